@@ -1,0 +1,61 @@
+# Everything a newcomer or CI needs: `make demo`, `make test`. Both install into .venv first, once per change of
+# pyproject.toml or constraints-cpu.txt.
+#
+#   PYTHON           the interpreter that .venv is made from (3.11 or newer; gpu-test runs in it directly)
+#   TORCH_INDEX_URL  where torch alone comes from, for a CPU-only build where the default index has CUDA builds:
+#                    make demo TORCH_INDEX_URL=<index of CPU builds that pytorch.org names>
+#   WORKERS          processes of the test run
+#
+# `make gpu-test` installs nothing; `make clean` removes .venv too.
+
+PYTHON ?= python3
+TORCH_INDEX_URL ?=
+WORKERS ?= 2
+
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+VENV := .venv
+BIN := $(VENV)/bin
+TORCH := $(shell grep '^torch==' constraints-cpu.txt)
+INPUTS := $(shell { pwd; cat pyproject.toml constraints-cpu.txt; } | sha256sum | cut -c1-16)
+STAMP := $(VENV)/.installed-$(INPUTS)
+
+.DELETE_ON_ERROR:
+.PHONY: demo test setup lint format gpu-test clean
+
+demo: $(STAMP)
+	@$(BIN)/python -m moe_runtime.launch.demo
+
+test: lint
+	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
+
+setup: $(STAMP)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+# In the current environment, nothing installed: a GPU machine has its own torch, triton and NVSHMEM.
+gpu-test:
+	$(PYTHON) -m pytest -m "not cpu_only"
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch first and by its exact version: left to a resolver it may drag in several GB of CUDA packages.
+# A CUDA build of torch brings the triton it was made with; then that one stays, and the pin of triton is left out.
+$(STAMP):
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) '$(TORCH)'
+	@if $(BIN)/python -c 'import triton' 2>/dev/null && ! $(BIN)/python -c 'import torch, sys; sys.exit(torch.version.cuda is not None)'; \
+		then grep -v '^triton==' constraints-cpu.txt; else cat constraints-cpu.txt; fi > $(VENV)/constraints.txt
+	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev,hf]'
+	@rm -f $(VENV)/.installed-*
+	@touch $@

@@ -1,0 +1,248 @@
+"""How ranks find each other on the host: every exchange here goes through the group's key-value store and is bounded.
+
+The store works whatever backend the group has (gloo, NCCL), and tells exactly which ranks have not come.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import os
+import pickle
+import socket
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_runtime.errors import PeerAbortedError, PeerTimeoutError, Phase
+
+TRANSPORTS = ("nvshmem", "shared", "private", "collective")
+
+
+@dataclass(frozen=True)
+class _Left:
+    """What a rank that gave up leaves in place of its next answer."""
+
+    reason: str
+
+
+class RankGroup:
+    """The ranks that share one context: who this process is among them, and small exchanges between their hosts.
+
+    Making one is not collective, but all ranks must make theirs in the same order. `gather` and `barrier` are
+    collective. A rank that gave up at start-up says so with `leave`; after a `PeerTimeoutError` the ranks may have
+    made different numbers of these, and the group is of no use any more.
+
+    Attributes:
+        rank, world_size: this process in the group (not in the world).
+        group: the torch.distributed group; None for a single process without torch.distributed.
+        timeout_s: bound of every wait.
+    """
+
+    def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None, *, timeout_s: float = 120.0) -> None:
+        self.timeout_s = timeout_s
+        self.group = resolve_group(group)
+        self.rank = 0
+        self.world_size = 1
+        self._prefix = ""
+        self._calls = 0
+        self._store: Any = None
+        if self.group is not None:
+            self.rank = dist.get_rank(self.group)
+            self.world_size = dist.get_world_size(self.group)
+            ranks = dist.get_process_group_ranks(self.group)
+            identity = f"{self.group.group_name}/{ranks}"
+            prefix = f"moe_runtime/{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
+            self._store = dist.distributed_c10d._get_default_store()
+            # Counted in the store, since other code of this process may have made some of the same group before.
+            self._prefix = f"{prefix}/{self._store.add(f'{prefix}/made/{self.rank}', 1)}"
+
+    def gather(self, what: str, value: object, *, timeout_s: float | None = None) -> list[Any]:
+        """Every rank's `value` (picklable, small), by rank.
+
+        Raises `PeerTimeoutError` naming `what` and the first rank that has not come within `timeout_s`
+        (default: the group's); the message lists all of them.
+        """
+        if self._store is None:
+            return [value]
+        limit = self.timeout_s if timeout_s is None else timeout_s
+        keys = self._next_call(what, value)
+        try:
+            self._store.wait(keys, timedelta(seconds=limit))
+        except RuntimeError as error:
+            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            if not missing:
+                raise
+            names = ", ".join(map(str, missing))
+            message = f"{what}: rank {names} of {self.world_size} did not come within {limit:g} s"
+            raise PeerTimeoutError(message, missing[0], Phase.START_UP) from error
+        answers = [pickle.loads(self._store.get(key)) for key in keys]
+        for rank, (_, answer) in enumerate(answers):
+            if isinstance(answer, _Left):
+                raise PeerAbortedError(f"{what}: rank {rank} gave up: {answer.reason}", rank, Phase.START_UP)
+        if len({step for step, _ in answers}) > 1:
+            steps = describe_ranks([step for step, _ in answers])
+            raise ValueError(f"group: its ranks are not at the same step, {steps}")
+        return [answer for _, answer in answers]
+
+    def barrier(self, what: str = "barrier") -> None:
+        """Wait for every rank; raises as `gather` does."""
+        self.gather(what, None)
+
+    def leave(self, reason: str) -> None:
+        """Answer the peers' next `gather` without waiting for it: there they raise `PeerAbortedError` with `reason`."""
+        if self._store is not None:
+            # A store that is gone has nobody to tell.
+            with contextlib.suppress(RuntimeError):
+                self._next_call("leave", _Left(reason))
+
+    def missing(self, event: str, wait_s: float) -> list[int]:
+        """Ranks that have not called this for `event` within `wait_s`; never raises because of them."""
+        if self._store is None:
+            return []
+        keys = [f"{self._prefix}/{event}/{rank}" for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], b"here")
+        deadline = time.monotonic() + wait_s
+        while True:
+            absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+            if not absent or time.monotonic() > deadline:
+                return absent
+            time.sleep(0.01)
+
+    def _next_call(self, what: str, value: object) -> list[str]:
+        """Store this rank's answer to its next call; the keys of all ranks' answers."""
+        self._calls += 1
+        keys = [f"{self._prefix}/{self._calls}/{rank}" for rank in range(self.world_size)]
+        self._store.set(keys[self.rank], pickle.dumps((what, value)))
+        return keys
+
+
+def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
+    """The process group meant by `group`: itself, that of a one-dimensional mesh, the default group, or None.
+
+    Raises `ValueError` for a mesh with several dimensions and where this process is not a member.
+    """
+    if isinstance(group, DeviceMesh):
+        if group.ndim != 1:
+            raise ValueError(f"group: expected a DeviceMesh of one dimension, got {group.ndim}; pass mesh['name']")
+        group = group.get_group()
+    if group is None:
+        return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
+    if not isinstance(group, dist.ProcessGroup):
+        if group == dist.GroupMember.NON_GROUP_MEMBER:
+            raise ValueError("group: this process is not a member of it")
+        raise ValueError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
+    if dist.get_rank(group) < 0:
+        raise ValueError("group: this process is not a member of it")
+    return group
+
+
+def shared_memory_directory() -> str:
+    """Where files of shared memory go: `/dev/shm`, or the temporary directory where there is none."""
+    path = "/dev/shm"
+    return path if os.path.isdir(path) and os.access(path, os.W_OK) else tempfile.gettempdir()
+
+
+def host_identity() -> str:
+    """Equal on two processes only if they can map each other's shared memory: host, boot and mount of the memory."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id") as file:
+            boot = file.read().strip()
+    except OSError:
+        boot = ""
+    return f"{socket.gethostname()}/{boot}/{os.stat(shared_memory_directory()).st_dev}"
+
+
+def same_host(group: RankGroup) -> bool:
+    """Whether all ranks can share memory. Collective."""
+    return len(set(group.gather("same_host", host_identity()))) == 1
+
+
+@dataclass(frozen=True)
+class TransportChoice:
+    """Which transport a context uses.
+
+    Attributes:
+        name: one of `TRANSPORTS`.
+        reasons: for each other transport that comes before it, or cannot be used, why not.
+    """
+
+    name: str
+    reasons: dict[str, str]
+
+
+def choose_transport(group: RankGroup, device: torch.device, requested: str = "auto") -> TransportChoice:
+    """The first usable one of `TRANSPORTS`, or the `requested` one. Collective.
+
+    Raises `ValueError` if the requested one cannot be used, with the reason, and on every rank if ranks ask for
+    different transports or kinds of device.
+    """
+    if requested not in ("auto", *TRANSPORTS):
+        raise ValueError(f"transport: expected auto or one of {TRANSPORTS}, got {requested!r}")
+    answers = group.gather("choose_transport", (requested, device.type, host_identity()))
+    for index, name in enumerate(("transport", "device")):
+        values = [answer[index] for answer in answers]
+        if len(set(values)) > 1:
+            raise ValueError(f"{name}: ranks disagree, {describe_ranks(values)}")
+    hosts = {answer[2] for answer in answers}
+    unusable: dict[str, str] = {}
+    if device.type != "cuda":
+        unusable["nvshmem"] = f"needs GPUs, the device is {device.type}"
+    else:
+        unusable["nvshmem"] = "not built yet in this version"
+    if device.type != "cpu":
+        unusable["shared"] = f"shares CPU memory only, the device is {device.type}"
+    elif len(hosts) > 1:
+        unusable["shared"] = f"the ranks are on {len(hosts)} hosts (or containers)"
+    if group.world_size > 1:
+        unusable["private"] = f"one rank only, the group has {group.world_size}"
+    if group.group is None:
+        unusable["collective"] = "torch.distributed is not initialised"
+    if requested != "auto":
+        if requested in unusable:
+            raise ValueError(f"transport: {requested} cannot be used: {unusable[requested]}")
+        return TransportChoice(requested, unusable)
+    # One rank has nobody to share with: private memory does the same without a file.
+    order = ("private", "collective") if group.world_size == 1 else TRANSPORTS
+    name = next(name for name in order if name not in unusable)
+    if name == "private":
+        unusable.setdefault("shared", "one rank has nobody to share memory with")
+        unusable.setdefault("nvshmem", "one rank has no peers")
+    return TransportChoice(name, unusable)
+
+
+def describe_ranks(values: list[Any]) -> str:
+    """`rank 0: a, rank 1: b` for an error message about values that should be equal."""
+    return ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
+
+
+def init_from_env(device: str | None = None, *, timeout_s: float = 120.0) -> torch.device:
+    """Initialise torch.distributed from the variables torchrun sets, and return this rank's device.
+
+    Without them nothing is initialised (a single process). `device` is `cpu`, `cuda` or None (GPUs if there are
+    any). On GPUs the backend is `cpu:gloo,cuda:nccl` and the device is `cuda:LOCAL_RANK`, made current.
+
+    Raises `ValueError` if `device` is unknown, or the local rank has no GPU.
+    """
+    if device not in (None, "cpu", "cuda"):
+        raise ValueError(f"device: expected cpu, cuda or None, got {device!r}")
+    kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    if kind == "cuda" and local_rank >= torch.cuda.device_count():
+        raise ValueError(f"device: local rank {local_rank} has no GPU, this host has {torch.cuda.device_count()}")
+    place = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")
+    if place.type == "cuda":
+        torch.cuda.set_device(place)
+    if "RANK" in os.environ and "WORLD_SIZE" in os.environ and not dist.is_initialized():
+        limit = timedelta(seconds=timeout_s)
+        if place.type == "cuda":
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit, device_id=place)
+        else:
+            dist.init_process_group("gloo", timeout=limit)
+    return place

@@ -1,0 +1,276 @@
+"""Exchange between ranks that cannot map each other: kernels store into local staging, torch.distributed carries it.
+
+The staging of peer `r` mirrors rank `r`'s heap, so that kernels are the same as with mapped peers. After a send
+kernel the transport gathers what was staged, exchanges it all-to-all and scatters it where the kernel would have
+stored it; then the signal words follow. It waits on the host at every step and cannot be captured in a graph.
+"""
+
+from __future__ import annotations
+
+import secrets
+from datetime import timedelta
+from typing import Protocol
+
+import torch
+import torch.distributed as dist
+
+from moe_runtime.comm.bootstrap import RankGroup
+from moe_runtime.comm.heap import SymmetricHeap
+from moe_runtime.comm.private_heap import aligned_zeros
+from moe_runtime.comm.signals import SignalLayout
+from moe_runtime.errors import MoERuntimeError, PeerTimeoutError, Phase
+
+_HEADER = 3
+"""Words of a message before the signal words: (phase, epoch, number of rows)."""
+
+_ROLL_CALL_S = 3.0
+
+
+class CollectiveHeap(SymmetricHeap):
+    """Own memory plus one staging copy of the whole heap per peer: `world_size` times the bytes of a mapped heap.
+
+    `peer_tensor(region, r)` with `r != rank` is the staging of what goes to `r`.
+    """
+
+    name = "collective"
+    directly_mapped = False
+    graph_safe = False
+
+    def __init__(self, group: RankGroup, device: torch.device | str = "cpu") -> None:
+        super().__init__(group.rank, group.world_size, torch.device(device))
+        if group.group is None:
+            raise ValueError("group: the collective transport needs torch.distributed to be initialised")
+        self.group = group
+        self.key = ""
+        self._bases: list[torch.Tensor] = []
+
+    def barrier(self) -> None:
+        self._check_open()
+        self.group.barrier("CollectiveHeap.barrier")
+
+    def _allocate(self, num_bytes: int) -> None:
+        answers = self.group.gather("CollectiveHeap.allocate", (num_bytes, secrets.token_hex(8)))
+        if len({size for size, _ in answers}) > 1:
+            raise ValueError(f"region: ranks reserved different sizes, {[size for size, _ in answers]} bytes")
+        self.key = answers[0][1]
+        self._bases = [aligned_zeros(num_bytes, self.device) for _ in range(self.world_size)]
+
+    def _peer_base(self, rank: int) -> torch.Tensor:
+        return self._bases[rank]
+
+    def _close(self, *, failed: bool) -> None:
+        try:
+            if self.allocated and not failed:
+                self.group.barrier("CollectiveHeap.close")
+            else:
+                self.group.leave("it closed its heap" + (" after a failure" if failed else ""))
+        finally:
+            self._bases.clear()
+
+
+class CarryContext(Protocol):
+    """What the transport needs of an `ExpertParallelContext`."""
+
+    device: torch.device
+    half_bytes: dict[str, int]
+    timeout_s: float
+    startup_timeout_s: float
+
+    def fail(self, error: MoERuntimeError) -> MoERuntimeError: ...
+
+    def check_peers(self) -> None: ...
+
+
+class CollectiveTransport:
+    """Carries what is staged in a `CollectiveHeap`. All methods but `post_abort` are collective and in step.
+
+    Every exchange starts with a header per peer: how many rows follow, and the signal words this rank has staged for
+    it. A header with an abort word ends the exchange on all ranks, so that a rank which gave up is known at once.
+    """
+
+    def __init__(self, heap: CollectiveHeap) -> None:
+        self.heap = heap
+        self.layout = SignalLayout(heap.world_size)
+        self._group = heap.group.group
+        words = [self.layout.words_of(rank) for rank in range(heap.world_size)]
+        self._words_of = torch.tensor(words, dtype=torch.int64, device=heap.device)
+        self._abort_column = _HEADER + words[0].index(self.layout.abort)
+        self._exchanges = 0
+        self._posted: list[object] = []
+
+    def carry_dispatch(
+        self,
+        context: CarryContext,
+        *,
+        epoch: int,
+        num_tokens: int,
+        max_tokens: int,
+        record_bytes: int,
+        landing_half: int | None = None,
+    ) -> None:
+        """Bring the records staged by the send kernel of dispatch `epoch` to their ranks.
+
+        Of the staging of each peer, rows `t < num_tokens` of this rank's part of `landing` (half `epoch % 2`,
+        `[W][max_tokens][record_bytes]`) whose stamp (`[W][max_tokens]` int32) is `epoch` are carried; at the peer the
+        record, then its stamp, then the signal words (dispatch_flag, token_count, ready, abort) appear.
+        `landing_half` is where the second half of `landing` starts; default `context.half_bytes["landing"]`.
+
+        Raises what a peer's abort words say, and `PeerTimeoutError` where a peer does not take part.
+        """
+        half = epoch % 2
+        rank, world = self.heap.rank, self.heap.world_size
+        indices, rows = [], []
+        for peer in range(world):
+            stamps = self._half(context, "stamps", peer, half, torch.int32, (world, max_tokens))
+            landing = self._half(
+                context, "landing", peer, half, torch.uint8, (world, max_tokens, record_bytes), landing_half
+            )
+            sent = (stamps[rank, :num_tokens] == epoch) & (peer != rank)
+            tokens = sent.nonzero().to(torch.int32)
+            indices.append(tokens)
+            rows.append(landing[rank, tokens[:, 0].long()])
+        stamps = self._half(context, "stamps", rank, half, torch.int32, (world, max_tokens))
+        landing = self._half(
+            context, "landing", rank, half, torch.uint8, (world, max_tokens, record_bytes), landing_half
+        )
+        header, came = self._exchange(context, Phase.DISPATCH_SEND, epoch, indices, rows)
+        for source, (tokens, records) in enumerate(came):
+            landing[source, tokens[:, 0].long()] = records
+            stamps[source, tokens[:, 0].long()] = epoch
+        self._write_signals(header)
+
+    def carry_combine(
+        self,
+        context: CarryContext,
+        *,
+        epoch: int,
+        max_tokens: int,
+        parts: int,
+        row_bytes: int,
+        part_index: torch.Tensor,
+    ) -> None:
+        """Bring the partial rows staged by the combine kernel of dispatch `epoch` back to their tokens' ranks.
+
+        Args:
+            part_index: int32 `[W, max_tokens]`; `j` where this rank staged entry `(t, j)` of the combine region
+                (half `epoch % 2`, `[max_tokens][parts][row_bytes]`) of source `s`, and -1 where it staged none.
+
+        At the source the rows, then the signal words (combine_flag, ready, abort) appear. Raises as `carry_dispatch`.
+        """
+        half = epoch % 2
+        rank, world = self.heap.rank, self.heap.world_size
+        if part_index.shape != (world, max_tokens) or part_index.dtype != torch.int32:
+            shape = f"{part_index.dtype} {list(part_index.shape)}"
+            raise ValueError(f"part_index: expected int32 [{world}, {max_tokens}], got {shape}")
+        indices, rows = [], []
+        for peer in range(world):
+            combine = self._half(context, "combine", peer, half, torch.uint8, (max_tokens, parts, row_bytes))
+            sent = (part_index[peer] >= 0) & (peer != rank)
+            tokens = sent.nonzero()[:, 0]
+            part = part_index[peer, tokens]
+            indices.append(torch.stack([tokens.to(torch.int32), part], dim=1))
+            rows.append(combine[tokens, part.long()])
+        combine = self._half(context, "combine", rank, half, torch.uint8, (max_tokens, parts, row_bytes))
+        header, came = self._exchange(context, Phase.COMBINE_SEND, epoch, indices, rows)
+        for entries, values in came:
+            combine[entries[:, 0].long(), entries[:, 1].long()] = values
+        self._write_signals(header)
+
+    def post_abort(self) -> None:
+        """Start the exchange of a header with the abort words staged for all peers, without waiting for them."""
+        header = self._header(Phase.HOST, 0, [0] * self.heap.world_size)
+        answer = torch.empty_like(header)
+        work = dist.all_to_all_single(answer, header, group=self._group, async_op=True)
+        # The exchange goes on in the background: its tensors must stay.
+        self._posted += [header, answer, work]
+
+    def _half(
+        self,
+        context: CarryContext,
+        region: str,
+        rank: int,
+        half: int,
+        dtype: torch.dtype,
+        shape: tuple[int, ...],
+        stride: int | None = None,
+    ) -> torch.Tensor:
+        """One half of a region of `rank` as `dtype` `[shape]`."""
+        num_bytes = dtype.itemsize
+        for extent in shape:
+            num_bytes *= extent
+        start = half * (context.half_bytes[region] if stride is None else stride)
+        room = 2 * context.half_bytes[region]
+        if start + num_bytes > room:
+            raise ValueError(f"{region}: half {half} of {list(shape)} ends at {start + num_bytes} of {room} bytes")
+        return self.heap.peer_tensor(region, rank)[start : start + num_bytes].view(dtype).view(shape)
+
+    def _signals(self, rank: int) -> torch.Tensor:
+        return self.heap.peer_tensor("signals", rank).view(torch.int32)
+
+    def _header(self, phase: Phase, epoch: int, counts: list[int]) -> torch.Tensor:
+        """int32 `[W, 3 + words]`: for each peer (phase, epoch, rows that follow) and the words staged for it."""
+        rank, device = self.heap.rank, self.heap.device
+        first = torch.tensor([(int(phase), epoch, count) for count in counts], dtype=torch.int32, device=device)
+        words = [self._signals(peer)[self._words_of[rank]] for peer in range(self.heap.world_size)]
+        return torch.cat([first, torch.stack(words)], dim=1)
+
+    def _write_signals(self, header: torch.Tensor) -> None:
+        """Make the words of each peer's header visible in this rank's signals."""
+        signals = self._signals(self.heap.rank)
+        for peer in range(self.heap.world_size):
+            if peer != self.heap.rank:
+                signals[self._words_of[peer]] = header[peer, _HEADER:]
+
+    def _exchange(
+        self, context: CarryContext, phase: Phase, epoch: int, indices: list[torch.Tensor], rows: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+        """All-to-all of `indices[r]` int32 `[n_r, c]` and `rows[r]` uint8 `[n_r, b]`; headers and pairs by source."""
+        self._exchanges += 1
+        sent = [int(part.shape[0]) for part in rows]
+        staged = self._header(phase, epoch, sent)
+        header = torch.empty_like(staged)
+        self._all_to_all(context, phase, epoch, header, staged, None, None)
+        own = (staged[:, self._abort_column] != 0).nonzero()[:, 0].tolist()
+        if own or bool((header[:, self._abort_column] != 0).any()):
+            if own:
+                # What a kernel here told the peers: put it where this rank's own check looks.
+                rank = self.heap.rank
+                self._signals(rank)[self._words_of[rank]] = staged[own[0], _HEADER:]
+            self._write_signals(header)
+            context.check_peers()
+        steps = header[:, :2].tolist()
+        if any(step != [int(phase), epoch] for step in steps):
+            where = ", ".join(f"rank {r}: {Phase(p).name} of epoch {e}" for r, (p, e) in enumerate(steps))
+            raise context.fail(MoERuntimeError(f"ranks are not at the same step, {where}", self.heap.rank, phase))
+        came = header[:, 2].tolist()
+        arrived = []
+        for parts in (indices, rows):
+            source = torch.cat(parts)
+            target = source.new_empty((sum(came), source.shape[1]))
+            self._all_to_all(context, phase, epoch, target, source, came, sent)
+            arrived.append(target.split(came))
+        return header, list(zip(*arrived, strict=True))
+
+    def _all_to_all(
+        self,
+        context: CarryContext,
+        phase: Phase,
+        epoch: int,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        came: list[int] | None,
+        sent: list[int] | None,
+    ) -> None:
+        limit = context.startup_timeout_s if epoch == 1 else context.timeout_s
+        try:
+            work = dist.all_to_all_single(target, source, came, sent, group=self._group, async_op=True)
+            assert work is not None
+            work.wait(timedelta(seconds=limit))
+        except RuntimeError as error:
+            event = f"{self.heap.key}/{self._exchanges}"
+            missing = self.heap.group.missing(event, min(_ROLL_CALL_S, limit))
+            names = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
+            where = f"{phase.name.lower()} of epoch {epoch}"
+            message = f"rank {self.heap.rank}, {where}: {names} did not take part within {limit:g} s"
+            failure = PeerTimeoutError(message, missing[0] if missing else -1, phase)
+            raise context.fail(failure) from error

@@ -1,0 +1,103 @@
+"""Error records and abort words turned into exceptions: a failure reads the same where it happened and on the peers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+
+from moe_runtime.comm.signals import ABORT_WORDS, REASON_WORDS, SignalLayout
+from moe_runtime.errors import (
+    CapacityError,
+    ErrorCode,
+    MoERuntimeError,
+    PeerAbortedError,
+    PeerTimeoutError,
+    Phase,
+    RoutingError,
+    StaleHandleError,
+)
+
+
+def describe_failure(
+    code: int,
+    about: int,
+    phase: int,
+    epoch: int,
+    details: tuple[int, int],
+    origin: int,
+    *,
+    reason: str,
+    timeout_s: float,
+) -> MoERuntimeError:
+    """The exception for one failure that rank `origin` recorded about rank `about`.
+
+    `details` are, by code: ROUTING (expert id, token), CAPACITY (rows that arrived, capacity).
+    """
+    step = Phase(phase) if phase in list(Phase) else Phase.HOST
+    where = f"rank {origin}, {step.name.lower()} of epoch {epoch}"
+    if code == ErrorCode.ROUTING:
+        text = f"expert id {details[0]} of token {details[1]} of rank {about} is out of range or twice in its top-k"
+        return RoutingError(f"{where}: {text}", about, step)
+    if code == ErrorCode.CAPACITY:
+        text = f"{details[0]} rows arrived at rank {about}, more than its expert_row_capacity of {details[1]}"
+        return CapacityError(f"{where}: {text}", about, step)
+    if code == ErrorCode.TIMEOUT:
+        return PeerTimeoutError(f"{where}: rank {about} did not answer within {timeout_s:g} s", about, step)
+    if code == ErrorCode.STALE_HANDLE:
+        return StaleHandleError(f"{where}: its handle was used after the second next dispatch", about, step)
+    if code == ErrorCode.ABORTED:
+        return PeerAbortedError(f"{where}: rank {about} gave up: {reason or 'no reason given'}", about, step)
+    return MoERuntimeError(f"{where}: unknown error code {code} about rank {about}, {details}", about, step)
+
+
+def find_failure(
+    record: Sequence[int], aborts: Sequence[Sequence[int]], reason_of: Callable[[int], str], *, timeout_s: float
+) -> MoERuntimeError | None:
+    """What a rank's error `record` (`ERROR_WORDS`) and all ranks' abort words `[W][ABORT_WORDS]` tell, or None.
+
+    A rank that stopped only because a peer had raised its abort flag records ABORTED; what that peer says is then
+    the failure. Among several abort words a first cause goes before a mere ABORTED, then the lowest rank.
+    """
+    code, about, phase, epoch, detail, origin, detail2 = record[:7]
+    if code not in (ErrorCode.NONE, ErrorCode.ABORTED):
+        return describe_failure(code, about, phase, epoch, (detail, detail2), origin, reason="", timeout_s=timeout_s)
+    told = [rank for rank, words in enumerate(aborts) if words[0]]
+    if told:
+        peer = min(told, key=lambda rank: (aborts[rank][0] == ErrorCode.ABORTED, aborts[rank][3] != rank, rank))
+        code, phase, epoch, about, detail, detail2 = aborts[peer][:6]
+        origin = peer
+    if code == ErrorCode.NONE:
+        return None
+    reason = reason_of(about) if code == ErrorCode.ABORTED else ""
+    return describe_failure(code, about, phase, epoch, (detail, detail2), origin, reason=reason, timeout_s=timeout_s)
+
+
+def encode_abort(message: torch.Tensor, rank: int, reason: str) -> None:
+    """Fill `message`, int32 `[ABORT_WORDS + REASON_WORDS]`, with the words of a rank that gives up on the host."""
+    message.zero_()
+    message[:4] = torch.tensor([ErrorCode.ABORTED, Phase.HOST, 0, rank], dtype=torch.int32)
+    text = reason.encode()[: 4 * REASON_WORDS]
+    if text:
+        message[ABORT_WORDS:].view(torch.uint8)[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+
+
+def write_abort(message: torch.Tensor, signals: torch.Tensor, layout: SignalLayout, rank: int) -> None:
+    """Copy `message` into `rank`'s words of someone's `signals`, the code last, without waiting."""
+    abort = layout.abort + ABORT_WORDS * rank
+    reason = layout.reason + REASON_WORDS * rank
+    signals[reason : reason + REASON_WORDS].copy_(message[ABORT_WORDS:], non_blocking=True)
+    signals[abort + 1 : abort + ABORT_WORDS].copy_(message[1:ABORT_WORDS], non_blocking=True)
+    signals[abort : abort + 1].copy_(message[:1], non_blocking=True)
+
+
+def abort_words(signals: torch.Tensor, layout: SignalLayout) -> torch.Tensor:
+    """The abort words of all ranks in `signals`, int32 `[W, ABORT_WORDS]` (a view)."""
+    return signals[layout.abort : layout.reason].view(layout.world_size, ABORT_WORDS)
+
+
+def reason_text(signals: torch.Tensor, layout: SignalLayout, rank: int) -> str:
+    """The reason that `rank` gave; a character cut at its end is dropped."""
+    start = layout.reason + REASON_WORDS * rank
+    words = signals[start : start + REASON_WORDS].cpu().contiguous()
+    return bytes(words.view(torch.uint8).tolist()).rstrip(b"\0").decode(errors="ignore")

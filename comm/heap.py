@@ -1,0 +1,114 @@
+"""Symmetric memory as an interface: named, aligned regions, reserved first, then allocated once by all ranks."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from types import TracebackType
+
+import torch
+
+from moe_runtime.formats import align
+
+REGION_ALIGNMENT = 256
+
+
+class SymmetricHeap(ABC):
+    """The same regions on every rank of a group, with pointers to every peer's copy.
+
+    Life: `reserve()` each region (the same calls on every rank), `allocate()` once (collective), then `tensor`,
+    `peer_tensor` and `peer_pointers`, at last `close()`. Regions are zero after `allocate()`.
+
+    Attributes:
+        rank, world_size: this process in the group.
+        device: where the memory lies.
+        directly_mapped: peers' memory can be stored to through `peer_pointers` (False: pointers lead to local
+            staging which a transport must carry over).
+        graph_safe: a step through this heap can be captured in a CUDA graph.
+    """
+
+    name = "abstract"
+    directly_mapped = True
+    graph_safe = True
+
+    def __init__(self, rank: int, world_size: int, device: torch.device) -> None:
+        self.rank = rank
+        self.world_size = world_size
+        self.device = device
+        self.total_bytes = 0
+        self.allocated = False
+        self.closed = False
+        self._regions: dict[str, tuple[int, int]] = {}
+
+    def reserve(self, region: str, num_bytes: int) -> None:
+        """Add a region of `num_bytes`; all ranks must reserve the same regions in the same order."""
+        if self.allocated:
+            raise ValueError(f"region {region!r}: the heap is already allocated")
+        if region in self._regions:
+            raise ValueError(f"region {region!r} is already reserved")
+        if num_bytes <= 0:
+            raise ValueError(f"num_bytes of region {region!r}: expected a positive number, got {num_bytes}")
+        self._regions[region] = (self.total_bytes, num_bytes)
+        self.total_bytes = align(self.total_bytes + num_bytes, REGION_ALIGNMENT)
+
+    def allocate(self) -> None:
+        """Allocate all regions, zeroed, and map the peers'. Collective."""
+        if self.allocated:
+            raise ValueError("allocate: the heap is already allocated")
+        self._allocate(max(self.total_bytes, REGION_ALIGNMENT))
+        self.allocated = True
+
+    def region(self, region: str) -> tuple[int, int]:
+        """`(offset, num_bytes)` of a region from the base of the heap."""
+        if region not in self._regions:
+            raise ValueError(f"region: expected one of {sorted(self._regions)}, got {region!r}")
+        return self._regions[region]
+
+    def tensor(self, region: str) -> torch.Tensor:
+        """This rank's copy of a region, uint8 `[num_bytes]`."""
+        return self.peer_tensor(region, self.rank)
+
+    def peer_tensor(self, region: str, rank: int) -> torch.Tensor:
+        """Rank `rank`'s copy of a region as uint8 `[num_bytes]`, mapped into this process."""
+        self._check_open()
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank: expected 0..{self.world_size - 1}, got {rank}")
+        offset, num_bytes = self.region(region)
+        return self._peer_base(rank)[offset : offset + num_bytes]
+
+    def peer_pointers(self, region: str) -> torch.Tensor:
+        """int64 `[world_size]` on `device`: the address of each rank's copy of a region, for kernels."""
+        self._check_open()
+        offset, _ = self.region(region)
+        pointers = [self._peer_base(rank).data_ptr() + offset for rank in range(self.world_size)]
+        return torch.tensor(pointers, dtype=torch.int64, device=self.device)
+
+    def close(self, *, failed: bool = False) -> None:
+        """Free the memory; collective unless `failed` (then no peer is waited for). Safe to call twice."""
+        if not self.closed:
+            self.closed = True
+            self._close(failed=failed)
+
+    def _check_open(self) -> None:
+        if not self.allocated or self.closed:
+            state = "closed" if self.closed else "not allocated yet"
+            raise ValueError(f"heap: it is {state}")
+
+    def __enter__(self) -> SymmetricHeap:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close(failed=kind is not None)
+
+    @abstractmethod
+    def barrier(self) -> None:
+        """Wait on the host until every rank is here, bounded by the start-up timeout."""
+
+    @abstractmethod
+    def _allocate(self, num_bytes: int) -> None: ...
+
+    @abstractmethod
+    def _peer_base(self, rank: int) -> torch.Tensor:
+        """uint8 tensor over the whole heap of `rank`."""
+
+    @abstractmethod
+    def _close(self, *, failed: bool) -> None: ...

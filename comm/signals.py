@@ -1,0 +1,72 @@
+"""Layout of the signal region: int32 words by which ranks tell each other how far they are.
+
+Every word has one writer. Flags hold the epoch (number of the dispatch, from 1) they were raised for, so nothing is
+ever reset; those with two halves use the half `epoch % 2`. With `W` ranks, in words:
+
+    dispatch_flag [2][W]   rank w's tokens of this epoch have landed here
+    token_count   [2][W]   how many tokens rank w had (written before dispatch_flag)
+    combine_flag  [2][W]   rank w's partial results of this epoch have landed here
+    ready         [W]      rank w no longer reads what lies in the half of this epoch
+    abort         [W][8]   (code, phase, epoch, rank it is about, detail, detail2, 0, 0) of rank w's; code is last
+    reason        [W][64]  UTF-8 text (256 bytes, zero padded) of rank w's failure; host-written
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+ABORT_WORDS = 8
+REASON_WORDS = 64
+ERROR_WORDS = 8
+"""Words of a rank's own error record in host-visible memory, code written last:
+(code, rank it is about, phase, epoch, detail, origin rank, detail2, 0)."""
+
+
+@dataclass(frozen=True)
+class SignalLayout:
+    """Word offsets of each field for a group of `world_size` ranks."""
+
+    world_size: int
+
+    @property
+    def dispatch_flag(self) -> int:
+        return 0
+
+    @property
+    def token_count(self) -> int:
+        return 2 * self.world_size
+
+    @property
+    def combine_flag(self) -> int:
+        return 4 * self.world_size
+
+    @property
+    def ready(self) -> int:
+        return 6 * self.world_size
+
+    @property
+    def abort(self) -> int:
+        return 7 * self.world_size
+
+    @property
+    def reason(self) -> int:
+        return self.abort + ABORT_WORDS * self.world_size
+
+    @property
+    def num_words(self) -> int:
+        return self.reason + REASON_WORDS * self.world_size
+
+    @property
+    def num_bytes(self) -> int:
+        return 4 * self.num_words
+
+    def words_of(self, rank: int) -> list[int]:
+        """The words that `rank` writes; for rank 0 of 2 they begin with 0, 2, 4, 6, 8, 10, 12, 14, 15."""
+        flags = [field + half * self.world_size + rank for field in self._halved for half in (0, 1)]
+        abort = self.abort + ABORT_WORDS * rank
+        reason = self.reason + REASON_WORDS * rank
+        return [*flags, self.ready + rank, *range(abort, abort + ABORT_WORDS), *range(reason, reason + REASON_WORDS)]
+
+    @property
+    def _halved(self) -> tuple[int, int, int]:
+        return self.dispatch_flag, self.token_count, self.combine_flag

@@ -1,0 +1,146 @@
+"""Compile every kernel of `AOT_CASES` for every architecture it declares, on a machine that needs no GPU.
+
+`python -m moe_runtime.kernels.aot [--json FILE] [--jobs N]` prints a table operation x format x architecture with the
+matrix instructions found in the PTX, and fails if a kernel does not compile or lacks the instruction it is meant to
+use. It must run without `TRITON_INTERPRET`: under the interpreter there is nothing to compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import json
+import multiprocessing
+import os
+import pkgutil
+import re
+import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from moe_runtime.kernels.runtime import INTERPRET, AotCase
+
+INTERPRETED = "ahead-of-time compilation needs a process without TRITON_INTERPRET; unset it and run again"
+MATRIX_INSTRUCTION = re.compile(r"\b(?:tcgen05\.mma|wgmma\.mma_async|mma\.sync)[\w.:]*")
+
+
+@dataclass(frozen=True)
+class AotResult:
+    """What came of one case on one architecture.
+
+    Attributes:
+        operation, format: of the case.
+        kernel: name of the jit function.
+        arch: compute capability times ten.
+        instructions: distinct matrix instructions of the PTX, sorted.
+        shared_bytes: shared memory of a program.
+        seconds: time that compiling took.
+        error: why it failed; empty when it did not.
+    """
+
+    operation: str
+    format: str
+    kernel: str
+    arch: int
+    instructions: tuple[str, ...] = ()
+    shared_bytes: int = 0
+    seconds: float = 0.0
+    error: str = ""
+
+
+def collect_cases() -> list[tuple[str, int, AotCase]]:
+    """`(module, index, case)` of all `AOT_CASES` under `moe_runtime.kernels`."""
+    package = importlib.import_module("moe_runtime.kernels")
+    names = sorted(f"{package.__name__}.{info.name}" for info in pkgutil.iter_modules(package.__path__))
+    cases = []
+    for name in names:
+        if name != f"{package.__name__}.aot":
+            found = getattr(importlib.import_module(name), "AOT_CASES", ())
+            cases += [(name, index, case) for index, case in enumerate(found)]
+    return cases
+
+
+def compile_case(case: AotCase, arch: int) -> AotResult:
+    """Compile `case` for `arch` down to a binary and look for its instruction; failures are recorded, not raised."""
+    kernel = getattr(case.kernel, "__name__", str(case.kernel))
+    start = time.perf_counter()
+    try:
+        source = ASTSource(case.kernel, signature=dict(case.signature), constexprs=dict(case.constexprs))
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(case.options))
+        ptx, shared_bytes = compiled.asm["ptx"], int(compiled.metadata.shared)
+    except Exception as error:
+        # Any failure of the compiler is a row of the table, so that one bad kernel does not hide the others.
+        text = f"{type(error).__name__}: {error}".strip()
+        return AotResult(case.operation, case.format, kernel, arch, (), 0, time.perf_counter() - start, text)
+    seconds = time.perf_counter() - start
+    instructions = tuple(sorted(set(MATRIX_INSTRUCTION.findall(ptx))))
+    wanted = case.instruction.get(arch)
+    missing = f"no instruction matches {wanted!r}" if wanted and not re.search(wanted, ptx) else ""
+    return AotResult(case.operation, case.format, kernel, arch, instructions, shared_bytes, seconds, missing)
+
+
+def _compile_by_name(task: tuple[str, int, int]) -> AotResult:
+    module, index, arch = task
+    return compile_case(importlib.import_module(module).AOT_CASES[index], arch)
+
+
+def compile_all(jobs: int = 1) -> list[AotResult]:
+    """Compile all cases for all their architectures in `jobs` processes.
+
+    Raises `RuntimeError` under `TRITON_INTERPRET=1`, where `triton.jit` functions cannot be compiled.
+    """
+    if INTERPRET:
+        raise RuntimeError(INTERPRETED)
+    tasks = [(module, index, arch) for module, index, case in collect_cases() for arch in case.archs]
+    if jobs <= 1:
+        return [_compile_by_name(task) for task in tasks]
+    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+        return list(pool.map(_compile_by_name, tasks))
+
+
+def _print_table(results: list[AotResult]) -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    archs = sorted({result.arch for result in results})
+    table = Table(title=f"Triton {triton.__version__}, compiled ahead of time")
+    for column in ("operation", "format", "kernel", *(f"sm_{arch}" for arch in archs)):
+        table.add_column(column)
+    cells: dict[tuple[str, str, str], dict[int, set[str]]] = {}
+    for result in results:
+        row = cells.setdefault((result.operation, result.format, result.kernel), {})
+        short = [text.replace(".sync.aligned", "").replace(".row.col", "") for text in result.instructions]
+        row.setdefault(result.arch, set()).update(["[red]failed[/red]"] if result.error else short or ["ok"])
+    for key, row in sorted(cells.items()):
+        table.add_row(*key, *("\n".join(sorted(row.get(arch, {"-"}))) for arch in archs))
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
+    for result in results:
+        if result.error:
+            where = f"{result.operation} {result.format} {result.kernel} sm_{result.arch}"
+            print(f"{where}: {result.error}", file=sys.stderr)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; 0 if everything compiled as declared, 1 if not. Exits with 2 under the interpreter."""
+    parser = argparse.ArgumentParser(prog="python -m moe_runtime.kernels.aot", description="Compile all kernels.")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    options = parser.parse_args(arguments)
+    if INTERPRET:
+        parser.error(INTERPRETED)
+    results = compile_all(options.jobs)
+    _print_table(results)
+    if options.json:
+        payload = {"triton": triton.__version__, "results": [asdict(result) for result in results]}
+        options.json.write_text(json.dumps(payload, indent=1) + "\n")
+    return int(any(result.error for result in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

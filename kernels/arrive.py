@@ -1,0 +1,463 @@
+"""Arrival: turn the records that landed here into groups of rows by expert, in an order that depends on nothing else.
+
+Rows of a group are ordered by (source rank, token). Slots are worked on in chunks of `SLOTS`; a chunk never crosses
+a source rank. Four launches: count rows by (chunk, expert), prefix sums, places of all rows, and then the copy of
+scales (and, when packed, of rows) to where the grouped GEMM reads them. Nothing waits for the host.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_runtime.comm.signals import SignalLayout
+from moe_runtime.errors import ErrorCode, Phase
+from moe_runtime.formats import FORMATS, FormatCode, ceil_div
+from moe_runtime.geometry import ExchangeGeometry, sample_geometry
+from moe_runtime.kernels.dispatch import padded
+from moe_runtime.kernels.runtime import AotCase
+from moe_runtime.kernels.signalling import exchange_aot_case, record_failure, signals_of, wait_for_peer
+
+if TYPE_CHECKING:
+    from moe_runtime.context import ExpertParallelContext
+
+STALE_HANDLE = tl.constexpr(int(ErrorCode.STALE_HANDLE))
+CAPACITY = tl.constexpr(int(ErrorCode.CAPACITY))
+DISPATCH_WAIT = tl.constexpr(int(Phase.DISPATCH_WAIT))
+FP8_BLOCK = tl.constexpr(int(FormatCode.FP8_BLOCK))
+NVFP4 = tl.constexpr(int(FormatCode.NVFP4))
+
+_GEOMETRY_ARGUMENTS = ["rank", "max_tokens", "chunks", "first_expert", "num_local", "landing_half", "stamps_half"]
+
+SLOTS = 32
+"""Slots of a chunk."""
+EXPERTS = 32
+"""Experts that a program compares at a time."""
+
+
+@triton.jit
+def local_experts_of(
+    landing_ptr,
+    stamps_ptr,
+    epoch,
+    slot_S,
+    valid_S,
+    k,
+    first_expert,
+    num_local,
+    K: tl.constexpr,
+    RECORD_BYTES: tl.constexpr,
+    IDS_AT: tl.constexpr,
+):
+    """int32 `[SLOTS, K_PAD]`: expert of this rank that entry `k` of each slot's token goes to, -1 for all others."""
+    stamp = tl.load(stamps_ptr.to(tl.pointer_type(tl.int32)) + slot_S, mask=valid_S, other=0)
+    fresh = valid_S & (stamp == epoch)
+    id_at = landing_ptr + slot_S.to(tl.int64)[:, None] * RECORD_BYTES + IDS_AT + k[None, :] * 2
+    ids = tl.load(id_at.to(tl.pointer_type(tl.uint16)), mask=fresh[:, None] & (k < K)[None, :], other=65535).to(
+        tl.int32
+    )
+    local = ids - first_expert
+    return tl.where((local >= 0) & (local < num_local) & (ids != 65535), local, -1)
+
+
+@triton.jit(do_not_specialize=[*_GEOMETRY_ARGUMENTS, "timeout_ns", "startup_timeout_ns"])
+def _arrive_count_kernel(
+    counts_ptr,
+    landing_ptrs,
+    stamps_ptrs,
+    signal_ptrs,
+    epoch_ptr,
+    handle_epoch_ptr,
+    error_ptr,
+    latch_ptr,
+    rank,
+    max_tokens,
+    chunks,
+    first_expert,
+    num_local,
+    landing_half,
+    stamps_half,
+    timeout_ns,
+    startup_timeout_ns,
+    K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    WORLD: tl.constexpr,
+    WORLD_PAD: tl.constexpr,
+    E_PAD: tl.constexpr,
+    SLOTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    RECORD_BYTES: tl.constexpr,
+    IDS_AT: tl.constexpr,
+    DISPATCH_FLAG: tl.constexpr,
+    TOKEN_COUNT: tl.constexpr,
+    ABORT: tl.constexpr,
+):
+    program = tl.program_id(0)
+    source = program // chunks
+    token = (program % chunks) * SLOTS + tl.arange(0, SLOTS)
+    epoch = tl.load(handle_epoch_ptr)
+    half = epoch & 1
+    words = signals_of(signal_ptrs, rank) + half * WORLD + source
+    timeout_ns = tl.where(epoch == 1, startup_timeout_ns, timeout_ns)
+
+    if tl.load(epoch_ptr) - epoch >= 2:
+        record_failure(
+            error_ptr, latch_ptr, signal_ptrs, STALE_HANDLE, rank, DISPATCH_WAIT, epoch, 0, 0, rank, ABORT, WORLD
+        )
+    wait_for_peer(
+        words + DISPATCH_FLAG, epoch, source, DISPATCH_WAIT, epoch,
+        error_ptr, latch_ptr, signal_ptrs, rank, timeout_ns, ABORT, WORLD, WORLD_PAD,
+    )  # fmt: skip
+    count = tl.where(tl.load(latch_ptr, volatile=True) == 0, tl.load(words + TOKEN_COUNT, volatile=True), 0)
+    slot = source * max_tokens + token
+    local = local_experts_of(
+        tl.load(landing_ptrs + rank).to(tl.pointer_type(tl.uint8)) + half * landing_half,
+        tl.load(stamps_ptrs + rank).to(tl.pointer_type(tl.uint8)) + half * stamps_half,
+        epoch, slot, (token < count) & (token < max_tokens), tl.arange(0, K_PAD), first_expert, num_local,
+        K, RECORD_BYTES, IDS_AT,
+    )  # fmt: skip
+    for start in range(0, E_PAD, EXPERTS):
+        expert = start + tl.arange(0, EXPERTS)
+        here = tl.max((local[:, :, None] == expert[None, None, :]).to(tl.int32), axis=1)
+        tl.store(counts_ptr + program * E_PAD + expert, tl.sum(here, axis=0))
+
+
+@triton.jit(do_not_specialize=["rank", "num_chunks", "num_local", "capacity"])
+def _arrive_offsets_kernel(
+    counts_ptr,
+    group_offsets_ptr,
+    group_scale_offsets_ptr,
+    first_block_ptr,
+    signal_ptrs,
+    handle_epoch_ptr,
+    error_ptr,
+    latch_ptr,
+    rank,
+    num_chunks,
+    num_local,
+    capacity,
+    WORLD: tl.constexpr,
+    E_PAD: tl.constexpr,
+    CHUNKS: tl.constexpr,
+    ABORT: tl.constexpr,
+):
+    """Replace counts by their exclusive prefix sums over chunks; then offsets of groups and of their scale blocks.
+
+    Example: rows of 3 groups [100, 200, 100] give group_offsets [0, 100, 300, 400], first_block [0, 1, 3] and
+    group_scale_offsets [0, 1, 1].
+    """
+    expert = tl.arange(0, E_PAD)
+    running = tl.zeros([E_PAD], dtype=tl.int32)
+    for start in range(0, num_chunks, CHUNKS):
+        chunk = start + tl.arange(0, CHUNKS)
+        at = counts_ptr + chunk[:, None] * E_PAD + expert[None, :]
+        counts = tl.load(at, mask=(chunk < num_chunks)[:, None], other=0)
+        before = tl.cumsum(counts, axis=0) - counts
+        tl.store(at, running[None, :] + before, mask=(chunk < num_chunks)[:, None])
+        running += tl.sum(counts, axis=0)
+
+    total = tl.sum(running, axis=0)
+    if total > capacity:
+        record_failure(
+            error_ptr, latch_ptr, signal_ptrs, CAPACITY, rank, DISPATCH_WAIT, tl.load(handle_epoch_ptr),
+            total, capacity, rank, ABORT, WORLD,
+        )  # fmt: skip
+    rows = tl.where(tl.load(latch_ptr, volatile=True) == 0, running, 0)
+    ends = tl.cumsum(rows, axis=0)
+    blocks = (rows + 127) // 128
+    first_block = tl.cumsum(blocks, axis=0) - blocks
+    tl.store(group_offsets_ptr + expert, ends - rows, mask=expert < num_local)
+    tl.store(group_offsets_ptr + num_local, tl.sum(rows, axis=0))
+    tl.store(first_block_ptr + expert, first_block, mask=expert < num_local)
+    tl.store(group_scale_offsets_ptr + expert, first_block - (ends - rows) // 128, mask=expert < num_local)
+
+
+@triton.jit(do_not_specialize=[*_GEOMETRY_ARGUMENTS, "first_row"])
+def _arrive_place_kernel(
+    counts_ptr,
+    group_offsets_ptr,
+    row_index_ptr,
+    positions_ptr,
+    landing_ptrs,
+    stamps_ptrs,
+    signal_ptrs,
+    handle_epoch_ptr,
+    latch_ptr,
+    rank,
+    max_tokens,
+    chunks,
+    first_expert,
+    num_local,
+    landing_half,
+    stamps_half,
+    first_row,
+    K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    WORLD: tl.constexpr,
+    E_PAD: tl.constexpr,
+    SLOTS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    RECORD_BYTES: tl.constexpr,
+    IDS_AT: tl.constexpr,
+    TOKEN_COUNT: tl.constexpr,
+):
+    """Position of each (slot, k) among the packed rows, -1 where it has none, and the inverse, `row_index`."""
+    program = tl.program_id(0)
+    source = program // chunks
+    token = (program % chunks) * SLOTS + tl.arange(0, SLOTS)
+    epoch = tl.load(handle_epoch_ptr)
+    half = epoch & 1
+    words = signals_of(signal_ptrs, rank) + half * WORLD + source
+    count = tl.where(tl.load(latch_ptr, volatile=True) == 0, tl.load(words + TOKEN_COUNT, volatile=True), 0)
+    slot = source * max_tokens + token
+    k = tl.arange(0, K_PAD)
+    local = local_experts_of(
+        tl.load(landing_ptrs + rank).to(tl.pointer_type(tl.uint8)) + half * landing_half,
+        tl.load(stamps_ptrs + rank).to(tl.pointer_type(tl.uint8)) + half * stamps_half,
+        epoch, slot, (token < count) & (token < max_tokens), k, first_expert, num_local,
+        K, RECORD_BYTES, IDS_AT,
+    )  # fmt: skip
+    position = tl.full([SLOTS, K_PAD], -1, tl.int32)
+    for start in range(0, E_PAD, EXPERTS):
+        expert = start + tl.arange(0, EXPERTS)
+        hit = (local[:, :, None] == expert[None, None, :]).to(tl.int32)
+        here = tl.max(hit, axis=1)
+        earlier = tl.cumsum(here, axis=0) - here
+        base = tl.load(counts_ptr + program * E_PAD + expert)
+        base += tl.load(group_offsets_ptr + expert, mask=expert < num_local, other=0)
+        # One more than the position, so that 0 can mean "not in this block of experts".
+        position += tl.sum(hit * (base[None, :] + earlier + 1)[:, None, :], axis=2)
+    inside = (k < K)[None, :] & (token < max_tokens)[:, None]
+    tl.store(positions_ptr + slot[:, None] * K + k[None, :], position, mask=inside)
+    row = first_row * half + slot
+    tl.store(row_index_ptr + position, tl.broadcast_to(row[:, None], [SLOTS, K_PAD]), mask=inside & (position >= 0))
+
+
+@triton.jit(do_not_specialize=["rank", "landing_half", "first_expert"])
+def _arrive_rows_kernel(
+    positions_ptr,
+    group_offsets_ptr,
+    first_block_ptr,
+    rows_ptr,
+    scales_ptr,
+    row_scale_ptr,
+    landing_ptrs,
+    handle_epoch_ptr,
+    rank,
+    landing_half,
+    first_expert,
+    K: tl.constexpr,
+    FMT: tl.constexpr,
+    PACKED: tl.constexpr,
+    QUANT_BYTES: tl.constexpr,
+    SCALE_COLUMNS: tl.constexpr,
+    BYTES: tl.constexpr,
+    RECORD_BYTES: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    ROW_SCALE_AT: tl.constexpr,
+    IDS_AT: tl.constexpr,
+):
+    """Copy what one landed token carries to each of its positions: scales, row scale and, if `PACKED`, quants."""
+    slot = tl.program_id(0)
+    half = tl.load(handle_epoch_ptr) & 1
+    record = tl.load(landing_ptrs + rank).to(tl.pointer_type(tl.uint8)) + half * landing_half
+    record += slot.to(tl.int64) * RECORD_BYTES
+    lane = tl.arange(0, BYTES)
+    for k in range(K):
+        position = tl.load(positions_ptr + slot * K + k)
+        if position >= 0:
+            if PACKED:
+                row = rows_ptr + position.to(tl.int64) * QUANT_BYTES
+                for start in range(0, QUANT_BYTES, BYTES):
+                    inside = start + lane < QUANT_BYTES
+                    tl.store(row + start + lane, tl.load(record + start + lane, mask=inside), mask=inside)
+            if SCALE_COLUMNS > 0:
+                if FMT == FP8_BLOCK:
+                    source = (record + SCALES_AT).to(tl.pointer_type(tl.float32))
+                    at = scales_ptr + position.to(tl.int64) * SCALE_COLUMNS
+                    for start in range(0, SCALE_COLUMNS, BYTES):
+                        inside = start + lane < SCALE_COLUMNS
+                        tl.store(at + start + lane, tl.load(source + start + lane, mask=inside), mask=inside)
+                else:
+                    expert = tl.load((record + IDS_AT).to(tl.pointer_type(tl.uint16)) + k).to(tl.int32) - first_expert
+                    local_row = position - tl.load(group_offsets_ptr + expert)
+                    block = tl.load(first_block_ptr + expert) + local_row // 128
+                    columns4: tl.constexpr = (SCALE_COLUMNS + 3) // 4
+                    at = scales_ptr + block.to(tl.int64) * columns4 * 512
+                    at += (local_row % 32) * 16 + ((local_row % 128) // 32) * 4
+                    for start in range(0, columns4 * 4, BYTES):
+                        column = start + lane
+                        byte = tl.load(record + SCALES_AT + column, mask=column < SCALE_COLUMNS, other=0)
+                        tl.store(at + (column // 4) * 512 + column % 4, byte, mask=column < columns4 * 4)
+            if FMT == NVFP4:
+                scale = tl.load((record + ROW_SCALE_AT).to(tl.pointer_type(tl.float32)))
+                tl.store(row_scale_ptr + position, scale)
+
+
+def arrive(
+    context: ExpertParallelContext,
+    geometry: ExchangeGeometry,
+    handle_epoch: torch.Tensor,
+    *,
+    positions_SK: torch.Tensor,
+    group_offsets: torch.Tensor,
+    group_scale_offsets: torch.Tensor,
+    row_index_R: torch.Tensor,
+    rows_RQ: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    row_scale_R: torch.Tensor | None,
+) -> None:
+    """Wait for all ranks' tokens of an epoch and group them by expert.
+
+    Args:
+        handle_epoch: int32 `[1]`, the epoch.
+        positions_SK: int32 `[W * max_tokens, K]`, receives the packed position of each (slot, k) or -1.
+        group_offsets: int32 `[E + 1]`; group_scale_offsets: int32 `[E]` (`dense_128`): received.
+        row_index_R: int32 `[row_capacity]`, receives the landing row of each packed position.
+        rows_RQ: uint8 `[row_capacity, quant_bytes]`, receives the quants of each packed position; None in indexed mode.
+        scales: uint8 or fp32, receives block scales in the consumer's layout; None for bf16.
+        row_scale_R: fp32 `[row_capacity]`, receives the row scales; None for formats without.
+
+    More rows than `row_capacity` are recorded as `CapacityError`; after any failure all groups are empty.
+    """
+    chunks = ceil_div(geometry.max_tokens, SLOTS)
+    num_chunks = chunks * geometry.world_size
+    constexprs = _constexprs(geometry)
+    e_pad = constexprs["count"]["E_PAD"]
+    counts = torch.empty((num_chunks, e_pad), dtype=torch.int32, device=context.device)
+    first_block = torch.empty(max(geometry.num_local_experts, 1), dtype=torch.int32, device=context.device)
+    landing_half = geometry.landing_half(context.half_bytes["landing"])
+    _arrive_count_kernel[(num_chunks,)](
+        counts,
+        context.landing_pointers,
+        context.stamps_pointers,
+        context.signal_pointers,
+        context.epoch,
+        handle_epoch,
+        context.error,
+        context.latch,
+        geometry.rank,
+        geometry.max_tokens,
+        chunks,
+        geometry.first_expert,
+        geometry.num_local_experts,
+        landing_half,
+        context.half_bytes["stamps"],
+        context.timeout_ns,
+        context.startup_timeout_ns,
+        **constexprs["count"],
+    )
+    _arrive_offsets_kernel[(1,)](
+        counts,
+        group_offsets,
+        group_scale_offsets,
+        first_block,
+        context.signal_pointers,
+        handle_epoch,
+        context.error,
+        context.latch,
+        geometry.rank,
+        num_chunks,
+        geometry.num_local_experts,
+        geometry.row_capacity,
+        **constexprs["offsets"],
+    )
+    _arrive_place_kernel[(num_chunks,)](
+        counts,
+        group_offsets,
+        row_index_R,
+        positions_SK,
+        context.landing_pointers,
+        context.stamps_pointers,
+        context.signal_pointers,
+        handle_epoch,
+        context.latch,
+        geometry.rank,
+        geometry.max_tokens,
+        chunks,
+        geometry.first_expert,
+        geometry.num_local_experts,
+        landing_half,
+        context.half_bytes["stamps"],
+        landing_half // geometry.record.record_bytes,
+        **constexprs["place"],
+    )
+    _arrive_rows_kernel[(geometry.num_slots,)](
+        positions_SK,
+        group_offsets,
+        first_block,
+        rows_RQ,
+        scales,
+        row_scale_R,
+        context.landing_pointers,
+        handle_epoch,
+        geometry.rank,
+        landing_half,
+        geometry.first_expert,
+        **constexprs["rows"],
+    )
+
+
+def _constexprs(geometry: ExchangeGeometry) -> dict[str, dict[str, Any]]:
+    """The compile-time arguments of each of the four kernels."""
+    record, signals = geometry.record, SignalLayout(geometry.world_size)
+    e_pad = max(EXPERTS, triton.next_power_of_2(geometry.num_local_experts))
+    place = {
+        "K": geometry.top_k,
+        "K_PAD": padded(geometry.top_k),
+        "WORLD": geometry.world_size,
+        "E_PAD": e_pad,
+        "SLOTS": SLOTS,
+        "EXPERTS": EXPERTS,
+        "RECORD_BYTES": record.record_bytes,
+        "IDS_AT": record.ids_offset,
+        "TOKEN_COUNT": signals.token_count,
+    }
+    return {
+        "count": place
+        | {
+            "WORLD_PAD": padded(geometry.world_size),
+            "DISPATCH_FLAG": signals.dispatch_flag,
+            "ABORT": signals.abort,
+        },
+        "offsets": {
+            "WORLD": geometry.world_size,
+            "E_PAD": e_pad,
+            "CHUNKS": max(1, 4096 // e_pad),
+            "ABORT": signals.abort,
+        },
+        "place": place,
+        "rows": {
+            "K": geometry.top_k,
+            "FMT": int(geometry.token_format.code),
+            "PACKED": geometry.packed,
+            "QUANT_BYTES": geometry.token_format.quant_bytes(geometry.hidden),
+            "SCALE_COLUMNS": geometry.token_format.scale_columns(geometry.hidden),
+            "BYTES": 512,
+            "RECORD_BYTES": record.record_bytes,
+            "SCALES_AT": record.scales_offset,
+            "ROW_SCALE_AT": record.row_scale_offset,
+            "IDS_AT": record.ids_offset,
+        },
+    }
+
+
+def _aot_cases(fmt: str, packed: bool) -> tuple[AotCase, ...]:
+    geometry = sample_geometry(fmt, packed=packed)
+    kernels = {
+        "count": _arrive_count_kernel,
+        "offsets": _arrive_offsets_kernel,
+        "place": _arrive_place_kernel,
+        "rows": _arrive_rows_kernel,
+    }
+    scales = {"scales_ptr": "*fp32"} if fmt == "fp8_block" else {}
+    return tuple(
+        exchange_aot_case(f"arrive_{name}", fmt, kernels[name], values, scales)
+        for name, values in _constexprs(geometry).items()
+    )
+
+
+AOT_CASES = tuple(case for fmt in FORMATS for packed in (False, True) for case in _aot_cases(fmt, packed))

@@ -1,0 +1,107 @@
+"""Ahead-of-time cases of the grouped GEMM: every pair of formats, every form of the epilogue, each arch's MMA."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_runtime.formats import BF16, FORMATS, FP8_BLOCK, MXFP8, NVFP4, TokenFormat
+from moe_runtime.kernels.grouped_gemm import _grouped_gemm_kernel, choose_tile
+from moe_runtime.kernels.runtime import AotCase
+from moe_runtime.weights import GPT_OSS, GateUpOrder, SwiGLU
+
+_ARGUMENTS = {
+    "a_ptr": "*bf16",
+    "a_scales_ptr": "*u8",
+    "row_scale_ptr": "*fp32",
+    "row_index_ptr": "*i32",
+    "w_ptr": "*bf16",
+    "w_scales_ptr": "*u8",
+    "expert_scales_ptr": "*fp32",
+    "bias_ptr": "*fp32",
+    "out_ptr": "*u8",
+    "out_scales_ptr": "*u8",
+    "out_gsf_ptr": "*fp32",
+    "group_offsets_ptr": "*i32",
+    "a_scale_offsets_ptr": "*i32",
+    "out_scale_offsets_ptr": "*i32",
+    "expert_ids_ptr": "*i32",
+    "num_active_ptr": "*i32",
+    "num_groups": "i32",
+    "num_experts": "i32",
+    "capacity": "i32",
+    "columns": "i32",
+    "K": "i32",
+    "a_stride": "i64",
+    "out_stride": "i64",
+}
+
+_POINTER = {BF16.name: "*bf16", FP8_BLOCK.name: "*fp8e4nv", MXFP8.name: "*fp8e4nv", NVFP4.name: "*u8"}
+_OUT_POINTER = {BF16.name: "*i16", FP8_BLOCK.name: "*u8", MXFP8.name: "*u8", NVFP4.name: "*u8"}
+_MMA = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma", 120: r"mma\.sync"}
+
+
+def _case(
+    a: TokenFormat,
+    w: TokenFormat,
+    *,
+    out: TokenFormat | None = None,
+    activation: SwiGLU | None = None,
+    out_dtype: str = "*i16",
+    order: GateUpOrder | None = None,
+    scales_per_expert: int = 0,
+    absent: tuple[str, ...] = (),
+    even_k: bool = True,
+) -> AotCase:
+    """A case with every optional tensor that the formats allow, less those in `absent`."""
+    signature = dict(_ARGUMENTS)
+    signature["a_ptr"] = "*i32" if a is BF16 and w is NVFP4 else _POINTER[a.name]
+    signature["w_ptr"] = _POINTER[w.name]
+    scale_pointer = {"fp8_block": "*fp32"}
+    signature["a_scales_ptr"] = scale_pointer.get(a.name, "*u8")
+    signature["w_scales_ptr"] = scale_pointer.get(w.name, "*u8")
+    signature["out_ptr"] = out_dtype if out is None else _OUT_POINTER[out.name]
+    signature["out_scales_ptr"] = "*u8" if out is None else scale_pointer.get(out.name, "*u8")
+    missing = set(absent)
+    missing |= set() if a.scale_dtype is not None else {"a_scales_ptr"}
+    missing |= set() if w.scale_dtype is not None else {"w_scales_ptr"}
+    missing |= set() if a.swizzled else {"a_scale_offsets_ptr"}
+    missing |= set() if out is not None and out.swizzled else {"out_scale_offsets_ptr"}
+    missing |= set() if out is not None and out.has_row_scale else {"out_gsf_ptr"}
+    missing |= set() if out is not None and out.scale_dtype is not None else {"out_scales_ptr"}
+    missing |= set() if scales_per_expert else {"expert_scales_ptr"}
+    tile = choose_tile(2048, a, out_block=0 if out is None else out.block)
+    if activation is not None:
+        order = activation.order
+    constexprs: dict[str, Any] = {
+        "A_FMT": int(a.code),
+        "W_FMT": int(w.code),
+        "OUT_FMT": 0 if out is None else int(out.code),
+        "ORDER": 0 if order is None else order.code,
+        "SCALES_PER_EXPERT": scales_per_expert,
+        "ACTIVATION": None if activation is None else (activation.alpha, activation.limit, activation.up_offset),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "BLOCK_G": 32,
+        "EVEN_K": even_k,
+        "INTERPRET": False,
+    }
+    constexprs |= dict.fromkeys(missing)
+    signature |= dict.fromkeys(constexprs, "constexpr")
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False}
+    operation = "grouped_gemm" if out is None else "grouped_gemm_swiglu"
+    name = w.name if a is w else f"{w.name} x {a.name}"
+    return AotCase(operation, name, _grouped_gemm_kernel, signature, constexprs, options, instruction=_MMA)
+
+
+_PLAIN = ("row_index_ptr", "row_scale_ptr", "bias_ptr", "num_active_ptr")
+
+AOT_CASES: tuple[AotCase, ...] = (
+    *(_case(f, f, absent=() if f.has_row_scale else ("row_scale_ptr",)) for f in FORMATS.values()),
+    *(_case(f, f, out=f, activation=SwiGLU(), scales_per_expert=2) for f in FORMATS.values()),
+    _case(BF16, NVFP4, scales_per_expert=1, absent=_PLAIN, even_k=False),
+    _case(BF16, NVFP4, out=BF16, activation=GPT_OSS, scales_per_expert=2, even_k=False),
+    _case(BF16, BF16, out_dtype="*fp16", absent=_PLAIN, even_k=False),
+    _case(MXFP8, MXFP8, out_dtype="*fp32", order=GateUpOrder.INTERLEAVED, scales_per_expert=2, even_k=False),
+    _case(NVFP4, NVFP4, out=NVFP4, activation=SwiGLU(GateUpOrder.UP_GATE), scales_per_expert=1, absent=("bias_ptr",)),
+)

@@ -1,0 +1,174 @@
+"""What both engines of the grouped GEMM share: checks of the arguments, and the empty result to be filled."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_runtime.formats import TokenFormat, ceil_div, token_format
+from moe_runtime.grouped import GroupedRows
+from moe_runtime.plan import dense_128_blocks_needed, dense_128_offsets
+from moe_runtime.weights import MAX_ENCODE_SCALE, ExpertWeights, SwiGLU
+
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+DEFAULT_INTERMEDIATE_GSF = 1.0
+"""Encode scale of an NVFP4 intermediate where neither checkpoint nor config gives one.
+
+A tile of the epilogue cannot see a whole row, so this is a constant. Block maxima from `6 * 2^-6` to 2688 keep the full
+precision of their e4m3 block scale. Below that the scale is denormal, a multiple of 2^-9, and each number is off by at
+most 2^-9 more than its code's rounding; a block whose maximum is under `6 * 2^-10` becomes zeros, an absolute error of
+less than 0.006 for each number. Above 2688 numbers saturate. A calibrated scale is better where there is one.
+"""
+
+
+def check_formats(a: TokenFormat, w: TokenFormat, argument: str) -> None:
+    """Raise `ValueError` naming `argument` unless rows in format `a` can be multiplied with weights in `w`."""
+    allowed = (w.name, "bf16") if w.name == "nvfp4" else (w.name,)
+    if a.name not in allowed:
+        raise ValueError(f"{argument}: expected {' or '.join(allowed)} with {w.name} weights, got {a.name}")
+
+
+def check_operands(a: GroupedRows, w: ExpertWeights) -> None:
+    """Raise `ValueError` naming the argument unless `a` and `w` can be multiplied."""
+    check_formats(a.format, w.format, "a.format")
+    if a.num_columns != w.num_columns:
+        raise ValueError(f"w: expected K = {a.num_columns} as in a, got {w.num_columns}")
+    if a.rows.device != w.device:
+        raise ValueError(f"w: expected device {a.rows.device} as a.rows, got {w.device}")
+    a.format.check_columns(a.num_columns, "a.num_columns")
+    columns = a.format.quant_columns(a.num_columns)
+    if a.rows.ndim != 2 or a.rows.shape[1] != columns or a.rows.dtype != a.format.quant_dtype:
+        raise ValueError(
+            f"a.rows: expected [*, {columns}] of {a.format.quant_dtype}, got {list(a.rows.shape)} of {a.rows.dtype}"
+        )
+    if a.rows.numel() and a.rows.stride(1) != 1:
+        raise ValueError(f"a.rows: expected the last dimension contiguous, got strides {list(a.rows.stride())}")
+    if a.row_index is None and a.rows.shape[0] < a.capacity:
+        raise ValueError(f"a.rows: expected at least capacity = {a.capacity} rows, got {a.rows.shape[0]}")
+    groups = a.num_groups
+    _check(a, "expert_ids", a.expert_ids, torch.int32, groups)
+    _check(a, "group_offsets", a.group_offsets, torch.int32, groups + 1)
+    _check(a, "row_index", a.row_index, torch.int32, a.capacity)
+    _check(a, "row_scale", a.row_scale, torch.float32, a.capacity)
+    if a.format.has_row_scale and a.row_scale is None:
+        raise ValueError(f"a.row_scale: expected one for {a.format.name}, got None")
+    if isinstance(a.num_active_experts, torch.Tensor):
+        _check(a, "num_active_experts", a.num_active_experts.reshape(-1), torch.int32, 1)
+    scale_columns = a.format.scale_columns(a.num_columns)
+    if a.format.swizzled:
+        if a.group_scale_offsets is None:
+            raise ValueError(f"a.group_scale_offsets: expected int32 [{groups}] for {a.format.name}, got None")
+        _check(a, "group_scale_offsets", a.group_scale_offsets, torch.int32, groups)
+        _check_scales(a, "[*, {}, {}, {}, {}]", (ceil_div(scale_columns, 4), 32, 4, 4))
+    elif a.format.scale_dtype is not None:
+        _check_scales(a, "[*, {}]", (scale_columns,))
+        _check(a, "scales", a.scales, a.format.scale_dtype, a.capacity)
+
+
+def _check(a: GroupedRows, name: str, tensor: torch.Tensor | None, dtype: torch.dtype, size: int) -> None:
+    if tensor is None:
+        return
+    if tensor.dtype != dtype:
+        raise ValueError(f"a.{name}: expected {dtype}, got {tensor.dtype}")
+    if tensor.ndim == 0 or tensor.shape[0] < size:
+        raise ValueError(f"a.{name}: expected at least {size} elements, got shape {list(tensor.shape)}")
+    if tensor.device != a.rows.device:
+        raise ValueError(f"a.{name}: expected device {a.rows.device}, got {tensor.device}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"a.{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
+
+
+def _check_scales(a: GroupedRows, pattern: str, tail: tuple[int, ...]) -> None:
+    expected = f"{pattern.format(*tail)} of {a.format.scale_dtype}"
+    if a.scales is None or tuple(a.scales.shape[1:]) != tail or a.scales.dtype != a.format.scale_dtype:
+        found = "None" if a.scales is None else f"{list(a.scales.shape)} of {a.scales.dtype}"
+        raise ValueError(f"a.scales: expected {expected} for {a.format.name}, got {found}")
+    if a.scales.device != a.rows.device or not a.scales.is_contiguous():
+        raise ValueError(f"a.scales: expected a contiguous tensor on {a.rows.device}, got one on {a.scales.device}")
+
+
+def check_out(a: GroupedRows, w: ExpertWeights, out: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+    """`out`, or an uninitialized `[capacity, N]`; raises `ValueError` naming the argument."""
+    if out is not None:
+        out_dtype = out.dtype
+    if out_dtype not in OUT_DTYPES:
+        raise ValueError(f"{'out_dtype' if out is None else 'out'}: expected one of {OUT_DTYPES}, got {out_dtype}")
+    if out is None:
+        return torch.empty(a.capacity, w.num_rows, dtype=out_dtype, device=w.device)
+    if out.ndim != 2 or out.shape[0] < a.capacity or out.shape[1] != w.num_rows:
+        raise ValueError(f"out: expected [at least {a.capacity}, {w.num_rows}], got {list(out.shape)}")
+    if out.device != w.device:
+        raise ValueError(f"out: expected device {w.device}, got {out.device}")
+    if out.numel() and out.stride(1) != 1:
+        raise ValueError(f"out: expected the last dimension contiguous, got strides {list(out.stride())}")
+    return out
+
+
+def check_activation(w: ExpertWeights, activation: SwiGLU) -> None:
+    """Raise `ValueError` unless `w` is a weight of gate and up in the order of `activation`."""
+    if w.gate_up is None and w.num_rows % 16:
+        raise ValueError(f"w: expected N = 2I with I a multiple of 8, got N = {w.num_rows}")
+    if w.gate_up is not None and w.gate_up is not activation.order:
+        raise ValueError(f"activation.order: expected {w.gate_up.value} as in w, got {activation.order.value}")
+
+
+def empty_intermediate(
+    a: GroupedRows, w: ExpertWeights, out_format: str | TokenFormat, out_gsf: float | torch.Tensor | None
+) -> tuple[GroupedRows, torch.Tensor | None]:
+    """Uninitialized rows `[capacity, I]` of the same groups in `out_format`, and their encode scale, fp32 `[1]`.
+
+    Swizzled scales use the offsets of `a` where its own scales do (they may be sparser than `dense_128` makes them),
+    else those of `dense_128`. `row_scale` is filled with `1 / gsf`; formats without one have neither.
+    """
+    fmt, num_columns = token_format(out_format), w.num_rows // 2
+    fmt.check_columns(num_columns, "I of w")
+    device, columns = a.rows.device, fmt.scale_columns(num_columns)
+    gsf = encode_scale(fmt, out_gsf, device, "out_gsf")
+    scales, scale_offsets = None, None
+    if fmt.swizzled:
+        if a.format.swizzled:
+            assert a.scales is not None
+            scale_offsets, blocks = a.group_scale_offsets, a.scales.shape[0]
+        else:
+            scale_offsets = dense_128_offsets(a.group_offsets[: a.num_groups + 1])
+            blocks = dense_128_blocks_needed(a.capacity, a.num_groups)
+        scales = torch.empty(blocks, ceil_div(columns, 4), 32, 4, 4, dtype=fmt.scale_dtype, device=device)
+    elif fmt.scale_dtype is not None:
+        scales = torch.empty(a.capacity, columns, dtype=fmt.scale_dtype, device=device)
+    rows = GroupedRows(
+        format=fmt,
+        rows=torch.empty(a.capacity, fmt.quant_columns(num_columns), dtype=fmt.quant_dtype, device=device),
+        scales=scales,
+        row_scale=None if gsf is None else (1.0 / gsf).expand(a.capacity).contiguous(),
+        row_index=None,
+        group_offsets=a.group_offsets,
+        group_scale_offsets=scale_offsets,
+        expert_ids=a.expert_ids,
+        capacity=a.capacity,
+        num_columns=num_columns,
+        num_active_experts=a.num_active_experts,
+    )
+    return rows, gsf
+
+
+def encode_scale(
+    fmt: TokenFormat, gsf: float | torch.Tensor | None, device: torch.device, argument: str
+) -> torch.Tensor | None:
+    """The static encode scale as fp32 `[1]` on `device`, clamped to 2^100; None for formats that have none.
+
+    `gsf` None means the default. Raises `ValueError` naming `argument` for one that is no positive number, or given to
+    a format without.
+    """
+    if not fmt.has_row_scale:
+        if gsf is not None:
+            raise ValueError(f"{argument}: expected None for {fmt.name}, got {gsf!r}")
+        return None
+    gsf = DEFAULT_INTERMEDIATE_GSF if gsf is None else gsf
+    if isinstance(gsf, torch.Tensor):
+        if gsf.dtype != torch.float32 or gsf.numel() != 1 or gsf.device != device:
+            found = f"{gsf.dtype} {list(gsf.shape)} on {gsf.device}"
+            raise ValueError(f"{argument}: expected one float32 element on {device}, got {found}")
+        return gsf.reshape(1).clamp(max=MAX_ENCODE_SCALE)
+    if not torch.finfo(torch.float32).tiny <= gsf < float("inf"):
+        raise ValueError(f"{argument}: expected a positive finite number (at least 2^-126), got {gsf}")
+    return torch.full((1,), min(gsf, MAX_ENCODE_SCALE), dtype=torch.float32, device=device)

@@ -1,0 +1,192 @@
+"""What a tile of the grouped GEMM reads: its group, found on the device, and its operands, decoded without rounding.
+
+Every format but `fp8_block` is decoded to bf16 and multiplied by bf16 MMA with fp32 accumulation, which is exact up to
+that accumulation: `e2m1 * e4m3` has at most 6 significant bits, `e4m3 * 2^k` has 4. `fp8_block` is multiplied as it is,
+and each 128 of K is promoted to an fp32 sum with its scales. Tokens and weights go through the same code.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from moe_runtime.kernels.bits import bf16_bits_to_f32, e4m3_bits_to_f32
+from moe_runtime.kernels.quantize import CODE_BF16, CODE_FP8_BLOCK, CODE_MXFP8, CODE_NVFP4
+from moe_runtime.kernels.swizzle import swizzled_offset
+
+NVFP4_GAIN = tl.constexpr(2.0**8)
+"""Decoded NVFP4 operands are `2^-8` times their value: e2m1 bits placed in a bf16 are `2^-126` times theirs, and
+`2^118` is the largest power of two that an e4m3 scale can carry in bf16."""
+
+SCALE_GAIN = tl.constexpr(2.0**118)
+
+
+@triton.jit
+def find_tile(
+    group_offsets_ptr, expert_ids_ptr, num_groups, num_experts, tile, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr
+):
+    """`(expert, group, start, rows, block)` of m tile number `tile`; `expert` is -1 past the last tile.
+
+    Tiles are counted group by group, `ceil(rows / BLOCK_M)` each, none for a group whose expert is not in
+    `0 .. num_experts - 1`. With offsets `[0, 100, 100, 130]`, experts `[2, 0, 1]` and BLOCK_M 64: tiles 0 and 1 are
+    blocks 0 and 1 of group 0, tile 2 is block 0 of group 2 (start 100, rows 30), tile 3 is none.
+    """
+    g = tl.arange(0, BLOCK_G)
+    live = g < num_groups
+    starts = tl.load(group_offsets_ptr + g, mask=live, other=0)
+    rows = tl.load(group_offsets_ptr + g + 1, mask=live, other=0) - starts
+    experts = tl.load(expert_ids_ptr + g, mask=live, other=-1)
+    runs = live & (experts >= 0) & (experts < num_experts)
+    tiles = tl.where(runs, (tl.maximum(rows, 0) + BLOCK_M - 1) // BLOCK_M, 0)
+    last = tl.cumsum(tiles, 0)
+    mine = (last > tile) & (last - tiles <= tile)
+    group = tl.sum(tl.where(mine, g, 0))
+    expert = tl.sum(tl.where(mine, experts + 1, 0)) - 1
+    start = tl.sum(tl.where(mine, starts, 0))
+    block = tile - tl.sum(tl.where(mine, last - tiles, 0))
+    return expert, group, start, tl.sum(tl.where(mine, rows, 0)), block
+
+
+@triton.jit
+def dense_scale_rows(scale_offsets_ptr, group, start, local):
+    """int64 rows of the swizzled scales of rows `local` of a group (`dense_128`: each group starts a fresh block)."""
+    return (start // 128 + tl.load(scale_offsets_ptr + group)).to(tl.int64) * 128 + local
+
+
+@triton.jit
+def weight_scale_rows(expert, row, num_rows, FMT: tl.constexpr):
+    """int64 scale rows of weight rows `row` of an expert: swizzled ones are padded to 128, 128x128 blocks shared."""
+    if FMT == CODE_FP8_BLOCK:
+        scale_row = expert.to(tl.int64) * tl.cdiv(num_rows, 128) + row // 128
+    else:
+        scale_row = expert.to(tl.int64) * (tl.cdiv(num_rows, 128) * 128) + row
+    return scale_row
+
+
+@triton.jit
+def bf16_value(bits, INTERPRET: tl.constexpr):
+    """The numbers of bf16 bits (uint16) as bf16; as fp32 where bf16 arithmetic is not to be trusted."""
+    if INTERPRET:
+        value = bf16_bits_to_f32(bits)
+    else:
+        value = bits.to(tl.bfloat16, bitcast=True)
+    return value
+
+
+@triton.jit
+def spread(scales, REPEAT: tl.constexpr):
+    """`[M, S]` with each column repeated: `[M, S * REPEAT]`."""
+    M: tl.constexpr = scales.shape[0]
+    S: tl.constexpr = scales.shape[1]
+    return tl.reshape(tl.broadcast_to(scales[:, :, None], [M, S, REPEAT]), [M, S * REPEAT])
+
+
+@triton.jit
+def load_quants(ptr, row_offset, ok, k, K, PAIRS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
+    """Words `[M, BLOCK_K]` of rows at `row_offset`, from column `k`; `[M, BLOCK_K / 2]` where a word holds two."""
+    PER_WORD: tl.constexpr = 2 if PAIRS else 1
+    column = k // PER_WORD + tl.arange(0, BLOCK_K // PER_WORD)
+    mask = ok[:, None]
+    if not EVEN_K:
+        mask = mask & (column < K // PER_WORD)[None, :]
+    return tl.load(ptr + row_offset[:, None] + column[None, :], mask=mask, other=0.0)
+
+
+@triton.jit
+def load_scales(ptr, scale_row, ok, k, K, FMT: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Block scales of columns `k .. k + BLOCK_K`: `[M, BLOCK_K / block]` bytes; `[M]` fp32 for `fp8_block`."""
+    BLOCK: tl.constexpr = 128 if FMT == CODE_FP8_BLOCK else (32 if FMT == CODE_MXFP8 else 16)
+    columns = tl.cdiv(K, BLOCK)
+    if FMT == CODE_FP8_BLOCK:
+        scales = tl.load(ptr + scale_row * columns + k // BLOCK, mask=ok, other=0.0)
+    else:
+        v = k // BLOCK + tl.arange(0, BLOCK_K // BLOCK)
+        offset = swizzled_offset(scale_row[:, None], v[None, :], columns)
+        scales = tl.load(ptr + offset, mask=ok[:, None] & (v < columns)[None, :], other=0)
+    return scales
+
+
+@triton.jit
+def decode(quants, scales, FMT: tl.constexpr, PAIRS: tl.constexpr, INTERPRET: tl.constexpr):
+    """`(even, odd)` operand tiles; without `PAIRS` both are the one tile of all columns.
+
+    PAIRS keeps even and odd columns apart, as they lie in NVFP4 bytes: K is summed in that order then, and nothing
+    is interleaved. `mxfp8` scales are exact in bf16 from 2^-124 to 2^119; smaller ones lose denormal bits below
+    2^-133, larger ones overflow where the dequantized number leaves the range of bf16.
+    """
+    if FMT == CODE_NVFP4:
+        bits = quants.to(tl.uint16)
+        if INTERPRET:
+            scale = e4m3_bits_to_f32(scales) * SCALE_GAIN
+        else:
+            scale = (scales.to(tl.float8e4nv, bitcast=True).to(tl.float32) * SCALE_GAIN).to(tl.bfloat16)
+        scale = spread(scale, 8)
+        even = bf16_value(((bits & 7) << 6) | ((bits & 8) << 12), INTERPRET) * scale
+        odd = bf16_value(((bits & 0x70) << 2) | ((bits & 0x80) << 8), INTERPRET) * scale
+    elif FMT == CODE_MXFP8:
+        byte = scales.to(tl.uint16)
+        # 2^-127 is a denormal; 255 is NaN.
+        scale = bf16_value(tl.where(byte == 0, 0x40, tl.where(byte == 255, 0x7FC0, byte << 7)).to(tl.uint16), INTERPRET)
+        if INTERPRET:
+            even = e4m3_bits_to_f32(quants) * spread(scale, 32)
+        else:
+            even = quants.to(tl.bfloat16) * spread(scale, 32)
+        odd = even
+    elif FMT == CODE_FP8_BLOCK:
+        if INTERPRET:
+            even = e4m3_bits_to_f32(quants)
+        else:
+            even = quants
+        odd = even
+    elif PAIRS:
+        even = bf16_value((quants & 0xFFFF).to(tl.uint16), INTERPRET)
+        odd = bf16_value(((quants >> 16) & 0xFFFF).to(tl.uint16), INTERPRET)
+    else:
+        if INTERPRET:
+            even = bf16_bits_to_f32(quants)
+        else:
+            even = quants
+        odd = even
+    return even, odd
+
+
+@triton.jit
+def load_operand(
+    ptr,
+    scales_ptr,
+    row_offset,
+    scale_row,
+    ok,
+    k,
+    K,
+    FMT: tl.constexpr,
+    PAIRS: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """`(even, odd, scales)` of `BLOCK_K` columns from `k`: decoded tiles, and the scales for those applied later.
+
+    `row_offset` (int64): first words of the rows; `scale_row` (int64): their rows in the scales; `ok`: which exist.
+    """
+    quants = load_quants(ptr, row_offset, ok, k, K, PAIRS, BLOCK_K, EVEN_K)
+    if FMT == CODE_BF16:
+        scales = 0.0
+    else:
+        scales = load_scales(scales_ptr, scale_row, ok, k, K, FMT, BLOCK_K)
+    even, odd = decode(quants, scales, FMT, PAIRS, INTERPRET)
+    return even, odd, scales
+
+
+@triton.jit
+def dot_step(acc, a_even, a_odd, a_scales, w_even, w_odd, w_scales, FMT: tl.constexpr, PAIRS: tl.constexpr):
+    """`acc + a @ w^T` over one `BLOCK_K`; `FMT` is that of the weights."""
+    if FMT == CODE_FP8_BLOCK:
+        # fp8 MMA keeps few bits of its sums: each 128 of K starts anew and is added in fp32.
+        partial = tl.dot(a_even, tl.trans(w_even), out_dtype=tl.float32)
+        acc += partial * (a_scales[:, None] * w_scales[None, :])
+    else:
+        acc = tl.dot(a_even, tl.trans(w_even), acc)
+        if PAIRS:
+            acc = tl.dot(a_odd, tl.trans(w_odd), acc)
+    return acc

@@ -1,0 +1,351 @@
+"""Grouped GEMM over quantized rows: `C[rows of group] = A[rows of group] @ B[expert]^T`, and its SwiGLU form.
+
+One kernel for all formats, which are constexpr data. Groups, row indices and scale offsets are read on the device; the
+grid comes from the capacity, and programs past the last tile leave. The order in which a row's K is summed depends on
+(N, K, formats) only, never on how many rows or which neighbours it has. The twins are in `reference_gemm.py`.
+
+Epilogue, in fp32: `c = acc * row_scale[row] * expert_scales[expert] + bias[expert]`, then the activation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_runtime.formats import TokenFormat, ceil_div
+from moe_runtime.grouped import GroupedRows
+from moe_runtime.kernels import reference_gemm
+from moe_runtime.kernels.activation import swiglu_tile
+from moe_runtime.kernels.gemm_arguments import check_activation, check_operands, check_out, empty_intermediate
+from moe_runtime.kernels.gemm_epilogue import half_rows, scaled, store_plain, store_quantized
+from moe_runtime.kernels.gemm_operands import (
+    NVFP4_GAIN,
+    dense_scale_rows,
+    dot_step,
+    find_tile,
+    load_operand,
+    weight_scale_rows,
+)
+from moe_runtime.kernels.quantize import CODE_MXFP8, CODE_NVFP4
+from moe_runtime.kernels.reference_quantize import raw_bits
+from moe_runtime.kernels.runtime import INTERPRET, resolve_engine
+from moe_runtime.weights import ExpertWeights, SwiGLU
+
+
+@triton.jit
+def _grouped_gemm_kernel(
+    a_ptr,
+    a_scales_ptr,
+    row_scale_ptr,
+    row_index_ptr,
+    w_ptr,
+    w_scales_ptr,
+    expert_scales_ptr,
+    bias_ptr,
+    out_ptr,
+    out_scales_ptr,
+    out_gsf_ptr,
+    group_offsets_ptr,
+    a_scale_offsets_ptr,
+    out_scale_offsets_ptr,
+    expert_ids_ptr,
+    num_active_ptr,
+    num_groups,
+    num_experts,
+    capacity,
+    columns,
+    K,
+    a_stride,
+    out_stride,
+    A_FMT: tl.constexpr,
+    W_FMT: tl.constexpr,
+    OUT_FMT: tl.constexpr,
+    ORDER: tl.constexpr,
+    SCALES_PER_EXPERT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """One `BLOCK_M x BLOCK_N` tile of the output of one group.
+
+    `columns` are those of the output: `N`, or `I` where ACTIVATION `(alpha, limit, up_offset)` makes one number of two.
+    `a_stride` counts the words that a row is loaded in, `num_groups` those that may be active.
+    """
+    GATED: tl.constexpr = ACTIVATION is not None
+    PAIRS: tl.constexpr = W_FMT == CODE_NVFP4
+    A_SWIZZLED: tl.constexpr = (A_FMT == CODE_MXFP8) or (A_FMT == CODE_NVFP4)
+    OUT_SWIZZLED: tl.constexpr = GATED and ((OUT_FMT == CODE_MXFP8) or (OUT_FMT == CODE_NVFP4))
+    A_GAIN: tl.constexpr = NVFP4_GAIN if A_FMT == CODE_NVFP4 else 1.0
+    W_GAIN: tl.constexpr = NVFP4_GAIN if W_FMT == CODE_NVFP4 else 1.0
+    GAIN: tl.constexpr = A_GAIN * W_GAIN
+    tiles_n = tl.cdiv(columns, BLOCK_N)
+    tile_n = tl.program_id(0) % tiles_n
+    if num_active_ptr is not None:
+        num_groups = tl.minimum(num_groups, tl.load(num_active_ptr))
+    expert, group, start, group_rows, block = find_tile(
+        group_offsets_ptr, expert_ids_ptr, num_groups, num_experts, tl.program_id(0) // tiles_n, BLOCK_M, BLOCK_G
+    )
+    if expert < 0:
+        return
+    local = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    position = start + local
+    row_ok = (local < group_rows) & (position < capacity)
+    source = position
+    if row_index_ptr is not None:
+        source = tl.load(row_index_ptr + position, mask=row_ok, other=0)
+    position = position.to(tl.int64)
+    a_offset = source.to(tl.int64) * a_stride
+    a_scale_row = position
+    if A_SWIZZLED:
+        a_scale_row = dense_scale_rows(a_scale_offsets_ptr, group, start, local)
+
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_ok = n < columns
+    num_rows = columns * 2 if GATED else columns
+    words = K // 2 if PAIRS else K
+    row = half_rows(n, columns, 0, ORDER) if GATED else n
+    w_offset = (expert.to(tl.int64) * num_rows + row) * words
+    w_scale_row = weight_scale_rows(expert, row, num_rows, W_FMT)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if GATED:
+        up_row = half_rows(n, columns, 1, ORDER)
+        up_offset = (expert.to(tl.int64) * num_rows + up_row) * words
+        up_scale_row = weight_scale_rows(expert, up_row, num_rows, W_FMT)
+        up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+
+    for k in range(0, K, BLOCK_K):
+        a_even, a_odd, a_s = load_operand(
+            a_ptr, a_scales_ptr, a_offset, a_scale_row, row_ok, k, K, A_FMT, PAIRS, BLOCK_K, EVEN_K, INTERPRET
+        )
+        w_even, w_odd, w_s = load_operand(
+            w_ptr, w_scales_ptr, w_offset, w_scale_row, n_ok, k, K, W_FMT, PAIRS, BLOCK_K, EVEN_K, INTERPRET
+        )
+        acc = dot_step(acc, a_even, a_odd, a_s, w_even, w_odd, w_s, W_FMT, PAIRS)
+        if GATED:
+            w_even, w_odd, w_s = load_operand(
+                w_ptr, w_scales_ptr, up_offset, up_scale_row, n_ok, k, K, W_FMT, PAIRS, BLOCK_K, EVEN_K, INTERPRET
+            )
+            up_acc = dot_step(up_acc, a_even, a_odd, a_s, w_even, w_odd, w_s, W_FMT, PAIRS)
+
+    row_scale = None
+    if row_scale_ptr is not None:
+        row_scale = tl.load(row_scale_ptr + position, mask=row_ok, other=0.0)
+    c = scaled(acc, row_scale, expert_scales_ptr, bias_ptr, expert, row, n_ok, num_rows, GAIN, SCALES_PER_EXPERT, ORDER)
+    if GATED:
+        up = scaled(
+            up_acc,
+            row_scale,
+            expert_scales_ptr,
+            bias_ptr,
+            expert,
+            up_row,
+            n_ok,
+            num_rows,
+            GAIN,
+            SCALES_PER_EXPERT,
+            ORDER,
+        )
+        h = swiglu_tile(c, up, ACTIVATION[0], ACTIVATION[1], ACTIVATION[2])
+        out_scale_row = position
+        if OUT_SWIZZLED:
+            out_scale_row = dense_scale_rows(out_scale_offsets_ptr, group, start, local)
+        store_quantized(
+            out_ptr, out_scales_ptr, out_gsf_ptr, position, out_scale_row, row_ok, tile_n, columns, h, OUT_FMT
+        )
+    else:
+        store_plain(out_ptr, position, row_ok, n, n_ok, out_stride, c)
+
+
+@dataclass(frozen=True)
+class GemmTile:
+    """Tile shape and launch options of one GEMM."""
+
+    block_m: int
+    block_n: int
+    block_k: int
+    num_warps: int
+    num_stages: int
+
+
+def choose_tile(n: int, a_format: TokenFormat, *, out_block: int = 0) -> GemmTile:
+    """The tile for `n` output columns; `out_block` is the scale block of the result where it is gated, else 0.
+
+    It depends on sizes and formats that are fixed for a layer, never on the number of rows: with it goes the order of
+    sums. Shared memory stays under the 99 KiB of sm_120.
+    """
+    block_n = min(128, max(triton.next_power_of_2(n), 32, out_block))
+    block_k = 64 if a_format.element_bits == 16 else 128
+    gated = out_block > 0
+    return GemmTile(64, block_n, block_k, num_warps=8 if gated and block_n == 128 else 4, num_stages=2 if gated else 3)
+
+
+def gemm_flops(rows: int, n: int, k: int) -> int:
+    """Floating-point operations of `rows` rows times an `[n, k]` weight (`n = 2I` for gate and up)."""
+    return 2 * rows * n * k
+
+
+def gemm_bytes(
+    rows: int,
+    n: int,
+    k: int,
+    *,
+    a_format: TokenFormat,
+    w_format: TokenFormat,
+    active_experts: int,
+    out_bytes_per_row: int,
+) -> int:
+    """Least bytes between memory and the GEMM: each row and each active expert's weight read once, each output written.
+
+    The scales of an `fp8_block` weight are counted as its 128x128 blocks; padding of swizzled scales is not counted.
+    """
+    a_row = a_format.quant_bytes(k) + a_format.scale_bytes(k) + 4 * a_format.has_row_scale
+    scale_rows = ceil_div(n, 128) if w_format.scale_dtype == torch.float32 else n
+    w_expert = n * w_format.quant_bytes(k) + scale_rows * w_format.scale_bytes(k)
+    return rows * (a_row + out_bytes_per_row) + active_experts * w_expert
+
+
+def grouped_gemm(
+    a: GroupedRows,
+    w: ExpertWeights,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    engine: str = "auto",
+) -> torch.Tensor:
+    """Multiply the rows of each group by the weight of its expert: `acc * row_scale * expert_scale + bias`.
+
+    Args:
+        a: the rows; formats as in `w`, or bf16 rows with `nvfp4` weights.
+        w: the weights `[E, N, K]`.
+        out: bf16, fp16 or fp32 `[>= capacity, N]`, last dimension contiguous; made when None.
+        out_dtype: of a new output.
+        engine: "auto", "triton" or "torch".
+
+    Returns:
+        The output. Rows past the last group, of groups with an expert outside `0 .. E-1`, and of groups past
+        `num_active_experts` are not written.
+
+    Raises:
+        ValueError: a shape, dtype, device, stride or format that does not fit; the message names the argument.
+    """
+    check_operands(a, w)
+    if resolve_engine(engine, a.rows.device) == "torch":
+        return reference_gemm.grouped_gemm(a, w, out=out, out_dtype=out_dtype)
+    out = check_out(a, w, out, out_dtype)
+    tile = choose_tile(w.num_rows, a.format)
+    target = raw_bits(out) if out.dtype == torch.bfloat16 else out
+    _launch(a, w, tile, w.num_rows, (target, None, None, None), out.stride(0), 0, None)
+    return out
+
+
+def grouped_gemm_swiglu(
+    a: GroupedRows,
+    w: ExpertWeights,
+    activation: SwiGLU,
+    *,
+    out_format: str | TokenFormat,
+    out_gsf: float | torch.Tensor | None = None,
+    engine: str = "auto",
+) -> GroupedRows:
+    """Multiply by gate and up, apply the activation in fp32, and quantize it without another rounding.
+
+    Args:
+        a: the rows, as for `grouped_gemm`.
+        w: the weights `[E, 2I, K]` of gate and up.
+        activation: formula and order of gate and up; must be the order of `w` where that has one.
+        out_format: format of the result; `I` must be a multiple of its block.
+        out_gsf: encode scale of an `nvfp4` result, a positive number or one fp32 element on the device, clamped to
+            2^100; None means `gemm_arguments.DEFAULT_INTERMEDIATE_GSF`. Must be None for other formats.
+        engine: "auto", "triton" or "torch".
+
+    Returns:
+        Rows `[capacity, I]` of the same groups, packed by position, `row_index` None, scales in the consumer's layout;
+        `row_scale` is `1 / out_gsf` for `nvfp4`. What `grouped_gemm` would not write is uninitialized here.
+
+    Raises:
+        ValueError: a shape, dtype, device, stride or format that does not fit; the message names the argument.
+    """
+    check_operands(a, w)
+    check_activation(w, activation)
+    if resolve_engine(engine, a.rows.device) == "torch":
+        return reference_gemm.grouped_gemm_swiglu(a, w, activation, out_format=out_format, out_gsf=out_gsf)
+    out, gsf = empty_intermediate(a, w, out_format, out_gsf)
+    tile = choose_tile(out.num_columns, a.format, out_block=out.format.block)
+    scales = None if out.scales is None else raw_bits(out.scales)
+    target = (raw_bits(out.rows), scales, gsf, out.group_scale_offsets)
+    _launch(a, w, tile, out.num_columns, target, 0, int(out.format.code), activation)
+    return out
+
+
+def _operand(t: torch.Tensor, pairs: bool) -> torch.Tensor:
+    """Quants as the kernel loads them: bits under the interpreter, words of two numbers where both halves are used."""
+    if pairs and t.dtype == torch.bfloat16:
+        if t.stride(0) % 2 or t.data_ptr() % 4:
+            raise ValueError(f"a.rows: expected rows on 4-byte boundaries, got strides {list(t.stride())}")
+        return t.view(torch.int32)
+    return raw_bits(t) if INTERPRET else t
+
+
+def _launch(
+    a: GroupedRows,
+    w: ExpertWeights,
+    tile: GemmTile,
+    columns: int,
+    out: tuple[torch.Tensor | None, ...],
+    out_stride: int,
+    out_code: int,
+    activation: SwiGLU | None,
+) -> None:
+    if a.capacity == 0 or a.num_groups == 0 or w.num_experts == 0:
+        return
+    active = a.num_active_experts
+    num_groups = a.num_groups if active is None or isinstance(active, torch.Tensor) else min(active, a.num_groups)
+    pairs = w.format.element_bits == 4
+    rows = _operand(a.rows, pairs)
+    order = w.gate_up if activation is None else activation.order
+    tiles = (ceil_div(a.capacity, tile.block_m) + a.num_groups) * ceil_div(columns, tile.block_n)
+    _grouped_gemm_kernel[(tiles,)](
+        rows,
+        None if a.scales is None else raw_bits(a.scales),
+        a.row_scale,
+        a.row_index,
+        _operand(w.quants, False),
+        None if w.scales is None else raw_bits(w.scales),
+        w.expert_scales,
+        w.bias,
+        *out[:3],
+        a.group_offsets,
+        a.group_scale_offsets if a.format.swizzled else None,
+        out[3],
+        a.expert_ids,
+        active if isinstance(active, torch.Tensor) else None,
+        num_groups,
+        w.num_experts,
+        a.capacity,
+        columns,
+        a.num_columns,
+        rows.stride(0),
+        out_stride,
+        A_FMT=int(a.format.code),
+        W_FMT=int(w.format.code),
+        OUT_FMT=out_code,
+        ORDER=0 if order is None else order.code,
+        SCALES_PER_EXPERT=0 if w.expert_scales is None else w.expert_scales.ndim,
+        ACTIVATION=None if activation is None else (activation.alpha, activation.limit, activation.up_offset),
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        BLOCK_G=max(16, triton.next_power_of_2(a.num_groups)),
+        EVEN_K=a.num_columns % tile.block_k == 0,
+        INTERPRET=INTERPRET,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        enable_fp_fusion=False,
+    )

@@ -1,0 +1,74 @@
+"""What differs between a compiled kernel and an interpreted one, in one place.
+
+Under `TRITON_INTERPRET=1` (set before this module is imported) kernels run on CPU tensors; `INTERPRET` is then True
+and is passed to kernels that need it as a `tl.constexpr`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+INTERPRET: bool = bool(triton.knobs.runtime.interpret)
+
+if INTERPRET:
+
+    def clock_ns() -> int:
+        """Nanoseconds of a clock that only grows; gives way to other processes, for it is called in spin loops."""
+        os.sched_yield()
+        return time.monotonic_ns()
+
+else:
+
+    @triton.jit
+    def clock_ns():
+        """Nanoseconds of the GPU's global timer."""
+        return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+
+def resolve_engine(engine: str, device: torch.device) -> str:
+    """`"triton"` or `"torch"` for tensors on `device`.
+
+    `"auto"` is Triton on GPUs and the torch twins on CPUs. `"triton"` on a CPU needs the interpreter.
+    Raises `ValueError` for anything else.
+    """
+    if engine not in ("auto", "triton", "torch"):
+        raise ValueError(f"engine: expected auto, triton or torch, got {engine!r}")
+    if engine == "auto":
+        return "triton" if device.type == "cuda" else "torch"
+    if engine == "triton" and device.type != "cuda" and not INTERPRET:
+        raise ValueError("engine: triton on CPU tensors needs TRITON_INTERPRET=1 set before moe_runtime is imported")
+    return engine
+
+
+ALL_ARCHS = (90, 100, 120)
+
+
+@dataclass(frozen=True)
+class AotCase:
+    """One way to compile a kernel ahead of time; a kernel module lists its own in `AOT_CASES`.
+
+    Attributes:
+        operation, format: what the table of kernels calls it, e.g. `("quantize", "nvfp4")`.
+        kernel: the `triton.jit` function.
+        signature: argument name -> Triton type such as `*bf16`, `*i64`, `i32`, or `constexpr`.
+        constexprs: values of the arguments typed `constexpr`.
+        options: compile options, e.g. `{"num_warps": 8, "enable_fp_fusion": False}`.
+        archs: compute capabilities it is for, times ten.
+        instruction: regular expression that the PTX must contain, per arch; missing means nothing is asked.
+    """
+
+    operation: str
+    format: str
+    kernel: Any
+    signature: dict[str, str]
+    constexprs: dict[str, Any]
+    options: dict[str, Any] = field(default_factory=dict)
+    archs: tuple[int, ...] = ALL_ARCHS
+    instruction: dict[int, str] = field(default_factory=dict)

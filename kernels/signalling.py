@@ -1,0 +1,185 @@
+"""How kernels wait for peers and tell them of failures: every wait ends, by the flag, a failure or the clock.
+
+The words are those of `comm/signals.py`; `own_ptr` is this rank's signal region as an int32 pointer. The first
+failure of a rank wins the latch; it writes the rank's error record and the abort words of every peer, so that nobody
+waits for a rank that has given up. Epochs are compared by difference, which holds across the wrap of int32.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from moe_runtime.comm.signals import ABORT_WORDS as _ABORT_WORDS
+from moe_runtime.errors import ErrorCode
+from moe_runtime.kernels.runtime import AotCase, clock_ns
+
+ABORT_WORDS = tl.constexpr(_ABORT_WORDS)
+TIMEOUT = tl.constexpr(int(ErrorCode.TIMEOUT))
+
+
+@triton.jit
+def signals_of(signal_ptrs, rank):
+    """The signal region of `rank` as an int32 pointer."""
+    return tl.load(signal_ptrs + rank).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def record_failure(
+    error_ptr,
+    latch_ptr,
+    signal_ptrs,
+    code,
+    about,
+    phase,
+    epoch,
+    detail,
+    detail2,
+    rank,
+    ABORT: tl.constexpr,
+    WORLD: tl.constexpr,
+):
+    """Record this rank's first failure on the host-visible record and on every peer; later ones change nothing."""
+    if tl.atomic_cas(latch_ptr, 0, code, sem="acq_rel", scope="gpu") == 0:
+        tl.store(error_ptr + 1, about)
+        tl.store(error_ptr + 2, phase)
+        tl.store(error_ptr + 3, epoch)
+        tl.store(error_ptr + 4, detail)
+        tl.store(error_ptr + 5, rank)
+        tl.store(error_ptr + 6, detail2)
+        tl.debug_barrier()
+        tl.atomic_xchg(error_ptr, code, sem="release", scope="sys")
+        for peer in range(WORLD):
+            if peer != rank:
+                words = signals_of(signal_ptrs, peer) + ABORT + rank * ABORT_WORDS
+                tl.store(words + 1, phase)
+                tl.store(words + 2, epoch)
+                tl.store(words + 3, about)
+                tl.store(words + 4, detail)
+                tl.store(words + 5, detail2)
+                tl.debug_barrier()
+                tl.atomic_xchg(words, code, sem="release", scope="sys")
+
+
+@triton.jit
+def adopt_aborts(error_ptr, latch_ptr, own_ptr, ABORT: tl.constexpr, WORLD: tl.constexpr, WORLD_PAD: tl.constexpr):
+    """Take over the failure of a peer, if one has told of any; it is not told on."""
+    peers = tl.arange(0, WORLD_PAD)
+    codes = tl.load(own_ptr + ABORT + peers * ABORT_WORDS, mask=peers < WORLD, other=0, volatile=True)
+    if tl.max(codes, axis=0) != 0:
+        for peer in range(WORLD):
+            words = own_ptr + ABORT + peer * ABORT_WORDS
+            code = tl.atomic_add(words, 0, sem="acquire", scope="sys")
+            if code != 0:
+                if tl.atomic_cas(latch_ptr, 0, code, sem="acq_rel", scope="gpu") == 0:
+                    tl.store(error_ptr + 1, tl.load(words + 3, volatile=True))
+                    tl.store(error_ptr + 2, tl.load(words + 1, volatile=True))
+                    tl.store(error_ptr + 3, tl.load(words + 2, volatile=True))
+                    tl.store(error_ptr + 4, tl.load(words + 4, volatile=True))
+                    tl.store(error_ptr + 5, peer)
+                    tl.store(error_ptr + 6, tl.load(words + 5, volatile=True))
+                    tl.debug_barrier()
+                    tl.atomic_xchg(error_ptr, code, sem="release", scope="sys")
+
+
+@triton.jit
+def wait_either(
+    flag_a,
+    value_a,
+    flag_b,
+    value_b,
+    latch_ptr,
+    own_ptr,
+    timeout_ns,
+    ABORT: tl.constexpr,
+    WORLD: tl.constexpr,
+    WORLD_PAD: tl.constexpr,
+):
+    """Spin until `flag_a` has reached `value_a` or `flag_b` has reached `value_b`; True where the clock ran out.
+
+    Ends early, returning False, once this rank has failed or a peer has aborted: the caller looks at the latch.
+    """
+    peers = tl.arange(0, WORLD_PAD)
+    ahead_a = tl.atomic_add(flag_a, 0, sem="acquire", scope="sys") - value_a
+    ahead_b = tl.atomic_add(flag_b, 0, sem="acquire", scope="sys") - value_b
+    waiting = (ahead_a < 0) & (ahead_b < 0)
+    late = ahead_a != ahead_a
+    if waiting:
+        start = clock_ns()
+        while waiting:
+            ahead_a = tl.atomic_add(flag_a, 0, sem="acquire", scope="sys") - value_a
+            ahead_b = tl.atomic_add(flag_b, 0, sem="acquire", scope="sys") - value_b
+            behind = (ahead_a < 0) & (ahead_b < 0)
+            aborts = tl.load(own_ptr + ABORT + peers * ABORT_WORDS, mask=peers < WORLD, other=0, volatile=True)
+            given_up = (tl.max(aborts, axis=0) != 0) | (tl.load(latch_ptr, volatile=True) != 0)
+            late = behind & (clock_ns() - start > timeout_ns)
+            waiting = behind & (given_up == 0) & (late == 0)
+    return late
+
+
+@triton.jit
+def wait_for_peer(
+    flag,
+    value,
+    peer,
+    phase,
+    epoch,
+    error_ptr,
+    latch_ptr,
+    signal_ptrs,
+    rank,
+    timeout_ns,
+    ABORT: tl.constexpr,
+    WORLD: tl.constexpr,
+    WORLD_PAD: tl.constexpr,
+):
+    """Wait for a flag of `peer`; a late peer is recorded as `TIMEOUT`, an abort is adopted. The latch tells of both."""
+    own = signals_of(signal_ptrs, rank)
+    if tl.load(latch_ptr, volatile=True) == 0:
+        if wait_either(flag, value, flag, value, latch_ptr, own, timeout_ns, ABORT, WORLD, WORLD_PAD):
+            record_failure(
+                error_ptr, latch_ptr, signal_ptrs, TIMEOUT, peer, phase, epoch, 0, 0, rank, ABORT, WORLD
+            )  # fmt: skip
+    adopt_aborts(error_ptr, latch_ptr, own, ABORT, WORLD, WORLD_PAD)
+
+
+@triton.jit
+def last_to_arrive(counter_ptr, num_programs):
+    """True in the program that comes last, which sees all that the others stored before; resets the counter."""
+    tl.debug_barrier()
+    last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == num_programs - 1
+    if last:
+        tl.store(counter_ptr, 0)
+    return last
+
+
+_AOT_TYPES = {
+    "x_ptr": "*bf16",
+    "y_ptr": "*bf16",
+    "shared_ptr": "*bf16",
+    "output_ptr": "*bf16",
+    "topk_idx_ptr": "*i64",
+    "topk_weights_ptr": "*fp32",
+    "gsf_ptr": "*fp32",
+    "rows_ptr": "*u8",
+    "scales_ptr": "*u8",
+    "row_scale_ptr": "*fp32",
+    "landing_half": "i64",
+    "stamps_half": "i64",
+    "combine_half": "i64",
+    "timeout_ns": "i64",
+    "startup_timeout_ns": "i64",
+}
+
+
+def exchange_aot_case(
+    operation: str, fmt: str, kernel: Any, constexprs: dict[str, Any], types: dict[str, str] | None = None
+) -> AotCase:
+    """The `AotCase` of an exchange kernel: argument types follow from names, `types` overrides them."""
+    signature = {}
+    for name in kernel.arg_names:
+        fallback = "*i64" if name.endswith("_ptrs") else "*i32" if name.endswith("_ptr") else "i32"
+        signature[name] = "constexpr" if name in constexprs else (types or {}).get(name, _AOT_TYPES.get(name, fallback))
+    return AotCase(operation, fmt, kernel, signature, constexprs, {"num_warps": 8, "enable_fp_fusion": False})

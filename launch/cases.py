@@ -1,0 +1,137 @@
+"""Inputs of runs and benchmarks, and what must come out: any rank's data can be made on any rank, from a seed alone.
+
+Shape letters: `T` tokens of a rank, `H` hidden size, `E` experts of the layer, `K` experts per token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import torch
+
+from moe_runtime.checkpoint import iter_qwen3_moe_experts
+from moe_runtime.config import MoELayerConfig, RunConfig
+from moe_runtime.layer import MoELayer, random_expert
+from moe_runtime.reference import error_bound, moe_reference
+
+ROUTINGS = ("router", "uniform", "zipf", "one")
+"""`router`: the layer's own. `uniform`: every set of K experts alike. `zipf`: expert `e` with weight `1 / (e + 1)`.
+`one`: every token goes to expert 0 alone, its other entries are -1."""
+
+CHECK_WEIGHTS = 2**28
+"""Numbers in all experts up to which every token is checked by default: the reference makes each expert anew."""
+
+FEW_TOKENS = 4
+"""Tokens per rank that are checked by default in larger layers."""
+
+ExpertSource = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+
+
+def tokens(seed: int, rank: int, step: int, num_tokens: int, hidden: int) -> torch.Tensor:
+    """bf16 `[T, H]` on the CPU, normal with variance 1: what `rank` brings to `step`."""
+    generator = _generator("tokens", seed, rank, step)
+    return torch.randn(num_tokens, hidden, generator=generator).to(torch.bfloat16)
+
+
+def routing(
+    kind: str, seed: int, rank: int, step: int, num_tokens: int, num_experts: int, top_k: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Ids int32 `[T, K]` and weights fp32 `[T, K]` on the CPU, for each of `ROUTINGS` but `router`.
+
+    Weights of a token are positive and sum to 1. Raises `ValueError` for an unknown `kind`.
+    """
+    if kind not in ROUTINGS[1:]:
+        raise ValueError(f"routing: expected one of {', '.join(ROUTINGS[1:])}, got {kind!r}")
+    if kind == "one":
+        idx_TK = torch.full((num_tokens, top_k), -1, dtype=torch.int32)
+        weights_TK = torch.zeros(num_tokens, top_k)
+        idx_TK[:, 0], weights_TK[:, 0] = 0, 1.0
+        return idx_TK, weights_TK
+    generator = _generator(kind, seed, rank, step)
+    # The K largest of log(weight) + Gumbel noise are a draw without replacement.
+    noise_TE = -torch.empty(num_tokens, num_experts).exponential_(generator=generator).log()
+    if kind == "zipf":
+        noise_TE -= torch.arange(1, num_experts + 1).log()
+    idx_TK = noise_TE.topk(top_k, dim=1).indices.to(torch.int32)
+    return idx_TK, torch.randn(num_tokens, top_k, generator=generator).softmax(dim=1)
+
+
+def counts_of(tokens_per_rank: Sequence[int], world_size: int, max_tokens: int) -> list[int]:
+    """Tokens of each rank from a command line: one number for all ranks, or one for each.
+
+    Raises `ValueError` for another number of numbers, or one outside `0 .. max_tokens`.
+    """
+    if len(tokens_per_rank) not in (1, world_size):
+        raise ValueError(f"--tokens: expected 1 number or {world_size}, one per rank, got {len(tokens_per_rank)}")
+    for count in tokens_per_rank:
+        if not 0 <= count <= max_tokens:
+            raise ValueError(f"--tokens: expected 0 .. max_tokens_per_rank = {max_tokens}, got {count}")
+    return list(tokens_per_rank) * (world_size if len(tokens_per_rank) == 1 else 1)
+
+
+def step_inputs(
+    layer: MoELayer, kind: str, seed: int, rank: int, step: int, num_tokens: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """`(x, topk_idx, topk_weights)` of any rank, on the layer's device."""
+    config, device = layer.config, layer.context.device
+    x_TH = tokens(seed, rank, step, num_tokens, config.hidden_size).to(device)
+    if kind == "router":
+        return x_TH, *layer.router(x_TH)
+    idx_TK, weights_TK = routing(kind, seed, rank, step, num_tokens, config.num_experts, config.top_k)
+    return x_TH, idx_TK.to(device), weights_TK.to(device)
+
+
+def expert_source(run: RunConfig) -> ExpertSource:
+    """A function that gives the dense bf16 weights of any expert of the layer that `run` describes."""
+    checkpoint = run.checkpoint
+    if checkpoint is None:
+        return lambda expert: random_expert(run.layer, run.seed, expert)
+
+    def read(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+        (one,) = iter_qwen3_moe_experts(checkpoint.path, checkpoint.layer, range(expert, expert + 1))
+        return one.gate_up, one.down
+
+    return read
+
+
+def layer_reference(
+    layer: MoELayer,
+    experts: ExpertSource,
+    x_TH: torch.Tensor,
+    topk_idx_TK: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+) -> torch.Tensor:
+    """float64 `[T, H]` of `moe_reference` with unquantized weights; one expert is held at a time."""
+    assert layer.experts is not None
+    y_TH = torch.zeros(x_TH.shape, dtype=torch.float64, device=x_TH.device)
+    for expert in topk_idx_TK.unique().tolist():
+        if expert < 0:
+            continue
+        gate_up, down = (w.to(x_TH.device)[None] for w in experts(expert))
+        chosen = torch.where(topk_idx_TK == expert, 0, -1)
+        y_TH += moe_reference(x_TH, chosen, topk_weights_TK, gate_up, down, layer.experts.activation)
+    return y_TH
+
+
+def layer_bound(config: MoELayerConfig) -> float:
+    """The derived bound of the error of a layer, in the Frobenius norm over many tokens."""
+    return error_bound(config.token_format, config.weight_format, config.combine_format)
+
+
+def default_check_tokens(config: MoELayerConfig) -> int:
+    """Tokens of a rank and step that are checked when nothing is asked for: all, or few in a large layer."""
+    weights = 3 * config.num_experts * config.hidden_size * config.intermediate_size
+    return config.max_tokens_per_rank if weights <= CHECK_WEIGHTS else FEW_TOKENS
+
+
+def with_token_format(config: MoELayerConfig, name: str) -> MoELayerConfig:
+    """The layer with tokens and weights in format `name`. Raises `ValueError` where its sizes do not fit."""
+    gsf = config.intermediate_gsf if name == "nvfp4" else None
+    changed: MoELayerConfig = config.replace(token_format=name, weight_format=None, intermediate_gsf=gsf)
+    return changed
+
+
+def _generator(*parts: object) -> torch.Generator:
+    digest = hashlib.sha256(repr(parts).encode()).digest()
+    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)

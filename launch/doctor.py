@@ -1,0 +1,221 @@
+"""What this machine has, and what the runtime would make of it; looks only, and reserves nothing.
+
+`[torchrun …] -m moe_runtime.launch.doctor [--config NAME] [--world-size N] [--json]` tells versions, devices, the
+engine and the transport that would be used and why not the others, limits on shared memory, and the bytes that each
+rank would reserve in every token format. Under torchrun all ranks agree on the transport and rank 0 speaks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import resource
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from rich.console import Console
+from rich.filesize import decimal
+from rich.markup import escape
+from rich.table import Table
+
+from moe_runtime.comm.bootstrap import RankGroup, choose_transport, init_from_env, shared_memory_directory
+from moe_runtime.config import MoELayerConfig, ParallelConfig, load_config
+from moe_runtime.formats import FORMATS
+from moe_runtime.kernels.runtime import INTERPRET, resolve_engine
+from moe_runtime.memory import REGIONS, reserved_bytes
+
+PACKAGES = ("torch", "triton", "numpy", "pydantic", "safetensors", "transformers", "nvshmem4py-cu13", "cuda-python")
+
+
+def examine(
+    layer: MoELayerConfig | None, parallel: ParallelConfig, world_size: int, group: RankGroup, device: torch.device
+) -> dict[str, Any]:
+    """Everything the doctor knows, ready for JSON: sizes in bytes, None for what is absent or unlimited. Collective.
+
+    `world_size` is the number of ranks whose reserved bytes are asked for; `group` the ranks that are really there.
+    A rank holds `copies` times its `reserved_bytes`: the collective transport stages one copy for each peer.
+    """
+    transport = _transport(parallel, group, device)
+    return {
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "packages": {name: _version(name) for name in PACKAGES},
+        "cuda": torch.version.cuda,
+        "devices": _devices(),
+        "limits": _limits(),
+        "ranks": group.world_size,
+        "engine": _engine(parallel, device),
+        "transport": transport,
+        "world_size": world_size,
+        "reserved_bytes": reserved_by_format(layer, world_size) if layer else {},
+        "copies": world_size if transport["name"] == "collective" else 1,
+    }
+
+
+def reserved_by_format(layer: MoELayerConfig, world_size: int) -> dict[str, dict[str, int] | str]:
+    """What `layer` would reserve on each rank in every token format; a format that it cannot have says why."""
+    reserved: dict[str, dict[str, int] | str] = {}
+    for name in FORMATS:
+        gsf = layer.intermediate_gsf if name == "nvfp4" else None
+        try:
+            changed = layer.replace(token_format=name, weight_format=None, intermediate_gsf=gsf)
+        except ValidationError as error:
+            reserved[name] = error.errors()[0]["msg"].removeprefix("Value error, ")
+        else:
+            reserved[name] = reserved_bytes(changed, world_size)
+    return reserved
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _devices() -> list[dict[str, Any]]:
+    devices = []
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        arch = f"sm_{found.major}{found.minor}"
+        devices.append({"name": found.name, "arch": arch, "memory_bytes": found.total_memory})
+    return devices
+
+
+def _memory_bytes() -> dict[str, int]:
+    """`total` and `available` bytes of the machine; the total lowered to the control group's limit, if it has one."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    total = fields["MemTotal"]
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    return {"total": total, "available": min(fields["MemAvailable"], total)}
+
+
+def _limits() -> dict[str, Any]:
+    folder = shared_memory_directory()
+    shared = os.statvfs(folder)
+    locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
+    return {
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": _memory_bytes(),
+        "shared_memory": {
+            "folder": folder,
+            "total_bytes": shared.f_frsize * shared.f_blocks,
+            "free_bytes": shared.f_frsize * shared.f_bavail,
+        },
+        "locked_memory_bytes": None if locked == resource.RLIM_INFINITY else locked,
+    }
+
+
+def _engine(parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
+    try:
+        name, problem = resolve_engine(parallel.engine, device), None
+    except ValueError as error:
+        name, problem = None, str(error)
+    return {"name": name, "device": device.type, "interpreted": INTERPRET, "problem": problem}
+
+
+def _transport(parallel: ParallelConfig, group: RankGroup, device: torch.device) -> dict[str, Any]:
+    try:
+        choice = choose_transport(group, device, parallel.transport)
+    except ValueError as error:
+        return {"name": None, "why_not": {}, "problem": str(error)}
+    return {"name": choice.name, "why_not": choice.reasons, "problem": None}
+
+
+def _print_report(report: dict[str, Any], console: Console) -> None:
+    facts = Table(title="This machine", show_header=False)
+    versions = (f"{name} {version or 'not installed'}" for name, version in report["packages"].items())
+    facts.add_row("python", f"{report['python']} on {report['platform']}")
+    facts.add_row("packages", ", ".join(versions))
+    devices = [f"{d['name']} ({d['arch']}, {decimal(d['memory_bytes'])})" for d in report["devices"]]
+    without = f"none (this torch is built for CUDA {report['cuda']})" if report["cuda"] else "none (torch for CPUs)"
+    facts.add_row("GPUs", escape("\n".join(devices)) or without)
+    limits = report["limits"]
+    memory, shared = limits["memory_bytes"], limits["shared_memory"]
+    facts.add_row("cores", str(limits["cores"]))
+    facts.add_row("memory", f"{decimal(memory['total'])}, {decimal(memory['available'])} available")
+    free = f"{decimal(shared['total_bytes'])}, {decimal(shared['free_bytes'])} free"
+    facts.add_row("shared memory", f"{shared['folder']}: {free}")
+    locked = limits["locked_memory_bytes"]
+    facts.add_row("locked memory", decimal(locked) if locked is not None else "unlimited")
+    console.print(facts)
+
+    choice = Table(title=f"What {report['ranks']} rank(s) would use", show_header=False)
+    engine, transport = report["engine"], report["transport"]
+    how = " (interpreted)" if engine["interpreted"] and engine["name"] == "triton" else ""
+    choice.add_row("engine", escape(engine["problem"] or f"{engine['name']} on {engine['device']}{how}"))
+    choice.add_row("transport", escape(transport["problem"] or transport["name"]))
+    for name, reason in transport["why_not"].items():
+        choice.add_row(f"not {name}", escape(reason))
+    console.print(choice)
+    if report["ranks"] == 1:
+        console.print("One rank has no peers; run this under torchrun to see the choice for more.")
+    if report["reserved_bytes"]:
+        _print_reserved(report, console)
+
+
+def _print_reserved(report: dict[str, Any], console: Console) -> None:
+    world_size = report["world_size"]
+    free = report["limits"]["shared_memory"]["free_bytes"]
+    table = Table(title=f"Symmetric memory that each of {world_size} rank(s) would reserve")
+    for column in ("token format", *REGIONS, "per rank", "all ranks"):
+        table.add_column(column, justify="left" if column == "token format" else "right")
+    for name, regions in report["reserved_bytes"].items():
+        if isinstance(regions, str):
+            table.add_row(name, escape(regions))
+            continue
+        total = report["copies"] * sum(regions.values())
+        sizes = (*(regions[region] for region in REGIONS), total, world_size * total)
+        table.add_row(name, *(decimal(size) for size in sizes))
+        if world_size * total > free and not report["devices"]:
+            console.print(f"{name}: {world_size} ranks on this host need more shared memory than is free")
+    console.print(table)
+    if report["copies"] > 1:
+        console.print("`per rank` counts the copy of all regions that the collective transport stages for each peer.")
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; 0. Exits with 2 and a message if an argument or the config is wrong."""
+    parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.doctor", description="Examine this machine.")
+    parser.add_argument("--config", metavar="NAME", help="a packaged config or a YAML file, for the bytes it reserves")
+    parser.add_argument("--world-size", type=int, metavar="N", help="ranks to reserve for (default: those running)")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    options = parser.parse_args(arguments)
+    if options.world_size is not None and options.world_size < 1:
+        parser.error(f"--world-size: expected at least 1, got {options.world_size}")
+    try:
+        config = load_config(options.config) if options.config else None
+    except ValueError as error:
+        parser.error(str(error))
+    parallel = config.parallel if config else ParallelConfig()
+    try:
+        device = init_from_env(timeout_s=parallel.startup_timeout_s)
+    except ValueError as error:
+        parser.error(str(error))
+    try:
+        group = RankGroup(timeout_s=parallel.startup_timeout_s)
+        layer = config.layer if config else None
+        report = examine(layer, parallel, options.world_size or group.world_size, group, device)
+        if group.rank == 0 and options.json:
+            print(json.dumps(report, indent=1))
+        elif group.rank == 0:
+            _print_report(report, Console())
+        group.barrier("doctor")
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,163 @@
+"""What the programs share: options, start and orderly end under torchrun or without it, and a record of where they ran.
+
+A mistake of the caller ends a program with one line on stderr and exit code 2, a failure between ranks with exit code
+1; `--debug` shows the traceback instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from datetime import UTC, datetime
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from rich.console import Console
+
+from moe_runtime.comm.bootstrap import TRANSPORTS, init_from_env
+from moe_runtime.config import RunConfig, load_config
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.errors import MoERuntimeError
+from moe_runtime.kernels.runtime import INTERPRET
+
+PACKAGES = ("torch", "triton", "numpy", "pydantic", "safetensors", "transformers", "nvshmem4py-cu13", "cuda-python")
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """Options that every program over a config has."""
+    parser.add_argument("--config", default="tiny_cpu", metavar="NAME", help="a packaged config or a YAML file")
+    parser.add_argument("--transport", choices=("auto", *TRANSPORTS), help="instead of the config's")
+    parser.add_argument("--engine", choices=("auto", "triton", "torch"), help="instead of the config's")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def read_config(options: argparse.Namespace) -> RunConfig:
+    """The config that the common options describe. Raises `ValueError` naming file and key."""
+    run = load_config(options.config)
+    changes = {key: value for key in ("transport", "engine") if (value := getattr(options, key)) is not None}
+    return run.replace(parallel=run.parallel.replace(**changes)) if changes else run
+
+
+def run_program(name: str, work: Callable[[], int], *, debug: bool = False) -> int:
+    """The exit code of `work()`; errors that are not this project's own become one line on stderr.
+
+    Every rank that fails says so with its number: torchrun ends the others as soon as one has ended.
+    """
+    try:
+        return work()
+    except (ValueError, OSError, MoERuntimeError) as error:
+        if debug:
+            raise
+        rank = os.environ.get("RANK")
+        who = name if rank is None else f"{name}: rank {rank}"
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        print(f"{who}: {kind}{one_line(error)}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, ValueError) else 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def one_line(error: Exception) -> str:
+    """The message of an error without line breaks; of a refused model, only what is wrong with it."""
+    if isinstance(error, ValidationError):
+        return "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors(include_url=False))
+    lines = [line.strip() for line in str(error).splitlines()]
+    return "; ".join(lines).replace(":; ", ": ")
+
+
+def start(run: RunConfig) -> torch.device:
+    """Join the ranks that torchrun started, if it did; this rank's device."""
+    return init_from_env(timeout_s=run.parallel.startup_timeout_s)
+
+
+def gather(context: ExpertParallelContext, what: str, value: object) -> list[Any]:
+    """Every rank's `value` (picklable, small), by rank."""
+    return [value] if context.group is None else context.group.gather(what, value)
+
+
+def console_of(context: ExpertParallelContext) -> Console:
+    """Where rank 0 speaks; the other ranks' consoles are silent."""
+    return Console(quiet=context.rank != 0, highlight=False)
+
+
+def package_versions() -> dict[str, str | None]:
+    """Installed version of each of `PACKAGES`, None where it is not installed."""
+    versions: dict[str, str | None] = {}
+    for name in PACKAGES:
+        try:
+            versions[name] = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            versions[name] = None
+    return versions
+
+
+def gpu_records() -> list[dict[str, Any]]:
+    """Name, architecture and memory of each GPU that this process sees."""
+    records = []
+    for index in range(torch.cuda.device_count()):
+        found = torch.cuda.get_device_properties(index)
+        arch = f"sm_{found.major}{found.minor}"
+        records.append({"name": found.name, "arch": arch, "memory_bytes": found.total_memory})
+    return records
+
+
+def environment_record(context: ExpertParallelContext) -> dict[str, Any]:
+    """Where and how a program ran, ready for JSON; None for what is absent."""
+    return {
+        "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        "git_commit": _git("rev-parse", "HEAD"),
+        "git_modified_files": len(status.splitlines())
+        if (status := _git("status", "--porcelain")) is not None
+        else None,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "processor": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "threads_per_rank": torch.get_num_threads(),
+        "packages": package_versions(),
+        "cuda": torch.version.cuda,
+        "driver": _driver(),
+        "gpus": gpu_records(),
+        "ranks": context.world_size,
+        "device": context.device.type,
+        "engine": context.engine,
+        "interpreted": INTERPRET and context.engine == "triton",
+        "transport": context.transport,
+        "transport_why_not": context.transport_reasons,
+    }
+
+
+def _output(*command: str | Path) -> str | None:
+    """What a command prints, None where it is not there or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _git(*arguments: str) -> str | None:
+    root = Path(__file__).resolve().parent.parent
+    return _output("git", "-C", root, *arguments) if (root / ".git").exists() else None
+
+
+def _driver() -> str | None:
+    lines = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    return lines.splitlines()[0] if lines else None
+
+
+def _processor() -> str | None:
+    file = Path("/proc/cpuinfo")
+    names = [line.partition(":")[2].strip() for line in file.read_text().splitlines() if line.startswith("model name")]
+    return names[0] if names else None

@@ -1,0 +1,123 @@
+"""Expert-parallel Mixture-of-Experts layers: quantized dispatch, grouped GEMM and combine over many ranks.
+
+Public names are imported when they are first used, so `import moe_runtime` costs nothing and does not load torch.
+
+Layers, from the top; a module imports from its own layer or from those below it, never upward:
+
+    layer, virtual, launch.*
+    dispatcher, experts, checkpoint, router, reference, ops
+    context, memory
+    kernels.*, comm.*, weights, token_format, geometry
+    grouped, plan, formats, config, errors, metrics
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from moe_runtime.config import MoELayerConfig, ParallelConfig, RouterConfig, RunConfig, load_config
+    from moe_runtime.context import ExpertParallelContext
+    from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher
+    from moe_runtime.errors import (
+        CapacityError,
+        MoERuntimeError,
+        PeerAbortedError,
+        PeerTimeoutError,
+        RoutingError,
+        StaleHandleError,
+    )
+    from moe_runtime.experts import Experts
+    from moe_runtime.formats import FORMATS, QuantizedRows, TokenFormat
+    from moe_runtime.grouped import GroupedRows
+    from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
+    from moe_runtime.layer import MoELayer
+    from moe_runtime.memory import reserved_bytes
+    from moe_runtime.router import Router
+    from moe_runtime.token_format import NVFP4TokenFormat, RecordLayout
+    from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "FORMATS",
+    "CapacityError",
+    "CombineSink",
+    "DispatchHandle",
+    "DispatchedTokens",
+    "ExpertParallelContext",
+    "ExpertWeights",
+    "Experts",
+    "GateUpOrder",
+    "GroupedRows",
+    "MoELayer",
+    "MoELayerConfig",
+    "MoERuntimeError",
+    "NVFP4TokenFormat",
+    "ParallelConfig",
+    "PeerAbortedError",
+    "PeerTimeoutError",
+    "QuantizedRows",
+    "RecordLayout",
+    "Router",
+    "RouterConfig",
+    "RoutingError",
+    "RunConfig",
+    "StaleHandleError",
+    "SwiGLU",
+    "TokenDispatcher",
+    "TokenFormat",
+    "dequantize_rows",
+    "load_config",
+    "quantize_rows",
+    "reserved_bytes",
+]
+
+_MODULE_OF = {
+    "FORMATS": "formats",
+    "CapacityError": "errors",
+    "CombineSink": "dispatcher",
+    "DispatchHandle": "dispatcher",
+    "DispatchedTokens": "dispatcher",
+    "ExpertParallelContext": "context",
+    "ExpertWeights": "weights",
+    "Experts": "experts",
+    "GateUpOrder": "weights",
+    "GroupedRows": "grouped",
+    "MoELayer": "layer",
+    "MoELayerConfig": "config",
+    "MoERuntimeError": "errors",
+    "NVFP4TokenFormat": "token_format",
+    "ParallelConfig": "config",
+    "PeerAbortedError": "errors",
+    "PeerTimeoutError": "errors",
+    "QuantizedRows": "formats",
+    "RecordLayout": "token_format",
+    "Router": "router",
+    "RouterConfig": "config",
+    "RoutingError": "errors",
+    "RunConfig": "config",
+    "StaleHandleError": "errors",
+    "SwiGLU": "weights",
+    "TokenDispatcher": "dispatcher",
+    "TokenFormat": "formats",
+    "dequantize_rows": "kernels.quantize",
+    "load_config": "config",
+    "quantize_rows": "kernels.quantize",
+    "reserved_bytes": "memory",
+}
+
+
+if not TYPE_CHECKING:  # a type checker would take it as a promise that every name exists
+
+    def __getattr__(name: str) -> object:
+        if name not in _MODULE_OF:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)
+        globals()[name] = value
+        return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

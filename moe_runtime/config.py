@@ -1,0 +1,289 @@
+"""What a layer and a run are, as frozen pydantic models: no unknown key or impossible combination gets past here.
+
+YAML is read with a safe loader; every complaint is a `ValueError` that names the file and the key.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from importlib import resources
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+
+from moe_runtime.formats import token_format
+
+FormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4"]
+CombineFormatName = Literal["bf16", "fp8_block", "mxfp8"]
+ModeName = Literal["auto", "indexed", "packed"]
+ResolvedMode = Literal["indexed", "packed"]
+
+INDEXED_MAX_TOKENS = 512
+"""Largest `max_tokens_per_rank` for which mode `auto` means `indexed`."""
+
+MAX_EXPERTS = 65535
+"""Ids of experts travel as u16, and 65535 means unrouted."""
+
+_Positive = Annotated[int, Field(gt=0)]
+_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def resolve_mode(mode: ModeName, max_tokens_per_rank: int) -> ResolvedMode:
+    """The exchange mode that `mode` stands for; depends only on values that are equal on all ranks.
+
+    `auto` is `indexed` (rows are kept once per rank and found by `row_index`: least traffic and room, low latency) up
+    to 512 tokens per rank, and `packed` (rows lie sorted by expert: best reads for the GEMM) above.
+
+    >>> resolve_mode("auto", 512), resolve_mode("auto", 513), resolve_mode("packed", 1)
+    ('indexed', 'packed', 'packed')
+    """
+    if mode == "auto":
+        return "indexed" if max_tokens_per_rank <= INDEXED_MAX_TOKENS else "packed"
+    return mode
+
+
+class _Model(BaseModel):
+    """Strict: no unknown keys, no silent conversions (`"8"` is not 8, `true` is not 1), no assignment afterwards."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
+
+    def replace(self, **changes: Any) -> Any:
+        """A validated copy with `changes`; what had been left to its default is derived again."""
+        return type(self).model_validate(
+            {name: getattr(self, name) for name in self.model_fields_set if name not in changes} | changes
+        )
+
+
+class RouterConfig(_Model):
+    """How a token chooses its experts."""
+
+    kind: Literal["softmax", "sigmoid"] = Field(
+        default="softmax", description="softmax as in Qwen3-MoE and Mixtral, sigmoid as in DeepSeek-V3"
+    )
+    renormalize: bool = Field(default=True, description="divide the chosen weights by their sum (norm_topk_prob)")
+    num_groups: _Positive = Field(default=1, description="sigmoid: groups that the experts fall into (n_group)")
+    top_groups: _Positive = Field(default=1, description="sigmoid: groups a token may choose from (topk_group)")
+    scaling_factor: _Finite = Field(
+        default=1.0, gt=0, description="multiplies the weights at the end (routed_scaling_factor)"
+    )
+    correction_bias: bool = Field(
+        default=False, description="sigmoid: a learned bias per expert that counts in the choice, not in the weights"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> RouterConfig:
+        if self.kind == "softmax" and self.num_groups != 1:
+            raise ValueError(f"num_groups: the softmax router has no group limit, expected 1, got {self.num_groups}")
+        if self.kind == "softmax" and self.correction_bias:
+            raise ValueError("correction_bias: only the sigmoid router has one, got true with kind softmax")
+        if self.top_groups > self.num_groups:
+            raise ValueError(f"top_groups: expected at most num_groups = {self.num_groups}, got {self.top_groups}")
+        return self
+
+
+class ActivationConfig(_Model):
+    """SwiGLU: `gate * sigmoid(alpha * gate) * (up + up_offset)`, clamped first where a limit is set.
+
+    gpt-oss is `order: interleaved, alpha: 1.702, limit: 7.0, up_offset: 1.0`.
+    """
+
+    order: Literal["gate_up", "up_gate", "interleaved"] = Field(
+        default="gate_up", description="rows of the first weight: gate above up, up above gate, or one by one"
+    )
+    alpha: _Finite = Field(default=1.0, gt=0, description="slope inside the sigmoid")
+    limit: _Finite | None = Field(
+        default=None, gt=0, description="gate is clamped to at most this, up to plus and minus this"
+    )
+    up_offset: _Finite = Field(default=0.0, description="added to up after the clamp")
+
+
+class MoELayerConfig(_Model):
+    """One expert-parallel layer. All ranks of a group must hold equal values."""
+
+    hidden_size: _Positive = Field(description="H, numbers in a token")
+    intermediate_size: _Positive = Field(description="I, numbers between the projections of one expert")
+    num_experts: _Positive = Field(le=MAX_EXPERTS, description="experts of the layer over all ranks")
+    top_k: _Positive = Field(description="experts of one token")
+    max_tokens_per_rank: _Positive = Field(description="most tokens a rank may bring to one step")
+    token_format: FormatName = Field(default="bf16", description="tokens on the wire and into the GEMMs")
+    weight_format: FormatName = Field(
+        default_factory=lambda data: data.get("token_format", "bf16"),
+        description="weights as stored; token_format when not given (or null)",
+    )
+    combine_format: CombineFormatName = Field(default="bf16", description="partial sums on their way home")
+    mode: ModeName = Field(default="auto", description="how rows lie on arrival; see resolve_mode")
+    expert_row_capacity: _Positive | None = Field(
+        default=None, description="most expert rows a rank takes in one step; the worst case when not given"
+    )
+    intermediate_gsf: _Finite | None = Field(
+        default=None, gt=0, description="nvfp4 tokens: encode scale of the intermediate; the layer's default if absent"
+    )
+    router: RouterConfig = Field(default_factory=RouterConfig)
+    activation: ActivationConfig = Field(default_factory=ActivationConfig)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _null_weight_format_is_absent(cls, data: Any) -> Any:
+        if isinstance(data, Mapping) and "weight_format" in data and data["weight_format"] is None:
+            return {key: value for key, value in data.items() if key != "weight_format"}
+        return data
+
+    @model_validator(mode="after")
+    def _check(self) -> MoELayerConfig:
+        if self.top_k > self.num_experts:
+            raise ValueError(f"top_k: expected at most num_experts = {self.num_experts}, got {self.top_k}")
+        if self.weight_format != self.token_format and (self.token_format, self.weight_format) != ("bf16", "nvfp4"):
+            raise ValueError(
+                f"weight_format: expected {self.token_format} (the token_format), or nvfp4 with bf16 tokens, "
+                f"got {self.weight_format} with {self.token_format} tokens"
+            )
+        for name in (self.token_format, self.weight_format, self.combine_format):
+            token_format(name).check_columns(self.hidden_size, "hidden_size")
+        for name in (self.token_format, self.weight_format):
+            token_format(name).check_columns(self.intermediate_size, "intermediate_size")
+        if self.intermediate_gsf is not None and self.token_format != "nvfp4":
+            raise ValueError(f"intermediate_gsf: only nvfp4 tokens have one, got it with {self.token_format} tokens")
+        self._check_router_groups()
+        return self
+
+    def _check_router_groups(self) -> None:
+        router = self.router
+        if router.num_groups == 1:
+            return
+        if self.num_experts % router.num_groups:
+            raise ValueError(
+                f"router.num_groups: expected a divisor of num_experts = {self.num_experts}, got {router.num_groups}"
+            )
+        group_size = self.num_experts // router.num_groups
+        if group_size < 2:
+            raise ValueError(
+                f"router.num_groups: a group is judged by its two best experts, so expected at most num_experts / 2 "
+                f"= {self.num_experts // 2}, got {router.num_groups}"
+            )
+        if self.top_k > router.top_groups * group_size:
+            raise ValueError(
+                f"router.top_groups: {router.top_groups} groups of {group_size} experts cannot give "
+                f"top_k = {self.top_k}"
+            )
+
+    @property
+    def resolved_mode(self) -> ResolvedMode:
+        """`mode` with `auto` settled by `resolve_mode`."""
+        return resolve_mode(self.mode, self.max_tokens_per_rank)
+
+    def flat(self) -> dict[str, int | float | str | bool | None]:
+        """Every value by dotted key (`router.kind`), for comparing configs between ranks."""
+        return _flatten(self.model_dump(), "")
+
+
+class ParallelConfig(_Model):
+    """How ranks reach each other and what runs the kernels."""
+
+    transport: Literal["auto", "nvshmem", "shared", "collective", "private"] = Field(
+        default="auto",
+        description="memory between ranks: nvshmem (GPUs), shared (processes of one host), collective "
+        "(torch.distributed), private (ranks within one process)",
+    )
+    engine: Literal["auto", "triton", "torch"] = Field(
+        default="auto", description="Triton kernels or their torch twins; auto is Triton on GPUs and torch on CPUs"
+    )
+    timeout_s: _Seconds = Field(default=30.0, description="seconds that a rank waits for a silent peer")
+    startup_timeout_s: _Seconds = Field(default=120.0, description="the same limit while ranks start up")
+
+
+class CheckpointConfig(_Model):
+    """Where the weights come from."""
+
+    path: str = Field(min_length=1, description="folder in HuggingFace layout; relative to the working directory")
+    layer: Annotated[int, Field(ge=0)] = Field(default=0, description="index of the decoder layer")
+
+
+class RunConfig(_Model):
+    """A whole YAML file."""
+
+    layer: MoELayerConfig
+    parallel: ParallelConfig = Field(default_factory=ParallelConfig)
+    tokens_per_rank: Annotated[int, Field(ge=0)] = Field(default=0, description="tokens each rank brings to a step")
+    seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=0, description="of weights and tokens")
+    checkpoint: CheckpointConfig | None = Field(default=None, description="random weights from the seed when absent")
+
+    @model_validator(mode="after")
+    def _check(self) -> RunConfig:
+        limit = self.layer.max_tokens_per_rank
+        if self.tokens_per_rank > limit:
+            raise ValueError(
+                f"tokens_per_rank: expected at most layer.max_tokens_per_rank = {limit}, got {self.tokens_per_rank}"
+            )
+        return self
+
+
+def find_config(name: str) -> Path:
+    """The packaged config called `name` (`"tiny_cpu"` is `configs/tiny_cpu.yaml`). Raises `ValueError` if unknown."""
+    folder = resources.files("moe_runtime.configs")
+    known = {entry.name.removesuffix(".yaml"): entry for entry in folder.iterdir() if entry.name.endswith(".yaml")}
+    if name not in known:
+        raise ValueError(f"config: expected a YAML file or one of {', '.join(sorted(known))}, got {name!r}")
+    return Path(str(known[name]))
+
+
+def load_config(path: str | Path) -> RunConfig:
+    """Read and validate a YAML file, given by path or by the bare name of a packaged config.
+
+    Raises:
+        ValueError: naming the file and every key that is wrong (or where the YAML itself breaks off).
+    """
+    file = Path(path)
+    if not file.is_file():
+        if file.name != str(path) or file.suffix:
+            raise ValueError(f"config: no file {path}")
+        file = find_config(str(path))
+    try:
+        data = yaml.load(file.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise ValueError(f"{file}: not valid YAML: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{file}: expected a mapping with the key `layer`, got {type(data).__name__}")
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ValueError(f"{file}:\n" + "\n".join(f"  {line}" for line in _complaints(error))) from None
+
+
+def _complaints(error: ValidationError) -> list[str]:
+    """One line `dotted.key: what is wrong` per problem. Cross-checks name their key in the message themselves."""
+    lines = []
+    for problem in error.errors(include_url=False):
+        key = ".".join(str(part) for part in problem["loc"])
+        if problem["type"] == "default_factory_not_called":
+            continue  # a default that depends on a key which has its own line
+        if problem["type"] == "value_error":
+            lines.append(f"{key}.{problem['ctx']['error']}" if key else str(problem["ctx"]["error"]))
+        elif problem["type"] == "extra_forbidden":
+            lines.append(f"{key}: unknown key")
+        elif problem["type"] == "missing":
+            lines.append(f"{key}: missing")
+        else:
+            lines.append(f"{key}: {problem['msg']}, got {problem['input']!r}")
+    return lines
+
+
+def _flatten(data: dict[str, Any], prefix: str) -> dict[str, int | float | str | bool | None]:
+    flat: dict[str, int | float | str | bool | None] = {}
+    for key, value in data.items():
+        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
+    return flat
+
+
+class _UniqueKeyLoader(yaml.SafeLoader):
+    """`yaml.safe_load` that refuses a key written twice, of which YAML would silently keep the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for i, key in enumerate(keys):
+            if key in keys[:i]:
+                mark = node.value[i][0].start_mark
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is there twice", mark)
+        return super().construct_mapping(node, deep)

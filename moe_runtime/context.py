@@ -1,0 +1,326 @@
+"""What all layers of a group share: one heap, one epoch counter, one error record and one signal area.
+
+Layers `register` what they need, then `allocate()` makes it once; `check()` raises what kernels or peers recorded.
+"""
+
+from __future__ import annotations
+
+from types import TracebackType
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_runtime.comm.bootstrap import RankGroup, TransportChoice, choose_transport, describe_ranks
+from moe_runtime.comm.collective import CollectiveHeap, CollectiveTransport
+from moe_runtime.comm.failures import abort_words, encode_abort, find_failure, reason_text, write_abort
+from moe_runtime.comm.heap import REGION_ALIGNMENT, SymmetricHeap
+from moe_runtime.comm.private_heap import PrivateHeap
+from moe_runtime.comm.shared_heap import SharedHeap
+from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, REASON_WORDS, SignalLayout
+from moe_runtime.errors import MoERuntimeError, PeerAbortedError, Phase
+from moe_runtime.formats import align
+from moe_runtime.kernels.runtime import resolve_engine
+
+REGIONS = ("stamps", "landing", "combine")
+COUNTERS = 16
+
+
+class ExpertParallelContext:
+    """One rank's part of a group that runs expert layers together. Constructing it is collective.
+
+    Args:
+        group: a process group or a one-dimensional `DeviceMesh`, may be a part of the world; None is the default
+            group, or a single rank where torch.distributed is not initialised.
+        device: where the heap lies; default the current GPU, or the CPU where there is none.
+        heap: a ready-made heap that is not allocated yet, such as a member of `PrivateHeap.group`; then there is no
+            `group`, and configurations are not compared.
+        transport: `auto`, `shared`, `private` or `collective` (`comm.bootstrap.choose_transport`).
+        engine: `auto`, `triton` or `torch` (`kernels.runtime.resolve_engine`).
+        timeout_s: how long a step waits for a peer.
+        startup_timeout_s: how long construction, `allocate()`, the first step and `close()` wait for a peer.
+
+    Attributes:
+        rank, world_size, device, heap: as they are.
+        engine: `triton` or `torch`.
+        transport: name of the transport in use; `transport_reasons` says why not the others.
+        carrier: the `CollectiveTransport`; None where peers are mapped.
+        timeout_ns, startup_timeout_ns: the limits for kernels.
+        signals_layout: word offsets in `signals`.
+        half_bytes: bytes from one half of a region to the other, by region.
+        allocated, failed, closed: the state.
+        signals: int32 view of the own signal region (after `allocate()`, like all below).
+        signal_pointers, stamps_pointers, landing_pointers, combine_pointers: int64 `[W]` for kernels.
+        epoch: int32 `[1]`, number of the last dispatch.
+        error: int32 `[8]` in host-visible memory, `comm.signals.ERROR_WORDS`.
+        latch: int32 `[1]` on the device, for kernels to let only the first error be recorded.
+        counters: int32 `[16]` on the device, zero between kernels.
+    """
+
+    signals: torch.Tensor
+    signal_pointers: torch.Tensor
+    stamps_pointers: torch.Tensor
+    landing_pointers: torch.Tensor
+    combine_pointers: torch.Tensor
+    epoch: torch.Tensor
+    error: torch.Tensor
+    latch: torch.Tensor
+    counters: torch.Tensor
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        device: torch.device | str | None = None,
+        heap: SymmetricHeap | None = None,
+        transport: str = "auto",
+        engine: str = "auto",
+        timeout_s: float = 30.0,
+        startup_timeout_s: float = 120.0,
+    ) -> None:
+        for name, limit in (("timeout_s", timeout_s), ("startup_timeout_s", startup_timeout_s)):
+            if not limit > 0:
+                raise ValueError(f"{name}: expected a positive number of seconds, got {limit}")
+        self.timeout_s = timeout_s
+        self.startup_timeout_s = startup_timeout_s
+        self.timeout_ns = int(timeout_s * 1e9)
+        self.startup_timeout_ns = int(startup_timeout_s * 1e9)
+        self.group: RankGroup | None = None
+        self.transport_reasons: dict[str, str] = {}
+        if heap is None:
+            self.group = RankGroup(group, timeout_s=startup_timeout_s)
+            try:
+                self.device = _resolve_device(device)
+                self.engine = resolve_engine(engine, self.device)
+                choice = choose_transport(self.group, self.device, transport)
+                self.heap = _make_heap(choice, self.group, self.device)
+            except Exception as error:
+                self.group.leave(str(error))
+                raise
+            self.transport_reasons = choice.reasons
+        else:
+            self._check_heap(heap, group, device, transport)
+            self.device = heap.device
+            self.engine = resolve_engine(engine, self.device)
+            self.heap = heap
+        self.transport = self.heap.name
+        self.carrier = CollectiveTransport(self.heap) if isinstance(self.heap, CollectiveHeap) else None
+        self.rank = self.heap.rank
+        self.world_size = self.heap.world_size
+        self.signals_layout = SignalLayout(self.world_size)
+        self.half_bytes = dict.fromkeys(REGIONS, REGION_ALIGNMENT)
+        self.allocated = False
+        self.failed = False
+        self.closed = False
+        self._agreements: list[dict[str, object]] = []
+        self._agreed = 0
+        self._failure: MoERuntimeError | None = None
+        self._abort_codes: np.ndarray | None = None
+        self._side_stream: torch.cuda.Stream | None = None
+
+    @staticmethod
+    def _check_heap(heap: SymmetricHeap, group: object, device: torch.device | str | None, transport: str) -> None:
+        if group is not None:
+            raise ValueError("group: expected None together with heap, which brings its own ranks")
+        if transport not in ("auto", heap.name):
+            raise ValueError(f"transport: expected auto or {heap.name} together with this heap, got {transport!r}")
+        if device is not None and torch.device(device) != heap.device:
+            raise ValueError(f"device: expected that of heap, {heap.device}, got {device}")
+        if heap.allocated:
+            raise ValueError("heap: expected one that is not allocated yet")
+
+    def register(self, *, agree: dict[str, object] | None = None, **half_bytes: int) -> None:
+        """Ask for at least `half_bytes` bytes in each of the two halves of regions `stamps`, `landing`, `combine`.
+
+        Args:
+            agree: values (picklable, comparable) that must be equal on all ranks; `allocate()` compares them.
+
+        Raises `ValueError` for an unknown region, and after `allocate()` for more than there is.
+        """
+        for region, num_bytes in half_bytes.items():
+            if region not in REGIONS:
+                raise ValueError(f"region: expected one of {REGIONS}, got {region!r}")
+            if num_bytes < 0:
+                raise ValueError(f"{region}: expected bytes >= 0, got {num_bytes}")
+            if self.allocated and num_bytes > self.half_bytes[region]:
+                raise ValueError(
+                    f"{region}: {num_bytes} bytes needed, but the context is allocated with {self.half_bytes[region]}; "
+                    "create all layers before the first step, or register the largest one first"
+                )
+        for region, num_bytes in half_bytes.items():
+            self.half_bytes[region] = max(self.half_bytes[region], align(num_bytes, REGION_ALIGNMENT))
+        self._agreements.append(dict(agree or {}))
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of this rank's heap: two halves of each region, and the signals."""
+        return 2 * sum(self.half_bytes.values()) + align(self.signals_layout.num_bytes, REGION_ALIGNMENT)
+
+    def allocate(self) -> None:
+        """Compare configurations and allocate the heap. Collective; later calls compare what was registered since.
+
+        Raises on every rank: `ValueError` naming the keys on which ranks disagree and each rank's value; `OSError`
+        where memory does not suffice; `PeerTimeoutError` naming a rank that does not come within `startup_timeout_s`.
+        """
+        self._check_usable()
+        if self.allocated and self._agreed == len(self._agreements):
+            return
+        if self.group is not None:
+            self._compare(self.group)
+        self._agreed = len(self._agreements)
+        if self.allocated:
+            return
+        self.heap.reserve("signals", self.signals_layout.num_bytes)
+        for region in REGIONS:
+            self.heap.reserve(region, 2 * self.half_bytes[region])
+        # What kernels write on this rank's behalf exists before any peer can store here.
+        self._allocate_words()
+        self.heap.allocate()
+        self.signals = self.heap.tensor("signals").view(torch.int32)
+        self.signal_pointers = self.heap.peer_pointers("signals")
+        self.stamps_pointers = self.heap.peer_pointers("stamps")
+        self.landing_pointers = self.heap.peer_pointers("landing")
+        self.combine_pointers = self.heap.peer_pointers("combine")
+        if self.device.type == "cpu":
+            self._abort_codes = abort_words(self.signals, self.signals_layout)[:, 0].numpy()
+        self.allocated = True
+
+    def _allocate_words(self) -> None:
+        on_gpu = self.device.type == "cuda"
+        self.epoch = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.latch = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
+        self.error = torch.zeros(ERROR_WORDS, dtype=torch.int32, pin_memory=on_gpu)
+        self._error_view = self.error.numpy()
+        # Made now, since neither pinned memory nor a stream can be made while a kernel waits for a peer.
+        self._abort_message = torch.zeros(ABORT_WORDS + REASON_WORDS, dtype=torch.int32, pin_memory=on_gpu)
+        self._side_stream = torch.cuda.Stream(self.device) if on_gpu else None
+
+    def _compare(self, group: RankGroup) -> None:
+        mine: dict[str, object] = {}
+        for number, agreement in enumerate(self._agreements[self._agreed :], self._agreed):
+            mine.update({f"{key} (layer {number})": agreement[key] for key in sorted(agreement)})
+        mine.update({f"bytes of {region}": self.half_bytes[region] for region in REGIONS})
+        answers = group.gather("ExpertParallelContext.allocate", mine)
+        keys = list(dict.fromkeys(key for answer in answers for key in answer))
+        problems = []
+        for key in keys:
+            values = [answer.get(key, "not given") for answer in answers]
+            if any(value != values[0] for value in values):
+                problems.append(f"{key}: {describe_ranks(values)}")
+        if problems:
+            raise ValueError(f"agree: ranks disagree on {'; '.join(problems)}")
+
+    def check(self) -> None:
+        """Raise what went wrong here or, as far as the host sees it without waiting, on a peer; the same ever after.
+
+        On a CPU that includes the peers' abort words, on a GPU only the host-visible error record is read: what
+        kernels there have seen. Cheap enough for every step.
+
+        Raises `RoutingError`, `CapacityError`, `PeerTimeoutError`, `PeerAbortedError` or `StaleHandleError`;
+        `ValueError` if the context is closed.
+        """
+        if self._failure is None and self.allocated and not self.closed:
+            told = self._abort_codes is not None and self._abort_codes.any()
+            if told or self._error_view[0]:
+                with torch.cuda.stream(self._side_stream):
+                    self._find_failure()
+        self._check_usable()
+
+    def check_peers(self) -> None:
+        """`check()` including the peers' abort words on a GPU: waits for the work queued on the current stream."""
+        if self._failure is None and self.allocated and not self.closed:
+            self._find_failure()
+        self._check_usable()
+
+    def fail(self, error: MoERuntimeError) -> MoERuntimeError:
+        """Record `error` as this rank's failure unless there is one already; returns the one to raise."""
+        if self._failure is None:
+            self._failure = error
+        self.failed = True
+        return self._failure.with_traceback(None)
+
+    def abort(self, reason: str) -> None:
+        """Tell all peers that this rank gives up, without waiting: they raise `PeerAbortedError` with `reason`.
+
+        Called by whoever raises a host-side error inside a collective step. The first 256 bytes of `reason` arrive.
+        Does nothing on a rank that has failed already.
+        """
+        if self.closed or self._failure is not None:
+            return
+        self.fail(PeerAbortedError(f"rank {self.rank} gave up: {reason}", self.rank, Phase.HOST))
+        if not self.allocated:
+            if self.group is not None:
+                self.group.leave(reason)
+            return
+        encode_abort(self._abort_message, self.rank, reason)
+        with torch.cuda.stream(self._side_stream):
+            for peer in range(self.world_size):
+                signals = self.heap.peer_tensor("signals", peer).view(torch.int32)
+                write_abort(self._abort_message, signals, self.signals_layout, self.rank)
+            if self.carrier is not None:
+                self.carrier.post_abort()
+
+    def close(self) -> None:
+        """Free the heap; collective and in order, unless something has failed: then no peer is waited for.
+
+        Tensors and pointers of the heap must not be used afterwards. Safe to call twice.
+        """
+        if self.closed:
+            return
+        if self._failure is None and self.allocated and self.device.type == "cpu":
+            self._find_failure()
+        self.closed = True
+        if self._side_stream is not None:
+            torch.cuda.synchronize(self.device)
+        if self.allocated:
+            del self.signals
+        self._abort_codes = None
+        self.heap.close(failed=self.failed)
+
+    def __enter__(self) -> ExpertParallelContext:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if kind is not None:
+            self.abort(f"{kind.__name__}: {error}")
+            self.failed = True
+        self.close()
+
+    def _find_failure(self) -> None:
+        layout = self.signals_layout
+        aborts = abort_words(self.signals, layout).tolist()
+        failure = find_failure(
+            self.error.tolist(),
+            aborts,
+            lambda rank: reason_text(self.signals, layout, rank),
+            timeout_s=self.timeout_s,
+        )
+        if failure is not None:
+            self.fail(failure)
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        if self.closed:
+            raise ValueError("context: it is closed")
+
+
+def _resolve_device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = torch.device(device)
+    if place.type == "cuda" and place.index is None:
+        place = torch.device("cuda", torch.cuda.current_device())
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected a CPU or a CUDA device, got {place}")
+    return place
+
+
+def _make_heap(choice: TransportChoice, group: RankGroup, device: torch.device) -> SymmetricHeap:
+    if choice.name == "private":
+        return PrivateHeap(device)
+    if choice.name == "shared":
+        return SharedHeap(group)
+    return CollectiveHeap(group, device)

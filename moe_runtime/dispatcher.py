@@ -1,0 +1,414 @@
+"""`TokenDispatcher`: tokens out to the ranks of their experts and back, with nothing dropped and no host in the way."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+from moe_runtime.config import ModeName, resolve_mode
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.errors import MoERuntimeError
+from moe_runtime.formats import TokenFormat, token_format
+from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
+from moe_runtime.grouped import GroupedRows
+from moe_runtime.kernels.reference_exchange import part_index
+from moe_runtime.token_format import RecordLayout
+
+MAX_GSF = 2.0**100
+
+
+@dataclass(frozen=True)
+class DispatchHandle:
+    """What `combine` needs to know of a dispatch. Good for one combine, until the second next dispatch of its context.
+
+    Attributes:
+        geometry: of the layer that dispatched.
+        epoch: int32 `[1]` on the device: the number of the dispatch in its context.
+        positions: int32 `[W * max_tokens, K]`: packed position of each (landing slot, k), -1 for none.
+        num_parts: int32 `[T]`: partial results that come home for each of this rank's tokens.
+        num_tokens: `T`.
+    """
+
+    geometry: ExchangeGeometry
+    epoch: torch.Tensor
+    positions: torch.Tensor
+    num_parts: torch.Tensor
+    num_tokens: int
+    _stages: set[str] = field(default_factory=set, repr=False, compare=False)
+
+    def enter(self, stage: str) -> None:
+        """Note that a stage of the exchange is done with this handle; each may be done once."""
+        if stage in self._stages:
+            raise ValueError(f"handle: {stage} was already called with it")
+        self._stages.add(stage)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchedTokens(GroupedRows):
+    """The rows that arrived at this rank, grouped by local expert, ascending, empty groups included; see `GroupedRows`.
+
+    Attributes:
+        handle: to be given to `combine`.
+    """
+
+    handle: DispatchHandle
+
+
+class CombineSink:
+    """Where a down projection writes the rows that `combine` will take, by packed position.
+
+    Attributes:
+        rows: bf16 `[row_capacity, H]`; rows past `group_offsets[G]` are not read.
+    """
+
+    def __init__(self, handle: DispatchHandle) -> None:
+        geometry = handle.geometry
+        self.handle = handle
+        self.rows = torch.empty(
+            (geometry.row_capacity, geometry.hidden), dtype=torch.bfloat16, device=handle.positions.device
+        )
+
+
+class TokenDispatcher:
+    """Dispatch and combine of one layer.
+
+    Args:
+        context: the group's memory and signals; shared by all layers.
+        hidden_size: `H`, a multiple of the block of both formats.
+        num_experts: experts of all ranks; rank `r` owns `E // W + (r < E % W)` of them, contiguous.
+        top_k: expert ids per token.
+        max_tokens_per_rank: most tokens a rank brings to a step.
+        token_format: on the wire and into the GEMM.
+        combine_format: of partial results on their way home: `bf16`, `fp8_block` or `mxfp8`.
+        mode: `indexed`, `packed` or `auto` (`moe_runtime.config.resolve_mode`).
+        expert_row_capacity: (token, expert) rows that may arrive at a rank in a step; None is the worst case, which
+            cannot overflow. An overflow is found on the device and raises `CapacityError` on every rank.
+        input_scale: static NVFP4 decode scale of the tokens (`gsf = 1 / input_scale`); None is one scale per token.
+
+    Raises:
+        ValueError: an argument that is out of range; it is named.
+    """
+
+    def __init__(
+        self,
+        context: ExpertParallelContext,
+        *,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        max_tokens_per_rank: int,
+        token_format: str | TokenFormat = "bf16",
+        combine_format: str | TokenFormat = "bf16",
+        mode: ModeName = "auto",
+        expert_row_capacity: int | None = None,
+        input_scale: float | None = None,
+    ) -> None:
+        fmt, wire = _format(token_format), _format(combine_format)
+        _positive("num_experts", num_experts)
+        _positive("max_tokens_per_rank", max_tokens_per_rank)
+        _positive("top_k", top_k)
+        if num_experts > 65535:
+            raise ValueError(f"num_experts: expected at most 65535 (ids travel as u16), got {num_experts}")
+        if top_k > num_experts:
+            raise ValueError(f"top_k: expected at most num_experts = {num_experts}, got {top_k}")
+        if mode not in ("auto", "indexed", "packed"):
+            raise ValueError(f"mode: expected auto, indexed or packed, got {mode!r}")
+        fmt.check_columns(hidden_size, "hidden_size")
+        wire.check_columns(hidden_size, "hidden_size")
+        if wire.has_row_scale:
+            raise ValueError(f"combine_format: expected bf16, fp8_block or mxfp8, got {wire.name}")
+        worst = worst_case_rows(num_experts, context.world_size, top_k, max_tokens_per_rank)
+        if expert_row_capacity is not None:
+            _positive("expert_row_capacity", expert_row_capacity)
+        if input_scale is not None and not (fmt.has_row_scale and 0 < input_scale < float("inf")):
+            raise ValueError(f"input_scale: expected a positive number, with nvfp4 tokens, got {input_scale}")
+        self.context = context
+        self.geometry = ExchangeGeometry(
+            rank=context.rank,
+            world_size=context.world_size,
+            record=RecordLayout(fmt, hidden_size, top_k),
+            combine_format=wire,
+            num_experts=num_experts,
+            max_tokens=max_tokens_per_rank,
+            packed=resolve_mode(mode, max_tokens_per_rank) == "packed",
+            row_capacity=min(worst, expert_row_capacity or worst),
+        )
+        self._exchange = _exchange(context.engine)
+        device = context.device
+        self._starts = torch.tensor(self.geometry.starts, dtype=torch.int32, device=device)
+        self._expert_ids = torch.arange(self.geometry.num_local_experts, dtype=torch.int32, device=device)
+        self._gsf: torch.Tensor | None = None
+        if input_scale is not None:
+            one = torch.ones(1, dtype=torch.float32, device=device)
+            self._gsf = (one / torch.full_like(one, input_scale)).clamp(max=MAX_GSF)
+        context.register(
+            agree={
+                "hidden_size": hidden_size,
+                "num_experts": num_experts,
+                "top_k": top_k,
+                "max_tokens_per_rank": max_tokens_per_rank,
+                "token_format": fmt.name,
+                "combine_format": wire.name,
+                "mode": "packed" if self.geometry.packed else "indexed",
+                "expert_row_capacity": self.geometry.row_capacity,
+                "input_scale": input_scale,
+            },
+            **self.geometry.half_bytes(),
+        )
+
+    def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> DispatchedTokens:
+        """Quantize this rank's tokens, send them to the ranks of their experts, and group what arrives here.
+
+        Collective: every rank calls it, with its own `T` (0 too).
+
+        Args:
+            x: bf16 `[T, H]`, last dimension contiguous, `T <= max_tokens_per_rank`.
+            topk_idx: int32 or int64 `[T, K]`; -1 is unrouted.
+            topk_weights: fp32 `[T, K]`.
+
+        Raises:
+            ValueError: an argument of wrong shape, dtype, device or stride; the peers get `PeerAbortedError`.
+            MoERuntimeError: what an earlier step, or on CPUs this step, recorded (see `ExpertParallelContext.check`).
+        """
+        return self.dispatch_wait(self.dispatch_send(x, topk_idx, topk_weights))
+
+    def combine(
+        self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle, *, shared: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Weight and sum the experts' rows of each token and bring them home: bf16 `[T, H]`. Collective.
+
+        Args:
+            expert_output: bf16 or fp32 `[row_capacity, H]` by packed position, last dimension contiguous, or a
+                `CombineSink` of the same handle; each row is rounded to bf16 first.
+            handle: of the dispatch that the rows came from.
+            shared: bf16 `[T, H]` output of a shared expert, added first.
+
+        Raises: as `dispatch`.
+        """
+        self.combine_send(expert_output, handle)
+        return self.combine_wait(handle, shared=shared)
+
+    def dispatch_send(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> DispatchHandle:
+        """First half of `dispatch`: everything that does not wait for the peers' tokens."""
+        with collective_step(self.context):
+            self._check_tokens(x, topk_idx, topk_weights)
+        num_tokens, device = x.shape[0], self.context.device
+        handle = DispatchHandle(
+            self.geometry,
+            torch.empty(1, dtype=torch.int32, device=device),
+            torch.empty((self.geometry.num_slots, self.geometry.top_k), dtype=torch.int32, device=device),
+            torch.empty(num_tokens, dtype=torch.int32, device=device),
+            num_tokens,
+        )
+        self._exchange.dispatch_send(
+            self.context,
+            self.geometry,
+            self._starts,
+            x,
+            topk_idx.contiguous(),
+            topk_weights.contiguous(),
+            self._gsf,
+            handle.epoch,
+            handle.num_parts,
+        )
+        if self.context.carrier is not None:
+            self.context.carrier.carry_dispatch(
+                self.context,
+                epoch=int(handle.epoch),
+                num_tokens=num_tokens,
+                max_tokens=self.geometry.max_tokens,
+                record_bytes=self.geometry.record.record_bytes,
+                landing_half=self._landing_half,
+            )
+        return handle
+
+    def dispatch_wait(self, handle: DispatchHandle) -> DispatchedTokens:
+        """Second half of `dispatch`: wait for the peers' tokens and group them."""
+        with collective_step(self.context):
+            self._check_handle(handle, "dispatch_wait")
+        geometry, device = self.geometry, self.context.device
+        fmt, capacity, experts = geometry.token_format, geometry.row_capacity, geometry.num_local_experts
+        row_index = torch.empty(capacity, dtype=torch.int32, device=device)
+        group_offsets = torch.empty(experts + 1, dtype=torch.int32, device=device)
+        group_scale_offsets = torch.empty(experts, dtype=torch.int32, device=device)
+        rows = None
+        if geometry.packed:
+            rows = torch.empty((capacity, fmt.quant_bytes(geometry.hidden)), dtype=torch.uint8, device=device)
+        row_scale = torch.empty(capacity, dtype=torch.float32, device=device) if fmt.has_row_scale else None
+        scales = None
+        if fmt.swizzled:
+            columns4 = -(-fmt.scale_columns(geometry.hidden) // 4)
+            scales = torch.empty((geometry.scale_blocks, columns4, 32, 4, 4), dtype=torch.uint8, device=device)
+        elif fmt.scale_dtype is not None:
+            shape = (capacity, fmt.scale_columns(geometry.hidden))
+            scales = torch.empty(shape, dtype=fmt.scale_dtype, device=device)
+        self._exchange.arrive(
+            self.context,
+            geometry,
+            handle.epoch,
+            positions_SK=handle.positions,
+            group_offsets=group_offsets,
+            group_scale_offsets=group_scale_offsets,
+            row_index_R=row_index,
+            rows_RQ=rows,
+            scales=scales,
+            row_scale_R=row_scale,
+        )
+        self._end()
+        return DispatchedTokens(
+            format=fmt,
+            rows=rows.view(fmt.quant_dtype) if rows is not None else self._landing_rows(),
+            scales=scales.view(fmt.scale_dtype) if scales is not None and fmt.scale_dtype is not None else None,
+            row_scale=row_scale,
+            row_index=None if geometry.packed else row_index,
+            group_offsets=group_offsets,
+            group_scale_offsets=group_scale_offsets if fmt.swizzled else None,
+            expert_ids=self._expert_ids,
+            capacity=capacity,
+            num_columns=geometry.hidden,
+            num_active_experts=experts,
+            handle=handle,
+        )
+
+    def combine_send(self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle) -> None:
+        """First half of `combine`: reduce here and send the partial results home."""
+        output = expert_output.rows if isinstance(expert_output, CombineSink) else expert_output
+        with collective_step(self.context):
+            self._check_handle(handle, "combine_send")
+            self._check_output(output)
+        self._exchange.combine_send(self.context, self.geometry, self._starts, output, handle.positions, handle.epoch)
+        if self.context.carrier is not None:
+            geometry = self.geometry
+            self.context.carrier.carry_combine(
+                self.context,
+                epoch=int(handle.epoch),
+                max_tokens=geometry.max_tokens,
+                parts=geometry.parts,
+                row_bytes=geometry.partial_bytes,
+                part_index=part_index(self.context, geometry, self._starts, handle.positions, int(handle.epoch)),
+            )
+
+    def combine_wait(self, handle: DispatchHandle, *, shared: torch.Tensor | None = None) -> torch.Tensor:
+        """Second half of `combine`: wait for the partial results and sum them; bf16 `[T, H]`, NaN after a failure."""
+        shape = (handle.num_tokens, self.geometry.hidden)
+        with collective_step(self.context):
+            self._check_handle(handle, "combine_wait")
+            self._check_matrix("shared", shared, shape)
+        y = torch.empty(shape, dtype=torch.bfloat16, device=self.context.device)
+        self._exchange.combine_wait(self.context, self.geometry, handle.epoch, handle.num_parts, shared, y)
+        self._end()
+        return y
+
+    @property
+    def _landing_half(self) -> int:
+        return self.geometry.landing_half(self.context.half_bytes["landing"])
+
+    def _end(self) -> None:
+        """On CPUs a step has ended when the call returns: raise at once what it recorded."""
+        if self.context.device.type == "cpu":
+            self.context.check()
+
+    def _landing_rows(self) -> torch.Tensor:
+        """The landing slots of both halves as rows of quants, one record apart."""
+        fmt, geometry = self.geometry.token_format, self.geometry
+        stride = geometry.record.record_bytes
+        num_rows = self._landing_half // stride + geometry.num_slots
+        region = self.context.heap.tensor("landing")[: num_rows * stride].view(num_rows, stride)
+        return region[:, : fmt.quant_bytes(geometry.hidden)].view(fmt.quant_dtype)
+
+    def _check_handle(self, handle: DispatchHandle, stage: str) -> None:
+        if not isinstance(handle, DispatchHandle):
+            raise ValueError(f"handle: expected a DispatchHandle, got {type(handle).__name__}")
+        if handle.geometry is not self.geometry:
+            raise ValueError("handle: it belongs to another dispatcher")
+        handle.enter(stage)
+
+    def _check_tokens(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> None:
+        geometry = self.geometry
+        if x.ndim != 2:
+            raise ValueError(f"x: expected [T, {geometry.hidden}], got shape {list(x.shape)}")
+        self._check_matrix("x", x, (x.shape[0], geometry.hidden))
+        if x.shape[0] > geometry.max_tokens:
+            raise ValueError(
+                f"x: expected at most max_tokens_per_rank = {geometry.max_tokens} tokens, got {x.shape[0]}"
+            )
+        expected = (x.shape[0], geometry.top_k)
+        kinds = {"topk_idx": (torch.int32, torch.int64), "topk_weights": (torch.float32,)}
+        for (name, dtypes), tensor in zip(kinds.items(), (topk_idx, topk_weights), strict=True):
+            if tuple(tensor.shape) != expected:
+                raise ValueError(f"{name}: expected shape {list(expected)}, got {list(tensor.shape)}")
+            if tensor.dtype not in dtypes:
+                raise ValueError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+            self._check_place(name, tensor)
+
+    def _check_output(self, output: torch.Tensor) -> None:
+        shape = (self.geometry.row_capacity, self.geometry.hidden)
+        dtypes = (torch.bfloat16, torch.float32)
+        self._check_matrix("expert_output", output, shape, dtypes)
+
+    def _check_matrix(
+        self,
+        name: str,
+        tensor: torch.Tensor | None,
+        shape: tuple[int, int],
+        dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,),
+    ) -> None:
+        if tensor is None:
+            return
+        if tuple(tensor.shape) != shape:
+            raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+        if tensor.dtype not in dtypes:
+            raise ValueError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+        if tensor.shape[0] > 0 and tensor.stride(1) != 1:
+            raise ValueError(f"{name}: expected a contiguous last dimension, got strides {list(tensor.stride())}")
+        self._check_place(name, tensor)
+
+    def _check_place(self, name: str, tensor: torch.Tensor) -> None:
+        if tensor.device != self.context.device:
+            raise ValueError(f"{name}: expected device {self.context.device}, got {tensor.device}")
+        if tensor.requires_grad and torch.is_grad_enabled():
+            raise ValueError(f"{name}: requires grad, but the runtime is for inference only; detach it or use no_grad")
+
+
+@contextmanager
+def collective_step(context: ExpertParallelContext) -> Iterator[None]:
+    """Around work that peers wait for: raises what earlier steps recorded, and tells the peers of an error within."""
+    if not context.allocated:
+        context.allocate()
+    context.check()
+    try:
+        yield
+    except MoERuntimeError:
+        raise
+    except Exception as error:
+        context.abort(str(error))
+        raise
+
+
+def _exchange(engine: str) -> Any:
+    """The functions of one engine: dispatch_send, arrive, combine_send, combine_wait."""
+    if engine == "torch":
+        from moe_runtime.kernels import reference_exchange
+
+        return reference_exchange
+    from moe_runtime.kernels import arrive, combine, dispatch
+
+    return SimpleNamespace(
+        dispatch_send=dispatch.dispatch_send,
+        arrive=arrive.arrive,
+        combine_send=combine.combine_send,
+        combine_wait=combine.combine_wait,
+    )
+
+
+def _positive(name: str, value: int) -> None:
+    if value <= 0:
+        raise ValueError(f"{name}: expected a positive number, got {value}")
+
+
+_format = token_format

@@ -1,0 +1,59 @@
+"""The errors that ranks record on the device and `ExpertParallelContext.check()` raises on the host."""
+
+from __future__ import annotations
+
+from enum import IntEnum
+
+
+class ErrorCode(IntEnum):
+    """First word of an error record; 0 means that nothing happened."""
+
+    NONE = 0
+    ROUTING = 1
+    CAPACITY = 2
+    TIMEOUT = 3
+    ABORTED = 4
+    STALE_HANDLE = 5
+
+
+class Phase(IntEnum):
+    """Where a step was when an error was recorded."""
+
+    START_UP = 0
+    DISPATCH_SEND = 1
+    DISPATCH_WAIT = 2
+    COMBINE_SEND = 3
+    COMBINE_WAIT = 4
+    HOST = 5
+
+
+class MoERuntimeError(RuntimeError):
+    """Base of what goes wrong between ranks. `rank` is the rank it happened on, or that is missing."""
+
+    def __init__(self, message: str, rank: int = -1, phase: Phase = Phase.HOST) -> None:
+        super().__init__(message)
+        self.rank = rank
+        self.phase = phase
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return (type(self), (self.args[0], self.rank, self.phase))
+
+
+class RoutingError(MoERuntimeError):
+    """An expert id was out of range, or twice in one token's top-k, on rank `rank`."""
+
+
+class CapacityError(MoERuntimeError):
+    """More rows arrived on rank `rank` than its configured `expert_row_capacity`."""
+
+
+class PeerTimeoutError(MoERuntimeError):
+    """Rank `rank` did not answer in `phase` within the configured time."""
+
+
+class PeerAbortedError(MoERuntimeError):
+    """Rank `rank` gave up a collective step; the message carries its reason."""
+
+
+class StaleHandleError(MoERuntimeError):
+    """A dispatch handle was used after the second next dispatch of its context."""

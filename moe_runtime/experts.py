@@ -1,0 +1,92 @@
+"""The experts of one rank: gate and up, SwiGLU with requantization, down; rows of a group in, rows of the group out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from moe_runtime.formats import TokenFormat, token_format
+from moe_runtime.grouped import GroupedRows
+from moe_runtime.kernels.gemm_arguments import check_activation, check_formats, encode_scale
+from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from moe_runtime.weights import SILU, ExpertWeights, SwiGLU
+
+
+@dataclass(frozen=True)
+class Experts:
+    """`down @ act(gate_up @ x)` of each row, by the expert of its group; nothing waits for the host.
+
+    Attributes:
+        gate_up: weights `[E, 2I, H]`.
+        down: weights `[E, H, I]`.
+        activation: formula, and the order of gate and up.
+        intermediate_format: format between the products; None means that of `down`. `nvfp4` weights also take bf16.
+        intermediate_gsf: encode scale of an `nvfp4` intermediate, a number or one fp32 element on the device of the
+            weights; None means `kernels.gemm_arguments.DEFAULT_INTERMEDIATE_GSF`. Kept as a tensor.
+        engine: "auto", "triton" or "torch".
+
+    Raises:
+        ValueError: weights that do not belong together; the message names the argument.
+    """
+
+    gate_up: ExpertWeights
+    down: ExpertWeights
+    activation: SwiGLU = SILU
+    intermediate_format: str | TokenFormat | None = None
+    intermediate_gsf: float | torch.Tensor | None = None
+    engine: str = "auto"
+
+    def __post_init__(self) -> None:
+        gate_up, down = self.gate_up, self.down
+        check_activation(gate_up, self.activation)
+        if down.num_experts != gate_up.num_experts:
+            raise ValueError(f"down: expected {gate_up.num_experts} experts as in gate_up, got {down.num_experts}")
+        if down.num_columns != gate_up.num_rows // 2:
+            raise ValueError(f"down: expected K = I = {gate_up.num_rows // 2}, got {down.num_columns}")
+        if down.num_rows != gate_up.num_columns:
+            raise ValueError(f"down: expected N = H = {gate_up.num_columns}, got {down.num_rows}")
+        if down.device != gate_up.device:
+            raise ValueError(f"down: expected device {gate_up.device} as gate_up, got {down.device}")
+        fmt = token_format(down.format if self.intermediate_format is None else self.intermediate_format)
+        fmt.check_columns(down.num_columns, "I of gate_up")
+        check_formats(fmt, down.format, "intermediate_format")
+        object.__setattr__(self, "intermediate_format", fmt)
+        gsf = encode_scale(fmt, self.intermediate_gsf, down.device, "intermediate_gsf")
+        object.__setattr__(self, "intermediate_gsf", gsf)
+
+    @property
+    def num_experts(self) -> int:
+        """`E`."""
+        return self.gate_up.num_experts
+
+    def to(self, device: torch.device | str) -> Experts:
+        """The same experts on `device`."""
+        gsf = self.intermediate_gsf
+        return replace(
+            self,
+            gate_up=self.gate_up.to(device),
+            down=self.down.to(device),
+            intermediate_gsf=gsf.to(device) if isinstance(gsf, torch.Tensor) else gsf,
+        )
+
+    def __call__(self, rows: GroupedRows, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Expert outputs by packed position.
+
+        Args:
+            rows: `H` numbers each, in a format that goes with `gate_up`.
+            out: bf16, fp16 or fp32 `[>= capacity, H]`; a new bf16 one when None.
+
+        Returns:
+            The output; rows that no active group owns are not written.
+        """
+        assert self.intermediate_format is not None
+        hidden = grouped_gemm_swiglu(
+            rows,
+            self.gate_up,
+            self.activation,
+            out_format=self.intermediate_format,
+            out_gsf=self.intermediate_gsf,
+            engine=self.engine,
+        )
+        return grouped_gemm(hidden, self.down, out=out, engine=self.engine)

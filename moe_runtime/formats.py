@@ -1,0 +1,130 @@
+"""Number formats as frozen data: the only place that knows element width, block size, scale type and sizes.
+
+Shape letters used across the project: `T` tokens of one rank, `H` hidden size, `I` intermediate size, `E` experts
+of one rank, `G` groups, `R` rows of a grouped GEMM, `N`/`K` GEMM dimensions, `V = ceil(K / block)` scale columns.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+
+import torch
+
+
+class FormatCode(IntEnum):
+    """The `tl.constexpr` by which kernels select a format's arithmetic."""
+
+    BF16 = 0
+    FP8_BLOCK = 1
+    MXFP8 = 2
+    NVFP4 = 3
+
+
+def ceil_div(a: int, b: int) -> int:
+    """`ceil(a / b)` of non-negative integers."""
+    return -(-a // b)
+
+
+def align(a: int, b: int) -> int:
+    """`a` rounded up to a multiple of `b`."""
+    return ceil_div(a, b) * b
+
+
+@dataclass(frozen=True)
+class TokenFormat:
+    """How a row of `K` numbers is stored: quants, block scales along K, and an optional fp32 scale of the row.
+
+    Attributes:
+        name: the name used in YAML and in every API.
+        code: what kernels branch on.
+        element_bits: bits of one element.
+        block: elements of K that share one block scale; 1 where there are no block scales.
+        quant_dtype: torch dtype of the quants as the GEMM takes them (`uint8` holds two e2m1 codes).
+        scale_dtype: torch dtype of a block scale (`uint8` holds a UE8M0 byte); None where there is none.
+        swizzled: block scales reach the GEMM in the 128x4 swizzle and the `dense_128` convention;
+            otherwise they are K-major, one row of scales per row of quants.
+        has_row_scale: each row carries an fp32 decode scale, applied to the fp32 accumulator.
+    """
+
+    name: str
+    code: FormatCode
+    element_bits: int
+    block: int
+    quant_dtype: torch.dtype
+    scale_dtype: torch.dtype | None
+    swizzled: bool
+    has_row_scale: bool
+
+    @property
+    def epsilon(self) -> float:
+        """Distance from 1 to the next larger element, `2^-mantissa_bits`; 0.5 for e2m1, which has no torch dtype."""
+        return torch.finfo(self.quant_dtype).eps if self.quant_dtype.is_floating_point else 0.5
+
+    def quant_columns(self, k: int) -> int:
+        """Elements of `quant_dtype` that hold a row of `k` numbers."""
+        return k * self.element_bits // (8 * self.quant_dtype.itemsize)
+
+    def quant_bytes(self, k: int) -> int:
+        """Bytes of the quants of a row of `k` numbers."""
+        return k * self.element_bits // 8
+
+    def scale_columns(self, k: int) -> int:
+        """`V`, the block scales of a row of `k` numbers."""
+        return ceil_div(k, self.block) if self.scale_dtype is not None else 0
+
+    def scale_bytes(self, k: int) -> int:
+        """Bytes of the linear block scales of a row of `k` numbers."""
+        return self.scale_columns(k) * self.scale_dtype.itemsize if self.scale_dtype is not None else 0
+
+    def check_columns(self, k: int, argument: str) -> None:
+        """Raise `ValueError` naming `argument` unless rows of `k` numbers can be stored in whole blocks."""
+        unit = max(self.block, 8)
+        if k <= 0 or k % unit:
+            raise ValueError(f"{argument}: format {self.name} needs a positive multiple of {unit}, got {k}")
+
+
+BF16 = TokenFormat("bf16", FormatCode.BF16, 16, 1, torch.bfloat16, None, swizzled=False, has_row_scale=False)
+FP8_BLOCK = TokenFormat(
+    "fp8_block", FormatCode.FP8_BLOCK, 8, 128, torch.float8_e4m3fn, torch.float32, swizzled=False, has_row_scale=False
+)
+MXFP8 = TokenFormat(
+    "mxfp8", FormatCode.MXFP8, 8, 32, torch.float8_e4m3fn, torch.uint8, swizzled=True, has_row_scale=False
+)
+NVFP4 = TokenFormat(
+    "nvfp4", FormatCode.NVFP4, 4, 16, torch.uint8, torch.float8_e4m3fn, swizzled=True, has_row_scale=True
+)
+
+FORMATS: dict[str, TokenFormat] = {f.name: f for f in (BF16, FP8_BLOCK, MXFP8, NVFP4)}
+
+COMBINE_FORMATS = tuple(name for name, fmt in FORMATS.items() if not fmt.has_row_scale)
+"""Formats that a partial result may travel home in: those that need no second pass over the row."""
+
+WEIGHT_BLOCK_N = 128
+"""Rows of N that share a block scale in an `fp8_block` weight (128x128 blocks); 1 row in the other formats."""
+
+
+def token_format(name: str | TokenFormat) -> TokenFormat:
+    """The descriptor called `name`; a descriptor is returned as it is. Raises `ValueError` for an unknown name."""
+    if isinstance(name, TokenFormat):
+        return name
+    if name not in FORMATS:
+        raise ValueError(f"format: expected one of {sorted(FORMATS)}, got {name!r}")
+    return FORMATS[name]
+
+
+@dataclass(frozen=True)
+class QuantizedRows:
+    """Rows in a format, scales linear (before any swizzle).
+
+    Attributes:
+        format: the descriptor.
+        quants_RK: `[R, quant_columns(K)]` of `format.quant_dtype`.
+        scales_RV: `[R, V]` of `format.scale_dtype`, linear; None for formats without block scales.
+        row_scale_R: `[R]` fp32 decode scales; None for formats without one.
+    """
+
+    format: TokenFormat
+    quants_RK: torch.Tensor
+    scales_RV: torch.Tensor | None = None
+    row_scale_R: torch.Tensor | None = None

@@ -1,0 +1,114 @@
+"""Sizes and offsets of one layer's exchange, worked out once from values that are equal on all ranks.
+
+Letters: `W` ranks, `T` tokens of a rank (at most `max_tokens`), `K` top-k, `E` experts of this rank,
+`S = W * max_tokens` landing slots. Token `t` of source rank `s` always lands in slot `s * max_tokens + t`, so that
+no rank has to learn where its rows may go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_runtime.formats import FORMATS, TokenFormat, align, ceil_div
+from moe_runtime.plan import expert_starts
+from moe_runtime.token_format import RecordLayout
+
+
+@dataclass(frozen=True)
+class ExchangeGeometry:
+    """What dispatch and combine of one layer look like on rank `rank` of `world_size`.
+
+    Attributes:
+        record: layout of a token on the wire.
+        combine_format: how a partial result travels home.
+        num_experts: experts of all ranks; rank `r` owns ids `starts[r] .. starts[r + 1]`.
+        max_tokens: most tokens that any rank dispatches in a step.
+        packed: rows are copied to packed positions on arrival (otherwise found through `row_index`).
+        row_capacity: (token, expert) rows that may arrive here in a step.
+    """
+
+    rank: int
+    world_size: int
+    record: RecordLayout
+    combine_format: TokenFormat
+    num_experts: int
+    max_tokens: int
+    packed: bool
+    row_capacity: int
+
+    @property
+    def starts(self) -> tuple[int, ...]:
+        return expert_starts(self.num_experts, self.world_size)
+
+    @property
+    def first_expert(self) -> int:
+        return self.starts[self.rank]
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.starts[self.rank + 1] - self.first_expert
+
+    @property
+    def token_format(self) -> TokenFormat:
+        return self.record.format
+
+    @property
+    def hidden(self) -> int:
+        return self.record.hidden
+
+    @property
+    def top_k(self) -> int:
+        return self.record.top_k
+
+    @property
+    def num_slots(self) -> int:
+        return self.world_size * self.max_tokens
+
+    @property
+    def parts(self) -> int:
+        """Partial results that a token can get: one from each rank that holds one of its experts."""
+        return min(self.top_k, self.world_size)
+
+    @property
+    def partial_scales_offset(self) -> int:
+        """Bytes from the start of a partial result to its block scales."""
+        return align(self.combine_format.quant_bytes(self.hidden), 16)
+
+    @property
+    def partial_bytes(self) -> int:
+        """Bytes of one partial result on the wire."""
+        return align(self.partial_scales_offset + self.combine_format.scale_bytes(self.hidden), 128)
+
+    @property
+    def scale_blocks(self) -> int:
+        """128-row blocks of consumer-layout scales that `row_capacity` rows need, however they are grouped."""
+        return self.row_capacity // 128 + self.num_local_experts
+
+    def half_bytes(self) -> dict[str, int]:
+        """Bytes that one half of each region needs.
+
+        The landing half has room for one record more, so that a half can start at a multiple of `record_bytes` in
+        a region that is shared with layers of other record sizes (see `landing_half`).
+        """
+        return {
+            "stamps": 4 * self.num_slots,
+            "landing": (self.num_slots + 1) * self.record.record_bytes,
+            "combine": self.max_tokens * self.parts * self.partial_bytes,
+        }
+
+    def landing_half(self, region_half_bytes: int) -> int:
+        """Bytes from the first half of the landing region to the second: whole records, not less than the half."""
+        return ceil_div(region_half_bytes, self.record.record_bytes) * self.record.record_bytes
+
+
+def sample_geometry(token_format: str, *, combine_format: str = "bf16", packed: bool = False) -> ExchangeGeometry:
+    """Rank 3 of 8 in a layer of DeepSeek-V3's size: what kernels are compiled ahead of time for."""
+    record = RecordLayout(FORMATS[token_format], 7168, 8)
+    rows = worst_case_rows(256, 8, 8, 128)
+    return ExchangeGeometry(3, 8, record, FORMATS[combine_format], 256, 128, packed, rows)
+
+
+def worst_case_rows(num_experts: int, world_size: int, top_k: int, max_tokens: int) -> int:
+    """(token, expert) rows that arrive at one rank at most: every token of every rank, on all its local experts."""
+    most_local = ceil_div(num_experts, world_size)
+    return world_size * max_tokens * min(top_k, most_local)

@@ -1,0 +1,49 @@
+"""Rows grouped by expert, as the grouped GEMM reads them: one frozen record handed from dispatch to experts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_runtime.formats import TokenFormat
+
+
+@dataclass(frozen=True)
+class GroupedRows:
+    """`G` groups of rows in one format; group `g` owns packed positions `group_offsets[g] .. group_offsets[g+1]`.
+
+    All tensors are on one device; the VALUES of offsets and indices are read on the device only.
+
+    Attributes:
+        format: number format of the rows.
+        rows: quants `[*, quant_columns(K)]`, last dimension contiguous, any row stride.
+        scales: block scales by PACKED POSITION in the consumer's layout: for swizzled formats a contiguous
+            `[blocks, ceil(V/4), 32, 4, 4]` tensor in the `dense_128` convention; for `fp8_block` `[R, V]` fp32;
+            None for bf16.
+        row_scale: fp32 `[R]` by packed position, applied to the fp32 accumulator; None where the format has none.
+        row_index: int32 `[R]`, the row of `rows` that packed position `p` reads; None where that is `p` itself.
+        group_offsets: int32 `[G + 1]`, from 0, not decreasing.
+        group_scale_offsets: int32 `[G]`: scale block of a row is
+            `group_offsets[g] // 128 + group_scale_offsets[g] + local_row // 128`; None for formats not swizzled.
+        expert_ids: int32 `[G]`, the expert (index into the weights) of each group; -1 skips the group.
+        capacity: `R`, packed positions that outputs must have room for (rows past `group_offsets[G]` are not written).
+        num_columns: `K`, numbers in a row.
+        num_active_experts: groups that count, an int or a one-element int32 tensor; None means all `G`.
+    """
+
+    format: TokenFormat
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    row_scale: torch.Tensor | None
+    row_index: torch.Tensor | None
+    group_offsets: torch.Tensor
+    group_scale_offsets: torch.Tensor | None
+    expert_ids: torch.Tensor
+    capacity: int
+    num_columns: int
+    num_active_experts: int | torch.Tensor | None = None
+
+    @property
+    def num_groups(self) -> int:
+        return int(self.expert_ids.shape[0])

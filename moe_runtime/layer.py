@@ -1,0 +1,312 @@
+"""`MoELayer`: router, dispatch, experts and combine of one MoE layer, an `nn.Module` that spans a group of ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_runtime.checkpoint import iter_qwen3_moe_experts, layer_config_from_checkpoint, read_qwen3_moe_router
+from moe_runtime.config import MoELayerConfig, ParallelConfig, RunConfig, load_config
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher, collective_step
+from moe_runtime.experts import Experts
+from moe_runtime.formats import TokenFormat, token_format
+from moe_runtime.metrics import PhaseTimes, phase
+from moe_runtime.plan import expert_starts
+from moe_runtime.router import Router
+from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
+
+
+@dataclass
+class LayerStep:
+    """A step of a layer under way: `begin` sends, `compute` runs the experts and sends back, `finish` gathers."""
+
+    shape: torch.Size
+    handle: DispatchHandle
+    shared: torch.Tensor | None = None
+    arrived: DispatchedTokens | None = None
+
+
+class MoELayer(nn.Module):
+    """One expert-parallel MoE layer, for inference.
+
+    Every rank of the context's group makes the layer with an equal config and calls it in the same order, each with
+    its own tokens. The experts' weights are set by `load_experts` (or by `from_checkpoint` and `from_yaml`).
+
+    Args:
+        config: sizes, formats, router, activation.
+        context: the group's memory and signals, shared by all layers of a group; None makes one for the default group
+            (one rank where torch.distributed is not initialised).
+
+    Attributes:
+        router: `moe_runtime.router.Router`.
+        dispatcher: `moe_runtime.dispatcher.TokenDispatcher`.
+        experts: `moe_runtime.experts.Experts`, None until weights are loaded.
+        times: set to a `PhaseTimes` to time each phase.
+    """
+
+    def __init__(self, config: MoELayerConfig, context: ExpertParallelContext | None = None) -> None:
+        super().__init__()
+        self.config = config
+        self.context = context if context is not None else ExpertParallelContext()
+        self.router = Router(config.hidden_size, config.num_experts, config.top_k, config.router, self.context.device)
+        self.dispatcher = TokenDispatcher(
+            self.context,
+            hidden_size=config.hidden_size,
+            num_experts=config.num_experts,
+            top_k=config.top_k,
+            max_tokens_per_rank=config.max_tokens_per_rank,
+            token_format=config.token_format,
+            combine_format=config.combine_format,
+            mode=config.mode,
+            expert_row_capacity=config.expert_row_capacity,
+        )
+        self.experts: Experts | None = None
+        self.times: PhaseTimes | None = None
+
+    @classmethod
+    def from_yaml(cls, path: str | Path, *, context: ExpertParallelContext | None = None) -> MoELayer:
+        """The layer of a YAML file (or of a packaged config's bare name), with its weights.
+
+        Weights come from the file's `checkpoint`, else at random from its `seed`, the same for any number of ranks.
+        Without a `context` one is made from the file's `parallel` section.
+        """
+        run = load_config(path)
+        if context is None:
+            context = context_from_config(run.parallel)
+        return cls.from_run_config(run, context)
+
+    @classmethod
+    def from_run_config(cls, run: RunConfig, context: ExpertParallelContext) -> MoELayer:
+        """The layer of a validated `RunConfig`, with its weights."""
+        layer = cls(run.layer, context)
+        if run.checkpoint is not None:
+            layer.load_qwen3_moe(run.checkpoint.path, run.checkpoint.layer)
+        else:
+            layer.load_random(run.seed)
+        return layer
+
+    @classmethod
+    def from_checkpoint(
+        cls,
+        path: str | Path,
+        *,
+        layer: int = 0,
+        context: ExpertParallelContext | None = None,
+        **overrides: object,
+    ) -> MoELayer:
+        """Layer `layer` of a BF16 safetensors checkpoint in HuggingFace Qwen3-MoE naming.
+
+        Sizes and router come from the `config.json` beside the weights; `overrides` set other fields of
+        `MoELayerConfig`, at least `max_tokens_per_rank`. Each rank reads only its own experts and quantizes them one
+        by one.
+
+        Raises:
+            ValueError: naming the file and the tensor that is missing or wrong.
+        """
+        made = cls(layer_config_from_checkpoint(path, **overrides), context)
+        made.load_qwen3_moe(path, layer)
+        return made
+
+    @property
+    def local_experts(self) -> range:
+        """Ids of this rank's experts."""
+        starts = expert_starts(self.config.num_experts, self.context.world_size)
+        return range(starts[self.context.rank], starts[self.context.rank + 1])
+
+    def load_qwen3_moe(self, path: str | Path, layer: int) -> None:
+        """Read the router and this rank's experts from a Qwen3-MoE checkpoint."""
+        self.router.weight.data.copy_(read_qwen3_moe_router(path, layer))
+        self.load_experts((e.gate_up, e.down) for e in iter_qwen3_moe_experts(path, layer, self.local_experts))
+
+    def load_random(self, seed: int) -> None:
+        """Random weights from `seed`, of the sizes that keep activations near unit variance; equal on any `ep_size`."""
+        hidden = self.config.hidden_size
+        generator = torch.Generator().manual_seed(seed)
+        weight = torch.randn(self.config.num_experts, hidden, generator=generator) * hidden**-0.5
+        self.router.weight.data.copy_(weight)
+        self.load_experts(random_expert(self.config, seed, expert) for expert in self.local_experts)
+
+    def load_experts(self, experts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Quantize this rank's experts, in order: for each, gate-and-up `[2I, H]` and down `[H, I]`, bf16 or fp32."""
+        config, order = self.config, GateUpOrder(self.config.activation.order)
+        fmt, device = token_format(config.weight_format), self.context.device
+        sizes = (2 * config.intermediate_size, config.hidden_size), (config.hidden_size, config.intermediate_size)
+        gate_up, down = _quantize_each(experts, fmt, order, sizes, len(self.local_experts), device)
+        self.experts = Experts(
+            gate_up,
+            down,
+            SwiGLU(order, config.activation.alpha, config.activation.limit, config.activation.up_offset),
+            intermediate_format=token_format(config.token_format),
+            intermediate_gsf=config.intermediate_gsf,
+            engine=self.context.engine,
+        )
+
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        shared: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Run the layer on this rank's tokens. Collective.
+
+        Args:
+            x: bf16 `[..., H]`, at most `max_tokens_per_rank` tokens, 0 included.
+            topk_idx, topk_weights: int32 or int64, and fp32, `[T, K]`: a router's answer for the flattened tokens
+                (both or neither; without them the layer's own router is asked). -1 is unrouted.
+            shared: bf16 `[..., H]`, output of a shared expert, added first.
+
+        Returns:
+            bf16, the shape of `x`.
+
+        Raises:
+            ValueError: a wrong argument; the peers get `PeerAbortedError`.
+            MoERuntimeError: what went wrong between ranks (see `ExpertParallelContext.check`).
+        """
+        step = self.begin(x, topk_idx=topk_idx, topk_weights=topk_weights, shared=shared)
+        self.compute(step)
+        return self.finish(step)
+
+    def begin(
+        self,
+        x: torch.Tensor,
+        *,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        shared: torch.Tensor | None = None,
+    ) -> LayerStep:
+        """Route and send this rank's tokens."""
+        with collective_step(self.context):
+            if self.experts is None:
+                raise ValueError("experts: no weights are loaded (load_experts, from_checkpoint or from_yaml)")
+            if x.ndim < 1 or x.shape[-1] != self.config.hidden_size:
+                raise ValueError(f"x: expected [..., {self.config.hidden_size}], got shape {list(x.shape)}")
+            if (topk_idx is None) != (topk_weights is None):
+                raise ValueError("topk_idx: expected together with topk_weights")
+            if shared is not None and shared.shape != x.shape:
+                raise ValueError(f"shared: expected the shape of x, {list(x.shape)}, got {list(shared.shape)}")
+            tokens_TH = x.reshape(-1, self.config.hidden_size)
+            if topk_idx is None or topk_weights is None:
+                with phase("route", self.times):
+                    topk_idx, topk_weights = self.router(tokens_TH)
+        with phase("dispatch_send", self.times):
+            handle = self.dispatcher.dispatch_send(tokens_TH, topk_idx, topk_weights)
+        shared_TH = None if shared is None else shared.reshape(-1, self.config.hidden_size)
+        return LayerStep(x.shape, handle, shared_TH)
+
+    def compute(self, step: LayerStep) -> None:
+        """Wait for the tokens of all ranks, run this rank's experts on them, and send the results back."""
+        with phase("dispatch_wait", self.times):
+            step.arrived = self.dispatcher.dispatch_wait(step.handle)
+        with collective_step(self.context), phase("experts", self.times):
+            assert self.experts is not None
+            sink = CombineSink(step.handle)
+            self.experts(step.arrived, out=sink.rows)
+        with phase("combine_send", self.times):
+            self.dispatcher.combine_send(sink, step.handle)
+
+    def finish(self, step: LayerStep) -> torch.Tensor:
+        """Wait for the results of all ranks and sum them: bf16, the shape of the step's `x`."""
+        with phase("combine_wait", self.times):
+            return self.dispatcher.combine_wait(step.handle, shared=step.shared).view(step.shape)
+
+    def extra_repr(self) -> str:
+        config = self.config
+        return (
+            f"hidden_size={config.hidden_size}, intermediate_size={config.intermediate_size}, "
+            f"num_experts={config.num_experts}, top_k={config.top_k}, token_format={config.token_format}, "
+            f"weight_format={config.weight_format}, combine_format={config.combine_format}, "
+            f"rank={self.context.rank} of {self.context.world_size}"
+        )
+
+
+def context_from_config(parallel: ParallelConfig) -> ExpertParallelContext:
+    """The context that a `parallel` section describes, over the default group."""
+    return ExpertParallelContext(
+        transport=parallel.transport,
+        engine=parallel.engine,
+        timeout_s=parallel.timeout_s,
+        startup_timeout_s=parallel.startup_timeout_s,
+    )
+
+
+def random_expert(config: MoELayerConfig, seed: int, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """bf16 gate-and-up `[2I, H]` and down `[H, I]` of one expert, from `seed` and its id alone."""
+    generator = torch.Generator().manual_seed(seed * 65537 + expert + 1)
+    hidden, inner = config.hidden_size, config.intermediate_size
+    gate_up = torch.randn(2 * inner, hidden, generator=generator) * hidden**-0.5
+    down = torch.randn(hidden, inner, generator=generator) * inner**-0.5
+    return gate_up.to(torch.bfloat16), down.to(torch.bfloat16)
+
+
+def _quantize_each(
+    experts: Iterable[tuple[torch.Tensor, torch.Tensor]],
+    fmt: TokenFormat,
+    order: GateUpOrder,
+    sizes: tuple[tuple[int, int], tuple[int, int]],
+    count: int,
+    device: torch.device,
+) -> tuple[ExpertWeights, ExpertWeights]:
+    """Quantize experts as they come, so that only one is ever held unquantized."""
+    whole: tuple[ExpertWeights, ExpertWeights] | None = None
+    seen = 0
+    for pair in _checked(experts, sizes, count):
+        parts = tuple(
+            ExpertWeights.quantize(w.to(device)[None], fmt, gate_up=order if first else False)
+            for w, first in zip(pair, (True, False), strict=True)
+        )
+        if whole is None:
+            whole = (_room_for(parts[0], count), _room_for(parts[1], count))
+        for room, part in zip(whole, parts, strict=True):
+            for name in ("quants", "scales", "expert_scales"):
+                value = getattr(part, name)
+                if value is not None:
+                    _raw(getattr(room, name))[seen] = _raw(value)[0]
+        seen += 1
+    if seen != count:
+        raise ValueError(f"experts: expected {count} for this rank, got {seen}")
+    if whole is None:
+        # A rank without experts still takes part in every step: weights of zero experts have the right shapes.
+        zeros = [torch.zeros(1, *size, dtype=torch.bfloat16, device=device) for size in sizes]
+        gate_up, down = (
+            ExpertWeights.quantize(w, fmt, gate_up=order if i == 0 else False) for i, w in enumerate(zeros)
+        )
+        whole = (_room_for(gate_up, 0), _room_for(down, 0))
+    return whole
+
+
+def _checked(
+    experts: Iterable[tuple[torch.Tensor, torch.Tensor]], sizes: tuple[tuple[int, int], tuple[int, int]], count: int
+) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    for number, pair in enumerate(experts):
+        if number >= count:
+            raise ValueError(f"experts: expected {count} for this rank, got more")
+        for name, w, size in zip(("gate_up", "down"), pair, sizes, strict=True):
+            if tuple(w.shape) != size:
+                raise ValueError(f"{name} of expert {number}: expected shape {list(size)}, got {list(w.shape)}")
+        yield pair
+
+
+def _room_for(one: ExpertWeights, count: int) -> ExpertWeights:
+    """Uninitialised weights of `count` experts like the single one of `one`."""
+
+    def room(tensor: Any) -> Any:
+        return (
+            None
+            if tensor is None
+            else torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
+        )
+
+    return replace(one, quants=room(one.quants), scales=room(one.scales), expert_scales=room(one.expert_scales))
+
+
+def _raw(tensor: torch.Tensor) -> torch.Tensor:
+    """One-byte floats as uint8, for which every operation exists."""
+    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

@@ -1,0 +1,47 @@
+"""Symmetric memory that a rank reserves for a layer: a pure function of the config and the number of ranks.
+
+With `W` ranks, `T = max_tokens_per_rank`, `K = top_k`, each region holds two halves, used in turn:
+
+    landing  2 * (W * T + 1) * record     one record per token of every rank, however many experts share it
+    stamps   2 * W * T * 4                the epoch each record arrived in
+    combine  2 * T * min(K, W) * partial  one partial sum per token and rank that holds one of its experts
+    signals  small, see `moe_runtime.comm.signals`
+
+`record` and `partial` are the bytes of a token in `token_format` and of a partial sum in `combine_format`. Halves are
+aligned to 256 bytes. Layers of one context share these regions: the largest layer counts, not the sum.
+The collective transport stages one more copy of all this for each peer (`moe_runtime.comm.collective`).
+"""
+
+from __future__ import annotations
+
+from moe_runtime.comm.heap import REGION_ALIGNMENT
+from moe_runtime.comm.signals import SignalLayout
+from moe_runtime.config import MoELayerConfig
+from moe_runtime.formats import align, token_format
+from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
+from moe_runtime.token_format import RecordLayout
+
+REGIONS = ("landing", "stamps", "combine", "signals")
+
+
+def reserved_bytes(config: MoELayerConfig, world_size: int) -> dict[str, int]:
+    """Bytes of each symmetric region that every rank of `world_size` reserves for one layer with `config`.
+
+    Raises `ValueError` for a `world_size` below 1.
+    """
+    if world_size < 1:
+        raise ValueError(f"world_size: expected at least 1, got {world_size}")
+    geometry = ExchangeGeometry(
+        rank=0,
+        world_size=world_size,
+        record=RecordLayout(token_format(config.token_format), config.hidden_size, config.top_k),
+        combine_format=token_format(config.combine_format),
+        num_experts=config.num_experts,
+        max_tokens=config.max_tokens_per_rank,
+        packed=config.resolved_mode == "packed",
+        row_capacity=config.expert_row_capacity
+        or worst_case_rows(config.num_experts, world_size, config.top_k, config.max_tokens_per_rank),
+    )
+    region_bytes = {name: 2 * align(size, REGION_ALIGNMENT) for name, size in geometry.half_bytes().items()}
+    region_bytes["signals"] = align(SignalLayout(world_size).num_bytes, REGION_ALIGNMENT)
+    return {name: region_bytes[name] for name in REGIONS}

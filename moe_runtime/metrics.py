@@ -1,0 +1,58 @@
+"""Where the time of a step goes: named phases, seen by profilers always and timed only when asked for."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+class PhaseTimes:
+    """Times of named phases, one list of milliseconds per phase.
+
+    On GPUs a phase is the time between two events on the current stream, read when `milliseconds()` is called (which
+    waits for them); on CPUs it is wall-clock time.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._cuda = device.type == "cuda"
+        self._marks: dict[str, list[tuple[object, object]]] = {}
+
+    def _mark(self) -> object:
+        if not self._cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time what happens inside under `name`."""
+        start = self._mark()
+        yield
+        self._marks.setdefault(name, []).append((start, self._mark()))
+
+    def milliseconds(self) -> dict[str, list[float]]:
+        """Every phase's times in the order they were taken."""
+        if self._cuda:
+            torch.cuda.synchronize()
+        return {name: [self._between(*marks) for marks in pairs] for name, pairs in self._marks.items()}
+
+    def _between(self, start: object, end: object) -> float:
+        if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+            return float(start.elapsed_time(end))
+        assert isinstance(start, float) and isinstance(end, float)
+        return (end - start) * 1e3
+
+
+@contextmanager
+def phase(name: str, times: PhaseTimes | None) -> Iterator[None]:
+    """A range that profilers show as `moe_runtime::name`, timed into `times` if there is one."""
+    with torch.profiler.record_function(f"moe_runtime::{name}"):
+        if times is None:
+            yield
+        else:
+            with times.phase(name):
+                yield

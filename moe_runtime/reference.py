@@ -1,0 +1,175 @@
+"""The whole layer in one process in float64, and how far a layer in a given set of formats may be from it.
+
+Shape letters: `T` tokens, `H` hidden size, `I` intermediate size, `E` experts of the layer, `K` experts per token.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from moe_runtime import formats
+from moe_runtime.formats import BF16, TokenFormat
+from moe_runtime.weights import SwiGLU
+
+SWIGLU_GAIN = 1.5511
+"""The largest `(s^2 + (1-s)^2) / (p^2 + (1-p)^2)` for `a >= 0`, `p = sigmoid(a)`, `s = p + a*p*(1-p)`, rounded up."""
+
+
+def swiglu_reference(gate_up: torch.Tensor, activation: SwiGLU | None = None) -> torch.Tensor:
+    """The activation in float64: `[T, 2I]` to `[T, I]`. None is `silu(gate) * up`, gate in the first `I` columns."""
+    activation = activation or SwiGLU()
+    columns = gate_up.shape[-1]
+    gate = gate_up[..., activation.order.gate_rows(columns)].double()
+    up = gate_up[..., activation.order.up_rows(columns)].double()
+    if activation.limit is not None:
+        gate = gate.clamp(max=activation.limit)
+        up = up.clamp(-activation.limit, activation.limit)
+    return gate * torch.sigmoid(activation.alpha * gate) * (up + activation.up_offset)
+
+
+def moe_reference(
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    gate_up: torch.Tensor,
+    down: torch.Tensor,
+    activation: SwiGLU | None = None,
+) -> torch.Tensor:
+    """`y[t] = sum over k of topk_weights[t, k] * down[e] @ swiglu(gate_up[e] @ x[t])`, `e = topk_idx[t, k]`.
+
+    Every operand is taken as it is and converted to float64, one expert at a time.
+
+    Args:
+        x: `[T, H]`, any float dtype.
+        topk_idx: `[T, K]` ids, int32 or int64; -1 adds nothing.
+        topk_weights: `[T, K]`, any float dtype.
+        gate_up: `[E, 2I, H]`, rows in the order that `activation` says.
+        down: `[E, H, I]`.
+        activation: None is `silu(gate) * up`, gate above up.
+
+    Returns:
+        float64 `[T, H]`.
+
+    Raises:
+        ValueError: shapes that do not fit together, or an id outside `-1 .. E - 1`.
+    """
+    experts, rows, hidden = gate_up.shape
+    if x.dim() != 2 or x.shape[1] != hidden:
+        raise ValueError(f"x: expected [T, {hidden}], got {list(x.shape)}")
+    if topk_idx.dim() != 2 or topk_idx.shape[0] != x.shape[0] or topk_weights.shape != topk_idx.shape:
+        raise ValueError(
+            f"topk_idx, topk_weights: expected [{x.shape[0]}, K] both, "
+            f"got {list(topk_idx.shape)} and {list(topk_weights.shape)}"
+        )
+    if tuple(down.shape) != (experts, hidden, rows // 2):
+        raise ValueError(f"down: expected {[experts, hidden, rows // 2]}, got {list(down.shape)}")
+    if topk_idx.numel() and not (-1 <= int(topk_idx.min()) and int(topk_idx.max()) < experts):
+        raise ValueError(
+            f"topk_idx: expected ids of -1 .. {experts - 1}, got {int(topk_idx.min())} .. {int(topk_idx.max())}"
+        )
+    y_TH = torch.zeros(x.shape, dtype=torch.float64, device=x.device)
+    for expert in topk_idx.unique().tolist():
+        if expert < 0:
+            continue
+        token, k = torch.where(topk_idx == expert)
+        inner = swiglu_reference(x[token].double() @ gate_up[expert].double().T, activation)
+        y_TH.index_add_(0, token, (inner @ down[expert].double().T) * topk_weights[token, k].double()[:, None])
+    return y_TH
+
+
+def relative_error(y: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
+    """`(|y - ref| / |ref|` in the Frobenius norm, `max |y - ref| / max |ref|)`; NaN in `y` gives NaN.
+
+    0 where both are empty or `y` equals a zero reference, infinity where only the reference is zero.
+    """
+    if y.shape != reference.shape:
+        raise ValueError(f"y: expected shape {list(reference.shape)}, got {list(y.shape)}")
+    if not y.numel():
+        return 0.0, 0.0
+    reference = reference.double()
+    error = y.double() - reference
+
+    def ratio(numerator: torch.Tensor, denominator: torch.Tensor) -> float:
+        top, bottom = numerator.item(), denominator.item()
+        if bottom == 0.0:
+            return 0.0 if top == 0.0 else math.nan if math.isnan(top) else math.inf
+        return top / bottom
+
+    return ratio(error.norm(), reference.norm()), ratio(error.abs().max(), reference.abs().max())
+
+
+def rounding_error(fmt: str | TokenFormat) -> float:
+    """The largest root-mean-square relative error (Frobenius) of a block stored in `fmt`, over what it may hold.
+
+    A number between the neighbouring elements `a < b` is rounded to the nearer one. Wherever it is equally likely to
+    lie between them, its error has mean square `(b-a)^2 / 12` while it has mean square `(a^2 + a*b + b^2) / 3` itself.
+    The ratio is largest at the start of a binade, `a = 1`, `b = 1 + d` with `d = format.epsilon`:
+
+        rounding_error^2 = d^2 / (4 * (3 + 3*d + d^2))      bf16 0.00225, e4m3 0.0339, e2m1 0.1147
+
+    Below the smallest normal element the ratio of one number is larger, but the block scale puts the largest number
+    of a block near the top of the range (6 of e2m1, 448 of e4m3; above 224 where the scale is a power of two), and
+    the others' errors are then small against that one: `15 * 0.5^2/12 / 36 = 0.0087` in e2m1, against 0.0132.
+
+    The block scale itself: in `fp8_block` it has 24 bits, in `mxfp8` it is a power of two and rounded up, so neither
+    adds anything. In `nvfp4` it is rounded to e4m3, and the numbers are divided by the rounded scale: that moves the
+    grid, which costs nothing, and lets the largest number reach `6 * 17/16`, where it saturates with an error of at
+    most 1/17, less than the 0.1147 already counted. This needs block maxima between `6 * 2^-6` and `6 * 448` over the
+    encode scale: a row's own encode scale gives that, down to `2^-14.8` of the row's maximum; a static one must have
+    been chosen so.
+    """
+    spacing = formats.token_format(fmt).epsilon
+    return math.sqrt(spacing**2 / (4 * (3 + 3 * spacing + spacing**2)))
+
+
+def error_bound(
+    token_format: str | TokenFormat,
+    weight_format: str | TokenFormat | None = None,
+    combine_format: str | TokenFormat = "bf16",
+    intermediate_format: str | TokenFormat | None = None,
+) -> float:
+    """Bound of `relative_error(y, moe_reference(...))[0]`, derived from the formats alone.
+
+    The reference takes the bf16 tokens and bf16 weights before they are quantized, so a bf16 operand adds nothing.
+    `weight_format` and `intermediate_format` are `token_format` when None.
+
+    What is assumed: rounding errors have zero mean, do not depend on each other or on what they are multiplied with,
+    and lie anywhere between two neighbours alike (`rounding_error`); gates are distributed symmetrically about 0 and
+    independently of ups; experts of a token do not cancel. Errors of independent steps then add in quadrature, and a
+    step that multiplies makes `1 + e^2` a product. The result bounds the mean square: the error over a batch of tokens
+    keeps to it, that of one token strays by tens of per cent. Derivation, `e_F` for `rounding_error(F)`:
+
+    1. Gate and up are dot products of quantized tokens and weights: `1 + e_g^2 = (1 + e_token^2) (1 + e_weight^2)`,
+       relative to the root mean square of all gates (of all ups).
+    2. `h = silu(gate) * up`. An error in up counts in full. An error `d` in gate becomes `silu'(gate) * d`, and `d` is
+       relative to the norm of all gates, not to its own gate, so the slope `|silu'| <= 1.0999` counts for gates where
+       silu is small too: what enters is `c = E[gate^2] E[silu'(gate)^2] / E[silu(gate)^2]`. Take gates by pairs
+       `+a, -a`: with `p = sigmoid(a)` and `s = silu'(a) = p + a*p*(1-p)`, the pair has mean `silu^2` of
+       `a^2 (p^2 + (1-p)^2) / 2` and mean `silu'^2` of `(s^2 + (1-s)^2) / 2`. The factor of `a^2` grows with `a`, so
+       `E[silu^2] >= E[a^2] E[(p^2 + (1-p)^2) / 2]` (Chebyshev's sum inequality), and `c` is at most the largest ratio
+       of the two brackets, 1.5511 at `a = 1.608` (`SWIGLU_GAIN`). `alpha` only changes the unit of gate.
+       `1 + e_h^2 = (1 + c * e_g^2) (1 + e_g^2)`, the curvature of silu being left out (it is of order `e_g^4`).
+    3. Down: the intermediate and its weight are quantized: times `(1 + e_intermediate^2) (1 + e_weight^2)`.
+    4. Each expert's row is rounded to bf16, each rank's partial sum to the combine format, the sum over ranks to
+       bf16: times `(1 + e_bf16^2)^2 (1 + e_combine^2)`. Sums over experts and ranks keep relative errors or make
+       them smaller, since independent parts add in quadrature.
+
+    Accumulation in fp32 (about 2^-20) is far below all of these. A clamp (`limit`) at several times the root mean
+    square of gates and ups changes nothing, and an offset of up only adds to what the errors are compared with.
+    """
+
+    def growth(fmt: str | TokenFormat) -> float:
+        return 1 + rounding_error(fmt) ** 2
+
+    def operand(fmt: str | TokenFormat) -> float:
+        return 1.0 if formats.token_format(fmt) == BF16 else growth(fmt)
+
+    token = operand(token_format)
+    weight = operand(token_format if weight_format is None else weight_format)
+    intermediate = growth(token_format if intermediate_format is None else intermediate_format)
+    projected = token * weight
+    activated = (1 + SWIGLU_GAIN * (projected - 1)) * projected
+    returned = activated * intermediate * weight * growth(BF16) ** 2 * growth(combine_format)
+    return math.sqrt(returned - 1)

@@ -1,0 +1,149 @@
+"""Top-k routing in fp32: the same logits give the same experts on every device, ties going to the lowest id.
+
+Shape letters: `T` tokens, `H` hidden size, `E` experts of the layer, `K` experts per token.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from moe_runtime.config import RouterConfig
+
+
+def softmax_topk(
+    logits_TE: torch.Tensor, top_k: int, *, renormalize: bool = True, scaling_factor: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Softmax over all experts, then the `top_k` largest, as in Qwen3-MoE and Mixtral.
+
+    The choice is made on the logits: softmax is monotone, but rounds neighbours together and would blur a tie-break.
+    A NaN logit counts as the largest and gives NaN weights, with ids that are in range and differ.
+
+    Args:
+        logits_TE: any float dtype; computed in fp32.
+        renormalize: divide the chosen weights by their sum (`norm_topk_prob`).
+        scaling_factor: multiplies the weights at the end.
+
+    Returns:
+        ids int32 `[T, K]` and weights fp32 `[T, K]`, by falling logit.
+    """
+    _check_logits(logits_TE, top_k)
+    logits_TE = logits_TE.float()
+    idx_TK = _stable_topk(logits_TE, top_k)
+    weights_TK = logits_TE.softmax(dim=-1).gather(1, idx_TK)
+    if renormalize:
+        weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
+    return idx_TK.to(torch.int32), weights_TK * scaling_factor
+
+
+def sigmoid_topk(
+    logits_TE: torch.Tensor,
+    top_k: int,
+    *,
+    correction_bias_E: torch.Tensor | None = None,
+    num_groups: int = 1,
+    top_groups: int = 1,
+    renormalize: bool = True,
+    scaling_factor: float = 1.0,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sigmoid scores with correction bias and group limit, as in DeepSeek-V3.
+
+    Each expert is judged by `sigmoid(logit) + bias`, each of `num_groups` equal groups by the sum of its two best
+    experts; the `top_groups` best groups may be chosen from. Weights are the scores without bias, divided by their
+    sum + 1e-20 (`renormalize`), times `scaling_factor`. Ties, between groups too, go to the lowest id. A NaN counts
+    as the largest; ids are in range and differ whatever the logits are.
+
+    Args:
+        logits_TE: any float dtype; computed in fp32.
+        correction_bias_E: fp32 `[E]` (`e_score_correction_bias`), or None for zeros.
+
+    Returns:
+        ids int32 `[T, K]` and weights fp32 `[T, K]`, by falling biased score.
+    """
+    _check_logits(logits_TE, top_k)
+    tokens, experts = logits_TE.shape
+    if num_groups < 1 or experts % num_groups or (num_groups > 1 and experts // num_groups < 2):
+        raise ValueError(f"num_groups: expected groups of equal size, two experts at least, got {num_groups}")
+    if not 1 <= top_groups <= num_groups or top_k > top_groups * (experts // num_groups):
+        raise ValueError(
+            f"top_groups: expected 1..{num_groups} groups that together hold top_k = {top_k} experts, got {top_groups}"
+        )
+    scores_TE = logits_TE.float().sigmoid()
+    choice_TE = scores_TE if correction_bias_E is None else scores_TE + correction_bias_E.float()
+    if top_groups < num_groups:
+        best_two = choice_TE.view(tokens, num_groups, experts // num_groups).topk(2, dim=-1).values
+        groups = _stable_topk(best_two.sum(dim=-1), top_groups)
+        allowed = torch.zeros(tokens, num_groups, dtype=torch.bool, device=choice_TE.device).scatter_(1, groups, True)
+        # A bias may be -inf; NaN-free finite scores of allowed groups must still come before anything masked.
+        choice_TE = choice_TE.clamp(min=torch.finfo(torch.float32).min)
+        choice_TE = choice_TE.masked_fill(~allowed.repeat_interleave(experts // num_groups, dim=1), float("-inf"))
+    idx_TK = _stable_topk(choice_TE, top_k)
+    weights_TK = scores_TE.gather(1, idx_TK)
+    if renormalize:
+        weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
+    return idx_TK.to(torch.int32), weights_TK * scaling_factor
+
+
+class Router(nn.Module):
+    """Linear gate and top-k: `forward(x [T, H]) -> (topk_idx int32 [T, K], topk_weights fp32 [T, K])`.
+
+    Attributes:
+        weight: fp32 `[E, H]`; a bf16 checkpoint fits in it exactly.
+        e_score_correction_bias: fp32 buffer `[E]`, zeros until loaded; None where the config has no correction bias.
+    """
+
+    def __init__(
+        self, hidden_size: int, num_experts: int, top_k: int, config: RouterConfig, device: torch.device | None = None
+    ) -> None:
+        super().__init__()
+        self.top_k = top_k
+        self.config = config
+        weight = torch.empty(num_experts, hidden_size, dtype=torch.float32, device=device)
+        self.weight = nn.Parameter(weight.normal_(std=hidden_size**-0.5), requires_grad=False)
+        self.e_score_correction_bias: torch.Tensor | None
+        bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if config.correction_bias else None
+        self.register_buffer("e_score_correction_bias", bias)
+
+    def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """fp32 `[T, E]`. Raises `ValueError` for a wrong shape, an integer dtype, or an input that requires grad."""
+        if x_TH.dim() != 2 or x_TH.shape[1] != self.weight.shape[1]:
+            raise ValueError(f"x: expected [T, {self.weight.shape[1]}], got {list(x_TH.shape)}")
+        if not x_TH.is_floating_point():
+            raise ValueError(f"x: expected a float dtype, got {x_TH.dtype}")
+        if x_TH.requires_grad and torch.is_grad_enabled():
+            raise ValueError("x: requires grad, but the runtime is for inference only; detach it or use no_grad")
+        with torch.no_grad():
+            return nn.functional.linear(x_TH.float(), self.weight.float())
+
+    def forward(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        logits_TE = self.logits(x_TH)
+        config = self.config
+        if config.kind == "softmax":
+            return softmax_topk(
+                logits_TE, self.top_k, renormalize=config.renormalize, scaling_factor=config.scaling_factor
+            )
+        return sigmoid_topk(
+            logits_TE,
+            self.top_k,
+            correction_bias_E=self.e_score_correction_bias,
+            num_groups=config.num_groups,
+            top_groups=config.top_groups,
+            renormalize=config.renormalize,
+            scaling_factor=config.scaling_factor,
+        )
+
+
+def _stable_topk(values: torch.Tensor, k: int) -> torch.Tensor:
+    """Ids int64 of the `k` largest of the last dimension, NaN first, ties to the lowest id (`topk` promises neither).
+
+    >>> _stable_topk(torch.tensor([[1.0, 2.0, 2.0, 0.0]]), 3).tolist()
+    [[1, 2, 0]]
+    """
+    return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
+
+
+def _check_logits(logits_TE: torch.Tensor, top_k: int) -> None:
+    if logits_TE.dim() != 2 or not logits_TE.is_floating_point():
+        raise ValueError(f"logits: expected a float tensor [T, E], got {logits_TE.dtype} {list(logits_TE.shape)}")
+    if not 1 <= top_k <= logits_TE.shape[1]:
+        raise ValueError(f"top_k: expected 1..{logits_TE.shape[1]}, got {top_k}")

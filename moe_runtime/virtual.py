@@ -1,0 +1,77 @@
+"""Several ranks in one process: the same layers, kernels and bits as with one process per rank, run in lockstep.
+
+Useful for tests, for trying a placement without a launcher, and as the reference that a distributed run must equal
+bit for bit.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from types import TracebackType
+
+import torch
+
+from moe_runtime.comm.private_heap import PrivateHeap
+from moe_runtime.config import MoELayerConfig
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.layer import MoELayer
+
+
+def virtual_contexts(
+    world_size: int, *, device: torch.device | str = "cpu", engine: str = "auto", timeout_s: float = 30.0
+) -> list[ExpertParallelContext]:
+    """One context for each of `world_size` virtual ranks in this process."""
+    heaps = PrivateHeap.group(world_size, device)
+    return [ExpertParallelContext(heap=heap, engine=engine, timeout_s=timeout_s) for heap in heaps]
+
+
+class VirtualRanks:
+    """One `MoELayer` per virtual rank. Ranks take turns within a step: all send, all compute, all finish.
+
+    Args:
+        config: of the layer.
+        world_size: virtual ranks.
+        load: called with each rank's layer to load its weights.
+        device, engine: as for `ExpertParallelContext`.
+    """
+
+    def __init__(
+        self,
+        config: MoELayerConfig,
+        world_size: int,
+        load: Callable[[MoELayer], None],
+        *,
+        device: torch.device | str = "cpu",
+        engine: str = "auto",
+    ) -> None:
+        self.contexts = virtual_contexts(world_size, device=device, engine=engine)
+        self.layers = [MoELayer(config, context) for context in self.contexts]
+        for layer in self.layers:
+            load(layer)
+        for context in self.contexts:
+            context.allocate()
+
+    def __call__(
+        self,
+        xs: Sequence[torch.Tensor],
+        routing: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
+    ) -> list[torch.Tensor]:
+        """Run a step: `xs[r]` are the tokens of rank `r`, `routing[r]` its `(topk_idx, topk_weights)` if given."""
+        steps = []
+        for rank, (layer, x) in enumerate(zip(self.layers, xs, strict=True)):
+            topk_idx, topk_weights = routing[rank] if routing is not None else (None, None)
+            steps.append(layer.begin(x, topk_idx=topk_idx, topk_weights=topk_weights))
+        for layer, step in zip(self.layers, steps, strict=True):
+            layer.compute(step)
+        return [layer.finish(step) for layer, step in zip(self.layers, steps, strict=True)]
+
+    def close(self) -> None:
+        """Free the memory of all ranks."""
+        for context in self.contexts:
+            context.close()
+
+    def __enter__(self) -> VirtualRanks:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.close()

@@ -1,0 +1,62 @@
+"""Set up before any test module is imported: without a GPU every Triton kernel of this process is interpreted."""
+
+from __future__ import annotations
+
+import os
+import random
+import sys
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+HAS_GPU = torch.cuda.is_available()
+if not HAS_GPU:
+    if "triton" in sys.modules:
+        raise RuntimeError("triton was imported before tests/conftest.py could choose the interpreter")
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+# Several processes share few cores; the variable is for the children.
+torch.set_num_threads(1)
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# The fixture `get_pool`.
+pytest_plugins = ["tests.pool"]
+
+settings.register_profile(
+    "moe_runtime",
+    deadline=None,
+    max_examples=50,
+    print_blob=True,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
+)
+settings.load_profile("moe_runtime")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip tests marked `gpu` where there is no GPU."""
+    if HAS_GPU:
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA GPU")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(scope="session")
+def device() -> torch.device:
+    """Where tensors of a test lie: the GPU if there is one, so that the same tests run compiled there."""
+    return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture
+def seed() -> int:
+    """A fresh seed for each test, printed when it fails; `MOE_RUNTIME_TEST_SEED` repeats one."""
+    value = int(os.environ.get("MOE_RUNTIME_TEST_SEED") or random.SystemRandom().randrange(2**31))
+    print(f"repeat with MOE_RUNTIME_TEST_SEED={value}")
+    return value
+
+
+@pytest.fixture
+def rng(seed: int) -> torch.Generator:
+    """A CPU generator started from `seed`: draw on the CPU and move to `device`, for the same inputs everywhere."""
+    return torch.Generator().manual_seed(seed)

@@ -1,0 +1,68 @@
+"""Tokens and routings of any rank from a seed, and what must become of them, in plain loops over tokens."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class RankInput:
+    """What one rank brings to a step: bf16 `[T, H]`, int64 `[T, K]`, fp32 `[T, K]`."""
+
+    x: torch.Tensor
+    topk_idx: torch.Tensor
+    topk_weights: torch.Tensor
+
+    def to(self, device: torch.device) -> RankInput:
+        return RankInput(self.x.to(device), self.topk_idx.to(device), self.topk_weights.to(device))
+
+
+def rank_input(
+    seed: int, rank: int, num_tokens: int, hidden: int, num_experts: int, top_k: int, routing: str = "random"
+) -> RankInput:
+    """Routing `random` (one id in five unrouted), `one` (all tokens to the last experts) or `none` (all unrouted)."""
+    g = torch.Generator().manual_seed(seed * 1009 + rank)
+    x = torch.randn(num_tokens, hidden, generator=g) * torch.exp(2 * torch.randn(num_tokens, 1, generator=g))
+    if routing == "random":
+        scores = torch.rand(num_tokens, num_experts, generator=g)
+        idx = scores.argsort(dim=1)[:, :top_k]
+        idx = torch.where(torch.rand(idx.shape, generator=g) < 0.2, torch.full_like(idx, -1), idx)
+    elif routing == "one":
+        idx = torch.arange(num_experts - 1, num_experts - 1 - top_k, -1).expand(num_tokens, top_k)
+    else:
+        idx = torch.full((num_tokens, top_k), -1)
+    return RankInput(x.to(torch.bfloat16), idx.contiguous(), torch.rand(num_tokens, top_k, generator=g))
+
+
+def expected_groups(inputs: list[RankInput], experts: range) -> list[list[tuple[int, int, int]]]:
+    """For each expert, the `(source rank, token, k)` that arrive for it, in the order in which they must lie."""
+    groups: list[list[tuple[int, int, int]]] = [[] for _ in experts]
+    for rank, data in enumerate(inputs):
+        for token, ids in enumerate(data.topk_idx.tolist()):
+            for k, expert in enumerate(ids):
+                if expert in experts:
+                    groups[expert - experts.start].append((rank, token, k))
+    return groups
+
+
+def expected_combine(
+    data: RankInput, starts: tuple[int, ...], row_of: dict[tuple[int, int], np.ndarray], token: int
+) -> np.ndarray:
+    """fp32 sum of one token before its rounding to bf16, for a bf16 wire, in numpy, one operation at a time.
+
+    `row_of[token, k]` is the expert's row as fp32 of bf16. Partial sums are rounded to bf16 by torch.
+    """
+    hidden = data.x.shape[1]
+    total = np.zeros(hidden, np.float32)
+    for rank in range(len(starts) - 1):
+        partial, some = np.zeros(hidden, np.float32), False
+        for k, expert in enumerate(data.topk_idx[token].tolist()):
+            if starts[rank] <= expert < starts[rank + 1]:
+                partial = partial + np.float32(data.topk_weights[token, k].item()) * row_of[token, k]
+                some = True
+        if some:
+            total = total + torch.from_numpy(partial).to(torch.bfloat16).float().numpy()
+    return total

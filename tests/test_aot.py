@@ -1,0 +1,101 @@
+"""Every kernel compiles, without a GPU, for each architecture it declares, down to the instructions it is meant for."""
+
+from __future__ import annotations
+
+import ast
+import json
+import os
+import re
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_runtime.formats import FORMATS
+from moe_runtime.kernels import aot
+from moe_runtime.kernels.runtime import ALL_ARCHS, AotCase
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.timeout(600)]
+
+ROOT = Path(__file__).resolve().parent.parent
+WIRE_FORMATS = ("bf16", "fp8_block", "mxfp8")
+OPERATIONS = {
+    "quantize": tuple(FORMATS),
+    "dequantize": tuple(FORMATS),
+    "dispatch_send": tuple(FORMATS),
+    "arrive_count": tuple(FORMATS),
+    "arrive_offsets": tuple(FORMATS),
+    "arrive_place": tuple(FORMATS),
+    "arrive_rows": tuple(FORMATS),
+    "grouped_gemm": tuple(FORMATS),
+    "grouped_gemm_swiglu": tuple(FORMATS),
+    "combine_send": WIRE_FORMATS,
+    "combine_wait": WIRE_FORMATS,
+}
+"""Operations, and the formats that each needs a kernel for."""
+
+
+def run_aot(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Run the program in a process that the interpreter of this one does not reach."""
+    clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "moe_runtime.kernels.aot", *arguments]
+    paths = clean | {"PYTHONPATH": str(ROOT)} | environment
+    return subprocess.run(command, cwd=ROOT, env=paths, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    file = tmp_path_factory.mktemp("aot") / "results.json"
+    done = run_aot("--json", str(file), "--jobs", "2")
+    assert file.exists(), f"{done.stdout}\n{done.stderr}"
+    found: list[dict[str, Any]] = json.loads(file.read_text())["results"]
+    assert done.returncode == int(any(result["error"] for result in found)), done.stderr
+    return found
+
+
+def test_every_case_compiles_to_its_instructions(results: list[dict[str, Any]]) -> None:
+    failed = [f"{r['kernel']} {r['format']} sm_{r['arch']}: {r['error']}" for r in results if r["error"]]
+    assert not failed, "\n".join(failed)
+
+
+def test_every_operation_and_format_has_a_kernel_for_every_architecture(results: list[dict[str, Any]]) -> None:
+    archs: dict[tuple[str, str], set[int]] = defaultdict(set)
+    for result in results:
+        archs[result["operation"], result["format"]].add(result["arch"])
+    wanted = {(operation, name) for operation, names in OPERATIONS.items() for name in names} | set(archs)
+    missing = {key: sorted(set(ALL_ARCHS) - archs[key]) for key in wanted if not archs[key] >= set(ALL_ARCHS)}
+    assert not missing
+
+
+def test_no_kernel_is_left_out() -> None:
+    kernels = {
+        node.name
+        for path in (ROOT / "kernels").glob("*.py")
+        for node in ast.parse(path.read_text()).body
+        if isinstance(node, ast.FunctionDef) and re.fullmatch(r"_\w+_kernel", node.name)
+    }
+    assert kernels == {case.kernel.__name__ for _, _, case in aot.collect_cases()}
+
+
+def test_the_interpreter_is_refused() -> None:
+    done = run_aot(TRITON_INTERPRET="1")
+    assert done.returncode == 2
+    assert "without TRITON_INTERPRET" in done.stderr
+
+
+def test_compile_all_refuses_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(aot, "INTERPRET", True)
+    with pytest.raises(RuntimeError, match="without TRITON_INTERPRET"):
+        aot.compile_all()
+
+
+def test_cases_name_known_formats_and_architectures() -> None:
+    for module, index, case in aot.collect_cases():
+        assert isinstance(case, AotCase), (module, index)
+        assert case.format == "any" or set(case.format.split(" x ")) <= set(FORMATS), (module, index, case.format)
+        assert set(case.instruction) <= set(case.archs) <= set(ALL_ARCHS), (module, index)
+        names = set(case.signature)
+        assert {name for name in names if case.signature[name] == "constexpr"} == set(case.constexprs), (module, index)

@@ -1,0 +1,192 @@
+"""Start-up of a group: who takes part, what is exchanged, which transport is chosen and why not another."""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from moe_runtime.comm import bootstrap
+from moe_runtime.comm.bootstrap import RankGroup, choose_transport, init_from_env, resolve_group, same_host
+from moe_runtime.errors import PeerAbortedError, PeerTimeoutError
+from tests.pool import run_once
+
+CPU = torch.device("cpu")
+
+
+def test_without_torch_distributed_there_is_one_rank() -> None:
+    group = RankGroup()
+    assert (group.rank, group.world_size, group.group) == (0, 1, None)
+    assert group.gather("x", {"a": 1}) == [{"a": 1}]
+    group.barrier()
+    group.leave("nobody listens")
+    assert group.missing("event", 0.0) == []
+    assert same_host(group)
+
+
+def test_single_rank_choices() -> None:
+    group = RankGroup()
+    choice = choose_transport(group, CPU)
+    assert choice.name == "private"
+    assert choice.reasons == {
+        "nvshmem": "needs GPUs, the device is cpu",
+        "shared": "one rank has nobody to share memory with",
+        "collective": "torch.distributed is not initialised",
+    }
+    assert choose_transport(group, CPU, "shared").name == "shared"
+    on_gpu = choose_transport(group, torch.device("cuda"))
+    assert on_gpu.name == "private"
+    assert on_gpu.reasons["nvshmem"] == "not built yet in this version"
+    with pytest.raises(ValueError, match="transport: nvshmem cannot be used: needs GPUs"):
+        choose_transport(group, CPU, "nvshmem")
+    with pytest.raises(ValueError, match=r"transport: expected auto or one of .*, got 'tcp'"):
+        choose_transport(group, CPU, "tcp")
+
+
+def test_environment_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert init_from_env("cpu") == CPU
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="device: expected cpu, cuda or None, got 'tpu'"):
+        init_from_env("tpu")
+    monkeypatch.setenv("LOCAL_RANK", "99")
+    with pytest.raises(ValueError, match="local rank 99 has no GPU"):
+        init_from_env("cuda")
+
+
+def join_like_torchrun(rank: int, world: int, port: int) -> tuple[str, str, list[int]]:
+    dist.destroy_process_group()
+    os.environ.update(
+        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
+    )
+    device = init_from_env("cpu")
+    assert init_from_env("cpu") == device, "a second call changes nothing"
+    ranks = RankGroup(timeout_s=20.0).gather("ranks", rank)
+    backend = dist.get_backend()
+    dist.destroy_process_group()
+    return device.type, backend, ranks
+
+
+def test_environment_of_torchrun() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    for outcome in run_once(join_like_torchrun, 2, port):
+        assert outcome.result == ("cpu", "gloo", [0, 1]), outcome
+
+
+def exchange(rank: int, world: int) -> None:
+    first, second = RankGroup(timeout_s=20.0), RankGroup(timeout_s=20.0)
+    for step in range(3):
+        assert first.gather("a", (rank, step)) == [(peer, step) for peer in range(world)]
+        assert second.gather("b", -rank) == [-peer for peer in range(world)]
+    first.barrier()
+    assert same_host(second)
+    assert first.missing("all here", 20.0) == []
+    choice = choose_transport(first, CPU)
+    assert choice.name == "shared"
+    assert choice.reasons == {
+        "nvshmem": "needs GPUs, the device is cpu",
+        "private": f"one rank only, the group has {world}",
+    }
+
+
+def test_exchange(get_pool) -> None:
+    get_pool(2).run(exchange)
+
+
+def choose_on_two_hosts(rank: int, world: int) -> tuple[str, str, bool]:
+    original = bootstrap.host_identity
+    bootstrap.host_identity = lambda: f"host {rank // 2}"
+    try:
+        group = RankGroup(timeout_s=20.0)
+        choice = choose_transport(group, CPU)
+        return choice.name, choice.reasons["shared"], same_host(group)
+    finally:
+        bootstrap.host_identity = original
+
+
+def test_two_hosts_take_the_collective_transport(get_pool) -> None:
+    expected = ("collective", "the ranks are on 2 hosts (or containers)", False)
+    assert get_pool(4).run(choose_on_two_hosts) == [expected] * 4
+
+
+def disagree(rank: int, world: int, what: str) -> None:
+    group = RankGroup(timeout_s=20.0)
+    if what == "transport":
+        choose_transport(group, CPU, "shared" if rank else "auto")
+    elif what == "device":
+        choose_transport(group, torch.device("cuda") if rank else CPU)
+    elif what == "step":
+        group.gather("one step" if rank else "another step", None)
+    elif rank == 0:
+        group.leave("no checkpoint")
+    else:
+        group.gather("any step", None)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("transport", "transport: ranks disagree, rank 0: 'auto', rank 1: 'shared'"),
+        ("device", "device: ranks disagree, rank 0: 'cpu', rank 1: 'cuda'"),
+        ("step", "group: its ranks are not at the same step, rank 0: 'another step', rank 1: 'one step'"),
+    ],
+)
+def test_disagreement_is_an_error_on_every_rank(what: str, message: str, get_pool) -> None:
+    for outcome in get_pool(2).outcomes(disagree, what):
+        assert isinstance(outcome.error, ValueError) and str(outcome.error) == message
+
+
+def test_a_rank_that_leaves_is_heard(get_pool) -> None:
+    left, told = get_pool(2).outcomes(disagree, "leave")
+    assert left.error is None
+    assert isinstance(told.error, PeerAbortedError) and told.error.rank == 0
+    assert str(told.error) == "any step: rank 0 gave up: no checkpoint"
+
+
+def wait_for_nobody(rank: int, world: int) -> float:
+    group = RankGroup(timeout_s=1.0)
+    start = time.monotonic()
+    if rank == 0:
+        with pytest.raises(PeerTimeoutError, match=r"step: rank 1, 2 of 3 did not come within 1 s") as caught:
+            group.gather("step", None)
+        assert caught.value.rank == 1
+        assert group.missing("event", 0.1) == [1, 2]
+    return time.monotonic() - start
+
+
+def test_absent_ranks_are_named_in_time() -> None:
+    outcomes = run_once(wait_for_nobody, 3)
+    assert outcomes[0].error is None, outcomes[0].trace
+    assert 0.9 < outcomes[0].result < 8
+
+
+def in_subgroups(rank: int, world: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = RankGroup(pairs[rank // 2], timeout_s=20.0)
+    assert (group.rank, group.world_size) == (rank % 2, 2)
+    for _ in range(1 + rank // 2):
+        assert group.gather("pair", rank) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    with pytest.raises(ValueError, match="group: this process is not a member"):
+        RankGroup(pairs[1 - rank // 2])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    with pytest.raises(ValueError, match="expected a DeviceMesh of one dimension, got 2"):
+        resolve_group(mesh)
+    assert RankGroup(mesh["ep"], timeout_s=20.0).gather("row", rank) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert RankGroup(mesh["dp"], timeout_s=20.0).gather("column", rank) == [rank % 2, rank % 2 + 2]
+
+
+def test_subgroups_and_meshes(get_pool) -> None:
+    get_pool(4).run(in_subgroups)
+
+
+def test_a_group_of_the_wrong_type() -> None:
+    with pytest.raises(ValueError, match="group: expected a ProcessGroup, a DeviceMesh or None, got str"):
+        RankGroup("world")  # type: ignore[arg-type]

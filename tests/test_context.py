@@ -1,0 +1,450 @@
+"""The context: what layers register, what ranks must agree on, and how failures reach every rank."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import time
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from moe_runtime.comm.private_heap import PrivateHeap
+from moe_runtime.comm.shared_heap import SharedHeap
+from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, SignalLayout
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.errors import (
+    CapacityError,
+    ErrorCode,
+    MoERuntimeError,
+    PeerAbortedError,
+    PeerTimeoutError,
+    Phase,
+    RoutingError,
+    StaleHandleError,
+)
+from tests.pool import run_once
+
+
+def virtual(world: int, device: torch.device | str = "cpu") -> list[ExpertParallelContext]:
+    contexts = [ExpertParallelContext(heap=heap) for heap in PrivateHeap.group(world, device)]
+    for context in contexts:
+        context.register(stamps=100, landing=1000, combine=300)
+    for context in contexts:
+        context.allocate()
+    return contexts
+
+
+# --- one process
+
+
+def test_a_single_rank_needs_no_group(device: torch.device) -> None:
+    with ExpertParallelContext(device=device) as context:
+        assert (context.rank, context.world_size, context.transport) == (0, 1, "private")
+        assert context.engine == ("triton" if device.type == "cuda" else "torch")
+        assert (context.timeout_ns, context.startup_timeout_ns) == (30 * 10**9, 120 * 10**9)
+        assert "torch.distributed" in context.transport_reasons["collective"]
+        assert context.carrier is None
+        context.register(stamps=100, landing=1000)
+        context.register(landing=900, combine=257, agree={"anything": 1})
+        assert context.half_bytes == {"stamps": 256, "landing": 1024, "combine": 512}
+        assert not context.allocated
+        context.allocate()
+        assert context.allocated and not context.failed
+        layout = context.signals_layout
+        assert layout == SignalLayout(1)
+        assert context.signals.dtype == torch.int32 and context.signals.shape == (layout.num_words,)
+        assert context.signals.device == context.device
+        for region, pointers in [
+            ("signals", context.signal_pointers),
+            ("stamps", context.stamps_pointers),
+            ("landing", context.landing_pointers),
+            ("combine", context.combine_pointers),
+        ]:
+            assert pointers.dtype == torch.int64 and pointers.device == context.device
+            assert pointers.tolist() == [context.heap.tensor(region).data_ptr()]
+        assert context.heap.tensor("landing").shape == (2 * 1024,)
+        sizes = [context.heap.region(name) for name in ("signals", "stamps", "landing", "combine")]
+        assert context.reserved_bytes == context.heap.total_bytes == sum(-(-size // 256) * 256 for _, size in sizes)
+        for words, count in [(context.epoch, 1), (context.latch, 1), (context.counters, 16)]:
+            assert words.dtype == torch.int32 and words.device == context.device and words.tolist() == [0] * count
+        assert context.error.device.type == "cpu" and context.error.tolist() == [0] * ERROR_WORDS
+        assert context.error.is_pinned() == (device.type == "cuda")
+        context.allocate()
+        context.check()
+        context.check_peers()
+    assert context.closed
+    context.close()
+    with pytest.raises(ValueError, match="context: it is closed"):
+        context.check()
+
+
+def test_nothing_needs_to_be_registered() -> None:
+    with ExpertParallelContext(device="cpu") as context:
+        context.allocate()
+        assert context.half_bytes == {"stamps": 256, "landing": 256, "combine": 256}
+
+
+def test_a_later_layer_must_fit() -> None:
+    with ExpertParallelContext(device="cpu") as context:
+        context.register(landing=1000)
+        context.allocate()
+        context.register(landing=1024, stamps=10)
+        with pytest.raises(ValueError, match="landing: 1025 bytes needed, but the context is allocated with 1024"):
+            context.register(landing=1025)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"timeout_s": 0.0}, "timeout_s: expected a positive number of seconds, got 0.0"),
+        ({"startup_timeout_s": float("nan")}, "startup_timeout_s: expected a positive number of seconds, got nan"),
+        ({"transport": "tcp"}, "transport: expected auto or one of"),
+        ({"transport": "collective"}, "transport: collective cannot be used: torch.distributed is not initialised"),
+        ({"engine": "cuda"}, "engine: expected auto, triton or torch, got 'cuda'"),
+        ({"device": "meta"}, "device: expected a CPU or a CUDA device, got meta"),
+        ({"group": "world"}, "group: expected a ProcessGroup, a DeviceMesh or None, got str"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        ExpertParallelContext(**({"device": "cpu"} | arguments))  # type: ignore[arg-type]
+
+
+def test_wrong_arguments_beside_a_heap_are_named() -> None:
+    with pytest.raises(ValueError, match="group: expected None together with heap"):
+        ExpertParallelContext("x", heap=PrivateHeap())  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="transport: expected auto or private together with this heap, got 'shared'"):
+        ExpertParallelContext(heap=PrivateHeap(), transport="shared")
+    with pytest.raises(ValueError, match="device: expected that of heap, cpu, got cuda"):
+        ExpertParallelContext(heap=PrivateHeap(), device="cuda")
+    heap = PrivateHeap()
+    heap.allocate()
+    with pytest.raises(ValueError, match="heap: expected one that is not allocated yet"):
+        ExpertParallelContext(heap=heap)
+
+
+def test_wrong_registrations_are_named() -> None:
+    context = ExpertParallelContext(device="cpu")
+    with pytest.raises(ValueError, match=r"region: expected one of .*, got 'signals'"):
+        context.register(signals=10)
+    with pytest.raises(ValueError, match="landing: expected bytes >= 0, got -1"):
+        context.register(landing=-1)
+
+
+# --- failures, with virtual ranks
+
+CODES: list[tuple[ErrorCode, type[MoERuntimeError], str]] = [
+    (ErrorCode.ROUTING, RoutingError, "expert id 77 of token 5 of rank 1 is out of range or twice in its top-k"),
+    (ErrorCode.CAPACITY, CapacityError, "77 rows arrived at rank 1, more than its expert_row_capacity of 5"),
+    (ErrorCode.TIMEOUT, PeerTimeoutError, "rank 1 did not answer within 30 s"),
+    (ErrorCode.STALE_HANDLE, StaleHandleError, "its handle was used after the second next dispatch"),
+]
+
+
+@pytest.mark.parametrize(("code", "kind", "text"), CODES)
+def test_a_recorded_error_is_raised_ever_after(code: ErrorCode, kind: type, text: str, device: torch.device) -> None:
+    contexts = virtual(3, device)
+    contexts[0].error[:7] = torch.tensor([code, 1, Phase.DISPATCH_WAIT, 12, 77, 2, 5])
+    for attempt in (contexts[0].check, contexts[0].check, contexts[0].check_peers, contexts[0].allocate):
+        with pytest.raises(kind) as caught:
+            attempt()
+        assert str(caught.value) == f"rank 2, dispatch_wait of epoch 12: {text}"
+        assert (caught.value.rank, caught.value.phase) == (1, Phase.DISPATCH_WAIT)
+        copy = pickle.loads(pickle.dumps(caught.value))
+        assert (str(copy), copy.rank, copy.phase) == (str(caught.value), 1, Phase.DISPATCH_WAIT)
+    assert contexts[0].failed
+    contexts[0].error.zero_()
+    with pytest.raises(kind):
+        contexts[0].check()
+    contexts[1].check()
+    for context in contexts:
+        context.close()
+    with pytest.raises(kind):
+        contexts[0].check()
+
+
+@pytest.mark.parametrize(("code", "kind", "text"), CODES)
+def test_abort_words_of_a_peer_say_the_same(code: ErrorCode, kind: type, text: str, device: torch.device) -> None:
+    """What a kernel of rank 2 writes into the signals of rank 0."""
+    contexts = virtual(3, device)
+    start = contexts[0].signals_layout.abort + 2 * ABORT_WORDS
+    words = torch.tensor([code, Phase.DISPATCH_WAIT, 12, 1, 77, 5], dtype=torch.int32)
+    contexts[0].signals[start : start + 6] = words.to(device)
+    if device.type == "cuda":
+        contexts[0].check()  # It never looks at device memory.
+    with pytest.raises(kind) as caught:
+        contexts[0].check() if device.type == "cpu" else contexts[0].check_peers()
+    assert str(caught.value) == f"rank 2, dispatch_wait of epoch 12: {text}"
+
+
+@pytest.mark.parametrize(
+    "reason", ["", "x: expected [4, 64], got [5, 64]", "Ω" * 127 + "end", "a" + "Ω" * 200, "a" * 500]
+)
+def test_abort_reaches_every_peer_with_its_reason(reason: str, device: torch.device) -> None:
+    contexts = virtual(3, device)
+    contexts[1].abort(reason)
+    contexts[1].abort("a second reason is not told")
+    assert [context.failed for context in contexts] == [False, True, False]
+    cut = reason.encode()[:256].decode(errors="ignore")
+    for context in contexts:
+        for _ in range(2):
+            with pytest.raises(PeerAbortedError) as caught:
+                context.check_peers()
+            assert caught.value.rank == 1
+            if context.rank == 1:
+                assert str(caught.value) == f"rank 1 gave up: {reason}"
+            else:
+                told = cut or "no reason given"
+                assert str(caught.value) == f"rank 1, host of epoch 0: rank 1 gave up: {told}"
+        assert context.failed
+    contexts[2].abort("too late")
+    for context in contexts:
+        context.close()
+
+
+def test_a_first_cause_goes_before_what_follows_from_it() -> None:
+    contexts = virtual(4)
+    layout = contexts[0].signals_layout
+
+    def tell(rank: int, code: ErrorCode, about: int) -> None:
+        start = layout.abort + rank * ABORT_WORDS
+        contexts[0].signals[start + 3] = about
+        contexts[0].signals[start] = int(code)
+
+    # Rank 2 stopped because rank 3 had; this rank's own kernel stopped because rank 2 had.
+    tell(2, ErrorCode.ABORTED, 3)
+    contexts[0].error[:6] = torch.tensor([ErrorCode.ABORTED, 2, Phase.COMBINE_WAIT, 4, 0, 0])
+    tell(3, ErrorCode.ROUTING, 3)
+    with pytest.raises(RoutingError, match="of rank 3 is out of range") as caught:
+        contexts[0].check()
+    assert caught.value.rank == 3
+
+
+def test_unknown_words_are_still_an_error() -> None:
+    context = virtual(2)[0]
+    context.error[:7] = torch.tensor([99, 1, 98, 3, 4, 0, 5])
+    with pytest.raises(MoERuntimeError, match="unknown error code 99 about rank 1"):
+        context.check()
+
+
+def test_an_exception_in_the_block_aborts() -> None:
+    contexts = virtual(2)
+    with pytest.raises(KeyError), contexts[0]:
+        raise KeyError("weights")
+    assert contexts[0].closed and contexts[0].failed
+    with pytest.raises(PeerAbortedError, match="rank 0 gave up: KeyError: 'weights'"):
+        contexts[1].check()
+
+
+def test_a_host_failure_is_kept() -> None:
+    context = virtual(1)[0]
+    first = PeerTimeoutError("first", 0)
+    assert context.fail(first) is first
+    assert context.fail(PeerTimeoutError("second", 0)) is first
+    with pytest.raises(PeerTimeoutError, match="first"):
+        context.check()
+
+
+# --- several processes
+
+
+def exchange_in(context: ExpertParallelContext, base: int) -> None:
+    """Each rank writes its mark into every rank's landing region; all see all marks."""
+    with context:
+        context.register(landing=64, agree={"hidden_size": 64, "format": "nvfp4"})
+        context.allocate()
+        for peer in range(context.world_size):
+            context.heap.peer_tensor("landing", peer)[context.rank] = base + context.rank
+        context.heap.barrier()
+        marks = context.heap.tensor("landing")[: context.world_size].tolist()
+        assert marks == [base + rank for rank in range(context.world_size)]
+        context.check()
+
+
+def in_shared_memory(rank: int, world: int) -> None:
+    for base in (10, 20):
+        context = ExpertParallelContext(device="cpu", startup_timeout_s=20.0)
+        assert context.transport == ("shared" if world > 1 else "private")
+        assert (context.rank, context.world_size) == (rank, world)
+        exchange_in(context, base)
+
+
+@pytest.mark.parametrize("world", [1, 2, 4])
+def test_contexts_over_shared_memory(world: int, get_pool) -> None:
+    get_pool(world).run(in_shared_memory)
+
+
+def in_two_halves(rank: int, world: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    mine = rank // 2
+    context = ExpertParallelContext(pairs[mine], device="cpu", startup_timeout_s=20.0)
+    assert (context.rank, context.world_size) == (rank % 2, 2)
+    exchange_in(context, 10 * mine)
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    exchange_in(ExpertParallelContext(mesh["dp"], device="cpu", startup_timeout_s=20.0), 50 * (rank % 2))
+    # What goes wrong in one half does not touch the other.
+    with ExpertParallelContext(pairs[mine], device="cpu", startup_timeout_s=20.0) as context:
+        context.allocate()
+        if rank == 3:
+            context.abort("only in the second half")
+        if mine == 1:
+            with pytest.raises(PeerAbortedError, match="only in the second half"):
+                until_failure(context)
+        context.check() if mine == 0 else None
+
+
+def until_failure(context: ExpertParallelContext, limit_s: float = 20.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while time.monotonic() < deadline:
+        context.check()
+        time.sleep(0.001)
+
+
+def test_contexts_of_parts_of_the_world(get_pool) -> None:
+    get_pool(4).run(in_two_halves)
+
+
+def disagree(rank: int, world: int) -> None:
+    with ExpertParallelContext(device="cpu", startup_timeout_s=20.0) as context:
+        context.register(landing=100, agree={"hidden_size": 64, "top_k": 2})
+        context.register(landing=300 if rank == 2 else 100, agree={"hidden_size": 128 if rank == 1 else 64})
+        context.allocate()
+
+
+def test_disagreement_is_named_on_every_rank(get_pool) -> None:
+    for outcome in get_pool(4).outcomes(disagree):
+        assert isinstance(outcome.error, ValueError), outcome
+        assert str(outcome.error) == (
+            "agree: ranks disagree on hidden_size (layer 1): rank 0: 64, rank 1: 128, rank 2: 64, rank 3: 64; "
+            "bytes of landing: rank 0: 256, rank 1: 256, rank 2: 512, rank 3: 256"
+        )
+
+
+def disagree_later(rank: int, world: int) -> None:
+    with ExpertParallelContext(device="cpu", startup_timeout_s=20.0) as context:
+        context.register(landing=100, agree={"top_k": 2})
+        context.allocate()
+        context.register(agree={"top_k": 3} if rank else {"top_k": 3, "mode": "packed"})
+        context.allocate()
+
+
+def test_layers_after_the_first_step_must_agree_too(get_pool) -> None:
+    for outcome in get_pool(2).outcomes(disagree_later):
+        assert isinstance(outcome.error, ValueError), outcome
+        assert str(outcome.error) == ("agree: ranks disagree on mode (layer 1): rank 0: 'packed', rank 1: 'not given'")
+
+
+def fail_on_rank_1(rank: int, world: int, stage: str) -> float:
+    start = time.monotonic()
+    arguments = {"device": "meta"} if rank == 1 and stage == "construct" else {"device": "cpu"}
+    error: type[MoERuntimeError] | type[ValueError] = ValueError if rank == 1 else PeerAbortedError
+    with pytest.raises(error) as caught, ExpertParallelContext(startup_timeout_s=30.0, **arguments) as context:  # type: ignore[arg-type]
+        if stage == "step":
+            context.allocate()
+        if rank == 1:
+            raise ValueError("x: expected [4, 64], got [5, 64]")
+        context.allocate()
+        until_failure(context)
+    if rank != 1:
+        assert caught.value.rank == 1  # type: ignore[union-attr]
+        text = "device: expected a CPU or a CUDA device, got meta" if stage == "construct" else "got [5, 64]"
+        assert text in str(caught.value)
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("stage", ["construct", "allocate", "step"])
+def test_a_rank_that_raises_is_heard_at_once(stage: str, get_pool) -> None:
+    assert max(get_pool(4).run(fail_on_rank_1, stage)) < 10
+
+
+def close_after_an_abort(rank: int, world: int) -> float:
+    context = ExpertParallelContext(device="cpu", startup_timeout_s=30.0)
+    context.allocate()
+    context.heap.barrier()
+    start = time.monotonic()
+    if rank == 0:
+        context.abort("done")
+        context.close()
+    else:
+        while not context._abort_codes.any():  # type: ignore[union-attr]
+            assert time.monotonic() < start + 20
+        context.close()  # Without having looked: there is nobody to wait for.
+        assert context.failed
+    return time.monotonic() - start
+
+
+def test_close_after_an_abort_waits_for_nobody(get_pool) -> None:
+    assert max(get_pool(2).run(close_after_an_abort)) < 10
+
+
+def never_comes(rank: int, world: int, stage: str) -> float:
+    start = time.monotonic()
+    context = None
+    if rank != 1 or stage == "allocate":
+        try:
+            context = ExpertParallelContext(device="cpu", startup_timeout_s=1.0)
+            if rank == 1:
+                time.sleep(4)
+                return 0.0
+            context.allocate()
+        except PeerTimeoutError as error:
+            assert error.rank == 1 and "rank 1 of 3 did not come within 1 s" in str(error)
+            if context is not None:
+                context.close()
+        else:
+            raise AssertionError("nothing was raised")
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("stage", ["construct", "allocate"])
+def test_a_rank_that_never_comes_is_named_in_time(stage: str) -> None:
+    outcomes = run_once(never_comes, 3, stage)
+    for outcome in outcomes:
+        assert outcome.error is None, outcome.trace
+        assert outcome.result < 8
+
+
+def die_in_use(rank: int, world: int) -> None:
+    context = ExpertParallelContext(device="cpu", startup_timeout_s=1.0)
+    context.allocate()
+    context.heap.barrier()
+    if rank == 0:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerTimeoutError, match=r"SharedHeap\.close: rank 0 of 2 did not come within 1 s"):
+        context.close()
+    assert context.closed
+
+
+def test_closing_beside_a_dead_rank_ends() -> None:
+    outcomes = run_once(die_in_use, 2)
+    assert outcomes[0].exitcode == -signal.SIGKILL
+    assert outcomes[1].error is None, outcomes[1].trace
+
+
+def check_costs(rank: int, world: int) -> float:
+    with ExpertParallelContext(device="cpu", startup_timeout_s=20.0) as context:
+        context.allocate()
+        return min(seconds(context.check) for _ in range(5))
+
+
+def seconds(work: Callable[[], None], repeat: int = 1000) -> float:
+    start = time.perf_counter()
+    for _ in range(repeat):
+        work()
+    return (time.perf_counter() - start) / repeat
+
+
+def test_check_is_cheap(get_pool) -> None:
+    """A step takes at least hundreds of microseconds; the check before it must not be seen there."""
+    assert max(get_pool(2).run(check_costs)) < 50e-6
+
+
+def test_a_ready_made_shared_heap() -> None:
+    with ExpertParallelContext(heap=SharedHeap()) as context:
+        context.allocate()
+        assert context.transport == "shared"

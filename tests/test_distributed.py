@@ -1,0 +1,406 @@
+"""The layer over real processes: equal to virtual ranks bit for bit, and everything that can go wrong between ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_runtime.config import MoELayerConfig
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.errors import MoERuntimeError, PeerTimeoutError, Phase
+from moe_runtime.formats import FORMATS
+from moe_runtime.layer import MoELayer, random_expert
+from moe_runtime.reference import error_bound, moe_reference, relative_error
+from moe_runtime.virtual import VirtualRanks
+from moe_runtime.weights import SwiGLU
+from tests.comparison import assert_same_bits
+from tests.exchange_data import RankInput, rank_input
+from tests.pool import run_once
+
+HIDDEN, EXPERTS, TOP_K, TOKENS = 256, 10, 3, 12
+
+
+def config(fmt: str = "bf16", **changes: Any) -> MoELayerConfig:
+    settings: dict[str, Any] = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 128,
+        "num_experts": EXPERTS,
+        "top_k": TOP_K,
+        "max_tokens_per_rank": TOKENS,
+        "token_format": fmt,
+        **changes,
+    }
+    return MoELayerConfig(**settings)
+
+
+def step_inputs(seed: int, step: int, world: int) -> list[RankInput]:
+    """Uneven counts, a rank without tokens, all tokens to one expert, and unrouted tokens, one step after the other."""
+    routing = ("random", "one", "none", "random")[step % 4]
+    return [
+        rank_input(seed + step, r, (TOKENS, 0, 1, 5)[(r + step) % 4], HIDDEN, EXPERTS, TOP_K, routing)
+        for r in range(world)
+    ]
+
+
+STEPS = 4
+
+
+def run_layers(
+    rank: int, world: int, configs: list[MoELayerConfig], seed: int, transport: str, engine: str
+) -> list[list[torch.Tensor]]:
+    """The steps of each layer in turn, all layers over one context; `y` by layer and step."""
+    with ExpertParallelContext(transport=transport, engine=engine, timeout_s=30) as context:
+        layers = [MoELayer(c, context) for c in configs]
+        for layer in layers:
+            layer.load_random(seed)
+        results: list[list[torch.Tensor]] = [[] for _ in layers]
+        for step in range(STEPS):
+            for number, layer in enumerate(layers):
+                mine = step_inputs(seed, step, world)[rank]
+                results[number].append(layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights))
+        return results
+
+
+def virtual_results(world: int, c: MoELayerConfig, seed: int) -> list[list[torch.Tensor]]:
+    """`y` by rank and step, of one process with virtual ranks."""
+    with VirtualRanks(c, world, lambda layer: layer.load_random(seed)) as ranks:
+        steps = []
+        for step in range(STEPS):
+            inputs = step_inputs(seed, step, world)
+            steps.append(ranks([i.x for i in inputs], [(i.topk_idx, i.topk_weights) for i in inputs]))
+        return [list(ys) for ys in zip(*steps, strict=True)]
+
+
+LAYERS = [
+    config("nvfp4", mode="packed"),
+    config("bf16", mode="indexed"),
+    config("fp8_block", mode="packed", combine_format="fp8_block"),
+    config("mxfp8", mode="indexed", combine_format="mxfp8"),
+    config("bf16", weight_format="nvfp4", mode="packed"),
+]
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+def test_processes_equal_virtual_ranks_bit_for_bit(world: int, get_pool: Any, seed: int) -> None:
+    transport = "private" if world == 1 else "shared"
+    results = get_pool(world).run(run_layers, LAYERS, seed, transport, "torch", timeout=150)
+    for number, c in enumerate(LAYERS):
+        expected = virtual_results(world, c, seed)
+        for rank in range(world):
+            for step in range(STEPS):
+                what = f"layer {number}, step {step}, rank {rank} of {world}"
+                assert_same_bits(results[rank][number][step], expected[rank][step], what)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("world", [2, 3])
+def test_the_collective_transport_gives_the_same_bits(world: int, get_pool: Any, seed: int) -> None:
+    results = get_pool(world).run(run_layers, LAYERS, seed, "collective", "torch", timeout=120)
+    for number, c in enumerate(LAYERS):
+        expected = virtual_results(world, c, seed)
+        for rank in range(world):
+            for step in range(STEPS):
+                assert_same_bits(results[rank][number][step], expected[rank][step], f"layer {number}, step {step}")
+
+
+def exchange_with_kernels(rank: int, world: int, seed: int) -> list[torch.Tensor]:
+    """The interpreted exchange kernels over shared memory: what arrives is sent back as it is."""
+    from moe_runtime.dispatcher import TokenDispatcher
+
+    with ExpertParallelContext(engine="triton", timeout_s=60) as context:
+        assert context.transport == "shared"
+        dispatchers = [
+            TokenDispatcher(
+                context,
+                hidden_size=HIDDEN,
+                num_experts=EXPERTS,
+                top_k=TOP_K,
+                max_tokens_per_rank=TOKENS,
+                token_format=fmt,
+                mode=mode,
+            )
+            for fmt, mode in (("nvfp4", "packed"), ("mxfp8", "indexed"))
+        ]
+        results = []
+        for step in range(3):
+            mine = step_inputs(seed, step, world)[rank]
+            for dispatcher in dispatchers:
+                arrived = dispatcher.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
+                output = torch.full((arrived.capacity, HIDDEN), float("nan"))
+                total = int(arrived.group_offsets[-1])
+                # A row that depends on its expert and position only, so that one process can foretell it.
+                place = torch.arange(total)[:, None] * 3 + torch.arange(HIDDEN)[None, :] + 17 * rank
+                output[:total] = (place % 101).float() / 8 - 6
+                results.append(dispatcher.combine(output, arrived.handle))
+        return results
+
+
+@pytest.mark.cpu_only
+def test_interpreted_kernels_in_processes_equal_twins_in_one_process(get_pool: Any, seed: int) -> None:
+    from moe_runtime.virtual import virtual_contexts
+
+    world = 3
+    results = get_pool(world).run(exchange_with_kernels, seed, timeout=150)
+    from moe_runtime.dispatcher import TokenDispatcher
+
+    for number, (fmt, mode) in enumerate((("nvfp4", "packed"), ("mxfp8", "indexed"))):
+        dispatchers = [
+            TokenDispatcher(
+                context,
+                hidden_size=HIDDEN,
+                num_experts=EXPERTS,
+                top_k=TOP_K,
+                max_tokens_per_rank=TOKENS,
+                token_format=fmt,
+                mode=mode,
+            )
+            for context in virtual_contexts(world, engine="torch")
+        ]
+        for dispatcher in dispatchers:
+            dispatcher.context.allocate()
+        for step in range(3):
+            inputs = step_inputs(seed, step, world)
+            handles = [
+                d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(dispatchers, inputs, strict=True)
+            ]
+            for rank, (d, handle) in enumerate(zip(dispatchers, handles, strict=True)):
+                arrived = d.dispatch_wait(handle)
+                output = torch.full((arrived.capacity, HIDDEN), float("nan"))
+                total = int(arrived.group_offsets[-1])
+                place = torch.arange(total)[:, None] * 3 + torch.arange(HIDDEN)[None, :] + 17 * rank
+                output[:total] = (place % 101).float() / 8 - 6
+                d.combine_send(output, handle)
+            for rank, (d, handle) in enumerate(zip(dispatchers, handles, strict=True)):
+                assert_same_bits(results[rank][2 * step + number], d.combine_wait(handle), f"{fmt} step {step}")
+
+
+@pytest.mark.parametrize("fmt", sorted(FORMATS))
+def test_one_ep_size_agrees_with_another_within_the_rounding_of_partial_sums(fmt: str, seed: int) -> None:
+    """`y` differs only by the rounding of partial sums to bf16 (half an ulp each, 2^-9 relative) and of `y` itself."""
+    x = rank_input(seed, 0, TOKENS, HIDDEN, EXPERTS, TOP_K)
+    results = {}
+    for world in (1, 2, 5):
+        with VirtualRanks(config(fmt), world, lambda layer: layer.load_random(seed)) as ranks:
+            none = rank_input(seed, 1, 0, HIDDEN, EXPERTS, TOP_K)
+            inputs = [x] + [none] * (world - 1)
+            results[world] = ranks([i.x for i in inputs], [(i.topk_idx, i.topk_weights) for i in inputs])[0].double()
+    # Per element the sum of magnitudes of what is added bounds the partial sums; the experts' own outputs are taken
+    # from the one-rank run of each expert alone, so the bound holds whatever the format does to them.
+    magnitude = torch.zeros(TOKENS, HIDDEN, dtype=torch.float64)
+    with VirtualRanks(config(fmt), 1, lambda layer: layer.load_random(seed)) as ranks:
+        for k in range(TOP_K):
+            only = torch.full_like(x.topk_idx, -1)
+            only[:, k] = x.topk_idx[:, k]
+            magnitude += ranks([x.x], [(only, x.topk_weights)])[0].double().abs()
+    for world in (2, 5):
+        error = (results[world] - results[1]).abs()
+        # Up to TOP_K roundings of partial sums in each run and one of y, each at most 2^-8 of the magnitude added up.
+        assert (error <= (2 * TOP_K + 2) * 2.0**-8 * magnitude + 1e-30).all()
+
+
+def unit_tokens(seed: int, rank: int, num_tokens: int) -> torch.Tensor:
+    """bf16 `[T, H]` of unit variance, as after the norm that precedes an expert layer."""
+    generator = torch.Generator().manual_seed(seed * 31 + rank)
+    return torch.randn(num_tokens, HIDDEN, generator=generator).to(torch.bfloat16)
+
+
+def route_and_run(rank: int, world: int, c: MoELayerConfig, seed: int) -> list[torch.Tensor]:
+    with ExpertParallelContext(timeout_s=30) as context:
+        layer = MoELayer(c, context)
+        layer.load_random(seed)
+        x = unit_tokens(seed, rank, 64)
+        return [layer(x), *layer.router(x)]
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("fmt", sorted(FORMATS))
+def test_the_layer_is_within_its_bound_of_float64(fmt: str, get_pool: Any, seed: int) -> None:
+    world = 4
+    c = config(fmt, max_tokens_per_rank=64)
+    results = get_pool(world).run(route_and_run, c, seed)
+    experts = [random_expert(c, seed, e) for e in range(EXPERTS)]
+    gate_up, down = (torch.stack([pair[i] for pair in experts]) for i in (0, 1))
+    reference = [
+        moe_reference(unit_tokens(seed, rank, 64), idx, weights, gate_up, down, SwiGLU())
+        for rank, (_, idx, weights) in enumerate(results)
+    ]
+    frobenius, _ = relative_error(torch.cat([y for y, _, _ in results]), torch.cat(reference))
+    assert frobenius <= error_bound(fmt)
+
+
+def call_wrongly(rank: int, world: int, kind: str, seed: int) -> tuple[str, int, int, str, float]:
+    """A good step, then one in which rank 1 errs; `(error, its rank, its phase, text, seconds)` of that one."""
+    context = ExpertParallelContext(timeout_s=30)
+    layer = MoELayer(config(), context)
+    layer.load_random(seed)
+    mine = rank_input(seed, rank, 4, HIDDEN, EXPERTS, TOP_K)
+    layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
+    # A failure ends the group, so a rank that is still in the step before may learn of it there: here none is.
+    dist.barrier()
+    x, idx, weights = mine.x, mine.topk_idx.clone(), mine.topk_weights
+    if rank == 1:
+        if kind == "width":
+            x = x[:, :128]
+        elif kind == "dtype":
+            x = x.half()
+        elif kind == "top_k":
+            idx, weights = idx.repeat(1, 2), weights.repeat(1, 2)
+        elif kind == "too many":
+            x, idx, weights = x.repeat(9, 1), idx.repeat(9, 1), weights.repeat(9, 1)
+        elif kind == "grad":
+            x = x.clone().requires_grad_()
+        elif kind == "out of memory":
+            layer.router = BrokenRouter()  # type: ignore[assignment]
+        elif kind == "expert id":
+            idx[0, 0] = EXPERTS
+        elif kind == "expert twice":
+            idx[3] = torch.tensor([5, 1, 5])
+    start = time.monotonic()
+    try:
+        if kind == "out of memory":
+            layer(x)
+        else:
+            layer(x, topk_idx=idx, topk_weights=weights)
+    except (ValueError, MemoryError, MoERuntimeError) as error:
+        seconds = time.monotonic() - start
+        # The same error ever after, at once, and an orderly end.
+        if isinstance(error, MoERuntimeError):
+            with pytest.raises(type(error)):
+                layer(mine.x)
+            with pytest.raises(type(error)):
+                context.check()
+        context.close()
+        return (
+            type(error).__name__,
+            getattr(error, "rank", -1),
+            int(getattr(error, "phase", -1)),
+            str(error),
+            seconds,
+        )
+    raise AssertionError("no error was raised")
+
+
+class BrokenRouter(torch.nn.Module):
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        raise MemoryError("no room for the logits")
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    ("kind", "error", "text"),
+    [
+        ("width", "ValueError", "x: expected"),
+        ("dtype", "ValueError", "x: expected torch.bfloat16"),
+        ("top_k", "ValueError", "topk_idx: expected shape"),
+        ("too many", "ValueError", "x: expected at most max_tokens_per_rank"),
+        ("grad", "ValueError", "x: requires grad"),
+        ("out of memory", "MemoryError", "no room for the logits"),
+    ],
+)
+def test_a_mistake_on_one_rank_ends_the_step_on_all(kind: str, error: str, text: str, get_pool: Any, seed: int) -> None:
+    results = get_pool(3).run(call_wrongly, kind, seed)
+    assert results[1][0] == error and text in results[1][3]
+    for rank in (0, 2):
+        name, about, _, message, seconds = results[rank]
+        assert (name, about) == ("PeerAbortedError", 1)
+        assert text in message
+        assert seconds < 10, "peers must learn of it promptly, not by their timeout of 30 s"
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("kind", ["expert id", "expert twice"])
+def test_a_bad_expert_id_is_a_routing_error_everywhere(kind: str, get_pool: Any, seed: int) -> None:
+    for name, about, phase, _, seconds in get_pool(3).run(call_wrongly, kind, seed):
+        assert (name, about, phase) == ("RoutingError", 1, int(Phase.DISPATCH_SEND))
+        assert seconds < 10
+
+
+def disagree(rank: int, world: int, change: dict[str, Any]) -> str:
+    context = ExpertParallelContext(timeout_s=5)
+    layer = MoELayer(config(**(change if rank == 1 else {})), context)
+    layer.load_random(0)
+    try:
+        layer(torch.zeros(1, HIDDEN, dtype=torch.bfloat16))
+    except ValueError as error:
+        context.close()
+        return str(error)
+    raise AssertionError("no error was raised")
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    "change", [{"top_k": 2}, {"token_format": "nvfp4"}, {"max_tokens_per_rank": 13}, {"mode": "packed"}]
+)
+def test_ranks_that_disagree_all_learn_on_what(change: dict[str, Any], get_pool: Any) -> None:
+    for message in get_pool(2).run(disagree, change):
+        key, value = next(iter(change.items()))
+        assert key in message and str(value) in message
+
+
+def die_in(rank: int, world: int, phase: str, seed: int) -> tuple[str, int, float]:
+    context = ExpertParallelContext(timeout_s=2.0)
+    layer = MoELayer(config("mxfp8"), context)
+    layer.load_random(seed)
+    mine = rank_input(seed, rank, 4, HIDDEN, EXPERTS, TOP_K, "one")
+    for _ in range(2):
+        layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
+    dist.barrier()
+    start = time.monotonic()
+    try:
+        if rank == 2 and phase == "before dispatch":
+            os.kill(os.getpid(), signal.SIGKILL)
+        step = layer.begin(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
+        if rank == 2 and phase == "after dispatch":
+            os.kill(os.getpid(), signal.SIGKILL)
+        layer.compute(step)
+        if rank == 2 and phase == "after combine_send":
+            os.kill(os.getpid(), signal.SIGKILL)
+        layer.finish(step)
+        # Who dies after it has sent everything is missed in the next step.
+        layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
+    except PeerTimeoutError as error:
+        context.close()
+        return str(error), error.rank, time.monotonic() - start
+    raise AssertionError("no error was raised")
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("phase", ["before dispatch", "after dispatch", "after combine_send"])
+def test_a_rank_that_dies_is_named_by_the_others_in_time(phase: str, seed: int) -> None:
+    outcomes = run_once(die_in, 3, phase, seed, timeout=60)
+    assert outcomes[2].exitcode == -signal.SIGKILL
+    for rank in (0, 1):
+        assert outcomes[rank].error is None, outcomes[rank].trace
+        message, missing, seconds = outcomes[rank].result
+        assert missing == 2 and "rank 2" in message
+        assert seconds < 8
+        assert outcomes[rank].exitcode == 0
+
+
+def in_halves(rank: int, world: int, seed: int) -> torch.Tensor:
+    """Two groups of two ranks, each with a layer of its own."""
+    groups = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    with ExpertParallelContext(groups[rank // 2], timeout_s=30) as context:
+        layer = MoELayer(config("nvfp4"), context)
+        layer.load_random(seed + rank // 2)
+        mine = rank_input(seed, rank, 5, HIDDEN, EXPERTS, TOP_K)
+        return layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
+
+
+@pytest.mark.cpu_only
+def test_a_group_may_be_a_part_of_the_world(get_pool: Any, seed: int) -> None:
+    results = get_pool(4).run(in_halves, seed)
+    for half in range(2):
+        inputs = [rank_input(seed, 2 * half + r, 5, HIDDEN, EXPERTS, TOP_K) for r in range(2)]
+        number = seed + half
+        with VirtualRanks(config("nvfp4"), 2, lambda layer, n=number: layer.load_random(n)) as ranks:
+            ys = ranks([i.x for i in inputs], [(i.topk_idx, i.topk_weights) for i in inputs])
+        for r in range(2):
+            assert_same_bits(results[2 * half + r], ys[r], f"rank {r} of half {half}")

@@ -1,0 +1,331 @@
+"""Dispatch, arrive and combine, kernels and twins, over virtual ranks: against plain loops and against each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from moe_runtime.comm.private_heap import PrivateHeap
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.dispatcher import CombineSink, DispatchedTokens, TokenDispatcher
+from moe_runtime.errors import CapacityError, Phase, RoutingError, StaleHandleError
+from moe_runtime.formats import FORMATS, QuantizedRows
+from moe_runtime.kernels.reference_quantize import dequantize_rows, quantize_rows
+from tests.comparison import assert_same_bits
+from tests.exchange_data import RankInput, expected_combine, expected_groups, rank_input
+
+ENGINES = ("torch", "triton")
+
+
+@pytest.fixture(autouse=True)
+def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """What `torch.empty` gives is filled with 0xCD, so that an element nobody wrote is seen."""
+    empty = torch.empty
+
+    def poisoned(*args: object, **kwargs: object) -> torch.Tensor:
+        tensor = empty(*args, **kwargs)  # type: ignore[call-overload]
+        if tensor.numel():
+            tensor.view(torch.uint8).fill_(0xCD)
+        return tensor
+
+    monkeypatch.setattr(torch, "empty", poisoned)
+    yield
+
+
+class Ranks:
+    """A dispatcher on each of some virtual ranks."""
+
+    def __init__(self, world: int, device: torch.device, engine: str, **settings: object) -> None:
+        heaps = PrivateHeap.group(world, device)
+        self.contexts = [ExpertParallelContext(heap=h, engine=engine, timeout_s=5, startup_timeout_s=5) for h in heaps]
+        self.dispatchers = [TokenDispatcher(context, **settings) for context in self.contexts]  # type: ignore[arg-type]
+        for context in self.contexts:
+            context.allocate()
+        for heap in heaps:
+            for region in ("stamps", "landing", "combine"):
+                # Stamps of epochs that have not been are the worst thing to find in memory; these are far behind.
+                heap.tensor(region).fill_(0xCD)
+
+    def dispatch(self, inputs: list[RankInput]) -> list[DispatchedTokens]:
+        handles = [
+            d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(self.dispatchers, inputs, strict=True)
+        ]
+        return [d.dispatch_wait(handle) for d, handle in zip(self.dispatchers, handles, strict=True)]
+
+    def combine(
+        self, arrived: list[DispatchedTokens], outputs: list[torch.Tensor], shared: list[torch.Tensor] | None = None
+    ) -> list[torch.Tensor]:
+        for d, a, output in zip(self.dispatchers, arrived, outputs, strict=True):
+            d.combine_send(output, a.handle)
+        return [
+            d.combine_wait(a.handle, shared=None if shared is None else shared[rank])
+            for rank, (d, a) in enumerate(zip(self.dispatchers, arrived, strict=True))
+        ]
+
+
+def scale_row(arrived: DispatchedTokens, group: int, local_row: int, position: int) -> torch.Tensor:
+    """The linear scales of one packed position, read through the consumer's layout."""
+    assert arrived.scales is not None
+    if arrived.group_scale_offsets is None:
+        return arrived.scales[position]
+    start = int(arrived.group_offsets[group])
+    block = start // 128 + int(arrived.group_scale_offsets[group]) + local_row // 128
+    row = arrived.scales.view(torch.uint8)[block, :, local_row % 32, local_row % 128 // 32, :].flatten()
+    return row.view(arrived.scales.dtype)
+
+
+def check_arrival(arrived: DispatchedTokens, inputs: list[RankInput], experts: range) -> None:
+    """Every row of every group is the quantized token it must be, in its place."""
+    fmt = arrived.format
+    groups = expected_groups(inputs, experts)
+    sizes = [len(group) for group in groups]
+    assert arrived.group_offsets.tolist() == [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+    assert arrived.expert_ids.tolist() == list(range(len(experts)))
+    quantized = [quantize_rows(data.x, fmt) for data in inputs]
+    position = 0
+    for number, group in enumerate(groups):
+        for local_row, (rank, token, _) in enumerate(group):
+            row = position if arrived.row_index is None else int(arrived.row_index[position])
+            what = f"group {number} row {local_row} (token {token} of rank {rank})"
+            assert_same_bits(arrived.rows[row], quantized[rank].quants_RK[token], f"quants of {what}")
+            scales, row_scale = quantized[rank].scales_RV, quantized[rank].row_scale_R
+            if scales is not None:
+                found = scale_row(arrived, number, local_row, position)[: scales.shape[1]]
+                assert_same_bits(found, scales[token], f"scales of {what}")
+            if row_scale is not None:
+                assert arrived.row_scale is not None
+                assert_same_bits(arrived.row_scale[position], row_scale[token], f"row scale of {what}")
+            position += 1
+
+
+def expert_rows(arrived: DispatchedTokens, hidden: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
+    """Random expert outputs; NaN where no row is, which must never reach a token."""
+    total = int(arrived.group_offsets[-1])
+    rows = torch.full((arrived.capacity, hidden), float("nan"))
+    rows[:total] = torch.randn(total, hidden, generator=torch.Generator().manual_seed(seed))
+    return rows.to(dtype).to(arrived.rows.device)
+
+
+SETTINGS = {"hidden_size": 256, "num_experts": 7, "top_k": 3, "max_tokens_per_rank": 5}
+
+
+@pytest.mark.parametrize("mode", ["indexed", "packed"])
+@pytest.mark.parametrize("fmt", sorted(FORMATS))
+@pytest.mark.parametrize("engine", ENGINES)
+def test_arrival_and_combine_are_what_plain_loops_give(
+    engine: str, fmt: str, mode: str, device: torch.device, seed: int
+) -> None:
+    world = 3
+    ranks = Ranks(world, device, engine, token_format=fmt, mode=mode, **SETTINGS)
+    starts = ranks.dispatchers[0].geometry.starts
+    for step, (tokens, routing) in enumerate([((5, 0, 2), "random"), ((1, 5, 0), "one"), ((4, 3, 5), "random")]):
+        inputs = [rank_input(seed + step, r, t, 256, 7, 3, routing) for r, t in enumerate(tokens)]
+        arrived = ranks.dispatch([data.to(device) for data in inputs])
+        outputs = []
+        for rank, a in enumerate(arrived):
+            check_arrival(a, inputs, range(starts[rank], starts[rank + 1]))
+            outputs.append(expert_rows(a, 256, seed + rank, torch.bfloat16 if step else torch.float32))
+        ys = ranks.combine(arrived, outputs)
+        for rank, (data, y) in enumerate(zip(inputs, ys, strict=True)):
+            assert y.shape == data.x.shape
+            for token in range(data.x.shape[0]):
+                row_of = {}
+                for holder in range(world):
+                    positions = arrived[holder].handle.positions[rank * 5 + token].tolist()
+                    for k, position in enumerate(positions):
+                        if position >= 0:
+                            row_of[token, k] = outputs[holder][position].to(torch.bfloat16).float().cpu().numpy()
+                want = torch.from_numpy(expected_combine(data, starts, row_of, token)).to(torch.bfloat16)
+                assert_same_bits(y[token], want, f"y of token {token} of rank {rank}")
+
+
+@pytest.mark.parametrize(
+    ("world", "fmt", "wire", "mode"),
+    [
+        (1, "bf16", "bf16", "packed"),
+        (2, "nvfp4", "mxfp8", "packed"),
+        (4, "mxfp8", "fp8_block", "indexed"),
+        (5, "fp8_block", "bf16", "packed"),
+        (9, "nvfp4", "bf16", "indexed"),  # more ranks than experts: some have none
+    ],
+)
+def test_kernels_and_twins_give_the_same_bits(
+    world: int, fmt: str, wire: str, mode: str, device: torch.device, seed: int
+) -> None:
+    settings = {**SETTINGS, "token_format": fmt, "combine_format": wire, "mode": mode}
+    both = [Ranks(world, device, engine, **settings) for engine in ENGINES]
+    for step in range(3):
+        inputs = [rank_input(seed + step, r, (0, 5, 1, 3)[(r + step) % 4], 256, 7, 3) for r in range(world)]
+        for data in inputs[:1]:
+            if data.x.shape[0] > 2:
+                data.x[1, 7] = float("nan")
+                data.x[2] = 0
+        results = []
+        for ranks in both:
+            arrived = ranks.dispatch([data.to(device) for data in inputs])
+            outputs = [expert_rows(a, 256, seed + r, torch.bfloat16) for r, a in enumerate(arrived)]
+            shared = None
+            if step == 1:
+                shared = [
+                    rank_input(seed + 99, r, data.x.shape[0], 256, 7, 3).x.to(device) for r, data in enumerate(inputs)
+                ]
+            results.append((arrived, ranks.combine(arrived, outputs, shared)))
+        (arrived_a, ys_a), (arrived_b, ys_b) = results
+        for rank in range(world):
+            a, b = arrived_a[rank], arrived_b[rank]
+            total = int(a.group_offsets[-1])
+            assert_same_bits(b.group_offsets, a.group_offsets, "group_offsets")
+            assert_same_bits(b.handle.positions, a.handle.positions, "positions")
+            assert_same_bits(b.handle.num_parts, a.handle.num_parts, "num_parts")
+            if a.group_scale_offsets is not None and b.group_scale_offsets is not None:
+                assert_same_bits(b.group_scale_offsets, a.group_scale_offsets, "group_scale_offsets")
+            if a.row_index is not None and b.row_index is not None:
+                assert_same_bits(b.row_index[:total], a.row_index[:total], "row_index")
+            check_arrival(b, inputs, range(*ranks.dispatchers[0].geometry.starts[rank : rank + 2]))
+            assert_same_bits(ys_b[rank], ys_a[rank], f"y of rank {rank}")
+
+
+@pytest.mark.parametrize("wire", ["fp8_block", "mxfp8"])
+def test_a_quantized_wire_rounds_each_partial_result_once(wire: str, device: torch.device, seed: int) -> None:
+    ranks = Ranks(2, device, "torch", combine_format=wire, **{**SETTINGS, "num_experts": 2, "top_k": 2})
+    inputs = [rank_input(seed, r, 4, 256, 2, 2) for r in range(2)]
+    arrived = ranks.dispatch([data.to(device) for data in inputs])
+    outputs = [expert_rows(a, 256, seed + r, torch.bfloat16) for r, a in enumerate(arrived)]
+    ys = ranks.combine(arrived, outputs)
+    for rank, data in enumerate(inputs):
+        total = torch.zeros(4, 256)
+        for holder in range(2):
+            positions = arrived[holder].handle.positions[rank * 5 : rank * 5 + 4]
+            partial = torch.zeros(4, 256)
+            for k in range(2):
+                has = positions[:, k].cpu() >= 0
+                rows = outputs[holder][positions[has.to(device), k].long()].float().cpu()
+                partial[has] += data.topk_weights[has, k, None] * rows
+            q = quantize_rows(partial, FORMATS[wire])
+            sent = (positions >= 0).any(dim=1).cpu()
+            total[sent] += dequantize_rows(QuantizedRows(q.format, q.quants_RK, q.scales_RV))[sent]
+        assert_same_bits(ys[rank], total.to(torch.bfloat16), "y")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_two_dispatches_may_be_in_flight_and_a_third_makes_the_first_stale(
+    engine: str, device: torch.device, seed: int
+) -> None:
+    ranks = Ranks(1, device, engine, token_format="nvfp4", mode="indexed", **SETTINGS)
+    dispatcher, context = ranks.dispatchers[0], ranks.contexts[0]
+    data = [rank_input(seed + i, 0, 5, 256, 7, 3).to(device) for i in range(3)]
+    first, second = (dispatcher.dispatch(d.x, d.topk_idx, d.topk_weights) for d in data[:2])
+    host = [rank_input(seed + i, 0, 5, 256, 7, 3) for i in range(3)]
+    check_arrival(first, host[:1], range(7))
+    check_arrival(second, host[1:2], range(7))
+    dispatcher.combine(expert_rows(second, 256, seed, torch.bfloat16), second.handle)
+    third = dispatcher.dispatch(data[2].x, data[2].topk_idx, data[2].topk_weights)
+    check_arrival(third, host[2:], range(7))
+    with pytest.raises(StaleHandleError, match="rank 0"):
+        dispatcher.combine(expert_rows(first, 256, seed, torch.bfloat16), first.handle)
+        torch.cuda.synchronize() if device.type == "cuda" else None
+        context.check()
+
+
+def test_a_handle_combines_once(device: torch.device, seed: int) -> None:
+    ranks = Ranks(1, device, "torch", **SETTINGS)
+    data = rank_input(seed, 0, 5, 256, 7, 3).to(device)
+    arrived = ranks.dispatchers[0].dispatch(data.x, data.topk_idx, data.topk_weights)
+    sink = CombineSink(arrived.handle)
+    sink.rows.zero_()
+    ranks.dispatchers[0].combine(sink, arrived.handle)
+    with pytest.raises(ValueError, match="handle: combine_send was already called"):
+        ranks.dispatchers[0].combine(sink, arrived.handle)
+
+
+@pytest.mark.parametrize("bad", [7, 99, -2, 2**40, "twice"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_bad_expert_ids_are_recorded_on_every_rank_and_never_stored_through(
+    engine: str, bad: int | str, device: torch.device, seed: int
+) -> None:
+    ranks = Ranks(3, device, engine, **SETTINGS)
+    inputs = [rank_input(seed, r, 3, 256, 7, 3) for r in range(3)]
+    inputs[1].topk_idx[2] = torch.tensor([4, 4, 0]) if bad == "twice" else torch.tensor([4, int(bad), 0])
+    for dispatcher, data in zip(ranks.dispatchers[:2], inputs, strict=False):
+        dispatcher.dispatch_send(data.x.to(device), data.topk_idx.to(device), data.topk_weights.to(device))
+    for rank, context in enumerate(ranks.contexts):
+        if device.type == "cuda":
+            context.check_peers() if rank == 2 else torch.cuda.synchronize()
+        with pytest.raises(RoutingError, match="rank 1") as caught:
+            context.check()
+        assert caught.value.rank == 1
+        assert caught.value.phase == Phase.DISPATCH_SEND
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_too_small_a_capacity_is_an_error_on_every_rank(engine: str, device: torch.device, seed: int) -> None:
+    ranks = Ranks(2, device, engine, expert_row_capacity=4, **SETTINGS)
+    inputs = [rank_input(seed, r, 5, 256, 7, 3, "one").to(device) for r in range(2)]
+    handles = [d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(ranks.dispatchers, inputs, strict=True)]
+    with pytest.raises(CapacityError, match="rank 1"):
+        ranks.dispatchers[1].dispatch_wait(handles[1])
+        torch.cuda.synchronize() if device.type == "cuda" else None
+        ranks.contexts[1].check()
+    with pytest.raises(CapacityError, match="rank 1"):
+        ranks.dispatchers[0].dispatch_wait(handles[0])
+        torch.cuda.synchronize() if device.type == "cuda" else None
+        ranks.contexts[0].check()
+
+
+def test_a_static_input_scale_is_used_as_given(device: torch.device, seed: int) -> None:
+    input_scale = 0.003
+    ranks = Ranks(1, device, "torch", token_format="nvfp4", mode="packed", input_scale=input_scale, **SETTINGS)
+    data = rank_input(seed, 0, 5, 256, 7, 3)
+    arrived = ranks.dispatch([data.to(device)])[0]
+    gsf = torch.ones(1) / torch.tensor([input_scale])
+    want = quantize_rows(data.x, FORMATS["nvfp4"], gsf=gsf)
+    rows = [row for group in expected_groups([data], range(7)) for row in group]
+    for position, (_, token, _) in enumerate(rows):
+        assert_same_bits(arrived.rows[position], want.quants_RK[token])
+
+
+def wrong_calls(good: RankInput, device: torch.device) -> dict[str, tuple[RankInput, str]]:
+    x, idx, w = good.x, good.topk_idx, good.topk_weights
+    return {
+        "x rank": (RankInput(x[0], idx, w), "x: expected"),
+        "x width": (RankInput(x[:, :128], idx, w), "x: expected shape"),
+        "x dtype": (RankInput(x.float(), idx, w), "x: expected torch.bfloat16"),
+        "x stride": (RankInput(x.t().contiguous().t(), idx, w), "x: expected a contiguous last"),
+        "x device": (RankInput(x.to("meta"), idx, w), "x: expected device"),
+        "x grad": (RankInput(x.clone().requires_grad_(), idx, w), "x: requires grad"),
+        "too many": (RankInput(x.repeat(2, 1), idx.repeat(2, 1), w.repeat(2, 1)), "x: expected at most max_tokens"),
+        "idx shape": (RankInput(x, idx[:, :2], w), "topk_idx: expected shape"),
+        "idx dtype": (RankInput(x, idx.float(), w), "topk_idx: expected torch.int32 or"),
+        "weights shape": (RankInput(x, idx, w[:2]), "topk_weights: expected shape"),
+        "weights dtype": (RankInput(x, idx, w.double()), "topk_weights: expected torch.float32"),
+    }
+
+
+@pytest.mark.parametrize("name", sorted(wrong_calls(rank_input(0, 0, 5, 256, 7, 3), torch.device("cpu"))))
+def test_wrong_tokens_are_named(name: str, device: torch.device, seed: int) -> None:
+    ranks = Ranks(1, device, "torch", **SETTINGS)
+    data, message = wrong_calls(rank_input(seed, 0, 5, 256, 7, 3).to(device), device)[name]
+    with pytest.raises(ValueError, match=message):
+        ranks.dispatchers[0].dispatch(data.x, data.topk_idx, data.topk_weights)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hidden_size": 250}, "hidden_size: format"),
+        ({"top_k": 8}, "top_k: expected at most"),
+        ({"top_k": 0}, "top_k: expected a positive"),
+        ({"num_experts": 70000}, "num_experts: expected at most 65535"),
+        ({"max_tokens_per_rank": 0}, "max_tokens_per_rank: expected a positive"),
+        ({"mode": "fast"}, "mode: expected auto"),
+        ({"combine_format": "nvfp4"}, "combine_format: expected"),
+        ({"token_format": "fp4"}, "format: expected one of"),
+        ({"expert_row_capacity": 0}, "expert_row_capacity: expected a positive"),
+        ({"input_scale": 1.0}, "input_scale: expected a positive number, with nvfp4"),
+    ],
+)
+def test_wrong_settings_are_named(change: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Ranks(1, torch.device("cpu"), "torch", **{**SETTINGS, **change})

@@ -1,0 +1,447 @@
+"""The grouped GEMM against float64 products of its dequantized operands, element by element, on both engines."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+import triton
+import triton.language as tl
+
+from moe_runtime.formats import FORMATS, TokenFormat
+from moe_runtime.grouped import GroupedRows
+from moe_runtime.kernels.activation import swiglu
+from moe_runtime.kernels.gemm_operands import find_tile
+from moe_runtime.kernels.grouped_gemm import choose_tile, gemm_bytes, gemm_flops, grouped_gemm, grouped_gemm_swiglu
+from moe_runtime.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
+from tests.comparison import assert_same_bits
+from tests.gemm_cases import Array, Exact, bits, check_inside, decode_rows, exact_gemm, make_rows, scale_rows, swizzled
+
+ENGINES = ("triton", "torch")
+PAIRS = [(name, name) for name in FORMATS] + [("nvfp4", "bf16")]
+RAGGED_K = {"bf16": 200, "fp8_block": 384, "mxfp8": 160, "nvfp4": 336}
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 3 * 2.0**-24}
+"""Relative rounding of the result; fp32 rounds after each of the row scale, the expert scale and the bias."""
+
+
+def _weights(
+    name: str, e: int, n: int, k: int, rng: torch.Generator, device: torch.device, **more: Any
+) -> ExpertWeights:
+    return ExpertWeights.quantize(torch.randn(e, n, k, generator=rng), name, engine="torch", **more).to(device)
+
+
+def _poisoned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """NaN in every element, with a payload that no kernel makes."""
+    pattern = {2: 0x7FAB, 4: 0x7FABCDEF}[dtype.itemsize]
+    integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    return torch.full((rows, columns), pattern, dtype=integer, device=device).view(dtype)
+
+
+def _check_untouched(out: torch.Tensor, before: torch.Tensor, written: Array) -> None:
+    rest = torch.from_numpy(~np.pad(written, (0, out.shape[0] - len(written))))
+    assert_same_bits(out.cpu()[rest], before.cpu()[rest], "rows that no active group owns")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("weight", "token"), PAIRS)
+def test_ragged_groups(weight: str, token: str, engine: str, rng: torch.Generator, device: torch.device) -> None:
+    """Empty groups, one row, skipped experts, inactive groups, gathered strided rows, spare capacity, partial tiles."""
+    k = RAGGED_K[weight]
+    w = _weights(weight, 3, 136, k, rng, device)
+    sizes, ids = [3, 0, 70, 5, 1, 0, 130, 4], [2, 0, 0, -1, 1, 3, 2, 1]
+    a = make_rows(token, sizes, k, rng, device, num_experts=3, expert_ids=ids, gather=True, spare=9, sparse_scales=True)
+    a = replace(a, num_active_experts=torch.tensor([7], dtype=torch.int32, device=device))
+    out = _poisoned(a.capacity + 2, 136, torch.bfloat16, device)
+    before = out.clone()
+    assert grouped_gemm(a, w, out=out, engine=engine) is out
+    exact = exact_gemm(a, w, device)
+    assert exact.written.sum() == 204
+    check_inside(out, exact, UNIT[torch.bfloat16])
+    _check_untouched(out, before, exact.written)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("sizes", [[90], [0, 65, 0], [1, 1, 1], [0, 0]])
+def test_group_shapes(sizes: list[int], engine: str, rng: torch.Generator, device: torch.device) -> None:
+    w = _weights("nvfp4", 2, 40, 64, rng, device)
+    a = make_rows("nvfp4", sizes, 64, rng, device, num_experts=2)
+    out = _poisoned(a.capacity, 40, torch.float16, device)
+    grouped_gemm(a, w, out=out, engine=engine)
+    exact = exact_gemm(a, w, device)
+    assert exact.written.all()
+    check_inside(out, exact, UNIT[torch.float16])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_nothing_to_do(engine: str, rng: torch.Generator, device: torch.device) -> None:
+    """No capacity, no groups, no experts, no active groups: all legal, nothing is written."""
+    w = _weights("mxfp8", 2, 32, 64, rng, device)
+    empty = make_rows("mxfp8", [0, 0], 64, rng, device, num_experts=2)
+    assert grouped_gemm(empty, w, engine=engine).shape == (0, 32)
+    no_groups = replace(make_rows("mxfp8", [], 64, rng, device, num_experts=2, spare=3))
+    some = make_rows("mxfp8", [2, 1], 64, rng, device, num_experts=2)
+    nobody = replace(w, quants=w.quants[:0], scales=None if w.scales is None else w.scales[:0])
+    for a, weights in ((no_groups, w), (some, nobody), (replace(some, num_active_experts=0), w)):
+        out = _poisoned(3, 32, torch.bfloat16, device)
+        before = out.clone()
+        grouped_gemm(a, weights, out=out, engine=engine)
+        assert_same_bits(out, before, "nothing to do")
+    hidden = grouped_gemm_swiglu(empty, w, SwiGLU(), out_format="bf16", engine=engine)
+    assert hidden.rows.shape == (0, 16)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize("order", [None, *GateUpOrder])
+def test_epilogue(
+    order: GateUpOrder | None, dtype: torch.dtype, engine: str, rng: torch.Generator, device: torch.device
+) -> None:
+    """Row scale, expert scale (of gate and up apart), bias, and each output type."""
+    k, n = 48, 160
+    w = torch.randn(2, n, k, generator=rng)
+    if order is not None:
+        w[:, order.up_rows(n)] *= 37.0
+    w = ExpertWeights.quantize(
+        w, "nvfp4", gate_up=order or False, bias=torch.randn(2, n, generator=rng), engine="torch"
+    ).to(device)
+    assert w.expert_scales is not None and w.expert_scales.ndim == (1 if order is None else 2)
+    a = make_rows("nvfp4", [5, 66], k, rng, device, num_experts=2, x=torch.randn(71, k, generator=rng) * 5)
+    out = grouped_gemm(a, w, out_dtype=dtype, engine=engine)
+    assert out.dtype == dtype
+    check_inside(out, exact_gemm(a, w, device), UNIT[dtype])
+
+
+def _integers(name: str, rng: torch.Generator, device: torch.device) -> tuple[GroupedRows, ExpertWeights, Array]:
+    """Operands whose every product and sum is an integer below 2^24 times one power of two, and the exact result."""
+    k, sizes, n = 256, [3, 68], 40
+    values = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 6.0])
+
+    def draw(*shape: int) -> torch.Tensor:
+        sign = torch.randint(0, 2, shape, generator=rng) * 2 - 1
+        return values[torch.randint(0, 6, shape, generator=rng)] * sign
+
+    x, m = draw(sum(sizes), k), draw(2, n, k)
+    x[:, ::16], m[:, :, ::16] = 6.0, 6.0
+    a = make_rows(name, sizes, k, rng, device, num_experts=2, x=x)
+    w = ExpertWeights.quantize(m, name, engine="torch").to(device)
+    if name == "mxfp8":
+        # Far scales that cancel: byte 0 (2^-127, denormal in bf16) of the rows, 2^115 of the weights.
+        assert a.scales is not None and w.scales is not None
+        a, w = replace(a, scales=a.scales - 121), replace(w, scales=w.scales + 121)
+    exact = np.zeros((a.capacity, n))
+    rows, weights = x.double().numpy(), m.double().numpy()
+    for g, (first, last) in enumerate([(0, 3), (3, 71)]):
+        exact[first:last] = rows[first:last] @ weights[g].T
+    return a, w, exact
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["bf16", "mxfp8", "nvfp4"])
+def test_small_integers_are_exact(name: str, engine: str, rng: torch.Generator, device: torch.device) -> None:
+    a, w, exact = _integers(name, rng, device)
+    if name == "nvfp4":
+        # The quantizers make 448 and 1/448 of the two levels of scales, which is not exact; the codes are.
+        a = replace(a, row_scale=torch.full((a.capacity,), 0.5, device=device), scales=_ones(a.scales))
+        w = replace(w, expert_scales=torch.full((2,), 4.0, device=device), scales=_ones(w.scales))
+        exact = exact * 2.0
+    out = grouped_gemm(a, w, out_dtype=torch.float32, engine=engine)
+    assert_same_bits(out, torch.from_numpy(exact).float(), name)
+
+
+def _ones(scales: torch.Tensor | None) -> torch.Tensor:
+    assert scales is not None
+    return torch.full_like(scales.view(torch.uint8), 0x38).view(scales.dtype)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_fp8_block_powers_of_two_are_exact(engine: str, rng: torch.Generator, device: torch.device) -> None:
+    """One block scale per 128 of K, different from block to block, on both sides."""
+    k, n = 384, 160
+    x = torch.randint(-3, 4, (66, k), generator=rng).float()
+    m = torch.randint(-3, 4, (1, n, k), generator=rng).float()
+    a = make_rows("fp8_block", [66], k, rng, device, num_experts=1, x=x * 0 + 1)
+    w = ExpertWeights.quantize(m, "fp8_block", engine="torch").to(device)
+    row_scales = 2.0 ** torch.randint(-3, 4, (66, 3), generator=rng).float()
+    scales = 2.0 ** torch.randint(-3, 4, (1, 2, 3), generator=rng).float()
+    a = replace(a, rows=x.to(torch.float8_e4m3fn).to(device), scales=row_scales.to(device))
+    w = replace(w, quants=m.to(torch.float8_e4m3fn).to(device), scales=scales.to(device))
+    factors = scales[0].repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)
+    exact = (x * row_scales.repeat_interleave(128, 1)).double() @ (m[0] * factors).double().T
+    assert_same_bits(grouped_gemm(a, w, out_dtype=torch.float32, engine=engine), exact.float(), "fp8_block")
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_rows_do_not_depend_on_neighbours(name: str, rng: torch.Generator, device: torch.device) -> None:
+    """A row alone, and the same row among others at another place of a tile: the same bits."""
+    k, n = 256, 136
+    w = _weights(name, 2, n, k, rng, device)
+    x = torch.randn(70, k, generator=rng)
+    many = make_rows(name, [5, 65], k, rng, device, num_experts=2, x=x)
+    one = make_rows(name, [0, 1], k, rng, device, num_experts=2, x=x[68:69])
+    together = grouped_gemm(many, w, out_dtype=torch.float32, engine="triton")
+    assert_same_bits(grouped_gemm(one, w, out_dtype=torch.float32, engine="triton")[0], together[68], name)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", FORMATS)
+def test_nan_stays_in_its_row(name: str, engine: str, rng: torch.Generator, device: torch.device) -> None:
+    k = 128
+    w = _weights(name, 1, 256, k, rng, device)
+    x = torch.randn(6, k, generator=rng)
+    clean = make_rows(name, [6], k, rng, device, num_experts=1, x=x)
+    x = x.clone()
+    x[2, 77] = float("nan")
+    dirty = make_rows(name, [6], k, rng, device, num_experts=1, x=x)
+    want = grouped_gemm(clean, w, engine=engine)
+    got = grouped_gemm(dirty, w, engine=engine)
+    assert got[2].isnan().all()
+    others = [0, 1, 3, 4, 5]
+    assert_same_bits(got[others], want[others], "other rows")
+    hidden = grouped_gemm_swiglu(dirty, w, SwiGLU(limit=1.0), out_format=name, engine=engine)
+    poisoned = np.isnan(decode_rows(hidden))
+    assert poisoned[2].all() and not poisoned[others].any()
+
+
+@triton.jit
+def _find_tile_kernel(offsets_ptr, experts_ptr, out_ptr, groups, experts, BLOCK_G: tl.constexpr):
+    tile = tl.program_id(0)
+    expert, group, start, rows, block = find_tile(offsets_ptr, experts_ptr, groups, experts, tile, 64, BLOCK_G)
+    for_tile = out_ptr + tile * 5
+    tl.store(for_tile, expert)
+    tl.store(for_tile + 1, group)
+    tl.store(for_tile + 2, start)
+    tl.store(for_tile + 3, rows)
+    tl.store(for_tile + 4, block)
+
+
+def test_find_tile_example(device: torch.device) -> None:
+    """The worked example of its docstring."""
+    offsets = torch.tensor([0, 100, 100, 130], dtype=torch.int32, device=device)
+    experts = torch.tensor([2, 0, 1], dtype=torch.int32, device=device)
+    out = torch.full((4, 5), -7, dtype=torch.int32, device=device)
+    _find_tile_kernel[(4,)](offsets, experts, out, 3, 3, BLOCK_G=16)
+    assert out[:3].tolist() == [[2, 0, 0, 100, 0], [2, 0, 0, 100, 1], [1, 2, 100, 30, 0]]
+    assert out[3, 0] == -1
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_past_2_31_elements(engine: str, rng: torch.Generator, device: torch.device) -> None:
+    """A gathered row beyond 2^31 elements of `rows` (the memory between is never touched)."""
+    k, far = 128, 2**24 + 1
+    w = _weights("fp8_block", 1, 32, k, rng, device)
+    near = make_rows("fp8_block", [2], k, rng, device, num_experts=1)
+    rows = torch.empty(far + 1, k, dtype=torch.uint8, device=device)
+    rows[0], rows[far] = near.rows.view(torch.uint8)[1], near.rows.view(torch.uint8)[0]
+    index = torch.tensor([far, 0], dtype=torch.int32, device=device)
+    a = replace(near, rows=rows.view(torch.float8_e4m3fn), row_index=index)
+    assert_same_bits(grouped_gemm(a, w, engine=engine), grouped_gemm(near, w, engine=engine), "far row")
+
+
+@pytest.mark.gpu
+def test_output_past_2_31_elements(rng: torch.Generator, device: torch.device) -> None:
+    w = _weights("bf16", 1, 32, 64, rng, device)
+    a = make_rows("bf16", [3], 64, rng, device, num_experts=1)
+    out = torch.empty(2**31 + 2**30 + 64, dtype=torch.bfloat16, device=device).as_strided((3, 32), (2**30 + 2**29, 1))
+    grouped_gemm(a, w, out=out)
+    assert_same_bits(out.contiguous(), grouped_gemm(a, w), "far output")
+
+
+# --- SwiGLU and requantization ---------------------------------------------------------------------------------------
+
+
+def _exact_swiglu(exact: Exact, activation: SwiGLU) -> tuple[Array, Array]:
+    """float64 activation `[capacity, I]` and how far the fp32 one may be from it.
+
+    With gate and up within `e`: `|d(g s(alpha g))/dg| <= 1.1`, `|g s| <= |g|`, clamping never widens; the fp32 steps
+    after it and `exp` (argument rounded to `|alpha g| * 2^-23`) add less than `(8 + 2 |alpha g|) * 2^-23 * |h|`.
+    """
+    columns = exact.value.shape[1]
+    error = UNIT[torch.float32] * np.abs(exact.value) + exact.slack
+    gate_rows, up_rows = activation.order.gate_rows(columns), activation.order.up_rows(columns)
+    gate, up = exact.value[:, gate_rows], exact.value[:, up_rows]
+    if activation.limit is not None:
+        gate, up = np.minimum(gate, activation.limit), np.clip(up, -activation.limit, activation.limit)
+    up = up + activation.up_offset
+    silu = gate / (1 + np.exp(-activation.alpha * gate))
+    h = silu * up
+    gate_error, up_error = error[:, gate_rows], error[:, up_rows]
+    steps = (8 + 2 * np.abs(activation.alpha * gate)) * 2.0**-23 * np.abs(h)
+    return h, 1.1 * gate_error * (np.abs(up) + up_error) + np.abs(silu) * up_error + steps
+
+
+def _round(x: Array, kind: Any, largest: float) -> Array:
+    return np.clip(x, -largest, largest).astype(np.float32).astype(kind).astype(np.float64)
+
+
+def _check_quantized(hidden: GroupedRows, exact: Exact, activation: SwiGLU, gsf: float) -> None:
+    """Scale and code of each written number lie between those of the ends of its interval: rounding is monotone."""
+    h, error = _exact_swiglu(exact, activation)
+    fmt, written = hidden.format, exact.written
+    h, error = h[written], error[written] + 2.0**-22 * np.abs(h[written])
+    quants = bits(hidden.rows)[written]
+    if fmt.name == "bf16":
+        got = quants.view(ml_dtypes.bfloat16).astype(np.float64)
+        low, high = (_round(h + s * error, ml_dtypes.bfloat16, np.inf) for s in (-1, 1))
+        assert ((low <= got) & (got <= high)).all()
+        return
+    assert hidden.scales is not None
+    raw = bits(hidden.scales)
+    if fmt.swizzled:
+        raw = raw.reshape(-1)[swizzled(scale_rows(hidden), fmt.scale_columns(hidden.num_columns))]
+    raw = raw[: hidden.capacity][written]
+    magnitude = np.abs(h).reshape(len(h), -1, fmt.block)
+    blocks = error.reshape(magnitude.shape)
+    ends = [np.maximum(magnitude + s * blocks, 0).max(-1) for s in (-1, 1)]
+    if fmt.name == "nvfp4":
+        scale = raw.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        low, high = (_round(np.minimum(gsf * end / 6, 448), ml_dtypes.float8_e4m3fn, 448) for end in ends)
+        codes = np.stack([quants & 15, quants >> 4], -1).reshape(h.shape)
+        got, kind, largest = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64), ml_dtypes.float4_e2m1fn, 6.0
+        factor = np.divide(gsf, scale, out=np.zeros_like(scale), where=scale > 0)
+    else:
+        got, kind, largest = quants.view(ml_dtypes.float8_e4m3fn).astype(np.float64), ml_dtypes.float8_e4m3fn, 448.0
+        ideal = [np.maximum(end, 1e-4) / 448 for end in ends]
+        if fmt.name == "mxfp8":
+            scale = raw.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+            low, high = (2.0 ** np.ceil(np.log2(end)) for end in ideal)
+        else:
+            scale = raw.view(np.float32).astype(np.float64)
+            low, high = ideal[0] * (1 - 2.0**-23), ideal[1] * (1 + 2.0**-23)
+        factor = 1 / scale
+    assert ((low <= scale) & (scale <= high)).all()
+    factor = factor.repeat(fmt.block, 1)
+    low, high = (_round((h + s * error) * factor, kind, largest) for s in (-1, 1))
+    assert ((low <= got) & (got <= high)).all()
+
+
+ACTIVATIONS = [
+    SwiGLU(),
+    SwiGLU(GateUpOrder.UP_GATE, alpha=0.7),
+    SwiGLU(GateUpOrder.INTERLEAVED, limit=0.5),
+    GPT_OSS,
+]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("weight", "token"), PAIRS)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=["silu", "up_gate", "limit", "gpt_oss"])
+def test_swiglu_requantized(
+    activation: SwiGLU, weight: str, token: str, engine: str, rng: torch.Generator, device: torch.device
+) -> None:
+    """Fused activation and requantization against float64; `I` is no multiple of the tile where the format allows."""
+    k = 128
+    inner = {"bf16": 40, "fp8_block": 256, "mxfp8": 160, "nvfp4": 144}[token]
+    w = torch.randn(2, 2 * inner, k, generator=rng) * 0.2
+    w[:, activation.order.up_rows(2 * inner)] *= 3
+    bias = torch.randn(2, 2 * inner, generator=rng) if activation.up_offset else None
+    weights = ExpertWeights.quantize(w, weight, gate_up=activation.order, bias=bias, engine="torch").to(device)
+    a = make_rows(token, [5, 0, 3, 66], k, rng, device, num_experts=2, expert_ids=[1, 0, -1, 0], gather=True, spare=2)
+    gsf = 11.0 if token == "nvfp4" else None
+    hidden = grouped_gemm_swiglu(a, weights, activation, out_format=token, out_gsf=gsf, engine=engine)
+    assert hidden.num_columns == inner and hidden.capacity == a.capacity and hidden.row_index is None
+    exact = exact_gemm(a, weights, device)
+    assert exact.written.sum() == 71
+    _check_quantized(hidden, exact, activation, gsf or 1.0)
+    if token == "nvfp4":
+        assert hidden.row_scale is not None
+        assert_same_bits(hidden.row_scale, torch.full((a.capacity,), np.float32(1) / np.float32(11)), "row_scale")
+        default = grouped_gemm_swiglu(a, weights, activation, out_format=token, engine=engine)
+        _check_quantized(default, exact, activation, 1.0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("out", ["mxfp8", "nvfp4"])
+def test_swizzled_result_of_unswizzled_rows(out: str, engine: str, rng: torch.Generator, device: torch.device) -> None:
+    """Rows without scale offsets: the result gets those of `dense_128`."""
+    w = _weights("bf16", 3, 64, 64, rng, device, gate_up=True)
+    a = make_rows("bf16", [100, 20, 30], 64, rng, device, num_experts=3)
+    hidden = grouped_gemm_swiglu(a, w, SwiGLU(), out_format=out, engine=engine)
+    assert hidden.group_scale_offsets is not None and hidden.group_scale_offsets.tolist() == [0, 1, 2]
+    _check_quantized(hidden, exact_gemm(a, w, device), SwiGLU(), 1.0)
+
+
+def test_gpt_oss_activation_is_that_of_transformers(rng: torch.Generator) -> None:
+    model = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    x = torch.randn(64, 128, generator=rng, dtype=torch.float64) * 8
+    want = model.GptOssExperts._apply_gate(SimpleNamespace(alpha=1.702, limit=7.0), x)
+    torch.testing.assert_close(swiglu(x[:, ::2], x[:, 1::2], GPT_OSS), want, rtol=1e-14, atol=1e-14)
+    want = torch.nn.functional.silu(x[:, ::2]) * x[:, 1::2]
+    torch.testing.assert_close(swiglu(x[:, ::2], x[:, 1::2], SwiGLU()), want, rtol=1e-14, atol=1e-14)
+
+
+# --- what callers see ------------------------------------------------------------------------------------------------
+
+
+def test_tile_does_not_depend_on_rows() -> None:
+    for fmt in FORMATS.values():
+        for n in (8, 40, 128, 4096):
+            plain, gated = choose_tile(n, fmt), choose_tile(n, fmt, out_block=fmt.block)
+            assert plain.block_n >= min(n, 128) and gated.block_n % fmt.block == 0
+            assert gated.block_k % fmt.block == 0 and plain.block_k % fmt.block == 0
+
+
+def test_flops_and_bytes() -> None:
+    nvfp4, bf16, fp8 = (FORMATS[name] for name in ("nvfp4", "bf16", "fp8_block"))
+    assert gemm_flops(3, 5, 7) == 210
+
+    def count(a: TokenFormat, w: TokenFormat) -> int:
+        return gemm_bytes(10, 4096, 7168, a_format=a, w_format=w, active_experts=2, out_bytes_per_row=8192)
+
+    assert count(nvfp4, nvfp4) == 10 * (3584 + 448 + 4 + 8192) + 2 * 4096 * (3584 + 448)
+    assert count(bf16, bf16) == 10 * (14336 + 8192) + 2 * 4096 * 14336
+    assert count(fp8, fp8) == 10 * (7168 + 224 + 8192) + 2 * (4096 * 7168 + 32 * 224)
+
+
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("a.format", {"format": FORMATS["mxfp8"]}),
+        ("a.rows", {"rows": torch.zeros(8, 63, dtype=torch.uint8)}),
+        ("a.rows", {"rows": torch.zeros(8, 32, dtype=torch.int8)}),
+        ("a.rows", {"rows": torch.zeros(32, 8, dtype=torch.uint8).T}),
+        ("a.rows", {"rows": torch.zeros(7, 32, dtype=torch.uint8)}),
+        ("w", {"num_columns": 128}),
+        ("a.row_index", {"row_index": torch.zeros(8, dtype=torch.int64)}),
+        ("a.row_index", {"row_index": torch.zeros(7, dtype=torch.int32)}),
+        ("a.row_scale", {"row_scale": None}),
+        ("a.row_scale", {"row_scale": torch.zeros(16)[::2]}),
+        ("a.group_offsets", {"group_offsets": torch.zeros(2, dtype=torch.int32)}),
+        ("a.group_scale_offsets", {"group_scale_offsets": None}),
+        ("a.num_active_experts", {"num_active_experts": torch.ones(1)}),
+        ("a.scales", {"scales": None}),
+        ("a.scales", {"scales": torch.zeros(2, 2, 32, 4, 4, dtype=torch.uint8)}),
+    ],
+)
+def test_bad_rows_are_named(name: str, change: dict[str, Any], rng: torch.Generator) -> None:
+    cpu = torch.device("cpu")
+    w = _weights("nvfp4", 2, 32, 64, rng, cpu)
+    a = replace(make_rows("nvfp4", [3, 5], 64, rng, cpu, num_experts=2), **change)
+    with pytest.raises(ValueError, match=f"^{name}: expected .*got"):
+        grouped_gemm(a, w)
+
+
+def test_bad_arguments_are_named(rng: torch.Generator) -> None:
+    cpu = torch.device("cpu")
+    w = _weights("nvfp4", 2, 32, 64, rng, cpu, gate_up=True)
+    a = make_rows("nvfp4", [3, 5], 64, rng, cpu, num_experts=2)
+    with pytest.raises(ValueError, match=r"^out: expected \[at least 8, 32\], got \[7, 32\]"):
+        grouped_gemm(a, w, out=torch.zeros(7, 32))
+    with pytest.raises(ValueError, match=r"^out_dtype: expected"):
+        grouped_gemm(a, w, out_dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"^engine: expected"):
+        grouped_gemm(a, w, engine="cuda")
+    with pytest.raises(ValueError, match=r"^activation\.order: expected gate_up as in w, got interleaved"):
+        grouped_gemm_swiglu(a, w, GPT_OSS, out_format="nvfp4")
+    with pytest.raises(ValueError, match=r"^out_gsf: expected a positive finite number"):
+        grouped_gemm_swiglu(a, w, SwiGLU(), out_format="nvfp4", out_gsf=0.0)
+    with pytest.raises(ValueError, match=r"^out_gsf: expected None for bf16"):
+        grouped_gemm_swiglu(a, w, SwiGLU(), out_format="bf16", out_gsf=1.0)
+    with pytest.raises(ValueError, match=r"^I of w: format mxfp8 needs a positive multiple of 32, got 16"):
+        grouped_gemm_swiglu(a, w, SwiGLU(), out_format="mxfp8")
+    with pytest.raises(ValueError, match=r"^limit: expected a positive number"):
+        SwiGLU(limit=0.0)

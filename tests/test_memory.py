@@ -1,0 +1,79 @@
+"""`reserved_bytes` against sums written out by hand, and against what contexts really reserve."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_runtime.comm.private_heap import PrivateHeap
+from moe_runtime.config import MoELayerConfig
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.dispatcher import TokenDispatcher
+from moe_runtime.formats import FORMATS
+from moe_runtime.memory import REGIONS, reserved_bytes
+
+
+def make_config(**changes: object) -> MoELayerConfig:
+    values: dict[str, object] = {
+        "hidden_size": 256,
+        "intermediate_size": 128,
+        "num_experts": 8,
+        "top_k": 4,
+        "max_tokens_per_rank": 10,
+    }
+    return MoELayerConfig.model_validate(values | changes)
+
+
+def test_bf16_by_hand() -> None:
+    # record: 512 quants, source 16, ids 16, weights 16 -> 560, to a multiple of 128: 640. Partial: 512.
+    # stamps: 4 * 10 * 4 = 160 bytes a half, to a multiple of 256. Signals: 4 ranks * 79 words * 4 = 1264 -> 1280.
+    assert reserved_bytes(make_config(), 4) == {
+        "landing": 2 * 26368,  # 41 * 640 = 26240, to a multiple of 256
+        "stamps": 2 * 256,
+        "combine": 2 * 10 * 4 * 512,
+        "signals": 1280,
+    }
+
+
+@pytest.mark.parametrize("name", sorted(FORMATS))
+def test_landing_follows_the_format(name: str) -> None:
+    layout_bytes = {"bf16": 640, "fp8_block": 384, "mxfp8": 384, "nvfp4": 256}[name]
+    expected = (8 * 10 + 1) * layout_bytes
+    assert reserved_bytes(make_config(token_format=name), 8)["landing"] == 2 * (-(-expected // 256) * 256)
+
+
+def test_partial_sums_are_bounded_by_top_k_and_by_ranks() -> None:
+    combine = [reserved_bytes(make_config(), world_size)["combine"] for world_size in (1, 2, 4, 8, 16)]
+    assert [size // (2 * 10 * 512) for size in combine] == [1, 2, 4, 4, 4]
+
+
+def test_memory_does_not_depend_on_the_number_of_experts_or_on_the_mode() -> None:
+    base = reserved_bytes(make_config(), 4)
+    assert reserved_bytes(make_config(num_experts=64), 4) == base
+    assert reserved_bytes(make_config(mode="packed", expert_row_capacity=7), 4) == base
+    assert tuple(base) == REGIONS
+
+
+@pytest.mark.parametrize("combine_format", ["bf16", "fp8_block", "mxfp8"])
+@pytest.mark.parametrize("name", sorted(FORMATS))
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_a_context_reserves_exactly_this(name: str, combine_format: str, world_size: int, device: torch.device) -> None:
+    config = make_config(token_format=name, combine_format=combine_format)
+    (heap, *_) = PrivateHeap.group(world_size, device)
+    context = ExpertParallelContext(heap=heap)
+    TokenDispatcher(
+        context,
+        hidden_size=config.hidden_size,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        max_tokens_per_rank=config.max_tokens_per_rank,
+        token_format=name,
+        combine_format=combine_format,
+    )
+    assert context.reserved_bytes == sum(reserved_bytes(config, world_size).values())
+
+
+@pytest.mark.parametrize("world_size", [0, -1])
+def test_a_world_without_ranks_is_refused(world_size: int) -> None:
+    with pytest.raises(ValueError, match=f"world_size: expected at least 1, got {world_size}"):
+        reserved_bytes(make_config(), world_size)

@@ -1,0 +1,72 @@
+"""What README tells a reader to type works: Python blocks run, YAML blocks are configs, commands and links exist."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from moe_runtime.config import load_config
+
+pytestmark = pytest.mark.cpu_only
+
+ROOT = Path(__file__).resolve().parent.parent
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+FENCE = re.compile(r"^```(\w*)[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
+
+
+def blocks(*languages: str) -> list[object]:
+    """Fenced blocks in one of `languages`, as parameters called after their line."""
+    return [
+        pytest.param(match[2], id=f"line{README[: match.start()].count(chr(10)) + 1}")
+        for match in FENCE.finditer(README)
+        if match[1] in languages
+    ]
+
+
+@pytest.mark.parametrize("code", blocks("python"))
+def test_python_block_runs_as_written(code: str, tmp_path: Path) -> None:
+    script = tmp_path / "snippet.py"
+    script.write_text(code)
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, script],
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, f"{code}\n{done.stdout}\n{done.stderr}"
+
+
+@pytest.mark.parametrize("text", blocks("yaml"))
+def test_yaml_block_is_a_config(text: str, tmp_path: Path) -> None:
+    file = tmp_path / "block.yaml"
+    file.write_text(text)
+    load_config(file)
+
+
+@pytest.mark.parametrize("text", blocks("bash", "sh", "shell", "console"))
+def test_commands_name_what_exists(text: str) -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    for target in re.findall(r"^\$?\s*make ([a-z][\w-]*)", text, re.MULTILINE):
+        assert re.search(rf"^{target}:", makefile, re.MULTILINE), f"make {target}"
+    for module in re.findall(r"-m (moe_runtime[\w.]*)", text):
+        assert find_spec(module), module
+    for config in re.findall(r"--config[ =]([\w./-]+)", text):
+        load_config(ROOT / config if config.endswith(".yaml") else config)
+
+
+def test_links_lead_somewhere() -> None:
+    targets = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", README)
+    assert not [target for target in targets if not (ROOT / target).exists()]
+
+
+def test_readme_shows_code_and_a_config() -> None:
+    assert blocks("python") and blocks("yaml")

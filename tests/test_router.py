@@ -1,0 +1,238 @@
+"""Routing against transformers' own routers and against a float64 search in which ties go to the lowest id."""
+
+from __future__ import annotations
+
+import doctest
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_runtime import router as router_module
+from moe_runtime.config import RouterConfig
+from moe_runtime.router import Router, sigmoid_topk, softmax_topk
+
+
+def by_id(idx_TK: torch.Tensor, weights_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Sorted by expert id, for routers that promise no order."""
+    order = idx_TK.long().argsort(dim=-1)
+    return idx_TK.long().gather(1, order), weights_TK.float().gather(1, order)
+
+
+def lowest_first(scores: list[float], k: int) -> list[int]:
+    """Ids of the `k` largest; Python's sort is stable."""
+    return sorted(range(len(scores)), key=lambda e: -scores[e])[:k]
+
+
+@pytest.mark.parametrize("renormalize", [True, False])
+def test_softmax_is_transformers_qwen3_moe(device: torch.device, renormalize: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+    config = transformers.Qwen3MoeConfig(
+        hidden_size=64, num_experts=24, num_experts_per_tok=6, norm_topk_prob=renormalize
+    )
+    theirs = Qwen3MoeTopKRouter(config).to(device)
+    torch.manual_seed(1)
+    theirs.weight.data.normal_()
+    ours = Router(64, 24, 6, RouterConfig(renormalize=renormalize)).to(device)
+    ours.load_state_dict(theirs.state_dict())
+    x_TH = torch.randn(97, 64, device=device)
+    with torch.no_grad():
+        _, weights_TK, idx_TK = theirs(x_TH)
+    got_idx, got_weights = ours(x_TH)
+    assert got_idx.dtype == torch.int32 and got_weights.dtype == torch.float32
+    torch.testing.assert_close(got_idx.long(), idx_TK, rtol=0, atol=0)
+    # Both are a few fp32 roundings of the same exact numbers.
+    torch.testing.assert_close(got_weights, weights_TK, rtol=2**-20, atol=0)
+
+
+@pytest.mark.parametrize(("num_groups", "top_groups"), [(1, 1), (4, 2), (8, 4), (4, 4)])
+def test_sigmoid_is_transformers_deepseek_v3(device: torch.device, num_groups: int, top_groups: int) -> None:
+    transformers = pytest.importorskip("transformers")
+    from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3TopkRouter
+
+    config = transformers.DeepseekV3Config(
+        hidden_size=64,
+        n_routed_experts=32,
+        num_experts_per_tok=6,
+        n_group=num_groups,
+        topk_group=top_groups,
+        norm_topk_prob=True,
+        routed_scaling_factor=2.5,
+    )
+    theirs = DeepseekV3TopkRouter(config).to(device)
+    torch.manual_seed(2)
+    theirs.weight.data.normal_(std=0.2)
+    theirs.e_score_correction_bias.normal_(std=0.3)
+    ours = Router(
+        64,
+        32,
+        6,
+        RouterConfig(
+            kind="sigmoid", num_groups=num_groups, top_groups=top_groups, scaling_factor=2.5, correction_bias=True
+        ),
+    ).to(device)
+    ours.load_state_dict(theirs.state_dict())
+    x_TH = torch.randn(97, 64, device=device)
+    with torch.no_grad():
+        _, weights_TK, idx_TK = theirs(x_TH)
+    got_idx, got_weights = by_id(*ours(x_TH))
+    want_idx, want_weights = by_id(idx_TK, weights_TK)
+    torch.testing.assert_close(got_idx, want_idx, rtol=0, atol=0)
+    torch.testing.assert_close(got_weights, want_weights, rtol=2**-20, atol=0)
+
+
+# Few distinct values, all exact in fp32 together with their differences: ties are the rule.
+COARSE = st.sampled_from([-4.0, -1.0, -0.5, 0.0, 0.5, 1.0, 4.0])
+
+
+@st.composite
+def rows(draw: st.DrawFn) -> tuple[list[list[float]], int]:
+    experts = draw(st.integers(1, 12))
+    row = st.lists(COARSE, min_size=experts, max_size=experts)
+    return draw(st.lists(row, min_size=1, max_size=4)), draw(st.integers(1, experts))
+
+
+@given(rows(), st.booleans(), st.sampled_from([1.0, 2.5]))
+def test_softmax_against_a_search(case: tuple[list[list[float]], int], renormalize: bool, factor: float) -> None:
+    logits, k = case
+    idx_TK, weights_TK = softmax_topk(torch.tensor(logits), k, renormalize=renormalize, scaling_factor=factor)
+    for row, ids, weights in zip(logits, idx_TK.tolist(), weights_TK.tolist(), strict=True):
+        want = lowest_first(row, k)
+        assert ids == want
+        total = sum(math.exp(row[e]) for e in (want if renormalize else range(len(row))))
+        np.testing.assert_allclose(weights, [factor * math.exp(row[e]) / total for e in want], rtol=2**-20)
+
+
+@st.composite
+def grouped_rows(draw: st.DrawFn) -> tuple[list[list[float]], list[float], int, int, int]:
+    groups = draw(st.integers(1, 4))
+    size = draw(st.integers(2, 4))
+    top_groups = draw(st.integers(1, groups))
+    k = draw(st.integers(1, top_groups * size))
+    row = st.lists(COARSE, min_size=groups * size, max_size=groups * size)
+    # Biases are multiples of 8: no rounding of score + bias can reorder what differs, and equal scores tie exactly.
+    bias = draw(st.lists(st.sampled_from([-8.0, 0.0, 8.0]), min_size=groups * size, max_size=groups * size))
+    return draw(st.lists(row, min_size=1, max_size=3)), bias, k, groups, top_groups
+
+
+@given(grouped_rows(), st.booleans())
+def test_sigmoid_against_a_search(
+    case: tuple[list[list[float]], list[float], int, int, int], renormalize: bool
+) -> None:
+    logits, bias, k, groups, top_groups = case
+    idx_TK, weights_TK = sigmoid_topk(
+        torch.tensor(logits),
+        k,
+        correction_bias_E=torch.tensor(bias),
+        num_groups=groups,
+        top_groups=top_groups,
+        renormalize=renormalize,
+        scaling_factor=2.5,
+    )
+    # The fp32 sigmoid and sums are part of the definition where they decide ties; the search is what is tested.
+    scores = torch.tensor(logits).sigmoid()
+    choice = (scores + torch.tensor(bias)).numpy()
+    size = len(bias) // groups
+    for t, (ids, weights) in enumerate(zip(idx_TK.tolist(), weights_TK.tolist(), strict=True)):
+        of_group = []
+        for g in range(groups):
+            best, second = sorted(choice[t, g * size : (g + 1) * size], reverse=True)[:2]
+            of_group.append(float(np.float32(best) + np.float32(second)))
+        allowed = set(lowest_first(of_group, top_groups))
+        masked = [float(c) if e // size in allowed else -math.inf for e, c in enumerate(choice[t])]
+        want = lowest_first(masked, k)
+        assert ids == want
+        exact = [1 / (1 + math.exp(-logits[t][e])) for e in want]
+        total = sum(exact) if renormalize else 1.0
+        np.testing.assert_allclose(weights, [2.5 * w / total for w in exact], rtol=2**-20)
+
+
+@pytest.mark.parametrize("value", [0.0, 1e30, -1e30])
+def test_equal_logits_give_the_first_experts(device: torch.device, value: float) -> None:
+    logits_TE = torch.full((3, 300), value, device=device)
+    want = torch.arange(8, dtype=torch.int32, device=device).expand(3, 8)
+    idx_TK, weights_TK = softmax_topk(logits_TE, 8)
+    assert torch.equal(idx_TK, want)
+    torch.testing.assert_close(weights_TK, torch.full_like(weights_TK, 1 / 8), rtol=2**-20, atol=0)
+    assert torch.equal(sigmoid_topk(logits_TE, 8, num_groups=10, top_groups=3)[0], want)
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("where", ["one", "group", "all"])
+def test_ids_stay_in_range_and_apart_whatever_the_logits(device: torch.device, poison: float, where: str) -> None:
+    torch.manual_seed(3)
+    logits_TE = torch.randn(5, 16, device=device)
+    logits_TE[2, {"one": slice(7, 8), "group": slice(4, 8), "all": slice(None)}[where]] = poison
+    clean = torch.tensor([0, 1, 3, 4], device=device)
+    for bias in (None, torch.full((16,), -math.inf, device=device)):
+        for idx_TK, weights_TK in (
+            softmax_topk(logits_TE, 6),
+            sigmoid_topk(logits_TE, 6, correction_bias_E=bias, num_groups=4, top_groups=2),
+        ):
+            assert ((idx_TK >= 0) & (idx_TK < 16)).all()
+            assert all(len(set(row)) == 6 for row in idx_TK.tolist())
+            assert weights_TK[clean].isfinite().all()
+
+
+def test_masked_groups_are_never_chosen_even_below_an_infinite_bias(device: torch.device) -> None:
+    bias_E = torch.tensor([-math.inf, -math.inf, 0.0, -1.0, -1.0, -1.0], device=device)
+    bias_E[3] = -math.inf
+    bias_E[4:] = 1.0
+    idx_TK, _ = sigmoid_topk(
+        torch.zeros(1, 6, device=device), 2, correction_bias_E=bias_E, num_groups=3, top_groups=1, renormalize=False
+    )
+    assert idx_TK.tolist() == [[4, 5]]
+    idx_TK, _ = sigmoid_topk(
+        torch.zeros(1, 4, device=device),
+        2,
+        correction_bias_E=torch.tensor([-3.0, -3.0, 9.0, -math.inf], device=device),
+        num_groups=2,
+        top_groups=1,
+    )
+    assert idx_TK.tolist() == [[0, 1]]
+
+
+def test_router_computes_in_fp32_from_bf16_tokens(device: torch.device) -> None:
+    torch.manual_seed(4)
+    router = Router(512, 16, 4, RouterConfig()).to(device)
+    x_TH = torch.randn(33, 512, device=device).bfloat16()
+    exact = x_TH.double() @ router.weight.double().T
+    # fp32 sums of 512 products: 2^-20 of the sum of their magnitudes.
+    allowed = 2**-20 * (x_TH.double().abs() @ router.weight.double().abs().T)
+    assert ((router.logits(x_TH).double() - exact).abs() <= allowed).all()
+    assert router.logits(x_TH).dtype == torch.float32
+
+
+def test_no_tokens(device: torch.device) -> None:
+    for config in (RouterConfig(), RouterConfig(kind="sigmoid", num_groups=4, top_groups=2)):
+        idx_TK, weights_TK = Router(64, 16, 4, config).to(device)(torch.empty(0, 64, device=device))
+        assert idx_TK.shape == weights_TK.shape == (0, 4)
+        assert (idx_TK.dtype, weights_TK.dtype) == (torch.int32, torch.float32)
+
+
+def test_bad_input_is_named() -> None:
+    router = Router(64, 16, 4, RouterConfig())
+    with pytest.raises(ValueError, match=r"x: expected \[T, 64\], got \[3, 65\]"):
+        router(torch.zeros(3, 65))
+    with pytest.raises(ValueError, match=r"x: expected a float dtype, got torch\.int32"):
+        router(torch.zeros(3, 64, dtype=torch.int32))
+    with pytest.raises(ValueError, match="x: requires grad"):
+        router(torch.zeros(3, 64, requires_grad=True))
+    with pytest.raises(ValueError, match=r"top_k: expected 1\.\.4, got 5"):
+        softmax_topk(torch.zeros(2, 4), 5)
+    with pytest.raises(ValueError, match="num_groups"):
+        sigmoid_topk(torch.zeros(2, 4), 2, num_groups=4)
+    with pytest.raises(ValueError, match="top_groups"):
+        sigmoid_topk(torch.zeros(2, 4), 3, num_groups=2, top_groups=1)
+    with pytest.raises(ValueError, match="logits"):
+        softmax_topk(torch.zeros(4), 2)
+
+
+def test_examples_in_docstrings() -> None:
+    outcome = doctest.testmod(router_module)
+    assert outcome.attempted > 0 and outcome.failed == 0

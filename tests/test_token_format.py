@@ -1,0 +1,209 @@
+"""Byte layouts of records and of the seed's messages; messages are written, read and taken apart."""
+
+from __future__ import annotations
+
+import doctest
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from moe_runtime import plan, token_format
+from moe_runtime.formats import FORMATS, FP8_BLOCK, NVFP4, TokenFormat
+from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
+from moe_runtime.kernels.swizzle import swizzle_scales
+from moe_runtime.token_format import NVFP4TokenFormat, RecordLayout, TokenMessage
+from tests.comparison import assert_same_bits
+
+GSF = 300.0
+
+
+def test_worked_examples() -> None:
+    results = doctest.testmod(token_format)
+    assert results.attempted >= 6
+    assert results.failed == 0
+
+
+@given(
+    fmt=st.sampled_from(list(FORMATS.values())),
+    blocks=st.integers(1, 70),
+    top_k=st.integers(1, 40),
+    alignment=st.sampled_from([4, 8, 16, 32, 64, 128]),
+)
+def test_record_fields_are_aligned_and_apart(fmt: TokenFormat, blocks: int, top_k: int, alignment: int) -> None:
+    hidden = blocks * max(fmt.block, 8)
+    layout = RecordLayout(fmt, hidden, top_k, alignment)
+    fields = [
+        (layout.quants_offset, fmt.quant_bytes(hidden)),
+        (layout.scales_offset, fmt.scale_bytes(hidden)),
+        (layout.row_scale_offset, 4 if fmt.has_row_scale else 0),
+        (layout.source_offset, 4),
+        (layout.ids_offset, 2 * top_k),
+        (layout.weights_offset, 4 * top_k),
+    ]
+    end = 0
+    for offset, size in fields:
+        assert offset % alignment == 0
+        assert 0 <= offset - end < alignment  # no more room than alignment asks for
+        end = offset + size
+    assert layout.record_bytes % 128 == 0
+    assert 0 <= layout.record_bytes - end < 128
+
+
+def test_record_of_a_real_model() -> None:
+    layout = RecordLayout("nvfp4", hidden=7168, top_k=8)
+    assert layout.format is NVFP4
+    assert (layout.scales_offset, layout.row_scale_offset, layout.source_offset) == (3584, 4032, 4048)
+    assert (layout.ids_offset, layout.weights_offset, layout.record_bytes) == (4064, 4080, 4224)
+    assert layout == RecordLayout(NVFP4, 7168, 8)
+    assert hash(layout) == hash(RecordLayout(NVFP4, 7168, 8))
+
+
+def test_the_seeds_sizes() -> None:
+    token = NVFP4TokenFormat(7168, 8)
+    assert (token.group_size, token.hid_dim, token.top_k, token.alignment) == (16, 7168, 8, 16)
+    assert (token.fp4_quant_size(), token.scales_size(), token.token_size()) == (3584, 448, 4032)
+    assert token.scales_offset() == token.fp4_quant_size()
+    assert token.msg_size() == 4032 + 16 + 16
+    odd = NVFP4TokenFormat(hid_dim=48, top_k=3, alignment=128)
+    assert (odd.fp4_quant_size(), odd.scales_size(), odd.msg_size()) == (128, 128, 512)
+    assert token.get_type_name() == "NVFP4TokenFormat[hid_dim=7168, top_k=8, alignment=16]"
+
+
+def test_pad_expert_offsets_fills_the_bound_tensor(device: torch.device) -> None:
+    bound = torch.full((5,), 99, dtype=torch.int32, device=device).view(torch.uint32)
+    token = NVFP4TokenFormat(64, 2, output_scales_offset=bound)
+    rows = torch.tensor([0, 100, 300, 400], dtype=torch.int32, device=device).view(torch.uint32)
+    assert token.pad_expert_offsets(rows).tolist() == [0, 1, 1]
+    assert bound.view(torch.int32).tolist() == [0, 1, 1, 99, 99]
+    with pytest.raises(ValueError, match="row_offsets"):
+        token.pad_expert_offsets(torch.zeros(8, dtype=torch.int32, device=device))
+
+
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_message_round_trip(fmt: TokenFormat, device: torch.device, rng) -> None:
+    hidden, top_k, count = 384, 3, 5
+    message = TokenMessage(fmt, hidden, top_k, 64)
+    gsf = GSF if fmt.has_row_scale else None
+    x = torch.randn(count, hidden, generator=rng).to(torch.bfloat16).to(device)
+    # An odd row stride: nothing may rely on the buffer being aligned.
+    buf = torch.full((count, message.msg_size() + 3), 0xA5, dtype=torch.uint8, device=device)
+    source = torch.tensor([7, 0, -1, 2**31 - 1, 12], device=device)
+    ids = torch.tensor([[0, 65534, -1], [1, 2, 3], [-1, -1, -1], [300, 40000, 5], [9, 8, 7]], device=device)
+    message.copy_token_to_send_buf(buf, x, gsf)
+    message.write_info(buf, source, ids)
+
+    rows = quantize_rows(x, fmt, gsf=gsf)
+    back = message.read_token(buf, gsf)
+    assert_same_bits(back.quants_RK, rows.quants_RK)
+    assert_same_bits(dequantize_rows(back), dequantize_rows(rows))
+    read_source, read_ids = message.read_info(buf)
+    assert read_source.tolist() == source.tolist()
+    assert read_ids.tolist() == ids.tolist()
+    used = torch.zeros(message.msg_size() + 3, dtype=torch.bool)
+    for start, size in (
+        (0, fmt.quant_bytes(hidden)),
+        (message.scales_offset(), fmt.scale_bytes(hidden)),
+        (message.src_info_offset(), 4),
+        (message.topk_info_offset(), 2 * top_k),
+    ):
+        used[start : start + size] = True
+    assert (buf[:, ~used.to(device)] == 0xA5).all()  # gaps keep what they held
+
+    one = torch.full((message.msg_size(),), 0xA5, dtype=torch.uint8, device=device)
+    message.copy_token_to_send_buf(one, x[3], gsf)
+    message.write_info(one, source[3], ids[3])
+    assert_same_bits(one, buf[3, : message.msg_size()])
+    assert [t.tolist() for t in message.read_info(one)] == [source[3].tolist(), ids[3].tolist()]
+
+
+def test_copy_msg_to_output_tensor_swizzles_into_dense_128(device: torch.device, rng) -> None:
+    hidden = 96  # 6 scale columns: not a multiple of 4
+    counts = [100, 0, 200, 1]
+    rows = torch.tensor([0, 100, 100, 300, 301], dtype=torch.int32, device=device)
+    blocks = plan.dense_128_blocks_needed(301, 4)
+    tokens = torch.full((310, hidden // 2), 0xA5, dtype=torch.uint8, device=device)
+    scales = torch.full((blocks, 2, 32, 4, 4), 0xA5, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    token = NVFP4TokenFormat(hidden, 2, output_tokens=tokens, output_scales=scales)
+    x = torch.randn(301, hidden, generator=rng).to(device)
+    buf = torch.zeros(301, token.msg_size(), dtype=torch.uint8, device=device)
+    token.copy_token_to_send_buf(buf, x, GSF)
+    offsets = token.pad_expert_offsets(rows)
+
+    order = torch.randperm(301, generator=rng).to(device)
+    token.copy_msg_to_output_tensor(buf[order[:-1]], order[:-1])
+    token.copy_msg_to_output_tensor(buf[order[-1]], int(order[-1]))
+
+    quantized = quantize_rows(x, NVFP4, gsf=GSF)
+    assert_same_bits(tokens[:301], quantized.quants_RK)
+    assert (tokens[301:] == 0xA5).all()
+    expected = torch.full_like(scales.view(torch.uint8), 0xA5)
+    for g, count in enumerate(counts):
+        first, start = int(rows[g]), int(rows[g]) // 128 + int(offsets[g])
+        swizzled = swizzle_scales(quantized.scales_RV[first : first + count]).view(torch.uint8)
+        ones = torch.ones(count, 6, dtype=torch.uint8, device=device)
+        written = swizzle_scales(ones).bool()
+        expected[start : start + len(swizzled)][written] = swizzled[written]
+    assert_same_bits(scales.view(torch.uint8), expected)
+
+
+def test_copy_msg_to_output_tensor_without_swizzle(device: torch.device, rng) -> None:
+    x = torch.randn(4, 256, generator=rng).to(device)
+    tokens = torch.zeros(6, 256, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.full((6, 2), float("nan"), device=device)
+    message = TokenMessage("fp8_block", 256, 1, output_tokens=tokens, output_scales=scales)
+    buf = torch.zeros(4, message.msg_size(), dtype=torch.uint8, device=device)
+    message.copy_token_to_send_buf(buf, x)
+    index = torch.tensor([5, 0, 2, 3], device=device)
+    message.copy_msg_to_output_tensor(buf, index)
+    q = quantize_rows(x, FP8_BLOCK)
+    assert_same_bits(tokens[index], q.quants_RK)
+    assert_same_bits(scales[index], q.scales_RV)
+    assert scales[[1, 4]].isnan().all()
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: NVFP4TokenFormat(40, 2), "hid_dim"),
+        (lambda: NVFP4TokenFormat(64, 0), "top_k"),
+        (lambda: NVFP4TokenFormat(64, 2, 24), "alignment"),
+        (lambda: NVFP4TokenFormat(64, 2, 2), "alignment"),
+        (lambda: TokenMessage("fp4", 64, 2), "format"),
+        (lambda: RecordLayout(NVFP4, 24, 2), "hidden"),
+        (lambda: RecordLayout(NVFP4, 64, 0), "top_k"),
+        (lambda: RecordLayout(NVFP4, 64, 2, 256), "alignment"),
+        (lambda: NVFP4TokenFormat(64, 2, output_tokens=torch.zeros(4, 64, dtype=torch.uint8)), "output_tokens"),
+        (lambda: NVFP4TokenFormat(64, 2, output_scales=torch.zeros(1, 1, 32, 4, 4)), "output_scales"),
+        (lambda: NVFP4TokenFormat(64, 2, output_scales_offset=torch.zeros(3)), "output_scales_offset"),
+    ],
+)
+def test_bad_construction(call, name: str) -> None:
+    with pytest.raises(ValueError, match=name):
+        call()
+
+
+def test_bad_calls() -> None:
+    tokens, scales = torch.zeros(8, 32, dtype=torch.uint8), torch.zeros(1, 1, 32, 4, 4).to(torch.float8_e4m3fn)
+    token = NVFP4TokenFormat(64, 2, output_tokens=tokens, output_scales=scales)
+    buf, x = torch.zeros(3, token.msg_size(), dtype=torch.uint8), torch.zeros(3, 64)
+    for call, name in (
+        (lambda: token.copy_token_to_send_buf(buf[:2], x, 1.0), "buf"),
+        (lambda: token.copy_token_to_send_buf(buf.int(), x, 1.0), "buf"),
+        (lambda: token.copy_token_to_send_buf(buf[:, :30], x, 1.0), "buf"),
+        (lambda: token.copy_token_to_send_buf(buf, x[:, :48], 1.0), "src"),
+        (lambda: token.copy_token_to_send_buf(buf, x), "input_scale"),
+        (lambda: token.read_token(buf), "input_scale"),
+        (lambda: token.write_info(buf, torch.zeros(3), torch.zeros(3, 3)), "topk_idx"),
+        (lambda: token.copy_msg_to_output_tensor(buf[0], 0), "pad_expert_offsets"),
+        (lambda: NVFP4TokenFormat(64, 2).copy_msg_to_output_tensor(buf[0], 0), "output_tokens"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            call()
+    token.pad_expert_offsets(torch.tensor([0, 2, 4]))
+    for index in (-1, 4):
+        with pytest.raises(ValueError, match="token_index"):
+            token.copy_msg_to_output_tensor(buf[0], index)
+    with pytest.raises(ValueError, match="output_scales"):
+        token.copy_msg_to_output_tensor(buf[0], 2)
