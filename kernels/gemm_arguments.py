@@ -11,13 +11,13 @@ from moe_runtime.weights import MAX_ENCODE_SCALE, ExpertWeights, SwiGLU
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
-DEFAULT_INTERMEDIATE_GSF = 1.0
+DEFAULT_INTERMEDIATE_GSF = 16.0
 """Encode scale of an NVFP4 intermediate where neither checkpoint nor config gives one.
 
-A tile of the epilogue cannot see a whole row, so this is a constant. Block maxima from `6 * 2^-6` to 2688 keep the full
-precision of their e4m3 block scale. Below that the scale is denormal, a multiple of 2^-9, and each number is off by at
-most 2^-9 more than its code's rounding; a block whose maximum is under `6 * 2^-10` becomes zeros, an absolute error of
-less than 0.006 for each number. Above 2688 numbers saturate. A calibrated scale is better where there is one.
+A tile of the epilogue cannot see a whole row, so this is a constant. Block maxima from `6 * 2^-6 / 16 = 0.006` to
+`2688 / 16 = 168` keep the full precision of their e4m3 block scale. Below that the scale is a multiple of 2^-9, off by
+at most 2^-10, which adds at most `6 * 2^-10 / 16 = 0.0004` to the error of a number; a block whose maximum is under
+0.0004 becomes zeros. Above 168 numbers saturate. A calibrated scale is better where there is one.
 """
 
 

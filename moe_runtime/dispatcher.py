@@ -378,8 +378,7 @@ class TokenDispatcher:
 @contextmanager
 def collective_step(context: ExpertParallelContext) -> Iterator[None]:
     """Around work that peers wait for: raises what earlier steps recorded, and tells the peers of an error within."""
-    if not context.allocated:
-        context.allocate()
+    context.allocate()
     context.check()
     try:
         yield

@@ -16,6 +16,7 @@ import triton.language as tl
 from moe_runtime.formats import FORMATS, TokenFormat
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.activation import swiglu
+from moe_runtime.kernels.gemm_arguments import DEFAULT_INTERMEDIATE_GSF
 from moe_runtime.kernels.gemm_operands import find_tile
 from moe_runtime.kernels.grouped_gemm import choose_tile, gemm_bytes, gemm_flops, grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
@@ -351,7 +352,7 @@ def test_swiglu_requantized(
         assert hidden.row_scale is not None
         assert_same_bits(hidden.row_scale, torch.full((a.capacity,), np.float32(1) / np.float32(11)), "row_scale")
         default = grouped_gemm_swiglu(a, weights, activation, out_format=token, engine=engine)
-        _check_quantized(default, exact, activation, 1.0)
+        _check_quantized(default, exact, activation, DEFAULT_INTERMEDIATE_GSF)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -362,7 +363,7 @@ def test_swizzled_result_of_unswizzled_rows(out: str, engine: str, rng: torch.Ge
     a = make_rows("bf16", [100, 20, 30], 64, rng, device, num_experts=3)
     hidden = grouped_gemm_swiglu(a, w, SwiGLU(), out_format=out, engine=engine)
     assert hidden.group_scale_offsets is not None and hidden.group_scale_offsets.tolist() == [0, 1, 2]
-    _check_quantized(hidden, exact_gemm(a, w, device), SwiGLU(), 1.0)
+    _check_quantized(hidden, exact_gemm(a, w, device), SwiGLU(), DEFAULT_INTERMEDIATE_GSF)
 
 
 def test_gpt_oss_activation_is_that_of_transformers(rng: torch.Generator) -> None:

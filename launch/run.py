@@ -1,0 +1,207 @@
+"""Runs one layer on seeded tokens and holds every rank's output against the float64 reference.
+
+`[torchrun --nproc-per-node=N] -m moe_runtime.launch.run --config NAME` prints each rank's tokens, errors and phase
+times, and how many tokens each expert got. The exit code is 0 only if every rank's error is inside the bound that
+follows from the formats; 2 for a wrong argument or config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from dataclasses import dataclass
+from typing import get_args
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+from moe_runtime.config import FormatName, RunConfig
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.formats import ceil_div
+from moe_runtime.launch import cases, environment
+from moe_runtime.layer import MoELayer, context_from_config
+from moe_runtime.metrics import PhaseTimes
+from moe_runtime.plan import expert_starts
+from moe_runtime.reference import relative_error
+
+HISTOGRAM_LINES = 32
+HISTOGRAM_WIDTH = 40
+
+
+@dataclass(frozen=True)
+class RankResult:
+    """What one rank tells of its run.
+
+    Attributes:
+        num_tokens: tokens of a step.
+        phase_ms: median over the timed steps, by phase.
+        checked: tokens compared with the reference.
+        frobenius, largest: `relative_error` over these.
+        expert_tokens: this rank's tokens for each expert of the layer, over the steps.
+    """
+
+    num_tokens: int
+    phase_ms: dict[str, float]
+    checked: int
+    frobenius: float
+    largest: float
+    expert_tokens: list[int]
+
+
+def run_steps(
+    layer: MoELayer, run: RunConfig, *, kind: str, num_tokens: int, steps: int, check_tokens: int
+) -> RankResult:
+    """Run one untimed and `steps` timed steps on this rank; of each, the first `check_tokens` tokens are checked."""
+    context, rank = layer.context, layer.context.rank
+    inputs = [cases.step_inputs(layer, kind, run.seed, rank, step, num_tokens) for step in range(steps + 1)]
+    outputs = []
+    times = PhaseTimes(context.device)
+    for step, (x_TH, idx_TK, weights_TK) in enumerate(inputs):
+        if context.group is not None:
+            context.group.barrier("step")
+        layer.times = times if step else None
+        y_TH = layer(x_TH) if kind == "router" else layer(x_TH, topk_idx=idx_TK, topk_weights=weights_TK)
+        outputs.append(y_TH[:check_tokens])
+    layer.times = None
+    if context.device.type == "cuda":
+        torch.cuda.synchronize(context.device)
+        context.check()
+    x_TH, idx_TK, weights_TK = (
+        torch.cat([part[:check_tokens] for part in parts]) for parts in zip(*inputs, strict=True)
+    )
+    reference_TH = cases.layer_reference(layer, cases.expert_source(run), x_TH, idx_TK, weights_TK)
+    frobenius, largest = relative_error(torch.cat(outputs), reference_TH)
+    ids = torch.cat([idx.flatten() for _, idx, _ in inputs[1:]]).long()
+    return RankResult(
+        num_tokens=num_tokens,
+        phase_ms={name: statistics.median(values) for name, values in times.milliseconds().items()},
+        checked=x_TH.shape[0],
+        frobenius=frobenius,
+        largest=largest,
+        expert_tokens=torch.bincount(ids[ids >= 0].cpu(), minlength=layer.config.num_experts).tolist(),
+    )
+
+
+def inside(result: RankResult, bound: float) -> bool:
+    """Whether a rank's error is inside the bound; NaN is not."""
+    return result.frobenius <= bound
+
+
+def report(results: list[RankResult], run: RunConfig, context: ExpertParallelContext, console: Console) -> None:
+    """Print what all ranks told."""
+    config, bound = run.layer, cases.layer_bound(run.layer)
+    console.print(
+        f"hidden {config.hidden_size}, intermediate {config.intermediate_size}, {config.num_experts} experts, "
+        f"top {config.top_k}; tokens {config.token_format}, weights {config.weight_format}, "
+        f"combine {config.combine_format}, mode {config.resolved_mode}"
+    )
+    console.print(
+        f"{context.world_size} rank(s) on {context.device.type}, transport {context.transport}, engine {context.engine}"
+    )
+    for name, reason in context.transport_reasons.items():
+        console.print(f"  not {name}: {reason}", markup=False)
+    table = Table(title="Each rank, against the float64 reference")
+    for column in ("rank", "tokens a step", "checked", "error", "bound", "largest error", ""):
+        table.add_column(column, justify="right")
+    for rank, result in enumerate(results):
+        verdict = "inside" if inside(result, bound) else "[red]OUTSIDE[/red]"
+        errors = (f"{result.frobenius:.3e}", f"{bound:.3e}", f"{result.largest:.3e}") if result.checked else ("-",) * 3
+        table.add_row(
+            str(rank), str(result.num_tokens), str(result.checked), *errors, verdict if result.checked else ""
+        )
+    console.print(table)
+    console.print(
+        "error: Frobenius norm relative to that of the reference, over all checked tokens of the rank; "
+        "largest error: relative to the reference's largest number"
+    )
+    console.print(phase_table(results))
+    console.print(f"Tokens per expert, all ranks, timed steps (at most {HISTOGRAM_LINES} lines)")
+    for line in histogram(
+        [sum(column) for column in zip(*(r.expert_tokens for r in results), strict=True)], len(results)
+    ):
+        console.print(line, markup=False)
+
+
+def phase_table(results: list[RankResult]) -> Table:
+    """Milliseconds of each phase: every rank's median over steps, and the maximum over ranks."""
+    table = Table(title="Phase times, ms (median over steps)")
+    for column in ("phase", *(f"rank {rank}" for rank in range(len(results))), "largest"):
+        table.add_column(column, justify="left" if column == "phase" else "right")
+    for name in results[0].phase_ms:
+        values = [result.phase_ms[name] for result in results]
+        table.add_row(name, *(f"{value:.3f}" for value in (*values, max(values))))
+    return table
+
+
+def histogram(expert_tokens: list[int], world_size: int) -> list[str]:
+    """One line per expert, or per run of neighbouring experts where there are many: owner, ids, bar, tokens."""
+    per_line = ceil_div(len(expert_tokens), HISTOGRAM_LINES)
+    starts = expert_starts(len(expert_tokens), world_size)
+    groups = [
+        range(first, min(first + per_line, len(expert_tokens))) for first in range(0, len(expert_tokens), per_line)
+    ]
+    totals = [sum(expert_tokens[expert] for expert in group) for group in groups]
+    lines = []
+    for group, total in zip(groups, totals, strict=True):
+        owner = sum(start <= group.start for start in starts[1:])
+        label = f"{group.start}" if len(group) == 1 else f"{group.start}-{group.stop - 1}"
+        bar = "█" * round(HISTOGRAM_WIDTH * total / max(1, *totals))
+        lines.append(f"  rank {owner:<3} expert {label:>11} {bar:<{HISTOGRAM_WIDTH}} {total}")
+    return lines
+
+
+def work(options: argparse.Namespace) -> int:
+    """Run and report; 1 if an error is outside its bound."""
+    run = environment.read_config(options)
+    if options.format is not None:
+        run = run.replace(layer=cases.with_token_format(run.layer, options.format))
+    if options.steps < 1:
+        raise ValueError(f"--steps: expected at least 1, got {options.steps}")
+    check_tokens = cases.default_check_tokens(run.layer) if options.check_tokens is None else options.check_tokens
+    if check_tokens < 0:
+        raise ValueError(f"--check-tokens: expected 0 or more, got {check_tokens}")
+    environment.start(run)
+    with context_from_config(run.parallel) as context:
+        given = options.tokens or [run.tokens_per_rank]
+        counts = cases.counts_of(given, context.world_size, run.layer.max_tokens_per_rank)
+        layer = MoELayer.from_run_config(run, context)
+        mine = run_steps(
+            layer,
+            run,
+            kind=options.routing,
+            num_tokens=counts[context.rank],
+            steps=options.steps,
+            check_tokens=check_tokens,
+        )
+        results = environment.gather(context, "results", mine)
+        report(results, run, context, environment.console_of(context))
+    bound = cases.layer_bound(run.layer)
+    return 0 if all(inside(result, bound) for result in results) else 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.run", description="Run and check one layer.")
+    environment.add_common_options(parser)
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", metavar="N", help="tokens of a step: for all ranks, or one number per rank"
+    )
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed steps (default: 10)")
+    parser.add_argument("--format", choices=get_args(FormatName), help="of tokens and weights, instead of the config's")
+    parser.add_argument("--routing", choices=cases.ROUTINGS, default="router", help="who chooses the experts")
+    parser.add_argument(
+        "--check-tokens",
+        type=int,
+        metavar="N",
+        help="tokens of each rank and step to check, 0 for none (default: all, but "
+        f"{cases.FEW_TOKENS} where the experts hold more than {cases.CHECK_WEIGHTS} weights). The bound is for the "
+        "mean over many tokens; the error of a few strays around it",
+    )
+    options = parser.parse_args(arguments)
+    return environment.run_program("run", lambda: work(options), debug=options.debug)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,183 @@
+"""How a step is timed: all ranks start together, the slowest rank counts in each iteration, the median over iterations.
+
+On GPUs an iteration is one replay of a CUDA graph of 20 steps where the step can be captured, else 20 eager steps,
+between two events and right after a barrier on the device. On CPUs it is one step by the wall clock.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.formats import ceil_div
+from moe_runtime.launch.environment import gather
+
+STEPS_PER_GRAPH = 20
+WARM_UP_STEPS = 3
+TOTAL = "total"
+
+Lap = Callable[[str], None]
+Step = Callable[[int, Lap], None]
+
+
+@dataclass(frozen=True)
+class Timing:
+    """Microseconds of one step: of each iteration, on its slowest rank.
+
+    Attributes:
+        iterations_us: one number per iteration.
+        steps_per_iteration: steps that an iteration's number is the mean of.
+        method: `cuda_graph`, `cuda_events` or `wall_clock`.
+    """
+
+    iterations_us: list[float]
+    steps_per_iteration: int
+    method: str
+
+    @property
+    def median_us(self) -> float:
+        return statistics.median(self.iterations_us)
+
+
+def copies_to_rotate(device: torch.device, num_bytes: int) -> int:
+    """How many copies of an input of `num_bytes` a step must take in turn, so that none is still in the L2 cache."""
+    if device.type != "cuda":
+        return 1
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(STEPS_PER_GRAPH, 1 + ceil_div(2 * cache, max(1, num_bytes)))
+
+
+def measure(
+    context: ExpertParallelContext,
+    step: Step,
+    *,
+    iterations: int,
+    capturable: bool,
+    laps: bool = False,
+) -> dict[str, Timing]:
+    """Time `step(number, lap)`. Collective.
+
+    Args:
+        step: does step `number` (which of the rotated inputs to take); calls `lap(name)` where a part called `name`
+            ends, which has begun at the start of the step or at the lap before. Must not wait for the device.
+        iterations: how many are timed.
+        capturable: whether a GPU may capture the step in a graph.
+        laps: time the parts instead of the whole step, which takes events (on GPUs nodes of the graph) in between.
+
+    Returns:
+        Timings by part; under `total` that of the whole step where `laps` is false.
+    """
+    clock = _CudaClock(context, step, capturable, laps) if context.device.type == "cuda" else _WallClock(step, laps)
+    clock.warm_up()
+    mine: dict[str, list[float]] = {}
+    for number in range(iterations):
+        _barrier(context)
+        for name, microseconds in clock.iteration(number).items():
+            mine.setdefault(name, []).append(microseconds)
+    context.check()
+    ranks = gather(context, "timings", mine)
+    return {
+        name: Timing([max(values) for values in zip(*(r[name] for r in ranks), strict=True)], clock.steps, clock.method)
+        for name in mine
+    }
+
+
+def _barrier(context: ExpertParallelContext) -> None:
+    """On GPUs it is queued on the current stream and the host goes on."""
+    if context.world_size == 1 or context.group is None:
+        return
+    if context.device.type == "cuda":
+        dist.all_reduce(torch.zeros(1, device=context.device), group=context.group.group)
+    else:
+        dist.barrier(context.group.group)
+
+
+def _no_lap(name: str) -> None:
+    """Where the parts of a step are not timed."""
+
+
+class _WallClock:
+    """One step per iteration, by the host's clock."""
+
+    steps = 1
+    method = "wall_clock"
+
+    def __init__(self, step: Step, laps: bool) -> None:
+        self._step = step
+        self._laps = laps
+
+    def warm_up(self) -> None:
+        for number in range(WARM_UP_STEPS):
+            self._step(number, _no_lap)
+
+    def iteration(self, number: int) -> dict[str, float]:
+        marks = [("", time.perf_counter())]
+        self._step(number, (lambda name: marks.append((name, time.perf_counter()))) if self._laps else _no_lap)
+        if not self._laps:
+            marks.append((TOTAL, time.perf_counter()))
+        return {name: (at - before) * 1e6 for (_, before), (name, at) in zip(marks, marks[1:], strict=False)}
+
+
+class _CudaClock:
+    """`STEPS_PER_GRAPH` steps per iteration between events, captured once where possible."""
+
+    steps = STEPS_PER_GRAPH
+
+    def __init__(self, context: ExpertParallelContext, step: Step, capturable: bool, laps: bool) -> None:
+        self.method = "cuda_graph" if capturable else "cuda_events"
+        self._context = context
+        self._step = step
+        self._laps = laps
+        self._graph: torch.cuda.CUDAGraph | None = None
+        self._marks: list[tuple[str, torch.cuda.Event]] = []
+
+    def warm_up(self) -> None:
+        # On a side stream, as capturing asks for.
+        stream, side = torch.cuda.current_stream(), torch.cuda.Stream()
+        side.wait_stream(stream)
+        with torch.cuda.stream(side):
+            for number in range(WARM_UP_STEPS):
+                self._step(number, _no_lap)
+        stream.wait_stream(side)
+        torch.cuda.synchronize(self._context.device)
+        if self.method == "cuda_graph":
+            self._graph = torch.cuda.CUDAGraph()
+            # Other threads (a process group's watchdog) may call CUDA meanwhile.
+            with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
+                self._steps()
+
+    def _mark(self, name: str) -> None:
+        # An external event becomes a node that records it anew at each replay.
+        event = torch.cuda.Event(enable_timing=True, external=self.method == "cuda_graph")
+        event.record()
+        self._marks.append((name, event))
+
+    def _steps(self) -> None:
+        self._marks = []
+        for number in range(self.steps):
+            if self._laps:
+                self._mark("")
+            self._step(number, self._mark if self._laps else _no_lap)
+
+    def iteration(self, number: int) -> dict[str, float]:
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start.record()
+        if self._graph is None:
+            self._steps()
+        else:
+            self._graph.replay()
+        end.record()
+        torch.cuda.synchronize(self._context.device)
+        if not self._laps:
+            return {TOTAL: start.elapsed_time(end) * 1e3 / self.steps}
+        sums: dict[str, float] = {}
+        for (_, before), (name, after) in zip(self._marks, self._marks[1:], strict=False):
+            if name:
+                sums[name] = sums.get(name, 0.0) + before.elapsed_time(after) * 1e3
+        return {name: total / self.steps for name, total in sums.items()}

@@ -1,0 +1,214 @@
+"""`MoELayer` from the outside: against transformers' own block, from YAML and checkpoints, and used wrongly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_runtime.checkpoint import write_qwen3_moe_checkpoint
+from moe_runtime.config import MoELayerConfig
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.formats import FORMATS
+from moe_runtime.layer import MoELayer, random_expert
+from moe_runtime.metrics import PhaseTimes
+from moe_runtime.reference import error_bound, moe_reference, relative_error
+from moe_runtime.virtual import VirtualRanks
+from moe_runtime.weights import SwiGLU
+from tests.comparison import assert_same_bits
+
+SETTINGS: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 128,
+    "num_experts": 8,
+    "top_k": 3,
+    "max_tokens_per_rank": 64,
+}
+
+
+def make_layer(device: torch.device, seed: int = 0, **changes: Any) -> MoELayer:
+    layer = MoELayer(MoELayerConfig(**{**SETTINGS, **changes}), ExpertParallelContext(device=device, timeout_s=10))
+    layer.load_random(seed)
+    return layer
+
+
+def tokens(rng: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, 256, generator=rng).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+@pytest.mark.parametrize("world", [1, 3])
+def test_bf16_is_no_worse_than_transformers_own_block(
+    world: int, norm_topk_prob: bool, device: torch.device, rng: torch.Generator
+) -> None:
+    """Frobenius norm and largest element of the error against float64: at most the block's own plus 2^-8."""
+    modeling = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    from transformers import Qwen3MoeConfig
+
+    settings = Qwen3MoeConfig(
+        hidden_size=256,
+        moe_intermediate_size=128,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=norm_topk_prob,
+        hidden_act="silu",
+    )
+    settings._experts_implementation = "eager"
+    block = modeling.Qwen3MoeSparseMoeBlock(settings).eval()
+    with torch.no_grad():
+        for parameter in block.parameters():
+            scale = parameter.shape[-1] ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=rng) * scale)
+    block = block.to(torch.bfloat16)
+    x = tokens(rng, 64)
+    state = block.state_dict()
+    gate_up, down = state["experts.gate_up_proj"], state["experts.down_proj"]
+    with torch.no_grad():
+        own = block(x[None])
+        own = (own[0] if isinstance(own, tuple) else own)[0]
+        routed = block.gate(x)
+    topk_weights, topk_idx = (t for t in routed[1:]) if routed[1].is_floating_point() else (routed[2], routed[1])
+
+    reference = moe_reference(x, topk_idx, topk_weights.float(), gate_up, down, SwiGLU())
+
+    def load(layer: MoELayer) -> None:
+        layer.load_experts((gate_up[e], down[e]) for e in layer.local_experts)
+
+    with VirtualRanks(MoELayerConfig(**SETTINGS), world, load, device=device) as ranks:
+        none = (x[:0].to(device), topk_idx[:0].to(device), topk_weights[:0].float().to(device))
+        mine = (x.to(device), topk_idx.to(device), topk_weights.float().to(device))
+        inputs = [mine] + [none] * (world - 1)
+        y = ranks([i[0] for i in inputs], [(i[1], i[2].contiguous()) for i in inputs])[0]
+    for ours, theirs in zip(
+        relative_error(y.cpu(), reference), relative_error(own.cpu(), reference), strict=True
+    ):
+        assert ours <= theirs + 2.0**-8
+
+
+@pytest.mark.parametrize("fmt", sorted(FORMATS))
+def test_every_format_is_within_its_bound_of_float64(
+    fmt: str, device: torch.device, rng: torch.Generator, seed: int
+) -> None:
+    layer = make_layer(device, seed, token_format=fmt)
+    x = tokens(rng, 64)
+    y = layer(x.to(device))
+    topk_idx, topk_weights = layer.router(x.to(device))
+    experts = [random_expert(layer.config, seed, e) for e in range(8)]
+    gate_up, down = (torch.stack([pair[i] for pair in experts]) for i in (0, 1))
+    reference = moe_reference(x, topk_idx.cpu(), topk_weights.cpu(), gate_up, down, SwiGLU())
+    assert relative_error(y.cpu(), reference)[0] <= error_bound(fmt)
+
+
+@pytest.mark.parametrize("fmt", sorted(FORMATS))
+@pytest.mark.parametrize("mode", ["indexed", "packed"])
+def test_modes_repetitions_and_neighbours_do_not_change_a_bit(
+    fmt: str, mode: str, device: torch.device, rng: torch.Generator
+) -> None:
+    layer, packed = make_layer(device, token_format=fmt, mode=mode), make_layer(device, token_format=fmt, mode="packed")
+    x = tokens(rng, 40).to(device)
+    y = layer(x)
+    assert_same_bits(layer(x), y, "the second time")
+    assert_same_bits(packed(x), y, "in packed mode")
+    assert_same_bits(layer(x[7:9]), y[7:9], "two tokens alone")
+    assert_same_bits(layer(x.flip(0)).flip(0), y, "in another order")
+
+
+def test_any_leading_shape_and_no_tokens_at_all(device: torch.device, rng: torch.Generator) -> None:
+    layer = make_layer(device)
+    x = tokens(rng, 2, 5).to(device)
+    y = layer(x)
+    assert y.shape == x.shape and y.dtype == torch.bfloat16
+    assert_same_bits(y.view(10, 256), layer(x.view(10, 256)))
+    assert_same_bits(layer(x[0, 0]), y[0, 0])
+    assert layer(x[:, :0]).shape == (2, 0, 256)
+
+
+def test_a_shared_expert_is_added_first_and_an_unrouted_token_is_only_that(
+    device: torch.device, rng: torch.Generator
+) -> None:
+    layer = make_layer(device)
+    x, shared = tokens(rng, 4).to(device), tokens(rng, 4).to(device)
+    none = torch.full((4, 3), -1, device=device)
+    weights = torch.rand(4, 3, device=device)
+    assert_same_bits(layer(x, topk_idx=none, topk_weights=weights, shared=shared), shared)
+    assert_same_bits(layer(x, topk_idx=none, topk_weights=weights), torch.zeros_like(x))
+
+
+def test_a_nan_stays_in_its_token(device: torch.device, rng: torch.Generator) -> None:
+    for fmt in FORMATS:
+        layer = make_layer(device, token_format=fmt)
+        x = tokens(rng, 6).to(device)
+        topk_idx = torch.tensor([[0, 1, 2]] * 6, device=device)
+        topk_weights = torch.rand(6, 3, generator=rng).to(device)
+        clean = layer(x, topk_idx=topk_idx, topk_weights=topk_weights)
+        x[2, 100] = float("nan")
+        y = layer(x, topk_idx=topk_idx, topk_weights=topk_weights)
+        assert y[2].isnan().all(), fmt
+        keep = [0, 1, 3, 4, 5]
+        assert_same_bits(y[keep], clean[keep], fmt)
+
+
+def test_from_yaml_and_from_checkpoint_give_the_layer_that_was_written(
+    tmp_path: Path, device: torch.device, rng: torch.Generator
+) -> None:
+    config = MoELayerConfig(**SETTINGS)
+    write_qwen3_moe_checkpoint(tmp_path / "model", config, seed=5, num_layers=2)
+    context = ExpertParallelContext(device=device)
+    direct = MoELayer.from_checkpoint(
+        tmp_path / "model", layer=1, context=context, max_tokens_per_rank=64, token_format="mxfp8"
+    )
+    lines = ["layer:"] + [f"  {key}: {value}" for key, value in SETTINGS.items()]
+    lines += ["  token_format: mxfp8", "checkpoint:", f"  path: {tmp_path / 'model'}", "  layer: 1"]
+    (tmp_path / "run.yaml").write_text("\n".join(lines))
+    by_yaml = MoELayer.from_yaml(tmp_path / "run.yaml", context=context)
+    x = tokens(rng, 9).to(device)
+    assert_same_bits(by_yaml(x), direct(x))
+    other = MoELayer.from_checkpoint(
+        tmp_path / "model", layer=0, context=context, max_tokens_per_rank=64, token_format="mxfp8"
+    )
+    assert not torch.equal(other(x), direct(x))
+
+
+def test_phases_are_timed_when_asked_for(device: torch.device, rng: torch.Generator) -> None:
+    layer = make_layer(device)
+    layer.times = PhaseTimes(device)
+    for _ in range(2):
+        layer(tokens(rng, 4).to(device))
+    times = layer.times.milliseconds()
+    assert list(times) == ["route", "dispatch_send", "dispatch_wait", "experts", "combine_send", "combine_wait"]
+    assert all(len(values) == 2 and min(values) >= 0 for values in times.values())
+
+
+def test_a_later_layer_that_needs_more_memory_is_refused(device: torch.device, rng: torch.Generator) -> None:
+    context = ExpertParallelContext(device=device)
+    layer = MoELayer(MoELayerConfig(**SETTINGS), context)
+    layer.load_random(0)
+    layer(tokens(rng, 4).to(device))
+    smaller = MoELayer(MoELayerConfig(**{**SETTINGS, "max_tokens_per_rank": 8}), context)
+    smaller.load_random(1)
+    smaller(tokens(rng, 4).to(device))
+    with pytest.raises(ValueError, match=r"stamps|landing"):
+        MoELayer(MoELayerConfig(**{**SETTINGS, "max_tokens_per_rank": 640}), context)
+
+
+def test_wrong_use_is_named(device: torch.device, rng: torch.Generator) -> None:
+    x = tokens(rng, 4).to(device)
+    with pytest.raises(ValueError, match="experts: no weights are loaded"):
+        MoELayer(MoELayerConfig(**SETTINGS), ExpertParallelContext(device=device))(x)
+    with pytest.raises(ValueError, match="topk_idx: expected together"):
+        make_layer(device)(x, topk_idx=torch.zeros(4, 3, dtype=torch.int32, device=device))
+    with pytest.raises(ValueError, match="x: expected"):
+        make_layer(device)(x[:, :100])
+    with pytest.raises(ValueError, match="x: requires grad"):
+        make_layer(device)(x.clone().requires_grad_())
+    with pytest.raises(ValueError, match="shared: expected the shape of x"):
+        make_layer(device)(x, shared=x[:2])
+    layer = make_layer(device)
+    with pytest.raises(ValueError, match="experts: expected 8 for this rank, got 7"):
+        layer.load_experts(random_expert(layer.config, 0, e) for e in range(7))
+    with pytest.raises(ValueError, match="experts: expected 8 for this rank, got more"):
+        layer.load_experts(random_expert(layer.config, 0, e) for e in range(9))
+    with pytest.raises(ValueError, match="down of expert 0: expected shape"):
+        layer.load_experts((a, a) for a, _ in (random_expert(layer.config, 0, e) for e in range(8)))
