@@ -20,7 +20,8 @@ class PrivateHeap(SymmetricHeap):
     def __init__(self, device: torch.device | str = "cpu") -> None:
         self._members: list[PrivateHeap] = [self]
         self._base: torch.Tensor | None = None
-        super().__init__(0, 1, torch.device(device))
+        # As tensors name it: `cuda` is the current `cuda:N`.
+        super().__init__(0, 1, torch.empty(0, device=device).device)
 
     @classmethod
     def group(cls, world_size: int, device: torch.device | str = "cpu") -> list[PrivateHeap]:

@@ -39,23 +39,41 @@ EXPERTS = 32
 
 
 @triton.jit
-def local_experts_of(
-    landing_ptr,
-    stamps_ptr,
+def arrived_experts(
+    landing_ptrs,
+    stamps_ptrs,
+    signal_ptrs,
+    latch_ptr,
     epoch,
-    slot_S,
-    valid_S,
-    k,
+    rank,
+    source,
+    token_S,
+    max_tokens,
     first_expert,
     num_local,
+    landing_half,
+    stamps_half,
     K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    WORLD: tl.constexpr,
     RECORD_BYTES: tl.constexpr,
     IDS_AT: tl.constexpr,
+    TOKEN_COUNT: tl.constexpr,
 ):
-    """int32 `[SLOTS, K_PAD]`: expert of this rank that entry `k` of each slot's token goes to, -1 for all others."""
-    stamp = tl.load(stamps_ptr.to(tl.pointer_type(tl.int32)) + slot_S, mask=valid_S, other=0)
-    fresh = valid_S & (stamp == epoch)
-    id_at = landing_ptr + slot_S.to(tl.int64)[:, None] * RECORD_BYTES + IDS_AT + k[None, :] * 2
+    """int32 `[SLOTS, K_PAD]`: expert of this rank that entry `k` of tokens `token_S` of `source` goes to, else -1.
+
+    -1 for all where this rank has failed: what lies in the slots is not to be trusted then.
+    """
+    half = epoch & 1
+    count_at = signals_of(signal_ptrs, rank) + TOKEN_COUNT + half * WORLD + source
+    count = tl.where(tl.load(latch_ptr, volatile=True) == 0, tl.load(count_at, volatile=True), 0)
+    slot = source * max_tokens + token_S
+    stamps = (tl.load(stamps_ptrs + rank) + half * stamps_half).to(tl.pointer_type(tl.int32))
+    valid = (token_S < count) & (token_S < max_tokens)
+    fresh = valid & (tl.load(stamps + slot, mask=valid, other=0) == epoch)
+    k = tl.arange(0, K_PAD)
+    landing = (tl.load(landing_ptrs + rank) + half * landing_half).to(tl.pointer_type(tl.uint8))
+    id_at = landing + slot.to(tl.int64)[:, None] * RECORD_BYTES + IDS_AT + k[None, :] * 2
     ids = tl.load(id_at.to(tl.pointer_type(tl.uint16)), mask=fresh[:, None] & (k < K)[None, :], other=65535).to(
         tl.int32
     )
@@ -111,13 +129,9 @@ def _arrive_count_kernel(
         words + DISPATCH_FLAG, epoch, source, DISPATCH_WAIT, epoch,
         error_ptr, latch_ptr, signal_ptrs, rank, timeout_ns, ABORT, WORLD, WORLD_PAD,
     )  # fmt: skip
-    count = tl.where(tl.load(latch_ptr, volatile=True) == 0, tl.load(words + TOKEN_COUNT, volatile=True), 0)
-    slot = source * max_tokens + token
-    local = local_experts_of(
-        tl.load(landing_ptrs + rank).to(tl.pointer_type(tl.uint8)) + half * landing_half,
-        tl.load(stamps_ptrs + rank).to(tl.pointer_type(tl.uint8)) + half * stamps_half,
-        epoch, slot, (token < count) & (token < max_tokens), tl.arange(0, K_PAD), first_expert, num_local,
-        K, RECORD_BYTES, IDS_AT,
+    local = arrived_experts(
+        landing_ptrs, stamps_ptrs, signal_ptrs, latch_ptr, epoch, rank, source, token, max_tokens,
+        first_expert, num_local, landing_half, stamps_half, K, K_PAD, WORLD, RECORD_BYTES, IDS_AT, TOKEN_COUNT,
     )  # fmt: skip
     for start in range(0, E_PAD, EXPERTS):
         expert = start + tl.arange(0, EXPERTS)
@@ -210,15 +224,11 @@ def _arrive_place_kernel(
     token = (program % chunks) * SLOTS + tl.arange(0, SLOTS)
     epoch = tl.load(handle_epoch_ptr)
     half = epoch & 1
-    words = signals_of(signal_ptrs, rank) + half * WORLD + source
-    count = tl.where(tl.load(latch_ptr, volatile=True) == 0, tl.load(words + TOKEN_COUNT, volatile=True), 0)
     slot = source * max_tokens + token
     k = tl.arange(0, K_PAD)
-    local = local_experts_of(
-        tl.load(landing_ptrs + rank).to(tl.pointer_type(tl.uint8)) + half * landing_half,
-        tl.load(stamps_ptrs + rank).to(tl.pointer_type(tl.uint8)) + half * stamps_half,
-        epoch, slot, (token < count) & (token < max_tokens), k, first_expert, num_local,
-        K, RECORD_BYTES, IDS_AT,
+    local = arrived_experts(
+        landing_ptrs, stamps_ptrs, signal_ptrs, latch_ptr, epoch, rank, source, token, max_tokens,
+        first_expert, num_local, landing_half, stamps_half, K, K_PAD, WORLD, RECORD_BYTES, IDS_AT, TOKEN_COUNT,
     )  # fmt: skip
     position = tl.full([SLOTS, K_PAD], -1, tl.int32)
     for start in range(0, E_PAD, EXPERTS):

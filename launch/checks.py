@@ -122,7 +122,7 @@ def check_dispatch(arrived: DispatchedTokens, inputs: Inputs) -> Check:
 
 
 def combine_input(arrived: DispatchedTokens, inputs: Inputs) -> torch.Tensor:
-    """bf16 `[capacity, H]` to combine: of each row its token times a factor of its expert; NaN where nobody may read."""
+    """bf16 `[capacity, H]` to combine: each row its token times a factor of its expert, NaN past the last row."""
     geometry = arrived.handle.geometry
     expected = Arrivals.expected(inputs, geometry)
     shape = (geometry.row_capacity, geometry.hidden)

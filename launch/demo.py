@@ -166,8 +166,9 @@ def result_table(reports: list[RankReport]) -> Table:
     """One line per format: errors and times of the worst rank."""
     title = "Worst rank: error against float64, and ms per phase"
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=0, show_edge=False)
-    for column in ("format", "error", "bound", "largest", *(name.replace("_", " ") for name in PHASES)):
-        table.add_column(column, justify="left" if column == "format" else "right")
+    for column in ("format", "error", "bound", "max", *(name.replace("_", " ") for name in PHASES)):
+        first = column == "format"
+        table.add_column(column, justify="left" if first else "right", no_wrap=first)
     for fmt in FORMATS:
         results = [report.formats[fmt] for report in reports]
         bound = cases.layer_bound(layer_config(fmt))
@@ -189,7 +190,7 @@ def print_results(reports: list[RankReport], console: Console) -> None:
     console.print(result_table(reports))
     console.print(
         "error: Frobenius norm, relative to a reference that takes the checkpoint's weights unquantized; bound: "
-        "follows from the format; largest: error over the reference's largest number; ms: median over steps"
+        "follows from the format; max: largest error, relative to the reference's largest number; ms: median over steps"
     )
     sizes = [report.pss_bytes for report in reports if report.pss_bytes is not None]
     if len(sizes) == len(reports):

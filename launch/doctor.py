@@ -13,7 +13,6 @@ import os
 import platform
 import resource
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -25,13 +24,13 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
+from moe_runtime.comm import nvshmem_world
 from moe_runtime.comm.bootstrap import RankGroup, choose_transport, init_from_env, shared_memory_directory
 from moe_runtime.config import MoELayerConfig, ParallelConfig, load_config
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels.runtime import INTERPRET, resolve_engine
+from moe_runtime.launch.environment import gpu_records, package_versions
 from moe_runtime.memory import REGIONS, reserved_bytes
-
-PACKAGES = ("torch", "triton", "numpy", "pydantic", "safetensors", "transformers", "nvshmem4py-cu13", "cuda-python")
 
 
 def examine(
@@ -46,9 +45,12 @@ def examine(
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "packages": {name: _version(name) for name in PACKAGES},
+        "packages": package_versions(),
         "cuda": torch.version.cuda,
-        "devices": _devices(),
+        "devices": gpu_records(),
+        "peer_access": _peer_access(),
+        "nvlinks": _nvlinks(),
+        "nvshmem": nvshmem_world.version() if torch.cuda.is_available() else None,
         "limits": _limits(),
         "ranks": group.world_size,
         "engine": _engine(parallel, device),
@@ -73,20 +75,38 @@ def reserved_by_format(layer: MoELayerConfig, world_size: int) -> dict[str, dict
     return reserved
 
 
-def _version(package: str) -> str | None:
+def _peer_access() -> list[list[bool]]:
+    """Whether GPU `i` of this host can load and store the memory of GPU `j`."""
+    gpus = _gpu_indices()
+    return [[i == j or torch.cuda.can_device_access_peer(i, j) for j in gpus] for i in gpus]
+
+
+def _nvlinks() -> list[int] | None:
+    """Active NVLinks of each GPU; None without GPUs, or without NVIDIA's management library for Python."""
     try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
+        import pynvml
+    except ImportError:
+        return None
+    try:
+        pynvml.nvmlInit()
+        return [_active_links(pynvml, str(torch.cuda.get_device_properties(i).uuid)) for i in _gpu_indices()] or None
+    except pynvml.NVMLError:
         return None
 
 
-def _devices() -> list[dict[str, Any]]:
-    devices = []
-    for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        arch = f"sm_{found.major}{found.minor}"
-        devices.append({"name": found.name, "arch": arch, "memory_bytes": found.total_memory})
-    return devices
+def _gpu_indices() -> range:
+    return range(torch.cuda.device_count())
+
+
+def _active_links(pynvml: Any, uuid: str) -> int:
+    gpu = pynvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}")
+    active = 0
+    for link in range(pynvml.NVML_NVLINK_MAX_LINKS):
+        try:
+            active += pynvml.nvmlDeviceGetNvLinkState(gpu, link) == pynvml.NVML_FEATURE_ENABLED
+        except pynvml.NVMLError:
+            break  # The GPU has no more links.
+    return active
 
 
 def _memory_bytes() -> dict[str, int]:
@@ -140,6 +160,9 @@ def _print_report(report: dict[str, Any], console: Console) -> None:
     devices = [f"{d['name']} ({d['arch']}, {decimal(d['memory_bytes'])})" for d in report["devices"]]
     without = f"none (this torch is built for CUDA {report['cuda']})" if report["cuda"] else "none (torch for CPUs)"
     facts.add_row("GPUs", escape("\n".join(devices)) or without)
+    if report["devices"]:
+        facts.add_row("links", _describe_links(report))
+        facts.add_row("NVSHMEM", report["nvshmem"] or "cannot be loaded")
     limits = report["limits"]
     memory, shared = limits["memory_bytes"], limits["shared_memory"]
     facts.add_row("cores", str(limits["cores"]))
@@ -162,6 +185,14 @@ def _print_report(report: dict[str, Any], console: Console) -> None:
         console.print("One rank has no peers; run this under torchrun to see the choice for more.")
     if report["reserved_bytes"]:
         _print_reserved(report, console)
+
+
+def _describe_links(report: dict[str, Any]) -> str:
+    """In words: NVLinks of each GPU, and which pairs of GPUs cannot access each other."""
+    links, access = report["nvlinks"], report["peer_access"]
+    apart = [f"{i}-{j}" for i, row in enumerate(access) for j, reachable in enumerate(row) if not reachable]
+    told = "NVLinks unknown (no pynvml)" if links is None else f"NVLinks per GPU: {', '.join(map(str, links))}"
+    return f"{told}; {'no access: ' + ', '.join(apart) if apart else 'every GPU can access every other'}"
 
 
 def _print_reserved(report: dict[str, Any], console: Console) -> None:

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -50,7 +51,7 @@ def copies_to_rotate(device: torch.device, num_bytes: int) -> int:
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return min(STEPS_PER_GRAPH, 1 + ceil_div(2 * cache, max(1, num_bytes)))
+    return max(1, min(STEPS_PER_GRAPH, ceil_div(2 * cache, max(1, num_bytes))))
 
 
 def measure(
@@ -121,7 +122,7 @@ class _WallClock:
         self._step(number, (lambda name: marks.append((name, time.perf_counter()))) if self._laps else _no_lap)
         if not self._laps:
             marks.append((TOTAL, time.perf_counter()))
-        return {name: (at - before) * 1e6 for (_, before), (name, at) in zip(marks, marks[1:], strict=False)}
+        return {name: (at - before) * 1e6 for (_, before), (name, at) in pairwise(marks)}
 
 
 class _CudaClock:
@@ -177,7 +178,7 @@ class _CudaClock:
         if not self._laps:
             return {TOTAL: start.elapsed_time(end) * 1e3 / self.steps}
         sums: dict[str, float] = {}
-        for (_, before), (name, after) in zip(self._marks, self._marks[1:], strict=False):
+        for (_, before), (name, after) in pairwise(self._marks):
             if name:
                 sums[name] = sums.get(name, 0.0) + before.elapsed_time(after) * 1e3
         return {name: total / self.steps for name, total in sums.items()}

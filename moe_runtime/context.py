@@ -16,6 +16,7 @@ from moe_runtime.comm.bootstrap import RankGroup, TransportChoice, choose_transp
 from moe_runtime.comm.collective import CollectiveHeap, CollectiveTransport
 from moe_runtime.comm.failures import abort_words, encode_abort, find_failure, reason_text, write_abort
 from moe_runtime.comm.heap import REGION_ALIGNMENT, SymmetricHeap
+from moe_runtime.comm.nvshmem_heap import NvshmemHeap
 from moe_runtime.comm.private_heap import PrivateHeap
 from moe_runtime.comm.shared_heap import SharedHeap
 from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, REASON_WORDS, SignalLayout
@@ -36,7 +37,7 @@ class ExpertParallelContext:
         device: where the heap lies; default the current GPU, or the CPU where there is none.
         heap: a ready-made heap that is not allocated yet, such as a member of `PrivateHeap.group`; then there is no
             `group`, and configurations are not compared.
-        transport: `auto`, `shared`, `private` or `collective` (`comm.bootstrap.choose_transport`).
+        transport: `auto`, `nvshmem`, `shared`, `private` or `collective` (`comm.bootstrap.choose_transport`).
         engine: `auto`, `triton` or `torch` (`kernels.runtime.resolve_engine`).
         timeout_s: how long a step waits for a peer.
         startup_timeout_s: how long construction, `allocate()`, the first step and `close()` wait for a peer.
@@ -269,11 +270,12 @@ class ExpertParallelContext:
         """
         if self.closed:
             return
-        if self._failure is None and self.allocated and self.device.type == "cpu":
+        if self._side_stream is not None:
+            # Every wait of a kernel ends, so this does; then all that peers have told of is there to be seen.
+            torch.cuda.synchronize(self.device)
+        if self._failure is None and self.allocated:
             self._find_failure()
         self.closed = True
-        if self._side_stream is not None:
-            torch.cuda.synchronize(self.device)
         if self.allocated:
             del self.signals
         self._abort_codes = None
@@ -323,4 +325,6 @@ def _make_heap(choice: TransportChoice, group: RankGroup, device: torch.device) 
         return PrivateHeap(device)
     if choice.name == "shared":
         return SharedHeap(group)
+    if choice.name == "nvshmem":
+        return NvshmemHeap(group, device)
     return CollectiveHeap(group, device)

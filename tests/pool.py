@@ -55,11 +55,13 @@ class WorkerPool:
     Args:
         world_size: processes.
         interpret: set `TRITON_INTERPRET=1` in the workers before anything imports triton.
+        gpus: as for `run_once`; such a pool ends with the first failure, since NVSHMEM is joined once per process.
     """
 
-    def __init__(self, world_size: int, interpret: bool = True) -> None:
+    def __init__(self, world_size: int, interpret: bool = True, gpus: bool = False) -> None:
         self.world_size = world_size
-        self.interpret = interpret
+        self.interpret = interpret and not gpus
+        self.gpus = gpus
         self._workers: list[_Worker] = []
 
     def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
@@ -77,10 +79,13 @@ class WorkerPool:
     def outcomes(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Outcome]:
         """As `run`, but exceptions of the ranks are handed back in each rank's `Outcome`."""
         if not self._workers:
-            self._workers = _start(self.world_size, self.interpret)
+            self._workers = _start(self.world_size, self.interpret, self.gpus)
         outcomes = self._call(fn, args, timeout)
         if any(outcome.error is not None for outcome in outcomes):
-            self._check_health()
+            if self.gpus:
+                self.close()
+            else:
+                self._check_health()
         return outcomes
 
     def close(self) -> None:
@@ -154,11 +159,11 @@ def run_once(
 
 @pytest.fixture(scope="session")
 def get_pool() -> Iterator[Callable[..., WorkerPool]]:
-    """`get_pool(world_size, interpret=True)`: the session's pool of that size; all are ended with the session."""
-    pools: dict[tuple[int, bool], WorkerPool] = {}
+    """`get_pool(world_size, interpret=True, gpus=False)`: the session's such pool; all are ended with the session."""
+    pools: dict[tuple[int, bool, bool], WorkerPool] = {}
 
-    def get(world_size: int, interpret: bool = True) -> WorkerPool:
-        return pools.setdefault((world_size, interpret), WorkerPool(world_size, interpret))
+    def get(world_size: int, interpret: bool = True, gpus: bool = False) -> WorkerPool:
+        return pools.setdefault((world_size, interpret, gpus), WorkerPool(world_size, interpret, gpus))
 
     yield get
     for pool in pools.values():

@@ -13,10 +13,12 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from moe_runtime.comm import bootstrap
 from moe_runtime.comm.bootstrap import RankGroup, choose_transport, init_from_env, resolve_group, same_host
+from moe_runtime.comm.nvshmem_world import NvshmemWorld
 from moe_runtime.errors import PeerAbortedError, PeerTimeoutError
 from tests.pool import run_once
 
 CPU = torch.device("cpu")
+HAS_GPU = torch.cuda.is_available()
 
 
 def test_without_torch_distributed_there_is_one_rank() -> None:
@@ -41,7 +43,8 @@ def test_single_rank_choices() -> None:
     assert choose_transport(group, CPU, "shared").name == "shared"
     on_gpu = choose_transport(group, torch.device("cuda"))
     assert on_gpu.name == "private"
-    assert on_gpu.reasons["nvshmem"] == "not built yet in this version"
+    # With a GPU it depends on whether nvshmem4py is installed; `auto` has no use for it in either case.
+    assert on_gpu.reasons["nvshmem"] if HAS_GPU else on_gpu.reasons["nvshmem"] == "no GPU can be seen"
     with pytest.raises(ValueError, match="transport: nvshmem cannot be used: needs GPUs"):
         choose_transport(group, CPU, "nvshmem")
     with pytest.raises(ValueError, match=r"transport: expected auto or one of .*, got 'tcp'"):
@@ -115,6 +118,53 @@ def choose_on_two_hosts(rank: int, world: int) -> tuple[str, str, bool]:
 def test_two_hosts_take_the_collective_transport(get_pool) -> None:
     expected = ("collective", "the ranks are on 2 hosts (or containers)", False)
     assert get_pool(4).run(choose_on_two_hosts) == [expected] * 4
+
+
+def choose_among_gpus(rank: int, world: int, gpus: list[tuple], hosts: int) -> tuple[str, str | None]:
+    """The choice where rank `r` has the GPU `gpus[r]`: why not NVSHMEM, uuid, and the world joined before."""
+    original = bootstrap.host_identity
+    gpu_of, unreachable = bootstrap._gpu_of, bootstrap._unreachable
+    bootstrap.host_identity = lambda: f"host {rank % hosts}"
+    bootstrap._gpu_of = lambda device: bootstrap._Gpu(*gpus[rank])
+    bootstrap._unreachable = lambda device, uuids: 0 if rank == 1 and "far" in uuids else None
+    try:
+        choice = choose_transport(RankGroup(timeout_s=20.0), torch.device("cuda", 0))
+        return choice.name, choice.reasons.get("nvshmem")
+    finally:
+        bootstrap.host_identity = original
+        bootstrap._gpu_of, bootstrap._unreachable = gpu_of, unreachable
+
+
+def joined(token: str, rank: int, num_ranks: int = 2) -> NvshmemWorld:
+    return NvshmemWorld(token, rank, num_ranks, 0)
+
+
+GOOD = [(None, "a", None), (None, "b", None)]
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    ("gpus", "hosts", "reason"),
+    [
+        (GOOD, 1, None),
+        ([(None, "a", joined("x", 0)), (None, "b", joined("x", 1))], 1, None),
+        (GOOD, 2, "the ranks are on 2 hosts (or containers), whose GPUs are not mapped to each other"),
+        ([GOOD[0], ("nvshmem4py is not installed", "b", None)], 1, "rank 1: nvshmem4py is not installed"),
+        ([GOOD[0], GOOD[0]], 1, "ranks 0 and 1 share a GPU, each rank needs its own"),
+        ([(None, "far", None), GOOD[1]], 1, "the GPU of rank 1 cannot access that of rank 0 (no peer access)"),
+        ([(None, "a", joined("x", 0, 1)), (None, "b", joined("y", 0, 1))], 1, "a rank has joined other ranks"),
+        ([(None, "a", joined("x", 0, 3)), (None, "b", joined("x", 1, 3))], 1, "a rank has joined other ranks"),
+        ([(None, "a", joined("x", 0)), GOOD[1]], 1, "a rank has joined other ranks"),
+    ],
+)
+def test_gpus_use_nvshmem_unless_there_is_a_reason_not_to(
+    gpus: list[tuple], hosts: int, reason: str | None, get_pool
+) -> None:
+    for name, why_not in get_pool(2).run(choose_among_gpus, gpus, hosts):
+        if reason is None:
+            assert (name, why_not) == ("nvshmem", None)
+        else:
+            assert name == "collective" and why_not.startswith(reason)
 
 
 def disagree(rank: int, world: int, what: str) -> None:

@@ -13,11 +13,12 @@ import torch.distributed as dist
 
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
+from moe_runtime.dispatcher import DispatchedTokens, TokenDispatcher
 from moe_runtime.errors import MoERuntimeError, PeerTimeoutError, Phase
 from moe_runtime.formats import FORMATS
 from moe_runtime.layer import MoELayer, random_expert
 from moe_runtime.reference import error_bound, moe_reference, relative_error
-from moe_runtime.virtual import VirtualRanks
+from moe_runtime.virtual import VirtualRanks, virtual_contexts
 from moe_runtime.weights import SwiGLU
 from tests.comparison import assert_same_bits
 from tests.exchange_data import RankInput, rank_input
@@ -110,59 +111,47 @@ def test_the_collective_transport_gives_the_same_bits(world: int, get_pool: Any,
                 assert_same_bits(results[rank][number][step], expected[rank][step], f"layer {number}, step {step}")
 
 
-def exchange_with_kernels(rank: int, world: int, seed: int) -> list[torch.Tensor]:
-    """The interpreted exchange kernels over shared memory: what arrives is sent back as it is."""
-    from moe_runtime.dispatcher import TokenDispatcher
+def make_dispatcher(context: ExpertParallelContext, fmt: str, mode: Any) -> TokenDispatcher:
+    return TokenDispatcher(
+        context,
+        hidden_size=HIDDEN,
+        num_experts=EXPERTS,
+        top_k=TOP_K,
+        max_tokens_per_rank=TOKENS,
+        token_format=fmt,
+        mode=mode,
+    )
 
+
+def foreseeable_output(arrived: DispatchedTokens, rank: int) -> torch.Tensor:
+    """Expert outputs that depend on rank and position only; NaN where no row is."""
+    output = torch.full((arrived.capacity, HIDDEN), float("nan"))
+    total = int(arrived.group_offsets[-1])
+    place = torch.arange(total)[:, None] * 3 + torch.arange(HIDDEN)[None, :] + 17 * rank
+    output[:total] = (place % 101).float() / 8 - 6
+    return output
+
+
+def exchange_with_kernels(rank: int, world: int, seed: int) -> list[torch.Tensor]:
+    """The interpreted exchange kernels over shared memory, two layers in turn."""
     with ExpertParallelContext(engine="triton", timeout_s=60) as context:
         assert context.transport == "shared"
-        dispatchers = [
-            TokenDispatcher(
-                context,
-                hidden_size=HIDDEN,
-                num_experts=EXPERTS,
-                top_k=TOP_K,
-                max_tokens_per_rank=TOKENS,
-                token_format=fmt,
-                mode=mode,
-            )
-            for fmt, mode in (("nvfp4", "packed"), ("mxfp8", "indexed"))
-        ]
+        dispatchers = [make_dispatcher(context, fmt, mode) for fmt, mode in (("nvfp4", "packed"), ("mxfp8", "indexed"))]
         results = []
         for step in range(3):
             mine = step_inputs(seed, step, world)[rank]
             for dispatcher in dispatchers:
                 arrived = dispatcher.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
-                output = torch.full((arrived.capacity, HIDDEN), float("nan"))
-                total = int(arrived.group_offsets[-1])
-                # A row that depends on its expert and position only, so that one process can foretell it.
-                place = torch.arange(total)[:, None] * 3 + torch.arange(HIDDEN)[None, :] + 17 * rank
-                output[:total] = (place % 101).float() / 8 - 6
-                results.append(dispatcher.combine(output, arrived.handle))
+                results.append(dispatcher.combine(foreseeable_output(arrived, rank), arrived.handle))
         return results
 
 
 @pytest.mark.cpu_only
 def test_interpreted_kernels_in_processes_equal_twins_in_one_process(get_pool: Any, seed: int) -> None:
-    from moe_runtime.virtual import virtual_contexts
-
     world = 3
     results = get_pool(world).run(exchange_with_kernels, seed, timeout=150)
-    from moe_runtime.dispatcher import TokenDispatcher
-
     for number, (fmt, mode) in enumerate((("nvfp4", "packed"), ("mxfp8", "indexed"))):
-        dispatchers = [
-            TokenDispatcher(
-                context,
-                hidden_size=HIDDEN,
-                num_experts=EXPERTS,
-                top_k=TOP_K,
-                max_tokens_per_rank=TOKENS,
-                token_format=fmt,
-                mode=mode,
-            )
-            for context in virtual_contexts(world, engine="torch")
-        ]
+        dispatchers = [make_dispatcher(context, fmt, mode) for context in virtual_contexts(world, engine="torch")]
         for dispatcher in dispatchers:
             dispatcher.context.allocate()
         for step in range(3):
@@ -172,13 +161,39 @@ def test_interpreted_kernels_in_processes_equal_twins_in_one_process(get_pool: A
             ]
             for rank, (d, handle) in enumerate(zip(dispatchers, handles, strict=True)):
                 arrived = d.dispatch_wait(handle)
-                output = torch.full((arrived.capacity, HIDDEN), float("nan"))
-                total = int(arrived.group_offsets[-1])
-                place = torch.arange(total)[:, None] * 3 + torch.arange(HIDDEN)[None, :] + 17 * rank
-                output[:total] = (place % 101).float() / 8 - 6
-                d.combine_send(output, handle)
+                d.combine_send(foreseeable_output(arrived, rank), handle)
             for rank, (d, handle) in enumerate(zip(dispatchers, handles, strict=True)):
                 assert_same_bits(results[rank][2 * step + number], d.combine_wait(handle), f"{fmt} step {step}")
+
+
+SMALL = [
+    MoELayerConfig(
+        hidden_size=128, intermediate_size=128, num_experts=3, top_k=2, max_tokens_per_rank=4, token_format=fmt
+    )
+    for fmt in FORMATS
+]
+
+
+def run_interpreted(rank: int, world: int, seed: int) -> list[torch.Tensor]:
+    with ExpertParallelContext(engine="triton", timeout_s=60) as context:
+        layers = [MoELayer(c, context) for c in SMALL]
+        results = []
+        for layer in layers:
+            layer.load_random(seed)
+            mine = rank_input(seed, rank, (4, 3)[rank], 128, 3, 2)
+            results.append(layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights))
+        return results
+
+
+@pytest.mark.cpu_only
+def test_the_whole_layer_interpreted_in_processes_equals_virtual_ranks(get_pool: Any, seed: int) -> None:
+    results = get_pool(2).run(run_interpreted, seed, timeout=150)
+    for number, c in enumerate(SMALL):
+        inputs = [rank_input(seed, r, (4, 3)[r], 128, 3, 2) for r in range(2)]
+        with VirtualRanks(c, 2, lambda layer: layer.load_random(seed), engine="triton") as ranks:
+            ys = ranks([i.x for i in inputs], [(i.topk_idx, i.topk_weights) for i in inputs])
+        for rank in range(2):
+            assert_same_bits(results[rank][number], ys[rank], f"{c.token_format}, rank {rank}")
 
 
 @pytest.mark.parametrize("fmt", sorted(FORMATS))

@@ -81,9 +81,7 @@ def test_bf16_is_no_worse_than_transformers_own_block(
         mine = (x.to(device), topk_idx.to(device), topk_weights.float().to(device))
         inputs = [mine] + [none] * (world - 1)
         y = ranks([i[0] for i in inputs], [(i[1], i[2].contiguous()) for i in inputs])[0]
-    for ours, theirs in zip(
-        relative_error(y.cpu(), reference), relative_error(own.cpu(), reference), strict=True
-    ):
+    for ours, theirs in zip(relative_error(y.cpu(), reference), relative_error(own.cpu(), reference), strict=True):
         assert ours <= theirs + 2.0**-8
 
 

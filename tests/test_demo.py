@@ -1,0 +1,70 @@
+"""The demo keeps to its time and memory; its exit code says whether every error is inside its bound."""
+
+from __future__ import annotations
+
+import math
+import os
+import re
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moe_runtime.formats import FORMATS
+from moe_runtime.launch import cases, demo
+
+pytestmark = pytest.mark.cpu_only
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def test_demo_as_a_program(tmp_path: Path) -> None:
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    begin = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, "-m", "moe_runtime.launch.demo"],
+        cwd=tmp_path,
+        env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert time.monotonic() - begin < 60
+    assert done.stderr == ""
+    assert max(len(line) for line in done.stdout.splitlines()) <= 80
+    rows = {line.split()[0]: line.split() for line in done.stdout.splitlines() if line and line.split()[0] in FORMATS}
+    assert list(rows) == list(FORMATS)
+    for row in rows.values():
+        assert len(row) == 4 + len(demo.PHASES)
+        assert float(row[1]) <= float(row[2])
+    assert "4 ranks, transport shared" in done.stdout and "32/32 experts" in done.stdout
+    if Path("/proc/self/smaps_rollup").is_file():
+        match = re.search(r"memory \(PSS\): ([\d.]+) (\w+) in all", done.stdout)
+        assert match and float(match[1]) * {"MB": 1e6, "GB": 1e9}[match[2]] < 4e9
+    assert not list(tmp_path.glob("moe_runtime-demo-*"))
+
+
+def report(**errors: float) -> demo.RankReport:
+    phases = dict.fromkeys(demo.PHASES, 1.0)
+    return demo.RankReport({fmt: demo.FormatResult(errors.get(fmt, 0.001), 0.1, phases) for fmt in FORMATS}, None)
+
+
+@pytest.mark.parametrize("error", [0.5, math.nan, math.inf])
+def test_one_error_of_one_rank_outside_its_bound_is_exit_code_1(error: float) -> None:
+    assert demo.exit_code([report(), report()]) == 0
+    assert demo.exit_code([report(), report(mxfp8=error)]) == 1
+
+
+def test_steps_are_uneven_and_a_rank_is_without_tokens() -> None:
+    assert all(len(counts) == demo.WORLD_SIZE for counts in demo.TOKENS)
+    assert any(0 in counts for counts in demo.TOKENS)
+    limit = demo.layer_config("bf16").max_tokens_per_rank
+    assert all(count <= limit for counts in demo.TOKENS for count in counts)
+
+
+def test_bounds_grow_as_formats_get_coarser() -> None:
+    bounds = [cases.layer_bound(demo.layer_config(fmt)) for fmt in ("bf16", "mxfp8", "nvfp4")]
+    assert bounds == sorted(bounds)

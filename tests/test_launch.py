@@ -1,0 +1,326 @@
+"""`launch.run` and `launch.bench` as programs: what they print and write, and the exit codes of everything wrong."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_runtime.checkpoint import write_qwen3_moe_checkpoint
+from moe_runtime.config import RunConfig, load_config
+from moe_runtime.formats import FORMATS, ceil_div
+from moe_runtime.kernels.quantize import quantize_rows
+from moe_runtime.launch import bench, cases, checks, environment, run
+from moe_runtime.launch.timing import TOTAL, measure
+from moe_runtime.layer import MoELayer, random_expert
+from moe_runtime.reference import moe_reference
+from moe_runtime.virtual import virtual_contexts
+
+ROOT = Path(__file__).resolve().parent.parent
+TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+
+TINY = """
+layer: {{hidden_size: 128, intermediate_size: 128, num_experts: 5, top_k: 2, max_tokens_per_rank: 16, {layer}}}
+tokens_per_rank: 9
+seed: 3
+"""
+
+
+def program(name: str, *arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    """`python -m moe_runtime.launch.name arguments` without a GPU."""
+    command = [sys.executable, *launcher, "-m", f"moe_runtime.launch.{name}", *map(str, arguments)]
+    changes = {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | changes
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+@pytest.fixture
+def tiny(tmp_path: Path) -> Path:
+    file = tmp_path / "tiny.yaml"
+    file.write_text(TINY.format(layer="token_format: mxfp8"))
+    return file
+
+
+@pytest.mark.cpu_only
+def test_run_under_torchrun_reports_every_rank(tiny: Path) -> None:
+    done = program("run", "--config", tiny, "--tokens", 0, 13, "--steps", 2, launcher=TWO_RANKS)
+    assert done.returncode == 0, done.stderr
+    assert "2 rank(s) on cpu, transport shared, engine torch" in done.stdout
+    assert "not nvshmem" in done.stdout
+    cells = [[cell.strip() for cell in line.split("│")[1:-1]] for line in done.stdout.splitlines() if "│" in line]
+    assert ["0", "0", "0", "-", "-", "-", ""] in cells
+    (rank_1,) = (row for row in cells if row[:3] == ["1", "13", "39"])
+    assert rank_1[-1] == "inside" and float(rank_1[3]) <= float(rank_1[4]) == pytest.approx(0.0907, rel=1e-3)
+    phases = {row[0]: [float(cell) for cell in row[1:]] for row in cells if len(row) == 4}
+    assert list(phases) == ["route", "dispatch_send", "dispatch_wait", "experts", "combine_send", "combine_wait"]
+    assert all(largest == max(ranks) for *ranks, largest in phases.values())
+    bars = [line.split() for line in done.stdout.splitlines() if " expert " in line]
+    assert [bar[3] for bar in bars] == list("01234") and [bar[1] for bar in bars] == list("00011")
+    assert sum(int(bar[-1]) for bar in bars) == 2 * 13 * 2
+
+
+@pytest.mark.cpu_only
+def test_bench_under_torchrun_writes_json(tiny: Path, tmp_path: Path) -> None:
+    file = tmp_path / "bench.json"
+    arguments = ("--config", tiny, "--tokens", 1, 16, "--formats", "bf16", "nvfp4", "--steps", 2, "--json", file)
+    done = program("bench", *arguments, "--combine-format", "mxfp8", launcher=TWO_RANKS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(file.read_text())
+    assert report["passed"] is True
+    assert report["config"]["layer"]["num_experts"] == 5
+    where = report["environment"]
+    assert where["ranks"] == 2 and where["transport"] == "shared" and where["engine"] == "torch"
+    assert where["packages"]["torch"] and where["cores"] >= 1 and "--combine-format mxfp8" in where["command"]
+    assert {"git_commit", "driver", "gpus", "processor", "python", "platform", "time_utc"} <= set(where)
+    ours = ["dispatch", "combine", "dispatch+combine", "gemm gate+up", "gemm down", "layer"]
+    for fmt in ("bf16", "nvfp4"):
+        for count in (1, 16):
+            part = [r for r in report["results"] if (r["token_format"], r["tokens_per_rank"]) == (fmt, count)]
+            assert [r["operation"] for r in part if r["implementation"] == bench.OURS] == ours
+            baselines = [r["operation"] for r in part if r["implementation"] == "torch all_to_all_single"]
+            assert baselines == ["dispatch", "combine"]
+    for result in report["results"]:
+        assert 0 < result["smallest_us"] <= result["median_us"] <= result["largest_us"]
+        assert result["method"] == "wall_clock" and result["iterations"] == 2 and result["steps_per_iteration"] == 1
+        assert result["combine_format"] == "mxfp8" and result["weight_format"] == result["token_format"]
+        if result["implementation"] == bench.OURS and result["operation"] != "dispatch+combine":
+            assert result["check"]["passed"] and result["check"]["error"] <= result["check"]["bound"]
+        if result["work_flop"] is not None:
+            assert result["rate_tflop_per_s"] == pytest.approx(result["work_flop"] / result["median_us"] * 1e-6)
+    assert "gemm gate+up" in done.stdout
+
+
+@pytest.mark.parametrize("routing", ["zipf", "one"])
+def test_bench_of_one_rank(routing: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    config, file = tmp_path / "config.yaml", tmp_path / "bench.json"
+    config.write_text(TINY.format(layer="token_format: fp8_block, mode: packed"))
+    assert bench.main(["--config", str(config), "--routing", routing, "--steps", "1", "--json", str(file)]) == 0
+    results = json.loads(file.read_text())["results"]
+    assert {result["mode"] for result in results} == {"packed"}
+    assert {result["tokens_per_rank"] for result in results} == {9}
+    assert "FAILED" not in capsys.readouterr().out
+
+
+def test_run_reads_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    layer = load_config("tiny_qwen3_moe").layer.replace(hidden_size=128, intermediate_size=128, num_experts=4, top_k=2)
+    write_qwen3_moe_checkpoint(tmp_path / "checkpoint", layer, seed=1)
+    config = tmp_path / "config.yaml"
+    config.write_text(
+        "layer: {hidden_size: 128, intermediate_size: 128, num_experts: 4, top_k: 2, max_tokens_per_rank: 32}\n"
+        f"checkpoint: {{path: {tmp_path / 'checkpoint'}}}\ntokens_per_rank: 32\n"
+    )
+    for fmt in FORMATS:
+        assert run.main(["--config", str(config), "--format", fmt, "--steps", "1"]) == 0
+    assert "inside" in capsys.readouterr().out
+
+
+def test_an_error_outside_its_bound_exits_with_1(
+    tiny: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(cases, "layer_bound", lambda config: 1e-4)
+    assert run.main(["--config", str(tiny), "--steps", "1"]) == 1
+    assert "OUTSIDE" in capsys.readouterr().out
+    file = tmp_path / "bench.json"
+    assert bench.main(["layer", "--config", str(tiny), "--steps", "1", "--json", str(file)]) == 1
+    report = json.loads(file.read_text())
+    (result,) = report["results"]
+    assert report["passed"] is False and result["check"]["passed"] is False and result["median_us"] is None
+    assert "FAILED" in capsys.readouterr().out
+
+
+def test_nan_is_outside() -> None:
+    result = run.RankResult(1, {}, 1, math.nan, math.nan, [])
+    assert not run.inside(result, 0.5)
+    assert not checks.Check("nothing", math.nan, 1.0).passed
+
+
+@pytest.mark.parametrize(
+    ("name", "arguments", "message"),
+    [
+        ("run", ("--config", "no_such_config"), "'no_such_config'"),
+        ("run", ("--tokens", "65"), "--tokens: expected 0 .. max_tokens_per_rank = 64, got 65"),
+        ("run", ("--tokens", "1", "2"), "--tokens: expected 1 number or 1, one per rank, got 2"),
+        ("run", ("--steps", "0"), "--steps: expected at least 1, got 0"),
+        ("run", ("--check-tokens", "-1"), "--check-tokens: expected 0 or more, got -1"),
+        ("run", ("--transport", "collective"), "transport: collective cannot be used"),
+        ("bench", ("--tokens", "0"), "--tokens: expected at least 1, got 0"),
+        ("bench", ("--json", "no/such/folder/file.json"), "--json: no folder no/such/folder"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(
+    name: str, arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert {"run": run, "bench": bench}[name].main(list(arguments)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith(f"{name}: ") and error.count("\n") == 1
+
+
+def test_unknown_keys_and_sizes_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(TINY.format(layer="hiden_size: 1"))
+    assert run.main(["--config", str(file)]) == 2
+    assert capsys.readouterr().err == f"run: {file}: layer.hiden_size: unknown key\n"
+    file.write_text(TINY.format(layer="token_format: bf16").replace("hidden_size: 128", "hidden_size: 96"))
+    assert run.main(["--config", str(file), "--format", "fp8_block"]) == 2
+    assert capsys.readouterr().err == "run: hidden_size: format fp8_block needs a positive multiple of 128, got 96\n"
+    with pytest.raises(ValueError, match="positive multiple of 128"):
+        run.main(["--config", str(file), "--format", "fp8_block", "--debug"])
+
+
+@pytest.mark.cpu_only
+def test_a_mistake_under_torchrun_ends_all_ranks(tiny: Path) -> None:
+    done = program("run", "--config", tiny, "--tokens", 17, launcher=TWO_RANKS)
+    assert done.returncode != 0
+    assert "--tokens: expected 0 .. max_tokens_per_rank = 16, got 17" in done.stderr
+    assert "run: rank " in done.stderr
+
+
+def test_bench_refuses_an_unknown_operation(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        bench.main(["dispatch", "sort"])
+    assert stop.value.code == 2
+    assert "got sort" in capsys.readouterr().err
+
+
+def test_messages_become_one_line() -> None:
+    assert (
+        environment.one_line(ValueError("file:\n  a: missing\n  b: unknown key")) == "file: a: missing; b: unknown key"
+    )
+
+
+@pytest.mark.parametrize("kind", cases.ROUTINGS[1:])
+def test_routing_is_valid_and_repeats(kind: str, seed: int) -> None:
+    idx_TK, weights_TK = cases.routing(kind, seed, 1, 2, 50, 12, 3)
+    again = cases.routing(kind, seed, 1, 2, 50, 12, 3)
+    assert torch.equal(idx_TK, again[0]) and torch.equal(weights_TK, again[1])
+    assert idx_TK.dtype == torch.int32 and weights_TK.dtype == torch.float32
+    assert int(idx_TK.min()) >= -1 and int(idx_TK.max()) < 12
+    torch.testing.assert_close(weights_TK.sum(1), torch.ones(50))
+    for row in idx_TK.tolist():
+        routed = [expert for expert in row if expert >= 0]
+        assert len(set(routed)) == len(routed)
+    if kind == "one":
+        assert idx_TK.tolist() == [[0, -1, -1]] * 50
+    else:
+        other = cases.routing(kind, seed, 2, 2, 50, 12, 3)
+        assert not torch.equal(idx_TK, other[0])
+
+
+def test_zipf_favours_the_first_experts(seed: int) -> None:
+    idx_TK, _ = cases.routing("zipf", seed, 0, 0, 4000, 8, 1)
+    counts = torch.bincount(idx_TK.flatten(), minlength=8).double()
+    share = 1 / torch.arange(1, 9).double()
+    share /= share.sum()
+    # Six standard deviations of a binomial count.
+    assert ((counts - 4000 * share).abs() <= 6 * (4000 * share * (1 - share)).sqrt()).all()
+
+
+def test_tokens_differ_by_rank_and_step(seed: int) -> None:
+    first = cases.tokens(seed, 0, 0, 5, 64)
+    assert torch.equal(first, cases.tokens(seed, 0, 0, 5, 64))
+    assert not torch.equal(first, cases.tokens(seed, 1, 0, 5, 64))
+    assert not torch.equal(first, cases.tokens(seed, 0, 1, 5, 64))
+    assert cases.tokens(seed, 0, 0, 0, 64).shape == (0, 64)
+
+
+def test_reference_one_expert_at_a_time_is_the_reference(device: torch.device, seed: int) -> None:
+    config = load_config("tiny_cpu").layer.replace(num_experts=5, top_k=3, token_format="bf16", weight_format=None)
+    with virtual_contexts(1, device=device)[0] as context:
+        layer = MoELayer(config, context)
+        layer.load_random(seed)
+        x_TH, idx_TK, weights_TK = cases.step_inputs(layer, "uniform", seed, 0, 0, 7)
+        idx_TK[2, 1] = -1
+        experts = cases.expert_source(RunConfig(layer=config, seed=seed))
+        found = cases.layer_reference(layer, experts, x_TH, idx_TK, weights_TK)
+    gate_up, down = (torch.stack(w) for w in zip(*(random_expert(config, seed, e) for e in range(5)), strict=True))
+    expected = moe_reference(x_TH.cpu(), idx_TK.cpu(), weights_TK.cpu(), gate_up, down)
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_checks_find_what_is_wrong(fmt: str, device: torch.device, seed: int) -> None:
+    """One wrong byte, one wrong element, one token from the wrong place: each makes its check fail."""
+    config = cases.with_token_format(load_config("tiny_cpu").layer, fmt)
+    with virtual_contexts(1, device=device)[0] as context:
+        layer = MoELayer(config, context)
+        layer.load_random(seed)
+        experts = layer.experts
+        assert experts is not None
+        parts = cases.step_inputs(layer, "uniform", seed, 0, 0, 40)
+        inputs = checks.Inputs(*([part] for part in parts))
+        arrived = layer.dispatcher.dispatch(*parts)
+        rows_RH = checks.combine_input(arrived, inputs)
+        assert checks.check_dispatch(arrived, inputs).passed
+        slot = int(arrived.row_index[17]) if arrived.row_index is not None else 17
+        arrived.rows.view(torch.uint8)[slot, 5] ^= 1
+        # The slot is read by every expert of its token.
+        assert checks.check_dispatch(arrived, inputs).error == config.top_k
+        arrived.rows.view(torch.uint8)[slot, 5] ^= 1
+
+        middle = bench.grouped_gemm_swiglu(
+            arrived, experts.gate_up, experts.activation, out_format=fmt, out_gsf=experts.intermediate_gsf
+        )
+        assert checks.check_gate_up(middle, arrived, experts.gate_up, experts.activation).passed
+        shifted = replace(middle, rows=middle.rows.view(torch.uint8).roll(1, 0).view(middle.rows.dtype))
+        assert not checks.check_gate_up(shifted, arrived, experts.gate_up, experts.activation).passed
+        out_RH = bench.grouped_gemm(middle, experts.down)
+        assert checks.check_down(out_RH, middle, experts.down).passed
+        out_RH[3, 4] *= 1.02
+        assert not checks.check_down(out_RH, middle, experts.down).passed
+
+        y_TH = layer.dispatcher.combine(rows_RH, arrived.handle)
+        geometry = layer.dispatcher.geometry
+        assert checks.check_combine(y_TH, inputs, geometry).passed
+        assert not checks.check_combine(y_TH.roll(1, 0), inputs, geometry).passed
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_ungrouped_rows_are_the_quantized_rows(fmt: str, device: torch.device, rng: torch.Generator) -> None:
+    """Dispatched to one expert of one rank, 300 rows come back in order, over several 128-row blocks of scales."""
+    with virtual_contexts(1, device=device)[0] as context:
+        config = load_config("tiny_cpu").layer.replace(
+            num_experts=1, top_k=1, max_tokens_per_rank=300, token_format=fmt, weight_format=None
+        )
+        layer = MoELayer(config, context)
+        x_TH = torch.randn(300, config.hidden_size, generator=rng).bfloat16()
+        ids_TK, weights_TK = torch.zeros(300, 1, dtype=torch.int32), torch.ones(300, 1)
+        arrived = layer.dispatcher.dispatch(*(part.to(context.device) for part in (x_TH, ids_TK, weights_TK)))
+        found, made = checks.ungrouped(arrived), quantize_rows(x_TH, fmt, engine="torch")
+        for name in ("quants_RK", "scales_RV", "row_scale_R"):
+            ours, theirs = getattr(found, name), getattr(made, name)
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8)), name
+
+
+def test_measure_times_parts_and_the_whole() -> None:
+    calls: list[int] = []
+
+    def step(number: int, lap: object) -> None:
+        calls.append(number)
+        if callable(lap):
+            lap("first")
+            lap("second")
+
+    with virtual_contexts(1)[0] as context:
+        context.allocate()
+        whole = measure(context, step, iterations=4, capturable=False)
+        assert set(whole) == {TOTAL} and len(whole[TOTAL].iterations_us) == 4
+        assert set(measure(context, step, iterations=1, capturable=False, laps=True)) == {"first", "second"}
+    assert calls[3:7] == [0, 1, 2, 3]
+
+
+def test_histogram_groups_many_experts() -> None:
+    lines = run.histogram([1] * 255 + [3], 8)
+    assert len(lines) == run.HISTOGRAM_LINES
+    assert lines[0].split()[:4] == ["rank", "0", "expert", "0-7"] and lines[0].split()[-1] == "8"
+    assert lines[-1].split()[:4] == ["rank", "7", "expert", "248-255"] and lines[-1].split()[-1] == "10"
+    assert lines[-1].count("█") == run.HISTOGRAM_WIDTH
+    assert len(run.histogram([0] * 33, 2)) == ceil_div(33, 2)
