@@ -105,7 +105,11 @@ class Router(nn.Module):
         self.register_buffer("e_score_correction_bias", bias)
 
     def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
-        """fp32 `[T, E]`. Raises `ValueError` for a wrong shape, an integer dtype, or an input that requires grad."""
+        """fp32 `[T, E]`. Raises `ValueError` for a wrong shape, an integer dtype, or an input that requires grad.
+
+        Summed in float64 and rounded once: libraries choose the order of fp32 sums by the number of tokens, and a
+        token's weights must not depend on its neighbours.
+        """
         if x_TH.dim() != 2 or x_TH.shape[1] != self.weight.shape[1]:
             raise ValueError(f"x: expected [T, {self.weight.shape[1]}], got {list(x_TH.shape)}")
         if not x_TH.is_floating_point():
@@ -113,7 +117,7 @@ class Router(nn.Module):
         if x_TH.requires_grad and torch.is_grad_enabled():
             raise ValueError("x: requires grad, but the runtime is for inference only; detach it or use no_grad")
         with torch.no_grad():
-            return nn.functional.linear(x_TH.float(), self.weight.float())
+            return nn.functional.linear(x_TH.double(), self.weight.double()).float()
 
     def forward(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits_TE = self.logits(x_TH)

@@ -42,7 +42,9 @@ def test_softmax_is_transformers_qwen3_moe(device: torch.device, renormalize: bo
     ours.load_state_dict(theirs.state_dict())
     x_TH = torch.randn(97, 64, device=device)
     with torch.no_grad():
-        _, weights_TK, idx_TK = theirs(x_TH)
+        # Their logits in float64, as ours are: otherwise the test would measure the order of their fp32 sums.
+        _, weights_TK, idx_TK = theirs.double()(x_TH.double())
+    weights_TK = weights_TK.float()
     got_idx, got_weights = ours(x_TH)
     assert got_idx.dtype == torch.int32 and got_weights.dtype == torch.float32
     torch.testing.assert_close(got_idx.long(), idx_TK, rtol=0, atol=0)
@@ -236,3 +238,17 @@ def test_bad_input_is_named() -> None:
 def test_examples_in_docstrings() -> None:
     outcome = doctest.testmod(router_module)
     assert outcome.attempted > 0 and outcome.failed == 0
+
+
+@pytest.mark.parametrize("kind", ["softmax", "sigmoid"])
+def test_a_token_is_routed_the_same_whatever_its_neighbours(
+    kind: str, device: torch.device, rng: torch.Generator
+) -> None:
+    router = Router(512, 32, 4, RouterConfig(kind=kind), device)
+    router.weight.data.copy_(torch.randn(32, 512, generator=rng) * 512**-0.5)
+    x = torch.randn(300, 512, generator=rng).to(torch.bfloat16).to(device)
+    idx, weights = router(x)
+    for rows in (slice(0, 1), slice(17, 20), slice(5, 133)):
+        idx_part, weights_part = router(x[rows])
+        assert torch.equal(idx_part, idx[rows])
+        assert torch.equal(weights_part.view(torch.int32), weights[rows].view(torch.int32))
