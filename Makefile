@@ -5,12 +5,14 @@
 #   TORCH_INDEX_URL  where torch alone comes from, for a CPU-only build where the default index has CUDA builds:
 #                    make demo TORCH_INDEX_URL=<index of CPU builds that pytorch.org names>
 #   WORKERS          processes of the test run
+#   GPU_TEST         options of pytest for gpu-test, such as GPU_TEST="-n 8 --dist loadfile"
 #
 # `make gpu-test` installs nothing; `make clean` removes .venv too.
 
 PYTHON ?= python3
 TORCH_INDEX_URL ?=
 WORKERS ?= 2
+GPU_TEST ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
@@ -42,7 +44,7 @@ format: $(STAMP)
 
 # In the current environment, nothing installed: a GPU machine has its own torch, triton and NVSHMEM.
 gpu-test:
-	$(PYTHON) -m pytest -m "not cpu_only"
+	$(PYTHON) -m pytest -m "not cpu_only" $(GPU_TEST)
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -151,13 +151,18 @@ def shared_memory_directory() -> str:
 
 
 def host_identity() -> str:
-    """Equal on two processes only if they can map each other's shared memory: host, boot and mount of the memory."""
+    """Equal on two processes only if they can map each other's shared memory: host, boot and mount of the memory.
+
+    The environment variable `MOE_RUNTIME_HOST` is a part of it: set it differently where processes of one host cannot
+    share memory although this does not show.
+    """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()
     except OSError:
         boot = ""
-    return f"{socket.gethostname()}/{boot}/{os.stat(shared_memory_directory()).st_dev}"
+    named = os.environ.get("MOE_RUNTIME_HOST", "")
+    return f"{socket.gethostname()}/{named}/{boot}/{os.stat(shared_memory_directory()).st_dev}"
 
 
 def same_host(group: RankGroup) -> bool:

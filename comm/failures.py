@@ -28,11 +28,10 @@ def describe_failure(
     origin: int,
     *,
     reason: str,
-    timeout_s: float,
 ) -> MoERuntimeError:
     """The exception for one failure that rank `origin` recorded about rank `about`.
 
-    `details` are, by code: ROUTING (expert id, token), CAPACITY (rows that arrived, capacity).
+    `details` are, by code: ROUTING (expert id, token), CAPACITY (rows arrived, capacity), TIMEOUT (limit in ms, -).
     """
     step = Phase(phase) if phase in list(Phase) else Phase.HOST
     where = f"rank {origin}, {step.name.lower()} of epoch {epoch}"
@@ -43,7 +42,7 @@ def describe_failure(
         text = f"{details[0]} rows arrived at rank {about}, more than its expert_row_capacity of {details[1]}"
         return CapacityError(f"{where}: {text}", about, step)
     if code == ErrorCode.TIMEOUT:
-        return PeerTimeoutError(f"{where}: rank {about} did not answer within {timeout_s:g} s", about, step)
+        return PeerTimeoutError(f"{where}: rank {about} did not answer within {details[0] / 1000:g} s", about, step)
     if code == ErrorCode.STALE_HANDLE:
         return StaleHandleError(f"{where}: its handle was used after the second next dispatch", about, step)
     if code == ErrorCode.ABORTED:
@@ -52,7 +51,9 @@ def describe_failure(
 
 
 def find_failure(
-    record: Sequence[int], aborts: Sequence[Sequence[int]], reason_of: Callable[[int], str], *, timeout_s: float
+    record: Sequence[int],
+    aborts: Sequence[Sequence[int]],
+    reason_of: Callable[[int], str],
 ) -> MoERuntimeError | None:
     """What a rank's error `record` (`ERROR_WORDS`) and all ranks' abort words `[W][ABORT_WORDS]` tell, or None.
 
@@ -60,17 +61,15 @@ def find_failure(
     the failure. Among several abort words a first cause goes before a mere ABORTED, then the lowest rank.
     """
     code, about, phase, epoch, detail, origin, detail2 = record[:7]
-    if code not in (ErrorCode.NONE, ErrorCode.ABORTED):
-        return describe_failure(code, about, phase, epoch, (detail, detail2), origin, reason="", timeout_s=timeout_s)
     told = [rank for rank, words in enumerate(aborts) if words[0]]
-    if told:
+    if told and code in (ErrorCode.NONE, ErrorCode.ABORTED):
         peer = min(told, key=lambda rank: (aborts[rank][0] == ErrorCode.ABORTED, aborts[rank][3] != rank, rank))
         code, phase, epoch, about, detail, detail2 = aborts[peer][:6]
         origin = peer
     if code == ErrorCode.NONE:
         return None
     reason = reason_of(about) if code == ErrorCode.ABORTED else ""
-    return describe_failure(code, about, phase, epoch, (detail, detail2), origin, reason=reason, timeout_s=timeout_s)
+    return describe_failure(code, about, phase, epoch, (detail, detail2), origin, reason=reason)
 
 
 def encode_abort(message: torch.Tensor, rank: int, reason: str) -> None:

@@ -23,7 +23,8 @@ class NvshmemHeap(SymmetricHeap):
     `PeerTimeoutError` naming a rank that does not come within the group's timeout; and `ValueError` where a peer's
     memory cannot be mapped. Several heaps of one process may live side by side, over the same ranks.
 
-    `close()` gives the memory back, which is collective; after a failure it stays taken until the process ends.
+    `close()` gives the memory back to NVSHMEM, for later heaps. That is collective: after a failure the memory stays
+    taken until the process ends.
     """
 
     name = "nvshmem"

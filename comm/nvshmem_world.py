@@ -61,7 +61,7 @@ def problem() -> str | None:
         core = load_nvshmem()
         core.get_version()
     except ModuleNotFoundError as error:
-        if error.name in ("nvshmem", "cuda"):
+        if (error.name or "").split(".")[0] in ("nvshmem", "cuda"):
             return "nvshmem4py is not installed: pip install 'moe_runtime[gpu]'"
         return f"nvshmem4py cannot be imported: {error}"
     except Exception as error:

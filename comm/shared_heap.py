@@ -1,10 +1,12 @@
 """Symmetric memory between processes of one host: a file of shared memory per rank, which every rank maps.
 
-The files are unlinked as soon as all ranks have mapped them, so nothing is left behind whichever way a process ends.
+The files are unlinked as soon as all ranks have mapped them, so nothing is left behind whichever way a process ends
+after `allocate()`. Within it the peers of a rank that was killed unlink its file for it, if they know of it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import mmap
 import os
@@ -41,6 +43,7 @@ class SharedHeap(SymmetricHeap):
     def _allocate(self, num_bytes: int) -> None:
         path = os.path.join(self._directory, f"moe_runtime-{secrets.token_hex(16)}")
         problem = _create(path, num_bytes, self.world_size)
+        paths = [path]
         try:
             answers = self._group.gather("SharedHeap.allocate: create", (path, num_bytes, problem))
             self._raise_first([answer[2] for answer in answers])
@@ -49,14 +52,17 @@ class SharedHeap(SymmetricHeap):
                 raise ValueError(f"region: ranks reserved different sizes, {[answer[1] for answer in answers]} bytes")
             for peer_path, _, _ in answers:
                 problem = problem or self._map(peer_path, num_bytes)
+            paths = [peer_path for peer_path, _, _ in answers]
             self._raise_first(self._group.gather("SharedHeap.allocate: map", problem))
+            paths = [path]
         except BaseException:
             self._drop()
             raise
         finally:
             # After the second gather every rank has mapped the file; before it, the start-up has failed.
-            if os.path.exists(path):
-                os.unlink(path)
+            for left in paths:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(left)
 
     def _map(self, path: str, num_bytes: int) -> tuple[int, str] | None:
         """Map a rank's file; what went wrong as `(errno, text)`, so that all ranks can be told."""

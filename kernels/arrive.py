@@ -81,7 +81,7 @@ def arrived_experts(
     return tl.where((local >= 0) & (local < num_local) & (ids != 65535), local, -1)
 
 
-@triton.jit(do_not_specialize=[*_GEOMETRY_ARGUMENTS, "timeout_ns", "startup_timeout_ns"])
+@triton.jit(do_not_specialize=[*_GEOMETRY_ARGUMENTS, "timeout_ns"])
 def _arrive_count_kernel(
     counts_ptr,
     landing_ptrs,
@@ -99,7 +99,6 @@ def _arrive_count_kernel(
     landing_half,
     stamps_half,
     timeout_ns,
-    startup_timeout_ns,
     K: tl.constexpr,
     K_PAD: tl.constexpr,
     WORLD: tl.constexpr,
@@ -119,7 +118,6 @@ def _arrive_count_kernel(
     epoch = tl.load(handle_epoch_ptr)
     half = epoch & 1
     words = signals_of(signal_ptrs, rank) + half * WORLD + source
-    timeout_ns = tl.where(epoch == 1, startup_timeout_ns, timeout_ns)
 
     if tl.load(epoch_ptr) - epoch >= 2:
         record_failure(
@@ -311,6 +309,7 @@ def arrive(
     context: ExpertParallelContext,
     geometry: ExchangeGeometry,
     handle_epoch: torch.Tensor,
+    timeout_ns: int,
     *,
     positions_SK: torch.Tensor,
     group_offsets: torch.Tensor,
@@ -324,6 +323,7 @@ def arrive(
 
     Args:
         handle_epoch: int32 `[1]`, the epoch.
+        timeout_ns: how long to wait for a peer.
         positions_SK: int32 `[W * max_tokens, K]`, receives the packed position of each (slot, k) or -1.
         group_offsets: int32 `[E + 1]`; group_scale_offsets: int32 `[E]` (`dense_128`): received.
         row_index_R: int32 `[row_capacity]`, receives the landing row of each packed position.
@@ -356,8 +356,7 @@ def arrive(
         geometry.num_local_experts,
         landing_half,
         context.half_bytes["stamps"],
-        context.timeout_ns,
-        context.startup_timeout_ns,
+        timeout_ns,
         **constexprs["count"],
     )
     _arrive_offsets_kernel[(1,)](

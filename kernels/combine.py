@@ -118,7 +118,7 @@ def _combine_send_kernel(
             tl.atomic_xchg(flag, epoch, sem="release", scope="sys")
 
 
-@triton.jit(do_not_specialize=["num_tokens", "rank", "combine_half", "timeout_ns", "startup_timeout_ns"])
+@triton.jit(do_not_specialize=["num_tokens", "rank", "combine_half", "timeout_ns"])
 def _combine_wait_kernel(
     y_ptr,
     shared_ptr,
@@ -134,7 +134,6 @@ def _combine_wait_kernel(
     rank,
     combine_half,
     timeout_ns,
-    startup_timeout_ns,
     HAS_SHARED: tl.constexpr,
     HIDDEN: tl.constexpr,
     WORLD: tl.constexpr,
@@ -151,7 +150,6 @@ def _combine_wait_kernel(
     epoch = tl.load(handle_epoch_ptr)
     half = epoch & 1
     flags = signals_of(signal_ptrs, rank) + COMBINE_FLAG + half * WORLD
-    timeout_ns = tl.where(epoch == 1, startup_timeout_ns, timeout_ns)
     if tl.load(epoch_ptr) - epoch >= 2:
         record_failure(
             error_ptr, latch_ptr, signal_ptrs, STALE_HANDLE, rank, COMBINE_WAIT, epoch, 0, 0, rank, ABORT, WORLD
@@ -265,6 +263,7 @@ def combine_wait(
     num_parts_T: torch.Tensor,
     shared_TH: torch.Tensor | None,
     y_TH: torch.Tensor,
+    timeout_ns: int,
 ) -> None:
     """Wait for all ranks' partial results and sum them, ranks ascending, into `y_TH`; NaN after any failure.
 
@@ -272,6 +271,7 @@ def combine_wait(
         num_parts_T: int32 `[T]` from `dispatch_send`.
         shared_TH: bf16 `[T, H]`, last dimension contiguous, added first; None where there is no shared expert.
         y_TH: bf16 `[T, H]` contiguous, written.
+        timeout_ns: how long to wait for a peer.
     """
     num_tokens = y_TH.shape[0]
     # A rank without tokens waits too, so that it learns of a peer's failure in the same step.
@@ -289,8 +289,7 @@ def combine_wait(
         context.latch,
         geometry.rank,
         context.half_bytes["combine"],
-        context.timeout_ns,
-        context.startup_timeout_ns,
+        timeout_ns,
         HAS_SHARED=shared_TH is not None,
         **_partial_constexprs(geometry),
         num_warps=8,

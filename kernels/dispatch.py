@@ -23,6 +23,7 @@ from moe_runtime.kernels.signalling import (
     adopt_aborts,
     exchange_aot_case,
     last_to_arrive,
+    milliseconds,
     record_failure,
     signals_of,
     wait_either,
@@ -74,7 +75,6 @@ def checked_ids(raw_K, k, num_experts, K: tl.constexpr):
         "landing_half",
         "stamps_half",
         "timeout_ns",
-        "startup_timeout_ns",
     ]
 )
 def _dispatch_send_kernel(
@@ -100,7 +100,6 @@ def _dispatch_send_kernel(
     landing_half,
     stamps_half,
     timeout_ns,
-    startup_timeout_ns,
     HIDDEN: tl.constexpr,
     K: tl.constexpr,
     K_PAD: tl.constexpr,
@@ -126,92 +125,92 @@ def _dispatch_send_kernel(
     epoch = tl.load(epoch_ptr) + 1
     half = epoch & 1
     own = signals_of(signal_ptrs, rank)
-    timeout_ns = tl.where(epoch == 1, startup_timeout_ns, timeout_ns)
 
     if token == 0:
         for peer in range(WORLD):
             tl.atomic_xchg(signals_of(signal_ptrs, peer) + READY + rank, epoch, sem="release", scope="sys")
 
-    if token < num_tokens:
-        k = tl.arange(0, K_PAD)
-        raw = tl.load(topk_idx_ptr + token * K + k, mask=k < K, other=-1).to(tl.int64)
-        ids, bad = checked_ids(raw, k, num_experts, K)
-        if tl.max(bad.to(tl.int32), axis=0) > 0:
-            first_bad = tl.min(tl.where(bad, k, K_PAD), axis=0)
-            bad_id = tl.sum(tl.where(k == first_bad, raw, 0), axis=0).to(tl.int32)
-            record_failure(
-                error_ptr, latch_ptr, signal_ptrs, ROUTING, rank, DISPATCH_SEND, epoch,
-                bad_id, token, rank, ABORT, WORLD,
-            )  # fmt: skip
-        owners = ranks_of(ids, starts_ptr, WORLD, WORLD_PAD)
+    # The one program of a rank without tokens has nothing to send, but waits and raises the flags like any other.
+    here = token < num_tokens
+    k = tl.arange(0, K_PAD)
+    raw = tl.load(topk_idx_ptr + token * K + k, mask=(k < K) & here, other=-1).to(tl.int64)
+    ids, bad = checked_ids(raw, k, num_experts, K)
+    if tl.max(bad.to(tl.int32), axis=0) > 0:
+        first_bad = tl.min(tl.where(bad, k, K_PAD), axis=0)
+        bad_id = tl.sum(tl.where(k == first_bad, raw, 0), axis=0).to(tl.int32)
+        record_failure(
+            error_ptr, latch_ptr, signal_ptrs, ROUTING, rank, DISPATCH_SEND, epoch,
+            bad_id, token, rank, ABORT, WORLD,
+        )  # fmt: skip
+    owners = ranks_of(ids, starts_ptr, WORLD, WORLD_PAD)
 
-        # A half may be written once its reader is done with it: it has entered this epoch, or has combined the epoch
-        # that used this half before.
-        parts = 0
-        for peer in range(WORLD):
-            if tl.max((owners == peer).to(tl.int32), axis=0) > 0:
-                parts += 1
-                if AWAIT_READY:
-                    if tl.load(latch_ptr, volatile=True) == 0:
-                        late = wait_either(
-                            own + READY + peer,
-                            epoch,
-                            own + COMBINE_FLAG + half * WORLD + peer,
-                            epoch - 2,
-                            latch_ptr,
-                            own,
-                            timeout_ns,
-                            ABORT,
-                            WORLD,
-                            WORLD_PAD,
-                        )
-                        if late:
-                            record_failure(
-                                error_ptr, latch_ptr, signal_ptrs, TIMEOUT, peer, DISPATCH_SEND, epoch,
-                                0, 0, rank, ABORT, WORLD,
-                            )  # fmt: skip
-        adopt_aborts(error_ptr, latch_ptr, own, ABORT, WORLD, WORLD_PAD)
-        tl.store(num_parts_ptr + token, parts)
+    # A half may be written once its reader is done with it: it has entered this epoch, or has combined the epoch
+    # that used this half before. Count and flag are written on every peer, so the first program waits for all.
+    parts = 0
+    for peer in range(WORLD):
+        goes = tl.max((owners == peer).to(tl.int32), axis=0)
+        parts += goes
+        if AWAIT_READY:
+            if ((goes > 0) | (token == 0)) & (tl.load(latch_ptr, volatile=True) == 0):
+                late = wait_either(
+                    own + READY + peer,
+                    epoch,
+                    own + COMBINE_FLAG + half * WORLD + peer,
+                    epoch - 2,
+                    latch_ptr,
+                    own,
+                    timeout_ns,
+                    ABORT,
+                    WORLD,
+                    WORLD_PAD,
+                )
+                if late:
+                    record_failure(
+                        error_ptr, latch_ptr, signal_ptrs, TIMEOUT, peer, DISPATCH_SEND, epoch,
+                        milliseconds(timeout_ns), 0, rank, ABORT, WORLD,
+                    )  # fmt: skip
+    adopt_aborts(error_ptr, latch_ptr, own, ABORT, WORLD, WORLD_PAD)
+    tl.store(num_parts_ptr + token, parts, mask=here)
 
-        if tl.load(latch_ptr, volatile=True) == 0:
-            x_row = x_ptr.to(tl.pointer_type(tl.uint16)) + token.to(tl.int64) * x_stride
-            column = tl.arange(0, COLUMNS)
-            gsf = tl.full([1], 1.0, tl.float32)
-            if FMT == NVFP4:
-                if STATIC_GSF:
-                    gsf = tl.load(gsf_ptr + tl.arange(0, 1))
-                else:
-                    # Magnitudes as integers order like the floats, with Inf and NaN above all numbers.
-                    top = tl.zeros([COLUMNS], dtype=tl.int32)
-                    for start in range(0, HIDDEN, COLUMNS):
-                        raw_x = tl.load(x_row + start + column, mask=start + column < HIDDEN, other=0)
-                        top = tl.maximum(top, (raw_x.to(tl.int32) & 0x7FFF))
-                    amax_bits = tl.max(tl.reshape(top, [1, COLUMNS]), axis=1)
-                    gsf = token_gsf(bf16_bits_to_f32(amax_bits.to(tl.uint16)))
+    if here & (tl.load(latch_ptr, volatile=True) == 0):
+        x_row = x_ptr.to(tl.pointer_type(tl.uint16)) + token.to(tl.int64) * x_stride
+        column = tl.arange(0, COLUMNS)
+        gsf = tl.full([1], 1.0, tl.float32)
+        if FMT == NVFP4:
+            if STATIC_GSF:
+                gsf = tl.load(gsf_ptr + tl.arange(0, 1))
+            else:
+                # Magnitudes as integers order like the floats, with Inf and NaN above all numbers.
+                top = tl.zeros([COLUMNS], dtype=tl.int32)
+                for start in range(0, HIDDEN, COLUMNS):
+                    raw_x = tl.load(x_row + start + column, mask=start + column < HIDDEN, other=0)
+                    top = tl.maximum(top, (raw_x.to(tl.int32) & 0x7FFF))
+                amax_bits = tl.max(tl.reshape(top, [1, COLUMNS]), axis=1)
+                gsf = token_gsf(bf16_bits_to_f32(amax_bits.to(tl.uint16)))
 
-            slot = (rank * max_tokens + token).to(tl.int64)
-            for start in range(0, HIDDEN, COLUMNS):
-                raw_x = tl.load(x_row + start + column, mask=start + column < HIDDEN, other=0)
-                quants, scales = quantize_tile(tl.reshape(bf16_bits_to_f32(raw_x), [1, COLUMNS]), gsf, FMT)
-                for peer in range(WORLD):
-                    if tl.max((owners == peer).to(tl.int32), axis=0) > 0:
-                        record = tl.load(landing_ptrs + peer).to(tl.pointer_type(tl.uint8))
-                        record += half * landing_half + slot * RECORD_BYTES
-                        store_quants(record, record + SCALES_AT, quants, scales, start, HIDDEN, COLUMNS, FMT)
-
-            weights = tl.load(topk_weights_ptr + token * K + k, mask=k < K, other=0.0)
+        slot = (rank * max_tokens + token).to(tl.int64)
+        for start in range(0, HIDDEN, COLUMNS):
+            raw_x = tl.load(x_row + start + column, mask=start + column < HIDDEN, other=0)
+            quants, scales = quantize_tile(tl.reshape(bf16_bits_to_f32(raw_x), [1, COLUMNS]), gsf, FMT)
             for peer in range(WORLD):
                 if tl.max((owners == peer).to(tl.int32), axis=0) > 0:
                     record = tl.load(landing_ptrs + peer).to(tl.pointer_type(tl.uint8))
                     record += half * landing_half + slot * RECORD_BYTES
-                    if FMT == NVFP4:
-                        row_scale = tl.div_rn(tl.full([1], 1.0, tl.float32), gsf)
-                        tl.store((record + ROW_SCALE_AT).to(tl.pointer_type(tl.float32)) + tl.arange(0, 1), row_scale)
-                    tl.store((record + SOURCE_AT).to(tl.pointer_type(tl.int32)), token)
-                    tl.store((record + IDS_AT).to(tl.pointer_type(tl.uint16)) + k, ids.to(tl.uint16), mask=k < K)
-                    tl.store((record + WEIGHTS_AT).to(tl.pointer_type(tl.float32)) + k, weights, mask=k < K)
-                    stamp = tl.load(stamps_ptrs + peer).to(tl.pointer_type(tl.uint8)) + half * stamps_half
-                    tl.store(stamp.to(tl.pointer_type(tl.int32)) + slot, epoch)
+                    store_quants(record, record + SCALES_AT, quants, scales, start, HIDDEN, COLUMNS, FMT)
+
+        weights = tl.load(topk_weights_ptr + token * K + k, mask=k < K, other=0.0)
+        for peer in range(WORLD):
+            if tl.max((owners == peer).to(tl.int32), axis=0) > 0:
+                record = tl.load(landing_ptrs + peer).to(tl.pointer_type(tl.uint8))
+                record += half * landing_half + slot * RECORD_BYTES
+                if FMT == NVFP4:
+                    row_scale = tl.div_rn(tl.full([1], 1.0, tl.float32), gsf)
+                    tl.store((record + ROW_SCALE_AT).to(tl.pointer_type(tl.float32)) + tl.arange(0, 1), row_scale)
+                tl.store((record + SOURCE_AT).to(tl.pointer_type(tl.int32)), token)
+                tl.store((record + IDS_AT).to(tl.pointer_type(tl.uint16)) + k, ids.to(tl.uint16), mask=k < K)
+                tl.store((record + WEIGHTS_AT).to(tl.pointer_type(tl.float32)) + k, weights, mask=k < K)
+                stamp = tl.load(stamps_ptrs + peer).to(tl.pointer_type(tl.uint8)) + half * stamps_half
+                tl.store(stamp.to(tl.pointer_type(tl.int32)) + slot, epoch)
 
     if last_to_arrive(counter_ptr, tl.num_programs(0)):
         tl.store(epoch_ptr, epoch)
@@ -304,6 +303,7 @@ def dispatch_send(
     gsf: torch.Tensor | None,
     handle_epoch: torch.Tensor,
     num_parts_T: torch.Tensor,
+    timeout_ns: int,
 ) -> None:
     """Quantize and send this rank's tokens, begin the next epoch, and raise this rank's flag on every peer.
 
@@ -316,6 +316,7 @@ def dispatch_send(
         gsf: fp32 `[1]` static NVFP4 encode scale, or None for one per token.
         handle_epoch: int32 `[1]`, receives the epoch of this dispatch.
         num_parts_T: int32 `[T]`, receives the number of ranks that each token goes to.
+        timeout_ns: how long to wait for a peer.
     """
     num_tokens = x_TH.shape[0]
     _dispatch_send_kernel[(max(num_tokens, 1),)](
@@ -340,8 +341,7 @@ def dispatch_send(
         geometry.max_tokens,
         geometry.landing_half(context.half_bytes["landing"]),
         context.half_bytes["stamps"],
-        context.timeout_ns,
-        context.startup_timeout_ns,
+        timeout_ns,
         STATIC_GSF=gsf is not None,
         AWAIT_READY=context.heap.directly_mapped,
         **_record_constexprs(geometry),

@@ -37,14 +37,20 @@ def check_operands(a: GroupedRows, w: ExpertWeights) -> None:
         raise ValueError(f"w: expected device {a.rows.device} as a.rows, got {w.device}")
     a.format.check_columns(a.num_columns, "a.num_columns")
     columns = a.format.quant_columns(a.num_columns)
+    if a.rows.requires_grad and torch.is_grad_enabled():
+        raise ValueError("a.rows: requires grad, but the runtime is for inference only; detach it or use no_grad")
     if a.rows.ndim != 2 or a.rows.shape[1] != columns or a.rows.dtype != a.format.quant_dtype:
         raise ValueError(
             f"a.rows: expected [*, {columns}] of {a.format.quant_dtype}, got {list(a.rows.shape)} of {a.rows.dtype}"
         )
     if a.rows.numel() and a.rows.stride(1) != 1:
         raise ValueError(f"a.rows: expected the last dimension contiguous, got strides {list(a.rows.stride())}")
+    if a.capacity < 0:
+        raise ValueError(f"a.capacity: expected at least 0, got {a.capacity}")
     if a.row_index is None and a.rows.shape[0] < a.capacity:
         raise ValueError(f"a.rows: expected at least capacity = {a.capacity} rows, got {a.rows.shape[0]}")
+    if a.expert_ids.ndim != 1:
+        raise ValueError(f"a.expert_ids: expected one dimension, got shape {list(a.expert_ids.shape)}")
     groups = a.num_groups
     _check(a, "expert_ids", a.expert_ids, torch.int32, groups)
     _check(a, "group_offsets", a.group_offsets, torch.int32, groups + 1)
@@ -52,8 +58,13 @@ def check_operands(a: GroupedRows, w: ExpertWeights) -> None:
     _check(a, "row_scale", a.row_scale, torch.float32, a.capacity)
     if a.format.has_row_scale and a.row_scale is None:
         raise ValueError(f"a.row_scale: expected one for {a.format.name}, got None")
-    if isinstance(a.num_active_experts, torch.Tensor):
-        _check(a, "num_active_experts", a.num_active_experts.reshape(-1), torch.int32, 1)
+    active = a.num_active_experts
+    if isinstance(active, torch.Tensor):
+        if active.numel() != 1:
+            raise ValueError(f"a.num_active_experts: expected one element, got shape {list(active.shape)}")
+        _check(a, "num_active_experts", active.reshape(1), torch.int32, 1)
+    elif active is not None and not isinstance(active, int):
+        raise ValueError(f"a.num_active_experts: expected an int or an int32 tensor, got {active!r}")
     scale_columns = a.format.scale_columns(a.num_columns)
     if a.format.swizzled:
         if a.group_scale_offsets is None:
@@ -61,8 +72,7 @@ def check_operands(a: GroupedRows, w: ExpertWeights) -> None:
         _check(a, "group_scale_offsets", a.group_scale_offsets, torch.int32, groups)
         _check_scales(a, "[*, {}, {}, {}, {}]", (ceil_div(scale_columns, 4), 32, 4, 4))
     elif a.format.scale_dtype is not None:
-        _check_scales(a, "[*, {}]", (scale_columns,))
-        _check(a, "scales", a.scales, a.format.scale_dtype, a.capacity)
+        _check_scales(a, "[*, {}]", (scale_columns,), at_least=a.capacity)
 
 
 def _check(a: GroupedRows, name: str, tensor: torch.Tensor | None, dtype: torch.dtype, size: int) -> None:
@@ -70,19 +80,21 @@ def _check(a: GroupedRows, name: str, tensor: torch.Tensor | None, dtype: torch.
         return
     if tensor.dtype != dtype:
         raise ValueError(f"a.{name}: expected {dtype}, got {tensor.dtype}")
-    if tensor.ndim == 0 or tensor.shape[0] < size:
-        raise ValueError(f"a.{name}: expected at least {size} elements, got shape {list(tensor.shape)}")
+    if tensor.ndim != 1 or tensor.shape[0] < size:
+        raise ValueError(f"a.{name}: expected [at least {size}], got shape {list(tensor.shape)}")
     if tensor.device != a.rows.device:
         raise ValueError(f"a.{name}: expected device {a.rows.device}, got {tensor.device}")
     if not tensor.is_contiguous():
         raise ValueError(f"a.{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
 
 
-def _check_scales(a: GroupedRows, pattern: str, tail: tuple[int, ...]) -> None:
+def _check_scales(a: GroupedRows, pattern: str, tail: tuple[int, ...], at_least: int = 0) -> None:
     expected = f"{pattern.format(*tail)} of {a.format.scale_dtype}"
     if a.scales is None or tuple(a.scales.shape[1:]) != tail or a.scales.dtype != a.format.scale_dtype:
         found = "None" if a.scales is None else f"{list(a.scales.shape)} of {a.scales.dtype}"
         raise ValueError(f"a.scales: expected {expected} for {a.format.name}, got {found}")
+    if a.scales.shape[0] < at_least:
+        raise ValueError(f"a.scales: expected [at least {at_least}, {tail[0]}], got {list(a.scales.shape)}")
     if a.scales.device != a.rows.device or not a.scales.is_contiguous():
         raise ValueError(f"a.scales: expected a contiguous tensor on {a.rows.device}, got one on {a.scales.device}")
 
@@ -101,6 +113,8 @@ def check_out(a: GroupedRows, w: ExpertWeights, out: torch.Tensor | None, out_dt
         raise ValueError(f"out: expected device {w.device}, got {out.device}")
     if out.numel() and out.stride(1) != 1:
         raise ValueError(f"out: expected the last dimension contiguous, got strides {list(out.stride())}")
+    if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
+        raise ValueError(f"out: expected rows that do not overlap, got strides {list(out.stride())}")
     return out
 
 

@@ -221,7 +221,7 @@ def quantize_rows(
     """
     fmt = token_format(fmt)
     _check_input(x_RK, fmt)
-    gsf = _check_gsf(gsf, fmt, x_RK.device)
+    gsf = check_gsf(gsf, fmt, x_RK.device)
     if resolve_engine(engine, x_RK.device) == "torch":
         return reference_quantize.quantize_rows(x_RK, fmt, gsf=gsf)
     num_rows, k = x_RK.shape
@@ -291,21 +291,24 @@ def _check_input(x_RK: torch.Tensor, fmt: TokenFormat) -> None:
         raise ValueError("x_RK: expected no gradient (quantization is for inference only), got requires_grad=True")
 
 
-def _check_gsf(gsf: float | torch.Tensor | None, fmt: TokenFormat, device: torch.device) -> torch.Tensor | None:
-    """`gsf` as a one-element tensor on `device`, or None."""
+def check_gsf(
+    gsf: float | torch.Tensor | None, fmt: TokenFormat, device: torch.device, argument: str = "gsf"
+) -> torch.Tensor | None:
+    """The encode scale as a one-element tensor on `device`, or None; `ValueError` naming `argument` if it is wrong."""
     if gsf is None:
         return None
     if not fmt.has_row_scale:
-        raise ValueError(f"gsf: format {fmt.name} has no second-level scale, expected None, got {gsf}")
+        raise ValueError(f"{argument}: format {fmt.name} has no second-level scale, expected None, got {gsf}")
     if isinstance(gsf, torch.Tensor):
         if gsf.numel() != 1 or gsf.dtype != torch.float32 or gsf.device != device:
             raise ValueError(
-                f"gsf: expected one float32 on {device}, got {gsf.dtype} of shape {tuple(gsf.shape)} on {gsf.device}"
+                f"{argument}: expected one float32 on {device}, "
+                f"got {gsf.dtype} of shape {tuple(gsf.shape)} on {gsf.device}"
             )
         return gsf.reshape(1)
     # Above 2^100 it is clamped anyway; below the smallest normal fp32 it would lose its meaning.
     if not torch.finfo(torch.float32).tiny <= gsf < math.inf:
-        raise ValueError(f"gsf: expected a positive, finite number (at least 2^-126), got {gsf}")
+        raise ValueError(f"{argument}: expected a positive, finite number (at least 2^-126), got {gsf}")
     return torch.full((1,), min(float(gsf), 2.0**100), dtype=torch.float32, device=device)
 
 

@@ -94,15 +94,22 @@ def _adopt_aborts(context: ExpertParallelContext) -> None:
         context.error[0] = code
 
 
-def _wait(context: ExpertParallelContext, words: list[tuple[int, int]], peer: int, phase: Phase, epoch: int) -> None:
+def _wait(
+    context: ExpertParallelContext,
+    words: list[tuple[int, int]],
+    peer: int,
+    phase: Phase,
+    epoch: int,
+    timeout_ns: int,
+) -> None:
     """Wait until one of `(word, epoch)` is reached, an abort comes, or the clock runs out (recorded as a timeout)."""
     own = _signals_of(context, context.rank)
-    deadline = time.monotonic_ns() + (context.startup_timeout_ns if epoch == 1 else context.timeout_ns)
+    deadline = time.monotonic_ns() + timeout_ns
     spins = 0
     while int(context.latch[0]) == 0 and not any(_ahead(int(own[word]), value) for word, value in words):
         _adopt_aborts(context)
         if time.monotonic_ns() > deadline:
-            record_failure(context, ErrorCode.TIMEOUT, peer, phase, epoch)
+            record_failure(context, ErrorCode.TIMEOUT, peer, phase, epoch, min(timeout_ns // 1000000, 2**31 - 1))
         spins += 1
         time.sleep(0 if spins < SPINS_BEFORE_SLEEP else 2e-4)
     _adopt_aborts(context)
@@ -158,6 +165,7 @@ def dispatch_send(
     gsf: torch.Tensor | None,
     handle_epoch: torch.Tensor,
     num_parts_T: torch.Tensor,
+    timeout_ns: int,
 ) -> None:
     """See `moe_runtime.kernels.dispatch.dispatch_send`."""
     rank, layout = geometry.rank, context.signals_layout
@@ -178,10 +186,11 @@ def dispatch_send(
     num_parts_T.copy_(goes_to.sum(dim=1))
 
     if context.heap.directly_mapped:
-        for peer in goes_to.any(dim=0).nonzero().flatten().tolist():
+        # Peers that get no token too: the count and the flag of this epoch replace those of the half's last one.
+        for peer in range(geometry.world_size):
             ready = (layout.ready + peer, epoch)
             combined = (layout.combine_flag + half * geometry.world_size + peer, epoch - 2)
-            _wait(context, [ready, combined], peer, Phase.DISPATCH_SEND, epoch)
+            _wait(context, [ready, combined], peer, Phase.DISPATCH_SEND, epoch, timeout_ns)
     _adopt_aborts(context)
     if int(context.latch[0]) == 0 and num_tokens:
         rows = quantize_rows(x_TH, geometry.token_format, gsf=gsf)
@@ -204,6 +213,7 @@ def arrive(
     context: ExpertParallelContext,
     geometry: ExchangeGeometry,
     handle_epoch: torch.Tensor,
+    timeout_ns: int,
     *,
     positions_SK: torch.Tensor,
     group_offsets: torch.Tensor,
@@ -220,7 +230,7 @@ def arrive(
     _check_fresh(context, epoch, Phase.DISPATCH_WAIT)
     for source in range(geometry.world_size):
         word = layout.dispatch_flag + half * geometry.world_size + source
-        _wait(context, [(word, epoch)], source, Phase.DISPATCH_WAIT, epoch)
+        _wait(context, [(word, epoch)], source, Phase.DISPATCH_WAIT, epoch, timeout_ns)
 
     landed = _landing(context, geometry, geometry.rank, half)
     words = _signals_of(context, geometry.rank)
@@ -355,6 +365,7 @@ def combine_wait(
     num_parts_T: torch.Tensor,
     shared_TH: torch.Tensor | None,
     y_TH: torch.Tensor,
+    timeout_ns: int,
 ) -> None:
     """See `moe_runtime.kernels.combine.combine_wait`."""
     epoch = int(handle_epoch[0])
@@ -362,7 +373,7 @@ def combine_wait(
     _check_fresh(context, epoch, Phase.COMBINE_WAIT)
     for peer in range(geometry.world_size):
         word = context.signals_layout.combine_flag + half * geometry.world_size + peer
-        _wait(context, [(word, epoch)], peer, Phase.COMBINE_WAIT, epoch)
+        _wait(context, [(word, epoch)], peer, Phase.COMBINE_WAIT, epoch, timeout_ns)
     if int(context.latch[0]) != 0:
         y_TH.fill_(float("nan"))
         return

@@ -1,7 +1,7 @@
 """Torch twins of the grouped GEMM: products of the dequantized operands in float64, rounded to fp32 once.
 
-That one rounding hides the order of the sums, so that results do not depend on shapes or thread counts. Everything
-after it is the same fp32 sequence as in the kernel. These twins read offsets and expert ids on the host.
+Rows are multiplied `ROWS_AT_ONCE` at a time, so that the sums of a row do not depend on how many others its group has.
+Everything after them is the same fp32 sequence as in the kernel. These twins read offsets and expert ids on the host.
 """
 
 from __future__ import annotations
@@ -21,6 +21,11 @@ from moe_runtime.kernels.gemm_arguments import (
     empty_intermediate,
 )
 from moe_runtime.weights import ExpertWeights, SwiGLU
+
+ROWS_AT_ONCE = 32
+"""Rows of every float64 product, zeros behind the last ones: for a few rows BLAS takes another order of sums, which
+shows wherever they cancel. A multiple of the tiles of its kernels, so that all rows go through the same one. (Of a long
+K it may still give each thread a part: sums that cancel may then tell the number of threads.)"""
 
 
 def grouped_gemm(
@@ -92,7 +97,7 @@ def _products(a: GroupedRows, w: ExpertWeights) -> Iterator[tuple[int, slice, to
         rows = slice(offsets[group], min(offsets[group + 1], a.capacity))
         if not 0 <= expert < w.num_experts or rows.stop <= rows.start:
             continue
-        c = (_rows_f64(a, group, rows) @ _weight_f64(w, expert).T).float()
+        c = _multiply(_rows_f64(a, group, rows), _weight_f64(w, expert))
         if a.row_scale is not None:
             c = c * a.row_scale[rows, None]
         if factors is not None:
@@ -100,6 +105,13 @@ def _products(a: GroupedRows, w: ExpertWeights) -> Iterator[tuple[int, slice, to
         if w.bias is not None:
             c = c + w.bias[expert]
         yield group, rows, c
+
+
+def _multiply(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+    """fp32 `x @ w^T` of float64 operands."""
+    count = x_MK.shape[0]
+    padded = torch.nn.functional.pad(x_MK, (0, 0, 0, -count % ROWS_AT_ONCE))
+    return torch.cat([(part @ w_NK.T).float() for part in padded.split(ROWS_AT_ONCE)])[:count]
 
 
 def _first_block(a: GroupedRows, group: int, start: int) -> int:

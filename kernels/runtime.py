@@ -24,12 +24,33 @@ if INTERPRET:
         os.sched_yield()
         return time.monotonic_ns()
 
+    @triton.jit
+    def store_release(ptr, value):
+        """Store an int32 word that the host, or a peer, must not see before what was stored until now."""
+        tl.atomic_xchg(ptr, value, sem="release", scope="sys")
+
 else:
 
     @triton.jit
     def clock_ns():
         """Nanoseconds of the GPU's global timer."""
         return tl.inline_asm_elementwise("mov.u64 $0, %globaltimer;", "=l", [], dtype=tl.int64, is_pure=False, pack=1)
+
+    @triton.jit
+    def store_release(ptr, value):
+        """Store an int32 word that the host, or a peer, must not see before what was stored until now.
+
+        A store and not an exchange: few machines have atomic operations of a GPU on host memory, and memory checkers
+        report them. Every thread of the program stores the same word.
+        """
+        tl.inline_asm_elementwise(
+            "st.release.sys.global.u32 [$1], $2; mov.u32 $0, 0;",
+            "=r,l,r",
+            [ptr.to(tl.int64), value],
+            dtype=tl.int32,
+            is_pure=False,
+            pack=1,
+        )
 
 
 def resolve_engine(engine: str, device: torch.device) -> str:

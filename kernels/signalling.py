@@ -14,7 +14,7 @@ import triton.language as tl
 
 from moe_runtime.comm.signals import ABORT_WORDS as _ABORT_WORDS
 from moe_runtime.errors import ErrorCode
-from moe_runtime.kernels.runtime import AotCase, clock_ns
+from moe_runtime.kernels.runtime import AotCase, clock_ns, store_release
 
 ABORT_WORDS = tl.constexpr(_ABORT_WORDS)
 TIMEOUT = tl.constexpr(int(ErrorCode.TIMEOUT))
@@ -50,7 +50,7 @@ def record_failure(
         tl.store(error_ptr + 5, rank)
         tl.store(error_ptr + 6, detail2)
         tl.debug_barrier()
-        tl.atomic_xchg(error_ptr, code, sem="release", scope="sys")
+        store_release(error_ptr, code)
         for peer in range(WORLD):
             if peer != rank:
                 words = signals_of(signal_ptrs, peer) + ABORT + rank * ABORT_WORDS
@@ -81,7 +81,7 @@ def adopt_aborts(error_ptr, latch_ptr, own_ptr, ABORT: tl.constexpr, WORLD: tl.c
                     tl.store(error_ptr + 5, peer)
                     tl.store(error_ptr + 6, tl.load(words + 5, volatile=True))
                     tl.debug_barrier()
-                    tl.atomic_xchg(error_ptr, code, sem="release", scope="sys")
+                    store_release(error_ptr, code)
 
 
 @triton.jit
@@ -120,6 +120,12 @@ def wait_either(
 
 
 @triton.jit
+def milliseconds(timeout_ns):
+    """What a `TIMEOUT` is recorded with, as int32."""
+    return tl.minimum(timeout_ns // 1000000, 2147483647).to(tl.int32)
+
+
+@triton.jit
 def wait_for_peer(
     flag,
     value,
@@ -140,7 +146,8 @@ def wait_for_peer(
     if tl.load(latch_ptr, volatile=True) == 0:
         if wait_either(flag, value, flag, value, latch_ptr, own, timeout_ns, ABORT, WORLD, WORLD_PAD):
             record_failure(
-                error_ptr, latch_ptr, signal_ptrs, TIMEOUT, peer, phase, epoch, 0, 0, rank, ABORT, WORLD
+                error_ptr, latch_ptr, signal_ptrs, TIMEOUT, peer, phase, epoch, milliseconds(timeout_ns), 0, rank,
+                ABORT, WORLD,
             )  # fmt: skip
     adopt_aborts(error_ptr, latch_ptr, own, ABORT, WORLD, WORLD_PAD)
 
@@ -170,7 +177,6 @@ _AOT_TYPES = {
     "stamps_half": "i64",
     "combine_half": "i64",
     "timeout_ns": "i64",
-    "startup_timeout_ns": "i64",
 }
 
 

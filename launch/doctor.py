@@ -13,6 +13,7 @@ import os
 import platform
 import resource
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,12 +35,18 @@ from moe_runtime.memory import REGIONS, reserved_bytes
 
 
 def examine(
-    layer: MoELayerConfig | None, parallel: ParallelConfig, world_size: int, group: RankGroup, device: torch.device
+    layer: MoELayerConfig | None,
+    parallel: ParallelConfig,
+    world_size: int,
+    group: RankGroup,
+    device: torch.device,
+    tokens: Sequence[int] = (),
 ) -> dict[str, Any]:
     """Everything the doctor knows, ready for JSON: sizes in bytes, None for what is absent or unlimited. Collective.
 
     `world_size` is the number of ranks whose reserved bytes are asked for; `group` the ranks that are really there.
     A rank holds `copies` times its `reserved_bytes`: the collective transport stages one copy for each peer.
+    `reserved_bytes` is by `max_tokens_per_rank` (those of `tokens`, or the layer's own), format and region.
     """
     transport = _transport(parallel, group, device)
     return {
@@ -56,13 +63,24 @@ def examine(
         "engine": _engine(parallel, device),
         "transport": transport,
         "world_size": world_size,
-        "reserved_bytes": reserved_by_format(layer, world_size) if layer else {},
+        "reserved_bytes": {
+            count: reserved_by_format(layer, world_size, count) for count in tokens or [layer.max_tokens_per_rank]
+        }
+        if layer
+        else {},
         "copies": world_size if transport["name"] == "collective" else 1,
     }
 
 
-def reserved_by_format(layer: MoELayerConfig, world_size: int) -> dict[str, dict[str, int] | str]:
-    """What `layer` would reserve on each rank in every token format; a format that it cannot have says why."""
+def reserved_by_format(
+    layer: MoELayerConfig, world_size: int, max_tokens: int | None = None
+) -> dict[str, dict[str, int] | str]:
+    """What `layer` would reserve on each rank in every token format; a format that it cannot have says why.
+
+    `max_tokens` stands in for the `max_tokens_per_rank` of the layer.
+    """
+    if max_tokens is not None:
+        layer = layer.replace(max_tokens_per_rank=max_tokens)
     reserved: dict[str, dict[str, int] | str] = {}
     for name in FORMATS:
         gsf = layer.intermediate_gsf if name == "nvfp4" else None
@@ -183,8 +201,8 @@ def _print_report(report: dict[str, Any], console: Console) -> None:
     console.print(choice)
     if report["ranks"] == 1:
         console.print("One rank has no peers; run this under torchrun to see the choice for more.")
-    if report["reserved_bytes"]:
-        _print_reserved(report, console)
+    for count, formats in report["reserved_bytes"].items():
+        _print_reserved(report, count, formats, console)
 
 
 def _describe_links(report: dict[str, Any]) -> str:
@@ -195,13 +213,16 @@ def _describe_links(report: dict[str, Any]) -> str:
     return f"{told}; {'no access: ' + ', '.join(apart) if apart else 'every GPU can access every other'}"
 
 
-def _print_reserved(report: dict[str, Any], console: Console) -> None:
+def _print_reserved(
+    report: dict[str, Any], count: int, formats: dict[str, dict[str, int] | str], console: Console
+) -> None:
     world_size = report["world_size"]
     free = report["limits"]["shared_memory"]["free_bytes"]
-    table = Table(title=f"Symmetric memory that each of {world_size} rank(s) would reserve")
+    title = f"Symmetric memory that each of {world_size} rank(s) would reserve, max_tokens_per_rank {count}"
+    table = Table(title=title)
     for column in ("token format", *REGIONS, "per rank", "all ranks"):
         table.add_column(column, justify="left" if column == "token format" else "right")
-    for name, regions in report["reserved_bytes"].items():
+    for name, regions in formats.items():
         if isinstance(regions, str):
             table.add_row(name, escape(regions))
             continue
@@ -220,10 +241,15 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.doctor", description="Examine this machine.")
     parser.add_argument("--config", metavar="NAME", help="a packaged config or a YAML file, for the bytes it reserves")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks to reserve for (default: those running)")
+    parser.add_argument(
+        "--tokens", type=int, nargs="+", metavar="N", default=[], help="max_tokens_per_rank instead of the config's"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
     options = parser.parse_args(arguments)
     if options.world_size is not None and options.world_size < 1:
         parser.error(f"--world-size: expected at least 1, got {options.world_size}")
+    if any(count < 1 for count in options.tokens):
+        parser.error(f"--tokens: expected at least 1, got {min(options.tokens)}")
     try:
         config = load_config(options.config) if options.config else None
     except ValueError as error:
@@ -236,7 +262,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         group = RankGroup(timeout_s=parallel.startup_timeout_s)
         layer = config.layer if config else None
-        report = examine(layer, parallel, options.world_size or group.world_size, group, device)
+        report = examine(layer, parallel, options.world_size or group.world_size, group, device, options.tokens)
         if group.rank == 0 and options.json:
             print(json.dumps(report, indent=1))
         elif group.rank == 0:

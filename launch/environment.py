@@ -117,10 +117,7 @@ def environment_record(context: ExpertParallelContext) -> dict[str, Any]:
     return {
         "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
-        "git_commit": _git("rev-parse", "HEAD"),
-        "git_modified_files": len(status.splitlines())
-        if (status := _git("status", "--porcelain")) is not None
-        else None,
+        **_git_state(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "processor": _processor(),
@@ -145,6 +142,14 @@ def _output(*command: str | Path) -> str | None:
         return None
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _git_state() -> dict[str, Any]:
+    """The commit and how many files differ from it; a copy without history is told by `MOE_RUNTIME_COMMIT`."""
+    commit, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    if commit is None:
+        return {"git_commit": os.environ.get("MOE_RUNTIME_COMMIT"), "git_modified_files": None}
+    return {"git_commit": commit, "git_modified_files": len(status.splitlines()) if status is not None else None}
 
 
 def _git(*arguments: str) -> str | None:

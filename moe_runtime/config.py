@@ -27,7 +27,7 @@ MAX_EXPERTS = 65535
 """Ids of experts travel as u16, and 65535 means unrouted."""
 
 _Positive = Annotated[int, Field(gt=0)]
-_Seconds = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+_Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 

@@ -26,6 +26,8 @@ from moe_runtime.kernels.runtime import resolve_engine
 
 REGIONS = ("stamps", "landing", "combine")
 COUNTERS = 16
+MAX_SECONDS = 1e9
+"""Kernels count nanoseconds in int64."""
 
 
 class ExpertParallelContext:
@@ -81,8 +83,8 @@ class ExpertParallelContext:
         startup_timeout_s: float = 120.0,
     ) -> None:
         for name, limit in (("timeout_s", timeout_s), ("startup_timeout_s", startup_timeout_s)):
-            if not limit > 0:
-                raise ValueError(f"{name}: expected a positive number of seconds, got {limit}")
+            if not 0 < limit <= MAX_SECONDS:
+                raise ValueError(f"{name}: expected a positive number of seconds, at most 1e9, got {limit}")
         self.timeout_s = timeout_s
         self.startup_timeout_s = startup_timeout_s
         self.timeout_ns = int(timeout_s * 1e9)
@@ -116,7 +118,7 @@ class ExpertParallelContext:
         self.closed = False
         self._agreements: list[dict[str, object]] = []
         self._agreed = 0
-        self._failure: MoERuntimeError | None = None
+        self._failure: Exception | None = None
         self._abort_codes: np.ndarray | None = None
         self._side_stream: torch.cuda.Stream | None = None
 
@@ -167,11 +169,21 @@ class ExpertParallelContext:
         self._check_usable()
         if self.allocated and self._agreed == len(self._agreements):
             return
-        if self.group is not None:
-            self._compare(self.group)
-        self._agreed = len(self._agreements)
-        if self.allocated:
-            return
+        try:
+            if self.group is not None:
+                self._compare(self.group)
+            self._agreed = len(self._agreements)
+            if not self.allocated:
+                self._allocate()
+        except Exception as error:
+            # The ranks are not at the same step any more: the same error ever after, and nobody waits for this one.
+            self._failure = error
+            self.failed = True
+            if self.group is not None:
+                self.group.leave(str(error))
+            raise
+
+    def _allocate(self) -> None:
         self.heap.reserve("signals", self.signals_layout.num_bytes)
         for region in REGIONS:
             self.heap.reserve(region, 2 * self.half_bytes[region])
@@ -219,8 +231,8 @@ class ExpertParallelContext:
         On a CPU that includes the peers' abort words, on a GPU only the host-visible error record is read: what
         kernels there have seen. Cheap enough for every step.
 
-        Raises `RoutingError`, `CapacityError`, `PeerTimeoutError`, `PeerAbortedError` or `StaleHandleError`;
-        `ValueError` if the context is closed.
+        Raises `RoutingError`, `CapacityError`, `PeerTimeoutError`, `PeerAbortedError` or `StaleHandleError`, or what
+        `allocate()` raised; `ValueError` if the context is closed.
         """
         if self._failure is None and self.allocated and not self.closed:
             told = self._abort_codes is not None and self._abort_codes.any()
@@ -235,7 +247,7 @@ class ExpertParallelContext:
             self._find_failure()
         self._check_usable()
 
-    def fail(self, error: MoERuntimeError) -> MoERuntimeError:
+    def fail(self, error: MoERuntimeError) -> Exception:
         """Record `error` as this rank's failure unless there is one already; returns the one to raise."""
         if self._failure is None:
             self._failure = error
@@ -297,7 +309,6 @@ class ExpertParallelContext:
             self.error.tolist(),
             aborts,
             lambda rank: reason_text(self.signals, layout, rank),
-            timeout_s=self.timeout_s,
         )
         if failure is not None:
             self.fail(failure)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
@@ -20,6 +20,8 @@ from moe_runtime.kernels.reference_exchange import part_index
 from moe_runtime.token_format import RecordLayout
 
 MAX_GSF = 2.0**100
+STAGES = ("dispatch_wait", "combine_send", "combine_wait")
+"""What is done with a handle, in this order."""
 
 
 @dataclass(frozen=True)
@@ -32,6 +34,7 @@ class DispatchHandle:
         positions: int32 `[W * max_tokens, K]`: packed position of each (landing slot, k), -1 for none.
         num_parts: int32 `[T]`: partial results that come home for each of this rank's tokens.
         num_tokens: `T`.
+        timeout_ns: how long its kernels wait for a peer: longer in the first step of a layer, which may compile them.
     """
 
     geometry: ExchangeGeometry
@@ -39,12 +42,16 @@ class DispatchHandle:
     positions: torch.Tensor
     num_parts: torch.Tensor
     num_tokens: int
+    timeout_ns: int
     _stages: set[str] = field(default_factory=set, repr=False, compare=False)
 
     def enter(self, stage: str) -> None:
-        """Note that a stage of the exchange is done with this handle; each may be done once."""
+        """Note that a stage of the exchange is done with this handle; each may be done once, after the one before."""
         if stage in self._stages:
             raise ValueError(f"handle: {stage} was already called with it")
+        before = STAGES[STAGES.index(stage) - 1] if stage != STAGES[0] else None
+        if before is not None and before not in self._stages:
+            raise ValueError(f"handle: expected {before} to be called with it before {stage}")
         self._stages.add(stage)
 
 
@@ -89,6 +96,7 @@ class TokenDispatcher:
         expert_row_capacity: (token, expert) rows that may arrive at a rank in a step; None is the worst case, which
             cannot overflow. An overflow is found on the device and raises `CapacityError` on every rank.
         input_scale: static NVFP4 decode scale of the tokens (`gsf = 1 / input_scale`); None is one scale per token.
+        agree: further values that must be equal on all ranks, by name; compared with the arguments at start-up.
 
     Raises:
         ValueError: an argument that is out of range; it is named.
@@ -107,6 +115,7 @@ class TokenDispatcher:
         mode: ModeName = "auto",
         expert_row_capacity: int | None = None,
         input_scale: float | None = None,
+        agree: Mapping[str, object] | None = None,
     ) -> None:
         fmt, wire = _format(token_format), _format(combine_format)
         _positive("num_experts", num_experts)
@@ -122,6 +131,12 @@ class TokenDispatcher:
         wire.check_columns(hidden_size, "hidden_size")
         if wire.has_row_scale:
             raise ValueError(f"combine_format: expected bf16, fp8_block or mxfp8, got {wire.name}")
+        if context.world_size * max_tokens_per_rank * top_k >= 2**31:
+            most = (2**31 - 1) // (context.world_size * top_k)
+            raise ValueError(
+                f"max_tokens_per_rank: expected at most {most}, with {context.world_size} ranks and top_k = {top_k} "
+                f"(rows are counted in int32), got {max_tokens_per_rank}"
+            )
         worst = worst_case_rows(num_experts, context.world_size, top_k, max_tokens_per_rank)
         if expert_row_capacity is not None:
             _positive("expert_row_capacity", expert_row_capacity)
@@ -139,6 +154,7 @@ class TokenDispatcher:
             row_capacity=min(worst, expert_row_capacity or worst),
         )
         self._exchange = _exchange(context.engine)
+        self._stepped = False
         device = context.device
         self._starts = torch.tensor(self.geometry.starts, dtype=torch.int32, device=device)
         self._expert_ids = torch.arange(self.geometry.num_local_experts, dtype=torch.int32, device=device)
@@ -148,6 +164,7 @@ class TokenDispatcher:
             self._gsf = (one / torch.full_like(one, input_scale)).clamp(max=MAX_GSF)
         context.register(
             agree={
+                **(agree or {}),
                 "hidden_size": hidden_size,
                 "num_experts": num_experts,
                 "top_k": top_k,
@@ -204,6 +221,7 @@ class TokenDispatcher:
             torch.empty((self.geometry.num_slots, self.geometry.top_k), dtype=torch.int32, device=device),
             torch.empty(num_tokens, dtype=torch.int32, device=device),
             num_tokens,
+            self.context.timeout_ns if self._stepped else self.context.startup_timeout_ns,
         )
         self._exchange.dispatch_send(
             self.context,
@@ -215,6 +233,7 @@ class TokenDispatcher:
             self._gsf,
             handle.epoch,
             handle.num_parts,
+            handle.timeout_ns,
         )
         if self.context.carrier is not None:
             self.context.carrier.carry_dispatch(
@@ -251,6 +270,7 @@ class TokenDispatcher:
             self.context,
             geometry,
             handle.epoch,
+            handle.timeout_ns,
             positions_SK=handle.positions,
             group_offsets=group_offsets,
             group_scale_offsets=group_scale_offsets,
@@ -259,6 +279,7 @@ class TokenDispatcher:
             scales=scales,
             row_scale_R=row_scale,
         )
+        self._stepped = True
         self._end()
         return DispatchedTokens(
             format=fmt,
@@ -280,6 +301,8 @@ class TokenDispatcher:
         output = expert_output.rows if isinstance(expert_output, CombineSink) else expert_output
         with collective_step(self.context):
             self._check_handle(handle, "combine_send")
+            if isinstance(expert_output, CombineSink) and expert_output.handle is not handle:
+                raise ValueError("expert_output: expected a CombineSink of the same handle, got that of another")
             self._check_output(output)
         self._exchange.combine_send(self.context, self.geometry, self._starts, output, handle.positions, handle.epoch)
         if self.context.carrier is not None:
@@ -298,9 +321,11 @@ class TokenDispatcher:
         shape = (handle.num_tokens, self.geometry.hidden)
         with collective_step(self.context):
             self._check_handle(handle, "combine_wait")
-            self._check_matrix("shared", shared, shape)
+            self.check_shared(shared, handle.num_tokens)
         y = torch.empty(shape, dtype=torch.bfloat16, device=self.context.device)
-        self._exchange.combine_wait(self.context, self.geometry, handle.epoch, handle.num_parts, shared, y)
+        self._exchange.combine_wait(
+            self.context, self.geometry, handle.epoch, handle.num_parts, shared, y, handle.timeout_ns
+        )
         self._end()
         return y
 
@@ -330,6 +355,7 @@ class TokenDispatcher:
 
     def _check_tokens(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> None:
         geometry = self.geometry
+        self._check_place("x", x)
         if x.ndim != 2:
             raise ValueError(f"x: expected [T, {geometry.hidden}], got shape {list(x.shape)}")
         self._check_matrix("x", x, (x.shape[0], geometry.hidden))
@@ -340,11 +366,15 @@ class TokenDispatcher:
         expected = (x.shape[0], geometry.top_k)
         kinds = {"topk_idx": (torch.int32, torch.int64), "topk_weights": (torch.float32,)}
         for (name, dtypes), tensor in zip(kinds.items(), (topk_idx, topk_weights), strict=True):
+            self._check_place(name, tensor)
             if tuple(tensor.shape) != expected:
                 raise ValueError(f"{name}: expected shape {list(expected)}, got {list(tensor.shape)}")
             if tensor.dtype not in dtypes:
                 raise ValueError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
-            self._check_place(name, tensor)
+
+    def check_shared(self, shared: torch.Tensor | None, num_tokens: int) -> None:
+        """Raise `ValueError` unless `shared` is None or what `combine` takes for `num_tokens` tokens."""
+        self._check_matrix("shared", shared, (num_tokens, self.geometry.hidden))
 
     def _check_output(self, output: torch.Tensor) -> None:
         shape = (self.geometry.row_capacity, self.geometry.hidden)
@@ -360,15 +390,17 @@ class TokenDispatcher:
     ) -> None:
         if tensor is None:
             return
+        self._check_place(name, tensor)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
         if tensor.dtype not in dtypes:
             raise ValueError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
         if tensor.shape[0] > 0 and tensor.stride(1) != 1:
             raise ValueError(f"{name}: expected a contiguous last dimension, got strides {list(tensor.stride())}")
-        self._check_place(name, tensor)
 
     def _check_place(self, name: str, tensor: torch.Tensor) -> None:
+        if not isinstance(tensor, torch.Tensor):
+            raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
         if tensor.device != self.context.device:
             raise ValueError(f"{name}: expected device {self.context.device}, got {tensor.device}")
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -406,8 +438,8 @@ def _exchange(engine: str) -> Any:
 
 
 def _positive(name: str, value: int) -> None:
-    if value <= 0:
-        raise ValueError(f"{name}: expected a positive number, got {value}")
+    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
+        raise ValueError(f"{name}: expected a positive integer, got {value!r}")
 
 
 _format = token_format

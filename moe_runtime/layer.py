@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,7 @@ class MoELayer(nn.Module):
             combine_format=config.combine_format,
             mode=config.mode,
             expert_row_capacity=config.expert_row_capacity,
+            agree=config.flat(),
         )
         self.experts: Experts | None = None
         self.times: PhaseTimes | None = None
@@ -77,19 +79,32 @@ class MoELayer(nn.Module):
         Without a `context` one is made from the file's `parallel` section.
         """
         run = load_config(path)
-        if context is None:
-            context = context_from_config(run.parallel)
-        return cls.from_run_config(run, context)
+        if context is not None:
+            return cls.from_run_config(run, context)
+        own = context_from_config(run.parallel)
+        try:
+            return cls.from_run_config(run, own)
+        except BaseException:
+            own.close()
+            raise
 
     @classmethod
     def from_run_config(cls, run: RunConfig, context: ExpertParallelContext) -> MoELayer:
-        """The layer of a validated `RunConfig`, with its weights."""
-        layer = cls(run.layer, context)
-        if run.checkpoint is not None:
+        """The layer of a validated `RunConfig`, with its weights.
+
+        Raises:
+            ValueError: as `from_checkpoint`, also where the config contradicts the checkpoint; the peers get
+                `PeerAbortedError`.
+        """
+        with _told_to_peers(context):
+            if run.checkpoint is None:
+                layer = cls(run.layer, context)
+                layer.load_random(run.seed)
+                return layer
+            layer_config_from_checkpoint(run.checkpoint.path, **run.layer.model_dump())
+            layer = cls(run.layer, context)
             layer.load_qwen3_moe(run.checkpoint.path, run.checkpoint.layer)
-        else:
-            layer.load_random(run.seed)
-        return layer
+            return layer
 
     @classmethod
     def from_checkpoint(
@@ -107,11 +122,19 @@ class MoELayer(nn.Module):
         by one.
 
         Raises:
-            ValueError: naming the file and the tensor that is missing or wrong.
+            ValueError: naming the file and the tensor that is missing or wrong; the peers get `PeerAbortedError`.
         """
-        made = cls(layer_config_from_checkpoint(path, **overrides), context)
-        made.load_qwen3_moe(path, layer)
-        return made
+        if context is not None:
+            with _told_to_peers(context):
+                made = cls(layer_config_from_checkpoint(path, **overrides), context)
+                made.load_qwen3_moe(path, layer)
+                return made
+        own = ExpertParallelContext()
+        try:
+            return cls.from_checkpoint(path, layer=layer, context=own, **overrides)
+        except BaseException:
+            own.close()
+            raise
 
     @property
     def local_experts(self) -> range:
@@ -186,6 +209,10 @@ class MoELayer(nn.Module):
         with collective_step(self.context):
             if self.experts is None:
                 raise ValueError("experts: no weights are loaded (load_experts, from_checkpoint or from_yaml)")
+            if not isinstance(x, torch.Tensor):
+                raise ValueError(f"x: expected a tensor, got {type(x).__name__}")
+            if x.device != self.context.device:
+                raise ValueError(f"x: expected device {self.context.device}, got {x.device}")
             if x.ndim < 1 or x.shape[-1] != self.config.hidden_size:
                 raise ValueError(f"x: expected [..., {self.config.hidden_size}], got shape {list(x.shape)}")
             if (topk_idx is None) != (topk_weights is None):
@@ -193,12 +220,13 @@ class MoELayer(nn.Module):
             if shared is not None and shared.shape != x.shape:
                 raise ValueError(f"shared: expected the shape of x, {list(x.shape)}, got {list(shared.shape)}")
             tokens_TH = x.reshape(-1, self.config.hidden_size)
+            shared_TH = None if shared is None else shared.reshape(-1, self.config.hidden_size)
+            self.dispatcher.check_shared(shared_TH, tokens_TH.shape[0])
             if topk_idx is None or topk_weights is None:
                 with phase("route", self.times):
                     topk_idx, topk_weights = self.router(tokens_TH)
         with phase("dispatch_send", self.times):
             handle = self.dispatcher.dispatch_send(tokens_TH, topk_idx, topk_weights)
-        shared_TH = None if shared is None else shared.reshape(-1, self.config.hidden_size)
         return LayerStep(x.shape, handle, shared_TH)
 
     def compute(self, step: LayerStep) -> None:
@@ -239,11 +267,23 @@ def context_from_config(parallel: ParallelConfig) -> ExpertParallelContext:
 
 def random_expert(config: MoELayerConfig, seed: int, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
     """bf16 gate-and-up `[2I, H]` and down `[H, I]` of one expert, from `seed` and its id alone."""
-    generator = torch.Generator().manual_seed(seed * 65537 + expert + 1)
+    generator = torch.Generator().manual_seed((seed * 65537 + expert + 1) % 2**63)
     hidden, inner = config.hidden_size, config.intermediate_size
     gate_up = torch.randn(2 * inner, hidden, generator=generator) * hidden**-0.5
     down = torch.randn(hidden, inner, generator=generator) * inner**-0.5
     return gate_up.to(torch.bfloat16), down.to(torch.bfloat16)
+
+
+@contextmanager
+def _told_to_peers(context: ExpertParallelContext) -> Iterator[None]:
+    """Around what only some ranks may fail at, such as reading their experts: the peers are told of an error within."""
+    try:
+        yield
+    except Exception as error:
+        # A rank without peers has no one to leave behind, and keeps its context.
+        if context.world_size > 1:
+            context.abort(str(error))
+        raise
 
 
 def _quantize_each(

@@ -214,13 +214,15 @@ def check_dense_128(
 
 
 def check_unpadded(row_offsets: Sequence[int] | torch.Tensor, granularity_m: int, argument: str = "m_indptr") -> None:
-    """Raise `ValueError` where an `unpadded` group boundary is not a multiple of `granularity_m`.
+    """Raise `ValueError` where an `unpadded` group does not start at a multiple of `granularity_m`.
 
     Two groups would then share a row of scales, and which row a group starts at would be ambiguous. The end of the
-    last group may lie anywhere.
+    last group may lie anywhere, and so may groups without rows.
     """
-    for g, row in enumerate(_host(row_offsets)[:-1]):
-        if row % granularity_m:
+    if granularity_m < 1:
+        raise ValueError(f"granularity_m: expected at least 1, got {granularity_m}")
+    for g, (row, end) in enumerate(itertools.pairwise(_host(row_offsets))):
+        if row % granularity_m and end > row:
             raise ValueError(
                 f"{argument}: expected groups to start at multiples of {granularity_m}, got {row} for group {g}"
             )

@@ -12,7 +12,7 @@ import torch
 
 from moe_runtime import plan
 from moe_runtime.formats import NVFP4, QuantizedRows, TokenFormat, align, token_format
-from moe_runtime.kernels.quantize import quantize_rows
+from moe_runtime.kernels.quantize import check_gsf, quantize_rows
 from moe_runtime.kernels.reference_quantize import raw_bits
 
 DEFAULT_ALIGNMENT = 16
@@ -175,23 +175,30 @@ class TokenMessage:
         """
         if self.format.has_row_scale and input_scale is None:
             raise ValueError(f"input_scale: format {self.format.name} needs an encode scale, got None")
-        if src.ndim not in (1, 2) or src.shape[-1] != self.hid_dim:
-            raise ValueError(f"src: expected [{self.hid_dim}] or [T, {self.hid_dim}], got shape {tuple(src.shape)}")
+        if src.ndim not in (1, 2) or src.shape[-1] != self.hid_dim or src.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(
+                f"src: expected bfloat16 or float32 [{self.hid_dim}] or [T, {self.hid_dim}], "
+                f"got {src.dtype} of shape {tuple(src.shape)}"
+            )
+        _check_device("src", src, buf)
         buf = self._messages(buf, self.token_size(), src.shape[:-1])
-        rows = quantize_rows(src.reshape(-1, self.hid_dim), self.format, gsf=input_scale)
+        gsf = check_gsf(input_scale, self.format, src.device, "input_scale")
+        rows = quantize_rows(src.reshape(-1, self.hid_dim).contiguous(), self.format, gsf=gsf)
         buf[:, : self.format.quant_bytes(self.hid_dim)] = rows.quants_RK.view(torch.uint8)
         if rows.scales_RV is not None:
             start = self.scales_offset()
             buf[:, start : start + self.format.scale_bytes(self.hid_dim)] = rows.scales_RV.view(torch.uint8)
 
     def write_info(self, buf: torch.Tensor, source: torch.Tensor, topk_idx: torch.Tensor) -> None:
-        """Write source index and top-k ids into messages.
+        """Write source index and top-k ids into messages. Checks their values on the host.
 
         Args:
             buf: uint8 `[T, >= msg_size()]` or `[>= msg_size()]`.
             source: integers `[T]` or `[]`, stored as int32.
             topk_idx: integers `[T, top_k]` or `[top_k]`, -1 (stored as 65535) to 65534.
         """
+        _check_integers("source", source, -(2**31), 2**31 - 1, buf)
+        _check_integers("topk_idx", topk_idx, -1, NO_EXPERT - 1, buf)
         if topk_idx.shape[-1:] != (self.top_k,) or topk_idx.shape[:-1] != source.shape:
             raise ValueError(
                 f"topk_idx: expected shape {(*source.shape, self.top_k)} to go with source, got {tuple(topk_idx.shape)}"
@@ -227,10 +234,11 @@ class TokenMessage:
             start = self.scales_offset()
             scales = rows[:, start : start + fmt.scale_bytes(self.hid_dim)].contiguous().view(fmt.scale_dtype)
         if fmt.has_row_scale:
-            if input_scale is None:
+            gsf = check_gsf(input_scale, fmt, buf.device, "input_scale")
+            if gsf is None:
                 raise ValueError(f"input_scale: format {fmt.name} needs an encode scale, got None")
-            gsf = torch.as_tensor(input_scale, dtype=torch.float32, device=buf.device).clamp(max=2.0**100)
-            row_scale = torch.ones_like(gsf).div(gsf).reshape(1).repeat(rows.shape[0])
+            gsf = gsf.clamp(max=2.0**100)
+            row_scale = torch.ones_like(gsf).div(gsf).repeat(rows.shape[0])
         return QuantizedRows(fmt, quants, scales, row_scale)
 
     def pad_expert_offsets(self, row_offsets: torch.Tensor) -> torch.Tensor:
@@ -266,7 +274,11 @@ class TokenMessage:
         """
         if self.output_tokens is None or (self.output_scales is None and self.format.scale_dtype is not None):
             raise ValueError("output_tokens, output_scales: expected tensors given to the constructor, got None")
-        index = torch.as_tensor(token_index, dtype=torch.int64, device=self.output_tokens.device)
+        index = torch.as_tensor(token_index)
+        if index.is_floating_point() or index.dtype == torch.bool:
+            raise ValueError(f"token_index: expected integers, got {index.dtype}")
+        index = index.to(self.output_tokens.device, torch.int64)
+        _check_device("buf", buf, self.output_tokens)
         rows = self._messages(buf, self.token_size(), index.shape)
         index = index.reshape(-1)
         if self.format.swizzled:
@@ -330,6 +342,8 @@ class TokenMessage:
                     f"output_scales: expected contiguous {fmt.scale_dtype} [*, {', '.join(map(str, wanted))}], "
                     f"got {scales.dtype} {tuple(scales.shape)} with strides {scales.stride()}"
                 )
+        if scales is not None and tokens is not None:
+            _check_device("output_scales", scales, tokens)
         if offsets is not None and (offsets.ndim != 1 or offsets.dtype not in (torch.int32, torch.uint32)):
             raise ValueError(
                 f"output_scales_offset: expected int32 or uint32 [G], got {offsets.dtype} {tuple(offsets.shape)}"
@@ -367,6 +381,19 @@ class NVFP4TokenFormat(TokenMessage):
     def fp4_quant_size(self) -> int:
         """Bytes of the field of the quants."""
         return self.quant_size()
+
+
+def _check_integers(argument: str, values: torch.Tensor, low: int, high: int, buf: torch.Tensor) -> None:
+    if values.is_floating_point() or values.dtype == torch.bool:
+        raise ValueError(f"{argument}: expected integers, got {values.dtype}")
+    _check_device(argument, values, buf)
+    if values.numel() and not low <= int(values.min()) <= int(values.max()) <= high:
+        raise ValueError(f"{argument}: expected {low} .. {high}, got {int(values.min())} .. {int(values.max())}")
+
+
+def _check_device(argument: str, tensor: torch.Tensor, other: torch.Tensor) -> None:
+    if tensor.device != other.device:
+        raise ValueError(f"{argument}: expected device {other.device}, got {tensor.device}")
 
 
 def _check_top_k(top_k: int) -> None:

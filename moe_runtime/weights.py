@@ -33,6 +33,10 @@ class GateUpOrder(StrEnum):
     UP_GATE = "up_gate"
     INTERLEAVED = "interleaved"
 
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise ValueError(f"order of gate and up: expected one of {[order.value for order in cls]}, got {value!r}")
+
     @property
     def code(self) -> int:
         """What kernels branch on; 0 is left for weights that are not gate and up."""
@@ -164,7 +168,7 @@ class ExpertWeights:
         bias: torch.Tensor | None = None,
         engine: str = "auto",
     ) -> ExpertWeights:
-        """Quantize weights `[E, N, K]`, bf16 or fp32.
+        """Quantize weights `[E, N, K]`, bf16 or fp32; a parameter is taken without its gradient.
 
         `nvfp4`: encode scale `min(2688 / amax, 2^100)` of each expert, of gate and up apart where `gate_up` says so
         (`True` is `GateUpOrder.GATE_UP`); the decode scales become `expert_scales`. `fp8_block`: 128x128 blocks,
@@ -179,6 +183,9 @@ class ExpertWeights:
         if w_ENK.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"w: expected bfloat16 or float32, got {w_ENK.dtype}")
         fmt.check_columns(w_ENK.shape[2], "K of w")
+        unit = 8 if order is None else 16
+        if w_ENK.shape[1] <= 0 or w_ENK.shape[1] % unit:
+            raise ValueError(f"N of w: expected a positive multiple of {unit}, got {w_ENK.shape[1]}")
         w_ENK = w_ENK.detach().contiguous()
         bias = None if bias is None else bias.detach().float().contiguous()
         if fmt.scale_dtype is None:

@@ -40,7 +40,7 @@ def decode(fmt: TokenFormat, quants: Array, scales: Array | None) -> Array:
 
 
 def swizzled(rows: Array, columns: int) -> Array:
-    """Offsets `[len(rows), columns]` of formats.md section 2."""
+    """Offsets `[len(rows), columns]` of the 128x4 swizzle, written out."""
     r, v = rows[:, None].astype(np.int64), np.arange(columns)[None, :]
     return (r // 128) * -(-columns // 4) * 512 + v // 4 * 512 + r % 32 * 16 + r % 128 // 32 * 4 + v % 4
 
@@ -159,7 +159,8 @@ class Exact:
 
     Attributes:
         value: `[capacity, N]`, scales and bias applied; 0 where no active group is.
-        slack: `[capacity, N]`, the `g * sum|a||b|` of formats.md section 4, scales applied.
+        slack: `[capacity, N]`, `ceil(K / 16) * 2^-23 * sum|a||b|` (fp32 sums, rounded each 16 products), scales
+            applied; more where fp8 MMA keeps fewer bits.
         written: `[capacity]`, which rows belong to an active group with an expert.
     """
 

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from collections.abc import Callable
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 
@@ -14,7 +17,7 @@ from moe_runtime.comm.nvshmem_heap import NvshmemHeap
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import DispatchedTokens, TokenDispatcher
-from moe_runtime.errors import MoERuntimeError
+from moe_runtime.errors import MoERuntimeError, PeerAbortedError
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels.swizzle import unswizzle_scales
 from moe_runtime.layer import MoELayer
@@ -106,6 +109,19 @@ def use_the_heap(rank: int, world: int) -> int:
             exchange(again)
     assert torch.cuda.mem_get_info()[0] > free - (600 << 20), "closed heaps must give their memory back"
     return torch.cuda.mem_get_info()[0]
+
+
+def be_refused(rank: int, world: int) -> list[str]:
+    """More memory than there is, and sizes that differ: errors on every rank, after which all goes on."""
+    messages = []
+    for kind, num_bytes in ((OSError, 1 << 44), (ValueError, 1000 * (rank + 1))):
+        heap = NvshmemHeap(RankGroup(timeout_s=60), gpu_of(rank))
+        heap.reserve("words", num_bytes)
+        with pytest.raises(kind) as caught:
+            heap.allocate()
+        messages.append(str(caught.value))
+        heap.close(failed=True)
+    return messages
 
 
 def choose(rank: int, world: int) -> tuple[str, dict[str, str]]:
@@ -367,30 +383,34 @@ def failure_of(context: ExpertParallelContext, run: Callable[[], object]) -> Fai
         run()
         torch.cuda.synchronize()
         context.check_peers()
-    except MoERuntimeError as error:
+    except (ValueError, MoERuntimeError) as error:
         seconds = time.monotonic() - start
-        try:
+        with pytest.raises(type(error) if isinstance(error, MoERuntimeError) else PeerAbortedError):
             context.check()
-        except MoERuntimeError as again:
-            assert type(again) is type(error)
         context.close()
-        return type(error).__name__, error.rank, int(error.phase), str(error), seconds
+        about, phase = getattr(error, "rank", -1), int(getattr(error, "phase", -1))
+        return type(error).__name__, about, phase, str(error), seconds
     context.close()
     raise AssertionError("no error was raised")
 
 
+def good_step(seed: int, rank: int, c: MoELayerConfig, **settings: Any) -> tuple[MoELayer, RankInput]:
+    """A layer over a new context, and this rank's tokens, after a step in which all went well on all ranks."""
+    layer = MoELayer(c, open_context(**settings))
+    layer.load_random(seed)
+    mine = rank_input(seed, rank, 4, HIDDEN, EXPERTS, TOP_K, "one").to(layer.context.device)
+    layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
+    torch.cuda.synchronize()
+    layer.context.check_peers()
+    dist.barrier()
+    return layer, mine
+
+
 def miss_a_replay(rank: int, world: int, seed: int) -> Failure:
     """The last rank does not enter one replay of a graph in which all others are."""
-    context = open_context(timeout_s=2.0)
-    layer = MoELayer(config("mxfp8"), context)
-    layer.load_random(seed)
-    mine = rank_input(seed, rank, 4, HIDDEN, EXPERTS, TOP_K, "one").to(context.device)
-
-    def run() -> torch.Tensor:
-        return layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
-
-    run()
-    graph, y = captured(run)
+    layer, mine = good_step(seed, rank, config("mxfp8"), timeout_s=2.0)
+    context = layer.context
+    graph, y = captured(lambda: layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights))
     for _ in range(3):
         graph.replay()
     torch.cuda.synchronize()
@@ -406,16 +426,27 @@ def miss_a_replay(rank: int, world: int, seed: int) -> Failure:
 
 def ask_for_a_wrong_expert(rank: int, world: int, bad: int, seed: int) -> Failure:
     """Rank 0 routes a token to an expert that does not exist, or twice to one."""
-    context = open_context()
-    layer = MoELayer(config("nvfp4", mode="packed"), context)
-    layer.load_random(seed)
-    mine = rank_input(seed, rank, 4, HIDDEN, EXPERTS, TOP_K).to(context.device)
-    layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
-    torch.cuda.synchronize()
-    dist.barrier()
+    layer, mine = good_step(seed, rank, config("nvfp4", mode="packed"))
     if rank == 0:
-        mine.topk_idx[2] = torch.tensor([4, bad, 0], device=context.device)
-    return failure_of(context, lambda: layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights))
+        mine.topk_idx[2] = torch.tensor([4, bad, 0], device=mine.x.device)
+    return failure_of(layer.context, lambda: layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights))
+
+
+def call_with_a_wrong_dtype(rank: int, world: int, seed: int) -> Failure:
+    """Rank 0 makes a mistake that its host sees, while the kernels of the others wait for it."""
+    layer, mine = good_step(seed, rank, config("bf16"))
+    if rank == 0:
+        time.sleep(1.0)
+    x = mine.x.half() if rank == 0 else mine.x
+    return failure_of(layer.context, lambda: layer(x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights))
+
+
+def die_before_a_step(rank: int, world: int, seed: int) -> Failure:
+    """The last rank is killed between two steps."""
+    layer, mine = good_step(seed, rank, config("fp8_block"), timeout_s=2.0)
+    if rank == world - 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return failure_of(layer.context, lambda: layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights))
 
 
 def in_parts(rank: int, world: int, seed: int) -> tuple[torch.Tensor, str, str, str]:

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from moe_runtime.comm.failures import find_failure
 from moe_runtime.comm.private_heap import PrivateHeap
 from moe_runtime.comm.shared_heap import SharedHeap
 from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, SignalLayout
@@ -101,8 +102,9 @@ def test_a_later_layer_must_fit() -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"timeout_s": 0.0}, "timeout_s: expected a positive number of seconds, got 0.0"),
-        ({"startup_timeout_s": float("nan")}, "startup_timeout_s: expected a positive number of seconds, got nan"),
+        ({"timeout_s": 0.0}, "timeout_s: expected a positive number of seconds, at most 1e9, got 0.0"),
+        ({"startup_timeout_s": float("nan")}, "startup_timeout_s: expected a positive number .*, got nan"),
+        ({"timeout_s": float("inf")}, "timeout_s: expected a positive number of seconds, at most 1e9, got inf"),
         ({"transport": "tcp"}, "transport: expected auto or one of"),
         ({"transport": "collective"}, "transport: collective cannot be used: torch.distributed is not initialised"),
         ({"engine": "cuda"}, "engine: expected auto, triton or torch, got 'cuda'"),
@@ -141,7 +143,7 @@ def test_wrong_registrations_are_named() -> None:
 CODES: list[tuple[ErrorCode, type[MoERuntimeError], str]] = [
     (ErrorCode.ROUTING, RoutingError, "expert id 77 of token 5 of rank 1 is out of range or twice in its top-k"),
     (ErrorCode.CAPACITY, CapacityError, "77 rows arrived at rank 1, more than its expert_row_capacity of 5"),
-    (ErrorCode.TIMEOUT, PeerTimeoutError, "rank 1 did not answer within 30 s"),
+    (ErrorCode.TIMEOUT, PeerTimeoutError, "rank 1 did not answer within 0.077 s"),
     (ErrorCode.STALE_HANDLE, StaleHandleError, "its handle was used after the second next dispatch"),
 ]
 
@@ -424,6 +426,13 @@ def test_closing_beside_a_dead_rank_ends() -> None:
     outcomes = run_once(die_in_use, 2)
     assert outcomes[0].exitcode == -signal.SIGKILL
     assert outcomes[1].error is None, outcomes[1].trace
+
+
+@pytest.mark.parametrize(("milliseconds", "limit"), [(120_000, "120 s"), (1_500, "1.5 s")])
+def test_a_timeout_names_the_limit_that_held(milliseconds: int, limit: str) -> None:
+    record = [ErrorCode.TIMEOUT, 1, Phase.DISPATCH_WAIT, 3, milliseconds, 0, 0, 0]
+    failure = find_failure(record, [], str)
+    assert isinstance(failure, PeerTimeoutError) and str(failure).endswith(f"within {limit}")
 
 
 def check_costs(rank: int, world: int) -> float:

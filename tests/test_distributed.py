@@ -5,15 +5,18 @@ from __future__ import annotations
 import os
 import signal
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
+from moe_runtime.checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.dispatcher import DispatchedTokens, TokenDispatcher
+from moe_runtime.dispatcher import DispatchedTokens, DispatchHandle, TokenDispatcher
 from moe_runtime.errors import MoERuntimeError, PeerTimeoutError, Phase
 from moe_runtime.formats import FORMATS
 from moe_runtime.layer import MoELayer, random_expert
@@ -164,6 +167,29 @@ def test_interpreted_kernels_in_processes_equal_twins_in_one_process(get_pool: A
                 d.combine_send(foreseeable_output(arrived, rank), handle)
             for rank, (d, handle) in enumerate(zip(dispatchers, handles, strict=True)):
                 assert_same_bits(results[rank][2 * step + number], d.combine_wait(handle), f"{fmt} step {step}")
+
+
+def dispatch_ahead(rank: int, world: int, engine: str) -> list[int]:
+    """Rows that arrive in dispatches of 4, 4 and 0 or 4 tokens a rank, two in flight, none combined; rank 0 is slow."""
+    with ExpertParallelContext(engine=engine, timeout_s=60) as context:
+        dispatcher = TokenDispatcher(context, hidden_size=128, num_experts=2, top_k=1, max_tokens_per_rank=4)
+
+        def send(tokens: int) -> DispatchHandle:
+            x = torch.ones(tokens, 128, dtype=torch.bfloat16)
+            return dispatcher.dispatch_send(x, torch.zeros(tokens, 1, dtype=torch.int64), torch.ones(tokens, 1))
+
+        handles = [send(4), send(4)]
+        if rank == 0:
+            time.sleep(1.0)
+        arrived = [dispatcher.dispatch_wait(handle) for handle in handles]
+        arrived.append(dispatcher.dispatch_wait(send(0 if rank == 1 else 4)))
+        return [int(a.group_offsets[-1]) for a in arrived]
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("engine", ["torch", "triton"])
+def test_a_rank_two_steps_ahead_without_tokens_takes_none_from_a_slow_one(engine: str, get_pool: Any) -> None:
+    assert get_pool(2).run(dispatch_ahead, engine, timeout=120) == [[8, 8, 4], [0, 0, 0]]
 
 
 SMALL = [
@@ -344,6 +370,8 @@ def disagree(rank: int, world: int, change: dict[str, Any]) -> str:
     try:
         layer(torch.zeros(1, HIDDEN, dtype=torch.bfloat16))
     except ValueError as error:
+        with pytest.raises(ValueError, match="disagree"):
+            context.check()
         context.close()
         return str(error)
     raise AssertionError("no error was raised")
@@ -351,12 +379,54 @@ def disagree(rank: int, world: int, change: dict[str, Any]) -> str:
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(
-    "change", [{"top_k": 2}, {"token_format": "nvfp4"}, {"max_tokens_per_rank": 13}, {"mode": "packed"}]
+    "change",
+    [
+        {"top_k": 2},
+        {"token_format": "nvfp4"},
+        {"max_tokens_per_rank": 13},
+        {"mode": "packed"},
+        {"intermediate_size": 256},
+        {"weight_format": "nvfp4"},
+    ],
 )
 def test_ranks_that_disagree_all_learn_on_what(change: dict[str, Any], get_pool: Any) -> None:
     for message in get_pool(2).run(disagree, change):
         key, value = next(iter(change.items()))
         assert key in message and str(value) in message
+
+
+def load_what_one_rank_lacks(rank: int, world: int, folder: str, own_context: bool) -> tuple[str, str, float]:
+    start = time.monotonic()
+    try:
+        if own_context:
+            path = folder if rank != 1 else folder + "/nowhere"
+            layer = MoELayer.from_checkpoint(path, max_tokens_per_rank=4)
+        else:
+            context = ExpertParallelContext()
+            layer = MoELayer.from_checkpoint(folder, context=context, max_tokens_per_rank=4)
+        layer(torch.zeros(1, HIDDEN, dtype=torch.bfloat16))
+    except (ValueError, MoERuntimeError) as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    raise AssertionError("no error was raised")
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("own_context", [True, False])
+def test_weights_that_one_rank_cannot_read_end_the_start_of_all(
+    own_context: bool, get_pool: Any, tmp_path: Path
+) -> None:
+    write_qwen3_moe_checkpoint(tmp_path, config(num_experts=6), seed=0)
+    text = "nowhere"
+    if not own_context:
+        text = "experts.3.up_proj.weight is missing"
+        tensors = load_file(tmp_path / "model.safetensors")
+        del tensors["model.layers.0.mlp.experts.3.up_proj.weight"]
+        save_file(tensors, tmp_path / "model.safetensors")
+    results = get_pool(3).run(load_what_one_rank_lacks, str(tmp_path), own_context)
+    for rank, (name, message, seconds) in enumerate(results):
+        assert name == ("ValueError" if rank == 1 else "PeerAbortedError")
+        assert text in message and (rank == 1 or "rank 1 gave up" in message)
+        assert seconds < 20, "not by the start-up timeout of 120 s"
 
 
 def die_in(rank: int, world: int, phase: str, seed: int) -> tuple[str, int, float]:

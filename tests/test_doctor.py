@@ -34,8 +34,9 @@ def test_json_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["engine"]["name"] in ("torch", "triton")
     assert report["transport"]["name"] and report["transport"]["name"] not in report["transport"]["why_not"]
     layer = load_config("tiny_cpu").layer
-    assert set(report["reserved_bytes"]) == set(FORMATS)
-    assert report["reserved_bytes"][layer.token_format] == reserved_bytes(layer, 4)
+    (count, formats), *others = report["reserved_bytes"].items()
+    assert not others and int(count) == layer.max_tokens_per_rank and set(formats) == set(FORMATS)
+    assert formats[layer.token_format] == reserved_bytes(layer, 4)
 
 
 def test_tables_name_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,6 +49,17 @@ def test_tables_name_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_a_config_nothing_is_reserved(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--json"]) == 0
     assert json.loads(capsys.readouterr().out)["reserved_bytes"] == {}
+
+
+def test_bytes_are_told_for_the_tokens_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--config", "deepseek_v3", "--world-size", "8", "--tokens", "128", "4096", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["reserved_bytes"]
+    layer = load_config("deepseek_v3").layer
+    for count in (128, 4096):
+        changed = layer.replace(max_tokens_per_rank=count)
+        assert told[str(count)][layer.token_format] == reserved_bytes(changed, 8)
+    with pytest.raises(SystemExit):
+        doctor.main(["--tokens", "0"])
 
 
 def test_a_format_that_does_not_fit_says_why() -> None:

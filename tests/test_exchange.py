@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 from moe_runtime.comm.private_heap import PrivateHeap
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.dispatcher import CombineSink, DispatchedTokens, TokenDispatcher
-from moe_runtime.errors import CapacityError, Phase, RoutingError, StaleHandleError
+from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher
+from moe_runtime.errors import CapacityError, PeerTimeoutError, Phase, RoutingError, StaleHandleError
 from moe_runtime.formats import FORMATS, QuantizedRows
 from moe_runtime.kernels.reference_quantize import dequantize_rows, quantize_rows
 from tests.comparison import assert_same_bits
@@ -41,7 +41,7 @@ class Ranks:
 
     def __init__(self, world: int, device: torch.device, engine: str, **settings: object) -> None:
         heaps = PrivateHeap.group(world, device)
-        self.contexts = [ExpertParallelContext(heap=h, engine=engine, timeout_s=5, startup_timeout_s=5) for h in heaps]
+        self.contexts = [ExpertParallelContext(heap=h, engine=engine, timeout_s=5, startup_timeout_s=6) for h in heaps]
         self.dispatchers = [TokenDispatcher(context, **settings) for context in self.contexts]  # type: ignore[arg-type]
         for context in self.contexts:
             context.allocate()
@@ -255,6 +255,29 @@ def test_two_dispatches_may_be_in_flight_and_a_third_makes_the_first_stale(
         context.check()
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_the_first_step_of_a_layer_waits_longer_and_a_timeout_names_its_limit(
+    engine: str, device: torch.device, seed: int
+) -> None:
+    ranks = Ranks(2, device, engine, **SETTINGS)
+    for context in ranks.contexts:
+        context.timeout_ns, context.startup_timeout_ns = 250_000_000, 500_000_000
+    inputs = [rank_input(seed, r, 3, 256, 7, 3).to(device) for r in range(2)]
+    first = ranks.dispatchers[0].dispatch_send(inputs[0].x, inputs[0].topk_idx, inputs[0].topk_weights)
+    assert first.timeout_ns == 500_000_000
+    with pytest.raises(PeerTimeoutError, match=r"rank 1 did not answer within 0\.5 s") as caught:
+        ranks.dispatchers[0].dispatch_wait(first)
+        torch.cuda.synchronize() if device.type == "cuda" else None
+        ranks.contexts[0].check()
+    assert (caught.value.rank, caught.value.phase) == (1, Phase.DISPATCH_WAIT)
+
+    ranks = Ranks(2, device, engine, **SETTINGS)
+    arrived = ranks.dispatch(inputs)
+    ranks.combine(arrived, [expert_rows(a, 256, seed, torch.bfloat16) for a in arrived])
+    later = ranks.dispatchers[0].dispatch_send(inputs[0].x, inputs[0].topk_idx, inputs[0].topk_weights)
+    assert later.timeout_ns == ranks.contexts[0].timeout_ns == 5 * 10**9
+
+
 def test_a_handle_combines_once(device: torch.device, seed: int) -> None:
     ranks = Ranks(1, device, "torch", **SETTINGS)
     data = rank_input(seed, 0, 5, 256, 7, 3).to(device)
@@ -264,6 +287,25 @@ def test_a_handle_combines_once(device: torch.device, seed: int) -> None:
     ranks.dispatchers[0].combine(sink, arrived.handle)
     with pytest.raises(ValueError, match="handle: combine_send was already called"):
         ranks.dispatchers[0].combine(sink, arrived.handle)
+
+
+def test_stages_come_in_order_and_a_sink_belongs_to_its_handle(device: torch.device, seed: int) -> None:
+    data = rank_input(seed, 0, 5, 256, 7, 3).to(device)
+
+    def send(dispatcher: TokenDispatcher) -> DispatchHandle:
+        return dispatcher.dispatch_send(data.x, data.topk_idx, data.topk_weights)
+
+    dispatcher = Ranks(1, device, "torch", **SETTINGS).dispatchers[0]
+    with pytest.raises(ValueError, match="handle: expected dispatch_wait to be called with it before combine_send"):
+        handle = send(dispatcher)
+        dispatcher.combine_send(CombineSink(handle), handle)
+    dispatcher = Ranks(1, device, "torch", **SETTINGS).dispatchers[0]
+    with pytest.raises(ValueError, match="handle: expected combine_send to be called with it before combine_wait"):
+        dispatcher.combine_wait(dispatcher.dispatch_wait(send(dispatcher)).handle)
+    dispatcher = Ranks(1, device, "torch", **SETTINGS).dispatchers[0]
+    first, second = (dispatcher.dispatch_wait(send(dispatcher)).handle for _ in range(2))
+    with pytest.raises(ValueError, match="expert_output: expected a CombineSink of the same handle"):
+        dispatcher.combine(CombineSink(first), second)
 
 
 @pytest.mark.parametrize("bad", [7, 99, -2, 2**40, "twice"])
@@ -278,9 +320,10 @@ def test_bad_expert_ids_are_recorded_on_every_rank_and_never_stored_through(
         dispatcher.dispatch_send(data.x.to(device), data.topk_idx.to(device), data.topk_weights.to(device))
     for rank, context in enumerate(ranks.contexts):
         if device.type == "cuda":
-            context.check_peers() if rank == 2 else torch.cuda.synchronize()
+            torch.cuda.synchronize()
         with pytest.raises(RoutingError, match="rank 1") as caught:
-            context.check()
+            # On a GPU `check` sees what this rank's kernels saw, and those of rank 0 had ended before the failure.
+            context.check() if rank == 1 or device.type == "cpu" else context.check_peers()
         assert caught.value.rank == 1
         assert caught.value.phase == Phase.DISPATCH_SEND
 
@@ -326,6 +369,7 @@ def wrong_calls(good: RankInput, device: torch.device) -> dict[str, tuple[RankIn
         "idx dtype": (RankInput(x, idx.float(), w), "topk_idx: expected torch.int32 or"),
         "weights shape": (RankInput(x, idx, w[:2]), "topk_weights: expected shape"),
         "weights dtype": (RankInput(x, idx, w.double()), "topk_weights: expected torch.float32"),
+        "idx none": (RankInput(x, None, w), "topk_idx: expected a tensor, got NoneType"),  # type: ignore[arg-type]
     }
 
 
@@ -345,6 +389,8 @@ def test_wrong_tokens_are_named(name: str, device: torch.device, seed: int) -> N
         ({"top_k": 0}, "top_k: expected a positive"),
         ({"num_experts": 70000}, "num_experts: expected at most 65535"),
         ({"max_tokens_per_rank": 0}, "max_tokens_per_rank: expected a positive"),
+        ({"max_tokens_per_rank": 2.5}, "max_tokens_per_rank: expected a positive integer, got 2.5"),
+        ({"max_tokens_per_rank": 2**30}, "max_tokens_per_rank: expected at most 715827882"),
         ({"mode": "fast"}, "mode: expected auto"),
         ({"combine_format": "nvfp4"}, "combine_format: expected"),
         ({"token_format": "fp4"}, "format: expected one of"),

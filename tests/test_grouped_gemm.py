@@ -15,10 +15,12 @@ import triton.language as tl
 
 from moe_runtime.formats import FORMATS, TokenFormat
 from moe_runtime.grouped import GroupedRows
+from moe_runtime.kernels import grouped_gemm as gemm_module
 from moe_runtime.kernels.activation import swiglu
 from moe_runtime.kernels.gemm_arguments import DEFAULT_INTERMEDIATE_GSF
 from moe_runtime.kernels.gemm_operands import find_tile
 from moe_runtime.kernels.grouped_gemm import choose_tile, gemm_bytes, gemm_flops, grouped_gemm, grouped_gemm_swiglu
+from moe_runtime.kernels.reference_quantize import raw_bits
 from moe_runtime.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
 from tests.gemm_cases import Array, Exact, bits, check_inside, decode_rows, exact_gemm, make_rows, scale_rows, swizzled
@@ -54,7 +56,7 @@ def test_ragged_groups(weight: str, token: str, engine: str, rng: torch.Generato
     """Empty groups, one row, skipped experts, inactive groups, gathered strided rows, spare capacity, partial tiles."""
     k = RAGGED_K[weight]
     w = _weights(weight, 3, 136, k, rng, device)
-    sizes, ids = [3, 0, 70, 5, 1, 0, 130, 4], [2, 0, 0, -1, 1, 3, 2, 1]
+    sizes, ids = [3, 0, 70, 5, 1, 2, 130, 4], [2, 0, 0, -1, 1, 3, 2, 1]
     a = make_rows(token, sizes, k, rng, device, num_experts=3, expert_ids=ids, gather=True, spare=9, sparse_scales=True)
     a = replace(a, num_active_experts=torch.tensor([7], dtype=torch.int32, device=device))
     out = _poisoned(a.capacity + 2, 136, torch.bfloat16, device)
@@ -94,6 +96,41 @@ def test_nothing_to_do(engine: str, rng: torch.Generator, device: torch.device) 
         assert_same_bits(out, before, "nothing to do")
     hidden = grouped_gemm_swiglu(empty, w, SwiGLU(), out_format="bf16", engine=engine)
     assert hidden.rows.shape == (0, 16)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_past_the_capacity_are_left_alone(engine: str, rng: torch.Generator, device: torch.device) -> None:
+    """Offsets that go on behind the capacity: what fits is the same, nothing behind it is written."""
+    w = _weights("mxfp8", 2, 64, 64, rng, device)
+    a = make_rows("mxfp8", [3, 90, 5], 64, rng, device, num_experts=2)
+    want = grouped_gemm(a, w, engine=engine)
+    for capacity in (40, 3, 0):
+        out = _poisoned(98, 64, torch.bfloat16, device)
+        before = out.clone()
+        grouped_gemm(replace(a, capacity=capacity), w, out=out, engine=engine)
+        assert_same_bits(out[:capacity], want[:capacity], "rows that fit")
+        assert_same_bits(out[capacity:], before[capacity:], "rows past the capacity")
+        hidden = grouped_gemm_swiglu(replace(a, capacity=capacity), w, SwiGLU(), out_format="bf16", engine=engine)
+        assert hidden.rows.shape == (capacity, 32)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_more_active_experts_than_groups_are_all_groups(
+    engine: str, rng: torch.Generator, device: torch.device
+) -> None:
+    w = _weights("bf16", 2, 32, 64, rng, device)
+    a = make_rows("bf16", [3, 5], 64, rng, device, num_experts=2, spare=2)
+    # What lies behind the two groups looks like two more, of one row each.
+    ids = torch.tensor([0, 1, 1, 1], dtype=torch.int32, device=device)[:2]
+    offsets = torch.tensor([0, 3, 8, 9, 10], dtype=torch.int32, device=device)
+    want = grouped_gemm(a, w, engine=engine)
+    for active in (99, torch.tensor([99], dtype=torch.int32, device=device)):
+        out = _poisoned(10, 32, torch.bfloat16, device)
+        before = out.clone()
+        more = replace(a, expert_ids=ids, group_offsets=offsets, num_active_experts=active)
+        grouped_gemm(more, w, out=out, engine=engine)
+        assert_same_bits(out[:8], want[:8], f"{active} active")
+        assert_same_bits(out[8:], before[8:], "rows of no group")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -188,6 +225,22 @@ def test_rows_do_not_depend_on_neighbours(name: str, rng: torch.Generator, devic
     assert_same_bits(grouped_gemm(one, w, out_dtype=torch.float32, engine="triton")[0], together[68], name)
 
 
+def test_twin_does_not_depend_on_the_size_of_groups(rng: torch.Generator) -> None:
+    """Sums that cancel show their order, even in float64: BLAS has others for products of few rows."""
+    m, k, n = 70, 384, 40
+    cpu = torch.device("cpu")
+    x, w = torch.randn(m, k, generator=rng), torch.randn(1, n, k, generator=rng)
+    third, order = k // 3, torch.randperm(k, generator=rng)
+    x[:, :third] *= 2.0 ** torch.randint(-10, 35, (m, third), generator=rng)
+    x[:, third : 2 * third], w[:, :, third : 2 * third] = -x[:, :third].flip(1), w[:, :, :third].flip(2)
+    x, w = x[:, order], ExpertWeights.quantize(w[:, :, order], "bf16")
+    whole = make_rows("bf16", [m], k, rng, cpu, num_experts=1, x=x)
+    want = grouped_gemm(whole, w, out_dtype=torch.float32, engine="torch")
+    for sizes in ([1] * m, [3, 31, 32, 4], [33, 37]):
+        a = make_rows("bf16", sizes, k, rng, cpu, num_experts=1, x=x)
+        assert_same_bits(grouped_gemm(a, w, out_dtype=torch.float32, engine="torch"), want, f"groups of {sizes}")
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", FORMATS)
 def test_nan_stays_in_its_row(name: str, engine: str, rng: torch.Generator, device: torch.device) -> None:
@@ -206,6 +259,28 @@ def test_nan_stays_in_its_row(name: str, engine: str, rng: torch.Generator, devi
     hidden = grouped_gemm_swiglu(dirty, w, SwiGLU(limit=1.0), out_format=name, engine=engine)
     poisoned = np.isnan(decode_rows(hidden))
     assert poisoned[2].all() and not poisoned[others].any()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "nvfp4"])
+def test_a_scale_of_nan_is_nan_whatever_its_codes(
+    name: str, engine: str, rng: torch.Generator, device: torch.device
+) -> None:
+    """Not Inf: all operands are positive, so that nothing else makes a NaN of one."""
+    k, n, nan = 128, 136, {"fp8_block": float("nan"), "mxfp8": 255, "nvfp4": 0x7F}[name]
+    x, m = torch.rand(6, k, generator=rng) + 1, torch.rand(1, n, k, generator=rng) + 1
+    w = ExpertWeights.quantize(m.to(device), name)
+    a = make_rows(name, [6], k, rng, device, num_experts=1, x=x)
+    assert a.scales is not None and w.scales is not None
+    a_bad, w_bad = a.scales.clone(), w.scales.clone()
+    # Row 3 of each: at 3 * 16 in the swizzle, at 3 where each row has one scale, at 0 where 128 share it.
+    raw_bits(a_bad).view(-1)[3 if name == "fp8_block" else 48] = nan
+    raw_bits(w_bad).view(-1)[0 if name == "fp8_block" else 48] = nan
+    got = grouped_gemm(replace(a, scales=a_bad), w, engine=engine)
+    assert got[3].isnan().all() and got[[0, 1, 2, 4, 5]].isfinite().all()
+    got = grouped_gemm(a, replace(w, scales=w_bad), engine=engine)
+    bad_columns = slice(0, 128) if name == "fp8_block" else slice(3, 4)
+    assert got[:, bad_columns].isnan().all() and got.isnan().sum() == got[:, bad_columns].numel()
 
 
 @triton.jit
@@ -241,6 +316,39 @@ def test_rows_past_2_31_elements(engine: str, rng: torch.Generator, device: torc
     index = torch.tensor([far, 0], dtype=torch.int32, device=device)
     a = replace(near, rows=rows.view(torch.float8_e4m3fn), row_index=index)
     assert_same_bits(grouped_gemm(a, w, engine=engine), grouped_gemm(near, w, engine=engine), "far row")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_weights_past_2_31_elements(engine: str, rng: torch.Generator, device: torch.device) -> None:
+    """The last of 2^19 + 1 experts of 2^12 bytes each (the memory between is never touched)."""
+    k, n, far = 128, 32, 2**19
+    near = _weights("fp8_block", 1, n, k, rng, device)
+    assert near.scales is not None
+    quants = torch.empty(far + 1, n, k, dtype=torch.float8_e4m3fn, device=device)
+    scales = torch.zeros(far + 1, 1, 1, device=device)
+    quants[far], scales[far] = near.quants[0], near.scales[0]
+    a = make_rows("fp8_block", [2], k, rng, device, num_experts=1)
+    last = replace(a, expert_ids=torch.tensor([far], dtype=torch.int32, device=device))
+    got = grouped_gemm(last, replace(near, quants=quants, scales=scales), engine=engine)
+    assert_same_bits(got, grouped_gemm(a, near, engine=engine), "far expert")
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_scales_past_2_31_elements(engine: str, rng: torch.Generator, device: torch.device) -> None:
+    """Scale block 2^22 of the rows and of the weights, at byte 2^31."""
+    k, n, far = 32, 8, 2**22
+    near = _weights("mxfp8", 1, n, k, rng, device)
+    a = make_rows("mxfp8", [2], k, rng, device, num_experts=1)
+    assert near.scales is not None and a.scales is not None
+    quants = torch.empty(far + 1, n, k, dtype=torch.float8_e4m3fn, device=device)
+    w_scales = torch.empty(far + 1, 1, 1, 32, 4, 4, dtype=torch.uint8, device=device)
+    quants[far], w_scales[far] = near.quants[0], near.scales[0]
+    a_scales = torch.empty(far + 1, 1, 32, 4, 4, dtype=torch.uint8, device=device)
+    a_scales[far] = a.scales[0]
+    at_far = torch.tensor([far], dtype=torch.int32, device=device)
+    last = replace(a, expert_ids=at_far, scales=a_scales, group_scale_offsets=at_far)
+    got = grouped_gemm(last, replace(near, quants=quants, scales=w_scales), engine=engine)
+    assert_same_bits(got, grouped_gemm(a, near, engine=engine), "far scales")
 
 
 @pytest.mark.gpu
@@ -351,8 +459,45 @@ def test_swiglu_requantized(
     if token == "nvfp4":
         assert hidden.row_scale is not None
         assert_same_bits(hidden.row_scale, torch.full((a.capacity,), np.float32(1) / np.float32(11)), "row_scale")
+        huge = torch.tensor([2.0**120], device=device)
+        clamped = grouped_gemm_swiglu(a, weights, activation, out_format=token, out_gsf=huge, engine=engine)
+        assert clamped.row_scale is not None and (clamped.row_scale == 2.0**-100).all()
+        _check_quantized(clamped, exact, activation, 2.0**100)
         default = grouped_gemm_swiglu(a, weights, activation, out_format=token, engine=engine)
         _check_quantized(default, exact, activation, DEFAULT_INTERMEDIATE_GSF)
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "nvfp4"])
+def test_nothing_but_the_result_is_written(
+    name: str, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel leaves padding of scales, skipped groups and gaps as they were; tiles reach past the `I` columns."""
+    fresh = gemm_module.empty_intermediate
+
+    def poisoned(*args: Any) -> tuple[GroupedRows, torch.Tensor | None]:
+        rows, gsf = fresh(*args)
+        assert rows.scales is not None
+        rows.rows.view(torch.uint8).fill_(0xA5)
+        rows.scales.view(torch.uint8).fill_(0xA5)
+        return rows, gsf
+
+    monkeypatch.setattr(gemm_module, "empty_intermediate", poisoned)
+    inner = {"fp8_block": 384, "mxfp8": 160, "nvfp4": 144}[name]
+    w = _weights(name, 2, 2 * inner, 128, rng, device, gate_up=True)
+    sizes, ids = [130, 3, 0, 5], [0, -1, 1, 1]
+    a = make_rows(name, sizes, 128, rng, device, num_experts=2, expert_ids=ids, spare=2, sparse_scales=True)
+    hidden = grouped_gemm_swiglu(a, w, SwiGLU(), out_format=name, engine="triton")
+    written = exact_gemm(a, w, device).written
+    assert hidden.scales is not None
+    assert (hidden.rows.view(torch.uint8).cpu().numpy()[~written] == 0xA5).all()
+    raw = hidden.scales.view(torch.uint8).cpu().numpy().reshape(-1).copy()
+    columns = hidden.format.scale_columns(inner)
+    if hidden.format.swizzled:
+        places = swizzled(scale_rows(hidden)[written], columns)
+        raw[places] = 0xA5
+    else:
+        raw.reshape(hidden.capacity, -1)[written] = 0xA5
+    assert (raw == 0xA5).all()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -414,6 +559,15 @@ def test_flops_and_bytes() -> None:
         ("a.group_offsets", {"group_offsets": torch.zeros(2, dtype=torch.int32)}),
         ("a.group_scale_offsets", {"group_scale_offsets": None}),
         ("a.num_active_experts", {"num_active_experts": torch.ones(1)}),
+        ("a.num_active_experts", {"num_active_experts": torch.ones(2, dtype=torch.int32)}),
+        ("a.num_active_experts", {"num_active_experts": 1.5}),
+        ("a.expert_ids", {"expert_ids": torch.tensor(0, dtype=torch.int32)}),
+        ("a.expert_ids", {"expert_ids": torch.zeros(2, 2, dtype=torch.int32)}),
+        ("a.group_offsets", {"group_offsets": torch.zeros(3, 2, dtype=torch.int32)}),
+        ("a.row_index", {"row_index": torch.zeros(8, 2, dtype=torch.int32)}),
+        ("a.row_scale", {"row_scale": torch.ones(8, 2)}),
+        ("a.row_scale", {"row_scale": torch.ones(8, device="meta")}),
+        ("a.capacity", {"capacity": -1}),
         ("a.scales", {"scales": None}),
         ("a.scales", {"scales": torch.zeros(2, 2, 32, 4, 4, dtype=torch.uint8)}),
     ],
@@ -432,6 +586,15 @@ def test_bad_arguments_are_named(rng: torch.Generator) -> None:
     a = make_rows("nvfp4", [3, 5], 64, rng, cpu, num_experts=2)
     with pytest.raises(ValueError, match=r"^out: expected \[at least 8, 32\], got \[7, 32\]"):
         grouped_gemm(a, w, out=torch.zeros(7, 32))
+    with pytest.raises(ValueError, match=r"^out: expected rows that do not overlap, got strides \[0, 1\]"):
+        grouped_gemm(a, w, out=torch.zeros(1, 32).expand(8, 32))
+    fp8 = make_rows("fp8_block", [3, 5], 128, rng, cpu, num_experts=2)
+    assert fp8.scales is not None
+    with pytest.raises(ValueError, match=r"^a\.scales: expected \[at least 8, 1\], got \[7, 1\]"):
+        grouped_gemm(replace(fp8, scales=fp8.scales[:7]), _weights("fp8_block", 2, 32, 128, rng, cpu))
+    bf16 = make_rows("bf16", [3], 64, rng, cpu, num_experts=1)
+    with pytest.raises(ValueError, match=r"^a\.rows: requires grad"):
+        grouped_gemm(replace(bf16, rows=bf16.rows.requires_grad_()), _weights("bf16", 1, 32, 64, rng, cpu))
     with pytest.raises(ValueError, match=r"^out_dtype: expected"):
         grouped_gemm(a, w, out_dtype=torch.float64)
     with pytest.raises(ValueError, match=r"^engine: expected"):

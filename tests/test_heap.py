@@ -269,6 +269,22 @@ def test_a_killed_rank_leaves_no_file_and_is_named(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+def die_while_mapping(rank: int, world: int, folder: str) -> None:
+    heap = SharedHeap(RankGroup(timeout_s=1.5), directory=folder)
+    heap.reserve("data", 100_000)
+    if rank == 1:
+        heap._map = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
+    heap.allocate()
+
+
+def test_the_file_of_a_rank_killed_while_mapping_is_unlinked_by_the_others(tmp_path: Path) -> None:
+    outcomes = run_once(die_while_mapping, 3, str(tmp_path))
+    for rank in (0, 2):
+        error = outcomes[rank].error
+        assert isinstance(error, PeerTimeoutError) and error.rank == 1, outcomes[rank]
+    assert os.listdir(tmp_path) == []
+
+
 @pytest.mark.parametrize("native", [True, False])
 def test_reserved_bytes_are_there(native: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if not native:

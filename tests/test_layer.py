@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import yaml
 
 from moe_runtime.checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.config import MoELayerConfig
@@ -169,6 +170,30 @@ def test_from_yaml_and_from_checkpoint_give_the_layer_that_was_written(
     assert not torch.equal(other(x), direct(x))
 
 
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": 16}, "num_experts: .*config.json says 8, got 16"),
+        ({"hidden_size": 128}, "hidden_size: .*config.json says 256, got 128"),
+        ({"top_k": 2}, "top_k: .*config.json says 3, got 2"),
+        ({"router": {"renormalize": False}}, "router: .*config.json says"),
+        ({"activation": {"order": "interleaved"}}, "activation: .*config.json says plain SwiGLU"),
+    ],
+)
+def test_a_yaml_that_contradicts_its_checkpoint_is_refused(
+    change: dict[str, Any], message: str, tmp_path: Path, device: torch.device
+) -> None:
+    write_qwen3_moe_checkpoint(tmp_path / "model", MoELayerConfig(**SETTINGS), seed=5)
+    run = {"layer": {**SETTINGS, **change}, "checkpoint": {"path": str(tmp_path / "model")}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    with pytest.raises(ValueError, match=message):
+        MoELayer.from_yaml(tmp_path / "run.yaml", context=ExpertParallelContext(device=device))
+
+
+def test_any_seed_that_a_config_may_have_gives_weights(device: torch.device) -> None:
+    make_layer(device, 2**63 - 1)
+
+
 def test_phases_are_timed_when_asked_for(device: torch.device, rng: torch.Generator) -> None:
     layer = make_layer(device)
     layer.times = PhaseTimes(device)
@@ -203,6 +228,12 @@ def test_wrong_use_is_named(device: torch.device, rng: torch.Generator) -> None:
         make_layer(device)(x.clone().requires_grad_())
     with pytest.raises(ValueError, match="shared: expected the shape of x"):
         make_layer(device)(x, shared=x[:2])
+    with pytest.raises(ValueError, match=r"shared: expected torch\.bfloat16"):
+        make_layer(device).begin(x, shared=x.float())
+    with pytest.raises(ValueError, match="x: expected device"):
+        make_layer(device)(x.to("meta"))
+    with pytest.raises(ValueError, match="x: expected a tensor, got list"):
+        make_layer(device)(x.tolist())
     layer = make_layer(device)
     with pytest.raises(ValueError, match="experts: expected 8 for this rank, got 7"):
         layer.load_experts(random_expert(layer.config, 0, e) for e in range(7))

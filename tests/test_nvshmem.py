@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 from pathlib import Path
@@ -45,9 +46,35 @@ def test_a_heap_needs_one_gpu() -> None:
             NvshmemHeap(RankGroup(), torch.device(place))
 
 
+@pytest.mark.parametrize(
+    ("error", "message"),
+    [
+        (ModuleNotFoundError("no", name="nvshmem"), "nvshmem4py is not installed: pip install 'moe_runtime[gpu]'"),
+        (ModuleNotFoundError("no", name="cuda.core"), "nvshmem4py is not installed: pip install 'moe_runtime[gpu]'"),
+        (ModuleNotFoundError("no numpy", name="numpy"), "nvshmem4py cannot be imported: no numpy"),
+        (OSError("libcuda.so.1"), "nvshmem4py cannot be loaded: OSError: libcuda.so.1"),
+    ],
+)
+def test_what_is_missing_is_named(error: Exception, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail() -> None:
+        raise error
+
+    monkeypatch.setattr(nvshmem_world, "load_nvshmem", fail)
+    assert nvshmem_world.problem() == message
+    assert nvshmem_world.version() is None
+
+
 @gpu
 def test_heaps_reach_every_peer(ranks: Any) -> None:
     ranks.run(cases.use_the_heap)
+
+
+@gpu
+@several
+def test_a_heap_that_cannot_be_is_refused_on_every_rank(ranks: Any) -> None:
+    for too_large, unequal in ranks.run(cases.be_refused):
+        assert f"GPU memory of rank 0: {(1 << 44) + 256} bytes needed for the symmetric heap" in too_large
+        assert "region: ranks reserved different sizes" in unequal
 
 
 @gpu
@@ -145,6 +172,31 @@ def test_a_bad_expert_id_is_a_routing_error_everywhere(bad: int, ranks: Any, see
         assert (name, about, phase) == ("RoutingError", 0, int(Phase.DISPATCH_SEND)), text
         assert f"expert id {bad} of token 2 of rank 0" in text
         assert seconds < 10
+        assert outcome.exitcode == 0
+
+
+@gpu
+@several
+def test_a_mistake_on_one_rank_is_heard_by_kernels_that_wait_for_it(ranks: Any, seed: int) -> None:
+    for rank, outcome in enumerate(run_once(cases.call_with_a_wrong_dtype, WORLD, seed, gpus=True, timeout=120)):
+        assert outcome.error is None, outcome.trace
+        name, about, _, text, seconds = outcome.result
+        assert (name, about) == (("ValueError", -1) if rank == 0 else ("PeerAbortedError", 0))
+        assert "x: expected torch.bfloat16, got torch.float16" in text
+        assert seconds < 10, "the timeout of a step is 30 s"
+        assert outcome.exitcode == 0
+
+
+@gpu
+@several
+def test_a_rank_that_dies_is_named_by_the_others_in_time(ranks: Any, seed: int) -> None:
+    outcomes = run_once(cases.die_before_a_step, WORLD, seed, gpus=True, timeout=120)
+    assert outcomes[-1].exitcode == -signal.SIGKILL
+    for outcome in outcomes[:-1]:
+        assert outcome.error is None, outcome.trace
+        name, about, phase, _, seconds = outcome.result
+        assert (name, about, phase) == ("PeerTimeoutError", WORLD - 1, int(Phase.DISPATCH_WAIT))
+        assert seconds < 9
         assert outcome.exitcode == 0
 
 

@@ -129,6 +129,16 @@ def test_the_two_that_look_alike() -> None:
     plan.check_dense_128(rows, [0, 1, 2], 6)  # sparser than dense: legal
 
 
+def test_closed_forms_waste_nothing_on_leading_groups_without_rows() -> None:
+    rows = [0, 0, 1, 130]
+    assert [plan.closed_form_128_start(row, g) for g, row in enumerate(rows)] == [0, 0, 128, 384]
+    assert [plan.closed_form_4_start(row, g) for g, row in enumerate(rows)] == [0, 0, 4, 136]
+
+
+def test_groups_without_rows_share_no_row_of_scales() -> None:
+    plan.check_unpadded([0, 128, 130, 130, 130], 128)
+
+
 @pytest.mark.parametrize(
     ("call", "name"),
     [
@@ -144,6 +154,8 @@ def test_the_two_that_look_alike() -> None:
         (lambda: plan.check_row_offsets([], 5), "row_offsets"),
         (lambda: plan.check_dense_128([0, 1, 2], [0], 5), "group_scale_offsets"),
         (lambda: plan.check_unpadded([0, 100, 300], 128), "m_indptr"),
+        (lambda: plan.check_unpadded([0, 130, 130, 200], 128), "group 2"),
+        (lambda: plan.check_unpadded([0, 4], 0), "granularity_m"),
     ],
 )
 def test_bad_input(call, name: str) -> None:

@@ -98,6 +98,10 @@ def test_message_round_trip(fmt: TokenFormat, device: torch.device, rng) -> None
     back = message.read_token(buf, gsf)
     assert_same_bits(back.quants_RK, rows.quants_RK)
     assert_same_bits(dequantize_rows(back), dequantize_rows(rows))
+    if fmt.has_row_scale:
+        assert message.read_token(buf, 2.0**120).row_scale_R.tolist() == [2.0**-100] * count
+        huge = torch.tensor([2.0**120], device=device)
+        assert message.read_token(buf, huge).row_scale_R.tolist() == [2.0**-100] * count
     read_source, read_ids = message.read_info(buf)
     assert read_source.tolist() == source.tolist()
     assert read_ids.tolist() == ids.tolist()
@@ -188,14 +192,28 @@ def test_bad_calls() -> None:
     tokens, scales = torch.zeros(8, 32, dtype=torch.uint8), torch.zeros(1, 1, 32, 4, 4).to(torch.float8_e4m3fn)
     token = NVFP4TokenFormat(64, 2, output_tokens=tokens, output_scales=scales)
     buf, x = torch.zeros(3, token.msg_size(), dtype=torch.uint8), torch.zeros(3, 64)
+    source = torch.zeros(3, dtype=torch.int64)
     for call, name in (
         (lambda: token.copy_token_to_send_buf(buf[:2], x, 1.0), "buf"),
         (lambda: token.copy_token_to_send_buf(buf.int(), x, 1.0), "buf"),
         (lambda: token.copy_token_to_send_buf(buf[:, :30], x, 1.0), "buf"),
         (lambda: token.copy_token_to_send_buf(buf, x[:, :48], 1.0), "src"),
         (lambda: token.copy_token_to_send_buf(buf, x), "input_scale"),
-        (lambda: token.read_token(buf), "input_scale"),
-        (lambda: token.write_info(buf, torch.zeros(3), torch.zeros(3, 3)), "topk_idx"),
+        (lambda: token.copy_token_to_send_buf(buf, x, -1.0), "^input_scale"),
+        (lambda: token.copy_token_to_send_buf(buf, x, torch.ones(2)), "^input_scale"),
+        (lambda: token.copy_token_to_send_buf(buf, x.half(), 1.0), "^src"),
+        (lambda: token.copy_token_to_send_buf(buf, x.to("meta"), 1.0), "^src"),
+        (lambda: token.read_token(buf), "^input_scale"),
+        (lambda: token.read_token(buf, 0.0), "^input_scale"),
+        (lambda: token.read_token(buf, torch.ones(2)), "^input_scale"),
+        (lambda: token.write_info(buf, source, torch.zeros(3, 3, dtype=torch.int32)), "^topk_idx"),
+        (lambda: token.write_info(buf, source, torch.zeros(3, 2)), "^topk_idx: expected integers"),
+        (lambda: token.write_info(buf, source, torch.full((3, 2), 65535)), "^topk_idx: expected -1 .. 65534"),
+        (lambda: token.write_info(buf, source, torch.full((3, 2), -2)), "^topk_idx"),
+        (lambda: token.write_info(buf, source + 2**31, torch.zeros(3, 2, dtype=torch.int32)), "^source"),
+        (lambda: token.copy_msg_to_output_tensor(buf[0], 1.5), "^token_index"),  # type: ignore[arg-type]
+        (lambda: token.copy_msg_to_output_tensor(buf[0].to("meta"), 0), "^buf"),
+        (lambda: NVFP4TokenFormat(64, 2, output_tokens=tokens, output_scales=scales.to("meta")), "^output_scales"),
         (lambda: token.copy_msg_to_output_tensor(buf[0], 0), "pad_expert_offsets"),
         (lambda: NVFP4TokenFormat(64, 2).copy_msg_to_output_tensor(buf[0], 0), "output_tokens"),
     ):

@@ -91,6 +91,7 @@ def test_fp8_blocks(rng: torch.Generator, device: torch.device) -> None:
     """128x128 blocks one by one with numpy, a partial one at the end of N."""
     n, k = 200, 384
     w = torch.randn(2, n, k, generator=rng) * torch.logspace(-8, 3, k)
+    w[1, :128, :128] *= 1e-4  # under the floor of the maximum
     weights = ExpertWeights.quantize(w.to(device), "fp8_block")
     assert weights.scales is not None and weights.scales.shape == (2, 2, 3)
     quants, scales = bits(weights.quants), weights.scales.cpu().numpy()
@@ -170,3 +171,10 @@ def test_bad_arguments_are_named() -> None:
         ExpertWeights.quantize(torch.zeros(1, 8, 48), "mxfp8")
     with pytest.raises(ValueError, match=r"^format: expected one of"):
         ExpertWeights.quantize(torch.zeros(1, 8, 48), "int4")
+    for name in FORMATS:
+        with pytest.raises(ValueError, match=r"^N of w: expected a positive multiple of 8, got 0"):
+            ExpertWeights.quantize(torch.zeros(1, 0, 128), name)
+        with pytest.raises(ValueError, match=r"^N of w: expected a positive multiple of 16, got 24"):
+            ExpertWeights.quantize(torch.zeros(1, 24, 128), name, gate_up=True)
+    with pytest.raises(ValueError, match=r"^order of gate and up: expected one of .*, got 'up'"):
+        SwiGLU("up")  # type: ignore[arg-type]

@@ -1,0 +1,64 @@
+"""The README's results are those of the committed JSON, and the table is made as told."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from moe_runtime.launch import tables
+
+pytestmark = pytest.mark.cpu_only
+
+
+def report() -> dict[str, object]:
+    common = {
+        "operation": "dispatch",
+        "tokens_per_rank": 128,
+        "token_format": "nvfp4",
+        "weight_format": "nvfp4",
+        "combine_format": "bf16",
+        "mode": "indexed",
+        "routing": "uniform",
+    }
+    ours = common | {
+        "implementation": "moe_runtime",
+        "median_us": 20.04,
+        "smallest_us": 19.0,
+        "largest_us": 123.4,
+        "check": {"what": "bits", "error": 0.0, "bound": 0.0, "passed": True},
+    }
+    theirs = common | {"implementation": "torch all_to_all_single", "median_us": 60.12, "check": None}
+    layer = {"hidden_size": 7168, "intermediate_size": 2048, "num_experts": 256, "top_k": 8}
+    record = {
+        "ranks": 8,
+        "gpus": [{"name": "NVIDIA H200"}],
+        "driver": "1.2",
+        "packages": {"torch": "2.11.0", "triton": "3.6.0", "transformers": None},
+        "transport": "nvshmem",
+        "command": "bench.py dispatch",
+    }
+    failed = ours | {"operation": "combine", "median_us": None}
+    return {"environment": record, "config": {"layer": layer}, "results": [ours, theirs, failed]}
+
+
+def test_a_line_has_both_times_their_ratio_and_the_check() -> None:
+    text = tables.results_table(report(), "launch/results/x.json")
+    assert "8 x NVIDIA H200, driver 1.2, torch 2.11.0, triton 3.6.0; transport `nvshmem`" in text
+    assert (
+        "| dispatch | 128 | nvfp4 > bf16 | 20.0 (19.0 to 123) | torch all_to_all_single | 60.1 | 3.00 | 0 (0) |" in text
+    )
+    assert "| combine | 128 | nvfp4 > bf16 | not timed: its check failed |" in text
+
+
+def test_only_what_stands_between_the_marks_changes(tmp_path: Path) -> None:
+    readme = f"before\n{tables.START}\nold\n{tables.END}\nafter\n"
+    made = tables.with_results(readme, tmp_path, tmp_path)
+    assert made == f"before\n{tables.START}\n\n{tables.END}\nafter\n"
+    assert tables.with_results(made, tmp_path, tmp_path) == made
+    with pytest.raises(ValueError, match="README: expected"):
+        tables.with_results("no marks", tmp_path, tmp_path)
+
+
+def test_the_readme_is_up_to_date() -> None:
+    assert tables.main(["--check"]) == 0, "run python -m moe_runtime.launch.tables"
