@@ -184,7 +184,8 @@ def dot_step(acc, a_even, a_odd, a_scales, w_even, w_odd, w_scales, FMT: tl.cons
     if FMT == CODE_FP8_BLOCK:
         # fp8 MMA keeps few bits of its sums: each 128 of K starts anew and is added in fp32.
         partial = tl.dot(a_even, tl.trans(w_even), out_dtype=tl.float32)
-        acc += partial * (a_scales[:, None] * w_scales[None, :])
+        # One scale after the other: their product alone may leave the range of fp32 where the result does not.
+        acc += (partial * a_scales[:, None]) * w_scales[None, :]
     else:
         acc = tl.dot(a_even, tl.trans(w_even), acc)
         if PAIRS:

@@ -10,6 +10,7 @@ from moe_runtime.formats import TokenFormat, token_format
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.gemm_arguments import check_activation, check_formats, encode_scale
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.weights import SILU, ExpertWeights, SwiGLU
 
 
@@ -52,6 +53,7 @@ class Experts:
         fmt.check_columns(down.num_columns, "I of gate_up")
         check_formats(fmt, down.format, "intermediate_format")
         object.__setattr__(self, "intermediate_format", fmt)
+        resolve_engine(self.engine, down.device)
         gsf = encode_scale(fmt, self.intermediate_gsf, down.device, "intermediate_gsf")
         object.__setattr__(self, "intermediate_gsf", gsf)
 

@@ -1,7 +1,7 @@
 """How a token travels: byte layouts of messages, in any format, whose fields never overlap and are each aligned.
 
-`RecordLayout` is what the dispatcher sends. `TokenMessage` is the message of the seed `NVFP4TokenFormat`, generalised
-to the other formats, with the seed's names: written and read here with tensor operations, one or many messages at once.
+`RecordLayout` is what the dispatcher sends. `TokenMessage` is the message of MAX's `NVFP4TokenFormat`, generalised
+to the other formats, with the names it has there: written and read with tensor operations, one or many at a time.
 """
 
 from __future__ import annotations
@@ -351,7 +351,7 @@ class TokenMessage:
 
 
 class NVFP4TokenFormat(TokenMessage):
-    """The seed's message: `[quants: align(H/2, A)] [scales: align(H/16, A)] [source, align A] [ids, align A]`.
+    """MAX's struct of this name: `[quants: align(H/2, A)] [scales: align(H/16, A)] [source, align A] [ids, align A]`.
 
     >>> token = NVFP4TokenFormat(hid_dim=7168, top_k=8)
     >>> token.group_size, token.fp4_quant_size(), token.scales_size(), token.token_size(), token.msg_size()

@@ -1,4 +1,4 @@
-"""Byte layouts of records and of the seed's messages; messages are written, read and taken apart."""
+"""Byte layouts of records and messages; messages are written, read and taken apart."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def test_record_of_a_real_model() -> None:
     assert hash(layout) == hash(RecordLayout(NVFP4, 7168, 8))
 
 
-def test_the_seeds_sizes() -> None:
+def test_the_sizes_of_an_nvfp4_message() -> None:
     token = NVFP4TokenFormat(7168, 8)
     assert (token.group_size, token.hid_dim, token.top_k, token.alignment) == (16, 7168, 8, 16)
     assert (token.fp4_quant_size(), token.scales_size(), token.token_size()) == (3584, 448, 4032)
