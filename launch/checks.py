@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from moe_runtime.dispatcher import DispatchedTokens
-from moe_runtime.formats import QuantizedRows, TokenFormat
+from moe_runtime.formats import FormatCode, QuantizedRows, TokenFormat
 from moe_runtime.geometry import ExchangeGeometry
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
@@ -157,7 +157,7 @@ def check_gate_up(out: GroupedRows, rows: GroupedRows, w: ExpertWeights, activat
 def check_down(out_RH: torch.Tensor, rows: GroupedRows, w: ExpertWeights) -> Check:
     """The largest `|error| / (u |c| + g sum |a| |b|)` of an element; `u` is 2^-8 for bf16, `g` by the kind of MMA."""
     gain = math.ceil(rows.num_columns / 16) * FP32_GAIN
-    if out_RH.device.type == "cuda" and rows.format.element_bits == 8:
+    if out_RH.device.type == "cuda" and w.format.code == FormatCode.FP8_BLOCK:
         gain = FP8_MMA_GAIN
     worst = 0.0
     for place, c, magnitude in _products(rows, w):

@@ -191,6 +191,8 @@ def test_abort_reaches_every_peer_with_its_reason(reason: str, device: torch.dev
     contexts = virtual(3, device)
     contexts[1].abort(reason)
     contexts[1].abort("a second reason is not told")
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # It is told on a stream of its own, which nothing here waits for.
     assert [context.failed for context in contexts] == [False, True, False]
     cut = reason.encode()[:256].decode(errors="ignore")
     for context in contexts:

@@ -272,7 +272,9 @@ def test_checks_find_what_is_wrong(fmt: str, device: torch.device, seed: int) ->
         assert not checks.check_gate_up(shifted, arrived, experts.gate_up, experts.activation).passed
         out_RH = bench.grouped_gemm(middle, experts.down)
         assert checks.check_down(out_RH, middle, experts.down).passed
-        out_RH[3, 4] *= 1.02
+        # The bound of fp8 MMA is wide: what it must not let through is an element that is altogether wrong.
+        by_fp8_mma = device.type == "cuda" and fmt == "fp8_block"
+        out_RH[3, 4] += out_RH.abs().max() if by_fp8_mma else 0.02 * out_RH[3, 4]
         assert not checks.check_down(out_RH, middle, experts.down).passed
 
         y_TH = layer.dispatcher.combine(rows_RH, arrived.handle)
