@@ -356,15 +356,17 @@ def work(options: argparse.Namespace) -> int:
     environment.start(run)
     results: list[dict[str, Any]] = []
     record: dict[str, Any] = {}
+    passed = True
     for fmt in options.formats or [run.layer.token_format]:
         more, record = bench_format(run, fmt, options)
         results += more
-    passed = all(result["check"] is None or result["check"]["passed"] for result in results)
-    if record:
-        print_results(results, record, Console(highlight=False, width=_table_width()))
-        if options.json is not None:
+        passed = all(result["check"] is None or result["check"]["passed"] for result in results)
+        if record and options.json is not None:
+            # After each format, so that a run which is cut off leaves what it has.
             report = {"environment": record, "config": run.model_dump(), "passed": passed, "results": results}
             options.json.write_text(json.dumps(report, indent=1) + "\n")
+    if record:
+        print_results(results, record, Console(highlight=False, width=_table_width()))
     return 0 if passed else 1
 
 

@@ -29,7 +29,7 @@ from moe_runtime.config import (
 from moe_runtime.formats import FORMATS, token_format
 
 ROOT = Path(__file__).parent.parent
-PACKAGED = ("deepseek_v3", "qwen3_moe", "tiny_cpu", "tiny_qwen3_moe")
+PACKAGED = ("deepseek_v3", "deepseek_v3_half", "qwen3_moe", "tiny_cpu", "tiny_qwen3_moe")
 LAYER: dict[str, Any] = {
     "hidden_size": 256,
     "intermediate_size": 128,
