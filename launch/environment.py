@@ -116,10 +116,11 @@ def environment_record(context: ExpertParallelContext) -> dict[str, Any]:
     """Where and how a program ran, ready for JSON; None for what is absent."""
     return {
         "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": shlex.join([Path(sys.argv[0]).name, *sys.argv[1:]]),
+        # Folders say nothing to a reader elsewhere.
+        "command": shlex.join(Path(a).name if Path(a).is_absolute() else a for a in sys.argv),
         **_git_state(),
         "python": platform.python_version(),
-        "platform": platform.platform(),
+        "platform": f"{platform.system()} {platform.release().partition('-')[0]} {platform.machine()}",
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
         "threads_per_rank": torch.get_num_threads(),

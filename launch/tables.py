@@ -18,26 +18,44 @@ OURS = "moe_runtime"
 
 
 def results_table(report: dict[str, Any], source: str) -> str:
-    """Markdown of one file of `launch.bench`: where it ran, then a line per operation, tokens and formats."""
+    """Markdown of one file of `launch.bench`: where it ran, a line per operation and tokens, a column per format."""
     record, config = report["environment"], report["config"]["layer"]
     gpu = record["gpus"][0]["name"] if record["gpus"] else record["processor"]
     packages = {name: version for name, version in record["packages"].items() if version}
     shown = [name for name in ("torch", "triton", "nvshmem4py-cu13") if name in packages]
     versions = ", ".join(f"{name} {packages[name]}" for name in shown)
+    results = report["results"]
+    peers = {_key(result): result for result in results if result["implementation"] != OURS}
+    ours = [result for result in results if result["implementation"] == OURS]
+    columns = list(dict.fromkeys(_formats(result) for result in ours))
+    rows = sorted({(_order(ours, result["operation"]), result["tokens_per_rank"]) for result in ours})
+    names = {_order(ours, result["operation"]): result["operation"] for result in ours}
+    beside = {result["operation"]: result["implementation"] for result in peers.values()}
     lines = [
         f"{record['ranks']} x {gpu}, driver {record['driver']}, {versions}; transport `{record['transport']}`. "
         f"H={config['hidden_size']}, I={config['intermediate_size']}, E={config['num_experts']}, "
-        f"top-{config['top_k']}, {report['results'][0]['routing']} routing. The slowest rank, median over iterations "
-        f"(smallest to largest), [JSON]({source}), by `{record['command']}`.",
+        f"top-{config['top_k']}, {results[0]['routing']} routing. Microseconds on the slowest rank, median over "
+        f"iterations; in parentheses what stands under *beside*, in the same run. Spread, errors and bounds are in the "
+        f"[JSON]({source}), written by `{record['command']}`.",
         "",
-        "| operation | tokens per rank | format > combine | us | beside | us | ratio | error (bound) |",
-        "|---|---|---|---|---|---|---|---|",
+        f"| operation | tokens per rank | {' | '.join(columns)} | beside |",
+        "|" + "---|" * (len(columns) + 3),
     ]
-    peers = {_key(result): result for result in report["results"] if result["implementation"] != OURS}
-    for result in report["results"]:
-        if result["implementation"] == OURS:
-            lines.append(_row(result, peers.get(_key(result))))
+    for order, tokens in rows:
+        name = names[order]
+        here = {_formats(r): r for r in ours if r["operation"] == name and r["tokens_per_rank"] == tokens}
+        cells = [_cell(here[column], peers.get(_key(here[column]))) if column in here else "" for column in columns]
+        lines.append(f"| {name} | {tokens} | {' | '.join(cells)} | {beside.get(name, '')} |")
     return "\n".join(lines)
+
+
+def _order(results: list[dict[str, Any]], operation: str) -> int:
+    """When an operation first comes up."""
+    return next(index for index, result in enumerate(results) if result["operation"] == operation)
+
+
+def _formats(result: dict[str, Any]) -> str:
+    return f"{result['token_format']} > {result['combine_format']}"
 
 
 def _key(result: dict[str, Any]) -> tuple[object, ...]:
@@ -45,24 +63,12 @@ def _key(result: dict[str, Any]) -> tuple[object, ...]:
     return tuple(result[name] for name in names)
 
 
-def _row(result: dict[str, Any], peer: dict[str, Any] | None) -> str:
-    check = result["check"]
-    time = "not timed: its check failed"
-    if result["median_us"] is not None:
-        time = f"{_us(result['median_us'])} ({_us(result['smallest_us'])} to {_us(result['largest_us'])})"
-    cells = [
-        result["operation"],
-        str(result["tokens_per_rank"]),
-        f"{result['token_format']} > {result['combine_format']}",
-        time,
-    ]
-    if peer is None or peer["median_us"] is None or result["median_us"] is None:
-        cells += ["", "", ""]
-    else:
-        ratio = peer["median_us"] / result["median_us"]
-        cells += [peer["implementation"], _us(peer["median_us"]), f"{ratio:.2f}"]
-    cells.append("" if check is None else f"{check['error']:.2g} ({check['bound']:.2g})")
-    return f"| {' | '.join(cells)} |"
+def _cell(result: dict[str, Any], peer: dict[str, Any] | None) -> str:
+    """Our time, and that of the peer; a result that failed its check was not timed, which is said."""
+    if result["median_us"] is None:
+        return "check failed"
+    beside = "" if peer is None or peer["median_us"] is None else f" ({_us(peer['median_us'])})"
+    return _us(result["median_us"]) + beside
 
 
 def _us(microseconds: float) -> str:

@@ -39,16 +39,20 @@ def report() -> dict[str, object]:
         "command": "bench.py dispatch",
     }
     failed = ours | {"operation": "combine", "median_us": None}
-    return {"environment": record, "config": {"layer": layer}, "results": [ours, theirs, failed]}
+    fewer = ours | {"tokens_per_rank": 8, "median_us": 9.5}
+    other = ours | {"token_format": "bf16", "weight_format": "bf16", "median_us": 123.4}
+    return {"environment": record, "config": {"layer": layer}, "results": [ours, theirs, failed, fewer, other]}
 
 
-def test_a_line_has_both_times_their_ratio_and_the_check() -> None:
+def test_a_line_has_a_cell_per_format_with_both_times() -> None:
     text = tables.results_table(report(), "launch/results/x.json")
     assert "8 x NVIDIA H200, driver 1.2, torch 2.11.0, triton 3.6.0; transport `nvshmem`" in text
-    assert (
-        "| dispatch | 128 | nvfp4 > bf16 | 20.0 (19.0 to 123) | torch all_to_all_single | 60.1 | 3.00 | 0 (0) |" in text
-    )
-    assert "| combine | 128 | nvfp4 > bf16 | not timed: its check failed |" in text
+    lines = text.splitlines()
+    assert "| operation | tokens per rank | nvfp4 > bf16 | bf16 > bf16 | beside |" in lines
+    assert "| dispatch | 8 | 9.5 |  | torch all_to_all_single |" in lines
+    assert "| dispatch | 128 | 20.0 (60.1) | 123 | torch all_to_all_single |" in lines
+    assert "| combine | 128 | check failed |  |  |" in lines
+    assert [line.split("|")[1].strip() for line in lines[4:]] == ["dispatch", "dispatch", "combine"]
 
 
 def test_only_what_stands_between_the_marks_changes(tmp_path: Path) -> None:
