@@ -85,6 +85,12 @@ def e4m3_bits_to_f32(u8):
 
 
 @triton.jit
+def e5m2_bits_to_f32(u8):
+    """fp32 of e5m2 bits, which are the upper half of an fp16; Inf and NaN are kept."""
+    return (u8.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+
+
+@triton.jit
 def f32_to_e2m1_code(x):
     """uint8 code `s e e m` (0..15) of e2m1, saturating at +-6 (Inf too); NaN, which e2m1 lacks, gives 0."""
     bits = f32_bits(x)

@@ -9,7 +9,7 @@ from moe_runtime.kernels.grouped_gemm import _grouped_gemm_kernel, choose_tile
 from moe_runtime.kernels.runtime import AotCase
 from moe_runtime.weights import GPT_OSS, GateUpOrder, SwiGLU
 
-_ARGUMENTS = {
+ARGUMENTS = {
     "a_ptr": "*bf16",
     "a_scales_ptr": "*u8",
     "row_scale_ptr": "*fp32",
@@ -33,11 +33,13 @@ _ARGUMENTS = {
     "K": "i32",
     "a_stride": "i64",
     "out_stride": "i64",
+    "a_scale_ld": "i64",
+    "w_scale_ld": "i64",
 }
 
 _POINTER = {BF16.name: "*bf16", FP8_BLOCK.name: "*fp8e4nv", MXFP8.name: "*fp8e4nv", NVFP4.name: "*u8"}
 _OUT_POINTER = {BF16.name: "*i16", FP8_BLOCK.name: "*u8", MXFP8.name: "*u8", NVFP4.name: "*u8"}
-_MMA = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma", 120: r"mma\.sync"}
+MMA = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma", 120: r"mma\.sync"}
 
 
 def _case(
@@ -53,7 +55,7 @@ def _case(
     even_k: bool = True,
 ) -> AotCase:
     """A case with every optional tensor that the formats allow, less those in `absent`."""
-    signature = dict(_ARGUMENTS)
+    signature = dict(ARGUMENTS)
     signature["a_ptr"] = "*i32" if a is BF16 and w is NVFP4 else _POINTER[a.name]
     signature["w_ptr"] = _POINTER[w.name]
     scale_pointer = {"fp8_block": "*fp32"}
@@ -76,6 +78,13 @@ def _case(
         "A_FMT": int(a.code),
         "W_FMT": int(w.code),
         "OUT_FMT": 0 if out is None else int(out.code),
+        "A_LAYOUT": int(a.scale_layout),
+        "W_LAYOUT": int(w.scale_layout),
+        "SCALE_BLOCK": w.block,
+        "ROWS_PER_SCALE": 1,
+        "E5M2": False,
+        "a_scale_ld": None,
+        "w_scale_ld": None,
         "ORDER": 0 if order is None else order.code,
         "SCALES_PER_EXPERT": scales_per_expert,
         "ACTIVATION": None if activation is None else (activation.alpha, activation.limit, activation.up_offset),
@@ -91,7 +100,7 @@ def _case(
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False}
     operation = "grouped_gemm" if out is None else "grouped_gemm_swiglu"
     name = w.name if a is w else f"{w.name} x {a.name}"
-    return AotCase(operation, name, _grouped_gemm_kernel, signature, constexprs, options, instruction=_MMA)
+    return AotCase(operation, name, _grouped_gemm_kernel, signature, constexprs, options, instruction=MMA)
 
 
 _PLAIN = ("row_index_ptr", "row_scale_ptr", "bias_ptr", "num_active_ptr")

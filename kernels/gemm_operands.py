@@ -10,9 +10,15 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.bits import bf16_bits_to_f32, e4m3_bits_to_f32
+from moe_runtime.formats import ScaleLayout
+from moe_runtime.kernels.bits import bf16_bits_to_f32, e4m3_bits_to_f32, e5m2_bits_to_f32
 from moe_runtime.kernels.quantize import CODE_BF16, CODE_FP8_BLOCK, CODE_MXFP8, CODE_NVFP4
 from moe_runtime.kernels.swizzle import swizzled_offset
+
+SWIZZLED = tl.constexpr(int(ScaleLayout.SWIZZLED))
+K_MAJOR = tl.constexpr(int(ScaleLayout.K_MAJOR))
+MN_MAJOR = tl.constexpr(int(ScaleLayout.MN_MAJOR))
+PACKED = tl.constexpr(int(ScaleLayout.PACKED))
 
 NVFP4_GAIN = tl.constexpr(2.0**8)
 """Decoded NVFP4 operands are `2^-8` times their value: e2m1 bits placed in a bf16 are `2^-126` times theirs, and
@@ -54,9 +60,34 @@ def dense_scale_rows(scale_offsets_ptr, group, start, local):
 
 
 @triton.jit
-def weight_scale_rows(expert, row, num_rows, FMT: tl.constexpr):
-    """int64 scale rows of weight rows `row` of an expert: swizzled ones are padded to 128, 128x128 blocks shared."""
-    if FMT == CODE_FP8_BLOCK:
+def row_scale_rows(offsets_ptr, group, start, local, LAYOUT: tl.constexpr, ROWS_PER_SCALE: tl.constexpr):
+    """int64 scale rows of rows `local` of a group, by the convention that goes with the layout of the scales.
+
+    `offsets_ptr` holds for each group the shift of `dense_128` where scales are swizzled, the first scale row where
+    they are packed; otherwise (`unpadded`) it is not read.
+    """
+    if LAYOUT == SWIZZLED:
+        scale_row = dense_scale_rows(offsets_ptr, group, start, local)
+    elif LAYOUT == PACKED:
+        scale_row = tl.load(offsets_ptr + group).to(tl.int64) + local
+    elif ROWS_PER_SCALE == 1:
+        scale_row = (start + local).to(tl.int64)
+    else:
+        scale_row = (start // ROWS_PER_SCALE + local // ROWS_PER_SCALE).to(tl.int64)
+    return scale_row
+
+
+@triton.jit
+def weight_scale_rows(expert, row, num_rows, K, ld, FMT: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr):
+    """int64 scale rows of weight rows `row` of an expert: swizzled ones are padded to 128, 128x128 blocks shared.
+
+    Where rows lie next to each other, an expert is as many rows as its scales are numbers (words).
+    """
+    if LAYOUT == MN_MAJOR:
+        scale_row = expert.to(tl.int64) * tl.cdiv(K, BLOCK) * ld + row // 128
+    elif LAYOUT == PACKED:
+        scale_row = expert.to(tl.int64) * tl.cdiv(K, 4 * BLOCK) * ld + row
+    elif FMT == CODE_FP8_BLOCK:
         scale_row = expert.to(tl.int64) * tl.cdiv(num_rows, 128) + row // 128
     else:
         scale_row = expert.to(tl.int64) * (tl.cdiv(num_rows, 128) * 128) + row
@@ -93,21 +124,35 @@ def load_quants(ptr, row_offset, ok, k, K, PAIRS: tl.constexpr, BLOCK_K: tl.cons
 
 
 @triton.jit
-def load_scales(ptr, scale_row, ok, k, K, FMT: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Block scales of columns `k .. k + BLOCK_K`: `[M, BLOCK_K / block]` bytes; `[M]` fp32 for `fp8_block`."""
-    BLOCK: tl.constexpr = 128 if FMT == CODE_FP8_BLOCK else (32 if FMT == CODE_MXFP8 else 16)
+def load_scales(ptr, scale_row, ok, k, K, ld, LAYOUT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
+    """Block scales of columns `k .. k + BLOCK_K`: `[M, BLOCK_K / BLOCK]` bytes; `[M]` fp32 where not in words."""
     columns = tl.cdiv(K, BLOCK)
-    if FMT == CODE_FP8_BLOCK:
+    if LAYOUT == K_MAJOR:
         scales = tl.load(ptr + scale_row * columns + k // BLOCK, mask=ok, other=0.0)
+    elif LAYOUT == MN_MAJOR:
+        # Through the rows, so that the product is of 64 bits.
+        column = scale_row * 0 + k // BLOCK
+        scales = tl.load(ptr + column * ld + scale_row, mask=ok, other=0.0)
     else:
         v = k // BLOCK + tl.arange(0, BLOCK_K // BLOCK)
-        offset = swizzled_offset(scale_row[:, None], v[None, :], columns)
+        if LAYOUT == PACKED:
+            offset = (scale_row[:, None] + (v // 4).to(tl.int64)[None, :] * ld) * 4 + (v % 4)[None, :]
+        else:
+            offset = swizzled_offset(scale_row[:, None], v[None, :], columns)
         scales = tl.load(ptr + offset, mask=ok[:, None] & (v < columns)[None, :], other=0)
     return scales
 
 
 @triton.jit
-def decode(quants, scales, FMT: tl.constexpr, PAIRS: tl.constexpr, INTERPRET: tl.constexpr):
+def decode(
+    quants,
+    scales,
+    FMT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    PAIRS: tl.constexpr,
+    E5M2: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
     """`(even, odd)` operand tiles; without `PAIRS` both are the one tile of all columns.
 
     PAIRS keeps even and odd columns apart, as they lie in NVFP4 bytes: K is summed in that order then, and nothing
@@ -128,13 +173,13 @@ def decode(quants, scales, FMT: tl.constexpr, PAIRS: tl.constexpr, INTERPRET: tl
         # 2^-127 is a denormal; 255 is NaN.
         scale = bf16_value(tl.where(byte == 0, 0x40, tl.where(byte == 255, 0x7FC0, byte << 7)).to(tl.uint16), INTERPRET)
         if INTERPRET:
-            even = e4m3_bits_to_f32(quants) * spread(scale, 32)
+            even = e4m3_bits_to_f32(quants) * spread(scale, BLOCK)
         else:
-            even = quants.to(tl.bfloat16) * spread(scale, 32)
+            even = quants.to(tl.bfloat16) * spread(scale, BLOCK)
         odd = even
     elif FMT == CODE_FP8_BLOCK:
         if INTERPRET:
-            even = e4m3_bits_to_f32(quants)
+            even = e5m2_bits_to_f32(quants) if E5M2 else e4m3_bits_to_f32(quants)
         else:
             even = quants
         odd = even
@@ -159,22 +204,27 @@ def load_operand(
     ok,
     k,
     K,
+    ld,
     FMT: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
     PAIRS: tl.constexpr,
+    E5M2: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
     """`(even, odd, scales)` of `BLOCK_K` columns from `k`: decoded tiles, and the scales for those applied later.
 
-    `row_offset` (int64): first words of the rows; `scale_row` (int64): their rows in the scales; `ok`: which exist.
+    `row_offset` (int64): first words of the rows; `scale_row` (int64): their rows in the scales; `ok`: which exist;
+    `ld`: leading dimension of scales whose rows lie next to each other.
     """
     quants = load_quants(ptr, row_offset, ok, k, K, PAIRS, BLOCK_K, EVEN_K)
     if FMT == CODE_BF16:
         scales = 0.0
     else:
-        scales = load_scales(scales_ptr, scale_row, ok, k, K, FMT, BLOCK_K)
-    even, odd = decode(quants, scales, FMT, PAIRS, INTERPRET)
+        scales = load_scales(scales_ptr, scale_row, ok, k, K, ld, LAYOUT, BLOCK, BLOCK_K)
+    even, odd = decode(quants, scales, FMT, BLOCK, PAIRS, E5M2, INTERPRET)
     return even, odd, scales
 
 

@@ -27,9 +27,10 @@ from moe_runtime.kernels.gemm_operands import (
     dot_step,
     find_tile,
     load_operand,
+    row_scale_rows,
     weight_scale_rows,
 )
-from moe_runtime.kernels.quantize import CODE_MXFP8, CODE_NVFP4
+from moe_runtime.kernels.quantize import CODE_BF16, CODE_MXFP8, CODE_NVFP4
 from moe_runtime.kernels.reference_quantize import raw_bits
 from moe_runtime.kernels.runtime import INTERPRET, resolve_engine
 from moe_runtime.weights import ExpertWeights, SwiGLU
@@ -60,9 +61,16 @@ def _grouped_gemm_kernel(
     K,
     a_stride,
     out_stride,
+    a_scale_ld,
+    w_scale_ld,
     A_FMT: tl.constexpr,
     W_FMT: tl.constexpr,
     OUT_FMT: tl.constexpr,
+    A_LAYOUT: tl.constexpr,
+    W_LAYOUT: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    ROWS_PER_SCALE: tl.constexpr,
+    E5M2: tl.constexpr,
     ORDER: tl.constexpr,
     SCALES_PER_EXPERT: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -76,11 +84,12 @@ def _grouped_gemm_kernel(
     """One `BLOCK_M x BLOCK_N` tile of the output of one group.
 
     `columns` are those of the output: `N`, or `I` where ACTIVATION `(alpha, limit, up_offset)` makes one number of two.
-    `a_stride` counts the words that a row is loaded in, `num_groups` those that may be active.
+    `a_stride` counts the words that a row is loaded in, `num_groups` those that may be active. Scales lie as
+    `A_LAYOUT` and `W_LAYOUT` (`ScaleLayout`) say, one for SCALE_BLOCK numbers of K, and in `unpadded` rows' scales one
+    for ROWS_PER_SCALE rows. E5M2 matters to the interpreter alone, compiled kernels know it from the pointers.
     """
     GATED: tl.constexpr = ACTIVATION is not None
     PAIRS: tl.constexpr = W_FMT == CODE_NVFP4
-    A_SWIZZLED: tl.constexpr = (A_FMT == CODE_MXFP8) or (A_FMT == CODE_NVFP4)
     OUT_SWIZZLED: tl.constexpr = GATED and ((OUT_FMT == CODE_MXFP8) or (OUT_FMT == CODE_NVFP4))
     A_GAIN: tl.constexpr = NVFP4_GAIN if A_FMT == CODE_NVFP4 else 1.0
     W_GAIN: tl.constexpr = NVFP4_GAIN if W_FMT == CODE_NVFP4 else 1.0
@@ -103,8 +112,8 @@ def _grouped_gemm_kernel(
     position = position.to(tl.int64)
     a_offset = source.to(tl.int64) * a_stride
     a_scale_row = position
-    if A_SWIZZLED:
-        a_scale_row = dense_scale_rows(a_scale_offsets_ptr, group, start, local)
+    if A_FMT != CODE_BF16:
+        a_scale_row = row_scale_rows(a_scale_offsets_ptr, group, start, local, A_LAYOUT, ROWS_PER_SCALE)
 
     n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
     n_ok = n < columns
@@ -112,26 +121,29 @@ def _grouped_gemm_kernel(
     words = K // 2 if PAIRS else K
     row = half_rows(n, columns, 0, ORDER) if GATED else n
     w_offset = (expert.to(tl.int64) * num_rows + row) * words
-    w_scale_row = weight_scale_rows(expert, row, num_rows, W_FMT)
+    w_scale_row = weight_scale_rows(expert, row, num_rows, K, w_scale_ld, W_FMT, W_LAYOUT, SCALE_BLOCK)
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if GATED:
         up_row = half_rows(n, columns, 1, ORDER)
         up_offset = (expert.to(tl.int64) * num_rows + up_row) * words
-        up_scale_row = weight_scale_rows(expert, up_row, num_rows, W_FMT)
+        up_scale_row = weight_scale_rows(expert, up_row, num_rows, K, w_scale_ld, W_FMT, W_LAYOUT, SCALE_BLOCK)
         up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
     for k in range(0, K, BLOCK_K):
         a_even, a_odd, a_s = load_operand(
-            a_ptr, a_scales_ptr, a_offset, a_scale_row, row_ok, k, K, A_FMT, PAIRS, BLOCK_K, EVEN_K, INTERPRET
-        )
+            a_ptr, a_scales_ptr, a_offset, a_scale_row, row_ok, k, K, a_scale_ld,
+            A_FMT, A_LAYOUT, SCALE_BLOCK, PAIRS, E5M2, BLOCK_K, EVEN_K, INTERPRET,
+        )  # fmt: skip
         w_even, w_odd, w_s = load_operand(
-            w_ptr, w_scales_ptr, w_offset, w_scale_row, n_ok, k, K, W_FMT, PAIRS, BLOCK_K, EVEN_K, INTERPRET
-        )
+            w_ptr, w_scales_ptr, w_offset, w_scale_row, n_ok, k, K, w_scale_ld,
+            W_FMT, W_LAYOUT, SCALE_BLOCK, PAIRS, E5M2, BLOCK_K, EVEN_K, INTERPRET,
+        )  # fmt: skip
         acc = dot_step(acc, a_even, a_odd, a_s, w_even, w_odd, w_s, W_FMT, PAIRS)
         if GATED:
             w_even, w_odd, w_s = load_operand(
-                w_ptr, w_scales_ptr, up_offset, up_scale_row, n_ok, k, K, W_FMT, PAIRS, BLOCK_K, EVEN_K, INTERPRET
-            )
+                w_ptr, w_scales_ptr, up_offset, up_scale_row, n_ok, k, K, w_scale_ld,
+                W_FMT, W_LAYOUT, SCALE_BLOCK, PAIRS, E5M2, BLOCK_K, EVEN_K, INTERPRET,
+            )  # fmt: skip
             up_acc = dot_step(up_acc, a_even, a_odd, a_s, w_even, w_odd, w_s, W_FMT, PAIRS)
 
     row_scale = None
@@ -333,9 +345,16 @@ def _launch(
         a.num_columns,
         rows.stride(0),
         out_stride,
+        None,
+        None,
         A_FMT=int(a.format.code),
         W_FMT=int(w.format.code),
         OUT_FMT=out_code,
+        A_LAYOUT=int(a.format.scale_layout),
+        W_LAYOUT=int(w.format.scale_layout),
+        SCALE_BLOCK=w.format.block,
+        ROWS_PER_SCALE=1,
+        E5M2=False,
         ORDER=0 if order is None else order.code,
         SCALES_PER_EXPERT=0 if w.expert_scales is None else w.expert_scales.ndim,
         ACTIVATION=None if activation is None else (activation.alpha, activation.limit, activation.up_offset),

@@ -72,8 +72,13 @@ def grouped_gemm_swiglu(
     return out
 
 
-def dequantize_f64(fmt: TokenFormat, quants: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
-    """Exact float64 `[M, K]` of quants `[M, quant_columns(K)]` and linear scales `[M, V]`, no second-level scale."""
+def dequantize_f64(
+    fmt: TokenFormat, quants: torch.Tensor, scales: torch.Tensor | None, block: int | None = None
+) -> torch.Tensor:
+    """Exact float64 `[M, K]` of quants `[M, quant_columns(K)]` and linear scales `[M, V]`, no second-level scale.
+
+    `block` is that of the format when None; the last one may be partial.
+    """
     if fmt.code == FormatCode.NVFP4:
         codes = torch.arange(256, dtype=torch.uint8, device=quants.device)[:, None]
         pairs = rq.e2m1_code_to_f32(rq.unpack_nibbles(codes)).double()
@@ -83,8 +88,10 @@ def dequantize_f64(fmt: TokenFormat, quants: torch.Tensor, scales: torch.Tensor 
     if scales is None:
         return values
     factors = rq.e8m0_to_f32(scales) if fmt.code == FormatCode.MXFP8 else scales.float()
-    blocks = values.view(values.shape[0], -1, fmt.block)
-    return blocks.mul_(factors.double()[:, :, None]).view(values.shape)
+    block, columns = block or fmt.block, values.shape[1]
+    values = torch.nn.functional.pad(values, (0, -columns % block)) if columns % block else values
+    blocks = values.view(values.shape[0], factors.shape[1], block)
+    return blocks.mul_(factors.double()[:, :, None]).view(values.shape)[:, :columns]
 
 
 def _products(a: GroupedRows, w: ExpertWeights) -> Iterator[tuple[int, slice, torch.Tensor]]:
@@ -97,7 +104,7 @@ def _products(a: GroupedRows, w: ExpertWeights) -> Iterator[tuple[int, slice, to
         rows = slice(offsets[group], min(offsets[group + 1], a.capacity))
         if not 0 <= expert < w.num_experts or rows.stop <= rows.start:
             continue
-        c = _multiply(_rows_f64(a, group, rows), _weight_f64(w, expert))
+        c = multiply_f64(_rows_f64(a, group, rows), _weight_f64(w, expert))
         if a.row_scale is not None:
             c = c * a.row_scale[rows, None]
         if factors is not None:
@@ -107,7 +114,7 @@ def _products(a: GroupedRows, w: ExpertWeights) -> Iterator[tuple[int, slice, to
         yield group, rows, c
 
 
-def _multiply(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
+def multiply_f64(x_MK: torch.Tensor, w_NK: torch.Tensor) -> torch.Tensor:
     """fp32 `x @ w^T` of float64 operands."""
     count = x_MK.shape[0]
     padded = torch.nn.functional.pad(x_MK, (0, 0, 0, -count % ROWS_AT_ONCE))

@@ -136,15 +136,19 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
     return torch.stack([packed & 0xF, packed >> 4], dim=-1).flatten(-2)
 
 
-def quantize_tile(x: torch.Tensor, gsf: torch.Tensor, code: int) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize_tile(
+    x: torch.Tensor, gsf: torch.Tensor, code: int, block: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize fp32 `[M, N]`, `N` a multiple of the block; `gsf` fp32 `[M]` is read for NVFP4 only.
+
+    `block` is that of the format when None.
 
     Returns `(q, s)` as raw bits, exactly as the jit function `quantize.quantize_tile` does.
     """
     if code == FormatCode.BF16:
         q = f32_to_bf16_bits(x)
         return q, q
-    block = {FormatCode.FP8_BLOCK: 128, FormatCode.MXFP8: 32, FormatCode.NVFP4: 16}[FormatCode(code)]
+    block = block or {FormatCode.FP8_BLOCK: 128, FormatCode.MXFP8: 32, FormatCode.NVFP4: 16}[FormatCode(code)]
     blocks = x.reshape(x.shape[0], x.shape[1] // block, block)
     amax_bits = magnitude_bits(blocks).amax(dim=2)
     poisoned = amax_bits >= INF_BITS

@@ -21,6 +21,19 @@ class FormatCode(IntEnum):
     NVFP4 = 3
 
 
+class ScaleLayout(IntEnum):
+    """Where the scale of row `r`, block `v` lies, as kernels branch on it; `ld` is the leading dimension."""
+
+    SWIZZLED = 0
+    """The 128x4 swizzle, one byte each."""
+    K_MAJOR = 1
+    """`r * V + v`."""
+    MN_MAJOR = 2
+    """`v * ld + r`."""
+    PACKED = 3
+    """Byte `v % 4` of the 32-bit word `v // 4 * ld + r`."""
+
+
 def ceil_div(a: int, b: int) -> int:
     """`ceil(a / b)` of non-negative integers."""
     return -(-a // b)
@@ -55,6 +68,11 @@ class TokenFormat:
     scale_dtype: torch.dtype | None
     swizzled: bool
     has_row_scale: bool
+
+    @property
+    def scale_layout(self) -> ScaleLayout:
+        """Where block scales lie inside a layer."""
+        return ScaleLayout.SWIZZLED if self.swizzled else ScaleLayout.K_MAJOR
 
     @property
     def epsilon(self) -> float:
