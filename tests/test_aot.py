@@ -32,6 +32,10 @@ OPERATIONS = {
     "arrive_rows": tuple(FORMATS),
     "grouped_gemm": tuple(FORMATS),
     "grouped_gemm_swiglu": tuple(FORMATS),
+    "grouped_matmul_dynamic_scaled_nvfp4": ("nvfp4",),
+    "group_gemm_nvfp4_nt_groupwise": ("nvfp4",),
+    "moe_gemm_mxfp8_nt_groupwise": ("mxfp8",),
+    "group_gemm_fp8_nt_groupwise": ("fp8_block",),
     "combine_send": WIRE_FORMATS,
     "combine_wait": WIRE_FORMATS,
 }

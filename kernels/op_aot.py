@@ -1,0 +1,79 @@
+"""Ahead-of-time cases of the operations of `moe_runtime.ops`: each layout of scales, element and width of tile."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moe_runtime.formats import FP8_BLOCK, MXFP8, NVFP4, ScaleLayout, TokenFormat
+from moe_runtime.kernels.gemm_aot import ARGUMENTS, MMA
+from moe_runtime.kernels.grouped_gemm import _grouped_gemm_kernel
+from moe_runtime.kernels.op_gemm import choose_op_tile
+from moe_runtime.kernels.runtime import AotCase
+
+_QUANTS = {NVFP4.name: "*u8", MXFP8.name: "*fp8e4nv", FP8_BLOCK.name: "*fp8e4nv"}
+_NEVER = ("row_scale_ptr", "row_index_ptr", "bias_ptr", "out_scales_ptr", "out_gsf_ptr", "out_scale_offsets_ptr")
+
+
+def _case(
+    operation: str,
+    fmt: TokenFormat,
+    layout: ScaleLayout,
+    *,
+    out: str = "*i16",
+    expert_scales: bool = False,
+    num_active: bool = False,
+    block: int | None = None,
+    rows_per_scale: int = 1,
+    max_tile_n: int = 128,
+    even_k: bool = True,
+    e5m2: bool = False,
+) -> AotCase:
+    quants = "*fp8e5" if e5m2 else _QUANTS[fmt.name]
+    scales = "*fp32" if fmt is FP8_BLOCK else "*u8"
+    signature = ARGUMENTS | {"a_ptr": quants, "w_ptr": quants, "a_scales_ptr": scales, "w_scales_ptr": scales}
+    signature["out_ptr"] = out
+    absent = list(_NEVER)
+    absent += [] if expert_scales else ["expert_scales_ptr"]
+    absent += [] if num_active else ["num_active_ptr"]
+    absent += ["a_scale_offsets_ptr"] if fmt is FP8_BLOCK else []
+    absent += [] if layout in (ScaleLayout.MN_MAJOR, ScaleLayout.PACKED) else ["a_scale_ld", "w_scale_ld"]
+    tile = choose_op_tile(2048, fmt, max_tile_n)
+    constexprs: dict[str, Any] = {
+        "A_FMT": int(fmt.code),
+        "W_FMT": int(fmt.code),
+        "OUT_FMT": 0,
+        "A_LAYOUT": int(layout),
+        "W_LAYOUT": int(layout),
+        "SCALE_BLOCK": block or fmt.block,
+        "ROWS_PER_SCALE": rows_per_scale,
+        "E5M2": e5m2,
+        "ORDER": 0,
+        "SCALES_PER_EXPERT": int(expert_scales),
+        "ACTIVATION": None,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "BLOCK_G": 32,
+        "EVEN_K": even_k,
+        "INTERPRET": False,
+    }
+    constexprs |= dict.fromkeys(absent)
+    signature |= dict.fromkeys(constexprs, "constexpr")
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False}
+    return AotCase(operation, fmt.name, _grouped_gemm_kernel, signature, constexprs, options, instruction=MMA)
+
+
+_MAX = "grouped_matmul_dynamic_scaled_nvfp4"
+_NVFP4 = "group_gemm_nvfp4_nt_groupwise"
+_MXFP8 = "moe_gemm_mxfp8_nt_groupwise"
+_FP8 = "group_gemm_fp8_nt_groupwise"
+
+AOT_CASES: tuple[AotCase, ...] = (
+    _case(_MAX, NVFP4, ScaleLayout.SWIZZLED, expert_scales=True, num_active=True, even_k=False),
+    _case(_NVFP4, NVFP4, ScaleLayout.SWIZZLED, out="*fp16", expert_scales=True),
+    _case(_NVFP4, NVFP4, ScaleLayout.SWIZZLED, max_tile_n=32),
+    _case(_MXFP8, MXFP8, ScaleLayout.PACKED, block=128, even_k=False),
+    _case(_MXFP8, MXFP8, ScaleLayout.PACKED, block=32),
+    _case(_FP8, FP8_BLOCK, ScaleLayout.MN_MAJOR),
+    _case(_FP8, FP8_BLOCK, ScaleLayout.K_MAJOR, rows_per_scale=128, out="*fp16", e5m2=True),
+)

@@ -1,0 +1,152 @@
+"""The grouped GEMM behind `moe_runtime.ops`: one problem record for all operations, on the kernel that layers use.
+
+An operation differs from a layer in data alone: the layout of its scales, their block along K, and where those of a
+group start. `R` rows, `E` experts, `G` groups, `N`/`K` the weight of one expert, `V = ceil(K / block)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+import triton
+
+from moe_runtime.formats import ScaleLayout, TokenFormat, ceil_div
+from moe_runtime.kernels import reference_op_gemm
+from moe_runtime.kernels.grouped_gemm import GemmTile, _grouped_gemm_kernel, choose_tile
+from moe_runtime.kernels.reference_quantize import raw_bits
+from moe_runtime.kernels.runtime import INTERPRET, resolve_engine
+
+
+@dataclass(frozen=True)
+class ScaledOperand:
+    """Quants and their block scales.
+
+    Attributes:
+        quants: contiguous `[R, quant_columns(K)]`, or `[E, N, quant_columns(K)]`.
+        scales: one-dimensional and contiguous: fp32, or bytes.
+        layout: where a scale lies among them.
+        ld: leading dimension of the layouts that have one, in scale rows; else None.
+    """
+
+    quants: torch.Tensor
+    scales: torch.Tensor
+    layout: ScaleLayout
+    ld: int | None = None
+
+
+@dataclass(frozen=True)
+class OpProblem:
+    """`out[rows of group] = (a[rows of group] @ b[expert]^T) * expert_scales[expert]`.
+
+    Attributes:
+        format: of both operands (e5m2 quants count as `fp8_block`).
+        a: rows.
+        b: weights.
+        group_offsets: int32 `[>= num_groups + 1]`.
+        scale_offsets: int32 `[>= num_groups]`: the shift of `dense_128` for swizzled scales, the first scale row for
+            packed ones; None for `unpadded` ones.
+        expert_ids: int32 `[>= num_groups]`; an id outside `0 .. E-1` skips the group.
+        num_groups: groups that may be active.
+        num_active: how many of them are, one int32 on the device; None means all.
+        expert_scales: fp32 `[E]`, or None for 1.
+        num_columns: `K`.
+        block: numbers of K that share a scale.
+        rows_per_scale: rows that share a scale of `a`, where those are `unpadded`.
+        max_tile_n: largest tile along N.
+    """
+
+    format: TokenFormat
+    a: ScaledOperand
+    b: ScaledOperand
+    group_offsets: torch.Tensor
+    scale_offsets: torch.Tensor | None
+    expert_ids: torch.Tensor
+    num_groups: int
+    num_active: torch.Tensor | None
+    expert_scales: torch.Tensor | None
+    num_columns: int
+    block: int
+    rows_per_scale: int = 1
+    max_tile_n: int = 128
+
+    @property
+    def num_rows(self) -> int:
+        """`R`."""
+        return int(self.a.quants.shape[0])
+
+    @property
+    def num_experts(self) -> int:
+        """`E`."""
+        return int(self.b.quants.shape[0])
+
+    @property
+    def num_outputs(self) -> int:
+        """`N`."""
+        return int(self.b.quants.shape[1])
+
+
+def choose_op_tile(n: int, fmt: TokenFormat, max_tile_n: int) -> GemmTile:
+    """The tile of a layer's GEMM, not wider than `max_tile_n`. The order of sums along K does not depend on it."""
+    tile = choose_tile(n, fmt)
+    return replace(tile, block_n=min(tile.block_n, max_tile_n))
+
+
+def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> None:
+    """Fill `out` `[R, N]`, bf16, fp16 or fp32; rows that no active group with an expert owns are not written."""
+    p = problem
+    if resolve_engine(engine, out.device) == "torch":
+        reference_op_gemm.op_gemm(p, out)
+        return
+    if p.num_rows == 0 or p.num_groups == 0 or p.num_experts == 0:
+        return
+    tile = choose_op_tile(p.num_outputs, p.format, p.max_tile_n)
+    tiles = (ceil_div(p.num_rows, tile.block_m) + p.num_groups) * ceil_div(p.num_outputs, tile.block_n)
+    a, b = (raw_bits(t) if INTERPRET else t for t in (p.a.quants, p.b.quants))
+    _grouped_gemm_kernel[(tiles,)](
+        a,
+        raw_bits(p.a.scales),
+        None,
+        None,
+        b,
+        raw_bits(p.b.scales),
+        p.expert_scales,
+        None,
+        raw_bits(out) if out.dtype == torch.bfloat16 else out,
+        None,
+        None,
+        p.group_offsets,
+        p.scale_offsets,
+        None,
+        p.expert_ids,
+        p.num_active,
+        p.num_groups,
+        p.num_experts,
+        p.num_rows,
+        p.num_outputs,
+        p.num_columns,
+        a.stride(0),
+        out.stride(0),
+        p.a.ld,
+        p.b.ld,
+        A_FMT=int(p.format.code),
+        W_FMT=int(p.format.code),
+        OUT_FMT=0,
+        A_LAYOUT=int(p.a.layout),
+        W_LAYOUT=int(p.b.layout),
+        SCALE_BLOCK=p.block,
+        ROWS_PER_SCALE=p.rows_per_scale,
+        E5M2=p.a.quants.dtype == torch.float8_e5m2,
+        ORDER=0,
+        SCALES_PER_EXPERT=0 if p.expert_scales is None else 1,
+        ACTIVATION=None,
+        BLOCK_M=tile.block_m,
+        BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k,
+        BLOCK_G=max(16, triton.next_power_of_2(p.num_groups)),
+        EVEN_K=p.num_columns % tile.block_k == 0,
+        INTERPRET=INTERPRET,
+        num_warps=tile.num_warps,
+        num_stages=tile.num_stages,
+        enable_fp_fusion=False,
+    )

@@ -1,0 +1,167 @@
+"""Float tensors to the operands of `moe_runtime.ops` and back: quants, and block scales not yet laid out.
+
+Works on `[..., K]` in bf16 or fp32, so rows `[R, K]` and weights `[E, N, K]` alike. NVFP4 and MXFP8 use the fp32
+sequences of `kernels/quantize.py`, bit for bit the same on every engine. `op_scales.py` lays the scales out.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+
+from moe_runtime.formats import FP8_BLOCK, MXFP8, NVFP4, FormatCode, QuantizedRows, align, ceil_div
+from moe_runtime.kernels import reference_quantize as rq
+from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
+from moe_runtime.weights import AMAX_FLOOR, MAX_ENCODE_SCALE, NVFP4_FULL_SCALE
+
+FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def quantize_bf16(x: torch.Tensor) -> torch.Tensor:
+    """`x` rounded to bf16."""
+    _check_floats(x, 1)
+    return x.to(torch.bfloat16)
+
+
+def dequantize_bf16(q: torch.Tensor) -> torch.Tensor:
+    """fp32 of bf16."""
+    _check_dtype("q", q, (torch.bfloat16,))
+    return q.float()
+
+
+def nvfp4_encode_scale(x: torch.Tensor) -> torch.Tensor:
+    """fp32 `[1]`: `min(2688 / amax, 2^100)` of all of `x`, 1 if that is 0 or not finite. For offline use.
+
+    >>> nvfp4_encode_scale(torch.tensor([[-42.0, 3.0]]))
+    tensor([64.])
+    """
+    amax = x.detach().float().abs().amax().reshape(1) if x.numel() else torch.zeros(1, device=x.device)
+    usable = (amax > 0) & amax.isfinite()
+    encode = torch.full_like(amax, NVFP4_FULL_SCALE) / amax
+    return torch.where(usable, encode.clamp(max=MAX_ENCODE_SCALE), 1.0)
+
+
+def quantize_nvfp4(
+    x: torch.Tensor, gsf: float | torch.Tensor = 1.0, *, engine: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(uint8 [..., K/2], e4m3 [..., K/16])`; K a multiple of 16.
+
+    `gsf` is the encode scale: a number, one fp32, or for `[E, N, K]` one fp32 for each expert. What the operations
+    take as `alpha` or `expert_scales` is `1 / (gsf of a * gsf of b)`.
+    """
+    _check_floats(x, 16)
+    k = x.shape[-1]
+    each = isinstance(gsf, torch.Tensor) and gsf.numel() != 1
+    if each and (x.ndim != 3 or tuple(gsf.shape) != (x.shape[0],)):  # type: ignore[union-attr]
+        raise ValueError(f"gsf: expected one number, or one per expert of [E, N, K], got shape {list(gsf.shape)}")  # type: ignore[union-attr]
+    parts = [(x[e], gsf[e : e + 1]) for e in range(x.shape[0])] if each else [(x, gsf)]  # type: ignore[index]
+    done = [
+        quantize_rows(part.detach().reshape(-1, k).contiguous(), NVFP4, gsf=scale, engine=engine)
+        for part, scale in parts
+    ]
+    quants = [q.quants_RK for q in done]
+    scales = [q.scales_RV for q in done if q.scales_RV is not None]
+    return torch.cat(quants).view(*x.shape[:-1], k // 2), _cat(scales).view(*x.shape[:-1], k // 16)
+
+
+def dequantize_nvfp4(
+    q: torch.Tensor, scales: torch.Tensor, decode_scale: torch.Tensor | None = None, *, engine: str = "auto"
+) -> torch.Tensor:
+    """fp32 `[..., K]`: `(q * scale) * decode_scale`, which broadcasts and is `1 / gsf`; None means 1."""
+    _check_dtype("q", q, (torch.uint8,))
+    columns = q.shape[-1]
+    linear = _linear(scales, (*q.shape[:-1], columns // 8), (torch.float8_e4m3fn, torch.uint8))
+    linear = linear.view(torch.float8_e4m3fn).reshape(-1, columns // 8).contiguous()
+    quants = q.reshape(-1, columns).contiguous()
+    ones = torch.ones(quants.shape[0], device=q.device)
+    x = dequantize_rows(QuantizedRows(NVFP4, quants, linear, ones), engine=engine).view(*q.shape[:-1], 2 * columns)
+    return x if decode_scale is None else x * decode_scale
+
+
+def quantize_mxfp8(x: torch.Tensor, granularity_k: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(e4m3 [..., K], UE8M0 bytes [..., ceil(K / granularity_k)])`, granularity 32 or 128; K a multiple of 16."""
+    _check_floats(x, 16)
+    block, k = _check_granularity_k(granularity_k), x.shape[-1]
+    rows = x.detach().float().reshape(-1, k)
+    padded = torch.nn.functional.pad(rows, (0, -k % block)).contiguous()
+    ones = torch.ones(rows.shape[0], device=x.device)
+    q, s = rq.quantize_tile(padded, ones, FormatCode.MXFP8, block)
+    quants = q[:, :k].contiguous().view(torch.float8_e4m3fn)
+    return quants.view(x.shape), s.view(*x.shape[:-1], ceil_div(k, block))
+
+
+def dequantize_mxfp8(q: torch.Tensor, scales: torch.Tensor, granularity_k: int = 32) -> torch.Tensor:
+    """fp32 `[..., K]` of e4m3 quants and UE8M0 bytes `[..., ceil(K / granularity_k)]`."""
+    _check_dtype("q", q, (MXFP8.quant_dtype,))
+    block, k = _check_granularity_k(granularity_k), q.shape[-1]
+    linear = _linear(scales, (*q.shape[:-1], ceil_div(k, block)), (torch.uint8,))
+    return q.float() * rq.e8m0_to_f32(linear).repeat_interleave(block, -1)[..., :k]
+
+
+def quantize_fp8(
+    x: torch.Tensor, granularity_mn: int = 1, dtype: torch.dtype = torch.float8_e4m3fn
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(fp8 [..., M, K], fp32 scales [..., ceil(M / granularity_mn), K/128])`; K a multiple of 128.
+
+    Blocks are `granularity_mn x 128`, 1 or 128 (partial at the end of M); the scale is `max(amax, 1e-4) / largest`. A
+    block that is not finite gets scale NaN and quants 0.
+    """
+    _check_floats(x, 128)
+    _check_dtype("dtype", dtype, FP8_DTYPES)
+    gm, shape = _check_granularity_mn(granularity_mn), x.shape
+    m, k = shape[-2], shape[-1]
+    blocks_m = ceil_div(m, gm)
+    padded = torch.nn.functional.pad(x.detach().float(), (0, 0, 0, align(m, gm) - m))
+    tiles = padded.reshape(math.prod(shape[:-2]), blocks_m, gm, k // 128, 128)
+    amax = tiles.abs().amax((2, 4))
+    usable = amax.isfinite()
+    largest = torch.finfo(dtype).max
+    # On GPUs dividing by a number multiplies by its rounded reciprocal; dividing by a tensor divides.
+    scales = amax.clamp(min=AMAX_FLOOR) / torch.full_like(amax, largest)
+    values = torch.where(usable[:, :, None, :, None], tiles / scales[:, :, None, :, None], 0.0)
+    quants = values.clamp(-largest, largest).reshape(*shape[:-2], blocks_m * gm, k)[..., :m, :].to(dtype)
+    return quants.contiguous(), torch.where(usable, scales, torch.nan).view(*shape[:-2], blocks_m, k // 128)
+
+
+def dequantize_fp8(q: torch.Tensor, scales: torch.Tensor, granularity_mn: int = 1) -> torch.Tensor:
+    """fp32 `[..., M, K]` of fp8 quants and fp32 scales `[..., ceil(M / granularity_mn), K/128]`."""
+    _check_dtype("q", q, FP8_DTYPES)
+    gm, m, block = _check_granularity_mn(granularity_mn), q.shape[-2], FP8_BLOCK.block
+    linear = _linear(scales, (*q.shape[:-2], ceil_div(m, gm), q.shape[-1] // block), (torch.float32,))
+    return q.float() * linear.repeat_interleave(gm, -2)[..., :m, :].repeat_interleave(block, -1)
+
+
+def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
+    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+
+
+def _check_floats(x: torch.Tensor, unit: int) -> None:
+    _check_dtype("x", x, (torch.bfloat16, torch.float32))
+    if x.ndim not in (2, 3) or x.shape[-1] <= 0 or x.shape[-1] % unit:
+        raise ValueError(f"x: expected [R, K] or [E, N, K], K a positive multiple of {unit}, got {list(x.shape)}")
+
+
+def _check_dtype(name: str, value: torch.Tensor | torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
+    dtype = value.dtype if isinstance(value, torch.Tensor) else value
+    if dtype not in allowed:
+        raise ValueError(f"{name}: expected {' or '.join(map(str, allowed))}, got {dtype}")
+
+
+def _check_granularity_k(block: int) -> int:
+    if block not in (32, 128):
+        raise ValueError(f"granularity_k: expected 32 or 128, got {block}")
+    return block
+
+
+def _check_granularity_mn(rows: int) -> int:
+    if rows not in (1, 128):
+        raise ValueError(f"granularity_mn: expected 1 or 128, got {rows}")
+    return rows
+
+
+def _linear(scales: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+    _check_dtype("scales", scales, dtypes)
+    if tuple(scales.shape) != shape:
+        raise ValueError(f"scales: expected shape {list(shape)}, got {list(scales.shape)}")
+    return scales

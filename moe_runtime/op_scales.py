@@ -1,0 +1,176 @@
+"""Block scales into the layouts that the operations take, and back; one pair of functions for each layout.
+
+Scales come linear, `[R, V]` for rows in groups or `[E, N, V]` for weights, and go back to that, bit for bit.
+Offsets are read on the host. Padding is 0; nothing ever reads it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import torch
+
+from moe_runtime import plan
+from moe_runtime.formats import align, ceil_div
+from moe_runtime.kernels.reference_quantize import raw_bits
+from moe_runtime.kernels.swizzle import swizzle_scales, unswizzle_scales
+
+Offsets = Sequence[int] | torch.Tensor
+
+
+def pack_dense_128(
+    scales_RV: torch.Tensor, group_offsets: Offsets, group_scale_offsets: Offsets | None = None, num_blocks: int = 0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(a_scales [blocks, ceil(V/4), 32, 4, 4], group_scale_offsets int32 [G])` of one-byte scales `[R, V]`.
+
+    Offsets that are not given are those of `dense_128`. There are `num_blocks` blocks, or as many as any split of R
+    rows into G groups needs if that is more.
+
+    >>> blocks, offsets = pack_dense_128(torch.ones(400, 8, dtype=torch.uint8), [0, 100, 300, 400])
+    >>> list(blocks.shape), offsets.tolist(), [int(block.any()) for block in blocks]
+    ([6, 2, 32, 4, 4], [0, 1, 1], [1, 1, 1, 1, 0, 0])
+    """
+    rows = _offsets(group_offsets, scales_RV.shape[0], "group_offsets")
+    shifts = plan.dense_128_offsets(rows) if group_scale_offsets is None else _host(group_scale_offsets)
+    blocks = max(num_blocks, plan.dense_128_blocks_needed(scales_RV.shape[0], len(rows) - 1))
+    plan.check_dense_128(rows, shifts, blocks)
+    starts = [128 * plan.dense_128_block(row, shift, 0) for row, shift in zip(rows, shifts, strict=False)]
+    packed = _pack_swizzled(scales_RV, rows, starts, 128 * blocks)
+    return packed, torch.tensor(shifts[: len(rows) - 1], dtype=torch.int32, device=scales_RV.device)
+
+
+def unpack_dense_128(
+    blocks: torch.Tensor, group_offsets: Offsets, group_scale_offsets: Offsets, num_columns: int
+) -> torch.Tensor:
+    """Linear scales `[R, num_columns]`, R the last of `group_offsets`; the inverse of `pack_dense_128`."""
+    rows, shifts = _host(group_offsets), _host(group_scale_offsets)
+    plan.check_dense_128(rows, shifts, blocks.shape[0])
+    starts = [128 * plan.dense_128_block(row, shift, 0) for row, shift in zip(rows, shifts, strict=False)]
+    return _unpack_swizzled(blocks.reshape(-1), rows, starts, num_columns)
+
+
+def pack_closed_form_128(scales_RV: torch.Tensor, m_indptr: Offsets) -> torch.Tensor:
+    """uint8 `[(R + 127 * G) // 128 * 128, V]`: each group swizzled from its `closed_form_128` start; V whole fours."""
+    _check_fours(scales_RV.shape[1])
+    rows = _offsets(m_indptr, scales_RV.shape[0], "m_indptr")
+    starts = [plan.closed_form_128_start(row, group) for group, row in enumerate(rows)]
+    packed = _pack_swizzled(scales_RV, rows, starts, starts[-1])
+    return raw_bits(packed).view(starts[-1], scales_RV.shape[1])
+
+
+def unpack_closed_form_128(packed: torch.Tensor, m_indptr: Offsets, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
+    """Linear scales `[R, V]` of a one-byte `dtype`; the inverse of `pack_closed_form_128`."""
+    _check_fours(packed.shape[1])
+    rows = _host(m_indptr)
+    starts = [plan.closed_form_128_start(row, group) for group, row in enumerate(rows)]
+    return _unpack_swizzled(raw_bits(packed).reshape(-1), rows, starts, packed.shape[1]).view(dtype)
+
+
+def pack_swizzled_weights(scales_ENV: torch.Tensor) -> torch.Tensor:
+    """uint8 `[E, align(N, 128), V]`: the swizzle of each expert in a container; V whole fours.
+
+    The 6-D form of the same bytes is `swizzle_scales(scales_ENV)`.
+    """
+    e, n, v = scales_ENV.shape
+    _check_fours(v)
+    return raw_bits(swizzle_scales(scales_ENV)).view(e, align(n, 128), v)
+
+
+def unpack_swizzled_weights(
+    packed: torch.Tensor, num_rows: int, dtype: torch.dtype = torch.float8_e4m3fn
+) -> torch.Tensor:
+    """Linear scales `[E, num_rows, V]` of a one-byte `dtype`; the inverse of `pack_swizzled_weights`."""
+    e, padded, v = packed.shape
+    _check_fours(v)
+    return unswizzle_scales(packed.view(e, padded // 128, v // 4, 32, 4, 4), num_rows, v).view(dtype)
+
+
+def pack_ue8m0_rows(scales_RV: torch.Tensor, m_indptr: Offsets) -> torch.Tensor:
+    """int32 `[m_padded, ceil(V/4)]`, strides `(1, m_padded)`, of UE8M0 bytes `[R, V]`, groups by `closed_form_4`.
+
+    >>> packed = pack_ue8m0_rows(torch.tensor([[1, 2, 3, 4, 5]], dtype=torch.uint8), [0, 1])
+    >>> [hex(word) for word in packed[0].tolist()], packed.stride()
+    (['0x4030201', '0x5'], (1, 4))
+    """
+    rows = _offsets(m_indptr, scales_RV.shape[0], "m_indptr")
+    words = _words(scales_RV)
+    m_padded = plan.closed_form_4_rows_needed(rows[-1], len(rows) - 1)
+    packed = torch.zeros(words.shape[1], m_padded, dtype=torch.int32, device=words.device).t()
+    for group, (start, end) in enumerate(itertools.pairwise(rows)):
+        first = plan.closed_form_4_start(start, group)
+        packed[first : first + end - start] = words[start:end]
+    return packed
+
+
+def unpack_ue8m0_rows(packed: torch.Tensor, m_indptr: Offsets, num_columns: int) -> torch.Tensor:
+    """UE8M0 bytes `[R, num_columns]`; the inverse of `pack_ue8m0_rows`."""
+    rows, parts = _host(m_indptr), [packed[:0]]
+    for group, (start, end) in enumerate(itertools.pairwise(rows)):
+        first = plan.closed_form_4_start(start, group)
+        parts.append(packed[first : first + end - start])
+    return torch.cat(parts).contiguous().view(torch.uint8)[:, :num_columns].contiguous()
+
+
+def pack_ue8m0_weights(scales_ENV: torch.Tensor) -> torch.Tensor:
+    """int32 `[E, N, ceil(V/4)]`, strides `(ceil(V/4) * align(N, 4), 1, align(N, 4))`, of UE8M0 bytes `[E, N, V]`."""
+    e, n, v = scales_ENV.shape
+    packed = torch.zeros(e, ceil_div(v, 4), align(n, 4), dtype=torch.int32, device=scales_ENV.device)
+    packed[:, :, :n] = _words(scales_ENV).transpose(1, 2)
+    return packed[:, :, :n].transpose(1, 2)
+
+
+def unpack_ue8m0_weights(packed: torch.Tensor, num_columns: int) -> torch.Tensor:
+    """UE8M0 bytes `[E, N, num_columns]`; the inverse of `pack_ue8m0_weights`."""
+    return packed.contiguous().view(torch.uint8)[..., :num_columns].contiguous()
+
+
+def pack_scale_major(scales: torch.Tensor, major: str) -> torch.Tensor:
+    """fp32 scales `[..., M, V]` in `scale_major_mode`: "K" as they are, "MN" `[..., V, M]`, contiguous."""
+    if major not in ("K", "MN"):
+        raise ValueError(f"major: expected 'K' or 'MN', got {major!r}")
+    return (scales.transpose(-1, -2) if major == "MN" else scales).contiguous()
+
+
+def unpack_scale_major(scales: torch.Tensor, major: str) -> torch.Tensor:
+    """`[..., M, V]`; the inverse of `pack_scale_major`, which is its own."""
+    return pack_scale_major(scales, major)
+
+
+def _pack_swizzled(scales_RV: torch.Tensor, rows: list[int], starts: Sequence[int], num_rows: int) -> torch.Tensor:
+    """The swizzle `[num_rows / 128, ceil(V/4), 32, 4, 4]` with group `g` from scale row `starts[g]` on."""
+    container = torch.zeros(num_rows, scales_RV.shape[1], dtype=torch.uint8, device=scales_RV.device)
+    for first, start, end in zip(starts, rows, rows[1:], strict=False):
+        container[first : first + end - start] = raw_bits(scales_RV)[start:end]
+    return swizzle_scales(container).view(scales_RV.dtype)
+
+
+def _unpack_swizzled(packed: torch.Tensor, rows: list[int], starts: Sequence[int], num_columns: int) -> torch.Tensor:
+    blocks = packed.view(-1, ceil_div(num_columns, 4), 32, 4, 4)
+    container = raw_bits(unswizzle_scales(blocks, 128 * blocks.shape[0], num_columns))
+    parts = [container[first : first + end - s] for first, s, end in zip(starts, rows, rows[1:], strict=False)]
+    return torch.cat([container[:0], *parts]).view(packed.dtype)
+
+
+def _words(scales: torch.Tensor) -> torch.Tensor:
+    """int32 `[..., ceil(V/4)]` of bytes `[..., V]`, zeros behind the last."""
+    if scales.dtype != torch.uint8:
+        raise ValueError(f"scales: expected UE8M0 bytes (uint8), got {scales.dtype}")
+    return torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4)).contiguous().view(torch.int32)
+
+
+def _host(offsets: Offsets) -> list[int]:
+    return [int(value) for value in (offsets.tolist() if isinstance(offsets, torch.Tensor) else offsets)]
+
+
+def _offsets(offsets: Offsets, num_rows: int, argument: str) -> list[int]:
+    values = _host(offsets)
+    plan.check_row_offsets(values, num_rows, argument)
+    if values[-1] != num_rows:
+        raise ValueError(f"{argument}: expected {num_rows} (the rows of the scales) at the end, got {values[-1]}")
+    return values
+
+
+def _check_fours(num_columns: int) -> None:
+    if num_columns % 4:
+        raise ValueError(f"scales: expected a multiple of 4 columns, got {num_columns}")

@@ -1,0 +1,342 @@
+"""The five operations against float64 products of what their arguments hold, element by element, on both engines."""
+
+from __future__ import annotations
+
+import doctest
+from collections.abc import Callable
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from moe_runtime import op_inputs, op_scales, ops
+from moe_runtime.kernels import reference_op_gemm
+from tests import op_cases
+from tests.comparison import assert_same_bits
+from tests.gemm_cases import bits, check_inside
+from tests.op_cases import E4M3, E5M2, OpCase, fp8, mxfp8, nvfp4_closed, nvfp4_dense
+
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2 * 2.0**-24}
+ENGINES = ("torch", "triton")
+Make = Callable[..., OpCase]
+
+VARIANTS: dict[str, tuple[Make, dict[str, Any]]] = {
+    "dense": (nvfp4_dense, {}),
+    "closed": (nvfp4_closed, {}),
+    "mxfp8_128": (mxfp8, {"block": 128}),
+    "mxfp8_32": (mxfp8, {"block": 32}),
+    "fp8_mn": (fp8, {"major": "MN"}),
+    "fp8_k": (fp8, {"major": "K", "dtype": E5M2}),
+    "fp8_mn_e5m2": (fp8, {"major": "MN", "dtype": E5M2, "spare": 4}),
+}
+
+
+def check(case: OpCase, engine: str, device: torch.device, dtype: torch.dtype = torch.bfloat16, **more: Any) -> None:
+    """Every element within the bound; rows that nobody owns keep their bits."""
+    out = case.empty(dtype)
+    before = out.clone()
+    case.run(out, engine=engine, **more)
+    exact = case.exact(device)
+    check_inside(out, exact, UNIT[dtype])
+    rest = torch.from_numpy(~exact.written).to(out.device)
+    assert_same_bits(out[rest], before[rest], "rows that no active group owns")
+
+
+def test_docstrings() -> None:
+    for module in (ops, op_inputs, op_scales, reference_op_gemm):
+        failed, tried = doctest.testmod(module)
+        assert tried and not failed, module.__name__
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_ragged_groups(name: str, engine: str, rng: torch.Generator, device: torch.device) -> None:
+    make, options = VARIANTS[name]
+    check(make([4, 0, 132, 8], 136, 256, rng, device, **options), engine, device)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_small_integers_are_exact(name: str, engine: str, rng: torch.Generator, device: torch.device) -> None:
+    make, options = VARIANTS[name]
+    case = make([0, 12, 68], 40, 256, rng, device, integers=True, **options)
+    exact = case.exact(device)
+    assert exact.written.all()
+    assert (exact.value == exact.value.astype(np.float32)).all()
+    expected = torch.from_numpy(exact.value.astype(np.float32)).to(torch.bfloat16)
+    assert_same_bits(case.run(engine=engine).cpu(), expected)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("ids", [[0, 3, 2, 4], [-1, 0, 2], [-1, -1, -1], [1, 1, 0]])
+def test_expert_ids(ids: list[int], engine: str, rng: torch.Generator, device: torch.device) -> None:
+    """N no multiple of 128 or 8, K none of 64; int32 offsets; scales by expert; sparse scale blocks."""
+    sizes = [5, 129, 3, 1][: len(ids)]
+    case = nvfp4_dense(
+        sizes, 67, 80, rng, device, ids=ids, num_experts=6, gaps=1, offsets_dtype=torch.int32
+    )  # fmt: skip
+    check(case, engine, device, torch.float32)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_only_active_groups_are_read(engine: str, rng: torch.Generator, device: torch.device) -> None:
+    """Entries behind `num_active_experts` hold nonsense, which is neither used nor refused; int or on the device."""
+    case = nvfp4_dense([3, 2, 7], 32, 64, rng, device)
+    arguments = case.arguments
+    for name in ("group_offsets", "group_scale_offsets", "expert_ids"):
+        values = arguments[name].view(torch.int32).clone()
+        values[-1] = 1 << 30
+        arguments[name] = values.view(arguments[name].dtype)
+    case.experts = [0, 1, -1]
+    check(case, engine, device, num_active_experts=2)
+    check(case, engine, device, num_active_experts=torch.tensor([2], dtype=torch.int32, device=device))
+    case.experts = [-1, -1, -1]
+    check(case, engine, device, num_active_experts=0)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_unchecked_expert_out_of_range_is_none(engine: str, rng: torch.Generator, device: torch.device) -> None:
+    case = nvfp4_dense([3, 2, 7], 32, 64, rng, device, ids=[2, 1 << 30, -7], num_experts=2)
+    check(case, engine, device, validate=False)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_tiles_out_dtypes_and_alpha(engine: str, rng: torch.Generator, device: torch.device) -> None:
+    case = nvfp4_closed([4, 12], 128, 128, rng, device)
+    full = case.run(engine=engine)
+    for tile_n in (32, 64, 128):
+        for more in ({"tile_k": 256}, {"swap_ab": False}):
+            assert_same_bits(case.run(engine=engine, tile_n=tile_n, **more), full, "sums do not depend on the tile")
+    check(case, engine, device, torch.float16)
+    made = case.operation(**case.arguments, engine=engine, out_dtype=torch.float16)
+    assert made.dtype == torch.float16 and made.shape == (16, 128)
+    case.arguments["alpha"], case.factors = None, [1.0, 1.0]
+    check(case, engine, device)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("major", ["MN", "K"])
+def test_fp8_blocks_of_rows(major: str, engine: str, rng: torch.Generator, device: torch.device) -> None:
+    """Granularity (128, 128, 128): groups start at multiples of 128, the last one ends anywhere."""
+    check(fp8([128, 0, 256, 60], 136, 256, rng, device, gm=128, major=major), engine, device, torch.float16, mma_sm=2)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("block", [32, 128])
+@pytest.mark.parametrize("k", [16, 144, 560])
+def test_mxfp8_partial_blocks(k: int, block: int, engine: str, rng: torch.Generator, device: torch.device) -> None:
+    """N no multiple of 4 (and 1), K with a partial last block and a partial last word."""
+    check(mxfp8([1, 0, 5, 3], 1 if k == 16 else 37, k, rng, device, block=block), engine, device)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_nothing_to_do(name: str, engine: str, rng: torch.Generator, device: torch.device) -> None:
+    make, options = VARIANTS[name]
+    for sizes in ([0, 0], []):
+        more = {"num_experts": 2} if make is nvfp4_dense else {}
+        case = make(sizes, 32, 128, rng, device, **options, **more)
+        assert case.run(engine=engine).shape == (0, 32)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", VARIANTS)
+def test_rows_behind_the_last_group(name: str, engine: str, rng: torch.Generator, device: torch.device) -> None:
+    make, options = VARIANTS[name]
+    case = make([4, 8], 32, 128, rng, device, **options)
+    key = "group_offsets" if case.is_in_place else "m_indptr"
+    dtype = case.arguments[key].dtype
+    case.offsets = [0, 4, 8]
+    case.arguments[key] = torch.tensor(case.offsets, dtype=torch.int32, device=device).view(dtype)
+    check(case, engine, device)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_row_of_nan_stays_alone(engine: str, rng: torch.Generator, device: torch.device) -> None:
+    case = fp8([4, 8], 32, 128, rng, device, dtype=E5M2)
+    clean = case.run(engine=engine)
+    raw = case.arguments["a"].view(torch.uint8).clone()
+    raw[5, 7] = 0x7E
+    case.arguments["a"] = raw.view(E5M2)
+    spoiled = case.run(engine=engine)
+    assert spoiled[5].isnan().all()
+    others = [row for row in range(12) if row != 5]
+    assert_same_bits(spoiled[others], clean[others])
+
+
+SEED_GROUPS = ([128, 256, 512, 1024], [65, 129, 257], [1, 2, 3, 4], [4, 256, 1, 200])
+
+
+@pytest.mark.parametrize("sizes", [*SEED_GROUPS, [3, 1, 5, 2], [0, 256, 0, 512]], ids=str)
+def test_shapes_of_the_seeds_scaled_down(sizes: list[int], rng: torch.Generator, device: torch.device) -> None:
+    """N and K of (6,4096,7168), (8,1856,2688), (4,2048,1024) divided by 16, so that the twin takes them."""
+    ids = [0, 3, 2, 4] if len(sizes) == 4 else [-1, 0, 2]
+    experts, n, k = {11: (8, 116, 176), 768: (4, 128, 64)}.get(sum(sizes), (6, 256, 448))
+    ids = [min(e, experts - 1) for e in ids]
+    check(nvfp4_dense(sizes, n, k, rng, device, ids=ids, num_experts=experts), "auto", device)
+
+
+@pytest.mark.parametrize("rows", [0, 1, 8, 12, 15, 16, 32, 64, 376])
+def test_mxfp8_rows_of_the_seed(rows: int, rng: torch.Generator, device: torch.device) -> None:
+    for n, k, block in ((256, 448, 128), (64, 544, 32), (188, 192, 128)):
+        check(mxfp8([rows, 3, rows], n, k, rng, device, block=block), "auto", device)
+
+
+@pytest.mark.parametrize("rows", [4, 128, 512])
+def test_nvfp4_rows_of_the_seed(rows: int, rng: torch.Generator, device: torch.device) -> None:
+    for n in (128, 256, 512):
+        for k in (128, 256, 512):
+            check(nvfp4_closed([rows, rows], n, k, rng, device), "auto", device, torch.float16)
+
+
+@pytest.mark.parametrize("groups", [1, 2, 4, 8])
+def test_fp8_groups_of_the_seed(groups: int, rng: torch.Generator, device: torch.device) -> None:
+    for rows, n, k in ((4, 128, 512), (64, 512, 128), (128, 256, 256)):
+        for major in ("K", "MN"):
+            check(fp8([rows] * groups, n, k, rng, device, gm=128 if rows == 128 else 1, major=major), "auto", device)
+
+
+LARGE = [
+    *((nvfp4_dense, sizes, 4096, 7168, {"num_experts": 6}) for sizes in SEED_GROUPS),
+    (nvfp4_dense, [1, 2, 3, 4], 4096, 7168, {"num_experts": 6, "ids": [0, 3, 2, 4]}),
+    (nvfp4_dense, [65, 129, 257], 4096, 7168, {"num_experts": 6, "ids": [-1, 0, 2]}),
+    (nvfp4_dense, [65, 129, 257], 4096, 7168, {"num_experts": 6, "ids": [-1, -1, -1]}),
+    (nvfp4_dense, [3, 1, 5, 2], 1856, 2688, {"num_experts": 8}),
+    (nvfp4_dense, [0, 256, 0, 512], 2048, 1024, {}),
+    *(
+        (mxfp8, [rows, 1, rows], n, k, {"block": block})
+        for rows in (0, 1, 8, 12, 15, 16, 32, 64, 376)
+        for n, k, block in ((4096, 7168, 128), (256, 2176, 32), (3008, 2960, 32), (3008, 2960, 128))
+    ),
+    *(
+        (fp8, [rows] * groups, n, k, {"gm": gm, "major": major, "dtype": dtype})
+        for rows, groups, n, k, gm in (
+            (4, 8, 8192, 8192, 1),
+            (8192, 1, 128, 128, 1),
+            (512, 2, 4096, 7168, 1),
+            (8192, 1, 256, 512, 128),
+            (128, 8, 2048, 1024, 128),
+        )
+        for major in ("K", "MN")
+        for dtype in (E4M3, E5M2)
+    ),
+]
+
+
+@pytest.mark.gpu
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize(("make", "sizes", "n", "k", "options"), LARGE)
+def test_shapes_of_the_seeds(
+    make: Make, sizes: list[int], n: int, k: int, options: dict[str, Any], rng: torch.Generator, device: torch.device
+) -> None:
+    check(make(sizes, n, k, rng, device, **options), "triton", device)
+
+
+@settings(max_examples=25)
+@given(data=st.data())
+@pytest.mark.parametrize("name", VARIANTS)
+def test_any_shape(name: str, data: st.DataObject) -> None:
+    """Random ragged groups on the twin (on a GPU: the kernel)."""
+    make, options = VARIANTS[name]
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    rng = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31 - 1)))
+    unit_m, unit_n, unit_k = {"dense": (1, 1, 16), "mxfp8": (1, 1, 16)}.get(name.split("_")[0], (4, 8, 128))
+    sizes = [unit_m * size for size in data.draw(st.lists(st.integers(0, 200 // unit_m), max_size=5))]
+    n, k = (unit * data.draw(st.integers(1, 256 // unit)) for unit in (unit_n, unit_k))
+    more = {"num_experts": max(1, len(sizes))} if make is nvfp4_dense else {}
+    check(make(sizes, n, k, rng, device, **options, **more), "auto", device)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_packers_keep_every_number(name: str, rng: torch.Generator) -> None:
+    """What was packed decodes, by ml_dtypes, to what the quantizers' own inverses give."""
+    make, options = VARIANTS[name]
+    seen: list[np.ndarray] = []
+
+    def remember(quantize: Callable[..., Any], dequantize: Callable[..., torch.Tensor], *fixed: Any) -> Any:
+        def both(*arguments: Any, **more: Any) -> Any:
+            q, s = quantize(*arguments, **more)
+            seen.append(dequantize(q, s, *(arguments[1:2] if fixed else ())).double().numpy())
+            return q, s
+
+        return both
+
+    patch = pytest.MonkeyPatch()
+    with patch.context() as p:
+        p.setattr(op_cases.ops, "quantize_nvfp4", remember(ops.quantize_nvfp4, ops.dequantize_nvfp4))
+        p.setattr(op_cases.ops, "quantize_mxfp8", remember(ops.quantize_mxfp8, ops.dequantize_mxfp8, 1))
+        p.setattr(op_cases.ops, "quantize_fp8", remember(ops.quantize_fp8, ops.dequantize_fp8, 1))
+        case = make([4, 0, 132, 8], 136, 256, rng, torch.device("cpu"), **options)
+    rows, weights = seen
+    np.testing.assert_allclose(case.rows, rows, rtol=2.0**-23)
+    np.testing.assert_allclose(case.weights, weights, rtol=2.0**-23)
+
+
+def test_unpackers_are_inverses(rng: torch.Generator) -> None:
+    offsets = [0, 4, 4, 137, 300]
+    rows, weights = (torch.randint(0, 256, s, generator=rng).to(torch.uint8) for s in ((300, 8), (3, 137, 8)))
+    blocks, shifts = ops.pack_dense_128(rows, offsets)
+    assert_same_bits(ops.unpack_dense_128(blocks, offsets, shifts, 8), rows)
+    assert_same_bits(ops.unpack_closed_form_128(ops.pack_closed_form_128(rows, offsets), offsets), rows)
+    assert_same_bits(ops.unpack_swizzled_weights(ops.pack_swizzled_weights(weights), 137, torch.uint8), weights)
+    for columns in (8, 5, 1):
+        some = rows[:, :columns].contiguous()
+        assert_same_bits(ops.unpack_ue8m0_rows(ops.pack_ue8m0_rows(some, offsets), offsets, columns), some)
+        some = weights[:, :, :columns].contiguous()
+        assert_same_bits(ops.unpack_ue8m0_weights(ops.pack_ue8m0_weights(some), columns), some)
+    for major in ("K", "MN"):
+        scales = torch.randn(3, 5, 2, generator=rng)
+        assert_same_bits(ops.unpack_scale_major(ops.pack_scale_major(scales, major), major), scales)
+    with pytest.raises(ValueError, match="m_indptr"):
+        ops.pack_closed_form_128(rows, [0, 299])
+
+
+def test_quantizers_round_to_the_nearest(rng: torch.Generator) -> None:
+    x = torch.randn(130, 272, generator=rng)
+    assert_same_bits(ops.quantize_bf16(x).view(torch.int16), x.to(torch.bfloat16).view(torch.int16))
+    assert_same_bits(ops.dequantize_bf16(ops.quantize_bf16(x)), x.to(torch.bfloat16).float())
+    q, s = ops.quantize_mxfp8(x[:, :256].contiguous())
+    same = ops.quantize_rows(x[:, :256].contiguous(), "mxfp8")
+    assert_same_bits(q, same.quants_RK)
+    assert_same_bits(s, same.scales_RV)
+    for block in (32, 128):
+        q, s = ops.quantize_mxfp8(x, block)
+        scale = s.numpy().view(ml_dtypes.float8_e8m0fnu).astype(np.float32).repeat(block, 1)[:, :272]
+        assert (bits(q) == (x.numpy() / scale).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)).all()
+        error = (ops.dequantize_mxfp8(q, s, block) - x).abs()
+        assert (error <= x.abs() / 16 + torch.from_numpy(scale) * 2.0**-10).all()
+    for gm in (1, 128):
+        for dtype, kind in ((E4M3, ml_dtypes.float8_e4m3fn), (E5M2, ml_dtypes.float8_e5m2)):
+            q, s = ops.quantize_fp8(x[:, :256], gm, dtype)
+            factor = s.numpy().repeat(gm, 0)[:130].repeat(128, 1)
+            assert (bits(q) == (x[:, :256].numpy() / factor).astype(kind).view(np.uint8)).all()
+    w = torch.randn(2, 24, 64, generator=rng)
+    gsf = torch.cat([ops.nvfp4_encode_scale(part) for part in w])
+    q, s = ops.quantize_nvfp4(w, gsf)
+    back = ops.dequantize_nvfp4(q, s, (1 / gsf)[:, None, None])
+    assert ((back - w).abs() <= w.abs().amax() / 6).all() and (back - w).norm() < 0.12 * w.norm()
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: ops.quantize_nvfp4(torch.zeros(3, 20)), "x"),
+        (lambda: ops.quantize_nvfp4(torch.zeros(3, 32), torch.ones(3)), "gsf"),
+        (lambda: ops.quantize_mxfp8(torch.zeros(3, 32), 64), "granularity_k"),
+        (lambda: ops.quantize_fp8(torch.zeros(3, 128), 2), "granularity_mn"),
+        (lambda: ops.quantize_fp8(torch.zeros(3, 128), 1, torch.float16), "dtype"),
+        (lambda: ops.quantize_bf16(torch.zeros(3, 128, dtype=torch.int32)), "x"),
+        (lambda: ops.dequantize_bf16(torch.zeros(3)), "q"),
+        (lambda: ops.dequantize_fp8(torch.zeros(3, 128).to(E4M3), torch.zeros(3, 2)), "scales"),
+        (lambda: ops.pack_scale_major(torch.zeros(3, 2), "N"), "major"),
+        (lambda: ops.pack_ue8m0_weights(torch.zeros(1, 3, 2)), "scales"),
+        (lambda: ops.pack_swizzled_weights(torch.zeros(1, 3, 2, dtype=torch.uint8)), "scales"),
+    ],
+)
+def test_bad_inputs_of_the_packers_are_named(call: Callable[[], Any], name: str) -> None:
+    with pytest.raises(ValueError, match=rf"^{name}: expected"):
+        call()
