@@ -86,8 +86,8 @@ def e4m3_bits_to_f32(u8):
 
 @triton.jit
 def e5m2_bits_to_f32(u8):
-    """fp32 of e5m2 bits, which are the upper half of an fp16; Inf and NaN are kept."""
-    return (u8.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32)
+    """fp32 of e5m2 bits, which are the upper half of an fp16; Inf is kept, every NaN becomes 0x7FC00000."""
+    return canonical_nan((u8.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32))
 
 
 @triton.jit

@@ -83,6 +83,7 @@ def _case(
         "SCALE_BLOCK": w.block,
         "ROWS_PER_SCALE": 1,
         "E5M2": False,
+        "NATIVE": False,
         "a_scale_ld": None,
         "w_scale_ld": None,
         "ORDER": 0 if order is None else order.code,

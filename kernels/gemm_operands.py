@@ -241,3 +241,44 @@ def dot_step(acc, a_even, a_odd, a_scales, w_even, w_odd, w_scales, FMT: tl.cons
         if PAIRS:
             acc = tl.dot(a_odd, tl.trans(w_odd), acc)
     return acc
+
+
+@triton.jit
+def native_step(
+    acc,
+    a_ptr,
+    a_scales_ptr,
+    a_offset,
+    a_scale_row,
+    a_ok,
+    a_ld,
+    w_ptr,
+    w_scales_ptr,
+    w_offset,
+    w_scale_row,
+    w_ok,
+    w_ld,
+    k,
+    K,
+    FMT: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    EVEN_K: tl.constexpr,
+):
+    """`acc + a @ w^T` over one `BLOCK_K` by block-scaled MMA, which takes quants and scales as they are stored."""
+    PAIRS: tl.constexpr = FMT == CODE_NVFP4
+    a = load_quants(a_ptr, a_offset, a_ok, k, K, PAIRS, BLOCK_K, EVEN_K)
+    w = load_quants(w_ptr, w_offset, w_ok, k, K, PAIRS, BLOCK_K, EVEN_K)
+    a_s = load_scales(a_scales_ptr, a_scale_row, a_ok, k, K, a_ld, LAYOUT, BLOCK, BLOCK_K)
+    w_s = load_scales(w_scales_ptr, w_scale_row, w_ok, k, K, w_ld, LAYOUT, BLOCK, BLOCK_K)
+    if PAIRS:
+        a_s = a_s.to(tl.float8e4nv, bitcast=True)
+        w_s = w_s.to(tl.float8e4nv, bitcast=True)
+        acc = tl.dot_scaled(a, a_s, "e2m1", tl.trans(w), w_s, "e2m1", acc)
+    else:
+        # The instruction wants a scale for each 32 of K.
+        a_s = spread(a_s, BLOCK // 32)
+        w_s = spread(w_s, BLOCK // 32)
+        acc = tl.dot_scaled(a, a_s, "e4m3", tl.trans(w), w_s, "e4m3", acc)
+    return acc

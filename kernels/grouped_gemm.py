@@ -27,6 +27,7 @@ from moe_runtime.kernels.gemm_operands import (
     dot_step,
     find_tile,
     load_operand,
+    native_step,
     row_scale_rows,
     weight_scale_rows,
 )
@@ -71,6 +72,7 @@ def _grouped_gemm_kernel(
     SCALE_BLOCK: tl.constexpr,
     ROWS_PER_SCALE: tl.constexpr,
     E5M2: tl.constexpr,
+    NATIVE: tl.constexpr,
     ORDER: tl.constexpr,
     SCALES_PER_EXPERT: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -87,12 +89,13 @@ def _grouped_gemm_kernel(
     `a_stride` counts the words that a row is loaded in, `num_groups` those that may be active. Scales lie as
     `A_LAYOUT` and `W_LAYOUT` (`ScaleLayout`) say, one for SCALE_BLOCK numbers of K, and in `unpadded` rows' scales one
     for ROWS_PER_SCALE rows. E5M2 matters to the interpreter alone, compiled kernels know it from the pointers.
+    NATIVE takes the block-scaled MMA of Blackwell instead of decoding to bf16.
     """
     GATED: tl.constexpr = ACTIVATION is not None
     PAIRS: tl.constexpr = W_FMT == CODE_NVFP4
     OUT_SWIZZLED: tl.constexpr = GATED and ((OUT_FMT == CODE_MXFP8) or (OUT_FMT == CODE_NVFP4))
-    A_GAIN: tl.constexpr = NVFP4_GAIN if A_FMT == CODE_NVFP4 else 1.0
-    W_GAIN: tl.constexpr = NVFP4_GAIN if W_FMT == CODE_NVFP4 else 1.0
+    A_GAIN: tl.constexpr = NVFP4_GAIN if A_FMT == CODE_NVFP4 and not NATIVE else 1.0
+    W_GAIN: tl.constexpr = NVFP4_GAIN if W_FMT == CODE_NVFP4 and not NATIVE else 1.0
     GAIN: tl.constexpr = A_GAIN * W_GAIN
     tiles_n = tl.cdiv(columns, BLOCK_N)
     tile_n = tl.program_id(0) % tiles_n
@@ -130,21 +133,28 @@ def _grouped_gemm_kernel(
         up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
 
     for k in range(0, K, BLOCK_K):
-        a_even, a_odd, a_s = load_operand(
-            a_ptr, a_scales_ptr, a_offset, a_scale_row, row_ok, k, K, a_scale_ld,
-            A_FMT, A_LAYOUT, SCALE_BLOCK, PAIRS, E5M2, BLOCK_K, EVEN_K, INTERPRET,
-        )  # fmt: skip
-        w_even, w_odd, w_s = load_operand(
-            w_ptr, w_scales_ptr, w_offset, w_scale_row, n_ok, k, K, w_scale_ld,
-            W_FMT, W_LAYOUT, SCALE_BLOCK, PAIRS, E5M2, BLOCK_K, EVEN_K, INTERPRET,
-        )  # fmt: skip
-        acc = dot_step(acc, a_even, a_odd, a_s, w_even, w_odd, w_s, W_FMT, PAIRS)
-        if GATED:
+        if NATIVE:
+            acc = native_step(
+                acc, a_ptr, a_scales_ptr, a_offset, a_scale_row, row_ok, a_scale_ld,
+                w_ptr, w_scales_ptr, w_offset, w_scale_row, n_ok, w_scale_ld, k, K,
+                W_FMT, W_LAYOUT, SCALE_BLOCK, BLOCK_K, EVEN_K,
+            )  # fmt: skip
+        else:
+            a_even, a_odd, a_s = load_operand(
+                a_ptr, a_scales_ptr, a_offset, a_scale_row, row_ok, k, K, a_scale_ld,
+                A_FMT, A_LAYOUT, SCALE_BLOCK, PAIRS, E5M2, BLOCK_K, EVEN_K, INTERPRET,
+            )  # fmt: skip
             w_even, w_odd, w_s = load_operand(
-                w_ptr, w_scales_ptr, up_offset, up_scale_row, n_ok, k, K, w_scale_ld,
+                w_ptr, w_scales_ptr, w_offset, w_scale_row, n_ok, k, K, w_scale_ld,
                 W_FMT, W_LAYOUT, SCALE_BLOCK, PAIRS, E5M2, BLOCK_K, EVEN_K, INTERPRET,
             )  # fmt: skip
-            up_acc = dot_step(up_acc, a_even, a_odd, a_s, w_even, w_odd, w_s, W_FMT, PAIRS)
+            acc = dot_step(acc, a_even, a_odd, a_s, w_even, w_odd, w_s, W_FMT, PAIRS)
+            if GATED:
+                w_even, w_odd, w_s = load_operand(
+                    w_ptr, w_scales_ptr, up_offset, up_scale_row, n_ok, k, K, w_scale_ld,
+                    W_FMT, W_LAYOUT, SCALE_BLOCK, PAIRS, E5M2, BLOCK_K, EVEN_K, INTERPRET,
+                )  # fmt: skip
+                up_acc = dot_step(up_acc, a_even, a_odd, a_s, w_even, w_odd, w_s, W_FMT, PAIRS)
 
     row_scale = None
     if row_scale_ptr is not None:
@@ -355,6 +365,7 @@ def _launch(
         SCALE_BLOCK=w.format.block,
         ROWS_PER_SCALE=1,
         E5M2=False,
+        NATIVE=False,
         ORDER=0 if order is None else order.code,
         SCALES_PER_EXPERT=0 if w.expert_scales is None else w.expert_scales.ndim,
         ACTIVATION=None if activation is None else (activation.alpha, activation.limit, activation.up_offset),

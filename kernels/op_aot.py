@@ -8,9 +8,13 @@ from moe_runtime.formats import FP8_BLOCK, MXFP8, NVFP4, ScaleLayout, TokenForma
 from moe_runtime.kernels.gemm_aot import ARGUMENTS, MMA
 from moe_runtime.kernels.grouped_gemm import _grouped_gemm_kernel
 from moe_runtime.kernels.op_gemm import choose_op_tile
-from moe_runtime.kernels.runtime import AotCase
+from moe_runtime.kernels.runtime import ALL_ARCHS, AotCase
 
 _QUANTS = {NVFP4.name: "*u8", MXFP8.name: "*fp8e4nv", FP8_BLOCK.name: "*fp8e4nv"}
+_NATIVE = {
+    NVFP4.name: {100: r"tcgen05\.mma\S*mxf4nvf4\S*block_scale", 120: r"mma\.sync\S*mxf4nvf4\S*block_scale"},
+    MXFP8.name: {100: r"tcgen05\.mma\S*mxf8f6f4\S*block_scale", 120: r"mma\.sync\S*mxf8f6f4\S*block_scale"},
+}
 _NEVER = ("row_scale_ptr", "row_index_ptr", "bias_ptr", "out_scales_ptr", "out_gsf_ptr", "out_scale_offsets_ptr")
 
 
@@ -27,6 +31,7 @@ def _case(
     max_tile_n: int = 128,
     even_k: bool = True,
     e5m2: bool = False,
+    native: bool = False,
 ) -> AotCase:
     quants = "*fp8e5" if e5m2 else _QUANTS[fmt.name]
     scales = "*fp32" if fmt is FP8_BLOCK else "*u8"
@@ -37,7 +42,7 @@ def _case(
     absent += [] if num_active else ["num_active_ptr"]
     absent += ["a_scale_offsets_ptr"] if fmt is FP8_BLOCK else []
     absent += [] if layout in (ScaleLayout.MN_MAJOR, ScaleLayout.PACKED) else ["a_scale_ld", "w_scale_ld"]
-    tile = choose_op_tile(2048, fmt, max_tile_n)
+    tile = choose_op_tile(2048, fmt, max_tile_n, native)
     constexprs: dict[str, Any] = {
         "A_FMT": int(fmt.code),
         "W_FMT": int(fmt.code),
@@ -47,6 +52,7 @@ def _case(
         "SCALE_BLOCK": block or fmt.block,
         "ROWS_PER_SCALE": rows_per_scale,
         "E5M2": e5m2,
+        "NATIVE": native,
         "ORDER": 0,
         "SCALES_PER_EXPERT": int(expert_scales),
         "ACTIVATION": None,
@@ -60,7 +66,8 @@ def _case(
     constexprs |= dict.fromkeys(absent)
     signature |= dict.fromkeys(constexprs, "constexpr")
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False}
-    return AotCase(operation, fmt.name, _grouped_gemm_kernel, signature, constexprs, options, instruction=MMA)
+    archs, instruction = ((100, 120), _NATIVE[fmt.name]) if native else (ALL_ARCHS, MMA)
+    return AotCase(operation, fmt.name, _grouped_gemm_kernel, signature, constexprs, options, archs, instruction)
 
 
 _MAX = "grouped_matmul_dynamic_scaled_nvfp4"
@@ -74,6 +81,10 @@ AOT_CASES: tuple[AotCase, ...] = (
     _case(_NVFP4, NVFP4, ScaleLayout.SWIZZLED, max_tile_n=32),
     _case(_MXFP8, MXFP8, ScaleLayout.PACKED, block=128, even_k=False),
     _case(_MXFP8, MXFP8, ScaleLayout.PACKED, block=32),
+    _case(_MAX, NVFP4, ScaleLayout.SWIZZLED, expert_scales=True, num_active=True, even_k=False, native=True),
+    _case(_NVFP4, NVFP4, ScaleLayout.SWIZZLED, out="*fp16", expert_scales=True, max_tile_n=64, native=True),
+    _case(_MXFP8, MXFP8, ScaleLayout.PACKED, block=128, even_k=False, native=True),
+    _case(_MXFP8, MXFP8, ScaleLayout.PACKED, block=32, native=True),
     _case(_FP8, FP8_BLOCK, ScaleLayout.MN_MAJOR),
     _case(_FP8, FP8_BLOCK, ScaleLayout.K_MAJOR, rows_per_scale=128, out="*fp16", e5m2=True),
 )

@@ -1,7 +1,9 @@
 """The grouped GEMM behind `moe_runtime.ops`: one problem record for all operations, on the kernel that layers use.
 
 An operation differs from a layer in data alone: the layout of its scales, their block along K, and where those of a
-group start. `R` rows, `E` experts, `G` groups, `N`/`K` the weight of one expert, `V = ceil(K / block)`.
+group start. On Blackwell, NVFP4 and MXFP8 take the block-scaled MMA instead of bf16.
+
+`R` rows, `E` experts, `G` groups, `N`/`K` the weight of one expert, `V = ceil(K / block)`.
 """
 
 from __future__ import annotations
@@ -86,10 +88,21 @@ class OpProblem:
         return int(self.b.quants.shape[1])
 
 
-def choose_op_tile(n: int, fmt: TokenFormat, max_tile_n: int) -> GemmTile:
-    """The tile of a layer's GEMM, not wider than `max_tile_n`. The order of sums along K does not depend on it."""
+def choose_op_tile(n: int, fmt: TokenFormat, max_tile_n: int, native: bool = False) -> GemmTile:
+    """The tile of a layer's GEMM, not wider than `max_tile_n`. The order of sums along K does not depend on it.
+
+    Block-scaled MMA on sm_100 wants 128 rows; two stages of MXFP8 keep to the 99 KiB of sm_120.
+    """
     tile = choose_tile(n, fmt)
-    return replace(tile, block_n=min(tile.block_n, max_tile_n))
+    tile = replace(tile, block_n=min(tile.block_n, max_tile_n))
+    return replace(tile, block_m=128, num_stages=2) if native else tile
+
+
+def has_native_mma(fmt: TokenFormat, device: torch.device) -> bool:
+    """Whether block-scaled MMA multiplies `fmt` there: NVFP4 and MXFP8 on GPUs from sm_100 on."""
+    if device.type != "cuda" or fmt.scale_dtype == torch.float32:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 10
 
 
 def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> None:
@@ -100,7 +113,8 @@ def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> N
         return
     if p.num_rows == 0 or p.num_groups == 0 or p.num_experts == 0:
         return
-    tile = choose_op_tile(p.num_outputs, p.format, p.max_tile_n)
+    native = has_native_mma(p.format, out.device)
+    tile = choose_op_tile(p.num_outputs, p.format, p.max_tile_n, native)
     tiles = (ceil_div(p.num_rows, tile.block_m) + p.num_groups) * ceil_div(p.num_outputs, tile.block_n)
     a, b = (raw_bits(t) if INTERPRET else t for t in (p.a.quants, p.b.quants))
     _grouped_gemm_kernel[(tiles,)](
@@ -137,6 +151,7 @@ def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> N
         SCALE_BLOCK=p.block,
         ROWS_PER_SCALE=p.rows_per_scale,
         E5M2=p.a.quants.dtype == torch.float8_e5m2,
+        NATIVE=native,
         ORDER=0,
         SCALES_PER_EXPERT=0 if p.expert_scales is None else 1,
         ACTIVATION=None,

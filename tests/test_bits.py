@@ -65,6 +65,12 @@ def test_decoders_on_every_bit_pattern(name: str, device: torch.device) -> None:
     assert_same_bits(twin(x), expected, "twin")
 
 
+def test_e5m2_decoder_on_every_bit_pattern(device: torch.device) -> None:
+    patterns = np.arange(256).astype(np.uint8)
+    expected = canonical(patterns.view(ml_dtypes.float8_e5m2).astype(np.float32))
+    assert_same_bits(by_kernel(bits.e5m2_bits_to_f32, torch.from_numpy(patterns).to(device), torch.float32), expected)
+
+
 def test_e2m1_decoder_looks_at_four_bits_only(device: torch.device) -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=device)
     expected = twins.e2m1_code_to_f32(codes & 15)

@@ -14,6 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from moe_runtime import op_inputs, op_scales, ops
+from moe_runtime.formats import FORMATS
+from moe_runtime.kernels import op_gemm as op_gemm_module
 from moe_runtime.kernels import reference_op_gemm
 from tests import op_cases
 from tests.comparison import assert_same_bits
@@ -234,6 +236,28 @@ def test_shapes_of_the_seeds(
     make: Make, sizes: list[int], n: int, k: int, options: dict[str, Any], rng: torch.Generator, device: torch.device
 ) -> None:
     check(make(sizes, n, k, rng, device, **options), "triton", device)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("block", [32, 128])
+def test_native_form_of_mxfp8(
+    block: int, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The form for block-scaled MMA, whatever the GPU: the compiler takes it apart where there is no instruction."""
+    monkeypatch.setattr(op_gemm_module, "has_native_mma", lambda *_: True)
+    check(mxfp8([1, 0, 130, 70], 136, 592, rng, device, block=block), "triton", device)
+
+
+def test_block_scaled_mma_is_for_blackwell_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    has = op_gemm_module.has_native_mma
+    gpu = torch.device("cuda")
+    for major, native in ((9, False), (10, True), (12, True)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, major=major: (major, 0))
+        assert has(FORMATS["nvfp4"], gpu) is native and has(FORMATS["mxfp8"], gpu) is native
+        assert not has(FORMATS["fp8_block"], gpu)
+    assert not has(FORMATS["nvfp4"], torch.device("cpu"))
+    tile = op_gemm_module.choose_op_tile(4096, FORMATS["nvfp4"], 64, native=True)
+    assert (tile.block_m, tile.block_n) == (128, 64)
 
 
 @settings(max_examples=25)
