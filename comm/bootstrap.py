@@ -165,11 +165,6 @@ def host_identity() -> str:
     return f"{socket.gethostname()}/{named}/{boot}/{os.stat(shared_memory_directory()).st_dev}"
 
 
-def same_host(group: RankGroup) -> bool:
-    """Whether all ranks can share memory. Collective."""
-    return len(set(group.gather("same_host", host_identity()))) == 1
-
-
 @dataclass(frozen=True)
 class TransportChoice:
     """Which transport a context uses.

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -216,3 +217,10 @@ def check_inside(actual: torch.Tensor, exact: Exact, unit: float) -> None:
         raise AssertionError(
             f"{wrong.sum()} of {wrong.size} outside; at {i}: {got[i]}, expected {exact.value[i]} +- {bound[i]}"
         )
+
+
+def random_weights(
+    name: str, e: int, n: int, k: int, rng: torch.Generator, device: torch.device, **more: Any
+) -> ExpertWeights:
+    """Normal weights `[E, N, K]` in format `name`; `more` is for `ExpertWeights.quantize`."""
+    return ExpertWeights.quantize(torch.randn(e, n, k, generator=rng), name, engine="torch", **more).to(device)

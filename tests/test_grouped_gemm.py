@@ -23,19 +23,24 @@ from moe_runtime.kernels.grouped_gemm import choose_tile, gemm_bytes, gemm_flops
 from moe_runtime.kernels.reference_quantize import raw_bits
 from moe_runtime.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
-from tests.gemm_cases import Array, Exact, bits, check_inside, decode_rows, exact_gemm, make_rows, scale_rows, swizzled
+from tests.gemm_cases import (
+    Array,
+    Exact,
+    bits,
+    check_inside,
+    decode_rows,
+    exact_gemm,
+    make_rows,
+    random_weights,
+    scale_rows,
+    swizzled,
+)
 
 ENGINES = ("triton", "torch")
 PAIRS = [(name, name) for name in FORMATS] + [("nvfp4", "bf16")]
 RAGGED_K = {"bf16": 200, "fp8_block": 384, "mxfp8": 160, "nvfp4": 336}
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 3 * 2.0**-24}
 """Relative rounding of the result; fp32 rounds after each of the row scale, the expert scale and the bias."""
-
-
-def _weights(
-    name: str, e: int, n: int, k: int, rng: torch.Generator, device: torch.device, **more: Any
-) -> ExpertWeights:
-    return ExpertWeights.quantize(torch.randn(e, n, k, generator=rng), name, engine="torch", **more).to(device)
 
 
 def _poisoned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -55,7 +60,7 @@ def _check_untouched(out: torch.Tensor, before: torch.Tensor, written: Array) ->
 def test_ragged_groups(weight: str, token: str, engine: str, rng: torch.Generator, device: torch.device) -> None:
     """Empty groups, one row, skipped experts, inactive groups, gathered strided rows, spare capacity, partial tiles."""
     k = RAGGED_K[weight]
-    w = _weights(weight, 3, 136, k, rng, device)
+    w = random_weights(weight, 3, 136, k, rng, device)
     sizes, ids = [3, 0, 70, 5, 1, 2, 130, 4], [2, 0, 0, -1, 1, 3, 2, 1]
     a = make_rows(token, sizes, k, rng, device, num_experts=3, expert_ids=ids, gather=True, spare=9, sparse_scales=True)
     a = replace(a, num_active_experts=torch.tensor([7], dtype=torch.int32, device=device))
@@ -71,7 +76,7 @@ def test_ragged_groups(weight: str, token: str, engine: str, rng: torch.Generato
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("sizes", [[90], [0, 65, 0], [1, 1, 1], [0, 0]])
 def test_group_shapes(sizes: list[int], engine: str, rng: torch.Generator, device: torch.device) -> None:
-    w = _weights("nvfp4", 2, 40, 64, rng, device)
+    w = random_weights("nvfp4", 2, 40, 64, rng, device)
     a = make_rows("nvfp4", sizes, 64, rng, device, num_experts=2)
     out = _poisoned(a.capacity, 40, torch.float16, device)
     grouped_gemm(a, w, out=out, engine=engine)
@@ -83,7 +88,7 @@ def test_group_shapes(sizes: list[int], engine: str, rng: torch.Generator, devic
 @pytest.mark.parametrize("engine", ENGINES)
 def test_nothing_to_do(engine: str, rng: torch.Generator, device: torch.device) -> None:
     """No capacity, no groups, no experts, no active groups: all legal, nothing is written."""
-    w = _weights("mxfp8", 2, 32, 64, rng, device)
+    w = random_weights("mxfp8", 2, 32, 64, rng, device)
     empty = make_rows("mxfp8", [0, 0], 64, rng, device, num_experts=2)
     assert grouped_gemm(empty, w, engine=engine).shape == (0, 32)
     no_groups = replace(make_rows("mxfp8", [], 64, rng, device, num_experts=2, spare=3))
@@ -101,7 +106,7 @@ def test_nothing_to_do(engine: str, rng: torch.Generator, device: torch.device) 
 @pytest.mark.parametrize("engine", ENGINES)
 def test_rows_past_the_capacity_are_left_alone(engine: str, rng: torch.Generator, device: torch.device) -> None:
     """Offsets that go on behind the capacity: what fits is the same, nothing behind it is written."""
-    w = _weights("mxfp8", 2, 64, 64, rng, device)
+    w = random_weights("mxfp8", 2, 64, 64, rng, device)
     a = make_rows("mxfp8", [3, 90, 5], 64, rng, device, num_experts=2)
     want = grouped_gemm(a, w, engine=engine)
     for capacity in (40, 3, 0):
@@ -118,7 +123,7 @@ def test_rows_past_the_capacity_are_left_alone(engine: str, rng: torch.Generator
 def test_more_active_experts_than_groups_are_all_groups(
     engine: str, rng: torch.Generator, device: torch.device
 ) -> None:
-    w = _weights("bf16", 2, 32, 64, rng, device)
+    w = random_weights("bf16", 2, 32, 64, rng, device)
     a = make_rows("bf16", [3, 5], 64, rng, device, num_experts=2, spare=2)
     # What lies behind the two groups looks like two more, of one row each.
     ids = torch.tensor([0, 1, 1, 1], dtype=torch.int32, device=device)[:2]
@@ -217,7 +222,7 @@ def test_fp8_block_powers_of_two_are_exact(engine: str, rng: torch.Generator, de
 def test_rows_do_not_depend_on_neighbours(name: str, rng: torch.Generator, device: torch.device) -> None:
     """A row alone, and the same row among others at another place of a tile: the same bits."""
     k, n = 256, 136
-    w = _weights(name, 2, n, k, rng, device)
+    w = random_weights(name, 2, n, k, rng, device)
     x = torch.randn(70, k, generator=rng)
     many = make_rows(name, [5, 65], k, rng, device, num_experts=2, x=x)
     one = make_rows(name, [0, 1], k, rng, device, num_experts=2, x=x[68:69])
@@ -245,7 +250,7 @@ def test_twin_does_not_depend_on_the_size_of_groups(rng: torch.Generator) -> Non
 @pytest.mark.parametrize("name", FORMATS)
 def test_nan_stays_in_its_row(name: str, engine: str, rng: torch.Generator, device: torch.device) -> None:
     k = 128
-    w = _weights(name, 1, 256, k, rng, device)
+    w = random_weights(name, 1, 256, k, rng, device)
     x = torch.randn(6, k, generator=rng)
     clean = make_rows(name, [6], k, rng, device, num_experts=1, x=x)
     x = x.clone()
@@ -309,7 +314,7 @@ def test_find_tile_example(device: torch.device) -> None:
 def test_rows_past_2_31_elements(engine: str, rng: torch.Generator, device: torch.device) -> None:
     """A gathered row beyond 2^31 elements of `rows` (the memory between is never touched)."""
     k, far = 128, 2**24 + 1
-    w = _weights("fp8_block", 1, 32, k, rng, device)
+    w = random_weights("fp8_block", 1, 32, k, rng, device)
     near = make_rows("fp8_block", [2], k, rng, device, num_experts=1)
     rows = torch.empty(far + 1, k, dtype=torch.uint8, device=device)
     rows[0], rows[far] = near.rows.view(torch.uint8)[1], near.rows.view(torch.uint8)[0]
@@ -322,7 +327,7 @@ def test_rows_past_2_31_elements(engine: str, rng: torch.Generator, device: torc
 def test_weights_past_2_31_elements(engine: str, rng: torch.Generator, device: torch.device) -> None:
     """The last of 2^19 + 1 experts of 2^12 bytes each (the memory between is never touched)."""
     k, n, far = 128, 32, 2**19
-    near = _weights("fp8_block", 1, n, k, rng, device)
+    near = random_weights("fp8_block", 1, n, k, rng, device)
     assert near.scales is not None
     quants = torch.empty(far + 1, n, k, dtype=torch.float8_e4m3fn, device=device)
     scales = torch.zeros(far + 1, 1, 1, device=device)
@@ -337,7 +342,7 @@ def test_weights_past_2_31_elements(engine: str, rng: torch.Generator, device: t
 def test_scales_past_2_31_elements(engine: str, rng: torch.Generator, device: torch.device) -> None:
     """Scale block 2^22 of the rows and of the weights, at byte 2^31."""
     k, n, far = 32, 8, 2**22
-    near = _weights("mxfp8", 1, n, k, rng, device)
+    near = random_weights("mxfp8", 1, n, k, rng, device)
     a = make_rows("mxfp8", [2], k, rng, device, num_experts=1)
     assert near.scales is not None and a.scales is not None
     quants = torch.empty(far + 1, n, k, dtype=torch.float8_e4m3fn, device=device)
@@ -353,7 +358,7 @@ def test_scales_past_2_31_elements(engine: str, rng: torch.Generator, device: to
 
 @pytest.mark.gpu
 def test_output_past_2_31_elements(rng: torch.Generator, device: torch.device) -> None:
-    w = _weights("bf16", 1, 32, 64, rng, device)
+    w = random_weights("bf16", 1, 32, 64, rng, device)
     a = make_rows("bf16", [3], 64, rng, device, num_experts=1)
     out = torch.empty(2**31 + 2**30 + 64, dtype=torch.bfloat16, device=device).as_strided((3, 32), (2**30 + 2**29, 1))
     grouped_gemm(a, w, out=out)
@@ -483,7 +488,7 @@ def test_nothing_but_the_result_is_written(
 
     monkeypatch.setattr(gemm_module, "empty_intermediate", poisoned)
     inner = {"fp8_block": 384, "mxfp8": 160, "nvfp4": 144}[name]
-    w = _weights(name, 2, 2 * inner, 128, rng, device, gate_up=True)
+    w = random_weights(name, 2, 2 * inner, 128, rng, device, gate_up=True)
     sizes, ids = [130, 3, 0, 5], [0, -1, 1, 1]
     a = make_rows(name, sizes, 128, rng, device, num_experts=2, expert_ids=ids, spare=2, sparse_scales=True)
     hidden = grouped_gemm_swiglu(a, w, SwiGLU(), out_format=name, engine="triton")
@@ -504,7 +509,7 @@ def test_nothing_but_the_result_is_written(
 @pytest.mark.parametrize("out", ["mxfp8", "nvfp4"])
 def test_swizzled_result_of_unswizzled_rows(out: str, engine: str, rng: torch.Generator, device: torch.device) -> None:
     """Rows without scale offsets: the result gets those of `dense_128`."""
-    w = _weights("bf16", 3, 64, 64, rng, device, gate_up=True)
+    w = random_weights("bf16", 3, 64, 64, rng, device, gate_up=True)
     a = make_rows("bf16", [100, 20, 30], 64, rng, device, num_experts=3)
     hidden = grouped_gemm_swiglu(a, w, SwiGLU(), out_format=out, engine=engine)
     assert hidden.group_scale_offsets is not None and hidden.group_scale_offsets.tolist() == [0, 1, 2]
@@ -541,71 +546,3 @@ def test_flops_and_bytes() -> None:
     assert count(nvfp4, nvfp4) == 10 * (3584 + 448 + 4 + 8192) + 2 * 4096 * (3584 + 448)
     assert count(bf16, bf16) == 10 * (14336 + 8192) + 2 * 4096 * 14336
     assert count(fp8, fp8) == 10 * (7168 + 224 + 8192) + 2 * (4096 * 7168 + 32 * 224)
-
-
-@pytest.mark.parametrize(
-    ("name", "change"),
-    [
-        ("a.format", {"format": FORMATS["mxfp8"]}),
-        ("a.rows", {"rows": torch.zeros(8, 63, dtype=torch.uint8)}),
-        ("a.rows", {"rows": torch.zeros(8, 32, dtype=torch.int8)}),
-        ("a.rows", {"rows": torch.zeros(32, 8, dtype=torch.uint8).T}),
-        ("a.rows", {"rows": torch.zeros(7, 32, dtype=torch.uint8)}),
-        ("w", {"num_columns": 128}),
-        ("a.row_index", {"row_index": torch.zeros(8, dtype=torch.int64)}),
-        ("a.row_index", {"row_index": torch.zeros(7, dtype=torch.int32)}),
-        ("a.row_scale", {"row_scale": None}),
-        ("a.row_scale", {"row_scale": torch.zeros(16)[::2]}),
-        ("a.group_offsets", {"group_offsets": torch.zeros(2, dtype=torch.int32)}),
-        ("a.group_scale_offsets", {"group_scale_offsets": None}),
-        ("a.num_active_experts", {"num_active_experts": torch.ones(1)}),
-        ("a.num_active_experts", {"num_active_experts": torch.ones(2, dtype=torch.int32)}),
-        ("a.num_active_experts", {"num_active_experts": 1.5}),
-        ("a.expert_ids", {"expert_ids": torch.tensor(0, dtype=torch.int32)}),
-        ("a.expert_ids", {"expert_ids": torch.zeros(2, 2, dtype=torch.int32)}),
-        ("a.group_offsets", {"group_offsets": torch.zeros(3, 2, dtype=torch.int32)}),
-        ("a.row_index", {"row_index": torch.zeros(8, 2, dtype=torch.int32)}),
-        ("a.row_scale", {"row_scale": torch.ones(8, 2)}),
-        ("a.row_scale", {"row_scale": torch.ones(8, device="meta")}),
-        ("a.capacity", {"capacity": -1}),
-        ("a.scales", {"scales": None}),
-        ("a.scales", {"scales": torch.zeros(2, 2, 32, 4, 4, dtype=torch.uint8)}),
-    ],
-)
-def test_bad_rows_are_named(name: str, change: dict[str, Any], rng: torch.Generator) -> None:
-    cpu = torch.device("cpu")
-    w = _weights("nvfp4", 2, 32, 64, rng, cpu)
-    a = replace(make_rows("nvfp4", [3, 5], 64, rng, cpu, num_experts=2), **change)
-    with pytest.raises(ValueError, match=f"^{name}: expected .*got"):
-        grouped_gemm(a, w)
-
-
-def test_bad_arguments_are_named(rng: torch.Generator) -> None:
-    cpu = torch.device("cpu")
-    w = _weights("nvfp4", 2, 32, 64, rng, cpu, gate_up=True)
-    a = make_rows("nvfp4", [3, 5], 64, rng, cpu, num_experts=2)
-    with pytest.raises(ValueError, match=r"^out: expected \[at least 8, 32\], got \[7, 32\]"):
-        grouped_gemm(a, w, out=torch.zeros(7, 32))
-    with pytest.raises(ValueError, match=r"^out: expected rows that do not overlap, got strides \[0, 1\]"):
-        grouped_gemm(a, w, out=torch.zeros(1, 32).expand(8, 32))
-    fp8 = make_rows("fp8_block", [3, 5], 128, rng, cpu, num_experts=2)
-    assert fp8.scales is not None
-    with pytest.raises(ValueError, match=r"^a\.scales: expected \[at least 8, 1\], got \[7, 1\]"):
-        grouped_gemm(replace(fp8, scales=fp8.scales[:7]), _weights("fp8_block", 2, 32, 128, rng, cpu))
-    bf16 = make_rows("bf16", [3], 64, rng, cpu, num_experts=1)
-    with pytest.raises(ValueError, match=r"^a\.rows: requires grad"):
-        grouped_gemm(replace(bf16, rows=bf16.rows.requires_grad_()), _weights("bf16", 1, 32, 64, rng, cpu))
-    with pytest.raises(ValueError, match=r"^out_dtype: expected"):
-        grouped_gemm(a, w, out_dtype=torch.float64)
-    with pytest.raises(ValueError, match=r"^engine: expected"):
-        grouped_gemm(a, w, engine="cuda")
-    with pytest.raises(ValueError, match=r"^activation\.order: expected gate_up as in w, got interleaved"):
-        grouped_gemm_swiglu(a, w, GPT_OSS, out_format="nvfp4")
-    with pytest.raises(ValueError, match=r"^out_gsf: expected a positive finite number"):
-        grouped_gemm_swiglu(a, w, SwiGLU(), out_format="nvfp4", out_gsf=0.0)
-    with pytest.raises(ValueError, match=r"^out_gsf: expected None for bf16"):
-        grouped_gemm_swiglu(a, w, SwiGLU(), out_format="bf16", out_gsf=1.0)
-    with pytest.raises(ValueError, match=r"^I of w: format mxfp8 needs a positive multiple of 32, got 16"):
-        grouped_gemm_swiglu(a, w, SwiGLU(), out_format="mxfp8")
-    with pytest.raises(ValueError, match=r"^limit: expected a positive number"):
-        SwiGLU(limit=0.0)
