@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.formats import FORMATS
 from moe_runtime.layer import MoELayer, random_expert
 from moe_runtime.metrics import PhaseTimes
+from moe_runtime.plan import expert_starts
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks
 from moe_runtime.weights import SwiGLU
@@ -44,7 +46,10 @@ def tokens(rng: torch.Generator, *shape: int) -> torch.Tensor:
 def test_bf16_is_no_worse_than_transformers_own_block(
     world: int, norm_topk_prob: bool, device: torch.device, rng: torch.Generator
 ) -> None:
-    """Frobenius norm and largest element of the error against float64: at most the block's own plus 2^-8."""
+    """Frobenius norm and largest element of the error against float64: at most the block's own plus 2^-8.
+
+    On several ranks also what rounding their partial results to the combine format adds.
+    """
     modeling = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
     from transformers import Qwen3MoeConfig
 
@@ -82,8 +87,18 @@ def test_bf16_is_no_worse_than_transformers_own_block(
         mine = (x.to(device), topk_idx.to(device), topk_weights.float().to(device))
         inputs = [mine] + [none] * (world - 1)
         y = ranks([i[0] for i in inputs], [(i[1], i[2].contiguous()) for i in inputs])[0]
-    for ours, theirs in zip(relative_error(y.cpu(), reference), relative_error(own.cpu(), reference), strict=True):
-        assert ours <= theirs + 2.0**-8
+    # One rank's partial result is the sum itself. Several ranks' are rounded to bf16 each, half a unit in the last
+    # place (2^-9 to 2^-8 of it), before they are added: by what that can come to at most, the layer may be worse.
+    rounding = torch.zeros_like(reference)
+    if world > 1:
+        starts = expert_starts(8, world)
+        for first, end in pairwise(starts):
+            here = torch.where((topk_idx >= first) & (topk_idx < end), topk_idx, -1)
+            rounding += 2.0**-8 * moe_reference(x, here, topk_weights.float(), gate_up, down, SwiGLU()).abs()
+    allowed = rounding.norm() / reference.norm(), rounding.max() / reference.abs().max()
+    found, own_error = relative_error(y.cpu(), reference), relative_error(own.cpu(), reference)
+    for ours, theirs, more in zip(found, own_error, allowed, strict=True):
+        assert ours <= theirs + 2.0**-8 + float(more)
 
 
 @pytest.mark.parametrize("fmt", sorted(FORMATS))
