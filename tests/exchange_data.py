@@ -3,9 +3,28 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
+
+from moe_runtime.config import MoELayerConfig
+
+HIDDEN, EXPERTS, TOP_K, TOKENS = 256, 10, 3, 12
+
+
+def config(fmt: str = "bf16", **changes: Any) -> MoELayerConfig:
+    """The layer that distributed tests run, with `changes`."""
+    settings: dict[str, Any] = {
+        "hidden_size": HIDDEN,
+        "intermediate_size": 128,
+        "num_experts": EXPERTS,
+        "top_k": TOP_K,
+        "max_tokens_per_rank": TOKENS,
+        "token_format": fmt,
+        **changes,
+    }
+    return MoELayerConfig(**settings)
 
 
 @dataclass(frozen=True)

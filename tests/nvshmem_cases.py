@@ -22,23 +22,9 @@ from moe_runtime.formats import FORMATS
 from moe_runtime.kernels.swizzle import unswizzle_scales
 from moe_runtime.layer import MoELayer
 from moe_runtime.virtual import VirtualRanks
-from tests.exchange_data import RankInput, rank_input
+from tests.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, RankInput, config, rank_input
 
-HIDDEN, EXPERTS, TOP_K, TOKENS = 256, 10, 3, 12
 STEPS = 4
-
-
-def config(fmt: str = "bf16", **changes: Any) -> MoELayerConfig:
-    settings: dict[str, Any] = {
-        "hidden_size": HIDDEN,
-        "intermediate_size": 128,
-        "num_experts": EXPERTS,
-        "top_k": TOP_K,
-        "max_tokens_per_rank": TOKENS,
-        "token_format": fmt,
-        **changes,
-    }
-    return MoELayerConfig(**settings)
 
 
 LAYERS = [

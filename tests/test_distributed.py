@@ -24,23 +24,8 @@ from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks, virtual_contexts
 from moe_runtime.weights import SwiGLU
 from tests.comparison import assert_same_bits
-from tests.exchange_data import RankInput, rank_input
+from tests.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, RankInput, config, rank_input
 from tests.pool import run_once
-
-HIDDEN, EXPERTS, TOP_K, TOKENS = 256, 10, 3, 12
-
-
-def config(fmt: str = "bf16", **changes: Any) -> MoELayerConfig:
-    settings: dict[str, Any] = {
-        "hidden_size": HIDDEN,
-        "intermediate_size": 128,
-        "num_experts": EXPERTS,
-        "top_k": TOP_K,
-        "max_tokens_per_rank": TOKENS,
-        "token_format": fmt,
-        **changes,
-    }
-    return MoELayerConfig(**settings)
 
 
 def step_inputs(seed: int, step: int, world: int) -> list[RankInput]:
