@@ -1,0 +1,158 @@
+"""CUDA C++ kernels: compiled by NVRTC for one architecture, cached on disk, launched through the driver.
+
+Sources are the `.cu` files beside this one. They include nothing, so that no CUDA toolkit is needed, and take their
+sizes as macros. Compiling needs no GPU, only the NVRTC library (`cuda-bindings` and `nvidia-cuda-nvrtc`, which CUDA
+builds of torch bring along). Such kernels cannot be interpreted: each has a Triton sibling that is tested in CI.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import os
+import tempfile
+from collections.abc import Mapping, Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = Path(__file__).parent
+CACHE_VARIABLE = "MOE_RUNTIME_CACHE_DIR"
+MAX_STATIC_SHARED_BYTES = 48 * 1024
+
+Defines = tuple[tuple[str, int | str], ...]
+Argument = torch.Tensor | int | None | ctypes._SimpleCData
+
+
+class NvrtcError(RuntimeError):
+    """A source that does not compile, with the compiler's log, or a call that the driver refuses."""
+
+
+def cache_dir() -> Path:
+    """Where compiled kernels are kept: `$MOE_RUNTIME_CACHE_DIR`, else `~/.cache/moe_runtime`."""
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "moe_runtime")
+
+
+def compile_source(file: str, defines: Mapping[str, int | str], arch: str = "sm_90a") -> bytes:
+    """Compile `file` with macros `defines`.
+
+    Args:
+        file: name of a source beside this module.
+        defines: macros; their values are written as they print.
+        arch: `sm_90a` gives a cubin, `compute_90a` its PTX.
+
+    Raises `NvrtcError` with the compiler's log for a source that does not compile.
+    """
+    return _compiled(file, tuple(sorted(defines.items())), arch)
+
+
+@cache
+def _compiled(file: str, defines: Defines, arch: str) -> bytes:
+    from cuda.bindings import nvrtc
+
+    source = (FOLDER / file).read_bytes()
+    options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines)]
+    version = _checked(nvrtc.nvrtcVersion())
+    key = hashlib.sha256(repr((source, options, version)).encode()).hexdigest()[:32]
+    cached = cache_dir() / f"{Path(file).stem}-{key}.{'ptx' if arch.startswith('compute') else 'cubin'}"
+    if cached.is_file():
+        return cached.read_bytes()
+    program = _checked(nvrtc.nvrtcCreateProgram(source, file.encode(), 0, [], []))
+    try:
+        (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
+            _checked(nvrtc.nvrtcGetProgramLog(program, log))
+            raise NvrtcError(f"{file} {dict(defines)} for {arch}: {status.name}\n{log.decode(errors='replace')}")
+        size, read = (
+            (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
+            if arch.startswith("compute")
+            else (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+        )
+        binary = b" " * _checked(size(program))
+        _checked(read(program, binary))
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    _keep(cached, binary)
+    return binary
+
+
+def _keep(path: Path, binary: bytes) -> None:
+    """Write a file of the cache so that other processes see all of it or none; a cache that cannot be is no error."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
+            file.write(binary)
+        os.replace(file.name, path)
+    except OSError:
+        return
+
+
+def _checked(result: tuple[Any, ...]) -> Any:
+    status, *values = result
+    if int(status) != 0:
+        raise NvrtcError(f"{type(status).__name__}.{status.name}")
+    return values[0] if values else None
+
+
+@cache
+def _loaded(file: str, name: str, defines: Defines, device: int, shared_bytes: int) -> Any:
+    from cuda.bindings import driver
+
+    major, minor = torch.cuda.get_device_capability(device)
+    binary = _compiled(file, defines, f"sm_{major}{minor}a")
+    module = _checked(driver.cuModuleLoadData(binary))
+    function = _checked(driver.cuModuleGetFunction(module, name.encode()))
+    if shared_bytes > MAX_STATIC_SHARED_BYTES:
+        limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+        _checked(driver.cuFuncSetAttribute(function, limit, shared_bytes))
+    return function
+
+
+def launch(
+    file: str,
+    name: str,
+    defines: Mapping[str, int | str],
+    *,
+    grid: tuple[int, int, int],
+    block: int,
+    arguments: Sequence[Argument | Any],
+    device: torch.device,
+    shared_bytes: int = 0,
+) -> None:
+    """Launch an `extern "C"` kernel on the current stream of `device`; compiled and loaded at the first call.
+
+    Args:
+        file, name, defines: source, kernel and macros.
+        grid, block: blocks, and threads of one.
+        arguments: tensors and None become pointers, ints `int`; other types as ctypes objects, and descriptors of the
+            driver (`CUtensorMap`), which are passed by value.
+        device: a CUDA device.
+        shared_bytes: dynamic shared memory of a block.
+
+    Raises `NvrtcError` where the source does not compile or the driver refuses the launch.
+    """
+    from cuda.bindings import driver
+
+    with torch.cuda.device(device):
+        stream = torch.cuda.current_stream().cuda_stream
+        index = torch.cuda.current_device()
+        function = _loaded(file, name, tuple(sorted(defines.items())), index, shared_bytes)
+        values = [_value(argument) for argument in arguments]
+        addresses = [v.getPtr() if hasattr(v, "getPtr") else ctypes.addressof(v) for v in values]
+        pointers = (ctypes.c_void_p * len(values))(*addresses)
+        _checked(
+            driver.cuLaunchKernel(function, *grid, block, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0)
+        )
+
+
+def _value(argument: Argument | Any) -> Any:
+    if argument is None:
+        return ctypes.c_void_p(0)
+    if isinstance(argument, torch.Tensor):
+        return ctypes.c_void_p(argument.data_ptr())
+    if isinstance(argument, int):
+        return ctypes.c_int32(argument)
+    return argument
