@@ -26,6 +26,10 @@ Defines = tuple[tuple[str, int | str], ...]
 Argument = torch.Tensor | int | None | ctypes._SimpleCData
 
 
+int64 = ctypes.c_int64
+"""Marks an argument of 64 bits."""
+
+
 class NvrtcError(RuntimeError):
     """A source that does not compile, with the compiler's log, or a call that the driver refuses."""
 

@@ -1,0 +1,96 @@
+// Gathers the rows of a grouped GEMM and decodes them to bf16, once, in the order in which wgmma reads them.
+//
+// Blocks of 8 tokens: [block][K / 8][8 tokens][8 numbers], with the columns of each 64 in the order of decoded_gemm.py.
+// A group starts at block (group_offsets[g] + 7 * g) / 8. A warp takes 8 rows and 64 columns: lane = row * 4 + t has the
+// columns 16 * t .. 16 * t + 15. Columns past K are zeros.
+//
+// Macros: FMT (FormatCode).
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+
+constexpr int BF16 = 0, NVFP4 = 3;
+
+__device__ __forceinline__ u32 multiply(u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+  u32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+
+__device__ __forceinline__ void e4m3_pair(u16 bytes, float& low, float& high) {
+  u32 halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(bytes));
+  asm("{\n.reg .f16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
+      : "=f"(low), "=f"(high)
+      : "r"(halves));
+}
+
+__device__ __forceinline__ long long swizzled_offset(long long row, int column, int columns) {
+  return row / 128 * ((columns + 3) / 4 * 512) + column / 4 * 512 + row % 32 * 16 + row % 128 / 32 * 4 + column % 4;
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    decode_tokens(const u8* rows, const u8* scales, const int* row_index, const int* group_offsets,
+                  const int* group_scale_offsets, const int* num_active, u8* out, int num_groups, int capacity, int columns,
+                  int units, long long row_bytes) {
+  if (num_active) num_groups = min(num_groups, max(*num_active, 0));
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, t = lane & 3;
+  const int position = blockIdx.x * 8 + lane / 4;
+  if (num_groups == 0 || position >= capacity || position >= group_offsets[num_groups]) return;
+  // The last group that starts at or before the row, and so the one that is not empty.
+  int group = 0;
+  for (int high = num_groups; high - group > 1;) {
+    const int middle = (group + high) / 2;
+    if (group_offsets[middle] <= position) group = middle;
+    else high = middle;
+  }
+  const int start = group_offsets[group], local = position - start;
+  const u8* row = rows + (row_index ? row_index[position] : position) * row_bytes;
+  const long long scale_row = FMT == BF16 ? 0 : (start / 128 + static_cast<long long>(group_scale_offsets[group])) * 128 + local;
+  u8* block = out + static_cast<long long>((start + 7 * group) / 8 + local / 8) * units * 1024 + local % 8 * 16 + t * 4;
+  for (int unit = blockIdx.y * 8 + warp; unit < units; unit += gridDim.y * 8) {
+    const int column = unit * 64 + t * 16;
+    u32 pairs[8] = {};
+    if (column < columns) {
+      if (FMT == BF16) {
+        const uint4* from = reinterpret_cast<const uint4*>(row + column * 2);
+        const uint4 low = from[0], high = from[1];
+        pairs[0] = low.x, pairs[1] = low.y, pairs[2] = low.z, pairs[3] = low.w;
+        pairs[4] = high.x, pairs[5] = high.y, pairs[6] = high.z, pairs[7] = high.w;
+      } else if (FMT == NVFP4) {
+        const uint2 quants = *reinterpret_cast<const uint2*>(row + column / 2);
+        float scale, unused;
+        e4m3_pair(scales[swizzled_offset(scale_row, column / 16, (columns + 15) / 16)], scale, unused);
+        // A number placed in bf16 bits is 2^-126 times its value, and 2^118 the most that its scale can carry.
+        const u32 factor = pack_bf16(scale * 0x1p118f, scale * 0x1p118f);
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          const u32 byte = (i < 4 ? quants.x : quants.y) >> (8 * (i & 3));
+          const u32 placed = (byte & 7) << 6 | (byte & 8) << 12 | (byte & 0x70) << 18 | (byte & 0x80) << 24;
+          pairs[i] = multiply(multiply(placed, factor), 0x43804380);  // 2^8
+        }
+      } else {
+        const uint4 quants = *reinterpret_cast<const uint4*>(row + column);
+        const u32 byte = scales[swizzled_offset(scale_row, column / 32, (columns + 31) / 32)];
+        const u32 half = byte == 0 ? 0x40u : (byte == 255 ? 0x7FC0u : byte << 7);
+        const u32 words[4] = {quants.x, quants.y, quants.z, quants.w};
+#pragma unroll
+        for (int i = 0; i < 8; ++i) {
+          float low, high;
+          e4m3_pair(static_cast<u16>(words[i / 2] >> (16 * (i & 1))), low, high);
+          pairs[i] = multiply(pack_bf16(low, high), half | half << 16);
+        }
+      }
+    }
+    u8* to = block + static_cast<long long>(unit) * 1024;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) *reinterpret_cast<u32*>(to + i * 128) = pairs[i];
+  }
+}

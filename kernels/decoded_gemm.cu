@@ -1,0 +1,619 @@
+// Grouped GEMM with weights decoded in registers, for sm_90a; see decoded_gemm.py for layouts and measurements.
+//
+// The weights are the M side of wgmma: each thread reads its own 16 bytes of quants, in the order in which wgmma wants
+// its A operand, decodes them to bf16 in registers, and multiplies by tokens that lie in shared memory as bf16.
+// One producer warp streams weights and tokens through a ring of stages; each consumer warpgroup owns its weight rows.
+//
+// Macros: W_FMT, OUT_FMT (FormatCode), OUT_TYPE (0 bf16, 1 fp16, 2 fp32; not gated), GATED, WARPGROUPS, UNITS (64 weight
+// rows each, of a warpgroup), STAGES, STAGE_K64 (columns of a stage / 64, even), BATCH (steps of 16 columns decoded
+// before a wait), PREFETCH, MAX_BLOCKS (tokens of a tile / 8), CASES (numbers of blocks below that have code of their
+// own), MAX_GROUPS, ALPHA, LIMIT, UP_OFFSET.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int BF16 = 0, NVFP4 = 3;
+constexpr int QUANT_BYTES = W_FMT == NVFP4 ? 2048 : 4096;  // 64 rows x 64 columns
+constexpr int SCALE_BYTES = W_FMT == NVFP4 ? 256 : 128;
+constexpr int UNIT_BYTES = QUANT_BYTES + SCALE_BYTES;
+constexpr int TILE_UNITS = UNITS * WARPGROUPS;
+constexpr int TILE_TOKENS = 8 * MAX_BLOCKS;
+constexpr int BLOCK_BYTES = STAGE_K64 * 64 * 8 * 2;  // of 8 tokens in a stage
+constexpr int WEIGHT_STAGE = TILE_UNITS * STAGE_K64 * UNIT_BYTES;
+constexpr int STAGE_BYTES = WEIGHT_STAGE + MAX_BLOCKS * BLOCK_BYTES;
+constexpr u32 LANES = 0x81C081C0;  // sign and magnitude of an e2m1 number in both bf16 halves
+
+__device__ __forceinline__ u32 shared_address(const void* p) {
+  return static_cast<u32>(__cvta_generic_to_shared(p));
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nAGAIN:\n"
+      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
+      "@!done bra AGAIN;\n}" ::"r"(barrier),
+      "r"(parity)
+      : "memory");
+}
+
+__device__ __forceinline__ void bulk_copy(u32 to, const u8* from, u32 bytes, u32 barrier) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+      "r"(bytes), "r"(barrier)
+      : "memory");
+}
+
+__device__ __forceinline__ uint4 load_16(u32 address) {
+  uint4 v;
+  asm volatile("ld.shared.v4.u32 {%0, %1, %2, %3}, [%4];" : "=r"(v.x), "=r"(v.y), "=r"(v.z), "=r"(v.w) : "r"(address));
+  return v;
+}
+
+__device__ __forceinline__ u32 multiply(u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+  u32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+
+// Two e4m3 numbers as fp32.
+__device__ __forceinline__ void e4m3_pair(u16 bytes, float& low, float& high) {
+  u32 halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(bytes));
+  asm("{\n.reg .f16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
+      : "=f"(low), "=f"(high)
+      : "r"(halves));
+}
+
+// bf16 2^(byte - 127), twice; 0 gives 2^-127, 255 NaN.
+__device__ __forceinline__ u32 e8m0_pair(u32 byte) {
+  u32 half = byte == 0 ? 0x40u : (byte == 255 ? 0x7FC0u : byte << 7);
+  return half | (half << 16);
+}
+
+// Matrix descriptor of K-major tokens without swizzle: 8x8 core matrices of 128 bytes, the next 8 columns 128 bytes
+// away, the next 8 tokens BLOCK_BYTES.
+__device__ __forceinline__ u64 token_descriptor(u32 address) {
+  return static_cast<u64>((address & 0x3FFFF) >> 4) | (static_cast<u64>(128 >> 4) << 16) |
+         (static_cast<u64>(BLOCK_BYTES >> 4) << 32);
+}
+
+__device__ __forceinline__ void wgmma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void wgmma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int PENDING>
+__device__ __forceinline__ void wgmma_wait() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(PENDING) : "memory");
+}
+
+// acc[64 weight rows, 8 * BLOCKS tokens] += a (registers) * tokens (shared memory), over 16 columns.
+template <int BLOCKS>
+struct Wgmma;
+
+template <>
+struct Wgmma<2> {
+  static __device__ __forceinline__ void run(float (&d)[8], const u32 (&a)[4], u64 tokens) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n16k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7}, "
+        "{%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens));
+  }
+};
+
+template <>
+struct Wgmma<4> {
+  static __device__ __forceinline__ void run(float (&d)[16], const u32 (&a)[4], u64 tokens) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n32k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+        "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens));
+  }
+};
+
+template <>
+struct Wgmma<6> {
+  static __device__ __forceinline__ void run(float (&d)[24], const u32 (&a)[4], u64 tokens) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n48k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+        "%16, %17, %18, %19, %20, %21, %22, %23}, "
+        "{%24, %25, %26, %27}, %28, 1, 1, 1, 0;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens));
+  }
+};
+
+template <>
+struct Wgmma<8> {
+  static __device__ __forceinline__ void run(float (&d)[32], const u32 (&a)[4], u64 tokens) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+        "{%32, %33, %34, %35}, %36, 1, 1, 1, 0;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens));
+  }
+};
+
+template <>
+struct Wgmma<12> {
+  static __device__ __forceinline__ void run(float (&d)[48], const u32 (&a)[4], u64 tokens) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n96k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47}, "
+        "{%48, %49, %50, %51}, %52, 1, 1, 1, 0;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens));
+  }
+};
+
+template <>
+struct Wgmma<16> {
+  static __device__ __forceinline__ void run(float (&d)[64], const u32 (&a)[4], u64 tokens) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63}, "
+        "{%64, %65, %66, %67}, %68, 1, 1, 1, 0;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55]),
+          "+f"(d[56]), "+f"(d[57]), "+f"(d[58]), "+f"(d[59]), "+f"(d[60]), "+f"(d[61]), "+f"(d[62]), "+f"(d[63])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens));
+  }
+};
+
+// The A operands of one wgmma from the quants of 64 columns (16 numbers of row r and of row r + 8 of each thread).
+struct Unit {
+  uint4 quants[QUANT_BYTES / 2048];
+  u32 scale[2];  // bf16 pairs, of row r and r + 8
+
+  __device__ __forceinline__ void load(u32 address, int thread) {
+    for (int i = 0; i < QUANT_BYTES / 2048; ++i) quants[i] = load_16(address + i * 2048 + thread * 16);
+    if (W_FMT == NVFP4) {
+      u16 bytes;
+      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bytes) : "r"(address + QUANT_BYTES + thread * 2));
+      float low, high;
+      e4m3_pair(bytes, low, high);
+      low *= 0x1p118f, high *= 0x1p118f;
+      scale[0] = pack_bf16(low, low);
+      scale[1] = pack_bf16(high, high);
+    } else {
+      u16 bytes;
+      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bytes) : "r"(address + QUANT_BYTES + (thread >> 1) * 2));
+      scale[0] = e8m0_pair(bytes & 255);
+      scale[1] = e8m0_pair(bytes >> 8);
+    }
+  }
+
+  // Columns 4 * step .. 4 * step + 3 of the 16 of each thread.
+  __device__ __forceinline__ void decode(int step, u32 (&a)[4]) const {
+    if (W_FMT == NVFP4) {
+      // SLOTS of decoded_layout.py: where the bits of the four numbers of each half lie.
+      const u32 w = step == 0 ? quants[0].x : step == 1 ? quants[0].y : step == 2 ? quants[0].z : quants[0].w;
+      a[0] = multiply((w & 0x81808180) | ((w >> 8) & 0x00400040), scale[0]);
+      a[1] = multiply((w << 2) & LANES, scale[1]);
+      a[2] = multiply((w << 6) & LANES, scale[0]);
+      a[3] = multiply(__funnelshift_r(w, w, 4) & LANES, scale[1]);
+    } else {
+      const uint4 q = quants[QUANT_BYTES == 4096 ? step >> 1 : 0];
+      const u32 rows[2] = {step & 1 ? q.z : q.x, step & 1 ? q.w : q.y};
+      for (int half = 0; half < 2; ++half) {
+        float v[4];
+        e4m3_pair(static_cast<u16>(rows[half]), v[0], v[1]);
+        e4m3_pair(static_cast<u16>(rows[half] >> 16), v[2], v[3]);
+        a[half] = multiply(pack_bf16(v[0], v[1]), scale[half]);
+        a[2 + half] = multiply(pack_bf16(v[2], v[3]), scale[half]);
+      }
+    }
+  }
+};
+
+struct Problem {
+  const u8* tokens;
+  const u8* weights;
+  const float* row_scale;
+  const float* expert_scales;
+  const float* bias;
+  void* out;
+  u8* out_scales;
+  const float* out_gsf;
+  const int* out_scale_offsets;
+  int columns;  // of the output
+  int num_rows;  // of a weight: twice as many where gated
+  int units;  // K / 64, rounded up
+  int unit_rows;
+  int out_stride;
+  int scales_per_expert;
+  int gate_up_order;  // 1 gate | up, 2 up | gate, 3 interleaved; not read where not gated
+};
+
+// One tile of the output: `rows` tokens of a group from its token `local`, and 64 * TILE_UNITS weight rows.
+struct Tile {
+  int group, start, local, rows, expert, m_tile;
+
+  __device__ __forceinline__ int token_block() const { return (start + 7 * group) / 8 + local / 8; }
+};
+
+// Walks the tiles of a block, in the same order in each of its warps.
+struct Walk {
+  const int* offsets;
+  const int* experts;
+  int num_groups, m_tiles;
+  int group = 0, before = 0;
+
+  __device__ __forceinline__ bool find(int number, Tile& tile) {
+    for (; group < num_groups; ++group) {
+      const int rows = offsets[group + 1] - offsets[group];
+      const int tiles = experts[group] < 0 ? 0 : (rows + TILE_TOKENS - 1) / TILE_TOKENS * m_tiles;
+      if (number < before + tiles) {
+        const int part = (number - before) / m_tiles;
+        tile.group = group;
+        tile.start = offsets[group];
+        tile.local = part * TILE_TOKENS;
+        tile.rows = min(rows - tile.local, TILE_TOKENS);
+        tile.expert = experts[group];
+        tile.m_tile = (number - before) % m_tiles;
+        return true;
+      }
+      before += tiles;
+    }
+    return false;
+  }
+};
+
+__device__ __forceinline__ float finished(const Problem& p, float acc, float row_scale, float expert_scale, int bias_at) {
+  if (W_FMT == NVFP4) acc = __fmul_rn(acc, 256.0f);
+  acc = __fmul_rn(acc, row_scale);
+  acc = __fmul_rn(acc, expert_scale);
+  return p.bias ? __fadd_rn(acc, p.bias[bias_at]) : acc;
+}
+
+__device__ __forceinline__ float swiglu(float gate, float up) {
+#ifdef LIMIT
+  gate = gate > LIMIT ? LIMIT : gate;
+  up = up > LIMIT ? LIMIT : (up < -LIMIT ? -LIMIT : up);
+#endif
+  if (UP_OFFSET != 0.0f) up = __fadd_rn(up, UP_OFFSET);
+  return __fmul_rn(__fdiv_rn(gate, __fadd_rn(1.0f, __expf(__fmul_rn(-ALPHA, gate)))), up);
+}
+
+__device__ __forceinline__ u32 magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
+
+// Bits of e4m3, rounded to nearest even; x is finite, not negative and at most 448.
+__device__ __forceinline__ u32 e4m3_code(float x) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
+  return pair & 255;
+}
+
+__device__ __forceinline__ u32 e2m1_code(float x) {
+  const float a = fabsf(x);
+  const u32 code = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
+  return code | ((__float_as_uint(x) >> 28) & 8);
+}
+
+__device__ __forceinline__ long long swizzled_offset(long long row, int column, int columns) {
+  return row / 128 * ((columns + 3) / 4 * 512) + column / 4 * 512 + row % 32 * 16 + row % 128 / 32 * 4 + column % 4;
+}
+
+__device__ __forceinline__ u32 block_maximum(u32 a) {
+  for (int lanes = 4; lanes < 32; lanes *= 2) a = max(a, __shfl_xor_sync(0xFFFFFFFF, a, lanes));
+  return a;
+}
+
+// Stores one number of each lane, rows `position` (by t) and columns `column` (by row of the lane); `bits` is the largest
+// magnitude of its block.
+__device__ __forceinline__ void store_quantized(const Problem& p, const Tile& tile, int local, bool live, int column,
+                                                float h, u32 bits, float gsf) {
+  const long long position = tile.start + local;
+  const int row = (threadIdx.x & 31) / 4, warp = threadIdx.x / 32 & 3;
+  if (OUT_FMT == BF16) {
+    const u32 own = pack_bf16(h, h) & 0xFFFF;
+    const u32 pair = own | __shfl_xor_sync(0xFFFFFFFF, own, 4) << 16;
+    if (live && row % 2 == 0) *reinterpret_cast<u32*>(static_cast<u16*>(p.out) + position * p.columns + column) = pair;
+    return;
+  }
+  const long long scale_row =
+      (tile.start / 128 + static_cast<long long>(p.out_scale_offsets[tile.group])) * 128 + local;
+  const bool poisoned = bits >= 0x7F800000;
+  if (OUT_FMT == NVFP4) {
+    const float amax = __uint_as_float(poisoned ? 0 : bits);
+    const u32 code = e4m3_code(fminf(__fdiv_rn(__fmul_rn(gsf, amax), 6.0f), 448.0f));
+    float scale, unused;
+    e4m3_pair(code, scale, unused);
+    const bool dead = poisoned || code == 0;
+    u32 codes = e2m1_code(__fmul_rn(dead ? 0.0f : h, __fdiv_rn(gsf, dead ? 1.0f : scale))) << 4 * row;
+    for (int lanes = 4; lanes < 32; lanes *= 2) codes |= __shfl_xor_sync(0xFFFFFFFF, codes, lanes);
+    if (live && row == 0) {
+      *reinterpret_cast<u32*>(static_cast<u8*>(p.out) + position * (p.columns / 2) + column / 2) = codes;
+      if (warp % 2 == 0) {
+        p.out_scales[swizzled_offset(scale_row, column / 16, (p.columns + 15) / 16)] = poisoned ? 0x7F : code;
+      }
+    }
+  } else {
+    const float amax = __uint_as_float(max(poisoned ? 0 : bits, 0x38D1B717u));
+    const u32 byte = (__float_as_uint(__fdiv_rn(amax, 448.0f)) + 0x7FFFFF) >> 23;
+    const float value = poisoned ? 0.0f : __fmul_rn(h, __uint_as_float((254 - byte) << 23));
+    u32 codes = e4m3_code(value) << 8 * (row & 3);
+    for (int lanes = 4; lanes < 16; lanes *= 2) codes |= __shfl_xor_sync(0xFFFFFFFF, codes, lanes);
+    if (live && row % 4 == 0) {
+      *reinterpret_cast<u32*>(static_cast<u8*>(p.out) + position * p.columns + column) = codes;
+      if (row == 0 && warp == 0) {
+        p.out_scales[swizzled_offset(scale_row, column / 32, (p.columns + 31) / 32)] = poisoned ? 255 : byte;
+      }
+    }
+  }
+}
+
+__device__ __forceinline__ void store_plain(const Problem& p, long long position, int column, float c0, float c1) {
+  const long long at = position * p.out_stride + column;
+  if (OUT_TYPE == 2) {
+    *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at) = make_float2(c0, c1);
+  } else if (OUT_TYPE == 1) {
+    u32 pair;
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(c1), "f"(c0));
+    *reinterpret_cast<u32*>(static_cast<u16*>(p.out) + at) = pair;
+  } else {
+    *reinterpret_cast<u32*>(static_cast<u16*>(p.out) + at) = pack_bf16(c0, c1);
+  }
+}
+
+// Number of the token of accumulator register pair `i` among those of the tile.
+__device__ __forceinline__ int token_of(int i) { return i / 2 * 8 + (threadIdx.x & 3) * 2 + i % 2; }
+
+template <int BLOCKS>
+__device__ __forceinline__ void finish_gated(const Problem& p, const Tile& tile, int first_unit, float gate_scale,
+                                             float up_scale, float (&acc)[UNITS][4 * BLOCKS], u32* exchange) {
+  const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 & 3, lane = threadIdx.x & 31;
+  const float gsf = OUT_FMT == NVFP4 ? *p.out_gsf : 1.0f;
+  const int bias_base = tile.expert * p.num_rows;
+#pragma unroll
+  for (int unit = 0; unit < UNITS; ++unit) {
+    const int column = (first_unit + unit) * 32 + warp * 8 + lane / 4;
+    const bool inside = column < p.columns;
+    int gate_row = column, up_row = column;
+    if (p.gate_up_order == 3) gate_row = 2 * column, up_row = 2 * column + 1;
+    if (p.gate_up_order == 1) up_row += p.columns;
+    if (p.gate_up_order == 2) gate_row += p.columns;
+    if (!inside) gate_row = up_row = 0;
+#pragma unroll
+    for (int i = 0; i < 2 * BLOCKS; ++i) {
+      const int token = token_of(i);
+      const float row_scale = p.row_scale && token < tile.rows ? p.row_scale[tile.start + tile.local + token] : 1.0f;
+      float* c = acc[unit] + i / 2 * 4 + i % 2;
+      c[0] = swiglu(finished(p, c[0], row_scale, gate_scale, bias_base + gate_row),
+                    finished(p, c[2], row_scale, up_scale, bias_base + up_row));
+      if (OUT_FMT != BF16) {
+        const u32 bits = block_maximum(magnitude(c[0]));
+        if (lane < 4) exchange[((warpgroup * UNITS + unit) * 4 + warp) * TILE_TOKENS + token] = bits;
+      }
+    }
+  }
+  if (OUT_FMT != BF16) asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
+#pragma unroll
+  for (int unit = 0; unit < UNITS; ++unit) {
+    const int column = (first_unit + unit) * 32 + warp * 8 + lane / 4;
+    const bool inside = column < p.columns;
+#pragma unroll
+    for (int i = 0; i < 2 * BLOCKS; ++i) {
+      const int token = token_of(i);
+      u32 bits = 0;
+      if (OUT_FMT != BF16) {
+        // A block of 16 numbers lies in two warps, one of 32 in four.
+        const u32* maxima = exchange + (warpgroup * UNITS + unit) * 4 * TILE_TOKENS + token;
+        const int at = OUT_FMT == NVFP4 ? warp & 2 : 0;
+        bits = max(maxima[at * TILE_TOKENS], maxima[(at + 1) * TILE_TOKENS]);
+        if (OUT_FMT != NVFP4) bits = max(bits, max(maxima[2 * TILE_TOKENS], maxima[3 * TILE_TOKENS]));
+      }
+      store_quantized(p, tile, tile.local + token, token < tile.rows && inside, column, acc[unit][i / 2 * 4 + i % 2], bits,
+                      gsf);
+    }
+  }
+  if (OUT_FMT != BF16) asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
+}
+
+template <int BLOCKS>
+__device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 stages, u32 full, u32 empty, int& stage,
+                                        u32& parity, u32* exchange) {
+  const int thread = threadIdx.x & 127, warpgroup = threadIdx.x / 128;
+  float acc[UNITS][4 * BLOCKS];
+#pragma unroll
+  for (int unit = 0; unit < UNITS; ++unit) {
+    for (int i = 0; i < 4 * BLOCKS; ++i) acc[unit][i] = 0.0f;
+  }
+  u32 a[2][BATCH][UNITS][4];
+  Unit now[UNITS], next[UNITS];
+  const u32 mine = stages + warpgroup * UNITS * STAGE_K64 * UNIT_BYTES;
+  auto load = [&](Unit(&units)[UNITS], int k64) {
+    for (int unit = 0; unit < UNITS; ++unit) {
+      units[unit].load(mine + stage * STAGE_BYTES + (unit * STAGE_K64 + k64) * UNIT_BYTES, thread);
+    }
+  };
+  barrier_wait(full + stage * 8, parity);
+  if (PREFETCH) load(now, 0);
+  int last = -1;
+  for (int k64 = 0; k64 < p.units; k64 += STAGE_K64) {
+    const u64 tokens = token_descriptor(stages + stage * STAGE_BYTES + WEIGHT_STAGE);
+    const int current = stage;
+#pragma unroll
+    for (int part = 0; part < STAGE_K64; ++part) {
+      if (STAGE_K64 > 1 && part > 0 && k64 + part >= p.units) {
+        last = current;
+        goto summed;
+      }
+      if (!PREFETCH) load(now, part);
+      const bool more = k64 + part + 1 < p.units;
+      if (part + 1 == STAGE_K64) {
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+        if (PREFETCH && more) barrier_wait(full + stage * 8, parity);
+      }
+      // The quants of the next unit are under way while this one is decoded.
+      if (PREFETCH && more) load(next, (part + 1) % STAGE_K64);
+#pragma unroll
+      for (int batch = 0; batch < 4 / BATCH; ++batch) {
+        auto& operands = a[(part * (4 / BATCH) + batch) & 1];
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+          for (int unit = 0; unit < UNITS; ++unit) now[unit].decode(batch * BATCH + i, operands[i][unit]);
+        }
+        wgmma_fence();
+#pragma unroll
+        for (int i = 0; i < BATCH; ++i) {
+          const u64 at = tokens + ((part * 4 + batch * BATCH + i) * 256 >> 4);
+          for (int unit = 0; unit < UNITS; ++unit) Wgmma<BLOCKS>::run(acc[unit], operands[i][unit], at);
+        }
+        wgmma_commit();
+        wgmma_wait<1>();
+        if (part == 0 && batch == 0 && last >= 0 && thread == 0) barrier_arrive(empty + last * 8);
+      }
+      if (PREFETCH) {
+        for (int unit = 0; unit < UNITS; ++unit) now[unit] = next[unit];
+      } else if (part + 1 == STAGE_K64 && more) {
+        barrier_wait(full + stage * 8, parity);
+      }
+    }
+    last = current;
+  }
+summed:
+  wgmma_wait<0>();
+  if (thread == 0) barrier_arrive(empty + last * 8);
+  // A stage that was not full has not been left behind yet.
+  if (p.units % STAGE_K64 && ++stage == STAGES) stage = 0, parity ^= 1;
+
+  const int first_unit = tile.m_tile * TILE_UNITS + warpgroup * UNITS;
+  const float* scales = p.expert_scales ? p.expert_scales + tile.expert * p.scales_per_expert : nullptr;
+  const float gate_scale = scales ? scales[0] : 1.0f;
+  if (GATED) {
+    const float up_scale = scales ? scales[p.scales_per_expert - 1] : 1.0f;
+    finish_gated<BLOCKS>(p, tile, first_unit, gate_scale, up_scale, acc, exchange);
+    return;
+  }
+#pragma unroll
+  for (int unit = 0; unit < UNITS; ++unit) {
+    const int column = (first_unit + unit) * 64 + thread / 32 * 16 + (thread & 31) / 4 * 2;
+    if (column >= p.columns) continue;
+    const int bias_at = tile.expert * p.num_rows + column;
+#pragma unroll
+    for (int i = 0; i < 2 * BLOCKS; ++i) {
+      const int token = token_of(i);
+      if (token >= tile.rows) continue;
+      const long long position = tile.start + tile.local + token;
+      const float row_scale = p.row_scale ? p.row_scale[position] : 1.0f;
+      const float* c = acc[unit] + i / 2 * 4 + i % 2;
+      store_plain(p, position, column, finished(p, c[0], row_scale, gate_scale, bias_at),
+                  finished(p, c[2], row_scale, gate_scale, bias_at + 1));
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
+    decoded_gemm(const u8* tokens, const u8* weights, const float* row_scale, const float* expert_scales,
+                 const float* bias, const int* group_offsets, const int* expert_ids, const int* num_active, void* out,
+                 u8* out_scales, const float* out_gsf, const int* out_scale_offsets, int num_groups, int num_experts,
+                 int capacity, int columns, int units, int unit_rows, int out_stride, int scales_per_expert,
+                 int gate_up_order) {
+  extern __shared__ __align__(128) u8 memory[];
+  __shared__ __align__(8) u64 barriers[2 * STAGES];
+  __shared__ u32 exchange[GATED && OUT_FMT != BF16 ? TILE_UNITS * 4 * TILE_TOKENS : 1];
+  __shared__ int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS];
+  const u32 full = shared_address(barriers), empty = full + STAGES * 8, stages = shared_address(memory);
+  if (num_active) num_groups = min(num_groups, max(*num_active, 0));
+  for (int g = threadIdx.x; g <= num_groups; g += blockDim.x) {
+    offsets[g] = min(group_offsets[g], capacity);
+    if (g < num_groups) experts[g] = expert_ids[g] < num_experts ? expert_ids[g] : -1;
+  }
+  if (threadIdx.x == 0) {
+    for (int s = 0; s < STAGES; ++s) {
+      barrier_init(full + s * 8, 1);
+      barrier_init(empty + s * 8, WARPGROUPS);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+
+  const Problem p = {tokens,  weights, row_scale,   expert_scales,     bias,    out,
+                     out_scales, out_gsf, out_scale_offsets, columns, GATED ? 2 * columns : columns,
+                     units,   unit_rows, out_stride, scales_per_expert, gate_up_order};
+  Walk walk = {offsets, experts, num_groups, (unit_rows + TILE_UNITS - 1) / TILE_UNITS};
+  Tile tile;
+  int stage = 0;
+  u32 parity = 0;
+  if (threadIdx.x >= WARPGROUPS * 128) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    if (threadIdx.x >= WARPGROUPS * 128 + 32) return;
+    const int lane = threadIdx.x & 31;
+    for (int number = blockIdx.x; walk.find(number, tile); number += gridDim.x) {
+      const int blocks = (tile.rows + 7) / 8;
+      const int high = min(TILE_UNITS, unit_rows - tile.m_tile * TILE_UNITS);
+      const u8* w = weights + (static_cast<long long>(tile.expert) * unit_rows + tile.m_tile * TILE_UNITS) * units * UNIT_BYTES;
+      const u8* t = tokens + static_cast<long long>(tile.token_block()) * units * 1024;
+      for (int k64 = 0; k64 < units; k64 += STAGE_K64) {
+        const int part = min(STAGE_K64, units - k64);
+        barrier_wait(empty + stage * 8, parity ^ 1);
+        const u32 barrier = full + stage * 8, to = stages + stage * STAGE_BYTES;
+        if (lane == 0) barrier_expect(barrier, part * (high * UNIT_BYTES + blocks * 1024));
+        __syncwarp();
+        if (lane < high) {
+          bulk_copy(to + lane * STAGE_K64 * UNIT_BYTES, w + (static_cast<long long>(lane) * units + k64) * UNIT_BYTES,
+                    part * UNIT_BYTES, barrier);
+        } else if (lane >= 32 - MAX_BLOCKS && 31 - lane < blocks) {
+          const int block = 31 - lane;
+          bulk_copy(to + WEIGHT_STAGE + block * BLOCK_BYTES, t + (static_cast<long long>(block) * units + k64) * 1024,
+                    part * 1024, barrier);
+        }
+        if (++stage == STAGES) stage = 0, parity ^= 1;
+      }
+    }
+  } else {
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 152 : 104));
+    for (int number = blockIdx.x; walk.find(number, tile); number += gridDim.x) {
+      const int blocks = (tile.rows + 7) / 8;
+#define CASE(N) \
+  if (blocks <= N) consume<N>(p, tile, stages, full, empty, stage, parity, exchange); else
+      CASES consume<MAX_BLOCKS>(p, tile, stages, full, empty, stage, parity, exchange);
+    }
+  }
+}

@@ -1,0 +1,179 @@
+"""Grouped GEMM of Hopper for weights that are decoded to bf16 in registers (`nvfp4`, `mxfp8`): host side.
+
+`decode_tokens` gathers the rows once and decodes them to bf16; `decoded_gemm` streams the weights, which it reads
+once for up to 128 tokens of a group. See the `.cu` files for the way of the data and `decoded_layout.py` for the order
+of the weights. The Triton kernel of `grouped_gemm.py` is their sibling: other architectures, interpreted in CI.
+
+The order in which K is summed is that of `wgmma` over 16 columns at a time, in the order of `decoded_layout`: the same
+for every number of rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from moe_runtime.formats import ceil_div
+from moe_runtime.grouped import GroupedRows
+from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.decoded_layout import UNIT, unit_bytes
+from moe_runtime.prepared import PreparedWeights
+from moe_runtime.weights import SwiGLU
+
+MAX_GROUPS = 1024
+SHARED_BYTES = 227 * 1024 - 12 * 1024
+"""Of a block of threads, less what is static."""
+OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+@dataclass(frozen=True)
+class DecodedShape:
+    """Tile and pipeline of `decoded_gemm.cu`.
+
+    Attributes:
+        warpgroups: that decode and multiply, besides the one that loads.
+        units: of 64 weight rows of each.
+        stage_units: of 64 columns in a stage of the ring, even.
+        batch: steps of 16 columns that are decoded before the tensor cores are waited for.
+        prefetch: whether the next unit is read while one is decoded.
+        max_blocks: tokens of a tile / 8.
+        cases: smaller numbers of blocks that have code of their own.
+    """
+
+    warpgroups: int
+    units: int
+    stage_units: int
+    batch: int
+    prefetch: bool
+    max_blocks: int
+    cases: tuple[int, ...]
+
+
+DECODE = DecodedShape(4, 1, 2, 2, True, 8, (2, 4, 6))
+PREFILL = DecodedShape(2, 2, 2, 1, False, 16, (4, 8, 12))
+
+
+def choose_shape(capacity: int, num_groups: int) -> DecodedShape:
+    """The regime."""
+    return DECODE if capacity <= 128 * num_groups else PREFILL
+
+
+def decode_tokens(a: GroupedRows) -> torch.Tensor:
+    """The rows as bf16 in blocks of 8 tokens, uint8 `[blocks, units of K, 8 columns pieces, 8 tokens, 16 bytes]`."""
+    units = ceil_div(a.num_columns, UNIT)
+    blocks = (a.capacity + 7 * a.num_groups) // 8 + 1
+    out = torch.empty(blocks, units, 8, 8, 16, dtype=torch.uint8, device=a.rows.device)
+    active = a.num_active_experts
+    num_groups = a.num_groups if active is None or isinstance(active, torch.Tensor) else min(active, a.num_groups)
+    nvrtc.launch(
+        "decode_tokens.cu",
+        "decode_tokens",
+        {"FMT": int(a.format.code)},
+        grid=(ceil_div(a.capacity, 8), ceil_div(units, 32), 1),
+        block=256,
+        arguments=[
+            a.rows,
+            a.scales,
+            a.row_index,
+            a.group_offsets,
+            a.group_scale_offsets,
+            active if isinstance(active, torch.Tensor) else None,
+            out,
+            num_groups,
+            a.capacity,
+            a.num_columns,
+            units,
+            nvrtc.int64(a.rows.stride(0) * a.rows.element_size()),
+        ],
+        device=a.rows.device,
+    )
+    return out
+
+
+def decoded_gemm(a: GroupedRows, w: PreparedWeights, out: torch.Tensor) -> None:
+    """`grouped_gemm` into `out`, whose rows start at multiples of four numbers."""
+    _launch(a, w, out, None, None, None, None)
+
+
+def decoded_gemm_swiglu(
+    a: GroupedRows, w: PreparedWeights, activation: SwiGLU, out: GroupedRows, gsf: torch.Tensor | None
+) -> None:
+    """`grouped_gemm_swiglu` into the rows and scales of `out`."""
+    _launch(a, w, out.rows, activation, out.scales, gsf, out)
+
+
+def _launch(
+    a: GroupedRows,
+    w: PreparedWeights,
+    out: torch.Tensor,
+    activation: SwiGLU | None,
+    out_scales: torch.Tensor | None,
+    gsf: torch.Tensor | None,
+    result: GroupedRows | None,
+) -> None:
+    if a.capacity == 0 or a.num_groups == 0 or w.num_experts == 0:
+        return
+    shape = choose_shape(a.capacity, a.num_groups)
+    active = a.num_active_experts
+    num_groups = a.num_groups if active is None or isinstance(active, torch.Tensor) else min(active, a.num_groups)
+    defines: dict[str, int | str] = {
+        "W_FMT": int(w.format.code),
+        "OUT_FMT": 0 if result is None else int(result.format.code),
+        "OUT_TYPE": 0 if result is not None else OUT_TYPES[out.dtype],
+        "GATED": int(result is not None),
+        "WARPGROUPS": shape.warpgroups,
+        "UNITS": shape.units,
+        "STAGE_K64": shape.stage_units,
+        "BATCH": shape.batch,
+        "PREFETCH": "true" if shape.prefetch else "false",
+        "MAX_BLOCKS": shape.max_blocks,
+        "CASES": " ".join(f"CASE({blocks})" for blocks in shape.cases),
+        "MAX_GROUPS": MAX_GROUPS,
+    }
+    if activation is not None:
+        defines["ALPHA"], defines["UP_OFFSET"] = _literal(activation.alpha), _literal(activation.up_offset)
+        if activation.limit is not None:
+            defines["LIMIT"] = _literal(activation.limit)
+    else:
+        defines["ALPHA"], defines["UP_OFFSET"] = "1.0f", "0.0f"
+    stage = shape.stage_units * (shape.warpgroups * shape.units * unit_bytes(w.format) + shape.max_blocks * 1024)
+    stages = SHARED_BYTES // stage
+    columns = w.num_rows // 2 if result is not None else w.num_rows
+    nvrtc.launch(
+        "decoded_gemm.cu",
+        "decoded_gemm",
+        defines | {"STAGES": stages},
+        grid=(torch.cuda.get_device_properties(w.device).multi_processor_count, 1, 1),
+        block=128 * (shape.warpgroups + 1),
+        arguments=[
+            decode_tokens(a),
+            w.units,
+            a.row_scale,
+            w.expert_scales,
+            w.bias,
+            a.group_offsets,
+            a.expert_ids,
+            active if isinstance(active, torch.Tensor) else None,
+            out,
+            out_scales,
+            gsf,
+            None if result is None else result.group_scale_offsets,
+            num_groups,
+            w.num_experts,
+            a.capacity,
+            columns,
+            int(w.units.shape[2]),
+            int(w.units.shape[1]),
+            out.stride(0),
+            0 if w.expert_scales is None else w.expert_scales.ndim,
+            0 if w.gate_up is None else w.gate_up.code,
+        ],
+        device=w.device,
+        shared_bytes=stages * stage,
+    )
+
+
+def _literal(value: float) -> str:
+    """A C literal of the fp32 number next to `value`."""
+    return f"{float(torch.tensor(value, dtype=torch.float32)).hex()}f"

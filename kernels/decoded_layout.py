@@ -1,0 +1,146 @@
+"""The order in which `decoded_gemm` reads weights: quants and scales of 64 rows and 64 columns together, one unit.
+
+Thread `32 * warp + 4 * row + t` of a warpgroup holds, of MMA rows `16 * warp + row` (half 0) and `+ 8` (half 1), the
+columns `16 * t + 4 * step + pair * 2 + i` of the unit: what `wgmma` wants in its A registers at step `step`, register
+`half + 2 * pair`, is then a contiguous word, and a thread needs one NVFP4 scale per row. Tokens take the same columns
+in the same order.
+
+A unit of `nvfp4` is 2048 bytes of quants, 16 per thread, then 256 of scales, 2 per thread. A word is the 8 numbers of
+a step, bit by bit where `SLOTS` says, so that a rotation and a mask put three of the four registers where bf16 has its
+sign and its lowest exponent bits. A unit of `mxfp8` is 4096 bytes, steps 0 and 1 of all threads
+first, then 2 and 3, and 128 of scales.
+
+A unit holds 64 rows of a plain weight, `16 * warp + 2 * row + half`, or 32 of gate and of up, `8 * warp + row`, gate in
+half 0 and up in half 1: the SwiGLU is then within a thread.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moe_runtime.formats import MXFP8, NVFP4, TokenFormat, ceil_div
+from moe_runtime.weights import GateUpOrder
+
+SLOTS = (
+    ((15, 8, 7, 14), (31, 24, 23, 30)),
+    ((13, 6, 5, 4), (29, 22, 21, 20)),
+    ((9, 2, 1, 0), (25, 18, 17, 16)),
+    ((19, 12, 11, 10), (3, 28, 27, 26)),
+)
+"""Where the bits `s e e m` of the numbers `i` = 0 and 1 of register 0, 1, 2, 3 lie in a word.
+
+A rotation brings those of one register to bits 15, 8, 7, 6 and 31, 24, 23, 22, where a bf16 has them; register 0 lies
+there but for its lowest bit. Of all placements this one takes the fewest instructions (9 for a word).
+"""
+
+UNIT = 64
+DECODED_FORMATS = (NVFP4, MXFP8)
+
+
+def unit_bytes(fmt: TokenFormat) -> int:
+    """Bytes of 64 x 64 numbers with their scales."""
+    return UNIT * (fmt.quant_bytes(UNIT) + fmt.scale_bytes(UNIT))
+
+
+def unit_rows(num_rows: int) -> int:
+    """Units that a weight of `num_rows` rows is high."""
+    return ceil_div(num_rows, UNIT)
+
+
+def source_rows(num_rows: int, order: GateUpOrder | None) -> torch.Tensor:
+    """int64 `[units, 4 warps, 8 rows, 2 halves]`: the row of the weight that lies there; -1 for padding.
+
+    `order` None is a plain weight, otherwise gate and up are brought together.
+    """
+    unit, warp, row, half = torch.meshgrid(*(torch.arange(n) for n in (unit_rows(num_rows), 4, 8, 2)), indexing="ij")
+    if order is None:
+        found = unit * UNIT + warp * 16 + row * 2 + half
+        return torch.where(found < num_rows, found, -1)
+    column = unit * (UNIT // 2) + warp * 8 + row
+    halves = [torch.arange(num_rows)[part(num_rows)] for part in (order.gate_rows, order.up_rows)]
+    found = torch.stack(halves)[half, column.clamp(max=num_rows // 2 - 1)]
+    return torch.where(column < num_rows // 2, found, -1)
+
+
+def pack_units(quants_NK: torch.Tensor, scales_NV: torch.Tensor, fmt: TokenFormat, rows: torch.Tensor) -> torch.Tensor:
+    """One expert as units.
+
+    Args:
+        quants_NK: uint8 `[N, quant bytes of K]`.
+        scales_NV: uint8 `[N, V]`, linear.
+        fmt: `nvfp4` or `mxfp8`.
+        rows: of `source_rows`.
+
+    Returns:
+        uint8 `[units, ceil(K / 64), unit_bytes]`; padding is zeros.
+    """
+    chunks = ceil_div(quants_NK.shape[1], fmt.quant_bytes(UNIT))
+    index = rows.to(quants_NK.device)
+    # One row of zeros at the end for the padding, which has index -1.
+    quants = _padded(quants_NK, chunks * fmt.quant_bytes(UNIT))[index].unflatten(-1, (chunks, -1))
+    scales = _padded(scales_NV, chunks * fmt.scale_columns(UNIT))[index].unflatten(-1, (chunks, -1))
+    # [units, chunks, ...] from [units, warp, row, half, chunk, ...].
+    quants, scales = (part.permute(0, 4, 1, 2, 3, 5) for part in (quants, scales))
+    if fmt is NVFP4:
+        # t, step, pair bytes; each byte i = 0 in the low nibble.
+        codes = torch.stack((quants & 15, quants >> 4), -1).unflatten(-2, (4, 4, 2))
+        words = _place(codes.permute(0, 1, 2, 3, 5, 6, 4, 7, 8).int())
+        packed = words.contiguous().view(torch.uint8)
+    else:
+        # [t, early or late steps, step, pair and i] to [late][warp, row, t][step, half, pair and i].
+        parts = quants.unflatten(-1, (4, 2, 2, 4))
+        packed = parts.permute(0, 1, 6, 2, 3, 5, 7, 4, 8)
+    packed_scales = scales.transpose(-1, -2)
+    return torch.cat((packed.flatten(2), packed_scales.flatten(2)), dim=2)
+
+
+def unpack_units(
+    units: torch.Tensor, fmt: TokenFormat, rows: torch.Tensor, num_rows: int, num_columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(quants, scales)` of one expert, as `pack_units` took them."""
+    count, chunks, _ = units.shape
+    split = UNIT * fmt.quant_bytes(UNIT)
+    packed, packed_scales = units[..., :split].contiguous(), units[..., split:]
+    if fmt is NVFP4:
+        codes = _codes(packed.view(torch.int32).view(count, chunks, 4, 8, 4, 4))
+        codes = codes.permute(0, 1, 2, 3, 6, 4, 5, 7, 8)
+        quants = (codes[..., 0] | codes[..., 1] << 4).to(torch.uint8).flatten(-3)
+    else:
+        quants = packed.view(count, chunks, 2, 4, 8, 4, 2, 2, 4).permute(0, 1, 3, 4, 7, 5, 2, 6, 8).flatten(-4)
+    scales = packed_scales.unflatten(-1, (4, 8, -1, 2)).transpose(-1, -2)
+    found = []
+    for part, width in ((quants, fmt.quant_bytes(num_columns)), (scales, fmt.scale_columns(num_columns))):
+        by_row = part.permute(0, 2, 3, 4, 1, 5).flatten(4)
+        whole = torch.zeros(num_rows + 1, by_row.shape[-1], dtype=torch.uint8, device=units.device)
+        whole[rows.to(units.device)] = by_row
+        found.append(whole[:num_rows, :width].contiguous())
+    return found[0], found[1]
+
+
+def _padded(bytes_NB: torch.Tensor, width: int) -> torch.Tensor:
+    return torch.nn.functional.pad(bytes_NB, (0, width - bytes_NB.shape[1], 0, 1))
+
+
+def _place(codes: torch.Tensor) -> torch.Tensor:
+    """int32 words from e2m1 codes int32 `[..., half, pair, i]`, by `SLOTS`."""
+    words = torch.zeros(codes.shape[:-3], dtype=torch.int32, device=codes.device)
+    for register, slot in enumerate(SLOTS):
+        code = codes[..., register % 2, register // 2, :]
+        for i in range(2):
+            for bit, position in zip((3, 2, 1, 0), slot[i], strict=True):
+                words |= (code[..., i] >> bit & 1) << position
+    return words
+
+
+def _codes(words: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_place`: int32 `[..., half, pair, i]`."""
+    registers = []
+    for slot in SLOTS:
+        halves = []
+        for positions in slot:
+            code = torch.zeros_like(words)
+            for bit, position in zip((3, 2, 1, 0), positions, strict=True):
+                code |= (words >> position & 1) << bit
+            halves.append(code)
+        registers.append(torch.stack(halves, -1))
+    return torch.stack(registers, -2).unflatten(-2, (2, 2)).transpose(-3, -2)

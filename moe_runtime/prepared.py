@@ -1,0 +1,95 @@
+"""Expert weights in the order that a GPU's kernels read: made once at load, invertible bit for bit."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from moe_runtime.formats import TokenFormat
+from moe_runtime.weights import ExpertWeights, GateUpOrder
+
+
+@dataclass(frozen=True)
+class PreparedWeights:
+    """`ExpertWeights` in the layout of `kernels/decoded_layout.py`, for the register-decoding GEMM of Hopper.
+
+    One copy serves every number of rows. `E` experts, `N x K` the weight of one.
+
+    Attributes:
+        format: `nvfp4` or `mxfp8`.
+        units: uint8 `[E, units of N, units of K, unit bytes]`, quants and scales.
+        num_rows: `N`.
+        num_columns: `K`.
+        expert_scales: fp32 `[E]`, or `[E, 2]` for gate and up apart; None means 1.
+        bias: fp32 `[E, N]`; None means 0.
+        gate_up: where gate and up lay; such weights are for `grouped_gemm_swiglu` alone. None for plain weights.
+    """
+
+    format: TokenFormat
+    units: torch.Tensor
+    num_rows: int
+    num_columns: int
+    expert_scales: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    gate_up: GateUpOrder | None = None
+
+    @classmethod
+    def prepare(cls, w: ExpertWeights, *, engine: str = "auto") -> PreparedWeights:
+        """Reorder `w`, one expert after the other; weights with `gate_up` are prepared for SwiGLU.
+
+        Raises `ValueError` for a format that is not decoded in registers.
+        """
+        from moe_runtime.kernels.decoded_layout import DECODED_FORMATS, pack_units, source_rows
+        from moe_runtime.kernels.swizzle import unswizzle_scales
+
+        if w.format not in DECODED_FORMATS:
+            names = " or ".join(fmt.name for fmt in DECODED_FORMATS)
+            raise ValueError(f"w.format: expected {names}, got {w.format.name}")
+        assert w.scales is not None
+        rows = source_rows(w.num_rows, w.gate_up).to(w.device)
+        columns = w.format.scale_columns(w.num_columns)
+        experts = []
+        for quants, scales in zip(w.quants, w.scales, strict=True):
+            linear = unswizzle_scales(scales[None], w.num_rows, columns, engine=engine)[0]
+            experts.append(pack_units(quants.view(torch.uint8), linear.view(torch.uint8), w.format, rows))
+        return cls(w.format, torch.stack(experts), w.num_rows, w.num_columns, w.expert_scales, w.bias, w.gate_up)
+
+    def restore(self, *, engine: str = "auto") -> ExpertWeights:
+        """The weights that `prepare` was given."""
+        from moe_runtime.kernels.decoded_layout import source_rows, unpack_units
+        from moe_runtime.kernels.swizzle import swizzle_scales
+
+        rows = source_rows(self.num_rows, self.gate_up).to(self.device)
+        parts = [unpack_units(units, self.format, rows, self.num_rows, self.num_columns) for units in self.units]
+        quants, scales = (torch.stack(part) for part in zip(*parts, strict=True))
+        return ExpertWeights(
+            self.format,
+            quants.view(self.format.quant_dtype),
+            swizzle_scales(
+                scales if self.format.scale_dtype is None else scales.view(self.format.scale_dtype), engine=engine
+            ),
+            self.expert_scales,
+            self.bias,
+            self.gate_up,
+        )
+
+    @property
+    def num_experts(self) -> int:
+        """`E`."""
+        return int(self.units.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        return self.units.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        tensors = (self.units, self.expert_scales, self.bias)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def to(self, device: torch.device | str) -> PreparedWeights:
+        """The same weights on `device`."""
+        expert_scales, bias = (None if t is None else t.to(device) for t in (self.expert_scales, self.bias))
+        return replace(self, units=self.units.to(device), expert_scales=expert_scales, bias=bias)
