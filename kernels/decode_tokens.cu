@@ -2,7 +2,7 @@
 //
 // Blocks of 8 tokens: [block][K / 8][8 tokens][8 numbers], with the columns of each 64 in the order of decoded_gemm.py.
 // A group starts at block (group_offsets[g] + 7 * g) / 8. A warp takes 8 rows and 64 columns: lane = row * 4 + t has the
-// columns 16 * t .. 16 * t + 15. Columns past K are zeros.
+// columns 16 * t .. 16 * t + 15. Columns past K are zeros; NVFP4 numbers are 2^100 times their value.
 //
 // Macros: FMT (FormatCode).
 
@@ -40,6 +40,7 @@ extern "C" __global__ void __launch_bounds__(256)
     decode_tokens(const u8* rows, const u8* scales, const int* row_index, const int* group_offsets,
                   const int* group_scale_offsets, const int* num_active, u8* out, int num_groups, int capacity, int columns,
                   int units, long long row_bytes) {
+  asm volatile("griddepcontrol.launch_dependents;");
   if (num_active) num_groups = min(num_groups, max(*num_active, 0));
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, t = lane & 3;
   const int position = blockIdx.x * 8 + lane / 4;
@@ -74,7 +75,7 @@ extern "C" __global__ void __launch_bounds__(256)
         for (int i = 0; i < 8; ++i) {
           const u32 byte = (i < 4 ? quants.x : quants.y) >> (8 * (i & 3));
           const u32 placed = (byte & 7) << 6 | (byte & 8) << 12 | (byte & 0x70) << 18 | (byte & 0x80) << 24;
-          pairs[i] = multiply(multiply(placed, factor), 0x43804380);  // 2^8
+          pairs[i] = multiply(multiply(placed, factor), 0x75807580);  // 2^108
         }
       } else {
         const uint4 quants = *reinterpret_cast<const uint4*>(row + column);

@@ -5,9 +5,13 @@
 // One producer warp streams weights and tokens through a ring of stages; each consumer warpgroup owns its weight rows.
 //
 // Macros: W_FMT, OUT_FMT (FormatCode), OUT_TYPE (0 bf16, 1 fp16, 2 fp32; not gated), GATED, WARPGROUPS, UNITS (64 weight
-// rows each, of a warpgroup), STAGES, STAGE_K64 (columns of a stage / 64, even), BATCH (steps of 16 columns decoded
-// before a wait), PREFETCH, MAX_BLOCKS (tokens of a tile / 8), CASES (numbers of blocks below that have code of their
-// own), MAX_GROUPS, ALPHA, LIMIT, UP_OFFSET.
+// rows each, of a warpgroup), STAGES, STAGE_K64 (columns of a stage / 64; divides `units`), BATCH (steps of 16 columns decoded
+// before a wait), BUFFERS (for decoded steps), MAX_BLOCKS (tokens of a tile / 8), CASES (numbers of blocks below that
+// have code of their own), MAX_GROUPS, SCALED_TOKENS (tokens are 2^100 times their value), ALPHA, LIMIT, UP_OFFSET.
+
+#ifndef LATE_BLOCKS
+#define LATE_BLOCKS 2
+#endif
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -212,17 +216,16 @@ struct Unit {
 
   __device__ __forceinline__ void load(u32 address, int thread) {
     for (int i = 0; i < QUANT_BYTES / 2048; ++i) quants[i] = load_16(address + i * 2048 + thread * 16);
+    u16 bytes;
+    const int at = W_FMT == NVFP4 ? thread * 2 : (thread >> 1) * 2;
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bytes) : "r"(address + QUANT_BYTES + at));
     if (W_FMT == NVFP4) {
-      u16 bytes;
-      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bytes) : "r"(address + QUANT_BYTES + thread * 2));
-      float low, high;
-      e4m3_pair(bytes, low, high);
-      low *= 0x1p118f, high *= 0x1p118f;
-      scale[0] = pack_bf16(low, low);
-      scale[1] = pack_bf16(high, high);
+      // SCALE_CODES of decoded_layout.py: as bf16 bits, 4 to the left, 2^-117 times the scale.
+      u32 pair = multiply(__byte_perm(bytes, 0, 0x4140) << 4, 0x7F007F00);  // 2^127
+      if (!SCALED_TOKENS) pair = multiply(pair, 0x75807580);                // 2^108
+      scale[0] = __byte_perm(pair, 0, 0x1010);
+      scale[1] = __byte_perm(pair, 0, 0x3232);
     } else {
-      u16 bytes;
-      asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bytes) : "r"(address + QUANT_BYTES + (thread >> 1) * 2));
       scale[0] = e8m0_pair(bytes & 255);
       scale[1] = e8m0_pair(bytes >> 8);
     }
@@ -263,7 +266,7 @@ struct Problem {
   const int* out_scale_offsets;
   int columns;  // of the output
   int num_rows;  // of a weight: twice as many where gated
-  int units;  // K / 64, rounded up
+  int units;  // of 64 columns
   int unit_rows;
   int out_stride;
   int scales_per_expert;
@@ -305,7 +308,8 @@ struct Walk {
 };
 
 __device__ __forceinline__ float finished(const Problem& p, float acc, float row_scale, float expert_scale, int bias_at) {
-  if (W_FMT == NVFP4) acc = __fmul_rn(acc, 256.0f);
+  // Numbers of weights are 2^-126 times their value, scales and tokens carry what undoes most of it.
+  if (W_FMT == NVFP4) acc = __fmul_rn(acc, SCALED_TOKENS ? 0x1p16f : 0x1p8f);
   acc = __fmul_rn(acc, row_scale);
   acc = __fmul_rn(acc, expert_scale);
   return p.bias ? __fadd_rn(acc, p.bias[bias_at]) : acc;
@@ -464,64 +468,50 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
   for (int unit = 0; unit < UNITS; ++unit) {
     for (int i = 0; i < 4 * BLOCKS; ++i) acc[unit][i] = 0.0f;
   }
-  u32 a[2][BATCH][UNITS][4];
-  Unit now[UNITS], next[UNITS];
-  const u32 mine = stages + warpgroup * UNITS * STAGE_K64 * UNIT_BYTES;
-  auto load = [&](Unit(&units)[UNITS], int k64) {
+  static_assert(4 / BATCH % BUFFERS == 0, "buffers must come in turn from unit to unit");
+  u32 a[BUFFERS][BATCH][UNITS][4];
+  int last = -1;
+  // Waiting as late as the next operands allow hides the load of their quants, but takes registers.
+  constexpr bool LATE_WAIT = UNITS * BLOCKS <= LATE_BLOCKS;
+  auto settle = [&](int part, int batch) {
+    wgmma_wait<BUFFERS - 1>();
+    if (part == 0 && batch == BUFFERS - 1 && last >= 0 && thread == 0) barrier_arrive(empty + last * 8);
+  };
+  auto multiply_unit = [&](int part) {
+    const u32 from = stages + stage * STAGE_BYTES;
+    const u64 tokens = token_descriptor(from + WEIGHT_STAGE);
+    Unit units[UNITS];
+#pragma unroll
     for (int unit = 0; unit < UNITS; ++unit) {
-      units[unit].load(mine + stage * STAGE_BYTES + (unit * STAGE_K64 + k64) * UNIT_BYTES, thread);
+      units[unit].load(from + ((warpgroup * UNITS + unit) * STAGE_K64 + part) * UNIT_BYTES, thread);
+    }
+#pragma unroll
+    for (int batch = 0; batch < 4 / BATCH; ++batch) {
+      auto& operands = a[batch % BUFFERS];
+      if (LATE_WAIT) settle(part, batch);
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        for (int unit = 0; unit < UNITS; ++unit) units[unit].decode(batch * BATCH + i, operands[i][unit]);
+      }
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        const u64 at = tokens + ((part * 4 + batch * BATCH + i) * 256 >> 4);
+        for (int unit = 0; unit < UNITS; ++unit) Wgmma<BLOCKS>::run(acc[unit], operands[i][unit], at);
+      }
+      wgmma_commit();
+      if (!LATE_WAIT) settle(part, batch);
     }
   };
-  barrier_wait(full + stage * 8, parity);
-  if (PREFETCH) load(now, 0);
-  int last = -1;
   for (int k64 = 0; k64 < p.units; k64 += STAGE_K64) {
-    const u64 tokens = token_descriptor(stages + stage * STAGE_BYTES + WEIGHT_STAGE);
-    const int current = stage;
+    barrier_wait(full + stage * 8, parity);
 #pragma unroll
-    for (int part = 0; part < STAGE_K64; ++part) {
-      if (STAGE_K64 > 1 && part > 0 && k64 + part >= p.units) {
-        last = current;
-        goto summed;
-      }
-      if (!PREFETCH) load(now, part);
-      const bool more = k64 + part + 1 < p.units;
-      if (part + 1 == STAGE_K64) {
-        if (++stage == STAGES) stage = 0, parity ^= 1;
-        if (PREFETCH && more) barrier_wait(full + stage * 8, parity);
-      }
-      // The quants of the next unit are under way while this one is decoded.
-      if (PREFETCH && more) load(next, (part + 1) % STAGE_K64);
-#pragma unroll
-      for (int batch = 0; batch < 4 / BATCH; ++batch) {
-        auto& operands = a[(part * (4 / BATCH) + batch) & 1];
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-          for (int unit = 0; unit < UNITS; ++unit) now[unit].decode(batch * BATCH + i, operands[i][unit]);
-        }
-        wgmma_fence();
-#pragma unroll
-        for (int i = 0; i < BATCH; ++i) {
-          const u64 at = tokens + ((part * 4 + batch * BATCH + i) * 256 >> 4);
-          for (int unit = 0; unit < UNITS; ++unit) Wgmma<BLOCKS>::run(acc[unit], operands[i][unit], at);
-        }
-        wgmma_commit();
-        wgmma_wait<1>();
-        if (part == 0 && batch == 0 && last >= 0 && thread == 0) barrier_arrive(empty + last * 8);
-      }
-      if (PREFETCH) {
-        for (int unit = 0; unit < UNITS; ++unit) now[unit] = next[unit];
-      } else if (part + 1 == STAGE_K64 && more) {
-        barrier_wait(full + stage * 8, parity);
-      }
-    }
-    last = current;
+    for (int part = 0; part < STAGE_K64; ++part) multiply_unit(part);
+    last = stage;
+    if (++stage == STAGES) stage = 0, parity ^= 1;
   }
-summed:
   wgmma_wait<0>();
   if (thread == 0) barrier_arrive(empty + last * 8);
-  // A stage that was not full has not been left behind yet.
-  if (p.units % STAGE_K64 && ++stage == STAGES) stage = 0, parity ^= 1;
 
   const int first_unit = tile.m_tile * TILE_UNITS + warpgroup * UNITS;
   const float* scales = p.expert_scales ? p.expert_scales + tile.expert * p.scales_per_expert : nullptr;
@@ -582,28 +572,44 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
   int stage = 0;
   u32 parity = 0;
   if (threadIdx.x >= WARPGROUPS * 128) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 4 ? 64 : 40));
     if (threadIdx.x >= WARPGROUPS * 128 + 32) return;
     const int lane = threadIdx.x & 31;
+    bool early = true;
     for (int number = blockIdx.x; walk.find(number, tile); number += gridDim.x) {
       const int blocks = (tile.rows + 7) / 8;
       const int high = min(TILE_UNITS, unit_rows - tile.m_tile * TILE_UNITS);
       const u8* w = weights + (static_cast<long long>(tile.expert) * unit_rows + tile.m_tile * TILE_UNITS) * units * UNIT_BYTES;
       const u8* t = tokens + static_cast<long long>(tile.token_block()) * units * 1024;
-      for (int k64 = 0; k64 < units; k64 += STAGE_K64) {
-        const int part = min(STAGE_K64, units - k64);
-        barrier_wait(empty + stage * 8, parity ^ 1);
-        const u32 barrier = full + stage * 8, to = stages + stage * STAGE_BYTES;
-        if (lane == 0) barrier_expect(barrier, part * (high * UNIT_BYTES + blocks * 1024));
+      auto load_weights = [&](int k64, int to_stage) {
+        if (lane == 0) barrier_expect(full + to_stage * 8, STAGE_K64 * (high * UNIT_BYTES + blocks * 1024));
         __syncwarp();
         if (lane < high) {
-          bulk_copy(to + lane * STAGE_K64 * UNIT_BYTES, w + (static_cast<long long>(lane) * units + k64) * UNIT_BYTES,
-                    part * UNIT_BYTES, barrier);
-        } else if (lane >= 32 - MAX_BLOCKS && 31 - lane < blocks) {
-          const int block = 31 - lane;
-          bulk_copy(to + WEIGHT_STAGE + block * BLOCK_BYTES, t + (static_cast<long long>(block) * units + k64) * 1024,
-                    part * 1024, barrier);
+          bulk_copy(stages + to_stage * STAGE_BYTES + lane * STAGE_K64 * UNIT_BYTES,
+                    w + (static_cast<long long>(lane) * units + k64) * UNIT_BYTES, STAGE_K64 * UNIT_BYTES, full + to_stage * 8);
         }
+      };
+      auto load_tokens = [&](int k64, int to_stage) {
+        if (lane < blocks) {
+          bulk_copy(stages + to_stage * STAGE_BYTES + WEIGHT_STAGE + lane * BLOCK_BYTES,
+                    t + (static_cast<long long>(lane) * units + k64) * 1024, STAGE_K64 * 1024,
+                    full + to_stage * 8);
+        }
+      };
+      int k64 = 0;
+      if (early) {
+        // Weights do not depend on the kernel before, which may still be decoding the tokens.
+        const int ahead = min(STAGES, units / STAGE_K64);
+        for (int s = 0; s < ahead; ++s) load_weights(s * STAGE_K64, s);
+        asm volatile("griddepcontrol.wait;" ::: "memory");
+        for (; stage < ahead; ++stage, k64 += STAGE_K64) load_tokens(k64, stage);
+        if (stage == STAGES) stage = 0, parity ^= 1;
+        early = false;
+      }
+      for (; k64 < units; k64 += STAGE_K64) {
+        barrier_wait(empty + stage * 8, parity ^ 1);
+        load_weights(k64, stage);
+        load_tokens(k64, stage);
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }
     }

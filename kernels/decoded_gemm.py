@@ -17,7 +17,7 @@ import torch
 from moe_runtime.formats import ceil_div
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import nvrtc
-from moe_runtime.kernels.decoded_layout import UNIT, unit_bytes
+from moe_runtime.kernels.decoded_layout import stage_units, unit_bytes, unit_columns
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import SwiGLU
 
@@ -34,9 +34,9 @@ class DecodedShape:
     Attributes:
         warpgroups: that decode and multiply, besides the one that loads.
         units: of 64 weight rows of each.
-        stage_units: of 64 columns in a stage of the ring, even.
+        stage_units: most units of 64 columns in a stage of the ring.
         batch: steps of 16 columns that are decoded before the tensor cores are waited for.
-        prefetch: whether the next unit is read while one is decoded.
+        buffers: for decoded steps; with one, decoding waits for the tensor cores and other warpgroups go on.
         max_blocks: tokens of a tile / 8.
         cases: smaller numbers of blocks that have code of their own.
     """
@@ -45,13 +45,13 @@ class DecodedShape:
     units: int
     stage_units: int
     batch: int
-    prefetch: bool
+    buffers: int
     max_blocks: int
     cases: tuple[int, ...]
 
 
-DECODE = DecodedShape(4, 1, 2, 2, True, 8, (2, 4, 6))
-PREFILL = DecodedShape(2, 2, 2, 1, False, 16, (4, 8, 12))
+DECODE = DecodedShape(4, 1, 4, 4, 1, 8, (2, 4, 6))
+PREFILL = DecodedShape(2, 2, 2, 1, 2, 16, (4, 8, 12))
 
 
 def choose_shape(capacity: int, num_groups: int) -> DecodedShape:
@@ -61,7 +61,7 @@ def choose_shape(capacity: int, num_groups: int) -> DecodedShape:
 
 def decode_tokens(a: GroupedRows) -> torch.Tensor:
     """The rows as bf16 in blocks of 8 tokens, uint8 `[blocks, units of K, 8 columns pieces, 8 tokens, 16 bytes]`."""
-    units = ceil_div(a.num_columns, UNIT)
+    units = unit_columns(a.num_columns)
     blocks = (a.capacity + 7 * a.num_groups) // 8 + 1
     out = torch.empty(blocks, units, 8, 8, 16, dtype=torch.uint8, device=a.rows.device)
     active = a.num_active_experts
@@ -115,6 +115,10 @@ def _launch(
     if a.capacity == 0 or a.num_groups == 0 or w.num_experts == 0:
         return
     shape = choose_shape(a.capacity, a.num_groups)
+    units = int(w.units.shape[2])
+    stage_k64 = stage_units(units)
+    if stage_k64 > shape.stage_units and units % shape.stage_units == 0:
+        stage_k64 = shape.stage_units
     active = a.num_active_experts
     num_groups = a.num_groups if active is None or isinstance(active, torch.Tensor) else min(active, a.num_groups)
     defines: dict[str, int | str] = {
@@ -124,9 +128,10 @@ def _launch(
         "GATED": int(result is not None),
         "WARPGROUPS": shape.warpgroups,
         "UNITS": shape.units,
-        "STAGE_K64": shape.stage_units,
+        "STAGE_K64": stage_k64,
         "BATCH": shape.batch,
-        "PREFETCH": "true" if shape.prefetch else "false",
+        "BUFFERS": shape.buffers,
+        "SCALED_TOKENS": int(a.format.name == "nvfp4"),
         "MAX_BLOCKS": shape.max_blocks,
         "CASES": " ".join(f"CASE({blocks})" for blocks in shape.cases),
         "MAX_GROUPS": MAX_GROUPS,
@@ -137,7 +142,7 @@ def _launch(
             defines["LIMIT"] = _literal(activation.limit)
     else:
         defines["ALPHA"], defines["UP_OFFSET"] = "1.0f", "0.0f"
-    stage = shape.stage_units * (shape.warpgroups * shape.units * unit_bytes(w.format) + shape.max_blocks * 1024)
+    stage = stage_k64 * (shape.warpgroups * shape.units * unit_bytes(w.format) + shape.max_blocks * 1024)
     stages = SHARED_BYTES // stage
     columns = w.num_rows // 2 if result is not None else w.num_rows
     nvrtc.launch(
@@ -163,7 +168,7 @@ def _launch(
             w.num_experts,
             a.capacity,
             columns,
-            int(w.units.shape[2]),
+            units,
             int(w.units.shape[1]),
             out.stride(0),
             0 if w.expert_scales is None else w.expert_scales.ndim,
@@ -171,6 +176,7 @@ def _launch(
         ],
         device=w.device,
         shared_bytes=stages * stage,
+        early=True,
     )
 
 

@@ -37,6 +37,21 @@ UNIT = 64
 DECODED_FORMATS = (NVFP4, MXFP8)
 
 
+def _scale_code(e4m3: int) -> int:
+    exponent, mantissa = e4m3 >> 3, e4m3 & 7
+    if exponent == 0 and mantissa:
+        exponent = mantissa.bit_length() - 3
+        mantissa = mantissa << 1 - exponent & 7
+    return (exponent + 3) << 3 | mantissa if e4m3 else 0
+
+
+SCALE_CODES = tuple(_scale_code(e4m3) for e4m3 in range(127))
+"""What is stored for each e4m3 scale: its exponent moved so that no number but 0 is denormal.
+
+Shifted to the left by 4 a code is the bf16 number `2^-117 * scale`.
+"""
+
+
 def unit_bytes(fmt: TokenFormat) -> int:
     """Bytes of 64 x 64 numbers with their scales."""
     return UNIT * (fmt.quant_bytes(UNIT) + fmt.scale_bytes(UNIT))
@@ -45,6 +60,17 @@ def unit_bytes(fmt: TokenFormat) -> int:
 def unit_rows(num_rows: int) -> int:
     """Units that a weight of `num_rows` rows is high."""
     return ceil_div(num_rows, UNIT)
+
+
+def stage_units(units: int) -> int:
+    """Units of K that the kernel takes in one stage: the largest of 4, 3, 2 that divides `units`; 0 if none does."""
+    return next((size for size in (4, 3, 2) if units % size == 0), 0)
+
+
+def unit_columns(num_columns: int) -> int:
+    """Units that a weight of `num_columns` columns is wide: whole stages, at most one unit of zeros."""
+    units = ceil_div(num_columns, UNIT)
+    return units if stage_units(units) else units + 1
 
 
 def source_rows(num_rows: int, order: GateUpOrder | None) -> torch.Tensor:
@@ -66,15 +92,15 @@ def pack_units(quants_NK: torch.Tensor, scales_NV: torch.Tensor, fmt: TokenForma
     """One expert as units.
 
     Args:
-        quants_NK: uint8 `[N, quant bytes of K]`.
-        scales_NV: uint8 `[N, V]`, linear.
+        quants_NK: uint8 `[N, bytes]` of quants.
+        scales_NV: uint8 `[N, V]`, linear; `nvfp4`: no negative number and no NaN.
         fmt: `nvfp4` or `mxfp8`.
         rows: of `source_rows`.
 
     Returns:
-        uint8 `[units, ceil(K / 64), unit_bytes]`; padding is zeros.
+        uint8 `[unit_rows, unit_columns, unit_bytes]`; padding is zeros.
     """
-    chunks = ceil_div(quants_NK.shape[1], fmt.quant_bytes(UNIT))
+    chunks = unit_columns(quants_NK.shape[1] * 8 // fmt.element_bits)
     index = rows.to(quants_NK.device)
     # One row of zeros at the end for the padding, which has index -1.
     quants = _padded(quants_NK, chunks * fmt.quant_bytes(UNIT))[index].unflatten(-1, (chunks, -1))
@@ -90,6 +116,8 @@ def pack_units(quants_NK: torch.Tensor, scales_NV: torch.Tensor, fmt: TokenForma
         # [t, early or late steps, step, pair and i] to [late][warp, row, t][step, half, pair and i].
         parts = quants.unflatten(-1, (4, 2, 2, 4))
         packed = parts.permute(0, 1, 6, 2, 3, 5, 7, 4, 8)
+    if fmt is NVFP4:
+        scales = torch.tensor(SCALE_CODES, dtype=torch.uint8, device=scales.device)[scales.int()]
     packed_scales = scales.transpose(-1, -2)
     return torch.cat((packed.flatten(2), packed_scales.flatten(2)), dim=2)
 
@@ -108,6 +136,10 @@ def unpack_units(
     else:
         quants = packed.view(count, chunks, 2, 4, 8, 4, 2, 2, 4).permute(0, 1, 3, 4, 7, 5, 2, 6, 8).flatten(-4)
     scales = packed_scales.unflatten(-1, (4, 8, -1, 2)).transpose(-1, -2)
+    if fmt is NVFP4:
+        back = torch.zeros(256, dtype=torch.uint8)
+        back[list(SCALE_CODES)] = torch.arange(127, dtype=torch.uint8)
+        scales = back.to(scales.device)[scales.int()]
     found = []
     for part, width in ((quants, fmt.quant_bytes(num_columns)), (scales, fmt.scale_columns(num_columns))):
         by_row = part.permute(0, 2, 3, 4, 1, 5).flatten(4)

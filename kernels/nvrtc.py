@@ -125,6 +125,7 @@ def launch(
     arguments: Sequence[Argument | Any],
     device: torch.device,
     shared_bytes: int = 0,
+    early: bool = False,
 ) -> None:
     """Launch an `extern "C"` kernel on the current stream of `device`; compiled and loaded at the first call.
 
@@ -135,6 +136,8 @@ def launch(
             driver (`CUtensorMap`), which are passed by value.
         device: a CUDA device.
         shared_bytes: dynamic shared memory of a block.
+        early: may start when every block of the kernel before has called `griddepcontrol.launch_dependents`; it calls
+            `griddepcontrol.wait` before it reads what that kernel writes.
 
     Raises `NvrtcError` where the source does not compile or the driver refuses the launch.
     """
@@ -147,9 +150,16 @@ def launch(
         values = [_value(argument) for argument in arguments]
         addresses = [v.getPtr() if hasattr(v, "getPtr") else ctypes.addressof(v) for v in values]
         pointers = (ctypes.c_void_p * len(values))(*addresses)
-        _checked(
-            driver.cuLaunchKernel(function, *grid, block, 1, 1, shared_bytes, stream, ctypes.addressof(pointers), 0)
-        )
+        config = driver.CUlaunchConfig()
+        config.gridDimX, config.gridDimY, config.gridDimZ = grid
+        config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
+        config.sharedMemBytes, config.hStream = shared_bytes, stream
+        if early:
+            attribute = driver.CUlaunchAttribute()
+            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+            attribute.value.programmaticStreamSerializationAllowed = 1
+            config.attrs, config.numAttrs = [attribute], 1
+        _checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
 
 
 def _value(argument: Argument | Any) -> Any:

@@ -6,8 +6,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moe_runtime.formats import TokenFormat
+from moe_runtime.formats import NVFP4, TokenFormat
 from moe_runtime.weights import ExpertWeights, GateUpOrder
+
+E4M3_MAX_CODE = 0x7E
 
 
 @dataclass(frozen=True)
@@ -38,7 +40,8 @@ class PreparedWeights:
     def prepare(cls, w: ExpertWeights, *, engine: str = "auto") -> PreparedWeights:
         """Reorder `w`, one expert after the other; weights with `gate_up` are prepared for SwiGLU.
 
-        Raises `ValueError` for a format that is not decoded in registers.
+        Raises `ValueError` for a format that is not decoded in registers, and for `nvfp4` block scales that are
+        negative or NaN. Waits for the device.
         """
         from moe_runtime.kernels.decoded_layout import DECODED_FORMATS, pack_units, source_rows
         from moe_runtime.kernels.swizzle import unswizzle_scales
@@ -51,8 +54,10 @@ class PreparedWeights:
         columns = w.format.scale_columns(w.num_columns)
         experts = []
         for quants, scales in zip(w.quants, w.scales, strict=True):
-            linear = unswizzle_scales(scales[None], w.num_rows, columns, engine=engine)[0]
-            experts.append(pack_units(quants.view(torch.uint8), linear.view(torch.uint8), w.format, rows))
+            linear = unswizzle_scales(scales[None], w.num_rows, columns, engine=engine)[0].view(torch.uint8)
+            if w.format is NVFP4 and int(linear.max()) > E4M3_MAX_CODE:
+                raise ValueError("w.scales: expected e4m3 numbers that are not negative, got a NaN or a negative one")
+            experts.append(pack_units(quants.view(torch.uint8), linear, w.format, rows))
         return cls(w.format, torch.stack(experts), w.num_rows, w.num_columns, w.expert_scales, w.bias, w.gate_up)
 
     def restore(self, *, engine: str = "auto") -> ExpertWeights:
