@@ -250,6 +250,8 @@ class TokenMessage:
         >>> NVFP4TokenFormat(64, 2).pad_expert_offsets(torch.tensor([0, 100, 300, 400]))
         tensor([0, 1, 1], dtype=torch.int32)
         """
+        if not isinstance(row_offsets, torch.Tensor):
+            raise ValueError(f"row_offsets: expected a tensor, got {type(row_offsets).__name__}")
         offsets = plan.dense_128_offsets(row_offsets)
         bound = self.output_scales_offset
         if bound is not None:
