@@ -66,7 +66,12 @@ def _case(
     constexprs |= dict.fromkeys(absent)
     signature |= dict.fromkeys(constexprs, "constexpr")
     options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False}
-    archs, instruction = ((100, 120), _NATIVE[fmt.name]) if native else (ALL_ARCHS, MMA)
+    archs: tuple[int, ...] = ALL_ARCHS
+    if fmt.name in _NATIVE:
+        # The form that `op_gemm.has_native_mma` takes there, and no other.
+        archs = (100, 120) if native else (90,)
+    wanted = _NATIVE[fmt.name] if native else MMA
+    instruction = {arch: wanted[arch] for arch in archs}
     return AotCase(operation, fmt.name, _grouped_gemm_kernel, signature, constexprs, options, archs, instruction)
 
 
