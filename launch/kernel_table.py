@@ -106,6 +106,8 @@ def cells(checked: dict[str, Any], run: dict[str, Any] | None) -> list[list[str]
         here = [_verdict([r for r in checked[key] if r["operation"] == operation]) for key in ("twin", "interpreted")]
         ran = [] if run is None else [r for r in run["results"] if r["operation"] == operation]
         on_gpu = _verdict(ran) if ran else "no record"
+        worst = max((r["check"]["error"] / r["check"]["bound"] for r in ran if r["check"]["bound"]), default=None)
+        on_gpu += "" if worst is None else f", {worst:.2f} of its bound"
         times = [f"{r['median_us']:.0f}" for r in ran if r.get("median_us")]
         on_gpu += f", {' and '.join(times)} us" if times else ""
         found = [_instructions(compiled.get(arch)) for arch in ARCHS]
@@ -132,12 +134,13 @@ def _instructions(record: dict[str, Any] | None) -> str:
         return "-"
     if record["errors"]:
         return "FAILED"
-    return ", ".join(f"`{name}`" for name in record["instructions"]) or "ok, no MMA in it"
+    return ", ".join(f"`{name}`" for name in record["instructions"]) or "no MMA in it"
 
 
 def _plain(instruction: str) -> str:
     """Without what is the same for all, and without the width of a wgmma, which follows the tile."""
-    for part in (".sync.aligned", ".row.col", ".cta_group::1"):
+    instruction = instruction.replace("mma_async.sync", "mma_async")
+    for part in (".aligned", ".row.col", ".cta_group::1"):
         instruction = instruction.replace(part, "")
     return re.sub(r"(wgmma\S*\.m64)n\d+(k\d+)", r"\1n*\2", instruction)
 
