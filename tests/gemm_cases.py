@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from moe_runtime.formats import TokenFormat, token_format
+from moe_runtime.formats import FORMATS, TokenFormat, token_format
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.quantize import quantize_rows
 from moe_runtime.launch.fp8_bound import fp8_mma_slack
@@ -19,6 +19,11 @@ Array = np.ndarray
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
 HALF_OVERFLOW = 65520.0
 """Smallest number that rounds to infinity in fp16."""
+
+ENGINES = ("triton", "torch")
+PAIRS = [(name, name) for name in FORMATS] + [("nvfp4", "bf16")]
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 3 * 2.0**-24}
+"""Relative rounding of the result; fp32 rounds after each of the row scale, the expert scale and the bias."""
 
 
 def bits(t: torch.Tensor) -> Array:
