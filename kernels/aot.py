@@ -1,8 +1,9 @@
 """Compile every kernel of `AOT_CASES` for every architecture it declares, on a machine that needs no GPU.
 
-`python -m moe_runtime.kernels.aot [--json FILE] [--jobs N]` prints a table operation x format x architecture with the
-matrix instructions found in the PTX, and fails if a kernel does not compile or lacks the instruction it is meant to
-use. It must run without `TRITON_INTERPRET`: under the interpreter there is nothing to compile.
+`python -m moe_runtime.kernels.aot [--json FILE] [--jobs N] [--operations NAME ...]` prints a table operation x format x
+architecture with the matrix instructions found in the PTX, and fails if a kernel does not compile or lacks the
+instruction it is meant to use. It must run without `TRITON_INTERPRET`: under the interpreter there is nothing to
+compile.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import pkgutil
 import re
 import sys
 import time
+from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -90,14 +92,15 @@ def _compile_by_name(task: tuple[str, int, int]) -> AotResult:
     return compile_case(importlib.import_module(module).AOT_CASES[index], arch)
 
 
-def compile_all(jobs: int = 1) -> list[AotResult]:
-    """Compile all cases for all their architectures in `jobs` processes.
+def compile_all(jobs: int = 1, operations: Sequence[str] | None = None) -> list[AotResult]:
+    """Compile all cases (of `operations`, where given) for all their architectures in `jobs` processes.
 
     Raises `RuntimeError` under `TRITON_INTERPRET=1`, where `triton.jit` functions cannot be compiled.
     """
     if INTERPRET:
         raise RuntimeError(INTERPRETED)
-    tasks = [(module, index, arch) for module, index, case in collect_cases() for arch in case.archs]
+    cases = [entry for entry in collect_cases() if operations is None or entry[2].operation in operations]
+    tasks = [(module, index, arch) for module, index, case in cases for arch in case.archs]
     if jobs <= 1:
         return [_compile_by_name(task) for task in tasks]
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
@@ -131,10 +134,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.kernels.aot", description="Compile all kernels.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    parser.add_argument("--operations", nargs="+", metavar="NAME", help="kernels of these alone (default: all)")
     options = parser.parse_args(arguments)
     if INTERPRET:
         parser.error(INTERPRETED)
-    results = compile_all(options.jobs)
+    known = {case.operation for _, _, case in collect_cases()}
+    if unknown := set(options.operations or ()) - known:
+        parser.error(f"--operations: expected any of {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}")
+    results = compile_all(options.jobs, options.operations)
     _print_table(results)
     if options.json:
         payload = {"triton": triton.__version__, "results": [asdict(result) for result in results]}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from moe_runtime.formats import BF16, FORMATS, FP8_BLOCK, MXFP8, NVFP4, TokenFormat
-from moe_runtime.kernels.grouped_gemm import _grouped_gemm_kernel, choose_tile
-from moe_runtime.kernels.runtime import AotCase
+from moe_runtime.kernels.grouped_gemm import GemmTile, _grouped_gemm_kernel, choose_tile
+from moe_runtime.kernels.runtime import ALL_ARCHS, AotCase
 from moe_runtime.weights import GPT_OSS, GateUpOrder, SwiGLU
 
 ARGUMENTS = {
@@ -42,6 +43,40 @@ _OUT_POINTER = {BF16.name: "*i16", FP8_BLOCK.name: "*u8", MXFP8.name: "*u8", NVF
 MMA = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma", 120: r"mma\.sync"}
 
 
+def gemm_case(
+    operation: str,
+    fmt: str,
+    tile: GemmTile,
+    pointers: Mapping[str, str],
+    constants: Mapping[str, Any],
+    absent: Iterable[str],
+    *,
+    archs: tuple[int, ...] = ALL_ARCHS,
+    instruction: Mapping[int, str] = MMA,
+) -> AotCase:
+    """A case of the kernel: `pointers` and `constants` instead of the usual ones, `absent` arguments None."""
+    constexprs: dict[str, Any] = {
+        "OUT_FMT": 0,
+        "ROWS_PER_SCALE": 1,
+        "E5M2": False,
+        "NATIVE": False,
+        "ORDER": 0,
+        "SCALES_PER_EXPERT": 0,
+        "ACTIVATION": None,
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "BLOCK_G": 32,
+        "EVEN_K": True,
+        "INTERPRET": False,
+    }
+    constexprs |= {**constants, **dict.fromkeys(absent)}
+    signature = {**ARGUMENTS, **pointers, **dict.fromkeys(constexprs, "constexpr")}
+    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False}
+    wanted = {arch: instruction[arch] for arch in archs}
+    return AotCase(operation, fmt, _grouped_gemm_kernel, signature, constexprs, options, archs, wanted)
+
+
 def _case(
     a: TokenFormat,
     w: TokenFormat,
@@ -55,15 +90,16 @@ def _case(
     even_k: bool = True,
 ) -> AotCase:
     """A case with every optional tensor that the formats allow, less those in `absent`."""
-    signature = dict(ARGUMENTS)
-    signature["a_ptr"] = "*i32" if a is BF16 and w is NVFP4 else _POINTER[a.name]
-    signature["w_ptr"] = _POINTER[w.name]
     scale_pointer = {"fp8_block": "*fp32"}
-    signature["a_scales_ptr"] = scale_pointer.get(a.name, "*u8")
-    signature["w_scales_ptr"] = scale_pointer.get(w.name, "*u8")
-    signature["out_ptr"] = out_dtype if out is None else _OUT_POINTER[out.name]
-    signature["out_scales_ptr"] = "*u8" if out is None else scale_pointer.get(out.name, "*u8")
-    missing = set(absent)
+    pointers = {
+        "a_ptr": "*i32" if a is BF16 and w is NVFP4 else _POINTER[a.name],
+        "w_ptr": _POINTER[w.name],
+        "a_scales_ptr": scale_pointer.get(a.name, "*u8"),
+        "w_scales_ptr": scale_pointer.get(w.name, "*u8"),
+        "out_ptr": out_dtype if out is None else _OUT_POINTER[out.name],
+        "out_scales_ptr": "*u8" if out is None else scale_pointer.get(out.name, "*u8"),
+    }
+    missing = {*absent, "a_scale_ld", "w_scale_ld"}
     missing |= set() if a.scale_dtype is not None else {"a_scales_ptr"}
     missing |= set() if w.scale_dtype is not None else {"w_scales_ptr"}
     missing |= set() if a.swizzled else {"a_scale_offsets_ptr"}
@@ -74,34 +110,20 @@ def _case(
     tile = choose_tile(2048, a, out_block=0 if out is None else out.block)
     if activation is not None:
         order = activation.order
-    constexprs: dict[str, Any] = {
+    constants = {
         "A_FMT": int(a.code),
         "W_FMT": int(w.code),
         "OUT_FMT": 0 if out is None else int(out.code),
         "A_LAYOUT": int(a.scale_layout),
         "W_LAYOUT": int(w.scale_layout),
         "SCALE_BLOCK": w.block,
-        "ROWS_PER_SCALE": 1,
-        "E5M2": False,
-        "NATIVE": False,
-        "a_scale_ld": None,
-        "w_scale_ld": None,
         "ORDER": 0 if order is None else order.code,
         "SCALES_PER_EXPERT": scales_per_expert,
         "ACTIVATION": None if activation is None else (activation.alpha, activation.limit, activation.up_offset),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "BLOCK_G": 32,
         "EVEN_K": even_k,
-        "INTERPRET": False,
     }
-    constexprs |= dict.fromkeys(missing)
-    signature |= dict.fromkeys(constexprs, "constexpr")
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False}
     operation = "grouped_gemm" if out is None else "grouped_gemm_swiglu"
-    name = w.name if a is w else f"{w.name} x {a.name}"
-    return AotCase(operation, name, _grouped_gemm_kernel, signature, constexprs, options, instruction=MMA)
+    return gemm_case(operation, w.name if a is w else f"{w.name} x {a.name}", tile, pointers, constants, missing)
 
 
 _PLAIN = ("row_index_ptr", "row_scale_ptr", "bias_ptr", "num_active_ptr")

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from moe_runtime.formats import FP8_BLOCK, MXFP8, NVFP4, ScaleLayout, TokenFormat
-from moe_runtime.kernels.gemm_aot import ARGUMENTS, MMA
-from moe_runtime.kernels.grouped_gemm import _grouped_gemm_kernel
+from moe_runtime.kernels.gemm_aot import MMA, gemm_case
 from moe_runtime.kernels.op_gemm import choose_op_tile
 from moe_runtime.kernels.runtime import ALL_ARCHS, AotCase
 
@@ -35,39 +32,31 @@ def _case(
 ) -> AotCase:
     quants = "*fp8e5" if e5m2 else _QUANTS[fmt.name]
     scales = "*fp32" if fmt is FP8_BLOCK else "*u8"
-    signature = ARGUMENTS | {"a_ptr": quants, "w_ptr": quants, "a_scales_ptr": scales, "w_scales_ptr": scales}
-    signature["out_ptr"] = out
+    pointers = {"a_ptr": quants, "w_ptr": quants, "a_scales_ptr": scales, "w_scales_ptr": scales, "out_ptr": out}
     absent = list(_NEVER)
     absent += [] if expert_scales else ["expert_scales_ptr"]
     absent += [] if num_active else ["num_active_ptr"]
     absent += ["a_scale_offsets_ptr"] if fmt is FP8_BLOCK else []
     absent += [] if layout in (ScaleLayout.MN_MAJOR, ScaleLayout.PACKED) else ["a_scale_ld", "w_scale_ld"]
     tile = choose_op_tile(2048, fmt, max_tile_n, native)
-    constexprs: dict[str, Any] = {
+    constants = {
         "A_FMT": int(fmt.code),
         "W_FMT": int(fmt.code),
-        "OUT_FMT": 0,
         "A_LAYOUT": int(layout),
         "W_LAYOUT": int(layout),
         "SCALE_BLOCK": block or fmt.block,
         "ROWS_PER_SCALE": rows_per_scale,
         "E5M2": e5m2,
         "NATIVE": native,
-        "ORDER": 0,
         "SCALES_PER_EXPERT": int(expert_scales),
-        "ACTIVATION": None,
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "BLOCK_K": tile.block_k,
-        "BLOCK_G": 32,
         "EVEN_K": even_k,
-        "INTERPRET": False,
     }
-    constexprs |= dict.fromkeys(absent)
-    signature |= dict.fromkeys(constexprs, "constexpr")
-    options = {"num_warps": tile.num_warps, "num_stages": tile.num_stages, "enable_fp_fusion": False}
-    archs, instruction = ((100, 120), _NATIVE[fmt.name]) if native else (ALL_ARCHS, MMA)
-    return AotCase(operation, fmt.name, _grouped_gemm_kernel, signature, constexprs, options, archs, instruction)
+    archs: tuple[int, ...] = ALL_ARCHS
+    if fmt.name in _NATIVE:
+        # The form that `op_gemm.has_native_mma` takes there, and no other.
+        archs = (100, 120) if native else (90,)
+    wanted = _NATIVE[fmt.name] if native else MMA
+    return gemm_case(operation, fmt.name, tile, pointers, constants, absent, archs=archs, instruction=wanted)
 
 
 _MAX = "grouped_matmul_dynamic_scaled_nvfp4"

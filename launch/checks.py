@@ -20,14 +20,12 @@ from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.reference_quantize import raw_bits
 from moe_runtime.kernels.swizzle import unswizzle_scales
+from moe_runtime.launch.fp8_bound import FP8_MMA_GAIN
 from moe_runtime.reference import relative_error, rounding_error, swiglu_reference
 from moe_runtime.weights import ExpertWeights, SwiGLU
 
 FP32_GAIN = 2.0**-23
 """Per 16 of K: error of an fp32 sum, or of a bf16 MMA, over the sum of the products' magnitudes."""
-
-FP8_MMA_GAIN = 4 * 34 * 2.0**-13
-"""The same where FP8 MMA may have summed 128 of K in 13 bits; each chunk's largest term is under its sum."""
 
 
 @dataclass(frozen=True)
@@ -158,6 +156,7 @@ def check_down(out_RH: torch.Tensor, rows: GroupedRows, w: ExpertWeights) -> Che
     """The largest `|error| / (u |c| + g sum |a| |b|)` of an element; `u` is 2^-8 for bf16, `g` by the kind of MMA."""
     gain = math.ceil(rows.num_columns / 16) * FP32_GAIN
     if out_RH.device.type == "cuda" and w.format.code == FormatCode.FP8_BLOCK:
+        # Each chunk's largest term or partial sum is under the sum of its magnitudes.
         gain = FP8_MMA_GAIN
     worst = 0.0
     for place, c, magnitude in _products(rows, w):

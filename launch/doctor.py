@@ -3,6 +3,9 @@
 `[torchrun …] -m moe_runtime.launch.doctor [--config NAME] [--world-size N] [--json]` tells versions, devices, the
 engine and the transport that would be used and why not the others, limits on shared memory, and the bytes that each
 rank would reserve in every token format. Under torchrun all ranks agree on the transport and rank 0 speaks.
+
+`--kernels` shows the operations of `moe_runtime.ops` instead: it runs their twins and interpreted kernels, compiles
+their kernels for each architecture, and puts the recorded run on a GPU beside (`launch/kernel_table.py`).
 """
 
 from __future__ import annotations
@@ -30,6 +33,7 @@ from moe_runtime.comm.bootstrap import RankGroup, choose_transport, init_from_en
 from moe_runtime.config import MoELayerConfig, ParallelConfig, load_config
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels.runtime import INTERPRET, resolve_engine
+from moe_runtime.launch import kernel_table
 from moe_runtime.launch.environment import gpu_records, package_versions
 from moe_runtime.memory import REGIONS, reserved_bytes
 
@@ -236,8 +240,23 @@ def _print_reserved(
         console.print("`per rank` counts the copy of all regions that the collective transport stages for each peer.")
 
 
+def show_kernels(as_json: bool) -> int:
+    """The table of operations; 1 if a check or a compilation failed."""
+    found = kernel_table.check_here(len(os.sched_getaffinity(0)))
+    if as_json:
+        print(json.dumps(found, indent=1))
+    else:
+        width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 180
+        run = kernel_table.read_run(Path(__file__).resolve().parent / "results")
+        kernel_table.print_table(found, run, Console(width=width))
+    return int(kernel_table.has_failed(found))
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; 0. Exits with 2 and a message if an argument or the config is wrong."""
+    """The command line; 0, or with `--kernels` 1 if something failed.
+
+    Exits with 2 and a message if an argument or the config is wrong.
+    """
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.doctor", description="Examine this machine.")
     parser.add_argument("--config", metavar="NAME", help="a packaged config or a YAML file, for the bytes it reserves")
     parser.add_argument("--world-size", type=int, metavar="N", help="ranks to reserve for (default: those running)")
@@ -245,7 +264,10 @@ def main(arguments: list[str] | None = None) -> int:
         "--tokens", type=int, nargs="+", metavar="N", default=[], help="max_tokens_per_rank instead of the config's"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--kernels", action="store_true", help="check and compile the kernels of the operations")
     options = parser.parse_args(arguments)
+    if options.kernels:
+        return show_kernels(options.json)
     if options.world_size is not None and options.world_size < 1:
         parser.error(f"--world-size: expected at least 1, got {options.world_size}")
     if any(count < 1 for count in options.tokens):

@@ -1,7 +1,8 @@
-"""The results table of the README, made from the JSON that `launch.bench` wrote and nothing else.
+"""The tables of the README, made from committed JSON and nothing else.
 
-`python -m moe_runtime.launch.tables` rewrites what stands between the two result marks of README.md from all
-`launch/results/*.json`; `--check` only tells, by its exit code, whether that would change anything.
+`python -m moe_runtime.launch.tables` rewrites what stands between the result marks of README.md from the files of
+`launch.bench` in `launch/results/`, and what stands between the operation marks from those of `launch.ops_run` and
+`launch.doctor --kernels`; `--check` only tells, by its exit code, whether that would change anything.
 """
 
 from __future__ import annotations
@@ -12,8 +13,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from moe_runtime.launch import kernel_table
+
 ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- results -->", "<!-- end of results -->"
+OPERATIONS_START, OPERATIONS_END = "<!-- operations -->", "<!-- end of operations -->"
 OURS = "moe_runtime"
 
 
@@ -76,16 +80,32 @@ def _us(microseconds: float) -> str:
 
 
 def with_results(readme: str, folder: Path, root: Path) -> str:
-    """`readme` with all tables of `folder` between its marks. Raises `ValueError` where a mark is missing."""
-    if readme.count(START) != 1 or readme.count(END) != 1:
-        raise ValueError(f"README: expected {START} and {END} once each")
-    before, rest = readme.split(START)
-    _, after = rest.split(END)
+    """`readme` with all tables of `launch.bench` in `folder` between its marks, which say no `kind`.
+
+    Raises `ValueError` where a mark is missing.
+    """
+    reports = [(file, json.loads(file.read_text())) for file in sorted(folder.glob("*.json"))]
     tables = [
-        results_table(json.loads(file.read_text()), file.relative_to(root).as_posix())
-        for file in sorted(folder.glob("*.json"))
+        results_table(report, file.relative_to(root).as_posix()) for file, report in reports if "kind" not in report
     ]
-    return "\n\n".join([before + START, *tables, END + after])
+    return _between(readme, START, END, tables)
+
+
+def with_operations(readme: str, folder: Path, root: Path) -> str:
+    """`readme` with the table of operations between its marks. Raises `ValueError` where a mark or file is missing."""
+    checked, run = kernel_table.read_checked(folder), kernel_table.read_run(folder)
+    if checked is None or run is None:
+        raise ValueError(f"{folder}: expected {kernel_table.CHECKED_FILE} and {kernel_table.RUN_FILE}")
+    source = (folder / kernel_table.RUN_FILE).relative_to(root).as_posix()
+    return _between(readme, OPERATIONS_START, OPERATIONS_END, [kernel_table.markdown(checked, run, source)])
+
+
+def _between(readme: str, start: str, end: str, texts: list[str]) -> str:
+    if readme.count(start) != 1 or readme.count(end) != 1:
+        raise ValueError(f"README: expected {start} and {end} once each")
+    before, rest = readme.split(start)
+    _, after = rest.split(end)
+    return "\n\n".join([before + start, *texts, end + after])
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -95,7 +115,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     file = ROOT / "README.md"
     found = file.read_text(encoding="utf-8")
-    wanted = with_results(found, ROOT / "launch" / "results", ROOT)
+    folder = ROOT / "launch" / "results"
+    wanted = with_operations(with_results(found, folder, ROOT), folder, ROOT)
     if options.check:
         return int(found != wanted)
     file.write_text(wanted, encoding="utf-8")

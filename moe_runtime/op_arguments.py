@@ -82,6 +82,28 @@ def _check_is_tensor(name: str, tensor: object) -> torch.Tensor:
     return tensor
 
 
+@dataclass(frozen=True)
+class Operands:
+    """What `a` `[R, K]` and `b` `[E, N, K]` say of a call."""
+
+    device: torch.device
+    rows: int
+    experts: int
+    n: int
+    k: int
+
+
+def check_operands(
+    a: torch.Tensor, b: torch.Tensor, dtypes: Sequence[torch.dtype], unit_n: int, unit_k: int, *, per_byte: int = 1
+) -> Operands:
+    """Sizes of `a` and `b`, of one of `dtypes` both, N and K multiples of their units, `per_byte` numbers a byte."""
+    device = check_device("a", a)
+    check_tensor("a", a, dtypes, ("R", "K" if per_byte == 1 else f"K/{per_byte}"), device)
+    k = check_multiple("a", per_byte * a.shape[1], unit_k, "K" if per_byte == 1 else "K (twice the columns)")
+    check_tensor("b", b, a.dtype, ("E", "N", a.shape[1]), device)
+    return Operands(device, a.shape[0], b.shape[0], check_multiple("b", b.shape[1], unit_n, "N"), k)
+
+
 def check_output(
     name: str, tensor: object, dtypes: Sequence[torch.dtype], rows: int, columns: int, device: torch.device
 ) -> torch.Tensor:
@@ -91,21 +113,15 @@ def check_output(
     return check_tensor(name, tensor, dtypes, (rows, columns), device, strides=strides)
 
 
-def make_output(
-    out: object,
-    out_dtype: object,
-    dtypes: Sequence[torch.dtype],
-    rows: int,
-    columns: int,
-    device: torch.device,
-) -> torch.Tensor:
-    """`out` checked, or a new tensor of `out_dtype` (None: bf16)."""
+def make_output(out: object, out_dtype: object, dtypes: Sequence[torch.dtype], operands: Operands) -> torch.Tensor:
+    """`out` `[R, N]` checked, or a new tensor of `out_dtype` (None: bf16)."""
+    o = operands
     if out_dtype is not None and out_dtype not in dtypes:
         raise ValueError(f"out_dtype: expected {' or '.join(map(str, dtypes))} or None, got {out_dtype!r}")
     if out is None:
         dtype = out_dtype if isinstance(out_dtype, torch.dtype) else torch.bfloat16
-        return torch.empty(rows, columns, dtype=dtype, device=device)
-    out = check_output("out", out, dtypes, rows, columns, device)
+        return torch.empty(o.rows, o.n, dtype=dtype, device=o.device)
+    out = check_output("out", out, dtypes, o.rows, o.n, o.device)
     if out_dtype is not None and out.dtype != out_dtype:
         raise ValueError(f"out_dtype: expected {out.dtype} as out, got {out_dtype}")
     return out

@@ -36,14 +36,14 @@ from moe_runtime.kernels.swizzle import swizzle_scales, unswizzle_scales
 from moe_runtime.op_arguments import (
     OUT_DTYPES_HALF,
     AtLeast,
+    Operands,
     check_active_values,
     check_choice,
-    check_device,
     check_expert_values,
     check_granularity,
     check_indptr_values,
-    check_multiple,
     check_num_active,
+    check_operands,
     check_output,
     check_tensor,
     make_output,
@@ -149,17 +149,12 @@ def grouped_matmul_dynamic_scaled_nvfp4(
     Raises:
         ValueError: naming the argument.
     """
-    device = check_device("a", a)
-    check_tensor("a", a, torch.uint8, ("R", "K/2"), device)
-    rows, k = a.shape[0], 2 * a.shape[1]
-    check_multiple("a", k, 16, "K (twice the columns)")
-    check_tensor("b", b, torch.uint8, ("E", "N", k // 2), device)
-    experts, n = b.shape[0], check_multiple("b", b.shape[1], 1, "N")
-    atoms = ceil_div(k // 16, 4)
-    check_output("c", c, OUT_DTYPES, rows, n, device)
+    o = check_operands(a, b, (torch.uint8,), 1, 16, per_byte=2)
+    device, atoms = o.device, ceil_div(o.k // 16, 4)
+    check_output("c", c, OUT_DTYPES, o.rows, o.n, device)
     check_tensor("a_scales", a_scales, E4M3, ("blocks", atoms, 32, 4, 4), device)
-    check_tensor("b_scales", b_scales, E4M3, (experts, ceil_div(n, 128), atoms, 32, 4, 4), device)
-    check_tensor("expert_scales", expert_scales, torch.float32, (experts,), device)
+    check_tensor("b_scales", b_scales, E4M3, (o.experts, ceil_div(o.n, 128), atoms, 32, 4, 4), device)
+    check_tensor("expert_scales", expert_scales, torch.float32, (o.experts,), device)
     check_tensor("group_offsets", group_offsets, OFFSETS, (AtLeast(1),), device)
     check_tensor("group_scale_offsets", group_scale_offsets, OFFSETS, ("G",), device)
     check_tensor("expert_ids", expert_ids, torch.int32, ("G",), device)
@@ -173,9 +168,9 @@ def grouped_matmul_dynamic_scaled_nvfp4(
     if resolve_validate(validate, device):
         count = check_active_values(active, groups)
         starts = offsets[: count + 1].tolist()
-        plan.check_row_offsets(starts, rows, "group_offsets")
+        plan.check_row_offsets(starts, o.rows, "group_offsets")
         plan.check_dense_128(starts, shifts[:count].tolist(), a_scales.shape[0])
-        check_expert_values(expert_ids, count, experts)
+        check_expert_values(expert_ids, count, o.experts)
     problem = OpProblem(
         format=NVFP4,
         a=ScaledOperand(a, a_scales.view(-1), ScaleLayout.SWIZZLED),
@@ -186,7 +181,7 @@ def grouped_matmul_dynamic_scaled_nvfp4(
         num_groups=groups,
         num_active=active,
         expert_scales=expert_scales,
-        num_columns=k,
+        num_columns=o.k,
         block=16,
     )
     op_gemm(problem, c, engine=engine)
@@ -234,26 +229,18 @@ def group_gemm_nvfp4_nt_groupwise(
     Raises:
         ValueError: naming the argument.
     """
-    device = check_device("a", a)
-    check_tensor("a", a, torch.uint8, ("R", "K/2"), device)
-    rows, k = a.shape[0], check_multiple("a", 2 * a.shape[1], 128, "K (twice the columns)")
-    check_tensor("b", b, torch.uint8, ("E", "N", k // 2), device)
-    experts, n = b.shape[0], check_multiple("b", b.shape[1], 8, "N")
-    needed = plan.closed_form_128_rows_needed(rows, experts)
-    check_tensor("a_scale", a_scale, torch.uint8, (AtLeast(needed), k // 16), device)
-    check_tensor("b_scale", b_scale, torch.uint8, (experts, align(n, 128), k // 16), device)
-    check_tensor("m_indptr", m_indptr, torch.int32, (experts + 1,), device)
+    o = check_operands(a, b, (torch.uint8,), 8, 128, per_byte=2)
+    needed = plan.closed_form_128_rows_needed(o.rows, o.experts)
+    check_tensor("a_scale", a_scale, torch.uint8, (AtLeast(needed), o.k // 16), o.device)
+    check_tensor("b_scale", b_scale, torch.uint8, (o.experts, align(o.n, 128), o.k // 16), o.device)
     if alpha is not None:
-        check_tensor("alpha", alpha, torch.float32, (experts,), device)
+        check_tensor("alpha", alpha, torch.float32, (o.experts,), o.device)
     check_choice("tile_m", tile_m, (128,))
     check_choice("tile_n", tile_n, (32, 64, 128))
     check_choice("tile_k", tile_k, (128, 256))
     check_choice("swap_ab", swap_ab, (True, False))
-    result = make_output(out, out_dtype, OUT_DTYPES_HALF, rows, n, device)
-    resolve_engine(engine, device)
-    if resolve_validate(validate, device):
-        check_indptr_values(m_indptr, rows, unit=4)
-    group = torch.arange(experts, dtype=torch.int32, device=device)
+    result = make_output(out, out_dtype, OUT_DTYPES_HALF, o)
+    group = _check_groups(m_indptr, o, engine, validate, unit=4)
     starts = m_indptr[:-1]
     shifts = plan.closed_form_128_start(starts, group) // 128 - starts // 128
     problem = OpProblem(
@@ -263,10 +250,10 @@ def group_gemm_nvfp4_nt_groupwise(
         group_offsets=m_indptr,
         scale_offsets=shifts,
         expert_ids=group,
-        num_groups=experts,
+        num_groups=o.experts,
         num_active=None,
         expert_scales=alpha,
-        num_columns=k,
+        num_columns=o.k,
         block=16,
         max_tile_n=tile_n,
     )
@@ -315,26 +302,18 @@ def moe_gemm_mxfp8_nt_groupwise(
     Raises:
         ValueError: naming the argument.
     """
-    device = check_device("a", a)
-    check_tensor("a", a, E4M3, ("R", "K"), device)
-    rows, k = a.shape[0], check_multiple("a", a.shape[1], 16, "K")
-    check_tensor("b", b, E4M3, ("E", "N", k), device)
-    experts, n = b.shape[0], check_multiple("b", b.shape[1], 1, "N")
+    o = check_operands(a, b, (E4M3,), 1, 16)
     _, _, block = check_granularity(scale_granularity_mnk, ((1, 1, 32), (1, 1, 128)))
     check_choice("scale_major_mode", scale_major_mode, ("MN",))
     check_choice("backend", backend, ("cute",))
-    words, ld = ceil_div(k, 4 * block), align(n, 4)
-    m_padded = plan.closed_form_4_rows_needed(rows, experts)
-    check_tensor("a_scale", a_scale, torch.int32, (m_padded, words), device, strides=(1, m_padded))
-    check_tensor("b_scale", b_scale, torch.int32, (experts, n, words), device, strides=(words * ld, 1, ld))
-    check_tensor("m_indptr", m_indptr, torch.int32, (experts + 1,), device)
-    result = make_output(out, out_dtype, (torch.bfloat16,), rows, n, device)
-    resolve_engine(engine, device)
-    if resolve_validate(validate, device):
-        check_indptr_values(m_indptr, rows)
-    group = torch.arange(experts, dtype=torch.int32, device=device)
+    words, ld = ceil_div(o.k, 4 * block), align(o.n, 4)
+    m_padded = plan.closed_form_4_rows_needed(o.rows, o.experts)
+    check_tensor("a_scale", a_scale, torch.int32, (m_padded, words), o.device, strides=(1, m_padded))
+    check_tensor("b_scale", b_scale, torch.int32, (o.experts, o.n, words), o.device, strides=(words * ld, 1, ld))
+    result = make_output(out, out_dtype, (torch.bfloat16,), o)
+    group = _check_groups(m_indptr, o, engine, validate)
     # From its first word to its last: behind the last expert the padding of N need not be there.
-    b_words = max(0, ((experts * words) - 1) * ld + n)
+    b_words = max(0, ((o.experts * words) - 1) * ld + o.n)
     problem = OpProblem(
         format=MXFP8,
         a=ScaledOperand(a, _bytes(a_scale, m_padded * words), ScaleLayout.PACKED, m_padded),
@@ -342,10 +321,10 @@ def moe_gemm_mxfp8_nt_groupwise(
         group_offsets=m_indptr,
         scale_offsets=plan.closed_form_4_start(m_indptr[:-1], group),
         expert_ids=group,
-        num_groups=experts,
+        num_groups=o.experts,
         num_active=None,
         expert_scales=None,
-        num_columns=k,
+        num_columns=o.k,
         block=block,
     )
     op_gemm(problem, result, engine=engine)
@@ -391,25 +370,18 @@ def group_gemm_fp8_nt_groupwise(
     Raises:
         ValueError: naming the argument.
     """
-    device = check_device("a", a)
-    check_tensor("a", a, (E4M3, torch.float8_e5m2), ("R", "K"), device)
-    rows, k = a.shape[0], check_multiple("a", a.shape[1], 128, "K")
-    check_tensor("b", b, a.dtype, ("E", "N", k), device)
-    experts, n = b.shape[0], check_multiple("b", b.shape[1], 8, "N")
+    o = check_operands(a, b, (E4M3, torch.float8_e5m2), 8, 128)
     gm, _, _ = check_granularity(scale_granularity_mnk, ((1, 128, 128), (128, 128, 128)))
     check_choice("scale_major_mode", scale_major_mode, ("MN", "K"))
     check_choice("mma_sm", mma_sm, (1, 2))
-    columns, m_scales, n_scales = k // 128, plan.unpadded_rows_needed(rows, gm), ceil_div(n, 128)
+    columns, m_scales, n_scales = o.k // 128, plan.unpadded_rows_needed(o.rows, gm), ceil_div(o.n, 128)
     is_mn = scale_major_mode == "MN"
     a_shape = (columns, AtLeast(m_scales)) if is_mn else (AtLeast(m_scales), columns)
-    b_shape = (experts, columns, n_scales) if is_mn else (experts, n_scales, columns)
-    check_tensor("a_scale", a_scale, torch.float32, a_shape, device)
-    check_tensor("b_scale", b_scale, torch.float32, b_shape, device)
-    check_tensor("m_indptr", m_indptr, torch.int32, (experts + 1,), device)
-    result = make_output(out, out_dtype, OUT_DTYPES_HALF, rows, n, device)
-    resolve_engine(engine, device)
-    if resolve_validate(validate, device):
-        check_indptr_values(m_indptr, rows, unit=4, granularity_m=gm)
+    b_shape = (o.experts, columns, n_scales) if is_mn else (o.experts, n_scales, columns)
+    check_tensor("a_scale", a_scale, torch.float32, a_shape, o.device)
+    check_tensor("b_scale", b_scale, torch.float32, b_shape, o.device)
+    result = make_output(out, out_dtype, OUT_DTYPES_HALF, o)
+    group = _check_groups(m_indptr, o, engine, validate, unit=4, granularity_m=gm)
     layout = ScaleLayout.MN_MAJOR if is_mn else ScaleLayout.K_MAJOR
     problem = OpProblem(
         format=FP8_BLOCK,
@@ -417,16 +389,27 @@ def group_gemm_fp8_nt_groupwise(
         b=ScaledOperand(b, b_scale.view(-1), layout, n_scales if is_mn else None),
         group_offsets=m_indptr,
         scale_offsets=None,
-        expert_ids=torch.arange(experts, dtype=torch.int32, device=device),
-        num_groups=experts,
+        expert_ids=group,
+        num_groups=o.experts,
         num_active=None,
         expert_scales=None,
-        num_columns=k,
+        num_columns=o.k,
         block=128,
         rows_per_scale=gm,
     )
     op_gemm(problem, result, engine=engine)
     return result
+
+
+def _check_groups(
+    m_indptr: torch.Tensor, o: Operands, engine: str, validate: bool | None, *, unit: int = 1, granularity_m: int = 1
+) -> torch.Tensor:
+    """`0 .. E-1`, the weight of each group, int32 `[E]`; checks the offsets, `engine` and `validate` of such a call."""
+    check_tensor("m_indptr", m_indptr, torch.int32, (o.experts + 1,), o.device)
+    resolve_engine(engine, o.device)
+    if resolve_validate(validate, o.device):
+        check_indptr_values(m_indptr, o.rows, unit, granularity_m)
+    return torch.arange(o.experts, dtype=torch.int32, device=o.device)
 
 
 def _bytes(words: torch.Tensor, count: int) -> torch.Tensor:

@@ -163,7 +163,12 @@ class TokenMessage:
         return self.topk_info_offset() + self.topk_info_size()
 
     def copy_token_to_send_buf(
-        self, buf: torch.Tensor, src: torch.Tensor, input_scale: float | torch.Tensor | None = None
+        self,
+        buf: torch.Tensor,
+        src: torch.Tensor,
+        input_scale: float | torch.Tensor | None = None,
+        *,
+        engine: str = "auto",
     ) -> None:
         """Quantize a token into the quants and scales of a message; the rest of `buf` keeps what it held.
 
@@ -172,6 +177,7 @@ class TokenMessage:
             src: bf16 or fp32 `[hid_dim]` or `[T, hid_dim]`.
             input_scale: NVFP4's ENCODE scale (1 / the checkpoint's `input_scale`), for the message does not carry one;
                 None in the other formats.
+            engine: "auto", "triton" or "torch", of the quantizer.
         """
         if self.format.has_row_scale and input_scale is None:
             raise ValueError(f"input_scale: format {self.format.name} needs an encode scale, got None")
@@ -183,7 +189,7 @@ class TokenMessage:
         _check_device("src", src, buf)
         buf = self._messages(buf, self.token_size(), src.shape[:-1])
         gsf = check_gsf(input_scale, self.format, src.device, "input_scale")
-        rows = quantize_rows(src.reshape(-1, self.hid_dim).contiguous(), self.format, gsf=gsf)
+        rows = quantize_rows(src.reshape(-1, self.hid_dim).contiguous(), self.format, gsf=gsf, engine=engine)
         buf[:, : self.format.quant_bytes(self.hid_dim)] = rows.quants_RK.view(torch.uint8)
         if rows.scales_RV is not None:
             start = self.scales_offset()
@@ -250,6 +256,8 @@ class TokenMessage:
         >>> NVFP4TokenFormat(64, 2).pad_expert_offsets(torch.tensor([0, 100, 300, 400]))
         tensor([0, 1, 1], dtype=torch.int32)
         """
+        if not isinstance(row_offsets, torch.Tensor):
+            raise ValueError(f"row_offsets: expected a tensor, got {type(row_offsets).__name__}")
         offsets = plan.dense_128_offsets(row_offsets)
         bound = self.output_scales_offset
         if bound is not None:

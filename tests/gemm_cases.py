@@ -9,13 +9,21 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from moe_runtime.formats import TokenFormat, token_format
+from moe_runtime.formats import FORMATS, TokenFormat, token_format
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.quantize import quantize_rows
+from moe_runtime.launch.fp8_bound import fp8_mma_slack
 from moe_runtime.weights import ExpertWeights
 
 Array = np.ndarray
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32}
+HALF_OVERFLOW = 65520.0
+"""Smallest number that rounds to infinity in fp16."""
+
+ENGINES = ("triton", "torch")
+PAIRS = [(name, name) for name in FORMATS] + [("nvfp4", "bf16")]
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 3 * 2.0**-24}
+"""Relative rounding of the result; fp32 rounds after each of the row scale, the expert scale and the bias."""
 
 
 def bits(t: torch.Tensor) -> Array:
@@ -165,9 +173,9 @@ class Exact:
         written: `[capacity]`, which rows belong to an active group with an expert.
     """
 
-    value: Array
-    slack: Array
-    written: Array
+    value: Array | torch.Tensor
+    slack: Array | torch.Tensor
+    written: Array | torch.Tensor
 
 
 def exact_gemm(a: GroupedRows, w: ExpertWeights, device: torch.device) -> Exact:
@@ -187,39 +195,34 @@ def exact_gemm(a: GroupedRows, w: ExpertWeights, device: torch.device) -> Exact:
         scale = factors[e][None, :] * (1.0 if a.row_scale is None else a.row_scale[span, None].cpu().double().numpy())
         value[span] = (x @ m.T) * scale
         terms = -(-a.num_columns // 16) * 2.0**-23 * (np.abs(x) @ np.abs(m).T)
-        slack[span] = (terms + (fp8_mma_slack(x, m) if imprecise else 0.0)) * np.abs(scale)
+        lost = fp8_mma_slack(*(torch.from_numpy(t).to(device) for t in (x, m))).cpu().numpy() if imprecise else 0.0
+        slack[span] = (terms + lost) * np.abs(scale)
         if w.bias is not None:
             value[span] += w.bias[e].cpu().double().numpy()
         written[span] = True
     return Exact(value, slack, written)
 
 
-def fp8_mma_slack(x: Array, m: Array) -> Array:
-    """What fp8 MMA on Hopper may lose, promoted each 128 of K: `4 * 34 * 2^-13` of the largest term or partial sum."""
-    total = np.zeros((x.shape[0], m.shape[0]))
-    for k in range(0, x.shape[1], 128):
-        for first in range(0, x.shape[0], 32):
-            some = slice(first, first + 32)
-            products = x[some, None, k : k + 128] * m[None, :, k : k + 128]
-            largest = np.maximum(np.abs(products).max(-1), np.abs(products.cumsum(-1)).max(-1))
-            total[some] += 4 * 34 * 2.0**-13 * largest
-    return total
-
-
 def check_inside(actual: torch.Tensor, exact: Exact, unit: float) -> None:
     """Raise unless each written element is within `unit * |c| + slack` of the exact one.
 
-    Below 2^-14 fp16 is denormal: its numbers lie 2^-24 apart, whatever their size.
+    Below 2^-14 fp16 is denormal: its numbers lie 2^-24 apart, whatever their size. From 65520 on it is infinite.
     """
-    least = 2.0**-25 if actual.dtype == torch.float16 else 0.0
-    got = actual.detach().cpu().double().numpy()[: len(exact.value)]
-    bound = np.maximum(unit * np.abs(exact.value), least) + exact.slack
-    error = np.abs(got - exact.value)
-    wrong = exact.written[:, None] & ~(error <= bound)
+    value, slack, written = (
+        torch.as_tensor(part, device=actual.device) for part in (exact.value, exact.slack, exact.written)
+    )
+    is_half = actual.dtype == torch.float16
+    got = actual.detach()[: len(value)].double()
+    if is_half:
+        too_large = got.isinf() & (got.sign() == value.sign()) & (value.abs() + slack >= HALF_OVERFLOW)
+        got = torch.where(too_large, value, got)
+    bound = (unit * value.abs()).clamp(min=2.0**-25 if is_half else 0.0) + slack
+    wrong = written[:, None] & ~((got - value).abs() <= bound)
     if wrong.any():
-        i = tuple(np.argwhere(wrong)[0])
+        i = tuple(wrong.nonzero()[0].tolist())
         raise AssertionError(
-            f"{wrong.sum()} of {wrong.size} outside; at {i}: {got[i]}, expected {exact.value[i]} +- {bound[i]}"
+            f"{int(wrong.sum())} of {wrong.numel()} outside; "
+            f"at {i}: {got[i].item()}, expected {value[i].item()} +- {bound[i].item()}"
         )
 
 

@@ -1,6 +1,7 @@
-"""Calls of the five operations with random operands, and their float64 results from numpy and ml_dtypes alone.
+"""Calls of the operations with random operands, and their float64 results from tables of ml_dtypes alone.
 
 What a call multiplies is decoded from the packed arguments themselves, by the formulas of each layout written out.
+Numbers are drawn and packed where the generator is: on a GPU for the large shapes.
 """
 
 from __future__ import annotations
@@ -15,21 +16,40 @@ import numpy as np
 import torch
 
 from moe_runtime import ops
-from tests.gemm_cases import Array, Exact, bits, decode, swizzled
-from tests.gemm_cases import token_format as fmt_of
+from moe_runtime.launch.fp8_bound import fp8_mma_slack
+from tests.comparison import assert_same_bits
+from tests.gemm_cases import Exact, check_inside, swizzled
 
 E5M2 = torch.float8_e5m2
 E4M3 = torch.float8_e4m3fn
 
 
+def _table(kind: Any, codes: int = 256) -> torch.Tensor:
+    return torch.from_numpy(np.arange(codes, dtype=np.uint8).view(kind).astype(np.float64))
+
+
+VALUES = {
+    E4M3: _table(ml_dtypes.float8_e4m3fn),
+    E5M2: _table(ml_dtypes.float8_e5m2),
+    "e8m0": _table(ml_dtypes.float8_e8m0fnu),
+    "e2m1": _table(ml_dtypes.float4_e2m1fn, 16),
+}
+"""float64 of every code."""
+
+UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 2 * 2.0**-24}
+"""Relative rounding of a result; fp32 rounds once more after the factor of the epilogue."""
+
+SEED_GROUPS = ([128, 256, 512, 1024], [65, 129, 257], [1, 2, 3, 4], [4, 256, 1, 200])
+
+
 @dataclass
 class OpCase:
-    """A call; `offsets`, `experts` and `factors` (of the epilogue) are by group."""
+    """A call; `rows` `[R, K]` and `weights` `[E, N, K]` in float64, `offsets`, `experts` and `factors` by group."""
 
     operation: Callable[..., Any]
     arguments: dict[str, Any]
-    rows: Array
-    weights: Array
+    rows: torch.Tensor
+    weights: torch.Tensor
     offsets: list[int]
     experts: list[int]
     factors: list[float]
@@ -51,10 +71,11 @@ class OpCase:
         assert result is (None if self.is_in_place else out)
         return out
 
-    def exact(self, device: torch.device) -> Exact:
-        """float64 products, on `device`, and their slack."""
-        r, n, k = self.rows.shape[0], self.weights.shape[1], self.rows.shape[1]
-        value, slack, written = np.zeros((r, n)), np.zeros((r, n)), np.zeros(r, bool)
+    def exact(self) -> Exact:
+        """float64 products and their slack, where the operands are."""
+        device, k = self.rows.device, self.rows.shape[1]
+        value, slack = (torch.zeros(*self.empty().shape, dtype=torch.float64, device=device) for _ in range(2))
+        written = torch.zeros(len(value), dtype=torch.bool, device=device)
         imprecise = (
             device.type == "cuda"
             and self.operation is ops.group_gemm_fp8_nt_groupwise
@@ -64,25 +85,25 @@ class OpCase:
         for start, end, expert, factor in groups:
             if not 0 <= expert < self.weights.shape[0] or end <= start:
                 continue
-            x = torch.from_numpy(self.rows[start:end]).to(device)
-            m = torch.from_numpy(self.weights[expert]).to(device)
+            x, m = self.rows[start:end], self.weights[expert]
             terms = -(-k // 16) * 2.0**-23 * (x.abs() @ m.abs().T)
             terms = terms + fp8_mma_slack(x, m) if imprecise else terms
-            value[start:end] = ((x @ m.T) * factor).cpu().numpy()
-            slack[start:end] = (terms * abs(factor)).cpu().numpy()
+            value[start:end] = (x @ m.T) * factor
+            slack[start:end] = terms * abs(factor)
             written[start:end] = True
         return Exact(value, slack, written)
 
 
-def fp8_mma_slack(x: torch.Tensor, m: torch.Tensor) -> torch.Tensor:
-    """As in `gemm_cases`, on any device: what fp8 MMA on Hopper may lose, promoted each 128 of K."""
-    total = x.new_zeros(x.shape[0], m.shape[0])
-    for k in range(0, x.shape[1], 128):
-        for first in range(0, x.shape[0], 16):
-            products = x[first : first + 16, None, k : k + 128] * m[None, :, k : k + 128]
-            largest = torch.maximum(products.abs().amax(-1), products.cumsum(-1).abs().amax(-1))
-            total[first : first + 16] += 4 * 34 * 2.0**-13 * largest
-    return total
+def check(case: OpCase, engine: str, dtype: torch.dtype = torch.bfloat16, **more: Any) -> torch.Tensor:
+    """Every element within the bound; rows that nobody owns keep their bits. The result."""
+    out = case.empty(dtype)
+    before = out.clone()
+    case.run(out, engine=engine, **more)
+    exact = case.exact()
+    check_inside(out, exact, UNIT[dtype])
+    rest = ~exact.written
+    assert_same_bits(out[rest], before[rest], "rows that no active group owns")
+    return out
 
 
 def nvfp4_dense(
@@ -124,11 +145,12 @@ def nvfp4_dense(
         num_active_experts=len(sizes),
     )
     starts = [(row // 128 + shift) * 128 for row, shift in zip(offsets, shifts, strict=False)]
-    rows = _decode_swizzled(arguments["a_scales"], a, _rows(offsets, starts))
-    weights = _decode_nvfp4_weights(arguments["b_scales"], b)
+    arguments = _to(arguments, device)
+    rows = _decode_swizzled(arguments["a_scales"], arguments["a"], _rows(offsets, starts))
+    weights = _decode_nvfp4_weights(arguments["b_scales"], arguments["b"])
     by_group = [float(factors[e]) if 0 <= e < experts else 0.0 for e in ids]
     operation = ops.grouped_matmul_dynamic_scaled_nvfp4
-    return OpCase(operation, _to(arguments, device), rows, weights, offsets, ids, by_group)
+    return OpCase(operation, arguments, rows, weights, offsets, ids, by_group)
 
 
 def nvfp4_closed(
@@ -148,10 +170,11 @@ def nvfp4_closed(
         alpha=_factors(experts, rng, integers),
     )
     starts = [(row + 127 * i) // 128 * 128 for i, row in enumerate(offsets)]
-    rows = _decode_swizzled(arguments["a_scale"], a, _rows(offsets, starts))
-    weights = _decode_nvfp4_weights(arguments["b_scale"], b)
+    arguments = _to(arguments, device)
+    rows = _decode_swizzled(arguments["a_scale"], arguments["a"], _rows(offsets, starts))
+    weights = _decode_nvfp4_weights(arguments["b_scale"], arguments["b"])
     factors, operation = arguments["alpha"].tolist(), ops.group_gemm_nvfp4_nt_groupwise
-    return OpCase(operation, _to(arguments, device), rows, weights, offsets, list(range(experts)), factors)
+    return OpCase(operation, arguments, rows, weights, offsets, list(range(experts)), factors)
 
 
 def mxfp8(
@@ -168,10 +191,9 @@ def mxfp8(
     offsets, experts = [0, *np.cumsum(sizes).tolist()], len(sizes)
     if integers:
         columns = -(-k // block)
-        a, b = (torch.randint(-8, 9, s, generator=rng).float().to(E4M3) for s in ((offsets[-1], k), (experts, n, k)))
+        a, b = (_randint(-8, 9, s, rng).float().to(E4M3) for s in ((offsets[-1], k), (experts, n, k)))
         a_linear, b_linear = (
-            torch.randint(126, 129, s, generator=rng).to(torch.uint8)
-            for s in ((offsets[-1], columns), (experts, n, columns))
+            _randint(126, 129, s, rng).to(torch.uint8) for s in ((offsets[-1], columns), (experts, n, columns))
         )
     else:
         a, a_linear = ops.quantize_mxfp8(_spread((offsets[-1], k), rng), block)
@@ -189,26 +211,24 @@ def mxfp8(
         m_indptr=torch.tensor(offsets, dtype=torch.int32),
         scale_granularity_mnk=(1, 1, block),
     )
-    starts = [(row + 3 * i) // 4 * 4 for i, row in enumerate(offsets)]
-
-    def factors(words: torch.Tensor, rows: Array) -> Array:
-        v = np.arange(-(-k // block))
-        found = words.numpy().view(np.uint32)[rows[:, None], v[None, :] // 4] >> (8 * (v % 4)).astype(np.uint32)
-        scale = (found & 255).astype(np.uint8).view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
-        return scale.repeat(block, 1)[:, :k]
-
-    rows = bits(a).view(ml_dtypes.float8_e4m3fn).astype(np.float64) * factors(packed, _rows(offsets, starts))
-    values = bits(b).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-    weights = np.zeros((experts, n, k))
-    for e in range(experts):
-        weights[e] = values[e] * factors(b_packed[e], np.arange(n))
-    operation, ones = ops.moe_gemm_mxfp8_nt_groupwise, [1.0] * experts
     moved = _to(arguments, device)
     # A copy to another device need not keep the strides.
     moved["a_scale"] = packed.t().contiguous().to(device).t()
-    wide = torch.zeros(experts, b_packed.shape[2], b_packed.stride(2) if n > 1 else 4, dtype=torch.int32)
+    wide = b_packed.new_zeros(experts, b_packed.shape[2], b_packed.stride(2) if n > 1 else 4)
     wide[:, :, :n] = b_packed.transpose(1, 2)
     moved["b_scale"] = wide.to(device)[:, :, :n].transpose(1, 2)
+
+    def factors(words: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+        v = torch.arange(-(-k // block), device=device)
+        found = words[rows.to(device)[:, None], v[None, :] // 4] >> (8 * (v % 4))
+        return VALUES["e8m0"].to(device)[found & 255].repeat_interleave(block, 1)[:, :k]
+
+    starts = [(row + 3 * i) // 4 * 4 for i, row in enumerate(offsets)]
+    rows, weights = _values(moved["a"]), _values(moved["b"])
+    rows *= factors(moved["a_scale"], _rows(offsets, starts))
+    for e in range(experts):
+        weights[e] *= factors(moved["b_scale"][e], torch.arange(n))
+    operation, ones = ops.moe_gemm_mxfp8_nt_groupwise, [1.0] * experts
     return OpCase(operation, moved, rows, weights, offsets, list(range(experts)), ones)
 
 
@@ -228,9 +248,9 @@ def fp8(
     """`group_gemm_fp8_nt_groupwise`; `spare` scale rows of NaN lie behind those of `a`."""
     offsets, experts = [0, *np.cumsum(sizes).tolist()], len(sizes)
     if integers:
-        a, b = (torch.randint(-4, 5, s, generator=rng).float().to(dtype) for s in ((offsets[-1], k), (experts, n, k)))
+        a, b = (_randint(-4, 5, s, rng).float().to(dtype) for s in ((offsets[-1], k), (experts, n, k)))
         a_linear, b_linear = (
-            2.0 ** torch.randint(-1, 2, s, generator=rng)
+            2.0 ** _randint(-1, 2, s, rng)
             for s in ((-(-offsets[-1] // gm), k // 128), (experts, -(-n // 128), k // 128))
         )
     else:
@@ -246,35 +266,43 @@ def fp8(
         scale_granularity_mnk=(gm, 128, 128),
         scale_major_mode=major,
     )
-    kind = {E4M3: ml_dtypes.float8_e4m3fn, E5M2: ml_dtypes.float8_e5m2}[dtype]
-    a_scale, b_scale = (arguments[name].numpy().astype(np.float64) for name in ("a_scale", "b_scale"))
+    arguments = _to(arguments, device)
+    a_scale, b_scale = (arguments[name].double() for name in ("a_scale", "b_scale"))
     if major == "MN":
-        a_scale, b_scale = a_scale.T, b_scale.transpose(0, 2, 1)
-    place = np.zeros(offsets[-1], np.int64)
-    for start, end in itertools.pairwise(offsets):
-        place[start:end] = start // gm + np.arange(end - start) // gm
-    rows = bits(a).view(kind).astype(np.float64) * a_scale[place].repeat(128, 1)
-    weights = bits(b).view(kind).astype(np.float64) * b_scale.repeat(128, 1)[:, :n].repeat(128, 2)
+        a_scale, b_scale = a_scale.T, b_scale.transpose(1, 2)
+    place = [start // gm + row // gm for start, end in itertools.pairwise(offsets) for row in range(end - start)]
+    rows, weights = _values(arguments["a"]), _values(arguments["b"])
+    rows *= a_scale[torch.tensor(place, dtype=torch.int64, device=device)].repeat_interleave(128, 1)
+    for e in range(experts):
+        weights[e] *= b_scale[e].repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)
     operation, ones = ops.group_gemm_fp8_nt_groupwise, [1.0] * experts
-    return OpCase(operation, _to(arguments, device), rows, weights, offsets, list(range(experts)), ones)
+    return OpCase(operation, arguments, rows, weights, offsets, list(range(experts)), ones)
+
+
+def _randn(shape: tuple[int, ...], rng: torch.Generator) -> torch.Tensor:
+    return torch.randn(shape, generator=rng, device=rng.device)
+
+
+def _randint(low: int, end: int, shape: tuple[int, ...], rng: torch.Generator) -> torch.Tensor:
+    return torch.randint(low, end, shape, generator=rng, device=rng.device)
 
 
 def _spread(shape: tuple[int, ...], rng: torch.Generator) -> torch.Tensor:
     """Normal numbers whose rows differ in size, so that no two block scales are alike."""
-    return torch.randn(shape, generator=rng) * torch.exp(torch.randn(*shape[:-1], 1, generator=rng))
+    return _randn(shape, rng) * torch.exp(_randn((*shape[:-1], 1), rng))
 
 
 def _nvfp4(shape: tuple[int, ...], rng: torch.Generator, integers: bool) -> tuple[torch.Tensor, torch.Tensor]:
     if not integers:
         return ops.quantize_nvfp4(_spread(shape, rng), 16.0)
-    codes = torch.tensor([0, 2, 4, 5, 6, 7, 10, 12, 13, 14, 15], dtype=torch.uint8)
-    nibbles = codes[torch.randint(0, len(codes), shape, generator=rng)]
-    scales = 2.0 ** torch.randint(-1, 2, (*shape[:-1], shape[-1] // 16), generator=rng)
+    codes = torch.tensor([0, 2, 4, 5, 6, 7, 10, 12, 13, 14, 15], dtype=torch.uint8, device=rng.device)
+    nibbles = codes[_randint(0, len(codes), shape, rng)]
+    scales = 2.0 ** _randint(-1, 2, (*shape[:-1], shape[-1] // 16), rng)
     return nibbles[..., 0::2] | (nibbles[..., 1::2] << 4), scales.to(E4M3)
 
 
 def _factors(count: int, rng: torch.Generator, integers: bool) -> torch.Tensor:
-    return 2.0 ** torch.randint(-3, 2, (count,), generator=rng) if integers else torch.randn(count, generator=rng) / 256
+    return 2.0 ** _randint(-3, 2, (count,), rng) if integers else _randn((count,), rng) / 256
 
 
 def _poison(blocks: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
@@ -282,22 +310,31 @@ def _poison(blocks: torch.Tensor, used: torch.Tensor) -> torch.Tensor:
     return torch.where(used != 0, blocks.view(torch.uint8), 0x7F).view(blocks.dtype)
 
 
-def _rows(offsets: list[int], starts: list[int]) -> Array:
+def _rows(offsets: list[int], starts: list[int]) -> torch.Tensor:
     """Scale row of each packed row."""
-    parts = [np.arange(end - row) + first for row, end, first in zip(offsets, offsets[1:], starts, strict=False)]
-    return np.concatenate([np.zeros(0, np.int64), *parts]).astype(np.int64)
+    parts = [torch.arange(end - row) + first for row, end, first in zip(offsets, offsets[1:], starts, strict=False)]
+    return torch.cat([torch.zeros(0, dtype=torch.int64), *parts])
 
 
-def _decode_swizzled(scales: torch.Tensor, quants: torch.Tensor, rows: Array) -> Array:
-    columns = quants.shape[-1] // 8
-    return decode(fmt_of("nvfp4"), bits(quants), bits(scales).reshape(-1)[swizzled(rows, columns)])
+def _values(quants: torch.Tensor) -> torch.Tensor:
+    """float64 of fp8."""
+    return VALUES[quants.dtype].to(quants.device)[quants.view(torch.uint8).int()]
 
 
-def _decode_nvfp4_weights(scales: torch.Tensor, quants: torch.Tensor) -> Array:
+def _decode_swizzled(scales: torch.Tensor, quants: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """float64 `[M, K]` of packed e2m1 and the e4m3 scales of scale rows `rows` `[M]`."""
+    device, columns = quants.device, quants.shape[-1] // 8
+    places = torch.from_numpy(swizzled(rows.numpy(), columns)).to(device)
+    codes = torch.stack([quants & 15, quants >> 4], -1).flatten(-2)
+    factors = _values(scales.reshape(-1).view(torch.uint8)[places].view(E4M3))
+    return VALUES["e2m1"].to(device)[codes.int()] * factors.repeat_interleave(16, 1)
+
+
+def _decode_nvfp4_weights(scales: torch.Tensor, quants: torch.Tensor) -> torch.Tensor:
     experts, n, columns = quants.shape
-    out = np.zeros((experts, n, 2 * columns))
+    out = torch.zeros(experts, n, 2 * columns, dtype=torch.float64, device=quants.device)
     for e in range(experts):
-        out[e] = _decode_swizzled(scales[e], quants[e], np.arange(n))
+        out[e] = _decode_swizzled(scales[e], quants[e], torch.arange(n))
     return out
 
 

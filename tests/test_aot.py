@@ -17,6 +17,7 @@ import pytest
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels import aot
 from moe_runtime.kernels.runtime import ALL_ARCHS, AotCase
+from moe_runtime.launch import kernel_table
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.timeout(600)]
 
@@ -72,6 +73,22 @@ def test_every_operation_and_format_has_a_kernel_for_every_architecture(results:
     wanted = {(operation, name) for operation, names in OPERATIONS.items() for name in names} | set(archs)
     missing = {key: sorted(set(ALL_ARCHS) - archs[key]) for key in wanted if not archs[key] >= set(ALL_ARCHS)}
     assert not missing
+
+
+def test_the_committed_table_of_operations_is_what_compiles_here(results: list[dict[str, Any]]) -> None:
+    committed = kernel_table.read_checked(ROOT / "launch" / "results")
+    assert committed is not None
+    found = kernel_table.compiled_records(results)
+    assert found == committed["compiled"], "python -m moe_runtime.launch.doctor --kernels --json makes it anew"
+
+
+def test_a_part_of_the_operations_compiles_alone(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    done = run_aot("--json", str(file), "--jobs", "1", "--operations", "combine_wait")
+    assert done.returncode == 0, done.stderr
+    assert {result["operation"] for result in json.loads(file.read_text())["results"]} == {"combine_wait"}
+    done = run_aot("--operations", "no_such")
+    assert done.returncode == 2 and "--operations: expected any of" in done.stderr
 
 
 def test_no_kernel_is_left_out() -> None:

@@ -10,6 +10,8 @@ from moe_runtime.launch import tables
 
 pytestmark = pytest.mark.cpu_only
 
+RESULTS = Path(__file__).resolve().parent.parent / "launch" / "results"
+
 
 def report() -> dict[str, object]:
     common = {
@@ -62,6 +64,17 @@ def test_only_what_stands_between_the_marks_changes(tmp_path: Path) -> None:
     assert tables.with_results(made, tmp_path, tmp_path) == made
     with pytest.raises(ValueError, match="README: expected"):
         tables.with_results("no marks", tmp_path, tmp_path)
+
+
+def test_operations_have_marks_of_their_own(tmp_path: Path) -> None:
+    readme = f"a\n{tables.OPERATIONS_START}\nold\n{tables.OPERATIONS_END}\nz\n"
+    made = tables.with_operations(readme, RESULTS, RESULTS)
+    assert "| `group_gemm_fp8_nt_groupwise` | fp8_block |" in made and "old" not in made
+    assert made.startswith("a\n") and made.endswith("z\n")
+    with pytest.raises(ValueError, match=r"expected ops_checked\.json and ops_h200\.json"):
+        tables.with_operations(readme, tmp_path, tmp_path)
+    # Files of another kind are no results of the benchmark.
+    assert "group_gemm" not in tables.with_results(f"{tables.START}{tables.END}", RESULTS, RESULTS)
 
 
 def test_the_readme_is_up_to_date() -> None:

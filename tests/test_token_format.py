@@ -215,6 +215,7 @@ def test_bad_calls() -> None:
         (lambda: token.copy_msg_to_output_tensor(buf[0].to("meta"), 0), "^buf"),
         (lambda: NVFP4TokenFormat(64, 2, output_tokens=tokens, output_scales=scales.to("meta")), "^output_scales"),
         (lambda: token.copy_msg_to_output_tensor(buf[0], 0), "pad_expert_offsets"),
+        (lambda: token.pad_expert_offsets([0, 2, 4]), "row_offsets: expected a tensor, got list"),  # type: ignore[arg-type]
         (lambda: NVFP4TokenFormat(64, 2).copy_msg_to_output_tensor(buf[0], 0), "output_tokens"),
     ):
         with pytest.raises(ValueError, match=name):
