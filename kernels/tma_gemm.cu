@@ -1,0 +1,619 @@
+// Grouped GEMM for Hopper whose operands go from memory to the tensor cores as they are stored: TMA (or cp.async, where
+// rows are gathered) fills a ring of shared memory, one warpgroup of producers, MATH_WGS warpgroups of wgmma.
+//
+// A tile is BM = 64 * MATH_WGS rows times two halves of 128 weight rows: 256 columns of a plain result, or gate and up of
+// the same 128 columns of a gated one. With CLUSTER 2, the two blocks of a cluster work on two row tiles of the same
+// columns and share the weights, or, for the odd row tile of a group, on two column tiles and share the rows.
+//
+// Macros: FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), MATH_WGS 1 or 2, STAGES, CLUSTER 1 or 2,
+// GATHER (rows through row_index), GATED, ORDER (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3
+// with 1x128 scales), EXTRAS (row scale, expert scales or bias are there), BAND (column tiles that are walked together),
+// A_BOX (rows of a box of the rows' tensor map).
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+
+// A group in shared memory: number of its first tile, first packed row, rows, expert.
+struct Group {
+    int first, start, rows, expert;
+};
+
+struct Tile {
+    int start, rows, expert, column;  // first packed row, rows from there to the end of the group, first column
+    bool pair_rows;                   // the blocks of the cluster share the weights (else the rows)
+};
+
+constexpr int BM = 64 * MATH_WGS;
+constexpr int HALF = 128;
+constexpr int TILE_COLUMNS = GATED ? HALF : 2 * HALF;
+constexpr int BK = FP8 ? 128 : 64;  // numbers of K in a stage: 128 bytes, the span of the swizzle
+constexpr int A_BYTES = BM * 128;
+constexpr int HALF_BYTES = HALF * 128;
+constexpr int STAGE_BYTES = A_BYTES + 2 * HALF_BYTES;
+constexpr int WARP_STAGING = 4096;
+constexpr int MATH_WARPS = 4 * MATH_WGS;
+constexpr int LAG = 2;  // stages of gathered rows in flight before the oldest is handed over
+constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
+
+// --- shared memory, barriers, copies --------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank = 0;
+    if (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void sync_cluster() {
+    if (CLUSTER > 1) {
+        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    } else {
+        __syncthreads();
+    }
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
+    asm volatile(
+        "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank)
+        : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    u32 done;
+#ifdef SPIN_LIMIT
+    int tries = 0;
+#endif
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+#ifdef SPIN_LIMIT
+        if (++tries > SPIN_LIMIT) __trap();
+#endif
+    } while (!done);
+}
+
+__device__ __forceinline__ void load_rows(const TensorMap* map, u32 to, u32 barrier, int k, int row, bool multicast) {
+    if (multicast) {
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+            "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(barrier), "r"(k), "r"(row), "h"((u16)3)
+            : "memory");
+    } else {
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
+                to),
+            "l"(map), "r"(barrier), "r"(k), "r"(row)
+            : "memory");
+    }
+}
+
+// One half of a weight tile: 128 rows of `expert` from `column`. The map is [expert][half][row][k], or, interleaved,
+// [expert][row][half][k]; without gate and up there is one half of all rows.
+__device__ __forceinline__ void load_half(
+    const TensorMap* map, u32 to, u32 barrier, int k, int column, int half, int expert, bool multicast) {
+    int c1 = GATED ? column : column + half * HALF, c2 = GATED ? half : 0;
+    if (GATED && ORDER == UP_GATE) c2 = 1 - half;
+    if (GATED && ORDER == INTERLEAVED) {
+        c1 = half;
+        c2 = column;
+    }
+    if (multicast) {
+        asm volatile(
+            "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+            "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to), "l"(map), "r"(barrier), "r"(k), "r"(c1), "r"(c2),
+            "r"(expert), "h"((u16)3)
+            : "memory");
+    } else {
+        asm volatile(
+            "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+            "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to), "l"(map), "r"(barrier), "r"(k), "r"(c1), "r"(c2), "r"(expert)
+            : "memory");
+    }
+}
+
+// --- tiles ----------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// One warp is through with a stage, in which the other block of the cluster may have a hand.
+__device__ __forceinline__ void release(u32 barrier) {
+    int lane = threadIdx.x % 32;
+    if (CLUSTER == 1 && lane == 0) barrier_arrive(barrier);
+    if (CLUSTER > 1 && lane < CLUSTER) barrier_arrive_at(barrier, lane);
+}
+
+// What one cluster works on at a time; a group has this many.
+__device__ __forceinline__ int tiles_of(int rows, int tiles_n) {
+    int tiles_m = ceil_div(rows, BM);
+    if (CLUSTER == 1) return tiles_m * tiles_n;
+    return tiles_m / 2 * tiles_n + tiles_m % 2 * ceil_div(tiles_n, 2);
+}
+
+// One warp: counts the tiles of each group, none for groups that are not to be computed.
+__device__ void count_tiles(Group* groups, const int* offsets, const int* expert_ids, const int* num_active,
+                            int num_groups, int num_experts, int capacity, int tiles_n) {
+    int lane = threadIdx.x % 32, total = 0;
+    int active = num_active ? min(num_groups, *num_active) : num_groups;
+    for (int base = 0; base < num_groups; base += 32) {
+        int g = base + lane, start = 0, rows = 0, expert = -1;
+        if (g < active) {
+            start = offsets[g];
+            rows = min(offsets[g + 1], capacity) - start;
+            expert = expert_ids[g];
+            if (rows < 0 || expert < 0 || expert >= num_experts) rows = 0;
+        }
+        int tiles = tiles_of(rows, tiles_n), last = tiles;
+        for (int step = 1; step < 32; step *= 2) {
+            int before = __shfl_up_sync(~0u, last, step);
+            if (lane >= step) last += before;
+        }
+        if (g < num_groups) groups[g] = {total + last - tiles, start, rows, expert};
+        total += __shfl_sync(~0u, last, 31);
+    }
+    if (lane == 0) groups[num_groups].first = total;
+}
+
+// The tile of this block in number `index`; `g` is a group at or before its own, and moves on. False past the last.
+__device__ __forceinline__ bool find_tile(
+    const Group* groups, int num_groups, int index, int tiles_n, u32 rank, int& g, Tile& tile) {
+    if (index >= groups[num_groups].first) return false;
+    while (index >= groups[g + 1].first) ++g;
+    Group group = groups[g];
+    int u = index - group.first, tiles_m = ceil_div(group.rows, BM) / CLUSTER, m, n;
+    tile.pair_rows = CLUSTER == 1 || u < tiles_m * tiles_n;
+    if (tile.pair_rows) {
+        // Bands of columns, all rows of a band before the next: what runs at a time shares rows and weights in L2.
+        int band = u / (BAND * tiles_m) * BAND, width = min(BAND, tiles_n - band);
+        u -= band * tiles_m;
+        m = u / width * CLUSTER + (int)rank;
+        n = band + u % width;
+    } else {
+        m = tiles_m * CLUSTER;
+        n = (u - tiles_m * tiles_n) * CLUSTER + (int)rank;
+    }
+    tile.start = group.start + m * BM;
+    tile.rows = group.rows - m * BM;
+    tile.expert = group.expert;
+    tile.column = n * TILE_COLUMNS;
+    return true;
+}
+
+// --- tensor cores ---------------------------------------------------------------------------------------------------
+
+// Descriptor of a K-major operand in the 128-byte swizzle: 8 rows lie 1024 bytes apart; 32 bytes of K are 2 further.
+__device__ __forceinline__ u64 descriptor(u32 address) {
+    return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
+}
+
+template <int N>
+__device__ __forceinline__ void keep(float (&r)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(r[i])::"memory");
+}
+
+__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void mma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+#define F4(r, i) "+f"(r[i]), "+f"(r[i + 1]), "+f"(r[i + 2]), "+f"(r[i + 3])
+#define F16(r, i) F4(r, i), F4(r, i + 4), F4(r, i + 8), F4(r, i + 12)
+#define F64(r, i) F16(r, i), F16(r, i + 16), F16(r, i + 32), F16(r, i + 48)
+
+// d (+)= a[64, 32 bytes of K] * b[128 rows]^T; `add` 0 starts from zero.
+__device__ __forceinline__ void mma_fp8(float (&d)[64], u64 a, u64 b, int add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, %64, %65, p, 1, 1;\n}"
+        : F64(d, 0)
+        : "l"(a), "l"(b), "r"(add));
+}
+
+// The same of bf16 and 256 rows of b.
+__device__ __forceinline__ void mma_bf16(float (&d)[128], u64 a, u64 b, int add) {
+    asm volatile(
+        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63,"
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79,"
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95,"
+        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,"
+        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+        "}, %128, %129, p, 1, 1, 0, 0;\n}"
+        : F64(d, 0), F64(d, 64)
+        : "l"(a), "l"(b), "r"(add));
+}
+
+// --- epilogue -------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+    u32 word;
+    if (OUT == 1) {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    } else {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    }
+    return word;
+}
+
+// x / s rounded to nearest, `inverse` being 1 / s rounded; exact while neither the quotient nor the remainder is
+// denormal, below which a code of e4m3 is 0 anyway.
+__device__ __forceinline__ float divide(float x, float s, float inverse) {
+    float q = x * inverse;
+    q = __fmaf_rn(__fmaf_rn(-q, s, x), inverse, q);
+    return __fmaf_rn(__fmaf_rn(-q, s, x), inverse, q);
+}
+
+__device__ __forceinline__ float swiglu(float gate, float up, float alpha, float limit, float up_offset) {
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : (up < -limit ? -limit : up);
+    float inverse;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + __expf(-alpha * gate)));
+    return __fmul_rn(__fmul_rn(gate, inverse), __fadd_rn(up, up_offset));
+}
+
+// The larger of two words in each of the four lanes that hold a row.
+__device__ __forceinline__ u32 max_of_row(u32 x) {
+    x = max(x, __shfl_xor_sync(~0u, x, 1));
+    return max(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+// A thread of a math warpgroup holds, of rows `lane / 4` and that plus 8 of its warp's 16, two columns of each 8:
+// r[4j], r[4j + 1] of the first row, r[4j + 2], r[4j + 3] of the second, columns 8j + lane % 4 * 2 and the next.
+
+// Writes 16 rows of up to 256 bytes from the staging memory of a warp; `bytes` of a row belong to the result.
+template <int ROW_BYTES>
+__device__ __forceinline__ void write_rows(const u8* staging, u8* out, long long stride, int rows, int bytes) {
+    constexpr int CHUNKS = ROW_BYTES / 16, AT_ONCE = 32 / CHUNKS;
+    int lane = threadIdx.x % 32, chunk = lane % CHUNKS;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 16 / AT_ONCE; ++i) {
+        int row = i * AT_ONCE + lane / CHUNKS;
+        int4 value = *(const int4*)(staging + row * ROW_BYTES + ((chunk ^ row % 8) << 4));
+        if (row < rows && chunk * 16 < bytes) *(int4*)(out + row * stride + chunk * 16) = value;
+    }
+    __syncwarp();
+}
+
+// Stores 128 columns of the warp's 16 rows from `r[FIRST ..]`; `columns` of them exist.
+template <int FIRST, int N>
+__device__ __forceinline__ void store_half(
+    const float (&r)[N], u8* staging, u8* out, long long stride, int rows, int columns) {
+    int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
+    if (OUT == 2) {
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+#pragma unroll
+            for (int j = 0; j < 8; ++j) {
+                int i = FIRST + 4 * (part * 8 + j);
+                u32 at = row * 256 + (((2 * j + quad / 2) ^ row) << 4) + quad % 2 * 8;
+                *(float2*)(staging + at) = make_float2(r[i], r[i + 1]);
+                *(float2*)(staging + at + 2048) = make_float2(r[i + 2], r[i + 3]);
+            }
+            write_rows<256>(staging, out + part * 256, stride, rows, (columns - part * 64) * 4);
+        }
+    } else {
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+            int i = FIRST + 4 * j;
+            u32 at = row * 256 + ((j ^ row) << 4) + quad * 4;
+            *(u32*)(staging + at) = pack(r[i], r[i + 1]);
+            *(u32*)(staging + at + 2048) = pack(r[i + 2], r[i + 3]);
+        }
+        write_rows<256>(staging, out, stride, rows, columns * 2);
+    }
+}
+
+// Quantizes 128 columns of each row, one block, as `quantize.quantize_tile` does; `scales` is that of the first row.
+template <int N>
+__device__ __forceinline__ void store_quantized(
+    const float (&r)[N], u8* staging, u8* out, long long stride, int rows, float* scales, int scale_stride) {
+    int lane = threadIdx.x % 32, quad = lane % 4;
+#pragma unroll
+    for (int second = 0; second < 2; ++second) {
+        u32 bits = 0;
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+            bits = max(bits, __float_as_uint(r[4 * j + 2 * second]) & 0x7FFFFFFF);
+            bits = max(bits, __float_as_uint(r[4 * j + 2 * second + 1]) & 0x7FFFFFFF);
+        }
+        bits = max_of_row(bits);
+        bool poisoned = bits >= 0x7F800000;  // NaN or Inf
+        float scale = __fdiv_rn(__uint_as_float(poisoned ? 0x38D1B717 : max(bits, 0x38D1B717)), 448.0f);  // at least 1e-4
+        float inverse = __frcp_rn(scale);
+        int row = lane / 4 + 8 * second;
+        if (quad == 0 && row < rows) scales[row * scale_stride] = poisoned ? __uint_as_float(0x7FC00000) : scale;
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+            float low = divide(r[4 * j + 2 * second], scale, inverse);
+            float high = divide(r[4 * j + 2 * second + 1], scale, inverse);
+            u16 codes;
+            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+            u32 at = row * 128 + ((j / 2 ^ row % 8) << 4) + j % 2 * 8 + quad * 2;
+            *(u16*)(staging + at) = poisoned ? (u16)0 : codes;
+        }
+    }
+    write_rows<128>(staging, out, stride, rows, 128);
+}
+
+// acc * row_scale * expert_scale + bias, one after the other.
+struct Extras {
+    const float *row_scale, *expert_scales, *bias;
+    int scales_per_expert;
+};
+
+__device__ __forceinline__ void apply_extras(
+    float (&acc)[128], const Extras& x, int row, int last_row, int expert, int column, int columns) {
+    int num_rows = GATED ? 2 * columns : columns, quad = threadIdx.x % 4;
+    float r0 = x.row_scale ? x.row_scale[min(row, last_row)] : 1.0f;
+    float r1 = x.row_scale ? x.row_scale[min(row + 8, last_row)] : 1.0f;
+    const float* scales = x.expert_scales ? x.expert_scales + (long long)expert * x.scales_per_expert : nullptr;
+    const float* bias = x.bias ? x.bias + (long long)expert * num_rows : nullptr;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                int n = column + (GATED ? 0 : h * HALF) + 8 * j + 2 * quad + c, up = h, weight_row = n;
+                if (GATED) {
+                    weight_row = ORDER == INTERLEAVED ? 2 * n + h : n + (h == (ORDER == GATE_UP) ? columns : 0);
+                } else if (ORDER == INTERLEAVED) {
+                    up = n % 2;
+                } else {
+                    up = (n >= columns / 2) == (ORDER == GATE_UP);
+                }
+                float s = scales ? scales[x.scales_per_expert == 2 ? up : 0] : 1.0f;
+                float b = bias && n < columns ? bias[weight_row] : -0.0f;
+                float& low = acc[64 * h + 4 * j + c];
+                float& high = acc[64 * h + 4 * j + 2 + c];
+                low = __fadd_rn(__fmul_rn(__fmul_rn(low, r0), s), b);
+                high = __fadd_rn(__fmul_rn(__fmul_rn(high, r1), s), b);
+            }
+        }
+    }
+}
+
+// --- kernel ---------------------------------------------------------------------------------------------------------
+
+extern __shared__ __align__(1024) u8 shared[];
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (MATH_WGS + 1), 1)
+tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map, const u8* a_rows,
+         long long a_stride, const int* row_index, const float* __restrict__ a_scales, const float* __restrict__ w_scales, Extras extras,
+         u8* out, long long out_stride, float* out_scales, const int* offsets, const int* expert_ids,
+         const int* num_active, int num_groups, int num_experts, int capacity, int columns, int k_blocks, int row_bytes,
+         float alpha, float limit, float up_offset) {
+    u8* staging = shared + STAGES * STAGE_BYTES;
+    u64* barriers = (u64*)(staging + MATH_WARPS * WARP_STAGING);
+    Group* groups = (Group*)(barriers + 2 * STAGES);
+    u32 full = shared_address(barriers), empty = full + 8 * STAGES, ring = shared_address(shared);
+    int wg = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int tiles_n = ceil_div(columns, TILE_COLUMNS), step = gridDim.x / CLUSTER;
+    u32 rank = cluster_rank();
+
+    if (warp == 0) {
+        count_tiles(groups, offsets, expert_ids, num_active, num_groups, num_experts, capacity, tiles_n);
+    } else if (threadIdx.x == 32) {
+        for (int s = 0; s < STAGES; ++s) {
+            barrier_init(full + 8 * s, GATHER ? 5 : 1);
+            barrier_init(empty + 8 * s, MATH_WARPS * CLUSTER);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    sync_cluster();
+
+    int g = 0, stage = 0;
+    u32 parity = 0;
+    Tile tile;
+    if (wg == MATH_WGS) {
+        if (MATH_WGS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        bool leader = threadIdx.x == 128 * MATH_WGS;
+        if (!GATHER && leader) {
+            for (int t = blockIdx.x / CLUSTER; find_tile(groups, num_groups, t, tiles_n, rank, g, tile); t += step) {
+                int boxes = CLUSTER > 1 ? BM / A_BOX : min(BM / A_BOX, ceil_div(tile.rows, A_BOX));
+                for (int kb = 0; kb < k_blocks; ++kb) {
+                    u32 a = ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = full + 8 * stage;
+                    barrier_wait(empty + 8 * stage, parity ^ 1);
+                    barrier_expect(ready, boxes * A_BOX * 128 + 2 * HALF_BYTES);
+                    if (tile.pair_rows) {
+                        for (int i = 0; i < boxes; ++i)
+                            load_rows(&a_map, a + i * A_BOX * 128, ready, kb * BK, tile.start + i * A_BOX, false);
+                    } else {
+                        load_rows(&a_map, a + rank * A_BOX * 128, ready, kb * BK, tile.start + rank * A_BOX, true);
+                    }
+                    if (CLUSTER > 1 && tile.pair_rows) {
+                        load_half(&w_map, b + rank * HALF_BYTES, ready, kb * BK, tile.column, rank, tile.expert, true);
+                    } else {
+                        for (int h = 0; h < 2; ++h)
+                            load_half(&w_map, b + h * HALF_BYTES, ready, kb * BK, tile.column, h, tile.expert, false);
+                    }
+                    if (++stage == STAGES) stage = 0, parity ^= 1;
+                }
+            }
+        } else if (GATHER) {
+            int thread = threadIdx.x % 128, chunk = thread % 8, first = thread / 8, behind = 0, issued = 0;
+            u32 to = first * 128 + ((chunk ^ first % 8) << 4);
+            for (int t = blockIdx.x / CLUSTER; find_tile(groups, num_groups, t, tiles_n, rank, g, tile); t += step) {
+                const u8* from[BM / 16];
+#pragma unroll
+                for (int i = 0; i < BM / 16; ++i) {
+                    int row = first + 16 * i;
+                    from[i] = a_rows + chunk * 16;
+                    if (row < tile.rows) from[i] += row_index[tile.start + row] * a_stride;
+                }
+                for (int kb = 0; kb < k_blocks; ++kb) {
+                    u32 a = ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = full + 8 * stage;
+                    barrier_wait(empty + 8 * stage, parity ^ 1);
+                    if (leader) {
+                        barrier_expect(ready, 2 * HALF_BYTES);
+                        if (CLUSTER > 1 && tile.pair_rows) {
+                            load_half(&w_map, b + rank * HALF_BYTES, ready, kb * BK, tile.column, rank, tile.expert, true);
+                        } else {
+                            for (int h = 0; h < 2; ++h)
+                                load_half(&w_map, b + h * HALF_BYTES, ready, kb * BK, tile.column, h, tile.expert, false);
+                        }
+                    }
+                    // Nothing is read past the end of a row: zeros are written there.
+                    int bytes = kb * 128 + chunk * 16 < row_bytes ? 16 : 0;
+#pragma unroll
+                    for (int i = 0; i < BM / 16; ++i) {
+                        if (first + 16 * i < tile.rows)
+                            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(a + to + i * 2048),
+                                         "l"(bytes ? from[i] + kb * 128 : a_rows), "r"(bytes)
+                                         : "memory");
+                    }
+                    asm volatile("cp.async.commit_group;" ::: "memory");
+                    if (++stage == STAGES) stage = 0, parity ^= 1;
+                    if (++issued > LAG) {
+                        asm volatile("cp.async.wait_group %0;" ::"n"(LAG) : "memory");
+                        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+                        __syncwarp();
+                        if (lane == 0) barrier_arrive(full + 8 * behind);
+                        if (++behind == STAGES) behind = 0;
+                    }
+                }
+            }
+            asm volatile("cp.async.wait_group 0;\nfence.proxy.async.shared::cta;" ::: "memory");
+            __syncwarp();
+            for (int left = min(issued, LAG); left > 0; --left) {
+                if (lane == 0) barrier_arrive(full + 8 * behind);
+                if (++behind == STAGES) behind = 0;
+            }
+        }
+    } else {
+        if (MATH_WGS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        float acc[128];
+        int row_of_warp = wg * 64 + warp % 4 * 16;
+        u8* warp_staging = staging + warp * WARP_STAGING;
+        for (int t = blockIdx.x / CLUSTER; find_tile(groups, num_groups, t, tiles_n, rank, g, tile); t += step) {
+            if (wg * 64 >= tile.rows) {
+                // None of its rows exist: only the stages are handed back.
+                for (int kb = 0; kb < k_blocks; ++kb) {
+                    barrier_wait(full + 8 * stage, parity);
+                    release(empty + 8 * stage);
+                    if (++stage == STAGES) stage = 0, parity ^= 1;
+                }
+                continue;
+            }
+            int row = tile.start + row_of_warp + lane / 4;
+#if FP8
+            // Scales of the two rows of this thread, and of the two halves, each a step of K ahead.
+            u32 a0 = min(row, capacity - 1) * k_blocks, a1 = min(row + 8, capacity - 1) * k_blocks;
+            int blocks = ceil_div(GATED ? 2 * columns : columns, 128), first = tile.column / 128, second = first + 1;
+            if (GATED && ORDER == GATE_UP) second = first + columns / 128;
+            if (GATED && ORDER == UP_GATE) second = first, first += columns / 128;
+            if (GATED && ORDER == INTERLEAVED) first *= 2, second = first + 1;
+            u32 w0 = (tile.expert * blocks + min(first, blocks - 1)) * k_blocks;
+            u32 w1 = (tile.expert * blocks + min(second, blocks - 1)) * k_blocks;
+            float next_a0 = a_scales[a0], next_a1 = a_scales[a1], next_w0 = w_scales[w0], next_w1 = w_scales[w1];
+#pragma unroll
+            for (int i = 0; i < 128; ++i) acc[i] = 0.0f;
+            for (int kb = 0; kb < k_blocks; ++kb) {
+                u64 a = descriptor(ring + stage * STAGE_BYTES + wg * 64 * 128);
+                u64 b = descriptor(ring + stage * STAGE_BYTES + A_BYTES);
+                float s0 = next_a0, s1 = next_a1, ws[2] = {next_w0, next_w1}, part[64];
+                barrier_wait(full + 8 * stage, parity);
+#pragma unroll
+                for (int h = 0; h < 2; ++h) {
+                    keep(part);
+                    mma_fence();
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) mma_fp8(part, a + 2 * k, b + h * (HALF_BYTES >> 4) + 2 * k, k > 0);
+                    mma_commit();
+                    if (h == 0) {
+                        int ahead = kb + 1 < k_blocks ? 1 : 0;
+                        next_a0 = a_scales[a0 += ahead];
+                        next_a1 = a_scales[a1 += ahead];
+                        next_w0 = w_scales[w0 += ahead];
+                        next_w1 = w_scales[w1 += ahead];
+                    }
+                    mma_wait<0>();
+                    keep(part);
+                    if (h == 1) release(empty + 8 * stage);
+                    // One scale after the other: their product alone may leave the range of fp32.
+#pragma unroll
+                    for (int i = 0; i < 64; ++i) {
+                        float w = GATED && ORDER == INTERLEAVED ? ws[i / 32] : ws[h];
+                        acc[64 * h + i] = __fmaf_rn(__fmul_rn(part[i], i % 4 < 2 ? s0 : s1), w, acc[64 * h + i]);
+                    }
+                }
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            }
+#else
+            u32 before = empty;
+            for (int kb = 0; kb < k_blocks; ++kb) {
+                u64 a = descriptor(ring + stage * STAGE_BYTES + wg * 64 * 128);
+                u64 b = descriptor(ring + stage * STAGE_BYTES + A_BYTES);
+                barrier_wait(full + 8 * stage, parity);
+                keep(acc);
+                mma_fence();
+#pragma unroll
+                for (int k = 0; k < 4; ++k) mma_bf16(acc, a + 2 * k, b + 2 * k, kb > 0 || k > 0);
+                mma_commit();
+                mma_wait<1>();
+                if (kb > 0) release(before);
+                before = empty + 8 * stage;
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            }
+            mma_wait<0>();
+            keep(acc);
+            release(before);
+#endif
+            if (EXTRAS) apply_extras(acc, extras, row, capacity - 1, tile.expert, tile.column, columns);
+            constexpr int SIZE = OUT == 3 ? 1 : (OUT == 2 ? 4 : 2);
+            int rows = tile.rows - row_of_warp, width = columns - tile.column;
+            long long first_row = tile.start + row_of_warp;
+            long long stride = out_stride * SIZE;
+            u8* to = out + first_row * stride + (long long)tile.column * SIZE;
+            if (GATED) {
+#pragma unroll
+                for (int i = 0; i < 64; ++i) acc[i] = swiglu(acc[i], acc[64 + i], alpha, limit, up_offset);
+            }
+            if (OUT == 3) {
+                int scale_columns = columns / 128;
+                float* scales = out_scales + first_row * scale_columns + tile.column / 128;
+                store_quantized(acc, warp_staging, to, stride, rows, scales, scale_columns);
+            } else {
+                store_half<0>(acc, warp_staging, to, stride, rows, width);
+                if (!GATED) store_half<64>(acc, warp_staging, to + HALF * SIZE, stride, rows, width - HALF);
+            }
+        }
+    }
+    sync_cluster();
+}
