@@ -1,14 +1,15 @@
 // Grouped GEMM for Hopper whose operands go from memory to the tensor cores as they are stored: TMA (or cp.async, where
-// rows are gathered) fills a ring of shared memory, one warpgroup of producers, MATH_WGS warpgroups of wgmma.
+// rows are gathered) fills a ring of shared memory, one warpgroup of producers, two warpgroups of wgmma.
 //
-// A tile is BM = 64 * MATH_WGS rows times two halves of 128 weight rows: 256 columns of a plain result, or gate and up of
-// the same 128 columns of a gated one. With CLUSTER 2, the two blocks of a cluster work on two row tiles of the same
-// columns and share the weights, or, for the odd row tile of a group, on two column tiles and share the rows.
+// A tile is 128 rows times two halves of 128 weight rows: 256 columns of a plain result, or gate and up of the same 128
+// columns of a gated one. Each math warpgroup takes 64 of the rows; tiles of at most 64 rows are taken by the two in
+// turn, one multiplying while the other stores. With CLUSTER 2, the two blocks of a cluster work on two row tiles of the
+// same columns and share the weights, or, for the odd row tile of a group, on two column tiles and share the rows.
 //
-// Macros: FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), MATH_WGS 1 or 2, STAGES, CLUSTER 1 or 2,
-// GATHER (rows through row_index), GATED, ORDER (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3
-// with 1x128 scales), EXTRAS (row scale, expert scales or bias are there), BAND (column tiles that are walked together),
-// A_BOX (rows of a box of the rows' tensor map).
+// Macros: FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2, GATHER (rows through
+// row_index), GATED, ORDER (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3 with 1x128 scales),
+// EXTRAS (row scale, expert scales or bias are there), BAND (column tiles that are walked together), A_BOX (rows of a box
+// of the rows' tensor map).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -29,7 +30,7 @@ struct Tile {
     bool pair_rows;                   // the blocks of the cluster share the weights (else the rows)
 };
 
-constexpr int BM = 64 * MATH_WGS;
+constexpr int BM = 128, MATH_WGS = 2;
 constexpr int HALF = 128;
 constexpr int TILE_COLUMNS = GATED ? HALF : 2 * HALF;
 constexpr int BK = FP8 ? 128 : 64;  // numbers of K in a stage: 128 bytes, the span of the swizzle
@@ -53,9 +54,7 @@ __device__ __forceinline__ u32 cluster_rank() {
 
 __device__ __forceinline__ void sync_cluster() {
     if (CLUSTER > 1) {
-        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
-    } else {
-        __syncthreads();
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
     }
 }
 
@@ -67,14 +66,15 @@ __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
     asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 count = 1) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank) {
+// Nothing that generic stores wrote is handed over, so no fence of the cluster is asked for: it would cost a quarter.
+__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank, u32 count) {
     asm volatile(
         "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.release.cluster.shared::cluster.b64 _, [remote];\n}" ::"r"(barrier), "r"(rank)
+        "mbarrier.arrive.shared::cluster.b64 _, [remote], %2;\n}" ::"r"(barrier), "r"(rank), "r"(count)
         : "memory");
 }
 
@@ -138,12 +138,18 @@ __device__ __forceinline__ void load_half(
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// One warp is through with a stage, in which the other block of the cluster may have a hand.
-__device__ __forceinline__ void release(u32 barrier) {
+// One warp is through with a stage, in which the other block of the cluster may have a hand; `share` is 2 where it speaks
+// for the other warpgroup too.
+__device__ __forceinline__ void release(u32 barrier, u32 share) {
     int lane = threadIdx.x % 32;
-    if (CLUSTER == 1 && lane == 0) barrier_arrive(barrier);
-    if (CLUSTER > 1 && lane < CLUSTER) barrier_arrive_at(barrier, lane);
+    if (CLUSTER == 1 && lane == 0) barrier_arrive(barrier, share);
+    if (CLUSTER > 1 && lane < CLUSTER) barrier_arrive_at(barrier, lane, share);
 }
+
+// Named barriers by which a warpgroup waits until the other has read all stages of a tile of its own: waiting for a
+// stage further ahead would take an older phase of its barrier for the new one.
+__device__ __forceinline__ void wait_turn(int wg) { asm volatile("bar.sync %0, 256;" ::"r"(1 + wg) : "memory"); }
+__device__ __forceinline__ void give_turn(int wg) { asm volatile("bar.arrive %0, 256;" ::"r"(2 - wg) : "memory"); }
 
 // What one cluster works on at a time; a group has this many.
 __device__ __forceinline__ int tiles_of(int rows, int tiles_n) {
@@ -159,12 +165,12 @@ __device__ void count_tiles(Group* groups, const int* offsets, const int* expert
     int active = num_active ? min(num_groups, *num_active) : num_groups;
     for (int base = 0; base < num_groups; base += 32) {
         int g = base + lane, start = 0, rows = 0, expert = -1;
-        if (g < active) {
+        if (g < num_groups) {
             start = offsets[g];
             rows = min(offsets[g + 1], capacity) - start;
             expert = expert_ids[g];
-            if (rows < 0 || expert < 0 || expert >= num_experts) rows = 0;
         }
+        if (g >= active || rows < 0 || expert < 0 || expert >= num_experts) rows = 0;
         int tiles = tiles_of(rows, tiles_n), last = tiles;
         for (int step = 1; step < 32; step *= 2) {
             int before = __shfl_up_sync(~0u, last, step);
@@ -203,10 +209,9 @@ __device__ __forceinline__ bool find_tile(
 
 // --- tensor cores ---------------------------------------------------------------------------------------------------
 
-// Descriptor of a K-major operand in the 128-byte swizzle: 8 rows lie 1024 bytes apart; 32 bytes of K are 2 further.
-__device__ __forceinline__ u64 descriptor(u32 address) {
-    return (u64)((address & 0x3FFFF) >> 4) | (u64)1 << 16 | (u64)64 << 32 | (u64)1 << 62;
-}
+// Lower word of the descriptor of a K-major operand in the 128-byte swizzle; 32 bytes of K are 2 further. The upper word
+// says that groups of 8 rows lie 1024 bytes apart.
+__device__ __forceinline__ u32 descriptor(u32 address) { return (address & 0x3FFFF) >> 4 | 1 << 16; }
 
 template <int N>
 __device__ __forceinline__ void keep(float (&r)[N]) {
@@ -226,23 +231,25 @@ __device__ __forceinline__ void mma_wait() {
 #define F64(r, i) F16(r, i), F16(r, i + 16), F16(r, i + 32), F16(r, i + 48)
 
 // d (+)= a[64, 32 bytes of K] * b[128 rows]^T; `add` 0 starts from zero.
-__device__ __forceinline__ void mma_fp8(float (&d)[64], u64 a, u64 b, int add) {
+__device__ __forceinline__ void mma_fp8(float (&d)[64], u32 a, u32 b, int add) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"
+        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %66, 0;\n"
+        "mov.b64 a, {%64, 0x40000040};\nmov.b64 b, {%65, 0x40000040};\n"
         "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, %64, %65, p, 1, 1;\n}"
+        "}, a, b, p, 1, 1;\n}"
         : F64(d, 0)
-        : "l"(a), "l"(b), "r"(add));
+        : "r"(a), "r"(b), "r"(add));
 }
 
 // The same of bf16 and 256 rows of b.
-__device__ __forceinline__ void mma_bf16(float (&d)[128], u64 a, u64 b, int add) {
+__device__ __forceinline__ void mma_bf16(float (&d)[128], u32 a, u32 b, int add) {
     asm volatile(
-        "{\n.reg .pred p;\nsetp.ne.b32 p, %130, 0;\n"
+        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %130, 0;\n"
+        "mov.b64 a, {%128, 0x40000040};\nmov.b64 b, {%129, 0x40000040};\n"
         "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
@@ -252,9 +259,9 @@ __device__ __forceinline__ void mma_bf16(float (&d)[128], u64 a, u64 b, int add)
         "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95,"
         "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,"
         "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-        "}, %128, %129, p, 1, 1, 0, 0;\n}"
+        "}, a, b, p, 1, 1, 0, 0;\n}"
         : F64(d, 0), F64(d, 64)
-        : "l"(a), "l"(b), "r"(add));
+        : "r"(a), "r"(b), "r"(add));
 }
 
 // --- epilogue -------------------------------------------------------------------------------------------------------
@@ -435,6 +442,10 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
+    if (threadIdx.x == 64) {
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&w_map) : "memory");
+        if (!GATHER) asm volatile("prefetch.tensormap [%0];" ::"l"(&a_map) : "memory");
+    }
     __syncthreads();
     sync_cluster();
 
@@ -442,21 +453,18 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     u32 parity = 0;
     Tile tile;
     if (wg == MATH_WGS) {
-        if (MATH_WGS == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
         bool leader = threadIdx.x == 128 * MATH_WGS;
         if (!GATHER && leader) {
             for (int t = blockIdx.x / CLUSTER; find_tile(groups, num_groups, t, tiles_n, rank, g, tile); t += step) {
-                int boxes = CLUSTER > 1 ? BM / A_BOX : min(BM / A_BOX, ceil_div(tile.rows, A_BOX));
+                int boxes = min(BM / A_BOX, ceil_div(tile.rows, A_BOX));
                 for (int kb = 0; kb < k_blocks; ++kb) {
                     u32 a = ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = full + 8 * stage;
                     barrier_wait(empty + 8 * stage, parity ^ 1);
                     barrier_expect(ready, boxes * A_BOX * 128 + 2 * HALF_BYTES);
-                    if (tile.pair_rows) {
-                        for (int i = 0; i < boxes; ++i)
-                            load_rows(&a_map, a + i * A_BOX * 128, ready, kb * BK, tile.start + i * A_BOX, false);
-                    } else {
-                        load_rows(&a_map, a + rank * A_BOX * 128, ready, kb * BK, tile.start + rank * A_BOX, true);
-                    }
+                    bool shared_rows = CLUSTER > 1 && !tile.pair_rows;
+                    for (int i = shared_rows ? rank : 0; i < boxes; i += shared_rows ? CLUSTER : 1)
+                        load_rows(&a_map, a + i * A_BOX * 128, ready, kb * BK, tile.start + i * A_BOX, shared_rows);
                     if (CLUSTER > 1 && tile.pair_rows) {
                         load_half(&w_map, b + rank * HALF_BYTES, ready, kb * BK, tile.column, rank, tile.expert, true);
                     } else {
@@ -517,20 +525,26 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             }
         }
     } else {
-        if (MATH_WGS == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
         float acc[128];
-        int row_of_warp = wg * 64 + warp % 4 * 16;
+        int turn = 0;  // the warpgroup that takes the next tile of its own
+        bool waits = false;
         u8* warp_staging = staging + warp * WARP_STAGING;
         for (int t = blockIdx.x / CLUSTER; find_tile(groups, num_groups, t, tiles_n, rank, g, tile); t += step) {
-            if (wg * 64 >= tile.rows) {
-                // None of its rows exist: only the stages are handed back.
-                for (int kb = 0; kb < k_blocks; ++kb) {
-                    barrier_wait(full + 8 * stage, parity);
-                    release(empty + 8 * stage);
-                    if (++stage == STAGES) stage = 0, parity ^= 1;
+            bool alone = tile.rows <= 64;
+            int share = alone ? 2 : 1;
+            if (alone) {
+                turn ^= 1;
+                if (turn == wg) {
+                    // The other's tile.
+                    stage += k_blocks;
+                    parity ^= stage / STAGES & 1;
+                    stage %= STAGES;
+                    waits = true;
+                    continue;
                 }
-                continue;
             }
+            int first_row = alone ? 0 : wg * 64, row_of_warp = first_row + warp % 4 * 16;
             int row = tile.start + row_of_warp + lane / 4;
 #if FP8
             // Scales of the two rows of this thread, and of the two halves, each a step of K ahead.
@@ -544,9 +558,10 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             float next_a0 = a_scales[a0], next_a1 = a_scales[a1], next_w0 = w_scales[w0], next_w1 = w_scales[w1];
 #pragma unroll
             for (int i = 0; i < 128; ++i) acc[i] = 0.0f;
+            if (waits) wait_turn(wg), waits = false;
             for (int kb = 0; kb < k_blocks; ++kb) {
-                u64 a = descriptor(ring + stage * STAGE_BYTES + wg * 64 * 128);
-                u64 b = descriptor(ring + stage * STAGE_BYTES + A_BYTES);
+                u32 a = descriptor(ring + stage * STAGE_BYTES + first_row * 128);
+                u32 b = descriptor(ring + stage * STAGE_BYTES + A_BYTES);
                 float s0 = next_a0, s1 = next_a1, ws[2] = {next_w0, next_w1}, part[64];
                 barrier_wait(full + 8 * stage, parity);
 #pragma unroll
@@ -565,7 +580,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     }
                     mma_wait<0>();
                     keep(part);
-                    if (h == 1) release(empty + 8 * stage);
+                    if (h == 1) release(empty + 8 * stage, share);
                     // One scale after the other: their product alone may leave the range of fp32.
 #pragma unroll
                     for (int i = 0; i < 64; ++i) {
@@ -577,9 +592,10 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             }
 #else
             u32 before = empty;
+            if (waits) wait_turn(wg), waits = false;
             for (int kb = 0; kb < k_blocks; ++kb) {
-                u64 a = descriptor(ring + stage * STAGE_BYTES + wg * 64 * 128);
-                u64 b = descriptor(ring + stage * STAGE_BYTES + A_BYTES);
+                u32 a = descriptor(ring + stage * STAGE_BYTES + first_row * 128);
+                u32 b = descriptor(ring + stage * STAGE_BYTES + A_BYTES);
                 barrier_wait(full + 8 * stage, parity);
                 keep(acc);
                 mma_fence();
@@ -587,33 +603,36 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 for (int k = 0; k < 4; ++k) mma_bf16(acc, a + 2 * k, b + 2 * k, kb > 0 || k > 0);
                 mma_commit();
                 mma_wait<1>();
-                if (kb > 0) release(before);
+                if (kb > 0) release(before, share);
                 before = empty + 8 * stage;
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }
             mma_wait<0>();
             keep(acc);
-            release(before);
+            release(before, share);
 #endif
+            if (alone) give_turn(wg);
             if (EXTRAS) apply_extras(acc, extras, row, capacity - 1, tile.expert, tile.column, columns);
             constexpr int SIZE = OUT == 3 ? 1 : (OUT == 2 ? 4 : 2);
             int rows = tile.rows - row_of_warp, width = columns - tile.column;
-            long long first_row = tile.start + row_of_warp;
+            long long position = tile.start + row_of_warp;
             long long stride = out_stride * SIZE;
-            u8* to = out + first_row * stride + (long long)tile.column * SIZE;
+            u8* to = out + position * stride + (long long)tile.column * SIZE;
             if (GATED) {
 #pragma unroll
                 for (int i = 0; i < 64; ++i) acc[i] = swiglu(acc[i], acc[64 + i], alpha, limit, up_offset);
             }
             if (OUT == 3) {
                 int scale_columns = columns / 128;
-                float* scales = out_scales + first_row * scale_columns + tile.column / 128;
+                float* scales = out_scales + position * scale_columns + tile.column / 128;
                 store_quantized(acc, warp_staging, to, stride, rows, scales, scale_columns);
             } else {
                 store_half<0>(acc, warp_staging, to, stride, rows, width);
                 if (!GATED) store_half<64>(acc, warp_staging, to + HALF * SIZE, stride, rows, width - HALF);
             }
         }
+        if (waits) wait_turn(wg);
     }
+    __syncwarp();
     sync_cluster();
 }

@@ -35,6 +35,11 @@ MAX_INDEX = 2**31 - 1
 HALF = 128
 """Weight rows of half a tile: a plain tile has 256 columns, a gated one 128 of gate and 128 of up."""
 
+TILE_ROWS = 128
+STAGE_BYTES = (TILE_ROWS + 2 * HALF) * 128
+"""Bytes of one stage of the ring: 128 bytes of K of each row of a tile."""
+
+THREADS = 384
 STAGING_BYTES = 4096
 """Shared memory in which each warp turns its results into rows."""
 
@@ -52,7 +57,6 @@ class Regime:
 
     Attributes:
         name: `decode` or `prefill`.
-        math_warpgroups: warpgroups of tensor core work, 64 rows of a tile each.
         cluster: blocks that share loads by multicast.
         box_rows: rows that one copy of the rows' tensor map brings; where there is no cluster, boxes without rows of
             the group are left out.
@@ -60,35 +64,24 @@ class Regime:
     """
 
     name: str
-    math_warpgroups: int
     cluster: int
     box_rows: int
     band: int
 
-    @property
-    def rows(self) -> int:
-        """Rows of a tile."""
-        return 64 * self.math_warpgroups
-
-    @property
-    def stage_bytes(self) -> int:
-        """Bytes of the ring's stages, 128 bytes of K each."""
-        return (self.rows + 2 * HALF) * 128
-
     def stages(self, num_groups: int) -> int:
         """Stages that fit beside what else lies in shared memory."""
-        return min(MAX_STAGES, (MAX_SHARED_BYTES - self._other_bytes(num_groups)) // self.stage_bytes)
+        return min(MAX_STAGES, (MAX_SHARED_BYTES - self._other_bytes(num_groups)) // STAGE_BYTES)
 
     def shared_bytes(self, num_groups: int) -> int:
         """Dynamic shared memory of a block."""
-        return self.stages(num_groups) * self.stage_bytes + self._other_bytes(num_groups)
+        return self.stages(num_groups) * STAGE_BYTES + self._other_bytes(num_groups)
 
     def _other_bytes(self, num_groups: int) -> int:
-        return 4 * self.math_warpgroups * STAGING_BYTES + 16 * MAX_STAGES + align(16 * (num_groups + 1), 16)
+        return 8 * STAGING_BYTES + 16 * MAX_STAGES + align(16 * (num_groups + 1), 16)
 
 
-DECODE = Regime("decode", math_warpgroups=2, cluster=1, box_rows=16, band=1)
-PREFILL = Regime("prefill", math_warpgroups=2, cluster=2, box_rows=64, band=8)
+DECODE = Regime("decode", cluster=1, box_rows=16, band=1)
+PREFILL = Regime("prefill", cluster=2, box_rows=32, band=8)
 
 
 def choose_regime(capacity: int, num_groups: int) -> Regime:
@@ -197,7 +190,6 @@ def macros(
     """Macros of `tma_gemm.cu`; `out_code` is 0 bf16, 1 fp16, 2 fp32, 3 e4m3 with block scales."""
     return {
         "FP8": int(fmt.code == FormatCode.FP8_BLOCK),
-        "MATH_WGS": regime.math_warpgroups,
         "STAGES": regime.stages(num_groups),
         "CLUSTER": regime.cluster,
         "A_BOX": regime.box_rows,
@@ -246,7 +238,7 @@ def _launch(
         "tma_gemm",
         defines,
         grid=(_blocks(device) // regime.cluster * regime.cluster, 1, 1),
-        block=128 * (regime.math_warpgroups + 1),
+        block=THREADS,
         arguments=[
             a_map,
             w_map,
