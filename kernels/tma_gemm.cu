@@ -46,6 +46,9 @@ constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
 
 __device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
 
+// The same number in all lanes, which the compiler is to know: tensor core instructions want uniform registers.
+__device__ __forceinline__ u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
+
 __device__ __forceinline__ u32 cluster_rank() {
     u32 rank = 0;
     if (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
@@ -150,6 +153,9 @@ __device__ __forceinline__ void release(u32 barrier, u32 share) {
 // stage further ahead would take an older phase of its barrier for the new one.
 __device__ __forceinline__ void wait_turn(int wg) { asm volatile("bar.sync %0, 256;" ::"r"(1 + wg) : "memory"); }
 __device__ __forceinline__ void give_turn(int wg) { asm volatile("bar.arrive %0, 256;" ::"r"(2 - wg) : "memory"); }
+
+__device__ __forceinline__ void wait_tensor(int wg) { asm volatile("bar.sync %0, 256;" ::"r"(3 + wg) : "memory"); }
+__device__ __forceinline__ void give_tensor(int wg) { asm volatile("bar.arrive %0, 256;" ::"r"(4 - wg) : "memory"); }
 
 // What one cluster works on at a time; a group has this many.
 __device__ __forceinline__ int tiles_of(int rows, int tiles_n) {
@@ -429,7 +435,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     u64* barriers = (u64*)(staging + MATH_WARPS * WARP_STAGING);
     Group* groups = (Group*)(barriers + 2 * STAGES);
     u32 full = shared_address(barriers), empty = full + 8 * STAGES, ring = shared_address(shared);
-    int wg = threadIdx.x / 128, warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int wg = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     int tiles_n = ceil_div(columns, TILE_COLUMNS), step = gridDim.x / CLUSTER;
     u32 rank = cluster_rank();
 
@@ -544,7 +550,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     continue;
                 }
             }
-            int first_row = alone ? 0 : wg * 64, row_of_warp = first_row + warp % 4 * 16;
+            int first_row = uniform(alone ? 0 : wg * 64), row_of_warp = first_row + warp % 4 * 16;
             int row = tile.start + row_of_warp + lane / 4;
 #if FP8
             // Scales of the two rows of this thread, and of the two halves, each a step of K ahead.
@@ -559,18 +565,23 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
 #pragma unroll
             for (int i = 0; i < 128; ++i) acc[i] = 0.0f;
             if (waits) wait_turn(wg), waits = false;
+            int skew = min(SKEW, 2 * k_blocks - 1);
             for (int kb = 0; kb < k_blocks; ++kb) {
-                u32 a = descriptor(ring + stage * STAGE_BYTES + first_row * 128);
-                u32 b = descriptor(ring + stage * STAGE_BYTES + A_BYTES);
+                u32 slot = uniform(ring + stage * STAGE_BYTES), a = descriptor(slot + first_row * 128);
+                u32 b = descriptor(slot + A_BYTES);
                 float s0 = next_a0, s1 = next_a1, ws[2] = {next_w0, next_w1}, part[64];
                 barrier_wait(full + 8 * stage, parity);
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
+                    int batch = 2 * kb + h;
+                    if (TOKENS && !alone && (wg == 0 ? batch > skew : batch < 2 * k_blocks - skew)) wait_tensor(wg);
                     keep(part);
                     mma_fence();
 #pragma unroll
-                    for (int k = 0; k < 4; ++k) mma_fp8(part, a + 2 * k, b + h * (HALF_BYTES >> 4) + 2 * k, k > 0);
-                    mma_commit();
+                    for (int k = 0; k < 4; ++k) {
+                        mma_fp8(part, a + 2 * k, b + h * (HALF_BYTES >> 4) + 2 * k, k > 0);
+                        if (k == EARLY || k == 3) mma_commit();
+                    }
                     if (h == 0) {
                         int ahead = kb + 1 < k_blocks ? 1 : 0;
                         next_a0 = a_scales[a0 += ahead];
@@ -578,6 +589,9 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                         next_w0 = w_scales[w0 += ahead];
                         next_w1 = w_scales[w1 += ahead];
                     }
+                    if (EARLY < 3) mma_wait<1>();
+                    if (EARLY == 3) mma_wait<0>();
+                    if (TOKENS && !alone && (wg == 0 ? batch >= skew : batch < 2 * k_blocks - skew - 1)) give_tensor(wg);
                     mma_wait<0>();
                     keep(part);
                     if (h == 1) release(empty + 8 * stage, share);
@@ -585,6 +599,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
 #pragma unroll
                     for (int i = 0; i < 64; ++i) {
                         float w = GATED && ORDER == INTERLEAVED ? ws[i / 32] : ws[h];
+                        if (ONE_FMA) acc[64 * h + i] = __fmaf_rn(part[i], (i % 4 < 2 ? s0 : s1) * w, acc[64 * h + i]); else
                         acc[64 * h + i] = __fmaf_rn(__fmul_rn(part[i], i % 4 < 2 ? s0 : s1), w, acc[64 * h + i]);
                     }
                 }
@@ -593,9 +608,11 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
 #else
             u32 before = empty;
             if (waits) wait_turn(wg), waits = false;
+            int skew = min(SKEW, k_blocks);
+            if (SKEW && !alone && wg == 1) wait_tensor(wg);
             for (int kb = 0; kb < k_blocks; ++kb) {
-                u32 a = descriptor(ring + stage * STAGE_BYTES + first_row * 128);
-                u32 b = descriptor(ring + stage * STAGE_BYTES + A_BYTES);
+                u32 slot = uniform(ring + stage * STAGE_BYTES), a = descriptor(slot + first_row * 128);
+                u32 b = descriptor(slot + A_BYTES);
                 barrier_wait(full + 8 * stage, parity);
                 keep(acc);
                 mma_fence();
@@ -603,6 +620,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 for (int k = 0; k < 4; ++k) mma_bf16(acc, a + 2 * k, b + 2 * k, kb > 0 || k > 0);
                 mma_commit();
                 mma_wait<1>();
+                if (SKEW && !alone && wg == 0 && kb == skew - 1) give_tensor(wg);
                 if (kb > 0) release(before, share);
                 before = empty + 8 * stage;
                 if (++stage == STAGES) stage = 0, parity ^= 1;
