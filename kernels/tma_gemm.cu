@@ -11,6 +11,15 @@
 // EXTRAS (row scale, expert scales or bias are there), BAND (column tiles that are walked together), A_BOX (rows of a box
 // of the rows' tensor map).
 
+#ifndef TOKENS
+#define TOKENS 0
+#endif
+#ifndef SKEW
+#define SKEW 0
+#endif
+#ifndef EARLY
+#define EARLY 3
+#endif
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -37,7 +46,8 @@ constexpr int BK = FP8 ? 128 : 64;  // numbers of K in a stage: 128 bytes, the s
 constexpr int A_BYTES = BM * 128;
 constexpr int HALF_BYTES = HALF * 128;
 constexpr int STAGE_BYTES = A_BYTES + 2 * HALF_BYTES;
-constexpr int WARP_STAGING = 4096;
+constexpr int WARP_STAGING = 2048;  // 16 rows of 128 bytes
+constexpr int SCALE_BYTES = FP8 ? 544 : 0;  // of a stage: those of 128 rows, then of two halves
 constexpr int MATH_WARPS = 4 * MATH_WGS;
 constexpr int LAG = 2;  // stages of gathered rows in flight before the oldest is handed over
 constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
@@ -147,6 +157,19 @@ __device__ __forceinline__ void release(u32 barrier, u32 share) {
     int lane = threadIdx.x % 32;
     if (CLUSTER == 1 && lane == 0) barrier_arrive(barrier, share);
     if (CLUSTER > 1 && lane < CLUSTER) barrier_arrive_at(barrier, lane, share);
+}
+
+__device__ __forceinline__ void copy_word(u32 to, const float* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Row of the weight's scales, counted over all experts, for half 0 or 1 of a tile (128 rows share one). Interleaved, both
+// halves take both rows: the first for the first 64 columns.
+__device__ __forceinline__ long long weight_scales(int expert, int column, int columns, int half) {
+    int blocks = (GATED ? 2 * columns : columns) + 127 >> 7, block = column / 128 + (half > 0);
+    if (GATED) block = column / 128 + ((half > 0) == (ORDER == GATE_UP) ? columns / 128 : 0);
+    if (GATED && ORDER == INTERLEAVED) block = column / 64 + (half > 0);
+    return (long long)expert * blocks + min(block, blocks - 1);
 }
 
 // Named barriers by which a warpgroup waits until the other has read all stages of a tile of its own: waiting for a
@@ -270,6 +293,36 @@ __device__ __forceinline__ void mma_bf16(float (&d)[128], u32 a, u32 b, int add)
         : "r"(a), "r"(b), "r"(add));
 }
 
+// What the partial sums of two rows and two halves are multiplied with: `first`, then `last`. Where scales are far from
+// the ends of the range of fp32, that is 1 and the product of both scales, and `plain` (of the warp) leaves out the 1;
+// else it is the scale of the row and then that of the weight, since their product alone may leave the range.
+struct Factors {
+    float first[2], last[2][2];
+    bool plain;
+
+    __device__ __forceinline__ void load(float a0, float a1, float w0, float w1) {
+        // The upper two bits of exponent + 1 differ from 2^-64 to below 2^64.
+        u32 w = differ(w0) & differ(w1), rows[2] = {differ(a0) & w, differ(a1) & w};
+        plain = __all_sync(~0u, (rows[0] & rows[1]) >> 30 & 1);
+        float a[2] = {a0, a1};
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            bool near = rows[r] >> 30 & 1;
+            first[r] = near ? 1.0f : a[r];
+            last[r][0] = near ? a[r] * w0 : w0;
+            last[r][1] = near ? a[r] * w1 : w1;
+        }
+    }
+
+    __device__ static __forceinline__ u32 differ(float x) {
+        u32 bits = __float_as_uint(x) + 0x00800000;
+        return bits ^ bits << 1;
+    }
+};
+
+// Which scale of the weight goes with register `i` of half `h`.
+__device__ constexpr int of_half(int h, int i) { return GATED && ORDER == INTERLEAVED ? i / 32 : h; }
+
 // --- epilogue -------------------------------------------------------------------------------------------------------
 
 __device__ __forceinline__ u32 pack(float low, float high) {
@@ -307,16 +360,14 @@ __device__ __forceinline__ u32 max_of_row(u32 x) {
 // A thread of a math warpgroup holds, of rows `lane / 4` and that plus 8 of its warp's 16, two columns of each 8:
 // r[4j], r[4j + 1] of the first row, r[4j + 2], r[4j + 3] of the second, columns 8j + lane % 4 * 2 and the next.
 
-// Writes 16 rows of up to 256 bytes from the staging memory of a warp; `bytes` of a row belong to the result.
-template <int ROW_BYTES>
+// Writes 16 rows of 128 bytes from the staging memory of a warp; `bytes` of a row belong to the result.
 __device__ __forceinline__ void write_rows(const u8* staging, u8* out, long long stride, int rows, int bytes) {
-    constexpr int CHUNKS = ROW_BYTES / 16, AT_ONCE = 32 / CHUNKS;
-    int lane = threadIdx.x % 32, chunk = lane % CHUNKS;
+    int lane = threadIdx.x % 32, chunk = lane % 8;
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < 16 / AT_ONCE; ++i) {
-        int row = i * AT_ONCE + lane / CHUNKS;
-        int4 value = *(const int4*)(staging + row * ROW_BYTES + ((chunk ^ row % 8) << 4));
+    for (int i = 0; i < 4; ++i) {
+        int row = i * 4 + lane / 8;
+        int4 value = *(const int4*)(staging + row * 128 + ((chunk ^ row % 8) << 4));
         if (row < rows && chunk * 16 < bytes) *(int4*)(out + row * stride + chunk * 16) = value;
     }
     __syncwarp();
@@ -326,28 +377,24 @@ __device__ __forceinline__ void write_rows(const u8* staging, u8* out, long long
 template <int FIRST, int N>
 __device__ __forceinline__ void store_half(
     const float (&r)[N], u8* staging, u8* out, long long stride, int rows, int columns) {
+    constexpr int SIZE = OUT == 2 ? 4 : 2, GROUPS = 16 / SIZE;  // groups of 8 columns in 128 bytes
     int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
-    if (OUT == 2) {
 #pragma unroll
-        for (int part = 0; part < 2; ++part) {
+    for (int part = 0; part < 16 / GROUPS; ++part) {
 #pragma unroll
-            for (int j = 0; j < 8; ++j) {
-                int i = FIRST + 4 * (part * 8 + j);
-                u32 at = row * 256 + (((2 * j + quad / 2) ^ row) << 4) + quad % 2 * 8;
+        for (int j = 0; j < GROUPS; ++j) {
+            int i = FIRST + 4 * (part * GROUPS + j);
+            if (OUT == 2) {
+                u32 at = row * 128 + (((2 * j + quad / 2) ^ row) << 4) + quad % 2 * 8;
                 *(float2*)(staging + at) = make_float2(r[i], r[i + 1]);
-                *(float2*)(staging + at + 2048) = make_float2(r[i + 2], r[i + 3]);
+                *(float2*)(staging + at + 1024) = make_float2(r[i + 2], r[i + 3]);
+            } else {
+                u32 at = row * 128 + ((j ^ row) << 4) + quad * 4;
+                *(u32*)(staging + at) = pack(r[i], r[i + 1]);
+                *(u32*)(staging + at + 1024) = pack(r[i + 2], r[i + 3]);
             }
-            write_rows<256>(staging, out + part * 256, stride, rows, (columns - part * 64) * 4);
         }
-    } else {
-#pragma unroll
-        for (int j = 0; j < 16; ++j) {
-            int i = FIRST + 4 * j;
-            u32 at = row * 256 + ((j ^ row) << 4) + quad * 4;
-            *(u32*)(staging + at) = pack(r[i], r[i + 1]);
-            *(u32*)(staging + at + 2048) = pack(r[i + 2], r[i + 3]);
-        }
-        write_rows<256>(staging, out, stride, rows, columns * 2);
+        write_rows(staging, out + part * 128, stride, rows, columns * SIZE - part * 128);
     }
 }
 
@@ -380,7 +427,7 @@ __device__ __forceinline__ void store_quantized(
             *(u16*)(staging + at) = poisoned ? (u16)0 : codes;
         }
     }
-    write_rows<128>(staging, out, stride, rows, 128);
+    write_rows(staging, out, stride, rows, 128);
 }
 
 // acc * row_scale * expert_scale + bias, one after the other.
@@ -432,7 +479,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
          const int* num_active, int num_groups, int num_experts, int capacity, int columns, int k_blocks, int row_bytes,
          float alpha, float limit, float up_offset) {
     u8* staging = shared + STAGES * STAGE_BYTES;
-    u64* barriers = (u64*)(staging + MATH_WARPS * WARP_STAGING);
+    float* scales = (float*)(staging + MATH_WARPS * WARP_STAGING);
+    u64* barriers = (u64*)((u8*)scales + STAGES * SCALE_BYTES);
     Group* groups = (Group*)(barriers + 2 * STAGES);
     u32 full = shared_address(barriers), empty = full + 8 * STAGES, ring = shared_address(shared);
     int wg = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
@@ -443,7 +491,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         count_tiles(groups, offsets, expert_ids, num_active, num_groups, num_experts, capacity, tiles_n);
     } else if (threadIdx.x == 32) {
         for (int s = 0; s < STAGES; ++s) {
-            barrier_init(full + 8 * s, GATHER ? 5 : 1);
+            barrier_init(full + 8 * s, GATHER ? 5 : 1 + FP8 * 128);
             barrier_init(empty + 8 * s, MATH_WARPS * CLUSTER);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -460,49 +508,43 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     Tile tile;
     if (wg == MATH_WGS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-        bool leader = threadIdx.x == 128 * MATH_WGS;
-        if (!GATHER && leader) {
-            for (int t = blockIdx.x / CLUSTER; find_tile(groups, num_groups, t, tiles_n, rank, g, tile); t += step) {
-                int boxes = min(BM / A_BOX, ceil_div(tile.rows, A_BOX));
-                for (int kb = 0; kb < k_blocks; ++kb) {
-                    u32 a = ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = full + 8 * stage;
-                    barrier_wait(empty + 8 * stage, parity ^ 1);
-                    barrier_expect(ready, boxes * A_BOX * 128 + 2 * HALF_BYTES);
-                    bool shared_rows = CLUSTER > 1 && !tile.pair_rows;
-                    for (int i = shared_rows ? rank : 0; i < boxes; i += shared_rows ? CLUSTER : 1)
-                        load_rows(&a_map, a + i * A_BOX * 128, ready, kb * BK, tile.start + i * A_BOX, shared_rows);
-                    if (CLUSTER > 1 && tile.pair_rows) {
-                        load_half(&w_map, b + rank * HALF_BYTES, ready, kb * BK, tile.column, rank, tile.expert, true);
-                    } else {
-                        for (int h = 0; h < 2; ++h)
-                            load_half(&w_map, b + h * HALF_BYTES, ready, kb * BK, tile.column, h, tile.expert, false);
-                    }
-                    if (++stage == STAGES) stage = 0, parity ^= 1;
-                }
-            }
-        } else if (GATHER) {
-            int thread = threadIdx.x % 128, chunk = thread % 8, first = thread / 8, behind = 0, issued = 0;
-            u32 to = first * 128 + ((chunk ^ first % 8) << 4);
-            for (int t = blockIdx.x / CLUSTER; find_tile(groups, num_groups, t, tiles_n, rank, g, tile); t += step) {
-                const u8* from[BM / 16];
+        // One thread sends for the tiles; all of them copy scales, and rows that are gathered.
+        int thread = threadIdx.x % 128, chunk = thread % 8, first = thread / 8, behind = 0, issued = 0;
+        bool leader = thread == 0;
+        u32 to = first * 128 + ((chunk ^ first % 8) << 4);
+        int last = !FP8 && !GATHER && !leader ? 0 : 0x7FFFFFFF;  // tiles that this thread sees to
+        for (int t = blockIdx.x / CLUSTER; t < last && find_tile(groups, num_groups, t, tiles_n, rank, g, tile); t += step) {
+            bool shared_rows = CLUSTER > 1 && !tile.pair_rows, shared_weights = CLUSTER > 1 && tile.pair_rows;
+            int boxes = GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX));
+            const float* a_scale = a_scales + (long long)(tile.start + min(thread, tile.rows - 1)) * k_blocks;
+            const float* w_scale = w_scales + weight_scales(tile.expert, tile.column, columns, thread) * k_blocks;
+            const u8* from[BM / 16];
+            if (GATHER) {
 #pragma unroll
                 for (int i = 0; i < BM / 16; ++i) {
                     int row = first + 16 * i;
                     from[i] = a_rows + chunk * 16;
                     if (row < tile.rows) from[i] += row_index[tile.start + row] * a_stride;
                 }
-                for (int kb = 0; kb < k_blocks; ++kb) {
-                    u32 a = ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = full + 8 * stage;
-                    barrier_wait(empty + 8 * stage, parity ^ 1);
-                    if (leader) {
-                        barrier_expect(ready, 2 * HALF_BYTES);
-                        if (CLUSTER > 1 && tile.pair_rows) {
-                            load_half(&w_map, b + rank * HALF_BYTES, ready, kb * BK, tile.column, rank, tile.expert, true);
-                        } else {
-                            for (int h = 0; h < 2; ++h)
-                                load_half(&w_map, b + h * HALF_BYTES, ready, kb * BK, tile.column, h, tile.expert, false);
-                        }
-                    }
+            }
+            for (int kb = 0; kb < k_blocks; ++kb) {
+                u32 a = ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = full + 8 * stage;
+                barrier_wait(empty + 8 * stage, parity ^ 1);
+                if (leader) {
+                    barrier_expect(ready, boxes * A_BOX * 128 + 2 * HALF_BYTES);
+                    for (int i = shared_rows ? rank : 0; i < boxes; i += shared_rows ? CLUSTER : 1)
+                        load_rows(&a_map, a + i * A_BOX * 128, ready, kb * BK, tile.start + i * A_BOX, shared_rows);
+                    for (int h = shared_weights ? rank : 0; h < 2; h += shared_weights ? CLUSTER : 1)
+                        load_half(&w_map, b + h * HALF_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
+                }
+                if (FP8) {
+                    u32 scale = shared_address(scales) + stage * SCALE_BYTES;
+                    copy_word(scale + thread * 4, a_scale + kb);
+                    if (thread < 2) copy_word(scale + 512 + thread * 4, w_scale + kb);
+                }
+                if (FP8 && !GATHER)
+                    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
+                if (GATHER) {
                     // Nothing is read past the end of a row: zeros are written there.
                     int bytes = kb * 128 + chunk * 16 < row_bytes ? 16 : 0;
 #pragma unroll
@@ -513,7 +555,6 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                                          : "memory");
                     }
                     asm volatile("cp.async.commit_group;" ::: "memory");
-                    if (++stage == STAGES) stage = 0, parity ^= 1;
                     if (++issued > LAG) {
                         asm volatile("cp.async.wait_group %0;" ::"n"(LAG) : "memory");
                         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -522,7 +563,10 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                         if (++behind == STAGES) behind = 0;
                     }
                 }
+                if (++stage == STAGES) stage = 0, parity ^= 1;
             }
+        }
+        if (GATHER) {
             asm volatile("cp.async.wait_group 0;\nfence.proxy.async.shared::cta;" ::: "memory");
             __syncwarp();
             for (int left = min(issued, LAG); left > 0; --left) {
@@ -553,15 +597,6 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             int first_row = uniform(alone ? 0 : wg * 64), row_of_warp = first_row + warp % 4 * 16;
             int row = tile.start + row_of_warp + lane / 4;
 #if FP8
-            // Scales of the two rows of this thread, and of the two halves, each a step of K ahead.
-            u32 a0 = min(row, capacity - 1) * k_blocks, a1 = min(row + 8, capacity - 1) * k_blocks;
-            int blocks = ceil_div(GATED ? 2 * columns : columns, 128), first = tile.column / 128, second = first + 1;
-            if (GATED && ORDER == GATE_UP) second = first + columns / 128;
-            if (GATED && ORDER == UP_GATE) second = first, first += columns / 128;
-            if (GATED && ORDER == INTERLEAVED) first *= 2, second = first + 1;
-            u32 w0 = (tile.expert * blocks + min(first, blocks - 1)) * k_blocks;
-            u32 w1 = (tile.expert * blocks + min(second, blocks - 1)) * k_blocks;
-            float next_a0 = a_scales[a0], next_a1 = a_scales[a1], next_w0 = w_scales[w0], next_w1 = w_scales[w1];
 #pragma unroll
             for (int i = 0; i < 128; ++i) acc[i] = 0.0f;
             if (waits) wait_turn(wg), waits = false;
@@ -569,7 +604,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             for (int kb = 0; kb < k_blocks; ++kb) {
                 u32 slot = uniform(ring + stage * STAGE_BYTES), a = descriptor(slot + first_row * 128);
                 u32 b = descriptor(slot + A_BYTES);
-                float s0 = next_a0, s1 = next_a1, ws[2] = {next_w0, next_w1}, part[64];
+                float part[64];
+                Factors factor;
                 barrier_wait(full + 8 * stage, parity);
 #pragma unroll
                 for (int h = 0; h < 2; ++h) {
@@ -582,26 +618,27 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                         mma_fp8(part, a + 2 * k, b + h * (HALF_BYTES >> 4) + 2 * k, k > 0);
                         if (k == EARLY || k == 3) mma_commit();
                     }
-                    if (h == 0) {
-                        int ahead = kb + 1 < k_blocks ? 1 : 0;
-                        next_a0 = a_scales[a0 += ahead];
-                        next_a1 = a_scales[a1 += ahead];
-                        next_w0 = w_scales[w0 += ahead];
-                        next_w1 = w_scales[w1 += ahead];
-                    }
                     if (EARLY < 3) mma_wait<1>();
                     if (EARLY == 3) mma_wait<0>();
                     if (TOKENS && !alone && (wg == 0 ? batch >= skew : batch < 2 * k_blocks - skew - 1)) give_tensor(wg);
                     mma_wait<0>();
                     keep(part);
-                    if (h == 1) release(empty + 8 * stage, share);
-                    // One scale after the other: their product alone may leave the range of fp32.
-#pragma unroll
-                    for (int i = 0; i < 64; ++i) {
-                        float w = GATED && ORDER == INTERLEAVED ? ws[i / 32] : ws[h];
-                        if (ONE_FMA) acc[64 * h + i] = __fmaf_rn(part[i], (i % 4 < 2 ? s0 : s1) * w, acc[64 * h + i]); else
-                        acc[64 * h + i] = __fmaf_rn(__fmul_rn(part[i], i % 4 < 2 ? s0 : s1), w, acc[64 * h + i]);
+                    if (h == 0) {
+                        const float* at = scales + stage * (SCALE_BYTES / 4);
+                        factor.load(at[row_of_warp + lane / 4], at[row_of_warp + lane / 4 + 8], at[128], at[129]);
                     }
+                    if (h == 1) release(empty + 8 * stage, share);
+                    if (factor.plain) {
+#pragma unroll
+                        for (int i = 0; i < 64; ++i)
+                            acc[64 * h + i] = __fmaf_rn(part[i], factor.last[i / 2 % 2][of_half(h, i)], acc[64 * h + i]);
+                    } else {
+#pragma unroll
+                        for (int i = 0; i < 64; ++i)
+                            acc[64 * h + i] = __fmaf_rn(__fmul_rn(part[i], factor.first[i / 2 % 2]),
+                                                        factor.last[i / 2 % 2][of_half(h, i)], acc[64 * h + i]);
+                    }
+                    keep(acc);  // done before the next products overwrite `part`
                 }
                 if (++stage == STAGES) stage = 0, parity ^= 1;
             }

@@ -40,10 +40,11 @@ STAGE_BYTES = (TILE_ROWS + 2 * HALF) * 128
 """Bytes of one stage of the ring: 128 bytes of K of each row of a tile."""
 
 THREADS = 384
-STAGING_BYTES = 4096
+STAGING_BYTES = 2048
 """Shared memory in which each warp turns its results into rows."""
 
-MAX_STAGES = 8
+SCALE_BYTES = 544
+MAX_STAGES = 4
 DECODE_ROWS = 256
 """Packed positions per group up to which a launch takes the decode regime. Capacities are worst cases, several times
 the rows that come."""
@@ -70,14 +71,16 @@ class Regime:
 
     def stages(self, num_groups: int) -> int:
         """Stages that fit beside what else lies in shared memory."""
-        return min(MAX_STAGES, (MAX_SHARED_BYTES - self._other_bytes(num_groups)) // STAGE_BYTES)
+        return (MAX_SHARED_BYTES - other_bytes(num_groups)) // STAGE_BYTES
 
     def shared_bytes(self, num_groups: int) -> int:
         """Dynamic shared memory of a block."""
-        return self.stages(num_groups) * STAGE_BYTES + self._other_bytes(num_groups)
+        return self.stages(num_groups) * STAGE_BYTES + other_bytes(num_groups)
 
-    def _other_bytes(self, num_groups: int) -> int:
-        return 8 * STAGING_BYTES + 16 * MAX_STAGES + align(16 * (num_groups + 1), 16)
+
+def other_bytes(num_groups: int) -> int:
+    """Shared memory beside the ring: staging, scales and barriers of the stages, the table of groups."""
+    return 8 * STAGING_BYTES + MAX_STAGES * (SCALE_BYTES + 16) + 16 * (num_groups + 1)
 
 
 DECODE = Regime("decode", cluster=1, box_rows=16, band=1)
