@@ -11,15 +11,6 @@
 // EXTRAS (row scale, expert scales or bias are there), BAND (column tiles that are walked together), A_BOX (rows of a box
 // of the rows' tensor map).
 
-#ifndef TOKENS
-#define TOKENS 0
-#endif
-#ifndef SKEW
-#define SKEW 0
-#endif
-#ifndef EARLY
-#define EARLY 3
-#endif
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -48,6 +39,8 @@ constexpr int HALF_BYTES = HALF * 128;
 constexpr int STAGE_BYTES = A_BYTES + 2 * HALF_BYTES;
 constexpr int WARP_STAGING = 2048;  // 16 rows of 128 bytes
 constexpr int SCALE_BYTES = FP8 ? 544 : 0;  // of a stage: those of 128 rows, then of two halves
+constexpr int PRODUCER_REGISTERS = FP8 && !GATHER ? 24 : 40;  // what is left goes to the math warpgroups
+constexpr int MATH_REGISTERS = FP8 && !GATHER ? 240 : 232;
 constexpr int MATH_WARPS = 4 * MATH_WGS;
 constexpr int LAG = 2;  // stages of gathered rows in flight before the oldest is handed over
 constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
@@ -106,6 +99,16 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
         if (++tries > SPIN_LIMIT) __trap();
 #endif
     } while (!done);
+}
+
+__device__ __forceinline__ bool barrier_test(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return __all_sync(~0u, done);
 }
 
 __device__ __forceinline__ void load_rows(const TensorMap* map, u32 to, u32 barrier, int k, int row, bool multicast) {
@@ -176,9 +179,6 @@ __device__ __forceinline__ long long weight_scales(int expert, int column, int c
 // stage further ahead would take an older phase of its barrier for the new one.
 __device__ __forceinline__ void wait_turn(int wg) { asm volatile("bar.sync %0, 256;" ::"r"(1 + wg) : "memory"); }
 __device__ __forceinline__ void give_turn(int wg) { asm volatile("bar.arrive %0, 256;" ::"r"(2 - wg) : "memory"); }
-
-__device__ __forceinline__ void wait_tensor(int wg) { asm volatile("bar.sync %0, 256;" ::"r"(3 + wg) : "memory"); }
-__device__ __forceinline__ void give_tensor(int wg) { asm volatile("bar.arrive %0, 256;" ::"r"(4 - wg) : "memory"); }
 
 // What one cluster works on at a time; a group has this many.
 __device__ __forceinline__ int tiles_of(int rows, int tiles_n) {
@@ -274,7 +274,16 @@ __device__ __forceinline__ void mma_fp8(float (&d)[64], u32 a, u32 b, int add) {
         : "r"(a), "r"(b), "r"(add));
 }
 
-// The same of bf16 and 256 rows of b.
+// part = a[64 rows] * b[128 rows]^T over the 128 bytes of K of a stage.
+__device__ __forceinline__ void multiply(float (&part)[64], u32 a, u32 b) {
+    keep(part);
+    mma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) mma_fp8(part, a + 2 * k, b + 2 * k, k > 0);
+    mma_commit();
+}
+
+// The same as `mma_fp8` of bf16 and 256 rows of b.
 __device__ __forceinline__ void mma_bf16(float (&d)[128], u32 a, u32 b, int add) {
     asm volatile(
         "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %130, 0;\n"
@@ -293,35 +302,63 @@ __device__ __forceinline__ void mma_bf16(float (&d)[128], u32 a, u32 b, int add)
         : "r"(a), "r"(b), "r"(add));
 }
 
-// What the partial sums of two rows and two halves are multiplied with: `first`, then `last`. Where scales are far from
-// the ends of the range of fp32, that is 1 and the product of both scales, and `plain` (of the warp) leaves out the 1;
-// else it is the scale of the row and then that of the weight, since their product alone may leave the range.
+// What the partial sums of two rows and two halves are multiplied with. Where scales are far from the ends of the range of
+// fp32, it is the product of both. Else the scale of the row comes first and then that of the weight, since their product
+// alone may leave the range; `plain` says that no row of the warp is of that kind.
 struct Factors {
-    float first[2], last[2][2];
+    float product[2][2];
     bool plain;
 
-    __device__ __forceinline__ void load(float a0, float a1, float w0, float w1) {
-        // The upper two bits of exponent + 1 differ from 2^-64 to below 2^64.
-        u32 w = differ(w0) & differ(w1), rows[2] = {differ(a0) & w, differ(a1) & w};
-        plain = __all_sync(~0u, (rows[0] & rows[1]) >> 30 & 1);
-        float a[2] = {a0, a1};
+    // `scales` are those of the stage from this thread's first row on, which is row `row` of the tile.
+    __device__ __forceinline__ void load(const float* scales, int row) {
+        float a[2] = {scales[0], scales[8]}, w[2] = {scales[128 - row], scales[129 - row]};
+        u32 far = far_bit(a[0]) | far_bit(a[1]) | far_bit(w[0]) | far_bit(w[1]);
+        plain = __all_sync(~0u, !(far & 0x40000000));
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-            bool near = rows[r] >> 30 & 1;
-            first[r] = near ? 1.0f : a[r];
-            last[r][0] = near ? a[r] * w0 : w0;
-            last[r][1] = near ? a[r] * w1 : w1;
+            product[r][0] = a[r] * w[0];
+            product[r][1] = a[r] * w[1];
         }
     }
 
-    __device__ static __forceinline__ u32 differ(float x) {
+    // Bit 30 is 0 from 2^-64 to below 2^64: there the upper two bits of exponent + 1 differ.
+    __device__ static __forceinline__ u32 far_bit(float x) {
         u32 bits = __float_as_uint(x) + 0x00800000;
-        return bits ^ bits << 1;
+        return ~(bits ^ bits << 1);
     }
 };
 
-// Which scale of the weight goes with register `i` of half `h`.
-__device__ constexpr int of_half(int h, int i) { return GATED && ORDER == INTERLEAVED ? i / 32 : h; }
+// acc += part * factors, for the 128 columns from register FIRST on.
+template <int FIRST>
+__device__ __forceinline__ void add_up(
+    float (&acc)[128], float (&part)[64], const Factors& factors, const float* scales, int row) {
+    constexpr bool BOTH = GATED && ORDER == INTERLEAVED;
+    keep(part);
+    if (factors.plain) {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) {
+            int w = BOTH ? i / 32 : FIRST / 64;
+            acc[FIRST + i] = __fmaf_rn(part[i], factors.product[i / 2 % 2][w], acc[FIRST + i]);
+        }
+    } else {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float a = scales[8 * r], w[2] = {scales[128 - row], scales[129 - row]}, last[2];
+            // A row whose scales are not far gets the same bits as in a warp where none is.
+            u32 far = Factors::far_bit(a) | Factors::far_bit(w[0]) | Factors::far_bit(w[1]);
+            bool split = far & 0x40000000;
+            last[0] = split ? w[0] : factors.product[r][0];
+            last[1] = split ? w[1] : factors.product[r][1];
+            if (!split) a = 1.0f;
+#pragma unroll
+            for (int j = 0; j < 32; ++j) {
+                int i = j / 2 * 4 + 2 * r + j % 2, n = BOTH ? i / 32 : FIRST / 64;
+                acc[FIRST + i] = __fmaf_rn(__fmul_rn(part[i], a), last[n], acc[FIRST + i]);
+            }
+        }
+    }
+    keep(acc);  // done before the next products overwrite `part`
+}
 
 // --- epilogue -------------------------------------------------------------------------------------------------------
 
@@ -507,7 +544,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     u32 parity = 0;
     Tile tile;
     if (wg == MATH_WGS) {
-        asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         // One thread sends for the tiles; all of them copy scales, and rows that are gathered.
         int thread = threadIdx.x % 128, chunk = thread % 8, first = thread / 8, behind = 0, issued = 0;
         bool leader = thread == 0;
@@ -575,7 +612,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             }
         }
     } else {
-        asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
         float acc[128];
         int turn = 0;  // the warpgroup that takes the next tile of its own
         bool waits = false;
@@ -597,56 +634,39 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             int first_row = uniform(alone ? 0 : wg * 64), row_of_warp = first_row + warp % 4 * 16;
             int row = tile.start + row_of_warp + lane / 4;
 #if FP8
+            Factors factors;
+            bool ready = false;  // the stage is full and its factors are known
 #pragma unroll
             for (int i = 0; i < 128; ++i) acc[i] = 0.0f;
             if (waits) wait_turn(wg), waits = false;
-            int skew = min(SKEW, 2 * k_blocks - 1);
             for (int kb = 0; kb < k_blocks; ++kb) {
                 u32 slot = uniform(ring + stage * STAGE_BYTES), a = descriptor(slot + first_row * 128);
                 u32 b = descriptor(slot + A_BYTES);
-                float part[64];
-                Factors factor;
-                barrier_wait(full + 8 * stage, parity);
-#pragma unroll
-                for (int h = 0; h < 2; ++h) {
-                    int batch = 2 * kb + h;
-                    if (TOKENS && !alone && (wg == 0 ? batch > skew : batch < 2 * k_blocks - skew)) wait_tensor(wg);
-                    keep(part);
-                    mma_fence();
-#pragma unroll
-                    for (int k = 0; k < 4; ++k) {
-                        mma_fp8(part, a + 2 * k, b + h * (HALF_BYTES >> 4) + 2 * k, k > 0);
-                        if (k == EARLY || k == 3) mma_commit();
-                    }
-                    if (EARLY < 3) mma_wait<1>();
-                    if (EARLY == 3) mma_wait<0>();
-                    if (TOKENS && !alone && (wg == 0 ? batch >= skew : batch < 2 * k_blocks - skew - 1)) give_tensor(wg);
-                    mma_wait<0>();
-                    keep(part);
-                    if (h == 0) {
-                        const float* at = scales + stage * (SCALE_BYTES / 4);
-                        factor.load(at[row_of_warp + lane / 4], at[row_of_warp + lane / 4 + 8], at[128], at[129]);
-                    }
-                    if (h == 1) release(empty + 8 * stage, share);
-                    if (factor.plain) {
-#pragma unroll
-                        for (int i = 0; i < 64; ++i)
-                            acc[64 * h + i] = __fmaf_rn(part[i], factor.last[i / 2 % 2][of_half(h, i)], acc[64 * h + i]);
-                    } else {
-#pragma unroll
-                        for (int i = 0; i < 64; ++i)
-                            acc[64 * h + i] = __fmaf_rn(__fmul_rn(part[i], factor.first[i / 2 % 2]),
-                                                        factor.last[i / 2 % 2][of_half(h, i)], acc[64 * h + i]);
-                    }
-                    keep(acc);  // done before the next products overwrite `part`
+                const float* of_stage = scales + stage * (SCALE_BYTES / 4) + row_of_warp + lane / 4;
+                if (!ready) {
+                    barrier_wait(full + 8 * stage, parity);
+                    factors.load(of_stage, row_of_warp + lane / 4);
                 }
-                if (++stage == STAGES) stage = 0, parity ^= 1;
+                float part[64];
+                multiply(part, a, b);
+                mma_wait<0>();
+                add_up<0>(acc, part, factors, of_stage, row_of_warp + lane / 4);
+                multiply(part, a, b + (HALF_BYTES >> 4));
+                // While that runs, what the next stage needs is made ready, if it is there.
+                int next = stage + 1 == STAGES ? 0 : stage + 1;
+                u32 next_parity = parity ^ (next == 0);
+                ready = kb + 1 < k_blocks && barrier_test(full + 8 * next, next_parity);
+                Factors next_factors = factors;
+                if (ready) next_factors.load(of_stage + (next - stage) * (SCALE_BYTES / 4), row_of_warp + lane / 4);
+                mma_wait<0>();
+                if (factors.plain) release(empty + 8 * stage, share);
+                add_up<64>(acc, part, factors, of_stage, row_of_warp + lane / 4);
+                if (!factors.plain) release(empty + 8 * stage, share);
+                factors = next_factors, stage = next, parity = next_parity;
             }
 #else
             u32 before = empty;
             if (waits) wait_turn(wg), waits = false;
-            int skew = min(SKEW, k_blocks);
-            if (SKEW && !alone && wg == 1) wait_tensor(wg);
             for (int kb = 0; kb < k_blocks; ++kb) {
                 u32 slot = uniform(ring + stage * STAGE_BYTES), a = descriptor(slot + first_row * 128);
                 u32 b = descriptor(slot + A_BYTES);
@@ -657,7 +677,6 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 for (int k = 0; k < 4; ++k) mma_bf16(acc, a + 2 * k, b + 2 * k, kb > 0 || k > 0);
                 mma_commit();
                 mma_wait<1>();
-                if (SKEW && !alone && wg == 0 && kb == skew - 1) give_tensor(wg);
                 if (kb > 0) release(before, share);
                 before = empty + 8 * stage;
                 if (++stage == STAGES) stage = 0, parity ^= 1;
