@@ -8,8 +8,7 @@
 //
 // Macros: FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2, GATHER (rows through
 // row_index), GATED, ORDER (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3 with 1x128 scales),
-// EXTRAS (row scale, expert scales or bias are there), BAND (column tiles that are walked together), A_BOX (rows of a box
-// of the rows' tensor map).
+// EXTRAS (row scale, expert scales or bias are there), A_BOX (rows of a box of the rows' tensor map).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -213,7 +212,7 @@ __device__ void count_tiles(Group* groups, const int* offsets, const int* expert
 
 // The tile of this block in number `index`; `g` is a group at or before its own, and moves on. False past the last.
 __device__ __forceinline__ bool find_tile(
-    const Group* groups, int num_groups, int index, int tiles_n, u32 rank, int& g, Tile& tile) {
+    const Group* groups, int num_groups, int index, int tiles_n, int band_width, u32 rank, int& g, Tile& tile) {
     if (index >= groups[num_groups].first) return false;
     while (index >= groups[g + 1].first) ++g;
     Group group = groups[g];
@@ -221,7 +220,7 @@ __device__ __forceinline__ bool find_tile(
     tile.pair_rows = CLUSTER == 1 || u < tiles_m * tiles_n;
     if (tile.pair_rows) {
         // Bands of columns, all rows of a band before the next: what runs at a time shares rows and weights in L2.
-        int band = u / (BAND * tiles_m) * BAND, width = min(BAND, tiles_n - band);
+        int band = u / (band_width * tiles_m) * band_width, width = min(band_width, tiles_n - band);
         u -= band * tiles_m;
         m = u / width * CLUSTER + (int)rank;
         n = band + u % width;
@@ -513,7 +512,7 @@ extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128
 tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map, const u8* a_rows,
          long long a_stride, const int* row_index, const float* __restrict__ a_scales, const float* __restrict__ w_scales, Extras extras,
          u8* out, long long out_stride, float* out_scales, const int* offsets, const int* expert_ids,
-         const int* num_active, int num_groups, int num_experts, int capacity, int columns, int k_blocks, int row_bytes,
+         const int* num_active, int num_groups, int num_experts, int capacity, int columns, int k_blocks, int row_bytes, int band_width,
          float alpha, float limit, float up_offset) {
     u8* staging = shared + STAGES * STAGE_BYTES;
     float* scales = (float*)(staging + MATH_WARPS * WARP_STAGING);
@@ -550,7 +549,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         bool leader = thread == 0;
         u32 to = first * 128 + ((chunk ^ first % 8) << 4);
         int last = !FP8 && !GATHER && !leader ? 0 : 0x7FFFFFFF;  // tiles that this thread sees to
-        for (int t = blockIdx.x / CLUSTER; t < last && find_tile(groups, num_groups, t, tiles_n, rank, g, tile); t += step) {
+        for (int t = blockIdx.x / CLUSTER; t < last && find_tile(groups, num_groups, t, tiles_n, band_width, rank, g, tile); t += step) {
             bool shared_rows = CLUSTER > 1 && !tile.pair_rows, shared_weights = CLUSTER > 1 && tile.pair_rows;
             int boxes = GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX));
             const float* a_scale = a_scales + (long long)(tile.start + min(thread, tile.rows - 1)) * k_blocks;
@@ -617,7 +616,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         int turn = 0;  // the warpgroup that takes the next tile of its own
         bool waits = false;
         u8* warp_staging = staging + warp * WARP_STAGING;
-        for (int t = blockIdx.x / CLUSTER; find_tile(groups, num_groups, t, tiles_n, rank, g, tile); t += step) {
+        for (int t = blockIdx.x / CLUSTER; find_tile(groups, num_groups, t, tiles_n, band_width, rank, g, tile); t += step) {
             bool alone = tile.rows <= 64;
             int share = alone ? 2 : 1;
             if (alone) {
@@ -649,15 +648,15 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 }
                 float part[64];
                 multiply(part, a, b);
-                mma_wait<0>();
-                add_up<0>(acc, part, factors, of_stage, row_of_warp + lane / 4);
-                multiply(part, a, b + (HALF_BYTES >> 4));
                 // While that runs, what the next stage needs is made ready, if it is there.
                 int next = stage + 1 == STAGES ? 0 : stage + 1;
                 u32 next_parity = parity ^ (next == 0);
                 ready = kb + 1 < k_blocks && barrier_test(full + 8 * next, next_parity);
                 Factors next_factors = factors;
                 if (ready) next_factors.load(of_stage + (next - stage) * (SCALE_BYTES / 4), row_of_warp + lane / 4);
+                mma_wait<0>();
+                add_up<0>(acc, part, factors, of_stage, row_of_warp + lane / 4);
+                multiply(part, a, b + (HALF_BYTES >> 4));
                 mma_wait<0>();
                 if (factors.plain) release(empty + 8 * stage, share);
                 add_up<64>(acc, part, factors, of_stage, row_of_warp + lane / 4);

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from moe_runtime.formats import FormatCode, TokenFormat, align, ceil_div
+from moe_runtime.formats import FormatCode, TokenFormat, ceil_div
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.gemm_arguments import (
@@ -45,9 +45,12 @@ STAGING_BYTES = 2048
 
 SCALE_BYTES = 544
 MAX_STAGES = 4
-DECODE_ROWS = 256
+BAND_BYTES = 2**24
+"""Weights that the tiles of a band read in a group: part of the L2 cache, beside rows and results."""
+
+DECODE_ROWS = 64
 """Packed positions per group up to which a launch takes the decode regime. Capacities are worst cases, several times
-the rows that come."""
+the rows that come; the other regime takes few rows as well, at the same rate."""
 
 MAPS_KEPT = 1024
 
@@ -61,17 +64,21 @@ class Regime:
         cluster: blocks that share loads by multicast.
         box_rows: rows that one copy of the rows' tensor map brings; where there is no cluster, boxes without rows of
             the group are left out.
-        band: column tiles that are walked together, all row tiles of a band before the next band.
     """
 
     name: str
     cluster: int
     box_rows: int
-    band: int
 
     def stages(self, num_groups: int) -> int:
         """Stages that fit beside what else lies in shared memory."""
         return (MAX_SHARED_BYTES - other_bytes(num_groups)) // STAGE_BYTES
+
+    def band(self, row_bytes: int) -> int:
+        """Column tiles that are walked together, all row tiles of them before the next: their weights stay in L2."""
+        if self.cluster == 1:
+            return 1
+        return max(4, min(32, BAND_BYTES // (2 * HALF * row_bytes)))
 
     def shared_bytes(self, num_groups: int) -> int:
         """Dynamic shared memory of a block."""
@@ -83,8 +90,8 @@ def other_bytes(num_groups: int) -> int:
     return 8 * STAGING_BYTES + MAX_STAGES * (SCALE_BYTES + 16) + 16 * (num_groups + 1)
 
 
-DECODE = Regime("decode", cluster=1, box_rows=16, band=1)
-PREFILL = Regime("prefill", cluster=2, box_rows=32, band=8)
+DECODE = Regime("decode", cluster=1, box_rows=16)
+PREFILL = Regime("prefill", cluster=2, box_rows=32)
 
 
 def choose_regime(capacity: int, num_groups: int) -> Regime:
@@ -196,7 +203,6 @@ def macros(
         "STAGES": regime.stages(num_groups),
         "CLUSTER": regime.cluster,
         "A_BOX": regime.box_rows,
-        "BAND": regime.band,
         "GATHER": int(gather),
         "GATED": int(gated),
         "ORDER": 0 if order is None else order.code,
@@ -263,6 +269,7 @@ def _launch(
             columns,
             ceil_div(row_bytes, 128),
             row_bytes,
+            regime.band(row_bytes),
             ctypes.c_float(formula.alpha),
             ctypes.c_float(float("inf") if formula.limit is None else formula.limit),
             # Adding -0 changes no number.
@@ -286,7 +293,11 @@ def _rows_map(rows: torch.Tensor, k: int, box_rows: int) -> Any:
     """Map of `[rows, K]`: boxes of 128 bytes of K times `box_rows`; zeros outside."""
     stride = rows.stride(0) * rows.element_size()
     return _tensor_map(
-        rows.data_ptr(), rows.element_size(), (k, max(rows.shape[0], 1)), (stride,), (128 // rows.element_size(), box_rows)
+        rows.data_ptr(),
+        rows.element_size(),
+        (k, max(rows.shape[0], 1)),
+        (stride,),
+        (128 // rows.element_size(), box_rows),
     )
 
 
