@@ -3,8 +3,8 @@
 //
 // A tile is 128 rows times two halves of 128 weight rows: 256 columns of a plain result, or gate and up of the same 128
 // columns of a gated one. Each math warpgroup takes 64 of the rows; tiles of at most 64 rows are taken by the two in
-// turn, one multiplying while the other stores. With CLUSTER 2, the two blocks of a cluster work on two row tiles of the
-// same columns and share the weights, or, for the odd row tile of a group, on two column tiles and share the rows.
+// turn, one multiplying while the other stores. With CLUSTER 2, the two blocks of a cluster work on two row tiles of
+// the same columns and share the weights, or, for the odd row tile of a group, on two column tiles and share the rows.
 //
 // Macros: FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2, GATHER (rows through
 // row_index), GATED, ORDER (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3 with 1x128 scales),
@@ -41,7 +41,7 @@ constexpr int SCALE_BYTES = FP8 ? 544 : 0;  // of a stage: those of 128 rows, th
 constexpr int PRODUCER_REGISTERS = FP8 && !GATHER ? 24 : 40;  // what is left goes to the math warpgroups
 constexpr int MATH_REGISTERS = FP8 && !GATHER ? 240 : 232;
 constexpr int MATH_WARPS = 4 * MATH_WGS;
-constexpr int LAG = 2;  // stages of gathered rows in flight before the oldest is handed over
+constexpr int LAG = 1;  // stages of gathered rows in flight before the oldest is handed over; a ring of 4 takes 2
 constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
 
 // --- shared memory, barriers, copies --------------------------------------------------------------------------------
@@ -85,18 +85,12 @@ __device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank, u32 cou
 
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     u32 done;
-#ifdef SPIN_LIMIT
-    int tries = 0;
-#endif
     do {
         asm volatile(
             "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
             : "=r"(done)
             : "r"(barrier), "r"(parity)
             : "memory");
-#ifdef SPIN_LIMIT
-        if (++tries > SPIN_LIMIT) __trap();
-#endif
     } while (!done);
 }
 
@@ -118,9 +112,8 @@ __device__ __forceinline__ void load_rows(const TensorMap* map, u32 to, u32 barr
             : "memory");
     } else {
         asm volatile(
-            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4}], [%2];" ::"r"(
-                to),
-            "l"(map), "r"(barrier), "r"(k), "r"(row)
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+            "[%0], [%1, {%3, %4}], [%2];" ::"r"(to), "l"(map), "r"(barrier), "r"(k), "r"(row)
             : "memory");
     }
 }
@@ -144,7 +137,8 @@ __device__ __forceinline__ void load_half(
     } else {
         asm volatile(
             "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
-            "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to), "l"(map), "r"(barrier), "r"(k), "r"(c1), "r"(c2), "r"(expert)
+            "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to), "l"(map), "r"(barrier), "r"(k), "r"(c1), "r"(c2),
+            "r"(expert)
             : "memory");
     }
 }
@@ -153,8 +147,8 @@ __device__ __forceinline__ void load_half(
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// One warp is through with a stage, in which the other block of the cluster may have a hand; `share` is 2 where it speaks
-// for the other warpgroup too.
+// One warp is through with a stage, in which the other block of the cluster may have a hand; `share` is 2 where it
+// speaks for the other warpgroup too.
 __device__ __forceinline__ void release(u32 barrier, u32 share) {
     int lane = threadIdx.x % 32;
     if (CLUSTER == 1 && lane == 0) barrier_arrive(barrier, share);
@@ -165,8 +159,8 @@ __device__ __forceinline__ void copy_word(u32 to, const float* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-// Row of the weight's scales, counted over all experts, for half 0 or 1 of a tile (128 rows share one). Interleaved, both
-// halves take both rows: the first for the first 64 columns.
+// Row of the weight's scales, counted over all experts, for half 0 or 1 of a tile (128 rows share one). Interleaved,
+// both halves take both rows: the first for the first 64 columns.
 __device__ __forceinline__ long long weight_scales(int expert, int column, int columns, int half) {
     int blocks = (GATED ? 2 * columns : columns) + 127 >> 7, block = column / 128 + (half > 0);
     if (GATED) block = column / 128 + ((half > 0) == (ORDER == GATE_UP) ? columns / 128 : 0);
@@ -237,8 +231,8 @@ __device__ __forceinline__ bool find_tile(
 
 // --- tensor cores ---------------------------------------------------------------------------------------------------
 
-// Lower word of the descriptor of a K-major operand in the 128-byte swizzle; 32 bytes of K are 2 further. The upper word
-// says that groups of 8 rows lie 1024 bytes apart.
+// Lower word of the descriptor of a K-major operand in the 128-byte swizzle; 32 bytes of K are 2 further. The upper
+// word says that groups of 8 rows lie 1024 bytes apart.
 __device__ __forceinline__ u32 descriptor(u32 address) { return (address & 0x3FFFF) >> 4 | 1 << 16; }
 
 template <int N>
@@ -301,9 +295,9 @@ __device__ __forceinline__ void mma_bf16(float (&d)[128], u32 a, u32 b, int add)
         : "r"(a), "r"(b), "r"(add));
 }
 
-// What the partial sums of two rows and two halves are multiplied with. Where scales are far from the ends of the range of
-// fp32, it is the product of both. Else the scale of the row comes first and then that of the weight, since their product
-// alone may leave the range; `plain` says that no row of the warp is of that kind.
+// What the partial sums of two rows and two halves are multiplied with. Where scales are far from the ends of the range
+// of fp32, it is the product of both. Else the scale of the row comes first and then that of the weight, since their
+// product alone may leave the range; `plain` says that no row of the warp is of that kind.
 struct Factors {
     float product[2][2];
     bool plain;
@@ -387,7 +381,7 @@ __device__ __forceinline__ float swiglu(float gate, float up, float alpha, float
     return __fmul_rn(__fmul_rn(gate, inverse), __fadd_rn(up, up_offset));
 }
 
-// The larger of two words in each of the four lanes that hold a row.
+// The largest word of the four lanes that hold a row.
 __device__ __forceinline__ u32 max_of_row(u32 x) {
     x = max(x, __shfl_xor_sync(~0u, x, 1));
     return max(x, __shfl_xor_sync(~0u, x, 2));
@@ -449,7 +443,8 @@ __device__ __forceinline__ void store_quantized(
         }
         bits = max_of_row(bits);
         bool poisoned = bits >= 0x7F800000;  // NaN or Inf
-        float scale = __fdiv_rn(__uint_as_float(poisoned ? 0x38D1B717 : max(bits, 0x38D1B717)), 448.0f);  // at least 1e-4
+        u32 amax = poisoned ? 0 : bits;
+        float scale = __fdiv_rn(__uint_as_float(max(amax, 0x38D1B717)), 448.0f);  // of at least 1e-4
         float inverse = __frcp_rn(scale);
         int row = lane / 4 + 8 * second;
         if (quad == 0 && row < rows) scales[row * scale_stride] = poisoned ? __uint_as_float(0x7FC00000) : scale;
@@ -510,9 +505,9 @@ extern __shared__ __align__(1024) u8 shared[];
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (MATH_WGS + 1), 1)
 tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map, const u8* a_rows,
-         long long a_stride, const int* row_index, const float* __restrict__ a_scales, const float* __restrict__ w_scales, Extras extras,
-         u8* out, long long out_stride, float* out_scales, const int* offsets, const int* expert_ids,
-         const int* num_active, int num_groups, int num_experts, int capacity, int columns, int k_blocks, int row_bytes, int band_width,
+         long long a_stride, const int* row_index, const float* a_scales, const float* w_scales, Extras extras, u8* out,
+         long long out_stride, float* out_scales, const int* offsets, const int* expert_ids, const int* num_active,
+         int num_groups, int num_experts, int capacity, int columns, int k_blocks, int row_bytes, int band_width,
          float alpha, float limit, float up_offset) {
     u8* staging = shared + STAGES * STAGE_BYTES;
     float* scales = (float*)(staging + MATH_WARPS * WARP_STAGING);
@@ -548,8 +543,9 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         int thread = threadIdx.x % 128, chunk = thread % 8, first = thread / 8, behind = 0, issued = 0;
         bool leader = thread == 0;
         u32 to = first * 128 + ((chunk ^ first % 8) << 4);
-        int last = !FP8 && !GATHER && !leader ? 0 : 0x7FFFFFFF;  // tiles that this thread sees to
-        for (int t = blockIdx.x / CLUSTER; t < last && find_tile(groups, num_groups, t, tiles_n, band_width, rank, g, tile); t += step) {
+        int last = !FP8 && !GATHER && !leader ? 0 : 0x7FFFFFFF;  // the tiles that this thread sees to are below
+        for (int t = blockIdx.x / CLUSTER; t < last; t += step) {
+            if (!find_tile(groups, num_groups, t, tiles_n, band_width, rank, g, tile)) break;
             bool shared_rows = CLUSTER > 1 && !tile.pair_rows, shared_weights = CLUSTER > 1 && tile.pair_rows;
             int boxes = GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX));
             const float* a_scale = a_scales + (long long)(tile.start + min(thread, tile.rows - 1)) * k_blocks;
@@ -571,7 +567,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     for (int i = shared_rows ? rank : 0; i < boxes; i += shared_rows ? CLUSTER : 1)
                         load_rows(&a_map, a + i * A_BOX * 128, ready, kb * BK, tile.start + i * A_BOX, shared_rows);
                     for (int h = shared_weights ? rank : 0; h < 2; h += shared_weights ? CLUSTER : 1)
-                        load_half(&w_map, b + h * HALF_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
+                        load_half(
+                            &w_map, b + h * HALF_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
                 }
                 if (FP8) {
                     u32 scale = shared_address(scales) + stage * SCALE_BYTES;
@@ -616,7 +613,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         int turn = 0;  // the warpgroup that takes the next tile of its own
         bool waits = false;
         u8* warp_staging = staging + warp * WARP_STAGING;
-        for (int t = blockIdx.x / CLUSTER; find_tile(groups, num_groups, t, tiles_n, band_width, rank, g, tile); t += step) {
+        for (int t = blockIdx.x / CLUSTER;; t += step) {
+            if (!find_tile(groups, num_groups, t, tiles_n, band_width, rank, g, tile)) break;
             bool alone = tile.rows <= 64;
             int share = alone ? 2 : 1;
             if (alone) {
