@@ -7,9 +7,9 @@ outside 2^-64 .. 2^64, `(partial * row scale) * weight scale`; `bf16` sums in th
 the order of K, whatever the regime, its tile and its neighbours: both regimes give the same bits.
 
 The two numbers, on one H200. Prefill, FP8, 8 groups x 4096 rows, (N, K) = (4096, 7168): 1.92e12 flops, 1.33 ms at the
-1452 TFLOP/s of torch's dense 8192^3 in the same session (97% of the tensor cores' rate at the 1.38 GHz that 690 W leave),
-0.74 GB, 0.17 ms. Decode, FP8, 32 groups x 32 rows, both products of the reference model: 1.41 GB of weights, 328 us at
-4.3 TB/s.
+1452 TFLOP/s of torch's dense 8192^3 in the same session (97% of the tensor cores' rate at the 1.38 GHz that 690 W
+leave), 0.74 GB, 0.17 ms. Decode, FP8, 32 groups x 32 rows, both products of the reference model: 1.41 GB of weights,
+328 us at 4.3 TB/s.
 
 Measured, steady state (graphs of launches one behind the other, at the power limit):
 
@@ -29,8 +29,8 @@ What each version brought (FP8 8 x 4096, (4096, 7168); decode is 32 x 32, gate_u
     2. release without it; tiles of at most 64 rows by the warpgroups in turn: 988, 235 + 124 us.
     3. descriptors in uniform registers, and with them no spills: 1040; BF16 from 733 to 780.
     4. scales through the ring instead of loads by the math warps, one multiply-add for each partial sum: 1280.
-    5. the next stage's barrier and scales under the first product of this one: 1363 to 1185 cycles a stage, of which the
-       tensor cores need 1024; no faster here at the power limit, (7168, 2048) from 1035 to 1146; 228 + 121 us.
+    5. the next stage's barrier and scales under the first product of this one: 1363 to 1185 cycles a stage, of which
+       the tensor cores need 1024; no faster here at the power limit, (7168, 2048) from 1035 to 1146; 228 + 121 us.
 
 Dropped: turns of the warpgroups at the tensor cores (-11%: multiply-adds take 2.5 cycles beside the other warpgroup's
 products, which compete for registers, and 1.4 when the tensor cores rest); rows from registers with two sets of partial
