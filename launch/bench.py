@@ -123,7 +123,7 @@ class Bench:
     def gemm(self) -> None:
         """Both grouped GEMMs on the rows that arrive in a step, beside torch's in bf16 where there is one."""
         experts, config = self.experts, self.layer.config
-        inner, hidden, engine = config.intermediate_size, config.hidden_size, self.context.engine
+        inner, hidden, engine = config.intermediate_size, config.hidden_size, self.context.gemm_engine
         arrived = self.layer.dispatcher.dispatch(self.tokens[0], *self.routed)
         fmt = experts.intermediate_format
         assert fmt is not None and not isinstance(fmt, str)

@@ -68,9 +68,9 @@ class PreparedWeights:
     def wanted(w: ExpertWeights, engine: str = "auto") -> bool:
         """Whether the GEMM is faster with `w` prepared: on a Hopper GPU, in a format that is decoded in registers."""
         from moe_runtime.kernels.decoded_layout import DECODED_FORMATS
+        from moe_runtime.kernels.runtime import runs_cuda
 
-        on_hopper = w.device.type == "cuda" and torch.cuda.get_device_capability(w.device) == (9, 0)
-        return on_hopper and engine != "torch" and w.format in DECODED_FORMATS
+        return runs_cuda(engine, w.device) and w.format in DECODED_FORMATS
 
     def expert(self, expert: int) -> PreparedWeights:
         """The weights of one expert."""
