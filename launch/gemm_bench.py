@@ -1,8 +1,8 @@
 """Runs the cases of `launch/gemm_cases.py` on one GPU: `python -m moe_runtime.launch.bench gemm` without `--config`.
 
 Each case is checked on the buffers that are then timed (`launch/gemm_check.py`); a case that fails is not timed. What
-is timed is what a caller calls: `grouped_gemm_swiglu` and `grouped_gemm` with all that they launch, in CUDA graphs whose
-steps take copies of rows and weights in turn. On a CPU, or with `--small`, sizes are small and times say little.
+is timed is what a caller calls, `grouped_gemm_swiglu` and `grouped_gemm` with all that they launch, in CUDA graphs
+whose steps take copies of rows and weights in turn. On a CPU, or with `--small`, sizes are small and times say little.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from moe_runtime.launch.gemm_check import Sample, check_gated, check_plain, pois
 from moe_runtime.launch.gemm_data import Weights, clone_rows, make_rows, make_weights, num_copies, row_bytes
 from moe_runtime.launch.gemm_graph import kernel_names
 from moe_runtime.launch.gemm_peers import Peers
-from moe_runtime.launch.gemm_table import KIND, draw, print_table
+from moe_runtime.launch.gemm_table import KIND, check_can_draw, draw, print_table
 from moe_runtime.launch.timing import TOTAL, Lap, Timing, measure
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import SILU
@@ -258,6 +258,8 @@ def work(options: argparse.Namespace) -> int:
         file = getattr(options, name)
         if file is not None and not file.resolve().parent.is_dir():
             raise ValueError(f"--{name}: no folder {file.parent}")
+    if options.picture is not None:
+        check_can_draw()
     if options.steps < 1:
         raise ValueError(f"--steps: expected at least 1, got {options.steps}")
     results: list[dict[str, Any]] = []

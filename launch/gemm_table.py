@@ -8,6 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -116,15 +117,20 @@ def markdown(report: dict[str, Any], source: str, picture: str | None = None) ->
     return "\n".join([*lines, "", f"![Achieved rates under the roofline]({picture})"] if picture else lines)
 
 
+def check_can_draw() -> None:
+    """Raise `ValueError` where matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("--picture: needs matplotlib, the extra `bench`")
+
+
 def draw(report: dict[str, Any], file: Path) -> None:
     """A roofline: achieved TFLOP/s of each case (filled) and what its floor would give (hollow).
 
     Raises `ValueError` where matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("--picture: needs matplotlib, the extra `bench`") from None
+    check_can_draw()
+    from matplotlib.figure import Figure
+
     timed = [result for result in report["results"] if result["median_us"]]
     figure = Figure(figsize=(9, 6), layout="constrained")
     axes = figure.subplots()

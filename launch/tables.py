@@ -3,7 +3,8 @@
 `python -m moe_runtime.launch.tables` rewrites what stands between the result marks of README.md from the files of
 `launch.bench` in `launch/results/`, what stands between the operation marks from those of `launch.ops_run` and
 `launch.doctor --kernels`, and what stands between the GEMM marks from those of `launch.bench gemm` without a config,
-with the picture of the same name beside one; `--check` only tells, by its exit code, whether that would change anything.
+with the picture of the same name beside one; `--check` only tells, by its exit code, whether that would change
+anything.
 """
 
 from __future__ import annotations
