@@ -20,8 +20,9 @@ import torch
 from rich.console import Console
 
 from moe_runtime.context import ExpertParallelContext
+from moe_runtime.formats import NVFP4
 from moe_runtime.grouped import GroupedRows
-from moe_runtime.kernels.gemm_arguments import DEFAULT_INTERMEDIATE_GSF
+from moe_runtime.kernels.gemm_arguments import encode_scale
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.launch import environment
 from moe_runtime.launch.checks import Check
@@ -57,6 +58,8 @@ class Runner:
         self.iterations = iterations
         self.seed = seed
         self.peers = Peers(context, iterations)
+        # Experts too keep it on the device.
+        self._gsf = encode_scale(NVFP4, None, context.device, "gsf")
         self._weights: dict[tuple[object, ...], dict[Product, list[Weights]]] = {}
 
     def run(self, case: GemmCase) -> dict[str, Any]:
@@ -120,7 +123,7 @@ class Runner:
         return self._weights[key]
 
     def _swiglu(self, rows: GroupedRows, w: Weights) -> GroupedRows:
-        gsf = DEFAULT_INTERMEDIATE_GSF if rows.format.has_row_scale else None
+        gsf = self._gsf if rows.format.has_row_scale else None
         return grouped_gemm_swiglu(rows, w, SILU, out_format=rows.format, out_gsf=gsf, engine=self.context.engine)
 
     def _check(

@@ -129,6 +129,7 @@ def draw(report: dict[str, Any], file: Path) -> None:
     Raises `ValueError` where matplotlib is not installed.
     """
     check_can_draw()
+    from matplotlib import rc_context
     from matplotlib.figure import Figure
 
     timed = [result for result in report["results"] if result["median_us"]]
@@ -154,9 +155,10 @@ def draw(report: dict[str, Any], file: Path) -> None:
         axes.plot([], [], color="grey", marker=MARKERS[product], linestyle="none", label=product)
     axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s", title=where(report))
     axes.legend(fontsize=8)
-    # Without a date, so that the same numbers make the same file.
+    # Without a date and with ids that repeat, so that the same numbers make the same file.
     metadata = {"Date": None} if file.suffix == ".svg" else None
-    figure.savefig(file, dpi=150, metadata=metadata)
+    with rc_context({"svg.hashsalt": KIND}):
+        figure.savefig(file, dpi=150, metadata=metadata)
 
 
 def read(file: Path) -> dict[str, Any]:
