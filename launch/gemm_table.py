@@ -153,6 +153,8 @@ def draw(report: dict[str, Any], file: Path) -> None:
         axes.plot([], [], color=COLOURS[fmt], marker="s", linestyle="none", label=fmt)
     for product in dict.fromkeys(result["product"] for result in timed):
         axes.plot([], [], color="grey", marker=MARKERS[product], linestyle="none", label=product)
+    for label, style in (("achieved", "full"), ("at its floor", "none")):
+        axes.plot([], [], color="grey", marker="o", linestyle="none", fillstyle=style, label=label)
     axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s", title=where(report))
     axes.legend(fontsize=8)
     # Without a date and with ids that repeat, so that the same numbers make the same file.
