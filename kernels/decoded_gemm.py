@@ -112,6 +112,7 @@ def _launch(
     gsf: torch.Tensor | None,
     result: GroupedRows | None,
 ) -> None:
+    _check(a, w, out, result)
     if a.capacity == 0 or a.num_groups == 0 or w.num_experts == 0:
         return
     shape = choose_shape(a.capacity, a.num_groups)
@@ -178,6 +179,22 @@ def _launch(
         shared_bytes=stages * stage,
         early=True,
     )
+
+
+def _check(a: GroupedRows, w: PreparedWeights, out: torch.Tensor, result: GroupedRows | None) -> None:
+    """What these kernels ask beyond the other engines: aligned rows, a Hopper GPU."""
+    if torch.cuda.get_device_capability(w.device) != (9, 0):
+        raise ValueError(f"w: prepared for Hopper, got {torch.cuda.get_device_name(w.device)}; use w.restore()")
+    if a.num_groups > MAX_GROUPS:
+        raise ValueError(f"a.expert_ids: expected at most {MAX_GROUPS} for prepared weights, got {a.num_groups}")
+    align = 8 if a.format.element_bits == 4 else 16
+    if a.rows.data_ptr() % align or a.rows.stride(0) * a.rows.element_size() % align:
+        raise ValueError(f"a.rows: expected rows on {align}-byte boundaries, got strides {list(a.rows.stride())}")
+    if result is not None and result.format.name not in ("bf16", "nvfp4", "mxfp8"):
+        raise ValueError(f"out_format: expected bf16, nvfp4 or mxfp8 with prepared weights, got {result.format.name}")
+    align = 2 * out.element_size()
+    if result is None and (out.data_ptr() % align or out.stride(0) % 2):
+        raise ValueError(f"out: expected rows on {align}-byte boundaries, got strides {list(out.stride())}")
 
 
 def _literal(value: float) -> str:

@@ -7,6 +7,7 @@ import torch
 from moe_runtime.formats import TokenFormat, ceil_div, token_format
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.plan import dense_128_blocks_needed, dense_128_offsets
+from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import MAX_ENCODE_SCALE, ExpertWeights, SwiGLU
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -28,7 +29,7 @@ def check_formats(a: TokenFormat, w: TokenFormat, argument: str) -> None:
         raise ValueError(f"{argument}: expected {' or '.join(allowed)} with {w.name} weights, got {a.name}")
 
 
-def check_operands(a: GroupedRows, w: ExpertWeights) -> None:
+def check_operands(a: GroupedRows, w: ExpertWeights | PreparedWeights) -> None:
     """Raise `ValueError` naming the argument unless `a` and `w` can be multiplied."""
     check_formats(a.format, w.format, "a.format")
     if a.num_columns != w.num_columns:
@@ -99,7 +100,9 @@ def _check_scales(a: GroupedRows, pattern: str, tail: tuple[int, ...], at_least:
         raise ValueError(f"a.scales: expected a contiguous tensor on {a.rows.device}, got one on {a.scales.device}")
 
 
-def check_out(a: GroupedRows, w: ExpertWeights, out: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
+def check_out(
+    a: GroupedRows, w: ExpertWeights | PreparedWeights, out: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
     """`out`, or an uninitialized `[capacity, N]`; raises `ValueError` naming the argument."""
     if out is not None:
         out_dtype = out.dtype
@@ -118,7 +121,7 @@ def check_out(a: GroupedRows, w: ExpertWeights, out: torch.Tensor | None, out_dt
     return out
 
 
-def check_activation(w: ExpertWeights, activation: SwiGLU) -> None:
+def check_activation(w: ExpertWeights | PreparedWeights, activation: SwiGLU) -> None:
     """Raise `ValueError` unless `w` is a weight of gate and up in the order of `activation`."""
     if w.gate_up is None and w.num_rows % 16:
         raise ValueError(f"w: expected N = 2I with I a multiple of 8, got N = {w.num_rows}")
@@ -127,7 +130,10 @@ def check_activation(w: ExpertWeights, activation: SwiGLU) -> None:
 
 
 def empty_intermediate(
-    a: GroupedRows, w: ExpertWeights, out_format: str | TokenFormat, out_gsf: float | torch.Tensor | None
+    a: GroupedRows,
+    w: ExpertWeights | PreparedWeights,
+    out_format: str | TokenFormat,
+    out_gsf: float | torch.Tensor | None,
 ) -> tuple[GroupedRows, torch.Tensor | None]:
     """Uninitialized rows `[capacity, I]` of the same groups in `out_format`, and their encode scale, fp32 `[1]`.
 

@@ -17,7 +17,7 @@ import triton.language as tl
 
 from moe_runtime.formats import TokenFormat, ceil_div
 from moe_runtime.grouped import GroupedRows
-from moe_runtime.kernels import reference_gemm
+from moe_runtime.kernels import decoded_gemm, reference_gemm
 from moe_runtime.kernels.activation import swiglu_tile
 from moe_runtime.kernels.gemm_arguments import check_activation, check_operands, check_out, empty_intermediate
 from moe_runtime.kernels.gemm_epilogue import half_rows, scaled, store_plain, store_quantized
@@ -34,6 +34,7 @@ from moe_runtime.kernels.gemm_operands import (
 from moe_runtime.kernels.quantize import CODE_BF16, CODE_MXFP8, CODE_NVFP4
 from moe_runtime.kernels.reference_quantize import raw_bits
 from moe_runtime.kernels.runtime import INTERPRET, resolve_engine
+from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import ExpertWeights, SwiGLU
 
 
@@ -235,7 +236,7 @@ def gemm_bytes(
 
 def grouped_gemm(
     a: GroupedRows,
-    w: ExpertWeights,
+    w: ExpertWeights | PreparedWeights,
     *,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
@@ -245,7 +246,7 @@ def grouped_gemm(
 
     Args:
         a: the rows; formats as in `w`, or bf16 rows with `nvfp4` weights.
-        w: the weights `[E, N, K]`.
+        w: the weights `[E, N, K]`; prepared ones must be plain (without `gate_up`).
         out: bf16, fp16 or fp32 `[>= capacity, N]`, last dimension contiguous; made when None.
         out_dtype: of a new output.
         engine: "auto", "triton" or "torch".
@@ -258,6 +259,14 @@ def grouped_gemm(
         ValueError: a shape, dtype, device, stride or format that does not fit; the message names the argument.
     """
     check_operands(a, w)
+    if isinstance(w, PreparedWeights):
+        if w.gate_up is not None:
+            raise ValueError("w.gate_up: expected None in prepared weights, which are reordered for SwiGLU otherwise")
+        if resolve_engine(engine, a.rows.device) == "triton" and not INTERPRET:
+            out = check_out(a, w, out, out_dtype)
+            decoded_gemm.decoded_gemm(a, w, out)
+            return out
+        w = w.restore(engine=engine)
     if resolve_engine(engine, a.rows.device) == "torch":
         return reference_gemm.grouped_gemm(a, w, out=out, out_dtype=out_dtype)
     out = check_out(a, w, out, out_dtype)
@@ -269,7 +278,7 @@ def grouped_gemm(
 
 def grouped_gemm_swiglu(
     a: GroupedRows,
-    w: ExpertWeights,
+    w: ExpertWeights | PreparedWeights,
     activation: SwiGLU,
     *,
     out_format: str | TokenFormat,
@@ -280,7 +289,7 @@ def grouped_gemm_swiglu(
 
     Args:
         a: the rows, as for `grouped_gemm`.
-        w: the weights `[E, 2I, K]` of gate and up.
+        w: the weights `[E, 2I, K]` of gate and up; prepared ones must have `gate_up`.
         activation: formula and order of gate and up; must be the order of `w` where that has one.
         out_format: format of the result; `I` must be a multiple of its block.
         out_gsf: encode scale of an `nvfp4` result, a positive number or one fp32 element on the device, clamped to
@@ -296,6 +305,14 @@ def grouped_gemm_swiglu(
     """
     check_operands(a, w)
     check_activation(w, activation)
+    if isinstance(w, PreparedWeights):
+        if w.gate_up is None:
+            raise ValueError("w.gate_up: expected prepared weights of gate and up, got plain ones")
+        if resolve_engine(engine, a.rows.device) == "triton" and not INTERPRET:
+            out, gsf = empty_intermediate(a, w, out_format, out_gsf)
+            decoded_gemm.decoded_gemm_swiglu(a, w, activation, out, gsf)
+            return out
+        w = w.restore(engine=engine)
     if resolve_engine(engine, a.rows.device) == "torch":
         return reference_gemm.grouped_gemm_swiglu(a, w, activation, out_format=out_format, out_gsf=out_gsf)
     out, gsf = empty_intermediate(a, w, out_format, out_gsf)

@@ -30,6 +30,7 @@ from moe_runtime.kernels.grouped_gemm import gemm_bytes, gemm_flops, grouped_gem
 from moe_runtime.launch import cases, checks, environment
 from moe_runtime.launch.timing import TOTAL, Lap, Step, Timing, copies_to_rotate, measure
 from moe_runtime.layer import MoELayer, context_from_config
+from moe_runtime.prepared import PreparedWeights
 from moe_runtime.reference import relative_error
 from moe_runtime.weights import ExpertWeights
 
@@ -275,15 +276,9 @@ def _discard(result: object) -> None:
     """A step gives nothing back."""
 
 
-def _rotated(w: ExpertWeights, device: torch.device) -> list[ExpertWeights]:
+def _rotated(w: ExpertWeights | PreparedWeights, device: torch.device) -> list[ExpertWeights | PreparedWeights]:
     """`w`, and copies of it where it would stay in the cache."""
-
-    def copy(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor.clone()
-
-    more = copies_to_rotate(device, w.num_bytes) - 1
-    copies = [replace(w, quants=w.quants.clone(), scales=copy(w.scales)) for _ in range(more)]
-    return [w, *copies]
+    return [w, *(w.clone() for _ in range(copies_to_rotate(device, w.num_bytes) - 1))]
 
 
 def bench_format(run: RunConfig, fmt: str, options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -21,6 +21,7 @@ from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.reference_quantize import raw_bits
 from moe_runtime.kernels.swizzle import unswizzle_scales
 from moe_runtime.launch.fp8_bound import FP8_MMA_GAIN
+from moe_runtime.prepared import PreparedWeights
 from moe_runtime.reference import relative_error, rounding_error, swiglu_reference
 from moe_runtime.weights import ExpertWeights, SwiGLU
 
@@ -144,7 +145,7 @@ def check_combine(y_TH: torch.Tensor, inputs: Inputs, geometry: ExchangeGeometry
     return Check("combine: relative Frobenius error", error, math.sqrt(growth - 1))
 
 
-def check_gate_up(out: GroupedRows, rows: GroupedRows, w: ExpertWeights, activation: SwiGLU) -> Check:
+def check_gate_up(out: GroupedRows, rows: GroupedRows, w: ExpertWeights | PreparedWeights, activation: SwiGLU) -> Check:
     """Error of the quantized intermediate: what rounding it may add, as the operands are taken as they are."""
     expected = [swiglu_reference(c, activation) for _, c, _ in _products(rows, w)]
     values = dequantize_rows(ungrouped(out), engine="torch")
@@ -152,7 +153,7 @@ def check_gate_up(out: GroupedRows, rows: GroupedRows, w: ExpertWeights, activat
     return Check("gate and up: relative Frobenius error", error, rounding_error(out.format))
 
 
-def check_down(out_RH: torch.Tensor, rows: GroupedRows, w: ExpertWeights) -> Check:
+def check_down(out_RH: torch.Tensor, rows: GroupedRows, w: ExpertWeights | PreparedWeights) -> Check:
     """The largest `|error| / (u |c| + g sum |a| |b|)` of an element; `u` is 2^-8 for bf16, `g` by the kind of MMA."""
     gain = math.ceil(rows.num_columns / 16) * FP32_GAIN
     if out_RH.device.type == "cuda" and w.format.code == FormatCode.FP8_BLOCK:
@@ -171,28 +172,19 @@ def _factor(experts: torch.Tensor, geometry: ExchangeGeometry) -> torch.Tensor:
     return 1 + experts.float() / geometry.num_experts
 
 
-def _products(rows: GroupedRows, w: ExpertWeights) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
+def _products(
+    rows: GroupedRows, w: ExpertWeights | PreparedWeights
+) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """`(place, a @ b^T, |a| @ |b|^T)` of each group that has rows, in float64, from the dequantized operands."""
     a_RK = dequantize_rows(ungrouped(rows), engine="torch").double()
     offsets = rows.group_offsets.tolist()
     for group, expert in enumerate(rows.expert_ids.tolist()):
         place = slice(offsets[group], offsets[group + 1])
         if place.start < place.stop and expert >= 0:
-            b_NK = _one_expert(w, expert).dequantize(engine="torch")[0].double()
+            one = w.expert(expert)
+            one = one.restore(engine="torch") if isinstance(one, PreparedWeights) else one
+            b_NK = one.dequantize(engine="torch")[0].double()
             yield place, a_RK[place] @ b_NK.T, a_RK[place].abs() @ b_NK.T.abs()
-
-
-def _one_expert(w: ExpertWeights, expert: int) -> ExpertWeights:
-    def part(tensor: torch.Tensor | None) -> torch.Tensor | None:
-        return None if tensor is None else tensor[expert : expert + 1]
-
-    return replace(
-        w,
-        quants=w.quants[expert : expert + 1],
-        scales=part(w.scales),
-        expert_scales=part(w.expert_scales),
-        bias=part(w.bias),
-    )
 
 
 def format_bytes(fmt: TokenFormat, columns: int) -> int:

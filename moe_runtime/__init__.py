@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
     from moe_runtime.layer import MoELayer
     from moe_runtime.memory import reserved_bytes
+    from moe_runtime.prepared import PreparedWeights
     from moe_runtime.router import Router
     from moe_runtime.token_format import NVFP4TokenFormat, RecordLayout
     from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
@@ -59,6 +60,7 @@ __all__ = [
     "ParallelConfig",
     "PeerAbortedError",
     "PeerTimeoutError",
+    "PreparedWeights",
     "QuantizedRows",
     "RecordLayout",
     "Router",
@@ -93,6 +95,7 @@ _MODULE_OF = {
     "ParallelConfig": "config",
     "PeerAbortedError": "errors",
     "PeerTimeoutError": "errors",
+    "PreparedWeights": "prepared",
     "QuantizedRows": "formats",
     "RecordLayout": "token_format",
     "Router": "router",

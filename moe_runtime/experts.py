@@ -11,6 +11,7 @@ from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.gemm_arguments import check_activation, check_formats, encode_scale
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.runtime import resolve_engine
+from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import SILU, ExpertWeights, SwiGLU
 
 
@@ -31,8 +32,8 @@ class Experts:
         ValueError: weights that do not belong together; the message names the argument.
     """
 
-    gate_up: ExpertWeights
-    down: ExpertWeights
+    gate_up: ExpertWeights | PreparedWeights
+    down: ExpertWeights | PreparedWeights
     activation: SwiGLU = SILU
     intermediate_format: str | TokenFormat | None = None
     intermediate_gsf: float | torch.Tensor | None = None
@@ -61,6 +62,17 @@ class Experts:
     def num_experts(self) -> int:
         """`E`."""
         return self.gate_up.num_experts
+
+    def prepared(self) -> Experts:
+        """The same experts with weights in the order that the GPU's kernels read, where that is another.
+
+        Raises `ValueError` as `PreparedWeights.prepare` does. Waits for the device.
+        """
+        gate_up, down = (
+            PreparedWeights.prepare(w) if isinstance(w, ExpertWeights) and PreparedWeights.wanted(w, self.engine) else w
+            for w in (self.gate_up, self.down)
+        )
+        return replace(self, gate_up=gate_up, down=down)
 
     def to(self, device: torch.device | str) -> Experts:
         """The same experts on `device`."""

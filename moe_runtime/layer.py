@@ -161,7 +161,7 @@ class MoELayer(nn.Module):
         fmt, device = token_format(config.weight_format), self.context.device
         sizes = (2 * config.intermediate_size, config.hidden_size), (config.hidden_size, config.intermediate_size)
         gate_up, down = _quantize_each(experts, fmt, order, sizes, len(self.local_experts), device)
-        self.experts = Experts(
+        experts_of_rank = Experts(
             gate_up,
             down,
             SwiGLU(order, config.activation.alpha, config.activation.limit, config.activation.up_offset),
@@ -169,6 +169,7 @@ class MoELayer(nn.Module):
             intermediate_gsf=config.intermediate_gsf,
             engine=self.context.engine,
         )
+        self.experts = experts_of_rank.prepared()
 
     def forward(
         self,

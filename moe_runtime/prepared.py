@@ -1,8 +1,9 @@
-"""Expert weights in the order that a GPU's kernels read: made once at load, invertible bit for bit."""
+"""Expert weights in the order that the kernels of an architecture read: made once at load, invertible bit for bit."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -14,9 +15,11 @@ E4M3_MAX_CODE = 0x7E
 
 @dataclass(frozen=True)
 class PreparedWeights:
-    """`ExpertWeights` in the layout of `kernels/decoded_layout.py`, for the register-decoding GEMM of Hopper.
+    """`ExpertWeights` in the layout of `kernels/decoded_layout.py`, for the GEMM of Hopper (`arch` 90) that decodes
+    weights in registers.
 
-    One copy serves every number of rows. `E` experts, `N x K` the weight of one.
+    One copy serves every number of rows. `E` experts, `N x K` the weight of one. Without a GPU they are multiplied too,
+    by way of `restore` in each call.
 
     Attributes:
         format: `nvfp4` or `mxfp8`.
@@ -35,6 +38,7 @@ class PreparedWeights:
     expert_scales: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     gate_up: GateUpOrder | None = None
+    arch: ClassVar[int] = 90
 
     @classmethod
     def prepare(cls, w: ExpertWeights, *, engine: str = "auto") -> PreparedWeights:
@@ -59,6 +63,24 @@ class PreparedWeights:
                 raise ValueError("w.scales: expected e4m3 numbers that are not negative, got a NaN or a negative one")
             experts.append(pack_units(quants.view(torch.uint8), linear, w.format, rows))
         return cls(w.format, torch.stack(experts), w.num_rows, w.num_columns, w.expert_scales, w.bias, w.gate_up)
+
+    @staticmethod
+    def wanted(w: ExpertWeights, engine: str = "auto") -> bool:
+        """Whether the GEMM is faster with `w` prepared: on a Hopper GPU, in a format that is decoded in registers."""
+        from moe_runtime.kernels.decoded_layout import DECODED_FORMATS
+
+        on_hopper = w.device.type == "cuda" and torch.cuda.get_device_capability(w.device) == (9, 0)
+        return on_hopper and engine != "torch" and w.format in DECODED_FORMATS
+
+    def expert(self, expert: int) -> PreparedWeights:
+        """The weights of one expert."""
+        one = slice(expert, expert + 1)
+        expert_scales, bias = (None if t is None else t[one] for t in (self.expert_scales, self.bias))
+        return replace(self, units=self.units[one], expert_scales=expert_scales, bias=bias)
+
+    def clone(self) -> PreparedWeights:
+        """A copy of the quants and scales in other memory."""
+        return replace(self, units=self.units.clone())
 
     def restore(self, *, engine: str = "auto") -> ExpertWeights:
         """The weights that `prepare` was given."""

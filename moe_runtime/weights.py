@@ -158,6 +158,18 @@ class ExpertWeights:
         )
         return replace(self, quants=self.quants.to(device), scales=scales, expert_scales=expert_scales, bias=bias)
 
+    def expert(self, expert: int) -> ExpertWeights:
+        """The weights of one expert."""
+        one = slice(expert, expert + 1)
+        scales, expert_scales, bias = (
+            None if t is None else t[one] for t in (self.scales, self.expert_scales, self.bias)
+        )
+        return replace(self, quants=self.quants[one], scales=scales, expert_scales=expert_scales, bias=bias)
+
+    def clone(self) -> ExpertWeights:
+        """A copy of the quants and scales in other memory."""
+        return replace(self, quants=self.quants.clone(), scales=None if self.scales is None else self.scales.clone())
+
     @classmethod
     def quantize(
         cls,
