@@ -5,7 +5,6 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -20,82 +19,13 @@ from tests.comparison import assert_same_bits
 from tests.gemm_cases import (
     ENGINES,
     PAIRS,
-    UNIT,
-    Array,
-    Exact,
-    bits,
     exact_gemm,
     make_rows,
     random_weights,
     scale_rows,
     swizzled,
 )
-
-
-def _exact_swiglu(exact: Exact, activation: SwiGLU) -> tuple[Array, Array]:
-    """float64 activation `[capacity, I]` and how far the fp32 one may be from it.
-
-    With gate and up within `e`: `|d(g s(alpha g))/dg| <= 1.1`, `|g s| <= |g|`, clamping never widens; the fp32 steps
-    after it and `exp` (argument rounded to `|alpha g| * 2^-23`) add less than `(8 + 2 |alpha g|) * 2^-23 * |h|`.
-    """
-    columns = exact.value.shape[1]
-    error = UNIT[torch.float32] * np.abs(exact.value) + exact.slack
-    gate_rows, up_rows = activation.order.gate_rows(columns), activation.order.up_rows(columns)
-    gate, up = exact.value[:, gate_rows], exact.value[:, up_rows]
-    if activation.limit is not None:
-        gate, up = np.minimum(gate, activation.limit), np.clip(up, -activation.limit, activation.limit)
-    up = up + activation.up_offset
-    silu = gate / (1 + np.exp(-activation.alpha * gate))
-    h = silu * up
-    gate_error, up_error = error[:, gate_rows], error[:, up_rows]
-    steps = (8 + 2 * np.abs(activation.alpha * gate)) * 2.0**-23 * np.abs(h)
-    return h, 1.1 * gate_error * (np.abs(up) + up_error) + np.abs(silu) * up_error + steps
-
-
-def _round(x: Array, kind: Any, largest: float) -> Array:
-    return np.clip(x, -largest, largest).astype(np.float32).astype(kind).astype(np.float64)
-
-
-def _check_quantized(hidden: GroupedRows, exact: Exact, activation: SwiGLU, gsf: float) -> None:
-    """Scale and code of each written number lie between those of the ends of its interval: rounding is monotone."""
-    h, error = _exact_swiglu(exact, activation)
-    fmt, written = hidden.format, exact.written
-    h, error = h[written], error[written] + 2.0**-22 * np.abs(h[written])
-    quants = bits(hidden.rows)[written]
-    if fmt.name == "bf16":
-        got = quants.view(ml_dtypes.bfloat16).astype(np.float64)
-        low, high = (_round(h + s * error, ml_dtypes.bfloat16, np.inf) for s in (-1, 1))
-        assert ((low <= got) & (got <= high)).all()
-        return
-    assert hidden.scales is not None
-    raw = bits(hidden.scales)
-    if fmt.swizzled:
-        raw = raw.reshape(-1)[swizzled(scale_rows(hidden), fmt.scale_columns(hidden.num_columns))]
-    raw = raw[: hidden.capacity][written]
-    magnitude = np.abs(h).reshape(len(h), -1, fmt.block)
-    blocks = error.reshape(magnitude.shape)
-    ends = [np.maximum(magnitude + s * blocks, 0).max(-1) for s in (-1, 1)]
-    if fmt.name == "nvfp4":
-        scale = raw.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
-        low, high = (_round(np.minimum(gsf * end / 6, 448), ml_dtypes.float8_e4m3fn, 448) for end in ends)
-        codes = np.stack([quants & 15, quants >> 4], -1).reshape(h.shape)
-        got, kind, largest = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64), ml_dtypes.float4_e2m1fn, 6.0
-        factor = np.divide(gsf, scale, out=np.zeros_like(scale), where=scale > 0)
-    else:
-        got, kind, largest = quants.view(ml_dtypes.float8_e4m3fn).astype(np.float64), ml_dtypes.float8_e4m3fn, 448.0
-        ideal = [np.maximum(end, 1e-4) / 448 for end in ends]
-        if fmt.name == "mxfp8":
-            scale = raw.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
-            low, high = (2.0 ** np.ceil(np.log2(end)) for end in ideal)
-        else:
-            scale = raw.view(np.float32).astype(np.float64)
-            low, high = ideal[0] * (1 - 2.0**-23), ideal[1] * (1 + 2.0**-23)
-        factor = 1 / scale
-    assert ((low <= scale) & (scale <= high)).all()
-    factor = factor.repeat(fmt.block, 1)
-    low, high = (_round((h + s * error) * factor, kind, largest) for s in (-1, 1))
-    assert ((low <= got) & (got <= high)).all()
-
+from tests.gemm_checks import check_quantized
 
 ACTIVATIONS = [
     SwiGLU(),
@@ -124,16 +54,16 @@ def test_swiglu_requantized(
     assert hidden.num_columns == inner and hidden.capacity == a.capacity and hidden.row_index is None
     exact = exact_gemm(a, weights, device)
     assert exact.written.sum() == 71
-    _check_quantized(hidden, exact, activation, gsf or 1.0)
+    check_quantized(hidden, exact, activation, gsf or 1.0)
     if token == "nvfp4":
         assert hidden.row_scale is not None
         assert_same_bits(hidden.row_scale, torch.full((a.capacity,), np.float32(1) / np.float32(11)), "row_scale")
         huge = torch.tensor([2.0**120], device=device)
         clamped = grouped_gemm_swiglu(a, weights, activation, out_format=token, out_gsf=huge, engine=engine)
         assert clamped.row_scale is not None and (clamped.row_scale == 2.0**-100).all()
-        _check_quantized(clamped, exact, activation, 2.0**100)
+        check_quantized(clamped, exact, activation, 2.0**100)
         default = grouped_gemm_swiglu(a, weights, activation, out_format=token, engine=engine)
-        _check_quantized(default, exact, activation, DEFAULT_INTERMEDIATE_GSF)
+        check_quantized(default, exact, activation, DEFAULT_INTERMEDIATE_GSF)
 
 
 @pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "nvfp4"])
@@ -177,7 +107,7 @@ def test_swizzled_result_of_unswizzled_rows(out: str, engine: str, rng: torch.Ge
     a = make_rows("bf16", [100, 20, 30], 64, rng, device, num_experts=3)
     hidden = grouped_gemm_swiglu(a, w, SwiGLU(), out_format=out, engine=engine)
     assert hidden.group_scale_offsets is not None and hidden.group_scale_offsets.tolist() == [0, 1, 2]
-    _check_quantized(hidden, exact_gemm(a, w, device), SwiGLU(), DEFAULT_INTERMEDIATE_GSF)
+    check_quantized(hidden, exact_gemm(a, w, device), SwiGLU(), DEFAULT_INTERMEDIATE_GSF)
 
 
 def test_gpt_oss_activation_is_that_of_transformers(rng: torch.Generator) -> None:

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from moe_runtime.formats import FORMATS, TokenFormat
-from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.gemm_operands import find_tile
 from moe_runtime.kernels.grouped_gemm import choose_tile, gemm_bytes, gemm_flops, grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.reference_quantize import raw_bits
@@ -21,27 +20,15 @@ from tests.gemm_cases import (
     ENGINES,
     PAIRS,
     UNIT,
-    Array,
     check_inside,
     decode_rows,
     exact_gemm,
     make_rows,
     random_weights,
 )
+from tests.gemm_checks import check_untouched, integer_operands, poisoned, unit_scales
 
 RAGGED_K = {"bf16": 200, "fp8_block": 384, "mxfp8": 160, "nvfp4": 336}
-
-
-def _poisoned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """NaN in every element, with a payload that no kernel makes."""
-    pattern = {2: 0x7FAB, 4: 0x7FABCDEF}[dtype.itemsize]
-    integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
-    return torch.full((rows, columns), pattern, dtype=integer, device=device).view(dtype)
-
-
-def _check_untouched(out: torch.Tensor, before: torch.Tensor, written: Array) -> None:
-    rest = torch.from_numpy(~np.pad(written, (0, out.shape[0] - len(written))))
-    assert_same_bits(out.cpu()[rest], before.cpu()[rest], "rows that no active group owns")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -53,13 +40,13 @@ def test_ragged_groups(weight: str, token: str, engine: str, rng: torch.Generato
     sizes, ids = [3, 0, 70, 5, 1, 2, 130, 4], [2, 0, 0, -1, 1, 3, 2, 1]
     a = make_rows(token, sizes, k, rng, device, num_experts=3, expert_ids=ids, gather=True, spare=9, sparse_scales=True)
     a = replace(a, num_active_experts=torch.tensor([7], dtype=torch.int32, device=device))
-    out = _poisoned(a.capacity + 2, 136, torch.bfloat16, device)
+    out = poisoned(a.capacity + 2, 136, torch.bfloat16, device)
     before = out.clone()
     assert grouped_gemm(a, w, out=out, engine=engine) is out
     exact = exact_gemm(a, w, device)
     assert exact.written.sum() == 204
     check_inside(out, exact, UNIT[torch.bfloat16])
-    _check_untouched(out, before, exact.written)
+    check_untouched(out, before, exact.written)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -67,7 +54,7 @@ def test_ragged_groups(weight: str, token: str, engine: str, rng: torch.Generato
 def test_group_shapes(sizes: list[int], engine: str, rng: torch.Generator, device: torch.device) -> None:
     w = random_weights("nvfp4", 2, 40, 64, rng, device)
     a = make_rows("nvfp4", sizes, 64, rng, device, num_experts=2)
-    out = _poisoned(a.capacity, 40, torch.float16, device)
+    out = poisoned(a.capacity, 40, torch.float16, device)
     grouped_gemm(a, w, out=out, engine=engine)
     exact = exact_gemm(a, w, device)
     assert exact.written.all()
@@ -84,7 +71,7 @@ def test_nothing_to_do(engine: str, rng: torch.Generator, device: torch.device) 
     some = make_rows("mxfp8", [2, 1], 64, rng, device, num_experts=2)
     nobody = replace(w, quants=w.quants[:0], scales=None if w.scales is None else w.scales[:0])
     for a, weights in ((no_groups, w), (some, nobody), (replace(some, num_active_experts=0), w)):
-        out = _poisoned(3, 32, torch.bfloat16, device)
+        out = poisoned(3, 32, torch.bfloat16, device)
         before = out.clone()
         grouped_gemm(a, weights, out=out, engine=engine)
         assert_same_bits(out, before, "nothing to do")
@@ -99,7 +86,7 @@ def test_rows_past_the_capacity_are_left_alone(engine: str, rng: torch.Generator
     a = make_rows("mxfp8", [3, 90, 5], 64, rng, device, num_experts=2)
     want = grouped_gemm(a, w, engine=engine)
     for capacity in (40, 3, 0):
-        out = _poisoned(98, 64, torch.bfloat16, device)
+        out = poisoned(98, 64, torch.bfloat16, device)
         before = out.clone()
         grouped_gemm(replace(a, capacity=capacity), w, out=out, engine=engine)
         assert_same_bits(out[:capacity], want[:capacity], "rows that fit")
@@ -119,7 +106,7 @@ def test_more_active_experts_than_groups_are_all_groups(
     offsets = torch.tensor([0, 3, 8, 9, 10], dtype=torch.int32, device=device)
     want = grouped_gemm(a, w, engine=engine)
     for active in (99, torch.tensor([99], dtype=torch.int32, device=device)):
-        out = _poisoned(10, 32, torch.bfloat16, device)
+        out = poisoned(10, 32, torch.bfloat16, device)
         before = out.clone()
         more = replace(a, expert_ids=ids, group_offsets=offsets, num_active_experts=active)
         grouped_gemm(more, w, out=out, engine=engine)
@@ -148,46 +135,17 @@ def test_epilogue(
     check_inside(out, exact_gemm(a, w, device), UNIT[dtype])
 
 
-def _integers(name: str, rng: torch.Generator, device: torch.device) -> tuple[GroupedRows, ExpertWeights, Array]:
-    """Operands whose every product and sum is an integer below 2^24 times one power of two, and the exact result."""
-    k, sizes, n = 256, [3, 68], 40
-    values = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 6.0])
-
-    def draw(*shape: int) -> torch.Tensor:
-        sign = torch.randint(0, 2, shape, generator=rng) * 2 - 1
-        return values[torch.randint(0, 6, shape, generator=rng)] * sign
-
-    x, m = draw(sum(sizes), k), draw(2, n, k)
-    x[:, ::16], m[:, :, ::16] = 6.0, 6.0
-    a = make_rows(name, sizes, k, rng, device, num_experts=2, x=x)
-    w = ExpertWeights.quantize(m, name, engine="torch").to(device)
-    if name == "mxfp8":
-        # Far scales that cancel: byte 0 (2^-127, denormal in bf16) of the rows, 2^115 of the weights.
-        assert a.scales is not None and w.scales is not None
-        a, w = replace(a, scales=a.scales - 121), replace(w, scales=w.scales + 121)
-    exact = np.zeros((a.capacity, n))
-    rows, weights = x.double().numpy(), m.double().numpy()
-    for g, (first, last) in enumerate([(0, 3), (3, 71)]):
-        exact[first:last] = rows[first:last] @ weights[g].T
-    return a, w, exact
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["bf16", "mxfp8", "nvfp4"])
 def test_small_integers_are_exact(name: str, engine: str, rng: torch.Generator, device: torch.device) -> None:
-    a, w, exact = _integers(name, rng, device)
+    a, w, exact = integer_operands(name, rng, device)
     if name == "nvfp4":
         # The quantizers make 448 and 1/448 of the two levels of scales, which is not exact; the codes are.
-        a = replace(a, row_scale=torch.full((a.capacity,), 0.5, device=device), scales=_ones(a.scales))
-        w = replace(w, expert_scales=torch.full((2,), 4.0, device=device), scales=_ones(w.scales))
+        a = replace(a, row_scale=torch.full((a.capacity,), 0.5, device=device), scales=unit_scales(a.scales))
+        w = replace(w, expert_scales=torch.full((2,), 4.0, device=device), scales=unit_scales(w.scales))
         exact = exact * 2.0
     out = grouped_gemm(a, w, out_dtype=torch.float32, engine=engine)
     assert_same_bits(out, torch.from_numpy(exact).float(), name)
-
-
-def _ones(scales: torch.Tensor | None) -> torch.Tensor:
-    assert scales is not None
-    return torch.full_like(scales.view(torch.uint8), 0x38).view(scales.dtype)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
