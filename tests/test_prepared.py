@@ -114,6 +114,36 @@ def test_to_moves_every_tensor(rng: torch.Generator, device: torch.device) -> No
     assert_same_weights(prepared.to(device).to("cpu").restore(), prepared.restore().to("cpu"))
 
 
+def test_one_expert_and_a_copy(rng: torch.Generator, device: torch.device) -> None:
+    w, _ = random_bytes("nvfp4", 3, 48, 64, rng, device, GateUpOrder.UP_GATE)
+    prepared = PreparedWeights.prepare(w)
+    assert_same_weights(prepared.expert(2).restore(), w.expert(2))
+    copy = prepared.clone()
+    assert_same_weights(copy.restore(), w)
+    assert copy.units.data_ptr() != prepared.units.data_ptr()
+
+
+def test_which_weights_are_better_prepared(rng: torch.Generator, device: torch.device) -> None:
+    """Those of a decoded format on a Hopper GPU, unless the torch twins are asked for."""
+    on_hopper = device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
+    for name in FORMATS:
+        w = random_weights(name, 1, 32, 128, rng, device)
+        assert PreparedWeights.wanted(w) == PreparedWeights.wanted(w, "triton") == (on_hopper and name in DECODED)
+        assert not PreparedWeights.wanted(w, "torch")
+        assert not PreparedWeights.wanted(w.to("cpu"))
+
+
+@pytest.mark.xfail(strict=True, reason="torch.stack of no experts")
+def test_no_experts(rng: torch.Generator, device: torch.device) -> None:
+    """A rank may have none."""
+    w = random_bytes("nvfp4", 1, 32, 64, rng, device, None)[0]
+    assert w.scales is not None and w.expert_scales is not None and w.bias is not None
+    none = replace(w, quants=w.quants[:0], scales=w.scales[:0], expert_scales=w.expert_scales[:0], bias=w.bias[:0])
+    prepared = PreparedWeights.prepare(none)
+    assert prepared.num_experts == 0
+    assert_same_weights(prepared.restore(), none)
+
+
 @pytest.mark.parametrize("name", ["bf16", "fp8_block"])
 def test_other_formats_are_refused(name: str, rng: torch.Generator, device: torch.device) -> None:
     w = random_weights(name, 1, 32, 128, rng, device)
