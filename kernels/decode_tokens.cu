@@ -4,7 +4,7 @@
 // A group starts at block (group_offsets[g] + 7 * g) / 8. A warp takes 8 rows and 64 columns: lane = row * 4 + t has the
 // columns 16 * t .. 16 * t + 15. Columns past K are zeros; NVFP4 numbers are 2^100 times their value.
 //
-// Macros: FMT (FormatCode).
+// Macros: FMT (FormatCode), MAX_GROUPS, SCALE_BLOCK, PACKED (ScaleLayout of the scales, else swizzled).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -39,22 +39,33 @@ __device__ __forceinline__ long long swizzled_offset(long long row, int column, 
 extern "C" __global__ void __launch_bounds__(256)
     decode_tokens(const u8* rows, const u8* scales, const int* row_index, const int* group_offsets,
                   const int* group_scale_offsets, const int* num_active, u8* out, int num_groups, int capacity, int columns,
-                  int units, long long row_bytes) {
+                  int units, int packed_ld, long long row_bytes) {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
   if (num_active) num_groups = min(num_groups, max(*num_active, 0));
+  __shared__ int offsets[MAX_GROUPS + 1];
+  for (int g = threadIdx.x; g <= num_groups; g += blockDim.x) offsets[g] = group_offsets[g];
+  __syncthreads();
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, t = lane & 3;
   const int position = blockIdx.x * 8 + lane / 4;
-  if (num_groups == 0 || position >= capacity || position >= group_offsets[num_groups]) return;
+  if (num_groups == 0 || position >= capacity || position >= offsets[num_groups]) return;
   // The last group that starts at or before the row, and so the one that is not empty.
   int group = 0;
   for (int high = num_groups; high - group > 1;) {
     const int middle = (group + high) / 2;
-    if (group_offsets[middle] <= position) group = middle;
+    if (offsets[middle] <= position) group = middle;
     else high = middle;
   }
-  const int start = group_offsets[group], local = position - start;
+  const int start = offsets[group], local = position - start;
   const u8* row = rows + (row_index ? row_index[position] : position) * row_bytes;
-  const long long scale_row = FMT == BF16 ? 0 : (start / 128 + static_cast<long long>(group_scale_offsets[group])) * 128 + local;
+  const long long first = FMT == BF16 ? 0 : group_scale_offsets[group];
+  const long long scale_row = PACKED ? first + local : (start / 128 + first) * 128 + local;
+  auto scale_byte = [&](int column) {
+    const int v = column / SCALE_BLOCK;
+    const long long at = PACKED ? (v / 4 * static_cast<long long>(packed_ld) + scale_row) * 4 + v % 4
+                                : swizzled_offset(scale_row, v, (columns + SCALE_BLOCK - 1) / SCALE_BLOCK);
+    return scales[at];
+  };
   u8* block = out + static_cast<long long>((start + 7 * group) / 8 + local / 8) * units * 1024 + local % 8 * 16 + t * 4;
   for (int unit = blockIdx.y * 8 + warp; unit < units; unit += gridDim.y * 8) {
     const int column = unit * 64 + t * 16;
@@ -68,7 +79,7 @@ extern "C" __global__ void __launch_bounds__(256)
       } else if (FMT == NVFP4) {
         const uint2 quants = *reinterpret_cast<const uint2*>(row + column / 2);
         float scale, unused;
-        e4m3_pair(scales[swizzled_offset(scale_row, column / 16, (columns + 15) / 16)], scale, unused);
+        e4m3_pair(scale_byte(column), scale, unused);
         // A number placed in bf16 bits is 2^-126 times its value, and 2^118 the most that its scale can carry.
         const u32 factor = pack_bf16(scale * 0x1p118f, scale * 0x1p118f);
 #pragma unroll
@@ -79,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(256)
         }
       } else {
         const uint4 quants = *reinterpret_cast<const uint4*>(row + column);
-        const u32 byte = scales[swizzled_offset(scale_row, column / 32, (columns + 31) / 32)];
+        const u32 byte = scale_byte(column);
         const u32 half = byte == 0 ? 0x40u : (byte == 255 ? 0x7FC0u : byte << 7);
         const u32 words[4] = {quants.x, quants.y, quants.z, quants.w};
 #pragma unroll

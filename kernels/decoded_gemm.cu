@@ -9,10 +9,6 @@
 // before a wait), BUFFERS (for decoded steps), MAX_BLOCKS (tokens of a tile / 8), CASES (numbers of blocks below that
 // have code of their own), MAX_GROUPS, SCALED_TOKENS (tokens are 2^100 times their value), ALPHA, LIMIT, UP_OFFSET.
 
-#ifndef LATE_BLOCKS
-#define LATE_BLOCKS 2
-#endif
-
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -113,6 +109,18 @@ template <int BLOCKS>
 struct Wgmma;
 
 template <>
+struct Wgmma<1> {
+  static __device__ __forceinline__ void run(float (&d)[4], const u32 (&a)[4], u64 tokens) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3}, "
+        "{%4, %5, %6, %7}, %8, 1, 1, 1, 0;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens));
+  }
+};
+
+template <>
 struct Wgmma<2> {
   static __device__ __forceinline__ void run(float (&d)[8], const u32 (&a)[4], u64 tokens) {
     asm volatile(
@@ -120,6 +128,19 @@ struct Wgmma<2> {
         "%0, %1, %2, %3, %4, %5, %6, %7}, "
         "{%8, %9, %10, %11}, %12, 1, 1, 1, 0;"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens));
+  }
+};
+
+template <>
+struct Wgmma<3> {
+  static __device__ __forceinline__ void run(float (&d)[12], const u32 (&a)[4], u64 tokens) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n24k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11}, "
+        "{%12, %13, %14, %15}, %16, 1, 1, 1, 0;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens));
   }
 };
@@ -133,6 +154,21 @@ struct Wgmma<4> {
         "{%16, %17, %18, %19}, %20, 1, 1, 1, 0;"
         : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
           "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens));
+  }
+};
+
+template <>
+struct Wgmma<5> {
+  static __device__ __forceinline__ void run(float (&d)[20], const u32 (&a)[4], u64 tokens) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n40k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+        "%16, %17, %18, %19}, "
+        "{%20, %21, %22, %23}, %24, 1, 1, 1, 0;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens));
   }
 };
@@ -169,6 +205,24 @@ struct Wgmma<8> {
 };
 
 template <>
+struct Wgmma<10> {
+  static __device__ __forceinline__ void run(float (&d)[40], const u32 (&a)[4], u64 tokens) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
+        "%32, %33, %34, %35, %36, %37, %38, %39}, "
+        "{%40, %41, %42, %43}, %44, 1, 1, 1, 0;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens));
+  }
+};
+
+template <>
 struct Wgmma<12> {
   static __device__ __forceinline__ void run(float (&d)[48], const u32 (&a)[4], u64 tokens) {
     asm volatile(
@@ -183,6 +237,27 @@ struct Wgmma<12> {
           "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
           "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
           "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47])
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens));
+  }
+};
+
+template <>
+struct Wgmma<14> {
+  static __device__ __forceinline__ void run(float (&d)[56], const u32 (&a)[4], u64 tokens) {
+    asm volatile(
+        "wgmma.mma_async.sync.aligned.m64n112k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
+        "%48, %49, %50, %51, %52, %53, %54, %55}, "
+        "{%56, %57, %58, %59}, %60, 1, 1, 1, 0;"
+        : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+          "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+          "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+          "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31]),
+          "+f"(d[32]), "+f"(d[33]), "+f"(d[34]), "+f"(d[35]), "+f"(d[36]), "+f"(d[37]), "+f"(d[38]), "+f"(d[39]),
+          "+f"(d[40]), "+f"(d[41]), "+f"(d[42]), "+f"(d[43]), "+f"(d[44]), "+f"(d[45]), "+f"(d[46]), "+f"(d[47]),
+          "+f"(d[48]), "+f"(d[49]), "+f"(d[50]), "+f"(d[51]), "+f"(d[52]), "+f"(d[53]), "+f"(d[54]), "+f"(d[55])
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens));
   }
 };
@@ -208,6 +283,16 @@ struct Wgmma<16> {
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(tokens));
   }
 };
+
+// Copies one number into shared memory while the tile is summed; `finish_copies` waits for all of a thread's.
+__device__ __forceinline__ void copy_ahead(float* to, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
+}
+
+__device__ __forceinline__ void finish_copies(int barrier) {
+  asm volatile("cp.async.wait_all;" ::: "memory");
+  asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
+}
 
 // The A operands of one wgmma from the quants of 64 columns (16 numbers of row r and of row r + 8 of each thread).
 struct Unit {
@@ -307,6 +392,26 @@ struct Walk {
   }
 };
 
+// What the epilogue of a tile reads, one for each warpgroup.
+struct TileScales {
+  float rows[TILE_TOKENS];
+  float experts[2];
+  float gsf;
+  int scale_offset;
+
+  __device__ __forceinline__ void copy(const Problem& p, const Tile& tile) {
+    const int thread = threadIdx.x & 127;
+    if (p.row_scale && thread < tile.rows) copy_ahead(rows + thread, p.row_scale + tile.start + tile.local + thread);
+    if (p.expert_scales && thread < p.scales_per_expert) {
+      copy_ahead(experts + thread, p.expert_scales + tile.expert * p.scales_per_expert + thread);
+    }
+    if (thread == 2 && p.out_gsf) copy_ahead(&gsf, p.out_gsf);
+    if (thread == 3 && p.out_scale_offsets) {
+      copy_ahead(reinterpret_cast<float*>(&scale_offset), reinterpret_cast<const float*>(p.out_scale_offsets + tile.group));
+    }
+  }
+};
+
 __device__ __forceinline__ float finished(const Problem& p, float acc, float row_scale, float expert_scale, int bias_at) {
   // Numbers of weights are 2^-126 times their value, scales and tokens carry what undoes most of it.
   if (W_FMT == NVFP4) acc = __fmul_rn(acc, SCALED_TOKENS ? 0x1p16f : 0x1p8f);
@@ -350,8 +455,8 @@ __device__ __forceinline__ u32 block_maximum(u32 a) {
 
 // Stores one number of each lane, rows `position` (by t) and columns `column` (by row of the lane); `bits` is the largest
 // magnitude of its block.
-__device__ __forceinline__ void store_quantized(const Problem& p, const Tile& tile, int local, bool live, int column,
-                                                float h, u32 bits, float gsf) {
+__device__ __forceinline__ void store_quantized(const Problem& p, const Tile& tile, const TileScales& scales, int local,
+                                                bool live, int column, float h, u32 bits) {
   const long long position = tile.start + local;
   const int row = (threadIdx.x & 31) / 4, warp = threadIdx.x / 32 & 3;
   if (OUT_FMT == BF16) {
@@ -361,10 +466,10 @@ __device__ __forceinline__ void store_quantized(const Problem& p, const Tile& ti
     return;
   }
   const long long scale_row =
-      (tile.start / 128 + static_cast<long long>(p.out_scale_offsets[tile.group])) * 128 + local;
+      (tile.start / 128 + static_cast<long long>(scales.scale_offset)) * 128 + local;
   const bool poisoned = bits >= 0x7F800000;
   if (OUT_FMT == NVFP4) {
-    const float amax = __uint_as_float(poisoned ? 0 : bits);
+    const float amax = __uint_as_float(poisoned ? 0 : bits), gsf = scales.gsf;
     const u32 code = e4m3_code(fminf(__fdiv_rn(__fmul_rn(gsf, amax), 6.0f), 448.0f));
     float scale, unused;
     e4m3_pair(code, scale, unused);
@@ -409,10 +514,11 @@ __device__ __forceinline__ void store_plain(const Problem& p, long long position
 __device__ __forceinline__ int token_of(int i) { return i / 2 * 8 + (threadIdx.x & 3) * 2 + i % 2; }
 
 template <int BLOCKS>
-__device__ __forceinline__ void finish_gated(const Problem& p, const Tile& tile, int first_unit, float gate_scale,
-                                             float up_scale, float (&acc)[UNITS][4 * BLOCKS], u32* exchange) {
+__device__ __forceinline__ void finish_gated(const Problem& p, const Tile& tile, const TileScales& scales, int first_unit,
+                                             float (&acc)[UNITS][4 * BLOCKS], u32* exchange) {
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 & 3, lane = threadIdx.x & 31;
-  const float gsf = OUT_FMT == NVFP4 ? *p.out_gsf : 1.0f;
+  const float gate_scale = p.expert_scales ? scales.experts[0] : 1.0f;
+  const float up_scale = p.expert_scales ? scales.experts[p.scales_per_expert - 1] : 1.0f;
   const int bias_base = tile.expert * p.num_rows;
 #pragma unroll
   for (int unit = 0; unit < UNITS; ++unit) {
@@ -426,7 +532,7 @@ __device__ __forceinline__ void finish_gated(const Problem& p, const Tile& tile,
 #pragma unroll
     for (int i = 0; i < 2 * BLOCKS; ++i) {
       const int token = token_of(i);
-      const float row_scale = p.row_scale && token < tile.rows ? p.row_scale[tile.start + tile.local + token] : 1.0f;
+      const float row_scale = p.row_scale ? scales.rows[token] : 1.0f;
       float* c = acc[unit] + i / 2 * 4 + i % 2;
       c[0] = swiglu(finished(p, c[0], row_scale, gate_scale, bias_base + gate_row),
                     finished(p, c[2], row_scale, up_scale, bias_base + up_row));
@@ -452,17 +558,18 @@ __device__ __forceinline__ void finish_gated(const Problem& p, const Tile& tile,
         bits = max(maxima[at * TILE_TOKENS], maxima[(at + 1) * TILE_TOKENS]);
         if (OUT_FMT != NVFP4) bits = max(bits, max(maxima[2 * TILE_TOKENS], maxima[3 * TILE_TOKENS]));
       }
-      store_quantized(p, tile, tile.local + token, token < tile.rows && inside, column, acc[unit][i / 2 * 4 + i % 2], bits,
-                      gsf);
+      store_quantized(p, tile, scales, tile.local + token, token < tile.rows && inside, column,
+                      acc[unit][i / 2 * 4 + i % 2], bits);
     }
   }
-  if (OUT_FMT != BF16) asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
 }
 
 template <int BLOCKS>
 __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 stages, u32 full, u32 empty, int& stage,
-                                        u32& parity, u32* exchange) {
+                                        u32& parity, u32* exchange, TileScales* tile_scales) {
   const int thread = threadIdx.x & 127, warpgroup = threadIdx.x / 128;
+  TileScales& scales = tile_scales[warpgroup];
+  scales.copy(p, tile);
   float acc[UNITS][4 * BLOCKS];
 #pragma unroll
   for (int unit = 0; unit < UNITS; ++unit) {
@@ -471,12 +578,6 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
   static_assert(4 / BATCH % BUFFERS == 0, "buffers must come in turn from unit to unit");
   u32 a[BUFFERS][BATCH][UNITS][4];
   int last = -1;
-  // Waiting as late as the next operands allow hides the load of their quants, but takes registers.
-  constexpr bool LATE_WAIT = UNITS * BLOCKS <= LATE_BLOCKS;
-  auto settle = [&](int part, int batch) {
-    wgmma_wait<BUFFERS - 1>();
-    if (part == 0 && batch == BUFFERS - 1 && last >= 0 && thread == 0) barrier_arrive(empty + last * 8);
-  };
   auto multiply_unit = [&](int part) {
     const u32 from = stages + stage * STAGE_BYTES;
     const u64 tokens = token_descriptor(from + WEIGHT_STAGE);
@@ -488,7 +589,6 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
 #pragma unroll
     for (int batch = 0; batch < 4 / BATCH; ++batch) {
       auto& operands = a[batch % BUFFERS];
-      if (LATE_WAIT) settle(part, batch);
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
         for (int unit = 0; unit < UNITS; ++unit) units[unit].decode(batch * BATCH + i, operands[i][unit]);
@@ -500,7 +600,8 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
         for (int unit = 0; unit < UNITS; ++unit) Wgmma<BLOCKS>::run(acc[unit], operands[i][unit], at);
       }
       wgmma_commit();
-      if (!LATE_WAIT) settle(part, batch);
+      wgmma_wait<BUFFERS - 1>();
+      if (part == 0 && batch == BUFFERS - 1 && last >= 0 && thread == 0) barrier_arrive(empty + last * 8);
     }
   };
   for (int k64 = 0; k64 < p.units; k64 += STAGE_K64) {
@@ -514,13 +615,13 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
   if (thread == 0) barrier_arrive(empty + last * 8);
 
   const int first_unit = tile.m_tile * TILE_UNITS + warpgroup * UNITS;
-  const float* scales = p.expert_scales ? p.expert_scales + tile.expert * p.scales_per_expert : nullptr;
-  const float gate_scale = scales ? scales[0] : 1.0f;
+  finish_copies(1 + warpgroup);
   if (GATED) {
-    const float up_scale = scales ? scales[p.scales_per_expert - 1] : 1.0f;
-    finish_gated<BLOCKS>(p, tile, first_unit, gate_scale, up_scale, acc, exchange);
+    finish_gated<BLOCKS>(p, tile, scales, first_unit, acc, exchange);
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
     return;
   }
+  const float expert_scale = p.expert_scales ? scales.experts[0] : 1.0f;
 #pragma unroll
   for (int unit = 0; unit < UNITS; ++unit) {
     const int column = (first_unit + unit) * 64 + thread / 32 * 16 + (thread & 31) / 4 * 2;
@@ -531,12 +632,13 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
       const int token = token_of(i);
       if (token >= tile.rows) continue;
       const long long position = tile.start + tile.local + token;
-      const float row_scale = p.row_scale ? p.row_scale[position] : 1.0f;
+      const float row_scale = p.row_scale ? scales.rows[token] : 1.0f;
       const float* c = acc[unit] + i / 2 * 4 + i % 2;
-      store_plain(p, position, column, finished(p, c[0], row_scale, gate_scale, bias_at),
-                  finished(p, c[2], row_scale, gate_scale, bias_at + 1));
+      store_plain(p, position, column, finished(p, c[0], row_scale, expert_scale, bias_at),
+                  finished(p, c[2], row_scale, expert_scale, bias_at + 1));
     }
   }
+  asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
 }
 
 extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
@@ -548,6 +650,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 barriers[2 * STAGES];
   __shared__ u32 exchange[GATED && OUT_FMT != BF16 ? TILE_UNITS * 4 * TILE_TOKENS : 1];
+  __shared__ TileScales tile_scales[WARPGROUPS];
   __shared__ int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS];
   const u32 full = shared_address(barriers), empty = full + STAGES * 8, stages = shared_address(memory);
   if (num_active) num_groups = min(num_groups, max(*num_active, 0));
@@ -618,8 +721,8 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
     for (int number = blockIdx.x; walk.find(number, tile); number += gridDim.x) {
       const int blocks = (tile.rows + 7) / 8;
 #define CASE(N) \
-  if (blocks <= N) consume<N>(p, tile, stages, full, empty, stage, parity, exchange); else
-      CASES consume<MAX_BLOCKS>(p, tile, stages, full, empty, stage, parity, exchange);
+  if (blocks <= N) consume<N>(p, tile, stages, full, empty, stage, parity, exchange, tile_scales); else
+      CASES consume<MAX_BLOCKS>(p, tile, stages, full, empty, stage, parity, exchange, tile_scales);
     }
   }
 }

@@ -21,7 +21,7 @@ from moe_runtime.kernels.decoded_layout import stage_units, unit_bytes, unit_col
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import SwiGLU
 
-MAX_GROUPS = 1024
+MAX_GROUPS = 512
 SHARED_BYTES = 227 * 1024 - 12 * 1024
 """Of a block of threads, less what is static."""
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -50,7 +50,7 @@ class DecodedShape:
     cases: tuple[int, ...]
 
 
-DECODE = DecodedShape(4, 1, 4, 4, 1, 8, (2, 4, 6))
+DECODE = DecodedShape(4, 1, 4, 4, 1, 8, (1, 2, 3, 4, 5, 6))
 PREFILL = DecodedShape(2, 2, 2, 1, 2, 16, (4, 8, 12))
 
 
@@ -59,8 +59,11 @@ def choose_shape(capacity: int, num_groups: int) -> DecodedShape:
     return DECODE if capacity <= 128 * num_groups else PREFILL
 
 
-def decode_tokens(a: GroupedRows) -> torch.Tensor:
-    """The rows as bf16 in blocks of 8 tokens, uint8 `[blocks, units of K, 8 columns pieces, 8 tokens, 16 bytes]`."""
+def decode_tokens(a: GroupedRows, packed_ld: int | None = None, scale_block: int | None = None) -> torch.Tensor:
+    """The rows as bf16 in blocks of 8 tokens, uint8 `[blocks, units of K, 8 column pieces, 8 tokens, 16 bytes]`.
+
+    `packed_ld` and `scale_block` are those of `decoded_gemm`.
+    """
     units = unit_columns(a.num_columns)
     blocks = (a.capacity + 7 * a.num_groups) // 8 + 1
     out = torch.empty(blocks, units, 8, 8, 16, dtype=torch.uint8, device=a.rows.device)
@@ -69,7 +72,12 @@ def decode_tokens(a: GroupedRows) -> torch.Tensor:
     nvrtc.launch(
         "decode_tokens.cu",
         "decode_tokens",
-        {"FMT": int(a.format.code)},
+        {
+            "FMT": int(a.format.code),
+            "MAX_GROUPS": MAX_GROUPS,
+            "PACKED": int(packed_ld is not None),
+            "SCALE_BLOCK": scale_block or a.format.block,
+        },
         grid=(ceil_div(a.capacity, 8), ceil_div(units, 32), 1),
         block=256,
         arguments=[
@@ -84,16 +92,29 @@ def decode_tokens(a: GroupedRows) -> torch.Tensor:
             a.capacity,
             a.num_columns,
             units,
+            packed_ld or 0,
             nvrtc.int64(a.rows.stride(0) * a.rows.element_size()),
         ],
         device=a.rows.device,
+        early=True,
     )
     return out
 
 
-def decoded_gemm(a: GroupedRows, w: PreparedWeights, out: torch.Tensor) -> None:
-    """`grouped_gemm` into `out`, whose rows start at multiples of four numbers."""
-    _launch(a, w, out, None, None, None, None)
+def decoded_gemm(
+    a: GroupedRows,
+    w: PreparedWeights,
+    out: torch.Tensor,
+    *,
+    packed_ld: int | None = None,
+    scale_block: int | None = None,
+) -> None:
+    """`grouped_gemm` into `out`, whose rows start at multiples of two numbers.
+
+    Scales of `a` that are `ScaleLayout.PACKED` come with their leading dimension `packed_ld` and the first scale row of
+    each group in `group_scale_offsets`; `scale_block` is the block of the scales of `a`, None that of its format.
+    """
+    _launch(a, w, out, None, None, None, None, packed_ld, scale_block)
 
 
 def decoded_gemm_swiglu(
@@ -111,6 +132,8 @@ def _launch(
     out_scales: torch.Tensor | None,
     gsf: torch.Tensor | None,
     result: GroupedRows | None,
+    packed_ld: int | None = None,
+    scale_block: int | None = None,
 ) -> None:
     _check(a, w, out, result)
     if a.capacity == 0 or a.num_groups == 0 or w.num_experts == 0:
@@ -153,7 +176,7 @@ def _launch(
         grid=(torch.cuda.get_device_properties(w.device).multi_processor_count, 1, 1),
         block=128 * (shape.warpgroups + 1),
         arguments=[
-            decode_tokens(a),
+            decode_tokens(a, packed_ld, scale_block),
             w.units,
             a.row_scale,
             w.expert_scales,

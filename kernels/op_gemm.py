@@ -14,10 +14,13 @@ import torch
 import triton
 
 from moe_runtime.formats import ScaleLayout, TokenFormat, ceil_div
+from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import reference_op_gemm
+from moe_runtime.kernels.decoded_gemm import decoded_gemm
 from moe_runtime.kernels.grouped_gemm import GemmTile, _grouped_gemm_kernel, choose_tile
 from moe_runtime.kernels.reference_quantize import raw_bits
 from moe_runtime.kernels.runtime import INTERPRET, resolve_engine
+from moe_runtime.prepared import PreparedWeights
 
 
 @dataclass(frozen=True)
@@ -44,7 +47,7 @@ class OpProblem:
     Attributes:
         format: of both operands (e5m2 quants count as `fp8_block`).
         a: rows.
-        b: weights.
+        b: weights; prepared ones on a Hopper GPU alone.
         group_offsets: int32 `[>= num_groups + 1]`.
         scale_offsets: int32 `[>= num_groups]`: the shift of `dense_128` for swizzled scales, the first scale row for
             packed ones; None for `unpadded` ones.
@@ -60,7 +63,7 @@ class OpProblem:
 
     format: TokenFormat
     a: ScaledOperand
-    b: ScaledOperand
+    b: ScaledOperand | PreparedWeights
     group_offsets: torch.Tensor
     scale_offsets: torch.Tensor | None
     expert_ids: torch.Tensor
@@ -80,12 +83,12 @@ class OpProblem:
     @property
     def num_experts(self) -> int:
         """`E`."""
-        return int(self.b.quants.shape[0])
+        return self.b.num_experts if isinstance(self.b, PreparedWeights) else int(self.b.quants.shape[0])
 
     @property
     def num_outputs(self) -> int:
         """`N`."""
-        return int(self.b.quants.shape[1])
+        return self.b.num_rows if isinstance(self.b, PreparedWeights) else int(self.b.quants.shape[1])
 
 
 def choose_op_tile(n: int, fmt: TokenFormat, max_tile_n: int, native: bool = False) -> GemmTile:
@@ -108,6 +111,9 @@ def has_native_mma(fmt: TokenFormat, device: torch.device) -> bool:
 def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> None:
     """Fill `out` `[R, N]`, bf16, fp16 or fp32; rows that no active group with an expert owns are not written."""
     p = problem
+    if isinstance(p.b, PreparedWeights):
+        _decoded_gemm(p, p.b, out)
+        return
     if resolve_engine(engine, out.device) == "torch":
         reference_op_gemm.op_gemm(p, out)
         return
@@ -165,3 +171,21 @@ def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> N
         num_stages=tile.num_stages,
         enable_fp_fusion=False,
     )
+
+
+def _decoded_gemm(p: OpProblem, w: PreparedWeights, out: torch.Tensor) -> None:
+    """`op_gemm` on the kernel of layers."""
+    rows = GroupedRows(
+        format=p.format,
+        rows=p.a.quants,
+        scales=p.a.scales,
+        row_scale=None,
+        row_index=None,
+        group_offsets=p.group_offsets,
+        group_scale_offsets=p.scale_offsets,
+        expert_ids=p.expert_ids,
+        capacity=p.num_rows,
+        num_columns=p.num_columns,
+        num_active_experts=p.num_groups if p.num_active is None else p.num_active,
+    )
+    decoded_gemm(rows, replace(w, expert_scales=p.expert_scales), out, packed_ld=p.a.ld, scale_block=p.block)

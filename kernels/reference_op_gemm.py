@@ -13,6 +13,7 @@ from moe_runtime.formats import WEIGHT_BLOCK_N, ScaleLayout, align, ceil_div
 from moe_runtime.kernels.reference_gemm import dequantize_f64, multiply_f64
 from moe_runtime.kernels.reference_quantize import raw_bits
 from moe_runtime.plan import dense_128_block, swizzled_offset, unpadded_row
+from moe_runtime.prepared import PreparedWeights
 
 if TYPE_CHECKING:
     from moe_runtime.kernels.op_gemm import OpProblem, ScaledOperand
@@ -21,13 +22,15 @@ if TYPE_CHECKING:
 def op_gemm(problem: OpProblem, out: torch.Tensor) -> None:
     """Twin of `op_gemm.op_gemm`."""
     p = problem
+    b = p.b
+    assert not isinstance(b, PreparedWeights)
     num_active = p.num_groups if p.num_active is None else min(p.num_groups, int(p.num_active))
     offsets, experts = p.group_offsets.tolist(), p.expert_ids.tolist()
     for group in range(num_active):
         start, end, expert = offsets[group], min(offsets[group + 1], p.num_rows), experts[group]
         if not 0 <= expert < p.num_experts or end <= start:
             continue
-        w = _dequantize(p, p.b, p.b.quants[expert], _weight_scale_rows(p, expert))
+        w = _dequantize(p, b, b.quants[expert], _weight_scale_rows(p, b, expert))
         x = _dequantize(p, p.a, raw_bits(p.a.quants)[start:end].view(p.a.quants.dtype), _row_scale_rows(p, group, end))
         c = multiply_f64(x, w)
         if p.expert_scales is not None:
@@ -75,14 +78,14 @@ def _row_scale_rows(p: OpProblem, group: int, end: int) -> torch.Tensor:
     return offset + local
 
 
-def _weight_scale_rows(p: OpProblem, expert: int) -> torch.Tensor:
-    row = torch.arange(p.num_outputs, device=p.b.quants.device)
+def _weight_scale_rows(p: OpProblem, b: ScaledOperand, expert: int) -> torch.Tensor:
+    row = torch.arange(p.num_outputs, device=b.quants.device)
     columns = ceil_div(p.num_columns, p.block)
-    if p.b.layout is ScaleLayout.SWIZZLED:
+    if b.layout is ScaleLayout.SWIZZLED:
         return expert * align(p.num_outputs, 128) + row
-    if p.b.layout is ScaleLayout.K_MAJOR:
+    if b.layout is ScaleLayout.K_MAJOR:
         return expert * ceil_div(p.num_outputs, WEIGHT_BLOCK_N) + row // WEIGHT_BLOCK_N
-    assert p.b.ld is not None
-    if p.b.layout is ScaleLayout.MN_MAJOR:
-        return expert * columns * p.b.ld + row // WEIGHT_BLOCK_N
-    return expert * ceil_div(columns, 4) * p.b.ld + row
+    assert b.ld is not None
+    if b.layout is ScaleLayout.MN_MAJOR:
+        return expert * columns * b.ld + row // WEIGHT_BLOCK_N
+    return expert * ceil_div(columns, 4) * b.ld + row

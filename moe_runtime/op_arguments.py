@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_runtime import plan
+from moe_runtime.prepared import PreparedWeights
 
 OUT_DTYPES_HALF = (torch.bfloat16, torch.float16)
 
@@ -93,15 +94,45 @@ class Operands:
     k: int
 
 
+def check_operand(
+    name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype], unit_n: int, unit_k: int, *, per_byte: int = 1
+) -> tuple[int, int, int]:
+    """`(E, N, K)` of weights `[E, N, K / per_byte]` of one of `dtypes`, N and K multiples of their units."""
+    check_tensor(name, tensor, dtypes, ("E", "N", "columns"), check_device(name, tensor))
+    k = check_multiple(name, per_byte * tensor.shape[2], unit_k, "K")
+    return tensor.shape[0], check_multiple(name, tensor.shape[1], unit_n, "N"), k
+
+
 def check_operands(
-    a: torch.Tensor, b: torch.Tensor, dtypes: Sequence[torch.dtype], unit_n: int, unit_k: int, *, per_byte: int = 1
+    a: torch.Tensor,
+    b: torch.Tensor | PreparedWeights,
+    dtypes: Sequence[torch.dtype],
+    unit_n: int,
+    unit_k: int,
+    *,
+    per_byte: int = 1,
 ) -> Operands:
-    """Sizes of `a` and `b`, of one of `dtypes` both, N and K multiples of their units, `per_byte` numbers a byte."""
+    """Sizes of `a` and `b`, of one of `dtypes` both, N and K multiples of their units, `per_byte` numbers a byte.
+
+    Prepared weights are taken where `dtypes` is the one of their quants.
+    """
     device = check_device("a", a)
     check_tensor("a", a, dtypes, ("R", "K" if per_byte == 1 else f"K/{per_byte}"), device)
     k = check_multiple("a", per_byte * a.shape[1], unit_k, "K" if per_byte == 1 else "K (twice the columns)")
+    if isinstance(b, PreparedWeights):
+        if tuple(dtypes) != (b.format.quant_dtype,) or b.gate_up is not None:
+            raise ValueError(f"b: expected plain prepared weights of {dtypes}, got {b.format.name}, {b.gate_up}")
+        if b.num_columns != k or b.device != device:
+            raise ValueError(f"b: expected K = {k} on {device}, got {b.num_columns} on {b.device}")
+        return Operands(device, a.shape[0], b.num_experts, check_multiple("b", b.num_rows, unit_n, "N"), k)
     check_tensor("b", b, a.dtype, ("E", "N", a.shape[1]), device)
     return Operands(device, a.shape[0], b.shape[0], check_multiple("b", b.shape[1], unit_n, "N"), k)
+
+
+def check_no_scales(name: str, scales: object) -> None:
+    """Raise unless `scales` is None: prepared weights hold theirs."""
+    if scales is not None:
+        raise ValueError(f"{name}: expected None with prepared weights, got {type(scales).__name__}")
 
 
 def check_output(

@@ -109,7 +109,7 @@ def unpack_ue8m0_rows(packed: torch.Tensor, m_indptr: Offsets, num_columns: int)
     for group, (start, end) in enumerate(itertools.pairwise(rows)):
         first = plan.closed_form_4_start(start, group)
         parts.append(packed[first : first + end - start])
-    return torch.cat(parts).contiguous().view(torch.uint8)[:, :num_columns].contiguous()
+    return torch.cat(parts).clone(memory_format=torch.contiguous_format).view(torch.uint8)[:, :num_columns].contiguous()
 
 
 def pack_ue8m0_weights(scales_ENV: torch.Tensor) -> torch.Tensor:
@@ -122,7 +122,7 @@ def pack_ue8m0_weights(scales_ENV: torch.Tensor) -> torch.Tensor:
 
 def unpack_ue8m0_weights(packed: torch.Tensor, num_columns: int) -> torch.Tensor:
     """UE8M0 bytes `[E, N, num_columns]`; the inverse of `pack_ue8m0_weights`."""
-    return packed.contiguous().view(torch.uint8)[..., :num_columns].contiguous()
+    return packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)[..., :num_columns].contiguous()
 
 
 def pack_scale_major(scales: torch.Tensor, major: str) -> torch.Tensor:

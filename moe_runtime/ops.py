@@ -2,7 +2,8 @@
 
 `C[rows of group] = A[rows of group] @ B[expert]^T`: `R` rows in groups, `E` experts, `N x K` the weight of each,
 `V = ceil(K / block)` block scales of a row. All operations run on one kernel (`kernels/grouped_gemm.py`) or, with
-`engine="torch"`, on its float64 twin; weights are read as they are given, nothing is prepared or cached.
+`engine="torch"`, on its float64 twin, which read weights as they are given. On Hopper, NVFP4 and MXFP8 weights that
+`prepare_nvfp4` and `prepare_mxfp8` made, once, run on the faster kernel of layers (`kernels/decoded_gemm.py`).
 
 Every operation checks shapes, dtypes, devices and strides, and raises a `ValueError` that names the argument. The
 VALUES of offsets and ids are checked under `validate=True`; `validate=None` means on a CPU, and not on a GPU, where it
@@ -42,6 +43,7 @@ from moe_runtime.op_arguments import (
     check_expert_values,
     check_granularity,
     check_indptr_values,
+    check_no_scales,
     check_num_active,
     check_operands,
     check_output,
@@ -75,10 +77,13 @@ from moe_runtime.op_scales import (
     unpack_ue8m0_rows,
     unpack_ue8m0_weights,
 )
+from moe_runtime.op_weights import prepare_mxfp8, prepare_nvfp4, weights_for
+from moe_runtime.prepared import PreparedWeights
 from moe_runtime.token_format import NVFP4TokenFormat
 
 __all__ = [
     "NVFP4TokenFormat",
+    "PreparedWeights",
     "dequantize_bf16",
     "dequantize_fp8",
     "dequantize_mxfp8",
@@ -95,6 +100,8 @@ __all__ = [
     "pack_swizzled_weights",
     "pack_ue8m0_rows",
     "pack_ue8m0_weights",
+    "prepare_mxfp8",
+    "prepare_nvfp4",
     "quantize_bf16",
     "quantize_fp8",
     "quantize_mxfp8",
@@ -117,9 +124,9 @@ E4M3 = torch.float8_e4m3fn
 def grouped_matmul_dynamic_scaled_nvfp4(
     c: torch.Tensor,
     a: torch.Tensor,
-    b: torch.Tensor,
+    b: torch.Tensor | PreparedWeights,
     a_scales: torch.Tensor,
-    b_scales: torch.Tensor,
+    b_scales: torch.Tensor | None,
     group_offsets: torch.Tensor,
     group_scale_offsets: torch.Tensor,
     expert_ids: torch.Tensor,
@@ -134,10 +141,10 @@ def grouped_matmul_dynamic_scaled_nvfp4(
     Args:
         c: bf16, fp16 or fp32 `[R, N]`, last dimension contiguous.
         a: uint8 `[R, K/2]`, element `2j` in the low nibble of byte `j`; K a multiple of 16.
-        b: uint8 `[E, N, K/2]`.
+        b: uint8 `[E, N, K/2]`; or what `prepare_nvfp4` made of it and its scales.
         a_scales: e4m3 `[blocks, ceil(V/4), 32, 4, 4]`, the 128x4 swizzle with `V = K/16`; row `l` of group `g` lies in
             block `group_offsets[g] // 128 + group_scale_offsets[g] + l // 128` (`dense_128`, or any without overlap).
-        b_scales: e4m3 `[E, ceil(N/128), ceil(V/4), 32, 4, 4]`.
+        b_scales: e4m3 `[E, ceil(N/128), ceil(V/4), 32, 4, 4]`; None with prepared weights.
         group_offsets: uint32 or int32, at least `num_active_experts + 1`, from 0, not decreasing.
         group_scale_offsets: uint32 or int32, at least `num_active_experts`.
         expert_ids: int32, at least `num_active_experts`; -1 leaves the group's rows of `c` as they are.
@@ -153,7 +160,7 @@ def grouped_matmul_dynamic_scaled_nvfp4(
     device, atoms = o.device, ceil_div(o.k // 16, 4)
     check_output("c", c, OUT_DTYPES, o.rows, o.n, device)
     check_tensor("a_scales", a_scales, E4M3, ("blocks", atoms, 32, 4, 4), device)
-    check_tensor("b_scales", b_scales, E4M3, (o.experts, ceil_div(o.n, 128), atoms, 32, 4, 4), device)
+    weights = _nvfp4_weights(b, engine, "b_scales", b_scales, E4M3, (o.experts, ceil_div(o.n, 128), atoms, 32, 4, 4))
     check_tensor("expert_scales", expert_scales, torch.float32, (o.experts,), device)
     check_tensor("group_offsets", group_offsets, OFFSETS, (AtLeast(1),), device)
     check_tensor("group_scale_offsets", group_scale_offsets, OFFSETS, ("G",), device)
@@ -174,7 +181,7 @@ def grouped_matmul_dynamic_scaled_nvfp4(
     problem = OpProblem(
         format=NVFP4,
         a=ScaledOperand(a, a_scales.view(-1), ScaleLayout.SWIZZLED),
-        b=ScaledOperand(b, b_scales.view(-1), ScaleLayout.SWIZZLED),
+        b=weights,
         group_offsets=offsets,
         scale_offsets=shifts,
         expert_ids=expert_ids,
@@ -189,9 +196,9 @@ def grouped_matmul_dynamic_scaled_nvfp4(
 
 def group_gemm_nvfp4_nt_groupwise(
     a: torch.Tensor,
-    b: torch.Tensor,
+    b: torch.Tensor | PreparedWeights,
     a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
+    b_scale: torch.Tensor | None,
     m_indptr: torch.Tensor,
     alpha: torch.Tensor | None = None,
     tile_m: int = 128,
@@ -208,10 +215,10 @@ def group_gemm_nvfp4_nt_groupwise(
 
     Args:
         a: uint8 `[R, K/2]`, element `2j` in the low nibble of byte `j`; K a multiple of 128.
-        b: uint8 `[E, N, K/2]`; N a multiple of 8.
+        b: uint8 `[E, N, K/2]`; N a multiple of 8; or what `prepare_nvfp4` made of it and its scales.
         a_scale: uint8 `[>= (R + 127 * E) // 128 * 128, K/16]`, bytes of e4m3 in the 128x4 swizzle; the two dimensions
             are a container. Group `i` starts at scale row `(m_indptr[i] + 127 * i) // 128 * 128` (`closed_form_128`).
-        b_scale: uint8 `[E, align(N, 128), K/16]`, the swizzle of each expert.
+        b_scale: uint8 `[E, align(N, 128), K/16]`, the swizzle of each expert; None with prepared weights.
         m_indptr: int32 `[E + 1]`, from 0, not decreasing, multiples of 4.
         alpha: fp32 `[E]`, applied to the fp32 sums of each group, `1 / (gsf_a * gsf_b)`; None means 1.
         tile_m: 128.
@@ -232,7 +239,7 @@ def group_gemm_nvfp4_nt_groupwise(
     o = check_operands(a, b, (torch.uint8,), 8, 128, per_byte=2)
     needed = plan.closed_form_128_rows_needed(o.rows, o.experts)
     check_tensor("a_scale", a_scale, torch.uint8, (AtLeast(needed), o.k // 16), o.device)
-    check_tensor("b_scale", b_scale, torch.uint8, (o.experts, align(o.n, 128), o.k // 16), o.device)
+    weights = _nvfp4_weights(b, engine, "b_scale", b_scale, torch.uint8, (o.experts, align(o.n, 128), o.k // 16))
     if alpha is not None:
         check_tensor("alpha", alpha, torch.float32, (o.experts,), o.device)
     check_choice("tile_m", tile_m, (128,))
@@ -246,7 +253,7 @@ def group_gemm_nvfp4_nt_groupwise(
     problem = OpProblem(
         format=NVFP4,
         a=ScaledOperand(a, a_scale.view(-1), ScaleLayout.SWIZZLED),
-        b=ScaledOperand(b, b_scale.view(-1), ScaleLayout.SWIZZLED),
+        b=weights,
         group_offsets=m_indptr,
         scale_offsets=shifts,
         expert_ids=group,
@@ -263,9 +270,9 @@ def group_gemm_nvfp4_nt_groupwise(
 
 def moe_gemm_mxfp8_nt_groupwise(
     a: torch.Tensor,
-    b: torch.Tensor,
+    b: torch.Tensor | PreparedWeights,
     a_scale: torch.Tensor,
-    b_scale: torch.Tensor,
+    b_scale: torch.Tensor | None,
     m_indptr: torch.Tensor,
     scale_granularity_mnk: tuple[int, int, int] = (1, 1, 128),
     scale_major_mode: str = "MN",
@@ -283,10 +290,10 @@ def moe_gemm_mxfp8_nt_groupwise(
 
     Args:
         a: e4m3 `[R, K]`; K a multiple of 16, the last block may be partial.
-        b: e4m3 `[E, N, K]`.
+        b: e4m3 `[E, N, K]`; or what `prepare_mxfp8` made of it and its scales.
         a_scale: int32 `[m_padded, k_align]`, strides `(1, m_padded)`, `m_padded = (R + 3 * E) // 4 * 4`; group `i`
             starts at scale row `(m_indptr[i] + 3 * i) // 4 * 4` (`closed_form_4`).
-        b_scale: int32 `[E, N, k_align]`, strides `(k_align * align(N, 4), 1, align(N, 4))`.
+        b_scale: int32 `[E, N, k_align]`, strides `(k_align * align(N, 4), 1, align(N, 4))`; None with prepared weights.
         m_indptr: int32 `[E + 1]`, from 0, not decreasing.
         scale_granularity_mnk: (1, 1, 32) or (1, 1, 128).
         scale_major_mode: "MN".
@@ -309,15 +316,24 @@ def moe_gemm_mxfp8_nt_groupwise(
     words, ld = ceil_div(o.k, 4 * block), align(o.n, 4)
     m_padded = plan.closed_form_4_rows_needed(o.rows, o.experts)
     check_tensor("a_scale", a_scale, torch.int32, (m_padded, words), o.device, strides=(1, m_padded))
-    check_tensor("b_scale", b_scale, torch.int32, (o.experts, o.n, words), o.device, strides=(words * ld, 1, ld))
+    if isinstance(b, PreparedWeights):
+        check_no_scales("b_scale", b_scale)
+    else:
+        check_tensor("b_scale", b_scale, torch.int32, (o.experts, o.n, words), o.device, strides=(words * ld, 1, ld))
     result = make_output(out, out_dtype, (torch.bfloat16,), o)
     group = _check_groups(m_indptr, o, engine, validate)
-    # From its first word to its last: behind the last expert the padding of N need not be there.
-    b_words = max(0, ((o.experts * words) - 1) * ld + o.n)
+    weights: ScaledOperand | PreparedWeights
+    if isinstance(b, PreparedWeights):
+        weights = weights_for(b, block, engine)
+    else:
+        assert b_scale is not None
+        # From its first word to its last: behind the last expert the padding of N need not be there.
+        b_words = max(0, ((o.experts * words) - 1) * ld + o.n)
+        weights = ScaledOperand(b, _bytes(b_scale, b_words), ScaleLayout.PACKED, ld)
     problem = OpProblem(
         format=MXFP8,
         a=ScaledOperand(a, _bytes(a_scale, m_padded * words), ScaleLayout.PACKED, m_padded),
-        b=ScaledOperand(b, _bytes(b_scale, b_words), ScaleLayout.PACKED, ld),
+        b=weights,
         group_offsets=m_indptr,
         scale_offsets=plan.closed_form_4_start(m_indptr[:-1], group),
         expert_ids=group,
@@ -410,6 +426,20 @@ def _check_groups(
     if resolve_validate(validate, o.device):
         check_indptr_values(m_indptr, o.rows, unit, granularity_m)
     return torch.arange(o.experts, dtype=torch.int32, device=o.device)
+
+
+def _nvfp4_weights(
+    b: torch.Tensor | PreparedWeights,
+    engine: str,
+    name: str,
+    scales: object,
+    dtype: torch.dtype,
+    shape: tuple[int, ...],
+) -> ScaledOperand | PreparedWeights:
+    if isinstance(b, PreparedWeights):
+        check_no_scales(name, scales)
+        return weights_for(b, 16, engine)
+    return ScaledOperand(b, check_tensor(name, scales, dtype, shape, b.device).view(-1), ScaleLayout.SWIZZLED)
 
 
 def _bytes(words: torch.Tensor, count: int) -> torch.Tensor:

@@ -1,0 +1,68 @@
+"""Weights of `moe_runtime.ops` prepared once: in the order that the kernels of Hopper read."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_runtime.formats import MXFP8, NVFP4, ScaleLayout, align, ceil_div
+from moe_runtime.kernels.op_gemm import ScaledOperand
+from moe_runtime.kernels.runtime import resolve_engine
+from moe_runtime.kernels.swizzle import swizzle_scales, unswizzle_scales
+from moe_runtime.op_arguments import check_granularity, check_operand, check_tensor
+from moe_runtime.op_scales import pack_ue8m0_weights, unpack_ue8m0_weights
+from moe_runtime.prepared import PreparedWeights
+from moe_runtime.weights import ExpertWeights
+
+
+def prepare_nvfp4(b: torch.Tensor, b_scales: torch.Tensor) -> PreparedWeights:
+    """Weights of both NVFP4 operations, to be given as `b` with scales None.
+
+    Args:
+        b: uint8 `[E, N, K/2]`; N a multiple of 8, K of 16.
+        b_scales: e4m3 `[E, ceil(N/128), ceil(V/4), 32, 4, 4]`, or its bytes in a uint8 `[E, align(N, 128), K/16]` for K
+            a multiple of 64.
+
+    Raises `ValueError` naming the argument, also for scales that are negative or NaN. Waits for the device.
+    """
+    experts, n, k = check_operand("b", b, (torch.uint8,), 8, 16, per_byte=2)
+    shape = (experts, ceil_div(n, 128), ceil_div(k // 16, 4), 32, 4, 4)
+    if isinstance(b_scales, torch.Tensor) and b_scales.dtype == torch.uint8 and k % 64 == 0:
+        check_tensor("b_scales", b_scales, torch.uint8, (experts, align(n, 128), k // 16), b.device)
+        b_scales = b_scales.view(torch.float8_e4m3fn).view(shape)
+    check_tensor("b_scales", b_scales, torch.float8_e4m3fn, shape, b.device)
+    return PreparedWeights.prepare(ExpertWeights(NVFP4, b, b_scales))
+
+
+def prepare_mxfp8(
+    b: torch.Tensor, b_scale: torch.Tensor, scale_granularity_mnk: tuple[int, int, int] = (1, 1, 128)
+) -> PreparedWeights:
+    """Weights of `moe_gemm_mxfp8_nt_groupwise`, to be given as `b` with scales None.
+
+    Args:
+        b: e4m3 `[E, N, K]`; N a multiple of 8, K of 32.
+        b_scale: int32 `[E, N, k_align]`, as the operation takes it.
+        scale_granularity_mnk: (1, 1, 32) or (1, 1, 128); a block of 128 becomes four of 32.
+
+    Raises `ValueError` naming the argument. Waits for the device.
+    """
+    experts, n, k = check_operand("b", b, (torch.float8_e4m3fn,), 8, 32)
+    _, _, block = check_granularity(scale_granularity_mnk, ((1, 1, 32), (1, 1, 128)))
+    words, ld = ceil_div(k, 4 * block), align(n, 4)
+    check_tensor("b_scale", b_scale, torch.int32, (experts, n, words), b.device, strides=(words * ld, 1, ld))
+    linear = unpack_ue8m0_weights(b_scale, ceil_div(k, block)).repeat_interleave(block // 32, 2)[..., : k // 32]
+    return PreparedWeights.prepare(ExpertWeights(MXFP8, b, swizzle_scales(linear.contiguous())))
+
+
+def weights_for(w: PreparedWeights, block: int, engine: str) -> ScaledOperand | PreparedWeights:
+    """What `engine` reads: `w` on a GPU, elsewhere the operand it was made of; `block` numbers of K share a scale."""
+    if w.device.type == "cuda" and resolve_engine(engine, w.device) == "triton":
+        return w
+    raw = w.restore()
+    assert raw.scales is not None
+    if w.format is NVFP4:
+        return ScaledOperand(raw.quants, raw.scales.view(-1), ScaleLayout.SWIZZLED)
+    linear = unswizzle_scales(raw.scales, w.num_rows, w.num_columns // 32)[..., :: block // 32]
+    packed, ld = pack_ue8m0_weights(linear.contiguous()), align(w.num_rows, 4)
+    count = max(0, (w.num_experts * packed.shape[2] - 1) * ld + w.num_rows)
+    scales = torch.as_strided(packed, (count,), (1,)).view(torch.uint8)
+    return ScaledOperand(raw.quants, scales, ScaleLayout.PACKED, ld)

@@ -1,0 +1,97 @@
+"""Operations on prepared weights: the same results as on raw ones, within the bound on a GPU, bit for bit on a CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_runtime import ops
+from moe_runtime.prepared import PreparedWeights
+from moe_runtime.weights import ExpertWeights, GateUpOrder
+from tests.comparison import assert_same_bits
+from tests.op_cases import OpCase, check, mxfp8, nvfp4_closed, nvfp4_dense
+
+Make = Callable[..., OpCase]
+
+VARIANTS: dict[str, tuple[Make, dict[str, Any], str]] = {
+    "dense": (nvfp4_dense, {}, "b_scales"),
+    "closed": (nvfp4_closed, {}, "b_scale"),
+    "mxfp8_128": (mxfp8, {"block": 128}, "b_scale"),
+    "mxfp8_32": (mxfp8, {"block": 32}, "b_scale"),
+}
+
+
+def prepared(case: OpCase, name: str) -> OpCase:
+    """The same call with `b` prepared and without its scales."""
+    make, options, scales = VARIANTS[name]
+    arguments = dict(case.arguments)
+    b, b_scales = arguments["b"], arguments[scales]
+    if make is mxfp8:
+        arguments["b"] = ops.prepare_mxfp8(b, b_scales, (1, 1, options["block"]))
+    else:
+        arguments["b"] = ops.prepare_nvfp4(b, b_scales)
+    arguments[scales] = None
+    return replace(case, arguments=arguments)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_prepared_weights(name: str, rng: torch.Generator, device: torch.device) -> None:
+    """Ragged groups, an empty one, N no multiple of a unit of 64, more rows than one tile of the kernel takes."""
+    make, options, _ = VARIANTS[name]
+    sizes, n, k = ([4, 0, 300, 8], 136, 256) if device.type == "cuda" else ([4, 0, 12, 8], 72, 128)
+    raw = make(sizes, n, k, rng, device, **options)
+    got = check(prepared(raw, name), "auto")
+    if device.type == "cpu":
+        assert_same_bits(got, raw.run(engine="torch"))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("shape", [(4096, 7168), (256, 2176), (3008, 2976)])
+def test_large_shapes(shape: tuple[int, int], name: str, rng: torch.Generator, device: torch.device) -> None:
+    make, options, _ = VARIANTS[name]
+    n, k = shape
+    if make is nvfp4_closed:
+        k = k // 128 * 128
+    check(prepared(make([16, 0, 64, 376], n, k, rng, device, **options), name), "auto")
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_small_integers_are_exact(name: str, rng: torch.Generator, device: torch.device) -> None:
+    make, options, _ = VARIANTS[name]
+    case = make([0, 12, 68], 40, 256, rng, device, integers=True, **options)
+    assert_same_bits(prepared(case, name).run(engine="auto"), case.exact().value.float().to(torch.bfloat16))
+
+
+@pytest.mark.parametrize("ids", [[0, 3, 2, 4], [-1, 0, 2], [-1, -1, -1]])
+def test_expert_ids(ids: list[int], rng: torch.Generator, device: torch.device) -> None:
+    """K no multiple of 64; rows of groups without an expert keep what they hold."""
+    sizes = [5, 33, 3, 1][: len(ids)]
+    case = nvfp4_dense(sizes, 72, 80, rng, device, ids=ids, num_experts=6, gaps=1, offsets_dtype=torch.int32)
+    check(prepared(case, "dense"), "auto", torch.float32)
+
+
+def test_wrong_arguments(rng: torch.Generator, device: torch.device) -> None:
+    raw = nvfp4_dense([3, 2], 32, 64, rng, device)
+    case = prepared(raw, "dense")
+
+    def refused(match: str, **more: Any) -> None:
+        with pytest.raises(ValueError, match=match):
+            replace(case, arguments=case.arguments | more).run(engine="auto")
+
+    w: PreparedWeights = case.arguments["b"]
+    refused("^b_scales: expected None", b_scales=raw.arguments["b_scales"])
+    refused("^b: expected plain", b=replace(w, gate_up=GateUpOrder.GATE_UP))
+    refused("^b: expected K", b=replace(w, num_columns=128))
+    other = ExpertWeights.quantize(torch.randn(2, 32, 64, generator=rng).to(device), "mxfp8")
+    refused("^b: expected plain", b=PreparedWeights.prepare(other))
+    with pytest.raises(ValueError, match=r"^w\.scales: expected"):
+        ops.prepare_nvfp4(raw.arguments["b"], torch.full_like(raw.arguments["b_scales"], torch.nan))
+    with pytest.raises(ValueError, match=r"^b: expected N"):
+        ops.prepare_nvfp4(raw.arguments["b"][:, :20].contiguous(), raw.arguments["b_scales"])
+    with pytest.raises(ValueError, match=r"^b_scales"):
+        ops.prepare_nvfp4(raw.arguments["b"], raw.arguments["b_scales"][:1])
