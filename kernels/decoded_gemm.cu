@@ -513,54 +513,77 @@ __device__ __forceinline__ void store_plain(const Problem& p, long long position
 // Number of the token of accumulator register pair `i` among those of the tile.
 __device__ __forceinline__ int token_of(int i) { return i / 2 * 8 + (threadIdx.x & 3) * 2 + i % 2; }
 
+// Moves the accumulators of STEP blocks of tokens from the front to the back. A loop over blocks that takes those in
+// front keeps its code small: unrolled, it would not fit into the instruction cache.
+template <int STEP, int BLOCKS>
+__device__ __forceinline__ void rotate(float (&acc)[UNITS][4 * BLOCKS]) {
+#pragma unroll
+  for (int unit = 0; unit < UNITS; ++unit) {
+    float front[4 * STEP];
+#pragma unroll
+    for (int i = 0; i < 4 * STEP; ++i) front[i] = acc[unit][i];
+#pragma unroll
+    for (int i = 0; i < 4 * (BLOCKS - STEP); ++i) acc[unit][i] = acc[unit][i + 4 * STEP];
+#pragma unroll
+    for (int i = 0; i < 4 * STEP; ++i) acc[unit][4 * (BLOCKS - STEP) + i] = front[i];
+  }
+}
+
 template <int BLOCKS>
 __device__ __forceinline__ void finish_gated(const Problem& p, const Tile& tile, const TileScales& scales, int first_unit,
                                              float (&acc)[UNITS][4 * BLOCKS], u32* exchange) {
+  constexpr int STEP = BLOCKS % 2 ? 1 : 2;
   const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 & 3, lane = threadIdx.x & 31;
   const float gate_scale = p.expert_scales ? scales.experts[0] : 1.0f;
   const float up_scale = p.expert_scales ? scales.experts[p.scales_per_expert - 1] : 1.0f;
   const int bias_base = tile.expert * p.num_rows;
+#pragma unroll 1
+  for (int block = 0; block < BLOCKS; block += STEP) {
 #pragma unroll
-  for (int unit = 0; unit < UNITS; ++unit) {
-    const int column = (first_unit + unit) * 32 + warp * 8 + lane / 4;
-    const bool inside = column < p.columns;
-    int gate_row = column, up_row = column;
-    if (p.gate_up_order == 3) gate_row = 2 * column, up_row = 2 * column + 1;
-    if (p.gate_up_order == 1) up_row += p.columns;
-    if (p.gate_up_order == 2) gate_row += p.columns;
-    if (!inside) gate_row = up_row = 0;
+    for (int unit = 0; unit < UNITS; ++unit) {
+      const int column = (first_unit + unit) * 32 + warp * 8 + lane / 4;
+      int gate_row = column, up_row = column;
+      if (p.gate_up_order == 3) gate_row = 2 * column, up_row = 2 * column + 1;
+      if (p.gate_up_order == 1) up_row += p.columns;
+      if (p.gate_up_order == 2) gate_row += p.columns;
+      if (column >= p.columns) gate_row = up_row = 0;
 #pragma unroll
-    for (int i = 0; i < 2 * BLOCKS; ++i) {
-      const int token = token_of(i);
-      const float row_scale = p.row_scale ? scales.rows[token] : 1.0f;
-      float* c = acc[unit] + i / 2 * 4 + i % 2;
-      c[0] = swiglu(finished(p, c[0], row_scale, gate_scale, bias_base + gate_row),
-                    finished(p, c[2], row_scale, up_scale, bias_base + up_row));
-      if (OUT_FMT != BF16) {
-        const u32 bits = block_maximum(magnitude(c[0]));
-        if (lane < 4) exchange[((warpgroup * UNITS + unit) * 4 + warp) * TILE_TOKENS + token] = bits;
+      for (int i = 0; i < 2 * STEP; ++i) {
+        const int token = block * 8 + token_of(i);
+        const float row_scale = p.row_scale ? scales.rows[token] : 1.0f;
+        float* c = acc[unit] + i / 2 * 4 + i % 2;
+        c[0] = swiglu(finished(p, c[0], row_scale, gate_scale, bias_base + gate_row),
+                      finished(p, c[2], row_scale, up_scale, bias_base + up_row));
+        if (OUT_FMT != BF16) {
+          const u32 bits = block_maximum(magnitude(c[0]));
+          if (lane < 4) exchange[((warpgroup * UNITS + unit) * 4 + warp) * TILE_TOKENS + token] = bits;
+        }
       }
     }
+    rotate<STEP, BLOCKS>(acc);
   }
   if (OUT_FMT != BF16) asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
+#pragma unroll 1
+  for (int block = 0; block < BLOCKS; block += STEP) {
 #pragma unroll
-  for (int unit = 0; unit < UNITS; ++unit) {
-    const int column = (first_unit + unit) * 32 + warp * 8 + lane / 4;
-    const bool inside = column < p.columns;
+    for (int unit = 0; unit < UNITS; ++unit) {
+      const int column = (first_unit + unit) * 32 + warp * 8 + lane / 4;
 #pragma unroll
-    for (int i = 0; i < 2 * BLOCKS; ++i) {
-      const int token = token_of(i);
-      u32 bits = 0;
-      if (OUT_FMT != BF16) {
-        // A block of 16 numbers lies in two warps, one of 32 in four.
-        const u32* maxima = exchange + (warpgroup * UNITS + unit) * 4 * TILE_TOKENS + token;
-        const int at = OUT_FMT == NVFP4 ? warp & 2 : 0;
-        bits = max(maxima[at * TILE_TOKENS], maxima[(at + 1) * TILE_TOKENS]);
-        if (OUT_FMT != NVFP4) bits = max(bits, max(maxima[2 * TILE_TOKENS], maxima[3 * TILE_TOKENS]));
+      for (int i = 0; i < 2 * STEP; ++i) {
+        const int token = block * 8 + token_of(i);
+        u32 bits = 0;
+        if (OUT_FMT != BF16) {
+          // A block of 16 numbers lies in two warps, one of 32 in four.
+          const u32* maxima = exchange + (warpgroup * UNITS + unit) * 4 * TILE_TOKENS + token;
+          const int at = OUT_FMT == NVFP4 ? warp & 2 : 0;
+          bits = max(maxima[at * TILE_TOKENS], maxima[(at + 1) * TILE_TOKENS]);
+          if (OUT_FMT != NVFP4) bits = max(bits, max(maxima[2 * TILE_TOKENS], maxima[3 * TILE_TOKENS]));
+        }
+        store_quantized(p, tile, scales, tile.local + token, token < tile.rows && column < p.columns, column,
+                        acc[unit][i / 2 * 4 + i % 2], bits);
       }
-      store_quantized(p, tile, scales, tile.local + token, token < tile.rows && inside, column,
-                      acc[unit][i / 2 * 4 + i % 2], bits);
     }
+    rotate<STEP, BLOCKS>(acc);
   }
 }
 
@@ -622,21 +645,25 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
     return;
   }
   const float expert_scale = p.expert_scales ? scales.experts[0] : 1.0f;
+  constexpr int STEP = BLOCKS % 2 ? 1 : 2;
+#pragma unroll 1
+  for (int block = 0; block < BLOCKS; block += STEP) {
 #pragma unroll
-  for (int unit = 0; unit < UNITS; ++unit) {
-    const int column = (first_unit + unit) * 64 + thread / 32 * 16 + (thread & 31) / 4 * 2;
-    if (column >= p.columns) continue;
-    const int bias_at = tile.expert * p.num_rows + column;
+    for (int unit = 0; unit < UNITS; ++unit) {
+      const int column = (first_unit + unit) * 64 + thread / 32 * 16 + (thread & 31) / 4 * 2;
+      const int bias_at = tile.expert * p.num_rows + column;
 #pragma unroll
-    for (int i = 0; i < 2 * BLOCKS; ++i) {
-      const int token = token_of(i);
-      if (token >= tile.rows) continue;
-      const long long position = tile.start + tile.local + token;
-      const float row_scale = p.row_scale ? scales.rows[token] : 1.0f;
-      const float* c = acc[unit] + i / 2 * 4 + i % 2;
-      store_plain(p, position, column, finished(p, c[0], row_scale, expert_scale, bias_at),
-                  finished(p, c[2], row_scale, expert_scale, bias_at + 1));
+      for (int i = 0; i < 2 * STEP; ++i) {
+        const int token = block * 8 + token_of(i);
+        if (token >= tile.rows || column >= p.columns) continue;
+        const long long position = tile.start + tile.local + token;
+        const float row_scale = p.row_scale ? scales.rows[token] : 1.0f;
+        const float* c = acc[unit] + i / 2 * 4 + i % 2;
+        store_plain(p, position, column, finished(p, c[0], row_scale, expert_scale, bias_at),
+                    finished(p, c[2], row_scale, expert_scale, bias_at + 1));
+      }
     }
+    rotate<STEP, BLOCKS>(acc);
   }
   asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
 }

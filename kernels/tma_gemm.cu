@@ -1,0 +1,709 @@
+// Grouped GEMM for Hopper whose operands go from memory to the tensor cores as they are stored: TMA (or cp.async, where
+// rows are gathered) fills a ring of shared memory, one warpgroup of producers, two warpgroups of wgmma.
+//
+// A tile is 128 rows times two halves of 128 weight rows: 256 columns of a plain result, or gate and up of the same 128
+// columns of a gated one. Each math warpgroup takes 64 of the rows; tiles of at most 64 rows are taken by the two in
+// turn, one multiplying while the other stores. With CLUSTER 2, the two blocks of a cluster work on two row tiles of
+// the same columns and share the weights, or, for the odd row tile of a group, on two column tiles and share the rows.
+//
+// Macros: FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2, GATHER (rows through
+// row_index), GATED, ORDER (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3 with 1x128 scales),
+// EXTRAS (row scale, expert scales or bias are there), A_BOX (rows of a box of the rows' tensor map).
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+struct alignas(64) TensorMap {
+    u64 words[16];
+};
+
+// A group in shared memory: number of its first tile, first packed row, rows, expert.
+struct Group {
+    int first, start, rows, expert;
+};
+
+struct Tile {
+    int start, rows, expert, column;  // first packed row, rows from there to the end of the group, first column
+    bool pair_rows;                   // the blocks of the cluster share the weights (else the rows)
+};
+
+constexpr int BM = 128, MATH_WGS = 2;
+constexpr int HALF = 128;
+constexpr int TILE_COLUMNS = GATED ? HALF : 2 * HALF;
+constexpr int BK = FP8 ? 128 : 64;  // numbers of K in a stage: 128 bytes, the span of the swizzle
+constexpr int A_BYTES = BM * 128;
+constexpr int HALF_BYTES = HALF * 128;
+constexpr int STAGE_BYTES = A_BYTES + 2 * HALF_BYTES;
+constexpr int WARP_STAGING = 2048;  // 16 rows of 128 bytes
+constexpr int SCALE_BYTES = FP8 ? 544 : 0;  // of a stage: those of 128 rows, then of two halves
+constexpr int PRODUCER_REGISTERS = FP8 && !GATHER ? 24 : 40;  // what is left goes to the math warpgroups
+constexpr int MATH_REGISTERS = FP8 && !GATHER ? 240 : 232;
+constexpr int MATH_WARPS = 4 * MATH_WGS;
+constexpr int LAG = 1;  // stages of gathered rows in flight before the oldest is handed over; a ring of 4 takes 2
+constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
+
+// --- shared memory, barriers, copies --------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
+
+// The same number in all lanes, which the compiler is to know: tensor core instructions want uniform registers.
+__device__ __forceinline__ u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
+
+__device__ __forceinline__ u32 cluster_rank() {
+    u32 rank = 0;
+    if (CLUSTER > 1) asm volatile("mov.u32 %0, %%cluster_ctarank;" : "=r"(rank));
+    return rank;
+}
+
+__device__ __forceinline__ void sync_cluster() {
+    if (CLUSTER > 1) {
+        asm volatile("barrier.cluster.arrive.relaxed.aligned;\nbarrier.cluster.wait.aligned;" ::: "memory");
+    }
+}
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
+    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 count = 1) {
+    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+// Nothing that generic stores wrote is handed over, so no fence of the cluster is asked for: it would cost a quarter.
+__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank, u32 count) {
+    asm volatile(
+        "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
+        "mbarrier.arrive.shared::cluster.b64 _, [remote], %2;\n}" ::"r"(barrier), "r"(rank), "r"(count)
+        : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+    u32 done;
+    do {
+        asm volatile(
+            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
+            : "=r"(done)
+            : "r"(barrier), "r"(parity)
+            : "memory");
+    } while (!done);
+}
+
+__device__ __forceinline__ bool barrier_test(u32 barrier, u32 parity) {
+    u32 done;
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(barrier), "r"(parity)
+        : "memory");
+    return __all_sync(~0u, done);
+}
+
+__device__ __forceinline__ void load_rows(const TensorMap* map, u32 to, u32 barrier, int k, int row, bool multicast) {
+    if (multicast) {
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+            "[%0], [%1, {%3, %4}], [%2], %5;" ::"r"(to), "l"(map), "r"(barrier), "r"(k), "r"(row), "h"((u16)3)
+            : "memory");
+    } else {
+        asm volatile(
+            "cp.async.bulk.tensor.2d.shared::cluster.global.mbarrier::complete_tx::bytes "
+            "[%0], [%1, {%3, %4}], [%2];" ::"r"(to), "l"(map), "r"(barrier), "r"(k), "r"(row)
+            : "memory");
+    }
+}
+
+// One half of a weight tile: 128 rows of `expert` from `column`. The map is [expert][half][row][k], or, interleaved,
+// [expert][row][half][k]; without gate and up there is one half of all rows.
+__device__ __forceinline__ void load_half(
+    const TensorMap* map, u32 to, u32 barrier, int k, int column, int half, int expert, bool multicast) {
+    int c1 = GATED ? column : column + half * HALF, c2 = GATED ? half : 0;
+    if (GATED && ORDER == UP_GATE) c2 = 1 - half;
+    if (GATED && ORDER == INTERLEAVED) {
+        c1 = half;
+        c2 = column;
+    }
+    if (multicast) {
+        asm volatile(
+            "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
+            "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to), "l"(map), "r"(barrier), "r"(k), "r"(c1), "r"(c2),
+            "r"(expert), "h"((u16)3)
+            : "memory");
+    } else {
+        asm volatile(
+            "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes "
+            "[%0], [%1, {%3, %4, %5, %6}], [%2];" ::"r"(to), "l"(map), "r"(barrier), "r"(k), "r"(c1), "r"(c2),
+            "r"(expert)
+            : "memory");
+    }
+}
+
+// --- tiles ----------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
+// One warp is through with a stage, in which the other block of the cluster may have a hand; `share` is 2 where it
+// speaks for the other warpgroup too.
+__device__ __forceinline__ void release(u32 barrier, u32 share) {
+    int lane = threadIdx.x % 32;
+    if (CLUSTER == 1 && lane == 0) barrier_arrive(barrier, share);
+    if (CLUSTER > 1 && lane < CLUSTER) barrier_arrive_at(barrier, lane, share);
+}
+
+__device__ __forceinline__ void copy_word(u32 to, const float* from) {
+    asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
+}
+
+// Row of the weight's scales, counted over all experts, for half 0 or 1 of a tile (128 rows share one). Interleaved,
+// both halves take both rows: the first for the first 64 columns.
+__device__ __forceinline__ long long weight_scales(int expert, int column, int columns, int half) {
+    int blocks = (GATED ? 2 * columns : columns) + 127 >> 7, block = column / 128 + (half > 0);
+    if (GATED) block = column / 128 + ((half > 0) == (ORDER == GATE_UP) ? columns / 128 : 0);
+    if (GATED && ORDER == INTERLEAVED) block = column / 64 + (half > 0);
+    return (long long)expert * blocks + min(block, blocks - 1);
+}
+
+// Named barriers by which a warpgroup waits until the other has read all stages of a tile of its own: waiting for a
+// stage further ahead would take an older phase of its barrier for the new one.
+__device__ __forceinline__ void wait_turn(int wg) { asm volatile("bar.sync %0, 256;" ::"r"(1 + wg) : "memory"); }
+__device__ __forceinline__ void give_turn(int wg) { asm volatile("bar.arrive %0, 256;" ::"r"(2 - wg) : "memory"); }
+
+// What one cluster works on at a time; a group has this many.
+__device__ __forceinline__ int tiles_of(int rows, int tiles_n) {
+    int tiles_m = ceil_div(rows, BM);
+    if (CLUSTER == 1) return tiles_m * tiles_n;
+    return tiles_m / 2 * tiles_n + tiles_m % 2 * ceil_div(tiles_n, 2);
+}
+
+// One warp: counts the tiles of each group, none for groups that are not to be computed.
+__device__ void count_tiles(Group* groups, const int* offsets, const int* expert_ids, const int* num_active,
+                            int num_groups, int num_experts, int capacity, int tiles_n) {
+    int lane = threadIdx.x % 32, total = 0;
+    int active = num_active ? min(num_groups, *num_active) : num_groups;
+    for (int base = 0; base < num_groups; base += 32) {
+        int g = base + lane, start = 0, rows = 0, expert = -1;
+        if (g < num_groups) {
+            start = offsets[g];
+            rows = min(offsets[g + 1], capacity) - start;
+            expert = expert_ids[g];
+        }
+        if (g >= active || rows < 0 || expert < 0 || expert >= num_experts) rows = 0;
+        int tiles = tiles_of(rows, tiles_n), last = tiles;
+        for (int step = 1; step < 32; step *= 2) {
+            int before = __shfl_up_sync(~0u, last, step);
+            if (lane >= step) last += before;
+        }
+        if (g < num_groups) groups[g] = {total + last - tiles, start, rows, expert};
+        total += __shfl_sync(~0u, last, 31);
+    }
+    if (lane == 0) groups[num_groups].first = total;
+}
+
+// The tile of this block in number `index`; `g` is a group at or before its own, and moves on. False past the last.
+__device__ __forceinline__ bool find_tile(
+    const Group* groups, int num_groups, int index, int tiles_n, int band_width, u32 rank, int& g, Tile& tile) {
+    if (index >= groups[num_groups].first) return false;
+    while (index >= groups[g + 1].first) ++g;
+    Group group = groups[g];
+    int u = index - group.first, tiles_m = ceil_div(group.rows, BM) / CLUSTER, m, n;
+    tile.pair_rows = CLUSTER == 1 || u < tiles_m * tiles_n;
+    if (tile.pair_rows) {
+        // Bands of columns, all rows of a band before the next: what runs at a time shares rows and weights in L2.
+        int band = u / (band_width * tiles_m) * band_width, width = min(band_width, tiles_n - band);
+        u -= band * tiles_m;
+        m = u / width * CLUSTER + (int)rank;
+        n = band + u % width;
+    } else {
+        m = tiles_m * CLUSTER;
+        n = (u - tiles_m * tiles_n) * CLUSTER + (int)rank;
+    }
+    tile.start = group.start + m * BM;
+    tile.rows = group.rows - m * BM;
+    tile.expert = group.expert;
+    tile.column = n * TILE_COLUMNS;
+    return true;
+}
+
+// --- tensor cores ---------------------------------------------------------------------------------------------------
+
+// Lower word of the descriptor of a K-major operand in the 128-byte swizzle; 32 bytes of K are 2 further. The upper
+// word says that groups of 8 rows lie 1024 bytes apart.
+__device__ __forceinline__ u32 descriptor(u32 address) { return (address & 0x3FFFF) >> 4 | 1 << 16; }
+
+template <int N>
+__device__ __forceinline__ void keep(float (&r)[N]) {
+#pragma unroll
+    for (int i = 0; i < N; ++i) asm volatile("" : "+f"(r[i])::"memory");
+}
+
+__device__ __forceinline__ void mma_fence() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void mma_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+template <int LEFT>
+__device__ __forceinline__ void mma_wait() {
+    asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(LEFT) : "memory");
+}
+
+#define F4(r, i) "+f"(r[i]), "+f"(r[i + 1]), "+f"(r[i + 2]), "+f"(r[i + 3])
+#define F16(r, i) F4(r, i), F4(r, i + 4), F4(r, i + 8), F4(r, i + 12)
+#define F64(r, i) F16(r, i), F16(r, i + 16), F16(r, i + 32), F16(r, i + 48)
+
+// d (+)= a[64, 32 bytes of K] * b[128 rows]^T; `add` 0 starts from zero.
+__device__ __forceinline__ void mma_fp8(float (&d)[64], u32 a, u32 b, int add) {
+    asm volatile(
+        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %66, 0;\n"
+        "mov.b64 a, {%64, 0x40000040};\nmov.b64 b, {%65, 0x40000040};\n"
+        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+        "}, a, b, p, 1, 1;\n}"
+        : F64(d, 0)
+        : "r"(a), "r"(b), "r"(add));
+}
+
+// part = a[64 rows] * b[128 rows]^T over the 128 bytes of K of a stage.
+__device__ __forceinline__ void multiply(float (&part)[64], u32 a, u32 b) {
+    keep(part);
+    mma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) mma_fp8(part, a + 2 * k, b + 2 * k, k > 0);
+    mma_commit();
+}
+
+// The same as `mma_fp8` of bf16 and 256 rows of b.
+__device__ __forceinline__ void mma_bf16(float (&d)[128], u32 a, u32 b, int add) {
+    asm volatile(
+        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %130, 0;\n"
+        "mov.b64 a, {%128, 0x40000040};\nmov.b64 b, {%129, 0x40000040};\n"
+        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
+        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
+        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
+        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63,"
+        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79,"
+        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95,"
+        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,"
+        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+        "}, a, b, p, 1, 1, 0, 0;\n}"
+        : F64(d, 0), F64(d, 64)
+        : "r"(a), "r"(b), "r"(add));
+}
+
+// What the partial sums of two rows and two halves are multiplied with. Where scales are far from the ends of the range
+// of fp32, it is the product of both. Else the scale of the row comes first and then that of the weight, since their
+// product alone may leave the range; `plain` says that no row of the warp is of that kind.
+struct Factors {
+    float product[2][2];
+    bool plain;
+
+    // `scales` are those of the stage from this thread's first row on, which is row `row` of the tile.
+    __device__ __forceinline__ void load(const float* scales, int row) {
+        float a[2] = {scales[0], scales[8]}, w[2] = {scales[128 - row], scales[129 - row]};
+        u32 far = far_bit(a[0]) | far_bit(a[1]) | far_bit(w[0]) | far_bit(w[1]);
+        plain = __all_sync(~0u, !(far & 0x40000000));
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            product[r][0] = a[r] * w[0];
+            product[r][1] = a[r] * w[1];
+        }
+    }
+
+    // Bit 30 is 0 from 2^-64 to below 2^64: there the upper two bits of exponent + 1 differ.
+    __device__ static __forceinline__ u32 far_bit(float x) {
+        u32 bits = __float_as_uint(x) + 0x00800000;
+        return ~(bits ^ bits << 1);
+    }
+};
+
+// acc += part * factors, for the 128 columns from register FIRST on.
+template <int FIRST>
+__device__ __forceinline__ void add_up(
+    float (&acc)[128], float (&part)[64], const Factors& factors, const float* scales, int row) {
+    constexpr bool BOTH = GATED && ORDER == INTERLEAVED;
+    keep(part);
+    if (factors.plain) {
+#pragma unroll
+        for (int i = 0; i < 64; ++i) {
+            int w = BOTH ? i / 32 : FIRST / 64;
+            acc[FIRST + i] = __fmaf_rn(part[i], factors.product[i / 2 % 2][w], acc[FIRST + i]);
+        }
+    } else {
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+            float a = scales[8 * r], w[2] = {scales[128 - row], scales[129 - row]}, last[2];
+            // A row whose scales are not far gets the same bits as in a warp where none is.
+            u32 far = Factors::far_bit(a) | Factors::far_bit(w[0]) | Factors::far_bit(w[1]);
+            bool split = far & 0x40000000;
+            last[0] = split ? w[0] : factors.product[r][0];
+            last[1] = split ? w[1] : factors.product[r][1];
+            if (!split) a = 1.0f;
+#pragma unroll
+            for (int j = 0; j < 32; ++j) {
+                int i = j / 2 * 4 + 2 * r + j % 2, n = BOTH ? i / 32 : FIRST / 64;
+                acc[FIRST + i] = __fmaf_rn(__fmul_rn(part[i], a), last[n], acc[FIRST + i]);
+            }
+        }
+    }
+    keep(acc);  // done before the next products overwrite `part`
+}
+
+// --- epilogue -------------------------------------------------------------------------------------------------------
+
+__device__ __forceinline__ u32 pack(float low, float high) {
+    u32 word;
+    if (OUT == 1) {
+        asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    } else {
+        asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
+    }
+    return word;
+}
+
+// x / s rounded to nearest, `inverse` being 1 / s rounded; exact while neither the quotient nor the remainder is
+// denormal, below which a code of e4m3 is 0 anyway.
+__device__ __forceinline__ float divide(float x, float s, float inverse) {
+    float q = x * inverse;
+    q = __fmaf_rn(__fmaf_rn(-q, s, x), inverse, q);
+    return __fmaf_rn(__fmaf_rn(-q, s, x), inverse, q);
+}
+
+__device__ __forceinline__ float swiglu(float gate, float up, float alpha, float limit, float up_offset) {
+    gate = gate > limit ? limit : gate;
+    up = up > limit ? limit : (up < -limit ? -limit : up);
+    float inverse;
+    asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(1.0f + __expf(-alpha * gate)));
+    return __fmul_rn(__fmul_rn(gate, inverse), __fadd_rn(up, up_offset));
+}
+
+// The largest word of the four lanes that hold a row.
+__device__ __forceinline__ u32 max_of_row(u32 x) {
+    x = max(x, __shfl_xor_sync(~0u, x, 1));
+    return max(x, __shfl_xor_sync(~0u, x, 2));
+}
+
+// A thread of a math warpgroup holds, of rows `lane / 4` and that plus 8 of its warp's 16, two columns of each 8:
+// r[4j], r[4j + 1] of the first row, r[4j + 2], r[4j + 3] of the second, columns 8j + lane % 4 * 2 and the next.
+
+// Writes 16 rows of 128 bytes from the staging memory of a warp; `bytes` of a row belong to the result.
+__device__ __forceinline__ void write_rows(const u8* staging, u8* out, long long stride, int rows, int bytes) {
+    int lane = threadIdx.x % 32, chunk = lane % 8;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+        int row = i * 4 + lane / 8;
+        int4 value = *(const int4*)(staging + row * 128 + ((chunk ^ row % 8) << 4));
+        if (row < rows && chunk * 16 < bytes) *(int4*)(out + row * stride + chunk * 16) = value;
+    }
+    __syncwarp();
+}
+
+// Stores 128 columns of the warp's 16 rows from `r[FIRST ..]`; `columns` of them exist.
+template <int FIRST, int N>
+__device__ __forceinline__ void store_half(
+    const float (&r)[N], u8* staging, u8* out, long long stride, int rows, int columns) {
+    constexpr int SIZE = OUT == 2 ? 4 : 2, GROUPS = 16 / SIZE;  // groups of 8 columns in 128 bytes
+    int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
+#pragma unroll
+    for (int part = 0; part < 16 / GROUPS; ++part) {
+#pragma unroll
+        for (int j = 0; j < GROUPS; ++j) {
+            int i = FIRST + 4 * (part * GROUPS + j);
+            if (OUT == 2) {
+                u32 at = row * 128 + (((2 * j + quad / 2) ^ row) << 4) + quad % 2 * 8;
+                *(float2*)(staging + at) = make_float2(r[i], r[i + 1]);
+                *(float2*)(staging + at + 1024) = make_float2(r[i + 2], r[i + 3]);
+            } else {
+                u32 at = row * 128 + ((j ^ row) << 4) + quad * 4;
+                *(u32*)(staging + at) = pack(r[i], r[i + 1]);
+                *(u32*)(staging + at + 1024) = pack(r[i + 2], r[i + 3]);
+            }
+        }
+        write_rows(staging, out + part * 128, stride, rows, columns * SIZE - part * 128);
+    }
+}
+
+// Quantizes 128 columns of each row, one block, as `quantize.quantize_tile` does; `scales` is that of the first row.
+template <int N>
+__device__ __forceinline__ void store_quantized(
+    const float (&r)[N], u8* staging, u8* out, long long stride, int rows, float* scales, int scale_stride) {
+    int lane = threadIdx.x % 32, quad = lane % 4;
+#pragma unroll
+    for (int second = 0; second < 2; ++second) {
+        u32 bits = 0;
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+            bits = max(bits, __float_as_uint(r[4 * j + 2 * second]) & 0x7FFFFFFF);
+            bits = max(bits, __float_as_uint(r[4 * j + 2 * second + 1]) & 0x7FFFFFFF);
+        }
+        bits = max_of_row(bits);
+        bool poisoned = bits >= 0x7F800000;  // NaN or Inf
+        u32 amax = poisoned ? 0 : bits;
+        float scale = __fdiv_rn(__uint_as_float(max(amax, 0x38D1B717)), 448.0f);  // of at least 1e-4
+        float inverse = __frcp_rn(scale);
+        int row = lane / 4 + 8 * second;
+        if (quad == 0 && row < rows) scales[row * scale_stride] = poisoned ? __uint_as_float(0x7FC00000) : scale;
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+            float low = divide(r[4 * j + 2 * second], scale, inverse);
+            float high = divide(r[4 * j + 2 * second + 1], scale, inverse);
+            u16 codes;
+            asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
+            u32 at = row * 128 + ((j / 2 ^ row % 8) << 4) + j % 2 * 8 + quad * 2;
+            *(u16*)(staging + at) = poisoned ? (u16)0 : codes;
+        }
+    }
+    write_rows(staging, out, stride, rows, 128);
+}
+
+// acc * row_scale * expert_scale + bias, one after the other.
+struct Extras {
+    const float *row_scale, *expert_scales, *bias;
+    int scales_per_expert;
+};
+
+__device__ __forceinline__ void apply_extras(
+    float (&acc)[128], const Extras& x, int row, int last_row, int expert, int column, int columns) {
+    int num_rows = GATED ? 2 * columns : columns, quad = threadIdx.x % 4;
+    float r0 = x.row_scale ? x.row_scale[min(row, last_row)] : 1.0f;
+    float r1 = x.row_scale ? x.row_scale[min(row + 8, last_row)] : 1.0f;
+    const float* scales = x.expert_scales ? x.expert_scales + (long long)expert * x.scales_per_expert : nullptr;
+    const float* bias = x.bias ? x.bias + (long long)expert * num_rows : nullptr;
+#pragma unroll
+    for (int h = 0; h < 2; ++h) {
+#pragma unroll
+        for (int j = 0; j < 16; ++j) {
+#pragma unroll
+            for (int c = 0; c < 2; ++c) {
+                int n = column + (GATED ? 0 : h * HALF) + 8 * j + 2 * quad + c, up = h, weight_row = n;
+                if (GATED) {
+                    weight_row = ORDER == INTERLEAVED ? 2 * n + h : n + (h == (ORDER == GATE_UP) ? columns : 0);
+                } else if (ORDER == INTERLEAVED) {
+                    up = n % 2;
+                } else {
+                    up = (n >= columns / 2) == (ORDER == GATE_UP);
+                }
+                float s = scales ? scales[x.scales_per_expert == 2 ? up : 0] : 1.0f;
+                float b = bias && n < columns ? bias[weight_row] : -0.0f;
+                float& low = acc[64 * h + 4 * j + c];
+                float& high = acc[64 * h + 4 * j + 2 + c];
+                low = __fadd_rn(__fmul_rn(__fmul_rn(low, r0), s), b);
+                high = __fadd_rn(__fmul_rn(__fmul_rn(high, r1), s), b);
+            }
+        }
+    }
+}
+
+// --- kernel ---------------------------------------------------------------------------------------------------------
+
+extern __shared__ __align__(1024) u8 shared[];
+
+extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (MATH_WGS + 1), 1)
+tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map, const u8* a_rows,
+         long long a_stride, const int* row_index, const float* a_scales, const float* w_scales, Extras extras, u8* out,
+         long long out_stride, float* out_scales, const int* offsets, const int* expert_ids, const int* num_active,
+         int num_groups, int num_experts, int capacity, int columns, int k_blocks, int row_bytes, int band_width,
+         float alpha, float limit, float up_offset) {
+    u8* staging = shared + STAGES * STAGE_BYTES;
+    float* scales = (float*)(staging + MATH_WARPS * WARP_STAGING);
+    u64* barriers = (u64*)((u8*)scales + STAGES * SCALE_BYTES);
+    Group* groups = (Group*)(barriers + 2 * STAGES);
+    u32 full = shared_address(barriers), empty = full + 8 * STAGES, ring = shared_address(shared);
+    int wg = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
+    int tiles_n = ceil_div(columns, TILE_COLUMNS), step = gridDim.x / CLUSTER;
+    u32 rank = cluster_rank();
+
+    if (warp == 0) {
+        count_tiles(groups, offsets, expert_ids, num_active, num_groups, num_experts, capacity, tiles_n);
+    } else if (threadIdx.x == 32) {
+        for (int s = 0; s < STAGES; ++s) {
+            barrier_init(full + 8 * s, GATHER ? 5 : 1 + FP8 * 128);
+            barrier_init(empty + 8 * s, MATH_WARPS * CLUSTER);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    if (threadIdx.x == 64) {
+        asm volatile("prefetch.tensormap [%0];" ::"l"(&w_map) : "memory");
+        if (!GATHER) asm volatile("prefetch.tensormap [%0];" ::"l"(&a_map) : "memory");
+    }
+    __syncthreads();
+    sync_cluster();
+
+    int g = 0, stage = 0;
+    u32 parity = 0;
+    Tile tile;
+    if (wg == MATH_WGS) {
+        asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
+        // One thread sends for the tiles; all of them copy scales, and rows that are gathered.
+        int thread = threadIdx.x % 128, chunk = thread % 8, first = thread / 8, behind = 0, issued = 0;
+        bool leader = thread == 0;
+        u32 to = first * 128 + ((chunk ^ first % 8) << 4);
+        int last = !FP8 && !GATHER && !leader ? 0 : 0x7FFFFFFF;  // the tiles that this thread sees to are below
+        for (int t = blockIdx.x / CLUSTER; t < last; t += step) {
+            if (!find_tile(groups, num_groups, t, tiles_n, band_width, rank, g, tile)) break;
+            bool shared_rows = CLUSTER > 1 && !tile.pair_rows, shared_weights = CLUSTER > 1 && tile.pair_rows;
+            int boxes = GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX));
+            const float* a_scale = a_scales + (long long)(tile.start + min(thread, tile.rows - 1)) * k_blocks;
+            const float* w_scale = w_scales + weight_scales(tile.expert, tile.column, columns, thread) * k_blocks;
+            const u8* from[BM / 16];
+            if (GATHER) {
+#pragma unroll
+                for (int i = 0; i < BM / 16; ++i) {
+                    int row = first + 16 * i;
+                    from[i] = a_rows + chunk * 16;
+                    if (row < tile.rows) from[i] += row_index[tile.start + row] * a_stride;
+                }
+            }
+            for (int kb = 0; kb < k_blocks; ++kb) {
+                u32 a = ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = full + 8 * stage;
+                barrier_wait(empty + 8 * stage, parity ^ 1);
+                if (leader) {
+                    barrier_expect(ready, boxes * A_BOX * 128 + 2 * HALF_BYTES);
+                    for (int i = shared_rows ? rank : 0; i < boxes; i += shared_rows ? CLUSTER : 1)
+                        load_rows(&a_map, a + i * A_BOX * 128, ready, kb * BK, tile.start + i * A_BOX, shared_rows);
+                    for (int h = shared_weights ? rank : 0; h < 2; h += shared_weights ? CLUSTER : 1)
+                        load_half(
+                            &w_map, b + h * HALF_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
+                }
+                if (FP8) {
+                    u32 scale = shared_address(scales) + stage * SCALE_BYTES;
+                    copy_word(scale + thread * 4, a_scale + kb);
+                    if (thread < 2) copy_word(scale + 512 + thread * 4, w_scale + kb);
+                }
+                if (FP8 && !GATHER)
+                    asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
+                if (GATHER) {
+                    // Nothing is read past the end of a row: zeros are written there.
+                    int bytes = kb * 128 + chunk * 16 < row_bytes ? 16 : 0;
+#pragma unroll
+                    for (int i = 0; i < BM / 16; ++i) {
+                        if (first + 16 * i < tile.rows)
+                            asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(a + to + i * 2048),
+                                         "l"(bytes ? from[i] + kb * 128 : a_rows), "r"(bytes)
+                                         : "memory");
+                    }
+                    asm volatile("cp.async.commit_group;" ::: "memory");
+                    if (++issued > LAG) {
+                        asm volatile("cp.async.wait_group %0;" ::"n"(LAG) : "memory");
+                        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+                        __syncwarp();
+                        if (lane == 0) barrier_arrive(full + 8 * behind);
+                        if (++behind == STAGES) behind = 0;
+                    }
+                }
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            }
+        }
+        if (GATHER) {
+            asm volatile("cp.async.wait_group 0;\nfence.proxy.async.shared::cta;" ::: "memory");
+            __syncwarp();
+            for (int left = min(issued, LAG); left > 0; --left) {
+                if (lane == 0) barrier_arrive(full + 8 * behind);
+                if (++behind == STAGES) behind = 0;
+            }
+        }
+    } else {
+        asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
+        float acc[128];
+        int turn = 0;  // the warpgroup that takes the next tile of its own
+        bool waits = false;
+        u8* warp_staging = staging + warp * WARP_STAGING;
+        for (int t = blockIdx.x / CLUSTER;; t += step) {
+            if (!find_tile(groups, num_groups, t, tiles_n, band_width, rank, g, tile)) break;
+            bool alone = tile.rows <= 64;
+            int share = alone ? 2 : 1;
+            if (alone) {
+                turn ^= 1;
+                if (turn == wg) {
+                    // The other's tile.
+                    stage += k_blocks;
+                    parity ^= stage / STAGES & 1;
+                    stage %= STAGES;
+                    waits = true;
+                    continue;
+                }
+            }
+            int first_row = uniform(alone ? 0 : wg * 64), row_of_warp = first_row + warp % 4 * 16;
+            int row = tile.start + row_of_warp + lane / 4;
+#if FP8
+            Factors factors;
+            bool ready = false;  // the stage is full and its factors are known
+#pragma unroll
+            for (int i = 0; i < 128; ++i) acc[i] = 0.0f;
+            if (waits) wait_turn(wg), waits = false;
+            for (int kb = 0; kb < k_blocks; ++kb) {
+                u32 slot = uniform(ring + stage * STAGE_BYTES), a = descriptor(slot + first_row * 128);
+                u32 b = descriptor(slot + A_BYTES);
+                const float* of_stage = scales + stage * (SCALE_BYTES / 4) + row_of_warp + lane / 4;
+                if (!ready) {
+                    barrier_wait(full + 8 * stage, parity);
+                    factors.load(of_stage, row_of_warp + lane / 4);
+                }
+                float part[64];
+                multiply(part, a, b);
+                // While that runs, what the next stage needs is made ready, if it is there.
+                int next = stage + 1 == STAGES ? 0 : stage + 1;
+                u32 next_parity = parity ^ (next == 0);
+                ready = kb + 1 < k_blocks && barrier_test(full + 8 * next, next_parity);
+                Factors next_factors = factors;
+                if (ready) next_factors.load(of_stage + (next - stage) * (SCALE_BYTES / 4), row_of_warp + lane / 4);
+                mma_wait<0>();
+                add_up<0>(acc, part, factors, of_stage, row_of_warp + lane / 4);
+                multiply(part, a, b + (HALF_BYTES >> 4));
+                mma_wait<0>();
+                if (factors.plain) release(empty + 8 * stage, share);
+                add_up<64>(acc, part, factors, of_stage, row_of_warp + lane / 4);
+                if (!factors.plain) release(empty + 8 * stage, share);
+                factors = next_factors, stage = next, parity = next_parity;
+            }
+#else
+            u32 before = empty;
+            if (waits) wait_turn(wg), waits = false;
+            for (int kb = 0; kb < k_blocks; ++kb) {
+                u32 slot = uniform(ring + stage * STAGE_BYTES), a = descriptor(slot + first_row * 128);
+                u32 b = descriptor(slot + A_BYTES);
+                barrier_wait(full + 8 * stage, parity);
+                keep(acc);
+                mma_fence();
+#pragma unroll
+                for (int k = 0; k < 4; ++k) mma_bf16(acc, a + 2 * k, b + 2 * k, kb > 0 || k > 0);
+                mma_commit();
+                mma_wait<1>();
+                if (kb > 0) release(before, share);
+                before = empty + 8 * stage;
+                if (++stage == STAGES) stage = 0, parity ^= 1;
+            }
+            mma_wait<0>();
+            keep(acc);
+            release(before, share);
+#endif
+            if (alone) give_turn(wg);
+            if (EXTRAS) apply_extras(acc, extras, row, capacity - 1, tile.expert, tile.column, columns);
+            constexpr int SIZE = OUT == 3 ? 1 : (OUT == 2 ? 4 : 2);
+            int rows = tile.rows - row_of_warp, width = columns - tile.column;
+            long long position = tile.start + row_of_warp;
+            long long stride = out_stride * SIZE;
+            u8* to = out + position * stride + (long long)tile.column * SIZE;
+            if (GATED) {
+#pragma unroll
+                for (int i = 0; i < 64; ++i) acc[i] = swiglu(acc[i], acc[64 + i], alpha, limit, up_offset);
+            }
+            if (OUT == 3) {
+                int scale_columns = columns / 128;
+                float* scales = out_scales + position * scale_columns + tile.column / 128;
+                store_quantized(acc, warp_staging, to, stride, rows, scales, scale_columns);
+            } else {
+                store_half<0>(acc, warp_staging, to, stride, rows, width);
+                if (!GATED) store_half<64>(acc, warp_staging, to + HALF * SIZE, stride, rows, width - HALF);
+            }
+        }
+        if (waits) wait_turn(wg);
+    }
+    __syncwarp();
+    sync_cluster();
+}

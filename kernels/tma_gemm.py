@@ -1,0 +1,381 @@
+"""Grouped GEMM on Hopper for weights that tensor cores read as they are stored: `fp8_block` and `bf16`.
+
+The host side of `tma_gemm.cu`: what it supports, which of its two regimes is taken, tensor maps, launches. The contract
+is that of `grouped_gemm.py`, whose Triton kernel is the fallback for everything else. `fp8_block` sums each 128 of K
+from zero in the tensor cores and adds `partial * (row scale * weight scale)` in fp32, or, where one of the scales is
+outside 2^-64 .. 2^64, `(partial * row scale) * weight scale`; `bf16` sums in the tensor cores. Every row sums its K in
+the order of K, whatever the regime, its tile and its neighbours: both regimes give the same bits.
+
+The two numbers, on one H200. Prefill, FP8, 8 groups x 4096 rows, (N, K) = (4096, 7168): 1.92e12 flops, 1.33 ms at the
+1452 TFLOP/s of torch's dense 8192^3 in the same session (97% of the tensor cores' rate at the 1.38 GHz that 690 W
+leave), 0.74 GB, 0.17 ms. Decode, FP8, 32 groups x 32 rows, both products of the reference model: 1.41 GB of weights,
+328 us at 4.3 TB/s.
+
+Measured, steady state (graphs of launches one behind the other, at the power limit):
+
+    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1216-1280 / 1125-1179 TFLOP/s
+         torch's row-wise _scaled_grouped_mm          1227-1379 /  983-1269
+    FP8  8 x 4096, gate_up with SwiGLU, requantized   1179-1232
+    FP8  8 x 4096, (4096, 7168), rows gathered        1073
+    FP8  32 x 1024 (4096, 7168): even, half of the rows in one group, Zipf, 16 empty   1189, 1112, 1140, 1206
+    BF16 8 x 4096, (4096, 7168) / (7168, 2048)       771-786 / 767; torch's _grouped_mm 705-745 / 690-761
+    FP8  8 x 16, 32, 48 rows                          60.9, 61.6, 62.3 us / 34.2, 34.7, 35.7 us
+    FP8  32 x 32 rows, gate_up and down               228.1 + 121.1 = 349 us
+
+What each version brought (FP8 8 x 4096, (4096, 7168); decode is 32 x 32, gate_up + down):
+
+    1. ring, persistent tiles, cluster of two: 751 TFLOP/s (932 without the cluster), 253 + 142 us. Releasing a stage to
+       the other block with the default fence of the cluster waits for all memory of the GPU.
+    2. release without it; tiles of at most 64 rows by the warpgroups in turn: 988, 235 + 124 us.
+    3. descriptors in uniform registers, and with them no spills: 1040; BF16 from 733 to 780.
+    4. scales through the ring instead of loads by the math warps, one multiply-add for each partial sum: 1280.
+    5. the next stage's barrier and scales under the first product of this one: 1363 to 1185 cycles a stage, of which
+       the tensor cores need 1024; no faster here at the power limit, (7168, 2048) from 1035 to 1146; 228 + 121 us.
+
+Dropped: turns of the warpgroups at the tensor cores (-11%: multiply-adds take 2.5 cycles beside the other warpgroup's
+products, which compete for registers, and 1.4 when the tensor cores rest); rows from registers with two sets of partial
+sums of 64 columns (1174: 4.8 cycles beside products of the same warp); a head start of one warpgroup for BF16 (-6%).
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections import OrderedDict
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import torch
+
+from moe_runtime.formats import FormatCode, TokenFormat, ceil_div
+from moe_runtime.grouped import GroupedRows
+from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.gemm_arguments import (
+    OUT_DTYPES,
+    check_activation,
+    check_operands,
+    check_out,
+    empty_intermediate,
+)
+from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
+
+SOURCE = "tma_gemm.cu"
+MAX_SHARED_BYTES = 227 * 1024
+MAX_GROUPS = 1024
+MAX_INDEX = 2**31 - 1
+HALF = 128
+"""Weight rows of half a tile: a plain tile has 256 columns, a gated one 128 of gate and 128 of up."""
+
+TILE_ROWS = 128
+STAGE_BYTES = (TILE_ROWS + 2 * HALF) * 128
+"""Bytes of one stage of the ring: 128 bytes of K of each row of a tile."""
+
+THREADS = 384
+STAGING_BYTES = 2048
+"""Shared memory in which each warp turns its results into rows."""
+
+SCALE_BYTES = 544
+MAX_STAGES = 4
+BAND_BYTES = 2**24
+"""Weights that the tiles of a band read in a group: part of the L2 cache, beside rows and results."""
+
+DECODE_ROWS = 64
+"""Packed positions per group up to which a launch takes the decode regime. Capacities are worst cases, several times
+the rows that come; the other regime takes few rows as well, at the same rate."""
+
+MAPS_KEPT = 1024
+
+
+@dataclass(frozen=True)
+class Regime:
+    """How a launch cuts its work.
+
+    Attributes:
+        name: `decode` or `prefill`.
+        cluster: blocks that share loads by multicast.
+        box_rows: rows that one copy of the rows' tensor map brings; where there is no cluster, boxes without rows of
+            the group are left out.
+    """
+
+    name: str
+    cluster: int
+    box_rows: int
+
+    def stages(self, num_groups: int) -> int:
+        """Stages that fit beside what else lies in shared memory."""
+        return (MAX_SHARED_BYTES - other_bytes(num_groups)) // STAGE_BYTES
+
+    def band(self, row_bytes: int) -> int:
+        """Column tiles that are walked together, all row tiles of them before the next: their weights stay in L2."""
+        if self.cluster == 1:
+            return 1
+        return max(4, min(32, BAND_BYTES // (2 * HALF * row_bytes)))
+
+    def shared_bytes(self, num_groups: int) -> int:
+        """Dynamic shared memory of a block."""
+        return self.stages(num_groups) * STAGE_BYTES + other_bytes(num_groups)
+
+
+def other_bytes(num_groups: int) -> int:
+    """Shared memory beside the ring: staging, scales and barriers of the stages, the table of groups."""
+    return 8 * STAGING_BYTES + MAX_STAGES * (SCALE_BYTES + 16) + 16 * (num_groups + 1)
+
+
+DECODE = Regime("decode", cluster=1, box_rows=16)
+PREFILL = Regime("prefill", cluster=2, box_rows=32)
+
+
+def choose_regime(capacity: int, num_groups: int) -> Regime:
+    """The regime of a launch: a function of what the host knows, so that a graph keeps it."""
+    return DECODE if capacity <= DECODE_ROWS * num_groups else PREFILL
+
+
+def supports(a: GroupedRows, w: ExpertWeights, out: torch.Tensor | None = None) -> bool:
+    """Whether `grouped_gemm` here takes these operands: `fp8_block` or `bf16`, on Hopper, aligned to 16 bytes."""
+    if a.rows.device.type != "cuda" or torch.cuda.get_device_capability(a.rows.device)[0] != 9:
+        return False
+    return _fits(a, w) and (out is None or (out.dtype in OUT_DTYPES and _aligned(out)))
+
+
+def supports_swiglu(a: GroupedRows, w: ExpertWeights, out_format: TokenFormat) -> bool:
+    """Whether `grouped_gemm_swiglu` here takes these operands; its results are `fp8_block` or `bf16`."""
+    inner = w.num_rows // 2
+    if out_format.code not in (FormatCode.BF16, FormatCode.FP8_BLOCK):
+        return False
+    # Blocks of 128 rows of the weight's scales must not straddle gate and up in one tile.
+    whole = w.format.code == FormatCode.BF16 or inner % HALF == 0
+    return whole and supports(a, w)
+
+
+def _fits(a: GroupedRows, w: ExpertWeights) -> bool:
+    if a.format.code != w.format.code or a.format.code not in (FormatCode.BF16, FormatCode.FP8_BLOCK):
+        return False
+    if not 0 < a.num_groups <= MAX_GROUPS or w.num_experts == 0 or a.capacity == 0:
+        return False
+    # Scales are found by 32-bit numbers.
+    v = ceil_div(a.num_columns, HALF)
+    if max(a.capacity, w.num_experts * (ceil_div(w.num_rows, HALF) + 1)) * v > MAX_INDEX:
+        return False
+    return _aligned(a.rows) and w.quants.data_ptr() % 16 == 0
+
+
+def _aligned(t: torch.Tensor) -> bool:
+    stride = t.stride(0) * t.element_size()
+    return t.data_ptr() % 16 == 0 and stride % 16 == 0 and 0 < stride < 2**40
+
+
+def grouped_gemm(
+    a: GroupedRows,
+    w: ExpertWeights,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    regime: Regime | None = None,
+) -> torch.Tensor:
+    """`grouped_gemm.grouped_gemm` for operands that `supports` takes; `regime` None is `choose_regime`.
+
+    Raises `ValueError` naming the argument that does not fit.
+    """
+    check_operands(a, w)
+    out = check_out(a, w, out, out_dtype)
+    if a.capacity and a.num_groups and w.num_experts:
+        if not supports(a, w, out):
+            raise ValueError("a, w, out: not supported by this kernel")
+        _launch(a, w, regime, w.num_rows, out, out.stride(0), None, OUT_DTYPES.index(out.dtype), None)
+    return out
+
+
+def grouped_gemm_swiglu(
+    a: GroupedRows,
+    w: ExpertWeights,
+    activation: SwiGLU,
+    *,
+    out_format: str | TokenFormat,
+    regime: Regime | None = None,
+) -> GroupedRows:
+    """`grouped_gemm.grouped_gemm_swiglu` for operands that `supports_swiglu` takes; `regime` None is `choose_regime`.
+
+    Raises `ValueError` naming the argument that does not fit.
+    """
+    check_operands(a, w)
+    check_activation(w, activation)
+    out, _ = empty_intermediate(a, w, out_format, None)
+    if a.capacity and a.num_groups and w.num_experts:
+        if not supports_swiglu(a, w, out.format):
+            raise ValueError("a, w, out_format: not supported by this kernel")
+        code = 0 if out.scales is None else 3
+        _launch(a, w, regime, out.num_columns, out.rows, out.num_columns, out.scales, code, activation)
+    return out
+
+
+class _Extras(ctypes.Structure):
+    _fields_ = (
+        ("row_scale", ctypes.c_void_p),
+        ("expert_scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("scales_per_expert", ctypes.c_int32),
+    )
+
+
+def macros(
+    fmt: TokenFormat,
+    regime: Regime,
+    num_groups: int,
+    *,
+    gather: bool,
+    gated: bool,
+    order: GateUpOrder | None,
+    out_code: int,
+    extras: bool,
+) -> dict[str, int]:
+    """Macros of `tma_gemm.cu`; `out_code` is 0 bf16, 1 fp16, 2 fp32, 3 e4m3 with block scales."""
+    return {
+        "FP8": int(fmt.code == FormatCode.FP8_BLOCK),
+        "STAGES": regime.stages(num_groups),
+        "CLUSTER": regime.cluster,
+        "A_BOX": regime.box_rows,
+        "GATHER": int(gather),
+        "GATED": int(gated),
+        "ORDER": 0 if order is None else order.code,
+        "OUT": out_code,
+        "EXTRAS": int(extras),
+    }
+
+
+def _launch(
+    a: GroupedRows,
+    w: ExpertWeights,
+    regime: Regime | None,
+    columns: int,
+    out: torch.Tensor,
+    out_stride: int,
+    out_scales: torch.Tensor | None,
+    out_code: int,
+    activation: SwiGLU | None,
+) -> None:
+    regime = choose_regime(a.capacity, a.num_groups) if regime is None else regime
+    device, groups, active = a.rows.device, a.num_groups, a.num_active_experts
+    scales_per_expert = 0 if w.expert_scales is None else w.expert_scales.ndim
+    order = activation.order if activation is not None else (w.gate_up if scales_per_expert == 2 else None)
+    gather = a.row_index is not None
+    defines = macros(
+        a.format,
+        regime,
+        groups,
+        gather=gather,
+        gated=activation is not None,
+        order=order,
+        out_code=out_code,
+        extras=not (a.row_scale is None and w.expert_scales is None and w.bias is None),
+    )
+    extras = _Extras(_pointer(a.row_scale), _pointer(w.expert_scales), _pointer(w.bias), scales_per_expert)
+    w_map = _weight_map(w, None if activation is None else activation.order)
+    a_map = w_map if gather else _rows_map(a.rows, a.num_columns, regime.box_rows)
+    row_bytes = a.num_columns * a.rows.element_size()
+    formula = activation or SwiGLU()
+    nvrtc.launch(
+        SOURCE,
+        "tma_gemm",
+        defines,
+        grid=(_blocks(device) // regime.cluster * regime.cluster, 1, 1),
+        block=THREADS,
+        arguments=[
+            a_map,
+            w_map,
+            a.rows,
+            ctypes.c_int64(a.rows.stride(0) * a.rows.element_size()),
+            a.row_index,
+            a.scales,
+            w.scales,
+            extras,
+            out,
+            ctypes.c_int64(out_stride),
+            out_scales,
+            a.group_offsets,
+            a.expert_ids,
+            active if isinstance(active, torch.Tensor) else None,
+            min(groups, active) if isinstance(active, int) else groups,
+            w.num_experts,
+            a.capacity,
+            columns,
+            ceil_div(row_bytes, 128),
+            row_bytes,
+            regime.band(row_bytes),
+            ctypes.c_float(formula.alpha),
+            ctypes.c_float(float("inf") if formula.limit is None else formula.limit),
+            # Adding -0 changes no number.
+            ctypes.c_float(formula.up_offset or -0.0),
+        ],
+        device=device,
+        shared_bytes=regime.shared_bytes(groups),
+    )
+
+
+def _pointer(t: torch.Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+@cache
+def _blocks(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
+def _rows_map(rows: torch.Tensor, k: int, box_rows: int) -> Any:
+    """Map of `[rows, K]`: boxes of 128 bytes of K times `box_rows`; zeros outside."""
+    stride = rows.stride(0) * rows.element_size()
+    return _tensor_map(
+        rows.data_ptr(),
+        rows.element_size(),
+        (k, max(rows.shape[0], 1)),
+        (stride,),
+        (128 // rows.element_size(), box_rows),
+    )
+
+
+def _weight_map(w: ExpertWeights, order: GateUpOrder | None) -> Any:
+    """Map of `[E, halves, rows, K]`, or `[E, rows, halves, K]` where gate and up alternate: boxes of 128 rows."""
+    size = w.quants.element_size()
+    experts, n, k = w.quants.shape
+    row, expert, box_k = k * size, n * k * size, 128 // size
+    if order is None:
+        dims, strides, box = (k, n, 1, experts), (row, expert, expert), (box_k, HALF, 1, 1)
+    elif order is GateUpOrder.INTERLEAVED:
+        dims, strides, box = (k, 2, n // 2, experts), (row, 2 * row, expert), (box_k, 1, HALF, 1)
+    else:
+        dims, strides, box = (k, n // 2, 2, experts), (row, n // 2 * row, expert), (box_k, HALF, 1, 1)
+    return _tensor_map(w.quants.data_ptr(), size, dims, strides, box)
+
+
+_maps: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
+
+
+def _tensor_map(
+    address: int, element_size: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> Any:
+    """A tensor map in the 128-byte swizzle; kept, since making one takes longer than a launch."""
+    key = (address, element_size, dims, strides, box)
+    if key in _maps:
+        _maps.move_to_end(key)
+        return _maps[key]
+    from cuda.bindings import driver
+
+    kinds = driver.CUtensorMapDataType
+    status, tensor_map = driver.cuTensorMapEncodeTiled(
+        kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8 if element_size == 1 else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        len(dims),
+        address,
+        [driver.cuuint64_t(size) for size in dims],
+        [driver.cuuint64_t(stride) for stride in strides],
+        [driver.cuuint32_t(size) for size in box],
+        [driver.cuuint32_t(1)] * len(dims),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if int(status) != 0:
+        raise nvrtc.NvrtcError(f"cuTensorMapEncodeTiled {dims} {strides} {box}: {status.name}")
+    _maps[key] = tensor_map
+    if len(_maps) > MAPS_KEPT:
+        _maps.popitem(last=False)
+    return tensor_map

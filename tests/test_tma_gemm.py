@@ -1,0 +1,318 @@
+"""The Hopper GEMM in CUDA C++: what it compiles to, what it supports, and, on a GPU, its results against float64."""
+
+from __future__ import annotations
+
+import subprocess
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import triton
+
+from moe_runtime.formats import BF16, FORMATS, FP8_BLOCK, token_format
+from moe_runtime.grouped import GroupedRows
+from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels import tma_gemm as tma
+from moe_runtime.kernels.quantize import quantize_rows
+from moe_runtime.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
+from tests.comparison import assert_same_bits
+from tests.gemm_cases import bits, check_inside, exact_gemm, make_rows, random_weights
+from tests.test_grouped_gemm import UNIT, _check_quantized, _check_untouched, _poisoned
+
+REGIMES = [tma.DECODE, tma.PREFILL]
+NAMES = ["fp8_block", "bf16"]
+IDS = [regime.name for regime in REGIMES]
+
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability()[0] == 9
+on_hopper = [pytest.mark.gpu, pytest.mark.skipif(torch.cuda.is_available() and not HOPPER, reason="needs Hopper")]
+
+
+def gpu(test: Any) -> Any:
+    for mark in on_hopper:
+        test = mark(test)
+    return test
+
+
+# --- without a GPU ---------------------------------------------------------------------------------------------------
+
+
+def _variants() -> list[dict[str, int]]:
+    """Every way in which a layer uses the kernel: both products, gathered and packed, in each order of gate and up."""
+    found = []
+    for fmt in (FP8_BLOCK, BF16):
+        for regime in REGIMES:
+            for gather in (False, True):
+                common: dict[str, Any] = dict(gather=gather, extras=False)
+                found.append(tma.macros(fmt, regime, 32, gated=False, order=None, out_code=0, **common))
+                for order in GateUpOrder:
+                    code = 3 if fmt is FP8_BLOCK else 0
+                    found.append(tma.macros(fmt, regime, 32, gated=True, order=order, out_code=code, **common))
+    return found
+
+
+@pytest.mark.cpu_only
+@pytest.mark.timeout(600)
+def test_variants_compile_to_tensor_core_instructions() -> None:
+    for variant in _variants():
+        ptx = nvrtc.compile_source(tma.SOURCE, variant, "compute_90a").decode()
+        wgmma = "m64n128k32.f32.e4m3.e4m3" if variant["FP8"] else "m64n256k16.f32.bf16.bf16"
+        assert f"wgmma.mma_async.sync.aligned.{wgmma}" in ptx, variant
+        assert "cp.async.bulk.tensor.4d" in ptx and "setmaxnreg.inc" in ptx, variant
+        assert ("multicast::cluster" in ptx) == (variant["CLUSTER"] == 2), variant
+
+
+@pytest.mark.cpu_only
+@pytest.mark.timeout(600)
+def test_variants_keep_their_sums_in_registers(tmp_path: Path) -> None:
+    """No more of the stack than a few words of addresses: an accumulator that spills takes hundreds of bytes."""
+    cuobjdump = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
+    if not cuobjdump.exists():
+        pytest.skip("this triton brings no cuobjdump")
+    for variant in _variants():
+        file = tmp_path / "kernel.cubin"
+        file.write_bytes(nvrtc.compile_source(tma.SOURCE, variant))
+        usage = subprocess.run([str(cuobjdump), "-res-usage", str(file)], capture_output=True, text=True, check=True)
+        stack = int(usage.stdout.split("STACK:")[1].split()[0])
+        assert stack <= (16 if variant["GATHER"] else 0), (variant, usage.stdout)
+
+
+def test_shared_memory_fits_whatever_the_number_of_groups() -> None:
+    for regime in REGIMES:
+        for groups in (1, 32, 256, tma.MAX_GROUPS):
+            assert regime.stages(groups) >= 3
+            assert regime.shared_bytes(groups) <= tma.MAX_SHARED_BYTES
+
+
+def test_regime_is_a_function_of_sizes() -> None:
+    assert tma.choose_regime(8 * 64, 8) is tma.DECODE
+    assert tma.choose_regime(8 * 64 + 1, 8) is tma.PREFILL
+    assert tma.choose_regime(0, 1) is tma.DECODE
+
+
+def test_bands_hold_what_stays_in_cache() -> None:
+    assert tma.DECODE.band(7168) == 1
+    assert tma.PREFILL.band(7168) == 9 and tma.PREFILL.band(2048) == 32
+    assert tma.PREFILL.band(2**20) == 4
+
+
+def test_other_devices_and_formats_are_not_supported(rng: torch.Generator) -> None:
+    cpu = torch.device("cpu")
+    for name in FORMATS:
+        w = random_weights(name, 2, 64, 128, rng, cpu)
+        a = make_rows(name, [3], 128, rng, cpu, num_experts=2)
+        assert not tma.supports(a, w)
+        # What is left to ask where the device is the right one.
+        assert tma._fits(a, w) == (name in NAMES)
+        if name in NAMES:
+            assert not tma._fits(replace(a, rows=torch.zeros(4, 129).to(a.rows.dtype)[:, :128]), w)
+            assert not tma._fits(replace(a, expert_ids=torch.zeros(tma.MAX_GROUPS + 1, dtype=torch.int32)), w)
+
+
+def test_gated_scales_of_one_tile_are_of_gate_or_of_up(rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tma, "supports", lambda a, w: True)
+    cpu = torch.device("cpu")
+    a = make_rows("fp8_block", [3], 128, rng, cpu, num_experts=2)
+    for inner, fits in ((128, True), (384, True), (192, False)):
+        w = random_weights("fp8_block", 2, 2 * inner, 128, rng, cpu, gate_up=True)
+        assert tma.supports_swiglu(a, w, BF16) == fits
+        assert not tma.supports_swiglu(a, w, FORMATS["nvfp4"])
+
+
+# --- results ---------------------------------------------------------------------------------------------------------
+
+
+def _ragged(name: str, k: int, rng: torch.Generator, device: torch.device, gather: bool) -> GroupedRows:
+    """Empty groups, skipped and inactive ones, odd and even numbers of tiles, tails on both sides of 64 rows."""
+    sizes, ids = [3, 0, 70, 5, 1, 2, 300, 4, 193, 128], [2, 0, 0, -1, 1, 3, 2, 1, 0, 1]
+    a = make_rows(name, sizes, k, rng, device, num_experts=3, expert_ids=ids, gather=gather, spare=9)
+    return replace(a, num_active_experts=torch.tensor([9], dtype=torch.int32, device=device))
+
+
+@gpu
+@pytest.mark.parametrize("regime", REGIMES, ids=IDS)
+@pytest.mark.parametrize("gather", [False, True], ids=["packed", "gathered"])
+@pytest.mark.parametrize(("name", "k"), [("fp8_block", 128), ("fp8_block", 640), ("bf16", 64), ("bf16", 200)])
+def test_ragged_groups(
+    name: str, k: int, gather: bool, regime: tma.Regime, rng: torch.Generator, device: torch.device
+) -> None:
+    w = random_weights(name, 3, 392, k, rng, device)
+    a = _ragged(name, k, rng, device, gather)
+    assert tma.supports(a, w)
+    out = _poisoned(a.capacity + 2, 392, torch.bfloat16, device)
+    before = out.clone()
+    assert tma.grouped_gemm(a, w, out=out, regime=regime) is out
+    exact = exact_gemm(a, w, device)
+    check_inside(out, exact, UNIT[torch.bfloat16])
+    _check_untouched(out, before, exact.written)
+
+
+@gpu
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize("order", [None, *GateUpOrder])
+def test_epilogue(
+    order: GateUpOrder | None, dtype: torch.dtype, name: str, rng: torch.Generator, device: torch.device
+) -> None:
+    """Row scale, expert scale (of gate and up apart), bias, and each output type."""
+    n = 288
+    bias = torch.randn(2, n, generator=rng)
+    w = random_weights(name, 2, n, 256, rng, device, gate_up=order or False, bias=bias)
+    shape = (2,) if order is None else (2, 2)
+    w = replace(w, expert_scales=(torch.rand(shape, generator=rng) + 0.5).to(device))
+    a = make_rows(name, [5, 66, 200], 256, rng, device, num_experts=2)
+    a = replace(a, row_scale=(torch.rand(a.capacity, generator=rng) + 0.5).to(device))
+    out = tma.grouped_gemm(a, w, out_dtype=dtype)
+    assert out.dtype == dtype
+    check_inside(out, exact_gemm(a, w, device), UNIT[dtype])
+
+
+@gpu
+@pytest.mark.parametrize("regime", REGIMES, ids=IDS)
+@pytest.mark.parametrize(("name", "to"), [("fp8_block", "fp8_block"), ("fp8_block", "bf16"), ("bf16", "bf16")])
+@pytest.mark.parametrize(
+    "activation",
+    [SwiGLU(), SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), SwiGLU(GateUpOrder.INTERLEAVED, limit=0.5), GPT_OSS],
+    ids=["silu", "up_gate", "limit", "gpt_oss"],
+)
+def test_swiglu_requantized(
+    activation: SwiGLU, name: str, to: str, regime: tma.Regime, rng: torch.Generator, device: torch.device
+) -> None:
+    inner = 40 if name == "bf16" else 256
+    w = torch.randn(3, 2 * inner, 128, generator=rng) * 0.2
+    w[:, activation.order.up_rows(2 * inner)] *= 3
+    bias = torch.randn(3, 2 * inner, generator=rng) if activation.up_offset else None
+    weights = ExpertWeights.quantize(w, name, gate_up=activation.order, bias=bias, engine="torch").to(device)
+    for gather in (False, True):
+        a = _ragged(name, 128, rng, device, gather)
+        hidden = tma.grouped_gemm_swiglu(a, weights, activation, out_format=to, regime=regime)
+        assert hidden.num_columns == inner and hidden.row_index is None
+        _check_quantized(hidden, exact_gemm(a, weights, device), activation, 1.0)
+
+
+@gpu
+def test_requantization_is_that_of_the_quantizer(rng: torch.Generator, device: torch.device) -> None:
+    """Bit for bit, of the fp32 numbers that the same kernel stores when asked for them."""
+    inner, k, activation = 512, 256, SwiGLU()
+    w = random_weights("fp8_block", 2, 2 * inner, k, rng, device, gate_up=True)
+    a = make_rows("fp8_block", [150, 61, 1], k, rng, device, num_experts=2)
+    assert a.scales is not None
+    scales = a.scales.clone()
+    scales[7] *= 1e-6  # blocks below the least scale
+    scales[9, 0], scales[160, 1] = float("nan"), float("inf")
+    a = replace(a, scales=scales)
+    h = torch.empty(a.capacity, inner, device=device)
+    tma._launch(a, w, None, inner, h, inner, None, 2, activation)
+    hidden = tma.grouped_gemm_swiglu(a, w, activation, out_format="fp8_block")
+    want = quantize_rows(h.cpu(), "fp8_block", engine="torch")
+    assert hidden.scales is not None and want.scales_RV is not None
+    assert hidden.scales.isnan().sum() >= 8
+    assert_same_bits(hidden.rows, want.quants_RK, "codes")
+    assert_same_bits(hidden.scales, want.scales_RV, "scales")
+
+
+@gpu
+@pytest.mark.parametrize("name", NAMES)
+def test_rows_have_the_same_bits_in_any_company(name: str, rng: torch.Generator, device: torch.device) -> None:
+    """In both regimes, alone, among others, gathered, and again."""
+    k, n = 1024, 520
+    w = random_weights(name, 2, n, k, rng, device)
+    x = torch.randn(331, k, generator=rng)
+    many = make_rows(name, [5, 326], k, rng, device, num_experts=2, x=x)
+    one = make_rows(name, [0, 1], k, rng, device, num_experts=2, x=x[300:301])
+    gathered = make_rows(name, [5, 326], k, rng, device, num_experts=2, x=x, gather=True)
+    want = tma.grouped_gemm(many, w, out_dtype=torch.float32, regime=tma.PREFILL)
+    for regime in (tma.PREFILL, tma.DECODE):
+        assert_same_bits(tma.grouped_gemm(many, w, out_dtype=torch.float32, regime=regime), want, regime.name)
+        assert_same_bits(tma.grouped_gemm(gathered, w, out_dtype=torch.float32, regime=regime), want, "gathered")
+        assert_same_bits(tma.grouped_gemm(one, w, out_dtype=torch.float32, regime=regime)[0], want[300], "alone")
+
+
+@gpu
+def test_scales_whose_product_leaves_fp32(rng: torch.Generator, device: torch.device) -> None:
+    """A row scale of 2^-100 and a weight scale of 2^90 are exact, NaN stays in its row, neighbours keep their bits."""
+    k, n, far = 384, 256, 5
+    x = torch.randint(-3, 4, (70, k), generator=rng).float()
+    m = torch.randint(-3, 4, (1, n, k), generator=rng).float()
+    a = make_rows("fp8_block", [70], k, rng, device, num_experts=1, x=x * 0 + 1)
+    w = ExpertWeights.quantize(m, "fp8_block", engine="torch").to(device)
+    ones = torch.ones(70, 3, device=device)
+    a = replace(a, rows=x.to(torch.float8_e4m3fn).to(device), scales=ones)
+    w = replace(w, quants=m.to(torch.float8_e4m3fn).to(device), scales=torch.ones(1, 2, 3, device=device))
+    exact = (x.double() @ m[0].double().T).float()
+    got = tma.grouped_gemm(a, w, out_dtype=torch.float32)
+    assert_same_bits(got, exact, "ones")
+    scales = ones.clone()
+    scales[far] = 2.0**-100
+    scales[far + 1, 1] = float("nan")
+    got = tma.grouped_gemm(replace(a, scales=scales), w, out_dtype=torch.float32)
+    assert_same_bits(got[far], exact[far] * 2.0**-100, "far row")
+    assert got[far + 1].isnan().all()
+    others = [i for i in range(70) if i not in (far, far + 1)]
+    assert_same_bits(got[others], exact[others], "neighbours")
+    # Their product is 2^-140, which would keep few bits; one after the other they lose none before the result.
+    scales = torch.full((70, 3), 2.0**-70, device=device)
+    far_weights = torch.full((1, 2, 3), 1.5 * 2.0**-70, device=device)
+    huge = replace(w, quants=(m * 64).to(torch.float8_e4m3fn).to(device), scales=far_weights)
+    a = replace(a, rows=(x * 64).to(torch.float8_e4m3fn).to(device), scales=scales * 1.5)
+    got = tma.grouped_gemm(a, huge, out_dtype=torch.float32)
+    want = (exact.double() * 2.0**12 * 2.25 * 2.0**-140).float()
+    assert ((got.cpu().double() - want.cpu().double()).abs() <= 3 * 2.0**-149).all()
+
+
+@gpu
+def test_nothing_to_do_and_rows_past_the_capacity(rng: torch.Generator, device: torch.device) -> None:
+    w = random_weights("fp8_block", 2, 256, 128, rng, device)
+    a = make_rows("fp8_block", [3, 190, 5], 128, rng, device, num_experts=2)
+    want = tma.grouped_gemm(a, w)
+    for capacity in (140, 3, 0):
+        out = _poisoned(198, 256, torch.bfloat16, device)
+        before = out.clone()
+        tma.grouped_gemm(replace(a, capacity=capacity), w, out=out)
+        assert_same_bits(out[:capacity], want[:capacity], "rows that fit")
+        assert_same_bits(out[capacity:], before[capacity:], "rows past the capacity")
+    for active in (0, torch.tensor([0], dtype=torch.int32, device=device)):
+        out = _poisoned(198, 256, torch.bfloat16, device)
+        before = out.clone()
+        tma.grouped_gemm(replace(a, num_active_experts=active), w, out=out)
+        assert_same_bits(out, before, "no active groups")
+
+
+@gpu
+def test_many_groups(rng: torch.Generator, device: torch.device) -> None:
+    """Many more groups than a warp has lanes, most of them empty or of a few rows."""
+    w = random_weights("bf16", 3, 64, 64, rng, device)
+    sizes = [(7 * g) % 5 for g in range(tma.MAX_GROUPS)]
+    a = make_rows("bf16", sizes, 64, rng, device, num_experts=3)
+    check_inside(tma.grouped_gemm(a, w), exact_gemm(a, w, device), UNIT[torch.bfloat16])
+
+
+@gpu
+def test_captured_in_a_graph(rng: torch.Generator, device: torch.device) -> None:
+    """Offsets are read when the graph is replayed."""
+    w = random_weights("fp8_block", 2, 256, 256, rng, device)
+    a = make_rows("fp8_block", [200, 100], 256, rng, device, num_experts=2)
+    out = torch.zeros(300, 256, dtype=torch.bfloat16, device=device)
+    tma.grouped_gemm(a, w, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        tma.grouped_gemm(a, w, out=out)
+    a.group_offsets.copy_(torch.tensor([0, 20, 300], dtype=torch.int32))
+    out.zero_()
+    graph.replay()
+    torch.cuda.synchronize()
+    assert_same_bits(out, tma.grouped_gemm(a, w), "replayed with other offsets")
+
+
+@gpu
+def test_unsupported_operands_are_refused(rng: torch.Generator, device: torch.device) -> None:
+    w = random_weights("mxfp8", 2, 64, 128, rng, device)
+    a = make_rows("mxfp8", [3], 128, rng, device, num_experts=2)
+    with pytest.raises(ValueError, match="not supported"):
+        tma.grouped_gemm(a, w)
+    w = random_weights("bf16", 2, 64, 128, rng, device, gate_up=True)
+    a = make_rows("bf16", [3], 128, rng, device, num_experts=2)
+    with pytest.raises(ValueError, match="out_format"):
+        tma.grouped_gemm_swiglu(a, w, SwiGLU(), out_format=token_format("mxfp8"))
+    assert bits(tma.grouped_gemm(a, w)).shape == (3, 64)
