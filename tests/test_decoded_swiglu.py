@@ -15,6 +15,7 @@ from moe_runtime.kernels import grouped_gemm as gemm_module
 from moe_runtime.kernels.decoded_gemm import DECODE, PREFILL, DecodedShape, choose_shape
 from moe_runtime.kernels.gemm_arguments import DEFAULT_INTERMEDIATE_GSF
 from moe_runtime.kernels.grouped_gemm import grouped_gemm_swiglu
+from moe_runtime.kernels.quantize import quantize_rows
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
@@ -212,3 +213,47 @@ def test_experts_prepare_themselves(name: str, rng: torch.Generator, device: tor
     assert (got - want).norm() < 2e-3 * want.norm()
     kept = replace(experts, engine="torch").prepared()
     assert kept.gate_up is gate_up and kept.down is down
+
+
+@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("out", ["nvfp4", "mxfp8", "bf16"])
+def test_requantization_is_that_of_the_quantizer(
+    out: str, shape: DecodedShape, rng: torch.Generator, device: torch.device
+) -> None:
+    """Bit for bit, with ties, tiny and huge blocks, zeros and NaN: here each activation is `128 * u`, exactly.
+
+    One weight is 1 in each row, so that gate is the first number of a token and `u` are its last ones; a sigmoid of 128
+    is 1. Multiples of 1/4 up to 6 are all codes and borders of e2m1 where the scale is that of 6 * 128.
+    """
+    inner, count, gsf = 96, 24, 0.5
+    m = torch.zeros(1, 2 * inner, 16 + inner)
+    m[0, :inner, 0] = 1.0
+    m[0, inner:, 16:] = torch.eye(inner)
+    w = ExpertWeights.quantize(m, "nvfp4", gate_up=True, engine="torch").to(device)
+    # The quantizer makes 6 (code 7) times a scale of 1 / 6 of each 1; here it is code 2.
+    w = replace(w, quants=w.quants // 7 * 2, scales=unit_scales(w.scales), expert_scales=None)
+    assert (w.dequantize().cpu() == m).all()
+    u = torch.randn(count, inner, generator=rng)
+    u[:8] *= 2.0 ** torch.randint(-30, 20, (8, inner // 16), generator=rng).repeat_interleave(16, 1)
+    u[8:16] = torch.randint(-24, 25, (8, inner), generator=rng) / 4
+    u[8:16, ::16] = 6.0
+    u[16], u[17, 5], u[18, :32] = 0.0, torch.nan, 0.0
+    x = torch.zeros(count, 16 + inner)
+    x[:, 0], x[:, 16:] = 128.0, u
+    a = make_rows("bf16", [count], 16 + inner, rng, device, num_experts=1, spare=0 if shape is DECODE else 150, x=x)
+    assert choose_shape(a.capacity, 1) is shape
+    h = 128 * u.bfloat16().float()
+    # Zero weights times NaN are NaN too.
+    h[17] = torch.nan
+    encode = gsf if out == "nvfp4" else None
+    hidden = grouped_gemm_swiglu(a, PreparedWeights.prepare(w), SwiGLU(), out_format=out, out_gsf=encode)
+    want = quantize_rows(h, out, gsf=encode, engine="torch")
+    got = hidden.rows[:count].cpu()
+    if out == "bf16":
+        assert got[17].isnan().all() and want.quants_RK[17].isnan().all()
+        got[17], want.quants_RK[17] = 0, 0
+    assert_same_bits(got, want.quants_RK, "codes")
+    if want.scales_RV is not None:
+        assert hidden.scales is not None
+        found = bits(hidden.scales).reshape(-1)[swizzled(scale_rows(hidden)[:count], want.scales_RV.shape[1])]
+        assert_same_bits(torch.from_numpy(found), want.scales_RV.view(torch.uint8), "scales")
