@@ -19,13 +19,13 @@ from tests.comparison import assert_same_bits
 from tests.gemm_cases import (
     ENGINES,
     PAIRS,
-    check_quantized,
     exact_gemm,
     make_rows,
     random_weights,
     scale_rows,
     swizzled,
 )
+from tests.gemm_checks import check_quantized
 
 ACTIVATIONS = [
     SwiGLU(),

@@ -11,7 +11,6 @@ import triton
 import triton.language as tl
 
 from moe_runtime.formats import FORMATS, TokenFormat
-from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.gemm_operands import find_tile
 from moe_runtime.kernels.grouped_gemm import choose_tile, gemm_bytes, gemm_flops, grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.reference_quantize import raw_bits
@@ -21,15 +20,13 @@ from tests.gemm_cases import (
     ENGINES,
     PAIRS,
     UNIT,
-    Array,
     check_inside,
-    check_untouched,
     decode_rows,
     exact_gemm,
     make_rows,
-    poisoned,
     random_weights,
 )
+from tests.gemm_checks import check_untouched, integer_operands, poisoned, unit_scales
 
 RAGGED_K = {"bf16": 200, "fp8_block": 384, "mxfp8": 160, "nvfp4": 336}
 
@@ -138,46 +135,17 @@ def test_epilogue(
     check_inside(out, exact_gemm(a, w, device), UNIT[dtype])
 
 
-def _integers(name: str, rng: torch.Generator, device: torch.device) -> tuple[GroupedRows, ExpertWeights, Array]:
-    """Operands whose every product and sum is an integer below 2^24 times one power of two, and the exact result."""
-    k, sizes, n = 256, [3, 68], 40
-    values = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 6.0])
-
-    def draw(*shape: int) -> torch.Tensor:
-        sign = torch.randint(0, 2, shape, generator=rng) * 2 - 1
-        return values[torch.randint(0, 6, shape, generator=rng)] * sign
-
-    x, m = draw(sum(sizes), k), draw(2, n, k)
-    x[:, ::16], m[:, :, ::16] = 6.0, 6.0
-    a = make_rows(name, sizes, k, rng, device, num_experts=2, x=x)
-    w = ExpertWeights.quantize(m, name, engine="torch").to(device)
-    if name == "mxfp8":
-        # Far scales that cancel: byte 0 (2^-127, denormal in bf16) of the rows, 2^115 of the weights.
-        assert a.scales is not None and w.scales is not None
-        a, w = replace(a, scales=a.scales - 121), replace(w, scales=w.scales + 121)
-    exact = np.zeros((a.capacity, n))
-    rows, weights = x.double().numpy(), m.double().numpy()
-    for g, (first, last) in enumerate([(0, 3), (3, 71)]):
-        exact[first:last] = rows[first:last] @ weights[g].T
-    return a, w, exact
-
-
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("name", ["bf16", "mxfp8", "nvfp4"])
 def test_small_integers_are_exact(name: str, engine: str, rng: torch.Generator, device: torch.device) -> None:
-    a, w, exact = _integers(name, rng, device)
+    a, w, exact = integer_operands(name, rng, device)
     if name == "nvfp4":
         # The quantizers make 448 and 1/448 of the two levels of scales, which is not exact; the codes are.
-        a = replace(a, row_scale=torch.full((a.capacity,), 0.5, device=device), scales=_ones(a.scales))
-        w = replace(w, expert_scales=torch.full((2,), 4.0, device=device), scales=_ones(w.scales))
+        a = replace(a, row_scale=torch.full((a.capacity,), 0.5, device=device), scales=unit_scales(a.scales))
+        w = replace(w, expert_scales=torch.full((2,), 4.0, device=device), scales=unit_scales(w.scales))
         exact = exact * 2.0
     out = grouped_gemm(a, w, out_dtype=torch.float32, engine=engine)
     assert_same_bits(out, torch.from_numpy(exact).float(), name)
-
-
-def _ones(scales: torch.Tensor | None) -> torch.Tensor:
-    assert scales is not None
-    return torch.full_like(scales.view(torch.uint8), 0x38).view(scales.dtype)
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -22,13 +22,11 @@ from tests.gemm_cases import (
     UNIT,
     bits,
     check_inside,
-    check_quantized,
-    check_untouched,
     exact_gemm,
     make_rows,
-    poisoned,
     random_weights,
 )
+from tests.gemm_checks import check_quantized, check_untouched, poisoned
 
 REGIMES = [tma.DECODE, tma.PREFILL]
 NAMES = ["fp8_block", "bf16"]

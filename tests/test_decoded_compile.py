@@ -1,0 +1,251 @@
+"""The CUDA C++ of the register-decoding GEMM as the library compiles it: instructions, registers, shared memory.
+
+What the host side would launch is recorded instead of launched, so that nothing here repeats its macros.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_runtime.formats import FORMATS, ceil_div
+from moe_runtime.grouped import GroupedRows
+from moe_runtime.kernels import decoded_gemm, nvrtc
+from moe_runtime.kernels.decoded_gemm import DECODE, PREFILL, choose_shape, decode_tokens
+from moe_runtime.kernels.decoded_layout import unit_bytes, unit_columns, unit_rows
+from moe_runtime.kernels.gemm_arguments import empty_intermediate
+from moe_runtime.prepared import PreparedWeights
+from moe_runtime.weights import GPT_OSS, GateUpOrder, SwiGLU
+
+pytestmark = pytest.mark.cpu_only
+
+SHARED_BYTES_OF_A_BLOCK = 227 * 1024
+REGISTERS_OF_A_BLOCK = 65536
+SPILL_BYTES = 64
+ROWS = {DECODE: 128, PREFILL: 129}
+"""Rows of one group with which each shape is chosen."""
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A launch that did not happen."""
+
+    file: str
+    name: str
+    defines: dict[str, int | str]
+    block: int
+    shared_bytes: int
+
+
+def rows_of(name: str, rows: int, k: int) -> GroupedRows:
+    """One group of zeros."""
+    fmt = FORMATS[name]
+    zero = torch.zeros(1, dtype=torch.int32)
+    scales = None
+    if fmt.swizzled:
+        shape = (ceil_div(rows, 128) + 1, ceil_div(fmt.scale_columns(k), 4), 32, 4, 4)
+        scales = torch.zeros(shape, dtype=torch.uint8).view(fmt.scale_dtype)
+    return GroupedRows(
+        format=fmt,
+        rows=torch.zeros(rows, fmt.quant_columns(k), dtype=fmt.quant_dtype),
+        scales=scales,
+        row_scale=torch.ones(rows) if fmt.has_row_scale else None,
+        row_index=None,
+        group_offsets=torch.tensor([0, rows], dtype=torch.int32),
+        group_scale_offsets=zero if fmt.swizzled else None,
+        expert_ids=zero,
+        capacity=rows,
+        num_columns=k,
+    )
+
+
+def weights_of(name: str, n: int, k: int, order: GateUpOrder | None) -> PreparedWeights:
+    fmt = FORMATS[name]
+    units = torch.zeros(1, unit_rows(n), unit_columns(k), unit_bytes(fmt), dtype=torch.uint8)
+    return PreparedWeights(fmt, units, n, k, torch.ones(1), None, order)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
+    """What is launched from now on, on a machine that looks like one with an H200."""
+    found: list[Recorded] = []
+
+    def record(file: str, name: str, defines: dict[str, int | str], **more: Any) -> None:
+        found.append(Recorded(file, name, dict(defines), more["block"], more.get("shared_bytes", 0)))
+
+    monkeypatch.setattr(nvrtc, "launch", record)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
+    return found
+
+
+def launched(
+    recorded: list[Recorded], weight: str, token: str, k: int, rows: int, activation: SwiGLU | None, out: str
+) -> Recorded:
+    """The GEMM that is launched; `out` is a format where `activation` is one, otherwise a dtype."""
+    a = rows_of(token, rows, k)
+    w = weights_of(weight, 64, k, None if activation is None else activation.order)
+    if activation is None:
+        decoded_gemm.decoded_gemm(a, w, torch.empty(rows, 64, dtype=getattr(torch, out)))
+    else:
+        hidden, gsf = empty_intermediate(a, w, out, None)
+        decoded_gemm.decoded_gemm_swiglu(a, w, activation, hidden, gsf)
+    tokens, gemm = recorded
+    assert (tokens.name, gemm.name) == ("decode_tokens", "decoded_gemm")
+    return gemm
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What NVRTC makes of a launch, and what ptxas says of it."""
+
+    ptx: str
+    log: str
+
+    def number(self, pattern: str) -> int:
+        """The number that `pattern` finds in the log; 0 if it finds none."""
+        found = re.search(pattern, self.log)
+        return int(found[1]) if found else 0
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Local memory of a thread."""
+        assert "bytes stack frame" in self.log, self.log
+        return self.number(r"(\d+) bytes stack frame") + self.number(r"(\d+) bytes spill stores")
+
+    @property
+    def moved_registers(self) -> tuple[int, int]:
+        """Registers of a thread that multiplies and of one that loads, after the loader has handed some over."""
+        found = dict(re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32 (\d+);", self.ptx))
+        return int(found["inc"]), int(found["dec"])
+
+
+def compile_recorded(launch: Recorded) -> Compiled:
+    """As `nvrtc.compile_source` compiles, with the log of ptxas."""
+    bindings = pytest.importorskip("cuda.bindings.nvrtc")
+    source = (nvrtc.FOLDER / launch.file).read_bytes()
+    macros = [f"-D{name}={value}" for name, value in launch.defines.items()]
+    options = ["--gpu-architecture=sm_90a", "--std=c++17", "--ptxas-options=-v", *macros]
+    _, program = bindings.nvrtcCreateProgram(source, launch.file.encode(), 0, [], [])
+    (status,) = bindings.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+    log = b" " * bindings.nvrtcGetProgramLogSize(program)[1]
+    bindings.nvrtcGetProgramLog(program, log)
+    assert int(status) == 0, log.decode()
+    ptx = b" " * bindings.nvrtcGetPTXSize(program)[1]
+    bindings.nvrtcGetPTX(program, ptx)
+    bindings.nvrtcDestroyProgram(program)
+    return Compiled(ptx.decode(errors="replace"), log.decode(errors="replace"))
+
+
+# Every format of weights, tokens and result in both shapes; the widths give stages of 4, 3 and 2 units of K.
+VARIANTS = [
+    (DECODE, "nvfp4", "nvfp4", 7168, None, "bfloat16"),
+    (DECODE, "nvfp4", "nvfp4", 2880, GPT_OSS, "nvfp4"),
+    (DECODE, "nvfp4", "bf16", 128, SwiGLU(GateUpOrder.UP_GATE), "bf16"),
+    (DECODE, "mxfp8", "mxfp8", 2048, None, "float32"),
+    (DECODE, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8"),
+    (PREFILL, "nvfp4", "nvfp4", 2048, None, "bfloat16"),
+    (PREFILL, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4"),
+    (PREFILL, "nvfp4", "bf16", 2880, None, "float16"),
+    (PREFILL, "mxfp8", "mxfp8", 7168, None, "bfloat16"),
+    (PREFILL, "mxfp8", "mxfp8", 2880, SwiGLU(), "bf16"),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "weight", "token", "k", "activation", "out"),
+    VARIANTS,
+    ids=[f"{v[0].max_blocks}-{v[1]}-{v[2]}-{v[3]}-{v[5]}" for v in VARIANTS],
+)
+def test_gemm_compiles_to_what_it_is_meant_for(
+    shape: decoded_gemm.DecodedShape,
+    weight: str,
+    token: str,
+    k: int,
+    activation: SwiGLU | None,
+    out: str,
+    recorded: list[Recorded],
+) -> None:
+    launch = launched(recorded, weight, token, k, ROWS[shape], activation, out)
+    assert launch.defines["MAX_BLOCKS"] == shape.max_blocks and launch.defines["WARPGROUPS"] == shape.warpgroups
+    compiled = compile_recorded(launch)
+    for blocks in (*shape.cases, shape.max_blocks):
+        assert f"wgmma.mma_async.sync.aligned.m64n{8 * blocks}k16.f32.bf16.bf16" in compiled.ptx
+    assert "cp.async.bulk.shared::cluster.global.mbarrier" in compiled.ptx
+    assert "serialized" not in compiled.log and "Potential Performance Loss" not in compiled.log, compiled.log
+    assert compiled.spilled_bytes <= SPILL_BYTES, compiled.log
+    assert launch.shared_bytes + compiled.number(r"(\d+) bytes smem") <= SHARED_BYTES_OF_A_BLOCK
+    consumer, producer = compiled.moved_registers
+    assert launch.block * compiled.number(r"Used (\d+) registers") <= REGISTERS_OF_A_BLOCK
+    assert 128 * (shape.warpgroups * consumer + producer) <= REGISTERS_OF_A_BLOCK
+
+
+@pytest.mark.parametrize("name", ["bf16", "nvfp4", "mxfp8"])
+def test_decoding_of_tokens_compiles(name: str, recorded: list[Recorded]) -> None:
+    decode_tokens(rows_of(name, 8, 128))
+    (launch,) = recorded
+    compiled = compile_recorded(launch)
+    assert compiled.spilled_bytes == 0 and "griddepcontrol.launch_dependents" in compiled.ptx
+
+
+SIZES = [(shape, weight, k) for shape in (DECODE, PREFILL) for weight in ("nvfp4", "mxfp8") for k in (64, 2880, 7168)]
+
+
+@pytest.mark.parametrize(("shape", "weight", "k"), SIZES)
+def test_stages_fit(shape: decoded_gemm.DecodedShape, weight: str, k: int, recorded: list[Recorded]) -> None:
+    """At least two stages, so that loading and multiplying overlap; whole stages of K; at most 1024 threads."""
+    launch = launched(recorded, weight, weight, k, ROWS[shape], SwiGLU(), weight)
+    stages, stage_k64 = int(launch.defines["STAGES"]), int(launch.defines["STAGE_K64"])
+    assert stages >= 2 and launch.shared_bytes % stages == 0
+    assert stage_k64 > 0 and unit_columns(k) % stage_k64 == 0
+    weights = shape.warpgroups * shape.units * unit_bytes(FORMATS[weight])
+    assert launch.shared_bytes == stages * stage_k64 * (weights + shape.max_blocks * 8 * 64 * 2)
+    assert launch.block == 128 * (shape.warpgroups + 1) <= 1024
+
+
+def test_shape_is_chosen_by_rows_of_a_group() -> None:
+    assert choose_shape(128 * 32, 32) is DECODE and choose_shape(128 * 32 + 1, 32) is PREFILL
+    assert choose_shape(1, 1) is DECODE
+    for shape in (DECODE, PREFILL):
+        assert list(shape.cases) == sorted(set(shape.cases)) and shape.cases[-1] < shape.max_blocks
+        assert 4 % shape.batch == 0 and (4 // shape.batch) % shape.buffers == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [
+        ({"expert_ids": torch.zeros(decoded_gemm.MAX_GROUPS + 1, dtype=torch.int32)}, "a.expert_ids"),
+        ({"rows": torch.zeros(4, 68, dtype=torch.uint8)[:, 4:]}, "a.rows"),
+        ({"rows": torch.zeros(4, 66, dtype=torch.uint8)[:, :64]}, "a.rows"),
+    ],
+)
+def test_rows_that_the_kernel_cannot_read(change: dict[str, Any], argument: str, recorded: list[Recorded]) -> None:
+    a, w = replace(rows_of("nvfp4", 4, 128), **change), weights_of("nvfp4", 64, 128, None)
+    with pytest.raises(ValueError, match=f"^{re.escape(argument)}: expected"):
+        decoded_gemm.decoded_gemm(a, w, torch.empty(4, 64))
+    assert not recorded
+
+
+def test_results_that_the_kernel_cannot_write(recorded: list[Recorded]) -> None:
+    a, w = rows_of("nvfp4", 4, 128), weights_of("nvfp4", 64, 128, None)
+    for out in (torch.empty(4, 65)[:, :64], torch.empty(4, 66)[:, 1:65]):
+        with pytest.raises(ValueError, match=r"^out: expected rows on 8-byte boundaries"):
+            decoded_gemm.decoded_gemm(a, w, out)
+    gated = weights_of("nvfp4", 256, 128, GateUpOrder.GATE_UP)
+    hidden, gsf = empty_intermediate(a, gated, "fp8_block", None)
+    with pytest.raises(ValueError, match=r"^out_format: expected bf16, nvfp4 or mxfp8"):
+        decoded_gemm.decoded_gemm_swiglu(a, gated, SwiGLU(), hidden, gsf)
+    assert not recorded
+
+
+def test_other_gpus_are_refused(recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "another GPU")
+    with pytest.raises(ValueError, match=r"^w: prepared for Hopper, got another GPU; use w\.restore"):
+        decoded_gemm.decoded_gemm(rows_of("nvfp4", 4, 128), weights_of("nvfp4", 64, 128, None), torch.empty(4, 64))
+    assert not recorded

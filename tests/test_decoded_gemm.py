@@ -1,0 +1,370 @@
+"""The grouped GEMM with prepared weights against float64, element by element; on Hopper they are decoded in registers.
+
+On a GPU these tests run the kernels of `decoded_gemm.cu` in both shapes (the capacity chooses `DECODE` or `PREFILL`);
+without one, prepared weights go through the torch twin.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from moe_runtime.grouped import GroupedRows
+from moe_runtime.kernels.decoded_gemm import DECODE, MAX_GROUPS, PREFILL, DecodedShape, choose_shape
+from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from moe_runtime.kernels.swizzle import swizzle_scales
+from moe_runtime.prepared import PreparedWeights
+from moe_runtime.weights import GateUpOrder, SwiGLU
+from tests.comparison import assert_same_bits
+from tests.conftest import HAS_GPU
+from tests.gemm_cases import UNIT, check_inside, exact_gemm, make_rows, random_weights
+from tests.gemm_checks import check_untouched, integer_operands, poisoned, unit_scales
+
+IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(HAS_GPU and not IS_HOPPER, reason="prepared weights are for Hopper")
+
+PAIRS = [("nvfp4", "nvfp4"), ("nvfp4", "bf16"), ("mxfp8", "mxfp8")]
+RAGGED_K = {"nvfp4": 336, "mxfp8": 160}
+SHAPES = [DECODE, PREFILL]
+SHAPE_NAMES = ["decode", "prefill"]
+
+
+def spare_rows(shape: DecodedShape, sizes: list[int]) -> int:
+    """Capacity behind the last group with which `shape` is chosen."""
+    spare = 7 if shape is DECODE else DECODE_ROWS * len(sizes) + 1
+    assert choose_shape(sum(sizes) + spare, len(sizes)) is shape
+    return spare
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_NAMES)
+@pytest.mark.parametrize(("weight", "token"), PAIRS)
+def test_ragged_groups(
+    weight: str, token: str, shape: DecodedShape, rng: torch.Generator, device: torch.device
+) -> None:
+    """Empty groups, one row, skipped experts, inactive groups, gathered strided rows, spare capacity, partial tiles.
+
+    N is 8 times an odd number, K 16 (32) times one.
+    """
+    k, n = RAGGED_K[weight], 136
+    w = random_weights(weight, 3, n, k, rng, device)
+    sizes, ids = [3, 0, 70, 5, 1, 2, 130, 4], [2, 0, 0, -1, 1, 3, 2, 1]
+    spare = spare_rows(shape, sizes)
+    a = make_rows(
+        token, sizes, k, rng, device, num_experts=3, expert_ids=ids, gather=True, spare=spare, sparse_scales=True
+    )
+    a = replace(a, num_active_experts=torch.tensor([7], dtype=torch.int32, device=device))
+    out = poisoned(a.capacity + 2, n, torch.bfloat16, device)
+    before = out.clone()
+    assert grouped_gemm(a, PreparedWeights.prepare(w), out=out) is out
+    exact = exact_gemm(a, w, device)
+    assert exact.written.sum() == 204
+    check_inside(out, exact, UNIT[torch.bfloat16])
+    check_untouched(out, before, exact.written)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "ids"),
+    [
+        ([90], [1]),
+        ([0, 65, 0], [0, 1, 0]),
+        ([1, 1, 1], [0, 1, 0]),
+        ([300, 0, 1], [1, 1, 1]),
+        ([5, 6], [-7, 2]),
+        ([0, 0], [0, 1]),
+    ],
+)
+def test_group_shapes(sizes: list[int], ids: list[int], rng: torch.Generator, device: torch.device) -> None:
+    """One group, empty ones at either end, tokens all to one expert over several tiles, ids that are no expert."""
+    w = random_weights("nvfp4", 2, 40, 64, rng, device)
+    a = make_rows("nvfp4", sizes, 64, rng, device, num_experts=2, expert_ids=ids)
+    out = poisoned(a.capacity, 40, torch.float16, device)
+    before = out.clone()
+    grouped_gemm(a, PreparedWeights.prepare(w), out=out)
+    exact = exact_gemm(a, w, device)
+    assert exact.written.sum() == sum(size for size, e in zip(sizes, ids, strict=True) if 0 <= e < 2)
+    check_inside(out, exact, UNIT[torch.float16])
+    check_untouched(out, before, exact.written)
+
+
+def test_as_many_groups_as_there_may_be(rng: torch.Generator, device: torch.device) -> None:
+    """Of zero to two rows each, some without an expert."""
+    w = random_weights("nvfp4", 5, 40, 64, rng, device)
+    sizes = torch.randint(0, 3, (MAX_GROUPS,), generator=rng).tolist()
+    ids = torch.randint(-1, 5, (MAX_GROUPS,), generator=rng).tolist()
+    a = make_rows("nvfp4", sizes, 64, rng, device, num_experts=5, expert_ids=ids)
+    out = poisoned(a.capacity, 40, torch.bfloat16, device)
+    before = out.clone()
+    grouped_gemm(a, PreparedWeights.prepare(w), out=out)
+    exact = exact_gemm(a, w, device)
+    check_inside(out, exact, UNIT[torch.bfloat16])
+    check_untouched(out, before, exact.written)
+
+
+def test_nothing_to_do(rng: torch.Generator, device: torch.device) -> None:
+    """No capacity, no groups, no experts, no active groups: all legal, nothing is written."""
+    w = PreparedWeights.prepare(random_weights("mxfp8", 2, 32, 64, rng, device))
+    empty = make_rows("mxfp8", [0, 0], 64, rng, device, num_experts=2)
+    assert grouped_gemm(empty, w).shape == (0, 32)
+    no_groups = make_rows("mxfp8", [], 64, rng, device, num_experts=2, spare=3)
+    some = make_rows("mxfp8", [2, 1], 64, rng, device, num_experts=2)
+    none_active = torch.zeros(1, dtype=torch.int32, device=device)
+    for a in (no_groups, replace(some, num_active_experts=0), replace(some, num_active_experts=none_active)):
+        out = poisoned(3, 32, torch.bfloat16, device)
+        before = out.clone()
+        grouped_gemm(a, w, out=out)
+        assert_same_bits(out, before, "nothing to do")
+
+
+def test_rows_past_the_capacity_are_left_alone(rng: torch.Generator, device: torch.device) -> None:
+    """Offsets that go on behind the capacity: what fits is the same, nothing behind it is written."""
+    plain, order = random_weights("mxfp8", 2, 64, 64, rng, device), GateUpOrder.GATE_UP
+    w, gated = PreparedWeights.prepare(plain), PreparedWeights.prepare(replace(plain, gate_up=order))
+    a = make_rows("mxfp8", [3, 90, 5], 64, rng, device, num_experts=2)
+    want = grouped_gemm(a, w)
+    for capacity in (40, 3, 0):
+        out = poisoned(98, 64, torch.bfloat16, device)
+        before = out.clone()
+        grouped_gemm(replace(a, capacity=capacity), w, out=out)
+        assert_same_bits(out[:capacity], want[:capacity], "rows that fit")
+        assert_same_bits(out[capacity:], before[capacity:], "rows past the capacity")
+        hidden = grouped_gemm_swiglu(replace(a, capacity=capacity), gated, SwiGLU(), out_format="mxfp8")
+        assert hidden.rows.shape == (capacity, 32)
+
+
+@pytest.mark.parametrize("active", [0, 1, 2, 99])
+def test_active_groups_are_counted_alike_on_host_and_device(
+    active: int, rng: torch.Generator, device: torch.device
+) -> None:
+    w = PreparedWeights.prepare(random_weights("nvfp4", 2, 40, 64, rng, device))
+    a = make_rows("nvfp4", [3, 5], 64, rng, device, num_experts=2, spare=2)
+    # What lies behind the two groups looks like two more, of one row each.
+    offsets = torch.tensor([0, 3, 8, 9, 10], dtype=torch.int32, device=device)
+    ids = torch.tensor([0, 1, 1, 1], dtype=torch.int32, device=device)[:2]
+    want, rows = grouped_gemm(a, w), [0, 3, 8][min(active, 2)]
+    for count in (active, torch.tensor([active], dtype=torch.int32, device=device)):
+        out = poisoned(10, 40, torch.bfloat16, device)
+        before = out.clone()
+        grouped_gemm(replace(a, expert_ids=ids, group_offsets=offsets, num_active_experts=count), w, out=out)
+        assert_same_bits(out[:rows], want[:rows], f"{active} active")
+        assert_same_bits(out[rows:], before[rows:], "rows of no active group")
+
+
+@pytest.mark.parametrize("dtype", UNIT)
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+def test_epilogue(name: str, dtype: torch.dtype, rng: torch.Generator, device: torch.device) -> None:
+    """Row scale, expert scale, bias, each output type, rows of the output further apart than they are long."""
+    k, n = 64, 168
+    w = random_weights(name, 2, n, k, rng, device, bias=torch.randn(2, n, generator=rng) * 9)
+    w = replace(w, expert_scales=torch.tensor([0.37, 4.1], device=device))
+    a = make_rows(name, [5, 66], k, rng, device, num_experts=2, x=torch.randn(71, k, generator=rng) * 5)
+    a = replace(a, row_scale=(torch.rand(71, generator=rng) + 0.1).to(device))
+    wide = poisoned(71, n + 14, dtype, device)
+    before = wide.clone()
+    out = wide[:, 4 : 4 + n]
+    grouped_gemm(a, PreparedWeights.prepare(w), out=out)
+    check_inside(out.contiguous(), exact_gemm(a, w, device), UNIT[dtype])
+    for beside in (slice(0, 4), slice(4 + n, None)):
+        assert_same_bits(wide[:, beside], before[:, beside], "columns beside the output")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_NAMES)
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+def test_small_integers_are_exact(name: str, shape: DecodedShape, rng: torch.Generator, device: torch.device) -> None:
+    """Sums that need no rounding: no number is lost, doubled or in another place. `mxfp8` with scales of 2^-127."""
+    a, w, exact = integer_operands(name, rng, device)
+    if name == "nvfp4":
+        a = replace(a, row_scale=torch.full((a.capacity,), 0.5, device=device), scales=unit_scales(a.scales))
+        w = replace(w, expert_scales=torch.full((2,), 4.0, device=device), scales=unit_scales(w.scales))
+        exact = exact * 2.0
+    a = _with_capacity(a, 71 + spare_rows(shape, [3, 68]))
+    assert choose_shape(a.capacity, 2) is shape
+    out = grouped_gemm(a, PreparedWeights.prepare(w), out_dtype=torch.float32)
+    assert_same_bits(out[:71], torch.from_numpy(exact).float(), name)
+
+
+def _with_capacity(a: GroupedRows, capacity: int) -> GroupedRows:
+    """The same rows with room for more."""
+    more = capacity - a.capacity
+    rows = torch.cat((a.rows.view(torch.uint8), a.rows.new_full((more, a.rows.shape[1]), 0).view(torch.uint8)))
+    row_scale = None if a.row_scale is None else torch.nn.functional.pad(a.row_scale, (0, more), value=float("nan"))
+    return replace(a, rows=rows.view(a.rows.dtype), row_scale=row_scale, capacity=capacity)
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+def test_a_scale_of_nan_is_nan_whatever_its_codes(name: str, rng: torch.Generator, device: torch.device) -> None:
+    """In the rows it poisons one row, in the weights (`mxfp8`) one column."""
+    k, n = 128, 136
+    w = random_weights(name, 1, n, k, rng, device)
+    a = make_rows(name, [6], k, rng, device, num_experts=1)
+    assert a.scales is not None and w.scales is not None
+    scales = a.scales.clone()
+    # Row 3 lies at 3 * 16 in the swizzle.
+    scales.view(torch.uint8).view(-1)[48] = 0x7F if name == "nvfp4" else 255
+    got = grouped_gemm(replace(a, scales=scales), PreparedWeights.prepare(w))
+    assert got[3].isnan().all() and got[[0, 1, 2, 4, 5]].isfinite().all()
+    if name == "mxfp8":
+        scales = w.scales.clone()
+        scales.view(-1)[48] = 255
+        got = grouped_gemm(a, PreparedWeights.prepare(replace(w, scales=scales)))
+        assert got[:, 3].isnan().all() and got.isnan().sum() == 6
+
+
+@pytest.mark.parametrize(("name", "first", "last"), [("nvfp4", 0, 126), ("mxfp8", 3, 202)])
+def test_all_scales_are_decoded(name: str, first: int, last: int, rng: torch.Generator, device: torch.device) -> None:
+    """Each byte that a scale of the weights may be, denormal e4m3 too, by itself: one block of K.
+
+    Below byte 3 of `mxfp8` the smallest quants are no bf16 numbers, and above 202 fp32 sums come near their end.
+    """
+    k, n = {"nvfp4": 16, "mxfp8": 32}[name], 200
+    w = random_weights(name, 1, n, k, rng, device)
+    codes = (torch.arange(n) + first).clamp(max=last).to(torch.uint8)
+    swizzled = swizzle_scales(codes[None, :, None], engine="torch").to(device)
+    w = replace(w, scales=swizzled.view(w.format.scale_dtype or torch.uint8), expert_scales=None)
+    a = make_rows(name, [9], k, rng, device, num_experts=1)
+    if name == "mxfp8":
+        assert a.scales is not None
+        a = replace(a, scales=torch.full_like(a.scales, 127))
+    out = grouped_gemm(a, PreparedWeights.prepare(w), out_dtype=torch.float32)
+    check_inside(out, exact_gemm(a, w, device), UNIT[torch.float32])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("weight", "token"), PAIRS)
+def test_rows_do_not_depend_on_neighbours_or_shape(
+    weight: str, token: str, rng: torch.Generator, device: torch.device
+) -> None:
+    """The first and the last row of groups of every kind of size: the bits that they have alone, in both shapes."""
+    k, n = 1280, 136
+    w = PreparedWeights.prepare(random_weights(weight, 2, n, k, rng, device))
+    x = torch.randn(2, k, generator=rng)
+    alone = make_rows(token, [1, 1], k, rng, device, num_experts=2, expert_ids=[1, 1], x=x)
+    want = grouped_gemm(alone, w, out_dtype=torch.float32)
+    for size in (2, 7, 8, 9, 16, 17, 33, 48, 49, 64, 65, 96, 97, 128, 129, 150, 257):
+        inner = torch.randn(size - 2, k, generator=rng) * 3
+        rows = torch.cat((torch.randn(5, k, generator=rng), x[:1], inner, x[1:]))
+        for shape in SHAPES:
+            spare = 0 if shape is DECODE else 257
+            ids = [0, 1] if shape is PREFILL else [0, 1, 0, 0]
+            sizes = [5, size] if shape is PREFILL else [5, size, 0, 0]
+            a = make_rows(token, sizes, k, rng, device, num_experts=2, expert_ids=ids, spare=spare, x=rows)
+            assert choose_shape(a.capacity, a.num_groups) is shape
+            got = grouped_gemm(a, w, out_dtype=torch.float32)
+            assert_same_bits(got[[5, 4 + size]], want, f"group of {size} rows, {a.num_groups} groups")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_NAMES)
+@pytest.mark.parametrize(("weight", "token"), PAIRS)
+def test_repeated_calls_give_the_same_bits(
+    weight: str, token: str, shape: DecodedShape, rng: torch.Generator, device: torch.device
+) -> None:
+    """More tiles than the GPU has processors, and stages enough that the ring goes round."""
+    k, n, sizes = 2048, 2048, [33, 0, 64, 1, 20, 130, 31, 48]
+    w = random_weights(weight, 8, n, k, rng, device, gate_up=GateUpOrder.GATE_UP)
+    gated, plain = PreparedWeights.prepare(w), PreparedWeights.prepare(replace(w, gate_up=None, expert_scales=None))
+    a = make_rows(token, sizes, k, rng, device, num_experts=8, spare=spare_rows(shape, sizes))
+    count = sum(sizes)
+    first, hidden = grouped_gemm(a, plain), grouped_gemm_swiglu(a, gated, SwiGLU(), out_format=token)
+    assert hidden.rows[:count].view(torch.uint8).count_nonzero() > count * n // 16
+    for turn in range(20):
+        assert_same_bits(grouped_gemm(a, plain)[:count], first[:count], f"turn {turn}")
+        again = grouped_gemm_swiglu(a, gated, SwiGLU(), out_format=token)
+        assert_same_bits(again.rows[:count], hidden.rows[:count], f"turn {turn}")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_NAMES)
+def test_a_captured_graph_reads_the_groups_of_its_replay(
+    shape: DecodedShape, rng: torch.Generator, device: torch.device
+) -> None:
+    """Offsets, experts, the number of active groups and the rows themselves change between replays."""
+    k, n, w = 192, 136, random_weights("nvfp4", 4, 136, 192, rng, device)
+    prepared = PreparedWeights.prepare(w)
+    capacity = 400 if shape is DECODE else 700
+
+    def rows_of(sizes: list[int], ids: list[int], active: int) -> GroupedRows:
+        spare = capacity - sum(sizes)
+        a = make_rows("nvfp4", sizes, k, rng, device, num_experts=4, expert_ids=ids, gather=True, spare=spare)
+        assert choose_shape(a.capacity, a.num_groups) is shape
+        return replace(a, num_active_experts=torch.tensor([active], dtype=torch.int32, device=device))
+
+    first = rows_of([3, 80, 1, 0], [0, 1, 2, 3], 4)
+    out = poisoned(capacity, n, torch.bfloat16, device)
+    before = out.clone()
+    grouped_gemm(first, prepared, out=out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        grouped_gemm(first, prepared, out=out)
+    for sizes, ids, active in (
+        ([0, 1, 140, 259], [3, 3, 1, 0], 4),
+        ([130, 0, 0, 7], [2, -1, 4, 1], 4),
+        ([64, 65, 66, 67], [0, 1, 2, 3], 2),
+        ([1, 1, 1, 1], [3, 2, 1, 0], 0),
+    ):
+        now = rows_of(sizes, ids, active)
+        for name in ("rows", "scales", "row_scale", "row_index", "group_offsets", "group_scale_offsets", "expert_ids",
+                     "num_active_experts"):  # fmt: skip
+            getattr(first, name).copy_(getattr(now, name))
+        out.copy_(before)
+        graph.replay()
+        exact = exact_gemm(now, w, device)
+        check_inside(out, exact, UNIT[torch.bfloat16])
+        check_untouched(out, before, exact.written)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_NAMES)
+@pytest.mark.parametrize(("weight", "token"), PAIRS)
+@pytest.mark.parametrize("k", [7168, 2048, 2880])
+def test_widths_of_models(
+    k: int, weight: str, token: str, shape: DecodedShape, rng: torch.Generator, device: torch.device
+) -> None:
+    """DeepSeek-V3 and gpt-oss, with the bound of zero-mean data: 2^-20 instead of `ceil(K / 16) * 2^-23`."""
+    w = random_weights(weight, 2, 520, k, rng, device)
+    a = make_rows(token, [5, 40] if shape is DECODE else [70, 300], k, rng, device, num_experts=2)
+    assert choose_shape(a.capacity, 2) is shape
+    out = grouped_gemm(a, PreparedWeights.prepare(w), out_dtype=torch.float32)
+    exact = exact_gemm(a, w, device)
+    tighter = np.asarray(exact.slack) * (2.0**-20 / (-(-k // 16) * 2.0**-23))
+    check_inside(out, replace(exact, slack=tighter), UNIT[torch.float32])
+
+
+@pytest.mark.gpu
+def test_rows_weights_and_output_past_2_31_bytes(rng: torch.Generator, device: torch.device) -> None:
+    """A gathered row, an expert, and output rows far away (the memory between is never touched)."""
+    k, n, far_row, far_expert = 128, 64, 2**25 + 1, 2**19
+    near = PreparedWeights.prepare(random_weights("mxfp8", 1, n, k, rng, device))
+    a = make_rows("mxfp8", [2], k, rng, device, num_experts=1)
+    want = grouped_gemm(a, near)
+    rows = torch.empty(far_row + 1, k, dtype=torch.uint8, device=device)
+    rows[0], rows[far_row] = a.rows.view(torch.uint8)[1], a.rows.view(torch.uint8)[0]
+    index = torch.tensor([far_row, 0], dtype=torch.int32, device=device)
+    far = replace(a, rows=rows.view(torch.float8_e4m3fn), row_index=index)
+    assert_same_bits(grouped_gemm(far, near), want, "far row")
+    units = torch.empty(far_expert + 1, *near.units.shape[1:], dtype=torch.uint8, device=device)
+    units[far_expert] = near.units[0]
+    last = replace(a, expert_ids=torch.tensor([far_expert], dtype=torch.int32, device=device))
+    assert_same_bits(grouped_gemm(last, replace(near, units=units)), want, "far expert")
+    stride = 2**30 + 2**29
+    out = torch.empty(stride + n, dtype=torch.bfloat16, device=device).as_strided((2, n), (stride, 1))
+    assert_same_bits(grouped_gemm(a, near, out=out).contiguous(), want, "far output")
+
+
+def test_arguments(rng: torch.Generator, device: torch.device) -> None:
+    """Prepared weights are either plain or for SwiGLU, in one order."""
+    plain = random_weights("nvfp4", 2, 64, 64, rng, device)
+    gated = PreparedWeights.prepare(replace(plain, gate_up=GateUpOrder.INTERLEAVED))
+    a = make_rows("nvfp4", [2, 3], 64, rng, device, num_experts=2)
+    with pytest.raises(ValueError, match=r"^w\.gate_up: expected None"):
+        grouped_gemm(a, gated)
+    with pytest.raises(ValueError, match=r"^w\.gate_up: expected prepared weights of gate and up"):
+        grouped_gemm_swiglu(a, PreparedWeights.prepare(plain), SwiGLU(), out_format="nvfp4")
+    with pytest.raises(ValueError, match=r"^activation\.order: expected interleaved"):
+        grouped_gemm_swiglu(a, gated, SwiGLU(), out_format="nvfp4")
+    with pytest.raises(ValueError, match=r"^w: expected K = 64"):
+        grouped_gemm(a, PreparedWeights.prepare(random_weights("nvfp4", 2, 64, 80, rng, device)))
+    with pytest.raises(ValueError, match=r"^a\.format: expected mxfp8"):
+        grouped_gemm(a, PreparedWeights.prepare(random_weights("mxfp8", 2, 64, 64, rng, device)))

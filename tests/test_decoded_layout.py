@@ -1,0 +1,185 @@
+"""Weights in the order of the register-decoding GEMM: every number where the documentation puts it, and back again."""
+
+from __future__ import annotations
+
+from itertools import product
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from moe_runtime.formats import FORMATS, MXFP8, NVFP4, TokenFormat
+from moe_runtime.kernels import decoded_layout
+from moe_runtime.kernels.decoded_layout import (
+    SCALE_CODES,
+    SLOTS,
+    pack_units,
+    source_rows,
+    stage_units,
+    unit_bytes,
+    unit_columns,
+    unit_rows,
+    unpack_units,
+)
+from moe_runtime.weights import GateUpOrder
+from tests.comparison import assert_same_bits
+
+pytestmark = pytest.mark.cpu_only
+
+ORDERS = [None, *GateUpOrder]
+QUANT_BYTES = {"nvfp4": 2048, "mxfp8": 4096}
+
+
+def random_expert(fmt: TokenFormat, n: int, k: int, rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random bytes of quants and of scales; `nvfp4` scales are not negative and no NaN."""
+    quants = torch.randint(0, 256, (n, fmt.quant_bytes(k)), generator=rng).to(torch.uint8)
+    scales = torch.randint(0, 127 if fmt is NVFP4 else 256, (n, fmt.scale_columns(k)), generator=rng).to(torch.uint8)
+    return quants, scales
+
+
+def weight_row(unit: int, warp: int, row: int, half: int, n: int, order: GateUpOrder | None) -> int:
+    """The row of a weight of `n` rows that a thread's half holds; `n` or more for padding."""
+    if order is None:
+        return unit * 64 + 16 * warp + 2 * row + half
+    column, inner = unit * 32 + 8 * warp + row, n // 2
+    if column >= inner:
+        return n
+    gate_and_up = {
+        GateUpOrder.GATE_UP: (column, inner + column),
+        GateUpOrder.UP_GATE: (inner + column, column),
+        GateUpOrder.INTERLEAVED: (2 * column, 2 * column + 1),
+    }
+    return gate_and_up[order][half]
+
+
+def expected_unit(
+    quants: torch.Tensor, scales: torch.Tensor, fmt: TokenFormat, order: GateUpOrder | None, unit: int, chunk: int
+) -> torch.Tensor:
+    """One unit, number by number, as the documentation of the layout says."""
+    out = np.zeros(unit_bytes(fmt), np.uint8)
+    numbers, factors = quants.numpy(), scales.numpy()
+    n, k = numbers.shape[0], numbers.shape[1] * 8 // fmt.element_bits
+    for warp, row, t, half in product(range(4), range(8), range(4), range(2)):
+        thread, source = 32 * warp + 4 * row + t, weight_row(unit, warp, row, half, n, order)
+        if source >= n:
+            continue
+        for step, pair, i in product(range(4), range(2), range(2)):
+            column = chunk * 64 + 16 * t + 4 * step + 2 * pair + i
+            if column >= k:
+                continue
+            if fmt is MXFP8:
+                at = step // 2 * 2048 + thread * 16 + step % 2 * 8 + half * 4 + pair * 2 + i
+                out[at] = numbers[source, column]
+                continue
+            code = numbers[source, column // 2] >> 4 * (column % 2) & 15
+            for bit, position in zip((3, 2, 1, 0), SLOTS[half + 2 * pair][i], strict=True):
+                out[thread * 16 + step * 4 + position // 8] |= (code >> bit & 1) << position % 8
+        block = (chunk * 64 + 16 * t) // fmt.block
+        if block < factors.shape[1]:
+            if fmt is NVFP4:
+                out[2048 + 2 * thread + half] = SCALE_CODES[factors[source, block]]
+            else:
+                out[4096 + thread // 2 * 2 + half] = factors[source, block]
+    return torch.from_numpy(out)
+
+
+@pytest.mark.parametrize(("name", "k"), [("nvfp4", 112), ("mxfp8", 96)])
+@pytest.mark.parametrize("order", ORDERS)
+def test_every_number_lies_where_documented(order: GateUpOrder | None, name: str, k: int, rng: torch.Generator) -> None:
+    """Two units of N and two of K, the last ones partly padding."""
+    fmt, n = FORMATS[name], 112
+    quants, scales = random_expert(fmt, n, k, rng)
+    units = pack_units(quants, scales, fmt, source_rows(n, order))
+    assert units.shape == (2, 2, QUANT_BYTES[name] * 9 // 8 if fmt is NVFP4 else QUANT_BYTES[name] + 128)
+    for unit, chunk in product(range(2), range(2)):
+        want = expected_unit(quants, scales, fmt, order, unit, chunk)
+        assert_same_bits(units[unit, chunk], want, f"unit {unit} of N, {chunk} of K")
+
+
+def test_rows_of_units_example() -> None:
+    """Row 1 of warp 2 in unit 1 of a weight of 128 rows."""
+    place = (1, 2, 1)
+    assert source_rows(128, None)[place].tolist() == [98, 99]
+    assert source_rows(128, GateUpOrder.GATE_UP)[place].tolist() == [49, 113]
+    assert source_rows(128, GateUpOrder.UP_GATE)[place].tolist() == [113, 49]
+    assert source_rows(128, GateUpOrder.INTERLEAVED)[place].tolist() == [98, 99]
+
+
+@pytest.mark.parametrize("n", [16, 48, 64, 80, 128, 208])
+@pytest.mark.parametrize("order", ORDERS)
+def test_units_hold_each_row_once(order: GateUpOrder | None, n: int) -> None:
+    rows = source_rows(n, order)
+    assert rows.shape == (unit_rows(n), 4, 8, 2)
+    assert sorted(rows[rows >= 0].tolist()) == list(range(n))
+    assert (rows[rows < 0] == -1).all()
+
+
+@pytest.mark.parametrize(
+    ("name", "n", "k"),
+    [
+        ("nvfp4", 8, 16),
+        ("nvfp4", 16, 48),
+        ("nvfp4", 72, 64),
+        ("nvfp4", 136, 2880),
+        ("mxfp8", 8, 32),
+        ("mxfp8", 24, 64),
+        ("mxfp8", 72, 96),
+        ("mxfp8", 136, 2880),
+    ],
+)
+@pytest.mark.parametrize("order", ORDERS)
+def test_unpacked_is_what_was_packed(
+    order: GateUpOrder | None, name: str, n: int, k: int, rng: torch.Generator
+) -> None:
+    fmt = FORMATS[name]
+    n *= 1 if order is None else 2
+    quants, scales = random_expert(fmt, n, k, rng)
+    rows = source_rows(n, order)
+    units = pack_units(quants, scales, fmt, rows)
+    assert units.shape == (unit_rows(n), unit_columns(k), unit_bytes(fmt)) and units.dtype == torch.uint8
+    found_quants, found_scales = unpack_units(units, fmt, rows, n, k)
+    assert_same_bits(found_quants, quants, "quants")
+    assert_same_bits(found_scales, scales, "scales")
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+def test_padding_is_zeros(name: str) -> None:
+    """As many bits are set as the numbers and their scales have; nothing stands for the rest."""
+    fmt, n, k = FORMATS[name], 24, 96
+    quants = torch.full((n, fmt.quant_bytes(k)), 255, dtype=torch.uint8)
+    scales = torch.full((n, fmt.scale_columns(k)), 126, dtype=torch.uint8)
+    units = pack_units(quants, scales, fmt, source_rows(n, None))
+    code = SCALE_CODES[126] if fmt is NVFP4 else 126
+    ones = int(np.unpackbits(units.numpy()).sum())
+    assert ones == quants.numel() * 8 + scales.numel() * code.bit_count()
+
+
+def test_slots_use_each_bit_of_a_word_once() -> None:
+    assert sorted(np.ravel(SLOTS).tolist()) == list(range(32))
+
+
+def test_sizes() -> None:
+    """A unit is as large as what it holds; K is padded by less than two units, to whole stages."""
+    assert (unit_bytes(NVFP4), unit_bytes(MXFP8)) == (2048 + 256, 4096 + 128)
+    assert [stage_units(units) for units in (1, 2, 3, 4, 5, 6, 9, 12, 25, 45, 112)] == [0, 2, 3, 4, 0, 3, 3, 4, 0, 3, 4]
+    assert {k: unit_columns(k) for k in (16, 64, 128, 192, 272, 320, 384, 2880, 4096)} == {
+        16: 2, 64: 2, 128: 2, 192: 3, 272: 6, 320: 6, 384: 6, 2880: 45, 4096: 64,
+    }  # fmt: skip
+    for units in range(1, 300):
+        columns = unit_columns(64 * units)
+        assert 0 <= columns - units <= 1 and stage_units(columns) and columns % stage_units(columns) == 0
+
+
+def test_scale_codes_are_e4m3_numbers_as_bf16() -> None:
+    """All 127, in order, each to be a bf16 number by a shift alone; what is exact there is never denormal."""
+    scales = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    codes = np.array(SCALE_CODES)
+    assert len(codes) == 127 and (np.diff(codes) > 0).all() and codes[0] == 0 and codes[-1] < 256
+    as_bf16 = (codes.astype(np.uint16) << 4).view(ml_dtypes.bfloat16).astype(np.float64)
+    np.testing.assert_array_equal(as_bf16 * 2.0**117, scales)
+    assert (as_bf16[1:] >= 2.0**-126).all()
+
+
+def test_decoded_formats_are_those_tested_here() -> None:
+    assert [fmt.name for fmt in decoded_layout.DECODED_FORMATS] == list(QUANT_BYTES)

@@ -1,0 +1,259 @@
+"""SwiGLU and requantization after weights decoded in registers: against float64, and against the Triton kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_runtime.experts import Experts
+from moe_runtime.grouped import GroupedRows
+from moe_runtime.kernels import grouped_gemm as gemm_module
+from moe_runtime.kernels.decoded_gemm import DECODE, PREFILL, DecodedShape, choose_shape
+from moe_runtime.kernels.gemm_arguments import DEFAULT_INTERMEDIATE_GSF
+from moe_runtime.kernels.grouped_gemm import grouped_gemm_swiglu
+from moe_runtime.kernels.quantize import quantize_rows
+from moe_runtime.prepared import PreparedWeights
+from moe_runtime.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
+from tests.comparison import assert_same_bits
+from tests.conftest import HAS_GPU
+from tests.gemm_cases import Array, bits, exact_gemm, make_rows, random_weights, scale_rows, swizzled
+from tests.gemm_checks import check_quantized, integer_operands, unit_scales
+
+IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = pytest.mark.skipif(HAS_GPU and not IS_HOPPER, reason="prepared weights are for Hopper")
+
+INNER = {"bf16": 40, "mxfp8": 160, "nvfp4": 144}
+"""Columns of the result: no multiple of the 32 of a unit where the format allows."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Formats of weights, tokens and result; the activation; the shape on the GPU."""
+
+    weight: str
+    token: str
+    out: str
+    activation: SwiGLU
+    shape: DecodedShape
+
+    def __str__(self) -> str:
+        parts = (self.weight, self.token, self.out, self.activation.order.value)
+        return "-".join((*parts, "decode" if self.shape is DECODE else "prefill"))
+
+
+CASES = [
+    Case("nvfp4", "nvfp4", "nvfp4", SwiGLU(), DECODE),
+    Case("nvfp4", "nvfp4", "nvfp4", SwiGLU(GateUpOrder.INTERLEAVED, limit=0.5), PREFILL),
+    Case("nvfp4", "nvfp4", "mxfp8", GPT_OSS, DECODE),
+    Case("nvfp4", "nvfp4", "bf16", SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), PREFILL),
+    Case("nvfp4", "bf16", "bf16", SwiGLU(GateUpOrder.INTERLEAVED, limit=0.5), DECODE),
+    Case("nvfp4", "bf16", "nvfp4", SwiGLU(), PREFILL),
+    Case("mxfp8", "mxfp8", "mxfp8", SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), DECODE),
+    Case("mxfp8", "mxfp8", "mxfp8", GPT_OSS, PREFILL),
+    Case("mxfp8", "mxfp8", "bf16", SwiGLU(), DECODE),
+    Case("mxfp8", "mxfp8", "nvfp4", SwiGLU(), DECODE),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_swiglu_requantized(case: Case, rng: torch.Generator, device: torch.device) -> None:
+    """Activation and requantization; gate and up with scales of their own, skipped and empty groups, gathering."""
+    k, inner, activation = 128, INNER[case.out], case.activation
+    m = torch.randn(2, 2 * inner, k, generator=rng) * 0.2
+    m[:, activation.order.up_rows(2 * inner)] *= 3
+    bias = torch.randn(2, 2 * inner, generator=rng) if activation.up_offset else None
+    w = ExpertWeights.quantize(m, case.weight, gate_up=activation.order, bias=bias, engine="torch").to(device)
+    spare = 2 if case.shape is DECODE else 4 * DECODE_ROWS
+    a = make_rows(
+        case.token, [5, 0, 3, 66], k, rng, device, num_experts=2, expert_ids=[1, 0, -1, 0], gather=True, spare=spare
+    )
+    assert choose_shape(a.capacity, 4) is case.shape
+    prepared, exact = PreparedWeights.prepare(w), exact_gemm(a, w, device)
+    assert exact.written.sum() == 71
+    if case.out != "nvfp4":
+        check_quantized(grouped_gemm_swiglu(a, prepared, activation, out_format=case.out), exact, activation, 1.0)
+        return
+    tensor = torch.tensor([2.0**120], device=device)
+    for given, gsf in ((None, DEFAULT_INTERMEDIATE_GSF), (11.0, 11.0), (tensor, 2.0**100)):
+        hidden = grouped_gemm_swiglu(a, prepared, activation, out_format="nvfp4", out_gsf=given)
+        assert hidden.num_columns == inner and hidden.capacity == a.capacity and hidden.row_index is None
+        check_quantized(hidden, exact, activation, gsf)
+        assert hidden.row_scale is not None
+        want = torch.full((a.capacity,), float(np.float32(1) / np.float32(gsf)))
+        assert_same_bits(hidden.row_scale, want, "row_scale")
+
+
+@pytest.mark.parametrize("order", GateUpOrder)
+def test_expert_scales_of_gate_and_up_alike(order: GateUpOrder, rng: torch.Generator, device: torch.device) -> None:
+    """`[E]` where `[E, 2]` would hold the same number twice."""
+    w = random_weights("nvfp4", 2, 96, 64, rng, device, gate_up=order)
+    a = make_rows("nvfp4", [9, 3], 64, rng, device, num_experts=2)
+    scales = torch.tensor([0.01, 0.03], device=device)
+    one, two = (
+        grouped_gemm_swiglu(a, PreparedWeights.prepare(replace(w, expert_scales=s)), SwiGLU(order), out_format="nvfp4")
+        for s in (scales, scales[:, None].expand(2, 2).contiguous())
+    )
+    assert_same_bits(one.rows, two.rows, "rows")
+    check_quantized(
+        one, exact_gemm(a, replace(w, expert_scales=scales), device), SwiGLU(order), DEFAULT_INTERMEDIATE_GSF
+    )
+
+
+@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
+def test_nothing_but_the_result_is_written(
+    name: str, shape: DecodedShape, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Padding of scales, skipped groups and gaps stay as they were; units reach past the `I` columns."""
+    if not IS_HOPPER:
+        pytest.skip("the twin writes whole blocks of scales")
+    fresh = gemm_module.empty_intermediate
+
+    def poisoned(*args: Any) -> tuple[GroupedRows, torch.Tensor | None]:
+        rows, gsf = fresh(*args)
+        assert rows.scales is not None
+        rows.rows.view(torch.uint8).fill_(0xA5)
+        rows.scales.view(torch.uint8).fill_(0xA5)
+        return rows, gsf
+
+    monkeypatch.setattr(gemm_module, "empty_intermediate", poisoned)
+    inner = INNER[name]
+    w = random_weights(name, 2, 2 * inner, 128, rng, device, gate_up=True)
+    sizes, ids, spare = [130, 3, 0, 5], [0, -1, 1, 1], 2 if shape is DECODE else 400
+    a = make_rows(name, sizes, 128, rng, device, num_experts=2, expert_ids=ids, spare=spare, sparse_scales=True)
+    assert choose_shape(a.capacity, 4) is shape
+    hidden = grouped_gemm_swiglu(a, PreparedWeights.prepare(w), SwiGLU(), out_format=name)
+    exact = exact_gemm(a, w, device)
+    check_quantized(hidden, exact, SwiGLU(), DEFAULT_INTERMEDIATE_GSF if name == "nvfp4" else 1.0)
+    assert (bits(hidden.rows)[~exact.written] == 0xA5).all()
+    assert hidden.scales is not None
+    raw = bits(hidden.scales).reshape(-1).copy()
+    raw[swizzled(scale_rows(hidden)[exact.written], hidden.format.scale_columns(inner))] = 0xA5
+    assert (raw == 0xA5).all()
+
+
+def _codes_and_scales(hidden: GroupedRows, written: Array) -> tuple[Array, Array]:
+    """Codes `[rows, I]` of the written rows as they are ordered by value, and the bytes of their scales."""
+    quants = bits(hidden.rows)[written]
+    if hidden.format.name == "nvfp4":
+        quants = np.stack([quants & 15, quants >> 4], -1).reshape(len(quants), -1)
+    sign_bit = {"nvfp4": 8, "mxfp8": 0x80, "bf16": 0x8000}[hidden.format.name]
+    magnitude = (quants & (sign_bit - 1)).astype(np.int64)
+    codes = np.where(quants & sign_bit, -magnitude, magnitude)
+    if hidden.scales is None:
+        return codes, np.zeros((len(codes), 1), np.uint8)
+    places = swizzled(scale_rows(hidden), hidden.format.scale_columns(hidden.num_columns))
+    return codes, bits(hidden.scales).reshape(-1)[places][written]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("activation", [SwiGLU(), GPT_OSS], ids=["silu", "gpt_oss"])
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+def test_exact_sums_become_the_bits_of_the_triton_kernel(
+    name: str, activation: SwiGLU, rng: torch.Generator, device: torch.device
+) -> None:
+    """Where no sum is rounded, both kernels do the same fp32 operations from there on."""
+    a, w, _ = integer_operands(name, rng, device, n=2 * INNER[name], order=activation.order)
+    a = replace(a, row_scale=torch.rand(a.capacity, generator=rng).to(device) / 64)
+    if name == "nvfp4":
+        a, w = replace(a, scales=unit_scales(a.scales)), replace(w, scales=unit_scales(w.scales))
+    w = replace(w, expert_scales=torch.tensor([[1.0, 0.5], [0.25, 2.0]], device=device))
+    found = grouped_gemm_swiglu(a, PreparedWeights.prepare(w), activation, out_format=name)
+    wanted = grouped_gemm_swiglu(a, w, activation, out_format=name, engine="triton")
+    assert_same_bits(found.rows, wanted.rows, "rows")
+    everything = np.ones(a.capacity, bool)
+    _, got = _codes_and_scales(found, everything)
+    _, want = _codes_and_scales(wanted, everything)
+    assert_same_bits(torch.from_numpy(got), want, "scales")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("out", ["nvfp4", "mxfp8", "bf16"])
+def test_nearly_all_codes_are_those_of_the_triton_kernel(out: str, rng: torch.Generator, device: torch.device) -> None:
+    """fp32 sums in another order, 2^-20 apart: one number in some thousands crosses the border of a code, by one step.
+
+    The scale of a block crosses as rarely; where it does, all codes of the block may differ, and are not compared.
+    """
+    k, inner = 1024, 512
+    w = random_weights("nvfp4", 4, 2 * inner, k, rng, device, gate_up=True)
+    a = make_rows("nvfp4", [64, 32, 1, 160], k, rng, device, num_experts=4)
+    x = replace(w, expert_scales=None if w.expert_scales is None else w.expert_scales * 0.05)
+    written = np.ones(a.capacity, bool)
+    got, got_scales = _codes_and_scales(
+        grouped_gemm_swiglu(a, PreparedWeights.prepare(x), SwiGLU(), out_format=out), written
+    )
+    want, want_scales = _codes_and_scales(grouped_gemm_swiglu(a, x, SwiGLU(), out_format=out, engine="triton"), written)
+    other_scale = got_scales != want_scales
+    assert other_scale.mean() < 1e-3
+    compared = ~other_scale.repeat(inner // other_scale.shape[1], 1)
+    difference = np.abs(got - want)[compared]
+    print(f"{(difference > 0).mean():.2e} of the codes differ, {other_scale.sum()} of {other_scale.size} scales")
+    # A bf16 step is 2^-8 of a number, its sums are 2^-20 of their terms apart.
+    assert difference.max() <= 1 if out != "bf16" else np.median(difference) == 0
+    assert (difference > 0).mean() < (1e-2 if out == "bf16" else 1e-3)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+def test_experts_prepare_themselves(name: str, rng: torch.Generator, device: torch.device) -> None:
+    """Both products; the same rows as with the weights as they were, up to a step of the intermediate's codes."""
+    k, inner = 256, 128
+    gate_up = random_weights(name, 3, 2 * inner, k, rng, device, gate_up=True)
+    down = random_weights(name, 3, k, inner, rng, device)
+    experts = Experts(gate_up, down)
+    prepared = experts.prepared()
+    assert isinstance(prepared.gate_up, PreparedWeights) and isinstance(prepared.down, PreparedWeights)
+    assert prepared.prepared().gate_up is prepared.gate_up
+    a = make_rows(name, [7, 0, 30], k, rng, device, num_experts=3, x=torch.randn(37, k, generator=rng) * 0.02)
+    got, want = prepared(a).double(), experts(a).double()
+    assert (got - want).norm() < 2e-3 * want.norm()
+    kept = replace(experts, engine="torch").prepared()
+    assert kept.gate_up is gate_up and kept.down is down
+
+
+@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize("out", ["nvfp4", "mxfp8", "bf16"])
+def test_requantization_is_that_of_the_quantizer(
+    out: str, shape: DecodedShape, rng: torch.Generator, device: torch.device
+) -> None:
+    """Bit for bit, with ties, tiny and huge blocks, zeros and NaN: here each activation is `128 * u`, exactly.
+
+    One weight is 1 in each row, so that gate is the first number of a token and `u` are its last ones; a sigmoid of 128
+    is 1. Multiples of 1/4 up to 6 are all codes and borders of e2m1 where the scale is that of 6 * 128.
+    """
+    inner, count, gsf = 96, 24, 0.5
+    m = torch.zeros(1, 2 * inner, 16 + inner)
+    m[0, :inner, 0] = 1.0
+    m[0, inner:, 16:] = torch.eye(inner)
+    w = ExpertWeights.quantize(m, "nvfp4", gate_up=True, engine="torch").to(device)
+    # The quantizer makes 6 (code 7) times a scale of 1 / 6 of each 1; here it is code 2.
+    w = replace(w, quants=w.quants // 7 * 2, scales=unit_scales(w.scales), expert_scales=None)
+    assert (w.dequantize().cpu() == m).all()
+    u = torch.randn(count, inner, generator=rng)
+    u[:8] *= 2.0 ** torch.randint(-30, 20, (8, inner // 16), generator=rng).repeat_interleave(16, 1)
+    u[8:16] = torch.randint(-24, 25, (8, inner), generator=rng) / 4
+    u[8:16, ::16] = 6.0
+    u[16], u[17, 5], u[18, :32] = 0.0, torch.nan, 0.0
+    x = torch.zeros(count, 16 + inner)
+    x[:, 0], x[:, 16:] = 128.0, u
+    a = make_rows("bf16", [count], 16 + inner, rng, device, num_experts=1, spare=0 if shape is DECODE else 150, x=x)
+    assert choose_shape(a.capacity, 1) is shape
+    h = 128 * u.bfloat16().float()
+    # Zero weights times NaN are NaN too.
+    h[17] = torch.nan
+    encode = gsf if out == "nvfp4" else None
+    hidden = grouped_gemm_swiglu(a, PreparedWeights.prepare(w), SwiGLU(), out_format=out, out_gsf=encode)
+    want = quantize_rows(h, out, gsf=encode, engine="torch")
+    got = hidden.rows[:count].cpu()
+    if out == "bf16":
+        assert got[17].isnan().all() and want.quants_RK[17].isnan().all()
+        got[17], want.quants_RK[17] = 0, 0
+    assert_same_bits(got, want.quants_RK, "codes")
+    if want.scales_RV is not None:
+        assert hidden.scales is not None
+        found = bits(hidden.scales).reshape(-1)[swizzled(scale_rows(hidden)[:count], want.scales_RV.shape[1])]
+        assert_same_bits(torch.from_numpy(found), want.scales_RV.view(torch.uint8), "scales")

@@ -1,0 +1,241 @@
+"""CUDA C++ sources: what their compiler says is passed on, what it makes is kept, and launched with typed arguments."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_runtime.kernels import nvrtc
+from tests.comparison import assert_same_bits
+
+ROOT = Path(__file__).resolve().parent.parent
+FILL = """
+extern "C" __global__ void fill(float* out, int value) { out[threadIdx.x] = value * FACTOR; }
+"""
+ARGUMENTS = """
+extern __shared__ int memory[];
+extern "C" __global__ void arguments(long long* out, const int* in, const int* none, int small, long long large) {
+  memory[threadIdx.x + OFFSET] = in[threadIdx.x];
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    out[4 * blockIdx.x] = memory[OFFSET];
+    out[4 * blockIdx.x + 1] = none ? 1 : 0;
+    out[4 * blockIdx.x + 2] = small;
+    out[4 * blockIdx.x + 3] = large;
+  }
+}
+"""
+BAD = """
+extern "C" __global__ void bad(float* out) { out[0] = no_such_name; }
+"""
+
+
+@pytest.fixture(autouse=True)
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Small sources in place of the library's, a cache of their own, nothing compiled before."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    for name, text in (("fill", FILL), ("bad", BAD), ("arguments", ARGUMENTS)):
+        (tmp_path / f"{name}.cu").write_text(text)
+    monkeypatch.setattr(nvrtc, "FOLDER", tmp_path)
+    monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(tmp_path / "cache"))
+    forget()
+    yield tmp_path
+    forget()
+
+
+def forget() -> None:
+    """As in a new process."""
+    nvrtc._compiled.cache_clear()
+    nvrtc._loaded.cache_clear()
+
+
+def kept(folder: Path) -> list[Path]:
+    return sorted((folder / "cache").iterdir())
+
+
+@pytest.mark.cpu_only
+def test_the_log_of_the_compiler_is_in_the_error(sources: Path) -> None:
+    with pytest.raises(nvrtc.NvrtcError, match="no_such_name") as caught:
+        nvrtc.compile_source("bad.cu", {"FACTOR": 3})
+    message = str(caught.value)
+    assert "bad.cu" in message and "'FACTOR': 3" in message and "sm_90a" in message and "undefined" in message
+    assert not (sources / "cache").exists()
+
+
+@pytest.mark.cpu_only
+def test_a_macro_that_is_missing_is_an_error_of_the_source() -> None:
+    with pytest.raises(nvrtc.NvrtcError, match='"FACTOR" is undefined'):
+        nvrtc.compile_source("fill.cu", {})
+
+
+@pytest.mark.cpu_only
+def test_ptx_and_cubin(sources: Path) -> None:
+    ptx = nvrtc.compile_source("fill.cu", {"FACTOR": 3}, "compute_90a").decode()
+    assert ".target sm_90a" in ptx and ".entry fill(" in ptx
+    cubin = nvrtc.compile_source("fill.cu", {"FACTOR": 3})
+    assert cubin.startswith(b"\x7fELF") and b"fill" in cubin
+    assert {path.suffix: path.read_bytes() for path in kept(sources)} == {".cubin": cubin, ".ptx": ptx.encode()}
+
+
+@pytest.mark.cpu_only
+def test_a_new_process_reads_what_was_compiled(sources: Path) -> None:
+    first = nvrtc.compile_source("fill.cu", {"FACTOR": 3})
+    (file,) = kept(sources)
+    assert file.read_bytes() == first
+    file.write_bytes(b"from the cache")
+    assert nvrtc.compile_source("fill.cu", {"FACTOR": 3}) == first, "one process compiles once"
+    forget()
+    assert nvrtc.compile_source("fill.cu", {"FACTOR": 3}) == b"from the cache"
+    script = (
+        "from pathlib import Path\n"
+        "from moe_runtime.kernels import nvrtc\n"
+        f"nvrtc.FOLDER = Path({str(sources)!r})\n"
+        "print(nvrtc.compile_source('fill.cu', {'FACTOR': 3}).decode())"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"PYTHONPATH": str(ROOT)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout.strip() == "from the cache", done.stderr
+
+
+@pytest.mark.cpu_only
+def test_whatever_changes_the_code_changes_the_file(sources: Path) -> None:
+    nvrtc.compile_source("fill.cu", {"FACTOR": 3})
+    nvrtc.compile_source("fill.cu", {"FACTOR": 4})
+    nvrtc.compile_source("fill.cu", {"FACTOR": 3}, "sm_100a")
+    (sources / "fill.cu").write_text(FILL + "\n")
+    forget()
+    nvrtc.compile_source("fill.cu", {"FACTOR": 3})
+    assert len(kept(sources)) == 4
+
+
+@pytest.mark.cpu_only
+def test_another_compiler_compiles_anew(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Major and minor version count."""
+    from cuda.bindings import nvrtc as bindings
+
+    nvrtc.compile_source("fill.cu", {"FACTOR": 3})
+    status, major, minor = bindings.nvrtcVersion()
+    for version in ((major + 1, minor), (major, minor + 1)):
+        forget()
+        monkeypatch.setattr(bindings, "nvrtcVersion", lambda version=version: (status, *version))
+        nvrtc.compile_source("fill.cu", {"FACTOR": 3})
+    assert len(kept(sources)) == 3
+
+
+@pytest.mark.cpu_only
+def test_the_order_of_macros_does_not_matter(sources: Path) -> None:
+    nvrtc.compile_source("fill.cu", {"FACTOR": 3, "OTHER": 1})
+    nvrtc.compile_source("fill.cu", {"OTHER": 1, "FACTOR": 3})
+    assert len(kept(sources)) == 1
+
+
+@pytest.mark.cpu_only
+def test_a_cache_that_cannot_be_written_is_no_error(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A folder below a regular file cannot be made, whoever runs this."""
+    (sources / "file").write_text("")
+    monkeypatch.setenv(nvrtc.CACHE_VARIABLE, str(sources / "file" / "cache"))
+    assert nvrtc.compile_source("fill.cu", {"FACTOR": 3}).startswith(b"\x7fELF")
+    assert not (sources / "cache").exists()
+
+
+@pytest.mark.cpu_only
+def test_a_failed_write_leaves_nothing_behind(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    assert nvrtc.compile_source("fill.cu", {"FACTOR": 3}).startswith(b"\x7fELF")
+    assert kept(sources) == []
+
+
+@pytest.mark.cpu_only
+def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(nvrtc.CACHE_VARIABLE, "/some/where")
+    assert nvrtc.cache_dir() == Path("/some/where")
+    for unset in ("", None):
+        if unset is None:
+            monkeypatch.delenv(nvrtc.CACHE_VARIABLE)
+        else:
+            monkeypatch.setenv(nvrtc.CACHE_VARIABLE, unset)
+        assert nvrtc.cache_dir() == Path.home() / ".cache" / "moe_runtime"
+
+
+@pytest.mark.gpu
+def test_launch_passes_every_kind_of_argument(device: torch.device) -> None:
+    """Pointers, None, 32 and 64 bits; more dynamic shared memory than the default limit; the grid as given."""
+    given = torch.arange(7, 39, dtype=torch.int32, device=device)
+    out = torch.full((3, 4), -1, dtype=torch.int64, device=device)
+    nvrtc.launch(
+        "arguments.cu",
+        "arguments",
+        {"OFFSET": 100 * 1024 // 4 - 32},
+        grid=(2, 1, 1),
+        block=32,
+        arguments=[out, given, None, -5, nvrtc.int64(2**40 + 1)],
+        device=device,
+        shared_bytes=100 * 1024,
+    )
+    row = [7, 0, -5, 2**40 + 1]
+    assert out.tolist() == [row, row, [-1] * 4]
+
+
+@pytest.mark.gpu
+def test_launch_is_captured_on_the_current_stream(device: torch.device) -> None:
+    """After one launch to load it; replays read what the tensors hold then."""
+    given = torch.zeros(32, dtype=torch.int32, device=device)
+    out = torch.zeros(4, dtype=torch.int64, device=device)
+
+    def launch() -> None:
+        nvrtc.launch(
+            "arguments.cu",
+            "arguments",
+            {"OFFSET": 0},
+            grid=(1, 1, 1),
+            block=32,
+            arguments=[out, given, given, 1, nvrtc.int64(2)],
+            device=device,
+            shared_bytes=128,
+        )
+
+    launch()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        launch()
+    given.fill_(9)
+    graph.replay()
+    assert_same_bits(out, torch.tensor([9, 1, 1, 2]), "replay")
+
+
+@pytest.mark.gpu
+def test_a_refused_launch_is_an_error(device: torch.device) -> None:
+    out = torch.zeros(2048, device=device)
+    with pytest.raises(nvrtc.NvrtcError, match="INVALID_VALUE"):
+        nvrtc.launch("fill.cu", "fill", {"FACTOR": 1}, grid=(1, 1, 1), block=2048, arguments=[out, 1], device=device)
+    with pytest.raises(nvrtc.NvrtcError, match="NOT_FOUND"):
+        nvrtc.launch(
+            "fill.cu", "no_such_kernel", {"FACTOR": 1}, grid=(1, 1, 1), block=32, arguments=[out, 1], device=device
+        )
+
+
+@pytest.mark.gpu
+def test_a_kernel_is_loaded_once(sources: Path, device: torch.device) -> None:
+    out = torch.zeros(32, device=device)
+
+    def launch() -> None:
+        nvrtc.launch("fill.cu", "fill", {"FACTOR": 2}, grid=(1, 1, 1), block=32, arguments=[out, 4], device=device)
+
+    for _ in range(3):
+        launch()
+    assert (out == 8).all()
+    assert nvrtc._loaded.cache_info().misses == 1 and len(kept(sources)) == 1
