@@ -50,8 +50,8 @@ Call = Callable[[int], object]
 class Runner:
     """Operands, checks and times of one case after the other.
 
-    Weights are kept for as long as the following cases have the same format. `engine` is passed on as it is: "auto" lets
-    the GEMM choose among its kernels.
+    Weights are kept for as long as the following cases have the same format. `engine` is passed on as it is: "auto"
+    lets the GEMM choose among its kernels.
     """
 
     def __init__(self, context: ExpertParallelContext, *, engine: str, iterations: int, seed: int) -> None:
