@@ -50,11 +50,13 @@ Call = Callable[[int], object]
 class Runner:
     """Operands, checks and times of one case after the other.
 
-    Weights are kept for as long as the following cases have the same format.
+    Weights are kept for as long as the following cases have the same format. `engine` is passed on as it is: "auto"
+    lets the GEMM choose among its kernels.
     """
 
-    def __init__(self, context: ExpertParallelContext, *, iterations: int, seed: int) -> None:
+    def __init__(self, context: ExpertParallelContext, *, engine: str, iterations: int, seed: int) -> None:
         self.context = context
+        self.engine = engine
         self.iterations = iterations
         self.seed = seed
         self.peers = Peers(context, iterations)
@@ -117,14 +119,14 @@ class Runner:
         if any(other[0] != case.format for other in self._weights):
             self._weights.clear()
         if key not in self._weights:
-            made = {product: make_weights(case, product, rng, self.context.engine) for product in case.products}
+            made = {product: make_weights(case, product, rng, self.engine) for product in case.products}
             count = num_copies(rng.device, sum(w.num_bytes for w in made.values()))
             self._weights[key] = {product: [w, *(w.clone() for _ in range(count - 1))] for product, w in made.items()}
         return self._weights[key]
 
     def _swiglu(self, rows: GroupedRows, w: Weights) -> GroupedRows:
         gsf = self._gsf if rows.format.has_row_scale else None
-        return grouped_gemm_swiglu(rows, w, SILU, out_format=rows.format, out_gsf=gsf, engine=self.context.engine)
+        return grouped_gemm_swiglu(rows, w, SILU, out_format=rows.format, out_gsf=gsf, engine=self.engine)
 
     def _check(
         self,
@@ -134,7 +136,7 @@ class Runner:
         out: torch.Tensor,
     ) -> tuple[list[Check], GroupedRows | None]:
         """Checks of the first copies, and that the others give the same bits; what lies between the products."""
-        rows, engine = inputs[0], self.context.engine
+        rows, engine = inputs[0], self.engine
         sample = Sample.draw(rows, self.seed)
         first, last = case.products[0], case.products[-1]
         checks, between = [], None
@@ -164,7 +166,7 @@ class Runner:
         out: torch.Tensor,
     ) -> dict[str, Call]:
         """What is timed, by name: the case, and for `both` each product too."""
-        engine, first, last = self.context.engine, copies[case.products[0]], copies[case.products[-1]]
+        engine, first, last = self.engine, copies[case.products[0]], copies[case.products[-1]]
         count = len(inputs)
 
         def down(rows: GroupedRows, number: int) -> object:
@@ -266,11 +268,12 @@ def work(options: argparse.Namespace) -> int:
     if options.steps < 1:
         raise ValueError(f"--steps: expected at least 1, got {options.steps}")
     results: list[dict[str, Any]] = []
-    with ExpertParallelContext(engine=options.engine or "auto") as context:
+    engine = options.engine or "auto"
+    with ExpertParallelContext(engine=engine) as context:
         if options.small or context.device.type != "cuda":
             chosen = tuple(case.small() for case in chosen)
-        runner = Runner(context, iterations=options.steps, seed=SEED)
-        record = environment.environment_record(context)
+        runner = Runner(context, engine=engine, iterations=options.steps, seed=SEED)
+        record = environment.environment_record(context) | {"gemm_engine": engine}
         for case in chosen:
             results.append(runner.run(case))
             judge(results)

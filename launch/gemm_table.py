@@ -87,7 +87,7 @@ def where(report: dict[str, Any]) -> str:
 
 def print_table(report: dict[str, Any], console: Console) -> None:
     """A line per case; under it the checks that failed and the peers that there are not."""
-    table = Table(title=f"Grouped GEMM: {where(report)}, engine {report['environment']['engine']}")
+    table = Table(title=f"Grouped GEMM: {where(report)}, engine {report['environment']['gemm_engine']}")
     for column in COLUMNS:
         table.add_column(column, justify="left" if column in ("case", "goal", "kernels") else "right", overflow="fold")
     for result in report["results"]:

@@ -194,7 +194,7 @@ def test_poisoned_memory_is_nan_inside_alone() -> None:
 @pytest.mark.parametrize("product", ["gate_up", "down", "both"])
 def test_a_case_is_checked_and_timed(fmt: str, product: str) -> None:
     with ExpertParallelContext() as context:
-        runner = gemm_bench.Runner(context, iterations=2, seed=1)
+        runner = gemm_bench.Runner(context, engine="auto", iterations=2, seed=1)
         record = runner.run(case(fmt, product, "layer" if product == "both" else "half"))
     assert all(check["passed"] for check in record["checks"]) and len(record["checks"]) == 2 + (product == "both")
     assert 0 < record["smallest_us"] <= record["median_us"] <= record["largest_us"]
@@ -320,7 +320,7 @@ def test_files_of_another_kind_are_refused(tmp_path: Path, capsys: pytest.Captur
 @pytest.mark.gpu
 def test_kernels_of_a_case_are_named() -> None:
     with ExpertParallelContext() as context:
-        runner = gemm_bench.Runner(context, iterations=2, seed=1)
+        runner = gemm_bench.Runner(context, engine="auto", iterations=2, seed=1)
         record = runner.run(case("bf16", "both"))
     assert record["method"] == "cuda_graph" and len(gemm_table.own_kernels(record)) >= 1
     assert len(record["kernels"]) >= 2
