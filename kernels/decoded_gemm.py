@@ -144,9 +144,9 @@ def _launch(
         return
     shape = choose_shape(a.capacity, a.num_groups)
     units = int(w.units.shape[2])
-    stage_k64 = stage_units(units)
-    if stage_k64 > shape.stage_units and units % shape.stage_units == 0:
-        stage_k64 = shape.stage_units
+    unit_stage = shape.warpgroups * shape.units * unit_bytes(w.format) + shape.max_blocks * 1024
+    # At least two stages, so that one is loaded while the other is multiplied.
+    stage_k64 = stage_units(units, min(shape.stage_units, SHARED_BYTES // (2 * unit_stage)))
     active = a.num_active_experts
     num_groups = a.num_groups if active is None or isinstance(active, torch.Tensor) else min(active, a.num_groups)
     defines: dict[str, int | str] = {
@@ -170,7 +170,7 @@ def _launch(
             defines["LIMIT"] = _literal(activation.limit)
     else:
         defines["ALPHA"], defines["UP_OFFSET"] = "1.0f", "0.0f"
-    stage = stage_k64 * (shape.warpgroups * shape.units * unit_bytes(w.format) + shape.max_blocks * 1024)
+    stage = stage_k64 * unit_stage
     stages = SHARED_BYTES // stage
     columns = w.num_rows // 2 if result is not None else w.num_rows
     nvrtc.launch(

@@ -62,9 +62,13 @@ def unit_rows(num_rows: int) -> int:
     return ceil_div(num_rows, UNIT)
 
 
-def stage_units(units: int) -> int:
-    """Units of K that the kernel takes in one stage: the largest of 4, 3, 2 that divides `units`; 0 if none does."""
-    return next((size for size in (4, 3, 2) if units % size == 0), 0)
+def stage_units(units: int, most: int = 4) -> int:
+    """Units of K that the kernel takes in one stage: the largest of 4, 3, 2 that divides `units`; 0 if none does.
+
+    Above `most` it is only where nothing smaller divides.
+    """
+    sizes = [size for size in (4, 3, 2) if units % size == 0]
+    return next((size for size in sizes if size <= most), min(sizes, default=0))
 
 
 def unit_columns(num_columns: int) -> int:

@@ -159,7 +159,7 @@ def empty_intermediate(
         format=fmt,
         rows=torch.empty(a.capacity, fmt.quant_columns(num_columns), dtype=fmt.quant_dtype, device=device),
         scales=scales,
-        row_scale=None if gsf is None else (1.0 / gsf).expand(a.capacity).contiguous(),
+        row_scale=None if gsf is None else torch.reciprocal(gsf.expand(a.capacity)),
         row_index=None,
         group_offsets=a.group_offsets,
         group_scale_offsets=scale_offsets,

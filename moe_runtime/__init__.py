@@ -6,9 +6,9 @@ Layers, from the top; a module imports from its own layer or from those below it
 
     layer, virtual, launch.*
     dispatcher, experts, checkpoint, router, reference, ops
-    op_inputs, op_scales, op_arguments
+    op_weights, op_inputs, op_scales, op_arguments
     context, memory
-    kernels.*, comm.*, weights, token_format, geometry
+    kernels.*, comm.*, prepared, weights, token_format, geometry
     grouped, plan, formats, config, errors, metrics
 """
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from moe_runtime.grouped import GroupedRows
-from moe_runtime.kernels.decoded_gemm import DECODE, MAX_GROUPS, PREFILL, DecodedShape, choose_shape
+from moe_runtime.kernels.decoded_gemm import DECODE, DECODE_ROWS, MAX_GROUPS, PREFILL, DecodedShape, choose_shape
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.swizzle import swizzle_scales
 from moe_runtime.prepared import PreparedWeights
@@ -246,7 +246,7 @@ def test_rows_do_not_depend_on_neighbours_or_shape(
         inner = torch.randn(size - 2, k, generator=rng) * 3
         rows = torch.cat((torch.randn(5, k, generator=rng), x[:1], inner, x[1:]))
         for shape in SHAPES:
-            spare = 0 if shape is DECODE else 257
+            spare = 0 if shape is DECODE else 2 * DECODE_ROWS
             ids = [0, 1] if shape is PREFILL else [0, 1, 0, 0]
             sizes = [5, size] if shape is PREFILL else [5, size, 0, 0]
             a = make_rows(token, sizes, k, rng, device, num_experts=2, expert_ids=ids, spare=spare, x=rows)
@@ -283,7 +283,7 @@ def test_a_captured_graph_reads_the_groups_of_its_replay(
     """Offsets, experts, the number of active groups and the rows themselves change between replays."""
     k, n, w = 192, 136, random_weights("nvfp4", 4, 136, 192, rng, device)
     prepared = PreparedWeights.prepare(w)
-    capacity = 400 if shape is DECODE else 700
+    capacity = 400 if shape is DECODE else 4 * DECODE_ROWS + 1
 
     def rows_of(sizes: list[int], ids: list[int], active: int) -> GroupedRows:
         spare = capacity - sum(sizes)

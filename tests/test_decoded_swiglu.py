@@ -12,7 +12,7 @@ import torch
 from moe_runtime.experts import Experts
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import grouped_gemm as gemm_module
-from moe_runtime.kernels.decoded_gemm import DECODE, PREFILL, DecodedShape, choose_shape
+from moe_runtime.kernels.decoded_gemm import DECODE, DECODE_ROWS, PREFILL, DecodedShape, choose_shape
 from moe_runtime.kernels.gemm_arguments import DEFAULT_INTERMEDIATE_GSF
 from moe_runtime.kernels.grouped_gemm import grouped_gemm_swiglu
 from moe_runtime.kernels.quantize import quantize_rows
@@ -123,7 +123,7 @@ def test_nothing_but_the_result_is_written(
     monkeypatch.setattr(gemm_module, "empty_intermediate", poisoned)
     inner = INNER[name]
     w = random_weights(name, 2, 2 * inner, 128, rng, device, gate_up=True)
-    sizes, ids, spare = [130, 3, 0, 5], [0, -1, 1, 1], 2 if shape is DECODE else 400
+    sizes, ids, spare = [130, 3, 0, 5], [0, -1, 1, 1], 2 if shape is DECODE else 4 * DECODE_ROWS
     a = make_rows(name, sizes, 128, rng, device, num_experts=2, expert_ids=ids, spare=spare, sparse_scales=True)
     assert choose_shape(a.capacity, 4) is shape
     hidden = grouped_gemm_swiglu(a, PreparedWeights.prepare(w), SwiGLU(), out_format=name)
@@ -240,7 +240,9 @@ def test_requantization_is_that_of_the_quantizer(
     u[16], u[17, 5], u[18, :32] = 0.0, torch.nan, 0.0
     x = torch.zeros(count, 16 + inner)
     x[:, 0], x[:, 16:] = 128.0, u
-    a = make_rows("bf16", [count], 16 + inner, rng, device, num_experts=1, spare=0 if shape is DECODE else 150, x=x)
+    a = make_rows(
+        "bf16", [count], 16 + inner, rng, device, num_experts=1, spare=0 if shape is DECODE else DECODE_ROWS, x=x
+    )
     assert choose_shape(a.capacity, 1) is shape
     h = 128 * u.bfloat16().float()
     # Zero weights times NaN are NaN too.
