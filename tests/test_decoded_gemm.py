@@ -17,7 +17,7 @@ from moe_runtime.kernels.decoded_gemm import DECODE, MAX_GROUPS, PREFILL, Decode
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.swizzle import swizzle_scales
 from moe_runtime.prepared import PreparedWeights
-from moe_runtime.weights import GateUpOrder, SwiGLU
+from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
 from tests.conftest import HAS_GPU
 from tests.gemm_cases import UNIT, check_inside, exact_gemm, make_rows, random_weights
@@ -195,10 +195,13 @@ def _with_capacity(a: GroupedRows, capacity: int) -> GroupedRows:
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
 def test_a_scale_of_nan_is_nan_whatever_its_codes(name: str, rng: torch.Generator, device: torch.device) -> None:
-    """In the rows it poisons one row, in the weights (`mxfp8`) one column."""
+    """In the rows it poisons one row, in the weights (`mxfp8`) one column.
+
+    All operands are positive, so that a scale of Inf would make no NaN.
+    """
     k, n = 128, 136
-    w = random_weights(name, 1, n, k, rng, device)
-    a = make_rows(name, [6], k, rng, device, num_experts=1)
+    w = ExpertWeights.quantize(torch.rand(1, n, k, generator=rng) + 1, name, engine="torch").to(device)
+    a = make_rows(name, [6], k, rng, device, num_experts=1, x=torch.rand(6, k, generator=rng) + 1)
     assert a.scales is not None and w.scales is not None
     scales = a.scales.clone()
     # Row 3 lies at 3 * 16 in the swizzle.
