@@ -51,12 +51,16 @@ class DecodedShape:
 
 
 DECODE = DecodedShape(4, 1, 4, 4, 1, 8, (1, 2, 3, 4, 5, 6))
-PREFILL = DecodedShape(2, 2, 2, 1, 2, 16, (4, 8, 12))
+PREFILL = DecodedShape(4, 1, 4, 2, 1, 16, (4, 8, 12))
+
+DECODE_ROWS = 512
+"""Packed positions per group up to which a launch takes DECODE. Capacities are worst cases: with 8 ranks and top-8 of
+256 experts, 512 go with 64 rows that come on average, the most that a tile of DECODE takes."""
 
 
 def choose_shape(capacity: int, num_groups: int) -> DecodedShape:
-    """The regime."""
-    return DECODE if capacity <= 128 * num_groups else PREFILL
+    """The regime, a function of what the host knows; both give the same bits for any number of rows."""
+    return DECODE if capacity <= DECODE_ROWS * num_groups else PREFILL
 
 
 def decode_tokens(a: GroupedRows, packed_ld: int | None = None, scale_block: int | None = None) -> torch.Tensor:

@@ -1,5 +1,7 @@
 """Grouped GEMM over quantized rows: `C[rows of group] = A[rows of group] @ B[expert]^T`, and its SwiGLU form.
 
+Hopper has kernels of its own, in CUDA C++: `tma_gemm.py` for weights that tensor cores read as they are stored,
+`decoded_gemm.py` for prepared weights. They are taken with `engine="auto"`; here is the Triton kernel for every GPU.
 One kernel for all formats, which are constexpr data. Groups, row indices and scale offsets are read on the device; the
 grid comes from the capacity, and programs past the last tile leave. The order in which a row's K is summed depends on
 (N, K, formats) only, never on how many rows or which neighbours it has. The twins are in `reference_gemm.py`.
@@ -15,9 +17,9 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.formats import TokenFormat, ceil_div
+from moe_runtime.formats import TokenFormat, ceil_div, token_format
 from moe_runtime.grouped import GroupedRows
-from moe_runtime.kernels import decoded_gemm, reference_gemm
+from moe_runtime.kernels import decoded_gemm, reference_gemm, tma_gemm
 from moe_runtime.kernels.activation import swiglu_tile
 from moe_runtime.kernels.gemm_arguments import check_activation, check_operands, check_out, empty_intermediate
 from moe_runtime.kernels.gemm_epilogue import half_rows, scaled, store_plain, store_quantized
@@ -33,7 +35,7 @@ from moe_runtime.kernels.gemm_operands import (
 )
 from moe_runtime.kernels.quantize import CODE_BF16, CODE_MXFP8, CODE_NVFP4
 from moe_runtime.kernels.reference_quantize import raw_bits
-from moe_runtime.kernels.runtime import INTERPRET, resolve_engine
+from moe_runtime.kernels.runtime import INTERPRET, resolve_engine, runs_cuda
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import ExpertWeights, SwiGLU
 
@@ -249,7 +251,7 @@ def grouped_gemm(
         w: the weights `[E, N, K]`; prepared ones must be plain (without `gate_up`).
         out: bf16, fp16 or fp32 `[>= capacity, N]`, last dimension contiguous; made when None.
         out_dtype: of a new output.
-        engine: "auto", "triton" or "torch".
+        engine: "auto", "triton" or "torch"; only "auto" takes the kernels of Hopper.
 
     Returns:
         The output. Rows past the last group, of groups with an expert outside `0 .. E-1`, and of groups past
@@ -262,11 +264,13 @@ def grouped_gemm(
     if isinstance(w, PreparedWeights):
         if w.gate_up is not None:
             raise ValueError("w.gate_up: expected None in prepared weights, which are reordered for SwiGLU otherwise")
-        if resolve_engine(engine, a.rows.device) == "triton" and not INTERPRET:
+        if runs_cuda(engine, a.rows.device):
             out = check_out(a, w, out, out_dtype)
             decoded_gemm.decoded_gemm(a, w, out)
             return out
-        w = w.restore(engine=engine)
+        w = w.restore()
+    elif runs_cuda(engine, a.rows.device) and tma_gemm.supports(a, w, out):
+        return tma_gemm.grouped_gemm(a, w, out=out, out_dtype=out_dtype)
     if resolve_engine(engine, a.rows.device) == "torch":
         return reference_gemm.grouped_gemm(a, w, out=out, out_dtype=out_dtype)
     out = check_out(a, w, out, out_dtype)
@@ -294,7 +298,7 @@ def grouped_gemm_swiglu(
         out_format: format of the result; `I` must be a multiple of its block.
         out_gsf: encode scale of an `nvfp4` result, a positive number or one fp32 element on the device, clamped to
             2^100; None means `gemm_arguments.DEFAULT_INTERMEDIATE_GSF`. Must be None for other formats.
-        engine: "auto", "triton" or "torch".
+        engine: "auto", "triton" or "torch"; only "auto" takes the kernels of Hopper.
 
     Returns:
         Rows `[capacity, I]` of the same groups, packed by position, `row_index` None, scales in the consumer's layout;
@@ -308,11 +312,15 @@ def grouped_gemm_swiglu(
     if isinstance(w, PreparedWeights):
         if w.gate_up is None:
             raise ValueError("w.gate_up: expected prepared weights of gate and up, got plain ones")
-        if resolve_engine(engine, a.rows.device) == "triton" and not INTERPRET:
+        if runs_cuda(engine, a.rows.device):
             out, gsf = empty_intermediate(a, w, out_format, out_gsf)
             decoded_gemm.decoded_gemm_swiglu(a, w, activation, out, gsf)
             return out
-        w = w.restore(engine=engine)
+        w = w.restore()
+    elif runs_cuda(engine, a.rows.device) and tma_gemm.supports_swiglu(a, w, token_format(out_format)):
+        if out_gsf is not None:
+            raise ValueError(f"out_gsf: expected None for {token_format(out_format).name}, got {out_gsf!r}")
+        return tma_gemm.grouped_gemm_swiglu(a, w, activation, out_format=out_format)
     if resolve_engine(engine, a.rows.device) == "torch":
         return reference_gemm.grouped_gemm_swiglu(a, w, activation, out_format=out_format, out_gsf=out_gsf)
     out, gsf = empty_intermediate(a, w, out_format, out_gsf)

@@ -87,9 +87,10 @@ def _keep(path: Path, binary: bytes) -> None:
     """Write a file of the cache so that other processes see all of it or none; a cache that cannot be is no error."""
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as file:
-            file.write(binary)
-        os.replace(file.name, path)
+        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
+            written = Path(folder) / path.name
+            written.write_bytes(binary)
+            os.replace(written, path)
     except OSError:
         return
 
@@ -98,7 +99,7 @@ def _checked(result: tuple[Any, ...]) -> Any:
     status, *values = result
     if int(status) != 0:
         raise NvrtcError(f"{type(status).__name__}.{status.name}")
-    return values[0] if values else None
+    return values[0] if len(values) == 1 else tuple(values) or None
 
 
 @cache

@@ -13,14 +13,15 @@ from dataclasses import dataclass, replace
 import torch
 import triton
 
-from moe_runtime.formats import ScaleLayout, TokenFormat, ceil_div
+from moe_runtime.formats import FP8_BLOCK, ScaleLayout, TokenFormat, ceil_div
 from moe_runtime.grouped import GroupedRows
-from moe_runtime.kernels import reference_op_gemm
+from moe_runtime.kernels import reference_op_gemm, tma_gemm
 from moe_runtime.kernels.decoded_gemm import decoded_gemm
 from moe_runtime.kernels.grouped_gemm import GemmTile, _grouped_gemm_kernel, choose_tile
 from moe_runtime.kernels.reference_quantize import raw_bits
-from moe_runtime.kernels.runtime import INTERPRET, resolve_engine
+from moe_runtime.kernels.runtime import INTERPRET, resolve_engine, runs_cuda
 from moe_runtime.prepared import PreparedWeights
+from moe_runtime.weights import ExpertWeights
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,11 @@ def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> N
     """Fill `out` `[R, N]`, bf16, fp16 or fp32; rows that no active group with an expert owns are not written."""
     p = problem
     if isinstance(p.b, PreparedWeights):
-        _decoded_gemm(p, p.b, out)
+        decoded_gemm(
+            _grouped_rows(p), replace(p.b, expert_scales=p.expert_scales), out, packed_ld=p.a.ld, scale_block=p.block
+        )
+        return
+    if runs_cuda(engine, out.device) and p.format is FP8_BLOCK and p.rows_per_scale == 1 and _tma_gemm(p, p.b, out):
         return
     if resolve_engine(engine, out.device) == "torch":
         reference_op_gemm.op_gemm(p, out)
@@ -173,12 +178,12 @@ def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> N
     )
 
 
-def _decoded_gemm(p: OpProblem, w: PreparedWeights, out: torch.Tensor) -> None:
-    """`op_gemm` on the kernel of layers."""
-    rows = GroupedRows(
+def _grouped_rows(p: OpProblem, scales: torch.Tensor | None = None) -> GroupedRows:
+    """The rows as layers have them; `scales` in place of those of the problem."""
+    return GroupedRows(
         format=p.format,
         rows=p.a.quants,
-        scales=p.a.scales,
+        scales=p.a.scales if scales is None else scales,
         row_scale=None,
         row_index=None,
         group_offsets=p.group_offsets,
@@ -188,4 +193,20 @@ def _decoded_gemm(p: OpProblem, w: PreparedWeights, out: torch.Tensor) -> None:
         num_columns=p.num_columns,
         num_active_experts=p.num_groups if p.num_active is None else p.num_active,
     )
-    decoded_gemm(rows, replace(w, expert_scales=p.expert_scales), out, packed_ld=p.a.ld, scale_block=p.block)
+
+
+def _tma_gemm(p: OpProblem, b: ScaledOperand, out: torch.Tensor) -> bool:
+    """FP8 on Hopper's kernel, with the scales K-major; False where that does not take these operands."""
+    if p.a.quants.dtype != FP8_BLOCK.quant_dtype:
+        return False
+    columns, blocks = p.num_columns // 128, ceil_div(p.num_outputs, 128)
+    a_scales, b_scales = p.a.scales, b.scales
+    if p.a.layout is ScaleLayout.MN_MAJOR:
+        a_scales = a_scales.view(columns, -1)[:, : p.num_rows].T.contiguous()
+        b_scales = b_scales.view(p.num_experts, columns, blocks).transpose(1, 2).contiguous()
+    rows = _grouped_rows(p, a_scales.view(-1, columns))
+    w = ExpertWeights(p.format, b.quants, b_scales.view(p.num_experts, blocks, columns))
+    if not tma_gemm.supports(rows, w, out):
+        return False
+    tma_gemm.grouped_gemm(rows, w, out=out)
+    return True

@@ -56,7 +56,8 @@ else:
 def resolve_engine(engine: str, device: torch.device) -> str:
     """`"triton"` or `"torch"` for tensors on `device`.
 
-    `"auto"` is Triton on GPUs and the torch twins on CPUs. `"triton"` on a CPU needs the interpreter.
+    `"auto"` is Triton on GPUs, besides what `runs_cuda` allows, and the torch twins on CPUs. `"triton"` on a CPU needs
+    the interpreter.
     Raises `ValueError` for anything else.
     """
     if engine not in ("auto", "triton", "torch"):
@@ -66,6 +67,14 @@ def resolve_engine(engine: str, device: torch.device) -> str:
     if engine == "triton" and device.type != "cuda" and not INTERPRET:
         raise ValueError("engine: triton on CPU tensors needs TRITON_INTERPRET=1 set before moe_runtime is imported")
     return engine
+
+
+def runs_cuda(engine: str, device: torch.device) -> bool:
+    """Whether kernels in CUDA C++ may be taken: engine "auto", a Hopper GPU, and no interpreter."""
+    resolve_engine(engine, device)
+    if engine != "auto" or INTERPRET or device.type != "cuda":
+        return False
+    return torch.cuda.get_device_capability(device) == (9, 0)
 
 
 ALL_ARCHS = (90, 100, 120)

@@ -2,7 +2,8 @@
 
 `[torchrun --nproc-per-node=N] -m moe_runtime.launch.bench [dispatch|combine|gemm|layer ...] --config NAME` prints a
 table and writes JSON. A result that fails its check is not timed and makes the exit code 1. `launch/timing.py` says
-how times are taken, `launch/checks.py` against what is checked.
+how times are taken, `launch/checks.py` against what is checked. `bench gemm` without `--config` runs the cases of
+`launch/gemm_cases.py` instead, on one GPU.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from moe_runtime.config import CombineFormatName, FormatName, RunConfig
 from moe_runtime.experts import Experts
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.grouped_gemm import gemm_bytes, gemm_flops, grouped_gemm, grouped_gemm_swiglu
-from moe_runtime.launch import cases, checks, environment
+from moe_runtime.launch import cases, checks, environment, gemm_bench
 from moe_runtime.launch.timing import TOTAL, Lap, Step, Timing, copies_to_rotate, measure
 from moe_runtime.layer import MoELayer, context_from_config
 from moe_runtime.prepared import PreparedWeights
@@ -123,7 +124,7 @@ class Bench:
     def gemm(self) -> None:
         """Both grouped GEMMs on the rows that arrive in a step, beside torch's in bf16 where there is one."""
         experts, config = self.experts, self.layer.config
-        inner, hidden, engine = config.intermediate_size, config.hidden_size, self.context.engine
+        inner, hidden, engine = config.intermediate_size, config.hidden_size, self.context.gemm_engine
         arrived = self.layer.dispatcher.dispatch(self.tokens[0], *self.routed)
         fmt = experts.intermediate_format
         assert fmt is not None and not isinstance(fmt, str)
@@ -340,6 +341,10 @@ def _table_width() -> int | None:
 
 def work(options: argparse.Namespace) -> int:
     """Check, time, print and write; 1 if a check failed."""
+    for name in ("cases", "small", "picture"):
+        if getattr(options, name):
+            raise ValueError(f"--{name}: only for gemm alone, without --config")
+    options.config, options.routing = options.config or "tiny_cpu", options.routing or "uniform"
     run = environment.read_config(options)
     options.tokens = options.tokens or [run.tokens_per_rank or run.layer.max_tokens_per_rank]
     if options.steps < 1:
@@ -365,6 +370,14 @@ def work(options: argparse.Namespace) -> int:
     return 0 if passed else 1
 
 
+def _gemm_cases(options: argparse.Namespace) -> int:
+    """`gemm` without a config. Raises `ValueError` for options that only a config gives a meaning."""
+    for name in ("tokens", "formats", "combine_format", "routing", "check_tokens", "transport"):
+        if getattr(options, name) is not None:
+            raise ValueError(f"--{name.replace('_', '-')}: gemm takes it together with --config only")
+    return gemm_bench.work(options)
+
+
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.bench", description="Check and time a layer.")
@@ -372,6 +385,8 @@ def main(arguments: list[str] | None = None) -> int:
         "operations", nargs="*", metavar="OPERATION", help=f"any of {', '.join(OPERATIONS)} (default: all)"
     )
     environment.add_common_options(parser)
+    parser.set_defaults(config=None)
+    gemm_bench.add_options(parser)
     parser.add_argument(
         "--tokens",
         type=int,
@@ -383,7 +398,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--formats", nargs="+", choices=get_args(FormatName), help="of tokens and weights, each in turn"
     )
     parser.add_argument("--combine-format", choices=get_args(CombineFormatName), help="instead of the config's")
-    parser.add_argument("--routing", choices=cases.ROUTINGS, default="uniform", help="who chooses the experts")
+    parser.add_argument("--routing", choices=cases.ROUTINGS, help="who chooses the experts (default: uniform)")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed iterations (default: 20)")
     parser.add_argument(
         "--check-tokens", type=int, metavar="N", help="tokens of each rank that the layer's check takes"
@@ -393,7 +408,8 @@ def main(arguments: list[str] | None = None) -> int:
     if unknown := set(options.operations) - set(OPERATIONS):
         parser.error(f"OPERATION: expected any of {', '.join(OPERATIONS)}, got {', '.join(sorted(unknown))}")
     options.operations = options.operations or list(OPERATIONS)
-    return environment.run_program("bench", lambda: work(options), debug=options.debug)
+    alone = options.operations == ["gemm"] and options.config is None
+    return environment.run_program("bench", lambda: (_gemm_cases if alone else work)(options), debug=options.debug)
 
 
 if __name__ == "__main__":

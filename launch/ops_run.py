@@ -179,7 +179,7 @@ def work(options: argparse.Namespace) -> int:
         raise ValueError(f"--steps: expected at least 0, got {options.steps}")
     with ExpertParallelContext(engine=options.engine) as context:
         small = options.small or context.device.type != "cuda"
-        results = run_all(context, context.engine, small=small, iterations=options.steps)
+        results = run_all(context, context.gemm_engine, small=small, iterations=options.steps)
         record = environment.environment_record(context)
     passed = all(result["check"]["passed"] for result in results)
     if options.json is not None:

@@ -1,8 +1,10 @@
 """The tables of the README, made from committed JSON and nothing else.
 
 `python -m moe_runtime.launch.tables` rewrites what stands between the result marks of README.md from the files of
-`launch.bench` in `launch/results/`, and what stands between the operation marks from those of `launch.ops_run` and
-`launch.doctor --kernels`; `--check` only tells, by its exit code, whether that would change anything.
+`launch.bench` in `launch/results/`, what stands between the operation marks from those of `launch.ops_run` and
+`launch.doctor --kernels`, and what stands between the GEMM marks from those of `launch.bench gemm` without a config,
+with the picture of the same name beside one; `--check` only tells, by its exit code, whether that would change
+anything.
 """
 
 from __future__ import annotations
@@ -13,11 +15,12 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.launch import kernel_table
+from moe_runtime.launch import gemm_table, kernel_table
 
 ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- results -->", "<!-- end of results -->"
 OPERATIONS_START, OPERATIONS_END = "<!-- operations -->", "<!-- end of operations -->"
+GEMM_START, GEMM_END = "<!-- gemm -->", "<!-- end of gemm -->"
 OURS = "moe_runtime"
 
 
@@ -100,6 +103,18 @@ def with_operations(readme: str, folder: Path, root: Path) -> str:
     return _between(readme, OPERATIONS_START, OPERATIONS_END, [kernel_table.markdown(checked, run, source)])
 
 
+def with_gemm(readme: str, folder: Path, root: Path) -> str:
+    """`readme` with all tables of `launch.bench gemm` in `folder` between its marks. Raises as `with_results` does."""
+    tables = []
+    for file in sorted(folder.glob("*.json")):
+        report = json.loads(file.read_text())
+        if report.get("kind") == gemm_table.KIND:
+            picture = file.with_suffix(".svg")
+            shown = picture.relative_to(root).as_posix() if picture.is_file() else None
+            tables.append(gemm_table.markdown(report, file.relative_to(root).as_posix(), shown))
+    return _between(readme, GEMM_START, GEMM_END, tables)
+
+
 def _between(readme: str, start: str, end: str, texts: list[str]) -> str:
     if readme.count(start) != 1 or readme.count(end) != 1:
         raise ValueError(f"README: expected {start} and {end} once each")
@@ -116,7 +131,9 @@ def main(arguments: list[str] | None = None) -> int:
     file = ROOT / "README.md"
     found = file.read_text(encoding="utf-8")
     folder = ROOT / "launch" / "results"
-    wanted = with_operations(with_results(found, folder, ROOT), folder, ROOT)
+    wanted = found
+    for fill in (with_results, with_operations, with_gemm):
+        wanted = fill(wanted, folder, ROOT)
     if options.check:
         return int(found != wanted)
     file.write_text(wanted, encoding="utf-8")

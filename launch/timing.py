@@ -1,7 +1,7 @@
 """How a step is timed: all ranks start together, the slowest rank counts in each iteration, the median over iterations.
 
-On GPUs an iteration is one replay of a CUDA graph of 20 steps where the step can be captured, else 20 eager steps,
-between two events and right after a barrier on the device. On CPUs it is one step by the wall clock.
+On GPUs an iteration is one replay of a CUDA graph of several steps where the step can be captured, else as many eager
+steps, between two events and right after a barrier on the device. On CPUs it is one step by the wall clock.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def measure(
     iterations: int,
     capturable: bool,
     laps: bool = False,
+    steps: int = STEPS_PER_GRAPH,
 ) -> dict[str, Timing]:
     """Time `step(number, lap)`. Collective.
 
@@ -70,11 +71,13 @@ def measure(
         iterations: how many are timed.
         capturable: whether a GPU may capture the step in a graph.
         laps: time the parts instead of the whole step, which takes events (on GPUs nodes of the graph) in between.
+        steps: of an iteration on a GPU.
 
     Returns:
         Timings by part; under `total` that of the whole step where `laps` is false.
     """
-    clock = _CudaClock(context, step, capturable, laps) if context.device.type == "cuda" else _WallClock(step, laps)
+    on_gpu = context.device.type == "cuda"
+    clock = _CudaClock(context, step, capturable, laps, steps) if on_gpu else _WallClock(step, laps)
     clock.warm_up()
     mine: dict[str, list[float]] = {}
     for number in range(iterations):
@@ -126,11 +129,10 @@ class _WallClock:
 
 
 class _CudaClock:
-    """`STEPS_PER_GRAPH` steps per iteration between events, captured once where possible."""
+    """`steps` steps per iteration between events, captured once where possible."""
 
-    steps = STEPS_PER_GRAPH
-
-    def __init__(self, context: ExpertParallelContext, step: Step, capturable: bool, laps: bool) -> None:
+    def __init__(self, context: ExpertParallelContext, step: Step, capturable: bool, laps: bool, steps: int) -> None:
+        self.steps = steps
         self.method = "cuda_graph" if capturable else "cuda_events"
         self._context = context
         self._step = step

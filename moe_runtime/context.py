@@ -46,7 +46,8 @@ class ExpertParallelContext:
 
     Attributes:
         rank, world_size, device, heap: as they are.
-        engine: `triton` or `torch`.
+        engine: `triton` or `torch`, for the exchange.
+        gemm_engine: `auto`, `triton` or `torch`, for the experts, as it was asked for.
         transport: name of the transport in use; `transport_reasons` says why not the others.
         carrier: the `CollectiveTransport`; None where peers are mapped.
         timeout_ns, startup_timeout_ns: the limits for kernels.
@@ -89,6 +90,7 @@ class ExpertParallelContext:
         self.startup_timeout_s = startup_timeout_s
         self.timeout_ns = int(timeout_s * 1e9)
         self.startup_timeout_ns = int(startup_timeout_s * 1e9)
+        self.gemm_engine = engine
         self.group: RankGroup | None = None
         self.transport_reasons: dict[str, str] = {}
         if heap is None:

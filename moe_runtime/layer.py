@@ -167,7 +167,7 @@ class MoELayer(nn.Module):
             SwiGLU(order, config.activation.alpha, config.activation.limit, config.activation.up_offset),
             intermediate_format=token_format(config.token_format),
             intermediate_gsf=config.intermediate_gsf,
-            engine=self.context.engine,
+            engine=self.context.gemm_engine,
         )
         self.experts = experts_of_rank.prepared()
 

@@ -6,7 +6,7 @@ import torch
 
 from moe_runtime.formats import MXFP8, NVFP4, ScaleLayout, align, ceil_div
 from moe_runtime.kernels.op_gemm import ScaledOperand
-from moe_runtime.kernels.runtime import resolve_engine
+from moe_runtime.kernels.runtime import runs_cuda
 from moe_runtime.kernels.swizzle import swizzle_scales, unswizzle_scales
 from moe_runtime.op_arguments import check_granularity, check_operand, check_tensor
 from moe_runtime.op_scales import pack_ue8m0_weights, unpack_ue8m0_weights
@@ -54,8 +54,11 @@ def prepare_mxfp8(
 
 
 def weights_for(w: PreparedWeights, block: int, engine: str) -> ScaledOperand | PreparedWeights:
-    """What `engine` reads: `w` on a GPU, elsewhere the operand it was made of; `block` numbers of K share a scale."""
-    if w.device.type == "cuda" and resolve_engine(engine, w.device) == "triton":
+    """What `engine` reads: `w` on a Hopper GPU, elsewhere the operand it was made of.
+
+    `block` numbers of K share a scale of the rows.
+    """
+    if runs_cuda(engine, w.device):
         return w
     raw = w.restore()
     assert raw.scales is not None

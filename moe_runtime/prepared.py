@@ -47,7 +47,14 @@ class PreparedWeights:
         Raises `ValueError` for a format that is not decoded in registers, and for `nvfp4` block scales that are
         negative or NaN. Waits for the device.
         """
-        from moe_runtime.kernels.decoded_layout import DECODED_FORMATS, pack_units, source_rows
+        from moe_runtime.kernels.decoded_layout import (
+            DECODED_FORMATS,
+            pack_units,
+            source_rows,
+            unit_bytes,
+            unit_columns,
+            unit_rows,
+        )
         from moe_runtime.kernels.swizzle import unswizzle_scales
 
         if w.format not in DECODED_FORMATS:
@@ -56,21 +63,22 @@ class PreparedWeights:
         assert w.scales is not None
         rows = source_rows(w.num_rows, w.gate_up).to(w.device)
         columns = w.format.scale_columns(w.num_columns)
-        experts = []
-        for quants, scales in zip(w.quants, w.scales, strict=True):
+        shape = (w.num_experts, unit_rows(w.num_rows), unit_columns(w.num_columns), unit_bytes(w.format))
+        all_units = torch.empty(shape, dtype=torch.uint8, device=w.device)
+        for units, quants, scales in zip(all_units, w.quants, w.scales, strict=True):
             linear = unswizzle_scales(scales[None], w.num_rows, columns, engine=engine)[0].view(torch.uint8)
             if w.format is NVFP4 and int(linear.max()) > E4M3_MAX_CODE:
                 raise ValueError("w.scales: expected e4m3 numbers that are not negative, got a NaN or a negative one")
-            experts.append(pack_units(quants.view(torch.uint8), linear, w.format, rows))
-        return cls(w.format, torch.stack(experts), w.num_rows, w.num_columns, w.expert_scales, w.bias, w.gate_up)
+            units.copy_(pack_units(quants.view(torch.uint8), linear, w.format, rows))
+        return cls(w.format, all_units, w.num_rows, w.num_columns, w.expert_scales, w.bias, w.gate_up)
 
     @staticmethod
     def wanted(w: ExpertWeights, engine: str = "auto") -> bool:
         """Whether the GEMM is faster with `w` prepared: on a Hopper GPU, in a format that is decoded in registers."""
         from moe_runtime.kernels.decoded_layout import DECODED_FORMATS
+        from moe_runtime.kernels.runtime import runs_cuda
 
-        on_hopper = w.device.type == "cuda" and torch.cuda.get_device_capability(w.device) == (9, 0)
-        return on_hopper and engine != "torch" and w.format in DECODED_FORMATS
+        return runs_cuda(engine, w.device) and w.format in DECODED_FORMATS
 
     def expert(self, expert: int) -> PreparedWeights:
         """The weights of one expert."""
@@ -88,8 +96,13 @@ class PreparedWeights:
         from moe_runtime.kernels.swizzle import swizzle_scales
 
         rows = source_rows(self.num_rows, self.gate_up).to(self.device)
-        parts = [unpack_units(units, self.format, rows, self.num_rows, self.num_columns) for units in self.units]
-        quants, scales = (torch.stack(part) for part in zip(*parts, strict=True))
+        sizes = self.num_rows, self.num_columns
+        quants, scales = (
+            torch.empty(self.num_experts, self.num_rows, width, dtype=torch.uint8, device=self.device)
+            for width in (self.format.quant_bytes(self.num_columns), self.format.scale_columns(self.num_columns))
+        )
+        for expert, units in enumerate(self.units):
+            quants[expert], scales[expert] = unpack_units(units, self.format, rows, *sizes)
         return ExpertWeights(
             self.format,
             quants.view(self.format.quant_dtype),

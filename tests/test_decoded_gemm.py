@@ -34,7 +34,7 @@ SHAPE_NAMES = ["decode", "prefill"]
 
 def spare_rows(shape: DecodedShape, sizes: list[int]) -> int:
     """Capacity behind the last group with which `shape` is chosen."""
-    spare = 7 if shape is DECODE else 128 * len(sizes) + 1
+    spare = 7 if shape is DECODE else DECODE_ROWS * len(sizes) + 1
     assert choose_shape(sum(sizes) + spare, len(sizes)) is shape
     return spare
 

@@ -67,7 +67,7 @@ def test_swiglu_requantized(case: Case, rng: torch.Generator, device: torch.devi
     m[:, activation.order.up_rows(2 * inner)] *= 3
     bias = torch.randn(2, 2 * inner, generator=rng) if activation.up_offset else None
     w = ExpertWeights.quantize(m, case.weight, gate_up=activation.order, bias=bias, engine="torch").to(device)
-    spare = 2 if case.shape is DECODE else 450
+    spare = 2 if case.shape is DECODE else 4 * DECODE_ROWS
     a = make_rows(
         case.token, [5, 0, 3, 66], k, rng, device, num_experts=2, expert_ids=[1, 0, -1, 0], gather=True, spare=spare
     )

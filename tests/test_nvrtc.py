@@ -119,7 +119,6 @@ def test_whatever_changes_the_code_changes_the_file(sources: Path) -> None:
     assert len(kept(sources)) == 4
 
 
-@pytest.mark.xfail(strict=True, reason="the key of the cache has the major version alone")
 @pytest.mark.cpu_only
 def test_another_compiler_compiles_anew(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Major and minor version count."""
@@ -150,7 +149,6 @@ def test_a_cache_that_cannot_be_written_is_no_error(sources: Path, monkeypatch: 
     assert not (sources / "cache").exists()
 
 
-@pytest.mark.xfail(strict=True, reason="the temporary file stays")
 @pytest.mark.cpu_only
 def test_a_failed_write_leaves_nothing_behind(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fail(*_: object) -> None:

@@ -133,7 +133,6 @@ def test_which_weights_are_better_prepared(rng: torch.Generator, device: torch.d
         assert not PreparedWeights.wanted(w.to("cpu"))
 
 
-@pytest.mark.xfail(strict=True, reason="torch.stack of no experts")
 def test_no_experts(rng: torch.Generator, device: torch.device) -> None:
     """A rank may have none."""
     w = random_bytes("nvfp4", 1, 32, 64, rng, device, None)[0]

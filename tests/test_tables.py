@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -75,6 +77,47 @@ def test_operations_have_marks_of_their_own(tmp_path: Path) -> None:
         tables.with_operations(readme, tmp_path, tmp_path)
     # Files of another kind are no results of the benchmark.
     assert "group_gemm" not in tables.with_results(f"{tables.START}{tables.END}", RESULTS, RESULTS)
+
+
+def test_the_gemm_has_marks_of_its_own(tmp_path: Path) -> None:
+    result = {
+        "case": "nvfp4 8x16 down",
+        "rows": 128,
+        "median_us": 21.25,
+        "floor_us": 15.5,
+        "floor_share": 0.729,
+        "rate_tflop_per_s": 177.4,
+        "rate_tb_per_s": 3.134,
+        "checks": [{"what": "error", "error": 0.5, "bound": 1.0, "passed": True}],
+        "goals": [{"text": "22 us", "met": True}, {"text": "80% of the floor", "met": False}],
+        "peers": [{"name": "torch grouped_mm bf16", "median_us": 86.4, "why": None}],
+        "kernels": ["_ZN2at6native", "decode_tokens", "decoded_gemm", "decode_tokens"],
+    }
+    failed = result | {"case": "other", "median_us": None, "floor_share": None, "rate_tflop_per_s": None}
+    failed |= {"rate_tb_per_s": None, "checks": [{"passed": False}], "goals": [{"text": "1 us", "met": None}]}
+    failed |= {"peers": [{"name": "torch scaled_grouped_mm fp8 rowwise", "median_us": None, "why": "none"}]}
+    report = {"kind": "gemm", "environment": report_environment(), "results": [result, failed]}
+    (tmp_path / "gemm.json").write_text(json.dumps(report))
+    readme = f"a\n{tables.GEMM_START}\nold\n{tables.GEMM_END}\nz\n"
+    made = tables.with_gemm(readme, tmp_path, tmp_path)
+    assert made.startswith("a\n") and made.endswith("z\n") and "old" not in made and "![" not in made
+    assert "NVIDIA H200, driver 1.2, torch 2.11.0, triton 3.6.0. Floors count 4.3 TB/s" in made
+    assert (
+        "| nvfp4 8x16 down | 128 | 21.2 | 15.5 | 73% | 177 | 3.13 | 22 us: met; 80% of the floor: missed | 86.4 |  | "
+        "decode_tokens, decoded_gemm |" in made
+    )
+    assert "| other | 128 | check failed | 15.5 |  |  |  | 1 us: unknown |  | n/a | decode" in made
+    assert tables.with_gemm(made, tmp_path, tmp_path) == made
+    # It is no result of a layer, and its picture is shown where there is one.
+    assert "nvfp4" not in tables.with_results(f"{tables.START}{tables.END}", tmp_path, tmp_path)
+    (tmp_path / "gemm.svg").write_text("<svg/>")
+    assert "](gemm.svg)" in tables.with_gemm(readme, tmp_path, tmp_path)
+
+
+def report_environment() -> dict[str, Any]:
+    found = report()["environment"]
+    assert isinstance(found, dict)
+    return found
 
 
 def test_the_readme_is_up_to_date() -> None:

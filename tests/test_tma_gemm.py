@@ -18,8 +18,15 @@ from moe_runtime.kernels import tma_gemm as tma
 from moe_runtime.kernels.quantize import quantize_rows
 from moe_runtime.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
-from tests.gemm_cases import bits, check_inside, exact_gemm, make_rows, random_weights
-from tests.test_grouped_gemm import UNIT, _check_quantized, _check_untouched, _poisoned
+from tests.gemm_cases import (
+    UNIT,
+    bits,
+    check_inside,
+    exact_gemm,
+    make_rows,
+    random_weights,
+)
+from tests.gemm_checks import check_quantized, check_untouched, poisoned
 
 REGIMES = [tma.DECODE, tma.PREFILL]
 NAMES = ["fp8_block", "bf16"]
@@ -140,12 +147,12 @@ def test_ragged_groups(
     w = random_weights(name, 3, 392, k, rng, device)
     a = _ragged(name, k, rng, device, gather)
     assert tma.supports(a, w)
-    out = _poisoned(a.capacity + 2, 392, torch.bfloat16, device)
+    out = poisoned(a.capacity + 2, 392, torch.bfloat16, device)
     before = out.clone()
     assert tma.grouped_gemm(a, w, out=out, regime=regime) is out
     exact = exact_gemm(a, w, device)
     check_inside(out, exact, UNIT[torch.bfloat16])
-    _check_untouched(out, before, exact.written)
+    check_untouched(out, before, exact.written)
 
 
 @gpu
@@ -188,7 +195,7 @@ def test_swiglu_requantized(
         a = _ragged(name, 128, rng, device, gather)
         hidden = tma.grouped_gemm_swiglu(a, weights, activation, out_format=to, regime=regime)
         assert hidden.num_columns == inner and hidden.row_index is None
-        _check_quantized(hidden, exact_gemm(a, weights, device), activation, 1.0)
+        check_quantized(hidden, exact_gemm(a, weights, device), activation, 1.0)
 
 
 @gpu
@@ -267,13 +274,13 @@ def test_nothing_to_do_and_rows_past_the_capacity(rng: torch.Generator, device: 
     a = make_rows("fp8_block", [3, 190, 5], 128, rng, device, num_experts=2)
     want = tma.grouped_gemm(a, w)
     for capacity in (140, 3, 0):
-        out = _poisoned(198, 256, torch.bfloat16, device)
+        out = poisoned(198, 256, torch.bfloat16, device)
         before = out.clone()
         tma.grouped_gemm(replace(a, capacity=capacity), w, out=out)
         assert_same_bits(out[:capacity], want[:capacity], "rows that fit")
         assert_same_bits(out[capacity:], before[capacity:], "rows past the capacity")
     for active in (0, torch.tensor([0], dtype=torch.int32, device=device)):
-        out = _poisoned(198, 256, torch.bfloat16, device)
+        out = poisoned(198, 256, torch.bfloat16, device)
         before = out.clone()
         tma.grouped_gemm(replace(a, num_active_experts=active), w, out=out)
         assert_same_bits(out, before, "no active groups")

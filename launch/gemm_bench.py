@@ -1,0 +1,294 @@
+"""Runs the cases of `launch/gemm_cases.py` on one GPU: `python -m moe_runtime.launch.bench gemm` without `--config`.
+
+Each case is checked on the buffers that are then timed (`launch/gemm_check.py`); a case that fails is not timed. What
+is timed is what a caller calls, `grouped_gemm_swiglu` and `grouped_gemm` with all that they launch, in CUDA graphs
+whose steps take copies of rows and weights in turn. On a CPU, or with `--small`, sizes are small and times say little.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.formats import NVFP4
+from moe_runtime.grouped import GroupedRows
+from moe_runtime.kernels.gemm_arguments import encode_scale
+from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from moe_runtime.launch import environment
+from moe_runtime.launch.checks import Check
+from moe_runtime.launch.gemm_cases import CASES, GemmCase, Goal, Product
+from moe_runtime.launch.gemm_check import Sample, check_gated, check_plain, poisoned_memory
+from moe_runtime.launch.gemm_data import Weights, clone_rows, make_rows, make_weights, num_copies, row_bytes
+from moe_runtime.launch.gemm_graph import kernel_names
+from moe_runtime.launch.gemm_peers import Peers
+from moe_runtime.launch.gemm_table import KIND, check_can_draw, draw, print_table
+from moe_runtime.launch.timing import TOTAL, Lap, Timing, measure
+from moe_runtime.prepared import PreparedWeights
+from moe_runtime.weights import SILU
+
+STEPS, LARGE_STEPS = 20, 10
+"""Of a CUDA graph; fewer where a step takes at least `LARGE_US`."""
+
+LARGE_US = 1000.0
+
+SEED = 0
+"""Of rows, weights and routing."""
+
+Call = Callable[[int], object]
+
+
+class Runner:
+    """Operands, checks and times of one case after the other.
+
+    Weights are kept for as long as the following cases have the same format. `engine` is passed on as it is: "auto"
+    lets the GEMM choose among its kernels.
+    """
+
+    def __init__(self, context: ExpertParallelContext, *, engine: str, iterations: int, seed: int) -> None:
+        self.context = context
+        self.engine = engine
+        self.iterations = iterations
+        self.seed = seed
+        self.peers = Peers(context, iterations)
+        # Experts too keep it on the device.
+        self._gsf = encode_scale(NVFP4, None, context.device, "gsf")
+        self._weights: dict[tuple[object, ...], dict[Product, list[Weights]]] = {}
+
+    def run(self, case: GemmCase) -> dict[str, Any]:
+        """The record of a case; its goals are judged by `judge` when all are there."""
+        device, sizes = self.context.device, case.group_rows(self.seed)
+        rng = torch.Generator(device).manual_seed(self.seed)
+        rows = make_rows(case, self.seed, rng)
+        copies = self._rotated_weights(case, rng)
+        count = max(len(part) for part in copies.values())
+        inputs = [rows, *(clone_rows(rows) for _ in range(count - 1))]
+        last = case.products[-1]
+        out = torch.full((rows.capacity, last.n), torch.nan, dtype=torch.bfloat16, device=device)
+        checks, between = self._check(case, inputs, copies, out)
+        passed = all(check.passed for check in checks)
+        floors = case.floors_us(sizes)
+        steps = LARGE_STEPS if sum(us for us, _ in floors) >= LARGE_US else STEPS
+        calls = self._calls(case, inputs, between, copies, out)
+        times = {name: self._time(call, steps) for name, call in calls.items()} if passed else {}
+        on_gpu = device.type == "cuda"
+        weights = next(iter(copies.values()))[0]
+        record = {
+            "case": case.name,
+            "format": case.format,
+            "product": case.product,
+            "routing": case.routing,
+            "hidden": case.hidden,
+            "intermediate": case.intermediate,
+            "groups": case.groups,
+            "rows": sum(sizes),
+            "largest_group": max(sizes),
+            "active_groups": sum(size > 0 for size in sizes),
+            "capacity": rows.capacity,
+            "prepared_weights": isinstance(weights, PreparedWeights),
+            "weight_copies": count,
+            "row_bytes": row_bytes(rows),
+            "weight_bytes": sum(part[0].num_bytes for part in copies.values()),
+            "kernels": kernel_names(calls[case.product]) if passed and on_gpu else [],
+            "checks": [asdict(check) | {"passed": check.passed} for check in checks],
+            "work_flop": case.flops(sizes),
+            "moved_bytes": sum(case.moved_bytes(product, sizes) for product in case.products),
+            "floor_us": sum(us for us, _ in floors),
+            "bound_by": [kind for _, kind in floors],
+            "parts_us": {name: timing.median_us for name, timing in times.items() if name != case.product},
+            "goals": [asdict(goal) | {"text": goal.text, "met": None} for goal in case.goals],
+            **_times(times.get(case.product)),
+        }
+        record |= _rates(record)
+        del inputs, out, rows, between, calls
+        record["peers"] = self.peers.of(case, sizes, steps)
+        return record
+
+    def _rotated_weights(self, case: GemmCase, rng: torch.Generator) -> dict[Product, list[Weights]]:
+        """Copies of the weights of each product, at least enough to keep all of them out of the cache."""
+        key = (case.format, case.groups, case.product, case.hidden, case.intermediate)
+        if any(other[0] != case.format for other in self._weights):
+            self._weights.clear()
+        if key not in self._weights:
+            made = {product: make_weights(case, product, rng, self.engine) for product in case.products}
+            count = num_copies(rng.device, sum(w.num_bytes for w in made.values()))
+            self._weights[key] = {product: [w, *(w.clone() for _ in range(count - 1))] for product, w in made.items()}
+        return self._weights[key]
+
+    def _swiglu(self, rows: GroupedRows, w: Weights) -> GroupedRows:
+        gsf = self._gsf if rows.format.has_row_scale else None
+        return grouped_gemm_swiglu(rows, w, SILU, out_format=rows.format, out_gsf=gsf, engine=self.engine)
+
+    def _check(
+        self,
+        case: GemmCase,
+        inputs: Sequence[GroupedRows],
+        copies: dict[Product, list[Weights]],
+        out: torch.Tensor,
+    ) -> tuple[list[Check], GroupedRows | None]:
+        """Checks of the first copies, and that the others give the same bits; what lies between the products."""
+        rows, engine = inputs[0], self.engine
+        sample = Sample.draw(rows, self.seed)
+        first, last = case.products[0], case.products[-1]
+        checks, between = [], None
+        if case.product == "both":
+            with poisoned_memory():
+                between = self._swiglu(rows, copies[first][0])
+            checks.append(check_gated(between, rows, copies[first][0], sample))
+        source = rows if between is None else between
+        grouped_gemm(source, copies[last][0], out=out, engine=engine)
+        checks.append(check_plain(out, source, copies[last][0], sample, last.name))
+        differing, total = 0, int(rows.group_offsets[-1])
+        calls = self._calls(case, inputs, between, copies, out)
+        wanted = out[:total].clone()
+        for number in range(1, len(inputs)):
+            out[:total].fill_(torch.nan)
+            calls[case.product](number)
+            differing += int((out[:total] != wanted).sum())
+        checks.append(Check("elements that differ between copies", float(differing), 0.0))
+        return checks, between
+
+    def _calls(
+        self,
+        case: GemmCase,
+        inputs: Sequence[GroupedRows],
+        between: GroupedRows | None,
+        copies: dict[Product, list[Weights]],
+        out: torch.Tensor,
+    ) -> dict[str, Call]:
+        """What is timed, by name: the case, and for `both` each product too."""
+        engine, first, last = self.engine, copies[case.products[0]], copies[case.products[-1]]
+        count = len(inputs)
+
+        def down(rows: GroupedRows, number: int) -> object:
+            return grouped_gemm(rows, last[number % count], out=out, engine=engine)
+
+        if between is None:
+            return {case.product: lambda number: down(inputs[number % count], number)}
+
+        def gate_up(number: int) -> GroupedRows:
+            return self._swiglu(inputs[number % count], first[number % count])
+
+        return {
+            case.product: lambda number: down(gate_up(number), number),
+            "gate_up": gate_up,
+            "down": lambda number: down(between, number),
+        }
+
+    def _time(self, call: Call, steps: int) -> Timing:
+        def step(number: int, lap: Lap) -> None:
+            call(number)
+
+        return measure(self.context, step, iterations=self.iterations, capturable=True, steps=steps)[TOTAL]
+
+
+def _times(timing: Timing | None) -> dict[str, Any]:
+    return {
+        "median_us": timing.median_us if timing else None,
+        "smallest_us": min(timing.iterations_us) if timing else None,
+        "largest_us": max(timing.iterations_us) if timing else None,
+        "iterations": len(timing.iterations_us) if timing else 0,
+        "steps_per_iteration": timing.steps_per_iteration if timing else 0,
+        "method": timing.method if timing else None,
+    }
+
+
+def _rates(record: dict[str, Any]) -> dict[str, Any]:
+    us = record["median_us"]
+    return {
+        "floor_share": record["floor_us"] / us if us else None,
+        "rate_tflop_per_s": record["work_flop"] / us * 1e-6 if us else None,
+        "rate_tb_per_s": record["moved_bytes"] / us * 1e-6 if us else None,
+    }
+
+
+def judge(results: list[dict[str, Any]]) -> None:
+    """Fill in `met` of every goal: None where it, or what it compares with, was not timed."""
+    by_name = {result["case"]: result for result in results}
+    for result in results:
+        for goal in result["goals"]:
+            goal["met"] = _met(result, Goal(goal["kind"], goal["value"], goal["other"]), by_name)
+
+
+def _met(result: dict[str, Any], goal: Goal, by_name: dict[str, dict[str, Any]]) -> bool | None:
+    us = result["median_us"]
+    if us is None:
+        return None
+    if goal.kind == "us":
+        return bool(us <= goal.value)
+    if goal.kind in ("tflop_per_s", "floor_share"):
+        found = result["rate_tflop_per_s" if goal.kind == "tflop_per_s" else "floor_share"]
+        return bool(found >= goal.value)
+    if goal.kind == "of_case":
+        other = by_name.get(goal.other, {}).get("median_us")
+    else:
+        other = next((peer["median_us"] for peer in result["peers"] if peer["name"] == goal.other), None)
+    return None if other is None else bool(us <= goal.value * other)
+
+
+def select(pattern: str | None) -> tuple[GemmCase, ...]:
+    """The cases in whose names the regular expression is found. Raises `ValueError` where there is none."""
+    try:
+        found = tuple(case for case in CASES if pattern is None or re.search(pattern, case.name))
+    except re.error as error:
+        raise ValueError(f"--cases: {error}") from None
+    if not found:
+        raise ValueError(f"--cases: no case like {pattern!r}; there are {', '.join(case.name for case in CASES)}")
+    return found
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `launch.bench gemm` takes without `--config`."""
+    parser.add_argument("--cases", metavar="REGEX", help="gemm without --config: only cases with such a name")
+    parser.add_argument("--small", action="store_true", help="gemm without --config: small sizes, as on CPUs")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="gemm without --config: a roofline (matplotlib)")
+
+
+def work(options: argparse.Namespace) -> int:
+    """Check, time, print and write; 1 if a check failed.
+
+    `options` has `cases`, `small`, `picture`, `json`, `engine` and `steps` of the command line.
+    """
+    chosen = select(options.cases)
+    for name in ("json", "picture"):
+        file = getattr(options, name)
+        if file is not None and not file.resolve().parent.is_dir():
+            raise ValueError(f"--{name}: no folder {file.parent}")
+    if options.picture is not None:
+        check_can_draw()
+    if options.steps < 1:
+        raise ValueError(f"--steps: expected at least 1, got {options.steps}")
+    results: list[dict[str, Any]] = []
+    engine = options.engine or "auto"
+    with ExpertParallelContext(engine=engine) as context:
+        if options.small or context.device.type != "cuda":
+            chosen = tuple(case.small() for case in chosen)
+        runner = Runner(context, engine=engine, iterations=options.steps, seed=SEED)
+        record = environment.environment_record(context) | {"gemm_engine": engine}
+        for case in chosen:
+            results.append(runner.run(case))
+            judge(results)
+            # After each case, so that a run which is cut off leaves what it has.
+            _write(options.json, record, results)
+    report = _write(options.json, record, results)
+    print_table(report, Console(highlight=False, width=None if sys.stdout.isatty() else 200))
+    if options.picture is not None:
+        draw(report, options.picture)
+    return int(not report["passed"])
+
+
+def _write(file: Path | None, record: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
+    passed = all(check["passed"] for result in results for check in result["checks"])
+    report = {"kind": KIND, "environment": record, "passed": passed, "results": results}
+    if file is not None:
+        file.write_text(json.dumps(report, indent=1) + "\n")
+    return report

@@ -1,0 +1,193 @@
+"""The table and the roofline of `launch.bench gemm`, from its JSON alone.
+
+`python -m moe_runtime.launch.gemm_table RUN.json [--picture FILE]` shows them again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moe_runtime.launch import environment
+from moe_runtime.launch.gemm_cases import BF16_TFLOP_PER_S, FP8_TFLOP_PER_S, MEMORY_TB_PER_S
+
+KIND = "gemm"
+"""What the JSON says it is."""
+
+COLUMNS = (
+    "case",
+    "rows",
+    "us",
+    "floor us",
+    "of floor",
+    "TFLOP/s",
+    "TB/s",
+    "goal",
+    "torch bf16 us",
+    "torch fp8 us",
+    "kernels",
+)
+
+COLOURS = {"nvfp4": "tab:green", "fp8_block": "tab:blue", "mxfp8": "tab:orange", "bf16": "tab:red"}
+MARKERS = {"gate_up": "^", "down": "v", "both": "o"}
+
+
+def cells(result: dict[str, Any]) -> list[str]:
+    """Texts of a line, in the order of `COLUMNS`."""
+    numbers = [result["floor_us"], result["floor_share"], result["rate_tflop_per_s"], result["rate_tb_per_s"]]
+    floor, share, flops, memory = numbers
+    failed = not all(check["passed"] for check in result["checks"])
+    peers = {peer["name"].split()[2]: peer["median_us"] for peer in result["peers"]}
+    goals = [f"{goal['text']}: {_verdict(goal['met'])}" for goal in result["goals"]]
+    return [
+        result["case"],
+        str(result["rows"]),
+        "check failed" if failed else _us(result["median_us"]),
+        _us(floor),
+        "" if share is None else f"{share:.0%}",
+        "" if flops is None else f"{flops:.0f}",
+        "" if memory is None else f"{memory:.2f}",
+        "; ".join(goals),
+        *(_us(peers[kind]) if kind in peers else "" for kind in ("bf16", "fp8")),
+        ", ".join(own_kernels(result)),
+    ]
+
+
+def own_kernels(result: dict[str, Any]) -> list[str]:
+    """Kernels of the case, each once, without those of torch, whose names are those of C++ templates."""
+    return list(dict.fromkeys(name for name in result["kernels"] if not name.startswith("_Z")))
+
+
+def _verdict(met: bool | None) -> str:
+    return {True: "met", False: "missed", None: "unknown"}[met]
+
+
+def _us(microseconds: float | None) -> str:
+    """Of a time that there is not: not available."""
+    if microseconds is None:
+        return "n/a"
+    return f"{microseconds:.1f}" if microseconds < 100 else f"{microseconds:.0f}"
+
+
+def where(report: dict[str, Any]) -> str:
+    """GPU, driver and versions of a run."""
+    record = report["environment"]
+    gpu = record["gpus"][0]["name"] if record["gpus"] else record["processor"]
+    packages = ", ".join(f"{name} {record['packages'][name]}" for name in ("torch", "triton"))
+    driver = f", driver {record['driver']}" if record["driver"] else ""
+    return f"{gpu}{driver}, {packages}"
+
+
+def print_table(report: dict[str, Any], console: Console) -> None:
+    """A line per case; under it the checks that failed and the peers that there are not."""
+    table = Table(title=f"Grouped GEMM: {where(report)}, engine {report['environment']['gemm_engine']}")
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column in ("case", "goal", "kernels") else "right", overflow="fold")
+    for result in report["results"]:
+        table.add_row(*(text.replace("`", "") for text in cells(result)))
+    console.print(table)
+    for result in report["results"]:
+        for check in result["checks"]:
+            if not check["passed"]:
+                line = f"{result['case']}: FAILED {check['what']}: {check['error']:.3g} > {check['bound']:.3g}"
+                console.print(line, markup=False)
+    for name, why in sorted({(p["name"], p["why"]) for r in report["results"] for p in r["peers"] if p["why"]}):
+        console.print(f"{name}: not available: {why}", markup=False)
+
+
+def markdown(report: dict[str, Any], source: str, picture: str | None = None) -> str:
+    """The table for the README; `source` and `picture` are paths of files."""
+    lines = [
+        f"{where(report)}. Floors count {MEMORY_TB_PER_S} TB/s, {BF16_TFLOP_PER_S:.0f} TFLOP/s in bf16 and, for "
+        f"`fp8_block`, {FP8_TFLOP_PER_S:.0f} in fp8, all measured; peers are torch's `grouped_mm` in bf16 and "
+        "`scaled_grouped_mm` with a scale per row, without activation, in the same run. Spread, times of each "
+        f"product and errors are in the [JSON]({source}), written by `{report['environment']['command']}`.",
+        "",
+        f"| {' | '.join(COLUMNS)} |",
+        "|---|" + "---:|" * 6 + "---|" + "---:|" * 2 + "---|",
+        *(f"| {' | '.join(cells(result))} |" for result in report["results"]),
+    ]
+    return "\n".join([*lines, "", f"![Achieved rates under the roofline]({picture})"] if picture else lines)
+
+
+def check_can_draw() -> None:
+    """Raise `ValueError` where matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        raise ValueError("--picture: needs matplotlib, the extra `bench`")
+
+
+def draw(report: dict[str, Any], file: Path) -> None:
+    """A roofline: achieved TFLOP/s of each case (filled) and what its floor would give (hollow).
+
+    Raises `ValueError` where matplotlib is not installed.
+    """
+    check_can_draw()
+    from matplotlib import rc_context
+    from matplotlib.figure import Figure
+
+    timed = [result for result in report["results"] if result["median_us"]]
+    figure = Figure(figsize=(9, 6), layout="constrained")
+    axes = figure.subplots()
+    intensities = [result["work_flop"] / result["moved_bytes"] for result in timed] or [1.0]
+    ends = [min(intensities) / 2, max([*intensities, 500.0]) * 2]
+    for ceiling, name in ((BF16_TFLOP_PER_S, "bf16"), (FP8_TFLOP_PER_S, "fp8")):
+        corner = ceiling / MEMORY_TB_PER_S
+        x = sorted([*ends, corner])
+        y = [min(ceiling, MEMORY_TB_PER_S * value) for value in x]
+        axes.plot(x, y, color="black", linewidth=1, linestyle="-" if name == "bf16" else "--")
+        axes.annotate(f"{name} {ceiling:.0f} TFLOP/s", (ends[1], ceiling), ha="right", va="bottom", fontsize=8)
+    for result, intensity in zip(timed, intensities, strict=False):
+        colour, marker = COLOURS[result["format"]], MARKERS[result["product"]]
+        rates = [result["rate_tflop_per_s"], result["work_flop"] / result["floor_us"] * 1e-6]
+        axes.plot([intensity] * 2, rates, color=colour, linewidth=0.5)
+        axes.plot(intensity, rates[0], color=colour, marker=marker, linestyle="none")
+        axes.plot(intensity, rates[1], color=colour, marker=marker, linestyle="none", fillstyle="none")
+    for fmt in dict.fromkeys(result["format"] for result in timed):
+        axes.plot([], [], color=COLOURS[fmt], marker="s", linestyle="none", label=fmt)
+    for product in dict.fromkeys(result["product"] for result in timed):
+        axes.plot([], [], color="grey", marker=MARKERS[product], linestyle="none", label=product)
+    for label, style in (("achieved", "full"), ("at its floor", "none")):
+        axes.plot([], [], color="grey", marker="o", linestyle="none", fillstyle=style, label=label)
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s", title=where(report))
+    axes.legend(fontsize=8)
+    # Without a date and with ids that repeat, so that the same numbers make the same file.
+    metadata = {"Date": None} if file.suffix == ".svg" else None
+    with rc_context({"svg.hashsalt": KIND}):
+        figure.savefig(file, dpi=150, metadata=metadata)
+
+
+def read(file: Path) -> dict[str, Any]:
+    """The JSON of `file`. Raises `ValueError` if it is of another kind."""
+    found: dict[str, Any] = json.loads(file.read_text())
+    if found.get("kind") != KIND:
+        raise ValueError(f"{file.name}: expected kind {KIND}, got {found.get('kind')}")
+    return found
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.gemm_table", description="Show a run again.")
+    parser.add_argument("run", type=Path, metavar="RUN.json", help="what launch.bench gemm wrote")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="also draw the roofline")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    options = parser.parse_args(arguments)
+
+    def show() -> int:
+        report = read(options.run)
+        print_table(report, Console(highlight=False, width=None if sys.stdout.isatty() else 200))
+        if options.picture is not None:
+            draw(report, options.picture)
+        return 0
+
+    return environment.run_program("gemm_table", show, debug=options.debug)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
