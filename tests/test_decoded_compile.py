@@ -16,7 +16,7 @@ import torch
 from moe_runtime.formats import FORMATS, ceil_div
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import decoded_gemm, nvrtc
-from moe_runtime.kernels.decoded_gemm import DECODE, PREFILL, choose_shape, decode_tokens
+from moe_runtime.kernels.decoded_gemm import DECODE, DECODE_ROWS, PREFILL, choose_shape, decode_tokens
 from moe_runtime.kernels.decoded_layout import unit_bytes, unit_columns, unit_rows
 from moe_runtime.kernels.gemm_arguments import empty_intermediate
 from moe_runtime.prepared import PreparedWeights
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.cpu_only
 SHARED_BYTES_OF_A_BLOCK = 227 * 1024
 REGISTERS_OF_A_BLOCK = 65536
 SPILL_BYTES = 64
-ROWS = {DECODE: 128, PREFILL: 129}
+ROWS = {DECODE: DECODE_ROWS, PREFILL: DECODE_ROWS + 1}
 """Rows of one group with which each shape is chosen."""
 
 
@@ -209,7 +209,7 @@ def test_stages_fit(shape: decoded_gemm.DecodedShape, weight: str, k: int, recor
 
 
 def test_shape_is_chosen_by_rows_of_a_group() -> None:
-    assert choose_shape(128 * 32, 32) is DECODE and choose_shape(128 * 32 + 1, 32) is PREFILL
+    assert choose_shape(DECODE_ROWS * 32, 32) is DECODE and choose_shape(DECODE_ROWS * 32 + 1, 32) is PREFILL
     assert choose_shape(1, 1) is DECODE
     for shape in (DECODE, PREFILL):
         assert list(shape.cases) == sorted(set(shape.cases)) and shape.cases[-1] < shape.max_blocks
