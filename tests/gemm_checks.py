@@ -10,6 +10,7 @@ import numpy as np
 import torch
 
 from moe_runtime.grouped import GroupedRows
+from moe_runtime.kernels.decoded_gemm import DECODE, DECODE_ROWS, DecodedShape, choose_shape
 from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
 from tests.gemm_cases import UNIT, Array, Exact, bits, make_rows, scale_rows, swizzled
@@ -26,6 +27,13 @@ def check_untouched(out: torch.Tensor, before: torch.Tensor, written: Array) -> 
     """Raise unless rows of `out` that are not `written`, or lie behind those, are as `before`."""
     rest = torch.from_numpy(~np.pad(written, (0, out.shape[0] - len(written))))
     assert_same_bits(out.cpu()[rest], before.cpu()[rest], "rows that no active group owns")
+
+
+def spare_rows(shape: DecodedShape, sizes: list[int]) -> int:
+    """Capacity behind the last group with which `shape` of the register-decoding GEMM is chosen."""
+    spare = 7 if shape is DECODE else DECODE_ROWS * len(sizes) + 1
+    assert choose_shape(sum(sizes) + spare, len(sizes)) is shape
+    return spare
 
 
 def integer_operands(

@@ -12,7 +12,7 @@ import torch
 from moe_runtime.experts import Experts
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import grouped_gemm as gemm_module
-from moe_runtime.kernels.decoded_gemm import DECODE, DECODE_ROWS, PREFILL, DecodedShape, choose_shape
+from moe_runtime.kernels.decoded_gemm import DECODE, PREFILL, DecodedShape
 from moe_runtime.kernels.gemm_arguments import DEFAULT_INTERMEDIATE_GSF
 from moe_runtime.kernels.grouped_gemm import grouped_gemm_swiglu
 from moe_runtime.kernels.quantize import quantize_rows
@@ -21,7 +21,7 @@ from moe_runtime.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
 from tests.conftest import HAS_GPU
 from tests.gemm_cases import Array, bits, exact_gemm, make_rows, random_weights, scale_rows, swizzled
-from tests.gemm_checks import check_quantized, integer_operands, unit_scales
+from tests.gemm_checks import check_quantized, integer_operands, spare_rows, unit_scales
 
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(HAS_GPU and not IS_HOPPER, reason="prepared weights are for Hopper")
@@ -67,11 +67,9 @@ def test_swiglu_requantized(case: Case, rng: torch.Generator, device: torch.devi
     m[:, activation.order.up_rows(2 * inner)] *= 3
     bias = torch.randn(2, 2 * inner, generator=rng) if activation.up_offset else None
     w = ExpertWeights.quantize(m, case.weight, gate_up=activation.order, bias=bias, engine="torch").to(device)
-    spare = 2 if case.shape is DECODE else 4 * DECODE_ROWS
-    a = make_rows(
-        case.token, [5, 0, 3, 66], k, rng, device, num_experts=2, expert_ids=[1, 0, -1, 0], gather=True, spare=spare
-    )
-    assert choose_shape(a.capacity, 4) is case.shape
+    sizes = [5, 0, 3, 66]
+    spare = spare_rows(case.shape, sizes)
+    a = make_rows(case.token, sizes, k, rng, device, num_experts=2, expert_ids=[1, 0, -1, 0], gather=True, spare=spare)
     prepared, exact = PreparedWeights.prepare(w), exact_gemm(a, w, device)
     assert exact.written.sum() == 71
     if case.out != "nvfp4":
@@ -123,9 +121,9 @@ def test_nothing_but_the_result_is_written(
     monkeypatch.setattr(gemm_module, "empty_intermediate", poisoned)
     inner = INNER[name]
     w = random_weights(name, 2, 2 * inner, 128, rng, device, gate_up=True)
-    sizes, ids, spare = [130, 3, 0, 5], [0, -1, 1, 1], 2 if shape is DECODE else 4 * DECODE_ROWS
+    sizes, ids = [130, 3, 0, 5], [0, -1, 1, 1]
+    spare = spare_rows(shape, sizes)
     a = make_rows(name, sizes, 128, rng, device, num_experts=2, expert_ids=ids, spare=spare, sparse_scales=True)
-    assert choose_shape(a.capacity, 4) is shape
     hidden = grouped_gemm_swiglu(a, PreparedWeights.prepare(w), SwiGLU(), out_format=name)
     exact = exact_gemm(a, w, device)
     check_quantized(hidden, exact, SwiGLU(), DEFAULT_INTERMEDIATE_GSF if name == "nvfp4" else 1.0)
@@ -240,10 +238,7 @@ def test_requantization_is_that_of_the_quantizer(
     u[16], u[17, 5], u[18, :32] = 0.0, torch.nan, 0.0
     x = torch.zeros(count, 16 + inner)
     x[:, 0], x[:, 16:] = 128.0, u
-    a = make_rows(
-        "bf16", [count], 16 + inner, rng, device, num_experts=1, spare=0 if shape is DECODE else DECODE_ROWS, x=x
-    )
-    assert choose_shape(a.capacity, 1) is shape
+    a = make_rows("bf16", [count], 16 + inner, rng, device, num_experts=1, spare=spare_rows(shape, [count]), x=x)
     h = 128 * u.bfloat16().float()
     # Zero weights times NaN are NaN too.
     h[17] = torch.nan
