@@ -38,7 +38,8 @@ __device__ __forceinline__ long long swizzled_offset(long long row, int column, 
 
 extern "C" __global__ void __launch_bounds__(256)
     decode_tokens(const u8* rows, const u8* scales, const int* row_index, const int* group_offsets,
-                  const int* group_scale_offsets, const int* num_active, u8* out, int num_groups, int capacity, int columns,
+                  const int* group_scale_offsets, const int* expert_ids, const int* num_active, u8* out, int num_groups,
+                  int num_experts, int capacity, int columns,
                   int units, int packed_ld, long long row_bytes) {
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
@@ -56,6 +57,8 @@ extern "C" __global__ void __launch_bounds__(256)
     if (offsets[middle] <= position) group = middle;
     else high = middle;
   }
+  // Nothing of a group that is skipped is read.
+  if (static_cast<u32>(expert_ids[group]) >= static_cast<u32>(num_experts)) return;
   const int start = offsets[group], local = position - start;
   const u8* row = rows + (row_index ? row_index[position] : position) * row_bytes;
   const long long first = FMT == BF16 ? 0 : group_scale_offsets[group];

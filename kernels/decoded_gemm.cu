@@ -353,7 +353,7 @@ struct Problem {
   int num_rows;  // of a weight: twice as many where gated
   int units;  // of 64 columns
   int unit_rows;
-  int out_stride;
+  long long out_stride;
   int scales_per_expert;
   int gate_up_order;  // 1 gate | up, 2 up | gate, 3 interleaved; not read where not gated
 };
@@ -672,7 +672,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
     decoded_gemm(const u8* tokens, const u8* weights, const float* row_scale, const float* expert_scales,
                  const float* bias, const int* group_offsets, const int* expert_ids, const int* num_active, void* out,
                  u8* out_scales, const float* out_gsf, const int* out_scale_offsets, int num_groups, int num_experts,
-                 int capacity, int columns, int units, int unit_rows, int out_stride, int scales_per_expert,
+                 int capacity, int columns, int units, int unit_rows, long long out_stride, int scales_per_expert,
                  int gate_up_order) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 barriers[2 * STAGES];

@@ -63,16 +63,25 @@ def choose_shape(capacity: int, num_groups: int) -> DecodedShape:
     return DECODE if capacity <= DECODE_ROWS * num_groups else PREFILL
 
 
-def decode_tokens(a: GroupedRows, packed_ld: int | None = None, scale_block: int | None = None) -> torch.Tensor:
+def active_groups(a: GroupedRows) -> int:
+    """Groups that may be active, as far as the host knows."""
+    active = a.num_active_experts
+    return a.num_groups if active is None or isinstance(active, torch.Tensor) else max(0, min(active, a.num_groups))
+
+
+def decode_tokens(
+    a: GroupedRows, num_experts: int, packed_ld: int | None = None, scale_block: int | None = None
+) -> torch.Tensor:
     """The rows as bf16 in blocks of 8 tokens, uint8 `[blocks, units of K, 8 column pieces, 8 tokens, 16 bytes]`.
 
-    `packed_ld` and `scale_block` are those of `decoded_gemm`.
+    Rows of groups whose expert is not in `0 .. num_experts - 1` are left out. `packed_ld` and `scale_block` are those
+    of `decoded_gemm`.
     """
     units = unit_columns(a.num_columns)
     blocks = (a.capacity + 7 * a.num_groups) // 8 + 1
     out = torch.empty(blocks, units, 8, 8, 16, dtype=torch.uint8, device=a.rows.device)
     active = a.num_active_experts
-    num_groups = a.num_groups if active is None or isinstance(active, torch.Tensor) else min(active, a.num_groups)
+    num_groups = active_groups(a)
     nvrtc.launch(
         "decode_tokens.cu",
         "decode_tokens",
@@ -90,9 +99,11 @@ def decode_tokens(a: GroupedRows, packed_ld: int | None = None, scale_block: int
             a.row_index,
             a.group_offsets,
             a.group_scale_offsets,
+            a.expert_ids,
             active if isinstance(active, torch.Tensor) else None,
             out,
             num_groups,
+            num_experts,
             a.capacity,
             a.num_columns,
             units,
@@ -148,7 +159,7 @@ def _launch(
     # At least two stages, so that one is loaded while the other is multiplied.
     stage_k64 = stage_units(units, min(shape.stage_units, SHARED_BYTES // (2 * unit_stage)))
     active = a.num_active_experts
-    num_groups = a.num_groups if active is None or isinstance(active, torch.Tensor) else min(active, a.num_groups)
+    num_groups = active_groups(a)
     defines: dict[str, int | str] = {
         "W_FMT": int(w.format.code),
         "OUT_FMT": 0 if result is None else int(result.format.code),
@@ -180,7 +191,7 @@ def _launch(
         grid=(torch.cuda.get_device_properties(w.device).multi_processor_count, 1, 1),
         block=128 * (shape.warpgroups + 1),
         arguments=[
-            decode_tokens(a, packed_ld, scale_block),
+            decode_tokens(a, w.num_experts, packed_ld, scale_block),
             w.units,
             a.row_scale,
             w.expert_scales,
@@ -198,7 +209,7 @@ def _launch(
             columns,
             units,
             int(w.units.shape[1]),
-            out.stride(0),
+            nvrtc.int64(out.stride(0)),
             0 if w.expert_scales is None else w.expert_scales.ndim,
             0 if w.gate_up is None else w.gate_up.code,
         ],

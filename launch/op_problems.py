@@ -23,6 +23,7 @@ from moe_runtime.kernels.grouped_gemm import gemm_flops
 from moe_runtime.kernels.reference_quantize import raw_bits
 from moe_runtime.launch.fp8_bound import fp8_mma_slack
 from moe_runtime.plan import dense_128_offsets
+from moe_runtime.prepared import PreparedWeights
 
 FP32_GAIN = 2.0**-23
 """Per 16 of K: error of an fp32 sum, or of a bf16 MMA, over the sum of the products' magnitudes."""
@@ -88,6 +89,20 @@ class OpProblem:
         """This and `count - 1` others whose arguments lie elsewhere."""
         copied = [{name: _clone(value) for name, value in self.arguments.items()} for _ in range(count - 1)]
         return [self, *(replace(self, arguments=arguments) for arguments in copied)]
+
+    def prepared(self) -> OpProblem | None:
+        """The same call with prepared weights; None where the operation takes none of this shape."""
+        (name,) = (name for name in self.arguments if name in ("b_scale", "b_scales"))
+        b, scales, n, k = self.arguments["b"], self.arguments[name], self.shape.n, self.shape.k
+        if n % 8 or self.operation is ops.group_gemm_fp8_nt_groupwise:
+            return None
+        if self.operation is ops.moe_gemm_mxfp8_nt_groupwise:
+            if k % 32:
+                return None
+            w = ops.prepare_mxfp8(b, scales, self.arguments["scale_granularity_mnk"])
+        else:
+            w = ops.prepare_nvfp4(b, scales)
+        return replace(self, arguments=self.arguments | {"b": w, name: None})
 
     def error(self, out: torch.Tensor) -> float:
         """The largest error over its bound of an element; infinite for NaNs, or where a row was wrongly written."""
@@ -241,7 +256,9 @@ def _indptr(shape: Shape, device: torch.device) -> torch.Tensor:
 
 
 def _clone(value: Any) -> Any:
-    """A tensor elsewhere with the same strides."""
+    """A tensor elsewhere with the same strides; prepared weights elsewhere."""
+    if isinstance(value, PreparedWeights):
+        return value.clone()
     if not isinstance(value, torch.Tensor):
         return value
     return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device).copy_(value)

@@ -187,7 +187,7 @@ def test_gemm_compiles_to_what_it_is_meant_for(
 
 @pytest.mark.parametrize("name", ["bf16", "nvfp4", "mxfp8"])
 def test_decoding_of_tokens_compiles(name: str, recorded: list[Recorded]) -> None:
-    decode_tokens(rows_of(name, 8, 128))
+    decode_tokens(rows_of(name, 8, 128), 2)
     (launch,) = recorded
     compiled = compile_recorded(launch)
     assert compiled.spilled_bytes == 0 and "griddepcontrol.launch_dependents" in compiled.ptx

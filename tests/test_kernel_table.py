@@ -140,7 +140,7 @@ def test_programs_of_the_table_run(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(kernel_table, "_run", without_compiler)
     found = kernel_table.check_here()
-    assert len(found["twin"]) == len(found["interpreted"]) == len(ops_run.CASES) + 1
+    assert len(found["twin"]) == len(found["interpreted"]) == len(ops_run.CASES) + 2
     assert not kernel_table.has_failed(found)
 
 

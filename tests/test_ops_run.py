@@ -26,7 +26,8 @@ def small_problem(index: int, device: torch.device) -> OpProblem:
 def test_every_operation_is_within_its_bound(engine: str) -> None:
     with ExpertParallelContext(engine=engine) as context:
         results = ops_run.run_all(context, engine, small=True, iterations=0)
-    assert len(results) == len(ops_run.CASES) + 1
+    # One of the small shapes can have prepared weights too.
+    assert len(results) == len(ops_run.CASES) + 2
     for result in results:
         assert result["check"]["passed"], result
         assert "median_us" not in result
@@ -119,6 +120,6 @@ def test_bad_arguments(arguments: tuple[str, str], capsys: pytest.CaptureFixture
 def test_results_on_a_gpu_are_timed() -> None:
     with ExpertParallelContext() as context:
         results = ops_run.run_all(context, "triton", small=True, iterations=2)
-    for result in results[: len(ops_run.CASES)]:
+    for result in results[:-1]:
         assert 0 < result["smallest_us"] <= result["median_us"] <= result["largest_us"]
         assert result["method"] == "cuda_graph"
