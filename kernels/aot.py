@@ -26,7 +26,8 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moe_runtime.kernels.runtime import INTERPRET, AotCase
+from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.runtime import INTERPRET, AotCase, CudaCase
 
 INTERPRETED = "ahead-of-time compilation needs a process without TRITON_INTERPRET; unset it and run again"
 MATRIX_INSTRUCTION = re.compile(r"\b(?:tcgen05\.mma|wgmma\.mma_async|mma\.sync)[\w.:]*")
@@ -38,10 +39,10 @@ class AotResult:
 
     Attributes:
         operation, format: of the case.
-        kernel: name of the jit function.
+        kernel: name of the jit function, or of the kernel in CUDA C++.
         arch: compute capability times ten.
         instructions: distinct matrix instructions of the PTX, sorted.
-        shared_bytes: shared memory of a program.
+        shared_bytes: shared memory of a Triton program.
         seconds: time that compiling took.
         error: why it failed; empty when it did not.
     """
@@ -56,11 +57,11 @@ class AotResult:
     error: str = ""
 
 
-def collect_cases() -> list[tuple[str, int, AotCase]]:
+def collect_cases() -> list[tuple[str, int, AotCase | CudaCase]]:
     """`(module, index, case)` of all `AOT_CASES` under `moe_runtime.kernels`."""
     package = importlib.import_module("moe_runtime.kernels")
     names = sorted(f"{package.__name__}.{info.name}" for info in pkgutil.iter_modules(package.__path__))
-    cases = []
+    cases: list[tuple[str, int, AotCase | CudaCase]] = []
     for name in names:
         if name != f"{package.__name__}.aot":
             found = getattr(importlib.import_module(name), "AOT_CASES", ())
@@ -68,14 +69,18 @@ def collect_cases() -> list[tuple[str, int, AotCase]]:
     return cases
 
 
-def compile_case(case: AotCase, arch: int) -> AotResult:
+def compile_case(case: AotCase | CudaCase, arch: int) -> AotResult:
     """Compile `case` for `arch` down to a binary and look for its instruction; failures are recorded, not raised."""
-    kernel = getattr(case.kernel, "__name__", str(case.kernel))
+    kernel = case.kernel if isinstance(case, CudaCase) else getattr(case.kernel, "__name__", str(case.kernel))
     start = time.perf_counter()
     try:
-        source = ASTSource(case.kernel, signature=dict(case.signature), constexprs=dict(case.constexprs))
-        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(case.options))
-        ptx, shared_bytes = compiled.asm["ptx"], int(compiled.metadata.shared)
+        if isinstance(case, CudaCase):
+            nvrtc.compile_source(case.file, case.defines, f"sm_{arch}a")
+            ptx, shared_bytes = nvrtc.compile_source(case.file, case.defines, f"compute_{arch}a").decode(), 0
+        else:
+            source = ASTSource(case.kernel, signature=dict(case.signature), constexprs=dict(case.constexprs))
+            compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(case.options))
+            ptx, shared_bytes = compiled.asm["ptx"], int(compiled.metadata.shared)
     except Exception as error:
         # Any failure of the compiler is a row of the table, so that one bad kernel does not hide the others.
         text = f"{type(error).__name__}: {error}".strip()
@@ -112,13 +117,15 @@ def _print_table(results: list[AotResult]) -> None:
     from rich.table import Table
 
     archs = sorted({result.arch for result in results})
-    table = Table(title=f"Triton {triton.__version__}, compiled ahead of time")
+    table = Table(title=f"Triton {triton.__version__} and NVRTC, compiled ahead of time")
     for column in ("operation", "format", "kernel", *(f"sm_{arch}" for arch in archs)):
         table.add_column(column)
     cells: dict[tuple[str, str, str], dict[int, set[str]]] = {}
     for result in results:
         row = cells.setdefault((result.operation, result.format, result.kernel), {})
         short = [text.replace(".sync.aligned", "").replace(".row.col", "") for text in result.instructions]
+        # Widths of one instruction in one line.
+        short = [re.sub(r"(wgmma\S*\.m64n)\d+", r"\1*", text) for text in short]
         row.setdefault(result.arch, set()).update(["[red]failed[/red]"] if result.error else short or ["ok"])
     for key, row in sorted(cells.items()):
         table.add_row(*key, *("\n".join(sorted(row.get(arch, {"-"}))) for arch in archs))

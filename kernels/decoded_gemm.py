@@ -1,11 +1,44 @@
 """Grouped GEMM of Hopper for weights that are decoded to bf16 in registers (`nvfp4`, `mxfp8`): host side.
 
 `decode_tokens` gathers the rows once and decodes them to bf16; `decoded_gemm` streams the weights, which it reads
-once for up to 128 tokens of a group. See the `.cu` files for the way of the data and `decoded_layout.py` for the order
-of the weights. The Triton kernel of `grouped_gemm.py` is their sibling: other architectures, interpreted in CI.
+once for up to 64 or 128 tokens of a group, according to the regime. See the `.cu` files for the way of the data and
+`decoded_layout.py` for the order of the weights. The Triton kernel of `grouped_gemm.py` is their sibling: other
+architectures, interpreted in CI.
 
 The order in which K is summed is that of `wgmma` over 16 columns at a time, in the order of `decoded_layout`: the same
-for every number of rows.
+in both regimes, for every number of rows and whatever the neighbours.
+
+The two numbers, NVFP4, both products of the reference model (32 experts of 44.0 M parameters): 0.79 GB, 184 us at
+4.3 TB/s; at 32 x 1024 rows 2.89e12 flops, 3.73 ms at 773 TFLOP/s. A decode step is bound by instructions beside that:
+4.3 TB/s are 33 weights a cycle and SM, and the four schedulers issue 128 lanes; 2.2 instructions a weight are needed
+here (71 for the 32 of a thread in a unit), and while `wgmma` takes its operands from registers the other warps issue
+less: beside products of 32 tokens a `lop3` takes 3.2 cycles instead of 2 (16 tokens: 2.9).
+
+Measured on one H200 (launch/results/gemm_h200.json), us; in parentheses torch's grouped_mm in bf16:
+
+    8 x 16, 32, 48 rows, (4096, 7168) with SwiGLU    42.4, 46.4, 51.6 (163, 170, 173)
+    8 x 16, 32, 48 rows, (7168, 2048)                29.1, 31.9, 35.7 (89, 95, 89)
+    32 x 1, 4, 16, 32 rows, both                     229, 228, 243, 284 (1011, 966, 919, 966)
+    32 x 1024 rows, both                             4849 (4573)
+    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)      3403 / 1760 (2840 / 1515)
+
+What each version brought (us; plain (4096, 7168), 32 x 16 and 32 x 32 rows; the Triton kernel took about 1450):
+
+    1. two warpgroups of 128 rows, a wait after every 16 columns: 186, 204
+    2. the next unit's quants read ahead: 170, 196. Without any arithmetic it took 139, without loads 160
+    3. four warpgroups of 64 rows, nothing read ahead: 152, 172; stages of 256 columns instead of 128: 16 less
+    4. slots of 9 instead of 11 instructions a word, scales stored so that a shift makes them bf16, tokens 2^100 times
+       their value, 64 columns for each wait, weights on their way before the tokens are decoded: 147, 167
+    5. widths of 8, 24 and 40 tokens; scales of a tile copied while it is summed: 146, 164
+    6. the epilogue loops over blocks of tokens: unrolled it missed the instruction cache; SwiGLU and requantization of
+       32 x 1024 rows went from 2200 us to 320
+    7. four warpgroups of 64 rows, 256 columns a stage for many rows too: 32 x 1024 gate and up from 3542 to 3180
+
+What is left, by these measurements: at 1 to 16 rows the kernel is within 10% of the memory's rate and the rest is
+filling and draining (8 groups are one tile a block; (7168, 2048) are 1.7, so that the second round leaves a third of
+the SMs idle) and the kernel before (3.5 us for few tokens, 165 us of 32 x 1024 rows, the round trip of their bf16
+through memory). At 32 rows and more it is the register file that `wgmma` and decoding share. Next: tokens decoded by
+the epilogue of the first product; K of the last round split between idle blocks, in an order fixed by (N, K).
 """
 
 from __future__ import annotations
@@ -14,7 +47,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_runtime.formats import ceil_div
+from moe_runtime.formats import TokenFormat, ceil_div
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.decoded_layout import stage_units, unit_bytes, unit_columns
@@ -69,6 +102,16 @@ def active_groups(a: GroupedRows) -> int:
     return a.num_groups if active is None or isinstance(active, torch.Tensor) else max(0, min(active, a.num_groups))
 
 
+def token_macros(fmt: TokenFormat, packed: bool = False, scale_block: int | None = None) -> dict[str, int | str]:
+    """Macros of `decode_tokens.cu`."""
+    return {
+        "FMT": int(fmt.code),
+        "MAX_GROUPS": MAX_GROUPS,
+        "PACKED": int(packed),
+        "SCALE_BLOCK": scale_block or fmt.block,
+    }
+
+
 def decode_tokens(
     a: GroupedRows, num_experts: int, packed_ld: int | None = None, scale_block: int | None = None
 ) -> torch.Tensor:
@@ -85,12 +128,7 @@ def decode_tokens(
     nvrtc.launch(
         "decode_tokens.cu",
         "decode_tokens",
-        {
-            "FMT": int(a.format.code),
-            "MAX_GROUPS": MAX_GROUPS,
-            "PACKED": int(packed_ld is not None),
-            "SCALE_BLOCK": scale_block or a.format.block,
-        },
+        token_macros(a.format, packed_ld is not None, scale_block),
         grid=(ceil_div(a.capacity, 8), ceil_div(units, 32), 1),
         block=256,
         arguments=[
@@ -139,6 +177,46 @@ def decoded_gemm_swiglu(
     _launch(a, w, out.rows, activation, out.scales, gsf, out)
 
 
+def macros(
+    w_format: TokenFormat,
+    a_format: TokenFormat,
+    shape: DecodedShape,
+    units: int,
+    out_format: TokenFormat | None,
+    out_dtype: torch.dtype,
+    activation: SwiGLU | None,
+) -> tuple[dict[str, int | str], int]:
+    """Macros of `decoded_gemm.cu`, and the dynamic shared memory of a block.
+
+    `units` is K in units; `out_format` is that of a gated result, None for a plain one of `out_dtype`.
+    """
+    unit_stage = shape.warpgroups * shape.units * unit_bytes(w_format) + shape.max_blocks * 1024
+    # At least two stages, so that one is loaded while the other is multiplied.
+    stage_k64 = stage_units(units, min(shape.stage_units, SHARED_BYTES // (2 * unit_stage)))
+    stages = SHARED_BYTES // (stage_k64 * unit_stage)
+    defines: dict[str, int | str] = {
+        "W_FMT": int(w_format.code),
+        "OUT_FMT": 0 if out_format is None else int(out_format.code),
+        "OUT_TYPE": OUT_TYPES[out_dtype] if out_format is None else 0,
+        "GATED": int(out_format is not None),
+        "WARPGROUPS": shape.warpgroups,
+        "UNITS": shape.units,
+        "STAGES": stages,
+        "STAGE_K64": stage_k64,
+        "BATCH": shape.batch,
+        "BUFFERS": shape.buffers,
+        "SCALED_TOKENS": int(a_format.name == "nvfp4"),
+        "MAX_BLOCKS": shape.max_blocks,
+        "CASES": " ".join(f"CASE({blocks})" for blocks in shape.cases),
+        "MAX_GROUPS": MAX_GROUPS,
+        "ALPHA": _literal(1.0 if activation is None else activation.alpha),
+        "UP_OFFSET": _literal(0.0 if activation is None else activation.up_offset),
+    }
+    if activation is not None and activation.limit is not None:
+        defines["LIMIT"] = _literal(activation.limit)
+    return defines, stages * stage_k64 * unit_stage
+
+
 def _launch(
     a: GroupedRows,
     w: PreparedWeights,
@@ -155,39 +233,15 @@ def _launch(
         return
     shape = choose_shape(a.capacity, a.num_groups)
     units = int(w.units.shape[2])
-    unit_stage = shape.warpgroups * shape.units * unit_bytes(w.format) + shape.max_blocks * 1024
-    # At least two stages, so that one is loaded while the other is multiplied.
-    stage_k64 = stage_units(units, min(shape.stage_units, SHARED_BYTES // (2 * unit_stage)))
+    out_format = None if result is None else result.format
+    defines, shared_bytes = macros(w.format, a.format, shape, units, out_format, out.dtype, activation)
     active = a.num_active_experts
     num_groups = active_groups(a)
-    defines: dict[str, int | str] = {
-        "W_FMT": int(w.format.code),
-        "OUT_FMT": 0 if result is None else int(result.format.code),
-        "OUT_TYPE": 0 if result is not None else OUT_TYPES[out.dtype],
-        "GATED": int(result is not None),
-        "WARPGROUPS": shape.warpgroups,
-        "UNITS": shape.units,
-        "STAGE_K64": stage_k64,
-        "BATCH": shape.batch,
-        "BUFFERS": shape.buffers,
-        "SCALED_TOKENS": int(a.format.name == "nvfp4"),
-        "MAX_BLOCKS": shape.max_blocks,
-        "CASES": " ".join(f"CASE({blocks})" for blocks in shape.cases),
-        "MAX_GROUPS": MAX_GROUPS,
-    }
-    if activation is not None:
-        defines["ALPHA"], defines["UP_OFFSET"] = _literal(activation.alpha), _literal(activation.up_offset)
-        if activation.limit is not None:
-            defines["LIMIT"] = _literal(activation.limit)
-    else:
-        defines["ALPHA"], defines["UP_OFFSET"] = "1.0f", "0.0f"
-    stage = stage_k64 * unit_stage
-    stages = SHARED_BYTES // stage
     columns = w.num_rows // 2 if result is not None else w.num_rows
     nvrtc.launch(
         "decoded_gemm.cu",
         "decoded_gemm",
-        defines | {"STAGES": stages},
+        defines,
         grid=(torch.cuda.get_device_properties(w.device).multi_processor_count, 1, 1),
         block=128 * (shape.warpgroups + 1),
         arguments=[
@@ -214,7 +268,7 @@ def _launch(
             0 if w.gate_up is None else w.gate_up.code,
         ],
         device=w.device,
-        shared_bytes=stages * stage,
+        shared_bytes=shared_bytes,
         early=True,
     )
 

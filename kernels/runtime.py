@@ -6,9 +6,11 @@ and is passed to kernels that need it as a `tl.constexpr`.
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import time
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -69,12 +71,21 @@ def resolve_engine(engine: str, device: torch.device) -> str:
     return engine
 
 
+@cache
+def has_nvrtc() -> bool:
+    """Whether kernels in CUDA C++ can be compiled: `cuda-bindings` is there (extra `gpu`)."""
+    try:
+        return importlib.util.find_spec("cuda.bindings.nvrtc") is not None
+    except ModuleNotFoundError:
+        return False
+
+
 def runs_cuda(engine: str, device: torch.device) -> bool:
-    """Whether kernels in CUDA C++ may be taken: engine "auto", a Hopper GPU, and no interpreter."""
+    """Whether kernels in CUDA C++ may be taken: engine "auto", a Hopper GPU, `has_nvrtc`, and no interpreter."""
     resolve_engine(engine, device)
     if engine != "auto" or INTERPRET or device.type != "cuda":
         return False
-    return torch.cuda.get_device_capability(device) == (9, 0)
+    return torch.cuda.get_device_capability(device) == (9, 0) and has_nvrtc()
 
 
 ALL_ARCHS = (90, 100, 120)
@@ -101,4 +112,26 @@ class AotCase:
     constexprs: dict[str, Any]
     options: dict[str, Any] = field(default_factory=dict)
     archs: tuple[int, ...] = ALL_ARCHS
+    instruction: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class CudaCase:
+    """One way to compile a kernel in CUDA C++ ahead of time, for Hopper; listed in `AOT_CASES` too.
+
+    Attributes:
+        operation, format: as in `AotCase`.
+        file: the source, beside this module.
+        kernel: its name there.
+        defines: macros.
+        archs: compute capabilities it is for, times ten.
+        instruction: as in `AotCase`.
+    """
+
+    operation: str
+    format: str
+    file: str
+    kernel: str
+    defines: dict[str, int | str]
+    archs: tuple[int, ...] = (90,)
     instruction: dict[int, str] = field(default_factory=dict)

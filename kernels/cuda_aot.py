@@ -1,0 +1,51 @@
+"""Ahead-of-time cases of Hopper's kernels in CUDA C++: each format in both regimes, plain and gated.
+
+The tests of each kernel compile more of their variants and look at registers and shared memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from moe_runtime.formats import BF16, FORMATS, FP8_BLOCK, MXFP8, NVFP4, TokenFormat
+from moe_runtime.kernels import decoded_gemm, tma_gemm
+from moe_runtime.kernels.decoded_layout import unit_columns
+from moe_runtime.kernels.runtime import CudaCase
+from moe_runtime.weights import SILU
+
+HIDDEN, GROUPS = 7168, 32
+PLAIN, GATED = "grouped_gemm", "grouped_gemm_swiglu"
+BF16_WGMMA = {90: r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.bf16\.bf16"}
+FP8_WGMMA = {90: r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3"}
+
+
+def _decoded(fmt: TokenFormat) -> Iterator[CudaCase]:
+    for shape in (decoded_gemm.DECODE, decoded_gemm.PREFILL):
+        for operation, out, activation in ((PLAIN, None, None), (GATED, fmt, SILU)):
+            defines, _ = decoded_gemm.macros(fmt, fmt, shape, unit_columns(HIDDEN), out, torch.bfloat16, activation)
+            yield CudaCase(operation, fmt.name, "decoded_gemm.cu", "decoded_gemm", defines, instruction=BF16_WGMMA)
+
+
+def _tma(fmt: TokenFormat) -> Iterator[CudaCase]:
+    wgmma = FP8_WGMMA if fmt is FP8_BLOCK else BF16_WGMMA
+    for regime in (tma_gemm.DECODE, tma_gemm.PREFILL):
+        for operation, order in ((PLAIN, None), (GATED, SILU.order)):
+            gated = order is not None
+            code = 3 if gated and fmt is FP8_BLOCK else 0
+            defines = tma_gemm.macros(
+                fmt, regime, GROUPS, gather=gated, gated=gated, order=order, out_code=code, extras=False
+            )
+            yield CudaCase(operation, fmt.name, tma_gemm.SOURCE, "tma_gemm", {**defines}, instruction=wgmma)
+
+
+AOT_CASES: tuple[CudaCase, ...] = (
+    *(case for fmt in (NVFP4, MXFP8) for case in _decoded(fmt)),
+    *(case for fmt in (FP8_BLOCK, BF16) for case in _tma(fmt)),
+    *(
+        CudaCase("decode_tokens", fmt.name, "decode_tokens.cu", "decode_tokens", decoded_gemm.token_macros(fmt))
+        for fmt in FORMATS.values()
+        if fmt is not FP8_BLOCK
+    ),
+)
