@@ -123,5 +123,7 @@ def test_cases_name_known_formats_and_architectures() -> None:
         assert isinstance(case, AotCase | CudaCase), (module, index)
         assert case.format == "any" or set(case.format.split(" x ")) <= set(FORMATS), (module, index, case.format)
         assert set(case.instruction) <= set(case.archs) <= set(ALL_ARCHS), (module, index)
+        if isinstance(case, CudaCase):
+            continue
         names = set(case.signature)
         assert {name for name in names if case.signature[name] == "constexpr"} == set(case.constexprs), (module, index)
