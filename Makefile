@@ -58,6 +58,6 @@ $(STAMP):
 	$(BIN)/python -m pip install --quiet $(if $(TORCH_INDEX_URL),--index-url $(TORCH_INDEX_URL)) '$(TORCH)'
 	@if $(BIN)/python -c 'import triton' 2>/dev/null && ! $(BIN)/python -c 'import torch, sys; sys.exit(torch.version.cuda is not None)'; \
 		then grep -v '^triton==' constraints-cpu.txt; else cat constraints-cpu.txt; fi > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev,hf]'
+	$(BIN)/python -m pip install --quiet -c $(VENV)/constraints.txt -e '.[dev,hf,bench]'
 	@rm -f $(VENV)/.installed-*
 	@touch $@
