@@ -40,12 +40,41 @@ def _tma(fmt: TokenFormat) -> Iterator[CudaCase]:
             yield CudaCase(operation, fmt.name, tma_gemm.SOURCE, "tma_gemm", {**defines}, instruction=wgmma)
 
 
+def _operations() -> Iterator[CudaCase]:
+    """What the operations of `moe_runtime.ops` run on Hopper, by their names."""
+    for operation, fmt in (
+        ("grouped_matmul_dynamic_scaled_nvfp4", NVFP4),
+        ("group_gemm_nvfp4_nt_groupwise", NVFP4),
+        ("moe_gemm_mxfp8_nt_groupwise", MXFP8),
+    ):
+        for out_dtype in (torch.bfloat16, torch.float16):
+            defines, _ = decoded_gemm.macros(fmt, fmt, decoded_gemm.DECODE, unit_columns(HIDDEN), None, out_dtype, None)
+            yield CudaCase(operation, fmt.name, "decoded_gemm.cu", "decoded_gemm", defines, instruction=BF16_WGMMA)
+    for out_code in (0, 1):
+        defines = {
+            **tma_gemm.macros(
+                FP8_BLOCK,
+                tma_gemm.PREFILL,
+                GROUPS,
+                gather=False,
+                gated=False,
+                order=None,
+                out_code=out_code,
+                extras=False,
+            )
+        }
+        name = "group_gemm_fp8_nt_groupwise"
+        yield CudaCase(name, FP8_BLOCK.name, tma_gemm.SOURCE, "tma_gemm", defines, instruction=FP8_WGMMA)
+
+
 AOT_CASES: tuple[CudaCase, ...] = (
+    *_operations(),
     *(case for fmt in (NVFP4, MXFP8) for case in _decoded(fmt)),
     *(case for fmt in (FP8_BLOCK, BF16) for case in _tma(fmt)),
     *(
-        CudaCase("decode_tokens", fmt.name, "decode_tokens.cu", "decode_tokens", decoded_gemm.token_macros(fmt))
+        CudaCase("decode_tokens", fmt.name, "decode_tokens.cu", "decode_tokens", decoded_gemm.token_macros(fmt, packed))
         for fmt in FORMATS.values()
+        for packed in (False, True)
         if fmt is not FP8_BLOCK
     ),
 )

@@ -45,7 +45,7 @@ extern "C" __global__ void __launch_bounds__(256)
   asm volatile("griddepcontrol.launch_dependents;");
   if (num_active) num_groups = min(num_groups, max(*num_active, 0));
   __shared__ int offsets[MAX_GROUPS + 1];
-  for (int g = threadIdx.x; g <= num_groups; g += blockDim.x) offsets[g] = group_offsets[g];
+  for (int g = threadIdx.x; g <= num_groups; g += blockDim.x) offsets[g] = min(max(group_offsets[g], 0), capacity);
   __syncthreads();
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, t = lane & 3;
   const int position = blockIdx.x * 8 + lane / 4;

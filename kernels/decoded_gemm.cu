@@ -374,7 +374,7 @@ struct Walk {
 
   __device__ __forceinline__ bool find(int number, Tile& tile) {
     for (; group < num_groups; ++group) {
-      const int rows = offsets[group + 1] - offsets[group];
+      const int rows = max(offsets[group + 1] - offsets[group], 0);
       const int tiles = experts[group] < 0 ? 0 : (rows + TILE_TOKENS - 1) / TILE_TOKENS * m_tiles;
       if (number < before + tiles) {
         const int part = (number - before) / m_tiles;
@@ -682,7 +682,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
   const u32 full = shared_address(barriers), empty = full + STAGES * 8, stages = shared_address(memory);
   if (num_active) num_groups = min(num_groups, max(*num_active, 0));
   for (int g = threadIdx.x; g <= num_groups; g += blockDim.x) {
-    offsets[g] = min(group_offsets[g], capacity);
+    offsets[g] = min(max(group_offsets[g], 0), capacity);
     if (g < num_groups) experts[g] = expert_ids[g] < num_experts ? expert_ids[g] : -1;
   }
   if (threadIdx.x == 0) {
@@ -743,6 +743,8 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }
     }
+    // Without a tile too: this kernel must not end before the one that it was started beside.
+    if (early) asm volatile("griddepcontrol.wait;" ::: "memory");
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 152 : 104));
     for (int number = blockIdx.x; walk.find(number, tile); number += gridDim.x) {

@@ -16,11 +16,11 @@ less: beside products of 32 tokens a `lop3` takes 3.2 cycles instead of 2 (16 to
 
 Measured on one H200 (launch/results/gemm_h200.json), us; in parentheses torch's grouped_mm in bf16:
 
-    8 x 16, 32, 48 rows, (4096, 7168) with SwiGLU    42.4, 46.4, 51.6 (163, 170, 173)
-    8 x 16, 32, 48 rows, (7168, 2048)                29.1, 31.9, 35.7 (89, 95, 89)
-    32 x 1, 4, 16, 32 rows, both                     229, 228, 243, 284 (1011, 966, 919, 966)
-    32 x 1024 rows, both                             4849 (4573)
-    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)      3403 / 1760 (2840 / 1515)
+    8 x 16, 32, 48 rows, (4096, 7168)                 42.4, 46.4, 51.6 (163, 170, 173)
+    8 x 16, 32, 48 rows, (7168, 2048)                 29.1, 31.9, 35.7 (89, 95, 89)
+    32 x 1, 4, 16, 32 rows, both, SwiGLU between      229, 228, 243, 284 (1011, 966, 919, 966)
+    32 x 1024 rows, both, SwiGLU between              4849 (4573, without SwiGLU)
+    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       3403 / 1760 (2840 / 1515)
 
 What each version brought (us; plain (4096, 7168), 32 x 16 and 32 x 32 rows; the Triton kernel took about 1450):
 
@@ -34,11 +34,12 @@ What each version brought (us; plain (4096, 7168), 32 x 16 and 32 x 32 rows; the
        32 x 1024 rows went from 2200 us to 550
     7. four warpgroups of 64 rows, 256 columns a stage for many rows too: 32 x 1024 gate and up from 3542 to 3180
 
-What is left, by these measurements: at 1 to 16 rows the kernel is within 10% of the memory's rate and the rest is
-filling and draining (8 groups are one tile a block; (7168, 2048) are 1.7, so that the second round leaves a third of
-the SMs idle) and the kernel before (3.5 us for few tokens, 165 us of 32 x 1024 rows, the round trip of their bf16
-through memory). At 32 rows and more it is the register file that `wgmma` and decoding share. Next: tokens decoded by
-the epilogue of the first product; K of the last round split between idle blocks, in an order fixed by (N, K).
+What is left, by these measurements: with 32 groups of 1 to 16 rows both products take 77 to 81% of the memory's rate,
+(4096, 7168) alone 3.85 of 4.3 TB/s; the rest is filling and draining (8 groups are one tile a block; (7168, 2048) are
+1.7, so that the second round leaves a third of the SMs idle) and the kernel before (3.5 us for few tokens, 165 us of
+32 x 1024 rows, the round trip of their bf16 through memory). At 32 rows and more it is the register file that `wgmma`
+and decoding share. Next: tokens decoded by the epilogue of the first product; K of the last round split between idle
+blocks, in an order fixed by (N, K).
 """
 
 from __future__ import annotations
@@ -51,10 +52,10 @@ from moe_runtime.formats import TokenFormat, ceil_div
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.decoded_layout import stage_units, unit_bytes, unit_columns
-from moe_runtime.prepared import PreparedWeights
+from moe_runtime.prepared import MAX_EXPERTS, PreparedWeights
 from moe_runtime.weights import SwiGLU
 
-MAX_GROUPS = 512
+MAX_GROUPS = MAX_EXPERTS
 SHARED_BYTES = 227 * 1024 - 12 * 1024
 """Of a block of threads, less what is static."""
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -273,10 +274,24 @@ def _launch(
     )
 
 
+def fits(rows: torch.Tensor, fmt: TokenFormat, out: torch.Tensor, num_groups: int) -> bool:
+    """Whether `decoded_gemm` takes these: rows and results aligned as it loads and stores them, not too many groups."""
+    row_align, out_align = 8 if fmt.element_bits == 4 else 16, 2 * out.element_size()
+    return (
+        num_groups <= MAX_GROUPS
+        and rows.data_ptr() % row_align == 0
+        and rows.stride(0) * rows.element_size() % row_align == 0
+        and out.data_ptr() % out_align == 0
+        and out.stride(0) % 2 == 0
+    )
+
+
 def _check(a: GroupedRows, w: PreparedWeights, out: torch.Tensor, result: GroupedRows | None) -> None:
     """What these kernels ask beyond the other engines: aligned rows, a Hopper GPU."""
     if torch.cuda.get_device_capability(w.device) != (9, 0):
         raise ValueError(f"w: prepared for Hopper, got {torch.cuda.get_device_name(w.device)}; use w.restore()")
+    if w.units.data_ptr() % 16:
+        raise ValueError("w.units: expected 16-byte alignment")
     if a.num_groups > MAX_GROUPS:
         raise ValueError(f"a.expert_ids: expected at most {MAX_GROUPS} for prepared weights, got {a.num_groups}")
     align = 8 if a.format.element_bits == 4 else 16
@@ -291,4 +306,5 @@ def _check(a: GroupedRows, w: PreparedWeights, out: torch.Tensor, result: Groupe
 
 def _literal(value: float) -> str:
     """A C literal of the fp32 number next to `value`."""
-    return f"{float(torch.tensor(value, dtype=torch.float32)).hex()}f"
+    number = torch.tensor(value, dtype=torch.float32)
+    return f"{float(number).hex()}f" if number.isfinite() else f"__int_as_float({int(number.view(torch.int32))})"

@@ -60,9 +60,10 @@ def _compiled(file: str, defines: Defines, arch: str) -> bytes:
     options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines)]
     version = _checked(nvrtc.nvrtcVersion())
     key = hashlib.sha256(repr((source, options, version)).encode()).hexdigest()[:32]
-    cached = cache_dir() / f"{Path(file).stem}-{key}.{'ptx' if arch.startswith('compute') else 'cubin'}"
-    if cached.is_file():
-        return cached.read_bytes()
+    name = f"{Path(file).stem}-{key}.{'ptx' if arch.startswith('compute') else 'cubin'}"
+    kept = _kept(name)
+    if kept is not None:
+        return kept
     program = _checked(nvrtc.nvrtcCreateProgram(source, file.encode(), 0, [], []))
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
@@ -79,19 +80,28 @@ def _compiled(file: str, defines: Defines, arch: str) -> bytes:
         _checked(read(program, binary))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    _keep(cached, binary)
+    _keep(name, binary)
     return binary
 
 
-def _keep(path: Path, binary: bytes) -> None:
+def _kept(name: str) -> bytes | None:
+    """A file of the cache; a cache that cannot be is no error."""
+    try:
+        return (cache_dir() / name).read_bytes()
+    except (OSError, RuntimeError):
+        return None
+
+
+def _keep(name: str, binary: bytes) -> None:
     """Write a file of the cache so that other processes see all of it or none; a cache that cannot be is no error."""
     try:
+        path = cache_dir() / name
         path.parent.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(dir=path.parent) as folder:
             written = Path(folder) / path.name
             written.write_bytes(binary)
             os.replace(written, path)
-    except OSError:
+    except (OSError, RuntimeError):
         return
 
 

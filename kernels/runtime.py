@@ -6,7 +6,6 @@ and is passed to kernels that need it as a `tl.constexpr`.
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import time
 from dataclasses import dataclass, field
@@ -73,10 +72,12 @@ def resolve_engine(engine: str, device: torch.device) -> str:
 
 @cache
 def has_nvrtc() -> bool:
-    """Whether kernels in CUDA C++ can be compiled: `cuda-bindings` is there (extra `gpu`)."""
+    """Whether kernels in CUDA C++ can be compiled: `cuda-bindings` (extra `gpu`) finds the NVRTC library."""
     try:
-        return importlib.util.find_spec("cuda.bindings.nvrtc") is not None
-    except ModuleNotFoundError:
+        from cuda.bindings import nvrtc
+
+        return int(nvrtc.nvrtcVersion()[0]) == 0
+    except (ImportError, OSError, RuntimeError):
         return False
 
 

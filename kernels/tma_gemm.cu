@@ -63,6 +63,13 @@ __device__ __forceinline__ void sync_cluster() {
     }
 }
 
+// The last barrier: what the other block has still to arrive at in this one's memory comes before its end.
+__device__ __forceinline__ void leave_cluster() {
+    if (CLUSTER > 1) {
+        asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
+    }
+}
+
 __device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
     asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -685,7 +692,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             if (alone) give_turn(wg);
             if (EXTRAS) apply_extras(acc, extras, row, capacity - 1, tile.expert, tile.column, columns);
             constexpr int SIZE = OUT == 3 ? 1 : (OUT == 2 ? 4 : 2);
-            int rows = tile.rows - row_of_warp, width = columns - tile.column;
+            // A cluster that takes an odd row tile may reach past the last column tile: nothing of that is stored.
+            int width = columns - tile.column, rows = width > 0 ? tile.rows - row_of_warp : 0;
             long long position = tile.start + row_of_warp;
             long long stride = out_stride * SIZE;
             u8* to = out + position * stride + (long long)tile.column * SIZE;
@@ -705,5 +713,5 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         if (waits) wait_turn(wg);
     }
     __syncwarp();
-    sync_cluster();
+    leave_cluster();
 }

@@ -7,20 +7,20 @@ outside 2^-64 .. 2^64, `(partial * row scale) * weight scale`; `bf16` sums in th
 the order of K, whatever the regime, its tile and its neighbours: both regimes give the same bits.
 
 The two numbers, on one H200. Prefill, FP8, 8 groups x 4096 rows, (N, K) = (4096, 7168): 1.92e12 flops, 1.33 ms at the
-1452 TFLOP/s of torch's dense 8192^3 in the same session (97% of the tensor cores' rate at the 1.38 GHz that 690 W
+1452 TFLOP/s of torch's dense 8192^3 measured beside it (97% of the tensor cores' rate at the 1.38 GHz that 690 W
 leave), 0.74 GB, 0.17 ms. Decode, FP8, 32 groups x 32 rows, both products of the reference model: 1.41 GB of weights,
 328 us at 4.3 TB/s.
 
-Measured, steady state (graphs of launches one behind the other, at the power limit):
+Measured (launch/results/gemm_h200.json; TFLOP/s, in parentheses torch's row-wise _scaled_grouped_mm or _grouped_mm):
 
-    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1216-1280 / 1125-1179 TFLOP/s
-         torch's row-wise _scaled_grouped_mm          1227-1379 /  983-1269
-    FP8  8 x 4096, gate_up with SwiGLU, requantized   1179-1232
-    FP8  8 x 4096, (4096, 7168), rows gathered        1073
-    FP8  32 x 1024 (4096, 7168): even, half of the rows in one group, Zipf, 16 empty   1189, 1112, 1140, 1206
-    BF16 8 x 4096, (4096, 7168) / (7168, 2048)       771-786 / 767; torch's _grouped_mm 705-745 / 690-761
-    FP8  8 x 16, 32, 48 rows                          60.9, 61.6, 62.3 us / 34.2, 34.7, 35.7 us
-    FP8  32 x 32 rows, gate_up and down               228.1 + 121.1 = 349 us
+    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1099 / 937 (1169 / 1096)
+    FP8  4 x 8192, the same                           1051 / 959 (1111 / 1086)
+    BF16 8 x 4096, the same                           654 / 668 (677 / 635)
+    FP8  8 x 16, 32, 48 rows                          67.7, 61.8, 62.5 us / 34.2, 35.0, 35.7 us
+    FP8  32 x 32 rows, gate_up and down               230 + 123 = 350 us
+
+Medians at the power limit: replays of one case differ by up to 20%. Other runs, of which nothing is kept, gave
+1216-1280 / 1125-1179 for FP8 8 x 4096 (torch 1227-1379 / 983-1269) and 771-786 / 767 for BF16 (705-745 / 690-761).
 
 What each version brought (FP8 8 x 4096, (4096, 7168); decode is 32 x 32, gate_up + down):
 
@@ -294,7 +294,7 @@ def _launch(
             a.group_offsets,
             a.expert_ids,
             active if isinstance(active, torch.Tensor) else None,
-            min(groups, active) if isinstance(active, int) else groups,
+            max(0, min(groups, active)) if isinstance(active, int) else groups,
             w.num_experts,
             a.capacity,
             columns,

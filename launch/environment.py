@@ -30,7 +30,18 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.kernels.runtime import INTERPRET
 
-PACKAGES = ("torch", "triton", "numpy", "pydantic", "safetensors", "transformers", "nvshmem4py-cu13", "cuda-python")
+PACKAGES = (
+    "torch",
+    "triton",
+    "numpy",
+    "pydantic",
+    "safetensors",
+    "transformers",
+    "nvshmem4py-cu13",
+    "cuda-python",
+    "cuda-bindings",
+    "nvidia-cuda-nvrtc",
+)
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import TypeGuard
 
 import torch
 
@@ -14,10 +15,15 @@ from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import SILU, ExpertWeights, SwiGLU
 
+PREPARED_RESULTS = ("bf16", "mxfp8", "nvfp4")
+"""Intermediate formats that the GEMM of prepared weights writes."""
+
 
 @dataclass(frozen=True)
 class Experts:
     """`down @ act(gate_up @ x)` of each row, by the expert of its group; nothing waits for the host.
+
+    (Prepared weights where Hopper's kernels are not taken are restored in each call, which does.)
 
     Attributes:
         gate_up: weights `[E, 2I, H]`.
@@ -42,6 +48,10 @@ class Experts:
     def __post_init__(self) -> None:
         gate_up, down = self.gate_up, self.down
         check_activation(gate_up, self.activation)
+        if isinstance(gate_up, PreparedWeights) and gate_up.gate_up is None:
+            raise ValueError("gate_up: expected weights prepared with gate_up, got plain ones")
+        if isinstance(down, PreparedWeights) and down.gate_up is not None:
+            raise ValueError("down: expected plain prepared weights, got some of gate and up")
         if down.num_experts != gate_up.num_experts:
             raise ValueError(f"down: expected {gate_up.num_experts} experts as in gate_up, got {down.num_experts}")
         if down.num_columns != gate_up.num_rows // 2:
@@ -68,11 +78,16 @@ class Experts:
 
         Raises `ValueError` as `PreparedWeights.prepare` does. Waits for the device.
         """
-        gate_up, down = (
-            PreparedWeights.prepare(w) if isinstance(w, ExpertWeights) and PreparedWeights.wanted(w, self.engine) else w
-            for w in (self.gate_up, self.down)
-        )
+        gate_up, down = self.gate_up, self.down
+        assert isinstance(self.intermediate_format, TokenFormat)
+        if self._wanted(gate_up) and self.intermediate_format.name in PREPARED_RESULTS:
+            gate_up = PreparedWeights.prepare(replace(gate_up, gate_up=self.activation.order))
+        if self._wanted(down) and (down.expert_scales is None or down.expert_scales.ndim == 1):
+            down = PreparedWeights.prepare(replace(down, gate_up=None))
         return replace(self, gate_up=gate_up, down=down)
+
+    def _wanted(self, w: ExpertWeights | PreparedWeights) -> TypeGuard[ExpertWeights]:
+        return isinstance(w, ExpertWeights) and PreparedWeights.wanted(w, self.engine)
 
     def to(self, device: torch.device | str) -> Experts:
         """The same experts on `device`."""

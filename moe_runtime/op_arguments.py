@@ -122,6 +122,8 @@ def check_operands(
     if isinstance(b, PreparedWeights):
         if tuple(dtypes) != (b.format.quant_dtype,) or b.gate_up is not None:
             raise ValueError(f"b: expected plain prepared weights of {dtypes}, got {b.format.name}, {b.gate_up}")
+        if b.expert_scales is not None or b.bias is not None:
+            raise ValueError("b: expected prepared weights without expert_scales and bias, got some with them")
         if b.num_columns != k or b.device != device:
             raise ValueError(f"b: expected K = {k} on {device}, got {b.num_columns} on {b.device}")
         return Operands(device, a.shape[0], b.num_experts, check_multiple("b", b.num_rows, unit_n, "N"), k)

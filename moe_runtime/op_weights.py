@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_runtime.formats import MXFP8, NVFP4, ScaleLayout, align, ceil_div
+from moe_runtime.kernels.decoded_gemm import fits
 from moe_runtime.kernels.op_gemm import ScaledOperand
 from moe_runtime.kernels.runtime import runs_cuda
 from moe_runtime.kernels.swizzle import swizzle_scales, unswizzle_scales
@@ -30,7 +31,11 @@ def prepare_nvfp4(b: torch.Tensor, b_scales: torch.Tensor) -> PreparedWeights:
         check_tensor("b_scales", b_scales, torch.uint8, (experts, align(n, 128), k // 16), b.device)
         b_scales = b_scales.view(torch.float8_e4m3fn).view(shape)
     check_tensor("b_scales", b_scales, torch.float8_e4m3fn, shape, b.device)
-    return PreparedWeights.prepare(ExpertWeights(NVFP4, b, b_scales))
+    try:
+        return PreparedWeights.prepare(ExpertWeights(NVFP4, b, b_scales))
+    except ValueError as error:
+        # Of the scales' values, the one thing that is not checked by now.
+        raise ValueError(str(error).replace("w.scales", "b_scales")) from None
 
 
 def prepare_mxfp8(
@@ -53,12 +58,14 @@ def prepare_mxfp8(
     return PreparedWeights.prepare(ExpertWeights(MXFP8, b, swizzle_scales(linear.contiguous())))
 
 
-def weights_for(w: PreparedWeights, block: int, engine: str) -> ScaledOperand | PreparedWeights:
-    """What `engine` reads: `w` on a Hopper GPU, elsewhere the operand it was made of.
+def weights_for(
+    w: PreparedWeights, block: int, engine: str, a: torch.Tensor, out: torch.Tensor, num_groups: int
+) -> ScaledOperand | PreparedWeights:
+    """What `engine` reads: `w` where Hopper's kernel takes the call, elsewhere the operand it was made of.
 
     `block` numbers of K share a scale of the rows.
     """
-    if runs_cuda(engine, w.device):
+    if runs_cuda(engine, w.device) and fits(a, w.format, out, num_groups):
         return w
     raw = w.restore()
     assert raw.scales is not None

@@ -2,14 +2,15 @@
 
 `C[rows of group] = A[rows of group] @ B[expert]^T`: `R` rows in groups, `E` experts, `N x K` the weight of each,
 `V = ceil(K / block)` block scales of a row. All operations run on one kernel (`kernels/grouped_gemm.py`) or, with
-`engine="torch"`, on its float64 twin, which read weights as they are given. On Hopper, NVFP4 and MXFP8 weights that
-`prepare_nvfp4` and `prepare_mxfp8` made, once, run on the faster kernel of layers (`kernels/decoded_gemm.py`).
+`engine="torch"`, on its float64 twin, which read weights as they are given. On Hopper there are the faster kernels of
+layers: for e4m3 FP8 with a scale for each row (`kernels/tma_gemm.py`; MN-major scales are transposed for it in each
+call), and for NVFP4 and MXFP8 weights that `prepare_nvfp4` and `prepare_mxfp8` made once (`kernels/decoded_gemm.py`).
 
 Every operation checks shapes, dtypes, devices and strides, and raises a `ValueError` that names the argument. The
 VALUES of offsets and ids are checked under `validate=True`; `validate=None` means on a CPU, and not on a GPU, where it
 would wait for the device. Unchecked, an expert id out of range counts as -1; other wrong offsets are the caller's
 fault.
-Arguments that only steer Blackwell hardware are checked as there and change nothing, but for `tile_n`.
+Arguments that only steer Blackwell hardware are checked as there and change nothing, but for `tile_n` with raw weights.
 
 Empty groups, zero rows and zero groups are legal. Rows of the output that no active group owns are not written.
 
@@ -24,6 +25,8 @@ groups of 100, 200 and 100 rows, these are the first 128-row blocks of each grou
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 import torch
 
@@ -160,7 +163,7 @@ def grouped_matmul_dynamic_scaled_nvfp4(
     device, atoms = o.device, ceil_div(o.k // 16, 4)
     check_output("c", c, OUT_DTYPES, o.rows, o.n, device)
     check_tensor("a_scales", a_scales, E4M3, ("blocks", atoms, 32, 4, 4), device)
-    weights = _nvfp4_weights(b, engine, "b_scales", b_scales, E4M3, (o.experts, ceil_div(o.n, 128), atoms, 32, 4, 4))
+    weights = _nvfp4_weights(b, "b_scales", b_scales, E4M3, (o.experts, ceil_div(o.n, 128), atoms, 32, 4, 4))
     check_tensor("expert_scales", expert_scales, torch.float32, (o.experts,), device)
     check_tensor("group_offsets", group_offsets, OFFSETS, (AtLeast(1),), device)
     check_tensor("group_scale_offsets", group_scale_offsets, OFFSETS, ("G",), device)
@@ -191,7 +194,7 @@ def grouped_matmul_dynamic_scaled_nvfp4(
         num_columns=o.k,
         block=16,
     )
-    op_gemm(problem, c, engine=engine)
+    _run(problem, c, engine)
 
 
 def group_gemm_nvfp4_nt_groupwise(
@@ -239,7 +242,7 @@ def group_gemm_nvfp4_nt_groupwise(
     o = check_operands(a, b, (torch.uint8,), 8, 128, per_byte=2)
     needed = plan.closed_form_128_rows_needed(o.rows, o.experts)
     check_tensor("a_scale", a_scale, torch.uint8, (AtLeast(needed), o.k // 16), o.device)
-    weights = _nvfp4_weights(b, engine, "b_scale", b_scale, torch.uint8, (o.experts, align(o.n, 128), o.k // 16))
+    weights = _nvfp4_weights(b, "b_scale", b_scale, torch.uint8, (o.experts, align(o.n, 128), o.k // 16))
     if alpha is not None:
         check_tensor("alpha", alpha, torch.float32, (o.experts,), o.device)
     check_choice("tile_m", tile_m, (128,))
@@ -264,7 +267,7 @@ def group_gemm_nvfp4_nt_groupwise(
         block=16,
         max_tile_n=tile_n,
     )
-    op_gemm(problem, result, engine=engine)
+    _run(problem, result, engine)
     return result
 
 
@@ -324,7 +327,7 @@ def moe_gemm_mxfp8_nt_groupwise(
     group = _check_groups(m_indptr, o, engine, validate)
     weights: ScaledOperand | PreparedWeights
     if isinstance(b, PreparedWeights):
-        weights = weights_for(b, block, engine)
+        weights = b
     else:
         assert b_scale is not None
         # From its first word to its last: behind the last expert the padding of N need not be there.
@@ -343,7 +346,7 @@ def moe_gemm_mxfp8_nt_groupwise(
         num_columns=o.k,
         block=block,
     )
-    op_gemm(problem, result, engine=engine)
+    _run(problem, result, engine)
     return result
 
 
@@ -413,8 +416,16 @@ def group_gemm_fp8_nt_groupwise(
         block=128,
         rows_per_scale=gm,
     )
-    op_gemm(problem, result, engine=engine)
+    _run(problem, result, engine)
     return result
+
+
+def _run(problem: OpProblem, out: torch.Tensor, engine: str) -> None:
+    b = problem.b
+    if isinstance(b, PreparedWeights):
+        b = weights_for(b, problem.block, engine, problem.a.quants, out, problem.num_groups)
+        problem = replace(problem, b=b)
+    op_gemm(problem, out, engine=engine)
 
 
 def _check_groups(
@@ -430,7 +441,6 @@ def _check_groups(
 
 def _nvfp4_weights(
     b: torch.Tensor | PreparedWeights,
-    engine: str,
     name: str,
     scales: object,
     dtype: torch.dtype,
@@ -438,7 +448,7 @@ def _nvfp4_weights(
 ) -> ScaledOperand | PreparedWeights:
     if isinstance(b, PreparedWeights):
         check_no_scales(name, scales)
-        return weights_for(b, 16, engine)
+        return b
     return ScaledOperand(b, check_tensor(name, scales, dtype, shape, b.device).view(-1), ScaleLayout.SWIZZLED)
 
 

@@ -11,6 +11,8 @@ from moe_runtime.formats import NVFP4, TokenFormat
 from moe_runtime.weights import ExpertWeights, GateUpOrder
 
 E4M3_MAX_CODE = 0x7E
+MAX_EXPERTS = 512
+"""Groups that the GEMM of prepared weights takes (`kernels.decoded_gemm.MAX_GROUPS`)."""
 
 
 @dataclass(frozen=True)
@@ -18,8 +20,9 @@ class PreparedWeights:
     """`ExpertWeights` in the layout of `kernels/decoded_layout.py`, for the GEMM of Hopper (`arch` 90) that decodes
     weights in registers.
 
-    One copy serves every number of rows. `E` experts, `N x K` the weight of one. Without a GPU they are multiplied too,
-    by way of `restore` in each call.
+    One copy serves every number of rows. `E` experts, `N x K` the weight of one. Where those kernels are not taken (no
+    Hopper GPU, no NVRTC, an engine asked for by its name) they are multiplied too, by way of `restore` in each call:
+    slow, and not to be captured in a graph.
 
     Attributes:
         format: `nvfp4` or `mxfp8`.
@@ -39,6 +42,30 @@ class PreparedWeights:
     bias: torch.Tensor | None = None
     gate_up: GateUpOrder | None = None
     arch: ClassVar[int] = 90
+
+    def __post_init__(self) -> None:
+        from moe_runtime.kernels.decoded_layout import DECODED_FORMATS, unit_bytes, unit_columns, unit_rows
+
+        if self.format not in DECODED_FORMATS:
+            names = " or ".join(fmt.name for fmt in DECODED_FORMATS)
+            raise ValueError(f"format: expected {names}, got {self.format.name}")
+        experts = int(self.units.shape[0])
+        sizes = (experts, unit_rows(self.num_rows), unit_columns(self.num_columns), unit_bytes(self.format))
+        self._check("units", self.units, torch.uint8, (sizes,))
+        scales = ((experts,),) + (((experts, 2),) if self.gate_up is not None else ())
+        self._check("expert_scales", self.expert_scales, torch.float32, scales)
+        self._check("bias", self.bias, torch.float32, ((experts, self.num_rows),))
+
+    def _check(
+        self, name: str, tensor: torch.Tensor | None, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...]
+    ) -> None:
+        if tensor is None:
+            return
+        if tuple(tensor.shape) not in shapes or tensor.dtype != dtype or not tensor.is_contiguous():
+            expected = " or ".join(str(list(shape)) for shape in shapes)
+            raise ValueError(f"{name}: expected contiguous {dtype} {expected}, got {tensor.dtype} {list(tensor.shape)}")
+        if tensor.device != self.units.device:
+            raise ValueError(f"{name}: expected device {self.units.device}, got {tensor.device}")
 
     @classmethod
     def prepare(cls, w: ExpertWeights, *, engine: str = "auto") -> PreparedWeights:
@@ -74,11 +101,11 @@ class PreparedWeights:
 
     @staticmethod
     def wanted(w: ExpertWeights, engine: str = "auto") -> bool:
-        """Whether the GEMM is faster with `w` prepared: on a Hopper GPU, in a format that is decoded in registers."""
+        """Whether the GEMM is faster with `w` prepared: on Hopper, `MAX_EXPERTS` at most, decoded in registers."""
         from moe_runtime.kernels.decoded_layout import DECODED_FORMATS
         from moe_runtime.kernels.runtime import runs_cuda
 
-        return runs_cuda(engine, w.device) and w.format in DECODED_FORMATS
+        return runs_cuda(engine, w.device) and w.format in DECODED_FORMATS and w.num_experts <= MAX_EXPERTS
 
     def expert(self, expert: int) -> PreparedWeights:
         """The weights of one expert."""

@@ -12,9 +12,10 @@ from moe_runtime.experts import Experts
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels.activation import swiglu
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
-from tests.gemm_cases import check_inside, decode_rows, decode_weights, exact_gemm, make_rows
+from tests.gemm_cases import check_inside, decode_rows, decode_weights, exact_gemm, make_rows, random_weights
 
 HIDDEN, INNER, EXPERTS = 128, 256, 3
 SIZES = [4, 0, 67]
@@ -119,3 +120,38 @@ def test_weights_that_do_not_belong_together(rng: torch.Generator) -> None:
     ):
         with pytest.raises(ValueError, match=f"^{name}"):
             replace(good, **change)
+
+
+@pytest.mark.parametrize("order", [None, GateUpOrder.GATE_UP])
+@pytest.mark.parametrize("middle", ["nvfp4", "bf16"])
+def test_prepared_experts(
+    middle: str,
+    order: GateUpOrder | None,
+    rng: torch.Generator,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Prepared where a GPU asks for it; gate and up that do not say so are prepared in the activation's order."""
+    gate_up = random_weights("nvfp4", 2, 64, 64, rng, device, gate_up=order or False)
+    raw = Experts(gate_up, random_weights("nvfp4", 2, 64, 32, rng, device), intermediate_format=middle)
+    monkeypatch.setattr(PreparedWeights, "wanted", staticmethod(lambda w, engine="auto": True))
+    experts = raw.prepared()
+    assert isinstance(experts.gate_up, PreparedWeights) and isinstance(experts.down, PreparedWeights)
+    assert experts.gate_up.gate_up is GateUpOrder.GATE_UP and experts.down.gate_up is None
+    rows = make_rows("nvfp4", [3, 0, 9], 64, rng, device, num_experts=2)
+    got, want = experts(rows), raw(rows)
+    if device.type == "cpu":
+        assert_same_bits(got, want)
+    else:
+        # Another order of sums: results round apart by a unit, an intermediate code hardly ever.
+        assert (got.float() - want.float()).norm() <= 2.0**-7 * want.float().norm()
+
+
+def test_prepared_weights_in_the_wrong_place(rng: torch.Generator, device: torch.device) -> None:
+    gate_up = PreparedWeights.prepare(random_weights("nvfp4", 2, 64, 64, rng, device, gate_up=True))
+    down = PreparedWeights.prepare(random_weights("nvfp4", 2, 64, 32, rng, device))
+    Experts(gate_up, down)
+    with pytest.raises(ValueError, match=r"^gate_up: expected weights prepared"):
+        Experts(replace(gate_up, gate_up=None, expert_scales=None), down)
+    with pytest.raises(ValueError, match=r"^down: expected plain prepared"):
+        Experts(gate_up, replace(down, gate_up=GateUpOrder.GATE_UP))

@@ -82,7 +82,8 @@ def test_fp8(n: int, k: int, gpu_rng: torch.Generator, device: torch.device) -> 
         for gm in (1,) if m % 128 else (1, 128):
             groups = min(pick((1, 2, 4, 8)), max(1, 8192 // m))
             case = fp8([m] * groups, n, k, gpu_rng, device, gm=gm, major=pick(("K", "MN")), dtype=pick((E4M3, E5M2)))
-            check(case, "triton", pick((torch.bfloat16, torch.float16)), mma_sm=pick((1, 2)))
+            for engine in ("auto", "triton"):
+                check(case, engine, pick((torch.bfloat16, torch.float16)), mma_sm=pick((1, 2)))
 
 
 @pytest.mark.parametrize("gm", [1, 128])
@@ -93,7 +94,9 @@ def test_fp8_in_every_form(
 ) -> None:
     """Also where groups differ in size, and the last block of rows is partial."""
     for sizes, n, k in (([128, 0, 384, 60], 4096, 7168), ([256, 128, 4], 136, 2048), ([8192], 512, 512)):
-        check(fp8(sizes, n, k, gpu_rng, device, gm=gm, major=major, dtype=dtype), "triton")
+        case = fp8(sizes, n, k, gpu_rng, device, gm=gm, major=major, dtype=dtype)
+        for engine in ("auto", "triton"):
+            check(case, engine)
 
 
 def test_fp8_groups_that_share_a_block_of_rows_are_refused(gpu_rng: torch.Generator, device: torch.device) -> None:

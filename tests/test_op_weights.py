@@ -38,6 +38,11 @@ def prepared(case: OpCase, name: str) -> OpCase:
     return replace(case, arguments=arguments)
 
 
+def nvfp4_prepared(e: int, n: int, k: int, rng: torch.Generator, device: torch.device) -> PreparedWeights:
+    w = ExpertWeights.quantize(torch.randn(e, n, k, generator=rng).to(device), "nvfp4")
+    return replace(PreparedWeights.prepare(w), expert_scales=None)
+
+
 @pytest.mark.parametrize("name", VARIANTS)
 def test_prepared_weights(name: str, rng: torch.Generator, device: torch.device) -> None:
     """Ragged groups, an empty one, N no multiple of a unit of 64, more rows than one tile of the kernel takes."""
@@ -86,12 +91,26 @@ def test_wrong_arguments(rng: torch.Generator, device: torch.device) -> None:
     w: PreparedWeights = case.arguments["b"]
     refused("^b_scales: expected None", b_scales=raw.arguments["b_scales"])
     refused("^b: expected plain", b=replace(w, gate_up=GateUpOrder.GATE_UP))
-    refused("^b: expected K", b=replace(w, num_columns=128))
+    refused("^b: expected K", b=nvfp4_prepared(2, 32, 128, rng, device))
+    refused("^b: expected prepared weights without", b=replace(w, expert_scales=torch.ones(2, device=device)))
+    refused("^b: expected prepared weights without", b=replace(w, bias=torch.ones(2, 32, device=device)))
     other = ExpertWeights.quantize(torch.randn(2, 32, 64, generator=rng).to(device), "mxfp8")
     refused("^b: expected plain", b=PreparedWeights.prepare(other))
-    with pytest.raises(ValueError, match=r"^w\.scales: expected"):
+    with pytest.raises(ValueError, match=r"^b_scales: expected"):
         ops.prepare_nvfp4(raw.arguments["b"], torch.full_like(raw.arguments["b_scales"], torch.nan))
     with pytest.raises(ValueError, match=r"^b: expected N"):
         ops.prepare_nvfp4(raw.arguments["b"][:, :20].contiguous(), raw.arguments["b_scales"])
     with pytest.raises(ValueError, match=r"^b_scales"):
         ops.prepare_nvfp4(raw.arguments["b"], raw.arguments["b_scales"][:1])
+    with pytest.raises(ValueError, match=r"^expert_scales: expected"):
+        replace(w, expert_scales=torch.ones(3, device=device))
+    with pytest.raises(ValueError, match=r"^units: expected"):
+        replace(w, num_columns=256)
+
+
+def test_operands_that_the_fast_kernel_does_not_take(rng: torch.Generator, device: torch.device) -> None:
+    """Rows of the output off its alignment: the weights are restored for the other kernel."""
+    case = prepared(nvfp4_dense([3, 2], 32, 64, rng, device), "dense")
+    wide = torch.full((5, 33), 0x7FAB, dtype=torch.int16, device=device).view(torch.bfloat16)
+    case.run(wide[:, :32], engine="auto")
+    assert_same_bits(wide[:, :32].contiguous(), case.run(engine="triton" if device.type == "cuda" else "auto"))

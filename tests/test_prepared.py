@@ -9,6 +9,7 @@ import torch
 
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels.decoded_layout import pack_units, source_rows
+from moe_runtime.kernels.runtime import has_nvrtc, runs_cuda
 from moe_runtime.kernels.swizzle import swizzle_scales
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import ExpertWeights, GateUpOrder
@@ -168,3 +169,12 @@ def test_mxfp8_scales_may_be_any_byte(rng: torch.Generator, device: torch.device
     linear[0, ::2] = 255
     w = replace(w, scales=swizzle_scales(linear, engine="torch").to(device))
     assert_same_weights(PreparedWeights.prepare(w).restore(), w)
+
+
+@pytest.mark.gpu
+def test_hopper_takes_its_own_kernels(device: torch.device) -> None:
+    """What every GPU test of those kernels stands on: engine "auto" is CUDA C++ there, a named engine is not."""
+    on_hopper = torch.cuda.get_device_capability() == (9, 0)
+    assert has_nvrtc(), "the GPU tests need cuda-bindings and NVRTC"
+    assert runs_cuda("auto", device) == on_hopper
+    assert not runs_cuda("triton", device) and not runs_cuda("torch", device)

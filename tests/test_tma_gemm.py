@@ -186,7 +186,7 @@ def test_epilogue(
 def test_swiglu_requantized(
     activation: SwiGLU, name: str, to: str, regime: tma.Regime, rng: torch.Generator, device: torch.device
 ) -> None:
-    inner = 40 if name == "bf16" else 256
+    inner = 40 if name == "bf16" else 384  # an odd number of column tiles, so that the last of a cluster is none
     w = torch.randn(3, 2 * inner, 128, generator=rng) * 0.2
     w[:, activation.order.up_rows(2 * inner)] *= 3
     bias = torch.randn(3, 2 * inner, generator=rng) if activation.up_offset else None
