@@ -111,6 +111,13 @@ class TokenMessage:
         output_scales_offset: torch.Tensor | None = None,
     ) -> None:
         self.format = token_format(fmt)
+        for name, value in (("hid_dim", hid_dim), ("top_k", top_k), ("alignment", alignment)):
+            if type(value) is not int:
+                raise ValueError(f"{name}: expected an int, got {value!r}")
+        outputs = (output_tokens, output_scales, output_scales_offset)
+        for name, output in zip(("output_tokens", "output_scales", "output_scales_offset"), outputs, strict=True):
+            if output is not None:
+                _check_is_tensor(name, output)
         self.format.check_columns(hid_dim, "hid_dim")
         _check_top_k(top_k)
         self.hid_dim = hid_dim
@@ -179,6 +186,8 @@ class TokenMessage:
                 None in the other formats.
             engine: "auto", "triton" or "torch", of the quantizer.
         """
+        _check_is_tensor("buf", buf)
+        _check_is_tensor("src", src)
         if self.format.has_row_scale and input_scale is None:
             raise ValueError(f"input_scale: format {self.format.name} needs an encode scale, got None")
         if src.ndim not in (1, 2) or src.shape[-1] != self.hid_dim or src.dtype not in (torch.bfloat16, torch.float32):
@@ -256,8 +265,7 @@ class TokenMessage:
         >>> NVFP4TokenFormat(64, 2).pad_expert_offsets(torch.tensor([0, 100, 300, 400]))
         tensor([0, 1, 1], dtype=torch.int32)
         """
-        if not isinstance(row_offsets, torch.Tensor):
-            raise ValueError(f"row_offsets: expected a tensor, got {type(row_offsets).__name__}")
+        _check_is_tensor("row_offsets", row_offsets)
         offsets = plan.dense_128_offsets(row_offsets)
         bound = self.output_scales_offset
         if bound is not None:
@@ -282,6 +290,9 @@ class TokenMessage:
         """
         if self.output_tokens is None or (self.output_scales is None and self.format.scale_dtype is not None):
             raise ValueError("output_tokens, output_scales: expected tensors given to the constructor, got None")
+        _check_is_tensor("buf", buf)
+        if not isinstance(token_index, torch.Tensor) and type(token_index) is not int:
+            raise ValueError(f"token_index: expected integers, got {token_index!r}")
         index = torch.as_tensor(token_index)
         if index.is_floating_point() or index.dtype == torch.bool:
             raise ValueError(f"token_index: expected integers, got {index.dtype}")
@@ -389,6 +400,11 @@ class NVFP4TokenFormat(TokenMessage):
     def fp4_quant_size(self) -> int:
         """Bytes of the field of the quants."""
         return self.quant_size()
+
+
+def _check_is_tensor(argument: str, value: object) -> None:
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{argument}: expected a tensor, got {type(value).__name__}")
 
 
 def _check_integers(argument: str, values: torch.Tensor, low: int, high: int, buf: torch.Tensor) -> None:
