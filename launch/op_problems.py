@@ -18,7 +18,8 @@ from typing import Any
 import torch
 
 from moe_runtime import ops
-from moe_runtime.formats import ceil_div
+from moe_runtime.formats import NVFP4, ceil_div
+from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.grouped_gemm import gemm_flops
 from moe_runtime.kernels.reference_quantize import raw_bits
 from moe_runtime.launch.fp8_bound import fp8_mma_slack
@@ -103,6 +104,26 @@ class OpProblem:
         else:
             w = ops.prepare_nvfp4(b, scales)
         return replace(self, arguments=self.arguments | {"b": w, name: None})
+
+    def as_layer(self) -> tuple[GroupedRows, PreparedWeights] | None:
+        """What a layer would multiply here; None but for `grouped_matmul_dynamic_scaled_nvfp4` on prepared weights."""
+        at, b = self.arguments, self.arguments["b"]
+        if self.operation is not ops.grouped_matmul_dynamic_scaled_nvfp4 or not isinstance(b, PreparedWeights):
+            return None
+        rows = GroupedRows(
+            format=NVFP4,
+            rows=at["a"],
+            scales=at["a_scales"],
+            row_scale=torch.ones(at["a"].shape[0], device=at["a"].device),
+            row_index=None,
+            group_offsets=at["group_offsets"].view(torch.int32),
+            group_scale_offsets=at["group_scale_offsets"].view(torch.int32),
+            expert_ids=at["expert_ids"],
+            capacity=at["a"].shape[0],
+            num_columns=self.shape.k,
+            num_active_experts=at["num_active_experts"],
+        )
+        return rows, replace(b, expert_scales=at["expert_scales"])
 
     def error(self, out: torch.Tensor) -> float:
         """The largest error over its bound of an element; infinite for NaNs, or where a row was wrongly written."""

@@ -22,6 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_runtime.context import ExpertParallelContext
+from moe_runtime.kernels.grouped_gemm import grouped_gemm
 from moe_runtime.launch import environment
 from moe_runtime.launch.op_problems import (
     OpProblem,
@@ -129,6 +130,7 @@ def run_all(context: ExpertParallelContext, engine: str, *, small: bool, iterati
             if timed and error <= 1 and engine == "auto":
                 timed = time_problem(context, prepared, engine, iterations, problem)
                 timed["prepare_us"] = time_preparing(problem)
+                timed |= time_as_layer(context, prepared, iterations)
             else:
                 timed = {}
             variant = ", ".join(filter(None, (case.variant, PREPARED)))
@@ -144,6 +146,22 @@ def _record(
 ) -> dict[str, Any]:
     check = {"what": measure, "error": error, "bound": bound, "passed": error <= bound}
     return {"operation": operation, "format": fmt, "variant": variant, "shape": shape, "check": check}
+
+
+def time_as_layer(context: ExpertParallelContext, problem: OpProblem, iterations: int) -> dict[str, Any]:
+    """`layer_us`: the same product by the function that layers call, with the same weights in turn; or nothing."""
+    size = sum(value.nbytes for value in problem.arguments.values() if isinstance(value, torch.Tensor))
+    copies = [copy.as_layer() for copy in problem.copies(copies_to_rotate(context.device, size))]
+    out = problem.empty()
+
+    def step(number: int, lap: Lap) -> None:
+        rows, weights = copies[number % len(copies)] or (None, None)
+        assert rows is not None and weights is not None
+        grouped_gemm(rows, weights, out=out)
+
+    if copies[0] is None:
+        return {}
+    return {"layer_us": measure(context, step, iterations=iterations, capturable=True)[TOTAL].median_us}
 
 
 def time_preparing(problem: OpProblem) -> float:
