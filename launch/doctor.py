@@ -32,7 +32,7 @@ from moe_runtime.comm import nvshmem_world
 from moe_runtime.comm.bootstrap import RankGroup, choose_transport, init_from_env, shared_memory_directory
 from moe_runtime.config import MoELayerConfig, ParallelConfig, load_config
 from moe_runtime.formats import FORMATS
-from moe_runtime.kernels.runtime import INTERPRET, resolve_engine
+from moe_runtime.kernels.runtime import INTERPRET, resolve_engine, runs_cuda
 from moe_runtime.launch import kernel_table
 from moe_runtime.launch.environment import gpu_records, package_versions
 from moe_runtime.memory import REGIONS, reserved_bytes
@@ -163,7 +163,26 @@ def _engine(parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
         name, problem = resolve_engine(parallel.engine, device), None
     except ValueError as error:
         name, problem = None, str(error)
-    return {"name": name, "device": device.type, "interpreted": INTERPRET, "problem": problem}
+    return {
+        "name": name,
+        "device": device.type,
+        "interpreted": INTERPRET,
+        "grouped_gemm": _grouped_gemm(parallel.engine, device) if problem is None else None,
+        "problem": problem,
+    }
+
+
+def _grouped_gemm(engine: str, device: torch.device) -> str:
+    """Which kernels multiply the experts, and why not those of Hopper."""
+    if resolve_engine(engine, device) == "torch":
+        return "torch"
+    if runs_cuda(engine, device):
+        return "CUDA C++, Triton where those take no operands"
+    if engine != "auto" or INTERPRET:
+        return "Triton, as asked for"
+    if torch.cuda.get_device_capability(device) != (9, 0):
+        return "Triton (the kernels in CUDA C++ are for Hopper)"
+    return "Triton (cuda-bindings finds no NVRTC: install the extra gpu)"
 
 
 def _transport(parallel: ParallelConfig, group: RankGroup, device: torch.device) -> dict[str, Any]:
@@ -199,6 +218,8 @@ def _print_report(report: dict[str, Any], console: Console) -> None:
     engine, transport = report["engine"], report["transport"]
     how = " (interpreted)" if engine["interpreted"] and engine["name"] == "triton" else ""
     choice.add_row("engine", escape(engine["problem"] or f"{engine['name']} on {engine['device']}{how}"))
+    if engine["grouped_gemm"]:
+        choice.add_row("grouped GEMM", escape(engine["grouped_gemm"]))
     choice.add_row("transport", escape(transport["problem"] or transport["name"]))
     for name, reason in transport["why_not"].items():
         choice.add_row(f"not {name}", escape(reason))

@@ -32,6 +32,7 @@ def test_json_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert report["limits"]["shared_memory"]["free_bytes"] <= report["limits"]["shared_memory"]["total_bytes"]
     assert report["packages"]["torch"] and report["packages"]["triton"] and report["packages"]["numpy"]
     assert report["engine"]["name"] in ("torch", "triton")
+    assert report["engine"]["grouped_gemm"].startswith(("torch", "Triton", "CUDA C++"))
     assert report["transport"]["name"] and report["transport"]["name"] not in report["transport"]["why_not"]
     layer = load_config("tiny_cpu").layer
     (count, formats), *others = report["reserved_bytes"].items()
