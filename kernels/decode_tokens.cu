@@ -6,35 +6,7 @@
 //
 // Macros: FMT (FormatCode), MAX_GROUPS, SCALE_BLOCK, PACKED (ScaleLayout of the scales, else swizzled).
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-
-constexpr int BF16 = 0, NVFP4 = 3;
-
-__device__ __forceinline__ u32 multiply(u32 a, u32 b) {
-  u32 d;
-  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
-  return d;
-}
-
-__device__ __forceinline__ u32 pack_bf16(float low, float high) {
-  u32 d;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
-  return d;
-}
-
-__device__ __forceinline__ void e4m3_pair(u16 bytes, float& low, float& high) {
-  u32 halves;
-  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(bytes));
-  asm("{\n.reg .f16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
-      : "=f"(low), "=f"(high)
-      : "r"(halves));
-}
-
-__device__ __forceinline__ long long swizzled_offset(long long row, int column, int columns) {
-  return row / 128 * ((columns + 3) / 4 * 512) + column / 4 * 512 + row % 32 * 16 + row % 128 / 32 * 4 + column % 4;
-}
+#include "numbers.cuh"
 
 extern "C" __global__ void __launch_bounds__(256)
     decode_tokens(const u8* rows, const u8* scales, const int* row_index, const int* group_offsets,
@@ -93,14 +65,13 @@ extern "C" __global__ void __launch_bounds__(256)
         }
       } else {
         const uint4 quants = *reinterpret_cast<const uint4*>(row + column);
-        const u32 byte = scale_byte(column);
-        const u32 half = byte == 0 ? 0x40u : (byte == 255 ? 0x7FC0u : byte << 7);
+        const u32 factor = e8m0_pair(scale_byte(column));
         const u32 words[4] = {quants.x, quants.y, quants.z, quants.w};
 #pragma unroll
         for (int i = 0; i < 8; ++i) {
           float low, high;
           e4m3_pair(static_cast<u16>(words[i / 2] >> (16 * (i & 1))), low, high);
-          pairs[i] = multiply(pack_bf16(low, high), half | half << 16);
+          pairs[i] = multiply(pack_bf16(low, high), factor);
         }
       }
     }

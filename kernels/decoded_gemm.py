@@ -45,6 +45,7 @@ blocks, in an order fixed by (N, K).
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 
@@ -52,7 +53,7 @@ from moe_runtime.formats import TokenFormat, ceil_div
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.decoded_layout import stage_units, unit_bytes, unit_columns
-from moe_runtime.prepared import MAX_EXPERTS, PreparedWeights
+from moe_runtime.prepared import MAX_EXPERTS, RESULT_FORMATS, PreparedWeights
 from moe_runtime.weights import SwiGLU
 
 MAX_GROUPS = MAX_EXPERTS
@@ -97,12 +98,6 @@ def choose_shape(capacity: int, num_groups: int) -> DecodedShape:
     return DECODE if capacity <= DECODE_ROWS * num_groups else PREFILL
 
 
-def active_groups(a: GroupedRows) -> int:
-    """Groups that may be active, as far as the host knows."""
-    active = a.num_active_experts
-    return a.num_groups if active is None or isinstance(active, torch.Tensor) else max(0, min(active, a.num_groups))
-
-
 def token_macros(fmt: TokenFormat, packed: bool = False, scale_block: int | None = None) -> dict[str, int | str]:
     """Macros of `decode_tokens.cu`."""
     return {
@@ -124,8 +119,6 @@ def decode_tokens(
     units = unit_columns(a.num_columns)
     blocks = (a.capacity + 7 * a.num_groups) // 8 + 1
     out = torch.empty(blocks, units, 8, 8, 16, dtype=torch.uint8, device=a.rows.device)
-    active = a.num_active_experts
-    num_groups = active_groups(a)
     nvrtc.launch(
         "decode_tokens.cu",
         "decode_tokens",
@@ -139,9 +132,9 @@ def decode_tokens(
             a.group_offsets,
             a.group_scale_offsets,
             a.expert_ids,
-            active if isinstance(active, torch.Tensor) else None,
+            a.active_on_device,
             out,
-            num_groups,
+            a.max_active_groups,
             num_experts,
             a.capacity,
             a.num_columns,
@@ -178,6 +171,7 @@ def decoded_gemm_swiglu(
     _launch(a, w, out.rows, activation, out.scales, gsf, out)
 
 
+@cache
 def macros(
     w_format: TokenFormat,
     a_format: TokenFormat,
@@ -236,8 +230,6 @@ def _launch(
     units = int(w.units.shape[2])
     out_format = None if result is None else result.format
     defines, shared_bytes = macros(w.format, a.format, shape, units, out_format, out.dtype, activation)
-    active = a.num_active_experts
-    num_groups = active_groups(a)
     columns = w.num_rows // 2 if result is not None else w.num_rows
     nvrtc.launch(
         "decoded_gemm.cu",
@@ -253,12 +245,12 @@ def _launch(
             w.bias,
             a.group_offsets,
             a.expert_ids,
-            active if isinstance(active, torch.Tensor) else None,
+            a.active_on_device,
             out,
             out_scales,
             gsf,
             None if result is None else result.group_scale_offsets,
-            num_groups,
+            a.max_active_groups,
             w.num_experts,
             a.capacity,
             columns,
@@ -276,14 +268,20 @@ def _launch(
 
 def fits(rows: torch.Tensor, fmt: TokenFormat, out: torch.Tensor, num_groups: int) -> bool:
     """Whether `decoded_gemm` takes these: rows and results aligned as it loads and stores them, not too many groups."""
-    row_align, out_align = 8 if fmt.element_bits == 4 else 16, 2 * out.element_size()
-    return (
-        num_groups <= MAX_GROUPS
-        and rows.data_ptr() % row_align == 0
-        and rows.stride(0) * rows.element_size() % row_align == 0
-        and out.data_ptr() % out_align == 0
-        and out.stride(0) % 2 == 0
-    )
+    return num_groups <= MAX_GROUPS and _rows_aligned(rows, fmt) and _out_aligned(out)
+
+
+def _row_align(fmt: TokenFormat) -> int:
+    return 8 if fmt.element_bits == 4 else 16
+
+
+def _rows_aligned(rows: torch.Tensor, fmt: TokenFormat) -> bool:
+    align = _row_align(fmt)
+    return rows.data_ptr() % align == 0 and rows.stride(0) * rows.element_size() % align == 0
+
+
+def _out_aligned(out: torch.Tensor) -> bool:
+    return out.data_ptr() % (2 * out.element_size()) == 0 and out.stride(0) % 2 == 0
 
 
 def _check(a: GroupedRows, w: PreparedWeights, out: torch.Tensor, result: GroupedRows | None) -> None:
@@ -294,13 +292,13 @@ def _check(a: GroupedRows, w: PreparedWeights, out: torch.Tensor, result: Groupe
         raise ValueError("w.units: expected 16-byte alignment")
     if a.num_groups > MAX_GROUPS:
         raise ValueError(f"a.expert_ids: expected at most {MAX_GROUPS} for prepared weights, got {a.num_groups}")
-    align = 8 if a.format.element_bits == 4 else 16
-    if a.rows.data_ptr() % align or a.rows.stride(0) * a.rows.element_size() % align:
-        raise ValueError(f"a.rows: expected rows on {align}-byte boundaries, got strides {list(a.rows.stride())}")
-    if result is not None and result.format.name not in ("bf16", "nvfp4", "mxfp8"):
+    if not _rows_aligned(a.rows, a.format):
+        strides = list(a.rows.stride())
+        raise ValueError(f"a.rows: expected rows on {_row_align(a.format)}-byte boundaries, got strides {strides}")
+    if result is not None and result.format.name not in RESULT_FORMATS:
         raise ValueError(f"out_format: expected bf16, nvfp4 or mxfp8 with prepared weights, got {result.format.name}")
-    align = 2 * out.element_size()
-    if result is None and (out.data_ptr() % align or out.stride(0) % 2):
+    if result is None and not _out_aligned(out):
+        align = 2 * out.element_size()
         raise ValueError(f"out: expected rows on {align}-byte boundaries, got strides {list(out.stride())}")
 
 

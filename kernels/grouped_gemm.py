@@ -352,8 +352,6 @@ def _launch(
 ) -> None:
     if a.capacity == 0 or a.num_groups == 0 or w.num_experts == 0:
         return
-    active = a.num_active_experts
-    num_groups = a.num_groups if active is None or isinstance(active, torch.Tensor) else min(active, a.num_groups)
     pairs = w.format.element_bits == 4
     rows = _operand(a.rows, pairs)
     order = w.gate_up if activation is None else activation.order
@@ -372,8 +370,8 @@ def _launch(
         a.group_scale_offsets if a.format.swizzled else None,
         out[3],
         a.expert_ids,
-        active if isinstance(active, torch.Tensor) else None,
-        num_groups,
+        a.active_on_device,
+        a.max_active_groups,
         w.num_experts,
         a.capacity,
         columns,

@@ -1,8 +1,9 @@
 """CUDA C++ kernels: compiled by NVRTC for one architecture, cached on disk, launched through the driver.
 
-Sources are the `.cu` files beside this one. They include nothing, so that no CUDA toolkit is needed, and take their
-sizes as macros. Compiling needs no GPU, only the NVRTC library (`cuda-bindings` and `nvidia-cuda-nvrtc`, which CUDA
-builds of torch bring along). Such kernels cannot be interpreted: each has a Triton sibling that is tested in CI.
+Sources are the `.cu` files beside this one. They include the `.cuh` files there and nothing else, so that no CUDA
+toolkit is needed, and take their sizes as macros. Compiling needs no GPU, only the NVRTC library (`cuda-bindings` and
+`nvidia-cuda-nvrtc`, which CUDA builds of torch bring along). Such kernels cannot be interpreted: each has a Triton
+sibling that is tested in CI.
 """
 
 from __future__ import annotations
@@ -52,6 +53,20 @@ def compile_source(file: str, defines: Mapping[str, int | str], arch: str = "sm_
     return _compiled(file, tuple(sorted(defines.items())), arch)
 
 
+def _headers() -> dict[bytes, bytes]:
+    """What a source may include, by name."""
+    return {path.name.encode(): path.read_bytes() for path in sorted(FOLDER.glob("*.cuh"))}
+
+
+def create_program(file: str) -> Any:
+    """What `nvrtcCreateProgram` answers for a source beside this module and the headers there."""
+    from cuda.bindings import nvrtc
+
+    headers = _headers()
+    source = (FOLDER / file).read_bytes()
+    return nvrtc.nvrtcCreateProgram(source, file.encode(), len(headers), list(headers.values()), list(headers))
+
+
 @cache
 def _compiled(file: str, defines: Defines, arch: str) -> bytes:
     from cuda.bindings import nvrtc
@@ -59,12 +74,12 @@ def _compiled(file: str, defines: Defines, arch: str) -> bytes:
     source = (FOLDER / file).read_bytes()
     options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines)]
     version = _checked(nvrtc.nvrtcVersion())
-    key = hashlib.sha256(repr((source, options, version)).encode()).hexdigest()[:32]
+    key = hashlib.sha256(repr((source, _headers(), options, version)).encode()).hexdigest()[:32]
     name = f"{Path(file).stem}-{key}.{'ptx' if arch.startswith('compute') else 'cubin'}"
     kept = _kept(name)
     if kept is not None:
         return kept
-    program = _checked(nvrtc.nvrtcCreateProgram(source, file.encode(), 0, [], []))
+    program = _checked(create_program(file))
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:

@@ -254,7 +254,7 @@ def _launch(
     activation: SwiGLU | None,
 ) -> None:
     regime = choose_regime(a.capacity, a.num_groups) if regime is None else regime
-    device, groups, active = a.rows.device, a.num_groups, a.num_active_experts
+    device, groups = a.rows.device, a.num_groups
     scales_per_expert = 0 if w.expert_scales is None else w.expert_scales.ndim
     order = activation.order if activation is not None else (w.gate_up if scales_per_expert == 2 else None)
     gather = a.row_index is not None
@@ -293,8 +293,8 @@ def _launch(
             out_scales,
             a.group_offsets,
             a.expert_ids,
-            active if isinstance(active, torch.Tensor) else None,
-            max(0, min(groups, active)) if isinstance(active, int) else groups,
+            a.active_on_device,
+            a.max_active_groups,
             w.num_experts,
             a.capacity,
             columns,

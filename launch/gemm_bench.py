@@ -24,6 +24,7 @@ from moe_runtime.formats import NVFP4
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.gemm_arguments import encode_scale
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from moe_runtime.kernels.runtime import has_nvrtc
 from moe_runtime.launch import environment
 from moe_runtime.launch.checks import Check
 from moe_runtime.launch.gemm_cases import CASES, GemmCase, Goal, Product
@@ -98,7 +99,7 @@ class Runner:
             "weight_copies": count,
             "row_bytes": row_bytes(rows),
             "weight_bytes": sum(part[0].num_bytes for part in copies.values()),
-            "kernels": kernel_names(calls[case.product]) if passed and on_gpu else [],
+            "kernels": kernel_names(calls[case.product]) if passed and on_gpu and has_nvrtc() else [],
             "checks": [asdict(check) | {"passed": check.passed} for check in checks],
             "work_flop": case.flops(sizes),
             "moved_bytes": sum(case.moved_bytes(product, sizes) for product in case.products),

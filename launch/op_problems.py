@@ -22,12 +22,10 @@ from moe_runtime.formats import NVFP4, ceil_div
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.grouped_gemm import gemm_flops
 from moe_runtime.kernels.reference_quantize import raw_bits
+from moe_runtime.launch.checks import FP32_GAIN
 from moe_runtime.launch.fp8_bound import fp8_mma_slack
 from moe_runtime.plan import dense_128_offsets
 from moe_runtime.prepared import PreparedWeights
-
-FP32_GAIN = 2.0**-23
-"""Per 16 of K: error of an fp32 sum, or of a bf16 MMA, over the sum of the products' magnitudes."""
 
 POISON = 0x7FAB
 """A NaN of bf16 that no kernel makes."""

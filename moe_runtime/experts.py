@@ -12,11 +12,8 @@ from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.gemm_arguments import check_activation, check_formats, encode_scale
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.runtime import resolve_engine
-from moe_runtime.prepared import PreparedWeights
+from moe_runtime.prepared import RESULT_FORMATS, PreparedWeights
 from moe_runtime.weights import SILU, ExpertWeights, SwiGLU
-
-PREPARED_RESULTS = ("bf16", "mxfp8", "nvfp4")
-"""Intermediate formats that the GEMM of prepared weights writes."""
 
 
 @dataclass(frozen=True)
@@ -80,7 +77,7 @@ class Experts:
         """
         gate_up, down = self.gate_up, self.down
         assert isinstance(self.intermediate_format, TokenFormat)
-        if self._wanted(gate_up) and self.intermediate_format.name in PREPARED_RESULTS:
+        if self._wanted(gate_up) and self.intermediate_format.name in RESULT_FORMATS:
             gate_up = PreparedWeights.prepare(replace(gate_up, gate_up=self.activation.order))
         if self._wanted(down) and (down.expert_scales is None or down.expert_scales.ndim == 1):
             down = PreparedWeights.prepare(replace(down, gate_up=None))

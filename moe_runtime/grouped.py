@@ -47,3 +47,14 @@ class GroupedRows:
     @property
     def num_groups(self) -> int:
         return int(self.expert_ids.shape[0])
+
+    @property
+    def max_active_groups(self) -> int:
+        """Groups that may be active, as far as the host knows."""
+        active = self.num_active_experts
+        return max(0, min(active, self.num_groups)) if isinstance(active, int) else self.num_groups
+
+    @property
+    def active_on_device(self) -> torch.Tensor | None:
+        """`num_active_experts` where only the device knows it."""
+        return self.num_active_experts if isinstance(self.num_active_experts, torch.Tensor) else None

@@ -11,6 +11,9 @@ from moe_runtime.formats import NVFP4, TokenFormat
 from moe_runtime.weights import ExpertWeights, GateUpOrder
 
 E4M3_MAX_CODE = 0x7E
+RESULT_FORMATS = ("bf16", "mxfp8", "nvfp4")
+"""Formats of a gated result of the GEMM of prepared weights."""
+
 MAX_EXPERTS = 512
 """Groups that the GEMM of prepared weights takes (`kernels.decoded_gemm.MAX_GROUPS`)."""
 

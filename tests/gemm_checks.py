@@ -7,9 +7,11 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
+import pytest
 import torch
 
 from moe_runtime.grouped import GroupedRows
+from moe_runtime.kernels import grouped_gemm as gemm_module
 from moe_runtime.kernels.decoded_gemm import DECODE, DECODE_ROWS, DecodedShape, choose_shape
 from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
@@ -131,3 +133,17 @@ def check_quantized(hidden: GroupedRows, exact: Exact, activation: SwiGLU, gsf: 
     factor = factor.repeat(fmt.block, 1)
     low, high = (_round((h + s * error) * factor, kind, largest) for s in (-1, 1))
     assert ((low <= got) & (got <= high)).all()
+
+
+def poison_intermediates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte of quants and scales that the gated GEMM is to fill holds 0xA5 before."""
+    fresh = gemm_module.empty_intermediate
+
+    def poisoned_intermediate(*args: Any) -> tuple[GroupedRows, torch.Tensor | None]:
+        rows, gsf = fresh(*args)
+        assert rows.scales is not None
+        rows.rows.view(torch.uint8).fill_(0xA5)
+        rows.scales.view(torch.uint8).fill_(0xA5)
+        return rows, gsf
+
+    monkeypatch.setattr(gemm_module, "empty_intermediate", poisoned_intermediate)

@@ -128,10 +128,9 @@ class Compiled:
 def compile_recorded(launch: Recorded) -> Compiled:
     """As `nvrtc.compile_source` compiles, with the log of ptxas."""
     bindings = pytest.importorskip("cuda.bindings.nvrtc")
-    source = (nvrtc.FOLDER / launch.file).read_bytes()
     macros = [f"-D{name}={value}" for name, value in launch.defines.items()]
     options = ["--gpu-architecture=sm_90a", "--std=c++17", "--ptxas-options=-v", *macros]
-    _, program = bindings.nvrtcCreateProgram(source, launch.file.encode(), 0, [], [])
+    _, program = nvrtc.create_program(launch.file)
     (status,) = bindings.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
     log = b" " * bindings.nvrtcGetProgramLogSize(program)[1]
     bindings.nvrtcGetProgramLog(program, log)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import torch
 
 from moe_runtime.experts import Experts
 from moe_runtime.grouped import GroupedRows
-from moe_runtime.kernels import grouped_gemm as gemm_module
 from moe_runtime.kernels.decoded_gemm import DECODE, PREFILL, DecodedShape
 from moe_runtime.kernels.gemm_arguments import DEFAULT_INTERMEDIATE_GSF
 from moe_runtime.kernels.grouped_gemm import grouped_gemm_swiglu
@@ -21,7 +19,7 @@ from moe_runtime.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
 from tests.conftest import HAS_GPU
 from tests.gemm_cases import Array, bits, exact_gemm, make_rows, random_weights, scale_rows, swizzled
-from tests.gemm_checks import check_quantized, integer_operands, spare_rows, unit_scales
+from tests.gemm_checks import check_quantized, integer_operands, poison_intermediates, spare_rows, unit_scales
 
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(HAS_GPU and not IS_HOPPER, reason="prepared weights are for Hopper")
@@ -109,16 +107,7 @@ def test_nothing_but_the_result_is_written(
     """Padding of scales, skipped groups and gaps stay as they were; units reach past the `I` columns."""
     if not IS_HOPPER:
         pytest.skip("the twin writes whole blocks of scales")
-    fresh = gemm_module.empty_intermediate
-
-    def poisoned(*args: Any) -> tuple[GroupedRows, torch.Tensor | None]:
-        rows, gsf = fresh(*args)
-        assert rows.scales is not None
-        rows.rows.view(torch.uint8).fill_(0xA5)
-        rows.scales.view(torch.uint8).fill_(0xA5)
-        return rows, gsf
-
-    monkeypatch.setattr(gemm_module, "empty_intermediate", poisoned)
+    poison_intermediates(monkeypatch)
     inner = INNER[name]
     w = random_weights(name, 2, 2 * inner, 128, rng, device, gate_up=True)
     sizes, ids = [130, 3, 0, 5], [0, -1, 1, 1]

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 from types import SimpleNamespace
-from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from moe_runtime.grouped import GroupedRows
-from moe_runtime.kernels import grouped_gemm as gemm_module
 from moe_runtime.kernels.activation import swiglu
 from moe_runtime.kernels.gemm_arguments import DEFAULT_INTERMEDIATE_GSF
 from moe_runtime.kernels.grouped_gemm import grouped_gemm_swiglu
@@ -25,7 +22,7 @@ from tests.gemm_cases import (
     scale_rows,
     swizzled,
 )
-from tests.gemm_checks import check_quantized
+from tests.gemm_checks import check_quantized, poison_intermediates
 
 ACTIVATIONS = [
     SwiGLU(),
@@ -71,16 +68,7 @@ def test_nothing_but_the_result_is_written(
     name: str, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The kernel leaves padding of scales, skipped groups and gaps as they were; tiles reach past the `I` columns."""
-    fresh = gemm_module.empty_intermediate
-
-    def poisoned(*args: Any) -> tuple[GroupedRows, torch.Tensor | None]:
-        rows, gsf = fresh(*args)
-        assert rows.scales is not None
-        rows.rows.view(torch.uint8).fill_(0xA5)
-        rows.scales.view(torch.uint8).fill_(0xA5)
-        return rows, gsf
-
-    monkeypatch.setattr(gemm_module, "empty_intermediate", poisoned)
+    poison_intermediates(monkeypatch)
     inner = {"fp8_block": 384, "mxfp8": 160, "nvfp4": 144}[name]
     w = random_weights(name, 2, 2 * inner, 128, rng, device, gate_up=True)
     sizes, ids = [130, 3, 0, 5], [0, -1, 1, 1]

@@ -120,6 +120,19 @@ def test_whatever_changes_the_code_changes_the_file(sources: Path) -> None:
 
 
 @pytest.mark.cpu_only
+def test_a_changed_header_compiles_anew(sources: Path) -> None:
+    header = sources / "answer.cuh"
+    (sources / "asks.cu").write_text(
+        '#include "answer.cuh"\nextern "C" __global__ void asks(int* p) { *p = ANSWER; }\n'
+    )
+    for answer in (41, 42):
+        header.write_text(f"#define ANSWER {answer}\n")
+        forget()
+        assert f", {answer};" in nvrtc.compile_source("asks.cu", {}, "compute_90a").decode()
+    assert len(kept(sources)) == 2
+
+
+@pytest.mark.cpu_only
 def test_another_compiler_compiles_anew(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Major and minor version count."""
     from cuda.bindings import nvrtc as bindings

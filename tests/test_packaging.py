@@ -70,7 +70,7 @@ def test_wheel_holds_everything_and_nothing_beside_moe_runtime(wheel: Path) -> N
     expected = {
         f"{package.replace('.', '/')}/{path.name}"
         for package, folder in FOLDERS.items()
-        for path in (*folder.glob("*.py"), *folder.glob("*.cu"), *folder.glob("*.yaml"), *folder.glob("py.typed"))
+        for path in (*folder.glob("*.py"), *folder.glob("*.cu*"), *folder.glob("*.yaml"), *folder.glob("py.typed"))
     }
     assert {name for name in names if name.startswith("moe_runtime/")} == expected
     assert "moe_runtime/py.typed" in names

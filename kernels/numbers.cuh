@@ -1,0 +1,41 @@
+// Number formats and scale layout of the kernels that decode, for inclusion; `kernels/bits.py` has them for Triton.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+
+constexpr int BF16 = 0, NVFP4 = 3;  // FormatCode
+
+// Products of two bf16 pairs.
+__device__ __forceinline__ u32 multiply(u32 a, u32 b) {
+  u32 d;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
+  return d;
+}
+
+__device__ __forceinline__ u32 pack_bf16(float low, float high) {
+  u32 d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}
+
+// Two e4m3 numbers as fp32.
+__device__ __forceinline__ void e4m3_pair(u16 bytes, float& low, float& high) {
+  u32 halves;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(bytes));
+  asm("{\n.reg .f16 l, h;\nmov.b32 {l, h}, %2;\ncvt.f32.f16 %0, l;\ncvt.f32.f16 %1, h;\n}"
+      : "=f"(low), "=f"(high)
+      : "r"(halves));
+}
+
+// bf16 2^(byte - 127), twice; 0 gives 2^-127, 255 NaN.
+__device__ __forceinline__ u32 e8m0_pair(u32 byte) {
+  u32 half = byte == 0 ? 0x40u : (byte == 255 ? 0x7FC0u : byte << 7);
+  return half | (half << 16);
+}
+
+// Byte of the scale of row `row` in the 128x4 swizzle (swizzle.py).
+__device__ __forceinline__ long long swizzled_offset(long long row, int column, int columns) {
+  return row / 128 * ((columns + 3) / 4 * 512) + column / 4 * 512 + row % 32 * 16 + row % 128 / 32 * 4 + column % 4;
+}
