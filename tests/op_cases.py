@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import ml_dtypes
@@ -70,6 +70,15 @@ class OpCase:
         result = self.operation(**(self.arguments | {name: out} | more))
         assert result is (None if self.is_in_place else out)
         return out
+
+    def prepared(self) -> OpCase:
+        """The same call with `b` prepared and without its scales."""
+        b, scales = self.arguments["b"], "b_scales" if self.is_in_place else "b_scale"
+        if self.operation is ops.moe_gemm_mxfp8_nt_groupwise:
+            w = ops.prepare_mxfp8(b, self.arguments[scales], self.arguments["scale_granularity_mnk"])
+        else:
+            w = ops.prepare_nvfp4(b, self.arguments[scales])
+        return replace(self, arguments=self.arguments | {"b": w, scales: None})
 
     def exact(self) -> Exact:
         """float64 products and their slack, where the operands are."""

@@ -17,25 +17,12 @@ from tests.op_cases import OpCase, check, mxfp8, nvfp4_closed, nvfp4_dense
 
 Make = Callable[..., OpCase]
 
-VARIANTS: dict[str, tuple[Make, dict[str, Any], str]] = {
-    "dense": (nvfp4_dense, {}, "b_scales"),
-    "closed": (nvfp4_closed, {}, "b_scale"),
-    "mxfp8_128": (mxfp8, {"block": 128}, "b_scale"),
-    "mxfp8_32": (mxfp8, {"block": 32}, "b_scale"),
+VARIANTS: dict[str, tuple[Make, dict[str, Any]]] = {
+    "dense": (nvfp4_dense, {}),
+    "closed": (nvfp4_closed, {}),
+    "mxfp8_128": (mxfp8, {"block": 128}),
+    "mxfp8_32": (mxfp8, {"block": 32}),
 }
-
-
-def prepared(case: OpCase, name: str) -> OpCase:
-    """The same call with `b` prepared and without its scales."""
-    make, options, scales = VARIANTS[name]
-    arguments = dict(case.arguments)
-    b, b_scales = arguments["b"], arguments[scales]
-    if make is mxfp8:
-        arguments["b"] = ops.prepare_mxfp8(b, b_scales, (1, 1, options["block"]))
-    else:
-        arguments["b"] = ops.prepare_nvfp4(b, b_scales)
-    arguments[scales] = None
-    return replace(case, arguments=arguments)
 
 
 def nvfp4_prepared(e: int, n: int, k: int, rng: torch.Generator, device: torch.device) -> PreparedWeights:
@@ -46,10 +33,10 @@ def nvfp4_prepared(e: int, n: int, k: int, rng: torch.Generator, device: torch.d
 @pytest.mark.parametrize("name", VARIANTS)
 def test_prepared_weights(name: str, rng: torch.Generator, device: torch.device) -> None:
     """Ragged groups, an empty one, N no multiple of a unit of 64, more rows than one tile of the kernel takes."""
-    make, options, _ = VARIANTS[name]
+    make, options = VARIANTS[name]
     sizes, n, k = ([4, 0, 300, 8], 136, 256) if device.type == "cuda" else ([4, 0, 12, 8], 72, 128)
     raw = make(sizes, n, k, rng, device, **options)
-    got = check(prepared(raw, name), "auto")
+    got = check(raw.prepared(), "auto")
     if device.type == "cpu":
         assert_same_bits(got, raw.run(engine="torch"))
 
@@ -58,18 +45,18 @@ def test_prepared_weights(name: str, rng: torch.Generator, device: torch.device)
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("shape", [(4096, 7168), (256, 2176), (3008, 2976)])
 def test_large_shapes(shape: tuple[int, int], name: str, rng: torch.Generator, device: torch.device) -> None:
-    make, options, _ = VARIANTS[name]
+    make, options = VARIANTS[name]
     n, k = shape
     if make is nvfp4_closed:
         k = k // 128 * 128
-    check(prepared(make([16, 0, 64, 376], n, k, rng, device, **options), name), "auto")
+    check(make([16, 0, 64, 376], n, k, rng, device, **options).prepared(), "auto")
 
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_small_integers_are_exact(name: str, rng: torch.Generator, device: torch.device) -> None:
-    make, options, _ = VARIANTS[name]
+    make, options = VARIANTS[name]
     case = make([0, 12, 68], 40, 256, rng, device, integers=True, **options)
-    assert_same_bits(prepared(case, name).run(engine="auto"), case.exact().value.float().to(torch.bfloat16))
+    assert_same_bits(case.prepared().run(engine="auto"), case.exact().value.float().to(torch.bfloat16))
 
 
 @pytest.mark.parametrize("ids", [[0, 3, 2, 4], [-1, 0, 2], [-1, -1, -1]])
@@ -77,12 +64,12 @@ def test_expert_ids(ids: list[int], rng: torch.Generator, device: torch.device) 
     """K no multiple of 64; rows of groups without an expert keep what they hold."""
     sizes = [5, 33, 3, 1][: len(ids)]
     case = nvfp4_dense(sizes, 72, 80, rng, device, ids=ids, num_experts=6, gaps=1, offsets_dtype=torch.int32)
-    check(prepared(case, "dense"), "auto", torch.float32)
+    check(case.prepared(), "auto", torch.float32)
 
 
 def test_wrong_arguments(rng: torch.Generator, device: torch.device) -> None:
     raw = nvfp4_dense([3, 2], 32, 64, rng, device)
-    case = prepared(raw, "dense")
+    case = raw.prepared()
 
     def refused(match: str, **more: Any) -> None:
         with pytest.raises(ValueError, match=match):
@@ -110,7 +97,7 @@ def test_wrong_arguments(rng: torch.Generator, device: torch.device) -> None:
 
 def test_operands_that_the_fast_kernel_does_not_take(rng: torch.Generator, device: torch.device) -> None:
     """Rows of the output off its alignment: the weights are restored for the other kernel."""
-    case = prepared(nvfp4_dense([3, 2], 32, 64, rng, device), "dense")
+    case = nvfp4_dense([3, 2], 32, 64, rng, device).prepared()
     wide = torch.full((5, 33), 0x7FAB, dtype=torch.int16, device=device).view(torch.bfloat16)
     case.run(wide[:, :32], engine="auto")
     assert_same_bits(wide[:, :32].contiguous(), case.run(engine="triton" if device.type == "cuda" else "auto"))
