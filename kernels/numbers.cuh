@@ -1,5 +1,8 @@
 // Number formats and scale layout of the kernels that decode, for inclusion; `kernels/bits.py` has them for Triton.
 
+#ifndef MOE_RUNTIME_NUMBERS
+#define MOE_RUNTIME_NUMBERS
+
 typedef unsigned char u8;
 typedef unsigned short u16;
 typedef unsigned int u32;
@@ -39,3 +42,5 @@ __device__ __forceinline__ u32 e8m0_pair(u32 byte) {
 __device__ __forceinline__ long long swizzled_offset(long long row, int column, int columns) {
   return row / 128 * ((columns + 3) / 4 * 512) + column / 4 * 512 + row % 32 * 16 + row % 128 / 32 * 4 + column % 4;
 }
+
+#endif

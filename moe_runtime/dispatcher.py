@@ -17,6 +17,7 @@ from moe_runtime.formats import TokenFormat, token_format
 from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.reference_exchange import part_index
+from moe_runtime.kernels.runtime import runs_cuda
 from moe_runtime.token_format import RecordLayout
 
 MAX_GSF = 2.0**100
@@ -153,7 +154,7 @@ class TokenDispatcher:
             packed=resolve_mode(mode, max_tokens_per_rank) == "packed",
             row_capacity=min(worst, expert_row_capacity or worst),
         )
-        self._exchange = _exchange(context.engine)
+        self._exchange = _exchange(context, self.geometry)
         self._stepped = False
         device = context.device
         self._starts = torch.tensor(self.geometry.starts, dtype=torch.int32, device=device)
@@ -421,14 +422,16 @@ def collective_step(context: ExpertParallelContext) -> Iterator[None]:
         raise
 
 
-def _exchange(engine: str) -> Any:
-    """The functions of one engine: dispatch_send, arrive, combine_send, combine_wait."""
-    if engine == "torch":
+def _exchange(context: ExpertParallelContext, geometry: ExchangeGeometry) -> Any:
+    """What has the functions `dispatch_send`, `arrive`, `combine_send` and `combine_wait` for this layer."""
+    if context.engine == "torch":
         from moe_runtime.kernels import reference_exchange
 
         return reference_exchange
-    from moe_runtime.kernels import arrive, combine, dispatch
+    from moe_runtime.kernels import arrive, combine, dispatch, hopper_exchange
 
+    if runs_cuda(context.gemm_engine, context.device) and hopper_exchange.fits(geometry):
+        return hopper_exchange
     return SimpleNamespace(
         dispatch_send=dispatch.dispatch_send,
         arrive=arrive.arrive,

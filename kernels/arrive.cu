@@ -1,0 +1,262 @@
+// Arrival: turns the records that landed here into groups of rows by expert, in an order that depends on nothing else.
+//
+// The sibling of `kernels/arrive.py` for Hopper. Slots are worked on in chunks of CHUNK: for each expert a chunk has a
+// bitmap of the slots that go to it, so that the place of a row is a count of bits. Where all slots are one chunk, every
+// block makes the bitmaps for itself and nothing is launched before; else `arrive_count` counts the rows of each chunk
+// first. A block then copies scales (and, when packed, rows) of its share of a chunk's slots, a warp to a slot.
+//
+// Macros: those of signalling.cuh, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a multiple of 32),
+// WARPS (of a block), PACKED, QUANT_BYTES, SCALE_COLUMNS, RECORD_BYTES and the *_AT of RecordLayout, words of
+// SignalLayout, STALE_HANDLE and CAPACITY (ErrorCode), DISPATCH_WAIT (Phase).
+
+#include "signalling.cuh"
+
+constexpr int FP8_BLOCK = 1;  // FormatCode
+constexpr int THREADS = WARPS * 32;
+constexpr int CHUNK_WORDS = CHUNK / 32;
+constexpr int ID_WORDS = (2 * K + 15) / 16;  // of 16 bytes; fields of a record are that far apart
+constexpr int NONE = 0xFFFF;
+constexpr int SCALE_WORDS = FMT == FP8_BLOCK ? SCALE_COLUMNS : (SCALE_COLUMNS + 3) / 4;
+constexpr int LANE_SCALES = (SCALE_WORDS + 31) / 32;
+
+template <int BYTES>
+struct Wide {
+  using type = uint4;
+};
+template <>
+struct Wide<8> {
+  using type = uint2;
+};
+
+struct Landing {
+  const u8* records;  // of this epoch's half
+  const int* stamps;
+  const int* counts;  // tokens of each source
+  int max_tokens, first_expert, num_local, epoch;
+
+  __device__ Landing(const Exchange& x, const u64* landing, const u64* stamp_regions, long long landing_half,
+                     long long stamps_half, int max_tokens, int first_expert, int num_local, int epoch)
+      : records(reinterpret_cast<const u8*>(landing[x.rank]) + (epoch & 1) * landing_half),
+        stamps(reinterpret_cast<const int*>(stamp_regions[x.rank] + (epoch & 1) * stamps_half)),
+        counts(x.words(x.rank) + TOKEN_COUNT + (epoch & 1) * WORLD),
+        max_tokens(max_tokens), first_expert(first_expert), num_local(num_local), epoch(epoch) {}
+
+  __device__ const u8* record(int slot) const { return records + static_cast<long long>(slot) * RECORD_BYTES; }
+
+  // Calls `found(k, expert of this rank)` for each expert of this rank that the token in `slot` goes to.
+  template <class Found>
+  __device__ __forceinline__ void each_expert(int slot, Found found) const {
+    const int source = slot / max_tokens, token = slot - source * max_tokens;
+    if (source >= WORLD) return;
+    const int stamp = __ldcg(stamps + slot), count = __ldcg(counts + source);
+    uint4 words[ID_WORDS];
+#pragma unroll
+    for (int i = 0; i < ID_WORDS; ++i) words[i] = __ldcg(reinterpret_cast<const uint4*>(record(slot) + IDS_AT) + i);
+    if (stamp != epoch || token >= min(count, max_tokens)) return;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      const uint4 four = words[k / 8];
+      const u32 pair = k % 8 / 2 == 0 ? four.x : k % 8 / 2 == 1 ? four.y : k % 8 / 2 == 2 ? four.z : four.w;
+      const int id = pair >> 16 * (k % 2) & 0xFFFF, local = id - first_expert;
+      if (id != NONE && local >= 0 && local < num_local) found(k, local);
+    }
+  }
+};
+
+// Waits for the tokens of sources `first` to `last`, and tells whether this rank has not failed. For a whole block.
+__device__ __forceinline__ bool await_tokens(const Exchange& x, const int* epoch_ptr, int epoch, int first, int last) {
+  if (threadIdx.x < 32) {
+    const int lane = threadIdx.x;
+    if (lane == 0 && ahead(*epoch_ptr, epoch) >= 2)
+      record_failure(x, STALE_HANDLE, x.rank, DISPATCH_WAIT, epoch, 0, 0);
+    __syncwarp();
+    const int* flag = x.words(x.rank) + DISPATCH_FLAG + (epoch & 1) * WORLD + min(lane, WORLD - 1);
+    await(x, lane >= first && lane <= last, flag, epoch, flag, epoch, DISPATCH_WAIT, epoch);
+  }
+  // One thread looks, so that a block is of one mind.
+  return __syncthreads_or(threadIdx.x == 0 && !x.failed()) != 0;
+}
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    arrive_count(int* chunk_counts, const u64* landing, const u64* stamps, const u64* signals, const int* epoch_ptr,
+                 const int* handle_epoch, int* error, int* latch, int rank, int max_tokens, int num_slots,
+                 int first_expert, int num_local, long long landing_half, long long stamps_half, long long timeout_ns) {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+  __shared__ int counts[EXPERTS];
+  const Exchange x{signals, error, latch, rank, timeout_ns};
+  const int epoch = *handle_epoch, first_slot = blockIdx.x * CHUNK;
+  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
+  const int last_source = min(first_slot + CHUNK, num_slots) - 1;
+  const bool good = await_tokens(x, epoch_ptr, epoch, first_slot / max_tokens, last_source / max_tokens);
+  const Landing arrived(x, landing, stamps, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
+  for (int s = threadIdx.x; good && s < CHUNK; s += THREADS)
+    arrived.each_expert(first_slot + s, [&](int k, int expert) { atomicAdd(&counts[expert], 1); });
+  __syncthreads();
+  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) chunk_counts[blockIdx.x * EXPERTS + e] = counts[e];
+}
+
+// Shared memory of `arrive_place`.
+struct Places {
+  u32 bits[EXPERTS][CHUNK_WORDS];     // slots of the chunk that go to an expert
+  u16 before[EXPERTS][CHUNK_WORDS];   // rows of the expert in the words before
+  u16 local[CHUNK][K];                // expert of each entry, or NONE
+  int first[EXPERTS];                 // packed position of the expert's first row in the chunk
+  int offset[EXPERTS], block[EXPERTS];  // of the group and of its scales
+  int totals[EXPERTS];
+  int rows;
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    arrive_place(const int* chunk_counts, int* group_offsets, int* group_scale_offsets, int* row_index, int* positions,
+                 u8* rows, u8* scales, float* row_scale, const u64* landing, const u64* stamps, const u64* signals,
+                 const int* epoch_ptr, const int* handle_epoch, int* error, int* latch, int rank, int max_tokens,
+                 int num_slots, int chunks, int split, int first_expert, int num_local, int capacity, int first_row,
+                 long long landing_half, long long stamps_half, long long timeout_ns) {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+  extern __shared__ __align__(16) u8 shared[];
+  Places& places = *reinterpret_cast<Places*>(shared);
+  const Exchange x{signals, error, latch, rank, timeout_ns};
+  const int epoch = *handle_epoch, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  const int chunk = blockIdx.x / split, part = blockIdx.x % split, first_slot = chunk * CHUNK;
+  for (int i = threadIdx.x; i < EXPERTS * CHUNK_WORDS; i += THREADS) places.bits[0][i] = 0;
+  for (int i = threadIdx.x; i < CHUNK * K; i += THREADS) places.local[0][i] = NONE;
+  // Counted chunks have been waited for.
+  bool good = await_tokens(x, epoch_ptr, epoch, 0, chunks == 1 ? WORLD - 1 : -1);
+  const Landing arrived(x, landing, stamps, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
+  for (int s = threadIdx.x; good && s < CHUNK; s += THREADS)
+    arrived.each_expert(first_slot + s, [&](int k, int expert) {
+      places.local[s][k] = static_cast<u16>(expert);
+      atomicOr(&places.bits[expert][s / 32], 1u << s % 32);
+    });
+  __syncthreads();
+
+  for (int e = warp; e < EXPERTS; e += WARPS) {
+    int here = 0;
+    for (int start = 0; start < CHUNK_WORDS; start += 32) {
+      const int word = start + lane, count = word < CHUNK_WORDS ? __popc(places.bits[e][word]) : 0;
+      int upto = count;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const int other = __shfl_up_sync(ALL, upto, d);
+        if (lane >= d) upto += other;
+      }
+      if (word < CHUNK_WORDS) places.before[e][word] = static_cast<u16>(here + upto - count);
+      here += __shfl_sync(ALL, upto, 31);
+    }
+    int total = here, earlier = 0;
+    if (chunks > 1) {
+      int all = 0;
+      for (int c = lane; c < chunks; c += 32) {
+        const int count = chunk_counts[c * EXPERTS + e];
+        all += count;
+        earlier += c < chunk ? count : 0;
+      }
+      total = __reduce_add_sync(ALL, all);
+      earlier = __reduce_add_sync(ALL, earlier);
+    }
+    if (lane == 0) places.totals[e] = total, places.first[e] = earlier;
+  }
+  __syncthreads();
+  if (warp == 0) {
+    int row = 0, block = 0;
+    for (int start = 0; start < EXPERTS; start += 32) {
+      const int e = start + lane, count = e < EXPERTS ? places.totals[e] : 0, blocks = (count + 127) / 128;
+      int rows_upto = count, blocks_upto = blocks;
+#pragma unroll
+      for (int d = 1; d < 32; d *= 2) {
+        const int more_rows = __shfl_up_sync(ALL, rows_upto, d), more_blocks = __shfl_up_sync(ALL, blocks_upto, d);
+        if (lane >= d) rows_upto += more_rows, blocks_upto += more_blocks;
+      }
+      if (e < EXPERTS) {
+        places.offset[e] = row + rows_upto - count;
+        places.block[e] = block + blocks_upto - blocks;
+        places.first[e] += row + rows_upto - count;
+      }
+      row += __shfl_sync(ALL, rows_upto, 31);
+      block += __shfl_sync(ALL, blocks_upto, 31);
+    }
+    if (lane == 0) {
+      places.rows = row;
+      if (row > capacity && blockIdx.x == 0)
+        record_failure(x, CAPACITY, rank, DISPATCH_WAIT, epoch, row, capacity);
+    }
+  }
+  __syncthreads();
+  good = good && places.rows <= capacity;
+  if (blockIdx.x == 0) {
+    for (int e = threadIdx.x; e < num_local; e += THREADS) {
+      group_offsets[e] = good ? places.offset[e] : 0;
+      group_scale_offsets[e] = good ? places.block[e] - places.offset[e] / 128 : 0;
+    }
+    if (threadIdx.x == 0) group_offsets[num_local] = good ? places.rows : 0;
+  }
+  // Another block may have seen no failure yet: whatever it claims, rows must be ones that exist.
+  if (!good)
+    for (int r = blockIdx.x * THREADS + threadIdx.x; r < capacity; r += gridDim.x * THREADS) row_index[r] = 0;
+
+  const int landing_row = first_row * (epoch & 1);
+  for (int s = part * WARPS + warp; s < CHUNK; s += split * WARPS) {
+    const int slot = first_slot + s;
+    if (slot >= num_slots) break;
+    int position = -1;
+    long long at_scales = 0;
+    if (lane < K) {
+      const int e = good ? places.local[s][lane] : NONE;
+      if (e != NONE) {
+        const int word = s / 32;
+        position = places.first[e] + places.before[e][word] + __popc(places.bits[e][word] & ((1u << s % 32) - 1));
+        row_index[position] = landing_row + slot;
+        // The row's first byte in the 128x4 swizzle of its group's scales.
+        const int row = position - places.offset[e];
+        at_scales = static_cast<long long>(places.block[e] + row / 128) * SCALE_WORDS * 512 + row % 32 * 16 + row % 128 / 32 * 4;
+      }
+      positions[static_cast<long long>(slot) * K + lane] = position;
+    }
+    const u32 present = __ballot_sync(ALL, position >= 0);
+    if (present == 0) continue;
+    const u8* record = arrived.record(slot);
+    if constexpr (SCALE_WORDS > 0) {
+      u32 words[LANE_SCALES > 0 ? LANE_SCALES : 1];
+#pragma unroll
+      for (int i = 0; i < LANE_SCALES; ++i) {
+        const int word = i * 32 + lane;
+        words[i] = word < SCALE_WORDS ? __ldcg(reinterpret_cast<const u32*>(record + SCALES_AT) + word) : 0;
+        if (FMT != FP8_BLOCK && SCALE_COLUMNS % 4 != 0 && word == SCALE_WORDS - 1)
+          words[i] &= (1u << 8 * (SCALE_COLUMNS % 4)) - 1;
+      }
+      for (u32 left = present; left; left &= left - 1) {
+        const int k = __ffs(left) - 1;
+        const long long row = __shfl_sync(ALL, position, k);
+        const long long at = __shfl_sync(ALL, at_scales, k);
+#pragma unroll
+        for (int i = 0; i < LANE_SCALES; ++i) {
+          const int word = i * 32 + lane;
+          if (word >= SCALE_WORDS) continue;
+          if (FMT == FP8_BLOCK) reinterpret_cast<u32*>(scales)[row * SCALE_COLUMNS + word] = words[i];
+          else *reinterpret_cast<u32*>(scales + at + word * 512) = words[i];
+        }
+      }
+    }
+    if (FMT == NVFP4 && position >= 0) row_scale[position] = __ldcg(reinterpret_cast<const float*>(record + ROW_SCALE_AT));
+    if constexpr (PACKED) {
+      constexpr int WIDTH = QUANT_BYTES % 16 == 0 ? 16 : 8, PIECES = QUANT_BYTES / WIDTH, AT_ONCE = 8;
+      using Piece = typename Wide<WIDTH>::type;
+      const Piece* from = reinterpret_cast<const Piece*>(record);
+      for (int start = 0; start < PIECES; start += 32 * AT_ONCE) {
+        Piece pieces[AT_ONCE];
+#pragma unroll
+        for (int i = 0; i < AT_ONCE; ++i)
+          if (start + i * 32 + lane < PIECES) pieces[i] = __ldcg(from + start + i * 32 + lane);
+        for (u32 left = present; left; left &= left - 1) {
+          const long long row = __shfl_sync(ALL, position, __ffs(left) - 1);
+          Piece* to = reinterpret_cast<Piece*>(rows + row * QUANT_BYTES);
+#pragma unroll
+          for (int i = 0; i < AT_ONCE; ++i)
+            if (start + i * 32 + lane < PIECES) to[start + i * 32 + lane] = pieces[i];
+        }
+      }
+    }
+  }
+}

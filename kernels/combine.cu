@@ -1,0 +1,175 @@
+// Combine: reduces the experts of a rank for each token, sends one partial result home, and sums over ranks.
+//
+// The sibling of `kernels/combine.py` for Hopper, over the same memory and with the same order of sums. A team of threads
+// takes a slot: its partial result is made in shared memory and sent whole by the copy engine.
+//
+// Macros: those of signalling.cuh, HIDDEN, WIRE (FormatCode), PARTS, PARTIAL_BYTES, PARTIAL_SCALES_AT, COMBINE_FLAG,
+// TEAM (threads), TEAMS (of a block), K, OUTPUT_BF16, RECORD_BYTES, IDS_AT, WEIGHTS_AT, HAS_SHARED, STALE_HANDLE
+// (ErrorCode), COMBINE_SEND and COMBINE_WAIT (Phase).
+
+#include "signalling.cuh"
+#include "quantize.cuh"
+
+constexpr int UNIT = unit_numbers(WIRE), UNITS = HIDDEN / UNIT, PER_THREAD = (UNITS + TEAM - 1) / TEAM;
+constexpr int SCALE_BYTES = WIRE == BF16 ? 0 : WIRE == MXFP8 ? HIDDEN / 32 : HIDDEN / 128 * 4;
+constexpr int SENT_BYTES = (PARTIAL_SCALES_AT + SCALE_BYTES + 15) / 16 * 16;
+constexpr int STAGES = 2;
+constexpr int OUTPUT_BYTES = OUTPUT_BF16 ? 2 : 4;
+constexpr int LOADS = UNIT * OUTPUT_BYTES / 16;
+
+// Number `n` of a unit of an expert's row, rounded to bf16.
+__device__ __forceinline__ float output_number(const uint4 (&raw)[LOADS], int n) {
+  const uint4 four = raw[n * OUTPUT_BYTES / 16];
+  const int word = n * OUTPUT_BYTES / 4 % 4;
+  const u32 bits = word == 0 ? four.x : word == 1 ? four.y : word == 2 ? four.z : four.w;
+  return bf16_value(OUTPUT_BF16 ? bits >> 16 * (n % 2) & 0xFFFF : bf16_bits(__uint_as_float(bits)));
+}
+
+extern "C" __global__ void __launch_bounds__(TEAM* TEAMS)
+    combine_send(const u8* output, long long row_bytes, const int* positions, const int* starts, const u64* landing,
+                 const u64* combine, const u64* signals, const int* epoch_ptr, const int* handle_epoch, int* error,
+                 int* latch, int* counter, int rank, int max_tokens, int num_slots, long long landing_half,
+                 long long combine_half) {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+  extern __shared__ __align__(128) u8 partials[];  // [TEAMS][STAGES][PARTIAL_BYTES]
+  const int team = threadIdx.x / TEAM, thread = threadIdx.x % TEAM, warp = thread / 32, lane = threadIdx.x & 31;
+  const Exchange x{signals, error, latch, rank, 0};
+  const int epoch = *handle_epoch, half = epoch & 1;
+  // A stale handle's slots hold another step's records: their routing must not be used as addresses.
+  const bool stale = ahead(*epoch_ptr, epoch) >= 2;
+  if (stale && blockIdx.x == 0 && threadIdx.x == 0)
+    record_failure(x, STALE_HANDLE, rank, COMBINE_SEND, epoch, 0, 0);
+  const u8* records = reinterpret_cast<const u8*>(landing[rank]) + half * landing_half;
+
+  int stage = 0;
+  for (int slot = blockIdx.x * TEAMS + team; slot < num_slots && !stale; slot += gridDim.x * TEAMS) {
+    int position[K];
+    bool any = false;
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      position[k] = positions[static_cast<long long>(slot) * K + k];
+      any |= position[k] >= 0;
+    }
+    if (!any) continue;
+    const u8* record = records + static_cast<long long>(slot) * RECORD_BYTES;
+    const float* weights = reinterpret_cast<const float*>(record + WEIGHTS_AT);
+    float total[PER_THREAD][UNIT] = {};
+#pragma unroll
+    for (int k = 0; k < K; ++k) {
+      if (position[k] < 0) continue;
+      const float weight = weights[k];
+      const uint4* row = reinterpret_cast<const uint4*>(output + position[k] * row_bytes);
+      uint4 raw[PER_THREAD][LOADS];
+#pragma unroll
+      for (int i = 0; i < PER_THREAD; ++i)
+#pragma unroll
+        for (int j = 0; j < LOADS; ++j) {
+          const int unit = i * TEAM + thread;
+          raw[i][j] = unit < UNITS ? row[unit * LOADS + j] : make_uint4(0, 0, 0, 0);
+        }
+#pragma unroll
+      for (int i = 0; i < PER_THREAD; ++i)
+#pragma unroll
+        for (int n = 0; n < UNIT; ++n)
+          total[i][n] = __fadd_rn(total[i][n], __fmul_rn(weight, output_number(raw[i], n)));
+    }
+    u8* partial = partials + (team * STAGES + stage) * PARTIAL_BYTES;
+    if (thread == 0) bulk_await_read<STAGES - 1>();
+    team_barrier(team, TEAM);
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; ++i) {
+      const int unit = i * TEAM + thread;
+      quantize_unit<WIRE>(total[i], 1.0f, partial, partial + PARTIAL_SCALES_AT, unit, unit < UNITS);
+    }
+    bulk_fence();
+    team_barrier(team, TEAM);
+    if (warp == 0) {
+      const int id = lane < K ? reinterpret_cast<const u16*>(record + IDS_AT)[lane] : 0xFFFF;
+      const u32 ranks = __reduce_or_sync(ALL, id != 0xFFFF ? 1u << owner_of(id, starts) : 0u);
+      if (lane == 0) {
+        const int part = __popc(ranks & ((1u << rank) - 1)), source = slot / max_tokens, token = slot % max_tokens;
+        const u64 to = combine[source] + half * combine_half;
+        bulk_store(to + (static_cast<long long>(token) * PARTS + part) * PARTIAL_BYTES, partial, SENT_BYTES);
+        bulk_commit();
+      }
+    }
+    stage ^= 1;
+  }
+
+  if (thread == 0) {
+    bulk_await();
+    __threadfence_system();
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    bool last = false;
+    if (lane == 0) last = last_to_arrive(counter);
+    last = __any_sync(ALL, last);
+    __syncwarp();
+    if (last && lane < WORLD) store_release(x.words(lane) + COMBINE_FLAG + half * WORLD + rank, epoch);
+  }
+}
+
+// Adds 8 numbers of a partial result.
+__device__ __forceinline__ void add_partial(float (&total)[8], const u8* partial, int unit) {
+  if constexpr (WIRE == BF16) {
+    const uint4 raw = __ldcg(reinterpret_cast<const uint4*>(partial) + unit);
+    const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+    for (int n = 0; n < 8; ++n) total[n] = __fadd_rn(total[n], bf16_value(words[n / 2] >> 16 * (n % 2) & 0xFFFF));
+  } else {
+    const uint2 raw = __ldcg(reinterpret_cast<const uint2*>(partial) + unit);
+    float scale;
+    if constexpr (WIRE == FP8_BLOCK) {
+      scale = __ldcg(reinterpret_cast<const float*>(partial + PARTIAL_SCALES_AT) + unit / 16);
+    } else {
+      const u32 byte = __ldcg(partial + PARTIAL_SCALES_AT + unit / 4);
+      scale = __uint_as_float(byte == 0 ? 0x400000u : byte == 255 ? NOT_A_NUMBER : byte << 23);
+    }
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const u32 code = (n < 4 ? raw.x : raw.y) >> 8 * (n % 4) & 0xFF;
+      total[n] = __fadd_rn(total[n], __fmul_rn(e4m3_value(code), scale));
+    }
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(TEAM)
+    combine_wait(u16* y_TH, const u16* shared_TH, long long shared_stride, const int* num_parts, int num_tokens,
+                 const u64* combine, const u64* signals, const int* epoch_ptr, const int* handle_epoch, int* error,
+                 int* latch, int rank, long long combine_half, long long timeout_ns) {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+  const Exchange x{signals, error, latch, rank, timeout_ns};
+  const int epoch = *handle_epoch, half = epoch & 1, lane = threadIdx.x & 31;
+  if (threadIdx.x < 32) {
+    if (lane == 0 && ahead(*epoch_ptr, epoch) >= 2) record_failure(x, STALE_HANDLE, rank, COMBINE_WAIT, epoch, 0, 0);
+    __syncwarp();
+    const int* flag = x.words(rank) + COMBINE_FLAG + half * WORLD + min(lane, WORLD - 1);
+    await(x, lane < WORLD, flag, epoch, flag, epoch, COMBINE_WAIT, epoch);
+  }
+  const bool failed = __syncthreads_or(threadIdx.x == 0 && x.failed()) != 0;
+  const u8* partials = reinterpret_cast<const u8*>(combine[rank]) + half * combine_half;
+  for (int token = blockIdx.x; token < num_tokens; token += gridDim.x) {
+    const int parts = failed ? 0 : num_parts[token];
+    const u8* first = partials + static_cast<long long>(token) * PARTS * PARTIAL_BYTES;
+    for (int unit = threadIdx.x; unit < HIDDEN / 8; unit += TEAM) {
+      float total[8] = {};
+      if constexpr (HAS_SHARED) {
+        const uint4 raw = *(reinterpret_cast<const uint4*>(shared_TH + token * shared_stride) + unit);
+        const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+        for (int n = 0; n < 8; ++n) total[n] = bf16_value(words[n / 2] >> 16 * (n % 2) & 0xFFFF);
+      }
+#pragma unroll
+      for (int part = 0; part < PARTS; ++part)
+        if (part < parts) add_partial(total, first + part * PARTIAL_BYTES, unit);
+      uint4 words;
+      words.x = bf16_bits(total[0]) | bf16_bits(total[1]) << 16, words.y = bf16_bits(total[2]) | bf16_bits(total[3]) << 16;
+      words.z = bf16_bits(total[4]) | bf16_bits(total[5]) << 16, words.w = bf16_bits(total[6]) | bf16_bits(total[7]) << 16;
+      if (failed) words = make_uint4(0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u);
+      reinterpret_cast<uint4*>(y_TH)[static_cast<long long>(token) * (HIDDEN / 8) + unit] = words;
+    }
+  }
+}

@@ -1,0 +1,172 @@
+// Dispatch: quantizes each token once, in registers, and copies its record to every rank that holds one of its experts.
+//
+// The sibling of `kernels/dispatch.py` for Hopper, over the same memory. A team of threads takes a token: its record is
+// made in shared memory and sent whole by the copy engine, one copy for each rank, while the team goes on to the next.
+// The last block raises the flags, so a flag means that all records of this rank have landed.
+//
+// Macros: those of signalling.cuh, FMT (FormatCode), HIDDEN, K, IDS (type of the expert ids), TEAM (threads), TEAMS (of a
+// block), STATIC_GSF, AWAIT_READY, RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, ROUTING (ErrorCode),
+// DISPATCH_SEND (Phase).
+
+#include "signalling.cuh"
+#include "quantize.cuh"
+
+constexpr int UNIT = unit_numbers(FMT), UNITS = HIDDEN / UNIT, PER_THREAD = (UNITS + TEAM - 1) / TEAM;
+constexpr int LOADS = UNIT / 8;  // of 16 bytes
+constexpr int SENT_BYTES = (WEIGHTS_AT + 4 * K + 15) / 16 * 16;
+constexpr int STAGES = 2;
+
+// Bit p of the answer: the token goes to rank p. Fills in what the record says of the routing. For a whole warp.
+__device__ __forceinline__ u32 route(const Exchange& x, const IDS* topk_idx, const float* topk_weights,
+                                     const int* starts, int num_experts, int token, int epoch, int& expert,
+                                     float& weight) {
+  const int lane = threadIdx.x & 31;
+  const long long raw = lane < K ? topk_idx[static_cast<long long>(token) * K + lane] : -1;
+  weight = lane < K ? topk_weights[static_cast<long long>(token) * K + lane] : 0.0f;
+  const bool in_range = raw >= 0 && raw < num_experts;
+  expert = in_range ? static_cast<int>(raw) : -1 - lane;
+  const u32 same = __match_any_sync(ALL, expert);
+  const bool repeated = in_range && (same & ((1u << lane) - 1));
+  const u32 bad = __ballot_sync(ALL, repeated || raw < -1 || raw >= num_experts);
+  if (bad && lane == __ffs(bad) - 1)
+    record_failure(x, ROUTING, x.rank, DISPATCH_SEND, epoch, static_cast<int>(raw), token);
+  __syncwarp();
+  if (!in_range || repeated) expert = -1;
+  return __reduce_or_sync(ALL, expert >= 0 ? 1u << owner_of(expert, starts) : 0u);
+}
+
+extern "C" __global__ void __launch_bounds__(TEAM* TEAMS)
+    dispatch_send(const u16* x_TH, long long x_stride, const IDS* topk_idx, const float* topk_weights,
+                  const float* static_gsf, int num_tokens, const int* starts, const u64* landing, const u64* stamps,
+                  const u64* signals, int* epoch_ptr, int* handle_epoch, int* num_parts, int* error, int* latch,
+                  int* counter, int rank, int num_experts, int max_tokens, long long landing_half,
+                  long long stamps_half, long long timeout_ns) {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+  extern __shared__ __align__(128) u8 records[];  // [TEAMS][STAGES][RECORD_BYTES]
+  __shared__ u32 maxima[TEAMS][TEAM / 32];
+  const int team = threadIdx.x / TEAM, thread = threadIdx.x % TEAM, warp = thread / 32, lane = threadIdx.x & 31;
+  const Exchange x{signals, error, latch, rank, timeout_ns};
+  const int epoch = *epoch_ptr + 1, half = epoch & 1;
+  const int* own = x.words(rank);
+  if (blockIdx.x == 0 && threadIdx.x >= TEAM * TEAMS - 32 && lane < WORLD)
+    store_release(x.words(lane) + READY + rank, epoch);
+
+  // A half may be written once its reader is done with it: it has entered this epoch, or has combined the epoch that
+  // used this half before.
+  u32 ready = AWAIT_READY ? 0 : ALL;
+  auto await_ready = [&](u32 peers) {
+    const u32 wanted = peers & ~ready;
+    if (wanted == 0) return;
+    const int peer = min(lane, WORLD - 1);
+    await(x, wanted >> lane & 1, own + READY + peer, epoch, own + COMBINE_FLAG + half * WORLD + peer, epoch - 2,
+          DISPATCH_SEND, epoch);
+    ready |= wanted;
+  };
+  // Count and flag are written on every peer.
+  if (blockIdx.x == 0 && team == 0 && warp == 0) await_ready(WORLD == 32 ? ALL : (1u << WORLD) - 1);
+
+  int stage = 0;
+  for (int token = blockIdx.x * TEAMS + team; token < num_tokens; token += gridDim.x * TEAMS, stage ^= 1) {
+    u8* record = records + (team * STAGES + stage) * RECORD_BYTES;
+    const uint4* row = reinterpret_cast<const uint4*>(x_TH + token * x_stride);
+    uint4 raw[PER_THREAD][LOADS];
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; ++i) {
+      const int unit = i * TEAM + thread;
+#pragma unroll
+      for (int j = 0; j < LOADS; ++j) raw[i][j] = unit < UNITS ? row[unit * LOADS + j] : make_uint4(0, 0, 0, 0);
+    }
+    u32 targets = 0;
+    if (warp == 0) {
+      int expert;
+      float weight;
+      targets = route(x, topk_idx, topk_weights, starts, num_experts, token, epoch, expert, weight);
+      if (lane == 0) num_parts[token] = __popc(targets);
+      await_ready(targets);
+      if (__any_sync(ALL, x.failed())) targets = 0;
+      bulk_await_read<STAGES - 1>();
+      __syncwarp();
+      if (lane < K) {
+        reinterpret_cast<u16*>(record + IDS_AT)[lane] = static_cast<u16>(expert);
+        reinterpret_cast<float*>(record + WEIGHTS_AT)[lane] = weight;
+      }
+      if (lane == 0) *reinterpret_cast<int*>(record + SOURCE_AT) = token;
+    }
+    if constexpr (FMT == NVFP4 && !STATIC_GSF) {
+      u32 amax = 0;
+#pragma unroll
+      for (int i = 0; i < PER_THREAD; ++i)
+#pragma unroll
+        for (int j = 0; j < LOADS; ++j) {
+          const u32 words[4] = {raw[i][j].x, raw[i][j].y, raw[i][j].z, raw[i][j].w};
+#pragma unroll
+          for (int w = 0; w < 4; ++w) amax = __vmaxu2(amax, words[w] & 0x7FFF7FFFu);
+        }
+      amax = __reduce_max_sync(ALL, max(amax & 0xFFFF, amax >> 16));
+      if (lane == 0) maxima[team][warp] = amax;
+    }
+    team_barrier(team, TEAM);
+    float gsf = 1.0f;
+    if constexpr (FMT == NVFP4) {
+      if constexpr (STATIC_GSF) {
+        gsf = *static_gsf;
+      } else {
+        u32 amax = 0;
+#pragma unroll
+        for (int w = 0; w < TEAM / 32; ++w) amax = max(amax, maxima[team][w]);
+        gsf = token_gsf(amax << 16);
+      }
+      if (thread == 0) *reinterpret_cast<float*>(record + ROW_SCALE_AT) = __fdiv_rn(1.0f, gsf);
+    }
+#pragma unroll
+    for (int i = 0; i < PER_THREAD; ++i) {
+      const int unit = i * TEAM + thread;
+      float values[UNIT];
+#pragma unroll
+      for (int j = 0; j < LOADS; ++j) {
+        const u32 words[4] = {raw[i][j].x, raw[i][j].y, raw[i][j].z, raw[i][j].w};
+#pragma unroll
+        for (int n = 0; n < 8; ++n) values[j * 8 + n] = bf16_value(words[n / 2] >> 16 * (n % 2) & 0xFFFF);
+      }
+      quantize_unit<FMT>(values, gsf, record, record + SCALES_AT, unit, unit < UNITS);
+    }
+    bulk_fence();
+    team_barrier(team, TEAM);
+    if (warp == 0) {
+      const long long slot = static_cast<long long>(rank) * max_tokens + token;
+      u64 to = 0;
+      if (lane < WORLD) {
+        to = landing[lane] + half * landing_half + slot * RECORD_BYTES;
+        if (targets >> lane & 1)
+          store_relaxed(reinterpret_cast<int*>(stamps[lane] + half * stamps_half) + slot, epoch);
+      }
+      // One lane starts all copies, which wants its operands in uniform registers.
+      for (u32 left = targets; left; left &= left - 1) {
+        const u64 at = __shfl_sync(ALL, to, __ffs(left) - 1);
+        if (lane == 0) bulk_store(at, record, SENT_BYTES);
+      }
+      bulk_commit();
+    }
+  }
+
+  if (warp == 0) {
+    bulk_await();
+    __threadfence_system();
+  }
+  __syncthreads();
+  if (threadIdx.x < 32) {
+    bool last = false;
+    if (lane == 0) last = last_to_arrive(counter);
+    last = __any_sync(ALL, last);
+    __syncwarp();
+    if (last) {
+      if (lane == 0) *epoch_ptr = *handle_epoch = epoch;
+      if (lane < WORLD) {
+        int* words = x.words(lane) + half * WORLD + rank;
+        store_relaxed(words + TOKEN_COUNT, num_tokens);
+        store_release(words + DISPATCH_FLAG, epoch);
+      }
+    }
+  }
+}

@@ -1,0 +1,420 @@
+"""The exchange on Hopper, in CUDA C++: siblings of Triton's `dispatch_send`, `arrive`, `combine_send`, `combine_wait`.
+
+Same arguments, same memory and same bits as `dispatch.py`, `arrive.py` and `combine.py`, so that ranks may differ in
+which they run. What is gained: a record or partial result is sent whole by the copy engine (full packets, few
+threads), all peers are signalled and waited for side by side, arrival is one launch (two where slots are many), and
+each kernel is launched while the one before drains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+from typing import TYPE_CHECKING
+
+import torch
+
+from moe_runtime.comm.signals import ABORT_WORDS, SignalLayout
+from moe_runtime.errors import ErrorCode, Phase
+from moe_runtime.formats import COMBINE_FORMATS, FORMATS, TokenFormat, align, ceil_div
+from moe_runtime.geometry import ExchangeGeometry, sample_geometry
+from moe_runtime.kernels.nvrtc import int64, launch
+from moe_runtime.kernels.runtime import CudaCase
+
+if TYPE_CHECKING:
+    from moe_runtime.context import ExpertParallelContext
+
+WARP = 32
+MAX_THREADS = 1024
+MAX_SHARED_BYTES = 227 * 1024
+STAGES = 2
+BLOCKS_PER_SM = 8
+"""Blocks of a sending kernel: more than fit, so that one SM's do not wait for another's."""
+ARRIVE_WARPS = 16
+SMALL_CHUNK_BYTES = 96 * 1024
+"""Shared memory up to which all slots are one chunk."""
+CHUNK = 256
+"""Slots of a chunk otherwise."""
+
+Defines = dict[str, int | str]
+
+
+def fits(geometry: ExchangeGeometry) -> bool:
+    """Whether these kernels take a layer of this geometry: one warp spans the ranks and a token's experts."""
+    return (
+        geometry.world_size <= WARP
+        and geometry.top_k <= WARP
+        and geometry.hidden % 16 == 0
+        and _team(geometry.hidden, geometry.token_format) <= MAX_THREADS
+        and _team(geometry.hidden, geometry.combine_format) <= MAX_THREADS
+        and STAGES * max(geometry.record.record_bytes, geometry.partial_bytes) <= MAX_SHARED_BYTES
+        and _places_bytes(geometry, CHUNK) <= MAX_SHARED_BYTES
+    )
+
+
+def _team(hidden: int, fmt: TokenFormat) -> int:
+    """Threads that take a token together, each of them 32 numbers."""
+    return align(ceil_div(hidden, 32), WARP)
+
+
+def _places_bytes(geometry: ExchangeGeometry, chunk: int) -> int:
+    """Shared memory of `arrive_place`, with room to align its parts."""
+    experts = max(geometry.num_local_experts, 1)
+    return experts * (chunk // 32 * 6 + 16) + chunk * geometry.top_k * 2 + 32
+
+
+def chunk_slots(geometry: ExchangeGeometry) -> int:
+    """Slots that are counted together: all of them where their bitmaps are small."""
+    everything = align(geometry.num_slots, 32)
+    return everything if _places_bytes(geometry, everything) <= SMALL_CHUNK_BYTES else CHUNK
+
+
+@cache
+def _num_sms(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def _signal_defines(geometry: ExchangeGeometry) -> Defines:
+    signals = SignalLayout(geometry.world_size)
+    return {
+        "WORLD": geometry.world_size,
+        "ABORT": signals.abort,
+        "ABORT_WORDS": ABORT_WORDS,
+        "TIMEOUT": int(ErrorCode.TIMEOUT),
+    }
+
+
+def _record_defines(geometry: ExchangeGeometry) -> Defines:
+    record = geometry.record
+    return {
+        "K": geometry.top_k,
+        "RECORD_BYTES": record.record_bytes,
+        "SCALES_AT": record.scales_offset,
+        "ROW_SCALE_AT": record.row_scale_offset,
+        "SOURCE_AT": record.source_offset,
+        "IDS_AT": record.ids_offset,
+        "WEIGHTS_AT": record.weights_offset,
+    }
+
+
+def dispatch_defines(geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: bool, await_ready: bool) -> Defines:
+    """Macros of `dispatch_send.cu`."""
+    signals = SignalLayout(geometry.world_size)
+    return {
+        **_signal_defines(geometry),
+        **_record_defines(geometry),
+        "FMT": int(geometry.token_format.code),
+        "HIDDEN": geometry.hidden,
+        "IDS": "long long" if ids_64 else "int",
+        "TEAM": _team(geometry.hidden, geometry.token_format),
+        "TEAMS": 1,
+        "STATIC_GSF": int(static_gsf),
+        "AWAIT_READY": int(await_ready),
+        "READY": signals.ready,
+        "DISPATCH_FLAG": signals.dispatch_flag,
+        "TOKEN_COUNT": signals.token_count,
+        "COMBINE_FLAG": signals.combine_flag,
+        "ROUTING": int(ErrorCode.ROUTING),
+        "DISPATCH_SEND": int(Phase.DISPATCH_SEND),
+    }
+
+
+def arrive_defines(geometry: ExchangeGeometry) -> Defines:
+    """Macros of `arrive.cu`."""
+    signals = SignalLayout(geometry.world_size)
+    return {
+        **_signal_defines(geometry),
+        **_record_defines(geometry),
+        "FMT": int(geometry.token_format.code),
+        "EXPERTS": max(geometry.num_local_experts, 1),
+        "CHUNK": chunk_slots(geometry),
+        "WARPS": ARRIVE_WARPS,
+        "PACKED": int(geometry.packed),
+        "QUANT_BYTES": geometry.token_format.quant_bytes(geometry.hidden),
+        "SCALE_COLUMNS": geometry.token_format.scale_columns(geometry.hidden),
+        "DISPATCH_FLAG": signals.dispatch_flag,
+        "TOKEN_COUNT": signals.token_count,
+        "STALE_HANDLE": int(ErrorCode.STALE_HANDLE),
+        "CAPACITY": int(ErrorCode.CAPACITY),
+        "DISPATCH_WAIT": int(Phase.DISPATCH_WAIT),
+    }
+
+
+def combine_defines(geometry: ExchangeGeometry, *, output_bf16: bool, has_shared: bool) -> Defines:
+    """Macros of `combine.cu`."""
+    return {
+        **_signal_defines(geometry),
+        **_record_defines(geometry),
+        "HIDDEN": geometry.hidden,
+        "WIRE": int(geometry.combine_format.code),
+        "PARTS": geometry.parts,
+        "PARTIAL_BYTES": geometry.partial_bytes,
+        "PARTIAL_SCALES_AT": geometry.partial_scales_offset,
+        "TEAM": _team(geometry.hidden, geometry.combine_format),
+        "TEAMS": 1,
+        "OUTPUT_BF16": int(output_bf16),
+        "HAS_SHARED": int(has_shared),
+        "COMBINE_FLAG": SignalLayout(geometry.world_size).combine_flag,
+        "STALE_HANDLE": int(ErrorCode.STALE_HANDLE),
+        "COMBINE_SEND": int(Phase.COMBINE_SEND),
+        "COMBINE_WAIT": int(Phase.COMBINE_WAIT),
+    }
+
+
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
+    """The rows where each starts at a multiple of 16 bytes: themselves, or a copy."""
+    fits_already = rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0
+    return rows if fits_already else rows.clone(memory_format=torch.contiguous_format)
+
+
+def dispatch_send(
+    context: ExpertParallelContext,
+    geometry: ExchangeGeometry,
+    starts: torch.Tensor,
+    x_TH: torch.Tensor,
+    topk_idx_TK: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    gsf: torch.Tensor | None,
+    handle_epoch: torch.Tensor,
+    num_parts_T: torch.Tensor,
+    timeout_ns: int,
+) -> None:
+    """As `dispatch.dispatch_send`."""
+    num_tokens, x_TH = x_TH.shape[0], _aligned(x_TH)
+    defines = dispatch_defines(
+        geometry,
+        ids_64=topk_idx_TK.dtype == torch.int64,
+        static_gsf=gsf is not None,
+        await_ready=context.heap.directly_mapped,
+    )
+    launch(
+        "dispatch_send.cu",
+        "dispatch_send",
+        defines,
+        grid=(max(1, min(num_tokens, BLOCKS_PER_SM * _num_sms(context.device))), 1, 1),
+        block=int(defines["TEAM"]),
+        shared_bytes=STAGES * geometry.record.record_bytes,
+        arguments=[
+            x_TH,
+            int64(x_TH.stride(0)),
+            topk_idx_TK,
+            topk_weights_TK,
+            gsf,
+            num_tokens,
+            starts,
+            context.landing_pointers,
+            context.stamps_pointers,
+            context.signal_pointers,
+            context.epoch,
+            handle_epoch,
+            num_parts_T,
+            context.error,
+            context.latch,
+            context.counters,
+            geometry.rank,
+            geometry.num_experts,
+            geometry.max_tokens,
+            int64(geometry.landing_half(context.half_bytes["landing"])),
+            int64(context.half_bytes["stamps"]),
+            int64(timeout_ns),
+        ],
+        device=context.device,
+        early=True,
+    )
+
+
+def arrive(
+    context: ExpertParallelContext,
+    geometry: ExchangeGeometry,
+    handle_epoch: torch.Tensor,
+    timeout_ns: int,
+    *,
+    positions_SK: torch.Tensor,
+    group_offsets: torch.Tensor,
+    group_scale_offsets: torch.Tensor,
+    row_index_R: torch.Tensor,
+    rows_RQ: torch.Tensor | None,
+    scales: torch.Tensor | None,
+    row_scale_R: torch.Tensor | None,
+) -> None:
+    """As `arrive.arrive`."""
+    defines = arrive_defines(geometry)
+    chunk = int(defines["CHUNK"])
+    chunks = ceil_div(geometry.num_slots, chunk)
+    sms = _num_sms(context.device)
+    landing_half = geometry.landing_half(context.half_bytes["landing"])
+    counts = None
+    if chunks > 1:
+        counts = torch.empty((chunks, int(defines["EXPERTS"])), dtype=torch.int32, device=context.device)
+        launch(
+            "arrive.cu",
+            "arrive_count",
+            defines,
+            grid=(chunks, 1, 1),
+            block=ARRIVE_WARPS * WARP,
+            arguments=[
+                counts,
+                context.landing_pointers,
+                context.stamps_pointers,
+                context.signal_pointers,
+                context.epoch,
+                handle_epoch,
+                context.error,
+                context.latch,
+                geometry.rank,
+                geometry.max_tokens,
+                geometry.num_slots,
+                geometry.first_expert,
+                geometry.num_local_experts,
+                int64(landing_half),
+                int64(context.half_bytes["stamps"]),
+                int64(timeout_ns),
+            ],
+            device=context.device,
+            early=True,
+        )
+    # One round of blocks; a warp has at least one slot.
+    split = max(1, min(sms // chunks, ceil_div(chunk, ARRIVE_WARPS)))
+    launch(
+        "arrive.cu",
+        "arrive_place",
+        defines,
+        grid=(chunks * split, 1, 1),
+        block=ARRIVE_WARPS * WARP,
+        shared_bytes=_places_bytes(geometry, chunk),
+        arguments=[
+            counts,
+            group_offsets,
+            group_scale_offsets,
+            row_index_R,
+            positions_SK,
+            rows_RQ,
+            scales,
+            row_scale_R,
+            context.landing_pointers,
+            context.stamps_pointers,
+            context.signal_pointers,
+            context.epoch,
+            handle_epoch,
+            context.error,
+            context.latch,
+            geometry.rank,
+            geometry.max_tokens,
+            geometry.num_slots,
+            chunks,
+            split,
+            geometry.first_expert,
+            geometry.num_local_experts,
+            geometry.row_capacity,
+            landing_half // geometry.record.record_bytes,
+            int64(landing_half),
+            int64(context.half_bytes["stamps"]),
+            int64(timeout_ns),
+        ],
+        device=context.device,
+        early=True,
+    )
+
+
+def combine_send(
+    context: ExpertParallelContext,
+    geometry: ExchangeGeometry,
+    starts: torch.Tensor,
+    output_RH: torch.Tensor,
+    positions_SK: torch.Tensor,
+    handle_epoch: torch.Tensor,
+) -> None:
+    """As `combine.combine_send`."""
+    output_RH = _aligned(output_RH)
+    defines = combine_defines(geometry, output_bf16=output_RH.dtype == torch.bfloat16, has_shared=False)
+    launch(
+        "combine.cu",
+        "combine_send",
+        defines,
+        grid=(min(geometry.num_slots, BLOCKS_PER_SM * _num_sms(context.device)), 1, 1),
+        block=int(defines["TEAM"]),
+        shared_bytes=STAGES * geometry.partial_bytes,
+        arguments=[
+            output_RH,
+            int64(output_RH.stride(0) * output_RH.element_size()),
+            positions_SK,
+            starts,
+            context.landing_pointers,
+            context.combine_pointers,
+            context.signal_pointers,
+            context.epoch,
+            handle_epoch,
+            context.error,
+            context.latch,
+            context.counters[1:],
+            geometry.rank,
+            geometry.max_tokens,
+            geometry.num_slots,
+            int64(geometry.landing_half(context.half_bytes["landing"])),
+            int64(context.half_bytes["combine"]),
+        ],
+        device=context.device,
+        early=True,
+    )
+
+
+def combine_wait(
+    context: ExpertParallelContext,
+    geometry: ExchangeGeometry,
+    handle_epoch: torch.Tensor,
+    num_parts_T: torch.Tensor,
+    shared_TH: torch.Tensor | None,
+    y_TH: torch.Tensor,
+    timeout_ns: int,
+) -> None:
+    """As `combine.combine_wait`."""
+    num_tokens = y_TH.shape[0]
+    shared_TH = None if shared_TH is None else _aligned(shared_TH)
+    defines = combine_defines(geometry, output_bf16=True, has_shared=shared_TH is not None)
+    launch(
+        "combine.cu",
+        "combine_wait",
+        defines,
+        # A rank without tokens waits too, so that it learns of a peer's failure in the same step.
+        grid=(max(1, min(num_tokens, BLOCKS_PER_SM * _num_sms(context.device))), 1, 1),
+        block=int(defines["TEAM"]),
+        arguments=[
+            y_TH,
+            shared_TH,
+            int64(shared_TH.stride(0) if shared_TH is not None else 0),
+            num_parts_T,
+            num_tokens,
+            context.combine_pointers,
+            context.signal_pointers,
+            context.epoch,
+            handle_epoch,
+            context.error,
+            context.latch,
+            geometry.rank,
+            int64(context.half_bytes["combine"]),
+            int64(timeout_ns),
+        ],
+        device=context.device,
+        early=True,
+    )
+
+
+def _aot_cases(fmt: str) -> Iterator[CudaCase]:
+    """Both modes of a format, and its partial results."""
+    for packed in (False, True):
+        geometry = sample_geometry(fmt, packed=packed)
+        for kernel in ("arrive_count", "arrive_place"):
+            yield CudaCase(kernel, fmt, "arrive.cu", kernel, arrive_defines(geometry))
+    for static in (False, True) if FORMATS[fmt].has_row_scale else (False,):
+        defines = dispatch_defines(sample_geometry(fmt), ids_64=True, static_gsf=static, await_ready=True)
+        yield CudaCase("dispatch_send", fmt, "dispatch_send.cu", "dispatch_send", defines, instruction=BULK_STORE)
+    if fmt in COMBINE_FORMATS:
+        geometry = sample_geometry("nvfp4", combine_format=fmt)
+        for output_bf16 in (True, False):
+            defines = combine_defines(geometry, output_bf16=output_bf16, has_shared=True)
+            yield CudaCase("combine_send", fmt, "combine.cu", "combine_send", defines, instruction=BULK_STORE)
+        yield CudaCase("combine_wait", fmt, "combine.cu", "combine_wait", defines)
+
+
+BULK_STORE = {90: r"cp\.async\.bulk\.global\.shared::cta\.bulk_group"}
+AOT_CASES: tuple[CudaCase, ...] = tuple(case for fmt in FORMATS for case in _aot_cases(fmt))

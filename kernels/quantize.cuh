@@ -1,0 +1,111 @@
+// Quantizing a unit of consecutive numbers held by one thread, for inclusion: the sequences of `kernels/quantize.py`,
+// bit for bit. Threads with consecutive units are consecutive lanes; all lanes of a warp take part.
+
+#include "numbers.cuh"
+
+constexpr int FP8_BLOCK = 1, MXFP8 = 2;  // FormatCode, as are BF16 and NVFP4
+constexpr u32 MAGNITUDE = 0x7FFFFFFFu, INFINITE = 0x7F800000u, NOT_A_NUMBER = 0x7FC00000u;
+
+// Numbers of a unit, and the bytes of its quants and scale.
+__host__ __device__ constexpr int unit_numbers(int format) { return format == BF16 ? 8 : 16; }
+
+// bf16 bits; a NaN keeps its sign and upper payload and is made quiet.
+__device__ __forceinline__ u32 bf16_bits(float x) {
+  const u32 bits = __float_as_uint(x);
+  const bool nan = (bits & MAGNITUDE) > INFINITE;
+  return (nan ? bits | 0x400000u : bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
+}
+
+__device__ __forceinline__ float bf16_value(u32 bits) { return __uint_as_float(bits << 16); }
+
+// e4m3 bits of two numbers, saturating; NaN gives 0x7F.
+__device__ __forceinline__ u32 e4m3_codes(float low, float high) {
+  u16 pair;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(high), "f"(low));
+  return pair;
+}
+
+__device__ __forceinline__ float e4m3_value(u32 code) {
+  float low, high;
+  e4m3_pair(static_cast<u16>(code), low, high);
+  return low;
+}
+
+// e2m1 code, saturating; NaN gives 0.
+__device__ __forceinline__ u32 e2m1_bits(float x) {
+  const u32 bits = __float_as_uint(x), raw = bits & MAGNITUDE;
+  const u32 a = min(raw, 0x40C00000u);
+  const u32 normal = ((a + 0x1FFFFF + ((a >> 22) & 1)) >> 22) - 252;
+  const u32 small = (a > 0x3E800000u) + (a >= 0x3F400000u);
+  const u32 code = (a >= 0x3F800000u ? normal : small) | ((bits >> 28) & 8);
+  return raw > INFINITE ? 0 : code;
+}
+
+// Encode scale of an NVFP4 row from the bits of its largest magnitude (`token_gsf`).
+__device__ __forceinline__ float token_gsf(u32 amax_bits) {
+  if (amax_bits == 0 || amax_bits >= INFINITE) return 1.0f;
+  return fminf(__fdiv_rn(2688.0f, fmaxf(__uint_as_float(amax_bits), 0x1p-89f)), 0x1p100f);
+}
+
+// The largest of `bits` over `LANES` neighbouring lanes.
+template <int LANES>
+__device__ __forceinline__ u32 largest(u32 bits) {
+#pragma unroll
+  for (int other = LANES / 2; other > 0; other /= 2) bits = max(bits, __shfl_xor_sync(0xFFFFFFFFu, bits, other));
+  return bits;
+}
+
+// Quantizes unit `unit` of a row into its quants and scales; nothing is stored where not `inside`.
+template <int FORMAT>
+__device__ __forceinline__ void quantize_unit(const float (&x)[unit_numbers(FORMAT)], float gsf, u8* quants, u8* scales,
+                                              int unit, bool inside) {
+  constexpr int NUMBERS = unit_numbers(FORMAT);
+  if constexpr (FORMAT == BF16) {
+    uint4 words;
+    words.x = bf16_bits(x[0]) | bf16_bits(x[1]) << 16, words.y = bf16_bits(x[2]) | bf16_bits(x[3]) << 16;
+    words.z = bf16_bits(x[4]) | bf16_bits(x[5]) << 16, words.w = bf16_bits(x[6]) | bf16_bits(x[7]) << 16;
+    if (inside) reinterpret_cast<uint4*>(quants)[unit] = words;
+    return;
+  }
+  u32 amax = 0;
+#pragma unroll
+  for (int i = 0; i < NUMBERS; ++i) amax = max(amax, __float_as_uint(x[i]) & MAGNITUDE);
+  if constexpr (FORMAT == FP8_BLOCK) amax = largest<8>(amax);
+  if constexpr (FORMAT == MXFP8) amax = largest<2>(amax);
+  const bool poisoned = amax >= INFINITE;
+  if (poisoned) amax = 0;
+  if constexpr (FORMAT == NVFP4) {
+    const u32 code = e4m3_codes(__fdiv_rn(__fmul_rn(gsf, __uint_as_float(amax)), 6.0f), 0.0f) & 0xFF;
+    const bool dead = poisoned || (code & 0x7F) == 0 || code == 0x7F;
+    const float factor = __fdiv_rn(gsf, dead ? 1.0f : e4m3_value(code));
+    u32 words[2] = {0, 0};
+#pragma unroll
+    for (int i = 0; i < 16; ++i) words[i / 8] |= e2m1_bits(__fmul_rn(dead ? 0.0f : x[i], factor)) << 4 * (i % 8);
+    if (inside) {
+      reinterpret_cast<uint2*>(quants)[unit] = make_uint2(words[0], words[1]);
+      scales[unit] = poisoned ? 0x7F : code;
+    }
+    return;
+  } else {
+    const float ideal = __fdiv_rn(__uint_as_float(max(amax, 0x38D1B717u)), 448.0f);  // at least 1e-4
+    const u32 byte = (__float_as_uint(ideal) + 0x7FFFFF) >> 23;
+    const float inverse = __uint_as_float((254 - byte) << 23);
+    u32 words[4];
+#pragma unroll
+    for (int i = 0; i < 16; i += 4) {
+      float v[4];
+#pragma unroll
+      for (int j = 0; j < 4; ++j) {
+        const float clean = poisoned ? 0.0f : x[i + j];
+        v[j] = FORMAT == MXFP8 ? __fmul_rn(clean, inverse) : __fdiv_rn(clean, ideal);
+      }
+      words[i / 4] = e4m3_codes(v[0], v[1]) | e4m3_codes(v[2], v[3]) << 16;
+    }
+    if (inside) {
+      reinterpret_cast<uint4*>(quants)[unit] = make_uint4(words[0], words[1], words[2], words[3]);
+      if (FORMAT == MXFP8 && unit % 2 == 0) scales[unit / 2] = poisoned ? 255 : byte;
+      if (FORMAT == FP8_BLOCK && unit % 8 == 0)
+        reinterpret_cast<float*>(scales)[unit / 8] = poisoned ? __uint_as_float(NOT_A_NUMBER) : ideal;
+    }
+  }
+}

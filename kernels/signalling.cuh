@@ -1,0 +1,152 @@
+// How kernels wait for peers and tell them of failures, for inclusion; `kernels/signalling.py` has it for Triton, and
+// `comm/signals.py` the words. Every wait ends, by the flag, a failure or the clock; lane p of a warp waits for rank p.
+//
+// Macros: WORLD (at most 32), ABORT, ABORT_WORDS, TIMEOUT (ErrorCode).
+
+#include "numbers.cuh"
+
+constexpr u32 ALL = 0xFFFFFFFFu;
+
+__device__ __forceinline__ int load_acquire(const int* at) {
+  int value;
+  asm volatile("ld.acquire.sys.global.s32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ int load_relaxed(const int* at) {
+  int value;
+  asm volatile("ld.relaxed.sys.global.s32 %0, [%1];" : "=r"(value) : "l"(at) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void store_relaxed(int* at, int value) {
+  asm volatile("st.relaxed.sys.global.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void store_release(int* at, int value) {
+  asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
+}
+
+// What every kernel of an exchange is told.
+struct Exchange {
+  const u64* signals;  // signal region of each rank
+  int* error;          // host-visible record
+  int* latch;          // not zero after the first failure
+  int rank;
+  long long timeout_ns;
+
+  __device__ int* words(int peer) const { return reinterpret_cast<int*>(signals[peer]); }
+  __device__ bool failed() const { return load_relaxed(latch) != 0; }
+};
+
+__device__ __forceinline__ long long clock_ns() {
+  long long now;
+  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+  return now;
+}
+
+// Epochs are compared by difference, which holds across the wrap of int32.
+__device__ __forceinline__ int ahead(int epoch, int of) {
+  return static_cast<int>(static_cast<u32>(epoch) - static_cast<u32>(of));
+}
+
+// Records this rank's first failure on the host-visible record and on every peer; later ones change nothing.
+__device__ __noinline__ void record_failure(const Exchange& x, int code, int about, int phase, int epoch, int detail,
+                                            int detail2) {
+  if (atomicCAS(x.latch, 0, code) != 0) return;
+  const int record[6] = {about, phase, epoch, detail, x.rank, detail2};
+  for (int i = 0; i < 6; ++i) store_relaxed(x.error + 1 + i, record[i]);
+  store_release(x.error, code);
+  for (int peer = 0; peer < WORLD; ++peer) {
+    if (peer == x.rank) continue;
+    int* words = x.words(peer) + ABORT + x.rank * ABORT_WORDS;
+    const int told[5] = {phase, epoch, about, detail, detail2};
+    for (int i = 0; i < 5; ++i) store_relaxed(words + 1 + i, told[i]);
+    store_release(words, code);
+  }
+}
+
+// Takes over the failure of a peer, if one has told of any; it is not told on. For a whole warp.
+__device__ __forceinline__ void adopt_aborts(const Exchange& x) {
+  const int lane = threadIdx.x & 31;
+  const int* words = x.words(x.rank) + ABORT + lane * ABORT_WORDS;
+  const u32 told = __ballot_sync(ALL, lane < WORLD && load_relaxed(words) != 0);
+  if (told && lane == __ffs(told) - 1) {
+    const int code = load_acquire(words);
+    if (atomicCAS(x.latch, 0, code) == 0) {
+      const int record[6] = {words[3], words[1], words[2], words[4], lane, words[5]};
+      for (int i = 0; i < 6; ++i) store_relaxed(x.error + 1 + i, record[i]);
+      store_release(x.error, code);
+    }
+  }
+  __syncwarp();
+}
+
+// Waits, in each lane with `wants`, until flag `a` has reached `of_a` or flag `b` has reached `of_b`. A peer that is
+// late is recorded, the lowest first; an abort is adopted; after a failure there is no waiting. For a whole warp; the
+// latch tells of failures.
+__device__ __forceinline__ void await(const Exchange& x, bool wants, const int* a, int of_a, const int* b, int of_b,
+                                      int phase, int epoch) {
+  const int lane = threadIdx.x & 31;
+  const int* abort = x.words(x.rank) + ABORT + lane * ABORT_WORDS;
+  auto behind = [&] { return ahead(load_acquire(a), of_a) < 0 && (a == b || ahead(load_acquire(b), of_b) < 0); };
+  bool waiting = wants && behind();
+  if (__any_sync(ALL, waiting) && !__any_sync(ALL, x.failed())) {
+    const long long start = clock_ns();
+    while (__any_sync(ALL, waiting)) {
+      if (waiting) waiting = behind();
+      const bool given_up = (lane < WORLD && load_relaxed(abort) != 0) || x.failed();
+      if (__any_sync(ALL, given_up)) break;
+      const u32 late = __ballot_sync(ALL, waiting && clock_ns() - start > x.timeout_ns);
+      if (late) {
+        const long long milliseconds = min(x.timeout_ns / 1000000, 2147483647ll);
+        if (lane == __ffs(late) - 1)
+          record_failure(x, TIMEOUT, lane, phase, epoch, static_cast<int>(milliseconds), 0);
+        break;
+      }
+    }
+  }
+  __syncwarp();
+  adopt_aborts(x);
+}
+
+// True in the block that comes last, which sees all that the others stored before; resets the counter. One thread.
+__device__ __forceinline__ bool last_to_arrive(int* counter) {
+  __threadfence();
+  const bool last = atomicAdd(counter, 1) == static_cast<int>(gridDim.x) - 1;
+  if (last) *counter = 0;
+  __threadfence();
+  return last;
+}
+
+// Rank that owns an expert, `starts` being the first expert of each rank and their number.
+__device__ __forceinline__ int owner_of(int expert, const int* starts) {
+  int owner = 0;
+  for (int rank = 0; rank < WORLD; ++rank) owner += expert >= starts[rank + 1];
+  return owner;
+}
+
+// A copy of shared memory to any mapped global memory, done by the copy engine: 16-byte aligned, whole 16 bytes.
+__device__ __forceinline__ void bulk_store(u64 to, const void* from, int bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
+               "r"(static_cast<u32>(__cvta_generic_to_shared(from))), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+
+// Until all but the last PENDING groups of this thread have read their sources.
+template <int PENDING>
+__device__ __forceinline__ void bulk_await_read() {
+  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
+}
+
+// Until all that this thread has copied can be seen by it.
+__device__ __forceinline__ void bulk_await() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+
+// What threads have stored to shared memory is seen by copies that are started after a barrier.
+__device__ __forceinline__ void bulk_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+__device__ __forceinline__ void team_barrier(int team, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "r"(threads) : "memory");
+}

@@ -1,0 +1,141 @@
+"""What each way of moving bytes between GPUs reaches: `torchrun --nproc-per-node=N -m moe_runtime.launch.link_bench`.
+
+Every rank copies the same number of bytes to (or loads them from) every peer at once, by 16-byte stores, by copies of
+shared memory by the copy engine, and by 16-byte loads, from few blocks to many; what the exchange kernels were designed
+from. Needs GPUs of one host with NVSHMEM and NVRTC. Each result is checked before it is timed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.table import Table
+
+from moe_runtime.comm.bootstrap import init_from_env
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.kernels.nvrtc import int64, launch
+from moe_runtime.launch import environment
+from moe_runtime.launch.timing import TOTAL, Lap, measure
+
+KIND = "links"
+WAYS = ("store", "bulk", "load")
+PIECE, THREADS = 4096, 256
+MEGABYTES = (0.05, 0.25, 1.0, 4.0, 16.0, 40.0)
+BLOCKS = (8, 16, 32, 64, 132, 528)
+
+
+def piece_bytes(megabytes: float) -> int:
+    """Whole pieces, about so many MB."""
+    return max(1, round(megabytes * 1e6 / PIECE)) * PIECE
+
+
+def copy(context: ExpertParallelContext, way: str, blocks: int, num_bytes: int) -> None:
+    """Copy `num_bytes` from the first half of `landing` of each rank to the second half on each other."""
+    sources = context.landing_pointers
+    launch(
+        "copy_ways.cu",
+        "copy_way",
+        {"WAY": WAYS.index(way), "WORLD": context.world_size, "PIECE": PIECE, "THREADS": THREADS},
+        grid=(blocks, 1, 1),
+        block=THREADS,
+        arguments=[sources, sources + context.half_bytes["landing"], int64(num_bytes), context.rank],
+        device=context.device,
+    )
+
+
+def check(context: ExpertParallelContext, way: str, blocks: int, num_bytes: int) -> None:
+    """Raise `RuntimeError` unless every byte that is to come here does, and none besides."""
+    landing, half = context.heap.tensor("landing"), context.half_bytes["landing"]
+    arrived = landing[half:]
+    arrived.fill_(0xCD)
+    torch.cuda.synchronize()
+    context.heap.barrier()
+    copy(context, way, blocks, num_bytes)
+    torch.cuda.synchronize()
+    context.heap.barrier()
+    for peer in range(context.world_size):
+        source = context.heap.peer_tensor("landing", peer)[context.rank * num_bytes :][:num_bytes]
+        found = arrived[peer * num_bytes :][:num_bytes]
+        want = torch.full_like(source, 0xCD) if peer == context.rank else source
+        if not torch.equal(found, want):
+            raise RuntimeError(f"{way}, {blocks} blocks, {num_bytes} bytes: what came from rank {peer} is wrong")
+    context.heap.barrier()
+
+
+def work(options: argparse.Namespace) -> int:
+    """Check, time, print and write."""
+    device = init_from_env(timeout_s=120.0)
+    if device.type != "cuda":
+        raise ValueError("link_bench: needs GPUs")
+    with ExpertParallelContext(device=device, transport="nvshmem") as context:
+        if context.world_size < 2:
+            raise ValueError("link_bench: expected at least 2 ranks")
+        sizes = [piece_bytes(m) for m in options.megabytes]
+        context.register(landing=context.world_size * max(sizes))
+        context.allocate()
+        context.heap.tensor("landing").random_(256, generator=torch.Generator(device).manual_seed(context.rank))
+        results: list[dict[str, Any]] = []
+        for num_bytes in sizes:
+            for way in WAYS:
+                for blocks in options.blocks:
+                    check(context, way, blocks, num_bytes)
+
+                    def step(
+                        number: int, lap: Lap, way: str = way, blocks: int = blocks, size: int = num_bytes
+                    ) -> None:
+                        copy(context, way, blocks, size)
+
+                    steps = 20 if num_bytes < 1 << 22 else 4
+                    timing = measure(context, step, iterations=options.steps, capturable=True, steps=steps)[TOTAL]
+                    moved = (context.world_size - 1) * num_bytes
+                    results.append(
+                        {
+                            "way": way,
+                            "bytes_per_peer": num_bytes,
+                            "blocks": blocks,
+                            "median_us": timing.median_us,
+                            "smallest_us": min(timing.iterations_us),
+                            "largest_us": max(timing.iterations_us),
+                            "gb_per_s": moved / timing.median_us / 1e3,
+                        }
+                    )
+        record = environment.environment_record(context)
+        report = {"kind": KIND, "environment": record, "piece_bytes": PIECE, "threads": THREADS, "results": results}
+        console = environment.console_of(context)
+        console.print(table(report))
+        if options.json is not None and context.rank == 0:
+            options.json.write_text(json.dumps(report, indent=1) + "\n")
+        environment.gather(context, "end", None)
+    return 0
+
+
+def table(report: dict[str, Any]) -> Table:
+    """GB/s out of each rank, a line for each way and size, a column for each number of blocks."""
+    blocks = sorted({result["blocks"] for result in report["results"]})
+    record = report["environment"]
+    made = Table("way", "MB per peer", *(f"{n} blocks" for n in blocks))
+    made.title = f"{record['ranks']} x {record['gpus'][0]['name']}: GB/s out of each rank"
+    rates = {(r["way"], r["bytes_per_peer"], r["blocks"]): r["gb_per_s"] for r in report["results"]}
+    for way, size in dict.fromkeys((r["way"], r["bytes_per_peer"]) for r in report["results"]):
+        made.add_row(way, f"{size / 1e6:.2f}", *(f"{rates[way, size, n]:.0f}" for n in blocks))
+    return made
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.link_bench", description="Time copies.")
+    parser.add_argument("--megabytes", type=float, nargs="+", default=MEGABYTES, metavar="MB", help="per peer")
+    parser.add_argument("--blocks", type=int, nargs="+", default=BLOCKS, metavar="N", help="thread blocks")
+    parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed iterations (default: 10)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where rank 0 writes the results")
+    options = parser.parse_args(arguments)
+    return environment.run_program("link_bench", lambda: work(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

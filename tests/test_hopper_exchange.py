@@ -1,0 +1,94 @@
+"""The exchange in CUDA C++ against Triton's, at the sizes of models: every byte, also of what nobody has to write."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_runtime.formats import COMBINE_FORMATS, FORMATS
+from moe_runtime.geometry import sample_geometry
+from moe_runtime.kernels import hopper_exchange
+from tests.comparison import assert_same_bits
+from tests.exchange_data import rank_input
+from tests.test_exchange import Ranks, expert_rows, poisoned_memory
+
+__all__ = ["poisoned_memory"]
+
+WORLD, HIDDEN, EXPERTS, TOP_K = 4, 7168, 64, 8
+
+
+def test_all_slots_are_one_chunk_where_their_bitmaps_are_small() -> None:
+    geometry = sample_geometry("nvfp4")
+    assert hopper_exchange.chunk_slots(geometry) == geometry.num_slots == 1024
+    assert hopper_exchange.chunk_slots(replace(geometry, max_tokens=4096)) == hopper_exchange.CHUNK
+    assert hopper_exchange.chunk_slots(replace(geometry, max_tokens=3)) == 32, "whole words of 32 slots"
+
+
+def test_what_a_warp_or_its_shared_memory_cannot_hold_is_left_to_triton() -> None:
+    geometry = sample_geometry("nvfp4")
+    assert hopper_exchange.fits(geometry)
+    assert not hopper_exchange.fits(replace(geometry, world_size=33, rank=0))
+    assert not hopper_exchange.fits(replace(geometry, record=replace(geometry.record, top_k=33)))
+    assert not hopper_exchange.fits(replace(geometry, num_experts=65000))
+    assert not hopper_exchange.fits(
+        replace(geometry, record=replace(geometry.record, format=FORMATS["bf16"], hidden=72))
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["indexed", "packed"])
+@pytest.mark.parametrize(
+    ("fmt", "wire", "max_tokens"),
+    [
+        ("nvfp4", "bf16", 128),
+        ("nvfp4", "mxfp8", 700),
+        ("mxfp8", "fp8_block", 700),
+        ("fp8_block", "bf16", 128),
+        ("fp8_block", "fp8_block", 700),
+        ("bf16", "mxfp8", 128),
+        ("bf16", "bf16", 700),
+    ],
+)
+def test_bits_of_triton(fmt: str, wire: str, max_tokens: int, mode: str, device: torch.device, seed: int) -> None:
+    assert wire in COMBINE_FORMATS
+    settings = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "top_k": TOP_K, "max_tokens_per_rank": max_tokens}
+    both = [
+        Ranks(WORLD, device, engine, token_format=fmt, combine_format=wire, mode=mode, **settings)
+        for engine in ("triton", "auto")
+    ]
+    for step, routing in enumerate(("random", "one", "random", "none")):
+        counts = [(max_tokens, 0, max_tokens // 2 + 1, 1)[(rank + step) % WORLD] for rank in range(WORLD)]
+        inputs = [
+            rank_input(seed + step, rank, count, HIDDEN, EXPERTS, TOP_K, routing).to(device)
+            for rank, count in enumerate(counts)
+        ]
+        inputs[step].x[:1, 5] = torch.nan
+        inputs[step].x[1:2] = 0
+        shared = [data.x if step % 2 else None for data in inputs]
+        ys = []
+        for ranks in both:
+            arrived = ranks.dispatch(inputs)
+            outputs = [
+                expert_rows(a, HIDDEN, seed + rank, torch.float32 if step == 2 else torch.bfloat16)
+                for rank, a in enumerate(arrived)
+            ]
+            for dispatcher, a, output in zip(ranks.dispatchers, arrived, outputs, strict=True):
+                dispatcher.combine_send(output, a.handle)
+            y = [d.combine_wait(a.handle, shared=s) for d, a, s in zip(ranks.dispatchers, arrived, shared, strict=True)]
+            ys.append((arrived, y))
+        (arrived_a, y_a), (arrived_b, y_b) = ys
+        for rank, (a, b) in enumerate(zip(arrived_a, arrived_b, strict=True)):
+            what = f"of rank {rank} in step {step}"
+            for name in ("group_offsets", "group_scale_offsets", "row_index", "scales", "row_scale"):
+                if getattr(a, name) is not None:
+                    assert_same_bits(getattr(b, name), getattr(a, name), f"{name} {what}")
+            assert_same_bits(b.handle.positions, a.handle.positions, f"positions {what}")
+            assert_same_bits(b.handle.num_parts, a.handle.num_parts, f"num_parts {what}")
+            found = [x.rows if x.row_index is None else x.rows[x.row_index[: int(x.group_offsets[-1])]] for x in (a, b)]
+            assert_same_bits(found[1], found[0], f"rows {what}")
+            assert_same_bits(y_b[rank], y_a[rank], f"y {what}")
+    for ranks in both:
+        for context in ranks.contexts:
+            context.check_peers()
