@@ -40,7 +40,7 @@ import torch
 
 from moe_runtime.comm.signals import ABORT_WORDS, SignalLayout
 from moe_runtime.errors import ErrorCode, Phase
-from moe_runtime.formats import COMBINE_FORMATS, FORMATS, TokenFormat, align, ceil_div
+from moe_runtime.formats import COMBINE_FORMATS, FORMATS, align, ceil_div
 from moe_runtime.geometry import ExchangeGeometry, sample_geometry
 from moe_runtime.kernels.nvrtc import int64, launch
 from moe_runtime.kernels.runtime import CudaCase
@@ -69,14 +69,13 @@ def fits(geometry: ExchangeGeometry) -> bool:
         geometry.world_size <= WARP
         and geometry.top_k <= WARP
         and geometry.hidden % 16 == 0
-        and _team(geometry.hidden, geometry.token_format) <= MAX_THREADS
-        and _team(geometry.hidden, geometry.combine_format) <= MAX_THREADS
+        and _team(geometry.hidden) <= MAX_THREADS
         and STAGES * max(geometry.record.record_bytes, geometry.partial_bytes) <= MAX_SHARED_BYTES
         and _places_bytes(geometry, CHUNK) <= MAX_SHARED_BYTES
     )
 
 
-def _team(hidden: int, fmt: TokenFormat) -> int:
+def _team(hidden: int) -> int:
     """Threads that take a token together, each of them 32 numbers."""
     return align(ceil_div(hidden, 32), WARP)
 
@@ -135,7 +134,7 @@ def dispatch_defines(geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: bo
         "FMT": int(geometry.token_format.code),
         "HIDDEN": geometry.hidden,
         "IDS": "long long" if ids_64 else "int",
-        "TEAM": _team(geometry.hidden, geometry.token_format),
+        "TEAM": _team(geometry.hidden),
         "TEAMS": 1,
         "STATIC_GSF": int(static_gsf),
         "AWAIT_READY": int(await_ready),
@@ -180,7 +179,7 @@ def combine_defines(geometry: ExchangeGeometry, *, output_bf16: bool, has_shared
         "PARTS": geometry.parts,
         "PARTIAL_BYTES": geometry.partial_bytes,
         "PARTIAL_SCALES_AT": geometry.partial_scales_offset,
-        "TEAM": _team(geometry.hidden, geometry.combine_format),
+        "TEAM": _team(geometry.hidden),
         "TEAMS": 1,
         "WAITING": min(MAX_THREADS, align(ceil_div(geometry.hidden, 8), WARP)),
         "OUTPUT_BF16": int(output_bf16),

@@ -28,7 +28,7 @@ from moe_runtime.comm.bootstrap import TRANSPORTS, init_from_env
 from moe_runtime.config import RunConfig, load_config
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.kernels.runtime import INTERPRET
+from moe_runtime.kernels.runtime import INTERPRET, runs_cuda
 
 PACKAGES = (
     "torch",
@@ -142,6 +142,7 @@ def environment_record(context: ExpertParallelContext) -> dict[str, Any]:
         "ranks": context.world_size,
         "device": context.device.type,
         "engine": context.engine,
+        "hopper_kernels": runs_cuda(context.gemm_engine, context.device),
         "interpreted": INTERPRET and context.engine == "triton",
         "transport": context.transport,
         "transport_why_not": context.transport_reasons,
