@@ -57,7 +57,7 @@ from moe_runtime.prepared import MAX_EXPERTS, RESULT_FORMATS, PreparedWeights
 from moe_runtime.weights import SwiGLU
 
 MAX_GROUPS = MAX_EXPERTS
-SHARED_BYTES = 227 * 1024 - 12 * 1024
+SHARED_BYTES = 227 * 1024 - 16 * 1024
 """Of a block of threads, less what is static."""
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
@@ -167,7 +167,7 @@ def decoded_gemm(
 def decoded_gemm_swiglu(
     a: GroupedRows, w: PreparedWeights, activation: SwiGLU, out: GroupedRows, gsf: torch.Tensor | None
 ) -> None:
-    """`grouped_gemm_swiglu` into the rows and scales of `out`."""
+    """`grouped_gemm_swiglu` into the rows and all scales of `out`; `gsf` may be more than it is clamped to."""
     _launch(a, w, out.rows, activation, out.scales, gsf, out)
 
 
@@ -249,6 +249,7 @@ def _launch(
             out,
             out_scales,
             gsf,
+            None if result is None else result.row_scale,
             None if result is None else result.group_scale_offsets,
             a.max_active_groups,
             w.num_experts,
