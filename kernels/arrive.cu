@@ -3,10 +3,14 @@
 // The sibling of `kernels/arrive.py` for Hopper. Slots are worked on in chunks of CHUNK: for each expert a chunk has a
 // bitmap of the slots that go to it, so that the place of a row is a count of bits. Where all slots are one chunk, every
 // block makes the bitmaps for itself and nothing is launched before; else `arrive_count` counts the rows of each chunk
-// first. A block then copies scales (and, when packed, rows) of its share of a chunk's slots, a warp to a slot.
+// first. A block then copies scales (and, when packed, rows) of its share of a chunk's slots, a warp to a slot; the
+// swizzled scales of many rows are left to `arrive_scales`, which fills the swizzle in its own order.
+//
+// Whatever comes from this rank itself comes by its flag, as from any other, so the first of these kernels does not wait
+// for `dispatch_send` to end: it does so at its own end, for those that wait for it.
 //
 // Macros: those of signalling.cuh, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a multiple of 32),
-// WARPS (of a block), PACKED, QUANT_BYTES, SCALE_COLUMNS, RECORD_BYTES and the *_AT of RecordLayout, words of
+// WARPS (of a block), TILED (whether `arrive_scales` is launched), PACKED, QUANT_BYTES, SCALE_COLUMNS, RECORD_BYTES and the *_AT of RecordLayout, words of
 // SignalLayout, STALE_HANDLE and CAPACITY (ErrorCode), DISPATCH_WAIT (Phase).
 
 #include "signalling.cuh"
@@ -18,6 +22,7 @@ constexpr int ID_WORDS = (2 * K + 15) / 16;  // of 16 bytes; fields of a record 
 constexpr int NONE = 0xFFFF;
 constexpr int SCALE_WORDS = FMT == FP8_BLOCK ? SCALE_COLUMNS : (SCALE_COLUMNS + 3) / 4;
 constexpr int LANE_SCALES = (SCALE_WORDS + 31) / 32;
+constexpr bool TILED_SCALES = SCALE_WORDS > 0 && FMT != FP8_BLOCK && TILED;
 
 template <int BYTES>
 struct Wide {
@@ -34,11 +39,11 @@ struct Landing {
   const int* counts;  // tokens of each source
   int max_tokens, first_expert, num_local, epoch;
 
-  __device__ Landing(const Exchange& x, const u64* landing, const u64* stamp_regions, long long landing_half,
-                     long long stamps_half, int max_tokens, int first_expert, int num_local, int epoch)
-      : records(reinterpret_cast<const u8*>(landing[x.rank]) + (epoch & 1) * landing_half),
-        stamps(reinterpret_cast<const int*>(stamp_regions[x.rank] + (epoch & 1) * stamps_half)),
-        counts(x.words(x.rank) + TOKEN_COUNT + (epoch & 1) * WORLD),
+  __device__ Landing(const u64 landing, const u64 stamps, const int* own, long long landing_half, long long stamps_half,
+                     int max_tokens, int first_expert, int num_local, int epoch)
+      : records(reinterpret_cast<const u8*>(landing) + (epoch & 1) * landing_half),
+        stamps(reinterpret_cast<const int*>(stamps + (epoch & 1) * stamps_half)),
+        counts(own + TOKEN_COUNT + (epoch & 1) * WORLD),
         max_tokens(max_tokens), first_expert(first_expert), num_local(num_local), epoch(epoch) {}
 
   __device__ const u8* record(int slot) const { return records + static_cast<long long>(slot) * RECORD_BYTES; }
@@ -64,14 +69,15 @@ struct Landing {
 };
 
 // Waits for the tokens of sources `first` to `last`, and tells whether this rank has not failed. For a whole block.
-__device__ __forceinline__ bool await_tokens(const Exchange& x, const int* epoch_ptr, int epoch, int first, int last) {
+__device__ __forceinline__ bool await_tokens(const Exchange& x, const int* own, const int* epoch_ptr, int epoch, int first,
+                                             int last) {
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x;
-    if (lane == 0 && ahead(*epoch_ptr, epoch) >= 2)
+    if (lane == 0 && ahead(load_relaxed(epoch_ptr), epoch) >= 2)
       record_failure(x, STALE_HANDLE, x.rank, DISPATCH_WAIT, epoch, 0, 0);
     __syncwarp();
-    const int* flag = x.words(x.rank) + DISPATCH_FLAG + (epoch & 1) * WORLD + min(lane, WORLD - 1);
-    await(x, lane >= first && lane <= last, flag, epoch, flag, epoch, DISPATCH_WAIT, epoch);
+    const int* flag = own + DISPATCH_FLAG + (epoch & 1) * WORLD + min(lane, WORLD - 1);
+    await(x, own, lane >= first && lane <= last, flag, epoch, flag, epoch, DISPATCH_WAIT, epoch);
   }
   // One thread looks, so that a block is of one mind.
   return __syncthreads_or(threadIdx.x == 0 && !x.failed()) != 0;
@@ -81,18 +87,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     arrive_count(int* chunk_counts, const u64* landing, const u64* stamps, const u64* signals, const int* epoch_ptr,
                  const int* handle_epoch, int* error, int* latch, int rank, int max_tokens, int num_slots,
                  int first_expert, int num_local, long long landing_half, long long stamps_half, long long timeout_ns) {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
   __shared__ int counts[EXPERTS];
   const Exchange x{signals, error, latch, rank, timeout_ns};
-  const int epoch = *handle_epoch, first_slot = blockIdx.x * CHUNK;
+  const int* own = x.words(rank);
+  const u64 landed = landing[rank], stamped = stamps[rank];
+  asm volatile("griddepcontrol.launch_dependents;");
+  const int epoch = load_relaxed(handle_epoch), first_slot = blockIdx.x * CHUNK;
   for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
   const int last_source = min(first_slot + CHUNK, num_slots) - 1;
-  const bool good = await_tokens(x, epoch_ptr, epoch, first_slot / max_tokens, last_source / max_tokens);
-  const Landing arrived(x, landing, stamps, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
+  const bool good = await_tokens(x, own, epoch_ptr, epoch, first_slot / max_tokens, last_source / max_tokens);
+  const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
   for (int s = threadIdx.x; good && s < CHUNK; s += THREADS)
     arrived.each_expert(first_slot + s, [&](int k, int expert) { atomicAdd(&counts[expert], 1); });
   __syncthreads();
+  asm volatile("griddepcontrol.wait;" ::: "memory");
   for (int e = threadIdx.x; e < EXPERTS; e += THREADS) chunk_counts[blockIdx.x * EXPERTS + e] = counts[e];
 }
 
@@ -113,18 +121,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                  const int* epoch_ptr, const int* handle_epoch, int* error, int* latch, int rank, int max_tokens,
                  int num_slots, int chunks, int split, int first_expert, int num_local, int capacity, int first_row,
                  long long landing_half, long long stamps_half, long long timeout_ns) {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
   extern __shared__ __align__(16) u8 shared[];
   Places& places = *reinterpret_cast<Places*>(shared);
   const Exchange x{signals, error, latch, rank, timeout_ns};
-  const int epoch = *handle_epoch, warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  const int* own = x.words(rank);
+  const u64 landed = landing[rank], stamped = stamps[rank];
+  if (chunks > 1) asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+  const int epoch = load_relaxed(handle_epoch), warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   const int chunk = blockIdx.x / split, part = blockIdx.x % split, first_slot = chunk * CHUNK;
   for (int i = threadIdx.x; i < EXPERTS * CHUNK_WORDS; i += THREADS) places.bits[0][i] = 0;
   for (int i = threadIdx.x; i < CHUNK * K; i += THREADS) places.local[0][i] = NONE;
   // Counted chunks have been waited for.
-  bool good = await_tokens(x, epoch_ptr, epoch, 0, chunks == 1 ? WORLD - 1 : -1);
-  const Landing arrived(x, landing, stamps, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
+  bool good = await_tokens(x, own, epoch_ptr, epoch, 0, chunks == 1 ? WORLD - 1 : -1);
+  const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
   for (int s = threadIdx.x; good && s < CHUNK; s += THREADS)
     arrived.each_expert(first_slot + s, [&](int k, int expert) {
       places.local[s][k] = static_cast<u16>(expert);
@@ -194,7 +204,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
   // Another block may have seen no failure yet: whatever it claims, rows must be ones that exist.
   if (!good)
-    for (int r = blockIdx.x * THREADS + threadIdx.x; r < capacity; r += gridDim.x * THREADS) row_index[r] = 0;
+    for (int r = threadIdx.x; r < capacity; r += THREADS) row_index[r] = 0;
 
   const int landing_row = first_row * (epoch & 1);
   for (int s = part * WARPS + warp; s < CHUNK; s += split * WARPS) {
@@ -217,7 +227,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     const u32 present = __ballot_sync(ALL, position >= 0);
     if (present == 0) continue;
     const u8* record = arrived.record(slot);
-    if constexpr (SCALE_WORDS > 0) {
+    if constexpr (SCALE_WORDS > 0 && !TILED_SCALES) {
       u32 words[LANE_SCALES > 0 ? LANE_SCALES : 1];
 #pragma unroll
       for (int i = 0; i < LANE_SCALES; ++i) {
@@ -257,6 +267,67 @@ extern "C" __global__ void __launch_bounds__(THREADS)
             if (start + i * 32 + lane < PIECES) to[start + i * 32 + lane] = pieces[i];
         }
       }
+    }
+  }
+  // A kernel that waits for this one waits for what came before, too.
+  if (chunks == 1) asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// Swizzled scales of the arrived rows, in the order of the swizzle: a warp takes 128 rows (lane l those of l, l + 32, l + 64
+// and l + 96, which lie side by side) and COLUMN_WORDS words of 4 columns.
+constexpr int COLUMN_WORDS = 16;
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    arrive_scales(const int* group_offsets, const int* row_index, u8* scales, const u64* landing, int rank, int num_local) {
+  __shared__ int offsets[EXPERTS + 1], blocks[EXPERTS + 1];
+  const u8* landed = reinterpret_cast<const u8*>(landing[rank]);
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+  for (int e = threadIdx.x; e <= num_local; e += THREADS) offsets[e] = group_offsets[e];
+  __syncthreads();
+  if (threadIdx.x == 0) {
+    int block = 0;
+    for (int e = 0; e < num_local; ++e) blocks[e] = block, block += (offsets[e + 1] - offsets[e] + 127) / 128;
+    blocks[num_local] = block;
+  }
+  __syncthreads();
+  constexpr int PARTS = SCALE_WORDS == 0 ? 1 : (SCALE_WORDS + COLUMN_WORDS - 1) / COLUMN_WORDS;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, tasks = blocks[num_local] * PARTS;
+  for (int task = blockIdx.x * WARPS + warp; task < tasks; task += gridDim.x * WARPS) {
+    const int block = task / PARTS, first_word = task % PARTS * COLUMN_WORDS;
+    int group = 0;
+    for (int high = num_local; high - group > 1;) {
+      const int middle = (group + high) / 2;
+      if (blocks[middle] <= block) group = middle;
+      else high = middle;
+    }
+    const int first = offsets[group] + (block - blocks[group]) * 128, end = offsets[group + 1];
+    const u32* from[4];
+    int rows = 0;
+#pragma unroll
+    for (int q = 0; q < 4; ++q) {
+      const int position = first + q * 32 + lane;
+      from[q] = nullptr;
+      if (position < end) {
+        from[q] = reinterpret_cast<const u32*>(landed + static_cast<long long>(row_index[position]) * RECORD_BYTES + SCALES_AT);
+        ++rows;
+      }
+    }
+    u8* to = scales + static_cast<long long>(block) * SCALE_WORDS * 512 + lane * 16;
+#pragma unroll 4
+    for (int word = first_word; word < min(first_word + COLUMN_WORDS, SCALE_WORDS); ++word) {
+      u32 words[4];
+#pragma unroll
+      for (int q = 0; q < 4; ++q) {
+        words[q] = from[q] != nullptr ? from[q][word] : 0;
+        if (SCALE_COLUMNS % 4 != 0 && word == SCALE_WORDS - 1) words[q] &= (1u << 8 * (SCALE_COLUMNS % 4)) - 1;
+      }
+      u8* at = to + word * 512;
+      if (rows == 4) *reinterpret_cast<uint4*>(at) = make_uint4(words[0], words[1], words[2], words[3]);
+      else
+#pragma unroll
+        for (int q = 0; q < 4; ++q)
+          if (from[q] != nullptr) reinterpret_cast<u32*>(at)[q] = words[q];
     }
   }
 }

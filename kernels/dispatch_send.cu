@@ -16,23 +16,33 @@ constexpr int LOADS = UNIT / 8;  // of 16 bytes
 constexpr int SENT_BYTES = (WEIGHTS_AT + 4 * K + 15) / 16 * 16;
 constexpr int STAGES = 2;
 
-// Bit p of the answer: the token goes to rank p. Fills in what the record says of the routing. For a whole warp.
-__device__ __forceinline__ u32 route(const Exchange& x, const IDS* topk_idx, const float* topk_weights,
-                                     const int* starts, int num_experts, int token, int epoch, int& expert,
-                                     float& weight) {
+// What a lane knows of entry `lane` of a token's routing, loaded.
+struct Entry {
+  long long id;
+  float weight;
+
+  __device__ __forceinline__ Entry(const IDS* topk_idx, const float* topk_weights, int token) {
+    const int lane = threadIdx.x & 31;
+    id = lane < K ? topk_idx[static_cast<long long>(token) * K + lane] : -1;
+    weight = lane < K ? topk_weights[static_cast<long long>(token) * K + lane] : 0.0f;
+  }
+};
+
+// Bit p of the answer: the token goes to rank p; `expert` is -1 where the id is none that counts. For a whole warp.
+__device__ __forceinline__ u32 route(const Exchange& x, const Entry& entry, int end_of_lane, int num_experts, int token,
+                                     int epoch, int& expert) {
   const int lane = threadIdx.x & 31;
-  const long long raw = lane < K ? topk_idx[static_cast<long long>(token) * K + lane] : -1;
-  weight = lane < K ? topk_weights[static_cast<long long>(token) * K + lane] : 0.0f;
-  const bool in_range = raw >= 0 && raw < num_experts;
-  expert = in_range ? static_cast<int>(raw) : -1 - lane;
+  const bool in_range = entry.id >= 0 && entry.id < num_experts;
+  expert = in_range ? static_cast<int>(entry.id) : -1 - lane;
   const u32 same = __match_any_sync(ALL, expert);
   const bool repeated = in_range && (same & ((1u << lane) - 1));
-  const u32 bad = __ballot_sync(ALL, repeated || raw < -1 || raw >= num_experts);
+  const u32 bad = __ballot_sync(ALL, repeated || entry.id < -1 || entry.id >= num_experts);
   if (bad && lane == __ffs(bad) - 1)
-    record_failure(x, ROUTING, x.rank, DISPATCH_SEND, epoch, static_cast<int>(raw), token);
+    record_failure(x, ROUTING, x.rank, DISPATCH_SEND, epoch, static_cast<int>(entry.id), token);
   __syncwarp();
   if (!in_range || repeated) expert = -1;
-  return __reduce_or_sync(ALL, expert >= 0 ? 1u << owner_of(expert, starts) : 0u);
+  const int owner = owner_of(expert, end_of_lane);
+  return __reduce_or_sync(ALL, expert >= 0 ? 1u << owner : 0u);
 }
 
 extern "C" __global__ void __launch_bounds__(TEAM* TEAMS)
@@ -41,33 +51,63 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS)
                   const u64* signals, int* epoch_ptr, int* handle_epoch, int* num_parts, int* error, int* latch,
                   int* counter, int rank, int num_experts, int max_tokens, long long landing_half,
                   long long stamps_half, long long timeout_ns) {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
   extern __shared__ __align__(128) u8 records[];  // [TEAMS][STAGES][RECORD_BYTES]
   __shared__ u32 maxima[TEAMS][TEAM / 32];
   const int team = threadIdx.x / TEAM, thread = threadIdx.x % TEAM, warp = thread / 32, lane = threadIdx.x & 31;
+  const int peer = min(lane, WORLD - 1);
   const Exchange x{signals, error, latch, rank, timeout_ns};
-  const int epoch = *epoch_ptr + 1, half = epoch & 1;
+  // Tables that never change are read while the kernel before still runs.
   const int* own = x.words(rank);
-  if (blockIdx.x == 0 && threadIdx.x >= TEAM * TEAMS - 32 && lane < WORLD)
-    store_release(x.words(lane) + READY + rank, epoch);
+  int* const words_of_lane = x.words(peer);
+  const u64 landing_of_lane = landing[peer], stamps_of_lane = stamps[peer];
+  const int end_of_lane = starts[peer + 1];
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  // All loads of this warp are under way before the first is waited for.
+  const int last_epoch = load_relaxed(epoch_ptr);
+  const Glance glance(x, own);
+  const int entered = load_relaxed(own + READY + peer);
+  const int combined[2] = {load_relaxed(own + COMBINE_FLAG + peer), load_relaxed(own + COMBINE_FLAG + WORLD + peer)};
+  if (threadIdx.x >= TEAM * TEAMS - 32) {
+    if (blockIdx.x == 0) {
+      // `arrive` may start before this kernel has ended, but has to know what it waits for.
+      if (lane == 0) {
+        store_relaxed(handle_epoch, last_epoch + 1);
+        __threadfence();
+      }
+      if (lane < WORLD) store_release(words_of_lane + READY + rank, last_epoch + 1);
+      __syncwarp();
+    }
+    asm volatile("griddepcontrol.launch_dependents;");
+  }
 
+  const int epoch = last_epoch + 1, half = epoch & 1;
   // A half may be written once its reader is done with it: it has entered this epoch, or has combined the epoch that
-  // used this half before.
-  u32 ready = AWAIT_READY ? 0 : ALL;
-  auto await_ready = [&](u32 peers) {
+  // used this half before. Bit p: rank p is.
+  u32 ready = 0;
+  const u32 everyone = WORLD == 32 ? ALL : (1u << WORLD) - 1;
+  // Whether this rank has failed, after waiting for `peers`. For warp 0 of a team.
+  auto failed_or_ready = [&](u32 peers, bool first) {
+    bool failed = x.failed();
+    if (first) {
+      if (glance.trouble()) adopt_aborts(x), failed = true;
+      ready = __ballot_sync(ALL, !AWAIT_READY || ahead(entered, epoch) >= 0 || ahead(combined[half], epoch - 2) >= 0);
+      // Count and flag are written on every peer.
+      if (blockIdx.x == 0 && team == 0) peers = everyone;
+    }
     const u32 wanted = peers & ~ready;
-    if (wanted == 0) return;
-    const int peer = min(lane, WORLD - 1);
-    await(x, wanted >> lane & 1, own + READY + peer, epoch, own + COMBINE_FLAG + half * WORLD + peer, epoch - 2,
-          DISPATCH_SEND, epoch);
-    ready |= wanted;
+    if (wanted != 0) {
+      await(x, own, wanted >> lane & 1, own + READY + peer, epoch, own + COMBINE_FLAG + half * WORLD + peer, epoch - 2,
+            DISPATCH_SEND, epoch);
+      ready |= wanted;
+      failed = x.failed();
+    }
+    return __any_sync(ALL, failed) != 0;
   };
-  // Count and flag are written on every peer.
-  if (blockIdx.x == 0 && team == 0 && warp == 0) await_ready(WORLD == 32 ? ALL : (1u << WORLD) - 1);
+  if (num_tokens == 0 && warp == 0) failed_or_ready(everyone, true);
 
   int stage = 0;
-  for (int token = blockIdx.x * TEAMS + team; token < num_tokens; token += gridDim.x * TEAMS, stage ^= 1) {
+  const int first_token = blockIdx.x * TEAMS + team;
+  for (int token = first_token; token < num_tokens; token += gridDim.x * TEAMS, stage ^= 1) {
     u8* record = records + (team * STAGES + stage) * RECORD_BYTES;
     const uint4* row = reinterpret_cast<const uint4*>(x_TH + token * x_stride);
     uint4 raw[PER_THREAD][LOADS];
@@ -79,17 +119,16 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS)
     }
     u32 targets = 0;
     if (warp == 0) {
+      const Entry entry(topk_idx, topk_weights, token);
       int expert;
-      float weight;
-      targets = route(x, topk_idx, topk_weights, starts, num_experts, token, epoch, expert, weight);
+      targets = route(x, entry, end_of_lane, num_experts, token, epoch, expert);
       if (lane == 0) num_parts[token] = __popc(targets);
-      await_ready(targets);
-      if (__any_sync(ALL, x.failed())) targets = 0;
+      if (failed_or_ready(targets, token == first_token)) targets = 0;
       bulk_await_read<STAGES - 1>();
       __syncwarp();
       if (lane < K) {
         reinterpret_cast<u16*>(record + IDS_AT)[lane] = static_cast<u16>(expert);
-        reinterpret_cast<float*>(record + WEIGHTS_AT)[lane] = weight;
+        reinterpret_cast<float*>(record + WEIGHTS_AT)[lane] = entry.weight;
       }
       if (lane == 0) *reinterpret_cast<int*>(record + SOURCE_AT) = token;
     }
@@ -135,12 +174,9 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS)
     team_barrier(team, TEAM);
     if (warp == 0) {
       const long long slot = static_cast<long long>(rank) * max_tokens + token;
-      u64 to = 0;
-      if (lane < WORLD) {
-        to = landing[lane] + half * landing_half + slot * RECORD_BYTES;
-        if (targets >> lane & 1)
-          store_relaxed(reinterpret_cast<int*>(stamps[lane] + half * stamps_half) + slot, epoch);
-      }
+      const u64 to = landing_of_lane + half * landing_half + slot * RECORD_BYTES;
+      if (lane < WORLD && (targets >> lane & 1))
+        store_relaxed(reinterpret_cast<int*>(stamps_of_lane + half * stamps_half) + slot, epoch);
       // One lane starts all copies, which wants its operands in uniform registers.
       for (u32 left = targets; left; left &= left - 1) {
         const u64 at = __shfl_sync(ALL, to, __ffs(left) - 1);
@@ -152,18 +188,19 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS)
 
   if (warp == 0) {
     bulk_await();
-    __threadfence_system();
+    fence_system();
   }
-  __syncthreads();
+  if (TEAMS > 1) __syncthreads();
   if (threadIdx.x < 32) {
+    __syncwarp();
     bool last = false;
     if (lane == 0) last = last_to_arrive(counter);
     last = __any_sync(ALL, last);
     __syncwarp();
     if (last) {
-      if (lane == 0) *epoch_ptr = *handle_epoch = epoch;
+      if (lane == 0) *epoch_ptr = epoch;
       if (lane < WORLD) {
-        int* words = x.words(lane) + half * WORLD + rank;
+        int* words = words_of_lane + half * WORLD + rank;
         store_relaxed(words + TOKEN_COUNT, num_tokens);
         store_release(words + DISPATCH_FLAG, epoch);
       }

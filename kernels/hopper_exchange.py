@@ -69,6 +69,11 @@ def chunk_slots(geometry: ExchangeGeometry) -> int:
     return everything if _places_bytes(geometry, everything) <= SMALL_CHUNK_BYTES else CHUNK
 
 
+def tiled_scales(geometry: ExchangeGeometry) -> bool:
+    """Whether swizzled scales are filled in by a kernel of their own, in the order of the swizzle: for many rows."""
+    return geometry.token_format.swizzled and chunk_slots(geometry) < geometry.num_slots
+
+
 @cache
 def _num_sms(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
@@ -129,6 +134,7 @@ def arrive_defines(geometry: ExchangeGeometry) -> Defines:
         "EXPERTS": max(geometry.num_local_experts, 1),
         "CHUNK": chunk_slots(geometry),
         "WARPS": ARRIVE_WARPS,
+        "TILED": int(tiled_scales(geometry)),
         "PACKED": int(geometry.packed),
         "QUANT_BYTES": geometry.token_format.quant_bytes(geometry.hidden),
         "SCALE_COLUMNS": geometry.token_format.scale_columns(geometry.hidden),
@@ -152,6 +158,7 @@ def combine_defines(geometry: ExchangeGeometry, *, output_bf16: bool, has_shared
         "PARTIAL_SCALES_AT": geometry.partial_scales_offset,
         "TEAM": _team(geometry.hidden, geometry.combine_format),
         "TEAMS": 1,
+        "WAITING": min(MAX_THREADS, align(ceil_div(geometry.hidden, 8), WARP)),
         "OUTPUT_BF16": int(output_bf16),
         "HAS_SHARED": int(has_shared),
         "COMBINE_FLAG": SignalLayout(geometry.world_size).combine_flag,
@@ -314,6 +321,24 @@ def arrive(
         device=context.device,
         early=True,
     )
+    if tiled_scales(geometry):
+        launch(
+            "arrive.cu",
+            "arrive_scales",
+            defines,
+            grid=(2 * sms, 1, 1),
+            block=ARRIVE_WARPS * WARP,
+            arguments=[
+                group_offsets,
+                row_index_R,
+                scales,
+                context.landing_pointers,
+                geometry.rank,
+                geometry.num_local_experts,
+            ],
+            device=context.device,
+            early=True,
+        )
 
 
 def combine_send(
@@ -376,8 +401,8 @@ def combine_wait(
         "combine_wait",
         defines,
         # A rank without tokens waits too, so that it learns of a peer's failure in the same step.
-        grid=(max(1, min(num_tokens, BLOCKS_PER_SM * _num_sms(context.device))), 1, 1),
-        block=int(defines["TEAM"]),
+        grid=(max(1, min(num_tokens, _num_sms(context.device))), 1, 1),
+        block=int(defines["WAITING"]),
         arguments=[
             y_TH,
             shared_TH,
@@ -403,7 +428,7 @@ def _aot_cases(fmt: str) -> Iterator[CudaCase]:
     """Both modes of a format, and its partial results."""
     for packed in (False, True):
         geometry = sample_geometry(fmt, packed=packed)
-        for kernel in ("arrive_count", "arrive_place"):
+        for kernel in ("arrive_count", "arrive_place", "arrive_scales"):
             yield CudaCase(kernel, fmt, "arrive.cu", kernel, arrive_defines(geometry))
     for static in (False, True) if FORMATS[fmt].has_row_scale else (False,):
         defines = dispatch_defines(sample_geometry(fmt), ids_64=True, static_gsf=static, await_ready=True)

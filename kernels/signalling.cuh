@@ -82,21 +82,38 @@ __device__ __forceinline__ void adopt_aborts(const Exchange& x) {
   __syncwarp();
 }
 
+// What a lane has seen of its peer and of failures, with all loads under way at once.
+struct Glance {
+  int aborted, latched;
+
+  __device__ __forceinline__ Glance(const Exchange& x, const int* own) {
+    const int lane = threadIdx.x & 31;
+    aborted = lane < WORLD ? load_relaxed(own + ABORT + lane * ABORT_WORDS) : 0;
+    latched = load_relaxed(x.latch);
+  }
+
+  // For a whole warp.
+  __device__ __forceinline__ bool trouble() const { return __any_sync(ALL, aborted != 0 || latched != 0); }
+};
+
 // Waits, in each lane with `wants`, until flag `a` has reached `of_a` or flag `b` has reached `of_b`. A peer that is
 // late is recorded, the lowest first; an abort is adopted; after a failure there is no waiting. For a whole warp; the
 // latch tells of failures.
-__device__ __forceinline__ void await(const Exchange& x, bool wants, const int* a, int of_a, const int* b, int of_b,
-                                      int phase, int epoch) {
+__device__ __forceinline__ void await(const Exchange& x, const int* own, bool wants, const int* a, int of_a, const int* b,
+                                      int of_b, int phase, int epoch) {
   const int lane = threadIdx.x & 31;
-  const int* abort = x.words(x.rank) + ABORT + lane * ABORT_WORDS;
+  const Glance before(x, own);
   auto behind = [&] { return ahead(load_acquire(a), of_a) < 0 && (a == b || ahead(load_acquire(b), of_b) < 0); };
   bool waiting = wants && behind();
-  if (__any_sync(ALL, waiting) && !__any_sync(ALL, x.failed())) {
+  bool trouble = before.trouble();
+  if (!trouble && __any_sync(ALL, waiting)) {
     const long long start = clock_ns();
-    while (__any_sync(ALL, waiting)) {
+    for (int spin = 1; __any_sync(ALL, waiting); ++spin) {
       if (waiting) waiting = behind();
-      const bool given_up = (lane < WORLD && load_relaxed(abort) != 0) || x.failed();
-      if (__any_sync(ALL, given_up)) break;
+      // Flags are looked at often, all else now and then.
+      if (spin % 16 != 0) continue;
+      trouble = Glance(x, own).trouble();
+      if (trouble) break;
       const u32 late = __ballot_sync(ALL, waiting && clock_ns() - start > x.timeout_ns);
       if (late) {
         const long long milliseconds = min(x.timeout_ns / 1000000, 2147483647ll);
@@ -107,22 +124,26 @@ __device__ __forceinline__ void await(const Exchange& x, bool wants, const int* 
     }
   }
   __syncwarp();
-  adopt_aborts(x);
+  if (trouble) adopt_aborts(x);
 }
+
+// Before other threads, or ranks, are told: what this thread has stored, and has seen, comes first.
+__device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
 // True in the block that comes last, which sees all that the others stored before; resets the counter. One thread.
 __device__ __forceinline__ bool last_to_arrive(int* counter) {
-  __threadfence();
-  const bool last = atomicAdd(counter, 1) == static_cast<int>(gridDim.x) - 1;
+  int before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  const bool last = before == static_cast<int>(gridDim.x) - 1;
   if (last) *counter = 0;
-  __threadfence();
   return last;
 }
 
-// Rank that owns an expert, `starts` being the first expert of each rank and their number.
-__device__ __forceinline__ int owner_of(int expert, const int* starts) {
+// Rank that owns an expert; lane p has the first expert after rank p's. For a whole warp.
+__device__ __forceinline__ int owner_of(int expert, int end_of_lane) {
   int owner = 0;
-  for (int rank = 0; rank < WORLD; ++rank) owner += expert >= starts[rank + 1];
+#pragma unroll
+  for (int rank = 0; rank < WORLD; ++rank) owner += expert >= __shfl_sync(ALL, end_of_lane, rank);
   return owner;
 }
 

@@ -23,6 +23,8 @@ from moe_runtime.token_format import RecordLayout
 MAX_GSF = 2.0**100
 STAGES = ("dispatch_wait", "combine_send", "combine_wait")
 """What is done with a handle, in this order."""
+ARRIVALS = ("group_offsets", "group_scale_offsets", "row_index_R", "rows_RQ", "scales", "row_scale_R")
+"""What arrival writes, as `arrive` calls it; None where a format or mode has no such thing."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ class DispatchHandle:
     num_tokens: int
     timeout_ns: int
     _stages: set[str] = field(default_factory=set, repr=False, compare=False)
+    _results: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     def enter(self, stage: str) -> None:
         """Note that a stage of the exchange is done with this handle; each may be done once, after the one before."""
@@ -224,6 +227,9 @@ class TokenDispatcher:
             num_tokens,
             self.context.timeout_ns if self._stepped else self.context.startup_timeout_ns,
         )
+        # A kernel that waits for peers may begin while the kernel before it runs, which may use memory that was freed
+        # since: what it writes is allocated before this rank sends.
+        handle._results.update(self._room_for_arrivals())
         self._exchange.dispatch_send(
             self.context,
             self.geometry,
@@ -251,34 +257,11 @@ class TokenDispatcher:
         """Second half of `dispatch`: wait for the peers' tokens and group them."""
         with collective_step(self.context):
             self._check_handle(handle, "dispatch_wait")
-        geometry, device = self.geometry, self.context.device
-        fmt, capacity, experts = geometry.token_format, geometry.row_capacity, geometry.num_local_experts
-        row_index = torch.empty(capacity, dtype=torch.int32, device=device)
-        group_offsets = torch.empty(experts + 1, dtype=torch.int32, device=device)
-        group_scale_offsets = torch.empty(experts, dtype=torch.int32, device=device)
-        rows = None
-        if geometry.packed:
-            rows = torch.empty((capacity, fmt.quant_bytes(geometry.hidden)), dtype=torch.uint8, device=device)
-        row_scale = torch.empty(capacity, dtype=torch.float32, device=device) if fmt.has_row_scale else None
-        scales = None
-        if fmt.swizzled:
-            columns4 = -(-fmt.scale_columns(geometry.hidden) // 4)
-            scales = torch.empty((geometry.scale_blocks, columns4, 32, 4, 4), dtype=torch.uint8, device=device)
-        elif fmt.scale_dtype is not None:
-            shape = (capacity, fmt.scale_columns(geometry.hidden))
-            scales = torch.empty(shape, dtype=fmt.scale_dtype, device=device)
+        geometry, fmt = self.geometry, self.geometry.token_format
+        room: dict[str, Any] = {name: handle._results.pop(name, None) for name in ARRIVALS}
+        rows, scales = room["rows_RQ"], room["scales"]
         self._exchange.arrive(
-            self.context,
-            geometry,
-            handle.epoch,
-            handle.timeout_ns,
-            positions_SK=handle.positions,
-            group_offsets=group_offsets,
-            group_scale_offsets=group_scale_offsets,
-            row_index_R=row_index,
-            rows_RQ=rows,
-            scales=scales,
-            row_scale_R=row_scale,
+            self.context, geometry, handle.epoch, handle.timeout_ns, positions_SK=handle.positions, **room
         )
         self._stepped = True
         self._end()
@@ -286,14 +269,14 @@ class TokenDispatcher:
             format=fmt,
             rows=rows.view(fmt.quant_dtype) if rows is not None else self._landing_rows(),
             scales=scales.view(fmt.scale_dtype) if scales is not None and fmt.scale_dtype is not None else None,
-            row_scale=row_scale,
-            row_index=None if geometry.packed else row_index,
-            group_offsets=group_offsets,
-            group_scale_offsets=group_scale_offsets if fmt.swizzled else None,
+            row_scale=room["row_scale_R"],
+            row_index=None if geometry.packed else room["row_index_R"],
+            group_offsets=room["group_offsets"],
+            group_scale_offsets=room["group_scale_offsets"] if fmt.swizzled else None,
             expert_ids=self._expert_ids,
-            capacity=capacity,
+            capacity=geometry.row_capacity,
             num_columns=geometry.hidden,
-            num_active_experts=experts,
+            num_active_experts=geometry.num_local_experts,
             handle=handle,
         )
 
@@ -305,6 +288,8 @@ class TokenDispatcher:
             if isinstance(expert_output, CombineSink) and expert_output.handle is not handle:
                 raise ValueError("expert_output: expected a CombineSink of the same handle, got that of another")
             self._check_output(output)
+        shape = (handle.num_tokens, self.geometry.hidden)
+        handle._results["y"] = torch.empty(shape, dtype=torch.bfloat16, device=self.context.device)
         self._exchange.combine_send(self.context, self.geometry, self._starts, output, handle.positions, handle.epoch)
         if self.context.carrier is not None:
             geometry = self.geometry
@@ -319,16 +304,38 @@ class TokenDispatcher:
 
     def combine_wait(self, handle: DispatchHandle, *, shared: torch.Tensor | None = None) -> torch.Tensor:
         """Second half of `combine`: wait for the partial results and sum them; bf16 `[T, H]`, NaN after a failure."""
-        shape = (handle.num_tokens, self.geometry.hidden)
         with collective_step(self.context):
             self._check_handle(handle, "combine_wait")
             self.check_shared(shared, handle.num_tokens)
-        y = torch.empty(shape, dtype=torch.bfloat16, device=self.context.device)
+        y = handle._results.pop("y")
         self._exchange.combine_wait(
             self.context, self.geometry, handle.epoch, handle.num_parts, shared, y, handle.timeout_ns
         )
         self._end()
         return y
+
+    def _room_for_arrivals(self) -> dict[str, torch.Tensor]:
+        """Uninitialised memory for what `arrive` writes, by the names of its arguments."""
+        geometry, device = self.geometry, self.context.device
+        fmt, capacity, experts = geometry.token_format, geometry.row_capacity, geometry.num_local_experts
+        room = {
+            "row_index_R": torch.empty(capacity, dtype=torch.int32, device=device),
+            "group_offsets": torch.empty(experts + 1, dtype=torch.int32, device=device),
+            "group_scale_offsets": torch.empty(experts, dtype=torch.int32, device=device),
+        }
+        if geometry.packed:
+            shape = (capacity, fmt.quant_bytes(geometry.hidden))
+            room["rows_RQ"] = torch.empty(shape, dtype=torch.uint8, device=device)
+        if fmt.has_row_scale:
+            room["row_scale_R"] = torch.empty(capacity, dtype=torch.float32, device=device)
+        if fmt.swizzled:
+            columns4 = -(-fmt.scale_columns(geometry.hidden) // 4)
+            blocks = (geometry.scale_blocks, columns4, 32, 4, 4)
+            room["scales"] = torch.empty(blocks, dtype=torch.uint8, device=device)
+        elif fmt.scale_dtype is not None:
+            linear = (capacity, fmt.scale_columns(geometry.hidden))
+            room["scales"] = torch.empty(linear, dtype=fmt.scale_dtype, device=device)
+        return room
 
     @property
     def _landing_half(self) -> int:
