@@ -33,13 +33,9 @@ def test_cases_take_both_regimes_of_each_kernel() -> None:
         seen[case.format].add(choose(rows.capacity, rows.num_groups))
         gathers.add((case.format, rows.row_index is not None))
     for name, fmt in FORMATS.items():
-        both = (decoded_gemm.DECODE, decoded_gemm.PREFILL) if fmt in DECODED_FORMATS else tma_gemm_regimes()
-        assert seen[name] == set(both)
+        kernel: Any = decoded_gemm if fmt in DECODED_FORMATS else tma_gemm
+        assert seen[name] == {kernel.DECODE, kernel.PREFILL}
         assert {(name, True), (name, False)} <= gathers
-
-
-def tma_gemm_regimes() -> tuple[Any, Any]:
-    return tma_gemm.DECODE, tma_gemm.PREFILL
 
 
 @pytest.mark.parametrize("tool", sanitize.TOOLS)
