@@ -1,9 +1,33 @@
 """The exchange on Hopper, in CUDA C++: siblings of Triton's `dispatch_send`, `arrive`, `combine_send`, `combine_wait`.
 
 Same arguments, same memory and same bits as `dispatch.py`, `arrive.py` and `combine.py`, so that ranks may differ in
-which they run. What is gained: a record or partial result is sent whole by the copy engine (full packets, few
-threads), all peers are signalled and waited for side by side, arrival is one launch (two where slots are many), and
-each kernel is launched while the one before drains.
+which they run.
+
+**The number.** Bytes over the links: `record_bytes` for each (token, rank that holds one of its experts), and
+`partial_bytes` for each of those on the way home. `launch.link_bench` on 4 H200s (launch/results/links_h200x4.json):
+stores of 16 bytes and copies of shared memory by the copy engine reach the same, 263 GB/s out of a rank with 1 MB for
+each peer and 350 with 40 MB, with 528 blocks of 256 threads; 32 blocks give 190 to 240. Loads from peers are slower by
+13% or more. Below 0.25 MB latency is all there is. Hence copies by the engine: they leave the threads free.
+
+**Versions**, dispatch and combine together on 4 H200s, NVFP4 tokens, bf16 partial results, 8 / 128 / 4096 tokens a rank
+(the first and the last by `launch.bench`, launch/results/h200x4.json having the last; the others are single runs of
+graph replays of which no file is kept):
+
+- Triton: 69.5 / 87.9 / 1433 us. Peers are signalled one after the other, a fence at system scope each; arrival is four
+  launches.
+- Whole records by the copy engine, signals side by side, one launch to arrive, each launched while the one before
+  drains (`griddepcontrol`): 32 / 62 / 1064 us, at 4096 with rows found through their index.
+- Loads that do not depend on each other all under way at once; waiting kernels begin before the sending one has ended;
+  scales of many rows stored in the order of their swizzle (113 to 65 us after sending at 4096): 29 / 70 / 959 us. At
+  128 tokens it lost: two rows under way in `combine_send` cost a quarter of the blocks of an SM, and failures were
+  looked for at each turn of a wait.
+- One row at a time, flags looked at more often than failures: 26 / 57 / 1055 us (at 4096 packed; by index not measured
+  again).
+
+**What is left.** At 4096 tokens `combine_wait` begins to sum only when all has arrived (flags by chunks would overlap
+them), packed mode copies each row once more (by index 959 against 1021 us in the third version), and the copy of expert
+outputs into partial results could be the epilogue of the down projection. At 8 tokens each of the four kernels takes 5
+to 6 us: a load or two, a fence at system scope, and the end of the kernel before.
 """
 
 from __future__ import annotations
@@ -442,4 +466,10 @@ def _aot_cases(fmt: str) -> Iterator[CudaCase]:
 
 
 BULK_STORE = {90: r"cp\.async\.bulk\.global\.shared::cta\.bulk_group"}
-AOT_CASES: tuple[CudaCase, ...] = tuple(case for fmt in FORMATS for case in _aot_cases(fmt))
+AOT_CASES: tuple[CudaCase, ...] = (
+    *(case for fmt in FORMATS for case in _aot_cases(fmt)),
+    *(
+        CudaCase("copy_way", "any", "copy_ways.cu", "copy_way", {"WAY": way, "WORLD": 8, "PIECE": 4096, "THREADS": 256})
+        for way in range(3)
+    ),
+)

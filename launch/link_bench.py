@@ -34,13 +34,18 @@ def piece_bytes(megabytes: float) -> int:
     return max(1, round(megabytes * 1e6 / PIECE)) * PIECE
 
 
+def defines(way: str, world_size: int) -> dict[str, int | str]:
+    """Macros of `copy_ways.cu`."""
+    return {"WAY": WAYS.index(way), "WORLD": world_size, "PIECE": PIECE, "THREADS": THREADS}
+
+
 def copy(context: ExpertParallelContext, way: str, blocks: int, num_bytes: int) -> None:
     """Copy `num_bytes` from the first half of `landing` of each rank to the second half on each other."""
     sources = context.landing_pointers
     launch(
         "copy_ways.cu",
         "copy_way",
-        {"WAY": WAYS.index(way), "WORLD": context.world_size, "PIECE": PIECE, "THREADS": THREADS},
+        defines(way, context.world_size),
         grid=(blocks, 1, 1),
         block=THREADS,
         arguments=[sources, sources + context.half_bytes["landing"], int64(num_bytes), context.rank],
