@@ -7,7 +7,7 @@
 #   WORKERS          processes of the test run
 #   GPU_TEST         options of pytest for gpu-test, such as GPU_TEST="-n 8 --dist loadfile"
 #
-# `make gpu-test` installs nothing; `make clean` removes .venv too.
+# `make gpu-test` and `make sanitize` install nothing; `make clean` removes .venv too.
 
 PYTHON ?= python3
 TORCH_INDEX_URL ?=
@@ -23,7 +23,7 @@ INPUTS := $(shell { pwd; cat pyproject.toml constraints-cpu.txt; } | sha256sum |
 STAMP := $(VENV)/.installed-$(INPUTS)
 
 .DELETE_ON_ERROR:
-.PHONY: demo test setup lint format gpu-test clean
+.PHONY: demo test setup lint format gpu-test sanitize clean
 
 demo: $(STAMP)
 	@$(BIN)/python -m moe_runtime.launch.demo
@@ -45,6 +45,10 @@ format: $(STAMP)
 # In the current environment, nothing installed: a GPU machine has its own torch, triton and NVSHMEM.
 gpu-test:
 	$(PYTHON) -m pytest -m "not cpu_only" $(GPU_TEST)
+
+# The GEMM's kernels under compute-sanitizer, in the current environment too.
+sanitize:
+	$(PYTHON) -m moe_runtime.launch.sanitize
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -8,6 +8,48 @@
 
 #include "numbers.cuh"
 
+constexpr int AHEAD = 4;  // pieces of a row that a thread loads before it decodes the first
+
+// 16 columns of a row as they are stored; zeros where nothing was loaded.
+struct Piece {
+  u32 words[FMT == BF16 ? 8 : FMT == NVFP4 ? 2 : 4] = {};
+  u32 scale = 0;
+
+  __device__ __forceinline__ void load(const u8* row, int column, u32 scale_byte) {
+    scale = scale_byte;
+    if (FMT == NVFP4) {
+      const uint2 quants = *reinterpret_cast<const uint2*>(row + column / 2);
+      words[0] = quants.x, words[1] = quants.y;
+    } else {
+#pragma unroll
+      for (int i = 0; i < (FMT == BF16 ? 2 : 1); ++i) {
+        const uint4 part = reinterpret_cast<const uint4*>(row + column * (FMT == BF16 ? 2 : 1))[i];
+        words[4 * i] = part.x, words[4 * i + 1] = part.y, words[4 * i + 2] = part.z, words[4 * i + 3] = part.w;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void decode(u32 (&pairs)[8]) const {
+    float low = 0.0f, high;
+    if (FMT == NVFP4) e4m3_pair(scale, low, high);
+    // A number placed in bf16 bits is 2^-126 times its value, and 2^118 the most that its scale can carry.
+    const u32 factor = FMT == NVFP4 ? pack_bf16(low * 0x1p118f, low * 0x1p118f) : e8m0_pair(scale);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (FMT == BF16) {
+        pairs[i] = words[i];
+      } else if (FMT == NVFP4) {
+        const u32 byte = words[i / 4] >> (8 * (i & 3));
+        const u32 placed = (byte & 7) << 6 | (byte & 8) << 12 | (byte & 0x70) << 18 | (byte & 0x80) << 24;
+        pairs[i] = multiply(multiply(placed, factor), 0x75807580);  // 2^108
+      } else {
+        e4m3_pair(static_cast<u16>(words[i / 2] >> (16 * (i & 1))), low, high);
+        pairs[i] = multiply(pack_bf16(low, high), factor);
+      }
+    }
+  }
+};
+
 extern "C" __global__ void __launch_bounds__(256)
     decode_tokens(const u8* rows, const u8* scales, const int* row_index, const int* group_offsets,
                   const int* group_scale_offsets, const int* expert_ids, const int* num_active, u8* out, int num_groups,
@@ -16,11 +58,18 @@ extern "C" __global__ void __launch_bounds__(256)
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
   if (num_active) num_groups = min(num_groups, max(*num_active, 0));
-  __shared__ int offsets[MAX_GROUPS + 1];
-  for (int g = threadIdx.x; g <= num_groups; g += blockDim.x) offsets[g] = min(max(group_offsets[g], 0), capacity);
-  __syncthreads();
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, t = lane & 3;
   const int position = blockIdx.x * 8 + lane / 4;
+  // All that says where the rows lie is asked for at once: one latency, and one more for the rows.
+  __shared__ int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS], scale_offsets[FMT == BF16 ? 1 : MAX_GROUPS];
+  const long long stored = row_index && position < capacity ? row_index[position] : position;
+  for (int g = threadIdx.x; g <= num_groups; g += blockDim.x) {
+    offsets[g] = min(max(group_offsets[g], 0), capacity);
+    if (g == num_groups) continue;
+    experts[g] = expert_ids[g];
+    if (FMT != BF16) scale_offsets[g] = group_scale_offsets[g];
+  }
+  __syncthreads();
   if (num_groups == 0 || position >= capacity || position >= offsets[num_groups]) return;
   // The last group that starts at or before the row, and so the one that is not empty.
   int group = 0;
@@ -30,10 +79,10 @@ extern "C" __global__ void __launch_bounds__(256)
     else high = middle;
   }
   // Nothing of a group that is skipped is read.
-  if (static_cast<u32>(expert_ids[group]) >= static_cast<u32>(num_experts)) return;
+  if (static_cast<u32>(experts[group]) >= static_cast<u32>(num_experts)) return;
   const int start = offsets[group], local = position - start;
-  const u8* row = rows + (row_index ? row_index[position] : position) * row_bytes;
-  const long long first = FMT == BF16 ? 0 : group_scale_offsets[group];
+  const u8* row = rows + stored * row_bytes;
+  const long long first = FMT == BF16 ? 0 : scale_offsets[group];
   const long long scale_row = PACKED ? first + local : (start / 128 + first) * 128 + local;
   auto scale_byte = [&](int column) {
     const int v = column / SCALE_BLOCK;
@@ -42,41 +91,23 @@ extern "C" __global__ void __launch_bounds__(256)
     return scales[at];
   };
   u8* block = out + static_cast<long long>((start + 7 * group) / 8 + local / 8) * units * 1024 + local % 8 * 16 + t * 4;
-  for (int unit = blockIdx.y * 8 + warp; unit < units; unit += gridDim.y * 8) {
-    const int column = unit * 64 + t * 16;
-    u32 pairs[8] = {};
-    if (column < columns) {
-      if (FMT == BF16) {
-        const uint4* from = reinterpret_cast<const uint4*>(row + column * 2);
-        const uint4 low = from[0], high = from[1];
-        pairs[0] = low.x, pairs[1] = low.y, pairs[2] = low.z, pairs[3] = low.w;
-        pairs[4] = high.x, pairs[5] = high.y, pairs[6] = high.z, pairs[7] = high.w;
-      } else if (FMT == NVFP4) {
-        const uint2 quants = *reinterpret_cast<const uint2*>(row + column / 2);
-        float scale, unused;
-        e4m3_pair(scale_byte(column), scale, unused);
-        // A number placed in bf16 bits is 2^-126 times its value, and 2^118 the most that its scale can carry.
-        const u32 factor = pack_bf16(scale * 0x1p118f, scale * 0x1p118f);
+  const int step = gridDim.y * 8;
+  for (int next = blockIdx.y * 8 + warp; next < units; next += step * AHEAD) {
+    Piece pieces[AHEAD];
 #pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          const u32 byte = (i < 4 ? quants.x : quants.y) >> (8 * (i & 3));
-          const u32 placed = (byte & 7) << 6 | (byte & 8) << 12 | (byte & 0x70) << 18 | (byte & 0x80) << 24;
-          pairs[i] = multiply(multiply(placed, factor), 0x75807580);  // 2^108
-        }
-      } else {
-        const uint4 quants = *reinterpret_cast<const uint4*>(row + column);
-        const u32 factor = e8m0_pair(scale_byte(column));
-        const u32 words[4] = {quants.x, quants.y, quants.z, quants.w};
-#pragma unroll
-        for (int i = 0; i < 8; ++i) {
-          float low, high;
-          e4m3_pair(static_cast<u16>(words[i / 2] >> (16 * (i & 1))), low, high);
-          pairs[i] = multiply(pack_bf16(low, high), factor);
-        }
-      }
+    for (int i = 0; i < AHEAD; ++i) {
+      const int column = (next + i * step) * 64 + t * 16;
+      if (column < columns) pieces[i].load(row, column, FMT == BF16 ? 0 : scale_byte(column));
     }
-    u8* to = block + static_cast<long long>(unit) * 1024;
 #pragma unroll
-    for (int i = 0; i < 8; ++i) *reinterpret_cast<u32*>(to + i * 128) = pairs[i];
+    for (int i = 0; i < AHEAD; ++i) {
+      const int unit = next + i * step;
+      if (unit >= units) break;
+      u32 pairs[8];
+      pieces[i].decode(pairs);
+      u8* to = block + static_cast<long long>(unit) * 1024;
+#pragma unroll
+      for (int j = 0; j < 8; ++j) *reinterpret_cast<u32*>(to + j * 128) = pairs[j];
+    }
   }
 }

@@ -19,6 +19,7 @@ constexpr int TILE_TOKENS = 8 * MAX_BLOCKS;
 constexpr int BLOCK_BYTES = STAGE_K64 * 64 * 8 * 2;  // of 8 tokens in a stage
 constexpr int WEIGHT_STAGE = TILE_UNITS * STAGE_K64 * UNIT_BYTES;
 constexpr int STAGE_BYTES = WEIGHT_STAGE + MAX_BLOCKS * BLOCK_BYTES;
+constexpr int TURNED_COLUMNS = 36;  // of 32, so that rows start in other banks
 constexpr u32 LANES = 0x81C081C0;  // sign and magnitude of an e2m1 number in both bf16 halves
 
 __device__ __forceinline__ u32 shared_address(const void* p) {
@@ -254,8 +255,13 @@ __device__ __forceinline__ float swiglu(float gate, float up) {
   up = up > LIMIT ? LIMIT : (up < -LIMIT ? -LIMIT : up);
 #endif
   if (UP_OFFSET != 0.0f) up = __fadd_rn(up, UP_OFFSET);
-  return __fmul_rn(__fdiv_rn(gate, __fadd_rn(1.0f, __expf(__fmul_rn(-ALPHA, gate)))), up);
+  float inverse;
+  asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(__fadd_rn(1.0f, __expf(__fmul_rn(-ALPHA, gate)))));
+  return __fmul_rn(__fmul_rn(gate, inverse), up);
 }
+
+// An encode scale, at most MAX_ENCODE_SCALE of weights.py.
+__device__ __forceinline__ float clamped(float gsf) { return gsf > 0x1p100f ? 0x1p100f : gsf; }
 
 __device__ __forceinline__ u32 magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
 
@@ -272,51 +278,49 @@ __device__ __forceinline__ u32 e2m1_code(float x) {
   return code | ((__float_as_uint(x) >> 28) & 8);
 }
 
-__device__ __forceinline__ u32 block_maximum(u32 a) {
-  for (int lanes = 4; lanes < 32; lanes *= 2) a = max(a, __shfl_xor_sync(0xFFFFFFFF, a, lanes));
-  return a;
-}
-
-// Stores one number of each lane, rows `position` (by t) and columns `column` (by row of the lane); `bits` is the largest
-// magnitude of its block.
+// Quantizes and stores four columns of a token from `column` on; the lanes of a block of numbers lie side by side.
 __device__ __forceinline__ void store_quantized(const Problem& p, const Tile& tile, const TileScales& scales, int local,
-                                                bool live, int column, float h, u32 bits) {
+                                                bool live, int column, float4 h) {
   const long long position = tile.start + local;
-  const int row = (threadIdx.x & 31) / 4, warp = threadIdx.x / 32 & 3;
   if (OUT_FMT == BF16) {
-    const u32 own = pack_bf16(h, h) & 0xFFFF;
-    const u32 pair = own | __shfl_xor_sync(0xFFFFFFFF, own, 4) << 16;
-    if (live && row % 2 == 0) *reinterpret_cast<u32*>(static_cast<u16*>(p.out) + position * p.columns + column) = pair;
+    const uint2 pairs = make_uint2(pack_bf16(h.x, h.y), pack_bf16(h.z, h.w));
+    if (live) *reinterpret_cast<uint2*>(static_cast<u16*>(p.out) + position * p.columns + column) = pairs;
     return;
   }
-  const long long scale_row =
-      (tile.start / 128 + static_cast<long long>(scales.scale_offset)) * 128 + local;
-  const bool poisoned = bits >= 0x7F800000;
+  constexpr int LANES_OF_BLOCK = OUT_FMT == NVFP4 ? 4 : 8;
+  const bool first = threadIdx.x % LANES_OF_BLOCK == 0;
+  u32 bits = max(max(magnitude(h.x), magnitude(h.y)), max(magnitude(h.z), magnitude(h.w)));
+#pragma unroll
+  for (int lanes = 1; lanes < LANES_OF_BLOCK; lanes *= 2) bits = max(bits, __shfl_xor_sync(0xFFFFFFFF, bits, lanes));
+  const bool poisoned = bits >= 0x7F800000;  // NaN or Inf
+  const long long scale_row = (tile.start / 128 + static_cast<long long>(scales.scale_offset)) * 128 + local;
   if (OUT_FMT == NVFP4) {
-    const float amax = __uint_as_float(poisoned ? 0 : bits), gsf = scales.gsf;
+    const float amax = __uint_as_float(poisoned ? 0 : bits), gsf = clamped(scales.gsf);
     const u32 code = e4m3_code(fminf(__fdiv_rn(__fmul_rn(gsf, amax), 6.0f), 448.0f));
     float scale, unused;
     e4m3_pair(code, scale, unused);
     const bool dead = poisoned || code == 0;
-    u32 codes = e2m1_code(__fmul_rn(dead ? 0.0f : h, __fdiv_rn(gsf, dead ? 1.0f : scale))) << 4 * row;
-    for (int lanes = 4; lanes < 32; lanes *= 2) codes |= __shfl_xor_sync(0xFFFFFFFF, codes, lanes);
-    if (live && row == 0) {
+    const float factor = __fdiv_rn(gsf, dead ? 1.0f : scale);
+    if (dead) h = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    u32 codes = e2m1_code(__fmul_rn(h.x, factor)) | e2m1_code(__fmul_rn(h.y, factor)) << 4 |
+                e2m1_code(__fmul_rn(h.z, factor)) << 8 | e2m1_code(__fmul_rn(h.w, factor)) << 12;
+    codes |= __shfl_down_sync(0xFFFFFFFF, codes, 1) << 16;
+    if (live && threadIdx.x % 2 == 0) {
       *reinterpret_cast<u32*>(static_cast<u8*>(p.out) + position * (p.columns / 2) + column / 2) = codes;
-      if (warp % 2 == 0) {
-        p.out_scales[swizzled_offset(scale_row, column / 16, (p.columns + 15) / 16)] = poisoned ? 0x7F : code;
-      }
+    }
+    if (live && first) {
+      p.out_scales[swizzled_offset(scale_row, column / 16, (p.columns + 15) / 16)] = poisoned ? 0x7F : code;
     }
   } else {
     const float amax = __uint_as_float(max(poisoned ? 0 : bits, 0x38D1B717u));
     const u32 byte = (__float_as_uint(__fdiv_rn(amax, 448.0f)) + 0x7FFFFF) >> 23;
-    const float value = poisoned ? 0.0f : __fmul_rn(h, __uint_as_float((254 - byte) << 23));
-    u32 codes = e4m3_code(value) << 8 * (row & 3);
-    for (int lanes = 4; lanes < 16; lanes *= 2) codes |= __shfl_xor_sync(0xFFFFFFFF, codes, lanes);
-    if (live && row % 4 == 0) {
-      *reinterpret_cast<u32*>(static_cast<u8*>(p.out) + position * p.columns + column) = codes;
-      if (row == 0 && warp == 0) {
-        p.out_scales[swizzled_offset(scale_row, column / 32, (p.columns + 31) / 32)] = poisoned ? 255 : byte;
-      }
+    const float factor = __uint_as_float((254 - byte) << 23);
+    if (poisoned) h = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const u32 codes = e4m3_code(__fmul_rn(h.x, factor)) | e4m3_code(__fmul_rn(h.y, factor)) << 8 |
+                      e4m3_code(__fmul_rn(h.z, factor)) << 16 | e4m3_code(__fmul_rn(h.w, factor)) << 24;
+    if (live) *reinterpret_cast<u32*>(static_cast<u8*>(p.out) + position * p.columns + column) = codes;
+    if (live && first) {
+      p.out_scales[swizzled_offset(scale_row, column / 32, (p.columns + 31) / 32)] = poisoned ? 255 : byte;
     }
   }
 }
@@ -353,16 +357,18 @@ __device__ __forceinline__ void rotate(float (&acc)[UNITS][4 * BLOCKS]) {
   }
 }
 
+// SwiGLU of 8 * STEP tokens at a time, turned through `turned` so that a thread has four columns of one token.
 template <int BLOCKS>
 __device__ __forceinline__ void finish_gated(const Problem& p, const Tile& tile, const TileScales& scales, int first_unit,
-                                             float (&acc)[UNITS][4 * BLOCKS], u32* exchange) {
+                                             float (&acc)[UNITS][4 * BLOCKS], float (*turned)[TURNED_COLUMNS]) {
   constexpr int STEP = BLOCKS % 2 ? 1 : 2;
-  const int warpgroup = threadIdx.x / 128, warp = threadIdx.x / 32 & 3, lane = threadIdx.x & 31;
+  const int warpgroup = threadIdx.x / 128, thread = threadIdx.x & 127, warp = thread / 32, lane = thread & 31;
   const float gate_scale = p.expert_scales ? scales.experts[0] : 1.0f;
   const float up_scale = p.expert_scales ? scales.experts[p.scales_per_expert - 1] : 1.0f;
   const int bias_base = tile.expert * p.num_rows;
 #pragma unroll 1
   for (int block = 0; block < BLOCKS; block += STEP) {
+    if (block * 8 >= tile.rows) return;
 #pragma unroll
     for (int unit = 0; unit < UNITS; ++unit) {
       const int column = (first_unit + unit) * 32 + warp * 8 + lane / 4;
@@ -373,39 +379,19 @@ __device__ __forceinline__ void finish_gated(const Problem& p, const Tile& tile,
       if (column >= p.columns) gate_row = up_row = 0;
 #pragma unroll
       for (int i = 0; i < 2 * STEP; ++i) {
-        const int token = block * 8 + token_of(i);
-        const float row_scale = p.row_scale ? scales.rows[token] : 1.0f;
-        float* c = acc[unit] + i / 2 * 4 + i % 2;
-        c[0] = swiglu(finished(p, c[0], row_scale, gate_scale, bias_base + gate_row),
-                      finished(p, c[2], row_scale, up_scale, bias_base + up_row));
-        if (OUT_FMT != BF16) {
-          const u32 bits = block_maximum(magnitude(c[0]));
-          if (lane < 4) exchange[((warpgroup * UNITS + unit) * 4 + warp) * TILE_TOKENS + token] = bits;
-        }
+        const int token = token_of(i);
+        const float row_scale = p.row_scale ? scales.rows[block * 8 + token] : 1.0f;
+        const float* c = acc[unit] + i / 2 * 4 + i % 2;
+        turned[token][warp * 8 + lane / 4] = swiglu(finished(p, c[0], row_scale, gate_scale, bias_base + gate_row),
+                                                    finished(p, c[2], row_scale, up_scale, bias_base + up_row));
       }
-    }
-    rotate<STEP, BLOCKS>(acc);
-  }
-  if (OUT_FMT != BF16) asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
-#pragma unroll 1
-  for (int block = 0; block < BLOCKS; block += STEP) {
-#pragma unroll
-    for (int unit = 0; unit < UNITS; ++unit) {
-      const int column = (first_unit + unit) * 32 + warp * 8 + lane / 4;
-#pragma unroll
-      for (int i = 0; i < 2 * STEP; ++i) {
-        const int token = block * 8 + token_of(i);
-        u32 bits = 0;
-        if (OUT_FMT != BF16) {
-          // A block of 16 numbers lies in two warps, one of 32 in four.
-          const u32* maxima = exchange + (warpgroup * UNITS + unit) * 4 * TILE_TOKENS + token;
-          const int at = OUT_FMT == NVFP4 ? warp & 2 : 0;
-          bits = max(maxima[at * TILE_TOKENS], maxima[(at + 1) * TILE_TOKENS]);
-          if (OUT_FMT != NVFP4) bits = max(bits, max(maxima[2 * TILE_TOKENS], maxima[3 * TILE_TOKENS]));
-        }
-        store_quantized(p, tile, scales, tile.local + token, token < tile.rows && column < p.columns, column,
-                        acc[unit][i / 2 * 4 + i % 2], bits);
+      asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
+      if (STEP == 2 || warp < 2) {
+        const int token = block * 8 + thread / 8, first = (first_unit + unit) * 32 + thread % 8 * 4;
+        store_quantized(p, tile, scales, tile.local + token, token < tile.rows && first < p.columns, first,
+                        *reinterpret_cast<const float4*>(turned[thread / 8] + thread % 8 * 4));
       }
+      asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
     }
     rotate<STEP, BLOCKS>(acc);
   }
@@ -413,7 +399,7 @@ __device__ __forceinline__ void finish_gated(const Problem& p, const Tile& tile,
 
 template <int BLOCKS>
 __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 stages, u32 full, u32 empty, int& stage,
-                                        u32& parity, u32* exchange, TileScales* tile_scales) {
+                                        u32& parity, float (*turned)[16][TURNED_COLUMNS], TileScales* tile_scales) {
   const int thread = threadIdx.x & 127, warpgroup = threadIdx.x / 128;
   TileScales& scales = tile_scales[warpgroup];
   scales.copy(p, tile);
@@ -425,14 +411,19 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
   static_assert(4 / BATCH % BUFFERS == 0, "buffers must come in turn from unit to unit");
   u32 a[BUFFERS][BATCH][UNITS][4];
   int last = -1;
-  auto multiply_unit = [&](int part) {
+  Unit ahead[UNITS];  // quants of the next part of the stage, on their way while this one is multiplied
+  auto load_part = [&](int part) {
     const u32 from = stages + stage * STAGE_BYTES;
-    const u64 tokens = token_descriptor(from + WEIGHT_STAGE);
-    Unit units[UNITS];
 #pragma unroll
     for (int unit = 0; unit < UNITS; ++unit) {
-      units[unit].load(from + ((warpgroup * UNITS + unit) * STAGE_K64 + part) * UNIT_BYTES, thread);
+      ahead[unit].load(from + ((warpgroup * UNITS + unit) * STAGE_K64 + part) * UNIT_BYTES, thread);
     }
+  };
+  auto multiply_part = [&](int part) {
+    const u64 tokens = token_descriptor(stages + stage * STAGE_BYTES + WEIGHT_STAGE);
+    Unit units[UNITS];
+#pragma unroll
+    for (int unit = 0; unit < UNITS; ++unit) units[unit] = ahead[unit];
 #pragma unroll
     for (int batch = 0; batch < 4 / BATCH; ++batch) {
       auto& operands = a[batch % BUFFERS];
@@ -447,14 +438,16 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
         for (int unit = 0; unit < UNITS; ++unit) Wgmma<BLOCKS>::run(acc[unit], operands[i][unit], at);
       }
       wgmma_commit();
+      if (batch == 4 / BATCH - 1 && part + 1 < STAGE_K64) load_part(part + 1);
       wgmma_wait<BUFFERS - 1>();
       if (part == 0 && batch == BUFFERS - 1 && last >= 0 && thread == 0) barrier_arrive(empty + last * 8);
     }
   };
   for (int k64 = 0; k64 < p.units; k64 += STAGE_K64) {
     barrier_wait(full + stage * 8, parity);
+    load_part(0);
 #pragma unroll
-    for (int part = 0; part < STAGE_K64; ++part) multiply_unit(part);
+    for (int part = 0; part < STAGE_K64; ++part) multiply_part(part);
     last = stage;
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
@@ -464,8 +457,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
   const int first_unit = tile.m_tile * TILE_UNITS + warpgroup * UNITS;
   finish_copies(1 + warpgroup);
   if (GATED) {
-    finish_gated<BLOCKS>(p, tile, scales, first_unit, acc, exchange);
-    asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
+    finish_gated<BLOCKS>(p, tile, scales, first_unit, acc, turned[warpgroup]);
     return;
   }
   const float expert_scale = p.expert_scales ? scales.experts[0] : 1.0f;
@@ -495,12 +487,12 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
 extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
     decoded_gemm(const u8* tokens, const u8* weights, const float* row_scale, const float* expert_scales,
                  const float* bias, const int* group_offsets, const int* expert_ids, const int* num_active, void* out,
-                 u8* out_scales, const float* out_gsf, const int* out_scale_offsets, int num_groups, int num_experts,
-                 int capacity, int columns, int units, int unit_rows, long long out_stride, int scales_per_expert,
+                 u8* out_scales, const float* out_gsf, float* out_row_scale, const int* out_scale_offsets,
+                 int num_groups, int num_experts, int capacity, int columns, int units, int unit_rows, long long out_stride, int scales_per_expert,
                  int gate_up_order) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 barriers[2 * STAGES];
-  __shared__ u32 exchange[GATED && OUT_FMT != BF16 ? TILE_UNITS * 4 * TILE_TOKENS : 1];
+  __shared__ __align__(16) float turned[GATED ? WARPGROUPS : 1][16][TURNED_COLUMNS];
   __shared__ TileScales tile_scales[WARPGROUPS];
   __shared__ int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS];
   const u32 full = shared_address(barriers), empty = full + STAGES * 8, stages = shared_address(memory);
@@ -526,7 +518,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
   int stage = 0;
   u32 parity = 0;
   if (threadIdx.x >= WARPGROUPS * 128) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 4 ? 64 : 40));
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 4 ? 32 : 40));
     if (threadIdx.x >= WARPGROUPS * 128 + 32) return;
     const int lane = threadIdx.x & 31;
     bool early = true;
@@ -570,12 +562,19 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
     // Without a tile too: this kernel must not end before the one that it was started beside.
     if (early) asm volatile("griddepcontrol.wait;" ::: "memory");
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 152 : 104));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 152 : 112));
+    if (GATED && OUT_FMT == NVFP4) {
+      // Of all rows, while tokens are still on their way.
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      const float scale = __frcp_rn(clamped(*out_gsf));
+      constexpr int THREADS = WARPGROUPS * 128;
+      for (int i = blockIdx.x * THREADS + threadIdx.x; i < capacity; i += gridDim.x * THREADS) out_row_scale[i] = scale;
+    }
     for (int number = blockIdx.x; walk.find(number, tile); number += gridDim.x) {
       const int blocks = (tile.rows + 7) / 8;
 #define CASE(N) \
-  if (blocks <= N) consume<N>(p, tile, stages, full, empty, stage, parity, exchange, tile_scales); else
-      CASES consume<MAX_BLOCKS>(p, tile, stages, full, empty, stage, parity, exchange, tile_scales);
+  if (blocks <= N) consume<N>(p, tile, stages, full, empty, stage, parity, turned, tile_scales); else
+      CASES consume<MAX_BLOCKS>(p, tile, stages, full, empty, stage, parity, turned, tile_scales);
     }
   }
 }

@@ -16,11 +16,11 @@ less: beside products of 32 tokens a `lop3` takes 3.2 cycles instead of 2 (16 to
 
 Measured on one H200 (launch/results/gemm_h200.json), us; in parentheses torch's grouped_mm in bf16:
 
-    8 x 16, 32, 48 rows, (4096, 7168)                 42.4, 46.4, 51.6 (163, 170, 173)
-    8 x 16, 32, 48 rows, (7168, 2048)                 29.1, 31.9, 35.7 (89, 95, 89)
-    32 x 1, 4, 16, 32 rows, both, SwiGLU between      229, 228, 243, 284 (1011, 966, 919, 966)
-    32 x 1024 rows, both, SwiGLU between              4849 (4573, without SwiGLU)
-    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       3403 / 1760 (2840 / 1515)
+    8 x 16, 32, 48 rows, (4096, 7168)                 40.7, 45.2, 49.2 (166, 175, 176)
+    8 x 16, 32, 48 rows, (7168, 2048)                 27.4, 29.6, 33.4 (89, 95, 88)
+    32 x 1, 4, 16, 32 rows, both, SwiGLU between      219, 217, 230, 257 (1025, 978, 938, 980)
+    32 x 1024 rows, both, SwiGLU between              4483 (4492, without SwiGLU)
+    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       3338 / 1677 (2824 / 1495)
 
 What each version brought (us; plain (4096, 7168), 32 x 16 and 32 x 32 rows; the Triton kernel took about 1450):
 
@@ -33,13 +33,26 @@ What each version brought (us; plain (4096, 7168), 32 x 16 and 32 x 32 rows; the
     6. the epilogue loops over blocks of tokens: unrolled it missed the instruction cache; SwiGLU and requantization of
        32 x 1024 rows went from 2200 us to 550
     7. four warpgroups of 64 rows, 256 columns a stage for many rows too: 32 x 1024 gate and up from 3542 to 3180
+    8. gated results turned through shared memory, so that a thread quantizes four columns of one token and shares one
+       scale with its neighbours (before, every lane made every scale); 112 registers for those that multiply, without
+       which wgmma of gated MXFP8 results was serialized: 32 x 1024 both from 4771 to 4496, MXFP8 from 5369 to 5191
+    9. the encode scale clamped and inverted in the kernel instead of by two of torch's; `decode_tokens` asks for
+       offsets, experts and index at once and then for four pieces of a row: 8 x 16 (7168, 2048) from 28.6 to 26.5; with
+       8, 32 x 1, 16, 32 both from 226, 239, 275 to 218, 230, 260
+    10. quants read ahead within a stage, for which there are now registers: 32 x 1024 both from 4474 to 4353, MXFP8
+        (7168, 2048) from 1697 to 1624; few rows as before
 
-What is left, by these measurements: with 32 groups of 1 to 16 rows both products take 77 to 81% of the memory's rate,
-(4096, 7168) alone 3.85 of 4.3 TB/s; the rest is filling and draining (8 groups are one tile a block; (7168, 2048) are
-1.7, so that the second round leaves a third of the SMs idle) and the kernel before (3.5 us for few tokens, 165 us of
-32 x 1024 rows, the round trip of their bf16 through memory). At 32 rows and more it is the register file that `wgmma`
-and decoding share. Next: tokens decoded by the epilogue of the first product; K of the last round split between idle
-blocks, in an order fixed by (N, K).
+Dropped: `griddepcontrol.launch_dependents` at the start of the GEMM (4 us slower: what decodes the next tokens gathers
+on the few SMs that are idle) and at the end of its loads (1 us faster or 2 slower); two warpgroups of 256 tokens for
+many rows (6170 instead of 4474: copies of 1 and 2 KB do not keep up); 64 columns for each wait there (4677).
+
+What is left, by these measurements. Plain (4096, 7168) with 32 x 32 rows takes 164 us, without products 141, without
+decoding 146, without either 141, without tokens 162: decoding and products each hide behind memory, and together they
+do not, since they share the register file; the 18 us to the floor are filling, draining and the kernel before. 8
+groups of (7168, 2048) are 1.7 tiles a block, so that the second round leaves a third of the SMs idle; tiles of 64 rows
+with K split between the warpgroups would be 6.8 in 7 rounds. MXFP8 with many rows is bound by decoding (five
+instructions for two weights, conversions among them), NVFP4 by the power limit and the round trip of the tokens
+(165 us of 32 x 1024 rows).
 """
 
 from __future__ import annotations
@@ -57,7 +70,7 @@ from moe_runtime.prepared import MAX_EXPERTS, RESULT_FORMATS, PreparedWeights
 from moe_runtime.weights import SwiGLU
 
 MAX_GROUPS = MAX_EXPERTS
-SHARED_BYTES = 227 * 1024 - 12 * 1024
+SHARED_BYTES = 227 * 1024 - 16 * 1024
 """Of a block of threads, less what is static."""
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
@@ -167,7 +180,7 @@ def decoded_gemm(
 def decoded_gemm_swiglu(
     a: GroupedRows, w: PreparedWeights, activation: SwiGLU, out: GroupedRows, gsf: torch.Tensor | None
 ) -> None:
-    """`grouped_gemm_swiglu` into the rows and scales of `out`."""
+    """`grouped_gemm_swiglu` into the rows and all scales of `out`; `gsf` may be more than it is clamped to."""
     _launch(a, w, out.rows, activation, out.scales, gsf, out)
 
 
@@ -249,6 +262,7 @@ def _launch(
             out,
             out_scales,
             gsf,
+            None if result is None else result.row_scale,
             None if result is None else result.group_scale_offsets,
             a.max_active_groups,
             w.num_experts,

@@ -134,16 +134,23 @@ def empty_intermediate(
     w: ExpertWeights | PreparedWeights,
     out_format: str | TokenFormat,
     out_gsf: float | torch.Tensor | None,
+    finished: bool = True,
 ) -> tuple[GroupedRows, torch.Tensor | None]:
     """Uninitialized rows `[capacity, I]` of the same groups in `out_format`, and their encode scale, fp32 `[1]`.
 
     Swizzled scales use the offsets of `a` where its own scales do (they may be sparser than `dense_128` makes them),
-    else those of `dense_128`. `row_scale` is filled with `1 / gsf`; formats without one have neither.
+    else those of `dense_128`. `row_scale` is filled with `1 / gsf`; formats without one have neither. Unless
+    `finished`, a kernel is to fill it and to clamp the encode scale.
     """
     fmt, num_columns = token_format(out_format), w.num_rows // 2
     fmt.check_columns(num_columns, "I of w")
     device, columns = a.rows.device, fmt.scale_columns(num_columns)
-    gsf = encode_scale(fmt, out_gsf, device, "out_gsf")
+    gsf = encode_scale(fmt, out_gsf, device, "out_gsf", clamped=finished)
+    row_scale = None
+    if gsf is not None:
+        row_scale = torch.empty(a.capacity, dtype=torch.float32, device=device)
+        if finished:
+            torch.reciprocal(gsf.expand(a.capacity), out=row_scale)
     scales, scale_offsets = None, None
     if fmt.swizzled:
         if a.format.swizzled:
@@ -159,7 +166,7 @@ def empty_intermediate(
         format=fmt,
         rows=torch.empty(a.capacity, fmt.quant_columns(num_columns), dtype=fmt.quant_dtype, device=device),
         scales=scales,
-        row_scale=None if gsf is None else torch.reciprocal(gsf.expand(a.capacity)),
+        row_scale=row_scale,
         row_index=None,
         group_offsets=a.group_offsets,
         group_scale_offsets=scale_offsets,
@@ -172,12 +179,12 @@ def empty_intermediate(
 
 
 def encode_scale(
-    fmt: TokenFormat, gsf: float | torch.Tensor | None, device: torch.device, argument: str
+    fmt: TokenFormat, gsf: float | torch.Tensor | None, device: torch.device, argument: str, *, clamped: bool = True
 ) -> torch.Tensor | None:
     """The static encode scale as fp32 `[1]` on `device`, clamped to 2^100; None for formats that have none.
 
-    `gsf` None means the default. Raises `ValueError` naming `argument` for one that is no positive number, or given to
-    a format without.
+    `gsf` None means the default; without `clamped` a tensor is left as it is. Raises `ValueError` naming `argument` for
+    one that is no positive number, or given to a format without.
     """
     if not fmt.has_row_scale:
         if gsf is not None:
@@ -188,7 +195,7 @@ def encode_scale(
         if gsf.dtype != torch.float32 or gsf.numel() != 1 or gsf.device != device:
             found = f"{gsf.dtype} {list(gsf.shape)} on {gsf.device}"
             raise ValueError(f"{argument}: expected one float32 element on {device}, got {found}")
-        return gsf.reshape(1).clamp(max=MAX_ENCODE_SCALE)
+        return gsf.reshape(1).clamp(max=MAX_ENCODE_SCALE) if clamped else gsf.reshape(1)
     if not torch.finfo(torch.float32).tiny <= gsf < float("inf"):
         raise ValueError(f"{argument}: expected a positive finite number (at least 2^-126), got {gsf}")
     return torch.full((1,), min(gsf, MAX_ENCODE_SCALE), dtype=torch.float32, device=device)

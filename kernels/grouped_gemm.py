@@ -313,7 +313,7 @@ def grouped_gemm_swiglu(
         if w.gate_up is None:
             raise ValueError("w.gate_up: expected prepared weights of gate and up, got plain ones")
         if runs_cuda(engine, a.rows.device):
-            out, gsf = empty_intermediate(a, w, out_format, out_gsf)
+            out, gsf = empty_intermediate(a, w, out_format, out_gsf, False)
             decoded_gemm.decoded_gemm_swiglu(a, w, activation, out, gsf)
             return out
         w = w.restore()

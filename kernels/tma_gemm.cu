@@ -259,27 +259,50 @@ __device__ __forceinline__ void mma_wait() {
 #define F16(r, i) F4(r, i), F4(r, i + 4), F4(r, i + 8), F4(r, i + 12)
 #define F64(r, i) F16(r, i), F16(r, i + 16), F16(r, i + 32), F16(r, i + 48)
 
+// Rows of a warp's 16 over the 128 bytes of K of a stage, as wgmma takes them from registers: shared memory is read once
+// for both halves of the weights.
+struct Fragments {
+    u32 words[4][4];
+    u32 at[4];  // of the 32 bytes of K each in the rows of the warp, in the swizzle
+
+    __device__ __forceinline__ Fragments() {
+        u32 lane = threadIdx.x % 32, row = lane % 16;
+#pragma unroll
+        for (int k = 0; k < 4; ++k) at[k] = row * 128 + ((2 * k + lane / 16 ^ row % 8) << 4);
+    }
+
+    __device__ __forceinline__ void load(u32 rows) {
+#pragma unroll
+        for (int k = 0; k < 4; ++k) {
+            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
+                         : "=r"(words[k][0]), "=r"(words[k][1]), "=r"(words[k][2]), "=r"(words[k][3])
+                         : "r"(rows + at[k])
+                         : "memory");
+        }
+    }
+};
+
 // d (+)= a[64, 32 bytes of K] * b[128 rows]^T; `add` 0 starts from zero.
-__device__ __forceinline__ void mma_fp8(float (&d)[64], u32 a, u32 b, int add) {
+__device__ __forceinline__ void mma_fp8(float (&d)[64], const u32 (&a)[4], u32 b, int add) {
     asm volatile(
-        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %66, 0;\n"
-        "mov.b64 a, {%64, 0x40000040};\nmov.b64 b, {%65, 0x40000040};\n"
+        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %69, 0;\n"
+        "mov.b64 b, {%68, 0x40000040};\n"
         "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
         "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
         "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
         "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
         "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, a, b, p, 1, 1;\n}"
+        "}, {%64, %65, %66, %67}, b, p, 1, 1;\n}"
         : F64(d, 0)
-        : "r"(a), "r"(b), "r"(add));
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add));
 }
 
 // part = a[64 rows] * b[128 rows]^T over the 128 bytes of K of a stage.
-__device__ __forceinline__ void multiply(float (&part)[64], u32 a, u32 b) {
+__device__ __forceinline__ void multiply(float (&part)[64], const Fragments& a, u32 b) {
     keep(part);
     mma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) mma_fp8(part, a + 2 * k, b + 2 * k, k > 0);
+    for (int k = 0; k < 4; ++k) mma_fp8(part, a.words[k], b + 2 * k, k > 0);
     mma_commit();
 }
 
@@ -334,7 +357,7 @@ __device__ __forceinline__ void add_up(
     float (&acc)[128], float (&part)[64], const Factors& factors, const float* scales, int row) {
     constexpr bool BOTH = GATED && ORDER == INTERLEAVED;
     keep(part);
-    if (factors.plain) {
+    if (__builtin_expect(factors.plain, 1)) {
 #pragma unroll
         for (int i = 0; i < 64; ++i) {
             int w = BOTH ? i / 32 : FIRST / 64;
@@ -639,16 +662,17 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             int row = tile.start + row_of_warp + lane / 4;
 #if FP8
             Factors factors;
-            bool ready = false;  // the stage is full and its factors are known
+            Fragments a;
+            bool ready = false;  // the stage is full, its rows and factors are in registers
 #pragma unroll
             for (int i = 0; i < 128; ++i) acc[i] = 0.0f;
             if (waits) wait_turn(wg), waits = false;
             for (int kb = 0; kb < k_blocks; ++kb) {
-                u32 slot = uniform(ring + stage * STAGE_BYTES), a = descriptor(slot + first_row * 128);
-                u32 b = descriptor(slot + A_BYTES);
+                u32 slot = uniform(ring + stage * STAGE_BYTES), b = descriptor(slot + A_BYTES);
                 const float* of_stage = scales + stage * (SCALE_BYTES / 4) + row_of_warp + lane / 4;
                 if (!ready) {
                     barrier_wait(full + 8 * stage, parity);
+                    a.load(slot + row_of_warp * 128);
                     factors.load(of_stage, row_of_warp + lane / 4);
                 }
                 float part[64];
@@ -663,6 +687,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 add_up<0>(acc, part, factors, of_stage, row_of_warp + lane / 4);
                 multiply(part, a, b + (HALF_BYTES >> 4));
                 mma_wait<0>();
+                if (ready) a.load(ring + next * STAGE_BYTES + row_of_warp * 128);
                 if (factors.plain) release(empty + 8 * stage, share);
                 add_up<64>(acc, part, factors, of_stage, row_of_warp + lane / 4);
                 if (!factors.plain) release(empty + 8 * stage, share);

@@ -13,14 +13,15 @@ leave), 0.74 GB, 0.17 ms. Decode, FP8, 32 groups x 32 rows, both products of the
 
 Measured (launch/results/gemm_h200.json; TFLOP/s, in parentheses torch's row-wise _scaled_grouped_mm or _grouped_mm):
 
-    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1099 / 937 (1169 / 1096)
-    FP8  4 x 8192, the same                           1051 / 959 (1111 / 1086)
-    BF16 8 x 4096, the same                           654 / 668 (677 / 635)
-    FP8  8 x 16, 32, 48 rows                          67.7, 61.8, 62.5 us / 34.2, 35.0, 35.7 us
-    FP8  32 x 32 rows, gate_up and down               230 + 123 = 350 us
+    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1140 / 934 (1203 / 1124)
+    FP8  4 x 8192, the same                           1049 / 994 (1129 / 1110)
+    BF16 8 x 4096, the same                           647 / 676 (681 / 643)
+    FP8  8 x 16, 32, 48 rows                          66.0, 62.1, 62.8 us / 34.0, 34.9, 35.7 us
+    FP8  32 x 32 rows, gate_up and down               230 + 120 = 351 us
 
-Medians at the power limit: replays of one case differ by up to 20%. Other runs, of which nothing is kept, gave
-1216-1280 / 1125-1179 for FP8 8 x 4096 (torch 1227-1379 / 983-1269) and 771-786 / 767 for BF16 (705-745 / 690-761).
+Medians at the power limit: replays of one case differ by up to 20%, the first and so the coolest ones gave 1217 / 1099
+for FP8 8 x 4096. Other runs, of which nothing is kept, gave 1216-1280 / 1125-1179 (torch 1227-1379 / 983-1269) and
+771-786 / 767 for BF16 (705-745 / 690-761).
 
 What each version brought (FP8 8 x 4096, (4096, 7168); decode is 32 x 32, gate_up + down):
 
@@ -31,10 +32,20 @@ What each version brought (FP8 8 x 4096, (4096, 7168); decode is 32 x 32, gate_u
     4. scales through the ring instead of loads by the math warps, one multiply-add for each partial sum: 1280.
     5. the next stage's barrier and scales under the first product of this one: 1363 to 1185 cycles a stage, of which
        the tensor cores need 1024; no faster here at the power limit, (7168, 2048) from 1035 to 1146; 228 + 121 us.
+    6. rows from registers, read once by ldmatrix for both halves: in two runs 1112 to 1199 and 1057 to 1104,
+       (7168, 2048) 1023 to 1011 and 985 to 975; the coolest replays as before.
+
+What bounds it, by Nsight Compute on (4096, 7168): BF16 keeps the tensor cores busy 94% of the cycles and is bound by
+power. FP8 keeps them busy 68% (62% with K = 2048), about 1470 cycles a stage, at 1.55 GHz and 690 W; shared memory is
+half used, L2 too (3.8 KB a cycle, BF16 takes 5.3), and the math warps hardly wait for a stage. A warpgroup's own chain
+is as long: two products of 256 cycles each take about 330 until they can be read, then 190 for 64 multiply-adds beside
+the other's products, 75 for the next rows, 120 for the release and the turn of the loop. A third warpgroup would hide
+it, but a gated tile needs 128 sums of a thread.
 
 Dropped: turns of the warpgroups at the tensor cores (-11%: multiply-adds take 2.5 cycles beside the other warpgroup's
-products, which compete for registers, and 1.4 when the tensor cores rest); rows from registers with two sets of partial
-sums of 64 columns (1174: 4.8 cycles beside products of the same warp); a head start of one warpgroup for BF16 (-6%).
+products, which compete for registers, and 1.4 when the tensor cores rest), also when handed over at issue, before the
+last product or after it (1743 us to 1944, 1800 and 1962); rows from registers with two sets of partial sums of 64
+columns (1174: 4.8 cycles beside products of the same warp); a head start of one warpgroup for BF16 (-6%).
 """
 
 from __future__ import annotations

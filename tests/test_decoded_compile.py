@@ -153,6 +153,7 @@ VARIANTS = [
     (PREFILL, "nvfp4", "bf16", 2880, None, "float16"),
     (PREFILL, "mxfp8", "mxfp8", 7168, None, "bfloat16"),
     (PREFILL, "mxfp8", "mxfp8", 2880, SwiGLU(), "bf16"),
+    (PREFILL, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8"),
 ]
 
 
@@ -248,3 +249,14 @@ def test_other_gpus_are_refused(recorded: list[Recorded], monkeypatch: pytest.Mo
     with pytest.raises(ValueError, match=r"^w: prepared for Hopper, got another GPU; use w\.restore"):
         decoded_gemm.decoded_gemm(rows_of("nvfp4", 4, 128), weights_of("nvfp4", 64, 128, None), torch.empty(4, 64))
     assert not recorded
+
+
+def test_the_kernel_clamps_and_inverts_the_encode_scale_itself(recorded: list[Recorded]) -> None:
+    """No kernel of torch's runs before it: a tensor goes to it as it is, with memory for `1 / gsf`."""
+    a, w, given = rows_of("nvfp4", 4, 128), weights_of("nvfp4", 64, 128, GateUpOrder.GATE_UP), torch.tensor([2.0**120])
+    hidden, gsf = empty_intermediate(a, w, "nvfp4", given, False)
+    assert gsf is not None and gsf.data_ptr() == given.data_ptr() and gsf.shape == (1,)
+    assert hidden.row_scale is not None and hidden.row_scale.shape == (4,)
+    finished, clamped = empty_intermediate(a, w, "nvfp4", given)
+    assert clamped is not None and float(clamped) == 2.0**100
+    assert finished.row_scale is not None and finished.row_scale.tolist() == [2.0**-100] * 4

@@ -66,6 +66,7 @@ def test_variants_compile_to_tensor_core_instructions() -> None:
         ptx = nvrtc.compile_source(tma.SOURCE, variant, "compute_90a").decode()
         wgmma = "m64n128k32.f32.e4m3.e4m3" if variant["FP8"] else "m64n256k16.f32.bf16.bf16"
         assert f"wgmma.mma_async.sync.aligned.{wgmma}" in ptx, variant
+        assert ("ldmatrix" in ptx) == bool(variant["FP8"]), variant
         assert "cp.async.bulk.tensor.4d" in ptx and "setmaxnreg.inc" in ptx, variant
         assert ("multicast::cluster" in ptx) == (variant["CLUSTER"] == 2), variant
 

@@ -1,0 +1,85 @@
+"""What runs under compute-sanitizer takes every kernel in both regimes, and its reports are read as they are meant."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_runtime.formats import FORMATS
+from moe_runtime.kernels import decoded_gemm, tma_gemm
+from moe_runtime.kernels.decoded_layout import DECODED_FORMATS
+from moe_runtime.launch import sanitize
+from moe_runtime.launch.gemm_data import make_rows
+
+pytestmark = pytest.mark.cpu_only
+
+CLEAN = {
+    "memcheck": "========= ERROR SUMMARY: 0 errors",
+    "racecheck": "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
+}
+
+
+def test_cases_take_both_regimes_of_each_kernel() -> None:
+    rng = torch.Generator().manual_seed(0)
+    seen: dict[str, set[Any]] = {name: set() for name in FORMATS}
+    gathers = set()
+    for case in sanitize.cases():
+        rows = make_rows(case, 0, rng)
+        choose = decoded_gemm.choose_shape if rows.format in DECODED_FORMATS else tma_gemm.choose_regime
+        seen[case.format].add(choose(rows.capacity, rows.num_groups))
+        gathers.add((case.format, rows.row_index is not None))
+    for name, fmt in FORMATS.items():
+        kernel: Any = decoded_gemm if fmt in DECODED_FORMATS else tma_gemm
+        assert seen[name] == {kernel.DECODE, kernel.PREFILL}
+        assert {(name, True), (name, False)} <= gathers
+
+
+@pytest.mark.parametrize("tool", sanitize.TOOLS)
+def test_summaries(tool: str) -> None:
+    assert sanitize.findings(CLEAN[tool]) == 0
+    assert sanitize.findings(CLEAN[tool].replace(": 0", ": 3")) == 3
+    assert sanitize.findings("========= COMPUTE-SANITIZER\n") is None
+
+
+@pytest.mark.parametrize(
+    ("code", "lost", "summary", "passed"),
+    [(0, 0, 0, True), (1, 0, 0, False), (0, 1, 0, False), (0, 0, 2, False), (0, 0, None, False)],
+)
+def test_a_run_passes_when_all_cases_ran_without_findings(
+    code: int, lost: int, summary: int | None, passed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = [case.name for case in sanitize.cases()]
+    lines = names[lost:] if summary is None else [*names[lost:], f"========= ERROR SUMMARY: {summary} errors"]
+
+    def finished(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        assert command[:3] == ["compute-sanitizer", "--tool", "memcheck"] and command[-2:] == ["--run", "auto"]
+        return subprocess.CompletedProcess(command, code, "\n".join(lines), "")
+
+    monkeypatch.setattr(subprocess, "run", finished)
+    result = sanitize.check("memcheck", "auto", 1.0)
+    assert result["passed"] is passed and result["cases"] == names[lost:] and bool(result["output"]) is not passed
+
+
+def test_a_run_that_takes_too_long_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def late(command: list[str], timeout: float, **_: Any) -> None:
+        raise subprocess.TimeoutExpired(command, timeout, output=b"half a line")
+
+    monkeypatch.setattr(subprocess, "run", late)
+    result = sanitize.check("racecheck", "triton", 0.5)
+    assert not result["passed"] and result["output"] == ["half a line"] and result["findings"] is None
+
+
+def test_the_program_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sanitize.shutil, "which", lambda _: None)
+    assert sanitize.main([]) == 2
+    assert "expected compute-sanitizer on PATH" in capsys.readouterr().err
+    monkeypatch.setattr(sanitize.shutil, "which", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert sanitize.main([]) == 2
+    assert "expected a CUDA GPU" in capsys.readouterr().err
+    assert sanitize.main(["--json", str(Path("no") / "such" / "file")]) == 2
+    assert "--json: no folder" in capsys.readouterr().err
