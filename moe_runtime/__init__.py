@@ -9,7 +9,7 @@ Layers, from the top; a module imports from its own layer or from those below it
     op_weights, op_inputs, op_scales, op_arguments
     context, memory
     kernels.*, comm.*, prepared, weights, token_format, geometry
-    grouped, plan, formats, config, errors, metrics
+    grouped, plan, formats, families, config, errors, metrics
 """
 
 from __future__ import annotations

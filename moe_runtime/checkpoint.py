@@ -19,6 +19,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig
+from moe_runtime.families import layer_config
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -56,25 +57,12 @@ def layer_config_from_checkpoint(path: str | Path, **overrides: Any) -> MoELayer
     (`**config.model_dump()`) to check that it fits the checkpoint.
 
     Raises:
-        ValueError: for a `config.json` that is missing, broken or of another kind of model, for values that
-            `MoELayerConfig` refuses, and for overrides that contradict the checkpoint; names file and key.
+        ValueError: for a `config.json` that is missing, broken or of a family that `moe_runtime.families` does not
+            know, for values that `MoELayerConfig` refuses, and for overrides that contradict the checkpoint; names
+            file and key.
     """
-    sizes = _Sizes.read(Path(path))
-    router = RouterConfig(kind="softmax", renormalize=sizes.norm_topk_prob)
-    stored = {
-        "hidden_size": sizes.hidden_size,
-        "intermediate_size": sizes.intermediate_size,
-        "num_experts": sizes.num_experts,
-        "top_k": sizes.top_k,
-        "router": router,
-    }
-    config = MoELayerConfig.model_validate(stored | overrides)
-    for key, value in stored.items():
-        if getattr(config, key) != value:
-            raise ValueError(f"{key}: {sizes.file} says {value!r}, got {getattr(config, key)!r}")
-    if config.activation != ActivationConfig():
-        raise ValueError(f"activation: {sizes.file} says plain SwiGLU, gate above up, got {config.activation!r}")
-    return config
+    file = Path(path) / "config.json"
+    return layer_config(_read_json(file), source=str(file), **overrides)
 
 
 def read_qwen3_moe_router(path: str | Path, layer: int) -> torch.Tensor:
@@ -127,8 +115,12 @@ def write_qwen3_moe_checkpoint(
     Weights are normal with variance 1 / fan-in, as trained ones are to within a small factor, so that unit tokens
     give logits, gates and outputs of order 1. One shard gives `model.safetensors`, more give an index.
     """
-    if config.router.kind != "softmax" or config.activation != ActivationConfig():
-        raise ValueError("config: a Qwen3-MoE checkpoint has a softmax router and plain SwiGLU with gate above up")
+    plain = config.router == RouterConfig(renormalize=config.router.renormalize)
+    if not plain or config.activation != ActivationConfig() or config.expert_bias or config.shared_expert is not None:
+        raise ValueError(
+            "config: a Qwen3-MoE checkpoint has a plain softmax router, plain SwiGLU with gate above up, no biases and "
+            "no shared expert"
+        )
     folder = Path(path)
     folder.mkdir(parents=True, exist_ok=True)
     generator = torch.Generator().manual_seed(seed)

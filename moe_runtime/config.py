@@ -60,10 +60,13 @@ class _Model(BaseModel):
 class RouterConfig(_Model):
     """How a token chooses its experts."""
 
-    kind: Literal["softmax", "sigmoid"] = Field(
-        default="softmax", description="softmax as in Qwen3-MoE and Mixtral, sigmoid as in DeepSeek-V3"
+    kind: Literal["softmax", "topk_softmax", "sigmoid"] = Field(
+        default="softmax",
+        description="softmax before the choice as in Qwen-MoE and Mixtral, topk_softmax after it as in gpt-oss, "
+        "sigmoid as in DeepSeek-V3",
     )
     renormalize: bool = Field(default=True, description="divide the chosen weights by their sum (norm_topk_prob)")
+    bias: bool = Field(default=False, description="the linear gate has a bias, which counts in choice and weights")
     num_groups: _Positive = Field(default=1, description="sigmoid: groups that the experts fall into (n_group)")
     top_groups: _Positive = Field(default=1, description="sigmoid: groups a token may choose from (topk_group)")
     scaling_factor: _Finite = Field(
@@ -75,10 +78,12 @@ class RouterConfig(_Model):
 
     @model_validator(mode="after")
     def _check(self) -> RouterConfig:
-        if self.kind == "softmax" and self.num_groups != 1:
-            raise ValueError(f"num_groups: the softmax router has no group limit, expected 1, got {self.num_groups}")
-        if self.kind == "softmax" and self.correction_bias:
-            raise ValueError("correction_bias: only the sigmoid router has one, got true with kind softmax")
+        if self.kind != "sigmoid" and self.num_groups != 1:
+            raise ValueError(f"num_groups: only the sigmoid router has a limit, expected 1, got {self.num_groups}")
+        if self.kind != "sigmoid" and self.correction_bias:
+            raise ValueError(f"correction_bias: only the sigmoid router has one, got true with kind {self.kind}")
+        if self.kind == "topk_softmax" and not self.renormalize:
+            raise ValueError("renormalize: weights of the topk_softmax router always add up to 1, expected true")
         if self.top_groups > self.num_groups:
             raise ValueError(f"top_groups: expected at most num_groups = {self.num_groups}, got {self.top_groups}")
         return self
@@ -98,6 +103,15 @@ class ActivationConfig(_Model):
         default=None, gt=0, description="gate is clamped to at most this, up to plus and minus this"
     )
     up_offset: _Finite = Field(default=0.0, description="added to up after the clamp")
+
+
+class SharedExpertConfig(_Model):
+    """An expert that every token goes through, on its own rank: SwiGLU between linears without biases."""
+
+    intermediate_size: _Positive = Field(description="numbers between its projections")
+    gated: bool = Field(
+        default=False, description="its output is multiplied by the sigmoid of a learned dot product with the token"
+    )
 
 
 class MoELayerConfig(_Model):
@@ -123,6 +137,8 @@ class MoELayerConfig(_Model):
     )
     router: RouterConfig = Field(default_factory=RouterConfig)
     activation: ActivationConfig = Field(default_factory=ActivationConfig)
+    expert_bias: bool = Field(default=False, description="both projections of every expert have a bias (gpt-oss)")
+    shared_expert: SharedExpertConfig | None = Field(default=None, description="none when not given")
 
     @model_validator(mode="before")
     @classmethod

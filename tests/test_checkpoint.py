@@ -249,7 +249,7 @@ def test_an_expert_that_the_config_does_not_have(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "mixtral"}, "model_type: expected qwen3_moe, got 'mixtral'"),
+        ({"model_type": "llama"}, "model_type: expected one of mixtral, .*, got 'llama'"),
         ({"hidden_act": "gelu"}, "hidden_act: expected silu, got 'gelu'"),
         ({"num_experts": None}, "num_experts or num_local_experts: expected a positive integer, got None"),
         ({"hidden_size": "64"}, "hidden_size: expected a positive integer, got '64'"),
@@ -279,6 +279,9 @@ def test_only_what_the_naming_can_say_is_written(tmp_path: Path) -> None:
         CONFIG.replace(router=RouterConfig(kind="sigmoid")),
         CONFIG.replace(activation={"order": "interleaved"}),
         CONFIG.replace(activation={"limit": 7.0}),
+        CONFIG.replace(router=RouterConfig(bias=True)),
+        CONFIG.replace(expert_bias=True),
+        CONFIG.replace(shared_expert={"intermediate_size": 64}),
     ):
         with pytest.raises(ValueError, match="config: a Qwen3-MoE checkpoint has"):
             write_qwen3_moe_checkpoint(tmp_path, config, seed=1)
