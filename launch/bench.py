@@ -310,6 +310,7 @@ def _sharing(first: MoELayer, layer: MoELayer) -> MoELayer:
     """`layer` with the weights of `first`."""
     layer.router = first.router
     layer.experts = first.experts
+    layer.shared_expert = first.shared_expert
     return layer
 
 

@@ -13,6 +13,7 @@ import torch
 from moe_runtime.checkpoint import iter_qwen3_moe_experts
 from moe_runtime.config import MoELayerConfig, RunConfig
 from moe_runtime.layer import MoELayer, random_expert
+from moe_runtime.loading import DenseExpert
 from moe_runtime.reference import error_bound, moe_reference
 
 ROUTINGS = ("router", "uniform", "zipf", "one")
@@ -25,7 +26,7 @@ CHECK_WEIGHTS = 2**28
 FEW_TOKENS = 4
 """Tokens per rank that are checked by default in larger layers."""
 
-ExpertSource = Callable[[int], tuple[torch.Tensor, torch.Tensor]]
+ExpertSource = Callable[[int], DenseExpert]
 
 
 def tokens(seed: int, rank: int, step: int, num_tokens: int, hidden: int) -> torch.Tensor:
@@ -88,9 +89,9 @@ def expert_source(run: RunConfig) -> ExpertSource:
     if checkpoint is None:
         return lambda expert: random_expert(run.layer, run.seed, expert)
 
-    def read(expert: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def read(expert: int) -> DenseExpert:
         (one,) = iter_qwen3_moe_experts(checkpoint.path, checkpoint.layer, range(expert, expert + 1))
-        return one.gate_up, one.down
+        return DenseExpert(one.gate_up, one.down)
 
     return read
 
@@ -102,15 +103,31 @@ def layer_reference(
     topk_idx_TK: torch.Tensor,
     topk_weights_TK: torch.Tensor,
 ) -> torch.Tensor:
-    """float64 `[T, H]` of `moe_reference` with unquantized weights; one expert is held at a time."""
+    """float64 `[T, H]` of `moe_reference` with unquantized weights; one expert is held at a time.
+
+    The output of a shared expert is what the layer's own gives: it is no part of the exchange and is not quantized.
+    """
     assert layer.experts is not None
     y_TH = torch.zeros(x_TH.shape, dtype=torch.float64, device=x_TH.device)
+    if layer.shared_expert is not None:
+        y_TH += layer.shared_expert(x_TH)
     for expert in topk_idx_TK.unique().tolist():
         if expert < 0:
             continue
-        gate_up, down = (w.to(x_TH.device)[None] for w in experts(expert))
-        chosen = torch.where(topk_idx_TK == expert, 0, -1)
-        y_TH += moe_reference(x_TH, chosen, topk_weights_TK, gate_up, down, layer.experts.activation)
+        gate_up, down, gate_up_bias, down_bias = (
+            None if tensor is None else tensor.to(x_TH.device)[None] for tensor in experts(expert)
+        )
+        assert gate_up is not None and down is not None
+        y_TH += moe_reference(
+            x_TH,
+            torch.where(topk_idx_TK == expert, 0, -1),
+            topk_weights_TK,
+            gate_up,
+            down,
+            layer.experts.activation,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+        )
     return y_TH
 
 

@@ -175,7 +175,7 @@ def _factor(experts: torch.Tensor, geometry: ExchangeGeometry) -> torch.Tensor:
 def _products(
     rows: GroupedRows, w: ExpertWeights | PreparedWeights
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """`(place, a @ b^T, |a| @ |b|^T)` of each group that has rows, in float64, from the dequantized operands."""
+    """`(place, a @ b^T + bias, |a| @ |b|^T + |bias|)` of each group that has rows: float64, of dequantized operands."""
     a_RK = dequantize_rows(ungrouped(rows), engine="torch").double()
     offsets = rows.group_offsets.tolist()
     for group, expert in enumerate(rows.expert_ids.tolist()):
@@ -184,7 +184,8 @@ def _products(
             one = w.expert(expert)
             one = one.restore(engine="torch") if isinstance(one, PreparedWeights) else one
             b_NK = one.dequantize(engine="torch")[0].double()
-            yield place, a_RK[place] @ b_NK.T, a_RK[place].abs() @ b_NK.T.abs()
+            bias_N = b_NK.new_zeros(()) if one.bias is None else one.bias[0].double()
+            yield place, a_RK[place] @ b_NK.T + bias_N, a_RK[place].abs() @ b_NK.T.abs() + bias_N.abs()
 
 
 def format_bytes(fmt: TokenFormat, columns: int) -> int:

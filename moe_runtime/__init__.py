@@ -5,7 +5,8 @@ Public names are imported when they are first used, so `import moe_runtime` cost
 Layers, from the top; a module imports from its own layer or from those below it, never upward:
 
     layer, virtual, launch.*
-    dispatcher, experts, checkpoint, router, reference, ops
+    dispatcher, experts, checkpoint, router, shared_expert, reference, ops
+    loading
     op_weights, op_inputs, op_scales, op_arguments
     context, memory
     kernels.*, comm.*, prepared, weights, token_format, geometry

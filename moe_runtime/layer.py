@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
@@ -16,11 +15,13 @@ from moe_runtime.config import MoELayerConfig, ParallelConfig, RunConfig, load_c
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher, collective_step
 from moe_runtime.experts import Experts
-from moe_runtime.formats import TokenFormat, token_format
+from moe_runtime.formats import token_format
+from moe_runtime.loading import DenseExpert, quantize_experts
 from moe_runtime.metrics import PhaseTimes, phase
 from moe_runtime.plan import expert_starts
 from moe_runtime.router import Router
-from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
+from moe_runtime.shared_expert import SharedExpert
+from moe_runtime.weights import GateUpOrder, SwiGLU
 
 
 @dataclass
@@ -48,6 +49,7 @@ class MoELayer(nn.Module):
         router: `moe_runtime.router.Router`.
         dispatcher: `moe_runtime.dispatcher.TokenDispatcher`.
         experts: `moe_runtime.experts.Experts`, None until weights are loaded.
+        shared_expert: `moe_runtime.shared_expert.SharedExpert`; None where the config has none.
         times: set to a `PhaseTimes` to time each phase.
     """
 
@@ -69,6 +71,9 @@ class MoELayer(nn.Module):
             agree=config.flat(),
         )
         self.experts: Experts | None = None
+        self.shared_expert: SharedExpert | None = None
+        if config.shared_expert is not None:
+            self.shared_expert = SharedExpert(config.hidden_size, config.shared_expert, self.context.device)
         self.times: PhaseTimes | None = None
 
     @classmethod
@@ -154,17 +159,24 @@ class MoELayer(nn.Module):
         weight = torch.randn(self.config.num_experts, hidden, generator=generator) * hidden**-0.5
         self.router.weight.data.copy_(weight)
         self.load_experts(random_expert(self.config, seed, expert) for expert in self.local_experts)
+        if self.shared_expert is not None:
+            for parameter in self.shared_expert.parameters():
+                weight = torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
+                parameter.data.copy_(weight)
 
-    def load_experts(self, experts: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Quantize this rank's experts, in order: for each, gate-and-up `[2I, H]` and down `[H, I]`, bf16 or fp32."""
-        config, order = self.config, GateUpOrder(self.config.activation.order)
-        fmt, device = token_format(config.weight_format), self.context.device
-        sizes = (2 * config.intermediate_size, config.hidden_size), (config.hidden_size, config.intermediate_size)
-        gate_up, down = _quantize_each(experts, fmt, order, sizes, len(self.local_experts), device)
+    def load_experts(self, experts: Iterable[DenseExpert | tuple[torch.Tensor, torch.Tensor]]) -> None:
+        """Quantize this rank's experts, in order: for each, gate-and-up `[2I, H]` and down `[H, I]`, bf16 or fp32.
+
+        Where the config says `expert_bias` each is a `DenseExpert` with its biases. Raises `ValueError` as
+        `moe_runtime.loading.quantize_experts`.
+        """
+        config = self.config
+        gate_up, down = quantize_experts(experts, config, len(self.local_experts), self.context.device)
+        activation = config.activation
         experts_of_rank = Experts(
             gate_up,
             down,
-            SwiGLU(order, config.activation.alpha, config.activation.limit, config.activation.up_offset),
+            SwiGLU(GateUpOrder(activation.order), activation.alpha, activation.limit, activation.up_offset),
             intermediate_format=token_format(config.token_format),
             intermediate_gsf=config.intermediate_gsf,
             engine=self.context.gemm_engine,
@@ -185,7 +197,8 @@ class MoELayer(nn.Module):
             x: bf16 `[..., H]`, at most `max_tokens_per_rank` tokens, 0 included.
             topk_idx, topk_weights: int32 or int64, and fp32, `[T, K]`: a router's answer for the flattened tokens
                 (both or neither; without them the layer's own router is asked). -1 is unrouted.
-            shared: bf16 `[..., H]`, output of a shared expert, added first.
+            shared: bf16 `[..., H]`, output of a shared expert, added first; only where the layer has none of its own,
+                which is added by itself.
 
         Returns:
             bf16, the shape of `x`.
@@ -206,7 +219,7 @@ class MoELayer(nn.Module):
         topk_weights: torch.Tensor | None = None,
         shared: torch.Tensor | None = None,
     ) -> LayerStep:
-        """Route and send this rank's tokens."""
+        """Route and send this rank's tokens; the shared expert takes them while they travel."""
         with collective_step(self.context):
             if self.experts is None:
                 raise ValueError("experts: no weights are loaded (load_experts, from_checkpoint or from_yaml)")
@@ -218,6 +231,8 @@ class MoELayer(nn.Module):
                 raise ValueError(f"x: expected [..., {self.config.hidden_size}], got shape {list(x.shape)}")
             if (topk_idx is None) != (topk_weights is None):
                 raise ValueError("topk_idx: expected together with topk_weights")
+            if shared is not None and self.shared_expert is not None:
+                raise ValueError("shared: expected None, the layer has a shared expert of its own")
             if shared is not None and shared.shape != x.shape:
                 raise ValueError(f"shared: expected the shape of x, {list(x.shape)}, got {list(shared.shape)}")
             tokens_TH = x.reshape(-1, self.config.hidden_size)
@@ -228,6 +243,9 @@ class MoELayer(nn.Module):
                     topk_idx, topk_weights = self.router(tokens_TH)
         with phase("dispatch_send", self.times):
             handle = self.dispatcher.dispatch_send(tokens_TH, topk_idx, topk_weights)
+        if self.shared_expert is not None:
+            with collective_step(self.context), torch.no_grad(), phase("shared_expert", self.times):
+                shared_TH = self.shared_expert(tokens_TH)
         return LayerStep(x.shape, handle, shared_TH)
 
     def compute(self, step: LayerStep) -> None:
@@ -266,13 +284,18 @@ def context_from_config(parallel: ParallelConfig) -> ExpertParallelContext:
     )
 
 
-def random_expert(config: MoELayerConfig, seed: int, expert: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """bf16 gate-and-up `[2I, H]` and down `[H, I]` of one expert, from `seed` and its id alone."""
+def random_expert(config: MoELayerConfig, seed: int, expert: int) -> DenseExpert:
+    """One expert in bf16, from `seed` and its id alone; with biases where the config has them."""
     generator = torch.Generator().manual_seed((seed * 65537 + expert + 1) % 2**63)
+
+    def normal(*shape: int, fan_in: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * fan_in**-0.5).to(torch.bfloat16)
+
     hidden, inner = config.hidden_size, config.intermediate_size
-    gate_up = torch.randn(2 * inner, hidden, generator=generator) * hidden**-0.5
-    down = torch.randn(hidden, inner, generator=generator) * inner**-0.5
-    return gate_up.to(torch.bfloat16), down.to(torch.bfloat16)
+    gate_up, down = normal(2 * inner, hidden, fan_in=hidden), normal(hidden, inner, fan_in=inner)
+    if not config.expert_bias:
+        return DenseExpert(gate_up, down)
+    return DenseExpert(gate_up, down, normal(2 * inner, fan_in=hidden), normal(hidden, fan_in=inner))
 
 
 @contextmanager
@@ -285,69 +308,3 @@ def _told_to_peers(context: ExpertParallelContext) -> Iterator[None]:
         if context.world_size > 1:
             context.abort(str(error))
         raise
-
-
-def _quantize_each(
-    experts: Iterable[tuple[torch.Tensor, torch.Tensor]],
-    fmt: TokenFormat,
-    order: GateUpOrder,
-    sizes: tuple[tuple[int, int], tuple[int, int]],
-    count: int,
-    device: torch.device,
-) -> tuple[ExpertWeights, ExpertWeights]:
-    """Quantize experts as they come, so that only one is ever held unquantized."""
-    whole: tuple[ExpertWeights, ExpertWeights] | None = None
-    seen = 0
-    for pair in _checked(experts, sizes, count):
-        parts = tuple(
-            ExpertWeights.quantize(w.to(device)[None], fmt, gate_up=order if first else False)
-            for w, first in zip(pair, (True, False), strict=True)
-        )
-        if whole is None:
-            whole = (_room_for(parts[0], count), _room_for(parts[1], count))
-        for room, part in zip(whole, parts, strict=True):
-            for name in ("quants", "scales", "expert_scales"):
-                value = getattr(part, name)
-                if value is not None:
-                    _raw(getattr(room, name))[seen] = _raw(value)[0]
-        seen += 1
-    if seen != count:
-        raise ValueError(f"experts: expected {count} for this rank, got {seen}")
-    if whole is None:
-        # A rank without experts still takes part in every step: weights of zero experts have the right shapes.
-        zeros = [torch.zeros(1, *size, dtype=torch.bfloat16, device=device) for size in sizes]
-        gate_up, down = (
-            ExpertWeights.quantize(w, fmt, gate_up=order if i == 0 else False) for i, w in enumerate(zeros)
-        )
-        whole = (_room_for(gate_up, 0), _room_for(down, 0))
-    return whole
-
-
-def _checked(
-    experts: Iterable[tuple[torch.Tensor, torch.Tensor]], sizes: tuple[tuple[int, int], tuple[int, int]], count: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    for number, pair in enumerate(experts):
-        if number >= count:
-            raise ValueError(f"experts: expected {count} for this rank, got more")
-        for name, w, size in zip(("gate_up", "down"), pair, sizes, strict=True):
-            if tuple(w.shape) != size:
-                raise ValueError(f"{name} of expert {number}: expected shape {list(size)}, got {list(w.shape)}")
-        yield pair
-
-
-def _room_for(one: ExpertWeights, count: int) -> ExpertWeights:
-    """Uninitialised weights of `count` experts like the single one of `one`."""
-
-    def room(tensor: Any) -> Any:
-        return (
-            None
-            if tensor is None
-            else torch.empty((count, *tensor.shape[1:]), dtype=tensor.dtype, device=tensor.device)
-        )
-
-    return replace(one, quants=room(one.quants), scales=room(one.scales), expert_scales=room(one.expert_scales))
-
-
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """One-byte floats as uint8, for which every operation exists."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor

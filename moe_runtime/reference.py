@@ -36,8 +36,13 @@ def moe_reference(
     gate_up: torch.Tensor,
     down: torch.Tensor,
     activation: SwiGLU | None = None,
+    *,
+    gate_up_bias: torch.Tensor | None = None,
+    down_bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """`y[t] = sum over k of topk_weights[t, k] * down[e] @ swiglu(gate_up[e] @ x[t])`, `e = topk_idx[t, k]`.
+
+    Biases, where there are any, are added to both products.
 
     Every operand is taken as it is and converted to float64, one expert at a time.
 
@@ -48,6 +53,8 @@ def moe_reference(
         gate_up: `[E, 2I, H]`, rows in the order that `activation` says.
         down: `[E, H, I]`.
         activation: None is `silu(gate) * up`, gate above up.
+        gate_up_bias: `[E, 2I]`, rows in the same order.
+        down_bias: `[E, H]`.
 
     Returns:
         float64 `[T, H]`.
@@ -65,6 +72,9 @@ def moe_reference(
         )
     if tuple(down.shape) != (experts, hidden, rows // 2):
         raise ValueError(f"down: expected {[experts, hidden, rows // 2]}, got {list(down.shape)}")
+    for name, bias, columns in (("gate_up_bias", gate_up_bias, rows), ("down_bias", down_bias, hidden)):
+        if bias is not None and tuple(bias.shape) != (experts, columns):
+            raise ValueError(f"{name}: expected {[experts, columns]}, got {list(bias.shape)}")
     if topk_idx.numel() and not (-1 <= int(topk_idx.min()) and int(topk_idx.max()) < experts):
         raise ValueError(
             f"topk_idx: expected ids of -1 .. {experts - 1}, got {int(topk_idx.min())} .. {int(topk_idx.max())}"
@@ -74,8 +84,13 @@ def moe_reference(
         if expert < 0:
             continue
         token, k = torch.where(topk_idx == expert)
-        inner = swiglu_reference(x[token].double() @ gate_up[expert].double().T, activation)
-        y_TH.index_add_(0, token, (inner @ down[expert].double().T) * topk_weights[token, k].double()[:, None])
+        projected = x[token].double() @ gate_up[expert].double().T
+        if gate_up_bias is not None:
+            projected += gate_up_bias[expert].double()
+        output = swiglu_reference(projected, activation) @ down[expert].double().T
+        if down_bias is not None:
+            output += down_bias[expert].double()
+        y_TH.index_add_(0, token, output * topk_weights[token, k].double()[:, None])
     return y_TH
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from moe_runtime.config import RouterConfig
+from moe_runtime.loading import copy_checked
 
 
 def softmax_topk(
@@ -34,6 +35,26 @@ def softmax_topk(
     if renormalize:
         weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
     return idx_TK.to(torch.int32), weights_TK * scaling_factor
+
+
+def topk_softmax(
+    logits_TE: torch.Tensor, top_k: int, *, scaling_factor: float = 1.0
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The `top_k` largest logits, then softmax over these, as in gpt-oss.
+
+    The same numbers as `softmax_topk` with `renormalize`, but for their last bits: nothing is divided twice.
+
+    Args:
+        logits_TE: any float dtype; computed in fp32. A NaN counts as the largest.
+        scaling_factor: multiplies the weights at the end.
+
+    Returns:
+        ids int32 `[T, K]` and weights fp32 `[T, K]`, by falling logit, ties to the lowest id.
+    """
+    _check_logits(logits_TE, top_k)
+    logits_TE = logits_TE.float()
+    idx_TK = _stable_topk(logits_TE, top_k)
+    return idx_TK.to(torch.int32), logits_TE.gather(1, idx_TK).softmax(dim=-1) * scaling_factor
 
 
 def sigmoid_topk(
@@ -89,6 +110,7 @@ class Router(nn.Module):
 
     Attributes:
         weight: fp32 `[E, H]`; a bf16 checkpoint fits in it exactly.
+        bias: fp32 `[E]`, added to the logits, zeros until loaded; None where the config has no bias.
         e_score_correction_bias: fp32 buffer `[E]`, zeros until loaded; None where the config has no correction bias.
     """
 
@@ -100,9 +122,29 @@ class Router(nn.Module):
         self.config = config
         weight = torch.empty(num_experts, hidden_size, dtype=torch.float32, device=device)
         self.weight = nn.Parameter(weight.normal_(std=hidden_size**-0.5), requires_grad=False)
+        zeros = torch.zeros(num_experts, dtype=torch.float32, device=device)
+        self.bias = nn.Parameter(zeros, requires_grad=False) if config.bias else None
         self.e_score_correction_bias: torch.Tensor | None
-        bias = torch.zeros(num_experts, dtype=torch.float32, device=device) if config.correction_bias else None
-        self.register_buffer("e_score_correction_bias", bias)
+        self.register_buffer("e_score_correction_bias", zeros.clone() if config.correction_bias else None)
+
+    def load(
+        self,
+        weight: torch.Tensor,
+        *,
+        bias: torch.Tensor | None = None,
+        correction_bias: torch.Tensor | None = None,
+    ) -> None:
+        """Take the gate of a checkpoint: weight `[E, H]`, biases `[E]`, any float dtype that fits in fp32.
+
+        Raises `ValueError` for a wrong shape, for a bias that the config does not have, and where one is missing.
+        """
+        copy_checked(
+            {
+                "weight": (self.weight, weight),
+                "bias": (self.bias, bias),
+                "correction_bias": (self.e_score_correction_bias, correction_bias),
+            }
+        )
 
     def logits(self, x_TH: torch.Tensor) -> torch.Tensor:
         """fp32 `[T, E]`. Raises `ValueError` for a wrong shape, an integer dtype, or an input that requires grad.
@@ -117,7 +159,8 @@ class Router(nn.Module):
         if x_TH.requires_grad and torch.is_grad_enabled():
             raise ValueError("x: requires grad, but the runtime is for inference only; detach it or use no_grad")
         with torch.no_grad():
-            return nn.functional.linear(x_TH.double(), self.weight.double()).float()
+            bias = None if self.bias is None else self.bias.double()
+            return nn.functional.linear(x_TH.double(), self.weight.double(), bias).float()
 
     def forward(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         logits_TE = self.logits(x_TH)
@@ -126,6 +169,8 @@ class Router(nn.Module):
             return softmax_topk(
                 logits_TE, self.top_k, renormalize=config.renormalize, scaling_factor=config.scaling_factor
             )
+        if config.kind == "topk_softmax":
+            return topk_softmax(logits_TE, self.top_k, scaling_factor=config.scaling_factor)
         return sigmoid_topk(
             logits_TE,
             self.top_k,

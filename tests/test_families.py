@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
-from moe_runtime.families import FAMILIES, family_of, is_moe_layer, layer_config, shared_expert
+from moe_runtime.families import FAMILIES, Family, family_of, is_moe_layer, layer_config, shared_expert
 
 GPT_OSS_ACTIVATION = ActivationConfig(order="interleaved", alpha=1.702, limit=7.0, up_offset=1.0)
 
@@ -140,14 +142,6 @@ EXPECTED = {
     },
 }
 
-TRANSFORMERS = {
-    "mixtral": "MixtralConfig",
-    "qwen2_moe": "Qwen2MoeConfig",
-    "qwen3_moe": "Qwen3MoeConfig",
-    "deepseek_v3": "DeepseekV3Config",
-    "gpt_oss": "GptOssConfig",
-}
-
 
 @pytest.mark.parametrize("name", PUBLISHED)
 def test_published_configs(name: str) -> None:
@@ -157,57 +151,38 @@ def test_published_configs(name: str) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
-def test_what_transformers_writes_means_what_its_model_does(family: Any, tmp_path: Any) -> None:
-    """Sizes are drawn apart, so that no key can stand for another."""
-    transformers = pytest.importorskip("transformers")
-    import json
+def test_what_transformers_writes_means_what_its_model_does(family: Family, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.tiny_models import gate_of, shared_of, tiny_config, tiny_model
 
-    sizes = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 2, "num_key_value_heads": 2}
-    sizes |= {"num_experts_per_tok": 3, "vocab_size": 32}
-    if family.name in ("mixtral", "gpt_oss"):
-        sizes |= {"intermediate_size": 48, "num_local_experts": 12}
-    else:
-        sizes |= {"intermediate_size": 96, "moe_intermediate_size": 48}
-        sizes |= {"n_routed_experts": 12} if family.name == "deepseek_v3" else {"num_experts": 12}
-    extra: dict[str, Any] = {
-        "qwen2_moe": {"shared_expert_intermediate_size": 80, "norm_topk_prob": True, "mlp_only_layers": [1]},
-        "qwen3_moe": {"decoder_sparse_step": 2},
-        "deepseek_v3": {
-            **{"n_group": 3, "topk_group": 2, "n_shared_experts": 2, "routed_scaling_factor": 1.5},
-            **{"first_k_dense_replace": 2, "num_mtp_layers": 0, "norm_topk_prob": False},
-            **{"q_lora_rank": 16, "kv_lora_rank": 16, "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8},
-        },
-        "gpt_oss": {"swiglu_alpha": 1.5, "swiglu_limit": 5.0, "head_dim": 16},
-    }.get(family.name, {})
-    config = getattr(transformers, TRANSFORMERS[family.name])(**sizes, **extra)
-    config.save_pretrained(tmp_path)
+    changes = {"swiglu_alpha": 1.5, "swiglu_limit": 5.0} if family.name == "gpt_oss" else {}
+    tiny_config(family.name, **changes).save_pretrained(tmp_path)
     data = json.loads((tmp_path / "config.json").read_text())
     assert family_of(data) is family
+    model = tiny_model(family.name, 0, **changes)
     got = layer_config(data, max_tokens_per_rank=8)
-    assert got == layer_config(config.to_dict(), max_tokens_per_rank=8)
-    model = transformers.AutoModelForCausalLM.from_config(config)
+    assert got == layer_config(model.config.to_dict(), max_tokens_per_rank=8)
     for index, decoder in enumerate(model.model.layers):
-        experts = getattr(decoder.mlp, "experts", None)
-        assert is_moe_layer(data, index) == (experts is not None)
-        if experts is None:
+        block = decoder.mlp
+        assert is_moe_layer(data, index) == hasattr(block, "experts")
+        if not hasattr(block, "experts"):
             continue
-        rows = experts.gate_up_proj.mT if family.name == "gpt_oss" else experts.gate_up_proj
+        gate, experts, shared = gate_of(block), block.experts, shared_of(block)
+        rows = experts.gate_up_proj.mT if experts.is_transposed else experts.gate_up_proj
         assert tuple(rows.shape) == (got.num_experts, 2 * got.intermediate_size, got.hidden_size)
-        gate = decoder.mlp.router if family.name == "gpt_oss" else decoder.mlp.gate
-        assert gate.top_k == got.top_k
+        assert (got.activation.order == "interleaved") != experts.is_concatenated
+        assert got.expert_bias == experts.has_bias
+        assert got.top_k == gate.top_k
         assert got.router.bias == (getattr(gate, "bias", None) is not None)
-        assert got.expert_bias == hasattr(experts, "gate_up_proj_bias")
         assert got.router.correction_bias == hasattr(gate, "e_score_correction_bias")
-        if hasattr(gate, "norm_topk_prob"):
-            assert got.router.renormalize == gate.norm_topk_prob
-        shared = getattr(decoder.mlp, "shared_expert", None) or getattr(decoder.mlp, "shared_experts", None)
+        assert got.router.renormalize == getattr(gate, "norm_topk_prob", True)
+        assert got.router.num_groups == getattr(gate, "num_group", 1)
+        assert got.router.top_groups == getattr(gate, "topk_group", 1)
+        assert got.router.scaling_factor == getattr(gate, "routed_scaling_factor", 1.0)
         assert (got.shared_expert is None) == (shared is None)
         if got.shared_expert is not None:
             assert shared.gate_proj.out_features == got.shared_expert.intermediate_size
-            assert got.shared_expert.gated == hasattr(decoder.mlp, "shared_expert_gate")
-    if family.name == "deepseek_v3":
-        want = RouterConfig(**SIGMOID, renormalize=False, num_groups=3, top_groups=2, scaling_factor=1.5)
-        assert got.router == want
+            assert got.shared_expert.gated == hasattr(block, "shared_expert_gate")
     if family.name == "gpt_oss":
         assert got.activation == GPT_OSS_ACTIVATION.replace(alpha=1.5, limit=5.0)
 

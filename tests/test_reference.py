@@ -67,6 +67,30 @@ def test_the_order_of_gate_and_up_is_a_matter_of_rows(order: GateUpOrder) -> Non
     torch.testing.assert_close(swiglu_reference(mixed, SwiGLU(order)), want, rtol=2**-45, atol=2**-45)
 
 
+def test_reference_with_biases_is_transformers_gpt_oss_experts() -> None:
+    modeling = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    from transformers import GptOssConfig
+
+    config = GptOssConfig(hidden_size=H, intermediate_size=INNER, num_local_experts=E, experts_implementation="eager")
+    experts = modeling.GptOssExperts(config).double()
+    x, idx, weights, *_ = random_layer(3)
+    with torch.no_grad():
+        for parameter in experts.parameters():
+            parameter.normal_()
+        want = experts(x.double(), idx.long(), weights.double())
+    got = moe_reference(
+        x,
+        idx,
+        weights,
+        experts.gate_up_proj.mT,
+        experts.down_proj.mT,
+        GPT_OSS,
+        gate_up_bias=experts.gate_up_proj_bias,
+        down_bias=experts.down_proj_bias,
+    )
+    torch.testing.assert_close(got, want, rtol=2**-40, atol=2**-40)
+
+
 def test_unrouted_entries_add_nothing_and_no_tokens_are_no_rows() -> None:
     x, idx, weights, gate_up, down = random_layer(2)
     full = moe_reference(x, idx, weights, gate_up, down)
@@ -89,6 +113,10 @@ def test_bad_arguments_are_named() -> None:
         moe_reference(x, idx, weights[:, :1], gate_up, down)
     with pytest.raises(ValueError, match="down: expected"):
         moe_reference(x, idx, weights, gate_up, down[:-1])
+    with pytest.raises(ValueError, match=rf"down_bias: expected \[{E}, {H}\]"):
+        moe_reference(x, idx, weights, gate_up, down, down_bias=torch.zeros(E, H + 1))
+    with pytest.raises(ValueError, match=rf"gate_up_bias: expected \[{E}, {2 * INNER}\]"):
+        moe_reference(x, idx, weights, gate_up, down, gate_up_bias=torch.zeros(2 * INNER))
     for bad in (-2, E):
         with pytest.raises(ValueError, match=rf"topk_idx: expected ids of -1 \.\. {E - 1}, got .*{bad}"):
             moe_reference(x, torch.where(idx == idx[0, 0], bad, idx), weights, gate_up, down)

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from moe_runtime import router as router_module
 from moe_runtime.config import RouterConfig
-from moe_runtime.router import Router, sigmoid_topk, softmax_topk
+from moe_runtime.families import layer_config
+from moe_runtime.router import Router, sigmoid_topk, softmax_topk, topk_softmax
 
 
 def by_id(idx_TK: torch.Tensor, weights_TK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -86,6 +87,102 @@ def test_sigmoid_is_transformers_deepseek_v3(device: torch.device, num_groups: i
     want_idx, want_weights = by_id(idx_TK, weights_TK)
     torch.testing.assert_close(got_idx, want_idx, rtol=0, atol=0)
     torch.testing.assert_close(got_weights, want_weights, rtol=2**-20, atol=0)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+@pytest.mark.parametrize("normalized", [False, True])
+def test_every_family_routes_as_its_module_does(
+    family: str, normalized: bool, device: torch.device, seed: int, rng: torch.Generator
+) -> None:
+    """Their modules in fp32 against ours: the same ids wherever no two scores are closer than fp32 sums may blur.
+
+    Told apart are the scores that decide, in float64: the last that is chosen and the first that is not, of experts
+    and of groups.
+    """
+    pytest.importorskip("transformers")
+    from tests.tiny_models import gate_of, moe_blocks, tiny_model
+
+    changes = {"norm_topk_prob": normalized} if family in ("qwen2_moe", "qwen3_moe", "deepseek_v3") else {}
+    model = tiny_model(family, seed, num_hidden_layers=2, **changes)
+    theirs = gate_of(moe_blocks(model)[0]).to(device)
+    config = layer_config(model.config.to_dict(), max_tokens_per_rank=8)
+    assert not changes or config.router.renormalize == normalized
+    ours = Router(config.hidden_size, config.num_experts, config.top_k, config.router, device)
+    bias = getattr(theirs, "bias", None)
+    ours.load(theirs.weight, bias=bias, correction_bias=getattr(theirs, "e_score_correction_bias", None))
+    x_TH = torch.randn(500, config.hidden_size, generator=rng).to(device)
+    with torch.no_grad():
+        _, weights_TK, idx_TK = theirs(x_TH)
+        logits_TE = torch.nn.functional.linear(
+            x_TH.double(), theirs.weight.double(), None if bias is None else bias.double()
+        )
+    got_idx, got_weights = ours(x_TH)
+    clear = margins(logits_TE, config.router, ours.e_score_correction_bias, config.top_k) > 2**-16
+    assert clear.sum() > 450
+    got_idx, got_weights = by_id(got_idx, got_weights)
+    want_idx, want_weights = by_id(idx_TK, weights_TK)
+    torch.testing.assert_close(got_idx[clear], want_idx[clear], rtol=0, atol=0)
+    # An error of 2^-20 in a logit of a few units becomes a relative one of that size in a weight.
+    torch.testing.assert_close(got_weights[clear], want_weights[clear], rtol=2**-16, atol=0)
+
+
+def margins(logits_TE: torch.Tensor, config: RouterConfig, bias_E: torch.Tensor | None, k: int) -> torch.Tensor:
+    """How far apart the scores are that decide, of each token."""
+
+    def gap(scores: torch.Tensor, k: int) -> torch.Tensor:
+        if k == scores.shape[-1]:
+            return torch.full_like(scores[..., 0], math.inf)
+        best = scores.sort(dim=-1, descending=True).values
+        return best[..., k - 1] - best[..., k]
+
+    if config.kind != "sigmoid":
+        return gap(logits_TE, k)
+    scores_TE = logits_TE.sigmoid() + (0 if bias_E is None else bias_E.double())
+    grouped = scores_TE.unflatten(-1, (config.num_groups, -1))
+    of_groups = grouped.topk(2, dim=-1).values.sum(dim=-1)
+    allowed = torch.zeros_like(of_groups).scatter_(1, of_groups.topk(config.top_groups).indices, 1).bool()
+    masked = grouped.masked_fill(~allowed[:, :, None], -math.inf).flatten(1)
+    return torch.minimum(gap(of_groups, config.top_groups), gap(masked, k))
+
+
+def test_softmax_after_the_choice_against_a_search(rng: torch.Generator) -> None:
+    logits_TE = torch.randint(-3, 4, (200, 9), generator=rng).float()
+    for k in (1, 4, 9):
+        idx_TK, weights_TK = topk_softmax(logits_TE, k, scaling_factor=2.0)
+        assert (idx_TK.dtype, weights_TK.dtype) == (torch.int32, torch.float32)
+        for row, ids, weights in zip(logits_TE.tolist(), idx_TK.tolist(), weights_TK.tolist(), strict=True):
+            want = lowest_first(row, k)
+            assert ids == want
+            total = sum(math.exp(row[e]) for e in want)
+            np.testing.assert_allclose(weights, [2 * math.exp(row[e]) / total for e in want], rtol=2**-20)
+
+
+def test_softmax_after_the_choice_does_not_see_the_others() -> None:
+    logits_TE = torch.tensor([[-200.0, -201.0, -math.inf]])
+    _, weights_TK = topk_softmax(logits_TE, 2)
+    torch.testing.assert_close(weights_TK, torch.tensor([[1.0, math.exp(-1)]]) / (1 + math.exp(-1)))
+
+
+def test_the_bias_of_the_gate_counts_in_choice_and_weights(device: torch.device) -> None:
+    router = Router(16, 4, 2, RouterConfig(kind="topk_softmax", bias=True), device)
+    router.load(torch.zeros(4, 16), bias=torch.tensor([0.0, 1.0, -1.0, 3.0]))
+    idx_TK, weights_TK = router(torch.ones(1, 16, device=device))
+    assert idx_TK.tolist() == [[3, 1]]
+    torch.testing.assert_close(weights_TK.cpu(), torch.tensor([[3.0, 1.0]]).softmax(-1))
+
+
+def test_loading_takes_what_the_config_has_and_nothing_else() -> None:
+    weight_EH, bias_E = torch.randn(4, 16).bfloat16(), torch.randn(4)
+    router = Router(16, 4, 2, RouterConfig(kind="sigmoid", correction_bias=True))
+    router.load(weight_EH, correction_bias=bias_E)
+    assert torch.equal(router.weight, weight_EH.float()) and torch.equal(router.e_score_correction_bias, bias_E)
+    with pytest.raises(ValueError, match=r"correction_bias: expected shape \[4\], got none"):
+        router.load(weight_EH)
+    with pytest.raises(ValueError, match=r"bias: expected none, got shape \[4\]"):
+        router.load(weight_EH, bias=bias_E, correction_bias=bias_E)
+    with pytest.raises(ValueError, match=r"weight: expected shape \[4, 16\], got shape \[16, 4\]"):
+        router.load(torch.zeros(16, 4), correction_bias=torch.zeros(4))
+    assert torch.equal(router.weight, weight_EH.float()) and torch.equal(router.e_score_correction_bias, bias_E)
 
 
 # Few distinct values, all exact in fp32 together with their differences: ties are the rule.

@@ -1,0 +1,57 @@
+"""The shared expert of a layer: each token goes through it on its own rank."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from moe_runtime.config import SharedExpertConfig
+from moe_runtime.loading import copy_checked
+
+
+class SharedExpert(nn.Module):
+    """SwiGLU between bf16 linears, the whole of it on every rank: `down(silu(gate(x)) * up(x))`.
+
+    Where `gated`, times `sigmoid(x @ token_gate)`, as in Qwen2-MoE; without, as in DeepSeek-V3. The operations and
+    their roundings are those of these models in bf16. They are torch's, so on GPUs the last bits of a token may
+    depend on how many there are.
+
+    Attributes:
+        gate_proj, up_proj: bf16 `[S, H]`, `S` being `config.intermediate_size`.
+        down_proj: bf16 `[H, S]`.
+        token_gate: bf16 `[1, H]`; None where not `gated`.
+    """
+
+    def __init__(self, hidden_size: int, config: SharedExpertConfig, device: torch.device | None = None) -> None:
+        super().__init__()
+        inner = config.intermediate_size
+        self.gate_proj = _random(inner, hidden_size, device)
+        self.up_proj = _random(inner, hidden_size, device)
+        self.down_proj = _random(hidden_size, inner, device)
+        self.token_gate = _random(1, hidden_size, device) if config.gated else None
+
+    def load(
+        self,
+        gate_proj: torch.Tensor,
+        up_proj: torch.Tensor,
+        down_proj: torch.Tensor,
+        token_gate: torch.Tensor | None = None,
+    ) -> None:
+        """Take the weights of a checkpoint, of the shapes above; they are rounded to bf16.
+
+        Raises `ValueError` for a wrong shape, and for a gate that is missing or not expected.
+        """
+        given = {"gate_proj": gate_proj, "up_proj": up_proj, "down_proj": down_proj, "token_gate": token_gate}
+        copy_checked({name: (getattr(self, name), tensor) for name, tensor in given.items()})
+
+    def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
+        """bf16 `[T, H]` of bf16 `[T, H]`."""
+        linear = nn.functional.linear
+        inner_TS = nn.functional.silu(linear(x_TH, self.gate_proj)) * linear(x_TH, self.up_proj)
+        y_TH = linear(inner_TS, self.down_proj)
+        return y_TH if self.token_gate is None else torch.sigmoid(linear(x_TH, self.token_gate)) * y_TH
+
+
+def _random(rows: int, columns: int, device: torch.device | None) -> nn.Parameter:
+    weight = torch.randn(rows, columns, device=device) * columns**-0.5
+    return nn.Parameter(weight.to(torch.bfloat16), requires_grad=False)
