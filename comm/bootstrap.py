@@ -90,6 +90,9 @@ class RankGroup:
         if len({step for step, _ in answers}) > 1:
             steps = describe_ranks([step for step, _ in answers])
             raise ValueError(f"group: its ranks are not at the same step, {steps}")
+        # Every rank has come to this call, so none still reads the answers to the one before.
+        if self._calls > 1:
+            self._store.delete_key(f"{self._prefix}/{self._calls - 1}/{self.rank}")
         return [answer for _, answer in answers]
 
     def barrier(self, what: str = "barrier") -> None:

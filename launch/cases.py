@@ -78,6 +78,7 @@ def step_inputs(
     config, device = layer.config, layer.context.device
     x_TH = tokens(seed, rank, step, num_tokens, config.hidden_size).to(device)
     if kind == "router":
+        assert layer.router is not None
         return x_TH, *layer.router(x_TH)
     idx_TK, weights_TK = routing(kind, seed, rank, step, num_tokens, config.num_experts, config.top_k)
     return x_TH, idx_TK.to(device), weights_TK.to(device)

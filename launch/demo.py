@@ -122,7 +122,8 @@ def run_formats(context: ExpertParallelContext, checkpoint: Path, console: Conso
     with Progress(*columns, console=console, disable=console.quiet) as progress:
         task = progress.add_task("rank 0", total=len(FORMATS) * len(experts))
         for layer in layers.values():
-            layer.router.weight.data.copy_(read_qwen3_moe_router(checkpoint, 0))
+            assert layer.router is not None
+            layer.router.load(read_qwen3_moe_router(checkpoint, 0))
             layer.load_experts(
                 (expert.gate_up, expert.down)
                 for expert in _counted(iter_qwen3_moe_experts(checkpoint, 0, experts), progress, task)

@@ -4,7 +4,8 @@ Public names are imported when they are first used, so `import moe_runtime` cost
 
 Layers, from the top; a module imports from its own layer or from those below it, never upward:
 
-    layer, virtual, launch.*
+    parallel, virtual, launch.*
+    layer
     dispatcher, experts, checkpoint, router, shared_expert, reference, ops
     loading
     op_weights, op_inputs, op_scales, op_arguments
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
     from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
     from moe_runtime.layer import MoELayer
     from moe_runtime.memory import reserved_bytes
+    from moe_runtime.parallel import ExpertParallel, apply_expert_parallel
     from moe_runtime.prepared import PreparedWeights
     from moe_runtime.router import Router
     from moe_runtime.token_format import NVFP4TokenFormat, RecordLayout
@@ -49,6 +51,7 @@ __all__ = [
     "CombineSink",
     "DispatchHandle",
     "DispatchedTokens",
+    "ExpertParallel",
     "ExpertParallelContext",
     "ExpertWeights",
     "Experts",
@@ -72,6 +75,7 @@ __all__ = [
     "SwiGLU",
     "TokenDispatcher",
     "TokenFormat",
+    "apply_expert_parallel",
     "dequantize_rows",
     "load_config",
     "quantize_rows",
@@ -84,6 +88,7 @@ _MODULE_OF = {
     "CombineSink": "dispatcher",
     "DispatchHandle": "dispatcher",
     "DispatchedTokens": "dispatcher",
+    "ExpertParallel": "parallel",
     "ExpertParallelContext": "context",
     "ExpertWeights": "weights",
     "Experts": "experts",
@@ -107,6 +112,7 @@ _MODULE_OF = {
     "SwiGLU": "weights",
     "TokenDispatcher": "dispatcher",
     "TokenFormat": "formats",
+    "apply_expert_parallel": "parallel",
     "dequantize_rows": "kernels.quantize",
     "load_config": "config",
     "quantize_rows": "kernels.quantize",

@@ -8,7 +8,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.checkpoint import iter_qwen3_moe_experts, layer_config_from_checkpoint, read_qwen3_moe_router
 from moe_runtime.config import MoELayerConfig, ParallelConfig, RunConfig, load_config
@@ -44,20 +46,26 @@ class MoELayer(nn.Module):
         config: sizes, formats, router, activation.
         context: the group's memory and signals, shared by all layers of a group; None makes one for the default group
             (one rank where torch.distributed is not initialised).
+        router: False for a layer whose every call brings a router's answer: no weights are kept for it.
 
     Attributes:
-        router: `moe_runtime.router.Router`.
+        router: `moe_runtime.router.Router`; None where there is none.
         dispatcher: `moe_runtime.dispatcher.TokenDispatcher`.
         experts: `moe_runtime.experts.Experts`, None until weights are loaded.
         shared_expert: `moe_runtime.shared_expert.SharedExpert`; None where the config has none.
         times: set to a `PhaseTimes` to time each phase.
     """
 
-    def __init__(self, config: MoELayerConfig, context: ExpertParallelContext | None = None) -> None:
+    def __init__(
+        self, config: MoELayerConfig, context: ExpertParallelContext | None = None, *, router: bool = True
+    ) -> None:
         super().__init__()
         self.config = config
         self.context = context if context is not None else ExpertParallelContext()
-        self.router = Router(config.hidden_size, config.num_experts, config.top_k, config.router, self.context.device)
+        device = self.context.device
+        self.router: Router | None = None
+        if router:
+            self.router = Router(config.hidden_size, config.num_experts, config.top_k, config.router, device)
         self.dispatcher = TokenDispatcher(
             self.context,
             hidden_size=config.hidden_size,
@@ -73,7 +81,7 @@ class MoELayer(nn.Module):
         self.experts: Experts | None = None
         self.shared_expert: SharedExpert | None = None
         if config.shared_expert is not None:
-            self.shared_expert = SharedExpert(config.hidden_size, config.shared_expert, self.context.device)
+            self.shared_expert = SharedExpert(config.hidden_size, config.shared_expert, device)
         self.times: PhaseTimes | None = None
 
     @classmethod
@@ -101,7 +109,7 @@ class MoELayer(nn.Module):
             ValueError: as `from_checkpoint`, also where the config contradicts the checkpoint; the peers get
                 `PeerAbortedError`.
         """
-        with _told_to_peers(context):
+        with told_to_peers(context):
             if run.checkpoint is None:
                 layer = cls(run.layer, context)
                 layer.load_random(run.seed)
@@ -130,7 +138,7 @@ class MoELayer(nn.Module):
             ValueError: naming the file and the tensor that is missing or wrong; the peers get `PeerAbortedError`.
         """
         if context is not None:
-            with _told_to_peers(context):
+            with told_to_peers(context):
                 made = cls(layer_config_from_checkpoint(path, **overrides), context)
                 made.load_qwen3_moe(path, layer)
                 return made
@@ -149,7 +157,8 @@ class MoELayer(nn.Module):
 
     def load_qwen3_moe(self, path: str | Path, layer: int) -> None:
         """Read the router and this rank's experts from a Qwen3-MoE checkpoint."""
-        self.router.weight.data.copy_(read_qwen3_moe_router(path, layer))
+        if self.router is not None:
+            self.router.load(read_qwen3_moe_router(path, layer))
         self.load_experts((e.gate_up, e.down) for e in iter_qwen3_moe_experts(path, layer, self.local_experts))
 
     def load_random(self, seed: int) -> None:
@@ -157,7 +166,8 @@ class MoELayer(nn.Module):
         hidden = self.config.hidden_size
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(self.config.num_experts, hidden, generator=generator) * hidden**-0.5
-        self.router.weight.data.copy_(weight)
+        if self.router is not None:
+            self.router.weight.data.copy_(weight)
         self.load_experts(random_expert(self.config, seed, expert) for expert in self.local_experts)
         if self.shared_expert is not None:
             for parameter in self.shared_expert.parameters():
@@ -239,6 +249,8 @@ class MoELayer(nn.Module):
             shared_TH = None if shared is None else shared.reshape(-1, self.config.hidden_size)
             self.dispatcher.check_shared(shared_TH, tokens_TH.shape[0])
             if topk_idx is None or topk_weights is None:
+                if self.router is None:
+                    raise ValueError("topk_idx: expected a router's answer, the layer was made without a router")
                 with phase("route", self.times):
                     topk_idx, topk_weights = self.router(tokens_TH)
         with phase("dispatch_send", self.times):
@@ -274,9 +286,15 @@ class MoELayer(nn.Module):
         )
 
 
-def context_from_config(parallel: ParallelConfig) -> ExpertParallelContext:
-    """The context that a `parallel` section describes, over the default group."""
+def context_from_config(
+    parallel: ParallelConfig,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    device: torch.device | str | None = None,
+) -> ExpertParallelContext:
+    """The context that a `parallel` section describes; group and device as for `ExpertParallelContext`."""
     return ExpertParallelContext(
+        group,
+        device=device,
         transport=parallel.transport,
         engine=parallel.engine,
         timeout_s=parallel.timeout_s,
@@ -299,7 +317,7 @@ def random_expert(config: MoELayerConfig, seed: int, expert: int) -> DenseExpert
 
 
 @contextmanager
-def _told_to_peers(context: ExpertParallelContext) -> Iterator[None]:
+def told_to_peers(context: ExpertParallelContext) -> Iterator[None]:
     """Around what only some ranks may fail at, such as reading their experts: the peers are told of an error within."""
     try:
         yield

@@ -1,0 +1,260 @@
+"""`apply_expert_parallel`: a transformers model whose experts are spread over ranks; all else is on every rank.
+
+The MoE blocks keep their own router and shared expert, so what a model routes, records and returns stays its own; only
+their `experts` are replaced. Each rank calls the model with its own tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, ParallelConfig
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.families import layer_config
+from moe_runtime.formats import ceil_div
+from moe_runtime.layer import MoELayer, context_from_config, told_to_peers
+from moe_runtime.loading import DenseExpert
+
+
+def apply_expert_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    *,
+    max_tokens_per_rank: int,
+    token_format: FormatName = "bf16",
+    weight_format: FormatName | None = None,
+    combine_format: CombineFormatName = "bf16",
+    parallel: ParallelConfig | None = None,
+    device: torch.device | str | None = None,
+    **overrides: Any,
+) -> ExpertParallel:
+    """Spread the experts of a transformers model over ranks, in place. Collective.
+
+    Every rank brings the same model in bf16, of a family in `moe_runtime.families`, and keeps the weights of its own
+    experts, quantized; those of the others are dropped. From then on `model(...)` is collective: every rank calls it,
+    each with its own tokens. Inside `ExpertParallel.join`, and so in `model.generate(...)`, ranks may call it
+    different numbers of times and with any number of tokens. The model is for inference: its parameters no longer
+    require gradients, and `state_dict` lacks the experts.
+
+    Args:
+        model: such as `Qwen3MoeForCausalLM`; it need not be on `device` yet.
+        mesh: a one-dimensional `DeviceMesh` or process group; None is the default group, or a single rank where
+            torch.distributed is not initialised.
+        max_tokens_per_rank: most tokens (batch times sequence) of a rank that travel at once. A call with more is
+            split inside `join` and refused outside.
+        token_format, weight_format, combine_format: as in `MoELayerConfig`; `weight_format` is `token_format` if None.
+        parallel: transport, engine and time limits; the defaults of `ParallelConfig` if None.
+        device: where the experts shall lie; that of the model if None.
+        overrides: further fields of `MoELayerConfig`, such as `mode` or `intermediate_gsf`.
+
+    Returns:
+        What the layers share, to be closed in the end; it is also a context manager that does so.
+
+    Raises:
+        ValueError: a model or an argument that does not fit; the peers get `PeerAbortedError`.
+    """
+    if device is None:
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    context = context_from_config(parallel or ParallelConfig(), mesh, device)
+    try:
+        with told_to_peers(context):
+            config = _config_of(
+                model,
+                max_tokens_per_rank=max_tokens_per_rank,
+                token_format=token_format,
+                weight_format=weight_format,
+                combine_format=combine_format,
+                **overrides,
+            )
+            owner = ExpertParallel(context, config)
+            for block in _moe_blocks(model):
+                block.experts = owner.add(block.experts)
+        context.allocate()
+    except BaseException:
+        context.close()
+        raise
+    model.requires_grad_(False)
+    if hasattr(model, "generate"):
+        model.generate = owner.joined(model.generate)
+    return owner
+
+
+class ExpertParallel:
+    """The experts of one model on this rank, and what its ranks agree on; made by `apply_expert_parallel`.
+
+    Attributes:
+        context: the group's memory and signals.
+        config: of each layer.
+        layers: one `MoELayer` for each MoE block, in the order of the model.
+    """
+
+    def __init__(self, context: ExpertParallelContext, config: MoELayerConfig) -> None:
+        self.context = context
+        self.config = config
+        self.layers: list[MoELayer] = []
+        self._joined = False
+        self._chunks = 1
+
+    def add(self, experts: nn.Module) -> ParallelExperts:
+        """Load this rank's part of a block's experts; what is to take their place."""
+        layer = MoELayer(self.config, self.context, router=False)
+        layer.load_experts(_local_experts(experts, layer.local_experts))
+        self.layers.append(layer)
+        return ParallelExperts(self, len(self.layers) - 1)
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Inside, ranks may call the model different numbers of times. Collective: all ranks enter and leave.
+
+        Before each call of the model the ranks that are inside tell each other how many tokens they have. One that is
+        done takes part in the calls of the others, with no tokens, until all are done, and leaves with them. Costs an
+        exchange between the hosts for each call, which cannot be captured in a CUDA graph, and waits at most
+        `startup_timeout_s` for the slowest rank to call the model.
+
+        Raises `PeerAbortedError` where another rank left with an error and `PeerTimeoutError` where one does not come.
+        """
+        if self._joined:
+            yield
+            return
+        self._joined = True
+        try:
+            yield
+            self._idle()
+        except BaseException as error:
+            reason = f"{type(error).__name__}: {error}"
+            # Peers wait in a step, or for the next call of the model.
+            self.context.abort(reason)
+            if self.context.group is not None:
+                self.context.group.leave(reason)
+            raise
+        finally:
+            self._joined = False
+
+    def joined(self, function: Any) -> Any:
+        """`function` called inside `join`."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.join():
+                return function(*args, **kwargs)
+
+        return call
+
+    def run(self, index: int, x_TH: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """Layer `index` on this rank's tokens, in as many steps as the ranks agreed on before the first layer."""
+        limit = self.config.max_tokens_per_rank
+        if not self._joined:
+            self._chunks = 1
+            if x_TH.shape[0] > limit:
+                with told_to_peers(self.context):
+                    raise ValueError(
+                        f"max_tokens_per_rank: {limit}, got {x_TH.shape[0]} tokens; inside `ExpertParallel.join` they "
+                        "would be split"
+                    )
+        elif index == 0:
+            self._chunks = self._agree(max(1, ceil_div(x_TH.shape[0], limit)))
+        layer = self.layers[index]
+        if self._chunks == 1:
+            return layer(x_TH, topk_idx=topk_idx, topk_weights=topk_weights.float())
+        parts = zip(*(t.tensor_split(self._chunks) for t in (x_TH, topk_idx, topk_weights.float())), strict=True)
+        return torch.cat([layer(x, topk_idx=idx, topk_weights=weights) for x, idx, weights in parts])
+
+    def close(self) -> None:
+        """Free the memory that ranks share; see `ExpertParallelContext.close`. The model cannot be called any more."""
+        self.context.close()
+
+    def __enter__(self) -> ExpertParallel:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.context.__exit__(kind, error, tb)
+
+    def _agree(self, chunks: int) -> int:
+        """The largest number of chunks of any rank; 0 where all are done."""
+        if self.context.group is None:
+            return chunks
+        return max(self.context.group.gather("call of the model", chunks))
+
+    def _idle(self) -> None:
+        """Take part in the calls of the others until all are done."""
+        device, top_k = self.context.device, self.config.top_k
+        none = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=device)
+        idx = torch.empty(0, top_k, dtype=torch.int32, device=device)
+        weights = torch.empty(0, top_k, dtype=torch.float32, device=device)
+        while chunks := self._agree(0):
+            for layer in self.layers:
+                for _ in range(chunks):
+                    layer(none, topk_idx=idx, topk_weights=weights)
+
+
+class ParallelExperts(nn.Module):
+    """In the place of a block's experts: the same call, answered by the experts of all ranks."""
+
+    def __init__(self, owner: ExpertParallel, index: int) -> None:
+        super().__init__()
+        self._owner = owner
+        self._index = index
+
+    @torch.compiler.disable
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """Bf16 `[T, H]`: the weighted sum over each token's experts, for this rank's `T` tokens."""
+        return self._owner.run(self._index, hidden_states, top_k_index, top_k_weights)
+
+    def extra_repr(self) -> str:
+        return self._owner.layers[self._index].extra_repr()
+
+
+def _config_of(model: nn.Module, **overrides: Any) -> MoELayerConfig:
+    """What each layer is. The shared expert stays in the block."""
+    config: Any = getattr(model, "config", None)
+    if not hasattr(config, "to_dict"):
+        raise ValueError(f"model: expected a transformers model with a config, got {type(model).__name__}")
+    described = layer_config(config.to_dict(), source="model.config", **overrides)
+    alone: MoELayerConfig = described.replace(shared_expert=None)
+    return alone
+
+
+def _moe_blocks(model: nn.Module) -> list[Any]:
+    """The blocks with experts, in the order of the model, each checked before any is changed."""
+    blocks = [(name, module) for name, module in model.named_modules() if hasattr(module, "experts")]
+    if not blocks:
+        raise ValueError(f"model: expected MoE blocks with `experts`, found none in {type(model).__name__}")
+    for name, block in blocks:
+        experts: Any = block.experts
+        if isinstance(experts, ParallelExperts):
+            raise ValueError(f"model: {name}.experts are expert-parallel already")
+        for key in ("gate_up_proj", "down_proj"):
+            weight = getattr(experts, key, None)
+            if not isinstance(weight, torch.Tensor) or weight.ndim != 3:
+                raise ValueError(
+                    f"model: {name}.experts: expected {key} of all experts in one tensor, as transformers 5 has it, "
+                    f"got {type(experts).__name__}"
+                )
+            if weight.is_meta or weight.dtype != torch.bfloat16:
+                place = "on the meta device" if weight.is_meta else f"{weight.dtype}"
+                raise ValueError(f"model: {name}.experts.{key}: expected torch.bfloat16 with values, got {place}")
+    return [block for _, block in blocks]
+
+
+def _local_experts(experts: Any, ids: range) -> Iterator[DenseExpert]:
+    """Experts `ids` of a block; gpt-oss stores them transposed and has biases."""
+    transposed, has_bias = getattr(experts, "is_transposed", False), hasattr(experts, "gate_up_proj_bias")
+    for expert in ids:
+        gate_up, down = experts.gate_up_proj[expert], experts.down_proj[expert]
+        yield DenseExpert(
+            gate_up.mT if transposed else gate_up,
+            down.mT if transposed else down,
+            experts.gate_up_proj_bias[expert] if has_bias else None,
+            experts.down_proj_bias[expert] if has_bias else None,
+        )
