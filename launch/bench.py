@@ -310,7 +310,6 @@ def _sharing(first: MoELayer, layer: MoELayer) -> MoELayer:
     """`layer` with the weights of `first`."""
     layer.router = first.router
     layer.experts = first.experts
-    layer.shared_expert = first.shared_expert
     return layer
 
 
@@ -347,6 +346,8 @@ def work(options: argparse.Namespace) -> int:
             raise ValueError(f"--{name}: only for gemm alone, without --config")
     options.config, options.routing = options.config or "tiny_cpu", options.routing or "uniform"
     run = environment.read_config(options)
+    # A shared expert is dense work that every rank does by itself: `layer` times the routed experts alone.
+    run = run.replace(layer=run.layer.replace(shared_expert=None))
     options.tokens = options.tokens or [run.tokens_per_rank or run.layer.max_tokens_per_rank]
     if options.steps < 1:
         raise ValueError(f"--steps: expected at least 1, got {options.steps}")

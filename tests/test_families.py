@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
+from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig, load_config
 from moe_runtime.families import FAMILIES, Family, family_of, is_moe_layer, layer_config, shared_expert
+from moe_runtime.launch import run
 
 GPT_OSS_ACTIVATION = ActivationConfig(order="interleaved", alpha=1.702, limit=7.0, up_offset=1.0)
 
@@ -185,6 +186,48 @@ def test_what_transformers_writes_means_what_its_model_does(family: Family, tmp_
             assert got.shared_expert.gated == hasattr(block, "shared_expert_gate")
     if family.name == "gpt_oss":
         assert got.activation == GPT_OSS_ACTIVATION.replace(alpha=1.5, limit=5.0)
+
+
+CONFIGS = {
+    "mixtral_8x7b": "Mixtral-8x7B",
+    "qwen3_235b_a22b": "Qwen3-235B-A22B",
+    "deepseek_v3": "DeepSeek-V3",
+    "kimi_k2": "Kimi-K2",
+    "gpt_oss_120b": "gpt-oss-120b",
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packaged_configs_are_the_published_models(name: str) -> None:
+    layer = load_config(name).layer
+    assert layer == layer_config(PUBLISHED[CONFIGS[name]], **layer.model_dump())
+
+
+@pytest.mark.parametrize("name", ["mixtral_8x7b", "deepseek_v3", "gpt_oss_120b"])
+def test_packaged_configs_are_the_defaults_of_transformers(name: str) -> None:
+    """Their defaults are these models."""
+    pytest.importorskip("transformers")
+    from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig
+
+    made = {"mixtral_8x7b": MixtralConfig, "deepseek_v3": DeepseekV3Config, "gpt_oss_120b": GptOssConfig}[name]()
+    layer = load_config(name).layer
+    assert layer == layer_config(made.to_dict(), **layer.model_dump())
+
+
+TINY = {"tiny_kimi_k2": "kimi_k2"} | {f"tiny_{family.name}": family.name for family in FAMILIES}
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_tiny_configs_run_and_are_of_their_family(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the sizes, a config of the family has the same router, activation, biases and kind of shared expert."""
+    published = next(data for data in PUBLISHED.values() if data["model_type"] == TINY[name])
+    family, layer = layer_config(published, max_tokens_per_rank=8), load_config(name).layer
+    assert (layer.router, layer.activation, layer.expert_bias) == (family.router, family.activation, family.expert_bias)
+    assert (layer.shared_expert is None) == (family.shared_expert is None)
+    if layer.shared_expert is not None and family.shared_expert is not None:
+        assert layer.shared_expert.gated == family.shared_expert.gated
+    assert run.main(["--config", name, "--steps", "1"]) == 0
+    assert "inside" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

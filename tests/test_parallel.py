@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.device_mesh import init_device_mesh
 
 from moe_runtime.config import ParallelConfig
+from moe_runtime.errors import PeerAbortedError, PeerTimeoutError
 from moe_runtime.parallel import ExpertParallel, apply_expert_parallel
 from moe_runtime.reference import error_bound
+from tests.comparison import assert_same_bits
 
 pytest.importorskip("transformers")
 
@@ -24,9 +28,9 @@ SHAPES = [(2, 9), (1, 1), (3, 5), (1, 20)]
 BLOCKS_OF_128: dict[str, Any] = {"hidden_size": 128, "moe_intermediate_size": 128}
 
 
-def prompts(seed: int, world: int) -> list[torch.Tensor]:
+def prompts(seed: int, world: int, shapes: list[tuple[int, int]] = SHAPES) -> list[torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
-    return [torch.randint(3, 96, shape, generator=generator) for shape in SHAPES[:world]]
+    return [torch.randint(3, 96, shape, generator=generator) for shape in shapes[:world]]
 
 
 def save(folder: Path, family: str, seed: int, **changes: Any) -> Path:
@@ -94,3 +98,244 @@ def test_logits_of_quantized_models(
 ) -> None:
     folder = save(tmp_path, family, seed, **BLOCKS_OF_128)
     check_logits(get_pool(2), folder, prompts(seed, 2), fmt, weight_fmt)
+
+
+def generate(
+    model: Any, ids: torch.Tensor, new_tokens: int, eos: int | None
+) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+    """The tokens that greedy search adds to each row, and the logits that it saw."""
+    result = model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=new_tokens,
+        do_sample=False,
+        eos_token_id=eos,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return result.sequences[:, ids.shape[1] :], result.logits
+
+
+def generate_of_rank(rank: int, world: int, path: Path, ids: list[Any], ends: list[Any], settings: Any) -> Any:
+    model, parallel = spread(path, **settings)
+    with parallel:
+        return [generate(model, ids[rank], *ends[rank])[0] for _ in range(2)]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_greedy_tokens_of_ranks_that_finish_at_different_lengths(
+    family: str, get_pool: Any, tmp_path: Path, seed: int
+) -> None:
+    """The original's tokens, as far as its best two logits are further apart than errors may bring them together.
+
+    Every expert is chosen, so that no near tie between experts can do more than an error does. Prompts have more
+    tokens than `max_tokens_per_rank`; one rank ends with its first token, rows of another at a token of their own.
+    """
+    changes: dict[str, Any] = {"num_experts_per_tok": 6, "n_group": 1, "topk_group": 1}
+    for key in ("num_local_experts", "num_experts", "n_routed_experts"):
+        if hasattr(tiny_models.tiny_config(family), key):
+            changes[key] = 6
+    folder = save(tmp_path, family, seed, **changes)
+    ids = prompts(seed, 4, [(8, 9), (1, 1), (6, 5), (4, 20)])
+    original, exact = parallel_models.load(folder), parallel_models.load(folder, torch.float64)
+    plain = [generate(original, x, n, None) for x, n in zip(ids, (4, 1, 8, 6), strict=True)]
+    ends = [(4, None), (1, None), (8, None), (6, int(plain[3][0][0, 2]))]
+    found = get_pool(4).run(generate_of_rank, folder, ids, ends, {"max_tokens_per_rank": 8}, timeout=120.0)
+    compared = 0
+    for x, (tokens, logits), (_, eos), (again, repeated) in zip(ids, plain, ends, found, strict=True):
+        assert torch.equal(again, repeated)
+        with torch.no_grad():
+            truth = exact(torch.cat([x, tokens], dim=1)[:, :-1]).logits[:, x.shape[1] - 1 :]
+        seen = torch.stack(logits, dim=1)
+        # Root mean square error of a logit of the original, at its worst token. Ours may be off as much, so that two
+        # logits move by twice as much against each other: five times that.
+        off = (seen.double() - truth).square().mean(dim=-1).sqrt().max()
+        best = seen.topk(2, dim=-1).values
+        clear = best[..., 0] - best[..., 1] > 5 * 2 * off
+        for row, wanted in enumerate(tokens.tolist()):
+            sure = [*clear[row].tolist(), False].index(False)
+            length = wanted.index(eos) + 1 if eos in wanted else len(wanted)
+            same = min(sure, length)
+            assert again[row, :same].tolist() == wanted[:same]
+            if same == length:
+                assert not again[row, length:].any()
+            compared += same
+    assert compared >= 5
+
+
+def bits_of_rank(rank: int, world: int, path: Path, ids: list[Any]) -> Any:
+    whole, parallel = spread(path, max_tokens_per_rank=32)
+    with parallel:
+        expected = whole(ids[rank]).logits
+    answers = []
+    for limit in (1, 6):
+        model, parallel = spread(path, max_tokens_per_rank=limit)
+        with parallel, parallel.join():
+            # Ranks call it different numbers of times, one of them never.
+            answers += [model(ids[rank]).logits for _ in range(3 - rank)]
+    return expected, answers
+
+
+def test_a_split_batch_gives_the_same_bits(get_pool: Any, tmp_path: Path, seed: int) -> None:
+    folder = save(tmp_path, "qwen2_moe", seed)
+    results = get_pool(4).run(bits_of_rank, folder, prompts(seed, 4), timeout=120.0)
+    assert [len(answers) for _, answers in results] == [6, 4, 2, 0]
+    for expected, answers in results:
+        for answer in answers:
+            assert_same_bits(answer, expected)
+
+
+def router_logits_of_rank(rank: int, world: int, path: Path, ids: list[Any]) -> Any:
+    model, parallel = spread(path, max_tokens_per_rank=64)
+    with parallel:
+        output = model(ids[rank], output_router_logits=True)
+    return [logits.shape for logits in output.router_logits], output.logits.requires_grad
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_routers_record_is_still_there(family: str, get_pool: Any, tmp_path: Path, seed: int) -> None:
+    folder, ids = save(tmp_path, family, seed), prompts(seed, 2)
+    blocks = len(tiny_models.moe_blocks(tiny_models.tiny_model(family, seed)))
+    for x, (shapes, requires_grad) in zip(ids, get_pool(2).run(router_logits_of_rank, folder, ids), strict=True):
+        assert shapes == [(x.numel(), 12)] * blocks
+        assert not requires_grad
+
+
+def memory_of_rank(rank: int, world: int, path: Path) -> Any:
+    model, parallel = spread(path, token_format="bf16")
+    with parallel:
+        counts = [(layer.experts.gate_up.num_experts, layer.local_experts) for layer in parallel.layers]
+        return counts, [name for name, _ in model.named_parameters() if "experts." in name]
+
+
+def test_a_rank_keeps_its_own_experts_only(get_pool: Any, tmp_path: Path) -> None:
+    folder = save(tmp_path, "gpt_oss", 0)
+    first, second = get_pool(2).run(memory_of_rank, folder)
+    assert first == ([(6, range(6))] * 3, [])
+    assert second == ([(6, range(6, 12))] * 3, [])
+
+
+def mesh_of_rank(rank: int, world: int, path: Path, ids: list[Any]) -> Any:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    model, parallel = spread(path, mesh=mesh["ep"])
+    with parallel:
+        return parallel.context.world_size, model(ids[rank]).logits
+
+
+def test_a_part_of_a_mesh(get_pool: Any, tmp_path: Path, seed: int) -> None:
+    """Two pairs of ranks, each with all experts: the bits of one pair do not depend on the other."""
+    folder, ids = save(tmp_path, "mixtral", seed), prompts(seed, 2)
+    results = get_pool(4).run(mesh_of_rank, folder, [*ids, *ids])
+    assert [size for size, _ in results] == [2] * 4
+    for (_, here), (_, there) in zip(results[:2], results[2:], strict=True):
+        assert_same_bits(here, there)
+
+
+def failing_rank(rank: int, world: int, path: Path, ids: list[Any], where: str) -> Any:
+    model, parallel = spread(path)
+    started = time.monotonic()
+    try:
+        with parallel:
+            if where == "outside":
+                model(torch.cat([ids[0]] * 3) if rank == 0 else ids[rank])
+            with parallel.join():
+                model(ids[rank])
+                if rank == 0:
+                    raise RuntimeError("out of ideas")
+                for _ in range(3):
+                    model(ids[rank])
+    except Exception as error:
+        return type(error), str(error), time.monotonic() - started
+    return None
+
+
+@pytest.mark.parametrize("where", ["inside", "outside"])
+def test_a_rank_that_fails_is_named_at_once(where: str, get_pool: Any, tmp_path: Path) -> None:
+    outcomes = get_pool(2).outcomes(failing_rank, save(tmp_path, "qwen3_moe", 0), prompts(0, 2), where)
+    (kind, message, _), (other, told, seconds) = (outcome.result for outcome in outcomes)
+    if where == "inside":
+        assert (kind, message) == (RuntimeError, "out of ideas")
+        assert "rank 0 gave up: RuntimeError: out of ideas" in told
+    else:
+        assert kind is ValueError
+        assert message == "max_tokens_per_rank: 32, got 54 tokens; inside `ExpertParallel.join` they would be split"
+        assert "max_tokens_per_rank: 32, got 54 tokens" in told
+    assert other is PeerAbortedError and seconds < 15
+
+
+def absent_rank(rank: int, world: int, path: Path, ids: list[Any]) -> Any:
+    model, parallel = spread(path, parallel=ParallelConfig(timeout_s=2.0, startup_timeout_s=4.0))
+    try:
+        with parallel, parallel.join():
+            if rank == 0:
+                time.sleep(6.0)
+            model(ids[rank])
+    except Exception as error:
+        return type(error), str(error)
+    return None
+
+
+def test_a_rank_that_does_not_come_is_named(get_pool: Any, tmp_path: Path) -> None:
+    outcomes = get_pool(2).outcomes(absent_rank, save(tmp_path, "qwen3_moe", 0), prompts(0, 2))
+    late, waiting = (outcome.result for outcome in outcomes)
+    assert waiting == (PeerTimeoutError, "call of the model: rank 0 of 2 did not come within 4 s")
+    assert late[0] is PeerAbortedError
+
+
+def change(model: Any, how: str) -> Any:
+    if how == "float32":
+        return model.float()
+    if how == "meta":
+        return model.to("meta")
+    if how == "twice":
+        apply_expert_parallel(model, max_tokens_per_rank=8)
+    if how == "module list":
+        model.model.layers[1].mlp.experts = torch.nn.ModuleList()
+    if how == "no config":
+        model.config = None
+    if how == "dense":
+        for layer in model.model.layers:
+            del layer.mlp.experts
+    return model
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        (
+            "float32",
+            r"model\.layers\.0\.mlp\.experts\.gate_up_proj: expected torch\.bfloat16 .*, got torch\.float32",
+        ),
+        ("meta", r"experts\.gate_up_proj: expected torch\.bfloat16 with values, got on the meta device"),
+        ("twice", r"model: model\.layers\.0\.mlp\.experts are expert-parallel already"),
+        ("module list", r"model\.layers\.1\.mlp\.experts: expected gate_up_proj of all experts .*got ModuleList"),
+        ("no config", "model: expected a transformers model with a config, got Qwen3MoeForCausalLM"),
+        ("dense", "model: expected MoE blocks with `experts`, found none in Qwen3MoeForCausalLM"),
+    ],
+)
+def test_a_model_that_does_not_fit_is_refused(how: str, message: str) -> None:
+    model = change(tiny_models.tiny_model("qwen3_moe", 0).bfloat16(), how)
+    with pytest.raises(ValueError, match=message):
+        apply_expert_parallel(model, max_tokens_per_rank=8, device="cpu")
+
+
+def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    llama = LlamaForCausalLM(LlamaConfig(**small, num_key_value_heads=2, vocab_size=32)).bfloat16()
+    with pytest.raises(ValueError, match=r"model\.config: model_type: expected one of mixtral, .*got 'llama'"):
+        apply_expert_parallel(llama, max_tokens_per_rank=8)
+    model = tiny_models.tiny_model("mixtral", 0).bfloat16()
+    with pytest.raises(ValueError, match=r"top_k: model\.config says 3, got 2"):
+        apply_expert_parallel(model, max_tokens_per_rank=8, top_k=2)
+    with pytest.raises(ValueError, match="hidden_size: format fp8_block needs a positive multiple of 128"):
+        apply_expert_parallel(model, max_tokens_per_rank=8, token_format="fp8_block")
+    with pytest.raises(ValueError, match="group: expected a ProcessGroup, a DeviceMesh or None, got str"):
+        apply_expert_parallel(model, "world", max_tokens_per_rank=8)  # type: ignore[arg-type]
+    # Nothing was changed by what was refused.
+    with apply_expert_parallel(model, max_tokens_per_rank=8):
+        assert model(torch.tensor([[4, 5, 6]])).logits.isfinite().all()
+    with pytest.raises(ValueError, match="context: it is closed"):
+        model(torch.tensor([[4, 5, 6]]))

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 import transformers
 
+transformers.utils.logging.disable_progress_bar()
+
 CLASSES = {
     "mixtral": "Mixtral",
     "qwen2_moe": "Qwen2Moe",
