@@ -238,3 +238,18 @@ def test_subgroups_and_meshes(get_pool) -> None:
 def test_a_group_of_the_wrong_type() -> None:
     with pytest.raises(ValueError, match="group: expected a ProcessGroup, a DeviceMesh or None, got str"):
         RankGroup("world")  # type: ignore[arg-type]
+
+
+def gather_often(rank: int, world: int) -> tuple[list[bool], list[int]]:
+    group = RankGroup(timeout_s=20.0)
+    sums = [sum(group.gather("number", rank + i)) for i in range(20)]
+    kept = [group._store.check([f"{group._prefix}/{call}/{rank}"]) for call in range(1, 21)]
+    group.barrier()
+    return kept, sums
+
+
+def test_answers_that_all_have_read_do_not_stay_in_the_store(get_pool) -> None:
+    """Else a model that is called a million times would fill it."""
+    for kept, sums in get_pool(3).run(gather_often):
+        assert kept == [False] * 19 + [True]
+        assert sums == [3 + 3 * i for i in range(20)]
