@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
     from moe_runtime.layer import MoELayer
     from moe_runtime.memory import reserved_bytes
-    from moe_runtime.parallel import ExpertParallel, apply_expert_parallel
+    from moe_runtime.parallel import ExpertParallel, apply_expert_parallel, without_experts
     from moe_runtime.prepared import PreparedWeights
     from moe_runtime.router import Router
     from moe_runtime.token_format import NVFP4TokenFormat, RecordLayout
@@ -80,6 +80,7 @@ __all__ = [
     "load_config",
     "quantize_rows",
     "reserved_bytes",
+    "without_experts",
 ]
 
 _MODULE_OF = {
@@ -117,6 +118,7 @@ _MODULE_OF = {
     "load_config": "config",
     "quantize_rows": "kernels.quantize",
     "reserved_bytes": "memory",
+    "without_experts": "parallel",
 }
 
 

@@ -7,8 +7,9 @@ their `experts` are replaced. Each rank calls the model with its own tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from importlib import import_module
 from types import TracebackType
 from typing import Any
 
@@ -33,6 +34,7 @@ def apply_expert_parallel(
     token_format: FormatName = "bf16",
     weight_format: FormatName | None = None,
     combine_format: CombineFormatName = "bf16",
+    experts: Callable[[int, range], Iterable[DenseExpert]] | None = None,
     parallel: ParallelConfig | None = None,
     device: torch.device | str | None = None,
     **overrides: Any,
@@ -52,6 +54,8 @@ def apply_expert_parallel(
         max_tokens_per_rank: most tokens (batch times sequence) of a rank that travel at once. A call with more is
             split inside `join` and refused outside.
         token_format, weight_format, combine_format: as in `MoELayerConfig`; `weight_format` is `token_format` if None.
+        experts: `experts(layer, ids)` gives the experts `ids` of decoder layer `layer` in turn, in place of the model's
+            own, which may then be missing (`without_experts`).
         parallel: transport, engine and time limits; the defaults of `ParallelConfig` if None.
         device: where the experts shall lie; that of the model if None.
         overrides: further fields of `MoELayerConfig`, such as `mode` or `intermediate_gsf`.
@@ -60,7 +64,8 @@ def apply_expert_parallel(
         What the layers share, to be closed in the end; it is also a context manager that does so.
 
     Raises:
-        ValueError: a model or an argument that does not fit; the peers get `PeerAbortedError`.
+        ValueError: a model or an argument that does not fit; the peers get `PeerAbortedError`. The model is as it was,
+            unless `experts` raised.
     """
     if device is None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -76,8 +81,9 @@ def apply_expert_parallel(
                 **overrides,
             )
             owner = ExpertParallel(context, config)
-            for block in _moe_blocks(model):
-                block.experts = owner.add(block.experts)
+            for layer, block in _moe_blocks(model, with_weights=experts is None):
+                own = functools.partial(own_experts, block.experts)
+                block.experts = owner.add(own if experts is None else functools.partial(experts, layer))
         context.allocate()
     except BaseException:
         context.close()
@@ -86,6 +92,25 @@ def apply_expert_parallel(
     if hasattr(model, "generate"):
         model.generate = owner.joined(model.generate)
     return owner
+
+
+@contextmanager
+def without_experts() -> Iterator[None]:
+    """Inside, transformers makes models of the known families without their experts, and loads none.
+
+    For models that are too large for one rank: `from_pretrained` brings all but the experts, and
+    `apply_expert_parallel(..., experts=...)` those of each rank. It warns of the experts' tensors as unexpected.
+    """
+    swapped = []
+    try:
+        for family, name in _EXPERTS_OF_TRANSFORMERS.items():
+            modeling = import_module(f"transformers.models.{family}.modeling_{family}")
+            swapped.append((modeling, name, getattr(modeling, name)))
+            setattr(modeling, name, _NoExperts)
+        yield
+    finally:
+        for modeling, name, original in swapped:
+            setattr(modeling, name, original)
 
 
 class ExpertParallel:
@@ -104,10 +129,10 @@ class ExpertParallel:
         self._joined = False
         self._chunks = 1
 
-    def add(self, experts: nn.Module) -> ParallelExperts:
-        """Load this rank's part of a block's experts; what is to take their place."""
+    def add(self, read: Callable[[range], Iterable[DenseExpert]]) -> ParallelExperts:
+        """Load what `read` gives for this rank's ids; the module that is to take the place of a block's experts."""
         layer = MoELayer(self.config, self.context, router=False)
-        layer.load_experts(_local_experts(experts, layer.local_experts))
+        layer.load_experts(read(layer.local_experts))
         self.layers.append(layer)
         return ParallelExperts(self, len(self.layers) - 1)
 
@@ -225,29 +250,38 @@ def _config_of(model: nn.Module, **overrides: Any) -> MoELayerConfig:
     return alone
 
 
-def _moe_blocks(model: nn.Module) -> list[Any]:
-    """The blocks with experts, in the order of the model, each checked before any is changed."""
+def _moe_blocks(model: nn.Module, *, with_weights: bool) -> list[tuple[int, Any]]:
+    """Decoder layer and block of what has experts, in the order of the model; all are checked before any is changed."""
     blocks = [(name, module) for name, module in model.named_modules() if hasattr(module, "experts")]
     if not blocks:
         raise ValueError(f"model: expected MoE blocks with `experts`, found none in {type(model).__name__}")
+    found = []
     for name, block in blocks:
-        experts: Any = block.experts
-        if isinstance(experts, ParallelExperts):
+        if isinstance(block.experts, ParallelExperts):
             raise ValueError(f"model: {name}.experts are expert-parallel already")
-        for key in ("gate_up_proj", "down_proj"):
-            weight = getattr(experts, key, None)
-            if not isinstance(weight, torch.Tensor) or weight.ndim != 3:
-                raise ValueError(
-                    f"model: {name}.experts: expected {key} of all experts in one tensor, as transformers 5 has it, "
-                    f"got {type(experts).__name__}"
-                )
-            if weight.is_meta or weight.dtype != torch.bfloat16:
-                place = "on the meta device" if weight.is_meta else f"{weight.dtype}"
-                raise ValueError(f"model: {name}.experts.{key}: expected torch.bfloat16 with values, got {place}")
-    return [block for _, block in blocks]
+        if with_weights:
+            _check_weights(f"{name}.experts", block.experts)
+        numbers = [int(part) for part in name.split(".") if part.isdigit()]
+        if len(numbers) != 1:
+            raise ValueError(f"model: expected the number of a decoder layer in the name of its block, got {name!r}")
+        found.append((numbers[0], block))
+    return found
 
 
-def _local_experts(experts: Any, ids: range) -> Iterator[DenseExpert]:
+def _check_weights(name: str, experts: Any) -> None:
+    for key in ("gate_up_proj", "down_proj"):
+        weight = getattr(experts, key, None)
+        if not isinstance(weight, torch.Tensor) or weight.ndim != 3:
+            raise ValueError(
+                f"model: {name}: expected {key} of all experts in one tensor, as transformers 5 has it, got "
+                f"{type(experts).__name__}"
+            )
+        if weight.is_meta or weight.dtype != torch.bfloat16:
+            place = "on the meta device" if weight.is_meta else f"{weight.dtype}"
+            raise ValueError(f"model: {name}.{key}: expected torch.bfloat16 with values, got {place}")
+
+
+def own_experts(experts: Any, ids: range) -> Iterator[DenseExpert]:
     """Experts `ids` of a block; gpt-oss stores them transposed and has biases."""
     transposed, has_bias = getattr(experts, "is_transposed", False), hasattr(experts, "gate_up_proj_bias")
     for expert in ids:
@@ -258,3 +292,21 @@ def _local_experts(experts: Any, ids: range) -> Iterator[DenseExpert]:
             experts.gate_up_proj_bias[expert] if has_bias else None,
             experts.down_proj_bias[expert] if has_bias else None,
         )
+
+
+_EXPERTS_OF_TRANSFORMERS = {
+    "mixtral": "MixtralExperts",
+    "qwen2_moe": "Qwen2MoeExperts",
+    "qwen3_moe": "Qwen3MoeExperts",
+    "deepseek_v3": "DeepseekV3Experts",
+    "gpt_oss": "GptOssExperts",
+}
+
+
+class _NoExperts(nn.Module):
+    """Stands where experts will be: tensors that transformers may initialise, and none that it would load."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
+            setattr(self, name, torch.empty(0))

@@ -13,9 +13,11 @@ import yaml
 from moe_runtime.checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
+from moe_runtime.families import layer_config
 from moe_runtime.formats import FORMATS
 from moe_runtime.layer import MoELayer, random_expert
 from moe_runtime.metrics import PhaseTimes
+from moe_runtime.parallel import own_experts
 from moe_runtime.plan import expert_starts
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks
@@ -99,6 +101,64 @@ def test_bf16_is_no_worse_than_transformers_own_block(
     found, own_error = relative_error(y.cpu(), reference), relative_error(own.cpu(), reference)
     for ours, theirs, more in zip(found, own_error, allowed, strict=True):
         assert ours <= theirs + 2.0**-8 + float(more)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_a_layer_is_no_worse_than_the_block_of_its_family(
+    family: str, device: torch.device, rng: torch.Generator, seed: int
+) -> None:
+    """Router, shared expert and biases of the layer's own, loaded from a block of transformers.
+
+    Against the block in float64, over the tokens that both route alike: the error of the block in bf16, which is
+    given the float64 block's experts and weights, plus 2^-8, in the Frobenius norm.
+    """
+    pytest.importorskip("transformers")
+    from tests.parallel_models import hooked
+    from tests.tiny_models import gate_of, moe_blocks, shared_of, tiny_model
+
+    model = tiny_model(family, seed, num_hidden_layers=2)
+    config = layer_config(model.config.to_dict(), max_tokens_per_rank=200)
+    block = moe_blocks(model)[0]
+    gate, experts, shared = gate_of(block), block.experts, shared_of(block)
+    x = torch.randn(200, config.hidden_size, generator=rng).to(torch.bfloat16)
+    layer = MoELayer(config, ExpertParallelContext(device=device, timeout_s=10))
+    assert layer.router is not None
+    layer.router.load(
+        gate.weight,
+        bias=getattr(gate, "bias", None),
+        correction_bias=getattr(gate, "e_score_correction_bias", None),
+    )
+    layer.load_experts(own_experts(experts, layer.local_experts))
+    if layer.shared_expert is not None:
+        token_gate = getattr(block, "shared_expert_gate", None)
+        layer.shared_expert.load(
+            shared.gate_proj.weight,
+            shared.up_proj.weight,
+            shared.down_proj.weight,
+            None if token_gate is None else token_gate.weight,
+        )
+    y = layer(x.to(device)).cpu()
+    routed_alike = layer.router(x.to(device))[0].long().cpu().sort().values
+    routes: list[Any] = []
+
+    def whole(block: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            output = block(x[None])
+        return (output[0] if isinstance(output, tuple) else output)[0]
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        routes.append(output)
+
+    def force(module: Any, args: Any, output: Any) -> Any:
+        return output[0], routes[0][1].to(output[1].dtype), routes[0][2]
+
+    with hooked([gate], lambda _: keep):
+        exact = whole(block.double(), x.double())
+    with hooked([gate], lambda _: force):
+        own = whole(block.to(torch.bfloat16), x)
+    alike = (routes[0][2].sort().values == routed_alike).all(dim=1)
+    assert alike.sum() >= 195
+    assert relative_error(y[alike], exact[alike])[0] <= relative_error(own[alike], exact[alike])[0] + 2.0**-8
 
 
 @pytest.mark.parametrize("fmt", sorted(FORMATS))

@@ -12,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from moe_runtime.config import ParallelConfig
 from moe_runtime.errors import PeerAbortedError, PeerTimeoutError
-from moe_runtime.parallel import ExpertParallel, apply_expert_parallel
+from moe_runtime.parallel import ExpertParallel, apply_expert_parallel, own_experts, without_experts
 from moe_runtime.reference import error_bound
 from tests.comparison import assert_same_bits
 
@@ -209,11 +209,40 @@ def memory_of_rank(rank: int, world: int, path: Path) -> Any:
         return counts, [name for name, _ in model.named_parameters() if "experts." in name]
 
 
-def test_a_rank_keeps_its_own_experts_only(get_pool: Any, tmp_path: Path) -> None:
+def test_a_rank_keeps_itsown_experts_only(get_pool: Any, tmp_path: Path) -> None:
     folder = save(tmp_path, "gpt_oss", 0)
     first, second = get_pool(2).run(memory_of_rank, folder)
     assert first == ([(6, range(6))] * 3, [])
     assert second == ([(6, range(6, 12))] * 3, [])
+
+
+def left_out_on_rank(rank: int, world: int, path: Path, ids: list[Any]) -> Any:
+    whole, parallel = spread(path)
+    with parallel:
+        expected = whole(ids[rank]).logits
+    layers = parallel_models.load(path).model.layers
+    asked = []
+
+    def experts(layer: int, local: range) -> Any:
+        asked.append((layer, local))
+        return own_experts(layers[layer].mlp.experts, local)
+
+    with without_experts():
+        model = parallel_models.load(path)
+    names = [name for name in model.state_dict() if "mlp.experts." in name]
+    with apply_expert_parallel(model, max_tokens_per_rank=32, experts=experts):
+        return expected, model(ids[rank]).logits, asked, names
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_experts_may_come_from_elsewhere(family: str, get_pool: Any, tmp_path: Path, seed: int) -> None:
+    folder, ids = save(tmp_path, family, seed), prompts(seed, 2)
+    decoders = tiny_models.tiny_model(family, 0).model.layers
+    layers = [number for number, decoder in enumerate(decoders) if hasattr(decoder.mlp, "experts")]
+    for rank, (expected, found, asked, names) in enumerate(get_pool(2).run(left_out_on_rank, folder, ids)):
+        assert_same_bits(found, expected)
+        assert asked == [(layer, range(6 * rank, 6 * rank + 6)) for layer in layers]
+        assert names == []
 
 
 def mesh_of_rank(rank: int, world: int, path: Path, ids: list[Any]) -> Any:
@@ -292,6 +321,9 @@ def change(model: Any, how: str) -> Any:
         apply_expert_parallel(model, max_tokens_per_rank=8)
     if how == "module list":
         model.model.layers[1].mlp.experts = torch.nn.ModuleList()
+    if how == "left out":
+        with without_experts():
+            return tiny_models.tiny_model("qwen3_moe", 0).bfloat16()
     if how == "no config":
         model.config = None
     if how == "dense":
@@ -310,6 +342,7 @@ def change(model: Any, how: str) -> Any:
         ("meta", r"experts\.gate_up_proj: expected torch\.bfloat16 with values, got on the meta device"),
         ("twice", r"model: model\.layers\.0\.mlp\.experts are expert-parallel already"),
         ("module list", r"model\.layers\.1\.mlp\.experts: expected gate_up_proj of all experts .*got ModuleList"),
+        ("left out", r"model\.layers\.0\.mlp\.experts: expected gate_up_proj of all experts .*got _NoExperts"),
         ("no config", "model: expected a transformers model with a config, got Qwen3MoeForCausalLM"),
         ("dense", "model: expected MoE blocks with `experts`, found none in Qwen3MoeForCausalLM"),
     ],
