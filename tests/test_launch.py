@@ -108,6 +108,19 @@ def test_bench_of_one_rank(routing: str, capsys: pytest.CaptureFixture[str], tmp
     assert "FAILED" not in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("name", ["tiny_gpt_oss", "tiny_deepseek_v3"])
+def test_bench_knows_biases_and_leaves_the_shared_expert_out(
+    name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "bench.json"
+    operations = ["gemm", "layer"]
+    assert bench.main([*operations, "--config", name, "--tokens", "8", "--steps", "1", "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert report["config"]["layer"]["expert_bias"] == (name == "tiny_gpt_oss")
+    assert report["config"]["layer"]["shared_expert"] is None
+    assert "FAILED" not in capsys.readouterr().out
+
+
 def test_run_reads_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layer = load_config("tiny_qwen3_moe").layer.replace(hidden_size=128, intermediate_size=128, num_experts=4, top_k=2)
     write_qwen3_moe_checkpoint(tmp_path / "checkpoint", layer, seed=1)

@@ -297,6 +297,11 @@ def test_wrong_use_is_named(device: torch.device, rng: torch.Generator) -> None:
         MoELayer(MoELayerConfig(**SETTINGS), ExpertParallelContext(device=device))(x)
     with pytest.raises(ValueError, match="topk_idx: expected together"):
         make_layer(device)(x, topk_idx=torch.zeros(4, 3, dtype=torch.int32, device=device))
+    unrouted = MoELayer(MoELayerConfig(**SETTINGS), ExpertParallelContext(device=device), router=False)
+    unrouted.load_random(0)
+    assert unrouted.router is None and not list(unrouted.parameters())
+    with pytest.raises(ValueError, match="topk_idx: expected a router's answer, the layer was made without a router"):
+        unrouted(x)
     with pytest.raises(ValueError, match="x: expected"):
         make_layer(device)(x[:, :100])
     with pytest.raises(ValueError, match="x: requires grad"):

@@ -89,15 +89,26 @@ def test_logits(family: str, world: int, get_pool: Any, tmp_path: Path, seed: in
 
 
 @pytest.mark.parametrize(
-    ("family", "fmt", "weight_fmt"),
-    [(family, "nvfp4", "nvfp4") for family in FAMILIES]
-    + [("gpt_oss", "bf16", "nvfp4"), ("deepseek_v3", "fp8_block", "fp8_block"), ("qwen3_moe", "mxfp8", "mxfp8")],
+    ("family", "fmt", "weight_fmt", "world"),
+    [
+        ("mixtral", "nvfp4", "nvfp4", 4),
+        ("qwen2_moe", "nvfp4", "nvfp4", 1),
+        ("qwen3_moe", "nvfp4", "nvfp4", 2),
+        ("deepseek_v3", "nvfp4", "nvfp4", 4),
+        ("gpt_oss", "nvfp4", "nvfp4", 2),
+        ("gpt_oss", "bf16", "nvfp4", 4),
+        ("mixtral", "bf16", "nvfp4", 1),
+        ("deepseek_v3", "fp8_block", "fp8_block", 1),
+        ("qwen2_moe", "fp8_block", "fp8_block", 4),
+        ("qwen3_moe", "mxfp8", "mxfp8", 4),
+        ("gpt_oss", "mxfp8", "mxfp8", 1),
+    ],
 )
 def test_logits_of_quantized_models(
-    family: str, fmt: str, weight_fmt: str, get_pool: Any, tmp_path: Path, seed: int
+    family: str, fmt: str, weight_fmt: str, world: int, get_pool: Any, tmp_path: Path, seed: int
 ) -> None:
     folder = save(tmp_path, family, seed, **BLOCKS_OF_128)
-    check_logits(get_pool(2), folder, prompts(seed, 2), fmt, weight_fmt)
+    check_logits(get_pool(world), folder, prompts(seed, world), fmt, weight_fmt)
 
 
 def generate(
@@ -294,11 +305,13 @@ def test_a_rank_that_fails_is_named_at_once(where: str, get_pool: Any, tmp_path:
 
 
 def absent_rank(rank: int, world: int, path: Path, ids: list[Any]) -> Any:
-    model, parallel = spread(path, parallel=ParallelConfig(timeout_s=2.0, startup_timeout_s=4.0))
+    model, parallel = spread(path)
+    assert parallel.context.group is not None
+    parallel.context.group.timeout_s = 1.5
     try:
         with parallel, parallel.join():
             if rank == 0:
-                time.sleep(6.0)
+                time.sleep(3.0)
             model(ids[rank])
     except Exception as error:
         return type(error), str(error)
@@ -308,8 +321,25 @@ def absent_rank(rank: int, world: int, path: Path, ids: list[Any]) -> Any:
 def test_a_rank_that_does_not_come_is_named(get_pool: Any, tmp_path: Path) -> None:
     outcomes = get_pool(2).outcomes(absent_rank, save(tmp_path, "qwen3_moe", 0), prompts(0, 2))
     late, waiting = (outcome.result for outcome in outcomes)
-    assert waiting == (PeerTimeoutError, "call of the model: rank 0 of 2 did not come within 4 s")
-    assert late[0] is PeerAbortedError
+    assert waiting == (PeerTimeoutError, "call of the model: rank 0 of 2 did not come within 1.5 s")
+    assert late[0] is PeerAbortedError and "did not come within 1.5 s" in late[1]
+
+
+def wrong_on_rank(rank: int, world: int, path: Path) -> Any:
+    model = parallel_models.load(path, torch.float32 if rank == 1 else torch.bfloat16)
+    started = time.monotonic()
+    try:
+        apply_expert_parallel(model, max_tokens_per_rank=8)
+    except Exception as error:
+        return type(error), str(error), time.monotonic() - started
+    return None
+
+
+def test_a_model_that_does_not_fit_on_one_rank_is_told_to_the_others(get_pool: Any, tmp_path: Path) -> None:
+    outcomes = get_pool(2).outcomes(wrong_on_rank, save(tmp_path, "qwen3_moe", 0))
+    (other, told, seconds), (kind, message, _) = (outcome.result for outcome in outcomes)
+    assert kind is ValueError and "expected torch.bfloat16 with values, got torch.float32" in message
+    assert other is PeerAbortedError and message in told and seconds < 20
 
 
 def change(model: Any, how: str) -> Any:
