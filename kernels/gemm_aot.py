@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from moe_runtime.formats import BF16, FORMATS, FP8_BLOCK, MXFP8, NVFP4, TokenFormat
+from moe_runtime.formats import BF16, FORMATS, FP8_BLOCK, MXFP4, MXFP8, NVFP4, TokenFormat
 from moe_runtime.kernels.grouped_gemm import GemmTile, _grouped_gemm_kernel, choose_tile
 from moe_runtime.kernels.runtime import ALL_ARCHS, AotCase
 from moe_runtime.weights import GPT_OSS, GateUpOrder, SwiGLU
@@ -38,7 +38,13 @@ ARGUMENTS = {
     "w_scale_ld": "i64",
 }
 
-_POINTER = {BF16.name: "*bf16", FP8_BLOCK.name: "*fp8e4nv", MXFP8.name: "*fp8e4nv", NVFP4.name: "*u8"}
+_POINTER = {
+    BF16.name: "*bf16",
+    FP8_BLOCK.name: "*fp8e4nv",
+    MXFP8.name: "*fp8e4nv",
+    NVFP4.name: "*u8",
+    MXFP4.name: "*u8",
+}
 _OUT_POINTER = {BF16.name: "*i16", FP8_BLOCK.name: "*u8", MXFP8.name: "*u8", NVFP4.name: "*u8"}
 MMA = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma", 120: r"mma\.sync"}
 
@@ -92,7 +98,7 @@ def _case(
     """A case with every optional tensor that the formats allow, less those in `absent`."""
     scale_pointer = {"fp8_block": "*fp32"}
     pointers = {
-        "a_ptr": "*i32" if a is BF16 and w is NVFP4 else _POINTER[a.name],
+        "a_ptr": "*i32" if a is BF16 and w.element_bits == 4 else _POINTER[a.name],
         "w_ptr": _POINTER[w.name],
         "a_scales_ptr": scale_pointer.get(a.name, "*u8"),
         "w_scales_ptr": scale_pointer.get(w.name, "*u8"),
@@ -133,6 +139,8 @@ AOT_CASES: tuple[AotCase, ...] = (
     *(_case(f, f, out=f, activation=SwiGLU(), scales_per_expert=2) for f in FORMATS.values()),
     _case(BF16, NVFP4, scales_per_expert=1, absent=_PLAIN, even_k=False),
     _case(BF16, NVFP4, out=BF16, activation=GPT_OSS, scales_per_expert=2, even_k=False),
+    _case(BF16, MXFP4, even_k=False),
+    _case(BF16, MXFP4, out=BF16, activation=GPT_OSS),
     _case(BF16, BF16, out_dtype="*fp16", absent=_PLAIN, even_k=False),
     _case(MXFP8, MXFP8, out_dtype="*fp32", order=GateUpOrder.INTERLEAVED, scales_per_expert=2, even_k=False),
     _case(NVFP4, NVFP4, out=NVFP4, activation=SwiGLU(GateUpOrder.UP_GATE), scales_per_expert=1, absent=("bias_ptr",)),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.formats import TokenFormat, ceil_div, token_format
+from moe_runtime.formats import TokenFormat, ceil_div, token_format, token_formats_for
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.plan import dense_128_blocks_needed, dense_128_offsets
 from moe_runtime.prepared import PreparedWeights
@@ -24,7 +24,7 @@ at most 2^-10, which adds at most `6 * 2^-10 / 16 = 0.0004` to the error of a nu
 
 def check_formats(a: TokenFormat, w: TokenFormat, argument: str) -> None:
     """Raise `ValueError` naming `argument` unless rows in format `a` can be multiplied with weights in `w`."""
-    allowed = (w.name, "bf16") if w.name == "nvfp4" else (w.name,)
+    allowed = token_formats_for(w.name)
     if a.name not in allowed:
         raise ValueError(f"{argument}: expected {' or '.join(allowed)} with {w.name} weights, got {a.name}")
 

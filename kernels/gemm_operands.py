@@ -1,8 +1,9 @@
 """What a tile of the grouped GEMM reads: its group, found on the device, and its operands, decoded without rounding.
 
 Every format but `fp8_block` is decoded to bf16 and multiplied by bf16 MMA with fp32 accumulation, which is exact up to
-that accumulation: `e2m1 * e4m3` has at most 6 significant bits, `e4m3 * 2^k` has 4. `fp8_block` is multiplied as it is,
-and each 128 of K is promoted to an fp32 sum with its scales. Tokens and weights go through the same code.
+that accumulation: `e2m1 * e4m3` has at most 6 significant bits, `e4m3 * 2^k` has 4, `e2m1 * 2^k` has 2. `fp8_block` is
+multiplied as it is, and each 128 of K is promoted to an fp32 sum with its scales. Tokens and weights go through the
+same code.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import triton.language as tl
 
 from moe_runtime.formats import ScaleLayout
 from moe_runtime.kernels.bits import bf16_bits_to_f32, e4m3_bits_to_f32, e5m2_bits_to_f32
-from moe_runtime.kernels.quantize import CODE_BF16, CODE_FP8_BLOCK, CODE_MXFP8, CODE_NVFP4
+from moe_runtime.kernels.quantize import CODE_BF16, CODE_FP8_BLOCK, CODE_MXFP4, CODE_MXFP8, CODE_NVFP4
 from moe_runtime.kernels.swizzle import swizzled_offset
 
 SWIZZLED = tl.constexpr(int(ScaleLayout.SWIZZLED))
@@ -25,6 +26,7 @@ NVFP4_GAIN = tl.constexpr(2.0**8)
 `2^118` is the largest power of two that an e4m3 scale can carry in bf16."""
 
 SCALE_GAIN = tl.constexpr(2.0**118)
+E2M1_GAIN = tl.constexpr(2.0**126)
 
 
 @triton.jit
@@ -105,6 +107,13 @@ def bf16_value(bits, INTERPRET: tl.constexpr):
 
 
 @triton.jit
+def e8m0_to_bf16(scales, INTERPRET: tl.constexpr):
+    """`2^(byte - 127)` of UE8M0 bytes, as `bf16_value` gives it: 2^-127 is a denormal, 255 is NaN."""
+    byte = scales.to(tl.uint16)
+    return bf16_value(tl.where(byte == 0, 0x40, tl.where(byte == 255, 0x7FC0, byte << 7)).to(tl.uint16), INTERPRET)
+
+
+@triton.jit
 def spread(scales, REPEAT: tl.constexpr):
     """`[M, S]` with each column repeated: `[M, S * REPEAT]`."""
     M: tl.constexpr = scales.shape[0]
@@ -155,23 +164,30 @@ def decode(
 ):
     """`(even, odd)` operand tiles; without `PAIRS` both are the one tile of all columns.
 
-    PAIRS keeps even and odd columns apart, as they lie in NVFP4 bytes: K is summed in that order then, and nothing
-    is interleaved. `mxfp8` scales are exact in bf16 from 2^-124 to 2^119; smaller ones lose denormal bits below
-    2^-133, larger ones overflow where the dequantized number leaves the range of bf16.
+    PAIRS keeps even and odd columns apart, as they lie in bytes of e2m1: K is summed in that order then, and nothing
+    is interleaved. `mxfp4` is exact wherever its number is one of fp32. `mxfp8` scales are exact in bf16 from 2^-124
+    to 2^119; smaller ones lose denormal bits below 2^-133, larger ones overflow where the dequantized number leaves
+    the range of bf16.
     """
-    if FMT == CODE_NVFP4:
+    if FMT == CODE_NVFP4 or FMT == CODE_MXFP4:
         bits = quants.to(tl.uint16)
-        if INTERPRET:
+        even = bf16_value(((bits & 7) << 6) | ((bits & 8) << 12), INTERPRET)
+        odd = bf16_value(((bits & 0x70) << 2) | ((bits & 0x80) << 8), INTERPRET)
+        if FMT == CODE_MXFP4:
+            # The whole gain first: with the scale it may pass the largest bf16.
+            gain = tl.full([1, 1], E2M1_GAIN, even.dtype)
+            scale = e8m0_to_bf16(scales, INTERPRET)
+            even = even * gain
+            odd = odd * gain
+        elif INTERPRET:
             scale = e4m3_bits_to_f32(scales) * SCALE_GAIN
         else:
             scale = (scales.to(tl.float8e4nv, bitcast=True).to(tl.float32) * SCALE_GAIN).to(tl.bfloat16)
-        scale = spread(scale, 8)
-        even = bf16_value(((bits & 7) << 6) | ((bits & 8) << 12), INTERPRET) * scale
-        odd = bf16_value(((bits & 0x70) << 2) | ((bits & 0x80) << 8), INTERPRET) * scale
+        scale = spread(scale, BLOCK // 2)
+        even = even * scale
+        odd = odd * scale
     elif FMT == CODE_MXFP8:
-        byte = scales.to(tl.uint16)
-        # 2^-127 is a denormal; 255 is NaN.
-        scale = bf16_value(tl.where(byte == 0, 0x40, tl.where(byte == 255, 0x7FC0, byte << 7)).to(tl.uint16), INTERPRET)
+        scale = e8m0_to_bf16(scales, INTERPRET)
         if INTERPRET:
             even = e4m3_bits_to_f32(quants) * spread(scale, BLOCK)
         else:

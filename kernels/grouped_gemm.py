@@ -33,7 +33,7 @@ from moe_runtime.kernels.gemm_operands import (
     row_scale_rows,
     weight_scale_rows,
 )
-from moe_runtime.kernels.quantize import CODE_BF16, CODE_MXFP8, CODE_NVFP4
+from moe_runtime.kernels.quantize import CODE_BF16, CODE_MXFP4, CODE_MXFP8, CODE_NVFP4
 from moe_runtime.kernels.reference_quantize import raw_bits
 from moe_runtime.kernels.runtime import INTERPRET, resolve_engine, runs_cuda
 from moe_runtime.prepared import PreparedWeights
@@ -95,7 +95,7 @@ def _grouped_gemm_kernel(
     NATIVE takes the block-scaled MMA of Blackwell instead of decoding to bf16.
     """
     GATED: tl.constexpr = ACTIVATION is not None
-    PAIRS: tl.constexpr = W_FMT == CODE_NVFP4
+    PAIRS: tl.constexpr = (W_FMT == CODE_NVFP4) or (W_FMT == CODE_MXFP4)
     OUT_SWIZZLED: tl.constexpr = GATED and ((OUT_FMT == CODE_MXFP8) or (OUT_FMT == CODE_NVFP4))
     A_GAIN: tl.constexpr = NVFP4_GAIN if A_FMT == CODE_NVFP4 and not NATIVE else 1.0
     W_GAIN: tl.constexpr = NVFP4_GAIN if W_FMT == CODE_NVFP4 and not NATIVE else 1.0
@@ -247,7 +247,7 @@ def grouped_gemm(
     """Multiply the rows of each group by the weight of its expert: `acc * row_scale * expert_scale + bias`.
 
     Args:
-        a: the rows; formats as in `w`, or bf16 rows with `nvfp4` weights.
+        a: the rows; formats as in `w`, or bf16 rows with `nvfp4` and `mxfp4` weights.
         w: the weights `[E, N, K]`; prepared ones must be plain (without `gate_up`).
         out: bf16, fp16 or fp32 `[>= capacity, N]`, last dimension contiguous; made when None.
         out_dtype: of a new output.

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.formats import FORMATS, FormatCode, QuantizedRows, TokenFormat, token_format
+from moe_runtime.formats import FORMATS, WEIGHT_FORMATS, FormatCode, QuantizedRows, TokenFormat, weight_format
 from moe_runtime.kernels import reference_quantize
 from moe_runtime.kernels.bits import (
     INF_BITS,
@@ -39,10 +39,12 @@ CODE_BF16 = tl.constexpr(int(FormatCode.BF16))
 CODE_FP8_BLOCK = tl.constexpr(int(FormatCode.FP8_BLOCK))
 CODE_MXFP8 = tl.constexpr(int(FormatCode.MXFP8))
 CODE_NVFP4 = tl.constexpr(int(FormatCode.NVFP4))
+CODE_MXFP4 = tl.constexpr(int(FormatCode.MXFP4))
 
 MAX_GSF = tl.constexpr(2.0**100)
 SMALLEST_DIVISOR = tl.constexpr(2.0**-89)
-AMAX_FLOOR_BITS = tl.constexpr(0x38D1B717)  # 1e-4 in fp32
+AMAX_FLOOR_BITS = tl.constexpr(reference_quantize.AMAX_FLOOR_BITS)
+MXFP4_FLOOR_BITS = tl.constexpr(reference_quantize.MXFP4_FLOOR_BITS)
 
 
 @triton.jit
@@ -80,6 +82,7 @@ def quantize_tile(x, gsf, FMT: tl.constexpr):
         FP8_BLOCK  q uint8  [M, N] (e4m3 bits)      s fp32  [M, N/128]
         MXFP8      q uint8  [M, N] (e4m3 bits)      s uint8 [M, N/32] (UE8M0)
         NVFP4      q uint8  [M, N/2] (low = even)   s uint8 [M, N/16] (e4m3 bits)
+        MXFP4      q uint8  [M, N/2] (low = even)   s uint8 [M, N/32] (UE8M0)
     """
     M: tl.constexpr = x.shape[0]
     N: tl.constexpr = x.shape[1]
@@ -87,7 +90,7 @@ def quantize_tile(x, gsf, FMT: tl.constexpr):
         q = f32_to_bf16_bits(x)
         s = q
     else:
-        BLOCK: tl.constexpr = 128 if FMT == CODE_FP8_BLOCK else (32 if FMT == CODE_MXFP8 else 16)
+        BLOCK: tl.constexpr = 128 if FMT == CODE_FP8_BLOCK else (16 if FMT == CODE_NVFP4 else 32)
         blocks = tl.reshape(x, [M, N // BLOCK, BLOCK])
         amax_bits = tl.max(magnitude_bits(blocks), axis=2)
         poisoned = amax_bits >= INF_BITS
@@ -100,14 +103,15 @@ def quantize_tile(x, gsf, FMT: tl.constexpr):
             dead = poisoned | ((code & 0x7F) == 0) | (code == 0x7F)
             factor = tl.div_rn(encode, tl.where(dead, 1.0, e4m3_bits_to_f32(code)))
             values = tl.where(dead[:, :, None], 0.0, blocks) * factor[:, :, None]
-            low, high = tl.split(tl.reshape(f32_to_e2m1_code(values), [M, N // 2, 2]))
-            q = low | (high << 4)
+            q = packed_e2m1(values)
         else:
-            floored = bits_f32(tl.maximum(amax_bits, AMAX_FLOOR_BITS))
-            ideal = tl.div_rn(floored, tl.full([M, N // BLOCK], 448.0, tl.float32))
+            FLOOR: tl.constexpr = MXFP4_FLOOR_BITS if FMT == CODE_MXFP4 else AMAX_FLOOR_BITS
+            LARGEST: tl.constexpr = 6.0 if FMT == CODE_MXFP4 else 448.0
+            floored = bits_f32(tl.maximum(amax_bits, FLOOR))
+            ideal = tl.div_rn(floored, tl.full([M, N // BLOCK], LARGEST, tl.float32))
             clean = tl.where(poisoned[:, :, None], 0.0, blocks)
-            if FMT == CODE_MXFP8:
-                # 1e-4 and the range of fp32 keep the byte within 105..247, inside the format's 1..254.
+            if FMT != CODE_FP8_BLOCK:
+                # The floor and the range of fp32 keep the byte within 105..247 (mxfp4: 1..253), as the format wants.
                 byte = (f32_bits(ideal) + 0x7FFFFF) >> 23
                 s = tl.where(poisoned, 255, byte).to(tl.uint8)
                 # Multiplying by the inverse power of two is the same number as dividing, and cheaper.
@@ -115,8 +119,19 @@ def quantize_tile(x, gsf, FMT: tl.constexpr):
             else:
                 s = bits_f32(tl.where(poisoned, NAN_BITS, f32_bits(ideal)))
                 values = tl.div_rn(clean, tl.broadcast_to(ideal[:, :, None], [M, N // BLOCK, BLOCK]))
-            q = tl.reshape(f32_to_e4m3_bits(values), [M, N])
+            if FMT == CODE_MXFP4:
+                q = packed_e2m1(values)
+            else:
+                q = tl.reshape(f32_to_e4m3_bits(values), [M, N])
     return q, s
+
+
+@triton.jit
+def packed_e2m1(values):
+    """e2m1 bytes `[M, N/2]` of fp32 blocks `[M, N/BLOCK, BLOCK]`, the even column in the low nibble."""
+    PAIRS: tl.constexpr = values.shape[1] * values.shape[2] // 2
+    low, high = tl.split(tl.reshape(f32_to_e2m1_code(values), [values.shape[0], PAIRS, 2]))
+    return low | (high << 4)
 
 
 @triton.jit
@@ -138,7 +153,7 @@ def _quantize_kernel(
             gsf = token_gsf(bits_f32(amax_bits))
         row_scale = canonical_nan(tl.div_rn(tl.full([BLOCK_R], 1.0, tl.float32), gsf))
         tl.store(row_scale_ptr + row, row_scale, live)
-    PER_Q: tl.constexpr = 2 if FMT == CODE_NVFP4 else 1
+    PER_Q: tl.constexpr = 2 if FMT == CODE_NVFP4 or FMT == CODE_MXFP4 else 1
     for start in range(0, k, BLOCK_K):
         x = _load_tile(x_ptr, row, live, start, k, x_stride, X_BF16, BLOCK_K)
         q, s = quantize_tile(x, gsf, FMT)
@@ -168,7 +183,7 @@ def _dequantize_kernel(
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     column = tl.program_id(1) * BLOCK_K + tl.arange(0, BLOCK_K)
     inside = (row < num_rows)[:, None] & (column < k)[None, :]
-    if FMT == CODE_NVFP4:
+    if FMT == CODE_NVFP4 or FMT == CODE_MXFP4:
         byte = tl.program_id(1) * (BLOCK_K // 2) + tl.arange(0, BLOCK_K // 2)
         packed_inside = (row < num_rows)[:, None] & (byte < k // 2)[None, :]
         packed = tl.load(q_ptr + row[:, None] * q_stride + byte[None, :], packed_inside, other=0)
@@ -178,9 +193,9 @@ def _dequantize_kernel(
         bits = tl.load(q_ptr + row[:, None] * q_stride + column[None, :], inside, other=0)
         value = bf16_bits_to_f32(bits) if FMT == CODE_BF16 else e4m3_bits_to_f32(bits)
     if FMT != CODE_BF16:
-        BLOCK: tl.constexpr = 128 if FMT == CODE_FP8_BLOCK else (32 if FMT == CODE_MXFP8 else 16)
+        BLOCK: tl.constexpr = 128 if FMT == CODE_FP8_BLOCK else (16 if FMT == CODE_NVFP4 else 32)
         s = tl.load(s_ptr + row[:, None] * s_stride + (column // BLOCK)[None, :], inside, other=0)
-        if FMT == CODE_MXFP8:
+        if FMT == CODE_MXFP8 or FMT == CODE_MXFP4:
             s = e8m0_to_f32(s)
         elif FMT == CODE_NVFP4:
             s = e4m3_bits_to_f32(s)
@@ -207,7 +222,7 @@ def quantize_rows(
 
     Args:
         x_RK: bf16 or fp32 `[R, K]`, last dimension contiguous, any row stride; `R` may be 0.
-        fmt: format of the result; `K` must be a multiple of its block (of 8 for bf16).
+        fmt: format of the result, also one of weights alone; `K` must be a multiple of its block (of 8 for bf16).
         gsf: NVFP4's encode scale: None for one per row, `min(2688 / amax, 2^100)`; or a static one, a positive
             number or a one-element fp32 tensor on the same device (its value is not checked), clamped to 2^100.
         engine: "auto", "triton" or "torch".
@@ -219,7 +234,7 @@ def quantize_rows(
     Raises:
         ValueError: for a wrong shape, dtype, stride, column count, format, gsf or engine.
     """
-    fmt = token_format(fmt)
+    fmt = weight_format(fmt)
     _check_input(x_RK, fmt)
     gsf = check_gsf(gsf, fmt, x_RK.device)
     if resolve_engine(engine, x_RK.device) == "torch":
@@ -257,7 +272,7 @@ def dequantize_rows(q: QuantizedRows, *, engine: str = "auto") -> torch.Tensor:
     if resolve_engine(engine, q.quants_RK.device) == "torch":
         return reference_quantize.dequantize_rows(q)
     num_rows, columns = q.quants_RK.shape
-    k = columns * 2 if q.format.code == FormatCode.NVFP4 else columns
+    k = columns * 2 if q.format.element_bits == 4 else columns
     out = torch.empty(num_rows, k, dtype=torch.float32, device=q.quants_RK.device)
     if num_rows:
         bits = raw_bits(q.quants_RK)
@@ -358,7 +373,7 @@ def _aot_case(operation: str, fmt: TokenFormat, *, x_bf16: bool = True, static_g
 
 
 AOT_CASES: tuple[AotCase, ...] = (
-    *(_aot_case(operation, fmt) for operation in ("quantize", "dequantize") for fmt in FORMATS.values()),
-    *(_aot_case("quantize", fmt, x_bf16=False) for fmt in FORMATS.values()),
+    *(_aot_case(operation, fmt) for operation in ("quantize", "dequantize") for fmt in WEIGHT_FORMATS.values()),
+    *(_aot_case("quantize", fmt, x_bf16=False) for fmt in WEIGHT_FORMATS.values()),
     _aot_case("quantize", FORMATS["nvfp4"], static_gsf=True),
 )

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import torch
 
-from moe_runtime.formats import WEIGHT_BLOCK_N, FormatCode, TokenFormat, ceil_div
+from moe_runtime.formats import WEIGHT_BLOCK_N, TokenFormat, ceil_div
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import reference_quantize as rq
 from moe_runtime.kernels.activation import swiglu
@@ -79,7 +79,7 @@ def dequantize_f64(
 
     `block` is that of the format when None; the last one may be partial.
     """
-    if fmt.code == FormatCode.NVFP4:
+    if fmt.element_bits == 4:
         codes = torch.arange(256, dtype=torch.uint8, device=quants.device)[:, None]
         pairs = rq.e2m1_code_to_f32(rq.unpack_nibbles(codes)).double()
         values = torch.nn.functional.embedding(quants.int(), pairs).flatten(1)
@@ -87,7 +87,7 @@ def dequantize_f64(
         values = quants.double()
     if scales is None:
         return values
-    factors = rq.e8m0_to_f32(scales) if fmt.code == FormatCode.MXFP8 else scales.float()
+    factors = rq.e8m0_to_f32(scales) if fmt.scale_dtype == torch.uint8 else scales.float()
     block, columns = block or fmt.block, values.shape[1]
     values = torch.nn.functional.pad(values, (0, -columns % block)) if columns % block else values
     blocks = values.view(values.shape[0], factors.shape[1], block)

@@ -14,6 +14,8 @@ ABS_MASK = 0x7FFFFFFF
 INF_BITS = 0x7F800000
 NAN_BITS = 0x7FC00000
 MAX_GSF = 2.0**100
+AMAX_FLOOR_BITS = 0x38D1B717  # 1e-4 in fp32
+MXFP4_FLOOR_BITS = 0x01C00000  # 6 * 2^-126, of scale 2^-126 (byte 1)
 
 CHUNK_ELEMENTS = 1 << 21
 """Elements quantized at a time: the encoders need about ten int32 temporaries of this size."""
@@ -148,7 +150,8 @@ def quantize_tile(
     if code == FormatCode.BF16:
         q = f32_to_bf16_bits(x)
         return q, q
-    block = block or {FormatCode.FP8_BLOCK: 128, FormatCode.MXFP8: 32, FormatCode.NVFP4: 16}[FormatCode(code)]
+    blocks_of = {FormatCode.FP8_BLOCK: 128, FormatCode.MXFP8: 32, FormatCode.MXFP4: 32, FormatCode.NVFP4: 16}
+    block = block or blocks_of[FormatCode(code)]
     blocks = x.reshape(x.shape[0], x.shape[1] // block, block)
     amax_bits = magnitude_bits(blocks).amax(dim=2)
     poisoned = amax_bits >= INF_BITS
@@ -160,12 +163,15 @@ def quantize_tile(
         factor = torch.div(encode, e4m3_bits_to_f32(sf).masked_fill_(dead, 1.0))
         values = blocks.masked_fill(dead[:, :, None], 0.0) * factor[:, :, None]
         return pack_nibbles(f32_to_e2m1_code(values.reshape(x.shape))), sf.masked_fill_(poisoned, 0x7F)
-    ideal = torch.div(bits_f32(amax_bits.clamp(min=0x38D1B717)), _constant(448.0, x))
+    floor, largest = (MXFP4_FLOOR_BITS, 6.0) if code == FormatCode.MXFP4 else (AMAX_FLOOR_BITS, 448.0)
+    ideal = torch.div(bits_f32(amax_bits.clamp(min=floor)), _constant(largest, x))
     clean = blocks.masked_fill(poisoned[:, :, None], 0.0)
-    if code == FormatCode.MXFP8:
+    if code in (FormatCode.MXFP8, FormatCode.MXFP4):
         byte = (f32_bits(ideal) + 0x7FFFFF) >> 23
         values = clean * bits_f32((254 - byte) << 23)[:, :, None]
         s = byte.masked_fill(poisoned, 255).to(torch.uint8)
+        if code == FormatCode.MXFP4:
+            return pack_nibbles(f32_to_e2m1_code(values.reshape(x.shape))), s
     else:
         values = torch.div(clean, ideal[:, :, None])
         s = bits_f32(f32_bits(ideal).masked_fill(poisoned, NAN_BITS))
@@ -197,11 +203,11 @@ def dequantize_rows(q: QuantizedRows) -> torch.Tensor:
         return q.quants_RK.to(torch.float32)
     assert q.scales_RV is not None
     bits, scales = raw_bits(q.quants_RK), raw_bits(q.scales_RV)
+    values = e2m1_code_to_f32(unpack_nibbles(bits)) if fmt.element_bits == 4 else e4m3_bits_to_f32(bits)
     if fmt.code == FormatCode.NVFP4:
-        values, sf = e2m1_code_to_f32(unpack_nibbles(bits)), e4m3_bits_to_f32(scales)
+        sf = e4m3_bits_to_f32(scales)
     else:
-        values = e4m3_bits_to_f32(bits)
-        sf = e8m0_to_f32(scales) if fmt.code == FormatCode.MXFP8 else q.scales_RV
+        sf = q.scales_RV if fmt.code == FormatCode.FP8_BLOCK else e8m0_to_f32(scales)
     values *= sf.repeat_interleave(fmt.block, dim=1)[:, : values.shape[1]]
     if q.row_scale_R is not None:
         values *= q.row_scale_R[:, None]

@@ -13,9 +13,10 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from moe_runtime.formats import token_format
+from moe_runtime.formats import token_formats_for, weight_format
 
 FormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4"]
+WeightFormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4", "mxfp4"]
 CombineFormatName = Literal["bf16", "fp8_block", "mxfp8"]
 ModeName = Literal["auto", "indexed", "packed"]
 ResolvedMode = Literal["indexed", "packed"]
@@ -123,7 +124,7 @@ class MoELayerConfig(_Model):
     top_k: _Positive = Field(description="experts of one token")
     max_tokens_per_rank: _Positive = Field(description="most tokens a rank may bring to one step")
     token_format: FormatName = Field(default="bf16", description="tokens on the wire and into the GEMMs")
-    weight_format: FormatName = Field(
+    weight_format: WeightFormatName = Field(
         default_factory=lambda data: data.get("token_format", "bf16"),
         description="weights as stored; token_format when not given (or null)",
     )
@@ -151,15 +152,15 @@ class MoELayerConfig(_Model):
     def _check(self) -> MoELayerConfig:
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k: expected at most num_experts = {self.num_experts}, got {self.top_k}")
-        if self.weight_format != self.token_format and (self.token_format, self.weight_format) != ("bf16", "nvfp4"):
+        if self.token_format not in token_formats_for(self.weight_format):
             raise ValueError(
-                f"weight_format: expected {self.token_format} (the token_format), or nvfp4 with bf16 tokens, "
+                f"weight_format: expected {self.token_format} (the token_format), or nvfp4 or mxfp4 with bf16 tokens, "
                 f"got {self.weight_format} with {self.token_format} tokens"
             )
         for name in (self.token_format, self.weight_format, self.combine_format):
-            token_format(name).check_columns(self.hidden_size, "hidden_size")
+            weight_format(name).check_columns(self.hidden_size, "hidden_size")
         for name in (self.token_format, self.weight_format):
-            token_format(name).check_columns(self.intermediate_size, "intermediate_size")
+            weight_format(name).check_columns(self.intermediate_size, "intermediate_size")
         if self.intermediate_gsf is not None and self.token_format != "nvfp4":
             raise ValueError(f"intermediate_gsf: only nvfp4 tokens have one, got it with {self.token_format} tokens")
         self._check_router_groups()

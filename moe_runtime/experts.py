@@ -7,7 +7,7 @@ from typing import TypeGuard
 
 import torch
 
-from moe_runtime.formats import TokenFormat, token_format
+from moe_runtime.formats import TokenFormat, token_format, token_formats_for
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.gemm_arguments import check_activation, check_formats, encode_scale
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
@@ -26,7 +26,8 @@ class Experts:
         gate_up: weights `[E, 2I, H]`.
         down: weights `[E, H, I]`.
         activation: formula, and the order of gate and up.
-        intermediate_format: format between the products; None means that of `down`. `nvfp4` weights also take bf16.
+        intermediate_format: format between the products; None means that of `down`, bf16 with `mxfp4` weights.
+            `nvfp4` weights also take bf16.
         intermediate_gsf: encode scale of an `nvfp4` intermediate, a number or one fp32 element on the device of the
             weights; None means `kernels.gemm_arguments.DEFAULT_INTERMEDIATE_GSF`. Kept as a tensor.
         engine: "auto", "triton" or "torch".
@@ -57,7 +58,8 @@ class Experts:
             raise ValueError(f"down: expected N = H = {gate_up.num_columns}, got {down.num_rows}")
         if down.device != gate_up.device:
             raise ValueError(f"down: expected device {gate_up.device} as gate_up, got {down.device}")
-        fmt = token_format(down.format if self.intermediate_format is None else self.intermediate_format)
+        usual = token_formats_for(down.format.name)[0]
+        fmt = token_format(usual if self.intermediate_format is None else self.intermediate_format)
         fmt.check_columns(down.num_columns, "I of gate_up")
         check_formats(fmt, down.format, "intermediate_format")
         object.__setattr__(self, "intermediate_format", fmt)

@@ -19,6 +19,7 @@ class FormatCode(IntEnum):
     FP8_BLOCK = 1
     MXFP8 = 2
     NVFP4 = 3
+    MXFP4 = 4
 
 
 class ScaleLayout(IntEnum):
@@ -112,8 +113,16 @@ MXFP8 = TokenFormat(
 NVFP4 = TokenFormat(
     "nvfp4", FormatCode.NVFP4, 4, 16, torch.uint8, torch.float8_e4m3fn, swizzled=True, has_row_scale=True
 )
+MXFP4 = TokenFormat("mxfp4", FormatCode.MXFP4, 4, 32, torch.uint8, torch.uint8, swizzled=True, has_row_scale=False)
 
 FORMATS: dict[str, TokenFormat] = {f.name: f for f in (BF16, FP8_BLOCK, MXFP8, NVFP4)}
+"""Formats of tokens; weights have these and more."""
+
+WEIGHT_FORMATS: dict[str, TokenFormat] = FORMATS | {MXFP4.name: MXFP4}
+"""Formats of weights. `mxfp4` is e2m1 with a UE8M0 scale for 32 of K, for weights alone."""
+
+BF16_TOKENS_TOO = (NVFP4.name, MXFP4.name)
+"""Weight formats that bf16 tokens are multiplied with, decoded exactly."""
 
 COMBINE_FORMATS = tuple(name for name, fmt in FORMATS.items() if not fmt.has_row_scale)
 """Formats that a partial result may travel home in: those that need no second pass over the row."""
@@ -129,6 +138,25 @@ def token_format(name: str | TokenFormat) -> TokenFormat:
     if name not in FORMATS:
         raise ValueError(f"format: expected one of {sorted(FORMATS)}, got {name!r}")
     return FORMATS[name]
+
+
+def weight_format(name: str | TokenFormat) -> TokenFormat:
+    """As `token_format`, among the formats of weights."""
+    if isinstance(name, TokenFormat):
+        return name
+    if name not in WEIGHT_FORMATS:
+        raise ValueError(f"format: expected one of {sorted(WEIGHT_FORMATS)}, got {name!r}")
+    return WEIGHT_FORMATS[name]
+
+
+def token_formats_for(weights: str) -> tuple[str, ...]:
+    """Names of the formats in which tokens can be multiplied with weights in the format `weights`.
+
+    >>> token_formats_for("nvfp4"), token_formats_for("mxfp4"), token_formats_for("mxfp8")
+    (('nvfp4', 'bf16'), ('bf16',), ('mxfp8',))
+    """
+    own = (weights,) if weights in FORMATS else ()
+    return own + (("bf16",) if weights in BF16_TOKENS_TOO else ())
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from enum import StrEnum
 
 import torch
 
-from moe_runtime.formats import WEIGHT_BLOCK_N, QuantizedRows, TokenFormat, align, ceil_div, token_format
+from moe_runtime.formats import WEIGHT_BLOCK_N, QuantizedRows, TokenFormat, align, ceil_div, weight_format
 
 NVFP4_FULL_SCALE = 2688.0
 """Largest `e2m1 * e4m3` magnitude, 6 * 448."""
@@ -90,7 +90,7 @@ class ExpertWeights:
     Attributes:
         format: number format of the weights.
         quants: `[E, N, quant_columns(K)]` of `format.quant_dtype`, contiguous; `N` a multiple of 8.
-        scales: block scales; `nvfp4` and `mxfp8`: `[E, ceil(N/128), ceil(V/4), 32, 4, 4]`, the 128x4 swizzle;
+        scales: block scales; `nvfp4`, `mxfp4` and `mxfp8`: `[E, ceil(N/128), ceil(V/4), 32, 4, 4]`, the 128x4 swizzle;
             `fp8_block`: fp32 `[E, ceil(N/128), ceil(K/128)]`, blocks of 128x128; None for bf16.
         expert_scales: fp32 `[E]`, or `[E, 2]` where gate (0) and up (1) differ, applied to the fp32 accumulator;
             None means 1.
@@ -184,11 +184,11 @@ class ExpertWeights:
 
         `nvfp4`: encode scale `min(2688 / amax, 2^100)` of each expert, of gate and up apart where `gate_up` says so
         (`True` is `GateUpOrder.GATE_UP`); the decode scales become `expert_scales`. `fp8_block`: 128x128 blocks,
-        partial ones at the end of N. `mxfp8` and `nvfp4` blocks lie along K.
+        partial ones at the end of N. `mxfp8`, `mxfp4` and `nvfp4` blocks lie along K.
 
         Raises `ValueError` for a wrong shape or dtype and for sizes that the format cannot block.
         """
-        fmt = token_format(fmt)
+        fmt = weight_format(fmt)
         order = (GateUpOrder.GATE_UP if gate_up else None) if isinstance(gate_up, bool) else GateUpOrder(gate_up)
         if w_ENK.ndim != 3:
             raise ValueError(f"w: expected [E, N, K], got shape {list(w_ENK.shape)}")

@@ -21,7 +21,7 @@ HALF_OVERFLOW = 65520.0
 """Smallest number that rounds to infinity in fp16."""
 
 ENGINES = ("triton", "torch")
-PAIRS = [(name, name) for name in FORMATS] + [("nvfp4", "bf16")]
+PAIRS = [(name, name) for name in FORMATS] + [("nvfp4", "bf16"), ("mxfp4", "bf16")]
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 3 * 2.0**-24}
 """Relative rounding of the result; fp32 rounds after each of the row scale, the expert scale and the bias."""
 
@@ -37,14 +37,15 @@ def decode(fmt: TokenFormat, quants: Array, scales: Array | None) -> Array:
     if fmt.name == "bf16":
         with np.errstate(invalid="ignore"):
             return (quants.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    if fmt.name == "nvfp4":
+    if fmt.element_bits == 4:
         codes = np.stack([quants & 15, quants >> 4], -1).reshape(quants.shape[0], 2 * quants.shape[1])
         values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
     else:
         values = quants.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     assert scales is not None
-    kind = {"nvfp4": ml_dtypes.float8_e4m3fn, "mxfp8": ml_dtypes.float8_e8m0fnu, "fp8_block": np.float32}[fmt.name]
-    factors = scales.view(kind).astype(np.float64)
+    e8m0 = ml_dtypes.float8_e8m0fnu
+    kinds = {"nvfp4": ml_dtypes.float8_e4m3fn, "mxfp8": e8m0, "mxfp4": e8m0, "fp8_block": np.float32}
+    factors = scales.view(kinds[fmt.name]).astype(np.float64)
     return values * factors.repeat(fmt.block, 1)[:, : values.shape[1]]
 
 

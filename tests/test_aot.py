@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.formats import FORMATS
+from moe_runtime.formats import FORMATS, WEIGHT_FORMATS
 from moe_runtime.kernels import aot
 from moe_runtime.kernels.runtime import ALL_ARCHS, AotCase, CudaCase
 from moe_runtime.launch import kernel_table
@@ -24,15 +24,15 @@ pytestmark = [pytest.mark.cpu_only, pytest.mark.timeout(600)]
 ROOT = Path(__file__).resolve().parent.parent
 WIRE_FORMATS = ("bf16", "fp8_block", "mxfp8")
 OPERATIONS = {
-    "quantize": tuple(FORMATS),
-    "dequantize": tuple(FORMATS),
+    "quantize": tuple(WEIGHT_FORMATS),
+    "dequantize": tuple(WEIGHT_FORMATS),
     "dispatch_send": tuple(FORMATS),
     "arrive_count": tuple(FORMATS),
     "arrive_offsets": tuple(FORMATS),
     "arrive_place": tuple(FORMATS),
     "arrive_rows": tuple(FORMATS),
-    "grouped_gemm": tuple(FORMATS),
-    "grouped_gemm_swiglu": tuple(FORMATS),
+    "grouped_gemm": (*FORMATS, "nvfp4 x bf16", "mxfp4 x bf16"),
+    "grouped_gemm_swiglu": (*FORMATS, "nvfp4 x bf16", "mxfp4 x bf16"),
     "grouped_matmul_dynamic_scaled_nvfp4": ("nvfp4",),
     "group_gemm_nvfp4_nt_groupwise": ("nvfp4",),
     "moe_gemm_mxfp8_nt_groupwise": ("mxfp8",),
@@ -121,7 +121,11 @@ def test_compile_all_refuses_too(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_cases_name_known_formats_and_architectures() -> None:
     for module, index, case in aot.collect_cases():
         assert isinstance(case, AotCase | CudaCase), (module, index)
-        assert case.format == "any" or set(case.format.split(" x ")) <= set(FORMATS), (module, index, case.format)
+        assert case.format == "any" or set(case.format.split(" x ")) <= set(WEIGHT_FORMATS), (
+            module,
+            index,
+            case.format,
+        )
         assert set(case.instruction) <= set(case.archs) <= set(ALL_ARCHS), (module, index)
         if isinstance(case, CudaCase):
             continue

@@ -26,7 +26,7 @@ from moe_runtime.config import (
     load_config,
     resolve_mode,
 )
-from moe_runtime.formats import FORMATS, token_format
+from moe_runtime.formats import FORMATS, WEIGHT_FORMATS
 
 ROOT = Path(__file__).parent.parent
 PACKAGED = (
@@ -229,7 +229,7 @@ def test_examples_in_docstrings() -> None:
     num_experts=st.integers(-1, 12),
     top_k=st.integers(-1, 12),
     token=st.sampled_from(sorted(FORMATS)),
-    weight=st.sampled_from([None, *sorted(FORMATS)]),
+    weight=st.sampled_from([None, *sorted(WEIGHT_FORMATS)]),
     combine=st.sampled_from(["bf16", "fp8_block", "mxfp8"]),
 )
 def test_a_layer_is_accepted_exactly_when_it_can_run(
@@ -240,9 +240,9 @@ def test_a_layer_is_accepted_exactly_when_it_can_run(
         hidden > 0
         and intermediate > 0
         and 0 < top_k <= num_experts
-        and (weights == token or (token, weights) == ("bf16", "nvfp4"))
-        and all(hidden % max(8, token_format(name).block) == 0 for name in (token, weights, combine))
-        and all(intermediate % max(8, token_format(name).block) == 0 for name in (token, weights))
+        and (weights == token or (token, weights) in (("bf16", "nvfp4"), ("bf16", "mxfp4")))
+        and all(hidden % max(8, WEIGHT_FORMATS[name].block) == 0 for name in (token, weights, combine))
+        and all(intermediate % max(8, WEIGHT_FORMATS[name].block) == 0 for name in (token, weights))
     )
     data = {
         "hidden_size": hidden,

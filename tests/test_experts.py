@@ -38,7 +38,9 @@ def _experts(
 
 
 @pytest.mark.parametrize("engine", ["triton", "torch"])
-@pytest.mark.parametrize(("weight", "token"), [*((name, name) for name in FORMATS), ("nvfp4", "bf16")])
+@pytest.mark.parametrize(
+    ("weight", "token"), [*((name, name) for name in FORMATS), ("nvfp4", "bf16"), ("mxfp4", "bf16")]
+)
 def test_experts_are_the_two_products(
     weight: str, token: str, engine: str, rng: torch.Generator, device: torch.device
 ) -> None:

@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 import dataclasses
+import doctest
 
 import pytest
 
-from moe_runtime.formats import BF16, FORMATS, FP8_BLOCK, MXFP8, NVFP4, FormatCode, align, ceil_div, token_format
+from moe_runtime import formats
+from moe_runtime.formats import (
+    BF16,
+    FORMATS,
+    FP8_BLOCK,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    WEIGHT_FORMATS,
+    FormatCode,
+    align,
+    ceil_div,
+    token_format,
+    weight_format,
+)
 
 
 @pytest.mark.parametrize(
@@ -16,6 +31,7 @@ from moe_runtime.formats import BF16, FORMATS, FP8_BLOCK, MXFP8, NVFP4, FormatCo
         (FP8_BLOCK, 7168, 224, 7168, 56),
         (MXFP8, 7168, 224, 7168, 224),
         (NVFP4, 3584, 448, 3584, 448),
+        (MXFP4, 3584, 224, 3584, 224),
     ],
 )
 def test_bytes_of_a_row_of_7168(fmt, quant_bytes, scale_bytes, quant_columns, scale_columns) -> None:
@@ -26,7 +42,8 @@ def test_bytes_of_a_row_of_7168(fmt, quant_bytes, scale_bytes, quant_columns, sc
 
 
 def test_names_and_codes_are_unique() -> None:
-    assert {f.code for f in FORMATS.values()} == set(FormatCode)
+    assert {f.code for f in WEIGHT_FORMATS.values()} == set(FormatCode)
+    assert [weight_format(name).name for name in WEIGHT_FORMATS] == [*FORMATS, "mxfp4"]
     assert [token_format(name).name for name in FORMATS] == list(FORMATS)
     assert token_format(NVFP4) is NVFP4
 
@@ -51,3 +68,12 @@ def test_columns_that_do_not_block(fmt, k: int) -> None:
 def test_unknown_format() -> None:
     with pytest.raises(ValueError, match=r"expected one of .*nvfp4.*got 'fp4'"):
         token_format("fp4")
+    with pytest.raises(ValueError, match=r"expected one of .*nvfp4.*got 'mxfp4'"):
+        token_format("mxfp4")
+    with pytest.raises(ValueError, match=r"expected one of .*mxfp4.*got 'fp4'"):
+        weight_format("fp4")
+
+
+def test_examples_in_docstrings() -> None:
+    outcome = doctest.testmod(formats)
+    assert outcome.attempted > 0 and outcome.failed == 0

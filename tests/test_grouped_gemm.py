@@ -10,10 +10,11 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.formats import FORMATS, TokenFormat
+from moe_runtime.formats import FORMATS, MXFP4, TokenFormat
 from moe_runtime.kernels.gemm_operands import find_tile
 from moe_runtime.kernels.grouped_gemm import choose_tile, gemm_bytes, gemm_flops, grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.reference_quantize import raw_bits
+from moe_runtime.kernels.swizzle import swizzle_scales
 from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
 from tests.gemm_cases import (
@@ -22,13 +23,14 @@ from tests.gemm_cases import (
     UNIT,
     check_inside,
     decode_rows,
+    decode_weights,
     exact_gemm,
     make_rows,
     random_weights,
 )
 from tests.gemm_checks import check_untouched, integer_operands, poisoned, unit_scales
 
-RAGGED_K = {"bf16": 200, "fp8_block": 384, "mxfp8": 160, "nvfp4": 336}
+RAGGED_K = {"bf16": 200, "fp8_block": 384, "mxfp8": 160, "nvfp4": 336, "mxfp4": 416}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -146,6 +148,20 @@ def test_small_integers_are_exact(name: str, engine: str, rng: torch.Generator, 
         exact = exact * 2.0
     out = grouped_gemm(a, w, out_dtype=torch.float32, engine=engine)
     assert_same_bits(out, torch.from_numpy(exact).float(), name)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_mxfp4_weights_of_every_code_and_scale_are_exact(engine: str, device: torch.device) -> None:
+    """Times one: all scale bytes up to 252, whose largest number is still one of fp32, each with all codes; NaN."""
+    codes = torch.arange(16, dtype=torch.uint8)
+    quants = (codes[0::2] | codes[1::2] << 4).repeat(2).expand(1, 256, 16).contiguous()
+    scales = swizzle_scales(torch.arange(256, dtype=torch.uint8).view(1, 256, 1))
+    w = ExpertWeights(MXFP4, quants.to(device), scales.to(device))
+    a = make_rows("bf16", [32], 32, torch.Generator(), device, num_experts=1, x=torch.eye(32))
+    out = grouped_gemm(a, w, out_dtype=torch.float32, engine=engine).cpu()
+    exact = torch.from_numpy(decode_weights(w)[0].T)
+    assert out[:, 255].isnan().all() and exact[:, 255].isnan().all()
+    assert torch.equal(out[:, :253].double(), exact[:, :253])
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -14,7 +14,8 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.formats import BF16, FORMATS, FP8_BLOCK, MXFP8, NVFP4, QuantizedRows, TokenFormat
+from moe_runtime.formats import BF16, FP8_BLOCK, MXFP4, MXFP8, NVFP4, QuantizedRows, TokenFormat
+from moe_runtime.formats import WEIGHT_FORMATS as FORMATS
 from moe_runtime.kernels import reference_quantize
 from moe_runtime.kernels.bits import bits_f32
 from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows, quantize_tile, row_amax_bits, token_gsf
@@ -94,6 +95,18 @@ def oracle_mxfp8(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return q.reshape(x.shape), np.where(bad, 255, byte).astype(np.uint8)
 
 
+def oracle_mxfp4(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    blocks = x.reshape(len(x), -1, 32)
+    amax = np.abs(blocks).max(axis=2)
+    bad = ~np.isfinite(amax)
+    ideal = f32(np.maximum(np.where(bad, 0, amax), 6 * 2.0**-126) / 6.0)
+    mantissa, exponent = np.frexp(ideal)
+    byte = np.where(mantissa == 0.5, exponent - 1, exponent) + 127
+    values = f32(np.where(bad[:, :, None], 0, blocks) / np.exp2(byte - 127.0)[:, :, None])
+    codes = values.astype(np.float32).astype(ml_dtypes.float4_e2m1fn).view(np.uint8).reshape(x.shape)
+    return codes[:, 0::2] | codes[:, 1::2] << 4, np.where(bad, 255, byte).astype(np.uint8)
+
+
 def oracle_fp8_block(x: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     blocks = x.reshape(len(x), -1, 128)
     amax = np.abs(blocks).max(axis=2)
@@ -142,7 +155,7 @@ def test_against_numpy_oracles(engine: str, dtype: torch.dtype, k: int, device: 
     assert np.array_equal(bf16.quants_RK.cpu().view(torch.int16).numpy()[finite], wanted[finite])
     assert np.array_equal(bf16.quants_RK.double().cpu().numpy()[~finite], x[~finite], equal_nan=True)
 
-    for fmt, oracle in ((FP8_BLOCK, oracle_fp8_block), (MXFP8, oracle_mxfp8)):
+    for fmt, oracle in ((FP8_BLOCK, oracle_fp8_block), (MXFP8, oracle_mxfp8), (MXFP4, oracle_mxfp4)):
         q = quantize_rows(given, fmt, engine=engine)
         quants, scales = oracle(x)
         assert_same_bits(q.quants_RK.view(torch.uint8), quants, f"{fmt.name} quants")
@@ -176,16 +189,18 @@ def test_kernel_and_twin_agree_bit_for_bit(fmt: TokenFormat, device: torch.devic
 @pytest.mark.parametrize("engine", ENGINES)
 def test_read_back_is_quant_times_scale_times_row_scale(engine: str, device: torch.device, rng) -> None:
     x = hostile_rows(256, rng).to(device)
-    for fmt in (FP8_BLOCK, MXFP8, NVFP4):
+    for fmt in (FP8_BLOCK, MXFP8, MXFP4, NVFP4):
         q = quantize_rows(x, fmt, engine="torch")
         raw = q.quants_RK.cpu().view(torch.uint8).numpy()
         scales = q.scales_RV.cpu()
-        if fmt is NVFP4:
+        if fmt.element_bits == 4:
             codes = np.stack([raw & 15, raw >> 4], axis=-1).reshape(len(raw), -1)
             values = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
-            sf = scales.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
         else:
             values = raw.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        if fmt is NVFP4:
+            sf = scales.view(torch.uint8).numpy().view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        else:
             sf = scales.numpy() if fmt is FP8_BLOCK else scales.numpy().view(ml_dtypes.float8_e8m0fnu)
             sf = sf.astype(np.float64)
         expected = f32(values * np.repeat(sf, fmt.block, axis=1))
@@ -203,7 +218,8 @@ def test_error_is_within_half_a_step(fmt: TokenFormat, engine: str, device: torc
 
     bf16: 2^-8 |x|. e4m3: 2^-4 |x|, and half of its smallest step 2^-9 times the scale. NVFP4 with blocks within a
     factor of 2^14 of each other (their e4m3 scales are normal): steps are at most 2 scales wide up to 6, and what the
-    scale's rounding (2^-4) cuts off above is less, so one scale, `(1 + 2^-4) amax / 6`.
+    scale's rounding (2^-4) cuts off above is less, so one scale, `(1 + 2^-4) amax / 6`. MXFP4: also one, which is at
+    most twice `amax / 6`.
     """
     x = torch.randn(16, 256, generator=rng).to(device)
     error = (dequantize_rows(quantize_rows(x, fmt, engine=engine), engine=engine) - x).abs().double()
@@ -214,13 +230,15 @@ def test_error_is_within_half_a_step(fmt: TokenFormat, engine: str, device: torc
         bound = magnitude * 2.0**-8
     elif fmt is NVFP4:
         bound = amax / 6 * (1 + 2.0**-4)
+    elif fmt is MXFP4:
+        bound = amax / 3
     else:
         bound = magnitude * 2.0**-4 + amax / 448 * 2 * 2.0**-10
     assert (error <= bound * rounding).all()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("fmt", [FP8_BLOCK, MXFP8, NVFP4], ids=lambda f: f.name)
+@pytest.mark.parametrize("fmt", [FP8_BLOCK, MXFP8, MXFP4, NVFP4], ids=lambda f: f.name)
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 def test_a_bad_value_poisons_its_block_only(fmt: TokenFormat, engine: str, bad: float, device, rng) -> None:
     x = torch.randn(3, 512, generator=rng).to(device)
@@ -252,6 +270,11 @@ def test_worked_values(engine: str, device: torch.device) -> None:
     assert quantize_rows(y, "mxfp8", engine=engine).scales_RV.tolist() == [[127]]
     y[0, 0] = 448.5
     assert quantize_rows(y, "mxfp8", engine=engine).scales_RV.tolist() == [[128]]
+    y[0, :4] = torch.tensor([6.0, -4.0, 0.25, 0.75])
+    q = quantize_rows(y, "mxfp4", engine=engine)
+    assert (q.scales_RV.tolist(), q.quants_RK[0, :2].tolist()) == ([[127]], [0x7 | 0xE << 4, 0x0 | 0x2 << 4])
+    y[0, 0] = 6.5
+    assert quantize_rows(y, "mxfp4", engine=engine).scales_RV.tolist() == [[128]]
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_runtime.formats import FORMATS
+from moe_runtime.formats import WEIGHT_FORMATS as FORMATS
 from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
 from tests.gemm_cases import bits, decode_weights
@@ -62,6 +62,9 @@ def _rounding_bound(name: str, magnitude: np.ndarray) -> np.ndarray:
     """
     if name == "bf16":
         return 2.0**-8 * magnitude
+    if name == "mxfp4":
+        # Half the step below 6 of a scale that is at most twice `amax / 6`.
+        return magnitude.reshape(*magnitude.shape[:2], -1, 32).max(-1).repeat(32, 2) / 3
     if name == "nvfp4":
         amax = magnitude.reshape(*magnitude.shape[:2], -1, 16).max(-1).repeat(16, 2)
         return (1 + 2.0**-4) * amax / 6 + 2.0**-22 * magnitude
@@ -106,7 +109,7 @@ def test_fp8_blocks(rng: torch.Generator, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
-@pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "mxfp4", "nvfp4"])
 def test_a_bad_number_poisons_its_block_only(name: str, bad: float, rng: torch.Generator, device: torch.device) -> None:
     w = torch.randn(1, 256, 256, generator=rng)
     w[0, 3, 5] = bad
