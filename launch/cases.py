@@ -10,8 +10,9 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from moe_runtime.checkpoint import iter_qwen3_moe_experts
+from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.config import MoELayerConfig, RunConfig
+from moe_runtime.expert_readers import dense
 from moe_runtime.layer import MoELayer, random_expert
 from moe_runtime.loading import DenseExpert
 from moe_runtime.reference import error_bound, moe_reference
@@ -85,14 +86,15 @@ def step_inputs(
 
 
 def expert_source(run: RunConfig) -> ExpertSource:
-    """A function that gives the dense bf16 weights of any expert of the layer that `run` describes."""
+    """A function that gives any expert of the layer that `run` describes, before this run quantizes it."""
     checkpoint = run.checkpoint
     if checkpoint is None:
         return lambda expert: random_expert(run.layer, run.seed, expert)
 
     def read(expert: int) -> DenseExpert:
-        (one,) = iter_qwen3_moe_experts(checkpoint.path, checkpoint.layer, range(expert, expert + 1))
-        return DenseExpert(one.gate_up, one.down)
+        with Checkpoint(checkpoint.path) as files:
+            (one,) = files.experts(checkpoint.layer, range(expert, expert + 1))
+            return one
 
     return read
 
@@ -116,7 +118,7 @@ def layer_reference(
         if expert < 0:
             continue
         gate_up, down, gate_up_bias, down_bias = (
-            None if tensor is None else tensor.to(x_TH.device)[None] for tensor in experts(expert)
+            None if tensor is None else dense(tensor).to(x_TH.device)[None] for tensor in experts(expert)
         )
         assert gate_up is not None and down is not None
         y_TH += moe_reference(

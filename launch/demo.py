@@ -28,17 +28,13 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 from rich.table import Table
 from torch.multiprocessing import start_processes
 
-from moe_runtime.checkpoint import (
-    ExpertTensors,
-    iter_qwen3_moe_experts,
-    read_qwen3_moe_router,
-    write_qwen3_moe_checkpoint,
-)
+from moe_runtime.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.config import CheckpointConfig, MoELayerConfig, RunConfig, load_config
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.formats import FORMATS
 from moe_runtime.launch import cases, environment
 from moe_runtime.layer import MoELayer
+from moe_runtime.loading import DenseExpert
 from moe_runtime.metrics import PhaseTimes
 from moe_runtime.reference import relative_error
 
@@ -119,15 +115,12 @@ def run_formats(context: ExpertParallelContext, checkpoint: Path, console: Conso
     layers = {fmt: MoELayer(layer_config(fmt), context) for fmt in FORMATS}
     experts = layers["bf16"].local_experts
     columns = (TextColumn("  loading {task.description}"), BarColumn(), MofNCompleteColumn(), TextColumn("experts"))
-    with Progress(*columns, console=console, disable=console.quiet) as progress:
+    with Checkpoint(checkpoint) as files, Progress(*columns, console=console, disable=console.quiet) as progress:
         task = progress.add_task("rank 0", total=len(FORMATS) * len(experts))
         for layer in layers.values():
             assert layer.router is not None
-            layer.router.load(read_qwen3_moe_router(checkpoint, 0))
-            layer.load_experts(
-                (expert.gate_up, expert.down)
-                for expert in _counted(iter_qwen3_moe_experts(checkpoint, 0, experts), progress, task)
-            )
+            layer.router.load(files.router(0).weight)
+            layer.load_experts(_counted(files.experts(0, experts), progress, task))
     context.allocate()
     console.print(
         f"[bold]3[/bold] {len(TOKENS)} steps in each of {len(FORMATS)} formats, all layers in one context of "
@@ -229,7 +222,7 @@ def _worst(values: list[float]) -> float:
     return float(torch.tensor(values, dtype=torch.float64).max())
 
 
-def _counted(experts: Iterator[ExpertTensors], progress: Progress, task: TaskID) -> Iterator[ExpertTensors]:
+def _counted(experts: Iterator[DenseExpert], progress: Progress, task: TaskID) -> Iterator[DenseExpert]:
     for expert in experts:
         yield expert
         progress.advance(task)

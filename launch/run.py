@@ -167,6 +167,7 @@ def work(options: argparse.Namespace) -> int:
         given = options.tokens or [run.tokens_per_rank]
         counts = cases.counts_of(given, context.world_size, run.layer.max_tokens_per_rank)
         layer = MoELayer.from_run_config(run, context)
+        run = run.replace(layer=layer.config)
         mine = run_steps(
             layer,
             run,

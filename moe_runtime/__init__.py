@@ -7,11 +7,12 @@ Layers, from the top; a module imports from its own layer or from those below it
     parallel, virtual, launch.*
     layer
     dispatcher, experts, checkpoint, router, shared_expert, reference, ops
-    loading
+    expert_readers
+    loading, checkpoint_layouts
     op_weights, op_inputs, op_scales, op_arguments
     context, memory
     kernels.*, comm.*, prepared, weights, token_format, geometry
-    grouped, plan, formats, families, config, errors, metrics
+    grouped, plan, formats, families, config, errors, metrics, progress, tensor_files
 """
 
 from __future__ import annotations

@@ -1,110 +1,226 @@
-"""BF16 checkpoints in HuggingFace Qwen3-MoE naming: only the tensors asked for are read, and each is checked first.
+"""MoE layers of checkpoints in HuggingFace's folders, in the namings and layouts that their makers write.
 
-A folder holds `config.json` and either `model.safetensors` or shards with `model.safetensors.index.json`. Layer `L`
-is `model.layers.{L}.mlp.gate.weight [E, H]` and, for each expert `e`, `model.layers.{L}.mlp.experts.{e}.` followed by
-`gate_proj.weight [I, H]`, `up_proj.weight [I, H]`, `down_proj.weight [H, I]`.
+A folder holds `config.json` and either `model.safetensors` or shards with `model.safetensors.index.json`. The family of
+the model (`moe_runtime.families`) and how its experts are stored (`moe_runtime.checkpoint_layouts`) are found from
+`config.json` and, where it is there, `hf_quant_config.json`.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
-from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig
-from moe_runtime.families import layer_config
-
-SINGLE_FILE = "model.safetensors"
-INDEX_FILE = "model.safetensors.index.json"
-
-
-class ExpertTensors(NamedTuple):
-    """One expert: `gate_up [2I, H]` (gate above up) and `down [H, I]`, bf16 on the CPU, in memory of their own."""
-
-    expert_id: int
-    gate_up: torch.Tensor
-    down: torch.Tensor
+from moe_runtime.checkpoint_layouts import (
+    CONFIG_FILE,
+    EXPERTS_KEY,
+    MODELOPT_FILE,
+    StoredExperts,
+    WeightLayout,
+    stored_experts,
+)
+from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
+from moe_runtime.expert_readers import ExpertNames, ExpertReader, dense, layout_of, read_linears
+from moe_runtime.families import DEEPSEEK_V3, GPT_OSS, MIXTRAL, Family, family_of, is_moe_layer, layer_config
+from moe_runtime.formats import token_formats_for
+from moe_runtime.loading import DenseExpert
+from moe_runtime.tensor_files import INDEX_FILE, SINGLE_FILE, TensorFiles, file_digests, read_json, write_json
 
 
 @dataclass(frozen=True)
-class LayerWeights:
-    """The router of a layer and `n` of its experts, bf16 on the CPU.
+class RouterTensors:
+    """The gate of a layer: weight `[E, H]`, and the biases `[E]` that its family has; bf16 or fp32."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    correction_bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SharedExpertTensors:
+    """A shared expert: `gate_proj` and `up_proj` `[S, H]`, `down_proj` `[H, S]`, and the gate `[1, H]` of gated ones.
+
+    bf16; fp32 where they are stored quantized.
+    """
+
+    gate_proj: torch.Tensor
+    up_proj: torch.Tensor
+    down_proj: torch.Tensor
+    token_gate: torch.Tensor | None = None
+
+
+class Checkpoint:
+    """A folder, open for reading; a context manager. Nothing is read before it is asked for but its JSON files.
 
     Attributes:
-        expert_ids: which experts, in the order of the tensors.
-        router_EH: `[E, H]`, all experts of the layer.
-        gate_up: `[n, 2I, H]`, gate above up.
-        down: `[n, H, I]`.
-    """
-
-    expert_ids: range
-    router_EH: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
-
-
-def layer_config_from_checkpoint(path: str | Path, **overrides: Any) -> MoELayerConfig:
-    """The layer that `config.json` in the folder `path` describes; the rest comes from `overrides`.
-
-    `max_tokens_per_rank` has no default and must be among the overrides. A whole config may be given
-    (`**config.model_dump()`) to check that it fits the checkpoint.
+        folder: its path.
+        config: the parsed `config.json`.
+        family: of the model.
+        stored: how its routed experts are stored.
+        rest: layout of its other linears, as far as they are quantized.
+        files: its tensors.
 
     Raises:
-        ValueError: for a `config.json` that is missing, broken or of a family that `moe_runtime.families` does not
-            know, for values that `MoELayerConfig` refuses, and for overrides that contradict the checkpoint; names
-            file and key.
+        ValueError: naming file and key: a JSON file that is missing or broken, a family or a quantization that is not
+            read. All methods raise it too, naming file and tensor, where a tensor or a shard is missing, a file is cut
+            off, a shape or dtype is not what `config.json` says, or a scale is NaN.
     """
-    file = Path(path) / "config.json"
-    return layer_config(_read_json(file), source=str(file), **overrides)
 
+    def __init__(self, path: str | Path) -> None:
+        self.folder = Path(path)
+        self._source = str(self.folder / CONFIG_FILE)
+        self.config = read_json(self.folder / CONFIG_FILE)
+        self.family: Family = family_of(self.config, source=self._source)
+        self.stored: StoredExperts = stored_experts(self.folder, self.config, stacked=self.family is GPT_OSS)
+        self.rest: WeightLayout = self.stored.layout
+        if EXPERTS_KEY in self.config:
+            others = {key: value for key, value in self.config.items() if key != EXPERTS_KEY}
+            self.rest = stored_experts(self.folder, others, stacked=self.family is GPT_OSS).layout
+        self.files = TensorFiles(self.folder)
 
-def read_qwen3_moe_router(path: str | Path, layer: int) -> torch.Tensor:
-    """The gate `[E, H]` of a layer, bf16. Raises `ValueError` as `iter_qwen3_moe_experts` does."""
-    folder = Path(path)
-    sizes = _Sizes.read(folder)
-    with _Shards(folder) as shards:
-        return shards.tensor(f"model.layers.{layer}.mlp.gate.weight", (sizes.num_experts, sizes.hidden_size)).clone()
+    def __enter__(self) -> Checkpoint:
+        return self
 
+    def __exit__(self, *exc: object) -> None:
+        self.files.__exit__(*exc)
 
-def iter_qwen3_moe_experts(path: str | Path, layer: int, expert_ids: range) -> Iterator[ExpertTensors]:
-    """Experts one by one, in the order of `expert_ids`, so that at most one is held in bf16 while loading.
+    def layer_config(self, layer: int, **overrides: Any) -> MoELayerConfig:
+        """What `layer_config_from_checkpoint` returns."""
+        self.check_layer(layer)
+        formats = {"token_format": overrides.get("token_format"), "weight_format": overrides.get("weight_format")}
+        token, weight = choose_formats(self.stored_of(layer), **formats)
+        formats = {"token_format": token, "weight_format": weight}
+        if token == "nvfp4" and overrides.get("intermediate_gsf") is None:
+            overrides["intermediate_gsf"] = self.reader(layer).smallest_input_gsf()
+        return layer_config(self.config, source=self._source, **overrides | formats)
 
-    Raises:
-        ValueError: naming the file and the tensor: a tensor or a shard is missing, a file is cut off, a shape or
-            dtype is not what `config.json` says, or an expert is asked for that it does not have.
-    """
-    folder = Path(path)
-    sizes = _Sizes.read(folder)
-    for expert in expert_ids:
-        if not 0 <= expert < sizes.num_experts:
-            raise ValueError(f"expert_ids: {sizes.file} says {sizes.num_experts} experts, asked for expert {expert}")
-    intermediate, hidden = sizes.intermediate_size, sizes.hidden_size
-    with _Shards(folder) as shards:
+    def digests(self) -> dict[str, str]:
+        """What must be equal on ranks that read one checkpoint (`moe_runtime.tensor_files.file_digests`)."""
+        return file_digests(self.folder, (CONFIG_FILE, MODELOPT_FILE))
+
+    def check_layer(self, layer: int) -> None:
+        """Raise `ValueError` unless decoder layer `layer` has routed experts."""
+        if not is_moe_layer(self.config, layer, source=self._source):
+            raise ValueError(f"layer: {self._source} says that layer {layer} has no experts")
+
+    def stored_of(self, layer: int) -> StoredExperts:
+        """How the experts of a layer are stored: as those of the model, or plain where quantization left them out."""
+        if self.stored.layout.stacked:
+            return self.stored
+        names, experts = self.names(layer), range(self._sizes().num_experts)
+        linears = (prefix for expert in experts for prefix in names.linears(expert))
+        layout = layout_of(self.files, self.stored.layout, linears)
+        return self.stored if layout is self.stored.layout else StoredExperts(layout, "bf16")
+
+    def names(self, layer: int) -> ExpertNames:
+        """Where the experts of a layer are."""
+        block = f"{self._block(layer)}.experts"
+        if self.family is MIXTRAL:
+            return ExpertNames(block, "w1", "w3", "w2")
+        return ExpertNames(block, stacked=self.family is GPT_OSS)
+
+    def reader(self, layer: int) -> ExpertReader:
+        """Reads the experts of a layer."""
+        self.check_layer(layer)
+        sizes = self._sizes()
+        layout = self.stored_of(layer).layout
+        return ExpertReader(
+            self.files, self.names(layer), layout, sizes.hidden_size, sizes.intermediate_size, sizes.num_experts
+        )
+
+    def experts(self, layer: int, expert_ids: range) -> Iterator[DenseExpert]:
+        """Experts of a layer one by one, in the order of `expert_ids`, as they are stored: one is in memory at a time.
+
+        Raises `ValueError` also for an expert that `config.json` does not have, and for tensors beside the experts'.
+        """
+        reader = self.reader(layer)
         for expert in expert_ids:
-            prefix = f"model.layers.{layer}.mlp.experts.{expert}"
-            gate = shards.tensor(f"{prefix}.gate_proj.weight", (intermediate, hidden))
-            up = shards.tensor(f"{prefix}.up_proj.weight", (intermediate, hidden))
-            down = shards.tensor(f"{prefix}.down_proj.weight", (hidden, intermediate))
-            yield ExpertTensors(expert, torch.cat([gate, up]), down.clone())
+            if not 0 <= expert < reader.num_experts:
+                raise ValueError(
+                    f"expert_ids: {self._source} says {reader.num_experts} experts, asked for expert {expert}"
+                )
+        reader.check_names()
+        yield from reader.experts(expert_ids)
+
+    def router(self, layer: int) -> RouterTensors:
+        """The gate of a layer, with its biases."""
+        self.check_layer(layer)
+        sizes = self._sizes()
+        gate = f"{self._block(layer)}.{'router' if self.family is GPT_OSS else 'gate'}"
+        experts, floats = sizes.num_experts, ("BF16", "F32")
+        router = sizes.router
+        return RouterTensors(
+            self.files.read(f"{gate}.weight", (experts, sizes.hidden_size), floats),
+            self.files.read(f"{gate}.bias", (experts,), floats) if router.bias else None,
+            self.files.read(f"{gate}.e_score_correction_bias", (experts,), floats) if router.correction_bias else None,
+        )
+
+    def shared_expert(self, layer: int) -> SharedExpertTensors | None:
+        """The shared expert of a layer; None where the model has none."""
+        self.check_layer(layer)
+        sizes = self._sizes()
+        shared: SharedExpertConfig | None = sizes.shared_expert
+        if shared is None:
+            return None
+        block, hidden, inner = self._block(layer), sizes.hidden_size, shared.intermediate_size
+        prefix = f"{block}.{'shared_experts' if self.family is DEEPSEEK_V3 else 'shared_expert'}"
+        linears = [f"{prefix}.{name}_proj" for name in ("gate", "up", "down")]
+        layout = layout_of(self.files, self.rest, linears)
+        shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+        gate, up, down = (
+            dense(read_linears(self.files, layout, (name,), *shape))
+            for name, shape in zip(linears, shapes, strict=True)
+        )
+        return SharedExpertTensors(
+            gate,
+            up,
+            down,
+            self.files.read(f"{block}.shared_expert_gate.weight", (1, hidden), ("BF16",)) if shared.gated else None,
+        )
+
+    def _block(self, layer: int) -> str:
+        return f"model.layers.{layer}.{'block_sparse_moe' if self.family is MIXTRAL else 'mlp'}"
+
+    def _sizes(self) -> MoELayerConfig:
+        return layer_config(self.config, source=self._source, max_tokens_per_rank=1)
 
 
-def read_qwen3_moe_layer(path: str | Path, layer: int, expert_ids: range) -> LayerWeights:
-    """The router and the experts `expert_ids` of a layer, stacked. Raises as `iter_qwen3_moe_experts` does."""
-    router = read_qwen3_moe_router(path, layer)
-    hidden, intermediate = router.shape[1], _Sizes.read(Path(path)).intermediate_size
-    gate_up = torch.empty(len(expert_ids), 2 * intermediate, hidden, dtype=torch.bfloat16)
-    down = torch.empty(len(expert_ids), hidden, intermediate, dtype=torch.bfloat16)
-    for i, expert in enumerate(iter_qwen3_moe_experts(path, layer, expert_ids)):
-        gate_up[i] = expert.gate_up
-        down[i] = expert.down
-    return LayerWeights(expert_ids, router, gate_up, down)
+def choose_formats(
+    stored: StoredExperts, token_format: str | None = None, weight_format: str | None = None
+) -> tuple[str, str]:
+    """Formats of tokens and weights where one or none of them is asked for: what the checkpoint holds, if that goes.
+
+    Weights stay as they are stored wherever tokens in `token_format` can be multiplied with them, else they take that
+    format. Tokens take the format that the checkpoint is meant for wherever it goes with `weight_format`, else the one
+    that does. So weights that were quantized alone keep bf16 tokens.
+    """
+    held = stored.layout.format.name
+    if weight_format is None:
+        token_format = token_format or stored.token_format
+        return token_format, held if token_format in token_formats_for(held) else token_format
+    if token_format is None:
+        possible = token_formats_for(weight_format)
+        token_format = stored.token_format if stored.token_format in possible else (*possible, "bf16")[0]
+    return token_format, weight_format
+
+
+def layer_config_from_checkpoint(path: str | Path, layer: int = 0, **overrides: Any) -> MoELayerConfig:
+    """Layer `layer` as the JSON files in the folder `path` describe it; the rest comes from `overrides`.
+
+    `max_tokens_per_rank` has no default and must be among the overrides. Formats that are not given (or None) are those
+    of `choose_formats`; an `intermediate_gsf` that is not given is the checkpoint's, of all experts of the layer the
+    least. A whole config may be given (`**config.model_dump()`) to check that it fits the checkpoint.
+
+    Raises:
+        ValueError: as `Checkpoint`, for a layer without experts, for values that `MoELayerConfig` refuses, and for
+            overrides that contradict the checkpoint; names file and key.
+    """
+    with Checkpoint(path) as checkpoint:
+        return checkpoint.layer_config(layer, **overrides)
 
 
 def write_qwen3_moe_checkpoint(
@@ -137,7 +253,7 @@ def write_qwen3_moe_checkpoint(
             tensors[f"{prefix}.experts.{expert}.gate_proj.weight"] = weight(intermediate, hidden)
             tensors[f"{prefix}.experts.{expert}.up_proj.weight"] = weight(intermediate, hidden)
             tensors[f"{prefix}.experts.{expert}.down_proj.weight"] = weight(hidden, intermediate)
-    _write_json(
+    write_json(
         folder / "config.json",
         {
             "architectures": ["Qwen3MoeForCausalLM"],
@@ -165,113 +281,4 @@ def write_qwen3_moe_checkpoint(
         save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
         weight_map |= dict.fromkeys(part, file)
     total_bytes = sum(tensor.nbytes for tensor in tensors.values())
-    _write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})
-
-
-@dataclass(frozen=True)
-class _Sizes:
-    """What `config.json` says about the MoE layers."""
-
-    file: Path
-    hidden_size: int
-    intermediate_size: int
-    num_experts: int
-    top_k: int
-    norm_topk_prob: bool
-
-    @staticmethod
-    def read(folder: Path) -> _Sizes:
-        file = folder / "config.json"
-        data = _read_json(file)
-        if data.get("model_type") != "qwen3_moe":
-            raise ValueError(f"{file}: model_type: expected qwen3_moe, got {data.get('model_type')!r}")
-        if data.get("hidden_act", "silu") != "silu":
-            raise ValueError(f"{file}: hidden_act: expected silu, got {data['hidden_act']!r}")
-
-        def positive(*keys: str) -> int:
-            value = next((data[key] for key in keys if key in data), None)
-            if type(value) is not int or value <= 0:
-                raise ValueError(f"{file}: {' or '.join(keys)}: expected a positive integer, got {value!r}")
-            return value
-
-        return _Sizes(
-            file,
-            positive("hidden_size"),
-            positive("moe_intermediate_size"),
-            # Published files say num_experts; transformers 5 writes num_local_experts.
-            positive("num_experts", "num_local_experts"),
-            positive("num_experts_per_tok"),
-            # The default of transformers' Qwen3MoeConfig.
-            bool(data.get("norm_topk_prob", False)),
-        )
-
-
-class _Shards:
-    """Tensors by name, from one file or many; a shard is opened (mapped, not read) when first needed."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._stack = ExitStack()
-        self._open: dict[str, Any] = {}
-        self._weight_map: dict[str, str] | None = None
-        if (folder / INDEX_FILE).is_file():
-            weight_map = _read_json(folder / INDEX_FILE).get("weight_map")
-            if not isinstance(weight_map, dict):
-                raise ValueError(f"{folder / INDEX_FILE}: weight_map: expected a mapping from tensor to shard")
-            self._weight_map = weight_map
-        elif not (folder / SINGLE_FILE).is_file():
-            raise ValueError(f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, found neither")
-
-    def __enter__(self) -> _Shards:
-        return self
-
-    def __exit__(self, *exc: object) -> None:
-        self._stack.close()
-
-    def tensor(self, name: str, shape: tuple[int, int]) -> torch.Tensor:
-        """The bf16 tensor `name`, checked by the header before its bytes are touched; it may alias the mapped file."""
-        shard = self._shard_of(name)
-        file = self._folder / shard
-        if shard not in self._open:
-            if not file.is_file():
-                raise ValueError(f"{file}: shard is missing (wanted for {name})")
-            try:
-                self._open[shard] = self._stack.enter_context(safe_open(file, framework="pt"))
-            except (SafetensorError, OSError) as error:
-                raise ValueError(f"{file}: broken or cut off (wanted for {name}): {error}") from error
-        try:
-            header = self._open[shard].get_slice(name)
-        except SafetensorError as error:
-            raise ValueError(f"{file}: tensor {name} is missing") from error
-        if header.get_dtype() != "BF16":
-            raise ValueError(f"{file}: tensor {name}: expected BF16, got {header.get_dtype()}")
-        if tuple(header.get_shape()) != shape:
-            raise ValueError(f"{file}: tensor {name}: expected shape {list(shape)}, got {header.get_shape()}")
-        return self._open[shard].get_tensor(name)
-
-    def _shard_of(self, name: str) -> str:
-        if self._weight_map is None:
-            return SINGLE_FILE
-        index = self._folder / INDEX_FILE
-        if name not in self._weight_map:
-            raise ValueError(f"{index}: tensor {name} is missing")
-        shard = self._weight_map[name]
-        if not isinstance(shard, str) or Path(shard).name != shard:
-            raise ValueError(f"{index}: tensor {name}: expected the name of a file beside it, got {shard!r}")
-        return shard
-
-
-def _read_json(file: Path) -> dict[str, Any]:
-    try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{file}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
-        raise ValueError(f"{file}: not valid JSON: {error}") from error
-    if not isinstance(data, dict):
-        raise ValueError(f"{file}: expected a JSON object, got {type(data).__name__}")
-    return data
-
-
-def _write_json(file: Path, data: dict[str, Any]) -> None:
-    file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})

@@ -6,13 +6,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_runtime.checkpoint import iter_qwen3_moe_experts, layer_config_from_checkpoint, read_qwen3_moe_router
+from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.config import MoELayerConfig, ParallelConfig, RunConfig, load_config
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher, collective_step
@@ -21,6 +22,7 @@ from moe_runtime.formats import token_format
 from moe_runtime.loading import DenseExpert, quantize_experts
 from moe_runtime.metrics import PhaseTimes, phase
 from moe_runtime.plan import expert_starts
+from moe_runtime.progress import with_progress
 from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
 from moe_runtime.weights import GateUpOrder, SwiGLU
@@ -105,6 +107,8 @@ class MoELayer(nn.Module):
     def from_run_config(cls, run: RunConfig, context: ExpertParallelContext) -> MoELayer:
         """The layer of a validated `RunConfig`, with its weights.
 
+        Formats that the file does not set are those of its checkpoint, if it has one.
+
         Raises:
             ValueError: as `from_checkpoint`, also where the config contradicts the checkpoint; the peers get
                 `PeerAbortedError`.
@@ -114,10 +118,10 @@ class MoELayer(nn.Module):
                 layer = cls(run.layer, context)
                 layer.load_random(run.seed)
                 return layer
-            layer_config_from_checkpoint(run.checkpoint.path, **run.layer.model_dump())
-            layer = cls(run.layer, context)
-            layer.load_qwen3_moe(run.checkpoint.path, run.checkpoint.layer)
-            return layer
+            asked = run.layer.model_fields_set
+            given = run.layer.model_dump()
+            given |= {name: None for name in ("token_format", "weight_format") if name not in asked}
+            return cls._of_checkpoint(run.checkpoint.path, run.checkpoint.layer, context, given)
 
     @classmethod
     def from_checkpoint(
@@ -128,20 +132,23 @@ class MoELayer(nn.Module):
         context: ExpertParallelContext | None = None,
         **overrides: object,
     ) -> MoELayer:
-        """Layer `layer` of a BF16 safetensors checkpoint in HuggingFace Qwen3-MoE naming.
+        """Layer `layer` of a safetensors checkpoint of a family in `moe_runtime.families`.
 
-        Sizes and router come from the `config.json` beside the weights; `overrides` set other fields of
-        `MoELayerConfig`, at least `max_tokens_per_rank`. Each rank reads only its own experts and quantizes them one
-        by one.
+        Sizes, router and activation come from the `config.json` beside the weights, and so do the formats of tokens and
+        weights where they are not asked for (`moe_runtime.checkpoint.choose_formats`): weights that are stored in the
+        format of the layer are taken as they are, others are converted, one by one. `overrides` set other fields of
+        `MoELayerConfig`, at least `max_tokens_per_rank`. Each rank reads only its own experts; that all ranks read the
+        same checkpoint is compared with their configs, before the first step.
+
+        NVFP4 tokens have a scale each, whatever `input_scale` the checkpoint has for them; that of the down projections
+        becomes `intermediate_gsf`.
 
         Raises:
             ValueError: naming the file and the tensor that is missing or wrong; the peers get `PeerAbortedError`.
         """
         if context is not None:
             with told_to_peers(context):
-                made = cls(layer_config_from_checkpoint(path, **overrides), context)
-                made.load_qwen3_moe(path, layer)
-                return made
+                return cls._of_checkpoint(path, layer, context, overrides)
         own = ExpertParallelContext()
         try:
             return cls.from_checkpoint(path, layer=layer, context=own, **overrides)
@@ -149,17 +156,36 @@ class MoELayer(nn.Module):
             own.close()
             raise
 
+    @classmethod
+    def _of_checkpoint(
+        cls, path: str | Path, layer: int, context: ExpertParallelContext, overrides: dict[str, Any]
+    ) -> MoELayer:
+        with Checkpoint(path) as checkpoint:
+            made = cls(checkpoint.layer_config(layer, **overrides), context)
+            made.load_checkpoint(checkpoint, layer)
+            return made
+
     @property
     def local_experts(self) -> range:
         """Ids of this rank's experts."""
         starts = expert_starts(self.config.num_experts, self.context.world_size)
         return range(starts[self.context.rank], starts[self.context.rank + 1])
 
-    def load_qwen3_moe(self, path: str | Path, layer: int) -> None:
-        """Read the router and this rank's experts from a Qwen3-MoE checkpoint."""
+    def load_checkpoint(self, checkpoint: Checkpoint, layer: int) -> None:
+        """Read router, shared expert and this rank's experts of decoder layer `layer`; on terminals with a bar.
+
+        Raises `ValueError` as `Checkpoint` and `load_experts` do.
+        """
         if self.router is not None:
-            self.router.load(read_qwen3_moe_router(path, layer))
-        self.load_experts((e.gate_up, e.down) for e in iter_qwen3_moe_experts(path, layer, self.local_experts))
+            router = checkpoint.router(layer)
+            self.router.load(router.weight, bias=router.bias, correction_bias=router.correction_bias)
+        shared = checkpoint.shared_expert(layer)
+        if self.shared_expert is not None and shared is not None:
+            self.shared_expert.load(shared.gate_proj, shared.up_proj, shared.down_proj, shared.token_gate)
+        experts = checkpoint.experts(layer, self.local_experts)
+        text = f"rank {self.context.rank}: layer {layer} of {checkpoint.folder.name}"
+        self.load_experts(with_progress(experts, text, len(self.local_experts), shown=self.context.rank == 0))
+        self.context.register(agree=dict(checkpoint.digests()))
 
     def load_random(self, seed: int) -> None:
         """Random weights from `seed`, of the sizes that keep activations near unit variance; equal on any `ep_size`."""

@@ -9,20 +9,21 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_runtime.config import MoELayerConfig
-from moe_runtime.formats import TokenFormat, token_format
+from moe_runtime.formats import TokenFormat, weight_format
 from moe_runtime.weights import ExpertWeights, GateUpOrder
 
 _TENSORS = ("quants", "scales", "expert_scales", "bias")
 
 
 class DenseExpert(NamedTuple):
-    """One expert, not quantized, bf16 or fp32: `gate_up [2I, H]`, `down [H, I]` and its biases `[2I]` and `[H]`.
+    """One expert: `gate_up [2I, H]`, `down [H, I]`, bf16 or fp32, and its biases `[2I]` and `[H]`.
 
-    The rows of gate and up, in weight and bias, lie as the layer's `activation.order` says.
+    A weight may also be quantized, `ExpertWeights` of one expert without a bias. The rows of gate and up, in weight and
+    bias, lie as the layer's `activation.order` says.
     """
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: torch.Tensor | ExpertWeights
+    down: torch.Tensor | ExpertWeights
     gate_up_bias: torch.Tensor | None = None
     down_bias: torch.Tensor | None = None
 
@@ -33,19 +34,21 @@ def quantize_experts(
     count: int,
     device: torch.device,
 ) -> tuple[ExpertWeights, ExpertWeights]:
-    """Gate-and-up and down of `count` experts in the weight format of `config`; one is held unquantized at a time.
+    """Gate-and-up and down of `count` experts in the weight format of `config`; one more is held at a time.
 
-    A pair is an expert without biases. Raises `ValueError` naming the tensor and the number of the expert, in the
-    order they come: a wrong shape, a bias that `config.expert_bias` does not expect, or misses; another number of
-    experts.
+    Weights that are quantized already stay as they are where they have that format, bit for bit, and are dequantized
+    and quantized again where they have another. A pair is an expert without biases.
+
+    Raises `ValueError` naming the tensor and the number of the expert, in the order they come: a wrong shape or order
+    of gate and up, a bias that `config.expert_bias` does not expect, or misses; another number of experts.
     """
-    fmt, order = token_format(config.weight_format), GateUpOrder(config.activation.order)
+    fmt, order = weight_format(config.weight_format), GateUpOrder(config.activation.order)
     whole: tuple[ExpertWeights, ExpertWeights] | None = None
     seen = 0
     for expert in _checked(experts, config, count):
         parts = (
             _quantize(expert.gate_up, expert.gate_up_bias, fmt, order, device),
-            _quantize(expert.down, expert.down_bias, fmt, False, device),
+            _quantize(expert.down, expert.down_bias, fmt, None, device),
         )
         if whole is None:
             whole = (_room_for(parts[0], count), _room_for(parts[1], count))
@@ -61,7 +64,7 @@ def quantize_experts(
         # A rank without experts still takes part in every step: weights of zero experts have the right shapes.
         zeros = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in _shapes(config).items()}
         gate_up = _quantize(zeros["gate_up"], zeros.get("gate_up_bias"), fmt, order, device)
-        down = _quantize(zeros["down"], zeros.get("down_bias"), fmt, False, device)
+        down = _quantize(zeros["down"], zeros.get("down_bias"), fmt, None, device)
         whole = (_room_for(gate_up, 0), _room_for(down, 0))
     return whole
 
@@ -85,11 +88,25 @@ def copy_checked(pairs: dict[str, tuple[torch.Tensor | None, torch.Tensor | None
 
 
 def _quantize(
-    w: torch.Tensor, bias: torch.Tensor | None, fmt: TokenFormat, order: GateUpOrder | bool, device: torch.device
+    w: torch.Tensor | ExpertWeights,
+    bias: torch.Tensor | None,
+    fmt: TokenFormat,
+    order: GateUpOrder | None,
+    device: torch.device,
 ) -> ExpertWeights:
-    """The weights of one expert."""
-    bias_EN = None if bias is None else bias.to(device)[None]
-    return ExpertWeights.quantize(w.to(device)[None], fmt, gate_up=order, bias=bias_EN)
+    """The weights of one expert, with one second-level scale for `down` and two for gate and up."""
+    bias_EN = None if bias is None else bias.to(device).float()[None].contiguous()
+    if isinstance(w, ExpertWeights):
+        w = w.to(device)
+        if w.format is fmt:
+            scales = w.expert_scales
+            if scales is not None and order is not None:
+                scales = scales.view(1, -1).expand(1, 2).contiguous()
+            return replace(w, expert_scales=scales, bias=bias_EN, gate_up=order)
+        w_ENK = w.dequantize()
+    else:
+        w_ENK = w.to(device)[None]
+    return ExpertWeights.quantize(w_ENK, fmt, gate_up=order or False, bias=bias_EN)
 
 
 def _shapes(config: MoELayerConfig) -> dict[str, tuple[int, ...]]:
@@ -111,10 +128,32 @@ def _checked(
         expert = DenseExpert(*given)
         for name, tensor in expert._asdict().items():
             expected = f"shape {list(shapes[name])}" if name in shapes else "none"
-            got = "none" if tensor is None else f"shape {list(tensor.shape)}"
+            got = "none" if tensor is None else f"shape {_shape(tensor)}"
             if expected != got:
                 raise ValueError(f"{name} of expert {number}: expected {expected}, got {got}")
+            if isinstance(tensor, ExpertWeights):
+                _check_quantized(f"{name} of expert {number}", tensor, config)
         yield expert
+
+
+def _shape(tensor: torch.Tensor | ExpertWeights) -> list[int]:
+    """`[N, K]` of the weights of one expert, as of a tensor."""
+    if not isinstance(tensor, ExpertWeights):
+        return list(tensor.shape)
+    sizes = [tensor.num_rows, tensor.num_columns]
+    return sizes if tensor.num_experts == 1 else [tensor.num_experts, *sizes]
+
+
+def _check_quantized(name: str, w: ExpertWeights, config: MoELayerConfig) -> None:
+    if w.bias is not None:
+        raise ValueError(f"{name}: expected weights without a bias, which is given beside them")
+    order = GateUpOrder(config.activation.order) if name.startswith("gate_up") else None
+    if w.gate_up not in (order, None):
+        expected = "plain weights" if order is None else f"gate and up in order {order.value}"
+        raise ValueError(f"{name}: expected {expected}, got order {w.gate_up.value}")
+    second = w.expert_scales is not None
+    if w.format.name == config.weight_format and second != w.format.has_row_scale:
+        raise ValueError(f"{name}: expected {'' if w.format.has_row_scale else 'no '}expert_scales in {w.format.name}")
 
 
 def _room_for(one: ExpertWeights, count: int) -> ExpertWeights:

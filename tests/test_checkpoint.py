@@ -10,15 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_runtime import checkpoint
-from moe_runtime.checkpoint import (
-    iter_qwen3_moe_experts,
-    layer_config_from_checkpoint,
-    read_qwen3_moe_layer,
-    read_qwen3_moe_router,
-    write_qwen3_moe_checkpoint,
-)
+from moe_runtime import tensor_files
+from moe_runtime.checkpoint import Checkpoint, layer_config_from_checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.config import MoELayerConfig, RouterConfig
+from moe_runtime.loading import DenseExpert
 
 CONFIG = MoELayerConfig(
     hidden_size=64, intermediate_size=32, num_experts=5, top_k=2, max_tokens_per_rank=8, router=RouterConfig()
@@ -33,9 +28,9 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def shard_of(folder: Path, name: str) -> Path:
-    index = folder / checkpoint.INDEX_FILE
+    index = folder / tensor_files.INDEX_FILE
     if not index.exists():
-        return folder / checkpoint.SINGLE_FILE
+        return folder / tensor_files.SINGLE_FILE
     return folder / json.loads(index.read_text())["weight_map"][name]
 
 
@@ -54,43 +49,53 @@ def change_config(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
 
 
+def read_layer(folder: Path, layer: int, expert_ids: range) -> list[DenseExpert]:
+    with Checkpoint(folder) as checkpoint:
+        return list(checkpoint.experts(layer, expert_ids))
+
+
+def read_router(folder: Path, layer: int) -> torch.Tensor:
+    with Checkpoint(folder) as checkpoint:
+        return checkpoint.router(layer).weight
+
+
 def test_what_was_written_is_read(folder: Path) -> None:
     tensors: dict[str, torch.Tensor] = {}
     for file in folder.glob("*.safetensors"):
         tensors |= load_file(file)
     for layer in (0, 1):
-        got = read_qwen3_moe_layer(folder, layer, range(1, 4))
-        assert got.expert_ids == range(1, 4)
-        assert (got.gate_up.shape, got.down.shape, got.router_EH.shape) == ((3, 64, 64), (3, 64, 32), (5, 64))
         prefix = f"model.layers.{layer}.mlp"
-        assert torch.equal(got.router_EH, tensors[f"{prefix}.gate.weight"])
-        for i, expert in enumerate(got.expert_ids):
-            assert torch.equal(got.gate_up[i, :32], tensors[f"{prefix}.experts.{expert}.gate_proj.weight"])
-            assert torch.equal(got.gate_up[i, 32:], tensors[f"{prefix}.experts.{expert}.up_proj.weight"])
-            assert torch.equal(got.down[i], tensors[f"{prefix}.experts.{expert}.down_proj.weight"])
+        assert torch.equal(read_router(folder, layer), tensors[f"{prefix}.gate.weight"])
+        for number, expert in enumerate(read_layer(folder, layer, range(1, 4)), 1):
+            names = [f"{prefix}.experts.{number}.{part}_proj.weight" for part in ("gate", "up", "down")]
+            assert torch.equal(expert.gate_up, torch.cat([tensors[names[0]], tensors[names[1]]]))
+            assert torch.equal(expert.down, tensors[names[2]])
+            assert expert.gate_up_bias is None and expert.down_bias is None
+        assert number == 3
     assert all(tensor.dtype == torch.bfloat16 for tensor in tensors.values())
-    assert read_qwen3_moe_layer(folder, 0, range(2, 2)).gate_up.shape == (0, 64, 64)
+    assert read_layer(folder, 0, range(2, 2)) == []
 
 
 def test_experts_come_one_by_one_and_only_those_asked_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     read: list[str] = []
-    real = checkpoint._Shards.tensor
+    real = tensor_files.SafetensorsFile.read
 
-    def spy(self: checkpoint._Shards, name: str, shape: tuple[int, int]) -> torch.Tensor:
+    def spy(self: tensor_files.SafetensorsFile, name: str, out: torch.Tensor, first_byte: int = 0) -> None:
         read.append(name)
-        return real(self, name, shape)
+        real(self, name, out, first_byte)
 
-    monkeypatch.setattr(checkpoint._Shards, "tensor", spy)
-    experts = iter_qwen3_moe_experts(folder, 1, range(2, 4))
-    first = next(experts)
-    assert (first.expert_id, len(read)) == (2, 3)
-    assert [expert.expert_id for expert in experts] == [3]
-    assert all(".layers.1.mlp.experts.2." in name or ".layers.1.mlp.experts.3." in name for name in read)
+    monkeypatch.setattr(tensor_files.SafetensorsFile, "read", spy)
+    with Checkpoint(folder) as checkpoint:
+        experts = checkpoint.experts(1, range(2, 4))
+        next(experts)
+        assert len(read) == 3 and all(".layers.1.mlp.experts.2." in name for name in read)
+        assert len(list(experts)) == 1
+    assert len(read) == 6 and all(".layers.1.mlp.experts.3." in name for name in read[3:])
 
 
 def test_other_shards_need_not_even_be_there(tmp_path: Path) -> None:
     write_qwen3_moe_checkpoint(tmp_path, CONFIG, seed=7, num_layers=2, num_shards=8)
-    before = read_qwen3_moe_layer(tmp_path, 1, range(3, 5))
+    before = read_layer(tmp_path, 1, range(3, 5))
     needed = {
         shard_of(tmp_path, f"model.layers.1.mlp.{name}.weight")
         for name in ("gate", *(f"experts.{e}.{p}_proj" for e in (3, 4) for p in ("gate", "up", "down")))
@@ -99,16 +104,17 @@ def test_other_shards_need_not_even_be_there(tmp_path: Path) -> None:
     assert others
     for file in others:
         file.unlink()
-    after = read_qwen3_moe_layer(tmp_path, 1, range(3, 5))
-    assert torch.equal(before.gate_up, after.gate_up) and torch.equal(before.down, after.down)
+    for one, two in zip(before, read_layer(tmp_path, 1, range(3, 5)), strict=True):
+        assert torch.equal(one.gate_up, two.gate_up) and torch.equal(one.down, two.down)
 
 
 def test_tensors_outlive_their_file(folder: Path) -> None:
-    got = read_qwen3_moe_layer(folder, 0, range(5))
-    kept = [tensor.clone() for tensor in (got.router_EH, got.gate_up, got.down)]
+    tensors = [tensor for expert in read_layer(folder, 0, range(5)) for tensor in (expert.gate_up, expert.down)]
+    tensors.append(read_router(folder, 0))
+    kept = [tensor.clone() for tensor in tensors]
     for file in folder.glob("*.safetensors"):
         file.write_bytes(b"")
-    assert all(map(torch.equal, kept, (got.router_EH, got.gate_up, got.down)))
+    assert all(map(torch.equal, kept, tensors))
 
 
 @pytest.mark.parametrize("max_shard_size", ["5GB", "20KB"])
@@ -131,16 +137,16 @@ def test_transformers_save_pretrained_is_read(tmp_path: Path, max_shard_size: st
         )
     ).to(torch.bfloat16)
     model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
-    assert (tmp_path / checkpoint.INDEX_FILE).exists() == (max_shard_size == "20KB")
+    assert (tmp_path / tensor_files.INDEX_FILE).exists() == (max_shard_size == "20KB")
     config = layer_config_from_checkpoint(tmp_path, max_tokens_per_rank=4)
     assert (config.hidden_size, config.intermediate_size, config.num_experts, config.top_k) == (64, 32, 4, 2)
     assert config.router == RouterConfig(kind="softmax", renormalize=True)
     for layer in (0, 1):
         block = model.model.layers[layer].mlp
-        got = read_qwen3_moe_layer(tmp_path, layer, range(4))
-        assert torch.equal(got.router_EH, block.gate.weight)
-        assert torch.equal(got.gate_up, block.experts.gate_up_proj)
-        assert torch.equal(got.down, block.experts.down_proj)
+        got = read_layer(tmp_path, layer, range(4))
+        assert torch.equal(read_router(tmp_path, layer), block.gate.weight)
+        assert torch.equal(torch.stack([expert.gate_up for expert in got]), block.experts.gate_up_proj)
+        assert torch.equal(torch.stack([expert.down for expert in got]), block.experts.down_proj)
 
 
 def test_our_config_is_read_by_transformers(folder: Path) -> None:
@@ -154,7 +160,7 @@ def test_our_config_is_read_by_transformers(folder: Path) -> None:
 def test_the_same_seed_writes_the_same_weights(tmp_path: Path) -> None:
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         write_qwen3_moe_checkpoint(tmp_path / name, CONFIG, seed=seed)
-    a, b, c = ((tmp_path / name / checkpoint.SINGLE_FILE).read_bytes() for name in "abc")
+    a, b, c = ((tmp_path / name / tensor_files.SINGLE_FILE).read_bytes() for name in "abc")
     assert a == b and a != c
 
 
@@ -176,17 +182,41 @@ def test_layer_config_takes_overrides_that_do_not_contradict(folder: Path) -> No
 def test_a_missing_tensor(folder: Path) -> None:
     file = change(folder, DOWN_3, None)
     with pytest.raises(ValueError, match=rf"{file}: tensor {DOWN_3} is missing"):
-        read_qwen3_moe_layer(folder, 1, range(5))
-    assert read_qwen3_moe_layer(folder, 1, range(3)).down.shape == (3, 64, 32)
+        read_layer(folder, 1, range(5))
+    assert len(read_layer(folder, 1, range(3))) == 3
+    change_config(folder, num_hidden_layers=10)
     with pytest.raises(ValueError, match=r"model\.layers\.9\.mlp\.gate\.weight is missing"):
-        read_qwen3_moe_router(folder, 9)
+        read_router(folder, 9)
+
+
+def test_a_tensor_too_many(folder: Path) -> None:
+    file = shard_of(folder, DOWN_3)
+    extra = "model.layers.1.mlp.experts.5.down_proj.weight"
+    tensors = load_file(file) | {extra: torch.zeros(64, 32, dtype=torch.bfloat16)}
+    save_file(tensors, file)
+    index = folder / tensor_files.INDEX_FILE
+    if index.exists():
+        data = json.loads(index.read_text())
+        data["weight_map"][extra] = file.name
+        index.write_text(json.dumps(data))
+    with pytest.raises(ValueError, match=rf"{folder}/.*: tensor {extra} is not expected: 5 experts"):
+        read_layer(folder, 1, range(2))
+    assert len(read_layer(folder, 0, range(2))) == 2
+
+
+def test_a_layer_without_experts(folder: Path) -> None:
+    change_config(folder, mlp_only_layers=[1])
+    with pytest.raises(ValueError, match=r"layer: .*config\.json says that layer 1 has no experts"):
+        read_layer(folder, 1, range(2))
+    with pytest.raises(ValueError, match=r"layer: .*config\.json says 2 layers, asked for layer 2"):
+        layer_config_from_checkpoint(folder, layer=2, max_tokens_per_rank=1)
 
 
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (torch.zeros(64, 32), "expected BF16, got F32"),
-        (torch.zeros(64, 32, dtype=torch.float8_e4m3fn), "expected BF16, got F8_E4M3"),
+        (torch.zeros(64, 32, dtype=torch.float16), "expected BF16 or F32, got F16"),
+        (torch.zeros(64, 32, dtype=torch.float8_e4m3fn), "expected BF16 or F32, got F8_E4M3"),
         (torch.zeros(32, 64, dtype=torch.bfloat16), r"expected shape \[64, 32\], got \[32, 64\]"),
         (torch.zeros(64 * 32, dtype=torch.bfloat16), r"expected shape \[64, 32\], got \[2048\]"),
     ],
@@ -194,7 +224,7 @@ def test_a_missing_tensor(folder: Path) -> None:
 def test_a_wrong_tensor(folder: Path, tensor: torch.Tensor, message: str) -> None:
     file = change(folder, DOWN_3, tensor)
     with pytest.raises(ValueError, match=f"{file}: tensor {DOWN_3}: {message}"):
-        read_qwen3_moe_layer(folder, 1, range(5))
+        read_layer(folder, 1, range(5))
 
 
 @pytest.mark.parametrize("keep", [0, 4, 100, -1])
@@ -202,8 +232,8 @@ def test_a_truncated_file(folder: Path, keep: int) -> None:
     file = shard_of(folder, DOWN_3)
     data = file.read_bytes()
     file.write_bytes(data[:keep])
-    with pytest.raises(ValueError, match=f"{file}: broken or cut off .*wanted for .*experts.3"):
-        list(iter_qwen3_moe_experts(folder, 1, range(3, 4)))
+    with pytest.raises(ValueError, match=f"{file}: broken or cut off .*wanted for "):
+        read_layer(folder, 1, range(3, 4))
 
 
 def test_a_missing_shard(tmp_path: Path) -> None:
@@ -211,12 +241,12 @@ def test_a_missing_shard(tmp_path: Path) -> None:
     file = shard_of(tmp_path, DOWN_3)
     file.unlink()
     with pytest.raises(ValueError, match=f"{file}: shard is missing .*layers.1.mlp.experts"):
-        list(iter_qwen3_moe_experts(tmp_path, 1, range(5)))
+        read_layer(tmp_path, 1, range(5))
 
 
 def test_an_index_that_is_wrong(tmp_path: Path) -> None:
     write_qwen3_moe_checkpoint(tmp_path, CONFIG, seed=7, num_layers=2, num_shards=4)
-    index = tmp_path / checkpoint.INDEX_FILE
+    index = tmp_path / tensor_files.INDEX_FILE
     good = json.loads(index.read_text())
     for text, message in (
         ("{", "not valid JSON"),
@@ -230,20 +260,20 @@ def test_an_index_that_is_wrong(tmp_path: Path) -> None:
     ):
         index.write_text(text)
         with pytest.raises(ValueError, match=f"{index}: {message}"):
-            list(iter_qwen3_moe_experts(tmp_path, 1, range(3, 4)))
+            read_layer(tmp_path, 1, range(3, 4))
 
 
 def test_a_config_with_more_experts_than_the_file(folder: Path) -> None:
     change_config(folder, num_experts=6)
     with pytest.raises(ValueError, match=r"gate\.weight: expected shape \[6, 64\], got \[5, 64\]"):
-        read_qwen3_moe_router(folder, 0)
+        read_router(folder, 0)
     with pytest.raises(ValueError, match=r"experts\.5\.gate_proj\.weight is missing"):
-        list(iter_qwen3_moe_experts(folder, 0, range(6)))
+        read_layer(folder, 0, range(6))
 
 
 def test_an_expert_that_the_config_does_not_have(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"expert_ids: .*config\.json says 5 experts, asked for expert 5"):
-        read_qwen3_moe_layer(folder, 0, range(4, 6))
+        read_layer(folder, 0, range(4, 6))
 
 
 @pytest.mark.parametrize(
@@ -264,14 +294,14 @@ def test_a_config_json_that_is_wrong(folder: Path, changes: dict[str, Any], mess
 
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"config\.json: cannot be read: No such file"):
-        read_qwen3_moe_router(tmp_path / "nothing", 0)
+        read_router(tmp_path / "nothing", 0)
     write_qwen3_moe_checkpoint(tmp_path, CONFIG, seed=7)
-    (tmp_path / checkpoint.SINGLE_FILE).unlink()
+    (tmp_path / tensor_files.SINGLE_FILE).unlink()
     with pytest.raises(ValueError, match="found neither"):
-        read_qwen3_moe_router(tmp_path, 0)
+        read_router(tmp_path, 0)
     (tmp_path / "config.json").write_text("{")
     with pytest.raises(ValueError, match=r"config\.json: not valid JSON"):
-        read_qwen3_moe_router(tmp_path, 0)
+        read_router(tmp_path, 0)
 
 
 def test_only_what_the_naming_can_say_is_written(tmp_path: Path) -> None:

@@ -1,0 +1,231 @@
+"""Reads the weights of linears and experts from the files of a checkpoint, as they are stored.
+
+A weight comes back bf16 (or fp32) where it is, else as `ExpertWeights` of one expert: the same quants and scales, block
+scales in the order that the GEMM reads. Nothing is rounded. Every tensor is checked for dtype, shape and, where it
+holds scales, for NaN; the error names file and tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+
+from moe_runtime.checkpoint_layouts import PLAIN, ScaleName, WeightLayout
+from moe_runtime.formats import WEIGHT_BLOCK_N, ceil_div
+from moe_runtime.kernels.swizzle import swizzle_scales
+from moe_runtime.loading import DenseExpert
+from moe_runtime.tensor_files import DTYPES, TensorFiles
+from moe_runtime.weights import ExpertWeights, GateUpOrder
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Where a model keeps the experts of a layer.
+
+    Attributes:
+        block: prefix of all of them, such as `model.layers.3.mlp.experts`.
+        gate, up, down: names of the projections of one expert.
+        stacked: all experts in `gate_up_proj` and `down_proj`, with biases, rows of gate and up one by one.
+    """
+
+    block: str
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    stacked: bool = False
+
+    def linears(self, expert: int) -> tuple[str, str, str]:
+        """Prefixes of gate, up and down of an expert that is not stacked."""
+        return tuple(f"{self.block}.{expert}.{part}" for part in (self.gate, self.up, self.down))  # type: ignore[return-value]
+
+
+@dataclass(frozen=True)
+class ExpertReader:
+    """The routed experts of one layer.
+
+    Attributes:
+        files: the checkpoint's.
+        names: of the layer's experts.
+        layout: of their weights.
+        hidden, inner: `H` and `I`.
+        num_experts: `E`.
+    """
+
+    files: TensorFiles
+    names: ExpertNames
+    layout: WeightLayout
+    hidden: int
+    inner: int
+    num_experts: int
+
+    def experts(self, expert_ids: range) -> Iterator[DenseExpert]:
+        """Experts one by one, in the order of `expert_ids`; while one is in use, the next is read ahead."""
+        for expert in expert_ids:
+            if not self.names.stacked and expert + 1 in expert_ids:
+                self.files.expect(self._tensors(expert + 1))
+            yield self._stacked(expert) if self.names.stacked else self._expert(expert)
+
+    def check_names(self) -> None:
+        """Raise `ValueError` naming the tensor if the layer has one that does not belong to its experts."""
+        if self.names.stacked:
+            expected = {f"{self.names.block}.{name}" for name in self._stacked_names()}
+        else:
+            expected = {name for expert in range(self.num_experts) for name in self._tensors(expert)}
+        for name in self.files.names():
+            if name.startswith(f"{self.names.block}.") and name not in expected:
+                raise ValueError(
+                    f"{self.files.index}: tensor {name} is not expected: {self.num_experts} experts in layout "
+                    f"{self.layout.name}"
+                )
+
+    def smallest_input_gsf(self) -> float | None:
+        """The encode scale for the inputs of all down projections: the least of those stored; None where none is.
+
+        With a larger one, numbers of an expert that has the least could saturate; with a smaller one nothing gains. It
+        is the same on every rank, whichever experts it has.
+        """
+        scale = self.layout.input_scale
+        if scale is None or self.names.stacked:
+            return None
+        prefixes = [self.names.linears(expert)[2] for expert in range(self.num_experts)]
+        if not any(f"{prefix}.{scale.suffix}" in self.files for prefix in prefixes):
+            return None
+        stored = torch.stack([_second_level(self.files, prefix, scale) for prefix in prefixes])
+        return float((stored if scale.divides else _reciprocal(stored)).min())
+
+    def _tensors(self, expert: int) -> list[str]:
+        parts = [self.layout.weight, self.layout.scale, *_suffixes(self.layout)]
+        return [f"{prefix}.{part}" for prefix in self.names.linears(expert) for part in parts if part is not None]
+
+    def _expert(self, expert: int) -> DenseExpert:
+        gate, up, down = self.names.linears(expert)
+        gate_up = read_linears(self.files, self.layout, (gate, up), self.inner, self.hidden)
+        return DenseExpert(gate_up, read_linears(self.files, self.layout, (down,), self.hidden, self.inner))
+
+    def _stacked_names(self) -> list[str]:
+        parts = ["gate_up_proj_bias", "down_proj_bias"]
+        suffixes = [""] if self.layout.scale is None else [f"_{self.layout.weight}", f"_{self.layout.scale}"]
+        return parts + [f"{name}_proj{suffix}" for name in ("gate_up", "down") for suffix in suffixes]
+
+    def _stacked(self, expert: int) -> DenseExpert:
+        weights: list[torch.Tensor | ExpertWeights] = []
+        biases = []
+        sizes = ((2 * self.inner, self.hidden), (self.hidden, self.inner))
+        for name, (rows, columns), order in zip(
+            ("gate_up_proj", "down_proj"), sizes, (GateUpOrder.INTERLEAVED, None), strict=True
+        ):
+            prefix = f"{self.names.block}.{name}"
+            bias = self.files.read(f"{prefix}_bias", (self.num_experts, rows), ("BF16", "F32"), item=expert)
+            biases.append(bias.float())
+            if self.layout.scale is None:
+                # Stored as the right-hand side of `x @ w`.
+                shape = (self.num_experts, columns, rows)
+                stored = self.files.read(prefix, shape, self.layout.quant_dtypes, item=expert)
+                weights.append(stored.T.contiguous())
+            else:
+                weights.append(self._stacked_weight(prefix, rows, columns, order, expert))
+        return DenseExpert(weights[0], weights[1], biases[0], biases[1])
+
+    def _stacked_weight(
+        self, prefix: str, rows: int, columns: int, order: GateUpOrder | None, expert: int
+    ) -> ExpertWeights:
+        fmt, scale = self.layout.format, f"{prefix}_{self.layout.scale}"
+        fmt.check_columns(columns, f"{self.files.index}: columns of {prefix}")
+        shape = (self.num_experts, rows, columns // fmt.block)
+        blocks = (*shape, fmt.quant_bytes(fmt.block))
+        quants = self.files.read(f"{prefix}_{self.layout.weight}", blocks, ("U8",), item=expert)
+        scales = self.files.read(scale, shape, self.layout.scale_dtypes, item=expert)
+        _check_no_nan(self.files, scale, scales)
+        return ExpertWeights(fmt, quants.view(1, rows, -1), swizzle_scales(scales[None]), gate_up=order)
+
+
+def read_linears(
+    files: TensorFiles, layout: WeightLayout, prefixes: tuple[str, ...], rows: int, columns: int
+) -> torch.Tensor | ExpertWeights:
+    """One linear `[rows, columns]`, or gate and up, stacked in this order, each with its own second-level scale.
+
+    Returns `[len(prefixes) * rows, columns]`, bf16 or fp32, or weights of one expert; fp32 too where 128x128 blocks of
+    the two would share a scale.
+    """
+    order = GateUpOrder.GATE_UP if len(prefixes) == 2 else None
+    fmt = layout.format
+    fmt.check_columns(columns, f"{files.index}: columns of {prefixes[0]}")
+    shape, dtypes = (rows, fmt.quant_columns(columns)), layout.quant_dtypes
+    first = files.check(f"{prefixes[0]}.{layout.weight}", shape, dtypes)
+    quants = torch.empty(len(prefixes), *shape, dtype=DTYPES[first.dtype])
+    for prefix, part in zip(prefixes, quants, strict=True):
+        files.check(f"{prefix}.{layout.weight}", shape, (first.dtype,))
+        files.read_into(f"{prefix}.{layout.weight}", part)
+    if layout.scale is None:
+        return quants.flatten(0, 1)
+    scales = torch.stack([_read_scales(files, layout, prefix, rows, columns) for prefix in prefixes])
+    if scales.dtype == torch.float32:
+        if len(prefixes) > 1 and rows % WEIGHT_BLOCK_N:
+            parts = (ExpertWeights(fmt, q[None], s[None]).dequantize()[0] for q, s in zip(quants, scales, strict=True))
+            return torch.cat(list(parts))
+        return ExpertWeights(fmt, quants.view(1, -1, columns), scales.view(1, -1, scales.shape[2]), gate_up=order)
+    second = None
+    if layout.weight_scale is not None:
+        second = torch.stack([_second_level(files, prefix, layout.weight_scale) for prefix in prefixes])
+        second = _reciprocal(second) if layout.weight_scale.divides else second
+        second = second if order is None else second[None]
+    blocks = swizzle_scales(scales.view(1, -1, scales.shape[2]))
+    return ExpertWeights(fmt, quants.view(1, -1, quants.shape[2]), blocks, second, gate_up=order)
+
+
+def layout_of(files: TensorFiles, layout: WeightLayout, prefixes: Iterable[str]) -> WeightLayout:
+    """`layout`, or that of plain weights where the quantization left these linears out: none of them has scales."""
+    names = list(prefixes)
+    if layout.scale is None or any(f"{prefix}.{layout.scale}" in files for prefix in names):
+        return layout
+    return PLAIN if all(f"{prefix}.{PLAIN.weight}" in files for prefix in names) else layout
+
+
+def dense(weight: torch.Tensor | ExpertWeights) -> torch.Tensor:
+    """`[N, K]`, bf16 or fp32, of what `read_linears` gives."""
+    return weight.dequantize()[0] if isinstance(weight, ExpertWeights) else weight
+
+
+def _suffixes(layout: WeightLayout) -> list[str]:
+    return [scale.suffix for scale in (layout.weight_scale, layout.input_scale) if scale is not None]
+
+
+def _read_scales(files: TensorFiles, layout: WeightLayout, prefix: str, rows: int, columns: int) -> torch.Tensor:
+    """Linear block scales of the dtype that the format has in memory."""
+    fmt, name = layout.format, f"{prefix}.{layout.scale}"
+    shape = (rows if fmt.swizzled else ceil_div(rows, WEIGHT_BLOCK_N), fmt.scale_columns(columns))
+    scales = files.read(name, shape, layout.scale_dtypes)
+    _check_no_nan(files, name, scales)
+    assert fmt.scale_dtype is not None
+    return scales.view(fmt.scale_dtype) if fmt.scale_dtype.itemsize == 1 else scales.to(fmt.scale_dtype)
+
+
+def _check_no_nan(files: TensorFiles, name: str, scales: torch.Tensor) -> None:
+    if scales.dtype == torch.float8_e4m3fn:
+        bad = (scales.view(torch.uint8) & 0x7F) == 0x7F
+    elif scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
+        bad = scales.view(torch.uint8) == 0xFF
+    else:
+        bad = ~scales.isfinite()
+    if bad.any():
+        place = bad.nonzero()[0].tolist()
+        raise ValueError(
+            f"{files.path_of(name)}: tensor {name}: expected finite scales, got one that is not at {place}"
+        )
+
+
+def _second_level(files: TensorFiles, prefix: str, scale: ScaleName) -> torch.Tensor:
+    """A second-level scale as it is stored, fp32 `[]`."""
+    name = f"{prefix}.{scale.suffix}"
+    shape = files.entry(name).shape
+    value = files.read(name, shape if shape == (1,) else (), ("F32",)).view(())
+    if not (value.isfinite() and value > 0):
+        raise ValueError(f"{files.path_of(name)}: tensor {name}: expected a positive number, got {float(value)}")
+    return value
+
+
+def _reciprocal(x: torch.Tensor) -> torch.Tensor:
+    """`1 / x`, one IEEE division: `number / tensor` may be another."""
+    return torch.ones_like(x) / x

@@ -1,0 +1,280 @@
+"""Safetensors files of a folder: headers checked against the file, tensors read straight into memory of their own.
+
+The format is that of github.com/huggingface/safetensors: eight bytes of length, a JSON header that gives each tensor a
+dtype, a shape and a range of bytes behind it, then these bytes. Files are read, not mapped: mapped pages would count as
+memory of the process on top of the tensors made from them, and come from a disk a few kilobytes at a time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+import struct
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+SINGLE_FILE = "model.safetensors"
+INDEX_FILE = "model.safetensors.index.json"
+
+DTYPES: dict[str, torch.dtype] = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I16": torch.int16,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "I32": torch.int32,
+    "F32": torch.float32,
+    "I64": torch.int64,
+    "F64": torch.float64,
+}
+
+MAX_HEADER_BYTES = 100_000_000
+"""As in the safetensors library."""
+
+
+@dataclass(frozen=True)
+class TensorEntry:
+    """Where a tensor lies: `num_bytes` bytes from `start` of its file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    num_bytes: int
+
+
+class SafetensorsFile:
+    """One file, open for reading.
+
+    Attributes:
+        path: of the file.
+        entries: its tensors by name, in the order of the header.
+        metadata: the strings of the header's `__metadata__`.
+
+    Raises:
+        ValueError: naming the file: it is missing, cut off, longer than its header says, or no such file.
+    """
+
+    def __init__(self, path: Path, wanted_for: str = "the tensors of its index") -> None:
+        self.path = path
+        try:
+            self._file = os.open(path, os.O_RDONLY)
+        except FileNotFoundError:
+            raise ValueError(f"{path}: shard is missing (wanted for {wanted_for})") from None
+        try:
+            self.entries, self.metadata = _read_header(self._file)
+        except (ValueError, OSError) as error:
+            os.close(self._file)
+            raise ValueError(f"{path}: broken or cut off (wanted for {wanted_for}): {error}") from error
+
+    def close(self) -> None:
+        os.close(self._file)
+
+    def expect(self, start: int, num_bytes: int) -> None:
+        """Tell the system that these bytes will be read soon."""
+        os.posix_fadvise(self._file, start, num_bytes, os.POSIX_FADV_WILLNEED)
+
+    def read(self, name: str, out: torch.Tensor, first_byte: int = 0) -> None:
+        """Fill the contiguous CPU tensor `out` from byte `first_byte` of the tensor `name`."""
+        if not out.numel():
+            return
+        target = memoryview(out.view(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+        position, done = self.entries[name].start + first_byte, 0
+        while done < len(target):
+            count = os.preadv(self._file, [target[done:]], position + done)
+            if count == 0:
+                raise ValueError(f"{self.path}: tensor {name}: the file ends within it")
+            done += count
+
+
+class TensorFiles:
+    """The tensors of a checkpoint by name, from one file or many; a shard is opened when it is first needed.
+
+    Attributes:
+        folder: where `model.safetensors` or `model.safetensors.index.json` lies.
+        index: path of the index, or of the single file.
+
+    Raises:
+        ValueError: neither is there, or the index is no index; names the file.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._open: dict[str, SafetensorsFile] = {}
+        self._shard_of: dict[str, Any] | None = None
+        self.index = folder / INDEX_FILE
+        if self.index.is_file():
+            shard_of = read_json(self.index).get("weight_map")
+            if not isinstance(shard_of, dict):
+                raise ValueError(f"{self.index}: weight_map: expected a mapping from tensor to shard")
+            self._shard_of = shard_of
+            return
+        self.index = folder / SINGLE_FILE
+        if not self.index.is_file():
+            raise ValueError(f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, found neither")
+
+    def __enter__(self) -> TensorFiles:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        while self._open:
+            self._open.popitem()[1].close()
+
+    def names(self) -> list[str]:
+        """Every tensor of the checkpoint, in the order of the index (of the single file's header)."""
+        if self._shard_of is not None:
+            return list(self._shard_of)
+        return list(self._opened(SINGLE_FILE, "the names of its tensors").entries)
+
+    def shards(self) -> dict[str, list[str]]:
+        """The tensors of each file by its name, both in the order of the index."""
+        found: dict[str, list[str]] = {}
+        for name in self.names():
+            found.setdefault(self.shard_of(name), []).append(name)
+        return found
+
+    def __contains__(self, name: str) -> bool:
+        if self._shard_of is not None:
+            return name in self._shard_of
+        return name in self._opened(SINGLE_FILE, name).entries
+
+    def shard_of(self, name: str) -> str:
+        """The file, beside the index, that holds a tensor. Raises `ValueError` where the index does not say."""
+        if self._shard_of is None:
+            return SINGLE_FILE
+        if name not in self._shard_of:
+            raise ValueError(f"{self.index}: tensor {name} is missing")
+        shard = self._shard_of[name]
+        if not isinstance(shard, str) or Path(shard).name != shard:
+            raise ValueError(f"{self.index}: tensor {name}: expected the name of a file beside it, got {shard!r}")
+        return shard
+
+    def entry(self, name: str) -> TensorEntry:
+        """Dtype and shape of a tensor, from the header of its file. Raises `ValueError` where it is missing."""
+        return self._find(name)[1]
+
+    def check(self, name: str, shape: tuple[int, ...], dtypes: Iterable[str]) -> TensorEntry:
+        """The entry of a tensor. Raises `ValueError` naming file and tensor unless it has this shape and a dtype of
+        `dtypes`."""
+        file, entry = self._find(name)
+        if entry.dtype not in dtypes:
+            raise ValueError(f"{file.path}: tensor {name}: expected {' or '.join(dtypes)}, got {entry.dtype}")
+        if entry.shape != shape:
+            raise ValueError(f"{file.path}: tensor {name}: expected shape {list(shape)}, got {list(entry.shape)}")
+        return entry
+
+    def path_of(self, name: str) -> Path:
+        """The file that holds a tensor."""
+        return self._find(name)[0].path
+
+    def read(
+        self, name: str, shape: tuple[int, ...], dtypes: Iterable[str], *, item: int | None = None
+    ) -> torch.Tensor:
+        """The tensor `name`, on the CPU in memory of its own; `item` reads only that one of its first dimension.
+
+        `shape` and `dtypes` are what the whole tensor must have, and are checked before a byte of it is read. Raises
+        `ValueError` as `check`, and where the file ends too early.
+        """
+        entry = self.check(name, shape, dtypes)
+        out = torch.empty(shape if item is None else shape[1:], dtype=DTYPES[entry.dtype])
+        self.read_into(name, out, item=item)
+        return out
+
+    def read_into(self, name: str, out: torch.Tensor, *, item: int | None = None) -> None:
+        """As `read`, into a contiguous CPU tensor of the bytes that a call of `check` has found right."""
+        self._find(name)[0].read(name, out, 0 if item is None else item * out.nbytes)
+
+    def expect(self, names: Iterable[str]) -> None:
+        """Tell the system that these tensors will be read soon, so that it reads ahead; unknown ones are left out."""
+        for name in names:
+            if name in self:
+                file, entry = self._find(name)
+                file.expect(entry.start, entry.num_bytes)
+
+    def _find(self, name: str) -> tuple[SafetensorsFile, TensorEntry]:
+        file = self._opened(self.shard_of(name), name)
+        if name not in file.entries:
+            raise ValueError(f"{file.path}: tensor {name} is missing")
+        return file, file.entries[name]
+
+    def _opened(self, shard: str, wanted_for: str) -> SafetensorsFile:
+        if shard not in self._open:
+            self._open[shard] = SafetensorsFile(self.folder / shard, wanted_for)
+        return self._open[shard]
+
+
+def file_digests(folder: Path, json_files: Iterable[str]) -> dict[str, str]:
+    """Beginnings of the SHA-256 of those `json_files` that are in `folder`, of the index and of a single file's header.
+
+    They tell checkpoints apart without reading them. Shards that an index names need not be there and do not count.
+    """
+    digests = {}
+    for file in (folder / name for name in (*json_files, INDEX_FILE)):
+        if file.is_file():
+            digests[f"sha256 of {file.name}"] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+    single = folder / SINGLE_FILE
+    if single.is_file():
+        with single.open("rb") as stream:
+            length = stream.read(8)
+            header = stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
+        digests[f"sha256 of the header of {SINGLE_FILE}"] = hashlib.sha256(length + header).hexdigest()[:16]
+    return digests
+
+
+def read_json(file: Path) -> dict[str, Any]:
+    """The object in a JSON file. Raises `ValueError` naming the file where it cannot be read or is something else."""
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ValueError(f"{file}: cannot be read: {error.strerror}") from error
+    except ValueError as error:
+        raise ValueError(f"{file}: not valid JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise ValueError(f"{file}: expected a JSON object, got {type(data).__name__}")
+    return data
+
+
+def write_json(file: Path, data: Mapping[str, Any]) -> None:
+    """Write an object as JSON, indented."""
+    file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+def _read_header(file: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Entries and metadata of an open file; `ValueError` says what is wrong with it."""
+    size = os.fstat(file).st_size
+    length_bytes = os.pread(file, 8, 0)
+    if len(length_bytes) < 8:
+        raise ValueError(f"{size} bytes are no safetensors file")
+    (length,) = struct.unpack("<Q", length_bytes)
+    first = 8 + length
+    if length > MAX_HEADER_BYTES or first > size:
+        raise ValueError(f"expected a header of {length} bytes, the file has {size}")
+    header = json.loads(os.pread(file, length, 8))
+    if not isinstance(header, dict):
+        raise ValueError(f"header: expected an object, got {type(header).__name__}")
+    metadata = header.pop("__metadata__", {})
+    entries: dict[str, TensorEntry] = {}
+    for name, item in header.items():
+        try:
+            dtype, shape = item["dtype"], tuple(item["shape"])
+            begin, end = item["data_offsets"]
+        except (TypeError, KeyError, ValueError):
+            raise ValueError(f"tensor {name}: expected dtype, shape and data_offsets, got {item!r}") from None
+        if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+            raise ValueError(f"tensor {name}: {end - begin} bytes are not {list(shape)} of {dtype}")
+        if not 0 <= begin <= end <= size - first:
+            raise ValueError(f"tensor {name}: its bytes end at {first + end}, the file at {size}")
+        entries[name] = TensorEntry(dtype, shape, first + begin, end - begin)
+    last = max((entry.start + entry.num_bytes for entry in entries.values()), default=first)
+    if last != size:
+        raise ValueError(f"its tensors end at {last}, the file at {size}")
+    return entries, metadata
