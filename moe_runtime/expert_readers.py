@@ -146,12 +146,13 @@ def read_linears(
 ) -> torch.Tensor | ExpertWeights:
     """One linear `[rows, columns]`, or gate and up, stacked in this order, each with its own second-level scale.
 
-    Returns `[len(prefixes) * rows, columns]`, bf16 or fp32, or weights of one expert; fp32 too where 128x128 blocks of
-    the two would share a scale.
+    Returns `[len(prefixes) * rows, columns]`, bf16 or fp32, or weights of one expert; fp32 too where 128x128 blocks are
+    not whole, which those weights cannot have along K, nor between gate and up.
     """
     order = GateUpOrder.GATE_UP if len(prefixes) == 2 else None
     fmt = layout.format
-    fmt.check_columns(columns, f"{files.index}: columns of {prefixes[0]}")
+    if fmt.scale_dtype is not torch.float32:
+        fmt.check_columns(columns, f"{files.index}: columns of {prefixes[0]}")
     shape, dtypes = (rows, fmt.quant_columns(columns)), layout.quant_dtypes
     first = files.check(f"{prefixes[0]}.{layout.weight}", shape, dtypes)
     quants = torch.empty(len(prefixes), *shape, dtype=DTYPES[first.dtype])
@@ -162,9 +163,9 @@ def read_linears(
         return quants.flatten(0, 1)
     scales = torch.stack([_read_scales(files, layout, prefix, rows, columns) for prefix in prefixes])
     if scales.dtype == torch.float32:
-        if len(prefixes) > 1 and rows % WEIGHT_BLOCK_N:
-            parts = (ExpertWeights(fmt, q[None], s[None]).dequantize()[0] for q, s in zip(quants, scales, strict=True))
-            return torch.cat(list(parts))
+        if columns % fmt.block or (order is not None and rows % WEIGHT_BLOCK_N):
+            factors = scales.repeat_interleave(WEIGHT_BLOCK_N, 1).repeat_interleave(fmt.block, 2)
+            return (quants.float() * factors[:, :rows, :columns]).flatten(0, 1)
         return ExpertWeights(fmt, quants.view(1, -1, columns), scales.view(1, -1, scales.shape[2]), gate_up=order)
     second = None
     if layout.weight_scale is not None:

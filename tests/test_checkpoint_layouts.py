@@ -1,0 +1,305 @@
+"""Quantized layouts: quants and scales come back as they were written, and read back as their writers say."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_runtime.checkpoint import Checkpoint, choose_formats, layer_config_from_checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoint_layouts import COMPRESSED_NVFP4, FP8_BLOCKS, MODELOPT_NVFP4, PLAIN, StoredExperts
+from moe_runtime.config import MoELayerConfig
+from moe_runtime.kernels.swizzle import unswizzle_scales
+from moe_runtime.loading import DenseExpert
+from moe_runtime.tensor_files import SINGLE_FILE
+from moe_runtime.weights import ExpertWeights, GateUpOrder
+from tests.checkpoint_writers import fp8_blocks, modelopt_nvfp4, quantize_experts, read_e2m1
+from tests.comparison import assert_same_bits
+
+CONFIG = MoELayerConfig(hidden_size=256, intermediate_size=128, num_experts=3, top_k=2, max_tokens_per_rank=8)
+PARTS = ("gate_proj", "up_proj", "down_proj")
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, seed: int) -> Path:
+    write_qwen3_moe_checkpoint(tmp_path, CONFIG, seed=seed)
+    return tmp_path
+
+
+def read(folder: Path) -> list[DenseExpert]:
+    with Checkpoint(folder) as checkpoint:
+        return list(checkpoint.experts(0, range(3)))
+
+
+def linear(expert: int, part: str, suffix: str) -> str:
+    return f"model.layers.0.mlp.experts.{expert}.{part}.{suffix}"
+
+
+class Projection(NamedTuple):
+    """One linear as it was read: quants `[N, *]`, linear scales, second-level scale, and fp32 `[N, K]`."""
+
+    prefix: str
+    quants: torch.Tensor
+    scales: torch.Tensor
+    second: torch.Tensor | None
+    value: torch.Tensor
+
+
+def projections(folder: Path) -> list[Projection]:
+    """All of layer 0, gate and up apart."""
+    found = []
+    for number, expert in enumerate(read(folder)):
+        for part, w, half in zip(PARTS, (expert.gate_up, expert.gate_up, expert.down), (0, 1, None), strict=True):
+            assert isinstance(w, ExpertWeights) and w.scales is not None
+            assert w.gate_up == (None if half is None else GateUpOrder.GATE_UP)
+            scales, columns = w.scales[0], w.format.scale_columns(w.num_columns)
+            if w.format.swizzled:
+                scales = unswizzle_scales(w.scales, w.num_rows, columns)[0].view(torch.uint8)
+            halves = [t if half is None else t.chunk(2)[half] for t in (w.quants[0], scales, w.dequantize()[0])]
+            second = None if w.expert_scales is None else w.expert_scales.view(-1)[half or 0]
+            found.append(Projection(linear(number, part, ""), halves[0], halves[1], second, halves[2]))
+    assert len(found) == 9
+    return found
+
+
+def test_modelopt(folder: Path) -> None:
+    """Also found by `hf_quant_config.json` alone."""
+    tensors = quantize_experts(folder, modelopt_nvfp4)
+    quantization = {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
+        "exclude_modules": ["lm_head"],
+    }
+    (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": quantization}))
+    for prefix, quants, scales, second, value in projections(folder):
+        weight, scale, scale_2 = (tensors[prefix + part] for part in ("weight", "weight_scale", "weight_scale_2"))
+        assert_same_bits(quants, weight)
+        assert_same_bits(scales, scale.view(torch.uint8))
+        assert second is not None and second.item() == scale_2.item()
+        exact = read_e2m1(weight) * scale.double().numpy().repeat(16, 1) * scale_2.double().item()
+        np.testing.assert_array_equal(value.numpy(), exact.astype(np.float32))
+    config = layer_config_from_checkpoint(folder, max_tokens_per_rank=1)
+    assert (config.token_format, config.weight_format) == ("nvfp4", "nvfp4")
+    largest = max(tensors[linear(e, "down_proj", "input_scale")] for e in range(3))
+    assert config.intermediate_gsf == (torch.ones(()) / largest).item()
+    (folder / "hf_quant_config.json").unlink()
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": MODELOPT}))
+    assert layer_config_from_checkpoint(folder, max_tokens_per_rank=1) == config
+
+
+def test_fp8_blocks(folder: Path) -> None:
+    tensors = quantize_experts(folder, fp8_blocks, quantization_config=FP8)
+    for prefix, quants, scales, _, _ in projections(folder):
+        assert_same_bits(quants.view(torch.uint8), tensors[f"{prefix}weight"].view(torch.uint8))
+        assert_same_bits(scales, tensors[f"{prefix}weight_scale_inv"])
+    config = layer_config_from_checkpoint(folder, max_tokens_per_rank=1)
+    assert (config.token_format, config.weight_format, config.intermediate_gsf) == ("fp8_block", "fp8_block", None)
+
+
+def test_fp8_blocks_that_are_not_whole_are_dequantized(tmp_path: Path, seed: int) -> None:
+    config = CONFIG.replace(intermediate_size=64)
+    write_qwen3_moe_checkpoint(tmp_path, config, seed=seed)
+    tensors = quantize_experts(tmp_path, fp8_blocks, quantization_config=FP8)
+    for number, expert in enumerate(read(tmp_path)):
+        for part, w in zip(PARTS, (*expert.gate_up.chunk(2), expert.down), strict=True):  # type: ignore[union-attr]
+            quants, scales = (tensors[linear(number, part, name)] for name in ("weight", "weight_scale_inv"))
+            for i, j in np.ndindex(*scales.shape):
+                block = slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1))
+                assert_same_bits(w[block], quants[block].float() * scales[i, j])
+
+
+def compressed_schemes() -> dict[str, Any]:
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    names = ("NVFP4", "NVFP4A16", "MXFP4A16", "MXFP8")
+    return {name: quantization.preset_name_to_scheme(name, ["Linear"]) for name in names}
+
+
+@pytest.mark.parametrize("name", ["NVFP4", "NVFP4A16", "MXFP4A16", "MXFP8"])
+def test_compressed_tensors_value_for_value(name: str, folder: Path) -> None:
+    """Written by the library's own compressors from its own scales, and held to its own decompressors."""
+    scheme = compressed_schemes()[name]
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    helpers = pytest.importorskip("compressed_tensors.quantization.utils.helpers")
+    formats = {"NVFP4": "nvfp4-pack-quantized", "MXFP4A16": "mxfp4-pack-quantized", "MXFP8": "mxfp8-quantized"}
+    fmt = formats[name if name in formats else "NVFP4"]
+    compressor = compressors.BaseCompressor.get_value_from_registry(fmt)
+    back: list[torch.Tensor] = []
+
+    def quantizer(w: torch.Tensor) -> dict[str, torch.Tensor]:
+        parts = {"weight": w}
+        if fmt.startswith("nvfp4"):
+            parts["weight_global_scale"] = helpers.generate_gparam(w.min(), w.max())
+        blocks = w.unflatten(1, (-1, scheme.weights.group_size))
+        second = parts.get("weight_global_scale")
+        parts["weight_scale"], _ = helpers.calculate_qparams(blocks.amin(2), blocks.amax(2), scheme.weights, second)
+        if name == "NVFP4":
+            parts["input_global_scale"] = 2688 / (w.abs().amax() * 3).reshape(1)
+        stored = compressor.compress(parts, scheme)
+        back.append(compressor.decompress(stored, scheme)["weight"])
+        return stored
+
+    quantization = {
+        "quant_method": "compressed-tensors",
+        "format": fmt,
+        "config_groups": {"group_0": json.loads(scheme.model_dump_json())},
+        "ignore": ["lm_head"],
+    }
+    tensors = quantize_experts(folder, quantizer, quantization_config=quantization)
+    order = dict.fromkeys(key.rpartition(".")[0] + "." for key in tensors if ".experts." in key)
+    decompressed = dict(zip(order, back, strict=True))
+    for prefix, quants, scales, second, value in projections(folder):
+        weight = tensors[prefix + ("weight" if name == "MXFP8" else "weight_packed")]
+        assert_same_bits(quants.view(torch.uint8), weight.view(torch.uint8))
+        assert_same_bits(scales, tensors[f"{prefix}weight_scale"].view(torch.uint8))
+        if fmt.startswith("nvfp4"):
+            assert second is not None and second == torch.ones(1) / tensors[f"{prefix}weight_global_scale"]
+            # The library rounds the quotient of the scales, and the product, to bf16.
+            torch.testing.assert_close(value, decompressed[prefix].float(), rtol=2.0**-8 + 2.0**-15, atol=0)
+        else:
+            assert_same_bits(value, decompressed[prefix].float())
+    config = layer_config_from_checkpoint(folder, max_tokens_per_rank=1)
+    tokens = {"NVFP4": "nvfp4", "MXFP8": "mxfp8"}.get(name, "bf16")
+    assert (config.token_format, config.weight_format) == (tokens, fmt.partition("-")[0])
+    if name == "NVFP4":
+        stored = [tensors[linear(e, "down_proj", "input_global_scale")].item() for e in range(3)]
+        assert config.intermediate_gsf == min(stored)
+    else:
+        assert config.intermediate_gsf is None
+
+
+def test_linears_that_quantization_left_out_are_plain(folder: Path) -> None:
+    """A whole layer in bf16 beside a quantized one."""
+    write_qwen3_moe_checkpoint(folder, CONFIG, seed=1, num_layers=2)
+    plain = load_file(folder / SINGLE_FILE)
+    quantized = {name: tensor for name, tensor in plain.items() if ".layers.1." in name}
+    save_file(quantized, folder / SINGLE_FILE)
+    made = quantize_experts(folder, modelopt_nvfp4, quantization_config=MODELOPT)
+    save_file(made | {name: tensor for name, tensor in plain.items() if name not in quantized}, folder / SINGLE_FILE)
+    for expert in read(folder):
+        assert isinstance(expert.down, torch.Tensor) and expert.down.dtype == torch.bfloat16
+    with Checkpoint(folder) as checkpoint:
+        (one,) = checkpoint.experts(1, range(1))
+        assert isinstance(one.down, ExpertWeights)
+        assert checkpoint.stored_of(0) == StoredExperts(PLAIN, "bf16")
+    assert layer_config_from_checkpoint(folder, 0, max_tokens_per_rank=1).token_format == "bf16"
+    assert layer_config_from_checkpoint(folder, 1, max_tokens_per_rank=1).token_format == "nvfp4"
+
+
+CASES: list[tuple[StoredExperts, tuple[str | None, str | None], tuple[str, str]]] = [
+    (StoredExperts(PLAIN, "bf16"), (None, None), ("bf16", "bf16")),
+    (StoredExperts(PLAIN, "bf16"), ("nvfp4", None), ("nvfp4", "nvfp4")),
+    (StoredExperts(PLAIN, "bf16"), (None, "nvfp4"), ("bf16", "nvfp4")),
+    (StoredExperts(PLAIN, "bf16"), (None, "mxfp8"), ("mxfp8", "mxfp8")),
+    (StoredExperts(MODELOPT_NVFP4, "nvfp4"), (None, None), ("nvfp4", "nvfp4")),
+    (StoredExperts(MODELOPT_NVFP4, "nvfp4"), ("bf16", None), ("bf16", "nvfp4")),
+    (StoredExperts(COMPRESSED_NVFP4, "bf16"), (None, None), ("bf16", "nvfp4")),
+    (StoredExperts(COMPRESSED_NVFP4, "bf16"), ("nvfp4", None), ("nvfp4", "nvfp4")),
+    (StoredExperts(FP8_BLOCKS, "fp8_block"), (None, "nvfp4"), ("nvfp4", "nvfp4")),
+    (StoredExperts(FP8_BLOCKS, "fp8_block"), ("bf16", None), ("bf16", "bf16")),
+    (StoredExperts(FP8_BLOCKS, "fp8_block"), (None, "mxfp4"), ("bf16", "mxfp4")),
+    (StoredExperts(FP8_BLOCKS, "fp8_block"), ("mxfp8", "nvfp4"), ("mxfp8", "nvfp4")),
+]
+
+
+@pytest.mark.parametrize(("stored", "asked", "want"), CASES)
+def test_formats_are_those_of_the_checkpoint_unless_asked_otherwise(
+    stored: StoredExperts, asked: tuple[str | None, str | None], want: tuple[str, str]
+) -> None:
+    assert choose_formats(stored, *asked) == want
+
+
+def replaced(name: str, tensor: torch.Tensor | None) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / SINGLE_FILE)
+        del tensors[name]
+        save_file(tensors | ({} if tensor is None else {name: tensor}), folder / SINGLE_FILE)
+
+    return change
+
+
+def with_nan(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / SINGLE_FILE)
+        scales = tensors[name].clone()
+        scales.view(torch.uint8).view(-1)[-1] = 0x7F
+        save_file(tensors | {name: scales}, folder / SINGLE_FILE)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "suffix", "message"),
+    [
+        (replaced, "weight", (torch.zeros(256, 64, dtype=torch.int8), "expected U8, got I8")),
+        (replaced, "weight", (torch.zeros(256, 128, dtype=torch.uint8), r"expected shape \[256, 64\], got")),
+        (replaced, "weight", (None, "is missing")),
+        (replaced, "weight_scale", (None, "is missing")),
+        (replaced, "weight_scale", (torch.zeros(256, 4).to(torch.float8_e4m3fn), r"expected shape \[256, 8\]")),
+        (with_nan, "weight_scale", (None, r"expected finite scales, got one that is not at \[255, 7\]")),
+        (replaced, "weight_scale_2", (None, "is missing")),
+        (replaced, "weight_scale_2", (torch.tensor(float("nan")), "expected a positive number, got nan")),
+        (replaced, "weight_scale_2", (torch.tensor(-1.0), "expected a positive number, got -1.0")),
+        (replaced, "weight_scale_2", (torch.ones(2), r"expected shape \[\], got \[2\]")),
+        (replaced, "weight_scale_2", (torch.ones((), dtype=torch.float64), "expected F32, got F64")),
+    ],
+)
+def test_bad_quantized_tensors_are_named(change: Any, suffix: str, message: tuple[Any, str], folder: Path) -> None:
+    quantize_experts(folder, modelopt_nvfp4, quantization_config=MODELOPT)
+    name = linear(2, "down_proj", suffix)
+    (change(name) if change is with_nan else change(name, message[0]))(folder)
+    with pytest.raises(ValueError, match=rf"{folder / SINGLE_FILE}: tensor {name}:? {message[1]}"):
+        read(folder)
+
+
+def test_a_missing_or_bad_activation_scale_is_named(folder: Path) -> None:
+    """On every rank, since all experts' count: the answer must not depend on how experts are spread."""
+    quantize_experts(folder, modelopt_nvfp4, quantization_config=MODELOPT)
+    name = linear(2, "down_proj", "input_scale")
+    for tensor, message in ((torch.tensor(0.0), ": expected a positive number, got 0.0"), (None, " is missing")):
+        replaced(name, tensor)(folder)
+        with pytest.raises(ValueError, match=f"tensor {name}{message}"):
+            layer_config_from_checkpoint(folder, max_tokens_per_rank=1)
+    assert layer_config_from_checkpoint(folder, max_tokens_per_rank=1, intermediate_gsf=3.0).intermediate_gsf == 3.0
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "gptq"}, "quant_method: expected one of modelopt, compressed-tensors, fp8, got 'gptq'"),
+        ({"quant_method": "mxfp4"}, "quant_method: expected one of modelopt, compressed-tensors, fp8, got 'mxfp4'"),
+        ([], r"quantization_config: expected an object, got \[\]"),
+        (MODELOPT | {"quant_algo": "FP8"}, "quant_algo: expected NVFP4 or W4A16_NVFP4, got 'FP8'"),
+        (MODELOPT | {"group_size": 32}, "group_size: expected 16, got 32"),
+        (FP8 | {"weight_block_size": [64, 128]}, r"weight_block_size: expected \[128, 128\], got \[64, 128\]"),
+        (FP8 | {"weight_block_size": None}, r"weight_block_size: expected \[128, 128\], got None"),
+        (FP8 | {"activation_scheme": "static"}, "activation_scheme: expected 'dynamic', got 'static'"),
+        ({"quant_method": "compressed-tensors"}, "config_groups: expected an object, got None"),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": {}}},
+            r"format: expected one of nvfp4-pack-quantized, .*, got \['pack-quantized'\]",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "nvfp4-pack-quantized",
+                "config_groups": {"a": {"weights": {"group_size": 32}}},
+            },
+            "group_size: expected 16, got 32",
+        ),
+    ],
+)
+def test_a_quantization_that_is_not_read_is_named(quantization: Any, message: str, folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
+    with pytest.raises(ValueError, match=f"{file}: {message}"):
+        Checkpoint(folder)
