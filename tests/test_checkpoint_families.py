@@ -1,0 +1,229 @@
+"""Checkpoints of tiny models that transformers saved: what is read is what the model has, and quantized what it means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_runtime.checkpoint import Checkpoint, layer_config_from_checkpoint
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.expert_readers import dense
+from moe_runtime.layer import MoELayer
+from moe_runtime.reference import error_bound, moe_reference, relative_error
+from moe_runtime.weights import ExpertWeights, GateUpOrder
+from tests.checkpoint_writers import load_all, modelopt_nvfp4, mxfp4_blocks, quantize_experts, rewrite
+from tests.comparison import assert_same_bits
+
+transformers = pytest.importorskip("transformers")
+tiny = pytest.importorskip("tests.tiny_models")
+
+FAMILIES = tuple(tiny.CLASSES)
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+def saved(folder: Path, family: str, seed: int, **changes: Any) -> Any:
+    """A tiny model in bf16 and its folder, in more than one shard."""
+    model = tiny.tiny_model(family, seed, **changes).bfloat16()
+    model.save_pretrained(folder, max_shard_size="200KB")
+    return model
+
+
+def moe_layers(model: Any) -> list[int]:
+    return [i for i, layer in enumerate(model.model.layers) if hasattr(layer.mlp, "experts")]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_transformers_saves_is_read(family: str, tmp_path: Path, seed: int) -> None:
+    model = saved(tmp_path, family, seed)
+    is_oss = family == "gpt_oss"
+    with Checkpoint(tmp_path) as checkpoint:
+        assert len(checkpoint.files.shards()) > 1
+        for index in moe_layers(model):
+            block = model.model.layers[index].mlp
+            gate, router = tiny.gate_of(block), checkpoint.router(index)
+            assert_same_bits(router.weight, gate.weight)
+            biases = (getattr(gate, "bias", None), getattr(gate, "e_score_correction_bias", None))
+            for got, want in zip((router.bias, router.correction_bias), biases, strict=True):
+                assert (got is None) == (want is None)
+                if got is not None and want is not None:
+                    assert torch.equal(got.float(), want.float())
+            experts = list(checkpoint.experts(index, range(12)))
+            for expert, (gate_up, down) in zip(
+                experts, zip(block.experts.gate_up_proj, block.experts.down_proj, strict=True), strict=True
+            ):
+                assert isinstance(expert.gate_up, torch.Tensor) and isinstance(expert.down, torch.Tensor)
+                assert_same_bits(expert.gate_up, gate_up.T.contiguous() if is_oss else gate_up)
+                assert_same_bits(expert.down, down.T.contiguous() if is_oss else down)
+            for name in ("gate_up_proj_bias", "down_proj_bias") if is_oss else ():
+                got_biases = [getattr(expert, name.replace("_proj", "")) for expert in experts]
+                assert torch.equal(torch.stack(got_biases), getattr(block.experts, name).float())
+            shared, ours = tiny.shared_of(block), checkpoint.shared_expert(index)
+            assert (shared is None) == (ours is None)
+            if shared is not None and ours is not None:
+                for name in ("gate_proj", "up_proj", "down_proj"):
+                    assert_same_bits(getattr(ours, name), getattr(shared, name).weight)
+                assert (ours.token_gate is None) == (not hasattr(block, "shared_expert_gate"))
+                if ours.token_gate is not None:
+                    assert_same_bits(ours.token_gate, block.shared_expert_gate.weight)
+
+
+def reference_of(layer: MoELayer, folder: Path, index: int, x: torch.Tensor) -> torch.Tensor:
+    """float64 of what the folder's tensors mean, with the layer's own routing and shared expert."""
+    with Checkpoint(folder) as checkpoint:
+        experts = list(checkpoint.experts(index, range(layer.config.num_experts)))
+    assert layer.router is not None and layer.experts is not None
+    idx, weights = layer.router(x)
+    y = moe_reference(
+        x,
+        idx,
+        weights,
+        torch.stack([dense(expert.gate_up) for expert in experts]),
+        torch.stack([dense(expert.down) for expert in experts]),
+        layer.experts.activation,
+        gate_up_bias=None if experts[0].gate_up_bias is None else torch.stack([e.gate_up_bias for e in experts]),  # type: ignore[misc]
+        down_bias=None if experts[0].down_bias is None else torch.stack([e.down_bias for e in experts]),  # type: ignore[misc]
+    )
+    return y if layer.shared_expert is None else y + layer.shared_expert(x)
+
+
+def layer_and_error(folder: Path, index: int, seed: int, **formats: str) -> tuple[MoELayer, float]:
+    """A layer of one rank from the folder, and its error against the folder's own weights."""
+    layer = MoELayer.from_checkpoint(
+        folder, layer=index, context=ExpertParallelContext(device="cpu"), max_tokens_per_rank=64, **formats
+    )
+    x = torch.randn(64, layer.config.hidden_size, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    return layer, relative_error(layer(x), reference_of(layer, folder, index, x))[0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_layer_of_each_family(family: str, tmp_path: Path, seed: int) -> None:
+    """bf16 as it is, and quantized while it is read."""
+    model = saved(tmp_path, family, seed)
+    index = moe_layers(model)[-1]
+    layer, error = layer_and_error(tmp_path, index, seed)
+    assert (layer.config.token_format, layer.config.weight_format) == ("bf16", "bf16")
+    assert error <= error_bound("bf16", "bf16")
+    layer, error = layer_and_error(tmp_path, index, seed, weight_format="nvfp4")
+    assert (layer.config.token_format, layer.config.weight_format) == ("bf16", "nvfp4")
+    assert error_bound("bf16", "bf16") < error <= error_bound("bf16", "nvfp4")
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_oss"])
+def test_a_modelopt_layer_of_each_family(family: str, tmp_path: Path, seed: int) -> None:
+    """Gate and up keep a second-level scale each; weights add no error of their own."""
+    model = saved(tmp_path, family, seed)
+    index = moe_layers(model)[0]
+    tensors = quantize_experts(tmp_path, modelopt_nvfp4, quantization_config=MODELOPT)
+    layer, error = layer_and_error(tmp_path, index, seed)
+    assert (layer.config.token_format, layer.config.weight_format) == ("nvfp4", "nvfp4")
+    assert error <= error_bound("nvfp4", "bf16")
+    assert layer.experts is not None and isinstance(layer.experts.gate_up, ExpertWeights)
+    names = ("w1", "w3", "w2") if family == "mixtral" else ("gate_proj", "up_proj", "down_proj")
+    block = f"model.layers.{index}.{'block_sparse_moe' if family == 'mixtral' else 'mlp'}.experts"
+    second = [[tensors[f"{block}.{e}.{name}.weight_scale_2"] for name in names] for e in range(12)]
+    scales = torch.tensor(second)
+    assert_same_bits(layer.experts.gate_up.expert_scales, scales[:, :2])
+    assert_same_bits(layer.experts.down.expert_scales, scales[:, 2])
+    quants = torch.stack([torch.cat([tensors[f"{block}.{e}.{name}.weight"] for name in names[:2]]) for e in range(12)])
+    assert_same_bits(layer.experts.gate_up.quants, quants)
+
+
+def write_gpt_oss_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
+    """Replace the experts of a saved gpt-oss by MXFP4, in its makers' layout."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_all(folder).items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            blocks, scales = mxfp4_blocks(tensor.transpose(1, 2).float())
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        else:
+            tensors[name] = tensor
+    rewrite(folder, tensors, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return tensors
+
+
+def test_gpt_oss_in_mxfp4(tmp_path: Path, seed: int) -> None:
+    """Held to transformers' own dequantization; tokens stay bf16; biases and the interleaved order are kept."""
+    unpack = pytest.importorskip("transformers.integrations.mxfp4").convert_moe_packed_tensors
+    saved(tmp_path, "gpt_oss", seed, intermediate_size=96)
+    tensors = write_gpt_oss_mxfp4(tmp_path)
+    block = "model.layers.2.mlp.experts"
+    with Checkpoint(tmp_path) as checkpoint:
+        experts = list(checkpoint.experts(2, range(12)))
+    for part in ("gate_up", "down"):
+        blocks, scales = tensors[f"{block}.{part}_proj_blocks"], tensors[f"{block}.{part}_proj_scales"]
+        want = unpack(blocks, scales, dtype=torch.float32).transpose(1, 2)
+        for number, expert in enumerate(experts):
+            w = getattr(expert, part)
+            assert isinstance(w, ExpertWeights)
+            assert w.gate_up == (GateUpOrder.INTERLEAVED if part == "gate_up" else None)
+            assert_same_bits(w.quants[0], blocks[number].flatten(1))
+            assert_same_bits(w.dequantize()[0], want[number].contiguous())
+            assert torch.equal(getattr(expert, f"{part}_bias"), tensors[f"{block}.{part}_proj_bias"][number].float())
+    layer, error = layer_and_error(tmp_path, 2, seed)
+    assert (layer.config.token_format, layer.config.weight_format) == ("bf16", "mxfp4")
+    assert error <= error_bound("bf16", "bf16")
+    _, error = layer_and_error(tmp_path, 2, seed, weight_format="bf16")
+    assert error <= error_bound("bf16", "bf16")
+
+
+def test_gpt_oss_tensors_that_are_wrong_are_named(tmp_path: Path, seed: int) -> None:
+    saved(tmp_path, "gpt_oss", seed, intermediate_size=96)
+    tensors = write_gpt_oss_mxfp4(tmp_path)
+    name = "model.layers.1.mlp.experts.down_proj_scales"
+    scales = tensors[name].clone()
+    scales[7, 3, 1] = 255
+    for change, message in (
+        ({name: scales}, rf"tensor {name}: expected finite scales, got one that is not at \[3, 1\]"),
+        ({name: scales[:, :, :2].contiguous()}, rf"tensor {name}: expected shape \[12, 64, 3\], got \[12, 64, 2\]"),
+        ({name: None}, f"tensor {name} is missing"),
+        ({name + "_inv": scales}, f"tensor {name}_inv is not expected"),
+    ):
+        changed = tensors | change
+        rewrite(tmp_path, {key: tensor for key, tensor in changed.items() if tensor is not None})
+        with Checkpoint(tmp_path) as checkpoint, pytest.raises(ValueError, match=message):
+            list(checkpoint.experts(1, range(6, 9)))
+    rewrite(tmp_path, tensors | {name: scales})
+    with Checkpoint(tmp_path) as checkpoint:
+        assert len(list(checkpoint.experts(1, range(7)))) == 7, "each rank reads its own experts"
+
+
+def test_deepseek_fp8_is_what_transformers_dequantizes(tmp_path: Path, seed: int) -> None:
+    """Quantized and dequantized by its own operations on checkpoints."""
+    operations = pytest.importorskip("transformers.integrations.finegrained_fp8")
+    settings = SimpleNamespace(quantization_config=SimpleNamespace(weight_block_size=[128, 128], scale_fmt=None))
+    quantizer = operations.Fp8Quantize(settings)
+
+    def quantize(w: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {name.rpartition(".")[2]: part for name, part in quantizer.convert({"e.weight": w}).items()}
+
+    model = saved(tmp_path, "deepseek_v3", seed, hidden_size=256, moe_intermediate_size=128)
+    tensors = quantize_experts(tmp_path, quantize, quantization_config=FP8)
+    index = moe_layers(model)[0]
+    layer, error = layer_and_error(tmp_path, index, seed)
+    assert (layer.config.token_format, layer.config.weight_format) == ("fp8_block", "fp8_block")
+    assert error <= error_bound("fp8_block", "bf16")
+    assert layer.experts is not None and isinstance(layer.experts.gate_up, ExpertWeights)
+    assert isinstance(layer.experts.down, ExpertWeights)
+    gate_up, down = layer.experts.gate_up.dequantize(), layer.experts.down.dequantize()
+    for expert in range(12):
+        for name, got in (
+            ("gate_proj", gate_up[expert, :128]),
+            ("up_proj", gate_up[expert, 128:]),
+            ("down_proj", down[expert]),
+        ):
+            prefix = f"model.layers.{index}.mlp.experts.{expert}.{name}"
+            pair = {part: tensors[f"{prefix}.{part}"] for part in ("weight", "weight_scale_inv")}
+            assert_same_bits(got, operations.Fp8Dequantize(None).convert(pair)["weight"])
+    _, error = layer_and_error(tmp_path, index, seed, weight_format="nvfp4", token_format="bf16")
+    assert error <= error_bound("bf16", "nvfp4")
+
+
+def test_a_config_of_another_family_is_refused(tmp_path: Path) -> None:
+    transformers.LlamaConfig(hidden_size=64).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=r"config\.json: model_type: expected one of mixtral, .*, got 'llama'"):
+        layer_config_from_checkpoint(tmp_path, max_tokens_per_rank=1)
