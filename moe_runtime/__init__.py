@@ -5,14 +5,15 @@ Public names are imported when they are first used, so `import moe_runtime` cost
 Layers, from the top; a module imports from its own layer or from those below it, never upward:
 
     parallel, virtual, launch.*
-    layer
+    conversion
+    layer, calibration
     dispatcher, experts, checkpoint, router, shared_expert, reference, ops
     expert_readers
     loading, checkpoint_layouts
     op_weights, op_inputs, op_scales, op_arguments
     context, memory
     kernels.*, comm.*, prepared, weights, token_format, geometry
-    grouped, plan, formats, families, config, errors, metrics, progress, tensor_files
+    grouped, plan, formats, families, config, errors, metrics, progress, tensor_files, tensor_writer
 """
 
 from __future__ import annotations

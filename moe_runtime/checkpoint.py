@@ -116,6 +116,11 @@ class Checkpoint:
         layout = layout_of(self.files, self.stored.layout, linears)
         return self.stored if layout is self.stored.layout else StoredExperts(layout, "bf16")
 
+    def has_experts(self, layer: int) -> bool:
+        """Whether there are tensors of a layer's experts: layers for multi-token prediction may be left out."""
+        block = f"{self.names(layer).block}."
+        return any(name.startswith(block) for name in self.files.names())
+
     def names(self, layer: int) -> ExpertNames:
         """Where the experts of a layer are."""
         block = f"{self._block(layer)}.experts"

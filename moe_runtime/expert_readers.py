@@ -64,15 +64,15 @@ class ExpertReader:
         """Experts one by one, in the order of `expert_ids`; while one is in use, the next is read ahead."""
         for expert in expert_ids:
             if not self.names.stacked and expert + 1 in expert_ids:
-                self.files.expect(self._tensors(expert + 1))
-            yield self._stacked(expert) if self.names.stacked else self._expert(expert)
+                self.files.expect(self.tensors(expert + 1))
+            yield self.expert(expert)
 
     def check_names(self) -> None:
         """Raise `ValueError` naming the tensor if the layer has one that does not belong to its experts."""
         if self.names.stacked:
             expected = {f"{self.names.block}.{name}" for name in self._stacked_names()}
         else:
-            expected = {name for expert in range(self.num_experts) for name in self._tensors(expert)}
+            expected = {name for expert in range(self.num_experts) for name in self.tensors(expert)}
         for name in self.files.names():
             if name.startswith(f"{self.names.block}.") and name not in expected:
                 raise ValueError(
@@ -95,11 +95,15 @@ class ExpertReader:
         stored = torch.stack([_second_level(self.files, prefix, scale) for prefix in prefixes])
         return float((stored if scale.divides else _reciprocal(stored)).min())
 
-    def _tensors(self, expert: int) -> list[str]:
+    def tensors(self, expert: int) -> list[str]:
+        """Names of the tensors that an expert, not stacked, may have, the weight of its gate first."""
         parts = [self.layout.weight, self.layout.scale, *_suffixes(self.layout)]
         return [f"{prefix}.{part}" for prefix in self.names.linears(expert) for part in parts if part is not None]
 
-    def _expert(self, expert: int) -> DenseExpert:
+    def expert(self, expert: int) -> DenseExpert:
+        """One expert, as it is stored."""
+        if self.names.stacked:
+            return self._stacked(expert)
         gate, up, down = self.names.linears(expert)
         gate_up = read_linears(self.files, self.layout, (gate, up), self.inner, self.hidden)
         return DenseExpert(gate_up, read_linears(self.files, self.layout, (down,), self.hidden, self.inner))

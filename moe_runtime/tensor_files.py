@@ -83,6 +83,13 @@ class SafetensorsFile:
         """Tell the system that these bytes will be read soon."""
         os.posix_fadvise(self._file, start, num_bytes, os.POSIX_FADV_WILLNEED)
 
+    def tensor(self, name: str) -> torch.Tensor:
+        """A whole tensor, on the CPU in memory of its own."""
+        entry = self.entries[name]
+        out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        self.read(name, out)
+        return out
+
     def read(self, name: str, out: torch.Tensor, first_byte: int = 0) -> None:
         """Fill the contiguous CPU tensor `out` from byte `first_byte` of the tensor `name`."""
         if not out.numel():

@@ -296,7 +296,7 @@ def _quantize_along_k(
     scales = w_ENK.new_empty((experts, rows, fmt.scale_columns(columns)), dtype=fmt.scale_dtype)
     expert_scales = None
     if fmt.has_row_scale:
-        encode = torch.stack([_encode_scale(w_ENK[:, part]) for part in parts], 1)
+        encode = torch.stack([amax_encode_scale(w_ENK[:, part]) for part in parts], 1)
         expert_scales = (1.0 / encode).contiguous() if order is not None else (1.0 / encode[:, 0]).contiguous()
         for expert in range(experts):
             for index, part in enumerate(parts):
@@ -315,7 +315,7 @@ def _present(tensor: torch.Tensor | None) -> torch.Tensor:
     return tensor
 
 
-def _encode_scale(w_ENK: torch.Tensor) -> torch.Tensor:
+def amax_encode_scale(w_ENK: torch.Tensor) -> torch.Tensor:
     """fp32 `[E]`: `min(2688 / amax, 2^100)` of each expert, 1 where amax is 0 or not finite."""
     amax = w_ENK.float().abs().amax((1, 2))
     usable = (amax > 0) & amax.isfinite()

@@ -1,4 +1,4 @@
-"""Checkpoints of tiny models that transformers saved: what is read is what the model has, and quantized what it means."""
+"""Checkpoints of tiny models that transformers saved: what is read is what the model has, or what its quants mean."""
 
 from __future__ import annotations
 

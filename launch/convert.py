@@ -1,0 +1,75 @@
+"""Convert the experts of a checkpoint into another format; run again after an interruption, it goes on.
+
+With `--calibrate` the inputs of the experts' products get scales too, from tokens in a safetensors file: for each layer
+with experts a tensor `layers.{index}`, bf16 or fp32 `[T, H]`, of tokens that enter its MoE block.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from rich.console import Console
+from rich.progress import track
+
+from moe_runtime.calibration import Calibration, calibrate
+from moe_runtime.conversion import TARGET_LAYOUTS, convert_checkpoint
+from moe_runtime.launch import environment
+from moe_runtime.tensor_files import SafetensorsFile
+
+
+def read_calibrations(source: str, tokens: Path, device: str, console: Console) -> dict[int, Calibration]:
+    """What the tokens of each layer give. Raises `ValueError` naming the file and a tensor of another name."""
+    file = SafetensorsFile(tokens, "the tokens to calibrate with")
+    found: dict[int, Calibration] = {}
+    try:
+        for name, entry in file.entries.items():
+            index = name.removeprefix("layers.")
+            if index == name or not index.isdecimal() or entry.dtype not in ("BF16", "F32"):
+                raise ValueError(f"{tokens}: tensor {name}: expected layers.0, layers.1, ... of BF16 or F32")
+            found[int(index)] = calibrate(source, int(index), [file.tensor(name)], device=device)
+            one = found[int(index)]
+            console.print(f"layer {index}: tokens up to {one.token_amax:.4g}, intermediate {one.intermediate_amax:.4g}")
+    finally:
+        file.close()
+    return found
+
+
+def work(options: argparse.Namespace) -> int:
+    """Convert; 0."""
+    console = Console(highlight=False)
+    calibrations = None
+    if options.calibrate is not None:
+        calibrations = read_calibrations(options.source, options.calibrate, options.device, console)
+
+    def progress(steps: Iterator[None], total: int) -> Iterator[None]:
+        yield from track(steps, "converting", total, console=console, disable=not console.is_terminal)
+
+    convert_checkpoint(
+        options.source,
+        options.target,
+        options.format,
+        calibrations=calibrations,
+        device=options.device,
+        progress=progress,
+    )
+    console.print(f"{options.target}: experts in {options.format}")
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.convert", description=__doc__)
+    parser.add_argument("source", help="folder of the checkpoint")
+    parser.add_argument("target", help="folder to write; made if it is not there")
+    parser.add_argument("--format", choices=tuple(TARGET_LAYOUTS), default="nvfp4", help="of the experts (nvfp4)")
+    parser.add_argument("--calibrate", type=Path, metavar="FILE", help="tokens of each layer, for nvfp4 activations")
+    parser.add_argument("--device", default="cpu", help="where to quantize (cpu)")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    options = parser.parse_args(arguments)
+    return environment.run_program("convert", lambda: work(options), debug=options.debug)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,285 @@
+"""Offline conversion: what is written reads back as the quantizers' own numbers, here and by the makers' libraries."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_runtime.calibration import Calibration, calibrate
+from moe_runtime.checkpoint import Checkpoint, layer_config_from_checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoint_layouts import EXPERTS_KEY
+from moe_runtime.config import MoELayerConfig
+from moe_runtime.conversion import TARGET_LAYOUTS, convert_checkpoint
+from moe_runtime.launch import convert
+from moe_runtime.tensor_files import INDEX_FILE, TensorFiles
+from moe_runtime.tensor_writer import TensorWriter
+from moe_runtime.weights import ExpertWeights
+from tests.checkpoint_writers import fp8_blocks, load_all, quantize_experts, rewrite
+from tests.comparison import assert_same_bits
+
+CONFIG = MoELayerConfig(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2, max_tokens_per_rank=8)
+OTHERS = {
+    "model.embed_tokens.weight": torch.randn(32, 256).bfloat16(),
+    "model.layers.0.self_attn.q_proj.weight": torch.randn(256, 256).bfloat16(),
+    "model.norm.weight": torch.ones(256),
+    "some.counter": torch.arange(5),
+}
+
+
+@pytest.fixture
+def source(tmp_path: Path, seed: int) -> Path:
+    """Two layers in three shards, tensors that are no experts, a tokenizer."""
+    folder = tmp_path / "source"
+    write_qwen3_moe_checkpoint(folder, CONFIG, seed=seed, num_layers=2, num_shards=3)
+    save_file(OTHERS, folder / "others.safetensors")
+    index = json.loads((folder / INDEX_FILE).read_text())
+    index["weight_map"] |= dict.fromkeys(OTHERS, "others.safetensors")
+    (folder / INDEX_FILE).write_text(json.dumps(index))
+    (folder / "tokenizer.json").write_text("{}")
+    return folder
+
+
+def contents(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+@pytest.mark.parametrize("fmt", TARGET_LAYOUTS)
+def test_what_is_written_reads_back_as_what_the_quantizers_make(fmt: str, source: Path, tmp_path: Path) -> None:
+    convert_checkpoint(source, tmp_path / "target", fmt)
+    tensors = load_all(tmp_path / "target")
+    for name, tensor in OTHERS.items():
+        assert_same_bits(tensors[name], tensor)
+    assert (tmp_path / "target" / "tokenizer.json").read_text() == "{}"
+    originals = load_all(source)
+    with Checkpoint(source) as before, Checkpoint(tmp_path / "target") as after:
+        assert set(after.files.names()) == set(tensors)
+        assert list(after.files.shards()) == list(before.files.shards())
+        for layer in range(2):
+            gate = f"model.layers.{layer}.mlp.gate.weight"
+            assert_same_bits(tensors[gate], originals[gate])
+            pairs = zip(before.experts(layer, range(4)), after.experts(layer, range(4)), strict=True)
+            for was, is_now in pairs:
+                for old, new in ((was.gate_up, is_now.gate_up), (was.down, is_now.down)):
+                    assert isinstance(old, torch.Tensor) and isinstance(new, ExpertWeights)
+                    want = ExpertWeights.quantize(old[None], fmt)
+                    assert_same_bits(new.quants, want.quants)
+                    assert_same_bits(new.scales, want.scales)
+                    if want.expert_scales is not None and new.expert_scales is not None:
+                        assert (new.expert_scales.view(-1) == want.expert_scales).all()
+    config = layer_config_from_checkpoint(tmp_path / "target", max_tokens_per_rank=1)
+    tokens = fmt if fmt in ("mxfp8", "fp8_block") else "bf16"
+    assert (config.token_format, config.weight_format) == (tokens, fmt)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "mxfp8"])
+def test_compressed_tensors_reads_what_is_written(fmt: str, source: Path, tmp_path: Path) -> None:
+    """Its config model takes our config, matches the experts' names alone, and its decompressor gives our numbers."""
+    quantization = pytest.importorskip("compressed_tensors.quantization")
+    compressors = pytest.importorskip("compressed_tensors.compressors")
+    match_name = pytest.importorskip("compressed_tensors.utils.match").match_name
+    convert_checkpoint(source, tmp_path / "target", fmt)
+    data = json.loads((tmp_path / "target" / "config.json").read_text())["quantization_config"]
+    config = quantization.QuantizationConfig.model_validate(data)
+    scheme = config.config_groups["group_0"]
+    (target,) = scheme.targets
+    compressor = compressors.BaseCompressor.get_value_from_registry(config.format)
+    tensors = load_all(tmp_path / "target")
+    modules = {name.rpartition(".")[0] for name in tensors}
+    matched = {name for name in modules if match_name(name, target)}
+    assert matched == {name for name in modules if ".experts." in name}
+    with Checkpoint(tmp_path / "target") as checkpoint:
+        (expert,) = checkpoint.experts(1, range(2, 3))
+    assert isinstance(expert.down, ExpertWeights)
+    prefix = "model.layers.1.mlp.experts.2.down_proj."
+    parts = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    back = compressor.decompress(parts, scheme)["weight"].float()
+    # Products of nvfp4 are rounded to bf16 there, after a quotient of the scales.
+    rtol = 2.0**-8 + 2.0**-15 if fmt == "nvfp4" else 0.0
+    torch.testing.assert_close(expert.down.dequantize()[0], back, rtol=rtol, atol=0.0)
+
+
+def test_fp8_experts_become_nvfp4_and_the_rest_stays(source: Path, tmp_path: Path) -> None:
+    """Quantized linears beside the experts keep their `quantization_config`; the experts have one of their own."""
+    fp8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+    tensors = quantize_experts(source, fp8_blocks)
+    attention = fp8_blocks(torch.randn(256, 256))
+    tensors |= {f"model.layers.0.self_attn.o_proj.{name}": tensor for name, tensor in attention.items()}
+    rewrite(source, tensors, quantization_config=fp8)
+    convert_checkpoint(source, tmp_path / "target", "nvfp4")
+    data = json.loads((tmp_path / "target" / "config.json").read_text())
+    assert data["quantization_config"] == fp8
+    assert data[EXPERTS_KEY]["format"] == "nvfp4-pack-quantized"
+    made = load_all(tmp_path / "target")
+    for name, tensor in attention.items():
+        assert_same_bits(made[f"model.layers.0.self_attn.o_proj.{name}"], tensor)
+    assert not any(name.endswith("weight_scale_inv") and ".experts." in name for name in made)
+    with Checkpoint(source) as before, Checkpoint(tmp_path / "target") as after:
+        assert after.rest.name == "fp8"
+        for was, is_now in zip(before.experts(0, range(4)), after.experts(0, range(4)), strict=True):
+            assert isinstance(was.down, ExpertWeights) and isinstance(is_now.down, ExpertWeights)
+            assert_same_bits(is_now.down.quants, ExpertWeights.quantize(was.down.dequantize(), "nvfp4").quants)
+
+
+def test_calibrated_scales_are_stored(source: Path, tmp_path: Path, rng: torch.Generator) -> None:
+    """Against the largest numbers of an independent loop in float64; stored, they make activations NVFP4."""
+    batches = [torch.randn(5, 256, generator=rng).bfloat16(), torch.randn(3, 256, generator=rng).bfloat16()]
+    found = calibrate(source, 1, batches)
+    tensors, x = load_all(source), torch.cat(batches).double()
+    block = "model.layers.1.mlp"
+    top = (x @ tensors[f"{block}.gate.weight"].double().T).topk(2).indices
+    largest = 0.0
+    for token, experts in zip(x, top.tolist(), strict=True):
+        for expert in experts:
+            gate, up = (
+                tensors[f"{block}.experts.{expert}.{part}_proj.weight"].double() @ token for part in ("gate", "up")
+            )
+            largest = max(largest, float((torch.nn.functional.silu(gate) * up).abs().max()))
+    assert found.token_amax == float(x.abs().max())
+    assert found.intermediate_amax == pytest.approx(largest, rel=1e-5)
+    calibrations = {0: Calibration(2.0, 100.0), 1: found}
+    convert_checkpoint(source, tmp_path / "target", "nvfp4", calibrations=calibrations)
+    for layer, calibration in calibrations.items():
+        config = layer_config_from_checkpoint(tmp_path / "target", layer=layer, max_tokens_per_rank=1)
+        assert (config.token_format, config.intermediate_gsf) == ("nvfp4", calibration.intermediate_gsf)
+    stored = load_all(tmp_path / "target")["model.layers.0.mlp.experts.3.up_proj.input_global_scale"]
+    assert stored.tolist() == [1344.0]
+
+
+def test_tokens_that_cannot_calibrate_are_refused(source: Path) -> None:
+    for batches, message in (
+        ([], "batches of layer 0: token_amax: expected a positive finite number, got 0.0"),
+        ([torch.zeros(2, 256)], "batches of layer 0: token_amax: expected a positive finite number, got 0.0"),
+        ([torch.full((2, 256), float("nan"))], "token_amax: expected a positive finite number, got nan"),
+        ([torch.zeros(2, 128)], r"batch 0 of layer 0: expected floats \[T, 256\], got torch.float32 \[2, 128\]"),
+        ([torch.zeros(2, 256, dtype=torch.int32)], "batch 0 of layer 0: expected floats"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            calibrate(source, 0, batches)
+
+
+def test_wrong_use_is_named(source: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    one = Calibration(1.0, 1.0)
+    for arguments, changes, message in (
+        ((source, target, "bf16"), {}, "weight_format: expected one of nvfp4, mxfp4, mxfp8, fp8_block, got 'bf16'"),
+        ((source, source, "nvfp4"), {}, "target: expected another folder than the source"),
+        ((source, target, "nvfp4"), {"calibrations": {0: one}}, r"calibrations: expected those of layers \[0, 1\]"),
+        ((source, target, "mxfp8"), {"calibrations": {0: one, 1: one}}, "calibrations: expected none for mxfp8"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            convert_checkpoint(*arguments, **changes)  # type: ignore[arg-type]
+    assert not target.exists()
+    convert_checkpoint(source, target, "mxfp8")
+    with pytest.raises(ValueError, match=r"weight_format: expected another than the source holds, got mxfp8"):
+        convert_checkpoint(target, tmp_path / "again", "mxfp8")
+    with pytest.raises(ValueError, match=r"safetensors: expected nothing, or a shard that the same conversion wrote"):
+        convert_checkpoint(source, target, "nvfp4")
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "config.json").write_text("{}")
+    with pytest.raises(ValueError, match=r"other/config\.json: expected an empty folder"):
+        convert_checkpoint(source, tmp_path / "other", "nvfp4")
+
+
+def test_an_interrupted_conversion_goes_on(source: Path, tmp_path: Path) -> None:
+    """Whatever step it ends at: no final name holds half a file, no checkpoint shows before it is whole, nothing that
+    is whole is written again, and the result is the same."""
+    whole, target = tmp_path / "whole", tmp_path / "target"
+    convert_checkpoint(source, whole, "nvfp4")
+
+    class Stop(Exception):
+        pass
+
+    def stopping(after: int) -> Any:
+        def progress(steps: Any, total: int) -> Any:
+            for number, _ in enumerate(steps):
+                if number == after:
+                    raise Stop
+                yield
+
+        return progress
+
+    for after in (0, 2, 3):
+        written = {path: path.stat().st_mtime_ns for path in target.glob("*.safetensors")}
+        with pytest.raises(Stop):
+            convert_checkpoint(source, target, "nvfp4", progress=stopping(after))
+        assert not (target / "config.json").exists() and not (target / INDEX_FILE).exists()
+        for path in target.glob("*.safetensors"):
+            assert path.read_bytes() == (whole / path.name).read_bytes()
+        assert all(path.stat().st_mtime_ns == when for path, when in written.items())
+    convert_checkpoint(source, target, "nvfp4")
+    assert contents(target) == contents(whole)
+
+
+def test_a_killed_program_goes_on(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "target"
+    command = [sys.executable, "-m", "moe_runtime.launch.convert", str(source), str(target), "--format", "mxfp4"]
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)})
+    try:
+        deadline = time.monotonic() + 60
+        while not any(target.glob("*")) and process.poll() is None and time.monotonic() < deadline:
+            time.sleep(0.001)
+        process.send_signal(signal.SIGKILL)
+    finally:
+        process.wait()
+    assert convert.main([str(source), str(target), "--format", "mxfp4"]) == 0
+    assert "experts in mxfp4" in capsys.readouterr().out
+    convert_checkpoint(source, tmp_path / "whole", "mxfp4")
+    assert contents(target) == contents(tmp_path / "whole")
+
+
+def test_the_program_calibrates(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tokens = tmp_path / "tokens.safetensors"
+    x = {f"layers.{layer}": torch.randn(4, 256).bfloat16() for layer in range(2)}
+    save_file(x, tokens)
+    assert convert.main([str(source), str(tmp_path / "target"), "--calibrate", str(tokens)]) == 0
+    assert "layer 1: tokens up to" in capsys.readouterr().out
+    config = layer_config_from_checkpoint(tmp_path / "target", layer=1, max_tokens_per_rank=1)
+    assert config.intermediate_gsf == calibrate(source, 1, [x["layers.1"]]).intermediate_gsf
+    save_file({"tokens": x["layers.0"]}, tokens)
+    assert convert.main([str(source), str(tmp_path / "again"), "--calibrate", str(tokens)]) == 2
+    assert f"{tokens}: tensor tokens: expected layers.0, layers.1" in capsys.readouterr().err
+    save_file({"layers.0": x["layers.0"]}, tokens)
+    assert convert.main([str(source), str(tmp_path / "again"), "--calibrate", str(tokens)]) == 2
+    assert "calibrations: expected those of layers [0, 1], got [0]" in capsys.readouterr().err
+
+
+def test_the_writer_writes_what_the_library_reads(tmp_path: Path) -> None:
+    tensors = {
+        "a": torch.randn(3, 5).bfloat16(),
+        "b": torch.zeros(0, 4),
+        "c": torch.tensor(2.5),
+        "d": torch.randn(7).to(torch.float8_e4m3fn),
+        "e": torch.arange(6, dtype=torch.uint8).view(2, 3).T,
+    }
+    names = {torch.bfloat16: "BF16", torch.float32: "F32", torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8"}
+    shapes = {name: (names[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
+    path = tmp_path / "model.safetensors"
+    with TensorWriter(path, shapes, {"format": "pt"}) as writer:
+        for name, tensor in tensors.items():
+            writer.write(name, tensor)
+    back = load_file(path)
+    for name, tensor in tensors.items():
+        assert_same_bits(back[name], tensor.contiguous())
+    with TensorFiles(tmp_path) as files:
+        assert files.names() == list(tensors)
+    other = tmp_path / "other.safetensors"
+    for given, message in (
+        ([("b", tensors["b"])], "expected tensor a next, got b"),
+        ([("a", tensors["a"].float())], r"tensor a: expected BF16 \[3, 5\], got F32 \[3, 5\]"),
+        ([("a", tensors["a"])], "tensor b was not written"),
+        ([*tensors.items(), ("f", tensors["a"])], "expected tensor None next, got f"),
+    ):
+        with pytest.raises(ValueError, match=message), TensorWriter(other, shapes, {}) as writer:
+            for name, tensor in given:
+                writer.write(name, tensor)
+        assert not other.exists()
