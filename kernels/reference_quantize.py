@@ -237,10 +237,14 @@ def swizzle_scales(scales_ENV: torch.Tensor) -> torch.Tensor:
     """Twin of `swizzle.swizzle_scales` on `[E, N, V]`, one-byte elements: `[E, ceil(N/128), ceil(V/4), 32, 4, 4]`."""
     e, n, v = scales_ENV.shape
     blocks, columns = ceil_div(n, 128), ceil_div(v, 4)
-    padded = torch.zeros(e, blocks * 128, columns * 4, dtype=torch.uint8, device=scales_ENV.device)
-    padded[:, :n, :v] = raw_bits(scales_ENV)
-    atoms = padded.view(e, blocks, 4, 32, columns, 4).permute(0, 1, 4, 3, 2, 5)
-    return atoms.contiguous().view(scales_ENV.dtype)
+    if not scales_ENV.numel():
+        return scales_ENV.new_empty(e, blocks, columns, 32, 4, 4)
+    padded = raw_bits(scales_ENV).contiguous()
+    if n % 128 or v % 4 or padded.storage_offset() % 4:
+        padded = torch.nn.functional.pad(padded, (0, columns * 4 - v, 0, blocks * 128 - n))
+    # Four bytes side by side stay together: they are moved as one word.
+    words = padded.view(-1).view(torch.int32).view(e, blocks, 4, 32, columns).permute(0, 1, 4, 3, 2).contiguous()
+    return words.view(torch.uint8).view(e, blocks, columns, 32, 4, 4).view(scales_ENV.dtype)
 
 
 def unswizzle_scales(blocks: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:

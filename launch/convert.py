@@ -54,7 +54,7 @@ def work(options: argparse.Namespace) -> int:
         device=options.device,
         progress=progress,
     )
-    console.print(f"{options.target}: experts in {options.format}")
+    console.print(f"{options.target}: experts in {options.format}", soft_wrap=True)
     return 0
 
 

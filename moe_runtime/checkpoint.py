@@ -7,6 +7,7 @@ the model (`moe_runtime.families`) and how its experts are stored (`moe_runtime.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -98,9 +99,16 @@ class Checkpoint:
             overrides["intermediate_gsf"] = self.reader(layer).smallest_input_gsf()
         return layer_config(self.config, source=self._source, **overrides | formats)
 
-    def digests(self) -> dict[str, str]:
-        """What must be equal on ranks that read one checkpoint (`moe_runtime.tensor_files.file_digests`)."""
-        return file_digests(self.folder, (CONFIG_FILE, MODELOPT_FILE))
+    def digests(self, layer: int | None = None) -> dict[str, str]:
+        """What must be equal on ranks that read one checkpoint (`moe_runtime.tensor_files.file_digests`).
+
+        With a `layer` also that of its gate, which every rank reads: it tells one training of a model from another.
+        """
+        found = file_digests(self.folder, (CONFIG_FILE, MODELOPT_FILE))
+        if layer is not None:
+            raw = self.router(layer).weight.view(torch.uint8).numpy().tobytes()
+            found[f"sha256 of {self._gate(layer)}.weight"] = hashlib.sha256(raw).hexdigest()[:16]
+        return found
 
     def check_layer(self, layer: int) -> None:
         """Raise `ValueError` unless decoder layer `layer` has routed experts."""
@@ -137,9 +145,11 @@ class Checkpoint:
             self.files, self.names(layer), layout, sizes.hidden_size, sizes.intermediate_size, sizes.num_experts
         )
 
-    def experts(self, layer: int, expert_ids: range) -> Iterator[DenseExpert]:
-        """Experts of a layer one by one, in the order of `expert_ids`, as they are stored: one is in memory at a time.
+    def experts(self, layer: int, expert_ids: range, *, stream: bool = False) -> Iterator[DenseExpert]:
+        """Experts of a layer one by one, in the order of `expert_ids`, as they are stored.
 
+        With `stream` the next is read while one is in use, into memory that is used again: an expert must be done with
+        when the next is asked for.
         Raises `ValueError` also for an expert that `config.json` does not have, and for tensors beside the experts'.
         """
         reader = self.reader(layer)
@@ -149,13 +159,13 @@ class Checkpoint:
                     f"expert_ids: {self._source} says {reader.num_experts} experts, asked for expert {expert}"
                 )
         reader.check_names()
-        yield from reader.experts(expert_ids)
+        yield from reader.experts(expert_ids, stream=stream)
 
     def router(self, layer: int) -> RouterTensors:
         """The gate of a layer, with its biases."""
         self.check_layer(layer)
         sizes = self._sizes()
-        gate = f"{self._block(layer)}.{'router' if self.family is GPT_OSS else 'gate'}"
+        gate = self._gate(layer)
         experts, floats = sizes.num_experts, ("BF16", "F32")
         router = sizes.router
         return RouterTensors(
@@ -186,6 +196,9 @@ class Checkpoint:
             down,
             self.files.read(f"{block}.shared_expert_gate.weight", (1, hidden), ("BF16",)) if shared.gated else None,
         )
+
+    def _gate(self, layer: int) -> str:
+        return f"{self._block(layer)}.{'router' if self.family is GPT_OSS else 'gate'}"
 
     def _block(self, layer: int) -> str:
         return f"model.layers.{layer}.{'block_sparse_moe' if self.family is MIXTRAL else 'mlp'}"

@@ -7,15 +7,17 @@ holds scales, for NaN; the error names file and tensor.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 from moe_runtime.checkpoint_layouts import PLAIN, ScaleName, WeightLayout
 from moe_runtime.formats import WEIGHT_BLOCK_N, ceil_div
 from moe_runtime.kernels.swizzle import swizzle_scales
 from moe_runtime.loading import DenseExpert
+from moe_runtime.progress import one_ahead
 from moe_runtime.tensor_files import DTYPES, TensorFiles
 from moe_runtime.weights import ExpertWeights, GateUpOrder
 
@@ -60,12 +62,31 @@ class ExpertReader:
     inner: int
     num_experts: int
 
-    def experts(self, expert_ids: range) -> Iterator[DenseExpert]:
-        """Experts one by one, in the order of `expert_ids`; while one is in use, the next is read ahead."""
-        for expert in expert_ids:
-            if not self.names.stacked and expert + 1 in expert_ids:
-                self.files.expect(self.tensors(expert + 1))
-            yield self.expert(expert)
+    def experts(self, expert_ids: range, *, stream: bool = False) -> Iterator[DenseExpert]:
+        """Experts one by one, in the order of `expert_ids`.
+
+        With `stream` a thread reads the next one while one is in use, and takes the memory of the one before for it:
+        an expert must be done with when the next is asked for.
+        """
+        rooms = (_Reused(), _Reused())
+        found = (
+            self._expected(expert, expert_ids, rooms[expert % 2] if stream else torch.empty) for expert in expert_ids
+        )
+        return one_ahead(found) if stream else found
+
+    def _expected(self, expert: int, expert_ids: range, empty: Callable[..., torch.Tensor]) -> DenseExpert:
+        """`expert`, and have the system read the next one from the disk."""
+        if not self.names.stacked and expert + 1 in expert_ids:
+            self.files.expect(self.tensors(expert + 1))
+        return self.expert(expert, empty)
+
+    def expert(self, expert: int, empty: Callable[..., torch.Tensor] = torch.empty) -> DenseExpert:
+        """One expert, as it is stored."""
+        if self.names.stacked:
+            return self._stacked(expert)
+        gate, up, down = self.names.linears(expert)
+        gate_up = read_linears(self.files, self.layout, (gate, up), self.inner, self.hidden, empty)
+        return DenseExpert(gate_up, read_linears(self.files, self.layout, (down,), self.hidden, self.inner, empty))
 
     def check_names(self) -> None:
         """Raise `ValueError` naming the tensor if the layer has one that does not belong to its experts."""
@@ -99,14 +120,6 @@ class ExpertReader:
         """Names of the tensors that an expert, not stacked, may have, the weight of its gate first."""
         parts = [self.layout.weight, self.layout.scale, *_suffixes(self.layout)]
         return [f"{prefix}.{part}" for prefix in self.names.linears(expert) for part in parts if part is not None]
-
-    def expert(self, expert: int) -> DenseExpert:
-        """One expert, as it is stored."""
-        if self.names.stacked:
-            return self._stacked(expert)
-        gate, up, down = self.names.linears(expert)
-        gate_up = read_linears(self.files, self.layout, (gate, up), self.inner, self.hidden)
-        return DenseExpert(gate_up, read_linears(self.files, self.layout, (down,), self.hidden, self.inner))
 
     def _stacked_names(self) -> list[str]:
         parts = ["gate_up_proj_bias", "down_proj_bias"]
@@ -145,13 +158,30 @@ class ExpertReader:
         return ExpertWeights(fmt, quants.view(1, rows, -1), swizzle_scales(scales[None]), gate_up=order)
 
 
+class _Reused:
+    """`torch.empty` that gives the same memory for the same shape: fresh memory costs as much as copying into it."""
+
+    def __init__(self) -> None:
+        self._made: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
+
+    def __call__(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        if (shape, dtype) not in self._made:
+            self._made[shape, dtype] = torch.empty(*shape, dtype=dtype)
+        return self._made[shape, dtype]
+
+
 def read_linears(
-    files: TensorFiles, layout: WeightLayout, prefixes: tuple[str, ...], rows: int, columns: int
+    files: TensorFiles,
+    layout: WeightLayout,
+    prefixes: tuple[str, ...],
+    rows: int,
+    columns: int,
+    empty: Callable[..., torch.Tensor] = torch.empty,
 ) -> torch.Tensor | ExpertWeights:
     """One linear `[rows, columns]`, or gate and up, stacked in this order, each with its own second-level scale.
 
     Returns `[len(prefixes) * rows, columns]`, bf16 or fp32, or weights of one expert; fp32 too where 128x128 blocks are
-    not whole, which those weights cannot have along K, nor between gate and up.
+    not whole, which those weights cannot have along K, nor between gate and up. `empty` makes room for the quants.
     """
     order = GateUpOrder.GATE_UP if len(prefixes) == 2 else None
     fmt = layout.format
@@ -159,13 +189,13 @@ def read_linears(
         fmt.check_columns(columns, f"{files.index}: columns of {prefixes[0]}")
     shape, dtypes = (rows, fmt.quant_columns(columns)), layout.quant_dtypes
     first = files.check(f"{prefixes[0]}.{layout.weight}", shape, dtypes)
-    quants = torch.empty(len(prefixes), *shape, dtype=DTYPES[first.dtype])
+    quants = empty(len(prefixes), *shape, dtype=DTYPES[first.dtype])
     for prefix, part in zip(prefixes, quants, strict=True):
         files.check(f"{prefix}.{layout.weight}", shape, (first.dtype,))
         files.read_into(f"{prefix}.{layout.weight}", part)
     if layout.scale is None:
         return quants.flatten(0, 1)
-    scales = torch.stack([_read_scales(files, layout, prefix, rows, columns) for prefix in prefixes])
+    scales = _read_scales(files, layout, prefixes, rows, columns)
     if scales.dtype == torch.float32:
         if columns % fmt.block or (order is not None and rows % WEIGHT_BLOCK_N):
             factors = scales.repeat_interleave(WEIGHT_BLOCK_N, 1).repeat_interleave(fmt.block, 2)
@@ -197,25 +227,34 @@ def _suffixes(layout: WeightLayout) -> list[str]:
     return [scale.suffix for scale in (layout.weight_scale, layout.input_scale) if scale is not None]
 
 
-def _read_scales(files: TensorFiles, layout: WeightLayout, prefix: str, rows: int, columns: int) -> torch.Tensor:
-    """Linear block scales of the dtype that the format has in memory."""
-    fmt, name = layout.format, f"{prefix}.{layout.scale}"
-    shape = (rows if fmt.swizzled else ceil_div(rows, WEIGHT_BLOCK_N), fmt.scale_columns(columns))
-    scales = files.read(name, shape, layout.scale_dtypes)
-    _check_no_nan(files, name, scales)
+def _read_scales(
+    files: TensorFiles, layout: WeightLayout, prefixes: tuple[str, ...], rows: int, columns: int
+) -> torch.Tensor:
+    """Linear block scales of the linears, one after the other, of the dtype that the format has in memory."""
+    fmt = layout.format
     assert fmt.scale_dtype is not None
+    shape = (rows if fmt.swizzled else ceil_div(rows, WEIGHT_BLOCK_N), fmt.scale_columns(columns))
+    names = [f"{prefix}.{layout.scale}" for prefix in prefixes]
+    first = files.check(names[0], shape, layout.scale_dtypes)
+    scales = torch.empty(len(names), *shape, dtype=DTYPES[first.dtype])
+    for name, part in zip(names, scales, strict=True):
+        files.check(name, shape, (first.dtype,))
+        files.read_into(name, part)
+        _check_no_nan(files, name, part)
     return scales.view(fmt.scale_dtype) if fmt.scale_dtype.itemsize == 1 else scales.to(fmt.scale_dtype)
 
 
 def _check_no_nan(files: TensorFiles, name: str, scales: torch.Tensor) -> None:
-    if scales.dtype == torch.float8_e4m3fn:
-        bad = (scales.view(torch.uint8) & 0x7F) == 0x7F
-    elif scales.dtype in (torch.uint8, torch.float8_e8m0fnu):
-        bad = scales.view(torch.uint8) == 0xFF
+    """Raise `ValueError` naming file and tensor where a scale is NaN (fp32 and bf16: or infinite)."""
+    if scales.element_size() > 1:
+        bad = (~scales.isfinite()).numpy()
     else:
-        bad = ~scales.isfinite()
+        # numpy: torch would wake its threads for each of these small tensors.
+        raw = scales.view(torch.uint8).numpy()
+        codes = raw & 0x7F if scales.dtype == torch.float8_e4m3fn else raw
+        bad = codes == (0x7F if scales.dtype == torch.float8_e4m3fn else 0xFF)
     if bad.any():
-        place = bad.nonzero()[0].tolist()
+        place = np.argwhere(bad)[0].tolist()
         raise ValueError(
             f"{files.path_of(name)}: tensor {name}: expected finite scales, got one that is not at {place}"
         )

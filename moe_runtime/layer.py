@@ -182,10 +182,10 @@ class MoELayer(nn.Module):
         shared = checkpoint.shared_expert(layer)
         if self.shared_expert is not None and shared is not None:
             self.shared_expert.load(shared.gate_proj, shared.up_proj, shared.down_proj, shared.token_gate)
-        experts = checkpoint.experts(layer, self.local_experts)
+        experts = checkpoint.experts(layer, self.local_experts, stream=True)
         text = f"rank {self.context.rank}: layer {layer} of {checkpoint.folder.name}"
         self.load_experts(with_progress(experts, text, len(self.local_experts), shown=self.context.rank == 0))
-        self.context.register(agree=dict(checkpoint.digests()))
+        self.context.register(agree=dict(checkpoint.digests(layer)))
 
     def load_random(self, seed: int) -> None:
         """Random weights from `seed`, of the sizes that keep activations near unit variance; equal on any `ep_size`."""

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from moe_runtime.config import MoELayerConfig
-from moe_runtime.formats import TokenFormat, weight_format
+from moe_runtime.formats import TokenFormat, align, weight_format
 from moe_runtime.weights import ExpertWeights, GateUpOrder
+
+MIN_HUGE_BYTES = 8 << 20
+"""Memory of at least this size is asked for in large pages."""
 
 _TENSORS = ("quants", "scales", "expert_scales", "bias")
 
@@ -56,7 +62,7 @@ def quantize_experts(
             for name in _TENSORS:
                 value = getattr(part, name)
                 if value is not None:
-                    _raw(getattr(room, name))[seen] = _raw(value)[0]
+                    _copy(_raw(value)[0], _raw(getattr(room, name))[seen])
         seen += 1
     if seen != count:
         raise ValueError(f"experts: expected {count} for this rank, got {seen}")
@@ -159,11 +165,32 @@ def _check_quantized(name: str, w: ExpertWeights, config: MoELayerConfig) -> Non
 def _room_for(one: ExpertWeights, count: int) -> ExpertWeights:
     """Uninitialised weights of `count` experts like the single one of `one`."""
     rooms: dict[str, Any] = {
-        name: tensor.new_empty((count, *tensor.shape[1:]))
+        name: _on_huge_pages(tensor.new_empty((count, *tensor.shape[1:])))
         for name in _TENSORS
         if (tensor := getattr(one, name)) is not None
     }
     return replace(one, **rooms)
+
+
+def _on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
+    """The same tensor; on a CPU the system is asked for large pages.
+
+    Page by page of 4 KiB, the first touch of this memory would take longer than reading the weights from a disk.
+    """
+    page = mmap.PAGESIZE
+    first, end = align(tensor.data_ptr(), page), (tensor.data_ptr() + tensor.nbytes) // page * page
+    if tensor.device.type == "cpu" and end - first >= MIN_HUGE_BYTES:
+        # A kernel without them says so; nothing is lost.
+        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_HUGEPAGE)
+    return tensor
+
+
+def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
+    """Fill `target`; on CPUs on this thread alone, for others would have to wait for it to end."""
+    if source.device.type == target.device.type == "cpu" and source.dtype != torch.bfloat16:
+        np.copyto(target.numpy(), source.numpy())
+    else:
+        target.copy_(source)
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

@@ -414,6 +414,28 @@ def test_weights_that_one_rank_cannot_read_end_the_start_of_all(
         assert seconds < 20, "not by the start-up timeout of 120 s"
 
 
+def load_what_differs(rank: int, world: int, folders: list[str]) -> None:
+    context = ExpertParallelContext(timeout_s=20.0)
+    layer = MoELayer.from_checkpoint(folders[rank], context=context, max_tokens_per_rank=4)
+    layer(torch.zeros(1, HIDDEN, dtype=torch.bfloat16))
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("what", ["weights", "config"])
+def test_ranks_that_see_other_files_are_told_which(what: str, get_pool: Any, tmp_path: Path) -> None:
+    """Other weights of the same shapes show in the gate, which all ranks read."""
+    folders = [str(tmp_path / str(rank)) for rank in range(3)]
+    for rank, folder in enumerate(folders):
+        write_qwen3_moe_checkpoint(folder, config(num_experts=6), seed=int(what == "weights" and rank == 1))
+    if what == "config":
+        file = Path(folders[1]) / "config.json"
+        file.write_text(file.read_text() + "\n")
+    name = "config.json" if what == "config" else "model.layers.0.mlp.gate.weight"
+    for outcome in get_pool(3).outcomes(load_what_differs, folders):
+        assert isinstance(outcome.error, ValueError), outcome
+        assert f"agree: ranks disagree on sha256 of {name} (layer 1)" in str(outcome.error)
+
+
 def die_in(rank: int, world: int, phase: str, seed: int) -> tuple[str, int, float]:
     context = ExpertParallelContext(timeout_s=2.0)
     layer = MoELayer(config("mxfp8"), context)

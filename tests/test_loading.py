@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,12 +10,13 @@ import torch
 
 from moe_runtime.config import ActivationConfig, MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.formats import FORMATS
+from moe_runtime.formats import FORMATS, WEIGHT_FORMATS, token_formats_for
 from moe_runtime.layer import MoELayer, random_expert
 from moe_runtime.loading import DenseExpert, quantize_experts
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks
-from moe_runtime.weights import GPT_OSS
+from moe_runtime.weights import GPT_OSS, ExpertWeights, GateUpOrder
+from tests.comparison import assert_same_bits
 
 GPT_OSS_CONFIG = ActivationConfig(order="interleaved", alpha=1.702, limit=7.0, up_offset=1.0)
 SETTINGS: dict[str, Any] = {
@@ -86,3 +88,71 @@ def test_biases_are_kept_in_fp32(rng: torch.Generator, device: torch.device) -> 
     for weights, bias in ((layer.experts.gate_up, one.gate_up_bias), (layer.experts.down, one.down_bias)):
         assert weights.bias is not None
         assert torch.equal(weights.bias.cpu(), bias.expand(5, 256))
+
+
+QUANTIZED: dict[str, Any] = {**SETTINGS, "expert_bias": False, "weight_format": "nvfp4"}
+
+
+def quantized_experts(fmt: str, rng: torch.Generator, order: GateUpOrder | None) -> list[DenseExpert]:
+    """Five experts that are quantized already; with an `order`, gate and up have a second-level scale each."""
+    experts = []
+    for number in range(5):
+        gate_up, down = torch.randn(1, 256, 256, generator=rng), torch.randn(1, 256, 128, generator=rng)
+        gate_up[:, ::2] *= number + 2
+        parts = ExpertWeights.quantize(gate_up, fmt, gate_up=order or False), ExpertWeights.quantize(down, fmt)
+        experts.append(DenseExpert(*parts))
+    return experts
+
+
+@pytest.mark.parametrize("fmt", sorted(WEIGHT_FORMATS))
+@pytest.mark.parametrize("order", [None, GateUpOrder.INTERLEAVED])
+def test_quantized_experts_stay_as_they_are(
+    fmt: str, order: GateUpOrder | None, rng: torch.Generator, device: torch.device
+) -> None:
+    """Bit for bit, gate and up with a scale each or one for both."""
+    config = MoELayerConfig(**(QUANTIZED | {"token_format": token_formats_for(fmt)[0], "weight_format": fmt}))
+    experts = quantized_experts(fmt, rng, order)
+    for given, made in zip(zip(*experts, strict=True), quantize_experts(experts, config, 5, device), strict=False):
+        for number, one in enumerate(given):
+            stored = made.expert(number)
+            assert_same_bits(stored.quants, one.quants)
+            assert (stored.scales is None) == (one.scales is None)
+            if one.scales is not None:
+                assert_same_bits(stored.scales, one.scales)
+            assert_same_bits(stored.dequantize(engine="torch"), one.dequantize(engine="torch"))
+    gate_up, down = quantize_experts(experts, config, 5, device)
+    assert (gate_up.gate_up, down.gate_up) == (GateUpOrder.INTERLEAVED, None)
+    if fmt == "nvfp4":
+        assert gate_up.expert_scales is not None and gate_up.expert_scales.shape == (5, 2)
+        assert down.expert_scales is not None and down.expert_scales.shape == (5,)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_block", "mxfp4"])
+def test_quantized_experts_are_converted(fmt: str, rng: torch.Generator, device: torch.device) -> None:
+    config = MoELayerConfig(**(QUANTIZED | {"token_format": token_formats_for(fmt)[0], "weight_format": fmt}))
+    experts = quantized_experts("nvfp4", rng, GateUpOrder.INTERLEAVED)
+    gate_up, down = quantize_experts(experts, config, 5, device)
+    for number, one in enumerate(experts):
+        for made, given in ((gate_up, one.gate_up), (down, one.down)):
+            assert isinstance(given, ExpertWeights)
+            want = ExpertWeights.quantize(given.dequantize(), fmt)
+            assert_same_bits(made.expert(number).quants, want.quants)
+
+
+def test_quantized_experts_that_do_not_fit_are_named(rng: torch.Generator) -> None:
+    config, cpu = MoELayerConfig(**QUANTIZED), torch.device("cpu")
+    good = quantized_experts("nvfp4", rng, GateUpOrder.INTERLEAVED)[0]
+    assert isinstance(good.gate_up, ExpertWeights) and isinstance(good.down, ExpertWeights)
+    other = quantized_experts("nvfp4", rng, GateUpOrder.GATE_UP)[0]
+    two = ExpertWeights.quantize(torch.randn(2, 256, 128, generator=rng), "nvfp4")
+    no_scale = replace(good.down, expert_scales=None)
+    with_bias = replace(good.down, bias=torch.zeros(1, 256))
+    for expert, message in (
+        (good._replace(gate_up=other.gate_up), "gate_up of expert 0: expected gate and up in order interleaved, got"),
+        (good._replace(down=good.gate_up), r"down of expert 0: expected shape \[256, 128\], got shape \[256, 256\]"),
+        (good._replace(down=two), r"down of expert 0: expected shape \[256, 128\], got shape \[2, 256, 128\]"),
+        (good._replace(down=no_scale), "down of expert 0: expected expert_scales in nvfp4"),
+        (good._replace(down=with_bias), "down of expert 0: expected weights without a bias"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            quantize_experts([expert], config, 1, cpu)

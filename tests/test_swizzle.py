@@ -57,6 +57,8 @@ def test_dtype_strides_and_fewer_rows(engine: str, device: torch.device, rng) ->
     blocks = swizzle_scales(wide.contiguous().view(torch.float8_e4m3fn), engine=engine)
     assert blocks.dtype == torch.float8_e4m3fn
     assert_same_bits(swizzle_scales(wide, engine=engine), blocks.view(torch.uint8))
+    aligned = random_scales(rng, 128 * 8 + 3).to(device)[3:].view(1, 128, 8)
+    assert_same_bits(swizzle_scales(aligned, engine=engine)[0], brute_force(aligned[0].cpu()))
     assert_same_bits(unswizzle_scales(blocks, 7, 9, engine=engine), wide[:, :7].view(torch.float8_e4m3fn))
 
 

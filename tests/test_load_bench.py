@@ -1,0 +1,47 @@
+"""The program that times loading, at a few kilobytes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_runtime.checkpoint import Checkpoint
+from moe_runtime.launch import load_bench
+from moe_runtime.weights import ExpertWeights
+
+
+def test_what_it_writes_is_read(tmp_path: Path) -> None:
+    load_bench.write_checkpoint(tmp_path, hidden=256, inner=128, experts=130, layers=2)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert len(checkpoint.files.shards()) == 6
+        experts = list(checkpoint.experts(1, range(63, 66)))
+        streamed = list(checkpoint.experts(1, range(63, 64), stream=True))
+    for expert in experts:
+        assert isinstance(expert.gate_up, ExpertWeights)
+        assert expert.gate_up.dequantize().isfinite().all()
+    assert torch.equal(experts[0].down.quants, streamed[0].down.quants)  # type: ignore[union-attr]
+    assert not torch.equal(experts[0].down.quants, experts[1].down.quants)  # type: ignore[union-attr]
+
+
+def test_it_reads_and_loads_the_same_bytes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    sizes = {"hidden": 256, "inner": 128, "experts": 6, "layers": 2}
+    load_bench.write_checkpoint(tmp_path / "checkpoint", **sizes)
+    own = 6 * 2 * 3 * 256 * 128 * 9 // 16
+    for rank in range(2):
+        loaded = load_bench.load(tmp_path / "checkpoint", rank, 2)
+        read = load_bench.read(tmp_path / "checkpoint", rank, 2)
+        # Three second-level scales of four bytes each; input scales are read, and not kept.
+        assert loaded["bytes"] == (own + 12 * 3 * 4) // 2
+        assert read["bytes"] == (own + 12 * 6 * 4) // 2
+    arguments = [f"--{name}={number}" for name, number in sizes.items()]
+    file = tmp_path / "result.json"
+    assert load_bench.main([*arguments, "--ranks=1", "--runs=1", f"--folder={tmp_path}", f"--json={file}"]) == 0
+    result = json.loads(file.read_text())["result"]
+    assert result["bytes"] == own + 12 * 3 * 4 and len(result["load_s"]) == 1
+    assert result["ratio"] == result["load_s"][0] / result["read_s"][0]
+    assert 0 < result["over_own_bytes"] < 2**30
+    assert "times as long as reading" in capsys.readouterr().out
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "result.json"]
