@@ -227,3 +227,28 @@ def test_a_config_of_another_family_is_refused(tmp_path: Path) -> None:
     transformers.LlamaConfig(hidden_size=64).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"config\.json: model_type: expected one of mixtral, .*, got 'llama'"):
         layer_config_from_checkpoint(tmp_path, max_tokens_per_rank=1)
+
+
+def test_a_transformers_model_takes_its_experts_from_a_checkpoint(tmp_path: Path, seed: int) -> None:
+    """gpt-oss in MXFP4, made without its experts, against the same model with dequantized weights."""
+    parallel = pytest.importorskip("moe_runtime.parallel")
+    model = saved(tmp_path, "gpt_oss", seed, intermediate_size=96)
+    write_gpt_oss_mxfp4(tmp_path)
+    ids = torch.randint(3, 96, (2, 9), generator=torch.Generator().manual_seed(seed))
+    with Checkpoint(tmp_path) as checkpoint:
+        with torch.no_grad():
+            for index in moe_layers(model):
+                experts = list(checkpoint.experts(index, range(12)))
+                for part in ("gate_up", "down"):
+                    stacked = torch.stack([dense(getattr(expert, part)) for expert in experts])
+                    getattr(model.model.layers[index].mlp.experts, f"{part}_proj").copy_(stacked.transpose(1, 2))
+            exact = model.double()(ids).logits
+            want = model.bfloat16()(ids).logits
+        with (
+            parallel.apply_expert_parallel(
+                model, max_tokens_per_rank=32, weight_format="mxfp4", experts=checkpoint.experts
+            ),
+            torch.no_grad(),
+        ):
+            got = model(ids).logits
+    assert relative_error(got, exact)[0] <= relative_error(want, exact)[0] + 2.0**-8

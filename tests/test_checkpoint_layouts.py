@@ -13,7 +13,14 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_runtime.checkpoint import Checkpoint, choose_formats, layer_config_from_checkpoint, write_qwen3_moe_checkpoint
-from moe_runtime.checkpoint_layouts import COMPRESSED_NVFP4, FP8_BLOCKS, MODELOPT_NVFP4, PLAIN, StoredExperts
+from moe_runtime.checkpoint_layouts import (
+    COMPRESSED_MXFP8,
+    COMPRESSED_NVFP4,
+    FP8_BLOCKS,
+    MODELOPT_NVFP4,
+    PLAIN,
+    StoredExperts,
+)
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.kernels.swizzle import unswizzle_scales
 from moe_runtime.loading import DenseExpert
@@ -95,6 +102,29 @@ def test_modelopt(folder: Path) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": MODELOPT}))
     assert layer_config_from_checkpoint(folder, max_tokens_per_rank=1) == config
+
+
+def test_modelopt_value_for_value(folder: Path) -> None:
+    """What its own quantizer of NVFP4 makes, where it is installed, and its own dequantization."""
+    qtensor = pytest.importorskip("modelopt.torch.quantization.qtensor")
+    back: list[torch.Tensor] = []
+
+    def quantizer(w: torch.Tensor) -> dict[str, torch.Tensor]:
+        made, scale, second = qtensor.NVFP4QTensor.quantize(w.bfloat16(), 16)
+        sizes = {"dtype": torch.float32, "scale": scale, "double_scale": second, "block_sizes": {-1: 16}}
+        back.append(made.dequantize(**sizes))
+        stored = {"weight": made._quantized_data, "weight_scale": scale, "weight_scale_2": second.float().reshape(())}
+        return stored | {"input_scale": torch.tensor(0.01)}
+
+    tensors = quantize_experts(folder, quantizer, quantization_config=MODELOPT)
+    order = dict.fromkeys(key.rpartition(".")[0] + "." for key in tensors if ".experts." in key)
+    dequantized = dict(zip(order, back, strict=True))
+    for prefix, quants, scales, second, value in projections(folder):
+        assert_same_bits(quants, tensors[f"{prefix}weight"])
+        assert_same_bits(scales, tensors[f"{prefix}weight_scale"].view(torch.uint8))
+        assert second is not None and second == tensors[f"{prefix}weight_scale_2"]
+        # It rounds the product of the scales first.
+        torch.testing.assert_close(value, dequantized[prefix], rtol=2.0**-22, atol=0)
 
 
 def test_fp8_blocks(folder: Path) -> None:
@@ -204,6 +234,7 @@ CASES: list[tuple[StoredExperts, tuple[str | None, str | None], tuple[str, str]]
     (StoredExperts(MODELOPT_NVFP4, "nvfp4"), ("bf16", None), ("bf16", "nvfp4")),
     (StoredExperts(COMPRESSED_NVFP4, "bf16"), (None, None), ("bf16", "nvfp4")),
     (StoredExperts(COMPRESSED_NVFP4, "bf16"), ("nvfp4", None), ("nvfp4", "nvfp4")),
+    (StoredExperts(COMPRESSED_MXFP8, "bf16"), (None, None), ("bf16", "bf16")),
     (StoredExperts(FP8_BLOCKS, "fp8_block"), (None, "nvfp4"), ("nvfp4", "nvfp4")),
     (StoredExperts(FP8_BLOCKS, "fp8_block"), ("bf16", None), ("bf16", "bf16")),
     (StoredExperts(FP8_BLOCKS, "fp8_block"), (None, "mxfp4"), ("bf16", "mxfp4")),
