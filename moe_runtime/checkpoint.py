@@ -26,7 +26,16 @@ from moe_runtime.checkpoint_layouts import (
 )
 from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
 from moe_runtime.expert_readers import ExpertNames, ExpertReader, dense, layout_of, read_linears
-from moe_runtime.families import DEEPSEEK_V3, GPT_OSS, MIXTRAL, Family, family_of, is_moe_layer, layer_config
+from moe_runtime.families import (
+    DEEPSEEK_V3,
+    GPT_OSS,
+    MIXTRAL,
+    Family,
+    family_of,
+    is_moe_layer,
+    layer_config,
+    moe_layers,
+)
 from moe_runtime.formats import token_formats_for
 from moe_runtime.loading import DenseExpert
 from moe_runtime.tensor_files import INDEX_FILE, SINGLE_FILE, TensorFiles, file_digests, read_json, write_json
@@ -123,6 +132,10 @@ class Checkpoint:
         linears = (prefix for expert in experts for prefix in names.linears(expert))
         layout = layout_of(self.files, self.stored.layout, linears)
         return self.stored if layout is self.stored.layout else StoredExperts(layout, "bf16")
+
+    def moe_layers(self) -> list[int]:
+        """Decoder layers with routed experts, those for multi-token prediction included."""
+        return moe_layers(self.config, source=self._source)
 
     def has_experts(self, layer: int) -> bool:
         """Whether there are tensors of a layer's experts: layers for multi-token prediction may be left out."""

@@ -25,12 +25,10 @@ from moe_runtime.checkpoint_layouts import (
     CONFIG_FILE,
     EXPERTS_KEY,
     FP8_BLOCKS,
-    MODELOPT_FILE,
     PLAIN,
     WeightLayout,
 )
 from moe_runtime.expert_readers import ExpertReader, dense
-from moe_runtime.families import is_moe_layer
 from moe_runtime.formats import ceil_div
 from moe_runtime.kernels.quantize import quantize_rows
 from moe_runtime.tensor_files import DTYPES, INDEX_FILE, SINGLE_FILE, SafetensorsFile, TensorEntry
@@ -134,9 +132,8 @@ class _Conversion:
     def _find_experts(self) -> list[int]:
         """Fill `experts` and `replaced`; the layers that have any."""
         checkpoint, layers = self.checkpoint, []
-        config = checkpoint.config
-        for layer in range(config["num_hidden_layers"] + (config.get("num_nextn_predict_layers") or 0)):
-            if not is_moe_layer(config, layer) or not checkpoint.has_experts(layer):
+        for layer in checkpoint.moe_layers():
+            if not checkpoint.has_experts(layer):
                 continue
             layers.append(layer)
             reader = checkpoint.reader(layer)
@@ -204,7 +201,7 @@ class _Conversion:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             write_whole(self.target / INDEX_FILE, json.dumps(index, indent=2) + "\n")
         for path in sorted(self.checkpoint.folder.iterdir()):
-            made = path.name in (CONFIG_FILE, INDEX_FILE, MODELOPT_FILE)
+            made = path.name in (CONFIG_FILE, INDEX_FILE)
             if path.is_file() and path.suffix in _COPIED and not made:
                 shutil.copyfile(path, self.target / path.name)
         plain = [name.removesuffix(".weight") for name, entry in entries.items() if _is_plain_linear(name, entry)]

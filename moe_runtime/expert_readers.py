@@ -40,7 +40,8 @@ class ExpertNames:
 
     def linears(self, expert: int) -> tuple[str, str, str]:
         """Prefixes of gate, up and down of an expert that is not stacked."""
-        return tuple(f"{self.block}.{expert}.{part}" for part in (self.gate, self.up, self.down))  # type: ignore[return-value]
+        prefix = f"{self.block}.{expert}"
+        return f"{prefix}.{self.gate}", f"{prefix}.{self.up}", f"{prefix}.{self.down}"
 
 
 @dataclass(frozen=True)

@@ -152,6 +152,11 @@ def shared_expert(config: Mapping[str, Any], *, source: str = "config") -> Share
     return SharedExpertConfig(intermediate_size=size, gated=family.shared == "gated") if size else None
 
 
+def moe_layers(config: Mapping[str, Any], *, source: str = "config") -> list[int]:
+    """The decoder layers that have experts, as `is_moe_layer` tells."""
+    return [layer for layer in range(_num_layers(config, source)) if is_moe_layer(config, layer, source=source)]
+
+
 def is_moe_layer(config: Mapping[str, Any], layer_index: int, *, source: str = "config") -> bool:
     """Whether decoder layer `layer_index` has experts (the others have one dense MLP).
 
@@ -160,7 +165,7 @@ def is_moe_layer(config: Mapping[str, Any], layer_index: int, *, source: str = "
     Raises `ValueError` as `layer_config`, and for a layer that the model does not have.
     """
     family, keys = family_of(config, source=source), _Keys(config, source)
-    layers = keys.positive("num_hidden_layers") + keys.count("num_nextn_predict_layers", default=0)
+    layers = _num_layers(config, source)
     if not 0 <= layer_index < layers:
         raise ValueError(f"layer: {source} says {layers} layers, asked for layer {layer_index}")
     if family.dense_layers == "sparse_step":
@@ -172,6 +177,11 @@ def is_moe_layer(config: Mapping[str, Any], layer_index: int, *, source: str = "
         first, every = keys.count("first_k_dense_replace"), keys.positive("moe_layer_freq", default=1)
         return layer_index >= first and layer_index % every == 0
     return True
+
+
+def _num_layers(config: Mapping[str, Any], source: str) -> int:
+    keys = _Keys(config, source)
+    return keys.positive("num_hidden_layers") + keys.count("num_nextn_predict_layers", default=0)
 
 
 def _router(family: Family, keys: _Keys) -> RouterConfig:

@@ -133,20 +133,20 @@ WEIGHT_BLOCK_N = 128
 
 def token_format(name: str | TokenFormat) -> TokenFormat:
     """The descriptor called `name`; a descriptor is returned as it is. Raises `ValueError` for an unknown name."""
-    if isinstance(name, TokenFormat):
-        return name
-    if name not in FORMATS:
-        raise ValueError(f"format: expected one of {sorted(FORMATS)}, got {name!r}")
-    return FORMATS[name]
+    return _format_among(FORMATS, name)
 
 
 def weight_format(name: str | TokenFormat) -> TokenFormat:
     """As `token_format`, among the formats of weights."""
+    return _format_among(WEIGHT_FORMATS, name)
+
+
+def _format_among(formats: dict[str, TokenFormat], name: str | TokenFormat) -> TokenFormat:
     if isinstance(name, TokenFormat):
         return name
-    if name not in WEIGHT_FORMATS:
-        raise ValueError(f"format: expected one of {sorted(WEIGHT_FORMATS)}, got {name!r}")
-    return WEIGHT_FORMATS[name]
+    if name not in formats:
+        raise ValueError(f"format: expected one of {sorted(formats)}, got {name!r}")
+    return formats[name]
 
 
 def token_formats_for(weights: str) -> tuple[str, ...]:

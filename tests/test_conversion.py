@@ -24,7 +24,7 @@ from moe_runtime.launch import convert
 from moe_runtime.tensor_files import INDEX_FILE, TensorFiles
 from moe_runtime.tensor_writer import TensorWriter
 from moe_runtime.weights import ExpertWeights
-from tests.checkpoint_writers import fp8_blocks, load_all, quantize_experts, rewrite
+from tests.checkpoint_writers import fp8_blocks, load_all, modelopt_nvfp4, quantize_experts, rewrite
 from tests.comparison import assert_same_bits
 
 CONFIG = MoELayerConfig(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2, max_tokens_per_rank=8)
@@ -128,6 +128,20 @@ def test_fp8_experts_become_nvfp4_and_the_rest_stays(source: Path, tmp_path: Pat
         for was, is_now in zip(before.experts(0, range(4)), after.experts(0, range(4)), strict=True):
             assert isinstance(was.down, ExpertWeights) and isinstance(is_now.down, ExpertWeights)
             assert_same_bits(is_now.down.quants, ExpertWeights.quantize(was.down.dequantize(), "nvfp4").quants)
+
+
+def test_what_modelopt_says_of_the_rest_stays(source: Path, tmp_path: Path) -> None:
+    quantize_experts(source, modelopt_nvfp4)
+    said = {"quantization": {"quant_algo": "NVFP4", "group_size": 16}}
+    (source / "hf_quant_config.json").write_text(json.dumps(said))
+    convert_checkpoint(source, tmp_path / "target", "mxfp8")
+    with Checkpoint(source) as before, Checkpoint(tmp_path / "target") as after:
+        assert (after.rest.name, after.stored.layout.name) == ("modelopt nvfp4", "mxfp8-quantized")
+        (was,), (is_now,) = (each.experts(1, range(3, 4)) for each in (before, after))
+        assert isinstance(was.gate_up, ExpertWeights) and isinstance(is_now.gate_up, ExpertWeights)
+        want = ExpertWeights.quantize(was.gate_up.dequantize(), "mxfp8")
+        assert_same_bits(is_now.gate_up.quants, want.quants)
+        assert_same_bits(is_now.gate_up.scales, want.scales)
 
 
 def test_calibrated_scales_are_stored(source: Path, tmp_path: Path, rng: torch.Generator) -> None:
