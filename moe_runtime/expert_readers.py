@@ -70,16 +70,8 @@ class ExpertReader:
         an expert must be done with when the next is asked for.
         """
         rooms = (_Reused(), _Reused())
-        found = (
-            self._expected(expert, expert_ids, rooms[expert % 2] if stream else torch.empty) for expert in expert_ids
-        )
+        found = (self.expert(expert, rooms[expert % 2] if stream else torch.empty) for expert in expert_ids)
         return one_ahead(found) if stream else found
-
-    def _expected(self, expert: int, expert_ids: range, empty: Callable[..., torch.Tensor]) -> DenseExpert:
-        """`expert`, and have the system read the next one from the disk."""
-        if not self.names.stacked and expert + 1 in expert_ids:
-            self.files.expect(self.tensors(expert + 1))
-        return self.expert(expert, empty)
 
     def expert(self, expert: int, empty: Callable[..., torch.Tensor] = torch.empty) -> DenseExpert:
         """One expert, as it is stored."""

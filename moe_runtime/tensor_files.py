@@ -79,10 +79,6 @@ class SafetensorsFile:
     def close(self) -> None:
         os.close(self._file)
 
-    def expect(self, start: int, num_bytes: int) -> None:
-        """Tell the system that these bytes will be read soon."""
-        os.posix_fadvise(self._file, start, num_bytes, os.POSIX_FADV_WILLNEED)
-
     def tensor(self, name: str) -> torch.Tensor:
         """A whole tensor, on the CPU in memory of its own."""
         entry = self.entries[name]
@@ -199,13 +195,6 @@ class TensorFiles:
     def read_into(self, name: str, out: torch.Tensor, *, item: int | None = None) -> None:
         """As `read`, into a contiguous CPU tensor of the bytes that a call of `check` has found right."""
         self._find(name)[0].read(name, out, 0 if item is None else item * out.nbytes)
-
-    def expect(self, names: Iterable[str]) -> None:
-        """Tell the system that these tensors will be read soon, so that it reads ahead; unknown ones are left out."""
-        for name in names:
-            if name in self:
-                file, entry = self._find(name)
-                file.expect(entry.start, entry.num_bytes)
 
     def _find(self, name: str) -> tuple[SafetensorsFile, TensorEntry]:
         file = self._opened(self.shard_of(name), name)
