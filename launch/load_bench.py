@@ -115,8 +115,10 @@ def load(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
         for layer in range(checkpoint.config["num_hidden_layers"]):
             config = checkpoint.layer_config(layer, max_tokens_per_rank=1)
             mine = _mine(config.num_experts, rank, ranks)
-            experts = checkpoint.experts(layer, mine, stream=True)
-            kept.append(quantize_experts(experts, config, len(mine), torch.device("cpu")))
+            cpu = torch.device("cpu")
+            rooms = checkpoint.rooms(layer, config.weight_format, len(mine), cpu)
+            experts = checkpoint.experts(layer, mine, rooms)
+            kept.append(quantize_experts(experts, config, len(mine), cpu, rooms))
     seconds = time.perf_counter() - began
     held = sum(weights.num_bytes for pair in kept for weights in pair)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -36,8 +36,8 @@ from moe_runtime.families import (
     layer_config,
     moe_layers,
 )
-from moe_runtime.formats import token_formats_for
-from moe_runtime.loading import DenseExpert
+from moe_runtime.formats import WEIGHT_FORMATS, token_formats_for
+from moe_runtime.loading import FRESH, DenseExpert, QuantRoom, Rooms
 from moe_runtime.tensor_files import INDEX_FILE, SINGLE_FILE, TensorFiles, file_digests, read_json, write_json
 
 
@@ -158,11 +158,11 @@ class Checkpoint:
             self.files, self.names(layer), layout, sizes.hidden_size, sizes.intermediate_size, sizes.num_experts
         )
 
-    def experts(self, layer: int, expert_ids: range, *, stream: bool = False) -> Iterator[DenseExpert]:
+    def experts(self, layer: int, expert_ids: range, rooms: Rooms = FRESH) -> Iterator[DenseExpert]:
         """Experts of a layer one by one, in the order of `expert_ids`, as they are stored.
 
-        With `stream` the next is read while one is in use, into memory that is used again: an expert must be done with
-        when the next is asked for.
+        `rooms` make the memory of the quants of gate-and-up and of down, as `torch.empty` does.
+
         Raises `ValueError` also for an expert that `config.json` does not have, and for tensors beside the experts'.
         """
         reader = self.reader(layer)
@@ -172,7 +172,14 @@ class Checkpoint:
                     f"expert_ids: {self._source} says {reader.num_experts} experts, asked for expert {expert}"
                 )
         reader.check_names()
-        yield from reader.experts(expert_ids, stream=stream)
+        yield from reader.experts(expert_ids, rooms)
+
+    def rooms(self, layer: int, weight_format: str, count: int, device: torch.device) -> Rooms:
+        """Memory to read the quants of `count` experts into: that in which they stay, where a layer with weights in
+        `weight_format` on `device` has them as they are stored."""
+        if device.type != "cpu" or not self.reader(layer).holds(WEIGHT_FORMATS[weight_format]):
+            return FRESH
+        return QuantRoom(count), QuantRoom(count)
 
     def router(self, layer: int) -> RouterTensors:
         """The gate of a layer, with its biases."""

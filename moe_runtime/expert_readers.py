@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 from moe_runtime.checkpoint_layouts import PLAIN, ScaleName, WeightLayout
-from moe_runtime.formats import WEIGHT_BLOCK_N, ceil_div
+from moe_runtime.formats import WEIGHT_BLOCK_N, TokenFormat, ceil_div
 from moe_runtime.kernels.swizzle import swizzle_scales
-from moe_runtime.loading import DenseExpert
-from moe_runtime.progress import one_ahead
+from moe_runtime.loading import FRESH, DenseExpert, Rooms
 from moe_runtime.tensor_files import DTYPES, TensorFiles
 from moe_runtime.weights import ExpertWeights, GateUpOrder
 
@@ -63,23 +62,24 @@ class ExpertReader:
     inner: int
     num_experts: int
 
-    def experts(self, expert_ids: range, *, stream: bool = False) -> Iterator[DenseExpert]:
-        """Experts one by one, in the order of `expert_ids`.
+    def experts(self, expert_ids: range, rooms: Rooms = FRESH) -> Iterator[DenseExpert]:
+        """Experts one by one, in the order of `expert_ids`; `rooms` make memory for gate-and-up and for down."""
+        return (self.expert(expert, rooms) for expert in expert_ids)
 
-        With `stream` a thread reads the next one while one is in use, and takes the memory of the one before for it:
-        an expert must be done with when the next is asked for.
-        """
-        rooms = (_Reused(), _Reused())
-        found = (self.expert(expert, rooms[expert % 2] if stream else torch.empty) for expert in expert_ids)
-        return one_ahead(found) if stream else found
-
-    def expert(self, expert: int, empty: Callable[..., torch.Tensor] = torch.empty) -> DenseExpert:
+    def expert(self, expert: int, rooms: Rooms = FRESH) -> DenseExpert:
         """One expert, as it is stored."""
         if self.names.stacked:
-            return self._stacked(expert)
+            return self._stacked(expert, rooms)
         gate, up, down = self.names.linears(expert)
-        gate_up = read_linears(self.files, self.layout, (gate, up), self.inner, self.hidden, empty)
-        return DenseExpert(gate_up, read_linears(self.files, self.layout, (down,), self.hidden, self.inner, empty))
+        gate_up = read_linears(self.files, self.layout, (gate, up), self.inner, self.hidden, rooms[0])
+        return DenseExpert(gate_up, read_linears(self.files, self.layout, (down,), self.hidden, self.inner, rooms[1]))
+
+    def holds(self, fmt: TokenFormat) -> bool:
+        """Whether the quants are stored as weights in `fmt` have them in memory."""
+        if self.layout != PLAIN:
+            return self.layout.format is fmt and self.layout.scale is not None
+        first = f"{self.names.linears(0)[0]}.{self.layout.weight}"
+        return fmt is self.layout.format and self.files.entry(first).dtype == "BF16"
 
     def check_names(self) -> None:
         """Raise `ValueError` naming the tensor if the layer has one that does not belong to its experts."""
@@ -119,12 +119,13 @@ class ExpertReader:
         suffixes = [""] if self.layout.scale is None else [f"_{self.layout.weight}", f"_{self.layout.scale}"]
         return parts + [f"{name}_proj{suffix}" for name in ("gate_up", "down") for suffix in suffixes]
 
-    def _stacked(self, expert: int) -> DenseExpert:
+    def _stacked(self, expert: int, rooms: Rooms) -> DenseExpert:
         weights: list[torch.Tensor | ExpertWeights] = []
         biases = []
         sizes = ((2 * self.inner, self.hidden), (self.hidden, self.inner))
-        for name, (rows, columns), order in zip(
-            ("gate_up_proj", "down_proj"), sizes, (GateUpOrder.INTERLEAVED, None), strict=True
+        orders = (GateUpOrder.INTERLEAVED, None)
+        for name, (rows, columns), order, empty in zip(
+            ("gate_up_proj", "down_proj"), sizes, orders, rooms, strict=True
         ):
             prefix = f"{self.names.block}.{name}"
             bias = self.files.read(f"{prefix}_bias", (self.num_experts, rows), ("BF16", "F32"), item=expert)
@@ -135,32 +136,28 @@ class ExpertReader:
                 stored = self.files.read(prefix, shape, self.layout.quant_dtypes, item=expert)
                 weights.append(stored.T.contiguous())
             else:
-                weights.append(self._stacked_weight(prefix, rows, columns, order, expert))
+                weights.append(self._stacked_weight(prefix, rows, columns, order, expert, empty))
         return DenseExpert(weights[0], weights[1], biases[0], biases[1])
 
     def _stacked_weight(
-        self, prefix: str, rows: int, columns: int, order: GateUpOrder | None, expert: int
+        self,
+        prefix: str,
+        rows: int,
+        columns: int,
+        order: GateUpOrder | None,
+        expert: int,
+        empty: Callable[..., torch.Tensor],
     ) -> ExpertWeights:
-        fmt, scale = self.layout.format, f"{prefix}_{self.layout.scale}"
+        fmt, name, scale = self.layout.format, f"{prefix}_{self.layout.weight}", f"{prefix}_{self.layout.scale}"
         fmt.check_columns(columns, f"{self.files.index}: columns of {prefix}")
         shape = (self.num_experts, rows, columns // fmt.block)
         blocks = (*shape, fmt.quant_bytes(fmt.block))
-        quants = self.files.read(f"{prefix}_{self.layout.weight}", blocks, ("U8",), item=expert)
+        self.files.check(name, blocks, self.layout.quant_dtypes)
+        quants = empty(*blocks[1:], dtype=fmt.quant_dtype)
+        self.files.read_into(name, quants, item=expert)
         scales = self.files.read(scale, shape, self.layout.scale_dtypes, item=expert)
         _check_no_nan(self.files, scale, scales)
         return ExpertWeights(fmt, quants.view(1, rows, -1), swizzle_scales(scales[None]), gate_up=order)
-
-
-class _Reused:
-    """`torch.empty` that gives the same memory for the same shape: fresh memory costs as much as copying into it."""
-
-    def __init__(self) -> None:
-        self._made: dict[tuple[tuple[int, ...], torch.dtype], torch.Tensor] = {}
-
-    def __call__(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
-        if (shape, dtype) not in self._made:
-            self._made[shape, dtype] = torch.empty(*shape, dtype=dtype)
-        return self._made[shape, dtype]
 
 
 def read_linears(

@@ -19,7 +19,7 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher, collective_step
 from moe_runtime.experts import Experts
 from moe_runtime.formats import token_format
-from moe_runtime.loading import DenseExpert, quantize_experts
+from moe_runtime.loading import FRESH, DenseExpert, Rooms, quantize_experts
 from moe_runtime.metrics import PhaseTimes, phase
 from moe_runtime.plan import expert_starts
 from moe_runtime.progress import with_progress
@@ -182,9 +182,11 @@ class MoELayer(nn.Module):
         shared = checkpoint.shared_expert(layer)
         if self.shared_expert is not None and shared is not None:
             self.shared_expert.load(shared.gate_proj, shared.up_proj, shared.down_proj, shared.token_gate)
-        experts = checkpoint.experts(layer, self.local_experts, stream=True)
+        count = len(self.local_experts)
+        rooms = checkpoint.rooms(layer, self.config.weight_format, count, self.context.device)
+        experts = checkpoint.experts(layer, self.local_experts, rooms)
         text = f"rank {self.context.rank}: layer {layer} of {checkpoint.folder.name}"
-        self.load_experts(with_progress(experts, text, len(self.local_experts), shown=self.context.rank == 0))
+        self.load_experts(with_progress(experts, text, count, shown=self.context.rank == 0), rooms)
         self.context.register(agree=dict(checkpoint.digests(layer)))
 
     def load_random(self, seed: int) -> None:
@@ -200,14 +202,16 @@ class MoELayer(nn.Module):
                 weight = torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
                 parameter.data.copy_(weight)
 
-    def load_experts(self, experts: Iterable[DenseExpert | tuple[torch.Tensor, torch.Tensor]]) -> None:
+    def load_experts(
+        self, experts: Iterable[DenseExpert | tuple[torch.Tensor, torch.Tensor]], rooms: Rooms = FRESH
+    ) -> None:
         """Quantize this rank's experts, in order: for each, gate-and-up `[2I, H]` and down `[H, I]`, bf16 or fp32.
 
-        Where the config says `expert_bias` each is a `DenseExpert` with its biases. Raises `ValueError` as
-        `moe_runtime.loading.quantize_experts`.
+        Where the config says `expert_bias` each is a `DenseExpert` with its biases, and one may hold quantized weights.
+        `rooms` is for readers. Raises `ValueError` as `moe_runtime.loading.quantize_experts`.
         """
         config = self.config
-        gate_up, down = quantize_experts(experts, config, len(self.local_experts), self.context.device)
+        gate_up, down = quantize_experts(experts, config, len(self.local_experts), self.context.device, rooms)
         activation = config.activation
         experts_of_rank = Experts(
             gate_up,

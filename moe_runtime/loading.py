@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import ctypes
-import mmap
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from moe_runtime.config import MoELayerConfig
-from moe_runtime.formats import TokenFormat, align, weight_format
+from moe_runtime.formats import TokenFormat, weight_format
 from moe_runtime.weights import ExpertWeights, GateUpOrder
-
-MIN_HUGE_BYTES = 8 << 20
-"""Memory of at least this size is asked for in large pages."""
 
 _TENSORS = ("quants", "scales", "expert_scales", "bias")
 
@@ -34,16 +28,42 @@ class DenseExpert(NamedTuple):
     down_bias: torch.Tensor | None = None
 
 
+class QuantRoom:
+    """Memory on the CPU for the quants of `count` experts, which gives out that of one after the other.
+
+    Called as `torch.empty`, for the same shape and dtype each time. A reader that fills it spares a copy.
+    """
+
+    def __init__(self, count: int) -> None:
+        self.tensor: torch.Tensor | None = None
+        self._count = count
+        self._given = 0
+
+    def __call__(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
+        if self.tensor is None:
+            self.tensor = torch.empty(self._count, *shape, dtype=dtype)
+        self._given += 1
+        return self.tensor[self._given - 1]
+
+
+Rooms = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
+"""What makes memory, as `torch.empty` does, for the quants of gate-and-up and for those of down."""
+
+FRESH: Rooms = (torch.empty, torch.empty)
+
+
 def quantize_experts(
     experts: Iterable[DenseExpert | tuple[torch.Tensor, torch.Tensor]],
     config: MoELayerConfig,
     count: int,
     device: torch.device,
+    rooms: Rooms = FRESH,
 ) -> tuple[ExpertWeights, ExpertWeights]:
     """Gate-and-up and down of `count` experts in the weight format of `config`; one more is held at a time.
 
     Weights that are quantized already stay as they are where they have that format, bit for bit, and are dequantized
-    and quantized again where they have another. A pair is an expert without biases.
+    and quantized again where they have another. A pair is an expert without biases. Quants that a reader put into
+    `rooms` that are `QuantRoom`s stay there.
 
     Raises `ValueError` naming the tensor and the number of the expert, in the order they come: a wrong shape or order
     of gate and up, a bias that `config.expert_bias` does not expect, or misses; another number of experts.
@@ -57,12 +77,15 @@ def quantize_experts(
             _quantize(expert.down, expert.down_bias, fmt, None, device),
         )
         if whole is None:
-            whole = (_room_for(parts[0], count), _room_for(parts[1], count))
+            whole = (_room_for(parts[0], count, rooms[0]), _room_for(parts[1], count, rooms[1]))
         for room, part in zip(whole, parts, strict=True):
             for name in _TENSORS:
                 value = getattr(part, name)
-                if value is not None:
-                    _copy(_raw(value)[0], _raw(getattr(room, name))[seen])
+                if value is None:
+                    continue
+                target = _raw(getattr(room, name))[seen]
+                if target.data_ptr() != value.data_ptr():
+                    target.copy_(_raw(value)[0])
         seen += 1
     if seen != count:
         raise ValueError(f"experts: expected {count} for this rank, got {seen}")
@@ -162,35 +185,16 @@ def _check_quantized(name: str, w: ExpertWeights, config: MoELayerConfig) -> Non
         raise ValueError(f"{name}: expected {'' if w.format.has_row_scale else 'no '}expert_scales in {w.format.name}")
 
 
-def _room_for(one: ExpertWeights, count: int) -> ExpertWeights:
-    """Uninitialised weights of `count` experts like the single one of `one`."""
+def _room_for(one: ExpertWeights, count: int, room: Callable[..., torch.Tensor] = torch.empty) -> ExpertWeights:
+    """Uninitialised weights of `count` experts like the single one of `one`; quants in `room` where `one` has its."""
     rooms: dict[str, Any] = {
-        name: _on_huge_pages(tensor.new_empty((count, *tensor.shape[1:])))
+        name: tensor.new_empty((count, *tensor.shape[1:]))
         for name in _TENSORS
         if (tensor := getattr(one, name)) is not None
     }
+    if isinstance(room, QuantRoom) and room.tensor is not None and room.tensor.data_ptr() == one.quants.data_ptr():
+        rooms["quants"] = room.tensor.view(count, *one.quants.shape[1:])
     return replace(one, **rooms)
-
-
-def _on_huge_pages(tensor: torch.Tensor) -> torch.Tensor:
-    """The same tensor; on a CPU the system is asked for large pages.
-
-    Page by page of 4 KiB, the first touch of this memory would take longer than reading the weights from a disk.
-    """
-    page = mmap.PAGESIZE
-    first, end = align(tensor.data_ptr(), page), (tensor.data_ptr() + tensor.nbytes) // page * page
-    if tensor.device.type == "cpu" and end - first >= MIN_HUGE_BYTES:
-        # A kernel without them says so; nothing is lost.
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(first), ctypes.c_size_t(end - first), mmap.MADV_HUGEPAGE)
-    return tensor
-
-
-def _copy(source: torch.Tensor, target: torch.Tensor) -> None:
-    """Fill `target`; on CPUs on this thread alone, for others would have to wait for it to end."""
-    if source.device.type == target.device.type == "cpu" and source.dtype != torch.bfloat16:
-        np.copyto(target.numpy(), source.numpy())
-    else:
-        target.copy_(source)
 
 
 def _raw(tensor: torch.Tensor) -> torch.Tensor:

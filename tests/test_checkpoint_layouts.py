@@ -23,7 +23,8 @@ from moe_runtime.checkpoint_layouts import (
 )
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.kernels.swizzle import unswizzle_scales
-from moe_runtime.loading import DenseExpert
+from moe_runtime.loading import FRESH, DenseExpert, QuantRoom
+from moe_runtime.loading import quantize_experts as load_experts
 from moe_runtime.tensor_files import SINGLE_FILE
 from moe_runtime.weights import ExpertWeights, GateUpOrder
 from tests.checkpoint_writers import fp8_blocks, modelopt_nvfp4, quantize_experts, read_e2m1
@@ -334,3 +335,23 @@ def test_a_quantization_that_is_not_read_is_named(quantization: Any, message: st
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
     with pytest.raises(ValueError, match=f"{file}: {message}"):
         Checkpoint(folder)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "bf16"])
+def test_weights_that_stay_as_they_are_are_read_into_their_place(fmt: str, folder: Path) -> None:
+    """One copy of the quants: what is read is the layer's memory, and where it is converted, it is not."""
+    if fmt == "nvfp4":
+        quantize_experts(folder, modelopt_nvfp4, quantization_config=MODELOPT)
+    cpu = torch.device("cpu")
+    with Checkpoint(folder) as checkpoint:
+        config = checkpoint.layer_config(0, max_tokens_per_rank=1)
+        rooms = checkpoint.rooms(0, fmt, 3, cpu)
+        gate_up, down = load_experts(checkpoint.experts(0, range(3), rooms), config, 3, cpu, rooms)
+        fresh = load_experts(checkpoint.experts(0, range(3)), config, 3, cpu)
+        for room, got, want in zip(rooms, (gate_up, down), fresh, strict=True):
+            assert isinstance(room, QuantRoom) and room.tensor is not None
+            assert got.quants.data_ptr() == room.tensor.data_ptr() != want.quants.data_ptr()
+            assert_same_bits(got.quants, want.quants)
+            assert_same_bits(got.dequantize(), want.dequantize())
+        assert checkpoint.rooms(0, "mxfp8", 3, cpu) == FRESH
+        assert checkpoint.rooms(0, fmt, 3, torch.device("cuda")) == FRESH

@@ -18,11 +18,14 @@ def test_what_it_writes_is_read(tmp_path: Path) -> None:
     with Checkpoint(tmp_path) as checkpoint:
         assert len(checkpoint.files.shards()) == 6
         experts = list(checkpoint.experts(1, range(63, 66)))
-        streamed = list(checkpoint.experts(1, range(63, 64), stream=True))
+        rooms = checkpoint.rooms(1, "nvfp4", 3, torch.device("cpu"))
+        placed = list(checkpoint.experts(1, range(63, 66), rooms))
     for expert in experts:
         assert isinstance(expert.gate_up, ExpertWeights)
         assert expert.gate_up.dequantize().isfinite().all()
-    assert torch.equal(experts[0].down.quants, streamed[0].down.quants)  # type: ignore[union-attr]
+    for one, two in zip(experts, placed, strict=True):
+        assert torch.equal(one.down.quants, two.down.quants)  # type: ignore[union-attr]
+        assert torch.equal(one.gate_up.quants, two.gate_up.quants)  # type: ignore[union-attr]
     assert not torch.equal(experts[0].down.quants, experts[1].down.quants)  # type: ignore[union-attr]
 
 
