@@ -5,11 +5,12 @@ Public names are imported when they are first used, so `import moe_runtime` cost
 Layers, from the top; a module imports from its own layer or from those below it, never upward:
 
     layer, virtual, launch.*
+    replacement, mover, slots
     dispatcher, experts, checkpoint, router, reference, ops
     op_weights, op_inputs, op_scales, op_arguments
     context, memory
     kernels.*, comm.*, prepared, weights, token_format, geometry
-    grouped, plan, formats, config, errors, metrics
+    moves, placement, grouped, plan, formats, config, errors, metrics
 """
 
 from __future__ import annotations
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
     from moe_runtime.layer import MoELayer
     from moe_runtime.memory import reserved_bytes
+    from moe_runtime.metrics import ExpertLoad
+    from moe_runtime.placement import Placement, plan_placement
     from moe_runtime.prepared import PreparedWeights
     from moe_runtime.router import Router
     from moe_runtime.token_format import NVFP4TokenFormat, RecordLayout
@@ -48,6 +51,7 @@ __all__ = [
     "CombineSink",
     "DispatchHandle",
     "DispatchedTokens",
+    "ExpertLoad",
     "ExpertParallelContext",
     "ExpertWeights",
     "Experts",
@@ -60,6 +64,7 @@ __all__ = [
     "ParallelConfig",
     "PeerAbortedError",
     "PeerTimeoutError",
+    "Placement",
     "PreparedWeights",
     "QuantizedRows",
     "RecordLayout",
@@ -73,6 +78,7 @@ __all__ = [
     "TokenFormat",
     "dequantize_rows",
     "load_config",
+    "plan_placement",
     "quantize_rows",
     "reserved_bytes",
 ]
@@ -83,6 +89,7 @@ _MODULE_OF = {
     "CombineSink": "dispatcher",
     "DispatchHandle": "dispatcher",
     "DispatchedTokens": "dispatcher",
+    "ExpertLoad": "metrics",
     "ExpertParallelContext": "context",
     "ExpertWeights": "weights",
     "Experts": "experts",
@@ -95,6 +102,7 @@ _MODULE_OF = {
     "ParallelConfig": "config",
     "PeerAbortedError": "errors",
     "PeerTimeoutError": "errors",
+    "Placement": "placement",
     "PreparedWeights": "prepared",
     "QuantizedRows": "formats",
     "RecordLayout": "token_format",
@@ -108,6 +116,7 @@ _MODULE_OF = {
     "TokenFormat": "formats",
     "dequantize_rows": "kernels.quantize",
     "load_config": "config",
+    "plan_placement": "placement",
     "quantize_rows": "kernels.quantize",
     "reserved_bytes": "memory",
 }
