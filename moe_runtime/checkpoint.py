@@ -8,7 +8,7 @@ is `model.layers.{L}.mlp.gate.weight [E, H]` and, for each expert `e`, `model.la
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,7 +85,7 @@ def read_qwen3_moe_router(path: str | Path, layer: int) -> torch.Tensor:
         return shards.tensor(f"model.layers.{layer}.mlp.gate.weight", (sizes.num_experts, sizes.hidden_size)).clone()
 
 
-def iter_qwen3_moe_experts(path: str | Path, layer: int, expert_ids: range) -> Iterator[ExpertTensors]:
+def iter_qwen3_moe_experts(path: str | Path, layer: int, expert_ids: Sequence[int]) -> Iterator[ExpertTensors]:
     """Experts one by one, in the order of `expert_ids`, so that at most one is held in bf16 while loading.
 
     Raises:

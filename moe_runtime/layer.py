@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -17,9 +17,13 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher, collective_step
 from moe_runtime.experts import Experts
 from moe_runtime.formats import TokenFormat, token_format
-from moe_runtime.metrics import PhaseTimes, phase
+from moe_runtime.memory import staging_bytes
+from moe_runtime.metrics import ExpertLoad, PhaseTimes, phase
+from moe_runtime.placement import Placement
 from moe_runtime.plan import expert_starts
+from moe_runtime.replacement import replace_experts
 from moe_runtime.router import Router
+from moe_runtime.slots import SlotTable
 from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
 
 
@@ -31,6 +35,7 @@ class LayerStep:
     handle: DispatchHandle
     shared: torch.Tensor | None = None
     arrived: DispatchedTokens | None = None
+    placement: Placement | None = None
 
 
 class MoELayer(nn.Module):
@@ -43,33 +48,54 @@ class MoELayer(nn.Module):
         config: sizes, formats, router, activation.
         context: the group's memory and signals, shared by all layers of a group; None makes one for the default group
             (one rank where torch.distributed is not initialised).
+        placement: which rank holds which experts, equal on all ranks; None is contiguous ids, each expert once.
 
     Attributes:
         router: `moe_runtime.router.Router`.
         dispatcher: `moe_runtime.dispatcher.TokenDispatcher`.
         experts: `moe_runtime.experts.Experts`, None until weights are loaded.
         times: set to a `PhaseTimes` to time each phase.
+        load: set to an `ExpertLoad` to count this rank's tokens of each expert.
+        number: of this layer among those of its context, equal on all ranks.
     """
 
-    def __init__(self, config: MoELayerConfig, context: ExpertParallelContext | None = None) -> None:
+    def __init__(
+        self,
+        config: MoELayerConfig,
+        context: ExpertParallelContext | None = None,
+        *,
+        placement: Placement | None = None,
+    ) -> None:
         super().__init__()
         self.config = config
         self.context = context if context is not None else ExpertParallelContext()
+        self.number = self.context.num_agreements
+        self.placement: Placement | None = None
+        self._slots: SlotTable | None = None
+        agree = config.flat()
+        if placement is not None:
+            self._check_placement(placement)
+            self._slots = SlotTable(placement, self.context.device)
+            self.place(placement)
+            agree["placement"] = placement.fingerprint
+            if self.context.carrier is None:
+                self.context.register(staging_bytes=staging_bytes(config, self.context.world_size))
         self.router = Router(config.hidden_size, config.num_experts, config.top_k, config.router, self.context.device)
         self.dispatcher = TokenDispatcher(
             self.context,
             hidden_size=config.hidden_size,
-            num_experts=config.num_experts,
+            num_experts=config.num_experts if placement is None else placement.num_slots,
             top_k=config.top_k,
             max_tokens_per_rank=config.max_tokens_per_rank,
             token_format=config.token_format,
             combine_format=config.combine_format,
             mode=config.mode,
             expert_row_capacity=config.expert_row_capacity,
-            agree=config.flat(),
+            agree=agree,
         )
         self.experts: Experts | None = None
         self.times: PhaseTimes | None = None
+        self.load: ExpertLoad | None = None
 
     @classmethod
     def from_yaml(cls, path: str | Path, *, context: ExpertParallelContext | None = None) -> MoELayer:
@@ -137,8 +163,10 @@ class MoELayer(nn.Module):
             raise
 
     @property
-    def local_experts(self) -> range:
-        """Ids of this rank's experts."""
+    def local_experts(self) -> Sequence[int]:
+        """Ids of this rank's experts, in the order in which they are loaded."""
+        if self.placement is not None:
+            return self.placement.rank_experts(self.context.rank)
         starts = expert_starts(self.config.num_experts, self.context.world_size)
         return range(starts[self.context.rank], starts[self.context.rank + 1])
 
@@ -170,6 +198,36 @@ class MoELayer(nn.Module):
             engine=self.context.gemm_engine,
         )
         self.experts = experts_of_rank.prepared()
+
+    def replace_experts(self, placement: Placement) -> None:
+        """Go over to another placement between two steps: experts move to their new slots, in place. Collective.
+
+        Every rank calls it with an equal placement, at the same point of its steps and on their stream, with no step
+        under way. Weights and the table of slots keep their addresses: a graph captured before goes on with the new
+        placement. A rank holds at most one expert beside its own meanwhile.
+
+        Args:
+            placement: with as many experts, ranks and slots; `Placement.reordered_like` saves moves.
+
+        Raises:
+            ValueError: on every rank where ranks disagree; on the rank itself where its argument is wrong, while the
+                others get `PeerAbortedError`. Nothing has moved then, and the layer may be used as before.
+            MoERuntimeError: a rank failed meanwhile, which ends the group as in a step.
+        """
+        replace_experts([self], placement)
+
+    def place(self, placement: Placement) -> None:
+        """Route by `placement` from now on; the experts must lie there already."""
+        assert self._slots is not None
+        self._slots.update(placement)
+        self.placement = placement
+
+    def _check_placement(self, placement: Placement) -> None:
+        if not isinstance(placement, Placement):
+            raise ValueError(f"placement: expected a Placement or None, got {type(placement).__name__}")
+        expected, ranks = self.config.num_experts, self.context.world_size
+        if (placement.num_experts, placement.num_ranks) != (expected, ranks):
+            raise ValueError(f"placement: expected {expected} experts on {ranks} rank(s), got {placement.sizes}")
 
     def forward(
         self,
@@ -226,12 +284,18 @@ class MoELayer(nn.Module):
             if topk_idx is None or topk_weights is None:
                 with phase("route", self.times):
                     topk_idx, topk_weights = self.router(tokens_TH)
+            slots = topk_idx if self._slots is None else self._slots(topk_idx, tokens_TH)
         with phase("dispatch_send", self.times):
-            handle = self.dispatcher.dispatch_send(tokens_TH, topk_idx, topk_weights)
-        return LayerStep(x.shape, handle, shared_TH)
+            handle = self.dispatcher.dispatch_send(tokens_TH, slots, topk_weights)
+        if self.load is not None:
+            self.load.add(topk_idx)
+        return LayerStep(x.shape, handle, shared_TH, placement=self.placement)
 
     def compute(self, step: LayerStep) -> None:
         """Wait for the tokens of all ranks, run this rank's experts on them, and send the results back."""
+        with collective_step(self.context):
+            if step.placement != self.placement:
+                raise ValueError("step: expected one that began after replace_experts, its tokens went to other slots")
         with phase("dispatch_wait", self.times):
             step.arrived = self.dispatcher.dispatch_wait(step.handle)
         with collective_step(self.context), phase("experts", self.times):
