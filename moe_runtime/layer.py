@@ -19,7 +19,7 @@ from moe_runtime.experts import Experts
 from moe_runtime.formats import TokenFormat, token_format
 from moe_runtime.memory import staging_bytes
 from moe_runtime.metrics import ExpertLoad, PhaseTimes, phase
-from moe_runtime.placement import Placement
+from moe_runtime.placement import Placement, placement_from_config
 from moe_runtime.plan import expert_starts
 from moe_runtime.replacement import replace_experts
 from moe_runtime.router import Router
@@ -116,19 +116,22 @@ class MoELayer(nn.Module):
 
     @classmethod
     def from_run_config(cls, run: RunConfig, context: ExpertParallelContext) -> MoELayer:
-        """The layer of a validated `RunConfig`, with its weights.
+        """The layer of a validated `RunConfig`, with its placement and weights.
 
         Raises:
             ValueError: as `from_checkpoint`, also where the config contradicts the checkpoint; the peers get
                 `PeerAbortedError`.
         """
         with _told_to_peers(context):
+            placement = None
+            if run.placement is not None:
+                placement = placement_from_config(run.placement, run.layer.num_experts, context.world_size)
             if run.checkpoint is None:
-                layer = cls(run.layer, context)
+                layer = cls(run.layer, context, placement=placement)
                 layer.load_random(run.seed)
                 return layer
             layer_config_from_checkpoint(run.checkpoint.path, **run.layer.model_dump())
-            layer = cls(run.layer, context)
+            layer = cls(run.layer, context, placement=placement)
             layer.load_qwen3_moe(run.checkpoint.path, run.checkpoint.layer)
             return layer
 
@@ -139,6 +142,7 @@ class MoELayer(nn.Module):
         *,
         layer: int = 0,
         context: ExpertParallelContext | None = None,
+        placement: Placement | None = None,
         **overrides: object,
     ) -> MoELayer:
         """Layer `layer` of a BF16 safetensors checkpoint in HuggingFace Qwen3-MoE naming.
@@ -152,12 +156,12 @@ class MoELayer(nn.Module):
         """
         if context is not None:
             with _told_to_peers(context):
-                made = cls(layer_config_from_checkpoint(path, **overrides), context)
+                made = cls(layer_config_from_checkpoint(path, **overrides), context, placement=placement)
                 made.load_qwen3_moe(path, layer)
                 return made
         own = ExpertParallelContext()
         try:
-            return cls.from_checkpoint(path, layer=layer, context=own, **overrides)
+            return cls.from_checkpoint(path, layer=layer, context=own, placement=placement, **overrides)
         except BaseException:
             own.close()
             raise

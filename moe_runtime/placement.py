@@ -13,8 +13,9 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
 
-from moe_runtime.config import MAX_EXPERTS
+from moe_runtime.config import MAX_EXPERTS, PlacementConfig
 
 
 @dataclass(frozen=True)
@@ -190,6 +191,33 @@ def plan_placement(load: Sequence[float], num_ranks: int, slots_per_rank: int) -
     shares = [value / count for value, count in zip(loads, replicas, strict=True)]
     ranks = _pack(shares, replicas, num_ranks, slots_per_rank)
     return Placement(num_experts, num_ranks, tuple(expert for held in ranks for expert in sorted(held)))
+
+
+def placement_from_config(section: PlacementConfig, num_experts: int, num_ranks: int) -> Placement:
+    """The placement that a `placement` section asks for.
+
+    Raises:
+        ValueError: spare slots that do not fill up ranks evenly, or a file that does not hold the load of each expert.
+    """
+    slots_per_rank, left = divmod(num_experts + section.spare_slots, num_ranks)
+    if left or slots_per_rank > num_experts:
+        raise ValueError(
+            f"placement.spare_slots: expected equally many slots on each of {num_ranks} rank(s), at most "
+            f"{num_experts}, got {num_experts} + {section.spare_slots} in all"
+        )
+    load: list[float] = [1.0] * num_experts
+    if section.load is not None:
+        try:
+            load = json.loads(Path(section.load).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"placement.load: {section.load}: {error}") from error
+        numbers = isinstance(load, list) and all(type(value) in (int, float) for value in load)
+        if not numbers or len(load) != num_experts:
+            raise ValueError(f"placement.load: {section.load}: expected a list of {num_experts} numbers")
+    try:
+        return plan_placement(load, num_ranks, slots_per_rank)
+    except ValueError as error:
+        raise ValueError(f"placement.load: {section.load}: {error}") from error
 
 
 def _replicate(loads: list[float], num_ranks: int, spare: int) -> list[int]:

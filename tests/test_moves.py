@@ -36,6 +36,8 @@ def play(old: Placement, new: Placement) -> list[Move]:
     for move in moves:
         assert places[move.source_rank, move.source_slot] == move.expert
         assert SPARE not in (move.source_slot, move.target_slot) or move.source_slot != move.target_slot
+        if move.source_rank != move.target_rank:
+            assert all(places.get((move.target_rank, slot)) != move.expert for slot in (SPARE, *range(size)))
         places[move.target_rank, move.target_slot] = move.expert
     assert [places[divmod(slot, size)] for slot in range(new.num_slots)] == list(new.slot_experts)
     return moves

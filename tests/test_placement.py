@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import math
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,9 +14,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_runtime import placement as placement_module
+from moe_runtime.config import PlacementConfig
 from moe_runtime.launch import cases
 from moe_runtime.metrics import ExpertLoad
-from moe_runtime.placement import Placement, plan_placement
+from moe_runtime.placement import Placement, placement_from_config, plan_placement
 from moe_runtime.slots import SlotTable
 
 LOADS = st.lists(st.floats(0, 1e12), min_size=1, max_size=24)
@@ -180,6 +182,42 @@ def test_other_sizes_do_not_fit() -> None:
         Placement.contiguous(4, 2).rank_loads([1, 1, 1, math.nan])
     with pytest.raises(ValueError, match="load: expected 4 numbers, got 3"):
         Placement.contiguous(4, 2).rank_loads([1, 1, 1])
+
+
+def test_a_section_of_a_config_is_planned_from_its_file(tmp_path: Path) -> None:
+    file = tmp_path / "load.json"
+    file.write_text("[8, 1, 3]")
+    section = PlacementConfig(spare_slots=1, load=str(file))
+    assert placement_from_config(section, 3, 2) == plan_placement([8, 1, 3], 2, 2)
+    assert placement_from_config(PlacementConfig(spare_slots=3), 3, 2) == plan_placement([1, 1, 1], 2, 3)
+
+
+@pytest.mark.parametrize(
+    ("spare", "text", "message"),
+    [
+        (0, None, r"placement\.spare_slots: expected equally many slots on each of 2 rank\(s\), at most 3, got 3 \+ 0"),
+        (5, None, r"placement\.spare_slots: .* got 3 \+ 5"),
+        (1, "[1, 2", r"placement\.load: .*load\.json: Expecting"),
+        (1, "[1, 2]", r"placement\.load: .*load\.json: expected a list of 3 numbers"),
+        (1, '[1, 2, "3"]', "expected a list of 3 numbers"),
+        (1, "[1, 2, true]", "expected a list of 3 numbers"),
+        (1, '{"0": 1}', "expected a list of 3 numbers"),
+        (1, "[1, 2, NaN]", r"placement\.load: .*load\.json: load: expected finite numbers .* got nan for expert 2"),
+        (1, "[1, 2, -3]", r"load\.json: load: .* got -3\.0 for expert 2"),
+        (1, "", r"placement\.load: .*load\.json: "),
+    ],
+)
+def test_a_section_that_cannot_be_planned_names_key_and_file(
+    spare: int, text: str | None, message: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "load.json"
+    if text is not None:
+        file.write_text(text)
+    section = PlacementConfig(spare_slots=spare, load=None if text is None else str(file))
+    with pytest.raises(ValueError, match=message):
+        placement_from_config(section, 3, 2)
+    with pytest.raises(ValueError, match=r"placement\.load: .*missing\.json: .*No such file"):
+        placement_from_config(PlacementConfig(spare_slots=1, load=str(tmp_path / "missing.json")), 3, 2)
 
 
 def test_tokens_are_counted_by_expert(rng: torch.Generator, device: torch.device) -> None:

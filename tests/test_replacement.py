@@ -25,7 +25,7 @@ from moe_runtime.prepared import PreparedWeights
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks
 from tests.comparison import assert_same_bits
-from tests.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, RankInput, config, rank_input
+from tests.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, RankInput, config, placements, rank_input
 from tests.pool import run_once
 
 CONFIGS = [
@@ -35,15 +35,6 @@ CONFIGS = [
     config("mxfp8", mode="indexed", combine_format="mxfp8"),
     config("bf16", weight_format="nvfp4", mode="packed"),
 ]
-
-
-def placements(world: int, spare: int = 2) -> list[Placement]:
-    """Three that follow each other: hot experts at the front, at the back, and one more slot order of the latter."""
-    slots = -(-EXPERTS // world) + spare
-    first = plan_placement([2.0**-e for e in range(EXPERTS)], world, slots)
-    second = plan_placement([2.0**e for e in range(EXPERTS)], world, slots).reordered_like(first)
-    turned = [expert for rank in range(world) for expert in second.rank_experts(rank)[::-1]]
-    return [first, second, Placement(EXPERTS, world, tuple(turned))]
 
 
 Load = Callable[[MoELayer], None]
