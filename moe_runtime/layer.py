@@ -51,6 +51,8 @@ class MoELayer(nn.Module):
         placement: which rank holds which experts, equal on all ranks; None is contiguous ids, each expert once.
 
     Attributes:
+        placement: the present one; None as above.
+        slots: the `SlotTable` of the placement; None without one.
         router: `moe_runtime.router.Router`.
         dispatcher: `moe_runtime.dispatcher.TokenDispatcher`.
         experts: `moe_runtime.experts.Experts`, None until weights are loaded.
@@ -70,13 +72,12 @@ class MoELayer(nn.Module):
         self.config = config
         self.context = context if context is not None else ExpertParallelContext()
         self.number = self.context.num_agreements
-        self.placement: Placement | None = None
-        self._slots: SlotTable | None = None
+        self.placement = placement
+        self.slots: SlotTable | None = None
         agree = config.flat()
         if placement is not None:
             self._check_placement(placement)
-            self._slots = SlotTable(placement, self.context.device)
-            self.place(placement)
+            self.slots = SlotTable(placement, self.context.device)
             agree["placement"] = placement.fingerprint
             if self.context.carrier is None:
                 self.context.register(staging_bytes=staging_bytes(config, self.context.world_size))
@@ -220,12 +221,6 @@ class MoELayer(nn.Module):
         """
         replace_experts([self], placement)
 
-    def place(self, placement: Placement) -> None:
-        """Route by `placement` from now on; the experts must lie there already."""
-        assert self._slots is not None
-        self._slots.update(placement)
-        self.placement = placement
-
     def _check_placement(self, placement: Placement) -> None:
         if not isinstance(placement, Placement):
             raise ValueError(f"placement: expected a Placement or None, got {type(placement).__name__}")
@@ -288,7 +283,7 @@ class MoELayer(nn.Module):
             if topk_idx is None or topk_weights is None:
                 with phase("route", self.times):
                     topk_idx, topk_weights = self.router(tokens_TH)
-            slots = topk_idx if self._slots is None else self._slots(topk_idx, tokens_TH)
+            slots = topk_idx if self.slots is None else self.slots(topk_idx, tokens_TH)
         with phase("dispatch_send", self.times):
             handle = self.dispatcher.dispatch_send(tokens_TH, slots, topk_weights)
         if self.load is not None:

@@ -6,7 +6,7 @@ With `W` ranks, `T = max_tokens_per_rank`, `K = top_k`, each region holds two ha
     stamps   2 * W * T * 4                the epoch each record arrived in
     combine  2 * T * min(K, W) * partial  one partial sum per token and rank that holds one of its experts
     signals  small, see `moe_runtime.comm.signals`
-    staging  one expert in bf16 (any format's is smaller), at most 16 MiB: only of layers with a placement
+    staging  the weights of one expert in bf16, at most 16 MiB: only of layers with a placement
 
 `record` and `partial` are the bytes of a token in `token_format` and of a partial sum in `combine_format`. Halves are
 aligned to 256 bytes. Layers of one context share these regions: the largest layer counts, not the sum.

@@ -57,6 +57,7 @@ class ExpertLoad:
     def __init__(self, num_experts: int, device: torch.device) -> None:
         self.counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
 
+    @torch.inference_mode()
     def add(self, topk_idx: torch.Tensor) -> None:
         """Count a step's ids, `[T, K]`; those out of range are left out. Nothing waits for the host."""
         ids = topk_idx.flatten().long()

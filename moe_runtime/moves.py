@@ -38,7 +38,7 @@ def plan_moves(old: Placement, new: Placement) -> list[Move]:
     Move(expert=1, source_rank=1, source_slot=0, target_rank=0, target_slot=0)
     Move(expert=0, source_rank=0, source_slot=-1, target_rank=1, target_slot=0)
     """
-    if not new.fits(old):
+    if new.sizes != old.sizes:
         raise ValueError(f"new: expected {old.sizes}, got {new.sizes}")
     size = old.slots_per_rank
     held = dict(enumerate(old.slot_experts))

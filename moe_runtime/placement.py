@@ -117,7 +117,7 @@ class Placement:
         >>> Placement(3, 2, (0, 1, 2, 0)).reordered_like(Placement(3, 2, (1, 2, 0, 1))).slot_experts
         (1, 0, 0, 2)
         """
-        if not self.fits(other):
+        if self.sizes != other.sizes:
             raise ValueError(f"other: expected {self.sizes}, got {other.sizes}")
         slot_experts: list[int] = []
         for rank in range(self.num_ranks):
@@ -128,12 +128,8 @@ class Placement:
 
     @property
     def sizes(self) -> str:
-        """Its three sizes in words."""
+        """Numbers of experts, slots and ranks in words: a layer can change to a placement with the same."""
         return f"{self.num_experts} experts in {self.num_slots} slots on {self.num_ranks} rank(s)"
-
-    def fits(self, other: Placement) -> bool:
-        """Whether a layer can go from the one to the other: the same experts, ranks and slots."""
-        return self.sizes == other.sizes
 
     @property
     def fingerprint(self) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+import torch
+
 from moe_runtime.comm.bootstrap import describe_ranks
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import MoERuntimeError, PeerAbortedError, Phase
@@ -16,6 +18,7 @@ if TYPE_CHECKING:
     from moe_runtime.layer import MoELayer
 
 
+@torch.inference_mode()  # weights that were loaded in this mode may not be changed outside it
 def replace_experts(layers: Sequence[MoELayer], placement: Placement) -> None:
     """Bring the experts of one layer to `placement`. Collective; see `MoELayer.replace_experts`.
 
@@ -48,7 +51,9 @@ def replace_experts(layers: Sequence[MoELayer], placement: Placement) -> None:
             layer.experts = None
         move_experts(movers, moves)
         for layer, moved in zip(layers, experts, strict=True):
-            layer.place(placement)
+            assert layer.slots is not None
+            layer.slots.update(placement)
+            layer.placement = placement
             layer.experts = moved
     except BaseException as error:
         for layer in layers:
@@ -61,7 +66,7 @@ def _moves_of(layer: MoELayer, placement: Placement) -> list[Move]:
         raise ValueError("placement: the layer was made without one; give it Placement.contiguous(...) or another")
     if not isinstance(placement, Placement):
         raise ValueError(f"placement: expected a Placement, got {type(placement).__name__}")
-    if not placement.fits(layer.placement):
+    if placement.sizes != layer.placement.sizes:
         raise ValueError(f"placement: expected {layer.placement.sizes}, got {placement.sizes}")
     return plan_moves(layer.placement, placement)
 

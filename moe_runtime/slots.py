@@ -1,8 +1,8 @@
 """From expert ids to slots on the device: which replica of an expert takes a token is settled by the token alone.
 
 The first numbers of a token are hashed to one of `BUCKETS` buckets, and a table gives the slot for each expert and
-bucket. So replicas share tokens evenly, while a token's answer depends neither on its place in the batch, nor on its
-neighbours, nor on the rank that brings it.
+bucket. So replicas share tokens evenly (but equal tokens go the same way), and a token's answer depends neither on its
+place in the batch, nor on its neighbours, nor on the rank that brings it.
 """
 
 from __future__ import annotations
@@ -68,7 +68,8 @@ class SlotTable:
 
     def _buckets(self, x: torch.Tensor) -> torch.Tensor:
         """int64 `[T]` of `0 .. BUCKETS - 1`: the top bits of a sum of products that wraps around at 64 bits."""
-        words_T2 = x.detach()[:, :HASHED].contiguous().view(torch.int64)
+        # A copy, since a view would need an aligned address.
+        words_T2 = x.detach()[:, :HASHED].clone(memory_format=torch.contiguous_format).view(torch.int64)
         return (words_T2 * self._multipliers).sum(1) >> (64 - BUCKET_BITS) & (BUCKETS - 1)
 
     def _check(self, topk_idx: torch.Tensor, x: torch.Tensor) -> None:

@@ -226,4 +226,8 @@ def test_tokens_are_counted_by_expert(rng: torch.Generator, device: torch.device
     for part in ids.split(17):
         load.add(part.to(device))
     load.add(ids[:0].int().to(device))
+    with torch.inference_mode():
+        other = ExpertLoad(5, device)
+    other.add(ids.to(device))
+    assert torch.equal(other.counts, load.counts)
     assert load.counts.tolist() == [int((ids == e).sum()) for e in range(5)]

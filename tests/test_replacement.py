@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime import memory, mover, replacement
+from moe_runtime.checkpoint import read_qwen3_moe_layer, write_qwen3_moe_checkpoint
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import MoERuntimeError, RoutingError
@@ -23,7 +25,9 @@ from moe_runtime.metrics import ExpertLoad
 from moe_runtime.placement import Placement, plan_placement
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.reference import error_bound, moe_reference, relative_error
-from moe_runtime.virtual import VirtualRanks
+from moe_runtime.replacement import replace_experts
+from moe_runtime.virtual import VirtualRanks, virtual_contexts
+from moe_runtime.weights import ExpertWeights
 from tests.comparison import assert_same_bits
 from tests.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, RankInput, config, placements, rank_input
 from tests.pool import run_once
@@ -135,6 +139,31 @@ def test_experts_move_in_place_and_bit_for_bit(fmt: str, device: torch.device, s
                     for name, value in weights_of(layer).items():
                         assert_same_bits(value, weights_of(expected)[name], name)
         assert before == [addresses(layer) for layer in ranks.layers]
+
+
+def test_weights_of_a_checkpoint_are_read_in_the_order_of_slots_and_move(tmp_path: Path, seed: int) -> None:
+    """Loaded in inference mode, moved outside it; against the same experts quantized one by one."""
+    c, plans = config("mxfp8"), placements(2)
+    write_qwen3_moe_checkpoint(tmp_path, c, seed)
+    contexts = virtual_contexts(2)
+    with torch.inference_mode():
+        layers = [
+            MoELayer.from_checkpoint(
+                tmp_path, context=context, placement=plans[0], max_tokens_per_rank=TOKENS, token_format="mxfp8"
+            )
+            for context in contexts
+        ]
+    every = read_qwen3_moe_layer(tmp_path, 0, range(EXPERTS))
+    for plan in plans:
+        if plan != plans[0]:
+            replace_experts(layers, plan)
+        for layer in layers:
+            ids = list(plan.rank_experts(layer.context.rank))
+            expected = ExpertWeights.quantize(every.gate_up[ids], "mxfp8", gate_up=True)
+            assert layer.experts is not None and isinstance(layer.experts.gate_up, ExpertWeights)
+            assert_same_bits(layer.experts.gate_up.quants, expected.quants)
+    for context in contexts:
+        context.close()
 
 
 def test_biases_and_prepared_weights_move_too(rng: torch.Generator, seed: int) -> None:
@@ -304,7 +333,21 @@ def test_layers_with_other_placements_do_not_start(get_pool: Any) -> None:
         assert all(f"rank {r}: '{p.fingerprint}'" in message for r, p in enumerate(placements(2)[:2]))
 
 
-def fail_in_the_middle(rank: int, world: int, kind: str, transport: str, seed: int) -> tuple[str, int, str, float]:
+def swapped(placement: Placement, ranks: tuple[int, int]) -> Placement:
+    """The placement with one expert of each of two ranks on the other."""
+    first, second = (placement.rank_experts(rank) for rank in ranks)
+    one = next(expert for expert in first if expert not in second)
+    other = next(expert for expert in second if expert not in first)
+    places = [ranks[0] * placement.slots_per_rank + first.index(one)]
+    places += [ranks[1] * placement.slots_per_rank + second.index(other)]
+    slot_experts = list(placement.slot_experts)
+    slot_experts[places[0]], slot_experts[places[1]] = other, one
+    return Placement(placement.num_experts, placement.num_ranks, tuple(slot_experts))
+
+
+def fail_in_the_middle(
+    rank: int, world: int, kind: str, transport: str, among_two: bool, seed: int
+) -> tuple[str, int, str, float]:
     """Rank 2 fails at its third piece of work in a re-placement; what the others and their next step say."""
     small_chunks()
     context = ExpertParallelContext(timeout_s=2.0, transport=transport)
@@ -318,7 +361,7 @@ def fail_in_the_middle(rank: int, world: int, kind: str, transport: str, seed: i
     dist.barrier()
     start = time.monotonic()
     try:
-        layer.replace_experts(plans[1])
+        layer.replace_experts(swapped(plans[0], (2, 3)) if among_two else plans[1])
     except (MoERuntimeError, OSError) as error:
         seconds = time.monotonic() - start
         assert layer.experts is None
@@ -354,11 +397,19 @@ def break_after(count: int, kind: str) -> None:
 
 @pytest.mark.cpu_only
 @pytest.mark.parametrize(
-    ("kind", "transport"),
-    [("raises", "shared"), ("dies", "shared"), ("stops", "shared"), ("raises", "collective"), ("dies", "collective")],
+    ("kind", "transport", "among_two"),
+    [
+        ("raises", "shared", False),
+        ("raises", "shared", True),
+        ("dies", "shared", False),
+        ("stops", "shared", True),
+        ("raises", "collective", False),
+        ("dies", "collective", False),
+    ],
 )
-def test_a_rank_that_fails_in_the_middle_ends_it_for_all(kind: str, transport: str, seed: int) -> None:
-    outcomes = run_once(fail_in_the_middle, 4, kind, transport, seed, timeout=60)
+def test_a_rank_that_fails_in_the_middle_ends_it_for_all(kind: str, transport: str, among_two: bool, seed: int) -> None:
+    """Also for ranks 0 and 1 where they have no part in it (`among_two`)."""
+    outcomes = run_once(fail_in_the_middle, 4, kind, transport, among_two, seed, timeout=60)
     for rank, outcome in enumerate(outcomes):
         if rank == 2 and kind == "dies":
             assert outcome.exitcode == -signal.SIGKILL

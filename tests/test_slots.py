@@ -92,6 +92,9 @@ def test_no_tokens_and_tokens_that_are_not_contiguous(rng: torch.Generator) -> N
     assert table(ids[:0], x[:0]).shape == (0, 2)
     assert torch.equal(table(ids, x[::2]), table(ids, x[::2].contiguous()))
     assert torch.equal(table(ids, x[:9].clone().requires_grad_()), table(ids, x[:9]))
+    shifted = torch.zeros(8 + 3, dtype=torch.bfloat16)
+    shifted[3:] = x[0, :8]
+    assert torch.equal(table(ids[:1], shifted[3:].view(1, 8)), table(ids[:1], x[:1]))
 
 
 @pytest.mark.parametrize(
