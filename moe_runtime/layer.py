@@ -57,7 +57,7 @@ class MoELayer(nn.Module):
         dispatcher: `moe_runtime.dispatcher.TokenDispatcher`.
         experts: `moe_runtime.experts.Experts`, None until weights are loaded.
         times: set to a `PhaseTimes` to time each phase.
-        load: set to an `ExpertLoad` to count this rank's tokens of each expert.
+        expert_load: set to an `ExpertLoad` to count this rank's tokens of each expert.
         number: of this layer among those of its context, equal on all ranks.
     """
 
@@ -96,7 +96,7 @@ class MoELayer(nn.Module):
         )
         self.experts: Experts | None = None
         self.times: PhaseTimes | None = None
-        self.load: ExpertLoad | None = None
+        self.expert_load: ExpertLoad | None = None
 
     @classmethod
     def from_yaml(cls, path: str | Path, *, context: ExpertParallelContext | None = None) -> MoELayer:
@@ -286,8 +286,8 @@ class MoELayer(nn.Module):
             slots = topk_idx if self.slots is None else self.slots(topk_idx, tokens_TH)
         with phase("dispatch_send", self.times):
             handle = self.dispatcher.dispatch_send(tokens_TH, slots, topk_weights)
-        if self.load is not None:
-            self.load.add(topk_idx)
+        if self.expert_load is not None:
+            self.expert_load.add(topk_idx)
         return LayerStep(x.shape, handle, shared_TH, placement=self.placement)
 
     def compute(self, step: LayerStep) -> None:

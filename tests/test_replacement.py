@@ -198,7 +198,7 @@ def test_a_replicated_layer_is_within_the_bound_and_blind_to_order_and_neighbour
     with VirtualRanks(c, world, random_weights(seed), device=device, placement=placements(world)[0]) as ranks:
         counts = [ExpertLoad(EXPERTS, device) for _ in ranks.layers]
         for layer, count in zip(ranks.layers, counts, strict=True):
-            layer.load = count
+            layer.expert_load = count
 
         def run(rank: int, rows: torch.Tensor) -> torch.Tensor:
             """`y` of these rows, brought by `rank` alone."""
