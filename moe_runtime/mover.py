@@ -70,7 +70,7 @@ class ExpertMover:
     def copy(self, move: Move) -> None:
         """A move within this rank."""
         if SPARE in (move.source_slot, move.target_slot):
-            # The spare place is one piece, as the other side of any copy may be.
+            # The spare place holds an expert in one piece, as a parcel does.
             spare, slot = self._spare, max(move.source_slot, move.target_slot)
             self._store(slot, 0, spare) if move.source_slot == SPARE else self._load(slot, 0, spare)
             return
@@ -174,6 +174,7 @@ class ExpertMover:
             if time.monotonic() > deadline:
                 limit_ms = min(int(context.timeout_s * 1000), 2**31 - 1)
                 record_failure(context, ErrorCode.TIMEOUT, peer, Phase.REPLACEMENT, int(context.epoch[0]), limit_ms)
+                context.check_peers()
             spins += 1
             time.sleep(0 if spins < SPINS_BEFORE_SLEEP else 2e-4)
 
@@ -181,8 +182,8 @@ class ExpertMover:
 def move_experts(movers: Sequence[ExpertMover], moves: Sequence[Move]) -> None:
     """Make the moves on those ranks that live in this process: one, or all virtual ones. Collective.
 
-    When it returns all ranks have their experts. Each rank keeps to the order of `moves` and skips those of others, so
-    that the first move which is not finished can always go on.
+    All ranks have experts of one layout, and when it returns each has those that it is to have. Each rank keeps to the
+    order of `moves` and skips those of others, so that the first move which is not finished can always go on.
     """
     for move in moves:
         source = [mover for mover in movers if mover.rank == move.source_rank]
@@ -193,9 +194,8 @@ def move_experts(movers: Sequence[ExpertMover], moves: Sequence[Move]) -> None:
         elif movers[0].context.carrier is not None:
             for mover in movers:
                 mover.carry(move)
-        elif source or target:
-            one = (*source, *target)[0]
-            for start in range(0, one.num_bytes, one.chunk_bytes):
+        else:
+            for start in range(0, movers[0].num_bytes, movers[0].chunk_bytes):
                 for mover in target:
                     mover.grant(move)
                 for mover in source:

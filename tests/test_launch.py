@@ -183,6 +183,13 @@ def test_a_mistake_under_torchrun_ends_all_ranks(tiny: Path) -> None:
     assert "run: rank " in done.stderr
 
 
+def test_bench_refuses_a_placement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "placed.yaml"
+    file.write_text(TINY.format(layer="token_format: bf16") + "placement: {}\n")
+    assert bench.main(["--config", str(file)]) == 2
+    assert "placement: benchmarks are of contiguous experts" in capsys.readouterr().err
+
+
 def test_bench_refuses_an_unknown_operation(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         bench.main(["dispatch", "sort"])
