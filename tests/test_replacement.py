@@ -230,18 +230,26 @@ def test_a_contiguous_placement_is_a_layer_without_one(device: torch.device, see
         assert_same_bits(placed, plain)
 
 
+@pytest.mark.parametrize("engine", ["torch", "triton"])
 @pytest.mark.parametrize("kind", ["out of range", "a slot but no expert", "negative", "twice"])
-def test_a_routing_error_names_the_id_that_the_router_gave(kind: str, device: torch.device, seed: int) -> None:
+def test_a_routing_error_names_the_id_that_the_router_gave(
+    kind: str, engine: str, device: torch.device, seed: int
+) -> None:
     ids = {"out of range": 4711, "a slot but no expert": EXPERTS, "negative": -3, "twice": 9}
-    with VirtualRanks(config(), 4, random_weights(seed), device=device, placement=placements(4)[0]) as r:
-        assert r.layers[0].placement is not None and EXPERTS < r.layers[0].placement.num_slots
-        mine = rank_input(seed, 0, 4, HIDDEN, EXPERTS, TOP_K).to(device)
-        idx = mine.topk_idx.clone()
-        idx[2] = torch.tensor([9, ids[kind], -1])
-        message = rf"expert id {ids[kind]} of token 2 of rank 0 is out of range or twice"
-        with pytest.raises(RoutingError, match=message):
-            r([mine.x, *[mine.x[:0]] * 3], [(idx, mine.topk_weights), *[(idx[:0], mine.topk_weights[:0])] * 3])
-            r.contexts[0].check_peers()
+    plan = placements(4)[0]
+    assert EXPERTS < plan.num_slots
+    contexts = virtual_contexts(4, device=device, engine=engine)
+    layers = [MoELayer(config(), context, placement=plan) for context in contexts]
+    for layer in layers:
+        layer.load_random(seed)
+        layer.context.allocate()
+    mine = rank_input(seed, 0, 4, HIDDEN, EXPERTS, TOP_K).to(device)
+    mine.topk_idx[2] = torch.tensor([9, ids[kind], -1])
+    layers[0].begin(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
+    for layer in layers:
+        with pytest.raises(RoutingError, match=rf"expert id {ids[kind]} of token 2 of rank 0 is out of range or twice"):
+            layer.context.check_peers()
+        layer.context.close()
 
 
 def test_a_step_that_began_before_a_replacement_is_refused(device: torch.device, seed: int) -> None:
