@@ -169,7 +169,7 @@ class ExpertParallelContext:
 
     @property
     def num_agreements(self) -> int:
-        """How often something to agree on was registered: once for each layer until now."""
+        """How often something to agree on was registered: equal on all ranks, and more with each layer."""
         return len(self._agreements)
 
     @property

@@ -58,7 +58,7 @@ class MoELayer(nn.Module):
         experts: `moe_runtime.experts.Experts`, None until weights are loaded.
         times: set to a `PhaseTimes` to time each phase.
         expert_load: set to an `ExpertLoad` to count this rank's tokens of each expert.
-        number: of this layer among those of its context, equal on all ranks.
+        number: tells layers of a context apart, equal on all ranks.
     """
 
     def __init__(
