@@ -176,6 +176,21 @@ class CollectiveTransport:
             combine[entries[:, 0].long(), entries[:, 1].long()] = values
         self._write_signals(header)
 
+    def carry_bytes(
+        self, context: CarryContext, *, phase: Phase, epoch: int, num_bytes: int, parcels: dict[int, torch.Tensor]
+    ) -> dict[int, torch.Tensor]:
+        """Bring `parcels[r]`, uint8 `[num_bytes]`, to each rank `r` named there; what came, by source.
+
+        Every rank takes part, those with nothing to send too. Raises as `carry_dispatch`.
+        """
+        device, world = self.heap.device, self.heap.world_size
+        none = torch.empty((0, num_bytes), dtype=torch.uint8, device=device)
+        rows = [parcels[peer][None] if peer in parcels else none for peer in range(world)]
+        indices = [torch.zeros((part.shape[0], 1), dtype=torch.int32, device=device) for part in rows]
+        header, came = self._exchange(context, phase, epoch, indices, rows)
+        self._write_signals(header)
+        return {source: values[0] for source, (_, values) in enumerate(came) if values.shape[0]}
+
     def post_abort(self) -> None:
         """Start the exchange of a header with the abort words staged for all peers, without waiting for them."""
         header = self._header(Phase.HOST, 0, [0] * self.heap.world_size)

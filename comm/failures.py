@@ -8,6 +8,7 @@ import torch
 
 from moe_runtime.comm.signals import ABORT_WORDS, REASON_WORDS, SignalLayout
 from moe_runtime.errors import (
+    REFUSED_ID,
     CapacityError,
     ErrorCode,
     MoERuntimeError,
@@ -31,12 +32,14 @@ def describe_failure(
 ) -> MoERuntimeError:
     """The exception for one failure that rank `origin` recorded about rank `about`.
 
-    `details` are, by code: ROUTING (expert id, token), CAPACITY (rows arrived, capacity), TIMEOUT (limit in ms, -).
+    `details` are, by code: ROUTING (expert id, `REFUSED_ID` more if a placement refused it; token), CAPACITY (rows
+    arrived, capacity), TIMEOUT (limit in ms, -).
     """
     step = Phase(phase) if phase in list(Phase) else Phase.HOST
     where = f"rank {origin}, {step.name.lower()} of epoch {epoch}"
     if code == ErrorCode.ROUTING:
-        text = f"expert id {details[0]} of token {details[1]} of rank {about} is out of range or twice in its top-k"
+        expert = details[0] - REFUSED_ID if details[0] >= REFUSED_ID // 2 else details[0]
+        text = f"expert id {expert} of token {details[1]} of rank {about} is out of range or twice in its top-k"
         return RoutingError(f"{where}: {text}", about, step)
     if code == ErrorCode.CAPACITY:
         text = f"{details[0]} rows arrived at rank {about}, more than its expert_row_capacity of {details[1]}"

@@ -346,6 +346,8 @@ def work(options: argparse.Namespace) -> int:
             raise ValueError(f"--{name}: only for gemm alone, without --config")
     options.config, options.routing = options.config or "tiny_cpu", options.routing or "uniform"
     run = environment.read_config(options)
+    if run.placement is not None:
+        raise ValueError("placement: benchmarks are of contiguous experts, expected a config without one")
     # A shared expert is dense work that every rank does by itself: `layer` times the routed experts alone.
     run = run.replace(layer=run.layer.replace(shared_expert=None))
     options.tokens = options.tokens or [run.tokens_per_rank or run.layer.max_tokens_per_rank]

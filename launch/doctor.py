@@ -45,14 +45,18 @@ def examine(
     group: RankGroup,
     device: torch.device,
     tokens: Sequence[int] = (),
+    *,
+    placed: bool = False,
 ) -> dict[str, Any]:
     """Everything the doctor knows, ready for JSON: sizes in bytes, None for what is absent or unlimited. Collective.
 
     `world_size` is the number of ranks whose reserved bytes are asked for; `group` the ranks that are really there.
     A rank holds `copies` times its `reserved_bytes`: the collective transport stages one copy for each peer.
-    `reserved_bytes` is by `max_tokens_per_rank` (those of `tokens`, or the layer's own), format and region.
+    `reserved_bytes` is by `max_tokens_per_rank` (those of `tokens`, or the layer's own), format and region; `placed`
+    layers have a placement, and where peers are mapped a region to move experts through.
     """
     transport = _transport(parallel, group, device)
+    placed = placed and transport["name"] != "collective"
     return {
         "python": platform.python_version(),
         "platform": platform.platform(),
@@ -68,7 +72,8 @@ def examine(
         "transport": transport,
         "world_size": world_size,
         "reserved_bytes": {
-            count: reserved_by_format(layer, world_size, count) for count in tokens or [layer.max_tokens_per_rank]
+            count: reserved_by_format(layer, world_size, count, placed=placed)
+            for count in tokens or [layer.max_tokens_per_rank]
         }
         if layer
         else {},
@@ -77,7 +82,7 @@ def examine(
 
 
 def reserved_by_format(
-    layer: MoELayerConfig, world_size: int, max_tokens: int | None = None
+    layer: MoELayerConfig, world_size: int, max_tokens: int | None = None, *, placed: bool = False
 ) -> dict[str, dict[str, int] | str]:
     """What `layer` would reserve on each rank in every token format; a format that it cannot have says why.
 
@@ -93,7 +98,7 @@ def reserved_by_format(
         except ValidationError as error:
             reserved[name] = error.errors()[0]["msg"].removeprefix("Value error, ")
         else:
-            reserved[name] = reserved_bytes(changed, world_size)
+            reserved[name] = reserved_bytes(changed, world_size, placed=placed)
     return reserved
 
 
@@ -245,14 +250,16 @@ def _print_reserved(
     free = report["limits"]["shared_memory"]["free_bytes"]
     title = f"Symmetric memory that each of {world_size} rank(s) would reserve, max_tokens_per_rank {count}"
     table = Table(title=title)
-    for column in ("token format", *REGIONS, "per rank", "all ranks"):
+    staging = ("staging",) if any("staging" in regions for regions in formats.values()) else ()
+    columns = (*REGIONS, *staging)
+    for column in ("token format", *columns, "per rank", "all ranks"):
         table.add_column(column, justify="left" if column == "token format" else "right")
     for name, regions in formats.items():
         if isinstance(regions, str):
             table.add_row(name, escape(regions))
             continue
         total = report["copies"] * sum(regions.values())
-        sizes = (*(regions[region] for region in REGIONS), total, world_size * total)
+        sizes = (*(regions[region] for region in columns), total, world_size * total)
         table.add_row(name, *(decimal(size) for size in sizes))
         if world_size * total > free and not report["devices"]:
             console.print(f"{name}: {world_size} ranks on this host need more shared memory than is free")
@@ -305,7 +312,8 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         group = RankGroup(timeout_s=parallel.startup_timeout_s)
         layer = config.layer if config else None
-        report = examine(layer, parallel, options.world_size or group.world_size, group, device, options.tokens)
+        world_size, placed = options.world_size or group.world_size, bool(config and config.placement)
+        report = examine(layer, parallel, world_size, group, device, options.tokens, placed=placed)
         if group.rank == 0 and options.json:
             print(json.dumps(report, indent=1))
         elif group.rank == 0:

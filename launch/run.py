@@ -23,6 +23,7 @@ from moe_runtime.formats import ceil_div
 from moe_runtime.launch import cases, environment
 from moe_runtime.layer import MoELayer, context_from_config
 from moe_runtime.metrics import PhaseTimes
+from moe_runtime.placement import Placement
 from moe_runtime.plan import expert_starts
 from moe_runtime.reference import relative_error
 
@@ -89,7 +90,13 @@ def inside(result: RankResult, bound: float) -> bool:
     return result.frobenius <= bound
 
 
-def report(results: list[RankResult], run: RunConfig, context: ExpertParallelContext, console: Console) -> None:
+def report(
+    results: list[RankResult],
+    run: RunConfig,
+    context: ExpertParallelContext,
+    placement: Placement | None,
+    console: Console,
+) -> None:
     """Print what all ranks told."""
     config, bound = run.layer, cases.layer_bound(run.layer)
     console.print(
@@ -118,10 +125,11 @@ def report(results: list[RankResult], run: RunConfig, context: ExpertParallelCon
     )
     console.print(phase_table(results))
     console.print(f"Tokens per expert, all ranks, timed steps (at most {HISTOGRAM_LINES} lines)")
-    for line in histogram(
-        [sum(column) for column in zip(*(r.expert_tokens for r in results), strict=True)], len(results)
-    ):
+    expert_tokens = [sum(column) for column in zip(*(r.expert_tokens for r in results), strict=True)]
+    holders = holders_of(run.layer.num_experts, context.world_size, placement)
+    for line in histogram(expert_tokens, holders):
         console.print(line, markup=False)
+    console.print(f"Busiest rank: {busiest_rank(expert_tokens, holders, context.world_size):.2f} times the mean rows")
 
 
 def phase_table(results: list[RankResult]) -> Table:
@@ -135,20 +143,37 @@ def phase_table(results: list[RankResult]) -> Table:
     return table
 
 
-def histogram(expert_tokens: list[int], world_size: int) -> list[str]:
-    """One line per expert, or per run of neighbouring experts where there are many: owner, ids, bar, tokens."""
+def holders_of(num_experts: int, world_size: int, placement: Placement | None) -> list[list[int]]:
+    """The ranks that hold each expert, ascending."""
+    if placement is not None:
+        return [[slot // placement.slots_per_rank for slot in slots] for slots in placement.replicas]
+    starts = expert_starts(num_experts, world_size)
+    return [[sum(start <= expert for start in starts[1:])] for expert in range(num_experts)]
+
+
+def busiest_rank(expert_tokens: list[int], holders: list[list[int]], world_size: int) -> float:
+    """Rows of the busiest rank over the mean of all, where replicas share tokens evenly; 1 where there are no rows."""
+    rows = [0.0] * world_size
+    for tokens, ranks in zip(expert_tokens, holders, strict=True):
+        for rank in ranks:
+            rows[rank] += tokens / len(ranks)
+    return max(rows) / (sum(rows) / world_size) if any(rows) else 1.0
+
+
+def histogram(expert_tokens: list[int], holders: list[list[int]]) -> list[str]:
+    """One line per expert, or per run of neighbouring experts where there are many: holders, ids, bar, tokens."""
     per_line = ceil_div(len(expert_tokens), HISTOGRAM_LINES)
-    starts = expert_starts(len(expert_tokens), world_size)
     groups = [
         range(first, min(first + per_line, len(expert_tokens))) for first in range(0, len(expert_tokens), per_line)
     ]
     totals = [sum(expert_tokens[expert] for expert in group) for group in groups]
+    ranks = [",".join(map(str, sorted({rank for expert in group for rank in holders[expert]}))) for group in groups]
+    width = max(3, *map(len, ranks))
     lines = []
-    for group, total in zip(groups, totals, strict=True):
-        owner = sum(start <= group.start for start in starts[1:])
+    for group, total, held_by in zip(groups, totals, ranks, strict=True):
         label = f"{group.start}" if len(group) == 1 else f"{group.start}-{group.stop - 1}"
         bar = "█" * round(HISTOGRAM_WIDTH * total / max(1, *totals))
-        lines.append(f"  rank {owner:<3} expert {label:>11} {bar:<{HISTOGRAM_WIDTH}} {total}")
+        lines.append(f"  rank {held_by:<{width}} expert {label:>11} {bar:<{HISTOGRAM_WIDTH}} {total}")
     return lines
 
 
@@ -177,7 +202,7 @@ def work(options: argparse.Namespace) -> int:
             check_tokens=check_tokens,
         )
         results = environment.gather(context, "results", mine)
-        report(results, run, context, environment.console_of(context))
+        report(results, run, context, layer.placement, environment.console_of(context))
     bound = cases.layer_bound(run.layer)
     return 0 if all(inside(result, bound) for result in results) else 1
 

@@ -7,13 +7,14 @@ Layers, from the top; a module imports from its own layer or from those below it
     parallel, virtual, launch.*
     conversion
     layer, calibration
+    replacement, mover, slots
     dispatcher, experts, checkpoint, router, shared_expert, reference, ops
     expert_readers
     loading, checkpoint_layouts
     op_weights, op_inputs, op_scales, op_arguments
     context, memory
     kernels.*, comm.*, prepared, weights, token_format, geometry
-    grouped, plan, formats, families, config, errors, metrics, progress, tensor_files, tensor_writer
+    moves, placement, grouped, plan, formats, families, config, errors, metrics, progress, tensor_files, tensor_writer
 """
 
 from __future__ import annotations
@@ -39,7 +40,9 @@ if TYPE_CHECKING:
     from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
     from moe_runtime.layer import MoELayer
     from moe_runtime.memory import reserved_bytes
+    from moe_runtime.metrics import ExpertLoad
     from moe_runtime.parallel import ExpertParallel, apply_expert_parallel, without_experts
+    from moe_runtime.placement import Placement, plan_placement
     from moe_runtime.prepared import PreparedWeights
     from moe_runtime.router import Router
     from moe_runtime.token_format import NVFP4TokenFormat, RecordLayout
@@ -53,6 +56,7 @@ __all__ = [
     "CombineSink",
     "DispatchHandle",
     "DispatchedTokens",
+    "ExpertLoad",
     "ExpertParallel",
     "ExpertParallelContext",
     "ExpertWeights",
@@ -66,6 +70,7 @@ __all__ = [
     "ParallelConfig",
     "PeerAbortedError",
     "PeerTimeoutError",
+    "Placement",
     "PreparedWeights",
     "QuantizedRows",
     "RecordLayout",
@@ -80,6 +85,7 @@ __all__ = [
     "apply_expert_parallel",
     "dequantize_rows",
     "load_config",
+    "plan_placement",
     "quantize_rows",
     "reserved_bytes",
     "without_experts",
@@ -91,6 +97,7 @@ _MODULE_OF = {
     "CombineSink": "dispatcher",
     "DispatchHandle": "dispatcher",
     "DispatchedTokens": "dispatcher",
+    "ExpertLoad": "metrics",
     "ExpertParallel": "parallel",
     "ExpertParallelContext": "context",
     "ExpertWeights": "weights",
@@ -104,6 +111,7 @@ _MODULE_OF = {
     "ParallelConfig": "config",
     "PeerAbortedError": "errors",
     "PeerTimeoutError": "errors",
+    "Placement": "placement",
     "PreparedWeights": "prepared",
     "QuantizedRows": "formats",
     "RecordLayout": "token_format",
@@ -118,6 +126,7 @@ _MODULE_OF = {
     "apply_expert_parallel": "parallel",
     "dequantize_rows": "kernels.quantize",
     "load_config": "config",
+    "plan_placement": "placement",
     "quantize_rows": "kernels.quantize",
     "reserved_bytes": "memory",
     "without_experts": "parallel",

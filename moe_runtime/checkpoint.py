@@ -8,7 +8,7 @@ the model (`moe_runtime.families`) and how its experts are stored (`moe_runtime.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -158,7 +158,7 @@ class Checkpoint:
             self.files, self.names(layer), layout, sizes.hidden_size, sizes.intermediate_size, sizes.num_experts
         )
 
-    def experts(self, layer: int, expert_ids: range, rooms: Rooms = FRESH) -> Iterator[DenseExpert]:
+    def experts(self, layer: int, expert_ids: Sequence[int], rooms: Rooms = FRESH) -> Iterator[DenseExpert]:
         """Experts of a layer one by one, in the order of `expert_ids`, as they are stored.
 
         `rooms` make the memory of the quants of gate-and-up and of down, as `torch.empty` does.

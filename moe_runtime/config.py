@@ -218,10 +218,22 @@ class CheckpointConfig(_Model):
     layer: Annotated[int, Field(ge=0)] = Field(default=0, description="index of the decoder layer")
 
 
+class PlacementConfig(_Model):
+    """Which rank holds which experts, planned from their load; see `moe_runtime.placement.plan_placement`."""
+
+    spare_slots: Annotated[int, Field(ge=0)] = Field(default=0, description="slots for replicas, over all ranks")
+    load: str | None = Field(
+        default=None,
+        min_length=1,
+        description="JSON file with a number for each expert, such as its tokens; all alike when not given",
+    )
+
+
 class RunConfig(_Model):
     """A whole YAML file."""
 
     layer: MoELayerConfig
+    placement: PlacementConfig | None = Field(default=None, description="contiguous ids, each expert once, when absent")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     tokens_per_rank: Annotated[int, Field(ge=0)] = Field(default=0, description="tokens each rank brings to a step")
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=0, description="of weights and tokens")

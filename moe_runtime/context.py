@@ -53,6 +53,7 @@ class ExpertParallelContext:
         timeout_ns, startup_timeout_ns: the limits for kernels.
         signals_layout: word offsets in `signals`.
         half_bytes: bytes from one half of a region to the other, by region.
+        staging_bytes: bytes of region `staging`, through which experts move (`moe_runtime.replacement`); mostly 0.
         allocated, failed, closed: the state.
         signals: int32 view of the own signal region (after `allocate()`, like all below).
         signal_pointers, stamps_pointers, landing_pointers, combine_pointers: int64 `[W]` for kernels.
@@ -115,6 +116,7 @@ class ExpertParallelContext:
         self.world_size = self.heap.world_size
         self.signals_layout = SignalLayout(self.world_size)
         self.half_bytes = dict.fromkeys(REGIONS, REGION_ALIGNMENT)
+        self.staging_bytes = 0
         self.allocated = False
         self.failed = False
         self.closed = False
@@ -135,11 +137,12 @@ class ExpertParallelContext:
         if heap.allocated:
             raise ValueError("heap: expected one that is not allocated yet")
 
-    def register(self, *, agree: dict[str, object] | None = None, **half_bytes: int) -> None:
+    def register(self, *, agree: dict[str, object] | None = None, staging_bytes: int = 0, **half_bytes: int) -> None:
         """Ask for at least `half_bytes` bytes in each of the two halves of regions `stamps`, `landing`, `combine`.
 
         Args:
             agree: values (picklable, comparable) that must be equal on all ranks; `allocate()` compares them.
+            staging_bytes: least size of region `staging`, which there is only if a layer asks for it.
 
         Raises `ValueError` for an unknown region, and after `allocate()` for more than there is.
         """
@@ -153,14 +156,27 @@ class ExpertParallelContext:
                     f"{region}: {num_bytes} bytes needed, but the context is allocated with {self.half_bytes[region]}; "
                     "create all layers before the first step, or register the largest one first"
                 )
+        if self.allocated and staging_bytes > self.staging_bytes:
+            raise ValueError(
+                f"staging_bytes: {staging_bytes} needed, but the context is allocated with {self.staging_bytes}; "
+                "create all layers before the first step, or register the largest one first"
+            )
+        self.staging_bytes = max(self.staging_bytes, align(staging_bytes, REGION_ALIGNMENT))
         for region, num_bytes in half_bytes.items():
             self.half_bytes[region] = max(self.half_bytes[region], align(num_bytes, REGION_ALIGNMENT))
-        self._agreements.append(dict(agree or {}))
+        if agree is not None:
+            self._agreements.append(dict(agree))
+
+    @property
+    def num_agreements(self) -> int:
+        """How often something to agree on was registered: equal on all ranks, and more with each layer."""
+        return len(self._agreements)
 
     @property
     def reserved_bytes(self) -> int:
-        """Bytes of this rank's heap: two halves of each region, and the signals."""
-        return 2 * sum(self.half_bytes.values()) + align(self.signals_layout.num_bytes, REGION_ALIGNMENT)
+        """Bytes of this rank's heap: two halves of each region, the signals and the staging of moving experts."""
+        signal_bytes = align(self.signals_layout.num_bytes, REGION_ALIGNMENT)
+        return 2 * sum(self.half_bytes.values()) + signal_bytes + self.staging_bytes
 
     def allocate(self) -> None:
         """Compare configurations and allocate the heap. Collective; later calls compare what was registered since.
@@ -189,6 +205,8 @@ class ExpertParallelContext:
         self.heap.reserve("signals", self.signals_layout.num_bytes)
         for region in REGIONS:
             self.heap.reserve(region, 2 * self.half_bytes[region])
+        if self.staging_bytes:
+            self.heap.reserve("staging", self.staging_bytes)
         # What kernels write on this rank's behalf exists before any peer can store here.
         self._allocate_words()
         self.heap.allocate()
@@ -217,6 +235,7 @@ class ExpertParallelContext:
         for number, agreement in enumerate(self._agreements[self._agreed :], self._agreed):
             mine.update({f"{key} (layer {number})": agreement[key] for key in sorted(agreement)})
         mine.update({f"bytes of {region}": self.half_bytes[region] for region in REGIONS})
+        mine["bytes of staging"] = self.staging_bytes
         answers = group.gather("ExpertParallelContext.allocate", mine)
         keys = list(dict.fromkeys(key for answer in answers for key in answer))
         problems = []

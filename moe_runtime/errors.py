@@ -25,6 +25,12 @@ class Phase(IntEnum):
     COMBINE_SEND = 3
     COMBINE_WAIT = 4
     HOST = 5
+    REPLACEMENT = 6
+    """Experts move from rank to rank."""
+
+
+REFUSED_ID = 1 << 30
+"""Added to an expert id that a placement refuses, so that dispatch refuses it too; messages take it off again."""
 
 
 class MoERuntimeError(RuntimeError):

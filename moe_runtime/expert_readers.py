@@ -7,7 +7,7 @@ holds scales, for NaN; the error names file and tensor.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,7 +62,7 @@ class ExpertReader:
     inner: int
     num_experts: int
 
-    def experts(self, expert_ids: range, rooms: Rooms = FRESH) -> Iterator[DenseExpert]:
+    def experts(self, expert_ids: Sequence[int], rooms: Rooms = FRESH) -> Iterator[DenseExpert]:
         """Experts one by one, in the order of `expert_ids`; `rooms` make memory for gate-and-up and for down."""
         return (self.expert(expert, rooms) for expert in expert_ids)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,11 +20,15 @@ from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle
 from moe_runtime.experts import Experts
 from moe_runtime.formats import token_format
 from moe_runtime.loading import FRESH, DenseExpert, Rooms, quantize_experts
-from moe_runtime.metrics import PhaseTimes, phase
+from moe_runtime.memory import staging_bytes
+from moe_runtime.metrics import ExpertLoad, PhaseTimes, phase
+from moe_runtime.placement import Placement, placement_from_config
 from moe_runtime.plan import expert_starts
 from moe_runtime.progress import with_progress
+from moe_runtime.replacement import replace_experts
 from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
+from moe_runtime.slots import SlotTable
 from moe_runtime.weights import GateUpOrder, SwiGLU
 
 
@@ -36,6 +40,7 @@ class LayerStep:
     handle: DispatchHandle
     shared: torch.Tensor | None = None
     arrived: DispatchedTokens | None = None
+    placement: Placement | None = None
 
 
 class MoELayer(nn.Module):
@@ -48,43 +53,64 @@ class MoELayer(nn.Module):
         config: sizes, formats, router, activation.
         context: the group's memory and signals, shared by all layers of a group; None makes one for the default group
             (one rank where torch.distributed is not initialised).
+        placement: which rank holds which experts, equal on all ranks; None is contiguous ids, each expert once.
         router: False for a layer whose every call brings a router's answer: no weights are kept for it.
 
     Attributes:
+        placement: the present one; None as above.
+        slots: the `SlotTable` of the placement; None without one.
         router: `moe_runtime.router.Router`; None where there is none.
         dispatcher: `moe_runtime.dispatcher.TokenDispatcher`.
         experts: `moe_runtime.experts.Experts`, None until weights are loaded.
         shared_expert: `moe_runtime.shared_expert.SharedExpert`; None where the config has none.
         times: set to a `PhaseTimes` to time each phase.
+        expert_load: set to an `ExpertLoad` to count this rank's tokens of each expert.
+        number: tells layers of a context apart, equal on all ranks.
     """
 
     def __init__(
-        self, config: MoELayerConfig, context: ExpertParallelContext | None = None, *, router: bool = True
+        self,
+        config: MoELayerConfig,
+        context: ExpertParallelContext | None = None,
+        *,
+        placement: Placement | None = None,
+        router: bool = True,
     ) -> None:
         super().__init__()
         self.config = config
         self.context = context if context is not None else ExpertParallelContext()
         device = self.context.device
+        self.number = self.context.num_agreements
+        self.placement = placement
+        self.slots: SlotTable | None = None
+        agree = config.flat()
+        if placement is not None:
+            self._check_placement(placement)
+            self.slots = SlotTable(placement, device)
+            agree["placement"] = placement.fingerprint
+            if self.context.carrier is None:
+                self.context.register(staging_bytes=staging_bytes(config, self.context.world_size))
         self.router: Router | None = None
         if router:
             self.router = Router(config.hidden_size, config.num_experts, config.top_k, config.router, device)
         self.dispatcher = TokenDispatcher(
             self.context,
             hidden_size=config.hidden_size,
-            num_experts=config.num_experts,
+            num_experts=config.num_experts if placement is None else placement.num_slots,
             top_k=config.top_k,
             max_tokens_per_rank=config.max_tokens_per_rank,
             token_format=config.token_format,
             combine_format=config.combine_format,
             mode=config.mode,
             expert_row_capacity=config.expert_row_capacity,
-            agree=config.flat(),
+            agree=agree,
         )
         self.experts: Experts | None = None
         self.shared_expert: SharedExpert | None = None
         if config.shared_expert is not None:
             self.shared_expert = SharedExpert(config.hidden_size, config.shared_expert, device)
         self.times: PhaseTimes | None = None
+        self.expert_load: ExpertLoad | None = None
 
     @classmethod
     def from_yaml(cls, path: str | Path, *, context: ExpertParallelContext | None = None) -> MoELayer:
@@ -105,7 +131,7 @@ class MoELayer(nn.Module):
 
     @classmethod
     def from_run_config(cls, run: RunConfig, context: ExpertParallelContext) -> MoELayer:
-        """The layer of a validated `RunConfig`, with its weights.
+        """The layer of a validated `RunConfig`, with its placement and weights.
 
         Formats that the file does not set are those of its checkpoint, if it has one.
 
@@ -114,14 +140,17 @@ class MoELayer(nn.Module):
                 `PeerAbortedError`.
         """
         with told_to_peers(context):
+            placement = None
+            if run.placement is not None:
+                placement = placement_from_config(run.placement, run.layer.num_experts, context.world_size)
             if run.checkpoint is None:
-                layer = cls(run.layer, context)
+                layer = cls(run.layer, context, placement=placement)
                 layer.load_random(run.seed)
                 return layer
             asked = run.layer.model_fields_set
             given = run.layer.model_dump()
             given |= {name: None for name in ("token_format", "weight_format") if name not in asked}
-            return cls._of_checkpoint(run.checkpoint.path, run.checkpoint.layer, context, given)
+            return cls._of_checkpoint(run.checkpoint.path, run.checkpoint.layer, context, placement, given)
 
     @classmethod
     def from_checkpoint(
@@ -130,6 +159,7 @@ class MoELayer(nn.Module):
         *,
         layer: int = 0,
         context: ExpertParallelContext | None = None,
+        placement: Placement | None = None,
         **overrides: object,
     ) -> MoELayer:
         """Layer `layer` of a safetensors checkpoint of a family in `moe_runtime.families`.
@@ -148,26 +178,33 @@ class MoELayer(nn.Module):
         """
         if context is not None:
             with told_to_peers(context):
-                return cls._of_checkpoint(path, layer, context, overrides)
+                return cls._of_checkpoint(path, layer, context, placement, overrides)
         own = ExpertParallelContext()
         try:
-            return cls.from_checkpoint(path, layer=layer, context=own, **overrides)
+            return cls.from_checkpoint(path, layer=layer, context=own, placement=placement, **overrides)
         except BaseException:
             own.close()
             raise
 
     @classmethod
     def _of_checkpoint(
-        cls, path: str | Path, layer: int, context: ExpertParallelContext, overrides: dict[str, Any]
+        cls,
+        path: str | Path,
+        layer: int,
+        context: ExpertParallelContext,
+        placement: Placement | None,
+        overrides: dict[str, Any],
     ) -> MoELayer:
         with Checkpoint(path) as checkpoint:
-            made = cls(checkpoint.layer_config(layer, **overrides), context)
+            made = cls(checkpoint.layer_config(layer, **overrides), context, placement=placement)
             made.load_checkpoint(checkpoint, layer)
             return made
 
     @property
-    def local_experts(self) -> range:
-        """Ids of this rank's experts."""
+    def local_experts(self) -> Sequence[int]:
+        """Ids of this rank's experts, in the order in which they are loaded."""
+        if self.placement is not None:
+            return self.placement.rank_experts(self.context.rank)
         starts = expert_starts(self.config.num_experts, self.context.world_size)
         return range(starts[self.context.rank], starts[self.context.rank + 1])
 
@@ -222,6 +259,30 @@ class MoELayer(nn.Module):
             engine=self.context.gemm_engine,
         )
         self.experts = experts_of_rank.prepared()
+
+    def replace_experts(self, placement: Placement) -> None:
+        """Go over to another placement between two steps: experts move to their new slots, in place. Collective.
+
+        Every rank calls it with an equal placement, at the same point of its steps and on their stream, with no step
+        under way. Weights and the table of slots keep their addresses: a graph captured before goes on with the new
+        placement. A rank holds at most one expert beside its own meanwhile.
+
+        Args:
+            placement: with as many experts, ranks and slots; `Placement.reordered_like` saves moves.
+
+        Raises:
+            ValueError: on every rank where ranks disagree; on the rank itself where its argument is wrong, while the
+                others get `PeerAbortedError`. Nothing has moved then, and the layer may be used as before.
+            MoERuntimeError: a rank failed meanwhile, which ends the group as in a step.
+        """
+        replace_experts([self], placement)
+
+    def _check_placement(self, placement: Placement) -> None:
+        if not isinstance(placement, Placement):
+            raise ValueError(f"placement: expected a Placement or None, got {type(placement).__name__}")
+        expected, ranks = self.config.num_experts, self.context.world_size
+        if (placement.num_experts, placement.num_ranks) != (expected, ranks):
+            raise ValueError(f"placement: expected {expected} experts on {ranks} rank(s), got {placement.sizes}")
 
     def forward(
         self,
@@ -283,15 +344,21 @@ class MoELayer(nn.Module):
                     raise ValueError("topk_idx: expected a router's answer, the layer was made without a router")
                 with phase("route", self.times):
                     topk_idx, topk_weights = self.router(tokens_TH)
+            slots = topk_idx if self.slots is None else self.slots(topk_idx, tokens_TH)
         with phase("dispatch_send", self.times):
-            handle = self.dispatcher.dispatch_send(tokens_TH, topk_idx, topk_weights)
+            handle = self.dispatcher.dispatch_send(tokens_TH, slots, topk_weights)
         if self.shared_expert is not None:
             with collective_step(self.context), torch.no_grad(), phase("shared_expert", self.times):
                 shared_TH = self.shared_expert(tokens_TH)
-        return LayerStep(x.shape, handle, shared_TH)
+        if self.expert_load is not None:
+            self.expert_load.add(topk_idx)
+        return LayerStep(x.shape, handle, shared_TH, placement=self.placement)
 
     def compute(self, step: LayerStep) -> None:
         """Wait for the tokens of all ranks, run this rank's experts on them, and send the results back."""
+        with collective_step(self.context):
+            if step.placement != self.placement:
+                raise ValueError("step: expected one that began after replace_experts, its tokens went to other slots")
         with phase("dispatch_wait", self.times):
             step.arrived = self.dispatcher.dispatch_wait(step.handle)
         with collective_step(self.context), phase("experts", self.times):

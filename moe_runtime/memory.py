@@ -6,6 +6,7 @@ With `W` ranks, `T = max_tokens_per_rank`, `K = top_k`, each region holds two ha
     stamps   2 * W * T * 4                the epoch each record arrived in
     combine  2 * T * min(K, W) * partial  one partial sum per token and rank that holds one of its experts
     signals  small, see `moe_runtime.comm.signals`
+    staging  the weights of one expert in bf16, at most 16 MiB: only of layers with a placement
 
 `record` and `partial` are the bytes of a token in `token_format` and of a partial sum in `combine_format`. Halves are
 aligned to 256 bytes. Layers of one context share these regions: the largest layer counts, not the sum.
@@ -23,9 +24,14 @@ from moe_runtime.token_format import RecordLayout
 
 REGIONS = ("landing", "stamps", "combine", "signals")
 
+CHUNK_BYTES = 16 << 20
+"""Most bytes of an expert that travel at once when experts move."""
 
-def reserved_bytes(config: MoELayerConfig, world_size: int) -> dict[str, int]:
+
+def reserved_bytes(config: MoELayerConfig, world_size: int, *, placed: bool = False) -> dict[str, int]:
     """Bytes of each symmetric region that every rank of `world_size` reserves for one layer with `config`.
+
+    Region `staging` is among them for a layer with a placement (`placed`).
 
     Raises `ValueError` for a `world_size` below 1.
     """
@@ -44,4 +50,16 @@ def reserved_bytes(config: MoELayerConfig, world_size: int) -> dict[str, int]:
     )
     region_bytes = {name: 2 * align(size, REGION_ALIGNMENT) for name, size in geometry.half_bytes().items()}
     region_bytes["signals"] = align(SignalLayout(world_size).num_bytes, REGION_ALIGNMENT)
-    return {name: region_bytes[name] for name in REGIONS}
+    regions = {name: region_bytes[name] for name in REGIONS}
+    return regions | ({"staging": staging_bytes(config, world_size)} if placed else {})
+
+
+def staging_bytes(config: MoELayerConfig, world_size: int) -> int:
+    """Bytes of region `staging`: its words, and one expert in bf16 or `CHUNK_BYTES`."""
+    expert_bytes = align(3 * config.hidden_size * config.intermediate_size * 2, REGION_ALIGNMENT)
+    return staging_words_bytes(world_size) + min(expert_bytes, CHUNK_BYTES)
+
+
+def staging_words_bytes(world_size: int) -> int:
+    """Bytes of the three words per rank that region `staging` begins with, aligned."""
+    return align(3 * world_size * 4, REGION_ALIGNMENT)

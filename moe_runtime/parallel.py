@@ -7,7 +7,7 @@ their `experts` are replaced. Each rank calls the model with its own tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from types import TracebackType
@@ -34,7 +34,7 @@ def apply_expert_parallel(
     token_format: FormatName = "bf16",
     weight_format: FormatName | None = None,
     combine_format: CombineFormatName = "bf16",
-    experts: Callable[[int, range], Iterable[DenseExpert]] | None = None,
+    experts: Callable[[int, Sequence[int]], Iterable[DenseExpert]] | None = None,
     parallel: ParallelConfig | None = None,
     device: torch.device | str | None = None,
     **overrides: Any,
@@ -129,7 +129,7 @@ class ExpertParallel:
         self._joined = False
         self._chunks = 1
 
-    def add(self, read: Callable[[range], Iterable[DenseExpert]]) -> ParallelExperts:
+    def add(self, read: Callable[[Sequence[int]], Iterable[DenseExpert]]) -> ParallelExperts:
         """Load what `read` gives for this rank's ids; the module that is to take the place of a block's experts."""
         layer = MoELayer(self.config, self.context, router=False)
         layer.load_experts(read(layer.local_experts))
@@ -281,7 +281,7 @@ def _check_weights(name: str, experts: Any) -> None:
             raise ValueError(f"model: {name}.{key}: expected torch.bfloat16 with values, got {place}")
 
 
-def own_experts(experts: Any, ids: range) -> Iterator[DenseExpert]:
+def own_experts(experts: Any, ids: Sequence[int]) -> Iterator[DenseExpert]:
     """Experts `ids` of a block; gpt-oss stores them transposed and has biases."""
     transposed, has_bias = getattr(experts, "is_transposed", False), hasattr(experts, "gate_up_proj_bias")
     for expert in ids:

@@ -15,6 +15,8 @@ from moe_runtime.comm.private_heap import PrivateHeap
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.layer import MoELayer
+from moe_runtime.placement import Placement
+from moe_runtime.replacement import replace_experts
 
 
 def virtual_contexts(
@@ -33,6 +35,7 @@ class VirtualRanks:
         world_size: virtual ranks.
         load: called with each rank's layer to load its weights.
         device, engine: as for `ExpertParallelContext`.
+        placement: as for `MoELayer`.
     """
 
     def __init__(
@@ -43,9 +46,10 @@ class VirtualRanks:
         *,
         device: torch.device | str = "cpu",
         engine: str = "auto",
+        placement: Placement | None = None,
     ) -> None:
         self.contexts = virtual_contexts(world_size, device=device, engine=engine)
-        self.layers = [MoELayer(config, context) for context in self.contexts]
+        self.layers = [MoELayer(config, context, placement=placement) for context in self.contexts]
         for layer in self.layers:
             load(layer)
         for context in self.contexts:
@@ -64,6 +68,10 @@ class VirtualRanks:
         for layer, step in zip(self.layers, steps, strict=True):
             layer.compute(step)
         return [layer.finish(step) for layer, step in zip(self.layers, steps, strict=True)]
+
+    def replace_experts(self, placement: Placement) -> None:
+        """`MoELayer.replace_experts` on all ranks."""
+        replace_experts(self.layers, placement)
 
     def close(self) -> None:
         """Free the memory of all ranks."""

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 
 from moe_runtime.config import MoELayerConfig
+from moe_runtime.placement import Placement, plan_placement
 
 HIDDEN, EXPERTS, TOP_K, TOKENS = 256, 10, 3, 12
 
@@ -25,6 +26,15 @@ def config(fmt: str = "bf16", **changes: Any) -> MoELayerConfig:
         **changes,
     }
     return MoELayerConfig(**settings)
+
+
+def placements(world: int, spare: int = 2) -> list[Placement]:
+    """Three that follow each other: hot experts at the front, at the back, and one more slot order of the latter."""
+    slots = min(-(-EXPERTS // world) + spare, EXPERTS)
+    first = plan_placement([2.0**-e for e in range(EXPERTS)], world, slots)
+    second = plan_placement([2.0**e for e in range(EXPERTS)], world, slots).reordered_like(first)
+    turned = [expert for rank in range(world) for expert in second.rank_experts(rank)[::-1]]
+    return [first, second, Placement(EXPERTS, world, tuple(turned))]
 
 
 @dataclass(frozen=True)

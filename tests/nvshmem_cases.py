@@ -22,7 +22,7 @@ from moe_runtime.formats import FORMATS
 from moe_runtime.kernels.swizzle import unswizzle_scales
 from moe_runtime.layer import MoELayer
 from moe_runtime.virtual import VirtualRanks
-from tests.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, RankInput, config, rank_input
+from tests.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, RankInput, config, placements, rank_input
 
 STEPS = 4
 
@@ -185,6 +185,41 @@ def eager_and_graph(rank: int, world: int, seed: int) -> list[str]:
                         wrong.append(f"layer {number} {name}, replay {time_}")
                 if not same(run(), eager):
                     wrong.append(f"layer {number} {name}, eager again")
+        context.check_peers()
+    return wrong
+
+
+def replace_between_replays(rank: int, world: int, seed: int) -> list[str]:
+    """Every layer under three placements in turn, eagerly and from one graph of the first; what is wrong."""
+    wrong = []
+    plans = placements(world)
+    device = gpu_of(rank)
+    with open_context() as context:
+        layers = [MoELayer(c, context, placement=plans[0]) for c in LAYERS]
+        for layer in layers:
+            layer.load_random(seed)
+        inputs = [rank_input(seed, r, TOKENS, HIDDEN, EXPERTS, TOP_K).to(device) for r in range(world)]
+        mine = inputs[rank]
+        for number, layer in enumerate(layers):
+
+            def run(layer: MoELayer = layer) -> torch.Tensor:
+                return layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
+
+            run()
+            graph, y = captured(run)
+            for plan in (*plans, plans[0]):
+                layer.replace_experts(plan)
+                with VirtualRanks(
+                    layer.config, world, lambda layer: layer.load_random(seed), device=device, placement=plan
+                ) as virtual:
+                    expected = virtual([i.x for i in inputs], [(i.topk_idx, i.topk_weights) for i in inputs])[rank]
+                if not same(run(), expected):
+                    wrong.append(f"layer {number}, {plan.fingerprint}, eager")
+                y.fill_(float("nan"))
+                graph.replay()
+                torch.cuda.synchronize()
+                if not same(y, expected):
+                    wrong.append(f"layer {number}, {plan.fingerprint}, replay")
         context.check_peers()
     return wrong
 

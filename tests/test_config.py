@@ -127,6 +127,8 @@ def test_a_bad_layer_key_is_named(tmp_path: Path, change: dict[str, Any], messag
         ({"parallel": {"timeout_s": float("inf")}}, r"parallel\.timeout_s: .*got inf"),
         ({"parallel": {"engine": "cuda"}}, r"parallel\.engine: .*got 'cuda'"),
         ({"checkpoint": {"layer": 0}}, r"checkpoint\.path: missing"),
+        ({"placement": {"spare_slots": -1}}, r"placement\.spare_slots: .*got -1"),
+        ({"placement": {"load": ""}}, r"placement\.load: .*got ''"),
         ({"checkpoint": {"path": "x", "layer": -1}}, r"checkpoint\.layer: .*got -1"),
         ({"layer": None}, r"layer: "),
     ],

@@ -9,10 +9,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from moe_runtime.config import load_config
 from moe_runtime.formats import FORMATS
-from moe_runtime.launch import doctor
+from moe_runtime.launch import cases, doctor
 from moe_runtime.memory import reserved_bytes
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -61,6 +62,18 @@ def test_bytes_are_told_for_the_tokens_asked_for(capsys: pytest.CaptureFixture[s
         assert told[str(count)][layer.token_format] == reserved_bytes(changed, 8)
     with pytest.raises(SystemExit):
         doctor.main(["--tokens", "0"])
+
+
+def test_the_staging_of_a_placed_layer_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "placed.yaml"
+    run = load_config("tiny_cpu")
+    file.write_text(yaml.safe_dump(run.model_dump() | {"placement": {"spare_slots": 0}}))
+    assert doctor.main(["--config", str(file), "--json"]) == 0
+    (formats,) = json.loads(capsys.readouterr().out)["reserved_bytes"].values()
+    for name in FORMATS:
+        assert formats[name] == reserved_bytes(cases.with_token_format(run.layer, name), 1, placed=True)
+    assert doctor.main(["--config", str(file)]) == 0 and "staging" in capsys.readouterr().out
+    assert doctor.main(["--config", "tiny_cpu"]) == 0 and "staging" not in capsys.readouterr().out
 
 
 def test_a_format_that_does_not_fit_says_why() -> None:

@@ -20,6 +20,7 @@ from moe_runtime.kernels.quantize import quantize_rows
 from moe_runtime.launch import bench, cases, checks, environment, run
 from moe_runtime.launch.timing import TOTAL, measure
 from moe_runtime.layer import MoELayer, random_expert
+from moe_runtime.placement import Placement
 from moe_runtime.reference import moe_reference
 from moe_runtime.virtual import virtual_contexts
 
@@ -195,6 +196,13 @@ def test_a_mistake_under_torchrun_ends_all_ranks(tiny: Path) -> None:
     assert "run: rank " in done.stderr
 
 
+def test_bench_refuses_a_placement(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "placed.yaml"
+    file.write_text(TINY.format(layer="token_format: bf16") + "placement: {}\n")
+    assert bench.main(["--config", str(file)]) == 2
+    assert "placement: benchmarks are of contiguous experts" in capsys.readouterr().err
+
+
 def test_bench_refuses_an_unknown_operation(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
         bench.main(["dispatch", "sort"])
@@ -333,9 +341,33 @@ def test_measure_times_parts_and_the_whole() -> None:
 
 
 def test_histogram_groups_many_experts() -> None:
-    lines = run.histogram([1] * 255 + [3], 8)
+    lines = run.histogram([1] * 255 + [3], run.holders_of(256, 8, None))
     assert len(lines) == run.HISTOGRAM_LINES
     assert lines[0].split()[:4] == ["rank", "0", "expert", "0-7"] and lines[0].split()[-1] == "8"
     assert lines[-1].split()[:4] == ["rank", "7", "expert", "248-255"] and lines[-1].split()[-1] == "10"
     assert lines[-1].count("█") == run.HISTOGRAM_WIDTH
-    assert len(run.histogram([0] * 33, 2)) == ceil_div(33, 2)
+    assert len(run.histogram([0] * 33, run.holders_of(33, 2, None))) == ceil_div(33, 2)
+
+
+def test_replicas_are_held_by_several_ranks_and_share_rows() -> None:
+    holders = run.holders_of(3, 2, Placement(3, 2, (0, 1, 2, 0)))
+    assert holders == [[0, 1], [0], [1]] and run.holders_of(3, 2, None) == [[0], [0], [1]]
+    assert [line.split()[1] for line in run.histogram([8, 1, 3], holders)] == ["0,1", "0", "1"]
+    assert run.busiest_rank([8, 1, 3], holders, 2) == 7 / 6
+    assert run.busiest_rank([0, 0, 0], holders, 2) == 1.0
+
+
+@pytest.mark.cpu_only
+def test_run_plans_a_placement_from_a_file_of_loads(tmp_path: Path) -> None:
+    """5 experts and 3 spare slots on 2 ranks: the three hot ones lie on both."""
+    file = tmp_path / "placed.yaml"
+    (tmp_path / "load.json").write_text("[60, 30, 20, 15, 12]")
+    section = f"placement: {{spare_slots: 3, load: {tmp_path}/load.json}}\n"
+    file.write_text(TINY.format(layer="token_format: nvfp4") + section)
+    done = program("run", "--config", file, "--routing", "zipf", "--steps", 2, launcher=TWO_RANKS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    bars = [line.split() for line in done.stdout.splitlines() if " expert " in line]
+    assert [bar[1] for bar in bars] == ["0,1", "0,1", "0,1", "0", "1"]
+    assert sum(int(bar[-1]) for bar in bars) == 2 * 9 * 2 * 2
+    (busiest,) = (line.split() for line in done.stdout.splitlines() if line.startswith("Busiest rank"))
+    assert 1 <= float(busiest[2]) < 1.2

@@ -109,6 +109,11 @@ def test_eager_and_graph_are_equal_bit_for_bit(ranks: Any, seed: int) -> None:
 
 
 @gpu
+def test_graphs_go_on_through_replacements(ranks: Any, seed: int) -> None:
+    assert ranks.run(cases.replace_between_replays, seed, timeout=170) == [[]] * WORLD
+
+
+@gpu
 @pytest.mark.parametrize(
     ("fmt", "mode", "steps"),
     [("nvfp4", "packed", 1000), ("bf16", "indexed", 200), ("fp8_block", "packed", 200), ("mxfp8", "indexed", 200)],

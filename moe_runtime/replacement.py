@@ -1,0 +1,103 @@
+"""Live re-placement: between two steps experts change their ranks, or every rank raises; no step runs halfway."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from moe_runtime.comm.bootstrap import describe_ranks
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.errors import MoERuntimeError, PeerAbortedError, Phase
+from moe_runtime.mover import ExpertMover, move_experts
+from moe_runtime.moves import SPARE, Move, plan_moves
+from moe_runtime.placement import Placement
+
+if TYPE_CHECKING:
+    from moe_runtime.layer import MoELayer
+
+
+@torch.inference_mode()  # weights that were loaded in this mode may not be changed outside it
+def replace_experts(layers: Sequence[MoELayer], placement: Placement) -> None:
+    """Bring the experts of one layer to `placement`. Collective; see `MoELayer.replace_experts`.
+
+    `layers` are those of the ranks that live in this process: one, or one for each virtual rank.
+    """
+    context = layers[0].context
+    for layer in layers:
+        layer.context.allocate()
+        layer.context.check()
+    moves: list[Move] = []
+    movers: list[ExpertMover] = []
+    proposal: dict[str, object] = {}
+    problem: Exception | None = None
+    try:
+        moves = _moves_of(layers[0], placement)
+        movers = [_mover_of(layer, moves) for layer in layers]
+        proposal = {
+            "layer": layers[0].number,
+            "placement": placement.fingerprint,
+            "experts": movers[0].layout,
+        }
+    except Exception as error:
+        problem = error
+    _agree_on(context, proposal, problem)
+
+    experts = [layer.experts for layer in layers]
+    try:
+        for layer in layers:
+            # Whatever interrupts the moves, no step can run with half of them made.
+            layer.experts = None
+        move_experts(movers, moves)
+        for layer, moved in zip(layers, experts, strict=True):
+            assert layer.slots is not None
+            layer.slots.update(placement)
+            layer.placement = placement
+            layer.experts = moved
+    except BaseException as error:
+        for layer in layers:
+            layer.context.abort(f"{type(error).__name__}: {error}")
+        raise
+
+
+def _moves_of(layer: MoELayer, placement: Placement) -> list[Move]:
+    if layer.placement is None:
+        raise ValueError("placement: the layer was made without one; give it Placement.contiguous(...) or another")
+    if not isinstance(placement, Placement):
+        raise ValueError(f"placement: expected a Placement, got {type(placement).__name__}")
+    if placement.sizes != layer.placement.sizes:
+        raise ValueError(f"placement: expected {layer.placement.sizes}, got {placement.sizes}")
+    return plan_moves(layer.placement, placement)
+
+
+def _mover_of(layer: MoELayer, moves: list[Move]) -> ExpertMover:
+    if layer.experts is None:
+        raise ValueError("experts: no weights are loaded")
+    rank = layer.context.rank
+    needs_spare = any(move.target_slot == SPARE and move.target_rank == rank for move in moves)
+    return ExpertMover(layer.context, layer.experts, needs_spare=needs_spare)
+
+
+def _agree_on(context: ExpertParallelContext, proposal: dict[str, object], problem: Exception | None) -> None:
+    """Find out together, before anything moves, whether all ranks want the same and none has a problem.
+
+    Raises on every rank, each of which may go on with its steps as before: the `problem` where it is,
+    `PeerAbortedError` elsewhere, and `ValueError` where proposals differ. `PeerTimeoutError` ends the group.
+    """
+    text = None if problem is None else f"{type(problem).__name__}: {problem}"
+    answers = [(proposal, text)]
+    if context.group is not None:
+        try:
+            answers = context.group.gather("replace_experts", (proposal, text), timeout_s=context.timeout_s)
+        except MoERuntimeError as error:
+            raise context.fail(error) from None
+    if problem is not None:
+        raise problem
+    for rank, (_, reason) in enumerate(answers):
+        if reason is not None:
+            raise PeerAbortedError(f"replace_experts: rank {rank} gave up: {reason}", rank, Phase.REPLACEMENT)
+    for key, value in proposal.items():
+        values = [answer[key] for answer, _ in answers]
+        if any(other != value for other in values):
+            raise ValueError(f"{key}: ranks disagree, {describe_ranks(values)}")
