@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, ParallelConfig
+from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.families import layer_config
 from moe_runtime.formats import ceil_div
@@ -32,7 +32,7 @@ def apply_expert_parallel(
     *,
     max_tokens_per_rank: int,
     token_format: FormatName = "bf16",
-    weight_format: FormatName | None = None,
+    weight_format: WeightFormatName | None = None,
     combine_format: CombineFormatName = "bf16",
     experts: Callable[[int, Sequence[int]], Iterable[DenseExpert]] | None = None,
     parallel: ParallelConfig | None = None,
