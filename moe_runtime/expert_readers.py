@@ -7,6 +7,7 @@ holds scales, for NaN; the error names file and tensor.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -17,6 +18,7 @@ from moe_runtime.checkpoint_layouts import PLAIN, ScaleName, WeightLayout
 from moe_runtime.formats import WEIGHT_BLOCK_N, TokenFormat, ceil_div
 from moe_runtime.kernels.swizzle import swizzle_scales
 from moe_runtime.loading import FRESH, DenseExpert, Rooms
+from moe_runtime.progress import one_ahead
 from moe_runtime.tensor_files import DTYPES, TensorFiles
 from moe_runtime.weights import ExpertWeights, GateUpOrder
 
@@ -63,16 +65,28 @@ class ExpertReader:
     num_experts: int
 
     def experts(self, expert_ids: Sequence[int], rooms: Rooms = FRESH) -> Iterator[DenseExpert]:
-        """Experts one by one, in the order of `expert_ids`; `rooms` make memory for gate-and-up and for down."""
-        return (self.expert(expert, rooms) for expert in expert_ids)
+        """Experts one by one, in the order of `expert_ids`.
+
+        `rooms` make memory for the quants of gate-and-up and of down; with others than `FRESH` a thread reads the next
+        expert while one is in use.
+        """
+        if rooms is FRESH:
+            return (self.expert(expert) for expert in expert_ids)
+        return (finish() for finish in one_ahead(self._begin(expert, rooms) for expert in expert_ids))
 
     def expert(self, expert: int, rooms: Rooms = FRESH) -> DenseExpert:
         """One expert, as it is stored."""
+        return self._begin(expert, rooms)()
+
+    def _begin(self, expert: int, rooms: Rooms) -> Callable[[], DenseExpert]:
+        """Read an expert; what is left to do without the disk is left to the result."""
         if self.names.stacked:
-            return self._stacked(expert, rooms)
+            one = self._stacked(expert, rooms)
+            return lambda: one
         gate, up, down = self.names.linears(expert)
-        gate_up = read_linears(self.files, self.layout, (gate, up), self.inner, self.hidden, rooms[0])
-        return DenseExpert(gate_up, read_linears(self.files, self.layout, (down,), self.hidden, self.inner, rooms[1]))
+        first = begin_linears(self.files, self.layout, (gate, up), self.inner, self.hidden, rooms[0])
+        second = begin_linears(self.files, self.layout, (down,), self.hidden, self.inner, rooms[1])
+        return lambda: DenseExpert(first(), second())
 
     def holds(self, fmt: TokenFormat) -> bool:
         """Whether the quants are stored as weights in `fmt` have them in memory."""
@@ -161,19 +175,25 @@ class ExpertReader:
 
 
 def read_linears(
+    files: TensorFiles, layout: WeightLayout, prefixes: tuple[str, ...], rows: int, columns: int
+) -> torch.Tensor | ExpertWeights:
+    """One linear `[rows, columns]`, or gate and up, stacked in this order, each with its own second-level scale.
+
+    Returns `[len(prefixes) * rows, columns]`, bf16 or fp32, or weights of one expert; fp32 too where 128x128 blocks are
+    not whole, which those weights cannot have along K, nor between gate and up.
+    """
+    return begin_linears(files, layout, prefixes, rows, columns)()
+
+
+def begin_linears(
     files: TensorFiles,
     layout: WeightLayout,
     prefixes: tuple[str, ...],
     rows: int,
     columns: int,
     empty: Callable[..., torch.Tensor] = torch.empty,
-) -> torch.Tensor | ExpertWeights:
-    """One linear `[rows, columns]`, or gate and up, stacked in this order, each with its own second-level scale.
-
-    Returns `[len(prefixes) * rows, columns]`, bf16 or fp32, or weights of one expert; fp32 too where 128x128 blocks are
-    not whole, which those weights cannot have along K, nor between gate and up. `empty` makes room for the quants.
-    """
-    order = GateUpOrder.GATE_UP if len(prefixes) == 2 else None
+) -> Callable[[], torch.Tensor | ExpertWeights]:
+    """Read what `read_linears` wants, which the result then gives; `empty` makes room for the quants."""
     fmt = layout.format
     if fmt.scale_dtype is not torch.float32:
         fmt.check_columns(columns, f"{files.index}: columns of {prefixes[0]}")
@@ -184,18 +204,38 @@ def read_linears(
         files.check(f"{prefix}.{layout.weight}", shape, (first.dtype,))
         files.read_into(f"{prefix}.{layout.weight}", part)
     if layout.scale is None:
-        return quants.flatten(0, 1)
+        return lambda: quants.flatten(0, 1)
     scales = _read_scales(files, layout, prefixes, rows, columns)
-    if scales.dtype == torch.float32:
-        if columns % fmt.block or (order is not None and rows % WEIGHT_BLOCK_N):
-            factors = scales.repeat_interleave(WEIGHT_BLOCK_N, 1).repeat_interleave(fmt.block, 2)
-            return (quants.float() * factors[:, :rows, :columns]).flatten(0, 1)
-        return ExpertWeights(fmt, quants.view(1, -1, columns), scales.view(1, -1, scales.shape[2]), gate_up=order)
     second = None
     if layout.weight_scale is not None:
         second = torch.stack([_second_level(files, prefix, layout.weight_scale) for prefix in prefixes])
         second = _reciprocal(second) if layout.weight_scale.divides else second
-        second = second if order is None else second[None]
+    names = [f"{prefix}.{layout.scale}" for prefix in prefixes]
+    return functools.partial(_assemble, files, layout, names, quants, scales, second)
+
+
+def _assemble(
+    files: TensorFiles,
+    layout: WeightLayout,
+    names: list[str],
+    quants: torch.Tensor,
+    scales: torch.Tensor,
+    second: torch.Tensor | None,
+) -> torch.Tensor | ExpertWeights:
+    """One weight of the quants, block scales (of these `names`, as stored) and second-level scales of its linears."""
+    for name, part in zip(names, scales, strict=True):
+        _check_no_nan(files, name, part)
+    fmt, order = layout.format, GateUpOrder.GATE_UP if len(names) == 2 else None
+    assert fmt.scale_dtype is not None
+    scales = scales.view(fmt.scale_dtype) if fmt.scale_dtype.itemsize == 1 else scales.to(fmt.scale_dtype)
+    if scales.dtype == torch.float32:
+        rows, columns = quants.shape[1:]
+        if columns % fmt.block or (order is not None and rows % WEIGHT_BLOCK_N):
+            factors = scales.repeat_interleave(WEIGHT_BLOCK_N, 1).repeat_interleave(fmt.block, 2)
+            return (quants.float() * factors[:, :rows, :columns]).flatten(0, 1)
+        return ExpertWeights(fmt, quants.view(1, -1, columns), scales.view(1, -1, scales.shape[2]), gate_up=order)
+    if second is not None and order is not None:
+        second = second[None]
     blocks = swizzle_scales(scales.view(1, -1, scales.shape[2]))
     return ExpertWeights(fmt, quants.view(1, -1, quants.shape[2]), blocks, second, gate_up=order)
 
@@ -220,9 +260,8 @@ def _suffixes(layout: WeightLayout) -> list[str]:
 def _read_scales(
     files: TensorFiles, layout: WeightLayout, prefixes: tuple[str, ...], rows: int, columns: int
 ) -> torch.Tensor:
-    """Linear block scales of the linears, one after the other, of the dtype that the format has in memory."""
+    """Linear block scales of the linears, one after the other, as they are stored."""
     fmt = layout.format
-    assert fmt.scale_dtype is not None
     shape = (rows if fmt.swizzled else ceil_div(rows, WEIGHT_BLOCK_N), fmt.scale_columns(columns))
     names = [f"{prefix}.{layout.scale}" for prefix in prefixes]
     first = files.check(names[0], shape, layout.scale_dtypes)
@@ -230,8 +269,7 @@ def _read_scales(
     for name, part in zip(names, scales, strict=True):
         files.check(name, shape, (first.dtype,))
         files.read_into(name, part)
-        _check_no_nan(files, name, part)
-    return scales.view(fmt.scale_dtype) if fmt.scale_dtype.itemsize == 1 else scales.to(fmt.scale_dtype)
+    return scales
 
 
 def _check_no_nan(files: TensorFiles, name: str, scales: torch.Tensor) -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import ctypes
+import mmap
+import threading
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -9,9 +12,10 @@ from typing import Any, NamedTuple
 import torch
 
 from moe_runtime.config import MoELayerConfig
-from moe_runtime.formats import TokenFormat, weight_format
+from moe_runtime.formats import TokenFormat, align, weight_format
 from moe_runtime.weights import ExpertWeights, GateUpOrder
 
+MADV_POPULATE_WRITE = 23
 _TENSORS = ("quants", "scales", "expert_scales", "bias")
 
 
@@ -42,8 +46,20 @@ class QuantRoom:
     def __call__(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         if self.tensor is None:
             self.tensor = torch.empty(self._count, *shape, dtype=dtype)
+            threading.Thread(target=_populate, args=(self.tensor,), daemon=True).start()
         self._given += 1
         return self.tensor[self._given - 1]
+
+
+def _populate(tensor: torch.Tensor) -> None:
+    """Have the system make the pages of fresh memory, which otherwise the reader waits for, one after the other."""
+    page, step = mmap.PAGESIZE, 32 << 20
+    first, end = align(tensor.data_ptr(), page), (tensor.data_ptr() + tensor.nbytes) // page * page
+    libc = ctypes.CDLL(None)
+    for start in range(first, end, step):
+        # Linux before 5.14 does not know it: pages are then made as they are touched.
+        if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(min(step, end - start)), MADV_POPULATE_WRITE):
+            return
 
 
 Rooms = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]

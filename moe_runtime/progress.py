@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 Item = TypeVar("Item")
@@ -21,3 +22,17 @@ def with_progress(items: Iterable[Item], text: str, total: int, *, shown: bool =
     from rich.progress import track
 
     yield from track(items, description=text, total=total, console=Console(stderr=True), transient=True)
+
+
+def one_ahead(items: Iterable[Item]) -> Iterator[Item]:
+    """The `items`, the next of which a thread makes while one is in use; an error comes where its item would.
+
+    When this iterator is closed the item being made is waited for, and no other is begun.
+    """
+    iterator = iter(items)
+    end = object()
+    with ThreadPoolExecutor(1, "one_ahead") as pool:
+        made = pool.submit(next, iterator, end)
+        while (item := made.result()) is not end:
+            made = pool.submit(next, iterator, end)
+            yield item  # type: ignore[misc]
