@@ -34,6 +34,8 @@ from moe_runtime.progress import with_progress
 from moe_runtime.tensor_files import INDEX_FILE, SafetensorsFile, write_json
 from moe_runtime.tensor_writer import TensorWriter
 
+KIND = "loading"
+"""What the JSON says it is."""
 READ_BYTES = 16 << 20
 EXPERTS_PER_SHARD = 64
 
@@ -197,7 +199,8 @@ def work(options: argparse.Namespace) -> int:
         soft_wrap=True,
     )
     if options.json is not None:
-        write_json(options.json, {"environment": environment.package_versions(), "result": result})
+        report = {"kind": KIND, "environment": environment.package_versions(), "result": result}
+        write_json(options.json, report)
     return 0
 
 
