@@ -171,20 +171,21 @@ def decode(
     """
     if FMT == CODE_NVFP4 or FMT == CODE_MXFP4:
         bits = quants.to(tl.uint16)
-        even = bf16_value(((bits & 7) << 6) | ((bits & 8) << 12), INTERPRET)
-        odd = bf16_value(((bits & 0x70) << 2) | ((bits & 0x80) << 8), INTERPRET)
         if FMT == CODE_MXFP4:
-            # The whole gain first: with the scale it may pass the largest bf16.
-            gain = tl.full([1, 1], E2M1_GAIN, even.dtype)
             scale = e8m0_to_bf16(scales, INTERPRET)
-            even = even * gain
-            odd = odd * gain
         elif INTERPRET:
             scale = e4m3_bits_to_f32(scales) * SCALE_GAIN
         else:
             scale = (scales.to(tl.float8e4nv, bitcast=True).to(tl.float32) * SCALE_GAIN).to(tl.bfloat16)
         scale = spread(scale, BLOCK // 2)
+        even = bf16_value(((bits & 7) << 6) | ((bits & 8) << 12), INTERPRET)
+        if FMT == CODE_MXFP4:
+            # The whole gain first: with the scale it may pass the largest bf16.
+            even = even * tl.full([1, 1], E2M1_GAIN, even.dtype)
         even = even * scale
+        odd = bf16_value(((bits & 0x70) << 2) | ((bits & 0x80) << 8), INTERPRET)
+        if FMT == CODE_MXFP4:
+            odd = odd * tl.full([1, 1], E2M1_GAIN, odd.dtype)
         odd = odd * scale
     elif FMT == CODE_MXFP8:
         scale = e8m0_to_bf16(scales, INTERPRET)
