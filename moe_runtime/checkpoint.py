@@ -54,7 +54,7 @@ class RouterTensors:
 class SharedExpertTensors:
     """A shared expert: `gate_proj` and `up_proj` `[S, H]`, `down_proj` `[H, S]`, and the gate `[1, H]` of gated ones.
 
-    bf16; fp32 where they are stored quantized.
+    bf16; fp32 where they are stored so, or quantized.
     """
 
     gate_proj: torch.Tensor
@@ -214,7 +214,9 @@ class Checkpoint:
             gate,
             up,
             down,
-            self.files.read(f"{block}.shared_expert_gate.weight", (1, hidden), ("BF16",)) if shared.gated else None,
+            self.files.read(f"{block}.shared_expert_gate.weight", (1, hidden), ("BF16", "F32"))
+            if shared.gated
+            else None,
         )
 
     def _gate(self, layer: int) -> str:

@@ -148,7 +148,9 @@ class _Conversion:
 
     def _digest(self) -> str:
         scales = {layer: [c.token_gsf, c.intermediate_gsf] for layer, c in sorted(self.calibrations.items())}
-        what = [self.layout.name, self.checkpoint.digests(), self.shards, scales]
+        # Two trainings of one model have the same JSON files, and often the same gates.
+        source = [self.checkpoint.digests(), self.shards, self.checkpoint.files.beginnings()]
+        what = [self.layout.name, source, scales]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
     def check_target(self) -> list[str]:
@@ -172,15 +174,18 @@ class _Conversion:
         files = self.checkpoint.files
         for shard in shards:
             copied = [name for name in self.shards[shard] if name not in self.replaced]
-            shapes: _Shapes = {name: (files.entry(name).dtype, files.entry(name).shape) for name in copied}
+            shapes: _Shapes = {}
+            for name in copied:
+                entry = files.entry(name)
+                if entry.dtype not in DTYPES:
+                    raise ValueError(f"{files.path_of(name)}: tensor {name}: {entry.dtype} is no dtype of torch")
+                shapes[name] = (entry.dtype, entry.shape)
             for one in self.experts[shard]:
                 shapes |= self._shapes(one)
             with TensorWriter(self.target / shard, shapes, {"format": "pt", PLAN_KEY: self.plan}) as writer:
                 for name in copied:
-                    entry = files.entry(name)
-                    if entry.dtype not in DTYPES:
-                        raise ValueError(f"{files.path_of(name)}: tensor {name}: {entry.dtype} is no dtype of torch")
-                    writer.write(name, files.read(name, entry.shape, (entry.dtype,)))
+                    dtype, shape = shapes[name]
+                    writer.write(name, files.read(name, shape, (dtype,)))
                 yield
                 for one in self.experts[shard]:
                     for name, tensor in self._converted(one).items():

@@ -35,7 +35,8 @@ class DenseExpert(NamedTuple):
 class QuantRoom:
     """Memory on the CPU for the quants of `count` experts, which gives out that of one after the other.
 
-    Called as `torch.empty`, for the same shape and dtype each time. A reader that fills it spares a copy.
+    Called as `torch.empty`. A reader that fills it spares a copy. Quants of another shape or dtype than the first ones
+    have no room here, as where a checkpoint stores some experts in fp32: they get memory of their own.
     """
 
     def __init__(self, count: int) -> None:
@@ -48,6 +49,8 @@ class QuantRoom:
             self.tensor = torch.empty(self._count, *shape, dtype=dtype)
             threading.Thread(target=_populate, args=(self.tensor,), daemon=True).start()
         self._given += 1
+        if (tuple(self.tensor.shape[1:]), self.tensor.dtype) != (shape, dtype):
+            return torch.empty(*shape, dtype=dtype)
         return self.tensor[self._given - 1]
 
 

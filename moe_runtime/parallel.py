@@ -64,8 +64,8 @@ def apply_expert_parallel(
         What the layers share, to be closed in the end; it is also a context manager that does so.
 
     Raises:
-        ValueError: a model or an argument that does not fit; the peers get `PeerAbortedError`. The model is as it was,
-            unless `experts` raised.
+        ValueError: a model or an argument that does not fit; the peers get `PeerAbortedError`. The model is as it was
+            where it was refused. Blocks that were filled before `experts` or a peer failed have lost their experts.
     """
     if device is None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))

@@ -30,16 +30,22 @@ DTYPES: dict[str, torch.dtype] = {
     "F8_E5M2": torch.float8_e5m2,
     "F8_E8M0": torch.float8_e8m0fnu,
     "I16": torch.int16,
+    "U16": torch.uint16,
     "F16": torch.float16,
     "BF16": torch.bfloat16,
     "I32": torch.int32,
+    "U32": torch.uint32,
     "F32": torch.float32,
     "I64": torch.int64,
+    "U64": torch.uint64,
     "F64": torch.float64,
 }
 
 MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
+
+BEGINNING_BYTES = 4096
+"""How much of each tensor `TensorFiles.beginnings` reads."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +78,7 @@ class SafetensorsFile:
             raise ValueError(f"{path}: shard is missing (wanted for {wanted_for})") from None
         try:
             self.entries, self.metadata = _read_header(self._file)
-        except (ValueError, OSError) as error:
+        except (ValueError, OSError, RecursionError) as error:
             os.close(self._file)
             raise ValueError(f"{path}: broken or cut off (wanted for {wanted_for}): {error}") from error
 
@@ -196,6 +202,19 @@ class TensorFiles:
         """As `read`, into a contiguous CPU tensor of the bytes that a call of `check` has found right."""
         self._find(name)[0].read(name, out, 0 if item is None else item * out.nbytes)
 
+    def beginnings(self) -> str:
+        """SHA-256 of dtype, shape and the first `BEGINNING_BYTES` of every tensor, which opens all shards.
+
+        Tells apart what `file_digests` does not: checkpoints of one model after different trainings.
+        """
+        digest = hashlib.sha256()
+        for name in self.names():
+            file, entry = self._find(name)
+            head = torch.empty(min(entry.num_bytes, BEGINNING_BYTES), dtype=torch.uint8)
+            file.read(name, head)
+            digest.update(f"{name} {entry.dtype} {entry.shape}\n".encode() + head.numpy().tobytes())
+        return digest.hexdigest()
+
     def _find(self, name: str) -> tuple[SafetensorsFile, TensorEntry]:
         file = self._opened(self.shard_of(name), name)
         if name not in file.entries:
@@ -258,6 +277,8 @@ def _read_header(file: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     if not isinstance(header, dict):
         raise ValueError(f"header: expected an object, got {type(header).__name__}")
     metadata = header.pop("__metadata__", {})
+    if not isinstance(metadata, dict):
+        raise ValueError(f"__metadata__: expected an object, got {type(metadata).__name__}")
     entries: dict[str, TensorEntry] = {}
     for name, item in header.items():
         try:
@@ -265,6 +286,8 @@ def _read_header(file: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
             begin, end = item["data_offsets"]
         except (TypeError, KeyError, ValueError):
             raise ValueError(f"tensor {name}: expected dtype, shape and data_offsets, got {item!r}") from None
+        if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
+            raise ValueError(f"tensor {name}: expected a shape and data_offsets of whole numbers, got {item!r}")
         if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
             raise ValueError(f"tensor {name}: {end - begin} bytes are not {list(shape)} of {dtype}")
         if not 0 <= begin <= end <= size - first:

@@ -116,6 +116,15 @@ def test_a_layer_of_each_family(family: str, tmp_path: Path, seed: int) -> None:
     assert error_bound("bf16", "bf16") < error <= error_bound("bf16", "nvfp4")
 
 
+def test_an_fp32_layer_of_a_family_with_a_gated_shared_expert(tmp_path: Path, seed: int) -> None:
+    """fp32 that holds bf16 numbers gives the layer of the bf16 checkpoint."""
+    saved(tmp_path / "bf16", "qwen2_moe", seed)
+    tiny.tiny_model("qwen2_moe", seed).save_pretrained(tmp_path / "fp32")
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    layers = [layer_and_error(tmp_path / name, 0, seed)[0] for name in ("bf16", "fp32")]
+    assert_same_bits(layers[1](x), layers[0](x))
+
+
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_oss"])
 def test_a_modelopt_layer_of_each_family(family: str, tmp_path: Path, seed: int) -> None:
     """Gate and up keep a second-level scale each; weights add no error of their own."""

@@ -27,7 +27,7 @@ from moe_runtime.loading import FRESH, DenseExpert, QuantRoom
 from moe_runtime.loading import quantize_experts as load_experts
 from moe_runtime.tensor_files import SINGLE_FILE
 from moe_runtime.weights import ExpertWeights, GateUpOrder
-from tests.checkpoint_writers import fp8_blocks, modelopt_nvfp4, quantize_experts, read_e2m1
+from tests.checkpoint_writers import fp8_blocks, load_all, modelopt_nvfp4, quantize_experts, read_e2m1, rewrite
 from tests.comparison import assert_same_bits
 
 CONFIG = MoELayerConfig(hidden_size=256, intermediate_size=128, num_experts=3, top_k=2, max_tokens_per_rank=8)
@@ -355,3 +355,21 @@ def test_weights_that_stay_as_they_are_are_read_into_their_place(fmt: str, folde
             assert_same_bits(got.dequantize(), want.dequantize())
         assert checkpoint.rooms(0, "mxfp8", 3, cpu) == FRESH
         assert checkpoint.rooms(0, fmt, 3, torch.device("cuda")) == FRESH
+
+
+@pytest.mark.parametrize("wide", [[1], [2], [0, 2]])
+def test_experts_of_which_some_are_fp32(wide: list[int], folder: Path) -> None:
+    """What has another dtype than the first expert that is read does not get the room of that one's."""
+    originals = load_all(folder)
+    names = [f".experts.{expert}." for expert in wide]
+    rewrite(folder, {k: w.float() if any(name in k for name in names) else w for k, w in originals.items()})
+    cpu, ids = torch.device("cpu"), (2, 0, 1)
+    with Checkpoint(folder) as checkpoint:
+        config = checkpoint.layer_config(0, max_tokens_per_rank=1)
+        rooms = (QuantRoom(3), QuantRoom(3))
+        gate_ups, downs = load_experts(checkpoint.experts(0, ids, rooms), config, 3, cpu, rooms)
+    for expert, gate_up, down in zip(ids, gate_ups.quants, downs.quants, strict=True):
+        prefix = f"model.layers.0.mlp.experts.{expert}"
+        gate, up = (originals[f"{prefix}.{name}_proj.weight"] for name in ("gate", "up"))
+        assert_same_bits(gate_up, torch.cat([gate, up]))
+        assert_same_bits(down, originals[f"{prefix}.down_proj.weight"])

@@ -204,6 +204,34 @@ def test_wrong_use_is_named(source: Path, tmp_path: Path) -> None:
         convert_checkpoint(source, tmp_path / "other", "nvfp4")
 
 
+def test_another_training_of_the_same_model_is_not_mixed_in(source: Path, tmp_path: Path) -> None:
+    """Same JSON files, names, shapes and gates: only some weight differs."""
+    target = tmp_path / "target"
+    convert_checkpoint(source, target, "nvfp4")
+    (target / "model-00002-of-00003.safetensors").unlink()
+    before = contents(target)
+    file = source / "others.safetensors"
+    tensors = load_file(file)
+    tensors["model.layers.0.self_attn.q_proj.weight"][0, 0] += 1
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"safetensors: expected nothing, or a shard that the same conversion wrote"):
+        convert_checkpoint(source, target, "nvfp4")
+    assert contents(target) == before
+
+
+def test_what_torch_has_no_dtype_for_is_named(source: Path, tmp_path: Path) -> None:
+    file = source / "others.safetensors"
+    header = {"some.counter": {"dtype": "F6_E2M3", "shape": [4], "data_offsets": [0, 3]}}
+    text = json.dumps(header).encode()
+    file.write_bytes(len(text).to_bytes(8, "little") + text + bytes(3))
+    index = json.loads((source / INDEX_FILE).read_text())
+    for name in set(OTHERS) - {"some.counter"}:
+        del index["weight_map"][name]
+    (source / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=rf"{file}: tensor some\.counter: F6_E2M3 is no dtype of torch"):
+        convert_checkpoint(source, tmp_path / "target", "nvfp4")
+
+
 def test_an_interrupted_conversion_goes_on(source: Path, tmp_path: Path) -> None:
     """Whatever step it ends at: no final name holds half a file, no checkpoint shows before it is whole, nothing that
     is whole is written again, and the result is the same."""

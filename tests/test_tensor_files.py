@@ -54,10 +54,15 @@ def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
     [
         ({"x": entry("F32", [4], 0, 12)}, r"tensor x: 12 bytes are not \[4\] of F32"),
         ({"x": entry("F32", [5], 0, 20)}, "tensor x: its bytes end at .*, the file at"),
-        ({"x": entry("F32", [2], 8, 16), "y": entry("F32", [-2], 8, 0)}, "tensor y: its bytes end at"),
+        ({"x": entry("F32", [2], 8, 16), "y": entry("I8", [0], 20, 20)}, "tensor y: its bytes end at"),
         ({"x": entry("F32", [2], 0, 8)}, "its tensors end at .*, the file at"),
         ({"x": {"dtype": "F32"}}, "tensor x: expected dtype, shape and data_offsets"),
         ({"x": [1]}, "tensor x: expected dtype, shape and data_offsets"),
+        ({"x": entry("F32", [-2, -2], 0, 16)}, "tensor x: expected a shape and data_offsets of whole numbers"),
+        ({"x": entry("F32", [4.0], 0, 16)}, "tensor x: expected a shape and data_offsets of whole numbers"),  # type: ignore[list-item]
+        ({"x": entry("F32", [4], "0", "16")}, "tensor x: expected a shape and data_offsets of whole numbers"),  # type: ignore[arg-type]
+        ({"__metadata__": ["pt"]}, "__metadata__: expected an object, got list"),
+        (b"[" * 100_000, "recursion"),
         ([], "header: expected an object, got list"),
         (b"{", "Expecting"),
         (b"\x80{}", "codec can't decode"),
