@@ -12,7 +12,7 @@ from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.expert_readers import dense
 from moe_runtime.kernels.activation import swiglu
 from moe_runtime.router import Router
-from moe_runtime.weights import NVFP4_FULL_SCALE, GateUpOrder, SwiGLU
+from moe_runtime.weights import MAX_ENCODE_SCALE, NVFP4_FULL_SCALE, GateUpOrder, SwiGLU
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class Calibration:
 
     @property
     def token_gsf(self) -> float:
-        """Encode scale that maps `token_amax` to the largest NVFP4 number."""
+        """Encode scale that maps `token_amax` to the largest NVFP4 number, `MAX_ENCODE_SCALE` at most."""
         return _gsf(self.token_amax)
 
     @property
@@ -89,4 +89,4 @@ def calibrate(
 
 
 def _gsf(amax: float) -> float:
-    return float(torch.tensor(NVFP4_FULL_SCALE) / torch.tensor(amax))
+    return float((torch.tensor(NVFP4_FULL_SCALE) / torch.tensor(amax)).clamp(max=MAX_ENCODE_SCALE))

@@ -133,7 +133,7 @@ class _Conversion:
         """Fill `experts` and `replaced`; the layers that have any."""
         checkpoint, layers = self.checkpoint, []
         for layer in checkpoint.moe_layers():
-            if not checkpoint.has_experts(layer):
+            if layer >= checkpoint.config["num_hidden_layers"] and not checkpoint.has_experts(layer):
                 continue
             layers.append(layer)
             reader = checkpoint.reader(layer)

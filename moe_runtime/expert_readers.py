@@ -20,7 +20,7 @@ from moe_runtime.kernels.swizzle import swizzle_scales
 from moe_runtime.loading import FRESH, DenseExpert, Rooms
 from moe_runtime.progress import one_ahead
 from moe_runtime.tensor_files import DTYPES, TensorFiles
-from moe_runtime.weights import ExpertWeights, GateUpOrder
+from moe_runtime.weights import MAX_ENCODE_SCALE, ExpertWeights, GateUpOrder
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class ExpertReader:
         if not any(f"{prefix}.{scale.suffix}" in self.files for prefix in prefixes):
             return None
         stored = torch.stack([_second_level(self.files, prefix, scale) for prefix in prefixes])
-        return float((stored if scale.divides else _reciprocal(stored)).min())
+        return float((stored if scale.divides else _reciprocal(stored)).min().clamp(max=MAX_ENCODE_SCALE))
 
     def tensors(self, expert: int) -> list[str]:
         """Names of the tensors that an expert, not stacked, may have, the weight of its gate first."""

@@ -304,6 +304,13 @@ def test_a_missing_or_bad_activation_scale_is_named(folder: Path) -> None:
     assert layer_config_from_checkpoint(folder, max_tokens_per_rank=1, intermediate_gsf=3.0).intermediate_gsf == 3.0
 
 
+def test_activation_scales_without_a_finite_reciprocal(folder: Path) -> None:
+    quantize_experts(
+        folder, lambda w: modelopt_nvfp4(w) | {"input_scale": torch.tensor(1e-40)}, quantization_config=MODELOPT
+    )
+    assert layer_config_from_checkpoint(folder, max_tokens_per_rank=1).intermediate_gsf == 2.0**100
+
+
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [

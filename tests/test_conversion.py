@@ -160,7 +160,8 @@ def test_calibrated_scales_are_stored(source: Path, tmp_path: Path, rng: torch.G
             largest = max(largest, float((torch.nn.functional.silu(gate) * up).abs().max()))
     assert found.token_amax == float(x.abs().max())
     assert found.intermediate_amax == pytest.approx(largest, rel=1e-5)
-    calibrations = {0: Calibration(2.0, 100.0), 1: found}
+    calibrations = {0: Calibration(2.0, 1e-40), 1: found}
+    assert calibrations[0].intermediate_gsf == 2.0**100
     convert_checkpoint(source, tmp_path / "target", "nvfp4", calibrations=calibrations)
     for layer, calibration in calibrations.items():
         config = layer_config_from_checkpoint(tmp_path / "target", layer=layer, max_tokens_per_rank=1)
@@ -217,6 +218,18 @@ def test_another_training_of_the_same_model_is_not_mixed_in(source: Path, tmp_pa
     with pytest.raises(ValueError, match=r"safetensors: expected nothing, or a shard that the same conversion wrote"):
         convert_checkpoint(source, target, "nvfp4")
     assert contents(target) == before
+
+
+def test_a_layer_that_lost_its_experts_is_not_passed_over(source: Path, tmp_path: Path) -> None:
+    """Those of layers for multi-token prediction alone may be missing."""
+    config = json.loads((source / "config.json").read_text())
+    (source / "config.json").write_text(json.dumps(config | {"num_nextn_predict_layers": 1}))
+    convert_checkpoint(source, tmp_path / "target", "nvfp4")
+    index = json.loads((source / INDEX_FILE).read_text())
+    index["weight_map"] = {k: shard for k, shard in index["weight_map"].items() if "layers.1.mlp.experts" not in k}
+    (source / INDEX_FILE).write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=rf"{INDEX_FILE}: tensor model\.layers\.1\.mlp\.experts\.0.* is missing"):
+        convert_checkpoint(source, tmp_path / "other", "nvfp4")
 
 
 def test_what_torch_has_no_dtype_for_is_named(source: Path, tmp_path: Path) -> None:
