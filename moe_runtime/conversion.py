@@ -25,6 +25,7 @@ from moe_runtime.checkpoint_layouts import (
     CONFIG_FILE,
     EXPERTS_KEY,
     FP8_BLOCKS,
+    MODELOPT_FILE,
     PLAIN,
     WeightLayout,
 )
@@ -45,6 +46,9 @@ TARGET_LAYOUTS: dict[str, WeightLayout] = {
 
 PLAN_KEY = "moe_runtime.conversion"
 """Key of a shard's metadata that tells which conversion wrote it."""
+
+_CACHE_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
+"""How a `quantization_config` speaks of the attention's cache."""
 
 _COPIED = (".json", ".jinja", ".md", ".model", ".py", ".tiktoken", ".txt")
 _Shapes = dict[str, tuple[str, tuple[int, ...]]]
@@ -218,9 +222,18 @@ class _Conversion:
         linears = "|".join((names.gate, names.up, names.down)) if names is not None else ""
         targets = rf"re:.*\.experts\.\d+\.({linears})$"
         experts = quantization_config(self.layout, targets, plain, calibrated=bool(self.calibrations))
-        rest_is_plain = self.checkpoint.rest.scale is None
-        config[("quantization_config" if rest_is_plain else EXPERTS_KEY)] = experts
-        return config
+        config.pop(EXPERTS_KEY, None)
+        return config | {"quantization_config" if self._rest_is_plain() else EXPERTS_KEY: experts}
+
+    def _rest_is_plain(self) -> bool:
+        """Whether the source says nothing of other linears, nor of a cache, that would be lost with what it says."""
+        checkpoint, scale = self.checkpoint, self.checkpoint.rest.scale
+        if scale is None:
+            return True
+        said = checkpoint.config.get("quantization_config") or {}
+        if (checkpoint.folder / MODELOPT_FILE).is_file() or any(said.get(key) for key in _CACHE_KEYS):
+            return False
+        return not any(name.endswith(f".{scale}") and name not in self.replaced for name in checkpoint.files.names())
 
     def _linears(self, one: _Expert) -> list[tuple[str, int, int]]:
         """`(prefix, N, K)` of gate, up and down."""
