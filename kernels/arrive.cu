@@ -10,8 +10,9 @@
 // for `dispatch_send` to end: it does so at its own end, for those that wait for it.
 //
 // Macros: those of signalling.cuh, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a multiple of 32),
-// WARPS (of a block), TILED (whether `arrive_scales` is launched), PACKED, QUANT_BYTES, SCALE_COLUMNS, RECORD_BYTES and the *_AT of RecordLayout, words of
-// SignalLayout, STALE_HANDLE and CAPACITY (ErrorCode), DISPATCH_WAIT (Phase).
+// WARPS (of a block), PLACES_BYTES (shared memory of `arrive_place`), TILED (whether `arrive_scales` is launched), PACKED,
+// QUANT_BYTES, SCALE_COLUMNS, RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, STALE_HANDLE and CAPACITY
+// (ErrorCode), DISPATCH_WAIT (Phase).
 
 #include "signalling.cuh"
 
@@ -71,16 +72,17 @@ struct Landing {
 // Waits for the tokens of sources `first` to `last`, and tells whether this rank has not failed. For a whole block.
 __device__ __forceinline__ bool await_tokens(const Exchange& x, const int* own, const int* epoch_ptr, int epoch, int first,
                                              int last) {
+  bool failed = false;
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x;
-    if (lane == 0 && ahead(load_relaxed(epoch_ptr), epoch) >= 2)
+    if (lane == 0 && is_stale(epoch_ptr, epoch))
       record_failure(x, STALE_HANDLE, x.rank, DISPATCH_WAIT, epoch, 0, 0);
     __syncwarp();
     const int* flag = own + DISPATCH_FLAG + (epoch & 1) * WORLD + min(lane, WORLD - 1);
-    await(x, own, lane >= first && lane <= last, flag, epoch, flag, epoch, DISPATCH_WAIT, epoch);
+    failed = await(x, own, lane >= first && lane <= last, flag, epoch, flag, epoch, DISPATCH_WAIT, epoch);
   }
-  // One thread looks, so that a block is of one mind.
-  return __syncthreads_or(threadIdx.x == 0 && !x.failed()) != 0;
+  // One warp has looked, so that a block is of one mind.
+  return __syncthreads_or(failed) == 0;
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -114,6 +116,7 @@ struct Places {
   int totals[EXPERTS];
   int rows;
 };
+static_assert(sizeof(Places) <= PLACES_BYTES);
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     arrive_place(const int* chunk_counts, int* group_offsets, int* group_scale_offsets, int* row_index, int* positions,

@@ -161,14 +161,15 @@ extern "C" __global__ void __launch_bounds__(WAITING)
   if (HAS_SHARED) asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
   const int epoch = load_relaxed(handle_epoch), half = epoch & 1;
+  bool failed = false;
   if (threadIdx.x < 32) {
-    if (lane == 0 && ahead(load_relaxed(epoch_ptr), epoch) >= 2)
+    if (lane == 0 && is_stale(epoch_ptr, epoch))
       record_failure(x, STALE_HANDLE, rank, COMBINE_WAIT, epoch, 0, 0);
     __syncwarp();
     const int* flag = own + COMBINE_FLAG + half * WORLD + min(lane, WORLD - 1);
-    await(x, own, lane < WORLD, flag, epoch, flag, epoch, COMBINE_WAIT, epoch);
+    failed = await(x, own, lane < WORLD, flag, epoch, flag, epoch, COMBINE_WAIT, epoch);
   }
-  const bool failed = __syncthreads_or(threadIdx.x == 0 && x.failed()) != 0;
+  failed = __syncthreads_or(failed) != 0;
   const u8* partials = landed + half * combine_half;
   for (int token = blockIdx.x; token < num_tokens; token += gridDim.x) {
     const int parts = failed ? 0 : num_parts[token];

@@ -96,10 +96,9 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS)
     }
     const u32 wanted = peers & ~ready;
     if (wanted != 0) {
-      await(x, own, wanted >> lane & 1, own + READY + peer, epoch, own + COMBINE_FLAG + half * WORLD + peer, epoch - 2,
-            DISPATCH_SEND, epoch);
+      failed |= await(x, own, wanted >> lane & 1, own + READY + peer, epoch, own + COMBINE_FLAG + half * WORLD + peer,
+                      epoch - 2, DISPATCH_SEND, epoch);
       ready |= wanted;
-      failed = x.failed();
     }
     return __any_sync(ALL, failed) != 0;
   };

@@ -157,6 +157,7 @@ def arrive_defines(geometry: ExchangeGeometry) -> Defines:
         "EXPERTS": max(geometry.num_local_experts, 1),
         "CHUNK": chunk_slots(geometry),
         "WARPS": ARRIVE_WARPS,
+        "PLACES_BYTES": _places_bytes(geometry, chunk_slots(geometry)),
         "TILED": int(tiled_scales(geometry)),
         "PACKED": int(geometry.packed),
         "QUANT_BYTES": geometry.token_format.quant_bytes(geometry.hidden),
@@ -195,6 +196,14 @@ def _aligned(rows: torch.Tensor) -> torch.Tensor:
     """The rows where each starts at a multiple of 16 bytes: themselves, or a copy."""
     fits_already = rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0
     return rows if fits_already else rows.clone(memory_format=torch.contiguous_format)
+
+
+def _flags_say_all(context: ExpertParallelContext) -> bool:
+    """Whether all that a flag stands for can be seen with it, so that its waiter may begin beside the kernel before.
+
+    What the collective transport carries is stored by torch's kernels, flags and counts in no order.
+    """
+    return context.heap.directly_mapped
 
 
 def dispatch_send(
@@ -301,7 +310,7 @@ def arrive(
                 int64(timeout_ns),
             ],
             device=context.device,
-            early=True,
+            early=_flags_say_all(context),
         )
     # One round of blocks; a warp has at least one slot.
     split = max(1, min(sms // chunks, ceil_div(chunk, ARRIVE_WARPS)))
@@ -311,7 +320,7 @@ def arrive(
         defines,
         grid=(chunks * split, 1, 1),
         block=ARRIVE_WARPS * WARP,
-        shared_bytes=_places_bytes(geometry, chunk),
+        shared_bytes=int(defines["PLACES_BYTES"]),
         arguments=[
             counts,
             group_offsets,
@@ -342,7 +351,7 @@ def arrive(
             int64(timeout_ns),
         ],
         device=context.device,
-        early=True,
+        early=_flags_say_all(context),
     )
     if tiled_scales(geometry):
         launch(
@@ -443,7 +452,7 @@ def combine_wait(
             int64(timeout_ns),
         ],
         device=context.device,
-        early=True,
+        early=_flags_say_all(context),
     )
 
 

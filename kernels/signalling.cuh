@@ -96,35 +96,50 @@ struct Glance {
   __device__ __forceinline__ bool trouble() const { return __any_sync(ALL, aborted != 0 || latched != 0); }
 };
 
-// Waits, in each lane with `wants`, until flag `a` has reached `of_a` or flag `b` has reached `of_b`. A peer that is
-// late is recorded, the lowest first; an abort is adopted; after a failure there is no waiting. For a whole warp; the
-// latch tells of failures.
-__device__ __forceinline__ void await(const Exchange& x, const int* own, bool wants, const int* a, int of_a, const int* b,
+// Waits, in each lane with `wants`, until flag `a` has reached `of_a` or flag `b` has reached `of_b`, and answers whether
+// this rank has failed. A peer that is late is recorded, the lowest first; an abort is adopted; after a failure there is
+// no waiting. For a whole warp.
+__device__ __forceinline__ bool await(const Exchange& x, const int* own, bool wants, const int* a, int of_a, const int* b,
                                       int of_b, int phase, int epoch) {
   const int lane = threadIdx.x & 31;
-  const Glance before(x, own);
   auto behind = [&] { return ahead(load_acquire(a), of_a) < 0 && (a == b || ahead(load_acquire(b), of_b) < 0); };
   bool waiting = wants && behind();
-  bool trouble = before.trouble();
+  // A peer that fails tells of it and then raises its flag with nothing behind it: failures are looked for after the
+  // flags.
+  bool trouble = Glance(x, own).trouble();
   if (!trouble && __any_sync(ALL, waiting)) {
     const long long start = clock_ns();
-    for (int spin = 1; __any_sync(ALL, waiting); ++spin) {
+    for (int spin = 1;; ++spin) {
       if (waiting) waiting = behind();
-      // Flags are looked at often, all else now and then.
-      if (spin % 16 != 0) continue;
+      const bool done = !__any_sync(ALL, waiting);
+      // Flags are looked at often, all else now and then and at the end.
+      if (!done && spin % 16 != 0) continue;
       trouble = Glance(x, own).trouble();
-      if (trouble) break;
+      if (trouble || done) break;
       const u32 late = __ballot_sync(ALL, waiting && clock_ns() - start > x.timeout_ns);
       if (late) {
         const long long milliseconds = min(x.timeout_ns / 1000000, 2147483647ll);
         if (lane == __ffs(late) - 1)
           record_failure(x, TIMEOUT, lane, phase, epoch, static_cast<int>(milliseconds), 0);
+        trouble = true;
         break;
       }
     }
   }
   __syncwarp();
   if (trouble) adopt_aborts(x);
+  return trouble;
+}
+
+// Whether two dispatches have begun since that of `epoch`, so that its half is another's. The kernel before may be the
+// second of them and not have said so yet: where it could be, it is waited for.
+__device__ __forceinline__ bool is_stale(const int* epoch_ptr, int epoch) {
+  int last = load_relaxed(epoch_ptr);
+  if (ahead(last, epoch) == 1) {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    last = load_relaxed(epoch_ptr);
+  }
+  return ahead(last, epoch) >= 2;
 }
 
 // Before other threads, or ranks, are told: what this thread has stored, and has seen, comes first.

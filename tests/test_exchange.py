@@ -258,6 +258,26 @@ def test_two_dispatches_may_be_in_flight_and_a_third_makes_the_first_stale(
         context.check()
 
 
+@pytest.mark.parametrize("max_tokens", [5, 3000])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_third_dispatch_makes_the_first_stale_before_its_tokens_are_waited_for(
+    engine: str, max_tokens: int, device: torch.device, seed: int
+) -> None:
+    """The kernel that waits may start beside the third dispatch, which tells of itself only at its end."""
+    if engine == "triton" and device.type == "cpu" and max_tokens > 5:
+        pytest.skip("a program for each slot, interpreted")
+    settings = {**SETTINGS, "max_tokens_per_rank": max_tokens}
+    ranks = Ranks(1, device, engine, token_format="nvfp4", mode="indexed", **settings)
+    data = [rank_input(seed + i, 0, max_tokens, 256, 7, 3).to(device) for i in range(3)]
+    first, *_ = (ranks.dispatchers[0].dispatch_send(d.x, d.topk_idx, d.topk_weights) for d in data)
+    with pytest.raises(StaleHandleError, match="rank 0") as caught:
+        arrived = ranks.dispatchers[0].dispatch_wait(first)
+        torch.cuda.synchronize() if device.type == "cuda" else None
+        assert arrived.group_offsets.tolist() == [0] * 8
+        ranks.contexts[0].check()
+    assert caught.value.phase == Phase.DISPATCH_WAIT
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_the_first_step_of_a_layer_waits_longer_and_a_timeout_names_its_limit(
     engine: str, device: torch.device, seed: int
