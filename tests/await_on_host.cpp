@@ -107,7 +107,7 @@ bool run(Case what, int number) {
 int main() {
   int runs = 0, wrong = 0;
   for (Case what : {ALL_HERE, ONE_COMES, ONE_FAILS_AND_COMES, ONE_FAILS, NONE_COMES, FAILED_BEFORE})
-    for (int number = 0; number < (what == ONE_FAILS_AND_COMES ? 1200 : 60); ++number, ++runs) 
+    for (int number = 0; number < (what == ONE_FAILS_AND_COMES ? 1200 : 60); ++number, ++runs)
       if (!run(what, number)) std::printf("case %d wrong\n", what), ++wrong;
   std::printf("%d runs, %d wrong\n", runs, wrong);
   return wrong != 0;
