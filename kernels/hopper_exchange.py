@@ -61,6 +61,7 @@ CHUNK = 256
 """Slots of a chunk otherwise."""
 
 Defines = dict[str, int | str]
+"""Macros of a source; made once for a layer and changed by no one."""
 
 
 def fits(geometry: ExchangeGeometry) -> bool:
@@ -125,6 +126,7 @@ def _record_defines(geometry: ExchangeGeometry) -> Defines:
     }
 
 
+@cache
 def dispatch_defines(geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: bool, await_ready: bool) -> Defines:
     """Macros of `dispatch_send.cu`."""
     signals = SignalLayout(geometry.world_size)
@@ -147,6 +149,7 @@ def dispatch_defines(geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: bo
     }
 
 
+@cache
 def arrive_defines(geometry: ExchangeGeometry) -> Defines:
     """Macros of `arrive.cu`."""
     signals = SignalLayout(geometry.world_size)
@@ -170,6 +173,7 @@ def arrive_defines(geometry: ExchangeGeometry) -> Defines:
     }
 
 
+@cache
 def combine_defines(geometry: ExchangeGeometry, *, output_bf16: bool, has_shared: bool) -> Defines:
     """Macros of `combine.cu`."""
     return {
@@ -282,6 +286,22 @@ def arrive(
     chunks = ceil_div(geometry.num_slots, chunk)
     sms = _num_sms(context.device)
     landing_half = geometry.landing_half(context.half_bytes["landing"])
+    early = _flags_say_all(context)
+    # What both kernels begin and end with.
+    memory = [
+        context.landing_pointers,
+        context.stamps_pointers,
+        context.signal_pointers,
+        context.epoch,
+        handle_epoch,
+        context.error,
+        context.latch,
+        geometry.rank,
+        geometry.max_tokens,
+        geometry.num_slots,
+    ]
+    limits = [int64(landing_half), int64(context.half_bytes["stamps"]), int64(timeout_ns)]
+    local = [geometry.first_expert, geometry.num_local_experts]
     counts = None
     if chunks > 1:
         counts = torch.empty((chunks, int(defines["EXPERTS"])), dtype=torch.int32, device=context.device)
@@ -291,29 +311,14 @@ def arrive(
             defines,
             grid=(chunks, 1, 1),
             block=ARRIVE_WARPS * WARP,
-            arguments=[
-                counts,
-                context.landing_pointers,
-                context.stamps_pointers,
-                context.signal_pointers,
-                context.epoch,
-                handle_epoch,
-                context.error,
-                context.latch,
-                geometry.rank,
-                geometry.max_tokens,
-                geometry.num_slots,
-                geometry.first_expert,
-                geometry.num_local_experts,
-                int64(landing_half),
-                int64(context.half_bytes["stamps"]),
-                int64(timeout_ns),
-            ],
+            arguments=[counts, *memory, *local, *limits],
             device=context.device,
-            early=_flags_say_all(context),
+            early=early,
         )
     # One round of blocks; a warp has at least one slot.
     split = max(1, min(sms // chunks, ceil_div(chunk, ARRIVE_WARPS)))
+    written = [group_offsets, group_scale_offsets, row_index_R, positions_SK, rows_RQ, scales, row_scale_R]
+    first_row = landing_half // geometry.record.record_bytes
     launch(
         "arrive.cu",
         "arrive_place",
@@ -321,37 +326,9 @@ def arrive(
         grid=(chunks * split, 1, 1),
         block=ARRIVE_WARPS * WARP,
         shared_bytes=int(defines["PLACES_BYTES"]),
-        arguments=[
-            counts,
-            group_offsets,
-            group_scale_offsets,
-            row_index_R,
-            positions_SK,
-            rows_RQ,
-            scales,
-            row_scale_R,
-            context.landing_pointers,
-            context.stamps_pointers,
-            context.signal_pointers,
-            context.epoch,
-            handle_epoch,
-            context.error,
-            context.latch,
-            geometry.rank,
-            geometry.max_tokens,
-            geometry.num_slots,
-            chunks,
-            split,
-            geometry.first_expert,
-            geometry.num_local_experts,
-            geometry.row_capacity,
-            landing_half // geometry.record.record_bytes,
-            int64(landing_half),
-            int64(context.half_bytes["stamps"]),
-            int64(timeout_ns),
-        ],
+        arguments=[counts, *written, *memory, chunks, split, *local, geometry.row_capacity, first_row, *limits],
         device=context.device,
-        early=_flags_say_all(context),
+        early=early,
     )
     if tiled_scales(geometry):
         launch(
@@ -474,10 +451,4 @@ def _aot_cases(fmt: str) -> Iterator[CudaCase]:
 
 
 BULK_STORE = {90: r"cp\.async\.bulk\.global\.shared::cta\.bulk_group"}
-AOT_CASES: tuple[CudaCase, ...] = (
-    *(case for fmt in FORMATS for case in _aot_cases(fmt)),
-    *(
-        CudaCase("copy_way", "any", "copy_ways.cu", "copy_way", {"WAY": way, "WORLD": 8, "PIECE": 4096, "THREADS": 256})
-        for way in range(3)
-    ),
-)
+AOT_CASES: tuple[CudaCase, ...] = tuple(case for fmt in FORMATS for case in _aot_cases(fmt))

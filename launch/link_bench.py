@@ -18,13 +18,11 @@ from rich.table import Table
 
 from moe_runtime.comm.bootstrap import init_from_env
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.kernels.nvrtc import int64, launch
+from moe_runtime.kernels.copy_ways import PIECE, THREADS, WAYS, copy
 from moe_runtime.launch import environment
 from moe_runtime.launch.timing import TOTAL, Lap, measure
 
 KIND = "links"
-WAYS = ("store", "bulk", "load")
-PIECE, THREADS = 4096, 256
 MEGABYTES = (0.05, 0.25, 1.0, 4.0, 16.0, 40.0)
 BLOCKS = (8, 16, 32, 64, 132, 528)
 
@@ -32,25 +30,6 @@ BLOCKS = (8, 16, 32, 64, 132, 528)
 def piece_bytes(megabytes: float) -> int:
     """Whole pieces, about so many MB."""
     return max(1, round(megabytes * 1e6 / PIECE)) * PIECE
-
-
-def defines(way: str, world_size: int) -> dict[str, int | str]:
-    """Macros of `copy_ways.cu`."""
-    return {"WAY": WAYS.index(way), "WORLD": world_size, "PIECE": PIECE, "THREADS": THREADS}
-
-
-def copy(context: ExpertParallelContext, way: str, blocks: int, num_bytes: int) -> None:
-    """Copy `num_bytes` from the first half of `landing` of each rank to the second half on each other."""
-    sources = context.landing_pointers
-    launch(
-        "copy_ways.cu",
-        "copy_way",
-        defines(way, context.world_size),
-        grid=(blocks, 1, 1),
-        block=THREADS,
-        arguments=[sources, sources + context.half_bytes["landing"], int64(num_bytes), context.rank],
-        device=context.device,
-    )
 
 
 def check(context: ExpertParallelContext, way: str, blocks: int, num_bytes: int) -> None:

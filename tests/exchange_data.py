@@ -37,6 +37,16 @@ def placements(world: int, spare: int = 2) -> list[Placement]:
     return [first, second, Placement(EXPERTS, world, tuple(turned))]
 
 
+LAYERS = [
+    config("nvfp4", mode="packed"),
+    config("bf16", mode="indexed"),
+    config("fp8_block", mode="packed", combine_format="fp8_block"),
+    config("mxfp8", mode="indexed", combine_format="mxfp8"),
+    config("bf16", weight_format="nvfp4", mode="packed"),
+]
+"""What processes and virtual ranks are compared on: every format, both modes, every wire."""
+
+
 @dataclass(frozen=True)
 class RankInput:
     """What one rank brings to a step: bf16 `[T, H]`, int64 `[T, K]`, fp32 `[T, K]`."""

@@ -24,7 +24,7 @@ from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks, virtual_contexts
 from moe_runtime.weights import SwiGLU
 from tests.comparison import assert_same_bits
-from tests.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, RankInput, config, rank_input
+from tests.exchange_data import EXPERTS, HIDDEN, LAYERS, TOKENS, TOP_K, RankInput, config, rank_input
 from tests.pool import run_once
 
 
@@ -64,15 +64,6 @@ def virtual_results(world: int, c: MoELayerConfig, seed: int) -> list[list[torch
             inputs = step_inputs(seed, step, world)
             steps.append(ranks([i.x for i in inputs], [(i.topk_idx, i.topk_weights) for i in inputs]))
         return [list(ys) for ys in zip(*steps, strict=True)]
-
-
-LAYERS = [
-    config("nvfp4", mode="packed"),
-    config("bf16", mode="indexed"),
-    config("fp8_block", mode="packed", combine_format="fp8_block"),
-    config("mxfp8", mode="indexed", combine_format="mxfp8"),
-    config("bf16", weight_format="nvfp4", mode="packed"),
-]
 
 
 @pytest.mark.cpu_only

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from moe_runtime.kernels.copy_ways import WAYS, defines
 from moe_runtime.kernels.nvrtc import compile_source
 from moe_runtime.kernels.runtime import has_nvrtc
 from moe_runtime.launch import link_bench
@@ -15,10 +16,9 @@ RESULTS = Path(link_bench.__file__).resolve().parent / "results" / "links_h200x4
 
 
 @pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC")
-@pytest.mark.parametrize("way", link_bench.WAYS)
+@pytest.mark.parametrize("way", WAYS)
 def test_ways_are_what_they_are_called(way: str) -> None:
-    defines = link_bench.defines(way, 8)
-    ptx = compile_source("copy_ways.cu", defines, "compute_90a").decode()
+    ptx = compile_source("copy_ways.cu", defines(way, 8), "compute_90a").decode()
     assert ("cp.async.bulk.global.shared::cta.bulk_group" in ptx) == (way == "bulk")
 
 

@@ -30,17 +30,8 @@ from moe_runtime.replacement import replace_experts
 from moe_runtime.virtual import VirtualRanks, virtual_contexts
 from moe_runtime.weights import ExpertWeights
 from tests.comparison import assert_same_bits
-from tests.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, RankInput, config, placements, rank_input
+from tests.exchange_data import EXPERTS, HIDDEN, LAYERS, TOKENS, TOP_K, RankInput, config, placements, rank_input
 from tests.pool import run_once
-
-CONFIGS = [
-    config("nvfp4", mode="packed"),
-    config("bf16", mode="indexed"),
-    config("fp8_block", mode="packed", combine_format="fp8_block"),
-    config("mxfp8", mode="indexed", combine_format="mxfp8"),
-    config("bf16", weight_format="nvfp4", mode="packed"),
-]
-
 
 Load = Callable[[MoELayer], None]
 
@@ -100,7 +91,7 @@ def virtual_results(world: int, c: MoELayerConfig, seed: int) -> list[list[torch
 def test_steps_before_between_and_after_replacements_equal_virtual_ranks(
     world: int, transport: str, get_pool: Any, seed: int
 ) -> None:
-    configs = CONFIGS if transport == "shared" else CONFIGS[:2]
+    configs = LAYERS if transport == "shared" else LAYERS[:2]
     results = get_pool(world).run(run_placed, configs, seed, transport, timeout=150)
     for number, c in enumerate(configs):
         expected = virtual_results(world, c, seed)
