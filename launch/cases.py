@@ -14,7 +14,7 @@ from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.config import MoELayerConfig, RunConfig
 from moe_runtime.expert_readers import dense
 from moe_runtime.layer import MoELayer, random_expert
-from moe_runtime.loading import DenseExpert
+from moe_runtime.loading import ExpertTensors
 from moe_runtime.reference import error_bound, moe_reference
 
 ROUTINGS = ("router", "uniform", "zipf", "one")
@@ -27,7 +27,7 @@ CHECK_WEIGHTS = 2**28
 FEW_TOKENS = 4
 """Tokens per rank that are checked by default in larger layers."""
 
-ExpertSource = Callable[[int], DenseExpert]
+ExpertSource = Callable[[int], ExpertTensors]
 
 
 def tokens(seed: int, rank: int, step: int, num_tokens: int, hidden: int) -> torch.Tensor:
@@ -91,7 +91,7 @@ def expert_source(run: RunConfig) -> ExpertSource:
     if checkpoint is None:
         return lambda expert: random_expert(run.layer, run.seed, expert)
 
-    def read(expert: int) -> DenseExpert:
+    def read(expert: int) -> ExpertTensors:
         with Checkpoint(checkpoint.path) as files:
             (one,) = files.experts(checkpoint.layer, range(expert, expert + 1))
             return one

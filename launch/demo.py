@@ -34,7 +34,7 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.formats import FORMATS
 from moe_runtime.launch import cases, environment
 from moe_runtime.layer import MoELayer
-from moe_runtime.loading import DenseExpert
+from moe_runtime.loading import ExpertTensors
 from moe_runtime.metrics import PhaseTimes
 from moe_runtime.reference import relative_error
 
@@ -222,7 +222,7 @@ def _worst(values: list[float]) -> float:
     return float(torch.tensor(values, dtype=torch.float64).max())
 
 
-def _counted(experts: Iterator[DenseExpert], progress: Progress, task: TaskID) -> Iterator[DenseExpert]:
+def _counted(experts: Iterator[ExpertTensors], progress: Progress, task: TaskID) -> Iterator[ExpertTensors]:
     for expert in experts:
         yield expert
         progress.advance(task)

@@ -37,7 +37,7 @@ from moe_runtime.families import (
     moe_layers,
 )
 from moe_runtime.formats import WEIGHT_FORMATS, token_formats_for
-from moe_runtime.loading import FRESH, DenseExpert, QuantRoom, Rooms
+from moe_runtime.loading import FRESH, ExpertTensors, QuantRoom, Rooms
 from moe_runtime.tensor_files import INDEX_FILE, SINGLE_FILE, TensorFiles, file_digests, read_json, write_json
 
 
@@ -158,7 +158,7 @@ class Checkpoint:
             self.files, self.names(layer), layout, sizes.hidden_size, sizes.intermediate_size, sizes.num_experts
         )
 
-    def experts(self, layer: int, expert_ids: Sequence[int], rooms: Rooms = FRESH) -> Iterator[DenseExpert]:
+    def experts(self, layer: int, expert_ids: Sequence[int], rooms: Rooms = FRESH) -> Iterator[ExpertTensors]:
         """Experts of a layer one by one, in the order of `expert_ids`, as they are stored.
 
         `rooms` make the memory of the quants of gate-and-up and of down, as `torch.empty` does.

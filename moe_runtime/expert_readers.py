@@ -17,7 +17,7 @@ import torch
 from moe_runtime.checkpoint_layouts import PLAIN, ScaleName, WeightLayout
 from moe_runtime.formats import WEIGHT_BLOCK_N, TokenFormat, ceil_div
 from moe_runtime.kernels.swizzle import swizzle_scales
-from moe_runtime.loading import FRESH, DenseExpert, Rooms
+from moe_runtime.loading import FRESH, ExpertTensors, Rooms
 from moe_runtime.progress import one_ahead
 from moe_runtime.tensor_files import DTYPES, TensorFiles
 from moe_runtime.weights import MAX_ENCODE_SCALE, ExpertWeights, GateUpOrder
@@ -64,7 +64,7 @@ class ExpertReader:
     inner: int
     num_experts: int
 
-    def experts(self, expert_ids: Sequence[int], rooms: Rooms = FRESH) -> Iterator[DenseExpert]:
+    def experts(self, expert_ids: Sequence[int], rooms: Rooms = FRESH) -> Iterator[ExpertTensors]:
         """Experts one by one, in the order of `expert_ids`.
 
         `rooms` make memory for the quants of gate-and-up and of down; with others than `FRESH` a thread reads the next
@@ -74,11 +74,11 @@ class ExpertReader:
             return (self.expert(expert) for expert in expert_ids)
         return (finish() for finish in one_ahead(self._begin(expert, rooms) for expert in expert_ids))
 
-    def expert(self, expert: int, rooms: Rooms = FRESH) -> DenseExpert:
+    def expert(self, expert: int, rooms: Rooms = FRESH) -> ExpertTensors:
         """One expert, as it is stored."""
         return self._begin(expert, rooms)()
 
-    def _begin(self, expert: int, rooms: Rooms) -> Callable[[], DenseExpert]:
+    def _begin(self, expert: int, rooms: Rooms) -> Callable[[], ExpertTensors]:
         """Read an expert; what is left to do without the disk is left to the result."""
         if self.names.stacked:
             one = self._stacked(expert, rooms)
@@ -86,7 +86,7 @@ class ExpertReader:
         gate, up, down = self.names.linears(expert)
         first = begin_linears(self.files, self.layout, (gate, up), self.inner, self.hidden, rooms[0])
         second = begin_linears(self.files, self.layout, (down,), self.hidden, self.inner, rooms[1])
-        return lambda: DenseExpert(first(), second())
+        return lambda: ExpertTensors(first(), second())
 
     def holds(self, fmt: TokenFormat) -> bool:
         """Whether the quants are stored as weights in `fmt` have them in memory."""
@@ -133,7 +133,7 @@ class ExpertReader:
         suffixes = [""] if self.layout.scale is None else [f"_{self.layout.weight}", f"_{self.layout.scale}"]
         return parts + [f"{name}_proj{suffix}" for name in ("gate_up", "down") for suffix in suffixes]
 
-    def _stacked(self, expert: int, rooms: Rooms) -> DenseExpert:
+    def _stacked(self, expert: int, rooms: Rooms) -> ExpertTensors:
         weights: list[torch.Tensor | ExpertWeights] = []
         biases = []
         sizes = ((2 * self.inner, self.hidden), (self.hidden, self.inner))
@@ -151,7 +151,7 @@ class ExpertReader:
                 weights.append(stored.T.contiguous())
             else:
                 weights.append(self._stacked_weight(prefix, rows, columns, order, expert, empty))
-        return DenseExpert(weights[0], weights[1], biases[0], biases[1])
+        return ExpertTensors(weights[0], weights[1], biases[0], biases[1])
 
     def _stacked_weight(
         self,

@@ -19,7 +19,7 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher, collective_step
 from moe_runtime.experts import Experts
 from moe_runtime.formats import token_format
-from moe_runtime.loading import FRESH, DenseExpert, Rooms, quantize_experts
+from moe_runtime.loading import FRESH, ExpertTensors, Rooms, quantize_experts
 from moe_runtime.memory import staging_bytes
 from moe_runtime.metrics import ExpertLoad, PhaseTimes, phase
 from moe_runtime.placement import Placement, placement_from_config
@@ -240,11 +240,11 @@ class MoELayer(nn.Module):
                 parameter.data.copy_(weight)
 
     def load_experts(
-        self, experts: Iterable[DenseExpert | tuple[torch.Tensor, torch.Tensor]], rooms: Rooms = FRESH
+        self, experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]], rooms: Rooms = FRESH
     ) -> None:
         """Quantize this rank's experts, in order: for each, gate-and-up `[2I, H]` and down `[H, I]`, bf16 or fp32.
 
-        Where the config says `expert_bias` each is a `DenseExpert` with its biases, and one may hold quantized weights.
+        Where the config says `expert_bias` each is an `ExpertTensors` with its biases; one may hold quantized weights.
         `rooms` is for readers. Raises `ValueError` as `moe_runtime.loading.quantize_experts`.
         """
         config = self.config
@@ -399,7 +399,7 @@ def context_from_config(
     )
 
 
-def random_expert(config: MoELayerConfig, seed: int, expert: int) -> DenseExpert:
+def random_expert(config: MoELayerConfig, seed: int, expert: int) -> ExpertTensors:
     """One expert in bf16, from `seed` and its id alone; with biases where the config has them."""
     generator = torch.Generator().manual_seed((seed * 65537 + expert + 1) % 2**63)
 
@@ -409,8 +409,8 @@ def random_expert(config: MoELayerConfig, seed: int, expert: int) -> DenseExpert
     hidden, inner = config.hidden_size, config.intermediate_size
     gate_up, down = normal(2 * inner, hidden, fan_in=hidden), normal(hidden, inner, fan_in=inner)
     if not config.expert_bias:
-        return DenseExpert(gate_up, down)
-    return DenseExpert(gate_up, down, normal(2 * inner, fan_in=hidden), normal(hidden, fan_in=inner))
+        return ExpertTensors(gate_up, down)
+    return ExpertTensors(gate_up, down, normal(2 * inner, fan_in=hidden), normal(hidden, fan_in=inner))
 
 
 @contextmanager

@@ -19,7 +19,7 @@ MADV_POPULATE_WRITE = 23
 _TENSORS = ("quants", "scales", "expert_scales", "bias")
 
 
-class DenseExpert(NamedTuple):
+class ExpertTensors(NamedTuple):
     """One expert: `gate_up [2I, H]`, `down [H, I]`, bf16 or fp32, and its biases `[2I]` and `[H]`.
 
     A weight may also be quantized, `ExpertWeights` of one expert without a bias. The rows of gate and up, in weight and
@@ -72,7 +72,7 @@ FRESH: Rooms = (torch.empty, torch.empty)
 
 
 def quantize_experts(
-    experts: Iterable[DenseExpert | tuple[torch.Tensor, torch.Tensor]],
+    experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]],
     config: MoELayerConfig,
     count: int,
     device: torch.device,
@@ -167,13 +167,13 @@ def _shapes(config: MoELayerConfig) -> dict[str, tuple[int, ...]]:
 
 
 def _checked(
-    experts: Iterable[DenseExpert | tuple[torch.Tensor, torch.Tensor]], config: MoELayerConfig, count: int
-) -> Iterator[DenseExpert]:
+    experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]], config: MoELayerConfig, count: int
+) -> Iterator[ExpertTensors]:
     shapes = _shapes(config)
     for number, given in enumerate(experts):
         if number >= count:
             raise ValueError(f"experts: expected {count} for this rank, got more")
-        expert = DenseExpert(*given)
+        expert = ExpertTensors(*given)
         for name, tensor in expert._asdict().items():
             expected = f"shape {list(shapes[name])}" if name in shapes else "none"
             got = "none" if tensor is None else f"shape {_shape(tensor)}"

@@ -23,7 +23,7 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.families import layer_config
 from moe_runtime.formats import ceil_div
 from moe_runtime.layer import MoELayer, context_from_config, told_to_peers
-from moe_runtime.loading import DenseExpert
+from moe_runtime.loading import ExpertTensors
 
 
 def apply_expert_parallel(
@@ -34,7 +34,7 @@ def apply_expert_parallel(
     token_format: FormatName = "bf16",
     weight_format: WeightFormatName | None = None,
     combine_format: CombineFormatName = "bf16",
-    experts: Callable[[int, Sequence[int]], Iterable[DenseExpert]] | None = None,
+    experts: Callable[[int, Sequence[int]], Iterable[ExpertTensors]] | None = None,
     parallel: ParallelConfig | None = None,
     device: torch.device | str | None = None,
     **overrides: Any,
@@ -129,7 +129,7 @@ class ExpertParallel:
         self._joined = False
         self._chunks = 1
 
-    def add(self, read: Callable[[Sequence[int]], Iterable[DenseExpert]]) -> ParallelExperts:
+    def add(self, read: Callable[[Sequence[int]], Iterable[ExpertTensors]]) -> ParallelExperts:
         """Load what `read` gives for this rank's ids; the module that is to take the place of a block's experts."""
         layer = MoELayer(self.config, self.context, router=False)
         layer.load_experts(read(layer.local_experts))
@@ -281,12 +281,12 @@ def _check_weights(name: str, experts: Any) -> None:
             raise ValueError(f"model: {name}.{key}: expected torch.bfloat16 with values, got {place}")
 
 
-def own_experts(experts: Any, ids: Sequence[int]) -> Iterator[DenseExpert]:
+def own_experts(experts: Any, ids: Sequence[int]) -> Iterator[ExpertTensors]:
     """Experts `ids` of a block; gpt-oss stores them transposed and has biases."""
     transposed, has_bias = getattr(experts, "is_transposed", False), hasattr(experts, "gate_up_proj_bias")
     for expert in ids:
         gate_up, down = experts.gate_up_proj[expert], experts.down_proj[expert]
-        yield DenseExpert(
+        yield ExpertTensors(
             gate_up.mT if transposed else gate_up,
             down.mT if transposed else down,
             experts.gate_up_proj_bias[expert] if has_bias else None,

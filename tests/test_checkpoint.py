@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from moe_runtime import tensor_files
 from moe_runtime.checkpoint import Checkpoint, layer_config_from_checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.config import MoELayerConfig, RouterConfig
-from moe_runtime.loading import DenseExpert
+from moe_runtime.loading import ExpertTensors
 
 CONFIG = MoELayerConfig(
     hidden_size=64, intermediate_size=32, num_experts=5, top_k=2, max_tokens_per_rank=8, router=RouterConfig()
@@ -49,7 +49,7 @@ def change_config(folder: Path, **changes: Any) -> None:
     file.write_text(json.dumps({key: value for key, value in data.items() if value is not None}))
 
 
-def read_layer(folder: Path, layer: int, expert_ids: range) -> list[DenseExpert]:
+def read_layer(folder: Path, layer: int, expert_ids: range) -> list[ExpertTensors]:
     with Checkpoint(folder) as checkpoint:
         return list(checkpoint.experts(layer, expert_ids))
 

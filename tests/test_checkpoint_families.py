@@ -15,7 +15,7 @@ from moe_runtime.checkpoint import Checkpoint, layer_config_from_checkpoint
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.expert_readers import dense
 from moe_runtime.layer import MoELayer
-from moe_runtime.loading import DenseExpert
+from moe_runtime.loading import ExpertTensors
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.weights import ExpertWeights, GateUpOrder
 from tests.checkpoint_writers import load_all, modelopt_nvfp4, mxfp4_blocks, quantize_experts, rewrite
@@ -250,7 +250,7 @@ def test_a_transformers_model_takes_its_experts_from_a_checkpoint(tmp_path: Path
     logits = []
     with Checkpoint(tmp_path) as checkpoint:
 
-        def dequantized(layer: int, expert_ids: range) -> Iterator[DenseExpert]:
+        def dequantized(layer: int, expert_ids: range) -> Iterator[ExpertTensors]:
             for expert in checkpoint.experts(layer, expert_ids):
                 yield expert._replace(gate_up=dense(expert.gate_up), down=dense(expert.down))
 

@@ -23,7 +23,7 @@ from moe_runtime.checkpoint_layouts import (
 )
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.kernels.swizzle import unswizzle_scales
-from moe_runtime.loading import FRESH, DenseExpert, QuantRoom
+from moe_runtime.loading import FRESH, ExpertTensors, QuantRoom
 from moe_runtime.loading import quantize_experts as load_experts
 from moe_runtime.tensor_files import SINGLE_FILE
 from moe_runtime.weights import ExpertWeights, GateUpOrder
@@ -42,7 +42,7 @@ def folder(tmp_path: Path, seed: int) -> Path:
     return tmp_path
 
 
-def read(folder: Path) -> list[DenseExpert]:
+def read(folder: Path) -> list[ExpertTensors]:
     with Checkpoint(folder) as checkpoint:
         return list(checkpoint.experts(0, range(3)))
 

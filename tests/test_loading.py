@@ -12,7 +12,7 @@ from moe_runtime.config import ActivationConfig, MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.formats import FORMATS, WEIGHT_FORMATS, token_formats_for
 from moe_runtime.layer import MoELayer, random_expert
-from moe_runtime.loading import DenseExpert, quantize_experts
+from moe_runtime.loading import ExpertTensors, quantize_experts
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks
 from moe_runtime.weights import GPT_OSS, ExpertWeights, GateUpOrder
@@ -75,7 +75,7 @@ def test_what_does_not_fit_is_named() -> None:
     with pytest.raises(ValueError, match=r"gate_up_bias of expert 0: expected none, got shape \[256\]"):
         quantize_experts([good], plain, 1, cpu)
     with pytest.raises(ValueError, match=r"down of expert 0: expected shape \[256, 128\], got shape \[256, 256\]"):
-        quantize_experts([DenseExpert(good.gate_up, good.gate_up)], plain, 1, cpu)
+        quantize_experts([ExpertTensors(good.gate_up, good.gate_up)], plain, 1, cpu)
 
 
 def test_biases_are_kept_in_fp32(rng: torch.Generator, device: torch.device) -> None:
@@ -93,14 +93,14 @@ def test_biases_are_kept_in_fp32(rng: torch.Generator, device: torch.device) -> 
 QUANTIZED: dict[str, Any] = {**SETTINGS, "expert_bias": False, "weight_format": "nvfp4"}
 
 
-def quantized_experts(fmt: str, rng: torch.Generator, order: GateUpOrder | None) -> list[DenseExpert]:
+def quantized_experts(fmt: str, rng: torch.Generator, order: GateUpOrder | None) -> list[ExpertTensors]:
     """Five experts that are quantized already; with an `order`, gate and up have a second-level scale each."""
     experts = []
     for number in range(5):
         gate_up, down = torch.randn(1, 256, 256, generator=rng), torch.randn(1, 256, 128, generator=rng)
         gate_up[:, ::2] *= number + 2
         parts = ExpertWeights.quantize(gate_up, fmt, gate_up=order or False), ExpertWeights.quantize(down, fmt)
-        experts.append(DenseExpert(*parts))
+        experts.append(ExpertTensors(*parts))
     return experts
 
 
