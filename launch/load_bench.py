@@ -12,7 +12,6 @@ import argparse
 import json
 import multiprocessing
 import os
-import resource
 import statistics
 import sys
 import tempfile
@@ -123,8 +122,16 @@ def load(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
             kept.append(quantize_experts(experts, config, len(mine), cpu, rooms))
     seconds = time.perf_counter() - began
     held = sum(weights.num_bytes for pair in kept for weights in pair)
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-    return {"seconds": seconds, "bytes": held, "peak_bytes": peak}
+    return {"seconds": seconds, "bytes": held, "peak_bytes": _peak_bytes()}
+
+
+def _peak_bytes() -> int:
+    """The largest resident memory of this program.
+
+    Not `getrusage`'s: a process started by vfork begins there with the peak of the one that started it.
+    """
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))
 
 
 def read(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
