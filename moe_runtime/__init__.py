@@ -6,7 +6,7 @@ Layers, from the top; a module imports from its own layer or from those below it
 
     parallel, virtual, launch.*
     conversion
-    layer, calibration
+    layer, step, calibration
     replacement, mover, slots
     dispatcher, experts, checkpoint, router, shared_expert, reference, ops
     expert_readers

@@ -280,16 +280,26 @@ class TokenDispatcher:
             handle=handle,
         )
 
-    def combine_send(self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle) -> None:
-        """First half of `combine`: reduce here and send the partial results home."""
+    def combine_send(
+        self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle, *, out: torch.Tensor | None = None
+    ) -> None:
+        """First half of `combine`: reduce here and send the partial results home.
+
+        `out` is bf16 `[T, H]`, rows without gaps, that `combine_wait` writes and gives back; a new tensor when None.
+        """
         output = expert_output.rows if isinstance(expert_output, CombineSink) else expert_output
         with collective_step(self.context):
             self._check_handle(handle, "combine_send")
             if isinstance(expert_output, CombineSink) and expert_output.handle is not handle:
                 raise ValueError("expert_output: expected a CombineSink of the same handle, got that of another")
             self._check_output(output)
-        shape = (handle.num_tokens, self.geometry.hidden)
-        handle._results["y"] = torch.empty(shape, dtype=torch.bfloat16, device=self.context.device)
+            shape = (handle.num_tokens, self.geometry.hidden)
+            self._check_matrix("out", out, shape)
+            if out is not None and not out.is_contiguous():
+                raise ValueError(f"out: expected rows without gaps, got strides {list(out.stride())}")
+        if out is None:
+            out = torch.empty(shape, dtype=torch.bfloat16, device=self.context.device)
+        handle._results["y"] = out
         self._exchange.combine_send(self.context, self.geometry, self._starts, output, handle.positions, handle.epoch)
         if self.context.carrier is not None:
             geometry = self.geometry
@@ -371,7 +381,11 @@ class TokenDispatcher:
             raise ValueError(
                 f"x: expected at most max_tokens_per_rank = {geometry.max_tokens} tokens, got {x.shape[0]}"
             )
-        expected = (x.shape[0], geometry.top_k)
+        self.check_routing(topk_idx, topk_weights, x.shape[0])
+
+    def check_routing(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_tokens: int) -> None:
+        """Raise `ValueError` unless these are what `dispatch` takes for `num_tokens` tokens."""
+        expected = (num_tokens, self.geometry.top_k)
         kinds = {"topk_idx": (torch.int32, torch.int64), "topk_weights": (torch.float32,)}
         for (name, dtypes), tensor in zip(kinds.items(), (topk_idx, topk_weights), strict=True):
             self._check_place(name, tensor)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.config import MoELayerConfig, ParallelConfig, RunConfig, load_config
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher, collective_step
+from moe_runtime.dispatcher import TokenDispatcher, collective_step
 from moe_runtime.experts import Experts
 from moe_runtime.formats import token_format
 from moe_runtime.loading import FRESH, ExpertTensors, Rooms, quantize_experts
@@ -29,18 +29,8 @@ from moe_runtime.replacement import replace_experts
 from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
 from moe_runtime.slots import SlotTable
+from moe_runtime.step import ExchangeStream, LayerStep, advance, in_micro_batches
 from moe_runtime.weights import GateUpOrder, SwiGLU
-
-
-@dataclass
-class LayerStep:
-    """A step of a layer under way: `begin` sends, `compute` runs the experts and sends back, `finish` gathers."""
-
-    shape: torch.Size
-    handle: DispatchHandle
-    shared: torch.Tensor | None = None
-    arrived: DispatchedTokens | None = None
-    placement: Placement | None = None
 
 
 class MoELayer(nn.Module):
@@ -61,6 +51,7 @@ class MoELayer(nn.Module):
         slots: the `SlotTable` of the placement; None without one.
         router: `moe_runtime.router.Router`; None where there is none.
         dispatcher: `moe_runtime.dispatcher.TokenDispatcher`.
+        exchange_stream: `moe_runtime.step.ExchangeStream`, one of its own where there are micro-batches.
         experts: `moe_runtime.experts.Experts`, None until weights are loaded.
         shared_expert: `moe_runtime.shared_expert.SharedExpert`; None where the config has none.
         times: set to a `PhaseTimes` to time each phase.
@@ -98,13 +89,15 @@ class MoELayer(nn.Module):
             hidden_size=config.hidden_size,
             num_experts=config.num_experts if placement is None else placement.num_slots,
             top_k=config.top_k,
-            max_tokens_per_rank=config.max_tokens_per_rank,
+            max_tokens_per_rank=config.max_tokens_at_once,
             token_format=config.token_format,
             combine_format=config.combine_format,
             mode=config.mode,
             expert_row_capacity=config.expert_row_capacity,
             agree=agree,
         )
+        overlaps = config.micro_batches > 1 and device.type == "cuda"
+        self.exchange_stream = ExchangeStream(device if overlaps else None)
         self.experts: Experts | None = None
         self.shared_expert: SharedExpert | None = None
         if config.shared_expert is not None:
@@ -308,9 +301,37 @@ class MoELayer(nn.Module):
             ValueError: a wrong argument; the peers get `PeerAbortedError`.
             MoERuntimeError: what went wrong between ranks (see `ExpertParallelContext.check`).
         """
-        step = self.begin(x, topk_idx=topk_idx, topk_weights=topk_weights, shared=shared)
-        self.compute(step)
-        return self.finish(step)
+        steps = self.stages(x, topk_idx=topk_idx, topk_weights=topk_weights, shared=shared)
+        while (y := advance(steps)) is None:
+            pass
+        return y
+
+    def stages(
+        self,
+        x: torch.Tensor,
+        *,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        shared: torch.Tensor | None = None,
+    ) -> Generator[None, None, torch.Tensor]:
+        """`forward` with stops, as many on every rank: wherever it goes on only once all ranks have come as far.
+
+        For ranks that take turns in one process (`VirtualRanks`), and for other work in between.
+        """
+        if self.config.micro_batches == 1:
+            step = self.begin(x, topk_idx=topk_idx, topk_weights=topk_weights, shared=shared)
+            yield
+            self.compute(step)
+            yield
+            return self.finish(step)
+        with collective_step(self.context):
+            routed = self._route(x, topk_idx, topk_weights, shared)
+            tokens, limit = routed[0].shape[0], self.config.max_tokens_per_rank
+            if tokens > limit:
+                raise ValueError(f"x: expected at most max_tokens_per_rank = {limit} tokens, got {tokens}")
+            self.dispatcher.check_routing(routed[1], routed[2], tokens)
+        y = yield from in_micro_batches(self, *routed)
+        return y.view(x.shape)
 
     def begin(
         self,
@@ -320,58 +341,73 @@ class MoELayer(nn.Module):
         topk_weights: torch.Tensor | None = None,
         shared: torch.Tensor | None = None,
     ) -> LayerStep:
-        """Route and send this rank's tokens; the shared expert takes them while they travel."""
+        """Route and send this rank's tokens, a micro-batch; the shared expert takes them while they travel."""
         with collective_step(self.context):
-            if self.experts is None:
-                raise ValueError("experts: no weights are loaded (load_experts, from_checkpoint or from_yaml)")
-            if not isinstance(x, torch.Tensor):
-                raise ValueError(f"x: expected a tensor, got {type(x).__name__}")
-            if x.device != self.context.device:
-                raise ValueError(f"x: expected device {self.context.device}, got {x.device}")
-            if x.ndim < 1 or x.shape[-1] != self.config.hidden_size:
-                raise ValueError(f"x: expected [..., {self.config.hidden_size}], got shape {list(x.shape)}")
-            if (topk_idx is None) != (topk_weights is None):
-                raise ValueError("topk_idx: expected together with topk_weights")
-            if shared is not None and self.shared_expert is not None:
-                raise ValueError("shared: expected None, the layer has a shared expert of its own")
-            if shared is not None and shared.shape != x.shape:
-                raise ValueError(f"shared: expected the shape of x, {list(x.shape)}, got {list(shared.shape)}")
-            tokens_TH = x.reshape(-1, self.config.hidden_size)
-            shared_TH = None if shared is None else shared.reshape(-1, self.config.hidden_size)
-            self.dispatcher.check_shared(shared_TH, tokens_TH.shape[0])
-            if topk_idx is None or topk_weights is None:
-                if self.router is None:
-                    raise ValueError("topk_idx: expected a router's answer, the layer was made without a router")
-                with phase("route", self.times):
-                    topk_idx, topk_weights = self.router(tokens_TH)
+            routed = self._route(x, topk_idx, topk_weights, shared)
+        return replace(self.send(*routed), shape=x.shape)
+
+    def compute(self, step: LayerStep) -> None:
+        """Wait for the tokens of all ranks, run this rank's experts on them, and send the results back."""
+        step.receive()
+        step.run_experts()
+        step.send_back()
+
+    def finish(self, step: LayerStep) -> torch.Tensor:
+        """Wait for the results of all ranks and sum them: bf16, the shape of the step's `x`."""
+        y = step.gather()
+        self.exchange_stream.wait_for(self.exchange_stream.mark())
+        return y.view(step.shape)
+
+    def _route(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        shared: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Checked `x` and `shared` as `[T, H]`, and the router's answer, in between: the arguments of `send`."""
+        if self.experts is None:
+            raise ValueError("experts: no weights are loaded (load_experts, from_checkpoint or from_yaml)")
+        if not isinstance(x, torch.Tensor):
+            raise ValueError(f"x: expected a tensor, got {type(x).__name__}")
+        if x.device != self.context.device:
+            raise ValueError(f"x: expected device {self.context.device}, got {x.device}")
+        if x.ndim < 1 or x.shape[-1] != self.config.hidden_size:
+            raise ValueError(f"x: expected [..., {self.config.hidden_size}], got shape {list(x.shape)}")
+        if (topk_idx is None) != (topk_weights is None):
+            raise ValueError("topk_idx: expected together with topk_weights")
+        if shared is not None and self.shared_expert is not None:
+            raise ValueError("shared: expected None, the layer has a shared expert of its own")
+        if shared is not None and shared.shape != x.shape:
+            raise ValueError(f"shared: expected the shape of x, {list(x.shape)}, got {list(shared.shape)}")
+        tokens_TH = x.reshape(-1, self.config.hidden_size)
+        shared_TH = None if shared is None else shared.reshape(-1, self.config.hidden_size)
+        self.dispatcher.check_shared(shared_TH, tokens_TH.shape[0])
+        if topk_idx is None or topk_weights is None:
+            if self.router is None:
+                raise ValueError("topk_idx: expected a router's answer, the layer was made without a router")
+            with phase("route", self.times):
+                topk_idx, topk_weights = self.router(tokens_TH)
+        return tokens_TH, topk_idx, topk_weights, shared_TH
+
+    def send(
+        self,
+        tokens_TH: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        shared_TH: torch.Tensor | None,
+    ) -> LayerStep:
+        """Send routed tokens, a micro-batch; see `begin`."""
+        with collective_step(self.context):
             slots = topk_idx if self.slots is None else self.slots(topk_idx, tokens_TH)
-        with phase("dispatch_send", self.times):
+        with self.exchange_stream.joined(), phase("dispatch_send", self.times):
             handle = self.dispatcher.dispatch_send(tokens_TH, slots, topk_weights)
         if self.shared_expert is not None:
             with collective_step(self.context), torch.no_grad(), phase("shared_expert", self.times):
                 shared_TH = self.shared_expert(tokens_TH)
         if self.expert_load is not None:
             self.expert_load.add(topk_idx)
-        return LayerStep(x.shape, handle, shared_TH, placement=self.placement)
-
-    def compute(self, step: LayerStep) -> None:
-        """Wait for the tokens of all ranks, run this rank's experts on them, and send the results back."""
-        with collective_step(self.context):
-            if step.placement != self.placement:
-                raise ValueError("step: expected one that began after replace_experts, its tokens went to other slots")
-        with phase("dispatch_wait", self.times):
-            step.arrived = self.dispatcher.dispatch_wait(step.handle)
-        with collective_step(self.context), phase("experts", self.times):
-            assert self.experts is not None
-            sink = CombineSink(step.handle)
-            self.experts(step.arrived, out=sink.rows)
-        with phase("combine_send", self.times):
-            self.dispatcher.combine_send(sink, step.handle)
-
-    def finish(self, step: LayerStep) -> torch.Tensor:
-        """Wait for the results of all ranks and sum them: bf16, the shape of the step's `x`."""
-        with phase("combine_wait", self.times):
-            return self.dispatcher.combine_wait(step.handle, shared=step.shared).view(step.shape)
+        return LayerStep(self, tokens_TH.shape, handle, shared_TH, self.placement)
 
     def extra_repr(self) -> str:
         config = self.config

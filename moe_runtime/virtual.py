@@ -17,6 +17,7 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.layer import MoELayer
 from moe_runtime.placement import Placement
 from moe_runtime.replacement import replace_experts
+from moe_runtime.step import advance
 
 
 def virtual_contexts(
@@ -28,7 +29,7 @@ def virtual_contexts(
 
 
 class VirtualRanks:
-    """One `MoELayer` per virtual rank. Ranks take turns within a step: all send, all compute, all finish.
+    """One `MoELayer` per virtual rank. Ranks take turns within a step, at the stops of `MoELayer.stages`.
 
     Args:
         config: of the layer.
@@ -64,10 +65,11 @@ class VirtualRanks:
         steps = []
         for rank, (layer, x) in enumerate(zip(self.layers, xs, strict=True)):
             topk_idx, topk_weights = routing[rank] if routing is not None else (None, None)
-            steps.append(layer.begin(x, topk_idx=topk_idx, topk_weights=topk_weights))
-        for layer, step in zip(self.layers, steps, strict=True):
-            layer.compute(step)
-        return [layer.finish(step) for layer, step in zip(self.layers, steps, strict=True)]
+            steps.append(layer.stages(x, topk_idx=topk_idx, topk_weights=topk_weights))
+        while True:
+            ended = [advance(step) for step in steps]
+            if ended[0] is not None:
+                return [y for y in ended if y is not None]
 
     def replace_experts(self, placement: Placement) -> None:
         """`MoELayer.replace_experts` on all ranks."""
