@@ -168,20 +168,27 @@ def decoded_gemm(
     *,
     packed_ld: int | None = None,
     scale_block: int | None = None,
+    num_sms: int | None = None,
 ) -> None:
     """`grouped_gemm` into `out`, whose rows start at multiples of two numbers.
 
     Scales of `a` that are `ScaleLayout.PACKED` come with their leading dimension `packed_ld` and the first scale row of
     each group in `group_scale_offsets`; `scale_block` is the block of the scales of `a`, None that of its format.
     """
-    _launch(a, w, out, None, None, None, None, packed_ld, scale_block)
+    _launch(a, w, out, None, None, None, None, num_sms, packed_ld, scale_block)
 
 
 def decoded_gemm_swiglu(
-    a: GroupedRows, w: PreparedWeights, activation: SwiGLU, out: GroupedRows, gsf: torch.Tensor | None
+    a: GroupedRows,
+    w: PreparedWeights,
+    activation: SwiGLU,
+    out: GroupedRows,
+    gsf: torch.Tensor | None,
+    *,
+    num_sms: int | None = None,
 ) -> None:
     """`grouped_gemm_swiglu` into the rows and all scales of `out`; `gsf` may be more than it is clamped to."""
-    _launch(a, w, out.rows, activation, out.scales, gsf, out)
+    _launch(a, w, out.rows, activation, out.scales, gsf, out, num_sms)
 
 
 @cache
@@ -233,6 +240,7 @@ def _launch(
     out_scales: torch.Tensor | None,
     gsf: torch.Tensor | None,
     result: GroupedRows | None,
+    num_sms: int | None,
     packed_ld: int | None = None,
     scale_block: int | None = None,
 ) -> None:
@@ -248,7 +256,7 @@ def _launch(
         "decoded_gemm.cu",
         "decoded_gemm",
         defines,
-        grid=(torch.cuda.get_device_properties(w.device).multi_processor_count, 1, 1),
+        grid=(nvrtc.most_sms(w.device, num_sms), 1, 1),
         block=128 * (shape.warpgroups + 1),
         arguments=[
             decode_tokens(a, w.num_experts, packed_ld, scale_block),

@@ -243,6 +243,7 @@ def grouped_gemm(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     engine: str = "auto",
+    num_sms: int | None = None,
 ) -> torch.Tensor:
     """Multiply the rows of each group by the weight of its expert: `acc * row_scale * expert_scale + bias`.
 
@@ -252,6 +253,7 @@ def grouped_gemm(
         out: bf16, fp16 or fp32 `[>= capacity, N]`, last dimension contiguous; made when None.
         out_dtype: of a new output.
         engine: "auto", "triton" or "torch"; only "auto" takes the kernels of Hopper.
+        num_sms: most SMs that the GEMM of Hopper takes; None means all. Other kernels pay no heed to it.
 
     Returns:
         The output. Rows past the last group, of groups with an expert outside `0 .. E-1`, and of groups past
@@ -266,11 +268,11 @@ def grouped_gemm(
             raise ValueError("w.gate_up: expected None in prepared weights, which are reordered for SwiGLU otherwise")
         if runs_cuda(engine, a.rows.device):
             out = check_out(a, w, out, out_dtype)
-            decoded_gemm.decoded_gemm(a, w, out)
+            decoded_gemm.decoded_gemm(a, w, out, num_sms=num_sms)
             return out
         w = w.restore()
     elif runs_cuda(engine, a.rows.device) and tma_gemm.supports(a, w, out):
-        return tma_gemm.grouped_gemm(a, w, out=out, out_dtype=out_dtype)
+        return tma_gemm.grouped_gemm(a, w, out=out, out_dtype=out_dtype, num_sms=num_sms)
     if resolve_engine(engine, a.rows.device) == "torch":
         return reference_gemm.grouped_gemm(a, w, out=out, out_dtype=out_dtype)
     out = check_out(a, w, out, out_dtype)
@@ -288,6 +290,7 @@ def grouped_gemm_swiglu(
     out_format: str | TokenFormat,
     out_gsf: float | torch.Tensor | None = None,
     engine: str = "auto",
+    num_sms: int | None = None,
 ) -> GroupedRows:
     """Multiply by gate and up, apply the activation in fp32, and quantize it without another rounding.
 
@@ -299,6 +302,7 @@ def grouped_gemm_swiglu(
         out_gsf: encode scale of an `nvfp4` result, a positive number or one fp32 element on the device, clamped to
             2^100; None means `gemm_arguments.DEFAULT_INTERMEDIATE_GSF`. Must be None for other formats.
         engine: "auto", "triton" or "torch"; only "auto" takes the kernels of Hopper.
+        num_sms: most SMs that the GEMM of Hopper takes; None means all. Other kernels pay no heed to it.
 
     Returns:
         Rows `[capacity, I]` of the same groups, packed by position, `row_index` None, scales in the consumer's layout;
@@ -314,13 +318,13 @@ def grouped_gemm_swiglu(
             raise ValueError("w.gate_up: expected prepared weights of gate and up, got plain ones")
         if runs_cuda(engine, a.rows.device):
             out, gsf = empty_intermediate(a, w, out_format, out_gsf, False)
-            decoded_gemm.decoded_gemm_swiglu(a, w, activation, out, gsf)
+            decoded_gemm.decoded_gemm_swiglu(a, w, activation, out, gsf, num_sms=num_sms)
             return out
         w = w.restore()
     elif runs_cuda(engine, a.rows.device) and tma_gemm.supports_swiglu(a, w, token_format(out_format)):
         if out_gsf is not None:
             raise ValueError(f"out_gsf: expected None for {token_format(out_format).name}, got {out_gsf!r}")
-        return tma_gemm.grouped_gemm_swiglu(a, w, activation, out_format=out_format)
+        return tma_gemm.grouped_gemm_swiglu(a, w, activation, out_format=out_format, num_sms=num_sms)
     if resolve_engine(engine, a.rows.device) == "torch":
         return reference_gemm.grouped_gemm_swiglu(a, w, activation, out_format=out_format, out_gsf=out_gsf)
     out, gsf = empty_intermediate(a, w, out_format, out_gsf)

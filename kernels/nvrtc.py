@@ -188,6 +188,12 @@ def launch(
         _checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
 
 
+def most_sms(device: torch.device, limit: int | None = None) -> int:
+    """How many SMs a kernel may take: those of `device`, `limit` at most."""
+    sms = int(torch.cuda.get_device_properties(device).multi_processor_count)
+    return sms if limit is None else min(sms, limit)
+
+
 def _value(argument: Argument | Any) -> Any:
     if argument is None:
         return ctypes.c_void_p(0)

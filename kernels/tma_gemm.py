@@ -53,7 +53,6 @@ from __future__ import annotations
 import ctypes
 from collections import OrderedDict
 from dataclasses import dataclass
-from functools import cache
 from typing import Any
 
 import torch
@@ -182,6 +181,7 @@ def grouped_gemm(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
     regime: Regime | None = None,
+    num_sms: int | None = None,
 ) -> torch.Tensor:
     """`grouped_gemm.grouped_gemm` for operands that `supports` takes; `regime` None is `choose_regime`.
 
@@ -192,7 +192,7 @@ def grouped_gemm(
     if a.capacity and a.num_groups and w.num_experts:
         if not supports(a, w, out):
             raise ValueError("a, w, out: not supported by this kernel")
-        _launch(a, w, regime, w.num_rows, out, out.stride(0), None, OUT_DTYPES.index(out.dtype), None)
+        _launch(a, w, regime, w.num_rows, out, out.stride(0), None, OUT_DTYPES.index(out.dtype), None, num_sms)
     return out
 
 
@@ -203,6 +203,7 @@ def grouped_gemm_swiglu(
     *,
     out_format: str | TokenFormat,
     regime: Regime | None = None,
+    num_sms: int | None = None,
 ) -> GroupedRows:
     """`grouped_gemm.grouped_gemm_swiglu` for operands that `supports_swiglu` takes; `regime` None is `choose_regime`.
 
@@ -215,7 +216,7 @@ def grouped_gemm_swiglu(
         if not supports_swiglu(a, w, out.format):
             raise ValueError("a, w, out_format: not supported by this kernel")
         code = 0 if out.scales is None else 3
-        _launch(a, w, regime, out.num_columns, out.rows, out.num_columns, out.scales, code, activation)
+        _launch(a, w, regime, out.num_columns, out.rows, out.num_columns, out.scales, code, activation, num_sms)
     return out
 
 
@@ -263,6 +264,7 @@ def _launch(
     out_scales: torch.Tensor | None,
     out_code: int,
     activation: SwiGLU | None,
+    num_sms: int | None = None,
 ) -> None:
     regime = choose_regime(a.capacity, a.num_groups) if regime is None else regime
     device, groups = a.rows.device, a.num_groups
@@ -288,7 +290,7 @@ def _launch(
         SOURCE,
         "tma_gemm",
         defines,
-        grid=(_blocks(device) // regime.cluster * regime.cluster, 1, 1),
+        grid=(max(nvrtc.most_sms(device, num_sms) // regime.cluster, 1) * regime.cluster, 1, 1),
         block=THREADS,
         arguments=[
             a_map,
@@ -324,11 +326,6 @@ def _launch(
 
 def _pointer(t: torch.Tensor | None) -> int | None:
     return None if t is None else t.data_ptr()
-
-
-@cache
-def _blocks(device: torch.device) -> int:
-    return int(torch.cuda.get_device_properties(device).multi_processor_count)
 
 
 def _rows_map(rows: torch.Tensor, k: int, box_rows: int) -> Any:

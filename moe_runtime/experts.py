@@ -31,6 +31,7 @@ class Experts:
         intermediate_gsf: encode scale of an `nvfp4` intermediate, a number or one fp32 element on the device of the
             weights; None means `kernels.gemm_arguments.DEFAULT_INTERMEDIATE_GSF`. Kept as a tensor.
         engine: "auto", "triton" or "torch".
+        num_sms: most SMs that Hopper's GEMMs take, for experts beside an exchange; None means all.
 
     Raises:
         ValueError: weights that do not belong together; the message names the argument.
@@ -42,9 +43,12 @@ class Experts:
     intermediate_format: str | TokenFormat | None = None
     intermediate_gsf: float | torch.Tensor | None = None
     engine: str = "auto"
+    num_sms: int | None = None
 
     def __post_init__(self) -> None:
         gate_up, down = self.gate_up, self.down
+        if self.num_sms is not None and self.num_sms < 1:
+            raise ValueError(f"num_sms: expected at least 1 or None, got {self.num_sms}")
         check_activation(gate_up, self.activation)
         if isinstance(gate_up, PreparedWeights) and gate_up.gate_up is None:
             raise ValueError("gate_up: expected weights prepared with gate_up, got plain ones")
@@ -116,5 +120,6 @@ class Experts:
             out_format=self.intermediate_format,
             out_gsf=self.intermediate_gsf,
             engine=self.engine,
+            num_sms=self.num_sms,
         )
-        return grouped_gemm(hidden, self.down, out=out, engine=self.engine)
+        return grouped_gemm(hidden, self.down, out=out, engine=self.engine, num_sms=self.num_sms)

@@ -1,0 +1,72 @@
+"""A limit on the SMs that Hopper's grouped GEMMs take: the grid that is launched, and the same bits on a GPU."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_runtime.experts import Experts
+from moe_runtime.kernels import decoded_gemm, nvrtc
+from moe_runtime.kernels import tma_gemm as tma
+from moe_runtime.kernels.gemm_arguments import empty_intermediate
+from moe_runtime.prepared import PreparedWeights
+from moe_runtime.weights import SwiGLU
+from tests.comparison import assert_same_bits
+from tests.conftest import HAS_GPU
+from tests.gemm_cases import make_rows, random_weights
+
+SIZES = [200, 0, 1, 60]
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("limit", "blocks"), [(None, 132), (500, 132), (116, 116), (7, 7), (1, 1)])
+def test_grids(limit: int | None, blocks: int, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a machine that looks like one with an H200. Clusters of two blocks take an even number, and one at least."""
+    grids: list[int] = []
+
+    def record(file: str, name: str, *_: Any, grid: tuple[int, int, int], **more: Any) -> None:
+        if name != "decode_tokens":
+            grids.append(grid[0])
+
+    monkeypatch.setattr(nvrtc, "launch", record)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
+    for name in ("supports", "supports_swiglu"):
+        monkeypatch.setattr(tma, name, lambda *_: True)
+    monkeypatch.setattr(tma, "_tensor_map", lambda *_: None)
+    cpu = torch.device("cpu")
+    w = random_weights("nvfp4", 4, 256, 256, rng, cpu)
+    a = make_rows("nvfp4", SIZES, 256, rng, cpu, num_experts=4)
+    plain = PreparedWeights.prepare(w)
+    decoded_gemm.decoded_gemm(a, plain, torch.empty(a.capacity, 256), num_sms=limit)
+    gated = PreparedWeights.prepare(random_weights("nvfp4", 4, 256, 256, rng, cpu, gate_up=True))
+    out, gsf = empty_intermediate(a, gated, "nvfp4", None)
+    decoded_gemm.decoded_gemm_swiglu(a, gated, SwiGLU(), out, gsf, num_sms=limit)
+    assert grids == [blocks, blocks]
+    w = random_weights("fp8_block", 4, 256, 256, rng, cpu)
+    a = make_rows("fp8_block", SIZES, 256, rng, cpu, num_experts=4)
+    for regime in (tma.DECODE, tma.PREFILL):
+        tma.grouped_gemm(a, w, regime=regime, num_sms=limit)
+        tma.grouped_gemm_swiglu(a, w, SwiGLU(), out_format="fp8_block", regime=regime, num_sms=limit)
+    pairs = max(2, blocks // 2 * 2)
+    assert grids[2:] == [blocks, blocks, pairs, pairs]
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_block", "mxfp8", "nvfp4"])
+def test_experts_give_the_same_bits_on_any_number_of_sms(fmt: str, rng: torch.Generator, device: torch.device) -> None:
+    a = make_rows(fmt, SIZES, 256, rng, device, num_experts=4)
+    gate_up = random_weights(fmt, 4, 512, 256, rng, device, gate_up=True)
+    down = random_weights(fmt, 4, 256, 256, rng, device)
+    total = sum(SIZES)
+    want = Experts(gate_up, down).prepared()(a)[:total]
+    for limit in (1, 2, 3, 16, 500) if HAS_GPU else (1,):
+        assert_same_bits(Experts(gate_up, down, num_sms=limit).prepared()(a)[:total], want, f"{limit} SMs")
+
+
+def test_a_limit_below_one_is_refused(rng: torch.Generator, device: torch.device) -> None:
+    w = random_weights("bf16", 1, 128, 64, rng, device, gate_up=True), random_weights("bf16", 1, 64, 64, rng, device)
+    with pytest.raises(ValueError, match="num_sms: expected at least 1 or None, got 0"):
+        Experts(*w, num_sms=0)
