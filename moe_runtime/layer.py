@@ -83,7 +83,8 @@ class MoELayer(nn.Module):
                 self.context.register(staging_bytes=staging_bytes(config, self.context.world_size))
         self.router: Router | None = None
         if router:
-            self.router = Router(config.hidden_size, config.num_experts, config.top_k, config.router, device)
+            sizes = (config.hidden_size, config.num_experts, config.top_k)
+            self.router = Router(*sizes, config.router, device, engine=self.context.engine)
         self.dispatcher = TokenDispatcher(
             self.context,
             hidden_size=config.hidden_size,

@@ -1,5 +1,7 @@
 """Top-k routing in fp32: the same logits give the same experts on every device, ties going to the lowest id.
 
+(Sigmoid scores of two devices may differ in their last bit.) `moe_runtime.kernels.route` is the kernel for GPUs.
+
 Shape letters: `T` tokens, `H` hidden size, `E` experts of the layer, `K` experts per token.
 """
 
@@ -9,6 +11,7 @@ import torch
 from torch import nn
 
 from moe_runtime.config import RouterConfig
+from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.loading import copy_checked
 
 
@@ -108,6 +111,10 @@ def sigmoid_topk(
 class Router(nn.Module):
     """Linear gate and top-k: `forward(x [T, H]) -> (topk_idx int32 [T, K], topk_weights fp32 [T, K])`.
 
+    Args:
+        engine: "triton" sums in fp32 by a kernel, where it takes the tokens; "torch" in float64; "auto" is Triton on
+            GPUs. A token's answer does not depend on its neighbours with either.
+
     Attributes:
         weight: fp32 `[E, H]`; a bf16 checkpoint fits in it exactly.
         bias: fp32 `[E]`, added to the logits, zeros until loaded; None where the config has no bias.
@@ -115,9 +122,17 @@ class Router(nn.Module):
     """
 
     def __init__(
-        self, hidden_size: int, num_experts: int, top_k: int, config: RouterConfig, device: torch.device | None = None
+        self,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        config: RouterConfig,
+        device: torch.device | None = None,
+        *,
+        engine: str = "auto",
     ) -> None:
         super().__init__()
+        self.engine = engine
         self.top_k = top_k
         self.config = config
         weight = torch.empty(num_experts, hidden_size, dtype=torch.float32, device=device)
@@ -152,19 +167,29 @@ class Router(nn.Module):
         Summed in float64 and rounded once: libraries choose the order of fp32 sums by the number of tokens, and a
         token's weights must not depend on its neighbours.
         """
+        self._check(x_TH)
+        with torch.no_grad():
+            bias = None if self.bias is None else self.bias.double()
+            return nn.functional.linear(x_TH.double(), self.weight.double(), bias).float()
+
+    def _check(self, x_TH: torch.Tensor) -> None:
         if x_TH.dim() != 2 or x_TH.shape[1] != self.weight.shape[1]:
             raise ValueError(f"x: expected [T, {self.weight.shape[1]}], got {list(x_TH.shape)}")
         if not x_TH.is_floating_point():
             raise ValueError(f"x: expected a float dtype, got {x_TH.dtype}")
         if x_TH.requires_grad and torch.is_grad_enabled():
             raise ValueError("x: requires grad, but the runtime is for inference only; detach it or use no_grad")
-        with torch.no_grad():
-            bias = None if self.bias is None else self.bias.double()
-            return nn.functional.linear(x_TH.double(), self.weight.double(), bias).float()
 
     def forward(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        self._check(x_TH)
+        config, experts = self.config, self.weight.shape[0]
+        if resolve_engine(self.engine, x_TH.device) == "triton":
+            from moe_runtime.kernels import route
+
+            if route.supports(x_TH, experts, config):
+                biases = {"bias_E": self.bias, "correction_bias_E": self.e_score_correction_bias}
+                return route.route(x_TH, self.weight, self.top_k, config, **biases)
         logits_TE = self.logits(x_TH)
-        config = self.config
         if config.kind == "softmax":
             return softmax_topk(
                 logits_TE, self.top_k, renormalize=config.renormalize, scaling_factor=config.scaling_factor

@@ -39,6 +39,8 @@ OPERATIONS = {
     "group_gemm_fp8_nt_groupwise": ("fp8_block",),
     "combine_send": WIRE_FORMATS,
     "combine_wait": WIRE_FORMATS,
+    "route_logits": ("bf16",),
+    "route_choose": ("any",),
 }
 """Operations, and the formats that each needs a kernel for."""
 
