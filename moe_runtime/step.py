@@ -45,7 +45,7 @@ class ExchangeStream:
         if self._stream is None:
             yield
             return
-        self._stream.wait_stream(torch.cuda.current_stream())
+        self._stream.wait_stream(torch.cuda.current_stream(self._stream.device))
         with torch.cuda.stream(self._stream):
             yield
 
@@ -55,8 +55,8 @@ class ExchangeStream:
 
     def wait_for(self, mark: torch.cuda.Event | None) -> None:
         """The current stream goes on after `mark`."""
-        if mark is not None:
-            torch.cuda.current_stream().wait_event(mark)
+        if self._stream is not None and mark is not None:
+            torch.cuda.current_stream(self._stream.device).wait_event(mark)
 
 
 @dataclass
