@@ -10,7 +10,8 @@
 // for `dispatch_send` to end: it does so at its own end, for those that wait for it.
 //
 // Macros: those of signalling.cuh, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a multiple of 32),
-// WARPS (of a block), PLACES_BYTES (shared memory of `arrive_place`), TILED (whether `arrive_scales` is launched), PACKED,
+// WARPS (of a block), LOOPED (whether blocks take several chunks, one after the other, or shares of them), PLACES_BYTES
+// (shared memory of `arrive_place`), TILED (whether `arrive_scales` is launched), PACKED,
 // QUANT_BYTES, SCALE_COLUMNS, RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, STALE_HANDLE and CAPACITY
 // (ErrorCode), DISPATCH_WAIT (Phase).
 
@@ -24,6 +25,13 @@ constexpr int NONE = 0xFFFF;
 constexpr int SCALE_WORDS = FMT == FP8_BLOCK ? SCALE_COLUMNS : (SCALE_COLUMNS + 3) / 4;
 constexpr int LANE_SCALES = (SCALE_WORDS + 31) / 32;
 constexpr bool TILED_SCALES = SCALE_WORDS > 0 && FMT != FP8_BLOCK && TILED;
+
+// What a block does: one task, or, where there may be fewer blocks, each its next one a whole grid further on.
+#if LOOPED
+#define EACH_TASK(task, tasks) for (u32 task = blockIdx.x; task < static_cast<u32>(tasks); task += gridDim.x)
+#else
+#define EACH_TASK(task, tasks) if (const u32 task = blockIdx.x; true)
+#endif
 
 template <int BYTES>
 struct Wide {
@@ -94,16 +102,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int* own = x.words(rank);
   const u64 landed = landing[rank], stamped = stamps[rank];
   asm volatile("griddepcontrol.launch_dependents;");
-  const int epoch = load_relaxed(handle_epoch), first_slot = blockIdx.x * CHUNK;
-  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
-  const int last_source = min(first_slot + CHUNK, num_slots) - 1;
-  const bool good = await_tokens(x, own, epoch_ptr, epoch, first_slot / max_tokens, last_source / max_tokens);
-  const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
-  for (int s = threadIdx.x; good && s < CHUNK; s += THREADS)
-    arrived.each_expert(first_slot + s, [&](int k, int expert) { atomicAdd(&counts[expert], 1); });
-  __syncthreads();
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) chunk_counts[blockIdx.x * EXPERTS + e] = counts[e];
+  const int epoch = load_relaxed(handle_epoch);
+  EACH_TASK(chunk, (num_slots + CHUNK - 1) / CHUNK) {
+    const int first_slot = chunk * CHUNK;
+    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
+    const int last_source = min(first_slot + CHUNK, num_slots) - 1;
+    const bool good = await_tokens(x, own, epoch_ptr, epoch, first_slot / max_tokens, last_source / max_tokens);
+    const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
+    for (int s = threadIdx.x; good && s < CHUNK; s += THREADS)
+      arrived.each_expert(first_slot + s, [&](int k, int expert) { atomicAdd(&counts[expert], 1); });
+    __syncthreads();
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) chunk_counts[chunk * EXPERTS + e] = counts[e];
+    if (LOOPED) __syncthreads();
+  }
 }
 
 // Shared memory of `arrive_place`.
@@ -132,145 +144,148 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   if (chunks > 1) asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
   const int epoch = load_relaxed(handle_epoch), warp = threadIdx.x / 32, lane = threadIdx.x & 31;
-  const int chunk = blockIdx.x / split, part = blockIdx.x % split, first_slot = chunk * CHUNK;
-  for (int i = threadIdx.x; i < EXPERTS * CHUNK_WORDS; i += THREADS) places.bits[0][i] = 0;
-  for (int i = threadIdx.x; i < CHUNK * K; i += THREADS) places.local[0][i] = NONE;
-  // Counted chunks have been waited for.
-  bool good = await_tokens(x, own, epoch_ptr, epoch, 0, chunks == 1 ? WORLD - 1 : -1);
-  const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
-  for (int s = threadIdx.x; good && s < CHUNK; s += THREADS)
-    arrived.each_expert(first_slot + s, [&](int k, int expert) {
-      places.local[s][k] = static_cast<u16>(expert);
-      atomicOr(&places.bits[expert][s / 32], 1u << s % 32);
-    });
-  __syncthreads();
+  EACH_TASK(task, chunks * split) {
+    const int chunk = task / split, part = task % split, first_slot = chunk * CHUNK;
+    for (int i = threadIdx.x; i < EXPERTS * CHUNK_WORDS; i += THREADS) places.bits[0][i] = 0;
+    for (int i = threadIdx.x; i < CHUNK * K; i += THREADS) places.local[0][i] = NONE;
+    // Counted chunks have been waited for.
+    bool good = await_tokens(x, own, epoch_ptr, epoch, 0, chunks == 1 ? WORLD - 1 : -1);
+    const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
+    for (int s = threadIdx.x; good && s < CHUNK; s += THREADS)
+      arrived.each_expert(first_slot + s, [&](int k, int expert) {
+        places.local[s][k] = static_cast<u16>(expert);
+        atomicOr(&places.bits[expert][s / 32], 1u << s % 32);
+      });
+    __syncthreads();
 
-  for (int e = warp; e < EXPERTS; e += WARPS) {
-    int here = 0;
-    for (int start = 0; start < CHUNK_WORDS; start += 32) {
-      const int word = start + lane, count = word < CHUNK_WORDS ? __popc(places.bits[e][word]) : 0;
-      int upto = count;
+    for (int e = warp; e < EXPERTS; e += WARPS) {
+      int here = 0;
+      for (int start = 0; start < CHUNK_WORDS; start += 32) {
+        const int word = start + lane, count = word < CHUNK_WORDS ? __popc(places.bits[e][word]) : 0;
+        int upto = count;
 #pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        const int other = __shfl_up_sync(ALL, upto, d);
-        if (lane >= d) upto += other;
+        for (int d = 1; d < 32; d *= 2) {
+          const int other = __shfl_up_sync(ALL, upto, d);
+          if (lane >= d) upto += other;
+        }
+        if (word < CHUNK_WORDS) places.before[e][word] = static_cast<u16>(here + upto - count);
+        here += __shfl_sync(ALL, upto, 31);
       }
-      if (word < CHUNK_WORDS) places.before[e][word] = static_cast<u16>(here + upto - count);
-      here += __shfl_sync(ALL, upto, 31);
-    }
-    int total = here, earlier = 0;
-    if (chunks > 1) {
-      int all = 0;
-      for (int c = lane; c < chunks; c += 32) {
-        const int count = chunk_counts[c * EXPERTS + e];
-        all += count;
-        earlier += c < chunk ? count : 0;
+      int total = here, earlier = 0;
+      if (chunks > 1) {
+        int all = 0;
+        for (int c = lane; c < chunks; c += 32) {
+          const int count = chunk_counts[c * EXPERTS + e];
+          all += count;
+          earlier += c < chunk ? count : 0;
+        }
+        total = __reduce_add_sync(ALL, all);
+        earlier = __reduce_add_sync(ALL, earlier);
       }
-      total = __reduce_add_sync(ALL, all);
-      earlier = __reduce_add_sync(ALL, earlier);
+      if (lane == 0) places.totals[e] = total, places.first[e] = earlier;
     }
-    if (lane == 0) places.totals[e] = total, places.first[e] = earlier;
-  }
-  __syncthreads();
-  if (warp == 0) {
-    int row = 0, block = 0;
-    for (int start = 0; start < EXPERTS; start += 32) {
-      const int e = start + lane, count = e < EXPERTS ? places.totals[e] : 0, blocks = (count + 127) / 128;
-      int rows_upto = count, blocks_upto = blocks;
+    __syncthreads();
+    if (warp == 0) {
+      int row = 0, block = 0;
+      for (int start = 0; start < EXPERTS; start += 32) {
+        const int e = start + lane, count = e < EXPERTS ? places.totals[e] : 0, blocks = (count + 127) / 128;
+        int rows_upto = count, blocks_upto = blocks;
 #pragma unroll
-      for (int d = 1; d < 32; d *= 2) {
-        const int more_rows = __shfl_up_sync(ALL, rows_upto, d), more_blocks = __shfl_up_sync(ALL, blocks_upto, d);
-        if (lane >= d) rows_upto += more_rows, blocks_upto += more_blocks;
+        for (int d = 1; d < 32; d *= 2) {
+          const int more_rows = __shfl_up_sync(ALL, rows_upto, d), more_blocks = __shfl_up_sync(ALL, blocks_upto, d);
+          if (lane >= d) rows_upto += more_rows, blocks_upto += more_blocks;
+        }
+        if (e < EXPERTS) {
+          places.offset[e] = row + rows_upto - count;
+          places.block[e] = block + blocks_upto - blocks;
+          places.first[e] += row + rows_upto - count;
+        }
+        row += __shfl_sync(ALL, rows_upto, 31);
+        block += __shfl_sync(ALL, blocks_upto, 31);
       }
-      if (e < EXPERTS) {
-        places.offset[e] = row + rows_upto - count;
-        places.block[e] = block + blocks_upto - blocks;
-        places.first[e] += row + rows_upto - count;
+      if (lane == 0) {
+        places.rows = row;
+        if (row > capacity && blockIdx.x == 0)
+          record_failure(x, CAPACITY, rank, DISPATCH_WAIT, epoch, row, capacity);
       }
-      row += __shfl_sync(ALL, rows_upto, 31);
-      block += __shfl_sync(ALL, blocks_upto, 31);
     }
-    if (lane == 0) {
-      places.rows = row;
-      if (row > capacity && blockIdx.x == 0)
-        record_failure(x, CAPACITY, rank, DISPATCH_WAIT, epoch, row, capacity);
+    __syncthreads();
+    good = good && places.rows <= capacity;
+    if (blockIdx.x == 0) {
+      for (int e = threadIdx.x; e < num_local; e += THREADS) {
+        group_offsets[e] = good ? places.offset[e] : 0;
+        group_scale_offsets[e] = good ? places.block[e] - places.offset[e] / 128 : 0;
+      }
+      if (threadIdx.x == 0) group_offsets[num_local] = good ? places.rows : 0;
     }
-  }
-  __syncthreads();
-  good = good && places.rows <= capacity;
-  if (blockIdx.x == 0) {
-    for (int e = threadIdx.x; e < num_local; e += THREADS) {
-      group_offsets[e] = good ? places.offset[e] : 0;
-      group_scale_offsets[e] = good ? places.block[e] - places.offset[e] / 128 : 0;
-    }
-    if (threadIdx.x == 0) group_offsets[num_local] = good ? places.rows : 0;
-  }
-  // Another block may have seen no failure yet: whatever it claims, rows must be ones that exist.
-  if (!good)
-    for (int r = threadIdx.x; r < capacity; r += THREADS) row_index[r] = 0;
+    // Another block may have seen no failure yet: whatever it claims, rows must be ones that exist.
+    if (!good)
+      for (int r = threadIdx.x; r < capacity; r += THREADS) row_index[r] = 0;
 
-  const int landing_row = first_row * (epoch & 1);
-  for (int s = part * WARPS + warp; s < CHUNK; s += split * WARPS) {
-    const int slot = first_slot + s;
-    if (slot >= num_slots) break;
-    int position = -1;
-    long long at_scales = 0;
-    if (lane < K) {
-      const int e = good ? places.local[s][lane] : NONE;
-      if (e != NONE) {
-        const int word = s / 32;
-        position = places.first[e] + places.before[e][word] + __popc(places.bits[e][word] & ((1u << s % 32) - 1));
-        row_index[position] = landing_row + slot;
-        // The row's first byte in the 128x4 swizzle of its group's scales.
-        const int row = position - places.offset[e];
-        at_scales = static_cast<long long>(places.block[e] + row / 128) * SCALE_WORDS * 512 + row % 32 * 16 + row % 128 / 32 * 4;
+    const int landing_row = first_row * (epoch & 1);
+    for (int s = part * WARPS + warp; s < CHUNK; s += split * WARPS) {
+      const int slot = first_slot + s;
+      if (slot >= num_slots) break;
+      int position = -1;
+      long long at_scales = 0;
+      if (lane < K) {
+        const int e = good ? places.local[s][lane] : NONE;
+        if (e != NONE) {
+          const int word = s / 32;
+          position = places.first[e] + places.before[e][word] + __popc(places.bits[e][word] & ((1u << s % 32) - 1));
+          row_index[position] = landing_row + slot;
+          // The row's first byte in the 128x4 swizzle of its group's scales.
+          const int row = position - places.offset[e];
+          at_scales = static_cast<long long>(places.block[e] + row / 128) * SCALE_WORDS * 512 + row % 32 * 16 + row % 128 / 32 * 4;
+        }
+        positions[static_cast<long long>(slot) * K + lane] = position;
       }
-      positions[static_cast<long long>(slot) * K + lane] = position;
-    }
-    const u32 present = __ballot_sync(ALL, position >= 0);
-    if (present == 0) continue;
-    const u8* record = arrived.record(slot);
-    if constexpr (SCALE_WORDS > 0 && !TILED_SCALES) {
-      u32 words[LANE_SCALES > 0 ? LANE_SCALES : 1];
-#pragma unroll
-      for (int i = 0; i < LANE_SCALES; ++i) {
-        const int word = i * 32 + lane;
-        words[i] = word < SCALE_WORDS ? __ldcg(reinterpret_cast<const u32*>(record + SCALES_AT) + word) : 0;
-        if (FMT != FP8_BLOCK && SCALE_COLUMNS % 4 != 0 && word == SCALE_WORDS - 1)
-          words[i] &= (1u << 8 * (SCALE_COLUMNS % 4)) - 1;
-      }
-      for (u32 left = present; left; left &= left - 1) {
-        const int k = __ffs(left) - 1;
-        const long long row = __shfl_sync(ALL, position, k);
-        const long long at = __shfl_sync(ALL, at_scales, k);
+      const u32 present = __ballot_sync(ALL, position >= 0);
+      if (present == 0) continue;
+      const u8* record = arrived.record(slot);
+      if constexpr (SCALE_WORDS > 0 && !TILED_SCALES) {
+        u32 words[LANE_SCALES > 0 ? LANE_SCALES : 1];
 #pragma unroll
         for (int i = 0; i < LANE_SCALES; ++i) {
           const int word = i * 32 + lane;
-          if (word >= SCALE_WORDS) continue;
-          if (FMT == FP8_BLOCK) reinterpret_cast<u32*>(scales)[row * SCALE_COLUMNS + word] = words[i];
-          else *reinterpret_cast<u32*>(scales + at + word * 512) = words[i];
+          words[i] = word < SCALE_WORDS ? __ldcg(reinterpret_cast<const u32*>(record + SCALES_AT) + word) : 0;
+          if (FMT != FP8_BLOCK && SCALE_COLUMNS % 4 != 0 && word == SCALE_WORDS - 1)
+            words[i] &= (1u << 8 * (SCALE_COLUMNS % 4)) - 1;
+        }
+        for (u32 left = present; left; left &= left - 1) {
+          const int k = __ffs(left) - 1;
+          const long long row = __shfl_sync(ALL, position, k);
+          const long long at = __shfl_sync(ALL, at_scales, k);
+#pragma unroll
+          for (int i = 0; i < LANE_SCALES; ++i) {
+            const int word = i * 32 + lane;
+            if (word >= SCALE_WORDS) continue;
+            if (FMT == FP8_BLOCK) reinterpret_cast<u32*>(scales)[row * SCALE_COLUMNS + word] = words[i];
+            else *reinterpret_cast<u32*>(scales + at + word * 512) = words[i];
+          }
         }
       }
-    }
-    if (FMT == NVFP4 && position >= 0) row_scale[position] = __ldcg(reinterpret_cast<const float*>(record + ROW_SCALE_AT));
-    if constexpr (PACKED) {
-      constexpr int WIDTH = QUANT_BYTES % 16 == 0 ? 16 : 8, PIECES = QUANT_BYTES / WIDTH, AT_ONCE = 8;
-      using Piece = typename Wide<WIDTH>::type;
-      const Piece* from = reinterpret_cast<const Piece*>(record);
-      for (int start = 0; start < PIECES; start += 32 * AT_ONCE) {
-        Piece pieces[AT_ONCE];
-#pragma unroll
-        for (int i = 0; i < AT_ONCE; ++i)
-          if (start + i * 32 + lane < PIECES) pieces[i] = __ldcg(from + start + i * 32 + lane);
-        for (u32 left = present; left; left &= left - 1) {
-          const long long row = __shfl_sync(ALL, position, __ffs(left) - 1);
-          Piece* to = reinterpret_cast<Piece*>(rows + row * QUANT_BYTES);
+      if (FMT == NVFP4 && position >= 0) row_scale[position] = __ldcg(reinterpret_cast<const float*>(record + ROW_SCALE_AT));
+      if constexpr (PACKED) {
+        constexpr int WIDTH = QUANT_BYTES % 16 == 0 ? 16 : 8, PIECES = QUANT_BYTES / WIDTH, AT_ONCE = 8;
+        using Piece = typename Wide<WIDTH>::type;
+        const Piece* from = reinterpret_cast<const Piece*>(record);
+        for (int start = 0; start < PIECES; start += 32 * AT_ONCE) {
+          Piece pieces[AT_ONCE];
 #pragma unroll
           for (int i = 0; i < AT_ONCE; ++i)
-            if (start + i * 32 + lane < PIECES) to[start + i * 32 + lane] = pieces[i];
+            if (start + i * 32 + lane < PIECES) pieces[i] = __ldcg(from + start + i * 32 + lane);
+          for (u32 left = present; left; left &= left - 1) {
+            const long long row = __shfl_sync(ALL, position, __ffs(left) - 1);
+            Piece* to = reinterpret_cast<Piece*>(rows + row * QUANT_BYTES);
+#pragma unroll
+            for (int i = 0; i < AT_ONCE; ++i)
+              if (start + i * 32 + lane < PIECES) to[start + i * 32 + lane] = pieces[i];
+          }
         }
       }
     }
+    if (LOOPED) __syncthreads();
   }
   // A kernel that waits for this one waits for what came before, too.
   if (chunks == 1) asm volatile("griddepcontrol.wait;" ::: "memory");

@@ -19,7 +19,7 @@ from moe_runtime.formats import FORMATS, FormatCode, ceil_div
 from moe_runtime.geometry import ExchangeGeometry, sample_geometry
 from moe_runtime.kernels.dispatch import padded
 from moe_runtime.kernels.runtime import AotCase
-from moe_runtime.kernels.signalling import exchange_aot_case, record_failure, signals_of, wait_for_peer
+from moe_runtime.kernels.signalling import exchange_aot_case, record_failure, signals_of, turns_of, wait_for_peer
 
 if TYPE_CHECKING:
     from moe_runtime.context import ExpertParallelContext
@@ -103,6 +103,7 @@ def _arrive_count_kernel(
     K_PAD: tl.constexpr,
     WORLD: tl.constexpr,
     WORLD_PAD: tl.constexpr,
+    LOOPED: tl.constexpr,
     E_PAD: tl.constexpr,
     SLOTS: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -112,29 +113,31 @@ def _arrive_count_kernel(
     TOKEN_COUNT: tl.constexpr,
     ABORT: tl.constexpr,
 ):
-    program = tl.program_id(0)
-    source = program // chunks
-    token = (program % chunks) * SLOTS + tl.arange(0, SLOTS)
-    epoch = tl.load(handle_epoch_ptr)
-    half = epoch & 1
-    words = signals_of(signal_ptrs, rank) + half * WORLD + source
+    first = tl.program_id(0)
+    for turn in range(turns_of(WORLD * chunks) if LOOPED else 1):
+        program = turn * tl.num_programs(0) + first
+        source = program // chunks
+        token = (program % chunks) * SLOTS + tl.arange(0, SLOTS)
+        epoch = tl.load(handle_epoch_ptr)
+        half = epoch & 1
+        words = signals_of(signal_ptrs, rank) + half * WORLD + source
 
-    if tl.load(epoch_ptr) - epoch >= 2:
-        record_failure(
-            error_ptr, latch_ptr, signal_ptrs, STALE_HANDLE, rank, DISPATCH_WAIT, epoch, 0, 0, rank, ABORT, WORLD
-        )
-    wait_for_peer(
-        words + DISPATCH_FLAG, epoch, source, DISPATCH_WAIT, epoch,
-        error_ptr, latch_ptr, signal_ptrs, rank, timeout_ns, ABORT, WORLD, WORLD_PAD,
-    )  # fmt: skip
-    local = arrived_experts(
-        landing_ptrs, stamps_ptrs, signal_ptrs, latch_ptr, epoch, rank, source, token, max_tokens,
-        first_expert, num_local, landing_half, stamps_half, K, K_PAD, WORLD, RECORD_BYTES, IDS_AT, TOKEN_COUNT,
-    )  # fmt: skip
-    for start in range(0, E_PAD, EXPERTS):
-        expert = start + tl.arange(0, EXPERTS)
-        here = tl.max((local[:, :, None] == expert[None, None, :]).to(tl.int32), axis=1)
-        tl.store(counts_ptr + program * E_PAD + expert, tl.sum(here, axis=0))
+        if tl.load(epoch_ptr) - epoch >= 2:
+            record_failure(
+                error_ptr, latch_ptr, signal_ptrs, STALE_HANDLE, rank, DISPATCH_WAIT, epoch, 0, 0, rank, ABORT, WORLD
+            )
+        wait_for_peer(
+            words + DISPATCH_FLAG, epoch, source, DISPATCH_WAIT, epoch,
+            error_ptr, latch_ptr, signal_ptrs, rank, timeout_ns, ABORT, WORLD, WORLD_PAD,
+        )  # fmt: skip
+        local = arrived_experts(
+            landing_ptrs, stamps_ptrs, signal_ptrs, latch_ptr, epoch, rank, source, token, max_tokens,
+            first_expert, num_local, landing_half, stamps_half, K, K_PAD, WORLD, RECORD_BYTES, IDS_AT, TOKEN_COUNT,
+        )  # fmt: skip
+        for start in range(0, E_PAD, EXPERTS):
+            expert = start + tl.arange(0, EXPERTS)
+            here = tl.max((local[:, :, None] == expert[None, None, :]).to(tl.int32), axis=1)
+            tl.store(counts_ptr + program * E_PAD + expert, tl.sum(here, axis=0))
 
 
 @triton.jit(do_not_specialize=["rank", "num_chunks", "num_local", "capacity"])
@@ -209,6 +212,7 @@ def _arrive_place_kernel(
     K: tl.constexpr,
     K_PAD: tl.constexpr,
     WORLD: tl.constexpr,
+    LOOPED: tl.constexpr,
     E_PAD: tl.constexpr,
     SLOTS: tl.constexpr,
     EXPERTS: tl.constexpr,
@@ -217,31 +221,33 @@ def _arrive_place_kernel(
     TOKEN_COUNT: tl.constexpr,
 ):
     """Position of each (slot, k) among the packed rows, -1 where it has none, and the inverse, `row_index`."""
-    program = tl.program_id(0)
-    source = program // chunks
-    token = (program % chunks) * SLOTS + tl.arange(0, SLOTS)
-    epoch = tl.load(handle_epoch_ptr)
-    half = epoch & 1
-    slot = source * max_tokens + token
-    k = tl.arange(0, K_PAD)
-    local = arrived_experts(
-        landing_ptrs, stamps_ptrs, signal_ptrs, latch_ptr, epoch, rank, source, token, max_tokens,
-        first_expert, num_local, landing_half, stamps_half, K, K_PAD, WORLD, RECORD_BYTES, IDS_AT, TOKEN_COUNT,
-    )  # fmt: skip
-    position = tl.full([SLOTS, K_PAD], -1, tl.int32)
-    for start in range(0, E_PAD, EXPERTS):
-        expert = start + tl.arange(0, EXPERTS)
-        hit = (local[:, :, None] == expert[None, None, :]).to(tl.int32)
-        here = tl.max(hit, axis=1)
-        earlier = tl.cumsum(here, axis=0) - here
-        base = tl.load(counts_ptr + program * E_PAD + expert)
-        base += tl.load(group_offsets_ptr + expert, mask=expert < num_local, other=0)
-        # One more than the position, so that 0 can mean "not in this block of experts".
-        position += tl.sum(hit * (base[None, :] + earlier + 1)[:, None, :], axis=2)
-    inside = (k < K)[None, :] & (token < max_tokens)[:, None]
-    tl.store(positions_ptr + slot[:, None] * K + k[None, :], position, mask=inside)
-    row = first_row * half + slot
-    tl.store(row_index_ptr + position, tl.broadcast_to(row[:, None], [SLOTS, K_PAD]), mask=inside & (position >= 0))
+    first = tl.program_id(0)
+    for turn in range(turns_of(WORLD * chunks) if LOOPED else 1):
+        program = turn * tl.num_programs(0) + first
+        source = program // chunks
+        token = (program % chunks) * SLOTS + tl.arange(0, SLOTS)
+        epoch = tl.load(handle_epoch_ptr)
+        half = epoch & 1
+        slot = source * max_tokens + token
+        k = tl.arange(0, K_PAD)
+        local = arrived_experts(
+            landing_ptrs, stamps_ptrs, signal_ptrs, latch_ptr, epoch, rank, source, token, max_tokens,
+            first_expert, num_local, landing_half, stamps_half, K, K_PAD, WORLD, RECORD_BYTES, IDS_AT, TOKEN_COUNT,
+        )  # fmt: skip
+        position = tl.full([SLOTS, K_PAD], -1, tl.int32)
+        for start in range(0, E_PAD, EXPERTS):
+            expert = start + tl.arange(0, EXPERTS)
+            hit = (local[:, :, None] == expert[None, None, :]).to(tl.int32)
+            here = tl.max(hit, axis=1)
+            earlier = tl.cumsum(here, axis=0) - here
+            base = tl.load(counts_ptr + program * E_PAD + expert)
+            base += tl.load(group_offsets_ptr + expert, mask=expert < num_local, other=0)
+            # One more than the position, so that 0 can mean "not in this block of experts".
+            position += tl.sum(hit * (base[None, :] + earlier + 1)[:, None, :], axis=2)
+        inside = (k < K)[None, :] & (token < max_tokens)[:, None]
+        tl.store(positions_ptr + slot[:, None] * K + k[None, :], position, mask=inside)
+        row = first_row * half + slot
+        tl.store(row_index_ptr + position, tl.broadcast_to(row[:, None], [SLOTS, K_PAD]), mask=inside & (position >= 0))
 
 
 @triton.jit(do_not_specialize=["rank", "landing_half", "first_expert"])
@@ -257,6 +263,7 @@ def _arrive_rows_kernel(
     rank,
     landing_half,
     first_expert,
+    LOOPED_SLOTS: tl.constexpr,
     K: tl.constexpr,
     FMT: tl.constexpr,
     PACKED: tl.constexpr,
@@ -269,40 +276,44 @@ def _arrive_rows_kernel(
     IDS_AT: tl.constexpr,
 ):
     """Copy what one landed token carries to each of its positions: scales, row scale and, if `PACKED`, quants."""
-    slot = tl.program_id(0)
-    half = tl.load(handle_epoch_ptr) & 1
-    record = tl.load(landing_ptrs + rank).to(tl.pointer_type(tl.uint8)) + half * landing_half
-    record += slot.to(tl.int64) * RECORD_BYTES
-    lane = tl.arange(0, BYTES)
-    for k in range(K):
-        position = tl.load(positions_ptr + slot * K + k)
-        if position >= 0:
-            if PACKED:
-                row = rows_ptr + position.to(tl.int64) * QUANT_BYTES
-                for start in range(0, QUANT_BYTES, BYTES):
-                    inside = start + lane < QUANT_BYTES
-                    tl.store(row + start + lane, tl.load(record + start + lane, mask=inside), mask=inside)
-            if SCALE_COLUMNS > 0:
-                if FMT == FP8_BLOCK:
-                    source = (record + SCALES_AT).to(tl.pointer_type(tl.float32))
-                    at = scales_ptr + position.to(tl.int64) * SCALE_COLUMNS
-                    for start in range(0, SCALE_COLUMNS, BYTES):
-                        inside = start + lane < SCALE_COLUMNS
-                        tl.store(at + start + lane, tl.load(source + start + lane, mask=inside), mask=inside)
-                else:
-                    expert = tl.load((record + IDS_AT).to(tl.pointer_type(tl.uint16)) + k).to(tl.int32) - first_expert
-                    local_row = position - tl.load(group_offsets_ptr + expert)
-                    block = tl.load(first_block_ptr + expert) + local_row // 128
-                    columns4: tl.constexpr = (SCALE_COLUMNS + 3) // 4
-                    at = scales_ptr + block.to(tl.int64) * columns4 * 512
-                    at += (local_row % 32) * 16 + ((local_row % 128) // 32) * 4
-                    for start in range(0, columns4 * 4, BYTES):
-                        column = start + lane
-                        byte = tl.load(record + SCALES_AT + column, mask=column < SCALE_COLUMNS, other=0)
-                        tl.store(at + (column // 4) * 512 + column % 4, byte, mask=column < columns4 * 4)
-            if FMT == NVFP4:
-                scale = tl.load((record + ROW_SCALE_AT).to(tl.pointer_type(tl.float32)))
-                tl.store(row_scale_ptr + position, scale)
+    first = tl.program_id(0)
+    for turn in range(turns_of(LOOPED_SLOTS) if LOOPED_SLOTS else 1):
+        slot = turn * tl.num_programs(0) + first
+        half = tl.load(handle_epoch_ptr) & 1
+        record = tl.load(landing_ptrs + rank).to(tl.pointer_type(tl.uint8)) + half * landing_half
+        record += slot.to(tl.int64) * RECORD_BYTES
+        lane = tl.arange(0, BYTES)
+        for k in range(K):
+            position = tl.load(positions_ptr + slot * K + k)
+            if position >= 0:
+                if PACKED:
+                    row = rows_ptr + position.to(tl.int64) * QUANT_BYTES
+                    for start in range(0, QUANT_BYTES, BYTES):
+                        inside = start + lane < QUANT_BYTES
+                        tl.store(row + start + lane, tl.load(record + start + lane, mask=inside), mask=inside)
+                if SCALE_COLUMNS > 0:
+                    if FMT == FP8_BLOCK:
+                        source = (record + SCALES_AT).to(tl.pointer_type(tl.float32))
+                        at = scales_ptr + position.to(tl.int64) * SCALE_COLUMNS
+                        for start in range(0, SCALE_COLUMNS, BYTES):
+                            inside = start + lane < SCALE_COLUMNS
+                            tl.store(at + start + lane, tl.load(source + start + lane, mask=inside), mask=inside)
+                    else:
+                        expert = (
+                            tl.load((record + IDS_AT).to(tl.pointer_type(tl.uint16)) + k).to(tl.int32) - first_expert
+                        )
+                        local_row = position - tl.load(group_offsets_ptr + expert)
+                        block = tl.load(first_block_ptr + expert) + local_row // 128
+                        columns4: tl.constexpr = (SCALE_COLUMNS + 3) // 4
+                        at = scales_ptr + block.to(tl.int64) * columns4 * 512
+                        at += (local_row % 32) * 16 + ((local_row % 128) // 32) * 4
+                        for start in range(0, columns4 * 4, BYTES):
+                            column = start + lane
+                            byte = tl.load(record + SCALES_AT + column, mask=column < SCALE_COLUMNS, other=0)
+                            tl.store(at + (column // 4) * 512 + column % 4, byte, mask=column < columns4 * 4)
+                if FMT == NVFP4:
+                    scale = tl.load((record + ROW_SCALE_AT).to(tl.pointer_type(tl.float32)))
+                    tl.store(row_scale_ptr + position, scale)
 
 
 def arrive(
@@ -340,7 +351,7 @@ def arrive(
     counts = torch.empty((num_chunks, e_pad), dtype=torch.int32, device=context.device)
     first_block = torch.empty(max(geometry.num_local_experts, 1), dtype=torch.int32, device=context.device)
     landing_half = geometry.landing_half(context.half_bytes["landing"])
-    _arrive_count_kernel[(num_chunks,)](
+    _arrive_count_kernel[(geometry.programs(num_chunks),)](
         counts,
         context.landing_pointers,
         context.stamps_pointers,
@@ -374,7 +385,7 @@ def arrive(
         geometry.row_capacity,
         **constexprs["offsets"],
     )
-    _arrive_place_kernel[(num_chunks,)](
+    _arrive_place_kernel[(geometry.programs(num_chunks),)](
         counts,
         group_offsets,
         row_index_R,
@@ -394,7 +405,7 @@ def arrive(
         landing_half // geometry.record.record_bytes,
         **constexprs["place"],
     )
-    _arrive_rows_kernel[(geometry.num_slots,)](
+    _arrive_rows_kernel[(geometry.programs(geometry.num_slots),)](
         positions_SK,
         group_offsets,
         first_block,
@@ -418,6 +429,7 @@ def _constexprs(geometry: ExchangeGeometry) -> dict[str, dict[str, Any]]:
         "K": geometry.top_k,
         "K_PAD": padded(geometry.top_k),
         "WORLD": geometry.world_size,
+        "LOOPED": geometry.num_sms is not None,
         "E_PAD": e_pad,
         "SLOTS": SLOTS,
         "EXPERTS": EXPERTS,
@@ -440,6 +452,7 @@ def _constexprs(geometry: ExchangeGeometry) -> dict[str, dict[str, Any]]:
         },
         "place": place,
         "rows": {
+            "LOOPED_SLOTS": 0 if geometry.num_sms is None else geometry.num_slots,
             "K": geometry.top_k,
             "FMT": int(geometry.token_format.code),
             "PACKED": geometry.packed,
@@ -454,8 +467,8 @@ def _constexprs(geometry: ExchangeGeometry) -> dict[str, dict[str, Any]]:
     }
 
 
-def _aot_cases(fmt: str, packed: bool) -> tuple[AotCase, ...]:
-    geometry = sample_geometry(fmt, packed=packed)
+def _aot_cases(fmt: str, packed: bool, num_sms: int | None = None) -> tuple[AotCase, ...]:
+    geometry = sample_geometry(fmt, packed=packed, num_sms=num_sms)
     kernels = {
         "count": _arrive_count_kernel,
         "offsets": _arrive_offsets_kernel,
@@ -469,4 +482,7 @@ def _aot_cases(fmt: str, packed: bool) -> tuple[AotCase, ...]:
     )
 
 
-AOT_CASES = tuple(case for fmt in FORMATS for packed in (False, True) for case in _aot_cases(fmt, packed))
+AOT_CASES = (
+    *(case for fmt in FORMATS for packed in (False, True) for case in _aot_cases(fmt, packed)),
+    *_aot_cases("nvfp4", True, num_sms=16),
+)

@@ -21,7 +21,14 @@ from moe_runtime.kernels.bits import bf16_bits_to_f32, e4m3_bits_to_f32, e8m0_to
 from moe_runtime.kernels.dispatch import padded, ranks_of, store_quants, tile_columns
 from moe_runtime.kernels.quantize import quantize_tile
 from moe_runtime.kernels.runtime import AotCase
-from moe_runtime.kernels.signalling import exchange_aot_case, last_to_arrive, record_failure, signals_of, wait_for_peer
+from moe_runtime.kernels.signalling import (
+    exchange_aot_case,
+    last_to_arrive,
+    record_failure,
+    signals_of,
+    turns_of,
+    wait_for_peer,
+)
 
 if TYPE_CHECKING:
     from moe_runtime.context import ExpertParallelContext
@@ -52,6 +59,7 @@ def _combine_send_kernel(
     landing_half,
     combine_half,
     OUTPUT_BF16: tl.constexpr,
+    LOOPED: tl.constexpr,
     HIDDEN: tl.constexpr,
     K: tl.constexpr,
     K_PAD: tl.constexpr,
@@ -68,49 +76,51 @@ def _combine_send_kernel(
     COMBINE_FLAG: tl.constexpr,
     ABORT: tl.constexpr,
 ):
-    slot = tl.program_id(0)
-    source = slot // max_tokens
-    token = slot % max_tokens
+    first = tl.program_id(0)
     epoch = tl.load(handle_epoch_ptr)
     half = epoch & 1
-    if slot == 0:
-        if tl.load(epoch_ptr) - epoch >= 2:
-            record_failure(
-                error_ptr, latch_ptr, signal_ptrs, STALE_HANDLE, rank, COMBINE_SEND, epoch, 0, 0, rank, ABORT, WORLD
-            )
+    for turn in range(turns_of(WORLD * max_tokens) if LOOPED else 1):
+        slot = turn * tl.num_programs(0) + first
+        source = slot // max_tokens
+        token = slot % max_tokens
+        if slot == 0:
+            if tl.load(epoch_ptr) - epoch >= 2:
+                record_failure(
+                    error_ptr, latch_ptr, signal_ptrs, STALE_HANDLE, rank, COMBINE_SEND, epoch, 0, 0, rank, ABORT, WORLD
+                )
 
-    k = tl.arange(0, K_PAD)
-    positions = tl.load(positions_ptr + slot * K + k, mask=k < K, other=-1)
-    # A stale handle's slots hold another step's records: their routing must not be used as addresses.
-    if (tl.max(positions, axis=0) >= 0) & (tl.load(epoch_ptr) - epoch < 2):
-        record = tl.load(landing_ptrs + rank).to(tl.pointer_type(tl.uint8)) + half * landing_half
-        record += slot.to(tl.int64) * RECORD_BYTES
-        ids = tl.load((record + IDS_AT).to(tl.pointer_type(tl.uint16)) + k, mask=k < K, other=65535).to(tl.int32)
-        owners = ranks_of(tl.where(ids == 65535, -1, ids), starts_ptr, WORLD, WORLD_PAD)
-        part = 0
-        for peer in range(WORLD):
-            if peer < rank:
-                part += tl.max((owners == peer).to(tl.int32), axis=0)
-        partial = tl.load(combine_ptrs + source).to(tl.pointer_type(tl.uint8)) + half * combine_half
-        partial += (token * PARTS + part).to(tl.int64) * PARTIAL_BYTES
-        weights = (record + WEIGHTS_AT).to(tl.pointer_type(tl.float32))
-        column = tl.arange(0, COLUMNS)
-        for start in range(0, HIDDEN, COLUMNS):
-            inside = start + column < HIDDEN
-            total = tl.zeros([COLUMNS], dtype=tl.float32)
-            for entry in range(K):
-                position = tl.load(positions_ptr + slot * K + entry)
-                if position >= 0:
-                    at = position.to(tl.int64) * output_stride + start + column
-                    if OUTPUT_BF16:
-                        row = tl.load(output_ptr.to(tl.pointer_type(tl.uint16)) + at, mask=inside, other=0)
-                    else:
-                        row = f32_to_bf16_bits(tl.load(output_ptr + at, mask=inside, other=0.0))
-                    total += tl.load(weights + entry) * bf16_bits_to_f32(row)
-            quants, scales = quantize_tile(
-                tl.reshape(total, [1, COLUMNS]), tl.full([1], 1.0, tl.float32), WIRE
-            )  # fmt: skip
-            store_quants(partial, partial + PARTIAL_SCALES_AT, quants, scales, start, HIDDEN, COLUMNS, WIRE)
+        k = tl.arange(0, K_PAD)
+        positions = tl.load(positions_ptr + slot * K + k, mask=k < K, other=-1)
+        # A stale handle's slots hold another step's records: their routing must not be used as addresses.
+        if (tl.max(positions, axis=0) >= 0) & (tl.load(epoch_ptr) - epoch < 2):
+            record = tl.load(landing_ptrs + rank).to(tl.pointer_type(tl.uint8)) + half * landing_half
+            record += slot.to(tl.int64) * RECORD_BYTES
+            ids = tl.load((record + IDS_AT).to(tl.pointer_type(tl.uint16)) + k, mask=k < K, other=65535).to(tl.int32)
+            owners = ranks_of(tl.where(ids == 65535, -1, ids), starts_ptr, WORLD, WORLD_PAD)
+            part = 0
+            for peer in range(WORLD):
+                if peer < rank:
+                    part += tl.max((owners == peer).to(tl.int32), axis=0)
+            partial = tl.load(combine_ptrs + source).to(tl.pointer_type(tl.uint8)) + half * combine_half
+            partial += (token * PARTS + part).to(tl.int64) * PARTIAL_BYTES
+            weights = (record + WEIGHTS_AT).to(tl.pointer_type(tl.float32))
+            column = tl.arange(0, COLUMNS)
+            for start in range(0, HIDDEN, COLUMNS):
+                inside = start + column < HIDDEN
+                total = tl.zeros([COLUMNS], dtype=tl.float32)
+                for entry in range(K):
+                    position = tl.load(positions_ptr + slot * K + entry)
+                    if position >= 0:
+                        at = position.to(tl.int64) * output_stride + start + column
+                        if OUTPUT_BF16:
+                            row = tl.load(output_ptr.to(tl.pointer_type(tl.uint16)) + at, mask=inside, other=0)
+                        else:
+                            row = f32_to_bf16_bits(tl.load(output_ptr + at, mask=inside, other=0.0))
+                        total += tl.load(weights + entry) * bf16_bits_to_f32(row)
+                quants, scales = quantize_tile(
+                    tl.reshape(total, [1, COLUMNS]), tl.full([1], 1.0, tl.float32), WIRE
+                )  # fmt: skip
+                store_quants(partial, partial + PARTIAL_SCALES_AT, quants, scales, start, HIDDEN, COLUMNS, WIRE)
 
     if last_to_arrive(counter_ptr, tl.num_programs(0)):
         for peer in range(WORLD):
@@ -135,6 +145,7 @@ def _combine_wait_kernel(
     combine_half,
     timeout_ns,
     HAS_SHARED: tl.constexpr,
+    LOOPED: tl.constexpr,
     HIDDEN: tl.constexpr,
     WORLD: tl.constexpr,
     WORLD_PAD: tl.constexpr,
@@ -146,7 +157,7 @@ def _combine_wait_kernel(
     COMBINE_FLAG: tl.constexpr,
     ABORT: tl.constexpr,
 ):
-    token = tl.program_id(0)
+    first = tl.program_id(0)
     epoch = tl.load(handle_epoch_ptr)
     half = epoch & 1
     flags = signals_of(signal_ptrs, rank) + COMBINE_FLAG + half * WORLD
@@ -160,33 +171,37 @@ def _combine_wait_kernel(
             error_ptr, latch_ptr, signal_ptrs, rank, timeout_ns, ABORT, WORLD, WORLD_PAD,
         )  # fmt: skip
     failed = tl.load(latch_ptr, volatile=True) != 0
-    num_parts = tl.load(num_parts_ptr + token, mask=(token < num_tokens) & (failed == 0), other=0)
-    partials = tl.load(combine_ptrs + rank).to(tl.pointer_type(tl.uint8)) + half * combine_half
-    partials += token.to(tl.int64) * (PARTS * PARTIAL_BYTES)
-    column = tl.arange(0, COLUMNS)
-    for start in range(0, HIDDEN, COLUMNS):
-        inside = (start + column < HIDDEN) & (token < num_tokens)
-        total = tl.zeros([COLUMNS], dtype=tl.float32)
-        if HAS_SHARED:
-            shared_row = shared_ptr.to(tl.pointer_type(tl.uint16)) + token.to(tl.int64) * shared_stride
-            total = bf16_bits_to_f32(tl.load(shared_row + start + column, mask=inside, other=0))
-        for part in range(num_parts):
-            partial = partials + part * PARTIAL_BYTES
-            if WIRE == BF16:
-                words = partial.to(tl.pointer_type(tl.uint16))
-                total += bf16_bits_to_f32(tl.load(words + start + column, mask=inside, other=0))
-            else:
-                values = e4m3_bits_to_f32(tl.load(partial + start + column, mask=inside, other=0))
-                if WIRE == FP8_BLOCK:
-                    scales = (partial + PARTIAL_SCALES_AT).to(tl.pointer_type(tl.float32))
-                    total += values * tl.load(scales + (start + column) // 128, mask=inside, other=0.0)
+    for turn in range(turns_of(num_tokens) if LOOPED else 1):
+        token = turn * tl.num_programs(0) + first
+        num_parts = tl.load(num_parts_ptr + token, mask=(token < num_tokens) & (failed == 0), other=0)
+        partials = tl.load(combine_ptrs + rank).to(tl.pointer_type(tl.uint8)) + half * combine_half
+        partials += token.to(tl.int64) * (PARTS * PARTIAL_BYTES)
+        column = tl.arange(0, COLUMNS)
+        for start in range(0, HIDDEN, COLUMNS):
+            inside = (start + column < HIDDEN) & (token < num_tokens)
+            total = tl.zeros([COLUMNS], dtype=tl.float32)
+            if HAS_SHARED:
+                shared_row = shared_ptr.to(tl.pointer_type(tl.uint16)) + token.to(tl.int64) * shared_stride
+                total = bf16_bits_to_f32(tl.load(shared_row + start + column, mask=inside, other=0))
+            for part in range(num_parts):
+                partial = partials + part * PARTIAL_BYTES
+                if WIRE == BF16:
+                    words = partial.to(tl.pointer_type(tl.uint16))
+                    total += bf16_bits_to_f32(tl.load(words + start + column, mask=inside, other=0))
                 else:
-                    byte = tl.load(partial + PARTIAL_SCALES_AT + (start + column) // 32, mask=inside, other=127)
-                    total += values * e8m0_to_f32(byte)
-        bits = f32_to_bf16_bits(total)
-        if failed:
-            bits = tl.full([COLUMNS], 0x7FC0, tl.uint16)
-        tl.store(y_ptr.to(tl.pointer_type(tl.uint16)) + token.to(tl.int64) * HIDDEN + start + column, bits, mask=inside)
+                    values = e4m3_bits_to_f32(tl.load(partial + start + column, mask=inside, other=0))
+                    if WIRE == FP8_BLOCK:
+                        scales = (partial + PARTIAL_SCALES_AT).to(tl.pointer_type(tl.float32))
+                        total += values * tl.load(scales + (start + column) // 128, mask=inside, other=0.0)
+                    else:
+                        byte = tl.load(partial + PARTIAL_SCALES_AT + (start + column) // 32, mask=inside, other=127)
+                        total += values * e8m0_to_f32(byte)
+            bits = f32_to_bf16_bits(total)
+            if failed:
+                bits = tl.full([COLUMNS], 0x7FC0, tl.uint16)
+            tl.store(
+                y_ptr.to(tl.pointer_type(tl.uint16)) + token.to(tl.int64) * HIDDEN + start + column, bits, mask=inside
+            )
 
 
 def _partial_constexprs(geometry: ExchangeGeometry) -> dict[str, int]:
@@ -200,6 +215,7 @@ def _partial_constexprs(geometry: ExchangeGeometry) -> dict[str, int]:
         "WIRE": int(geometry.combine_format.code),
         "COLUMNS": tile_columns(geometry.hidden),
         "PARTS": geometry.parts,
+        "LOOPED": geometry.num_sms is not None,
         "PARTIAL_BYTES": geometry.partial_bytes,
         "PARTIAL_SCALES_AT": geometry.partial_scales_offset,
     }
@@ -231,7 +247,7 @@ def combine_send(
         positions_SK: int32 `[W * max_tokens, K]` from `arrive`.
         handle_epoch: int32 `[1]`, the epoch of the dispatch.
     """
-    _combine_send_kernel[(geometry.num_slots,)](
+    _combine_send_kernel[(geometry.programs(geometry.num_slots),)](
         output_RH,
         output_RH.stride(0),
         positions_SK,
@@ -275,7 +291,7 @@ def combine_wait(
     """
     num_tokens = y_TH.shape[0]
     # A rank without tokens waits too, so that it learns of a peer's failure in the same step.
-    _combine_wait_kernel[(max(num_tokens, 1),)](
+    _combine_wait_kernel[(geometry.programs(num_tokens),)](
         y_TH,
         shared_TH if shared_TH is not None else y_TH,
         shared_TH.stride(0) if shared_TH is not None else 0,
@@ -297,8 +313,8 @@ def combine_wait(
     )
 
 
-def _aot_cases(wire: str) -> tuple[AotCase, ...]:
-    geometry = sample_geometry("nvfp4", combine_format=wire)
+def _aot_cases(wire: str, num_sms: int | None = None) -> tuple[AotCase, ...]:
+    geometry = sample_geometry("nvfp4", combine_format=wire, num_sms=num_sms)
     partial = _partial_constexprs(geometry)
     send = _record_constexprs(geometry) | partial
     return (
@@ -311,4 +327,4 @@ def _aot_cases(wire: str) -> tuple[AotCase, ...]:
     )
 
 
-AOT_CASES = tuple(case for wire in COMBINE_FORMATS for case in _aot_cases(wire))
+AOT_CASES = (*(case for wire in COMBINE_FORMATS for case in _aot_cases(wire)), *_aot_cases("bf16", num_sms=16))

@@ -19,6 +19,7 @@ from moe_runtime.formats import FORMATS, FormatCode
 from moe_runtime.geometry import ExchangeGeometry, sample_geometry
 from moe_runtime.kernels.bits import bf16_bits_to_f32
 from moe_runtime.kernels.quantize import quantize_tile, token_gsf
+from moe_runtime.kernels.runtime import AotCase
 from moe_runtime.kernels.signalling import (
     adopt_aborts,
     exchange_aot_case,
@@ -26,6 +27,7 @@ from moe_runtime.kernels.signalling import (
     milliseconds,
     record_failure,
     signals_of,
+    turns_of,
     wait_either,
 )
 
@@ -108,6 +110,7 @@ def _dispatch_send_kernel(
     FMT: tl.constexpr,
     STATIC_GSF: tl.constexpr,
     AWAIT_READY: tl.constexpr,
+    LOOPED: tl.constexpr,
     COLUMNS: tl.constexpr,
     RECORD_BYTES: tl.constexpr,
     SCALES_AT: tl.constexpr,
@@ -121,96 +124,98 @@ def _dispatch_send_kernel(
     READY: tl.constexpr,
     ABORT: tl.constexpr,
 ):
-    token = tl.program_id(0)
+    first = tl.program_id(0)
     epoch = tl.load(epoch_ptr) + 1
     half = epoch & 1
     own = signals_of(signal_ptrs, rank)
 
-    if token == 0:
+    for turn in range(turns_of(tl.maximum(num_tokens, 1)) if LOOPED else 1):
+        token = turn * tl.num_programs(0) + first
+        if token == 0:
+            for peer in range(WORLD):
+                tl.atomic_xchg(signals_of(signal_ptrs, peer) + READY + rank, epoch, sem="release", scope="sys")
+
+        # The one program of a rank without tokens has nothing to send, but waits and raises the flags like any other.
+        here = token < num_tokens
+        k = tl.arange(0, K_PAD)
+        raw = tl.load(topk_idx_ptr + token * K + k, mask=(k < K) & here, other=-1).to(tl.int64)
+        ids, bad = checked_ids(raw, k, num_experts, K)
+        if tl.max(bad.to(tl.int32), axis=0) > 0:
+            first_bad = tl.min(tl.where(bad, k, K_PAD), axis=0)
+            bad_id = tl.sum(tl.where(k == first_bad, raw, 0), axis=0).to(tl.int32)
+            record_failure(
+                error_ptr, latch_ptr, signal_ptrs, ROUTING, rank, DISPATCH_SEND, epoch,
+                bad_id, token, rank, ABORT, WORLD,
+            )  # fmt: skip
+        owners = ranks_of(ids, starts_ptr, WORLD, WORLD_PAD)
+
+        # A half may be written once its reader is done with it: it has entered this epoch, or has combined the epoch
+        # that used this half before. Count and flag are written on every peer, so the first program waits for all.
+        parts = 0
         for peer in range(WORLD):
-            tl.atomic_xchg(signals_of(signal_ptrs, peer) + READY + rank, epoch, sem="release", scope="sys")
+            goes = tl.max((owners == peer).to(tl.int32), axis=0)
+            parts += goes
+            if AWAIT_READY:
+                if ((goes > 0) | (token == 0)) & (tl.load(latch_ptr, volatile=True) == 0):
+                    late = wait_either(
+                        own + READY + peer,
+                        epoch,
+                        own + COMBINE_FLAG + half * WORLD + peer,
+                        epoch - 2,
+                        latch_ptr,
+                        own,
+                        timeout_ns,
+                        ABORT,
+                        WORLD,
+                        WORLD_PAD,
+                    )
+                    if late:
+                        record_failure(
+                            error_ptr, latch_ptr, signal_ptrs, TIMEOUT, peer, DISPATCH_SEND, epoch,
+                            milliseconds(timeout_ns), 0, rank, ABORT, WORLD,
+                        )  # fmt: skip
+        adopt_aborts(error_ptr, latch_ptr, own, ABORT, WORLD, WORLD_PAD)
+        tl.store(num_parts_ptr + token, parts, mask=here)
 
-    # The one program of a rank without tokens has nothing to send, but waits and raises the flags like any other.
-    here = token < num_tokens
-    k = tl.arange(0, K_PAD)
-    raw = tl.load(topk_idx_ptr + token * K + k, mask=(k < K) & here, other=-1).to(tl.int64)
-    ids, bad = checked_ids(raw, k, num_experts, K)
-    if tl.max(bad.to(tl.int32), axis=0) > 0:
-        first_bad = tl.min(tl.where(bad, k, K_PAD), axis=0)
-        bad_id = tl.sum(tl.where(k == first_bad, raw, 0), axis=0).to(tl.int32)
-        record_failure(
-            error_ptr, latch_ptr, signal_ptrs, ROUTING, rank, DISPATCH_SEND, epoch,
-            bad_id, token, rank, ABORT, WORLD,
-        )  # fmt: skip
-    owners = ranks_of(ids, starts_ptr, WORLD, WORLD_PAD)
+        if here & (tl.load(latch_ptr, volatile=True) == 0):
+            x_row = x_ptr.to(tl.pointer_type(tl.uint16)) + token.to(tl.int64) * x_stride
+            column = tl.arange(0, COLUMNS)
+            gsf = tl.full([1], 1.0, tl.float32)
+            if FMT == NVFP4:
+                if STATIC_GSF:
+                    gsf = tl.load(gsf_ptr + tl.arange(0, 1))
+                else:
+                    # Magnitudes as integers order like the floats, with Inf and NaN above all numbers.
+                    top = tl.zeros([COLUMNS], dtype=tl.int32)
+                    for start in range(0, HIDDEN, COLUMNS):
+                        raw_x = tl.load(x_row + start + column, mask=start + column < HIDDEN, other=0)
+                        top = tl.maximum(top, (raw_x.to(tl.int32) & 0x7FFF))
+                    amax_bits = tl.max(tl.reshape(top, [1, COLUMNS]), axis=1)
+                    gsf = token_gsf(bf16_bits_to_f32(amax_bits.to(tl.uint16)))
 
-    # A half may be written once its reader is done with it: it has entered this epoch, or has combined the epoch
-    # that used this half before. Count and flag are written on every peer, so the first program waits for all.
-    parts = 0
-    for peer in range(WORLD):
-        goes = tl.max((owners == peer).to(tl.int32), axis=0)
-        parts += goes
-        if AWAIT_READY:
-            if ((goes > 0) | (token == 0)) & (tl.load(latch_ptr, volatile=True) == 0):
-                late = wait_either(
-                    own + READY + peer,
-                    epoch,
-                    own + COMBINE_FLAG + half * WORLD + peer,
-                    epoch - 2,
-                    latch_ptr,
-                    own,
-                    timeout_ns,
-                    ABORT,
-                    WORLD,
-                    WORLD_PAD,
-                )
-                if late:
-                    record_failure(
-                        error_ptr, latch_ptr, signal_ptrs, TIMEOUT, peer, DISPATCH_SEND, epoch,
-                        milliseconds(timeout_ns), 0, rank, ABORT, WORLD,
-                    )  # fmt: skip
-    adopt_aborts(error_ptr, latch_ptr, own, ABORT, WORLD, WORLD_PAD)
-    tl.store(num_parts_ptr + token, parts, mask=here)
+            slot = (rank * max_tokens + token).to(tl.int64)
+            for start in range(0, HIDDEN, COLUMNS):
+                raw_x = tl.load(x_row + start + column, mask=start + column < HIDDEN, other=0)
+                quants, scales = quantize_tile(tl.reshape(bf16_bits_to_f32(raw_x), [1, COLUMNS]), gsf, FMT)
+                for peer in range(WORLD):
+                    if tl.max((owners == peer).to(tl.int32), axis=0) > 0:
+                        record = tl.load(landing_ptrs + peer).to(tl.pointer_type(tl.uint8))
+                        record += half * landing_half + slot * RECORD_BYTES
+                        store_quants(record, record + SCALES_AT, quants, scales, start, HIDDEN, COLUMNS, FMT)
 
-    if here & (tl.load(latch_ptr, volatile=True) == 0):
-        x_row = x_ptr.to(tl.pointer_type(tl.uint16)) + token.to(tl.int64) * x_stride
-        column = tl.arange(0, COLUMNS)
-        gsf = tl.full([1], 1.0, tl.float32)
-        if FMT == NVFP4:
-            if STATIC_GSF:
-                gsf = tl.load(gsf_ptr + tl.arange(0, 1))
-            else:
-                # Magnitudes as integers order like the floats, with Inf and NaN above all numbers.
-                top = tl.zeros([COLUMNS], dtype=tl.int32)
-                for start in range(0, HIDDEN, COLUMNS):
-                    raw_x = tl.load(x_row + start + column, mask=start + column < HIDDEN, other=0)
-                    top = tl.maximum(top, (raw_x.to(tl.int32) & 0x7FFF))
-                amax_bits = tl.max(tl.reshape(top, [1, COLUMNS]), axis=1)
-                gsf = token_gsf(bf16_bits_to_f32(amax_bits.to(tl.uint16)))
-
-        slot = (rank * max_tokens + token).to(tl.int64)
-        for start in range(0, HIDDEN, COLUMNS):
-            raw_x = tl.load(x_row + start + column, mask=start + column < HIDDEN, other=0)
-            quants, scales = quantize_tile(tl.reshape(bf16_bits_to_f32(raw_x), [1, COLUMNS]), gsf, FMT)
+            weights = tl.load(topk_weights_ptr + token * K + k, mask=k < K, other=0.0)
             for peer in range(WORLD):
                 if tl.max((owners == peer).to(tl.int32), axis=0) > 0:
                     record = tl.load(landing_ptrs + peer).to(tl.pointer_type(tl.uint8))
                     record += half * landing_half + slot * RECORD_BYTES
-                    store_quants(record, record + SCALES_AT, quants, scales, start, HIDDEN, COLUMNS, FMT)
-
-        weights = tl.load(topk_weights_ptr + token * K + k, mask=k < K, other=0.0)
-        for peer in range(WORLD):
-            if tl.max((owners == peer).to(tl.int32), axis=0) > 0:
-                record = tl.load(landing_ptrs + peer).to(tl.pointer_type(tl.uint8))
-                record += half * landing_half + slot * RECORD_BYTES
-                if FMT == NVFP4:
-                    row_scale = tl.div_rn(tl.full([1], 1.0, tl.float32), gsf)
-                    tl.store((record + ROW_SCALE_AT).to(tl.pointer_type(tl.float32)) + tl.arange(0, 1), row_scale)
-                tl.store((record + SOURCE_AT).to(tl.pointer_type(tl.int32)), token)
-                tl.store((record + IDS_AT).to(tl.pointer_type(tl.uint16)) + k, ids.to(tl.uint16), mask=k < K)
-                tl.store((record + WEIGHTS_AT).to(tl.pointer_type(tl.float32)) + k, weights, mask=k < K)
-                stamp = tl.load(stamps_ptrs + peer).to(tl.pointer_type(tl.uint8)) + half * stamps_half
-                tl.store(stamp.to(tl.pointer_type(tl.int32)) + slot, epoch)
+                    if FMT == NVFP4:
+                        row_scale = tl.div_rn(tl.full([1], 1.0, tl.float32), gsf)
+                        tl.store((record + ROW_SCALE_AT).to(tl.pointer_type(tl.float32)) + tl.arange(0, 1), row_scale)
+                    tl.store((record + SOURCE_AT).to(tl.pointer_type(tl.int32)), token)
+                    tl.store((record + IDS_AT).to(tl.pointer_type(tl.uint16)) + k, ids.to(tl.uint16), mask=k < K)
+                    tl.store((record + WEIGHTS_AT).to(tl.pointer_type(tl.float32)) + k, weights, mask=k < K)
+                    stamp = tl.load(stamps_ptrs + peer).to(tl.pointer_type(tl.uint8)) + half * stamps_half
+                    tl.store(stamp.to(tl.pointer_type(tl.int32)) + slot, epoch)
 
     if last_to_arrive(counter_ptr, tl.num_programs(0)):
         tl.store(epoch_ptr, epoch)
@@ -278,6 +283,7 @@ def _record_constexprs(geometry: ExchangeGeometry) -> dict[str, int]:
         "WORLD": geometry.world_size,
         "WORLD_PAD": padded(geometry.world_size),
         "FMT": int(geometry.token_format.code),
+        "LOOPED": geometry.num_sms is not None,
         "COLUMNS": tile_columns(geometry.hidden),
         "RECORD_BYTES": record.record_bytes,
         "SCALES_AT": record.scales_offset,
@@ -319,7 +325,7 @@ def dispatch_send(
         timeout_ns: how long to wait for a peer.
     """
     num_tokens = x_TH.shape[0]
-    _dispatch_send_kernel[(max(num_tokens, 1),)](
+    _dispatch_send_kernel[(geometry.programs(num_tokens),)](
         x_TH,
         x_TH.stride(0),
         topk_idx_TK,
@@ -350,12 +356,10 @@ def dispatch_send(
     )
 
 
-AOT_CASES = tuple(
-    exchange_aot_case(
-        "dispatch_send",
-        fmt,
-        _dispatch_send_kernel,
-        {"STATIC_GSF": static, "AWAIT_READY": True, **_record_constexprs(sample_geometry(fmt))},
-    )
-    for fmt, static in ((name, static) for name in FORMATS for static in (False, True) if name == "nvfp4" or not static)
-)
+def _aot_case(fmt: str, static: bool, num_sms: int | None = None) -> AotCase:
+    constexprs = _record_constexprs(sample_geometry(fmt, num_sms=num_sms))
+    values = {"STATIC_GSF": static, "AWAIT_READY": True, **constexprs}
+    return exchange_aot_case("dispatch_send", fmt, _dispatch_send_kernel, values)
+
+
+AOT_CASES = (*(_aot_case(fmt, False) for fmt in FORMATS), _aot_case("nvfp4", True), _aot_case("nvfp4", False, 16))

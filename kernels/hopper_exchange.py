@@ -54,6 +54,10 @@ MAX_SHARED_BYTES = 227 * 1024
 STAGES = 2
 BLOCKS_PER_SM = 8
 """Blocks of a sending kernel: more than fit, so that one SM's do not wait for another's."""
+MAX_SENDING_THREADS = 896
+"""Of a block of several teams: with more, ptxas has too few registers for a thread."""
+MAX_TEAMS = 15
+"""Named barriers of a block, less the one of all its threads."""
 ARRIVE_WARPS = 16
 SMALL_CHUNK_BYTES = 96 * 1024
 """Shared memory up to which all slots are one chunk."""
@@ -79,6 +83,19 @@ def fits(geometry: ExchangeGeometry) -> bool:
 def _team(hidden: int) -> int:
     """Threads that take a token together, each of them 32 numbers."""
     return align(ceil_div(hidden, 32), WARP)
+
+
+def _teams(geometry: ExchangeGeometry, bytes_of_stage: int) -> int:
+    """Teams of a block of a sending kernel: one, or as many as an SM takes where it is given one block."""
+    if geometry.num_sms is None:
+        return 1
+    by_memory = MAX_SHARED_BYTES // (STAGES * bytes_of_stage)
+    return max(1, min(MAX_SENDING_THREADS // _team(geometry.hidden), by_memory, MAX_TEAMS))
+
+
+def _sending_blocks(context: ExpertParallelContext, geometry: ExchangeGeometry, items: int, teams: int) -> int:
+    blocks = geometry.programs(ceil_div(items, teams))
+    return blocks if geometry.num_sms is not None else min(blocks, BLOCKS_PER_SM * _num_sms(context.device))
 
 
 def _places_bytes(geometry: ExchangeGeometry, chunk: int) -> int:
@@ -137,7 +154,7 @@ def dispatch_defines(geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: bo
         "HIDDEN": geometry.hidden,
         "IDS": "long long" if ids_64 else "int",
         "TEAM": _team(geometry.hidden),
-        "TEAMS": 1,
+        "TEAMS": _teams(geometry, geometry.record.record_bytes),
         "STATIC_GSF": int(static_gsf),
         "AWAIT_READY": int(await_ready),
         "READY": signals.ready,
@@ -160,6 +177,7 @@ def arrive_defines(geometry: ExchangeGeometry) -> Defines:
         "EXPERTS": max(geometry.num_local_experts, 1),
         "CHUNK": chunk_slots(geometry),
         "WARPS": ARRIVE_WARPS,
+        "LOOPED": int(geometry.num_sms is not None),
         "PLACES_BYTES": _places_bytes(geometry, chunk_slots(geometry)),
         "TILED": int(tiled_scales(geometry)),
         "PACKED": int(geometry.packed),
@@ -185,7 +203,7 @@ def combine_defines(geometry: ExchangeGeometry, *, output_bf16: bool, has_shared
         "PARTIAL_BYTES": geometry.partial_bytes,
         "PARTIAL_SCALES_AT": geometry.partial_scales_offset,
         "TEAM": _team(geometry.hidden),
-        "TEAMS": 1,
+        "TEAMS": _teams(geometry, geometry.partial_bytes),
         "WAITING": min(MAX_THREADS, align(ceil_div(geometry.hidden, 8), WARP)),
         "OUTPUT_BF16": int(output_bf16),
         "HAS_SHARED": int(has_shared),
@@ -210,6 +228,11 @@ def _flags_say_all(context: ExpertParallelContext) -> bool:
     return context.heap.directly_mapped
 
 
+def _may_overlap(geometry: ExchangeGeometry) -> bool:
+    """Whether a kernel may begin while the one before it drains, on SMs beside those that are still taken."""
+    return geometry.num_sms is None
+
+
 def dispatch_send(
     context: ExpertParallelContext,
     geometry: ExchangeGeometry,
@@ -230,13 +253,14 @@ def dispatch_send(
         static_gsf=gsf is not None,
         await_ready=context.heap.directly_mapped,
     )
+    teams = int(defines["TEAMS"])
     launch(
         "dispatch_send.cu",
         "dispatch_send",
         defines,
-        grid=(max(1, min(num_tokens, BLOCKS_PER_SM * _num_sms(context.device))), 1, 1),
-        block=int(defines["TEAM"]),
-        shared_bytes=STAGES * geometry.record.record_bytes,
+        grid=(_sending_blocks(context, geometry, num_tokens, teams), 1, 1),
+        block=int(defines["TEAM"]) * teams,
+        shared_bytes=teams * STAGES * geometry.record.record_bytes,
         arguments=[
             x_TH,
             int64(x_TH.stride(0)),
@@ -262,7 +286,7 @@ def dispatch_send(
             int64(timeout_ns),
         ],
         device=context.device,
-        early=True,
+        early=_may_overlap(geometry),
     )
 
 
@@ -284,9 +308,9 @@ def arrive(
     defines = arrive_defines(geometry)
     chunk = int(defines["CHUNK"])
     chunks = ceil_div(geometry.num_slots, chunk)
-    sms = _num_sms(context.device)
+    sms = _num_sms(context.device) if geometry.num_sms is None else geometry.num_sms
     landing_half = geometry.landing_half(context.half_bytes["landing"])
-    early = _flags_say_all(context)
+    early = _flags_say_all(context) and _may_overlap(geometry)
     # What both kernels begin and end with.
     memory = [
         context.landing_pointers,
@@ -309,7 +333,7 @@ def arrive(
             "arrive.cu",
             "arrive_count",
             defines,
-            grid=(chunks, 1, 1),
+            grid=(geometry.programs(chunks), 1, 1),
             block=ARRIVE_WARPS * WARP,
             arguments=[counts, *memory, *local, *limits],
             device=context.device,
@@ -323,7 +347,7 @@ def arrive(
         "arrive.cu",
         "arrive_place",
         defines,
-        grid=(chunks * split, 1, 1),
+        grid=(geometry.programs(chunks * split), 1, 1),
         block=ARRIVE_WARPS * WARP,
         shared_bytes=int(defines["PLACES_BYTES"]),
         arguments=[counts, *written, *memory, chunks, split, *local, geometry.row_capacity, first_row, *limits],
@@ -335,7 +359,7 @@ def arrive(
             "arrive.cu",
             "arrive_scales",
             defines,
-            grid=(2 * sms, 1, 1),
+            grid=(geometry.programs(2 * sms), 1, 1),
             block=ARRIVE_WARPS * WARP,
             arguments=[
                 group_offsets,
@@ -346,7 +370,7 @@ def arrive(
                 geometry.num_local_experts,
             ],
             device=context.device,
-            early=True,
+            early=_may_overlap(geometry),
         )
 
 
@@ -361,13 +385,14 @@ def combine_send(
     """As `combine.combine_send`."""
     output_RH = _aligned(output_RH)
     defines = combine_defines(geometry, output_bf16=output_RH.dtype == torch.bfloat16, has_shared=False)
+    teams = int(defines["TEAMS"])
     launch(
         "combine.cu",
         "combine_send",
         defines,
-        grid=(min(geometry.num_slots, BLOCKS_PER_SM * _num_sms(context.device)), 1, 1),
-        block=int(defines["TEAM"]),
-        shared_bytes=STAGES * geometry.partial_bytes,
+        grid=(_sending_blocks(context, geometry, geometry.num_slots, teams), 1, 1),
+        block=int(defines["TEAM"]) * teams,
+        shared_bytes=teams * STAGES * geometry.partial_bytes,
         arguments=[
             output_RH,
             int64(output_RH.stride(0) * output_RH.element_size()),
@@ -388,7 +413,7 @@ def combine_send(
             int64(context.half_bytes["combine"]),
         ],
         device=context.device,
-        early=True,
+        early=_may_overlap(geometry),
     )
 
 
@@ -410,7 +435,7 @@ def combine_wait(
         "combine_wait",
         defines,
         # A rank without tokens waits too, so that it learns of a peer's failure in the same step.
-        grid=(max(1, min(num_tokens, _num_sms(context.device))), 1, 1),
+        grid=(min(geometry.programs(num_tokens), _num_sms(context.device)), 1, 1),
         block=int(defines["WAITING"]),
         arguments=[
             y_TH,
@@ -429,7 +454,7 @@ def combine_wait(
             int64(timeout_ns),
         ],
         device=context.device,
-        early=_flags_say_all(context),
+        early=_flags_say_all(context) and _may_overlap(geometry),
     )
 
 
@@ -448,6 +473,19 @@ def _aot_cases(fmt: str) -> Iterator[CudaCase]:
             defines = combine_defines(geometry, output_bf16=output_bf16, has_shared=True)
             yield CudaCase("combine_send", fmt, "combine.cu", "combine_send", defines, instruction=BULK_STORE)
         yield CudaCase("combine_wait", fmt, "combine.cu", "combine_wait", defines)
+    yield from _limited_cases(fmt)
+
+
+def _limited_cases(fmt: str) -> Iterator[CudaCase]:
+    """On few SMs."""
+    geometry = sample_geometry(fmt, packed=True, num_sms=16)
+    yield CudaCase("arrive_place", fmt, "arrive.cu", "arrive_place", arrive_defines(geometry))
+    defines = dispatch_defines(geometry, ids_64=True, static_gsf=False, await_ready=True)
+    yield CudaCase("dispatch_send", fmt, "dispatch_send.cu", "dispatch_send", defines, instruction=BULK_STORE)
+    if fmt in COMBINE_FORMATS:
+        geometry = sample_geometry("nvfp4", combine_format=fmt, num_sms=16)
+        defines = combine_defines(geometry, output_bf16=True, has_shared=False)
+        yield CudaCase("combine_send", fmt, "combine.cu", "combine_send", defines, instruction=BULK_STORE)
 
 
 BULK_STORE = {90: r"cp\.async\.bulk\.global\.shared::cta\.bulk_group"}

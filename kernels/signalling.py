@@ -153,6 +153,15 @@ def wait_for_peer(
 
 
 @triton.jit
+def turns_of(items):
+    """How many of `items` this program takes: that of its own number, then each a whole grid further on.
+
+    Example: of 5 items, programs 0 and 1 take 3 and 2.
+    """
+    return (items - tl.program_id(0) + tl.num_programs(0) - 1) // tl.num_programs(0)
+
+
+@triton.jit
 def last_to_arrive(counter_ptr, num_programs):
     """True in the program that comes last, which sees all that the others stored before; resets the counter."""
     tl.debug_barrier()

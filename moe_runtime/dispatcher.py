@@ -99,6 +99,8 @@ class TokenDispatcher:
         mode: `indexed`, `packed` or `auto` (`moe_runtime.config.resolve_mode`).
         expert_row_capacity: (token, expert) rows that may arrive at a rank in a step; None is the worst case, which
             cannot overflow. An overflow is found on the device and raises `CapacityError` on every rank.
+        num_sms: most SMs of a GPU that dispatch and combine take at a time, for the others to do something else
+            meanwhile; None is all. Changes no bit; without a meaning for the torch engine.
         input_scale: static NVFP4 decode scale of the tokens (`gsf = 1 / input_scale`); None is one scale per token.
         agree: further values that must be equal on all ranks, by name; compared with the arguments at start-up.
 
@@ -118,6 +120,7 @@ class TokenDispatcher:
         combine_format: str | TokenFormat = "bf16",
         mode: ModeName = "auto",
         expert_row_capacity: int | None = None,
+        num_sms: int | None = None,
         input_scale: float | None = None,
         agree: Mapping[str, object] | None = None,
     ) -> None:
@@ -144,6 +147,8 @@ class TokenDispatcher:
         worst = worst_case_rows(num_experts, context.world_size, top_k, max_tokens_per_rank)
         if expert_row_capacity is not None:
             _positive("expert_row_capacity", expert_row_capacity)
+        if num_sms is not None:
+            _positive("num_sms", num_sms)
         if input_scale is not None and not (fmt.has_row_scale and 0 < input_scale < float("inf")):
             raise ValueError(f"input_scale: expected a positive number, with nvfp4 tokens, got {input_scale}")
         self.context = context
@@ -156,6 +161,7 @@ class TokenDispatcher:
             max_tokens=max_tokens_per_rank,
             packed=resolve_mode(mode, max_tokens_per_rank) == "packed",
             row_capacity=min(worst, expert_row_capacity or worst),
+            num_sms=num_sms,
         )
         self._exchange = _exchange(context, self.geometry)
         self._stepped = False

@@ -25,6 +25,7 @@ class ExchangeGeometry:
         max_tokens: most tokens that any rank dispatches in a step.
         packed: rows are copied to packed positions on arrival (otherwise found through `row_index`).
         row_capacity: (token, expert) rows that may arrive here in a step.
+        num_sms: most SMs of a GPU that the exchange takes at a time; None where it may take all.
     """
 
     rank: int
@@ -35,6 +36,7 @@ class ExchangeGeometry:
     max_tokens: int
     packed: bool
     row_capacity: int
+    num_sms: int | None = None
 
     @property
     def starts(self) -> tuple[int, ...]:
@@ -84,6 +86,13 @@ class ExchangeGeometry:
         """128-row blocks of consumer-layout scales that `row_capacity` rows need, however they are grouped."""
         return self.row_capacity // 128 + self.num_local_experts
 
+    def programs(self, items: int) -> int:
+        """Programs of a launch over `items`: one for each, at least one, and never more than SMs that may be taken.
+
+        As many programs as SMs are what keeps a launch off the others, however few of them an SM could hold.
+        """
+        return max(1, items if self.num_sms is None else min(items, self.num_sms))
+
     def half_bytes(self) -> dict[str, int]:
         """Bytes that one half of each region needs.
 
@@ -101,11 +110,13 @@ class ExchangeGeometry:
         return ceil_div(region_half_bytes, self.record.record_bytes) * self.record.record_bytes
 
 
-def sample_geometry(token_format: str, *, combine_format: str = "bf16", packed: bool = False) -> ExchangeGeometry:
+def sample_geometry(
+    token_format: str, *, combine_format: str = "bf16", packed: bool = False, num_sms: int | None = None
+) -> ExchangeGeometry:
     """Rank 3 of 8 in a layer of DeepSeek-V3's size: what kernels are compiled ahead of time for."""
     record = RecordLayout(FORMATS[token_format], 7168, 8)
     rows = worst_case_rows(256, 8, 8, 128)
-    return ExchangeGeometry(3, 8, record, FORMATS[combine_format], 256, 128, packed, rows)
+    return ExchangeGeometry(3, 8, record, FORMATS[combine_format], 256, 128, packed, rows, num_sms)
 
 
 def worst_case_rows(num_experts: int, world_size: int, top_k: int, max_tokens: int) -> int:

@@ -95,6 +95,7 @@ class MoELayer(nn.Module):
             combine_format=config.combine_format,
             mode=config.mode,
             expert_row_capacity=config.expert_row_capacity,
+            num_sms=config.num_sms,
             agree=agree,
         )
         overlaps = config.micro_batches > 1 and device.type == "cuda"

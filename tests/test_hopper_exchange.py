@@ -58,20 +58,29 @@ def test_bits_of_triton(fmt: str, wire: str, max_tokens: int, mode: str, device:
         Ranks(WORLD, device, engine, token_format=fmt, combine_format=wire, mode=mode, **settings)
         for engine in ("triton", "auto")
     ]
-    for step, routing in enumerate(("random", "one", "random", "none")):
-        counts = [(max_tokens, 0, max_tokens // 2 + 1, 1)[(rank + step) % WORLD] for rank in range(WORLD)]
+    assert_same_steps(both, seed)
+
+
+def assert_same_steps(
+    both: list[Ranks], seed: int, routings: tuple[str, ...] = ("random", "one", "random", "none")
+) -> None:
+    """Steps of uneven counts and all kinds of routing, on two groups of the same layer: the same bits in all."""
+    geometry, device = both[0].dispatchers[0].geometry, both[0].contexts[0].device
+    world, max_tokens, hidden = geometry.world_size, geometry.max_tokens, geometry.hidden
+    for step, routing in enumerate(routings):
+        counts = [(max_tokens, 0, max_tokens // 2 + 1, 1)[(rank + step) % 4] for rank in range(world)]
         inputs = [
-            rank_input(seed + step, rank, count, HIDDEN, EXPERTS, TOP_K, routing).to(device)
+            rank_input(seed + step, rank, count, hidden, geometry.num_experts, geometry.top_k, routing).to(device)
             for rank, count in enumerate(counts)
         ]
-        inputs[step].x[:1, 5] = torch.nan
-        inputs[step].x[1:2] = 0
+        inputs[step % world].x[:1, 5] = torch.nan
+        inputs[step % world].x[1:2] = 0
         shared = [data.x if step % 2 else None for data in inputs]
         ys = []
         for ranks in both:
             arrived = ranks.dispatch(inputs)
             outputs = [
-                expert_rows(a, HIDDEN, seed + rank, torch.float32 if step == 2 else torch.bfloat16)
+                expert_rows(a, hidden, seed + rank, torch.float32 if step == 2 else torch.bfloat16)
                 for rank, a in enumerate(arrived)
             ]
             for dispatcher, a, output in zip(ranks.dispatchers, arrived, outputs, strict=True):
