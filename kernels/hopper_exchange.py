@@ -42,7 +42,7 @@ from moe_runtime.comm.signals import ABORT_WORDS, SignalLayout
 from moe_runtime.errors import ErrorCode, Phase
 from moe_runtime.formats import COMBINE_FORMATS, FORMATS, align, ceil_div
 from moe_runtime.geometry import ExchangeGeometry, sample_geometry
-from moe_runtime.kernels.nvrtc import int64, launch
+from moe_runtime.kernels.nvrtc import int64, launch, most_sms
 from moe_runtime.kernels.runtime import CudaCase
 
 if TYPE_CHECKING:
@@ -95,7 +95,7 @@ def _teams(geometry: ExchangeGeometry, bytes_of_stage: int) -> int:
 
 def _sending_blocks(context: ExpertParallelContext, geometry: ExchangeGeometry, items: int, teams: int) -> int:
     blocks = geometry.programs(ceil_div(items, teams))
-    return blocks if geometry.num_sms is not None else min(blocks, BLOCKS_PER_SM * _num_sms(context.device))
+    return blocks if geometry.num_sms is not None else min(blocks, BLOCKS_PER_SM * most_sms(context.device))
 
 
 def _places_bytes(geometry: ExchangeGeometry, chunk: int) -> int:
@@ -113,11 +113,6 @@ def chunk_slots(geometry: ExchangeGeometry) -> int:
 def tiled_scales(geometry: ExchangeGeometry) -> bool:
     """Whether swizzled scales are filled in by a kernel of their own, in the order of the swizzle: for many rows."""
     return geometry.token_format.swizzled and chunk_slots(geometry) < geometry.num_slots
-
-
-@cache
-def _num_sms(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def _signal_defines(geometry: ExchangeGeometry) -> Defines:
@@ -308,7 +303,7 @@ def arrive(
     defines = arrive_defines(geometry)
     chunk = int(defines["CHUNK"])
     chunks = ceil_div(geometry.num_slots, chunk)
-    sms = _num_sms(context.device) if geometry.num_sms is None else geometry.num_sms
+    sms = most_sms(context.device, geometry.num_sms)
     landing_half = geometry.landing_half(context.half_bytes["landing"])
     early = _flags_say_all(context) and _may_overlap(geometry)
     # What both kernels begin and end with.
@@ -435,7 +430,7 @@ def combine_wait(
         "combine_wait",
         defines,
         # A rank without tokens waits too, so that it learns of a peer's failure in the same step.
-        grid=(min(geometry.programs(num_tokens), _num_sms(context.device)), 1, 1),
+        grid=(min(geometry.programs(num_tokens), most_sms(context.device)), 1, 1),
         block=int(defines["WAITING"]),
         arguments=[
             y_TH,

@@ -137,7 +137,9 @@ class MoELayerConfig(_Model):
         default=None, description="most expert rows a rank takes in one micro-batch; the worst case when not given"
     )
     num_sms: _Positive | None = Field(
-        default=None, description="most SMs of a GPU that dispatch and combine take at a time; all when not given"
+        default=None,
+        description="most SMs of a GPU that dispatch and combine take at a time, all when not given; where there are "
+        "micro-batches, experts leave as many free",
     )
     intermediate_gsf: _Finite | None = Field(
         default=None, gt=0, description="nvfp4 tokens: encode scale of the intermediate; the layer's default if absent"

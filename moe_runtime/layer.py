@@ -29,7 +29,7 @@ from moe_runtime.replacement import replace_experts
 from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
 from moe_runtime.slots import SlotTable
-from moe_runtime.step import ExchangeStream, LayerStep, advance, in_micro_batches
+from moe_runtime.step import ExchangeStream, LayerStep, advance, in_micro_batches, sms_of_experts
 from moe_runtime.weights import GateUpOrder, SwiGLU
 
 
@@ -252,6 +252,7 @@ class MoELayer(nn.Module):
             intermediate_format=token_format(config.token_format),
             intermediate_gsf=config.intermediate_gsf,
             engine=self.context.gemm_engine,
+            num_sms=sms_of_experts(config, self.context.device),
         )
         self.experts = experts_of_rank.prepared()
 

@@ -75,7 +75,7 @@ def launches(geometry: ExchangeGeometry, *, mapped: bool = True, shared: bool = 
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(hopper_exchange, "launch", record)
-        patch.setattr(hopper_exchange, "_num_sms", lambda device: 132)
+        patch.setattr(hopper_exchange, "most_sms", lambda device, limit=None: min(132, limit or 132))
         hopper_exchange.dispatch_send(context, geometry, none, x, none, none, None, none, none, 1)
         hopper_exchange.arrive(context, geometry, none, 1, **room, rows_RQ=None, scales=None, row_scale_R=None)
         hopper_exchange.combine_send(context, geometry, none, x, none, none)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from moe_runtime.formats import FORMATS
 from moe_runtime.layer import MoELayer
 from moe_runtime.memory import reserved_bytes
 from moe_runtime.metrics import ExpertLoad, PhaseTimes
+from moe_runtime.step import sms_of_experts
 from moe_runtime.virtual import VirtualRanks
 from tests.comparison import assert_same_bits
 from tests.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, RankInput, config, placements, rank_input
@@ -120,6 +122,16 @@ def test_less_memory_is_reserved() -> None:
         expected = reserved_bytes(c, 3)
         for name in ("landing", "stamps", "combine"):
             assert ranks.contexts[0].heap.tensor(name).nbytes == expected[name], name
+
+
+def test_experts_leave_the_exchange_its_sms(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    gpu = torch.device("cuda", 0)
+    assert sms_of_experts(config(micro_batches=2, num_sms=16), gpu) == 116
+    assert sms_of_experts(config(micro_batches=2, num_sms=132), gpu) == 1
+    assert sms_of_experts(config(num_sms=16), gpu) is None
+    assert sms_of_experts(config(micro_batches=2), gpu) is None
+    assert sms_of_experts(config(micro_batches=2, num_sms=16), torch.device("cpu")) is None
 
 
 def test_mistakes_are_named(device: torch.device, seed: int) -> None:
