@@ -17,9 +17,10 @@ from moe_runtime.layer import MoELayer, random_expert
 from moe_runtime.loading import ExpertTensors
 from moe_runtime.reference import error_bound, moe_reference
 
-ROUTINGS = ("router", "uniform", "zipf", "one")
+ROUTINGS = ("router", "uniform", "zipf", "half", "one")
 """`router`: the layer's own. `uniform`: every set of K experts alike. `zipf`: expert `e` with weight `1 / (e + 1)`.
-`one`: every token goes to expert 0 alone, its other entries are -1."""
+`one`: every token goes to expert 0 alone, its other entries are -1. `half`: every second token as in `one`, the others
+as in `uniform`."""
 
 CHECK_WEIGHTS = 2**28
 """Numbers in all experts up to which every token is checked by default: the reference makes each expert anew."""
@@ -45,18 +46,18 @@ def routing(
     """
     if kind not in ROUTINGS[1:]:
         raise ValueError(f"routing: expected one of {', '.join(ROUTINGS[1:])}, got {kind!r}")
-    if kind == "one":
-        idx_TK = torch.full((num_tokens, top_k), -1, dtype=torch.int32)
-        weights_TK = torch.zeros(num_tokens, top_k)
-        idx_TK[:, 0], weights_TK[:, 0] = 0, 1.0
-        return idx_TK, weights_TK
     generator = _generator(kind, seed, rank, step)
     # The K largest of log(weight) + Gumbel noise are a draw without replacement.
     noise_TE = -torch.empty(num_tokens, num_experts).exponential_(generator=generator).log()
     if kind == "zipf":
         noise_TE -= torch.arange(1, num_experts + 1).log()
     idx_TK = noise_TE.topk(top_k, dim=1).indices.to(torch.int32)
-    return idx_TK, torch.randn(num_tokens, top_k, generator=generator).softmax(dim=1)
+    weights_TK = torch.randn(num_tokens, top_k, generator=generator).softmax(dim=1)
+    if kind in ("half", "one"):
+        nth = 2 if kind == "half" else 1
+        idx_TK[::nth], weights_TK[::nth] = -1, 0.0
+        idx_TK[::nth, 0], weights_TK[::nth, 0] = 0, 1.0
+    return idx_TK, weights_TK
 
 
 def counts_of(tokens_per_rank: Sequence[int], world_size: int, max_tokens: int) -> list[int]:

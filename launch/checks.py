@@ -51,14 +51,18 @@ class Inputs:
     idx: Sequence[torch.Tensor]
     weights: Sequence[torch.Tensor]
 
-    def sent_tokens(self, geometry: ExchangeGeometry) -> torch.Tensor:
-        """int64 `[W, W]`: tokens that rank `s` (row) sends to rank `d`, each once however many experts share it."""
-        sent = torch.zeros(geometry.world_size, geometry.world_size, dtype=torch.int64)
-        for source, idx_TK in enumerate(self.idx):
-            for rank in range(geometry.world_size):
-                first, end = geometry.starts[rank], geometry.starts[rank + 1]
-                sent[source, rank] = ((idx_TK >= first) & (idx_TK < end)).any(dim=1).sum()
-        return sent
+
+def sent_tokens(idx: Sequence[torch.Tensor], geometry: ExchangeGeometry) -> torch.Tensor:
+    """int64 `[W, W]`: tokens that rank `s` (row) sends to rank `d`, each once however many experts share it.
+
+    `idx[s]` are the ids of rank `s`, `[T, K]`.
+    """
+    sent = torch.zeros(geometry.world_size, geometry.world_size, dtype=torch.int64)
+    for source, idx_TK in enumerate(idx):
+        for rank in range(geometry.world_size):
+            first, end = geometry.starts[rank], geometry.starts[rank + 1]
+            sent[source, rank] = ((idx_TK >= first) & (idx_TK < end)).any(dim=1).sum()
+    return sent
 
 
 @dataclass(frozen=True)

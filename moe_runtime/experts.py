@@ -12,6 +12,7 @@ from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.gemm_arguments import check_activation, check_formats, encode_scale
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.runtime import resolve_engine
+from moe_runtime.metrics import phase
 from moe_runtime.prepared import RESULT_FORMATS, PreparedWeights
 from moe_runtime.weights import SILU, ExpertWeights, SwiGLU
 
@@ -113,13 +114,15 @@ class Experts:
             The output; rows that no active group owns are not written.
         """
         assert self.intermediate_format is not None
-        hidden = grouped_gemm_swiglu(
-            rows,
-            self.gate_up,
-            self.activation,
-            out_format=self.intermediate_format,
-            out_gsf=self.intermediate_gsf,
-            engine=self.engine,
-            num_sms=self.num_sms,
-        )
-        return grouped_gemm(hidden, self.down, out=out, engine=self.engine, num_sms=self.num_sms)
+        with phase("gate_up"):
+            hidden = grouped_gemm_swiglu(
+                rows,
+                self.gate_up,
+                self.activation,
+                out_format=self.intermediate_format,
+                out_gsf=self.intermediate_gsf,
+                engine=self.engine,
+                num_sms=self.num_sms,
+            )
+        with phase("down"):
+            return grouped_gemm(hidden, self.down, out=out, engine=self.engine, num_sms=self.num_sms)

@@ -1,12 +1,15 @@
-"""Where the time of a step goes: named phases, seen by profilers always and timed only when asked for."""
+"""Where the time of a step goes: named phases, for profilers and for clocks, marked only while one is on."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
+
+PREFIX = "moe_runtime::"
+"""What the names of phases begin with where profilers show them."""
 
 
 class PhaseTimes:
@@ -65,12 +68,20 @@ class ExpertLoad:
         self.counts.index_add_(0, ids.clamp(0, self.counts.shape[0] - 1), counted.long())
 
 
+_NOTHING = nullcontext()
+
+
+def phase(name: str, times: PhaseTimes | None = None) -> AbstractContextManager[None]:
+    """A range that a profiler of this thread shows as `moe_runtime::name`, timed into `times` if there is one.
+
+    Without both it costs next to nothing.
+    """
+    profiled = torch.autograd._profiler_enabled()
+    return _marked(name, times, profiled) if profiled or times is not None else _NOTHING
+
+
 @contextmanager
-def phase(name: str, times: PhaseTimes | None) -> Iterator[None]:
-    """A range that profilers show as `moe_runtime::name`, timed into `times` if there is one."""
-    with torch.profiler.record_function(f"moe_runtime::{name}"):
-        if times is None:
+def _marked(name: str, times: PhaseTimes | None, profiled: bool) -> Iterator[None]:
+    with torch.profiler.record_function(PREFIX + name) if profiled else _NOTHING:
+        with times.phase(name) if times is not None else _NOTHING:
             yield
-        else:
-            with times.phase(name):
-                yield

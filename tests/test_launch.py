@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
@@ -9,6 +10,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +19,7 @@ from moe_runtime.checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.config import RunConfig, load_config
 from moe_runtime.formats import FORMATS, ceil_div
 from moe_runtime.kernels.quantize import quantize_rows
-from moe_runtime.launch import bench, cases, checks, environment, run
+from moe_runtime.launch import bench, cases, checks, environment, layer_bench, run, torch_layer, trace
 from moe_runtime.launch.timing import TOTAL, measure
 from moe_runtime.layer import MoELayer, random_expert
 from moe_runtime.placement import Placement
@@ -70,8 +72,10 @@ def test_run_under_torchrun_reports_every_rank(tiny: Path) -> None:
 @pytest.mark.cpu_only
 def test_bench_under_torchrun_writes_json(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
+    traced = tmp_path / "trace.json"
     arguments = ("--config", tiny, "--tokens", 1, 16, "--formats", "bf16", "nvfp4", "--steps", 2, "--json", file)
-    done = program("bench", *arguments, "--combine-format", "mxfp8", launcher=TWO_RANKS)
+    more = ("--combine-format", "mxfp8", "--routing", "uniform", "half", "--trace", traced, "--link-gb-per-s", 50)
+    done = program("bench", *arguments, *more, launcher=TWO_RANKS)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(file.read_text())
     assert report["passed"] is True
@@ -81,21 +85,66 @@ def test_bench_under_torchrun_writes_json(tiny: Path, tmp_path: Path) -> None:
     assert where["packages"]["torch"] and where["cores"] >= 1 and "--combine-format mxfp8" in where["command"]
     assert {"git_commit", "driver", "gpus", "processor", "python", "platform", "time_utc"} <= set(where)
     ours = ["dispatch", "combine", "dispatch+combine", "gemm gate+up", "gemm down", "layer"]
-    for fmt in ("bf16", "nvfp4"):
-        for count in (1, 16):
-            part = [r for r in report["results"] if (r["token_format"], r["tokens_per_rank"]) == (fmt, count)]
-            assert [r["operation"] for r in part if r["implementation"] == bench.OURS] == ours
-            baselines = [r["operation"] for r in part if r["implementation"] == "torch all_to_all_single"]
-            assert baselines == ["dispatch", "combine"]
+    cases_run = list(itertools.product(("bf16", "nvfp4"), (1, 16), ("uniform", "half")))
+    for case in cases_run:
+        part = [r for r in report["results"] if (r["token_format"], r["tokens_per_rank"], r["routing"]) == case]
+        assert [r["operation"] for r in part if r["implementation"] == layer_bench.OURS] == ours
+        peers = [(r["operation"], r["implementation"]) for r in part if r["implementation"] != layer_bench.OURS]
+        all_to_all = "torch all_to_all_single"
+        assert peers == [("dispatch", all_to_all), ("combine", all_to_all), ("layer", torch_layer.NAME)]
+        times = {(r["operation"], r["implementation"]): r["median_us"] for r in part}
+        for result in part:
+            name, by = result["operation"], result["implementation"]
+            peer = dict(peers).get(name) if by == layer_bench.OURS else None
+            ratio = None if peer is None else times[name, by] / times[name, peer]
+            assert result["ratio_to_torch"] == pytest.approx(ratio)
+            assert (result["skew"] is not None) == (
+                case[2] == "half" and by == layer_bench.OURS and name in ("dispatch", "combine")
+            )
+            if name in ("dispatch", "combine"):
+                assert result["floor_us"] == pytest.approx(result["moved_bytes"] / 50e3)
+            assert (result["phases"] is not None) == ((name, by) == ("layer", layer_bench.OURS))
+            assert result["memory"] is None and result["inputs_in_turn"] == layer_bench.TURNS
     for result in report["results"]:
         assert 0 < result["smallest_us"] <= result["median_us"] <= result["largest_us"]
         assert result["method"] == "wall_clock" and result["iterations"] == 2 and result["steps_per_iteration"] == 1
         assert result["combine_format"] == "mxfp8" and result["weight_format"] == result["token_format"]
-        if result["implementation"] == bench.OURS and result["operation"] != "dispatch+combine":
+        if result["operation"] == "layer" or (
+            result["implementation"] == layer_bench.OURS and result["operation"] != "dispatch+combine"
+        ):
             assert result["check"]["passed"] and result["check"]["error"] <= result["check"]["bound"]
         if result["work_flop"] is not None:
             assert result["rate_tflop_per_s"] == pytest.approx(result["work_flop"] / result["median_us"] * 1e-6)
-    assert "gemm gate+up" in done.stdout
+    assert "gemm gate+up" in done.stdout and "by the rule for uneven routing" in done.stdout
+    check_trace(json.loads(traced.read_text()), len(cases_run), report["results"])
+
+
+def check_trace(found: dict[str, Any], recordings: int, results: list[dict[str, Any]]) -> None:
+    """Every phase of every rank and step is there, inside the range of its recording; the JSON has their times."""
+    names = {e["pid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "process_name"}
+    assert sorted(names.values()) == ["rank 0: host", "rank 0: layer", "rank 1: host", "rank 1: layer"]
+    events = [event | {"by": names[event["pid"]]} for event in found["traceEvents"] if event["ph"] == "X"]
+    phases = ["dispatch_send", "dispatch_wait", "experts", "gate_up", "down", "combine_send", "combine_wait"]
+    wholes = {rank: [e for e in events if e["by"] == f"rank {rank}: layer"] for rank in (0, 1)}
+    layers = [r for r in results if r["phases"]]
+    assert len(layers) == recordings
+    for rank, recorded in wholes.items():
+        assert len(recorded) == recordings
+        for before, after in itertools.pairwise(recorded):
+            assert before["ts"] + before["dur"] < after["ts"]
+        for whole, result in zip(recorded, layers, strict=True):
+            formats = f"{result['token_format']} > {result['combine_format']}"
+            assert whole["name"] == f"layer {formats}, {result['tokens_per_rank']} tokens, {result['routing']}"
+            assert list(result["phases"]) == phases
+            end = whole["ts"] + whole["dur"]
+            inside = [e for e in events if e["by"] == f"rank {rank}: host" and whole["ts"] <= e["ts"] < end]
+            assert {e["name"] for e in inside} == {f"moe_runtime::{name}" for name in phases}
+            for name, times in result["phases"].items():
+                durations = [e["dur"] for e in inside if e["name"] == f"moe_runtime::{name}"]
+                assert len(durations) == trace.STEPS
+                assert sum(durations) / trace.STEPS <= times["largest_us"] * (1 + 1e-9)
+                assert times["mean_us"] <= times["largest_us"]
+            assert all(e["ts"] + e["dur"] <= end + 1e-3 for e in inside)
 
 
 @pytest.mark.parametrize("routing", ["zipf", "one"])
@@ -144,7 +193,8 @@ def test_an_error_outside_its_bound_exits_with_1(
     file = tmp_path / "bench.json"
     assert bench.main(["layer", "--config", str(tiny), "--steps", "1", "--json", str(file)]) == 1
     report = json.loads(file.read_text())
-    (result,) = report["results"]
+    result, beside = report["results"]
+    assert beside["check"]["passed"] and beside["median_us"] and result["ratio_to_torch"] is None
     assert report["passed"] is False and result["check"]["passed"] is False and result["median_us"] is None
     assert "FAILED" in capsys.readouterr().out
 
@@ -166,6 +216,10 @@ def test_nan_is_outside() -> None:
         ("run", ("--transport", "collective"), "transport: collective cannot be used"),
         ("bench", ("--tokens", "0"), "--tokens: expected at least 1, got 0"),
         ("bench", ("--json", "no/such/folder/file.json"), "--json: no folder no/such/folder"),
+        ("bench", ("--trace", "no/such/folder/file.json"), "--trace: no folder no/such/folder"),
+        ("bench", ("dispatch", "--trace", "trace.json"), "--trace: needs the operation layer"),
+        ("bench", ("--link-gb-per-s", "0"), "--link-gb-per-s: expected a positive number, got 0"),
+        ("bench", ("gemm", "--trace", "trace.json"), "--trace: gemm takes it together with --config only"),
     ],
 )
 def test_mistakes_are_one_line_and_exit_code_2(
@@ -285,13 +339,13 @@ def test_checks_find_what_is_wrong(fmt: str, device: torch.device, seed: int) ->
         assert checks.check_dispatch(arrived, inputs).error == config.top_k
         arrived.rows.view(torch.uint8)[slot, 5] ^= 1
 
-        middle = bench.grouped_gemm_swiglu(
+        middle = layer_bench.grouped_gemm_swiglu(
             arrived, experts.gate_up, experts.activation, out_format=fmt, out_gsf=experts.intermediate_gsf
         )
         assert checks.check_gate_up(middle, arrived, experts.gate_up, experts.activation).passed
         shifted = replace(middle, rows=middle.rows.view(torch.uint8).roll(1, 0).view(middle.rows.dtype))
         assert not checks.check_gate_up(shifted, arrived, experts.gate_up, experts.activation).passed
-        out_RH = bench.grouped_gemm(middle, experts.down)
+        out_RH = layer_bench.grouped_gemm(middle, experts.down)
         assert checks.check_down(out_RH, middle, experts.down).passed
         # The bound of fp8 MMA is wide: what it must not let through is an element that is altogether wrong.
         by_fp8_mma = device.type == "cuda" and fmt == "fp8_block"

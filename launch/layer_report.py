@@ -1,0 +1,102 @@
+"""What `launch.bench` tells of its results: how they compare, the table, and the JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from moe_runtime.config import RunConfig
+from moe_runtime.launch.bounds import judge_skew
+from moe_runtime.launch.layer_bench import OURS
+
+KEY = ("operation", "tokens_per_rank", "token_format", "weight_format", "combine_format", "mode", "routing")
+"""What a result and its peer in the same run have in common."""
+
+
+def key_of(result: dict[str, Any]) -> tuple[object, ...]:
+    """What tells the peer of a result."""
+    return tuple(result[name] for name in KEY)
+
+
+def compare(results: list[dict[str, Any]]) -> None:
+    """Fill in `ratio_to_torch`, our time over that of the peer (None where one is missing), and `skew`."""
+    peers = {key_of(result): result for result in results if result["implementation"] != OURS}
+    for result in results:
+        peer = peers.get(key_of(result)) if result["implementation"] == OURS else None
+        both = peer is not None and peer["median_us"] and result["median_us"]
+        result["ratio_to_torch"] = result["median_us"] / peer["median_us"] if peer and both else None
+        result["skew"] = None
+    judge_skew([result for result in results if result["implementation"] == OURS])
+
+
+def make_report(results: list[dict[str, Any]], record: dict[str, Any], run: RunConfig) -> dict[str, Any]:
+    """The JSON of a run; `record` is that of the environment."""
+    compare(results)
+    passed = all(result["check"] is None or result["check"]["passed"] for result in results)
+    return {"environment": record, "config": run.model_dump(), "passed": passed, "results": results}
+
+
+def write_report(report: dict[str, Any], file: Path) -> None:
+    file.write_text(json.dumps(report, indent=1) + "\n")
+
+
+def print_results(report: dict[str, Any], console: Console) -> None:
+    """One line per operation and implementation; below them, the phases of layers that were traced."""
+    record = report["environment"]
+    gpus = record["gpus"][0]["name"] if record["device"] == "cuda" else record["processor"]
+    table = Table(
+        title=f"{record['ranks']} rank(s), {gpus}, transport {record['transport']}, engine {record['engine']}; "
+        "the slowest rank, median over iterations"
+    )
+    texts = ("operation", "by", "routing", "format")
+    for column in (
+        *("operation", "by", "routing", "tokens", "format", "us", "smallest - largest", "of torch", "floor us"),
+        *("GB/s", "TFLOP/s", "peak GB", "check"),
+    ):
+        table.add_column(column, justify="left" if column in texts else "right")
+    for result in report["results"]:
+        table.add_row(*_cells(result))
+    console.print(table)
+    for result in report["results"]:
+        skew = result["skew"]
+        if skew is not None:
+            console.print(
+                f"{_case(result)}: {_number(result['median_us'])} us, allowed {skew['allowed_us']:.1f} by the rule for "
+                f"uneven routing: {'met' if skew['met'] else 'missed'}",
+                markup=False,
+            )
+        if result["phases"]:
+            parts = ", ".join(f"{name} {times['mean_us']:.1f}" for name, times in result["phases"].items())
+            console.print(f"{_case(result)}, us in eager steps, mean over ranks: {parts}", markup=False)
+
+
+def _case(result: dict[str, Any]) -> str:
+    formats = f"{result['token_format']} > {result['combine_format']}"
+    return f"{result['operation']} {formats}, {result['tokens_per_rank']} tokens, {result['routing']}"
+
+
+def _cells(result: dict[str, Any]) -> list[str]:
+    times = [result[f"{name}_us"] for name in ("median", "smallest", "largest")]
+    check, memory, ratio = result["check"], result["memory"], result["ratio_to_torch"]
+    verdict = "" if check is None else "ok" if check["passed"] else "[red]FAILED[/red]"
+    return [
+        result["operation"],
+        result["implementation"],
+        result["routing"],
+        str(result["tokens_per_rank"]),
+        f"{result['token_format']}>{result['combine_format']}",
+        *(["-", "-"] if times[0] is None else [f"{times[0]:.1f}", f"{times[1]:.1f} - {times[2]:.1f}"]),
+        "" if ratio is None else f"{ratio:.2f}",
+        _number(result["floor_us"]),
+        *("" if (rate := result[key]) is None else f"{rate:.3g}" for key in ("rate_gb_per_s", "rate_tflop_per_s")),
+        "" if memory is None else f"{memory['peak_bytes'] / 1e9:.2f}",
+        verdict if check is None else f"{verdict} {check['error']:.2g} <= {check['bound']:.2g}",
+    ]
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:.1f}"

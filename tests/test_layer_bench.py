@@ -1,0 +1,247 @@
+"""What the benchmark of a layer compares with: torch's layer, floors, the rule for uneven routing, traces."""
+
+from __future__ import annotations
+
+import json
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, cast
+
+import pytest
+import torch
+
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.launch import bounds, checks, layer_report, torch_layer, trace
+from moe_runtime.launch.step_memory import StepMemory
+from moe_runtime.launch.torch_layer import Route, TorchLayer
+from moe_runtime.loading import ExpertTensors
+from moe_runtime.metrics import PhaseTimes, phase
+from moe_runtime.plan import expert_starts
+from moe_runtime.reference import moe_reference, relative_error
+from moe_runtime.weights import GPT_OSS, SILU, SwiGLU
+from tests.exchange_data import rank_input
+
+RESULTS = Path(__file__).resolve().parent.parent / "launch" / "results"
+HIDDEN, INTER = 64, 32
+
+
+class Exchange:
+    """All-to-all between threads, each with its rank for a context."""
+
+    def __init__(self, world: int) -> None:
+        self.barrier = threading.Barrier(world, timeout=60)
+        self.parts: list[list[torch.Tensor]] = [[] for _ in range(world)]
+
+    def __call__(
+        self,
+        context: object,
+        rows: torch.Tensor,
+        came: list[int],
+        sent: list[int],
+        out: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        rank = cast(int, context)
+        self.parts[rank] = list(rows.split(sent))
+        self.barrier.wait()
+        mine = [parts[rank] for parts in self.parts]
+        assert [len(part) for part in mine] == came
+        result = torch.cat(mine)
+        self.barrier.wait()
+        return result if out is None else out.copy_(result)
+
+
+@pytest.mark.parametrize(
+    ("tokens", "experts", "routing", "activation"),
+    [
+        ((5, 0, 12), 8, "random", SILU),
+        ((3, 4, 1), 2, "random", SILU),
+        ((6, 6, 6), 7, "one", GPT_OSS),
+        ((0,), 3, "random", SILU),
+    ],
+)
+def test_torch_layer_is_the_reference(
+    tokens: tuple[int, ...], experts: int, routing: str, activation: SwiGLU, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks without tokens, ranks without experts, unrouted entries, biases."""
+    world, top_k = len(tokens), min(3, experts)
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return (torch.randn(*shape, generator=generator) * shape[-1] ** -0.5).bfloat16()
+
+    biased = activation is GPT_OSS
+    weights = [
+        ExpertTensors(
+            normal(2 * INTER, HIDDEN),
+            normal(HIDDEN, INTER),
+            normal(2 * INTER) if biased else None,
+            normal(HIDDEN) if biased else None,
+        )
+        for _ in range(experts)
+    ]
+    inputs = [rank_input(seed, rank, count, HIDDEN, experts, top_k, routing) for rank, count in enumerate(tokens)]
+    starts = expert_starts(experts, world)
+    exchange = Exchange(world)
+    monkeypatch.setattr(torch_layer, "_all_to_all", exchange)
+
+    def run(rank: int) -> torch.Tensor:
+        cpu = torch.device("cpu")
+        layer = TorchLayer(weights.__getitem__, range(starts[rank], starts[rank + 1]), HIDDEN, INTER, activation, cpu)
+        route = Route.of([part.topk_idx for part in inputs], rank, starts, cpu)
+        mine = inputs[rank]
+        return layer(cast(ExpertParallelContext, rank), mine.x, mine.topk_weights, route)
+
+    with ThreadPoolExecutor(world) as pool:
+        found = list(pool.map(run, range(world)))
+    stacked = [None if part[0] is None else torch.stack(cast(Any, part)) for part in zip(*weights, strict=True)]
+    gate_up, down, gate_up_bias, down_bias = stacked
+    assert gate_up is not None and down is not None
+    for y_TH, mine in zip(found, inputs, strict=True):
+        expected = moe_reference(
+            mine.x,
+            mine.topk_idx,
+            mine.topk_weights,
+            gate_up,
+            down,
+            activation,
+            gate_up_bias=gate_up_bias,
+            down_bias=down_bias,
+        )
+        assert y_TH.shape == mine.x.shape and y_TH.dtype == torch.bfloat16
+        assert relative_error(y_TH, expected)[0] <= 1.5 * torch_layer.error_bound()
+    assert 2e-3 < torch_layer.error_bound() < 1e-2
+
+
+def test_bytes_of_the_busiest_rank() -> None:
+    traffic = torch.tensor([[99, 1, 2], [3, 99, 4], [5, 6, 99]])
+    assert bounds.busiest_bytes(traffic) == 11
+    assert bounds.busiest_bytes(traffic.T) == 11
+    assert bounds.busiest_bytes(torch.tensor([[9]])) == 0
+    assert bounds.floor_us(351_000, 351.0) == pytest.approx(1.0)
+
+
+def test_the_link_rate_is_the_best_that_was_measured() -> None:
+    links = json.loads((RESULTS / "links_h200x4.json").read_text())
+    assert round(max(result["gb_per_s"] for result in links["results"])) == bounds.LINK_GB_PER_S
+
+
+def result(**changes: object) -> dict[str, Any]:
+    made: dict[str, Any] = {
+        "operation": "dispatch",
+        "implementation": "moe_runtime",
+        "tokens_per_rank": 4,
+        "token_format": "nvfp4",
+        "weight_format": "nvfp4",
+        "combine_format": "bf16",
+        "mode": "indexed",
+        "routing": "uniform",
+        "median_us": 20.0,
+        "moved_bytes": 1_000_000,
+        "check": None,
+    }
+    made |= changes
+    return made | {"rate_gb_per_s": made["moved_bytes"] / made["median_us"] * 1e-3 if made["median_us"] else None}
+
+
+def test_the_rule_for_uneven_routing() -> None:
+    """50 GB/s in the even case: 2 MB may take 1.25 * 40 + 12 us."""
+    results = [
+        result(routing="zipf", moved_bytes=2_000_000, median_us=62.0),
+        result(),
+        result(routing="one", moved_bytes=2_000_000, median_us=62.1),
+        result(routing="half", median_us=None),
+        result(routing="zipf", tokens_per_rank=8),
+        result(routing="zipf", operation="layer"),
+        result(implementation="torch all_to_all_single", median_us=10.0),
+        result(routing="zipf", implementation="torch all_to_all_single", median_us=100.0),
+    ]
+    layer_report.compare(results)
+    expected = {"even_gb_per_s": 50.0, "allowed_us": pytest.approx(62.0), "met": True}
+    assert results[0]["skew"] == expected and results[2]["skew"] == expected | {"met": False}
+    assert results[3]["skew"]["met"] is None
+    assert [one["skew"] for one in results[4:]] == [None] * 4 and results[1]["skew"] is None
+    assert [one["ratio_to_torch"] for one in results] == [0.62, 2.0, None, None, None, None, None, None]
+
+
+def test_sent_tokens_count_once_for_a_rank() -> None:
+    class Geometry:
+        world_size, starts = 2, (0, 2, 3)
+
+    idx = [torch.tensor([[0, 1], [2, 0], [-1, -1]]), torch.tensor([[2, -1]])]
+    assert checks.sent_tokens(idx, cast(Any, Geometry())).tolist() == [[2, 1], [0, 1]]
+
+
+def exported(*events: tuple[str, str, float, float], base: int = 0) -> dict[str, Any]:
+    made = [{"ph": "X", "cat": kind, "name": name, "ts": ts, "dur": dur, "tid": 7} for kind, name, ts, dur in events]
+    return {"baseTimeNanoseconds": base, "traceEvents": [{"ph": "M", "name": "process_name"}, *made]}
+
+
+def test_a_trace_keeps_ranges_kernels_and_launches_on_one_clock(tmp_path: Path) -> None:
+    start = 1_760_000_000_000_000_000
+    first = trace.own_events(
+        exported(
+            ("user_annotation", "moe_runtime::down", 1.001, 100.0),
+            ("gpu_user_annotation", "moe_runtime::down", 50.0, 5.0 * trace.STEPS),
+            ("kernel", "k", 50.0, 10.0),
+            ("cuda_driver", "cuLaunchKernel", 2.0, 1.0),
+            ("cpu_op", "aten::mm", 2.0, 1.0),
+            ("user_annotation", "other", 2.0, 1.0),
+            base=start,
+        )
+    )
+    second = trace.own_events(exported(("user_annotation", "moe_runtime::down", 0.001, 3.0), base=start + 2000))
+    assert [(event["name"], event["on"]) for event in first] == [
+        ("moe_runtime::down", "host"),
+        ("moe_runtime::down", "GPU"),
+        ("k", "GPU"),
+        ("cuLaunchKernel", "host"),
+    ]
+    assert second[0]["start_ns"] - first[0]["start_ns"] == 1000
+    # What the GPU did counts where that is known.
+    assert trace.phase_times(first) == {"down": 5.0}
+    assert trace.phase_times(second) == {"down": 3.0 / trace.STEPS}
+    assert trace.phase_times([]) == {}
+    assert trace.mean_phases([{"a": 1.0}, {"a": 2.0, "b": 4.0}]) == {
+        "a": {"mean_us": 1.5, "largest_us": 2.0},
+        "b": {"mean_us": 2.0, "largest_us": 4.0},
+    }
+    file = trace.TraceFile(tmp_path / "trace.json")
+    file.add("one", [first, second])
+    file.add("two", [second, []])
+    written = json.loads(file.file.read_text())["traceEvents"]
+    downs = [event["ts"] for event in written if event["name"] == "moe_runtime::down"]
+    # The last event of the first recording ends 100 us after its begin, the first of the second begins 1 ms later.
+    assert downs == pytest.approx([0.0, 48.999, 1.0, 100.0 + trace.GAP_US])
+    assert [event["ts"] for event in written if event["name"] == "two"] == [100.0 + trace.GAP_US] * 2
+
+
+def test_phases_are_marked_for_profilers_and_clocks_alone() -> None:
+    times = PhaseTimes(torch.device("cpu"))
+    assert phase("idle") is phase("other")
+    with phase("timed", times), phase("timed"):
+        pass
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profiler:
+        with phase("seen"), phase("both", times):
+            pass
+    assert {event.key for event in profiler.key_averages()} >= {"moe_runtime::seen", "moe_runtime::both"}
+    assert {name: len(values) for name, values in times.milliseconds().items()} == {"timed": 1, "both": 1}
+
+
+@pytest.mark.gpu
+def test_memory_of_a_step_counts_from_its_begin(device: torch.device) -> None:
+    held = torch.empty(1 << 20, device=device)
+    with StepMemory(device) as memory:
+        del held
+        for _ in range(3):
+            torch.empty(3 << 20, dtype=torch.uint8, device=device)
+    assert memory.num_bytes == 0
+    with StepMemory(device) as memory:
+        torch.empty(3 << 20, dtype=torch.uint8, device=device)
+    assert memory.num_bytes == 3 << 20
+
+
+def test_nobody_counts_memory_on_a_cpu() -> None:
+    with StepMemory(torch.device("cpu")) as memory:
+        torch.empty(1 << 20)
+    assert memory.num_bytes is None
