@@ -12,7 +12,7 @@ Layers, from the top; a module imports from its own layer or from those below it
     expert_readers
     loading, checkpoint_layouts
     op_weights, op_inputs, op_scales, op_arguments
-    context, memory
+    context, counters, memory
     kernels.*, comm.*, prepared, weights, token_format, geometry
     moves, placement, grouped, plan, formats, families, config, errors, metrics, progress, tensor_files, tensor_writer
 """
@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from moe_runtime.config import MoELayerConfig, ParallelConfig, RouterConfig, RunConfig, load_config
     from moe_runtime.context import ExpertParallelContext
+    from moe_runtime.counters import LayerCounters, LayerCounts, imbalance
     from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher
     from moe_runtime.errors import (
         CapacityError,
@@ -63,6 +64,8 @@ __all__ = [
     "Experts",
     "GateUpOrder",
     "GroupedRows",
+    "LayerCounters",
+    "LayerCounts",
     "MoELayer",
     "MoELayerConfig",
     "MoERuntimeError",
@@ -84,6 +87,7 @@ __all__ = [
     "TokenFormat",
     "apply_expert_parallel",
     "dequantize_rows",
+    "imbalance",
     "load_config",
     "plan_placement",
     "quantize_rows",
@@ -104,6 +108,8 @@ _MODULE_OF = {
     "Experts": "experts",
     "GateUpOrder": "weights",
     "GroupedRows": "grouped",
+    "LayerCounters": "counters",
+    "LayerCounts": "counters",
     "MoELayer": "layer",
     "MoELayerConfig": "config",
     "MoERuntimeError": "errors",
@@ -125,6 +131,7 @@ _MODULE_OF = {
     "TokenFormat": "formats",
     "apply_expert_parallel": "parallel",
     "dequantize_rows": "kernels.quantize",
+    "imbalance": "counters",
     "load_config": "config",
     "plan_placement": "placement",
     "quantize_rows": "kernels.quantize",

@@ -16,6 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.config import MoELayerConfig, ParallelConfig, RunConfig, load_config
 from moe_runtime.context import ExpertParallelContext
+from moe_runtime.counters import LayerCounters
 from moe_runtime.dispatcher import TokenDispatcher, collective_step
 from moe_runtime.experts import Experts
 from moe_runtime.formats import token_format
@@ -56,6 +57,7 @@ class MoELayer(nn.Module):
         shared_expert: `moe_runtime.shared_expert.SharedExpert`; None where the config has none.
         times: set to a `PhaseTimes` to time each phase.
         expert_load: set to an `ExpertLoad` to count this rank's tokens of each expert.
+        counters: what `count_steps` made, None before.
         number: tells layers of a context apart, equal on all ranks.
     """
 
@@ -106,6 +108,7 @@ class MoELayer(nn.Module):
             self.shared_expert = SharedExpert(config.hidden_size, config.shared_expert, device)
         self.times: PhaseTimes | None = None
         self.expert_load: ExpertLoad | None = None
+        self.counters: LayerCounters | None = None
 
     @classmethod
     def from_yaml(cls, path: str | Path, *, context: ExpertParallelContext | None = None) -> MoELayer:
@@ -273,6 +276,16 @@ class MoELayer(nn.Module):
         """
         replace_experts([self], placement)
 
+    def count_steps(self) -> LayerCounters:
+        """Count tokens, rows and bytes of each step from now on; what to `poll`, kept in `counters` too.
+
+        A step that was captured in a graph before is replayed uncounted.
+        """
+        if self.counters is None:
+            geometry, context = self.dispatcher.geometry, self.context
+            self.counters = LayerCounters(geometry, self.config.num_experts, context.device, context.engine)
+        return self.counters
+
     def _check_placement(self, placement: Placement) -> None:
         if not isinstance(placement, Placement):
             raise ValueError(f"placement: expected a Placement or None, got {type(placement).__name__}")
@@ -410,7 +423,7 @@ class MoELayer(nn.Module):
                 shared_TH = self.shared_expert(tokens_TH)
         if self.expert_load is not None:
             self.expert_load.add(topk_idx)
-        return LayerStep(self, tokens_TH.shape, handle, shared_TH, self.placement)
+        return LayerStep(self, tokens_TH.shape, handle, shared_TH, self.placement, (topk_idx, slots))
 
     def extra_repr(self) -> str:
         config = self.config

@@ -70,6 +70,7 @@ class LayerStep:
         shape: of the tokens that the step began with.
         shared: the shared expert's output, `[T, H]`, if there is one.
         placement: of the layer when the tokens were sent.
+        routed: ids of experts and the slots that take the tokens, `[T, K]`; kept for the exchange's stream.
     """
 
     layer: MoELayer
@@ -77,6 +78,7 @@ class LayerStep:
     handle: DispatchHandle
     shared: torch.Tensor | None
     placement: Placement | None
+    routed: tuple[torch.Tensor, torch.Tensor]
     _arrived: DispatchedTokens | None = None
     _arrival: torch.cuda.Event | None = None
     _sink: CombineSink | None = None
@@ -106,6 +108,10 @@ class LayerStep:
         assert self._sink is not None
         with layer.exchange_stream.joined(), phase("combine_send", layer.times):
             layer.dispatcher.combine_send(self._sink, self.handle, out=out)
+        if layer.counters is not None and self._arrived is not None:
+            # Now, while results travel and those of the peers are waited for.
+            with layer.exchange_stream.joined():
+                layer.counters.add(*self.routed, self.handle.num_parts, self._arrived.group_offsets)
 
     def gather(self) -> torch.Tensor:
         """Wait for the results of all ranks and sum them, on the exchange's stream; bf16 `[T, H]`."""

@@ -1,0 +1,116 @@
+"""What a layer has done, for a serving engine to read while it runs: tokens per expert, rows, bytes moved.
+
+Counting is one small kernel in each step and is captured with it; reading takes a copy to pinned memory, which nobody
+waits for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from moe_runtime.geometry import ExchangeGeometry
+from moe_runtime.kernels.runtime import resolve_engine
+from moe_runtime.kernels.step_counts import HEAD, ROWS, SENT, STEPS, TOKENS, count_step
+
+
+@dataclass(frozen=True)
+class LayerCounts:
+    """Counts of one layer on one rank since counting began; differences of two are those of the time between them.
+
+    Attributes:
+        steps: that ended, those without tokens here included.
+        tokens: that this rank brought.
+        expert_tokens: of these, those that were routed to each expert, by id.
+        rows: (token, expert) rows that this rank's experts got, from all ranks.
+        dispatch_bytes: that this rank sent to other ranks in dispatch.
+        combine_bytes: that came home to this rank from other ranks in combine.
+    """
+
+    steps: int
+    tokens: int
+    expert_tokens: tuple[int, ...]
+    rows: int
+    dispatch_bytes: int
+    combine_bytes: int
+
+    def __sub__(self, earlier: LayerCounts) -> LayerCounts:
+        pairs = zip(self.expert_tokens, earlier.expert_tokens, strict=True)
+        return LayerCounts(
+            self.steps - earlier.steps,
+            self.tokens - earlier.tokens,
+            tuple(now - before for now, before in pairs),
+            self.rows - earlier.rows,
+            self.dispatch_bytes - earlier.dispatch_bytes,
+            self.combine_bytes - earlier.combine_bytes,
+        )
+
+
+def imbalance(ranks: Sequence[LayerCounts]) -> float:
+    """Rows of the busiest rank over the mean of all, from each rank's counts of the same steps; 1 without rows."""
+    rows = [counts.rows for counts in ranks]
+    return max(rows) * len(rows) / sum(rows) if any(rows) else 1.0
+
+
+class LayerCounters:
+    """Counters of one layer on one rank, on its device; made by `MoELayer.count_steps`.
+
+    Args:
+        geometry: of the layer's exchange.
+        num_experts: experts of the layer, by whose ids tokens are counted whatever the placement.
+        device: of the layer.
+        engine: of its context.
+    """
+
+    def __init__(self, geometry: ExchangeGeometry, num_experts: int, device: torch.device, engine: str) -> None:
+        on_gpu = device.type == "cuda"
+        self._geometry = geometry
+        self._engine = resolve_engine(engine, device)
+        self._words = torch.zeros(HEAD + num_experts, dtype=torch.int64, device=device)
+        self._copy = torch.zeros(HEAD + num_experts, dtype=torch.int64, pin_memory=on_gpu)
+        self._copied = torch.cuda.Event() if on_gpu else None
+        self._under_way = False
+        self._latest = self._counts(self._copy)
+
+    @torch.inference_mode()
+    def add(
+        self, topk_idx: torch.Tensor, slots: torch.Tensor, num_parts: torch.Tensor, group_offsets: torch.Tensor
+    ) -> None:
+        """Count a step: the arguments of `kernels.step_counts.count_step`. Nothing waits for the host."""
+        geometry = self._geometry
+        own = (geometry.first_expert, geometry.first_expert + geometry.num_local_experts)
+        ids = topk_idx.contiguous(), slots.contiguous()
+        count_step(self._words, *ids, num_parts, group_offsets, own, engine=self._engine)
+
+    def poll(self) -> LayerCounts:
+        """The newest counts that have come to the host, all of the same step. Never waits.
+
+        On a GPU they are those of an earlier call, whose copy has ended since: each call starts the next one, behind
+        what is queued on the current stream, unless one is under way. Call it between steps from the thread that
+        queues them; while that captures a graph nothing is copied. On a CPU the counts are those of now.
+        """
+        if self._copied is None:
+            return self._counts(self._words)
+        if torch.cuda.is_current_stream_capturing():
+            return self._latest
+        if self._under_way and self._copied.query():
+            self._latest = self._counts(self._copy)
+            self._under_way = False
+        if not self._under_way:
+            self._copy.copy_(self._words, non_blocking=True)
+            self._copied.record()
+            self._under_way = True
+        return self._latest
+
+    def _counts(self, words: torch.Tensor) -> LayerCounts:
+        found = words.tolist()
+        return LayerCounts(
+            steps=found[STEPS],
+            tokens=found[TOKENS],
+            expert_tokens=tuple(found[HEAD:]),
+            rows=found[ROWS],
+            dispatch_bytes=found[SENT] * self._geometry.record.record_bytes,
+            combine_bytes=found[SENT] * self._geometry.partial_bytes,
+        )
