@@ -27,12 +27,13 @@ from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.runtime import has_nvrtc
 from moe_runtime.launch import environment
 from moe_runtime.launch.checks import Check
+from moe_runtime.launch.drawing import check_can_draw
 from moe_runtime.launch.gemm_cases import CASES, GemmCase, Goal, Product
 from moe_runtime.launch.gemm_check import Sample, check_gated, check_plain, poisoned_memory
 from moe_runtime.launch.gemm_data import Weights, clone_rows, make_rows, make_weights, num_copies, row_bytes
 from moe_runtime.launch.gemm_graph import kernel_names
 from moe_runtime.launch.gemm_peers import Peers
-from moe_runtime.launch.gemm_table import KIND, check_can_draw, draw, print_table
+from moe_runtime.launch.gemm_table import KIND, draw, print_table
 from moe_runtime.launch.timing import TOTAL, Lap, Timing, measure
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import SILU
@@ -265,7 +266,7 @@ def work(options: argparse.Namespace) -> int:
         if file is not None and not file.resolve().parent.is_dir():
             raise ValueError(f"--{name}: no folder {file.parent}")
     if options.picture is not None:
-        check_can_draw()
+        check_can_draw("--picture")
     if options.steps < 1:
         raise ValueError(f"--steps: expected at least 1, got {options.steps}")
     results: list[dict[str, Any]] = []

@@ -8,7 +8,6 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_runtime.launch import environment
+from moe_runtime.launch.drawing import COLOURS, check_can_draw, new_figure, save
 from moe_runtime.launch.gemm_cases import BF16_TFLOP_PER_S, FP8_TFLOP_PER_S, MEMORY_TB_PER_S
 
 KIND = "gemm"
@@ -35,7 +35,6 @@ COLUMNS = (
     "kernels",
 )
 
-COLOURS = {"nvfp4": "tab:green", "fp8_block": "tab:blue", "mxfp8": "tab:orange", "bf16": "tab:red"}
 MARKERS = {"gate_up": "^", "down": "v", "both": "o"}
 
 
@@ -117,23 +116,14 @@ def markdown(report: dict[str, Any], source: str, picture: str | None = None) ->
     return "\n".join([*lines, "", f"![Achieved rates under the roofline]({picture})"] if picture else lines)
 
 
-def check_can_draw() -> None:
-    """Raise `ValueError` where matplotlib is not installed."""
-    if find_spec("matplotlib") is None:
-        raise ValueError("--picture: needs matplotlib, the extra `bench`")
-
-
 def draw(report: dict[str, Any], file: Path) -> None:
     """A roofline: achieved TFLOP/s of each case (filled) and what its floor would give (hollow).
 
     Raises `ValueError` where matplotlib is not installed.
     """
-    check_can_draw()
-    from matplotlib import rc_context
-    from matplotlib.figure import Figure
-
+    check_can_draw("--picture")
     timed = [result for result in report["results"] if result["median_us"]]
-    figure = Figure(figsize=(9, 6), layout="constrained")
+    figure = new_figure(9, 6)
     axes = figure.subplots()
     intensities = [result["work_flop"] / result["moved_bytes"] for result in timed] or [1.0]
     ends = [min(intensities) / 2, max([*intensities, 500.0]) * 2]
@@ -157,10 +147,7 @@ def draw(report: dict[str, Any], file: Path) -> None:
         axes.plot([], [], color="grey", marker="o", linestyle="none", fillstyle=style, label=label)
     axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s", title=where(report))
     axes.legend(fontsize=8)
-    # Without a date and with ids that repeat, so that the same numbers make the same file.
-    metadata = {"Date": None} if file.suffix == ".svg" else None
-    with rc_context({"svg.hashsalt": KIND}):
-        figure.savefig(file, dpi=150, metadata=metadata)
+    save(figure, file, KIND)
 
 
 def read(file: Path) -> dict[str, Any]:

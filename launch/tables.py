@@ -12,16 +12,19 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 from moe_runtime.launch import gemm_table, kernel_table
+from moe_runtime.launch.bounds import EVEN, SKEW_FACTOR, SKEW_US
+from moe_runtime.launch.layer_bench import OURS
+from moe_runtime.launch.layer_report import key_of
 
 ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- results -->", "<!-- end of results -->"
 OPERATIONS_START, OPERATIONS_END = "<!-- operations -->", "<!-- end of operations -->"
 GEMM_START, GEMM_END = "<!-- gemm -->", "<!-- end of gemm -->"
-OURS = "moe_runtime"
 
 
 def results_table(report: dict[str, Any], source: str) -> str:
@@ -32,42 +35,79 @@ def results_table(report: dict[str, Any], source: str) -> str:
     shown = [name for name in ("torch", "triton", "nvshmem4py-cu13") if name in packages]
     versions = ", ".join(f"{name} {packages[name]}" for name in shown)
     results = report["results"]
-    peers = {_key(result): result for result in results if result["implementation"] != OURS}
+    peers = {key_of(result): result for result in results if result["implementation"] != OURS}
     ours = [result for result in results if result["implementation"] == OURS]
     columns = list(dict.fromkeys(_formats(result) for result in ours))
-    rows = sorted({(_order(ours, result["operation"]), result["tokens_per_rank"]) for result in ours})
-    names = {_order(ours, result["operation"]): result["operation"] for result in ours}
+    routings = list(dict.fromkeys(result["routing"] for result in ours))
+    operations = list(dict.fromkeys(result["operation"] for result in ours))
     beside = {result["operation"]: result["implementation"] for result in peers.values()}
     lines = [
         f"{record['ranks']} x {gpu}, driver {record['driver']}, {versions}; transport `{record['transport']}`. "
         f"H={config['hidden_size']}, I={config['intermediate_size']}, E={config['num_experts']}, "
-        f"top-{config['top_k']}, {results[0]['routing']} routing. Microseconds on the slowest rank, median over "
+        f"top-{config['top_k']}, {', '.join(routings)} routing. Microseconds on the slowest rank, median over "
         f"iterations; in parentheses what stands under *beside*, in the same run. Spread, errors and bounds are in the "
         f"[JSON]({source}), written by `{record['command']}`.",
         "",
         f"| operation | tokens per rank | {' | '.join(columns)} | beside |",
         "|" + "---|" * (len(columns) + 3),
     ]
-    for order, tokens in rows:
-        name = names[order]
-        here = {_formats(r): r for r in ours if r["operation"] == name and r["tokens_per_rank"] == tokens}
-        cells = [_cell(here[column], peers.get(_key(here[column]))) if column in here else "" for column in columns]
-        lines.append(f"| {name} | {tokens} | {' | '.join(cells)} | {beside.get(name, '')} |")
-    return "\n".join(lines)
+    for name, routing, tokens in product(operations, routings, sorted({r["tokens_per_rank"] for r in ours})):
+        case = (name, routing, tokens)
+        here = {_formats(r): r for r in ours if (r["operation"], r["routing"], r["tokens_per_rank"]) == case}
+        if here:
+            cells = [
+                _cell(here[column], peers.get(key_of(here[column]))) if column in here else "" for column in columns
+            ]
+            label = name if len(routings) == 1 else f"{name}, {routing}"
+            lines.append(f"| {label} | {tokens} | {' | '.join(cells)} | {beside.get(name, '')} |")
+    return "\n".join([*lines, *_layer_lines(ours), *_skew_lines(ours)])
 
 
-def _order(results: list[dict[str, Any]], operation: str) -> int:
-    """When an operation first comes up."""
-    return next(index for index, result in enumerate(results) if result["operation"] == operation)
+def _layer_lines(ours: list[dict[str, Any]]) -> list[str]:
+    """What a layer's time stands beside, where a run has it: spread, torch's time, error, memory."""
+    layers = [r for r in ours if r["operation"] == "layer" and r["median_us"] and r.get("ratio_to_torch")]
+    if not layers:
+        return []
+    lines = [
+        "",
+        "The layer: time over that of a layer of torch in bf16, relative error against float64, and the memory of the "
+        "rank that needs most (weights, a step, the symmetric heap).",
+        "",
+        "| format | routing | tokens per rank | us | smallest - largest | of torch | error | bound | peak GB |",
+        "|---|---|" + "---:|" * 7,
+    ]
+    for r in layers:
+        memory = f"{r['memory']['peak_bytes'] / 1e9:.2f}" if r["memory"] else ""
+        spread = f"{_us(r['smallest_us'])} - {_us(r['largest_us'])}"
+        numbers = f"{_us(r['median_us'])} | {spread} | {r['ratio_to_torch']:.2f}"
+        errors = f"{r['check']['error']:.2e} | {r['check']['bound']:.2e}"
+        lines.append(f"| {_formats(r)} | {r['routing']} | {r['tokens_per_rank']} | {numbers} | {errors} | {memory} |")
+    return lines
+
+
+def _skew_lines(ours: list[dict[str, Any]]) -> list[str]:
+    """Uneven routing beside what it may take, where a run has both cases."""
+    uneven = [r for r in ours if r.get("skew")]
+    if not uneven:
+        return []
+    lines = [
+        "",
+        f"Uneven routing, which may take {SKEW_FACTOR:g} times as long as the busiest rank's bytes at the rate of "
+        f"{EVEN} routing, and {SKEW_US:g} us.",
+        "",
+        "| operation | format | routing | tokens per rank | us | allowed us | |",
+        "|---|---|---|---:|---:|---:|---|",
+    ]
+    for r in uneven:
+        where = f"| {r['operation']} | {_formats(r)} | {r['routing']} | {r['tokens_per_rank']} |"
+        verdict = {True: "met", False: "missed", None: "check failed"}[r["skew"]["met"]]
+        us = "" if r["median_us"] is None else _us(r["median_us"])
+        lines.append(f"{where} {us} | {_us(r['skew']['allowed_us'])} | {verdict} |")
+    return lines
 
 
 def _formats(result: dict[str, Any]) -> str:
     return f"{result['token_format']} > {result['combine_format']}"
-
-
-def _key(result: dict[str, Any]) -> tuple[object, ...]:
-    names = ("operation", "tokens_per_rank", "token_format", "weight_format", "combine_format", "mode", "routing")
-    return tuple(result[name] for name in names)
 
 
 def _cell(result: dict[str, Any], peer: dict[str, Any] | None) -> str:

@@ -59,6 +59,34 @@ def test_a_line_has_a_cell_per_format_with_both_times() -> None:
     assert [line.split("|")[1].strip() for line in lines[4:]] == ["dispatch", "dispatch", "combine"]
 
 
+def test_several_routings_and_what_a_layer_stands_beside() -> None:
+    found = report()
+    results = found["results"]
+    assert isinstance(results, list)
+    skew = {"even_gb_per_s": 1.0, "allowed_us": 32.5, "met": False}
+    layer = results[0] | {
+        "operation": "layer",
+        "median_us": 250.0,
+        "smallest_us": 249.0,
+        "largest_us": 260.44,
+        "ratio_to_torch": 0.3125,
+        "check": {"what": "error", "error": 0.01234, "bound": 0.2, "passed": True},
+        "memory": {"peak_bytes": 2_345_000_000},
+    }
+    uneven = results[0] | {"routing": "one", "median_us": 33.0, "skew": skew}
+    untimed = uneven | {"tokens_per_rank": 8, "median_us": None, "skew": skew | {"met": None}}
+    found["results"] = [*results, layer, layer | {"routing": "one", "memory": None}, uneven, untimed]
+    lines = tables.results_table(found, "x.json").splitlines()
+    assert "uniform, one routing" in lines[0]
+    assert "| dispatch, uniform | 128 | 20.0 (60.1) | 123 | torch all_to_all_single |" in lines
+    assert "| dispatch, one | 128 | 33.0 |  | torch all_to_all_single |" in lines
+    assert "| layer, one | 128 | 250 |  |  |" in lines
+    assert "| nvfp4 > bf16 | uniform | 128 | 250 | 249 - 260 | 0.31 | 1.23e-02 | 2.00e-01 | 2.35 |" in lines
+    assert "| nvfp4 > bf16 | one | 128 | 250 | 249 - 260 | 0.31 | 1.23e-02 | 2.00e-01 |  |" in lines
+    assert "| dispatch | nvfp4 > bf16 | one | 128 | 33.0 | 32.5 | missed |" in lines
+    assert "| dispatch | nvfp4 > bf16 | one | 8 |  | 32.5 | check failed |" in lines
+
+
 def test_only_what_stands_between_the_marks_changes(tmp_path: Path) -> None:
     readme = f"before\n{tables.START}\nold\n{tables.END}\nafter\n"
     made = tables.with_results(readme, tmp_path, tmp_path)

@@ -1,0 +1,146 @@
+"""Pictures show the numbers of the JSON; what is missing is left out, what does not belong together is refused."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_runtime.launch import pictures, torch_layer
+
+pytest.importorskip("matplotlib")
+pytestmark = pytest.mark.cpu_only
+
+COMMITTED = Path(__file__).resolve().parent.parent / "launch" / "results" / "h200x4.json"
+
+
+def result(operation: str, count: int, us: float | None, by: str = "moe_runtime", **changes: Any) -> dict[str, Any]:
+    made = {
+        "operation": operation,
+        "implementation": by,
+        "tokens_per_rank": count,
+        "token_format": "nvfp4",
+        "weight_format": "nvfp4",
+        "combine_format": "bf16",
+        "mode": "indexed",
+        "routing": "uniform",
+        "median_us": us,
+        "floor_us": None,
+        "phases": None,
+    }
+    return made | changes
+
+
+def report(ranks: int, *results: dict[str, Any]) -> dict[str, Any]:
+    layer = {"hidden_size": 7168, "intermediate_size": 2048, "num_experts": 256, "top_k": 8}
+    where = {"ranks": ranks, "gpus": [{"name": "NVIDIA H200"}] * ranks, "processor": "a CPU"}
+    return {"environment": where, "config": {"layer": layer}, "results": list(results)}
+
+
+def runs() -> list[dict[str, Any]]:
+    phases = {
+        name: {"mean_us": us, "largest_us": 9.0} for name, us in (("experts", 40.0), ("gate_up", 30.0), ("down", 10.0))
+    }
+    return [
+        report(2, result("layer", 8, 300.0), result("layer", 8, 900.0, torch_layer.NAME)),
+        report(
+            8,
+            result("dispatch", 128, 20.0, floor_us=6.0),
+            result("dispatch", 8, 10.0, floor_us=1.0),
+            result("dispatch", 8, 12.0, "torch all_to_all_single"),
+            result("dispatch", 128, 19.0, routing="zipf"),
+            result("dispatch", 4096, None),
+            result("layer", 8, 250.0, phases=phases),
+            result("layer", 8, 800.0, torch_layer.NAME),
+            result("layer", 8, 260.0, token_format="fp8_block"),
+            result("layer", 8, 700.0, torch_layer.NAME, token_format="fp8_block"),
+        ),
+    ]
+
+
+@pytest.fixture
+def figures(monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """What `draw` draws, by name."""
+    found: dict[str, Any] = {}
+    save = pictures.save
+
+    def kept(figure: Any, file: Path, kind: str) -> None:
+        found[kind] = figure
+        save(figure, file, kind)
+
+    monkeypatch.setattr(pictures, "save", kept)
+    return found
+
+
+def lines(axes: Any) -> list[tuple[list[float], list[float]]]:
+    """Points of every line but those that are there for the legend."""
+    found = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.get_lines()]
+    return [points for points in found if points[0]]
+
+
+def test_pictures_show_the_numbers(tmp_path: Path, figures: dict[str, Any]) -> None:
+    files = pictures.draw(runs(), tmp_path)
+    assert [file.name for file in files] == ["dispatch.svg", "layer.svg", "phases.svg", "scaling.svg"]
+    first = {file: file.read_bytes() for file in files}
+    assert {file: file.read_bytes() for file in pictures.draw(runs(), tmp_path)} == first
+    uniform, zipf = figures["dispatch"].axes
+    assert lines(uniform) == [([8, 128], [10.0, 20.0]), ([8], [12.0]), ([8, 128], [1.0, 6.0])]
+    assert lines(zipf) == [([128], [19.0])]
+    (layer,) = figures["layer"].axes
+    # The layer of torch is in bf16 beside both: the faster of its times.
+    assert lines(layer) == [([8], [250.0]), ([8], [260.0]), ([8], [700.0])]
+    (scaling,) = figures["scaling"].axes
+    assert sorted(lines(scaling)) == [([2, 8], [300.0, 250.0]), ([2, 8], [900.0, 700.0])]
+    (phases,) = figures["phases"].axes
+    assert [label.get_text() for label in phases.get_yticklabels()] == ["nvfp4 > bf16, T=8, uniform: 40 us"]
+    assert [(bar.get_x(), bar.get_width()) for bar in phases.patches] == [(0.0, 0.75), (0.75, 0.25)]
+
+
+def test_a_run_of_before_has_no_floors_and_no_layer_of_torch(tmp_path: Path, figures: dict[str, Any]) -> None:
+    assert pictures.main([str(COMMITTED), "--folder", str(tmp_path)]) == 0
+    assert list(figures) == ["dispatch", "combine", "layer"]
+    found = json.loads(COMMITTED.read_text())["results"]
+    assert len(lines(figures["layer"].axes[0])) == len({r["token_format"] for r in found})
+
+
+def test_runs_of_as_many_ranks_are_shown_together(tmp_path: Path, figures: dict[str, Any]) -> None:
+    parts = [report(4, result("layer", 8, 30.0)), report(4, result("layer", 64, 40.0), result("layer", 8, 31.0))]
+    assert [file.name for file in pictures.draw(parts, tmp_path)] == ["layer.svg"]
+    assert lines(figures["layer"].axes[0]) == [([8, 64], [31.0, 40.0])]
+
+
+def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
+    other = copy.deepcopy(runs()[0])
+    other["config"]["layer"]["num_experts"] = 128
+    with pytest.raises(ValueError, match=r"RUN: expected runs of one model, got .*experts 256.*; .*experts 128"):
+        pictures.draw([runs()[1], other], tmp_path)
+    other = copy.deepcopy(runs()[0])
+    other["environment"]["gpus"] = []
+    with pytest.raises(ValueError, match="RUN: expected runs of one GPU, got NVIDIA H200; a CPU"):
+        pictures.draw([runs()[1], other], tmp_path)
+    with pytest.raises(ValueError, match="RUN: nothing to draw"):
+        pictures.draw([report(2, result("layer", 8, None))], tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "run.json: expected the JSON of launch.bench, "),
+        ("[]", "run.json: expected the JSON of launch.bench over a config, got kind list"),
+        ('{"kind": "gemm"}', "run.json: expected the JSON of launch.bench over a config, got kind gemm"),
+        ('{"results": []}', "run.json: expected the JSON of launch.bench over a config, got kind none"),
+    ],
+)
+def test_other_files_are_refused(text: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "run.json"
+    file.write_text(text)
+    assert pictures.main([str(file), "--folder", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"pictures: {message}")
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert pictures.main([str(COMMITTED), "--folder", str(tmp_path / "no")]) == 2
+    assert "pictures: --folder: no folder " in capsys.readouterr().err
