@@ -12,20 +12,18 @@ from __future__ import annotations
 import argparse
 import os
 import sys
-from functools import cache
 from pathlib import Path
 from typing import Any, get_args
 
 from rich.console import Console
 
 from moe_runtime.config import CombineFormatName, FormatName, RunConfig
-from moe_runtime.context import ExpertParallelContext
 from moe_runtime.launch import cases, environment, gemm_bench
 from moe_runtime.launch.bounds import LINK_GB_PER_S
 from moe_runtime.launch.layer_bench import Bench, Settings
 from moe_runtime.launch.layer_report import make_report, print_results, write_report
-from moe_runtime.launch.torch_layer import TorchLayer
 from moe_runtime.launch.trace import TraceFile
+from moe_runtime.launch.yardsticks import Yardsticks
 from moe_runtime.layer import MoELayer, context_from_config
 from moe_runtime.progress import with_progress
 
@@ -33,7 +31,11 @@ OPERATIONS = ("dispatch", "combine", "gemm", "layer")
 
 
 def bench_format(
-    run: RunConfig, fmt: str, options: argparse.Namespace, trace: TraceFile | None
+    run: RunConfig,
+    fmt: str,
+    options: argparse.Namespace,
+    trace: TraceFile | None,
+    yardsticks: Yardsticks,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The results of one token format: every combine format, number of tokens and routing in turn. Collective.
 
@@ -56,26 +58,12 @@ def bench_format(
         )
         first = MoELayer.from_run_config(run.replace(layer=configs[0], tokens_per_rank=0), context)
         layers = [first, *(_sharing(first, MoELayer(config, context)) for config in configs[1:])]
-        beside = cache(lambda: _beside(first, run, context))
         turns = [(layer, routing) for layer in layers for routing in options.routing]
         for layer, routing in with_progress(turns, f"bench {fmt}", len(turns), shown=context.rank == 0):
-            results += Bench(layer, run, routing, settings, beside).work()
+            results += Bench(layer, run, routing, settings, yardsticks).work()
         record = environment.environment_record(context) if context.rank == 0 else {}
         environment.gather(context, "end", None)
     return results, record
-
-
-def _beside(layer: MoELayer, run: RunConfig, context: ExpertParallelContext) -> TorchLayer:
-    config = layer.config
-    assert layer.experts is not None
-    return TorchLayer(
-        cases.expert_source(run),
-        layer.local_experts,
-        config.hidden_size,
-        config.intermediate_size,
-        layer.experts.activation,
-        context.device,
-    )
 
 
 def _sharing(first: MoELayer, layer: MoELayer) -> MoELayer:
@@ -105,10 +93,11 @@ def work(options: argparse.Namespace) -> int:
     _check(options)
     environment.start(run)
     trace = None if options.trace is None else TraceFile(options.trace)
+    yardsticks = Yardsticks(run)
     results: list[dict[str, Any]] = []
     record: dict[str, Any] = {}
     for fmt in options.formats or [run.layer.token_format]:
-        more, record = bench_format(run, fmt, options, trace)
+        more, record = bench_format(run, fmt, options, trace, yardsticks)
         results += more
         report = make_report(results, record, run)
         if record and options.json is not None:

@@ -24,6 +24,7 @@ from moe_runtime.launch import bounds, cases, checks, environment, torch_layer
 from moe_runtime.launch.step_memory import StepMemory
 from moe_runtime.launch.timing import TOTAL, Lap, Step, Timing, copies_to_rotate, measure
 from moe_runtime.launch.trace import TraceFile, record
+from moe_runtime.launch.yardsticks import Yardsticks
 from moe_runtime.layer import MoELayer
 from moe_runtime.memory import reserved_bytes
 from moe_runtime.prepared import PreparedWeights
@@ -74,9 +75,6 @@ class Measured:
 class Bench:
     """One layer at one number of tokens per rank and one routing: its seeded inputs, and the results so far.
 
-    Args:
-        beside: makes the layer of torch that `whole_layer` is timed beside.
-
     Attributes:
         results: one JSON record per operation and implementation.
     """
@@ -87,13 +85,13 @@ class Bench:
         run: RunConfig,
         routing: str,
         settings: Settings,
-        beside: Callable[[], torch_layer.TorchLayer],
+        yardsticks: Yardsticks,
     ) -> None:
         self.layer = layer
         self.run = run
         self.routing = routing
         self.settings = settings
-        self.beside = beside
+        self.yardsticks = yardsticks
         self.context = layer.context
         self.results: list[dict[str, Any]] = []
 
@@ -237,8 +235,8 @@ class Bench:
             return layer(x_TH) if by_itself else layer(x_TH, topk_idx=idx_TK, topk_weights=weights_TK)
 
         y_TH = forward(0)[part]
-        own = (tensor[part] for tensor in self.turns[0])
-        reference_TH = cases.layer_reference(layer, cases.expert_source(self.run), *own)
+        key = (self.routing, config.max_tokens_per_rank, part.stop)
+        reference_TH = self.yardsticks.reference(layer, key, *(tensor[part] for tensor in self.turns[0]))
         error, _ = relative_error(y_TH, reference_TH)
         check = self._agree(checks.Check("layer: relative Frobenius error", error, cases.layer_bound(config)))
         starts = layer.dispatcher.geometry.starts
@@ -256,7 +254,7 @@ class Bench:
         self._add_torch_layer(part, reference_TH, work)
 
     def _add_torch_layer(self, part: slice, reference_TH: torch.Tensor, work: Work) -> None:
-        beside, context = self.beside(), self.context
+        beside, context = self.yardsticks.torch_layer(self.layer), self.context
         starts = self.layer.dispatcher.geometry.starts
         routes = [torch_layer.Route.of(idx, context.rank, starts, context.device) for idx in self.ids_of_turns]
 

@@ -1,0 +1,149 @@
+"""Everything that is measured about a layer, by one command: `python -m moe_runtime.launch.measure FOLDER`.
+
+It runs `launch.bench` over a config on 1, 2, 4, ... of the GPUs that are there (exchange and layer, several routings on
+all of them, with a trace), `launch.bench gemm`, `launch.link_bench` and `launch.pictures`, one after the other, each in
+processes of its own. JSON, a trace and pictures go to FOLDER; copied to `launch/results/`, `launch.tables` makes the
+README's tables of them. A part that fails or takes too long is told of in the end, and the others run all the same.
+"""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import get_args
+
+import torch
+from rich.console import Console
+
+from moe_runtime.config import CombineFormatName, FormatName, load_config
+from moe_runtime.launch import environment
+
+PARTS = ("layer", "gemm", "links", "pictures")
+TOKENS = (1, 8, 32, 128, 512, 1024, 4096, 8192)
+UNEVEN = ("zipf", "half", "one")
+GRACE_S = 60.0
+
+
+@dataclass(frozen=True)
+class Job:
+    """A program to run: its name under `moe_runtime.launch`, its arguments, and in how many ranks."""
+
+    program: str
+    arguments: tuple[str, ...]
+    ranks: int = 1
+
+    @property
+    def command(self) -> list[str]:
+        torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}")
+        start = [sys.executable, *(torchrun if self.ranks > 1 else ())]
+        return [*start, "-m", f"moe_runtime.launch.{self.program}", *self.arguments]
+
+    @property
+    def text(self) -> str:
+        ranks = "" if self.ranks == 1 else f", {self.ranks} ranks"
+        return f"{shlex.join([self.program, *self.arguments])}{ranks}"
+
+
+def rank_counts(num_gpus: int) -> list[int]:
+    """Powers of two up to the GPUs that are there, these included; 1 without a GPU."""
+    most = max(1, num_gpus)
+    powers = [1 << power for power in range(most.bit_length())]
+    return powers if powers[-1] == most else [*powers, most]
+
+
+def jobs(options: argparse.Namespace, num_gpus: int) -> list[Job]:
+    """What is to be run, in order; `options` are those of the command line."""
+    folder, ranks = options.folder, sorted(set(options.ranks or rank_counts(num_gpus)))
+    runs = {count: folder / f"layer_{count}.json" for count in ranks}
+    common = ("--config", options.config, "--tokens", *map(str, options.tokens), "--formats", *options.formats)
+    common += ("--combine-format", *options.combine_format, "--steps", str(options.steps))
+    found = []
+    if "layer" in options.parts:
+        # Most ranks first: that is what most of the tables show.
+        for count in reversed(ranks):
+            operations = ("dispatch", "combine", "layer") if count > 1 else ("layer",)
+            more: tuple[str, ...] = ("--json", str(runs[count]))
+            if count == ranks[-1]:
+                more = ("--routing", "uniform", *UNEVEN, "--trace", str(folder / "trace.json"), *more)
+            found.append(Job("bench", (*operations, *common, *more), count))
+    if "gemm" in options.parts:
+        files = ("--json", str(folder / "gemm.json"), "--picture", str(folder / "gemm.svg"))
+        found.append(Job("bench", ("gemm", "--steps", str(options.steps), *files)))
+    if "links" in options.parts and ranks[-1] > 1 and num_gpus:
+        found.append(Job("link_bench", ("--json", str(folder / "links.json")), ranks[-1]))
+    if "pictures" in options.parts:
+        found.append(Job("pictures", (*map(str, runs.values()), "--folder", str(folder))))
+    return found
+
+
+def run(job: Job, limit_s: float) -> str:
+    """How it ended: `ok`, or what went wrong. What it started does not outlive it."""
+    process = subprocess.Popen(job.command)
+    try:
+        code = process.wait(limit_s)
+    except subprocess.TimeoutExpired:
+        return f"not done within {limit_s:g} s"
+    finally:
+        if process.poll() is None:
+            # torchrun ends its ranks when it is asked to end; killed at once, it would leave them.
+            process.terminate()
+            try:
+                process.wait(GRACE_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+    return "ok" if code == 0 else f"exit code {code}"
+
+
+def work(options: argparse.Namespace) -> int:
+    """Run it all; 1 if a part failed."""
+    num_gpus = torch.cuda.device_count()
+    load_config(options.config)
+    if not options.folder.is_dir():
+        raise ValueError(f"FOLDER: no folder {options.folder}")
+    for count in options.ranks or ():
+        if not 1 <= count <= (num_gpus or count):
+            raise ValueError(f"--ranks: expected 1 .. {num_gpus} GPUs, got {count}")
+    if not options.limit_s > 0:
+        raise ValueError(f"--limit-s: expected a positive number, got {options.limit_s:g}")
+    console = Console(highlight=False, soft_wrap=True)
+    ends = []
+    for job in jobs(options, num_gpus):
+        console.print(f"$ {job.text}", markup=False)
+        if options.dry_run:
+            continue
+        start = time.monotonic()
+        ends.append((job, run(job, options.limit_s)))
+        console.print(f"{ends[-1][1]}, {time.monotonic() - start:.0f} s", markup=False)
+    failed = [(job, end) for job, end in ends if end != "ok"]
+    for job, end in failed:
+        console.print(f"FAILED: {job.text}: {end}", markup=False)
+    return int(bool(failed))
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.measure", description="Measure everything.")
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where the files go")
+    parser.add_argument("--config", default="deepseek_v3", metavar="NAME", help="a packaged config or a YAML file")
+    parser.add_argument("--parts", nargs="+", choices=PARTS, default=PARTS, help="default: all")
+    parser.add_argument("--ranks", type=int, nargs="+", metavar="N", help="default: 1, 2, 4, ... of the GPUs")
+    parser.add_argument("--tokens", type=int, nargs="+", default=TOKENS, metavar="N", help="per rank")
+    parser.add_argument("--formats", nargs="+", choices=get_args(FormatName), default=["nvfp4", "fp8_block", "bf16"])
+    parser.add_argument(
+        "--combine-format", nargs="+", choices=get_args(CombineFormatName), default=["bf16", "fp8_block"]
+    )
+    parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed iterations (default: 20)")
+    parser.add_argument("--limit-s", type=float, default=3600.0, metavar="S", help="for each program (default: 3600)")
+    parser.add_argument("--dry-run", action="store_true", help="show the commands, run none")
+    options = parser.parse_args(arguments)
+    return environment.run_program("measure", lambda: work(options))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,41 @@
+"""What a layer is held against whatever its formats are, made once for a run: its reference and a layer of torch."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_runtime.config import RunConfig
+from moe_runtime.launch import cases
+from moe_runtime.launch.torch_layer import TorchLayer
+from moe_runtime.layer import MoELayer
+
+
+class Yardsticks:
+    """Of the layers of one run, which differ in formats and in tokens per rank."""
+
+    def __init__(self, run: RunConfig) -> None:
+        self._experts = cases.expert_source(run)
+        self._references: dict[tuple[object, ...], torch.Tensor] = {}
+        self._torch_layer: TorchLayer | None = None
+
+    def reference(
+        self,
+        layer: MoELayer,
+        key: tuple[object, ...],
+        x_TH: torch.Tensor,
+        topk_idx_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+    ) -> torch.Tensor:
+        """`cases.layer_reference`, kept under `key`, which must tell these tokens from all others of the run."""
+        if key not in self._references:
+            self._references[key] = cases.layer_reference(layer, self._experts, x_TH, topk_idx_TK, topk_weights_TK)
+        return self._references[key]
+
+    def torch_layer(self, layer: MoELayer) -> TorchLayer:
+        """The layer of torch with this rank's experts as they were before `layer` quantized them."""
+        if self._torch_layer is None:
+            assert layer.experts is not None
+            sizes = layer.config.hidden_size, layer.config.intermediate_size
+            activation = layer.experts.activation
+            self._torch_layer = TorchLayer(self._experts, layer.local_experts, *sizes, activation, layer.context.device)
+        return self._torch_layer

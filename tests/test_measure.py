@@ -1,0 +1,119 @@
+"""One command that measures everything: what it runs, and what becomes of a part that fails or does not end."""
+
+from __future__ import annotations
+
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from moe_runtime.launch import measure
+from moe_runtime.launch.bench import main as bench
+
+pytestmark = pytest.mark.cpu_only
+
+
+def shown(capsys: pytest.CaptureFixture[str]) -> list[str]:
+    return [line for line in capsys.readouterr().out.splitlines() if line.startswith("$ ")]
+
+
+def test_ranks_are_powers_of_two_and_all() -> None:
+    assert [measure.rank_counts(gpus) for gpus in (0, 1, 2, 3, 4, 6, 8)] == [
+        [1],
+        [1],
+        [1, 2],
+        [1, 2, 3],
+        [1, 2, 4],
+        [1, 2, 4, 6],
+        [1, 2, 4, 8],
+    ]
+
+
+def test_every_part_has_its_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
+    assert measure.main([str(tmp_path), "--dry-run", "--tokens", "8", "--formats", "nvfp4"]) == 0
+    lines = shown(capsys)
+    runs = [f"{tmp_path}/layer_{count}.json" for count in (1, 2, 4)]
+    common = "--config deepseek_v3 --tokens 8 --formats nvfp4 --combine-format bf16 fp8_block --steps 20"
+    most = f"--routing uniform zipf half one --trace {tmp_path}/trace.json --json {runs[2]}"
+    assert lines == [
+        f"$ bench dispatch combine layer {common} {most}, 4 ranks",
+        f"$ bench dispatch combine layer {common} --json {runs[1]}, 2 ranks",
+        f"$ bench layer {common} --json {runs[0]}",
+        f"$ bench gemm --steps 20 --json {tmp_path}/gemm.json --picture {tmp_path}/gemm.svg",
+        f"$ link_bench --json {tmp_path}/links.json, 4 ranks",
+        f"$ pictures {' '.join(runs)} --folder {tmp_path}",
+    ]
+    assert not list(tmp_path.iterdir())
+    assert measure.main([str(tmp_path), "--dry-run", "--parts", "links", "--ranks", "1"]) == 0
+    assert shown(capsys) == []
+    assert measure.main([str(tmp_path), "--dry-run", "--ranks", "5"]) == 2
+    assert "--ranks: expected 1 .. 4 GPUs, got 5" in capsys.readouterr().err
+
+
+def test_the_commands_are_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--parts", "layer", "--config", "tiny_cpu", "--ranks", "1", "--tokens", "4"]
+    arguments += ["--formats", "bf16", "--combine-format", "bf16", "--steps", "1"]
+    assert measure.main([str(tmp_path), *arguments]) == 0, capfd.readouterr()
+    files = sorted(file.name for file in tmp_path.iterdir())
+    assert files == ["layer_1.json", "trace.json"]
+
+
+def test_a_part_that_fails_is_told_of_and_the_others_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """Without runs there is nothing to draw; matplotlib missing fails as well."""
+    assert measure.main([str(tmp_path), "--parts", "pictures", "--ranks", "1", "--config", "tiny_cpu"]) == 1
+    out = capfd.readouterr().out
+    assert out.splitlines()[-1] == (f"FAILED: pictures {tmp_path}/layer_1.json --folder {tmp_path}: exit code 1")
+
+
+def test_what_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
+    sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
+    monkeypatch.setattr(measure.Job, "command", sleeper)
+    start = time.monotonic()
+    assert measure.run(measure.Job("bench", ()), 0.5) == "not done within 0.5 s"
+    assert time.monotonic() - start < 300
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("no/such",), "measure: FOLDER: no folder no/such"),
+        ((".", "--config", "no_such"), "measure: "),
+        ((".", "--limit-s", "0"), "measure: --limit-s: expected a positive number, got 0"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert measure.main(list(arguments)) == 2
+    error = capsys.readouterr().err
+    assert error.startswith(message) and error.count("\n") == 1
+
+
+def test_the_commands_are_ones_that_the_programs_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Up to the first thing that a run without GPUs would do."""
+
+    class Reached(Exception):
+        pass
+
+    def reached(options: object) -> None:
+        raise Reached
+
+    monkeypatch.setattr("moe_runtime.launch.bench.work", reached)
+    monkeypatch.setattr("moe_runtime.launch.gemm_bench.work", reached)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    parser_options = ["--parts", "layer", "gemm", "--dry-run"]
+    found: list[measure.Job] = []
+    jobs = measure.jobs
+
+    def kept(*args: object) -> list[measure.Job]:
+        found.extend(jobs(*args))  # type: ignore[arg-type]
+        return found
+
+    monkeypatch.setattr(measure, "jobs", kept)
+    assert measure.main([str(tmp_path), *parser_options]) == 0
+    assert len(found) == 3
+    for job in found:
+        with pytest.raises(Reached):
+            bench(list(job.arguments))
