@@ -1,10 +1,11 @@
-"""Checks, then times, the parts of a layer and the layer, beside what torch takes for the same.
+"""Checks, then times, the parts of a layer and the layer, beside what others take for the same.
 
 `[torchrun --nproc-per-node=N] -m moe_runtime.launch.bench [dispatch|combine|gemm|layer ...] --config NAME` prints a
-table and writes JSON. A result that fails its check is not timed and makes the exit code 1. `launch/layer_bench.py` has
-the operations, `launch/torch_layer.py` the layer that ours is timed beside, `launch/timing.py` says how times are
-taken, `launch/checks.py` against what is checked, `launch/bounds.py` with what is compared. `bench gemm` without
-`--config` runs the cases of `launch/gemm_cases.py` instead, on one GPU.
+table and writes JSON. A result that fails its check is not timed and makes the exit code 1. The operations are in
+`launch/layer_operations.py`, the layers that ours is timed beside in `launch/torch_layer.py` and
+`launch/unfused_layer.py`; `launch/timing.py` says how times are taken, `launch/checks.py` against what is checked,
+`launch/bounds.py` with what is compared. `bench gemm` without `--config` runs the cases of `launch/gemm_cases.py`
+instead, on one GPU.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Any, get_args
 from rich.console import Console
 
 from moe_runtime.config import CombineFormatName, FormatName, RunConfig
-from moe_runtime.launch import cases, environment, gemm_bench
+from moe_runtime.launch import cases, environment, gemm_bench, layer_operations
 from moe_runtime.launch.bounds import LINK_GB_PER_S
 from moe_runtime.launch.layer_bench import Bench, Settings
 from moe_runtime.launch.layer_report import make_report, print_results, write_report
@@ -60,7 +61,7 @@ def bench_format(
         layers = [first, *(_sharing(first, MoELayer(config, context)) for config in configs[1:])]
         turns = [(layer, routing) for layer in layers for routing in options.routing]
         for layer, routing in with_progress(turns, f"bench {fmt}", len(turns), shown=context.rank == 0):
-            results += Bench(layer, run, routing, settings, yardsticks).work()
+            results += layer_operations.run(Bench(layer, run, routing, settings, yardsticks))
         record = environment.environment_record(context) if context.rank == 0 else {}
         environment.gather(context, "end", None)
     return results, record

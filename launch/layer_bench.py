@@ -1,16 +1,14 @@
-"""The operations of `launch.bench` over one layer: each is checked, then timed, beside what torch takes for it.
+"""What the operations of `launch.bench` share over one layer: its inputs, how they are timed, and their records.
 
 Steps take tokens and routing in turn (`Bench.turns`); bytes and operations are means over the turns, of the rank that
-has most in each.
+has most in each. The operations are in `launch/layer_operations.py`.
 """
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from itertools import pairwise
 from typing import Any
 
 import torch
@@ -18,18 +16,13 @@ import torch.distributed as dist
 
 from moe_runtime.config import RunConfig
 from moe_runtime.experts import Experts
-from moe_runtime.grouped import GroupedRows
-from moe_runtime.kernels.grouped_gemm import gemm_bytes, gemm_flops, grouped_gemm, grouped_gemm_swiglu
-from moe_runtime.launch import bounds, cases, checks, environment, torch_layer
+from moe_runtime.launch import bounds, cases, checks, environment
 from moe_runtime.launch.step_memory import StepMemory
-from moe_runtime.launch.timing import TOTAL, Lap, Step, Timing, copies_to_rotate, measure
-from moe_runtime.launch.trace import TraceFile, record
+from moe_runtime.launch.timing import Step, Timing, copies_to_rotate, measure
+from moe_runtime.launch.trace import TraceFile
 from moe_runtime.launch.yardsticks import Yardsticks
 from moe_runtime.layer import MoELayer
 from moe_runtime.memory import reserved_bytes
-from moe_runtime.prepared import PreparedWeights
-from moe_runtime.reference import relative_error
-from moe_runtime.weights import ExpertWeights
 
 OURS = "moe_runtime"
 
@@ -95,17 +88,6 @@ class Bench:
         self.context = layer.context
         self.results: list[dict[str, Any]] = []
 
-    def work(self) -> list[dict[str, Any]]:
-        """Do what the settings ask for; the results. Collective."""
-        wanted = self.settings.operations
-        if {"dispatch", "combine"} & set(wanted):
-            self.exchange()
-        if "gemm" in wanted:
-            self.gemm()
-        if "layer" in wanted:
-            self.whole_layer()
-        return self.results
-
     def _step_inputs(self, rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         count = self.layer.config.max_tokens_per_rank
         return cases.step_inputs(self.layer, self.routing, self.run.seed, rank, step, count)
@@ -140,138 +122,12 @@ class Bench:
         assert self.layer.experts is not None
         return self.layer.experts
 
-    def exchange(self) -> None:
-        """Dispatch and combine, each alone and both together, beside an all-to-all of the same bytes.
-
-        Every dispatch is combined: the next but one waits for that.
-        """
-        dispatcher, geometry = self.layer.dispatcher, self.layer.dispatcher.geometry
-        wanted = [name for name in ("dispatch", "combine") if name in self.settings.operations]
-        arrived = dispatcher.dispatch(*self.turns[0])
-        rows_RH = checks.combine_input(arrived, self.inputs)
-        found = {"dispatch": checks.check_dispatch(arrived, self.inputs)}
-        y_TH = dispatcher.combine(rows_RH, arrived.handle)
-        found["combine"] = checks.check_combine(y_TH, self.inputs, geometry)
-        passed = {name: self._agree(found[name]) for name in wanted}
-        # Other turns have rows where the first has none.
-        rows_RH.nan_to_num_(0.0)
-        sent = [checks.sent_tokens(idx, geometry).fill_diagonal_(0) for idx in self.ids_of_turns]
-        traffic = {
-            "dispatch": [tokens * geometry.record.record_bytes for tokens in sent],
-            "combine": [tokens.T * geometry.partial_bytes for tokens in sent],
-        }
-        work = {name: Work(statistics.mean(map(bounds.busiest_bytes, traffic[name]))) for name in traffic}
-
-        def step(number: int, lap: Lap) -> None:
-            handle = dispatcher.dispatch(*self._turn(number)).handle
-            lap("dispatch")
-            dispatcher.combine(rows_RH, handle)
-            lap("combine")
-
-        graph_safe = self.context.heap.graph_safe
-        measured = self._measure(step, list(passed.values()), capturable=graph_safe, laps=True)
-        for name in wanted:
-            self._add(name, measured, name, work[name], passed[name])
-            self._add_all_to_all(name, traffic[name], work[name])
-        if len(wanted) == 2:
-            both = self._measure(step, list(passed.values()), capturable=graph_safe)
-            total = Work(moved_bytes=sum(part.moved_bytes or 0 for part in work.values()))
-            self._add("dispatch+combine", both, TOTAL, total, None)
-
-    def gemm(self) -> None:
-        """Both grouped GEMMs on the rows that arrive in the first turn, beside torch's in bf16 where there is one."""
-        experts, config = self.experts, self.layer.config
-        inner, hidden, engine = config.intermediate_size, config.hidden_size, self.context.gemm_engine
-        arrived = self.layer.dispatcher.dispatch(*self.turns[0])
-        fmt = experts.intermediate_format
-        assert fmt is not None and not isinstance(fmt, str)
-        gate_up, down = (_rotated(w, self.context.device) for w in (experts.gate_up, experts.down))
-
-        def project(number: int) -> GroupedRows:
-            w, gsf = gate_up[number % len(gate_up)], experts.intermediate_gsf
-            return grouped_gemm_swiglu(arrived, w, experts.activation, out_format=fmt, out_gsf=gsf, engine=engine)
-
-        middle = project(0)
-        out_RH = torch.full((arrived.capacity, hidden), torch.nan, dtype=torch.bfloat16, device=self.context.device)
-        grouped_gemm(middle, down[0], out=out_RH, engine=engine)
-        passed = (
-            self._agree(checks.check_gate_up(middle, arrived, experts.gate_up, experts.activation)),
-            self._agree(checks.check_down(out_RH, middle, experts.down)),
-        )
-        counts = arrived.group_offsets.diff().tolist()
-        steps: tuple[Step, ...] = (
-            lambda number, lap: _discard(project(number)),
-            lambda number, lap: _discard(grouped_gemm(middle, down[number % len(down)], out=out_RH, engine=engine)),
-        )
-        sizes = ((2 * inner, hidden, arrived, checks.format_bytes(fmt, inner)), (hidden, inner, middle, 2 * hidden))
-        weights = (experts.gate_up, experts.down)
-        for index, (n, k, rows, row_bytes) in enumerate(sizes):
-            name = ("gemm gate+up", "gemm down")[index]
-            moved = gemm_bytes(
-                sum(counts),
-                n,
-                k,
-                a_format=rows.format,
-                w_format=weights[index].format,
-                active_experts=sum(count > 0 for count in counts),
-                out_bytes_per_row=row_bytes,
-            )
-            work = self._most(Work(moved_bytes=moved, flops=gemm_flops(sum(counts), n, k)))
-            measured = self._measure(steps[index], [passed[index]], capturable=True)
-            self._add(name, measured, TOTAL, work, passed[index], weight_bytes=weights[index].num_bytes)
-            if self.context.device.type == "cuda":
-                self._add_grouped_mm(name, arrived.group_offsets, n, k, work)
-        self.layer.dispatcher.combine(out_RH, arrived.handle)
-
-    def whole_layer(self) -> None:
-        """The layer, its router too where that chooses the experts, beside one of torch whose routing is known."""
-        layer, config = self.layer, self.layer.config
-        limit = self.settings.check_tokens
-        part = slice(0, cases.default_check_tokens(config) if limit is None else limit)
-        by_itself = self.routing == "router"
-
-        def forward(number: int) -> torch.Tensor:
-            x_TH, idx_TK, weights_TK = self._turn(number)
-            return layer(x_TH) if by_itself else layer(x_TH, topk_idx=idx_TK, topk_weights=weights_TK)
-
-        y_TH = forward(0)[part]
-        key = (self.routing, config.max_tokens_per_rank, part.stop)
-        reference_TH = self.yardsticks.reference(layer, key, *(tensor[part] for tensor in self.turns[0]))
-        error, _ = relative_error(y_TH, reference_TH)
-        check = self._agree(checks.Check("layer: relative Frobenius error", error, cases.layer_bound(config)))
-        starts = layer.dispatcher.geometry.starts
-        rows = statistics.mean(max(_rows_of_ranks(idx, starts)) for idx in self.ids_of_turns)
-        work = Work(flops=gemm_flops(1, 3 * config.intermediate_size, config.hidden_size) * rows)
-        measured = self._measure(
-            lambda number, lap: _discard(forward(number)), [check], capturable=self.context.heap.graph_safe
-        )
-        weight_bytes = self.experts.gate_up.num_bytes + self.experts.down.num_bytes
-        phases = None
-        if self.settings.trace is not None and check.passed:
-            title = f"{config.token_format} > {config.combine_format}, {config.max_tokens_per_rank} tokens"
-            phases = record(self.context, forward, self.settings.trace, f"layer {title}, {self.routing}")
-        self._add("layer", measured, TOTAL, work, check, weight_bytes=weight_bytes, phases=phases)
-        self._add_torch_layer(part, reference_TH, work)
-
-    def _add_torch_layer(self, part: slice, reference_TH: torch.Tensor, work: Work) -> None:
-        beside, context = self.yardsticks.torch_layer(self.layer), self.context
-        starts = self.layer.dispatcher.geometry.starts
-        routes = [torch_layer.Route.of(idx, context.rank, starts, context.device) for idx in self.ids_of_turns]
-
-        def forward(number: int) -> torch.Tensor:
-            x_TH, _, weights_TK = self._turn(number)
-            return beside(context, x_TH, weights_TK, routes[number % len(routes)])
-
-        error, _ = relative_error(forward(0)[part], reference_TH)
-        bound = torch_layer.error_bound()
-        check = self._agree(checks.Check("torch's layer: relative Frobenius error", error, bound))
-        measured = self._measure(lambda number, lap: _discard(forward(number)), [check], capturable=True)
-        self._add("layer", measured, TOTAL, work, check, torch_layer.NAME, weight_bytes=beside.weight_bytes)
-
-    def _turn(self, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def turn(self, number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Tokens, ids and weights of step `number`."""
         return self.turns[number % len(self.turns)]
 
-    def _measure(self, step: Step, needed: list[checks.Check], *, capturable: bool, laps: bool = False) -> Measured:
+    def time(self, step: Step, needed: list[checks.Check], *, capturable: bool, laps: bool = False) -> Measured:
+        """Time a step as `timing.measure` does, unless one of the checks failed. Collective."""
         if not all(check.passed for check in needed):
             return Measured({})
         with StepMemory(self.context.device) as memory:
@@ -279,51 +135,12 @@ class Bench:
             timings = measure(self.context, step, iterations=iterations, capturable=capturable, laps=laps)
         return Measured(timings, memory.num_bytes)
 
-    def _agree(self, check: checks.Check) -> checks.Check:
+    def agree(self, check: checks.Check) -> checks.Check:
         """The check of the rank where it is worst, on every rank."""
         errors = torch.tensor(environment.gather(self.context, check.what, check.error), dtype=torch.float64)
         return replace(check, error=float(errors.max()))
 
-    def _most(self, work: Work) -> Work:
-        """That of the rank that has most."""
-        ranks = environment.gather(self.context, "work", work)
-        return max(ranks, key=lambda other: other.flops or 0)
-
-    def _add_all_to_all(self, name: str, traffic_bytes: list[torch.Tensor], work: Work) -> None:
-        """Time torch's all-to-all of the same bytes between the same ranks, without what it would still need."""
-        if self.context.group is None or self.context.world_size == 1:
-            return
-        group, rank = self.context.group.group, self.context.rank
-        sizes = [(matrix[rank].tolist(), matrix[:, rank].tolist()) for matrix in traffic_bytes]
-        source, target = (
-            torch.zeros(max(sum(pair[way]) for pair in sizes), dtype=torch.uint8, device=self.context.device)
-            for way in (0, 1)
-        )
-
-        def step(number: int, lap: Lap) -> None:
-            sent, came = sizes[number % len(sizes)]
-            dist.all_to_all_single(target[: sum(came)], source[: sum(sent)], came, sent, group=group)
-
-        measured = self._measure(step, [], capturable=True)
-        self._add(name, measured, TOTAL, work, None, "torch all_to_all_single")
-
-    def _add_grouped_mm(self, name: str, group_offsets: torch.Tensor, n: int, k: int, work: Work) -> None:
-        """Time torch's grouped GEMM of the same rows and weights in bf16, neither activation nor quantization."""
-        function: Callable[..., torch.Tensor] = torch._grouped_mm
-        total, experts, device = int(group_offsets[-1]), self.experts.gate_up.num_experts, self.context.device
-        a_RK = torch.randn(total, k, dtype=torch.bfloat16, device=device)
-        copies = copies_to_rotate(device, 2 * experts * n * k)
-        w_ENK = [torch.randn(experts, n, k, dtype=torch.bfloat16, device=device) for _ in range(copies)]
-        ends = group_offsets[1:].contiguous()
-
-        def step(number: int, lap: Lap) -> None:
-            if total:
-                function(a_RK, w_ENK[number % copies].transpose(1, 2), offs=ends)
-
-        measured = self._measure(step, [], capturable=True)
-        self._add(name, measured, TOTAL, replace(work, moved_bytes=None), None, "torch grouped_mm bf16")
-
-    def _add(
+    def add(
         self,
         operation: str,
         measured: Measured,
@@ -335,6 +152,7 @@ class Bench:
         weight_bytes: int = 0,
         phases: dict[str, Any] | None = None,
     ) -> None:
+        """Add the record of a result: part `lap` of what was measured, on `operation`, by an implementation."""
         config, timing = self.layer.config, measured.timings.get(lap)
         median_us = timing.median_us if timing else None
         link = self.settings.link_gb_per_s if operation.startswith(("dispatch", "combine")) else None
@@ -365,7 +183,7 @@ class Bench:
                 "rate_tflop_per_s": per_second(work.flops, 1e12),
                 "floor_us": None if link is None else bounds.floor_us(work.moved_bytes or 0, link),
                 "check": None if check is None else asdict(check) | {"passed": check.passed},
-                "memory": self._memory(measured.step_bytes, weight_bytes, ours=by == OURS),
+                "memory": self._memory(measured.step_bytes, weight_bytes, ours=by.startswith(OURS)),
                 "phases": phases,
             }
         )
@@ -379,18 +197,3 @@ class Bench:
         mine["peak_bytes"] = sum(mine.values())
         ranks: list[dict[str, int]] = environment.gather(self.context, "memory", mine)
         return max(ranks, key=lambda other: other["peak_bytes"])
-
-
-def _rows_of_ranks(idx: Sequence[torch.Tensor], starts: Sequence[int]) -> list[int]:
-    """(token, expert) rows that come to each rank."""
-    ids = torch.cat(list(idx))
-    return [int(((ids >= first) & (ids < end)).sum()) for first, end in pairwise(starts)]
-
-
-def _discard(result: object) -> None:
-    """A step gives nothing back."""
-
-
-def _rotated(w: ExpertWeights | PreparedWeights, device: torch.device) -> list[ExpertWeights | PreparedWeights]:
-    """`w`, and copies of it where it would stay in the cache."""
-    return [w, *(w.clone() for _ in range(copies_to_rotate(device, w.num_bytes) - 1))]

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_runtime.config import RunConfig
+from moe_runtime.launch import unfused_layer
 from moe_runtime.launch.bounds import judge_skew
 from moe_runtime.launch.layer_bench import OURS
 
@@ -22,15 +23,23 @@ def key_of(result: dict[str, Any]) -> tuple[object, ...]:
     return tuple(result[name] for name in KEY)
 
 
+def peers_of(results: list[dict[str, Any]]) -> dict[tuple[object, ...], dict[str, Any]]:
+    """Those of torch, by `key_of`."""
+    return {key_of(result): result for result in results if result["implementation"].startswith("torch")}
+
+
 def compare(results: list[dict[str, Any]]) -> None:
-    """Fill in `ratio_to_torch`, our time over that of the peer (None where one is missing), and `skew`."""
-    peers = {key_of(result): result for result in results if result["implementation"] != OURS}
+    """Fill in `skew`, and our time over that of torch and over that of the unfused layer; None where one is missing."""
+    unfused = {key_of(result): result for result in results if result["implementation"] == unfused_layer.NAME}
+    ours = [result for result in results if result["implementation"] == OURS]
     for result in results:
-        peer = peers.get(key_of(result)) if result["implementation"] == OURS else None
-        both = peer is not None and peer["median_us"] and result["median_us"]
-        result["ratio_to_torch"] = result["median_us"] / peer["median_us"] if peer and both else None
-        result["skew"] = None
-    judge_skew([result for result in results if result["implementation"] == OURS])
+        result["ratio_to_torch"] = result["ratio_to_unfused"] = result["skew"] = None
+    for result in ours:
+        for name, peers in (("torch", peers_of(results)), ("unfused", unfused)):
+            peer = peers.get(key_of(result))
+            if peer is not None and peer["median_us"] and result["median_us"]:
+                result[f"ratio_to_{name}"] = result["median_us"] / peer["median_us"]
+    judge_skew(ours)
 
 
 def make_report(results: list[dict[str, Any]], record: dict[str, Any], run: RunConfig) -> dict[str, Any]:

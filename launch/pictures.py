@@ -2,8 +2,9 @@
 
 `python -m moe_runtime.launch.pictures RUN.json [RUN.json ...] --folder FOLDER` writes, as far as the runs have the
 numbers: `dispatch.svg` and `combine.svg` (time against tokens per rank, beside the floor and torch's all-to-all),
-`layer.svg` (beside a layer of torch), `phases.svg` (where the time of a layer goes) and `scaling.svg` (the layer
-against the number of ranks). Runs are of one model; all but the last picture are of the run with the most ranks.
+`layer.svg` (beside a layer of torch and ours unfused), `phases.svg` (where the time of a layer goes) and `scaling.svg`
+(the layer against the number of ranks). Runs are of one model; all but the last picture are of the run with the most
+ranks.
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.launch import environment
+from moe_runtime.launch import environment, unfused_layer
 from moe_runtime.launch.bounds import EVEN
 from moe_runtime.launch.drawing import COLOURS, check_can_draw, new_figure, save
 from moe_runtime.launch.layer_bench import OURS
-from moe_runtime.launch.layer_report import key_of
+from moe_runtime.launch.layer_report import key_of, peers_of
 
 SIZES = ("hidden_size", "intermediate_size", "num_experts", "top_k")
 STYLES = {"bf16": "-", "fp8_block": (0, (6, 2)), "mxfp8": (0, (3, 1, 1, 1))}
@@ -143,7 +144,7 @@ def _against_tokens(report: Report, operation: str) -> Any:
     for axes, routing in zip(panels, routings, strict=True):
         here = sorted((r for r in results if r["routing"] == routing), key=lambda r: int(r["tokens_per_rank"]))
         ours = [r for r in here if r["implementation"] == OURS]
-        peers = {key_of(r): r for r in here if r["implementation"] != OURS}
+        peers = peers_of(here)
         for name in dict.fromkeys(map(_name, ours)):
             line = [r for r in ours if _name(r) == name]
             axes.plot(*_times(line), **_style(line[0]), label=name)
@@ -154,7 +155,13 @@ def _against_tokens(report: Report, operation: str) -> Any:
         if operation != "layer":
             axes.plot([], [], color="grey", **PEER, label="torch all-to-all of the same bytes")
             axes.plot([], [], color="grey", **FLOOR, label="floor of the bytes")
-        elif peers:
+        unfused = [r for r in here if r["implementation"] == unfused_layer.NAME]
+        for name in dict.fromkeys(map(_name, unfused)):
+            line = [r for r in unfused if _name(r) == name]
+            axes.plot(*_times(line), **_style(line[0]) | FLOOR)
+        if unfused:
+            axes.plot([], [], color="grey", **FLOOR, label="ours with experts in separate passes")
+        if operation == "layer" and peers:
             # In bf16 whatever our format is: where it was timed beside several, the fastest.
             slowest_first = sorted(peers.values(), key=lambda r: -float(r["median_us"]))
             fastest = {r["tokens_per_rank"]: r for r in slowest_first}
@@ -207,7 +214,7 @@ def _scaling(reports: Sequence[Report]) -> Any:
     lines: dict[tuple[int, str], dict[int, Result]] = {}
     for report in reports:
         for r in _timed(report, "layer"):
-            if r["routing"] == EVEN:
+            if r["routing"] == EVEN and r["implementation"] != unfused_layer.NAME:
                 by = _name(r) if r["implementation"] == OURS else r["implementation"]
                 line = lines.setdefault((r["tokens_per_rank"], by), {})
                 # A peer is timed beside each of our formats: the fastest, as above.

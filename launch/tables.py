@@ -19,7 +19,7 @@ from typing import Any
 from moe_runtime.launch import gemm_table, kernel_table
 from moe_runtime.launch.bounds import EVEN, SKEW_FACTOR, SKEW_US
 from moe_runtime.launch.layer_bench import OURS
-from moe_runtime.launch.layer_report import key_of
+from moe_runtime.launch.layer_report import key_of, peers_of
 
 ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- results -->", "<!-- end of results -->"
@@ -35,7 +35,7 @@ def results_table(report: dict[str, Any], source: str) -> str:
     shown = [name for name in ("torch", "triton", "nvshmem4py-cu13") if name in packages]
     versions = ", ".join(f"{name} {packages[name]}" for name in shown)
     results = report["results"]
-    peers = {key_of(result): result for result in results if result["implementation"] != OURS}
+    peers = peers_of(results)
     ours = [result for result in results if result["implementation"] == OURS]
     columns = list(dict.fromkeys(_formats(result) for result in ours))
     routings = list(dict.fromkeys(result["routing"] for result in ours))
@@ -70,16 +70,19 @@ def _layer_lines(ours: list[dict[str, Any]]) -> list[str]:
         return []
     lines = [
         "",
-        "The layer: time over that of a layer of torch in bf16, relative error against float64, and the memory of the "
-        "rank that needs most (weights, a step, the symmetric heap).",
+        "The layer: time over that of a layer of torch in bf16 and over that of ours with its experts in separate "
+        "passes, relative error against float64, and the memory of the rank that needs most (weights, a step, the "
+        "symmetric heap).",
         "",
-        "| format | routing | tokens per rank | us | smallest - largest | of torch | error | bound | peak GB |",
-        "|---|---|" + "---:|" * 7,
+        "| format | routing | tokens per rank | us | smallest - largest | of torch | of unfused | error | bound "
+        "| peak GB |",
+        "|---|---|" + "---:|" * 8,
     ]
     for r in layers:
         memory = f"{r['memory']['peak_bytes'] / 1e9:.2f}" if r["memory"] else ""
         spread = f"{_us(r['smallest_us'])} - {_us(r['largest_us'])}"
-        numbers = f"{_us(r['median_us'])} | {spread} | {r['ratio_to_torch']:.2f}"
+        unfused = "" if r["ratio_to_unfused"] is None else f"{r['ratio_to_unfused']:.2f}"
+        numbers = f"{_us(r['median_us'])} | {spread} | {r['ratio_to_torch']:.2f} | {unfused}"
         errors = f"{r['check']['error']:.2e} | {r['check']['bound']:.2e}"
         lines.append(f"| {_formats(r)} | {r['routing']} | {r['tokens_per_rank']} | {numbers} | {errors} | {memory} |")
     return lines

@@ -138,13 +138,7 @@ class TorchLayer:
         if not rows_RH.shape[0]:
             return rows_RH
         both = self._product(rows_RH, self.gate_up_ENK, self.gate_up_bias_EN, ends)
-        order, columns = self.activation.order, both.shape[1]
-        gate, up = both[:, order.gate_rows(columns)], both[:, order.up_rows(columns)]
-        if self.activation == SwiGLU(order):
-            middle = functional.silu(gate) * up
-        else:
-            middle = swiglu(gate.float(), up.float(), self.activation).to(both.dtype)
-        return self._product(middle, self.down_ENK, self.down_bias_EN, ends)
+        return self._product(gated(both, self.activation), self.down_ENK, self.down_bias_EN, ends)
 
     @staticmethod
     def _product(
@@ -156,6 +150,15 @@ class TorchLayer:
             place = torch.arange(out_RN.shape[0], device=out_RN.device, dtype=ends.dtype)
             out_RN += bias_EN[torch.searchsorted(ends, place, right=True)]
         return out_RN
+
+
+def gated(both_RN: torch.Tensor, activation: SwiGLU) -> torch.Tensor:
+    """bf16 `[R, I]` by torch, of bf16 gate and up `[R, 2I]`: in bf16 where torch has the formula, else in fp32."""
+    order, columns = activation.order, both_RN.shape[1]
+    gate, up = both_RN[:, order.gate_rows(columns)], both_RN[:, order.up_rows(columns)]
+    if activation == SwiGLU(order):
+        return functional.silu(gate) * up
+    return swiglu(gate.float(), up.float(), activation).to(both_RN.dtype)
 
 
 def _all_to_all(

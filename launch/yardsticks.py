@@ -1,13 +1,17 @@
-"""What a layer is held against whatever its formats are, made once for a run: its reference and a layer of torch."""
+"""What layers of a run are held against, made no more often than needed: references, and layers to be timed beside."""
 
 from __future__ import annotations
 
 import torch
 
 from moe_runtime.config import RunConfig
+from moe_runtime.experts import Experts
 from moe_runtime.launch import cases
 from moe_runtime.launch.torch_layer import TorchLayer
+from moe_runtime.launch.unfused_layer import UnfusedLayer, plain_gate_up
 from moe_runtime.layer import MoELayer
+from moe_runtime.prepared import PreparedWeights
+from moe_runtime.weights import ExpertWeights
 
 
 class Yardsticks:
@@ -17,6 +21,7 @@ class Yardsticks:
         self._experts = cases.expert_source(run)
         self._references: dict[tuple[object, ...], torch.Tensor] = {}
         self._torch_layer: TorchLayer | None = None
+        self._plain: tuple[Experts, ExpertWeights | PreparedWeights] | None = None
 
     def reference(
         self,
@@ -39,3 +44,11 @@ class Yardsticks:
             activation = layer.experts.activation
             self._torch_layer = TorchLayer(self._experts, layer.local_experts, *sizes, activation, layer.context.device)
         return self._torch_layer
+
+    def unfused_layer(self, layer: MoELayer) -> UnfusedLayer:
+        """`layer` with its experts in separate passes."""
+        experts = layer.experts
+        assert experts is not None
+        if self._plain is None or self._plain[0] is not experts:
+            self._plain = experts, plain_gate_up(experts)
+        return UnfusedLayer(layer, self._plain[1])

@@ -19,7 +19,18 @@ from moe_runtime.checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.config import RunConfig, load_config
 from moe_runtime.formats import FORMATS, ceil_div
 from moe_runtime.kernels.quantize import quantize_rows
-from moe_runtime.launch import bench, cases, checks, environment, layer_bench, run, torch_layer, trace
+from moe_runtime.launch import (
+    bench,
+    cases,
+    checks,
+    environment,
+    layer_bench,
+    layer_operations,
+    run,
+    torch_layer,
+    trace,
+    unfused_layer,
+)
 from moe_runtime.launch.timing import TOTAL, measure
 from moe_runtime.layer import MoELayer, random_expert
 from moe_runtime.placement import Placement
@@ -91,13 +102,19 @@ def test_bench_under_torchrun_writes_json(tiny: Path, tmp_path: Path) -> None:
         assert [r["operation"] for r in part if r["implementation"] == layer_bench.OURS] == ours
         peers = [(r["operation"], r["implementation"]) for r in part if r["implementation"] != layer_bench.OURS]
         all_to_all = "torch all_to_all_single"
-        assert peers == [("dispatch", all_to_all), ("combine", all_to_all), ("layer", torch_layer.NAME)]
+        assert peers == [
+            *(("dispatch", all_to_all), ("combine", all_to_all)),
+            *(("layer", unfused_layer.NAME), ("layer", torch_layer.NAME)),
+        ]
         times = {(r["operation"], r["implementation"]): r["median_us"] for r in part}
         for result in part:
             name, by = result["operation"], result["implementation"]
             peer = dict(peers).get(name) if by == layer_bench.OURS else None
             ratio = None if peer is None else times[name, by] / times[name, peer]
             assert result["ratio_to_torch"] == pytest.approx(ratio)
+            fused = (name, by) == ("layer", layer_bench.OURS)
+            ratio = times[name, by] / times[name, unfused_layer.NAME] if fused else None
+            assert result["ratio_to_unfused"] == pytest.approx(ratio)
             assert (result["skew"] is not None) == (
                 case[2] == "half" and by == layer_bench.OURS and name in ("dispatch", "combine")
             )
@@ -193,7 +210,8 @@ def test_an_error_outside_its_bound_exits_with_1(
     file = tmp_path / "bench.json"
     assert bench.main(["layer", "--config", str(tiny), "--steps", "1", "--json", str(file)]) == 1
     report = json.loads(file.read_text())
-    result, beside = report["results"]
+    result, unfused, beside = report["results"]
+    assert unfused["check"]["passed"] is False and unfused["median_us"] is None
     assert beside["check"]["passed"] and beside["median_us"] and result["ratio_to_torch"] is None
     assert report["passed"] is False and result["check"]["passed"] is False and result["median_us"] is None
     assert "FAILED" in capsys.readouterr().out
@@ -339,13 +357,13 @@ def test_checks_find_what_is_wrong(fmt: str, device: torch.device, seed: int) ->
         assert checks.check_dispatch(arrived, inputs).error == config.top_k
         arrived.rows.view(torch.uint8)[slot, 5] ^= 1
 
-        middle = layer_bench.grouped_gemm_swiglu(
+        middle = layer_operations.grouped_gemm_swiglu(
             arrived, experts.gate_up, experts.activation, out_format=fmt, out_gsf=experts.intermediate_gsf
         )
         assert checks.check_gate_up(middle, arrived, experts.gate_up, experts.activation).passed
         shifted = replace(middle, rows=middle.rows.view(torch.uint8).roll(1, 0).view(middle.rows.dtype))
         assert not checks.check_gate_up(shifted, arrived, experts.gate_up, experts.activation).passed
-        out_RH = layer_bench.grouped_gemm(middle, experts.down)
+        out_RH = layer_operations.grouped_gemm(middle, experts.down)
         assert checks.check_down(out_RH, middle, experts.down).passed
         # The bound of fp8 MMA is wide: what it must not let through is an element that is altogether wrong.
         by_fp8_mma = device.type == "cuda" and fmt == "fp8_block"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.launch import pictures, torch_layer
+from moe_runtime.launch import pictures, torch_layer, unfused_layer
 
 pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.cpu_only
@@ -55,6 +55,7 @@ def runs() -> list[dict[str, Any]]:
             result("dispatch", 4096, None),
             result("layer", 8, 250.0, phases=phases),
             result("layer", 8, 800.0, torch_layer.NAME),
+            result("layer", 8, 333.0, unfused_layer.NAME),
             result("layer", 8, 260.0, token_format="fp8_block"),
             result("layer", 8, 700.0, torch_layer.NAME, token_format="fp8_block"),
         ),
@@ -91,7 +92,7 @@ def test_pictures_show_the_numbers(tmp_path: Path, figures: dict[str, Any]) -> N
     assert lines(zipf) == [([128], [19.0])]
     (layer,) = figures["layer"].axes
     # The layer of torch is in bf16 beside both: the faster of its times.
-    assert lines(layer) == [([8], [250.0]), ([8], [260.0]), ([8], [700.0])]
+    assert lines(layer) == [([8], [250.0]), ([8], [260.0]), ([8], [333.0]), ([8], [700.0])]
     (scaling,) = figures["scaling"].axes
     assert sorted(lines(scaling)) == [([2, 8], [300.0, 250.0]), ([2, 8], [900.0, 700.0])]
     (phases,) = figures["phases"].axes

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.launch import tables
+from moe_runtime.launch import tables, unfused_layer
 
 pytestmark = pytest.mark.cpu_only
 
@@ -70,19 +70,22 @@ def test_several_routings_and_what_a_layer_stands_beside() -> None:
         "smallest_us": 249.0,
         "largest_us": 260.44,
         "ratio_to_torch": 0.3125,
+        "ratio_to_unfused": None,
         "check": {"what": "error", "error": 0.01234, "bound": 0.2, "passed": True},
         "memory": {"peak_bytes": 2_345_000_000},
     }
     uneven = results[0] | {"routing": "one", "median_us": 33.0, "skew": skew}
     untimed = uneven | {"tokens_per_rank": 8, "median_us": None, "skew": skew | {"met": None}}
-    found["results"] = [*results, layer, layer | {"routing": "one", "memory": None}, uneven, untimed]
+    other = layer | {"routing": "one", "memory": None, "ratio_to_unfused": 0.755}
+    unfused = layer | {"implementation": unfused_layer.NAME, "median_us": 300.0}
+    found["results"] = [*results, layer, unfused, other, uneven, untimed]
     lines = tables.results_table(found, "x.json").splitlines()
     assert "uniform, one routing" in lines[0]
     assert "| dispatch, uniform | 128 | 20.0 (60.1) | 123 | torch all_to_all_single |" in lines
     assert "| dispatch, one | 128 | 33.0 |  | torch all_to_all_single |" in lines
-    assert "| layer, one | 128 | 250 |  |  |" in lines
-    assert "| nvfp4 > bf16 | uniform | 128 | 250 | 249 - 260 | 0.31 | 1.23e-02 | 2.00e-01 | 2.35 |" in lines
-    assert "| nvfp4 > bf16 | one | 128 | 250 | 249 - 260 | 0.31 | 1.23e-02 | 2.00e-01 |  |" in lines
+    assert "| layer, uniform | 128 | 250 |  |  |" in lines and "| layer, one | 128 | 250 |  |  |" in lines
+    assert "| nvfp4 > bf16 | uniform | 128 | 250 | 249 - 260 | 0.31 |  | 1.23e-02 | 2.00e-01 | 2.35 |" in lines
+    assert "| nvfp4 > bf16 | one | 128 | 250 | 249 - 260 | 0.31 | 0.76 | 1.23e-02 | 2.00e-01 |  |" in lines
     assert "| dispatch | nvfp4 > bf16 | one | 128 | 33.0 | 32.5 | missed |" in lines
     assert "| dispatch | nvfp4 > bf16 | one | 8 |  | 32.5 | check failed |" in lines
 
