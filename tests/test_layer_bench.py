@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, cast
 
@@ -12,11 +13,14 @@ import pytest
 import torch
 
 from moe_runtime.context import ExpertParallelContext
+from moe_runtime.formats import FORMATS
 from moe_runtime.launch import bounds, checks, layer_report, torch_layer, trace
 from moe_runtime.launch.step_memory import StepMemory
 from moe_runtime.launch.torch_layer import Route, TorchLayer
+from moe_runtime.launch.unfused_layer import Rows
 from moe_runtime.loading import ExpertTensors
 from moe_runtime.metrics import PhaseTimes, phase
+from moe_runtime.ops import pack_dense_128
 from moe_runtime.plan import expert_starts
 from moe_runtime.reference import moe_reference, relative_error
 from moe_runtime.weights import GPT_OSS, SILU, SwiGLU
@@ -111,6 +115,21 @@ def test_torch_layer_is_the_reference(
         assert y_TH.shape == mine.x.shape and y_TH.dtype == torch.bfloat16
         assert relative_error(y_TH, expected)[0] <= 1.5 * torch_layer.error_bound()
     assert 2e-3 < torch_layer.error_bound() < 1e-2
+
+
+@pytest.mark.parametrize("sizes", [(0, 130, 1, 0, 256, 127), (0,), (0, 0), (5,)])
+def test_scales_of_the_unfused_layer_lie_where_the_product_reads_them(sizes: tuple[int, ...], seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    rows = Rows.of(sizes, FORMATS["nvfp4"], 16 * 6, torch.device("cpu"))
+    scales_RV = torch.randint(256, (sum(sizes), 6), dtype=torch.uint8, generator=generator)
+    found = torch.zeros(rows.blocks * 2 * 512, dtype=torch.uint8)
+    assert rows.places is not None
+    found[rows.places] = scales_RV
+    expected, _ = pack_dense_128(scales_RV, [0, *accumulate(sizes)], num_blocks=rows.blocks)
+    assert rows.count == sum(sizes)
+    for row, place in enumerate(rows.places.tolist()):
+        assert found[place].tolist() == expected.view(torch.uint8).flatten()[place].tolist() == scales_RV[row].tolist()
+    assert Rows.of(sizes, FORMATS["fp8_block"], 128, torch.device("cpu")).places is None
 
 
 def test_bytes_of_the_busiest_rank() -> None:
