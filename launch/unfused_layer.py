@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate
+from typing import Any
 
 import torch
 
@@ -84,12 +85,13 @@ class UnfusedLayer:
         self, x_TH: torch.Tensor, topk_idx_TK: torch.Tensor, topk_weights_TK: torch.Tensor, rows: Rows
     ) -> torch.Tensor:
         """bf16 `[T, H]`; nothing waits for the host. Collective."""
-        dispatcher, engine = self.layer.dispatcher, self.experts.engine
+        dispatcher = self.layer.dispatcher
+        how: dict[str, Any] = {"engine": self.experts.engine, "num_sms": self.experts.num_sms}
         arrived = dispatcher.dispatch(x_TH, topk_idx_TK, topk_weights_TK)
         sink = CombineSink(arrived.handle)
         if rows.count:
-            both_RN = grouped_gemm(arrived, self.gate_up, engine=engine)[: rows.count]
-            grouped_gemm(self._between(arrived, both_RN, rows), self.experts.down, out=sink.rows, engine=engine)
+            both_RN = grouped_gemm(arrived, self.gate_up, **how)[: rows.count]
+            grouped_gemm(self._between(arrived, both_RN, rows), self.experts.down, out=sink.rows, **how)
         return dispatcher.combine(sink, arrived.handle)
 
     def _between(self, arrived: GroupedRows, both_RN: torch.Tensor, rows: Rows) -> GroupedRows:
