@@ -1,4 +1,4 @@
-"""What dispatch and combine are held against: the least time for their bytes, and the even case for uneven routing.
+"""What results are held against: goals, the least time for the bytes of an exchange, the even case for uneven routing.
 
 `traffic[s, d]` are the bytes that rank `s` sends to rank `d`; what a rank keeps does not cross a link.
 """
@@ -19,6 +19,22 @@ SKEW_FACTOR, SKEW_US = 1.25, 12.0
 EVEN = "uniform"
 """The routing that is the even case."""
 
+REFERENCE = {"hidden_size": 7168, "intermediate_size": 2048, "num_experts": 256, "top_k": 8}
+REFERENCE_RANKS, REFERENCE_GPU = 8, "H200"
+"""The layer, and the ranks, that goals are for."""
+
+GOALS_US = {
+    ("dispatch", "nvfp4"): {1: 10, 8: 10, 32: 12, 128: 18, 4096: 250},
+    ("dispatch", "fp8_block"): {128: 23, 4096: 420},
+    ("dispatch", "bf16"): {4096: 790},
+    ("combine", "bf16"): {1: 11, 8: 12, 32: 18, 128: 38, 4096: 830},
+    ("combine", "fp8_block"): {128: 26, 4096: 470},
+    ("layer", "nvfp4"): {8: 250, 128: 290, 512: 800, 1024: 1450, 4096: 5000, 8192: 9900},
+    ("layer", "fp8_block"): {8: 400, 128: 450, 512: 600, 1024: 950, 4096: 3400, 8192: 6700},
+}
+"""Microseconds by operation and format (of combine its own, of the layer that of tokens, its combine being in bf16),
+and by tokens per rank."""
+
 SAME_CASE = ("operation", "tokens_per_rank", "token_format", "weight_format", "combine_format", "mode")
 
 
@@ -31,6 +47,25 @@ def busiest_bytes(traffic: torch.Tensor) -> int:
 def floor_us(num_bytes: float, gb_per_s: float) -> float:
     """Microseconds that so many bytes take at that rate."""
     return num_bytes / gb_per_s * 1e-3
+
+
+def judge_goals(results: list[dict[str, Any]], sizes: dict[str, Any], gpus: list[str]) -> None:
+    """Fill in `goal` of our results, `{"us", "met"}`: None where there is none, `met` None where nothing was timed.
+
+    Args:
+        sizes: of the layer, the fields of `REFERENCE` among them.
+        gpus: name of the GPU of each rank; empty without GPUs.
+    """
+    alike = all(sizes[name] == value for name, value in REFERENCE.items())
+    there = alike and len(gpus) == REFERENCE_RANKS and all(REFERENCE_GPU in name for name in gpus)
+    for result in results:
+        operation, wire = result["operation"], result["combine_format"]
+        fmt = wire if operation == "combine" else result["token_format"]
+        goal_us = GOALS_US.get((operation, fmt), {}).get(result["tokens_per_rank"])
+        result["goal"] = None
+        if there and goal_us and result["routing"] == EVEN and (operation != "layer" or wire == "bf16"):
+            us = result["median_us"]
+            result["goal"] = {"us": goal_us, "met": None if us is None else us <= goal_us}
 
 
 def judge_skew(results: list[dict[str, Any]]) -> None:

@@ -11,7 +11,7 @@ from rich.table import Table
 
 from moe_runtime.config import RunConfig
 from moe_runtime.launch import unfused_layer
-from moe_runtime.launch.bounds import judge_skew
+from moe_runtime.launch.bounds import judge_goals, judge_skew
 from moe_runtime.launch.layer_bench import OURS
 
 KEY = ("operation", "tokens_per_rank", "token_format", "weight_format", "combine_format", "mode", "routing")
@@ -31,20 +31,24 @@ def peers_of(results: list[dict[str, Any]]) -> dict[tuple[object, ...], dict[str
 def compare(results: list[dict[str, Any]]) -> None:
     """Fill in `skew`, and our time over that of torch and over that of the unfused layer; None where one is missing."""
     unfused = {key_of(result): result for result in results if result["implementation"] == unfused_layer.NAME}
+    peers = {"ratio_to_torch": peers_of(results), "ratio_to_unfused": unfused}
     ours = [result for result in results if result["implementation"] == OURS]
     for result in results:
-        result["ratio_to_torch"] = result["ratio_to_unfused"] = result["skew"] = None
+        result |= dict.fromkeys((*peers, "skew", "goal"))
     for result in ours:
-        for name, peers in (("torch", peers_of(results)), ("unfused", unfused)):
-            peer = peers.get(key_of(result))
+        for name, found in peers.items():
+            peer = found.get(key_of(result))
             if peer is not None and peer["median_us"] and result["median_us"]:
-                result[f"ratio_to_{name}"] = result["median_us"] / peer["median_us"]
+                result[name] = result["median_us"] / peer["median_us"]
     judge_skew(ours)
 
 
 def make_report(results: list[dict[str, Any]], record: dict[str, Any], run: RunConfig) -> dict[str, Any]:
-    """The JSON of a run; `record` is that of the environment."""
+    """The JSON of a run; `record` is that of the environment, empty but on rank 0."""
     compare(results)
+    gpus = [gpu["name"] for gpu in record.get("gpus", [])[: record["ranks"]]] if record else []
+    ours = [result for result in results if result["implementation"] == OURS]
+    judge_goals(ours, run.layer.model_dump(), gpus)
     passed = all(result["check"] is None or result["check"]["passed"] for result in results)
     return {"environment": record, "config": run.model_dump(), "passed": passed, "results": results}
 
@@ -63,7 +67,18 @@ def print_results(report: dict[str, Any], console: Console) -> None:
     )
     texts = ("operation", "by", "routing", "format")
     for column in (
-        *("operation", "by", "routing", "tokens", "format", "us", "smallest - largest", "of torch", "floor us"),
+        *(
+            "operation",
+            "by",
+            "routing",
+            "tokens",
+            "format",
+            "us",
+            "smallest - largest",
+            "of torch",
+            "floor us",
+            "goal us",
+        ),
         *("GB/s", "TFLOP/s", "peak GB", "check"),
     ):
         table.add_column(column, justify="left" if column in texts else "right")
@@ -90,7 +105,7 @@ def _case(result: dict[str, Any]) -> str:
 
 def _cells(result: dict[str, Any]) -> list[str]:
     times = [result[f"{name}_us"] for name in ("median", "smallest", "largest")]
-    check, memory, ratio = result["check"], result["memory"], result["ratio_to_torch"]
+    check, memory, ratio, goal = (result[name] for name in ("check", "memory", "ratio_to_torch", "goal"))
     verdict = "" if check is None else "ok" if check["passed"] else "[red]FAILED[/red]"
     return [
         result["operation"],
@@ -101,6 +116,7 @@ def _cells(result: dict[str, Any]) -> list[str]:
         *(["-", "-"] if times[0] is None else [f"{times[0]:.1f}", f"{times[1]:.1f} - {times[2]:.1f}"]),
         "" if ratio is None else f"{ratio:.2f}",
         _number(result["floor_us"]),
+        "" if goal is None else f"{goal['us']} {'met' if goal['met'] else 'missed'}",
         *("" if (rate := result[key]) is None else f"{rate:.3g}" for key in ("rate_gb_per_s", "rate_tflop_per_s")),
         "" if memory is None else f"{memory['peak_bytes'] / 1e9:.2f}",
         verdict if check is None else f"{verdict} {check['error']:.2g} <= {check['bound']:.2g}",

@@ -60,7 +60,23 @@ def results_table(report: dict[str, Any], source: str) -> str:
             ]
             label = name if len(routings) == 1 else f"{name}, {routing}"
             lines.append(f"| {label} | {tokens} | {' | '.join(cells)} | {beside.get(name, '')} |")
-    return "\n".join([*lines, *_layer_lines(ours), *_skew_lines(ours)])
+    return "\n".join([*lines, *_goal_lines(ours), *_layer_lines(ours), *_skew_lines(ours)])
+
+
+def _goal_lines(ours: list[dict[str, Any]]) -> list[str]:
+    """Goals of a run that has any."""
+    aimed = [r for r in ours if r.get("goal")]
+    if not aimed:
+        return []
+    lines = ["", "| operation | format | tokens per rank | us | goal us | |", "|---|---|---:|---:|---:|---|"]
+    for r in aimed:
+        where = f"| {r['operation']} | {_formats(r)} | {r['tokens_per_rank']} |"
+        lines.append(f"{where} {_cell(r, None)} | {r['goal']['us']} | {_verdict(r['goal']['met'])} |")
+    return lines
+
+
+def _verdict(met: bool | None) -> str:
+    return {True: "met", False: "missed", None: "unknown"}[met]
 
 
 def _layer_lines(ours: list[dict[str, Any]]) -> list[str]:
@@ -103,9 +119,7 @@ def _skew_lines(ours: list[dict[str, Any]]) -> list[str]:
     ]
     for r in uneven:
         where = f"| {r['operation']} | {_formats(r)} | {r['routing']} | {r['tokens_per_rank']} |"
-        verdict = {True: "met", False: "missed", None: "check failed"}[r["skew"]["met"]]
-        us = "" if r["median_us"] is None else _us(r["median_us"])
-        lines.append(f"{where} {us} | {_us(r['skew']['allowed_us'])} | {verdict} |")
+        lines.append(f"{where} {_cell(r, None)} | {_us(r['skew']['allowed_us'])} | {_verdict(r['skew']['met'])} |")
     return lines
 
 

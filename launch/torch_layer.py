@@ -168,9 +168,9 @@ def _all_to_all(
     sent: list[int],
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    target = rows.new_empty(sum(came), rows.shape[1]) if out is None else out
     if context.group is None or context.world_size == 1:
-        return target.copy_(rows)
+        return rows if out is None else out.copy_(rows)
+    target = rows.new_empty(sum(came), rows.shape[1]) if out is None else out
     dist.all_to_all_single(target, rows, came, sent, group=context.group.group)
     return target
 

@@ -22,6 +22,9 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.launch import environment
 from moe_runtime.metrics import PREFIX
 
+KIND = "trace"
+"""What the JSON says it is; viewers do not mind."""
+
 STEPS = 5
 WARM_UP_STEPS = 2
 
@@ -56,7 +59,8 @@ class TraceFile:
                 self._events.append(shown | {"ts": start, "pid": self._process(rank, event["on"])})
             self._end_us = max(self._end_us, begin_us, *ends)
         self._end_us += GAP_US
-        self.file.write_text(json.dumps({"traceEvents": self._events, "displayTimeUnit": "ns"}) + "\n")
+        found = {"kind": KIND, "traceEvents": self._events, "displayTimeUnit": "ns"}
+        self.file.write_text(json.dumps(found) + "\n")
 
     def _process(self, rank: int, on: str) -> int:
         """The number of a line of the trace, which is named when it first comes up."""

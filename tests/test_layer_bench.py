@@ -183,6 +183,26 @@ def test_the_rule_for_uneven_routing() -> None:
     assert [one["ratio_to_torch"] for one in results] == [0.62, 2.0, None, None, None, None, None, None]
 
 
+def test_goals_are_for_one_model_on_eight_gpus() -> None:
+    sizes, gpus = bounds.REFERENCE | {"max_tokens_per_rank": 8}, ["NVIDIA H200"] * 8
+    results = [
+        result(tokens_per_rank=128, median_us=18.0),
+        result(tokens_per_rank=128, median_us=18.1),
+        result(tokens_per_rank=128, median_us=None, operation="combine", combine_format="fp8_block"),
+        result(tokens_per_rank=8, median_us=1.0, operation="layer", combine_format="fp8_block"),
+        result(tokens_per_rank=8, median_us=250.0, operation="layer"),
+        result(tokens_per_rank=128, routing="zipf"),
+        result(tokens_per_rank=129),
+        result(tokens_per_rank=8, operation="dispatch+combine"),
+    ]
+    bounds.judge_goals(results, sizes, gpus)
+    first = [{"us": 18, "met": True}, {"us": 18, "met": False}, {"us": 26, "met": None}, None, {"us": 250, "met": True}]
+    assert [one["goal"] for one in results] == [*first, None, None, None]
+    for other in (sizes | {"num_experts": 128}, gpus[:4]), (sizes, gpus[:4]), (sizes, ["NVIDIA H100"] * 8), (sizes, []):
+        bounds.judge_goals(results, other[0], list(other[1]))
+        assert not any(one["goal"] for one in results)
+
+
 def test_sent_tokens_count_once_for_a_rank() -> None:
     class Geometry:
         world_size, starts = 2, (0, 2, 3)

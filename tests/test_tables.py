@@ -87,7 +87,21 @@ def test_several_routings_and_what_a_layer_stands_beside() -> None:
     assert "| nvfp4 > bf16 | uniform | 128 | 250 | 249 - 260 | 0.31 |  | 1.23e-02 | 2.00e-01 | 2.35 |" in lines
     assert "| nvfp4 > bf16 | one | 128 | 250 | 249 - 260 | 0.31 | 0.76 | 1.23e-02 | 2.00e-01 |  |" in lines
     assert "| dispatch | nvfp4 > bf16 | one | 128 | 33.0 | 32.5 | missed |" in lines
-    assert "| dispatch | nvfp4 > bf16 | one | 8 |  | 32.5 | check failed |" in lines
+    assert "| dispatch | nvfp4 > bf16 | one | 8 | check failed | 32.5 | unknown |" in lines
+    assert not any("goal" in line for line in lines)
+
+
+def test_goals_are_shown_where_there_are_any() -> None:
+    found = report()
+    results = found["results"]
+    assert isinstance(results, list)
+    goals = ({"us": 18, "met": False}, {"us": 38, "met": None})
+    found["results"] = [results[0] | {"goal": goals[0]}, results[2] | {"goal": goals[1]}, results[3] | {"goal": None}]
+    lines = tables.results_table(found, "x.json").splitlines()
+    assert lines[lines.index("| operation | format | tokens per rank | us | goal us | |") + 2 :] == [
+        "| dispatch | nvfp4 > bf16 | 128 | 20.0 | 18 | missed |",
+        "| combine | nvfp4 > bf16 | 128 | check failed | 38 | unknown |",
+    ]
 
 
 def test_only_what_stands_between_the_marks_changes(tmp_path: Path) -> None:
