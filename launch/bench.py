@@ -89,9 +89,14 @@ def work(options: argparse.Namespace) -> int:
     if run.placement is not None:
         raise ValueError("placement: benchmarks are of contiguous experts, expected a config without one")
     # A shared expert is dense work that every rank does by itself: `layer` times the routed experts alone.
-    run = run.replace(layer=run.layer.replace(shared_expert=None))
+    for name in ("micro_batches", "num_sms", "steps"):
+        value = getattr(options, name)
+        if value is not None and value < 1:
+            raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+    changes = {name: value for name in ("micro_batches", "num_sms") if (value := getattr(options, name)) is not None}
+    run = run.replace(layer=run.layer.replace(shared_expert=None, **changes))
     options.tokens = options.tokens or [run.tokens_per_rank or run.layer.max_tokens_per_rank]
-    _check(options)
+    _check(options, run.layer.micro_batches)
     environment.start(run)
     trace = None if options.trace is None else TraceFile(options.trace)
     yardsticks = Yardsticks(run)
@@ -109,14 +114,14 @@ def work(options: argparse.Namespace) -> int:
     return int(not report["passed"])
 
 
-def _check(options: argparse.Namespace) -> None:
+def _check(options: argparse.Namespace, micro_batches: int) -> None:
     """Raise `ValueError` for what the parser lets through."""
-    if options.steps < 1:
-        raise ValueError(f"--steps: expected at least 1, got {options.steps}")
     if min(options.tokens) < 1:
         raise ValueError(f"--tokens: expected at least 1, got {min(options.tokens)}")
     if options.link_gb_per_s is not None and not 0 < options.link_gb_per_s < float("inf"):
         raise ValueError(f"--link-gb-per-s: expected a positive number, got {options.link_gb_per_s}")
+    if micro_batches > 1 and options.operations != ["layer"]:
+        raise ValueError(f"micro_batches: {micro_batches}, but parts of a layer are timed of whole steps; only layer")
     if options.trace is not None and "layer" not in options.operations:
         raise ValueError("--trace: needs the operation layer")
     for name in ("json", "trace"):
@@ -128,7 +133,7 @@ def _check(options: argparse.Namespace) -> None:
 def _gemm_cases(options: argparse.Namespace) -> int:
     """`gemm` without a config. Raises `ValueError` for options that only a config gives a meaning."""
     only = ("tokens", "formats", "combine_format", "routing", "check_tokens", "link_gb_per_s", "trace", "transport")
-    for name in only:
+    for name in (*only, "micro_batches", "num_sms"):
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')}: gemm takes it together with --config only")
     return gemm_bench.work(options)
@@ -159,6 +164,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--routing", nargs="+", choices=cases.ROUTINGS, help="who chooses the experts, each in turn (default: uniform)"
     )
+    parser.add_argument("--micro-batches", type=int, metavar="N", help="of a step, instead of the config's; layer only")
+    parser.add_argument("--num-sms", type=int, metavar="N", help="of the exchange, instead of the config's")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed iterations (default: 20)")
     parser.add_argument(
         "--check-tokens", type=int, metavar="N", help="tokens of each rank that the layer's check takes"

@@ -49,6 +49,11 @@ def floor_us(num_bytes: float, gb_per_s: float) -> float:
     return num_bytes / gb_per_s * 1e-3
 
 
+def verdict(met: bool | None) -> str:
+    """How a goal or a rule came out, in a word."""
+    return {True: "met", False: "missed", None: "unknown"}[met]
+
+
 def judge_goals(results: list[dict[str, Any]], sizes: dict[str, Any], gpus: list[str]) -> None:
     """Fill in `goal` of our results, `{"us", "met"}`: None where there is none, `met` None where nothing was timed.
 

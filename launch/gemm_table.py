@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_runtime.launch import environment
+from moe_runtime.launch.bounds import verdict
 from moe_runtime.launch.drawing import COLOURS, check_can_draw, new_figure, save
 from moe_runtime.launch.gemm_cases import BF16_TFLOP_PER_S, FP8_TFLOP_PER_S, MEMORY_TB_PER_S
 
@@ -44,7 +45,7 @@ def cells(result: dict[str, Any]) -> list[str]:
     floor, share, flops, memory = numbers
     failed = not all(check["passed"] for check in result["checks"])
     peers = {peer["name"].split()[2]: peer["median_us"] for peer in result["peers"]}
-    goals = [f"{goal['text']}: {_verdict(goal['met'])}" for goal in result["goals"]]
+    goals = [f"{goal['text']}: {verdict(goal['met'])}" for goal in result["goals"]]
     return [
         result["case"],
         str(result["rows"]),
@@ -62,10 +63,6 @@ def cells(result: dict[str, Any]) -> list[str]:
 def own_kernels(result: dict[str, Any]) -> list[str]:
     """Kernels of the case, each once, without those of torch, whose names are those of C++ templates."""
     return list(dict.fromkeys(name for name in result["kernels"] if not name.startswith("_Z")))
-
-
-def _verdict(met: bool | None) -> str:
-    return {True: "met", False: "missed", None: "unknown"}[met]
 
 
 def _us(microseconds: float | None) -> str:

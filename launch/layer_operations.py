@@ -191,7 +191,8 @@ def whole_layer(bench: Bench) -> None:
         title = f"{config.token_format} > {config.combine_format}, {config.max_tokens_per_rank} tokens"
         phases = record(bench.context, forward, bench.settings.trace, f"layer {title}, {bench.routing}")
     bench.add("layer", measured, TOTAL, work, check, weight_bytes=weight_bytes, phases=phases)
-    _add_unfused_layer(bench, part, reference_TH, work)
+    if config.micro_batches == 1:
+        _add_unfused_layer(bench, part, reference_TH, work)
     _add_torch_layer(bench, part, reference_TH, work)
 
 

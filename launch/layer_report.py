@@ -11,11 +11,19 @@ from rich.table import Table
 
 from moe_runtime.config import RunConfig
 from moe_runtime.launch import unfused_layer
-from moe_runtime.launch.bounds import judge_goals, judge_skew
+from moe_runtime.launch.bounds import judge_goals, judge_skew, verdict
 from moe_runtime.launch.layer_bench import OURS
 
 KEY = ("operation", "tokens_per_rank", "token_format", "weight_format", "combine_format", "mode", "routing")
 """What a result and its peer in the same run have in common."""
+
+
+TEXTS = ("operation", "by", "routing", "format")
+NUMBERS = (
+    *("tokens", "us", "smallest - largest", "of torch", "floor us", "goal us", "GB/s", "TFLOP/s", "peak GB"),
+    "check",
+)
+"""Columns of the printed table."""
 
 
 def key_of(result: dict[str, Any]) -> tuple[object, ...]:
@@ -65,23 +73,10 @@ def print_results(report: dict[str, Any], console: Console) -> None:
         title=f"{record['ranks']} rank(s), {gpus}, transport {record['transport']}, engine {record['engine']}; "
         "the slowest rank, median over iterations"
     )
-    texts = ("operation", "by", "routing", "format")
-    for column in (
-        *(
-            "operation",
-            "by",
-            "routing",
-            "tokens",
-            "format",
-            "us",
-            "smallest - largest",
-            "of torch",
-            "floor us",
-            "goal us",
-        ),
-        *("GB/s", "TFLOP/s", "peak GB", "check"),
-    ):
-        table.add_column(column, justify="left" if column in texts else "right")
+    for column in TEXTS:
+        table.add_column(column, no_wrap=column == "operation")
+    for column in NUMBERS:
+        table.add_column(column, justify="right")
     for result in report["results"]:
         table.add_row(*_cells(result))
     console.print(table)
@@ -90,12 +85,13 @@ def print_results(report: dict[str, Any], console: Console) -> None:
         if skew is not None:
             console.print(
                 f"{_case(result)}: {_number(result['median_us'])} us, allowed {skew['allowed_us']:.1f} by the rule for "
-                f"uneven routing: {'met' if skew['met'] else 'missed'}",
+                f"uneven routing: {verdict(skew['met'])}",
                 markup=False,
+                soft_wrap=True,
             )
         if result["phases"]:
             parts = ", ".join(f"{name} {times['mean_us']:.1f}" for name, times in result["phases"].items())
-            console.print(f"{_case(result)}, us in eager steps, mean over ranks: {parts}", markup=False)
+            console.print(f"{_case(result)}, us in eager steps, mean over ranks: {parts}", markup=False, soft_wrap=True)
 
 
 def _case(result: dict[str, Any]) -> str:
@@ -106,20 +102,20 @@ def _case(result: dict[str, Any]) -> str:
 def _cells(result: dict[str, Any]) -> list[str]:
     times = [result[f"{name}_us"] for name in ("median", "smallest", "largest")]
     check, memory, ratio, goal = (result[name] for name in ("check", "memory", "ratio_to_torch", "goal"))
-    verdict = "" if check is None else "ok" if check["passed"] else "[red]FAILED[/red]"
+    word = "" if check is None else "ok" if check["passed"] else "[red]FAILED[/red]"
     return [
         result["operation"],
         result["implementation"],
         result["routing"],
-        str(result["tokens_per_rank"]),
         f"{result['token_format']}>{result['combine_format']}",
+        str(result["tokens_per_rank"]),
         *(["-", "-"] if times[0] is None else [f"{times[0]:.1f}", f"{times[1]:.1f} - {times[2]:.1f}"]),
         "" if ratio is None else f"{ratio:.2f}",
         _number(result["floor_us"]),
-        "" if goal is None else f"{goal['us']} {'met' if goal['met'] else 'missed'}",
+        "" if goal is None else f"{goal['us']} {verdict(goal['met'])}",
         *("" if (rate := result[key]) is None else f"{rate:.3g}" for key in ("rate_gb_per_s", "rate_tflop_per_s")),
         "" if memory is None else f"{memory['peak_bytes'] / 1e9:.2f}",
-        verdict if check is None else f"{verdict} {check['error']:.2g} <= {check['bound']:.2g}",
+        word if check is None else f"{word} {check['error']:.2g} <= {check['bound']:.2g}",
     ]
 
 

@@ -23,6 +23,8 @@ from moe_runtime.launch.layer_bench import OURS
 from moe_runtime.launch.layer_report import key_of, peers_of
 
 SIZES = ("hidden_size", "intermediate_size", "num_experts", "top_k")
+SETTINGS = ("micro_batches", "num_sms")
+"""Shown where a run says them."""
 STYLES = {"bf16": "-", "fp8_block": (0, (6, 2)), "mxfp8": (0, (3, 1, 1, 1))}
 """Lines by combine format."""
 
@@ -103,7 +105,8 @@ def _ranks(report: Report) -> int:
 
 def _model(report: Report) -> str:
     layer = report["config"]["layer"]
-    return ", ".join(f"{name} {layer[name]}" for name in SIZES)
+    names = (*SIZES, *(name for name in SETTINGS if layer.get(name) not in (None, 1)))
+    return ", ".join(f"{name} {layer[name]}" for name in names)
 
 
 def _gpu(report: Report) -> str:

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from moe_runtime.launch import gemm_table, kernel_table
-from moe_runtime.launch.bounds import EVEN, SKEW_FACTOR, SKEW_US
+from moe_runtime.launch.bounds import EVEN, SKEW_FACTOR, SKEW_US, verdict
 from moe_runtime.launch.layer_bench import OURS
 from moe_runtime.launch.layer_report import key_of, peers_of
 
@@ -71,12 +71,8 @@ def _goal_lines(ours: list[dict[str, Any]]) -> list[str]:
     lines = ["", "| operation | format | tokens per rank | us | goal us | |", "|---|---|---:|---:|---:|---|"]
     for r in aimed:
         where = f"| {r['operation']} | {_formats(r)} | {r['tokens_per_rank']} |"
-        lines.append(f"{where} {_cell(r, None)} | {r['goal']['us']} | {_verdict(r['goal']['met'])} |")
+        lines.append(f"{where} {_cell(r, None)} | {r['goal']['us']} | {verdict(r['goal']['met'])} |")
     return lines
-
-
-def _verdict(met: bool | None) -> str:
-    return {True: "met", False: "missed", None: "unknown"}[met]
 
 
 def _layer_lines(ours: list[dict[str, Any]]) -> list[str]:
@@ -119,7 +115,7 @@ def _skew_lines(ours: list[dict[str, Any]]) -> list[str]:
     ]
     for r in uneven:
         where = f"| {r['operation']} | {_formats(r)} | {r['routing']} | {r['tokens_per_rank']} |"
-        lines.append(f"{where} {_cell(r, None)} | {_us(r['skew']['allowed_us'])} | {_verdict(r['skew']['met'])} |")
+        lines.append(f"{where} {_cell(r, None)} | {_us(r['skew']['allowed_us'])} | {verdict(r['skew']['met'])} |")
     return lines
 
 

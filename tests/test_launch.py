@@ -188,6 +188,16 @@ def test_bench_knows_biases_and_leaves_the_shared_expert_out(
     assert "FAILED" not in capsys.readouterr().out
 
 
+def test_bench_of_micro_batches(tiny: Path, tmp_path: Path) -> None:
+    """Beside torch's layer; ours unfused has no micro-batches."""
+    file = tmp_path / "bench.json"
+    arguments = ["layer", "--config", str(tiny), "--micro-batches", "2", "--num-sms", "16", "--steps", "1"]
+    assert bench.main([*arguments, "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert [r["implementation"] for r in report["results"]] == [layer_bench.OURS, torch_layer.NAME]
+    assert report["config"]["layer"]["micro_batches"] == 2 and report["config"]["layer"]["num_sms"] == 16
+
+
 def test_run_reads_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     layer = load_config("tiny_qwen3_moe").layer.replace(hidden_size=128, intermediate_size=128, num_experts=4, top_k=2)
     write_qwen3_moe_checkpoint(tmp_path / "checkpoint", layer, seed=1)
@@ -236,6 +246,13 @@ def test_nan_is_outside() -> None:
         ("bench", ("--json", "no/such/folder/file.json"), "--json: no folder no/such/folder"),
         ("bench", ("--trace", "no/such/folder/file.json"), "--trace: no folder no/such/folder"),
         ("bench", ("dispatch", "--trace", "trace.json"), "--trace: needs the operation layer"),
+        (
+            "bench",
+            ("--micro-batches", "2"),
+            "micro_batches: 2, but parts of a layer are timed of whole steps; only layer",
+        ),
+        ("bench", ("--num-sms", "0"), "--num-sms: expected at least 1, got 0"),
+        ("bench", ("gemm", "--num-sms", "4"), "--num-sms: gemm takes it together with --config only"),
         ("bench", ("--link-gb-per-s", "0"), "--link-gb-per-s: expected a positive number, got 0"),
         ("bench", ("gemm", "--trace", "trace.json"), "--trace: gemm takes it together with --config only"),
     ],
