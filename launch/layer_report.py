@@ -26,6 +26,11 @@ NUMBERS = (
 """Columns of the printed table."""
 
 
+def settings_of(layer: dict[str, Any]) -> list[str]:
+    """What a layer's config says of how its step is run, beside sizes and formats, for titles."""
+    return [f"{name} {layer[name]}" for name in ("micro_batches", "num_sms") if layer.get(name) not in (None, 1)]
+
+
 def key_of(result: dict[str, Any]) -> tuple[object, ...]:
     """What tells the peer of a result."""
     return tuple(result[name] for name in KEY)

@@ -13,6 +13,7 @@ import shlex
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -27,6 +28,10 @@ PARTS = ("layer", "gemm", "links", "pictures")
 TOKENS = (1, 8, 32, 128, 512, 1024, 4096, 8192)
 UNEVEN = ("zipf", "half", "one")
 GRACE_S = 60.0
+
+FEW_SMS, LARGE = 16, 1024
+"""SMs of an exchange that leaves the others to arithmetic, and tokens per rank from which on it and micro-batches are
+measured."""
 
 
 @dataclass(frozen=True)
@@ -60,8 +65,6 @@ def jobs(options: argparse.Namespace, num_gpus: int) -> list[Job]:
     """What is to be run, in order; `options` are those of the command line."""
     folder, ranks = options.folder, sorted(set(options.ranks or rank_counts(num_gpus)))
     runs = {count: folder / f"layer_{count}.json" for count in ranks}
-    common = ("--config", options.config, "--tokens", *map(str, options.tokens), "--formats", *options.formats)
-    common += ("--combine-format", *options.combine_format, "--steps", str(options.steps))
     found = []
     if "layer" in options.parts:
         # Most ranks first: that is what most of the tables show.
@@ -70,7 +73,12 @@ def jobs(options: argparse.Namespace, num_gpus: int) -> list[Job]:
             more: tuple[str, ...] = ("--json", str(runs[count]))
             if count == ranks[-1]:
                 more = ("--routing", "uniform", *UNEVEN, "--trace", str(folder / "trace.json"), *more)
-            found.append(Job("bench", (*operations, *common, *more), count))
+            found.append(Job("bench", (*operations, *_common(options, options.tokens), *more), count))
+        large = [count for count in options.tokens if count >= LARGE]
+        if ranks[-1] > 1 and large:
+            few = ("dispatch", "combine", "--num-sms", str(FEW_SMS), "--json", str(folder / "few_sms.json"))
+            halves = ("layer", "--micro-batches", "2", "--json", str(folder / "micro_batches.json"))
+            found += [Job("bench", (*part, *_common(options, large)), ranks[-1]) for part in (few, halves)]
     if "gemm" in options.parts:
         files = ("--json", str(folder / "gemm.json"), "--picture", str(folder / "gemm.svg"))
         found.append(Job("bench", ("gemm", "--steps", str(options.steps), *files)))
@@ -79,6 +87,11 @@ def jobs(options: argparse.Namespace, num_gpus: int) -> list[Job]:
     if "pictures" in options.parts:
         found.append(Job("pictures", (*map(str, runs.values()), "--folder", str(folder))))
     return found
+
+
+def _common(options: argparse.Namespace, tokens: Sequence[int]) -> tuple[str, ...]:
+    formats = ("--formats", *options.formats, "--combine-format", *options.combine_format)
+    return ("--config", options.config, "--tokens", *map(str, tokens), *formats, "--steps", str(options.steps))
 
 
 def run(job: Job, limit_s: float) -> str:

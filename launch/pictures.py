@@ -20,11 +20,9 @@ from moe_runtime.launch import environment, unfused_layer
 from moe_runtime.launch.bounds import EVEN
 from moe_runtime.launch.drawing import COLOURS, check_can_draw, new_figure, save
 from moe_runtime.launch.layer_bench import OURS
-from moe_runtime.launch.layer_report import key_of, peers_of
+from moe_runtime.launch.layer_report import key_of, peers_of, settings_of
 
 SIZES = ("hidden_size", "intermediate_size", "num_experts", "top_k")
-SETTINGS = ("micro_batches", "num_sms")
-"""Shown where a run says them."""
 STYLES = {"bf16": "-", "fp8_block": (0, (6, 2)), "mxfp8": (0, (3, 1, 1, 1))}
 """Lines by combine format."""
 
@@ -105,8 +103,7 @@ def _ranks(report: Report) -> int:
 
 def _model(report: Report) -> str:
     layer = report["config"]["layer"]
-    names = (*SIZES, *(name for name in SETTINGS if layer.get(name) not in (None, 1)))
-    return ", ".join(f"{name} {layer[name]}" for name in names)
+    return ", ".join([*(f"{name} {layer[name]}" for name in SIZES), *settings_of(layer)])
 
 
 def _gpu(report: Report) -> str:

@@ -19,7 +19,7 @@ from typing import Any
 from moe_runtime.launch import gemm_table, kernel_table
 from moe_runtime.launch.bounds import EVEN, SKEW_FACTOR, SKEW_US, verdict
 from moe_runtime.launch.layer_bench import OURS
-from moe_runtime.launch.layer_report import key_of, peers_of
+from moe_runtime.launch.layer_report import key_of, peers_of, settings_of
 
 ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- results -->", "<!-- end of results -->"
@@ -41,12 +41,13 @@ def results_table(report: dict[str, Any], source: str) -> str:
     routings = list(dict.fromkeys(result["routing"] for result in ours))
     operations = list(dict.fromkeys(result["operation"] for result in ours))
     beside = {result["operation"]: result["implementation"] for result in peers.values()}
+    settings = "".join(f", {text}" for text in settings_of(config))
     lines = [
         f"{record['ranks']} x {gpu}, driver {record['driver']}, {versions}; transport `{record['transport']}`. "
         f"H={config['hidden_size']}, I={config['intermediate_size']}, E={config['num_experts']}, "
-        f"top-{config['top_k']}, {', '.join(routings)} routing. Microseconds on the slowest rank, median over "
-        f"iterations; in parentheses what stands under *beside*, in the same run. Spread, errors and bounds are in the "
-        f"[JSON]({source}), written by `{record['command']}`.",
+        f"top-{config['top_k']}{settings}, {', '.join(routings)} routing. Microseconds on the slowest rank, median "
+        f"over iterations; in parentheses what stands under *beside*, in the same run. Spread, errors and bounds are "
+        f"in the [JSON]({source}), written by `{record['command']}`.",
         "",
         f"| operation | tokens per rank | {' | '.join(columns)} | beside |",
         "|" + "---|" * (len(columns) + 3),

@@ -100,7 +100,7 @@ class LayerCounters:
             self._under_way = False
         if not self._under_way:
             self._copy.copy_(self._words, non_blocking=True)
-            self._copied.record()
+            self._copied.record(torch.cuda.current_stream(self._words.device))
             self._under_way = True
         return self._latest
 

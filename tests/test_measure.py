@@ -34,15 +34,18 @@ def test_every_part_has_its_commands(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("torch.cuda.device_count", lambda: 4)
-    assert measure.main([str(tmp_path), "--dry-run", "--tokens", "8", "--formats", "nvfp4"]) == 0
+    assert measure.main([str(tmp_path), "--dry-run", "--tokens", "8", "4096", "--formats", "nvfp4"]) == 0
     lines = shown(capsys)
     runs = [f"{tmp_path}/layer_{count}.json" for count in (1, 2, 4)]
-    common = "--config deepseek_v3 --tokens 8 --formats nvfp4 --combine-format bf16 fp8_block --steps 20"
+    common = "--config deepseek_v3 --tokens 8 4096 --formats nvfp4 --combine-format bf16 fp8_block --steps 20"
+    large = common.replace(" 8 4096", " 4096")
     most = f"--routing uniform zipf half one --trace {tmp_path}/trace.json --json {runs[2]}"
     assert lines == [
         f"$ bench dispatch combine layer {common} {most}, 4 ranks",
         f"$ bench dispatch combine layer {common} --json {runs[1]}, 2 ranks",
         f"$ bench layer {common} --json {runs[0]}",
+        f"$ bench dispatch combine --num-sms 16 --json {tmp_path}/few_sms.json {large}, 4 ranks",
+        f"$ bench layer --micro-batches 2 --json {tmp_path}/micro_batches.json {large}, 4 ranks",
         f"$ bench gemm --steps 20 --json {tmp_path}/gemm.json --picture {tmp_path}/gemm.svg",
         f"$ link_bench --json {tmp_path}/links.json, 4 ranks",
         f"$ pictures {' '.join(runs)} --folder {tmp_path}",
@@ -113,7 +116,7 @@ def test_the_commands_are_ones_that_the_programs_take(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(measure, "jobs", kept)
     assert measure.main([str(tmp_path), *parser_options]) == 0
-    assert len(found) == 3
+    assert len(found) == 5
     for job in found:
         with pytest.raises(Reached):
             bench(list(job.arguments))

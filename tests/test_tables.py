@@ -91,6 +91,15 @@ def test_several_routings_and_what_a_layer_stands_beside() -> None:
     assert not any("goal" in line for line in lines)
 
 
+def test_settings_of_a_run_are_told() -> None:
+    found = report()
+    config = found["config"]
+    assert isinstance(config, dict)
+    assert "top-8, uniform routing." in tables.results_table(found, "x.json")
+    config["layer"] |= {"num_sms": 16, "micro_batches": 1}
+    assert "top-8, num_sms 16, uniform routing." in tables.results_table(found, "x.json")
+
+
 def test_goals_are_shown_where_there_are_any() -> None:
     found = report()
     results = found["results"]
