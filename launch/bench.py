@@ -11,7 +11,6 @@ instead, on one GPU.
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 from typing import Any, get_args
@@ -74,11 +73,6 @@ def _sharing(first: MoELayer, layer: MoELayer) -> MoELayer:
     return layer
 
 
-def _table_width() -> int | None:
-    """Columns to print in where there is no terminal to fit into: a log would otherwise get 80."""
-    return None if sys.stdout.isatty() or "COLUMNS" in os.environ else 200
-
-
 def work(options: argparse.Namespace) -> int:
     """Check, time, print and write; 1 if a check failed."""
     for name in ("cases", "small", "picture"):
@@ -110,7 +104,7 @@ def work(options: argparse.Namespace) -> int:
             # After each format, so that a run which is cut off leaves what it has.
             write_report(report, options.json)
     if record:
-        print_results(report, Console(highlight=False, width=_table_width()))
+        print_results(report, Console(highlight=False))
     return int(not report["passed"])
 
 

@@ -11,19 +11,23 @@ from rich.table import Table
 
 from moe_runtime.config import RunConfig
 from moe_runtime.launch import unfused_layer
-from moe_runtime.launch.bounds import judge_goals, judge_skew, verdict
+from moe_runtime.launch.bounds import EVEN, judge_goals, judge_skew, verdict
 from moe_runtime.launch.layer_bench import OURS
 
 KEY = ("operation", "tokens_per_rank", "token_format", "weight_format", "combine_format", "mode", "routing")
 """What a result and its peer in the same run have in common."""
 
 
-TEXTS = ("operation", "by", "routing", "format")
-NUMBERS = (
-    *("tokens", "us", "smallest - largest", "of torch", "floor us", "goal us", "GB/s", "TFLOP/s", "peak GB"),
-    "check",
+COLUMNS = (
+    *("operation", "by", "routing", "format", "tokens", "us", "spread", "of torch", "floor us", "goal us"),
+    *("GB/s", "TFLOP/s", "peak GB", "check"),
 )
-"""Columns of the printed table."""
+TEXTS = ("operation", "by", "routing", "format")
+"""Columns of the printed table; texts are aligned to the left. `spread` is from the smallest time to the largest."""
+
+
+MOST_COLUMNS = 400
+"""Of letters that the table may take."""
 
 
 def settings_of(layer: dict[str, Any]) -> list[str]:
@@ -71,22 +75,29 @@ def write_report(report: dict[str, Any], file: Path) -> None:
 
 
 def print_results(report: dict[str, Any], console: Console) -> None:
-    """One line per operation and implementation; below them, the phases of layers that were traced."""
+    """One line per operation and implementation; below them what failed, rules, and phases where they were traced."""
     record = report["environment"]
     gpus = record["gpus"][0]["name"] if record["device"] == "cuda" else record["processor"]
     table = Table(
         title=f"{record['ranks']} rank(s), {gpus}, transport {record['transport']}, engine {record['engine']}; "
         "the slowest rank, median over iterations"
     )
-    for column in TEXTS:
-        table.add_column(column, no_wrap=column == "operation")
-    for column in NUMBERS:
-        table.add_column(column, justify="right")
-    for result in report["results"]:
-        table.add_row(*_cells(result))
+    rows = [_cells(result) for result in report["results"]]
+    # Columns that say nothing are left out: there is hardly room for all.
+    shown = [place for place in range(len(COLUMNS)) if {row[place] for row in rows} - {"", EVEN}]
+    for column in (COLUMNS[place] for place in shown):
+        table.add_column(column, justify="left" if column in TEXTS else "right")
+    for row in rows:
+        table.add_row(*(row[place] for place in shown))
+    # A line that a narrow terminal breaks can be read; columns of three letters cannot.
+    wide = console.options.update(width=MOST_COLUMNS)
+    console.width = max(console.width, console.measure(table, options=wide).maximum)
     console.print(table)
     for result in report["results"]:
-        skew = result["skew"]
+        check, skew = result["check"], result["skew"]
+        if check is not None and not check["passed"]:
+            line = f"{_case(result)}: FAILED {check['what']}: {check['error']:.3g} > {check['bound']:.3g}"
+            console.print(line, markup=False, soft_wrap=True)
         if skew is not None:
             console.print(
                 f"{_case(result)}: {_number(result['median_us'])} us, allowed {skew['allowed_us']:.1f} by the rule for "
@@ -105,7 +116,7 @@ def _case(result: dict[str, Any]) -> str:
 
 
 def _cells(result: dict[str, Any]) -> list[str]:
-    times = [result[f"{name}_us"] for name in ("median", "smallest", "largest")]
+    median, smallest, largest = (result[f"{name}_us"] for name in ("median", "smallest", "largest"))
     check, memory, ratio, goal = (result[name] for name in ("check", "memory", "ratio_to_torch", "goal"))
     word = "" if check is None else "ok" if check["passed"] else "[red]FAILED[/red]"
     return [
@@ -114,7 +125,7 @@ def _cells(result: dict[str, Any]) -> list[str]:
         result["routing"],
         f"{result['token_format']}>{result['combine_format']}",
         str(result["tokens_per_rank"]),
-        *(["-", "-"] if times[0] is None else [f"{times[0]:.1f}", f"{times[1]:.1f} - {times[2]:.1f}"]),
+        *(["-", ""] if median is None else [f"{median:.1f}", f"{(largest - smallest) / median:.0%}"]),
         "" if ratio is None else f"{ratio:.2f}",
         _number(result["floor_us"]),
         "" if goal is None else f"{goal['us']} {verdict(goal['met'])}",
