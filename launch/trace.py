@@ -78,12 +78,13 @@ def record(
     """Run `step(number)` a few times under torch's profiler; rank 0 adds it to `file`. Collective.
 
     Returns:
-        For each phase the microseconds of a step: `mean_us` over ranks, `largest_us` of a rank.
+        For each phase the microseconds of a step: `mean_us` over ranks, `largest_us` of a rank; on a GPU, those of the
+        GPU, and nothing where the profiler could not watch it.
     """
     for number in range(WARM_UP_STEPS):
         step(number)
-    activities = [ProfilerActivity.CPU]
-    if context.device.type == "cuda":
+    activities, on_gpu = [ProfilerActivity.CPU], context.device.type == "cuda"
+    if on_gpu:
         activities.append(ProfilerActivity.CUDA)
         torch.cuda.synchronize(context.device)
     with profile(activities=activities) as profiler:
@@ -91,7 +92,7 @@ def record(
         environment.gather(context, "trace begins", None)
         for number in range(STEPS):
             step(number)
-        if context.device.type == "cuda":
+        if on_gpu:
             torch.cuda.synchronize(context.device)
     with tempfile.TemporaryDirectory() as folder:
         exported = Path(folder) / "trace.json"
@@ -100,7 +101,8 @@ def record(
     ranks = environment.gather(context, "trace", events)
     if context.rank == 0:
         file.add(title, ranks)
-    return mean_phases([phase_times(events) for events in ranks])
+    kind = GPU_RANGES if on_gpu else HOST_RANGES
+    return mean_phases([phase_times(events, kind) for events in ranks])
 
 
 def own_events(exported: dict[str, Any]) -> list[Event]:
@@ -123,10 +125,8 @@ def own_events(exported: dict[str, Any]) -> list[Event]:
     return events
 
 
-def phase_times(events: list[Event]) -> dict[str, float]:
-    """Microseconds of each phase in a step of one rank, on the GPU where that was recorded; in order of their begin."""
-    on_gpu = any(event["cat"] == GPU_RANGES for event in events)
-    kind = GPU_RANGES if on_gpu else HOST_RANGES
+def phase_times(events: list[Event], kind: str) -> dict[str, float]:
+    """Microseconds of each phase in a step of one rank, from ranges of this kind; in the order in which they begin."""
     sums: dict[str, float] = {}
     for event in sorted(events, key=lambda event: int(event["start_ns"])):
         if event["cat"] == kind:

@@ -237,10 +237,9 @@ def test_a_trace_keeps_ranges_kernels_and_launches_on_one_clock(tmp_path: Path) 
         ("cuLaunchKernel", "host"),
     ]
     assert second[0]["start_ns"] - first[0]["start_ns"] == 1000
-    # What the GPU did counts where that is known.
-    assert trace.phase_times(first) == {"down": 5.0}
-    assert trace.phase_times(second) == {"down": 3.0 / trace.STEPS}
-    assert trace.phase_times([]) == {}
+    assert trace.phase_times(first, trace.GPU_RANGES) == {"down": 5.0}
+    assert trace.phase_times(first, trace.HOST_RANGES) == {"down": 100.0 / trace.STEPS}
+    assert trace.phase_times(second, trace.GPU_RANGES) == {}
     assert trace.mean_phases([{"a": 1.0}, {"a": 2.0, "b": 4.0}]) == {
         "a": {"mean_us": 1.5, "largest_us": 2.0},
         "b": {"mean_us": 2.0, "largest_us": 4.0},
