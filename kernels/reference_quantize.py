@@ -6,6 +6,7 @@ public wrappers there validate the arguments.
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 
 from moe_runtime.formats import FormatCode, QuantizedRows, TokenFormat, ceil_div
@@ -243,8 +244,11 @@ def swizzle_scales(scales_ENV: torch.Tensor) -> torch.Tensor:
     if n % 128 or v % 4 or padded.storage_offset() % 4:
         padded = torch.nn.functional.pad(padded, (0, columns * 4 - v, 0, blocks * 128 - n))
     # Four bytes side by side stay together: they are moved as one word.
-    words = padded.view(-1).view(torch.int32).view(e, blocks, 4, 32, columns).permute(0, 1, 4, 3, 2).contiguous()
-    return words.view(torch.uint8).view(e, blocks, columns, 32, 4, 4).view(scales_ENV.dtype)
+    words = padded.view(-1).view(torch.int32).view(e, blocks, 4, 32, columns).permute(0, 1, 4, 3, 2)
+    if words.device.type == "cpu":
+        # torch would wake its threads, which costs more than these few bytes while a checkpoint is read.
+        words = torch.from_numpy(np.ascontiguousarray(words.numpy()))
+    return words.contiguous().view(torch.uint8).view(e, blocks, columns, 32, 4, 4).view(scales_ENV.dtype)
 
 
 def unswizzle_scales(blocks: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:

@@ -8,6 +8,7 @@ holds scales, for NaN; the error names file and tensor.
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
@@ -170,7 +171,7 @@ class ExpertReader:
         quants = empty(*blocks[1:], dtype=fmt.quant_dtype)
         self.files.read_into(name, quants, item=expert)
         scales = self.files.read(scale, shape, self.layout.scale_dtypes, item=expert)
-        _check_no_nan(self.files, scale, scales)
+        check_no_nan(self.files, scale, scales)
         return ExpertWeights(fmt, quants.view(1, rows, -1), swizzle_scales(scales[None]), gate_up=order)
 
 
@@ -224,7 +225,7 @@ def _assemble(
 ) -> torch.Tensor | ExpertWeights:
     """One weight of the quants, block scales (of these `names`, as stored) and second-level scales of its linears."""
     for name, part in zip(names, scales, strict=True):
-        _check_no_nan(files, name, part)
+        check_no_nan(files, name, part)
     fmt, order = layout.format, GateUpOrder.GATE_UP if len(names) == 2 else None
     assert fmt.scale_dtype is not None
     scales = scales.view(fmt.scale_dtype) if fmt.scale_dtype.itemsize == 1 else scales.to(fmt.scale_dtype)
@@ -272,15 +273,17 @@ def _read_scales(
     return scales
 
 
-def _check_no_nan(files: TensorFiles, name: str, scales: torch.Tensor) -> None:
+def check_no_nan(files: TensorFiles, name: str, scales: torch.Tensor) -> None:
     """Raise `ValueError` naming file and tensor where a scale is NaN (fp32 and bf16: or infinite)."""
     if scales.element_size() > 1:
         bad = (~scales.isfinite()).numpy()
     else:
         # numpy: torch would wake its threads for each of these small tensors.
-        raw = scales.view(torch.uint8).numpy()
-        codes = raw & 0x7F if scales.dtype == torch.float8_e4m3fn else raw
-        bad = codes == (0x7F if scales.dtype == torch.float8_e4m3fn else 0xFF)
+        raw, signed = scales.view(torch.uint8).numpy(), scales.dtype == torch.float8_e4m3fn
+        # NaN is the largest byte there is, in e4m3 also the largest without a sign. Maxima need no memory.
+        if raw.max(initial=0) < 0xFF and not (signed and raw.view(np.int8).max(initial=0) == 0x7F):
+            return
+        bad = raw & 0x7F == 0x7F if signed else raw == 0xFF
     if bad.any():
         place = np.argwhere(bad)[0].tolist()
         raise ValueError(
@@ -293,7 +296,7 @@ def _second_level(files: TensorFiles, prefix: str, scale: ScaleName) -> torch.Te
     name = f"{prefix}.{scale.suffix}"
     shape = files.entry(name).shape
     value = files.read(name, shape if shape == (1,) else (), ("F32",)).view(())
-    if not (value.isfinite() and value > 0):
+    if not 0 < value.item() < math.inf:
         raise ValueError(f"{files.path_of(name)}: tensor {name}: expected a positive number, got {float(value)}")
     return value
 

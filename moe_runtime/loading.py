@@ -9,13 +9,17 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.formats import TokenFormat, align, weight_format
 from moe_runtime.weights import ExpertWeights, GateUpOrder
 
+MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23
+HUGE_PAGE = 2 << 20
+PAGES_THREAD = "moe_runtime pages"
 _TENSORS = ("quants", "scales", "expert_scales", "bias")
 
 
@@ -46,22 +50,36 @@ class QuantRoom:
 
     def __call__(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         if self.tensor is None:
-            self.tensor = torch.empty(self._count, *shape, dtype=dtype)
-            threading.Thread(target=_populate, args=(self.tensor,), daemon=True).start()
+            self.tensor = _populated(torch.empty(self._count, *shape, dtype=dtype))
         self._given += 1
         if (tuple(self.tensor.shape[1:]), self.tensor.dtype) != (shape, dtype):
             return torch.empty(*shape, dtype=dtype)
         return self.tensor[self._given - 1]
 
 
-def _populate(tensor: torch.Tensor) -> None:
-    """Have the system make the pages of fresh memory, which otherwise the reader waits for, one after the other."""
-    page, step = mmap.PAGESIZE, 32 << 20
-    first, end = align(tensor.data_ptr(), page), (tensor.data_ptr() + tensor.nbytes) // page * page
+def _populated(tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor`, in fresh memory; where that is much, a thread has the system make its pages, huge ones if it may.
+
+    What fills it would wait for one page after the other.
+    """
+    if tensor.device.type != "cpu" or tensor.nbytes < HUGE_PAGE:
+        return tensor
+    first, end = align(tensor.data_ptr(), mmap.PAGESIZE), (tensor.data_ptr() + tensor.nbytes) & -mmap.PAGESIZE
+    threading.Thread(target=_make_pages, args=(first, end, tensor), name=PAGES_THREAD, daemon=True).start()
+    return tensor
+
+
+def _make_pages(first: int, end: int, kept: torch.Tensor) -> None:
+    """Make the pages from address `first` to `end`, memory of the tensor `kept`."""
     libc = ctypes.CDLL(None)
-    for start in range(first, end, step):
+
+    def advise(start: int, size: int, advice: int) -> int:
+        return int(libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(size), advice))
+
+    advise(first, end - first, MADV_HUGEPAGE)
+    for start in range(first, end, HUGE_PAGE):  # in small steps: other threads cannot map memory during one
         # Linux before 5.14 does not know it: pages are then made as they are touched.
-        if libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(min(step, end - start)), MADV_POPULATE_WRITE):
+        if advise(start, min(HUGE_PAGE, end - start), MADV_POPULATE_WRITE):
             return
 
 
@@ -99,12 +117,8 @@ def quantize_experts(
             whole = (_room_for(parts[0], count, rooms[0]), _room_for(parts[1], count, rooms[1]))
         for room, part in zip(whole, parts, strict=True):
             for name in _TENSORS:
-                value = getattr(part, name)
-                if value is None:
-                    continue
-                target = _raw(getattr(room, name))[seen]
-                if target.data_ptr() != value.data_ptr():
-                    target.copy_(_raw(value)[0])
+                if (value := getattr(part, name)) is not None:
+                    _put(getattr(room, name)[seen : seen + 1], value)
         seen += 1
     if seen != count:
         raise ValueError(f"experts: expected {count} for this rank, got {seen}")
@@ -206,16 +220,23 @@ def _check_quantized(name: str, w: ExpertWeights, config: MoELayerConfig) -> Non
 
 def _room_for(one: ExpertWeights, count: int, room: Callable[..., torch.Tensor] = torch.empty) -> ExpertWeights:
     """Uninitialised weights of `count` experts like the single one of `one`; quants in `room` where `one` has its."""
-    rooms: dict[str, Any] = {
-        name: tensor.new_empty((count, *tensor.shape[1:]))
-        for name in _TENSORS
-        if (tensor := getattr(one, name)) is not None
-    }
+    rooms: dict[str, Any] = {}
     if isinstance(room, QuantRoom) and room.tensor is not None and room.tensor.data_ptr() == one.quants.data_ptr():
         rooms["quants"] = room.tensor.view(count, *one.quants.shape[1:])
+    for name in _TENSORS:
+        tensor = getattr(one, name)
+        if name not in rooms and tensor is not None:
+            rooms[name] = _populated(tensor.new_empty((count, *tensor.shape[1:])))
     return replace(one, **rooms)
 
 
-def _raw(tensor: torch.Tensor) -> torch.Tensor:
-    """One-byte floats as uint8, for which every operation exists."""
-    return tensor.view(torch.uint8) if tensor.element_size() == 1 else tensor
+def _put(target: torch.Tensor, value: torch.Tensor) -> None:
+    """Copy `value` into `target`, both contiguous, unless it lies there already."""
+    if target.data_ptr() == value.data_ptr():
+        return
+    target, value = target.view(torch.uint8), value.view(torch.uint8)
+    if target.device.type == "cpu":
+        # torch would wake its threads, and wait for them, for each of these small tensors.
+        np.copyto(target.numpy(), value.numpy())
+    else:
+        target.copy_(value)

@@ -163,7 +163,7 @@ class TensorFiles:
         if name not in self._shard_of:
             raise ValueError(f"{self.index}: tensor {name} is missing")
         shard = self._shard_of[name]
-        if not isinstance(shard, str) or Path(shard).name != shard:
+        if not isinstance(shard, str) or os.path.basename(shard) != shard or shard in ("", ".", ".."):
             raise ValueError(f"{self.index}: tensor {name}: expected the name of a file beside it, got {shard!r}")
         return shard
 

@@ -22,10 +22,11 @@ from moe_runtime.checkpoint_layouts import (
     StoredExperts,
 )
 from moe_runtime.config import MoELayerConfig
+from moe_runtime.expert_readers import check_no_nan
 from moe_runtime.kernels.swizzle import unswizzle_scales
 from moe_runtime.loading import FRESH, ExpertTensors, QuantRoom
 from moe_runtime.loading import quantize_experts as load_experts
-from moe_runtime.tensor_files import SINGLE_FILE
+from moe_runtime.tensor_files import SINGLE_FILE, TensorFiles
 from moe_runtime.weights import ExpertWeights, GateUpOrder
 from tests.checkpoint_writers import fp8_blocks, load_all, modelopt_nvfp4, quantize_experts, read_e2m1, rewrite
 from tests.comparison import assert_same_bits
@@ -291,6 +292,22 @@ def test_bad_quantized_tensors_are_named(change: Any, suffix: str, message: tupl
     (change(name) if change is with_nan else change(name, message[0]))(folder)
     with pytest.raises(ValueError, match=rf"{folder / SINGLE_FILE}: tensor {name}:? {message[1]}"):
         read(folder)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF, 0x7E, 0xFE, 0x80])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8])
+def test_every_nan_of_block_scales_is_found_and_nothing_else(code: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    scales = torch.full((3, 5), 0x30, dtype=torch.uint8)
+    scales[1, 2] = code
+    save_file({"x": scales}, tmp_path / SINGLE_FILE)
+    # Bytes without a type of their own are e8m0.
+    seen = scales.view(torch.float8_e8m0fnu if dtype == torch.uint8 else dtype).float()
+    with TensorFiles(tmp_path) as files:
+        if seen.isnan().any():
+            with pytest.raises(ValueError, match=r"tensor x: expected finite scales, got one that is not at \[1, 2\]"):
+                check_no_nan(files, "x", scales.view(dtype))
+        else:
+            check_no_nan(files, "x", scales.view(dtype))
 
 
 def test_a_missing_or_bad_activation_scale_is_named(folder: Path) -> None:

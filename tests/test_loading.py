@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ from moe_runtime.config import ActivationConfig, MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.formats import FORMATS, WEIGHT_FORMATS, token_formats_for
 from moe_runtime.layer import MoELayer, random_expert
-from moe_runtime.loading import ExpertTensors, quantize_experts
+from moe_runtime.loading import HUGE_PAGE, PAGES_THREAD, ExpertTensors, QuantRoom, quantize_experts
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks
 from moe_runtime.weights import GPT_OSS, ExpertWeights, GateUpOrder
@@ -156,3 +157,15 @@ def test_quantized_experts_that_do_not_fit_are_named(rng: torch.Generator) -> No
     ):
         with pytest.raises(ValueError, match=message):
             quantize_experts([expert], config, 1, cpu)
+
+
+def test_memory_that_a_thread_makes_keeps_what_is_written_meanwhile() -> None:
+    room = QuantRoom(3)
+    parts = [room(1025, 2048, dtype=torch.uint8).fill_(number + 1) for number in range(3)]
+    for thread in threading.enumerate():
+        if thread.name == PAGES_THREAD:
+            thread.join(30.0)
+            assert not thread.is_alive()
+    assert room.tensor is not None and room.tensor.nbytes > HUGE_PAGE
+    for number, part in enumerate(parts):
+        assert (part == number + 1).all() and part.data_ptr() == room.tensor[number].data_ptr()
