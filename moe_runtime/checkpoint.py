@@ -111,12 +111,15 @@ class Checkpoint:
     def digests(self, layer: int | None = None) -> dict[str, str]:
         """What must be equal on ranks that read one checkpoint (`moe_runtime.tensor_files.file_digests`).
 
-        With a `layer` also that of its gate, which every rank reads: it tells one training of a model from another.
+        With a `layer` also that of its gate, which every rank reads and which tells one training of a model from
+        another, and those of the headers of the files that hold its experts, all of which must be there.
         """
         found = file_digests(self.folder, (CONFIG_FILE, MODELOPT_FILE))
         if layer is not None:
             raw = self.router(layer).weight.view(torch.uint8).numpy().tobytes()
             found[f"sha256 of {self._gate(layer)}.weight"] = hashlib.sha256(raw).hexdigest()[:16]
+            block = f"{self.names(layer).block}."
+            found |= self.files.header_digests(name for name in self.files.names() if name.startswith(block))
         return found
 
     def check_layer(self, layer: int) -> None:

@@ -65,6 +65,7 @@ class SafetensorsFile:
         path: of the file.
         entries: its tensors by name, in the order of the header.
         metadata: the strings of the header's `__metadata__`.
+        digest: beginning of the SHA-256 of the header with its length, which gives the file's size.
 
     Raises:
         ValueError: naming the file: it is missing, cut off, longer than its header says, or no such file.
@@ -77,10 +78,12 @@ class SafetensorsFile:
         except FileNotFoundError:
             raise ValueError(f"{path}: shard is missing (wanted for {wanted_for})") from None
         try:
-            self.entries, self.metadata = _read_header(self._file)
+            header = _header_bytes(self._file)
+            self.entries, self.metadata = _read_header(self._file, header)
         except (ValueError, OSError, RecursionError) as error:
             os.close(self._file)
             raise ValueError(f"{path}: broken or cut off (wanted for {wanted_for}): {error}") from error
+        self.digest = _digest(header)
 
     def close(self) -> None:
         os.close(self._file)
@@ -215,6 +218,12 @@ class TensorFiles:
             digest.update(f"{name} {entry.dtype} {entry.shape}\n".encode() + head.numpy().tobytes())
         return digest.hexdigest()
 
+    def header_digests(self, names: Iterable[str]) -> dict[str, str]:
+        """Of each file that holds one of the tensors `names`: tells where it has other names, dtypes, shapes or places
+        of its tensors than a file of another rank, without reading them."""
+        shards = dict.fromkeys(self.shard_of(name) for name in names)
+        return {_digest_key(shard): self._opened(shard, "the digest of its header").digest for shard in shards}
+
     def _find(self, name: str) -> tuple[SafetensorsFile, TensorEntry]:
         file = self._opened(self.shard_of(name), name)
         if name not in file.entries:
@@ -235,13 +244,13 @@ def file_digests(folder: Path, json_files: Iterable[str]) -> dict[str, str]:
     digests = {}
     for file in (folder / name for name in (*json_files, INDEX_FILE)):
         if file.is_file():
-            digests[f"sha256 of {file.name}"] = hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+            digests[f"sha256 of {file.name}"] = _digest(file.read_bytes())
     single = folder / SINGLE_FILE
     if single.is_file():
         with single.open("rb") as stream:
             length = stream.read(8)
             header = stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
-        digests[f"sha256 of the header of {SINGLE_FILE}"] = hashlib.sha256(length + header).hexdigest()[:16]
+        digests[_digest_key(SINGLE_FILE)] = _digest(length + header)
     return digests
 
 
@@ -263,17 +272,30 @@ def write_json(file: Path, data: Mapping[str, Any]) -> None:
     file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
-def _read_header(file: int) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Entries and metadata of an open file; `ValueError` says what is wrong with it."""
+def _digest(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _digest_key(file: str) -> str:
+    return f"sha256 of the header of {file}"
+
+
+def _header_bytes(file: int) -> bytes:
+    """The length and the header of an open file; `ValueError` where it has none."""
     size = os.fstat(file).st_size
     length_bytes = os.pread(file, 8, 0)
     if len(length_bytes) < 8:
         raise ValueError(f"{size} bytes are no safetensors file")
     (length,) = struct.unpack("<Q", length_bytes)
-    first = 8 + length
-    if length > MAX_HEADER_BYTES or first > size:
+    if length > MAX_HEADER_BYTES or 8 + length > size:
         raise ValueError(f"expected a header of {length} bytes, the file has {size}")
-    header = json.loads(os.pread(file, length, 8))
+    return length_bytes + os.pread(file, length, 8)
+
+
+def _read_header(file: int, raw: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
+    """Entries and metadata of an open file with the `raw` header; `ValueError` says what is wrong with it."""
+    size, first = os.fstat(file).st_size, len(raw)
+    header = json.loads(raw[8:])
     if not isinstance(header, dict):
         raise ValueError(f"header: expected an object, got {type(header).__name__}")
     metadata = header.pop("__metadata__", {})

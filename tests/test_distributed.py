@@ -412,16 +412,22 @@ def load_what_differs(rank: int, world: int, folders: list[str]) -> None:
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("what", ["weights", "config"])
+@pytest.mark.parametrize("what", ["weights", "config", "shard"])
 def test_ranks_that_see_other_files_are_told_which(what: str, get_pool: Any, tmp_path: Path) -> None:
-    """Other weights of the same shapes show in the gate, which all ranks read."""
+    """Other weights of the same shapes show in the gate, which all ranks read; a shard in which only rank 2's experts
+    lie shows in its header."""
     folders = [str(tmp_path / str(rank)) for rank in range(3)]
     for rank, folder in enumerate(folders):
-        write_qwen3_moe_checkpoint(folder, config(num_experts=6), seed=int(what == "weights" and rank == 1))
+        seed, shards = int(what == "weights" and rank == 1), 3 if what == "shard" else 1
+        write_qwen3_moe_checkpoint(folder, config(num_experts=6), seed=seed, num_shards=shards)
     if what == "config":
         file = Path(folders[1]) / "config.json"
         file.write_text(file.read_text() + "\n")
-    name = "config.json" if what == "config" else "model.layers.0.mlp.gate.weight"
+    shard = "model-00003-of-00003.safetensors"
+    if what == "shard":
+        tensors = load_file(f"{folders[1]}/{shard}")
+        save_file(tensors, f"{folders[1]}/{shard}", metadata={"format": "pt", "saved": "again"})
+    name = {"config": "config.json", "weights": "model.layers.0.mlp.gate.weight"}.get(what, f"the header of {shard}")
     for outcome in get_pool(3).outcomes(load_what_differs, folders):
         assert isinstance(outcome.error, ValueError), outcome
         assert f"agree: ranks disagree on sha256 of {name} (layer 1)" in str(outcome.error)
