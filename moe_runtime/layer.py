@@ -214,7 +214,7 @@ class MoELayer(nn.Module):
         if self.router is not None:
             router = checkpoint.router(layer)
             self.router.load(router.weight, bias=router.bias, correction_bias=router.correction_bias)
-        shared = checkpoint.shared_expert(layer)
+        shared = checkpoint.shared_expert(layer) if self.shared_expert is not None else None
         if self.shared_expert is not None and shared is not None:
             self.shared_expert.load(shared.gate_proj, shared.up_proj, shared.down_proj, shared.token_gate)
         count = len(self.local_experts)

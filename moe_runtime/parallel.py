@@ -7,7 +7,7 @@ their `experts` are replaced. Each rank calls the model with its own tokens.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
 from types import TracebackType
@@ -18,12 +18,19 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.families import layer_config
+from moe_runtime.families import family_of, layer_config
 from moe_runtime.formats import ceil_div
 from moe_runtime.layer import MoELayer, context_from_config, told_to_peers
 from moe_runtime.loading import ExpertTensors
+from moe_runtime.metrics import ExpertLoad
+from moe_runtime.placement import Placement
+from moe_runtime.replacement import agree_on, check_replacement
+
+ExpertSource = Checkpoint | Callable[[int, Sequence[int]], Iterable[ExpertTensors]] | None
+"""Where experts come from: a checkpoint, what gives those of a decoder layer by their ids, or the model itself."""
 
 
 def apply_expert_parallel(
@@ -31,10 +38,11 @@ def apply_expert_parallel(
     mesh: DeviceMesh | dist.ProcessGroup | None = None,
     *,
     max_tokens_per_rank: int,
-    token_format: FormatName = "bf16",
+    token_format: FormatName | None = None,
     weight_format: WeightFormatName | None = None,
     combine_format: CombineFormatName = "bf16",
-    experts: Callable[[int, Sequence[int]], Iterable[ExpertTensors]] | None = None,
+    experts: ExpertSource = None,
+    placement: Placement | Mapping[int, Placement] | None = None,
     parallel: ParallelConfig | None = None,
     device: torch.device | str | None = None,
     **overrides: Any,
@@ -53,9 +61,13 @@ def apply_expert_parallel(
             torch.distributed is not initialised.
         max_tokens_per_rank: most tokens (batch times sequence) of a rank that travel at once. A call with more is
             split inside `join` and refused outside.
-        token_format, weight_format, combine_format: as in `MoELayerConfig`; `weight_format` is `token_format` if None.
-        experts: `experts(layer, ids)` gives the experts `ids` of decoder layer `layer` in turn, in place of the model's
-            own, which may then be missing (`without_experts`).
+        token_format, weight_format, combine_format: as in `MoELayerConfig`; `token_format` is bf16 if None, and
+            `weight_format` is `token_format`. With a `Checkpoint` they are what `MoELayer.from_checkpoint` takes.
+        experts: where experts come from in place of the model's own, which may then be missing (`without_experts`).
+            `experts(layer, ids)` gives the experts `ids` of decoder layer `layer` in turn. A `Checkpoint` also gives
+            each layer its formats and its `intermediate_gsf`, and is compared between ranks.
+        placement: which rank holds which experts, of every layer or by decoder layer, with replicas; equal on all
+            ranks. None, and layers that are left out: contiguous ids, each expert once.
         parallel: transport, engine and time limits; the defaults of `ParallelConfig` if None.
         device: where the experts shall lie; that of the model if None.
         overrides: further fields of `MoELayerConfig`, such as `mode` or `intermediate_gsf`.
@@ -72,18 +84,22 @@ def apply_expert_parallel(
     context = context_from_config(parallel or ParallelConfig(), mesh, device)
     try:
         with told_to_peers(context):
-            config = _config_of(
-                model,
-                max_tokens_per_rank=max_tokens_per_rank,
-                token_format=token_format,
-                weight_format=weight_format,
-                combine_format=combine_format,
+            described = _described(model)
+            blocks = _moe_blocks(model, with_weights=experts is None)
+            placements = _by_layer(placement, [number for number, _ in blocks])
+            settings = {
+                "max_tokens_per_rank": max_tokens_per_rank,
+                "token_format": token_format,
+                "weight_format": weight_format,
+                "combine_format": combine_format,
                 **overrides,
-            )
-            owner = ExpertParallel(context, config)
-            for layer, block in _moe_blocks(model, with_weights=experts is None):
-                own = functools.partial(own_experts, block.experts)
-                block.experts = owner.add(own if experts is None else functools.partial(experts, layer))
+            }
+            owner = ExpertParallel(context)
+            for number, _ in blocks:
+                owner.add(number, _config_of(described, number, experts, settings), placements.get(number))
+            for index, (number, block) in enumerate(blocks):
+                _load(owner.layers[index], number, block, experts)
+                block.experts = ParallelExperts(owner, index)
         context.allocate()
     except BaseException:
         context.close()
@@ -118,23 +134,72 @@ class ExpertParallel:
 
     Attributes:
         context: the group's memory and signals.
-        config: of each layer.
         layers: one `MoELayer` for each MoE block, in the order of the model.
+        decoder_layers: the number of each one's decoder layer.
     """
 
-    def __init__(self, context: ExpertParallelContext, config: MoELayerConfig) -> None:
+    def __init__(self, context: ExpertParallelContext) -> None:
         self.context = context
-        self.config = config
         self.layers: list[MoELayer] = []
+        self.decoder_layers: list[int] = []
         self._joined = False
         self._chunks = 1
 
-    def add(self, read: Callable[[Sequence[int]], Iterable[ExpertTensors]]) -> ParallelExperts:
-        """Load what `read` gives for this rank's ids; the module that is to take the place of a block's experts."""
-        layer = MoELayer(self.config, self.context, router=False)
-        layer.load_experts(read(layer.local_experts))
-        self.layers.append(layer)
-        return ParallelExperts(self, len(self.layers) - 1)
+    def add(self, number: int, config: MoELayerConfig, placement: Placement | None) -> None:
+        """Make the layer of decoder layer `number`, which is still to be loaded."""
+        self.layers.append(MoELayer(config, self.context, placement=placement, router=False))
+        self.decoder_layers.append(number)
+
+    def replace_experts(self, placement: Placement | Mapping[int, Placement]) -> None:
+        """Bring all layers, or those of a mapping from decoder layers, to other placements. Collective.
+
+        Between two calls of the model, by all ranks with equal placements; see `MoELayer.replace_experts`.
+
+        Raises:
+            ValueError: on every rank where ranks disagree; on the rank itself where its argument is wrong, while the
+                others get `PeerAbortedError`. No layer has changed then, and the model may be called as before.
+            MoERuntimeError: a rank failed meanwhile, which ends the group as in a step.
+        """
+        self.context.check()
+        wanted: dict[int, Placement] = {}
+        problem: Exception | None = None
+        try:
+            wanted = _by_layer(placement, self.decoder_layers)
+            for number, layer in zip(self.decoder_layers, self.layers, strict=True):
+                if number in wanted:
+                    check_replacement(layer, wanted[number])
+        except Exception as error:
+            problem = error
+        proposal = {
+            f"placement of layer {number}": wanted[number].fingerprint if problem is None and number in wanted else None
+            for number in self.decoder_layers
+        }
+        agree_on(self.context, proposal, problem)
+        for number, layer in zip(self.decoder_layers, self.layers, strict=True):
+            if number in wanted:
+                layer.replace_experts(wanted[number])
+
+    def count_tokens(self) -> None:
+        """From now on count the tokens of each expert in every layer, from zero: see `expert_loads`."""
+        for layer in self.layers:
+            layer.expert_load = ExpertLoad(layer.config.num_experts, self.context.device)
+
+    def expert_loads(self) -> dict[int, list[int]]:
+        """By decoder layer, the tokens of each expert from all ranks since `count_tokens`. Collective.
+
+        `plan_placement` makes a placement of the list of a layer.
+
+        Raises `ValueError` on every rank where one of them does not count.
+        """
+        counts = [None if layer.expert_load is None else layer.expert_load.counts.tolist() for layer in self.layers]
+        answers = [counts] if self.context.group is None else self.context.group.gather("expert_loads", counts)
+        for rank, answer in enumerate(answers):
+            if None in answer:
+                raise ValueError(
+                    f"expert_loads: rank {rank} does not count; expected count_tokens before, on every rank"
+                )
+        sums = [[sum(column) for column in zip(*rows, strict=True)] for rows in zip(*answers, strict=True)]
+        return dict(zip(self.decoder_layers, sums, strict=True))
 
     @contextmanager
     def join(self) -> Iterator[None]:
@@ -176,7 +241,7 @@ class ExpertParallel:
 
     def run(self, index: int, x_TH: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         """Layer `index` on this rank's tokens, in as many steps as the ranks agreed on before the first layer."""
-        limit = self.config.max_tokens_per_rank
+        limit = self.layers[index].config.max_tokens_per_rank
         if not self._joined:
             self._chunks = 1
             if x_TH.shape[0] > limit:
@@ -211,8 +276,9 @@ class ExpertParallel:
 
     def _idle(self) -> None:
         """Take part in the calls of the others until all are done."""
-        device, top_k = self.context.device, self.config.top_k
-        none = torch.empty(0, self.config.hidden_size, dtype=torch.bfloat16, device=device)
+        device, config = self.context.device, self.layers[0].config
+        top_k = config.top_k
+        none = torch.empty(0, config.hidden_size, dtype=torch.bfloat16, device=device)
         idx = torch.empty(0, top_k, dtype=torch.int32, device=device)
         weights = torch.empty(0, top_k, dtype=torch.float32, device=device)
         while chunks := self._agree(0):
@@ -240,14 +306,55 @@ class ParallelExperts(nn.Module):
         return self._owner.layers[self._index].extra_repr()
 
 
-def _config_of(model: nn.Module, **overrides: Any) -> MoELayerConfig:
-    """What each layer is. The shared expert stays in the block."""
+def _load(layer: MoELayer, number: int, block: Any, experts: ExpertSource) -> None:
+    """This rank's experts of decoder layer `number` into `layer`."""
+    if isinstance(experts, Checkpoint):
+        layer.load_checkpoint(experts, number)
+    elif experts is None:
+        layer.load_experts(own_experts(block.experts, layer.local_experts))
+    else:
+        layer.load_experts(experts(number, layer.local_experts))
+
+
+def _described(model: nn.Module) -> dict[str, Any]:
+    """The config of a transformers model of a known family."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         raise ValueError(f"model: expected a transformers model with a config, got {type(model).__name__}")
-    described = layer_config(config.to_dict(), source="model.config", **overrides)
-    alone: MoELayerConfig = described.replace(shared_expert=None)
+    described: dict[str, Any] = config.to_dict()
+    family_of(described, source="model.config")
+    return described
+
+
+def _config_of(
+    described: dict[str, Any], number: int, experts: ExpertSource, settings: dict[str, Any]
+) -> MoELayerConfig:
+    """What decoder layer `number` is. The shared expert stays in the block."""
+    if isinstance(experts, Checkpoint):
+        plain = layer_config(described, source="model.config", max_tokens_per_rank=1)
+        # What the model says must be what the checkpoint says.
+        stated = {key: getattr(plain, key) for key in plain.model_fields_set}
+        made = experts.layer_config(number, **stated | settings)
+    else:
+        formats = {"token_format": settings["token_format"] or "bf16"}
+        made = layer_config(described, source="model.config", **settings | formats)
+    alone: MoELayerConfig = made.replace(shared_expert=None)
     return alone
+
+
+def _by_layer(placement: Placement | Mapping[int, Placement] | None, numbers: Sequence[int]) -> dict[int, Placement]:
+    """The placement of each decoder layer that has one, among `numbers`."""
+    if placement is None:
+        return {}
+    if isinstance(placement, Placement):
+        return dict.fromkeys(numbers, placement)
+    if not isinstance(placement, Mapping):
+        raise ValueError(
+            f"placement: expected a Placement, a mapping from decoder layer or None, got {type(placement).__name__}"
+        )
+    if unknown := [number for number in placement if number not in numbers]:
+        raise ValueError(f"placement: expected decoder layers with experts, {list(numbers)}, got {unknown[0]!r}")
+    return dict(placement)
 
 
 def _moe_blocks(model: nn.Module, *, with_weights: bool) -> list[tuple[int, Any]]:

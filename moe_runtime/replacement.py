@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -42,7 +42,7 @@ def replace_experts(layers: Sequence[MoELayer], placement: Placement) -> None:
         }
     except Exception as error:
         problem = error
-    _agree_on(context, proposal, problem)
+    agree_on(context, proposal, problem)
 
     experts = [layer.experts for layer in layers]
     try:
@@ -61,13 +61,19 @@ def replace_experts(layers: Sequence[MoELayer], placement: Placement) -> None:
         raise
 
 
-def _moves_of(layer: MoELayer, placement: Placement) -> list[Move]:
-    if layer.placement is None:
-        raise ValueError("placement: the layer was made without one; give it Placement.contiguous(...) or another")
+def check_replacement(layer: MoELayer, placement: Placement) -> None:
+    """Raise `ValueError` unless `layer` can go over to `placement`."""
     if not isinstance(placement, Placement):
         raise ValueError(f"placement: expected a Placement, got {type(placement).__name__}")
+    if layer.placement is None:
+        raise ValueError("placement: the layer was made without one; give it Placement.contiguous(...) or another")
     if placement.sizes != layer.placement.sizes:
         raise ValueError(f"placement: expected {layer.placement.sizes}, got {placement.sizes}")
+
+
+def _moves_of(layer: MoELayer, placement: Placement) -> list[Move]:
+    check_replacement(layer, placement)
+    assert layer.placement is not None
     return plan_moves(layer.placement, placement)
 
 
@@ -79,7 +85,7 @@ def _mover_of(layer: MoELayer, moves: list[Move]) -> ExpertMover:
     return ExpertMover(layer.context, layer.experts, needs_spare=needs_spare)
 
 
-def _agree_on(context: ExpertParallelContext, proposal: dict[str, object], problem: Exception | None) -> None:
+def agree_on(context: ExpertParallelContext, proposal: Mapping[str, object], problem: Exception | None) -> None:
     """Find out together, before anything moves, whether all ranks want the same and none has a problem.
 
     Raises on every rank, each of which may go on with its steps as before: the `problem` where it is,

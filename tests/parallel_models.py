@@ -88,3 +88,19 @@ def dequantize_experts(model: Any, fmt: str) -> None:
             w_ENK = weight.mT if block.experts.is_transposed else weight.data
             read = ExpertWeights.quantize(w_ENK.float().contiguous(), fmt, gate_up=gate_up).dequantize()
             weight.copy_(read.mT if block.experts.is_transposed else read)
+
+
+@torch.no_grad()
+def sure_tokens(exact: Any, ids: torch.Tensor, tokens: torch.Tensor, logits: Sequence[torch.Tensor]) -> list[int]:
+    """How many of the greedy `tokens` of each row must be found by every model that is about as exact.
+
+    `logits` are those that the original saw, `exact` is its float64 self.
+    """
+    truth = exact(torch.cat([ids, tokens], dim=1)[:, :-1]).logits[:, ids.shape[1] - 1 :]
+    seen = torch.stack(list(logits), dim=1)
+    # Root mean square error of a logit of the original, at its worst token. Ours may be off as much, so that two
+    # logits move by twice as much against each other: five times that.
+    off = (seen.double() - truth).square().mean(dim=-1).sqrt().max()
+    best = seen.topk(2, dim=-1).values
+    clear = best[..., 0] - best[..., 1] > 5 * 2 * off
+    return [[*row, False].index(False) for row in clear.tolist()]

@@ -260,3 +260,38 @@ def test_a_transformers_model_takes_its_experts_from_a_checkpoint(tmp_path: Path
                 logits.append(copied(ids).logits)
     assert logits[0].isfinite().all()
     assert_same_bits(logits[0], logits[1])
+
+
+def test_layers_of_a_transformers_model_are_what_the_checkpoint_says_of_each(tmp_path: Path, seed: int) -> None:
+    """Formats and scales of their own for layers of NVFP4, a layer that quantization left out, and their bits."""
+    parallel = pytest.importorskip("moe_runtime.parallel")
+    model = saved(tmp_path, "qwen3_moe", seed, hidden_size=128, moe_intermediate_size=128)
+    plain = load_all(tmp_path)
+    quantized = quantize_experts(tmp_path, modelopt_nvfp4, quantization_config=MODELOPT)
+    left_out = "model.layers.1.mlp.experts."
+    kept = {name: tensor for name, tensor in quantized.items() if not name.startswith(left_out)}
+    rewrite(tmp_path, kept | {name: tensor for name, tensor in plain.items() if name.startswith(left_out)})
+    generator = torch.Generator().manual_seed(seed)
+    with Checkpoint(tmp_path) as checkpoint:
+        with parallel.without_experts():
+            empty = transformers.Qwen3MoeForCausalLM(model.config).bfloat16()
+        with parallel.apply_expert_parallel(empty, experts=checkpoint, max_tokens_per_rank=32) as owner:
+            assert owner.decoder_layers == [0, 1, 2]
+            assert [layer.config.token_format for layer in owner.layers] == ["nvfp4", "bf16", "nvfp4"]
+            scales = [layer.config.intermediate_gsf for layer in owner.layers]
+            assert scales == [checkpoint.layer_config(n, max_tokens_per_rank=32).intermediate_gsf for n in range(3)]
+            assert len({scales[0], scales[2], None}) == 3
+            for number, layer in enumerate(owner.layers):
+                x = torch.randn(9, 128, generator=generator).bfloat16()
+                with ExpertParallelContext() as context:
+                    alone = MoELayer.from_checkpoint(tmp_path, layer=number, max_tokens_per_rank=32, context=context)
+                    assert alone.router is not None
+                    idx, weights = alone.router(x)
+                    assert_same_bits(
+                        layer(x, topk_idx=idx, topk_weights=weights), alone(x, topk_idx=idx, topk_weights=weights)
+                    )
+        # A model of other sizes than the checkpoint's is refused, as it is.
+        wrong = tiny.tiny_model("qwen3_moe", seed, hidden_size=64, moe_intermediate_size=128).bfloat16()
+        with pytest.raises(ValueError, match=r"hidden_size: .*config\.json says 128, got 64"):
+            parallel.apply_expert_parallel(wrong, experts=checkpoint, max_tokens_per_rank=32)
+        assert wrong(torch.tensor([[4, 5, 6]])).logits.isfinite().all()

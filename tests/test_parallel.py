@@ -59,7 +59,7 @@ def error(found: list[torch.Tensor], exact: list[torch.Tensor]) -> float:
     return ((a - b).norm() / b.norm()).item()
 
 
-def check_logits(pool: Any, folder: Path, ids: list[torch.Tensor], fmt: str, weight_fmt: str) -> None:
+def check_logits(pool: Any, folder: Path, ids: list[torch.Tensor], fmt: str, weight_fmt: str, **settings: Any) -> None:
     """Our error against float64 with the weights as quantized: the original's, and what the formats may add.
 
     What they add to the output of a layer's experts is bounded by `error_bound` (the weights being exact); what
@@ -67,7 +67,7 @@ def check_logits(pool: Any, folder: Path, ids: list[torch.Tensor], fmt: str, wei
     """
     own = [parallel_models.record_routes(parallel_models.load(folder), x) for x in ids]
     routes = [route for _, route in own]
-    settings = {"token_format": fmt, "weight_format": weight_fmt}
+    settings |= {"token_format": fmt, "weight_format": weight_fmt}
     found = pool.run(logits_of_rank, folder, ids, routes, settings, timeout=120.0)
     theirs, exact_model = parallel_models.load(folder), parallel_models.load(folder, torch.float64)
     parallel_models.dequantize_experts(theirs, weight_fmt)
@@ -156,18 +156,10 @@ def test_greedy_tokens_of_ranks_that_finish_at_different_lengths(
     compared = 0
     for x, (tokens, logits), (_, eos), (again, repeated) in zip(ids, plain, ends, found, strict=True):
         assert torch.equal(again, repeated)
-        with torch.no_grad():
-            truth = exact(torch.cat([x, tokens], dim=1)[:, :-1]).logits[:, x.shape[1] - 1 :]
-        seen = torch.stack(logits, dim=1)
-        # Root mean square error of a logit of the original, at its worst token. Ours may be off as much, so that two
-        # logits move by twice as much against each other: five times that.
-        off = (seen.double() - truth).square().mean(dim=-1).sqrt().max()
-        best = seen.topk(2, dim=-1).values
-        clear = best[..., 0] - best[..., 1] > 5 * 2 * off
+        sure_tokens = parallel_models.sure_tokens(exact, x, tokens, logits)
         for row, wanted in enumerate(tokens.tolist()):
-            sure = [*clear[row].tolist(), False].index(False)
             length = wanted.index(eos) + 1 if eos in wanted else len(wanted)
-            same = min(sure, length)
+            same = min(sure_tokens[row], length)
             assert again[row, :same].tolist() == wanted[:same]
             if same == length:
                 assert not again[row, length:].any()
