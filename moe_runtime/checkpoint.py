@@ -10,6 +10,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -71,7 +72,6 @@ class Checkpoint:
         config: the parsed `config.json`.
         family: of the model.
         stored: how its routed experts are stored.
-        rest: layout of its other linears, as far as they are quantized.
         files: its tensors.
 
     Raises:
@@ -85,11 +85,11 @@ class Checkpoint:
         self._source = str(self.folder / CONFIG_FILE)
         self.config = read_json(self.folder / CONFIG_FILE)
         self.family: Family = family_of(self.config, source=self._source)
-        self.stored: StoredExperts = stored_experts(self.folder, self.config, stacked=self.family is GPT_OSS)
-        self.rest: WeightLayout = self.stored.layout
-        if EXPERTS_KEY in self.config:
-            others = {key: value for key, value in self.config.items() if key != EXPERTS_KEY}
-            self.rest = stored_experts(self.folder, others, stacked=self.family is GPT_OSS).layout
+        stacked = self.family is GPT_OSS
+        linears = (name for layer in self.moe_layers() for name in self.names(layer).linears(0))
+        self.stored: StoredExperts = stored_experts(
+            self.folder, self.config, names=() if stacked else linears, stacked=stacked
+        )
         self.files = TensorFiles(self.folder)
 
     def __enter__(self) -> Checkpoint:
@@ -97,6 +97,14 @@ class Checkpoint:
 
     def __exit__(self, *exc: object) -> None:
         self.files.__exit__(*exc)
+
+    @cached_property
+    def rest(self) -> WeightLayout:
+        """Layout of its shared experts, or of all its other linears where it has none, as far as it is quantized."""
+        others = {key: value for key, value in self.config.items() if key != EXPERTS_KEY}
+        linears = (name for layer in self.moe_layers() for name in self._shared_linears(layer))
+        names = () if self._sizes().shared_expert is None else linears
+        return stored_experts(self.folder, others, names=names, stacked=self.family is GPT_OSS).layout
 
     def layer_config(self, layer: int, **overrides: Any) -> MoELayerConfig:
         """What `layer_config_from_checkpoint` returns."""
@@ -205,8 +213,7 @@ class Checkpoint:
         if shared is None:
             return None
         block, hidden, inner = self._block(layer), sizes.hidden_size, shared.intermediate_size
-        prefix = f"{block}.{'shared_experts' if self.family is DEEPSEEK_V3 else 'shared_expert'}"
-        linears = [f"{prefix}.{name}_proj" for name in ("gate", "up", "down")]
+        linears = self._shared_linears(layer)
         layout = layout_of(self.files, self.rest, linears)
         shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
         gate, up, down = (
@@ -221,6 +228,10 @@ class Checkpoint:
             if shared.gated
             else None,
         )
+
+    def _shared_linears(self, layer: int) -> list[str]:
+        prefix = f"{self._block(layer)}.{'shared_experts' if self.family is DEEPSEEK_V3 else 'shared_expert'}"
+        return [f"{prefix}.{name}_proj" for name in ("gate", "up", "down")]
 
     def _gate(self, layer: int) -> str:
         return f"{self._block(layer)}.{'router' if self.family is GPT_OSS else 'gate'}"

@@ -7,8 +7,10 @@ Low nibble is the even column in all of them.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -104,29 +106,35 @@ class StoredExperts:
     token_format: str
 
 
-def stored_experts(folder: Path, config: Mapping[str, Any], *, stacked: bool = False) -> StoredExperts:
+def stored_experts(
+    folder: Path, config: Mapping[str, Any], *, names: Iterable[str] = (), stacked: bool = False
+) -> StoredExperts:
     """The layout that `config`, the parsed `config.json` of `folder`, or the `hf_quant_config.json` beside it means.
 
     Args:
+        names: the linears in question, such as `model.layers.0.mlp.experts.0.up_proj`: how others are quantized does
+            not count, and what leaves all of these out stores them plain. Without names everything counts.
         stacked: the model's plain experts are stacked, as those of gpt-oss are.
 
     Raises:
-        ValueError: a quantization that is not read, or one of other block sizes; names file and key.
+        ValueError: a quantization that is not read, or one of other block sizes, or several for these linears; names
+            file and key.
     """
     file = folder / CONFIG_FILE
     quantization = config.get(EXPERTS_KEY, config.get("quantization_config"))
     if EXPERTS_KEY not in config and (folder / MODELOPT_FILE).is_file():
         file = folder / MODELOPT_FILE
         quantization = {"quant_method": "modelopt", **_mapping(file, read_json(file), "quantization")}
+    plain = StoredExperts(replace(PLAIN, stacked=stacked), "bf16")
     if quantization is None:
-        return StoredExperts(replace(PLAIN, stacked=stacked), "bf16")
+        return plain
     if not isinstance(quantization, Mapping):
         raise ValueError(f"{file}: quantization_config: expected an object, got {quantization!r}")
     method = quantization.get("quant_method")
     if method == "modelopt":
-        return _modelopt(file, quantization)
+        return _modelopt(file, quantization, list(names)) or plain
     if method == "compressed-tensors":
-        return _compressed(file, quantization)
+        return _compressed(file, quantization, list(names)) or plain
     if method == "mxfp4" and stacked:
         return StoredExperts(GPT_OSS_MXFP4, "bf16")
     if method == "fp8":
@@ -138,19 +146,38 @@ def stored_experts(folder: Path, config: Mapping[str, Any], *, stacked: bool = F
     raise ValueError(f"{file}: quant_method: expected one of {known}, got {method!r}")
 
 
-def _modelopt(file: Path, quantization: Mapping[str, Any]) -> StoredExperts:
-    algorithm = quantization.get("quant_algo")
-    if algorithm not in ("NVFP4", "W4A16_NVFP4"):
-        raise ValueError(f"{file}: quant_algo: expected NVFP4 or W4A16_NVFP4, got {algorithm!r}")
-    _expect(file, "group_size", quantization.get("group_size", 16), 16)
-    return StoredExperts(MODELOPT_NVFP4, "nvfp4" if algorithm == "NVFP4" else "bf16")
+def _modelopt(file: Path, quantization: Mapping[str, Any], names: Sequence[str]) -> StoredExperts | None:
+    """What `quant_algo` says of all that is not left out, or `quantized_layers` of each name or of what it is in; None
+    where the weights in question, or all, stay plain."""
+    cache = quantization.get("kv_cache_quant_algo") or quantization.get("kv_cache_scheme")
+    key, recipes = "quant_algo", [quantization]
+    if quantization.get("quant_algo") == "MIXED_PRECISION":
+        key, listed = "quantized_layers", _mapping(file, quantization, "quantized_layers")
+        recipes = [_mapping(file, listed, name) for name in listed if not names or any(_is_in(n, name) for n in names)]
+    elif quantization.get("quant_algo") is None and cache:
+        return None
+    left_out = quantization.get("exclude_modules") or quantization.get("ignore") or []
+    if not recipes or (names and all(_is_left_out(file, name, left_out) for name in names)):
+        return None
+    algorithms = sorted({str(recipe.get("quant_algo")) for recipe in recipes})
+    if len(algorithms) != 1 or algorithms[0] not in ("NVFP4", "W4A16_NVFP4"):
+        got = repr(algorithms[0]) if len(algorithms) == 1 else f"{algorithms} for one kind of linear"
+        raise ValueError(f"{file}: {key}: expected NVFP4 or W4A16_NVFP4, got {got}")
+    for recipe in recipes:
+        _expect(file, "group_size", recipe.get("group_size", 16), 16)
+    return StoredExperts(MODELOPT_NVFP4, "nvfp4" if algorithms == ["NVFP4"] else "bf16")
 
 
-def _compressed(file: Path, quantization: Mapping[str, Any]) -> StoredExperts:
-    groups = list(_mapping(file, quantization, "config_groups").values())
-    formats = {
-        str(_mapping(file, {"group": group}, "group").get("format") or quantization.get("format")) for group in groups
-    }
+def _compressed(file: Path, quantization: Mapping[str, Any], names: Sequence[str]) -> StoredExperts | None:
+    """What the groups say that have one of `names` among their targets; None where these, or all, stay plain."""
+    given = _mapping(file, quantization, "config_groups")
+    groups = [_mapping(file, given, name) for name in given]
+    if names:
+        found = [_group_of(file, name, groups, quantization.get("ignore") or []) for name in names]
+        groups = [group for group in groups if any(group is one for one in found)]
+    if not groups and (names or quantization.get("kv_cache_scheme")):
+        return None
+    formats = {str(group.get("format") or quantization.get("format")) for group in groups}
     if len(formats) != 1 or not formats <= set(COMPRESSED):
         raise ValueError(f"{file}: format: expected one of {', '.join(COMPRESSED)}, got {sorted(formats)}")
     layout = COMPRESSED[formats.pop()]
@@ -161,6 +188,43 @@ def _compressed(file: Path, quantization: Mapping[str, Any]) -> StoredExperts:
     if any(weights_only) != all(weights_only):
         raise ValueError(f"{file}: input_activations: expected the same in all groups, got some with and some without")
     return StoredExperts(layout, "bf16" if all(weights_only) or layout is COMPRESSED_MXFP4 else layout.format.name)
+
+
+def _group_of(
+    file: Path, name: str, groups: Sequence[Mapping[str, Any]], ignored: Sequence[str]
+) -> Mapping[str, Any] | None:
+    """The group of the linear `name`: that with its name among the `targets`, else with a pattern, else `Linear`."""
+    if any(target_matches(file, name, target) for target in ignored):
+        return None
+    found: dict[int, Mapping[str, Any]] = {}
+    for group in groups:
+        for target in group.get("targets") or ["Linear"]:
+            if target_matches(file, name, target):
+                found.setdefault(0 if target == name else 2 if target == "Linear" else 1, group)
+    return found[min(found)] if found else None
+
+
+def target_matches(file: Path, name: str, target: object) -> bool:
+    """Whether a target of compressed-tensors means the linear `name`: its name, `re:` and a pattern, or `Linear`."""
+    if not isinstance(target, str):
+        raise ValueError(f"{file}: targets: expected names and patterns, got {target!r}")
+    if not target.startswith("re:"):
+        return target in (name, "Linear")
+    try:
+        return re.match(target[3:], name) is not None
+    except re.error as error:
+        raise ValueError(f"{file}: targets: {target!r}: {error}") from None
+
+
+def _is_left_out(file: Path, name: str, patterns: object) -> bool:
+    """Whether one of ModelOpt's patterns, of names or of what they are in, leaves the linear `name` out."""
+    if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(f"{file}: exclude_modules: expected a list of patterns, got {patterns!r}")
+    return any(fnmatchcase(name, pattern) or _is_in(name, pattern) for pattern in patterns)
+
+
+def _is_in(name: str, module: str) -> bool:
+    return name == module or name.startswith(f"{module}.")
 
 
 def _mapping(file: Path, data: Any, key: str) -> Mapping[str, Any]:

@@ -47,6 +47,8 @@ TARGET_LAYOUTS: dict[str, WeightLayout] = {
 PLAN_KEY = "moe_runtime.conversion"
 """Key of a shard's metadata that tells which conversion wrote it."""
 
+_SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
+"""Ends of the names of scales that some quantized linear has in every layout."""
 _CACHE_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
 """How a `quantization_config` speaks of the attention's cache."""
 
@@ -227,13 +229,12 @@ class _Conversion:
 
     def _rest_is_plain(self) -> bool:
         """Whether the source says nothing of other linears, nor of a cache, that would be lost with what it says."""
-        checkpoint, scale = self.checkpoint, self.checkpoint.rest.scale
-        if scale is None:
-            return True
+        checkpoint = self.checkpoint
         said = checkpoint.config.get("quantization_config") or {}
         if (checkpoint.folder / MODELOPT_FILE).is_file() or any(said.get(key) for key in _CACHE_KEYS):
             return False
-        return not any(name.endswith(f".{scale}") and name not in self.replaced for name in checkpoint.files.names())
+        others = (name for name in checkpoint.files.names() if name not in self.replaced)
+        return not any(name.endswith(_SCALE_NAMES) for name in others)
 
     def _linears(self, one: _Expert) -> list[tuple[str, int, int]]:
         """`(prefix, N, K)` of gate, up and down."""

@@ -44,6 +44,9 @@ DTYPES: dict[str, torch.dtype] = {
 MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
 
+DROPPED_BYTES = 1 << 20
+"""Reads of at least this many bytes leave the page cache again, where the files are too large to stay there."""
+
 BEGINNING_BYTES = 4096
 """How much of each tensor `TensorFiles.beginnings` reads."""
 
@@ -61,6 +64,11 @@ class TensorEntry:
 class SafetensorsFile:
     """One file, open for reading.
 
+    Args:
+        path: of the file.
+        wanted_for: what errors say it is for.
+        drop: whether large reads shall leave the system's page cache again.
+
     Attributes:
         path: of the file.
         entries: its tensors by name, in the order of the header.
@@ -71,8 +79,9 @@ class SafetensorsFile:
         ValueError: naming the file: it is missing, cut off, longer than its header says, or no such file.
     """
 
-    def __init__(self, path: Path, wanted_for: str = "the tensors of its index") -> None:
+    def __init__(self, path: Path, wanted_for: str = "the tensors of its index", *, drop: bool = False) -> None:
         self.path = path
+        self._drop = drop
         try:
             self._file = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
@@ -106,6 +115,8 @@ class SafetensorsFile:
             if count == 0:
                 raise ValueError(f"{self.path}: tensor {name}: the file ends within it")
             done += count
+        if self._drop and len(target) >= DROPPED_BYTES:
+            os.posix_fadvise(self._file, position, len(target), os.POSIX_FADV_DONTNEED)
 
 
 class TensorFiles:
@@ -122,6 +133,10 @@ class TensorFiles:
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open: dict[str, SafetensorsFile] = {}
+        # The cache would lose the beginning of such files before anybody reads them again, and each new page of it
+        # costs another one its place, which slows down whoever asks for memory: here, the weights.
+        memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        self._drop = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file()) > memory // 2
         self._shard_of: dict[str, Any] | None = None
         self.index = folder / INDEX_FILE
         if self.index.is_file():
@@ -232,7 +247,7 @@ class TensorFiles:
 
     def _opened(self, shard: str, wanted_for: str) -> SafetensorsFile:
         if shard not in self._open:
-            self._open[shard] = SafetensorsFile(self.folder / shard, wanted_for)
+            self._open[shard] = SafetensorsFile(self.folder / shard, wanted_for, drop=self._drop)
         return self._open[shard]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -105,3 +106,20 @@ def test_digests_tell_checkpoints_apart(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(5)}, tmp_path / SINGLE_FILE)
     after = file_digests(tmp_path, ("config.json", "absent.json"))
     assert all(after[key] != value for key, value in before.items())
+
+
+@pytest.mark.parametrize("memory", [1 << 20, 1 << 40])
+def test_files_too_large_for_the_page_cache_leave_it_again(
+    memory: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is dropped is the range of a large tensor, after it was read; nothing of files that can stay."""
+    x = torch.arange(1 << 18, dtype=torch.int32)
+    save_file({"x": x, "y": x[:7].clone()}, tmp_path / SINGLE_FILE)
+    dropped = []
+    monkeypatch.setattr(os, "sysconf", {"SC_PHYS_PAGES": memory >> 12, "SC_PAGE_SIZE": 1 << 12}.__getitem__)
+    monkeypatch.setattr(os, "posix_fadvise", lambda file, *arguments: dropped.append(arguments))
+    with TensorFiles(tmp_path) as files:
+        for name, want in (("x", x), ("y", x[:7])):
+            assert torch.equal(files.read(name, tuple(want.shape), ("I32",)), want)
+        start = files.entry("x").start
+    assert dropped == ([(start, x.nbytes, os.POSIX_FADV_DONTNEED)] if memory == 1 << 20 else [])

@@ -1,0 +1,199 @@
+"""Checkpoints that quantize linears in several ways: how the experts are stored is found from what is said of them."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_runtime.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoint_layouts import target_matches
+from moe_runtime.config import MoELayerConfig
+from moe_runtime.weights import ExpertWeights
+from tests.checkpoint_writers import modelopt_nvfp4, quantize_experts
+from tests.comparison import assert_same_bits
+
+CONFIG = MoELayerConfig(hidden_size=128, intermediate_size=128, num_experts=3, top_k=2, max_tokens_per_rank=8)
+EXPERTS = "model.layers.{}.mlp.experts"
+FP8_GROUP = {"format": "float-quantized", "weights": {"num_bits": 8}, "input_activations": {"num_bits": 8}}
+NVFP4_GROUP = {"format": "nvfp4-pack-quantized", "weights": {"group_size": 16}, "input_activations": {"num_bits": 4}}
+W4A16_GROUP = NVFP4_GROUP | {"input_activations": None}
+MXFP4_GROUP = {"format": "mxfp4-pack-quantized", "weights": {"group_size": 32}, "input_activations": None}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, seed: int) -> Path:
+    write_qwen3_moe_checkpoint(tmp_path, CONFIG, seed=seed, num_layers=2)
+    return tmp_path
+
+
+def say(folder: Path, quantization: dict[str, Any]) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
+
+
+def compressed(*groups: dict[str, Any], ignore: tuple[str, ...] = ("lm_head",), **more: Any) -> dict[str, Any]:
+    named = {f"group_{number}": group for number, group in enumerate(groups)}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": "mixed-precision",
+        "config_groups": named,
+        "ignore": list(ignore),
+        **more,
+    }
+
+
+def on(group: dict[str, Any], *targets: str) -> dict[str, Any]:
+    return group | {"targets": list(targets)}
+
+
+def modelopt(algorithm: str | None, **more: Any) -> dict[str, Any]:
+    return {"quant_method": "modelopt", "quant_algo": algorithm, **more}
+
+
+def mixed(**recipes: str) -> dict[str, Any]:
+    """Of `attention`, and of modules whose names begin with `experts`: `_0` for a layer, then a linear."""
+    listed = {}
+    for key, algorithm in recipes.items():
+        name = "model.layers.0.self_attn.q_proj" if key == "attention" else EXPERTS.format(key.split("_")[1])
+        name += key[len("experts_0") :].replace("_", ".", 2) if key != "attention" else ""
+        listed[name] = {"quant_algo": algorithm} | ({} if algorithm == "FP8" else {"group_size": 16})
+    return modelopt("MIXED_PRECISION", quantized_layers=listed, kv_cache_quant_algo="FP8", exclude_modules=["lm_head"])
+
+
+EVERY_EXPERT = r"re:.*\.experts\.\d+\.(gate|up|down)_proj$"
+CASES: dict[str, tuple[dict[str, Any], str, str]] = {
+    "attention in fp8": (
+        compressed(on(FP8_GROUP, r"re:.*self_attn.*"), on(NVFP4_GROUP, EVERY_EXPERT)),
+        "nvfp4-pack-quantized",
+        "nvfp4",
+    ),
+    "a pattern before Linear": (
+        compressed(on(FP8_GROUP, "Linear"), on(W4A16_GROUP, EVERY_EXPERT)),
+        "nvfp4-pack-quantized",
+        "bf16",
+    ),
+    "the experts ignored": (compressed(on(FP8_GROUP, "Linear"), ignore=(r"re:.*mlp\.experts.*",)), "plain", "bf16"),
+    "the experts no target": (compressed(on(FP8_GROUP, r"re:.*self_attn.*")), "plain", "bf16"),
+    "a layer ignored": (
+        compressed(on(MXFP4_GROUP, "Linear"), ignore=(r"re:model\.layers\.1\..*",)),
+        "mxfp4-pack-quantized",
+        "bf16",
+    ),
+    "a name before patterns": (
+        compressed(
+            on(FP8_GROUP, EVERY_EXPERT, "Linear"),
+            on(NVFP4_GROUP, *(f"{EXPERTS.format(n)}.0.{part}_proj" for n in (0, 1) for part in ("gate", "up", "down"))),
+        ),
+        "nvfp4-pack-quantized",
+        "nvfp4",
+    ),
+    "the cache alone": (compressed(kv_cache_scheme={"num_bits": 8}), "plain", "bf16"),
+    "modelopt, experts of each layer": (
+        mixed(attention="FP8", experts_0="NVFP4", experts_1="NVFP4"),
+        "modelopt nvfp4",
+        "nvfp4",
+    ),
+    "modelopt, one layer": (mixed(attention="FP8", experts_1="W4A16_NVFP4"), "modelopt nvfp4", "bf16"),
+    "modelopt, linears": (mixed(attention="FP8", experts_0_0_up_proj="NVFP4"), "modelopt nvfp4", "nvfp4"),
+    "modelopt, attention alone": (mixed(attention="FP8"), "plain", "bf16"),
+    "modelopt, the cache alone": (modelopt(None, kv_cache_quant_algo="FP8"), "plain", "bf16"),
+    "modelopt, experts excluded": (modelopt("FP8", exclude_modules=["lm_head", "*mlp.experts*"]), "plain", "bf16"),
+    "modelopt, experts ignored by module": (
+        modelopt("FP8", ignore=[EXPERTS.format(0), EXPERTS.format(1)]),
+        "plain",
+        "bf16",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_what_is_said_of_the_experts_counts(case: str, folder: Path) -> None:
+    quantization, layout, token_format = CASES[case]
+    say(folder, quantization)
+    with Checkpoint(folder) as checkpoint:
+        assert (checkpoint.stored.layout.name, checkpoint.stored.token_format) == (layout, token_format)
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        (mixed(experts_0="NVFP4", experts_1="FP8"), r"quantized_layers: expected NVFP4 or .*, got \['FP8', 'NVFP4'\]"),
+        (mixed(experts_0="FP8"), "quantized_layers: expected NVFP4 or W4A16_NVFP4, got 'FP8'"),
+        (modelopt("MIXED_PRECISION"), "quantized_layers: expected an object, got None"),
+        (modelopt(None), "quant_algo: expected NVFP4 or W4A16_NVFP4, got 'None'"),
+        (modelopt("FP8", exclude_modules="lm_head"), "exclude_modules: expected a list of patterns, got 'lm_head'"),
+        (
+            compressed(on(NVFP4_GROUP, r"re:.*layers\.0\..*"), on(MXFP4_GROUP, r"re:.*layers\.1\..*")),
+            r"format: expected one of nvfp4-pack-quantized, .*, got \['mxfp4-pack-quantized', 'nvfp4-pack-quantized'\]",
+        ),
+        (
+            compressed(on(NVFP4_GROUP, r"re:.*layers\.0\..*"), on(W4A16_GROUP, r"re:.*layers\.1\..*")),
+            "input_activations: expected the same in all groups",
+        ),
+        (compressed(on(FP8_GROUP, "Linear")), r"format: expected one of .*, got \['float-quantized'\]"),
+        (compressed(on(NVFP4_GROUP, "re:(")), r"targets: 're:\(': missing \), unterminated subpattern"),
+        (compressed(on(NVFP4_GROUP, 3)), "targets: expected names and patterns, got 3"),  # type: ignore[arg-type]
+    ],
+)
+def test_experts_stored_in_ways_that_are_not_read_are_named(
+    quantization: dict[str, Any], message: str, folder: Path
+) -> None:
+    say(folder, quantization)
+    with pytest.raises(ValueError, match=f"{re.escape(str(folder / 'config.json'))}: {message}"):
+        Checkpoint(folder)
+
+
+def test_experts_beside_linears_in_fp8_are_read_as_alone(folder: Path) -> None:
+    quantize_experts(folder, modelopt_nvfp4, quantization_config=modelopt("NVFP4"))
+    with Checkpoint(folder) as checkpoint:
+        alone = list(checkpoint.experts(1, range(3)))
+    say(folder, mixed(attention="FP8", experts_0="NVFP4", experts_1="NVFP4"))
+    with Checkpoint(folder) as checkpoint:
+        for one, other in zip(checkpoint.experts(1, range(3)), alone, strict=True):
+            for a, b in ((one.gate_up, other.gate_up), (one.down, other.down)):
+                assert isinstance(a, ExpertWeights) and isinstance(b, ExpertWeights)
+                assert_same_bits(a.quants, b.quants)
+                assert_same_bits(a.dequantize(), b.dequantize())
+
+
+def test_a_shared_expert_that_is_not_read_does_not_keep_the_experts_from_it(folder: Path) -> None:
+    """It is stored as what is said of itself; only who asks for it is told."""
+    file = folder / "config.json"
+    shared = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 128}
+    file.write_text(json.dumps(json.loads(file.read_text()) | shared))
+    experts = on(NVFP4_GROUP, EVERY_EXPERT)
+    say(folder, compressed(experts, on(FP8_GROUP, "re:.*shared_expert.*")))
+    with Checkpoint(folder) as checkpoint:
+        assert checkpoint.stored.layout.name == "nvfp4-pack-quantized"
+        with pytest.raises(ValueError, match=r"format: expected one of .*, got \['float-quantized'\]"):
+            checkpoint.shared_expert(0)
+    say(folder, compressed(experts))
+    with Checkpoint(folder) as checkpoint:
+        assert checkpoint.rest.name == "plain"
+
+
+def test_targets_match_as_in_compressed_tensors() -> None:
+    match = pytest.importorskip("compressed_tensors.utils.match")
+    names = ("model.layers.0.mlp.experts.0.up_proj", "lm_head", "model.layers.10.self_attn.q_proj")
+    targets = (
+        "Linear",
+        "lm_head",
+        "re:.*experts.*",
+        "re:lm",
+        "re:head",
+        r"re:model\.layers\.1\.",
+        "up_proj",
+        "re:.*proj$",
+    )
+    seen = set()
+    for name in names:
+        for target in targets:
+            expected = match.is_match(name, torch.nn.Linear(1, 1), target)
+            assert target_matches(Path("config.json"), name, target) == expected, (name, target)
+            seen.add(expected)
+    assert seen == {True, False}
