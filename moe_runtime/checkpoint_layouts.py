@@ -153,11 +153,13 @@ def _modelopt(file: Path, quantization: Mapping[str, Any], names: Sequence[str])
     key, recipes = "quant_algo", [quantization]
     if quantization.get("quant_algo") == "MIXED_PRECISION":
         key, listed = "quantized_layers", _mapping(file, quantization, "quantized_layers")
-        recipes = [_mapping(file, listed, name) for name in listed if not names or any(_is_in(n, name) for n in names)]
+        wanted = {above for name in names for above in _with_parents(name)}
+        recipes = [_mapping(file, listed, name) for name in listed if not names or name in wanted]
     elif quantization.get("quant_algo") is None and cache:
         return None
-    left_out = quantization.get("exclude_modules") or quantization.get("ignore") or []
-    if not recipes or (names and all(_is_left_out(file, name, left_out) for name in names)):
+    left_out_key = "exclude_modules" if "exclude_modules" in quantization else "ignore"
+    left_out = _strings(file, left_out_key, quantization)
+    if not recipes or (names and all(_is_left_out(name, left_out) for name in names)):
         return None
     algorithms = sorted({str(recipe.get("quant_algo")) for recipe in recipes})
     if len(algorithms) != 1 or algorithms[0] not in ("NVFP4", "W4A16_NVFP4"):
@@ -173,7 +175,8 @@ def _compressed(file: Path, quantization: Mapping[str, Any], names: Sequence[str
     given = _mapping(file, quantization, "config_groups")
     groups = [_mapping(file, given, name) for name in given]
     if names:
-        found = [_group_of(file, name, groups, quantization.get("ignore") or []) for name in names]
+        ignored = _strings(file, "ignore", quantization)
+        found = [_group_of(file, name, groups, ignored) for name in names]
         groups = [group for group in groups if any(group is one for one in found)]
     if not groups and (names or quantization.get("kv_cache_scheme")):
         return None
@@ -198,16 +201,14 @@ def _group_of(
         return None
     found: dict[int, Mapping[str, Any]] = {}
     for group in groups:
-        for target in group.get("targets") or ["Linear"]:
+        for target in _strings(file, "targets", group) or ["Linear"]:
             if target_matches(file, name, target):
                 found.setdefault(0 if target == name else 2 if target == "Linear" else 1, group)
     return found[min(found)] if found else None
 
 
-def target_matches(file: Path, name: str, target: object) -> bool:
+def target_matches(file: Path, name: str, target: str) -> bool:
     """Whether a target of compressed-tensors means the linear `name`: its name, `re:` and a pattern, or `Linear`."""
-    if not isinstance(target, str):
-        raise ValueError(f"{file}: targets: expected names and patterns, got {target!r}")
     if not target.startswith("re:"):
         return target in (name, "Linear")
     try:
@@ -216,15 +217,24 @@ def target_matches(file: Path, name: str, target: object) -> bool:
         raise ValueError(f"{file}: targets: {target!r}: {error}") from None
 
 
-def _is_left_out(file: Path, name: str, patterns: object) -> bool:
+def _is_left_out(name: str, patterns: Sequence[str]) -> bool:
     """Whether one of ModelOpt's patterns, of names or of what they are in, leaves the linear `name` out."""
-    if not isinstance(patterns, list) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ValueError(f"{file}: exclude_modules: expected a list of patterns, got {patterns!r}")
-    return any(fnmatchcase(name, pattern) or _is_in(name, pattern) for pattern in patterns)
+    above = _with_parents(name)
+    return any(pattern in above or fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _is_in(name: str, module: str) -> bool:
-    return name == module or name.startswith(f"{module}.")
+def _with_parents(name: str) -> set[str]:
+    """A name and those of the modules that it is in."""
+    parts = name.split(".")
+    return {".".join(parts[: count + 1]) for count in range(len(parts))}
+
+
+def _strings(file: Path, key: str, data: Mapping[str, Any]) -> list[str]:
+    """The list of names and patterns under a key; empty where there is none."""
+    value = data.get(key) or []
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise ValueError(f"{file}: {key}: expected a list of names and patterns, got {value!r}")
+    return value
 
 
 def _mapping(file: Path, data: Any, key: str) -> Mapping[str, Any]:

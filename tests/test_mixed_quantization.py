@@ -126,7 +126,10 @@ def test_what_is_said_of_the_experts_counts(case: str, folder: Path) -> None:
         (mixed(experts_0="FP8"), "quantized_layers: expected NVFP4 or W4A16_NVFP4, got 'FP8'"),
         (modelopt("MIXED_PRECISION"), "quantized_layers: expected an object, got None"),
         (modelopt(None), "quant_algo: expected NVFP4 or W4A16_NVFP4, got 'None'"),
-        (modelopt("FP8", exclude_modules="lm_head"), "exclude_modules: expected a list of patterns, got 'lm_head'"),
+        (
+            modelopt("FP8", exclude_modules="lm_head"),
+            "exclude_modules: expected a list of names and patterns, got 'lm_head'",
+        ),
         (
             compressed(on(NVFP4_GROUP, r"re:.*layers\.0\..*"), on(MXFP4_GROUP, r"re:.*layers\.1\..*")),
             r"format: expected one of nvfp4-pack-quantized, .*, got \['mxfp4-pack-quantized', 'nvfp4-pack-quantized'\]",
@@ -137,7 +140,7 @@ def test_what_is_said_of_the_experts_counts(case: str, folder: Path) -> None:
         ),
         (compressed(on(FP8_GROUP, "Linear")), r"format: expected one of .*, got \['float-quantized'\]"),
         (compressed(on(NVFP4_GROUP, "re:(")), r"targets: 're:\(': missing \), unterminated subpattern"),
-        (compressed(on(NVFP4_GROUP, 3)), "targets: expected names and patterns, got 3"),  # type: ignore[arg-type]
+        (compressed(on(NVFP4_GROUP, 3)), r"targets: expected a list of names and patterns, got \[3\]"),  # type: ignore[arg-type]
     ],
 )
 def test_experts_stored_in_ways_that_are_not_read_are_named(
