@@ -31,28 +31,38 @@ FEW_TOKENS = 4
 ExpertSource = Callable[[int], ExpertTensors]
 
 
-def tokens(seed: int, rank: int, step: int, num_tokens: int, hidden: int) -> torch.Tensor:
-    """bf16 `[T, H]` on the CPU, normal with variance 1: what `rank` brings to `step`."""
-    generator = _generator("tokens", seed, rank, step)
-    return torch.randn(num_tokens, hidden, generator=generator).to(torch.bfloat16)
+CPU = torch.device("cpu")
+
+
+def tokens(seed: int, rank: int, step: int, num_tokens: int, hidden: int, device: torch.device = CPU) -> torch.Tensor:
+    """bf16 `[T, H]`, normal with variance 1: what `rank` brings to `step`. Numbers differ by kind of device."""
+    generator = _generator("tokens", seed, rank, step, device=device)
+    return torch.randn(num_tokens, hidden, generator=generator, device=device).to(torch.bfloat16)
 
 
 def routing(
-    kind: str, seed: int, rank: int, step: int, num_tokens: int, num_experts: int, top_k: int
+    kind: str,
+    seed: int,
+    rank: int,
+    step: int,
+    num_tokens: int,
+    num_experts: int,
+    top_k: int,
+    device: torch.device = CPU,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Ids int32 `[T, K]` and weights fp32 `[T, K]` on the CPU, for each of `ROUTINGS` but `router`.
+    """Ids int32 `[T, K]` and weights fp32 `[T, K]` for each of `ROUTINGS` but `router`; as `tokens` by device.
 
     Weights of a token are positive and sum to 1. Raises `ValueError` for an unknown `kind`.
     """
     if kind not in ROUTINGS[1:]:
         raise ValueError(f"routing: expected one of {', '.join(ROUTINGS[1:])}, got {kind!r}")
-    generator = _generator(kind, seed, rank, step)
+    generator = _generator(kind, seed, rank, step, device=device)
     # The K largest of log(weight) + Gumbel noise are a draw without replacement.
-    noise_TE = -torch.empty(num_tokens, num_experts).exponential_(generator=generator).log()
+    noise_TE = -torch.empty(num_tokens, num_experts, device=device).exponential_(generator=generator).log()
     if kind == "zipf":
-        noise_TE -= torch.arange(1, num_experts + 1).log()
+        noise_TE -= torch.arange(1, num_experts + 1, device=device).log()
     idx_TK = noise_TE.topk(top_k, dim=1).indices.to(torch.int32)
-    weights_TK = torch.randn(num_tokens, top_k, generator=generator).softmax(dim=1)
+    weights_TK = torch.randn(num_tokens, top_k, generator=generator, device=device).softmax(dim=1)
     if kind in ("half", "one"):
         nth = 2 if kind == "half" else 1
         idx_TK[::nth], weights_TK[::nth] = -1, 0.0
@@ -153,6 +163,6 @@ def with_token_format(config: MoELayerConfig, name: str) -> MoELayerConfig:
     return changed
 
 
-def _generator(*parts: object) -> torch.Generator:
+def _generator(*parts: object, device: torch.device = CPU) -> torch.Generator:
     digest = hashlib.sha256(repr(parts).encode()).digest()
-    return torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+    return torch.Generator(device).manual_seed(int.from_bytes(digest[:8], "little") >> 1)

@@ -19,7 +19,6 @@ from moe_runtime.geometry import ExchangeGeometry
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.reference_quantize import raw_bits
-from moe_runtime.kernels.swizzle import unswizzle_scales
 from moe_runtime.launch.fp8_bound import FP8_MMA_GAIN
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.reference import relative_error, rounding_error, swiglu_reference
@@ -86,20 +85,29 @@ class Arrivals:
 
 def ungrouped(rows: GroupedRows) -> QuantizedRows:
     """The rows by packed position with linear scales, as the quantizers give them. Reads offsets on the host."""
-    offsets = rows.group_offsets.tolist()
-    total, fmt = offsets[-1], rows.format
+    return first_rows(rows, int(rows.group_offsets[-1]))
+
+
+def first_rows(rows: GroupedRows, count: int) -> QuantizedRows:
+    """As `ungrouped` the first `count` packed positions, without the host: past the last row is anything."""
+    fmt, offsets = rows.format, rows.group_offsets.long()
+    position = torch.arange(count, device=offsets.device)
     quants = raw_bits(rows.rows)
-    quants = quants[:total] if rows.row_index is None else quants[rows.row_index[:total].long()]
-    scales = None if rows.scales is None else rows.scales[:total]
+    if rows.row_index is None:
+        quants = quants[:count]
+    else:
+        # An index that leads nowhere gives a row that is found to be wrong, not an error of the device.
+        quants = quants[rows.row_index[:count].long().clamp(0, max(0, quants.shape[0] - 1))]
+    scales = None if rows.scales is None else rows.scales[:count]
     if rows.scales is not None and rows.group_scale_offsets is not None:
-        columns = fmt.scale_columns(rows.num_columns)
-        parts = []
-        for start, end, offset in zip(offsets, offsets[1:], rows.group_scale_offsets.tolist(), strict=False):
-            first = start // 128 + offset
-            blocks = rows.scales[first : first + -(-(end - start) // 128)]
-            parts.append(unswizzle_scales(blocks, end - start, columns, engine="torch"))
-        scales = raw_bits(torch.cat(parts)).view(rows.scales.dtype)
-    row_scale = None if rows.row_scale is None else rows.row_scale[:total]
+        group = torch.searchsorted(offsets[1:], position, right=True).clamp(max=rows.num_groups - 1)
+        local = position - offsets[group]
+        block = offsets[group] // 128 + rows.group_scale_offsets[group] + local // 128
+        # A block is [C4, 32, 4, 4]: column / 4, row % 32, row / 32, column % 4.
+        swizzled = raw_bits(rows.scales)[block.clamp(0, rows.scales.shape[0] - 1), :, local % 32, local % 128 // 32]
+        linear = swizzled.flatten(1)[:, : fmt.scale_columns(rows.num_columns)].contiguous()
+        scales = linear.view(rows.scales.dtype)
+    row_scale = None if rows.row_scale is None else rows.row_scale[:count]
     return QuantizedRows(fmt, quants.contiguous().view(fmt.quant_dtype), scales, row_scale)
 
 
@@ -130,7 +138,7 @@ def combine_input(arrived: DispatchedTokens, inputs: Inputs) -> torch.Tensor:
     expected = Arrivals.expected(inputs, geometry)
     shape = (geometry.row_capacity, geometry.hidden)
     rows_RH = torch.full(shape, math.nan, dtype=torch.bfloat16, device=arrived.group_offsets.device)
-    factor_R = _factor(expected.expert, geometry)
+    factor_R = expert_factor(expected.expert, geometry)
     rows_RH[: len(factor_R)] = (torch.cat(list(inputs.x))[expected.token].float() * factor_R[:, None]).bfloat16()
     return rows_RH
 
@@ -142,7 +150,7 @@ def check_combine(y_TH: torch.Tensor, inputs: Inputs, geometry: ExchangeGeometry
     `(1 + e_combine^2) (1 + e_bf16^2) - 1` to its mean square (`reference.rounding_error`).
     """
     x_TH, idx_TK, weights_TK = (part[geometry.rank] for part in (inputs.x, inputs.idx, inputs.weights))
-    rows_TKH = (x_TH.float()[:, None] * _factor(idx_TK, geometry)[:, :, None]).bfloat16().double()
+    rows_TKH = (x_TH.float()[:, None] * expert_factor(idx_TK, geometry)[:, :, None]).bfloat16().double()
     weights_TK = torch.where(idx_TK >= 0, weights_TK, 0.0).double()
     error, _ = relative_error(y_TH, (rows_TKH * weights_TK[:, :, None]).sum(dim=1))
     growth = (1 + rounding_error(geometry.combine_format) ** 2) * (1 + rounding_error("bf16") ** 2)
@@ -171,7 +179,7 @@ def check_down(out_RH: torch.Tensor, rows: GroupedRows, w: ExpertWeights | Prepa
     return Check("down: largest error over its elementwise bound", worst, 1.0)
 
 
-def _factor(experts: torch.Tensor, geometry: ExchangeGeometry) -> torch.Tensor:
+def expert_factor(experts: torch.Tensor, geometry: ExchangeGeometry) -> torch.Tensor:
     """fp32, different for each expert, from 1 to 2."""
     return 1 + experts.float() / geometry.num_experts
 

@@ -1,0 +1,241 @@
+"""Many steps of dispatch and combine, each of another size and routing and checked on the device; then all once more.
+
+`[torchrun --nproc-per-node=N] -m moe_runtime.launch.soak --config NAME --steps 20000` counts tokens that did not come
+home as they must (`launch/soak_steps.py`), bit for bit, and arrivals whose groups have wrong sizes; the second pass
+must give the same bits. Nothing waits for the device until the end, so steps follow each other as closely as they can.
+Where the transport allows it most steps are replays of one CUDA graph, whose inputs are written in place.
+The exit code is 0 only if no rank found anything; 2 for a wrong argument or config.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import torch
+from rich.console import Console
+
+from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.dispatcher import TokenDispatcher
+from moe_runtime.launch import cases, environment
+from moe_runtime.launch.soak_steps import StepPlan, expected_output, multiplying_experts
+from moe_runtime.layer import context_from_config
+
+EAGER_EVERY = 8
+"""Of so many steps one is launched kernel by kernel where the others are replays."""
+PASSES = 2
+BITS = 1_000_003
+"""Odd, so that multiplying by it modulo 2^64 loses nothing."""
+
+
+@dataclass(frozen=True)
+class SoakResult:
+    """What one rank found.
+
+    Attributes:
+        steps: of each pass; `replays` of them came from a graph.
+        tokens: that came home, over all passes.
+        wrong_tokens: that did not come home as they must; `first_wrong_step` is the first step with one.
+        wrong_arrivals: steps in which the groups that arrived had wrong sizes.
+        differing_steps: whose output had other bits in the second pass than in the first.
+        checksum: of all outputs of the first pass.
+        seconds: of all passes, checks included.
+    """
+
+    steps: int
+    replays: int
+    tokens: int
+    wrong_tokens: int
+    first_wrong_step: int | None
+    wrong_arrivals: int
+    differing_steps: int
+    checksum: str
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return self.wrong_tokens == self.wrong_arrivals == self.differing_steps == 0
+
+
+class Soak:
+    """The steps of one layer's exchange on this rank. Every rank makes and runs its own with equal arguments.
+
+    Args:
+        dispatcher: of the layer; with several ranks, each in a process of its own.
+        seed: of all tokens and routings.
+        steps: of a pass.
+    """
+
+    def __init__(self, dispatcher: TokenDispatcher, seed: int, steps: int) -> None:
+        self.dispatcher, self.seed, self.steps = dispatcher, seed, steps
+        self.context, self.geometry = dispatcher.context, dispatcher.geometry
+        geometry, device = self.geometry, self.context.device
+        self.x_TH = torch.zeros(geometry.max_tokens, geometry.hidden, dtype=torch.bfloat16, device=device)
+        self.idx_TK = torch.full((geometry.max_tokens, geometry.top_k), -1, dtype=torch.int32, device=device)
+        self.weights_TK = torch.zeros(geometry.max_tokens, geometry.top_k, device=device)
+        self.bits = torch.zeros(PASSES, steps, dtype=torch.int64, device=device)
+        self.wrong_tokens = torch.zeros(steps, dtype=torch.int64, device=device)
+        self.wrong_arrivals = torch.zeros((), dtype=torch.int64, device=device)
+        self.tokens = self.replays = 0
+
+    def run(self) -> SoakResult:
+        """Both passes. Raises what went wrong between ranks, a rank that does not answer among it."""
+        start = time.monotonic()
+        replay = self._capture() if self.context.device.type == "cuda" and self.context.heap.graph_safe else None
+        for number in range(PASSES):
+            for step in range(self.steps):
+                self._step(number, step, None if step % EAGER_EVERY == 0 else replay)
+        self.context.check_peers()
+        wrong = self.wrong_tokens.nonzero().flatten().tolist()
+        return SoakResult(
+            steps=self.steps,
+            replays=self.replays,
+            tokens=self.tokens,
+            wrong_tokens=int(self.wrong_tokens.sum()),
+            first_wrong_step=wrong[0] if wrong else None,
+            wrong_arrivals=int(self.wrong_arrivals),
+            differing_steps=int((self.bits != self.bits[0]).any(dim=0).sum()),
+            checksum=f"{int(_folded(self.bits[0])) & (1 << 64) - 1:016x}",
+            seconds=time.monotonic() - start,
+        )
+
+    def _step(self, number: int, step: int, replay: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None) -> None:
+        """One step; `replay` answers for the tokens that lie in the buffers."""
+        geometry, device, rank = self.geometry, self.context.device, self.context.rank
+        plan = StepPlan.draw(self.seed, step, geometry)
+        count = plan.counts[rank]
+        x_TH = plan.tokens(self.seed, rank, geometry, device)
+        idx_TK, weights_TK = plan.routing(self.seed, rank, geometry, device)
+        if replay is None:
+            y_TH, offsets = self._exchange(x_TH, idx_TK, weights_TK)
+        else:
+            self.idx_TK.fill_(-1)
+            for buffer, values in ((self.x_TH, x_TH), (self.idx_TK, idx_TK), (self.weights_TK, weights_TK)):
+                buffer[:count].copy_(values)
+            y_TH, offsets = replay()
+            self.wrong_tokens[step] += (y_TH[count:] != 0).any(dim=1).sum()
+            y_TH = y_TH[:count]
+            self.replays += 1
+        expected_TH = expected_output(x_TH, idx_TK, weights_TK, geometry)
+        found, wanted = y_TH.view(torch.int16), expected_TH.view(torch.int16)
+        self.wrong_tokens[step] += (found != wanted).any(dim=1).sum()
+        self.wrong_arrivals += (offsets != plan.expected_offsets(self.seed, geometry, device)).any()
+        self.bits[number, step] = _folded(found.long())
+        self.tokens += count
+        self.context.check()
+
+    def _exchange(
+        self, x_TH: torch.Tensor, idx_TK: torch.Tensor, weights_TK: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """`y` and the `group_offsets` of what arrived."""
+        arrived = self.dispatcher.dispatch(x_TH, idx_TK, weights_TK)
+        y_TH = self.dispatcher.combine(multiplying_experts(arrived), arrived.handle)
+        return y_TH, arrived.group_offsets
+
+    def _capture(self) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
+        """A graph of a step over the buffers, once such a step has run."""
+        self._exchange(self.x_TH, self.idx_TK, self.weights_TK)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = self._exchange(self.x_TH, self.idx_TK, self.weights_TK)
+
+        def replay() -> tuple[torch.Tensor, torch.Tensor]:
+            results[0].fill_(float("nan"))
+            graph.replay()
+            return results
+
+        return replay
+
+
+def _folded(values: torch.Tensor) -> torch.Tensor:
+    """One int64 that depends on each of `values` (int64) and on its place."""
+    flat = values.flatten()
+    return ((flat + 1) * (torch.arange(flat.numel(), device=flat.device) * BITS + 1)).sum()
+
+
+def make_dispatcher(config: MoELayerConfig, context: ExpertParallelContext) -> TokenDispatcher:
+    """The exchange of the layer that `config` describes, with contiguous experts."""
+    return TokenDispatcher(
+        context,
+        hidden_size=config.hidden_size,
+        num_experts=config.num_experts,
+        top_k=config.top_k,
+        max_tokens_per_rank=config.max_tokens_per_rank,
+        token_format=config.token_format,
+        combine_format=config.combine_format,
+        mode=config.mode,
+        num_sms=config.num_sms,
+    )
+
+
+def report(results: list[SoakResult], config: MoELayerConfig, context: ExpertParallelContext, console: Console) -> None:
+    """Print what all ranks found."""
+    console.print(
+        f"{PASSES} passes of {results[0].steps} steps, tokens {config.token_format}, combine {config.combine_format}, "
+        f"{config.resolved_mode}; {context.world_size} rank(s) on {context.device.type}, transport {context.transport}"
+    )
+    for rank, r in enumerate(results):
+        first = "" if r.first_wrong_step is None else f", the first in step {r.first_wrong_step}"
+        console.print(
+            f"rank {rank}: {'right' if r.passed else '[red]WRONG[/red]'}, {r.wrong_tokens} of {r.tokens} tokens wrong"
+            f"{first}, {r.wrong_arrivals} arrivals wrong, {r.differing_steps} steps differ between passes; checksum "
+            f"{r.checksum}, {r.replays} replays, {r.seconds:.1f} s",
+            soft_wrap=True,
+        )
+
+
+def work(options: argparse.Namespace) -> int:
+    """Run and report; 1 if anything was wrong."""
+    run = environment.read_config(options)
+    if options.steps < 1:
+        raise ValueError(f"--steps: expected at least 1, got {options.steps}")
+    if options.tokens is not None and options.tokens < 1:
+        raise ValueError(f"--tokens: expected at least 1, got {options.tokens}")
+    if options.json is not None and not options.json.resolve().parent.is_dir():
+        raise ValueError(f"--json: no folder {options.json.parent}")
+    names = {"token_format": options.format, "combine_format": options.combine_format, "mode": options.mode}
+    changes: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
+    if options.format is not None:
+        run = run.replace(layer=cases.with_token_format(run.layer, changes.pop("token_format")))
+    if options.tokens is not None:
+        changes["max_tokens_per_rank"], run = options.tokens, run.replace(tokens_per_rank=0)
+    run = run.replace(layer=run.layer.replace(**changes))
+    seed = run.seed if options.seed is None else options.seed
+    environment.start(run)
+    with context_from_config(run.parallel) as context:
+        mine = Soak(make_dispatcher(run.layer, context), seed, options.steps).run()
+        results: list[SoakResult] = environment.gather(context, "results", mine)
+        passed = all(result.passed for result in results)
+        report(results, run.layer, context, environment.console_of(context))
+        if context.rank == 0 and options.json is not None:
+            ranks = [asdict(result) | {"passed": result.passed} for result in results]
+            record = environment.environment_record(context)
+            data = {"environment": record, "config": run.model_dump(), "seed": seed, "passed": passed, "ranks": ranks}
+            options.json.write_text(json.dumps(data, indent=1) + "\n")
+    return 0 if passed else 1
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.soak", description="Check many steps.")
+    environment.add_common_options(parser)
+    parser.add_argument("--steps", type=int, default=20000, metavar="N", help="steps of each pass (default: 20000)")
+    parser.add_argument("--seed", type=int, metavar="N", help="instead of the config's")
+    parser.add_argument("--tokens", type=int, metavar="N", help="max_tokens_per_rank, instead of the config's")
+    parser.add_argument("--format", choices=get_args(FormatName), help="of tokens, instead of the config's")
+    parser.add_argument("--combine-format", choices=get_args(CombineFormatName), help="instead of the config's")
+    parser.add_argument("--mode", choices=("auto", "indexed", "packed"), help="instead of the config's")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where rank 0 writes the results")
+    options = parser.parse_args(arguments)
+    return environment.run_program("soak", lambda: work(options), debug=options.debug)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

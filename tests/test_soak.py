@@ -1,0 +1,177 @@
+"""`launch.soak`: right where all is right, in every format, and every kind of wrong is found and named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_runtime.comm import nvshmem_world
+from moe_runtime.config import MoELayerConfig
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.dispatcher import DispatchedTokens, DispatchHandle, TokenDispatcher
+from moe_runtime.launch import soak
+from moe_runtime.launch.soak_steps import KINDS, StepPlan
+from moe_runtime.virtual import virtual_contexts
+from tests.exchange_data import LAYERS, config
+from tests.test_launch import TINY, TWO_RANKS, program
+
+STEPS = 24
+
+
+def soak_layers(rank: int, world: int, layers: list[MoELayerConfig], steps: int, seed: int) -> list[soak.SoakResult]:
+    with ExpertParallelContext(timeout_s=60) as context:
+        dispatchers = [soak.make_dispatcher(c, context) for c in layers]
+        return [soak.Soak(dispatcher, seed, steps).run() for dispatcher in dispatchers]
+
+
+@pytest.mark.cpu_only
+def test_every_format_comes_home_bit_for_bit(get_pool: Any, seed: int) -> None:
+    """On 3 ranks, of which each holds experts of most tokens."""
+    ranks = get_pool(3).run(soak_layers, LAYERS, 8, seed)
+    for results in ranks:
+        assert all(result.passed for result in results), results
+    for layer in zip(*ranks, strict=True):
+        assert sum(result.tokens for result in layer) > 0 and len({result.checksum for result in layer}) > 1
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("fmt", ["bf16", "nvfp4"])
+def test_replays_over_nvshmem(fmt: str, get_pool: Any, seed: int) -> None:
+    if nvshmem_world.problem():
+        pytest.skip(f"NVSHMEM: {nvshmem_world.problem()}")
+    layers = [config(fmt, mode=mode) for mode in ("indexed", "packed")]
+    for results in get_pool(torch.cuda.device_count(), gpus=True).run(soak_layers, layers, 200, seed, timeout=170):
+        assert all(result.passed and result.replays == 2 * 175 for result in results), results
+
+
+class Faulty(TokenDispatcher):
+    """Does one thing wrong in dispatches `at`, once rows arrive there; `done` tells in which it did."""
+
+    fault: str
+    at: set[int]
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.calls, self.done = -1, []
+
+    def dispatch_send(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> DispatchHandle:
+        self.calls += 1
+        if self.fault == "tokens change places" and self.calls in self.at:
+            x = x.roll(1, 0)
+        return super().dispatch_send(x, topk_idx, topk_weights)
+
+    def dispatch_wait(self, handle: DispatchHandle) -> DispatchedTokens:
+        arrived = super().dispatch_wait(handle)
+        if self.calls in self.at:
+            total = int(arrived.group_offsets[-1])
+            assert total > 0
+            if self.fault == "a bit of a row":
+                assert arrived.row_index is not None
+                arrived.rows.view(torch.int16)[int(arrived.row_index[total - 1]), 5] ^= 1 << 14
+            elif self.fault == "a row too many":
+                arrived.group_offsets[-1] += 1
+        return arrived
+
+
+def soak_with_a_fault(rank: int, world: int, fault: str, at: set[int], seed: int) -> soak.SoakResult:
+    """Rank 0 errs."""
+    Faulty.fault, Faulty.at = fault, at if rank == 0 else set()
+    with ExpertParallelContext(timeout_s=60) as context, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(soak, "TokenDispatcher", Faulty)
+        return soak.Soak(soak.make_dispatcher(config("bf16", mode="indexed"), context), seed, STEPS).run()
+
+
+def busy_step(seed: int) -> int:
+    """A step in which both ranks bring several tokens, all drawn alike."""
+    with virtual_contexts(2)[0] as context:
+        geometry = soak.make_dispatcher(config("bf16"), context).geometry
+    plans = (StepPlan.draw(seed, step, geometry) for step in range(STEPS))
+    return next(plan.number for plan in plans if plan.kind == "uniform" and min(plan.counts) > 3)
+
+
+BUSY_SEED = 0
+"""Of a soak that has a busy step."""
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("passes", [(0,), (1,), (0, 1)])
+@pytest.mark.parametrize("fault", ["a bit of a row", "tokens change places", "a row too many"])
+def test_a_fault_is_found(fault: str, passes: tuple[int, ...], get_pool: Any) -> None:
+    step = busy_step(BUSY_SEED)
+    results = get_pool(2).run(soak_with_a_fault, fault, {STEPS * number + step for number in passes}, BUSY_SEED)
+    assert not all(result.passed for result in results)
+    if fault == "a row too many":
+        assert [result.wrong_arrivals for result in results] == [len(passes), 0]
+        return
+    assert sum(result.wrong_tokens for result in results) >= len(passes)
+    assert {result.first_wrong_step for result in results} - {None} == {step}
+    assert max(result.differing_steps for result in results) == (1 if len(passes) == 1 else 0)
+    if fault == "tokens change places":
+        assert results[1].passed, "rank 0 sent its own tokens"
+
+
+@pytest.mark.cpu_only
+def test_the_program_under_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "tiny.yaml").write_text(TINY.format(layer="token_format: mxfp8"))
+    file = tmp_path / "soak.json"
+    arguments = ("--config", tmp_path / "tiny.yaml", "--steps", 50, "--format", "nvfp4", "--combine-format", "mxfp8")
+    done = program("soak", *arguments, "--mode", "packed", "--json", file, launcher=TWO_RANKS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "tokens nvfp4, combine mxfp8, packed; 2 rank(s) on cpu, transport shared" in done.stdout
+    report = json.loads(file.read_text())
+    assert report["passed"] is True and report["seed"] == 3 and report["environment"]["ranks"] == 2
+    for rank, result in enumerate(report["ranks"]):
+        assert (result["steps"], result["wrong_tokens"], result["first_wrong_step"]) == (50, 0, None)
+        assert f"rank {rank}: right, 0 of {result['tokens']} tokens wrong" in done.stdout
+
+
+def test_the_program_of_one_rank_repeats_and_says_what_is_wrong(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, name = tmp_path / "soak.json", tmp_path / "tiny.yaml"
+    name.write_text(TINY.format(layer="token_format: bf16"))
+    arguments = ["--config", str(name), "--steps", "6", "--tokens", "7", "--json", str(file)]
+
+    def checksum(*more: str) -> str:
+        assert soak.main([*arguments, *more]) == 0
+        return json.loads(file.read_text())["ranks"][0]["checksum"]
+
+    assert checksum() == checksum() != checksum("--seed", "5")
+    experts = soak.multiplying_experts
+    monkeypatch.setattr(soak, "multiplying_experts", lambda arrived: experts(arrived) * 2)
+    assert soak.main(arguments) == 1
+    assert json.loads(file.read_text())["passed"] is False
+    assert "rank 0: WRONG" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--steps", "0"), "--steps: expected at least 1, got 0"),
+        (("--json", "no/such/folder/file.json"), "--json: no folder no/such/folder"),
+        (("--tokens", "0"), "--tokens: expected at least 1, got 0"),
+    ],
+)
+def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert soak.main(list(arguments)) == 2
+    error = capsys.readouterr().err
+    assert message in error and error.startswith("soak: ") and error.count("\n") == 1
+
+
+def test_steps_are_of_every_kind_and_size(seed: int) -> None:
+    with virtual_contexts(3)[1] as context:
+        geometry = soak.make_dispatcher(config("bf16"), context).geometry
+    plans = [StepPlan.draw(seed, step, geometry) for step in range(200)]
+    assert {plan.kind for plan in plans} == set(KINDS)
+    counts = {count for plan in plans for count in plan.counts}
+    assert {0, 1, geometry.max_tokens} < counts and max(counts) == geometry.max_tokens
+    cpu = torch.device("cpu")
+    for plan in plans[:20]:
+        routings = [plan.routing(seed, rank, geometry, cpu)[0].flatten().tolist() for rank in range(3)]
+        sizes = [sum(ids.count(expert) for ids in routings) for expert in range(*geometry.starts[1:3])]
+        wanted = [sum(sizes[:i]) for i in range(len(sizes) + 1)]
+        assert plan.expected_offsets(seed, geometry, cpu).tolist() == wanted
