@@ -161,7 +161,7 @@ def _folded(values: torch.Tensor) -> torch.Tensor:
 
 
 def make_dispatcher(config: MoELayerConfig, context: ExpertParallelContext) -> TokenDispatcher:
-    """The exchange of the layer that `config` describes, with contiguous experts."""
+    """The exchange of the layer that `config` describes, with contiguous experts and room for every row."""
     return TokenDispatcher(
         context,
         hidden_size=config.hidden_size,

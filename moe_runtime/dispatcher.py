@@ -221,7 +221,12 @@ class TokenDispatcher:
         return self.combine_wait(handle, shared=shared)
 
     def dispatch_send(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> DispatchHandle:
-        """First half of `dispatch`: everything that does not wait for the peers' tokens."""
+        """First half of `dispatch`: everything that does not wait for the peers' tokens.
+
+        It waits for each peer to be done with the half of memory that it writes: for its combine of the second last
+        dispatch, or, where that is not combined, for its call of this. Ranks may then not differ in what they call
+        first of this and the combine of the last dispatch; each would wait for the other until its timeout.
+        """
         with collective_step(self.context):
             self._check_tokens(x, topk_idx, topk_weights)
         num_tokens, device = x.shape[0], self.context.device
