@@ -23,8 +23,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import triton
+from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.compiler.compiler import make_backend
 
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.runtime import INTERPRET, AotCase, CudaCase
@@ -69,6 +71,23 @@ def collect_cases() -> list[tuple[str, int, AotCase | CudaCase]]:
     return cases
 
 
+def check_ones(case: AotCase) -> None:
+    """Lower `case` once more with 1 for every integer, which a launch turns into a constant: it has to do for both.
+
+    Raises what the front end of the compiler does, e.g. for `.to` of an argument.
+    """
+    ones = {name: 1 for name, kind in case.signature.items() if kind in ("i32", "i64")}
+    signature = {**case.signature, **dict.fromkeys(ones, "constexpr")}
+    target = GPUTarget("cuda", case.archs[0], 32)
+    backend = make_backend(target)
+    options = backend.parse_options(dict(case.options))
+    context = ir.context()
+    ir.load_dialects(context)
+    backend.load_dialects(context)
+    source = ASTSource(case.kernel, signature=signature, constexprs={**case.constexprs, **ones})
+    source.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
+
+
 def compile_case(case: AotCase | CudaCase, arch: int) -> AotResult:
     """Compile `case` for `arch` down to a binary and look for its instruction; failures are recorded, not raised."""
     kernel = case.kernel if isinstance(case, CudaCase) else getattr(case.kernel, "__name__", str(case.kernel))
@@ -78,6 +97,8 @@ def compile_case(case: AotCase | CudaCase, arch: int) -> AotResult:
             nvrtc.compile_source(case.file, case.defines, f"sm_{arch}a")
             ptx, shared_bytes = nvrtc.compile_source(case.file, case.defines, f"compute_{arch}a").decode(), 0
         else:
+            if arch == case.archs[0]:
+                check_ones(case)
             source = ASTSource(case.kernel, signature=dict(case.signature), constexprs=dict(case.constexprs))
             compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(case.options))
             ptx, shared_bytes = compiled.asm["ptx"], int(compiled.metadata.shared)

@@ -37,7 +37,7 @@ def _count_step_kernel(
     tl.atomic_add(words_ptr + SENT, tl.sum(parts - here, axis=0).to(tl.int64), sem="relaxed")
     if program == 0:
         tl.atomic_add(words_ptr, tl.full([], 1, tl.int64), sem="relaxed")
-        tl.atomic_add(words_ptr + TOKENS, num_tokens.to(tl.int64), sem="relaxed")
+        tl.atomic_add(words_ptr + TOKENS, tl.full([], 0, tl.int64) + num_tokens, sem="relaxed")
         tl.atomic_add(words_ptr + ROWS, tl.load(group_offsets_ptr + num_groups).to(tl.int64), sem="relaxed")
 
 

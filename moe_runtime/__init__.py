@@ -41,7 +41,6 @@ if TYPE_CHECKING:
     from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
     from moe_runtime.layer import MoELayer
     from moe_runtime.memory import reserved_bytes
-    from moe_runtime.metrics import ExpertLoad
     from moe_runtime.parallel import ExpertParallel, apply_expert_parallel, without_experts
     from moe_runtime.placement import Placement, plan_placement
     from moe_runtime.prepared import PreparedWeights
@@ -57,7 +56,6 @@ __all__ = [
     "CombineSink",
     "DispatchHandle",
     "DispatchedTokens",
-    "ExpertLoad",
     "ExpertParallel",
     "ExpertParallelContext",
     "ExpertWeights",
@@ -101,7 +99,6 @@ _MODULE_OF = {
     "CombineSink": "dispatcher",
     "DispatchHandle": "dispatcher",
     "DispatchedTokens": "dispatcher",
-    "ExpertLoad": "metrics",
     "ExpertParallel": "parallel",
     "ExpertParallelContext": "context",
     "ExpertWeights": "weights",

@@ -92,7 +92,7 @@ class LayerCounters:
         queues them; while that captures a graph nothing is copied. On a CPU the counts are those of now.
         """
         if self._copied is None:
-            return self._counts(self._words)
+            return self.read()
         if torch.cuda.is_current_stream_capturing():
             return self._latest
         if self._under_way and self._copied.query():
@@ -103,6 +103,10 @@ class LayerCounters:
             self._copied.record(torch.cuda.current_stream(self._words.device))
             self._under_way = True
         return self._latest
+
+    def read(self) -> LayerCounts:
+        """The counts of now: waits for the device, to the end of what is queued on the current stream."""
+        return self._counts(self._words)
 
     def _counts(self, words: torch.Tensor) -> LayerCounts:
         found = words.tolist()

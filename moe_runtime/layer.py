@@ -22,7 +22,7 @@ from moe_runtime.experts import Experts
 from moe_runtime.formats import token_format
 from moe_runtime.loading import FRESH, ExpertTensors, Rooms, quantize_experts
 from moe_runtime.memory import staging_bytes
-from moe_runtime.metrics import ExpertLoad, PhaseTimes, phase
+from moe_runtime.metrics import PhaseTimes, phase
 from moe_runtime.placement import Placement, placement_from_config
 from moe_runtime.plan import expert_starts
 from moe_runtime.progress import with_progress
@@ -56,7 +56,6 @@ class MoELayer(nn.Module):
         experts: `moe_runtime.experts.Experts`, None until weights are loaded.
         shared_expert: `moe_runtime.shared_expert.SharedExpert`; None where the config has none.
         times: set to a `PhaseTimes` to time each phase.
-        expert_load: set to an `ExpertLoad` to count this rank's tokens of each expert.
         counters: what `count_steps` made, None before.
         number: tells layers of a context apart, equal on all ranks.
     """
@@ -107,7 +106,6 @@ class MoELayer(nn.Module):
         if config.shared_expert is not None:
             self.shared_expert = SharedExpert(config.hidden_size, config.shared_expert, device)
         self.times: PhaseTimes | None = None
-        self.expert_load: ExpertLoad | None = None
         self.counters: LayerCounters | None = None
 
     @classmethod
@@ -421,8 +419,6 @@ class MoELayer(nn.Module):
         if self.shared_expert is not None:
             with collective_step(self.context), torch.no_grad(), phase("shared_expert", self.times):
                 shared_TH = self.shared_expert(tokens_TH)
-        if self.expert_load is not None:
-            self.expert_load.add(topk_idx)
         return LayerStep(self, tokens_TH.shape, handle, shared_TH, self.placement, (topk_idx, slots))
 
     def extra_repr(self) -> str:

@@ -50,24 +50,6 @@ class PhaseTimes:
         return (end - start) * 1e3
 
 
-class ExpertLoad:
-    """How many tokens each expert got: what `plan_placement` plans by, once added up over ranks.
-
-    Attributes:
-        counts: int64 `[E]` on the device, by expert id whatever the placement.
-    """
-
-    def __init__(self, num_experts: int, device: torch.device) -> None:
-        self.counts = torch.zeros(num_experts, dtype=torch.int64, device=device)
-
-    @torch.inference_mode()
-    def add(self, topk_idx: torch.Tensor) -> None:
-        """Count a step's ids, `[T, K]`; those out of range are left out. Nothing waits for the host."""
-        ids = topk_idx.flatten().long()
-        counted = (ids >= 0) & (ids < self.counts.shape[0])
-        self.counts.index_add_(0, ids.clamp(0, self.counts.shape[0] - 1), counted.long())
-
-
 _NOTHING = nullcontext()
 
 

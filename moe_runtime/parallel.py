@@ -21,11 +21,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
 from moe_runtime.context import ExpertParallelContext
+from moe_runtime.counters import LayerCounts
 from moe_runtime.families import family_of, layer_config
 from moe_runtime.formats import ceil_div
 from moe_runtime.layer import MoELayer, context_from_config, told_to_peers
 from moe_runtime.loading import ExpertTensors
-from moe_runtime.metrics import ExpertLoad
 from moe_runtime.placement import Placement
 from moe_runtime.replacement import agree_on, check_replacement
 
@@ -144,6 +144,7 @@ class ExpertParallel:
         self.decoder_layers: list[int] = []
         self._joined = False
         self._chunks = 1
+        self._counted_from: list[LayerCounts] | None = None
 
     def add(self, number: int, config: MoELayerConfig, placement: Placement | None) -> None:
         """Make the layer of decoder layer `number`, which is still to be loaded."""
@@ -181,8 +182,7 @@ class ExpertParallel:
 
     def count_tokens(self) -> None:
         """From now on count the tokens of each expert in every layer, from zero: see `expert_loads`."""
-        for layer in self.layers:
-            layer.expert_load = ExpertLoad(layer.config.num_experts, self.context.device)
+        self._counted_from = [layer.count_steps().read() for layer in self.layers]
 
     def expert_loads(self) -> dict[int, list[int]]:
         """By decoder layer, the tokens of each expert from all ranks since `count_tokens`. Collective.
@@ -191,10 +191,13 @@ class ExpertParallel:
 
         Raises `ValueError` on every rank where one of them does not count.
         """
-        counts = [None if layer.expert_load is None else layer.expert_load.counts.tolist() for layer in self.layers]
+        counts: list[tuple[int, ...]] | None = None
+        if self._counted_from is not None:
+            pairs = zip(self.layers, self._counted_from, strict=True)
+            counts = [(layer.count_steps().read() - earlier).expert_tokens for layer, earlier in pairs]
         answers = [counts] if self.context.group is None else self.context.group.gather("expert_loads", counts)
         for rank, answer in enumerate(answers):
-            if None in answer:
+            if answer is None:
                 raise ValueError(
                     f"expert_loads: rank {rank} does not count; expected count_tokens before, on every rank"
                 )

@@ -161,7 +161,7 @@ def plan_placement(load: Sequence[float], num_ranks: int, slots_per_rank: int) -
     there is none, an expert that is already placed makes room. Ties go to the lowest id and rank.
 
     Args:
-        load: of each expert, any unit; `ExpertLoad` counts tokens, to be added up over ranks.
+        load: of each expert, any unit; `MoELayer.count_steps` counts tokens, to be added up over ranks.
         num_ranks: `W`.
         slots_per_rank: `S`, of `ceil(E / W)` to `E`: there are `W * S - E` spare slots for replicas.
 

@@ -95,6 +95,24 @@ def test_a_part_of_the_operations_compiles_alone(tmp_path: Path) -> None:
     assert done.returncode == 2 and "--operations: expected any of" in done.stderr
 
 
+def test_a_kernel_that_cannot_do_with_a_constant_is_found(tmp_path: Path) -> None:
+    """A launch makes a constant of an integer that is 1, and a constant has no `.to`."""
+    (tmp_path / "one_kernel.py").write_text(
+        "import triton, triton.language as tl\n"
+        "from moe_runtime.kernels import aot\n"
+        "from moe_runtime.kernels.runtime import AotCase\n"
+        "@triton.jit\n"
+        "def _kernel(out, count, FACTOR: tl.constexpr):\n"
+        "    tl.store(out, count.to(tl.int64) * FACTOR)\n"
+        "signature = {'out': '*i64', 'count': 'i32', 'FACTOR': 'constexpr'}\n"
+        "print(aot.compile_case(AotCase('one', 'any', _kernel, signature, {'FACTOR': 3}), 90).error)\n"
+    )
+    clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
+    command = [sys.executable, "one_kernel.py"]
+    done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True)
+    assert "has no attribute 'to'" in done.stdout, done.stderr
+
+
 def test_no_kernel_is_left_out() -> None:
     kernels = {
         node.name

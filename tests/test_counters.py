@@ -130,6 +130,7 @@ def test_tokens_of_several_programs(engine: str, device: torch.device, seed: int
         if device.type == "cuda":
             torch.cuda.synchronize()
         found = counters.poll()
+        assert counters.read() == found
     experts = torch.bincount(data.topk_idx[data.topk_idx >= 0], minlength=EXPERTS).cpu()
     assert found == LayerCounts(2, 2 * count, tuple((2 * experts).tolist()), int(2 * experts.sum()), 0, 0)
 

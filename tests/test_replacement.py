@@ -22,7 +22,6 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import MoERuntimeError, RoutingError
 from moe_runtime.formats import FORMATS
 from moe_runtime.layer import MoELayer, random_expert
-from moe_runtime.metrics import ExpertLoad
 from moe_runtime.placement import Placement, plan_placement
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.reference import error_bound, moe_reference, relative_error
@@ -193,9 +192,7 @@ def test_a_replicated_layer_is_within_the_bound_and_blind_to_order_and_neighbour
     x = torch.randn(64, HIDDEN, generator=rng).to(torch.bfloat16)
     routed = rank_input(seed, 0, 64, HIDDEN, EXPERTS, TOP_K)
     with VirtualRanks(c, world, random_weights(seed), device=device, placement=placements(world)[0]) as ranks:
-        counts = [ExpertLoad(EXPERTS, device) for _ in ranks.layers]
-        for layer, count in zip(ranks.layers, counts, strict=True):
-            layer.expert_load = count
+        counters = [layer.count_steps() for layer in ranks.layers]
 
         def run(rank: int, rows: torch.Tensor) -> torch.Tensor:
             """`y` of these rows, brought by `rank` alone."""
@@ -212,7 +209,7 @@ def test_a_replicated_layer_is_within_the_bound_and_blind_to_order_and_neighbour
     reference = moe_reference(x, routed.topk_idx, routed.topk_weights, gate_up, down)
     assert relative_error(y, reference)[0] <= error_bound(fmt)
     expected = torch.bincount(routed.topk_idx[routed.topk_idx >= 0], minlength=EXPERTS)
-    assert counts[0].counts.tolist() == counts[3].counts.tolist() == expected.tolist()
+    assert counters[0].read().expert_tokens == counters[3].read().expert_tokens == tuple(expected.tolist())
 
 
 def test_a_contiguous_placement_is_a_layer_without_one(device: torch.device, seed: int) -> None:
