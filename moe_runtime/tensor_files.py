@@ -323,6 +323,8 @@ def _read_header(file: int, raw: bytes) -> tuple[dict[str, TensorEntry], dict[st
             begin, end = item["data_offsets"]
         except (TypeError, KeyError, ValueError):
             raise ValueError(f"tensor {name}: expected dtype, shape and data_offsets, got {item!r}") from None
+        if not isinstance(dtype, str):
+            raise ValueError(f"tensor {name}: expected dtype, shape and data_offsets, got {item!r}")
         if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
             raise ValueError(f"tensor {name}: expected a shape and data_offsets of whole numbers, got {item!r}")
         if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:

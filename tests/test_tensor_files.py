@@ -59,6 +59,7 @@ def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
         ({"x": entry("F32", [2], 0, 8)}, "its tensors end at .*, the file at"),
         ({"x": {"dtype": "F32"}}, "tensor x: expected dtype, shape and data_offsets"),
         ({"x": [1]}, "tensor x: expected dtype, shape and data_offsets"),
+        ({"x": entry(["F32"], [4], 0, 16)}, "tensor x: expected dtype, shape and data_offsets"),  # type: ignore[arg-type]
         ({"x": entry("F32", [-2, -2], 0, 16)}, "tensor x: expected a shape and data_offsets of whole numbers"),
         ({"x": entry("F32", [4.0], 0, 16)}, "tensor x: expected a shape and data_offsets of whole numbers"),  # type: ignore[list-item]
         ({"x": entry("F32", [4], "0", "16")}, "tensor x: expected a shape and data_offsets of whole numbers"),  # type: ignore[arg-type]
