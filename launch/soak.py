@@ -28,6 +28,8 @@ from moe_runtime.launch import cases, environment
 from moe_runtime.launch.soak_steps import StepPlan, expected_output, multiplying_experts
 from moe_runtime.layer import context_from_config
 
+KIND = "soak"
+"""What the JSON says it is."""
 EAGER_EVERY = 8
 """Of so many steps one is launched kernel by kernel where the others are replays."""
 PASSES = 2
@@ -143,7 +145,8 @@ class Soak:
         """A graph of a step over the buffers, once such a step has run."""
         self._exchange(self.x_TH, self.idx_TK, self.weights_TK)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
+        # Other threads (a process group's watchdog) may call CUDA meanwhile.
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             results = self._exchange(self.x_TH, self.idx_TK, self.weights_TK)
 
         def replay() -> tuple[torch.Tensor, torch.Tensor]:
@@ -217,8 +220,8 @@ def work(options: argparse.Namespace) -> int:
         if context.rank == 0 and options.json is not None:
             ranks = [asdict(result) | {"passed": result.passed} for result in results]
             record = environment.environment_record(context)
-            data = {"environment": record, "config": run.model_dump(), "seed": seed, "passed": passed, "ranks": ranks}
-            options.json.write_text(json.dumps(data, indent=1) + "\n")
+            data = {"kind": KIND, "environment": record, "config": run.model_dump(), "seed": seed, "passed": passed}
+            options.json.write_text(json.dumps(data | {"ranks": ranks}, indent=1) + "\n")
     return 0 if passed else 1
 
 

@@ -123,6 +123,7 @@ def test_the_program_under_torchrun(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "tokens nvfp4, combine mxfp8, packed; 2 rank(s) on cpu, transport shared" in done.stdout
     report = json.loads(file.read_text())
+    assert report["kind"] == "soak", "what launch.tables knows other files by"
     assert report["passed"] is True and report["seed"] == 3 and report["environment"]["ranks"] == 2
     for rank, result in enumerate(report["ranks"]):
         assert (result["steps"], result["wrong_tokens"], result["first_wrong_step"]) == (50, 0, None)
