@@ -8,7 +8,7 @@ the model (`moe_runtime.families`) and how its experts are stored (`moe_runtime.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -169,7 +169,9 @@ class Checkpoint:
             self.files, self.names(layer), layout, sizes.hidden_size, sizes.intermediate_size, sizes.num_experts
         )
 
-    def experts(self, layer: int, expert_ids: Sequence[int], rooms: Rooms = FRESH) -> Iterator[ExpertTensors]:
+    def experts(
+        self, layer: int, expert_ids: Sequence[int], rooms: Rooms = FRESH
+    ) -> Generator[ExpertTensors, None, None]:
         """Experts of a layer one by one, in the order of `expert_ids`, as they are stored.
 
         `rooms` make the memory of the quants of gate-and-up and of down, as `torch.empty` does.

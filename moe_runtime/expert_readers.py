@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 
 import numpy as np
@@ -73,7 +74,13 @@ class ExpertReader:
         """
         if rooms is FRESH:
             return (self.expert(expert) for expert in expert_ids)
-        return (finish() for finish in one_ahead(self._begin(expert, rooms) for expert in expert_ids))
+        return self._read_ahead(expert_ids, rooms)
+
+    def _read_ahead(self, expert_ids: Sequence[int], rooms: Rooms) -> Iterator[ExpertTensors]:
+        # Closed before an error goes on, whose traceback keeps it alive: the thread would open closed files again.
+        with closing(one_ahead(self._begin(expert, rooms) for expert in expert_ids)) as begun:
+            for finish in begun:
+                yield finish()
 
     def expert(self, expert: int, rooms: Rooms = FRESH) -> ExpertTensors:
         """One expert, as it is stored."""

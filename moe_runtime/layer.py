@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -217,9 +217,10 @@ class MoELayer(nn.Module):
             self.shared_expert.load(shared.gate_proj, shared.up_proj, shared.down_proj, shared.token_gate)
         count = len(self.local_experts)
         rooms = checkpoint.rooms(layer, self.config.weight_format, count, self.context.device)
-        experts = checkpoint.experts(layer, self.local_experts, rooms)
         text = f"rank {self.context.rank}: layer {layer} of {checkpoint.folder.name}"
-        self.load_experts(with_progress(experts, text, count, shown=self.context.rank == 0), rooms)
+        # After an error too, its reader is done before anybody closes the files.
+        with closing(checkpoint.experts(layer, self.local_experts, rooms)) as experts:
+            self.load_experts(with_progress(experts, text, count, shown=self.context.rank == 0), rooms)
         self.context.register(agree=dict(checkpoint.digests(layer)))
 
     def load_random(self, seed: int) -> None:

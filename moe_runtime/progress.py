@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
@@ -24,7 +24,7 @@ def with_progress(items: Iterable[Item], text: str, total: int, *, shown: bool =
     yield from track(items, description=text, total=total, console=Console(stderr=True), transient=True)
 
 
-def one_ahead(items: Iterable[Item]) -> Iterator[Item]:
+def one_ahead(items: Iterable[Item]) -> Generator[Item, None, None]:
     """The `items`, the next of which a thread makes while one is in use; an error comes where its item would.
 
     When this iterator is closed the item being made is waited for, and no other is begun.

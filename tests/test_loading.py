@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import threading
+import time
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from moe_runtime.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.config import ActivationConfig, MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.formats import FORMATS, WEIGHT_FORMATS, token_formats_for
 from moe_runtime.layer import MoELayer, random_expert
 from moe_runtime.loading import HUGE_PAGE, PAGES_THREAD, ExpertTensors, QuantRoom, quantize_experts
 from moe_runtime.reference import error_bound, moe_reference, relative_error
+from moe_runtime.tensor_files import SafetensorsFile
 from moe_runtime.virtual import VirtualRanks
 from moe_runtime.weights import GPT_OSS, ExpertWeights, GateUpOrder
+from tests.checkpoint_writers import modelopt_nvfp4
+from tests.checkpoint_writers import quantize_experts as quantize_folder
 from tests.comparison import assert_same_bits
 
 GPT_OSS_CONFIG = ActivationConfig(order="interleaved", alpha=1.702, limit=7.0, up_offset=1.0)
@@ -169,3 +175,37 @@ def test_memory_that_a_thread_makes_keeps_what_is_written_meanwhile() -> None:
     assert room.tensor is not None and room.tensor.nbytes > HUGE_PAGE
     for number, part in enumerate(parts):
         assert (part == number + 1).all() and part.data_ptr() == room.tensor[number].data_ptr()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("where", ["moe_runtime.expert_readers.check_no_nan", "moe_runtime.loading._quantize"])
+def test_nobody_reads_once_a_load_has_failed(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The next expert is being read when one turns out to be wrong: files closed meanwhile would be opened again."""
+    sizes = MoELayerConfig(hidden_size=256, intermediate_size=128, num_experts=3, top_k=2, max_tokens_per_rank=8)
+    write_qwen3_moe_checkpoint(tmp_path, sizes, seed=0)
+    said = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+    quantize_folder(tmp_path, modelopt_nvfp4, quantization_config=said)
+    ahead: list[str] = []
+    read, leave = SafetensorsFile.read, Checkpoint.__exit__
+
+    def slow(file: SafetensorsFile, name: str, out: torch.Tensor, first_byte: int = 0) -> None:
+        if threading.current_thread().name.startswith("one_ahead"):
+            ahead.append(name)
+            time.sleep(0.05)
+        read(file, name, out, first_byte)
+
+    readers = []
+
+    def left(checkpoint: Checkpoint, *exc: object) -> None:
+        readers.append([thread for thread in threading.enumerate() if thread.name.startswith("one_ahead")])
+        leave(checkpoint, *exc)
+
+    def wrong(*arguments: object) -> None:
+        raise ValueError("wrong")
+
+    monkeypatch.setattr(SafetensorsFile, "read", slow)
+    monkeypatch.setattr(Checkpoint, "__exit__", left)
+    monkeypatch.setattr(where, wrong)
+    with ExpertParallelContext() as context, pytest.raises(ValueError, match="wrong"):
+        MoELayer.from_checkpoint(tmp_path, layer=0, context=context, max_tokens_per_rank=8)
+    assert any(".experts.1." in name for name in ahead) and readers == [[]]
