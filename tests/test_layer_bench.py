@@ -102,18 +102,17 @@ def test_torch_layer_is_the_reference(
     gate_up, down, gate_up_bias, down_bias = stacked
     assert gate_up is not None and down is not None
     for y_TH, mine in zip(found, inputs, strict=True):
-        expected = moe_reference(
-            mine.x,
-            mine.topk_idx,
-            mine.topk_weights,
-            gate_up,
-            down,
-            activation,
-            gate_up_bias=gate_up_bias,
-            down_bias=down_bias,
-        )
         assert y_TH.shape == mine.x.shape and y_TH.dtype == torch.bfloat16
-        assert relative_error(y_TH, expected)[0] <= 1.5 * torch_layer.error_bound()
+    expected = moe_reference(
+        *(torch.cat(parts) for parts in zip(*((i.x, i.topk_idx, i.topk_weights) for i in inputs), strict=True)),
+        gate_up,
+        down,
+        activation,
+        gate_up_bias=gate_up_bias,
+        down_bias=down_bias,
+    )
+    # Of all ranks together: the bound is one of many tokens, and the parts of a single one may nearly cancel.
+    assert relative_error(torch.cat(found), expected)[0] <= 1.5 * torch_layer.error_bound()
     assert 2e-3 < torch_layer.error_bound() < 1e-2
 
 
