@@ -49,7 +49,7 @@ def _dot(acc, x, w, INTERPRET: tl.constexpr):
     return acc, rest
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _logits_kernel(
     x_ptr,
     w_ptr,
@@ -128,7 +128,7 @@ def _of_best_groups(choice, e, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, B
     return tl.where(kept > 0, tl.where(choice < LOWEST, LOWEST, choice), float("-inf"))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _choose_kernel(
     partial_ptr,
     bias_ptr,

@@ -16,7 +16,7 @@ STEPS, TOKENS, SENT, ROWS, HEAD = range(5)
 BLOCK_T = 64
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _count_step_kernel(
     ids_ptr, slots_ptr, num_parts_ptr, group_offsets_ptr, words_ptr,
     num_tokens, num_experts, num_groups, first_slot, end_slot,

@@ -192,7 +192,9 @@ class ExpertParallelContext:
                 self._compare(self.group)
             self._agreed = len(self._agreements)
             if not self.allocated:
-                self._allocate()
+                # The first step may be in inference mode and what writes here later not.
+                with torch.inference_mode(False):
+                    self._allocate()
         except Exception as error:
             # The ranks are not at the same step any more: the same error ever after, and nobody waits for this one.
             self._failure = error

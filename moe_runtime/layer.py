@@ -52,7 +52,7 @@ class MoELayer(nn.Module):
         slots: the `SlotTable` of the placement; None without one.
         router: `moe_runtime.router.Router`; None where there is none.
         dispatcher: `moe_runtime.dispatcher.TokenDispatcher`.
-        exchange_stream: `moe_runtime.step.ExchangeStream`, one of its own where there are micro-batches.
+        exchange_stream: `moe_runtime.step.ExchangeStream`, beside the current one where there are micro-batches.
         experts: `moe_runtime.experts.Experts`, None until weights are loaded.
         shared_expert: `moe_runtime.shared_expert.SharedExpert`; None where the config has none.
         times: set to a `PhaseTimes` to time each phase.
@@ -420,7 +420,8 @@ class MoELayer(nn.Module):
         if self.shared_expert is not None:
             with collective_step(self.context), torch.no_grad(), phase("shared_expert", self.times):
                 shared_TH = self.shared_expert(tokens_TH)
-        return LayerStep(self, tokens_TH.shape, handle, shared_TH, self.placement, (topk_idx, slots))
+        routed, sent = (topk_idx, slots), (tokens_TH, topk_weights)
+        return LayerStep(self, tokens_TH.shape, handle, shared_TH, self.placement, routed, sent)
 
     def extra_repr(self) -> str:
         config = self.config

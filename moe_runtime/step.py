@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -29,16 +30,24 @@ if TYPE_CHECKING:
     from moe_runtime.layer import MoELayer
 
 
+@cache
+def _stream_of(device: torch.device) -> torch.cuda.Stream:
+    """One for all layers, since memory of a stream is used again on no other; and for all virtual ranks of a process,
+    whose waiting kernels then cannot take the SMs that another's sending ones need.
+    """
+    # Its blocks are few and peers wait for them: they go first where an SM is free.
+    return torch.cuda.Stream(device, priority=-1)
+
+
 class ExchangeStream:
-    """The stream that a layer's exchange runs on.
+    """The stream that the exchange of layers runs on.
 
     Args:
-        device: a GPU for a stream of its own; None for the current stream, whichever that is.
+        device: a GPU for a stream beside the current one; None for the current stream, whichever that is.
     """
 
     def __init__(self, device: torch.device | None) -> None:
-        # Its blocks are few and peers wait for them: they go first where an SM is free.
-        self._stream = None if device is None else torch.cuda.Stream(device, priority=-1)
+        self._stream = None if device is None else _stream_of(device)
 
     @contextmanager
     def joined(self) -> Iterator[None]:
@@ -70,7 +79,9 @@ class LayerStep:
         shape: of the tokens that the step began with.
         shared: the shared expert's output, `[T, H]`, if there is one.
         placement: of the layer when the tokens were sent.
-        routed: ids of experts and the slots that take the tokens, `[T, K]`; kept for the exchange's stream.
+        routed: ids of experts and the slots that take the tokens, `[T, K]`.
+        sent: tokens and weights as they were sent. Like `routed` kept for the exchange's stream, which may read them
+            long after the current stream has gone on.
     """
 
     layer: MoELayer
@@ -79,6 +90,7 @@ class LayerStep:
     shared: torch.Tensor | None
     placement: Placement | None
     routed: tuple[torch.Tensor, torch.Tensor]
+    sent: tuple[torch.Tensor, torch.Tensor]
     _arrived: DispatchedTokens | None = None
     _arrival: torch.cuda.Event | None = None
     _sink: CombineSink | None = None

@@ -279,6 +279,27 @@ def test_phases_are_timed_when_asked_for(device: torch.device, rng: torch.Genera
     assert all(len(values) == 2 and min(values) >= 0 for values in times.values())
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+def test_steps_may_be_in_inference_mode_or_not(micro_batches: int, device: torch.device, rng: torch.Generator) -> None:
+    x = tokens(rng, 5).to(device)
+    for first in (True, False):
+        layer = make_layer(device, micro_batches=micro_batches)
+        ys = []
+        for inference in (first, not first, first):
+            with torch.inference_mode(inference):
+                counters = layer.count_steps()
+                ys.append(layer(x))
+                counters.poll()
+                if device.type == "cuda":
+                    torch.cuda.synchronize()
+        assert counters.poll().steps >= 2 * micro_batches
+        for y in ys:
+            assert_same_bits(y, ys[0], f"first in inference mode: {first}")
+        with pytest.raises(ValueError, match=r"x: expected torch\.bfloat16"):
+            layer(x.float())
+        layer.context.close()
+
+
 def test_a_later_layer_that_needs_more_memory_is_refused(device: torch.device, rng: torch.Generator) -> None:
     context = ExpertParallelContext(device=device)
     layer = MoELayer(MoELayerConfig(**SETTINGS), context)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from moe_runtime import step as step_module
 from moe_runtime.config import MoELayerConfig, SharedExpertConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import PeerAbortedError
@@ -17,7 +19,7 @@ from moe_runtime.formats import FORMATS
 from moe_runtime.layer import MoELayer
 from moe_runtime.memory import reserved_bytes
 from moe_runtime.metrics import PhaseTimes
-from moe_runtime.step import sms_of_experts
+from moe_runtime.step import ExchangeStream, sms_of_experts
 from moe_runtime.virtual import VirtualRanks
 from tests.comparison import assert_same_bits
 from tests.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, RankInput, config, placements, rank_input
@@ -132,6 +134,31 @@ def test_experts_leave_the_exchange_its_sms(monkeypatch: pytest.MonkeyPatch) -> 
     assert sms_of_experts(config(num_sms=16), gpu) is None
     assert sms_of_experts(config(micro_batches=2), gpu) is None
     assert sms_of_experts(config(micro_batches=2, num_sms=16), torch.device("cpu")) is None
+
+
+def test_layers_of_a_device_share_the_stream_beside_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device, priority: made.append(device))
+    step_module._stream_of.cache_clear()
+    try:
+        gpus = [torch.device("cuda", number) for number in (0, 1)]
+        for gpu in (None, *gpus, *gpus):
+            ExchangeStream(gpu)
+        assert made == gpus
+    finally:
+        step_module._stream_of.cache_clear()
+
+
+def test_what_is_sent_is_kept_for_the_stream_that_reads_it(device: torch.device, seed: int) -> None:
+    with make(config(micro_batches=2), seed, device) as ranks:
+        mine = rank_input(seed, 0, 3, HIDDEN, EXPERTS, TOP_K).to(device)
+        given = {name: getattr(mine, name).clone() for name in ("x", "topk_idx", "topk_weights")}
+        addresses = {name: tensor.data_ptr() for name, tensor in given.items()}
+        ends = [weakref.ref(given["topk_idx"]), weakref.ref(given["topk_weights"])]
+        begun = ranks.layers[0].begin(given.pop("x"), **given)
+        given.clear()
+        assert all(end() is not None for end in ends)
+        assert begun.sent[0].data_ptr() == addresses["x"]
 
 
 def test_mistakes_are_named(device: torch.device, seed: int) -> None:
