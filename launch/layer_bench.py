@@ -100,7 +100,7 @@ class Bench:
 
     @cached_property
     def turns(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """This rank's tokens, ids and weights, as many as keep tokens out of the cache, and `TURNS` at least."""
+        """This rank's tokens, ids and weights, `TURNS` at least; many tokens are in the cache no more in their turn."""
         rank = self.context.rank
         x_TH = self.inputs.x[rank]
         count = max(TURNS, copies_to_rotate(x_TH.device, x_TH.nbytes))

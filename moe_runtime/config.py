@@ -131,7 +131,9 @@ class MoELayerConfig(_Model):
     combine_format: CombineFormatName = Field(default="bf16", description="partial sums on their way home")
     mode: ModeName = Field(default="auto", description="how rows lie on arrival; see resolve_mode")
     micro_batches: _Positive = Field(
-        default=1, description="parts of a step: on GPUs the tokens of one travel while the experts of another compute"
+        default=1,
+        description="parts of a step: on GPUs the tokens of one travel while the experts of another compute, where "
+        "num_sms keeps SMs apart for that",
     )
     expert_row_capacity: _Positive | None = Field(
         default=None, description="most expert rows a rank takes in one micro-batch; the worst case when not given"

@@ -122,7 +122,7 @@ class LayerStep:
             layer.dispatcher.combine_send(self._sink, self.handle, out=out)
         if layer.counters is not None and self._arrived is not None:
             # Now, while results travel and those of the peers are waited for.
-            with layer.exchange_stream.joined():
+            with collective_step(layer.context), layer.exchange_stream.joined():
                 layer.counters.add(*self.routed, self.handle.num_parts, self._arrived.group_offsets)
 
     def gather(self) -> torch.Tensor:
@@ -146,7 +146,8 @@ def in_micro_batches(
     parts = layer.config.micro_batches
     size = ceil_div(x_TH.shape[0], parts)
     rows = [slice(number * size, (number + 1) * size) for number in range(parts)]
-    y_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
+    with collective_step(layer.context):
+        y_TH = torch.empty_like(x_TH, memory_format=torch.contiguous_format)
     # Tensors of one stream are used on the other. They are kept until both are through, and memory that is freed then
     # is not used again before the next step, in which each stream begins after the other's end.
     steps: list[LayerStep] = []
