@@ -32,7 +32,8 @@ class StandingClock:
     """
 
     def __init__(self, context: ExpertParallelContext, dead: int) -> None:
-        self.context, self.dead, self.time_ns = context, dead, 0
+        self.context, self.dead, self.misses_dead = context, dead, False
+        self.time_ns = 10**15  # The interpreter makes an int32 of a small number.
         context.heap.reserve(REGION, 12)
 
     def install(self, patch: pytest.MonkeyPatch) -> None:
@@ -41,10 +42,14 @@ class StandingClock:
             patch.setattr(module, "time", standing)
 
     def now(self) -> int:
-        if self._missing(self.context.rank)[:1] == [self.dead] and self._all_stuck():
+        # What came since a wait last looked is not missed any more: it looks once again before time goes on.
+        before = self.misses_dead
+        gone = int(self._progress(self.dead)[0]) == DEAD
+        self.misses_dead = gone and self._missing(self.context.rank)[:1] == [self.dead]
+        if before and self.misses_dead and self._all_stuck():
             self.time_ns += 10**12  # Longer than any wait, also for one that begins only now.
         else:
-            time.sleep(5e-4)
+            time.sleep(2e-3)
         return self.time_ns
 
     def enter(self, phase: Phase | None, epoch: int = 0) -> None:
@@ -83,8 +88,6 @@ class StandingClock:
 
     def _all_stuck(self) -> bool:
         """Whether all living ranks are stuck. Looked at twice: who has not moved between was so at one same moment."""
-        if int(self._progress(self.dead)[0]) != DEAD:
-            return False
         living = [rank for rank in range(self.context.world_size) if rank != self.dead]
         looks = []
         for _ in (0, 1):

@@ -1,6 +1,6 @@
 """Ranks that are killed at every point of a step, one after the other, until one is left: who lives names who is dead.
 
-A group of 8 loses its last rank, those that are left make a group of 7 and so on: each time at another point.
+A group loses its last rank, those that are left make a group of one less and so on: each time at another point.
 """
 
 from __future__ import annotations
@@ -113,7 +113,14 @@ def lose_all(rank: int, world: int, engine: str, deaths: list[str], seed: int) -
     return len(deaths)
 
 
-@pytest.mark.parametrize(("engine", "deaths"), [("torch", list(DEATHS)[:4]), ("mixed", list(DEATHS)[:1:-1])])
+@pytest.mark.parametrize(
+    ("engine", "deaths"),
+    [
+        ("torch", list(DEATHS)[:7]),
+        ("mixed", [list(DEATHS)[i] for i in (1, 3, 6)]),
+        ("mixed", [list(DEATHS)[i] for i in (2, 7, 8)]),
+    ],
+)
 def test_who_is_left_names_who_died(engine: str, deaths: list[str], seed: int) -> None:
     outcomes = run_once(lose_all, len(deaths) + 1, engine, deaths, seed, timeout=170)
     for rank, outcome in enumerate(outcomes):
