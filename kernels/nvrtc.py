@@ -188,10 +188,14 @@ def launch(
         _checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
 
 
+@cache
+def _sms(device: torch.device) -> int:
+    return int(torch.cuda.get_device_properties(device).multi_processor_count)
+
+
 def most_sms(device: torch.device, limit: int | None = None) -> int:
     """How many SMs a kernel may take: those of `device`, `limit` at most."""
-    sms = int(torch.cuda.get_device_properties(device).multi_processor_count)
-    return sms if limit is None else min(sms, limit)
+    return _sms(device) if limit is None else min(_sms(device), limit)
 
 
 def _value(argument: Argument | Any) -> Any:

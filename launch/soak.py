@@ -165,17 +165,7 @@ def _folded(values: torch.Tensor) -> torch.Tensor:
 
 def make_dispatcher(config: MoELayerConfig, context: ExpertParallelContext) -> TokenDispatcher:
     """The exchange of the layer that `config` describes, with contiguous experts and room for every row."""
-    return TokenDispatcher(
-        context,
-        hidden_size=config.hidden_size,
-        num_experts=config.num_experts,
-        top_k=config.top_k,
-        max_tokens_per_rank=config.max_tokens_per_rank,
-        token_format=config.token_format,
-        combine_format=config.combine_format,
-        mode=config.mode,
-        num_sms=config.num_sms,
-    )
+    return TokenDispatcher.from_config(context, config.replace(micro_batches=1, expert_row_capacity=None))
 
 
 def report(results: list[SoakResult], config: MoELayerConfig, context: ExpertParallelContext, console: Console) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from moe_runtime.config import ModeName, resolve_mode
+from moe_runtime.config import ModeName, MoELayerConfig, resolve_mode
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.formats import TokenFormat, token_format
@@ -186,6 +186,30 @@ class TokenDispatcher:
                 "input_scale": input_scale,
             },
             **self.geometry.half_bytes(),
+        )
+
+    @classmethod
+    def from_config(
+        cls,
+        context: ExpertParallelContext,
+        config: MoELayerConfig,
+        *,
+        num_slots: int | None = None,
+        agree: Mapping[str, object] | None = None,
+    ) -> TokenDispatcher:
+        """The exchange of the layer that `config` describes; with a placement, `num_slots` instead of its experts."""
+        return cls(
+            context,
+            hidden_size=config.hidden_size,
+            num_experts=config.num_experts if num_slots is None else num_slots,
+            top_k=config.top_k,
+            max_tokens_per_rank=config.max_tokens_at_once,
+            token_format=config.token_format,
+            combine_format=config.combine_format,
+            mode=config.mode,
+            expert_row_capacity=config.expert_row_capacity,
+            num_sms=config.num_sms,
+            agree=agree,
         )
 
     def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> DispatchedTokens:

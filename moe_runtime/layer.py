@@ -86,19 +86,8 @@ class MoELayer(nn.Module):
         if router:
             sizes = (config.hidden_size, config.num_experts, config.top_k)
             self.router = Router(*sizes, config.router, device, engine=self.context.engine)
-        self.dispatcher = TokenDispatcher(
-            self.context,
-            hidden_size=config.hidden_size,
-            num_experts=config.num_experts if placement is None else placement.num_slots,
-            top_k=config.top_k,
-            max_tokens_per_rank=config.max_tokens_at_once,
-            token_format=config.token_format,
-            combine_format=config.combine_format,
-            mode=config.mode,
-            expert_row_capacity=config.expert_row_capacity,
-            num_sms=config.num_sms,
-            agree=agree,
-        )
+        num_slots = None if placement is None else placement.num_slots
+        self.dispatcher = TokenDispatcher.from_config(self.context, config, num_slots=num_slots, agree=agree)
         overlaps = config.micro_batches > 1 and device.type == "cuda"
         self.exchange_stream = ExchangeStream(device if overlaps else None)
         self.experts: Experts | None = None

@@ -23,6 +23,7 @@ import torch
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, collective_step
 from moe_runtime.formats import ceil_div
+from moe_runtime.kernels.nvrtc import most_sms
 from moe_runtime.metrics import phase
 from moe_runtime.placement import Placement
 
@@ -182,7 +183,7 @@ def sms_of_experts(config: MoELayerConfig, device: torch.device) -> int | None:
     """What the exchange of other micro-batches leaves of a GPU; None for all. (A GEMM keeps its SMs until it ends.)"""
     if device.type != "cuda" or config.micro_batches == 1 or config.num_sms is None:
         return None
-    return max(1, torch.cuda.get_device_properties(device).multi_processor_count - config.num_sms)
+    return max(1, most_sms(device) - config.num_sms)
 
 
 def advance(step: Generator[None, None, torch.Tensor]) -> torch.Tensor | None:

@@ -91,15 +91,7 @@ def test_the_collective_transport_gives_the_same_bits(world: int, get_pool: Any,
 
 
 def make_dispatcher(context: ExpertParallelContext, fmt: str, mode: Any) -> TokenDispatcher:
-    return TokenDispatcher(
-        context,
-        hidden_size=HIDDEN,
-        num_experts=EXPERTS,
-        top_k=TOP_K,
-        max_tokens_per_rank=TOKENS,
-        token_format=fmt,
-        mode=mode,
-    )
+    return TokenDispatcher.from_config(context, config(fmt, mode=mode))
 
 
 def foreseeable_output(arrived: DispatchedTokens, rank: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import DispatchedTokens, TokenDispatcher
 from moe_runtime.geometry import ExchangeGeometry
 from tests.comparison import assert_same_bits
-from tests.exchange_data import RankInput, expected_combine, expected_groups, rank_input
+from tests.exchange_data import RankInput, config, expected_combine, expected_groups, rank_input
 from tests.protocol_hooks import hooked
 from tests.protocol_watch import POINTS, Delays, Watch
 from tests.test_exchange import check_arrival
@@ -29,15 +29,8 @@ FIVE, THREE = (True, True, False, True, True), (True, False, True)
 
 
 def make_dispatcher(context: ExpertParallelContext, fmt: str, mode: Any, max_tokens: int) -> TokenDispatcher:
-    return TokenDispatcher(
-        context,
-        hidden_size=HIDDEN,
-        num_experts=EXPERTS,
-        top_k=TOP_K,
-        max_tokens_per_rank=max_tokens,
-        token_format=fmt,
-        mode=mode,
-    )
+    sizes = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "top_k": TOP_K, "max_tokens_per_rank": max_tokens}
+    return TokenDispatcher.from_config(context, config(fmt, mode=mode, intermediate_size=HIDDEN, **sizes))
 
 
 def step_inputs(seed: int, epoch: int, world: int, most: int) -> list[RankInput]:

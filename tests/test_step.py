@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import weakref
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -127,7 +126,7 @@ def test_less_memory_is_reserved() -> None:
 
 
 def test_experts_leave_the_exchange_its_sms(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: SimpleNamespace(multi_processor_count=132))
+    monkeypatch.setattr(step_module, "most_sms", lambda _: 132)
     gpu = torch.device("cuda", 0)
     assert sms_of_experts(config(micro_batches=2, num_sms=16), gpu) == 116
     assert sms_of_experts(config(micro_batches=2, num_sms=132), gpu) == 1
