@@ -36,9 +36,9 @@ class SlotTable:
 
     def __init__(self, placement: Placement, device: torch.device) -> None:
         self._num_experts = placement.num_experts
-        self._device = device
         self._multipliers = torch.tensor(_MULTIPLIERS, dtype=torch.int64, device=device)
         self._table = _table(placement).to(device)
+        self._device = self._table.device
 
     def update(self, placement: Placement) -> None:
         """Take over another placement of as many experts, in place and on the current stream."""

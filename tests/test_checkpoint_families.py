@@ -230,7 +230,9 @@ def test_deepseek_fp8_is_what_transformers_dequantizes(tmp_path: Path, seed: int
         ):
             prefix = f"model.layers.{index}.mlp.experts.{expert}.{name}"
             pair = {part: tensors[f"{prefix}.{part}"] for part in ("weight", "weight_scale_inv")}
-            assert_same_bits(got, operations.Fp8Dequantize(None).convert(pair)["weight"])
+            restored = operations.Fp8Dequantize(None).convert(pair)["weight"]
+            # transformers 5.17 gives a list of one.
+            assert_same_bits(got, restored[0] if isinstance(restored, list) else restored)
     _, error = layer_and_error(tmp_path, index, seed, weight_format="nvfp4", token_format="bf16")
     assert error <= error_bound("bf16", "nvfp4")
 
@@ -283,7 +285,7 @@ def test_layers_of_a_transformers_model_are_what_the_checkpoint_says_of_each(tmp
             assert len({scales[0], scales[2], None}) == 3
             for number, layer in enumerate(owner.layers):
                 x = torch.randn(9, 128, generator=generator).bfloat16()
-                with ExpertParallelContext() as context:
+                with ExpertParallelContext(device="cpu") as context:
                     alone = MoELayer.from_checkpoint(tmp_path, layer=number, max_tokens_per_rank=32, context=context)
                     assert alone.router is not None
                     idx, weights = alone.router(x)
