@@ -88,19 +88,18 @@ def step_inputs(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """`(x, topk_idx, topk_weights)` of any rank, on the layer's device."""
     config, device = layer.config, layer.context.device
-    x_TH = tokens(seed, rank, step, num_tokens, config.hidden_size).to(device)
+    x_TH = tokens(seed, rank, step, num_tokens, config.hidden_size, device)
     if kind == "router":
         assert layer.router is not None
         return x_TH, *layer.router(x_TH)
-    idx_TK, weights_TK = routing(kind, seed, rank, step, num_tokens, config.num_experts, config.top_k)
-    return x_TH, idx_TK.to(device), weights_TK.to(device)
+    return x_TH, *routing(kind, seed, rank, step, num_tokens, config.num_experts, config.top_k, device)
 
 
-def expert_source(run: RunConfig) -> ExpertSource:
-    """A function that gives any expert of the layer that `run` describes, before this run quantizes it."""
+def expert_source(run: RunConfig, device: torch.device) -> ExpertSource:
+    """A function that gives any expert of the layer that `run` describes, before this run quantizes it on `device`."""
     checkpoint = run.checkpoint
     if checkpoint is None:
-        return lambda expert: random_expert(run.layer, run.seed, expert)
+        return lambda expert: random_expert(run.layer, run.seed, expert, device)
 
     def read(expert: int) -> ExpertTensors:
         with Checkpoint(checkpoint.path) as files:

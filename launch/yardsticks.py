@@ -18,10 +18,13 @@ class Yardsticks:
     """Of the layers of one run, which differ in formats and in tokens per rank."""
 
     def __init__(self, run: RunConfig) -> None:
-        self._experts = cases.expert_source(run)
+        self._run = run
         self._references: dict[tuple[object, ...], torch.Tensor] = {}
         self._torch_layer: TorchLayer | None = None
         self._plain: tuple[Experts, ExpertWeights | PreparedWeights] | None = None
+
+    def _experts(self, layer: MoELayer) -> cases.ExpertSource:
+        return cases.expert_source(self._run, layer.context.device)
 
     def reference(
         self,
@@ -33,7 +36,9 @@ class Yardsticks:
     ) -> torch.Tensor:
         """`cases.layer_reference`, kept under `key`, which must tell these tokens from all others of the run."""
         if key not in self._references:
-            self._references[key] = cases.layer_reference(layer, self._experts, x_TH, topk_idx_TK, topk_weights_TK)
+            self._references[key] = cases.layer_reference(
+                layer, self._experts(layer), x_TH, topk_idx_TK, topk_weights_TK
+            )
         return self._references[key]
 
     def torch_layer(self, layer: MoELayer) -> TorchLayer:
@@ -42,7 +47,9 @@ class Yardsticks:
             assert layer.experts is not None
             sizes = layer.config.hidden_size, layer.config.intermediate_size
             activation = layer.experts.activation
-            self._torch_layer = TorchLayer(self._experts, layer.local_experts, *sizes, activation, layer.context.device)
+            self._torch_layer = TorchLayer(
+                self._experts(layer), layer.local_experts, *sizes, activation, layer.context.device
+            )
         return self._torch_layer
 
     def unfused_layer(self, layer: MoELayer) -> UnfusedLayer:

@@ -213,13 +213,17 @@ class MoELayer(nn.Module):
         self.context.register(agree=dict(checkpoint.digests(layer)))
 
     def load_random(self, seed: int) -> None:
-        """Random weights from `seed`, of the sizes that keep activations near unit variance; equal on any `ep_size`."""
+        """Random weights from `seed`, of the sizes that keep activations near unit variance; equal on any `ep_size`.
+
+        Experts are drawn on the layer's device: the numbers differ by kind of device.
+        """
         hidden = self.config.hidden_size
         generator = torch.Generator().manual_seed(seed)
         weight = torch.randn(self.config.num_experts, hidden, generator=generator) * hidden**-0.5
         if self.router is not None:
             self.router.weight.data.copy_(weight)
-        self.load_experts(random_expert(self.config, seed, expert) for expert in self.local_experts)
+        device = self.context.device
+        self.load_experts(random_expert(self.config, seed, expert, device) for expert in self.local_experts)
         if self.shared_expert is not None:
             for parameter in self.shared_expert.parameters():
                 weight = torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
@@ -438,12 +442,12 @@ def context_from_config(
     )
 
 
-def random_expert(config: MoELayerConfig, seed: int, expert: int) -> ExpertTensors:
-    """One expert in bf16, from `seed` and its id alone; with biases where the config has them."""
-    generator = torch.Generator().manual_seed((seed * 65537 + expert + 1) % 2**63)
+def random_expert(config: MoELayerConfig, seed: int, expert: int, device: torch.device | str = "cpu") -> ExpertTensors:
+    """One expert in bf16, from `seed`, its id and the kind of `device` alone; with biases where the config has them."""
+    generator = torch.Generator(device).manual_seed((seed * 65537 + expert + 1) % 2**63)
 
     def normal(*shape: int, fan_in: int) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator) * fan_in**-0.5).to(torch.bfloat16)
+        return (torch.randn(*shape, generator=generator, device=device) * fan_in**-0.5).to(torch.bfloat16)
 
     hidden, inner = config.hidden_size, config.intermediate_size
     gate_up, down = normal(2 * inner, hidden, fan_in=hidden), normal(hidden, inner, fan_in=inner)

@@ -350,9 +350,11 @@ def test_reference_one_expert_at_a_time_is_the_reference(device: torch.device, s
         layer.load_random(seed)
         x_TH, idx_TK, weights_TK = cases.step_inputs(layer, "uniform", seed, 0, 0, 7)
         idx_TK[2, 1] = -1
-        experts = cases.expert_source(RunConfig(layer=config, seed=seed))
+        experts = cases.expert_source(RunConfig(layer=config, seed=seed), context.device)
         found = cases.layer_reference(layer, experts, x_TH, idx_TK, weights_TK)
-    gate_up, down = (torch.stack(w) for w in zip(*(random_expert(config, seed, e)[:2] for e in range(5)), strict=True))
+    gate_up, down = (
+        torch.stack(w) for w in zip(*(random_expert(config, seed, e, device)[:2] for e in range(5)), strict=True)
+    )
     expected = moe_reference(x_TH.cpu(), idx_TK.cpu(), weights_TK.cpu(), gate_up, down)
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-12, atol=1e-12)
 

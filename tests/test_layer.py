@@ -169,9 +169,9 @@ def test_every_format_is_within_its_bound_of_float64(
     x = tokens(rng, 64)
     y = layer(x.to(device))
     topk_idx, topk_weights = layer.router(x.to(device))
-    experts = [random_expert(layer.config, seed, e) for e in range(8)]
+    experts = [random_expert(layer.config, seed, e, device) for e in range(8)]
     gate_up, down = (torch.stack([pair[i] for pair in experts]) for i in (0, 1))
-    reference = moe_reference(x, topk_idx.cpu(), topk_weights.cpu(), gate_up, down, SwiGLU())
+    reference = moe_reference(x, topk_idx.cpu(), topk_weights.cpu(), gate_up.cpu(), down.cpu(), SwiGLU())
     assert relative_error(y.cpu(), reference)[0] <= error_bound(fmt)
 
 

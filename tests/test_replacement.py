@@ -204,9 +204,9 @@ def test_a_replicated_layer_is_within_the_bound_and_blind_to_order_and_neighbour
         y = run(0, every)
         assert_same_bits(run(3, every.flip(0)).flip(0), y, "from another rank, in another order")
         assert_same_bits(run(1, every[7:9]), y[7:9], "two tokens alone")
-    experts = [random_expert(c, seed, e) for e in range(EXPERTS)]
+    experts = [random_expert(c, seed, e, device) for e in range(EXPERTS)]
     gate_up, down = (torch.stack([pair[i] for pair in experts]) for i in (0, 1))
-    reference = moe_reference(x, routed.topk_idx, routed.topk_weights, gate_up, down)
+    reference = moe_reference(x, routed.topk_idx, routed.topk_weights, gate_up.cpu(), down.cpu())
     assert relative_error(y, reference)[0] <= error_bound(fmt)
     expected = torch.bincount(routed.topk_idx[routed.topk_idx >= 0], minlength=EXPERTS)
     assert counters[0].read().expert_tokens == counters[3].read().expert_tokens == tuple(expected.tolist())
