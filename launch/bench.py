@@ -1,7 +1,8 @@
 """Checks, then times, the parts of a layer and the layer, beside what others take for the same.
 
 `[torchrun --nproc-per-node=N] -m moe_runtime.launch.bench [dispatch|combine|gemm|layer ...] --config NAME` prints a
-table and writes JSON. A result that fails its check is not timed and makes the exit code 1. The operations are in
+table and writes JSON. A result that fails its check is not timed and makes the exit code 1. With `--trace` the layer is
+checked and recorded instead, and its JSON has the times of its phases alone. The operations are in
 `launch/layer_operations.py`, the layers that ours is timed beside in `launch/torch_layer.py` and
 `launch/unfused_layer.py`; `launch/timing.py` says how times are taken, `launch/checks.py` against what is checked,
 `launch/bounds.py` with what is compared. `bench gemm` without `--config` runs the cases of `launch/gemm_cases.py`
@@ -99,11 +100,13 @@ def work(options: argparse.Namespace) -> int:
     for fmt in options.formats or [run.layer.token_format]:
         more, record = bench_format(run, fmt, options, trace, yardsticks)
         results += more
-        report = make_report(results, record, run)
+        report = make_report(results, record, run, traced=trace is not None)
         if record and options.json is not None:
             # After each format, so that a run which is cut off leaves what it has.
             write_report(report, options.json)
     if record:
+        if trace is not None:
+            trace.write()
         print_results(report, Console(highlight=False))
     return int(not report["passed"])
 
@@ -116,8 +119,8 @@ def _check(options: argparse.Namespace, micro_batches: int) -> None:
         raise ValueError(f"--link-gb-per-s: expected a positive number, got {options.link_gb_per_s}")
     if micro_batches > 1 and options.operations != ["layer"]:
         raise ValueError(f"micro_batches: {micro_batches}, but parts of a layer are timed of whole steps; only layer")
-    if options.trace is not None and "layer" not in options.operations:
-        raise ValueError("--trace: needs the operation layer")
+    if options.trace is not None and options.operations != ["layer"]:
+        raise ValueError("--trace: records the layer and times nothing, expected the operation layer alone")
     for name in ("json", "trace"):
         file = getattr(options, name)
         if file is not None and not file.resolve().parent.is_dir():
@@ -171,7 +174,7 @@ def main(arguments: list[str] | None = None) -> int:
         help=f"what floors of dispatch and combine count with (default: {LINK_GB_PER_S:g} on GPUs, none on CPUs)",
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where rank 0 writes the results")
-    parser.add_argument("--trace", type=Path, metavar="FILE", help="where rank 0 writes a trace of the layer")
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="record the layer there, time nothing")
     options = parser.parse_args(arguments)
     if unknown := set(options.operations) - set(OPERATIONS):
         parser.error(f"OPERATION: expected any of {', '.join(OPERATIONS)}, got {', '.join(sorted(unknown))}")

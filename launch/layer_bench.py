@@ -39,7 +39,7 @@ class Settings:
         iterations: timed ones.
         check_tokens: tokens of each rank that the layer's check takes; None for `cases.default_check_tokens`.
         link_gb_per_s: what floors count with; None for none.
-        trace: where steps of the layer are recorded; None for nowhere.
+        trace: where steps of the layer are recorded instead of being timed; None where they are timed.
     """
 
     operations: Sequence[str]
@@ -59,7 +59,12 @@ class Work:
 
 @dataclass(frozen=True)
 class Measured:
-    """Timings by part, none where a check failed, and the bytes that torch allocated for a step (None on CPUs)."""
+    """What a step took.
+
+    Attributes:
+        timings: by part; none where a check failed or nothing is timed.
+        step_bytes: what torch allocated; None on CPUs, and where nothing is timed.
+    """
 
     timings: dict[str, Timing]
     step_bytes: int | None = None

@@ -16,7 +16,7 @@ from moe_runtime.formats import TokenFormat
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.grouped_gemm import gemm_bytes, gemm_flops, grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.launch import bounds, cases, checks, environment, torch_layer, unfused_layer
-from moe_runtime.launch.layer_bench import Bench, Work
+from moe_runtime.launch.layer_bench import Bench, Measured, Work
 from moe_runtime.launch.timing import TOTAL, Lap, Step, copies_to_rotate
 from moe_runtime.launch.trace import record
 from moe_runtime.prepared import PreparedWeights
@@ -164,7 +164,10 @@ def _most(bench: Bench, work: Work) -> Work:
 
 
 def whole_layer(bench: Bench) -> None:
-    """The layer, its router too where that chooses the experts, beside others, whose routing is known beforehand."""
+    """The layer, its router too where that chooses the experts, beside others, whose routing is known beforehand.
+
+    Where there is a trace to write, the layer is recorded and nothing is timed: profiling would slow what comes after.
+    """
     layer, config = bench.layer, bench.layer.config
     limit = bench.settings.check_tokens
     part = slice(0, cases.default_check_tokens(config) if limit is None else limit)
@@ -179,6 +182,11 @@ def whole_layer(bench: Bench) -> None:
     reference_TH = bench.yardsticks.reference(layer, key, *(tensor[part] for tensor in bench.turns[0]))
     error, _ = relative_error(y_TH, reference_TH)
     check = bench.agree(checks.Check("layer: relative Frobenius error", error, cases.layer_bound(config)))
+    if bench.settings.trace is not None:
+        title = f"{config.token_format} > {config.combine_format}, {config.max_tokens_per_rank} tokens, {bench.routing}"
+        phases = record(bench.context, forward, bench.settings.trace, f"layer {title}") if check.passed else None
+        bench.add("layer", Measured({}), TOTAL, Work(), check, phases=phases)
+        return
     starts = layer.dispatcher.geometry.starts
     rows = statistics.mean(max(_rows_of_ranks(idx, starts)) for idx in bench.ids_of_turns)
     work = Work(flops=gemm_flops(1, 3 * config.intermediate_size, config.hidden_size) * rows)
@@ -186,11 +194,7 @@ def whole_layer(bench: Bench) -> None:
         lambda number, lap: _discard(forward(number)), [check], capturable=bench.context.heap.graph_safe
     )
     weight_bytes = bench.experts.gate_up.num_bytes + bench.experts.down.num_bytes
-    phases = None
-    if bench.settings.trace is not None and check.passed:
-        title = f"{config.token_format} > {config.combine_format}, {config.max_tokens_per_rank} tokens"
-        phases = record(bench.context, forward, bench.settings.trace, f"layer {title}, {bench.routing}")
-    bench.add("layer", measured, TOTAL, work, check, weight_bytes=weight_bytes, phases=phases)
+    bench.add("layer", measured, TOTAL, work, check, weight_bytes=weight_bytes)
     if config.micro_batches == 1:
         _add_unfused_layer(bench, part, reference_TH, work)
     _add_torch_layer(bench, part, reference_TH, work)

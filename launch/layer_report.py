@@ -14,6 +14,9 @@ from moe_runtime.launch import unfused_layer
 from moe_runtime.launch.bounds import EVEN, judge_goals, judge_skew, verdict
 from moe_runtime.launch.layer_bench import OURS
 
+PHASES_KIND = "phases"
+"""What the JSON of a run with `--trace` says it is: nothing in it was timed but phases."""
+
 KEY = ("operation", "tokens_per_rank", "token_format", "weight_format", "combine_format", "mode", "routing")
 """What a result and its peer in the same run have in common."""
 
@@ -60,14 +63,18 @@ def compare(results: list[dict[str, Any]]) -> None:
     judge_skew(ours)
 
 
-def make_report(results: list[dict[str, Any]], record: dict[str, Any], run: RunConfig) -> dict[str, Any]:
-    """The JSON of a run; `record` is that of the environment, empty but on rank 0."""
+def make_report(
+    results: list[dict[str, Any]], record: dict[str, Any], run: RunConfig, *, traced: bool = False
+) -> dict[str, Any]:
+    """The JSON of a run; `record` is that of the environment, empty but on rank 0; `traced` if nothing was timed."""
     compare(results)
     gpus = [gpu["name"] for gpu in record.get("gpus", [])[: record["ranks"]]] if record else []
     ours = [result for result in results if result["implementation"] == OURS]
-    judge_goals(ours, run.layer.model_dump(), gpus)
+    if not traced:
+        judge_goals(ours, run.layer.model_dump(), gpus)
     passed = all(result["check"] is None or result["check"]["passed"] for result in results)
-    return {"environment": record, "config": run.model_dump(), "passed": passed, "results": results}
+    kind = {"kind": PHASES_KIND} if traced else {}
+    return kind | {"environment": record, "config": run.model_dump(), "passed": passed, "results": results}
 
 
 def write_report(report: dict[str, Any], file: Path) -> None:
@@ -78,9 +85,9 @@ def print_results(report: dict[str, Any], console: Console) -> None:
     """One line per operation and implementation; below them what failed, rules, and phases where they were traced."""
     record = report["environment"]
     gpus = record["gpus"][0]["name"] if record["device"] == "cuda" else record["processor"]
+    how = "traced, not timed" if report.get("kind") == PHASES_KIND else "the slowest rank, median over iterations"
     table = Table(
-        title=f"{record['ranks']} rank(s), {gpus}, transport {record['transport']}, engine {record['engine']}; "
-        "the slowest rank, median over iterations"
+        title=f"{record['ranks']} rank(s), {gpus}, transport {record['transport']}, engine {record['engine']}; {how}"
     )
     rows = [_cells(result) for result in report["results"]]
     # Columns that say nothing are left out: there is hardly room for all.
@@ -119,13 +126,14 @@ def _cells(result: dict[str, Any]) -> list[str]:
     median, smallest, largest = (result[f"{name}_us"] for name in ("median", "smallest", "largest"))
     check, memory, ratio, goal = (result[name] for name in ("check", "memory", "ratio_to_torch", "goal"))
     word = "" if check is None else "ok" if check["passed"] else "[red]FAILED[/red]"
+    untimed = "-" if check is not None and not check["passed"] else ""
     return [
         result["operation"],
         result["implementation"],
         result["routing"],
         f"{result['token_format']}>{result['combine_format']}",
         str(result["tokens_per_rank"]),
-        *(["-", ""] if median is None else [f"{median:.1f}", f"{(largest - smallest) / median:.0%}"]),
+        *([untimed, ""] if median is None else [f"{median:.1f}", f"{(largest - smallest) / median:.0%}"]),
         "" if ratio is None else f"{ratio:.2f}",
         _number(result["floor_us"]),
         "" if goal is None else f"{goal['us']} {verdict(goal['met'])}",

@@ -1,9 +1,21 @@
 """Everything that is measured about a layer, by one command: `python -m moe_runtime.launch.measure FOLDER`.
 
-It runs `launch.bench` over a config on 1, 2, 4, ... of the GPUs that are there (exchange and layer, several routings on
-all of them, with a trace), `launch.bench gemm`, `launch.link_bench` and `launch.pictures`, one after the other, each in
-processes of its own. JSON, a trace and pictures go to FOLDER; copied to `launch/results/`, `launch.tables` makes the
-README's tables of them. A part that fails or takes too long is told of in the end, and the others run all the same.
+It runs the programs of its parts one after the other, each in processes of its own:
+
+    layer       `bench` over a config on 1, 2, 4, ... of the GPUs that are there, several routings on all of them
+    settings    the same for large steps with few SMs for the exchange, and with micro-batches
+    trace       `bench layer --trace` after them: what is profiled is not timed
+    gemm        `bench gemm`
+    links       `link_bench`
+    pictures    `pictures` of what there is
+
+JSON, a trace and pictures go to FOLDER; copied to `launch/results/`, `launch.tables` makes the README's tables of them.
+A part that fails or takes too long is told of in the end, and the others run all the same.
+
+All of it is long. A short one, of what matters most:
+
+    measure FOLDER --parts layer trace pictures --ranks 8 --tokens 8 128 4096 --formats nvfp4 fp8_block \\
+        --combine-format bf16 --routing uniform --steps 6
 """
 
 from __future__ import annotations
@@ -22,11 +34,12 @@ import torch
 from rich.console import Console
 
 from moe_runtime.config import CombineFormatName, FormatName, load_config
-from moe_runtime.launch import environment
+from moe_runtime.launch import cases, environment
+from moe_runtime.launch.bounds import EVEN
 
-PARTS = ("layer", "gemm", "links", "pictures")
+PARTS = ("layer", "settings", "trace", "gemm", "links", "pictures")
 TOKENS = (1, 8, 32, 128, 512, 1024, 4096, 8192)
-UNEVEN = ("zipf", "half", "one")
+ROUTINGS = (EVEN, "zipf", "half", "one")
 GRACE_S = 60.0
 
 FEW_SMS, LARGE = 16, 1024
@@ -64,34 +77,43 @@ def rank_counts(num_gpus: int) -> list[int]:
 def jobs(options: argparse.Namespace, num_gpus: int) -> list[Job]:
     """What is to be run, in order; `options` are those of the command line."""
     folder, ranks = options.folder, sorted(set(options.ranks or rank_counts(num_gpus)))
+    most = ranks[-1]
     runs = {count: folder / f"layer_{count}.json" for count in ranks}
+    phases = folder / "phases.json"
+    steps = ("--steps", str(options.steps))
     found = []
     if "layer" in options.parts:
         # Most ranks first: that is what most of the tables show.
         for count in reversed(ranks):
             operations = ("dispatch", "combine", "layer") if count > 1 else ("layer",)
-            more: tuple[str, ...] = ("--json", str(runs[count]))
-            if count == ranks[-1]:
-                more = ("--routing", "uniform", *UNEVEN, "--trace", str(folder / "trace.json"), *more)
-            found.append(Job("bench", (*operations, *_common(options, options.tokens), *more), count))
-        large = [count for count in options.tokens if count >= LARGE]
-        if ranks[-1] > 1 and large:
-            few = ("dispatch", "combine", "--num-sms", str(FEW_SMS), "--json", str(folder / "few_sms.json"))
-            halves = ("layer", "--micro-batches", "2", "--json", str(folder / "micro_batches.json"))
-            found += [Job("bench", (*part, *_common(options, large)), ranks[-1]) for part in (few, halves)]
+            routings = ("--routing", *options.routing) if count == most else ()
+            common = _common(options, options.tokens, options.combine_format)
+            found.append(Job("bench", (*operations, *common, *steps, *routings, "--json", str(runs[count])), count))
+    large = [count for count in options.tokens if count >= LARGE]
+    if "settings" in options.parts and most > 1 and large:
+        few = ("dispatch", "combine", "--num-sms", str(FEW_SMS), "--json", str(folder / "few_sms.json"))
+        halves = ("layer", "--micro-batches", "2", "--json", str(folder / "micro_batches.json"))
+        common = (*_common(options, large, options.combine_format), *steps)
+        found += [Job("bench", (*part, *common), most) for part in (few, halves)]
+    if "trace" in options.parts:
+        # A few eager steps of each case: one combine format shows where the time goes.
+        common = _common(options, options.tokens, options.combine_format[:1])
+        files = ("--trace", str(folder / "trace.json"), "--json", str(phases))
+        found.append(Job("bench", ("layer", *common, *files), most))
     if "gemm" in options.parts:
         files = ("--json", str(folder / "gemm.json"), "--picture", str(folder / "gemm.svg"))
-        found.append(Job("bench", ("gemm", "--steps", str(options.steps), *files)))
-    if "links" in options.parts and ranks[-1] > 1 and num_gpus:
-        found.append(Job("link_bench", ("--json", str(folder / "links.json")), ranks[-1]))
+        found.append(Job("bench", ("gemm", *steps, *files)))
+    if "links" in options.parts and most > 1 and num_gpus:
+        found.append(Job("link_bench", ("--json", str(folder / "links.json")), most))
     if "pictures" in options.parts:
-        found.append(Job("pictures", (*map(str, runs.values()), "--folder", str(folder))))
+        drawn = [*runs.values(), *([phases] if "trace" in options.parts or phases.exists() else [])]
+        found.append(Job("pictures", (*map(str, drawn), "--folder", str(folder))))
     return found
 
 
-def _common(options: argparse.Namespace, tokens: Sequence[int]) -> tuple[str, ...]:
-    formats = ("--formats", *options.formats, "--combine-format", *options.combine_format)
-    return ("--config", options.config, "--tokens", *map(str, tokens), *formats, "--steps", str(options.steps))
+def _common(options: argparse.Namespace, tokens: Sequence[int], combine_formats: Sequence[str]) -> tuple[str, ...]:
+    formats = ("--formats", *options.formats, "--combine-format", *combine_formats)
+    return ("--config", options.config, "--tokens", *map(str, tokens), *formats)
 
 
 def run(job: Job, limit_s: float) -> str:
@@ -150,6 +172,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--formats", nargs="+", choices=get_args(FormatName), default=["nvfp4", "fp8_block", "bf16"])
     parser.add_argument(
         "--combine-format", nargs="+", choices=get_args(CombineFormatName), default=["bf16", "fp8_block"]
+    )
+    parser.add_argument(
+        "--routing",
+        nargs="+",
+        choices=cases.ROUTINGS,
+        default=ROUTINGS,
+        metavar="KIND",
+        help=f"on most ranks; on fewer it is {EVEN} (default: {' '.join(ROUTINGS)})",
     )
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed iterations (default: 20)")
     parser.add_argument("--limit-s", type=float, default=3600.0, metavar="S", help="for each program (default: 3600)")

@@ -2,9 +2,10 @@
 
 `python -m moe_runtime.launch.pictures RUN.json [RUN.json ...] --folder FOLDER` writes, as far as the runs have the
 numbers: `dispatch.svg` and `combine.svg` (time against tokens per rank, beside the floor and torch's all-to-all),
-`layer.svg` (beside a layer of torch and ours unfused), `phases.svg` (where the time of a layer goes) and `scaling.svg`
-(the layer against the number of ranks). Runs are of one model; all but the last picture are of the run with the most
-ranks.
+`layer.svg` (beside a layer of torch and ours unfused), `phases.svg` (where the time of a layer goes, of runs with
+`--trace`) and `scaling.svg` (the layer against the number of ranks). Runs are of one model; all but the last picture
+are of the runs with the most ranks among those that have such numbers. A run that is missing or broken is left out,
+which is said and makes the exit code 1, or 2 where no run is left.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from moe_runtime.launch import environment, unfused_layer
 from moe_runtime.launch.bounds import EVEN
 from moe_runtime.launch.drawing import COLOURS, check_can_draw, new_figure, save
 from moe_runtime.launch.layer_bench import OURS
-from moe_runtime.launch.layer_report import key_of, peers_of, settings_of
+from moe_runtime.launch.layer_report import PHASES_KIND, key_of, peers_of, settings_of
 
 SIZES = ("hidden_size", "intermediate_size", "num_experts", "top_k")
 STYLES = {"bf16": "-", "fp8_block": (0, (6, 2)), "mxfp8": (0, (3, 1, 1, 1))}
@@ -46,15 +47,42 @@ Report = dict[str, Any]
 
 
 def read(file: Path) -> Report:
-    """The JSON of a run. Raises `ValueError` naming the file if it is not one of `launch.bench` over a config."""
+    """The JSON of a run.
+
+    Raises `ValueError` naming the file if it is not one of `launch.bench` over a config, `OSError` if it is not there.
+    """
     try:
         found = json.loads(file.read_text())
     except ValueError as error:
         raise ValueError(f"{file.name}: expected the JSON of launch.bench, {error}") from None
-    if not isinstance(found, dict) or "kind" in found or not {"environment", "config", "results"} <= found.keys():
-        kind = found.get("kind", "none") if isinstance(found, dict) else type(found).__name__
+    kind = found.get("kind", "none") if isinstance(found, dict) else type(found).__name__
+    whole = isinstance(found, dict) and {"environment", "config", "results"} <= found.keys()
+    if not whole or kind not in ("none", PHASES_KIND):
         raise ValueError(f"{file.name}: expected the JSON of launch.bench over a config, got kind {kind}")
+    try:
+        _taken(found)
+    except (KeyError, TypeError, IndexError, ValueError) as error:
+        raise ValueError(f"{file.name}: expected the JSON of launch.bench, {type(error).__name__}: {error}") from None
     return found
+
+
+def _taken(report: Report) -> list[object]:
+    """What every picture takes from a run; raises as Python does where it is not there."""
+    results = [(*key_of(r), r["implementation"], r["median_us"]) for r in report["results"]]
+    return [_ranks(report), _model(report), _gpu(report), *results]
+
+
+def readable(files: Sequence[Path]) -> tuple[list[Report], list[str]]:
+    """The runs that can be read, and why each of the others cannot."""
+    reports, problems = [], []
+    for file in files:
+        try:
+            reports.append(read(file))
+        except ValueError as error:
+            problems.append(str(error))
+        except OSError as error:
+            problems.append(f"{file.name}: {error.strerror}")
+    return reports, problems
 
 
 def draw(reports: Sequence[Report], folder: Path) -> list[Path]:
@@ -64,13 +92,11 @@ def draw(reports: Sequence[Report], folder: Path) -> list[Path]:
     """
     check_can_draw("pictures")
     _check_alike(reports)
-    most = max(map(_ranks, reports))
-    largest = _merged([report for report in reports if _ranks(report) == most])
     makers: dict[str, Callable[[], Any]] = {
-        "dispatch": lambda: _against_tokens(largest, "dispatch"),
-        "combine": lambda: _against_tokens(largest, "combine"),
-        "layer": lambda: _against_tokens(largest, "layer"),
-        "phases": lambda: _phases(largest),
+        "dispatch": lambda: _against_tokens(reports, "dispatch"),
+        "combine": lambda: _against_tokens(reports, "combine"),
+        "layer": lambda: _against_tokens(reports, "layer"),
+        "phases": lambda: _phases(reports),
         "scaling": lambda: _scaling(reports),
     }
     files = []
@@ -84,10 +110,18 @@ def draw(reports: Sequence[Report], folder: Path) -> list[Path]:
     return files
 
 
-def _merged(reports: Sequence[Report]) -> Report:
-    """One run of all results; of those of one case the last."""
-    results = {(*key_of(r), r["implementation"]): r for report in reports for r in report["results"]}
-    return reports[0] | {"results": list(results.values())}
+def _largest(reports: Sequence[Report], choose: Callable[[Report], list[Result]]) -> tuple[Report, list[Result]] | None:
+    """One of the runs with the most ranks that have chosen results, and those of all of them; None where none has.
+
+    Of several results of one case the last.
+    """
+    having = [report for report in reports if choose(report)]
+    if not having:
+        return None
+    most = max(map(_ranks, having))
+    having = [report for report in having if _ranks(report) == most]
+    results = {(*key_of(r), r["implementation"]): r for report in having for r in choose(report)}
+    return having[0], list(results.values())
 
 
 def _check_alike(reports: Sequence[Report]) -> None:
@@ -132,12 +166,13 @@ def _style(result: Result) -> dict[str, Any]:
     }
 
 
-def _against_tokens(report: Report, operation: str) -> Any:
+def _against_tokens(reports: Sequence[Report], operation: str) -> Any:
     """A panel for each routing; None where nothing was timed."""
-    results = _timed(report, operation)
-    routings = list(dict.fromkeys(r["routing"] for r in results))
-    if not results:
+    largest = _largest(reports, lambda report: _timed(report, operation))
+    if largest is None:
         return None
+    report, results = largest
+    routings = list(dict.fromkeys(r["routing"] for r in results))
     figure = new_figure(max(7, 5 * len(routings)), 5)
     figure.suptitle(_title(report, operation), fontsize=9)
     panels = figure.subplots(1, len(routings), squeeze=False, sharey=True)[0]
@@ -180,11 +215,12 @@ def _times(results: Sequence[Result], field: str = "median_us") -> tuple[list[in
     return [r["tokens_per_rank"] for r in results], [r[field] for r in results]
 
 
-def _phases(report: Report) -> Any:
+def _phases(reports: Sequence[Report]) -> Any:
     """A bar for each traced layer, of its phases on the mean rank; None where nothing was traced."""
-    results = [r for r in report["results"] if r.get("phases")]
-    if not results:
+    largest = _largest(reports, lambda report: [r for r in report["results"] if r.get("phases")])
+    if largest is None:
         return None
+    report, results = largest
     figure = new_figure(9, 1.5 + 0.4 * len(results))
     axes = figure.subplots()
     times = [{name: r["phases"].get(name, {}).get("mean_us", 0.0) for name in PHASE_COLOURS} for r in results]
@@ -252,9 +288,14 @@ def main(arguments: list[str] | None = None) -> int:
     def show() -> int:
         if not options.folder.is_dir():
             raise ValueError(f"--folder: no folder {options.folder}")
-        for file in draw([read(file) for file in options.runs], options.folder):
+        reports, problems = readable(options.runs)
+        for problem in problems:
+            print(f"pictures: left out {problem}", file=sys.stderr)
+        if not reports:
+            return 2
+        for file in draw(reports, options.folder):
             print(file)
-        return 0
+        return int(bool(problems))
 
     return environment.run_program("pictures", show, debug=options.debug)
 

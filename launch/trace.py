@@ -37,7 +37,7 @@ Event = dict[str, Any]
 
 
 class TraceFile:
-    """Events of all ranks, written anew with each recording, so that a run which is cut off leaves what it has."""
+    """Events of all ranks, one recording after the other; in a file once they are all there."""
 
     def __init__(self, file: Path) -> None:
         self.file = file
@@ -46,7 +46,7 @@ class TraceFile:
         self._end_us = 0.0
 
     def add(self, title: str, ranks: list[list[Event]]) -> None:
-        """Put a recording, by rank, after what is there already, and write the file."""
+        """Put a recording, by rank, after what is there already."""
         first_ns = min((event["start_ns"] for events in ranks for event in events), default=0)
         begin_us = self._end_us
         for rank, events in enumerate(ranks):
@@ -59,6 +59,9 @@ class TraceFile:
                 self._events.append(shown | {"ts": start, "pid": self._process(rank, event["on"])})
             self._end_us = max(self._end_us, begin_us, *ends)
         self._end_us += GAP_US
+
+    def write(self) -> None:
+        """Write the file."""
         found = {"kind": KIND, "traceEvents": self._events, "displayTimeUnit": "ns"}
         self.file.write_text(json.dumps(found) + "\n")
 

@@ -26,6 +26,7 @@ from moe_runtime.launch import (
     environment,
     layer_bench,
     layer_operations,
+    layer_report,
     run,
     torch_layer,
     trace,
@@ -83,9 +84,8 @@ def test_run_under_torchrun_reports_every_rank(tiny: Path) -> None:
 @pytest.mark.cpu_only
 def test_bench_under_torchrun_writes_json(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    traced = tmp_path / "trace.json"
     arguments = ("--config", tiny, "--tokens", 1, 16, "--formats", "bf16", "nvfp4", "--steps", 2, "--json", file)
-    more = ("--combine-format", "mxfp8", "--routing", "uniform", "half", "--trace", traced, "--link-gb-per-s", 50)
+    more = ("--combine-format", "mxfp8", "--routing", "uniform", "half", "--link-gb-per-s", 50)
     done = program("bench", *arguments, *more, launcher=TWO_RANKS)
     assert done.returncode == 0, done.stdout + done.stderr
     report = json.loads(file.read_text())
@@ -120,8 +120,9 @@ def test_bench_under_torchrun_writes_json(tiny: Path, tmp_path: Path) -> None:
             )
             if name in ("dispatch", "combine"):
                 assert result["floor_us"] == pytest.approx(result["moved_bytes"] / 50e3)
-            assert (result["phases"] is not None) == ((name, by) == ("layer", layer_bench.OURS))
-            assert result["memory"] is None and result["inputs_in_turn"] == layer_bench.TURNS
+            assert (
+                result["memory"] is None and result["phases"] is None and result["inputs_in_turn"] == layer_bench.TURNS
+            )
     for result in report["results"]:
         assert 0 < result["smallest_us"] <= result["median_us"] <= result["largest_us"]
         assert result["method"] == "wall_clock" and result["iterations"] == 2 and result["steps_per_iteration"] == 1
@@ -133,7 +134,23 @@ def test_bench_under_torchrun_writes_json(tiny: Path, tmp_path: Path) -> None:
         if result["work_flop"] is not None:
             assert result["rate_tflop_per_s"] == pytest.approx(result["work_flop"] / result["median_us"] * 1e-6)
     assert "gemm gate+up" in done.stdout and "by the rule for uneven routing" in done.stdout
-    check_trace(json.loads(traced.read_text()), len(cases_run), report["results"])
+
+
+@pytest.mark.cpu_only
+def test_a_trace_under_torchrun_is_of_the_layer_alone(tiny: Path, tmp_path: Path) -> None:
+    """Nothing is timed beside a profiler, and the JSON says that it is no run of the benchmark."""
+    file, traced = tmp_path / "phases.json", tmp_path / "trace.json"
+    arguments = ("layer", "--config", tiny, "--tokens", 1, 16, "--formats", "bf16", "nvfp4", "--json", file)
+    done = program("bench", *arguments, "--routing", "uniform", "half", "--trace", traced, launcher=TWO_RANKS)
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(file.read_text())
+    assert report["kind"] == layer_report.PHASES_KIND and report["passed"] is True
+    results = report["results"]
+    assert [r["implementation"] for r in results] == [layer_bench.OURS] * 8
+    assert all(r["check"]["passed"] and r["median_us"] is None and r["goal"] is None for r in results)
+    check_trace(json.loads(traced.read_text()), 8, results)
+    assert "traced, not timed" in " ".join(done.stdout.split()) and "┃ us ┃" not in done.stdout
+    assert done.stdout.count("us in eager steps, mean over ranks: dispatch_send ") == 8
 
 
 def check_trace(found: dict[str, Any], recordings: int, results: list[dict[str, Any]]) -> None:
@@ -226,6 +243,10 @@ def test_an_error_outside_its_bound_exits_with_1(
     assert report["passed"] is False and result["check"]["passed"] is False and result["median_us"] is None
     out = capsys.readouterr().out
     assert "layer mxfp8 > bf16, 9 tokens, uniform: FAILED layer: relative Frobenius error: " in out
+    traced = tmp_path / "trace.json"
+    assert bench.main(["layer", "--config", str(tiny), "--trace", str(traced), "--json", str(file)]) == 1
+    (result,) = json.loads(file.read_text())["results"]
+    assert result["phases"] is None and json.loads(traced.read_text())["traceEvents"] == []
     # However narrow the terminal, and without columns that say nothing.
     assert "│ of torch │" not in out and "┃ TFLOP/s ┃" in out and f"│ {torch_layer.NAME} │" in out
 
@@ -247,8 +268,12 @@ def test_nan_is_outside() -> None:
         ("run", ("--transport", "collective"), "transport: collective cannot be used"),
         ("bench", ("--tokens", "0"), "--tokens: expected at least 1, got 0"),
         ("bench", ("--json", "no/such/folder/file.json"), "--json: no folder no/such/folder"),
-        ("bench", ("--trace", "no/such/folder/file.json"), "--trace: no folder no/such/folder"),
-        ("bench", ("dispatch", "--trace", "trace.json"), "--trace: needs the operation layer"),
+        ("bench", ("layer", "--trace", "no/such/folder/file.json"), "--trace: no folder no/such/folder"),
+        (
+            "bench",
+            ("dispatch", "layer", "--trace", "trace.json"),
+            "--trace: records the layer and times nothing, expected the operation layer alone",
+        ),
         (
             "bench",
             ("--micro-batches", "2"),

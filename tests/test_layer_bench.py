@@ -246,6 +246,8 @@ def test_a_trace_keeps_ranges_kernels_and_launches_on_one_clock(tmp_path: Path) 
     file = trace.TraceFile(tmp_path / "trace.json")
     file.add("one", [first, second])
     file.add("two", [second, []])
+    assert not file.file.exists()
+    file.write()
     written = json.loads(file.file.read_text())["traceEvents"]
     downs = [event["ts"] for event in written if event["name"] == "moe_runtime::down"]
     # The last event of the first recording ends 100 us after its begin, the first of the second begins 1 ms later.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 import time
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -37,39 +39,63 @@ def test_every_part_has_its_commands(
     assert measure.main([str(tmp_path), "--dry-run", "--tokens", "8", "4096", "--formats", "nvfp4"]) == 0
     lines = shown(capsys)
     runs = [f"{tmp_path}/layer_{count}.json" for count in (1, 2, 4)]
-    common = "--config deepseek_v3 --tokens 8 4096 --formats nvfp4 --combine-format bf16 fp8_block --steps 20"
+    traced = "--config deepseek_v3 --tokens 8 4096 --formats nvfp4 --combine-format bf16"
+    common = f"{traced} fp8_block --steps 20"
     large = common.replace(" 8 4096", " 4096")
-    most = f"--routing uniform zipf half one --trace {tmp_path}/trace.json --json {runs[2]}"
+    most = f"--routing uniform zipf half one --json {runs[2]}"
     assert lines == [
         f"$ bench dispatch combine layer {common} {most}, 4 ranks",
         f"$ bench dispatch combine layer {common} --json {runs[1]}, 2 ranks",
         f"$ bench layer {common} --json {runs[0]}",
         f"$ bench dispatch combine --num-sms 16 --json {tmp_path}/few_sms.json {large}, 4 ranks",
         f"$ bench layer --micro-batches 2 --json {tmp_path}/micro_batches.json {large}, 4 ranks",
+        f"$ bench layer {traced} --trace {tmp_path}/trace.json --json {tmp_path}/phases.json, 4 ranks",
         f"$ bench gemm --steps 20 --json {tmp_path}/gemm.json --picture {tmp_path}/gemm.svg",
         f"$ link_bench --json {tmp_path}/links.json, 4 ranks",
-        f"$ pictures {' '.join(runs)} --folder {tmp_path}",
+        f"$ pictures {' '.join(runs)} {tmp_path}/phases.json --folder {tmp_path}",
     ]
     assert not list(tmp_path.iterdir())
     assert measure.main([str(tmp_path), "--dry-run", "--parts", "links", "--ranks", "1"]) == 0
     assert shown(capsys) == []
+    alone = [str(tmp_path), "--dry-run", "--parts", "pictures", "--ranks", "2"]
+    for phases in ("", f" {tmp_path}/phases.json"):
+        assert measure.main(alone) == 0
+        assert shown(capsys) == [f"$ pictures {runs[1]}{phases} --folder {tmp_path}"]
+        (tmp_path / "phases.json").touch()
     assert measure.main([str(tmp_path), "--dry-run", "--ranks", "5"]) == 2
     assert "--ranks: expected 1 .. 4 GPUs, got 5" in capsys.readouterr().err
 
 
+def test_the_short_line_is_one_that_it_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 8)
+    (line,) = (part for part in (measure.__doc__ or "").split("\n\n") if part.startswith("    measure FOLDER "))
+    _, _, *arguments = shlex.split(line.replace("\\\n", ""))
+    assert measure.main([str(tmp_path), *arguments, "--dry-run"]) == 0
+    lines = shown(capsys)
+    assert [line.split()[1:3] for line in lines] == [
+        ["bench", "dispatch"],
+        ["bench", "layer"],
+        ["pictures", f"{tmp_path}/layer_8.json"],
+    ]
+    assert " --routing uniform --json " in lines[0] and " --trace " in lines[1]
+
+
 def test_the_commands_are_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--parts", "layer", "--config", "tiny_cpu", "--ranks", "1", "--tokens", "4"]
+    arguments = ["--parts", "layer", "trace", "pictures", "--config", "tiny_cpu", "--ranks", "1", "--tokens", "4"]
     arguments += ["--formats", "bf16", "--combine-format", "bf16", "--steps", "1"]
     assert measure.main([str(tmp_path), *arguments]) == 0, capfd.readouterr()
     files = sorted(file.name for file in tmp_path.iterdir())
-    assert files == ["layer_1.json", "trace.json"]
+    drawn = ["layer.svg", "phases.svg"] if find_spec("matplotlib") else []
+    assert files == sorted(["layer_1.json", "phases.json", "trace.json", *drawn])
 
 
 def test_a_part_that_fails_is_told_of_and_the_others_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    """Without runs there is nothing to draw; matplotlib missing fails as well."""
+    """Without runs there is nothing to draw."""
     assert measure.main([str(tmp_path), "--parts", "pictures", "--ranks", "1", "--config", "tiny_cpu"]) == 1
     out = capfd.readouterr().out
-    assert out.splitlines()[-1] == (f"FAILED: pictures {tmp_path}/layer_1.json --folder {tmp_path}: exit code 1")
+    assert out.splitlines()[-1] == (f"FAILED: pictures {tmp_path}/layer_1.json --folder {tmp_path}: exit code 2")
 
 
 def test_what_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +132,7 @@ def test_the_commands_are_ones_that_the_programs_take(tmp_path: Path, monkeypatc
     monkeypatch.setattr("moe_runtime.launch.bench.work", reached)
     monkeypatch.setattr("moe_runtime.launch.gemm_bench.work", reached)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
-    parser_options = ["--parts", "layer", "gemm", "--dry-run"]
+    parser_options = ["--parts", "layer", "settings", "trace", "gemm", "--dry-run"]
     found: list[measure.Job] = []
     jobs = measure.jobs
 
@@ -116,7 +142,7 @@ def test_the_commands_are_ones_that_the_programs_take(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(measure, "jobs", kept)
     assert measure.main([str(tmp_path), *parser_options]) == 0
-    assert len(found) == 5
+    assert len(found) == 6
     for job in found:
         with pytest.raises(Reached):
             bench(list(job.arguments))

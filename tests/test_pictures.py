@@ -1,4 +1,4 @@
-"""Pictures show the numbers of the JSON; what is missing is left out, what does not belong together is refused."""
+"""Pictures show the numbers of the JSON; broken runs are left out, what does not belong together is refused."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.launch import pictures, torch_layer, unfused_layer
+from moe_runtime.launch import layer_report, pictures, torch_layer, unfused_layer
 
 pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.cpu_only
@@ -143,7 +143,49 @@ def test_other_files_are_refused(text: str, message: str, tmp_path: Path, capsys
     file = tmp_path / "run.json"
     file.write_text(text)
     assert pictures.main([str(file), "--folder", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"pictures: {message}")
+    error = capsys.readouterr().err
+    assert error.startswith(f"pictures: left out {message}") and error.count("\n") == 1
+
+
+def test_a_run_that_is_missing_or_broken_is_left_out(
+    tmp_path: Path, figures: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whichever it is: with the largest gone, the others are drawn."""
+    small, large = runs()
+    files = [tmp_path / name for name in ("small.json", "cut_off.json", "missing.json", "old.json")]
+    files[0].write_text(json.dumps(small))
+    files[1].write_text(json.dumps(large)[:-100])
+    del large["results"][3]["median_us"]
+    files[3].write_text(json.dumps(large))
+    assert pictures.main([*map(str, files), "--folder", str(tmp_path)]) == 1
+    said = capsys.readouterr()
+    assert said.out.split() == [str(tmp_path / "layer.svg")]
+    cut_off, missing, old = said.err.splitlines()
+    assert cut_off.startswith("pictures: left out cut_off.json: expected the JSON of launch.bench, ")
+    assert missing == "pictures: left out missing.json: No such file or directory"
+    assert old == "pictures: left out old.json: expected the JSON of launch.bench, KeyError: 'median_us'"
+    assert lines(figures["layer"].axes[0]) == [([8], [300.0]), ([8], [900.0])]
+
+
+def test_phases_are_those_of_the_run_that_was_traced(tmp_path: Path, figures: dict[str, Any]) -> None:
+    """Of most ranks among those; what it did not time takes no picture away from the others."""
+    small, large = runs()
+    traced = [
+        report(ranks, result("layer", count, None, phases={"down": {"mean_us": 7.0 * ranks, "largest_us": 99.0}}))
+        for ranks, count in ((2, 16), (4, 8))
+    ]
+    for one in traced:
+        one["kind"] = layer_report.PHASES_KIND
+    (before,) = (r for r in large["results"] if r["phases"])
+    before["phases"] = None
+    pictures.draw([small, large, *traced], tmp_path)
+    (phases,) = figures["phases"].axes
+    assert [label.get_text() for label in phases.get_yticklabels()] == ["nvfp4 > bf16, T=8, uniform: 28 us"]
+    assert "4 x NVIDIA H200" in phases.get_title()
+    assert lines(figures["layer"].axes[0])[0] == ([8], [250.0])
+    larger = report(16, *traced[1]["results"]) | {"kind": layer_report.PHASES_KIND}
+    pictures.draw([small, large, larger], tmp_path)
+    assert lines(figures["layer"].axes[0])[0] == ([8], [250.0])
 
 
 def test_a_folder_that_is_not_there(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
