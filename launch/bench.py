@@ -19,10 +19,10 @@ from typing import Any, get_args
 from rich.console import Console
 
 from moe_runtime.config import CombineFormatName, FormatName, RunConfig
-from moe_runtime.launch import cases, environment, gemm_bench, layer_operations
-from moe_runtime.launch.bounds import LINK_GB_PER_S
+from moe_runtime.launch import cases, environment, gemm_bench, layer_operations, link_rate
 from moe_runtime.launch.layer_bench import Bench, Settings
 from moe_runtime.launch.layer_report import make_report, print_results, write_report
+from moe_runtime.launch.link_rate import LinkRate
 from moe_runtime.launch.trace import TraceFile
 from moe_runtime.launch.yardsticks import Yardsticks
 from moe_runtime.layer import MoELayer, context_from_config
@@ -36,6 +36,7 @@ def bench_format(
     fmt: str,
     options: argparse.Namespace,
     trace: TraceFile | None,
+    link: LinkRate | None,
     yardsticks: Yardsticks,
 ) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """The results of one token format: every combine format, number of tokens and routing in turn. Collective.
@@ -49,12 +50,11 @@ def bench_format(
     ]
     results: list[dict[str, Any]] = []
     with context_from_config(run.parallel) as context:
-        on_gpu = context.device.type == "cuda"
         settings = Settings(
             operations=options.operations,
             iterations=options.steps,
             check_tokens=options.check_tokens,
-            link_gb_per_s=options.link_gb_per_s or (LINK_GB_PER_S if on_gpu else None),
+            link_gb_per_s=None if link is None else link.gb_per_s,
             trace=trace,
         )
         first = MoELayer.from_run_config(run.replace(layer=configs[0], tokens_per_rank=0), context)
@@ -92,15 +92,17 @@ def work(options: argparse.Namespace) -> int:
     run = run.replace(layer=run.layer.replace(shared_expert=None, **changes))
     options.tokens = options.tokens or [run.tokens_per_rank or run.layer.max_tokens_per_rank]
     _check(options, run.layer.micro_batches)
-    environment.start(run)
+    link = link_rate.chosen(options)
+    device = environment.start(run)
+    link = link or link_rate.default(device)
     trace = None if options.trace is None else TraceFile(options.trace)
     yardsticks = Yardsticks(run)
     results: list[dict[str, Any]] = []
     record: dict[str, Any] = {}
     for fmt in options.formats or [run.layer.token_format]:
-        more, record = bench_format(run, fmt, options, trace, yardsticks)
+        more, record = bench_format(run, fmt, options, trace, link, yardsticks)
         results += more
-        report = make_report(results, record, run, traced=trace is not None)
+        report = make_report(results, record, run, link, traced=trace is not None)
         if record and options.json is not None:
             # After each format, so that a run which is cut off leaves what it has.
             write_report(report, options.json)
@@ -115,8 +117,6 @@ def _check(options: argparse.Namespace, micro_batches: int) -> None:
     """Raise `ValueError` for what the parser lets through."""
     if min(options.tokens) < 1:
         raise ValueError(f"--tokens: expected at least 1, got {min(options.tokens)}")
-    if options.link_gb_per_s is not None and not 0 < options.link_gb_per_s < float("inf"):
-        raise ValueError(f"--link-gb-per-s: expected a positive number, got {options.link_gb_per_s}")
     if micro_batches > 1 and options.operations != ["layer"]:
         raise ValueError(f"micro_batches: {micro_batches}, but parts of a layer are timed of whole steps; only layer")
     if options.trace is not None and options.operations != ["layer"]:
@@ -129,8 +129,11 @@ def _check(options: argparse.Namespace, micro_batches: int) -> None:
 
 def _gemm_cases(options: argparse.Namespace) -> int:
     """`gemm` without a config. Raises `ValueError` for options that only a config gives a meaning."""
-    only = ("tokens", "formats", "combine_format", "routing", "check_tokens", "link_gb_per_s", "trace", "transport")
-    for name in (*only, "micro_batches", "num_sms"):
+    only = (
+        *("tokens", "formats", "combine_format", "routing", "check_tokens", "link_gb_per_s", "links"),
+        *("trace", "transport", "micro_batches", "num_sms"),
+    )
+    for name in only:
         if getattr(options, name) is not None:
             raise ValueError(f"--{name.replace('_', '-')}: gemm takes it together with --config only")
     return gemm_bench.work(options)
@@ -167,12 +170,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--check-tokens", type=int, metavar="N", help="tokens of each rank that the layer's check takes"
     )
-    parser.add_argument(
-        "--link-gb-per-s",
-        type=float,
-        metavar="RATE",
-        help=f"what floors of dispatch and combine count with (default: {LINK_GB_PER_S:g} on GPUs, none on CPUs)",
-    )
+    link_rate.add_options(parser)
     parser.add_argument("--json", type=Path, metavar="FILE", help="where rank 0 writes the results")
     parser.add_argument("--trace", type=Path, metavar="FILE", help="record the layer there, time nothing")
     options = parser.parse_args(arguments)

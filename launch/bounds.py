@@ -9,9 +9,6 @@ from typing import Any
 
 import torch
 
-LINK_GB_PER_S = 351.0
-"""Out of (or into) one H200 with all peers at once: the best of `launch/results/links_h200x4.json`."""
-
 SKEW_FACTOR, SKEW_US = 1.25, 12.0
 """Uneven routing may take `SKEW_FACTOR` times the time of its busiest rank's bytes at the even case's rate, and
 `SKEW_US` more."""

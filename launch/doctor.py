@@ -34,7 +34,7 @@ from moe_runtime.config import MoELayerConfig, ParallelConfig, load_config
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels.runtime import INTERPRET, resolve_engine, runs_cuda
 from moe_runtime.launch import kernel_table
-from moe_runtime.launch.environment import gpu_records, package_versions
+from moe_runtime.launch.environment import gpu_records, memory_bytes, package_versions
 from moe_runtime.memory import REGIONS, reserved_bytes
 
 
@@ -136,24 +136,13 @@ def _active_links(pynvml: Any, uuid: str) -> int:
     return active
 
 
-def _memory_bytes() -> dict[str, int]:
-    """`total` and `available` bytes of the machine; the total lowered to the control group's limit, if it has one."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    total = fields["MemTotal"]
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-        total = min(total, int(text))
-    return {"total": total, "available": min(fields["MemAvailable"], total)}
-
-
 def _limits() -> dict[str, Any]:
     folder = shared_memory_directory()
     shared = os.statvfs(folder)
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {
         "cores": len(os.sched_getaffinity(0)),
-        "memory_bytes": _memory_bytes(),
+        "memory_bytes": memory_bytes(),
         "shared_memory": {
             "folder": folder,
             "total_bytes": shared.f_frsize * shared.f_blocks,

@@ -123,22 +123,28 @@ def gpu_records() -> list[dict[str, Any]]:
     return records
 
 
-def environment_record(context: ExpertParallelContext) -> dict[str, Any]:
+def machine_record() -> dict[str, Any]:
     """Where and how a program ran, ready for JSON; None for what is absent."""
     return {
         "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
-        # Folders say nothing to a reader elsewhere.
-        "command": shlex.join(Path(a).name if Path(a).is_absolute() else a for a in sys.argv),
+        "command": _command(),
         **_git_state(),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.release().partition('-')[0]} {platform.machine()}",
         "processor": _processor(),
         "cores": len(os.sched_getaffinity(0)),
-        "threads_per_rank": torch.get_num_threads(),
+        "memory_bytes": memory_bytes()["total"],
         "packages": package_versions(),
         "cuda": torch.version.cuda,
         "driver": _driver(),
         "gpus": gpu_records(),
+    }
+
+
+def environment_record(context: ExpertParallelContext) -> dict[str, Any]:
+    """`machine_record`, and what the ranks of a context are."""
+    return machine_record() | {
+        "threads_per_rank": torch.get_num_threads(),
         "ranks": context.world_size,
         "device": context.device.type,
         "engine": context.engine,
@@ -149,12 +155,35 @@ def environment_record(context: ExpertParallelContext) -> dict[str, Any]:
     }
 
 
+def memory_bytes() -> dict[str, int]:
+    """`total` and `available` bytes of the machine; the total lowered to the control group's limit, if it has one."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    total = fields["MemTotal"]
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    return {"total": total, "available": min(fields["MemAvailable"], total)}
+
+
 def _output(*command: str | Path) -> str | None:
     """What a command prints, None where it is not there or fails."""
     if shutil.which(command[0]) is None:
         return None
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
     return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _command() -> str:
+    """What starts this program again; under torchrun, with as many ranks on as many nodes."""
+    start, sizes = ["python"], ("LOCAL_WORLD_SIZE", "WORLD_SIZE")
+    if os.environ.keys() >= set(sizes):
+        here, ranks = (int(os.environ[name]) for name in sizes)
+        start = ["torchrun", f"--nproc-per-node={here}", *([f"--nnodes={ranks // here}"] if ranks > here else [])]
+    spec = sys.modules["__main__"].__spec__
+    program = [sys.argv[0]] if spec is None else ["-m", spec.name]
+    # Folders say nothing to a reader elsewhere.
+    return shlex.join(Path(a).name if Path(a).is_absolute() else a for a in [*start, *program, *sys.argv[1:]])
 
 
 def _git_state() -> dict[str, Any]:

@@ -13,6 +13,7 @@ from moe_runtime.config import RunConfig
 from moe_runtime.launch import unfused_layer
 from moe_runtime.launch.bounds import EVEN, judge_goals, judge_skew, verdict
 from moe_runtime.launch.layer_bench import OURS
+from moe_runtime.launch.link_rate import LinkRate, told
 
 PHASES_KIND = "phases"
 """What the JSON of a run with `--trace` says it is: nothing in it was timed but phases."""
@@ -64,17 +65,32 @@ def compare(results: list[dict[str, Any]]) -> None:
 
 
 def make_report(
-    results: list[dict[str, Any]], record: dict[str, Any], run: RunConfig, *, traced: bool = False
+    results: list[dict[str, Any]],
+    record: dict[str, Any],
+    run: RunConfig,
+    link: LinkRate | None,
+    *,
+    traced: bool = False,
 ) -> dict[str, Any]:
-    """The JSON of a run; `record` is that of the environment, empty but on rank 0; `traced` if nothing was timed."""
+    """The JSON of a run; `record` is that of the environment, empty but on rank 0; `traced` if nothing was timed.
+
+    `link` is what floors count with, None where there are none.
+    """
     compare(results)
-    gpus = [gpu["name"] for gpu in record.get("gpus", [])[: record["ranks"]]] if record else []
+    gpus = _gpus(record) if record else []
     ours = [result for result in results if result["implementation"] == OURS]
     if not traced:
         judge_goals(ours, run.layer.model_dump(), gpus)
     passed = all(result["check"] is None or result["check"]["passed"] for result in results)
     kind = {"kind": PHASES_KIND} if traced else {}
-    return kind | {"environment": record, "config": run.model_dump(), "passed": passed, "results": results}
+    floors = {"link": None if link is None else link.record(gpus)}
+    return kind | {"environment": record, "config": run.model_dump(), **floors, "passed": passed, "results": results}
+
+
+def _gpus(record: dict[str, Any]) -> list[str]:
+    """Names of the GPUs that the ranks of a run have on its first host; none where it was on CPUs."""
+    gpus = record["gpus"] if record["device"] == "cuda" else []
+    return [gpu["name"] for gpu in gpus[: record["ranks"]]]
 
 
 def write_report(report: dict[str, Any], file: Path) -> None:
@@ -100,6 +116,8 @@ def print_results(report: dict[str, Any], console: Console) -> None:
     wide = console.options.update(width=MOST_COLUMNS)
     console.width = max(console.width, console.measure(table, options=wide).maximum)
     console.print(table)
+    if any(result["floor_us"] is not None for result in report["results"]):
+        console.print(told(report["link"], _gpus(record)), markup=False, soft_wrap=True)
     for result in report["results"]:
         check, skew = result["check"], result["skew"]
         if check is not None and not check["passed"]:

@@ -206,7 +206,7 @@ def work(options: argparse.Namespace) -> int:
         soft_wrap=True,
     )
     if options.json is not None:
-        report = {"kind": KIND, "environment": environment.package_versions(), "result": result}
+        report = {"kind": KIND, "environment": environment.machine_record(), "result": result}
         write_json(options.json, report)
     return 0
 

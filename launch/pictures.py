@@ -189,7 +189,7 @@ def _against_tokens(reports: Sequence[Report], operation: str) -> Any:
                 axes.plot(*_times([r for r in line if r.get("floor_us")], "floor_us"), **_style(line[0]) | FLOOR)
         if operation != "layer":
             axes.plot([], [], color="grey", **PEER, label="torch all-to-all of the same bytes")
-            axes.plot([], [], color="grey", **FLOOR, label="floor of the bytes")
+            axes.plot([], [], color="grey", **FLOOR, label=_floor_label(report))
         unfused = [r for r in here if r["implementation"] == unfused_layer.NAME]
         for name in dict.fromkeys(map(_name, unfused)):
             line = [r for r in unfused if _name(r) == name]
@@ -209,6 +209,15 @@ def _against_tokens(reports: Sequence[Report], operation: str) -> Any:
         axes.legend(fontsize=7)
     panels[0].set(ylabel="us, the slowest rank")
     return figure
+
+
+def _floor_label(report: Report) -> str:
+    """With the rate that the run counted with, where it says so."""
+    link = report.get("link")
+    if link is None:
+        return "floor of the bytes"
+    other = f" of {link['gpu']}" if link["same_gpu"] is False else ""
+    return f"floor of the bytes at {link['gb_per_s']:g} GB/s{other}"
 
 
 def _times(results: Sequence[Result], field: str = "median_us") -> tuple[list[int], list[float]]:

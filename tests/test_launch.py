@@ -9,7 +9,9 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from importlib.machinery import ModuleSpec
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -94,7 +96,10 @@ def test_bench_under_torchrun_writes_json(tiny: Path, tmp_path: Path) -> None:
     where = report["environment"]
     assert where["ranks"] == 2 and where["transport"] == "shared" and where["engine"] == "torch"
     assert where["packages"]["torch"] and where["cores"] >= 1 and "--combine-format mxfp8" in where["command"]
-    assert {"git_commit", "driver", "gpus", "processor", "python", "platform", "time_utc"} <= set(where)
+    assert {"git_commit", "driver", "gpus", "processor", "memory_bytes", "python", "platform", "time_utc"} <= set(where)
+    assert where["command"].startswith("torchrun --nproc-per-node=2 -m moe_runtime.launch.bench --config tiny.yaml --")
+    given = {"gb_per_s": 50.0, "source": "--link-gb-per-s", "gpu": None, "ranks": None, "same_gpu": None}
+    assert report["link"] == given and "count 50 GB/s, as --link-gb-per-s says." in done.stdout
     ours = ["dispatch", "combine", "dispatch+combine", "gemm gate+up", "gemm down", "layer"]
     cases_run = list(itertools.product(("bf16", "nvfp4"), (1, 16), ("uniform", "half")))
     for case in cases_run:
@@ -179,6 +184,22 @@ def check_trace(found: dict[str, Any], recordings: int, results: list[dict[str, 
                 assert sum(durations) / trace.STEPS <= times["largest_us"] * (1 + 1e-9)
                 assert times["mean_us"] <= times["largest_us"]
             assert all(e["ts"] + e["dur"] <= end + 1e-3 for e in inside)
+
+
+def test_floors_by_the_links_of_another_gpu_are_told_of(
+    tiny: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file, links = tmp_path / "bench.json", ROOT / "launch" / "results" / "links_h200x4.json"
+    arguments = ["dispatch", "--config", str(tiny), "--steps", "1", "--links", str(links), "--json", str(file)]
+    assert bench.main(arguments) == 0
+    link = json.loads(file.read_text())["link"]
+    assert link["gb_per_s"] == pytest.approx(351, abs=0.5) and link["source"] == links.name
+    assert (link["gpu"], link["ranks"]) == ("NVIDIA H200", 4)
+    said = "measured on 4 x NVIDIA H200 (links_h200x4.json)"
+    if not torch.cuda.is_available():
+        assert link["same_gpu"] is False
+        said += ": NOT what this ran on, no GPU."
+    assert said in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("routing", ["zipf", "one"])
@@ -282,6 +303,8 @@ def test_nan_is_outside() -> None:
         ("bench", ("--num-sms", "0"), "--num-sms: expected at least 1, got 0"),
         ("bench", ("gemm", "--num-sms", "4"), "--num-sms: gemm takes it together with --config only"),
         ("bench", ("--link-gb-per-s", "0"), "--link-gb-per-s: expected a positive number, got 0"),
+        ("bench", ("--links", "README.md"), "--links: README.md: expected the JSON of launch.link_bench, "),
+        ("bench", ("gemm", "--links", "links.json"), "--links: gemm takes it together with --config only"),
         ("bench", ("gemm", "--trace", "trace.json"), "--trace: gemm takes it together with --config only"),
     ],
 )
@@ -331,6 +354,22 @@ def test_messages_become_one_line() -> None:
     assert (
         environment.one_line(ValueError("file:\n  a: missing\n  b: unknown key")) == "file: a: missing; b: unknown key"
     )
+
+
+def test_the_command_starts_the_program_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    main = ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    monkeypatch.setattr(sys, "argv", ["/somewhere/bench.py", "layer", "--json", "/tmp/a b/run.json"])
+    for name in ("LOCAL_WORLD_SIZE", "WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert environment.machine_record()["command"] == "python bench.py layer --json run.json"
+    main.__spec__ = ModuleSpec("moe_runtime.launch.bench", None)
+    assert environment.machine_record()["command"] == "python -m moe_runtime.launch.bench layer --json run.json"
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    for ranks, start in ((4, "torchrun --nproc-per-node=4"), (8, "torchrun --nproc-per-node=4 --nnodes=2")):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        command = environment.machine_record()["command"]
+        assert command == f"{start} -m moe_runtime.launch.bench layer --json run.json"
 
 
 @pytest.mark.parametrize("kind", cases.ROUTINGS[1:])

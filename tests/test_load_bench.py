@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 import pytest
@@ -43,7 +44,10 @@ def test_it_reads_and_loads_the_same_bytes(tmp_path: Path, capsys: pytest.Captur
     file = tmp_path / "result.json"
     ballast = torch.ones(2**28)  # 1 GiB of this process, which is not the measured one's.
     assert load_bench.main([*arguments, "--ranks=1", "--runs=1", f"--folder={tmp_path}", f"--json={file}"]) == 0
-    result = json.loads(file.read_text())["result"]
+    report = json.loads(file.read_text())
+    where, result = report["environment"], report["result"]
+    assert where["command"] and where["processor"] and where["packages"]["torch"]
+    assert where["cores"] == len(os.sched_getaffinity(0)) and where["memory_bytes"] > ballast.nbytes
     assert result["bytes"] == own + 12 * 3 * 4 and len(result["load_s"]) == 1
     assert result["ratio"] == result["load_s"][0] / result["read_s"][0]
     assert 0 < result["over_own_bytes"] < ballast.nbytes

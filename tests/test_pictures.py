@@ -88,6 +88,7 @@ def test_pictures_show_the_numbers(tmp_path: Path, figures: dict[str, Any]) -> N
     first = {file: file.read_bytes() for file in files}
     assert {file: file.read_bytes() for file in pictures.draw(runs(), tmp_path)} == first
     uniform, zipf = figures["dispatch"].axes
+    assert uniform.get_legend_handles_labels()[1][-1] == "floor of the bytes"
     assert lines(uniform) == [([8, 128], [10.0, 20.0]), ([8], [12.0]), ([8, 128], [1.0, 6.0])]
     assert lines(zipf) == [([128], [19.0])]
     (layer,) = figures["layer"].axes
@@ -145,6 +146,18 @@ def test_other_files_are_refused(text: str, message: str, tmp_path: Path, capsys
     assert pictures.main([str(file), "--folder", str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert error.startswith(f"pictures: left out {message}") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("same", "label"), [(True, "351 GB/s"), (None, "351 GB/s"), (False, "351 GB/s of NVIDIA H100")]
+)
+def test_floors_are_told_with_their_rate(
+    same: bool | None, label: str, tmp_path: Path, figures: dict[str, Any]
+) -> None:
+    (_, large) = runs()
+    large["link"] = {"gb_per_s": 351.0, "gpu": "NVIDIA H100", "same_gpu": same}
+    pictures.draw([large], tmp_path)
+    assert figures["dispatch"].axes[0].get_legend_handles_labels()[1][-1] == f"floor of the bytes at {label}"
 
 
 def test_a_run_that_is_missing_or_broken_is_left_out(

@@ -1,0 +1,81 @@
+"""What floors count with: from where the rate is, and whether it is that of the GPU at hand."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from moe_runtime.launch import link_bench, link_rate
+
+pytestmark = pytest.mark.cpu_only
+
+RESULTS = Path(link_bench.__file__).resolve().parent / "results"
+
+
+def parsed(*arguments: object) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    link_rate.add_options(parser)
+    return parser.parse_args(list(map(str, arguments)))
+
+
+def test_the_default_is_the_best_of_the_committed_file() -> None:
+    file = RESULTS / link_rate.MEASURED.source
+    found = link_rate.read(file)
+    assert found.gb_per_s == max(result["gb_per_s"] for result in json.loads(file.read_text())["results"])
+    assert link_rate.MEASURED.gb_per_s == round(found.gb_per_s)
+    assert (found.source, found.gpu, found.ranks) == (file.name, link_rate.MEASURED.gpu, link_rate.MEASURED.ranks)
+    assert link_rate.default(torch.device("cuda")) == link_rate.MEASURED
+    assert link_rate.default(torch.device("cpu")) is None
+
+
+def test_the_command_line_overrides_it(tmp_path: Path) -> None:
+    assert link_rate.chosen(parsed()) is None
+    assert link_rate.chosen(parsed("--link-gb-per-s", 450)) == link_rate.LinkRate(450.0, "--link-gb-per-s")
+    file = tmp_path / "mine.json"
+    where = {"gpus": [{"name": "NVIDIA H100"}] * 2, "ranks": 2}
+    results = [{"gb_per_s": 1.0}, {"gb_per_s": 420.5}, {"gb_per_s": 2.0}]
+    file.write_text(json.dumps({"kind": link_bench.KIND, "environment": where, "results": results}))
+    assert link_rate.chosen(parsed("--links", file)) == link_rate.LinkRate(420.5, "mine.json", "NVIDIA H100", 2)
+
+
+@pytest.mark.parametrize(
+    ("gpus", "same", "end"),
+    [
+        (["NVIDIA H200"] * 8, True, "measured on 4 x NVIDIA H200 (links_h200x4.json)."),
+        (["NVIDIA H100"] * 8, False, "NOT what this ran on, NVIDIA H100."),
+        (["NVIDIA H200", "NVIDIA H200 NVL"], False, "NOT what this ran on, NVIDIA H200, NVIDIA H200 NVL."),
+        ([], False, "NOT what this ran on, no GPU."),
+    ],
+)
+def test_another_gpu_is_told_of(gpus: list[str], same: bool, end: str) -> None:
+    record = link_rate.MEASURED.record(gpus)
+    assert record["same_gpu"] is same and record["gb_per_s"] == 351.0 and record["source"] == "links_h200x4.json"
+    told = link_rate.told(record, gpus)
+    assert told.startswith("Floors of dispatch and combine count 351 GB/s, measured on 4 x NVIDIA H200 ")
+    assert end in told and ("NOT" in told) != same
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("{", "JSONDecodeError: "),
+        ("[]", "TypeError: "),
+        ('{"kind": "gemm"}', "KeyError: 'environment'"),
+        ('{"kind": "links", "environment": {"gpus": [], "ranks": 2}, "results": [{"gb_per_s": 1}]}', "IndexError: "),
+        ('{"kind": "links", "environment": {}, "results": []}', "ValueError: "),
+        (
+            '{"kind": "a", "environment": {"gpus": [{"name": ""}], "ranks": 2}, "results": [{"gb_per_s": 1}]}',
+            "got kind a",
+        ),
+    ],
+)
+def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
+    file = tmp_path / "links.json"
+    file.write_text(text)
+    with pytest.raises(ValueError, match=r"--links: links\.json: expected the JSON of launch\.link_bench, ") as error:
+        link_rate.read(file)
+    assert message in str(error.value)
