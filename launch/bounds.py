@@ -71,7 +71,7 @@ def judge_goals(results: list[dict[str, Any]], sizes: dict[str, Any], gpus: list
 
 
 def judge_skew(results: list[dict[str, Any]]) -> None:
-    """Fill in `skew` of our results, all of one run; None but for dispatch and combine whose even case was timed too.
+    """Fill in `skew` of our results, all of one run; None but where `needs_even_case`, and where that was timed too.
 
     `{"even_gb_per_s", "allowed_us", "met"}`, `met` None where the result was not timed.
     """
@@ -79,11 +79,16 @@ def judge_skew(results: list[dict[str, Any]]) -> None:
     for result in results:
         base, us, moved = even.get(_case(result)), result["median_us"], result["moved_bytes"]
         result["skew"] = None
-        exchanged = result["operation"] in ("dispatch", "combine") and result["routing"] != EVEN
-        if exchanged and base is not None and base["rate_gb_per_s"]:
+        if needs_even_case(result) and base is not None and base["rate_gb_per_s"]:
             allowed_us = SKEW_FACTOR * floor_us(moved, base["rate_gb_per_s"]) + SKEW_US
             met = None if us is None else us <= allowed_us
             result["skew"] = {"even_gb_per_s": base["rate_gb_per_s"], "allowed_us": allowed_us, "met": met}
+
+
+def needs_even_case(result: dict[str, Any]) -> bool:
+    """Whether the rule for uneven routing is for such a result: an exchange in which bytes cross a link."""
+    exchange = result["operation"] in ("dispatch", "combine") and bool(result["moved_bytes"])
+    return exchange and result["routing"] != EVEN
 
 
 def _case(result: dict[str, Any]) -> tuple[object, ...]:

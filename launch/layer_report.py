@@ -11,7 +11,7 @@ from rich.table import Table
 
 from moe_runtime.config import RunConfig
 from moe_runtime.launch import unfused_layer
-from moe_runtime.launch.bounds import EVEN, judge_goals, judge_skew, verdict
+from moe_runtime.launch.bounds import EVEN, judge_goals, judge_skew, needs_even_case, verdict
 from moe_runtime.launch.layer_bench import OURS
 from moe_runtime.launch.link_rate import LinkRate, told
 
@@ -127,6 +127,12 @@ def print_results(report: dict[str, Any], console: Console) -> None:
             console.print(
                 f"{_case(result)}: {_number(result['median_us'])} us, allowed {skew['allowed_us']:.1f} by the rule for "
                 f"uneven routing: {verdict(skew['met'])}",
+                markup=False,
+                soft_wrap=True,
+            )
+        elif result["implementation"] == OURS and needs_even_case(result):
+            console.print(
+                f"{_case(result)}: not held to the rule for uneven routing, no {EVEN} routing was timed in this run",
                 markup=False,
                 soft_wrap=True,
             )

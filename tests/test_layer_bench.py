@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import pytest
 import torch
+from rich.console import Console
 
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.formats import FORMATS
@@ -186,6 +187,29 @@ def test_the_even_case_is_of_the_same_sizes_and_formats(field: str) -> None:
         assert uneven["skew"]["even_gb_per_s"] == 50.0 and even["skew"] is None
     layer_report.compare([other, uneven])
     assert uneven["skew"] is None
+
+
+def test_the_report_says_what_was_held_to_no_rule(capsys: pytest.CaptureFixture[str]) -> None:
+    text = {"memory": None, "floor_us": None, "rate_tflop_per_s": None, "phases": None}
+    times = {"smallest_us": 19.0, "largest_us": 21.0}
+    results = [
+        result(routing="zipf"),
+        result(routing="zipf", implementation="torch all_to_all_single"),
+        result(routing="zipf", operation="layer"),
+        result(routing="zipf", tokens_per_rank=8, moved_bytes=0),
+        result(tokens_per_rank=16),
+        result(tokens_per_rank=16, routing="one"),
+    ]
+    layer_report.compare(results)
+    where = {"device": "cpu", "processor": "a CPU", "gpus": [], "ranks": 2, "transport": "shared", "engine": "torch"}
+    report = {"environment": where, "results": [one | text | times for one in results], "link": None}
+    layer_report.print_results(report, Console(width=200))
+    told = [line for line in capsys.readouterr().out.splitlines() if "uneven routing" in line]
+    assert told == [
+        "dispatch nvfp4 > bf16, 4 tokens, zipf: not held to the rule for uneven routing, "
+        "no uniform routing was timed in this run",
+        "dispatch nvfp4 > bf16, 16 tokens, one: 20.0 us, allowed 37.0 by the rule for uneven routing: met",
+    ]
 
 
 def test_goals_are_for_one_model_on_eight_gpus() -> None:
