@@ -13,7 +13,8 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -95,6 +96,16 @@ def start(run: RunConfig) -> torch.device:
 def gather(context: ExpertParallelContext, what: str, value: object) -> list[Any]:
     """Every rank's `value` (picklable, small), by rank."""
     return [value] if context.group is None else context.group.gather(what, value)
+
+
+@contextmanager
+def reading(file: Path, what: str) -> Iterator[None]:
+    """What goes wrong inside, where the JSON of `file` is taken apart, becomes a `ValueError` naming it and `what`."""
+    try:
+        yield
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{file.name}: expected the JSON of {what}, {text}") from None
 
 
 def console_of(context: ExpertParallelContext) -> Console:

@@ -34,7 +34,7 @@ from moe_runtime.launch.gemm_data import Weights, clone_rows, make_rows, make_we
 from moe_runtime.launch.gemm_graph import kernel_names
 from moe_runtime.launch.gemm_peers import Peers
 from moe_runtime.launch.gemm_table import KIND, draw, print_table
-from moe_runtime.launch.timing import TOTAL, Lap, Timing, measure
+from moe_runtime.launch.timing import TOTAL, Lap, Timing, measure, times_record
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import SILU
 
@@ -106,9 +106,9 @@ class Runner:
             "moved_bytes": sum(case.moved_bytes(product, sizes) for product in case.products),
             "floor_us": sum(us for us, _ in floors),
             "bound_by": [kind for _, kind in floors],
-            "parts_us": {name: timing.median_us for name, timing in times.items() if name != case.product},
+            "parts": {name: times_record(timing) for name, timing in times.items() if name != case.product},
             "goals": [asdict(goal) | {"text": goal.text, "met": None} for goal in case.goals],
-            **_times(times.get(case.product)),
+            **times_record(times.get(case.product)),
         }
         record |= _rates(record)
         del inputs, out, rows, between, calls
@@ -191,17 +191,6 @@ class Runner:
             call(number)
 
         return measure(self.context, step, iterations=self.iterations, capturable=True, steps=steps)[TOTAL]
-
-
-def _times(timing: Timing | None) -> dict[str, Any]:
-    return {
-        "median_us": timing.median_us if timing else None,
-        "smallest_us": min(timing.iterations_us) if timing else None,
-        "largest_us": max(timing.iterations_us) if timing else None,
-        "iterations": len(timing.iterations_us) if timing else 0,
-        "steps_per_iteration": timing.steps_per_iteration if timing else 0,
-        "method": timing.method if timing else None,
-    }
 
 
 def _rates(record: dict[str, Any]) -> dict[str, Any]:

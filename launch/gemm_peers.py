@@ -14,7 +14,7 @@ import torch
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.launch.gemm_cases import BF16_PEER, FP8_PEER, GemmCase
 from moe_runtime.launch.gemm_data import num_copies
-from moe_runtime.launch.timing import TOTAL, Lap, measure
+from moe_runtime.launch.timing import TOTAL, Lap, measure, times_record
 
 Call = Callable[[int], torch.Tensor]
 
@@ -28,7 +28,7 @@ class Peers:
         self._found: dict[tuple[object, ...], dict[str, Any]] = {}
 
     def of(self, case: GemmCase, sizes: Sequence[int], steps: int) -> list[dict[str, Any]]:
-        """`{"name", "median_us", "why"}` of each peer of a case; `why` says why there is no time."""
+        """`name`, `times_record` and `why` of each peer of a case; `why` says why there is no time."""
         names = [BF16_PEER, *([FP8_PEER] if case.format == "fp8_block" else [])]
         return [self._timed(name, case, tuple(sizes), steps) for name in names]
 
@@ -49,14 +49,14 @@ class Peers:
                 call(0)
         except (AttributeError, RuntimeError) as error:
             # No such function in this torch, or none for this device.
-            return {"median_us": None, "why": str(error).splitlines()[0][:200]}
+            return times_record(None) | {"why": str(error).splitlines()[0][:200]}
 
         def step(number: int, lap: Lap) -> None:
             for call in calls:
                 call(number)
 
         timing = measure(self._context, step, iterations=self._iterations, capturable=True, steps=steps)[TOTAL]
-        return {"median_us": timing.median_us, "why": None}
+        return times_record(timing) | {"why": None}
 
 
 def _ends(sizes: Sequence[int], device: torch.device) -> torch.Tensor:

@@ -18,7 +18,7 @@ from moe_runtime.config import RunConfig
 from moe_runtime.experts import Experts
 from moe_runtime.launch import bounds, cases, checks, environment
 from moe_runtime.launch.step_memory import StepMemory
-from moe_runtime.launch.timing import Step, Timing, copies_to_rotate, measure
+from moe_runtime.launch.timing import Step, Timing, copies_to_rotate, measure, times_record
 from moe_runtime.launch.trace import TraceFile
 from moe_runtime.launch.yardsticks import Yardsticks
 from moe_runtime.layer import MoELayer
@@ -176,12 +176,7 @@ class Bench:
                 "mode": config.resolved_mode,
                 "routing": self.routing,
                 "inputs_in_turn": len(self.turns),
-                "median_us": median_us,
-                "smallest_us": min(timing.iterations_us) if timing else None,
-                "largest_us": max(timing.iterations_us) if timing else None,
-                "iterations": len(timing.iterations_us) if timing else 0,
-                "steps_per_iteration": timing.steps_per_iteration if timing else 0,
-                "method": timing.method if timing else None,
+                **times_record(timing),
                 "moved_bytes": work.moved_bytes,
                 "work_flop": work.flops,
                 "rate_gb_per_s": per_second(work.moved_bytes, 1e9),

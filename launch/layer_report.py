@@ -22,6 +22,9 @@ KEY = ("operation", "tokens_per_rank", "token_format", "weight_format", "combine
 """What a result and its peer in the same run have in common."""
 
 
+SIZES = ("hidden_size", "intermediate_size", "num_experts", "top_k")
+"""Of a layer, by which runs of one model are told."""
+
 COLUMNS = (
     *("operation", "by", "routing", "format", "tokens", "us", "spread", "of torch", "floor us", "goal us"),
     *("GB/s", "TFLOP/s", "peak GB", "check"),
@@ -37,6 +40,12 @@ MOST_COLUMNS = 400
 def settings_of(layer: dict[str, Any]) -> list[str]:
     """What a layer's config says of how its step is run, beside sizes and formats, for titles."""
     return [f"{name} {layer[name]}" for name in ("micro_batches", "num_sms") if layer.get(name) not in (None, 1)]
+
+
+def model_of(report: dict[str, Any]) -> str:
+    """Sizes of the layer of a run, and its `settings_of`."""
+    layer = report["config"]["layer"]
+    return ", ".join([*(f"{name} {layer[name]}" for name in SIZES), *settings_of(layer)])
 
 
 def key_of(result: dict[str, Any]) -> tuple[object, ...]:

@@ -20,7 +20,7 @@ from moe_runtime.comm.bootstrap import init_from_env
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.kernels.copy_ways import PIECE, THREADS, WAYS, copy
 from moe_runtime.launch import environment
-from moe_runtime.launch.timing import TOTAL, Lap, measure
+from moe_runtime.launch.timing import TOTAL, Lap, measure, times_record
 
 KIND = "links"
 MEGABYTES = (0.05, 0.25, 1.0, 4.0, 16.0, 40.0)
@@ -82,9 +82,7 @@ def work(options: argparse.Namespace) -> int:
                             "way": way,
                             "bytes_per_peer": num_bytes,
                             "blocks": blocks,
-                            "median_us": timing.median_us,
-                            "smallest_us": min(timing.iterations_us),
-                            "largest_us": max(timing.iterations_us),
+                            **times_record(timing),
                             "gb_per_s": moved / timing.median_us / 1e3,
                         }
                     )

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from moe_runtime.launch import environment
 from moe_runtime.launch.link_bench import KIND
 
 
@@ -77,17 +78,13 @@ def default(device: torch.device) -> LinkRate | None:
 
 def read(file: Path) -> LinkRate:
     """The best rate of a file of `launch.link_bench`. Raises `ValueError` if it is none of those."""
-    what = f"--links: {file.name}: expected the JSON of launch.link_bench"
-    try:
+    with environment.reading(file, "launch.link_bench"):
         found = json.loads(file.read_text())
-        kind, record = found["kind"], found["environment"]
+        if found["kind"] != KIND:
+            raise ValueError(f"got kind {found['kind']}")
         best = max(float(result["gb_per_s"]) for result in found["results"])
-        rate = LinkRate(best, file.name, record["gpus"][0]["name"], record["ranks"])
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise ValueError(f"{what}, {type(error).__name__}: {error}") from None
-    if kind != KIND:
-        raise ValueError(f"{what}, got kind {kind}")
-    return rate
+        record = found["environment"]
+        return LinkRate(best, file.name, record["gpus"][0]["name"], record["ranks"])
 
 
 def told(link: dict[str, Any], gpus: Sequence[str]) -> str:

@@ -33,7 +33,7 @@ from moe_runtime.launch.op_problems import (
     mxfp8_groupwise,
     nvfp4_groupwise,
 )
-from moe_runtime.launch.timing import TOTAL, Lap, copies_to_rotate, measure
+from moe_runtime.launch.timing import TOTAL, Lap, copies_to_rotate, measure, times_record
 
 KIND = "operations"
 """What the JSON says it is."""
@@ -194,12 +194,7 @@ def time_problem(
     timing = measure(context, step, iterations=iterations, capturable=True)[TOTAL]
     seconds = timing.median_us * 1e-6
     return {
-        "median_us": timing.median_us,
-        "smallest_us": min(timing.iterations_us),
-        "largest_us": max(timing.iterations_us),
-        "iterations": iterations,
-        "steps_per_iteration": timing.steps_per_iteration,
-        "method": timing.method,
+        **times_record(timing),
         "moved_bytes": raw.moved_bytes,
         "work_flop": problem.flops,
         "rate_gb_per_s": raw.moved_bytes / seconds / 1e9,

@@ -21,9 +21,8 @@ from moe_runtime.launch import environment, unfused_layer
 from moe_runtime.launch.bounds import EVEN
 from moe_runtime.launch.drawing import COLOURS, check_can_draw, new_figure, save
 from moe_runtime.launch.layer_bench import OURS
-from moe_runtime.launch.layer_report import PHASES_KIND, key_of, peers_of, settings_of
+from moe_runtime.launch.layer_report import PHASES_KIND, key_of, model_of, peers_of
 
-SIZES = ("hidden_size", "intermediate_size", "num_experts", "top_k")
 STYLES = {"bf16": "-", "fp8_block": (0, (6, 2)), "mxfp8": (0, (3, 1, 1, 1))}
 """Lines by combine format."""
 
@@ -51,25 +50,19 @@ def read(file: Path) -> Report:
 
     Raises `ValueError` naming the file if it is not one of `launch.bench` over a config, `OSError` if it is not there.
     """
-    try:
+    found: Report
+    with environment.reading(file, "launch.bench over a config"):
         found = json.loads(file.read_text())
-    except ValueError as error:
-        raise ValueError(f"{file.name}: expected the JSON of launch.bench, {error}") from None
-    kind = found.get("kind", "none") if isinstance(found, dict) else type(found).__name__
-    whole = isinstance(found, dict) and {"environment", "config", "results"} <= found.keys()
-    if not whole or kind not in ("none", PHASES_KIND):
-        raise ValueError(f"{file.name}: expected the JSON of launch.bench over a config, got kind {kind}")
-    try:
+        if (kind := found.get("kind", PHASES_KIND)) != PHASES_KIND:
+            raise ValueError(f"got kind {kind}")
         _taken(found)
-    except (KeyError, TypeError, IndexError, ValueError) as error:
-        raise ValueError(f"{file.name}: expected the JSON of launch.bench, {type(error).__name__}: {error}") from None
     return found
 
 
 def _taken(report: Report) -> list[object]:
     """What every picture takes from a run; raises as Python does where it is not there."""
     results = [(*key_of(r), r["implementation"], r["median_us"]) for r in report["results"]]
-    return [_ranks(report), _model(report), _gpu(report), *results]
+    return [_ranks(report), model_of(report), _gpu(report), *results]
 
 
 def readable(files: Sequence[Path]) -> tuple[list[Report], list[str]]:
@@ -125,7 +118,7 @@ def _largest(reports: Sequence[Report], choose: Callable[[Report], list[Result]]
 
 
 def _check_alike(reports: Sequence[Report]) -> None:
-    for what, of in (("model", _model), ("GPU", _gpu)):
+    for what, of in (("model", model_of), ("GPU", _gpu)):
         found = list(dict.fromkeys(of(report) for report in reports))
         if len(found) > 1:
             raise ValueError(f"RUN: expected runs of one {what}, got {'; '.join(found)}")
@@ -135,18 +128,13 @@ def _ranks(report: Report) -> int:
     return int(report["environment"]["ranks"])
 
 
-def _model(report: Report) -> str:
-    layer = report["config"]["layer"]
-    return ", ".join([*(f"{name} {layer[name]}" for name in SIZES), *settings_of(layer)])
-
-
 def _gpu(report: Report) -> str:
     record = report["environment"]
     return str(record["gpus"][0]["name"] if record["gpus"] else record["processor"])
 
 
 def _title(report: Report, what: str) -> str:
-    return f"{what}, {_ranks(report)} x {_gpu(report)}\n{_model(report)}"
+    return f"{what}, {_ranks(report)} x {_gpu(report)}\n{model_of(report)}"
 
 
 def _timed(report: Report, operation: str) -> list[Result]:
@@ -269,7 +257,7 @@ def _scaling(reports: Sequence[Report]) -> Any:
     if not counts:
         return None
     figure = new_figure(max(7, 3 * len(counts)), 4)
-    where = f"{_gpu(reports[0])}\n{_model(reports[0])}"
+    where = f"{_gpu(reports[0])}\n{model_of(reports[0])}"
     figure.suptitle(f"layer at fixed tokens per rank, {EVEN} routing, {where}", fontsize=9)
     ticks = sorted({ranks for line in lines.values() for ranks in line})
     for axes, count in zip(figure.subplots(1, len(counts), squeeze=False)[0], counts, strict=True):

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import pairwise
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -44,6 +45,18 @@ class Timing:
     @property
     def median_us(self) -> float:
         return statistics.median(self.iterations_us)
+
+
+def times_record(timing: Timing | None) -> dict[str, Any]:
+    """What JSON says of a time: its median over iterations, and from the smallest to the largest as its spread."""
+    return {
+        "median_us": timing.median_us if timing else None,
+        "smallest_us": min(timing.iterations_us) if timing else None,
+        "largest_us": max(timing.iterations_us) if timing else None,
+        "iterations": len(timing.iterations_us) if timing else 0,
+        "steps_per_iteration": timing.steps_per_iteration if timing else 0,
+        "method": timing.method if timing else None,
+    }
 
 
 def copies_to_rotate(device: torch.device, num_bytes: int) -> int:

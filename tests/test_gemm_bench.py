@@ -201,7 +201,9 @@ def test_a_case_is_checked_and_timed(fmt: str, product: str) -> None:
     assert record["floor_share"] == pytest.approx(record["floor_us"] / record["median_us"])
     assert record["rate_tflop_per_s"] == pytest.approx(record["work_flop"] / record["median_us"] * 1e-6)
     assert record["rate_tb_per_s"] == pytest.approx(record["moved_bytes"] / record["median_us"] * 1e-6)
-    assert set(record["parts_us"]) == ({"gate_up", "down"} if product == "both" else set())
+    assert set(record["parts"]) == ({"gate_up", "down"} if product == "both" else set())
+    for timed in (*record["parts"].values(), *(peer for peer in record["peers"] if peer["why"] is None)):
+        assert 0 < timed["smallest_us"] <= timed["median_us"] <= timed["largest_us"] and timed["iterations"] == 2
     assert [peer["name"] for peer in record["peers"]] == [BF16_PEER, *([FP8_PEER] if fmt == "fp8_block" else [])]
     json.dumps(record)
 
