@@ -28,7 +28,7 @@ from moe_runtime.kernels.runtime import has_nvrtc
 from moe_runtime.launch import environment
 from moe_runtime.launch.checks import Check
 from moe_runtime.launch.drawing import check_can_draw
-from moe_runtime.launch.gemm_cases import CASES, GemmCase, Goal, Product
+from moe_runtime.launch.gemm_cases import CASES, CEILINGS, GemmCase, Goal, Product
 from moe_runtime.launch.gemm_check import Sample, check_gated, check_plain, poisoned_memory
 from moe_runtime.launch.gemm_data import Weights, clone_rows, make_rows, make_weights, num_copies, row_bytes
 from moe_runtime.launch.gemm_graph import kernel_names
@@ -279,7 +279,7 @@ def work(options: argparse.Namespace) -> int:
 
 def _write(file: Path | None, record: dict[str, Any], results: list[dict[str, Any]]) -> dict[str, Any]:
     passed = all(check["passed"] for result in results for check in result["checks"])
-    report = {"kind": KIND, "environment": record, "passed": passed, "results": results}
+    report = {"kind": KIND, "environment": record, "ceilings": CEILINGS, "passed": passed, "results": results}
     if file is not None:
         file.write_text(json.dumps(report, indent=1) + "\n")
     return report

@@ -20,6 +20,15 @@ from moe_runtime.launch.checks import format_bytes
 MEMORY_TB_PER_S = 4.30
 BF16_TFLOP_PER_S = 773.0
 FP8_TFLOP_PER_S = 1437.0
+MEASURED_GPU = "NVIDIA H200"
+
+CEILINGS = {
+    "memory_tb_per_s": MEMORY_TB_PER_S,
+    "bf16_tflop_per_s": BF16_TFLOP_PER_S,
+    "fp8_tflop_per_s": FP8_TFLOP_PER_S,
+    "gpu": MEASURED_GPU,
+}
+"""What floors count with, for JSON; `gpu` is the one that it was measured on."""
 
 RANKS, TOP_K = 8, 8
 """Of the layer that `uniform` and `layer` routing belong to."""

@@ -17,7 +17,7 @@ from rich.table import Table
 from moe_runtime.launch import environment
 from moe_runtime.launch.bounds import verdict
 from moe_runtime.launch.drawing import COLOURS, check_can_draw, new_figure, save
-from moe_runtime.launch.gemm_cases import BF16_TFLOP_PER_S, FP8_TFLOP_PER_S, MEMORY_TB_PER_S
+from moe_runtime.launch.gemm_cases import BF16_TFLOP_PER_S, FP8_TFLOP_PER_S, MEASURED_GPU, MEMORY_TB_PER_S
 
 KIND = "gemm"
 """What the JSON says it is."""
@@ -81,6 +81,12 @@ def where(report: dict[str, Any]) -> str:
     return f"{gpu}{driver}, {packages}"
 
 
+def _foreign(report: dict[str, Any]) -> str:
+    """On which GPU ceilings were measured, where the run was on another or on none; empty where it is the same."""
+    names = [gpu["name"] for gpu in report["environment"]["gpus"][:1]]
+    return "" if names == [MEASURED_GPU] else f" on {MEASURED_GPU}, NOT what this ran on"
+
+
 def print_table(report: dict[str, Any], console: Console) -> None:
     """A line per case; under it the checks that failed and the peers that there are not."""
     table = Table(title=f"Grouped GEMM: {where(report)}, engine {report['environment']['gemm_engine']}")
@@ -89,6 +95,8 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     for result in report["results"]:
         table.add_row(*(text.replace("`", "") for text in cells(result)))
     console.print(table)
+    if foreign := _foreign(report):
+        console.print(f"Floors count what was measured{foreign}.", markup=False)
     for result in report["results"]:
         for check in result["checks"]:
             if not check["passed"]:
@@ -102,8 +110,8 @@ def markdown(report: dict[str, Any], source: str, picture: str | None = None) ->
     """The table for the README; `source` and `picture` are paths of files."""
     lines = [
         f"{where(report)}. Floors count {MEMORY_TB_PER_S} TB/s, {BF16_TFLOP_PER_S:.0f} TFLOP/s in bf16 and, for "
-        f"`fp8_block`, {FP8_TFLOP_PER_S:.0f} in fp8, all measured; peers are torch's `grouped_mm` in bf16 and "
-        "`scaled_grouped_mm` with a scale per row, without activation, in the same run. Spread, times of each "
+        f"`fp8_block`, {FP8_TFLOP_PER_S:.0f} in fp8, all measured{_foreign(report)}; peers are torch's `grouped_mm` in "
+        "bf16 and `scaled_grouped_mm` with a scale per row, without activation, in the same run. Spread, times of each "
         f"product and errors are in the [JSON]({source}), written by `{report['environment']['command']}`.",
         "",
         f"| {' | '.join(COLUMNS)} |",
@@ -142,7 +150,9 @@ def draw(report: dict[str, Any], file: Path) -> None:
         axes.plot([], [], color="grey", marker=MARKERS[product], linestyle="none", label=product)
     for label, style in (("achieved", "full"), ("at its floor", "none")):
         axes.plot([], [], color="grey", marker="o", linestyle="none", fillstyle=style, label=label)
-    axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s", title=where(report))
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s")
+    foreign = _foreign(report)
+    axes.set_title(where(report) + (f"\nceilings measured{foreign}" if foreign else ""))
     axes.legend(fontsize=8)
     save(figure, file, KIND)
 

@@ -271,6 +271,9 @@ def test_the_program_writes_what_it_prints(tmp_path: Path, capsys: pytest.Captur
     names = ["nvfp4 8x16 down", "fp8_block 32x32 both", "mxfp8 32x1024 both, zipf"]
     assert [result["case"] for result in report["results"]] == names
     printed = capsys.readouterr().out
+    assert report["ceilings"]["gpu"] == "NVIDIA H200"
+    here = [gpu["name"] for gpu in report["environment"]["gpus"][:1]]
+    assert ("measured on NVIDIA H200, NOT what this ran on." in printed) == (here != ["NVIDIA H200"])
     assert gemm_table.main([str(file)]) == 0
     assert capsys.readouterr().out == printed
     text = gemm_table.markdown(report, "results/gemm.json", "results/gemm.svg")

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.launch import tables, unfused_layer
+from moe_runtime.launch import gemm_table, tables, unfused_layer
 
 pytestmark = pytest.mark.cpu_only
 
@@ -156,6 +156,10 @@ def test_the_gemm_has_marks_of_its_own(tmp_path: Path) -> None:
     made = tables.with_gemm(readme, tmp_path, tmp_path)
     assert made.startswith("a\n") and made.endswith("z\n") and "old" not in made and "![" not in made
     assert "NVIDIA H200, driver 1.2, torch 2.11.0, triton 3.6.0. Floors count 4.3 TB/s" in made
+    assert "1437 in fp8, all measured; peers" in made
+    other = report_environment() | {"gpus": [{"name": "NVIDIA H100"}]}
+    text = gemm_table.markdown(report | {"environment": other}, "x.json")
+    assert "NVIDIA H100, driver" in text and "measured on NVIDIA H200, NOT what this ran on; peers" in text
     assert (
         "| nvfp4 8x16 down | 128 | 21.2 | 15.5 | 73% | 177 | 3.13 | 22 us: met; 80% of the floor: missed | 86.4 |  | "
         "decode_tokens, decoded_gemm |" in made
