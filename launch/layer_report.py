@@ -21,7 +21,6 @@ PHASES_KIND = "phases"
 KEY = ("operation", "tokens_per_rank", "token_format", "weight_format", "combine_format", "mode", "routing")
 """What a result and its peer in the same run have in common."""
 
-
 SIZES = ("hidden_size", "intermediate_size", "num_experts", "top_k")
 """Of a layer, by which runs of one model are told."""
 
