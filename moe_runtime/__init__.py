@@ -6,6 +6,7 @@ Layers, from the top; a module imports from its own layer or from those below it
 
     parallel, virtual, launch.*
     conversion
+    converted_experts
     layer, step, calibration
     replacement, mover, slots
     dispatcher, experts, checkpoint, router, shared_expert, reference, ops
@@ -14,7 +15,8 @@ Layers, from the top; a module imports from its own layer or from those below it
     op_weights, op_inputs, op_scales, op_arguments
     context, counters, memory
     kernels.*, comm.*, prepared, weights, token_format, geometry
-    moves, placement, grouped, plan, formats, families, config, errors, metrics, progress, tensor_files, tensor_writer
+    moves, placement, grouped, plan, formats, families, config, errors, metrics, progress, tensor_files, tensor_writer,
+    folder_lock
 """
 
 from __future__ import annotations

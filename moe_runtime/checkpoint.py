@@ -21,12 +21,12 @@ from moe_runtime.checkpoint_layouts import (
     CONFIG_FILE,
     EXPERTS_KEY,
     MODELOPT_FILE,
+    PLAIN_STACKED,
+    Quantization,
     StoredExperts,
-    WeightLayout,
-    stored_experts,
 )
 from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
-from moe_runtime.expert_readers import ExpertNames, ExpertReader, dense, layout_of, read_linears
+from moe_runtime.expert_readers import ExpertNames, ExpertReader, dense, layout_of, read_linear
 from moe_runtime.families import (
     DEEPSEEK_V3,
     GPT_OSS,
@@ -39,7 +39,8 @@ from moe_runtime.families import (
 )
 from moe_runtime.formats import WEIGHT_FORMATS, token_formats_for
 from moe_runtime.loading import FRESH, ExpertTensors, QuantRoom, Rooms
-from moe_runtime.tensor_files import INDEX_FILE, SINGLE_FILE, TensorFiles, file_digests, read_json, write_json
+from moe_runtime.tensor_files import INDEX_FILE, SINGLE_FILE, TensorFiles, read_json, write_json
+from moe_runtime.weights import GateUpOrder
 
 
 @dataclass(frozen=True)
@@ -71,7 +72,7 @@ class Checkpoint:
         folder: its path.
         config: the parsed `config.json`.
         family: of the model.
-        stored: how its routed experts are stored.
+        quantization: what it says of its routed experts.
         files: its tensors.
 
     Raises:
@@ -85,11 +86,7 @@ class Checkpoint:
         self._source = str(self.folder / CONFIG_FILE)
         self.config = read_json(self.folder / CONFIG_FILE)
         self.family: Family = family_of(self.config, source=self._source)
-        stacked = self.family is GPT_OSS
-        linears = (name for layer in self.moe_layers() for name in self.names(layer).linears(0))
-        self.stored: StoredExperts = stored_experts(
-            self.folder, self.config, names=() if stacked else linears, stacked=stacked
-        )
+        self.quantization = Quantization.of(self.folder, self.config, stacked=self.family is GPT_OSS)
         self.files = TensorFiles(self.folder)
 
     def __enter__(self) -> Checkpoint:
@@ -99,12 +96,10 @@ class Checkpoint:
         self.files.__exit__(*exc)
 
     @cached_property
-    def rest(self) -> WeightLayout:
-        """Layout of its shared experts, or of all its other linears where it has none, as far as it is quantized."""
+    def rest(self) -> Quantization:
+        """What it says of its other linears, shared experts among them."""
         others = {key: value for key, value in self.config.items() if key != EXPERTS_KEY}
-        linears = (name for layer in self.moe_layers() for name in self._shared_linears(layer))
-        names = () if self._sizes().shared_expert is None else linears
-        return stored_experts(self.folder, others, names=names, stacked=self.family is GPT_OSS).layout
+        return Quantization.of(self.folder, others, stacked=self.family is GPT_OSS)
 
     def layer_config(self, layer: int, **overrides: Any) -> MoELayerConfig:
         """What `layer_config_from_checkpoint` returns."""
@@ -117,12 +112,12 @@ class Checkpoint:
         return layer_config(self.config, source=self._source, **overrides | formats)
 
     def digests(self, layer: int | None = None) -> dict[str, str]:
-        """What must be equal on ranks that read one checkpoint (`moe_runtime.tensor_files.file_digests`).
+        """What must be equal on ranks that read one checkpoint (`TensorFiles.file_digests`).
 
         With a `layer` also that of its gate, which every rank reads and which tells one training of a model from
         another, and those of the headers of the files that hold its experts, all of which must be there.
         """
-        found = file_digests(self.folder, (CONFIG_FILE, MODELOPT_FILE))
+        found = self.files.file_digests((CONFIG_FILE, MODELOPT_FILE))
         if layer is not None:
             raw = self.router(layer).weight.view(torch.uint8).numpy().tobytes()
             found[f"sha256 of {self._gate(layer)}.weight"] = hashlib.sha256(raw).hexdigest()[:16]
@@ -136,13 +131,14 @@ class Checkpoint:
             raise ValueError(f"layer: {self._source} says that layer {layer} has no experts")
 
     def stored_of(self, layer: int) -> StoredExperts:
-        """How the experts of a layer are stored: as those of the model, or plain where quantization left them out."""
-        if self.stored.layout.stacked:
-            return self.stored
+        """How the experts of a layer are stored: as is said of its first one, or plain where they were left out."""
         names, experts = self.names(layer), range(self._sizes().num_experts)
+        said = self.quantization.stored(names.linears(0))
+        if said.layout.stacked and names.stacks[0] in self.files:
+            return StoredExperts(PLAIN_STACKED, "bf16")
         linears = (prefix for expert in experts for prefix in names.linears(expert))
-        layout = layout_of(self.files, self.stored.layout, linears)
-        return self.stored if layout is self.stored.layout else StoredExperts(layout, "bf16")
+        layout = layout_of(self.files, said.layout, linears)
+        return said if layout is said.layout else StoredExperts(layout, "bf16")
 
     def moe_layers(self) -> list[int]:
         """Decoder layers with routed experts, those for multi-token prediction included."""
@@ -158,7 +154,9 @@ class Checkpoint:
         block = f"{self._block(layer)}.experts"
         if self.family is MIXTRAL:
             return ExpertNames(block, "w1", "w3", "w2")
-        return ExpertNames(block, stacked=self.family is GPT_OSS)
+        if self.family is GPT_OSS:
+            return ExpertNames(block, order=GateUpOrder.INTERLEAVED, biases=True)
+        return ExpertNames(block)
 
     def reader(self, layer: int) -> ExpertReader:
         """Reads the experts of a layer."""
@@ -216,11 +214,10 @@ class Checkpoint:
             return None
         block, hidden, inner = self._block(layer), sizes.hidden_size, shared.intermediate_size
         linears = self._shared_linears(layer)
-        layout = layout_of(self.files, self.rest, linears)
+        layout = layout_of(self.files, self.rest.stored(linears).layout, linears)
         shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
         gate, up, down = (
-            dense(read_linears(self.files, layout, (name,), *shape))
-            for name, shape in zip(linears, shapes, strict=True)
+            dense(read_linear(self.files, layout, name, *shape)) for name, shape in zip(linears, shapes, strict=True)
         )
         return SharedExpertTensors(
             gate,

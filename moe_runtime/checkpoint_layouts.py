@@ -8,8 +8,8 @@ Low nibble is the even column in all of them.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -64,6 +64,7 @@ class WeightLayout:
 
 
 PLAIN = WeightLayout("plain", BF16)
+PLAIN_STACKED = WeightLayout("plain, stacked", BF16, stacked=True)
 MODELOPT_NVFP4 = WeightLayout(
     "modelopt nvfp4",
     NVFP4,
@@ -85,16 +86,19 @@ COMPRESSED_MXFP4 = WeightLayout(
     "mxfp4-pack-quantized", MXFP4, weight="weight_packed", scale="weight_scale", scale_dtypes=("U8", "F8_E8M0")
 )
 COMPRESSED_MXFP8 = WeightLayout("mxfp8-quantized", MXFP8, scale="weight_scale", scale_dtypes=("U8", "F8_E8M0"))
+COMPRESSED_FP8_BLOCKS = WeightLayout("float-quantized", FP8_BLOCK, scale="weight_scale", scale_dtypes=("F32", "BF16"))
 FP8_BLOCKS = WeightLayout("fp8", FP8_BLOCK, scale="weight_scale_inv", scale_dtypes=("F32", "BF16", "F8_E8M0"))
 GPT_OSS_MXFP4 = WeightLayout("mxfp4", MXFP4, weight="blocks", scale="scales", scale_dtypes=("U8",), stacked=True)
 
-COMPRESSED = {layout.name: layout for layout in (COMPRESSED_NVFP4, COMPRESSED_MXFP4, COMPRESSED_MXFP8)}
+COMPRESSED = {
+    layout.name: layout for layout in (COMPRESSED_NVFP4, COMPRESSED_MXFP4, COMPRESSED_MXFP8, COMPRESSED_FP8_BLOCKS)
+} | {"naive-quantized": COMPRESSED_FP8_BLOCKS}
 """Layouts of compressed-tensors by the name of their format."""
 
 
 @dataclass(frozen=True)
 class StoredExperts:
-    """How the experts of a checkpoint are stored.
+    """How the experts of a layer are stored.
 
     Attributes:
         layout: of each weight.
@@ -106,91 +110,135 @@ class StoredExperts:
     token_format: str
 
 
-def stored_experts(
-    folder: Path, config: Mapping[str, Any], *, names: Iterable[str] = (), stacked: bool = False
-) -> StoredExperts:
-    """The layout that `config`, the parsed `config.json` of `folder`, or the `hf_quant_config.json` beside it means.
+@dataclass(frozen=True)
+class Quantization:
+    """What a checkpoint says of how its linears are quantized; each may be in a way of its own.
 
-    Args:
-        names: the linears in question, such as `model.layers.0.mlp.experts.0.up_proj`: how others are quantized does
-            not count, and what leaves all of these out stores them plain. Without names everything counts.
-        stacked: the model's plain experts are stacked, as those of gpt-oss are.
-
-    Raises:
-        ValueError: a quantization that is not read, or one of other block sizes, or several for these linears; names
-            file and key.
+    Attributes:
+        file: the JSON file that says it.
+        said: the words of a `quantization_config`; None where there are none.
+        stacked: the model's own experts are stacked, as those of gpt-oss are.
     """
-    file = folder / CONFIG_FILE
-    quantization = config.get(EXPERTS_KEY, config.get("quantization_config"))
-    if EXPERTS_KEY not in config and (folder / MODELOPT_FILE).is_file():
-        file = folder / MODELOPT_FILE
-        quantization = {"quant_method": "modelopt", **_mapping(file, read_json(file), "quantization")}
-    plain = StoredExperts(replace(PLAIN, stacked=stacked), "bf16")
-    if quantization is None:
-        return plain
-    if not isinstance(quantization, Mapping):
-        raise ValueError(f"{file}: quantization_config: expected an object, got {quantization!r}")
-    method = quantization.get("quant_method")
-    if method == "modelopt":
-        return _modelopt(file, quantization, list(names)) or plain
-    if method == "compressed-tensors":
-        return _compressed(file, quantization, list(names)) or plain
-    if method == "mxfp4" and stacked:
-        return StoredExperts(GPT_OSS_MXFP4, "bf16")
-    if method == "fp8":
-        _expect(file, "weight_block_size", quantization.get("weight_block_size"), [128, 128])
-        _expect(file, "activation_scheme", quantization.get("activation_scheme", "dynamic"), "dynamic")
-        _expect(file, "fmt", quantization.get("fmt", "e4m3"), "e4m3")
-        return StoredExperts(FP8_BLOCKS, "fp8_block")
-    known = "modelopt, compressed-tensors, fp8" + (", mxfp4" if stacked else "")
-    raise ValueError(f"{file}: quant_method: expected one of {known}, got {method!r}")
+
+    file: Path
+    said: Mapping[str, Any] | None
+    stacked: bool = False
+
+    @classmethod
+    def of(cls, folder: Path, config: Mapping[str, Any], *, stacked: bool = False) -> Quantization:
+        """That of `config`, the parsed `config.json` of `folder`, or of the `hf_quant_config.json` beside it.
+
+        Raises:
+            ValueError: no object, or a method that is not read; names file and key.
+        """
+        file = folder / CONFIG_FILE
+        said = config.get(EXPERTS_KEY, config.get("quantization_config"))
+        if EXPERTS_KEY not in config and (folder / MODELOPT_FILE).is_file():
+            file = folder / MODELOPT_FILE
+            said = {"quant_method": "modelopt", **_mapping(file, read_json(file), "quantization")}
+        if said is not None and not isinstance(said, Mapping):
+            raise ValueError(f"{file}: quantization_config: expected an object, got {said!r}")
+        known = (*_METHODS, *(("mxfp4",) if stacked else ()))
+        if said is not None and said.get("quant_method") not in known:
+            raise ValueError(
+                f"{file}: quant_method: expected one of {', '.join(known)}, got {said.get('quant_method')!r}"
+            )
+        return cls(file, said, stacked)
+
+    def stored(self, names: Sequence[str]) -> StoredExperts:
+        """How the linears `names`, such as `model.layers.0.mlp.experts.0.up_proj`, are stored; what others are does
+        not count. Linears that are left out are plain.
+
+        Raises:
+            ValueError: a quantization that is not read, or one of other block sizes, or several ways for `names`, which
+                are those of one layer; names file, key and linear.
+        """
+        found = [self._stored(name) for name in names]
+        for name, one in zip(names, found, strict=True):
+            if one != found[0]:
+                raise ValueError(
+                    f"{self.file}: expected one way to store the linears of an expert, got {_words(found[0])} for "
+                    f"{names[0]} and {_words(one)} for {name}"
+                )
+        return found[0]
+
+    def _stored(self, name: str) -> StoredExperts:
+        plain = StoredExperts(PLAIN_STACKED if self.stacked else PLAIN, "bf16")
+        if self.said is None:
+            return plain
+        method = self.said["quant_method"]
+        if method == "mxfp4":
+            return StoredExperts(GPT_OSS_MXFP4, "bf16")
+        return _METHODS[method](self.file, self.said, name) or plain
 
 
-def _modelopt(file: Path, quantization: Mapping[str, Any], names: Sequence[str]) -> StoredExperts | None:
-    """What `quant_algo` says of all that is not left out, or `quantized_layers` of each name or of what it is in; None
-    where the weights in question, or all, stay plain."""
-    cache = quantization.get("kv_cache_quant_algo") or quantization.get("kv_cache_scheme")
-    key, recipes = "quant_algo", [quantization]
-    if quantization.get("quant_algo") == "MIXED_PRECISION":
-        key, listed = "quantized_layers", _mapping(file, quantization, "quantized_layers")
-        wanted = {above for name in names for above in _with_parents(name)}
-        recipes = [_mapping(file, listed, name) for name in listed if not names or name in wanted]
-    elif quantization.get("quant_algo") is None and cache:
+def _words(stored: StoredExperts) -> str:
+    return f"{stored.layout.name} (for {stored.token_format} tokens)"
+
+
+def _fp8(file: Path, said: Mapping[str, Any], name: str) -> StoredExperts:
+    """Which linears are left out is seen from their tensors."""
+    _expect(file, "weight_block_size", said.get("weight_block_size"), [128, 128])
+    _expect(file, "activation_scheme", said.get("activation_scheme", "dynamic"), "dynamic")
+    _expect(file, "fmt", said.get("fmt", "e4m3"), "e4m3")
+    return StoredExperts(FP8_BLOCKS, "fp8_block")
+
+
+def _modelopt(file: Path, said: Mapping[str, Any], name: str) -> StoredExperts | None:
+    """What `quant_algo` says of all that is not left out, or `quantized_layers` of the linear or of what it is in; None
+    where it stays plain."""
+    cache = said.get("kv_cache_quant_algo") or said.get("kv_cache_scheme")
+    key, recipe = "quant_algo", said
+    if said.get("quant_algo") == "MIXED_PRECISION":
+        key, listed = "quantized_layers", _mapping(file, said, "quantized_layers")
+        above = [module for module in _with_parents(name) if module in listed]
+        if not above:
+            return None
+        recipe = _mapping(file, listed, above[-1])
+    elif said.get("quant_algo") is None and cache:
         return None
-    left_out_key = "exclude_modules" if "exclude_modules" in quantization else "ignore"
-    left_out = _strings(file, left_out_key, quantization)
-    if not recipes or (names and all(_is_left_out(name, left_out) for name in names)):
+    if _is_left_out(name, _strings(file, "exclude_modules" if "exclude_modules" in said else "ignore", said)):
         return None
-    algorithms = sorted({str(recipe.get("quant_algo")) for recipe in recipes})
-    if len(algorithms) != 1 or algorithms[0] not in ("NVFP4", "W4A16_NVFP4"):
-        got = repr(algorithms[0]) if len(algorithms) == 1 else f"{algorithms} for one kind of linear"
-        raise ValueError(f"{file}: {key}: expected NVFP4 or W4A16_NVFP4, got {got}")
-    for recipe in recipes:
-        _expect(file, "group_size", recipe.get("group_size", 16), 16)
-    return StoredExperts(MODELOPT_NVFP4, "nvfp4" if algorithms == ["NVFP4"] else "bf16")
+    algorithm = recipe.get("quant_algo")
+    if algorithm not in ("NVFP4", "W4A16_NVFP4"):
+        raise ValueError(f"{file}: {key} of {name}: expected NVFP4 or W4A16_NVFP4, got {algorithm!r}")
+    _expect(file, f"group_size of {name}", recipe.get("group_size", 16), 16)
+    return StoredExperts(MODELOPT_NVFP4, "nvfp4" if algorithm == "NVFP4" else "bf16")
 
 
-def _compressed(file: Path, quantization: Mapping[str, Any], names: Sequence[str]) -> StoredExperts | None:
-    """What the groups say that have one of `names` among their targets; None where these, or all, stay plain."""
-    given = _mapping(file, quantization, "config_groups")
-    groups = [_mapping(file, given, name) for name in given]
-    if names:
-        ignored = _strings(file, "ignore", quantization)
-        found = [_group_of(file, name, groups, ignored) for name in names]
-        groups = [group for group in groups if any(group is one for one in found)]
-    if not groups and (names or quantization.get("kv_cache_scheme")):
+def _compressed(file: Path, said: Mapping[str, Any], name: str) -> StoredExperts | None:
+    """What the group says that has the linear among its targets; None where it stays plain."""
+    given = _mapping(file, said, "config_groups")
+    groups = [_mapping(file, given, key) for key in given]
+    group = _group_of(file, name, groups, _strings(file, "ignore", said))
+    if group is None:
         return None
-    formats = {str(group.get("format") or quantization.get("format")) for group in groups}
-    if len(formats) != 1 or not formats <= set(COMPRESSED):
-        raise ValueError(f"{file}: format: expected one of {', '.join(COMPRESSED)}, got {sorted(formats)}")
-    layout = COMPRESSED[formats.pop()]
-    for group in groups:
-        _expect(file, "group_size", _mapping(file, group, "weights").get("group_size"), layout.format.block)
-        _expect(file, "symmetric", group["weights"].get("symmetric", True), True)
-    weights_only = [group.get("input_activations") is None for group in groups]
-    if any(weights_only) != all(weights_only):
-        raise ValueError(f"{file}: input_activations: expected the same in all groups, got some with and some without")
-    return StoredExperts(layout, "bf16" if all(weights_only) or layout is COMPRESSED_MXFP4 else layout.format.name)
+    fmt = str(group.get("format") or said.get("format"))
+    if fmt not in COMPRESSED:
+        raise ValueError(f"{file}: format of {name}: expected one of {', '.join(COMPRESSED)}, got {fmt!r}")
+    layout, weights = COMPRESSED[fmt], _mapping(file, group, "weights")
+    activations = group.get("input_activations")
+    if layout is COMPRESSED_FP8_BLOCKS:
+        _expect(file, f"strategy of {name}", weights.get("strategy"), "block")
+        _expect(file, f"block_structure of {name}", weights.get("block_structure"), [128, 128])
+        if activations is not None:
+            _expect(
+                file,
+                f"dynamic of the activations of {name}",
+                _mapping(file, group, "input_activations").get("dynamic"),
+                True,
+            )
+    else:
+        _expect(file, f"group_size of {name}", weights.get("group_size"), layout.format.block)
+    _expect(file, f"symmetric of {name}", weights.get("symmetric", True), True)
+    return StoredExperts(layout, "bf16" if activations is None or layout is COMPRESSED_MXFP4 else layout.format.name)
+
+
+_METHODS: dict[str, Callable[[Path, Mapping[str, Any], str], StoredExperts | None]] = {
+    "modelopt": _modelopt,
+    "compressed-tensors": _compressed,
+    "fp8": _fp8,
+}
 
 
 def _group_of(
@@ -223,10 +271,10 @@ def _is_left_out(name: str, patterns: Sequence[str]) -> bool:
     return any(pattern in above or fnmatchcase(name, pattern) for pattern in patterns)
 
 
-def _with_parents(name: str) -> set[str]:
-    """A name and those of the modules that it is in."""
+def _with_parents(name: str) -> list[str]:
+    """The names of the modules that a linear is in, from the top, and its own."""
     parts = name.split(".")
-    return {".".join(parts[: count + 1]) for count in range(len(parts))}
+    return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 def _strings(file: Path, key: str, data: Mapping[str, Any]) -> list[str]:

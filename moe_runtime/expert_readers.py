@@ -31,20 +31,27 @@ class ExpertNames:
 
     Attributes:
         block: prefix of all of them, such as `model.layers.3.mlp.experts`.
-        gate, up, down: names of the projections of one expert.
-        stacked: all experts in `gate_up_proj` and `down_proj`, with biases, rows of gate and up one by one.
+        gate, up, down: names of the projections of one expert, where they are not stacked.
+        order: in which the model has rows of gate and up; stacked ones are stored so too.
+        biases: each projection has one.
     """
 
     block: str
     gate: str = "gate_proj"
     up: str = "up_proj"
     down: str = "down_proj"
-    stacked: bool = False
+    order: GateUpOrder = GateUpOrder.GATE_UP
+    biases: bool = False
 
     def linears(self, expert: int) -> tuple[str, str, str]:
         """Prefixes of gate, up and down of an expert that is not stacked."""
         prefix = f"{self.block}.{expert}"
         return f"{prefix}.{self.gate}", f"{prefix}.{self.up}", f"{prefix}.{self.down}"
+
+    @property
+    def stacks(self) -> tuple[str, str]:
+        """Prefixes of gate-and-up and of down where all experts are stacked."""
+        return f"{self.block}.gate_up_proj", f"{self.block}.down_proj"
 
 
 @dataclass(frozen=True)
@@ -88,27 +95,34 @@ class ExpertReader:
 
     def _begin(self, expert: int, rooms: Rooms) -> Callable[[], ExpertTensors]:
         """Read an expert; what is left to do without the disk is left to the result."""
-        if self.names.stacked:
+        if self.layout.stacked:
             one = self._stacked(expert, rooms)
             return lambda: one
         gate, up, down = self.names.linears(expert)
-        first = begin_linears(self.files, self.layout, (gate, up), self.inner, self.hidden, rooms[0])
-        second = begin_linears(self.files, self.layout, (down,), self.hidden, self.inner, rooms[1])
-        return lambda: ExpertTensors(first(), second())
+        order, inner, hidden = self.names.order, self.inner, self.hidden
+        first = begin_linears(self.files, self.layout, (gate, up), inner, hidden, rooms[0], order)
+        second = begin_linears(self.files, self.layout, (down,), hidden, inner, rooms[1])
+        biases: tuple[torch.Tensor, ...] = ()
+        if self.names.biases:
+            parts = [self._bias(gate, inner), self._bias(up, inner)]
+            biases = stack_rows(torch.stack(parts), order), self._bias(down, hidden)
+        return lambda: ExpertTensors(first(), second(), *biases)
+
+    def _bias(self, prefix: str, rows: int) -> torch.Tensor:
+        return self.files.read(f"{prefix}.bias", (rows,), ("BF16", "F32")).float()
 
     def holds(self, fmt: TokenFormat) -> bool:
         """Whether the quants are stored as weights in `fmt` have them in memory."""
         if self.layout != PLAIN:
-            return self.layout.format is fmt and self.layout.scale is not None
+            sizes = (2 * self.inner, self.hidden, self.names.order), (self.hidden, self.inner, None)
+            whole = self.layout.stacked or all(has_whole_blocks(fmt, *each) for each in sizes)
+            return self.layout.format is fmt and self.layout.scale is not None and whole
         first = f"{self.names.linears(0)[0]}.{self.layout.weight}"
         return fmt is self.layout.format and self.files.entry(first).dtype == "BF16"
 
     def check_names(self) -> None:
         """Raise `ValueError` naming the tensor if the layer has one that does not belong to its experts."""
-        if self.names.stacked:
-            expected = {f"{self.names.block}.{name}" for name in self._stacked_names()}
-        else:
-            expected = {name for expert in range(self.num_experts) for name in self.tensors(expert)}
+        expected = {name for expert in range(self.num_experts) for name in self.tensors(expert) + self.biases(expert)}
         for name in self.files.names():
             if name.startswith(f"{self.names.block}.") and name not in expected:
                 raise ValueError(
@@ -123,7 +137,7 @@ class ExpertReader:
         is the same on every rank, whichever experts it has.
         """
         scale = self.layout.input_scale
-        if scale is None or self.names.stacked:
+        if scale is None:
             return None
         prefixes = [self.names.linears(expert)[2] for expert in range(self.num_experts)]
         if not any(f"{prefix}.{scale.suffix}" in self.files for prefix in prefixes):
@@ -132,24 +146,29 @@ class ExpertReader:
         return float((stored if scale.divides else _reciprocal(stored)).min().clamp(max=MAX_ENCODE_SCALE))
 
     def tensors(self, expert: int) -> list[str]:
-        """Names of the tensors that an expert, not stacked, may have, the weight of its gate first."""
-        parts = [self.layout.weight, self.layout.scale, *_suffixes(self.layout)]
-        return [f"{prefix}.{part}" for prefix in self.names.linears(expert) for part in parts if part is not None]
+        """Names of the tensors that the weights of an expert may have, those of gate first; where experts are stacked,
+        of all of them."""
+        if self.layout.stacked:
+            parts = [""] if self.layout.scale is None else [f"_{self.layout.weight}", f"_{self.layout.scale}"]
+            return [f"{prefix}{part}" for prefix in self.names.stacks for part in parts]
+        suffixes = [self.layout.weight, self.layout.scale, *_suffixes(self.layout)]
+        return [f"{prefix}.{part}" for prefix in self.names.linears(expert) for part in suffixes if part is not None]
 
-    def _stacked_names(self) -> list[str]:
-        parts = ["gate_up_proj_bias", "down_proj_bias"]
-        suffixes = [""] if self.layout.scale is None else [f"_{self.layout.weight}", f"_{self.layout.scale}"]
-        return parts + [f"{name}_proj{suffix}" for name in ("gate_up", "down") for suffix in suffixes]
+    def biases(self, expert: int) -> list[str]:
+        """Names of the biases of an expert (gate, up, down; of all experts where they are stacked: gate-and-up, down);
+        none where the model has none."""
+        if not self.names.biases:
+            return []
+        if self.layout.stacked:
+            return [f"{prefix}_bias" for prefix in self.names.stacks]
+        return [f"{prefix}.bias" for prefix in self.names.linears(expert)]
 
     def _stacked(self, expert: int, rooms: Rooms) -> ExpertTensors:
         weights: list[torch.Tensor | ExpertWeights] = []
         biases = []
         sizes = ((2 * self.inner, self.hidden), (self.hidden, self.inner))
-        orders = (GateUpOrder.INTERLEAVED, None)
-        for name, (rows, columns), order, empty in zip(
-            ("gate_up_proj", "down_proj"), sizes, orders, rooms, strict=True
-        ):
-            prefix = f"{self.names.block}.{name}"
+        orders = (self.names.order, None)
+        for prefix, (rows, columns), order, empty in zip(self.names.stacks, sizes, orders, rooms, strict=True):
             bias = self.files.read(f"{prefix}_bias", (self.num_experts, rows), ("BF16", "F32"), item=expert)
             biases.append(bias.float())
             if self.layout.scale is None:
@@ -182,15 +201,11 @@ class ExpertReader:
         return ExpertWeights(fmt, quants.view(1, rows, -1), swizzle_scales(scales[None]), gate_up=order)
 
 
-def read_linears(
-    files: TensorFiles, layout: WeightLayout, prefixes: tuple[str, ...], rows: int, columns: int
+def read_linear(
+    files: TensorFiles, layout: WeightLayout, prefix: str, rows: int, columns: int
 ) -> torch.Tensor | ExpertWeights:
-    """One linear `[rows, columns]`, or gate and up, stacked in this order, each with its own second-level scale.
-
-    Returns `[len(prefixes) * rows, columns]`, bf16 or fp32, or weights of one expert; fp32 too where 128x128 blocks are
-    not whole, which those weights cannot have along K, nor between gate and up.
-    """
-    return begin_linears(files, layout, prefixes, rows, columns)()
+    """One linear `[rows, columns]`: bf16 or fp32, or weights of one expert; fp32 too where `begin_linears` says so."""
+    return begin_linears(files, layout, (prefix,), rows, columns)()
 
 
 def begin_linears(
@@ -200,26 +215,53 @@ def begin_linears(
     rows: int,
     columns: int,
     empty: Callable[..., torch.Tensor] = torch.empty,
+    order: GateUpOrder | None = None,
 ) -> Callable[[], torch.Tensor | ExpertWeights]:
-    """Read what `read_linears` wants, which the result then gives; `empty` makes room for the quants."""
+    """Read one linear `[rows, columns]`, or gate and up, each with its own second-level scale; `empty` makes room for
+    the quants.
+
+    The result gives `[len(prefixes) * rows, columns]`, gate and up in `order`: bf16 or fp32, or weights of one expert;
+    fp32 too where 128x128 blocks are not those of such weights (`has_whole_blocks`).
+    """
     fmt = layout.format
     if fmt.scale_dtype is not torch.float32:
         fmt.check_columns(columns, f"{files.index}: columns of {prefixes[0]}")
     shape, dtypes = (rows, fmt.quant_columns(columns)), layout.quant_dtypes
     first = files.check(f"{prefixes[0]}.{layout.weight}", shape, dtypes)
-    quants = empty(len(prefixes), *shape, dtype=DTYPES[first.dtype])
+    if order is GateUpOrder.INTERLEAVED:
+        quants = empty(rows, len(prefixes), shape[1], dtype=DTYPES[first.dtype]).transpose(0, 1)
+    else:
+        quants = empty(len(prefixes), *shape, dtype=DTYPES[first.dtype])
     for prefix, part in zip(prefixes, quants, strict=True):
-        files.check(f"{prefix}.{layout.weight}", shape, (first.dtype,))
-        files.read_into(f"{prefix}.{layout.weight}", part)
+        name = f"{prefix}.{layout.weight}"
+        files.check(name, shape, (first.dtype,))
+        if part.is_contiguous():
+            files.read_into(name, part)
+        else:
+            part.copy_(files.read(name, shape, (first.dtype,)))
     if layout.scale is None:
-        return lambda: quants.flatten(0, 1)
+        return lambda: stack_rows(quants, order)
     scales = _read_scales(files, layout, prefixes, rows, columns)
     second = None
     if layout.weight_scale is not None:
         second = torch.stack([_second_level(files, prefix, layout.weight_scale) for prefix in prefixes])
         second = _reciprocal(second) if layout.weight_scale.divides else second
     names = [f"{prefix}.{layout.scale}" for prefix in prefixes]
-    return functools.partial(_assemble, files, layout, names, quants, scales, second)
+    return functools.partial(_assemble, files, layout, names, quants, scales, second, order)
+
+
+def stack_rows(parts: torch.Tensor, order: GateUpOrder | None) -> torch.Tensor:
+    """`[P, N, ...]`, one linear or gate and up, as `[P * N, ...]` with their rows in `order`."""
+    return (parts.transpose(0, 1) if order is GateUpOrder.INTERLEAVED else parts).flatten(0, 1)
+
+
+def has_whole_blocks(fmt: TokenFormat, rows: int, columns: int, order: GateUpOrder | None) -> bool:
+    """Whether scales of linears, stored one by one, are those of their `rows` together: 128x128 blocks are not where
+    they are cut off along K, or would hold rows of gate and of up."""
+    if fmt.scale_dtype is not torch.float32:
+        return True
+    apart = order is None or (order is not GateUpOrder.INTERLEAVED and rows % (2 * WEIGHT_BLOCK_N) == 0)
+    return columns % fmt.block == 0 and apart
 
 
 def _assemble(
@@ -229,35 +271,36 @@ def _assemble(
     quants: torch.Tensor,
     scales: torch.Tensor,
     second: torch.Tensor | None,
+    order: GateUpOrder | None,
 ) -> torch.Tensor | ExpertWeights:
     """One weight of the quants, block scales (of these `names`, as stored) and second-level scales of its linears."""
     for name, part in zip(names, scales, strict=True):
         check_no_nan(files, name, part)
-    fmt, order = layout.format, GateUpOrder.GATE_UP if len(names) == 2 else None
+    fmt = layout.format
     assert fmt.scale_dtype is not None
     scales = scales.view(fmt.scale_dtype) if fmt.scale_dtype.itemsize == 1 else scales.to(fmt.scale_dtype)
     if scales.dtype == torch.float32:
-        rows, columns = quants.shape[1:]
-        if columns % fmt.block or (order is not None and rows % WEIGHT_BLOCK_N):
+        parts, rows, columns = quants.shape
+        if not has_whole_blocks(fmt, parts * rows, columns, order):
             factors = scales.repeat_interleave(WEIGHT_BLOCK_N, 1).repeat_interleave(fmt.block, 2)
-            return (quants.float() * factors[:, :rows, :columns]).flatten(0, 1)
+            return stack_rows(quants.float() * factors[:, :rows, :columns], order)
         return ExpertWeights(fmt, quants.view(1, -1, columns), scales.view(1, -1, scales.shape[2]), gate_up=order)
     if second is not None and order is not None:
         second = second[None]
-    blocks = swizzle_scales(scales.view(1, -1, scales.shape[2]))
-    return ExpertWeights(fmt, quants.view(1, -1, quants.shape[2]), blocks, second, gate_up=order)
+    blocks = swizzle_scales(stack_rows(scales, order)[None])
+    return ExpertWeights(fmt, stack_rows(quants, order)[None], blocks, second, gate_up=order)
 
 
 def layout_of(files: TensorFiles, layout: WeightLayout, prefixes: Iterable[str]) -> WeightLayout:
-    """`layout`, or that of plain weights where the quantization left these linears out: none of them has scales."""
+    """`layout`, or that of plain weights where these linears are stored so: none of them has scales."""
     names = list(prefixes)
-    if layout.scale is None or any(f"{prefix}.{layout.scale}" in files for prefix in names):
+    if layout.scale is not None and any(f"{prefix}.{layout.scale}" in files for prefix in names):
         return layout
     return PLAIN if all(f"{prefix}.{PLAIN.weight}" in files for prefix in names) else layout
 
 
 def dense(weight: torch.Tensor | ExpertWeights) -> torch.Tensor:
-    """`[N, K]`, bf16 or fp32, of what `read_linears` gives."""
+    """`[N, K]`, bf16 or fp32, of what a reader gives."""
     return weight.dequantize()[0] if isinstance(weight, ExpertWeights) else weight
 
 

@@ -233,11 +233,26 @@ class TensorFiles:
             digest.update(f"{name} {entry.dtype} {entry.shape}\n".encode() + head.numpy().tobytes())
         return digest.hexdigest()
 
+    def file_digests(self, json_files: Iterable[str]) -> dict[str, str]:
+        """Beginnings of the SHA-256 of those `json_files` that are in the folder, of the index or the single file's
+        header.
+
+        They tell checkpoints apart without reading them. Shards that an index names need not be there and do not count.
+        """
+        files = [self.folder / name for name in (*json_files, INDEX_FILE)]
+        digests = {f"sha256 of {file.name}": _digest(file.read_bytes()) for file in files if file.is_file()}
+        return digests if self._shard_of is not None else digests | self._digest_of(SINGLE_FILE)
+
     def header_digests(self, names: Iterable[str]) -> dict[str, str]:
         """Of each file that holds one of the tensors `names`: tells where it has other names, dtypes, shapes or places
         of its tensors than a file of another rank, without reading them."""
-        shards = dict.fromkeys(self.shard_of(name) for name in names)
-        return {_digest_key(shard): self._opened(shard, "the digest of its header").digest for shard in shards}
+        digests: dict[str, str] = {}
+        for shard in dict.fromkeys(self.shard_of(name) for name in names):
+            digests |= self._digest_of(shard)
+        return digests
+
+    def _digest_of(self, shard: str) -> dict[str, str]:
+        return {f"sha256 of the header of {shard}": self._opened(shard, "the digest of its header").digest}
 
     def _find(self, name: str) -> tuple[SafetensorsFile, TensorEntry]:
         file = self._opened(self.shard_of(name), name)
@@ -249,24 +264,6 @@ class TensorFiles:
         if shard not in self._open:
             self._open[shard] = SafetensorsFile(self.folder / shard, wanted_for, drop=self._drop)
         return self._open[shard]
-
-
-def file_digests(folder: Path, json_files: Iterable[str]) -> dict[str, str]:
-    """Beginnings of the SHA-256 of those `json_files` that are in `folder`, of the index and of a single file's header.
-
-    They tell checkpoints apart without reading them. Shards that an index names need not be there and do not count.
-    """
-    digests = {}
-    for file in (folder / name for name in (*json_files, INDEX_FILE)):
-        if file.is_file():
-            digests[f"sha256 of {file.name}"] = _digest(file.read_bytes())
-    single = folder / SINGLE_FILE
-    if single.is_file():
-        with single.open("rb") as stream:
-            length = stream.read(8)
-            header = stream.read(min(int.from_bytes(length, "little"), MAX_HEADER_BYTES))
-        digests[_digest_key(SINGLE_FILE)] = _digest(length + header)
-    return digests
 
 
 def read_json(file: Path) -> dict[str, Any]:
@@ -289,10 +286,6 @@ def write_json(file: Path, data: Mapping[str, Any]) -> None:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
-
-
-def _digest_key(file: str) -> str:
-    return f"sha256 of the header of {file}"
 
 
 def _header_bytes(file: int) -> bytes:

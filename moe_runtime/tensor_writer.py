@@ -1,4 +1,4 @@
-"""Writes a safetensors file tensor by tensor, so that none but the one being written need be in memory.
+"""Writes a safetensors file tensor by tensor, or part by part, so that only what is being written need be in memory.
 
 The file has a name of its own until it is whole; under its final name there is never half of one.
 """
@@ -23,7 +23,7 @@ PARTIAL = ".partial"
 
 
 class TensorWriter:
-    """A context manager that writes `path`; tensors come in the order of `shapes`, whole.
+    """A context manager that writes `path`; tensors come in any order, whole or one item of the first dimension each.
 
     Args:
         path: the final name. The file appears there when the block ends without an error and every tensor has come.
@@ -31,8 +31,8 @@ class TensorWriter:
         metadata: strings for the header.
 
     Raises:
-        ValueError: naming the tensor: it is not the next one, or of another dtype or shape; or one is missing at the
-            end.
+        ValueError: naming the tensor: it is none of `shapes`, or came before, or is of another dtype or shape; or one
+            is missing at the end.
     """
 
     def __init__(
@@ -40,48 +40,67 @@ class TensorWriter:
     ) -> None:
         self.path = path
         self._shapes = dict(shapes)
-        self._left = list(shapes)[::-1]
+        self._left = {name: _num_items(shape) for name, (_, shape) in shapes.items()}
+        self._came: set[tuple[str, int]] = set()
         header: dict[str, object] = {"__metadata__": dict(metadata)}
-        end = 0
+        ends = [0]
         for name, (dtype, shape) in shapes.items():
-            begin, end = end, end + math.prod(shape) * DTYPES[dtype].itemsize
-            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [begin, end]}
+            ends.append(ends[-1] + math.prod(shape) * DTYPES[dtype].itemsize)
+            header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": ends[-2:]}
         text = json.dumps(header, separators=(",", ":")).encode()
         # The data begins at a multiple of 8, as the library writes it.
-        self._header = text + b" " * (-len(text) % 8)
+        text += b" " * (-len(text) % 8)
+        self._header = len(text).to_bytes(8, "little") + text
+        self._begins = {name: len(self._header) + begin for name, begin in zip(shapes, ends, strict=False)}
 
     def __enter__(self) -> TensorWriter:
         self._partial = self.path.with_name(self.path.name + PARTIAL)
         self._file: BinaryIO = self._partial.open("wb")
-        self._file.write(len(self._header).to_bytes(8, "little") + self._header)
+        self._file.write(self._header)
         return self
 
-    def write(self, name: str, tensor: torch.Tensor) -> None:
-        """Append the next tensor, on any device."""
-        expected = self._left[-1] if self._left else None
-        if name != expected:
-            raise ValueError(f"{self.path}: expected tensor {expected} next, got {name}")
-        dtype, shape = self._shapes[name]
+    def write(self, name: str, tensor: torch.Tensor, item: int | None = None) -> None:
+        """Write a tensor, on any device, or only that `item` of its first dimension."""
+        dtype, shape = self._shapes.get(name, ("", ()))
+        left = self._left.get(name, 0)
+        if item is None:
+            fits = 0 < left == _num_items(shape)
+        else:
+            fits = left > 0 and 0 <= item < shape[0] and (name, item) not in self._came
+        if not fits:
+            what = f"tensor {name}" if item is None else f"item {item} of tensor {name}"
+            raise ValueError(f"{self.path}: {what} is not expected, or came before")
+        shape = shape if item is None else shape[1:]
         found = DTYPE_NAMES.get(tensor.dtype), tuple(tensor.shape)
         if found != (dtype, shape):
             raise ValueError(
                 f"{self.path}: tensor {name}: expected {dtype} {list(shape)}, got {found[0]} {list(found[1])}"
             )
-        self._file.write(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
-        self._left.pop()
+        data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
+        self._file.seek(self._begins[name] + (item or 0) * len(data))
+        self._file.write(data)
+        self._left[name] -= left if item is None else 1
+        if item is not None:
+            self._came.add((name, item))
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        missing = next((name for name, left in self._left.items() if left), None)
         with self._file:
-            if kind is None and not self._left:
+            if kind is None and missing is None:
                 self._file.flush()
                 os.fsync(self._file.fileno())
         if kind is not None:
             return
-        if self._left:
-            raise ValueError(f"{self.path}: tensor {self._left[-1]} was not written")
+        if missing is not None:
+            raise ValueError(f"{self.path}: tensor {missing} was not written")
         os.replace(self._partial, self.path)
+
+
+def _num_items(shape: tuple[int, ...]) -> int:
+    """The items of the first dimension; one where there is nothing to count, so that it has to come too."""
+    return max(1, shape[0]) if shape else 1
 
 
 def write_whole(path: Path, text: str) -> None:

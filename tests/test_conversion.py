@@ -124,7 +124,7 @@ def test_fp8_experts_become_nvfp4_and_the_rest_stays(source: Path, tmp_path: Pat
         assert_same_bits(made[f"model.layers.0.self_attn.o_proj.{name}"], tensor)
     assert not any(name.endswith("weight_scale_inv") and ".experts." in name for name in made)
     with Checkpoint(source) as before, Checkpoint(tmp_path / "target") as after:
-        assert after.rest.name == "fp8"
+        assert after.rest.stored(["model.layers.0.self_attn.o_proj"]).layout.name == "fp8"
         for was, is_now in zip(before.experts(0, range(4)), after.experts(0, range(4)), strict=True):
             assert isinstance(was.down, ExpertWeights) and isinstance(is_now.down, ExpertWeights)
             assert_same_bits(is_now.down.quants, ExpertWeights.quantize(was.down.dequantize(), "nvfp4").quants)
@@ -154,7 +154,8 @@ def test_what_modelopt_says_of_the_rest_stays(source: Path, tmp_path: Path) -> N
     (source / "hf_quant_config.json").write_text(json.dumps(said))
     convert_checkpoint(source, tmp_path / "target", "mxfp8")
     with Checkpoint(source) as before, Checkpoint(tmp_path / "target") as after:
-        assert (after.rest.name, after.stored.layout.name) == ("modelopt nvfp4", "mxfp8-quantized")
+        assert after.rest.stored(["model.layers.0.self_attn.o_proj"]).layout.name == "modelopt nvfp4"
+        assert after.stored_of(1).layout.name == "mxfp8-quantized"
         (was,), (is_now,) = (each.experts(1, range(3, 4)) for each in (before, after))
         assert isinstance(was.gate_up, ExpertWeights) and isinstance(is_now.gate_up, ExpertWeights)
         want = ExpertWeights.quantize(was.gate_up.dequantize(), "mxfp8")
@@ -213,7 +214,9 @@ def test_wrong_use_is_named(source: Path, tmp_path: Path) -> None:
             convert_checkpoint(*arguments, **changes)  # type: ignore[arg-type]
     assert not target.exists()
     convert_checkpoint(source, target, "mxfp8")
-    with pytest.raises(ValueError, match=r"weight_format: expected another than the source holds, got mxfp8"):
+    with pytest.raises(
+        ValueError, match=r"weight_format: expected another than the source holds, got mxfp8, as of layer 0"
+    ):
         convert_checkpoint(target, tmp_path / "again", "mxfp8")
     with pytest.raises(ValueError, match=r"safetensors: expected nothing, or a shard that the same conversion wrote"):
         convert_checkpoint(source, target, "nvfp4")
@@ -338,8 +341,12 @@ def test_the_writer_writes_what_the_library_reads(tmp_path: Path) -> None:
     shapes = {name: (names[tensor.dtype], tuple(tensor.shape)) for name, tensor in tensors.items()}
     path = tmp_path / "model.safetensors"
     with TensorWriter(path, shapes, {"format": "pt"}) as writer:
-        for name, tensor in tensors.items():
-            writer.write(name, tensor)
+        for name, tensor in list(tensors.items())[::-1]:
+            if name != "e":
+                writer.write(name, tensor)
+                continue
+            for item in (2, 0, 1):
+                writer.write(name, tensor[item], item)
     back = load_file(path)
     for name, tensor in tensors.items():
         assert_same_bits(back[name], tensor.contiguous())
@@ -347,12 +354,21 @@ def test_the_writer_writes_what_the_library_reads(tmp_path: Path) -> None:
         assert files.names() == list(tensors)
     other = tmp_path / "other.safetensors"
     for given, message in (
-        ([("b", tensors["b"])], "expected tensor a next, got b"),
+        ([("a", tensors["a"]), ("a", tensors["a"])], "tensor a is not expected, or came before"),
         ([("a", tensors["a"].float())], r"tensor a: expected BF16 \[3, 5\], got F32 \[3, 5\]"),
         ([("a", tensors["a"])], "tensor b was not written"),
-        ([*tensors.items(), ("f", tensors["a"])], "expected tensor None next, got f"),
+        ([*tensors.items(), ("f", tensors["a"])], "tensor f is not expected"),
+        ([("a", tensors["a"][0], 0), ("a", tensors["a"])], "tensor a is not expected, or came before"),
+        ([("a", tensors["a"]), ("a", tensors["a"][0], 0)], "item 0 of tensor a is not expected, or came before"),
+        ([("a", tensors["a"][0], 3)], "item 3 of tensor a is not expected"),
+        ([("a", tensors["a"][0], 0), ("a", tensors["a"][0], 0)], "item 0 of tensor a is not expected, or came before"),
+        ([("a", tensors["a"], 0)], r"tensor a: expected BF16 \[5\], got BF16 \[3, 5\]"),
+        (
+            [*((n, t) for n, t in tensors.items() if n != "a"), ("a", tensors["a"][2], 2), ("a", tensors["a"][0], 0)],
+            "tensor a was not written",
+        ),
     ):
         with pytest.raises(ValueError, match=message), TensorWriter(other, shapes, {}) as writer:
-            for name, tensor in given:
-                writer.write(name, tensor)
+            for part in given:
+                writer.write(*part)
         assert not other.exists()

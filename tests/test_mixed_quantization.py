@@ -19,7 +19,9 @@ from tests.comparison import assert_same_bits
 
 CONFIG = MoELayerConfig(hidden_size=128, intermediate_size=128, num_experts=3, top_k=2, max_tokens_per_rank=8)
 EXPERTS = "model.layers.{}.mlp.experts"
-FP8_GROUP = {"format": "float-quantized", "weights": {"num_bits": 8}, "input_activations": {"num_bits": 8}}
+FP8_GROUP = {"format": "float-quantized", "weights": {"strategy": "channel"}, "input_activations": {"num_bits": 8}}
+BLOCKS = {"num_bits": 8, "strategy": "block", "block_structure": [128, 128]}
+FP8_BLOCK_GROUP = {"format": "float-quantized", "weights": BLOCKS, "input_activations": {"dynamic": True}}
 NVFP4_GROUP = {"format": "nvfp4-pack-quantized", "weights": {"group_size": 16}, "input_activations": {"num_bits": 4}}
 W4A16_GROUP = NVFP4_GROUP | {"input_activations": None}
 MXFP4_GROUP = {"format": "mxfp4-pack-quantized", "weights": {"group_size": 32}, "input_activations": None}
@@ -66,79 +68,110 @@ def mixed(**recipes: str) -> dict[str, Any]:
 
 
 EVERY_EXPERT = r"re:.*\.experts\.\d+\.(gate|up|down)_proj$"
-CASES: dict[str, tuple[dict[str, Any], str, str]] = {
-    "attention in fp8": (
-        compressed(on(FP8_GROUP, r"re:.*self_attn.*"), on(NVFP4_GROUP, EVERY_EXPERT)),
-        "nvfp4-pack-quantized",
-        "nvfp4",
-    ),
-    "a pattern before Linear": (
-        compressed(on(FP8_GROUP, "Linear"), on(W4A16_GROUP, EVERY_EXPERT)),
-        "nvfp4-pack-quantized",
-        "bf16",
-    ),
-    "the experts ignored": (compressed(on(FP8_GROUP, "Linear"), ignore=(r"re:.*mlp\.experts.*",)), "plain", "bf16"),
-    "the experts no target": (compressed(on(FP8_GROUP, r"re:.*self_attn.*")), "plain", "bf16"),
-    "a layer ignored": (
-        compressed(on(MXFP4_GROUP, "Linear"), ignore=(r"re:model\.layers\.1\..*",)),
-        "mxfp4-pack-quantized",
-        "bf16",
-    ),
+PLAIN, NVFP4 = ("plain", "bf16"), ("nvfp4-pack-quantized", "nvfp4")
+W4A16, MXFP4 = ("nvfp4-pack-quantized", "bf16"), ("mxfp4-pack-quantized", "bf16")
+MODELOPT, MODELOPT_W4A16 = ("modelopt nvfp4", "nvfp4"), ("modelopt nvfp4", "bf16")
+Stored = tuple[str, str]
+CASES: dict[str, tuple[dict[str, Any], Stored, Stored]] = {
+    "attention in fp8": (compressed(on(FP8_GROUP, r"re:.*self_attn.*"), on(NVFP4_GROUP, EVERY_EXPERT)), NVFP4, NVFP4),
+    "a pattern before Linear": (compressed(on(FP8_GROUP, "Linear"), on(W4A16_GROUP, EVERY_EXPERT)), W4A16, W4A16),
+    "the experts ignored": (compressed(on(FP8_GROUP, "Linear"), ignore=(r"re:.*mlp\.experts.*",)), PLAIN, PLAIN),
+    "the experts no target": (compressed(on(FP8_GROUP, r"re:.*self_attn.*")), PLAIN, PLAIN),
+    "a layer ignored": (compressed(on(MXFP4_GROUP, "Linear"), ignore=(r"re:model\.layers\.1\..*",)), MXFP4, PLAIN),
     "a name before patterns": (
         compressed(
             on(FP8_GROUP, EVERY_EXPERT, "Linear"),
             on(NVFP4_GROUP, *(f"{EXPERTS.format(n)}.0.{part}_proj" for n in (0, 1) for part in ("gate", "up", "down"))),
         ),
-        "nvfp4-pack-quantized",
-        "nvfp4",
+        NVFP4,
+        NVFP4,
     ),
-    "the cache alone": (compressed(kv_cache_scheme={"num_bits": 8}), "plain", "bf16"),
+    "the cache alone": (compressed(kv_cache_scheme={"num_bits": 8}), PLAIN, PLAIN),
+    "two formats": (
+        compressed(on(NVFP4_GROUP, r"re:.*layers\.0\..*"), on(MXFP4_GROUP, r"re:.*layers\.1\..*")),
+        NVFP4,
+        MXFP4,
+    ),
+    "activations in one layer": (
+        compressed(on(NVFP4_GROUP, r"re:.*layers\.0\..*"), on(W4A16_GROUP, r"re:.*layers\.1\..*")),
+        NVFP4,
+        W4A16,
+    ),
+    "blocks in one layer": (
+        compressed(on(FP8_BLOCK_GROUP, r"re:.*layers\.0\..*"), on(W4A16_GROUP, "Linear")),
+        ("float-quantized", "fp8_block"),
+        W4A16,
+    ),
     "modelopt, experts of each layer": (
-        mixed(attention="FP8", experts_0="NVFP4", experts_1="NVFP4"),
-        "modelopt nvfp4",
-        "nvfp4",
+        mixed(attention="FP8", experts_0="NVFP4", experts_1="W4A16_NVFP4"),
+        MODELOPT,
+        MODELOPT_W4A16,
     ),
-    "modelopt, one layer": (mixed(attention="FP8", experts_1="W4A16_NVFP4"), "modelopt nvfp4", "bf16"),
-    "modelopt, linears": (mixed(attention="FP8", experts_0_0_up_proj="NVFP4"), "modelopt nvfp4", "nvfp4"),
-    "modelopt, attention alone": (mixed(attention="FP8"), "plain", "bf16"),
-    "modelopt, the cache alone": (modelopt(None, kv_cache_quant_algo="FP8"), "plain", "bf16"),
-    "modelopt, experts excluded": (modelopt("FP8", exclude_modules=["lm_head", "*mlp.experts*"]), "plain", "bf16"),
+    "modelopt, one layer": (mixed(attention="FP8", experts_1="W4A16_NVFP4"), PLAIN, MODELOPT_W4A16),
+    "modelopt, linears": (
+        mixed(experts_0_0_gate_proj="NVFP4", experts_0_0_up_proj="NVFP4", experts_0_0_down_proj="NVFP4"),
+        MODELOPT,
+        PLAIN,
+    ),
+    "modelopt, what is nearest": (mixed(experts_0="FP8", experts_0_0="NVFP4"), MODELOPT, PLAIN),
+    "modelopt, attention alone": (mixed(attention="FP8"), PLAIN, PLAIN),
+    "modelopt, the cache alone": (modelopt(None, kv_cache_quant_algo="FP8"), PLAIN, PLAIN),
+    "modelopt, experts excluded": (modelopt("FP8", exclude_modules=["lm_head", "*mlp.experts*"]), PLAIN, PLAIN),
+    "modelopt, a layer excluded": (modelopt("NVFP4", exclude_modules=["*layers.0.mlp*"]), PLAIN, MODELOPT),
     "modelopt, experts ignored by module": (
         modelopt("FP8", ignore=[EXPERTS.format(0), EXPERTS.format(1)]),
-        "plain",
-        "bf16",
+        PLAIN,
+        PLAIN,
     ),
 }
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_what_is_said_of_the_experts_counts(case: str, folder: Path) -> None:
-    quantization, layout, token_format = CASES[case]
+def test_what_is_said_of_the_experts_of_a_layer_counts(case: str, folder: Path) -> None:
+    quantization, *layers = CASES[case]
     say(folder, quantization)
     with Checkpoint(folder) as checkpoint:
-        assert (checkpoint.stored.layout.name, checkpoint.stored.token_format) == (layout, token_format)
+        for layer, want in enumerate(layers):
+            found = checkpoint.quantization.stored(checkpoint.names(layer).linears(0))
+            assert (found.layout.name, found.token_format) == want
 
 
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        (mixed(experts_0="NVFP4", experts_1="FP8"), r"quantized_layers: expected NVFP4 or .*, got \['FP8', 'NVFP4'\]"),
-        (mixed(experts_0="FP8"), "quantized_layers: expected NVFP4 or W4A16_NVFP4, got 'FP8'"),
+        (mixed(experts_1="FP8"), r"quantized_layers of model\..*gate_proj: expected NVFP4 or W4A16_NVFP4, got 'FP8'"),
         (modelopt("MIXED_PRECISION"), "quantized_layers: expected an object, got None"),
-        (modelopt(None), "quant_algo: expected NVFP4 or W4A16_NVFP4, got 'None'"),
+        (modelopt(None), r"quant_algo of model\..*: expected NVFP4 or W4A16_NVFP4, got None"),
         (
             modelopt("FP8", exclude_modules="lm_head"),
             "exclude_modules: expected a list of names and patterns, got 'lm_head'",
         ),
         (
-            compressed(on(NVFP4_GROUP, r"re:.*layers\.0\..*"), on(MXFP4_GROUP, r"re:.*layers\.1\..*")),
-            r"format: expected one of nvfp4-pack-quantized, .*, got \['mxfp4-pack-quantized', 'nvfp4-pack-quantized'\]",
+            mixed(experts_1_0_gate_proj="NVFP4", experts_1_0_up_proj="NVFP4"),
+            r"expected one way to store the linears of an expert, got modelopt nvfp4 \(for nvfp4 tokens\) for model\.*"
+            r".*0\.gate_proj and plain \(for bf16 tokens\) for model.*0\.down_proj",
         ),
         (
-            compressed(on(NVFP4_GROUP, r"re:.*layers\.0\..*"), on(W4A16_GROUP, r"re:.*layers\.1\..*")),
-            "input_activations: expected the same in all groups",
+            compressed(on(NVFP4_GROUP, r"re:.*(gate|up)_proj"), on(MXFP4_GROUP, r"re:.*down_proj")),
+            "expected one way to store the linears of an expert, got nvfp4-pack-quantized .* and mxfp4-pack-quantized",
         ),
-        (compressed(on(FP8_GROUP, "Linear")), r"format: expected one of .*, got \['float-quantized'\]"),
+        (
+            compressed(on(NVFP4_GROUP, r"re:.*(gate|up)_proj"), on(W4A16_GROUP, r"re:.*down_proj")),
+            r"expected one way .*, got .*\(for nvfp4 tokens\) for .* and .*\(for bf16 tokens\) for .*down_proj",
+        ),
+        (
+            compressed(on(FP8_GROUP | {"format": "int-quantized"}, "Linear")),
+            r"format of model\..*: expected one of .*, got 'int-quantized'",
+        ),
+        (compressed(on(FP8_GROUP, "Linear")), r"strategy of model\..*gate_proj: expected 'block', got 'channel'"),
+        (
+            compressed(on(FP8_BLOCK_GROUP | {"weights": BLOCKS | {"block_structure": [64, 64]}}, "Linear")),
+            r"block_structure of model\..*gate_proj: expected \[128, 128\], got \[64, 64\]",
+        ),
+        (
+            compressed(on(FP8_BLOCK_GROUP | {"input_activations": {"dynamic": False}}, "Linear")),
+            r"dynamic of the activations of model\..*gate_proj: expected True, got False",
+        ),
         (compressed(on(NVFP4_GROUP, "re:(")), r"targets: 're:\(': missing \), unterminated subpattern"),
         (compressed(on(NVFP4_GROUP, 3)), r"targets: expected a list of names and patterns, got \[3\]"),  # type: ignore[arg-type]
     ],
@@ -147,8 +180,11 @@ def test_experts_stored_in_ways_that_are_not_read_are_named(
     quantization: dict[str, Any], message: str, folder: Path
 ) -> None:
     say(folder, quantization)
-    with pytest.raises(ValueError, match=f"{re.escape(str(folder / 'config.json'))}: {message}"):
-        Checkpoint(folder)
+    with (
+        Checkpoint(folder) as checkpoint,
+        pytest.raises(ValueError, match=f"{re.escape(str(folder / 'config.json'))}: {message}"),
+    ):
+        checkpoint.layer_config(1, max_tokens_per_rank=1)
 
 
 def test_experts_beside_linears_in_fp8_are_read_as_alone(folder: Path) -> None:
@@ -172,12 +208,14 @@ def test_a_shared_expert_that_is_not_read_does_not_keep_the_experts_from_it(fold
     experts = on(NVFP4_GROUP, EVERY_EXPERT)
     say(folder, compressed(experts, on(FP8_GROUP, "re:.*shared_expert.*")))
     with Checkpoint(folder) as checkpoint:
-        assert checkpoint.stored.layout.name == "nvfp4-pack-quantized"
-        with pytest.raises(ValueError, match=r"format: expected one of .*, got \['float-quantized'\]"):
+        assert checkpoint.quantization.stored(checkpoint.names(0).linears(0)).layout.name == "nvfp4-pack-quantized"
+        with pytest.raises(
+            ValueError, match=r"strategy of .*shared_expert\.gate_proj: expected 'block', got 'channel'"
+        ):
             checkpoint.shared_expert(0)
     say(folder, compressed(experts))
     with Checkpoint(folder) as checkpoint:
-        assert checkpoint.rest.name == "plain"
+        assert checkpoint.rest.stored(["model.layers.0.mlp.shared_expert.up_proj"]).layout.name == "plain"
 
 
 def test_targets_match_as_in_compressed_tensors() -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_runtime.tensor_files import DTYPES, SINGLE_FILE, SafetensorsFile, TensorFiles, file_digests, write_json
+from moe_runtime.tensor_files import DTYPES, INDEX_FILE, SINGLE_FILE, SafetensorsFile, TensorFiles, write_json
 from tests.comparison import assert_same_bits
 
 
@@ -96,17 +96,26 @@ def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
 
 
 def test_digests_tell_checkpoints_apart(tmp_path: Path) -> None:
+    def digests() -> dict[str, str]:
+        with TensorFiles(tmp_path) as files:
+            return files.file_digests(("config.json", "absent.json"))
+
     save_file({"x": torch.zeros(4)}, tmp_path / SINGLE_FILE)
     write_json(tmp_path / "config.json", {"a": 1})
     write_json(tmp_path / "other.json", {"b": 1})
-    before = file_digests(tmp_path, ("config.json", "absent.json"))
+    before = digests()
     assert set(before) == {"sha256 of config.json", f"sha256 of the header of {SINGLE_FILE}"}
     write_json(tmp_path / "other.json", {"b": 2})
-    assert file_digests(tmp_path, ("config.json", "absent.json")) == before
+    assert digests() == before
+    with TensorFiles(tmp_path) as files:
+        assert files.header_digests(["x"]).items() <= before.items()
     write_json(tmp_path / "config.json", {"a": 2})
     save_file({"x": torch.zeros(5)}, tmp_path / SINGLE_FILE)
-    after = file_digests(tmp_path, ("config.json", "absent.json"))
+    after = digests()
     assert all(after[key] != value for key, value in before.items())
+    # An index counts instead of the headers of its shards, which need not be there.
+    write_json(tmp_path / INDEX_FILE, {"weight_map": {"x": "absent.safetensors"}})
+    assert set(digests()) == {"sha256 of config.json", f"sha256 of {INDEX_FILE}"}
 
 
 @pytest.mark.parametrize("memory", [1 << 20, 1 << 40])

@@ -1,0 +1,170 @@
+"""What converted experts are written as: layouts that other programs read too, their tensors, and what describes them.
+
+Experts that are stacked, as in gpt-oss, stay so where they become MXFP4, in that model's own layout. In other formats
+they become linears of their own, gate and up apart, each with its bias.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from moe_runtime.calibration import Calibration
+from moe_runtime.checkpoint_layouts import (
+    COMPRESSED_MXFP4,
+    COMPRESSED_MXFP8,
+    COMPRESSED_NVFP4,
+    FP8_BLOCKS,
+    GPT_OSS_MXFP4,
+    WeightLayout,
+)
+from moe_runtime.expert_readers import ExpertReader, dense
+from moe_runtime.formats import WEIGHT_BLOCK_N, ceil_div
+from moe_runtime.kernels.quantize import quantize_rows
+from moe_runtime.tensor_files import DTYPES
+from moe_runtime.weights import ExpertWeights, amax_encode_scale
+
+TARGET_LAYOUTS: dict[str, WeightLayout] = {
+    "nvfp4": COMPRESSED_NVFP4,
+    "mxfp4": COMPRESSED_MXFP4,
+    "mxfp8": COMPRESSED_MXFP8,
+    "fp8_block": FP8_BLOCKS,
+}
+"""What each format is written as; stacked experts in `mxfp4` as `GPT_OSS_MXFP4`."""
+
+Shapes = dict[str, tuple[str, tuple[int, ...]]]
+"""Dtype, in the words of safetensors, and shape of tensors by name."""
+
+
+class Part(NamedTuple):
+    """A tensor to write, or the `item` of its first dimension."""
+
+    name: str
+    tensor: torch.Tensor
+    item: int | None = None
+
+
+def replaced_tensors(reader: ExpertReader, expert: int, layout: WeightLayout) -> list[str]:
+    """Names of the tensors of an expert (where they are stacked, of all) that the converted one has no use for."""
+    moved = reader.layout.stacked and not layout.stacked
+    return reader.tensors(expert) + (reader.biases(expert) if moved else [])
+
+
+def converted_shapes(reader: ExpertReader, expert: int, layout: WeightLayout, *, calibrated: bool) -> Shapes:
+    """The tensors that an expert becomes, or is a part of."""
+    fmt, shapes, sizes = layout.format, Shapes(), (reader.hidden, reader.inner)
+    if layout.stacked:
+        for prefix, rows, columns in zip(reader.names.stacks, (2 * reader.inner, reader.hidden), sizes, strict=True):
+            blocks = (reader.num_experts, rows, columns // fmt.block)
+            shapes[f"{prefix}_{layout.weight}"] = (layout.quant_dtypes[0], (*blocks, fmt.quant_bytes(fmt.block)))
+            shapes[f"{prefix}_{layout.scale}"] = (layout.scale_dtypes[0], blocks)
+        return shapes
+    inner, hidden = (reader.inner, reader.hidden), (reader.hidden, reader.inner)
+    for prefix, (rows, columns), bias in zip(
+        reader.names.linears(expert), (inner, inner, hidden), _stacked_biases(reader), strict=True
+    ):
+        shapes[f"{prefix}.{layout.weight}"] = (layout.quant_dtypes[0], (rows, fmt.quant_columns(columns)))
+        scale_rows = rows if fmt.swizzled else ceil_div(rows, WEIGHT_BLOCK_N)
+        shapes[f"{prefix}.{layout.scale}"] = (layout.scale_dtypes[0], (scale_rows, fmt.scale_columns(columns)))
+        if layout.weight_scale is not None:
+            shapes[f"{prefix}.{layout.weight_scale.suffix}"] = ("F32", (1,))
+        if layout.input_scale is not None and calibrated:
+            shapes[f"{prefix}.{layout.input_scale.suffix}"] = ("F32", (1,))
+        if bias is not None:
+            shapes[f"{prefix}.bias"] = (reader.files.entry(bias).dtype, (rows,))
+    return shapes
+
+
+def converted_parts(
+    reader: ExpertReader, expert: int, layout: WeightLayout, calibration: Calibration | None, device: torch.device
+) -> Iterator[Part]:
+    """Read an expert, quantize it on `device` and give the tensors of `converted_shapes`, or its part of them."""
+    stored = reader.expert(expert)
+    gate_up, down = (dense(weight).to(device) for weight in (stored.gate_up, stored.down))
+    if layout.stacked:
+        for prefix, w in zip(reader.names.stacks, (gate_up, down), strict=True):
+            tensors = quantized_linear(w, w, layout)
+            blocks = tensors[layout.weight].unflatten(1, (-1, layout.format.quant_bytes(layout.format.block)))
+            yield Part(f"{prefix}_{layout.weight}", blocks, expert)
+            yield Part(f"{prefix}_{layout.scale}", tensors[str(layout.scale)], expert)
+        return
+    rows = reader.names.order.gate_rows(len(gate_up)), reader.names.order.up_rows(len(gate_up)), slice(None)
+    weights, biases = (gate_up, gate_up, down), (stored.gate_up_bias, stored.gate_up_bias, stored.down_bias)
+    for prefix, part, shared, bias, name in zip(
+        reader.names.linears(expert), rows, weights, biases, _stacked_biases(reader), strict=True
+    ):
+        for suffix, tensor in quantized_linear(shared[part], shared, layout).items():
+            yield Part(f"{prefix}.{suffix}", tensor)
+        if calibration is not None and layout.input_scale is not None:
+            gsf = calibration.intermediate_gsf if shared is down else calibration.token_gsf
+            yield Part(f"{prefix}.{layout.input_scale.suffix}", torch.tensor([gsf]))
+        if bias is not None and name is not None:
+            # fp32 of what is stored: nothing is rounded on the way back.
+            yield Part(f"{prefix}.bias", bias[part].to(DTYPES[reader.files.entry(name).dtype]))
+
+
+def quantized_linear(w_NK: torch.Tensor, shared: torch.Tensor, layout: WeightLayout) -> dict[str, torch.Tensor]:
+    """The tensors of one linear in a layout that is written, by the last part of their names.
+
+    The second-level scale, where there is one, is that of `shared`, of which `w_NK` is a part.
+    """
+    fmt = layout.format
+    assert layout.scale is not None
+    if fmt.scale_dtype is torch.float32:
+        one = ExpertWeights.quantize(w_NK[None], fmt)
+        assert one.scales is not None
+        return {layout.weight: one.quants[0], layout.scale: one.scales[0]}
+    gsf = amax_encode_scale(shared[None]) if fmt.has_row_scale else None
+    rows = quantize_rows(w_NK.contiguous(), fmt, gsf=gsf)
+    assert rows.scales_RV is not None
+    tensors = {layout.weight: rows.quants_RK, layout.scale: rows.scales_RV}
+    return tensors if gsf is None or layout.weight_scale is None else tensors | {layout.weight_scale.suffix: gsf}
+
+
+def quantization_config(
+    layout: WeightLayout, targets: str, others: Sequence[str], *, calibrated: bool
+) -> dict[str, Any]:
+    """What `config.json` says where linears that `targets` matches are quantized and `others` are not."""
+    if layout is GPT_OSS_MXFP4:
+        return {"quant_method": "mxfp4", "modules_to_not_convert": list(others)}
+    if layout is FP8_BLOCKS:
+        return {
+            "quant_method": "fp8",
+            "fmt": "e4m3",
+            "activation_scheme": "dynamic",
+            "weight_block_size": [128, 128],
+            "modules_to_not_convert": list(others),
+        }
+    fmt = layout.format
+    weights: dict[str, Any] = {
+        "num_bits": fmt.element_bits,
+        "type": "float",
+        "symmetric": True,
+        "group_size": fmt.block,
+        "strategy": "tensor_group" if fmt.has_row_scale else "group",
+        "dynamic": False,
+        "scale_dtype": "torch.float8_e4m3fn" if fmt.has_row_scale else "torch.uint8",
+    }
+    activations = None
+    if layout is COMPRESSED_MXFP8:
+        activations = weights | {"dynamic": True}
+    elif calibrated:
+        activations = weights | {"dynamic": "local"}
+    group = {"targets": [targets], "weights": weights, "input_activations": activations, "format": layout.name}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": layout.name,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": [],
+    }
+
+
+def _stacked_biases(reader: ExpertReader) -> tuple[str | None, str | None, str | None]:
+    """Names of the biases that those of gate, up and down are taken from; None where biases stay as they are."""
+    if not (reader.layout.stacked and reader.names.biases):
+        return None, None, None
+    gate_up, down = reader.biases(0)
+    return gate_up, gate_up, down
