@@ -14,7 +14,8 @@ from rich.console import Console
 from rich.progress import track
 
 from moe_runtime.calibration import Calibration, calibrate
-from moe_runtime.conversion import TARGET_LAYOUTS, convert_checkpoint
+from moe_runtime.conversion import convert_checkpoint
+from moe_runtime.converted_experts import TARGET_LAYOUTS
 from moe_runtime.launch import environment
 from moe_runtime.tensor_files import SafetensorsFile
 

@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import ml_dtypes
 import numpy as np
@@ -97,8 +97,83 @@ def mxfp4_blocks(w_ENK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return _codes(x / np.exp2(exponents)[..., None]), scales
 
 
+def write_gpt_oss_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
+    """Replace the experts of a saved gpt-oss by MXFP4, in its makers' layout."""
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_all(folder).items():
+        if name.endswith(("gate_up_proj", "down_proj")):
+            blocks, scales = mxfp4_blocks(tensor.transpose(1, 2).float())
+            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
+        else:
+            tensors[name] = tensor
+    rewrite(folder, tensors, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
+    return tensors
+
+
 def read_e2m1(packed: torch.Tensor) -> np.ndarray:
     """float64 of bytes of two codes."""
     raw = packed.numpy()
     codes = np.stack([raw & 15, raw >> 4], -1).reshape(*raw.shape[:-1], -1)
     return codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+
+
+class LibraryScheme:
+    """Linears as compressed-tensors itself writes and reads them, by one of its presets."""
+
+    FORMATS: ClassVar = {
+        "NVFP4": "nvfp4-pack-quantized",
+        "NVFP4A16": "nvfp4-pack-quantized",
+        "MXFP4A16": "mxfp4-pack-quantized",
+        "MXFP8": "mxfp8-quantized",
+        "FP8_BLOCK": "float-quantized",
+    }
+
+    def __init__(self, preset: str, *targets: str) -> None:
+        from compressed_tensors.compressors import BaseCompressor
+        from compressed_tensors.quantization import preset_name_to_scheme
+
+        self.preset, self.format = preset, self.FORMATS[preset]
+        self.scheme = preset_name_to_scheme(preset, list(targets))
+        self._compressor = BaseCompressor.get_value_from_registry(self.format)
+
+    @property
+    def group(self) -> dict[str, Any]:
+        """One of the `config_groups`."""
+        return json.loads(self.scheme.model_dump_json()) | {"format": self.format}
+
+    def compress(self, w: torch.Tensor) -> dict[str, torch.Tensor]:
+        """From the library's own scales; FP8 blocks are whole."""
+        from compressed_tensors.quantization.utils import helpers
+
+        parts, weights = {"weight": w}, self.scheme.weights
+        if self.format.startswith("nvfp4"):
+            parts["weight_global_scale"] = helpers.generate_gparam(w.min(), w.max())
+        if self.preset == "FP8_BLOCK":
+            blocks, along = w.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)), (1, 3)
+        else:
+            blocks, along = w.unflatten(1, (-1, weights.group_size)), (2,)
+        second = parts.get("weight_global_scale")
+        parts["weight_scale"], _ = helpers.calculate_qparams(blocks.amin(along), blocks.amax(along), weights, second)
+        if self.preset == "NVFP4":
+            parts["input_global_scale"] = 2688 / (w.abs().amax() * 300).reshape(1)
+        return self._compressor.compress(parts, self.scheme)
+
+    def decompress(self, prefix: str, tensors: dict[str, torch.Tensor]) -> torch.Tensor:
+        """fp32 of the linear whose tensors begin with `prefix`."""
+        parts = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+        return self._compressor.decompress(parts, self.scheme)["weight"].float()
+
+
+NVFP4_RTOL = 2.0**-8 + 2.0**-15
+"""compressed-tensors rounds the quotient of NVFP4's scales, and the product, to bf16."""
+
+
+def compressed_config(*groups: dict[str, Any], ignore: tuple[str, ...] = ("lm_head",)) -> dict[str, Any]:
+    """A `quantization_config` of compressed-tensors."""
+    formats = {group["format"] for group in groups}
+    return {
+        "quant_method": "compressed-tensors",
+        "format": formats.pop() if len(formats) == 1 else "mixed-precision",
+        "config_groups": {f"group_{number}": group for number, group in enumerate(groups)},
+        "ignore": list(ignore),
+    }

@@ -18,7 +18,7 @@ from moe_runtime.layer import MoELayer
 from moe_runtime.loading import ExpertTensors
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.weights import ExpertWeights, GateUpOrder
-from tests.checkpoint_writers import load_all, modelopt_nvfp4, mxfp4_blocks, quantize_experts, rewrite
+from tests.checkpoint_writers import load_all, modelopt_nvfp4, quantize_experts, rewrite, write_gpt_oss_mxfp4
 from tests.comparison import assert_same_bits
 
 transformers = pytest.importorskip("transformers")
@@ -143,19 +143,6 @@ def test_a_modelopt_layer_of_each_family(family: str, tmp_path: Path, seed: int)
     assert_same_bits(layer.experts.down.expert_scales, scales[:, 2])
     quants = torch.stack([torch.cat([tensors[f"{block}.{e}.{name}.weight"] for name in names[:2]]) for e in range(12)])
     assert_same_bits(layer.experts.gate_up.quants, quants)
-
-
-def write_gpt_oss_mxfp4(folder: Path) -> dict[str, torch.Tensor]:
-    """Replace the experts of a saved gpt-oss by MXFP4, in its makers' layout."""
-    tensors: dict[str, torch.Tensor] = {}
-    for name, tensor in load_all(folder).items():
-        if name.endswith(("gate_up_proj", "down_proj")):
-            blocks, scales = mxfp4_blocks(tensor.transpose(1, 2).float())
-            tensors |= {f"{name}_blocks": blocks, f"{name}_scales": scales}
-        else:
-            tensors[name] = tensor
-    rewrite(folder, tensors, quantization_config={"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]})
-    return tensors
 
 
 def test_gpt_oss_in_mxfp4(tmp_path: Path, seed: int) -> None:

@@ -28,7 +28,17 @@ from moe_runtime.loading import FRESH, ExpertTensors, QuantRoom
 from moe_runtime.loading import quantize_experts as load_experts
 from moe_runtime.tensor_files import SINGLE_FILE, TensorFiles
 from moe_runtime.weights import ExpertWeights, GateUpOrder
-from tests.checkpoint_writers import fp8_blocks, load_all, modelopt_nvfp4, quantize_experts, read_e2m1, rewrite
+from tests.checkpoint_writers import (
+    NVFP4_RTOL,
+    LibraryScheme,
+    compressed_config,
+    fp8_blocks,
+    load_all,
+    modelopt_nvfp4,
+    quantize_experts,
+    read_e2m1,
+    rewrite,
+)
 from tests.comparison import assert_same_bits
 
 CONFIG = MoELayerConfig(hidden_size=256, intermediate_size=128, num_experts=3, top_k=2, max_tokens_per_rank=8)
@@ -150,58 +160,27 @@ def test_fp8_blocks_that_are_not_whole_are_dequantized(tmp_path: Path, seed: int
                 assert_same_bits(w[block], quants[block].float() * scales[i, j])
 
 
-def compressed_schemes() -> dict[str, Any]:
-    quantization = pytest.importorskip("compressed_tensors.quantization")
-    names = ("NVFP4", "NVFP4A16", "MXFP4A16", "MXFP8")
-    return {name: quantization.preset_name_to_scheme(name, ["Linear"]) for name in names}
-
-
-@pytest.mark.parametrize("name", ["NVFP4", "NVFP4A16", "MXFP4A16", "MXFP8"])
+@pytest.mark.parametrize("name", LibraryScheme.FORMATS)
 def test_compressed_tensors_value_for_value(name: str, folder: Path) -> None:
     """Written by the library's own compressors from its own scales, and held to its own decompressors."""
-    scheme = compressed_schemes()[name]
-    compressors = pytest.importorskip("compressed_tensors.compressors")
-    helpers = pytest.importorskip("compressed_tensors.quantization.utils.helpers")
-    formats = {"NVFP4": "nvfp4-pack-quantized", "MXFP4A16": "mxfp4-pack-quantized", "MXFP8": "mxfp8-quantized"}
-    fmt = formats[name if name in formats else "NVFP4"]
-    compressor = compressors.BaseCompressor.get_value_from_registry(fmt)
-    back: list[torch.Tensor] = []
-
-    def quantizer(w: torch.Tensor) -> dict[str, torch.Tensor]:
-        parts = {"weight": w}
-        if fmt.startswith("nvfp4"):
-            parts["weight_global_scale"] = helpers.generate_gparam(w.min(), w.max())
-        blocks = w.unflatten(1, (-1, scheme.weights.group_size))
-        second = parts.get("weight_global_scale")
-        parts["weight_scale"], _ = helpers.calculate_qparams(blocks.amin(2), blocks.amax(2), scheme.weights, second)
-        if name == "NVFP4":
-            parts["input_global_scale"] = 2688 / (w.abs().amax() * 3).reshape(1)
-        stored = compressor.compress(parts, scheme)
-        back.append(compressor.decompress(stored, scheme)["weight"])
-        return stored
-
-    quantization = {
-        "quant_method": "compressed-tensors",
-        "format": fmt,
-        "config_groups": {"group_0": json.loads(scheme.model_dump_json())},
-        "ignore": ["lm_head"],
-    }
-    tensors = quantize_experts(folder, quantizer, quantization_config=quantization)
-    order = dict.fromkeys(key.rpartition(".")[0] + "." for key in tensors if ".experts." in key)
-    decompressed = dict(zip(order, back, strict=True))
+    pytest.importorskip("compressed_tensors")
+    library = LibraryScheme(name, "Linear")
+    tensors = quantize_experts(folder, library.compress, quantization_config=compressed_config(library.group))
     for prefix, quants, scales, second, value in projections(folder):
-        weight = tensors[prefix + ("weight" if name == "MXFP8" else "weight_packed")]
+        weight = tensors[prefix + ("weight" if "FP8" in name else "weight_packed")]
         assert_same_bits(quants.view(torch.uint8), weight.view(torch.uint8))
-        assert_same_bits(scales, tensors[f"{prefix}weight_scale"].view(torch.uint8))
-        if fmt.startswith("nvfp4"):
+        stored = tensors[f"{prefix}weight_scale"]
+        assert_same_bits(scales, stored if name == "FP8_BLOCK" else stored.view(torch.uint8))
+        back = library.decompress(prefix, tensors)
+        if name.startswith("NVFP4"):
             assert second is not None and second == torch.ones(1) / tensors[f"{prefix}weight_global_scale"]
-            # The library rounds the quotient of the scales, and the product, to bf16.
-            torch.testing.assert_close(value, decompressed[prefix].float(), rtol=2.0**-8 + 2.0**-15, atol=0)
+            torch.testing.assert_close(value, back, rtol=NVFP4_RTOL, atol=0)
         else:
-            assert_same_bits(value, decompressed[prefix].float())
+            assert_same_bits(value, back)
     config = layer_config_from_checkpoint(folder, max_tokens_per_rank=1)
-    tokens = {"NVFP4": "nvfp4", "MXFP8": "mxfp8"}.get(name, "bf16")
-    assert (config.token_format, config.weight_format) == (tokens, fmt.partition("-")[0])
+    tokens = {"NVFP4": "nvfp4", "MXFP8": "mxfp8", "FP8_BLOCK": "fp8_block"}.get(name, "bf16")
+    weights = "fp8_block" if name == "FP8_BLOCK" else library.format.partition("-")[0]
+    assert (config.token_format, config.weight_format) == (tokens, weights)
     if name == "NVFP4":
         stored = [tensors[linear(e, "down_proj", "input_global_scale")].item() for e in range(3)]
         assert config.intermediate_gsf == min(stored)

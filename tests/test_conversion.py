@@ -19,13 +19,15 @@ from moe_runtime.calibration import Calibration, calibrate
 from moe_runtime.checkpoint import Checkpoint, layer_config_from_checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.checkpoint_layouts import EXPERTS_KEY
 from moe_runtime.config import MoELayerConfig
-from moe_runtime.conversion import TARGET_LAYOUTS, convert_checkpoint
+from moe_runtime.conversion import convert_checkpoint
+from moe_runtime.converted_experts import TARGET_LAYOUTS
 from moe_runtime.launch import convert
 from moe_runtime.tensor_files import INDEX_FILE, TensorFiles
 from moe_runtime.tensor_writer import TensorWriter
 from moe_runtime.weights import ExpertWeights
-from tests.checkpoint_writers import fp8_blocks, load_all, modelopt_nvfp4, quantize_experts, rewrite
+from tests.checkpoint_writers import NVFP4_RTOL, fp8_blocks, load_all, modelopt_nvfp4, quantize_experts, rewrite
 from tests.comparison import assert_same_bits
+from tests.interruptions import Stopped, contents, stopping
 
 CONFIG = MoELayerConfig(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2, max_tokens_per_rank=8)
 OTHERS = {
@@ -47,10 +49,6 @@ def source(tmp_path: Path, seed: int) -> Path:
     (folder / INDEX_FILE).write_text(json.dumps(index))
     (folder / "tokenizer.json").write_text("{}")
     return folder
-
-
-def contents(folder: Path) -> dict[str, bytes]:
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
 
 
 @pytest.mark.parametrize("fmt", TARGET_LAYOUTS)
@@ -103,8 +101,7 @@ def test_compressed_tensors_reads_what_is_written(fmt: str, source: Path, tmp_pa
     prefix = "model.layers.1.mlp.experts.2.down_proj."
     parts = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     back = compressor.decompress(parts, scheme)["weight"].float()
-    # Products of nvfp4 are rounded to bf16 there, after a quotient of the scales.
-    rtol = 2.0**-8 + 2.0**-15 if fmt == "nvfp4" else 0.0
+    rtol = NVFP4_RTOL if fmt == "nvfp4" else 0.0
     torch.testing.assert_close(expert.down.dequantize()[0], back, rtol=rtol, atol=0.0)
 
 
@@ -272,21 +269,9 @@ def test_an_interrupted_conversion_goes_on(source: Path, tmp_path: Path) -> None
     whole, target = tmp_path / "whole", tmp_path / "target"
     convert_checkpoint(source, whole, "nvfp4")
 
-    class Stop(Exception):
-        pass
-
-    def stopping(after: int) -> Any:
-        def progress(steps: Any, total: int) -> Any:
-            for number, _ in enumerate(steps):
-                if number == after:
-                    raise Stop
-                yield
-
-        return progress
-
     for after in (0, 2, 3):
         written = {path: path.stat().st_mtime_ns for path in target.glob("*.safetensors")}
-        with pytest.raises(Stop):
+        with pytest.raises(Stopped):
             convert_checkpoint(source, target, "nvfp4", progress=stopping(after))
         assert not (target / "config.json").exists() and not (target / INDEX_FILE).exists()
         for path in target.glob("*.safetensors"):

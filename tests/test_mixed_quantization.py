@@ -13,8 +13,20 @@ import torch
 from moe_runtime.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.checkpoint_layouts import target_matches
 from moe_runtime.config import MoELayerConfig
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.expert_readers import dense
+from moe_runtime.layer import MoELayer
+from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.weights import ExpertWeights
-from tests.checkpoint_writers import modelopt_nvfp4, quantize_experts
+from tests.checkpoint_writers import (
+    NVFP4_RTOL,
+    LibraryScheme,
+    compressed_config,
+    load_all,
+    modelopt_nvfp4,
+    quantize_experts,
+    rewrite,
+)
 from tests.comparison import assert_same_bits
 
 CONFIG = MoELayerConfig(hidden_size=128, intermediate_size=128, num_experts=3, top_k=2, max_tokens_per_rank=8)
@@ -39,14 +51,7 @@ def say(folder: Path, quantization: dict[str, Any]) -> None:
 
 
 def compressed(*groups: dict[str, Any], ignore: tuple[str, ...] = ("lm_head",), **more: Any) -> dict[str, Any]:
-    named = {f"group_{number}": group for number, group in enumerate(groups)}
-    return {
-        "quant_method": "compressed-tensors",
-        "format": "mixed-precision",
-        "config_groups": named,
-        "ignore": list(ignore),
-        **more,
-    }
+    return compressed_config(*groups, ignore=ignore) | more
 
 
 def on(group: dict[str, Any], *targets: str) -> dict[str, Any]:
@@ -198,6 +203,48 @@ def test_experts_beside_linears_in_fp8_are_read_as_alone(folder: Path) -> None:
                 assert isinstance(a, ExpertWeights) and isinstance(b, ExpertWeights)
                 assert_same_bits(a.quants, b.quants)
                 assert_same_bits(a.dequantize(), b.dequantize())
+
+
+def test_layers_in_formats_of_their_own(tmp_path: Path, seed: int) -> None:
+    """Written by compressed-tensors, by four of its presets and in bf16, held to its decompressors; each layer runs in
+    its own formats, within the bound of these."""
+    pytest.importorskip("compressed_tensors")
+    write_qwen3_moe_checkpoint(tmp_path, CONFIG, seed=seed, num_layers=5)
+    plain, made = load_all(tmp_path), {}
+    presets = ("NVFP4", "FP8_BLOCK", "MXFP4A16", "MXFP8")
+    schemes = [LibraryScheme(preset, rf"re:.*layers\.{n}\.mlp\.experts\..*") for n, preset in enumerate(presets)]
+    for name, tensor in plain.items():
+        number = int(name.split(".")[2])
+        if ".experts." not in name or number == len(schemes):
+            made[name] = tensor
+            continue
+        parts = schemes[number].compress(tensor.float())
+        made |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
+    rewrite(tmp_path, made, quantization_config=compressed_config(*(scheme.group for scheme in schemes)))
+    formats = [("nvfp4", "nvfp4"), ("fp8_block", "fp8_block"), ("bf16", "mxfp4"), ("mxfp8", "mxfp8"), ("bf16", "bf16")]
+    x = torch.randn(8, 128, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    for number, want in enumerate(formats):
+        with Checkpoint(tmp_path) as checkpoint:
+            experts = list(checkpoint.experts(number, range(3)))
+        weights = []
+        for expert, one in enumerate(experts):
+            parts = {"gate": dense(one.gate_up)[:128], "up": dense(one.gate_up)[128:], "down": dense(one.down)}
+            for part, value in parts.items():
+                prefix = f"{EXPERTS.format(number)}.{expert}.{part}_proj."
+                if number == len(schemes):
+                    assert_same_bits(value, plain[f"{prefix}weight"])
+                else:
+                    back = schemes[number].decompress(prefix, made)
+                    torch.testing.assert_close(value, back, rtol=NVFP4_RTOL if number == 0 else 0.0, atol=0)
+            weights.append((torch.cat([parts["gate"], parts["up"]]).float(), parts["down"].float()))
+        with ExpertParallelContext(device="cpu") as context:
+            layer = MoELayer.from_checkpoint(tmp_path, layer=number, context=context, max_tokens_per_rank=8)
+            assert (layer.config.token_format, layer.config.weight_format) == want
+            assert layer.router is not None and layer.experts is not None
+            gate_up, down = (torch.stack(each) for each in zip(*weights, strict=True))
+            exact = moe_reference(x, *layer.router(x), gate_up, down, layer.experts.activation)
+            # The weights are the checkpoint's: tokens and intermediates alone are rounded.
+            assert relative_error(layer(x), exact)[0] <= error_bound(want[0], "bf16")
 
 
 def test_a_shared_expert_that_is_not_read_does_not_keep_the_experts_from_it(folder: Path) -> None:
