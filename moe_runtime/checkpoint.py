@@ -76,8 +76,9 @@ class Checkpoint:
         files: its tensors.
 
     Raises:
-        ValueError: naming file and key: a JSON file that is missing or broken, a family or a quantization that is not
-            read. All methods raise it too, naming file and tensor, where a tensor or a shard is missing, a file is cut
+        ValueError: naming file and key: a JSON file that is missing or broken, a family or a way to quantize that is
+            not read. All methods raise it too: naming file, key and linear where those of the layer in question are
+            quantized in a way that is not read, file and tensor where a tensor or a shard is missing, a file is cut
             off, a shape or dtype is not what `config.json` says, or a scale is NaN.
     """
 

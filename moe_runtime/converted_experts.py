@@ -164,7 +164,7 @@ def quantization_config(
 
 def _stacked_biases(reader: ExpertReader) -> tuple[str | None, str | None, str | None]:
     """Names of the biases that those of gate, up and down are taken from; None where biases stay as they are."""
-    if not (reader.layout.stacked and reader.names.biases):
+    if not reader.layout.stacked:
         return None, None, None
     gate_up, down = reader.biases(0)
     return gate_up, gate_up, down

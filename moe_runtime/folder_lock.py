@@ -16,7 +16,7 @@ def locked_folder(folder: Path) -> Iterator[None]:
     """Inside, no other process is inside for the same folder. The system lets go of the lock of one that is killed;
     the file that it leaves behind does not count.
 
-    Raises `ValueError` naming the folder where another process is inside.
+    Raises `ValueError` naming the folder where another process is inside, or where its file system has no locks.
     """
     path = folder / LOCK_FILE
     with path.open("wb") as file:
@@ -26,9 +26,11 @@ def locked_folder(folder: Path) -> Iterator[None]:
             mine = os.path.samestat(os.fstat(file.fileno()), path.stat())
         except (BlockingIOError, FileNotFoundError):
             mine = False
+        except OSError as error:
+            raise ValueError(f"{folder}: cannot be locked: {error.strerror}") from error
         if not mine:
             raise ValueError(f"{folder}: another process writes to this folder")
         try:
             yield
         finally:
-            path.unlink()
+            path.unlink(missing_ok=True)

@@ -164,6 +164,21 @@ class LibraryScheme:
         return self._compressor.decompress(parts, self.scheme)["weight"].float()
 
 
+def compress_layers(folder: Path, *presets: str) -> tuple[list[LibraryScheme], dict[str, torch.Tensor]]:
+    """Write the experts of layer `n` by the `n`-th preset, those of further layers as they are; what was written."""
+    schemes = [LibraryScheme(preset, rf"re:.*layers\.{n}\.mlp\.experts\..*") for n, preset in enumerate(presets)]
+    tensors: dict[str, torch.Tensor] = {}
+    for name, tensor in load_all(folder).items():
+        layer = int(name.split(".")[2])
+        if EXPERT_WEIGHT.search(name) and layer < len(schemes):
+            prefix = name.removesuffix("weight")
+            tensors |= {prefix + part: value for part, value in schemes[layer].compress(tensor.float()).items()}
+        else:
+            tensors[name] = tensor
+    rewrite(folder, tensors, quantization_config=compressed_config(*(scheme.group for scheme in schemes)))
+    return schemes, tensors
+
+
 NVFP4_RTOL = 2.0**-8 + 2.0**-15
 """compressed-tensors rounds the quotient of NVFP4's scales, and the product, to bf16."""
 

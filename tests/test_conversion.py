@@ -21,11 +21,20 @@ from moe_runtime.checkpoint_layouts import EXPERTS_KEY
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.conversion import convert_checkpoint
 from moe_runtime.converted_experts import TARGET_LAYOUTS
+from moe_runtime.expert_readers import dense
 from moe_runtime.launch import convert
 from moe_runtime.tensor_files import INDEX_FILE, TensorFiles
 from moe_runtime.tensor_writer import TensorWriter
 from moe_runtime.weights import ExpertWeights
-from tests.checkpoint_writers import NVFP4_RTOL, fp8_blocks, load_all, modelopt_nvfp4, quantize_experts, rewrite
+from tests.checkpoint_writers import (
+    NVFP4_RTOL,
+    compress_layers,
+    fp8_blocks,
+    load_all,
+    modelopt_nvfp4,
+    quantize_experts,
+    rewrite,
+)
 from tests.comparison import assert_same_bits
 from tests.interruptions import Stopped, contents, stopping
 
@@ -143,6 +152,26 @@ def test_experts_that_alone_were_quantized_may_change_their_format(cache: Any, s
     with Checkpoint(second) as checkpoint:
         assert checkpoint.stored_of(1).layout is TARGET_LAYOUTS["mxfp4"]
         assert len(list(checkpoint.experts(1, range(4)))) == 4
+
+
+def test_layers_in_several_formats_become_one(tmp_path: Path, seed: int) -> None:
+    """NVFP4, blocks of FP8 and bf16, by compressed-tensors; a format that one layer has is refused."""
+    pytest.importorskip("compressed_tensors")
+    source, target = tmp_path / "source", tmp_path / "target"
+    write_qwen3_moe_checkpoint(source, CONFIG, seed=seed, num_layers=3)
+    compress_layers(source, "NVFP4", "FP8_BLOCK")
+    for fmt, layer in (("nvfp4", 0), ("fp8_block", 1)):
+        with pytest.raises(ValueError, match=f"expected another than the source holds, got {fmt}, as of layer {layer}"):
+            convert_checkpoint(source, target, fmt)
+    convert_checkpoint(source, target, "mxfp8")
+    with Checkpoint(source) as before, Checkpoint(target) as after:
+        for layer in range(3):
+            for was, is_now in zip(before.experts(layer, range(4)), after.experts(layer, range(4)), strict=True):
+                for old, new in ((was.gate_up, is_now.gate_up), (was.down, is_now.down)):
+                    assert isinstance(new, ExpertWeights)
+                    want = ExpertWeights.quantize(dense(old)[None], "mxfp8")
+                    assert_same_bits(new.quants, want.quants)
+                    assert_same_bits(new.scales, want.scales)
 
 
 def test_what_modelopt_says_of_the_rest_stays(source: Path, tmp_path: Path) -> None:

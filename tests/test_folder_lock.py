@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
@@ -96,6 +97,16 @@ def test_a_file_that_was_removed_before_it_was_locked_does_not_count(
     with refused(tmp_path), locked_folder(tmp_path):
         raise AssertionError
     assert (tmp_path / LOCK_FILE).exists() == another_follows
+
+
+def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def missing(file: Any, how: int) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", missing)
+    with pytest.raises(ValueError, match=f"^{re.escape(str(tmp_path))}: cannot be locked: No locks available$"):
+        with locked_folder(tmp_path):
+            raise AssertionError
 
 
 def test_two_conversions_into_one_folder(tmp_path: Path, seed: int) -> None:

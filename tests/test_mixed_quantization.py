@@ -20,12 +20,10 @@ from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.weights import ExpertWeights
 from tests.checkpoint_writers import (
     NVFP4_RTOL,
-    LibraryScheme,
+    compress_layers,
     compressed_config,
-    load_all,
     modelopt_nvfp4,
     quantize_experts,
-    rewrite,
 )
 from tests.comparison import assert_same_bits
 
@@ -210,41 +208,32 @@ def test_layers_in_formats_of_their_own(tmp_path: Path, seed: int) -> None:
     its own formats, within the bound of these."""
     pytest.importorskip("compressed_tensors")
     write_qwen3_moe_checkpoint(tmp_path, CONFIG, seed=seed, num_layers=5)
-    plain, made = load_all(tmp_path), {}
-    presets = ("NVFP4", "FP8_BLOCK", "MXFP4A16", "MXFP8")
-    schemes = [LibraryScheme(preset, rf"re:.*layers\.{n}\.mlp\.experts\..*") for n, preset in enumerate(presets)]
-    for name, tensor in plain.items():
-        number = int(name.split(".")[2])
-        if ".experts." not in name or number == len(schemes):
-            made[name] = tensor
-            continue
-        parts = schemes[number].compress(tensor.float())
-        made |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
-    rewrite(tmp_path, made, quantization_config=compressed_config(*(scheme.group for scheme in schemes)))
+    schemes, tensors = compress_layers(tmp_path, "NVFP4", "FP8_BLOCK", "MXFP4A16", "MXFP8")
     formats = [("nvfp4", "nvfp4"), ("fp8_block", "fp8_block"), ("bf16", "mxfp4"), ("mxfp8", "mxfp8"), ("bf16", "bf16")]
     x = torch.randn(8, 128, generator=torch.Generator().manual_seed(seed)).bfloat16()
-    for number, want in enumerate(formats):
-        with Checkpoint(tmp_path) as checkpoint:
-            experts = list(checkpoint.experts(number, range(3)))
-        weights = []
-        for expert, one in enumerate(experts):
-            parts = {"gate": dense(one.gate_up)[:128], "up": dense(one.gate_up)[128:], "down": dense(one.down)}
-            for part, value in parts.items():
-                prefix = f"{EXPERTS.format(number)}.{expert}.{part}_proj."
-                if number == len(schemes):
-                    assert_same_bits(value, plain[f"{prefix}weight"])
-                else:
-                    back = schemes[number].decompress(prefix, made)
-                    torch.testing.assert_close(value, back, rtol=NVFP4_RTOL if number == 0 else 0.0, atol=0)
-            weights.append((torch.cat([parts["gate"], parts["up"]]).float(), parts["down"].float()))
-        with ExpertParallelContext(device="cpu") as context:
-            layer = MoELayer.from_checkpoint(tmp_path, layer=number, context=context, max_tokens_per_rank=8)
-            assert (layer.config.token_format, layer.config.weight_format) == want
+    with Checkpoint(tmp_path) as checkpoint, ExpertParallelContext(device="cpu") as context:
+        layers = [
+            MoELayer.from_checkpoint(tmp_path, layer=number, context=context, max_tokens_per_rank=8)
+            for number in range(5)
+        ]
+        for number, layer in enumerate(layers):
+            assert (layer.config.token_format, layer.config.weight_format) == formats[number]
+            weights = []
+            for expert, one in enumerate(checkpoint.experts(number, range(3))):
+                gate_up, down = dense(one.gate_up), dense(one.down)
+                for part, value in (("gate", gate_up[:128]), ("up", gate_up[128:]), ("down", down)):
+                    prefix = f"{EXPERTS.format(number)}.{expert}.{part}_proj."
+                    if number == len(schemes):
+                        assert_same_bits(value, tensors[f"{prefix}weight"])
+                    else:
+                        back = schemes[number].decompress(prefix, tensors)
+                        torch.testing.assert_close(value, back, rtol=NVFP4_RTOL if number == 0 else 0.0, atol=0)
+                weights.append((gate_up.float(), down.float()))
             assert layer.router is not None and layer.experts is not None
-            gate_up, down = (torch.stack(each) for each in zip(*weights, strict=True))
-            exact = moe_reference(x, *layer.router(x), gate_up, down, layer.experts.activation)
+            gate_ups, downs = (torch.stack(each) for each in zip(*weights, strict=True))
+            exact = moe_reference(x, *layer.router(x), gate_ups, downs, layer.experts.activation)
             # The weights are the checkpoint's: tokens and intermediates alone are rounded.
-            assert relative_error(layer(x), exact)[0] <= error_bound(want[0], "bf16")
+            assert relative_error(layer(x), exact)[0] <= error_bound(layer.config.token_format, "bf16")
 
 
 def test_a_shared_expert_that_is_not_read_does_not_keep_the_experts_from_it(folder: Path) -> None:

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 
+from moe_runtime.calibration import calibrate
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.conversion import convert_checkpoint
 from moe_runtime.converted_experts import TARGET_LAYOUTS
@@ -16,6 +17,8 @@ from moe_runtime.expert_readers import dense
 from moe_runtime.formats import WEIGHT_FORMATS
 from moe_runtime.loading import QuantRoom, quantize_experts
 from moe_runtime.reference import error_bound
+from moe_runtime.tensor_files import BEGINNING_BYTES, SafetensorsFile
+from moe_runtime.tensor_writer import TensorWriter
 from moe_runtime.weights import ExpertWeights, GateUpOrder
 from tests.checkpoint_writers import load_all, read_e2m1, rewrite, write_gpt_oss_mxfp4
 from tests.comparison import assert_same_bits
@@ -136,6 +139,53 @@ def test_stacked_experts_in_every_format(stored: str, fmt: str, tmp_path: Path, 
     bound = error_bound(tokens, "fp8_block" if fmt == "fp8_block" else "bf16")
     disturbed = models.logits_with(exact_model, ids, routes, bound)
     assert relative(found, exact) <= relative(theirs, exact) + relative(disturbed, exact)
+
+
+@pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])
+def test_stacked_experts_are_held_one_at_a_time(
+    fmt: str, tmp_path: Path, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is read of a stack at once is one expert, each once; so is what is written."""
+    source = saved(tmp_path / "source", seed)
+    stacks = {name: tensor for name, tensor in load_all(source).items() if name.endswith(("gate_up_proj", "down_proj"))}
+    reads: list[tuple[str, int, int]] = []
+    writes: list[int] = []
+    read, write = SafetensorsFile.read, TensorWriter.write
+
+    def reading(self: Any, name: str, out: torch.Tensor, first_byte: int = 0) -> None:
+        # What tells sources apart is the beginning of each tensor.
+        if name in stacks and out.nbytes != BEGINNING_BYTES:
+            reads.append((name, first_byte, out.nbytes))
+        read(self, name, out, first_byte)
+
+    def writing(self: Any, name: str, tensor: torch.Tensor, item: int | None = None) -> None:
+        if ".experts." in name:
+            writes.append(tensor.nbytes)
+        write(self, name, tensor, item)
+
+    monkeypatch.setattr(SafetensorsFile, "read", reading)
+    monkeypatch.setattr(TensorWriter, "write", writing)
+    convert_checkpoint(source, tmp_path / "target", fmt)
+    assert sorted(reads) == sorted(
+        (name, expert * size, size)
+        for name, tensor in stacks.items()
+        for expert, size in enumerate([tensor[0].nbytes] * EXPERTS)
+    )
+    assert max(writes) <= HIDDEN * 2 * INNER // 2
+
+
+def test_stacked_experts_with_calibrated_scales(tmp_path: Path, seed: int) -> None:
+    source, target = saved(tmp_path / "source", seed), tmp_path / "target"
+    tokens = torch.randn(16, HIDDEN, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    found = {layer: calibrate(source, layer, [tokens]) for layer in range(LAYERS)}
+    convert_checkpoint(source, target, "nvfp4", calibrations=found)
+    for layer, calibration in found.items():
+        with Checkpoint(target) as checkpoint:
+            config = checkpoint.layer_config(layer, max_tokens_per_rank=1)
+        assert (config.token_format, config.intermediate_gsf) == ("nvfp4", calibration.intermediate_gsf)
+        # With weights that are rounded, the experts' intermediates are about what they were.
+        again = calibrate(target, layer, [tokens])
+        assert again.intermediate_amax == pytest.approx(calibration.intermediate_amax, rel=0.5)
 
 
 def test_transformers_reads_converted_mxfp4(tmp_path: Path, seed: int) -> None:
