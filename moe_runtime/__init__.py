@@ -11,12 +11,11 @@ Layers, from the top; a module imports from its own layer or from those below it
     replacement, mover, slots
     dispatcher, experts, checkpoint, router, shared_expert, reference, ops
     expert_readers
-    loading, checkpoint_layouts
+    loading, checkpoint_layouts, folder_lock
     op_weights, op_inputs, op_scales, op_arguments
     context, counters, memory
     kernels.*, comm.*, prepared, weights, token_format, geometry
-    moves, placement, grouped, plan, formats, families, config, errors, metrics, progress, tensor_files, tensor_writer,
-    folder_lock
+    moves, placement, grouped, plan, formats, families, config, errors, metrics, progress, tensor_files, tensor_writer
 """
 
 from __future__ import annotations
