@@ -66,7 +66,7 @@ class TensorWriter:
         if item is None:
             fits = 0 < left == _num_items(shape)
         else:
-            fits = left > 0 and 0 <= item < shape[0] and (name, item) not in self._came
+            fits = left > 0 and item in range(*shape[:1] or (0,)) and (name, item) not in self._came
         if not fits:
             what = f"tensor {name}" if item is None else f"item {item} of tensor {name}"
             raise ValueError(f"{self.path}: {what} is not expected, or came before")

@@ -375,6 +375,9 @@ def test_the_writer_writes_what_the_library_reads(tmp_path: Path) -> None:
         ([("a", tensors["a"][0], 0), ("a", tensors["a"])], "tensor a is not expected, or came before"),
         ([("a", tensors["a"]), ("a", tensors["a"][0], 0)], "item 0 of tensor a is not expected, or came before"),
         ([("a", tensors["a"][0], 3)], "item 3 of tensor a is not expected"),
+        ([("a", tensors["a"][0], -1)], "item -1 of tensor a is not expected"),
+        ([("b", tensors["b"][:, 0], 0)], "item 0 of tensor b is not expected"),
+        ([("c", tensors["c"], 0)], "item 0 of tensor c is not expected"),
         ([("a", tensors["a"][0], 0), ("a", tensors["a"][0], 0)], "item 0 of tensor a is not expected, or came before"),
         ([("a", tensors["a"], 0)], r"tensor a: expected BF16 \[5\], got BF16 \[3, 5\]"),
         (

@@ -20,10 +20,13 @@ from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.weights import ExpertWeights
 from tests.checkpoint_writers import (
     NVFP4_RTOL,
+    LibraryScheme,
     compress_layers,
     compressed_config,
+    load_all,
     modelopt_nvfp4,
     quantize_experts,
+    rewrite,
 )
 from tests.comparison import assert_same_bits
 
@@ -234,6 +237,24 @@ def test_layers_in_formats_of_their_own(tmp_path: Path, seed: int) -> None:
             exact = moe_reference(x, *layer.router(x), gate_ups, downs, layer.experts.activation)
             # The weights are the checkpoint's: tokens and intermediates alone are rounded.
             assert relative_error(layer(x), exact)[0] <= error_bound(layer.config.token_format, "bf16")
+
+
+def test_experts_of_one_layer_in_two_formats_are_named(folder: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    tensors = load_all(folder)
+    schemes = [
+        LibraryScheme("NVFP4", r"re:.*\.experts\.0\..*"),
+        LibraryScheme("FP8_BLOCK", r"re:.*\.experts\.[12]\..*"),
+    ]
+    made: dict[str, torch.Tensor] = {}
+    for name, tensor in tensors.items():
+        scheme = schemes[".experts.0." not in name]
+        parts = scheme.compress(tensor.float()) if ".experts." in name else {"weight": tensor}
+        made |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
+    rewrite(folder, made, quantization_config=compressed_config(*(scheme.group for scheme in schemes)))
+    message = r"tensor model.*\.experts\.[12]\.\w+\.weight is not expected: 3 experts in layout nvfp4-pack-quantized"
+    with Checkpoint(folder) as checkpoint, pytest.raises(ValueError, match=message):
+        list(checkpoint.experts(0, [0]))
 
 
 def test_a_shared_expert_that_is_not_read_does_not_keep_the_experts_from_it(folder: Path) -> None:
