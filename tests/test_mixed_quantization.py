@@ -108,6 +108,11 @@ CASES: dict[str, tuple[dict[str, Any], Stored, Stored]] = {
         ("float-quantized", "fp8_block"),
         W4A16,
     ),
+    "blocks, weights alone": (
+        compressed(on({"format": "naive-quantized", "weights": BLOCKS}, EVERY_EXPERT)),
+        ("float-quantized", "bf16"),
+        ("float-quantized", "bf16"),
+    ),
     "modelopt, experts of each layer": (
         mixed(attention="FP8", experts_0="NVFP4", experts_1="W4A16_NVFP4"),
         MODELOPT,
