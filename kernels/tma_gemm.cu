@@ -38,10 +38,11 @@ constexpr int HALF_BYTES = HALF * 128;
 constexpr int STAGE_BYTES = A_BYTES + 2 * HALF_BYTES;
 constexpr int WARP_STAGING = 2048;  // 16 rows of 128 bytes
 constexpr int SCALE_BYTES = FP8 ? 544 : 0;  // of a stage: those of 128 rows, then of two halves
+constexpr int SUMS = 128, PARTIAL_SUMS = 64;  // of a thread: of a tile, and of the half that FP8 takes at a time
 constexpr int PRODUCER_REGISTERS = FP8 && !GATHER ? 24 : 40;  // what is left goes to the math warpgroups
 constexpr int MATH_REGISTERS = FP8 && !GATHER ? 240 : 232;
 constexpr int MATH_WARPS = 4 * MATH_WGS;
-constexpr int LAG = 1;  // stages of gathered rows in flight before the oldest is handed over; a ring of 4 takes 2
+constexpr float SMALLEST = 1.17549435e-38f, LARGEST = 3.40282347e38f;  // normal numbers
 constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
 
 // --- shared memory, barriers, copies --------------------------------------------------------------------------------
@@ -82,12 +83,16 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier, u32 count = 1) {
     asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
+// The address in the cluster of what is at `address` in the shared memory of block `rank`.
+__device__ __forceinline__ u32 address_at(u32 address, u32 rank) {
+    u32 there;
+    asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
+    return there;
+}
+
 // Nothing that generic stores wrote is handed over, so no fence of the cluster is asked for: it would cost a quarter.
-__device__ __forceinline__ void barrier_arrive_at(u32 barrier, u32 rank, u32 count) {
-    asm volatile(
-        "{\n.reg .b32 remote;\nmapa.shared::cluster.u32 remote, %0, %1;\n"
-        "mbarrier.arrive.shared::cluster.b64 _, [remote], %2;\n}" ::"r"(barrier), "r"(rank), "r"(count)
-        : "memory");
+__device__ __forceinline__ void barrier_arrive_there(u32 barrier, u32 count) {
+    asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
@@ -108,7 +113,7 @@ __device__ __forceinline__ bool barrier_test(u32 barrier, u32 parity) {
         : "=r"(done)
         : "r"(barrier), "r"(parity)
         : "memory");
-    return __all_sync(~0u, done);
+    return done;
 }
 
 __device__ __forceinline__ void load_rows(const TensorMap* map, u32 to, u32 barrier, int k, int row, bool multicast) {
@@ -154,12 +159,12 @@ __device__ __forceinline__ void load_half(
 
 __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
-// One warp is through with a stage, in which the other block of the cluster may have a hand; `share` is 2 where it
-// speaks for the other warpgroup too.
+// One warp is through with a stage, in which the other block of the cluster may have a hand: lane r tells block r, at
+// `barrier` in its memory. `share` is 2 where the warp speaks for the other warpgroup too.
 __device__ __forceinline__ void release(u32 barrier, u32 share) {
-    int lane = threadIdx.x % 32;
-    if (CLUSTER == 1 && lane == 0) barrier_arrive(barrier, share);
-    if (CLUSTER > 1 && lane < CLUSTER) barrier_arrive_at(barrier, lane, share);
+    if (threadIdx.x % 32 >= CLUSTER) return;
+    if (CLUSTER == 1) barrier_arrive(barrier, share);
+    if (CLUSTER > 1) barrier_arrive_there(barrier, share);
 }
 
 __device__ __forceinline__ void copy_word(u32 to, const float* from) {
@@ -259,125 +264,91 @@ __device__ __forceinline__ void mma_wait() {
 #define F16(r, i) F4(r, i), F4(r, i + 4), F4(r, i + 8), F4(r, i + 12)
 #define F64(r, i) F16(r, i), F16(r, i + 16), F16(r, i + 32), F16(r, i + 48)
 
-// Rows of a warp's 16 over the 128 bytes of K of a stage, as wgmma takes them from registers: shared memory is read once
-// for both halves of the weights.
-struct Fragments {
-    u32 words[4][4];
-    u32 at[4];  // of the 32 bytes of K each in the rows of the warp, in the swizzle
+#define SUMS_64 \
+    "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21," \
+    "%22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, %40, %41," \
+    "%42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61," \
+    "%62, %63"
+#define SUMS_128 \
+    SUMS_64 ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81," \
+    "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, %101," \
+    "%102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118," \
+    "%119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-    __device__ __forceinline__ Fragments() {
-        u32 lane = threadIdx.x % 32, row = lane % 16;
-#pragma unroll
-        for (int k = 0; k < 4; ++k) at[k] = row * 128 + ((2 * k + lane / 16 ^ row % 8) << 4);
-    }
-
-    __device__ __forceinline__ void load(u32 rows) {
-#pragma unroll
-        for (int k = 0; k < 4; ++k) {
-            asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];"
-                         : "=r"(words[k][0]), "=r"(words[k][1]), "=r"(words[k][2]), "=r"(words[k][3])
-                         : "r"(rows + at[k])
-                         : "memory");
-        }
-    }
-};
+// Of a wgmma whose operands have descriptors with the lower words `a` and `b`.
+#define DESCRIPTORS(a, b, add)                                     \
+    "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, " add ", 0;\n" \
+    "mov.b64 a, {" a ", 0x40000040};\nmov.b64 b, {" b ", 0x40000040};\n"
 
 // d (+)= a[64, 32 bytes of K] * b[128 rows]^T; `add` 0 starts from zero.
-__device__ __forceinline__ void mma_fp8(float (&d)[64], const u32 (&a)[4], u32 b, int add) {
-    asm volatile(
-        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %69, 0;\n"
-        "mov.b64 b, {%68, 0x40000040};\n"
-        "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-        "}, {%64, %65, %66, %67}, b, p, 1, 1;\n}"
-        : F64(d, 0)
-        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add));
+__device__ __forceinline__ void mma_fp8(float (&d)[64], u32 a, u32 b, int add) {
+    asm volatile(DESCRIPTORS("%64", "%65", "%66")
+                 "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {" SUMS_64 "}, a, b, p, 1, 1;\n}"
+                 : F64(d, 0)
+                 : "r"(a), "r"(b), "r"(add));
 }
 
 // part = a[64 rows] * b[128 rows]^T over the 128 bytes of K of a stage.
-__device__ __forceinline__ void multiply(float (&part)[64], const Fragments& a, u32 b) {
+__device__ __forceinline__ void multiply(float (&part)[PARTIAL_SUMS], u32 a, u32 b) {
     keep(part);
     mma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) mma_fp8(part, a.words[k], b + 2 * k, k > 0);
+    for (int k = 0; k < 4; ++k) mma_fp8(part, a + 2 * k, b + 2 * k, k > 0);
     mma_commit();
 }
 
 // The same as `mma_fp8` of bf16 and 256 rows of b.
 __device__ __forceinline__ void mma_bf16(float (&d)[128], u32 a, u32 b, int add) {
-    asm volatile(
-        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %130, 0;\n"
-        "mov.b64 a, {%128, 0x40000040};\nmov.b64 b, {%129, 0x40000040};\n"
-        "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {"
-        "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-        "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31,"
-        "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47,"
-        "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63,"
-        "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79,"
-        "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95,"
-        "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111,"
-        "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-        "}, a, b, p, 1, 1, 0, 0;\n}"
-        : F64(d, 0), F64(d, 64)
-        : "r"(a), "r"(b), "r"(add));
+    asm volatile(DESCRIPTORS("%128", "%129", "%130")
+                 "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" SUMS_128 "}, a, b, p, 1, 1, 0, 0;\n}"
+                 : F64(d, 0), F64(d, 64)
+                 : "r"(a), "r"(b), "r"(add));
 }
 
-// What the partial sums of two rows and two halves are multiplied with. Where scales are far from the ends of the range
-// of fp32, it is the product of both. Else the scale of the row comes first and then that of the weight, since their
-// product alone may leave the range; `plain` says that no row of the warp is of that kind.
+// What the partial sums of a thread's two rows are multiplied with in both halves: the product of both scales where that
+// is a normal number. Else (`apart`) the scale of the row comes first and then that of the weight.
 struct Factors {
-    float product[2][2];
-    bool plain;
+    float a[2], w[2], product[2][2];
 
-    // `scales` are those of the stage from this thread's first row on, which is row `row` of the tile.
-    __device__ __forceinline__ void load(const float* scales, int row) {
-        float a[2] = {scales[0], scales[8]}, w[2] = {scales[128 - row], scales[129 - row]};
-        u32 far = far_bit(a[0]) | far_bit(a[1]) | far_bit(w[0]) | far_bit(w[1]);
-        plain = __all_sync(~0u, !(far & 0x40000000));
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            product[r][0] = a[r] * w[0];
-            product[r][1] = a[r] * w[1];
-        }
+    __device__ __forceinline__ void load(const float* of_rows, const float* of_halves) {
+        a[0] = of_rows[0], a[1] = of_rows[8], w[0] = of_halves[0], w[1] = of_halves[1];
     }
 
-    // Bit 30 is 0 from 2^-64 to below 2^64: there the upper two bits of exponent + 1 differ.
-    __device__ static __forceinline__ u32 far_bit(float x) {
-        u32 bits = __float_as_uint(x) + 0x00800000;
-        return ~(bits ^ bits << 1);
+    __device__ __forceinline__ bool apart(int r, int h) const {
+        float size = fabsf(product[r][h]);
+        return size < SMALLEST || size > LARGEST;  // a NaN is as good as any: it stays one
+    }
+
+    // Whether all products of the warp are normal, which are made here.
+    __device__ __forceinline__ bool multiply() {
+        float least = LARGEST, most = 0.0f;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+            product[i % 2][i / 2] = a[i % 2] * w[i / 2];
+            least = fminf(least, fabsf(product[i % 2][i / 2])), most = fmaxf(most, fabsf(product[i % 2][i / 2]));
+        }
+        return __all_sync(~0u, !(least < SMALLEST || most > LARGEST));
     }
 };
 
-// acc += part * factors, for the 128 columns from register FIRST on.
-template <int FIRST>
+// acc += part * factors, for the 128 columns of half FIRST / 64; `between` is done on the way. Without PLAIN a product may
+// be none that is normal; rows and halves for which it is get the same bits.
+template <int FIRST, bool PLAIN, class Between>
 __device__ __forceinline__ void add_up(
-    float (&acc)[128], float (&part)[64], const Factors& factors, const float* scales, int row) {
-    constexpr bool BOTH = GATED && ORDER == INTERLEAVED;
+    float (&acc)[SUMS], float (&part)[PARTIAL_SUMS], const Factors& factors, Between between) {
     keep(part);
-    if (__builtin_expect(factors.plain, 1)) {
 #pragma unroll
-        for (int i = 0; i < 64; ++i) {
-            int w = BOTH ? i / 32 : FIRST / 64;
-            acc[FIRST + i] = __fmaf_rn(part[i], factors.product[i / 2 % 2][w], acc[FIRST + i]);
+    for (int i = 0; i < 64; ++i) {
+        int r = i / 2 % 2, h = GATED && ORDER == INTERLEAVED ? i / 32 : FIRST / 64;
+        float& sum = acc[FIRST + i];
+        if (PLAIN || !factors.apart(r, h)) {
+            sum = __fmaf_rn(part[i], factors.product[r][h], sum);
+        } else {
+            sum = __fmaf_rn(__fmul_rn(part[i], factors.a[r]), factors.w[h], sum);
         }
-    } else {
-#pragma unroll
-        for (int r = 0; r < 2; ++r) {
-            float a = scales[8 * r], w[2] = {scales[128 - row], scales[129 - row]}, last[2];
-            // A row whose scales are not far gets the same bits as in a warp where none is.
-            u32 far = Factors::far_bit(a) | Factors::far_bit(w[0]) | Factors::far_bit(w[1]);
-            bool split = far & 0x40000000;
-            last[0] = split ? w[0] : factors.product[r][0];
-            last[1] = split ? w[1] : factors.product[r][1];
-            if (!split) a = 1.0f;
-#pragma unroll
-            for (int j = 0; j < 32; ++j) {
-                int i = j / 2 * 4 + 2 * r + j % 2, n = BOTH ? i / 32 : FIRST / 64;
-                acc[FIRST + i] = __fmaf_rn(__fmul_rn(part[i], a), last[n], acc[FIRST + i]);
-            }
+        if (i == 20) {
+            asm volatile("" : "+f"(sum)::"memory");
+            between();
         }
     }
     keep(acc);  // done before the next products overwrite `part`
@@ -433,17 +404,17 @@ __device__ __forceinline__ void write_rows(const u8* staging, u8* out, long long
     __syncwarp();
 }
 
-// Stores 128 columns of the warp's 16 rows from `r[FIRST ..]`; `columns` of them exist.
-template <int FIRST, int N>
-__device__ __forceinline__ void store_half(
+// Stores COLUMNS columns of the warp's 16 rows from `r`; `columns` of them exist.
+template <int COLUMNS, int N>
+__device__ __forceinline__ void store(
     const float (&r)[N], u8* staging, u8* out, long long stride, int rows, int columns) {
     constexpr int SIZE = OUT == 2 ? 4 : 2, GROUPS = 16 / SIZE;  // groups of 8 columns in 128 bytes
     int lane = threadIdx.x % 32, row = lane / 4, quad = lane % 4;
 #pragma unroll
-    for (int part = 0; part < 16 / GROUPS; ++part) {
+    for (int part = 0; part < COLUMNS / 8 / GROUPS; ++part) {
 #pragma unroll
         for (int j = 0; j < GROUPS; ++j) {
-            int i = FIRST + 4 * (part * GROUPS + j);
+            int i = 4 * (part * GROUPS + j);
             if (OUT == 2) {
                 u32 at = row * 128 + (((2 * j + quad / 2) ^ row) << 4) + quad % 2 * 8;
                 *(float2*)(staging + at) = make_float2(r[i], r[i + 1]);
@@ -498,33 +469,29 @@ struct Extras {
 };
 
 __device__ __forceinline__ void apply_extras(
-    float (&acc)[128], const Extras& x, int row, int last_row, int expert, int column, int columns) {
+    float (&acc)[SUMS], const Extras& x, int row, int last_row, int expert, int column, int columns) {
     int num_rows = GATED ? 2 * columns : columns, quad = threadIdx.x % 4;
     float r0 = x.row_scale ? x.row_scale[min(row, last_row)] : 1.0f;
     float r1 = x.row_scale ? x.row_scale[min(row + 8, last_row)] : 1.0f;
     const float* scales = x.expert_scales ? x.expert_scales + (long long)expert * x.scales_per_expert : nullptr;
     const float* bias = x.bias ? x.bias + (long long)expert * num_rows : nullptr;
 #pragma unroll
-    for (int h = 0; h < 2; ++h) {
+    for (int j = 0; j < SUMS / 4; ++j) {
 #pragma unroll
-        for (int j = 0; j < 16; ++j) {
-#pragma unroll
-            for (int c = 0; c < 2; ++c) {
-                int n = column + (GATED ? 0 : h * HALF) + 8 * j + 2 * quad + c, up = h, weight_row = n;
-                if (GATED) {
-                    weight_row = ORDER == INTERLEAVED ? 2 * n + h : n + (h == (ORDER == GATE_UP) ? columns : 0);
-                } else if (ORDER == INTERLEAVED) {
-                    up = n % 2;
-                } else {
-                    up = (n >= columns / 2) == (ORDER == GATE_UP);
-                }
-                float s = scales ? scales[x.scales_per_expert == 2 ? up : 0] : 1.0f;
-                float b = bias && n < columns ? bias[weight_row] : -0.0f;
-                float& low = acc[64 * h + 4 * j + c];
-                float& high = acc[64 * h + 4 * j + 2 + c];
-                low = __fadd_rn(__fmul_rn(__fmul_rn(low, r0), s), b);
-                high = __fadd_rn(__fmul_rn(__fmul_rn(high, r1), s), b);
+        for (int c = 0; c < 2; ++c) {
+            int h = j / 16, n = column + 8 * (GATED ? j % 16 : j) + 2 * quad + c, up = h, weight_row = n;
+            if (GATED) {
+                weight_row = ORDER == INTERLEAVED ? 2 * n + h : n + (h == (ORDER == GATE_UP) ? columns : 0);
+            } else if (ORDER == INTERLEAVED) {
+                up = n % 2;
+            } else {
+                up = (n >= columns / 2) == (ORDER == GATE_UP);
             }
+            float s = scales ? scales[x.scales_per_expert == 2 ? up : 0] : 1.0f;
+            float b = bias && n < columns ? bias[weight_row] : -0.0f;
+            float &low = acc[4 * j + c], &high = acc[4 * j + 2 + c];
+            low = __fadd_rn(__fmul_rn(__fmul_rn(low, r0), s), b);
+            high = __fadd_rn(__fmul_rn(__fmul_rn(high, r1), s), b);
         }
     }
 }
@@ -564,13 +531,16 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     __syncthreads();
     sync_cluster();
 
-    int g = 0, stage = 0;
-    u32 parity = 0;
+    // A tile takes the stages from the first on, as often as K asks for. Bit s of `phases`: whether all tiles before have
+    // used stage s an odd number of times; of `used`: whether one tile does.
+    int g = 0;
+    u32 phases = 0, used = 0;
+    for (int s = 0; s < STAGES; ++s) used |= (u32)((k_blocks - s + STAGES - 1) / STAGES & 1) << s;
     Tile tile;
     if (wg == MATH_WGS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
         // One thread sends for the tiles; all of them copy scales, and rows that are gathered.
-        int thread = threadIdx.x % 128, chunk = thread % 8, first = thread / 8, behind = 0, issued = 0;
+        int thread = threadIdx.x % 128, chunk = thread % 8, first = thread / 8, under_way = -1;
         bool leader = thread == 0;
         u32 to = first * 128 + ((chunk ^ first % 8) << 4);
         int last = !FP8 && !GATHER && !leader ? 0 : 0x7FFFFFFF;  // the tiles that this thread sees to are below
@@ -589,9 +559,12 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     if (row < tile.rows) from[i] += row_index[tile.start + row] * a_stride;
                 }
             }
+            int stage = 0;
+            u32 phase = phases;
+            phases ^= used;
             for (int kb = 0; kb < k_blocks; ++kb) {
                 u32 a = ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = full + 8 * stage;
-                barrier_wait(empty + 8 * stage, parity ^ 1);
+                barrier_wait(empty + 8 * stage, ~phase >> stage & 1);
                 if (leader) {
                     barrier_expect(ready, boxes * A_BOX * 128 + 2 * HALF_BYTES);
                     for (int i = shared_rows ? rank : 0; i < boxes; i += shared_rows ? CLUSTER : 1)
@@ -618,31 +591,29 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                                          : "memory");
                     }
                     asm volatile("cp.async.commit_group;" ::: "memory");
-                    if (++issued > LAG) {
-                        asm volatile("cp.async.wait_group %0;" ::"n"(LAG) : "memory");
+                    if (under_way >= 0) {
+                        asm volatile("cp.async.wait_group 1;" ::: "memory");
                         asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
                         __syncwarp();
-                        if (lane == 0) barrier_arrive(full + 8 * behind);
-                        if (++behind == STAGES) behind = 0;
+                        if (lane == 0) barrier_arrive(full + 8 * under_way);
                     }
+                    under_way = stage;
                 }
-                if (++stage == STAGES) stage = 0, parity ^= 1;
+                if (++stage == STAGES) stage = 0, phase = ~phase;
             }
         }
-        if (GATHER) {
+        if (under_way >= 0) {
             asm volatile("cp.async.wait_group 0;\nfence.proxy.async.shared::cta;" ::: "memory");
             __syncwarp();
-            for (int left = min(issued, LAG); left > 0; --left) {
-                if (lane == 0) barrier_arrive(full + 8 * behind);
-                if (++behind == STAGES) behind = 0;
-            }
+            if (lane == 0) barrier_arrive(full + 8 * under_way);
         }
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
-        float acc[128];
+        float acc[SUMS];
         int turn = 0;  // the warpgroup that takes the next tile of its own
         bool waits = false;
         u8* warp_staging = staging + warp * WARP_STAGING;
+        u32 freed = CLUSTER > 1 ? address_at(empty, lane % CLUSTER) : empty;
         for (int t = blockIdx.x / CLUSTER;; t += step) {
             if (!find_tile(groups, num_groups, t, tiles_n, band_width, rank, g, tile)) break;
             bool alone = tile.rows <= 64;
@@ -651,68 +622,88 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 turn ^= 1;
                 if (turn == wg) {
                     // The other's tile.
-                    stage += k_blocks;
-                    parity ^= stage / STAGES & 1;
-                    stage %= STAGES;
+                    phases ^= used;
                     waits = true;
                     continue;
                 }
             }
             int first_row = uniform(alone ? 0 : wg * 64), row_of_warp = first_row + warp % 4 * 16;
             int row = tile.start + row_of_warp + lane / 4;
+            u32 a = uniform(descriptor(ring + first_row * 128)), b = descriptor(ring + A_BYTES), phase = phases;
+            phases ^= used;
 #if FP8
-            Factors factors;
-            Fragments a;
-            bool ready = false;  // the stage is full, its rows and factors are in registers
 #pragma unroll
-            for (int i = 0; i < 128; ++i) acc[i] = 0.0f;
+            for (int i = 0; i < SUMS; ++i) acc[i] = 0.0f;
             if (waits) wait_turn(wg), waits = false;
-            for (int kb = 0; kb < k_blocks; ++kb) {
-                u32 slot = uniform(ring + stage * STAGE_BYTES), b = descriptor(slot + A_BYTES);
-                const float* of_stage = scales + stage * (SCALE_BYTES / 4) + row_of_warp + lane / 4;
-                if (!ready) {
-                    barrier_wait(full + 8 * stage, parity);
-                    a.load(slot + row_of_warp * 128);
-                    factors.load(of_stage, row_of_warp + lane / 4);
+            constexpr u32 STEP = STAGE_BYTES >> 4, SECOND = HALF_BYTES >> 4;
+            const float* scales_of_row = scales + row_of_warp + lane / 4;
+            Factors factors;
+            float part[PARTIAL_SUMS];
+            bool ready = false;
+            int left = k_blocks, odd = 0;
+            // Begins what takes the tensor cores: the first half of stage s, which is full. Tells whether scales are usual.
+            auto begin = [&](int s) {
+                factors.load(scales_of_row + s * (SCALE_BYTES / 4), scales + s * (SCALE_BYTES / 4) + 128);
+                multiply(part, a + s * STEP, b + s * STEP);
+                return factors.multiply();
+            };
+            // Unrolled over the stages, so that their addresses are constants: whatever a warpgroup does beside its
+            // products keeps the tensor cores waiting as soon as the other warpgroup does the same.
+            for (; left > 0; left -= STAGES, phase = ~phase) {
+#pragma unroll
+                for (int s = 0; s < STAGES; ++s) {
+                    if (left <= s) break;
+                    if (!ready) barrier_wait(full + 8 * s, phase >> s & 1);
+                    bool usual = begin(s);
+                    mma_wait<0>();
+                    if (!usual) {
+                        odd = s;
+                        goto unusual;
+                    }
+                    add_up<0, true>(acc, part, factors, [] {});
+                    multiply(part, a + s * STEP, b + s * STEP + SECOND);
+                    mma_wait<0>();
+                    add_up<64, true>(acc, part, factors, [&] {
+                        int next = (s + 1) % STAGES;
+                        release(freed + 8 * s, share);
+                        ready = barrier_test(full + 8 * next, (next ? phase : ~phase) >> next & 1);
+                    });
                 }
-                float part[64];
-                multiply(part, a, b);
-                // While that runs, what the next stage needs is made ready, if it is there.
-                int next = stage + 1 == STAGES ? 0 : stage + 1;
-                u32 next_parity = parity ^ (next == 0);
-                ready = kb + 1 < k_blocks && barrier_test(full + 8 * next, next_parity);
-                Factors next_factors = factors;
-                if (ready) next_factors.load(of_stage + (next - stage) * (SCALE_BYTES / 4), row_of_warp + lane / 4);
-                mma_wait<0>();
-                add_up<0>(acc, part, factors, of_stage, row_of_warp + lane / 4);
-                multiply(part, a, b + (HALF_BYTES >> 4));
-                mma_wait<0>();
-                if (ready) a.load(ring + next * STAGE_BYTES + row_of_warp * 128);
-                if (factors.plain) release(empty + 8 * stage, share);
-                add_up<64>(acc, part, factors, of_stage, row_of_warp + lane / 4);
-                if (!factors.plain) release(empty + 8 * stage, share);
-                factors = next_factors, stage = next, parity = next_parity;
             }
+            goto added;
+        unusual:
+            // The rest of the tile, from the second step of stage `odd` on.
+            for (left -= odd;;) {
+                add_up<0, false>(acc, part, factors, [] {});
+                multiply(part, a + odd * STEP, b + odd * STEP + SECOND);
+                mma_wait<0>();
+                add_up<64, false>(acc, part, factors, [&] { release(freed + 8 * odd, share); });
+                if (--left == 0) break;
+                if (++odd == STAGES) odd = 0, phase = ~phase;
+                barrier_wait(full + 8 * odd, phase >> odd & 1);
+                begin(odd);
+                mma_wait<0>();
+            }
+        added:
 #else
-            u32 before = empty;
+            int stage = 0, before = 0;
             if (waits) wait_turn(wg), waits = false;
             for (int kb = 0; kb < k_blocks; ++kb) {
-                u32 slot = uniform(ring + stage * STAGE_BYTES), a = descriptor(slot + first_row * 128);
-                u32 b = descriptor(slot + A_BYTES);
-                barrier_wait(full + 8 * stage, parity);
+                u32 at = stage * (STAGE_BYTES >> 4);
+                barrier_wait(full + 8 * stage, phase >> stage & 1);
                 keep(acc);
                 mma_fence();
 #pragma unroll
-                for (int k = 0; k < 4; ++k) mma_bf16(acc, a + 2 * k, b + 2 * k, kb > 0 || k > 0);
+                for (int k = 0; k < 4; ++k) mma_bf16(acc, a + at + 2 * k, b + at + 2 * k, kb > 0 || k > 0);
                 mma_commit();
                 mma_wait<1>();
-                if (kb > 0) release(before, share);
-                before = empty + 8 * stage;
-                if (++stage == STAGES) stage = 0, parity ^= 1;
+                if (kb > 0) release(freed + 8 * before, share);
+                before = stage;
+                if (++stage == STAGES) stage = 0, phase = ~phase;
             }
             mma_wait<0>();
             keep(acc);
-            release(before, share);
+            release(freed + 8 * before, share);
 #endif
             if (alone) give_turn(wg);
             if (EXTRAS) apply_extras(acc, extras, row, capacity - 1, tile.expert, tile.column, columns);
@@ -722,7 +713,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             long long position = tile.start + row_of_warp;
             long long stride = out_stride * SIZE;
             u8* to = out + position * stride + (long long)tile.column * SIZE;
-            if (GATED) {
+            if constexpr (GATED) {
 #pragma unroll
                 for (int i = 0; i < 64; ++i) acc[i] = swiglu(acc[i], acc[64 + i], alpha, limit, up_offset);
             }
@@ -731,8 +722,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 float* scales = out_scales + position * scale_columns + tile.column / 128;
                 store_quantized(acc, warp_staging, to, stride, rows, scales, scale_columns);
             } else {
-                store_half<0>(acc, warp_staging, to, stride, rows, width);
-                if (!GATED) store_half<64>(acc, warp_staging, to + HALF * SIZE, stride, rows, width - HALF);
+                store<TILE_COLUMNS>(acc, warp_staging, to, stride, rows, width);
             }
         }
         if (waits) wait_turn(wg);
