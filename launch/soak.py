@@ -16,7 +16,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, NamedTuple, get_args
 
 import torch
 from rich.console import Console
@@ -25,7 +25,7 @@ from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.launch import cases, environment
-from moe_runtime.launch.soak_steps import StepPlan, expected_output, multiplying_experts
+from moe_runtime.launch.soak_steps import StepPlan, expected_offsets, expected_output, multiplying_experts
 from moe_runtime.layer import context_from_config
 
 KIND = "soak"
@@ -64,6 +64,21 @@ class SoakResult:
     @property
     def passed(self) -> bool:
         return self.wrong_tokens == self.wrong_arrivals == self.differing_steps == 0
+
+
+class Checked(NamedTuple):
+    """What came of a step, on the device.
+
+    Attributes:
+        y_TH: as combined.
+        offsets: `group_offsets` of what arrived.
+        wrong_tokens, bits: int64 scalars; tokens of `y_TH` that are not what they must be, and a checksum of all.
+    """
+
+    y_TH: torch.Tensor
+    offsets: torch.Tensor
+    wrong_tokens: torch.Tensor
+    bits: torch.Tensor
 
 
 class Soak:
@@ -108,51 +123,52 @@ class Soak:
             seconds=time.monotonic() - start,
         )
 
-    def _step(self, number: int, step: int, replay: Callable[[], tuple[torch.Tensor, torch.Tensor]] | None) -> None:
+    def _step(self, number: int, step: int, replay: Callable[[], Checked] | None) -> None:
         """One step; `replay` answers for the tokens that lie in the buffers."""
         geometry, device, rank = self.geometry, self.context.device, self.context.rank
         plan = StepPlan.draw(self.seed, step, geometry)
         count = plan.counts[rank]
         x_TH = plan.tokens(self.seed, rank, geometry, device)
-        idx_TK, weights_TK = plan.routing(self.seed, rank, geometry, device)
+        routings = [plan.routing(self.seed, r, geometry, device) for r in range(geometry.world_size)]
+        inputs = (x_TH, *routings[rank])
         if replay is None:
-            y_TH, offsets = self._exchange(x_TH, idx_TK, weights_TK)
+            checked = self._exchange(*inputs)
         else:
+            # What lies behind the tokens is of a step before, and goes nowhere.
             self.idx_TK.fill_(-1)
-            for buffer, values in ((self.x_TH, x_TH), (self.idx_TK, idx_TK), (self.weights_TK, weights_TK)):
+            for buffer, values in zip((self.x_TH, self.idx_TK, self.weights_TK), inputs, strict=True):
                 buffer[:count].copy_(values)
-            y_TH, offsets = replay()
-            self.wrong_tokens[step] += (y_TH[count:] != 0).any(dim=1).sum()
-            y_TH = y_TH[:count]
+            checked = replay()
             self.replays += 1
-        expected_TH = expected_output(x_TH, idx_TK, weights_TK, geometry)
-        found, wanted = y_TH.view(torch.int16), expected_TH.view(torch.int16)
-        self.wrong_tokens[step] += (found != wanted).any(dim=1).sum()
-        self.wrong_arrivals += (offsets != plan.expected_offsets(self.seed, geometry, device)).any()
-        self.bits[number, step] = _folded(found.long())
+        self.wrong_tokens[step] += checked.wrong_tokens
+        expected = expected_offsets([ids for ids, _ in routings], geometry)
+        self.wrong_arrivals += (checked.offsets != expected).any()
+        self.bits[number, step] = checked.bits
         self.tokens += count
         self.context.check()
 
-    def _exchange(
-        self, x_TH: torch.Tensor, idx_TK: torch.Tensor, weights_TK: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """`y` and the `group_offsets` of what arrived."""
+    def _exchange(self, x_TH: torch.Tensor, idx_TK: torch.Tensor, weights_TK: torch.Tensor) -> Checked:
+        """The tokens there and back, and what came back beside what must; nothing waits for the host."""
         arrived = self.dispatcher.dispatch(x_TH, idx_TK, weights_TK)
         y_TH = self.dispatcher.combine(multiplying_experts(arrived), arrived.handle)
-        return y_TH, arrived.group_offsets
+        expected_TH = expected_output(x_TH, idx_TK, weights_TK, self.geometry)
+        found, wanted = y_TH.view(torch.int16), expected_TH.view(torch.int16)
+        wrong = (found != wanted).any(dim=1).sum()
+        return Checked(y_TH, arrived.group_offsets, wrong, _folded(found.long()))
 
-    def _capture(self) -> Callable[[], tuple[torch.Tensor, torch.Tensor]]:
-        """A graph of a step over the buffers, once such a step has run."""
-        self._exchange(self.x_TH, self.idx_TK, self.weights_TK)
+    def _capture(self) -> Callable[[], Checked]:
+        """A graph of a step over the buffers with its check, once such a step has run."""
+        buffers = self.x_TH, self.idx_TK, self.weights_TK
+        self._exchange(*buffers)
         graph = torch.cuda.CUDAGraph()
         # Other threads (a process group's watchdog) may call CUDA meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            results = self._exchange(self.x_TH, self.idx_TK, self.weights_TK)
+            checked = self._exchange(*buffers)
 
-        def replay() -> tuple[torch.Tensor, torch.Tensor]:
-            results[0].fill_(float("nan"))
+        def replay() -> Checked:
+            checked.y_TH.fill_(float("nan"))
             graph.replay()
-            return results
+            return checked
 
         return replay
 

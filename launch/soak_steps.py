@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import math
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,15 +63,15 @@ class StepPlan:
         """bf16 `[T, H]` of any rank."""
         return cases.tokens(seed, rank, self.number, self.counts[rank], geometry.hidden, device)
 
-    def expected_offsets(self, seed: int, geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor:
-        """int32 `[E + 1]`: the `group_offsets` of this rank, from the routing of all."""
-        rows = torch.zeros(geometry.num_experts + 1, dtype=torch.int64, device=device)
-        for rank in range(geometry.world_size):
-            ids = self.routing(seed, rank, geometry, device)[0].long().flatten()
-            rows.scatter_add_(0, ids + 1, torch.ones_like(ids))
-        first = 1 + geometry.first_expert
-        mine = rows[first : first + geometry.num_local_experts]
-        return torch.cat([mine.new_zeros(1), mine.cumsum(0)]).int()
+
+def expected_offsets(idx: Sequence[torch.Tensor], geometry: ExchangeGeometry) -> torch.Tensor:
+    """int32 `[E + 1]`: the `group_offsets` of this rank; `idx[r]` are the ids of rank `r`, `[T, K]`."""
+    ids = torch.cat([part.flatten() for part in idx]).long()
+    rows = torch.zeros(geometry.num_experts + 1, dtype=torch.int64, device=ids.device)
+    rows.scatter_add_(0, ids + 1, torch.ones_like(ids))
+    first = 1 + geometry.first_expert
+    mine = rows[first : first + geometry.num_local_experts]
+    return torch.cat([mine.new_zeros(1), mine.cumsum(0)]).int()
 
 
 def multiplying_experts(arrived: DispatchedTokens) -> torch.Tensor:
