@@ -8,6 +8,7 @@ import math
 import os
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -448,6 +449,27 @@ def test_measure_times_parts_and_the_whole() -> None:
         assert set(whole) == {TOTAL} and len(whole[TOTAL].iterations_us) == 4
         assert set(measure(context, step, iterations=1, capturable=False, laps=True)) == {"first", "second"}
     assert calls[3:7] == [0, 1, 2, 3]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capturable", [True, False])
+def test_measure_tells_parts_apart_on_a_gpu(capturable: bool, device: torch.device) -> None:
+    """Kernels that spin for so many cycles: the parts are in their proportion, and together the whole."""
+    cycles = {"first": 200_000, "second": 600_000}
+
+    def step(number: int, lap: Callable[[str], None]) -> None:
+        for name, count in cycles.items():
+            torch.cuda._sleep(count)
+            lap(name)
+
+    with virtual_contexts(1, device=device)[0] as context:
+        context.allocate()
+        (whole,) = measure(context, step, iterations=30, capturable=capturable, steps=2).values()
+        parts = measure(context, step, iterations=30, capturable=capturable, steps=2, laps=True)
+    # The quickest of many: other programs may use the GPU meanwhile.
+    first, second = (min(parts[name].iterations_us) for name in cycles)
+    assert 2.5 < second / first < 3.5
+    assert first + second == pytest.approx(min(whole.iterations_us), rel=0.15)
 
 
 def test_histogram_groups_many_experts() -> None:

@@ -1,0 +1,19 @@
+"""The GPU's clock between kernels, for benchmarks."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_runtime.kernels.nvrtc import launch
+from moe_runtime.kernels.runtime import CudaCase
+
+
+def write_clock(at: torch.Tensor) -> None:
+    """Store nanoseconds of the GPU's global timer in `at`, int64 `[1]`, once all kernels before have ended.
+
+    The kernel after may begin meanwhile, up to its own wait, if it is launched to do so.
+    """
+    launch("clock.cu", "write_clock", {}, grid=(1, 1, 1), block=1, arguments=[at], device=at.device, early=True)
+
+
+AOT_CASES = (CudaCase("write_clock", "any", "clock.cu", "write_clock", {}, instruction={90: "globaltimer"}),)
