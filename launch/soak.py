@@ -97,6 +97,7 @@ class Soak:
         self.x_TH = torch.zeros(geometry.max_tokens, geometry.hidden, dtype=torch.bfloat16, device=device)
         self.idx_TK = torch.full((geometry.max_tokens, geometry.top_k), -1, dtype=torch.int32, device=device)
         self.weights_TK = torch.zeros(geometry.max_tokens, geometry.top_k, device=device)
+        self.starts = torch.tensor(geometry.starts, dtype=torch.int64, device=device)
         self.bits = torch.zeros(PASSES, steps, dtype=torch.int64, device=device)
         self.wrong_tokens = torch.zeros(steps, dtype=torch.int64, device=device)
         self.wrong_arrivals = torch.zeros((), dtype=torch.int64, device=device)
@@ -151,7 +152,7 @@ class Soak:
         """The tokens there and back, and what came back beside what must; nothing waits for the host."""
         arrived = self.dispatcher.dispatch(x_TH, idx_TK, weights_TK)
         y_TH = self.dispatcher.combine(multiplying_experts(arrived), arrived.handle)
-        expected_TH = expected_output(x_TH, idx_TK, weights_TK, self.geometry)
+        expected_TH = expected_output(x_TH, idx_TK, weights_TK, self.geometry, self.starts)
         found, wanted = y_TH.view(torch.int16), expected_TH.view(torch.int16)
         wrong = (found != wanted).any(dim=1).sum()
         return Checked(y_TH, arrived.group_offsets, wrong, _folded(found.long()))

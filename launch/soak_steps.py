@@ -88,14 +88,15 @@ def multiplying_experts(arrived: DispatchedTokens) -> torch.Tensor:
 
 
 def expected_output(
-    x_TH: torch.Tensor, idx_TK: torch.Tensor, weights_TK: torch.Tensor, geometry: ExchangeGeometry
+    x_TH: torch.Tensor, idx_TK: torch.Tensor, weights_TK: torch.Tensor, geometry: ExchangeGeometry, starts: torch.Tensor
 ) -> torch.Tensor:
-    """bf16 `[T, H]`: what `combine` must give for these tokens of this rank and `multiplying_experts`.
+    """bf16 `[T, H]`, without the host: what `combine` must give for tokens of this rank and `multiplying_experts`.
+
+    `starts` are those of the geometry, int64 on the device of the tokens.
 
     `bf16(sum over ranks ascending of wire(sum over that rank's experts, k ascending, of w_k * row_k))`, sums in fp32.
     """
     values_TH = dequantize_rows(quantize_rows(x_TH, geometry.token_format, engine="torch"), engine="torch")
-    starts = torch.tensor(geometry.starts, dtype=torch.int64, device=x_TH.device)
     owner_TK, wire = owners_of(idx_TK.long(), starts), geometry.combine_format
     y_TH = torch.zeros_like(values_TH)
     for rank in range(geometry.world_size):

@@ -372,7 +372,7 @@ def test_reference_one_expert_at_a_time_is_the_reference(device: torch.device, s
     gate_up, down = (
         torch.stack(w) for w in zip(*(random_expert(config, seed, e, device)[:2] for e in range(5)), strict=True)
     )
-    expected = moe_reference(x_TH.cpu(), idx_TK.cpu(), weights_TK.cpu(), gate_up, down)
+    expected = moe_reference(x_TH.cpu(), idx_TK.cpu(), weights_TK.cpu(), gate_up.cpu(), down.cpu())
     torch.testing.assert_close(found.cpu(), expected, rtol=1e-12, atol=1e-12)
 
 

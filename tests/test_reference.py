@@ -151,8 +151,9 @@ SAMPLES: dict[str, Callable[[torch.Generator], torch.Tensor]] = {
     "uniform": lambda g: torch.rand(512, 1024, generator=g) - 0.5,
     "laplace": lambda g: torch.randn(512, 1024, generator=g) * torch.empty(512, 1024).exponential_(generator=g).sqrt(),
     "swiglu": lambda g: swiglu_reference(torch.randn(512, 2048, generator=g)).float(),
+    # Up to 55 times; where one column outweighs all others, errors are that column's alone.
     "columns of very different size": lambda g: (
-        torch.randn(512, 1024, generator=g) * torch.randn(1024, generator=g).exp()
+        torch.randn(512, 1024, generator=g) * torch.randn(1024, generator=g).clamp(-2, 2).exp()
     ),
 }
 

@@ -8,13 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from moe_runtime.comm import nvshmem_world
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import DispatchedTokens, DispatchHandle, TokenDispatcher
 from moe_runtime.launch import soak
-from moe_runtime.launch.soak_steps import KINDS, StepPlan, expected_offsets
+from moe_runtime.launch.soak_steps import KINDS, StepPlan, expected_offsets, expected_output, multiplying_experts
 from moe_runtime.virtual import virtual_contexts
 from tests.exchange_data import LAYERS, config
 from tests.test_launch import TINY, TWO_RANKS, program
@@ -46,6 +47,32 @@ def test_replays_over_nvshmem(fmt: str, get_pool: Any, seed: int) -> None:
     layers = [config(fmt, mode=mode) for mode in ("indexed", "packed")]
     for results in get_pool(torch.cuda.device_count(), gpus=True).run(soak_layers, layers, 200, seed, timeout=170):
         assert all(result.passed and result.replays == 2 * 175 for result in results), results
+
+
+class Operations(TorchDispatchMode):
+    """Names of torch's operations within."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: set[str] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.add(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("c", LAYERS, ids=[f"layer {number}" for number in range(len(LAYERS))])
+def test_a_step_and_its_check_could_be_captured(c: MoELayerConfig, seed: int) -> None:
+    """Nothing reads a number of the device, nor makes a tensor of Python numbers."""
+    with virtual_contexts(1)[0] as context:
+        one = soak.Soak(soak.make_dispatcher(c, context), seed, 1)
+        arrived = one.dispatcher.dispatch(one.x_TH, one.idx_TK, one.weights_TK)
+        with Operations() as seen:
+            multiplying_experts(arrived)
+            expected_output(one.x_TH, one.idx_TK, one.weights_TK, one.geometry, one.starts)
+        assert "searchsorted" in seen.names
+        assert not seen.names & {"_local_scalar_dense", "nonzero", "lift_fresh", "lift_fresh_copy"}
 
 
 class Faulty(TokenDispatcher):

@@ -177,6 +177,10 @@ def test_mistakes_are_named(device: torch.device, seed: int) -> None:
                 next(ranks.layers[0].stages(x, topk_idx=topk_idx, topk_weights=weights))
             with pytest.raises(PeerAbortedError, match=message.split(":")[0]):
                 ranks.layers[1](mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
+                # On a GPU it is kernels that hear of it, whenever they run.
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                ranks.layers[1].context.check()
 
 
 @pytest.mark.parametrize("change", ["shape", "strides", "dtype"])
