@@ -24,10 +24,18 @@ graph replays of which no file is kept):
 - One row at a time, flags looked at more often than failures: 26 / 57 / 1055 us (at 4096 packed; by index not measured
   again). After this run failures are looked for after the flags, not before: a peer that fails raises its flags too.
 
-**What is left.** At 4096 tokens `combine_wait` begins to sum only when all has arrived (flags by chunks would overlap
-them), packed mode copies each row once more (by index 959 against 1021 us in the third version), and the copy of expert
-outputs into partial results could be the epilogue of the down projection. At 8 tokens each of the four kernels takes 5
-to 6 us: a load or two, a fence at system scope, and the end of the kernel before.
+**What is left.** Dispatch and combine apart, on 2 H200s, without the events that told them apart before
+(launch/results/h200x2.json), NVFP4: 20.3 + 12.4, 24.4 + 18.5 and 174 + 329 us; FP8: 11.9 + 12.1, 15.8 + 18.4 and
+215 + 330. What NVFP4 takes longer for few tokens must be its swizzled scales: a warp stores all of a slot's, each word
+in a sector of its own, and few slots are few SMs; several warps could share the rows of a slot. At 4096 tokens
+`combine_wait` begins to sum only when all has arrived (flags by chunks would overlap them), packed mode copies each row
+once more (by index 959 against 1021 us in the third version), and the copy of expert outputs into partial results could
+be the epilogue of the down projection.
+
+On 16 SMs (launch/results/h200x2_few_sms.json) the exchange of 4096 tokens takes 703 + 1232 us in place of 174 + 329. By
+kernel, one rank, 16384 tokens of 2 rows each, by index, a single run of torch's profiler of which nothing is kept:
+`dispatch_send` takes 343 us on all SMs and 1491 on 16, arrival 159 and 202, `combine_send` 244 and 1477, `combine_wait`
+186 and 813. `dispatch_send` is bound by the instructions that quantize, the combine has too few bytes under way.
 """
 
 from __future__ import annotations

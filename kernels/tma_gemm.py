@@ -2,8 +2,8 @@
 
 The host side of `tma_gemm.cu`: what it supports, which of its two regimes is taken, tensor maps, launches. The contract
 is that of `grouped_gemm.py`, whose Triton kernel is the fallback for everything else. `fp8_block` sums each 128 of K
-from zero in the tensor cores and adds `partial * (row scale * weight scale)` in fp32, or, where one of the scales is
-outside 2^-64 .. 2^64, `(partial * row scale) * weight scale`; `bf16` sums in the tensor cores. Every row sums its K in
+from zero in the tensor cores and adds `partial * (row scale * weight scale)` in fp32, or, where that product of scales
+is not a normal number, `(partial * row scale) * weight scale`; `bf16` sums in the tensor cores. Every row sums its K in
 the order of K, whatever the regime, its tile and its neighbours: both regimes give the same bits.
 
 The two numbers, on one H200. Prefill, FP8, 8 groups x 4096 rows, (N, K) = (4096, 7168): 1.92e12 flops, 1.33 ms at the
@@ -13,15 +13,15 @@ leave), 0.74 GB, 0.17 ms. Decode, FP8, 32 groups x 32 rows, both products of the
 
 Measured (launch/results/gemm_h200.json; TFLOP/s, in parentheses torch's row-wise _scaled_grouped_mm or _grouped_mm):
 
-    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1140 / 934 (1203 / 1124)
-    FP8  4 x 8192, the same                           1049 / 994 (1129 / 1110)
-    BF16 8 x 4096, the same                           647 / 676 (681 / 643)
-    FP8  8 x 16, 32, 48 rows                          66.0, 62.1, 62.8 us / 34.0, 34.9, 35.7 us
-    FP8  32 x 32 rows, gate_up and down               230 + 120 = 351 us
+    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1164 / 1197 (1178 / 1102)
+    FP8  4 x 8192, the same                           1151 / 1050 (1150 / 1094)
+    BF16 8 x 4096, the same                           674 / 656 (668 / 631)
+    FP8  8 x 16, 32, 48 rows                          66.1, 61.3, 62.1 us / 34.1, 35.0, 35.5 us
+    FP8  32 x 32 rows, gate_up and down               230 + 121 = 350 us
 
-Medians at the power limit: replays of one case differ by up to 20%, the first and so the coolest ones gave 1217 / 1099
-for FP8 8 x 4096. Other runs, of which nothing is kept, gave 1216-1280 / 1125-1179 (torch 1227-1379 / 983-1269) and
-771-786 / 767 for BF16 (705-745 / 690-761).
+Medians at the power limit: the first and so the coolest launches of a process gave 1303 / 1224 for FP8 8 x 4096 (1276
+gated), later ones as few as 1045. Other runs of version 6, of which nothing is kept, gave 1216-1280 / 1125-1179 (torch
+1227-1379 / 983-1269) and 771-786 / 767 for BF16 (705-745 / 690-761).
 
 What each version brought (FP8 8 x 4096, (4096, 7168); decode is 32 x 32, gate_up + down):
 
@@ -32,20 +32,23 @@ What each version brought (FP8 8 x 4096, (4096, 7168); decode is 32 x 32, gate_u
     4. scales through the ring instead of loads by the math warps, one multiply-add for each partial sum: 1280.
     5. the next stage's barrier and scales under the first product of this one: 1363 to 1185 cycles a stage, of which
        the tensor cores need 1024; no faster here at the power limit, (7168, 2048) from 1035 to 1146; 228 + 121 us.
-    6. rows from registers, read once by ldmatrix for both halves: in two runs 1112 to 1199 and 1057 to 1104,
-       (7168, 2048) 1023 to 1011 and 985 to 975; the coolest replays as before.
+    6. rows from registers, read once by ldmatrix for both halves: in two runs 1112 to 1199 and 1057 to 1104.
+    7. rows from shared memory again and little beside the products: stages unrolled, so that their addresses are
+       constants; scales read before the products are begun, the next stage's barrier asked amid the multiply-adds;
+       unusual scales left to code behind the loop. Beside 6 in one run 1221 to 1304, gated 1198 to 1259; 230 + 121 us.
 
 What bounds it, by Nsight Compute on (4096, 7168): BF16 keeps the tensor cores busy 94% of the cycles and is bound by
-power. FP8 keeps them busy 68% (62% with K = 2048), about 1470 cycles a stage, at 1.55 GHz and 690 W; shared memory is
-half used, L2 too (3.8 KB a cycle, BF16 takes 5.3), and the math warps hardly wait for a stage. A warpgroup's own chain
-is as long: two products of 256 cycles each take about 330 until they can be read, then 190 for 64 multiply-adds beside
-the other's products, 75 for the next rows, 120 for the release and the turn of the loop. A third warpgroup would hide
-it, but a gated tile needs 128 sums of a thread.
+power. FP8 keeps them busy 71% at 1.63 GHz. A peer's kernel (DeepGEMM's for these formats, compiled for the same
+shapes, tiles of 128 x 192) ran at 1403 / 1313 TFLOP/s on the same GPU and keeps them busy 92% at 1.49 GHz: at the power
+limit, who waits less may run slower. Its multiply-adds take as long (2.6 cycles each beside the other warpgroup's
+products) and its ring has as many stages. Of 825 cycles a stage it spends 170 on all but products and multiply-adds, a
+version of ours with the same tiles 410 of 1086, 100 of them waiting for a stage to fill. Why is the next thing to find:
+copying no scales at all gave 2%, no cluster nothing.
 
-Dropped: turns of the warpgroups at the tensor cores (-11%: multiply-adds take 2.5 cycles beside the other warpgroup's
-products, which compete for registers, and 1.4 when the tensor cores rest), also when handed over at issue, before the
-last product or after it (1743 us to 1944, 1800 and 1962); rows from registers with two sets of partial sums of 64
-columns (1174: 4.8 cycles beside products of the same warp); a head start of one warpgroup for BF16 (-6%).
+Dropped: tiles of 192 rows by three warpgroups (818 to 954); products of 192 columns at a time, without and with a
+cluster (1116 to 1252, where 2 x 128 had 1134 to 1304); turns of the warpgroups at the tensor cores (-11%), also when
+handed over at issue, before the last product or after it (1743 us to 1944, 1800 and 1962); rows from registers with two
+sets of partial sums of 64 columns (1174); a head start of one warpgroup for BF16 (-6%).
 """
 
 from __future__ import annotations
