@@ -5,7 +5,7 @@
 #   TORCH_INDEX_URL  where torch alone comes from, for a CPU-only build where the default index has CUDA builds:
 #                    make demo TORCH_INDEX_URL=<index of CPU builds that pytorch.org names>
 #   WORKERS          processes of the test run
-#   GPU_TEST         options of pytest for gpu-test, such as GPU_TEST="-n 8 --dist loadfile"
+#   GPU_TEST         options of pytest for gpu-test, such as GPU_TEST="-n 8 --dist worksteal"
 #
 # `make gpu-test` and `make sanitize` install nothing; `make clean` removes .venv too.
 

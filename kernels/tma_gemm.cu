@@ -544,6 +544,17 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         bool leader = thread == 0;
         u32 to = first * 128 + ((chunk ^ first % 8) << 4);
         int last = !FP8 && !GATHER && !leader ? 0 : 0x7FFFFFFF;  // the tiles that this thread sees to are below
+        // Gathered rows of a stage are handed over once those of the next are begun, or where there is no next.
+        auto hand_over = [&] {
+            asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+            __syncwarp();
+            if (lane == 0) barrier_arrive(full + 8 * under_way);
+            under_way = -1;
+        };
+        auto hand_over_last = [&] {
+            asm volatile("cp.async.wait_group 0;" ::: "memory");
+            hand_over();
+        };
         for (int t = blockIdx.x / CLUSTER; t < last; t += step) {
             if (!find_tile(groups, num_groups, t, tiles_n, band_width, rank, g, tile)) break;
             bool shared_rows = CLUSTER > 1 && !tile.pair_rows, shared_weights = CLUSTER > 1 && tile.pair_rows;
@@ -564,6 +575,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             phases ^= used;
             for (int kb = 0; kb < k_blocks; ++kb) {
                 u32 a = ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = full + 8 * stage;
+                // A tile may end with the stage that the next begins with, which nobody frees before it was filled.
+                if (GATHER && under_way == stage) hand_over_last();
                 barrier_wait(empty + 8 * stage, ~phase >> stage & 1);
                 if (leader) {
                     barrier_expect(ready, boxes * A_BOX * 128 + 2 * HALF_BYTES);
@@ -593,20 +606,14 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     asm volatile("cp.async.commit_group;" ::: "memory");
                     if (under_way >= 0) {
                         asm volatile("cp.async.wait_group 1;" ::: "memory");
-                        asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-                        __syncwarp();
-                        if (lane == 0) barrier_arrive(full + 8 * under_way);
+                        hand_over();
                     }
                     under_way = stage;
                 }
                 if (++stage == STAGES) stage = 0, phase = ~phase;
             }
         }
-        if (under_way >= 0) {
-            asm volatile("cp.async.wait_group 0;\nfence.proxy.async.shared::cta;" ::: "memory");
-            __syncwarp();
-            if (lane == 0) barrier_arrive(full + 8 * under_way);
-        }
+        if (under_way >= 0) hand_over_last();
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
         float acc[SUMS];

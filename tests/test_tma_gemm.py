@@ -161,6 +161,21 @@ def test_ragged_groups(
 
 
 @gpu
+@pytest.mark.parametrize("regime", REGIMES, ids=IDS)
+@pytest.mark.parametrize("gather", [False, True], ids=["packed", "gathered"])
+@pytest.mark.parametrize("blocks", [1, 5])
+@pytest.mark.parametrize("name", NAMES)
+def test_tiles_that_end_with_the_stage_they_begin_with(
+    name: str, blocks: int, gather: bool, regime: tma.Regime, rng: torch.Generator, device: torch.device
+) -> None:
+    """Several tiles for every SM, of one stage or of one more than the ring has."""
+    n, k = 2 * 256 * 132, blocks * (128 if name == "fp8_block" else 64)
+    w = random_weights(name, 2, n, k, rng, device)
+    a = make_rows(name, [130, 5], k, rng, device, num_experts=2, gather=gather)
+    check_inside(tma.grouped_gemm(a, w, regime=regime), exact_gemm(a, w, device), UNIT[torch.bfloat16])
+
+
+@gpu
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("dtype", UNIT)
 @pytest.mark.parametrize("order", [None, *GateUpOrder])
