@@ -26,7 +26,7 @@ from moe_runtime.weights import GPT_OSS, SwiGLU
 from tests.checkpoint_writers import read_e2m1
 
 EXPERTS_PER_FILE = 32
-TOKENS, CHECKED = 16, 1
+TOKENS = 16
 PREFIX = "model.layers.0.mlp."
 
 Sizes = tuple[int, int, int, int]
@@ -149,7 +149,7 @@ def gpt_oss_expert(folder: Path, expert: int, x: torch.Tensor) -> torch.Tensor:
     return product("down_proj", swiglu_reference(product("gate_up_proj", x), GPT_OSS))
 
 
-def run_from_files(rank: int, world: int, folder: str, tokens: str | None, seed: int) -> tuple[Any, ...]:
+def run_from_files(rank: int, world: int, folder: str, tokens: str | None, checked: int, seed: int) -> tuple[Any, ...]:
     """Formats, and the first tokens of this rank with their routing and output; in the format `tokens` if not None."""
     given = {} if tokens is None else {"token_format": tokens}
     with ExpertParallelContext(timeout_s=120) as context:
@@ -161,7 +161,7 @@ def run_from_files(rank: int, world: int, folder: str, tokens: str | None, seed:
         y = layer(x, topk_idx=idx, topk_weights=weights)
         assert y.isfinite().all()
         formats = layer.config.token_format, layer.config.weight_format
-        return (formats, *(part[:CHECKED].cpu() for part in (x, idx, weights, y)))
+        return (formats, *(part[:checked].cpu() for part in (x, idx, weights, y)))
 
 
 KINDS = {
@@ -174,13 +174,14 @@ FULL_SIZE: dict[str, Sizes] = {"deepseek_v3": (7168, 2048, 256, 8), "gpt_oss": (
 SMALL: dict[str, Sizes] = {"deepseek_v3": (256, 128, 40, 5), "gpt_oss": (160, 96, 7, 3)}
 
 
-def check(kind: str, sizes: Sizes, ranks: Any, folder: Path, seed: int) -> None:
+def check(kind: str, sizes: Sizes, checked: int, ranks: Any, folder: Path, seed: int) -> None:
+    """With the first `checked` tokens of each rank."""
     writer, expert_output, formats = KINDS[kind]
     writer(folder, sizes, torch.Generator().manual_seed(seed))
     reference: torch.Tensor | None = None
     # Tokens as the checkpoint says, and in bf16, where errors are small beside what any wrong weight would do.
     for tokens in (None, "bf16"):
-        results = ranks.run(run_from_files, str(folder), tokens, seed, timeout=170)
+        results = ranks.run(run_from_files, str(folder), tokens, checked, seed, timeout=170)
         token_format, weight_format = tokens or formats[0], formats[1]
         assert {result[0] for result in results} == {(token_format, weight_format)}
         x, idx, weights, y = (torch.cat(parts) for parts in zip(*(result[1:] for result in results), strict=True))
@@ -197,7 +198,7 @@ def check(kind: str, sizes: Sizes, ranks: Any, folder: Path, seed: int) -> None:
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("kind", KINDS)
 def test_small_ones_on_three_ranks(kind: str, get_pool: Any, tmp_path: Path, seed: int) -> None:
-    check(kind, SMALL[kind], get_pool(3), tmp_path, seed)
+    check(kind, SMALL[kind], TOKENS, get_pool(3), tmp_path, seed)
 
 
 @pytest.mark.gpu
@@ -206,5 +207,5 @@ def test_small_ones_on_three_ranks(kind: str, get_pool: Any, tmp_path: Path, see
 def test_full_size_on_all_gpus(kind: str, get_pool: Any, tmp_path: Path, seed: int) -> None:
     if shutil.disk_usage(tmp_path).free < 10 << 30:
         pytest.skip("needs 10 GB of disk")
-    check(kind, FULL_SIZE[kind], get_pool(torch.cuda.device_count(), gpus=True), tmp_path, seed)
+    check(kind, FULL_SIZE[kind], 1, get_pool(torch.cuda.device_count(), gpus=True), tmp_path, seed)
     shutil.rmtree(tmp_path)
