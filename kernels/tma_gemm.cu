@@ -185,6 +185,17 @@ __device__ __forceinline__ long long weight_scales(int expert, int column, int c
 __device__ __forceinline__ void wait_turn(int wg) { asm volatile("bar.sync %0, 256;" ::"r"(1 + wg) : "memory"); }
 __device__ __forceinline__ void give_turn(int wg) { asm volatile("bar.arrive %0, 256;" ::"r"(2 - wg) : "memory"); }
 
+// Whether `value` holds in all threads of the warpgroup, which go on together: products want all its warps.
+__device__ __forceinline__ bool all_of_warpgroup(int wg, bool value) {
+    u32 all;
+    asm volatile(
+        "{\n.reg .pred p, q;\nsetp.ne.b32 q, %1, 0;\nbar.red.and.pred p, %2, 128, q;\nselp.b32 %0, 1, 0, p;\n}"
+        : "=r"(all)
+        : "r"((u32)value), "r"(3 + wg)
+        : "memory");
+    return __all_sync(~0u, all);  // which the compiler is to know, as with `uniform`
+}
+
 // What one cluster works on at a time; a group has this many.
 __device__ __forceinline__ int tiles_of(int rows, int tiles_n) {
     int tiles_m = ceil_div(rows, BM);
@@ -319,7 +330,7 @@ struct Factors {
         return size < SMALLEST || size > LARGEST;  // a NaN is as good as any: it stays one
     }
 
-    // Whether all products of the warp are normal, which are made here.
+    // Whether all products are normal, which are made here.
     __device__ __forceinline__ bool multiply() {
         float least = LARGEST, most = 0.0f;
 #pragma unroll
@@ -327,7 +338,7 @@ struct Factors {
             product[i % 2][i / 2] = a[i % 2] * w[i / 2];
             least = fminf(least, fabsf(product[i % 2][i / 2])), most = fmaxf(most, fabsf(product[i % 2][i / 2]));
         }
-        return __all_sync(~0u, !(least < SMALLEST || most > LARGEST));
+        return !(least < SMALLEST || most > LARGEST);
     }
 };
 
@@ -648,11 +659,11 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             float part[PARTIAL_SUMS];
             bool ready = false;
             int left = k_blocks, odd = 0;
-            // Begins what takes the tensor cores: the first half of stage s, which is full. Tells whether scales are usual.
+            // Begins the products of the first half of stage s, which is full. Tells whether its scales are usual.
             auto begin = [&](int s) {
                 factors.load(scales_of_row + s * (SCALE_BYTES / 4), scales + s * (SCALE_BYTES / 4) + 128);
                 multiply(part, a + s * STEP, b + s * STEP);
-                return factors.multiply();
+                return all_of_warpgroup(wg, factors.multiply());
             };
             // Unrolled over the stages, so that their addresses are constants: whatever a warpgroup does beside its
             // products keeps the tensor cores waiting as soon as the other warpgroup does the same.

@@ -36,6 +36,8 @@ What each version brought (FP8 8 x 4096, (4096, 7168); decode is 32 x 32, gate_u
     7. rows from shared memory again and little beside the products: stages unrolled, so that their addresses are
        constants; scales read before the products are begun, the next stage's barrier asked amid the multiply-adds;
        unusual scales left to code behind the loop. Beside 6 in one run 1221 to 1304, gated 1198 to 1259; 230 + 121 us.
+       All these are of a loop in which each warp decided by itself whether scales are usual; since then a warpgroup
+       does so together, as its products ask for, under the first of them: not timed yet.
 
 What bounds it, by Nsight Compute on (4096, 7168): BF16 keeps the tensor cores busy 94% of the cycles and is bound by
 power. FP8 keeps them busy 71% at 1.63 GHz. A peer's kernel (DeepGEMM's for these formats, compiled for the same
