@@ -316,8 +316,8 @@ __device__ __forceinline__ void mma_bf16(float (&d)[128], u32 a, u32 b, int add)
                  : "r"(a), "r"(b), "r"(add));
 }
 
-// What the partial sums of a thread's two rows are multiplied with in both halves: the product of both scales where that
-// is a normal number. Else (`apart`) the scale of the row comes first and then that of the weight.
+// What the partial sums of a thread's two rows are multiplied with in both halves: the product of both scales where
+// that is a normal number. Else (`apart`) the scale of the row comes first and then that of the weight.
 struct Factors {
     float a[2], w[2], product[2][2];
 
@@ -342,8 +342,8 @@ struct Factors {
     }
 };
 
-// acc += part * factors, for the 128 columns of half FIRST / 64; `between` is done on the way. Without PLAIN a product may
-// be none that is normal; rows and halves for which it is get the same bits.
+// acc += part * factors, for the 128 columns of half FIRST / 64; `between` is done on the way. Without PLAIN a product
+// may be none that is normal; rows and halves for which it is get the same bits.
 template <int FIRST, bool PLAIN, class Between>
 __device__ __forceinline__ void add_up(
     float (&acc)[SUMS], float (&part)[PARTIAL_SUMS], const Factors& factors, Between between) {
@@ -542,8 +542,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     __syncthreads();
     sync_cluster();
 
-    // A tile takes the stages from the first on, as often as K asks for. Bit s of `phases`: whether all tiles before have
-    // used stage s an odd number of times; of `used`: whether one tile does.
+    // A tile takes the stages from the first on, as often as K asks for. Bit s of `phases`: whether all tiles before
+    // have used stage s an odd number of times; of `used`: whether one tile does.
     int g = 0;
     u32 phases = 0, used = 0;
     for (int s = 0; s < STAGES; ++s) used |= (u32)((k_blocks - s + STAGES - 1) / STAGES & 1) << s;
