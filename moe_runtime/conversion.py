@@ -10,7 +10,8 @@ from __future__ import annotations
 import hashlib
 import json
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -102,10 +103,11 @@ def convert_checkpoint(
         folder.mkdir(parents=True, exist_ok=True)
         with locked_folder(folder):
             shards = conversion.check_target()
-            steps = conversion.run(shards)
             total = sum(len(conversion.experts[shard]) + 1 for shard in shards)
-            for _ in steps if progress is None else progress(steps, total):
-                pass
+            # Closed before the lock goes: an error's traceback keeps the generator alive, and with it an open shard.
+            with closing(conversion.run(shards)) as steps:
+                for _ in steps if progress is None else progress(steps, total):
+                    pass
             conversion.finish()
 
 
@@ -180,7 +182,7 @@ class _Conversion:
             raise ValueError(f"{self.target / CONFIG_FILE}: expected an empty folder, or one of the same conversion")
         return left
 
-    def run(self, shards: list[str]) -> Iterator[None]:
+    def run(self, shards: list[str]) -> Generator[None, None, None]:
         """Write the shards, yielding after each expert and after the other tensors of each."""
         files = self.checkpoint.files
         for shard in shards:

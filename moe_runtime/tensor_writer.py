@@ -55,7 +55,9 @@ class TensorWriter:
 
     def __enter__(self) -> TensorWriter:
         self._partial = self.path.with_name(self.path.name + PARTIAL)
-        self._file: BinaryIO = self._partial.open("wb")
+        # A file of its own: whoever still has the unfinished one open does not write into this one.
+        self._partial.unlink(missing_ok=True)
+        self._file: BinaryIO = self._partial.open("xb")
         self._file.write(self._header)
         return self
 

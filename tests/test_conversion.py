@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
@@ -308,6 +309,30 @@ def test_an_interrupted_conversion_goes_on(source: Path, tmp_path: Path) -> None
         assert all(path.stat().st_mtime_ns == when for path, when in written.items())
     convert_checkpoint(source, target, "nvfp4")
     assert contents(target) == contents(whole)
+
+
+def test_a_stopped_conversion_writes_nothing_later(source: Path, tmp_path: Path) -> None:
+    """Its error, which somebody may keep, keeps no shard open that another conversion is going to write."""
+    whole, target = tmp_path / "whole", tmp_path / "target"
+    convert_checkpoint(source, whole, "mxfp8")
+    with pytest.raises(Stopped) as stopped:
+        convert_checkpoint(source, target, "nvfp4", progress=stopping(0))
+    still_open = [os.readlink(link) for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+    assert not [path for path in still_open if path.startswith(str(target))]
+    convert_checkpoint(source, target, "mxfp8")
+    del stopped
+    gc.collect()
+    assert contents(target) == contents(whole)
+
+
+def test_a_writer_left_open_does_not_write_into_the_next_one(tmp_path: Path) -> None:
+    path, shapes = tmp_path / "a.safetensors", {"x": ("U8", (64,))}
+    left_open = TensorWriter(path, shapes, {}).__enter__()
+    left_open.write("x", torch.ones(64, dtype=torch.uint8))
+    with TensorWriter(path, shapes, {}) as writer:
+        writer.write("x", torch.zeros(64, dtype=torch.uint8))
+    left_open.__exit__(Stopped, Stopped(), None)
+    assert load_file(path)["x"].tolist() == [0] * 64
 
 
 def test_a_killed_program_goes_on(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
