@@ -167,7 +167,11 @@ class _Conversion:
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
     def check_target(self) -> list[str]:
-        """The shards that are still to be written."""
+        """The shards that are still to be written; `ValueError` where the target has what would be read with them."""
+        modelopt = [] if (self.checkpoint.folder / MODELOPT_FILE).is_file() else [self.target / MODELOPT_FILE]
+        for path in [*modelopt, *sorted(self.target.glob("*.safetensors"))]:
+            if path.exists() and path.name not in self.shards:
+                raise ValueError(f"{path}: expected an empty folder, or one of the same conversion")
         left = []
         for shard in self.shards:
             path = self.target / shard
@@ -178,8 +182,9 @@ class _Conversion:
             file.close()
             if file.metadata.get(PLAN_KEY) != self.plan:
                 raise ValueError(f"{path}: expected nothing, or a shard that the same conversion wrote")
-        if left == list(self.shards) and (self.target / CONFIG_FILE).exists():
-            raise ValueError(f"{self.target / CONFIG_FILE}: expected an empty folder, or one of the same conversion")
+        for path in (self.target / CONFIG_FILE, self.target / INDEX_FILE):
+            if left == list(self.shards) and path.exists():
+                raise ValueError(f"{path}: expected an empty folder, or one of the same conversion")
         return left
 
     def run(self, shards: list[str]) -> Generator[None, None, None]:
@@ -219,6 +224,9 @@ class _Conversion:
             total = sum(entry.num_bytes for entry in entries.values())
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             write_whole(self.target / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+        else:
+            # Readers go by an index before they look for a single file.
+            (self.target / INDEX_FILE).unlink(missing_ok=True)
         for path in sorted(self.checkpoint.folder.iterdir()):
             made = path.name in (CONFIG_FILE, INDEX_FILE)
             if path.is_file() and path.suffix in _COPIED and not made:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -18,13 +19,13 @@ from safetensors.torch import load_file, save_file
 
 from moe_runtime.calibration import Calibration, calibrate
 from moe_runtime.checkpoint import Checkpoint, layer_config_from_checkpoint, write_qwen3_moe_checkpoint
-from moe_runtime.checkpoint_layouts import EXPERTS_KEY
+from moe_runtime.checkpoint_layouts import EXPERTS_KEY, MODELOPT_FILE
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.conversion import convert_checkpoint
 from moe_runtime.converted_experts import TARGET_LAYOUTS
 from moe_runtime.expert_readers import dense
 from moe_runtime.launch import convert
-from moe_runtime.tensor_files import INDEX_FILE, TensorFiles
+from moe_runtime.tensor_files import INDEX_FILE, SINGLE_FILE, TensorFiles
 from moe_runtime.tensor_writer import TensorWriter
 from moe_runtime.weights import ExpertWeights
 from tests.checkpoint_writers import (
@@ -251,6 +252,32 @@ def test_wrong_use_is_named(source: Path, tmp_path: Path) -> None:
     (tmp_path / "other" / "config.json").write_text("{}")
     with pytest.raises(ValueError, match=r"other/config\.json: expected an empty folder"):
         convert_checkpoint(source, tmp_path / "other", "nvfp4")
+
+
+@pytest.mark.parametrize("name", [INDEX_FILE, MODELOPT_FILE, "other.safetensors", SINGLE_FILE])
+def test_what_another_checkpoint_left_is_not_mixed_in(name: str, source: Path, tmp_path: Path) -> None:
+    """Neither read together with what is written, nor written over."""
+    target = tmp_path / "target"
+    target.mkdir()
+    (target / name).write_text("{}")
+    with pytest.raises(ValueError, match=re.escape(f"{target / name}: expected an empty folder, or one of the same")):
+        convert_checkpoint(source, target, "mxfp8")
+    assert contents(target) == {name: b"{}"}
+
+
+def test_a_single_file_is_not_read_by_an_index_beside_it(tmp_path: Path, seed: int) -> None:
+    source, target = tmp_path / "source", tmp_path / "target"
+    write_qwen3_moe_checkpoint(source, CONFIG, seed=seed)
+    target.mkdir()
+    (target / INDEX_FILE).write_text('{"weight_map": {}}')
+    with pytest.raises(ValueError, match=re.escape(f"{target / INDEX_FILE}: expected an empty folder")):
+        convert_checkpoint(source, target, "mxfp8")
+    (target / INDEX_FILE).unlink()
+    convert_checkpoint(source, target, "mxfp8")
+    whole = contents(target)
+    (target / INDEX_FILE).write_text('{"weight_map": {}}')
+    convert_checkpoint(source, target, "mxfp8")
+    assert contents(target) == whole
 
 
 def test_another_training_of_the_same_model_is_not_mixed_in(source: Path, tmp_path: Path) -> None:
