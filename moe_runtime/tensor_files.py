@@ -325,7 +325,11 @@ def _read_header(file: int, raw: bytes) -> tuple[dict[str, TensorEntry], dict[st
         if not 0 <= begin <= end <= size - first:
             raise ValueError(f"tensor {name}: its bytes end at {first + end}, the file at {size}")
         entries[name] = TensorEntry(dtype, shape, first + begin, end - begin)
-    last = max((entry.start + entry.num_bytes for entry in entries.values()), default=first)
+    last = first
+    for name, entry in sorted(entries.items(), key=lambda item: (item[1].start, item[1].num_bytes)):
+        if entry.start != last:
+            raise ValueError(f"tensor {name}: its bytes begin at {entry.start}, those before it end at {last}")
+        last = entry.start + entry.num_bytes
     if last != size:
         raise ValueError(f"its tensors end at {last}, the file at {size}")
     return entries, metadata

@@ -57,6 +57,19 @@ def entry(dtype: str, shape: list[int], begin: int, end: int) -> dict[str, Any]:
         ({"x": entry("F32", [5], 0, 20)}, "tensor x: its bytes end at .*, the file at"),
         ({"x": entry("F32", [2], 8, 16), "y": entry("I8", [0], 20, 20)}, "tensor y: its bytes end at"),
         ({"x": entry("F32", [2], 0, 8)}, "its tensors end at .*, the file at"),
+        (
+            {"x": entry("F32", [4], 0, 16), "y": entry("F32", [4], 0, 16)},
+            "tensor y: its bytes begin at",
+        ),
+        (
+            {"x": entry("F32", [3], 0, 12), "y": entry("F32", [2], 8, 16)},
+            "tensor y: its bytes begin at",
+        ),
+        (
+            {"x": entry("F32", [1], 0, 4), "y": entry("F32", [2], 8, 16)},
+            "tensor y: its bytes begin at",
+        ),
+        ({"x": entry("F32", [2], 8, 16)}, "tensor x: its bytes begin at"),
         ({"x": {"dtype": "F32"}}, "tensor x: expected dtype, shape and data_offsets"),
         ({"x": [1]}, "tensor x: expected dtype, shape and data_offsets"),
         ({"x": entry(["F32"], [4], 0, 16)}, "tensor x: expected dtype, shape and data_offsets"),  # type: ignore[arg-type]
