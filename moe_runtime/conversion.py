@@ -92,8 +92,9 @@ def convert_checkpoint(
         progress: takes an iterator over the experts (and, once, each shard's other tensors), and how many there are.
 
     Raises:
-        ValueError: as `Checkpoint`, naming file and tensor; another format; sizes that the format cannot block;
-            calibrations of other layers; a `target` that holds something else, or that another process writes to.
+        ValueError: as `Checkpoint`, naming file and tensor, also where an expert's weight is NaN or infinite; another
+            format; sizes that the format cannot block; calibrations of other layers; a `target` that holds something
+            else, or that another process writes to.
     """
     if weight_format not in TARGET_LAYOUTS:
         raise ValueError(f"weight_format: expected one of {', '.join(TARGET_LAYOUTS)}, got {weight_format!r}")

@@ -80,9 +80,13 @@ def converted_shapes(reader: ExpertReader, expert: int, layout: WeightLayout, *,
 def converted_parts(
     reader: ExpertReader, expert: int, layout: WeightLayout, calibration: Calibration | None, device: torch.device
 ) -> Iterator[Part]:
-    """Read an expert, quantize it on `device` and give the tensors of `converted_shapes`, or its part of them."""
+    """Read an expert, quantize it on `device` and give the tensors of `converted_shapes`, or its part of them.
+
+    Raises `ValueError` naming file and tensor where one of its weights is NaN or infinite: no scale fits it.
+    """
     stored = reader.expert(expert)
     gate_up, down = (dense(weight).to(device) for weight in (stored.gate_up, stored.down))
+    _check_finite(reader, expert, gate_up, down)
     if layout.stacked:
         for prefix, w in zip(reader.names.stacks, (gate_up, down), strict=True):
             tensors = quantized_linear(w, w, layout)
@@ -160,6 +164,22 @@ def quantization_config(
         "config_groups": {"group_0": group},
         "ignore": [],
     }
+
+
+def _check_finite(reader: ExpertReader, expert: int, gate_up: torch.Tensor, down: torch.Tensor) -> None:
+    layout, order = reader.layout, reader.names.order
+    if layout.stacked:
+        weights: tuple[torch.Tensor, ...] = (gate_up, down)
+        names = [prefix if layout.scale is None else f"{prefix}_{layout.weight}" for prefix in reader.names.stacks]
+    else:
+        weights = (gate_up[order.gate_rows(len(gate_up))], gate_up[order.up_rows(len(gate_up))], down)
+        names = [f"{prefix}.{layout.weight}" for prefix in reader.names.linears(expert)]
+    for name, weight in zip(names, weights, strict=True):
+        if not weight.isfinite().all():
+            raise ValueError(
+                f"{reader.files.path_of(name)}: tensor {name}: expected finite weights of expert {expert}, got one "
+                "that is not"
+            )
 
 
 def _stacked_biases(reader: ExpertReader) -> tuple[str | None, str | None, str | None]:

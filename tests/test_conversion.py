@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import re
 import signal
@@ -293,6 +294,20 @@ def test_another_training_of_the_same_model_is_not_mixed_in(source: Path, tmp_pa
     with pytest.raises(ValueError, match=r"safetensors: expected nothing, or a shard that the same conversion wrote"):
         convert_checkpoint(source, target, "nvfp4")
     assert contents(target) == before
+
+
+@pytest.mark.parametrize("part", ["gate", "up", "down"])
+@pytest.mark.parametrize("number", [math.nan, -math.inf])
+def test_weights_that_are_not_finite_are_named(part: str, number: float, source: Path, tmp_path: Path) -> None:
+    """Their scales would be what no reader takes."""
+    name = f"model.layers.1.mlp.experts.2.{part}_proj.weight"
+    tensors = load_all(source)
+    tensors[name][3, 5] = number
+    rewrite(source, tensors)
+    message = rf"{source}.*safetensors: tensor {name}: expected finite weights of expert 2, got one that is not"
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(source, tmp_path / "target", "mxfp8")
+    assert not (tmp_path / "target" / "config.json").exists()
 
 
 def test_a_layer_that_lost_its_experts_is_not_passed_over(source: Path, tmp_path: Path) -> None:

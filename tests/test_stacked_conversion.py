@@ -290,6 +290,15 @@ def test_rows_of_gate_and_up_are_read_into_their_place(fmt: str, tmp_path: Path,
             assert_same_bits(got.bias, want.bias)
 
 
+def test_a_stacked_weight_that_is_not_finite_is_named(tmp_path: Path, seed: int) -> None:
+    source = saved(tmp_path / "source", seed)
+    name, tensors = f"{BLOCK.format(1)}.down_proj", load_all(source)
+    tensors[name][2, 1, 4] = float("inf")
+    rewrite(source, tensors)
+    with pytest.raises(ValueError, match=rf"{source}.*: tensor {name}: expected finite weights of expert 2, got one"):
+        convert_checkpoint(source, tmp_path / "target", "mxfp4")
+
+
 def test_what_is_wrong_with_stacked_experts_is_named(tmp_path: Path, seed: int) -> None:
     source = saved(tmp_path / "source", seed, "mxfp4")
     with pytest.raises(ValueError, match="weight_format: expected another than the source holds, got mxfp4"):
