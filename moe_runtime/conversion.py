@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import shutil
 from collections.abc import Callable, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -41,7 +40,7 @@ from moe_runtime.converted_experts import (
 from moe_runtime.expert_readers import ExpertReader
 from moe_runtime.folder_lock import locked_folder
 from moe_runtime.tensor_files import DTYPES, INDEX_FILE, SINGLE_FILE, SafetensorsFile, TensorEntry
-from moe_runtime.tensor_writer import TensorWriter, write_whole
+from moe_runtime.tensor_writer import TensorWriter, sync_folder, write_whole
 
 PLAN_KEY = "moe_runtime.conversion"
 """Key of a shard's metadata that tells which conversion wrote it."""
@@ -224,16 +223,17 @@ class _Conversion:
         if list(self.shards) != [SINGLE_FILE]:
             total = sum(entry.num_bytes for entry in entries.values())
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            write_whole(self.target / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+            write_whole(self.target / INDEX_FILE, _json(index))
         else:
             # Readers go by an index before they look for a single file.
             (self.target / INDEX_FILE).unlink(missing_ok=True)
         for path in sorted(self.checkpoint.folder.iterdir()):
             made = path.name in (CONFIG_FILE, INDEX_FILE)
             if path.is_file() and path.suffix in _COPIED and not made:
-                shutil.copyfile(path, self.target / path.name)
+                write_whole(self.target / path.name, path.read_bytes())
         plain = [name.removesuffix(".weight") for name, entry in entries.items() if _is_plain_linear(name, entry)]
-        write_whole(self.target / CONFIG_FILE, json.dumps(self._config(plain), indent=2) + "\n")
+        write_whole(self.target / CONFIG_FILE, _json(self._config(plain)))
+        sync_folder(self.target)
 
     def _config(self, plain: list[str]) -> dict[str, Any]:
         config = dict(self.checkpoint.config)
@@ -252,6 +252,10 @@ class _Conversion:
             return False
         others = (name for name in checkpoint.files.names() if name not in self.replaced)
         return not any(name.endswith(_SCALE_NAMES) for name in others)
+
+
+def _json(data: Mapping[str, Any]) -> bytes:
+    return (json.dumps(data, indent=2) + "\n").encode()
 
 
 def _is_plain_linear(name: str, entry: TensorEntry) -> bool:

@@ -105,8 +105,20 @@ def _num_items(shape: tuple[int, ...]) -> int:
     return max(1, shape[0]) if shape else 1
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Write a small file that is never there by half."""
+def write_whole(path: Path, data: bytes) -> None:
+    """Write a small file that is never there by half, not even after a loss of power."""
     partial = path.with_name(path.name + PARTIAL)
-    partial.write_text(text, encoding="utf-8")
+    with partial.open("wb") as file:
+        file.write(data)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(partial, path)
+
+
+def sync_folder(folder: Path) -> None:
+    """Let the names in a folder outlast a loss of power, as the bytes of files written here do."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -377,6 +377,28 @@ def test_a_writer_left_open_does_not_write_into_the_next_one(tmp_path: Path) -> 
     assert load_file(path)["x"].tolist() == [0] * 64
 
 
+def test_what_is_whole_outlasts_a_loss_of_power(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No file takes its final name before its bytes are on the disk; the names themselves are, at the end."""
+    synced: list[int] = []
+    named: list[str] = []
+    sync, replace = os.fsync, os.replace
+
+    def syncing(descriptor: int) -> None:
+        synced.append(os.fstat(descriptor).st_ino)
+        sync(descriptor)
+
+    def replacing(before: Path, after: Path) -> None:
+        assert before.stat().st_ino in synced
+        named.append(after.name)
+        replace(before, after)
+
+    monkeypatch.setattr(os, "fsync", syncing)
+    monkeypatch.setattr(os, "replace", replacing)
+    convert_checkpoint(source, tmp_path / "target", "mxfp8")
+    assert sorted(named) == sorted(contents(tmp_path / "target")) and named[-1] == "config.json"
+    assert synced[-1] == (tmp_path / "target").stat().st_ino
+
+
 def test_a_killed_program_goes_on(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "target"
     command = [sys.executable, "-m", "moe_runtime.launch.convert", str(source), str(target), "--format", "mxfp4"]
