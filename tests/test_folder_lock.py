@@ -6,6 +6,7 @@ import errno
 import fcntl
 import os
 import re
+import stat
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -97,6 +98,44 @@ def test_a_file_that_was_removed_before_it_was_locked_does_not_count(
     with refused(tmp_path), locked_folder(tmp_path):
         raise AssertionError
     assert (tmp_path / LOCK_FILE).exists() == another_follows
+
+
+def test_the_file_of_a_killed_process_may_be_opened_by_everybody(tmp_path: Path) -> None:
+    """Whatever files of that process may be otherwise."""
+    before = os.umask(0o077)
+    try:
+        with locked_folder(tmp_path):
+            assert stat.S_IMODE((tmp_path / LOCK_FILE).stat().st_mode) == 0o666
+    finally:
+        os.umask(before)
+
+
+def test_a_file_that_may_not_be_opened_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def forbidden(path: Path, *arguments: int) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+    monkeypatch.setattr(os, "open", forbidden)
+    advice = "; the file may be removed if no process writes to its folder"
+    for message in ("", advice):
+        path = re.escape(str(tmp_path / LOCK_FILE))
+        with pytest.raises(ValueError, match=f"^{path}: cannot be opened: Permission denied{message}$"):
+            with locked_folder(tmp_path):
+                raise AssertionError
+        (tmp_path / LOCK_FILE).write_bytes(b"")
+
+
+def test_another_users_file_may_stay_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its mode, and in a folder such as /tmp the file itself, are not for others to change."""
+
+    def forbidden(*arguments: Any, **settings: Any) -> None:
+        raise PermissionError
+
+    monkeypatch.setattr(os, "fchmod", forbidden)
+    monkeypatch.setattr(Path, "unlink", forbidden)
+    for _ in range(2):
+        with locked_folder(tmp_path), refused(tmp_path), locked_folder(tmp_path):
+            raise AssertionError
+    assert (tmp_path / LOCK_FILE).exists()
 
 
 def test_a_file_system_without_locks_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
