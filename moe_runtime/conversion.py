@@ -1,4 +1,4 @@
-"""Converts a checkpoint: its routed experts into another format, everything else copied byte for byte.
+"""Converts a checkpoint: its routed experts into another format, other tensors copied byte for byte.
 
 Each shard of the source becomes one of the target, under the same name. An expert goes into the shard that its gate
 was in, alone or stacked. Whatever ends a conversion, the next one goes on behind the last whole shard; `config.json`
@@ -82,8 +82,16 @@ def convert_checkpoint(
     in other formats. Their rows of gate and up alternate in a layer: 128x128 blocks of `fp8_block`, of gate and of up
     apart, are quantized again where it is to have them.
 
+    Copied are the other tensors that the index (or the single file) names, and the files beside it that end in
+    `.json`, `.jinja`, `.md`, `.model`, `.py`, `.tiktoken` or `.txt`. Tensors of a shard that the index does not name,
+    other files and folders are left out.
+
+    A conversion that goes on takes a source for the same by its JSON files and the dtype, shape and first 4096 bytes of
+    each tensor, so that it may be another copy. What was changed behind these bytes meanwhile is not seen: shards of
+    before and after would be mixed.
+
     Args:
-        source: a folder that `Checkpoint` reads.
+        source: a folder that `Checkpoint` reads; nobody may write to it until the conversion is whole.
         target: made if it is not there. Whole shards that the same conversion has written are left as they are.
         weight_format: `nvfp4`, `mxfp4`, `mxfp8` or `fp8_block`; not what a layer of the source holds.
         calibrations: by layer, of every layer with experts; for `nvfp4` only.

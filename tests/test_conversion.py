@@ -91,6 +91,17 @@ def test_what_is_written_reads_back_as_what_the_quantizers_make(fmt: str, source
     assert (config.token_format, config.weight_format) == (tokens, fmt)
 
 
+def test_what_no_index_names_is_left_out(source: Path, tmp_path: Path) -> None:
+    save_file(OTHERS | {"unnamed": torch.ones(1)}, source / "others.safetensors")
+    save_file({"unnamed": torch.ones(1)}, source / "unnamed.safetensors")
+    (source / "weights.bin").write_bytes(b"1")
+    (source / "folder.json").mkdir()
+    convert_checkpoint(source, tmp_path / "target", "mxfp4")
+    left_out = {"unnamed.safetensors", "weights.bin", "folder.json"}
+    assert set(contents(tmp_path / "target")) == {path.name for path in source.iterdir()} - left_out
+    assert "unnamed" not in load_all(tmp_path / "target")
+
+
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp4", "mxfp8"])
 def test_compressed_tensors_reads_what_is_written(fmt: str, source: Path, tmp_path: Path) -> None:
     """Its config model takes our config, matches the experts' names alone, and its decompressor gives our numbers."""
