@@ -89,6 +89,7 @@ class Checkpoint:
         self.family: Family = family_of(self.config, source=self._source)
         self.quantization = Quantization.of(self.folder, self.config, stacked=self.family is GPT_OSS)
         self.files = TensorFiles(self.folder)
+        self._stored: dict[int, StoredExperts] = {}
 
     def __enter__(self) -> Checkpoint:
         return self
@@ -132,14 +133,23 @@ class Checkpoint:
             raise ValueError(f"layer: {self._source} says that layer {layer} has no experts")
 
     def stored_of(self, layer: int) -> StoredExperts:
-        """How the experts of a layer are stored: as is said of its first one, or plain where they were left out."""
+        """How the experts of a layer are stored: as is said of all of them, or plain where they were left out."""
+        if layer not in self._stored:
+            self._stored[layer] = self._find_stored(layer)
+        return self._stored[layer]
+
+    def _find_stored(self, layer: int) -> StoredExperts:
         names, experts = self.names(layer), range(self._sizes().num_experts)
         said = self.quantization.stored(names.linears(0))
         if said.layout.stacked and names.stacks[0] in self.files:
             return StoredExperts(PLAIN_STACKED, "bf16")
-        linears = (prefix for expert in experts for prefix in names.linears(expert))
+        linears = [prefix for expert in experts for prefix in names.linears(expert)]
         layout = layout_of(self.files, said.layout, linears)
-        return said if layout is said.layout else StoredExperts(layout, "bf16")
+        if layout is not said.layout:
+            return StoredExperts(layout, "bf16")
+        if layout.scale is not None:
+            self.quantization.check_block(linears, names.block)
+        return said
 
     def moe_layers(self) -> list[int]:
         """Decoder layers with routed experts, those for multi-token prediction included."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
@@ -157,10 +157,25 @@ class Quantization:
         for name, one in zip(names, found, strict=True):
             if one != found[0]:
                 raise ValueError(
-                    f"{self.file}: expected one way to store the linears of an expert, got {_words(found[0])} for "
-                    f"{names[0]} and {_words(one)} for {name}"
+                    f"{self.file}: expected one way to store a layer's experts, got {_words(found[0])} "
+                    f"for {names[0]} and {_words(one)} for {name}"
                 )
         return found[0]
+
+    def check_block(self, names: Sequence[str], block: str) -> None:
+        """Raise `ValueError`, as `stored`, unless the linears `names`, all within `block`, are stored in one way.
+
+        Looks no further where one way alone is said: of linears that are left out of it, the tensors tell.
+        """
+        said = self.said or {}
+        if said.get("quant_method") == "modelopt" and "quantized_layers" in said:
+            self.stored(names)
+        elif said.get("quant_method") == "compressed-tensors" and len(groups := said["config_groups"]) > 1:
+            near = {key: group | {"targets": _within(block, group.get("targets"))} for key, group in groups.items()}
+            # A group without targets means all linears.
+            near = {key: group for key, group in near.items() if group["targets"] or not groups[key].get("targets")}
+            less = {"config_groups": near, "ignore": _within(block, said.get("ignore"))}
+            replace(self, said={**said, **less}).stored(names)
 
     def _stored(self, name: str) -> StoredExperts:
         plain = StoredExperts(PLAIN_STACKED if self.stacked else PLAIN, "bf16")
@@ -170,6 +185,11 @@ class Quantization:
         if method == "mxfp4":
             return StoredExperts(GPT_OSS_MXFP4, "bf16")
         return _METHODS[method](self.file, self.said, name) or plain
+
+
+def _within(block: str, targets: Sequence[str] | None) -> list[str]:
+    """`targets` without the names of linears elsewhere: a config may list each of a model."""
+    return [target for target in targets or () if target.startswith(("re:", f"{block}.")) or target == "Linear"]
 
 
 def _words(stored: StoredExperts) -> str:

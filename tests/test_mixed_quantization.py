@@ -159,12 +159,12 @@ def test_what_is_said_of_the_experts_of_a_layer_counts(case: str, folder: Path) 
         ),
         (
             mixed(experts_1_0_gate_proj="NVFP4", experts_1_0_up_proj="NVFP4"),
-            r"expected one way to store the linears of an expert, got modelopt nvfp4 \(for nvfp4 tokens\) for model\.*"
+            r"expected one way to store a layer's experts, got modelopt nvfp4 \(for nvfp4 tokens\) for model\.*"
             r".*0\.gate_proj and plain \(for bf16 tokens\) for model.*0\.down_proj",
         ),
         (
             compressed(on(NVFP4_GROUP, r"re:.*(gate|up)_proj"), on(MXFP4_GROUP, r"re:.*down_proj")),
-            "expected one way to store the linears of an expert, got nvfp4-pack-quantized .* and mxfp4-pack-quantized",
+            "expected one way to store a layer's experts, got nvfp4-pack-quantized .* and mxfp4-pack-quantized",
         ),
         (
             compressed(on(NVFP4_GROUP, r"re:.*(gate|up)_proj"), on(W4A16_GROUP, r"re:.*down_proj")),
@@ -257,9 +257,38 @@ def test_experts_of_one_layer_in_two_formats_are_named(folder: Path) -> None:
         parts = scheme.compress(tensor.float()) if ".experts." in name else {"weight": tensor}
         made |= {f"{name.removesuffix('weight')}{part}": value for part, value in parts.items()}
     rewrite(folder, made, quantization_config=compressed_config(*(scheme.group for scheme in schemes)))
-    message = r"tensor model.*\.experts\.[12]\.\w+\.weight is not expected: 3 experts in layout nvfp4-pack-quantized"
+    message = "nvfp4-pack-quantized .* for .*0.gate_proj and float-quantized .* for .*layers.0.*experts.1.gate_proj"
     with Checkpoint(folder) as checkpoint, pytest.raises(ValueError, match=message):
         list(checkpoint.experts(0, [0]))
+
+
+@pytest.mark.parametrize(
+    ("quantization", "linear"),
+    [
+        (compressed(on(NVFP4_GROUP, r"re:.*experts\.[01]\..*"), on(W4A16_GROUP, "Linear")), "2.gate_proj"),
+        (compressed(on(NVFP4_GROUP, "Linear"), on(W4A16_GROUP, f"{EXPERTS.format(0)}.1.down_proj")), "1.down_proj"),
+        (mixed(experts_0="NVFP4", experts_0_2_up_proj="W4A16_NVFP4", experts_1="NVFP4"), "2.up_proj"),
+    ],
+)
+def test_an_expert_meant_for_other_tokens_is_named(quantization: dict[str, Any], linear: str, folder: Path) -> None:
+    """Its tensors are those of the others; only what is said of it differs."""
+    quantize_experts(folder, modelopt_nvfp4, quantization_config=quantization)
+    message = (
+        rf"for nvfp4 tokens\) for .*\.0\.gate_proj and .*for bf16 tokens\) for .*layers\.0\..*{re.escape(linear)}$"
+    )
+    with Checkpoint(folder) as checkpoint, pytest.raises(ValueError, match=message):
+        checkpoint.stored_of(0)
+
+
+def test_names_in_other_layers_do_not_count(folder: Path) -> None:
+    """A config may list each linear of a model; a group is none of `Linear` where all its names are of other layers."""
+    names = [
+        [f"{EXPERTS.format(n)}.{e}.{part}_proj" for e in range(3) for part in ("gate", "up", "down")] for n in (0, 1)
+    ]
+    quantization = compressed(on(W4A16_GROUP, *names[1]), on(NVFP4_GROUP, *names[0]))
+    quantize_experts(folder, modelopt_nvfp4, quantization_config=quantization)
+    with Checkpoint(folder) as checkpoint:
+        assert [checkpoint.stored_of(layer).token_format for layer in (0, 1)] == ["nvfp4", "bf16"]
 
 
 def test_a_shared_expert_that_is_not_read_does_not_keep_the_experts_from_it(folder: Path) -> None:
