@@ -17,6 +17,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -164,9 +166,16 @@ def _ranges(folder: Path, rank: int, ranks: int) -> Iterator[tuple[Path, int, in
 
 
 def in_process(task: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """The answer of `task` in a fresh process: its memory is its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(task, arguments)
+    """The answer of `task` in a fresh process: its memory is its own.
+
+    Raises what the task raises, and `ChildProcessError` where the process was killed (mostly for want of memory).
+    """
+    # An executor notices that its process died; `multiprocessing.Pool` starts another and waits for ever.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+        try:
+            return executor.submit(task, *arguments).result()
+        except BrokenProcessPool:
+            raise ChildProcessError(f"{task.__name__}: its process was killed; is memory short?") from None
 
 
 def measure(folder: Path, ranks: int, runs: int, console: Console) -> dict[str, Any]:

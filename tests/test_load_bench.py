@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,9 @@ def test_it_reads_and_loads_the_same_bytes(tmp_path: Path, capsys: pytest.Captur
     assert 0 < result["over_own_bytes"] < ballast.nbytes
     assert "times as long as reading" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "result.json"]
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_is_killed_is_told_of() -> None:
+    with pytest.raises(ChildProcessError, match=r"^raise_signal: its process was killed; is memory short\?$"):
+        load_bench.in_process(signal.raise_signal, signal.SIGKILL)  # type: ignore[arg-type]
