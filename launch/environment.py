@@ -100,9 +100,14 @@ def gather(context: ExpertParallelContext, what: str, value: object) -> list[Any
 
 @contextmanager
 def reading(file: Path, what: str) -> Iterator[None]:
-    """What goes wrong inside, where the JSON of `file` is taken apart, becomes a `ValueError` naming it and `what`."""
+    """What goes wrong inside, where `file` is read and its JSON taken apart, becomes a `ValueError` naming it.
+
+    A file that is not there is the caller's mistake as well; `what` is whose JSON is expected.
+    """
     try:
         yield
+    except OSError as error:
+        raise ValueError(f"{file.name}: {error.strerror}") from None
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise ValueError(f"{file.name}: expected the JSON of {what}, {text}") from None

@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def chosen(options: argparse.Namespace) -> LinkRate | None:
     """The rate that the command line gives, if any.
 
-    Raises `ValueError` for one that is not positive, or another file; `OSError` where there is none.
+    Raises `ValueError` for one that is not positive, and for another file or none.
     """
     if options.links is not None:
         return read(options.links)
@@ -79,7 +79,7 @@ def default(device: torch.device) -> LinkRate | None:
 def read(file: Path) -> LinkRate:
     """The best rate of a file of `launch.link_bench`.
 
-    Raises `ValueError` if it is none of those, or has a rate that no link has.
+    Raises `ValueError` if it is none of those, cannot be read, or has a rate that no link has.
     """
     with environment.reading(file, "launch.link_bench"):
         found = json.loads(file.read_text())

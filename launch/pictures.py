@@ -48,7 +48,7 @@ Report = dict[str, Any]
 def read(file: Path) -> Report:
     """The JSON of a run.
 
-    Raises `ValueError` naming the file if it is not one of `launch.bench` over a config, `OSError` if it is not there.
+    Raises `ValueError` naming the file if it is not one of `launch.bench` over a config, or cannot be read.
     """
     found: Report
     with environment.reading(file, "launch.bench over a config"):
@@ -73,8 +73,6 @@ def readable(files: Sequence[Path]) -> tuple[list[Report], list[str]]:
             reports.append(read(file))
         except ValueError as error:
             problems.append(str(error))
-        except OSError as error:
-            problems.append(f"{file.name}: {error.strerror}")
     return reports, problems
 
 

@@ -256,6 +256,7 @@ def test_nan_is_outside() -> None:
         ("bench", ("--num-sms", "0"), "--num-sms: expected at least 1, got 0"),
         ("bench", ("gemm", "--num-sms", "4"), "--num-sms: gemm takes it together with --config only"),
         ("bench", ("--link-gb-per-s", "0"), "--link-gb-per-s: expected a positive number, got 0"),
+        ("bench", ("--links", "no_such.json"), "no_such.json: No such file or directory"),
         ("bench", ("--links", "README.md"), "README.md: expected the JSON of launch.link_bench, "),
         ("bench", ("gemm", "--links", "links.json"), "--links: gemm takes it together with --config only"),
         ("bench", ("gemm", "--trace", "trace.json"), "--trace: gemm takes it together with --config only"),
