@@ -60,6 +60,12 @@ def read_config(options: argparse.Namespace) -> RunConfig:
     return run.replace(parallel=run.parallel.replace(**changes)) if changes else run
 
 
+def check_folder(option: str, file: Path | None) -> None:
+    """Raise `ValueError` naming the option where the folder of a file that is to be written is not there."""
+    if file is not None and not file.resolve().parent.is_dir():
+        raise ValueError(f"{option}: no folder {file.parent}")
+
+
 def run_program(name: str, work: Callable[[], int], *, debug: bool = False) -> int:
     """The exit code of `work()`; errors that are not this project's own become one line on stderr.
 

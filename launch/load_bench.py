@@ -39,6 +39,8 @@ KIND = "loading"
 """What the JSON says it is."""
 READ_BYTES = 16 << 20
 EXPERTS_PER_SHARD = 64
+NUMBERS = {"hidden": 7168, "inner": 2048, "experts": 256, "layers": 3, "ranks": 8, "runs": 3}
+"""Options and what they are by default."""
 
 
 def write_checkpoint(folder: Path, *, hidden: int, inner: int, experts: int, layers: int, seed: int = 0) -> None:
@@ -203,6 +205,12 @@ def measure(folder: Path, ranks: int, runs: int, console: Console) -> dict[str, 
 
 def work(options: argparse.Namespace) -> int:
     """Write, measure, delete; 0."""
+    for name in NUMBERS:
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name}: expected at least 1, got {getattr(options, name)}")
+    if options.folder is not None and not options.folder.is_dir():
+        raise ValueError(f"--folder: no folder {options.folder}")
+    environment.check_folder("--json", options.json)
     console = Console(highlight=False)
     sizes = {name: getattr(options, name) for name in ("hidden", "inner", "experts", "layers")}
     with tempfile.TemporaryDirectory(prefix="load_bench_", dir=options.folder) as name:
@@ -224,8 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.load_bench", description=__doc__)
     parser.add_argument("--folder", type=Path, help="where to write (the system's folder for temporary files)")
-    numbers = {"hidden": 7168, "inner": 2048, "experts": 256, "layers": 3, "ranks": 8, "runs": 3}
-    for name, default in numbers.items():
+    for name, default in NUMBERS.items():
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"({default})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")

@@ -208,8 +208,7 @@ def work(options: argparse.Namespace) -> int:
         raise ValueError(f"--steps: expected at least 1, got {options.steps}")
     if options.tokens is not None and options.tokens < 1:
         raise ValueError(f"--tokens: expected at least 1, got {options.tokens}")
-    if options.json is not None and not options.json.resolve().parent.is_dir():
-        raise ValueError(f"--json: no folder {options.json.parent}")
+    environment.check_folder("--json", options.json)
     names = {"token_format": options.format, "combine_format": options.combine_format, "mode": options.mode}
     changes: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
     if options.format is not None:

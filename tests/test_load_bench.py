@@ -60,3 +60,22 @@ def test_it_reads_and_loads_the_same_bytes(tmp_path: Path, capsys: pytest.Captur
 def test_a_process_that_is_killed_is_told_of() -> None:
     with pytest.raises(ChildProcessError, match=r"^raise_signal: its process was killed; is memory short\?$"):
         load_bench.in_process(signal.raise_signal, signal.SIGKILL)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *(([f"--{name}", "0"], f"--{name}: expected at least 1, got 0") for name in load_bench.NUMBERS),
+        (["--json", "no/such/result.json"], "--json: no folder no/such"),
+        (["--folder", "no/such"], "--folder: no folder no/such"),
+    ],
+)
+def test_mistakes_are_told_before_the_work(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def begun(*args: object, **sizes: object) -> None:
+        raise AssertionError("it writes")
+
+    monkeypatch.setattr(load_bench, "write_checkpoint", begun)
+    assert load_bench.main(arguments) == 2
+    assert capsys.readouterr().err == f"load_bench: {message}\n"
