@@ -204,8 +204,13 @@ def _command() -> str:
         start = ["torchrun", f"--nproc-per-node={here}", *([f"--nnodes={ranks // here}"] if ranks > here else [])]
     spec = sys.modules["__main__"].__spec__
     program = [sys.argv[0]] if spec is None else ["-m", spec.name]
-    # Folders say nothing to a reader elsewhere.
-    return shlex.join(Path(a).name if Path(a).is_absolute() else a for a in [*start, *program, *sys.argv[1:]])
+    return shlex.join(map(_without_folder, [*start, *program, *sys.argv[1:]]))
+
+
+def _without_folder(argument: str) -> str:
+    """An argument, or the value of `--option=value`, without the folder of its path: it says nothing elsewhere."""
+    option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
+    return option + equals + (Path(value).name if "/" in value else value)
 
 
 def _git_state() -> dict[str, Any]:

@@ -326,6 +326,26 @@ def test_the_command_starts_the_program_again(monkeypatch: pytest.MonkeyPatch) -
         assert command == f"{start} -m moe_runtime.launch.bench layer --json run.json"
 
 
+@pytest.mark.parametrize(
+    ("argument", "recorded"),
+    [
+        ("/tmp/secret/x.json", "x.json"),
+        ("../secret/x.json", "x.json"),
+        ("./x.json", "x.json"),
+        ("/tmp/a=b/x.json", "x.json"),
+        ("--json=/tmp/secret/x.json", "--json=x.json"),
+        ("--json=secret/a=b.json", "--json=a=b.json"),
+        ("--json=x.json", "--json=x.json"),
+        ("--config=tiny_cpu", "--config=tiny_cpu"),
+        ("^bf16 32x32=", "'^bf16 32x32='"),
+        ("-1", "-1"),
+    ],
+)
+def test_the_command_tells_no_folder(argument: str, recorded: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", argument])
+    assert environment.machine_record()["command"].endswith(f" {recorded}")
+
+
 @pytest.mark.parametrize("kind", cases.ROUTINGS[1:])
 def test_routing_is_valid_and_repeats(kind: str, seed: int) -> None:
     idx_TK, weights_TK = cases.routing(kind, seed, 1, 2, 50, 12, 3)
