@@ -243,6 +243,7 @@ def test_nan_is_outside() -> None:
         ("bench", ("--tokens", "0"), "--tokens: expected at least 1, got 0"),
         ("bench", ("--json", "no/such/folder/file.json"), "--json: no folder no/such/folder"),
         ("bench", ("layer", "--trace", "no/such/folder/file.json"), "--trace: no folder no/such/folder"),
+        ("bench", ("layer", "--json", "a.json", "--trace", "./a.json"), "--trace: expected another file than --json, "),
         (
             "bench",
             ("dispatch", "layer", "--trace", "trace.json"),
