@@ -122,9 +122,9 @@ def _check(options: argparse.Namespace, micro_batches: int) -> None:
     if options.trace is not None and options.operations != ["layer"]:
         raise ValueError("--trace: records the layer and times nothing, expected the operation layer alone")
     for name in ("json", "trace"):
-        file = getattr(options, name)
-        if file is not None and not file.resolve().parent.is_dir():
-            raise ValueError(f"--{name}: no folder {file.parent}")
+        environment.check_folder(f"--{name}", getattr(options, name))
+    if None not in (options.json, options.trace) and options.json.resolve() == options.trace.resolve():
+        raise ValueError(f"--trace: expected another file than --json, got {options.trace} for both")
 
 
 def _gemm_cases(options: argparse.Namespace) -> int:

@@ -95,7 +95,7 @@ def sizes(report: Report) -> str:
 
 
 def read(file: Path) -> Report:
-    """Raises `ValueError` naming the file if it has no figures, `OSError` if it cannot be read."""
+    """Raises `ValueError` naming the file if it has no figures or cannot be read."""
     found: Report
     with environment.reading(file, "a program that times"):
         found = json.loads(file.read_text())

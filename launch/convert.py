@@ -10,6 +10,7 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.progress import track
 
@@ -37,8 +38,20 @@ def read_calibrations(source: str, tokens: Path, device: str, console: Console) 
     return found
 
 
+def check_device(name: str) -> None:
+    """Raise `ValueError` unless it is the CPU or a GPU that is there."""
+    count = torch.cuda.device_count()
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        device = None
+    if device is None or not (device.type == "cpu" or (device.type == "cuda" and (device.index or 0) < count)):
+        raise ValueError(f"--device: expected cpu or one of {count} GPUs, cuda:0 and so on; got {name}")
+
+
 def work(options: argparse.Namespace) -> int:
     """Convert; 0."""
+    check_device(options.device)
     console = Console(highlight=False)
     calibrations = None
     if options.calibrate is not None:

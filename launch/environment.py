@@ -60,6 +60,12 @@ def read_config(options: argparse.Namespace) -> RunConfig:
     return run.replace(parallel=run.parallel.replace(**changes)) if changes else run
 
 
+def check_folder(option: str, file: Path | None) -> None:
+    """Raise `ValueError` naming the option where the folder of a file that is to be written is not there."""
+    if file is not None and not file.resolve().parent.is_dir():
+        raise ValueError(f"{option}: no folder {file.parent}")
+
+
 def run_program(name: str, work: Callable[[], int], *, debug: bool = False) -> int:
     """The exit code of `work()`; errors that are not this project's own become one line on stderr.
 
@@ -100,9 +106,14 @@ def gather(context: ExpertParallelContext, what: str, value: object) -> list[Any
 
 @contextmanager
 def reading(file: Path, what: str) -> Iterator[None]:
-    """What goes wrong inside, where the JSON of `file` is taken apart, becomes a `ValueError` naming it and `what`."""
+    """What goes wrong inside, where `file` is read and its JSON taken apart, becomes a `ValueError` naming it.
+
+    A file that is not there is the caller's mistake as well; `what` is whose JSON is expected.
+    """
     try:
         yield
+    except OSError as error:
+        raise ValueError(f"{file.name}: {error.strerror}") from None
     except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
         text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
         raise ValueError(f"{file.name}: expected the JSON of {what}, {text}") from None
@@ -193,8 +204,13 @@ def _command() -> str:
         start = ["torchrun", f"--nproc-per-node={here}", *([f"--nnodes={ranks // here}"] if ranks > here else [])]
     spec = sys.modules["__main__"].__spec__
     program = [sys.argv[0]] if spec is None else ["-m", spec.name]
-    # Folders say nothing to a reader elsewhere.
-    return shlex.join(Path(a).name if Path(a).is_absolute() else a for a in [*start, *program, *sys.argv[1:]])
+    return shlex.join(map(_without_folder, [*start, *program, *sys.argv[1:]]))
+
+
+def _without_folder(argument: str) -> str:
+    """An argument, or the value of `--option=value`, without the folder of its path: it says nothing elsewhere."""
+    option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
+    return option + equals + (Path(value).name if "/" in value else value)
 
 
 def _git_state() -> dict[str, Any]:

@@ -251,9 +251,7 @@ def work(options: argparse.Namespace) -> int:
     """
     chosen = select(options.cases)
     for name in ("json", "picture"):
-        file = getattr(options, name)
-        if file is not None and not file.resolve().parent.is_dir():
-            raise ValueError(f"--{name}: no folder {file.parent}")
+        environment.check_folder(f"--{name}", getattr(options, name))
     if options.picture is not None:
         check_can_draw("--picture")
     if options.steps < 1:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import sys
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,13 @@ def check(context: ExpertParallelContext, way: str, blocks: int, num_bytes: int)
 
 def work(options: argparse.Namespace) -> int:
     """Check, time, print and write."""
+    for name, least in (("blocks", min(options.blocks)), ("steps", options.steps)):
+        if least < 1:
+            raise ValueError(f"--{name}: expected at least 1, got {least}")
+    for megabytes in options.megabytes:
+        if not 0 < megabytes < math.inf:
+            raise ValueError(f"--megabytes: expected positive numbers, got {megabytes:g}")
+    environment.check_folder("--json", options.json)
     device = init_from_env(timeout_s=120.0)
     if device.type != "cuda":
         raise ValueError("link_bench: needs GPUs")

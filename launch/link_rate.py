@@ -59,7 +59,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def chosen(options: argparse.Namespace) -> LinkRate | None:
     """The rate that the command line gives, if any.
 
-    Raises `ValueError` for one that is not positive, or another file; `OSError` where there is none.
+    Raises `ValueError` for one that is not positive, and for another file or none.
     """
     if options.links is not None:
         return read(options.links)
@@ -77,14 +77,21 @@ def default(device: torch.device) -> LinkRate | None:
 
 
 def read(file: Path) -> LinkRate:
-    """The best rate of a file of `launch.link_bench`. Raises `ValueError` if it is none of those."""
+    """The best rate of a file of `launch.link_bench`.
+
+    Raises `ValueError` if it is none of those, cannot be read, or has a rate that no link has.
+    """
     with environment.reading(file, "launch.link_bench"):
         found = json.loads(file.read_text())
         if found["kind"] != KIND:
             raise ValueError(f"got kind {found['kind']}")
-        best = max(float(result["gb_per_s"]) for result in found["results"])
+        rates = [float(result["gb_per_s"]) for result in found["results"]]
         record = found["environment"]
-        return LinkRate(best, file.name, record["gpus"][0]["name"], record["ranks"])
+        best = LinkRate(max(rates), file.name, record["gpus"][0]["name"], record["ranks"])
+    for rate in rates:
+        if not 0 < rate < math.inf:
+            raise ValueError(f"--links: {file.name}: gb_per_s: expected positive numbers, got {rate}")
+    return best
 
 
 def told(link: dict[str, Any], gpus: Sequence[str]) -> str:

@@ -17,6 +17,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +39,8 @@ KIND = "loading"
 """What the JSON says it is."""
 READ_BYTES = 16 << 20
 EXPERTS_PER_SHARD = 64
+NUMBERS = {"hidden": 7168, "inner": 2048, "experts": 256, "layers": 3, "ranks": 8, "runs": 3}
+"""Options and what they are by default."""
 
 
 def write_checkpoint(folder: Path, *, hidden: int, inner: int, experts: int, layers: int, seed: int = 0) -> None:
@@ -164,9 +168,16 @@ def _ranges(folder: Path, rank: int, ranks: int) -> Iterator[tuple[Path, int, in
 
 
 def in_process(task: Callable[..., dict[str, Any]], *arguments: Any) -> dict[str, Any]:
-    """The answer of `task` in a fresh process: its memory is its own."""
-    with multiprocessing.get_context("spawn").Pool(1) as pool:
-        return pool.apply(task, arguments)
+    """The answer of `task` in a fresh process: its memory is its own.
+
+    Raises what the task raises, and `ChildProcessError` where the process was killed (mostly for want of memory).
+    """
+    # An executor notices that its process died; `multiprocessing.Pool` starts another and waits for ever.
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as executor:
+        try:
+            return executor.submit(task, *arguments).result()
+        except BrokenProcessPool:
+            raise ChildProcessError(f"{task.__name__}: its process was killed; is memory short?") from None
 
 
 def measure(folder: Path, ranks: int, runs: int, console: Console) -> dict[str, Any]:
@@ -194,6 +205,12 @@ def measure(folder: Path, ranks: int, runs: int, console: Console) -> dict[str, 
 
 def work(options: argparse.Namespace) -> int:
     """Write, measure, delete; 0."""
+    for name in NUMBERS:
+        if getattr(options, name) < 1:
+            raise ValueError(f"--{name}: expected at least 1, got {getattr(options, name)}")
+    if options.folder is not None and not options.folder.is_dir():
+        raise ValueError(f"--folder: no folder {options.folder}")
+    environment.check_folder("--json", options.json)
     console = Console(highlight=False)
     sizes = {name: getattr(options, name) for name in ("hidden", "inner", "experts", "layers")}
     with tempfile.TemporaryDirectory(prefix="load_bench_", dir=options.folder) as name:
@@ -215,8 +232,7 @@ def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.load_bench", description=__doc__)
     parser.add_argument("--folder", type=Path, help="where to write (the system's folder for temporary files)")
-    numbers = {"hidden": 7168, "inner": 2048, "experts": 256, "layers": 3, "ranks": 8, "runs": 3}
-    for name, default in numbers.items():
+    for name, default in NUMBERS.items():
         parser.add_argument(f"--{name}", type=int, default=default, metavar="N", help=f"({default})")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result there")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")

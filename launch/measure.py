@@ -10,7 +10,8 @@ It runs the programs of its parts one after the other, each in processes of its 
     pictures    `pictures` of what there is
 
 JSON, a trace and pictures go to FOLDER; copied to `launch/results/`, `launch.tables` makes the README's tables of them.
-A part that fails or takes too long is told of in the end, and the others run all the same.
+A part that fails or takes too long is told of in the end, and the others run all the same. What a part wrote before is
+removed when it is run again.
 
 All of it is long. A short one, of what matters most:
 
@@ -21,6 +22,7 @@ All of it is long. A short one, of what matters most:
 from __future__ import annotations
 
 import argparse
+import itertools
 import shlex
 import subprocess
 import sys
@@ -41,6 +43,8 @@ PARTS = ("layer", "settings", "trace", "gemm", "links", "pictures")
 TOKENS = (1, 8, 32, 128, 512, 1024, 4096, 8192)
 ROUTINGS = (EVEN, "zipf", "half", "one")
 GRACE_S = 60.0
+OUTPUTS = ("--json", "--trace", "--picture")
+"""Options of the programs whose value is a file to write."""
 
 FEW_SMS, LARGE = 16, 1024
 """SMs of an exchange that leaves the others to arithmetic, and tokens per rank from which on it and micro-batches are
@@ -60,6 +64,12 @@ class Job:
         torchrun = ("-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={self.ranks}")
         start = [sys.executable, *(torchrun if self.ranks > 1 else ())]
         return [*start, "-m", f"moe_runtime.launch.{self.program}", *self.arguments]
+
+    @property
+    def outputs(self) -> list[Path]:
+        """The files that its options have it write."""
+        pairs = itertools.pairwise(self.arguments)
+        return [Path(value) for option, value in pairs if option in OUTPUTS]
 
     @property
     def text(self) -> str:
@@ -117,7 +127,10 @@ def _common(options: argparse.Namespace, tokens: Sequence[int], combine_formats:
 
 
 def run(job: Job, limit_s: float) -> str:
-    """How it ended: `ok`, or what went wrong. What it started does not outlive it."""
+    """How it ended: `ok`, or what went wrong. What it started does not outlive it, nor do its files of a run before."""
+    for file in job.outputs:
+        # Of a job that fails nothing is there, rather than what a later part would take for its results.
+        file.unlink(missing_ok=True)
     process = subprocess.Popen(job.command)
     try:
         code = process.wait(limit_s)

@@ -218,8 +218,7 @@ def print_results(results: list[dict[str, Any]], title: str, console: Console) -
 
 def work(options: argparse.Namespace) -> int:
     """Check, time, print and write; 1 if a check failed."""
-    if options.json is not None and not options.json.resolve().parent.is_dir():
-        raise ValueError(f"--json: no folder {options.json.parent}")
+    environment.check_folder("--json", options.json)
     if options.steps < 0:
         raise ValueError(f"--steps: expected at least 0, got {options.steps}")
     with ExpertParallelContext(engine=options.engine) as context:

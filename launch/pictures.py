@@ -48,7 +48,7 @@ Report = dict[str, Any]
 def read(file: Path) -> Report:
     """The JSON of a run.
 
-    Raises `ValueError` naming the file if it is not one of `launch.bench` over a config, `OSError` if it is not there.
+    Raises `ValueError` naming the file if it is not one of `launch.bench` over a config, or cannot be read.
     """
     found: Report
     with environment.reading(file, "launch.bench over a config"):
@@ -73,8 +73,6 @@ def readable(files: Sequence[Path]) -> tuple[list[Report], list[str]]:
             reports.append(read(file))
         except ValueError as error:
             problems.append(str(error))
-        except OSError as error:
-            problems.append(f"{file.name}: {error.strerror}")
     return reports, problems
 
 
@@ -103,8 +101,10 @@ def draw(reports: Sequence[Report], folder: Path) -> list[Path]:
     return files
 
 
-def _largest(reports: Sequence[Report], choose: Callable[[Report], list[Result]]) -> tuple[Report, list[Result]] | None:
-    """One of the runs with the most ranks that have chosen results, and those of all of them; None where none has.
+def _largest(
+    reports: Sequence[Report], choose: Callable[[Report], list[Result]]
+) -> tuple[list[Report], list[Result]] | None:
+    """The runs with the most ranks that have chosen results, and those of all of them; None where none has.
 
     Of several results of one case the last.
     """
@@ -114,7 +114,7 @@ def _largest(reports: Sequence[Report], choose: Callable[[Report], list[Result]]
     most = max(map(_ranks, having))
     having = [report for report in having if _ranks(report) == most]
     results = {(*key_of(r), r["implementation"]): r for report in having for r in choose(report)}
-    return having[0], list(results.values())
+    return having, list(results.values())
 
 
 def _check_alike(reports: Sequence[Report]) -> None:
@@ -159,10 +159,10 @@ def _against_tokens(reports: Sequence[Report], operation: str) -> Any:
     largest = _largest(reports, lambda report: _timed(report, operation))
     if largest is None:
         return None
-    report, results = largest
+    shown, results = largest
     routings = list(dict.fromkeys(r["routing"] for r in results))
     figure = new_figure(max(7, 5 * len(routings)), 5)
-    figure.suptitle(_title(report, operation), fontsize=9)
+    figure.suptitle(_title(shown[0], operation), fontsize=9)
     panels = figure.subplots(1, len(routings), squeeze=False, sharey=True)[0]
     for axes, routing in zip(panels, routings, strict=True):
         here = sorted((r for r in results if r["routing"] == routing), key=lambda r: int(r["tokens_per_rank"]))
@@ -177,7 +177,7 @@ def _against_tokens(reports: Sequence[Report], operation: str) -> Any:
                 axes.plot(*_times([r for r in line if r.get("floor_us")], "floor_us"), **_style(line[0]) | FLOOR)
         if operation != "layer":
             axes.plot([], [], color="grey", **PEER, label="torch all-to-all of the same bytes")
-            axes.plot([], [], color="grey", **FLOOR, label=_floor_label(report))
+            axes.plot([], [], color="grey", **FLOOR, label=_floor_label(shown, operation))
         unfused = [r for r in here if r["implementation"] == unfused_layer.NAME]
         for name in dict.fromkeys(map(_name, unfused)):
             line = [r for r in unfused if _name(r) == name]
@@ -199,13 +199,19 @@ def _against_tokens(reports: Sequence[Report], operation: str) -> Any:
     return figure
 
 
-def _floor_label(report: Report) -> str:
-    """With the rate that the run counted with, where it says so."""
-    link = report.get("link")
+def _floor_label(reports: Sequence[Report], operation: str) -> str:
+    """With the rate that the runs with floors counted with, where all of them say the same one."""
+    with_floors = [report for report in reports if any(r.get("floor_us") for r in _timed(report, operation))]
+    rates = {_rate(report.get("link")) for report in with_floors}
+    return f"floor of the bytes{rates.pop() if len(rates) == 1 else ''}"
+
+
+def _rate(link: dict[str, Any] | None) -> str:
+    """How the label says it; empty where a run does not tell its rate."""
     if link is None:
-        return "floor of the bytes"
+        return ""
     other = f" of {link['gpu']}" if link["same_gpu"] is False else ""
-    return f"floor of the bytes at {link['gb_per_s']:g} GB/s{other}"
+    return f" at {link['gb_per_s']:g} GB/s{other}"
 
 
 def _times(results: Sequence[Result], field: str = "median_us") -> tuple[list[int], list[float]]:
@@ -217,7 +223,7 @@ def _phases(reports: Sequence[Report]) -> Any:
     largest = _largest(reports, lambda report: [r for r in report["results"] if r.get("phases")])
     if largest is None:
         return None
-    report, results = largest
+    (report, *_), results = largest
     figure = new_figure(9, 1.5 + 0.4 * len(results))
     axes = figure.subplots()
     times = [{name: r["phases"].get(name, {}).get("mean_us", 0.0) for name in PHASE_COLOURS} for r in results]

@@ -95,8 +95,7 @@ def probe(device: torch.device) -> dict[str, Any]:
 
 def work(options: argparse.Namespace) -> int:
     """Measure, print and write; 1 if the bound does not hold."""
-    if options.json is not None and not options.json.resolve().parent.is_dir():
-        raise ValueError(f"--json: no folder {options.json.parent}")
+    environment.check_folder("--json", options.json)
     with ExpertParallelContext() as context:
         if context.device.type != "cuda":
             raise ValueError("probe: expected a CUDA GPU, got none")

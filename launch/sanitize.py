@@ -106,8 +106,7 @@ def work(options: argparse.Namespace) -> int:
     if options.run is not None:
         run_cases(options.run)
         return 0
-    if options.json is not None and not options.json.resolve().parent.is_dir():
-        raise ValueError(f"--json: no folder {options.json.parent}")
+    environment.check_folder("--json", options.json)
     if shutil.which("compute-sanitizer") is None:
         raise ValueError("sanitize: expected compute-sanitizer on PATH, found none")
     with ExpertParallelContext() as context:

@@ -152,10 +152,21 @@ class Soak:
         """The tokens there and back, and what came back beside what must; nothing waits for the host."""
         arrived = self.dispatcher.dispatch(x_TH, idx_TK, weights_TK)
         y_TH = self.dispatcher.combine(multiplying_experts(arrived), arrived.handle)
+        return self._checked(y_TH, arrived.group_offsets, x_TH, idx_TK, weights_TK)
+
+    def _checked(
+        self,
+        y_TH: torch.Tensor,
+        offsets: torch.Tensor,
+        x_TH: torch.Tensor,
+        idx_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+    ) -> Checked:
+        """What came back, beside what must of these tokens; captured with the exchange."""
         expected_TH = expected_output(x_TH, idx_TK, weights_TK, self.geometry, self.starts)
         found, wanted = y_TH.view(torch.int16), expected_TH.view(torch.int16)
         wrong = (found != wanted).any(dim=1).sum()
-        return Checked(y_TH, arrived.group_offsets, wrong, _folded(found.long()))
+        return Checked(y_TH, offsets, wrong, _folded(found.long()))
 
     def _capture(self) -> Callable[[], Checked]:
         """A graph of a step over the buffers with its check, once such a step has run."""
@@ -208,8 +219,7 @@ def work(options: argparse.Namespace) -> int:
         raise ValueError(f"--steps: expected at least 1, got {options.steps}")
     if options.tokens is not None and options.tokens < 1:
         raise ValueError(f"--tokens: expected at least 1, got {options.tokens}")
-    if options.json is not None and not options.json.resolve().parent.is_dir():
-        raise ValueError(f"--json: no folder {options.json.parent}")
+    environment.check_folder("--json", options.json)
     names = {"token_format": options.format, "combine_format": options.combine_format, "mode": options.mode}
     changes: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
     if options.format is not None:

@@ -135,3 +135,14 @@ def test_what_cannot_be_compared_is_refused(
     assert run(files, a, b) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith("compare: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("which", ["A", "B"])
+@pytest.mark.parametrize(("name", "why"), [("no.json", "No such file or directory"), (".", "Is a directory")])
+def test_a_file_that_cannot_be_read_is_no_figure_outside(
+    which: str, name: str, why: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """1 says that a figure is outside."""
+    pair = [str(RESULTS / "h200x4.json"), str(tmp_path / name)]
+    assert compare.main(pair if which == "B" else pair[::-1]) == 2
+    assert capsys.readouterr().err == f"compare: {(tmp_path / name).name}: {why}\n"

@@ -443,6 +443,19 @@ def test_the_program_calibrates(source: Path, tmp_path: Path, capsys: pytest.Cap
     assert "calibrations: expected those of layers [0, 1], got [0]" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("device", ["no_such", "meta", "cuda:2", "xpu"])
+def test_the_program_names_a_device_that_is_not_there(
+    device: str, source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    assert convert.main([str(source), str(tmp_path / "target"), "--device", device]) == 2
+    expected = "--device: expected cpu or one of 2 GPUs, cuda:0 and so on; got"
+    assert capsys.readouterr().err == f"convert: {expected} {device}\n"
+    assert not (tmp_path / "target").exists()
+    for there in ("cpu", "cuda", "cuda:1"):
+        convert.check_device(there)
+
+
 def test_the_writer_writes_what_the_library_reads(tmp_path: Path) -> None:
     tensors = {
         "a": torch.randn(3, 5).bfloat16(),

@@ -243,6 +243,7 @@ def test_nan_is_outside() -> None:
         ("bench", ("--tokens", "0"), "--tokens: expected at least 1, got 0"),
         ("bench", ("--json", "no/such/folder/file.json"), "--json: no folder no/such/folder"),
         ("bench", ("layer", "--trace", "no/such/folder/file.json"), "--trace: no folder no/such/folder"),
+        ("bench", ("layer", "--json", "a.json", "--trace", "./a.json"), "--trace: expected another file than --json, "),
         (
             "bench",
             ("dispatch", "layer", "--trace", "trace.json"),
@@ -256,6 +257,7 @@ def test_nan_is_outside() -> None:
         ("bench", ("--num-sms", "0"), "--num-sms: expected at least 1, got 0"),
         ("bench", ("gemm", "--num-sms", "4"), "--num-sms: gemm takes it together with --config only"),
         ("bench", ("--link-gb-per-s", "0"), "--link-gb-per-s: expected a positive number, got 0"),
+        ("bench", ("--links", "no_such.json"), "no_such.json: No such file or directory"),
         ("bench", ("--links", "README.md"), "README.md: expected the JSON of launch.link_bench, "),
         ("bench", ("gemm", "--links", "links.json"), "--links: gemm takes it together with --config only"),
         ("bench", ("gemm", "--trace", "trace.json"), "--trace: gemm takes it together with --config only"),
@@ -323,6 +325,26 @@ def test_the_command_starts_the_program_again(monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
         command = environment.machine_record()["command"]
         assert command == f"{start} -m moe_runtime.launch.bench layer --json run.json"
+
+
+@pytest.mark.parametrize(
+    ("argument", "recorded"),
+    [
+        ("/tmp/secret/x.json", "x.json"),
+        ("../secret/x.json", "x.json"),
+        ("./x.json", "x.json"),
+        ("/tmp/a=b/x.json", "x.json"),
+        ("--json=/tmp/secret/x.json", "--json=x.json"),
+        ("--json=secret/a=b.json", "--json=a=b.json"),
+        ("--json=x.json", "--json=x.json"),
+        ("--config=tiny_cpu", "--config=tiny_cpu"),
+        ("^bf16 32x32=", "'^bf16 32x32='"),
+        ("-1", "-1"),
+    ],
+)
+def test_the_command_tells_no_folder(argument: str, recorded: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "argv", ["bench.py", argument])
+    assert environment.machine_record()["command"].endswith(f" {recorded}")
 
 
 @pytest.mark.parametrize("kind", cases.ROUTINGS[1:])

@@ -42,3 +42,24 @@ def test_it_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:
         pytest.skip("there is a GPU")
     assert link_bench.main([]) == 2
     assert "link_bench: needs GPUs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--json", "no/such/links.json"], "--json: no folder no/such"),
+        (["--steps", "0"], "--steps: expected at least 1, got 0"),
+        (["--blocks", "8", "-1"], "--blocks: expected at least 1, got -1"),
+        (["--megabytes", "1", "0"], "--megabytes: expected positive numbers, got 0"),
+        (["--megabytes", "nan"], "--megabytes: expected positive numbers, got nan"),
+    ],
+)
+def test_mistakes_are_told_before_the_work(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def begun(timeout_s: float) -> None:
+        raise AssertionError("it joins the ranks")
+
+    monkeypatch.setattr(link_bench, "init_from_env", begun)
+    assert link_bench.main(arguments) == 2
+    assert capsys.readouterr().err == f"link_bench: {message}\n"

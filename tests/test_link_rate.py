@@ -77,3 +77,13 @@ def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> Non
     with pytest.raises(ValueError, match=r"links\.json: expected the JSON of launch\.link_bench, ") as error:
         link_rate.read(file)
     assert message in str(error.value)
+
+
+@pytest.mark.parametrize(("rate", "told"), [("0", "0.0"), ("-3", "-3.0"), ("NaN", "nan"), ("1e999", "inf")])
+def test_rates_that_no_link_has_are_refused(rate: str, told: str, tmp_path: Path) -> None:
+    file = tmp_path / "links.json"
+    where = '{"gpus": [{"name": "NVIDIA H100"}], "ranks": 2}'
+    results = f'[{{"gb_per_s": 0.5e-9}}, {{"gb_per_s": {rate}}}]'
+    file.write_text(f'{{"kind": "links", "environment": {where}, "results": {results}}}')
+    with pytest.raises(ValueError, match=rf"^--links: links\.json: gb_per_s: expected positive numbers, got {told}$"):
+        link_rate.chosen(parsed("--links", file))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -53,3 +54,28 @@ def test_it_reads_and_loads_the_same_bytes(tmp_path: Path, capsys: pytest.Captur
     assert 0 < result["over_own_bytes"] < ballast.nbytes
     assert "times as long as reading" in capsys.readouterr().out
     assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint", "result.json"]
+
+
+@pytest.mark.timeout(60)
+def test_a_process_that_is_killed_is_told_of() -> None:
+    with pytest.raises(ChildProcessError, match=r"^raise_signal: its process was killed; is memory short\?$"):
+        load_bench.in_process(signal.raise_signal, signal.SIGKILL)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        *(([f"--{name}", "0"], f"--{name}: expected at least 1, got 0") for name in load_bench.NUMBERS),
+        (["--json", "no/such/result.json"], "--json: no folder no/such"),
+        (["--folder", "no/such"], "--folder: no folder no/such"),
+    ],
+)
+def test_mistakes_are_told_before_the_work(
+    arguments: list[str], message: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def begun(*args: object, **sizes: object) -> None:
+        raise AssertionError("it writes")
+
+    monkeypatch.setattr(load_bench, "write_checkpoint", begun)
+    assert load_bench.main(arguments) == 2
+    assert capsys.readouterr().err == f"load_bench: {message}\n"

@@ -98,6 +98,25 @@ def test_a_part_that_fails_is_told_of_and_the_others_run(tmp_path: Path, capfd: 
     assert out.splitlines()[-1] == (f"FAILED: pictures {tmp_path}/layer_1.json --folder {tmp_path}: exit code 2")
 
 
+def test_what_a_failed_part_wrote_before_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else its old results would be drawn; those of parts that are not run stay."""
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    monkeypatch.setattr(measure.Job, "command", [sys.executable, "-c", "raise SystemExit(1)"])
+    names = {
+        "layer": ["layer_1.json", "layer_2.json"],
+        "settings": ["few_sms.json", "micro_batches.json"],
+        "trace": ["phases.json", "trace.json"],
+        "gemm": ["gemm.json", "gemm.svg"],
+        "links": ["links.json"],
+    }
+    for part in measure.PARTS:
+        for name in (name for own in names.values() for name in own):
+            (tmp_path / name).touch()
+        assert measure.main([str(tmp_path), "--parts", part]) == 1
+        left = sorted(name for other, own in names.items() for name in own if other != part)
+        assert sorted(file.name for file in tmp_path.iterdir()) == left
+
+
 def test_what_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
     monkeypatch.setattr(measure.Job, "command", sleeper)

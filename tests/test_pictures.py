@@ -161,6 +161,28 @@ def test_floors_are_told_with_their_rate(
     assert figures["dispatch"].axes[0].get_legend_handles_labels()[1][-1] == f"floor of the bytes at {label}"
 
 
+def test_floors_of_unlike_rates_have_no_rate_in_their_label(tmp_path: Path, figures: dict[str, Any]) -> None:
+    """What is drawn is of several runs, the label of all of them; a run without floors has no say."""
+    own = {"gb_per_s": 351.0, "gpu": "NVIDIA H200", "same_gpu": True}
+    links: list[tuple[dict[str, Any] | None, str]] = [
+        (own, " at 351 GB/s"),
+        (own | {"gb_per_s": 450.0}, ""),
+        (own | {"gpu": "NVIDIA H100", "same_gpu": False}, ""),
+        (None, ""),
+    ]
+    for other, label in links:
+        for order in (1, -1):
+            parts = [
+                report(4, result("dispatch", 8, 10.0, floor_us=1.0)) | {"link": own},
+                report(4, result("dispatch", 64, 20.0, floor_us=6.0)) | {"link": other},
+                report(4, result("dispatch", 128, 30.0)) | {"link": own | {"gb_per_s": 1.0}},
+            ]
+            pictures.draw(parts[::order], tmp_path)
+            (axes,) = figures["dispatch"].axes
+            assert lines(axes)[-1] == ([8, 64], [1.0, 6.0])
+            assert axes.get_legend_handles_labels()[1][-1] == f"floor of the bytes{label}"
+
+
 def test_a_run_that_is_missing_or_broken_is_left_out(
     tmp_path: Path, figures: dict[str, Any], capsys: pytest.CaptureFixture[str]
 ) -> None:

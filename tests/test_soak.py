@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import DispatchedTokens, DispatchHandle, TokenDispatcher
 from moe_runtime.launch import soak
-from moe_runtime.launch.soak_steps import KINDS, StepPlan, expected_offsets, expected_output, multiplying_experts
+from moe_runtime.launch.soak_steps import KINDS, StepPlan, expected_offsets, multiplying_experts
 from moe_runtime.virtual import virtual_contexts
 from tests.exchange_data import LAYERS, config
 from tests.test_launch import TINY, TWO_RANKS, program
@@ -64,14 +65,23 @@ class Operations(TorchDispatchMode):
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("c", LAYERS, ids=[f"layer {number}" for number in range(len(LAYERS))])
 def test_a_step_and_its_check_could_be_captured(c: MoELayerConfig, seed: int) -> None:
-    """Nothing reads a number of the device, nor makes a tensor of Python numbers."""
+    """Around dispatch and combine nothing reads a number of the device, nor makes a tensor of Python numbers."""
     with virtual_contexts(1)[0] as context:
         one = soak.Soak(soak.make_dispatcher(c, context), seed, 1)
-        arrived = one.dispatcher.dispatch(one.x_TH, one.idx_TK, one.weights_TK)
-        with Operations() as seen:
-            multiplying_experts(arrived)
-            expected_output(one.x_TH, one.idx_TK, one.weights_TK, one.geometry, one.starts)
-        assert "searchsorted" in seen.names
+        plans = (StepPlan.draw(seed, step, one.geometry) for step in itertools.count())
+        plan = next(plan for plan in plans if plan.counts[0] > 0)
+        x_TH = plan.tokens(seed, 0, one.geometry, context.device)
+        inputs = (x_TH, *plan.routing(seed, 0, one.geometry, context.device))
+        arrived = one.dispatcher.dispatch(*inputs)
+        with Operations() as experts:
+            y_RH = multiplying_experts(arrived)
+        y_TH = one.dispatcher.combine(y_RH, arrived.handle)
+        with Operations() as check:
+            checked = one._checked(y_TH, arrived.group_offsets, *inputs)
+        assert int(checked.wrong_tokens) == 0
+    # The comparison and the fold are among them.
+    assert "searchsorted" in experts.names and check.names >= {"searchsorted", "ne", "arange"}
+    for seen in (experts, check):
         assert not seen.names & {"_local_scalar_dense", "nonzero", "lift_fresh", "lift_fresh_copy"}
 
 
