@@ -26,8 +26,8 @@ graph replays of which no file is kept):
 
 **What is left.** Dispatch and combine apart, on 2 H200s, without the events that told them apart before
 (launch/results/h200x2.json), NVFP4: 20.3 + 12.4, 24.4 + 18.5 and 174 + 329 us; FP8: 11.9 + 12.1, 15.8 + 18.4 and
-215 + 330. What NVFP4 takes longer for few tokens must be its swizzled scales: a warp stores all of a slot's, each word
-in a sector of its own, and few slots are few SMs; several warps could share the rows of a slot. At 4096 tokens
+215 + 330. What NVFP4 takes longer for few tokens may be its swizzled scales (not profiled): a warp stores all of a
+slot's, each word in a sector of its own, and few slots are few SMs; several warps could share them. At 4096 tokens
 `combine_wait` begins to sum only when all has arrived (flags by chunks would overlap them), packed mode copies each row
 once more (by index 959 against 1021 us in the third version), and the copy of expert outputs into partial results could
 be the epilogue of the down projection.
