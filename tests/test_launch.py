@@ -8,8 +8,6 @@ import math
 import os
 import subprocess
 import sys
-from collections.abc import Callable
-from dataclasses import replace
 from importlib.machinery import ModuleSpec
 from pathlib import Path
 from types import ModuleType
@@ -18,25 +16,10 @@ import pytest
 import torch
 
 from moe_runtime.checkpoint import write_qwen3_moe_checkpoint
-from moe_runtime.config import RunConfig, load_config
+from moe_runtime.config import load_config
 from moe_runtime.formats import FORMATS, ceil_div
-from moe_runtime.kernels.quantize import quantize_rows
-from moe_runtime.launch import (
-    bench,
-    cases,
-    checks,
-    environment,
-    layer_bench,
-    layer_operations,
-    run,
-    torch_layer,
-    unfused_layer,
-)
-from moe_runtime.launch.timing import TOTAL, measure
-from moe_runtime.layer import MoELayer, random_expert
+from moe_runtime.launch import bench, cases, checks, environment, layer_bench, run, torch_layer, unfused_layer
 from moe_runtime.placement import Placement
-from moe_runtime.reference import moe_reference
-from moe_runtime.virtual import virtual_contexts
 
 ROOT = Path(__file__).resolve().parent.parent
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -345,153 +328,6 @@ def test_the_command_starts_the_program_again(monkeypatch: pytest.MonkeyPatch) -
 def test_the_command_tells_no_folder(argument: str, recorded: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", ["bench.py", argument])
     assert environment.machine_record()["command"].endswith(f" {recorded}")
-
-
-@pytest.mark.parametrize("kind", cases.ROUTINGS[1:])
-def test_routing_is_valid_and_repeats(kind: str, seed: int) -> None:
-    idx_TK, weights_TK = cases.routing(kind, seed, 1, 2, 50, 12, 3)
-    again = cases.routing(kind, seed, 1, 2, 50, 12, 3)
-    assert torch.equal(idx_TK, again[0]) and torch.equal(weights_TK, again[1])
-    assert idx_TK.dtype == torch.int32 and weights_TK.dtype == torch.float32
-    assert int(idx_TK.min()) >= -1 and int(idx_TK.max()) < 12
-    torch.testing.assert_close(weights_TK.sum(1), torch.ones(50))
-    for row in idx_TK.tolist():
-        routed = [expert for expert in row if expert >= 0]
-        assert len(set(routed)) == len(routed)
-    if kind == "one":
-        assert idx_TK.tolist() == [[0, -1, -1]] * 50
-    else:
-        other = cases.routing(kind, seed, 2, 2, 50, 12, 3)
-        assert not torch.equal(idx_TK, other[0])
-
-
-def test_zipf_favours_the_first_experts(seed: int) -> None:
-    idx_TK, _ = cases.routing("zipf", seed, 0, 0, 4000, 8, 1)
-    counts = torch.bincount(idx_TK.flatten(), minlength=8).double()
-    share = 1 / torch.arange(1, 9).double()
-    share /= share.sum()
-    # Six standard deviations of a binomial count.
-    assert ((counts - 4000 * share).abs() <= 6 * (4000 * share * (1 - share)).sqrt()).all()
-
-
-def test_tokens_differ_by_rank_and_step(seed: int) -> None:
-    first = cases.tokens(seed, 0, 0, 5, 64)
-    assert torch.equal(first, cases.tokens(seed, 0, 0, 5, 64))
-    assert not torch.equal(first, cases.tokens(seed, 1, 0, 5, 64))
-    assert not torch.equal(first, cases.tokens(seed, 0, 1, 5, 64))
-    assert cases.tokens(seed, 0, 0, 0, 64).shape == (0, 64)
-
-
-def test_reference_one_expert_at_a_time_is_the_reference(device: torch.device, seed: int) -> None:
-    config = load_config("tiny_cpu").layer.replace(num_experts=5, top_k=3, token_format="bf16", weight_format=None)
-    with virtual_contexts(1, device=device)[0] as context:
-        layer = MoELayer(config, context)
-        layer.load_random(seed)
-        x_TH, idx_TK, weights_TK = cases.step_inputs(layer, "uniform", seed, 0, 0, 7)
-        idx_TK[2, 1] = -1
-        experts = cases.expert_source(RunConfig(layer=config, seed=seed), context.device)
-        found = cases.layer_reference(layer, experts, x_TH, idx_TK, weights_TK)
-    gate_up, down = (
-        torch.stack(w) for w in zip(*(random_expert(config, seed, e, device)[:2] for e in range(5)), strict=True)
-    )
-    expected = moe_reference(x_TH.cpu(), idx_TK.cpu(), weights_TK.cpu(), gate_up.cpu(), down.cpu())
-    torch.testing.assert_close(found.cpu(), expected, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_checks_find_what_is_wrong(fmt: str, device: torch.device, seed: int) -> None:
-    """One wrong byte, one wrong element, one token from the wrong place: each makes its check fail."""
-    config = cases.with_token_format(load_config("tiny_cpu").layer, fmt)
-    with virtual_contexts(1, device=device)[0] as context:
-        layer = MoELayer(config, context)
-        layer.load_random(seed)
-        experts = layer.experts
-        assert experts is not None
-        parts = cases.step_inputs(layer, "uniform", seed, 0, 0, 40)
-        inputs = checks.Inputs(*([part] for part in parts))
-        arrived = layer.dispatcher.dispatch(*parts)
-        rows_RH = checks.combine_input(arrived, inputs)
-        assert checks.check_dispatch(arrived, inputs).passed
-        slot = int(arrived.row_index[17]) if arrived.row_index is not None else 17
-        arrived.rows.view(torch.uint8)[slot, 5] ^= 1
-        # The slot is read by every expert of its token.
-        assert checks.check_dispatch(arrived, inputs).error == config.top_k
-        arrived.rows.view(torch.uint8)[slot, 5] ^= 1
-
-        middle = layer_operations.grouped_gemm_swiglu(
-            arrived, experts.gate_up, experts.activation, out_format=fmt, out_gsf=experts.intermediate_gsf
-        )
-        assert checks.check_gate_up(middle, arrived, experts.gate_up, experts.activation).passed
-        shifted = replace(middle, rows=middle.rows.view(torch.uint8).roll(1, 0).view(middle.rows.dtype))
-        assert not checks.check_gate_up(shifted, arrived, experts.gate_up, experts.activation).passed
-        out_RH = layer_operations.grouped_gemm(middle, experts.down)
-        assert checks.check_down(out_RH, middle, experts.down).passed
-        # The bound of fp8 MMA is wide: what it must not let through is an element that is altogether wrong.
-        by_fp8_mma = device.type == "cuda" and fmt == "fp8_block"
-        out_RH[3, 4] += out_RH.abs().max() if by_fp8_mma else 0.02 * out_RH[3, 4]
-        assert not checks.check_down(out_RH, middle, experts.down).passed
-
-        y_TH = layer.dispatcher.combine(rows_RH, arrived.handle)
-        geometry = layer.dispatcher.geometry
-        assert checks.check_combine(y_TH, inputs, geometry).passed
-        assert not checks.check_combine(y_TH.roll(1, 0), inputs, geometry).passed
-
-
-@pytest.mark.parametrize("fmt", FORMATS)
-def test_ungrouped_rows_are_the_quantized_rows(fmt: str, device: torch.device, rng: torch.Generator) -> None:
-    """Dispatched to one expert of one rank, 300 rows come back in order, over several 128-row blocks of scales."""
-    with virtual_contexts(1, device=device)[0] as context:
-        config = load_config("tiny_cpu").layer.replace(
-            num_experts=1, top_k=1, max_tokens_per_rank=300, token_format=fmt, weight_format=None
-        )
-        layer = MoELayer(config, context)
-        x_TH = torch.randn(300, config.hidden_size, generator=rng).bfloat16()
-        ids_TK, weights_TK = torch.zeros(300, 1, dtype=torch.int32), torch.ones(300, 1)
-        arrived = layer.dispatcher.dispatch(*(part.to(context.device) for part in (x_TH, ids_TK, weights_TK)))
-        found, made = checks.ungrouped(arrived), quantize_rows(x_TH, fmt, engine="torch")
-        for name in ("quants_RK", "scales_RV", "row_scale_R"):
-            ours, theirs = getattr(found, name), getattr(made, name)
-            assert (ours is None) == (theirs is None)
-            if ours is not None:
-                assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8)), name
-
-
-def test_measure_times_parts_and_the_whole() -> None:
-    calls: list[int] = []
-
-    def step(number: int, lap: object) -> None:
-        calls.append(number)
-        if callable(lap):
-            lap("first")
-            lap("second")
-
-    with virtual_contexts(1)[0] as context:
-        context.allocate()
-        whole = measure(context, step, iterations=4, capturable=False)
-        assert set(whole) == {TOTAL} and len(whole[TOTAL].iterations_us) == 4
-        assert set(measure(context, step, iterations=1, capturable=False, laps=True)) == {"first", "second"}
-    assert calls[3:7] == [0, 1, 2, 3]
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("capturable", [True, False])
-def test_measure_tells_parts_apart_on_a_gpu(capturable: bool, device: torch.device) -> None:
-    """Kernels that spin for so many cycles: the parts are in their proportion, and together the whole."""
-    cycles = {"first": 200_000, "second": 600_000}
-
-    def step(number: int, lap: Callable[[str], None]) -> None:
-        for name, count in cycles.items():
-            torch.cuda._sleep(count)
-            lap(name)
-
-    with virtual_contexts(1, device=device)[0] as context:
-        context.allocate()
-        (whole,) = measure(context, step, iterations=30, capturable=capturable, steps=2).values()
-        parts = measure(context, step, iterations=30, capturable=capturable, steps=2, laps=True)
-    # The quickest of many: other programs may use the GPU meanwhile.
-    first, second = (min(parts[name].iterations_us) for name in cycles)
-    assert 2.5 < second / first < 3.5
-    assert first + second == pytest.approx(min(whole.iterations_us), rel=0.15)
 
 
 def test_histogram_groups_many_experts() -> None:
