@@ -342,15 +342,15 @@ struct Factors {
     }
 };
 
-// acc += part * factors, for the 128 columns of half FIRST / 64; `between` is done on the way. Without PLAIN a product
-// may be none that is normal; rows and halves for which it is get the same bits.
+// acc += part * factors, for the half whose sums are from FIRST on; `between` is done after a third of them. Without
+// PLAIN a product may be none that is normal; rows and halves for which it is get the same bits.
 template <int FIRST, bool PLAIN, class Between>
 __device__ __forceinline__ void add_up(
     float (&acc)[SUMS], float (&part)[PARTIAL_SUMS], const Factors& factors, Between between) {
     keep(part);
 #pragma unroll
-    for (int i = 0; i < 64; ++i) {
-        int r = i / 2 % 2, h = GATED && ORDER == INTERLEAVED ? i / 32 : FIRST / 64;
+    for (int i = 0; i < PARTIAL_SUMS; ++i) {
+        int r = i / 2 % 2, h = GATED && ORDER == INTERLEAVED ? i / 32 : FIRST / PARTIAL_SUMS;
         float& sum = acc[FIRST + i];
         if (PLAIN || !factors.apart(r, h)) {
             sum = __fmaf_rn(part[i], factors.product[r][h], sum);
@@ -649,11 +649,11 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             int row = tile.start + row_of_warp + lane / 4;
             u32 a = uniform(descriptor(ring + first_row * 128)), b = descriptor(ring + A_BYTES), phase = phases;
             phases ^= used;
+            constexpr u32 STEP = STAGE_BYTES >> 4, SECOND = HALF_BYTES >> 4;  // in descriptors
 #if FP8
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) acc[i] = 0.0f;
             if (waits) wait_turn(wg), waits = false;
-            constexpr u32 STEP = STAGE_BYTES >> 4, SECOND = HALF_BYTES >> 4;
             const float* scales_of_row = scales + row_of_warp + lane / 4;
             Factors factors;
             float part[PARTIAL_SUMS];
@@ -681,7 +681,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     add_up<0, true>(acc, part, factors, [] {});
                     multiply(part, a + s * STEP, b + s * STEP + SECOND);
                     mma_wait<0>();
-                    add_up<64, true>(acc, part, factors, [&] {
+                    add_up<PARTIAL_SUMS, true>(acc, part, factors, [&] {
                         int next = (s + 1) % STAGES;
                         release(freed + 8 * s, share);
                         ready = barrier_test(full + 8 * next, (next ? phase : ~phase) >> next & 1);
@@ -695,7 +695,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 add_up<0, false>(acc, part, factors, [] {});
                 multiply(part, a + odd * STEP, b + odd * STEP + SECOND);
                 mma_wait<0>();
-                add_up<64, false>(acc, part, factors, [&] { release(freed + 8 * odd, share); });
+                add_up<PARTIAL_SUMS, false>(acc, part, factors, [&] { release(freed + 8 * odd, share); });
                 if (--left == 0) break;
                 if (++odd == STAGES) odd = 0, phase = ~phase;
                 barrier_wait(full + 8 * odd, phase >> odd & 1);
@@ -707,7 +707,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             int stage = 0, before = 0;
             if (waits) wait_turn(wg), waits = false;
             for (int kb = 0; kb < k_blocks; ++kb) {
-                u32 at = stage * (STAGE_BYTES >> 4);
+                u32 at = stage * STEP;
                 barrier_wait(full + 8 * stage, phase >> stage & 1);
                 keep(acc);
                 mma_fence();
@@ -731,7 +731,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             long long position = tile.start + row_of_warp;
             long long stride = out_stride * SIZE;
             u8* to = out + position * stride + (long long)tile.column * SIZE;
-            if constexpr (GATED) {
+            if (GATED) {
 #pragma unroll
                 for (int i = 0; i < 64; ++i) acc[i] = swiglu(acc[i], acc[64 + i], alpha, limit, up_offset);
             }

@@ -85,7 +85,6 @@ TILE_ROWS = 128
 STAGE_BYTES = (TILE_ROWS + 2 * HALF) * 128
 """Bytes of one stage of the ring: 128 bytes of K of each row of a tile."""
 
-
 THREADS = 384
 STAGING_BYTES = 2048
 """Shared memory in which each warp turns its results into rows."""
