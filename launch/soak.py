@@ -164,9 +164,9 @@ class Soak:
     ) -> Checked:
         """What came back, beside what must of these tokens; captured with the exchange."""
         expected_TH = expected_output(x_TH, idx_TK, weights_TK, self.geometry, self.starts)
-        found, wanted = y_TH.view(torch.int16), expected_TH.view(torch.int16)
+        found, wanted = y_TH.view(torch.int64), expected_TH.view(torch.int64)
         wrong = (found != wanted).any(dim=1).sum()
-        return Checked(y_TH, offsets, wrong, _folded(found.long()))
+        return Checked(y_TH, offsets, wrong, _folded(found))
 
     def _capture(self) -> Callable[[], Checked]:
         """A graph of a step over the buffers with its check, once such a step has run."""

@@ -82,7 +82,7 @@ def multiplying_experts(arrived: DispatchedTokens) -> torch.Tensor:
         return torch.full(shape, math.nan, dtype=torch.bfloat16, device=device)
     position = torch.arange(geometry.row_capacity, device=device)
     expert = torch.searchsorted(offsets[1:], position, right=True) + geometry.first_expert
-    values = dequantize_rows(first_rows(arrived, geometry.row_capacity), engine="torch")
+    values = dequantize_rows(first_rows(arrived, geometry.row_capacity))
     values *= expert_factor(expert, geometry)[:, None]
     return values.masked_fill_((position >= offsets[-1])[:, None], math.nan).bfloat16()
 

@@ -5,13 +5,18 @@ from __future__ import annotations
 import os
 import random
 import sys
+from collections.abc import Iterator
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
 HAS_GPU = torch.cuda.is_available()
-if not HAS_GPU:
+if HAS_GPU:
+    # Of several processes each has its own GPU as far as they go.
+    process = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    torch.cuda.set_device(process % torch.cuda.device_count())
+else:
     if "triton" in sys.modules:
         raise RuntimeError("triton was imported before tests/conftest.py could choose the interpreter")
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -46,6 +51,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def device() -> torch.device:
     """Where tensors of a test lie: the GPU if there is one, so that the same tests run compiled there."""
     return torch.device("cuda" if HAS_GPU else "cpu")
+
+
+@pytest.fixture(autouse=True)
+def free_gpu_memory() -> Iterator[None]:
+    """Several processes share a GPU: what a test allocated is not kept for the next."""
+    yield
+    if HAS_GPU:
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture

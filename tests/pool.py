@@ -252,6 +252,8 @@ def _work(rank: int, world_size: int, interpret: bool, gpus: bool, folder: str, 
         os.environ.pop("TRITON_INTERPRET", None)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    import torch
+
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # The session's end ends the workers.
     with open(f"{folder}/stack-{rank}", "w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
@@ -263,6 +265,8 @@ def _work(rank: int, world_size: int, interpret: bool, gpus: bool, folder: str, 
                 # No orderly end of the process group: a peer may be gone already.
                 os._exit(0)
             _answer(pipe, lambda message=message: _apply(message, rank, world_size))  # type: ignore[misc]
+            if gpus:
+                torch.cuda.empty_cache()  # Several processes share a GPU.
 
 
 def _join(rank: int, world_size: int, gpus: bool, folder: str) -> None:
