@@ -15,6 +15,7 @@ constexpr int UNIT = unit_numbers(FMT), UNITS = HIDDEN / UNIT, PER_THREAD = (UNI
 constexpr int LOADS = UNIT / 8;  // of 16 bytes
 constexpr int SENT_BYTES = (WEIGHTS_AT + 4 * K + 15) / 16 * 16;
 constexpr int STAGES = 2;
+constexpr int MAX_THREADS = 896;  // of an SM, of one block or of several: few enough for 72 registers each
 
 // What a lane knows of entry `lane` of a token's routing, loaded.
 struct Entry {
@@ -45,7 +46,7 @@ __device__ __forceinline__ u32 route(const Exchange& x, const Entry& entry, int 
   return __reduce_or_sync(ALL, expert >= 0 ? 1u << owner : 0u);
 }
 
-extern "C" __global__ void __launch_bounds__(TEAM* TEAMS)
+extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * TEAMS))
     dispatch_send(const u16* x_TH, long long x_stride, const IDS* topk_idx, const float* topk_weights,
                   const float* static_gsf, int num_tokens, const int* starts, const u64* landing, const u64* stamps,
                   const u64* signals, int* epoch_ptr, int* handle_epoch, int* num_parts, int* error, int* latch,
@@ -109,12 +110,15 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS)
   for (int token = first_token; token < num_tokens; token += gridDim.x * TEAMS, stage ^= 1) {
     u8* record = records + (team * STAGES + stage) * RECORD_BYTES;
     const uint4* row = reinterpret_cast<const uint4*>(x_TH + token * x_stride);
-    uint4 raw[PER_THREAD][LOADS];
+    u32 raw[PER_THREAD][LOADS * 4];  // two numbers each
 #pragma unroll
     for (int i = 0; i < PER_THREAD; ++i) {
       const int unit = i * TEAM + thread;
 #pragma unroll
-      for (int j = 0; j < LOADS; ++j) raw[i][j] = unit < UNITS ? row[unit * LOADS + j] : make_uint4(0, 0, 0, 0);
+      for (int j = 0; j < LOADS; ++j) {
+        const uint4 four = unit < UNITS ? row[unit * LOADS + j] : make_uint4(0, 0, 0, 0);
+        raw[i][j * 4] = four.x, raw[i][j * 4 + 1] = four.y, raw[i][j * 4 + 2] = four.z, raw[i][j * 4 + 3] = four.w;
+      }
     }
     u32 targets = 0;
     if (warp == 0) {
@@ -131,18 +135,18 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS)
       }
       if (lane == 0) *reinterpret_cast<int*>(record + SOURCE_AT) = token;
     }
-    if constexpr (FMT == NVFP4 && !STATIC_GSF) {
+    u32 amax_of_unit[PER_THREAD];  // bf16 bits, for NVFP4
+    if constexpr (FMT == NVFP4) {
       u32 amax = 0;
 #pragma unroll
-      for (int i = 0; i < PER_THREAD; ++i)
-#pragma unroll
-        for (int j = 0; j < LOADS; ++j) {
-          const u32 words[4] = {raw[i][j].x, raw[i][j].y, raw[i][j].z, raw[i][j].w};
-#pragma unroll
-          for (int w = 0; w < 4; ++w) amax = __vmaxu2(amax, words[w] & 0x7FFF7FFFu);
-        }
-      amax = __reduce_max_sync(ALL, max(amax & 0xFFFF, amax >> 16));
-      if (lane == 0) maxima[team][warp] = amax;
+      for (int i = 0; i < PER_THREAD; ++i) {
+        amax_of_unit[i] = bf16_amax(raw[i]);
+        amax = max(amax, amax_of_unit[i]);
+      }
+      if constexpr (!STATIC_GSF) {
+        amax = __reduce_max_sync(ALL, amax);
+        if (lane == 0) maxima[team][warp] = amax;
+      }
     }
     team_barrier(team, TEAM);
     float gsf = 1.0f;
@@ -160,14 +164,14 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS)
 #pragma unroll
     for (int i = 0; i < PER_THREAD; ++i) {
       const int unit = i * TEAM + thread;
-      float values[UNIT];
+      if constexpr (FMT == NVFP4) {
+        quantize_nvfp4(raw[i], amax_of_unit[i], gsf, record, record + SCALES_AT, unit, unit < UNITS);
+      } else {
+        float values[UNIT];
 #pragma unroll
-      for (int j = 0; j < LOADS; ++j) {
-        const u32 words[4] = {raw[i][j].x, raw[i][j].y, raw[i][j].z, raw[i][j].w};
-#pragma unroll
-        for (int n = 0; n < 8; ++n) values[j * 8 + n] = bf16_value(words[n / 2] >> 16 * (n % 2) & 0xFFFF);
+        for (int n = 0; n < UNIT; ++n) values[n] = bf16_value(raw[i][n / 2] >> 16 * (n % 2) & 0xFFFF);
+        quantize_unit<FMT>(values, gsf, record, record + SCALES_AT, unit, unit < UNITS);
       }
-      quantize_unit<FMT>(values, gsf, record, record + SCALES_AT, unit, unit < UNITS);
     }
     bulk_fence();
     team_barrier(team, TEAM);

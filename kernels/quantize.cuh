@@ -31,14 +31,22 @@ __device__ __forceinline__ float e4m3_value(u32 code) {
   return low;
 }
 
-// e2m1 code, saturating; NaN gives 0.
-__device__ __forceinline__ u32 e2m1_bits(float x) {
-  const u32 bits = __float_as_uint(x), raw = bits & MAGNITUDE;
-  const u32 a = min(raw, 0x40C00000u);
-  const u32 normal = ((a + 0x1FFFFF + ((a >> 22) & 1)) >> 22) - 252;
-  const u32 small = (a > 0x3E800000u) + (a >= 0x3F400000u);
-  const u32 code = (a >= 0x3F800000u ? normal : small) | ((bits >> 28) & 8);
-  return raw > INFINITE ? 0 : code;
+// Largest magnitude of 16 bf16 numbers, two in a word, as bf16 bits: NaN above Inf above every number.
+__device__ __forceinline__ u32 bf16_amax(const u32* pairs) {
+  u32 amax = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i) amax = __vmaxu2(amax, pairs[i] & 0x7FFF7FFFu);
+  return max(amax & 0xFFFF, amax >> 16);
+}
+
+// 0x4B000000 and the e2m1 code of a magnitude, saturating; NaN gives 0. The code grows by 4 up to the number 2, by 2 from
+// there to 4 and by 1 from there to 6: three terms, each exact and kept to 0..1. Numbers from 2^23 on have steps of 1, so
+// that a sum there is rounded to whole codes, ties to even; the terms before have come to an even code then.
+__device__ __forceinline__ u32 e2m1_sum(float magnitude) {
+  const float to_2 = __saturatef(__fmul_rn(magnitude, 0.5f));
+  const float to_4 = __saturatef(__fmaf_rn(magnitude, 0.5f, -1.0f));
+  const float to_6 = __saturatef(__fmaf_rn(magnitude, 0.5f, -2.0f));
+  return __float_as_uint(__fadd_rn(__fmaf_rn(to_4, 2.0f, __fmaf_rn(to_2, 4.0f, 0x1p23f)), to_6));
 }
 
 // Encode scale of an NVFP4 row from the bits of its largest magnitude (`token_gsf`).
@@ -55,10 +63,44 @@ __device__ __forceinline__ u32 largest(u32 bits) {
   return bits;
 }
 
-// Quantizes unit `unit` of a row into its quants and scales; nothing is stored where not `inside`.
+// e2m1 codes of 8 bf16 numbers, two in a word, times a factor >= 0; `signs` is 0x88888888, or 0 for codes without signs.
+__device__ __forceinline__ u32 e2m1_word(const u32* pairs, float factor, u32 signs) {
+  u32 codes = 0;
+#pragma unroll
+  for (int i = 7; i >= 0; --i) {
+    const u32 bits = i % 2 == 0 ? pairs[i / 2] << 16 : pairs[i / 2] & 0xFFFF0000u;
+    codes = codes * 16 + e2m1_sum(__fmul_rn(fabsf(__uint_as_float(bits)), factor));
+  }
+  codes -= 0x4B000000u * 0x11111111u;
+  // Upper bytes of the even numbers and of the odd ones: byte i is of pair i.
+  const u32 ab = __byte_perm(pairs[0], pairs[1], 0x7351), cd = __byte_perm(pairs[2], pairs[3], 0x7351);
+  const u32 even = __byte_perm(ab, cd, 0x5410), odd = __byte_perm(ab, cd, 0x7632);
+  return codes | (((even >> 4 & 0x0F0F0F0Fu) | (odd & 0xF0F0F0F0u)) & signs);
+}
+
+// Quantizes the 16 bf16 numbers of unit `unit` of an NVFP4 row, `amax` being theirs; `gsf` is finite. Nothing is stored
+// where not `inside`.
+__device__ __forceinline__ void quantize_nvfp4(const u32* pairs, u32 amax, float gsf, u8* quants, u8* scales,
+                                               int unit, bool inside) {
+  const bool poisoned = amax << 16 >= INFINITE;
+  const float largest = poisoned ? 0.0f : bf16_value(amax);
+  const u32 code = e4m3_codes(__fdiv_rn(__fmul_rn(gsf, largest), 6.0f), 0.0f) & 0xFF;
+  const bool dead = (code & 0x7F) == 0 || code == 0x7F;
+  // The codes of a dead block are 0, also those of a NaN or Inf, whose product with 0 is NaN.
+  const float factor = dead ? 0.0f : __fdiv_rn(gsf, e4m3_value(code));
+  const u32 signs = dead ? 0 : 0x88888888u;
+  const u32 low = e2m1_word(pairs, factor, signs), high = e2m1_word(pairs + 4, factor, signs);
+  if (inside) {
+    reinterpret_cast<uint2*>(quants)[unit] = make_uint2(low, high);
+    scales[unit] = poisoned ? 0x7F : code;
+  }
+}
+
+// Quantizes unit `unit` of a row of any other format into its quants and scales; nothing is stored where not `inside`.
 template <int FORMAT>
 __device__ __forceinline__ void quantize_unit(const float (&x)[unit_numbers(FORMAT)], float gsf, u8* quants, u8* scales,
                                               int unit, bool inside) {
+  static_assert(FORMAT != NVFP4);
   constexpr int NUMBERS = unit_numbers(FORMAT);
   if constexpr (FORMAT == BF16) {
     uint4 words;
@@ -74,38 +116,24 @@ __device__ __forceinline__ void quantize_unit(const float (&x)[unit_numbers(FORM
   if constexpr (FORMAT == MXFP8) amax = largest<2>(amax);
   const bool poisoned = amax >= INFINITE;
   if (poisoned) amax = 0;
-  if constexpr (FORMAT == NVFP4) {
-    const u32 code = e4m3_codes(__fdiv_rn(__fmul_rn(gsf, __uint_as_float(amax)), 6.0f), 0.0f) & 0xFF;
-    const bool dead = poisoned || (code & 0x7F) == 0 || code == 0x7F;
-    const float factor = __fdiv_rn(gsf, dead ? 1.0f : e4m3_value(code));
-    u32 words[2] = {0, 0};
+  const float ideal = __fdiv_rn(__uint_as_float(max(amax, 0x38D1B717u)), 448.0f);  // at least 1e-4
+  const u32 byte = (__float_as_uint(ideal) + 0x7FFFFF) >> 23;
+  const float inverse = __uint_as_float((254 - byte) << 23);
+  u32 words[4];
 #pragma unroll
-    for (int i = 0; i < 16; ++i) words[i / 8] |= e2m1_bits(__fmul_rn(dead ? 0.0f : x[i], factor)) << 4 * (i % 8);
-    if (inside) {
-      reinterpret_cast<uint2*>(quants)[unit] = make_uint2(words[0], words[1]);
-      scales[unit] = poisoned ? 0x7F : code;
-    }
-    return;
-  } else {
-    const float ideal = __fdiv_rn(__uint_as_float(max(amax, 0x38D1B717u)), 448.0f);  // at least 1e-4
-    const u32 byte = (__float_as_uint(ideal) + 0x7FFFFF) >> 23;
-    const float inverse = __uint_as_float((254 - byte) << 23);
-    u32 words[4];
+  for (int i = 0; i < 16; i += 4) {
+    float v[4];
 #pragma unroll
-    for (int i = 0; i < 16; i += 4) {
-      float v[4];
-#pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        const float clean = poisoned ? 0.0f : x[i + j];
-        v[j] = FORMAT == MXFP8 ? __fmul_rn(clean, inverse) : __fdiv_rn(clean, ideal);
-      }
-      words[i / 4] = e4m3_codes(v[0], v[1]) | e4m3_codes(v[2], v[3]) << 16;
+    for (int j = 0; j < 4; ++j) {
+      const float clean = poisoned ? 0.0f : x[i + j];
+      v[j] = FORMAT == MXFP8 ? __fmul_rn(clean, inverse) : __fdiv_rn(clean, ideal);
     }
-    if (inside) {
-      reinterpret_cast<uint4*>(quants)[unit] = make_uint4(words[0], words[1], words[2], words[3]);
-      if (FORMAT == MXFP8 && unit % 2 == 0) scales[unit / 2] = poisoned ? 255 : byte;
-      if (FORMAT == FP8_BLOCK && unit % 8 == 0)
-        reinterpret_cast<float*>(scales)[unit / 8] = poisoned ? __uint_as_float(NOT_A_NUMBER) : ideal;
-    }
+    words[i / 4] = e4m3_codes(v[0], v[1]) | e4m3_codes(v[2], v[3]) << 16;
+  }
+  if (inside) {
+    reinterpret_cast<uint4*>(quants)[unit] = make_uint4(words[0], words[1], words[2], words[3]);
+    if (FORMAT == MXFP8 && unit % 2 == 0) scales[unit / 2] = poisoned ? 255 : byte;
+    if (FORMAT == FP8_BLOCK && unit % 8 == 0)
+      reinterpret_cast<float*>(scales)[unit / 8] = poisoned ? __uint_as_float(NOT_A_NUMBER) : ideal;
   }
 }

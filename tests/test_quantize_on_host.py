@@ -1,0 +1,117 @@
+"""The NVFP4 quantizer of Hopper's kernels, compiled for the CPU: codes of ml_dtypes, bits of `quantize_rows`."""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import subprocess
+from pathlib import Path
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from moe_runtime.formats import NVFP4
+from moe_runtime.kernels.nvrtc import FOLDER
+from moe_runtime.kernels.reference_quantize import MAX_GSF, quantize_rows
+from tests.comparison import assert_same_bits
+
+HARNESS = Path(__file__).with_name("quantize_on_host.cpp")
+PLACE = "// THE TEXT OF quantize.cuh\n"
+COMPILER = shutil.which("c++")
+
+pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+
+
+def between(text: str, start: str, end: str) -> str:
+    first = text.index(start)
+    return text[first : text.index(end, first)]
+
+
+def host_text() -> str:
+    """quantize.cuh up to the formats whose blocks span lanes, less the one function that is an instruction."""
+    text = (FOLDER / "quantize.cuh").read_text()
+    text = between(text, "constexpr u32 MAGNITUDE", "// Quantizes unit `unit` of a row of any other format")
+    for start, end in (
+        ("// Numbers of a unit", "// bf16 bits;"),
+        ("// e4m3 bits of two numbers", "// Largest magnitude of 16"),
+        ("// The largest of `bits` over", "// e2m1 codes of 8"),
+    ):
+        text = text.replace(between(text, start, end), "")
+    text = text.replace("__device__ __forceinline__", "inline")
+    assert "asm" not in text and "quantize_nvfp4(" in text
+    return text
+
+
+@pytest.fixture(scope="module")
+def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    folder = tmp_path_factory.mktemp("quantize")
+    source, binary = folder / "quantize.cpp", folder / "quantize.so"
+    harness = HARNESS.read_text()
+    assert harness.count(PLACE) == 1
+    source.write_text(harness.replace(PLACE, host_text()))
+    options = ["-O2", "-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
+    command = [str(COMPILER), *options, "-o", str(binary), str(source)]
+    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    return ctypes.CDLL(str(binary))
+
+
+def codes_of(library: ctypes.CDLL, first: int, step: int, count: int) -> np.ndarray:
+    codes = np.empty(count, dtype=np.uint8)
+    library.codes_of(ctypes.c_uint32(first), ctypes.c_uint32(step), count, ctypes.c_void_p(codes.ctypes.data))
+    return codes
+
+
+def check_codes(library: ctypes.CDLL, first: int, step: int, count: int) -> None:
+    bits = np.uint32(first) + np.arange(count, dtype=np.uint32) * np.uint32(step)
+    wanted = np.minimum(bits.view(np.float32), np.float32(6)).astype(ml_dtypes.float4_e2m1fn).view(np.uint8)
+    np.testing.assert_array_equal(codes_of(library, first, step, count), wanted)
+
+
+def test_codes_of_magnitudes(library: ctypes.CDLL, rng: torch.Generator) -> None:
+    """All fp32 near a tie, and every 251st of them all, from a number that changes."""
+    for tie in (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0, 2.0, 4.0, 6.0, 0.5, 1.0):
+        check_codes(library, int(np.float32(tie).view(np.uint32)) - 2000, 1, 4000)
+    first = int(torch.randint(251, (1,), generator=rng))
+    check_codes(library, first, 251, 0x7F800000 // 251)
+    assert codes_of(library, 0x7F800000, 1, 1) == 7, "Inf saturates"
+    assert not codes_of(library, 0x7F800001, 0x1003, 1000).any(), "NaN has no code"
+
+
+def hostile_rows(rng: torch.Generator, columns: int) -> torch.Tensor:
+    """bf16 rows: random numbers, random bits, every power of two, zeros of both signs, NaN and Inf in some blocks."""
+
+    def normal(rows: int) -> torch.Tensor:
+        return torch.randn(rows, columns, generator=rng)
+
+    bits = torch.randint(-(1 << 15), 1 << 15, (96, columns), generator=rng).to(torch.int16)
+    finite = torch.where((bits & 0x7F80) == 0x7F80, bits & 0x3FFF, bits)
+    powers = torch.exp2(torch.arange(-133, 127).float())[:, None]
+    few = torch.randint(-6, 7, (64, columns), generator=rng).float()
+    wide = normal(64) * torch.exp2(torch.randint(-40, 40, (64, columns // 16), generator=rng)).repeat_interleave(16, 1)
+    rows = torch.cat([normal(256), normal(len(powers)) * powers, few, few * 2.0**-130, wide]).to(torch.bfloat16)
+    rows = torch.cat([rows, bits.view(torch.bfloat16), finite.view(torch.bfloat16)])
+    zeros = torch.zeros(2, columns, dtype=torch.bfloat16)
+    zeros[1] = -0.0
+    broken = normal(4).to(torch.bfloat16)
+    broken[0, 5], broken[1, 0], broken[2, columns - 1], broken[3] = torch.nan, torch.inf, -torch.inf, -torch.nan
+    return torch.cat([rows, zeros, broken])
+
+
+@pytest.mark.parametrize("gsf", [None, 1.0, 37.3, 2.0**-126, MAX_GSF])
+def test_bits_of_quantize_rows(library: ctypes.CDLL, rng: torch.Generator, gsf: float | None) -> None:
+    x = hostile_rows(rng, 96)
+    static = None if gsf is None else torch.full((1,), gsf)
+    wanted = quantize_rows(x, NVFP4, gsf=static)
+    quants = torch.empty(x.shape[0], 48, dtype=torch.uint8)
+    scales = torch.empty(x.shape[0], 6, dtype=torch.uint8)
+    row_scale = torch.empty(x.shape[0])
+    at = None if static is None else static.data_ptr()
+    for r in range(x.shape[0]):
+        outputs = [ctypes.c_void_p(t[r].data_ptr()) for t in (quants, scales, row_scale)]
+        library.quantize_row(ctypes.c_void_p(x[r].data_ptr()), 6, ctypes.c_void_p(at), *outputs)
+    assert wanted.scales_RV is not None and wanted.row_scale_R is not None
+    assert_same_bits(scales, wanted.scales_RV.view(torch.uint8), "scales")
+    assert_same_bits(quants, wanted.quants_RK.view(torch.uint8), "quants")
+    assert_same_bits(row_scale, wanted.row_scale_R, "row_scale")
