@@ -3,8 +3,10 @@
 // The sibling of `kernels/arrive.py` for Hopper. Slots are worked on in chunks of CHUNK: for each expert a chunk has a
 // bitmap of the slots that go to it, so that the place of a row is a count of bits. Where all slots are one chunk, every
 // block makes the bitmaps for itself and nothing is launched before; else `arrive_count` counts the rows of each chunk
-// first. A block then copies scales (and, when packed, rows) of its share of a chunk's slots, a warp to a slot; the
-// swizzled scales of many rows are left to `arrive_scales`, which fills the swizzle in its own order.
+// first. A block then copies scales (and, when packed, rows) of its share of a chunk's slots, a warp to a slot, or, where
+// slots are few, several warps of different blocks to the rows of one: swizzled scales of a row are words in sectors of
+// their own, which an SM stores one by one. Those of many rows are left to `arrive_scales`, which fills the swizzle in its
+// own order.
 //
 // Whatever comes from this rank itself comes by its flag, as from any other, so the first of these kernels does not wait
 // for `dispatch_send` to end: it does so at its own end, for those that wait for it.
@@ -134,8 +136,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     arrive_place(const int* chunk_counts, int* group_offsets, int* group_scale_offsets, int* row_index, int* positions,
                  u8* rows, u8* scales, float* row_scale, const u64* landing, const u64* stamps, const u64* signals,
                  const int* epoch_ptr, const int* handle_epoch, int* error, int* latch, int rank, int max_tokens,
-                 int num_slots, int chunks, int split, int first_expert, int num_local, int capacity, int first_row,
-                 long long landing_half, long long stamps_half, long long timeout_ns) {
+                 int num_slots, int chunks, int split, int shares, int first_expert, int num_local, int capacity,
+                 int first_row, long long landing_half, long long stamps_half, long long timeout_ns) {
   extern __shared__ __align__(16) u8 shared[];
   Places& places = *reinterpret_cast<Places*>(shared);
   const Exchange x{signals, error, latch, rank, timeout_ns};
@@ -223,9 +225,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       for (int r = threadIdx.x; r < capacity; r += THREADS) row_index[r] = 0;
 
     const int landing_row = first_row * (epoch & 1);
-    for (int s = part * WARPS + warp; s < CHUNK; s += split * WARPS) {
-      const int slot = first_slot + s;
-      if (slot >= num_slots) break;
+    // Unit `share * CHUNK + s`: of the rows of slot s, those whose number is `share` modulo `shares`.
+    for (int unit = warp * split + part; unit < CHUNK * shares; unit += split * WARPS) {
+      const int share = unit / CHUNK, s = unit % CHUNK, slot = first_slot + s;
+      if (slot >= num_slots) continue;
       int position = -1;
       long long at_scales = 0;
       if (lane < K) {
@@ -233,16 +236,20 @@ extern "C" __global__ void __launch_bounds__(THREADS)
         if (e != NONE) {
           const int word = s / 32;
           position = places.first[e] + places.before[e][word] + __popc(places.bits[e][word] & ((1u << s % 32) - 1));
-          row_index[position] = landing_row + slot;
           // The row's first byte in the 128x4 swizzle of its group's scales.
           const int row = position - places.offset[e];
           at_scales = static_cast<long long>(places.block[e] + row / 128) * SCALE_WORDS * 512 + row % 32 * 16 + row % 128 / 32 * 4;
         }
-        positions[static_cast<long long>(slot) * K + lane] = position;
+        if (share == 0) positions[static_cast<long long>(slot) * K + lane] = position;
       }
-      const u32 present = __ballot_sync(ALL, position >= 0);
+      const u32 rows_of_slot = __ballot_sync(ALL, position >= 0);
+      const bool mine = position >= 0 && __popc(rows_of_slot & ((1u << lane) - 1)) % static_cast<u32>(shares) == share;
+      const u32 present = __ballot_sync(ALL, mine);
       if (present == 0) continue;
       const u8* record = arrived.record(slot);
+      if (mine) row_index[position] = landing_row + slot;
+      // Loaded with the scales, stored after them.
+      const float decode = FMT == NVFP4 ? __ldcg(reinterpret_cast<const float*>(record + ROW_SCALE_AT)) : 0.0f;
       if constexpr (SCALE_WORDS > 0 && !TILED_SCALES) {
         u32 words[LANE_SCALES > 0 ? LANE_SCALES : 1];
 #pragma unroll
@@ -265,7 +272,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
           }
         }
       }
-      if (FMT == NVFP4 && position >= 0) row_scale[position] = __ldcg(reinterpret_cast<const float*>(record + ROW_SCALE_AT));
+      if (FMT == NVFP4 && mine) row_scale[position] = decode;
       if constexpr (PACKED) {
         constexpr int WIDTH = QUANT_BYTES % 16 == 0 ? 16 : 8, PIECES = QUANT_BYTES / WIDTH, AT_ONCE = 8;
         using Piece = typename Wide<WIDTH>::type;

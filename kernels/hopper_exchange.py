@@ -26,11 +26,12 @@ graph replays of which no file is kept):
 
 **What is left.** Dispatch and combine apart, on 2 H200s, without the events that told them apart before
 (launch/results/h200x2.json), NVFP4: 20.3 + 12.4, 24.4 + 18.5 and 174 + 329 us; FP8: 11.9 + 12.1, 15.8 + 18.4 and
-215 + 330. What NVFP4 takes longer for few tokens may be its swizzled scales (not profiled): a warp stores all of a
-slot's, each word in a sector of its own, and few slots are few SMs; several warps could share them. At 4096 tokens
-`combine_wait` begins to sum only when all has arrived (flags by chunks would overlap them), packed mode copies each row
-once more (by index 959 against 1021 us in the third version), and the copy of expert outputs into partial results could
-be the epilogue of the down projection.
+215 + 330. The 8.5 us that NVFP4 took longer for few tokens were as many at 8 as at 128, which fits its swizzled scales
+(not profiled): 112 words of a row, each in a sector of its own, were stored 16 slots to an SM, 7168 sectors where each
+goes to 4 experts. Warps of all SMs have shared the rows of a slot since (`arrive_shares`; not timed since).
+At 4096 tokens `combine_wait` begins to sum only when all has arrived (flags by chunks would overlap them), packed mode
+copies each row once more (by index 959 against 1021 us in the third version), and the copy of expert outputs into
+partial results could be the epilogue of the down projection.
 
 On 16 SMs (launch/results/h200x2_few_sms.json) the exchange of 4096 tokens takes 703 + 1232 us in place of 174 + 329. By
 kernel, one rank, 16384 tokens of 2 rows each, by index, a single run of torch's profiler of which nothing is kept:
@@ -130,6 +131,17 @@ def chunk_slots(geometry: ExchangeGeometry) -> int:
 def tiled_scales(geometry: ExchangeGeometry) -> bool:
     """Whether swizzled scales are filled in by a kernel of their own, in the order of the swizzle: for many rows."""
     return geometry.token_format.swizzled and chunk_slots(geometry) < geometry.num_slots
+
+
+def arrive_shares(geometry: ExchangeGeometry, sms: int) -> tuple[int, int]:
+    """Warps that share a slot's rows, and blocks that share a chunk: one round of blocks, on as many SMs as there are.
+
+    Few slots are spread over more SMs, each with fewer rows, and more slots than warps are a slot to a warp.
+    """
+    chunk = chunk_slots(geometry)
+    chunks = ceil_div(geometry.num_slots, chunk)
+    shares = max(1, min(geometry.top_k, sms * ARRIVE_WARPS // (chunks * chunk)))
+    return shares, max(1, min(sms // chunks, chunk * shares))
 
 
 def _signal_defines(geometry: ExchangeGeometry) -> Defines:
@@ -351,8 +363,7 @@ def arrive(
             device=context.device,
             early=early,
         )
-    # One round of blocks; a warp has at least one slot.
-    split = max(1, min(sms // chunks, ceil_div(chunk, ARRIVE_WARPS)))
+    shares, split = arrive_shares(geometry, sms)
     written = [group_offsets, group_scale_offsets, row_index_R, positions_SK, rows_RQ, scales, row_scale_R]
     first_row = landing_half // geometry.record.record_bytes
     launch(
@@ -362,7 +373,7 @@ def arrive(
         grid=(geometry.programs(chunks * split), 1, 1),
         block=ARRIVE_WARPS * WARP,
         shared_bytes=int(defines["PLACES_BYTES"]),
-        arguments=[counts, *written, *memory, chunks, split, *local, geometry.row_capacity, first_row, *limits],
+        arguments=[counts, *written, *memory, chunks, split, shares, *local, geometry.row_capacity, first_row, *limits],
         device=context.device,
         early=early,
     )

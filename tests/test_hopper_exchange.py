@@ -26,6 +26,24 @@ def test_all_slots_are_one_chunk_where_their_bitmaps_are_small() -> None:
     assert hopper_exchange.chunk_slots(replace(geometry, max_tokens=3)) == 32, "whole words of 32 slots"
 
 
+@pytest.mark.parametrize(("max_tokens", "expected"), [(1, (8, 132)), (128, (2, 132)), (4096, (1, 1))])
+def test_few_slots_are_shared_by_warps_of_more_blocks(max_tokens: int, expected: tuple[int, int]) -> None:
+    geometry = replace(sample_geometry("nvfp4"), max_tokens=max_tokens)
+    assert hopper_exchange.arrive_shares(geometry, 132) == expected
+
+
+@pytest.mark.parametrize("sms", [1, 16, 78, 132])
+def test_arrival_is_one_round_of_blocks(sms: int, rng: torch.Generator) -> None:
+    for max_tokens in torch.randint(1, 5000, (50,), generator=rng).tolist():
+        geometry = replace(sample_geometry("nvfp4"), max_tokens=max_tokens)
+        shares, split = hopper_exchange.arrive_shares(geometry, sms)
+        chunk = hopper_exchange.chunk_slots(geometry)
+        chunks = -(-geometry.num_slots // chunk)
+        assert 1 <= shares <= geometry.top_k and 1 <= split <= chunk * shares
+        assert split == 1 or chunks * split <= sms
+        assert shares == 1 or chunks * chunk * shares <= sms * hopper_exchange.ARRIVE_WARPS
+
+
 def test_what_a_warp_or_its_shared_memory_cannot_hold_is_left_to_triton() -> None:
     geometry = sample_geometry("nvfp4")
     assert hopper_exchange.fits(geometry)
@@ -42,6 +60,7 @@ def test_what_a_warp_or_its_shared_memory_cannot_hold_is_left_to_triton() -> Non
 @pytest.mark.parametrize(
     ("fmt", "wire", "max_tokens"),
     [
+        ("nvfp4", "bf16", 8),
         ("nvfp4", "bf16", 128),
         ("nvfp4", "mxfp8", 700),
         ("mxfp8", "fp8_block", 700),
