@@ -9,6 +9,8 @@ ever reset; those with two halves use the half `epoch % 2`. With `W` ranks, in w
     ready         [W]      rank w no longer reads what lies in the half of this epoch
     abort         [W][8]   (code, phase, epoch, rank it is about, detail, detail2, 0, 0) of rank w's; code is last
     reason        [W][64]  UTF-8 text (256 bytes, zero padded) of rank w's failure; host-written
+    progress      [2][3][W]  of rank w's partial results of this epoch, those for the first fourth of this rank's tokens
+                             have landed, for the second, the third; before combine_flag, by kernels that tell of it
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ABORT_WORDS = 8
+PROGRESS_PARTS = 3
+"""Parts of the tokens that a rank may tell of before it has sent all partial results."""
 REASON_WORDS = 64
 ERROR_WORDS = 8
 """Words of a rank's own error record in host-visible memory, code written last:
@@ -53,8 +57,12 @@ class SignalLayout:
         return self.abort + ABORT_WORDS * self.world_size
 
     @property
-    def num_words(self) -> int:
+    def progress(self) -> int:
         return self.reason + REASON_WORDS * self.world_size
+
+    @property
+    def num_words(self) -> int:
+        return self.progress + 2 * PROGRESS_PARTS * self.world_size
 
     @property
     def num_bytes(self) -> int:
@@ -65,7 +73,9 @@ class SignalLayout:
         flags = [field + half * self.world_size + rank for field in self._halved for half in (0, 1)]
         abort = self.abort + ABORT_WORDS * rank
         reason = self.reason + REASON_WORDS * rank
-        return [*flags, self.ready + rank, *range(abort, abort + ABORT_WORDS), *range(reason, reason + REASON_WORDS)]
+        progress = range(self.progress + rank, self.num_words, self.world_size)
+        told = [*range(abort, abort + ABORT_WORDS), *range(reason, reason + REASON_WORDS)]
+        return [*flags, self.ready + rank, *told, *progress]
 
     @property
     def _halved(self) -> tuple[int, int, int]:

@@ -1,23 +1,33 @@
 // Combine: reduces the experts of a rank for each token, sends one partial result home, and sums over ranks.
 //
-// The sibling of `kernels/combine.py` for Hopper, over the same memory and with the same order of sums. A team of threads
-// takes a slot: its partial result is made in shared memory and sent whole by the copy engine.
+// The sibling of `kernels/combine.py` for Hopper, over the same memory and with the same order of sums. Both kernels bring
+// rows through a ring of shared memory (row_ring.cuh), so that few SMs have as much under way as their memory holds: one
+// warp knows which rows come next, the others read them. A partial result is made in shared memory and sent whole by the
+// copy engine.
 //
-// Macros: those of signalling.cuh, HIDDEN, WIRE (FormatCode), PARTS, PARTIAL_BYTES, PARTIAL_SCALES_AT, COMBINE_FLAG,
-// TEAM (threads), TEAMS (of a block), WAITING (threads of a block of combine_wait), K, OUTPUT_BF16, RECORD_BYTES, IDS_AT,
-// WEIGHTS_AT, HAS_SHARED, STALE_HANDLE (ErrorCode), COMBINE_SEND and COMBINE_WAIT (Phase).
+// Where combine_wait runs beside combine_send, tokens are summed part by part, as the parts come from all ranks: of so
+// many parts of `part_tokens` tokens peers are told before the rest has landed.
+//
+// Macros: those of signalling.cuh, HIDDEN, WIRE (FormatCode), PARTS, PARTIAL_BYTES, PARTIAL_SCALES_AT, COMBINE_FLAG, K,
+// READERS (warps of combine_send that read rows), PLACES (of its ring), WAITING (warps of combine_wait that do), PARTIALS
+// (places of its ring), OUTPUT_BF16, RECORD_BYTES, IDS_AT, WEIGHTS_AT, HAS_SHARED, STALE_HANDLE (ErrorCode), COMBINE_SEND
+// and COMBINE_WAIT (Phase).
 
 #include "signalling.cuh"
 #include "quantize.cuh"
+#include "row_ring.cuh"
 
 #define WIRE_BF16 (WIRE == 0)
 
-constexpr int UNIT = unit_numbers(WIRE), UNITS = HIDDEN / UNIT, PER_THREAD = (UNITS + TEAM - 1) / TEAM;
+constexpr int UNIT = unit_numbers(WIRE), UNITS = HIDDEN / UNIT, PER_THREAD = (UNITS + 32 * READERS - 1) / (32 * READERS);
 constexpr int SCALE_BYTES = WIRE == BF16 ? 0 : WIRE == MXFP8 ? HIDDEN / 32 : HIDDEN / 128 * 4;
 constexpr int SENT_BYTES = (PARTIAL_SCALES_AT + SCALE_BYTES + 15) / 16 * 16;
-constexpr int STAGES = 2;
+constexpr int STAGES = 2;  // partial results that are made or sent
 constexpr int OUTPUT_BYTES = OUTPUT_BF16 ? 2 : 4;
 constexpr int LOADS = UNIT * OUTPUT_BYTES / 16;
+// Marks of a row: what it is, whether the token is done with it, and whether that failed.
+constexpr u32 OUTPUT = 1, PARTIAL = 2, SHARED = 4, LAST = 8, FAILED = 16;
+constexpr u64 END = 0, TELL = 1;  // in place of where a row goes; both come without a row and with LAST
 
 // Number `n` of a unit of an expert's row, rounded to bf16.
 __device__ __forceinline__ float output_number(const uint4 (&raw)[LOADS], int n) {
@@ -27,92 +37,157 @@ __device__ __forceinline__ float output_number(const uint4 (&raw)[LOADS], int n)
   return bf16_value(OUTPUT_BF16 ? bits >> 16 * (n % 2) & 0xFFFF : bf16_bits(__uint_as_float(bits)));
 }
 
-extern "C" __global__ void __launch_bounds__(TEAM* TEAMS)
+// A unit that is there, for threads that have none.
+__device__ __forceinline__ int inside(int unit, int units) { return min(unit, units - 1); }
+
+extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
     combine_send(const u8* output, long long row_bytes, const int* positions, const int* starts, const u64* landing,
                  const u64* combine, const u64* signals, const int* epoch_ptr, const int* handle_epoch, int* error,
-                 int* latch, int* counter, int rank, int max_tokens, int num_slots, long long landing_half,
-                 long long combine_half) {
-  extern __shared__ __align__(128) u8 partials[];  // [TEAMS][STAGES][PARTIAL_BYTES]
-  const int team = threadIdx.x / TEAM, thread = threadIdx.x % TEAM, warp = thread / 32, lane = threadIdx.x & 31;
+                 int* latch, int* counter, int rank, int max_tokens, int num_slots, int parts, int part_tokens,
+                 long long landing_half, long long combine_half) {
+  using Rows = Ring<PLACES, HIDDEN * OUTPUT_BYTES>;
+  extern __shared__ __align__(128) u8 shared[];  // rows, then STAGES partial results
+  __shared__ Note notes[PLACES];
+  __shared__ u64 barriers[2 * PLACES], made[STAGES], taken[STAGES], to_of[STAGES];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  Rows rows(shared, notes, barriers);
+  u8* const partials = shared + Rows::BYTES;
+  Place<STAGES> stage;
   const Exchange x{signals, error, latch, rank, 0};
+  if (threadIdx.x == 0) {
+    rows.init(READERS);
+    for (int s = 0; s < STAGES; ++s)
+      barrier_init(shared_address(made + s), READERS), barrier_init(shared_address(taken + s), 1);
+  }
   // Tables that never change are read while the kernel before still runs.
   int* const words_of_lane = x.words(min(lane, WORLD - 1));
   const u64 combine_of_lane = combine[min(lane, WORLD - 1)];
   const int end_of_lane = starts[min(lane, WORLD - 1) + 1];
   const u8* landed = reinterpret_cast<const u8*>(landing[rank]);
+  __syncthreads();
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
   const int epoch = load_relaxed(handle_epoch), half = epoch & 1;
-  // A stale handle's slots hold another step's records: their routing must not be used as addresses.
-  const bool stale = ahead(load_relaxed(epoch_ptr), epoch) >= 2;
-  if (stale && blockIdx.x == 0 && threadIdx.x == 0)
-    record_failure(x, STALE_HANDLE, rank, COMBINE_SEND, epoch, 0, 0);
-  const u8* records = landed + half * landing_half;
 
-  int stage = 0;
-  for (int slot = blockIdx.x * TEAMS + team; slot < num_slots && !stale; slot += gridDim.x * TEAMS) {
-    const int* position = positions + static_cast<long long>(slot) * K;
-    u32 present = 0;
+  if (warp == READERS) {
+    // A stale handle's slots hold another step's records: their routing must not be used as addresses.
+    const bool stale = ahead(load_relaxed(epoch_ptr), epoch) >= 2;
+    if (stale && blockIdx.x == 0 && lane == 0) record_failure(x, STALE_HANDLE, rank, COMBINE_SEND, epoch, 0, 0);
+    __syncwarp();
+    // A lane looks into a slot, all at once. Tokens of all ranks in turn, first a neighbour's: all links are busy all the
+    // time, and no rank is where all others send to.
+    const int everything = stale ? 0 : num_slots;
+    int told = 0;
+    for (int first = blockIdx.x; first < everything; first += 32 * gridDim.x) {
+      const int turn = first + lane * gridDim.x;
+      const bool there = turn < num_slots;
+      // Nor is a block's a rank that is near or far all the time.
+      const int lap = gridDim.x % WORLD == 0 ? turn / gridDim.x : 0;
+      const int source = (rank + 1 + turn + lap) % WORLD, token = there ? turn / WORLD : 0;
+      const long long entry = static_cast<long long>(source) * max_tokens + token;
+      const u8* record = landed + half * landing_half + entry * RECORD_BYTES;
+      int position[K], id[K];
+      float weight[K];
 #pragma unroll
-    for (int k = 0; k < K; ++k) present |= position[k] >= 0 ? 1u << k : 0u;
-    if (present == 0) continue;
-    const u8* record = records + static_cast<long long>(slot) * RECORD_BYTES;
-    const float* weights = reinterpret_cast<const float*>(record + WEIGHTS_AT);
-    const int id = warp == 0 && lane < K ? reinterpret_cast<const u16*>(record + IDS_AT)[lane] : 0xFFFF;
-    float total[PER_THREAD][UNIT] = {};
-    for (; present; present &= present - 1) {
-      const int k = __ffs(present) - 1;
-      const float weight = weights[k];
-      const uint4* row = reinterpret_cast<const uint4*>(output + position[k] * row_bytes);
-      uint4 raw[PER_THREAD][LOADS];
+      for (int k = 0; k < K; ++k) {
+        position[k] = positions[entry * K + k];
+        id[k] = reinterpret_cast<const u16*>(record + IDS_AT)[k];
+        weight[k] = reinterpret_cast<const float*>(record + WEIGHTS_AT)[k];
+      }
+      u32 present = 0, ranks = 0;
 #pragma unroll
-      for (int i = 0; i < PER_THREAD; ++i)
+      for (int k = 0; k < K; ++k) {
+        const int owner = owner_of(id[k], end_of_lane);
+        if (id[k] != 0xFFFF) ranks |= 1u << owner;
+        if (there && position[k] >= 0) present |= 1u << k;
+      }
+      const int part = __popc(ranks & ((1u << rank) - 1));
+      const u64 to = __shfl_sync(ALL, combine_of_lane, source) + half * combine_half +
+                     (static_cast<long long>(token) * PARTS + part) * PARTIAL_BYTES;
+      for (u32 left = __ballot_sync(ALL, present != 0); left; left &= left - 1) {
+        const int from = __ffs(left) - 1;
+        const u32 chosen = __shfl_sync(ALL, present, from);
+        const u64 home = __shfl_sync(ALL, to, from);
+        const int before = min(__shfl_sync(ALL, token, from) / part_tokens, parts);
+        for (; told < before; ++told) rows.push(nullptr, 0, {TELL, 0.0f, LAST});
 #pragma unroll
-        for (int j = 0; j < LOADS; ++j) {
-          const int unit = i * TEAM + thread;
-          raw[i][j] = unit < UNITS ? row[unit * LOADS + j] : make_uint4(0, 0, 0, 0);
+        for (int k = 0; k < K; ++k) {
+          const int at = __shfl_sync(ALL, position[k], from);
+          const Note note{home, __shfl_sync(ALL, weight[k], from), OUTPUT | (chosen >> k == 1 ? LAST : 0)};
+          if (chosen >> k & 1) rows.push(output + at * row_bytes, HIDDEN * OUTPUT_BYTES, note);
         }
-#pragma unroll
-      for (int i = 0; i < PER_THREAD; ++i)
-#pragma unroll
-        for (int n = 0; n < UNIT; ++n)
-          total[i][n] = __fadd_rn(total[i][n], __fmul_rn(weight, output_number(raw[i], n)));
-    }
-    u8* partial = partials + (team * STAGES + stage) * PARTIAL_BYTES;
-    if (thread == 0) bulk_await_read<STAGES - 1>();
-    team_barrier(team, TEAM);
-#pragma unroll
-    for (int i = 0; i < PER_THREAD; ++i) {
-      const int unit = i * TEAM + thread;
-      quantize_unit<WIRE>(total[i], 1.0f, partial, partial + PARTIAL_SCALES_AT, unit, unit < UNITS);
-    }
-    bulk_fence();
-    team_barrier(team, TEAM);
-    if (warp == 0) {
-      const int owner = owner_of(id, end_of_lane);
-      const u32 ranks = __reduce_or_sync(ALL, id != 0xFFFF ? 1u << owner : 0u);
-      const int part = __popc(ranks & ((1u << rank) - 1)), source = slot / max_tokens, token = slot % max_tokens;
-      const u64 region = __shfl_sync(ALL, combine_of_lane, source) + half * combine_half;
-      if (lane == 0) {
-        bulk_store(region + (static_cast<long long>(token) * PARTS + part) * PARTIAL_BYTES, partial, SENT_BYTES);
-        bulk_commit();
       }
     }
-    stage ^= 1;
-  }
-
-  if (thread == 0) {
-    bulk_await();
-    fence_system();
-  }
-  if (TEAMS > 1) __syncthreads();
-  if (threadIdx.x < 32) {
-    __syncwarp();
-    bool last = false;
-    if (lane == 0) last = last_to_arrive(counter);
-    last = __any_sync(ALL, last);
-    __syncwarp();
-    if (last && lane < WORLD) store_release(words_of_lane + COMBINE_FLAG + half * WORLD + rank, epoch);
+    for (; told < parts; ++told) rows.push(nullptr, 0, {TELL, 0.0f, LAST});
+    rows.push(nullptr, 0, {END, 0.0f, LAST});
+  } else if (warp < READERS) {
+    float total[PER_THREAD][UNIT] = {};
+    for (;;) {
+      const Note note = rows.front();
+      if (note.marks & OUTPUT) {
+        const uint4* row = reinterpret_cast<const uint4*>(rows.row());
+        uint4 raw[PER_THREAD][LOADS];
+#pragma unroll
+        for (int i = 0; i < PER_THREAD; ++i)
+#pragma unroll
+          for (int j = 0; j < LOADS; ++j) raw[i][j] = row[inside(i * 32 * READERS + threadIdx.x, UNITS) * LOADS + j];
+#pragma unroll
+        for (int i = 0; i < PER_THREAD; ++i)
+#pragma unroll
+          for (int n = 0; n < UNIT; ++n)
+            total[i][n] = __fadd_rn(total[i][n], __fmul_rn(note.weight, output_number(raw[i], n)));
+      }
+      rows.pop();
+      if (!(note.marks & LAST)) continue;
+      barrier_wait(shared_address(taken + stage.index), stage.parity ^ 1);
+      if (threadIdx.x == 0) to_of[stage.index] = note.to;
+      if (note.marks & OUTPUT) {
+        u8* partial = partials + stage.index * PARTIAL_BYTES;
+#pragma unroll
+        for (int i = 0; i < PER_THREAD; ++i) {
+          const int unit = i * 32 * READERS + threadIdx.x;
+          quantize_unit<WIRE>(total[i], 1.0f, partial, partial + PARTIAL_SCALES_AT, unit, unit < UNITS);
+#pragma unroll
+          for (int n = 0; n < UNIT; ++n) total[i][n] = 0.0f;
+        }
+        bulk_fence();
+      }
+      __syncwarp();
+      if (lane == 0) barrier_arrive(shared_address(made + stage.index));
+      stage.advance();
+      if (note.to == END) break;
+    }
+  } else {
+    // Tells all ranks by `word` of their signals once all blocks are so far. What `lane 0` has copied has landed.
+    auto tell = [&](int word, int* so_far) {
+      bool last = false;
+      if (lane == 0) {
+        bulk_await();
+        fence_system();
+        last = last_to_arrive(so_far);
+      }
+      last = __any_sync(ALL, last);
+      __syncwarp();
+      if (last && lane < WORLD) store_release(words_of_lane + word + rank, epoch);
+      __syncwarp();
+    };
+    int told = 0;
+    bool first = true;
+    for (;; first = false, stage.advance()) {
+      barrier_wait(shared_address(made + stage.index), stage.parity);
+      const u64 to = to_of[stage.index];
+      if (to == END) break;
+      if (to == TELL) {
+        tell(PROGRESS + (half * PROGRESS_PARTS + told) * WORLD, counter + 1 + told);
+        ++told;
+      } else if (lane == 0) {
+        bulk_store(to, partials + stage.index * PARTIAL_BYTES, SENT_BYTES);
+        bulk_commit();
+        bulk_await_read<1>();
+      }
+      if (lane == 0 && !first) barrier_arrive(shared_address(taken + (stage.index ^ 1)));
+    }
+    tell(COMBINE_FLAG + half * WORLD, counter);
   }
 }
 
@@ -125,10 +200,10 @@ struct Partial {
   u32 scale;
 #endif
   __device__ __forceinline__ void load(const u8* partial, int unit) {
-    raw = __ldcg(reinterpret_cast<const decltype(raw)*>(partial) + unit);
+    raw = reinterpret_cast<const decltype(raw)*>(partial)[unit];
 #if !WIRE_BF16
     const u8* scales = partial + PARTIAL_SCALES_AT;
-    scale = WIRE == FP8_BLOCK ? __ldcg(reinterpret_cast<const u32*>(scales) + unit / 16) : __ldcg(scales + unit / 4);
+    scale = WIRE == FP8_BLOCK ? reinterpret_cast<const u32*>(scales)[unit / 16] : scales[unit / 4];
 #endif
   }
 
@@ -148,52 +223,100 @@ struct Partial {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(WAITING)
+extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
     combine_wait(u16* y_TH, const u16* shared_TH, long long shared_stride, const int* num_parts, int num_tokens,
                  const u64* combine, const u64* signals, const int* epoch_ptr, const int* handle_epoch, int* error,
-                 int* latch, int rank, long long combine_half, long long timeout_ns) {
+                 int* latch, int rank, int told, int part_tokens, long long combine_half, long long timeout_ns) {
+  using Rows = Ring<PARTIALS, (HAS_SHARED && HIDDEN * 2 > PARTIAL_BYTES) ? HIDDEN * 2 : PARTIAL_BYTES>;
+  extern __shared__ __align__(128) u8 shared[];
+  __shared__ Note notes[PARTIALS];
+  __shared__ u64 barriers[2 * PARTIALS];
+  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31;
+  Rows rows(shared, notes, barriers);
   const Exchange x{signals, error, latch, rank, timeout_ns};
-  const int lane = threadIdx.x & 31;
+  if (threadIdx.x == 0) rows.init(WAITING);
   const int* own = x.words(rank);
   const u8* landed = reinterpret_cast<const u8*>(combine[rank]);
+  __syncthreads();
   // What comes from this rank itself comes by its flag, as from any other: `combine_send` need not have ended. What a
   // shared expert gives may be of any kernel before.
   if (HAS_SHARED) asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
-  const int epoch = load_relaxed(handle_epoch), half = epoch & 1;
-  bool failed = false;
-  if (threadIdx.x < 32) {
+
+  if (warp == WAITING) {
+    const int epoch = load_relaxed(handle_epoch), half = epoch & 1;
     if (lane == 0 && is_stale(epoch_ptr, epoch))
       record_failure(x, STALE_HANDLE, rank, COMBINE_WAIT, epoch, 0, 0);
     __syncwarp();
-    const int* flag = own + COMBINE_FLAG + half * WORLD + min(lane, WORLD - 1);
-    failed = await(x, own, lane < WORLD, flag, epoch, flag, epoch, COMBINE_WAIT, epoch);
-  }
-  failed = __syncthreads_or(failed) != 0;
-  const u8* partials = landed + half * combine_half;
-  for (int token = blockIdx.x; token < num_tokens; token += gridDim.x) {
-    const int parts = failed ? 0 : num_parts[token];
-    const u8* first = partials + static_cast<long long>(token) * PARTS * PARTIAL_BYTES;
-    for (int unit = threadIdx.x; unit < HIDDEN / 8; unit += WAITING) {
-      Partial partial[PARTS];
-#pragma unroll
-      for (int part = 0; part < PARTS; ++part)
-        if (part < parts) partial[part].load(first + part * PARTIAL_BYTES, unit);
-      float total[8] = {};
-      if constexpr (HAS_SHARED) {
-        const uint4 raw = *(reinterpret_cast<const uint4*>(shared_TH + token * shared_stride) + unit);
-        const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
-#pragma unroll
-        for (int n = 0; n < 8; ++n) total[n] = bf16_value(words[n / 2] >> 16 * (n % 2) & 0xFFFF);
+    const int peer = min(lane, WORLD - 1);
+    const int* flag = own + COMBINE_FLAG + half * WORLD + peer;
+    const int* progress = own + PROGRESS + half * PROGRESS_PARTS * WORLD + peer;
+    bool failed = false;
+    int come = 0;  // parts of the tokens
+    auto await_part = [&](int part) {
+      // Words that nobody has written are those of epoch 0.
+      const bool early = part < told && epoch != 0;
+      const int* a = early ? progress + part * WORLD : flag;
+      failed = await(x, own, lane < WORLD, a, epoch, flag, epoch, COMBINE_WAIT, epoch, early);
+      // What the flags stand for is there for the copy engine, too.
+      asm volatile("fence.proxy.async.global;" ::: "memory");
+      come = part + 1;
+    };
+    await_part(0);
+    const u8* partials = landed + half * combine_half;
+    for (int first = blockIdx.x; first < num_tokens; first += 32 * gridDim.x) {
+      const int mine = first + lane * gridDim.x;
+      const int parts_of_lane = mine < num_tokens ? num_parts[mine] : 0;
+      for (int i = 0; i < 32 && first + i * gridDim.x < num_tokens; ++i) {
+        const int token = first + i * gridDim.x, part = min(token / part_tokens, told);
+        if (part >= come && !failed) await_part(part);
+        const int parts = failed ? 0 : __shfl_sync(ALL, parts_of_lane, i);
+        const u64 number = token;
+        const u8* from = partials + static_cast<long long>(token) * PARTS * PARTIAL_BYTES;
+        if (HAS_SHARED && !failed)
+          rows.push(shared_TH + token * shared_stride, HIDDEN * 2, {number, 0.0f, SHARED | (parts == 0 ? LAST : 0)});
+        for (int i = 0; i < parts; ++i)
+          rows.push(from + i * PARTIAL_BYTES, SENT_BYTES, {number, 0.0f, PARTIAL | (i + 1 == parts ? LAST : 0)});
+        if (failed || (!HAS_SHARED && parts == 0))
+          rows.push(nullptr, 0, {number, 0.0f, LAST | (failed ? FAILED : 0)});
       }
+    }
+    // A rank with few tokens, too, ends when all have come, or learns that they do not.
+    if (come <= told && !failed) await_part(told);
+    rows.push(nullptr, 0, {END, 0.0f, 0});
+  } else {
+    constexpr int EIGHTS = HIDDEN / 8, PER_READER = (EIGHTS + 32 * WAITING - 1) / (32 * WAITING);
+    float total[PER_READER][8] = {};
+    for (;;) {
+      const Note note = rows.front();
+      const u8* row = rows.row();
+      if (note.marks & PARTIAL) {
+        Partial partial[PER_READER];
 #pragma unroll
-      for (int part = 0; part < PARTS; ++part)
-        if (part < parts) partial[part].add_to(total);
-      uint4 words;
-      words.x = bf16_bits(total[0]) | bf16_bits(total[1]) << 16, words.y = bf16_bits(total[2]) | bf16_bits(total[3]) << 16;
-      words.z = bf16_bits(total[4]) | bf16_bits(total[5]) << 16, words.w = bf16_bits(total[6]) | bf16_bits(total[7]) << 16;
-      if (failed) words = make_uint4(0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u);
-      reinterpret_cast<uint4*>(y_TH)[static_cast<long long>(token) * (HIDDEN / 8) + unit] = words;
+        for (int i = 0; i < PER_READER; ++i) partial[i].load(row, inside(i * 32 * WAITING + threadIdx.x, EIGHTS));
+#pragma unroll
+        for (int i = 0; i < PER_READER; ++i) partial[i].add_to(total[i]);
+      } else if (HAS_SHARED && note.marks & SHARED) {
+#pragma unroll
+        for (int i = 0; i < PER_READER; ++i) {
+          const uint4 raw = reinterpret_cast<const uint4*>(row)[inside(i * 32 * WAITING + threadIdx.x, EIGHTS)];
+          const u32 words[4] = {raw.x, raw.y, raw.z, raw.w};
+#pragma unroll
+          for (int n = 0; n < 8; ++n) total[i][n] = bf16_value(words[n / 2] >> 16 * (n % 2) & 0xFFFF);
+        }
+      }
+      rows.pop();
+      if (note.marks == 0) break;
+      if (!(note.marks & LAST)) continue;
+#pragma unroll
+      for (int i = 0; i < PER_READER; ++i) {
+        const int unit = i * 32 * WAITING + threadIdx.x;
+        uint4 words = bf16_words(total[i]);
+        if (note.marks & FAILED) words = make_uint4(0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u, 0x7FC07FC0u);
+        if (unit < EIGHTS) reinterpret_cast<uint4*>(y_TH)[static_cast<long long>(note.to) * EIGHTS + unit] = words;
+#pragma unroll
+        for (int n = 0; n < 8; ++n) total[i][n] = 0.0f;
+      }
     }
   }
   // A kernel that waits for this one waits for what came before, too.

@@ -56,7 +56,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe_runtime.comm.signals import ABORT_WORDS, SignalLayout
+from moe_runtime.comm.signals import ABORT_WORDS, PROGRESS_PARTS, SignalLayout
 from moe_runtime.errors import ErrorCode, Phase
 from moe_runtime.formats import COMBINE_FORMATS, FORMATS, align, ceil_div
 from moe_runtime.geometry import ExchangeGeometry, sample_geometry
@@ -70,6 +70,15 @@ WARP = 32
 MAX_THREADS = 1024
 MAX_SHARED_BYTES = 227 * 1024
 STAGES = 2
+MAX_READERS = 14
+"""Warps that read rows of a ring: with more, each does little beside waiting for its rows."""
+MAX_PLACES = 24
+SHARED_BYTES_OF_TWO = 113 * 1024
+"""Shared memory of a block of which an SM takes two."""
+TOKENS_IN_PARTS = 1024
+"""Tokens of a rank from which on they are combined part by part."""
+RING_BARRIERS_BYTES = 2048
+"""Shared memory for what goes with a ring: barriers and notes."""
 BLOCKS_PER_SM = 8
 """Blocks of a sending kernel: more than fit, so that one SM's do not wait for another's."""
 MAX_SENDING_THREADS = 896
@@ -93,7 +102,8 @@ def fits(geometry: ExchangeGeometry) -> bool:
         and geometry.top_k <= WARP
         and geometry.hidden % 16 == 0
         and _team(geometry.hidden) <= MAX_THREADS
-        and STAGES * max(geometry.record.record_bytes, geometry.partial_bytes) <= MAX_SHARED_BYTES
+        and STAGES * geometry.record.record_bytes <= MAX_SHARED_BYTES
+        and _places(geometry.hidden * 4, STAGES * geometry.partial_bytes) > 0
         and _places_bytes(geometry, CHUNK) <= MAX_SHARED_BYTES
     )
 
@@ -103,11 +113,40 @@ def _team(hidden: int) -> int:
     return align(ceil_div(hidden, 32), WARP)
 
 
-def _teams(geometry: ExchangeGeometry, bytes_of_stage: int) -> int:
-    """Teams of a block of a sending kernel: one, or as many as an SM takes where it is given one block."""
+def _readers(units: int) -> int:
+    """Warps that read a row of so many units together, each thread as many as the others."""
+    return ceil_div(ceil_div(units, ceil_div(units, MAX_READERS * WARP)), WARP)
+
+
+def _pitch(row_bytes: int) -> int:
+    """Bytes of a place of a ring."""
+    return align(row_bytes, 128)
+
+
+def _places(row_bytes: int, other_bytes: int, half: bool = False) -> int:
+    """Rows of a ring in the shared memory of an SM, or half of it if two fit there, beside something else."""
+    places = (SHARED_BYTES_OF_TWO - RING_BARRIERS_BYTES - other_bytes) // _pitch(row_bytes)
+    if not half or places < 2:
+        places = (MAX_SHARED_BYTES - RING_BARRIERS_BYTES - other_bytes) // _pitch(row_bytes)
+    return min(MAX_PLACES, places)
+
+
+def parts_of_tokens(geometry: ExchangeGeometry) -> tuple[int, int]:
+    """Of how many parts of the tokens peers are told before the rest has landed, and tokens of a part."""
+    parts = PROGRESS_PARTS if _may_overlap(geometry) and geometry.max_tokens >= TOKENS_IN_PARTS else 0
+    return parts, ceil_div(geometry.max_tokens, parts + 1)
+
+
+def _waited_bytes(geometry: ExchangeGeometry, has_shared: bool) -> int:
+    """Of a row of the ring of `combine_wait`."""
+    return max(geometry.partial_bytes, 2 * geometry.hidden if has_shared else 0)
+
+
+def _teams(geometry: ExchangeGeometry) -> int:
+    """Teams of a block of `dispatch_send`: one, or as many as an SM takes where it is given one block."""
     if geometry.num_sms is None:
         return 1
-    by_memory = MAX_SHARED_BYTES // (STAGES * bytes_of_stage)
+    by_memory = MAX_SHARED_BYTES // (STAGES * geometry.record.record_bytes)
     return max(1, min(MAX_SENDING_THREADS // _team(geometry.hidden), by_memory, MAX_TEAMS))
 
 
@@ -178,7 +217,7 @@ def dispatch_defines(geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: bo
         "HIDDEN": geometry.hidden,
         "IDS": "long long" if ids_64 else "int",
         "TEAM": _team(geometry.hidden),
-        "TEAMS": _teams(geometry, geometry.record.record_bytes),
+        "TEAMS": _teams(geometry),
         "STATIC_GSF": int(static_gsf),
         "AWAIT_READY": int(await_ready),
         "READY": signals.ready,
@@ -218,6 +257,8 @@ def arrive_defines(geometry: ExchangeGeometry) -> Defines:
 @cache
 def combine_defines(geometry: ExchangeGeometry, *, output_bf16: bool, has_shared: bool) -> Defines:
     """Macros of `combine.cu`."""
+    signals = SignalLayout(geometry.world_size)
+    half = _may_overlap(geometry)
     return {
         **_signal_defines(geometry),
         **_record_defines(geometry),
@@ -226,12 +267,15 @@ def combine_defines(geometry: ExchangeGeometry, *, output_bf16: bool, has_shared
         "PARTS": geometry.parts,
         "PARTIAL_BYTES": geometry.partial_bytes,
         "PARTIAL_SCALES_AT": geometry.partial_scales_offset,
-        "TEAM": _team(geometry.hidden),
-        "TEAMS": _teams(geometry, geometry.partial_bytes),
-        "WAITING": min(MAX_THREADS, align(ceil_div(geometry.hidden, 8), WARP)),
+        "READERS": _readers(geometry.hidden // (8 if geometry.combine_format.name == "bf16" else 16)),
+        "PLACES": _places(geometry.hidden * (2 if output_bf16 else 4), STAGES * geometry.partial_bytes, half),
+        "WAITING": _readers(geometry.hidden // 8),
+        "PARTIALS": _places(_waited_bytes(geometry, has_shared), 0, half),
         "OUTPUT_BF16": int(output_bf16),
         "HAS_SHARED": int(has_shared),
-        "COMBINE_FLAG": SignalLayout(geometry.world_size).combine_flag,
+        "COMBINE_FLAG": signals.combine_flag,
+        "PROGRESS": signals.progress,
+        "PROGRESS_PARTS": PROGRESS_PARTS,
         "STALE_HANDLE": int(ErrorCode.STALE_HANDLE),
         "COMBINE_SEND": int(Phase.COMBINE_SEND),
         "COMBINE_WAIT": int(Phase.COMBINE_WAIT),
@@ -408,14 +452,14 @@ def combine_send(
     """As `combine.combine_send`."""
     output_RH = _aligned(output_RH)
     defines = combine_defines(geometry, output_bf16=output_RH.dtype == torch.bfloat16, has_shared=False)
-    teams = int(defines["TEAMS"])
+    row_bytes = geometry.hidden * output_RH.element_size()
     launch(
         "combine.cu",
         "combine_send",
         defines,
-        grid=(_sending_blocks(context, geometry, geometry.num_slots, teams), 1, 1),
-        block=int(defines["TEAM"]) * teams,
-        shared_bytes=teams * STAGES * geometry.partial_bytes,
+        grid=(min(geometry.programs(geometry.num_slots), most_sms(context.device)), 1, 1),
+        block=(int(defines["READERS"]) + 2) * WARP,
+        shared_bytes=int(defines["PLACES"]) * _pitch(row_bytes) + STAGES * geometry.partial_bytes,
         arguments=[
             output_RH,
             int64(output_RH.stride(0) * output_RH.element_size()),
@@ -432,6 +476,7 @@ def combine_send(
             geometry.rank,
             geometry.max_tokens,
             geometry.num_slots,
+            *parts_of_tokens(geometry),
             int64(geometry.landing_half(context.half_bytes["landing"])),
             int64(context.half_bytes["combine"]),
         ],
@@ -459,7 +504,8 @@ def combine_wait(
         defines,
         # A rank without tokens waits too, so that it learns of a peer's failure in the same step.
         grid=(min(geometry.programs(num_tokens), most_sms(context.device)), 1, 1),
-        block=int(defines["WAITING"]),
+        block=(int(defines["WAITING"]) + 1) * WARP,
+        shared_bytes=int(defines["PARTIALS"]) * _pitch(_waited_bytes(geometry, shared_TH is not None)),
         arguments=[
             y_TH,
             shared_TH,
@@ -473,6 +519,7 @@ def combine_wait(
             context.error,
             context.latch,
             geometry.rank,
+            *parts_of_tokens(geometry),
             int64(context.half_bytes["combine"]),
             int64(timeout_ns),
         ],

@@ -21,7 +21,6 @@ import torch
 
 FOLDER = Path(__file__).parent
 CACHE_VARIABLE = "MOE_RUNTIME_CACHE_DIR"
-MAX_STATIC_SHARED_BYTES = 48 * 1024
 
 Defines = tuple[tuple[str, int | str], ...]
 Argument = torch.Tensor | int | None | ctypes._SimpleCData
@@ -135,7 +134,8 @@ def _loaded(file: str, name: str, defines: Defines, device: int, shared_bytes: i
     binary = _compiled(file, defines, f"sm_{major}{minor}a")
     module = _checked(driver.cuModuleLoadData(binary))
     function = _checked(driver.cuModuleGetFunction(module, name.encode()))
-    if shared_bytes > MAX_STATIC_SHARED_BYTES:
+    if shared_bytes > 0:
+        # More than 48 KiB have to be asked for, those that the kernel declares among them.
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(function, limit, shared_bytes))
     return function

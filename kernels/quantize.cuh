@@ -16,6 +16,20 @@ __device__ __forceinline__ u32 bf16_bits(float x) {
   return (nan ? bits | 0x400000u : bits + 0x7FFF + ((bits >> 16) & 1)) >> 16;
 }
 
+// Whether one of them is a NaN: one instruction.
+__device__ __forceinline__ bool unordered(float a, float b) { return !(a < b || a >= b); }
+
+// `bf16_bits` of 8 numbers in order, by the converter unless there is a NaN.
+__device__ __forceinline__ uint4 bf16_words(const float (&x)[8]) {
+  const bool nan = unordered(x[0], x[1]) || unordered(x[2], x[3]) || unordered(x[4], x[5]) || unordered(x[6], x[7]);
+  uint4 words = {pack_bf16(x[0], x[1]), pack_bf16(x[2], x[3]), pack_bf16(x[4], x[5]), pack_bf16(x[6], x[7])};
+  if (nan) {
+    words.x = bf16_bits(x[0]) | bf16_bits(x[1]) << 16, words.y = bf16_bits(x[2]) | bf16_bits(x[3]) << 16;
+    words.z = bf16_bits(x[4]) | bf16_bits(x[5]) << 16, words.w = bf16_bits(x[6]) | bf16_bits(x[7]) << 16;
+  }
+  return words;
+}
+
 __device__ __forceinline__ float bf16_value(u32 bits) { return __uint_as_float(bits << 16); }
 
 // e4m3 bits of two numbers, saturating; NaN gives 0x7F.
@@ -96,6 +110,14 @@ __device__ __forceinline__ void quantize_nvfp4(const u32* pairs, u32 amax, float
   }
 }
 
+// x / s rounded to nearest, `inverse` being 1 / s rounded; exact while neither the quotient nor the remainder is denormal,
+// below which a code of e4m3 is 0 anyway.
+__device__ __forceinline__ float divide(float x, float s, float inverse) {
+  float q = __fmul_rn(x, inverse);
+  q = __fmaf_rn(__fmaf_rn(-q, s, x), inverse, q);
+  return __fmaf_rn(__fmaf_rn(-q, s, x), inverse, q);
+}
+
 // Quantizes unit `unit` of a row of any other format into its quants and scales; nothing is stored where not `inside`.
 template <int FORMAT>
 __device__ __forceinline__ void quantize_unit(const float (&x)[unit_numbers(FORMAT)], float gsf, u8* quants, u8* scales,
@@ -103,10 +125,7 @@ __device__ __forceinline__ void quantize_unit(const float (&x)[unit_numbers(FORM
   static_assert(FORMAT != NVFP4);
   constexpr int NUMBERS = unit_numbers(FORMAT);
   if constexpr (FORMAT == BF16) {
-    uint4 words;
-    words.x = bf16_bits(x[0]) | bf16_bits(x[1]) << 16, words.y = bf16_bits(x[2]) | bf16_bits(x[3]) << 16;
-    words.z = bf16_bits(x[4]) | bf16_bits(x[5]) << 16, words.w = bf16_bits(x[6]) | bf16_bits(x[7]) << 16;
-    if (inside) reinterpret_cast<uint4*>(quants)[unit] = words;
+    if (inside) reinterpret_cast<uint4*>(quants)[unit] = bf16_words(x);
     return;
   }
   u32 amax = 0;
@@ -118,7 +137,7 @@ __device__ __forceinline__ void quantize_unit(const float (&x)[unit_numbers(FORM
   if (poisoned) amax = 0;
   const float ideal = __fdiv_rn(__uint_as_float(max(amax, 0x38D1B717u)), 448.0f);  // at least 1e-4
   const u32 byte = (__float_as_uint(ideal) + 0x7FFFFF) >> 23;
-  const float inverse = __uint_as_float((254 - byte) << 23);
+  const float inverse = FORMAT == MXFP8 ? __uint_as_float((254 - byte) << 23) : __frcp_rn(ideal);
   u32 words[4];
 #pragma unroll
   for (int i = 0; i < 16; i += 4) {
@@ -126,7 +145,7 @@ __device__ __forceinline__ void quantize_unit(const float (&x)[unit_numbers(FORM
 #pragma unroll
     for (int j = 0; j < 4; ++j) {
       const float clean = poisoned ? 0.0f : x[i + j];
-      v[j] = FORMAT == MXFP8 ? __fmul_rn(clean, inverse) : __fdiv_rn(clean, ideal);
+      v[j] = FORMAT == MXFP8 ? __fmul_rn(clean, inverse) : divide(clean, ideal, inverse);
     }
     words[i / 4] = e4m3_codes(v[0], v[1]) | e4m3_codes(v[2], v[3]) << 16;
   }

@@ -97,12 +97,15 @@ struct Glance {
 };
 
 // Waits, in each lane with `wants`, until flag `a` has reached `of_a` or flag `b` has reached `of_b`, and answers whether
-// this rank has failed. A peer that is late is recorded, the lowest first; an abort is adopted; after a failure there is
-// no waiting. For a whole warp.
+// this rank has failed. `exact` is for a flag `a` that not all raise: of an epoch long ago it may seem to be ahead. A peer
+// that is late is recorded, the lowest first; an abort is adopted; after a failure there is no waiting. For a whole warp.
 __device__ __forceinline__ bool await(const Exchange& x, const int* own, bool wants, const int* a, int of_a, const int* b,
-                                      int of_b, int phase, int epoch) {
+                                      int of_b, int phase, int epoch, bool exact = false) {
   const int lane = threadIdx.x & 31;
-  auto behind = [&] { return ahead(load_acquire(a), of_a) < 0 && (a == b || ahead(load_acquire(b), of_b) < 0); };
+  auto behind = [&] {
+    const int seen = load_acquire(a);
+    return (exact ? seen != of_a : ahead(seen, of_a) < 0) && (a == b || ahead(load_acquire(b), of_b) < 0);
+  };
   bool waiting = wants && behind();
   // A peer that fails tells of it and then raises its flag with nothing behind it: failures are looked for after the
   // flags.

@@ -1,4 +1,4 @@
-// The NVFP4 quantizer of kernels/quantize.cuh on a CPU: test_quantize_on_host.py puts the kernel's own text where the line
+// The NVFP4 quantizer of kernels/quantize.cuh and what others share with it on a CPU: test_quantize_on_host.py puts the kernel's own text where the line
 // below says so. What follows here stands for instructions of the GPU.
 
 #include <algorithm>
@@ -12,6 +12,9 @@ typedef unsigned int u32;
 
 struct uint2 {
   u32 x, y;
+};
+struct uint4 {
+  u32 x, y, z, w;
 };
 inline uint2 make_uint2(u32 x, u32 y) { return {x, y}; }
 inline u32 __float_as_uint(float x) {
@@ -36,6 +39,15 @@ inline u32 __byte_perm(u32 a, u32 b, u32 selector) {
   u32 picked = 0;
   for (int i = 0; i < 4; ++i) picked |= static_cast<u32>(bytes >> 8 * (selector >> 4 * i & 7) & 0xFF) << 8 * i;
   return picked;
+}
+
+// To nearest even; every NaN is the one.
+inline u32 pack_bf16(float low, float high) {
+  auto rounded = [](float x) {
+    const u32 bits = __float_as_uint(x);
+    return std::isnan(x) ? 0x7FFFu : (bits + 0x7FFF + (bits >> 16 & 1)) >> 16;
+  };
+  return rounded(low) | rounded(high) << 16;
 }
 
 inline float e4m3_value(u32 code) {
@@ -64,6 +76,15 @@ extern "C" {
 // Codes of the magnitudes with bits from `first` on, every `step`-th.
 void codes_of(u32 first, u32 step, int count, u8* codes) {
   for (int i = 0; i < count; ++i) codes[i] = static_cast<u8>(e2m1_sum(__uint_as_float(first + i * step)) - 0x4B000000u);
+}
+
+void quotients(const float* x, const float* s, int count, float* out) {
+  for (int i = 0; i < count; ++i) out[i] = divide(x[i], s[i], 1.0f / s[i]);
+}
+
+// Of 8 numbers each.
+void words_of(const float* x, int count, uint4* words) {
+  for (int i = 0; i < count; ++i) words[i] = bf16_words(*reinterpret_cast<const float(*)[8]>(x + 8 * i));
 }
 
 // As `dispatch_send` does it with a row of `units` times 16 numbers; `gsf` is the encode scale, or null for the row's own.

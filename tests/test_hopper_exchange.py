@@ -80,6 +80,25 @@ def test_bits_of_triton(fmt: str, wire: str, max_tokens: int, mode: str, device:
     assert_same_steps(both, seed)
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("max_tokens", [3, 130])
+def test_bits_where_tokens_come_home_in_parts(
+    max_tokens: int, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hopper_exchange, "TOKENS_IN_PARTS", 1)
+    settings = {"hidden_size": 1024, "num_experts": EXPERTS, "top_k": TOP_K, "max_tokens_per_rank": max_tokens}
+    both = [Ranks(WORLD, device, engine, token_format="nvfp4", **settings) for engine in ("triton", "auto")]
+    assert_same_steps(both, seed)
+
+
+def test_parts_of_the_tokens() -> None:
+    geometry = sample_geometry("nvfp4")
+    assert hopper_exchange.parts_of_tokens(replace(geometry, max_tokens=4096)) == (3, 1024)
+    assert hopper_exchange.parts_of_tokens(replace(geometry, max_tokens=1025)) == (3, 257)
+    assert hopper_exchange.parts_of_tokens(replace(geometry, max_tokens=1023)) == (0, 1023)
+    assert hopper_exchange.parts_of_tokens(replace(geometry, max_tokens=4096, num_sms=16)) == (0, 4096)
+
+
 def assert_same_steps(
     both: list[Ranks], seed: int, routings: tuple[str, ...] = ("random", "one", "random", "none")
 ) -> None:

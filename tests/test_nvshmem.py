@@ -93,10 +93,10 @@ def test_it_is_not_chosen_where_ranks_share_a_gpu(ranks: Any) -> None:
 
 
 @gpu
-def test_ranks_equal_virtual_ranks_bit_for_bit(ranks: Any, seed: int) -> None:
+def test_ranks_equal_virtual_ranks_bit_for_bit(ranks: Any, device: torch.device, seed: int) -> None:
     results = ranks.run(cases.run_layers, cases.LAYERS, seed, timeout=170)
     for number, c in enumerate(cases.LAYERS):
-        expected = cases.virtual_results(WORLD, c, seed, torch.device("cuda", 0))
+        expected = cases.virtual_results(WORLD, c, seed, device)
         for rank in range(WORLD):
             for step in range(cases.STEPS):
                 what = f"layer {number}, step {step}, rank {rank} of {WORLD}"
@@ -207,7 +207,7 @@ def test_a_rank_that_dies_is_named_by_the_others_in_time(ranks: Any, seed: int) 
 
 @gpu
 @several
-def test_a_group_may_be_a_part_of_the_world_but_then_not_another(ranks: Any, seed: int) -> None:
+def test_a_group_may_be_a_part_of_the_world_but_then_not_another(ranks: Any, device: torch.device, seed: int) -> None:
     outcomes = run_once(cases.in_parts, WORLD, seed, gpus=True, timeout=120)
     size = max(1, WORLD // 2)
     for rank, outcome in enumerate(outcomes):
@@ -217,14 +217,12 @@ def test_a_group_may_be_a_part_of_the_world_but_then_not_another(ranks: Any, see
         assert transport == "collective" and reason in message
         start = rank // size * size
         inputs = [
-            rank_input(seed, r, 5, cases.HIDDEN, cases.EXPERTS, cases.TOP_K).to(torch.device("cuda", 0))
+            rank_input(seed, r, 5, cases.HIDDEN, cases.EXPERTS, cases.TOP_K).to(device)
             for r in range(start, min(start + size, WORLD))
         ]
         number = seed + rank // size
         config = cases.config("nvfp4")
-        with VirtualRanks(
-            config, len(inputs), lambda layer, n=number: layer.load_random(n), device="cuda:0"
-        ) as virtual:
+        with VirtualRanks(config, len(inputs), lambda layer, n=number: layer.load_random(n), device=device) as virtual:
             expected = virtual([i.x for i in inputs], [(i.topk_idx, i.topk_weights) for i in inputs])
         assert_same_bits(y, expected[rank - start], f"rank {rank}")
 

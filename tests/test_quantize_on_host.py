@@ -1,4 +1,7 @@
-"""The NVFP4 quantizer of Hopper's kernels, compiled for the CPU: codes of ml_dtypes, bits of `quantize_rows`."""
+"""The NVFP4 quantizer of Hopper's kernels, compiled for the CPU: codes of ml_dtypes, bits of `quantize_rows`.
+
+And what the quantizers of other formats are made of: a division and a conversion of fewer instructions.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_runtime.formats import NVFP4
+from moe_runtime.formats import BF16, NVFP4
 from moe_runtime.kernels.nvrtc import FOLDER
 from moe_runtime.kernels.reference_quantize import MAX_GSF, quantize_rows
 from tests.comparison import assert_same_bits
@@ -115,3 +118,37 @@ def test_bits_of_quantize_rows(library: ctypes.CDLL, rng: torch.Generator, gsf: 
     assert_same_bits(scales, wanted.scales_RV.view(torch.uint8), "scales")
     assert_same_bits(quants, wanted.quants_RK.view(torch.uint8), "quants")
     assert_same_bits(row_scale, wanted.row_scale_R, "row_scale")
+
+
+def random_bits(rng: torch.Generator, count: int) -> torch.Tensor:
+    return torch.randint(-(1 << 31), 1 << 31, (count,), generator=rng).to(torch.int32).view(torch.float32)
+
+
+def test_a_division_gives_what_division_gives(library: ctypes.CDLL, rng: torch.Generator) -> None:
+    """Where it is a normal number: smaller quotients are codes of zero. Divisors are scales of FP8 blocks."""
+    x = random_bits(rng, 1 << 20)
+    x = x[x.isfinite()]
+    # The largest number of a block over 448; most quotients then are far below.
+    amax = torch.where(
+        torch.rand(x.shape, generator=rng) < 0.5, x.abs() * (1 + torch.rand(x.shape, generator=rng)), 1e38
+    )
+    s = (amax.clamp(min=1e-4, max=3e38) / 448).contiguous()
+    found = torch.empty_like(x)
+    library.quotients(*(ctypes.c_void_p(t.data_ptr()) for t in (x, s)), x.numel(), ctypes.c_void_p(found.data_ptr()))
+    wanted = x / s
+    counts = wanted.abs() >= 2.0**-20
+    assert counts.sum() > 1000
+    assert_same_bits(found[counts], wanted[counts], "quotients")
+    assert (found[~counts].abs() < 2.0**-19).all()
+
+
+def test_words_of_bf16(library: ctypes.CDLL, rng: torch.Generator) -> None:
+    """Random bits, every NaN alone among numbers, and the edges of rounding."""
+    x = random_bits(rng, 8 << 12)
+    few = torch.randn(512, 8, generator=rng)
+    few[torch.arange(512), torch.arange(512) % 8] = (torch.arange(512).int() * 0x41 - 0x7FFFFF).view(torch.float32)
+    edges = torch.tensor([0x3F808000, 0x3F818000, 0x7F7FFFFF, 0x7F7F8000, 0x00008000, 0x00018000, 0x7F800000, 0])
+    x = torch.cat([x, few.flatten(), edges.int().view(torch.float32)]).view(-1, 8)
+    words = torch.empty(x.shape, dtype=torch.int16)
+    library.words_of(ctypes.c_void_p(x.data_ptr()), x.shape[0], ctypes.c_void_p(words.data_ptr()))
+    assert_same_bits(words, quantize_rows(x, BF16).quants_RK.view(torch.int16), "bf16")

@@ -1,0 +1,95 @@
+// Rows on their way through shared memory, for inclusion: one warp starts their copies, a place of a ring for each, and
+// READERS warps read them in that order. What is under way does not depend on how many threads there are.
+
+#include "numbers.cuh"
+
+// What the readers are told with a row.
+struct Note {
+  u64 to;
+  float weight;
+  u32 marks;
+};
+
+__device__ __forceinline__ u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
+
+__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(u32 barrier) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
+}
+
+// Until the phase of `parity` has ended; that of parity 1 has before the first.
+__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
+  u32 done;
+  do {
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
+  } while (!done);
+}
+
+// Copies by the engine, as loads for the phase of `barrier`: 16-byte aligned, whole 16 bytes.
+__device__ __forceinline__ void bulk_load(void* to, const void* from, int bytes, u32 barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
+                   shared_address(to)),
+               "l"(from), "r"(bytes), "r"(barrier)
+               : "memory");
+}
+
+// Which of COUNT places is the next, and the parity of its round.
+template <int COUNT>
+struct Place {
+  int index = 0;
+  u32 parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++index == COUNT) index = 0, parity ^= 1;
+  }
+};
+
+// A ring of COUNT rows of at most MOST_BYTES.
+template <int COUNT, int MOST_BYTES>
+struct Ring {
+  static constexpr int PITCH = (MOST_BYTES + 127) / 128 * 128;
+  static constexpr int BYTES = COUNT * PITCH;
+
+  u8* rows;  // BYTES of dynamic shared memory
+  Note* notes;
+  u32 full, empty;  // barriers of the first place; the next are 8 bytes further
+  Place<COUNT> place;
+
+  __device__ __forceinline__ Ring(u8* rows, Note (&notes)[COUNT], const u64 (&barriers)[2 * COUNT])
+      : rows(rows), notes(notes), full(shared_address(barriers)), empty(full + 8 * COUNT) {}
+
+  // By one thread, before a barrier of the block.
+  __device__ __forceinline__ void init(int readers) const {
+    for (int i = 0; i < COUNT; ++i) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, readers);
+  }
+
+  // The next row: `bytes` from `from`, or a note alone. For the warp that writes.
+  __device__ __forceinline__ void push(const void* from, int bytes, const Note& note) {
+    const u32 ready = full + 8 * place.index;
+    barrier_wait(empty + 8 * place.index, place.parity ^ 1);
+    if ((threadIdx.x & 31) == 0) {
+      notes[place.index] = note;
+      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(ready), "r"(bytes) : "memory");
+      if (bytes > 0) bulk_load(rows + place.index * PITCH, from, bytes, ready);
+    }
+    place.advance();
+  }
+
+  // The row at hand and its note, once they are there; then `pop`, when a warp has read them. For warps that read.
+  __device__ __forceinline__ Note front() const {
+    barrier_wait(full + 8 * place.index, place.parity);
+    return notes[place.index];
+  }
+  __device__ __forceinline__ const u8* row() const { return rows + place.index * PITCH; }
+  __device__ __forceinline__ void pop() {
+    __syncwarp();
+    if ((threadIdx.x & 31) == 0) barrier_arrive(empty + 8 * place.index);
+    place.advance();
+  }
+};
