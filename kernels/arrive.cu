@@ -339,20 +339,28 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       }
     }
     u8* to = scales + static_cast<long long>(block) * SCALE_WORDS * 512 + lane * 16;
-#pragma unroll 4
-    for (int word = first_word; word < min(first_word + COLUMN_WORDS, SCALE_WORDS); ++word) {
-      u32 words[4];
+    // 16 bytes of a row at a time: rows lie far apart, and each load of one costs the same.
+    for (int word = first_word; word < min(first_word + COLUMN_WORDS, SCALE_WORDS); word += 4) {
+      uint4 of_rows[4];
 #pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        words[q] = from[q] != nullptr ? from[q][word] : 0;
-        if (SCALE_COLUMNS % 4 != 0 && word == SCALE_WORDS - 1) words[q] &= (1u << 8 * (SCALE_COLUMNS % 4)) - 1;
+      for (int q = 0; q < 4; ++q)
+        of_rows[q] = from[q] != nullptr ? *reinterpret_cast<const uint4*>(from[q] + word) : make_uint4(0, 0, 0, 0);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if (word + i >= SCALE_WORDS) break;
+        u32 words[4];
+#pragma unroll
+        for (int q = 0; q < 4; ++q) {
+          words[q] = i == 0 ? of_rows[q].x : i == 1 ? of_rows[q].y : i == 2 ? of_rows[q].z : of_rows[q].w;
+          if (SCALE_COLUMNS % 4 != 0 && word + i == SCALE_WORDS - 1) words[q] &= (1u << 8 * (SCALE_COLUMNS % 4)) - 1;
+        }
+        u8* at = to + (word + i) * 512;
+        if (rows == 4) *reinterpret_cast<uint4*>(at) = make_uint4(words[0], words[1], words[2], words[3]);
+        else
+#pragma unroll
+          for (int q = 0; q < 4; ++q)
+            if (from[q] != nullptr) reinterpret_cast<u32*>(at)[q] = words[q];
       }
-      u8* at = to + word * 512;
-      if (rows == 4) *reinterpret_cast<uint4*>(at) = make_uint4(words[0], words[1], words[2], words[3]);
-      else
-#pragma unroll
-        for (int q = 0; q < 4; ++q)
-          if (from[q] != nullptr) reinterpret_cast<u32*>(at)[q] = words[q];
     }
   }
 }
