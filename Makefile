@@ -46,7 +46,7 @@ format: $(STAMP)
 gpu-test:
 	$(PYTHON) -m pytest -m "not cpu_only" $(GPU_TEST)
 
-# The GEMM's kernels under compute-sanitizer, in the current environment too.
+# The kernels under compute-sanitizer, in the current environment too.
 sanitize:
 	$(PYTHON) -m moe_runtime.launch.sanitize
 

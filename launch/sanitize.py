@@ -1,7 +1,8 @@
-"""The GEMM's kernels under compute-sanitizer: `python -m moe_runtime.launch.sanitize` (`make sanitize`) on a GPU.
+"""The kernels under compute-sanitizer: `python -m moe_runtime.launch.sanitize` (`make sanitize`) on a GPU.
 
-Small cases of every kernel of the grouped GEMM that the GPU runs, in both regimes, and of what quantizes and swizzles
-their operands, run once under each of `TOOLS`. Writes JSON with the environment (`--json FILE`); exits with 1 where a
+Small cases of every kernel of the grouped GEMM that the GPU runs, in both regimes, of what quantizes and swizzles their
+operands, and of the exchange between two virtual ranks, with an expert id out of range at the end; once under each of
+`TOOLS`. Writes JSON with the environment (`--json FILE`); exits with 1 where a
 tool reports something, or a run fails or takes longer than `--seconds`.
 
 On one H200 (launch/results/sanitizer_h200.json) every case ran to its end, and the Triton kernels were clean under both
@@ -27,12 +28,16 @@ from typing import Any
 
 import torch
 
+from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
+from moe_runtime.errors import RoutingError
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from moe_runtime.launch import cases as random_cases
 from moe_runtime.launch import environment
 from moe_runtime.launch.gemm_cases import GemmCase
 from moe_runtime.launch.gemm_data import make_rows, make_weights
+from moe_runtime.virtual import VirtualRanks
 from moe_runtime.weights import SILU
 
 TOOLS = ("memcheck", "racecheck")
@@ -54,8 +59,65 @@ def cases() -> list[GemmCase]:
     ]
 
 
+MANY = {"max_tokens_per_rank": 1000, "num_experts": 500}
+"""Tokens whose slots are counted in several chunks."""
+EXCHANGES: dict[str, dict[str, Any]] = {
+    "exchange nvfp4, bf16 home": {"token_format": "nvfp4", "mode": "indexed"},
+    "exchange nvfp4 packed, mxfp8 home": {"token_format": "nvfp4", "mode": "packed", "combine_format": "mxfp8"},
+    "exchange mxfp8, fp8_block home": {"token_format": "mxfp8", "mode": "indexed", "combine_format": "fp8_block"},
+    "exchange fp8_block on 3 SMs": {"token_format": "fp8_block", "mode": "packed", "num_sms": 3},
+    "exchange bf16, many tokens": {"token_format": "bf16", "mode": "packed"} | MANY,
+    "exchange nvfp4, many tokens": {"token_format": "nvfp4", "mode": "indexed"} | MANY,
+}
+"""Settings of layers on two ranks."""
+RANKS = 2
+
+
+def exchange_config(name: str) -> MoELayerConfig:
+    """Of one of `EXCHANGES`."""
+    sizes = {"hidden_size": 256, "intermediate_size": 256, "num_experts": 96, "top_k": 3, "max_tokens_per_rank": 40}
+    return MoELayerConfig(**(sizes | EXCHANGES[name]))
+
+
+def names() -> list[str]:
+    """Of all cases, in their order."""
+    return [case.name for case in cases()] + list(EXCHANGES)
+
+
 def run_cases(engine: str) -> None:
-    """Every case once; raises `RuntimeError` naming one whose results are not finite."""
+    """Every case once; raises `RuntimeError` naming one that gives what it must not."""
+    run_gemms(engine)
+    for name in EXCHANGES:
+        run_exchange(name, engine)
+        print(name, flush=True)
+
+
+def run_exchange(name: str, engine: str, device: str = "cuda") -> None:
+    """Two steps of a layer on virtual ranks, then one with an expert id of rank 0 out of range."""
+    config = exchange_config(name)
+    with VirtualRanks(config, RANKS, lambda layer: layer.load_random(SEED), device=device, engine=engine) as ranks:
+        for step in range(3):
+            steps = [
+                random_cases.step_inputs(layer, "zipf", SEED, rank, step, config.max_tokens_per_rank - rank)
+                for rank, layer in enumerate(ranks.layers)
+            ]
+            xs, routing = [x for x, _, _ in steps], [(idx, weights) for _, idx, weights in steps]
+            if step == 2:
+                routing[0][0][-1, 0] = config.num_experts
+            try:
+                finite = all(bool(y.isfinite().all()) for y in ranks(xs, routing))
+                ranks.contexts[0].check()
+            except RoutingError:
+                if step == 2:
+                    return
+                raise
+            if not finite:
+                raise RuntimeError(f"{name}: results that are not finite")
+    raise RuntimeError(f"{name}: an expert id out of range was not found")
+
+
+def run_gemms(engine: str) -> None:
+    """Every GEMM; raises `RuntimeError` naming one whose results are not finite."""
     with ExpertParallelContext(engine=engine) as context:
         rng = torch.Generator(context.device).manual_seed(SEED)
         for case in cases():
@@ -87,8 +149,8 @@ def check(tool: str, engine: str, seconds: float) -> dict[str, Any]:
         output, code = done.stdout + done.stderr, done.returncode
     except subprocess.TimeoutExpired as late:
         output, code = (late.stdout or b"").decode(errors="replace"), -1
-    finished = [case.name for case in cases() if case.name in output.splitlines()]
-    passed = findings(output) == 0 and code == 0 and len(finished) == len(cases())
+    finished = [name for name in names() if name in output.splitlines()]
+    passed = findings(output) == 0 and code == 0 and len(finished) == len(names())
     return {
         "tool": tool,
         "engine": engine,

@@ -9,11 +9,13 @@ from typing import Any
 import pytest
 import torch
 
+from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.formats import FORMATS
-from moe_runtime.kernels import decoded_gemm, tma_gemm
+from moe_runtime.kernels import decoded_gemm, hopper_exchange, tma_gemm
 from moe_runtime.kernels.decoded_layout import DECODED_FORMATS
 from moe_runtime.launch import sanitize
 from moe_runtime.launch.gemm_data import make_rows
+from moe_runtime.virtual import virtual_contexts
 
 pytestmark = pytest.mark.cpu_only
 
@@ -38,6 +40,21 @@ def test_cases_take_both_regimes_of_each_kernel() -> None:
         assert {(name, True), (name, False)} <= gathers
 
 
+@pytest.mark.parametrize("name", sanitize.EXCHANGES)
+def test_exchanges_end_with_an_expert_id_out_of_range(name: str) -> None:
+    sanitize.run_exchange(name, "torch", "cpu")
+
+
+def test_exchanges_count_slots_in_one_chunk_and_in_several() -> None:
+    counted = set()
+    for name in sanitize.EXCHANGES:
+        with virtual_contexts(sanitize.RANKS)[0] as context:
+            geometry = TokenDispatcher.from_config(context, sanitize.exchange_config(name)).geometry
+        assert hopper_exchange.fits(geometry)
+        counted.add(hopper_exchange.chunk_slots(geometry) < geometry.num_slots)
+    assert counted == {False, True}
+
+
 @pytest.mark.parametrize("tool", sanitize.TOOLS)
 def test_summaries(tool: str) -> None:
     assert sanitize.findings(CLEAN[tool]) == 0
@@ -52,7 +69,7 @@ def test_summaries(tool: str) -> None:
 def test_a_run_passes_when_all_cases_ran_without_findings(
     code: int, lost: int, summary: int | None, passed: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    names = [case.name for case in sanitize.cases()]
+    names = sanitize.names()
     lines = names[lost:] if summary is None else [*names[lost:], f"========= ERROR SUMMARY: {summary} errors"]
 
     def finished(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
