@@ -34,10 +34,14 @@ def _tma(fmt: TokenFormat) -> Iterator[CudaCase]:
         for operation, order in ((PLAIN, None), (GATED, SILU.order)):
             gated = order is not None
             code = 3 if gated and fmt is FP8_BLOCK else 0
-            defines = tma_gemm.macros(
-                fmt, regime, GROUPS, gather=gated, gated=gated, order=order, out_code=code, extras=False
-            )
-            yield CudaCase(operation, fmt.name, tma_gemm.SOURCE, "tma_gemm", {**defines}, instruction=wgmma)
+            ways: list[dict[str, bool]] = [{"gather": gated}]
+            if fmt is FP8_BLOCK and regime is tma_gemm.PREFILL:
+                ways.append({"gather": False, "copied_scales": True})
+            for way in ways:
+                defines = tma_gemm.macros(
+                    fmt, regime, GROUPS, gated=gated, order=order, out_code=code, extras=False, **way
+                )
+                yield CudaCase(operation, fmt.name, tma_gemm.SOURCE, "tma_gemm", {**defines}, instruction=wgmma)
 
 
 def _operations() -> Iterator[CudaCase]:

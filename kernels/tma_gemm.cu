@@ -8,7 +8,8 @@
 //
 // Macros: FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2, GATHER (rows through
 // row_index), GATED, ORDER (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3 with 1x128 scales),
-// EXTRAS (row scale, expert scales or bias are there), A_BOX (rows of a box of the rows' tensor map).
+// EXTRAS (row scale, expert scales or bias are there), A_BOX (rows of a box of the rows' tensor map), TMA_SCALES (FP8
+// without GATHER, 4 stages, K a multiple of 4 * 128: scales come by TMA, too, so that one thread produces).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -37,7 +38,13 @@ constexpr int A_BYTES = BM * 128;
 constexpr int HALF_BYTES = HALF * 128;
 constexpr int STAGE_BYTES = A_BYTES + 2 * HALF_BYTES;
 constexpr int WARP_STAGING = 2048;  // 16 rows of 128 bytes
-constexpr int SCALE_BYTES = FP8 ? 544 : 0;  // of a stage: those of 128 rows, then of two halves
+// Scales of a stage: those of 128 rows, then of two halves. TMA brings them for the 4 stages of a round at once, 4 to a
+// row; those of two rounds lie in the memory of all stages.
+constexpr int ROUND_BYTES = (128 + 2) * 16 + 96;  // whole 128 bytes
+constexpr int SCALE_BYTES = TMA_SCALES ? 2 * ROUND_BYTES / STAGES : FP8 ? 544 : 0;
+static_assert(!TMA_SCALES || (FP8 && !GATHER && STAGES == 4), "one copy brings the scales of 4 stages");
+constexpr int TOLD = 8;                // tiles that math warps are told of at a time
+constexpr int NO_MORE = -0x7FFFFFFF;   // rows of what comes after the last tile
 constexpr int SUMS = 128, PARTIAL_SUMS = 64;  // of a thread: of a tile, and of the half that FP8 takes at a time
 constexpr int PRODUCER_REGISTERS = FP8 && !GATHER ? 24 : 40;  // what is left goes to the math warpgroups
 constexpr int MATH_REGISTERS = FP8 && !GATHER ? 240 : 232;
@@ -106,16 +113,6 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
     } while (!done);
 }
 
-__device__ __forceinline__ bool barrier_test(u32 barrier, u32 parity) {
-    u32 done;
-    asm volatile(
-        "{\n.reg .pred p;\nmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
-        : "=r"(done)
-        : "r"(barrier), "r"(parity)
-        : "memory");
-    return done;
-}
-
 __device__ __forceinline__ void load_rows(const TensorMap* map, u32 to, u32 barrier, int k, int row, bool multicast) {
     if (multicast) {
         asm volatile(
@@ -153,6 +150,13 @@ __device__ __forceinline__ void load_half(
             "r"(expert)
             : "memory");
     }
+}
+
+// 16 bytes.
+__device__ __forceinline__ void copy_four(u32 to, const float* from, u32 barrier) {
+    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 16, [%2];" ::"r"(to),
+                 "l"(from), "r"(barrier)
+                 : "memory");
 }
 
 // --- tiles ----------------------------------------------------------------------------------------------------------
@@ -299,6 +303,14 @@ __device__ __forceinline__ void mma_fp8(float (&d)[64], u32 a, u32 b, int add) {
                  : "r"(a), "r"(b), "r"(add));
 }
 
+// A word of shared memory, or nothing: no branch, after which the compiler would take the warp for diverged.
+__device__ __forceinline__ void load_word(float& to, u32 from, bool now) {
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.shared.f32 %0, [%1];\n}"
+                 : "+f"(to)
+                 : "r"(from), "r"((u32)now)
+                 : "memory");
+}
+
 // part = a[64 rows] * b[128 rows]^T over the 128 bytes of K of a stage.
 __device__ __forceinline__ void multiply(float (&part)[PARTIAL_SUMS], u32 a, u32 b) {
     keep(part);
@@ -321,10 +333,6 @@ __device__ __forceinline__ void mma_bf16(float (&d)[128], u32 a, u32 b, int add)
 struct Factors {
     float a[2], w[2], product[2][2];
 
-    __device__ __forceinline__ void load(const float* of_rows, const float* of_halves) {
-        a[0] = of_rows[0], a[1] = of_rows[8], w[0] = of_halves[0], w[1] = of_halves[1];
-    }
-
     __device__ __forceinline__ bool apart(int r, int h) const {
         float size = fabsf(product[r][h]);
         return size < SMALLEST || size > LARGEST;  // a NaN is as good as any: it stays one
@@ -342,11 +350,10 @@ struct Factors {
     }
 };
 
-// acc += part * factors, for the half whose sums are from FIRST on; `between` is done after a third of them. Without
-// PLAIN a product may be none that is normal; rows and halves for which it is get the same bits.
-template <int FIRST, bool PLAIN, class Between>
-__device__ __forceinline__ void add_up(
-    float (&acc)[SUMS], float (&part)[PARTIAL_SUMS], const Factors& factors, Between between) {
+// acc += part * factors, for the half whose sums are from FIRST on. Without PLAIN a product may be none that is normal;
+// rows and halves for which it is get the same bits.
+template <int FIRST, bool PLAIN>
+__device__ __forceinline__ void add_up(float (&acc)[SUMS], float (&part)[PARTIAL_SUMS], const Factors& factors) {
     keep(part);
 #pragma unroll
     for (int i = 0; i < PARTIAL_SUMS; ++i) {
@@ -356,10 +363,6 @@ __device__ __forceinline__ void add_up(
             sum = __fmaf_rn(part[i], factors.product[r][h], sum);
         } else {
             sum = __fmaf_rn(__fmul_rn(part[i], factors.a[r]), factors.w[h], sum);
-        }
-        if (i == 20) {
-            asm volatile("" : "+f"(sum)::"memory");
-            between();
         }
     }
     keep(acc);  // done before the next products overwrite `part`
@@ -512,16 +515,19 @@ __device__ __forceinline__ void apply_extras(
 extern __shared__ __align__(1024) u8 shared[];
 
 extern "C" __global__ void __cluster_dims__(CLUSTER, 1, 1) __launch_bounds__(128 * (MATH_WGS + 1), 1)
-tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map, const u8* a_rows,
-         long long a_stride, const int* row_index, const float* a_scales, const float* w_scales, Extras extras, u8* out,
-         long long out_stride, float* out_scales, const int* offsets, const int* expert_ids, const int* num_active,
-         int num_groups, int num_experts, int capacity, int columns, int k_blocks, int row_bytes, int band_width,
-         float alpha, float limit, float up_offset) {
+tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ TensorMap w_map,
+         const __grid_constant__ TensorMap scales_map, const u8* a_rows, long long a_stride, const int* row_index,
+         const float* a_scales, const float* w_scales, Extras extras, u8* out, long long out_stride, float* out_scales,
+         const int* offsets, const int* expert_ids, const int* num_active, int num_groups, int num_experts,
+         int capacity, int columns, int k_blocks, int row_bytes, int band_width, float alpha, float limit,
+         float up_offset) {
     u8* staging = shared + STAGES * STAGE_BYTES;
     float* scales = (float*)(staging + MATH_WARPS * WARP_STAGING);
     u64* barriers = (u64*)((u8*)scales + STAGES * SCALE_BYTES);
-    Group* groups = (Group*)(barriers + 2 * STAGES);
-    u32 full = shared_address(barriers), empty = full + 8 * STAGES, ring = shared_address(shared);
+    // Tiles that the producers tell the math warps of: start, rows, expert, column.
+    int4* tiles = (int4*)(barriers + 2 * STAGES + TOLD);
+    Group* groups = (Group*)(tiles + TOLD);
+    u32 full = shared_address(barriers), empty = full + 8 * STAGES, known = empty + 8 * STAGES, ring = shared_address(shared);
     int wg = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     int tiles_n = ceil_div(columns, TILE_COLUMNS), step = gridDim.x / CLUSTER;
     u32 rank = cluster_rank();
@@ -530,9 +536,10 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         count_tiles(groups, offsets, expert_ids, num_active, num_groups, num_experts, capacity, tiles_n);
     } else if (threadIdx.x == 32) {
         for (int s = 0; s < STAGES; ++s) {
-            barrier_init(full + 8 * s, GATHER ? 5 : 1 + FP8 * 128);
+            barrier_init(full + 8 * s, GATHER ? 5 : TMA_SCALES ? 1 : 1 + FP8 * 128);
             barrier_init(empty + 8 * s, MATH_WARPS * CLUSTER);
         }
+        for (int i = 0; i < TOLD; ++i) barrier_init(known + 8 * i, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     if (threadIdx.x == 64) {
@@ -550,11 +557,25 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     Tile tile;
     if (wg == MATH_WGS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-        // One thread sends for the tiles; all of them copy scales, and rows that are gathered.
+        // One thread sends for the tiles; all of them copy scales that TMA does not bring, and rows that are gathered.
         int thread = threadIdx.x % 128, chunk = thread % 8, first = thread / 8, under_way = -1;
         bool leader = thread == 0;
+        int told = 0;
+        // A tile is written where that of TOLD tiles ago was: a warp that had not read it had kept the stages of those
+        // between from being filled.
+        auto tell = [&](int4 what) {
+            if (leader) {
+                tiles[told % TOLD] = what;
+                barrier_arrive(known + 8 * (told % TOLD));
+            }
+            ++told;
+        };
+        u32 round = 0;
         u32 to = first * 128 + ((chunk ^ first % 8) << 4);
-        int last = !FP8 && !GATHER && !leader ? 0 : 0x7FFFFFFF;  // the tiles that this thread sees to are below
+        // The tiles that this thread sees to are below `last`: with one that sends, those of its warp see to it that
+        // numbers are uniform.
+        bool idle = TMA_SCALES ? warp != MATH_WARPS : !FP8 && !GATHER && !leader;
+        int last = idle ? 0 : 0x7FFFFFFF;
         // Gathered rows of a stage are handed over once those of the next are begun, or where there is no next.
         auto hand_over = [&] {
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -568,10 +589,12 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         };
         for (int t = blockIdx.x / CLUSTER; t < last; t += step) {
             if (!find_tile(groups, num_groups, t, tiles_n, band_width, rank, g, tile)) break;
+            tell(make_int4(tile.start, tile.rows, tile.expert, tile.column));
             bool shared_rows = CLUSTER > 1 && !tile.pair_rows, shared_weights = CLUSTER > 1 && tile.pair_rows;
             int boxes = GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX));
             const float* a_scale = a_scales + (long long)(tile.start + min(thread, tile.rows - 1)) * k_blocks;
             const float* w_scale = w_scales + weight_scales(tile.expert, tile.column, columns, thread) * k_blocks;
+            const float* of_second = w_scales + weight_scales(tile.expert, tile.column, columns, 1) * k_blocks;
             const u8* from[BM / 16];
             if (GATHER) {
 #pragma unroll
@@ -590,19 +613,27 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 if (GATHER && under_way == stage) hand_over_last();
                 barrier_wait(empty + 8 * stage, ~phase >> stage & 1);
                 if (leader) {
-                    barrier_expect(ready, boxes * A_BOX * 128 + 2 * HALF_BYTES);
+                    bool scales_too = TMA_SCALES && stage == 0;
+                    barrier_expect(ready, boxes * A_BOX * 128 + 2 * HALF_BYTES + (scales_too ? (BM + 2) * 16 : 0));
                     for (int i = shared_rows ? rank : 0; i < boxes; i += shared_rows ? CLUSTER : 1)
                         load_rows(&a_map, a + i * A_BOX * 128, ready, kb * BK, tile.start + i * A_BOX, shared_rows);
                     for (int h = shared_weights ? rank : 0; h < 2; h += shared_weights ? CLUSTER : 1)
                         load_half(
                             &w_map, b + h * HALF_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
+                    if (scales_too) {
+                        u32 scale = shared_address(scales) + round;
+                        load_rows(&scales_map, scale, ready, kb, tile.start, false);
+                        copy_four(scale + BM * 16, w_scale + kb, ready);
+                        copy_four(scale + BM * 16 + 16, of_second + kb, ready);
+                        round = ROUND_BYTES - round;
+                    }
                 }
-                if (FP8) {
+                if (FP8 && !TMA_SCALES) {
                     u32 scale = shared_address(scales) + stage * SCALE_BYTES;
                     copy_word(scale + thread * 4, a_scale + kb);
                     if (thread < 2) copy_word(scale + 512 + thread * 4, w_scale + kb);
                 }
-                if (FP8 && !GATHER)
+                if (FP8 && !TMA_SCALES && !GATHER)
                     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
                 if (GATHER) {
                     // Nothing is read past the end of a row: zeros are written there.
@@ -625,15 +656,21 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             }
         }
         if (under_way >= 0) hand_over_last();
+        tell(make_int4(0, NO_MORE, 0, 0));
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
         float acc[SUMS];
+        // Where the scales of the next round of stages are, and by what that changes with a tile.
+        u32 round = 0, turned = TMA_SCALES && k_blocks / STAGES % 2 ? ROUND_BYTES : 0;
         int turn = 0;  // the warpgroup that takes the next tile of its own
         bool waits = false;
         u8* warp_staging = staging + warp * WARP_STAGING;
         u32 freed = CLUSTER > 1 ? address_at(empty, lane % CLUSTER) : empty;
-        for (int t = blockIdx.x / CLUSTER;; t += step) {
-            if (!find_tile(groups, num_groups, t, tiles_n, band_width, rank, g, tile)) break;
+        for (int told = 0;; ++told) {
+            barrier_wait(known + 8 * (told % TOLD), told / TOLD & 1);
+            int4 what = tiles[told % TOLD];
+            if (what.y == NO_MORE) break;
+            tile.start = what.x, tile.rows = what.y, tile.expert = what.z, tile.column = what.w;
             bool alone = tile.rows <= 64;
             int share = alone ? 2 : 1;
             if (alone) {
@@ -641,6 +678,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 if (turn == wg) {
                     // The other's tile.
                     phases ^= used;
+                    round = turned ? ROUND_BYTES - round : round;
                     waits = true;
                     continue;
                 }
@@ -654,53 +692,68 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
 #pragma unroll
             for (int i = 0; i < SUMS; ++i) acc[i] = 0.0f;
             if (waits) wait_turn(wg), waits = false;
-            const float* scales_of_row = scales + row_of_warp + lane / 4;
             Factors factors;
             float part[PARTIAL_SUMS];
-            bool ready = false;
             int left = k_blocks, odd = 0;
-            // Begins the products of the first half of stage s, which is full. Tells whether its scales are usual.
-            auto begin = [&](int s) {
-                factors.load(scales_of_row + s * (SCALE_BYTES / 4), scales + s * (SCALE_BYTES / 4) + 128);
-                multiply(part, a + s * STEP, b + s * STEP);
-                return all_of_warpgroup(wg, factors.multiply());
+            // Zero, but not for the compiler: what is loaded from a uniform address it moves to uniform registers.
+            u32 zero;
+            asm("{\n.reg .u32 t;\nmov.u32 t, %%laneid;\nshr.u32 %0, t, 5;\n}" : "=r"(zero));
+            // Bytes from a row to the next, from a half to the other, and from a stage to the next.
+            constexpr u32 OF_ROW = TMA_SCALES ? 16 : 4, OF_STAGE = TMA_SCALES ? 4 : SCALE_BYTES;
+            u32 row_scales = shared_address(scales) + (row_of_warp + lane / 4) * OF_ROW;
+            u32 half_scales = shared_address(scales) + BM * OF_ROW + zero, of_round = round;
+            auto other = [&](u32 of_round) { return TMA_SCALES ? ROUND_BYTES - of_round : 0; };
+            round = turned ? other(round) : round;
+            auto load_scales = [&](int s, u32 of_round, bool now) {
+                u32 at = of_round + s * OF_STAGE;
+                load_word(factors.a[0], row_scales + at, now);
+                load_word(factors.a[1], row_scales + at + 8 * OF_ROW, now);
+                load_word(factors.w[0], half_scales + at, now);
+                load_word(factors.w[1], half_scales + at + OF_ROW, now);
+            };
+            auto products = [&](int s, int half) {
+                multiply(part, a + s * STEP, b + s * STEP + half * SECOND);
             };
             // Unrolled over the stages, so that their addresses are constants: whatever a warpgroup does beside its
-            // products keeps the tensor cores waiting as soon as the other warpgroup does the same.
-            for (; left > 0; left -= STAGES, phase = ~phase) {
+            // products keeps the tensor cores waiting as soon as the other warpgroup does the same. The next stage is
+            // waited for under the products of this one, and its scales are read amid the last multiply-adds.
+            barrier_wait(full, phase & 1);
+            load_scales(0, of_round, true);
+            for (;; left -= STAGES, phase = ~phase, of_round = other(of_round)) {
 #pragma unroll
                 for (int s = 0; s < STAGES; ++s) {
-                    if (left <= s) break;
-                    if (!ready) barrier_wait(full + 8 * s, phase >> s & 1);
-                    bool usual = begin(s);
-                    mma_wait<0>();
-                    if (!usual) {
+                    int next = (s + 1) % STAGES;
+                    products(s, 0);
+                    if (!all_of_warpgroup(wg, factors.multiply())) {
                         odd = s;
                         goto unusual;
                     }
-                    add_up<0, true>(acc, part, factors, [] {});
-                    multiply(part, a + s * STEP, b + s * STEP + SECOND);
                     mma_wait<0>();
-                    add_up<PARTIAL_SUMS, true>(acc, part, factors, [&] {
-                        int next = (s + 1) % STAGES;
-                        release(freed + 8 * s, share);
-                        ready = barrier_test(full + 8 * next, (next ? phase : ~phase) >> next & 1);
-                    });
+                    add_up<0, true>(acc, part, factors);
+                    products(s, 1);
+                    if (left > s + 1) barrier_wait(full + 8 * next, (next ? phase : ~phase) >> next & 1);
+                    mma_wait<0>();
+                    release(freed + 8 * s, share);
+                    load_scales(next, next ? of_round : other(of_round), left > s + 1);
+                    add_up<PARTIAL_SUMS, true>(acc, part, factors);
+                    if (left <= s + 1) goto added;
                 }
             }
-            goto added;
         unusual:
-            // The rest of the tile, from the second step of stage `odd` on.
+            // The rest of the tile, whose products of the first half of stage `odd` are under way.
             for (left -= odd;;) {
-                add_up<0, false>(acc, part, factors, [] {});
-                multiply(part, a + odd * STEP, b + odd * STEP + SECOND);
                 mma_wait<0>();
-                add_up<PARTIAL_SUMS, false>(acc, part, factors, [&] { release(freed + 8 * odd, share); });
+                add_up<0, false>(acc, part, factors);
+                products(odd, 1);
+                mma_wait<0>();
+                add_up<PARTIAL_SUMS, false>(acc, part, factors);
+                release(freed + 8 * odd, share);
                 if (--left == 0) break;
-                if (++odd == STAGES) odd = 0, phase = ~phase;
+                if (++odd == STAGES) odd = 0, phase = ~phase, of_round = other(of_round);
                 barrier_wait(full + 8 * odd, phase >> odd & 1);
-                begin(odd);
-                mma_wait<0>();
+                load_scales(odd, of_round, true);
+                products(odd, 0);
+                factors.multiply();
             }
         added:
 #else

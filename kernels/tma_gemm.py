@@ -89,8 +89,11 @@ THREADS = 384
 STAGING_BYTES = 2048
 """Shared memory in which each warp turns its results into rows."""
 
-SCALE_BYTES = 544
+SCALE_BYTES = 1088
+"""Shared memory for the scales of a stage: as much as they take where a copy brings those of four stages."""
 MAX_STAGES = 4
+TOLD = 8
+"""Tiles that the producers of a block tell its math warps of at a time."""
 BAND_BYTES = 2**24
 """Weights that the tiles of a band read in a group: part of the L2 cache, beside rows and results."""
 
@@ -132,12 +135,12 @@ class Regime:
 
 
 def other_bytes(num_groups: int) -> int:
-    """Shared memory beside the ring: staging, scales and barriers of the stages, the table of groups."""
-    return 8 * STAGING_BYTES + MAX_STAGES * (SCALE_BYTES + 16) + 16 * (num_groups + 1)
+    """Shared memory beside the ring: staging, scales and barriers of the stages, tiles, the table of groups."""
+    return 8 * STAGING_BYTES + MAX_STAGES * (SCALE_BYTES + 16) + TOLD * (8 + 16) + 16 * (num_groups + 1)
 
 
 DECODE = Regime("decode", cluster=1, box_rows=16)
-PREFILL = Regime("prefill", cluster=2, box_rows=32)
+PREFILL = Regime("prefill", cluster=2, box_rows=TILE_ROWS)
 
 
 def choose_regime(capacity: int, num_groups: int) -> Regime:
@@ -244,6 +247,7 @@ def macros(
     order: GateUpOrder | None,
     out_code: int,
     extras: bool,
+    copied_scales: bool = False,
 ) -> dict[str, int]:
     """Macros of `tma_gemm.cu`; `out_code` is 0 bf16, 1 fp16, 2 fp32, 3 e4m3 with block scales."""
     return {
@@ -256,7 +260,24 @@ def macros(
         "ORDER": 0 if order is None else order.code,
         "OUT": out_code,
         "EXTRAS": int(extras),
+        "TMA_SCALES": int(copied_scales),
     }
+
+
+def copies_scales(a: GroupedRows, w: ExpertWeights, regime: Regime) -> bool:
+    """Whether the copy engine brings the scales, those of `MAX_STAGES` stages at once: for many rows that lie in order.
+
+    Where few rows come, a copy of 128 rows' scales brings more of others' than of theirs.
+    """
+    return (
+        regime.name == PREFILL.name
+        and a.scales is not None
+        and a.row_index is None
+        and w.scales is not None
+        and regime.stages(a.num_groups) == MAX_STAGES
+        and a.scales.shape[1] % MAX_STAGES == 0
+        and a.scales.data_ptr() % 16 == w.scales.data_ptr() % 16 == 0
+    )
 
 
 def _launch(
@@ -276,6 +297,7 @@ def _launch(
     scales_per_expert = 0 if w.expert_scales is None else w.expert_scales.ndim
     order = activation.order if activation is not None else (w.gate_up if scales_per_expert == 2 else None)
     gather = a.row_index is not None
+    copied_scales = a.format.code == FormatCode.FP8_BLOCK and copies_scales(a, w, regime)
     defines = macros(
         a.format,
         regime,
@@ -285,6 +307,7 @@ def _launch(
         order=order,
         out_code=out_code,
         extras=not (a.row_scale is None and w.expert_scales is None and w.bias is None),
+        copied_scales=copied_scales,
     )
     extras = _Extras(_pointer(a.row_scale), _pointer(w.expert_scales), _pointer(w.bias), scales_per_expert)
     w_map = _weight_map(w, None if activation is None else activation.order)
@@ -300,6 +323,7 @@ def _launch(
         arguments=[
             a_map,
             w_map,
+            _scales_map(a.scales) if copied_scales and a.scales is not None else w_map,
             a.rows,
             ctypes.c_int64(a.rows.stride(0) * a.rows.element_size()),
             a.row_index,
@@ -345,6 +369,12 @@ def _rows_map(rows: torch.Tensor, k: int, box_rows: int) -> Any:
     )
 
 
+def _scales_map(scales: torch.Tensor) -> Any:
+    """Map of `[rows, K / 128]` fp32: boxes of 4 columns times 128 rows; zeros outside."""
+    rows, v = scales.shape
+    return _tensor_map(scales.data_ptr(), 4, (v, rows), (4 * v,), (MAX_STAGES, TILE_ROWS))
+
+
 def _weight_map(w: ExpertWeights, order: GateUpOrder | None) -> Any:
     """Map of `[E, halves, rows, K]`, or `[E, rows, halves, K]` where gate and up alternate: boxes of 128 rows."""
     size = w.quants.element_size()
@@ -365,16 +395,21 @@ _maps: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
 def _tensor_map(
     address: int, element_size: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> Any:
-    """A tensor map in the 128-byte swizzle; kept, since making one takes longer than a launch."""
+    """A tensor map, in the 128-byte swizzle unless of fp32; kept, since making one takes longer than a launch."""
     key = (address, element_size, dims, strides, box)
     if key in _maps:
         _maps.move_to_end(key)
         return _maps[key]
     from cuda.bindings import driver
 
-    kinds = driver.CUtensorMapDataType
+    kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    kind, swizzle = {
+        1: (kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8, swizzles.CU_TENSOR_MAP_SWIZZLE_128B),
+        2: (kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, swizzles.CU_TENSOR_MAP_SWIZZLE_128B),
+        4: (kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32, swizzles.CU_TENSOR_MAP_SWIZZLE_NONE),
+    }[element_size]
     status, tensor_map = driver.cuTensorMapEncodeTiled(
-        kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8 if element_size == 1 else kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16,
+        kind,
         len(dims),
         address,
         [driver.cuuint64_t(size) for size in dims],
@@ -382,7 +417,7 @@ def _tensor_map(
         [driver.cuuint32_t(size) for size in box],
         [driver.cuuint32_t(1)] * len(dims),
         driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
-        driver.CUtensorMapSwizzle.CU_TENSOR_MAP_SWIZZLE_128B,
+        swizzle,
         driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
         driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
     )

@@ -49,14 +49,13 @@ def gpu(test: Any) -> Any:
 def _variants() -> list[dict[str, int]]:
     """Every way in which a layer uses the kernel: both products, gathered and packed, in each order of gate and up."""
     found = []
-    for fmt in (FP8_BLOCK, BF16):
-        for regime in REGIMES:
-            for gather in (False, True):
-                common: dict[str, Any] = dict(gather=gather, extras=False)
-                found.append(tma.macros(fmt, regime, 32, gated=False, order=None, out_code=0, **common))
-                for order in GateUpOrder:
-                    code = 3 if fmt is FP8_BLOCK else 0
-                    found.append(tma.macros(fmt, regime, 32, gated=True, order=order, out_code=code, **common))
+    ways = [(fmt, regime, gather, False) for fmt in (FP8_BLOCK, BF16) for regime in REGIMES for gather in (False, True)]
+    for fmt, regime, gather, copied in [*ways, (FP8_BLOCK, tma.PREFILL, False, True)]:
+        common: dict[str, Any] = dict(gather=gather, extras=False, copied_scales=copied)
+        found.append(tma.macros(fmt, regime, 32, gated=False, order=None, out_code=0, **common))
+        for order in GateUpOrder:
+            code = 3 if fmt is FP8_BLOCK else 0
+            found.append(tma.macros(fmt, regime, 32, gated=True, order=order, out_code=code, **common))
     return found
 
 
@@ -84,8 +83,9 @@ def test_variants_keep_their_sums_in_registers(tmp_path: Path) -> None:
         sass = subprocess.run([str(cuobjdump), "-sass", str(file)], capture_output=True, text=True, check=True)
         names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?(\w+)", sass.stdout, re.MULTILINE)
         products = [place for place, name in enumerate(names) if name in ("QGMMA", "HGMMA")]
-        # Of FP8 those of both halves, unrolled over the stages; then come those for unusual scales.
-        count = 8 * variant["STAGES"] if variant["FP8"] else 4
+        # Of FP8 the first four before the loop, which begins where a stage's first half is under way, then those of both
+        # halves, unrolled over the stages; then come those for unusual scales.
+        count = 4 + 8 * variant["STAGES"] if variant["FP8"] else 4
         assert len(products) == count + 8 * variant["FP8"], variant
         assert not {"STL", "LDL"} & set(names[products[0] : products[count - 1]]), variant
 
@@ -95,6 +95,18 @@ def test_shared_memory_fits_whatever_the_number_of_groups() -> None:
         for groups in (1, 32, 256, tma.MAX_GROUPS):
             assert 3 <= regime.stages(groups) <= tma.MAX_STAGES
             assert regime.shared_bytes(groups) <= tma.MAX_SHARED_BYTES
+
+
+def test_scales_are_copied_for_many_rows_in_order(rng: torch.Generator) -> None:
+    def copies(k: int, groups: int = 3, gather: bool = False, regime: tma.Regime = tma.PREFILL) -> bool:
+        cpu = torch.device("cpu")
+        a = make_rows("fp8_block", [5] * groups, k, rng, cpu, num_experts=1, gather=gather)
+        return tma.copies_scales(a, random_weights("fp8_block", 1, 128, k, rng, cpu), regime)
+
+    assert copies(512) and copies(1536)
+    assert not copies(640), "rows of scales are not whole 16 bytes"
+    assert not copies(512, gather=True) and not copies(512, regime=tma.DECODE)
+    assert not copies(512, groups=tma.MAX_GROUPS), "three stages"
 
 
 def test_regime_is_a_function_of_sizes() -> None:
@@ -145,7 +157,10 @@ def _ragged(name: str, k: int, rng: torch.Generator, device: torch.device, gathe
 @gpu
 @pytest.mark.parametrize("regime", REGIMES, ids=IDS)
 @pytest.mark.parametrize("gather", [False, True], ids=["packed", "gathered"])
-@pytest.mark.parametrize(("name", "k"), [("fp8_block", 128), ("fp8_block", 640), ("bf16", 64), ("bf16", 200)])
+@pytest.mark.parametrize(
+    ("name", "k"),
+    [*(("fp8_block", 128 * blocks) for blocks in (1, 4, 5, 8, 12)), ("bf16", 64), ("bf16", 200)],
+)
 def test_ragged_groups(
     name: str, k: int, gather: bool, regime: tma.Regime, rng: torch.Generator, device: torch.device
 ) -> None:
@@ -163,12 +178,12 @@ def test_ragged_groups(
 @gpu
 @pytest.mark.parametrize("regime", REGIMES, ids=IDS)
 @pytest.mark.parametrize("gather", [False, True], ids=["packed", "gathered"])
-@pytest.mark.parametrize("blocks", [1, 5])
+@pytest.mark.parametrize("blocks", [1, 4, 5])
 @pytest.mark.parametrize("name", NAMES)
 def test_tiles_that_end_with_the_stage_they_begin_with(
     name: str, blocks: int, gather: bool, regime: tma.Regime, rng: torch.Generator, device: torch.device
 ) -> None:
-    """Several tiles for every SM, of one stage or of one more than the ring has."""
+    """Several tiles for every SM, of one stage, of as many as the ring has or of one more."""
     n, k = 2 * 256 * 132, blocks * (128 if name == "fp8_block" else 64)
     w = random_weights(name, 2, n, k, rng, device)
     a = make_rows(name, [130, 5], k, rng, device, num_experts=2, gather=gather)
@@ -289,9 +304,10 @@ def test_scales_whose_product_leaves_fp32(rng: torch.Generator, device: torch.de
 
 
 @gpu
-def test_far_scales_give_the_same_bits_in_both_regimes(rng: torch.Generator, device: torch.device) -> None:
+@pytest.mark.parametrize("k", [256, 512])
+def test_far_scales_give_the_same_bits_in_both_regimes(k: int, rng: torch.Generator, device: torch.device) -> None:
     """Whichever columns share a tile: a pair of scales is taken apart by what it is, not by its neighbours."""
-    k, n = 256, 648
+    n = 648
     a = make_rows("fp8_block", [70, 193], k, rng, device, num_experts=2)
     w = random_weights("fp8_block", 2, n, k, rng, device)
     assert a.scales is not None and w.scales is not None
@@ -303,6 +319,21 @@ def test_far_scales_give_the_same_bits_in_both_regimes(rng: torch.Generator, dev
     first, second = (tma.grouped_gemm(a, w, out_dtype=torch.float32, regime=regime) for regime in REGIMES)
     assert_same_bits(second, first)
     check_inside(first, exact_gemm(a, w, device), UNIT[torch.float32])
+
+
+@gpu
+@pytest.mark.parametrize("value", [0.0, 1e-40, 1e38, float("nan")])
+def test_scales_past_the_last_row_may_be_anything(value: float, rng: torch.Generator, device: torch.device) -> None:
+    """They come with those of rows, and what is one of them says nothing of the others."""
+    a = make_rows("fp8_block", [70, 193, 0, 260], 1024, rng, device, num_experts=4, spare=30)
+    w = random_weights("fp8_block", 4, 520, 1024, rng, device)
+    assert a.scales is not None and tma.copies_scales(a, w, tma.PREFILL)
+    want = tma.grouped_gemm(a, w, regime=tma.DECODE)[:523]
+    other = a.scales.clone()
+    other[523:] = value
+    for scales in (a.scales, other):
+        got = tma.grouped_gemm(replace(a, scales=scales), w, regime=tma.PREFILL)
+        assert_same_bits(got[:523], want)
 
 
 @gpu
