@@ -1,5 +1,5 @@
 // Rows on their way through shared memory, for inclusion: one warp starts their copies, a place of a ring for each, and
-// READERS warps read them in that order. What is under way does not depend on how many threads there are.
+// other warps read them in that order. What is under way does not depend on how many threads there are.
 
 #include "numbers.cuh"
 
@@ -67,6 +67,8 @@ struct Ring {
   // By one thread, before a barrier of the block.
   __device__ __forceinline__ void init(int readers) const {
     for (int i = 0; i < COUNT; ++i) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, readers);
+    // The copy engine arrives at them.
+    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
 
   // The next row: `bytes` from `from`, or a note alone. For the warp that writes.
