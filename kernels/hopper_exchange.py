@@ -24,28 +24,30 @@ graph replays of which no file is kept):
 - One row at a time, flags looked at more often than failures: 26 / 57 / 1055 us (at 4096 packed; by index not measured
   again). After this run failures are looked for after the flags, not before: a peer that fails raises its flags too.
 
-**What is left.** Dispatch and combine apart, on 2 H200s, without the events that told them apart before
-(launch/results/h200x2.json), NVFP4: 20.3 + 12.4, 24.4 + 18.5 and 174 + 329 us; FP8: 11.9 + 12.1, 15.8 + 18.4 and
-215 + 330. The 8.5 us that NVFP4 took longer for few tokens were as many at 8 as at 128, which fits its swizzled scales
-(not profiled): 112 words of a row, each in a sector of its own, were stored 16 slots to an SM, 7168 sectors where each
-goes to 4 experts. Warps of all SMs have shared the rows of a slot since (`arrive_shares`; not timed since).
-At 4096 tokens `combine_wait` begins to sum only when all has arrived (flags by chunks would overlap them), packed mode
-copies each row once more (by index 959 against 1021 us in the third version), and the copy of expert outputs into
-partial results could be the epilogue of the down projection.
+On 2 H200s, dispatch + combine apart, 8 / 128 / 4096 tokens, and 4096 on 16 SMs (`num_sms`); the last by `launch.bench`,
+launch/results/h200x2.json and h200x2_few_sms.json, those before by single runs of it of which no file is kept:
 
-On 16 SMs (launch/results/h200x2_few_sms.json) the exchange of 4096 tokens takes 703 + 1232 us in place of 174 + 329. By
-kernel, one rank, 16384 tokens of 2 rows each, by index, a single run of torch's profiler of which nothing is kept:
-`dispatch_send` takes 343 us on all SMs and 1491 on 16, arrival 159 and 202, `combine_send` 244 and 1477, `combine_wait`
-186 and 813. `dispatch_send` was bound by the instructions that quantize, the combine has too few bytes under way.
+- The last version above: 19.2 + 12.5 / 25.0 + 18.1 / 177 + 327; 694 + 1201 us.
+- Rows of the combine through a ring of shared memory, all that fits under way whatever the number of threads
+  (`row_ring.cuh`): combine 10.4 / 16.8 / 290; 982. Half as many warps with twice the numbers, and bf16 by the
+  converter: 9.6 / - / 286. `arrive_scales` with loads of 16 bytes (a quarter as many cache lines are asked for):
+  dispatch 157 at 4096; 603.
+- Tokens of all ranks in turn: before, all ranks sent to rank 0 at first, then to rank 1, so that each link was busy for
+  a part of the time only. And the last three quarters of the tokens on their way while the first are summed
+  (`parts_of_tokens`), for which both kernels share an SM: combine 9.6 / 16.0 / 238; 813.
+- NVFP4 codes as saturating sums in fp32, 17 instructions a number instead of 30 (19 to 4 of them on the integer pipe,
+  which is half as wide), one division a block of FP8, and the rows of few slots shared by warps of all SMs, since an SM
+  stores each word of a swizzled row into a sector of its own: dispatch 12.8 / 16.9 / 143; 447.
 
-Instructions of `dispatch_send` for each number (H=7168, NVFP4; SASS from the maxima to the fence before the copy, slow
-paths of divisions and waits left out), and those of them that compare, select, shift or are logic or integer sums, for
-which an SM has half as many lanes as for fp32; before and after codes became saturating sums in fp32 (not timed since):
+**What is left.** FP8: 13.0 + 10.5 / 17.5 + 16.0 / 208 + 229 us; with partial results in FP8 or MXFP8 the combine of
+4096 tokens takes 209 and 197 us (launch/results/h200x2_combine_formats.json), less than half of it for their bytes: rows
+of experts are read in bf16 all the same. Packed mode copies each row once more (by index 959 against 1021 us in the
+third version), and the copy of expert outputs into partial results could be the epilogue of the down projection. None
+of the versions of the second list has been measured on 4 or 8 GPUs.
 
-| scale of a token | SMs | all | half the lanes |
-|---|---|---|---|
-| its own | all, 16 | 30.1, 30.2 -> 16.9 | 19.0, 19.1 -> 4.1 |
-| static | 16 | 28.2 -> 15.6 | 18.2 -> 3.7 |
+On 16 SMs the kernels are bound by instructions: one rank, 4096 tokens of 8 rows each, a single run of torch's profiler
+of which nothing is kept: `dispatch_send` 219 us, `combine_send` 520 (254 ns for a row, of which the 1092 instructions of
+its 14 warps take 156 at four a cycle), `combine_wait` 119. More warps on two rows at a time could come closer.
 """
 
 from __future__ import annotations

@@ -13,15 +13,15 @@ leave), 0.74 GB, 0.17 ms. Decode, FP8, 32 groups x 32 rows, both products of the
 
 Measured (launch/results/gemm_h200.json; TFLOP/s, in parentheses torch's row-wise _scaled_grouped_mm or _grouped_mm):
 
-    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1164 / 1197 (1178 / 1102)
-    FP8  4 x 8192, the same                           1151 / 1050 (1150 / 1094)
-    BF16 8 x 4096, the same                           674 / 656 (668 / 631)
-    FP8  8 x 16, 32, 48 rows                          66.1, 61.3, 62.1 us / 34.1, 35.0, 35.5 us
-    FP8  32 x 32 rows, gate_up and down               230 + 121 = 350 us
+    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1237 / 1075 (1179 / 1098)
+    FP8  4 x 8192, the same                           1212 / 1121 (1132 / 1093)
+    BF16 8 x 4096, the same                           656 / 675 (668 / 633)
+    FP8  8 x 16, 32, 48 rows                          66.6, 61.1, 62.0 us / 33.8, 34.8, 35.3 us
+    FP8  32 x 32 rows, gate_up and down               347 us
 
-Medians at the power limit: the first and so the coolest launches of a process gave 1303 / 1224 for FP8 8 x 4096 (1276
-gated), later ones as few as 1045. Other runs of version 6, of which nothing is kept, gave 1216-1280 / 1125-1179 (torch
-1227-1379 / 983-1269) and 771-786 / 767 for BF16 (705-745 / 690-761).
+Medians at the power limit, of GPUs that differ: the fastest replays of the same run gave 1389 / 1302 and 1395 / 1311,
+and two runs each of version 7 and 8 in turn, nothing kept, 1210-1315 / 1046-1165 and 1289-1388 / 1111-1158 (gated
+1084-1275 and 1167-1360).
 
 What each version brought (FP8 8 x 4096, (4096, 7168); decode is 32 x 32, gate_up + down):
 
@@ -36,21 +36,27 @@ What each version brought (FP8 8 x 4096, (4096, 7168); decode is 32 x 32, gate_u
     7. rows from shared memory again and little beside the products: stages unrolled, so that their addresses are
        constants; scales read before the products are begun, the next stage's barrier asked amid the multiply-adds;
        unusual scales left to code behind the loop. Beside 6 in one run 1221 to 1304, gated 1198 to 1259; 230 + 121 us.
-       All these are of a loop in which each warp decided by itself whether scales are usual; since then a warpgroup
-       does so together, as its products ask for, under the first of them: not timed yet.
+       Since then a warpgroup decides together whether scales are usual, as its products ask for, under the first.
+    8. the next stage is waited for under the products of this one and its scales are read amid the last multiply-adds;
+       scales by TMA, so that one thread produces; it tells the math warps of their tiles, whose search had cost each
+       some 800 cycles a tile; one box of 128 rows. Beside 7 in two runs, means of six rounds in turn: (4096, 7168)
+       1127 to 1200, gated 1045 to 1198, (7168, 2048) 1012 to 1115. Each alone gave -3 to 5%.
 
-What bounds it, by Nsight Compute on (4096, 7168): BF16 keeps the tensor cores busy 94% of the cycles and is bound by
-power. FP8 keeps them busy 71% at 1.63 GHz. A peer's kernel (DeepGEMM's for these formats, compiled for the same
-shapes, tiles of 128 x 192) ran at 1403 / 1313 TFLOP/s on the same GPU and keeps them busy 92% at 1.49 GHz: at the power
-limit, who waits less may run slower. Its multiply-adds take as long (2.6 cycles each beside the other warpgroup's
-products) and its ring has as many stages. Of 825 cycles a stage it spends 170 on all but products and multiply-adds, a
-version of ours with the same tiles 410 of 1086, 100 of them waiting for a stage to fill. Why is the next thing to find:
-copying no scales at all gave 2%, no cluster nothing.
+What bounds it: BF16 keeps the tensor cores busy 94% of the cycles (Nsight Compute) and is bound by power. FP8 kept them
+busy 71% at 1.63 GHz in version 7. A half of a stage wants 256 cycles of the tensor cores, 166 for its multiply-adds
+(2.6 each beside the other warpgroup's products) and what lies between; two warpgroups in turn have 512. And shared
+memory: products of 128 columns read 6 KB in 64 cycles, with what TMA writes 144 KB a stage, 1152 cycles where the
+tensor cores want 1024. A peer's kernel (DeepGEMM's for these formats, compiled for the same shapes, tiles of 128 x 192:
+832 against 768) ran at 1317-1450 / 1131-1354 TFLOP/s between runs of version 7 that gave 1120-1349 / 1014-1057 on the
+same GPU: hot, all lose a fifth. At the power limit, who waits less may run slower, and takes less energy for it.
 
 Dropped: tiles of 192 rows by three warpgroups (818 to 954); products of 192 columns at a time, without and with a
 cluster (1116 to 1252, where 2 x 128 had 1134 to 1304); turns of the warpgroups at the tensor cores (-11%), also when
-handed over at issue, before the last product or after it (1743 us to 1944, 1800 and 1962); rows from registers with two
-sets of partial sums of 64 columns (1174); a head start of one warpgroup for BF16 (-6%).
+handed over at issue, before the last product or after it (1743 us to 1944, 1800 and 1962); a head start of one
+warpgroup for BF16 (-6%). Beside version 8, which had 1252 and 1262 / 1148 and 1123 in two runs: rows from registers,
+read amid the multiply-adds of the stage before, which spares the shared memory (1195 and 1181 / 1088 and 1072; with
+products of 64 columns in two sets of sums 1065 / 1056 in another run, where version 7 had 1186 / 1020); tiles of 128 x
+192 (1249 and 1241 / 1110 and 1104); results by stmatrix (no change).
 """
 
 from __future__ import annotations

@@ -2,15 +2,17 @@
 
 Small cases of every kernel of the grouped GEMM that the GPU runs, in both regimes, of what quantizes and swizzles their
 operands, and of the exchange between two virtual ranks, with an expert id out of range at the end; once under each of
-`TOOLS`. Writes JSON with the environment (`--json FILE`); exits with 1 where a
-tool reports something, or a run fails or takes longer than `--seconds`.
+`TOOLS`. Writes JSON with the environment (`--json FILE`); exits with 1 where a tool reports something, or a run fails
+or takes longer than `--seconds`.
 
-On one H200 (launch/results/sanitizer_h200.json) every case ran to its end, and the Triton kernels were clean under both
-tools. With Hopper's kernels memcheck, which then reported errors of the API too, reported 34; those kept are functions
-that the driver does not have, before the first case. racecheck reported three writes in the FP8 kernel that gathers
-rows: `cp.async`, for which each thread waits before the first lane arrives at the barrier for its warp, behind
-`__syncwarp`; against reads of the rows by `ldmatrix` and of the scales. The same kernel without gathering, whose copies
-arrive at the barrier themselves, was clean.
+On one H200 (launch/results/sanitizer_h200.json, before the exchange was among the cases) every case ran to its end, and
+the Triton kernels were clean under both tools. With Hopper's kernels memcheck, which then reported errors of the API
+too, reported 34; those kept are functions that the driver does not have, before the first case. racecheck reported
+three writes in the FP8 kernel that gathers rows: `cp.async`, for which each thread waits before the first lane arrives
+at the barrier for its warp, behind `__syncwarp`; against reads of the rows by `ldmatrix` and of the scales. The kernel
+has no ldmatrix since; a later run that ended by time among the NVFP4 GEMMs, of which nothing is kept, reported those
+against the scales alone, and memcheck nothing up to there. The same kernel without gathering, whose copies arrive at
+the barrier themselves, was clean.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def test_variants_keep_their_sums_in_registers(tmp_path: Path) -> None:
         sass = subprocess.run([str(cuobjdump), "-sass", str(file)], capture_output=True, text=True, check=True)
         names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?(\w+)", sass.stdout, re.MULTILINE)
         products = [place for place, name in enumerate(names) if name in ("QGMMA", "HGMMA")]
-        # Of FP8 the first four before the loop, which begins where a stage's first half is under way, then those of both
+        # Of FP8 the first four before the loop, which begins where the first half is under way, then those of both
         # halves, unrolled over the stages; then come those for unusual scales.
         count = 4 + 8 * variant["STAGES"] if variant["FP8"] else 4
         assert len(products) == count + 8 * variant["FP8"], variant
