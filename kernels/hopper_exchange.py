@@ -40,14 +40,14 @@ launch/results/h200x2.json and h200x2_few_sms.json, those before by single runs 
   stores each word of a swizzled row into a sector of its own: dispatch 12.8 / 16.9 / 143; 447.
 
 **What is left.** FP8: 13.0 + 10.5 / 17.5 + 16.0 / 208 + 229 us; with partial results in FP8 or MXFP8 the combine of
-4096 tokens takes 209 and 197 us (launch/results/h200x2_combine_formats.json), less than half of it for their bytes: rows
-of experts are read in bf16 all the same. Packed mode copies each row once more (by index 959 against 1021 us in the
-third version), and the copy of expert outputs into partial results could be the epilogue of the down projection. None
-of the versions of the second list has been measured on 4 or 8 GPUs.
+4096 tokens takes 209 and 197 us (launch/results/h200x2_combine_formats.json), less than half of it for their bytes:
+rows of experts are read in bf16 all the same. Packed mode copies each row once more (by index 959 against 1021 us in
+the third version), and the copy of expert outputs into partial results could be the epilogue of the down projection.
+None of the versions of the second list has been measured on 4 or 8 GPUs.
 
 On 16 SMs the kernels are bound by instructions: one rank, 4096 tokens of 8 rows each, a single run of torch's profiler
-of which nothing is kept: `dispatch_send` 219 us, `combine_send` 520 (254 ns for a row, of which the 1092 instructions of
-its 14 warps take 156 at four a cycle), `combine_wait` 119. More warps on two rows at a time could come closer.
+of which nothing is kept: `dispatch_send` 219 us, `combine_send` 520 (254 ns for a row, of which the 1092 instructions
+of its 14 warps take 156 at four a cycle), `combine_wait` 119. More warps on two rows at a time could come closer.
 """
 
 from __future__ import annotations
