@@ -66,7 +66,9 @@ inline long long clock_ns() { return std::chrono::steady_clock::now().time_since
 
 // THE TEXT OF signalling.cuh
 
-enum Case { ALL_HERE, ONE_COMES, ONE_FAILS_AND_COMES, ONE_FAILS, NONE_COMES, FAILED_BEFORE };
+// PARTLY: peers 0 and 3, the latter late, tell of a part, the others raise no such word, but the flag. LONG_AGO: the word
+// of peer 3 is of an epoch before the wrap, from where it seems to be ahead, and its flag does not come.
+enum Case { ALL_HERE, ONE_COMES, PARTLY, ONE_FAILS_AND_COMES, ONE_FAILS, NONE_COMES, FAILED_BEFORE, LONG_AGO };
 
 int words[WORLD][128], error[8], latch;
 
@@ -77,28 +79,33 @@ bool run(Case what, int number) {
   for (int rank = 0; rank < WORLD; ++rank) signals[rank] = reinterpret_cast<u64>(words[rank]);
   std::memset(words, 0, sizeof words), std::memset(error, 0, sizeof error);
   latch = what == FAILED_BEFORE ? code : 0;
-  int *own = words[0], *flags = own + (epoch & 1) * WORLD;
+  int *own = words[0], *flags = own + (epoch & 1) * WORLD, *progress = own + 64;
+  const bool early = what == PARTLY || what == LONG_AGO;
   const int here = what == ALL_HERE ? WORLD : what == NONE_COMES || what == FAILED_BEFORE ? 0 : WORLD - 1;
-  for (int peer = 0; peer < here; ++peer) flags[peer] = epoch;
+  for (int peer = 0; peer < here; ++peer) (what == PARTLY && peer == 0 ? progress : flags)[peer] = epoch;
+  if (what == ALL_HERE) flags[1] = epoch + 2;
+  if (what == LONG_AGO) progress[3] = epoch + 1000000000;
   std::thread last_peer([&] {
     for (volatile int turn = 0; turn < number % 97 * 50;) turn = turn + 1;
     if (what == ONE_FAILS_AND_COMES || what == ONE_FAILS) store_release(own + ABORT + 3 * ABORT_WORDS, code);
     if (what == ONE_FAILS_AND_COMES || what == ONE_COMES) store_release(flags + 3, epoch);
+    if (what == PARTLY) store_release(progress + 3, epoch);
   });
-  const Exchange x{signals, error, &latch, 0, what == NONE_COMES ? 3000000ll : 10000000000ll};
+  const Exchange x{signals, error, &latch, 0, what == NONE_COMES || what == LONG_AGO ? 3000000ll : 10000000000ll};
   bool failed[32];
   std::vector<std::thread> warp;
   for (int lane = 0; lane < 32; ++lane)
     warp.emplace_back([&, lane] {
       threadIdx.x = lane;
-      const int* flag = flags + (lane < WORLD ? lane : WORLD - 1);
-      failed[lane] = await(x, own, lane < WORLD, flag, epoch, flag, epoch, phase, epoch);
+      const int peer = lane < WORLD ? lane : WORLD - 1, *flag = flags + peer, *word = early ? progress + peer : flag;
+      failed[lane] = await(x, own, lane < WORLD, word, epoch, flag, epoch, phase, epoch, early);
     });
   for (std::thread& lane : warp) lane.join();
   last_peer.join();
   for (bool answer : failed)
     if (answer != (what >= ONE_FAILS_AND_COMES)) return false;
   // Threads of a CPU read the clock one after the other, so any of them may be the first that is late.
+  if (what == LONG_AGO) return latch == TIMEOUT && error[0] == TIMEOUT && error[1] == 3 && error[2] == phase;
   if (what == NONE_COMES)
     return latch == TIMEOUT && error[0] == TIMEOUT && error[1] >= 0 && error[1] < WORLD && error[2] == phase;
   return latch == (what >= ONE_FAILS_AND_COMES ? code : 0);
@@ -106,7 +113,7 @@ bool run(Case what, int number) {
 
 int main() {
   int runs = 0, wrong = 0;
-  for (Case what : {ALL_HERE, ONE_COMES, ONE_FAILS_AND_COMES, ONE_FAILS, NONE_COMES, FAILED_BEFORE})
+  for (Case what : {ALL_HERE, ONE_COMES, PARTLY, ONE_FAILS_AND_COMES, ONE_FAILS, NONE_COMES, FAILED_BEFORE, LONG_AGO})
     for (int number = 0; number < (what == ONE_FAILS_AND_COMES ? 1200 : 60); ++number, ++runs)
       if (!run(what, number)) std::printf("case %d wrong\n", what), ++wrong;
   std::printf("%d runs, %d wrong\n", runs, wrong);
