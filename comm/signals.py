@@ -9,8 +9,8 @@ ever reset; those with two halves use the half `epoch % 2`. With `W` ranks, in w
     ready         [W]      rank w no longer reads what lies in the half of this epoch
     abort         [W][8]   (code, phase, epoch, rank it is about, detail, detail2, 0, 0) of rank w's; code is last
     reason        [W][64]  UTF-8 text (256 bytes, zero padded) of rank w's failure; host-written
-    progress      [2][3][W]  of rank w's partial results of this epoch, those for the first fourth of this rank's tokens
-                             have landed, for the second, the third; before combine_flag, by kernels that tell of it
+    progress      [2][3][W]  of rank w's partial results of this epoch, those for tokens below a fourth of `max_tokens`
+                             have landed, below two, three; before combine_flag, by kernels that tell of it
 """
 
 from __future__ import annotations

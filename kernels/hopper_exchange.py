@@ -78,7 +78,7 @@ MAX_PLACES = 24
 SHARED_BYTES_OF_TWO = 113 * 1024
 """Shared memory of a block of which an SM takes two."""
 TOKENS_IN_PARTS = 1024
-"""Tokens of a rank from which on they are combined part by part."""
+"""`max_tokens` from which on tokens are combined part by part."""
 RING_BARRIERS_BYTES = 2048
 """Shared memory for what goes with a ring: barriers and notes."""
 BLOCKS_PER_SM = 8

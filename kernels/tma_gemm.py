@@ -7,9 +7,9 @@ is not a normal number, `(partial * row scale) * weight scale`; `bf16` sums in t
 the order of K, whatever the regime, its tile and its neighbours: both regimes give the same bits.
 
 The two numbers, on one H200. Prefill, FP8, 8 groups x 4096 rows, (N, K) = (4096, 7168): 1.92e12 flops, 1.33 ms at the
-1452 TFLOP/s of torch's dense 8192^3 measured beside it (97% of the tensor cores' rate at the 1.38 GHz that 690 W
-leave), 0.74 GB, 0.17 ms. Decode, FP8, 32 groups x 32 rows, both products of the reference model: 1.41 GB of weights,
-328 us at 4.3 TB/s.
+1452 TFLOP/s of torch's dense 8192^3 in a run of which nothing is kept (97% of the tensor cores' rate at the 1.38 GHz
+that 690 W leave; the file of results counts with 1437), 0.74 GB, 0.17 ms. Decode, FP8, 32 groups x 32 rows, both
+products of the reference model: 1.41 GB of weights, 328 us at 4.3 TB/s.
 
 Measured (launch/results/gemm_h200.json; TFLOP/s, in parentheses torch's row-wise _scaled_grouped_mm or _grouped_mm):
 
