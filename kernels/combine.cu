@@ -176,6 +176,7 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
     for (;; first = false, stage.advance()) {
       barrier_wait(shared_address(made + stage.index), stage.parity);
       const u64 to = to_of[stage.index];
+      __syncwarp();  // all have read it before lane 0 gives the place back
       if (to == END) break;
       if (to == TELL) {
         tell(PROGRESS + (half * PROGRESS_PARTS + told) * WORLD, counter + 1 + told);

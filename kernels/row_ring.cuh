@@ -75,6 +75,7 @@ struct Ring {
   __device__ __forceinline__ void push(const void* from, int bytes, const Note& note) {
     const u32 ready = full + 8 * place.index;
     barrier_wait(empty + 8 * place.index, place.parity ^ 1);
+    __syncwarp();  // a lane that comes late would take the round after for this one
     if ((threadIdx.x & 31) == 0) {
       notes[place.index] = note;
       asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(ready), "r"(bytes) : "memory");
