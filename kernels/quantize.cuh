@@ -99,7 +99,7 @@ __device__ __forceinline__ void quantize_nvfp4(const u32* pairs, u32 amax, float
   const bool poisoned = amax << 16 >= INFINITE;
   const float largest = poisoned ? 0.0f : bf16_value(amax);
   const u32 code = e4m3_codes(__fdiv_rn(__fmul_rn(gsf, largest), 6.0f), 0.0f) & 0xFF;
-  const bool dead = (code & 0x7F) == 0 || code == 0x7F;
+  const bool dead = (code & 0x7F) == 0;
   // The codes of a dead block are 0, also those of a NaN or Inf, whose product with 0 is NaN.
   const float factor = dead ? 0.0f : __fdiv_rn(gsf, e4m3_value(code));
   const u32 signs = dead ? 0 : 0x88888888u;
@@ -114,8 +114,8 @@ __device__ __forceinline__ void quantize_nvfp4(const u32* pairs, u32 amax, float
 // below which a code of e4m3 is 0 anyway.
 __device__ __forceinline__ float divide(float x, float s, float inverse) {
   float q = __fmul_rn(x, inverse);
-  q = __fmaf_rn(__fmaf_rn(-q, s, x), inverse, q);
-  return __fmaf_rn(__fmaf_rn(-q, s, x), inverse, q);
+  q = __fmaf_rn(__fmaf_rn(q, s, -x), -inverse, q);  // this way round -0 stays -0
+  return __fmaf_rn(__fmaf_rn(q, s, -x), -inverse, q);
 }
 
 // Quantizes unit `unit` of a row of any other format into its quants and scales; nothing is stored where not `inside`.

@@ -127,7 +127,7 @@ def random_bits(rng: torch.Generator, count: int) -> torch.Tensor:
 def test_a_division_gives_what_division_gives(library: ctypes.CDLL, rng: torch.Generator) -> None:
     """Where it is a normal number: smaller quotients are codes of zero. Divisors are scales of FP8 blocks."""
     x = random_bits(rng, 1 << 20)
-    x = x[x.isfinite()]
+    x = torch.cat([x[x.isfinite()], torch.tensor([0.0, -0.0])])
     # The largest number of a block over 448; most quotients then are far below.
     amax = torch.where(
         torch.rand(x.shape, generator=rng) < 0.5, x.abs() * (1 + torch.rand(x.shape, generator=rng)), 1e38
@@ -140,6 +140,7 @@ def test_a_division_gives_what_division_gives(library: ctypes.CDLL, rng: torch.G
     assert counts.sum() > 1000
     assert_same_bits(found[counts], wanted[counts], "quotients")
     assert (found[~counts].abs() < 2.0**-19).all()
+    assert_same_bits(found.signbit(), wanted.signbit(), "signs")
 
 
 def test_words_of_bf16(library: ctypes.CDLL, rng: torch.Generator) -> None:
