@@ -384,8 +384,8 @@ __device__ __forceinline__ u32 pack(float low, float high) {
 // denormal, below which a code of e4m3 is 0 anyway.
 __device__ __forceinline__ float divide(float x, float s, float inverse) {
     float q = x * inverse;
-    q = __fmaf_rn(__fmaf_rn(-q, s, x), inverse, q);
-    return __fmaf_rn(__fmaf_rn(-q, s, x), inverse, q);
+    q = __fmaf_rn(__fmaf_rn(q, s, -x), -inverse, q);  // this way round -0 stays -0
+    return __fmaf_rn(__fmaf_rn(q, s, -x), -inverse, q);
 }
 
 __device__ __forceinline__ float swiglu(float gate, float up, float alpha, float limit, float up_offset) {
@@ -609,8 +609,9 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             phases ^= used;
             for (int kb = 0; kb < k_blocks; ++kb) {
                 u32 a = ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = full + 8 * stage;
-                // A tile may end with the stage that the next begins with, which nobody frees before it was filled.
-                if (GATHER && under_way == stage) hand_over_last();
+                // A tile may end with the stage that the next begins with, which nobody frees before it was filled, or
+                // with the one after, which math warps wait for before they free the one before.
+                if (GATHER && kb == 0 && (u32)under_way <= 1) hand_over_last();
                 barrier_wait(empty + 8 * stage, ~phase >> stage & 1);
                 if (leader) {
                     bool scales_too = TMA_SCALES && stage == 0;

@@ -178,12 +178,12 @@ def test_ragged_groups(
 @gpu
 @pytest.mark.parametrize("regime", REGIMES, ids=IDS)
 @pytest.mark.parametrize("gather", [False, True], ids=["packed", "gathered"])
-@pytest.mark.parametrize("blocks", [1, 4, 5])
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4, 5, 6])
 @pytest.mark.parametrize("name", NAMES)
-def test_tiles_that_end_with_the_stage_they_begin_with(
+def test_tiles_that_end_with_any_stage(
     name: str, blocks: int, gather: bool, regime: tma.Regime, rng: torch.Generator, device: torch.device
 ) -> None:
-    """Several tiles for every SM, of one stage, of as many as the ring has or of one more."""
+    """Several tiles for every SM that end with any stage of the ring, which then is under way when the next begins."""
     n, k = 2 * 256 * 132, blocks * (128 if name == "fp8_block" else 64)
     w = random_weights(name, 2, n, k, rng, device)
     a = make_rows(name, [130, 5], k, rng, device, num_experts=2, gather=gather)
