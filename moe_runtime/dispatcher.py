@@ -348,7 +348,10 @@ class TokenDispatcher:
             )
 
     def combine_wait(self, handle: DispatchHandle, *, shared: torch.Tensor | None = None) -> torch.Tensor:
-        """Second half of `combine`: wait for the partial results and sum them; bf16 `[T, H]`, NaN after a failure."""
+        """Second half of `combine`: wait for the partial results and sum them; bf16 `[T, H]`.
+
+        After a failure it is NaN, but for tokens that had come home before where they come part by part.
+        """
         with collective_step(self.context):
             self._check_handle(handle, "combine_wait")
             self.check_shared(shared, handle.num_tokens)
