@@ -36,7 +36,8 @@ class ExpertParallelContext:
     Args:
         group: a process group or a one-dimensional `DeviceMesh`, may be a part of the world; None is the default
             group, or a single rank where torch.distributed is not initialised.
-        device: where the heap lies; default the current GPU, or the CPU where there is none.
+        device: where the heap lies; default the current GPU, or the CPU where there is none. Another GPU than the
+            current one (`torch.cuda.set_device`) is not for layers: Triton launches on the current one.
         heap: a ready-made heap that is not allocated yet, such as a member of `PrivateHeap.group`; then there is no
             `group`, and configurations are not compared.
         transport: `auto`, `nvshmem`, `shared`, `private` or `collective` (`comm.bootstrap.choose_transport`).
