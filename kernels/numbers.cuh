@@ -32,6 +32,14 @@ __device__ __forceinline__ void e4m3_pair(u16 bytes, float& low, float& high) {
       : "r"(halves));
 }
 
+// x / s rounded to nearest, `inverse` being 1 / s rounded; exact while neither the quotient nor the remainder is denormal,
+// below which a code of e4m3 is 0 anyway.
+__device__ __forceinline__ float divide(float x, float s, float inverse) {
+  float q = __fmul_rn(x, inverse);
+  q = __fmaf_rn(__fmaf_rn(q, s, -x), -inverse, q);  // this way round -0 stays -0
+  return __fmaf_rn(__fmaf_rn(q, s, -x), -inverse, q);
+}
+
 // bf16 2^(byte - 127), twice; 0 gives 2^-127, 255 NaN.
 __device__ __forceinline__ u32 e8m0_pair(u32 byte) {
   u32 half = byte == 0 ? 0x40u : (byte == 255 ? 0x7FC0u : byte << 7);

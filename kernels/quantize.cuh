@@ -110,14 +110,6 @@ __device__ __forceinline__ void quantize_nvfp4(const u32* pairs, u32 amax, float
   }
 }
 
-// x / s rounded to nearest, `inverse` being 1 / s rounded; exact while neither the quotient nor the remainder is denormal,
-// below which a code of e4m3 is 0 anyway.
-__device__ __forceinline__ float divide(float x, float s, float inverse) {
-  float q = __fmul_rn(x, inverse);
-  q = __fmaf_rn(__fmaf_rn(q, s, -x), -inverse, q);  // this way round -0 stays -0
-  return __fmaf_rn(__fmaf_rn(q, s, -x), -inverse, q);
-}
-
 // Quantizes unit `unit` of a row of any other format into its quants and scales; nothing is stored where not `inside`.
 template <int FORMAT>
 __device__ __forceinline__ void quantize_unit(const float (&x)[unit_numbers(FORMAT)], float gsf, u8* quants, u8* scales,

@@ -1,7 +1,7 @@
 // Rows on their way through shared memory, for inclusion: one warp starts their copies, a place of a ring for each, and
 // other warps read them in that order. What is under way does not depend on how many threads there are.
 
-#include "numbers.cuh"
+#include "mbarrier.cuh"
 
 // What the readers are told with a row.
 struct Note {
@@ -9,35 +9,6 @@ struct Note {
   float weight;
   u32 marks;
 };
-
-__device__ __forceinline__ u32 shared_address(const void* at) { return static_cast<u32>(__cvta_generic_to_shared(at)); }
-
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(arrivals) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-// Until the phase of `parity` has ended; that of parity 1 has before the first.
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  u32 done;
-  do {
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
-                 : "=r"(done)
-                 : "r"(barrier), "r"(parity)
-                 : "memory");
-  } while (!done);
-}
-
-// Copies by the engine, as loads for the phase of `barrier`: 16-byte aligned, whole 16 bytes.
-__device__ __forceinline__ void bulk_load(void* to, const void* from, int bytes, u32 barrier) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(
-                   shared_address(to)),
-               "l"(from), "r"(bytes), "r"(barrier)
-               : "memory");
-}
 
 // Which of COUNT places is the next, and the parity of its round.
 template <int COUNT>
@@ -78,8 +49,8 @@ struct Ring {
     __syncwarp();  // a lane that comes late would take the round after for this one
     if ((threadIdx.x & 31) == 0) {
       notes[place.index] = note;
-      asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(ready), "r"(bytes) : "memory");
-      if (bytes > 0) bulk_load(rows + place.index * PITCH, from, bytes, ready);
+      barrier_expect(ready, bytes);
+      if (bytes > 0) bulk_load(shared_address(rows + place.index * PITCH), from, bytes, ready);
     }
     place.advance();
   }

@@ -11,10 +11,7 @@
 // EXTRAS (row scale, expert scales or bias are there), A_BOX (rows of a box of the rows' tensor map), TMA_SCALES (FP8
 // without GATHER, 4 stages, K a multiple of 4 * 128: scales come by TMA, too, so that one thread produces).
 
-typedef unsigned char u8;
-typedef unsigned short u16;
-typedef unsigned int u32;
-typedef unsigned long long u64;
+#include "mbarrier.cuh"
 
 struct alignas(64) TensorMap {
     u64 words[16];
@@ -54,8 +51,6 @@ constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
 
 // --- shared memory, barriers, copies --------------------------------------------------------------------------------
 
-__device__ __forceinline__ u32 shared_address(const void* p) { return (u32)__cvta_generic_to_shared(p); }
-
 // The same number in all lanes, which the compiler is to know: tensor core instructions want uniform registers.
 __device__ __forceinline__ u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
 
@@ -78,18 +73,6 @@ __device__ __forceinline__ void leave_cluster() {
     }
 }
 
-__device__ __forceinline__ void barrier_init(u32 barrier, u32 count) {
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-    asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(u32 barrier, u32 count = 1) {
-    asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
 // The address in the cluster of what is at `address` in the shared memory of block `rank`.
 __device__ __forceinline__ u32 address_at(u32 address, u32 rank) {
     u32 there;
@@ -100,17 +83,6 @@ __device__ __forceinline__ u32 address_at(u32 address, u32 rank) {
 // Nothing that generic stores wrote is handed over, so no fence of the cluster is asked for: it would cost a quarter.
 __device__ __forceinline__ void barrier_arrive_there(u32 barrier, u32 count) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-    u32 done;
-    do {
-        asm volatile(
-            "{\n.reg .pred p;\nmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\nselp.b32 %0, 1, 0, p;\n}"
-            : "=r"(done)
-            : "r"(barrier), "r"(parity)
-            : "memory");
-    } while (!done);
 }
 
 __device__ __forceinline__ void load_rows(const TensorMap* map, u32 to, u32 barrier, int k, int row, bool multicast) {
@@ -150,13 +122,6 @@ __device__ __forceinline__ void load_half(
             "r"(expert)
             : "memory");
     }
-}
-
-// 16 bytes.
-__device__ __forceinline__ void copy_four(u32 to, const float* from, u32 barrier) {
-    asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], 16, [%2];" ::"r"(to),
-                 "l"(from), "r"(barrier)
-                 : "memory");
 }
 
 // --- tiles ----------------------------------------------------------------------------------------------------------
@@ -378,14 +343,6 @@ __device__ __forceinline__ u32 pack(float low, float high) {
         asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(word) : "f"(high), "f"(low));
     }
     return word;
-}
-
-// x / s rounded to nearest, `inverse` being 1 / s rounded; exact while neither the quotient nor the remainder is
-// denormal, below which a code of e4m3 is 0 anyway.
-__device__ __forceinline__ float divide(float x, float s, float inverse) {
-    float q = x * inverse;
-    q = __fmaf_rn(__fmaf_rn(q, s, -x), -inverse, q);  // this way round -0 stays -0
-    return __fmaf_rn(__fmaf_rn(q, s, -x), -inverse, q);
 }
 
 __device__ __forceinline__ float swiglu(float gate, float up, float alpha, float limit, float up_offset) {
@@ -624,8 +581,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     if (scales_too) {
                         u32 scale = shared_address(scales) + round;
                         load_rows(&scales_map, scale, ready, kb, tile.start, false);
-                        copy_four(scale + BM * 16, w_scale + kb, ready);
-                        copy_four(scale + BM * 16 + 16, of_second + kb, ready);
+                        bulk_load(scale + BM * 16, w_scale + kb, 16, ready);
+                        bulk_load(scale + BM * 16 + 16, of_second + kb, 16, ready);
                         round = ROUND_BYTES - round;
                     }
                 }
@@ -661,8 +618,10 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
         float acc[SUMS];
-        // Where the scales of the next round of stages are, and by what that changes with a tile.
-        u32 round = 0, turned = TMA_SCALES && k_blocks / STAGES % 2 ? ROUND_BYTES : 0;
+        // Where the scales of the next round of stages are, and whether a tile leaves them at the other place.
+        u32 round = 0;
+        bool turned = TMA_SCALES && k_blocks / STAGES % 2;
+        auto other = [](u32 of_round) { return TMA_SCALES ? ROUND_BYTES - of_round : 0; };
         int turn = 0;  // the warpgroup that takes the next tile of its own
         bool waits = false;
         u8* warp_staging = staging + warp * WARP_STAGING;
@@ -679,7 +638,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 if (turn == wg) {
                     // The other's tile.
                     phases ^= used;
-                    round = turned ? ROUND_BYTES - round : round;
+                    round = turned ? other(round) : round;
                     waits = true;
                     continue;
                 }
@@ -703,7 +662,6 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             constexpr u32 OF_ROW = TMA_SCALES ? 16 : 4, OF_STAGE = TMA_SCALES ? 4 : SCALE_BYTES;
             u32 row_scales = shared_address(scales) + (row_of_warp + lane / 4) * OF_ROW;
             u32 half_scales = shared_address(scales) + BM * OF_ROW + zero, of_round = round;
-            auto other = [&](u32 of_round) { return TMA_SCALES ? ROUND_BYTES - of_round : 0; };
             round = turned ? other(round) : round;
             auto load_scales = [&](int s, u32 of_round, bool now) {
                 u32 at = of_round + s * OF_STAGE;

@@ -5,22 +5,13 @@ A peer that fails tells of it and then raises its flag all the same, with nothin
 
 from __future__ import annotations
 
-import shutil
 import subprocess
 from pathlib import Path
 
-import pytest
-
 from moe_runtime.kernels.nvrtc import FOLDER
+from tests.on_host import between, compile_on_host, needs_compiler
 
-HARNESS = Path(__file__).with_name("await_on_host.cpp")
 PLACE = "// THE TEXT OF signalling.cuh\n"
-COMPILER = shutil.which("c++")
-
-
-def between(text: str, start: str, end: str) -> str:
-    first = text.index(start)
-    return text[first : text.index(end, first)]
 
 
 def host_text() -> str:
@@ -34,13 +25,9 @@ def host_text() -> str:
     return text
 
 
-@pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
+@needs_compiler
 def test_await(tmp_path: Path) -> None:
-    source, program = tmp_path / "await.cpp", tmp_path / "await"
-    harness = HARNESS.read_text()
-    assert harness.count(PLACE) == 1
-    source.write_text(harness.replace(PLACE, host_text()))
-    command = [str(COMPILER), "-O1", "-std=c++17", "-pthread", "-o", str(program), str(source)]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    program = tmp_path / "await"
+    compile_on_host("await_on_host.cpp", PLACE, host_text(), program, "-O1", "-pthread")
     done = subprocess.run([str(program)], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.endswith(" 0 wrong\n"), done.stdout + done.stderr

@@ -6,9 +6,6 @@ And what the quantizers of other formats are made of: a division and a conversio
 from __future__ import annotations
 
 import ctypes
-import shutil
-import subprocess
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -19,21 +16,15 @@ from moe_runtime.formats import BF16, NVFP4
 from moe_runtime.kernels.nvrtc import FOLDER
 from moe_runtime.kernels.reference_quantize import MAX_GSF, quantize_rows
 from tests.comparison import assert_same_bits
+from tests.on_host import between, compile_on_host, needs_compiler
 
-HARNESS = Path(__file__).with_name("quantize_on_host.cpp")
 PLACE = "// THE TEXT OF quantize.cuh\n"
-COMPILER = shutil.which("c++")
 
-pytestmark = pytest.mark.skipif(COMPILER is None, reason="needs a C++ compiler")
-
-
-def between(text: str, start: str, end: str) -> str:
-    first = text.index(start)
-    return text[first : text.index(end, first)]
+pytestmark = needs_compiler
 
 
 def host_text() -> str:
-    """quantize.cuh up to the formats whose blocks span lanes, less the one function that is an instruction."""
+    """quantize.cuh up to the formats whose blocks span lanes, less what is an instruction, and `divide`."""
     text = (FOLDER / "quantize.cuh").read_text()
     text = between(text, "constexpr u32 MAGNITUDE", "// Quantizes unit `unit` of a row of any other format")
     for start, end in (
@@ -42,6 +33,8 @@ def host_text() -> str:
         ("// The largest of `bits` over", "// e2m1 codes of 8"),
     ):
         text = text.replace(between(text, start, end), "")
+    numbers = (FOLDER / "numbers.cuh").read_text()
+    text += between(numbers, "// x / s rounded to nearest", "// bf16 2^(byte - 127)")
     text = text.replace("__device__ __forceinline__", "inline")
     assert "asm" not in text and "quantize_nvfp4(" in text
     return text
@@ -49,14 +42,9 @@ def host_text() -> str:
 
 @pytest.fixture(scope="module")
 def library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
-    folder = tmp_path_factory.mktemp("quantize")
-    source, binary = folder / "quantize.cpp", folder / "quantize.so"
-    harness = HARNESS.read_text()
-    assert harness.count(PLACE) == 1
-    source.write_text(harness.replace(PLACE, host_text()))
-    options = ["-O2", "-std=c++17", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC"]
-    command = [str(COMPILER), *options, "-o", str(binary), str(source)]
-    subprocess.run(command, check=True, capture_output=True, text=True, timeout=120)
+    binary = tmp_path_factory.mktemp("quantize") / "quantize.so"
+    options = ("-O2", "-ffp-contract=off", "-fno-strict-aliasing", "-shared", "-fPIC")
+    compile_on_host("quantize_on_host.cpp", PLACE, host_text(), binary, *options)
     return ctypes.CDLL(str(binary))
 
 
