@@ -1,0 +1,242 @@
+"""Kernels in CUDA C++ run on the CPU: their own text, translated for a compiler of the host, under a random schedule.
+
+What is emulated: warps whose lanes take turns, barriers of blocks and in shared memory, copies by the copy engine that are
+done late, blocks that come one after the other, kernels launched early, and several ranks at once. What is not: memory
+that is seen out of order. See `scheduler.h`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import re
+import subprocess
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_runtime.kernels import nvrtc
+from tests.on_host import COMPILER
+
+HERE = Path(__file__).parent
+OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off", "-w", f"-I{HERE}")
+
+
+class EmulatorError(AssertionError):
+    """A kernel that did what a GPU would not forgive, or that could not go on, and who waited for what."""
+
+
+@cache
+def _folder() -> tempfile.TemporaryDirectory[str]:
+    return tempfile.TemporaryDirectory(prefix="emulator-")
+
+
+def _compile(source: Path, binary: Path, *options: str) -> None:
+    command = [str(COMPILER), *OPTIONS, *options, str(source), "-o", str(binary)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, f"{source.name}: {done.stderr[:4000]}"
+
+
+@cache
+def _scheduler() -> ctypes.CDLL:
+    binary = Path(_folder().name) / "scheduler.so"
+    _compile(HERE / "scheduler.cpp", binary)
+    return ctypes.CDLL(str(binary), mode=ctypes.RTLD_GLOBAL)
+
+
+def _end(text: str, start: int) -> int:
+    """Behind the parenthesis that closes the one at `start`; strings are passed over."""
+    depth = 0
+    for match in re.compile(r'"(?:\\.|[^"\\])*"|[()]').finditer(text, start):
+        depth += {"(": 1, ")": -1}.get(match.group(), 0)
+        if depth == 0:
+            return match.end()
+    raise ValueError(f"nothing closes {text[start : start + 60]!r}")
+
+
+def _split(text: str, at: str) -> list[str]:
+    """`text` cut at each `at` outside of strings and parentheses."""
+    parts, last, depth = [], 0, 0
+    for match in re.compile(rf'"(?:\\.|[^"\\])*"|[()\[\]{{}}<>]|{at}').finditer(text):
+        token = match.group()
+        depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(token, 0)
+        if token == at and depth == 0:
+            parts.append(text[last : match.start()])
+            last = match.end()
+    return [*parts, text[last:]]
+
+
+def _instruction(statement: str) -> str:
+    """What is in the parentheses of an `asm`, as the call of a function of instructions.h."""
+    template, *operands = _split(statement, ":")
+    code = "".join(re.findall(r'"((?:\\.|[^"\\])*)"', template)).replace("\\n", "\n")
+    names = []
+    for line in re.split(r"[;\n]", code):
+        words = [word for word in line.replace("{", " ").replace("}", " ").split() if not word.startswith("@")]
+        if words and not words[0].startswith(".") and words[0][0].isalpha() and not words[0].endswith(","):
+            names.append(re.sub(r"[^a-zA-Z0-9]+", "_", words[0]))
+    values = []
+    for section in operands[:2]:
+        for operand in _split(section, ","):
+            if operand.strip():
+                values.append(operand[operand.index("(") + 1 : operand.rindex(")")])
+    return f"ptx::{'__'.join(names)}({', '.join(values)})"
+
+
+def _with_instructions(text: str) -> str:
+    parts, last = [], 0
+    for match in re.finditer(r"\basm\b\s*(?:volatile\s*)?\(", text):
+        if match.start() < last:
+            continue
+        end = _end(text, match.end() - 1)
+        parts += [text[last : match.start()], _instruction(text[match.end() : end - 1])]
+        last = end
+    return "".join([*parts, text[last:]])
+
+
+def _with_shared_variables(text: str) -> str:
+    def declared(match: re.Match[str]) -> str:
+        kind, rest = match.group(1), match.group(2)
+        lines = []
+        for declarator in _split(rest, ","):
+            name = re.match(r"\s*(\w+)", declarator).group(1)  # type: ignore[union-attr]
+            sizes = declarator.strip()[len(name) :]
+            lines.append(
+                f"using Type_of_{name} = {kind}{sizes}; Type_of_{name}& {name} = *static_cast<Type_of_{name}*>("
+                f'emulator::shared_variable("{name}", sizeof(Type_of_{name}), alignof(Type_of_{name})));'
+            )
+        return " ".join(lines)
+
+    text = re.sub(
+        r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];",
+        r"\1* const \2 = static_cast<\1*>(emulator::dynamic_shared());",
+        text,
+    )
+    return re.sub(r"__shared__ ((?:__align__\(\d+\) )?\w+) ([^;]+);", declared, text)
+
+
+def _included(text: str) -> str:
+    return re.sub(
+        r'^#include "(.*)"$', lambda match: _included((nvrtc.FOLDER / match.group(1)).read_text()), text, flags=re.M
+    )
+
+
+def translated(file: str) -> str:
+    """A source of the kernels and what it includes, for a compiler of the host."""
+    text = _included((nvrtc.FOLDER / file).read_text())
+    kernels = []
+    for match in re.finditer(r'extern "C" __global__ void\s', text):
+        at = match.end()
+        while not (name := re.compile(r"\s*(\w+)\s*").match(text, at)) or name.group(1).startswith("__"):
+            assert name is not None
+            at = _end(text, name.end())
+        kernels.append(name.group(1))
+    text = _with_shared_variables(_with_instructions(text))
+    calls = "".join(
+        f'\nextern "C" void emulate_{name}(void** arguments) {{ call_kernel({name}, arguments); }}' for name in kernels
+    )
+    return f'#include "instructions.h"\n{text}{calls}\n'
+
+
+@cache
+def _library(file: str, defines: nvrtc.Defines) -> ctypes.CDLL:
+    _scheduler()
+    with tempfile.TemporaryDirectory(dir=_folder().name) as folder:
+        source, binary = Path(folder) / f"{file}.cpp", Path(folder) / f"{file}.so"
+        macros = "".join(f"#define {name} {value}\n" for name, value in defines)
+        source.write_text(macros + translated(file))
+        _compile(source, binary, "-Wl,-Bsymbolic")
+        return ctypes.CDLL(str(binary))
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("entry", ctypes.c_void_p),
+        ("arguments", ctypes.c_void_p),
+        ("name", ctypes.c_char_p),
+        ("grid", ctypes.c_uint32 * 3),
+        ("threads", ctypes.c_uint32),
+        ("shared_bytes", ctypes.c_uint32),
+        ("cluster", ctypes.c_uint32),
+        ("stream", ctypes.c_uint32),
+        ("early", ctypes.c_uint32),
+    )
+
+
+@dataclass
+class Emulator:
+    """Stands for `nvrtc.launch`. Kernels run when they are launched, or, inside `together`, all at its end.
+
+    Attributes:
+        seed: of the schedule; each run draws another from it.
+        stream: where what is launched goes; kernels of different streams run beside each other.
+    """
+
+    seed: int
+    stream: int = 0
+    runs: int = 0
+    launched: set[tuple[str, str]] = field(default_factory=set)
+    _waiting: list[tuple[_Launch, Any]] | None = None
+
+    def launch(
+        self,
+        file: str,
+        name: str,
+        defines: Mapping[str, int | str],
+        *,
+        grid: tuple[int, int, int],
+        block: int,
+        arguments: Sequence[Any],
+        device: torch.device,
+        shared_bytes: int = 0,
+        early: bool = False,
+    ) -> None:
+        library = _library(file, tuple(sorted(defines.items())))
+        values = [nvrtc._value(argument) for argument in arguments]
+        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        launch = _Launch(
+            ctypes.cast(getattr(library, f"emulate_{name}"), ctypes.c_void_p),
+            ctypes.cast(pointers, ctypes.c_void_p),
+            name.encode(),
+            (ctypes.c_uint32 * 3)(*grid),
+            block,
+            shared_bytes,
+            1,
+            self.stream,
+            int(early),
+        )
+        self.launched.add((file, name))
+        entry = (launch, (values, pointers, list(arguments)))
+        if self._waiting is None:
+            self._run([entry])
+        else:
+            self._waiting.append(entry)
+
+    @contextmanager
+    def together(self) -> Iterator[Callable[[int], None]]:
+        """What is launched inside runs at the end, all streams at once; gives what chooses the stream."""
+        assert self._waiting is None
+        self._waiting = []
+
+        def choose(stream: int) -> None:
+            self.stream = stream
+
+        try:
+            yield choose
+            waiting, self._waiting = self._waiting, None
+            self._run(waiting)
+        finally:
+            self._waiting, self.stream = None, 0
+
+    def _run(self, entries: list[tuple[_Launch, Any]]) -> None:
+        self.runs += 1
+        launches = (_Launch * len(entries))(*(entry[0] for entry in entries))
+        message = ctypes.create_string_buffer(20000)
+        seed = ctypes.c_uint64(self.seed * 1000003 + self.runs)
+        if _scheduler().emulator_run(launches, len(entries), seed, message, ctypes.c_size_t(len(message))):
+            raise EmulatorError(message.value.decode())

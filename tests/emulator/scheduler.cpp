@@ -1,0 +1,592 @@
+// See scheduler.h.
+
+#include "scheduler.h"
+
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdarg>
+#include <cstdio>
+#include <cstring>
+#include <deque>
+#include <map>
+#include <memory>
+#include <random>
+#include <stdexcept>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#if !defined(__x86_64__)
+#error "the switch between fibers is written for x86-64"
+#endif
+
+extern "C" void emulator_switch(void** keep, void* to);
+asm(R"(
+.text
+.globl emulator_switch
+.type emulator_switch, @function
+emulator_switch:
+  pushq %rbp
+  pushq %rbx
+  pushq %r12
+  pushq %r13
+  pushq %r14
+  pushq %r15
+  movq %rsp, (%rdi)
+  movq %rsi, %rsp
+  popq %r15
+  popq %r14
+  popq %r13
+  popq %r12
+  popq %rbx
+  popq %rbp
+  ret
+.size emulator_switch, .-emulator_switch
+)");
+
+// A launch, as Python hands it over.
+struct Launch {
+  void (*entry)(void**);
+  void** arguments;
+  const char* name;
+  Word grid[3], threads, shared_bytes, cluster, stream, early;
+};
+
+namespace emulator {
+
+Thread* thread = nullptr;
+
+namespace {
+
+constexpr size_t STACK_BYTES = 128 * 1024;
+constexpr Word FIRST_ADDRESS = 1024;  // no address of shared memory is 0
+constexpr size_t MOST_SHARED = 227 * 1024, MEMORY_BYTES = FIRST_ADDRESS + MOST_SHARED;
+constexpr Word RANK_SHIFT = 24;       // from there on, 1 + the rank in the cluster, or 0 for the block itself
+constexpr int POISON = 0xCD;
+constexpr int IDLE_STEPS = 20000;     // looks in a row after which time flies
+constexpr long long MOST_STEPS = 2000000000;
+
+struct Block;
+struct Kernel;
+
+struct Copy {
+  Block* block;
+  unsigned char *from, *to;
+  Word bytes, barrier;  // 0 for stores
+  bool has_read, has_written;
+  std::vector<unsigned char> content;
+};
+using Group = std::vector<std::shared_ptr<Copy>>;
+
+struct Fiber {
+  Thread seen;  // first: `thread` points to it
+  Block* block;
+  Word number;
+  void* stack_pointer;
+  void* stack;
+  const char* waits;  // for what, or null
+  Word detail;
+  Group open;
+  std::deque<Group> groups;
+};
+
+struct Meeting {
+  const char* what;
+  Word here;
+  Long brought[2][32];
+  int turn;
+  std::vector<Fiber*> waiting;
+};
+
+struct Barrier {
+  Word here, expected;
+  bool flag, result[2];
+  int turn;
+  std::vector<Fiber*> waiting;
+};
+
+// An mbarrier, in the 64 bits that it has.
+struct Mbarrier {
+  Word bytes;             // still to come; may be passed by for a while
+  unsigned pending : 15, arrivals : 15, parity : 1, made : 1;
+};
+static_assert(sizeof(Mbarrier) == 8);
+
+struct Cluster {
+  std::vector<Block*> blocks;
+};
+
+struct Block {
+  Kernel* kernel;
+  Index3 index;
+  std::shared_ptr<Cluster> cluster;
+  Word rank;  // in the cluster
+  std::unique_ptr<unsigned char, decltype(&free)> memory{nullptr, &free};
+  Word used;  // of it
+  std::map<std::string, Word> variables;
+  std::vector<std::unique_ptr<Fiber>> fibers;
+  std::vector<Meeting> warps;
+  Barrier barriers[16];
+  std::vector<std::pair<Word, Fiber*>> at_mbarriers;
+  Word running, copies;
+  bool triggered;
+};
+
+struct Kernel {
+  Launch launch;
+  Kernel* before;  // in its stream
+  Word next, ended, triggered, blocks;
+  bool done;
+};
+
+struct Simulation {
+  std::mt19937_64 random;
+  std::vector<std::unique_ptr<Kernel>> kernels;
+  std::vector<Word> resident;  // blocks of each stream
+  std::vector<std::unique_ptr<Block>> blocks;
+  std::vector<Fiber*> ready;
+  std::vector<std::shared_ptr<Copy>> copies;
+  std::vector<void*> stacks;
+  void* stack_pointer = nullptr;
+  std::string failure;
+  long long now = 0, idle = 0, steps = 0;
+  Word most_resident = 1, eager = 50, in_turn = 50;  // percent: copies done at once; the one woken last goes on
+
+  Word draw(Word below) { return random() % below; }
+};
+
+Simulation* simulation = nullptr;
+
+Fiber* self() { return reinterpret_cast<Fiber*>(thread); }
+
+void leave() {
+  Fiber* fiber = self();
+  emulator_switch(&fiber->stack_pointer, simulation->stack_pointer);
+  thread = &fiber->seen;
+}
+
+void wait(const char* what, Word detail = 0) {
+  self()->waits = what, self()->detail = detail;
+  leave();
+}
+
+void wake(Fiber* fiber) {
+  fiber->waits = nullptr;
+  simulation->idle = 0;
+  simulation->ready.push_back(fiber);
+}
+
+void wake_all(std::vector<Fiber*>& waiting) {
+  std::shuffle(waiting.begin(), waiting.end(), simulation->random);
+  for (Fiber* fiber : waiting) wake(fiber);
+  waiting.clear();
+}
+
+Block* block_of(Word address) {
+  Block* own = self()->block;
+  const Word rank = address >> RANK_SHIFT;
+  if (rank == 0) return own;
+  if (rank > own->cluster->blocks.size()) fail("shared address %08x is of no block of the cluster", address);
+  Block* block = own->cluster->blocks[rank - 1];
+  if (block == nullptr) fail("shared address %08x is of a block that has ended", address);
+  return block;
+}
+
+unsigned char* in_memory(Block* block, Word address, size_t bytes) {
+  const Word offset = address & ((1u << RANK_SHIFT) - 1);
+  if (offset < FIRST_ADDRESS || offset + bytes > block->used)
+    fail("shared address %08x, %zu bytes, is outside of what the block has", address, bytes);
+  return block->memory.get() + offset;
+}
+
+Mbarrier& mbarrier(Block* block, Word address) {
+  if (address % 8 != 0) fail("mbarrier at %08x, not a multiple of 8", address);
+  return *reinterpret_cast<Mbarrier*>(in_memory(block, address, 8));
+}
+
+Mbarrier& made_mbarrier(Block* block, Word address) {
+  Mbarrier& barrier = mbarrier(block, address);
+  if (!barrier.made || barrier.bytes == 0xCDCDCDCD) fail("mbarrier at %08x is used before it is initialized", address);
+  return barrier;
+}
+
+void end_phase_if_complete(Block* block, Word address) {
+  Mbarrier& barrier = mbarrier(block, address);
+  if (barrier.pending != 0 || barrier.bytes != 0) return;
+  barrier.pending = barrier.arrivals, barrier.parity ^= 1;
+  std::vector<Fiber*> woken;
+  auto& all = block->at_mbarriers;
+  const Word offset = address & ((1u << RANK_SHIFT) - 1);
+  for (size_t i = 0; i < all.size();) {
+    if (all[i].first == offset) woken.push_back(all[i].second), all[i] = all.back(), all.pop_back();
+    else ++i;
+  }
+  wake_all(woken);
+}
+
+void read(Copy& copy) {
+  if (copy.has_read) return;
+  copy.content.assign(copy.from, copy.from + copy.bytes);
+  copy.has_read = true;
+  simulation->idle = 0;
+}
+
+void write(Copy& copy) {
+  if (copy.has_written) return;
+  read(copy);
+  memcpy(copy.to, copy.content.data(), copy.bytes);
+  copy.has_written = true;
+  --copy.block->copies;
+  if (copy.barrier != 0) {
+    made_mbarrier(copy.block, copy.barrier).bytes -= copy.bytes;
+    end_phase_if_complete(copy.block, copy.barrier);
+  }
+}
+
+void add_copy(std::shared_ptr<Copy> copy) {
+  if ((reinterpret_cast<uintptr_t>(copy->from) | reinterpret_cast<uintptr_t>(copy->to) | copy->bytes) % 16 != 0)
+    fail("a bulk copy from %p to %p, %u bytes, is not of whole 16 bytes", copy->from, copy->to, copy->bytes);
+  ++copy->block->copies;
+  simulation->copies.push_back(std::move(copy));
+}
+
+void end_kernel_if_done(Kernel* kernel) {
+  if (kernel->ended == kernel->blocks) kernel->done = true;
+}
+
+void trigger(Block* block) {
+  if (block->triggered) return;
+  block->triggered = true;
+  ++block->kernel->triggered;
+}
+
+void end_block(Block* block) {
+  if (block->copies != 0) fail("block %u of %s ended while copies were under way", block->index.x, block->kernel->launch.name);
+  trigger(block);
+  Kernel* kernel = block->kernel;
+  ++kernel->ended;
+  --simulation->resident[kernel->launch.stream];
+  block->cluster->blocks[block->rank] = nullptr;
+  end_kernel_if_done(kernel);
+  auto& all = simulation->blocks;
+  for (auto& fiber : block->fibers) simulation->stacks.push_back(fiber->stack);
+  all.erase(std::find_if(all.begin(), all.end(), [&](auto& other) { return other.get() == block; }));
+}
+
+void run_fiber() {
+  Fiber* fiber = self();
+  fiber->block->kernel->launch.entry(fiber->block->kernel->launch.arguments);
+  fiber->waits = "nothing: it has ended";
+  --fiber->block->running;
+  leave();
+  __builtin_unreachable();
+}
+
+void* new_stack() {
+  if (!simulation->stacks.empty()) {
+    void* stack = simulation->stacks.back();
+    simulation->stacks.pop_back();
+    return stack;
+  }
+  void* stack = mmap(nullptr, STACK_BYTES, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+  if (stack == MAP_FAILED) fail("no memory for another thread");
+  return stack;
+}
+
+bool may_start(const Kernel* kernel) {
+  if (kernel->next == kernel->blocks) return false;
+  const Kernel* before = kernel->before;
+  if (before != nullptr) {
+    if (kernel->launch.early ? before->triggered != before->blocks : !before->done) return false;
+    // One that is not early comes after all that came before.
+    for (const Kernel* k = before; !kernel->launch.early && k != nullptr; k = k->before)
+      if (!k->done) return false;
+  }
+  const Word resident = simulation->resident[kernel->launch.stream];
+  return resident == 0 || resident + kernel->launch.cluster <= simulation->most_resident;
+}
+
+void start_cluster(Kernel* kernel) {
+  const Launch& launch = kernel->launch;
+  auto cluster = std::make_shared<Cluster>();
+  for (Word rank = 0; rank < launch.cluster; ++rank) {
+    auto block = std::make_unique<Block>();
+    const Word number = kernel->next++;
+    block->kernel = kernel, block->cluster = cluster, block->rank = rank;
+    block->index = {number % launch.grid[0], number / launch.grid[0] % launch.grid[1],
+                    number / launch.grid[0] / launch.grid[1]};
+    block->memory.reset(static_cast<unsigned char*>(aligned_alloc(1024, MEMORY_BYTES)));
+    memset(block->memory.get(), POISON, MEMORY_BYTES);
+    block->used = FIRST_ADDRESS + launch.shared_bytes;
+    block->running = launch.threads;
+    block->warps.resize((launch.threads + 31) / 32);
+    for (Word i = 0; i < launch.threads; ++i) {
+      auto fiber = std::make_unique<Fiber>();
+      fiber->seen = {{i, 0, 0}, block->index, {launch.threads, 1, 1}, {launch.grid[0], launch.grid[1], launch.grid[2]}};
+      fiber->block = block.get(), fiber->number = i;
+      fiber->stack = new_stack();
+      void** top = reinterpret_cast<void**>(static_cast<char*>(fiber->stack) + STACK_BYTES);
+      *--top = nullptr;
+      *--top = reinterpret_cast<void*>(run_fiber);
+      for (int saved = 0; saved < 6; ++saved) *--top = nullptr;
+      fiber->stack_pointer = top;
+      simulation->ready.push_back(fiber.get());
+      block->fibers.push_back(std::move(fiber));
+    }
+    cluster->blocks.push_back(block.get());
+    ++simulation->resident[launch.stream];
+    simulation->blocks.push_back(std::move(block));
+  }
+  simulation->idle = 0;
+}
+
+// One thing that can go on; whether there was any.
+bool step() {
+  Simulation& s = *simulation;
+  std::vector<Kernel*> startable;
+  if (s.steps++ % 64 == 0 || s.ready.empty())
+    for (auto& kernel : s.kernels)
+      if (may_start(kernel.get())) startable.push_back(kernel.get());
+  if (!startable.empty()) {
+    start_cluster(startable[s.draw(startable.size())]);
+    return true;
+  }
+  if (!s.copies.empty() && (s.ready.empty() || s.draw(100) < s.eager)) {
+    const size_t chosen = s.draw(s.copies.size());
+    std::shared_ptr<Copy> copy = s.copies[chosen];
+    if (!copy->has_read && s.draw(2)) read(*copy);
+    else write(*copy);
+    if (copy->has_written) s.copies[chosen] = s.copies.back(), s.copies.pop_back();
+    return true;
+  }
+  if (s.ready.empty()) return false;
+  if (s.draw(100) >= s.in_turn) std::swap(s.ready[s.draw(s.ready.size())], s.ready.back());
+  Fiber* fiber = s.ready.back();
+  s.ready.pop_back();
+  thread = &fiber->seen;
+  emulator_switch(&s.stack_pointer, fiber->stack_pointer);
+  thread = nullptr;
+  if (fiber->block->running == 0 && s.failure.empty()) end_block(fiber->block);
+  return true;
+}
+
+std::string who_waits() {
+  std::map<std::tuple<std::string, Word, Word, std::string, Word>, Word> lanes;
+  for (auto& block : simulation->blocks)
+    for (auto& fiber : block->fibers)
+      ++lanes[{block->kernel->launch.name, block->index.x, fiber->number / 32, fiber->waits ? fiber->waits : "its turn",
+               fiber->detail}];
+  std::string text;
+  for (auto& [who, count] : lanes) {
+    char line[256];
+    snprintf(line, sizeof line, "\n%s block %u warp %u: %u lanes wait for %s (%x)", std::get<0>(who).c_str(),
+             std::get<1>(who), std::get<2>(who), count, std::get<3>(who).c_str(), std::get<4>(who));
+    text += line;
+  }
+  return text;
+}
+
+}  // namespace
+
+void fail(const char* format, ...) {
+  char text[512];
+  va_list arguments;
+  va_start(arguments, format);
+  vsnprintf(text, sizeof text, format, arguments);
+  va_end(arguments);
+  if (thread == nullptr) throw std::runtime_error(text);
+  Fiber* fiber = self();
+  const Block* block = fiber->block;
+  simulation->failure = std::string(block->kernel->launch.name) + " block " + std::to_string(block->index.x) +
+                        " thread " + std::to_string(fiber->number) + ": " + text;
+  leave();
+  __builtin_unreachable();
+}
+
+const Long* meet(const char* what, Long value) {
+  Fiber* fiber = self();
+  Meeting& meeting = fiber->block->warps[fiber->number / 32];
+  if (meeting.here == 0) meeting.what = what;
+  else if (strcmp(meeting.what, what) != 0) fail("the warp parts: %s here, %s there", what, meeting.what);
+  const int turn = meeting.turn;
+  meeting.brought[turn][fiber->number % 32] = value;
+  if (++meeting.here == 32) {
+    meeting.here = 0, meeting.turn ^= 1;
+    wake_all(meeting.waiting);
+  } else {
+    meeting.waiting.push_back(fiber);
+    wait(what);
+  }
+  return meeting.brought[turn];
+}
+
+namespace {
+
+bool at_barrier(Word id, Word threads, bool flag, bool waits) {
+  Fiber* fiber = self();
+  if (id >= 16 || threads % 32 != 0 || threads == 0) fail("barrier %u of %u threads", id, threads);
+  Barrier& barrier = fiber->block->barriers[id];
+  if (barrier.here == 0) barrier.expected = threads, barrier.flag = false;
+  else if (barrier.expected != threads) fail("barrier %u of %u threads here, of %u there", id, threads, barrier.expected);
+  barrier.flag |= flag;
+  const int turn = barrier.turn;
+  if (++barrier.here == threads) {
+    barrier.here = 0, barrier.turn ^= 1;
+    barrier.result[turn] = barrier.flag;
+    wake_all(barrier.waiting);
+  } else if (waits) {
+    barrier.waiting.push_back(fiber);
+    wait("a barrier of the block", id);
+  }
+  return barrier.result[turn];
+}
+
+}  // namespace
+
+bool bar_sync(Word id, Word threads, bool flag) { return at_barrier(id, threads, flag, true); }
+void bar_arrive(Word id, Word threads) { at_barrier(id, threads, false, false); }
+
+void look(const char* what) {
+  Simulation& s = *simulation;
+  s.now += ++s.idle > IDLE_STEPS ? 100000 : 10;
+  Fiber* fiber = self();
+  fiber->waits = what;
+  s.ready.push_back(fiber);
+  std::swap(s.ready[s.draw(s.ready.size())], s.ready.back());
+  leave();
+  fiber->waits = nullptr;
+}
+
+long long clock_ns() { return simulation->now; }
+
+void* shared_variable(const char* name, size_t bytes, size_t alignment) {
+  Block* block = self()->block;
+  auto found = block->variables.find(name);
+  if (found == block->variables.end()) {
+    const Word at = (block->used + alignment - 1) / alignment * alignment;
+    block->used = at + bytes;
+    if (block->used > MEMORY_BYTES) fail("%s does not fit into shared memory", name);
+    found = block->variables.emplace(name, at).first;
+  }
+  return block->memory.get() + found->second;
+}
+
+void* dynamic_shared() { return self()->block->memory.get() + FIRST_ADDRESS; }
+
+Word to_shared(const void* at) {
+  Block* block = self()->block;
+  const auto offset = static_cast<const unsigned char*>(at) - block->memory.get();
+  if (offset < FIRST_ADDRESS || offset > static_cast<long>(block->used)) fail("%p is not in shared memory", at);
+  return offset;
+}
+
+void* from_shared(Word address, size_t bytes) { return in_memory(block_of(address), address, bytes); }
+
+Word in_block_of_cluster(Word address, Word rank) {
+  return (address & ((1u << RANK_SHIFT) - 1)) | (rank + 1) << RANK_SHIFT;
+}
+
+Word rank_in_cluster() { return self()->block->rank; }
+
+void mbarrier_init(Word address, Word arrivals) {
+  mbarrier(self()->block, address) = {0, arrivals, arrivals, 0, 1};
+}
+
+void mbarrier_arrive(Word address, Word count) {
+  Block* block = block_of(address);
+  Mbarrier& barrier = made_mbarrier(block, address);
+  if (barrier.pending < count) fail("%u arrive at mbarrier %08x, which waits for %u", count, address, barrier.pending);
+  barrier.pending -= count;
+  end_phase_if_complete(block, address);
+}
+
+void mbarrier_expect(Word address, Word bytes) { made_mbarrier(block_of(address), address).bytes += bytes; }
+
+void mbarrier_wait(Word address, Word parity) {
+  Fiber* fiber = self();
+  Block* block = block_of(address);
+  if (made_mbarrier(block, address).parity != parity) return;
+  block->at_mbarriers.emplace_back(address & ((1u << RANK_SHIFT) - 1), fiber);
+  wait("an mbarrier", address);
+}
+
+void bulk_load(Word to, const void* from, Word bytes, Word barrier) {
+  Block* block = block_of(to);
+  unsigned char* place = in_memory(block, to, bytes);
+  memset(place, POISON, bytes);
+  auto* source = static_cast<unsigned char*>(const_cast<void*>(from));
+  add_copy(std::make_shared<Copy>(Copy{block, source, place, bytes, barrier, false, false, {}}));
+}
+
+void bulk_store(void* to, Word from, Word bytes) {
+  Block* block = self()->block;
+  auto* place = static_cast<unsigned char*>(to);
+  auto copy = std::make_shared<Copy>(Copy{block, in_memory(block, from, bytes), place, bytes, 0, false, false, {}});
+  self()->open.push_back(copy);
+  add_copy(std::move(copy));
+}
+
+void bulk_commit() {
+  self()->groups.push_back(std::move(self()->open));
+  self()->open.clear();
+}
+
+void bulk_await(Word pending, bool read_only) {
+  auto& groups = self()->groups;
+  for (size_t i = 0; i + pending < groups.size(); ++i)
+    for (auto& copy : groups[i]) read_only ? read(*copy) : write(*copy);
+  auto& all = simulation->copies;
+  all.erase(std::remove_if(all.begin(), all.end(), [](auto& copy) { return copy->has_written; }), all.end());
+  auto written = [](Group& group) {
+    return std::all_of(group.begin(), group.end(), [](auto& copy) { return copy->has_written; });
+  };
+  while (!groups.empty() && written(groups.front())) groups.pop_front();
+}
+
+void kernels_before_have_ended() {
+  const Kernel* before = self()->block->kernel->before;
+  while (before != nullptr && !before->done) look("the kernel before");
+}
+
+void next_kernel_may_start() { trigger(self()->block); }
+
+}  // namespace emulator
+
+// Runs all launches; 0, or 1 with a message. Those of a stream come one after the other.
+extern "C" int emulator_run(const Launch* launches, int count, Long seed, char* message, size_t message_bytes) {
+  using namespace emulator;
+  Simulation own;
+  simulation = &own;
+  own.random.seed(seed);
+  own.most_resident = 1 + own.draw(6);
+  own.eager = own.draw(3) * 45;
+  own.in_turn = own.draw(3) * 45;
+  Word streams = 0;
+  for (int i = 0; i < count; ++i) {
+    auto kernel = std::make_unique<Kernel>();
+    kernel->launch = launches[i];
+    kernel->blocks = launches[i].grid[0] * launches[i].grid[1] * launches[i].grid[2];
+    kernel->done = kernel->blocks == 0;
+    for (auto& earlier : own.kernels)
+      if (earlier->launch.stream == launches[i].stream) kernel->before = earlier.get();
+    streams = std::max(streams, launches[i].stream + 1);
+    own.kernels.push_back(std::move(kernel));
+  }
+  own.resident.resize(streams);
+  try {
+    while (own.failure.empty() && own.steps < MOST_STEPS && step()) {
+    }
+  } catch (const std::runtime_error& error) {
+    own.failure = error.what();
+  }
+  const bool done = std::all_of(own.kernels.begin(), own.kernels.end(), [](auto& kernel) { return kernel->done; });
+  if (own.failure.empty() && !done) own.failure = "nothing can go on";
+  if (!own.failure.empty()) own.failure += who_waits();
+  snprintf(message, message_bytes, "%s", own.failure.c_str());
+  for (auto& block : own.blocks)
+    for (auto& fiber : block->fibers) own.stacks.push_back(fiber->stack);
+  for (void* stack : own.stacks) munmap(stack, STACK_BYTES);
+  simulation = nullptr;
+  return own.failure.empty() ? 0 : 1;
+}

@@ -1,0 +1,64 @@
+// What emulated kernels share: threads of the CPU that take turns, blocks, and what is under way beside them.
+//
+// A simulation is run by one thread of the CPU. Each thread of a block is a fiber that runs until it has to wait for
+// others or looks at memory that other ranks write; which one is next is drawn at random, from a seed. Copies by the copy
+// engine are done at random times, at the latest when they are waited for, so that what is read too early, or written
+// over too early, is found. A simulation in which nothing can go on ends with a report of who waits for what.
+
+#pragma once
+
+#include <cstdint>
+#include <cstddef>
+
+typedef unsigned int Word;
+typedef unsigned long long Long;
+
+struct Index3 {
+  Word x, y, z;
+};
+
+namespace emulator {
+
+// What a kernel sees of the thread that it is.
+struct Thread {
+  Index3 index, block, block_size, grid;
+};
+extern Thread* thread;  // the one that runs
+
+[[noreturn]] void fail(const char* format, ...) __attribute__((format(printf, 1, 2)));
+
+// All 32 lanes of the warp come together, each with a value; what they brought, valid until the next meeting but one.
+const Long* meet(const char* what, Long value);
+// `threads` of the block come together at barrier `id`, some without waiting; whether any waiting one brought a flag.
+bool bar_sync(Word id, Word threads, bool flag = false);
+void bar_arrive(Word id, Word threads);
+// Others may go on before this thread does: it looks at what they change.
+void look(const char* what);
+// Nanoseconds, which pass while nothing but looking goes on.
+long long clock_ns();
+
+// Shared memory: variable `number` of a source, and what the launch asked for.
+void* shared_variable(const char* name, size_t bytes, size_t alignment);
+void* dynamic_shared();
+Word to_shared(const void* at);
+void* from_shared(Word address, size_t bytes);  // of any block of the cluster
+Word in_block_of_cluster(Word address, Word rank);
+Word rank_in_cluster();
+
+void mbarrier_init(Word barrier, Word arrivals);
+void mbarrier_arrive(Word barrier, Word count);
+void mbarrier_expect(Word barrier, Word bytes);  // without an arrival
+void mbarrier_wait(Word barrier, Word parity);
+
+// Copies by the copy engine. `load` counts its bytes at a barrier; `store` is of this thread's open group, whose older
+// ones, all but `pending`, are waited for: until they have read, or until they have written.
+void bulk_load(Word to, const void* from, Word bytes, Word barrier);
+void bulk_store(void* to, Word from, Word bytes);
+void bulk_commit();
+void bulk_await(Word pending, bool read_only);
+
+// Of programmatic launches.
+void kernels_before_have_ended();
+void next_kernel_may_start();
+
+}  // namespace emulator
