@@ -148,8 +148,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const int epoch = load_relaxed(handle_epoch), warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   EACH_TASK(task, chunks * split) {
     const int chunk = task / split, part = task % split, first_slot = chunk * CHUNK;
-    for (int i = threadIdx.x; i < EXPERTS * CHUNK_WORDS; i += THREADS) places.bits[0][i] = 0;
-    for (int i = threadIdx.x; i < CHUNK * K; i += THREADS) places.local[0][i] = NONE;
+    u32* const bits = reinterpret_cast<u32*>(places.bits);
+    u16* const local = reinterpret_cast<u16*>(places.local);
+    for (int i = threadIdx.x; i < EXPERTS * CHUNK_WORDS; i += THREADS) bits[i] = 0;
+    for (int i = threadIdx.x; i < CHUNK * K; i += THREADS) local[i] = NONE;
     // Counted chunks have been waited for.
     bool good = await_tokens(x, own, epoch_ptr, epoch, 0, chunks == 1 ? WORLD - 1 : -1);
     const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);

@@ -14,13 +14,16 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher
 from moe_runtime.errors import CapacityError, PeerTimeoutError, Phase, RoutingError, StaleHandleError
 from moe_runtime.formats import FORMATS, QuantizedRows
+from moe_runtime.kernels import hopper_exchange
 from moe_runtime.kernels.reference_quantize import dequantize_rows, quantize_rows
 from tests.comparison import assert_same_bits
+from tests.emulator import Emulator
 from tests.exchange_data import RankInput, expected_combine, expected_groups, rank_input
+from tests.on_host import needs_compiler
 
-HOPPER = pytest.param("auto", marks=pytest.mark.gpu)
-"""What ranks take on a GPU where nothing is asked for: on Hopper, the kernels in CUDA C++."""
-ENGINES = ("torch", "triton", HOPPER)
+HOPPER = "hopper"
+"""The kernels in CUDA C++: what ranks take on a Hopper GPU where nothing is asked for; on a CPU they are emulated."""
+ENGINES = ("torch", "triton", pytest.param(HOPPER, marks=needs_compiler))
 
 
 @pytest.fixture(autouse=True)
@@ -38,13 +41,27 @@ def poisoned_memory(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
 
 
+@pytest.fixture(autouse=True)
+def emulator(monkeypatch: pytest.MonkeyPatch, device: torch.device, seed: int) -> Emulator:
+    """Where there is no GPU, what runs kernels in CUDA C++: one of 5 SMs."""
+    emulator = Emulator(seed)
+    if device.type == "cpu":
+        monkeypatch.setattr(hopper_exchange, "launch", emulator.launch)
+        monkeypatch.setattr(hopper_exchange, "most_sms", lambda device, limit=None: min(5, limit or 5))
+    return emulator
+
+
 class Ranks:
     """A dispatcher on each of some virtual ranks."""
 
     def __init__(self, world: int, device: torch.device, engine: str, **settings: object) -> None:
         heaps = PrivateHeap.group(world, device)
-        self.contexts = [ExpertParallelContext(heap=h, engine=engine, timeout_s=5, startup_timeout_s=6) for h in heaps]
+        named = "auto" if engine == HOPPER else engine
+        self.contexts = [ExpertParallelContext(heap=h, engine=named, timeout_s=5, startup_timeout_s=6) for h in heaps]
         self.dispatchers = [TokenDispatcher(context, **settings) for context in self.contexts]  # type: ignore[arg-type]
+        for dispatcher in self.dispatchers:
+            if engine == HOPPER and device.type == "cpu":
+                dispatcher._exchange = hopper_exchange
         for context in self.contexts:
             context.allocate()
         for heap in heaps:
@@ -169,7 +186,7 @@ def test_any_sizes_give_what_plain_loops_give(data: st.DataObject) -> None:
         check_step(ranks, inputs, seed, torch.bfloat16)
 
 
-@pytest.mark.parametrize("engine", ("triton", HOPPER))
+@pytest.mark.parametrize("engine", ENGINES[1:])
 @pytest.mark.parametrize(
     ("world", "fmt", "wire", "mode"),
     [

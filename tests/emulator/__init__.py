@@ -1,8 +1,8 @@
 """Kernels in CUDA C++ run on the CPU: their own text, translated for a compiler of the host, under a random schedule.
 
-What is emulated: warps whose lanes take turns, barriers of blocks and in shared memory, copies by the copy engine that are
-done late, blocks that come one after the other, kernels launched early, and several ranks at once. What is not: memory
-that is seen out of order. See `scheduler.h`.
+What is emulated: warps whose lanes take turns, barriers of blocks and in shared memory, copies by the copy engine that
+are done late, blocks that come one after the other, kernels launched early, and several ranks at once. What is not:
+memory that is seen out of order. See `scheduler.h`.
 """
 
 from __future__ import annotations
@@ -144,12 +144,13 @@ def translated(file: str) -> str:
 
 
 @cache
-def _library(file: str, defines: nvrtc.Defines) -> ctypes.CDLL:
+def _library(file: str, defines: nvrtc.Defines, edit: Callable[[str], str] | None) -> ctypes.CDLL:
     _scheduler()
     with tempfile.TemporaryDirectory(dir=_folder().name) as folder:
         source, binary = Path(folder) / f"{file}.cpp", Path(folder) / f"{file}.so"
         macros = "".join(f"#define {name} {value}\n" for name, value in defines)
-        source.write_text(macros + translated(file))
+        text = translated(file)
+        source.write_text(macros + (text if edit is None else edit(text)))
         _compile(source, binary, "-Wl,-Bsymbolic")
         return ctypes.CDLL(str(binary))
 
@@ -174,10 +175,12 @@ class Emulator:
 
     Attributes:
         seed: of the schedule; each run draws another from it.
+        edit: makes another kernel of a translated source, such as one that a test should find wrong.
         stream: where what is launched goes; kernels of different streams run beside each other.
     """
 
     seed: int
+    edit: Callable[[str], str] | None = None
     stream: int = 0
     runs: int = 0
     launched: set[tuple[str, str]] = field(default_factory=set)
@@ -196,7 +199,7 @@ class Emulator:
         shared_bytes: int = 0,
         early: bool = False,
     ) -> None:
-        library = _library(file, tuple(sorted(defines.items())))
+        library = _library(file, tuple(sorted(defines.items())), self.edit)
         values = [nvrtc._value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         launch = _Launch(

@@ -142,21 +142,21 @@ inline T __ldg(const T* at) {
 }
 template <class T, class V>
 inline T atomicAdd(T* at, V value) {
-  emulator::look("an atomic addition");
+  emulator::look("an atomic addition", true);
   const T before = *at;
   *at = before + value;
   return before;
 }
 template <class T, class V>
 inline T atomicOr(T* at, V value) {
-  emulator::look("an atomic or");
+  emulator::look("an atomic or", true);
   const T before = *at;
   *at = before | value;
   return before;
 }
 template <class T, class V>
 inline T atomicCAS(T* at, V expected, V value) {
-  emulator::look("an atomic exchange");
+  emulator::look("an atomic exchange", true);
   const T before = *at;
   if (before == static_cast<T>(expected)) *at = value;
   return before;

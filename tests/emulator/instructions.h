@@ -10,8 +10,8 @@ namespace ptx {
 // Memory that other ranks write.
 inline void ld_acquire_sys_global_s32(int& value, const int* at) { emulator::look("what a peer writes"), value = *at; }
 inline void ld_relaxed_sys_global_s32(int& value, const int* at) { emulator::look("what a peer writes"), value = *at; }
-inline void st_relaxed_sys_global_s32(int* at, int value) { emulator::look("its turn"), *at = value; }
-inline void st_release_sys_global_s32(int* at, int value) { emulator::look("its turn"), *at = value; }
+inline void st_relaxed_sys_global_s32(int* at, int value) { emulator::look("its turn", true), *at = value; }
+inline void st_release_sys_global_s32(int* at, int value) { emulator::look("its turn", true), *at = value; }
 inline void atom_add_acq_rel_gpu_global_s32(int& before, int* at) { before = atomicAdd(at, 1); }
 inline void mov_u64(long long& now) { now = emulator::clock_ns(); }
 inline void fence_acq_rel_sys() {}

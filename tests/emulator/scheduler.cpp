@@ -65,7 +65,7 @@ constexpr size_t MOST_SHARED = 227 * 1024, MEMORY_BYTES = FIRST_ADDRESS + MOST_S
 constexpr Word RANK_SHIFT = 24;       // from there on, 1 + the rank in the cluster, or 0 for the block itself
 constexpr int POISON = 0xCD;
 constexpr int IDLE_STEPS = 20000;     // looks in a row after which time flies
-constexpr long long MOST_STEPS = 2000000000;
+constexpr long long MOST_STEPS = 50000000;
 
 struct Block;
 struct Kernel;
@@ -138,6 +138,7 @@ struct Kernel {
   Kernel* before;  // in its stream
   Word next, ended, triggered, blocks;
   bool done;
+  std::vector<Fiber*> after;  // that wait for its end
 };
 
 struct Simulation {
@@ -145,7 +146,7 @@ struct Simulation {
   std::vector<std::unique_ptr<Kernel>> kernels;
   std::vector<Word> resident;  // blocks of each stream
   std::vector<std::unique_ptr<Block>> blocks;
-  std::vector<Fiber*> ready;
+  std::vector<Fiber*> ready, looking;  // those that look may have to do so many times
   std::vector<std::shared_ptr<Copy>> copies;
   std::vector<void*> stacks;
   void* stack_pointer = nullptr;
@@ -173,7 +174,6 @@ void wait(const char* what, Word detail = 0) {
 
 void wake(Fiber* fiber) {
   fiber->waits = nullptr;
-  simulation->idle = 0;
   simulation->ready.push_back(fiber);
 }
 
@@ -215,6 +215,7 @@ void end_phase_if_complete(Block* block, Word address) {
   Mbarrier& barrier = mbarrier(block, address);
   if (barrier.pending != 0 || barrier.bytes != 0) return;
   barrier.pending = barrier.arrivals, barrier.parity ^= 1;
+  simulation->idle = 0;
   std::vector<Fiber*> woken;
   auto& all = block->at_mbarriers;
   const Word offset = address & ((1u << RANK_SHIFT) - 1);
@@ -252,7 +253,10 @@ void add_copy(std::shared_ptr<Copy> copy) {
 }
 
 void end_kernel_if_done(Kernel* kernel) {
-  if (kernel->ended == kernel->blocks) kernel->done = true;
+  if (kernel->ended != kernel->blocks) return;
+  kernel->done = true;
+  simulation->idle = 0;
+  wake_all(kernel->after);
 }
 
 void trigger(Block* block) {
@@ -352,7 +356,9 @@ bool step() {
     start_cluster(startable[s.draw(startable.size())]);
     return true;
   }
-  if (!s.copies.empty() && (s.ready.empty() || s.draw(100) < s.eager)) {
+  // Those that only look may wait for a copy.
+  const Word chance = s.ready.empty() ? (s.looking.empty() ? 100 : std::max(s.eager, 5u)) : s.eager;
+  if (!s.copies.empty() && s.draw(100) < chance) {
     const size_t chosen = s.draw(s.copies.size());
     std::shared_ptr<Copy> copy = s.copies[chosen];
     if (!copy->has_read && s.draw(2)) read(*copy);
@@ -360,10 +366,12 @@ bool step() {
     if (copy->has_written) s.copies[chosen] = s.copies.back(), s.copies.pop_back();
     return true;
   }
-  if (s.ready.empty()) return false;
-  if (s.draw(100) >= s.in_turn) std::swap(s.ready[s.draw(s.ready.size())], s.ready.back());
-  Fiber* fiber = s.ready.back();
-  s.ready.pop_back();
+  const bool none_ready = s.ready.empty();
+  if (none_ready && s.looking.empty()) return false;
+  auto& chosen = none_ready || (!s.looking.empty() && s.draw(8) == 0) ? s.looking : s.ready;
+  if (&chosen == &s.looking || s.draw(100) >= s.in_turn) std::swap(chosen[s.draw(chosen.size())], chosen.back());
+  Fiber* fiber = chosen.back();
+  chosen.pop_back();
   thread = &fiber->seen;
   emulator_switch(&s.stack_pointer, fiber->stack_pointer);
   thread = nullptr;
@@ -372,16 +380,17 @@ bool step() {
 }
 
 std::string who_waits() {
-  std::map<std::tuple<std::string, Word, Word, std::string, Word>, Word> lanes;
+  std::map<std::tuple<Word, std::string, Word, Word, std::string, Word>, Word> lanes;
   for (auto& block : simulation->blocks)
     for (auto& fiber : block->fibers)
-      ++lanes[{block->kernel->launch.name, block->index.x, fiber->number / 32, fiber->waits ? fiber->waits : "its turn",
+      ++lanes[{block->kernel->launch.stream, block->kernel->launch.name, block->index.x, fiber->number / 32, fiber->waits ? fiber->waits : "its turn",
                fiber->detail}];
   std::string text;
   for (auto& [who, count] : lanes) {
     char line[256];
-    snprintf(line, sizeof line, "\n%s block %u warp %u: %u lanes wait for %s (%x)", std::get<0>(who).c_str(),
-             std::get<1>(who), std::get<2>(who), count, std::get<3>(who).c_str(), std::get<4>(who));
+    const auto& [stream, kernel, block, warp, what, detail] = who;
+    snprintf(line, sizeof line, "\nstream %u: %s block %u warp %u: %u lanes wait for %s (%x)", stream, kernel.c_str(), block,
+             warp, count, what.c_str(), detail);
     text += line;
   }
   return text;
@@ -434,6 +443,7 @@ bool at_barrier(Word id, Word threads, bool flag, bool waits) {
   if (++barrier.here == threads) {
     barrier.here = 0, barrier.turn ^= 1;
     barrier.result[turn] = barrier.flag;
+    simulation->idle = 0;
     wake_all(barrier.waiting);
   } else if (waits) {
     barrier.waiting.push_back(fiber);
@@ -447,13 +457,13 @@ bool at_barrier(Word id, Word threads, bool flag, bool waits) {
 bool bar_sync(Word id, Word threads, bool flag) { return at_barrier(id, threads, flag, true); }
 void bar_arrive(Word id, Word threads) { at_barrier(id, threads, false, false); }
 
-void look(const char* what) {
+void look(const char* what, bool writes) {
   Simulation& s = *simulation;
+  if (writes) s.idle = 0;
   s.now += ++s.idle > IDLE_STEPS ? 100000 : 10;
   Fiber* fiber = self();
   fiber->waits = what;
-  s.ready.push_back(fiber);
-  std::swap(s.ready[s.draw(s.ready.size())], s.ready.back());
+  s.looking.push_back(fiber);
   leave();
   fiber->waits = nullptr;
 }
@@ -545,8 +555,10 @@ void bulk_await(Word pending, bool read_only) {
 }
 
 void kernels_before_have_ended() {
-  const Kernel* before = self()->block->kernel->before;
-  while (before != nullptr && !before->done) look("the kernel before");
+  Kernel* before = self()->block->kernel->before;
+  if (before == nullptr || before->done) return;
+  before->after.push_back(self());
+  wait("the end of the kernel before");
 }
 
 void next_kernel_may_start() { trigger(self()->block); }
@@ -581,7 +593,8 @@ extern "C" int emulator_run(const Launch* launches, int count, Long seed, char* 
     own.failure = error.what();
   }
   const bool done = std::all_of(own.kernels.begin(), own.kernels.end(), [](auto& kernel) { return kernel->done; });
-  if (own.failure.empty() && !done) own.failure = "nothing can go on";
+  if (own.failure.empty() && !done)
+    own.failure = own.steps < MOST_STEPS ? "nothing can go on" : "no end after " + std::to_string(own.steps) + " steps";
   if (!own.failure.empty()) own.failure += who_waits();
   snprintf(message, message_bytes, "%s", own.failure.c_str());
   for (auto& block : own.blocks)

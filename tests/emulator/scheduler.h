@@ -32,9 +32,9 @@ const Long* meet(const char* what, Long value);
 // `threads` of the block come together at barrier `id`, some without waiting; whether any waiting one brought a flag.
 bool bar_sync(Word id, Word threads, bool flag = false);
 void bar_arrive(Word id, Word threads);
-// Others may go on before this thread does: it looks at what they change.
-void look(const char* what);
-// Nanoseconds, which pass while nothing but looking goes on.
+// Others may go on before this thread does: it is about to read, or write, what others look at.
+void look(const char* what, bool writes = false);
+// Nanoseconds, which fly where all that goes on is looking.
 long long clock_ns();
 
 // Shared memory: variable `number` of a source, and what the launch asked for.
