@@ -24,6 +24,8 @@ from typing import Any
 
 import pytest
 
+RUN_S = 150.0
+"""Less than the limit of a test, so that who hangs is told of with its stack."""
 START_S = 120.0
 HEALTH_S = 20.0
 
@@ -64,7 +66,7 @@ class WorkerPool:
         self.gpus = gpus
         self._workers: list[_Worker] = []
 
-    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Any]:
+    def run(self, fn: Callable[..., Any], *args: Any, timeout: float = RUN_S) -> list[Any]:
         """`fn(rank, world, *args)` on every rank; the results by rank.
 
         Raises `RankFailure` with the tracebacks if a rank raises, or does not answer within `timeout` seconds.
@@ -76,7 +78,7 @@ class WorkerPool:
             raise RankFailure(f"{fn.__name__} failed on {len(failed)} rank(s)\n{report}")
         return [outcome.result for outcome in outcomes]
 
-    def outcomes(self, fn: Callable[..., Any], *args: Any, timeout: float = 60.0) -> list[Outcome]:
+    def outcomes(self, fn: Callable[..., Any], *args: Any, timeout: float = RUN_S) -> list[Outcome]:
         """As `run`, but exceptions of the ranks are handed back in each rank's `Outcome`."""
         if not self._workers:
             self._workers = _start(self.world_size, self.interpret, self.gpus)
@@ -124,7 +126,7 @@ def run_once(
     fn: Callable[..., Any],
     world_size: int,
     *args: Any,
-    timeout: float = 60.0,
+    timeout: float = RUN_S,
     interpret: bool = True,
     gpus: bool = False,
 ) -> list[Outcome]:

@@ -16,12 +16,18 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import ErrorCode, MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, RoutingError
 from tests.pool import Outcome, run_once
 
+TIMEOUT_S = 60.0
+"""What does not end by this alone has not waited for it."""
+WITHOUT_ONE_S = 4.0
+"""The same for a rank that will never come: far longer than those that live are apart."""
 MAX_TOKENS, RECORD, PARTS, ROW = 7, 48, 3, 20
 SENTINEL = 0xA5
 
 
-def make_context(device: str = "cpu", timeout_s: float = 20.0) -> ExpertParallelContext:
-    return ExpertParallelContext(device=device, transport="collective", timeout_s=timeout_s, startup_timeout_s=20.0)
+def make_context(device: str = "cpu", timeout_s: float = TIMEOUT_S) -> ExpertParallelContext:
+    return ExpertParallelContext(
+        device=device, transport="collective", timeout_s=timeout_s, startup_timeout_s=TIMEOUT_S
+    )
 
 
 def prepare(context: ExpertParallelContext, landing_half: int) -> CollectiveTransport:
@@ -223,7 +229,7 @@ def one_rank_fails(rank: int, world: int, device: str, how: str) -> float:
 
 @pytest.mark.parametrize("how", ["abort", "kernel", "step"])
 def test_a_failure_ends_the_step_on_every_rank(how: str, get_pool) -> None:
-    assert max(get_pool(3).run(one_rank_fails, "cpu", how)) < 10
+    assert max(get_pool(3).run(one_rank_fails, "cpu", how)) < TIMEOUT_S
 
 
 @pytest.mark.gpu
@@ -233,11 +239,11 @@ def test_a_failure_ends_the_step_on_every_gpu(how: str) -> None:
         pytest.skip("needs two GPUs")
     for outcome in run_once(one_rank_fails, 2, "cuda", how, timeout=120.0, gpus=True):
         assert outcome.error is None, outcome.trace
-        assert outcome.result < 10
+        assert outcome.result < TIMEOUT_S
 
 
 def die_between_steps(rank: int, world: int, device: str, how: str) -> float:
-    context = make_context(device, timeout_s=1.5)
+    context = make_context(device, timeout_s=WITHOUT_ONE_S)
     prepare(context, world * MAX_TOKENS * RECORD)
     carry_nothing(context, 1)
     context.heap.barrier()
@@ -272,6 +278,6 @@ def check_survivors(outcomes: list[Outcome], how: str) -> None:
     for rank, outcome in enumerate(outcomes):
         if rank != 1:
             assert outcome.error is None, outcome.trace
-            assert outcome.result < 7
+            assert outcome.result < TIMEOUT_S, "it ended by the limit of a start"
     if how == "killed":
         assert outcomes[1].exitcode == -signal.SIGKILL

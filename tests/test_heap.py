@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 import triton
 import triton.language as tl
 
@@ -21,6 +22,9 @@ from moe_runtime.comm.private_heap import PrivateHeap
 from moe_runtime.comm.shared_heap import SharedHeap
 from moe_runtime.errors import PeerAbortedError, PeerTimeoutError
 from tests.pool import run_once
+
+WITHOUT_ONE_S = 4.0
+"""How long ranks wait for one that has died: far longer than those that live are apart."""
 
 REGIONS = {"small": 12, "large": 100_000, "last": 257}
 
@@ -157,7 +161,7 @@ def ring(rank: int, world: int, seed: int) -> None:
         _ring_kernel[(1,)](heap.peer_pointers("data"), values[rank], None, rank, N=size, WORLD=world)
         mine = heap.tensor("data").view(torch.int32)
         before = (rank - 1) % world
-        deadline = time.monotonic() + 20
+        deadline = time.monotonic() + 60
         while mine[size] != before + 1:
             assert time.monotonic() < deadline, "the flag of the rank before never came"
         assert torch.equal(mine[:size], values[before])
@@ -171,7 +175,8 @@ def test_interpreted_kernel_stores_into_a_peer(world: int, get_pool, seed: int) 
 def allocate_too_much(rank: int, world: int, folder: str) -> None:
     status = os.statvfs(folder)
     heap = SharedHeap(RankGroup(timeout_s=20.0), directory=folder)
-    heap.reserve("all", (status.f_bavail + 1000) * status.f_frsize * 2)
+    # More than there is in all: what is free now may be less than what is free later.
+    heap.reserve("all", (status.f_blocks + 1000) * status.f_frsize)
     with heap:
         heap.allocate()
 
@@ -186,7 +191,7 @@ def test_no_room_is_an_error_on_every_rank(folder: str, get_pool, tmp_path: Path
         assert "shared memory of rank 0" in str(outcome.error)
         assert "bytes needed per rank" in str(outcome.error) and f"available in {path}" in str(outcome.error)
     # Tests in other processes make and unlink files there too; a file that was left stays.
-    left, deadline = ours(path) - before, time.monotonic() + 10
+    left, deadline = ours(path) - before, time.monotonic() + 60
     while left and time.monotonic() < deadline:
         time.sleep(0.1)
         left &= ours(path)
@@ -230,9 +235,12 @@ def test_different_sizes_are_an_error_on_every_rank(get_pool, tmp_path: Path) ->
     assert os.listdir(tmp_path) == []
 
 
+LEAVING_S = 60.0
+
+
 def one_rank_leaves(rank: int, world: int) -> float:
     start = time.monotonic()
-    heap = SharedHeap(RankGroup(timeout_s=30.0))
+    heap = SharedHeap(RankGroup(timeout_s=LEAVING_S))
     heap.reserve("data", 10)
     heap.allocate()
     kept = heap.tensor("data")
@@ -249,11 +257,13 @@ def one_rank_leaves(rank: int, world: int) -> float:
 
 
 def test_close_after_a_failure_waits_for_nobody(get_pool) -> None:
-    assert max(get_pool(2).run(one_rank_leaves)) < 10
+    assert max(get_pool(2).run(one_rank_leaves)) < LEAVING_S
 
 
 def die_after_allocation(rank: int, world: int, folder: str) -> None:
-    heap = SharedHeap(RankGroup(timeout_s=1.5), directory=folder)
+    # A fresh process imports what it needs when it is told what to do; none waits for another's imports.
+    dist.barrier()
+    heap = SharedHeap(RankGroup(timeout_s=WITHOUT_ONE_S), directory=folder)
     heap.reserve("data", 100_000)
     heap.allocate()
     if rank == 1:
@@ -270,12 +280,14 @@ def test_a_killed_rank_leaves_no_file_and_is_named(tmp_path: Path) -> None:
     for rank in (0, 2):
         error = outcomes[rank].error
         assert isinstance(error, PeerTimeoutError) and error.rank == 1, outcomes[rank]
-        assert "rank 1 of 3 did not come within 1.5 s" in str(error)
+        assert f"rank 1 of 3 did not come within {WITHOUT_ONE_S:g} s" in str(error)
     assert os.listdir(tmp_path) == []
 
 
 def die_while_mapping(rank: int, world: int, folder: str) -> None:
-    heap = SharedHeap(RankGroup(timeout_s=1.5), directory=folder)
+    # A fresh process imports what it needs when it is told what to do; none waits for another's imports.
+    dist.barrier()
+    heap = SharedHeap(RankGroup(timeout_s=WITHOUT_ONE_S), directory=folder)
     heap.reserve("data", 100_000)
     if rank == 1:
         heap._map = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]

@@ -17,7 +17,7 @@ from tests.comparison import assert_same_bits
 pytest.importorskip("transformers")
 
 from tests import parallel_models, tiny_models
-from tests.test_parallel import check_logits, generate, prompts, save, spread
+from tests.test_parallel import SHAPES_OF_LOGITS, check_logits, generate, prompts, save, spread
 
 pytestmark = pytest.mark.cpu_only
 
@@ -36,7 +36,7 @@ def test_logits_with_replicas(
     placement: Any = random_placement(seed, world, slots)
     folder = save(tmp_path, family, seed)
     placement = {2: placement} if some else placement
-    check_logits(get_pool(world), folder, prompts(seed, world), "bf16", "bf16", placement=placement)
+    check_logits(get_pool(world), folder, prompts(seed, world, SHAPES_OF_LOGITS), "bf16", "bf16", placement=placement)
 
 
 def test_one_rank_gives_the_same_bits_wherever_its_experts_lie(tmp_path: Path, seed: int) -> None:
