@@ -27,7 +27,7 @@ import pytest
 START_S = 120.0
 HEALTH_S = 20.0
 END_S = 30.0
-"""For an idle worker to notice that its pipe is closed, or a dead one to be reaped; one that hangs is killed at once."""
+"""For an idle worker to notice that its pipe is closed, or a dead one to be reaped; one that hangs is killed."""
 STACK_LOOKS = 100
 """How often it is looked, ten times in a second, whether a stack is there and does not grow any more."""
 

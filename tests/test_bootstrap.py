@@ -75,7 +75,7 @@ def join_like_torchrun(rank: int, world: int, port: int) -> tuple[str, str, list
 
 
 def test_environment_of_torchrun() -> None:
-    # As its agent does, this process holds the store: a port that is only looked for may be another's when it is needed.
+    # As its agent does, this process holds the store: a port that is only looked for may be another's when needed.
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for outcome in run_once(join_like_torchrun, 2, store.port):
         assert outcome.result == ("cpu", "gloo", [0, 1]), outcome
