@@ -28,6 +28,10 @@ RUN_S = 150.0
 """Less than the limit of a test, so that who hangs is told of with its stack."""
 START_S = 120.0
 HEALTH_S = 20.0
+END_S = 30.0
+"""For an idle worker to notice that its pipe is closed, or a dead one to be reaped; one that hangs is killed."""
+STACK_LOOKS = 100
+"""How often it is looked, ten times in a second, whether a stack is there and does not grow any more."""
 
 
 class RankFailure(AssertionError):
@@ -178,6 +182,7 @@ class _Worker:
     def __init__(self, rank: int, world_size: int, interpret: bool, gpus: bool, folder: str) -> None:
         self.rank = rank
         self.folder = folder
+        self._hangs = False
         context = multiprocessing.get_context("forkserver")
         # Forked from a process that has imported torch and nothing else, a worker starts in milliseconds.
         context.set_forkserver_preload(["torch", "torch.distributed"])
@@ -197,16 +202,18 @@ class _Worker:
         """Its outcome, or in words why there is none."""
         try:
             if not self.pipe.poll(max(0.0, deadline - time.monotonic())):
+                self._hangs = True
                 return f"did not answer within the time limit; it was at\n{self._stack()}"
             return pickle.loads(self.pipe.recv_bytes())
         except (EOFError, OSError):
-            self.process.join(5.0)
+            self.process.join(END_S)
             return f"died with exit code {self.process.exitcode}"
 
     def end(self) -> None:
         """Close the pipe, which makes an idle worker return; kill one that does not."""
         self.pipe.close()
-        self.process.join(2.0)
+        if not self._hangs:
+            self.process.join(END_S)
         if self.process.is_alive():
             self.process.kill()
             self.process.join()
@@ -216,12 +223,14 @@ class _Worker:
         if self.process.pid is None or not self.process.is_alive():
             return "(it has ended)"
         os.kill(self.process.pid, signal.SIGUSR1)
-        time.sleep(0.3)
-        try:
-            with open(f"{self.folder}/stack-{self.rank}") as file:
-                return file.read()
-        except OSError:
-            return "(no stack)"
+        text = before = ""
+        for _ in range(STACK_LOOKS):
+            time.sleep(0.1)
+            with contextlib.suppress(OSError), open(f"{self.folder}/stack-{self.rank}") as file:
+                before, text = text, file.read()
+            if text and text == before:
+                break
+        return text or "(no stack)"
 
 
 def _start(world_size: int, interpret: bool, gpus: bool = False) -> list[_Worker]:

