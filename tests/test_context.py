@@ -386,23 +386,30 @@ def test_close_after_an_abort_waits_for_nobody(get_pool) -> None:
     assert max(get_pool(2).run(close_after_an_abort)) < 10
 
 
+LIMIT_S = 4.0
+"""How long is waited for a rank that never comes: longer than any other may be held up on a busy machine."""
+
+
 def never_comes(rank: int, world: int, stage: str) -> float:
+    """Rank 1 waits elsewhere until the others have given up."""
+    dist.barrier()  # How long each has taken to import this module does not count.
     start = time.monotonic()
     context = None
-    if rank != 1 or stage == "allocate":
-        try:
-            context = ExpertParallelContext(device="cpu", startup_timeout_s=1.0)
-            if rank == 1:
-                time.sleep(4)
-                return 0.0
+    try:
+        if rank != 1 or stage == "allocate":
+            context = ExpertParallelContext(device="cpu", startup_timeout_s=LIMIT_S)
+        if rank != 1:
+            assert context is not None
             context.allocate()
-        except PeerTimeoutError as error:
-            assert error.rank == 1 and "rank 1 of 3 did not come within 1 s" in str(error)
-            if context is not None:
-                context.close()
-        else:
             raise AssertionError("nothing was raised")
-    return time.monotonic() - start
+    except PeerTimeoutError as error:
+        assert error.rank == 1 and f"rank 1 of 3 did not come within {LIMIT_S:g} s" in str(error)
+        if context is not None:
+            context.close()
+    finally:
+        seconds = time.monotonic() - start
+        dist.barrier()
+    return seconds
 
 
 @pytest.mark.parametrize("stage", ["construct", "allocate"])
@@ -410,16 +417,17 @@ def test_a_rank_that_never_comes_is_named_in_time(stage: str) -> None:
     outcomes = run_once(never_comes, 3, stage)
     for outcome in outcomes:
         assert outcome.error is None, outcome.trace
-        assert outcome.result < 8
+        assert outcome.result < 10 * LIMIT_S
 
 
 def die_in_use(rank: int, world: int) -> None:
-    context = ExpertParallelContext(device="cpu", startup_timeout_s=1.0)
+    dist.barrier()
+    context = ExpertParallelContext(device="cpu", startup_timeout_s=LIMIT_S)
     context.allocate()
     context.heap.barrier()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(PeerTimeoutError, match=r"SharedHeap\.close: rank 0 of 2 did not come within 1 s"):
+    with pytest.raises(PeerTimeoutError, match=rf"SharedHeap\.close: rank 0 of 2 did not come within {LIMIT_S:g} s"):
         context.close()
     assert context.closed
 
@@ -440,10 +448,11 @@ def test_a_timeout_names_the_limit_that_held(milliseconds: int, limit: str) -> N
 def check_costs(rank: int, world: int) -> float:
     with ExpertParallelContext(device="cpu", startup_timeout_s=20.0) as context:
         context.allocate()
-        return min(seconds(context.check) for _ in range(5))
+        return min(seconds(context.check) for _ in range(100))
 
 
-def seconds(work: Callable[[], None], repeat: int = 1000) -> float:
+def seconds(work: Callable[[], None], repeat: int = 50) -> float:
+    """Of one call; so few are made at once that others of the machine will hardly come between in every trial."""
     start = time.perf_counter()
     for _ in range(repeat):
         work()
