@@ -434,7 +434,7 @@ def break_after(count: int, kind: str) -> None:
 )
 def test_a_rank_that_fails_in_the_middle_ends_it_for_all(kind: str, transport: str, among_two: bool, seed: int) -> None:
     """Also for ranks 0 and 1 where they have no part in it (`among_two`)."""
-    outcomes = run_once(fail_in_the_middle, 4, kind, transport, among_two, seed, timeout=60)
+    outcomes = run_once(fail_in_the_middle, 4, kind, transport, among_two, seed, timeout=150)
     for rank, outcome in enumerate(outcomes):
         if rank == 2 and kind == "dies":
             assert outcome.exitcode == -signal.SIGKILL
@@ -480,7 +480,7 @@ def stay_away(rank: int, world: int, seed: int) -> tuple[str, int, str, float]:
 
 @pytest.mark.cpu_only
 def test_a_rank_that_does_not_come_is_named_in_time(seed: int) -> None:
-    outcomes = run_once(stay_away, 3, seed, timeout=60)
+    outcomes = run_once(stay_away, 3, seed, timeout=150)
     for rank in (0, 2):
         assert outcomes[rank].error is None, outcomes[rank].trace
         name, about, message, seconds = outcomes[rank].result
