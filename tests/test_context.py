@@ -30,6 +30,12 @@ from moe_runtime.errors import (
 )
 from tests.pool import run_once
 
+PATIENCE_S = 100.0
+"""How long ranks wait for each other where all come."""
+
+LIMIT_S = 4.0
+"""How long for one that never comes: longer than any other may be held up on a busy machine."""
+
 
 def virtual(world: int, device: torch.device | str = "cpu") -> list[ExpertParallelContext]:
     contexts = [ExpertParallelContext(heap=heap) for heap in PrivateHeap.group(world, device)]
@@ -272,7 +278,7 @@ def exchange_in(context: ExpertParallelContext, base: int) -> None:
 
 def in_shared_memory(rank: int, world: int) -> None:
     for base in (10, 20):
-        context = ExpertParallelContext(device="cpu", startup_timeout_s=20.0)
+        context = ExpertParallelContext(device="cpu", startup_timeout_s=PATIENCE_S)
         assert context.transport == ("shared" if world > 1 else "private")
         assert (context.rank, context.world_size) == (rank, world)
         exchange_in(context, base)
@@ -280,19 +286,20 @@ def in_shared_memory(rank: int, world: int) -> None:
 
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_contexts_over_shared_memory(world: int, get_pool) -> None:
-    get_pool(world).run(in_shared_memory)
+    # A pool's ranks come to it one by one, when they have imported all this.
+    get_pool(world).run(in_shared_memory, timeout=150)
 
 
 def in_two_halves(rank: int, world: int) -> None:
     pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
     mine = rank // 2
-    context = ExpertParallelContext(pairs[mine], device="cpu", startup_timeout_s=20.0)
+    context = ExpertParallelContext(pairs[mine], device="cpu", startup_timeout_s=PATIENCE_S)
     assert (context.rank, context.world_size) == (rank % 2, 2)
     exchange_in(context, 10 * mine)
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
-    exchange_in(ExpertParallelContext(mesh["dp"], device="cpu", startup_timeout_s=20.0), 50 * (rank % 2))
+    exchange_in(ExpertParallelContext(mesh["dp"], device="cpu", startup_timeout_s=PATIENCE_S), 50 * (rank % 2))
     # What goes wrong in one half does not touch the other.
-    with ExpertParallelContext(pairs[mine], device="cpu", startup_timeout_s=20.0) as context:
+    with ExpertParallelContext(pairs[mine], device="cpu", startup_timeout_s=PATIENCE_S) as context:
         context.allocate()
         if rank == 3:
             context.abort("only in the second half")
@@ -314,7 +321,7 @@ def test_contexts_of_parts_of_the_world(get_pool) -> None:
 
 
 def disagree(rank: int, world: int) -> None:
-    with ExpertParallelContext(device="cpu", startup_timeout_s=20.0) as context:
+    with ExpertParallelContext(device="cpu", startup_timeout_s=PATIENCE_S) as context:
         context.register(landing=100, agree={"hidden_size": 64, "top_k": 2})
         context.register(landing=300 if rank == 2 else 100, agree={"hidden_size": 128 if rank == 1 else 64})
         context.allocate()
@@ -330,7 +337,7 @@ def test_disagreement_is_named_on_every_rank(get_pool) -> None:
 
 
 def disagree_later(rank: int, world: int) -> None:
-    with ExpertParallelContext(device="cpu", startup_timeout_s=20.0) as context:
+    with ExpertParallelContext(device="cpu", startup_timeout_s=PATIENCE_S) as context:
         context.register(landing=100, agree={"top_k": 2})
         context.allocate()
         context.register(agree={"top_k": 3} if rank else {"top_k": 3, "mode": "packed"})
@@ -387,45 +394,49 @@ def test_close_after_an_abort_waits_for_nobody(get_pool) -> None:
 
 
 def never_comes(rank: int, world: int, stage: str) -> float:
+    """Rank 1 waits elsewhere until the others have given up."""
+    dist.barrier()  # How long each has taken to import this module does not count.
     start = time.monotonic()
     context = None
-    if rank != 1 or stage == "allocate":
-        try:
-            context = ExpertParallelContext(device="cpu", startup_timeout_s=1.0)
-            if rank == 1:
-                time.sleep(4)
-                return 0.0
+    try:
+        if rank != 1 or stage == "allocate":
+            context = ExpertParallelContext(device="cpu", startup_timeout_s=LIMIT_S)
+        if rank != 1:
+            assert context is not None
             context.allocate()
-        except PeerTimeoutError as error:
-            assert error.rank == 1 and "rank 1 of 3 did not come within 1 s" in str(error)
-            if context is not None:
-                context.close()
-        else:
             raise AssertionError("nothing was raised")
-    return time.monotonic() - start
+    except PeerTimeoutError as error:
+        assert error.rank == 1 and f"rank 1 of 3 did not come within {LIMIT_S:g} s" in str(error)
+        if context is not None:
+            context.close()
+    finally:
+        seconds = time.monotonic() - start
+        dist.barrier()
+    return seconds
 
 
 @pytest.mark.parametrize("stage", ["construct", "allocate"])
 def test_a_rank_that_never_comes_is_named_in_time(stage: str) -> None:
-    outcomes = run_once(never_comes, 3, stage)
+    outcomes = run_once(never_comes, 3, stage, timeout=150)
     for outcome in outcomes:
         assert outcome.error is None, outcome.trace
-        assert outcome.result < 8
+        assert outcome.result < 10 * LIMIT_S
 
 
 def die_in_use(rank: int, world: int) -> None:
-    context = ExpertParallelContext(device="cpu", startup_timeout_s=1.0)
+    dist.barrier()
+    context = ExpertParallelContext(device="cpu", startup_timeout_s=LIMIT_S)
     context.allocate()
     context.heap.barrier()
     if rank == 0:
         os.kill(os.getpid(), signal.SIGKILL)
-    with pytest.raises(PeerTimeoutError, match=r"SharedHeap\.close: rank 0 of 2 did not come within 1 s"):
+    with pytest.raises(PeerTimeoutError, match=rf"SharedHeap\.close: rank 0 of 2 did not come within {LIMIT_S:g} s"):
         context.close()
     assert context.closed
 
 
 def test_closing_beside_a_dead_rank_ends() -> None:
-    outcomes = run_once(die_in_use, 2)
+    outcomes = run_once(die_in_use, 2, timeout=150)
     assert outcomes[0].exitcode == -signal.SIGKILL
     assert outcomes[1].error is None, outcomes[1].trace
 
@@ -438,12 +449,13 @@ def test_a_timeout_names_the_limit_that_held(milliseconds: int, limit: str) -> N
 
 
 def check_costs(rank: int, world: int) -> float:
-    with ExpertParallelContext(device="cpu", startup_timeout_s=20.0) as context:
+    with ExpertParallelContext(device="cpu", startup_timeout_s=PATIENCE_S) as context:
         context.allocate()
-        return min(seconds(context.check) for _ in range(5))
+        return min(seconds(context.check) for _ in range(100))
 
 
-def seconds(work: Callable[[], None], repeat: int = 1000) -> float:
+def seconds(work: Callable[[], None], repeat: int = 50) -> float:
+    """Of one call; so few are made at once that others of the machine will hardly come between in every trial."""
     start = time.perf_counter()
     for _ in range(repeat):
         work()

@@ -169,8 +169,8 @@ def test_replays_count_and_polls_do_not_wait(device: torch.device, seed: int) ->
             assert counters.poll().steps == 0
         for _ in range(3):
             graph.replay()
-        # Behind this, a copy cannot have ended.
-        torch.cuda._sleep(2_000_000_000)
+        # Behind this, which takes seconds, a copy cannot have ended.
+        torch.cuda._sleep(8_000_000_000)
         assert counters.poll().steps == 0 and counters.poll().steps == 0
         torch.cuda.synchronize()
         assert counters.poll().steps == 4

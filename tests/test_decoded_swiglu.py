@@ -18,7 +18,17 @@ from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
 from tests.conftest import HAS_GPU
-from tests.gemm_cases import Array, bits, exact_gemm, make_rows, random_weights, scale_rows, swizzled
+from tests.gemm_cases import (
+    UNIT,
+    Array,
+    bits,
+    check_inside,
+    exact_gemm,
+    make_rows,
+    random_weights,
+    scale_rows,
+    swizzled,
+)
 from tests.gemm_checks import check_quantized, integer_operands, poison_intermediates, spare_rows, unit_scales
 
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -137,6 +147,17 @@ def _codes_and_scales(hidden: GroupedRows, written: Array) -> tuple[Array, Array
     return codes, bits(hidden.scales).reshape(-1)[places][written]
 
 
+def _exact_sums(
+    name: str, inner: int, order: GateUpOrder, rng: torch.Generator, device: torch.device
+) -> tuple[GroupedRows, ExpertWeights]:
+    """Rows of `K = 256` and weights of gate and up whose sums of products no fp32 arithmetic rounds; any scales."""
+    a, w, _ = integer_operands(name, rng, device, n=2 * inner, order=order)
+    a = replace(a, row_scale=torch.rand(a.capacity, generator=rng).to(device) / 64)
+    if name == "nvfp4":
+        a, w = replace(a, scales=unit_scales(a.scales)), replace(w, scales=unit_scales(w.scales))
+    return a, replace(w, expert_scales=torch.tensor([[1.0, 0.5], [0.25, 2.0]], device=device))
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", [SwiGLU(), GPT_OSS], ids=["silu", "gpt_oss"])
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
@@ -144,11 +165,7 @@ def test_exact_sums_become_the_bits_of_the_triton_kernel(
     name: str, activation: SwiGLU, rng: torch.Generator, device: torch.device
 ) -> None:
     """Where no sum is rounded, both kernels do the same fp32 operations from there on."""
-    a, w, _ = integer_operands(name, rng, device, n=2 * INNER[name], order=activation.order)
-    a = replace(a, row_scale=torch.rand(a.capacity, generator=rng).to(device) / 64)
-    if name == "nvfp4":
-        a, w = replace(a, scales=unit_scales(a.scales)), replace(w, scales=unit_scales(w.scales))
-    w = replace(w, expert_scales=torch.tensor([[1.0, 0.5], [0.25, 2.0]], device=device))
+    a, w = _exact_sums(name, INNER[name], activation.order, rng, device)
     found = grouped_gemm_swiglu(a, PreparedWeights.prepare(w), activation, out_format=name)
     wanted = grouped_gemm_swiglu(a, w, activation, out_format=name, engine="triton")
     assert_same_bits(found.rows, wanted.rows, "rows")
@@ -187,17 +204,17 @@ def test_nearly_all_codes_are_those_of_the_triton_kernel(out: str, rng: torch.Ge
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
 def test_experts_prepare_themselves(name: str, rng: torch.Generator, device: torch.device) -> None:
-    """Both products; the same rows as with the weights as they were, up to a step of the intermediate's codes."""
+    """Both products: what both kernels are held to is one float64 product, since no sum of the first is rounded."""
     k, inner = 256, 128
-    gate_up = random_weights(name, 3, 2 * inner, k, rng, device, gate_up=True)
-    down = random_weights(name, 3, k, inner, rng, device)
+    a, gate_up = _exact_sums(name, inner, GateUpOrder.GATE_UP, rng, device)
+    down = random_weights(name, 2, k, inner, rng, device)
     experts = Experts(gate_up, down)
     prepared = experts.prepared()
     assert isinstance(prepared.gate_up, PreparedWeights) and isinstance(prepared.down, PreparedWeights)
     assert prepared.prepared().gate_up is prepared.gate_up
-    a = make_rows(name, [7, 0, 30], k, rng, device, num_experts=3, x=torch.randn(37, k, generator=rng) * 0.02)
-    got, want = prepared(a).double(), experts(a).double()
-    assert (got - want).norm() < 2e-3 * want.norm()
+    exact = exact_gemm(grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format=name), down, device)
+    for each in (experts, prepared):
+        check_inside(each(a), exact, UNIT[torch.bfloat16])
     kept = replace(experts, engine="torch").prepared()
     assert kept.gate_up is gate_up and kept.down is down
 

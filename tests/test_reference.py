@@ -169,11 +169,18 @@ def test_rounding_error_bounds_the_quantizers_and_is_tight(fmt: str, sample: str
 
 
 def random_layer(seed: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Tokens bf16 `[T, H]`, ids, weights, gate_up and down bf16; every expert of a token is another one."""
+    """Tokens bf16 `[T, H]`, ids, weights, gate_up and down bf16; every expert of a token is another one.
+
+    Each expert has `T * K / E` tokens, of about half their weight each: on that depends the error of a layer that is
+    broken at one expert.
+    """
     g = torch.Generator().manual_seed(seed)
     x = torch.randn(T, H, generator=g).bfloat16()
-    idx = torch.rand(T, E, generator=g).argsort(dim=1)[:, :K].int()
-    weights = torch.rand(T, K, generator=g).add(0.5)
+    token = torch.randperm(T, generator=g)
+    # Of E tokens in turn each begins with another expert, and goes on to one that is as many further for all of them.
+    step = token // E % (E - 1) + 1
+    idx = ((token[:, None] + step[:, None] * torch.arange(K)) % E).int()
+    weights = torch.rand(T, K, generator=g).add(2.0)
     gate_up = (torch.randn(E, 2 * INNER, H, generator=g) * H**-0.5).bfloat16()
     down = (torch.randn(E, H, INNER, generator=g) * INNER**-0.5).bfloat16()
     return x, idx, weights / weights.sum(1, keepdim=True), gate_up, down

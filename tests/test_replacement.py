@@ -34,6 +34,12 @@ from tests.pool import run_once
 
 Load = Callable[[MoELayer], None]
 
+LIMIT_S = 4.0
+"""How long is waited for a rank that fails: longer than any other may be held up on a busy machine."""
+
+PATIENCE_S = 100.0
+"""How long for all others."""
+
 
 def random_weights(seed: int) -> Load:
     return lambda layer: layer.load_random(seed)
@@ -352,7 +358,7 @@ def fail_in_the_middle(
 ) -> tuple[str, int, str, float]:
     """Rank 2 fails at its third piece of work in a re-placement; what the others and their next step say."""
     small_chunks()
-    context = ExpertParallelContext(timeout_s=2.0, transport=transport)
+    context = ExpertParallelContext(timeout_s=PATIENCE_S, transport=transport)
     plans = placements(world)
     layer = MoELayer(config("bf16"), context, placement=plans[0])
     layer.load_random(seed)
@@ -360,6 +366,8 @@ def fail_in_the_middle(
     layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
     if rank == 2:
         break_after(3, kind)
+    elif kind != "raises":
+        wait_less_for(2)
     dist.barrier()
     start = time.monotonic()
     try:
@@ -376,8 +384,22 @@ def fail_in_the_middle(
     raise AssertionError("no error was raised")
 
 
+def wait_less_for(rank: int) -> None:
+    """Only waits for `rank` run out: one that waits for it does not answer either, and could be named in its place."""
+    wait = mover.ExpertMover._wait
+
+    def limited(self: Any, words: torch.Tensor, peer: int, number: int) -> None:
+        self.context.timeout_s = LIMIT_S if peer == rank else PATIENCE_S
+        wait(self, words, peer, number)
+
+    mover.ExpertMover._wait = limited  # type: ignore[method-assign]
+
+
 def break_after(count: int, kind: str) -> None:
-    """The `count`th time that an expert's bytes are read or written, this process raises, dies or stops."""
+    """The `count`th time that an expert's bytes are read or written, this process raises, dies or stops.
+
+    It stops until a peer has given up, and then goes on without having looked.
+    """
     done = [0]
 
     def broken(original: Any) -> Any:
@@ -388,7 +410,8 @@ def break_after(count: int, kind: str) -> None:
                     raise OSError("bad memory")
                 if kind == "dies":
                     os.kill(os.getpid(), signal.SIGKILL)
-                time.sleep(6)
+                while not self.context._abort_codes.any():
+                    time.sleep(0.01)
             original(self, *arguments)
 
         return call
@@ -411,14 +434,14 @@ def break_after(count: int, kind: str) -> None:
 )
 def test_a_rank_that_fails_in_the_middle_ends_it_for_all(kind: str, transport: str, among_two: bool, seed: int) -> None:
     """Also for ranks 0 and 1 where they have no part in it (`among_two`)."""
-    outcomes = run_once(fail_in_the_middle, 4, kind, transport, among_two, seed, timeout=60)
+    outcomes = run_once(fail_in_the_middle, 4, kind, transport, among_two, seed, timeout=150)
     for rank, outcome in enumerate(outcomes):
         if rank == 2 and kind == "dies":
             assert outcome.exitcode == -signal.SIGKILL
             continue
         assert outcome.error is None, outcome.trace
         name, about, message, seconds = outcome.result
-        assert seconds < 20, "not by the default limit of 30 s"
+        assert seconds < PATIENCE_S / 2
         if rank == 2 and kind == "raises":
             assert (name, message) == ("OSError", "bad memory")
         elif kind == "raises":
@@ -429,18 +452,19 @@ def test_a_rank_that_fails_in_the_middle_ends_it_for_all(kind: str, transport: s
 
 
 def stay_away(rank: int, world: int, seed: int) -> tuple[str, int, str, float]:
-    """Rank 1 does not take part in a re-placement."""
-    context = ExpertParallelContext(timeout_s=1.0)
+    """Rank 1 does not take part in a re-placement, and gives up when the others have."""
+    context = ExpertParallelContext(timeout_s=LIMIT_S)
     plans = placements(world)
     layer = MoELayer(config(), context, placement=plans[0])
     layer.load_random(seed)
     context.allocate()
-    start = time.monotonic()
+    dist.barrier()
     if rank == 1:
-        time.sleep(2.5)
+        dist.barrier()
         context.abort("it was elsewhere")
         context.close()
         return "", -1, "", 0.0
+    start = time.monotonic()
     try:
         layer.replace_experts(plans[1])
     except MoERuntimeError as error:
@@ -449,17 +473,19 @@ def stay_away(rank: int, world: int, seed: int) -> tuple[str, int, str, float]:
             layer(torch.zeros(1, HIDDEN, dtype=torch.bfloat16))
         context.close()
         return type(error).__name__, error.rank, str(error), seconds
+    finally:
+        dist.barrier()
     raise AssertionError("no error was raised")
 
 
 @pytest.mark.cpu_only
 def test_a_rank_that_does_not_come_is_named_in_time(seed: int) -> None:
-    outcomes = run_once(stay_away, 3, seed, timeout=60)
+    outcomes = run_once(stay_away, 3, seed, timeout=150)
     for rank in (0, 2):
         assert outcomes[rank].error is None, outcomes[rank].trace
         name, about, message, seconds = outcomes[rank].result
-        assert (name, about) == ("PeerTimeoutError", 1) and seconds < 20
-        assert "replace_experts: rank 1 of 3 did not come within 1 s" in message
+        assert (name, about) == ("PeerTimeoutError", 1) and seconds < PATIENCE_S / 2
+        assert f"replace_experts: rank 1 of 3 did not come within {LIMIT_S:g} s" in message
 
 
 def test_a_layer_without_a_placement_or_weights_has_nothing_to_replace(device: torch.device) -> None:
