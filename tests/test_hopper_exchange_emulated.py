@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from moe_runtime.dispatcher import DispatchedTokens
+from moe_runtime.errors import MoERuntimeError, PeerTimeoutError, Phase, RoutingError
 from moe_runtime.kernels import hopper_exchange
 from tests.comparison import assert_same_bits
 from tests.emulator import Emulator
@@ -23,7 +24,7 @@ pytestmark = needs_compiler
 
 CPU = torch.device("cpu")
 WORLD = 3
-SETTINGS: dict[str, Any] = {"hidden_size": 512, "num_experts": 10, "top_k": 3, "max_tokens_per_rank": 7}
+SETTINGS: dict[str, Any] = {"hidden_size": 512, "num_experts": 10, "top_k": 3, "max_tokens_per_rank": 12}
 
 
 @pytest.fixture(autouse=True)
@@ -35,6 +36,9 @@ def small(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[None]:
         "BLOCKS_PER_SM": 1,
         "ARRIVE_WARPS": draw.choice((1, 2, 4)),
         "TOKENS_IN_PARTS": draw.choice((1, 1024)),
+        # All slots at once, or two chunks of them.
+        "SMALL_CHUNK_BYTES": draw.choice((0, hopper_exchange.SMALL_CHUNK_BYTES)),
+        "CHUNK": 32,
     }.items():
         monkeypatch.setattr(hopper_exchange, name, value)
     sms = draw.choice((1, 2, 3))
@@ -75,14 +79,27 @@ def one_after_the_other(ranks: Ranks, steps: list[Step], outputs: list[torch.Ten
     return found
 
 
-def all_at_once(ranks: Ranks, steps: list[Step], outputs: list[torch.Tensor], emulator: Emulator) -> list[list[Found]]:
-    """The same where ranks go on as they like, and kernels of one begin before those before have ended."""
+def all_at_once(
+    ranks: Ranks,
+    steps: list[Step],
+    outputs: list[torch.Tensor],
+    emulator: Emulator,
+    stops: tuple[int, int, bool] | None = None,
+) -> list[list[Found]]:
+    """The same where ranks go on as they like, and kernels of one begin before those before have ended.
+
+    `stops` is a rank, the steps that it still does, and whether it sends its tokens of one more.
+    """
     found: list[list[Found]] = [[] for _ in steps]
     with emulator.together() as choose:
         for rank, (own, output) in enumerate(zip(ranks.dispatchers, outputs, strict=True)):
             choose(rank)
             for number, step in enumerate(steps):
                 data, y = step.inputs[rank], None
+                if stops is not None and (rank, number) == stops[:2]:
+                    if stops[2]:
+                        own.dispatch_send(data.x, data.topk_idx, data.topk_weights)
+                    break
                 arrived = own.dispatch(data.x, data.topk_idx, data.topk_weights)
                 if step.combined:
                     y = own.combine(output, arrived.handle, shared=data.x if step.shared else None)
@@ -134,9 +151,70 @@ def test_steps_of_ranks_that_do_not_wait_for_each_other(
 def run_random_steps(settings: dict[str, Any], emulator: Emulator, seed: int) -> None:
     steps = random_steps(seed, 5)
     twins, kernels = twins_and_kernels(mode="packed", **settings)
-    rows = twins.dispatchers[0].geometry.row_capacity
-    generator = torch.Generator().manual_seed(seed)
-    outputs = [torch.randn(rows, SETTINGS["hidden_size"], generator=generator).bfloat16() for _ in range(WORLD)]
+    outputs = random_outputs(twins, seed)
     assert_same_results(all_at_once(kernels, steps, outputs, emulator), one_after_the_other(twins, steps, outputs))
     for context in kernels.contexts:
         context.check_peers()
+
+
+def random_outputs(ranks: Ranks, seed: int) -> list[torch.Tensor]:
+    """What experts give for as many rows as there can be, whatever arrives."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (ranks.dispatchers[0].geometry.row_capacity, SETTINGS["hidden_size"])
+    return [torch.randn(shape, generator=generator).bfloat16() for _ in range(WORLD)]
+
+
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_rank_that_stops_is_named_by_all_others(sends: bool, emulator: Emulator, seed: int) -> None:
+    steps = [step._replace(combined=True) for step in random_steps(seed, 3)]
+    twins, kernels = twins_and_kernels(mode="packed", token_format="nvfp4")
+    outputs, lost = random_outputs(twins, seed), seed % WORLD
+    found = all_at_once(kernels, steps, outputs, emulator, stops=(lost, 1, sends))
+    assert_same_results(found[:1], one_after_the_other(twins, steps, outputs)[:1])
+    for rank, context in enumerate(kernels.contexts):
+        if rank != lost:
+            with pytest.raises(PeerTimeoutError) as caught:
+                context.check()
+            assert caught.value.rank == lost
+            assert caught.value.phase == (Phase.COMBINE_WAIT if sends else Phase.DISPATCH_WAIT)
+
+
+def test_a_bad_expert_id_is_told_to_ranks_that_are_at_work(emulator: Emulator, seed: int) -> None:
+    steps = [step._replace(combined=True) for step in random_steps(seed, 2)]
+    bad = rank_input(seed, 1, 3, *list(SETTINGS.values())[:3])
+    bad.topk_idx[1, 2] = SETTINGS["num_experts"]
+    steps[1].inputs[1] = bad
+    twins, kernels = twins_and_kernels(mode="packed", token_format="fp8_block")
+    all_at_once(kernels, steps, random_outputs(twins, seed), emulator)
+    for context in kernels.contexts:
+        with pytest.raises(RoutingError, match="rank 1"):
+            context.check_peers()
+
+
+WRONG = {
+    "a row is overwritten while it is read": ("    barrier_wait(empty + 8 * place.index, place.parity ^ 1);\n", ""),
+    "lanes wait for another round": ("    __syncwarp();  // a lane that comes late would take", "    //"),
+    "fewer readers than there are": ("rows.init(READERS);", "rows.init(READERS - 1);"),
+    "bitmaps are counted before they are made": (
+        "1u << s % 32);\n      });\n    __syncthreads();",
+        "1u << s % 32);\n      });\n",
+    ),
+    "the flag of another step": ("COMBINE_FLAG + half * WORLD, counter", "COMBINE_FLAG, counter"),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_kernels_that_are_wrong_are_found(what: str, emulator: Emulator, seed: int) -> None:
+    right, wrong = WRONG[what]
+    edited = 0
+
+    def edit(text: str) -> str:
+        nonlocal edited
+        edited += right in text
+        return text.replace(right, wrong)
+
+    emulator.edit = edit
+    with pytest.raises((AssertionError, MoERuntimeError)):
+        for turn in range(20):
+            run_random_steps({"token_format": "nvfp4"}, emulator, seed + turn)
+    assert edited > 0

@@ -267,6 +267,9 @@ void trigger(Block* block) {
 
 void end_block(Block* block) {
   if (block->copies != 0) fail("block %u of %s ended while copies were under way", block->index.x, block->kernel->launch.name);
+  const unsigned char* memory = block->memory.get();
+  if (std::any_of(memory + block->used, memory + MEMORY_BYTES, [](unsigned char byte) { return byte != POISON; }))
+    fail("block %u of %s stored outside of its shared memory", block->index.x, block->kernel->launch.name);
   trigger(block);
   Kernel* kernel = block->kernel;
   ++kernel->ended;
