@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import os
+
+# Several processes share few cores; for the children too. Before numpy is imported, whose BLAS starts its threads then.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import random
 import sys
 from collections.abc import Iterator
@@ -20,9 +24,7 @@ else:
     if "triton" in sys.modules:
         raise RuntimeError("triton was imported before tests/conftest.py could choose the interpreter")
     os.environ.setdefault("TRITON_INTERPRET", "1")
-# Several processes share few cores; the variable is for the children.
 torch.set_num_threads(1)
-os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 # The fixture `get_pool`.
 pytest_plugins = ["tests.pool"]

@@ -184,7 +184,14 @@ def test_tiles_that_end_with_any_stage(
     name: str, blocks: int, gather: bool, regime: tma.Regime, rng: torch.Generator, device: torch.device
 ) -> None:
     """Several tiles for every SM that end with any stage of the ring, which then is under way when the next begins."""
-    n, k = 2 * 256 * 132, blocks * (128 if name == "fp8_block" else 64)
+    check_tiles_of_stages(name, blocks, gather, regime, 2 * 256 * 132, rng, device)
+
+
+def check_tiles_of_stages(
+    name: str, blocks: int, gather: bool, regime: tma.Regime, n: int, rng: torch.Generator, device: torch.device
+) -> None:
+    """Results of `n` columns whose tiles take `blocks` stages."""
+    k = blocks * (128 if name == "fp8_block" else 64)
     w = random_weights(name, 2, n, k, rng, device)
     a = make_rows(name, [130, 5], k, rng, device, num_experts=2, gather=gather)
     check_inside(tma.grouped_gemm(a, w, regime=regime), exact_gemm(a, w, device), UNIT[torch.bfloat16])

@@ -1,8 +1,10 @@
 """Kernels in CUDA C++ run on the CPU: their own text, translated for a compiler of the host, under a random schedule.
 
-What is emulated: warps whose lanes take turns, barriers of blocks and in shared memory, copies by the copy engine that
-are done late, blocks that come one after the other, kernels launched early, and several ranks at once. What is not:
-memory that is seen out of order. See `scheduler.h`.
+What is emulated: warps whose lanes take turns, barriers of blocks, of clusters and in shared memory, copies by the copy
+engine and by threads that are done late, boxes of tensors that go to several blocks, products of warpgroups, blocks
+that come one after the other, kernels launched early, and several ranks at once. What is not: memory that is seen out
+of order, be it by other threads or by what reads for them (fences do nothing). See `scheduler.h`, `tensor_maps.h` and
+`tensor_cores.h`.
 """
 
 from __future__ import annotations
@@ -36,16 +38,22 @@ def _folder() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="emulator-")
 
 
-def _compile(source: Path, binary: Path, *options: str) -> None:
-    command = [str(COMPILER), *OPTIONS, *options, str(source), "-o", str(binary)]
+def _compile(sources: Sequence[Path], binary: Path, *options: str) -> None:
+    command = [str(COMPILER), *options, *OPTIONS, *map(str, sources), "-o", str(binary)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, f"{source.name}: {done.stderr[:4000]}"
+    assert done.returncode == 0, f"{binary.name}: {done.stderr[:4000]}"
+
+
+def _preprocessed(text: str, defines: nvrtc.Defines) -> str:
+    """`text` with its macros expanded, without comments."""
+    command = [str(COMPILER), "-std=c++17", "-E", "-P", "-x", "c++", *(f"-D{name}={value}" for name, value in defines)]
+    return subprocess.run([*command, "-"], input=text, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
 @cache
 def _scheduler() -> ctypes.CDLL:
     binary = Path(_folder().name) / "scheduler.so"
-    _compile(HERE / "scheduler.cpp", binary)
+    _compile(sorted(HERE.glob("*.cpp")), binary)
     return ctypes.CDLL(str(binary), mode=ctypes.RTLD_GLOBAL)
 
 
@@ -72,20 +80,25 @@ def _split(text: str, at: str) -> list[str]:
 
 
 def _instruction(statement: str) -> str:
-    """What is in the parentheses of an `asm`, as the call of a function of instructions.h."""
+    """What is in the parentheses of an `asm`, as the call of a function of instructions.h.
+
+    A special register that is read belongs to the name; numbers that the text holds come after the operands.
+    """
     template, *operands = _split(statement, ":")
     code = "".join(re.findall(r'"((?:\\.|[^"\\])*)"', template)).replace("\\n", "\n")
-    names = []
+    names, numbers = [], []
     for line in re.split(r"[;\n]", code):
         words = [word for word in line.replace("{", " ").replace("}", " ").split() if not word.startswith("@")]
         if words and not words[0].startswith(".") and words[0][0].isalpha() and not words[0].endswith(","):
-            names.append(re.sub(r"[^a-zA-Z0-9]+", "_", words[0]))
+            special = [word for word in words[1:] if word.startswith("%%")]
+            names.append(re.sub(r"[^a-zA-Z0-9]+", "_", "".join([words[0], *special])))
+            numbers += re.findall(r"(?<![%\w.])(?:0x[0-9a-fA-F]+|\d+)(?![\w.])", " ".join(words[1:]))
     values = []
     for section in operands[:2]:
         for operand in _split(section, ","):
             if operand.strip():
                 values.append(operand[operand.index("(") + 1 : operand.rindex(")")])
-    return f"ptx::{'__'.join(names)}({', '.join(values)})"
+    return f"ptx::{'__'.join(names) or 'nothing'}({', '.join([*values, *numbers])})"
 
 
 def _with_instructions(text: str) -> str:
@@ -112,6 +125,13 @@ def _with_shared_variables(text: str) -> str:
             )
         return " ".join(lines)
 
+    # Outside of functions it is not yet known of which block.
+    text = re.sub(
+        r"^extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];",
+        r"#define \2 (static_cast<\1*>(emulator::dynamic_shared()))",
+        text,
+        flags=re.M,
+    )
     text = re.sub(
         r"extern __shared__ (?:__align__\(\d+\) )?(\w+) (\w+)\[\];",
         r"\1* const \2 = static_cast<\1*>(emulator::dynamic_shared());",
@@ -126,9 +146,9 @@ def _included(text: str) -> str:
     )
 
 
-def translated(file: str) -> str:
+def translated(file: str, defines: nvrtc.Defines) -> str:
     """A source of the kernels and what it includes, for a compiler of the host."""
-    text = _included((nvrtc.FOLDER / file).read_text())
+    text = _preprocessed(_included((nvrtc.FOLDER / file).read_text()), defines)
     kernels = []
     for match in re.finditer(r'extern "C" __global__ void\s', text):
         at = match.end()
@@ -144,14 +164,20 @@ def translated(file: str) -> str:
 
 
 @cache
+def _header() -> Path:
+    """Where instructions.h lies compiled: half of what a kernel takes otherwise."""
+    _compile([HERE / "instructions.h"], Path(_folder().name) / "instructions.h.gch", "-x", "c++-header")
+    return Path(_folder().name)
+
+
+@cache
 def _library(file: str, defines: nvrtc.Defines, edit: Callable[[str], str] | None) -> ctypes.CDLL:
     _scheduler()
     with tempfile.TemporaryDirectory(dir=_folder().name) as folder:
         source, binary = Path(folder) / f"{file}.cpp", Path(folder) / f"{file}.so"
-        macros = "".join(f"#define {name} {value}\n" for name, value in defines)
-        text = translated(file)
-        source.write_text(macros + (text if edit is None else edit(text)))
-        _compile(source, binary, "-Wl,-Bsymbolic")
+        text = translated(file, defines)
+        source.write_text(text if edit is None else edit(text))
+        _compile([source], binary, "-Wl,-Bsymbolic", f"-I{_header()}")
         return ctypes.CDLL(str(binary))
 
 
@@ -200,6 +226,8 @@ class Emulator:
         early: bool = False,
     ) -> None:
         library = _library(file, tuple(sorted(defines.items())), self.edit)
+        cluster = int(defines.get("CLUSTER", 1))
+        assert grid[0] % cluster == 0, f"{grid} blocks in clusters of {cluster}"
         values = [nvrtc._value(argument) for argument in arguments]
         pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
         launch = _Launch(
@@ -209,7 +237,7 @@ class Emulator:
             (ctypes.c_uint32 * 3)(*grid),
             block,
             shared_bytes,
-            1,
+            cluster,
             self.stream,
             int(early),
         )

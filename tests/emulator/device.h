@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <utility>
 
 #include "scheduler.h"
 
@@ -26,11 +27,16 @@
 using std::max;
 using std::min;
 
+inline unsigned max(unsigned a, int b) { return std::max(a, unsigned(b)); }
+
 struct alignas(8) uint2 {
   unsigned x, y;
 };
 struct alignas(16) uint4 {
   unsigned x, y, z, w;
+};
+struct alignas(16) int4 {
+  int x, y, z, w;
 };
 struct alignas(8) float2 {
   float x, y;
@@ -38,6 +44,8 @@ struct alignas(8) float2 {
 struct alignas(16) float4 {
   float x, y, z, w;
 };
+inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
+inline float2 make_float2(float x, float y) { return {x, y}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 

@@ -1,5 +1,6 @@
-// What the kernels name in `asm`, as functions: outputs first, then inputs. A name is that of the instruction with each
-// run of other characters as one `_`, or several such with `__` between them.
+// What the kernels name in `asm`, as functions: outputs first, then inputs, then the numbers in the text. A name is that
+// of the instruction and of a special register that it reads with each run of other characters as one `_`, or several
+// such with `__` between them.
 
 #pragma once
 
@@ -12,8 +13,8 @@ inline void ld_acquire_sys_global_s32(int& value, const int* at) { emulator::loo
 inline void ld_relaxed_sys_global_s32(int& value, const int* at) { emulator::look("what a peer writes"), value = *at; }
 inline void st_relaxed_sys_global_s32(int* at, int value) { emulator::look("its turn", true), *at = value; }
 inline void st_release_sys_global_s32(int* at, int value) { emulator::look("its turn", true), *at = value; }
-inline void atom_add_acq_rel_gpu_global_s32(int& before, int* at) { before = atomicAdd(at, 1); }
-inline void mov_u64(long long& now) { now = emulator::clock_ns(); }
+inline void atom_add_acq_rel_gpu_global_s32(int& before, int* at, int by) { before = atomicAdd(at, by); }
+inline void mov_u64_globaltimer(long long& now) { now = emulator::clock_ns(); }
 inline void fence_acq_rel_sys() {}
 inline void fence_proxy_async_shared_cta() {}
 inline void fence_proxy_async_global() {}
@@ -30,9 +31,10 @@ inline void mbarrier_arrive_expect_tx_shared_cta_b64(unsigned barrier, unsigned 
   emulator::mbarrier_expect(barrier, bytes);
   emulator::mbarrier_arrive(barrier, 1);
 }
-inline void mbarrier_try_wait_parity_shared_cta_b64__selp_b32(unsigned& done, unsigned barrier, unsigned parity) {
+inline void mbarrier_try_wait_parity_shared_cta_b64__selp_b32(unsigned& done, unsigned barrier, unsigned parity,
+                                                              int yes, int) {
   emulator::mbarrier_wait(barrier, parity);
-  done = 1;
+  done = yes;
 }
 
 // Copies by the engine.
@@ -45,7 +47,7 @@ inline void cp_async_bulk_global_shared_cta_bulk_group(Long to, unsigned from, u
 }
 inline void cp_async_bulk_commit_group() { emulator::bulk_commit(); }
 inline void cp_async_bulk_wait_group_read(unsigned pending) { emulator::bulk_await(pending, true); }
-inline void cp_async_bulk_wait_group() { emulator::bulk_await(0, false); }
+inline void cp_async_bulk_wait_group(unsigned pending) { emulator::bulk_await(pending, false); }
 
 // Numbers.
 inline unsigned rounded_to_bf16(float x) {
@@ -74,7 +76,7 @@ inline float of_e4m3(unsigned code) {
   const unsigned exponent = code >> 3 & 0xF, fraction = code & 7;
   const float magnitude = (code & 0x7F) == 0x7F ? NAN
                           : exponent == 0       ? fraction * 0x1p-9f
-                                                : std::ldexp(1.0f + fraction / 8.0f, int(exponent) - 7);
+                                                : __uint_as_float((exponent + 120) << 23 | fraction << 20);
   return code & 0x80 ? -magnitude : magnitude;
 }
 inline void cvt_rn_satfinite_e4m3x2_f32(unsigned short& pair, float high, float low) {
@@ -87,3 +89,5 @@ inline void mov_b32__cvt_f32_f16__cvt_f32_f16(float& low, float& high, unsigned 
 }
 
 }  // namespace ptx
+
+#include "tma_instructions.h"

@@ -5,6 +5,7 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <array>
 #include <cstdarg>
 #include <cstdio>
 #include <cstring>
@@ -65,19 +66,29 @@ constexpr size_t MOST_SHARED = 227 * 1024, MEMORY_BYTES = FIRST_ADDRESS + MOST_S
 constexpr Word RANK_SHIFT = 24;       // from there on, 1 + the rank in the cluster, or 0 for the block itself
 constexpr int POISON = 0xCD;
 constexpr int IDLE_STEPS = 20000;     // looks in a row after which time flies
+constexpr Word SLOW = 256;            // steps of others to one of a slow warp
 constexpr long long MOST_STEPS = 50000000;
 
 struct Block;
 struct Kernel;
 
+struct Copy;
+using Group = std::vector<std::shared_ptr<Copy>>;
+
+struct Part {
+  const unsigned char* from;  // null for zeros
+  unsigned char* to;
+  Word bytes;
+};
+
 struct Copy {
   Block* block;
-  unsigned char *from, *to;
-  Word bytes, barrier;  // 0 for stores
-  bool has_read, has_written;
-  std::vector<unsigned char> content;
+  std::vector<Part> parts;
+  Word barrier = 0, counted = 0, arrivals = 0;  // 0 for stores; what it tells the barrier when it has written
+  Group before{};                               // done first
+  bool has_read = false, has_written = false;
+  std::vector<unsigned char> content{};
 };
-using Group = std::vector<std::shared_ptr<Copy>>;
 
 struct Fiber {
   Thread seen;  // first: `thread` points to it
@@ -89,6 +100,10 @@ struct Fiber {
   Word detail;
   Group open;
   std::deque<Group> groups;
+  Group async_open, async_before;  // of the open group; since the last arrival
+  std::deque<Group> async_groups;
+  Word cluster_turn;
+  bool slow;
 };
 
 struct Meeting {
@@ -97,6 +112,7 @@ struct Meeting {
   Long brought[2][32];
   int turn;
   std::vector<Fiber*> waiting;
+  std::vector<std::array<Word, 3>> arrivals;  // lane, barrier and count of the instruction that some have come to
 };
 
 struct Barrier {
@@ -115,6 +131,8 @@ static_assert(sizeof(Mbarrier) == 8);
 
 struct Cluster {
   std::vector<Block*> blocks;
+  Word here = 0, turn = 0;  // threads at its barrier
+  std::vector<Fiber*> waiting{};
 };
 
 struct Block {
@@ -125,6 +143,7 @@ struct Block {
   std::unique_ptr<unsigned char, decltype(&free)> memory{nullptr, &free};
   Word used;  // of it
   std::map<std::string, Word> variables;
+  std::map<std::string, std::shared_ptr<void>> kept;
   std::vector<std::unique_ptr<Fiber>> fibers;
   std::vector<Meeting> warps;
   Barrier barriers[16];
@@ -146,13 +165,14 @@ struct Simulation {
   std::vector<std::unique_ptr<Kernel>> kernels;
   std::vector<Word> resident;  // blocks of each stream
   std::vector<std::unique_ptr<Block>> blocks;
-  std::vector<Fiber*> ready, looking;  // those that look may have to do so many times
+  std::vector<Fiber*> ready, slow, looking;  // those that look may have to do so many times
   std::vector<std::shared_ptr<Copy>> copies;
   std::vector<void*> stacks;
   void* stack_pointer = nullptr;
   std::string failure;
   long long now = 0, idle = 0, steps = 0;
   Word most_resident = 1, eager = 50, in_turn = 50;  // percent: copies done at once; the one woken last goes on
+  Word slow_blocks = 0, slow_warps = 0;              // percent
 
   Word draw(Word below) { return random() % below; }
 };
@@ -174,7 +194,7 @@ void wait(const char* what, Word detail = 0) {
 
 void wake(Fiber* fiber) {
   fiber->waits = nullptr;
-  simulation->ready.push_back(fiber);
+  (fiber->slow ? simulation->slow : simulation->ready).push_back(fiber);
 }
 
 void wake_all(std::vector<Fiber*>& waiting) {
@@ -226,30 +246,60 @@ void end_phase_if_complete(Block* block, Word address) {
   wake_all(woken);
 }
 
+void arrive(Block* block, Word address, Word count) {
+  Mbarrier& barrier = made_mbarrier(block, address);
+  if (barrier.pending < count) fail("%u arrive at mbarrier %08x, which waits for %u", count, address, barrier.pending);
+  barrier.pending -= count;
+  end_phase_if_complete(block, address);
+}
+
 void read(Copy& copy) {
   if (copy.has_read) return;
-  copy.content.assign(copy.from, copy.from + copy.bytes);
+  for (const Part& part : copy.parts) {
+    copy.content.resize(copy.content.size() + part.bytes);
+    if (part.from != nullptr) memcpy(copy.content.data() + copy.content.size() - part.bytes, part.from, part.bytes);
+  }
   copy.has_read = true;
   simulation->idle = 0;
 }
 
 void write(Copy& copy) {
   if (copy.has_written) return;
+  for (auto& other : copy.before) write(*other);
+  copy.before.clear();
   read(copy);
-  memcpy(copy.to, copy.content.data(), copy.bytes);
+  const unsigned char* content = copy.content.data();
+  for (const Part& part : copy.parts) memcpy(part.to, content, part.bytes), content += part.bytes;
   copy.has_written = true;
   --copy.block->copies;
   if (copy.barrier != 0) {
-    made_mbarrier(copy.block, copy.barrier).bytes -= copy.bytes;
-    end_phase_if_complete(copy.block, copy.barrier);
+    made_mbarrier(copy.block, copy.barrier).bytes -= copy.counted;
+    arrive(copy.block, copy.barrier, copy.arrivals);
   }
 }
 
-void add_copy(std::shared_ptr<Copy> copy) {
-  if ((reinterpret_cast<uintptr_t>(copy->from) | reinterpret_cast<uintptr_t>(copy->to) | copy->bytes) % 16 != 0)
-    fail("a bulk copy from %p to %p, %u bytes, is not of whole 16 bytes", copy->from, copy->to, copy->bytes);
-  ++copy->block->copies;
-  simulation->copies.push_back(std::move(copy));
+void check_aligned(const void* from, const void* to, Word bytes, Word unit) {
+  if ((reinterpret_cast<uintptr_t>(from) | reinterpret_cast<uintptr_t>(to) | bytes) % unit != 0)
+    fail("a copy from %p to %p, %u bytes, is not of whole %u bytes", from, to, bytes, unit);
+}
+
+std::shared_ptr<Copy> add_copy(Block* block, std::vector<Part> parts, Word barrier = 0, Word counted = 0,
+                               Word arrivals = 0) {
+  ++block->copies;
+  simulation->copies.push_back(std::make_shared<Copy>(Copy{block, std::move(parts), barrier, counted, arrivals}));
+  return simulation->copies.back();
+}
+
+// All groups but `pending`, until they have read, or until they have written.
+void finish(std::deque<Group>& groups, Word pending, bool read_only) {
+  for (size_t i = 0; i + pending < groups.size(); ++i)
+    for (auto& copy : groups[i]) read_only ? read(*copy) : write(*copy);
+  auto& all = simulation->copies;
+  all.erase(std::remove_if(all.begin(), all.end(), [](auto& copy) { return copy->has_written; }), all.end());
+  auto written = [](Group& group) {
+    return std::all_of(group.begin(), group.end(), [](auto& copy) { return copy->has_written; });
+  };
+  while (!groups.empty() && written(groups.front())) groups.pop_front();
 }
 
 void end_kernel_if_done(Kernel* kernel) {
@@ -328,6 +378,8 @@ void start_cluster(Kernel* kernel) {
     block->used = FIRST_ADDRESS + launch.shared_bytes;
     block->running = launch.threads;
     block->warps.resize((launch.threads + 31) / 32);
+    const bool slow_block = simulation->draw(100) < simulation->slow_blocks;
+    bool slow = false;
     for (Word i = 0; i < launch.threads; ++i) {
       auto fiber = std::make_unique<Fiber>();
       fiber->seen = {{i, 0, 0}, block->index, {launch.threads, 1, 1}, {launch.grid[0], launch.grid[1], launch.grid[2]}};
@@ -338,7 +390,9 @@ void start_cluster(Kernel* kernel) {
       *--top = reinterpret_cast<void*>(run_fiber);
       for (int saved = 0; saved < 6; ++saved) *--top = nullptr;
       fiber->stack_pointer = top;
-      simulation->ready.push_back(fiber.get());
+      if (i % 32 == 0) slow = slow_block || simulation->draw(100) < simulation->slow_warps;
+      fiber->slow = slow;
+      wake(fiber.get());
       block->fibers.push_back(std::move(fiber));
     }
     cluster->blocks.push_back(block.get());
@@ -352,7 +406,8 @@ void start_cluster(Kernel* kernel) {
 bool step() {
   Simulation& s = *simulation;
   std::vector<Kernel*> startable;
-  if (s.steps++ % 64 == 0 || s.ready.empty())
+  const bool none_ready = s.ready.empty() && s.slow.empty();
+  if (s.steps++ % 64 == 0 || none_ready)
     for (auto& kernel : s.kernels)
       if (may_start(kernel.get())) startable.push_back(kernel.get());
   if (!startable.empty()) {
@@ -360,7 +415,7 @@ bool step() {
     return true;
   }
   // Those that only look may wait for a copy.
-  const Word chance = s.ready.empty() ? (s.looking.empty() ? 100 : std::max(s.eager, 5u)) : s.eager;
+  const Word chance = none_ready ? (s.looking.empty() ? 100 : std::max(s.eager, 5u)) : s.eager;
   if (!s.copies.empty() && s.draw(100) < chance) {
     const size_t chosen = s.draw(s.copies.size());
     std::shared_ptr<Copy> copy = s.copies[chosen];
@@ -369,10 +424,11 @@ bool step() {
     if (copy->has_written) s.copies[chosen] = s.copies.back(), s.copies.pop_back();
     return true;
   }
-  const bool none_ready = s.ready.empty();
   if (none_ready && s.looking.empty()) return false;
-  auto& chosen = none_ready || (!s.looking.empty() && s.draw(8) == 0) ? s.looking : s.ready;
-  if (&chosen == &s.looking || s.draw(100) >= s.in_turn) std::swap(chosen[s.draw(chosen.size())], chosen.back());
+  const bool looks = none_ready || (!s.looking.empty() && s.draw(8) == 0);
+  const bool slow = s.ready.empty() || (!s.slow.empty() && s.draw(SLOW) == 0);
+  auto& chosen = looks ? s.looking : slow ? s.slow : s.ready;
+  if (looks || s.draw(100) >= s.in_turn) std::swap(chosen[s.draw(chosen.size())], chosen.back());
   Fiber* fiber = chosen.back();
   chosen.pop_back();
   thread = &fiber->seen;
@@ -471,6 +527,8 @@ void look(const char* what, bool writes) {
   fiber->waits = nullptr;
 }
 
+std::shared_ptr<void>& kept(const char* name) { return self()->block->kept[name]; }
+
 long long clock_ns() { return simulation->now; }
 
 void* shared_variable(const char* name, size_t bytes, size_t alignment) {
@@ -502,16 +560,43 @@ Word in_block_of_cluster(Word address, Word rank) {
 
 Word rank_in_cluster() { return self()->block->rank; }
 
+void cluster_arrive() {
+  Fiber* fiber = self();
+  Cluster& cluster = *fiber->block->cluster;
+  fiber->cluster_turn = cluster.turn;
+  if (++cluster.here < fiber->block->kernel->launch.threads * cluster.blocks.size()) return;
+  cluster.here = 0, ++cluster.turn;
+  simulation->idle = 0;
+  wake_all(cluster.waiting);
+}
+
+void cluster_wait() {
+  Fiber* fiber = self();
+  Cluster& cluster = *fiber->block->cluster;
+  if (cluster.turn != fiber->cluster_turn) return;
+  cluster.waiting.push_back(fiber);
+  wait("the barrier of the cluster");
+}
+
 void mbarrier_init(Word address, Word arrivals) {
   mbarrier(self()->block, address) = {0, arrivals, arrivals, 0, 1};
 }
 
 void mbarrier_arrive(Word address, Word count) {
-  Block* block = block_of(address);
-  Mbarrier& barrier = made_mbarrier(block, address);
-  if (barrier.pending < count) fail("%u arrive at mbarrier %08x, which waits for %u", count, address, barrier.pending);
-  barrier.pending -= count;
-  end_phase_if_complete(block, address);
+  arrive(block_of(address), address, count);
+}
+
+void mbarrier_arrive_in_cluster(Word address, Word count) {
+  const Fiber* fiber = self();
+  const Cluster& cluster = *fiber->block->cluster;
+  auto& arrivals = fiber->block->warps[fiber->number / 32].arrivals;
+  for (auto& other : arrivals)
+    if (other[0] == fiber->number % 32) fail("lane %u arrives again before the other blocks are told", other[0]);
+  arrivals.push_back({fiber->number % 32, address, count});
+  if (arrivals.size() < cluster.blocks.size()) return;
+  std::shuffle(arrivals.begin(), arrivals.end(), simulation->random);
+  for (auto& arrival : arrivals) mbarrier_arrive(arrival[1], arrival[2]);
+  arrivals.clear();
 }
 
 void mbarrier_expect(Word address, Word bytes) { made_mbarrier(block_of(address), address).bytes += bytes; }
@@ -519,25 +604,37 @@ void mbarrier_expect(Word address, Word bytes) { made_mbarrier(block_of(address)
 void mbarrier_wait(Word address, Word parity) {
   Fiber* fiber = self();
   Block* block = block_of(address);
-  if (made_mbarrier(block, address).parity != parity) return;
-  block->at_mbarriers.emplace_back(address & ((1u << RANK_SHIFT) - 1), fiber);
-  wait("an mbarrier", address);
+  // One that comes late may miss a phase, and wait for the next but one.
+  while (made_mbarrier(block, address).parity == parity) {
+    block->at_mbarriers.emplace_back(address & ((1u << RANK_SHIFT) - 1), fiber);
+    wait("an mbarrier", address);
+  }
 }
 
 void bulk_load(Word to, const void* from, Word bytes, Word barrier) {
-  Block* block = block_of(to);
-  unsigned char* place = in_memory(block, to, bytes);
-  memset(place, POISON, bytes);
-  auto* source = static_cast<unsigned char*>(const_cast<void*>(from));
-  add_copy(std::make_shared<Copy>(Copy{block, source, place, bytes, barrier, false, false, {}}));
+  check_aligned(from, from_shared(to, bytes), bytes, 16);
+  const Piece piece = {from, to, bytes};
+  load_pieces(&piece, 1, bytes, barrier);
+}
+
+void load_pieces(const Piece* pieces, Word count, Word bytes, Word barrier) {
+  Block* block = block_of(barrier);
+  made_mbarrier(block, barrier);
+  std::vector<Part> parts(count);
+  for (Word i = 0; i < count; ++i) {
+    const Piece& piece = pieces[i];
+    if (block_of(piece.to) != block) fail("a copy to %08x counts at %08x, in another block", piece.to, barrier);
+    parts[i] = {static_cast<const unsigned char*>(piece.from), in_memory(block, piece.to, piece.bytes), piece.bytes};
+    memset(parts[i].to, POISON, piece.bytes);
+  }
+  add_copy(block, std::move(parts), barrier, bytes);
 }
 
 void bulk_store(void* to, Word from, Word bytes) {
   Block* block = self()->block;
-  auto* place = static_cast<unsigned char*>(to);
-  auto copy = std::make_shared<Copy>(Copy{block, in_memory(block, from, bytes), place, bytes, 0, false, false, {}});
-  self()->open.push_back(copy);
-  add_copy(std::move(copy));
+  const unsigned char* source = in_memory(block, from, bytes);
+  check_aligned(source, to, bytes, 16);
+  self()->open.push_back(add_copy(block, {{source, static_cast<unsigned char*>(to), bytes}}));
 }
 
 void bulk_commit() {
@@ -545,16 +642,35 @@ void bulk_commit() {
   self()->open.clear();
 }
 
-void bulk_await(Word pending, bool read_only) {
-  auto& groups = self()->groups;
-  for (size_t i = 0; i + pending < groups.size(); ++i)
-    for (auto& copy : groups[i]) read_only ? read(*copy) : write(*copy);
-  auto& all = simulation->copies;
-  all.erase(std::remove_if(all.begin(), all.end(), [](auto& copy) { return copy->has_written; }), all.end());
-  auto written = [](Group& group) {
-    return std::all_of(group.begin(), group.end(), [](auto& copy) { return copy->has_written; });
-  };
-  while (!groups.empty() && written(groups.front())) groups.pop_front();
+void bulk_await(Word pending, bool read_only) { finish(self()->groups, pending, read_only); }
+
+void async_copy(Word to, const void* from, Word bytes, Word present) {
+  Block* block = self()->block;
+  unsigned char* place = in_memory(block, to, bytes);
+  check_aligned(from, place, bytes, bytes);
+  if (present > bytes) fail("a copy of %u bytes to %u", present, bytes);
+  memset(place, POISON, bytes);
+  auto* source = static_cast<const unsigned char*>(from);
+  auto copy = add_copy(block, {{source, place, present}, {nullptr, place + present, bytes - present}});
+  self()->async_open.push_back(copy);
+  self()->async_before.push_back(std::move(copy));
+}
+
+void async_arrive(Word barrier) {
+  Block* block = block_of(barrier);
+  add_copy(block, {}, barrier, 0, 1)->before = std::move(self()->async_before);
+  self()->async_before.clear();
+}
+
+void async_commit() {
+  self()->async_groups.push_back(std::move(self()->async_open));
+  self()->async_open.clear();
+}
+
+void async_await(Word pending) {
+  finish(self()->async_groups, pending, false);
+  auto& before = self()->async_before;
+  before.erase(std::remove_if(before.begin(), before.end(), [](auto& copy) { return copy->has_written; }), before.end());
 }
 
 void kernels_before_have_ended() {
@@ -577,6 +693,8 @@ extern "C" int emulator_run(const Launch* launches, int count, Long seed, char* 
   own.most_resident = 1 + own.draw(6);
   own.eager = own.draw(3) * 45;
   own.in_turn = own.draw(3) * 45;
+  own.slow_blocks = own.draw(3) * 25;
+  own.slow_warps = own.draw(2) * 25;
   Word streams = 0;
   for (int i = 0; i < count; ++i) {
     auto kernel = std::make_unique<Kernel>();

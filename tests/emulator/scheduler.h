@@ -9,6 +9,7 @@
 
 #include <cstdint>
 #include <cstddef>
+#include <memory>
 
 typedef unsigned int Word;
 typedef unsigned long long Long;
@@ -34,6 +35,8 @@ bool bar_sync(Word id, Word threads, bool flag = false);
 void bar_arrive(Word id, Word threads);
 // Others may go on before this thread does: it is about to read, or write, what others look at.
 void look(const char* what, bool writes = false);
+// What other parts of the emulator keep of the block, by name; ends with it.
+std::shared_ptr<void>& kept(const char* name);
 // Nanoseconds, which fly where all that goes on is looking.
 long long clock_ns();
 
@@ -44,9 +47,14 @@ Word to_shared(const void* at);
 void* from_shared(Word address, size_t bytes);  // of any block of the cluster
 Word in_block_of_cluster(Word address, Word rank);
 Word rank_in_cluster();
+// All threads of all blocks of the cluster come together.
+void cluster_arrive();
+void cluster_wait();
 
 void mbarrier_init(Word barrier, Word arrivals);
 void mbarrier_arrive(Word barrier, Word count);
+// One instruction of as many lanes as the cluster has blocks: all of them arrive at once.
+void mbarrier_arrive_in_cluster(Word barrier, Word count);
 void mbarrier_expect(Word barrier, Word bytes);  // without an arrival
 void mbarrier_wait(Word barrier, Word parity);
 
@@ -56,6 +64,20 @@ void bulk_load(Word to, const void* from, Word bytes, Word barrier);
 void bulk_store(void* to, Word from, Word bytes);
 void bulk_commit();
 void bulk_await(Word pending, bool read_only);
+
+// A copy of many places, from memory, or of zeros from null; counts `bytes` at a barrier of the block that they are in.
+struct Piece {
+  const void* from;
+  Word to, bytes;
+};
+void load_pieces(const Piece* pieces, Word count, Word bytes, Word barrier);
+
+// Copies that a thread begins and goes on: the first `present` bytes of `bytes`, then zeros. An arrival comes after all
+// those before it.
+void async_copy(Word to, const void* from, Word bytes, Word present);
+void async_arrive(Word barrier);
+void async_commit();
+void async_await(Word pending);
 
 // Of programmatic launches.
 void kernels_before_have_ended();
