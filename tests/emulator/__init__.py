@@ -89,7 +89,7 @@ def _instruction(statement: str) -> str:
     names, numbers = [], []
     for line in re.split(r"[;\n]", code):
         words = [word for word in line.replace("{", " ").replace("}", " ").split() if not word.startswith("@")]
-        if words and not words[0].startswith(".") and words[0][0].isalpha() and not words[0].endswith(","):
+        if words and not words[0].startswith(".") and words[0][0].isalpha() and not words[0].endswith((",", ":")):
             special = [word for word in words[1:] if word.startswith("%%")]
             names.append(re.sub(r"[^a-zA-Z0-9]+", "_", "".join([words[0], *special])))
             numbers += re.findall(r"(?<![%\w.])(?:0x[0-9a-fA-F]+|\d+)(?![\w.])", " ".join(words[1:]))

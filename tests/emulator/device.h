@@ -46,6 +46,7 @@ struct alignas(16) float4 {
 };
 inline int4 make_int4(int x, int y, int z, int w) { return {x, y, z, w}; }
 inline float2 make_float2(float x, float y) { return {x, y}; }
+inline float4 make_float4(float x, float y, float z, float w) { return {x, y, z, w}; }
 inline uint2 make_uint2(unsigned x, unsigned y) { return {x, y}; }
 inline uint4 make_uint4(unsigned x, unsigned y, unsigned z, unsigned w) { return {x, y, z, w}; }
 
@@ -173,6 +174,7 @@ inline size_t __cvta_generic_to_shared(const void* at) { return emulator::to_sha
 
 // Numbers.
 inline unsigned __float_as_uint(float x) { return bits_as<unsigned>(x); }
+inline float __int_as_float(int x) { return bits_as<float>(x); }
 inline float __uint_as_float(unsigned x) { return bits_as<float>(x); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }

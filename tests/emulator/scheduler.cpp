@@ -529,6 +529,19 @@ void look(const char* what, bool writes) {
 
 std::shared_ptr<void>& kept(const char* name) { return self()->block->kept[name]; }
 
+void wait_in(Waiting& waiting, const char* what) {
+  waiting.push_back(thread);
+  wait(what);
+}
+
+void wake(Waiting& waiting) {
+  std::shuffle(waiting.begin(), waiting.end(), simulation->random);
+  for (Thread* one : waiting) wake(reinterpret_cast<Fiber*>(one));
+  waiting.clear();
+}
+
+const unsigned char* stack_end() { return static_cast<unsigned char*>(self()->stack) + STACK_BYTES; }
+
 long long clock_ns() { return simulation->now; }
 
 void* shared_variable(const char* name, size_t bytes, size_t alignment) {
@@ -652,6 +665,7 @@ void async_copy(Word to, const void* from, Word bytes, Word present) {
   memset(place, POISON, bytes);
   auto* source = static_cast<const unsigned char*>(from);
   auto copy = add_copy(block, {{source, place, present}, {nullptr, place + present, bytes - present}});
+  if (simulation->draw(2)) simulation->copies.pop_back();  // nothing else but the wait for it sees to it
   self()->async_open.push_back(copy);
   self()->async_before.push_back(std::move(copy));
 }

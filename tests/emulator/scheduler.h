@@ -10,6 +10,7 @@
 #include <cstdint>
 #include <cstddef>
 #include <memory>
+#include <vector>
 
 typedef unsigned int Word;
 typedef unsigned long long Long;
@@ -37,6 +38,12 @@ void bar_arrive(Word id, Word threads);
 void look(const char* what, bool writes = false);
 // What other parts of the emulator keep of the block, by name; ends with it.
 std::shared_ptr<void>& kept(const char* name);
+// Threads that wait until another wakes them all.
+using Waiting = std::vector<Thread*>;
+void wait_in(Waiting& waiting, const char* what);
+void wake(Waiting& waiting);
+// Where the stack of this thread ends.
+const unsigned char* stack_end();
 // Nanoseconds, which fly where all that goes on is looking.
 long long clock_ns();
 

@@ -2,11 +2,11 @@
 
 #include "tensor_cores.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
 #include <deque>
 #include <map>
-#include <tuple>
 #include <vector>
 
 #include "instructions.h"
@@ -32,26 +32,38 @@ struct Product {
   Kind kind;
   Long a, b;
   bool add;
-  std::vector<unsigned char> operands;  // as they were at the issue
+  const Word* a_registers[32];            // null where a lies in shared memory
+  std::vector<unsigned char> operands{};  // as they were at the issue
+  bool done = false;
 };
-using Products = std::vector<Product>;
 
 // What the tensor cores know of a warp.
 struct Warp {
   Word number, passed;  // lanes that are through with an instruction
   bool fenced;
   float* const* registers[32];
+  const Word* a_registers[32];
+  std::vector<unsigned char> at_fence[32];  // the stack of each lane at its last fence
   std::map<float*, std::shared_ptr<Sums>> under_way;
-  Products open;
-  std::deque<Products> groups;
-  std::vector<std::tuple<Long, Long, bool>> issued;
+  std::vector<std::shared_ptr<Product>> issued;
+  size_t finished;            // of these
+  std::deque<size_t> groups;  // where those end that are not finished
 };
 
+struct Warpgroup {
+  Warp warps[4];
+  Waiting waiting;  // for products that not all warps have issued
+};
+
+Warpgroup& own_warpgroup() {
+  auto& all = kept("warpgroups at the tensor cores");
+  if (all == nullptr) all = std::make_shared<std::map<Word, Warpgroup>>();
+  return (*static_cast<std::map<Word, Warpgroup>*>(all.get()))[threadIdx.x / 128];
+}
+
 Warp& own_warp() {
-  auto& all = kept("warps at the tensor cores");
-  if (all == nullptr) all = std::make_shared<std::map<Word, Warp>>();
-  const Word number = threadIdx.x / 32;
-  Warp& warp = (*static_cast<std::map<Word, Warp>*>(all.get()))[number];
+  const Word number = threadIdx.x / 32 % 4;
+  Warp& warp = own_warpgroup().warps[number];
   warp.number = number;
   return warp;
 }
@@ -61,23 +73,37 @@ Word place(Word lane, Word i, Word columns) {
   return (lane / 4 + i / 2 % 2 * 8) * columns + i / 4 * 8 + lane % 4 * 2 + i % 2;
 }
 
-// One step of K of `rows` rows of an operand from row `first` on: K-major, in the 128-byte swizzle.
+// One step of K of `rows` rows of an operand from row `first` on: K-major, in the 128-byte swizzle or in none.
 void append_operand(std::vector<unsigned char>& bytes, Long descriptor, Word first, Word rows) {
-  if (descriptor >> 62 != 1 || (descriptor >> 49 & 7) != 0)
-    fail("descriptor %016llx: only the 128-byte swizzle is emulated", descriptor);
+  const Word swizzle = descriptor >> 62;
+  if (swizzle > 1 || (descriptor >> 49 & 7) != 0)
+    fail("descriptor %016llx: only the 128-byte swizzle and none are emulated", descriptor);
   const Word start = (descriptor & 0x3FFF) << 4, groups_apart = (descriptor >> 32 & 0x3FFF) << 4;
+  const Word chunks_apart = (descriptor >> 16 & 0x3FFF) << 4;  // without swizzle
   for (Word row = first; row < first + rows; ++row)
     for (Word k = 0; k < STEP_BYTES; k += 16) {
-      const Word address = swizzled_128(start + row / 8 * groups_apart + row % 8 * 128 + k);
+      const Word group = start + row / 8 * groups_apart;
+      const Word plain = group + k / 16 * chunks_apart + row % 8 * 16;
+      const Word address = swizzle ? swizzled_128(group + row % 8 * 128 + k) : plain;
       const auto* chunk = static_cast<const unsigned char*>(from_shared(address, 16));
       bytes.insert(bytes.end(), chunk, chunk + 16);
     }
 }
 
+// Operand a from the registers of a warp: [ROWS, STEP_BYTES].
+std::vector<unsigned char> from_registers(const Word* const* registers) {
+  std::vector<unsigned char> bytes(ROWS * STEP_BYTES);
+  for (Word lane = 0; lane < 32; ++lane)
+    for (Word i = 0; i < 4; ++i)
+      memcpy(&bytes[(lane / 4 + i % 2 * 8) * STEP_BYTES + i / 2 * 16 + lane % 4 * 4], registers[lane] + i, 4);
+  return bytes;
+}
+
 std::vector<unsigned char> operands_of(const Warp& warp, const Product& product) {
   std::vector<unsigned char> bytes;
+  if (product.a_registers[0] != nullptr) bytes = from_registers(product.a_registers);
   bytes.reserve((ROWS + MOST_COLUMNS) * STEP_BYTES);
-  append_operand(bytes, product.a, warp.number % 4 * ROWS, ROWS);
+  if (bytes.empty()) append_operand(bytes, product.a, warp.number * ROWS, ROWS);
   append_operand(bytes, product.b, 0, product.sums->columns);
   return bytes;
 }
@@ -112,13 +138,22 @@ std::vector<double> decode(const Product& product, Word first, Word rows) {
 }
 
 void finish(const Warp& warp, Product& product) {
+  if (product.done) return;
+  product.done = true;
   if (operands_of(warp, product) != product.operands)
     fail("operands %016llx and %016llx changed while their product was under way", product.a, product.b);
   Sums& sums = *product.sums;
   const std::vector<double> a = decode(product, 0, ROWS), b = decode(product, ROWS, sums.columns);
   if (!product.add) std::fill(sums.values.begin(), sums.values.end(), 0.0f);
   multiply(sums.values.data(), a.data(), b.data(), STEP_BYTES / bytes_of(product.kind), sums.columns);
-  --sums.under_way;
+}
+
+// The registers of operand a are what they were at the issue.
+void must_be_unchanged(const Product& product) {
+  if (product.a_registers[0] == nullptr) return;
+  const auto now = from_registers(product.a_registers);
+  if (!std::equal(now.begin(), now.end(), product.operands.begin()))
+    fail("registers of operand a were written before their product was waited for");
 }
 
 // The first lane that goes on does the work of the warp.
@@ -156,58 +191,83 @@ void give_back(Warp& warp) {
       continue;
     }
     for (Word lane = 0; lane < 32; ++lane)
-      for (Word i = 0; i < sums.columns / 2; ++i) *sums.registers[lane][i] = sums.values[place(lane, i, sums.columns)];
+      for (Word i = 0; i < sums.columns / 2; ++i) {
+        if (!std::isnan(*sums.registers[lane][i])) fail("sums were written while products were under way");
+        *sums.registers[lane][i] = sums.values[place(lane, i, sums.columns)];
+      }
     entry = warp.under_way.erase(entry);
     warp.fenced = false;
   }
 }
 
+// The registers of operand a are what they were at the last fence: they lie in the stack.
+void must_be_fenced(const Warp& warp, const Word* a_registers) {
+  const auto& then = warp.at_fence[threadIdx.x % 32];
+  const size_t from_end = stack_end() - reinterpret_cast<const unsigned char*>(a_registers);
+  if (from_end > then.size() || memcmp(&*then.end() - from_end, a_registers, 16) != 0)
+    fail("registers of operand a were written after the last fence");
+}
+
 }  // namespace
 
-void wgmma(float* const* sums, Word columns, Kind kind, Long a, Long b, bool add) {
+void wgmma(float* const* sums, Word columns, Kind kind, Long a, Long b, bool add, const Word* a_registers) {
+  Warpgroup& group = own_warpgroup();
   Warp& warp = own_warp();
+  if (a_registers != nullptr) must_be_fenced(warp, a_registers);
   warp.registers[threadIdx.x % 32] = sums;
+  warp.a_registers[threadIdx.x % 32] = a_registers;
   const Long* brought = meet("wgmma.mma_async", a * 2 + b * 3 + add);
   by_first_lane(warp, [&] {
     for (Word lane = 1; lane < 32; ++lane)
       if (brought[lane] != brought[0]) fail("lanes 0 and %u have different descriptors", lane);
-    Product product = {begin(warp, columns), kind, a, b, add};
-    if (product.sums->columns != columns) fail("products of %u and %u columns", columns, product.sums->columns);
-    product.operands = operands_of(warp, product);
-    warp.open.push_back(std::move(product));
+    auto product = std::make_shared<Product>(Product{begin(warp, columns), kind, a, b, add});
+    std::copy(warp.a_registers, warp.a_registers + 32, product->a_registers);
+    if (product->sums->columns != columns) fail("products of %u and %u columns", columns, product->sums->columns);
+    product->operands = operands_of(warp, *product);
     // The four warps of a warpgroup issue the same.
-    warp.issued.emplace_back(a, b, add);
-    auto& all = *static_cast<std::map<Word, Warp>*>(kept("warps at the tensor cores").get());
-    for (Word other = warp.number / 4 * 4; other < warp.number / 4 * 4 + 4; ++other) {
-      const auto& issued = all[other].issued;
-      const size_t last = warp.issued.size() - 1;
-      if (issued.size() > last && issued[last] != warp.issued[last])
-        fail("product %zu of warp %u is not that of warp %u", last, warp.number, other);
+    const size_t number = warp.issued.size();
+    warp.issued.push_back(product);
+    for (const Warp& other : group.warps) {
+      if (other.issued.size() <= number) continue;
+      const Product& same = *other.issued[number];
+      if (same.a != a || same.b != b || same.add != add || same.sums->columns != columns)
+        fail("product %zu of warp %u is not that of warp %u", number, warp.number, other.number);
     }
+    wake(group.waiting);
   });
 }
 
 void wgmma_fence() {
   Warp& warp = own_warp();
   meet("wgmma.fence", 0);
+  warp.at_fence[threadIdx.x % 32].assign(static_cast<const unsigned char*>(__builtin_frame_address(0)), stack_end());
   by_first_lane(warp, [&] { warp.fenced = true; });
 }
 
 void wgmma_commit() {
   Warp& warp = own_warp();
   meet("wgmma.commit_group", 0);
-  by_first_lane(warp, [&] {
-    warp.groups.push_back(std::move(warp.open));
-    warp.open.clear();
-  });
+  by_first_lane(warp, [&] { warp.groups.push_back(warp.issued.size()); });
 }
 
 void wgmma_wait(Word pending) {
   Warp& warp = own_warp();
+  Warpgroup& group = own_warpgroup();
   meet("wgmma.wait_group", 0);
+  look("its turn", true);  // whoever is about to write what products read has the chance to
+  const auto& groups = warp.groups;
+  const size_t end = groups.size() > pending ? groups[groups.size() - pending - 1] : warp.finished;
+  auto behind = [&](const Warp& other) { return other.issued.size() < end; };
+  while (std::any_of(group.warps, group.warps + 4, behind)) wait_in(group.waiting, "products of the other warps");
   by_first_lane(warp, [&] {
-    for (; warp.groups.size() > pending; warp.groups.pop_front())
-      for (Product& product : warp.groups.front()) finish(warp, product);
+    for (; warp.finished < end; ++warp.finished) {
+      for (const Warp& one : group.warps) finish(one, *one.issued[warp.finished]);
+      Product& product = *warp.issued[warp.finished];
+      must_be_unchanged(product);  // for another warp this may have been done long ago
+      product.operands = {};
+      --product.sums->under_way;
+    }
+    while (warp.groups.size() > pending) warp.groups.pop_front();
     give_back(warp);
   });
 }

@@ -1,0 +1,81 @@
+// Instructions of the kernels that decode weights in registers; see instructions.h.
+
+#pragma once
+
+#include "device.h"
+#include "tensor_cores.h"
+
+namespace ptx {
+
+// Barriers in shared memory, named without the block that they are of.
+inline void mbarrier_init_shared_b64(unsigned barrier, unsigned arrivals) {
+  emulator::mbarrier_init(barrier, arrivals);
+}
+inline void mbarrier_arrive_shared_b64(unsigned barrier) { emulator::mbarrier_arrive(barrier, 1); }
+inline void mbarrier_arrive_expect_tx_shared_b64(unsigned barrier, unsigned bytes) {
+  mbarrier_arrive_expect_tx_shared_cta_b64(barrier, bytes);
+}
+inline void mbarrier_try_wait_parity_shared_b64__bra(unsigned barrier, unsigned parity) {
+  emulator::mbarrier_wait(barrier, parity);
+}
+
+// Shared memory.
+template <class T>
+inline T in_shared(unsigned address) {
+  if (address % sizeof(T) != 0) emulator::fail("shared address %08x, not a multiple of %zu", address, sizeof(T));
+  return *static_cast<const T*>(emulator::from_shared(address, sizeof(T)));
+}
+inline void ld_shared_v4_u32(unsigned& x, unsigned& y, unsigned& z, unsigned& w, unsigned address) {
+  const uint4 value = in_shared<uint4>(address);
+  x = value.x, y = value.y, z = value.z, w = value.w;
+}
+inline void ld_shared_u16(unsigned short& value, unsigned address) { value = in_shared<unsigned short>(address); }
+inline void cp_async_wait_all() {
+  emulator::async_commit();
+  emulator::async_await(0);
+}
+
+// Operands of a product, one after the other: sums, the four elements of an array, a descriptor, whether to add, the
+// signs of both operands, whether b lies the other way.
+struct OfProduct {
+  float* sums[128];
+  const unsigned* a = nullptr;
+  unsigned num_sums = 0, num_a = 0, num_flags = 0;
+  Long b = 0;
+  int flags[4];
+
+  void take(float& sum) { sums[num_sums++] = &sum; }
+  void take(const unsigned& word) {
+    if (num_a == 0) a = &word;
+    if (&word != a + num_a++) emulator::fail("operand a of a product is not the elements of an array in their order");
+  }
+  void take(const Long& descriptor) { b = descriptor; }
+  void take(const int& flag) { flags[num_flags++] = flag; }
+};
+
+template <unsigned COLUMNS, class... Operands>
+inline void product_of_registers(Operands&... operands) {
+  static_assert(sizeof...(Operands) == COLUMNS / 2 + 4 + 1 + 4);
+  OfProduct all;
+  (all.take(operands), ...);
+  if (all.flags[1] != 1 || all.flags[2] != 1 || all.flags[3] != 0)
+    emulator::fail("signs or an order that is not emulated");
+  emulator::wgmma(all.sums, COLUMNS, emulator::Kind::BF16, 0, all.b, all.flags[0], all.a);
+}
+
+#define PRODUCT_OF_REGISTERS(COLUMNS)                                                                \
+  template <class... Operands>                                                                       \
+  inline void wgmma_mma_async_sync_aligned_m64n##COLUMNS##k16_f32_bf16_bf16(Operands&&... operands) { \
+    product_of_registers<COLUMNS>(operands...);                                                      \
+  }
+PRODUCT_OF_REGISTERS(8)
+PRODUCT_OF_REGISTERS(16)
+PRODUCT_OF_REGISTERS(24)
+PRODUCT_OF_REGISTERS(32)
+PRODUCT_OF_REGISTERS(40)
+PRODUCT_OF_REGISTERS(48)
+PRODUCT_OF_REGISTERS(64)
+PRODUCT_OF_REGISTERS(96)
+PRODUCT_OF_REGISTERS(128)
+
+}  // namespace ptx

@@ -1,0 +1,150 @@
+"""The GEMM with weights decoded in registers emulated on the CPU: what it must do on a GPU, in any order of threads.
+
+The cases and their oracles are those of the tests on a GPU; each is run under several schedules.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from inspect import signature
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+
+from moe_runtime import op_weights
+from moe_runtime.kernels import decoded_gemm, nvrtc
+from moe_runtime.kernels import grouped_gemm as gemm
+from moe_runtime.kernels.decoded_gemm import DECODE, PREFILL
+from moe_runtime.kernels.gemm_arguments import DEFAULT_INTERMEDIATE_GSF
+from moe_runtime.prepared import PreparedWeights
+from moe_runtime.weights import GateUpOrder, SwiGLU
+from tests import test_decoded_gemm as plain
+from tests import test_decoded_swiglu as gated
+from tests import test_op_weights as operations
+from tests.emulator import Emulator
+from tests.gemm_cases import UNIT, check_inside, exact_gemm, make_rows, random_weights
+from tests.gemm_checks import check_quantized, poisoned
+from tests.on_host import needs_compiler
+
+pytestmark = [needs_compiler, pytest.mark.cpu_only]
+
+CPU = torch.device("cpu")
+LAUNCH = decoded_gemm._launch
+"""Of both kernels."""
+SCHEDULES = 3
+Case = tuple[Callable[..., None], dict[str, Any]]
+
+
+def _cases() -> Iterator[Case]:
+    for (weight, token), shape in product(plain.PAIRS, plain.SHAPES):
+        yield plain.test_ragged_groups, {"weight": weight, "token": token, "shape": shape}
+    for sizes, ids in (([90], [1]), ([0, 65, 0], [0, 1, 0]), ([300, 0, 1], [1, 1, 1]), ([5, 6], [-7, 2])):
+        yield plain.test_group_shapes, {"sizes": sizes, "ids": ids}
+    yield plain.test_nothing_to_do, {}
+    yield plain.test_rows_past_the_capacity_are_left_alone, {}
+    yield plain.test_active_groups_are_counted_alike_on_host_and_device, {"active": 1}
+    yield plain.test_epilogue, {"name": "nvfp4", "dtype": torch.float16}
+    yield plain.test_epilogue, {"name": "mxfp8", "dtype": torch.float32}
+    yield plain.test_small_integers_are_exact, {"name": "nvfp4", "shape": PREFILL}
+    for name in ("nvfp4", "mxfp8"):
+        yield plain.test_a_scale_of_nan_is_nan_whatever_its_codes, {"name": name}
+    yield plain.test_all_scales_are_decoded, {"name": "mxfp8", "first": 3, "last": 202}
+    # The two left out have nothing that none of the others has.
+    for case in (*gated.CASES[:3], *gated.CASES[4:7], *gated.CASES[8:]):
+        yield gated.test_swiglu_requantized, {"case": case}
+    for order in GateUpOrder:
+        yield gated.test_expert_scales_of_gate_and_up_alike, {"order": order}
+    for name in ("mxfp8", "nvfp4"):
+        yield gated.test_nothing_but_the_result_is_written, {"name": name, "shape": DECODE}
+        yield gated.test_requantization_is_that_of_the_quantizer, {"out": name, "shape": DECODE}
+    for name in operations.VARIANTS:
+        yield operations.test_small_integers_are_exact, {"name": name}
+
+
+def _name(case: Case) -> str:
+    test, arguments = case
+    values = ("prefill" if value is PREFILL else "decode" if value is DECODE else value for value in arguments.values())
+    return "-".join([test.__name__.removeprefix("test_"), *map(str, values)])
+
+
+@pytest.fixture
+def emulator(monkeypatch: pytest.MonkeyPatch, seed: int) -> Emulator:
+    """What stands for the launches of CUDA kernels, on a Hopper GPU of one to five SMs.
+
+    The GEMM is started as early as it asks for, while its rows are decoded.
+    """
+    emulator = Emulator(seed)
+
+    def launch(*arguments: Any) -> None:
+        with emulator.together():
+            LAUNCH(*arguments)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    for module in (gemm, op_weights):
+        monkeypatch.setattr(module, "runs_cuda", lambda engine, device: engine == "auto")
+    monkeypatch.setattr(gated, "IS_HOPPER", True)
+    monkeypatch.setattr(decoded_gemm, "_launch", launch)
+    monkeypatch.setattr(nvrtc, "launch", emulator.launch)
+    monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None: 1 + seed % 5)
+    return emulator
+
+
+@pytest.mark.parametrize("schedule", range(SCHEDULES))
+@pytest.mark.parametrize("case", list(_cases()), ids=_name)
+def test_as_on_a_gpu(
+    case: Case, schedule: int, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    test, arguments = case
+    if "monkeypatch" in signature(test).parameters:
+        arguments = arguments | {"monkeypatch": monkeypatch}
+    test(**arguments, rng=rng, device=CPU)
+    assert {("decode_tokens.cu", "decode_tokens"), ("decoded_gemm.cu", "decoded_gemm")} <= emulator.launched
+
+
+@pytest.mark.parametrize("schedule", range(SCHEDULES))
+def test_both_products_of_a_layer(
+    schedule: int, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Four kernels, each started as early as it asks for."""
+    monkeypatch.setattr(decoded_gemm, "_launch", LAUNCH)
+    k, inner = 128, 144
+    gate_up = random_weights("nvfp4", 2, 2 * inner, k, rng, CPU, gate_up=True)
+    down = random_weights("nvfp4", 2, 136, inner, rng, CPU)
+    a = make_rows("nvfp4", [3, 0, 70, 9], k, rng, CPU, num_experts=2, expert_ids=[1, 0, 0, -1], gather=True)
+    first, second = PreparedWeights.prepare(gate_up), PreparedWeights.prepare(down)
+    out = poisoned(a.capacity, 136, torch.bfloat16, CPU)
+    with emulator.together():
+        hidden = gemm.grouped_gemm_swiglu(a, first, SwiGLU(), out_format="nvfp4")
+        gemm.grouped_gemm(hidden, second, out=out)
+    check_quantized(hidden, exact_gemm(a, gate_up, CPU), SwiGLU(), DEFAULT_INTERMEDIATE_GSF)
+    check_inside(out, exact_gemm(hidden, down, CPU), UNIT[torch.bfloat16])
+
+
+MISTAKES = {
+    "products_not_waited_for": ("wgmma_wait<1 - 1>();", "", "changed while their product was under way"),
+    "scales_of_the_next_tile": (
+        "rotate<STEP, BLOCKS>(acc);\n  }\n  ptx::bar_sync(1 + warpgroup, 128);",
+        "rotate<STEP, BLOCKS>(acc);\n  }\n",
+        "outside; at",
+    ),
+    "a_stage_further": (
+        "barrier_wait(full + stage * 8, parity);",
+        "barrier_wait(full + (stage + 1) % 4 * 8, parity);",
+        "nothing can go on|arrive at mbarrier|changed while",
+    ),
+}
+"""What is written instead in the translated GEMM, and what that ends with."""
+
+
+@pytest.mark.parametrize(("right", "wrong", "found"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_found(right: str, wrong: str, found: str, emulator: Emulator, rng: torch.Generator) -> None:
+    def edit(text: str) -> str:
+        assert text.count(right) == int("wgmma" in text), "the kernel, and not the one that decodes rows"
+        return text.replace(right, wrong)
+
+    emulator.edit = edit
+    with pytest.raises(AssertionError, match=found):
+        for _ in range(20):
+            plain.test_ragged_groups("nvfp4", "nvfp4", DECODE, rng, CPU)
