@@ -2,8 +2,8 @@
 
 `decode_tokens` gathers the rows once and decodes them to bf16; `decoded_gemm` streams the weights, which it reads
 once for up to 64 or 128 tokens of a group, according to the regime. See the `.cu` files for the way of the data and
-`decoded_layout.py` for the order of the weights. The Triton kernel of `grouped_gemm.py` is their sibling: other
-architectures, interpreted in CI.
+`decoded_layout.py` for the order of the weights. The Triton kernel of `grouped_gemm.py` is their sibling for other
+architectures.
 
 The order in which K is summed is that of `wgmma` over 16 columns at a time, in the order of `decoded_layout`: the same
 in both regimes, for every number of rows and whatever the neighbours.

@@ -2,8 +2,8 @@
 
 Sources are the `.cu` files beside this one. They include the `.cuh` files there and nothing else, so that no CUDA
 toolkit is needed, and take their sizes as macros. Compiling needs no GPU, only the NVRTC library (`cuda-bindings` and
-`nvidia-cuda-nvrtc`, which CUDA builds of torch bring along). Such kernels cannot be interpreted: each has a Triton
-sibling that is tested in CI.
+`nvidia-cuda-nvrtc`, which CUDA builds of torch bring along). Each has a Triton sibling for other architectures and for
+CPUs; where there is no GPU, tests run the text of the sources itself, emulated (`tests/emulator`).
 """
 
 from __future__ import annotations

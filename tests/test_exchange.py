@@ -17,13 +17,12 @@ from moe_runtime.formats import FORMATS, QuantizedRows
 from moe_runtime.kernels import hopper_exchange
 from moe_runtime.kernels.reference_quantize import dequantize_rows, quantize_rows
 from tests.comparison import assert_same_bits
-from tests.emulator import Emulator
+from tests.emulator import Emulator, needs_emulator
 from tests.exchange_data import RankInput, expected_combine, expected_groups, rank_input
-from tests.on_host import needs_compiler
 
 HOPPER = "hopper"
 """The kernels in CUDA C++: what ranks take on a Hopper GPU where nothing is asked for; on a CPU they are emulated."""
-ENGINES = ("torch", "triton", pytest.param(HOPPER, marks=needs_compiler))
+ENGINES = ("torch", "triton", pytest.param(HOPPER, marks=needs_emulator))
 
 
 @pytest.fixture(autouse=True)
@@ -202,7 +201,8 @@ def test_kernels_and_twins_give_the_same_bits(
 ) -> None:
     settings = {**SETTINGS, "token_format": fmt, "combine_format": wire, "mode": mode}
     both = [Ranks(world, device, name, **settings) for name in ("torch", engine)]
-    for step in range(3):
+    # The third uses a half of memory again. Interpreted, a step of many ranks takes seconds: there it is left out.
+    for step in range(3 if world < 5 else 2):
         inputs = [rank_input(seed + step, r, (0, 5, 1, 3)[(r + step) % 4], 256, 7, 3) for r in range(world)]
         for data in inputs[:1]:
             if data.x.shape[0] > 2:

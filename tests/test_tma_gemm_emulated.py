@@ -15,11 +15,10 @@ from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels import tma_gemm as tma
 from moe_runtime.weights import GPT_OSS, GateUpOrder, SwiGLU
 from tests import test_tma_gemm as on_gpu
-from tests.emulator import Emulator
+from tests.emulator import Emulator, needs_emulator
 from tests.emulator.tensor_maps import encode_tiled
-from tests.on_host import needs_compiler
 
-pytestmark = needs_compiler
+pytestmark = [needs_emulator, pytest.mark.cpu_only]
 
 CPU = torch.device("cpu")
 SCHEDULES = 2

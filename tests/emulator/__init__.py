@@ -10,6 +10,7 @@ of order, be it by other threads or by what reads for them (fences do nothing). 
 from __future__ import annotations
 
 import ctypes
+import platform
 import re
 import subprocess
 import tempfile
@@ -20,12 +21,16 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from moe_runtime.kernels import nvrtc
 from tests.on_host import COMPILER
 
 HERE = Path(__file__).parent
+needs_emulator = pytest.mark.skipif(
+    COMPILER is None or platform.machine() != "x86_64", reason="needs a C++ compiler for x86-64"
+)
 OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off", "-w", f"-I{HERE}")
 
 
