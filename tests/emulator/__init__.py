@@ -74,7 +74,7 @@ def _end(text: str, start: int) -> int:
 def _split(text: str, at: str) -> list[str]:
     """`text` cut at each `at` outside of strings and parentheses."""
     parts, last, depth = [], 0, 0
-    for match in re.compile(rf'"(?:\\.|[^"\\])*"|[()\[\]{{}}<>]|{at}').finditer(text):
+    for match in re.compile(rf'"(?:\\.|[^"\\])*"|[()\[\]{{}}]|{at}').finditer(text):
         token = match.group()
         depth += {"(": 1, "[": 1, "{": 1, ")": -1, "]": -1, "}": -1}.get(token, 0)
         if token == at and depth == 0:

@@ -111,7 +111,7 @@ struct Meeting {
   Word here;
   Long brought[2][32];
   int turn;
-  std::vector<Fiber*> waiting;
+  Waiting waiting;
   std::vector<std::array<Word, 3>> arrivals;  // lane, barrier and count of the instruction that some have come to
 };
 
@@ -119,7 +119,7 @@ struct Barrier {
   Word here, expected;
   bool flag, result[2];
   int turn;
-  std::vector<Fiber*> waiting;
+  Waiting waiting;
 };
 
 // An mbarrier, in the 64 bits that it has.
@@ -132,7 +132,7 @@ static_assert(sizeof(Mbarrier) == 8);
 struct Cluster {
   std::vector<Block*> blocks;
   Word here = 0, turn = 0;  // threads at its barrier
-  std::vector<Fiber*> waiting{};
+  Waiting waiting{};
 };
 
 struct Block {
@@ -157,7 +157,7 @@ struct Kernel {
   Kernel* before;  // in its stream
   Word next, ended, triggered, blocks;
   bool done;
-  std::vector<Fiber*> after;  // that wait for its end
+  Waiting after;  // for its end
 };
 
 struct Simulation {
@@ -187,20 +187,14 @@ void leave() {
   thread = &fiber->seen;
 }
 
-void wait(const char* what, Word detail = 0) {
+void wait(const char* what, Word detail) {
   self()->waits = what, self()->detail = detail;
   leave();
 }
 
-void wake(Fiber* fiber) {
+void go_on(Fiber* fiber) {
   fiber->waits = nullptr;
   (fiber->slow ? simulation->slow : simulation->ready).push_back(fiber);
-}
-
-void wake_all(std::vector<Fiber*>& waiting) {
-  std::shuffle(waiting.begin(), waiting.end(), simulation->random);
-  for (Fiber* fiber : waiting) wake(fiber);
-  waiting.clear();
 }
 
 Block* block_of(Word address) {
@@ -236,14 +230,14 @@ void end_phase_if_complete(Block* block, Word address) {
   if (barrier.pending != 0 || barrier.bytes != 0) return;
   barrier.pending = barrier.arrivals, barrier.parity ^= 1;
   simulation->idle = 0;
-  std::vector<Fiber*> woken;
+  Waiting woken;
   auto& all = block->at_mbarriers;
   const Word offset = address & ((1u << RANK_SHIFT) - 1);
   for (size_t i = 0; i < all.size();) {
-    if (all[i].first == offset) woken.push_back(all[i].second), all[i] = all.back(), all.pop_back();
+    if (all[i].first == offset) woken.push_back(&all[i].second->seen), all[i] = all.back(), all.pop_back();
     else ++i;
   }
-  wake_all(woken);
+  wake(woken);
 }
 
 void arrive(Block* block, Word address, Word count) {
@@ -302,13 +296,6 @@ void finish(std::deque<Group>& groups, Word pending, bool read_only) {
   while (!groups.empty() && written(groups.front())) groups.pop_front();
 }
 
-void end_kernel_if_done(Kernel* kernel) {
-  if (kernel->ended != kernel->blocks) return;
-  kernel->done = true;
-  simulation->idle = 0;
-  wake_all(kernel->after);
-}
-
 void trigger(Block* block) {
   if (block->triggered) return;
   block->triggered = true;
@@ -325,7 +312,11 @@ void end_block(Block* block) {
   ++kernel->ended;
   --simulation->resident[kernel->launch.stream];
   block->cluster->blocks[block->rank] = nullptr;
-  end_kernel_if_done(kernel);
+  if (kernel->ended == kernel->blocks) {
+    kernel->done = true;
+    simulation->idle = 0;
+    wake(kernel->after);
+  }
   auto& all = simulation->blocks;
   for (auto& fiber : block->fibers) simulation->stacks.push_back(fiber->stack);
   all.erase(std::find_if(all.begin(), all.end(), [&](auto& other) { return other.get() == block; }));
@@ -354,11 +345,11 @@ void* new_stack() {
 bool may_start(const Kernel* kernel) {
   if (kernel->next == kernel->blocks) return false;
   const Kernel* before = kernel->before;
-  if (before != nullptr) {
-    if (kernel->launch.early ? before->triggered != before->blocks : !before->done) return false;
-    // One that is not early comes after all that came before.
-    for (const Kernel* k = before; !kernel->launch.early && k != nullptr; k = k->before)
-      if (!k->done) return false;
+  if (kernel->launch.early) {
+    if (before != nullptr && before->triggered != before->blocks) return false;
+  } else {
+    for (; before != nullptr; before = before->before)
+      if (!before->done) return false;
   }
   const Word resident = simulation->resident[kernel->launch.stream];
   return resident == 0 || resident + kernel->launch.cluster <= simulation->most_resident;
@@ -392,7 +383,7 @@ void start_cluster(Kernel* kernel) {
       fiber->stack_pointer = top;
       if (i % 32 == 0) slow = slow_block || simulation->draw(100) < simulation->slow_warps;
       fiber->slow = slow;
-      wake(fiber.get());
+      go_on(fiber.get());
       block->fibers.push_back(std::move(fiber));
     }
     cluster->blocks.push_back(block.get());
@@ -481,10 +472,9 @@ const Long* meet(const char* what, Long value) {
   meeting.brought[turn][fiber->number % 32] = value;
   if (++meeting.here == 32) {
     meeting.here = 0, meeting.turn ^= 1;
-    wake_all(meeting.waiting);
+    wake(meeting.waiting);
   } else {
-    meeting.waiting.push_back(fiber);
-    wait(what);
+    wait_in(meeting.waiting, what);
   }
   return meeting.brought[turn];
 }
@@ -503,10 +493,9 @@ bool at_barrier(Word id, Word threads, bool flag, bool waits) {
     barrier.here = 0, barrier.turn ^= 1;
     barrier.result[turn] = barrier.flag;
     simulation->idle = 0;
-    wake_all(barrier.waiting);
+    wake(barrier.waiting);
   } else if (waits) {
-    barrier.waiting.push_back(fiber);
-    wait("a barrier of the block", id);
+    wait_in(barrier.waiting, "a barrier of the block", id);
   }
   return barrier.result[turn];
 }
@@ -529,14 +518,14 @@ void look(const char* what, bool writes) {
 
 std::shared_ptr<void>& kept(const char* name) { return self()->block->kept[name]; }
 
-void wait_in(Waiting& waiting, const char* what) {
+void wait_in(Waiting& waiting, const char* what, Word detail) {
   waiting.push_back(thread);
-  wait(what);
+  wait(what, detail);
 }
 
 void wake(Waiting& waiting) {
   std::shuffle(waiting.begin(), waiting.end(), simulation->random);
-  for (Thread* one : waiting) wake(reinterpret_cast<Fiber*>(one));
+  for (Thread* one : waiting) go_on(reinterpret_cast<Fiber*>(one));
   waiting.clear();
 }
 
@@ -580,15 +569,14 @@ void cluster_arrive() {
   if (++cluster.here < fiber->block->kernel->launch.threads * cluster.blocks.size()) return;
   cluster.here = 0, ++cluster.turn;
   simulation->idle = 0;
-  wake_all(cluster.waiting);
+  wake(cluster.waiting);
 }
 
 void cluster_wait() {
   Fiber* fiber = self();
   Cluster& cluster = *fiber->block->cluster;
   if (cluster.turn != fiber->cluster_turn) return;
-  cluster.waiting.push_back(fiber);
-  wait("the barrier of the cluster");
+  wait_in(cluster.waiting, "the barrier of the cluster");
 }
 
 void mbarrier_init(Word address, Word arrivals) {
@@ -690,8 +678,7 @@ void async_await(Word pending) {
 void kernels_before_have_ended() {
   Kernel* before = self()->block->kernel->before;
   if (before == nullptr || before->done) return;
-  before->after.push_back(self());
-  wait("the end of the kernel before");
+  wait_in(before->after, "the end of the kernel before");
 }
 
 void next_kernel_may_start() { trigger(self()->block); }

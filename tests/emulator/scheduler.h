@@ -40,14 +40,14 @@ void look(const char* what, bool writes = false);
 std::shared_ptr<void>& kept(const char* name);
 // Threads that wait until another wakes them all.
 using Waiting = std::vector<Thread*>;
-void wait_in(Waiting& waiting, const char* what);
+void wait_in(Waiting& waiting, const char* what, Word detail = 0);
 void wake(Waiting& waiting);
 // Where the stack of this thread ends.
 const unsigned char* stack_end();
 // Nanoseconds, which fly where all that goes on is looking.
 long long clock_ns();
 
-// Shared memory: variable `number` of a source, and what the launch asked for.
+// Shared memory: a variable of a source, and what the launch asked for.
 void* shared_variable(const char* name, size_t bytes, size_t alignment);
 void* dynamic_shared();
 Word to_shared(const void* at);
