@@ -1,8 +1,10 @@
 // Gathers the rows of a grouped GEMM and decodes them to bf16, once, in the order in which wgmma reads them.
 //
 // Blocks of 8 tokens: [block][K / 8][8 tokens][8 numbers], with the columns of each 64 in the order of decoded_gemm.py.
-// A group starts at block (group_offsets[g] + 7 * g) / 8. A warp takes 8 rows and 64 columns: lane = row * 4 + t has the
-// columns 16 * t .. 16 * t + 15. Columns past K are zeros; NVFP4 numbers are 2^100 times their value.
+// A group starts at block (group_offsets[g] + 7 * g) / 8. A warp takes such a block, so that what it stores at a time are
+// whole lines, and 64 columns: lane = row * 4 + t has the columns 16 * t .. 16 * t + 15. Columns past K are zeros; NVFP4
+// numbers are 2^100 times their value. Blocks of threads go from one of 8 tokens to another, no further than there are
+// tokens: of a capacity, which is a worst case, most may be empty.
 //
 // Macros: FMT (FormatCode), MAX_GROUPS, SCALE_BLOCK, PACKED (ScaleLayout of the scales, else swizzled).
 
@@ -59,10 +61,7 @@ extern "C" __global__ void __launch_bounds__(256)
   asm volatile("griddepcontrol.launch_dependents;");
   if (num_active) num_groups = min(num_groups, max(*num_active, 0));
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, t = lane & 3;
-  const int position = blockIdx.x * 8 + lane / 4;
-  // All that says where the rows lie is asked for at once: one latency, and one more for the rows.
   __shared__ int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS], scale_offsets[FMT == BF16 ? 1 : MAX_GROUPS];
-  const long long stored = row_index && position < capacity ? row_index[position] : position;
   for (int g = threadIdx.x; g <= num_groups; g += blockDim.x) {
     offsets[g] = min(max(group_offsets[g], 0), capacity);
     if (g == num_groups) continue;
@@ -70,44 +69,47 @@ extern "C" __global__ void __launch_bounds__(256)
     if (FMT != BF16) scale_offsets[g] = group_scale_offsets[g];
   }
   __syncthreads();
-  if (num_groups == 0 || position >= capacity || position >= offsets[num_groups]) return;
-  // The last group that starts at or before the row, and so the one that is not empty.
-  int group = 0;
-  for (int high = num_groups; high - group > 1;) {
-    const int middle = (group + high) / 2;
-    if (offsets[middle] <= position) group = middle;
-    else high = middle;
-  }
-  // Nothing of a group that is skipped is read.
-  if (static_cast<u32>(experts[group]) >= static_cast<u32>(num_experts)) return;
-  const int start = offsets[group], local = position - start;
-  const u8* row = rows + stored * row_bytes;
-  const long long first = FMT == BF16 ? 0 : scale_offsets[group];
-  const long long scale_row = PACKED ? first + local : (start / 128 + first) * 128 + local;
-  auto scale_byte = [&](int column) {
-    const int v = column / SCALE_BLOCK;
-    const long long at = PACKED ? (v / 4 * static_cast<long long>(packed_ld) + scale_row) * 4 + v % 4
-                                : swizzled_offset(scale_row, v, (columns + SCALE_BLOCK - 1) / SCALE_BLOCK);
-    return scales[at];
-  };
-  u8* block = out + static_cast<long long>((start + 7 * group) / 8 + local / 8) * units * 1024 + local % 8 * 16 + t * 4;
-  const int step = gridDim.y * 8;
-  for (int next = blockIdx.y * 8 + warp; next < units; next += step * AHEAD) {
-    Piece pieces[AHEAD];
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
-      const int column = (next + i * step) * 64 + t * 16;
-      if (column < columns) pieces[i].load(row, column, FMT == BF16 ? 0 : scale_byte(column));
+  if (num_groups == 0) return;
+  auto first_block = [&](int group) { return (offsets[group] + 7 * group) / 8; };
+  for (int number = blockIdx.x; number < first_block(num_groups); number += gridDim.x) {
+    // The last group that starts at or before the block, and so the one that is not empty.
+    int group = 0;
+    for (int high = num_groups; high - group > 1;) {
+      const int middle = (group + high) / 2;
+      if (first_block(middle) <= number) group = middle;
+      else high = middle;
     }
+    const int start = offsets[group], local = (number - first_block(group)) * 8 + lane / 4;
+    // Nothing of a group that is skipped is read.
+    if (local >= offsets[group + 1] - start || static_cast<u32>(experts[group]) >= static_cast<u32>(num_experts)) continue;
+    const u8* row = rows + static_cast<long long>(row_index ? row_index[start + local] : start + local) * row_bytes;
+    const long long first = FMT == BF16 ? 0 : scale_offsets[group];
+    const long long scale_row = PACKED ? first + local : (start / 128 + first) * 128 + local;
+    auto scale_byte = [&](int column) {
+      const int v = column / SCALE_BLOCK;
+      const long long at = PACKED ? (v / 4 * static_cast<long long>(packed_ld) + scale_row) * 4 + v % 4
+                                  : swizzled_offset(scale_row, v, (columns + SCALE_BLOCK - 1) / SCALE_BLOCK);
+      return scales[at];
+    };
+    u8* block = out + static_cast<long long>(number) * units * 1024 + lane * 4;
+    const int step = gridDim.y * 8;
+    for (int first_unit = blockIdx.y * 8 + warp; first_unit < units; first_unit += step * AHEAD) {
+      Piece pieces[AHEAD];
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
-      const int unit = next + i * step;
-      if (unit >= units) break;
-      u32 pairs[8];
-      pieces[i].decode(pairs);
-      u8* to = block + static_cast<long long>(unit) * 1024;
+      for (int i = 0; i < AHEAD; ++i) {
+        const int column = (first_unit + i * step) * 64 + t * 16;
+        if (column < columns) pieces[i].load(row, column, FMT == BF16 ? 0 : scale_byte(column));
+      }
 #pragma unroll
-      for (int j = 0; j < 8; ++j) *reinterpret_cast<u32*>(to + j * 128) = pairs[j];
+      for (int i = 0; i < AHEAD; ++i) {
+        const int unit = first_unit + i * step;
+        if (unit >= units) break;
+        u32 pairs[8];
+        pieces[i].decode(pairs);
+        u8* to = block + static_cast<long long>(unit) * 1024;
+#pragma unroll
+        for (int j = 0; j < 8; ++j) *reinterpret_cast<u32*>(to + j * 128) = pairs[j];
+      }
     }
   }
 }

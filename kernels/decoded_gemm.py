@@ -41,6 +41,10 @@ What each version brought (us; plain (4096, 7168), 32 x 16 and 32 x 32 rows; the
        8, 32 x 1, 16, 32 both from 226, 239, 275 to 218, 230, 260
     10. quants read ahead within a stage, for which there are now registers: 32 x 1024 both from 4474 to 4353, MXFP8
         (7168, 2048) from 1697 to 1624; few rows as before
+    11. `decode_tokens` by blocks of its result instead of by rows of its input: where groups do not start at multiples
+        of 8, warps had stored parts of lines, and memory made whole ones of them (ncu: 28.5 of 32 bytes of a sector,
+        1.9 TB/s). Blocks stay for all rows instead of one for each 8 that might come. 32926 rows of 32 groups as they
+        come, of 262144 that could: 332 + 90 us to 203 + 57 (single runs of which no file is kept)
 
 Dropped: `griddepcontrol.launch_dependents` at the start of the GEMM (4 us slower: what decodes the next tokens gathers
 on the few SMs that are idle) and at the end of its loads (1 us faster or 2 slower); two warpgroups of 256 tokens for
@@ -106,6 +110,10 @@ DECODE_ROWS = 512
 256 experts, 512 go with 64 rows that come on average, the most that a tile of DECODE takes."""
 
 
+TOKEN_BLOCKS = 12
+"""Blocks of `decode_tokens` for each SM, twice as many as it takes at a time: none ends much later than the others."""
+
+
 def choose_shape(capacity: int, num_groups: int) -> DecodedShape:
     """The regime, a function of what the host knows; both give the same bits for any number of rows."""
     return DECODE if capacity <= DECODE_ROWS * num_groups else PREFILL
@@ -131,12 +139,13 @@ def decode_tokens(
     """
     units = unit_columns(a.num_columns)
     blocks = (a.capacity + 7 * a.num_groups) // 8 + 1
+    parts = ceil_div(units, 32)
     out = torch.empty(blocks, units, 8, 8, 16, dtype=torch.uint8, device=a.rows.device)
     nvrtc.launch(
         "decode_tokens.cu",
         "decode_tokens",
         token_macros(a.format, packed_ld is not None, scale_block),
-        grid=(ceil_div(a.capacity, 8), ceil_div(units, 32), 1),
+        grid=(min(blocks, ceil_div(TOKEN_BLOCKS * nvrtc.most_sms(a.rows.device), parts)), parts, 1),
         block=256,
         arguments=[
             a.rows,
