@@ -21,8 +21,8 @@ CombineFormatName = Literal["bf16", "fp8_block", "mxfp8"]
 ModeName = Literal["auto", "indexed", "packed"]
 ResolvedMode = Literal["indexed", "packed"]
 
-INDEXED_MAX_TOKENS = 512
-"""Largest `max_tokens_per_rank` for which mode `auto` means `indexed`."""
+INDEXED_MAX_TOKENS = 256
+"""Largest `max_tokens_per_rank` for which mode `auto` means `indexed` whatever the format."""
 
 MAX_EXPERTS = 65535
 """Ids of experts travel as u16, and 65535 means unrouted."""
@@ -32,17 +32,19 @@ _Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-def resolve_mode(mode: ModeName, max_tokens_per_rank: int) -> ResolvedMode:
+def resolve_mode(mode: ModeName, max_tokens_per_rank: int, token_format: str) -> ResolvedMode:
     """The exchange mode that `mode` stands for; depends only on values that are equal on all ranks.
 
-    `auto` is `indexed` (rows are kept once per rank and found by `row_index`: least traffic and room, low latency) up
-    to 512 tokens per rank, and `packed` (rows lie sorted by expert: best reads for the GEMM) above.
+    `auto` is `indexed` (rows are kept once per rank and found by `row_index`: least traffic and room, low latency) for
+    formats whose rows are decoded before the GEMM, which gathers them as well, and up to 256 tokens per rank; else it
+    is `packed` (rows lie sorted by expert: best reads for a GEMM that takes them as they are).
 
-    >>> resolve_mode("auto", 512), resolve_mode("auto", 513), resolve_mode("packed", 1)
-    ('indexed', 'packed', 'packed')
+    >>> [resolve_mode("auto", count, "fp8_block") for count in (256, 257)], resolve_mode("auto", 4096, "nvfp4")
+    (['indexed', 'packed'], 'indexed')
     """
     if mode == "auto":
-        return "indexed" if max_tokens_per_rank <= INDEXED_MAX_TOKENS else "packed"
+        few = max_tokens_per_rank <= INDEXED_MAX_TOKENS
+        return "indexed" if few or token_format in ("nvfp4", "mxfp8") else "packed"
     return mode
 
 
@@ -204,7 +206,7 @@ class MoELayerConfig(_Model):
     @property
     def resolved_mode(self) -> ResolvedMode:
         """`mode` with `auto` settled by `resolve_mode`."""
-        return resolve_mode(self.mode, self.max_tokens_at_once)
+        return resolve_mode(self.mode, self.max_tokens_at_once, self.token_format)
 
     @property
     def max_tokens_at_once(self) -> int:

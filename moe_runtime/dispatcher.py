@@ -159,7 +159,7 @@ class TokenDispatcher:
             combine_format=wire,
             num_experts=num_experts,
             max_tokens=max_tokens_per_rank,
-            packed=resolve_mode(mode, max_tokens_per_rank) == "packed",
+            packed=resolve_mode(mode, max_tokens_per_rank, fmt.name) == "packed",
             row_capacity=min(worst, expert_row_capacity or worst),
             num_sms=num_sms,
         )

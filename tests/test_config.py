@@ -213,11 +213,12 @@ def test_every_key_is_described() -> None:
             assert field.description or name in ("router", "activation"), f"{model.__name__}.{name}"
 
 
-@given(st.integers(1, 10**6))
-def test_resolve_mode(tokens: int) -> None:
-    assert resolve_mode("auto", tokens) == ("indexed" if tokens <= 512 else "packed")
-    assert resolve_mode("indexed", tokens) == "indexed"
-    assert resolve_mode("packed", tokens) == "packed"
+@given(st.integers(1, 10**6), st.sampled_from(sorted(FORMATS)))
+def test_resolve_mode(tokens: int, fmt: str) -> None:
+    gathers = tokens <= 256 or fmt in ("nvfp4", "mxfp8")
+    assert resolve_mode("auto", tokens, fmt) == ("indexed" if gathers else "packed")
+    assert resolve_mode("indexed", tokens, fmt) == "indexed"
+    assert resolve_mode("packed", tokens, fmt) == "packed"
 
 
 def test_examples_in_docstrings() -> None:
