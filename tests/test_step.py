@@ -128,7 +128,7 @@ def test_less_memory_is_reserved() -> None:
 def test_experts_leave_the_exchange_its_sms(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(step_module, "most_sms", lambda _: 132)
     gpu = torch.device("cuda", 0)
-    assert sms_of_experts(config(micro_batches=2, num_sms=16), gpu) == 116
+    assert sms_of_experts(config(micro_batches=2, num_sms=16), gpu) == 132 - 16 - 8
     assert sms_of_experts(config(micro_batches=2, num_sms=132), gpu) == 1
     assert sms_of_experts(config(num_sms=16), gpu) is None
     assert sms_of_experts(config(micro_batches=2), gpu) is None
