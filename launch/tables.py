@@ -23,6 +23,7 @@ from moe_runtime.launch.layer_report import key_of, peers_of, settings_of
 
 ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- results -->", "<!-- end of results -->"
+OTHERS = "Other wires, routings and settings, and fewer GPUs"
 OPERATIONS_START, OPERATIONS_END = "<!-- operations -->", "<!-- end of operations -->"
 GEMM_START, GEMM_END = "<!-- gemm -->", "<!-- end of gemm -->"
 
@@ -137,14 +138,17 @@ def _us(microseconds: float) -> str:
 
 
 def with_results(readme: str, folder: Path, root: Path) -> str:
-    """`readme` with all tables of `launch.bench` in `folder` between its marks, which say no `kind`.
+    """`readme` with all tables of `launch.bench` in `folder`, which say no `kind`, between its marks.
 
+    The run with the most ranks comes first (of several the one with the shortest name), the others are to be unfolded.
     Raises `ValueError` where a mark is missing.
     """
-    reports = [(file, json.loads(file.read_text())) for file in sorted(folder.glob("*.json"))]
-    tables = [
-        results_table(report, file.relative_to(root).as_posix()) for file, report in reports if "kind" not in report
-    ]
+    reports = [(file, json.loads(file.read_text())) for file in folder.glob("*.json")]
+    runs = [(file, report) for file, report in reports if "kind" not in report]
+    runs.sort(key=lambda run: (-run[1]["environment"]["ranks"], len(run[0].name), run[0].name))
+    tables = [results_table(report, file.relative_to(root).as_posix()) for file, report in runs]
+    if len(tables) > 1:
+        tables[1:] = [f"<details>\n<summary>{OTHERS}</summary>", *tables[1:], "</details>"]
     return _between(readme, START, END, tables)
 
 

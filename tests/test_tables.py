@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,18 @@ def test_only_what_stands_between_the_marks_changes(tmp_path: Path) -> None:
     assert tables.with_results(made, tmp_path, tmp_path) == made
     with pytest.raises(ValueError, match="README: expected"):
         tables.with_results("no marks", tmp_path, tmp_path)
+
+
+def test_most_ranks_come_first_and_the_others_are_folded(tmp_path: Path) -> None:
+    readme = f"{tables.START}{tables.END}"
+    for name, ranks in (("few", 8), ("a", 2), ("all_of_them", 8)):
+        run = report() | {"environment": report_environment() | {"ranks": ranks}}
+        (tmp_path / f"{name}.json").write_text(json.dumps(run))
+        made = tables.with_results(readme, tmp_path, tmp_path)
+        assert ("<details>" in made) == (name != "few")
+    assert re.findall(r"JSON\]\((\w+).json\)|<(/?details)>", made) == [
+        ("few", ""), ("", "details"), ("all_of_them", ""), ("a", ""), ("", "/details")
+    ]  # fmt: skip
 
 
 def test_operations_have_marks_of_their_own(tmp_path: Path) -> None:
