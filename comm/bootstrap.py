@@ -291,7 +291,8 @@ def init_from_env(device: str | None = None, *, timeout_s: float = 120.0) -> tor
     """Initialise torch.distributed from the variables torchrun sets, and return this rank's device.
 
     Without them nothing is initialised (a single process). `device` is `cpu`, `cuda` or None (GPUs if there are
-    any). On GPUs the backend is `cpu:gloo,cuda:nccl` and the device is `cuda:LOCAL_RANK`, made current.
+    any). On GPUs the backend is `cpu:gloo,cuda:nccl` and the device is `cuda:LOCAL_RANK`, made current. Its exchanges
+    wait for `timeout_s`, on GPUs for twice as long.
 
     Raises `ValueError` if `device` is unknown, or the local rank has no GPU.
     """
@@ -307,7 +308,8 @@ def init_from_env(device: str | None = None, *, timeout_s: float = 120.0) -> tor
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ and not dist.is_initialized():
         limit = timedelta(seconds=timeout_s)
         if place.type == "cuda":
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=limit, device_id=place)
+            # NCCL ends the process when its own limit is over, so those of a context come first.
+            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=2 * limit, device_id=place)
         else:
             dist.init_process_group("gloo", timeout=limit)
     return place

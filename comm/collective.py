@@ -7,9 +7,11 @@ stored it; then the signal words follow. It waits on the host at every step and 
 
 from __future__ import annotations
 
+import contextlib
 import secrets
+import time
 from datetime import timedelta
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
@@ -24,6 +26,7 @@ _HEADER = 3
 """Words of a message before the signal words: (phase, epoch, number of rows)."""
 
 _ROLL_CALL_S = 3.0
+_POLL_S = 1e-4
 
 
 class CollectiveHeap(SymmetricHeap):
@@ -86,6 +89,9 @@ class CollectiveTransport:
 
     Every exchange starts with a header per peer: how many rows follow, and the signal words this rank has staged for
     it. A header with an abort word ends the exchange on all ranks, so that a rank which gave up is known at once.
+
+    Where the group is NCCL's, it is of no use after a `PeerTimeoutError`; and its own timeout is to be longer than the
+    limits of the context, since it ends the process, as errors do that NCCL itself finds.
     """
 
     def __init__(self, heap: CollectiveHeap) -> None:
@@ -96,7 +102,8 @@ class CollectiveTransport:
         self._words_of = torch.tensor(words, dtype=torch.int64, device=heap.device)
         self._abort_column = _HEADER + words[0].index(self.layout.abort)
         self._exchanges = 0
-        self._posted: list[object] = []
+        self._posted: list[tuple[dist.Work, torch.Tensor, torch.Tensor]] = []
+        self._nccl = _nccl_of(self._group, heap.device)
 
     def carry_dispatch(
         self,
@@ -196,8 +203,16 @@ class CollectiveTransport:
         header = self._header(Phase.HOST, 0, [0] * self.heap.world_size)
         answer = torch.empty_like(header)
         work = dist.all_to_all_single(answer, header, group=self._group, async_op=True)
+        assert work is not None
         # The exchange goes on in the background: its tensors must stay.
-        self._posted += [header, answer, work]
+        self._posted.append((work, header, answer))
+
+    def settle(self, limit: float) -> None:
+        """Wait at most `limit` seconds for what was posted on a GPU, then end it: the device is not idle before."""
+        if self._nccl is not None:
+            for work, *_ in self._posted:
+                with contextlib.suppress(RuntimeError):  # The peers have gone, too.
+                    self._finish(work, limit)
 
     def _half(
         self,
@@ -277,15 +292,42 @@ class CollectiveTransport:
         sent: list[int] | None,
     ) -> None:
         limit = context.startup_timeout_s if epoch == 1 else context.timeout_s
+        start = time.monotonic()
         try:
             work = dist.all_to_all_single(target, source, came, sent, group=self._group, async_op=True)
             assert work is not None
-            work.wait(timedelta(seconds=limit))
+            self._finish(work, limit)
         except RuntimeError as error:
+            waited = time.monotonic() - start
             event = f"{self.heap.key}/{self._exchanges}"
             missing = self.heap.group.missing(event, min(_ROLL_CALL_S, limit))
             names = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
             where = f"{phase.name.lower()} of epoch {epoch}"
-            message = f"rank {self.heap.rank}, {where}: {names} did not take part within {limit:g} s"
+            # A lost connection ends it long before the limit.
+            ended = f"the exchange ended after {waited:.1f} s, its limit is {limit:g} s"
+            message = f"rank {self.heap.rank}, {where}: {names} did not take part; {ended}"
             failure = PeerTimeoutError(message, missing[0] if missing else -1, phase)
             raise context.fail(failure) from error
+
+    def _finish(self, work: dist.Work, limit: float) -> None:
+        """Wait for an exchange; raises `RuntimeError` where it fails, or does not end within `limit` seconds."""
+        if self._nccl is None:
+            work.wait(timedelta(seconds=limit))
+            return
+        # A wait of NCCL's that runs out aborts one communicator. The watchdog of the group takes that for an error and
+        # ends the process a minute later; a group that is aborted as a whole it leaves alone.
+        deadline = time.monotonic() + limit
+        while not work.is_completed():
+            if time.monotonic() > deadline:
+                self._nccl.abort()
+                raise RuntimeError(f"NCCL: the exchange did not end within {limit:g} s")
+            time.sleep(_POLL_S)
+        work.wait()
+
+
+def _nccl_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
+    """The part of `group` that exchanges what lies on `device`, if that is NCCL; else None."""
+    if group is None or device.type != "cuda" or not dist.is_nccl_available():
+        return None
+    backend = group._get_backend(device)
+    return backend if isinstance(backend, dist.ProcessGroupNCCL) else None

@@ -306,6 +306,8 @@ class ExpertParallelContext:
         """
         if self.closed:
             return
+        if self.carrier is not None:
+            self.carrier.settle(self.timeout_s)
         if self._side_stream is not None:
             # Every wait of a kernel ends, so this does; then all that peers have told of is there to be seen.
             torch.cuda.synchronize(self.device)

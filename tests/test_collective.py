@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from moe_runtime.comm.bootstrap import RankGroup
 from moe_runtime.comm.collective import CollectiveHeap, CollectiveTransport
@@ -253,10 +256,13 @@ def die_between_steps(rank: int, world: int, device: str, how: str) -> float:
         time.sleep(5)
         return 0.0
     start = time.monotonic()
-    with pytest.raises(PeerTimeoutError, match="dispatch_send of epoch 2: rank 1 did not take part within") as caught:
+    with pytest.raises(PeerTimeoutError, match="dispatch_send of epoch 2: rank 1 did not take part") as caught:
         carry_nothing(context, 2)
     assert caught.value.rank == 1
     spent = time.monotonic() - start
+    ended = re.search(rf"the exchange ended after ([\d.]+) s, its limit is {WITHOUT_ONE_S:g} s$", str(caught.value))
+    # A connection that is lost may end it at once.
+    assert ended and (0 if how == "killed" else WITHOUT_ONE_S) <= float(ended[1]) < spent
     context.close()
     return spent
 
@@ -274,10 +280,87 @@ def test_a_missing_gpu_rank_is_named_in_time(how: str) -> None:
     check_survivors(run_once(die_between_steps, 2, "cuda", how, timeout=120.0, gpus=True), how)
 
 
+def outlive_nccl(rank: int, world: int) -> None:
+    """The watchdog of a group made now ends this process a second after an error; by itself that takes a minute."""
+    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "250"
+    context = ExpertParallelContext(
+        dist.new_group(), device="cuda", transport="collective", timeout_s=WITHOUT_ONE_S, startup_timeout_s=TIMEOUT_S
+    )
+    prepare(context, world * MAX_TOKENS * RECORD)
+    carry_nothing(context, 1)
+    context.heap.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerTimeoutError, match="rank 1 did not take part"):
+        carry_nothing(context, 2)
+    context.close()
+    time.sleep(5)
+
+
+@pytest.mark.gpu
+def test_a_survivor_on_a_gpu_lives_on() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    survivor, _ = run_once(outlive_nccl, 2, timeout=120.0, gpus=True)
+    assert survivor.error is None, survivor.trace
+    assert survivor.exitcode == 0
+
+
+def give_up_unheard(rank: int, world: int) -> tuple[bool, float]:
+    """Rank 0 gives up in an exchange in which rank 1, which is gone, never takes part; whether closing aborted it."""
+    context = ExpertParallelContext(
+        dist.new_group(), device="cuda", transport="collective", timeout_s=WITHOUT_ONE_S, startup_timeout_s=TIMEOUT_S
+    )
+    prepare(context, world * MAX_TOKENS * RECORD)
+    carry_nothing(context, 1)
+    context.heap.barrier()
+    if rank == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    context.abort("nobody hears this")
+    start = time.monotonic()
+    context.close()
+    return context.failed, time.monotonic() - start
+
+
+@pytest.mark.gpu
+def test_giving_up_on_a_gpu_waits_for_nobody_forever() -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    survivor, _ = run_once(give_up_unheard, 2, timeout=120.0, gpus=True)
+    assert survivor.error is None, survivor.trace
+    assert survivor.result[0] and survivor.result[1] < TIMEOUT_S
+
+
+def exchanges_that_never_end(rank: int, world: int) -> None:
+    """In place of NCCL: a group that counts how often it is aborted, and exchanges that end by that alone."""
+    context = make_context(timeout_s=0.1)
+    carrier = prepare(context, world * MAX_TOKENS * RECORD)
+    carry_nothing(context, 1)
+    aborts: list[int] = []
+    work = SimpleNamespace(is_completed=lambda: bool(aborts), wait=lambda: None)
+    carrier._nccl = SimpleNamespace(abort=lambda: aborts.append(1))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "all_to_all_single", lambda *_, **__: work)
+        if rank == 0:
+            with pytest.raises(PeerTimeoutError, match=r"did not take part; the exchange .* limit is 0\.1 s"):
+                carry_nothing(context, 2)
+        else:
+            context.abort("x")
+            assert not aborts
+            context.close()
+    assert len(aborts) == 1
+    context.close()
+
+
+def test_exchanges_by_nccl_that_do_not_end_are_aborted(get_pool) -> None:
+    get_pool(2).run(exchanges_that_never_end)
+
+
 def check_survivors(outcomes: list[Outcome], how: str) -> None:
     for rank, outcome in enumerate(outcomes):
         if rank != 1:
             assert outcome.error is None, outcome.trace
+            assert outcome.exitcode == 0, "it has died"
             assert outcome.result < TIMEOUT_S, "it ended by the limit of a start"
     if how == "killed":
         assert outcomes[1].exitcode == -signal.SIGKILL
