@@ -23,6 +23,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_runtime.comm import nvshmem_world
 from moe_runtime.errors import PeerAbortedError, PeerTimeoutError, Phase
 
+ROLL_CALL_S = 3.0
+"""How long ranks have to say that they are there, once one has waited too long."""
+
 TRANSPORTS = ("nvshmem", "shared", "private", "collective")
 
 

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from moe_runtime.comm.bootstrap import RankGroup
+from moe_runtime.comm.bootstrap import ROLL_CALL_S, RankGroup
 from moe_runtime.comm.heap import SymmetricHeap
 from moe_runtime.comm.private_heap import aligned_zeros
 from moe_runtime.comm.signals import SignalLayout
@@ -25,7 +25,6 @@ from moe_runtime.errors import MoERuntimeError, PeerTimeoutError, Phase
 _HEADER = 3
 """Words of a message before the signal words: (phase, epoch, number of rows)."""
 
-_ROLL_CALL_S = 3.0
 _POLL_S = 1e-4
 
 
@@ -300,7 +299,7 @@ class CollectiveTransport:
         except RuntimeError as error:
             waited = time.monotonic() - start
             event = f"{self.heap.key}/{self._exchanges}"
-            missing = self.heap.group.missing(event, min(_ROLL_CALL_S, limit))
+            missing = self.heap.group.missing(event, min(ROLL_CALL_S, limit))
             names = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
             where = f"{phase.name.lower()} of epoch {epoch}"
             # A lost connection ends it long before the limit.

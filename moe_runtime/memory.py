@@ -61,5 +61,5 @@ def staging_bytes(config: MoELayerConfig, world_size: int) -> int:
 
 
 def staging_words_bytes(world_size: int) -> int:
-    """Bytes of the three words per rank that region `staging` begins with, aligned."""
-    return align(3 * world_size * 4, REGION_ALIGNMENT)
+    """Bytes of the five words per rank that region `staging` begins with, aligned."""
+    return align(5 * world_size * 4, REGION_ALIGNMENT)

@@ -7,6 +7,8 @@ beside its own. Region `staging` begins with int32 words, each with one writer; 
     grant [W]   how many chunks rank w lets this rank send to it
     sent  [W]   how many chunks rank w has stored here
     done  [W]   how many re-placements rank w has finished
+    asked [W]   1 once rank w, which has waited too long, asks who is there
+    here  [W]   1 once rank w, which waits itself, has answered
 
 Other transports carry an expert at a time (`CollectiveTransport.carry_bytes`) and hold two more of them meanwhile.
 """
@@ -19,6 +21,7 @@ from dataclasses import dataclass, fields
 
 import torch
 
+from moe_runtime.comm.bootstrap import ROLL_CALL_S
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import ErrorCode, Phase
 from moe_runtime.experts import Experts
@@ -36,6 +39,8 @@ class _Words:
     grant: torch.Tensor
     sent: torch.Tensor
     done: torch.Tensor
+    asked: torch.Tensor
+    here: torch.Tensor
 
 
 class ExpertMover:
@@ -161,8 +166,8 @@ class ExpertMover:
 
     def _words(self, rank: int) -> _Words:
         world = self.context.world_size
-        words = self.context.heap.peer_tensor("staging", rank)[: 3 * world * 4].view(torch.int32)
-        return _Words(*words.view(3, world))
+        words = self.context.heap.peer_tensor("staging", rank)[: 5 * world * 4].view(torch.int32)
+        return _Words(*words.view(5, world))
 
     def _wait(self, words: torch.Tensor, peer: int, number: int) -> None:
         """Wait until the word of `peer` is `number`; raises what went wrong meanwhile, here or on a peer."""
@@ -171,12 +176,32 @@ class ExpertMover:
         spins = 0
         while int(words[peer]) < number:
             context.check_peers()
+            self._answer()
             if time.monotonic() > deadline:
+                about = self._missing(peer)
                 limit_ms = min(int(context.timeout_s * 1000), 2**31 - 1)
-                record_failure(context, ErrorCode.TIMEOUT, peer, Phase.REPLACEMENT, int(context.epoch[0]), limit_ms)
+                record_failure(context, ErrorCode.TIMEOUT, about, Phase.REPLACEMENT, int(context.epoch[0]), limit_ms)
                 context.check_peers()
             spins += 1
             time.sleep(0 if spins < SPINS_BEFORE_SLEEP else 2e-4)
+
+    def _answer(self) -> None:
+        """Tell those that ask that this rank is there."""
+        for rank in self._words(self.rank).asked.nonzero()[:, 0].tolist():
+            self._words(rank).here[self.rank] = 1
+
+    def _missing(self, peer: int) -> int:
+        """The rank to blame for `peer` not coming: one that is not there, for which `peer` may wait, or `peer`."""
+        for rank in range(self.context.world_size):
+            self._words(rank).asked[self.rank] = 1
+        deadline = time.monotonic() + min(ROLL_CALL_S, self.context.timeout_s)
+        absent = [peer]
+        while absent and time.monotonic() <= deadline:
+            self.context.check_peers()
+            self._answer()
+            absent = (self._words(self.rank).here == 0).nonzero()[:, 0].tolist()
+            time.sleep(2e-4)
+        return peer if peer in absent or not absent else absent[0]
 
 
 def move_experts(movers: Sequence[ExpertMover], moves: Sequence[Move]) -> None:

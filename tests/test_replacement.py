@@ -19,7 +19,7 @@ from moe_runtime import memory, mover, replacement
 from moe_runtime.checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.errors import MoERuntimeError, RoutingError
+from moe_runtime.errors import MoERuntimeError, PeerTimeoutError, RoutingError
 from moe_runtime.formats import FORMATS
 from moe_runtime.layer import MoELayer, random_expert
 from moe_runtime.placement import Placement, plan_placement
@@ -366,8 +366,8 @@ def fail_in_the_middle(
     layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
     if rank == 2:
         break_after(3, kind)
-    elif kind != "raises":
-        wait_less_for(2)
+    elif kind != "raises" and context.carrier is None:
+        context.timeout_s = LIMIT_S
     dist.barrier()
     start = time.monotonic()
     try:
@@ -384,15 +384,11 @@ def fail_in_the_middle(
     raise AssertionError("no error was raised")
 
 
-def wait_less_for(rank: int) -> None:
-    """Only waits for `rank` run out: one that waits for it does not answer either, and could be named in its place."""
-    wait = mover.ExpertMover._wait
-
-    def limited(self: Any, words: torch.Tensor, peer: int, number: int) -> None:
-        self.context.timeout_s = LIMIT_S if peer == rank else PATIENCE_S
-        wait(self, words, peer, number)
-
-    mover.ExpertMover._wait = limited  # type: ignore[method-assign]
+def wait_for_a_failure(context: ExpertParallelContext) -> None:
+    """Until a peer has given up."""
+    assert context._abort_codes is not None
+    while not context._abort_codes.any():
+        time.sleep(0.01)
 
 
 def break_after(count: int, kind: str) -> None:
@@ -410,8 +406,7 @@ def break_after(count: int, kind: str) -> None:
                     raise OSError("bad memory")
                 if kind == "dies":
                     os.kill(os.getpid(), signal.SIGKILL)
-                while not self.context._abort_codes.any():
-                    time.sleep(0.01)
+                wait_for_a_failure(self.context)
             original(self, *arguments)
 
         return call
@@ -449,6 +444,31 @@ def test_a_rank_that_fails_in_the_middle_ends_it_for_all(kind: str, transport: s
         elif rank != 2:
             assert (name, about) == ("PeerTimeoutError", 2) and "rank 2" in message
             assert "replacement" in message or transport == "collective"
+
+
+def wait_in_a_row(rank: int, world: int, last_waits: bool) -> int:
+    """Rank 0 waits for rank 1, which waits longer for rank 2, which is not there or waits for rank 0; who is named."""
+    context = ExpertParallelContext(timeout_s=PATIENCE_S)
+    layer = MoELayer(config(), context, placement=placements(world)[0])
+    layer.load_random(0)
+    context.allocate()
+    assert layer.experts is not None
+    waiting = mover.ExpertMover(context, layer.experts, needs_spare=False)
+    dist.barrier()
+    if rank == 0:
+        context.timeout_s = LIMIT_S
+    if rank == 2 and not last_waits:
+        wait_for_a_failure(context)
+    with pytest.raises(PeerTimeoutError) as caught:
+        waiting._wait(waiting._words(rank).sent, (rank + 1) % world, 1)
+    context.close()
+    return caught.value.rank
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("last_waits", [False, True])
+def test_a_rank_that_waits_itself_is_not_named_for_one_that_is_not_there(last_waits: bool, get_pool: Any) -> None:
+    assert get_pool(3).run(wait_in_a_row, last_waits) == [1 if last_waits else 2] * 3
 
 
 def stay_away(rank: int, world: int, seed: int) -> tuple[str, int, str, float]:
