@@ -180,7 +180,7 @@ def compress_layers(folder: Path, *presets: str) -> tuple[list[LibraryScheme], d
 
 
 NVFP4_RTOL = 2.0**-8 + 2.0**-15
-"""compressed-tensors rounds the quotient of NVFP4's scales, and the product, to bf16."""
+"""compressed-tensors rounds to bf16 once: products of NVFP4's numbers with quotients of its scales, both in fp32."""
 
 
 def compressed_config(*groups: dict[str, Any], ignore: tuple[str, ...] = ("lm_head",)) -> dict[str, Any]:
