@@ -2,16 +2,16 @@
 
 It runs the programs of its parts one after the other, each in processes of its own:
 
+    links       `link_bench`
     layer       `bench` over a config on 1, 2, 4, ... of the GPUs that are there, several routings on all of them
     settings    the same for large steps with few SMs for the exchange, and with micro-batches
     trace       `bench layer --trace` after them: what is profiled is not timed
     gemm        `bench gemm`
-    links       `link_bench`
     pictures    `pictures` of what there is
 
 JSON, a trace and pictures go to FOLDER; copied to `launch/results/`, `launch.tables` makes the README's tables of them.
 A part that fails or takes too long is told of in the end, and the others run all the same. What a part wrote before is
-removed when it is run again.
+removed when it is run again. Floors of exchanges count with what `link_bench` found, now or before, if it has.
 
 All of it is long. A short one, of what matters most:
 
@@ -27,7 +27,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import get_args
@@ -39,7 +39,7 @@ from moe_runtime.config import CombineFormatName, FormatName, load_config
 from moe_runtime.launch import cases, environment
 from moe_runtime.launch.bounds import EVEN
 
-PARTS = ("layer", "settings", "trace", "gemm", "links", "pictures")
+PARTS = ("links", "layer", "settings", "trace", "gemm", "pictures")
 TOKENS = (1, 8, 32, 128, 512, 1024, 4096, 8192)
 ROUTINGS = (EVEN, "zipf", "half", "one")
 GRACE_S = 60.0
@@ -84,46 +84,48 @@ def rank_counts(num_gpus: int) -> list[int]:
     return powers if powers[-1] == most else [*powers, most]
 
 
-def jobs(options: argparse.Namespace, num_gpus: int) -> list[Job]:
-    """What is to be run, in order; `options` are those of the command line."""
+def jobs(options: argparse.Namespace, num_gpus: int) -> Iterator[Job]:
+    """What is to be run, in order, each once those before have ended; `options` are those of the command line."""
     folder, ranks = options.folder, sorted(set(options.ranks or rank_counts(num_gpus)))
     most = ranks[-1]
     runs = {count: folder / f"layer_{count}.json" for count in ranks}
-    phases = folder / "phases.json"
+    phases, links = folder / "phases.json", folder / "links.json"
     steps = ("--steps", str(options.steps))
-    found = []
+    measured = "links" in options.parts and most > 1 and num_gpus > 0
+    if measured:
+        yield Job("link_bench", ("--json", str(links)), most)
+    rate = ("--links", str(links)) if links.exists() or (measured and options.dry_run) else ()
     if "layer" in options.parts:
         # Most ranks first: that is what most of the tables show.
         for count in reversed(ranks):
             operations = ("dispatch", "combine", "layer") if count > 1 else ("layer",)
             routings = ("--routing", *options.routing) if count == most else ()
-            common = _common(options, options.tokens, options.combine_format)
-            found.append(Job("bench", (*operations, *common, *steps, *routings, "--json", str(runs[count])), count))
+            common = _common(options, options.tokens, options.combine_format, rate)
+            yield Job("bench", (*operations, *common, *steps, *routings, "--json", str(runs[count])), count)
     large = [count for count in options.tokens if count >= LARGE]
     if "settings" in options.parts and most > 1 and large:
         few = ("dispatch", "combine", "--num-sms", str(FEW_SMS), "--json", str(folder / "few_sms.json"))
         halves = ("layer", "--micro-batches", "2", "--json", str(folder / "micro_batches.json"))
-        common = (*_common(options, large, options.combine_format), *steps)
-        found += [Job("bench", (*part, *common), most) for part in (few, halves)]
+        common = (*_common(options, large, options.combine_format, rate), *steps)
+        yield from (Job("bench", (*part, *common), most) for part in (few, halves))
     if "trace" in options.parts:
         # A few eager steps of each case: one combine format shows where the time goes.
-        common = _common(options, options.tokens, options.combine_format[:1])
+        common = _common(options, options.tokens, options.combine_format[:1], rate)
         files = ("--trace", str(folder / "trace.json"), "--json", str(phases))
-        found.append(Job("bench", ("layer", *common, *files), most))
+        yield Job("bench", ("layer", *common, *files), most)
     if "gemm" in options.parts:
         files = ("--json", str(folder / "gemm.json"), "--picture", str(folder / "gemm.svg"))
-        found.append(Job("bench", ("gemm", *steps, *files)))
-    if "links" in options.parts and most > 1 and num_gpus:
-        found.append(Job("link_bench", ("--json", str(folder / "links.json")), most))
+        yield Job("bench", ("gemm", *steps, *files))
     if "pictures" in options.parts:
         drawn = [*runs.values(), *([phases] if "trace" in options.parts or phases.exists() else [])]
-        found.append(Job("pictures", (*map(str, drawn), "--folder", str(folder))))
-    return found
+        yield Job("pictures", (*map(str, drawn), "--folder", str(folder)))
 
 
-def _common(options: argparse.Namespace, tokens: Sequence[int], combine_formats: Sequence[str]) -> tuple[str, ...]:
+def _common(
+    options: argparse.Namespace, tokens: Sequence[int], combine_formats: Sequence[str], rate: Sequence[str]
+) -> tuple[str, ...]:
     formats = ("--formats", *options.formats, "--combine-format", *combine_formats)
-    return ("--config", options.config, "--tokens", *map(str, tokens), *formats)
+    return ("--config", options.config, "--tokens", *map(str, tokens), *formats, *rate)
 
 
 def run(job: Job, limit_s: float) -> str:

@@ -40,18 +40,19 @@ def test_every_part_has_its_commands(
     lines = shown(capsys)
     runs = [f"{tmp_path}/layer_{count}.json" for count in (1, 2, 4)]
     traced = "--config deepseek_v3 --tokens 8 4096 --formats nvfp4 --combine-format bf16"
-    common = f"{traced} fp8_block --steps 20"
+    rate = f"--links {tmp_path}/links.json"
+    common = f"{traced} fp8_block {rate} --steps 20"
     large = common.replace(" 8 4096", " 4096")
     most = f"--routing uniform zipf half one --json {runs[2]}"
     assert lines == [
+        f"$ link_bench --json {tmp_path}/links.json, 4 ranks",
         f"$ bench dispatch combine layer {common} {most}, 4 ranks",
         f"$ bench dispatch combine layer {common} --json {runs[1]}, 2 ranks",
         f"$ bench layer {common} --json {runs[0]}",
         f"$ bench dispatch combine --num-sms 16 --json {tmp_path}/few_sms.json {large}, 4 ranks",
         f"$ bench layer --micro-batches 2 --json {tmp_path}/micro_batches.json {large}, 4 ranks",
-        f"$ bench layer {traced} --trace {tmp_path}/trace.json --json {tmp_path}/phases.json, 4 ranks",
+        f"$ bench layer {traced} {rate} --trace {tmp_path}/trace.json --json {tmp_path}/phases.json, 4 ranks",
         f"$ bench gemm --steps 20 --json {tmp_path}/gemm.json --picture {tmp_path}/gemm.svg",
-        f"$ link_bench --json {tmp_path}/links.json, 4 ranks",
         f"$ pictures {' '.join(runs)} {tmp_path}/phases.json --folder {tmp_path}",
     ]
     assert not list(tmp_path.iterdir())
@@ -64,6 +65,33 @@ def test_every_part_has_its_commands(
         (tmp_path / "phases.json").touch()
     assert measure.main([str(tmp_path), "--dry-run", "--ranks", "5"]) == 2
     assert "--ranks: expected 1 .. 4 GPUs, got 5" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@pytest.mark.parametrize("again", [False, True])
+def test_floors_count_with_the_links_that_were_measured(
+    fails: bool, again: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By this run or one before; without them the layer is measured all the same."""
+    links = tmp_path / "links.json"
+    ran: list[measure.Job] = []
+
+    def run(job: measure.Job, limit_s: float) -> str:
+        ran.append(job)
+        if job.program == "link_bench" and not fails:
+            links.touch()
+        return "ok"
+
+    monkeypatch.setattr(measure, "run", run)
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    if again:
+        links.touch()
+    parts = ["layer", "settings", "trace", "gemm"] if again else ["links", "layer", "settings", "trace", "gemm"]
+    assert measure.main([str(tmp_path), "--parts", *parts]) == 0
+    over_config = [job for job in ran if job.program == "bench" and job.arguments[0] != "gemm"]
+    assert len(over_config) == 5 and len(ran) == 6 + ("links" in parts)
+    for job in over_config:
+        assert (f"--links {links}" in job.text) == (again or not fails)
 
 
 def test_the_short_line_is_one_that_it_takes(
@@ -151,6 +179,7 @@ def test_the_commands_are_ones_that_the_programs_take(tmp_path: Path, monkeypatc
     monkeypatch.setattr("moe_runtime.launch.bench.work", reached)
     monkeypatch.setattr("moe_runtime.launch.gemm_bench.work", reached)
     monkeypatch.setattr("torch.cuda.device_count", lambda: 2)
+    (tmp_path / "links.json").touch()
     parser_options = ["--parts", "layer", "settings", "trace", "gemm", "--dry-run"]
     found: list[measure.Job] = []
     jobs = measure.jobs
