@@ -32,6 +32,10 @@ END_S = 30.0
 """For an idle worker to notice that its pipe is closed, or a dead one to be reaped; one that hangs is killed."""
 STACK_LOOKS = 100
 """How often it is looked, ten times in a second, whether a stack is there and does not grow any more."""
+PATIENCE_S = 100.0
+"""How long ranks wait for each other where all come, or in time; what ends much earlier has not ended by this."""
+WITHOUT_ONE_S = 6.0
+"""How long for one that never comes: longer than any other may be held up on a busy machine."""
 
 
 class RankFailure(AssertionError):

@@ -17,19 +17,15 @@ from moe_runtime.comm.collective import CollectiveHeap, CollectiveTransport
 from moe_runtime.comm.signals import ABORT_WORDS
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import ErrorCode, MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, RoutingError
-from tests.pool import Outcome, run_once
+from tests.pool import PATIENCE_S, WITHOUT_ONE_S, Outcome, run_once
 
-TIMEOUT_S = 60.0
-"""What does not end by this alone has not waited for it."""
-WITHOUT_ONE_S = 4.0
-"""The same for a rank that will never come: far longer than those that live are apart."""
 MAX_TOKENS, RECORD, PARTS, ROW = 7, 48, 3, 20
 SENTINEL = 0xA5
 
 
-def make_context(device: str = "cpu", timeout_s: float = TIMEOUT_S) -> ExpertParallelContext:
+def make_context(device: str = "cpu", timeout_s: float = PATIENCE_S) -> ExpertParallelContext:
     return ExpertParallelContext(
-        device=device, transport="collective", timeout_s=timeout_s, startup_timeout_s=TIMEOUT_S
+        device=device, transport="collective", timeout_s=timeout_s, startup_timeout_s=PATIENCE_S
     )
 
 
@@ -232,7 +228,7 @@ def one_rank_fails(rank: int, world: int, device: str, how: str) -> float:
 
 @pytest.mark.parametrize("how", ["abort", "kernel", "step"])
 def test_a_failure_ends_the_step_on_every_rank(how: str, get_pool) -> None:
-    assert max(get_pool(3).run(one_rank_fails, "cpu", how)) < TIMEOUT_S
+    assert max(get_pool(3).run(one_rank_fails, "cpu", how)) < PATIENCE_S
 
 
 @pytest.mark.gpu
@@ -242,7 +238,7 @@ def test_a_failure_ends_the_step_on_every_gpu(how: str) -> None:
         pytest.skip("needs two GPUs")
     for outcome in run_once(one_rank_fails, 2, "cuda", how, timeout=120.0, gpus=True):
         assert outcome.error is None, outcome.trace
-        assert outcome.result < TIMEOUT_S
+        assert outcome.result < PATIENCE_S
 
 
 def die_between_steps(rank: int, world: int, device: str, how: str) -> float:
@@ -253,8 +249,7 @@ def die_between_steps(rank: int, world: int, device: str, how: str) -> float:
     if rank == 1:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
-        time.sleep(5)
-        return 0.0
+        return 0.0  # and lives on, as idle workers do
     start = time.monotonic()
     with pytest.raises(PeerTimeoutError, match="dispatch_send of epoch 2: rank 1 did not take part") as caught:
         carry_nothing(context, 2)
@@ -284,7 +279,7 @@ def outlive_nccl(rank: int, world: int) -> None:
     """The watchdog of a group made now ends this process a second after an error; by itself that takes a minute."""
     os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "250"
     context = ExpertParallelContext(
-        dist.new_group(), device="cuda", transport="collective", timeout_s=WITHOUT_ONE_S, startup_timeout_s=TIMEOUT_S
+        dist.new_group(), device="cuda", transport="collective", timeout_s=WITHOUT_ONE_S, startup_timeout_s=PATIENCE_S
     )
     prepare(context, world * MAX_TOKENS * RECORD)
     carry_nothing(context, 1)
@@ -309,7 +304,7 @@ def test_a_survivor_on_a_gpu_lives_on() -> None:
 def give_up_unheard(rank: int, world: int) -> tuple[bool, float]:
     """Rank 0 gives up in an exchange in which rank 1, which is gone, never takes part; whether closing aborted it."""
     context = ExpertParallelContext(
-        dist.new_group(), device="cuda", transport="collective", timeout_s=WITHOUT_ONE_S, startup_timeout_s=TIMEOUT_S
+        dist.new_group(), device="cuda", transport="collective", timeout_s=WITHOUT_ONE_S, startup_timeout_s=PATIENCE_S
     )
     prepare(context, world * MAX_TOKENS * RECORD)
     carry_nothing(context, 1)
@@ -328,7 +323,7 @@ def test_giving_up_on_a_gpu_waits_for_nobody_forever() -> None:
         pytest.skip("needs two GPUs")
     survivor, _ = run_once(give_up_unheard, 2, timeout=120.0, gpus=True)
     assert survivor.error is None, survivor.trace
-    assert survivor.result[0] and survivor.result[1] < TIMEOUT_S
+    assert survivor.result[0] and survivor.result[1] < PATIENCE_S
 
 
 def exchanges_that_never_end(rank: int, world: int) -> None:
@@ -361,6 +356,6 @@ def check_survivors(outcomes: list[Outcome], how: str) -> None:
         if rank != 1:
             assert outcome.error is None, outcome.trace
             assert outcome.exitcode == 0, "it has died"
-            assert outcome.result < TIMEOUT_S, "it ended by the limit of a start"
+            assert outcome.result < PATIENCE_S, "it ended by the limit of a start"
     if how == "killed":
         assert outcomes[1].exitcode == -signal.SIGKILL

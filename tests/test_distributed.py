@@ -25,7 +25,7 @@ from moe_runtime.virtual import VirtualRanks, virtual_contexts
 from moe_runtime.weights import SwiGLU
 from tests.comparison import assert_same_bits
 from tests.exchange_data import EXPERTS, HIDDEN, LAYERS, TOKENS, TOP_K, RankInput, config, rank_input
-from tests.pool import run_once
+from tests.pool import WITHOUT_ONE_S, run_once
 
 
 def step_inputs(seed: int, step: int, world: int) -> list[RankInput]:
@@ -426,10 +426,6 @@ def test_ranks_that_see_other_files_are_told_which(what: str, get_pool: Any, tmp
     for outcome in get_pool(3).outcomes(load_what_differs, folders):
         assert isinstance(outcome.error, ValueError), outcome
         assert f"agree: ranks disagree on sha256 of {name} (layer 1)" in str(outcome.error)
-
-
-WITHOUT_ONE_S = 6.0
-"""How long ranks wait for one that has died: far longer than those that live are apart."""
 
 
 def die_in(rank: int, world: int, phase: str, seed: int) -> tuple[str, int, float]:

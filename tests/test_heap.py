@@ -21,10 +21,7 @@ from moe_runtime.comm.heap import REGION_ALIGNMENT, SymmetricHeap
 from moe_runtime.comm.private_heap import PrivateHeap
 from moe_runtime.comm.shared_heap import SharedHeap
 from moe_runtime.errors import PeerAbortedError, PeerTimeoutError
-from tests.pool import run_once
-
-WITHOUT_ONE_S = 4.0
-"""How long ranks wait for one that has died: far longer than those that live are apart."""
+from tests.pool import WITHOUT_ONE_S, run_once
 
 REGIONS = {"small": 12, "large": 100_000, "last": 257}
 

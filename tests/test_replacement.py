@@ -30,15 +30,9 @@ from moe_runtime.virtual import VirtualRanks, virtual_contexts
 from moe_runtime.weights import ExpertWeights
 from tests.comparison import assert_same_bits
 from tests.exchange_data import EXPERTS, HIDDEN, LAYERS, TOKENS, TOP_K, RankInput, config, placements, rank_input
-from tests.pool import run_once
+from tests.pool import PATIENCE_S, WITHOUT_ONE_S, run_once
 
 Load = Callable[[MoELayer], None]
-
-LIMIT_S = 4.0
-"""How long is waited for a rank that fails: longer than any other may be held up on a busy machine."""
-
-PATIENCE_S = 100.0
-"""How long for all others."""
 
 
 def random_weights(seed: int) -> Load:
@@ -367,7 +361,7 @@ def fail_in_the_middle(
     if rank == 2:
         break_after(3, kind)
     elif kind != "raises" and context.carrier is None:
-        context.timeout_s = LIMIT_S
+        context.timeout_s = WITHOUT_ONE_S
     dist.barrier()
     start = time.monotonic()
     try:
@@ -456,7 +450,7 @@ def wait_in_a_row(rank: int, world: int, last_waits: bool) -> int:
     waiting = mover.ExpertMover(context, layer.experts, needs_spare=False)
     dist.barrier()
     if rank == 0:
-        context.timeout_s = LIMIT_S
+        context.timeout_s = WITHOUT_ONE_S
     if rank == 2 and not last_waits:
         wait_for_a_failure(context)
     with pytest.raises(PeerTimeoutError) as caught:
@@ -473,7 +467,7 @@ def test_a_rank_that_waits_itself_is_not_named_for_one_that_is_not_there(last_wa
 
 def stay_away(rank: int, world: int, seed: int) -> tuple[str, int, str, float]:
     """Rank 1 does not take part in a re-placement, and gives up when the others have."""
-    context = ExpertParallelContext(timeout_s=LIMIT_S)
+    context = ExpertParallelContext(timeout_s=WITHOUT_ONE_S)
     plans = placements(world)
     layer = MoELayer(config(), context, placement=plans[0])
     layer.load_random(seed)
@@ -505,7 +499,7 @@ def test_a_rank_that_does_not_come_is_named_in_time(seed: int) -> None:
         assert outcomes[rank].error is None, outcomes[rank].trace
         name, about, message, seconds = outcomes[rank].result
         assert (name, about) == ("PeerTimeoutError", 1) and seconds < PATIENCE_S / 2
-        assert f"replace_experts: rank 1 of 3 did not come within {LIMIT_S:g} s" in message
+        assert f"replace_experts: rank 1 of 3 did not come within {WITHOUT_ONE_S:g} s" in message
 
 
 def test_a_layer_without_a_placement_or_weights_has_nothing_to_replace(device: torch.device) -> None:
