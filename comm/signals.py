@@ -11,6 +11,9 @@ ever reset; those with two halves use the half `epoch % 2`. With `W` ranks, in w
     reason        [W][64]  UTF-8 text (256 bytes, zero padded) of rank w's failure; host-written
     progress      [2][3][W]  of rank w's partial results of this epoch, those for tokens below a fourth of `max_tokens`
                              have landed, below two, three; before combine_flag, by kernels that tell of it
+    routed        [2][W]   token_count, stamps and expert ids of rank w's tokens of this epoch have landed here; before
+                           dispatch_flag, by kernels that send them first
+    sent          [2][3][W]  as progress, of rank w's tokens of this epoch; before dispatch_flag, by the same kernels
 """
 
 from __future__ import annotations
@@ -19,7 +22,7 @@ from dataclasses import dataclass
 
 ABORT_WORDS = 8
 PROGRESS_PARTS = 3
-"""Parts of the tokens that a rank may tell of before it has sent all partial results."""
+"""Parts of the tokens that a rank may tell of before it has sent all of them, or all partial results."""
 REASON_WORDS = 64
 ERROR_WORDS = 8
 """Words of a rank's own error record in host-visible memory, code written last:
@@ -61,8 +64,16 @@ class SignalLayout:
         return self.reason + REASON_WORDS * self.world_size
 
     @property
-    def num_words(self) -> int:
+    def routed(self) -> int:
         return self.progress + 2 * PROGRESS_PARTS * self.world_size
+
+    @property
+    def sent(self) -> int:
+        return self.routed + 2 * self.world_size
+
+    @property
+    def num_words(self) -> int:
+        return self.sent + 2 * PROGRESS_PARTS * self.world_size
 
     @property
     def num_bytes(self) -> int:
@@ -73,9 +84,10 @@ class SignalLayout:
         flags = [field + half * self.world_size + rank for field in self._halved for half in (0, 1)]
         abort = self.abort + ABORT_WORDS * rank
         reason = self.reason + REASON_WORDS * rank
-        progress = range(self.progress + rank, self.num_words, self.world_size)
+        # From there on each word is one of `W`.
+        early = range(self.progress + rank, self.num_words, self.world_size)
         told = [*range(abort, abort + ABORT_WORDS), *range(reason, reason + REASON_WORDS)]
-        return [*flags, self.ready + rank, *told, *progress]
+        return [*flags, self.ready + rank, *told, *early]
 
     @property
     def _halved(self) -> tuple[int, int, int]:

@@ -11,10 +11,13 @@
 // Whatever comes from this rank itself comes by its flag, as from any other, so the first of these kernels does not wait
 // for `dispatch_send` to end: it does so at its own end, for those that wait for it.
 //
+// With IDS_FIRST, as `dispatch_send.cu` has it, all this goes on while tokens are being sent: chunks are of one part of one
+// source's tokens, they are counted as soon as the ids are there, and the parts are placed one after the other as they come.
+//
 // Macros: those of signalling.cuh, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a multiple of 32),
 // WARPS (of a block), LOOPED (whether blocks take several chunks, one after the other, or shares of them), PLACES_BYTES
-// (shared memory of `arrive_place`), TILED (whether `arrive_scales` is launched), PACKED,
-// QUANT_BYTES, SCALE_COLUMNS, RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, STALE_HANDLE and CAPACITY
+// (shared memory of `arrive_place`), TILED (whether `arrive_scales` is launched), PACKED, IDS_FIRST, QUANT_BYTES,
+// SCALE_COLUMNS, RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, PROGRESS_PARTS, STALE_HANDLE and CAPACITY
 // (ErrorCode), DISPATCH_WAIT (Phase).
 
 #include "signalling.cuh"
@@ -33,6 +36,13 @@ constexpr bool TILED_SCALES = SCALE_WORDS > 0 && FMT != FP8_BLOCK && TILED;
 #define EACH_TASK(task, tasks) for (u32 task = blockIdx.x; task < static_cast<u32>(tasks); task += gridDim.x)
 #else
 #define EACH_TASK(task, tasks) if (const u32 task = blockIdx.x; true)
+#endif
+
+#if IDS_FIRST
+// Blocks of `arrive_count` that are done, whether all are, and blocks of `arrive_place` that know it: 0 between steps.
+#define COUNTED_PARAMETER , int* counted
+#else
+#define COUNTED_PARAMETER
 #endif
 
 template <int BYTES>
@@ -79,9 +89,10 @@ struct Landing {
   }
 };
 
-// Waits for the tokens of sources `first` to `last`, and tells whether this rank has not failed. For a whole block.
+// Waits for the tokens of sources `first` to `last`, or, with `early`, for what word `early` of theirs stands for, and tells
+// whether this rank has not failed. For a whole block.
 __device__ __forceinline__ bool await_tokens(const Exchange& x, const int* own, const int* epoch_ptr, int epoch, int first,
-                                             int last) {
+                                             int last, int early = 0) {
   bool failed = false;
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x;
@@ -89,35 +100,71 @@ __device__ __forceinline__ bool await_tokens(const Exchange& x, const int* own, 
       record_failure(x, STALE_HANDLE, x.rank, DISPATCH_WAIT, epoch, 0, 0);
     __syncwarp();
     const int* flag = own + DISPATCH_FLAG + (epoch & 1) * WORLD + min(lane, WORLD - 1);
-    failed = await(x, own, lane >= first && lane <= last, flag, epoch, flag, epoch, DISPATCH_WAIT, epoch);
+    // Words that nobody has written are those of epoch 0.
+    const bool exact = early != 0 && epoch != 0;
+    const int* word = exact ? own + early + min(lane, WORLD - 1) : flag;
+    failed = await(x, own, lane >= first && lane <= last, word, epoch, flag, epoch, DISPATCH_WAIT, epoch, exact);
   }
   // One warp has looked, so that a block is of one mind.
   return __syncthreads_or(failed) == 0;
 }
 
+#if IDS_FIRST
+// The slots of a task: of one part of a source's tokens, and one part of all sources after the other.
+struct Chunk {
+  int part, source, number, first_slot, slots;  // numbered by their slots; of those there may be none
+
+  __device__ __forceinline__ Chunk(int task, int max_tokens) {
+    const int tokens = part_tokens(max_tokens), chunks = (tokens + CHUNK - 1) / CHUNK;
+    const int before = task % chunks * CHUNK;
+    part = task / chunks / WORLD, source = task / chunks % WORLD;
+    const int token = part * tokens + before;
+    number = (source * (PROGRESS_PARTS + 1) + part) * chunks + task % chunks;
+    first_slot = source * max_tokens + token;
+    slots = min(min(CHUNK, tokens - before), max_tokens - token);
+  }
+};
+#endif
+
 extern "C" __global__ void __launch_bounds__(THREADS)
     arrive_count(int* chunk_counts, const u64* landing, const u64* stamps, const u64* signals, const int* epoch_ptr,
                  const int* handle_epoch, int* error, int* latch, int rank, int max_tokens, int num_slots,
-                 int first_expert, int num_local, long long landing_half, long long stamps_half, long long timeout_ns) {
+                 int first_expert, int num_local, long long landing_half, long long stamps_half,
+                 long long timeout_ns COUNTED_PARAMETER) {
   __shared__ int counts[EXPERTS];
   const Exchange x{signals, error, latch, rank, timeout_ns};
   const int* own = x.words(rank);
   const u64 landed = landing[rank], stamped = stamps[rank];
   asm volatile("griddepcontrol.launch_dependents;");
   const int epoch = load_relaxed(handle_epoch);
+#if IDS_FIRST
+  {
+    const Chunk its(blockIdx.x, max_tokens);
+    const int chunk = its.number, first_slot = its.first_slot, slots = its.slots;
+    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
+    const bool good = await_tokens(x, own, epoch_ptr, epoch, its.source, its.source, ROUTED + (epoch & 1) * WORLD);
+#else
   EACH_TASK(chunk, (num_slots + CHUNK - 1) / CHUNK) {
     const int first_slot = chunk * CHUNK;
+    constexpr int slots = CHUNK;
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
     const int last_source = min(first_slot + CHUNK, num_slots) - 1;
     const bool good = await_tokens(x, own, epoch_ptr, epoch, first_slot / max_tokens, last_source / max_tokens);
+#endif
     const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
-    for (int s = threadIdx.x; good && s < CHUNK; s += THREADS)
+    for (int s = threadIdx.x; good && s < slots; s += THREADS)
       arrived.each_expert(first_slot + s, [&](int k, int expert) { atomicAdd(&counts[expert], 1); });
     __syncthreads();
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (!IDS_FIRST) asm volatile("griddepcontrol.wait;" ::: "memory");
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) chunk_counts[chunk * EXPERTS + e] = counts[e];
     if (LOOPED) __syncthreads();
   }
+#if IDS_FIRST
+  __syncthreads();
+  if (threadIdx.x == 0 && last_to_arrive(counted)) store_release(counted + 1, 1);
+  // A kernel that waits for this one waits for what came before, too. One block sees to it, for all take room on SMs.
+  if (blockIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // Shared memory of `arrive_place`.
@@ -132,22 +179,38 @@ struct Places {
 };
 static_assert(sizeof(Places) <= PLACES_BYTES);
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS)
     arrive_place(const int* chunk_counts, int* group_offsets, int* group_scale_offsets, int* row_index, int* positions,
                  u8* rows, u8* scales, float* row_scale, const u64* landing, const u64* stamps, const u64* signals,
                  const int* epoch_ptr, const int* handle_epoch, int* error, int* latch, int rank, int max_tokens,
                  int num_slots, int chunks, int split, int shares, int first_expert, int num_local, int capacity,
-                 int first_row, long long landing_half, long long stamps_half, long long timeout_ns) {
+                 int first_row, long long landing_half, long long stamps_half, long long timeout_ns COUNTED_PARAMETER) {
   extern __shared__ __align__(16) u8 shared[];
   Places& places = *reinterpret_cast<Places*>(shared);
   const Exchange x{signals, error, latch, rank, timeout_ns};
   const int* own = x.words(rank);
   const u64 landed = landing[rank], stamped = stamps[rank];
+#if IDS_FIRST
+  // Blocks of `arrive_count` have all begun, and each comes to its end. The last one here leaves all as it was before the
+  // next `arrive_count` may begin.
+  if (threadIdx.x == 0) {
+    while (load_acquire(counted + 1) == 0) {}
+    if (last_to_arrive(counted + 2)) store_release(counted + 1, 0);
+  }
+  __syncthreads();
+#else
   if (chunks > 1) asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
   asm volatile("griddepcontrol.launch_dependents;");
   const int epoch = load_relaxed(handle_epoch), warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   EACH_TASK(task, chunks * split) {
+#if IDS_FIRST
+    const Chunk its(task / split, max_tokens);
+    const int chunk = its.number, part = task % split, first_slot = its.first_slot, slots = its.slots;
+#else
     const int chunk = task / split, part = task % split, first_slot = chunk * CHUNK;
+    constexpr int slots = CHUNK;
+#endif
     u32* const bits = reinterpret_cast<u32*>(places.bits);
     u16* const local = reinterpret_cast<u16*>(places.local);
     for (int i = threadIdx.x; i < EXPERTS * CHUNK_WORDS; i += THREADS) bits[i] = 0;
@@ -155,7 +218,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     // Counted chunks have been waited for.
     bool good = await_tokens(x, own, epoch_ptr, epoch, 0, chunks == 1 ? WORLD - 1 : -1);
     const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
-    for (int s = threadIdx.x; good && s < CHUNK; s += THREADS)
+    for (int s = threadIdx.x; good && s < slots; s += THREADS)
       arrived.each_expert(first_slot + s, [&](int k, int expert) {
         places.local[s][k] = static_cast<u16>(expert);
         atomicOr(&places.bits[expert][s / 32], 1u << s % 32);
@@ -215,6 +278,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     __syncthreads();
     good = good && places.rows <= capacity;
+#if IDS_FIRST
+    const int early = its.part < PROGRESS_PARTS ? SENT + ((epoch & 1) * PROGRESS_PARTS + its.part) * WORLD : 0;
+    good = await_tokens(x, own, epoch_ptr, epoch, its.source, its.source, early) && good;
+#endif
     if (blockIdx.x == 0) {
       for (int e = threadIdx.x; e < num_local; e += THREADS) {
         group_offsets[e] = good ? places.offset[e] : 0;
@@ -230,7 +297,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     // Unit `share * CHUNK + s`: of the rows of slot s, those whose number is `share` modulo `shares`.
     for (int unit = warp * split + part; unit < CHUNK * shares; unit += split * WARPS) {
       const int share = unit / CHUNK, s = unit % CHUNK, slot = first_slot + s;
-      if (slot >= num_slots) continue;
+      if (IDS_FIRST ? s >= slots : slot >= num_slots) continue;
       int position = -1;
       long long at_scales = 0;
       if (lane < K) {
@@ -296,8 +363,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     }
     if (LOOPED) __syncthreads();
   }
+  // A block without such tokens, too, ends when all have come, or learns that they do not.
+  if (IDS_FIRST) await_tokens(x, own, epoch_ptr, epoch, 0, WORLD - 1);
   // A kernel that waits for this one waits for what came before, too.
-  if (chunks == 1) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (IDS_FIRST || chunks == 1) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // Swizzled scales of the arrived rows, in the order of the swizzle: a warp takes 128 rows (lane l those of l, l + 32, l + 64

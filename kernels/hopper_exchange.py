@@ -85,13 +85,17 @@ BLOCKS_PER_SM = 8
 """Blocks of a sending kernel: more than fit, so that one SM's do not wait for another's."""
 MAX_SENDING_THREADS = 896
 """Of a block of several teams: with more, ptxas has too few registers for a thread."""
+THREADS_BESIDE = MAX_SENDING_THREADS // 2
+"""Of the sending blocks of an SM that has room for a block of `arrive_place`, too."""
 MAX_TEAMS = 15
 """Named barriers of a block, less the one of all its threads."""
 ARRIVE_WARPS = 16
 SMALL_CHUNK_BYTES = 96 * 1024
 """Shared memory up to which all slots are one chunk."""
 CHUNK = 256
-"""Slots of a chunk otherwise."""
+"""Slots of a chunk otherwise, at most."""
+COMBINED, ROUTED, SENT, COUNTED = 1, 5, 6, 9
+"""Which of `context.counters` the kernels use, beside the first: 1 + PROGRESS_PARTS, 1, PROGRESS_PARTS and 3 of them."""
 
 Defines = dict[str, int | str]
 """Macros of a source; made once for a layer and changed by no one."""
@@ -139,6 +143,11 @@ def parts_of_tokens(geometry: ExchangeGeometry) -> tuple[int, int]:
     return parts, ceil_div(geometry.max_tokens, parts + 1)
 
 
+def ids_first(geometry: ExchangeGeometry) -> bool:
+    """Whether packed rows are placed part by part as tokens arrive, for which all their expert ids are sent first."""
+    return geometry.packed and parts_of_tokens(geometry)[0] > 0 and _team(geometry.hidden) <= THREADS_BESIDE
+
+
 def _waited_bytes(geometry: ExchangeGeometry, has_shared: bool) -> int:
     """Of a row of the ring of `combine_wait`."""
     return max(geometry.partial_bytes, 2 * geometry.hidden if has_shared else 0)
@@ -154,7 +163,11 @@ def _teams(geometry: ExchangeGeometry) -> int:
 
 def _sending_blocks(context: ExpertParallelContext, geometry: ExchangeGeometry, items: int, teams: int) -> int:
     blocks = geometry.programs(ceil_div(items, teams))
-    return blocks if geometry.num_sms is not None else min(blocks, BLOCKS_PER_SM * most_sms(context.device))
+    if geometry.num_sms is not None:
+        return blocks
+    # Kernels that run beside this one begin when all of its blocks have.
+    per_sm = THREADS_BESIDE // _team(geometry.hidden) if ids_first(geometry) else BLOCKS_PER_SM
+    return min(blocks, per_sm * most_sms(context.device))
 
 
 def _places_bytes(geometry: ExchangeGeometry, chunk: int) -> int:
@@ -164,9 +177,30 @@ def _places_bytes(geometry: ExchangeGeometry, chunk: int) -> int:
 
 
 def chunk_slots(geometry: ExchangeGeometry) -> int:
-    """Slots that are counted together: all of them where their bitmaps are small."""
+    """Slots that are counted together: all of them where their bitmaps are small; of one part of a source's tokens where
+    these come part by part.
+    """
+    if ids_first(geometry):
+        _, tokens = parts_of_tokens(geometry)
+        return align(ceil_div(tokens, ceil_div(tokens, CHUNK)), 32)
     everything = align(geometry.num_slots, 32)
     return everything if _places_bytes(geometry, everything) <= SMALL_CHUNK_BYTES else CHUNK
+
+
+def _chunks(geometry: ExchangeGeometry) -> tuple[int, int]:
+    """Chunks of all slots, and of those that are placed at a time."""
+    if ids_first(geometry):
+        parts, tokens = parts_of_tokens(geometry)
+        at_once = geometry.world_size * ceil_div(tokens, chunk_slots(geometry))
+        return (parts + 1) * at_once, at_once
+    chunks = ceil_div(geometry.num_slots, chunk_slots(geometry))
+    return chunks, chunks
+
+
+def room_to_count(geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor | None:
+    """Uninitialised int32 `[chunks, E]` in which `arrive` counts rows; None where it has one chunk."""
+    chunks, experts = _chunks(geometry)[0], max(geometry.num_local_experts, 1)
+    return torch.empty((chunks, experts), dtype=torch.int32, device=device) if chunks > 1 else None
 
 
 def tiled_scales(geometry: ExchangeGeometry) -> bool:
@@ -175,12 +209,12 @@ def tiled_scales(geometry: ExchangeGeometry) -> bool:
 
 
 def arrive_shares(geometry: ExchangeGeometry, sms: int) -> tuple[int, int]:
-    """Warps that share a slot's rows, and blocks that share a chunk: one round of blocks, on as many SMs as there are.
+    """Warps that share a slot's rows, and blocks that share a chunk: one round of blocks, on as many SMs as there are; a
+    round for each part where tokens come part by part.
 
     Few slots are spread over more SMs, each with fewer rows, and more slots than warps are a slot to a warp.
     """
-    chunk = chunk_slots(geometry)
-    chunks = ceil_div(geometry.num_slots, chunk)
+    chunk, (_, chunks) = chunk_slots(geometry), _chunks(geometry)
     shares = max(1, min(geometry.top_k, sms * ARRIVE_WARPS // (chunks * chunk)))
     return shares, max(1, min(sms // chunks, chunk * shares))
 
@@ -222,6 +256,12 @@ def dispatch_defines(geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: bo
         "TEAMS": _teams(geometry),
         "STATIC_GSF": int(static_gsf),
         "AWAIT_READY": int(await_ready),
+        "IDS_FIRST": int(ids_first(geometry)),
+        "ROUTED_COUNTER": ROUTED,
+        "SENT_COUNTERS": SENT,
+        "ROUTED": signals.routed,
+        "SENT": signals.sent,
+        "PROGRESS_PARTS": PROGRESS_PARTS,
         "READY": signals.ready,
         "DISPATCH_FLAG": signals.dispatch_flag,
         "TOKEN_COUNT": signals.token_count,
@@ -242,10 +282,14 @@ def arrive_defines(geometry: ExchangeGeometry) -> Defines:
         "EXPERTS": max(geometry.num_local_experts, 1),
         "CHUNK": chunk_slots(geometry),
         "WARPS": ARRIVE_WARPS,
-        "LOOPED": int(geometry.num_sms is not None),
+        "LOOPED": int(geometry.num_sms is not None or ids_first(geometry)),
         "PLACES_BYTES": _places_bytes(geometry, chunk_slots(geometry)),
         "TILED": int(tiled_scales(geometry)),
         "PACKED": int(geometry.packed),
+        "IDS_FIRST": int(ids_first(geometry)),
+        "ROUTED": signals.routed,
+        "SENT": signals.sent,
+        "PROGRESS_PARTS": PROGRESS_PARTS,
         "QUANT_BYTES": geometry.token_format.quant_bytes(geometry.hidden),
         "SCALE_COLUMNS": geometry.token_format.scale_columns(geometry.hidden),
         "DISPATCH_FLAG": signals.dispatch_flag,
@@ -373,11 +417,11 @@ def arrive(
     rows_RQ: torch.Tensor | None,
     scales: torch.Tensor | None,
     row_scale_R: torch.Tensor | None,
+    counts: torch.Tensor | None,
 ) -> None:
-    """As `arrive.arrive`."""
-    defines = arrive_defines(geometry)
-    chunk = int(defines["CHUNK"])
-    chunks = ceil_div(geometry.num_slots, chunk)
+    """As `arrive.arrive`, with what `room_to_count` gave before this rank has sent."""
+    defines, in_parts = arrive_defines(geometry), ids_first(geometry)
+    chunks, at_once = _chunks(geometry)
     sms = most_sms(context.device, geometry.num_sms)
     landing_half = geometry.landing_half(context.half_bytes["landing"])
     early = _flags_say_all(context) and _may_overlap(geometry)
@@ -396,9 +440,9 @@ def arrive(
     ]
     limits = [int64(landing_half), int64(context.half_bytes["stamps"]), int64(timeout_ns)]
     local = [geometry.first_expert, geometry.num_local_experts]
-    counts = None
+    if in_parts:
+        limits.append(context.counters[COUNTED:])
     if chunks > 1:
-        counts = torch.empty((chunks, int(defines["EXPERTS"])), dtype=torch.int32, device=context.device)
         launch(
             "arrive.cu",
             "arrive_count",
@@ -409,14 +453,17 @@ def arrive(
             device=context.device,
             early=early,
         )
-    shares, split = arrive_shares(geometry, sms)
+    # In parts, an SM is left to the block of `arrive_count` that waits for the end of `dispatch_send`.
+    others = max(1, sms - 1)
+    shares, split = arrive_shares(geometry, others if in_parts else sms)
+    blocks = min(at_once * split, others) if in_parts else geometry.programs(at_once * split)
     written = [group_offsets, group_scale_offsets, row_index_R, positions_SK, rows_RQ, scales, row_scale_R]
     first_row = landing_half // geometry.record.record_bytes
     launch(
         "arrive.cu",
         "arrive_place",
         defines,
-        grid=(geometry.programs(chunks * split), 1, 1),
+        grid=(blocks, 1, 1),
         block=ARRIVE_WARPS * WARP,
         shared_bytes=int(defines["PLACES_BYTES"]),
         arguments=[counts, *written, *memory, chunks, split, shares, *local, geometry.row_capacity, first_row, *limits],
@@ -474,7 +521,7 @@ def combine_send(
             handle_epoch,
             context.error,
             context.latch,
-            context.counters[1:],
+            context.counters[COMBINED:],
             geometry.rank,
             geometry.max_tokens,
             geometry.num_slots,

@@ -157,6 +157,23 @@ __device__ __forceinline__ bool last_to_arrive(int* counter) {
   return last;
 }
 
+// The same for a warp that tells of what its lanes have stored, or have copied and awaited: in each lane with `counter`, its
+// counter. Bit l: for that of lane l this block comes last, and any lane may tell.
+__device__ __forceinline__ u32 last_at(int* counter) {
+  fence_system();
+  __syncwarp();
+  bool last = false;
+  if (counter != nullptr) last = last_to_arrive(counter);
+  const u32 complete = __ballot_sync(ALL, last);
+  __syncwarp();
+  return complete;
+}
+
+#ifdef PROGRESS_PARTS
+// Tokens of a part, of which peers are told before the rest has landed; the last part has no more.
+__device__ __forceinline__ int part_tokens(int max_tokens) { return (max_tokens + PROGRESS_PARTS) / (PROGRESS_PARTS + 1); }
+#endif
+
 // Rank that owns an expert; lane p has the first expert after rank p's. For a whole warp.
 __device__ __forceinline__ int owner_of(int expert, int end_of_lane) {
   int owner = 0;
@@ -180,8 +197,11 @@ __device__ __forceinline__ void bulk_await_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
 }
 
-// Until all that this thread has copied can be seen by it.
-__device__ __forceinline__ void bulk_await() { asm volatile("cp.async.bulk.wait_group 0;" ::: "memory"); }
+// Until all that this thread has copied can be seen by it, but for the last PENDING groups.
+template <int PENDING = 0>
+__device__ __forceinline__ void bulk_await() {
+  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
+}
 
 // What threads have stored to shared memory is seen by copies that are started after a barrier.
 __device__ __forceinline__ void bulk_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }

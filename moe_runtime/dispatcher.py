@@ -294,6 +294,8 @@ class TokenDispatcher:
             self._check_handle(handle, "dispatch_wait")
         geometry, fmt = self.geometry, self.geometry.token_format
         room: dict[str, Any] = {name: handle._results.pop(name, None) for name in ARRIVALS}
+        if hasattr(self._exchange, "room_to_count"):
+            room["counts"] = handle._results.pop("counts", None)
         rows, scales = room["rows_RQ"], room["scales"]
         self._exchange.arrive(
             self.context, geometry, handle.epoch, handle.timeout_ns, positions_SK=handle.positions, **room
@@ -383,6 +385,10 @@ class TokenDispatcher:
         elif fmt.scale_dtype is not None:
             linear = (capacity, fmt.scale_columns(geometry.hidden))
             room["scales"] = torch.empty(linear, dtype=fmt.scale_dtype, device=device)
+        if hasattr(self._exchange, "room_to_count"):
+            counts = self._exchange.room_to_count(geometry, device)
+            if counts is not None:
+                room["counts"] = counts
         return room
 
     @property

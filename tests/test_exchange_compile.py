@@ -65,7 +65,7 @@ def launches(geometry: ExchangeGeometry, *, mapped: bool = True, shared: bool = 
     )
     context = cast(ExpertParallelContext, parts)
     x = torch.empty(geometry.max_tokens, geometry.hidden, dtype=torch.bfloat16, device="meta")
-    room = dict.fromkeys(("positions_SK", "group_offsets", "group_scale_offsets", "row_index_R"), none)
+    room = dict.fromkeys(("positions_SK", "group_offsets", "group_scale_offsets", "row_index_R", "counts"), none)
     found: list[Launch] = []
 
     def record(file: str, name: str, defines: dict[str, int | str], **more: Any) -> None:
