@@ -13,7 +13,8 @@ ever reset; those with two halves use the half `epoch % 2`. With `W` ranks, in w
                              have landed, below two, three; before combine_flag, by kernels that tell of it
     routed        [2][W]   token_count, stamps and expert ids of rank w's tokens of this epoch have landed here; before
                            dispatch_flag, by kernels that send them first
-    sent          [2][3][W]  as progress, of rank w's tokens of this epoch; before dispatch_flag, by the same kernels
+    sent          [2][3][W]  rank w's tokens of this epoch below a fourth of `max_tokens` have landed here, below two,
+                             three; before dispatch_flag, by the same kernels
 """
 
 from __future__ import annotations
@@ -22,7 +23,9 @@ from dataclasses import dataclass
 
 ABORT_WORDS = 8
 PROGRESS_PARTS = 3
-"""Parts of the tokens that a rank may tell of before it has sent all of them, or all partial results."""
+"""Parts of the tokens that a rank may tell of before it has sent all partial results."""
+SENT_PARTS = 3
+"""Parts of its tokens that a rank may tell of before it has sent all of them."""
 REASON_WORDS = 64
 ERROR_WORDS = 8
 """Words of a rank's own error record in host-visible memory, code written last:
@@ -73,7 +76,7 @@ class SignalLayout:
 
     @property
     def num_words(self) -> int:
-        return self.sent + 2 * PROGRESS_PARTS * self.world_size
+        return self.sent + 2 * SENT_PARTS * self.world_size
 
     @property
     def num_bytes(self) -> int:

@@ -17,7 +17,7 @@
 // Macros: those of signalling.cuh, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a multiple of 32),
 // WARPS (of a block), LOOPED (whether blocks take several chunks, one after the other, or shares of them), PLACES_BYTES
 // (shared memory of `arrive_place`), TILED (whether `arrive_scales` is launched), PACKED, IDS_FIRST, QUANT_BYTES,
-// SCALE_COLUMNS, RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, PROGRESS_PARTS, STALE_HANDLE and CAPACITY
+// SCALE_COLUMNS, RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, SENT_PARTS, STALE_HANDLE and CAPACITY
 // (ErrorCode), DISPATCH_WAIT (Phase).
 
 #include "signalling.cuh"
@@ -119,7 +119,7 @@ struct Chunk {
     const int before = task % chunks * CHUNK;
     part = task / chunks / WORLD, source = task / chunks % WORLD;
     const int token = part * tokens + before;
-    number = (source * (PROGRESS_PARTS + 1) + part) * chunks + task % chunks;
+    number = (source * (SENT_PARTS + 1) + part) * chunks + task % chunks;
     first_slot = source * max_tokens + token;
     slots = min(min(CHUNK, tokens - before), max_tokens - token);
   }
@@ -279,7 +279,8 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS)
     __syncthreads();
     good = good && places.rows <= capacity;
 #if IDS_FIRST
-    const int early = its.part < PROGRESS_PARTS ? SENT + ((epoch & 1) * PROGRESS_PARTS + its.part) * WORLD : 0;
+    // The last part of each source, without tokens too, is there with all else that the source tells of.
+    const int early = its.part < SENT_PARTS ? SENT + ((epoch & 1) * SENT_PARTS + its.part) * WORLD : 0;
     good = await_tokens(x, own, epoch_ptr, epoch, its.source, its.source, early) && good;
 #endif
     if (blockIdx.x == 0) {
@@ -363,8 +364,6 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS)
     }
     if (LOOPED) __syncthreads();
   }
-  // A block without such tokens, too, ends when all have come, or learns that they do not.
-  if (IDS_FIRST) await_tokens(x, own, epoch_ptr, epoch, 0, WORLD - 1);
   // A kernel that waits for this one waits for what came before, too.
   if (IDS_FIRST || chunks == 1) asm volatile("griddepcontrol.wait;" ::: "memory");
 }

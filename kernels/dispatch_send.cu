@@ -10,7 +10,7 @@
 //
 // Macros: those of signalling.cuh, FMT (FormatCode), HIDDEN, K, IDS (type of the expert ids), TEAM (threads), TEAMS (of a
 // block), STATIC_GSF, AWAIT_READY, IDS_FIRST, ROUTED_COUNTER and SENT_COUNTERS (which of `counter`), RECORD_BYTES and the
-// *_AT of RecordLayout, words of SignalLayout, PROGRESS_PARTS, ROUTING (ErrorCode), DISPATCH_SEND (Phase).
+// *_AT of RecordLayout, words of SignalLayout, SENT_PARTS, ROUTING (ErrorCode), DISPATCH_SEND (Phase).
 
 #include "signalling.cuh"
 #include "quantize.cuh"
@@ -19,6 +19,7 @@ constexpr int UNIT = unit_numbers(FMT), UNITS = HIDDEN / UNIT, PER_THREAD = (UNI
 constexpr int LOADS = UNIT / 8;  // of 16 bytes
 constexpr int SENT_BYTES = (WEIGHTS_AT + 4 * K + 15) / 16 * 16;
 constexpr int STAGES = 2;
+static_assert(!IDS_FIRST || TEAMS == 1);
 constexpr int MAX_THREADS = 896;  // of an SM, of one block or of several: few enough for 72 registers each
 
 // What a lane knows of entry `lane` of a token's routing, loaded.
@@ -110,7 +111,6 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
   if (num_tokens == 0 && warp == 0) failed_or_ready(everyone, true);
 
   if constexpr (IDS_FIRST) {
-    static_assert(!IDS_FIRST || TEAMS == 1);
     // A warp takes a token, and a lane of it stores to its peer.
     for (int token = blockIdx.x * (TEAM / 32) + warp; token < num_tokens; token += gridDim.x * (TEAM / 32)) {
       const Entry entry(topk_idx, topk_weights, token);
@@ -143,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
   auto tell_parts = [&](int upto) {
     for (u32 left = last_at(lane >= told && lane < upto ? counter + SENT_COUNTERS + lane : nullptr); left; left &= left - 1) {
       const int part = __ffs(left) - 1;
-      if (lane < WORLD) store_release(words_of_lane + SENT + (half * PROGRESS_PARTS + part) * WORLD + rank, epoch);
+      if (lane < WORLD) store_release(words_of_lane + SENT + (half * SENT_PARTS + part) * WORLD + rank, epoch);
     }
     told = upto;
   };
@@ -239,7 +239,7 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
 
   if (warp == 0) {
     bulk_await();
-    if (IDS_FIRST && told < PROGRESS_PARTS) tell_parts(PROGRESS_PARTS);
+    if (IDS_FIRST && told < SENT_PARTS) tell_parts(SENT_PARTS);
     fence_system();
   }
   if (TEAMS > 1) __syncthreads();

@@ -169,9 +169,9 @@ __device__ __forceinline__ u32 last_at(int* counter) {
   return complete;
 }
 
-#ifdef PROGRESS_PARTS
-// Tokens of a part, of which peers are told before the rest has landed; the last part has no more.
-__device__ __forceinline__ int part_tokens(int max_tokens) { return (max_tokens + PROGRESS_PARTS) / (PROGRESS_PARTS + 1); }
+#ifdef SENT_PARTS
+// Tokens of each part that peers are told of before the rest has landed.
+__device__ __forceinline__ int part_tokens(int max_tokens) { return (max_tokens + SENT_PARTS) / (SENT_PARTS + 1); }
 #endif
 
 // Rank that owns an expert; lane p has the first expert after rank p's. For a whole warp.

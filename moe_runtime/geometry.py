@@ -111,12 +111,17 @@ class ExchangeGeometry:
 
 
 def sample_geometry(
-    token_format: str, *, combine_format: str = "bf16", packed: bool = False, num_sms: int | None = None
+    token_format: str,
+    *,
+    combine_format: str = "bf16",
+    max_tokens: int = 128,
+    packed: bool = False,
+    num_sms: int | None = None,
 ) -> ExchangeGeometry:
     """Rank 3 of 8 in a layer of DeepSeek-V3's size: what kernels are compiled ahead of time for."""
     record = RecordLayout(FORMATS[token_format], 7168, 8)
-    rows = worst_case_rows(256, 8, 8, 128)
-    return ExchangeGeometry(3, 8, record, FORMATS[combine_format], 256, 128, packed, rows, num_sms)
+    rows = worst_case_rows(256, 8, 8, max_tokens)
+    return ExchangeGeometry(3, 8, record, FORMATS[combine_format], 256, max_tokens, packed, rows, num_sms)
 
 
 def worst_case_rows(num_experts: int, world_size: int, top_k: int, max_tokens: int) -> int:

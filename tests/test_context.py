@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from moe_runtime.comm.failures import find_failure
 from moe_runtime.comm.private_heap import PrivateHeap
 from moe_runtime.comm.shared_heap import SharedHeap
-from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, SignalLayout
+from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, PROGRESS_PARTS, SENT_PARTS, SignalLayout
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import (
     CapacityError,
@@ -227,6 +227,17 @@ def test_a_first_cause_goes_before_what_follows_from_it() -> None:
     with pytest.raises(RoutingError, match="of rank 3 is out of range") as caught:
         contexts[0].check()
     assert caught.value.rank == 3
+
+
+@pytest.mark.parametrize("world", [1, 2, 8])
+def test_every_word_has_one_writer(world: int) -> None:
+    layout = SignalLayout(world)
+    words = [layout.words_of(rank) for rank in range(world)]
+    assert sorted(word for of_rank in words for word in of_rank) == list(range(layout.num_words))
+    per_rank = {"token_count": 2, "ready": 1, "progress": 2 * PROGRESS_PARTS, "routed": 2, "sent": 2 * SENT_PARTS}
+    for field, count in per_rank.items():
+        for rank, of_rank in enumerate(words):
+            assert {getattr(layout, field) + i * world + rank for i in range(count)} <= set(of_rank), field
 
 
 def test_unknown_words_are_still_an_error() -> None:

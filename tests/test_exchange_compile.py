@@ -158,6 +158,26 @@ def test_edges_compile_to_what_can_be_launched(case: str) -> None:
             assert kernel.spilled_bytes <= SPILL_BYTES, kernel.log
 
 
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_block", "nvfp4"])
+def test_arrival_has_room_beside_sending(fmt: str) -> None:
+    """Of threads, registers and shared memory of an SM, where rows are placed while tokens are sent."""
+    geometry = geometry_of(fmt, "bf16", 7168, 8, 8, 256, 4096, True)
+    assert hopper_exchange.ids_first(geometry)
+    found = {launch.name: launch for launch in launches(geometry)}
+    send, count, place = (found[name] for name in ("dispatch_send", "arrive_count", "arrive_place"))
+    assert (send.grid[0], count.grid[0], place.grid[0]) == (2 * 132, 128, 128)
+    compiled = {launch.file: compile_recorded(launch) for launch in (send, place)}
+    for beside in (count, place):
+        threads = registers = shared = 0
+        for launch, blocks in ((send, 2), (beside, 1)):
+            kernel = of_kernel(compiled[launch.file], launch.name)
+            threads += blocks * launch.block
+            # A warp gets them by 256, and a block 1 KiB of shared memory more than it asks for.
+            registers += blocks * launch.block // 32 * align(32 * kernel.number(r"Used (\d+) registers"), 256)
+            shared += blocks * (launch.shared_bytes + kernel.number(r"(\d+) bytes smem") + 1024)
+        assert threads <= 2048 and registers <= 65536 and shared <= 228 * 1024, beside.name
+
+
 def test_what_torch_carries_is_waited_for() -> None:
     """A kernel that began beside torch's could see a flag and not yet the count beside it."""
     geometry = geometry_of(*EDGES["deepseek_v3"])

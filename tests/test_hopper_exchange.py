@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from moe_runtime.context import COUNTERS
 from moe_runtime.formats import COMBINE_FORMATS, FORMATS
 from moe_runtime.geometry import sample_geometry
 from moe_runtime.kernels import hopper_exchange
@@ -81,13 +82,14 @@ def test_bits_of_triton(fmt: str, wire: str, max_tokens: int, mode: str, device:
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("mode", ["indexed", "packed"])
 @pytest.mark.parametrize("max_tokens", [3, 130])
-def test_bits_where_tokens_come_home_in_parts(
-    max_tokens: int, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
+def test_bits_where_tokens_come_in_parts(
+    max_tokens: int, mode: str, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hopper_exchange, "TOKENS_IN_PARTS", 1)
     settings = {"hidden_size": 1024, "num_experts": EXPERTS, "top_k": TOP_K, "max_tokens_per_rank": max_tokens}
-    both = [Ranks(WORLD, device, engine, token_format="nvfp4", **settings) for engine in ("triton", "auto")]
+    both = [Ranks(WORLD, device, engine, token_format="nvfp4", mode=mode, **settings) for engine in ("triton", "auto")]
     assert_same_steps(both, seed)
 
 
@@ -97,6 +99,27 @@ def test_parts_of_the_tokens() -> None:
     assert hopper_exchange.parts_of_tokens(replace(geometry, max_tokens=1025)) == (3, 257)
     assert hopper_exchange.parts_of_tokens(replace(geometry, max_tokens=1023)) == (0, 1023)
     assert hopper_exchange.parts_of_tokens(replace(geometry, max_tokens=4096, num_sms=16)) == (0, 4096)
+
+
+def test_expert_ids_come_first_where_many_rows_are_packed() -> None:
+    geometry = sample_geometry("fp8_block", max_tokens=4096, packed=True)
+    assert hopper_exchange.ids_first(geometry)
+    for other in (
+        replace(geometry, packed=False),
+        replace(geometry, max_tokens=1023),
+        replace(geometry, num_sms=16),
+        # A sending block takes more than half of the threads that an SM has registers for.
+        replace(geometry, record=replace(geometry.record, hidden=14464)),
+    ):
+        assert not hopper_exchange.ids_first(other)
+    assert hopper_exchange.NUM_COUNTERS <= COUNTERS
+    # 8 sources and 4 parts of 1024 tokens; 4 chunks of each go to 4 blocks.
+    assert hopper_exchange.chunk_slots(geometry) == 256
+    assert hopper_exchange.arrive_shares(geometry, 131) == (1, 4)
+    counts = hopper_exchange.room_to_count(geometry, torch.device("cpu"))
+    assert counts is not None and counts.shape == (128, 32)
+    # Parts of 257 tokens are 160 and 97.
+    assert hopper_exchange.chunk_slots(replace(geometry, max_tokens=1025)) == 160
 
 
 def assert_same_steps(
