@@ -42,8 +42,7 @@ launch/results/h200x2.json and h200x2_few_sms.json, those before by single runs 
 On 8 H200s, EP8, 4096 tokens a rank, packed, not measured yet:
 
 - Expert ids before the tokens (`ids_first`), so that rows are counted at once and placed part by part beside
-  `dispatch_send`, on the half of each SM that it leaves: only the copies of the last part come after it. Before, nothing
-  of the arrival overlapped with the sending.
+  `dispatch_send`, on the half of each SM that it leaves: of the rows, only those of the last part are copied after it.
 
 **What is left.** FP8: 13.0 + 10.5 / 17.5 + 16.0 / 208 + 229 us; with partial results in FP8 or MXFP8 the combine of
 4096 tokens takes 209 and 197 us (launch/results/h200x2_combine_formats.json), less than half of it for their bytes:
