@@ -488,7 +488,10 @@ def collective_step(context: ExpertParallelContext) -> Iterator[None]:
 
 
 def _exchange(context: ExpertParallelContext, geometry: ExchangeGeometry) -> Any:
-    """What has the functions `dispatch_send`, `arrive`, `combine_send` and `combine_wait` for this layer."""
+    """What has the functions `dispatch_send`, `arrive`, `combine_send` and `combine_wait` for this layer.
+
+    And `room_to_count` where its `arrive` wants what that gives.
+    """
     if context.engine == "torch":
         from moe_runtime.kernels import reference_exchange
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 
 import pytest
@@ -13,7 +14,7 @@ from moe_runtime.geometry import sample_geometry
 from moe_runtime.kernels import hopper_exchange
 from tests.comparison import assert_same_bits
 from tests.exchange_data import rank_input
-from tests.test_exchange import Ranks, expert_rows, poisoned_memory
+from tests.test_exchange import Ranks, expert_rows, forget_defines, poisoned_memory
 
 __all__ = ["poisoned_memory"]
 
@@ -81,15 +82,22 @@ def test_bits_of_triton(fmt: str, wire: str, max_tokens: int, mode: str, device:
     assert_same_steps(both, seed)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["indexed", "packed"])
-@pytest.mark.parametrize("max_tokens", [3, 130])
-def test_bits_where_tokens_come_in_parts(
-    max_tokens: int, mode: str, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def in_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Tokens come and go in parts, however few there can be."""
     monkeypatch.setattr(hopper_exchange, "TOKENS_IN_PARTS", 1)
+    forget_defines()
+    yield
+    forget_defines()
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("in_parts")
+@pytest.mark.parametrize("mode", ["indexed", "packed"])
+@pytest.mark.parametrize(("fmt", "max_tokens"), [("nvfp4", 3), ("fp8_block", 130), ("nvfp4", 1030)])
+def test_bits_where_tokens_come_in_parts(fmt: str, max_tokens: int, mode: str, device: torch.device, seed: int) -> None:
     settings = {"hidden_size": 1024, "num_experts": EXPERTS, "top_k": TOP_K, "max_tokens_per_rank": max_tokens}
-    both = [Ranks(WORLD, device, engine, token_format="nvfp4", mode=mode, **settings) for engine in ("triton", "auto")]
+    both = [Ranks(WORLD, device, engine, token_format=fmt, mode=mode, **settings) for engine in ("triton", "auto")]
     assert_same_steps(both, seed)
 
 
