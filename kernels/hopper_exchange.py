@@ -96,8 +96,8 @@ MAX_TEAMS = 15
 """Named barriers of a block, less the one of all its threads."""
 ARRIVE_WARPS = 16
 SMALL_CHUNK_BYTES = 32 * 1024
-"""Shared memory up to which all slots are one chunk. On 4 H200s, NVFP4, dispatch of 2048 slots takes 50 us in chunks and
-71 as one, and of 1024 as long either way (single runs of which no file is kept)."""
+"""Shared memory up to which all slots are one chunk. On 4 H200s, NVFP4, dispatch of 2048 slots takes 50 us in chunks
+and 71 as one, and of 1024 as long either way (single runs of which no file is kept)."""
 CHUNK = 256
 """Slots of a chunk otherwise, at most."""
 COMBINED = 1

@@ -38,7 +38,7 @@ def draw_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Draw]:
     """Draws a packed layer whose rows are placed part by part, and a GPU of few SMs; `busy` ones send for long."""
 
     def drawn(draw: random.Random, busy: bool) -> Settings:
-        sms, parts = (draw.choice((1, 2)), 3) if busy else (draw.choice((1, 2, 3, 9)), draw.choice((1, 3, 7)))
+        sms, parts = (3, 3) if busy else (draw.choice((1, 2, 3, 9)), draw.choice((1, 3, 7)))
         sizes = {
             "TOKENS_IN_PARTS": 1,
             "ARRIVE_WARPS": 1 if busy else draw.choice((1, 2, 4)),
@@ -54,7 +54,7 @@ def draw_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Draw]:
         monkeypatch.setattr(signals, "SENT_PARTS", parts)
         forget_defines()
         if busy:
-            sizes = {"hidden_size": 1152, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 47}
+            sizes = {"hidden_size": 1152, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 33}
             return {"world": 2, "token_format": "bf16", **sizes}
         world, experts = draw.choice((1, 2, 3, 4)), draw.randint(1, 12)
         most = draw.choice((1, 3, draw.randint(4, 40), 40, 150 if world < 3 else 17))
@@ -120,7 +120,8 @@ def run_random_steps(draw_sizes: Draw, emulator: Emulator, seed: int, busy: bool
     draw = random.Random(seed)
     settings = draw_sizes(draw, busy)
     twins, kernels = ranks_of(settings, "torch"), ranks_of(settings, HOPPER)
-    epoch = draw.choice((0, -2, 2**31 - 3))
+    # After the last of these, words that nobody has written seem to be of an epoch to come.
+    epoch = 1 - 2**31 if busy else draw.choice((0, -2, 2**31 - 3, 1 - 2**31))
     for ranks in (twins, kernels) if epoch else ():
         begin_at(ranks, epoch)
     steps, outputs = random_steps(draw, settings, 3, busy), random_outputs(twins, seed)
@@ -189,7 +190,10 @@ def test_a_bad_id_leaves_counters_as_they_were(draw_sizes: Draw, emulator: Emula
 
 
 WRONG = {
-    "told before the copies have landed": (r"bulk_await<1>\(\);", ""),
+    "told before the last token of a part": (
+        r"\btoken / (part_tokens\(max_tokens\))",
+        r"min(int(token + 2 * gridDim.x) / \1, 3)",
+    ),
     "told before the ids are there": (r"last_at\(lane == 0 \? counter \+ \d+ : nullptr\)", r"(\g<0>, true)"),
     "a counter that stays": (r"if \(last\) \*counter = 0;", ""),
     "rows before they have come": (r"good = await_tokens\([^;]*, early\) && good;", ""),
