@@ -16,11 +16,12 @@ less: beside products of 32 tokens a `lop3` takes 3.2 cycles instead of 2 (16 to
 
 Measured on one H200 (launch/results/gemm_h200.json), us; in parentheses torch's grouped_mm in bf16:
 
-    8 x 16, 32, 48 rows, (4096, 7168)                 40.7, 45.2, 49.2 (166, 175, 176)
-    8 x 16, 32, 48 rows, (7168, 2048)                 27.4, 29.6, 33.4 (89, 95, 88)
-    32 x 1, 4, 16, 32 rows, both, SwiGLU between      219, 217, 230, 257 (1025, 978, 938, 980)
-    32 x 1024 rows, both, SwiGLU between              4483 (4492, without SwiGLU)
-    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       3338 / 1677 (2824 / 1495)
+    8 x 16, 32, 48 rows, (4096, 7168)                 40.5, 45.2, 50.2 (165, 171, 175)
+    8 x 16, 32, 48 rows, (7168, 2048)                 27.4, 30.1, 34.0 (90, 94, 89)
+    32 x 1, 4, 16, 32 rows, both, SwiGLU between      219, 218, 230, 258 (1013, 965, 916, 963)
+    32 groups as 128 tokens a rank give, the same     282 (942)
+    32 x 1024 rows, both, SwiGLU between              4506 (4569, without SwiGLU)
+    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       3267 / 1611 (2854 / 1461)
 
 What each version brought (us; plain (4096, 7168), 32 x 16 and 32 x 32 rows; the Triton kernel took about 1450):
 

@@ -10,8 +10,7 @@ each peer and 350 with 40 MB, with 528 blocks of 256 threads; 32 blocks give 190
 13% or more. Below 0.25 MB latency is all there is. Hence copies by the engine: they leave the threads free.
 
 **Versions**, dispatch and combine together on 4 H200s, NVFP4 tokens, bf16 partial results, 8 / 128 / 4096 tokens a rank
-(the first and the last by `launch.bench`, launch/results/h200x4.json having the last; the others are single runs of
-graph replays of which no file is kept):
+(single runs of which no file is kept, as those below but for what names one):
 
 - Triton: 69.5 / 87.9 / 1433 us. Peers are signalled one after the other, a fence at system scope each; arrival is four
   launches.
@@ -24,8 +23,8 @@ graph replays of which no file is kept):
 - One row at a time, flags looked at more often than failures: 26 / 57 / 1055 us (at 4096 packed; by index not measured
   again). After this run failures are looked for after the flags, not before: a peer that fails raises its flags too.
 
-On 2 H200s, dispatch + combine apart, 8 / 128 / 4096 tokens, and 4096 on 16 SMs (`num_sms`); the last by `launch.bench`,
-launch/results/h200x2.json and h200x2_few_sms.json, those before by single runs of it of which no file is kept:
+On 2 H200s, dispatch + combine apart, 8 / 128 / 4096 tokens, and 4096 on 16 SMs (`num_sms`, of which
+launch/results/h200x2_few_sms.json has the last):
 
 - The last version above: 19.2 + 12.5 / 25.0 + 18.1 / 177 + 327; 694 + 1201 us.
 - Rows of the combine through a ring of shared memory, all that fits under way whatever the number of threads
@@ -39,20 +38,28 @@ launch/results/h200x2.json and h200x2_few_sms.json, those before by single runs 
   which is half as wide), one division a block of FP8, and the rows of few slots shared by warps of all SMs, since an SM
   stores each word of a swizzled row into a sector of its own: dispatch 12.8 / 16.9 / 143; 447.
 
-On 8 H200s, EP8, 4096 tokens a rank, packed, not measured yet:
+On 8 H200s that version is 17.3 + 11.2 / 31.7 + 37.9 / 367 + 847 us, FP8 15.1 + 11.1 / 34.9 + 37.9 / 615 + 850
+(launch/results/h200x8.json). Of FP8's 615, `dispatch_send` was 433 (the links' floor is 397), then came 22 of
+`arrive_count` and 136 of `arrive_place` (torch's profiler, one run). Since then, dispatch on 4 H200s, FP8 packed, 1024
+/ 4096 / 8192 tokens, and NVFP4 (launch/results/h200x4.json has the last):
 
 - Expert ids before the tokens (`ids_first`), so that rows are counted at once and placed part by part beside
   `dispatch_send`, on the half of each SM that it leaves: of the rows, only those of the last part are copied after it.
+  118 / 389 / 739 us without, 111 / 327 / 615 with them on the same machine. The layer took 1016 / 3338 / 6531 and 1036
+  / 3371 / 6529: its products run at the power limit, and what waits less, it seems, leaves them less of it.
+- NVFP4 and MXFP8 by index at any size, since their rows are gathered when they are decoded anyway, and more than 1024
+  slots in chunks: 264 to 194 at 4096, 72 to 52 at 512.
 
-**What is left.** FP8: 13.0 + 10.5 / 17.5 + 16.0 / 208 + 229 us; with partial results in FP8 or MXFP8 the combine of
-4096 tokens takes 209 and 197 us (launch/results/h200x2_combine_formats.json), less than half of it for their bytes:
-rows of experts are read in bf16 all the same. Packed mode copies each row once more (by index 959 against 1021 us in
-the third version), and the copy of expert outputs into partial results could be the epilogue of the down projection.
-None of the versions of the second list has been measured on 4 or 8 GPUs.
+**What is left.** At few tokens latency: at 8 on 8 ranks `dispatch_send` takes 8.5 us (copies that land, a fence, a
+counter, flags, each 1 to 2) and arrival 5. At 128, 16 us of the links and 15 of arrival. Combine is at the links: 847
+us at 4096 where their floor is 769; with partial results in FP8 it takes 325 instead of 531 on 4 ranks
+(launch/results/h200x4_wires.json). The copy of expert outputs into partial results could be the epilogue of the down
+projection.
 
-On 16 SMs the kernels are bound by instructions: one rank, 4096 tokens of 8 rows each, a single run of torch's profiler
-of which nothing is kept: `dispatch_send` 219 us, `combine_send` 520 (254 ns for a row, of which the 1092 instructions
-of its 14 warps take 156 at four a cycle), `combine_wait` 119. More warps on two rows at a time could come closer.
+On 16 SMs, 8 ranks and 4096 tokens of NVFP4 take 597 + 1525 us, on 24 546 + 1175, on 48 409 + 1051. The kernels are
+bound by instructions there: one rank, 4096 tokens of 8 rows each: `dispatch_send` 219 us, `combine_send` 520 (254 ns
+for a row, of which the 1092 instructions of its 14 warps take 156 at four a cycle), `combine_wait` 119. Reading the
+next row into registers while adding the one before gave nothing (1525 to 1499 on 16 SMs, 1175 to 1216 on 24).
 """
 
 from __future__ import annotations

@@ -13,13 +13,13 @@ products of the reference model: 1.41 GB of weights, 328 us at 4.3 TB/s.
 
 Measured (launch/results/gemm_h200.json; TFLOP/s, in parentheses torch's row-wise _scaled_grouped_mm or _grouped_mm):
 
-    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1237 / 1075 (1179 / 1098)
-    FP8  4 x 8192, the same                           1212 / 1121 (1132 / 1093)
-    BF16 8 x 4096, the same                           656 / 675 (668 / 633)
-    FP8  8 x 16, 32, 48 rows                          66.6, 61.1, 62.0 us / 33.8, 34.8, 35.3 us
-    FP8  32 x 32 rows, gate_up and down               347 us
+    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1312 / 1145 (1198 / 1098)
+    FP8  4 x 8192, the same                           1218 / 1142 (1168 / 1101)
+    BF16 8 x 4096, the same                           687 / 694 (674 / 658)
+    FP8  8 x 16, 32, 48 rows                          65.0, 60.8, 61.4 us / 33.8, 34.5, 35.0 us
+    FP8  32 x 32 rows, gate_up and down               345 us
 
-Medians at the power limit, of GPUs that differ: the fastest replays of the same run gave 1389 / 1302 and 1395 / 1311,
+Medians at the power limit, of GPUs that differ: the fastest replays of the same run gave 1383 / 1262 and 1380 / 1301,
 and two runs each of version 7 and 8 in turn, nothing kept, 1210-1315 / 1046-1165 and 1289-1388 / 1111-1158 (gated
 1084-1275 and 1167-1360).
 
@@ -49,6 +49,10 @@ memory: products of 128 columns read 6 KB in 64 cycles, with what TMA writes 144
 tensor cores want 1024. A peer's kernel (DeepGEMM's for these formats, compiled for the same shapes, tiles of 128 x 192:
 832 against 768) ran at 1317-1450 / 1131-1354 TFLOP/s between runs of version 7 that gave 1120-1349 / 1014-1057 on the
 same GPU: hot, all lose a fifth. At the power limit, who waits less may run slower, and takes less energy for it.
+
+Between the two regimes tiles are cut badly: 32 groups of 128, 137 and 256 rows take 254 + 142, 371 + 196 and 406 + 237
+us, and those that 512 and 1024 tokens a rank give (128 and 256 on average, half of them a few more) 339 + 166 and 567 +
+306 (single runs of which no file is kept). A tile of few rows streams as many weights as a full one.
 
 Dropped: tiles of 192 rows by three warpgroups (818 to 954); products of 192 columns at a time, without and with a
 cluster (1116 to 1252, where 2 x 128 had 1134 to 1304); turns of the warpgroups at the tensor cores (-11%), also when

@@ -101,11 +101,24 @@ def test_pictures_show_the_numbers(tmp_path: Path, figures: dict[str, Any]) -> N
     assert [(bar.get_x(), bar.get_width()) for bar in phases.patches] == [(0.0, 0.75), (0.75, 0.25)]
 
 
-def test_a_run_of_before_has_no_floors_and_no_layer_of_torch(tmp_path: Path, figures: dict[str, Any]) -> None:
+def test_a_run_without_floors_and_other_layers_is_drawn_too(tmp_path: Path, figures: dict[str, Any]) -> None:
+    run = json.loads(COMMITTED.read_text())
+    run["results"] = [
+        {name: value for name, value in r.items() if name != "floor_us"}
+        for r in run["results"]
+        if r["operation"] != "layer" or r["implementation"] == "moe_runtime"
+    ]
+    (tmp_path / "run.json").write_text(json.dumps(run))
+    assert pictures.main([str(tmp_path / "run.json"), "--folder", str(tmp_path)]) == 0
+    assert list(figures) == ["dispatch", "combine", "layer"]
+    assert len(lines(figures["layer"].axes[0])) == len({r["token_format"] for r in run["results"]})
+
+
+def test_a_committed_run_is_drawn(tmp_path: Path, figures: dict[str, Any]) -> None:
     assert pictures.main([str(COMMITTED), "--folder", str(tmp_path)]) == 0
     assert list(figures) == ["dispatch", "combine", "layer"]
-    found = json.loads(COMMITTED.read_text())["results"]
-    assert len(lines(figures["layer"].axes[0])) == len({r["token_format"] for r in found})
+    formats = {r["token_format"] for r in json.loads(COMMITTED.read_text())["results"]}
+    assert len(lines(figures["layer"].axes[0])) == 2 * len(formats) + 1  # torch's is in bf16 beside all of them
 
 
 def test_runs_of_as_many_ranks_are_shown_together(tmp_path: Path, figures: dict[str, Any]) -> None:
