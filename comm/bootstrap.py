@@ -294,15 +294,16 @@ def init_from_env(device: str | None = None, *, timeout_s: float = 120.0) -> tor
     """Initialise torch.distributed from the variables torchrun sets, and return this rank's device.
 
     Without them nothing is initialised (a single process). `device` is `cpu`, `cuda` or None (GPUs if there are
-    any). On GPUs the backend is `cpu:gloo,cuda:nccl` and the device is `cuda:LOCAL_RANK`, made current. Its exchanges
-    wait for `timeout_s`, on GPUs for twice as long.
+    any). On GPUs the backend is `cpu:gloo,cuda:nccl` and the device is `cuda:LOCAL_RANK`, made current, or the current
+    one without such a variable. Its exchanges wait for `timeout_s`, on GPUs for twice as long.
 
     Raises `ValueError` if `device` is unknown, or the local rank has no GPU.
     """
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"device: expected cpu, cuda or None, got {device!r}")
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    current = torch.cuda.current_device() if kind == "cuda" and torch.cuda.is_available() else 0
+    local_rank = int(os.environ.get("LOCAL_RANK", current))
     if kind == "cuda" and local_rank >= torch.cuda.device_count():
         raise ValueError(f"device: local rank {local_rank} has no GPU, this host has {torch.cuda.device_count()}")
     place = torch.device("cuda", local_rank) if kind == "cuda" else torch.device("cpu")

@@ -61,6 +61,19 @@ def test_environment_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         init_from_env("cuda")
 
 
+def test_without_torchrun_the_current_gpu_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    made_current: list[torch.device] = []
+    gpus = {"is_available": lambda: True, "device_count": lambda: 4, "current_device": lambda: 3}
+    for name, found in {**gpus, "set_device": made_current.append}.items():
+        monkeypatch.setattr(torch.cuda, name, found)
+    assert init_from_env() == torch.device("cuda", 3)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert init_from_env() == torch.device("cuda", 1)
+    assert made_current == [torch.device("cuda", 3), torch.device("cuda", 1)]
+
+
 def join_like_torchrun(rank: int, world: int, port: int) -> tuple[str, str, list[int]]:
     dist.destroy_process_group()
     numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_PORT": port}
