@@ -34,7 +34,7 @@ STACK_LOOKS = 100
 """How often it is looked, ten times in a second, whether a stack is there and does not grow any more."""
 PATIENCE_S = 100.0
 """How long ranks wait for each other where all come, or in time; what ends much earlier has not ended by this."""
-WITHOUT_ONE_S = 6.0
+WITHOUT_ONE_S = 4.0
 """How long for one that never comes: longer than any other may be held up on a busy machine."""
 
 
