@@ -275,9 +275,8 @@ def test_a_missing_gpu_rank_is_named_in_time(how: str) -> None:
     check_survivors(run_once(die_between_steps, 2, "cuda", how, timeout=120.0, gpus=True), how)
 
 
-def outlive_nccl(rank: int, world: int) -> None:
-    """The watchdog of a group made now ends this process a second after an error; by itself that takes a minute."""
-    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "250"
+def survive_rank_1(rank: int, world: int) -> ExpertParallelContext:
+    """A context over a group of NCCL's own, after one step and the end of rank 1."""
     context = ExpertParallelContext(
         dist.new_group(), device="cuda", transport="collective", timeout_s=WITHOUT_ONE_S, startup_timeout_s=PATIENCE_S
     )
@@ -286,6 +285,13 @@ def outlive_nccl(rank: int, world: int) -> None:
     context.heap.barrier()
     if rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
+    return context
+
+
+def outlive_nccl(rank: int, world: int) -> None:
+    """The watchdog of a group made now ends this process a second after an error; by itself that takes a minute."""
+    os.environ["TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC"] = "250"
+    context = survive_rank_1(rank, world)
     with pytest.raises(PeerTimeoutError, match="rank 1 did not take part"):
         carry_nothing(context, 2)
     context.close()
@@ -303,14 +309,7 @@ def test_a_survivor_on_a_gpu_lives_on() -> None:
 
 def give_up_unheard(rank: int, world: int) -> tuple[bool, float]:
     """Rank 0 gives up in an exchange in which rank 1, which is gone, never takes part; whether closing aborted it."""
-    context = ExpertParallelContext(
-        dist.new_group(), device="cuda", transport="collective", timeout_s=WITHOUT_ONE_S, startup_timeout_s=PATIENCE_S
-    )
-    prepare(context, world * MAX_TOKENS * RECORD)
-    carry_nothing(context, 1)
-    context.heap.barrier()
-    if rank == 1:
-        os.kill(os.getpid(), signal.SIGKILL)
+    context = survive_rank_1(rank, world)
     context.abort("nobody hears this")
     start = time.monotonic()
     context.close()
