@@ -114,7 +114,7 @@ def test_products_and_peers_of_the_gemm_are_figures_too(
     [
         ("h200x4.json", lambda b: b["environment"].update(ranks=8), "B: expected a run of layer, 4 ranks, "),
         ("h200x4.json", lambda b: b["config"]["layer"].update(num_experts=7), "num_experts 7, top_k 8"),
-        ("load_two_cores.json", lambda b: b["result"].update(layers=2), "layers 3, ranks 8; got loading, "),
+        ("load_two_cores.json", lambda b: b["result"].update(layers=2), "layers 4, ranks 8; got loading, "),
         ("links_h200x4.json", lambda b: b.update(results=b["results"][:0]), "b.json: expected the JSON of a program"),
         ("links_h200x4.json", lambda b: b["results"][3].pop("median_us"), "KeyError: 'median_us'"),
         ("links_h200x4.json", lambda b: b.pop("environment"), "KeyError: 'environment'"),
