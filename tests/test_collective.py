@@ -21,6 +21,7 @@ from tests.pool import PATIENCE_S, WITHOUT_ONE_S, Outcome, run_once
 
 MAX_TOKENS, RECORD, PARTS, ROW = 7, 48, 3, 20
 SENTINEL = 0xA5
+needs_two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
 def make_context(device: str = "cpu", timeout_s: float = PATIENCE_S) -> ExpertParallelContext:
@@ -147,9 +148,8 @@ def test_carries_what_was_staged(world: int, odd_half: bool, get_pool, seed: int
 
 
 @pytest.mark.gpu
+@needs_two_gpus
 def test_carries_between_gpus(seed: int) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     for outcome in run_once(run_steps, 2, "cuda", seed, 5, False, timeout=120.0, gpus=True):
         assert outcome.error is None, outcome.trace
 
@@ -232,10 +232,9 @@ def test_a_failure_ends_the_step_on_every_rank(how: str, get_pool) -> None:
 
 
 @pytest.mark.gpu
+@needs_two_gpus
 @pytest.mark.parametrize("how", ["abort", "kernel", "step"])
 def test_a_failure_ends_the_step_on_every_gpu(how: str) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     for outcome in run_once(one_rank_fails, 2, "cuda", how, timeout=120.0, gpus=True):
         assert outcome.error is None, outcome.trace
         assert outcome.result < PATIENCE_S
@@ -268,10 +267,9 @@ def test_a_missing_rank_is_named_in_time(how: str) -> None:
 
 
 @pytest.mark.gpu
+@needs_two_gpus
 @pytest.mark.parametrize("how", ["killed", "silent"])
 def test_a_missing_gpu_rank_is_named_in_time(how: str) -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     check_survivors(run_once(die_between_steps, 2, "cuda", how, timeout=120.0, gpus=True), how)
 
 
@@ -299,9 +297,8 @@ def outlive_nccl(rank: int, world: int) -> None:
 
 
 @pytest.mark.gpu
+@needs_two_gpus
 def test_a_survivor_on_a_gpu_lives_on() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     survivor, _ = run_once(outlive_nccl, 2, timeout=120.0, gpus=True)
     assert survivor.error is None, survivor.trace
     assert survivor.exitcode == 0
@@ -317,9 +314,8 @@ def give_up_unheard(rank: int, world: int) -> tuple[bool, float]:
 
 
 @pytest.mark.gpu
+@needs_two_gpus
 def test_giving_up_on_a_gpu_waits_for_nobody_forever() -> None:
-    if torch.cuda.device_count() < 2:
-        pytest.skip("needs two GPUs")
     survivor, _ = run_once(give_up_unheard, 2, timeout=120.0, gpus=True)
     assert survivor.error is None, survivor.trace
     assert survivor.result[0] and survivor.result[1] < PATIENCE_S
