@@ -165,6 +165,11 @@ def ids_first(geometry: ExchangeGeometry) -> bool:
     return geometry.packed and parts_of_tokens(geometry)[0] > 0 and _team(geometry.hidden) <= THREADS_BESIDE
 
 
+def _sent_tokens(geometry: ExchangeGeometry) -> int:
+    """Tokens of a part of those that a rank sends, with `ids_first`; `part_tokens` of `signalling.cuh`."""
+    return ceil_div(geometry.max_tokens, SENT_PARTS + 1)
+
+
 def _waited_bytes(geometry: ExchangeGeometry, has_shared: bool) -> int:
     """Of a row of the ring of `combine_wait`."""
     return max(geometry.partial_bytes, 2 * geometry.hidden if has_shared else 0)
@@ -196,7 +201,7 @@ def _places_bytes(geometry: ExchangeGeometry, chunk: int) -> int:
 def chunk_slots(geometry: ExchangeGeometry) -> int:
     """Slots that are counted together: all where their bitmaps are small, of a part of a source's with `ids_first`."""
     if ids_first(geometry):
-        tokens = ceil_div(geometry.max_tokens, SENT_PARTS + 1)
+        tokens = _sent_tokens(geometry)
         return align(ceil_div(tokens, ceil_div(tokens, CHUNK)), 32)
     everything = align(geometry.num_slots, 32)
     return everything if _places_bytes(geometry, everything) <= SMALL_CHUNK_BYTES else CHUNK
@@ -205,7 +210,7 @@ def chunk_slots(geometry: ExchangeGeometry) -> int:
 def _chunks(geometry: ExchangeGeometry) -> tuple[int, int]:
     """Chunks of all slots, and of those that are placed at a time."""
     if ids_first(geometry):
-        of_part = ceil_div(ceil_div(geometry.max_tokens, SENT_PARTS + 1), chunk_slots(geometry))
+        of_part = ceil_div(_sent_tokens(geometry), chunk_slots(geometry))
         return (SENT_PARTS + 1) * geometry.world_size * of_part, geometry.world_size * of_part
     chunks = ceil_div(geometry.num_slots, chunk_slots(geometry))
     return chunks, chunks
