@@ -26,6 +26,8 @@ REGIONS = ("landing", "stamps", "combine", "signals")
 
 CHUNK_BYTES = 16 << 20
 """Most bytes of an expert that travel at once when experts move."""
+STAGING_WORDS = 5
+"""Words of each rank that region `staging` begins with; `moe_runtime.mover` has their meaning."""
 
 
 def reserved_bytes(config: MoELayerConfig, world_size: int, *, placed: bool = False) -> dict[str, int]:
@@ -61,5 +63,5 @@ def staging_bytes(config: MoELayerConfig, world_size: int) -> int:
 
 
 def staging_words_bytes(world_size: int) -> int:
-    """Bytes of the five words per rank that region `staging` begins with, aligned."""
-    return align(5 * world_size * 4, REGION_ALIGNMENT)
+    """Bytes of the words that region `staging` begins with, aligned."""
+    return align(STAGING_WORDS * world_size * 4, REGION_ALIGNMENT)

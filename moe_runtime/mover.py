@@ -26,7 +26,7 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import ErrorCode, Phase
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.reference_exchange import record_failure
-from moe_runtime.memory import staging_words_bytes
+from moe_runtime.memory import STAGING_WORDS, staging_words_bytes
 from moe_runtime.moves import SPARE, Move
 
 SPINS_BEFORE_SLEEP = 200
@@ -166,8 +166,8 @@ class ExpertMover:
 
     def _words(self, rank: int) -> _Words:
         world = self.context.world_size
-        words = self.context.heap.peer_tensor("staging", rank)[: 5 * world * 4].view(torch.int32)
-        return _Words(*words.view(5, world))
+        words = self.context.heap.peer_tensor("staging", rank)[: STAGING_WORDS * world * 4].view(torch.int32)
+        return _Words(*words.view(STAGING_WORDS, world))
 
     def _wait(self, words: torch.Tensor, peer: int, number: int) -> None:
         """Wait until the word of `peer` is `number`; raises what went wrong meanwhile, here or on a peer."""
