@@ -46,6 +46,7 @@ constexpr int SUMS = 128, PARTIAL_SUMS = 64;  // of a thread: of a tile, and of 
 constexpr int PRODUCER_REGISTERS = FP8 && !GATHER ? 24 : 40;  // what is left goes to the math warpgroups
 constexpr int MATH_REGISTERS = FP8 && !GATHER ? 240 : 232;
 constexpr int MATH_WARPS = 4 * MATH_WGS;
+constexpr int COPIERS = GATHER || (FP8 && !TMA_SCALES) ? 128 : 0;  // threads that arrive for their own copies
 constexpr float SMALLEST = 1.17549435e-38f, LARGEST = 3.40282347e38f;  // normal numbers
 constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
 
@@ -493,7 +494,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         count_tiles(groups, offsets, expert_ids, num_active, num_groups, num_experts, capacity, tiles_n);
     } else if (threadIdx.x == 32) {
         for (int s = 0; s < STAGES; ++s) {
-            barrier_init(full + 8 * s, GATHER ? 5 : TMA_SCALES ? 1 : 1 + FP8 * 128);
+            barrier_init(full + 8 * s, 1 + COPIERS);
             barrier_init(empty + 8 * s, MATH_WARPS * CLUSTER);
         }
         for (int i = 0; i < TOLD; ++i) barrier_init(known + 8 * i, 1);
@@ -533,11 +534,12 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         // numbers are uniform.
         bool idle = TMA_SCALES ? warp != MATH_WARPS : !FP8 && !GATHER && !leader;
         int last = idle ? 0 : 0x7FFFFFFF;
-        // Gathered rows of a stage are handed over once those of the next are begun, or where there is no next.
+        // Gathered rows of a stage are handed over once those of the next are begun, or where there is no next. Each
+        // thread arrives for what it copied: of an arrival for a warp, behind a __syncwarp, racecheck does not see that
+        // the other lanes' scales come before it.
         auto hand_over = [&] {
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-            __syncwarp();
-            if (lane == 0) barrier_arrive(full + 8 * under_way);
+            barrier_arrive(full + 8 * under_way);
             under_way = -1;
         };
         auto hand_over_last = [&] {

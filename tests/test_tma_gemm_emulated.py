@@ -192,6 +192,16 @@ MISTAKES = {
         "ptx::cp_async_wait_group(2)",
         "changed while their product was under way|outside",
     ),
+    "one thread does not say that it has copied": (
+        "barrier_arrive(full + 8 * under_way)",
+        "if (lane != 7) barrier_arrive(full + 8 * under_way)",
+        "nothing can go on",
+    ),
+    "rows are there when all threads but one have copied": (
+        "barrier_init(full + 8 * s, 1 + COPIERS)",
+        "barrier_init(full + 8 * s, COPIERS)",
+        "changed while their product was under way|outside|waits for",
+    ),
     "a block ends before the other of its cluster": ("leave_cluster();\n}", "}", "of a block that has ended"),
 }
 
