@@ -36,6 +36,12 @@ COLUMNS = (
     "kernels",
 )
 
+SHORT_CASES = ("32x32 both", "32x1024 both", "8x4096 gate_up")
+"""What the short table shows of each format: a decode step, a prefill step, and one large product."""
+
+SHORT_COLUMNS = ("case", "us", "floor us", "of floor", "torch bf16 us", "torch fp8 us")
+"""Of `COLUMNS`."""
+
 MARKERS = {"gate_up": "^", "down": "v", "both": "o"}
 
 
@@ -107,7 +113,7 @@ def print_table(report: dict[str, Any], console: Console) -> None:
 
 
 def markdown(report: dict[str, Any], source: str, picture: str | None = None) -> str:
-    """The table for the README; `source` and `picture` are paths of files."""
+    """The whole table; `source` and `picture` are paths of files."""
     lines = [
         f"{where(report)}. Floors count {MEMORY_TB_PER_S} TB/s, {BF16_TFLOP_PER_S:.0f} TFLOP/s in bf16 and, for "
         f"`fp8_block`, {FP8_TFLOP_PER_S:.0f} in fp8, all measured{_foreign(report)}; peers are torch's `grouped_mm` in "
@@ -119,6 +125,23 @@ def markdown(report: dict[str, Any], source: str, picture: str | None = None) ->
         *(f"| {' | '.join(cells(result))} |" for result in report["results"]),
     ]
     return "\n".join([*lines, "", f"![Achieved rates under the roofline]({picture})"] if picture else lines)
+
+
+def short_markdown(report: dict[str, Any], source: str) -> str:
+    """A table of `SHORT_CASES` in each format that has them; `source` is the path of the file."""
+    shown = [COLUMNS.index(name) for name in SHORT_COLUMNS]
+    found = [result for result in report["results"] if result["case"].partition(" ")[2] in SHORT_CASES]
+    lines = [[line[i] for i in shown] for line in map(cells, found)]
+    return "\n".join(
+        [
+            f"{where(report)}; all numbers are in the [JSON]({source}), written by "
+            f"`{report['environment']['command']}`.",
+            "",
+            f"| {' | '.join(SHORT_COLUMNS)} |",
+            "|---|" + "---:|" * (len(SHORT_COLUMNS) - 1),
+            *(f"| {' | '.join(line)} |" for line in lines),
+        ]
+    )
 
 
 def draw(report: dict[str, Any], file: Path) -> None:

@@ -9,9 +9,10 @@ It runs the programs of its parts one after the other, each in processes of its 
     gemm        `bench gemm`
     pictures    `pictures` of what there is
 
-JSON, a trace and pictures go to FOLDER; copied to `launch/results/`, `launch.tables` makes the README's tables of them.
-A part that fails or takes too long is told of in the end, and the others run all the same. What a part wrote before is
-removed when it is run again. Floors of exchanges count with what `link_bench` found, now or before, if it has.
+JSON, a trace and pictures go to FOLDER; copied to `launch/results/`, `launch.tables` makes the tables of README.md and
+of that folder's of them. A part that fails or takes too long is told of in the end, and the others run all the same.
+What a part wrote before is removed when it is run again. Floors of exchanges count with what `link_bench` found, now or
+before, if it has.
 
 All of it is long. A short one, of what matters most:
 

@@ -1,9 +1,9 @@
-"""The tables of the README, made from committed JSON and nothing else.
+"""The tables of README.md and of launch/results/README.md, made from committed JSON and nothing else.
 
-`python -m moe_runtime.launch.tables` rewrites what stands between the result marks of README.md from the files of
-`launch.bench` in `launch/results/`, what stands between the operation marks from those of `launch.ops_run` and
-`launch.doctor --kernels`, and what stands between the GEMM marks from those of `launch.bench gemm` without a config,
-with the picture of the same name beside one; `--check` only tells, by its exit code, whether that would change
+`python -m moe_runtime.launch.tables` rewrites what stands between marks. In README.md: the times of the run of
+`launch.bench` with the most ranks, a few lines of `launch.bench gemm`, and the operations of `launch.ops_run` and
+`launch.doctor --kernels`. In launch/results/README.md: everything about every run of `launch.bench`, and every case of
+`launch.bench gemm` with the picture of the same name. `--check` only tells, by its exit code, whether that would change
 anything.
 """
 
@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -23,21 +24,25 @@ from moe_runtime.launch.layer_report import key_of, peers_of, settings_of
 
 ROOT = Path(__file__).resolve().parent.parent
 START, END = "<!-- results -->", "<!-- end of results -->"
-OTHERS = "Other wires, routings and settings, and fewer GPUs"
 OPERATIONS_START, OPERATIONS_END = "<!-- operations -->", "<!-- end of operations -->"
 GEMM_START, GEMM_END = "<!-- gemm -->", "<!-- end of gemm -->"
 
 
 def results_table(report: dict[str, Any], source: str) -> str:
+    """Markdown of one file of `launch.bench`: times, then goals, layers and uneven routings where it has any."""
+    ours = _ours(report)
+    parts = (_goal_lines(ours), _layer_lines(ours), _skew_lines(ours))
+    return "\n".join([times_table(report, source), *(line for lines in parts for line in lines)])
+
+
+def times_table(report: dict[str, Any], source: str) -> str:
     """Markdown of one file of `launch.bench`: where it ran, a line per operation and tokens, a column per format."""
     record, config = report["environment"], report["config"]["layer"]
     gpu = record["gpus"][0]["name"] if record["gpus"] else record["processor"]
     packages = {name: version for name, version in record["packages"].items() if version}
     shown = [name for name in ("torch", "triton", "nvshmem4py-cu13") if name in packages]
     versions = ", ".join(f"{name} {packages[name]}" for name in shown)
-    results = report["results"]
-    peers = peers_of(results)
-    ours = [result for result in results if result["implementation"] == OURS]
+    peers, ours = peers_of(report["results"]), _ours(report)
     columns = list(dict.fromkeys(_formats(result) for result in ours))
     routings = list(dict.fromkeys(result["routing"] for result in ours))
     operations = list(dict.fromkeys(result["operation"] for result in ours))
@@ -62,7 +67,11 @@ def results_table(report: dict[str, Any], source: str) -> str:
             ]
             label = name if len(routings) == 1 else f"{name}, {routing}"
             lines.append(f"| {label} | {tokens} | {' | '.join(cells)} | {beside.get(name, '')} |")
-    return "\n".join([*lines, *_goal_lines(ours), *_layer_lines(ours), *_skew_lines(ours)])
+    return "\n".join(lines)
+
+
+def _ours(report: dict[str, Any]) -> list[dict[str, Any]]:
+    return [result for result in report["results"] if result["implementation"] == OURS]
 
 
 def _goal_lines(ours: list[dict[str, Any]]) -> list[str]:
@@ -137,64 +146,98 @@ def _us(microseconds: float) -> str:
     return f"{microseconds:.1f}" if microseconds < 100 else f"{microseconds:.0f}"
 
 
-def with_results(readme: str, folder: Path, root: Path) -> str:
-    """`readme` with all tables of `launch.bench` in `folder`, which say no `kind`, between its marks.
+def with_times(page: str, folder: Path, root: Path) -> str:
+    """`page` with the times of the run of `launch.bench` in `folder` with the most ranks between its marks.
 
-    The run with the most ranks comes first (of several the one with the shortest name), the others are to be unfolded.
+    Raises `ValueError` where a mark or a run is missing.
+    """
+    runs = _runs(folder)
+    if not runs:
+        raise ValueError(f"{folder}: expected a run of launch.bench")
+    file, report = runs[0]
+    return _between(page, START, END, [times_table(report, file.relative_to(root).as_posix())])
+
+
+def with_results(page: str, folder: Path, root: Path) -> str:
+    """`page` with all tables of all runs of `launch.bench` in `folder` between its marks, a heading over each run.
+
     Raises `ValueError` where a mark is missing.
     """
+    tables = [
+        f"### {file.stem}\n\n{results_table(report, file.relative_to(root).as_posix())}"
+        for file, report in _runs(folder)
+    ]
+    return _between(page, START, END, tables)
+
+
+def _runs(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    """Files of `launch.bench`, which say no `kind`: most ranks first, of several the one with the shortest name."""
     reports = [(file, json.loads(file.read_text())) for file in folder.glob("*.json")]
     runs = [(file, report) for file, report in reports if "kind" not in report]
-    runs.sort(key=lambda run: (-run[1]["environment"]["ranks"], len(run[0].name), run[0].name))
-    tables = [results_table(report, file.relative_to(root).as_posix()) for file, report in runs]
-    if len(tables) > 1:
-        tables[1:] = [f"<details>\n<summary>{OTHERS}</summary>", *tables[1:], "</details>"]
-    return _between(readme, START, END, tables)
+    return sorted(runs, key=lambda run: (-run[1]["environment"]["ranks"], len(run[0].name), run[0].name))
 
 
-def with_operations(readme: str, folder: Path, root: Path) -> str:
-    """`readme` with the table of operations between its marks. Raises `ValueError` where a mark or file is missing."""
+def with_operations(page: str, folder: Path, root: Path) -> str:
+    """`page` with the table of operations between its marks. Raises `ValueError` where a mark or file is missing."""
     checked, run = kernel_table.read_checked(folder), kernel_table.read_run(folder)
     if checked is None or run is None:
         raise ValueError(f"{folder}: expected {kernel_table.CHECKED_FILE} and {kernel_table.RUN_FILE}")
     source = (folder / kernel_table.RUN_FILE).relative_to(root).as_posix()
-    return _between(readme, OPERATIONS_START, OPERATIONS_END, [kernel_table.markdown(checked, run, source)])
+    return _between(page, OPERATIONS_START, OPERATIONS_END, [kernel_table.markdown(checked, run, source)])
 
 
-def with_gemm(readme: str, folder: Path, root: Path) -> str:
-    """`readme` with all tables of `launch.bench gemm` in `folder` between its marks. Raises as `with_results` does."""
+def with_gemm(page: str, folder: Path, root: Path) -> str:
+    """`page` with all cases of `launch.bench gemm` in `folder` between its marks. Raises as `with_results` does."""
     tables = []
-    for file in sorted(folder.glob("*.json")):
-        report = json.loads(file.read_text())
-        if report.get("kind") == gemm_table.KIND:
-            picture = file.with_suffix(".svg")
-            shown = picture.relative_to(root).as_posix() if picture.is_file() else None
-            tables.append(gemm_table.markdown(report, file.relative_to(root).as_posix(), shown))
-    return _between(readme, GEMM_START, GEMM_END, tables)
+    for file, report in _gemm_runs(folder):
+        picture = file.with_suffix(".svg")
+        shown = picture.relative_to(root).as_posix() if picture.is_file() else None
+        tables.append(gemm_table.markdown(report, file.relative_to(root).as_posix(), shown))
+    return _between(page, GEMM_START, GEMM_END, tables)
 
 
-def _between(readme: str, start: str, end: str, texts: list[str]) -> str:
-    if readme.count(start) != 1 or readme.count(end) != 1:
+def with_few_gemms(page: str, folder: Path, root: Path) -> str:
+    """`page` with a few cases of `launch.bench gemm` between its marks. Raises as `with_results` does."""
+    runs = [(report, file.relative_to(root).as_posix()) for file, report in _gemm_runs(folder)]
+    return _between(page, GEMM_START, GEMM_END, [gemm_table.short_markdown(*run) for run in runs])
+
+
+def _gemm_runs(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
+    reports = [(file, json.loads(file.read_text())) for file in sorted(folder.glob("*.json"))]
+    return [(file, report) for file, report in reports if report.get("kind") == gemm_table.KIND]
+
+
+def _between(page: str, start: str, end: str, texts: list[str]) -> str:
+    if page.count(start) != 1 or page.count(end) != 1:
         raise ValueError(f"README: expected {start} and {end} once each")
-    before, rest = readme.split(start)
+    before, rest = page.split(start)
     _, after = rest.split(end)
     return "\n\n".join([before + start, *texts, end + after])
 
 
+PAGES: dict[str, tuple[Callable[[str, Path, Path], str], ...]] = {
+    "README.md": (with_times, with_operations, with_few_gemms),
+    "launch/results/README.md": (with_results, with_gemm),
+}
+"""What fills in each page. Links are relative to where the page lies."""
+
+
 def main(arguments: list[str] | None = None) -> int:
-    """The command line; 1 if `--check` finds the README out of date."""
-    parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.tables", description="Tables of the README.")
+    """The command line; 1 if `--check` finds a page out of date."""
+    parser = argparse.ArgumentParser(
+        prog="python -m moe_runtime.launch.tables", description=f"Tables of {', '.join(PAGES)}."
+    )
     parser.add_argument("--check", action="store_true", help="change nothing")
     options = parser.parse_args(arguments)
-    file = ROOT / "README.md"
-    found = file.read_text(encoding="utf-8")
-    folder = ROOT / "launch" / "results"
-    wanted = found
-    for fill in (with_results, with_operations, with_gemm):
-        wanted = fill(wanted, folder, ROOT)
+    found = {name: (ROOT / name).read_text(encoding="utf-8") for name in PAGES}
+    wanted = dict(found)
+    for name, fills in PAGES.items():
+        for fill in fills:
+            wanted[name] = fill(wanted[name], ROOT / "launch" / "results", (ROOT / name).parent)
     if options.check:
         return int(found != wanted)
-    file.write_text(wanted, encoding="utf-8")
+    for name, text in wanted.items():
+        (ROOT / name).write_text(text, encoding="utf-8")
     return 0
 
 

@@ -1,4 +1,7 @@
-"""What README tells a reader to type works: Python blocks run, YAML blocks are configs, commands and links exist."""
+"""What README tells a reader to type works: Python blocks run, YAML blocks are configs, commands and links exist.
+
+Links of launch/results/README.md, too.
+"""
 
 from __future__ import annotations
 
@@ -63,9 +66,29 @@ def test_commands_name_what_exists(text: str) -> None:
         load_config(ROOT / config if config.endswith(".yaml") else config)
 
 
-def test_links_lead_somewhere() -> None:
-    targets = re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", README)
-    assert not [target for target in targets if not (ROOT / target).exists()]
+@pytest.mark.parametrize("page", ["README.md", "launch/results/README.md"])
+def test_links_lead_somewhere(page: str) -> None:
+    file = ROOT / page
+    targets = re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)", file.read_text(encoding="utf-8"))
+    assert targets
+    for target in targets:
+        path, _, heading = target.partition("#")
+        linked = file.parent / path if path else file
+        assert linked.exists(), target
+        assert not heading or heading in anchors(linked), target
+
+
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as they are written in links."""
+    headings = re.findall(r"^#+ (.*)$", FENCE.sub("", page.read_text(encoding="utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings}
+
+
+def test_every_result_is_linked() -> None:
+    """A reader of the folder finds what each of its files is."""
+    folder = ROOT / "launch" / "results"
+    targets = re.findall(r"\]\(([^)\s]+)\)", (folder / "README.md").read_text(encoding="utf-8"))
+    assert {path.name for path in folder.iterdir()} - {"README.md"} <= set(targets)
 
 
 def test_readme_shows_code_and_a_config() -> None:
