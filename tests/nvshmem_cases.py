@@ -6,6 +6,7 @@ import os
 import signal
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -19,10 +20,12 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import DispatchedTokens, TokenDispatcher
 from moe_runtime.errors import MoERuntimeError, PeerAbortedError
 from moe_runtime.formats import FORMATS
+from moe_runtime.kernels import hopper_exchange
 from moe_runtime.kernels.swizzle import unswizzle_scales
 from moe_runtime.layer import MoELayer
 from moe_runtime.virtual import VirtualRanks
 from tests.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, RankInput, config, placements, rank_input
+from tests.token_parts import tokens_in_parts
 
 STEPS = 4
 TIMEOUT_S = 30.0
@@ -241,12 +244,19 @@ def draw(generator: torch.Generator, kind: str, tokens: int, c: MoELayerConfig, 
     return RankInput(x, ids, weights)
 
 
-def replay_many(rank: int, world: int, fmt: str, mode: str, steps: int, seed: int) -> tuple[int, int, float]:
+def replay_many(
+    rank: int, world: int, fmt: str, mode: str, steps: int, seed: int, in_parts: bool = False
+) -> tuple[int, int, float]:
     """One graph replayed with new inputs written in place; every result compared, on the device, with virtual ranks.
+
+    `in_parts` is for packed rows on Hopper. The graph then sends expert ids first and places rows part by part as their
+    tokens arrive; virtual ranks do not, so that one way is held to the other.
 
     Returns how many steps were wrong, the first of them, and milliseconds per step, comparison included.
     """
-    c = config(fmt, mode=mode, hidden_size=512, intermediate_size=256, num_experts=16, top_k=4, max_tokens_per_rank=32)
+    sizes = {"hidden_size": 512, "intermediate_size": 256, "num_experts": 16, "top_k": 4}
+    # Parts of 38 tokens and a last one of 36, each of more than one word of a bitmap.
+    c = config(fmt, mode=mode, max_tokens_per_rank=150 if in_parts else 32, **sizes)
     device = gpu_of(rank)
     rows, chance = c.max_tokens_per_rank, torch.Generator().manual_seed(seed)
     with (
@@ -262,8 +272,13 @@ def replay_many(rank: int, world: int, fmt: str, mode: str, steps: int, seed: in
         def run() -> torch.Tensor:
             return layer(x, topk_idx=ids, topk_weights=weights)
 
-        run()
-        graph, y = captured(run)
+        with tokens_in_parts() if in_parts else nullcontext():
+            if in_parts:
+                assert layer.dispatcher._exchange is hopper_exchange
+                assert hopper_exchange.ids_first(layer.dispatcher.geometry)
+            run()
+            graph, y = captured(run)
+        assert not hopper_exchange.ids_first(virtual.layers[rank].dispatcher.geometry)
         wrong = torch.zeros((), dtype=torch.int64, device=device)
         first = torch.full((), steps, dtype=torch.int64, device=device)
         generator = torch.Generator(device)

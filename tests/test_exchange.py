@@ -53,13 +53,6 @@ def emulator(monkeypatch: pytest.MonkeyPatch, device: torch.device, seed: int) -
     return emulator
 
 
-def forget_defines() -> None:
-    """Macros of Hopper's kernels, which are made once for a geometry; for tests that change what they are made from."""
-    hopper_exchange.dispatch_defines.cache_clear()
-    hopper_exchange.arrive_defines.cache_clear()
-    hopper_exchange.combine_defines.cache_clear()
-
-
 class Ranks:
     """A dispatcher on each of some virtual ranks."""
 

@@ -14,7 +14,8 @@ from moe_runtime.geometry import sample_geometry
 from moe_runtime.kernels import hopper_exchange
 from tests.comparison import assert_same_bits
 from tests.exchange_data import rank_input
-from tests.test_exchange import Ranks, expert_rows, forget_defines, poisoned_memory
+from tests.test_exchange import Ranks, expert_rows, poisoned_memory
+from tests.token_parts import tokens_in_parts
 
 __all__ = ["poisoned_memory"]
 
@@ -83,12 +84,9 @@ def test_bits_of_triton(fmt: str, wire: str, max_tokens: int, mode: str, device:
 
 
 @pytest.fixture
-def in_parts(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Tokens come and go in parts, however few there can be."""
-    monkeypatch.setattr(hopper_exchange, "TOKENS_IN_PARTS", 1)
-    forget_defines()
-    yield
-    forget_defines()
+def in_parts() -> Iterator[None]:
+    with tokens_in_parts():
+        yield
 
 
 @pytest.mark.gpu

@@ -16,7 +16,8 @@ from moe_runtime.kernels import hopper_exchange
 from tests.comparison import assert_same_bits
 from tests.emulator import Emulator, needs_emulator
 from tests.exchange_data import RankInput, rank_input
-from tests.test_exchange import HOPPER, Ranks, emulator, forget_defines, poisoned_memory
+from tests.test_exchange import HOPPER, Ranks, emulator, poisoned_memory
+from tests.token_parts import forget_defines
 
 __all__ = ["emulator", "poisoned_memory"]
 

@@ -15,7 +15,7 @@ from moe_runtime.errors import PeerTimeoutError, Phase, RoutingError
 from moe_runtime.kernels import hopper_exchange, reference_exchange
 from tests.emulator import Emulator, needs_emulator
 from tests.exchange_data import rank_input
-from tests.test_exchange import HOPPER, Ranks, emulator, forget_defines, poisoned_memory
+from tests.test_exchange import HOPPER, Ranks, emulator, poisoned_memory
 from tests.test_hopper_exchange_emulated import (
     Step,
     all_at_once,
@@ -23,6 +23,7 @@ from tests.test_hopper_exchange_emulated import (
     assert_same_results,
     one_after_the_other,
 )
+from tests.token_parts import forget_defines
 
 __all__ = ["emulator", "poisoned_memory"]
 

@@ -19,6 +19,7 @@ from moe_runtime.comm.nvshmem_heap import NvshmemHeap
 from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.errors import Phase
 from moe_runtime.formats import FORMATS
+from moe_runtime.kernels.runtime import runs_cuda
 from moe_runtime.virtual import VirtualRanks, virtual_contexts
 from tests import nvshmem_cases as cases
 from tests.comparison import assert_same_bits
@@ -26,6 +27,7 @@ from tests.exchange_data import rank_input
 from tests.pool import run_once
 
 WORLD = torch.cuda.device_count()
+ON_HOPPER = WORLD > 0 and runs_cuda("auto", torch.device("cuda"))
 ROOT = Path(__file__).resolve().parent.parent
 
 gpu = pytest.mark.gpu
@@ -122,6 +124,15 @@ def test_replays_with_new_tokens_and_routing_are_all_right(
     fmt: str, mode: str, steps: int, ranks: Any, seed: int
 ) -> None:
     for rank, (wrong, first, _) in enumerate(ranks.run(cases.replay_many, fmt, mode, steps, seed, timeout=170)):
+        assert wrong == 0, f"rank {rank}: {wrong} of {steps} replays are wrong, the first is {first}"
+
+
+@gpu
+@pytest.mark.skipif(not ON_HOPPER, reason="tokens come in parts on Hopper alone")
+@pytest.mark.parametrize(("fmt", "steps"), [("fp8_block", 400), ("nvfp4", 200), ("bf16", 200)])
+def test_replays_with_rows_placed_as_they_arrive_are_all_right(fmt: str, steps: int, ranks: Any, seed: int) -> None:
+    results = ranks.run(cases.replay_many, fmt, "packed", steps, seed, True, timeout=170)
+    for rank, (wrong, first, _) in enumerate(results):
         assert wrong == 0, f"rank {rank}: {wrong} of {steps} replays are wrong, the first is {first}"
 
 
