@@ -316,6 +316,12 @@ def _arrive_rows_kernel(
                     tl.store(row_scale_ptr + position, scale)
 
 
+def room_to_count(geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor:
+    """Uninitialised int32 `[chunks, E]`, `E` padded, in which `arrive` counts rows."""
+    num_chunks = geometry.world_size * ceil_div(geometry.max_tokens, SLOTS)
+    return torch.empty((num_chunks, _padded_experts(geometry)), dtype=torch.int32, device=device)
+
+
 def arrive(
     context: ExpertParallelContext,
     geometry: ExchangeGeometry,
@@ -329,6 +335,7 @@ def arrive(
     rows_RQ: torch.Tensor | None,
     scales: torch.Tensor | None,
     row_scale_R: torch.Tensor | None,
+    counts: torch.Tensor,
 ) -> None:
     """Wait for all ranks' tokens of an epoch and group them by expert.
 
@@ -341,14 +348,13 @@ def arrive(
         rows_RQ: uint8 `[row_capacity, quant_bytes]`, receives the quants of each packed position; None in indexed mode.
         scales: uint8 or fp32, receives block scales in the consumer's layout; None for bf16.
         row_scale_R: fp32 `[row_capacity]`, receives the row scales; None for formats without.
+        counts: what `room_to_count` gave; overwritten.
 
     More rows than `row_capacity` are recorded as `CapacityError`; after any failure all groups are empty.
     """
     chunks = ceil_div(geometry.max_tokens, SLOTS)
-    num_chunks = chunks * geometry.world_size
+    num_chunks = len(counts)
     constexprs = _constexprs(geometry)
-    e_pad = constexprs["count"]["E_PAD"]
-    counts = torch.empty((num_chunks, e_pad), dtype=torch.int32, device=context.device)
     first_block = torch.empty(max(geometry.num_local_experts, 1), dtype=torch.int32, device=context.device)
     landing_half = geometry.landing_half(context.half_bytes["landing"])
     _arrive_count_kernel[(geometry.programs(num_chunks),)](
@@ -421,10 +427,15 @@ def arrive(
     )
 
 
+def _padded_experts(geometry: ExchangeGeometry) -> int:
+    """Columns of the counts."""
+    return max(EXPERTS, triton.next_power_of_2(geometry.num_local_experts))
+
+
 def _constexprs(geometry: ExchangeGeometry) -> dict[str, dict[str, Any]]:
     """The compile-time arguments of each of the four kernels."""
     record, signals = geometry.record, SignalLayout(geometry.world_size)
-    e_pad = max(EXPERTS, triton.next_power_of_2(geometry.num_local_experts))
+    e_pad = _padded_experts(geometry)
     place = {
         "K": geometry.top_k,
         "K_PAD": padded(geometry.top_k),

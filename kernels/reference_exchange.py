@@ -209,6 +209,10 @@ def dispatch_send(
         words[layout.dispatch_flag + half * geometry.world_size + rank] = epoch
 
 
+def room_to_count(geometry: ExchangeGeometry, device: torch.device) -> None:
+    """None: `arrive` needs no memory beside its results."""
+
+
 def arrive(
     context: ExpertParallelContext,
     geometry: ExchangeGeometry,
@@ -222,6 +226,7 @@ def arrive(
     rows_RQ: torch.Tensor | None,
     scales: torch.Tensor | None,
     row_scale_R: torch.Tensor | None,
+    counts: None,
 ) -> None:
     """See `moe_runtime.kernels.arrive.arrive`."""
     record, layout, experts = geometry.record, context.signals_layout, geometry.num_local_experts
@@ -235,8 +240,8 @@ def arrive(
     landed = _landing(context, geometry, geometry.rank, half)
     words = _signals_of(context, geometry.rank)
     first = layout.token_count + half * geometry.world_size
-    counts = words[first : first + geometry.world_size]
-    in_step = (torch.arange(geometry.max_tokens, device=device)[None, :] < counts[:, None]).flatten()
+    tokens = words[first : first + geometry.world_size]
+    in_step = (torch.arange(geometry.max_tokens, device=device)[None, :] < tokens[:, None]).flatten()
     fresh = in_step & (_stamps(context, geometry, geometry.rank, half) == epoch) & (int(context.latch[0]) == 0)
     ids = _ids(context, geometry, half)
     local = ids - geometry.first_expert

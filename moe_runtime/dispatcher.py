@@ -23,8 +23,8 @@ from moe_runtime.token_format import RecordLayout
 MAX_GSF = 2.0**100
 STAGES = ("dispatch_wait", "combine_send", "combine_wait")
 """What is done with a handle, in this order."""
-ARRIVALS = ("group_offsets", "group_scale_offsets", "row_index_R", "rows_RQ", "scales", "row_scale_R")
-"""What arrival writes, as `arrive` calls it; None where a format or mode has no such thing."""
+ARRIVALS = ("group_offsets", "group_scale_offsets", "row_index_R", "rows_RQ", "scales", "row_scale_R", "counts")
+"""What arrival writes, as `arrive` calls it; None where a format, mode or engine has no such thing."""
 
 
 @dataclass(frozen=True)
@@ -294,8 +294,6 @@ class TokenDispatcher:
             self._check_handle(handle, "dispatch_wait")
         geometry, fmt = self.geometry, self.geometry.token_format
         room: dict[str, Any] = {name: handle._results.pop(name, None) for name in ARRIVALS}
-        if hasattr(self._exchange, "room_to_count"):
-            room["counts"] = handle._results.pop("counts", None)
         rows, scales = room["rows_RQ"], room["scales"]
         self._exchange.arrive(
             self.context, geometry, handle.epoch, handle.timeout_ns, positions_SK=handle.positions, **room
@@ -385,10 +383,9 @@ class TokenDispatcher:
         elif fmt.scale_dtype is not None:
             linear = (capacity, fmt.scale_columns(geometry.hidden))
             room["scales"] = torch.empty(linear, dtype=fmt.scale_dtype, device=device)
-        if hasattr(self._exchange, "room_to_count"):
-            counts = self._exchange.room_to_count(geometry, device)
-            if counts is not None:
-                room["counts"] = counts
+        counts = self._exchange.room_to_count(geometry, device)
+        if counts is not None:
+            room["counts"] = counts
         return room
 
     @property
@@ -488,9 +485,9 @@ def collective_step(context: ExpertParallelContext) -> Iterator[None]:
 
 
 def _exchange(context: ExpertParallelContext, geometry: ExchangeGeometry) -> Any:
-    """What has the functions `dispatch_send`, `arrive`, `combine_send` and `combine_wait` for this layer.
+    """What has the functions of this layer: `dispatch_send`, `arrive`, `combine_send`, `combine_wait`.
 
-    And `room_to_count` where its `arrive` wants what that gives.
+    And `room_to_count`, for what `arrive` is given as `counts`.
     """
     if context.engine == "torch":
         from moe_runtime.kernels import reference_exchange
@@ -502,6 +499,7 @@ def _exchange(context: ExpertParallelContext, geometry: ExchangeGeometry) -> Any
         return hopper_exchange
     return SimpleNamespace(
         dispatch_send=dispatch.dispatch_send,
+        room_to_count=arrive.room_to_count,
         arrive=arrive.arrive,
         combine_send=combine.combine_send,
         combine_wait=combine.combine_wait,

@@ -100,7 +100,10 @@ def hooked(
         patch.setattr(
             dispatcher,
             "_exchange",
-            SimpleNamespace(**{phase: wrapped(phase, getattr(exchange, phase)) for phase in PHASES}),
+            SimpleNamespace(
+                room_to_count=exchange.room_to_count,
+                **{phase: wrapped(phase, getattr(exchange, phase)) for phase in PHASES},
+            ),
         )
         if exchange is reference_exchange:
             patch.setattr(reference_exchange, "_signals_of", twin_words)
