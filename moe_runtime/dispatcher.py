@@ -493,9 +493,9 @@ def _exchange(context: ExpertParallelContext, geometry: ExchangeGeometry) -> Any
         from moe_runtime.kernels import reference_exchange
 
         return reference_exchange
-    from moe_runtime.kernels import arrive, combine, dispatch, hopper_exchange
+    from moe_runtime.kernels import arrive, combine, dispatch, hopper_exchange, hopper_shapes
 
-    if runs_cuda(context.gemm_engine, context.device) and hopper_exchange.fits(geometry):
+    if runs_cuda(context.gemm_engine, context.device) and hopper_shapes.fits(geometry):
         return hopper_exchange
     return SimpleNamespace(
         dispatch_send=dispatch.dispatch_send,

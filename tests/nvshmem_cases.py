@@ -20,7 +20,7 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import DispatchedTokens, TokenDispatcher
 from moe_runtime.errors import MoERuntimeError, PeerAbortedError
 from moe_runtime.formats import FORMATS
-from moe_runtime.kernels import hopper_exchange
+from moe_runtime.kernels import hopper_exchange, hopper_shapes
 from moe_runtime.kernels.swizzle import unswizzle_scales
 from moe_runtime.layer import MoELayer
 from moe_runtime.virtual import VirtualRanks
@@ -275,10 +275,10 @@ def replay_many(
         with tokens_in_parts() if in_parts else nullcontext():
             if in_parts:
                 assert layer.dispatcher._exchange is hopper_exchange
-                assert hopper_exchange.ids_first(layer.dispatcher.geometry)
+                assert hopper_shapes.ids_first(layer.dispatcher.geometry)
             run()
             graph, y = captured(run)
-        assert not hopper_exchange.ids_first(virtual.layers[rank].dispatcher.geometry)
+        assert not hopper_shapes.ids_first(virtual.layers[rank].dispatcher.geometry)
         wrong = torch.zeros((), dtype=torch.int64, device=device)
         first = torch.full((), steps, dtype=torch.int64, device=device)
         generator = torch.Generator(device)

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.formats import COMBINE_FORMATS, FORMATS, align
 from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
-from moe_runtime.kernels import hopper_exchange
+from moe_runtime.kernels import hopper_exchange, hopper_shapes
 from moe_runtime.token_format import RecordLayout
 from tests.test_decoded_compile import (
     REGISTERS_OF_A_BLOCK,
@@ -99,7 +99,7 @@ def test_launches_fit_and_copies_are_aligned(data: st.DataObject) -> None:
         data.draw(st.one_of(st.integers(1, 300), st.integers(1, 65536)), "max_tokens"),
         data.draw(st.booleans(), "packed"),
     )
-    assume(hopper_exchange.fits(geometry))
+    assume(hopper_shapes.fits(geometry))
     found = launches(geometry)
     for launch in found:
         assert launch.block % 32 == 0 and 32 <= launch.block <= 1024, launch.name
@@ -145,7 +145,7 @@ def of_kernel(compiled: Compiled, name: str) -> Compiled:
 @pytest.mark.parametrize("case", sorted(EDGES))
 def test_edges_compile_to_what_can_be_launched(case: str) -> None:
     geometry = geometry_of(*EDGES[case])
-    assert hopper_exchange.fits(geometry)
+    assert hopper_shapes.fits(geometry)
     sources: dict[str, Compiled] = {}
     for launch in launches(geometry, shared=geometry.packed):
         if launch.file not in sources:
@@ -162,7 +162,7 @@ def test_edges_compile_to_what_can_be_launched(case: str) -> None:
 def test_arrival_has_room_beside_sending(fmt: str) -> None:
     """Of threads, registers and shared memory of an SM, where rows are placed while tokens are sent."""
     geometry = geometry_of(fmt, "bf16", 7168, 8, 8, 256, 4096, True)
-    assert hopper_exchange.ids_first(geometry)
+    assert hopper_shapes.ids_first(geometry)
     found = {launch.name: launch for launch in launches(geometry)}
     send, count, place = (found[name] for name in ("dispatch_send", "arrive_count", "arrive_place"))
     assert (send.grid[0], count.grid[0], place.grid[0]) == (2 * 132, 128, 128)

@@ -11,7 +11,7 @@ import torch
 from moe_runtime.context import COUNTERS
 from moe_runtime.formats import COMBINE_FORMATS, FORMATS
 from moe_runtime.geometry import sample_geometry
-from moe_runtime.kernels import hopper_exchange
+from moe_runtime.kernels import hopper_exchange, hopper_shapes
 from tests.comparison import assert_same_bits
 from tests.exchange_data import rank_input
 from tests.test_exchange import Ranks, expert_rows, poisoned_memory
@@ -24,38 +24,36 @@ WORLD, HIDDEN, EXPERTS, TOP_K = 4, 7168, 64, 8
 
 def test_all_slots_are_one_chunk_where_their_bitmaps_are_small() -> None:
     geometry = sample_geometry("nvfp4")
-    assert hopper_exchange.chunk_slots(geometry) == geometry.num_slots == 1024
-    assert hopper_exchange.chunk_slots(replace(geometry, max_tokens=4096)) == hopper_exchange.CHUNK
-    assert hopper_exchange.chunk_slots(replace(geometry, max_tokens=3)) == 32, "whole words of 32 slots"
+    assert hopper_shapes.chunk_slots(geometry) == geometry.num_slots == 1024
+    assert hopper_shapes.chunk_slots(replace(geometry, max_tokens=4096)) == hopper_shapes.CHUNK
+    assert hopper_shapes.chunk_slots(replace(geometry, max_tokens=3)) == 32, "whole words of 32 slots"
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(1, (8, 132)), (128, (2, 132)), (4096, (1, 1))])
 def test_few_slots_are_shared_by_warps_of_more_blocks(max_tokens: int, expected: tuple[int, int]) -> None:
     geometry = replace(sample_geometry("nvfp4"), max_tokens=max_tokens)
-    assert hopper_exchange.arrive_shares(geometry, 132) == expected
+    assert hopper_shapes.arrive_shares(geometry, 132) == expected
 
 
 @pytest.mark.parametrize("sms", [1, 16, 78, 132])
 def test_arrival_is_one_round_of_blocks(sms: int, rng: torch.Generator) -> None:
     for max_tokens in torch.randint(1, 5000, (50,), generator=rng).tolist():
         geometry = replace(sample_geometry("nvfp4"), max_tokens=max_tokens)
-        shares, split = hopper_exchange.arrive_shares(geometry, sms)
-        chunk = hopper_exchange.chunk_slots(geometry)
+        shares, split = hopper_shapes.arrive_shares(geometry, sms)
+        chunk = hopper_shapes.chunk_slots(geometry)
         chunks = -(-geometry.num_slots // chunk)
         assert 1 <= shares <= geometry.top_k and 1 <= split <= chunk * shares
         assert split == 1 or chunks * split <= sms
-        assert shares == 1 or chunks * chunk * shares <= sms * hopper_exchange.ARRIVE_WARPS
+        assert shares == 1 or chunks * chunk * shares <= sms * hopper_shapes.ARRIVE_WARPS
 
 
 def test_what_a_warp_or_its_shared_memory_cannot_hold_is_left_to_triton() -> None:
     geometry = sample_geometry("nvfp4")
-    assert hopper_exchange.fits(geometry)
-    assert not hopper_exchange.fits(replace(geometry, world_size=33, rank=0))
-    assert not hopper_exchange.fits(replace(geometry, record=replace(geometry.record, top_k=33)))
-    assert not hopper_exchange.fits(replace(geometry, num_experts=65000))
-    assert not hopper_exchange.fits(
-        replace(geometry, record=replace(geometry.record, format=FORMATS["bf16"], hidden=72))
-    )
+    assert hopper_shapes.fits(geometry)
+    assert not hopper_shapes.fits(replace(geometry, world_size=33, rank=0))
+    assert not hopper_shapes.fits(replace(geometry, record=replace(geometry.record, top_k=33)))
+    assert not hopper_shapes.fits(replace(geometry, num_experts=65000))
+    assert not hopper_shapes.fits(replace(geometry, record=replace(geometry.record, format=FORMATS["bf16"], hidden=72)))
 
 
 @pytest.mark.gpu
@@ -101,15 +99,15 @@ def test_bits_where_tokens_come_in_parts(fmt: str, max_tokens: int, mode: str, d
 
 def test_parts_of_the_tokens() -> None:
     geometry = sample_geometry("nvfp4")
-    assert hopper_exchange.parts_of_tokens(replace(geometry, max_tokens=4096)) == (3, 1024)
-    assert hopper_exchange.parts_of_tokens(replace(geometry, max_tokens=1025)) == (3, 257)
-    assert hopper_exchange.parts_of_tokens(replace(geometry, max_tokens=1023)) == (0, 1023)
-    assert hopper_exchange.parts_of_tokens(replace(geometry, max_tokens=4096, num_sms=16)) == (0, 4096)
+    assert hopper_shapes.parts_of_tokens(replace(geometry, max_tokens=4096)) == (3, 1024)
+    assert hopper_shapes.parts_of_tokens(replace(geometry, max_tokens=1025)) == (3, 257)
+    assert hopper_shapes.parts_of_tokens(replace(geometry, max_tokens=1023)) == (0, 1023)
+    assert hopper_shapes.parts_of_tokens(replace(geometry, max_tokens=4096, num_sms=16)) == (0, 4096)
 
 
 def test_expert_ids_come_first_where_many_rows_are_packed() -> None:
     geometry = sample_geometry("fp8_block", max_tokens=4096, packed=True)
-    assert hopper_exchange.ids_first(geometry)
+    assert hopper_shapes.ids_first(geometry)
     for other in (
         replace(geometry, packed=False),
         replace(geometry, max_tokens=1023),
@@ -117,15 +115,15 @@ def test_expert_ids_come_first_where_many_rows_are_packed() -> None:
         # A sending block takes more than half of the threads that an SM has registers for.
         replace(geometry, record=replace(geometry.record, hidden=14464)),
     ):
-        assert not hopper_exchange.ids_first(other)
-    assert hopper_exchange.NUM_COUNTERS <= COUNTERS
+        assert not hopper_shapes.ids_first(other)
+    assert hopper_shapes.NUM_COUNTERS <= COUNTERS
     # 8 sources and 4 parts of 1024 tokens; 4 chunks of each go to 4 blocks.
-    assert hopper_exchange.chunk_slots(geometry) == 256
-    assert hopper_exchange.arrive_shares(geometry, 131) == (1, 4)
+    assert hopper_shapes.chunk_slots(geometry) == 256
+    assert hopper_shapes.arrive_shares(geometry, 131) == (1, 4)
     counts = hopper_exchange.room_to_count(geometry, torch.device("cpu"))
     assert counts is not None and counts.shape == (128, 32)
     # Parts of 257 tokens are 160 and 97.
-    assert hopper_exchange.chunk_slots(replace(geometry, max_tokens=1025)) == 160
+    assert hopper_shapes.chunk_slots(replace(geometry, max_tokens=1025)) == 160
 
 
 def assert_same_steps(

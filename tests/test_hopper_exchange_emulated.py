@@ -12,7 +12,7 @@ import torch
 
 from moe_runtime.dispatcher import DispatchedTokens
 from moe_runtime.errors import MoERuntimeError, PeerTimeoutError, Phase, RoutingError
-from moe_runtime.kernels import hopper_exchange
+from moe_runtime.kernels import hopper_exchange, hopper_shapes
 from tests.comparison import assert_same_bits
 from tests.emulator import Emulator, needs_emulator
 from tests.exchange_data import RankInput, rank_input
@@ -45,10 +45,10 @@ def shrink(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Shrink]:
             "TOKENS_IN_PARTS": draw.choice((1, 1024)),
             "SMALL_CHUNK_BYTES": draw.choice((0, 1 << 20)),
             "CHUNK": 32,
-            "most_sms": lambda device, limit=None: min(sms, limit or sms),
         }
         for name, value in sizes.items():
-            monkeypatch.setattr(hopper_exchange, name, value)
+            monkeypatch.setattr(hopper_shapes, name, value)
+        monkeypatch.setattr(hopper_exchange, "most_sms", lambda device, limit=None: min(sms, limit or sms))
         forget_defines()
 
     shrink(seed)

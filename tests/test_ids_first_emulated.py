@@ -12,7 +12,7 @@ import torch
 from moe_runtime.comm import signals
 from moe_runtime.comm.signals import SENT_PARTS
 from moe_runtime.errors import PeerTimeoutError, Phase, RoutingError
-from moe_runtime.kernels import hopper_exchange, reference_exchange
+from moe_runtime.kernels import hopper_exchange, hopper_shapes, reference_exchange
 from tests.emulator import Emulator, needs_emulator
 from tests.exchange_data import rank_input
 from tests.test_exchange import HOPPER, Ranks, emulator, poisoned_memory
@@ -46,12 +46,12 @@ def draw_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Draw]:
             "CHUNK": 32,
             # One sending block of an SM, or as many as fit.
             "THREADS_BESIDE": 64 if busy else draw.choice((64, 448)),
-            "most_sms": lambda device, limit=None: min(sms, limit or sms),
             "SENT_PARTS": parts,
-            "COUNTED": hopper_exchange.SENT + parts,
+            "COUNTED": hopper_shapes.SENT + parts,
         }
         for name, value in sizes.items():
-            monkeypatch.setattr(hopper_exchange, name, value)
+            monkeypatch.setattr(hopper_shapes, name, value)
+        monkeypatch.setattr(hopper_exchange, "most_sms", lambda device, limit=None: min(sms, limit or sms))
         monkeypatch.setattr(signals, "SENT_PARTS", parts)
         forget_defines()
         if busy:
@@ -95,7 +95,7 @@ def random_steps(draw: random.Random, settings: Settings, count: int, busy: bool
 def random_outputs(ranks: Ranks, seed: int) -> list[torch.Tensor]:
     """What experts give for as many rows as there can be, whatever arrives."""
     generator, geometry = torch.Generator().manual_seed(seed), ranks.dispatchers[0].geometry
-    assert hopper_exchange.ids_first(geometry)
+    assert hopper_shapes.ids_first(geometry)
     shape = (geometry.row_capacity, geometry.hidden)
     return [torch.randn(shape, generator=generator).bfloat16() for _ in ranks.contexts]
 
@@ -165,8 +165,8 @@ def test_a_peer_that_stops_on_the_way_is_named(
         layout, half = context.signals_layout, 1
         context.signals[layout.token_count + half * 2 + 1] = 0
         context.signals[layout.routed + half * 2 + 1] = 1
-        of_half = layout.sent + half * 2 * hopper_exchange.SENT_PARTS
-        context.signals[of_half : of_half + 2 * min(parts, hopper_exchange.SENT_PARTS)] = 1
+        of_half = layout.sent + half * 2 * hopper_shapes.SENT_PARTS
+        context.signals[of_half : of_half + 2 * min(parts, hopper_shapes.SENT_PARTS)] = 1
     with pytest.raises(PeerTimeoutError) as caught:
         dispatcher.dispatch_wait(handle)
         context.check()

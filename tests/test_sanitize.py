@@ -11,7 +11,7 @@ import torch
 
 from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.formats import FORMATS
-from moe_runtime.kernels import decoded_gemm, hopper_exchange, tma_gemm
+from moe_runtime.kernels import decoded_gemm, hopper_shapes, tma_gemm
 from moe_runtime.kernels.decoded_layout import DECODED_FORMATS
 from moe_runtime.launch import sanitize
 from moe_runtime.launch.gemm_data import make_rows
@@ -50,8 +50,8 @@ def test_exchanges_count_slots_in_one_chunk_and_in_several() -> None:
     for name in sanitize.EXCHANGES:
         with virtual_contexts(sanitize.RANKS)[0] as context:
             geometry = TokenDispatcher.from_config(context, sanitize.exchange_config(name)).geometry
-        assert hopper_exchange.fits(geometry)
-        counted.add(hopper_exchange.chunk_slots(geometry) < geometry.num_slots)
+        assert hopper_shapes.fits(geometry)
+        counted.add(hopper_shapes.chunk_slots(geometry) < geometry.num_slots)
     assert counted == {False, True}
 
 
