@@ -38,13 +38,6 @@ constexpr bool TILED_SCALES = SCALE_WORDS > 0 && FMT != FP8_BLOCK && TILED;
 #define EACH_TASK(task, tasks) if (const u32 task = blockIdx.x; true)
 #endif
 
-#if IDS_FIRST
-// Blocks of `arrive_count` that are done, whether all are, and blocks of `arrive_place` that know it: 0 between steps.
-#define COUNTED_PARAMETER , int* counted
-#else
-#define COUNTED_PARAMETER
-#endif
-
 template <int BYTES>
 struct Wide {
   using type = uint4;
@@ -109,10 +102,24 @@ __device__ __forceinline__ bool await_tokens(const Exchange& x, const int* own, 
   return __syncthreads_or(failed) == 0;
 }
 
+// Counts rows by expert in `slots` slots, in shared memory that is zero. For a whole block.
+__device__ __forceinline__ void count_rows(int* counts, const Landing& arrived, int first_slot, int slots, bool good) {
+  for (int s = threadIdx.x; good && s < slots; s += THREADS)
+    arrived.each_expert(first_slot + s, [&](int k, int expert) { atomicAdd(&counts[expert], 1); });
+  __syncthreads();
+}
+
+// All that differs with IDS_FIRST: a chunk, `arrive_count`, and for what `arrive_place` waits.
 #if IDS_FIRST
+
+// `counted`: blocks of `arrive_count` that are done, whether all are, and blocks of `arrive_place` that know it; 0 between
+// steps.
+#define COUNTED_PARAMETER , int* counted
+#define COUNTED counted
+
 // The slots of a task: of one part of a source's tokens, and one part of all sources after the other.
 struct Chunk {
-  int part, source, number, first_slot, slots;  // numbered by their slots; of those there may be none
+  int part, source, number, first_slot, size;  // numbered by their slots; of those there may be none
 
   __device__ __forceinline__ Chunk(int task, int max_tokens) {
     const int tokens = part_tokens(max_tokens), chunks = (tokens + CHUNK - 1) / CHUNK;
@@ -121,51 +128,104 @@ struct Chunk {
     const int token = part * tokens + before;
     number = (source * (SENT_PARTS + 1) + part) * chunks + task % chunks;
     first_slot = source * max_tokens + token;
-    slots = min(min(CHUNK, tokens - before), max_tokens - token);
+    size = min(min(CHUNK, tokens - before), max_tokens - token);
   }
+
+  __device__ __forceinline__ int slots() const { return size; }
 };
-#endif
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     arrive_count(int* chunk_counts, const u64* landing, const u64* stamps, const u64* signals, const int* epoch_ptr,
                  const int* handle_epoch, int* error, int* latch, int rank, int max_tokens, int num_slots,
                  int first_expert, int num_local, long long landing_half, long long stamps_half,
-                 long long timeout_ns COUNTED_PARAMETER) {
+                 long long timeout_ns, int* counted) {
   __shared__ int counts[EXPERTS];
   const Exchange x{signals, error, latch, rank, timeout_ns};
   const int* own = x.words(rank);
   const u64 landed = landing[rank], stamped = stamps[rank];
   asm volatile("griddepcontrol.launch_dependents;");
   const int epoch = load_relaxed(handle_epoch);
-#if IDS_FIRST
-  {
-    const Chunk its(blockIdx.x, max_tokens);
-    const int chunk = its.number, first_slot = its.first_slot, slots = its.slots;
-    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
-    const bool good = await_tokens(x, own, epoch_ptr, epoch, its.source, its.source, ROUTED + (epoch & 1) * WORLD);
-#else
-  EACH_TASK(chunk, (num_slots + CHUNK - 1) / CHUNK) {
-    const int first_slot = chunk * CHUNK;
-    constexpr int slots = CHUNK;
-    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
-    const int last_source = min(first_slot + CHUNK, num_slots) - 1;
-    const bool good = await_tokens(x, own, epoch_ptr, epoch, first_slot / max_tokens, last_source / max_tokens);
-#endif
-    const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
-    for (int s = threadIdx.x; good && s < slots; s += THREADS)
-      arrived.each_expert(first_slot + s, [&](int k, int expert) { atomicAdd(&counts[expert], 1); });
-    __syncthreads();
-    if (!IDS_FIRST) asm volatile("griddepcontrol.wait;" ::: "memory");
-    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) chunk_counts[chunk * EXPERTS + e] = counts[e];
-    if (LOOPED) __syncthreads();
-  }
-#if IDS_FIRST
+  const Chunk chunk(blockIdx.x, max_tokens);
+  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
+  const bool good = await_tokens(x, own, epoch_ptr, epoch, chunk.source, chunk.source, ROUTED + (epoch & 1) * WORLD);
+  const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
+  count_rows(counts, arrived, chunk.first_slot, chunk.slots(), good);
+  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) chunk_counts[chunk.number * EXPERTS + e] = counts[e];
   __syncthreads();
+  __syncthreads();  // One would do; what has been measured had two.
   if (threadIdx.x == 0 && last_to_arrive(counted)) store_release(counted + 1, 1);
   // A kernel that waits for this one waits for what came before, too. One block sees to it, for all take room on SMs.
   if (blockIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
 }
+
+// Until all chunks are counted. For a whole block.
+__device__ __forceinline__ void await_counts(int chunks, int* counted) {
+  // Blocks of `arrive_count` have all begun, and each comes to its end. The last one here leaves all as it was before the
+  // next `arrive_count` may begin.
+  if (threadIdx.x == 0) {
+    while (load_acquire(counted + 1) == 0) {}
+    if (last_to_arrive(counted + 2)) store_release(counted + 1, 0);
+  }
+  __syncthreads();
+}
+
+// Waits for the tokens of a chunk, and tells whether this rank has not failed. For a whole block.
+__device__ __forceinline__ bool await_rows(const Exchange& x, const int* own, const int* epoch_ptr, int epoch,
+                                           const Chunk& chunk) {
+  // The last part of each source, without tokens too, is there with all else that the source tells of.
+  const int early = chunk.part < SENT_PARTS ? SENT + ((epoch & 1) * SENT_PARTS + chunk.part) * WORLD : 0;
+  return await_tokens(x, own, epoch_ptr, epoch, chunk.source, chunk.source, early);
+}
+
+#else
+
+#define COUNTED_PARAMETER
+#define COUNTED nullptr
+
+// The slots of a task, the last of which may not be there.
+struct Chunk {
+  int number, first_slot;
+
+  __device__ __forceinline__ Chunk(int task, int max_tokens) : number(task), first_slot(task * CHUNK) {}
+
+  __device__ __forceinline__ int slots() const { return CHUNK; }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS)
+    arrive_count(int* chunk_counts, const u64* landing, const u64* stamps, const u64* signals, const int* epoch_ptr,
+                 const int* handle_epoch, int* error, int* latch, int rank, int max_tokens, int num_slots,
+                 int first_expert, int num_local, long long landing_half, long long stamps_half, long long timeout_ns) {
+  __shared__ int counts[EXPERTS];
+  const Exchange x{signals, error, latch, rank, timeout_ns};
+  const int* own = x.words(rank);
+  const u64 landed = landing[rank], stamped = stamps[rank];
+  asm volatile("griddepcontrol.launch_dependents;");
+  const int epoch = load_relaxed(handle_epoch);
+  EACH_TASK(chunk, (num_slots + CHUNK - 1) / CHUNK) {
+    const int first_slot = chunk * CHUNK;
+    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
+    const int last_source = min(first_slot + CHUNK, num_slots) - 1;
+    const bool good = await_tokens(x, own, epoch_ptr, epoch, first_slot / max_tokens, last_source / max_tokens);
+    const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
+    count_rows(counts, arrived, first_slot, CHUNK, good);
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) chunk_counts[chunk * EXPERTS + e] = counts[e];
+    if (LOOPED) __syncthreads();
+  }
+}
+
+// Until all chunks are counted, where there are several.
+__device__ __forceinline__ void await_counts(int chunks, int* counted) {
+  if (chunks > 1) asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+// All tokens have been waited for.
+__device__ __forceinline__ bool await_rows(const Exchange& x, const int* own, const int* epoch_ptr, int epoch,
+                                           const Chunk& chunk) {
+  return true;
+}
+
+#endif
 
 // Shared memory of `arrive_place`.
 struct Places {
@@ -190,27 +250,12 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS)
   const Exchange x{signals, error, latch, rank, timeout_ns};
   const int* own = x.words(rank);
   const u64 landed = landing[rank], stamped = stamps[rank];
-#if IDS_FIRST
-  // Blocks of `arrive_count` have all begun, and each comes to its end. The last one here leaves all as it was before the
-  // next `arrive_count` may begin.
-  if (threadIdx.x == 0) {
-    while (load_acquire(counted + 1) == 0) {}
-    if (last_to_arrive(counted + 2)) store_release(counted + 1, 0);
-  }
-  __syncthreads();
-#else
-  if (chunks > 1) asm volatile("griddepcontrol.wait;" ::: "memory");
-#endif
+  await_counts(chunks, COUNTED);
   asm volatile("griddepcontrol.launch_dependents;");
   const int epoch = load_relaxed(handle_epoch), warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   EACH_TASK(task, chunks * split) {
-#if IDS_FIRST
-    const Chunk its(task / split, max_tokens);
-    const int chunk = its.number, part = task % split, first_slot = its.first_slot, slots = its.slots;
-#else
-    const int chunk = task / split, part = task % split, first_slot = chunk * CHUNK;
-    constexpr int slots = CHUNK;
-#endif
+    const Chunk chunk(task / split, max_tokens);
+    const int part = task % split;
     u32* const bits = reinterpret_cast<u32*>(places.bits);
     u16* const local = reinterpret_cast<u16*>(places.local);
     for (int i = threadIdx.x; i < EXPERTS * CHUNK_WORDS; i += THREADS) bits[i] = 0;
@@ -218,8 +263,8 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS)
     // Counted chunks have been waited for.
     bool good = await_tokens(x, own, epoch_ptr, epoch, 0, chunks == 1 ? WORLD - 1 : -1);
     const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
-    for (int s = threadIdx.x; good && s < slots; s += THREADS)
-      arrived.each_expert(first_slot + s, [&](int k, int expert) {
+    for (int s = threadIdx.x; good && s < chunk.slots(); s += THREADS)
+      arrived.each_expert(chunk.first_slot + s, [&](int k, int expert) {
         places.local[s][k] = static_cast<u16>(expert);
         atomicOr(&places.bits[expert][s / 32], 1u << s % 32);
       });
@@ -244,7 +289,7 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS)
         for (int c = lane; c < chunks; c += 32) {
           const int count = chunk_counts[c * EXPERTS + e];
           all += count;
-          earlier += c < chunk ? count : 0;
+          earlier += c < chunk.number ? count : 0;
         }
         total = __reduce_add_sync(ALL, all);
         earlier = __reduce_add_sync(ALL, earlier);
@@ -278,11 +323,7 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS)
     }
     __syncthreads();
     good = good && places.rows <= capacity;
-#if IDS_FIRST
-    // The last part of each source, without tokens too, is there with all else that the source tells of.
-    const int early = its.part < SENT_PARTS ? SENT + ((epoch & 1) * SENT_PARTS + its.part) * WORLD : 0;
-    good = await_tokens(x, own, epoch_ptr, epoch, its.source, its.source, early) && good;
-#endif
+    good = await_rows(x, own, epoch_ptr, epoch, chunk) && good;
     if (blockIdx.x == 0) {
       for (int e = threadIdx.x; e < num_local; e += THREADS) {
         group_offsets[e] = good ? places.offset[e] : 0;
@@ -297,8 +338,8 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS)
     const int landing_row = first_row * (epoch & 1);
     // Unit `share * CHUNK + s`: of the rows of slot s, those whose number is `share` modulo `shares`.
     for (int unit = warp * split + part; unit < CHUNK * shares; unit += split * WARPS) {
-      const int share = unit / CHUNK, s = unit % CHUNK, slot = first_slot + s;
-      if (IDS_FIRST ? s >= slots : slot >= num_slots) continue;
+      const int share = unit / CHUNK, s = unit % CHUNK, slot = chunk.first_slot + s;
+      if (IDS_FIRST ? s >= chunk.slots() : slot >= num_slots) continue;
       int position = -1;
       long long at_scales = 0;
       if (lane < K) {

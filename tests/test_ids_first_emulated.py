@@ -197,7 +197,7 @@ WRONG = {
     ),
     "told before the ids are there": (r"last_at\(lane == 0 \? counter \+ \d+ : nullptr\)", r"(\g<0>, true)"),
     "a counter that stays": (r"if \(last\) \*counter = 0;", ""),
-    "rows before they have come": (r"good = await_tokens\([^;]*, early\) && good;", ""),
+    "rows before they have come": (r"return await_tokens\([^;]*, early\);", "return true;"),
     "places before all is counted": (r"while \(load_acquire\(counted \+ 1\) == 0\) \{\}", ""),
     "words of long ago": (r"(await\([^;]*), exact\);", r"\1, false);"),
 }
