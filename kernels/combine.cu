@@ -57,7 +57,7 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
   if (threadIdx.x == 0) {
     rows.init(READERS);
     for (int s = 0; s < STAGES; ++s)
-      barrier_init(shared_address(made + s), READERS), barrier_init(shared_address(taken + s), 1);
+      barrier_init(shared_address(made + s), READERS * ARRIVALS_OF_WARP), barrier_init(shared_address(taken + s), ARRIVALS_OF_WARP);
   }
   // Tables that never change are read while the kernel before still runs.
   int* const words_of_lane = x.words(min(lane, WORLD - 1));
@@ -152,8 +152,7 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
         }
         bulk_fence();
       }
-      __syncwarp();
-      if (lane == 0) barrier_arrive(shared_address(made + stage.index));
+      barrier_arrive_warp(shared_address(made + stage.index));
       stage.advance();
       if (note.to == END) break;
     }
@@ -186,7 +185,7 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
         bulk_commit();
         bulk_await_read<1>();
       }
-      if (lane == 0 && !first) barrier_arrive(shared_address(taken + (stage.index ^ 1)));
+      if (!first) barrier_arrive_warp(shared_address(taken + (stage.index ^ 1)));
     }
     tell(COMBINE_FLAG + half * WORLD, counter);
   }

@@ -9,7 +9,7 @@
 // before a wait), BUFFERS (for decoded steps), MAX_BLOCKS (tokens of a tile / 8), CASES (numbers of blocks below that
 // have code of their own), MAX_GROUPS, SCALED_TOKENS (tokens are 2^100 times their value), ALPHA, LIMIT, UP_OFFSET.
 
-#include "numbers.cuh"
+#include "mbarrier.cuh"
 
 constexpr int QUANT_BYTES = W_FMT == NVFP4 ? 2048 : 4096;  // 64 rows x 64 columns
 constexpr int SCALE_BYTES = W_FMT == NVFP4 ? 256 : 128;
@@ -21,38 +21,6 @@ constexpr int WEIGHT_STAGE = TILE_UNITS * STAGE_K64 * UNIT_BYTES;
 constexpr int STAGE_BYTES = WEIGHT_STAGE + MAX_BLOCKS * BLOCK_BYTES;
 constexpr int TURNED_COLUMNS = 36;  // of 32, so that rows start in other banks
 constexpr u32 LANES = 0x81C081C0;  // sign and magnitude of an e2m1 number in both bf16 halves
-
-__device__ __forceinline__ u32 shared_address(const void* p) {
-  return static_cast<u32>(__cvta_generic_to_shared(p));
-}
-
-__device__ __forceinline__ void barrier_init(u32 barrier, int count) {
-  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
-}
-
-__device__ __forceinline__ void barrier_arrive(u32 barrier) {
-  asm volatile("mbarrier.arrive.shared.b64 _, [%0];" ::"r"(barrier) : "memory");
-}
-
-__device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
-  asm volatile("mbarrier.arrive.expect_tx.shared.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
-}
-
-__device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
-  asm volatile(
-      "{\n.reg .pred done;\nAGAIN:\n"
-      "mbarrier.try_wait.parity.shared.b64 done, [%0], %1;\n"
-      "@!done bra AGAIN;\n}" ::"r"(barrier),
-      "r"(parity)
-      : "memory");
-}
-
-__device__ __forceinline__ void bulk_copy(u32 to, const u8* from, u32 bytes, u32 barrier) {
-  asm volatile(
-      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
-      "r"(bytes), "r"(barrier)
-      : "memory");
-}
 
 __device__ __forceinline__ uint4 load_16(u32 address) {
   uint4 v;
@@ -89,8 +57,10 @@ struct Wgmma;
 #define R20 R16 ", %16, %17, %18, %19"
 #define R24 R20 ", %20, %21, %22, %23"
 #define R32 R24 ", %24, %25, %26, %27, %28, %29, %30, %31"
-#define R48 R32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
-#define R64 R48 ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define R40 R32 ", %32, %33, %34, %35, %36, %37, %38, %39"
+#define R48 R40 ", %40, %41, %42, %43, %44, %45, %46, %47"
+#define R56 R48 ", %48, %49, %50, %51, %52, %53, %54, %55"
+#define R64 R56 ", %56, %57, %58, %59, %60, %61, %62, %63"
 
 // REGISTERS names the results of D in the instruction, A and TOKENS the operands that follow them.
 #define WGMMA(BLOCKS, WIDTH, REGISTERS, A, TOKENS, ...)                                                    \
@@ -110,7 +80,9 @@ WGMMA(4, "32", R16, "%16, %17, %18, %19", "%20", D16(0))
 WGMMA(5, "40", R20, "%20, %21, %22, %23", "%24", D16(0), D4(16))
 WGMMA(6, "48", R24, "%24, %25, %26, %27", "%28", D16(0), D8(16))
 WGMMA(8, "64", R32, "%32, %33, %34, %35", "%36", D32(0))
+WGMMA(10, "80", R40, "%40, %41, %42, %43", "%44", D32(0), D8(32))
 WGMMA(12, "96", R48, "%48, %49, %50, %51", "%52", D32(0), D16(32))
+WGMMA(14, "112", R56, "%56, %57, %58, %59", "%60", D32(0), D16(32), D8(48))
 WGMMA(16, "128", R64, "%64, %65, %66, %67", "%68", D32(0), D32(32))
 
 // Copies one number into shared memory while the tile is summed; `finish_copies` waits for all of a thread's.
@@ -204,13 +176,14 @@ struct Walk {
   __device__ __forceinline__ bool find(int number, Tile& tile) {
     for (; group < num_groups; ++group) {
       const int rows = max(offsets[group + 1] - offsets[group], 0);
-      const int tiles = experts[group] < 0 ? 0 : (rows + TILE_TOKENS - 1) / TILE_TOKENS * m_tiles;
+      const int parts = (rows + TILE_TOKENS - 1) / TILE_TOKENS, tiles = experts[group] < 0 ? 0 : parts * m_tiles;
       if (number < before + tiles) {
-        const int part = (number - before) / m_tiles;
+        // Cut evenly: a tile of few tokens decodes as many weights as one of many.
+        const int tokens = ((rows + parts - 1) / parts + 7) / 8 * 8;
         tile.group = group;
         tile.start = offsets[group];
-        tile.local = part * TILE_TOKENS;
-        tile.rows = min(rows - tile.local, TILE_TOKENS);
+        tile.local = (number - before) / m_tiles * tokens;
+        tile.rows = min(rows - tile.local, tokens);
         tile.expert = experts[group];
         tile.m_tile = (number - before) % m_tiles;
         return true;
@@ -440,7 +413,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
       wgmma_commit();
       if (batch == 4 / BATCH - 1 && part + 1 < STAGE_K64) load_part(part + 1);
       wgmma_wait<BUFFERS - 1>();
-      if (part == 0 && batch == BUFFERS - 1 && last >= 0 && thread == 0) barrier_arrive(empty + last * 8);
+      if (part == 0 && batch == BUFFERS - 1 && last >= 0) barrier_arrive_warp(empty + last * 8);
     }
   };
   for (int k64 = 0; k64 < p.units; k64 += STAGE_K64) {
@@ -452,7 +425,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
   wgmma_wait<0>();
-  if (thread == 0) barrier_arrive(empty + last * 8);
+  barrier_arrive_warp(empty + last * 8);
 
   const int first_unit = tile.m_tile * TILE_UNITS + warpgroup * UNITS;
   finish_copies(1 + warpgroup);
@@ -504,7 +477,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(full + s * 8, 1);
-      barrier_init(empty + s * 8, WARPGROUPS);
+      barrier_init(empty + s * 8, 4 * WARPGROUPS * ARRIVALS_OF_WARP);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -531,13 +504,13 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
         if (lane == 0) barrier_expect(full + to_stage * 8, STAGE_K64 * (high * UNIT_BYTES + blocks * 1024));
         __syncwarp();
         if (lane < high) {
-          bulk_copy(stages + to_stage * STAGE_BYTES + lane * STAGE_K64 * UNIT_BYTES,
+          bulk_load(stages + to_stage * STAGE_BYTES + lane * STAGE_K64 * UNIT_BYTES,
                     w + (static_cast<long long>(lane) * units + k64) * UNIT_BYTES, STAGE_K64 * UNIT_BYTES, full + to_stage * 8);
         }
       };
       auto load_tokens = [&](int k64, int to_stage) {
         if (lane < blocks) {
-          bulk_copy(stages + to_stage * STAGE_BYTES + WEIGHT_STAGE + lane * BLOCK_BYTES,
+          bulk_load(stages + to_stage * STAGE_BYTES + WEIGHT_STAGE + lane * BLOCK_BYTES,
                     t + (static_cast<long long>(lane) * units + k64) * 1024, STAGE_K64 * 1024,
                     full + to_stage * 8);
         }

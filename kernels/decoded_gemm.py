@@ -104,7 +104,7 @@ class DecodedShape:
 
 
 DECODE = DecodedShape(4, 1, 4, 4, 1, 8, (1, 2, 3, 4, 5, 6))
-PREFILL = DecodedShape(4, 1, 4, 2, 1, 16, (4, 8, 12))
+PREFILL = DecodedShape(4, 1, 4, 2, 1, 16, (4, 6, 8, 10, 12, 14))
 
 DECODE_ROWS = 512
 """Packed positions per group up to which a launch takes DECODE. Capacities are worst cases: with 8 ranks and top-8 of

@@ -16,6 +16,19 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier, u32 count = 1) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
+// A warp arrives for what its lanes have done before. racecheck sees what a thread has done before it arrives, and not that
+// `__syncwarp` puts the other lanes before it: with EACH_LANE_ARRIVES, which `launch.sanitize` asks for, all arrive.
+#ifdef EACH_LANE_ARRIVES
+constexpr u32 ARRIVALS_OF_WARP = 32;
+#else
+constexpr u32 ARRIVALS_OF_WARP = 1;
+#endif
+
+__device__ __forceinline__ void barrier_arrive_warp(u32 barrier) {
+  __syncwarp();
+  if (ARRIVALS_OF_WARP == 32 || (threadIdx.x & 31) == 0) barrier_arrive(barrier);
+}
+
 // Arrives, and says how many bytes of copies belong to the phase.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");

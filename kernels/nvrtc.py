@@ -26,6 +26,9 @@ Defines = tuple[tuple[str, int | str], ...]
 Argument = torch.Tensor | int | None | ctypes._SimpleCData
 
 
+EVERY_PROGRAM: dict[str, int | str] = {}
+"""Macros of all programs that are launched from now on, as `launch.sanitize` wants one."""
+
 int64 = ctypes.c_int64
 """Marks an argument of 64 bits."""
 
@@ -172,7 +175,7 @@ def launch(
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream().cuda_stream
         index = torch.cuda.current_device()
-        function = _loaded(file, name, tuple(sorted(defines.items())), index, shared_bytes)
+        function = _loaded(file, name, tuple(sorted((EVERY_PROGRAM | dict(defines)).items())), index, shared_bytes)
         values = [_value(argument) for argument in arguments]
         addresses = [v.getPtr() if hasattr(v, "getPtr") else ctypes.addressof(v) for v in values]
         pointers = (ctypes.c_void_p * len(values))(*addresses)

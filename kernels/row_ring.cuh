@@ -37,7 +37,9 @@ struct Ring {
 
   // By one thread, before a barrier of the block.
   __device__ __forceinline__ void init(int readers) const {
-    for (int i = 0; i < COUNT; ++i) barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, readers);
+    for (int i = 0; i < COUNT; ++i) {
+      barrier_init(full + 8 * i, 1), barrier_init(empty + 8 * i, readers * ARRIVALS_OF_WARP);
+    }
     // The copy engine arrives at them.
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
@@ -62,8 +64,7 @@ struct Ring {
   }
   __device__ __forceinline__ const u8* row() const { return rows + place.index * PITCH; }
   __device__ __forceinline__ void pop() {
-    __syncwarp();
-    if ((threadIdx.x & 31) == 0) barrier_arrive(empty + 8 * place.index);
+    barrier_arrive_warp(empty + 8 * place.index);
     place.advance();
   }
 };

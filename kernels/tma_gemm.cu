@@ -46,7 +46,8 @@ constexpr int SUMS = 128, PARTIAL_SUMS = 64;  // of a thread: of a tile, and of 
 constexpr int PRODUCER_REGISTERS = FP8 && !GATHER ? 24 : 40;  // what is left goes to the math warpgroups
 constexpr int MATH_REGISTERS = FP8 && !GATHER ? 240 : 232;
 constexpr int MATH_WARPS = 4 * MATH_WGS;
-constexpr int COPIERS = GATHER || (FP8 && !TMA_SCALES) ? 128 : 0;  // threads that arrive for their own copies
+// Arrivals at a stage for what threads copy: warps arrive for rows and scales that are gathered, threads for scales alone.
+constexpr int OF_COPIES = GATHER ? 4 * ARRIVALS_OF_WARP : FP8 && !TMA_SCALES ? 128 : 0;
 constexpr float SMALLEST = 1.17549435e-38f, LARGEST = 3.40282347e38f;  // normal numbers
 constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
 
@@ -132,9 +133,13 @@ __device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; 
 // One warp is through with a stage, in which the other block of the cluster may have a hand: lane r tells block r, at
 // `barrier` in its memory. `share` is 2 where the warp speaks for the other warpgroup too.
 __device__ __forceinline__ void release(u32 barrier, u32 share) {
+#ifdef EACH_LANE_ARRIVES
+    for (u32 r = 0; r < CLUSTER; ++r) barrier_arrive_there(address_at(barrier, r), share);
+#else
     if (threadIdx.x % 32 >= CLUSTER) return;
     if (CLUSTER == 1) barrier_arrive(barrier, share);
     if (CLUSTER > 1) barrier_arrive_there(barrier, share);
+#endif
 }
 
 __device__ __forceinline__ void copy_word(u32 to, const float* from) {
@@ -494,8 +499,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         count_tiles(groups, offsets, expert_ids, num_active, num_groups, num_experts, capacity, tiles_n);
     } else if (threadIdx.x == 32) {
         for (int s = 0; s < STAGES; ++s) {
-            barrier_init(full + 8 * s, 1 + COPIERS);
-            barrier_init(empty + 8 * s, MATH_WARPS * CLUSTER);
+            barrier_init(full + 8 * s, 1 + OF_COPIES);
+            barrier_init(empty + 8 * s, MATH_WARPS * CLUSTER * ARRIVALS_OF_WARP);
         }
         for (int i = 0; i < TOLD; ++i) barrier_init(known + 8 * i, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -534,12 +539,10 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         // numbers are uniform.
         bool idle = TMA_SCALES ? warp != MATH_WARPS : !FP8 && !GATHER && !leader;
         int last = idle ? 0 : 0x7FFFFFFF;
-        // Gathered rows of a stage are handed over once those of the next are begun, or where there is no next. Each
-        // thread arrives for what it copied: of an arrival for a warp, behind a __syncwarp, racecheck does not see that
-        // the other lanes' scales come before it.
+        // Gathered rows of a stage are handed over once those of the next are begun, or where there is no next.
         auto hand_over = [&] {
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-            barrier_arrive(full + 8 * under_way);
+            barrier_arrive_warp(full + 8 * under_way);
             under_way = -1;
         };
         auto hand_over_last = [&] {
@@ -627,7 +630,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         int turn = 0;  // the warpgroup that takes the next tile of its own
         bool waits = false;
         u8* warp_staging = staging + warp * WARP_STAGING;
-        u32 freed = CLUSTER > 1 ? address_at(empty, lane % CLUSTER) : empty;
+        u32 freed = CLUSTER > 1 && ARRIVALS_OF_WARP == 1 ? address_at(empty, lane % CLUSTER) : empty;
         for (int told = 0;; ++told) {
             barrier_wait(known + 8 * (told % TOLD), told / TOLD & 1);
             int4 what = tiles[told % TOLD];

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -62,6 +64,19 @@ def test_summaries(tool: str) -> None:
     assert sanitize.findings("========= COMPUTE-SANITIZER\n") is None
 
 
+def run_instead(monkeypatch: pytest.MonkeyPatch, program: str) -> list[list[str]]:
+    """Makes `check` run a program of Python instead of the tool; the commands that it would have run."""
+    commands: list[list[str]] = []
+    start = subprocess.Popen
+
+    def instead(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
+        commands.append(command)
+        return start([sys.executable, "-c", program], **how)
+
+    monkeypatch.setattr(subprocess, "Popen", instead)
+    return commands
+
+
 @pytest.mark.parametrize(
     ("code", "lost", "summary", "passed"),
     [(0, 0, 0, True), (1, 0, 0, False), (0, 1, 0, False), (0, 0, 2, False), (0, 0, None, False)],
@@ -72,22 +87,21 @@ def test_a_run_passes_when_all_cases_ran_without_findings(
     names = sanitize.names()
     lines = names[lost:] if summary is None else [*names[lost:], f"========= ERROR SUMMARY: {summary} errors"]
 
-    def finished(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
-        assert command[:3] == ["compute-sanitizer", "--tool", "memcheck"] and command[-2:] == ["--run", "auto"]
-        return subprocess.CompletedProcess(command, code, "\n".join(lines), "")
-
-    monkeypatch.setattr(subprocess, "run", finished)
-    result = sanitize.check("memcheck", "auto", 1.0)
+    program = f"print({chr(10).join(lines)!r}); raise SystemExit({code})"
+    commands = run_instead(monkeypatch, program)
+    result = sanitize.check("memcheck", "auto", 30.0)
+    ((tool, *_, how),) = commands
+    assert tool == "compute-sanitizer" and how == "auto"
     assert result["passed"] is passed and result["cases"] == names[lost:] and bool(result["output"]) is not passed
 
 
-def test_a_run_that_takes_too_long_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    def late(command: list[str], timeout: float, **_: Any) -> None:
-        raise subprocess.TimeoutExpired(command, timeout, output=b"half a line")
-
-    monkeypatch.setattr(subprocess, "run", late)
-    result = sanitize.check("racecheck", "triton", 0.5)
+def test_a_run_that_takes_too_long_is_ended_with_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = "import time; print('half a line', flush=True); time.sleep(600)"
+    run_instead(monkeypatch, f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])")
+    # Ends only when nobody holds the pipe any more.
+    result = sanitize.check("racecheck", "triton", 5.0)
     assert not result["passed"] and result["output"] == ["half a line"] and result["findings"] is None
+    assert result["exit_code"] == -signal.SIGKILL and result["seconds"] < 300
 
 
 def test_the_program_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:

@@ -183,7 +183,7 @@ MISTAKES = {
         "changed while their product was under way",
     ),
     "a stage is free when all warps but one are through": (
-        "barrier_init(empty + 8 * s, MATH_WARPS * 2)",
+        "barrier_init(empty + 8 * s, MATH_WARPS * 2 * ARRIVALS_OF_WARP)",
         "barrier_init(empty + 8 * s, MATH_WARPS * 2 - 1)",
         "changed while their product was under way|waits for",
     ),
@@ -192,14 +192,14 @@ MISTAKES = {
         "ptx::cp_async_wait_group(2)",
         "changed while their product was under way|outside",
     ),
-    "one thread does not say that it has copied": (
-        "barrier_arrive(full + 8 * under_way)",
-        "if (lane != 7) barrier_arrive(full + 8 * under_way)",
+    "one warp does not say that it has copied": (
+        "barrier_arrive_warp(full + 8 * under_way)",
+        "if (warp % 4 != 2) barrier_arrive_warp(full + 8 * under_way)",
         "nothing can go on",
     ),
-    "rows are there when all threads but one have copied": (
-        "barrier_init(full + 8 * s, 1 + COPIERS)",
-        "barrier_init(full + 8 * s, COPIERS)",
+    "rows are there when all warps but one have copied": (
+        "barrier_init(full + 8 * s, 1 + OF_COPIES)",
+        "barrier_init(full + 8 * s, OF_COPIES)",
         "changed while their product was under way|outside|waits for",
     ),
     "a block ends before the other of its cluster": ("leave_cluster();\n}", "}", "of a block that has ended"),
@@ -219,3 +219,17 @@ def test_mistakes_are_found(mistake: str, emulate: Callable[..., Emulator], rng:
     with pytest.raises(AssertionError, match=found):
         for blocks in [2, *[5] * MOST_SCHEDULES]:
             on_gpu.check_tiles_of_stages("fp8_block", blocks, True, tma.PREFILL, MORE_TILES, rng, CPU)
+
+
+@gathers
+def test_every_lane_may_arrive(
+    gather: bool, emulator: Emulator, monkeypatch: pytest.MonkeyPatch, rng: torch.Generator
+) -> None:
+    """As `launch.sanitize` compiles it; of a cluster the emulator knows only warps that tell both blocks at once."""
+
+    def launch(file: str, name: str, defines: dict[str, Any], **more: Any) -> None:
+        emulator.launch(file, name, defines | {"EACH_LANE_ARRIVES": 1}, **more)
+
+    monkeypatch.setattr(nvrtc, "launch", launch)
+    on_gpu.check_tiles_of_stages("fp8_block", 5, gather, tma.DECODE, MORE_TILES, rng, CPU)
+    check_runs(emulator, 1)
