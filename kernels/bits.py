@@ -113,6 +113,14 @@ def e2m1_code_to_f32(code):
 
 
 @triton.jit
+def e2m1_code_to_e4m3_bits(code):
+    """uint8 bits of e4m3fn of a uint8 e2m1 code (its upper four bits 0): every number of e2m1 is one of e4m3."""
+    magnitude = code & 7
+    bits = tl.where(magnitude < 2, magnitude * 0x30, magnitude * 4 + 0x30)
+    return (bits | ((code & 8) << 4)).to(tl.uint8)
+
+
+@triton.jit
 def e8m0_to_f32(u8):
     """fp32 `2^(byte - 127)` of a UE8M0 byte; 0 gives 2^-127 (denormal), 255 gives NaN (0x7FC00000)."""
     byte = u8.to(tl.int32)

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from moe_runtime.formats import BF16, FORMATS, FP8_BLOCK, MXFP4, MXFP8, NVFP4, TokenFormat
+from moe_runtime.kernels.gemm_operands import NativeForm
 from moe_runtime.kernels.grouped_gemm import GemmTile, _grouped_gemm_kernel, choose_tile
 from moe_runtime.kernels.runtime import ALL_ARCHS, AotCase
 from moe_runtime.weights import GPT_OSS, GateUpOrder, SwiGLU
@@ -46,7 +47,11 @@ _POINTER = {
     MXFP4.name: "*u8",
 }
 _OUT_POINTER = {BF16.name: "*i16", FP8_BLOCK.name: "*u8", MXFP8.name: "*u8", NVFP4.name: "*u8"}
+_PAIR_POINTER = {BF16.name: "*i32", MXFP8.name: "*i16", NVFP4.name: "*u8"}
+"""Words of two numbers of the rows."""
+
 MMA = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma", 120: r"mma\.sync"}
+MXF8_MMA = {100: r"tcgen05\.mma\S*mxf8f6f4\S*block_scale", 120: r"mma\.sync\S*mxf8f6f4\S*block_scale"}
 
 
 def gemm_case(
@@ -94,11 +99,14 @@ def _case(
     scales_per_expert: int = 0,
     absent: tuple[str, ...] = (),
     even_k: bool = True,
+    archs: tuple[int, ...] = ALL_ARCHS,
+    native: NativeForm = NativeForm.NONE,
 ) -> AotCase:
     """A case with every optional tensor that the formats allow, less those in `absent`."""
     scale_pointer = {"fp8_block": "*fp32"}
+    in_pairs = w.element_bits == 4 and not native
     pointers = {
-        "a_ptr": "*i32" if a is BF16 and w.element_bits == 4 else _POINTER[a.name],
+        "a_ptr": _PAIR_POINTER[a.name] if in_pairs else _POINTER[a.name],
         "w_ptr": _POINTER[w.name],
         "a_scales_ptr": scale_pointer.get(a.name, "*u8"),
         "w_scales_ptr": scale_pointer.get(w.name, "*u8"),
@@ -113,7 +121,7 @@ def _case(
     missing |= set() if out is not None and out.has_row_scale else {"out_gsf_ptr"}
     missing |= set() if out is not None and out.scale_dtype is not None else {"out_scales_ptr"}
     missing |= set() if scales_per_expert else {"expert_scales_ptr"}
-    tile = choose_tile(2048, a, out_block=0 if out is None else out.block)
+    tile = choose_tile(2048, a, out_block=0 if out is None else out.block, native=native)
     if activation is not None:
         order = activation.order
     constants = {
@@ -123,16 +131,25 @@ def _case(
         "A_LAYOUT": int(a.scale_layout),
         "W_LAYOUT": int(w.scale_layout),
         "SCALE_BLOCK": w.block,
+        "NATIVE": int(native),
         "ORDER": 0 if order is None else order.code,
         "SCALES_PER_EXPERT": scales_per_expert,
         "ACTIVATION": None if activation is None else (activation.alpha, activation.limit, activation.up_offset),
         "EVEN_K": even_k,
     }
     operation = "grouped_gemm" if out is None else "grouped_gemm_swiglu"
-    return gemm_case(operation, w.name if a is w else f"{w.name} x {a.name}", tile, pointers, constants, missing)
+    name = w.name if a is w else f"{w.name} x {a.name}"
+    wanted = MXF8_MMA if native else MMA
+    return gemm_case(operation, name, tile, pointers, constants, missing, archs=archs, instruction=wanted)
 
 
 _PLAIN = ("row_index_ptr", "row_scale_ptr", "bias_ptr", "num_active_ptr")
+_MXFP4_FORMS: tuple[dict[str, Any], ...] = (
+    {"archs": (90,)},
+    {"archs": (100,), "native": NativeForm.AS_STORED},
+    {"archs": (120,), "native": NativeForm.WIDENED},
+)
+"""As `native_form` has it of each arch."""
 
 AOT_CASES: tuple[AotCase, ...] = (
     *(_case(f, f, absent=() if f.has_row_scale else ("row_scale_ptr",)) for f in FORMATS.values()),
@@ -141,6 +158,8 @@ AOT_CASES: tuple[AotCase, ...] = (
     _case(BF16, NVFP4, out=BF16, activation=GPT_OSS, scales_per_expert=2, even_k=False),
     _case(BF16, MXFP4, even_k=False),
     _case(BF16, MXFP4, out=BF16, activation=GPT_OSS),
+    *(_case(MXFP8, MXFP4, even_k=False, **form) for form in _MXFP4_FORMS),
+    *(_case(MXFP8, MXFP4, out=MXFP8, activation=GPT_OSS, **form) for form in _MXFP4_FORMS),
     _case(BF16, BF16, out_dtype="*fp16", absent=_PLAIN, even_k=False),
     _case(MXFP8, MXFP8, out_dtype="*fp32", order=GateUpOrder.INTERLEAVED, scales_per_expert=2, even_k=False),
     _case(NVFP4, NVFP4, out=NVFP4, activation=SwiGLU(GateUpOrder.UP_GATE), scales_per_expert=1, absent=("bias_ptr",)),

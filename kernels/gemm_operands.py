@@ -8,14 +8,28 @@ same code.
 
 from __future__ import annotations
 
+from enum import IntEnum
+
 import triton
 import triton.language as tl
 
 from moe_runtime.formats import ScaleLayout
-from moe_runtime.kernels.bits import bf16_bits_to_f32, e4m3_bits_to_f32, e5m2_bits_to_f32
+from moe_runtime.kernels.bits import bf16_bits_to_f32, e2m1_code_to_e4m3_bits, e4m3_bits_to_f32, e5m2_bits_to_f32
 from moe_runtime.kernels.quantize import CODE_BF16, CODE_FP8_BLOCK, CODE_MXFP4, CODE_MXFP8, CODE_NVFP4
 from moe_runtime.kernels.swizzle import swizzled_offset
 
+
+class NativeForm(IntEnum):
+    """What the block-scaled MMA of Blackwell takes, as the kernel branches on it."""
+
+    NONE = 0
+    """Nothing: operands are decoded to bf16."""
+    AS_STORED = 1
+    WIDENED = 2
+    """e2m1 as e4m3, which has all its numbers, where an instruction for both is not compiled."""
+
+
+WIDENED = tl.constexpr(int(NativeForm.WIDENED))
 SWIZZLED = tl.constexpr(int(ScaleLayout.SWIZZLED))
 K_MAJOR = tl.constexpr(int(ScaleLayout.K_MAJOR))
 MN_MAJOR = tl.constexpr(int(ScaleLayout.MN_MAJOR))
@@ -153,6 +167,16 @@ def load_scales(ptr, scale_row, ok, k, K, ld, LAYOUT: tl.constexpr, BLOCK: tl.co
 
 
 @triton.jit
+def e4m3_value(bits, INTERPRET: tl.constexpr):
+    """The numbers of e4m3 bits (or of e4m3 numbers, compiled), as `bf16_value` gives them."""
+    if INTERPRET:
+        value = e4m3_bits_to_f32(bits)
+    else:
+        value = bits.to(tl.float8e4nv, bitcast=True).to(tl.bfloat16)
+    return value
+
+
+@triton.jit
 def decode(
     quants,
     scales,
@@ -189,11 +213,13 @@ def decode(
         odd = odd * scale
     elif FMT == CODE_MXFP8:
         scale = e8m0_to_bf16(scales, INTERPRET)
-        if INTERPRET:
-            even = e4m3_bits_to_f32(quants) * spread(scale, BLOCK)
+        if PAIRS:
+            scale = spread(scale, BLOCK // 2)
+            even = e4m3_value((quants & 0xFF).to(tl.uint8), INTERPRET) * scale
+            odd = e4m3_value(((quants >> 8) & 0xFF).to(tl.uint8), INTERPRET) * scale
         else:
-            even = quants.to(tl.bfloat16) * spread(scale, BLOCK)
-        odd = even
+            even = e4m3_value(quants, INTERPRET) * spread(scale, BLOCK)
+            odd = even
     elif FMT == CODE_FP8_BLOCK:
         if INTERPRET:
             even = e5m2_bits_to_f32(quants) if E5M2 else e4m3_bits_to_f32(quants)
@@ -280,19 +306,28 @@ def native_step(
     FMT: tl.constexpr,
     LAYOUT: tl.constexpr,
     BLOCK: tl.constexpr,
+    FORM: tl.constexpr,
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """`acc + a @ w^T` over one `BLOCK_K` by block-scaled MMA, which takes quants and scales as they are stored."""
-    PAIRS: tl.constexpr = FMT == CODE_NVFP4
-    a = load_quants(a_ptr, a_offset, a_ok, k, K, PAIRS, BLOCK_K, EVEN_K)
+    """`acc + a @ w^T` over one `BLOCK_K` by block-scaled MMA, which takes quants and scales as they are stored.
+
+    `FMT` is that of the weights; rows are in it too, `mxfp8` with `mxfp4` weights, which `FORM` may widen.
+    """
+    PAIRS: tl.constexpr = FMT == CODE_NVFP4 or FMT == CODE_MXFP4
+    a = load_quants(a_ptr, a_offset, a_ok, k, K, FMT == CODE_NVFP4, BLOCK_K, EVEN_K)
     w = load_quants(w_ptr, w_offset, w_ok, k, K, PAIRS, BLOCK_K, EVEN_K)
     a_s = load_scales(a_scales_ptr, a_scale_row, a_ok, k, K, a_ld, LAYOUT, BLOCK, BLOCK_K)
     w_s = load_scales(w_scales_ptr, w_scale_row, w_ok, k, K, w_ld, LAYOUT, BLOCK, BLOCK_K)
-    if PAIRS:
+    if FMT == CODE_NVFP4:
         a_s = a_s.to(tl.float8e4nv, bitcast=True)
         w_s = w_s.to(tl.float8e4nv, bitcast=True)
         acc = tl.dot_scaled(a, a_s, "e2m1", tl.trans(w), w_s, "e2m1", acc)
+    elif FMT == CODE_MXFP4 and FORM == WIDENED:
+        w = e2m1_code_to_e4m3_bits(tl.interleave(w & 15, w >> 4))
+        acc = tl.dot_scaled(a, a_s, "e4m3", tl.trans(w), w_s, "e4m3", acc)
+    elif FMT == CODE_MXFP4:
+        acc = tl.dot_scaled(a, a_s, "e4m3", tl.trans(w), w_s, "e2m1", acc)
     else:
         # The instruction wants a scale for each 32 of K.
         a_s = spread(a_s, BLOCK // 32)

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.formats import TokenFormat, ceil_div, token_format
+from moe_runtime.formats import MXFP4, MXFP8, TokenFormat, ceil_div, token_format
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import decoded_gemm, reference_gemm, tma_gemm
 from moe_runtime.kernels.activation import swiglu_tile
@@ -25,6 +25,7 @@ from moe_runtime.kernels.gemm_arguments import check_activation, check_operands,
 from moe_runtime.kernels.gemm_epilogue import half_rows, scaled, store_plain, store_quantized
 from moe_runtime.kernels.gemm_operands import (
     NVFP4_GAIN,
+    NativeForm,
     dense_scale_rows,
     dot_step,
     find_tile,
@@ -92,7 +93,7 @@ def _grouped_gemm_kernel(
     `a_stride` counts the words that a row is loaded in, `num_groups` those that may be active. Scales lie as
     `A_LAYOUT` and `W_LAYOUT` (`ScaleLayout`) say, one for SCALE_BLOCK numbers of K, and in `unpadded` rows' scales one
     for ROWS_PER_SCALE rows. E5M2 matters to the interpreter alone, compiled kernels know it from the pointers.
-    NATIVE takes the block-scaled MMA of Blackwell instead of decoding to bf16.
+    NATIVE (`NativeForm`) takes the block-scaled MMA of Blackwell instead of decoding to bf16.
     """
     GATED: tl.constexpr = ACTIVATION is not None
     PAIRS: tl.constexpr = (W_FMT == CODE_NVFP4) or (W_FMT == CODE_MXFP4)
@@ -134,13 +135,20 @@ def _grouped_gemm_kernel(
         up_offset = (expert.to(tl.int64) * num_rows + up_row) * words
         up_scale_row = weight_scale_rows(expert, up_row, num_rows, K, w_scale_ld, W_FMT, W_LAYOUT, SCALE_BLOCK)
         up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    w_ok = n_ok
+    if GATED and NATIVE:
+        # One product, its columns gate and up by turns: Triton 3.6 cannot give the scales of the rows to two of them.
+        w_offset = tl.interleave(w_offset, up_offset)
+        w_scale_row = tl.interleave(w_scale_row, up_scale_row)
+        w_ok = tl.interleave(n_ok, n_ok)
+        acc = tl.zeros([BLOCK_M, 2 * BLOCK_N], tl.float32)
 
     for k in range(0, K, BLOCK_K):
         if NATIVE:
             acc = native_step(
                 acc, a_ptr, a_scales_ptr, a_offset, a_scale_row, row_ok, a_scale_ld,
-                w_ptr, w_scales_ptr, w_offset, w_scale_row, n_ok, w_scale_ld, k, K,
-                W_FMT, W_LAYOUT, SCALE_BLOCK, BLOCK_K, EVEN_K,
+                w_ptr, w_scales_ptr, w_offset, w_scale_row, w_ok, w_scale_ld, k, K,
+                W_FMT, W_LAYOUT, SCALE_BLOCK, NATIVE, BLOCK_K, EVEN_K,
             )  # fmt: skip
         else:
             a_even, a_odd, a_s = load_operand(
@@ -159,6 +167,8 @@ def _grouped_gemm_kernel(
                 )  # fmt: skip
                 up_acc = dot_step(up_acc, a_even, a_odd, a_s, w_even, w_odd, w_s, W_FMT, PAIRS)
 
+    if GATED and NATIVE:
+        acc, up_acc = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N, 2]))
     row_scale = None
     if row_scale_ptr is not None:
         row_scale = tl.load(row_scale_ptr + position, mask=row_ok, other=0.0)
@@ -199,16 +209,30 @@ class GemmTile:
     num_stages: int
 
 
-def choose_tile(n: int, a_format: TokenFormat, *, out_block: int = 0) -> GemmTile:
+def choose_tile(n: int, a_format: TokenFormat, *, out_block: int = 0, native: NativeForm = NativeForm.NONE) -> GemmTile:
     """The tile for `n` output columns; `out_block` is the scale block of the result where it is gated, else 0.
 
     It depends on sizes and formats that are fixed for a layer, never on the number of rows: with it goes the order of
-    sums. Shared memory stays under the 99 KiB of sm_120.
+    sums. Shared memory stays under the 99 KiB of sm_120. Block-scaled MMA on sm_100 wants 128 rows.
     """
     block_n = min(128, max(triton.next_power_of_2(n), 32, out_block))
     block_k = 64 if a_format.element_bits == 16 else 128
     gated = out_block > 0
-    return GemmTile(64, block_n, block_k, num_warps=8 if gated and block_n == 128 else 4, num_stages=2 if gated else 3)
+    block_m = 128 if native is NativeForm.AS_STORED else 64
+    num_warps = 8 if block_n == 128 and (gated or native) else 4
+    return GemmTile(block_m, block_n, block_k, num_warps, num_stages=2 if gated else 3)
+
+
+def native_form(a: TokenFormat, w: TokenFormat, device: torch.device) -> NativeForm:
+    """How block-scaled MMA multiplies a layer's rows in `a` with weights in `w` on `device`.
+
+    `mxfp8` rows and `mxfp4` weights are taken as they are stored on sm_100; for sm_120 Triton 3.6 would take a product
+    of e4m3 and e2m1 apart into bf16 MMA. Other formats, and those on other GPUs, are decoded.
+    """
+    if device.type != "cuda" or (a, w) != (MXFP8, MXFP4):
+        return NativeForm.NONE
+    forms = {10: NativeForm.AS_STORED, 12: NativeForm.WIDENED}
+    return forms.get(torch.cuda.get_device_capability(device)[0], NativeForm.NONE)
 
 
 def gemm_flops(rows: int, n: int, k: int) -> int:
@@ -248,7 +272,7 @@ def grouped_gemm(
     """Multiply the rows of each group by the weight of its expert: `acc * row_scale * expert_scale + bias`.
 
     Args:
-        a: the rows; formats as in `w`, or bf16 rows with `nvfp4` and `mxfp4` weights.
+        a: the rows; formats as in `w`, or bf16 rows with `nvfp4` and `mxfp4` weights, or `mxfp8` rows with `mxfp4`.
         w: the weights `[E, N, K]`; prepared ones must be plain (without `gate_up`).
         out: bf16, fp16 or fp32 `[>= capacity, N]`, last dimension contiguous; made when None.
         out_dtype: of a new output.
@@ -276,9 +300,10 @@ def grouped_gemm(
     if resolve_engine(engine, a.rows.device) == "torch":
         return reference_gemm.grouped_gemm(a, w, out=out, out_dtype=out_dtype)
     out = check_out(a, w, out, out_dtype)
-    tile = choose_tile(w.num_rows, a.format)
+    native = native_form(a.format, w.format, a.rows.device)
+    tile = choose_tile(w.num_rows, a.format, native=native)
     target = raw_bits(out) if out.dtype == torch.bfloat16 else out
-    _launch(a, w, tile, w.num_rows, (target, None, None, None), out.stride(0), 0, None)
+    _launch(a, w, tile, native, w.num_rows, (target, None, None, None), out.stride(0), 0, None)
     return out
 
 
@@ -328,19 +353,26 @@ def grouped_gemm_swiglu(
     if resolve_engine(engine, a.rows.device) == "torch":
         return reference_gemm.grouped_gemm_swiglu(a, w, activation, out_format=out_format, out_gsf=out_gsf)
     out, gsf = empty_intermediate(a, w, out_format, out_gsf)
-    tile = choose_tile(out.num_columns, a.format, out_block=out.format.block)
+    native = native_form(a.format, w.format, a.rows.device)
+    tile = choose_tile(out.num_columns, a.format, out_block=out.format.block, native=native)
     scales = None if out.scales is None else raw_bits(out.scales)
     target = (raw_bits(out.rows), scales, gsf, out.group_scale_offsets)
-    _launch(a, w, tile, out.num_columns, target, 0, int(out.format.code), activation)
+    _launch(a, w, tile, native, out.num_columns, target, 0, int(out.format.code), activation)
     return out
+
+
+_WORDS = {torch.bfloat16: torch.int32, torch.float8_e4m3fn: torch.int16}
+"""Words of two numbers."""
 
 
 def _operand(t: torch.Tensor, pairs: bool) -> torch.Tensor:
     """Quants as the kernel loads them: bits under the interpreter, words of two numbers where both halves are used."""
-    if pairs and t.dtype == torch.bfloat16:
-        if t.stride(0) % 2 or t.data_ptr() % 4:
-            raise ValueError(f"a.rows: expected rows on 4-byte boundaries, got strides {list(t.stride())}")
-        return t.view(torch.int32)
+    if pairs and t.dtype in _WORDS:
+        word = _WORDS[t.dtype]
+        if t.stride(0) % 2 or t.data_ptr() % word.itemsize:
+            unit = f"{word.itemsize}-byte boundaries"
+            raise ValueError(f"a.rows: expected rows on {unit}, got strides {list(t.stride())}")
+        return t.view(word)
     return raw_bits(t) if INTERPRET else t
 
 
@@ -348,6 +380,7 @@ def _launch(
     a: GroupedRows,
     w: ExpertWeights,
     tile: GemmTile,
+    native: NativeForm,
     columns: int,
     out: tuple[torch.Tensor | None, ...],
     out_stride: int,
@@ -356,7 +389,7 @@ def _launch(
 ) -> None:
     if a.capacity == 0 or a.num_groups == 0 or w.num_experts == 0:
         return
-    pairs = w.format.element_bits == 4
+    pairs = w.format.element_bits == 4 and not native
     rows = _operand(a.rows, pairs)
     order = w.gate_up if activation is None else activation.order
     tiles = (ceil_div(a.capacity, tile.block_m) + a.num_groups) * ceil_div(columns, tile.block_n)
@@ -392,7 +425,7 @@ def _launch(
         SCALE_BLOCK=w.format.block,
         ROWS_PER_SCALE=1,
         E5M2=False,
-        NATIVE=False,
+        NATIVE=int(native),
         ORDER=0 if order is None else order.code,
         SCALES_PER_EXPERT=0 if w.expert_scales is None else w.expert_scales.ndim,
         ACTIVATION=None if activation is None else (activation.alpha, activation.limit, activation.up_offset),

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from moe_runtime.formats import FP8_BLOCK, MXFP8, NVFP4, ScaleLayout, TokenFormat
-from moe_runtime.kernels.gemm_aot import MMA, gemm_case
+from moe_runtime.kernels.gemm_aot import MMA, MXF8_MMA, gemm_case
 from moe_runtime.kernels.op_gemm import choose_op_tile
 from moe_runtime.kernels.runtime import ALL_ARCHS, AotCase
 
 _QUANTS = {NVFP4.name: "*u8", MXFP8.name: "*fp8e4nv", FP8_BLOCK.name: "*fp8e4nv"}
 _NATIVE = {
     NVFP4.name: {100: r"tcgen05\.mma\S*mxf4nvf4\S*block_scale", 120: r"mma\.sync\S*mxf4nvf4\S*block_scale"},
-    MXFP8.name: {100: r"tcgen05\.mma\S*mxf8f6f4\S*block_scale", 120: r"mma\.sync\S*mxf8f6f4\S*block_scale"},
+    MXFP8.name: MXF8_MMA,
 }
 _NEVER = ("row_scale_ptr", "row_index_ptr", "bias_ptr", "out_scales_ptr", "out_gsf_ptr", "out_scale_offsets_ptr")
 

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from moe_runtime.formats import ceil_div, token_formats_for, weight_format
+from moe_runtime.formats import WEIGHT_FORMATS, ceil_div, token_formats_for, weight_format
 
 FormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4"]
 WeightFormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4", "mxfp4"]
@@ -170,9 +170,10 @@ class MoELayerConfig(_Model):
                 f"got {self.micro_batches}"
             )
         if self.token_format not in token_formats_for(self.weight_format):
+            possible = [name for name in WEIGHT_FORMATS if self.token_format in token_formats_for(name)]
             raise ValueError(
-                f"weight_format: expected {self.token_format} (the token_format), or nvfp4 or mxfp4 with bf16 tokens, "
-                f"got {self.weight_format} with {self.token_format} tokens"
+                f"weight_format: expected {' or '.join(possible)}, got {self.weight_format} with {self.token_format} "
+                "tokens"
             )
         for name in (self.token_format, self.weight_format, self.combine_format):
             weight_format(name).check_columns(self.hidden_size, "hidden_size")

@@ -28,7 +28,7 @@ class Experts:
         down: weights `[E, H, I]`.
         activation: formula, and the order of gate and up.
         intermediate_format: format between the products; None means that of `down`, bf16 with `mxfp4` weights.
-            `nvfp4` weights also take bf16.
+            `nvfp4` weights also take bf16, `mxfp4` weights mxfp8.
         intermediate_gsf: encode scale of an `nvfp4` intermediate, a number or one fp32 element on the device of the
             weights; None means `kernels.gemm_arguments.DEFAULT_INTERMEDIATE_GSF`. Kept as a tensor.
         engine: "auto", "triton" or "torch".

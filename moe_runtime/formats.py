@@ -121,8 +121,8 @@ FORMATS: dict[str, TokenFormat] = {f.name: f for f in (BF16, FP8_BLOCK, MXFP8, N
 WEIGHT_FORMATS: dict[str, TokenFormat] = FORMATS | {MXFP4.name: MXFP4}
 """Formats of weights. `mxfp4` is e2m1 with a UE8M0 scale for 32 of K, for weights alone."""
 
-BF16_TOKENS_TOO = (NVFP4.name, MXFP4.name)
-"""Weight formats that bf16 tokens are multiplied with, decoded exactly."""
+TOKENS_BESIDE = {NVFP4.name: (BF16.name,), MXFP4.name: (BF16.name, MXFP8.name)}
+"""By format of weights: tokens in other formats that they are multiplied with, decoded exactly; the usual one first."""
 
 COMBINE_FORMATS = tuple(name for name, fmt in FORMATS.items() if not fmt.has_row_scale)
 """Formats that a partial result may travel home in: those that need no second pass over the row."""
@@ -150,13 +150,13 @@ def _format_among(formats: dict[str, TokenFormat], name: str | TokenFormat) -> T
 
 
 def token_formats_for(weights: str) -> tuple[str, ...]:
-    """Names of the formats in which tokens can be multiplied with weights in the format `weights`.
+    """Names of the formats in which tokens can be multiplied with weights in the format `weights`, the usual one first.
 
     >>> token_formats_for("nvfp4"), token_formats_for("mxfp4"), token_formats_for("mxfp8")
-    (('nvfp4', 'bf16'), ('bf16',), ('mxfp8',))
+    (('nvfp4', 'bf16'), ('bf16', 'mxfp8'), ('mxfp8',))
     """
     own = (weights,) if weights in FORMATS else ()
-    return own + (("bf16",) if weights in BF16_TOKENS_TOO else ())
+    return own + TOKENS_BESIDE.get(weights, ())
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ HALF_OVERFLOW = 65520.0
 """Smallest number that rounds to infinity in fp16."""
 
 ENGINES = ("triton", "torch")
-PAIRS = [(name, name) for name in FORMATS] + [("nvfp4", "bf16"), ("mxfp4", "bf16")]
+PAIRS = [(name, name) for name in FORMATS] + [("nvfp4", "bf16"), ("mxfp4", "bf16"), ("mxfp4", "mxfp8")]
 UNIT = {torch.bfloat16: 2.0**-8, torch.float16: 2.0**-11, torch.float32: 3 * 2.0**-24}
 """Relative rounding of the result; fp32 rounds after each of the row scale, the expert scale and the bias."""
 

@@ -23,6 +23,7 @@ pytestmark = [pytest.mark.cpu_only, pytest.mark.timeout(600)]
 
 ROOT = Path(__file__).resolve().parent.parent
 WIRE_FORMATS = ("bf16", "fp8_block", "mxfp8")
+MIXED = ("nvfp4 x bf16", "mxfp4 x bf16", "mxfp4 x mxfp8")
 OPERATIONS = {
     "quantize": tuple(WEIGHT_FORMATS),
     "dequantize": tuple(WEIGHT_FORMATS),
@@ -31,8 +32,8 @@ OPERATIONS = {
     "arrive_offsets": tuple(FORMATS),
     "arrive_place": tuple(FORMATS),
     "arrive_rows": tuple(FORMATS),
-    "grouped_gemm": (*FORMATS, "nvfp4 x bf16", "mxfp4 x bf16"),
-    "grouped_gemm_swiglu": (*FORMATS, "nvfp4 x bf16", "mxfp4 x bf16"),
+    "grouped_gemm": (*FORMATS, *MIXED),
+    "grouped_gemm_swiglu": (*FORMATS, *MIXED),
     "grouped_matmul_dynamic_scaled_nvfp4": ("nvfp4",),
     "group_gemm_nvfp4_nt_groupwise": ("nvfp4",),
     "moe_gemm_mxfp8_nt_groupwise": ("mxfp8",),

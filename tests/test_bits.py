@@ -78,6 +78,13 @@ def test_e2m1_decoder_looks_at_four_bits_only(device: torch.device) -> None:
     assert_same_bits(twins.e2m1_code_to_f32(codes), expected)
 
 
+def test_every_number_of_e2m1_is_one_of_e4m3(device: torch.device) -> None:
+    codes = np.arange(16).astype(np.uint8)
+    expected = codes.view(ml_dtypes.float4_e2m1fn).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    found = by_kernel(bits.e2m1_code_to_e4m3_bits, torch.from_numpy(codes).to(device), torch.uint8)
+    assert_same_bits(found, expected)
+
+
 def encoder_inputs(oracle: type, seed: int) -> np.ndarray:
     """All bf16 numbers; values of the target type, midpoints between them, and their fp32 neighbours; random bits."""
     bf16 = (np.arange(65536, dtype=np.uint32) << 16).view(np.float32)

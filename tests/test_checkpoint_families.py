@@ -166,6 +166,14 @@ def test_gpt_oss_in_mxfp4(tmp_path: Path, seed: int) -> None:
     layer, error = layer_and_error(tmp_path, 2, seed)
     assert (layer.config.token_format, layer.config.weight_format) == ("bf16", "mxfp4")
     assert error <= error_bound("bf16", "bf16")
+    w4a8, error = layer_and_error(tmp_path, 2, seed, token_format="mxfp8")
+    assert (w4a8.config.token_format, w4a8.config.weight_format) == ("mxfp8", "mxfp4")
+    assert error_bound("bf16", "bf16") < error <= error_bound("mxfp8", "bf16")
+    assert layer.experts is not None and w4a8.experts is not None
+    for part in ("gate_up", "down"):
+        ours, theirs = getattr(w4a8.experts, part), getattr(layer.experts, part)
+        assert_same_bits(ours.quants, theirs.quants)
+        assert_same_bits(ours.scales, theirs.scales)
     _, error = layer_and_error(tmp_path, 2, seed, weight_format="bf16")
     assert error <= error_bound("bf16", "bf16")
 

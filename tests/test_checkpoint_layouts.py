@@ -14,9 +14,11 @@ from safetensors.torch import load_file, save_file
 
 from moe_runtime.checkpoint import Checkpoint, choose_formats, layer_config_from_checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.checkpoint_layouts import (
+    COMPRESSED_MXFP4,
     COMPRESSED_MXFP8,
     COMPRESSED_NVFP4,
     FP8_BLOCKS,
+    GPT_OSS_MXFP4,
     MODELOPT_NVFP4,
     PLAIN,
     StoredExperts,
@@ -216,6 +218,11 @@ CASES: list[tuple[StoredExperts, tuple[str | None, str | None], tuple[str, str]]
     (StoredExperts(COMPRESSED_NVFP4, "bf16"), (None, None), ("bf16", "nvfp4")),
     (StoredExperts(COMPRESSED_NVFP4, "bf16"), ("nvfp4", None), ("nvfp4", "nvfp4")),
     (StoredExperts(COMPRESSED_MXFP8, "bf16"), (None, None), ("bf16", "bf16")),
+    (StoredExperts(COMPRESSED_MXFP8, "mxfp8"), (None, "mxfp4"), ("mxfp8", "mxfp4")),
+    (StoredExperts(COMPRESSED_MXFP4, "bf16"), (None, None), ("bf16", "mxfp4")),
+    (StoredExperts(COMPRESSED_MXFP4, "bf16"), ("mxfp8", None), ("mxfp8", "mxfp4")),
+    (StoredExperts(GPT_OSS_MXFP4, "bf16"), ("mxfp8", None), ("mxfp8", "mxfp4")),
+    (StoredExperts(GPT_OSS_MXFP4, "bf16"), ("nvfp4", None), ("nvfp4", "nvfp4")),
     (StoredExperts(FP8_BLOCKS, "fp8_block"), (None, "nvfp4"), ("nvfp4", "nvfp4")),
     (StoredExperts(FP8_BLOCKS, "fp8_block"), ("bf16", None), ("bf16", "bf16")),
     (StoredExperts(FP8_BLOCKS, "fp8_block"), (None, "mxfp4"), ("bf16", "mxfp4")),

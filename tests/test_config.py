@@ -243,7 +243,7 @@ def test_a_layer_is_accepted_exactly_when_it_can_run(
         hidden > 0
         and intermediate > 0
         and 0 < top_k <= num_experts
-        and (weights == token or (token, weights) in (("bf16", "nvfp4"), ("bf16", "mxfp4")))
+        and (weights == token or (token, weights) in (("bf16", "nvfp4"), ("bf16", "mxfp4"), ("mxfp8", "mxfp4")))
         and all(hidden % max(8, WEIGHT_FORMATS[name].block) == 0 for name in (token, weights, combine))
         and all(intermediate % max(8, WEIGHT_FORMATS[name].block) == 0 for name in (token, weights))
     )

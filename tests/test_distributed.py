@@ -162,9 +162,15 @@ def test_a_rank_two_steps_ahead_without_tokens_takes_none_from_a_slow_one(engine
 
 SMALL = [
     MoELayerConfig(
-        hidden_size=128, intermediate_size=128, num_experts=3, top_k=2, max_tokens_per_rank=4, token_format=fmt
+        hidden_size=128,
+        intermediate_size=128,
+        num_experts=3,
+        top_k=2,
+        max_tokens_per_rank=4,
+        token_format=fmt,
+        weight_format=weights,
     )
-    for fmt in FORMATS
+    for fmt, weights in (*((fmt, fmt) for fmt in FORMATS), ("mxfp8", "mxfp4"))
 ]
 
 
@@ -187,7 +193,7 @@ def test_the_whole_layer_interpreted_in_processes_equals_virtual_ranks(get_pool:
         with VirtualRanks(c, 2, lambda layer: layer.load_random(seed), engine="triton") as ranks:
             ys = ranks([i.x for i in inputs], [(i.topk_idx, i.topk_weights) for i in inputs])
         for rank in range(2):
-            assert_same_bits(results[rank][number], ys[rank], f"{c.token_format}, rank {rank}")
+            assert_same_bits(results[rank][number], ys[rank], f"{c.weight_format}, rank {rank}")
 
 
 @pytest.mark.parametrize("fmt", sorted(FORMATS))

@@ -9,13 +9,12 @@ import pytest
 import torch
 
 from moe_runtime.experts import Experts
-from moe_runtime.formats import FORMATS
 from moe_runtime.kernels.activation import swiglu
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
-from tests.gemm_cases import check_inside, decode_rows, decode_weights, exact_gemm, make_rows, random_weights
+from tests.gemm_cases import PAIRS, check_inside, decode_rows, decode_weights, exact_gemm, make_rows, random_weights
 from tests.gemm_checks import check_quantized
 
 HIDDEN, INNER, EXPERTS = 128, 256, 3
@@ -39,9 +38,7 @@ def _experts(
 
 
 @pytest.mark.parametrize("engine", ["triton", "torch"])
-@pytest.mark.parametrize(
-    ("weight", "token"), [*((name, name) for name in FORMATS), ("nvfp4", "bf16"), ("mxfp4", "bf16")]
-)
+@pytest.mark.parametrize(("weight", "token"), PAIRS)
 def test_experts_are_the_two_products(
     weight: str, token: str, engine: str, rng: torch.Generator, device: torch.device
 ) -> None:

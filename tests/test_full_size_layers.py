@@ -165,10 +165,11 @@ def run_from_files(rank: int, world: int, folder: str, tokens: str | None, check
 
 
 KINDS = {
-    "deepseek_v3": (write_deepseek, deepseek_expert, ("nvfp4", "nvfp4")),
-    "gpt_oss": (write_gpt_oss, gpt_oss_expert, ("bf16", "mxfp4")),
+    "deepseek_v3": (write_deepseek, deepseek_expert, ("nvfp4", "nvfp4"), "bf16"),
+    "gpt_oss": (write_gpt_oss, gpt_oss_expert, ("bf16", "mxfp4"), "mxfp8"),
 }
-"""How a layer is written, what one of its experts gives, and the formats of tokens and weights that its files want."""
+"""How a layer is written, what one of its experts gives, the formats of tokens and weights that its files want, and
+the other tokens that these weights go with."""
 
 FULL_SIZE: dict[str, Sizes] = {"deepseek_v3": (7168, 2048, 256, 8), "gpt_oss": (2880, 2880, 128, 4)}
 SMALL: dict[str, Sizes] = {"deepseek_v3": (256, 128, 40, 5), "gpt_oss": (160, 96, 7, 3)}
@@ -176,11 +177,11 @@ SMALL: dict[str, Sizes] = {"deepseek_v3": (256, 128, 40, 5), "gpt_oss": (160, 96
 
 def check(kind: str, sizes: Sizes, checked: int, ranks: Any, folder: Path, seed: int) -> None:
     """With the first `checked` tokens of each rank."""
-    writer, expert_output, formats = KINDS[kind]
+    writer, expert_output, formats, others = KINDS[kind]
     writer(folder, sizes, torch.Generator().manual_seed(seed))
     reference: torch.Tensor | None = None
-    # Tokens as the checkpoint says, and in bf16, where errors are small beside what any wrong weight would do.
-    for tokens in (None, "bf16"):
+    # One of the two is bf16, where errors are small beside what any wrong weight would do.
+    for tokens in (None, others):
         results = ranks.run(run_from_files, str(folder), tokens, checked, seed, timeout=170)
         token_format, weight_format = tokens or formats[0], formats[1]
         assert {result[0] for result in results} == {(token_format, weight_format)}

@@ -10,7 +10,9 @@ import torch
 
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from moe_runtime.kernels.reference_quantize import raw_bits
 from moe_runtime.weights import GPT_OSS, SwiGLU
+from tests.comparison import assert_same_bits
 from tests.gemm_cases import make_rows, random_weights
 
 
@@ -49,6 +51,23 @@ def test_bad_rows_are_named(name: str, change: dict[str, Any], rng: torch.Genera
     a = replace(make_rows("nvfp4", [3, 5], 64, rng, cpu, num_experts=2), **change)
     with pytest.raises(ValueError, match=f"^{name}: expected .*got"):
         grouped_gemm(a, w)
+
+
+@pytest.mark.parametrize(("token", "boundary"), [("bf16", 4), ("mxfp8", 2)])
+def test_rows_that_are_no_whole_words_are_named(
+    token: str, boundary: int, rng: torch.Generator, device: torch.device
+) -> None:
+    """Beside weights of two numbers a byte the kernel loads two of a row at a time; the twin takes any rows."""
+    w = random_weights("mxfp4", 1, 32, 64, rng, device)
+    a = make_rows(token, [3], 64, rng, device, num_experts=1)
+    want = grouped_gemm(a, w, engine="torch")
+    for width, first in ((67, 0), (68, 1)):
+        wide = torch.zeros(3, width, dtype=a.rows.dtype, device=device)
+        raw_bits(wide)[:, first : first + 64] = raw_bits(a.rows)
+        odd = replace(a, rows=wide[:, first : first + 64])
+        assert_same_bits(grouped_gemm(odd, w, engine="torch"), want)
+        with pytest.raises(ValueError, match=rf"^a\.rows: expected rows on {boundary}-byte boundaries"):
+            grouped_gemm(odd, w, engine="triton")
 
 
 def test_bad_arguments_are_named(rng: torch.Generator) -> None:

@@ -165,6 +165,28 @@ def test_mxfp4_weights_of_every_code_and_scale_are_exact(engine: str, device: to
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_mxfp8_rows_of_every_code_and_scale_are_exact_with_mxfp4_weights(engine: str, device: torch.device) -> None:
+    """Times one, each code beside each scale that bf16 carries, in a column of its own; and NaN."""
+    codes = torch.arange(256, dtype=torch.uint8)
+    codes[codes & 0x7F == 0x7F] = 0x7E
+    scales = torch.arange(256)[[*range(3, 247), 255]].to(torch.uint8)
+    rows = codes.view(8, 32).repeat(len(scales), 1)
+    count = len(rows)
+    linear = scales.repeat_interleave(8)[None, :, None]
+    a = replace(
+        make_rows("mxfp8", [count], 32, torch.Generator(), device, num_experts=1, x=torch.ones(count, 32)),
+        rows=rows.view(torch.float8_e4m3fn).to(device),
+        scales=swizzle_scales(linear)[0].to(device),
+    )
+    w = ExpertWeights.quantize(torch.eye(32)[None], "mxfp4", engine="torch").to(device)
+    assert np.array_equal(decode_weights(w)[0], np.eye(32))
+    out = grouped_gemm(a, w, out_dtype=torch.float32, engine=engine).cpu()
+    exact = torch.from_numpy(decode_rows(a))
+    assert out[-8:].isnan().all() and exact[-8:].isnan().all()
+    assert torch.equal(out[:-8].double(), exact[:-8])
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_fp8_block_powers_of_two_are_exact(engine: str, rng: torch.Generator, device: torch.device) -> None:
     """One block scale per 128 of K, different from block to block, on both sides."""
     k, n = 384, 160
@@ -181,20 +203,20 @@ def test_fp8_block_powers_of_two_are_exact(engine: str, rng: torch.Generator, de
     assert_same_bits(grouped_gemm(a, w, out_dtype=torch.float32, engine=engine), exact.float(), "fp8_block")
 
 
-@pytest.mark.parametrize("name", FORMATS)
-def test_rows_do_not_depend_on_neighbours(name: str, rng: torch.Generator, device: torch.device) -> None:
+@pytest.mark.parametrize(("weight", "token"), PAIRS)
+def test_rows_do_not_depend_on_neighbours(weight: str, token: str, rng: torch.Generator, device: torch.device) -> None:
     """A row alone, and the same row among others, on GPUs at another place of a tile: the same bits.
 
     The interpreter multiplies by BLAS, which may sum rows at different places of a tile in different orders.
     """
     k, n = 256, 136
     row = 68 if device.type == "cuda" else 5
-    w = random_weights(name, 2, n, k, rng, device)
+    w = random_weights(weight, 2, n, k, rng, device)
     x = torch.randn(70, k, generator=rng)
-    many = make_rows(name, [5, 65], k, rng, device, num_experts=2, x=x)
-    one = make_rows(name, [0, 1], k, rng, device, num_experts=2, x=x[row : row + 1])
+    many = make_rows(token, [5, 65], k, rng, device, num_experts=2, x=x)
+    one = make_rows(token, [0, 1], k, rng, device, num_experts=2, x=x[row : row + 1])
     together = grouped_gemm(many, w, out_dtype=torch.float32, engine="triton")
-    assert_same_bits(grouped_gemm(one, w, out_dtype=torch.float32, engine="triton")[0], together[row], name)
+    assert_same_bits(grouped_gemm(one, w, out_dtype=torch.float32, engine="triton")[0], together[row], token)
 
 
 def test_twin_does_not_depend_on_the_size_of_groups(rng: torch.Generator) -> None:
@@ -214,34 +236,36 @@ def test_twin_does_not_depend_on_the_size_of_groups(rng: torch.Generator) -> Non
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", FORMATS)
-def test_nan_stays_in_its_row(name: str, engine: str, rng: torch.Generator, device: torch.device) -> None:
+@pytest.mark.parametrize(("weight", "token"), PAIRS)
+def test_nan_stays_in_its_row(weight: str, token: str, engine: str, rng: torch.Generator, device: torch.device) -> None:
     k = 128
-    w = random_weights(name, 1, 256, k, rng, device)
+    w = random_weights(weight, 1, 256, k, rng, device)
     x = torch.randn(6, k, generator=rng)
-    clean = make_rows(name, [6], k, rng, device, num_experts=1, x=x)
+    clean = make_rows(token, [6], k, rng, device, num_experts=1, x=x)
     x = x.clone()
     x[2, 77] = float("nan")
-    dirty = make_rows(name, [6], k, rng, device, num_experts=1, x=x)
+    dirty = make_rows(token, [6], k, rng, device, num_experts=1, x=x)
     want = grouped_gemm(clean, w, engine=engine)
     got = grouped_gemm(dirty, w, engine=engine)
     assert got[2].isnan().all()
     others = [0, 1, 3, 4, 5]
     assert_same_bits(got[others], want[others], "other rows")
-    hidden = grouped_gemm_swiglu(dirty, w, SwiGLU(limit=1.0), out_format=name, engine=engine)
+    hidden = grouped_gemm_swiglu(dirty, w, SwiGLU(limit=1.0), out_format=token, engine=engine)
     poisoned = np.isnan(decode_rows(hidden))
     assert poisoned[2].all() and not poisoned[others].any()
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "nvfp4"])
+@pytest.mark.parametrize(
+    ("weight", "name"), [("fp8_block", "fp8_block"), ("mxfp8", "mxfp8"), ("nvfp4", "nvfp4"), ("mxfp4", "mxfp8")]
+)
 def test_a_scale_of_nan_is_nan_whatever_its_codes(
-    name: str, engine: str, rng: torch.Generator, device: torch.device
+    weight: str, name: str, engine: str, rng: torch.Generator, device: torch.device
 ) -> None:
     """Not Inf: all operands are positive, so that nothing else makes a NaN of one."""
     k, n, nan = 128, 136, {"fp8_block": float("nan"), "mxfp8": 255, "nvfp4": 0x7F}[name]
     x, m = torch.rand(6, k, generator=rng) + 1, torch.rand(1, n, k, generator=rng) + 1
-    w = ExpertWeights.quantize(m.to(device), name)
+    w = ExpertWeights.quantize(m.to(device), weight)
     a = make_rows(name, [6], k, rng, device, num_experts=1, x=x)
     assert a.scales is not None and w.scales is not None
     a_bad, w_bad = a.scales.clone(), w.scales.clone()

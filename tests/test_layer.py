@@ -16,12 +16,13 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.families import layer_config
 from moe_runtime.formats import FORMATS
 from moe_runtime.layer import MoELayer, random_expert
+from moe_runtime.loading import ExpertTensors
 from moe_runtime.metrics import PhaseTimes
 from moe_runtime.parallel import own_experts
 from moe_runtime.plan import expert_starts
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks
-from moe_runtime.weights import SwiGLU
+from moe_runtime.weights import ExpertWeights, SwiGLU
 from tests.comparison import assert_same_bits
 
 SETTINGS: dict[str, Any] = {
@@ -175,12 +176,38 @@ def test_every_format_is_within_its_bound_of_float64(
     assert relative_error(y.cpu(), reference)[0] <= error_bound(fmt)
 
 
-@pytest.mark.parametrize("fmt", sorted(FORMATS))
+@pytest.mark.parametrize("mode", ["indexed", "packed"])
+def test_of_mxfp4_weights_mxfp8_tokens_lose_nothing(
+    mode: str, device: torch.device, rng: torch.Generator, seed: int
+) -> None:
+    """Three ranks, one without tokens, against float64 with the weights as they are stored."""
+    config = MoELayerConfig(**SETTINGS, token_format="mxfp8", weight_format="mxfp4", mode=mode)
+    plain = [random_expert(config, seed, e)[:2] for e in range(8)]
+    stored = [[ExpertWeights.quantize(w[None], "mxfp4", engine="torch") for w in pair] for pair in plain]
+    gate_up, down = (torch.stack([pair[i].dequantize(engine="torch")[0] for pair in stored]) for i in (0, 1))
+    xs = [tokens(rng, count) for count in (64, 0, 33)]
+    scores = [torch.randn(len(x), 8, generator=rng).topk(3) for x in xs]
+    routes = [(best.indices.int(), best.values.softmax(1)) for best in scores]
+
+    def load(layer: MoELayer) -> None:
+        layer.load_experts(ExpertTensors(*stored[e]) for e in layer.local_experts)
+
+    with VirtualRanks(config, 3, load, device=device) as ranks:
+        ys = ranks([x.to(device) for x in xs], [(idx.to(device), weights.to(device)) for idx, weights in routes])
+    reference = [moe_reference(x, *route, gate_up, down, SwiGLU()) for x, route in zip(xs, routes, strict=True)]
+    error, _ = relative_error(torch.cat(ys).cpu(), torch.cat(reference))
+    assert error_bound("bf16") < error <= error_bound("mxfp8", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("fmt", "weights"), [*((fmt, fmt) for fmt in sorted(FORMATS)), ("mxfp8", "mxfp4")], ids="-".join
+)
 @pytest.mark.parametrize("mode", ["indexed", "packed"])
 def test_modes_repetitions_and_neighbours_do_not_change_a_bit(
-    fmt: str, mode: str, device: torch.device, rng: torch.Generator
+    fmt: str, weights: str, mode: str, device: torch.device, rng: torch.Generator
 ) -> None:
-    layer, packed = make_layer(device, token_format=fmt, mode=mode), make_layer(device, token_format=fmt, mode="packed")
+    formats = {"token_format": fmt, "weight_format": weights}
+    layer, packed = make_layer(device, **formats, mode=mode), make_layer(device, **formats, mode="packed")
     x = tokens(rng, 40).to(device)
     y = layer(x)
     assert_same_bits(layer(x), y, "the second time")

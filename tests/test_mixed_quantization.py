@@ -213,20 +213,22 @@ def test_experts_beside_linears_in_fp8_are_read_as_alone(folder: Path) -> None:
 
 def test_layers_in_formats_of_their_own(tmp_path: Path, seed: int) -> None:
     """Written by compressed-tensors, by four of its presets and in bf16, held to its decompressors; each layer runs in
-    its own formats, within the bound of these."""
+    its own formats, that of MXFP4 also with MXFP8 tokens, within the bound of these."""
     pytest.importorskip("compressed_tensors")
     write_qwen3_moe_checkpoint(tmp_path, CONFIG, seed=seed, num_layers=5)
     schemes, tensors = compress_layers(tmp_path, "NVFP4", "FP8_BLOCK", "MXFP4A16", "MXFP8")
     formats = [("nvfp4", "nvfp4"), ("fp8_block", "fp8_block"), ("bf16", "mxfp4"), ("mxfp8", "mxfp8"), ("bf16", "bf16")]
+    asked: list[tuple[int, dict[str, Any]]] = [(number, {}) for number in range(5)]
+    asked, formats = [*asked, (2, {"token_format": "mxfp8"})], [*formats, ("mxfp8", "mxfp4")]
     # Bounds are of many tokens: the error of eight strays by a sixteenth of it, that of 256 by a seventieth.
     x = torch.randn(256, 128, generator=torch.Generator().manual_seed(seed)).bfloat16()
     with Checkpoint(tmp_path) as checkpoint, ExpertParallelContext(device="cpu") as context:
         layers = [
-            MoELayer.from_checkpoint(tmp_path, layer=number, context=context, max_tokens_per_rank=256)
-            for number in range(5)
+            MoELayer.from_checkpoint(tmp_path, layer=number, context=context, max_tokens_per_rank=256, **given)
+            for number, given in asked
         ]
-        for number, layer in enumerate(layers):
-            assert (layer.config.token_format, layer.config.weight_format) == formats[number]
+        for (number, _), layer, wanted in zip(asked, layers, formats, strict=True):
+            assert (layer.config.token_format, layer.config.weight_format) == wanted
             weights = []
             for expert, one in enumerate(checkpoint.experts(number, range(3))):
                 gate_up, down = dense(one.gate_up), dense(one.down)

@@ -106,6 +106,7 @@ def test_logits(family: str, world: int, get_pool: Any, tmp_path: Path, seed: in
         ("qwen2_moe", "fp8_block", "fp8_block", 4),
         ("qwen3_moe", "mxfp8", "mxfp8", 4),
         ("gpt_oss", "mxfp8", "mxfp8", 1),
+        ("gpt_oss", "mxfp8", "mxfp4", 2),
     ],
 )
 def test_logits_of_quantized_models(
