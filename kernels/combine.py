@@ -23,6 +23,7 @@ from moe_runtime.kernels.quantize import quantize_tile
 from moe_runtime.kernels.runtime import AotCase
 from moe_runtime.kernels.signalling import (
     exchange_aot_case,
+    has_failed,
     last_to_arrive,
     record_failure,
     signals_of,
@@ -170,7 +171,7 @@ def _combine_wait_kernel(
             flags + peer, epoch, peer, COMBINE_WAIT, epoch,
             error_ptr, latch_ptr, signal_ptrs, rank, timeout_ns, ABORT, WORLD, WORLD_PAD,
         )  # fmt: skip
-    failed = tl.load(latch_ptr, volatile=True) != 0
+    failed = has_failed(latch_ptr)
     for turn in range(turns_of(num_tokens) if LOOPED else 1):
         token = turn * tl.num_programs(0) + first
         num_parts = tl.load(num_parts_ptr + token, mask=(token < num_tokens) & (failed == 0), other=0)

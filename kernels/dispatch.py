@@ -23,6 +23,7 @@ from moe_runtime.kernels.runtime import AotCase
 from moe_runtime.kernels.signalling import (
     adopt_aborts,
     exchange_aot_case,
+    has_failed,
     last_to_arrive,
     milliseconds,
     record_failure,
@@ -156,7 +157,7 @@ def _dispatch_send_kernel(
             goes = tl.max((owners == peer).to(tl.int32), axis=0)
             parts += goes
             if AWAIT_READY:
-                if ((goes > 0) | (token == 0)) & (tl.load(latch_ptr, volatile=True) == 0):
+                if ((goes > 0) | (token == 0)) & (has_failed(latch_ptr) == 0):
                     late = wait_either(
                         own + READY + peer,
                         epoch,
@@ -177,7 +178,7 @@ def _dispatch_send_kernel(
         adopt_aborts(error_ptr, latch_ptr, own, ABORT, WORLD, WORLD_PAD)
         tl.store(num_parts_ptr + token, parts, mask=here)
 
-        if here & (tl.load(latch_ptr, volatile=True) == 0):
+        if here & (has_failed(latch_ptr) == 0):
             x_row = x_ptr.to(tl.pointer_type(tl.uint16)) + token.to(tl.int64) * x_stride
             column = tl.arange(0, COLUMNS)
             gsf = tl.full([1], 1.0, tl.float32)

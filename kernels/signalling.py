@@ -16,6 +16,7 @@ from moe_runtime.comm.signals import ABORT_WORDS as _ABORT_WORDS
 from moe_runtime.errors import ErrorCode
 from moe_runtime.kernels.runtime import AotCase, clock_ns, store_release
 
+MAX_THREADS = tl.constexpr(256)
 ABORT_WORDS = tl.constexpr(_ABORT_WORDS)
 TIMEOUT = tl.constexpr(int(ErrorCode.TIMEOUT))
 
@@ -24,6 +25,22 @@ TIMEOUT = tl.constexpr(int(ErrorCode.TIMEOUT))
 def signals_of(signal_ptrs, rank):
     """The signal region of `rank` as an int32 pointer."""
     return tl.load(signal_ptrs + rank).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def agreed(seen):
+    """The largest int32 `seen` of all threads of a program of at most `MAX_THREADS`.
+
+    What others may change while it is read, and the clock, each thread reads for itself. A branch must not depend on
+    that where barriers lie behind it, as they do behind reductions and atomics: warps would wait at different ones.
+    """
+    return tl.max(tl.where(tl.arange(0, MAX_THREADS) >= 0, seen, 0), axis=0)
+
+
+@triton.jit
+def has_failed(latch_ptr):
+    """Whether this rank has failed so far, the same for all threads."""
+    return agreed((tl.load(latch_ptr, volatile=True) != 0).to(tl.int32)) != 0
 
 
 @triton.jit
@@ -68,7 +85,7 @@ def adopt_aborts(error_ptr, latch_ptr, own_ptr, ABORT: tl.constexpr, WORLD: tl.c
     """Take over the failure of a peer, if one has told of any; it is not told on."""
     peers = tl.arange(0, WORLD_PAD)
     codes = tl.load(own_ptr + ABORT + peers * ABORT_WORDS, mask=peers < WORLD, other=0, volatile=True)
-    if tl.max(codes, axis=0) != 0:
+    if agreed(tl.max(codes, axis=0)) != 0:
         for peer in range(WORLD):
             words = own_ptr + ABORT + peer * ABORT_WORDS
             code = tl.atomic_add(words, 0, sem="acquire", scope="sys")
@@ -114,8 +131,9 @@ def wait_either(
             behind = (ahead_a < 0) & (ahead_b < 0)
             aborts = tl.load(own_ptr + ABORT + peers * ABORT_WORDS, mask=peers < WORLD, other=0, volatile=True)
             given_up = (tl.max(aborts, axis=0) != 0) | (tl.load(latch_ptr, volatile=True) != 0)
-            late = behind & (clock_ns() - start > timeout_ns)
-            waiting = behind & (given_up == 0) & (late == 0)
+            seen = agreed(given_up.to(tl.int32) + 2 * (clock_ns() - start > timeout_ns).to(tl.int32))
+            late = behind & (seen >= 2)
+            waiting = behind & (seen == 0)
     return late
 
 
@@ -143,7 +161,7 @@ def wait_for_peer(
 ):
     """Wait for a flag of `peer`; a late peer is recorded as `TIMEOUT`, an abort is adopted. The latch tells of both."""
     own = signals_of(signal_ptrs, rank)
-    if tl.load(latch_ptr, volatile=True) == 0:
+    if has_failed(latch_ptr) == 0:
         if wait_either(flag, value, flag, value, latch_ptr, own, timeout_ns, ABORT, WORLD, WORLD_PAD):
             record_failure(
                 error_ptr, latch_ptr, signal_ptrs, TIMEOUT, peer, phase, epoch, milliseconds(timeout_ns), 0, rank,

@@ -1,0 +1,61 @@
+"""Programs of Triton's exchange kernels go one way, whatever each of their threads sees."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+
+from moe_runtime.kernels.dispatch import AOT_CASES as DISPATCH_CASES
+from moe_runtime.kernels.runtime import ALL_ARCHS, AotCase
+from moe_runtime.kernels.signalling import MAX_THREADS, agreed
+
+THREADS = MAX_THREADS.value
+ROOT = Path(__file__).resolve().parent.parent
+
+
+@triton.jit
+def _threads_kernel(out_ptr, N: tl.constexpr):
+    # Of a scalar, so that each thread has its own number in what the compiler takes for one.
+    thread = tl.inline_asm_elementwise("mov.u32 $0, %tid.x;", "=r", [], dtype=tl.int32, is_pure=False, pack=1)
+    tl.store(out_ptr + tl.arange(0, N), tl.full([N], 0, tl.int32) + agreed(thread))
+
+
+def compiled(arch: int) -> str:
+    """The PTX of `_threads_kernel`; not where Triton interprets."""
+    source = ASTSource(_threads_kernel, signature={"out_ptr": "*i32", "N": "constexpr"}, constexprs={"N": THREADS})
+    return str(triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 8}).asm["ptx"])
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("arch", ALL_ARCHS)
+def test_threads_agree_through_shared_memory(arch: int) -> None:
+    program = f"from tests.test_signalling import compiled; print(compiled({arch}))"
+    environment = os.environ | {"TRITON_INTERPRET": "0"}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    # What warps found is exchanged: stored, all wait, and read.
+    assert re.search(r"st\.shared.*?bar\.sync.*?ld\.shared", done.stdout, re.DOTALL)
+
+
+def test_all_warps_of_the_exchange_take_part() -> None:
+    cases = [case for case in DISPATCH_CASES if isinstance(case, AotCase)]
+    assert cases and all(32 * case.options["num_warps"] <= THREADS for case in cases)
+
+
+@pytest.mark.gpu
+def test_the_largest_number_of_all_threads_is_taken() -> None:
+    out = torch.full((THREADS,), -1, dtype=torch.int32, device="cuda")
+    _threads_kernel[(1,)](out, N=THREADS, num_warps=8)
+    assert out.tolist() == [THREADS - 1] * THREADS
