@@ -37,9 +37,10 @@ THREADS_BESIDE = MAX_SENDING_THREADS // 2
 MAX_TEAMS = 15
 """Named barriers of a block, less the one of all its threads."""
 ARRIVE_WARPS = 16
-SMALL_CHUNK_BYTES = 32 * 1024
-"""Shared memory up to which all slots are one chunk. On 4 H200s, NVFP4, dispatch of 2048 slots takes 50 us in chunks
-and 71 as one, and of 1024 as long either way (single runs of which no file is kept)."""
+SMALL_CHUNK_BYTES, FEW_ROWS = 32 * 1024, 2048
+"""Shared memory, and rows of a rank on average, up to which all slots are one chunk. Dispatch of NVFP4 on 4 H200s takes
+50 us in chunks and 71 as one for 2048 slots, and as long either way for 1024 of 2048 rows; on 2, 36 and 51 for 1024
+slots of 4096 rows (single runs of which no file is kept)."""
 CHUNK = 256
 """Slots of a chunk otherwise, at most."""
 COMBINED = 1
@@ -140,12 +141,13 @@ def _places_bytes(geometry: ExchangeGeometry, chunk: int) -> int:
 
 
 def chunk_slots(geometry: ExchangeGeometry) -> int:
-    """Slots that are counted together: all where their bitmaps are small, of a part of a source's with `ids_first`."""
+    """Slots that are counted together: all where they are few, of a part of a source's with `ids_first`."""
     if ids_first(geometry):
         tokens = _sent_tokens(geometry)
         return align(ceil_div(tokens, ceil_div(tokens, CHUNK)), 32)
     everything = align(geometry.num_slots, 32)
-    return everything if _places_bytes(geometry, everything) <= SMALL_CHUNK_BYTES else CHUNK
+    small = _places_bytes(geometry, everything) <= SMALL_CHUNK_BYTES
+    return everything if small and geometry.max_tokens * geometry.top_k <= FEW_ROWS else min(CHUNK, everything)
 
 
 def num_chunks(geometry: ExchangeGeometry) -> tuple[int, int]:

@@ -575,6 +575,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 // with the one after, which math warps wait for before they free the one before.
                 if (GATHER && kb == 0 && (u32)under_way <= 1) hand_over_last();
                 barrier_wait(empty + 8 * stage, ~phase >> stage & 1);
+                if (TMA_SCALES) __syncwarp();  // a lane that comes late would wait for the round after
                 if (leader) {
                     bool scales_too = TMA_SCALES && stage == 0;
                     barrier_expect(ready, boxes * A_BOX * 128 + 2 * HALF_BYTES + (scales_too ? (BM + 2) * 16 : 0));

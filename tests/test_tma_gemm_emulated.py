@@ -200,7 +200,7 @@ MISTAKES = {
     "rows are there when all warps but one have copied": (
         "barrier_init(full + 8 * s, 1 + OF_COPIES)",
         "barrier_init(full + 8 * s, OF_COPIES)",
-        "changed while their product was under way|outside|waits for",
+        "changed while their product was under way|outside|waits for|nothing can go on",
     ),
     "a block ends before the other of its cluster": ("leave_cluster();\n}", "}", "of a block that has ended"),
 }
