@@ -16,12 +16,12 @@ less: beside products of 32 tokens a `lop3` takes 3.2 cycles instead of 2 (16 to
 
 Measured on one H200 (launch/results/gemm_h200.json), us; in parentheses torch's grouped_mm in bf16:
 
-    8 x 16, 32, 48 rows, (4096, 7168)                 40.5, 45.2, 50.2 (165, 171, 175)
-    8 x 16, 32, 48 rows, (7168, 2048)                 27.4, 30.1, 34.0 (90, 94, 89)
-    32 x 1, 4, 16, 32 rows, both, SwiGLU between      219, 218, 230, 258 (1013, 965, 916, 963)
+    8 x 16, 32, 48 rows, (4096, 7168)                 41.0, 45.4, 51.4 (165, 172, 175)
+    8 x 16, 32, 48 rows, (7168, 2048)                 28.0, 30.8, 35.2 (90, 95, 90)
+    32 x 1, 4, 16, 32 rows, both, SwiGLU between      219, 218, 230, 260 (1014, 966, 917, 964)
     32 groups as 128 tokens a rank give, the same     282 (942)
-    32 x 1024 rows, both, SwiGLU between              4506 (4569, without SwiGLU)
-    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       3267 / 1611 (2854 / 1461)
+    32 x 1024 rows, both, SwiGLU between              4496 (4505, without SwiGLU)
+    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       3284 / 1618 (2802 / 1448)
 
 What each version brought (us; plain (4096, 7168), 32 x 16 and 32 x 32 rows; the Triton kernel took about 1450):
 
@@ -46,6 +46,10 @@ What each version brought (us; plain (4096, 7168), 32 x 16 and 32 x 32 rows; the
         of 8, warps had stored parts of lines, and memory made whole ones of them (ncu: 28.5 of 32 bytes of a sector,
         1.9 TB/s). Blocks stay for all rows instead of one for each 8 that might come. 32926 rows of 32 groups as they
         come, of 262144 that could: 332 + 90 us to 203 + 57 (single runs of which no file is kept)
+    12. the tokens of a group cut evenly, with code for 48, 80 and 112: 137 rows had been a tile of 128 and one of 9,
+        which decodes as many weights. 32 groups as 512 and 1024 tokens a rank give, old and new in turn (no file kept):
+        478 + 264 to 458 + 253 and 816 + 423 to 799 + 405; MXFP8 548 + 301 to 513 + 284, 943 + 487 to 900 + 458. Few
+        rows as before (184 + 98 to 187 + 99 in one run, 198 + 105 to 201 + 106 in another)
 
 Dropped: `griddepcontrol.launch_dependents` at the start of the GEMM (4 us slower: what decodes the next tokens gathers
 on the few SMs that are idle) and at the end of its loads (1 us faster or 2 slower); two warpgroups of 256 tokens for

@@ -56,6 +56,8 @@ us at 4096 where their floor is 769; with partial results in FP8 it takes 325 in
 (launch/results/h200x4_wires.json). The copy of expert outputs into partial results could be the epilogue of the down
 projection.
 
+On 2 H200s all of that takes 10.3 + 10.5 / 17.6 + 16.0 / 101 + 227 us in NVFP4 (launch/results/h200x2.json).
+
 On 16 SMs, 8 ranks and 4096 tokens of NVFP4 take 597 + 1525 us, on 24 546 + 1175, on 48 409 + 1051. The kernels are
 bound by instructions there: one rank, 4096 tokens of 8 rows each: `dispatch_send` 219 us, `combine_send` 520 (254 ns
 for a row, of which the 1092 instructions of its 14 warps take 156 at four a cycle), `combine_wait` 119. Reading the

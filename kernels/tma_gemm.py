@@ -13,13 +13,13 @@ products of the reference model: 1.41 GB of weights, 328 us at 4.3 TB/s.
 
 Measured (launch/results/gemm_h200.json; TFLOP/s, in parentheses torch's row-wise _scaled_grouped_mm or _grouped_mm):
 
-    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1312 / 1145 (1198 / 1098)
-    FP8  4 x 8192, the same                           1218 / 1142 (1168 / 1101)
-    BF16 8 x 4096, the same                           687 / 694 (674 / 658)
-    FP8  8 x 16, 32, 48 rows                          65.0, 60.8, 61.4 us / 33.8, 34.5, 35.0 us
-    FP8  32 x 32 rows, gate_up and down               345 us
+    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1275 / 1142 (1225 / 1128)
+    FP8  4 x 8192, the same                           1232 / 1177 (1176 / 1121)
+    BF16 8 x 4096, the same                           692 / 716 (687 / 664)
+    FP8  8 x 16, 32, 48 rows                          65.6, 61.5, 62.5 us / 34.2, 35.3, 35.6 us
+    FP8  32 x 32 rows, gate_up and down               347 us
 
-Medians at the power limit, of GPUs that differ: the fastest replays of the same run gave 1383 / 1262 and 1380 / 1301,
+Medians at the power limit, of GPUs that differ: the fastest replays of the same run gave 1408 / 1326 and 1412 / 1328,
 and two runs each of version 7 and 8 in turn, nothing kept, 1210-1315 / 1046-1165 and 1289-1388 / 1111-1158 (gated
 1084-1275 and 1167-1360).
 
@@ -52,7 +52,12 @@ same GPU: hot, all lose a fifth. At the power limit, who waits less may run slow
 
 Between the two regimes tiles are cut badly: 32 groups of 128, 137 and 256 rows take 254 + 142, 371 + 196 and 406 + 237
 us, and those that 512 and 1024 tokens a rank give (128 and 256 on average, half of them a few more) 339 + 166 and 567 +
-306 (single runs of which no file is kept). A tile of few rows streams as many weights as a full one.
+306 (single runs of which no file is kept). A tile of few rows streams as many weights as a full one. Two things were
+tried against it. Weights on the M side, so that a group is cut evenly into tiles of 16, 32, .. 128 tokens, with the
+same bits: 128 rows 253 + 142 to 306 + 153, 256 rows 392 + 215 to 578 + 284, 512 and 1024 tokens 306 + 162 to 375 + 174
+and 494 + 267 to 611 + 311. There each thread wants a factor for every token, and reading them takes, it seems, 512
+cycles of shared memory a stage, which has none left. And tiles of at most 64 rows no more paired with full ones: 512
+tokens 320 + 167 to 349 + 179, since both then stream the weights for themselves.
 
 Dropped: tiles of 192 rows by three warpgroups (818 to 954); products of 192 columns at a time, without and with a
 cluster (1116 to 1252, where 2 x 128 had 1134 to 1304); turns of the warpgroups at the tensor cores (-11%), also when
