@@ -89,9 +89,9 @@ def test_the_committed_table_of_operations_is_what_compiles_here(results: list[d
 
 def test_a_part_of_the_operations_compiles_alone(tmp_path: Path) -> None:
     file = tmp_path / "results.json"
-    done = run_aot("--json", str(file), "--jobs", "1", "--operations", "combine_wait")
+    done = run_aot("--json", str(file), "--jobs", "1", "--operations", "count_step")
     assert done.returncode == 0, done.stderr
-    assert {result["operation"] for result in json.loads(file.read_text())["results"]} == {"combine_wait"}
+    assert {result["operation"] for result in json.loads(file.read_text())["results"]} == {"count_step"}
     done = run_aot("--operations", "no_such")
     assert done.returncode == 2 and "--operations: expected any of" in done.stderr
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -30,23 +31,24 @@ def _threads_kernel(out_ptr, N: tl.constexpr):
     tl.store(out_ptr + tl.arange(0, N), tl.full([N], 0, tl.int32) + agreed(thread))
 
 
-def compiled(arch: int) -> str:
-    """The PTX of `_threads_kernel`; not where Triton interprets."""
+def compiled() -> list[str]:
+    """The PTX of `_threads_kernel` for each architecture; not where Triton interprets."""
     source = ASTSource(_threads_kernel, signature={"out_ptr": "*i32", "N": "constexpr"}, constexprs={"N": THREADS})
-    return str(triton.compile(source, target=GPUTarget("cuda", arch, 32), options={"num_warps": 8}).asm["ptx"])
+    targets = [GPUTarget("cuda", arch, 32) for arch in ALL_ARCHS]
+    return [triton.compile(source, target=target, options={"num_warps": 8}).asm["ptx"] for target in targets]
 
 
 @pytest.mark.cpu_only
-@pytest.mark.parametrize("arch", ALL_ARCHS)
-def test_threads_agree_through_shared_memory(arch: int) -> None:
-    program = f"from tests.test_signalling import compiled; print(compiled({arch}))"
+def test_threads_agree_through_shared_memory() -> None:
+    program = "import json; from tests.test_signalling import compiled; print(json.dumps(compiled()))"
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run(
         [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
-    # What warps found is exchanged: stored, all wait, and read.
-    assert re.search(r"st\.shared.*?bar\.sync.*?ld\.shared", done.stdout, re.DOTALL)
+    for ptx in json.loads(done.stdout):
+        # What warps found is exchanged: stored, all wait, and read.
+        assert re.search(r"st\.shared.*?bar\.sync.*?ld\.shared", ptx, re.DOTALL)
 
 
 def test_all_warps_of_the_exchange_take_part() -> None:
