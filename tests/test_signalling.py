@@ -16,6 +16,8 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
+from moe_runtime.kernels.arrive import AOT_CASES as ARRIVE_CASES
+from moe_runtime.kernels.combine import AOT_CASES as COMBINE_CASES
 from moe_runtime.kernels.dispatch import AOT_CASES as DISPATCH_CASES
 from moe_runtime.kernels.runtime import ALL_ARCHS, AotCase
 from moe_runtime.kernels.signalling import MAX_THREADS, agreed
@@ -52,7 +54,7 @@ def test_threads_agree_through_shared_memory() -> None:
 
 
 def test_all_warps_of_the_exchange_take_part() -> None:
-    cases = [case for case in DISPATCH_CASES if isinstance(case, AotCase)]
+    cases = [case for case in (*DISPATCH_CASES, *ARRIVE_CASES, *COMBINE_CASES) if isinstance(case, AotCase)]
     assert cases and all(32 * case.options["num_warps"] <= THREADS for case in cases)
 
 
