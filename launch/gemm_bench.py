@@ -38,11 +38,6 @@ from moe_runtime.launch.timing import TOTAL, Lap, Timing, measure, times_record
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import SILU
 
-STEPS, LARGE_STEPS = 20, 10
-"""Of a CUDA graph; fewer where a step takes at least `LARGE_US`."""
-
-LARGE_US = 1000.0
-
 SEED = 0
 """Of rows, weights and routing."""
 
@@ -79,9 +74,8 @@ class Runner:
         checks, between = self._check(case, inputs, copies, out)
         passed = all(check.passed for check in checks)
         floors = case.floors_us(sizes)
-        steps = LARGE_STEPS if sum(us for us, _ in floors) >= LARGE_US else STEPS
         calls = self._calls(case, inputs, between, copies, out)
-        times = {name: self._time(call, steps) for name, call in calls.items()} if passed else {}
+        times = {name: self._time(call) for name, call in calls.items()} if passed else {}
         on_gpu = device.type == "cuda"
         weights = next(iter(copies.values()))[0]
         record = {
@@ -112,7 +106,7 @@ class Runner:
         }
         record |= _rates(record)
         del inputs, out, rows, between, calls
-        record["peers"] = self.peers.of(case, sizes, steps)
+        record["peers"] = self.peers.of(case, sizes)
         return record
 
     def _rotated_weights(self, case: GemmCase, rng: torch.Generator) -> dict[Product, list[Weights]]:
@@ -186,11 +180,11 @@ class Runner:
             "down": lambda number: down(between, number),
         }
 
-    def _time(self, call: Call, steps: int) -> Timing:
+    def _time(self, call: Call) -> Timing:
         def step(number: int, lap: Lap) -> None:
             call(number)
 
-        return measure(self.context, step, iterations=self.iterations, capturable=True, steps=steps)[TOTAL]
+        return measure(self.context, step, iterations=self.iterations, capturable=True)[TOTAL]
 
 
 def _rates(record: dict[str, Any]) -> dict[str, Any]:

@@ -27,21 +27,19 @@ class Peers:
         self._iterations = iterations
         self._found: dict[tuple[object, ...], dict[str, Any]] = {}
 
-    def of(self, case: GemmCase, sizes: Sequence[int], steps: int) -> list[dict[str, Any]]:
+    def of(self, case: GemmCase, sizes: Sequence[int]) -> list[dict[str, Any]]:
         """`name`, `times_record` and `why` of each peer of a case; `why` says why there is no time."""
         names = [BF16_PEER, *([FP8_PEER] if case.format == "fp8_block" else [])]
-        return [self._timed(name, case, tuple(sizes), steps) for name in names]
+        return [self._timed(name, case, tuple(sizes)) for name in names]
 
-    def _timed(self, name: str, case: GemmCase, sizes: tuple[int, ...], steps: int) -> dict[str, Any]:
+    def _timed(self, name: str, case: GemmCase, sizes: tuple[int, ...]) -> dict[str, Any]:
         shapes = tuple((product.n, product.k) for product in case.products)
         key = (name, sizes, shapes)
         if key not in self._found:
-            self._found[key] = {"name": name, **self._time(name, sizes, shapes, steps)}
+            self._found[key] = {"name": name, **self._time(name, sizes, shapes)}
         return self._found[key]
 
-    def _time(
-        self, name: str, sizes: tuple[int, ...], shapes: tuple[tuple[int, int], ...], steps: int
-    ) -> dict[str, Any]:
+    def _time(self, name: str, sizes: tuple[int, ...], shapes: tuple[tuple[int, int], ...]) -> dict[str, Any]:
         make = {BF16_PEER: _bf16, FP8_PEER: _fp8_rowwise}[name]
         try:
             calls = [make(sizes, n, k, self._context.device) for n, k in shapes]
@@ -55,7 +53,7 @@ class Peers:
             for call in calls:
                 call(number)
 
-        timing = measure(self._context, step, iterations=self._iterations, capturable=True, steps=steps)[TOTAL]
+        timing = measure(self._context, step, iterations=self._iterations, capturable=True)[TOTAL]
         return times_record(timing) | {"why": None}
 
 

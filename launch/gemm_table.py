@@ -25,21 +25,22 @@ KIND = "gemm"
 COLUMNS = (
     "case",
     "rows",
-    "us",
+    "us (sustained)",
     "floor us",
     "of floor",
     "TFLOP/s",
     "TB/s",
     "goal",
-    "torch bf16 us",
-    "torch fp8 us",
+    "torch bf16",
+    "torch fp8",
     "kernels",
 )
+"""`sustained` stands in parentheses where it was timed, behind peers' microseconds, too."""
 
 SHORT_CASES = ("32x32 both", "32x1024 both", "8x4096 gate_up")
 """What the short table shows of each format: a decode step, a prefill step, and one large product."""
 
-SHORT_COLUMNS = ("case", "us", "floor us", "of floor", "torch bf16 us", "torch fp8 us")
+SHORT_COLUMNS = ("case", "us (sustained)", "floor us", "of floor", "torch bf16", "torch fp8")
 """Of `COLUMNS`."""
 
 MARKERS = {"gate_up": "^", "down": "v", "both": "o"}
@@ -50,18 +51,18 @@ def cells(result: dict[str, Any]) -> list[str]:
     numbers = [result["floor_us"], result["floor_share"], result["rate_tflop_per_s"], result["rate_tb_per_s"]]
     floor, share, flops, memory = numbers
     failed = not all(check["passed"] for check in result["checks"])
-    peers = {peer["name"].split()[2]: peer["median_us"] for peer in result["peers"]}
+    peers = {peer["name"].split()[2]: _times(peer) for peer in result["peers"]}
     goals = [f"{goal['text']}: {verdict(goal['met'])}" for goal in result["goals"]]
     return [
         result["case"],
         str(result["rows"]),
-        "check failed" if failed else _us(result["median_us"]),
+        "check failed" if failed else _times(result),
         _us(floor),
         "" if share is None else f"{share:.0%}",
         "" if flops is None else f"{flops:.0f}",
         "" if memory is None else f"{memory:.2f}",
         "; ".join(goals),
-        *(_us(peers[kind]) if kind in peers else "" for kind in ("bf16", "fp8")),
+        *(peers.get(kind, "") for kind in ("bf16", "fp8")),
         ", ".join(own_kernels(result)),
     ]
 
@@ -69,6 +70,12 @@ def cells(result: dict[str, Any]) -> list[str]:
 def own_kernels(result: dict[str, Any]) -> list[str]:
     """Kernels of the case, each once, without those of torch, whose names are those of C++ templates."""
     return list(dict.fromkeys(name for name in result["kernels"] if not name.startswith("_Z")))
+
+
+def _times(timed: dict[str, Any]) -> str:
+    """The median, and what it takes without rests. (Before those were timed, files said nothing of them.)"""
+    sustained = timed.get("sustained_us")
+    return _us(timed["median_us"]) + ("" if sustained is None else f" ({_us(sustained)})")
 
 
 def _us(microseconds: float | None) -> str:
@@ -117,7 +124,8 @@ def markdown(report: dict[str, Any], source: str, picture: str | None = None) ->
     lines = [
         f"{where(report)}. Floors count {MEMORY_TB_PER_S} TB/s, {BF16_TFLOP_PER_S:.0f} TFLOP/s in bf16 and, for "
         f"`fp8_block`, {FP8_TFLOP_PER_S:.0f} in fp8, all measured{_foreign(report)}; peers are torch's `grouped_mm` in "
-        "bf16 and `scaled_grouped_mm` with a scale per row, without activation, in the same run. Spread, times of each "
+        "bf16 and `scaled_grouped_mm` with a scale per row, without activation, in the same run. Medians of steps "
+        "after rests; in parentheses what steps of a millisecond or more take without them. Spread, times of each "
         f"product and errors are in the [JSON]({source}), written by `{report['environment']['command']}`.",
         "",
         f"| {' | '.join(COLUMNS)} |",

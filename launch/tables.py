@@ -61,12 +61,15 @@ def times_table(report: dict[str, Any], source: str) -> str:
     for name, routing, tokens in product(operations, routings, sorted({r["tokens_per_rank"] for r in ours})):
         case = (name, routing, tokens)
         here = {_formats(r): r for r in ours if (r["operation"], r["routing"], r["tokens_per_rank"]) == case}
-        if here:
-            cells = [
-                _cell(here[column], peers.get(key_of(here[column]))) if column in here else "" for column in columns
-            ]
-            label = name if len(routings) == 1 else f"{name}, {routing}"
-            lines.append(f"| {label} | {tokens} | {' | '.join(cells)} | {beside.get(name, '')} |")
+        label = name if len(routings) == 1 else f"{name}, {routing}"
+        # Files of before they were timed say nothing of sustained times.
+        for field, more in (("median_us", ""), ("sustained_us", ", sustained")):
+            if any(field == "median_us" or r.get(field) for r in here.values()):
+                cells = [
+                    _cell(here[column], peers.get(key_of(here[column])), field) if column in here else ""
+                    for column in columns
+                ]
+                lines.append(f"| {label}{more} | {tokens} | {' | '.join(cells)} | {beside.get(name, '')} |")
     return "\n".join(lines)
 
 
@@ -134,12 +137,14 @@ def _formats(result: dict[str, Any]) -> str:
     return f"{result['token_format']} > {result['combine_format']}"
 
 
-def _cell(result: dict[str, Any], peer: dict[str, Any] | None) -> str:
+def _cell(result: dict[str, Any], peer: dict[str, Any] | None, field: str = "median_us") -> str:
     """Our time, and that of the peer; a result that failed its check was not timed, which is said."""
     if result["median_us"] is None:
         return "check failed"
-    beside = "" if peer is None or peer["median_us"] is None else f" ({_us(peer['median_us'])})"
-    return _us(result["median_us"]) + beside
+    if result[field] is None:
+        return ""
+    beside = "" if peer is None or peer[field] is None else f" ({_us(peer[field])})"
+    return _us(result[field]) + beside
 
 
 def _us(microseconds: float) -> str:

@@ -227,11 +227,11 @@ def test_a_peer_that_there_is_not_is_said_to_be_missing(monkeypatch: pytest.Monk
         peers = gemm_peers.Peers(context, 1)
         chosen = case("fp8_block", "down")
         monkeypatch.delattr(torch, "_scaled_grouped_mm")
-        bf16, fp8 = peers.of(chosen, (6, 6, 6), 2)
+        bf16, fp8 = peers.of(chosen, (6, 6, 6))
         assert bf16["median_us"] > 0 and bf16["why"] is None
         assert fp8["median_us"] is None and "_scaled_grouped_mm" in fp8["why"]
         # Once for all cases of these sizes.
-        assert peers.of(case("bf16", "down"), (6, 6, 6), 2) == [bf16]
+        assert peers.of(case("bf16", "down"), (6, 6, 6)) == [bf16]
 
 
 def test_goals_are_judged() -> None:

@@ -11,8 +11,8 @@ import torch
 from moe_runtime.config import RunConfig, load_config
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels.quantize import quantize_rows
-from moe_runtime.launch import cases, checks, layer_operations
-from moe_runtime.launch.timing import TOTAL, measure
+from moe_runtime.launch import cases, checks, layer_operations, timing
+from moe_runtime.launch.timing import TOTAL, measure, steps_of_iteration
 from moe_runtime.layer import MoELayer, random_expert
 from moe_runtime.reference import moe_reference
 from moe_runtime.virtual import virtual_contexts
@@ -141,9 +141,43 @@ def test_measure_times_parts_and_the_whole() -> None:
     with virtual_contexts(1)[0] as context:
         context.allocate()
         whole = measure(context, step, iterations=4, capturable=False)
-        assert set(whole) == {TOTAL} and len(whole[TOTAL].iterations_us) == 4
+        assert set(whole) == {TOTAL} and len(whole[TOTAL].iterations_us) == 4 and whole[TOTAL].sustained_us is None
         assert set(measure(context, step, iterations=1, capturable=False, laps=True)) == {"first", "second"}
     assert calls[3:7] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("step_us", "most", "steps"),
+    [(0.0, 20, 20), (999.0, 20, 20), (3300.0, 20, 6), (3300.0, 4, 4), (9e6, 20, 3), (9e6, 2, 2)],
+)
+def test_an_iteration_has_fewer_steps_where_they_are_long(step_us: float, most: int, steps: int) -> None:
+    assert steps_of_iteration(step_us, most) == steps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capturable", [True, False])
+def test_long_steps_are_timed_without_rests_too(
+    capturable: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that spins draws hardly any power: it takes as long with rests as without."""
+    monkeypatch.setattr(timing, "SUSTAINED_US", 20_000.0)
+    calls: list[int] = []
+
+    def step(number: int, lap: object) -> None:
+        calls.append(number)
+        torch.cuda._sleep(4_000_000)
+
+    with virtual_contexts(1, device=device)[0] as context:
+        context.allocate()
+        (whole,) = measure(context, step, iterations=5, capturable=capturable).values()
+        assert whole.sustained_us is not None and whole.median_us > timing.LONG_US
+        assert timing.FEWEST_STEPS <= whole.steps_per_iteration < timing.STEPS_PER_GRAPH
+        assert whole.sustained_us == pytest.approx(min(whole.iterations_us), rel=0.2)
+        assert len(calls) >= (whole.steps_per_iteration * (1 if capturable else 9))
+        (short,) = measure(
+            context, lambda number, lap: torch.cuda._sleep(100_000), iterations=2, capturable=True
+        ).values()
+        assert short.sustained_us is None and short.steps_per_iteration == timing.STEPS_PER_GRAPH
 
 
 @pytest.mark.gpu

@@ -93,6 +93,31 @@ def test_several_routings_and_what_a_layer_stands_beside() -> None:
     assert not any("goal" in line for line in lines)
 
 
+def test_sustained_times_stand_beside_those_after_rests() -> None:
+    found = report()
+    results = found["results"]
+    assert isinstance(results, list)
+    ours, theirs, *others = (result | {"sustained_us": None} for result in results)
+    layer = ours | {
+        "operation": "layer",
+        "median_us": 3000.0,
+        "smallest_us": 2900.0,
+        "largest_us": 3100.0,
+        "sustained_us": 3600.4,
+        "ratio_to_torch": 0.5,
+        "ratio_to_unfused": None,
+        "check": {"what": "error", "error": 0.01234, "bound": 0.2, "passed": True},
+        "memory": None,
+    }
+    peer = theirs | {"operation": "layer", "median_us": 6000.0, "sustained_us": 8000.0}
+    short = layer | {"token_format": "bf16", "median_us": 900.0, "sustained_us": None}
+    found["results"] = [ours, theirs, *others, layer, peer, short]
+    lines = tables.results_table(found, "x.json").splitlines()
+    assert "| layer | 128 | 3000 (6000) | 900 |" in "\n".join(lines)
+    assert "| layer, sustained | 128 | 3600 (8000) |  |" in "\n".join(lines)
+    assert not any(line.startswith("| dispatch, sustained") for line in lines)
+
+
 def test_settings_of_a_run_are_told() -> None:
     found = report()
     config = found["config"]
@@ -179,6 +204,10 @@ def test_the_gemm_has_marks_of_its_own(tmp_path: Path) -> None:
     assert made.startswith("a\n") and made.endswith("z\n") and "old" not in made and "![" not in made
     assert "NVIDIA H200, driver 1.2, torch 2.11.0, triton 3.6.0. Floors count 4.3 TB/s" in made
     assert "1437 in fp8, all measured; peers" in made
+    long = result | {"median_us": 1370.2, "sustained_us": 1619.6}
+    long["peers"] = [{"name": "torch grouped_mm bf16", "median_us": 2453, "sustained_us": 2801.6, "why": None}]
+    text = gemm_table.markdown(report | {"results": [long]}, "x.json")
+    assert "| nvfp4 8x16 down | 128 | 1370 (1620) | 15.5 |" in text and "| 2453 (2802) |  |" in text
     other = report_environment() | {"gpus": [{"name": "NVIDIA H100"}]}
     text = gemm_table.markdown(report | {"environment": other}, "x.json")
     assert "NVIDIA H100, driver" in text and "measured on NVIDIA H200, NOT what this ran on; peers" in text
