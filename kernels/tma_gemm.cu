@@ -5,6 +5,7 @@
 // columns of a gated one. Each math warpgroup takes 64 of the rows; tiles of at most 64 rows are taken by the two in
 // turn, one multiplying while the other stores. With CLUSTER 2, the two blocks of a cluster work on two row tiles of
 // the same columns and share the weights, or, for the odd row tile of a group, on two column tiles and share the rows.
+// Where the last round of plain tiles has work for no more than half of the clusters, each takes half of the columns.
 //
 // Macros: FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2, GATHER (rows through
 // row_index), GATED, ORDER (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3 with 1x128 scales),
@@ -42,6 +43,8 @@ constexpr int SCALE_BYTES = TMA_SCALES ? 2 * ROUND_BYTES / STAGES : FP8 ? 544 : 
 static_assert(!TMA_SCALES || (FP8 && !GATHER && STAGES == 4), "one copy brings the scales of 4 stages");
 constexpr int TOLD = 8;                // tiles that math warps are told of at a time
 constexpr int NO_MORE = -0x7FFFFFFF;   // rows of what comes after the last tile
+constexpr bool HALVES = !GATED && CLUSTER > 1;  // whether there are tiles of one half
+constexpr int ONE_HALF = 1 << 30;      // mark of theirs at the column that math warps are told
 constexpr int SUMS = 128, PARTIAL_SUMS = 64;  // of a thread: of a tile, and of the half that FP8 takes at a time
 constexpr int PRODUCER_REGISTERS = FP8 && !GATHER ? 24 : 40;  // what is left goes to the math warpgroups
 constexpr int MATH_REGISTERS = FP8 && !GATHER ? 240 : 232;
@@ -291,7 +294,15 @@ __device__ __forceinline__ void multiply(float (&part)[PARTIAL_SUMS], u32 a, u32
     mma_commit();
 }
 
-// The same as `mma_fp8` of bf16 and 256 rows of b.
+// The same as `mma_fp8` of bf16, into the first 64 sums.
+__device__ __forceinline__ void mma_bf16_half(float (&d)[128], u32 a, u32 b, int add) {
+    asm volatile(DESCRIPTORS("%64", "%65", "%66")
+                 "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" SUMS_64 "}, a, b, p, 1, 1, 0, 0;\n}"
+                 : F64(d, 0)
+                 : "r"(a), "r"(b), "r"(add));
+}
+
+// Of 256 rows of b.
 __device__ __forceinline__ void mma_bf16(float (&d)[128], u32 a, u32 b, int add) {
     asm volatile(DESCRIPTORS("%128", "%129", "%130")
                  "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" SUMS_128 "}, a, b, p, 1, 1, 0, 0;\n}"
@@ -309,9 +320,9 @@ struct Factors {
         return size < SMALLEST || size > LARGEST;  // a NaN is as good as any: it stays one
     }
 
-    // Whether all products are normal, which are made here.
-    __device__ __forceinline__ bool multiply() {
-        float least = LARGEST, most = 0.0f;
+    // Whether all products, which are made here, are normal, and so is `least`.
+    __device__ __forceinline__ bool multiply(float least) {
+        float most = 0.0f;
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
             product[i % 2][i / 2] = a[i % 2] * w[i / 2];
@@ -322,19 +333,16 @@ struct Factors {
 };
 
 // acc += part * factors, for the half whose sums are from FIRST on. Without PLAIN a product may be none that is normal;
-// rows and halves for which it is get the same bits.
+// rows and halves for which it is get the same bits: there 1 comes before it.
 template <int FIRST, bool PLAIN>
 __device__ __forceinline__ void add_up(float (&acc)[SUMS], float (&part)[PARTIAL_SUMS], const Factors& factors) {
     keep(part);
 #pragma unroll
     for (int i = 0; i < PARTIAL_SUMS; ++i) {
         int r = i / 2 % 2, h = GATED && ORDER == INTERLEAVED ? i / 32 : FIRST / PARTIAL_SUMS;
-        float& sum = acc[FIRST + i];
-        if (PLAIN || !factors.apart(r, h)) {
-            sum = __fmaf_rn(part[i], factors.product[r][h], sum);
-        } else {
-            sum = __fmaf_rn(__fmul_rn(part[i], factors.a[r]), factors.w[h], sum);
-        }
+        bool apart = !PLAIN && factors.apart(r, h);
+        float first = PLAIN ? part[i] : __fmul_rn(part[i], apart ? factors.a[r] : 1.0f);
+        acc[FIRST + i] = __fmaf_rn(first, apart ? factors.w[h] : factors.product[r][h], acc[FIRST + i]);
     }
     keep(acc);  // done before the next products overwrite `part`
 }
@@ -549,9 +557,13 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             asm volatile("cp.async.wait_group 0;" ::: "memory");
             hand_over();
         };
+        // From `whole` on tiles are taken by halves.
+        int total = groups[num_groups].first, rest = total % step, whole = HALVES && 2 * rest <= step ? total - rest : total;
         for (int t = blockIdx.x / CLUSTER; t < last; t += step) {
-            if (!find_tile(groups, num_groups, t, tiles_n, band_width, rank, g, tile)) break;
-            tell(make_int4(tile.start, tile.rows, tile.expert, tile.column));
+            int halved = max(t - whole, 0), halves = HALVES && t >= whole ? 1 : 2;
+            if (!find_tile(groups, num_groups, t - ceil_div(halved, 2), tiles_n, band_width, rank, g, tile)) break;
+            tile.column += halved % 2 * HALF;
+            tell(make_int4(tile.start, tile.rows, tile.expert, tile.column | (halves == 1 ? ONE_HALF : 0)));
             bool shared_rows = CLUSTER > 1 && !tile.pair_rows, shared_weights = CLUSTER > 1 && tile.pair_rows;
             int boxes = GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX));
             const float* a_scale = a_scales + (long long)(tile.start + min(thread, tile.rows - 1)) * k_blocks;
@@ -578,10 +590,10 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 if (TMA_SCALES) __syncwarp();  // a lane that comes late would wait for the round after
                 if (leader) {
                     bool scales_too = TMA_SCALES && stage == 0;
-                    barrier_expect(ready, boxes * A_BOX * 128 + 2 * HALF_BYTES + (scales_too ? (BM + 2) * 16 : 0));
+                    barrier_expect(ready, boxes * A_BOX * 128 + halves * HALF_BYTES + (scales_too ? (BM + 2) * 16 : 0));
                     for (int i = shared_rows ? rank : 0; i < boxes; i += shared_rows ? CLUSTER : 1)
                         load_rows(&a_map, a + i * A_BOX * 128, ready, kb * BK, tile.start + i * A_BOX, shared_rows);
-                    for (int h = shared_weights ? rank : 0; h < 2; h += shared_weights ? CLUSTER : 1)
+                    for (int h = shared_weights ? rank : 0; h < halves; h += shared_weights ? CLUSTER : 1)
                         load_half(
                             &w_map, b + h * HALF_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
                     if (scales_too) {
@@ -636,7 +648,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             barrier_wait(known + 8 * (told % TOLD), told / TOLD & 1);
             int4 what = tiles[told % TOLD];
             if (what.y == NO_MORE) break;
-            tile.start = what.x, tile.rows = what.y, tile.expert = what.z, tile.column = what.w;
+            bool one_half = HALVES && what.w & ONE_HALF;
+            tile.start = what.x, tile.rows = what.y, tile.expert = what.z, tile.column = what.w & ~ONE_HALF;
             bool alone = tile.rows <= 64;
             int share = alone ? 2 : 1;
             if (alone) {
@@ -682,6 +695,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             // Unrolled over the stages, so that their addresses are constants: whatever a warpgroup does beside its
             // products keeps the tensor cores waiting as soon as the other warpgroup does the same. The next stage is
             // waited for under the products of this one, and its scales are read amid the last multiply-adds.
+            // A tile of one half is unusual, too, which the test of the scales finds with no instruction more.
             barrier_wait(full, phase & 1);
             load_scales(0, of_round, true);
             for (;; left -= STAGES, phase = ~phase, of_round = other(of_round)) {
@@ -689,7 +703,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 for (int s = 0; s < STAGES; ++s) {
                     int next = (s + 1) % STAGES;
                     products(s, 0);
-                    if (!all_of_warpgroup(wg, factors.multiply())) {
+                    if (!all_of_warpgroup(wg, factors.multiply(one_half ? 0.0f : LARGEST))) {
                         odd = s;
                         goto unusual;
                     }
@@ -705,33 +719,43 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 }
             }
         unusual:
-            // The rest of the tile, whose products of the first half of stage `odd` are under way.
-            for (left -= odd;;) {
+            // The rest of the tile, or a tile of one half. The products of the first half of stage `odd` are under way.
+            left -= odd;
+            for (bool narrow = HALVES && uniform(one_half);;) {
                 mma_wait<0>();
                 add_up<0, false>(acc, part, factors);
-                products(odd, 1);
-                mma_wait<0>();
-                add_up<PARTIAL_SUMS, false>(acc, part, factors);
+                if (!narrow) {
+                    products(odd, 1);
+                    mma_wait<0>();
+                    add_up<PARTIAL_SUMS, false>(acc, part, factors);
+                }
                 release(freed + 8 * odd, share);
                 if (--left == 0) break;
                 if (++odd == STAGES) odd = 0, phase = ~phase, of_round = other(of_round);
                 barrier_wait(full + 8 * odd, phase >> odd & 1);
                 load_scales(odd, of_round, true);
                 products(odd, 0);
-                factors.multiply();
+                factors.multiply(LARGEST);
             }
         added:
 #else
             int stage = 0, before = 0;
             if (waits) wait_turn(wg), waits = false;
+            bool narrow = uniform(one_half);
             for (int kb = 0; kb < k_blocks; ++kb) {
                 u32 at = stage * STEP;
                 barrier_wait(full + 8 * stage, phase >> stage & 1);
                 keep(acc);
                 mma_fence();
+                if (HALVES && narrow) {
 #pragma unroll
-                for (int k = 0; k < 4; ++k) mma_bf16(acc, a + at + 2 * k, b + at + 2 * k, kb > 0 || k > 0);
-                mma_commit();
+                    for (int k = 0; k < 4; ++k) mma_bf16_half(acc, a + at + 2 * k, b + at + 2 * k, kb > 0 || k > 0);
+                    mma_commit();  // here and there: behind both, the compiler would put in a product of nothing
+                } else {
+#pragma unroll
+                    for (int k = 0; k < 4; ++k) mma_bf16(acc, a + at + 2 * k, b + at + 2 * k, kb > 0 || k > 0);
+                    mma_commit();
+                }
                 mma_wait<1>();
                 if (kb > 0) release(freed + 8 * before, share);
                 before = stage;
@@ -745,7 +769,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             if (EXTRAS) apply_extras(acc, extras, row, capacity - 1, tile.expert, tile.column, columns);
             constexpr int SIZE = OUT == 3 ? 1 : (OUT == 2 ? 4 : 2);
             // A cluster that takes an odd row tile may reach past the last column tile: nothing of that is stored.
-            int width = columns - tile.column, rows = width > 0 ? tile.rows - row_of_warp : 0;
+            int width = min(columns - tile.column, one_half ? HALF : TILE_COLUMNS), rows = width > 0 ? tile.rows - row_of_warp : 0;
             long long position = tile.start + row_of_warp;
             long long stride = out_stride * SIZE;
             u8* to = out + position * stride + (long long)tile.column * SIZE;

@@ -79,9 +79,10 @@ def test_variants_multiply_in_tensor_cores_and_keep_their_sums_in_registers(tmp_
         names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?(\w+)", sass.stdout, re.MULTILINE)
         products = [place for place, name in enumerate(names) if name in ("QGMMA", "HGMMA")]
         # Of FP8 the first four before the loop, which begins where the first half is under way, then those of both
-        # halves, unrolled over the stages; then come those for unusual scales.
+        # halves, unrolled over the stages; then come those for unusual scales. Tiles of one half have theirs in bf16.
         count = 4 + 8 * variant["STAGES"] if variant["FP8"] else 4
-        assert len(products) == count + 8 * variant["FP8"], variant
+        others = 8 if variant["FP8"] else 4 * (variant["CLUSTER"] == 2 and not variant["GATED"])
+        assert len(products) == count + others, variant
         assert not {"STL", "LDL"} & set(names[products[0] : products[count - 1]]), variant
 
 
@@ -159,15 +160,21 @@ def _ragged(name: str, k: int, rng: torch.Generator, device: torch.device, gathe
 def test_ragged_groups(
     name: str, k: int, gather: bool, regime: tma.Regime, rng: torch.Generator, device: torch.device
 ) -> None:
+    """On all SMs, where few tiles are taken by halves, and on few, where most are whole."""
     w = random_weights(name, 3, 392, k, rng, device)
     a = _ragged(name, k, rng, device, gather)
     assert tma.supports(a, w)
-    out = poisoned(a.capacity + 2, 392, torch.bfloat16, device)
-    before = out.clone()
-    assert tma.grouped_gemm(a, w, out=out, regime=regime) is out
     exact = exact_gemm(a, w, device)
-    check_inside(out, exact, UNIT[torch.bfloat16])
-    check_untouched(out, before, exact.written)
+    found = []
+    for num_sms in (None, 2, 4):
+        out = poisoned(a.capacity + 2, 392, torch.bfloat16, device)
+        before = out.clone()
+        assert tma.grouped_gemm(a, w, out=out, regime=regime, num_sms=num_sms) is out
+        check_inside(out, exact, UNIT[torch.bfloat16])
+        check_untouched(out, before, exact.written)
+        found.append(out[: a.capacity][torch.as_tensor(exact.written)])
+    assert_same_bits(found[1], found[0], "2 SMs")
+    assert_same_bits(found[2], found[0], "4 SMs")
 
 
 @gpu

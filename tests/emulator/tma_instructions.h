@@ -99,6 +99,11 @@ inline void setp_ne_b32__mov_b64__mov_b64__wgmma_mma_async_sync_aligned_m64n128k
   products(128, emulator::Kind::E4M3, operands...);
 }
 template <class... Operands>
+inline void setp_ne_b32__mov_b64__mov_b64__wgmma_mma_async_sync_aligned_m64n128k16_f32_bf16_bf16(
+    Operands&&... operands) {
+  products(128, emulator::Kind::BF16, operands...);
+}
+template <class... Operands>
 inline void setp_ne_b32__mov_b64__mov_b64__wgmma_mma_async_sync_aligned_m64n256k16_f32_bf16_bf16(
     Operands&&... operands) {
   products(256, emulator::Kind::BF16, operands...);
