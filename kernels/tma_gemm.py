@@ -109,9 +109,6 @@ SCALE_BYTES = 1088
 MAX_STAGES = 4
 TOLD = 8
 """Tiles that the producers of a block tell its math warps of at a time."""
-BAND_BYTES = 2**24
-"""Weights that the tiles of a band read in a group: part of the L2 cache, beside rows and results."""
-
 DECODE_ROWS = 64
 """Packed positions per group up to which a launch takes the decode regime. Capacities are worst cases, several times
 the rows that come; the other regime takes few rows as well, at the same rate."""
@@ -128,21 +125,17 @@ class Regime:
         cluster: blocks that share loads by multicast.
         box_rows: rows that one copy of the rows' tensor map brings; where there is no cluster, boxes without rows of
             the group are left out.
+        band: column tiles that are walked together, all row tiles of them before the next.
     """
 
     name: str
     cluster: int
     box_rows: int
+    band: int
 
     def stages(self, num_groups: int) -> int:
         """Stages that fit beside what else lies in shared memory."""
         return (MAX_SHARED_BYTES - other_bytes(num_groups)) // STAGE_BYTES
-
-    def band(self, row_bytes: int) -> int:
-        """Column tiles that are walked together, all row tiles of them before the next: their weights stay in L2."""
-        if self.cluster == 1:
-            return 1
-        return max(4, min(32, BAND_BYTES // (2 * HALF * row_bytes)))
 
     def shared_bytes(self, num_groups: int) -> int:
         """Dynamic shared memory of a block."""
@@ -154,8 +147,9 @@ def other_bytes(num_groups: int) -> int:
     return 8 * STAGING_BYTES + MAX_STAGES * (SCALE_BYTES + 16) + TOLD * (8 + 16) + 16 * (num_groups + 1)
 
 
-DECODE = Regime("decode", cluster=1, box_rows=16)
-PREFILL = Regime("prefill", cluster=2, box_rows=TILE_ROWS)
+DECODE = Regime("decode", cluster=1, box_rows=16, band=1)
+# 66 clusters at a time, 8 columns by 8 pairs of rows, read least: as many rows as weights.
+PREFILL = Regime("prefill", cluster=2, box_rows=TILE_ROWS, band=8)
 
 
 def choose_regime(capacity: int, num_groups: int) -> Regime:
@@ -357,7 +351,7 @@ def _launch(
             columns,
             ceil_div(row_bytes, 128),
             row_bytes,
-            regime.band(row_bytes),
+            regime.band,
             ctypes.c_float(formula.alpha),
             ctypes.c_float(float("inf") if formula.limit is None else formula.limit),
             # Adding -0 changes no number.

@@ -6,7 +6,7 @@ steps, between two events and right after a barrier on the device. On CPUs it is
 A GPU that has rested runs for some time at a higher clock than it can keep: an H200 multiplied FP8 at 1410 TFLOP/s
 (1.52 GHz) for 40 to 80 ms, and at 1200 (1.27 GHz) from 0.1 s on. An iteration is therefore short and comes after a
 rest, as where single calls are timed, and steps of a millisecond or more are timed without rests, too, when they have
-gone on for half a second: `sustained_us`.
+gone on for 0.3 s: `sustained_us`.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ HEAD_START_CYCLES = 200_000
 """For which a GPU spins before an iteration, while the host launches it."""
 LONG_US = 1000.0
 """Of a step that is timed without rests, too."""
-SUSTAINED_US = 500_000.0
+SUSTAINED_US = 300_000.0
 """What goes before such a time, and what is timed."""
 WARM_UP_STEPS = 3
 TOTAL = "total"

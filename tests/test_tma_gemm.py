@@ -111,12 +111,6 @@ def test_regime_is_a_function_of_sizes() -> None:
     assert tma.choose_regime(0, 1) is tma.DECODE
 
 
-def test_bands_hold_what_stays_in_cache() -> None:
-    assert tma.DECODE.band(7168) == 1
-    assert tma.PREFILL.band(7168) == 9 and tma.PREFILL.band(2048) == 32
-    assert tma.PREFILL.band(2**20) == 4
-
-
 def test_other_devices_and_formats_are_not_supported(rng: torch.Generator) -> None:
     cpu = torch.device("cpu")
     for name in FORMATS:
@@ -197,6 +191,18 @@ def check_tiles_of_stages(
     w = random_weights(name, 2, n, k, rng, device)
     a = make_rows(name, [130, 5], k, rng, device, num_experts=2, gather=gather)
     check_inside(tma.grouped_gemm(a, w, regime=regime), exact_gemm(a, w, device), UNIT[torch.bfloat16])
+
+
+@gpu
+def test_bands_of_columns(rng: torch.Generator, device: torch.device) -> None:
+    """More columns than a band has, and two pairs of row tiles and one alone."""
+    columns = (tma.PREFILL.band + 2) * 256 + 8
+    w = random_weights("fp8_block", 2, columns, 128, rng, device)
+    a = make_rows("fp8_block", [5, 520], 128, rng, device, num_experts=2)
+    exact = exact_gemm(a, w, device)
+    for num_sms in (None, 6):
+        out = tma.grouped_gemm(a, w, regime=tma.PREFILL, num_sms=num_sms)
+        check_inside(out, exact, UNIT[torch.bfloat16])
 
 
 @gpu

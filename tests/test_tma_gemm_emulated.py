@@ -93,6 +93,11 @@ def test_tiles_that_end_with_any_stage(
     check_runs(emulator, 6 * SCHEDULES)
 
 
+def test_bands_of_columns(emulator: Emulator, rng: torch.Generator) -> None:
+    on_gpu.test_bands_of_columns(rng, CPU)
+    check_runs(emulator, 2)
+
+
 @pytest.mark.parametrize(
     ("name", "order", "dtype"),
     [
