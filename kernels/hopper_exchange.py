@@ -46,7 +46,7 @@ On 8 H200s that version is 17.3 + 11.2 / 31.7 + 37.9 / 367 + 847 us, FP8 15.1 + 
 - Expert ids before the tokens (`ids_first`), so that rows are counted at once and placed part by part beside
   `dispatch_send`, on the half of each SM that it leaves: of the rows, only those of the last part are copied after it.
   118 / 389 / 739 us without, 111 / 327 / 615 with them on the same machine. The layer took 1016 / 3338 / 6531 and 1036
-  / 3371 / 6529: its products run at the power limit, and what waits less, it seems, leaves them less of it.
+  / 3371 / 6529, 20 steps after each other: at the power limit, where the time of a step is its energy (`step.py`).
 - NVFP4 and MXFP8 by index at any size, since their rows are gathered when they are decoded anyway, and more than 1024
   slots in chunks: 264 to 194 at 4096, 72 to 52 at 512.
 
@@ -56,7 +56,8 @@ us at 4096 where their floor is 769; with partial results in FP8 it takes 325 in
 (launch/results/h200x4_wires.json). The copy of expert outputs into partial results could be the epilogue of the down
 projection.
 
-On 2 H200s all of that takes 10.3 + 10.5 / 17.6 + 16.0 / 101 + 227 us in NVFP4 (launch/results/h200x2.json).
+On 2 H200s all of that takes 13.5 + 10.5 / 20.0 + 16.0 / 99.8 + 226 us in NVFP4 (launch/results/h200x2.json; of few
+tokens dispatch takes up to 3 us less where ranks begin closer together).
 
 On 16 SMs, 8 ranks and 4096 tokens of NVFP4 take 597 + 1525 us, on 24 546 + 1175, on 48 409 + 1051. The kernels are
 bound by instructions there: one rank, 4096 tokens of 8 rows each: `dispatch_send` 219 us, `combine_send` 520 (254 ns

@@ -6,24 +6,21 @@ from zero in the tensor cores and adds `partial * (row scale * weight scale)` in
 is not a normal number, `(partial * row scale) * weight scale`; `bf16` sums in the tensor cores. Every row sums its K in
 the order of K, whatever the regime, its tile and its neighbours: both regimes give the same bits.
 
-The two numbers, on one H200. Prefill, FP8, 8 groups x 4096 rows, (N, K) = (4096, 7168): 1.92e12 flops, 1.33 ms at the
-1452 TFLOP/s of torch's dense 8192^3 in a run of which nothing is kept (97% of the tensor cores' rate at the 1.38 GHz
-that 690 W leave; the file of results counts with 1437), 0.74 GB, 0.17 ms. Decode, FP8, 32 groups x 32 rows, both
-products of the reference model: 1.41 GB of weights, 328 us at 4.3 TB/s.
+The two numbers, on one H200. Prefill, FP8, 8 groups x 4096 rows, (N, K) = (4096, 7168): 1.92e12 flops, 1.34 ms at the
+1437 TFLOP/s of torch's dense 8192^3, 0.74 GB, 0.17 ms. Decode, FP8, 32 groups x 32 rows, both products of the reference
+model: 1.41 GB of weights, 328 us at 4.3 TB/s.
 
-Measured (launch/results/gemm_h200.json; TFLOP/s, in parentheses torch's row-wise _scaled_grouped_mm or _grouped_mm):
+Measured after rests, and without them (launch/results/gemm_h200.json; TFLOP/s, in parentheses torch's row-wise
+_scaled_grouped_mm or _grouped_mm; see `launch/timing.py`):
 
-    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1275 / 1142 (1225 / 1128)
-    FP8  4 x 8192, the same                           1232 / 1177 (1176 / 1121)
-    BF16 8 x 4096, the same                           692 / 716 (687 / 664)
-    FP8  8 x 16, 32, 48 rows                          65.6, 61.5, 62.5 us / 34.2, 35.3, 35.6 us
-    FP8  32 x 32 rows, gate_up and down               347 us
+    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1410 / 1324 (1389 / 1275); (4096, 7168) without rests 1213 (1202)
+    FP8  4 x 8192, the same                           1415 / 1317 (1360 / 1269); 1214 (1173)
+    BF16 8 x 4096, the same                           801 / 782 (783 / 765); without rests 690 / 677 (677 / 657)
+    FP8  8 x 16, 32, 48 rows                          59.9, 60.7, 61.4 us / 33.7, 34.4, 34.9 us
+    FP8  32 x 32 rows, gate_up and down               346 us
 
-Medians at the power limit, of GPUs that differ: the fastest replays of the same run gave 1408 / 1326 and 1412 / 1328,
-and two runs each of version 7 and 8 in turn, nothing kept, 1210-1315 / 1046-1165 and 1289-1388 / 1111-1158 (gated
-1084-1275 and 1167-1360).
-
-What each version brought (FP8 8 x 4096, (4096, 7168); decode is 32 x 32, gate_up + down):
+What each version brought (FP8 8 x 4096, (4096, 7168); decode is 32 x 32, gate_up + down). Versions 1 to 8 were timed 20
+steps after each other, in between the two:
 
     1. ring, persistent tiles, cluster of two: 751 TFLOP/s (932 without the cluster), 253 + 142 us. Releasing a stage to
        the other block with the default fence of the cluster waits for all memory of the GPU.
@@ -41,14 +38,24 @@ What each version brought (FP8 8 x 4096, (4096, 7168); decode is 32 x 32, gate_u
        scales by TMA, so that one thread produces; it tells the math warps of their tiles, whose search had cost each
        some 800 cycles a tile; one box of 128 rows. Beside 7 in two runs, means of six rounds in turn: (4096, 7168)
        1127 to 1200, gated 1045 to 1198, (7168, 2048) 1012 to 1115. Each alone gave -3 to 5%.
+    9. after rests, in turn, where a run repeats to 0.1% (single runs of which no file is kept). Tiles of the last round
+       by halves where no more than half of the clusters had one: 4096 tiles for 132 SMs are 31.03 rounds. FP8 1397 to
+       1408, BF16 781 to 787; (7168, 2048) of 4096 and 512 tokens a rank 797 to 789 and 161 to 154 us. Unusual scales
+       without a branch for each number, which makes room. Bands of 8 columns instead of 16 MB of them: BF16 773 to 785,
+       FP8 (7168, 2048) 1305 to 1322, of 4096 tokens a rank 1225 to 1241.
 
-What bounds it: BF16 keeps the tensor cores busy 94% of the cycles (Nsight Compute) and is bound by power. FP8 kept them
-busy 71% at 1.63 GHz in version 7. A half of a stage wants 256 cycles of the tensor cores, 166 for its multiply-adds
-(2.6 each beside the other warpgroup's products) and what lies between; two warpgroups in turn have 512. And shared
-memory: products of 128 columns read 6 KB in 64 cycles, with what TMA writes 144 KB a stage, 1152 cycles where the
-tensor cores want 1024. A peer's kernel (DeepGEMM's for these formats, compiled for the same shapes, tiles of 128 x 192:
-832 against 768) ran at 1317-1450 / 1131-1354 TFLOP/s between runs of version 7 that gave 1120-1349 / 1014-1057 on the
-same GPU: hot, all lose a fifth. At the power limit, who waits less may run slower, and takes less energy for it.
+What bounds it is power, with rests and without. On one H200, clocks counted on the SMs: rested, FP8 ran at 1.52 GHz
+(86% of the tensor cores' rate at that clock) and BF16 at 1.56 (93%), from 0.1 s on at 1.24 to 1.28 and 1.26 to 1.35;
+torch's dense 8192^3, which adds nothing in fp32 beside the tensor cores, at 1.59 (89%, 1525 TFLOP/s) and 1.62 (91%,
+803), then at 1.32 and 1.30. What saves cycles gives less than that, since the clock falls: 1.4% of them 0.7% in BF16.
+Full rounds help most, FP8 with 8 x 4352 rows has 1432.
+
+FP8 kept the tensor cores busy 71% at 1.63 GHz in version 7. A half of a stage wants 256 cycles of the tensor cores, 166
+for its multiply-adds (2.6 each beside the other warpgroup's products) and what lies between; two warpgroups in turn
+have 512. And shared memory: products of 128 columns read 6 KB in 64 cycles, with what TMA writes 144 KB a stage, 1152
+cycles where the tensor cores want 1024. A peer's kernel (DeepGEMM's for these formats, compiled for the same shapes,
+tiles of 128 x 192: 832 against 768) ran at 1317-1450 / 1131-1354 TFLOP/s between runs of version 7 that gave 1120-1349
+/ 1014-1057 on the same GPU: hot, all lose a fifth.
 
 Between the two regimes tiles are cut badly: 32 groups of 128, 137 and 256 rows take 254 + 142, 371 + 196 and 406 + 237
 us, and those that 512 and 1024 tokens a rank give (128 and 256 on average, half of them a few more) 339 + 166 and 567 +

@@ -33,8 +33,8 @@ ITERATION_US = 20_000.0
 """Of an iteration on a GPU, unless `FEWEST_STEPS` take longer."""
 RESTS = 3
 """Length of the rest before an iteration, in iterations."""
-HEAD_START_CYCLES = 200_000
-"""For which a GPU spins before an iteration, while the host launches it."""
+HEAD_START_CYCLES = 2_000_000
+"""For which a GPU spins before an iteration, about 1 ms, while the host launches it: ranks then begin together."""
 LONG_US = 1000.0
 """Of a step that is timed without rests, too."""
 SUSTAINED_US = 300_000.0
