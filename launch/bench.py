@@ -84,14 +84,14 @@ def work(options: argparse.Namespace) -> int:
     if run.placement is not None:
         raise ValueError("placement: benchmarks are of contiguous experts, expected a config without one")
     # A shared expert is dense work that every rank does by itself: `layer` times the routed experts alone.
-    for name in ("micro_batches", "num_sms", "steps"):
+    for name in ("num_sms", "steps"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
-    changes = {name: value for name in ("micro_batches", "num_sms") if (value := getattr(options, name)) is not None}
+    changes = {} if options.num_sms is None else {"num_sms": options.num_sms}
     run = run.replace(layer=run.layer.replace(shared_expert=None, **changes))
     options.tokens = options.tokens or [run.tokens_per_rank or run.layer.max_tokens_per_rank]
-    _check(options, run.layer.micro_batches)
+    _check(options)
     link = link_rate.chosen(options)
     device = environment.start(run)
     link = link or link_rate.default(device)
@@ -113,12 +113,10 @@ def work(options: argparse.Namespace) -> int:
     return int(not report["passed"])
 
 
-def _check(options: argparse.Namespace, micro_batches: int) -> None:
+def _check(options: argparse.Namespace) -> None:
     """Raise `ValueError` for what the parser lets through."""
     if min(options.tokens) < 1:
         raise ValueError(f"--tokens: expected at least 1, got {min(options.tokens)}")
-    if micro_batches > 1 and options.operations != ["layer"]:
-        raise ValueError(f"micro_batches: {micro_batches}, but parts of a layer are timed of whole steps; only layer")
     if options.trace is not None and options.operations != ["layer"]:
         raise ValueError("--trace: records the layer and times nothing, expected the operation layer alone")
     for name in ("json", "trace"):
@@ -131,7 +129,7 @@ def _gemm_cases(options: argparse.Namespace) -> int:
     """`gemm` without a config. Raises `ValueError` for options that only a config gives a meaning."""
     only = (
         *("tokens", "formats", "combine_format", "routing", "check_tokens", "link_gb_per_s", "links"),
-        *("trace", "transport", "micro_batches", "num_sms"),
+        *("trace", "transport", "num_sms"),
     )
     for name in only:
         if getattr(options, name) is not None:
@@ -164,7 +162,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--routing", nargs="+", choices=cases.ROUTINGS, help="who chooses the experts, each in turn (default: uniform)"
     )
-    parser.add_argument("--micro-batches", type=int, metavar="N", help="of a step, instead of the config's; layer only")
     parser.add_argument("--num-sms", type=int, metavar="N", help="of the exchange, instead of the config's")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed iterations (default: 20)")
     parser.add_argument(

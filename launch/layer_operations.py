@@ -195,8 +195,7 @@ def whole_layer(bench: Bench) -> None:
     )
     weight_bytes = bench.experts.gate_up.num_bytes + bench.experts.down.num_bytes
     bench.add("layer", measured, TOTAL, work, check, weight_bytes=weight_bytes)
-    if config.micro_batches == 1:
-        _add_unfused_layer(bench, part, reference_TH, work)
+    _add_unfused_layer(bench, part, reference_TH, work)
     _add_torch_layer(bench, part, reference_TH, work)
 
 

@@ -4,7 +4,7 @@ It runs the programs of its parts one after the other, each in processes of its 
 
     links       `link_bench`
     layer       `bench` over a config on 1, 2, 4, ... of the GPUs that are there, several routings on all of them
-    settings    the same for large steps with few SMs for the exchange, and with micro-batches
+    settings    dispatch and combine of large steps with few SMs
     trace       `bench layer --trace` after them: what is profiled is not timed
     gemm        `bench gemm`
     pictures    `pictures` of what there is
@@ -48,8 +48,7 @@ OUTPUTS = ("--json", "--trace", "--picture")
 """Options of the programs whose value is a file to write."""
 
 FEW_SMS, LARGE = 16, 1024
-"""SMs of an exchange that leaves the others to arithmetic, and tokens per rank from which on it and micro-batches are
-measured."""
+"""SMs of an exchange that leaves the others to arithmetic, and tokens per rank from which on it is measured."""
 
 
 @dataclass(frozen=True)
@@ -106,9 +105,7 @@ def jobs(options: argparse.Namespace, num_gpus: int) -> Iterator[Job]:
     large = [count for count in options.tokens if count >= LARGE]
     if "settings" in options.parts and most > 1 and large:
         few = ("dispatch", "combine", "--num-sms", str(FEW_SMS), "--json", str(folder / "few_sms.json"))
-        halves = ("layer", "--micro-batches", "2", "--json", str(folder / "micro_batches.json"))
-        common = (*_common(options, large, options.combine_format, rate), *steps)
-        yield from (Job("bench", (*part, *common), most) for part in (few, halves))
+        yield Job("bench", (*few, *_common(options, large, options.combine_format, rate), *steps), most)
     if "trace" in options.parts:
         # A few eager steps of each case: one combine format shows where the time goes.
         common = _common(options, options.tokens, options.combine_format[:1], rate)

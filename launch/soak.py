@@ -193,7 +193,7 @@ def _folded(values: torch.Tensor) -> torch.Tensor:
 
 def make_dispatcher(config: MoELayerConfig, context: ExpertParallelContext) -> TokenDispatcher:
     """The exchange of the layer that `config` describes, with contiguous experts and room for every row."""
-    return TokenDispatcher.from_config(context, config.replace(micro_batches=1, expert_row_capacity=None))
+    return TokenDispatcher.from_config(context, config.replace(expert_row_capacity=None))
 
 
 def report(results: list[SoakResult], config: MoELayerConfig, context: ExpertParallelContext, console: Console) -> None:

@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 
-from moe_runtime.formats import WEIGHT_FORMATS, ceil_div, token_formats_for, weight_format
+from moe_runtime.formats import WEIGHT_FORMATS, token_formats_for, weight_format
 
 FormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4"]
 WeightFormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4", "mxfp4"]
@@ -132,18 +132,11 @@ class MoELayerConfig(_Model):
     )
     combine_format: CombineFormatName = Field(default="bf16", description="partial sums on their way home")
     mode: ModeName = Field(default="auto", description="how rows lie on arrival; see resolve_mode")
-    micro_batches: _Positive = Field(
-        default=1,
-        description="parts of a step: on GPUs the tokens of one travel while the experts of another compute, where "
-        "num_sms keeps SMs apart for that",
-    )
     expert_row_capacity: _Positive | None = Field(
-        default=None, description="most expert rows a rank takes in one micro-batch; the worst case when not given"
+        default=None, description="most expert rows a rank takes in one step; the worst case when not given"
     )
     num_sms: _Positive | None = Field(
-        default=None,
-        description="most SMs of a GPU that dispatch and combine take at a time, all when not given; where there are "
-        "micro-batches, experts leave as many free",
+        default=None, description="most SMs of a GPU that dispatch and combine take at a time, all when not given"
     )
     intermediate_gsf: _Finite | None = Field(
         default=None, gt=0, description="nvfp4 tokens: encode scale of the intermediate; the layer's default if absent"
@@ -164,11 +157,6 @@ class MoELayerConfig(_Model):
     def _check(self) -> MoELayerConfig:
         if self.top_k > self.num_experts:
             raise ValueError(f"top_k: expected at most num_experts = {self.num_experts}, got {self.top_k}")
-        if self.micro_batches > self.max_tokens_per_rank:
-            raise ValueError(
-                f"micro_batches: expected at most max_tokens_per_rank = {self.max_tokens_per_rank}, "
-                f"got {self.micro_batches}"
-            )
         if self.token_format not in token_formats_for(self.weight_format):
             possible = [name for name in WEIGHT_FORMATS if self.token_format in token_formats_for(name)]
             raise ValueError(
@@ -207,12 +195,7 @@ class MoELayerConfig(_Model):
     @property
     def resolved_mode(self) -> ResolvedMode:
         """`mode` with `auto` settled by `resolve_mode`."""
-        return resolve_mode(self.mode, self.max_tokens_at_once, self.token_format)
-
-    @property
-    def max_tokens_at_once(self) -> int:
-        """Most tokens that a rank brings to one exchange: those of a micro-batch."""
-        return ceil_div(self.max_tokens_per_rank, self.micro_batches)
+        return resolve_mode(self.mode, self.max_tokens_per_rank, self.token_format)
 
     def flat(self) -> dict[str, int | float | str | bool | None]:
         """Every value by dotted key (`router.kind`), for comparing configs between ranks."""

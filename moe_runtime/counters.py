@@ -21,7 +21,7 @@ class LayerCounts:
     """Counts of one layer on one rank since counting began; differences of two are those of the time between them.
 
     Attributes:
-        steps: that were done, also without tokens here; each micro-batch is one.
+        steps: that were done, also without tokens here.
         tokens: that this rank brought.
         expert_tokens: of these, those that were routed to each expert, by id.
         rows: (token, expert) rows that this rank's experts got, from all ranks.

@@ -203,7 +203,7 @@ class TokenDispatcher:
             hidden_size=config.hidden_size,
             num_experts=config.num_experts if num_slots is None else num_slots,
             top_k=config.top_k,
-            max_tokens_per_rank=config.max_tokens_at_once,
+            max_tokens_per_rank=config.max_tokens_per_rank,
             token_format=config.token_format,
             combine_format=config.combine_format,
             mode=config.mode,
@@ -315,26 +315,17 @@ class TokenDispatcher:
             handle=handle,
         )
 
-    def combine_send(
-        self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle, *, out: torch.Tensor | None = None
-    ) -> None:
-        """First half of `combine`: reduce here and send the partial results home.
-
-        `out` is bf16 `[T, H]`, rows without gaps, that `combine_wait` writes and gives back; a new tensor when None.
-        """
+    def combine_send(self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle) -> None:
+        """First half of `combine`: reduce here and send the partial results home."""
         output = expert_output.rows if isinstance(expert_output, CombineSink) else expert_output
         with collective_step(self.context):
             self._check_handle(handle, "combine_send")
             if isinstance(expert_output, CombineSink) and expert_output.handle is not handle:
                 raise ValueError("expert_output: expected a CombineSink of the same handle, got that of another")
             self._check_output(output)
-            shape = (handle.num_tokens, self.geometry.hidden)
-            self._check_matrix("out", out, shape)
-            if out is not None and not out.is_contiguous():
-                raise ValueError(f"out: expected rows without gaps, got strides {list(out.stride())}")
-        if out is None:
-            out = torch.empty(shape, dtype=torch.bfloat16, device=self.context.device)
-        handle._results["y"] = out
+        # What `combine_wait` writes, which may begin while the kernel before it runs: allocated before this rank sends.
+        shape = (handle.num_tokens, self.geometry.hidden)
+        handle._results["y"] = torch.empty(shape, dtype=torch.bfloat16, device=self.context.device)
         self._exchange.combine_send(self.context, self.geometry, self._starts, output, handle.positions, handle.epoch)
         if self.context.carrier is not None:
             geometry = self.geometry

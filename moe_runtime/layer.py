@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from moe_runtime.replacement import replace_experts
 from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
 from moe_runtime.slots import SlotTable
-from moe_runtime.step import ExchangeStream, LayerStep, advance, in_micro_batches, sms_of_experts
+from moe_runtime.step import LayerStep, advance
 from moe_runtime.weights import GateUpOrder, SwiGLU
 
 
@@ -52,7 +51,6 @@ class MoELayer(nn.Module):
         slots: the `SlotTable` of the placement; None without one.
         router: `moe_runtime.router.Router`; None where there is none.
         dispatcher: `moe_runtime.dispatcher.TokenDispatcher`.
-        exchange_stream: `moe_runtime.step.ExchangeStream`, beside the current one where there are micro-batches.
         experts: `moe_runtime.experts.Experts`, None until weights are loaded.
         shared_expert: `moe_runtime.shared_expert.SharedExpert`; None where the config has none.
         times: set to a `PhaseTimes` to time each phase.
@@ -88,8 +86,6 @@ class MoELayer(nn.Module):
             self.router = Router(*sizes, config.router, device, engine=self.context.engine)
         num_slots = None if placement is None else placement.num_slots
         self.dispatcher = TokenDispatcher.from_config(self.context, config, num_slots=num_slots, agree=agree)
-        overlaps = config.micro_batches > 1 and device.type == "cuda"
-        self.exchange_stream = ExchangeStream(device if overlaps else None)
         self.experts: Experts | None = None
         self.shared_expert: SharedExpert | None = None
         if config.shared_expert is not None:
@@ -247,7 +243,6 @@ class MoELayer(nn.Module):
             intermediate_format=token_format(config.token_format),
             intermediate_gsf=config.intermediate_gsf,
             engine=self.context.gemm_engine,
-            num_sms=sms_of_experts(config, self.context.device),
         )
         self.experts = experts_of_rank.prepared()
 
@@ -326,20 +321,11 @@ class MoELayer(nn.Module):
 
         For ranks that take turns in one process (`VirtualRanks`), and for other work in between.
         """
-        if self.config.micro_batches == 1:
-            step = self.begin(x, topk_idx=topk_idx, topk_weights=topk_weights, shared=shared)
-            yield
-            self.compute(step)
-            yield
-            return self.finish(step)
-        with collective_step(self.context):
-            routed = self._route(x, topk_idx, topk_weights, shared)
-            tokens, limit = routed[0].shape[0], self.config.max_tokens_per_rank
-            if tokens > limit:
-                raise ValueError(f"x: expected at most max_tokens_per_rank = {limit} tokens, got {tokens}")
-            self.dispatcher.check_routing(routed[1], routed[2], tokens)
-        y = yield from in_micro_batches(self, *routed)
-        return y.view(x.shape)
+        step = self.begin(x, topk_idx=topk_idx, topk_weights=topk_weights, shared=shared)
+        yield
+        self.compute(step)
+        yield
+        return self.finish(step)
 
     def begin(
         self,
@@ -349,10 +335,17 @@ class MoELayer(nn.Module):
         topk_weights: torch.Tensor | None = None,
         shared: torch.Tensor | None = None,
     ) -> LayerStep:
-        """Route and send this rank's tokens, a micro-batch; the shared expert takes them while they travel."""
+        """Route and send this rank's tokens; the shared expert takes them while they travel."""
         with collective_step(self.context):
-            routed = self._route(x, topk_idx, topk_weights, shared)
-        return replace(self.send(*routed), shape=x.shape)
+            tokens_TH, topk_idx, topk_weights, shared_TH = self._route(x, topk_idx, topk_weights, shared)
+            slots = topk_idx if self.slots is None else self.slots(topk_idx, tokens_TH)
+        with phase("dispatch_send", self.times):
+            handle = self.dispatcher.dispatch_send(tokens_TH, slots, topk_weights)
+        if self.shared_expert is not None:
+            with collective_step(self.context), torch.no_grad(), phase("shared_expert", self.times):
+                shared_TH = self.shared_expert(tokens_TH)
+        routed, sent = (topk_idx, slots), (tokens_TH, topk_weights)
+        return LayerStep(self, x.shape, handle, shared_TH, self.placement, routed, sent)
 
     def compute(self, step: LayerStep) -> None:
         """Wait for the tokens of all ranks, run this rank's experts on them, and send the results back."""
@@ -362,9 +355,7 @@ class MoELayer(nn.Module):
 
     def finish(self, step: LayerStep) -> torch.Tensor:
         """Wait for the results of all ranks and sum them: bf16, the shape of the step's `x`."""
-        y = step.gather()
-        self.exchange_stream.wait_for(self.exchange_stream.mark())
-        return y.view(step.shape)
+        return step.gather().view(step.shape)
 
     def _route(
         self,
@@ -373,7 +364,7 @@ class MoELayer(nn.Module):
         topk_weights: torch.Tensor | None,
         shared: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Checked `x` and `shared` as `[T, H]`, and the router's answer, in between: the arguments of `send`."""
+        """Checked `x` and `shared` as `[T, H]`, and the router's answer in between."""
         if self.experts is None:
             raise ValueError("experts: no weights are loaded (load_experts, from_checkpoint or from_yaml)")
         if not isinstance(x, torch.Tensor):
@@ -397,24 +388,6 @@ class MoELayer(nn.Module):
             with phase("route", self.times):
                 topk_idx, topk_weights = self.router(tokens_TH)
         return tokens_TH, topk_idx, topk_weights, shared_TH
-
-    def send(
-        self,
-        tokens_TH: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
-        shared_TH: torch.Tensor | None,
-    ) -> LayerStep:
-        """Send routed tokens, a micro-batch; see `begin`."""
-        with collective_step(self.context):
-            slots = topk_idx if self.slots is None else self.slots(topk_idx, tokens_TH)
-        with self.exchange_stream.joined(), phase("dispatch_send", self.times):
-            handle = self.dispatcher.dispatch_send(tokens_TH, slots, topk_weights)
-        if self.shared_expert is not None:
-            with collective_step(self.context), torch.no_grad(), phase("shared_expert", self.times):
-                shared_TH = self.shared_expert(tokens_TH)
-        routed, sent = (topk_idx, slots), (tokens_TH, topk_weights)
-        return LayerStep(self, tokens_TH.shape, handle, shared_TH, self.placement, routed, sent)
 
     def extra_repr(self) -> str:
         config = self.config

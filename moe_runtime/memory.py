@@ -1,6 +1,6 @@
 """Symmetric memory that a rank reserves for a layer: a pure function of the config and the number of ranks.
 
-With `W` ranks, `T = max_tokens_at_once` (of a micro-batch), `K = top_k`, each region holds two halves, used in turn:
+With `W` ranks, `T = max_tokens_per_rank`, `K = top_k`, each region holds two halves, used in turn:
 
     landing  2 * (W * T + 1) * record     one record per token of every rank, however many experts share it
     stamps   2 * W * T * 4                the epoch each record arrived in
@@ -45,10 +45,10 @@ def reserved_bytes(config: MoELayerConfig, world_size: int, *, placed: bool = Fa
         record=RecordLayout(token_format(config.token_format), config.hidden_size, config.top_k),
         combine_format=token_format(config.combine_format),
         num_experts=config.num_experts,
-        max_tokens=config.max_tokens_at_once,
+        max_tokens=config.max_tokens_per_rank,
         packed=config.resolved_mode == "packed",
         row_capacity=config.expert_row_capacity
-        or worst_case_rows(config.num_experts, world_size, config.top_k, config.max_tokens_at_once),
+        or worst_case_rows(config.num_experts, world_size, config.top_k, config.max_tokens_per_rank),
     )
     region_bytes = {name: 2 * align(size, REGION_ALIGNMENT) for name, size in geometry.half_bytes().items()}
     region_bytes["signals"] = align(SignalLayout(world_size).num_bytes, REGION_ALIGNMENT)

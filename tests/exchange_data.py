@@ -43,9 +43,8 @@ LAYERS = [
     config("fp8_block", mode="packed", combine_format="fp8_block"),
     config("mxfp8", mode="indexed", combine_format="mxfp8"),
     config("bf16", weight_format="nvfp4", mode="packed"),
-    config("nvfp4", mode="packed", micro_batches=3),
 ]
-"""What processes and virtual ranks are compared on: every format, both modes, every wire, micro-batches."""
+"""What processes and virtual ranks are compared on: every format, both modes, every wire."""
 
 
 @dataclass(frozen=True)

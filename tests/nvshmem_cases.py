@@ -36,8 +36,6 @@ LAYERS = [
     config("fp8_block", mode="packed", combine_format="fp8_block"),
     config("mxfp8", mode="indexed", combine_format="mxfp8"),
     config("bf16", weight_format="nvfp4", mode="packed"),
-    config("nvfp4", mode="packed", micro_batches=3),
-    config("fp8_block", mode="indexed", micro_batches=2),
 ]
 
 

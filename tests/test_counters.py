@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
@@ -87,29 +85,6 @@ def test_counts_are_exact(placed: bool, engine: str, device: torch.device, seed:
 @pytest.mark.parametrize("rows, expected", [((4, 0, 2), 2), ((3, 3, 3), 1), ((0, 0), 1)])
 def test_imbalance_is_the_most_rows_over_the_mean(rows: tuple[int, ...], expected: float) -> None:
     assert imbalance([LayerCounts(1, 1, (), count, 0, 0) for count in rows]) == expected
-
-
-def test_micro_batches_count_as_one_batch_but_for_steps(device: torch.device, seed: int) -> None:
-    inputs = [rank_input(seed, rank, count, HIDDEN, EXPERTS, TOP_K).to(device) for rank, count in enumerate((7, 0))]
-    found = []
-    for parts in (1, 3):
-        with VirtualRanks(
-            config(micro_batches=parts),
-            2,
-            lambda layer: layer.load_random(1),
-            device=device,
-            placement=placements(2)[0],
-        ) as ranks:
-            counters = [layer.count_steps() for layer in ranks.layers]
-            ranks([i.x for i in inputs], [(i.topk_idx, i.topk_weights) for i in inputs])
-            for counter in counters:
-                counter.poll()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
-            found.append([counter.poll() for counter in counters])
-    assert [counts.steps for counts in found[1]] == [3, 3]
-    assert [replace(counts, steps=1) for counts in found[1]] == found[0]
-    assert found[0][0].tokens == 7 and found[0][1].dispatch_bytes == 0
 
 
 def test_differences_are_of_the_time_between() -> None:

@@ -162,14 +162,14 @@ def test_bench_knows_biases_and_leaves_the_shared_expert_out(
     assert "FAILED" not in capsys.readouterr().out
 
 
-def test_bench_of_micro_batches(tiny: Path, tmp_path: Path) -> None:
-    """Beside torch's layer; ours unfused has no micro-batches."""
+def test_bench_with_few_sms(tiny: Path, tmp_path: Path) -> None:
     file = tmp_path / "bench.json"
-    arguments = ["layer", "--config", str(tiny), "--micro-batches", "2", "--num-sms", "16", "--steps", "1"]
+    arguments = ["layer", "--config", str(tiny), "--num-sms", "16", "--steps", "1"]
     assert bench.main([*arguments, "--json", str(file)]) == 0
     report = json.loads(file.read_text())
-    assert [r["implementation"] for r in report["results"]] == [layer_bench.OURS, torch_layer.NAME]
-    assert report["config"]["layer"]["micro_batches"] == 2 and report["config"]["layer"]["num_sms"] == 16
+    assert report["config"]["layer"]["num_sms"] == 16
+    implementations = [r["implementation"] for r in report["results"]]
+    assert implementations == [layer_bench.OURS, unfused_layer.NAME, torch_layer.NAME]
 
 
 def test_run_reads_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -231,11 +231,6 @@ def test_nan_is_outside() -> None:
             "bench",
             ("dispatch", "layer", "--trace", "trace.json"),
             "--trace: records the layer and times nothing, expected the operation layer alone",
-        ),
-        (
-            "bench",
-            ("--micro-batches", "2"),
-            "micro_batches: 2, but parts of a layer are timed of whole steps; only layer",
         ),
         ("bench", ("--num-sms", "0"), "--num-sms: expected at least 1, got 0"),
         ("bench", ("gemm", "--num-sms", "4"), "--num-sms: gemm takes it together with --config only"),

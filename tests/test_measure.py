@@ -50,7 +50,6 @@ def test_every_part_has_its_commands(
         f"$ bench dispatch combine layer {common} --json {runs[1]}, 2 ranks",
         f"$ bench layer {common} --json {runs[0]}",
         f"$ bench dispatch combine --num-sms 16 --json {tmp_path}/few_sms.json {large}, 4 ranks",
-        f"$ bench layer --micro-batches 2 --json {tmp_path}/micro_batches.json {large}, 4 ranks",
         f"$ bench layer {traced} {rate} --trace {tmp_path}/trace.json --json {tmp_path}/phases.json, 4 ranks",
         f"$ bench gemm --steps 20 --json {tmp_path}/gemm.json --picture {tmp_path}/gemm.svg",
         f"$ pictures {' '.join(runs)} {tmp_path}/phases.json --folder {tmp_path}",
@@ -89,7 +88,7 @@ def test_floors_count_with_the_links_that_were_measured(
     parts = ["layer", "settings", "trace", "gemm"] if again else ["links", "layer", "settings", "trace", "gemm"]
     assert measure.main([str(tmp_path), "--parts", *parts]) == 0
     over_config = [job for job in ran if job.program == "bench" and job.arguments[0] != "gemm"]
-    assert len(over_config) == 5 and len(ran) == 6 + ("links" in parts)
+    assert len(over_config) == 4 and len(ran) == 5 + ("links" in parts)
     for job in over_config:
         assert (f"--links {links}" in job.text) == (again or not fails)
 
@@ -132,7 +131,7 @@ def test_what_a_failed_part_wrote_before_is_gone(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(measure.Job, "command", [sys.executable, "-c", "raise SystemExit(1)"])
     names = {
         "layer": ["layer_1.json", "layer_2.json"],
-        "settings": ["few_sms.json", "micro_batches.json"],
+        "settings": ["few_sms.json"],
         "trace": ["phases.json", "trace.json"],
         "gemm": ["gemm.json", "gemm.svg"],
         "links": ["links.json"],
@@ -190,7 +189,7 @@ def test_the_commands_are_ones_that_the_programs_take(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(measure, "jobs", kept)
     assert measure.main([str(tmp_path), *parser_options]) == 0
-    assert len(found) == 6
+    assert len(found) == 5
     for job in found:
         with pytest.raises(Reached):
             bench(list(job.arguments))

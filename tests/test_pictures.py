@@ -133,7 +133,7 @@ def test_what_does_not_belong_together_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"RUN: expected runs of one model, got .*experts 256.*; .*experts 128"):
         pictures.draw([runs()[1], other], tmp_path)
     other = copy.deepcopy(runs()[0])
-    other["config"]["layer"] |= {"num_sms": 16, "micro_batches": 1}
+    other["config"]["layer"] |= {"num_sms": 16}
     with pytest.raises(ValueError, match=r"RUN: expected runs of one model, got .*top_k 8; .*top_k 8, num_sms 16$"):
         pictures.draw([runs()[1], other], tmp_path)
     other = copy.deepcopy(runs()[0])

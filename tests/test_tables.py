@@ -123,7 +123,7 @@ def test_settings_of_a_run_are_told() -> None:
     config = found["config"]
     assert isinstance(config, dict)
     assert "top-8, uniform routing." in tables.results_table(found, "x.json")
-    config["layer"] |= {"num_sms": 16, "micro_batches": 1}
+    config["layer"] |= {"num_sms": 16}
     assert "top-8, num_sms 16, uniform routing." in tables.results_table(found, "x.json")
 
 
