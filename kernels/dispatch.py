@@ -276,8 +276,9 @@ def padded(n: int) -> int:
 
 
 def _record_constexprs(geometry: ExchangeGeometry) -> dict[str, int]:
-    record, signals = geometry.record, SignalLayout(geometry.world_size)
+    signals = SignalLayout(geometry.world_size)
     return {
+        **geometry.record.constants,
         "HIDDEN": geometry.hidden,
         "K": geometry.top_k,
         "K_PAD": padded(geometry.top_k),
@@ -286,12 +287,6 @@ def _record_constexprs(geometry: ExchangeGeometry) -> dict[str, int]:
         "FMT": int(geometry.token_format.code),
         "LOOPED": geometry.num_sms is not None,
         "COLUMNS": tile_columns(geometry.hidden),
-        "RECORD_BYTES": record.record_bytes,
-        "SCALES_AT": record.scales_offset,
-        "ROW_SCALE_AT": record.row_scale_offset,
-        "SOURCE_AT": record.source_offset,
-        "IDS_AT": record.ids_offset,
-        "WEIGHTS_AT": record.weights_offset,
         "DISPATCH_FLAG": signals.dispatch_flag,
         "TOKEN_COUNT": signals.token_count,
         "COMBINE_FLAG": signals.combine_flag,

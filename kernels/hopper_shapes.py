@@ -187,16 +187,7 @@ def _signal_defines(geometry: ExchangeGeometry) -> Defines:
 
 
 def _record_defines(geometry: ExchangeGeometry) -> Defines:
-    record = geometry.record
-    return {
-        "K": geometry.top_k,
-        "RECORD_BYTES": record.record_bytes,
-        "SCALES_AT": record.scales_offset,
-        "ROW_SCALE_AT": record.row_scale_offset,
-        "SOURCE_AT": record.source_offset,
-        "IDS_AT": record.ids_offset,
-        "WEIGHTS_AT": record.weights_offset,
-    }
+    return {"K": geometry.top_k, **geometry.record.constants}
 
 
 @cache

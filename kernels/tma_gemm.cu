@@ -558,7 +558,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             hand_over();
         };
         // From `whole` on tiles are taken by halves.
-        int total = groups[num_groups].first, rest = total % step, whole = HALVES && 2 * rest <= step ? total - rest : total;
+        int total = groups[num_groups].first, rest = total % step;
+        int whole = HALVES && 2 * rest <= step ? total - rest : total;
         for (int t = blockIdx.x / CLUSTER; t < last; t += step) {
             int halved = max(t - whole, 0), halves = HALVES && t >= whole ? 1 : 2;
             if (!find_tile(groups, num_groups, t - ceil_div(halved, 2), tiles_n, band_width, rank, g, tile)) break;
@@ -741,13 +742,13 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
 #else
             int stage = 0, before = 0;
             if (waits) wait_turn(wg), waits = false;
-            bool narrow = uniform(one_half);
+            bool narrow = HALVES && uniform(one_half);
             for (int kb = 0; kb < k_blocks; ++kb) {
                 u32 at = stage * STEP;
                 barrier_wait(full + 8 * stage, phase >> stage & 1);
                 keep(acc);
                 mma_fence();
-                if (HALVES && narrow) {
+                if (narrow) {
 #pragma unroll
                     for (int k = 0; k < 4; ++k) mma_bf16_half(acc, a + at + 2 * k, b + at + 2 * k, kb > 0 || k > 0);
                     mma_commit();  // here and there: behind both, the compiler would put in a product of nothing
@@ -769,7 +770,8 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             if (EXTRAS) apply_extras(acc, extras, row, capacity - 1, tile.expert, tile.column, columns);
             constexpr int SIZE = OUT == 3 ? 1 : (OUT == 2 ? 4 : 2);
             // A cluster that takes an odd row tile may reach past the last column tile: nothing of that is stored.
-            int width = min(columns - tile.column, one_half ? HALF : TILE_COLUMNS), rows = width > 0 ? tile.rows - row_of_warp : 0;
+            int width = min(columns - tile.column, one_half ? HALF : TILE_COLUMNS);
+            int rows = width > 0 ? tile.rows - row_of_warp : 0;
             long long position = tile.start + row_of_warp;
             long long stride = out_stride * SIZE;
             u8* to = out + position * stride + (long long)tile.column * SIZE;

@@ -38,7 +38,7 @@ MOST_COLUMNS = 400
 
 def settings_of(layer: dict[str, Any]) -> list[str]:
     """What a layer's config says of how its step is run, beside sizes and formats, for titles."""
-    return [f"{name} {layer[name]}" for name in ("num_sms",) if layer.get(name) is not None]
+    return [] if layer.get("num_sms") is None else [f"num_sms {layer['num_sms']}"]
 
 
 def model_of(report: dict[str, Any]) -> str:

@@ -61,15 +61,19 @@ def times_table(report: dict[str, Any], source: str) -> str:
     for name, routing, tokens in product(operations, routings, sorted({r["tokens_per_rank"] for r in ours})):
         case = (name, routing, tokens)
         here = {_formats(r): r for r in ours if (r["operation"], r["routing"], r["tokens_per_rank"]) == case}
+        if not here:
+            continue
         label = name if len(routings) == 1 else f"{name}, {routing}"
+        fields = {label: "median_us"}
         # Files of before they were timed say nothing of sustained times.
-        for field, more in (("median_us", ""), ("sustained_us", ", sustained")):
-            if any(field == "median_us" or r.get(field) for r in here.values()):
-                cells = [
-                    _cell(here[column], peers.get(key_of(here[column])), field) if column in here else ""
-                    for column in columns
-                ]
-                lines.append(f"| {label}{more} | {tokens} | {' | '.join(cells)} | {beside.get(name, '')} |")
+        if any(r.get("sustained_us") for r in here.values()):
+            fields[f"{label}, sustained"] = "sustained_us"
+        for text, field in fields.items():
+            cells = [
+                _cell(here[column], peers.get(key_of(here[column])), field) if column in here else ""
+                for column in columns
+            ]
+            lines.append(f"| {text} | {tokens} | {' | '.join(cells)} | {beside.get(name, '')} |")
     return "\n".join(lines)
 
 

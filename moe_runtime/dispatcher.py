@@ -413,11 +413,7 @@ class TokenDispatcher:
             raise ValueError(
                 f"x: expected at most max_tokens_per_rank = {geometry.max_tokens} tokens, got {x.shape[0]}"
             )
-        self.check_routing(topk_idx, topk_weights, x.shape[0])
-
-    def check_routing(self, topk_idx: torch.Tensor, topk_weights: torch.Tensor, num_tokens: int) -> None:
-        """Raise `ValueError` unless these are what `dispatch` takes for `num_tokens` tokens."""
-        expected = (num_tokens, self.geometry.top_k)
+        expected = (x.shape[0], geometry.top_k)
         kinds = {"topk_idx": (torch.int32, torch.int64), "topk_weights": (torch.float32,)}
         for (name, dtypes), tensor in zip(kinds.items(), (topk_idx, topk_weights), strict=True):
             self._check_place(name, tensor)

@@ -349,9 +349,7 @@ class MoELayer(nn.Module):
 
     def compute(self, step: LayerStep) -> None:
         """Wait for the tokens of all ranks, run this rank's experts on them, and send the results back."""
-        step.receive()
-        step.run_experts()
-        step.send_back()
+        step.compute()
 
     def finish(self, step: LayerStep) -> torch.Tensor:
         """Wait for the results of all ranks and sum them: bf16, the shape of the step's `x`."""

@@ -41,17 +41,17 @@ if TYPE_CHECKING:
 
 @dataclass
 class LayerStep:
-    """A step of a layer whose tokens have been sent. What follows is called in this order.
+    """A step of a layer whose tokens have been sent; `compute` comes next, then `gather`.
 
-    Between `receive` of a rank and the call before it, every rank must have come as far; so before `gather`.
+    Before each of them every rank must have come as far.
 
     Attributes:
         shape: of the tokens that the step began with.
         shared: the shared expert's output, `[T, H]`, if there is one.
         placement: of the layer when the tokens were sent.
         routed: ids of experts and the slots that take the tokens, `[T, K]`.
-        sent: tokens and weights as they were sent. Like `routed` kept until the step ends: a kernel that reads them may
-            run beside those after it.
+        sent: tokens and weights as they were sent. Like `routed`, and like what comes in `compute`, kept until the step
+            ends: a kernel that reads them may run beside those after it.
     """
 
     layer: MoELayer
@@ -61,36 +61,27 @@ class LayerStep:
     placement: Placement | None
     routed: tuple[torch.Tensor, torch.Tensor]
     sent: tuple[torch.Tensor, torch.Tensor]
-    _arrived: DispatchedTokens | None = None
-    _sink: CombineSink | None = None
+    _between: tuple[DispatchedTokens, CombineSink] | None = None
 
-    def receive(self) -> None:
-        """Wait for the tokens of all ranks and group them."""
+    def compute(self) -> None:
+        """Wait for the tokens of all ranks, run this rank's experts on them, reduce the results and send them home."""
         layer = self.layer
         with collective_step(layer.context):
             if self.placement != layer.placement:
                 raise ValueError("step: expected one that began after replace_experts, its tokens went to other slots")
         with phase("dispatch_wait", layer.times):
-            self._arrived = layer.dispatcher.dispatch_wait(self.handle)
-
-    def run_experts(self) -> None:
-        """This rank's experts."""
-        layer = self.layer
+            arrived = layer.dispatcher.dispatch_wait(self.handle)
         with collective_step(layer.context), phase("experts", layer.times):
-            assert layer.experts is not None and self._arrived is not None
-            self._sink = CombineSink(self.handle)
-            layer.experts(self._arrived, out=self._sink.rows)
-
-    def send_back(self) -> None:
-        """Reduce the results here and send them home."""
-        layer = self.layer
-        assert self._sink is not None
+            assert layer.experts is not None
+            sink = CombineSink(self.handle)
+            self._between = arrived, sink
+            layer.experts(arrived, out=sink.rows)
         with phase("combine_send", layer.times):
-            layer.dispatcher.combine_send(self._sink, self.handle)
-        if layer.counters is not None and self._arrived is not None:
+            layer.dispatcher.combine_send(sink, self.handle)
+        if layer.counters is not None:
             # Now, while results travel and those of the peers are waited for.
             with collective_step(layer.context):
-                layer.counters.add(*self.routed, self.handle.num_parts, self._arrived.group_offsets)
+                layer.counters.add(*self.routed, self.handle.num_parts, arrived.group_offsets)
 
     def gather(self) -> torch.Tensor:
         """Wait for the results of all ranks and sum them; bf16 `[T, H]`."""

@@ -81,6 +81,18 @@ class RecordLayout:
     def record_bytes(self) -> int:
         return align(self.weights_offset + 4 * self.top_k, RECORD_ALIGNMENT)
 
+    @property
+    def constants(self) -> dict[str, int]:
+        """Bytes of a record and where its fields lie, by the names that kernels have for them."""
+        return {
+            "RECORD_BYTES": self.record_bytes,
+            "SCALES_AT": self.scales_offset,
+            "ROW_SCALE_AT": self.row_scale_offset,
+            "SOURCE_AT": self.source_offset,
+            "IDS_AT": self.ids_offset,
+            "WEIGHTS_AT": self.weights_offset,
+        }
+
 
 class TokenMessage:
     """A token on the wire: `[quants] [scales, linear] [source index i32] [top-k ids u16 x top_k]`, each field aligned.
