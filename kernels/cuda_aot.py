@@ -23,8 +23,11 @@ FP8_WGMMA = {90: r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3"
 
 def _decoded(fmt: TokenFormat) -> Iterator[CudaCase]:
     for shape in (decoded_gemm.DECODE, decoded_gemm.PREFILL):
-        for operation, out, activation in ((PLAIN, None, None), (GATED, fmt, SILU)):
-            defines, _ = decoded_gemm.macros(fmt, fmt, shape, unit_columns(HIDDEN), out, torch.bfloat16, activation)
+        for operation, out, decoded in ((PLAIN, None, False), (GATED, fmt, False), (GATED, fmt, True)):
+            activation = None if out is None else SILU
+            defines, _ = decoded_gemm.macros(
+                fmt, fmt, shape, unit_columns(HIDDEN), out, torch.bfloat16, activation, out_decoded=decoded
+            )
             yield CudaCase(operation, fmt.name, "decoded_gemm.cu", "decoded_gemm", defines, instruction=BF16_WGMMA)
 
 

@@ -34,19 +34,15 @@ struct Piece {
   __device__ __forceinline__ void decode(u32 (&pairs)[8]) const {
     float low = 0.0f, high;
     if (FMT == NVFP4) e4m3_pair(scale, low, high);
-    // A number placed in bf16 bits is 2^-126 times its value, and 2^118 the most that its scale can carry.
-    const u32 factor = FMT == NVFP4 ? pack_bf16(low * 0x1p118f, low * 0x1p118f) : e8m0_pair(scale);
+    const u32 factor = FMT == NVFP4 ? e4m3_factor(low) : e8m0_pair(scale);
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
       if (FMT == BF16) {
         pairs[i] = words[i];
       } else if (FMT == NVFP4) {
-        const u32 byte = words[i / 4] >> (8 * (i & 3));
-        const u32 placed = (byte & 7) << 6 | (byte & 8) << 12 | (byte & 0x70) << 18 | (byte & 0x80) << 24;
-        pairs[i] = multiply(multiply(placed, factor), 0x75807580);  // 2^108
+        pairs[i] = e2m1_pair(words[i / 4] >> (8 * (i & 3)), factor);
       } else {
-        e4m3_pair(static_cast<u16>(words[i / 2] >> (16 * (i & 1))), low, high);
-        pairs[i] = multiply(pack_bf16(low, high), factor);
+        pairs[i] = e4m3_decoded(words[i / 2] >> (16 * (i & 1)), factor);
       }
     }
   }

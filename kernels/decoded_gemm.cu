@@ -2,24 +2,27 @@
 //
 // The weights are the M side of wgmma: each thread reads its own 16 bytes of quants, in the order in which wgmma wants
 // its A operand, decodes them to bf16 in registers, and multiplies by tokens that lie in shared memory as bf16.
-// One producer warp streams weights and tokens through a ring of stages; each consumer warpgroup owns its weight rows.
+// One producer warp walks the tiles and streams weights and tokens through a ring of stages; each consumer warpgroup owns
+// its weight rows.
 //
-// Macros: W_FMT, OUT_FMT (FormatCode), OUT_TYPE (0 bf16, 1 fp16, 2 fp32; not gated), GATED, WARPGROUPS, UNITS (64 weight
-// rows each, of a warpgroup), STAGES, STAGE_K64 (columns of a stage / 64; divides `units`), BATCH (steps of 16 columns decoded
-// before a wait), BUFFERS (for decoded steps), MAX_BLOCKS (tokens of a tile / 8), CASES (numbers of blocks below that
-// have code of their own), MAX_GROUPS, SCALED_TOKENS (tokens are 2^100 times their value), ALPHA, LIMIT, UP_OFFSET.
+// Macros: W_FMT, OUT_FMT (FormatCode), OUT_TYPE (0 bf16, 1 fp16, 2 fp32; not gated), GATED, OUT_DECODED (gated
+// results as decode_tokens.cu would make them), WARPGROUPS (64 weight rows of a tile each), STAGES, STAGE_K64 (columns of a
+// stage / 64; divides `units`), BATCH (steps of 16 columns decoded before a wait), BUFFERS (for decoded steps), MAX_BLOCKS
+// (tokens of a tile / 8), CASES (numbers of blocks below that have code of their own), MAX_GROUPS, SCALED_TOKENS (tokens are
+// 2^100 times their value), ALPHA, LIMIT, UP_OFFSET.
 
 #include "mbarrier.cuh"
 
 constexpr int QUANT_BYTES = W_FMT == NVFP4 ? 2048 : 4096;  // 64 rows x 64 columns
 constexpr int SCALE_BYTES = W_FMT == NVFP4 ? 256 : 128;
 constexpr int UNIT_BYTES = QUANT_BYTES + SCALE_BYTES;
-constexpr int TILE_UNITS = UNITS * WARPGROUPS;
+constexpr int TILE_UNITS = WARPGROUPS;
 constexpr int TILE_TOKENS = 8 * MAX_BLOCKS;
 constexpr int BLOCK_BYTES = STAGE_K64 * 64 * 8 * 2;  // of 8 tokens in a stage
 constexpr int WEIGHT_STAGE = TILE_UNITS * STAGE_K64 * UNIT_BYTES;
 constexpr int STAGE_BYTES = WEIGHT_STAGE + MAX_BLOCKS * BLOCK_BYTES;
 constexpr int TURNED_COLUMNS = 36;  // of 32, so that rows start in other banks
+constexpr int TOLD = 8;              // tiles that warpgroups are told of at a time
 constexpr u32 LANES = 0x81C081C0;  // sign and magnitude of an e2m1 number in both bf16 halves
 
 __device__ __forceinline__ uint4 load_16(u32 address) {
@@ -130,11 +133,8 @@ struct Unit {
       const uint4 q = quants[QUANT_BYTES == 4096 ? step >> 1 : 0];
       const u32 rows[2] = {step & 1 ? q.z : q.x, step & 1 ? q.w : q.y};
       for (int half = 0; half < 2; ++half) {
-        float v[4];
-        e4m3_pair(static_cast<u16>(rows[half]), v[0], v[1]);
-        e4m3_pair(static_cast<u16>(rows[half] >> 16), v[2], v[3]);
-        a[half] = multiply(pack_bf16(v[0], v[1]), scale[half]);
-        a[2 + half] = multiply(pack_bf16(v[2], v[3]), scale[half]);
+        a[half] = e4m3_decoded(rows[half], scale[half]);
+        a[2 + half] = e4m3_decoded(rows[half] >> 16, scale[half]);
       }
     }
   }
@@ -159,38 +159,86 @@ struct Problem {
   int gate_up_order;  // 1 gate | up, 2 up | gate, 3 interleaved; not read where not gated
 };
 
-// One tile of the output: `rows` tokens of a group from its token `local`, and 64 * TILE_UNITS weight rows.
-struct Tile {
-  int group, start, local, rows, expert, m_tile;
+__device__ __forceinline__ int up_divided(int a, int b) { return (a + b - 1) / b; }
 
-  __device__ __forceinline__ int token_block() const { return (start + 7 * group) / 8 + local / 8; }
+// One tile of the output: `rows` tokens of a group from its token `local`, and `high` units of weight rows from `unit`.
+struct Tile {
+  int group, start, local, rows, expert, unit, high;
+
+  __device__ __forceinline__ long long token_block() const { return (start + 7 * group) / 8 + local / 8; }
 };
 
-// Walks the tiles of a block, in the same order in each of its warps.
-struct Walk {
-  const int* offsets;
-  const int* experts;
-  int num_groups, m_tiles;
-  int group = 0, before = 0;
+// a / b, for 0 <= a < 2^20 and b > 0: the quotient of the instruction is off by less than 2^-21 of it.
+__device__ __forceinline__ int soon_divided(int a, int b) { return static_cast<int>(__fdividef(a + 0.5f, b)); }
 
-  __device__ __forceinline__ bool find(int number, Tile& tile) {
+// Walks the tiles of a block: one thread does, and tells the others.
+//
+// The tokens of a group are cut into parts, the weight rows of each part into cuts as even as whole units are. Blocks
+// take the cuts in turn, each a tile. Or, where no more parts come than there are blocks and the busiest has fewer weight
+// rows so, each block takes one cut at most, of several tiles.
+struct Walk {
+  int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS];
+  int num_groups, cuts, units, larger;  // `larger` cuts have a unit more than `units`
+  int number, group, before;            // of the next cut, and cuts of the groups before `group`
+  int left;                             // units that the cut of `tile` has further tiles for
+  Tile tile;
+
+  __device__ __forceinline__ int parts_of(int group) const {
+    return experts[group] < 0 ? 0 : up_divided(max(offsets[group + 1] - offsets[group], 0), TILE_TOKENS);
+  }
+
+  __device__ __forceinline__ void cut(int unit_rows) {
+    units = soon_divided(unit_rows, cuts);
+    larger = unit_rows - units * cuts;
+  }
+
+  // Before anything is known of the groups.
+  __device__ __forceinline__ void prepare(int unit_rows) {
+    group = before = left = 0;
+    number = blockIdx.x;
+    cuts = up_divided(unit_rows, TILE_UNITS);
+    cut(unit_rows);
+  }
+
+  __device__ __forceinline__ void begin(int parts, int num_groups, int unit_rows) {
+    this->num_groups = num_groups;
+    const int blocks = gridDim.x;
+    if (parts == 0 || parts > blocks) return;
+    const int most = soon_divided(blocks, parts), high = soon_divided(unit_rows + most - 1, most);
+    if (high >= TILE_UNITS * soon_divided(parts * cuts + blocks - 1, blocks)) return;
+    cuts = soon_divided(unit_rows + high - 1, high);
+    cut(unit_rows);
+  }
+
+  __device__ __forceinline__ bool find() {
     for (; group < num_groups; ++group) {
-      const int rows = max(offsets[group + 1] - offsets[group], 0);
-      const int parts = (rows + TILE_TOKENS - 1) / TILE_TOKENS, tiles = experts[group] < 0 ? 0 : parts * m_tiles;
-      if (number < before + tiles) {
+      const int parts = parts_of(group);
+      if (number < before + parts * cuts) {
+        const int within = number - before, part = parts == 1 ? 0 : within / cuts, cut = within - part * cuts;
+        const int start = offsets[group], rows = offsets[group + 1] - start;
         // Cut evenly: a tile of few tokens decodes as many weights as one of many.
-        const int tokens = ((rows + parts - 1) / parts + 7) / 8 * 8;
-        tile.group = group;
-        tile.start = offsets[group];
-        tile.local = (number - before) / m_tiles * tokens;
-        tile.rows = min(rows - tile.local, tokens);
-        tile.expert = experts[group];
-        tile.m_tile = (number - before) % m_tiles;
+        const int tokens = parts == 1 ? rows : up_divided(up_divided(rows, parts), 8) * 8;
+        const int local = part * tokens, unit = cut * units + min(cut, larger);
+        tile = {group, start, local, min(rows - local, tokens), experts[group], unit, 0};
+        left = units + (cut < larger);
+        number += gridDim.x;
         return true;
       }
-      before += tiles;
+      before += parts * cuts;
     }
     return false;
+  }
+
+  // The next tile; one without rows behind the last.
+  __device__ __forceinline__ void next(Tile& next) {
+    tile.unit += tile.high;
+    if (left == 0 && !find()) {
+      next.rows = 0;
+      return;
+    }
+    tile.high = left <= TILE_UNITS ? left : up_divided(left, up_divided(left, TILE_UNITS));
+    left -= tile.high;
+    next = tile;
   }
 };
 
@@ -255,9 +303,21 @@ __device__ __forceinline__ u32 e2m1_code(float x) {
 __device__ __forceinline__ void store_quantized(const Problem& p, const Tile& tile, const TileScales& scales, int local,
                                                 bool live, int column, float4 h) {
   const long long position = tile.start + local;
+  auto store_decoded = [&](u32 low, u32 high) {
+    if (!live) return;
+    // As decode_tokens.cu stores the columns of a token.
+    const long long block = tile.token_block() + (local - tile.local) / 8, unit = block * (p.columns / 64) + column / 64;
+    u8* decoded = static_cast<u8*>(p.out) + unit * 1024 + column % 16 / 2 * 128 + local % 8 * 16 + column % 64 / 16 * 4;
+    *reinterpret_cast<u32*>(decoded) = low;
+    *reinterpret_cast<u32*>(decoded + 128) = high;
+  };
   if (OUT_FMT == BF16) {
     const uint2 pairs = make_uint2(pack_bf16(h.x, h.y), pack_bf16(h.z, h.w));
-    if (live) *reinterpret_cast<uint2*>(static_cast<u16*>(p.out) + position * p.columns + column) = pairs;
+    if (OUT_DECODED) {
+      store_decoded(pairs.x, pairs.y);
+    } else if (live) {
+      *reinterpret_cast<uint2*>(static_cast<u16*>(p.out) + position * p.columns + column) = pairs;
+    }
     return;
   }
   constexpr int LANES_OF_BLOCK = OUT_FMT == NVFP4 ? 4 : 8;
@@ -277,6 +337,12 @@ __device__ __forceinline__ void store_quantized(const Problem& p, const Tile& ti
     if (dead) h = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     u32 codes = e2m1_code(__fmul_rn(h.x, factor)) | e2m1_code(__fmul_rn(h.y, factor)) << 4 |
                 e2m1_code(__fmul_rn(h.z, factor)) << 8 | e2m1_code(__fmul_rn(h.w, factor)) << 12;
+    if (OUT_DECODED) {
+      e4m3_pair(poisoned ? 0x7F : code, scale, unused);
+      const u32 factor = e4m3_factor(scale);
+      store_decoded(e2m1_pair(codes, factor), e2m1_pair(codes >> 8, factor));
+      return;
+    }
     codes |= __shfl_down_sync(0xFFFFFFFF, codes, 1) << 16;
     if (live && threadIdx.x % 2 == 0) {
       *reinterpret_cast<u32*>(static_cast<u8*>(p.out) + position * (p.columns / 2) + column / 2) = codes;
@@ -291,6 +357,11 @@ __device__ __forceinline__ void store_quantized(const Problem& p, const Tile& ti
     if (poisoned) h = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     const u32 codes = e4m3_code(__fmul_rn(h.x, factor)) | e4m3_code(__fmul_rn(h.y, factor)) << 8 |
                       e4m3_code(__fmul_rn(h.z, factor)) << 16 | e4m3_code(__fmul_rn(h.w, factor)) << 24;
+    if (OUT_DECODED) {
+      const u32 scale = e8m0_pair(poisoned ? 255 : byte);
+      store_decoded(e4m3_decoded(codes, scale), e4m3_decoded(codes >> 16, scale));
+      return;
+    }
     if (live) *reinterpret_cast<u32*>(static_cast<u8*>(p.out) + position * p.columns + column) = codes;
     if (live && first) {
       p.out_scales[swizzled_offset(scale_row, column / 32, (p.columns + 31) / 32)] = poisoned ? 255 : byte;
@@ -317,98 +388,89 @@ __device__ __forceinline__ int token_of(int i) { return i / 2 * 8 + (threadIdx.x
 // Moves the accumulators of STEP blocks of tokens from the front to the back. A loop over blocks that takes those in
 // front keeps its code small: unrolled, it would not fit into the instruction cache.
 template <int STEP, int BLOCKS>
-__device__ __forceinline__ void rotate(float (&acc)[UNITS][4 * BLOCKS]) {
+__device__ __forceinline__ void rotate(float (&acc)[4 * BLOCKS]) {
+  float front[4 * STEP];
 #pragma unroll
-  for (int unit = 0; unit < UNITS; ++unit) {
-    float front[4 * STEP];
+  for (int i = 0; i < 4 * STEP; ++i) front[i] = acc[i];
 #pragma unroll
-    for (int i = 0; i < 4 * STEP; ++i) front[i] = acc[unit][i];
+  for (int i = 0; i < 4 * (BLOCKS - STEP); ++i) acc[i] = acc[i + 4 * STEP];
 #pragma unroll
-    for (int i = 0; i < 4 * (BLOCKS - STEP); ++i) acc[unit][i] = acc[unit][i + 4 * STEP];
-#pragma unroll
-    for (int i = 0; i < 4 * STEP; ++i) acc[unit][4 * (BLOCKS - STEP) + i] = front[i];
-  }
+  for (int i = 0; i < 4 * STEP; ++i) acc[4 * (BLOCKS - STEP) + i] = front[i];
 }
 
 // SwiGLU of 8 * STEP tokens at a time, turned through `turned` so that a thread has four columns of one token.
 template <int BLOCKS>
-__device__ __forceinline__ void finish_gated(const Problem& p, const Tile& tile, const TileScales& scales, int first_unit,
-                                             float (&acc)[UNITS][4 * BLOCKS], float (*turned)[TURNED_COLUMNS]) {
+__device__ __forceinline__ void finish_gated(const Problem& p, const Tile& tile, const TileScales& scales, int unit,
+                                             float (&acc)[4 * BLOCKS], float (*turned)[TURNED_COLUMNS]) {
   constexpr int STEP = BLOCKS % 2 ? 1 : 2;
   const int warpgroup = threadIdx.x / 128, thread = threadIdx.x & 127, warp = thread / 32, lane = thread & 31;
   const float gate_scale = p.expert_scales ? scales.experts[0] : 1.0f;
   const float up_scale = p.expert_scales ? scales.experts[p.scales_per_expert - 1] : 1.0f;
-  const int bias_base = tile.expert * p.num_rows;
+  const int bias_base = tile.expert * p.num_rows, column = unit * 32 + warp * 8 + lane / 4;
+  int gate_row = column, up_row = column;
+  if (p.gate_up_order == 3) gate_row = 2 * column, up_row = 2 * column + 1;
+  if (p.gate_up_order == 1) up_row += p.columns;
+  if (p.gate_up_order == 2) gate_row += p.columns;
+  if (column >= p.columns) gate_row = up_row = 0;
 #pragma unroll 1
   for (int block = 0; block < BLOCKS; block += STEP) {
     if (block * 8 >= tile.rows) return;
 #pragma unroll
-    for (int unit = 0; unit < UNITS; ++unit) {
-      const int column = (first_unit + unit) * 32 + warp * 8 + lane / 4;
-      int gate_row = column, up_row = column;
-      if (p.gate_up_order == 3) gate_row = 2 * column, up_row = 2 * column + 1;
-      if (p.gate_up_order == 1) up_row += p.columns;
-      if (p.gate_up_order == 2) gate_row += p.columns;
-      if (column >= p.columns) gate_row = up_row = 0;
-#pragma unroll
-      for (int i = 0; i < 2 * STEP; ++i) {
-        const int token = token_of(i);
-        const float row_scale = p.row_scale ? scales.rows[block * 8 + token] : 1.0f;
-        const float* c = acc[unit] + i / 2 * 4 + i % 2;
-        turned[token][warp * 8 + lane / 4] = swiglu(finished(p, c[0], row_scale, gate_scale, bias_base + gate_row),
-                                                    finished(p, c[2], row_scale, up_scale, bias_base + up_row));
-      }
-      asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
-      if (STEP == 2 || warp < 2) {
-        const int token = block * 8 + thread / 8, first = (first_unit + unit) * 32 + thread % 8 * 4;
-        store_quantized(p, tile, scales, tile.local + token, token < tile.rows && first < p.columns, first,
-                        *reinterpret_cast<const float4*>(turned[thread / 8] + thread % 8 * 4));
-      }
-      asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
+    for (int i = 0; i < 2 * STEP; ++i) {
+      const int token = token_of(i);
+      const float row_scale = p.row_scale ? scales.rows[block * 8 + token] : 1.0f;
+      const float* c = acc + i / 2 * 4 + i % 2;
+      turned[token][warp * 8 + lane / 4] = swiglu(finished(p, c[0], row_scale, gate_scale, bias_base + gate_row),
+                                                  finished(p, c[2], row_scale, up_scale, bias_base + up_row));
     }
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
+    if (STEP == 2 || warp < 2) {
+      const int token = block * 8 + thread / 8, first = unit * 32 + thread % 8 * 4;
+      store_quantized(p, tile, scales, tile.local + token, token < tile.rows && first < p.columns, first,
+                      *reinterpret_cast<const float4*>(turned[thread / 8] + thread % 8 * 4));
+    }
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
     rotate<STEP, BLOCKS>(acc);
   }
 }
 
+// What a warpgroup does that a tile has no weight rows for.
+__device__ __forceinline__ void skip(int units, u32 full, u32 empty, int stage, u32 parity) {
+  for (int k64 = 0; k64 < units; k64 += STAGE_K64) {
+    barrier_wait(full + stage * 8, parity);
+    barrier_arrive_warp(empty + stage * 8);
+    if (++stage == STAGES) stage = 0, parity ^= 1;
+  }
+}
+
 template <int BLOCKS>
-__device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 stages, u32 full, u32 empty, int& stage,
-                                        u32& parity, float (*turned)[16][TURNED_COLUMNS], TileScales* tile_scales) {
+__device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 stages, u32 full, u32 empty, int stage,
+                                        u32 parity, float (*turned)[16][TURNED_COLUMNS], TileScales* tile_scales) {
   const int thread = threadIdx.x & 127, warpgroup = threadIdx.x / 128;
   TileScales& scales = tile_scales[warpgroup];
   scales.copy(p, tile);
-  float acc[UNITS][4 * BLOCKS];
+  float acc[4 * BLOCKS];
 #pragma unroll
-  for (int unit = 0; unit < UNITS; ++unit) {
-    for (int i = 0; i < 4 * BLOCKS; ++i) acc[unit][i] = 0.0f;
-  }
+  for (int i = 0; i < 4 * BLOCKS; ++i) acc[i] = 0.0f;
   static_assert(4 / BATCH % BUFFERS == 0, "buffers must come in turn from unit to unit");
-  u32 a[BUFFERS][BATCH][UNITS][4];
+  u32 a[BUFFERS][BATCH][4];
   int last = -1;
-  Unit ahead[UNITS];  // quants of the next part of the stage, on their way while this one is multiplied
+  Unit ahead;  // quants of the next part of the stage, on their way while this one is multiplied
   auto load_part = [&](int part) {
-    const u32 from = stages + stage * STAGE_BYTES;
-#pragma unroll
-    for (int unit = 0; unit < UNITS; ++unit) {
-      ahead[unit].load(from + ((warpgroup * UNITS + unit) * STAGE_K64 + part) * UNIT_BYTES, thread);
-    }
+    ahead.load(stages + stage * STAGE_BYTES + (warpgroup * STAGE_K64 + part) * UNIT_BYTES, thread);
   };
   auto multiply_part = [&](int part) {
     const u64 tokens = token_descriptor(stages + stage * STAGE_BYTES + WEIGHT_STAGE);
-    Unit units[UNITS];
-#pragma unroll
-    for (int unit = 0; unit < UNITS; ++unit) units[unit] = ahead[unit];
+    const Unit unit = ahead;
 #pragma unroll
     for (int batch = 0; batch < 4 / BATCH; ++batch) {
       auto& operands = a[batch % BUFFERS];
 #pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        for (int unit = 0; unit < UNITS; ++unit) units[unit].decode(batch * BATCH + i, operands[i][unit]);
-      }
+      for (int i = 0; i < BATCH; ++i) unit.decode(batch * BATCH + i, operands[i]);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
-        const u64 at = tokens + ((part * 4 + batch * BATCH + i) * 256 >> 4);
-        for (int unit = 0; unit < UNITS; ++unit) Wgmma<BLOCKS>::run(acc[unit], operands[i][unit], at);
+        Wgmma<BLOCKS>::run(acc, operands[i], tokens + ((part * 4 + batch * BATCH + i) * 256 >> 4));
       }
       wgmma_commit();
       if (batch == 4 / BATCH - 1 && part + 1 < STAGE_K64) load_part(part + 1);
@@ -427,30 +489,26 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
   wgmma_wait<0>();
   barrier_arrive_warp(empty + last * 8);
 
-  const int first_unit = tile.m_tile * TILE_UNITS + warpgroup * UNITS;
+  const int unit = tile.unit + warpgroup;
   finish_copies(1 + warpgroup);
   if (GATED) {
-    finish_gated<BLOCKS>(p, tile, scales, first_unit, acc, turned[warpgroup]);
+    finish_gated<BLOCKS>(p, tile, scales, unit, acc, turned[warpgroup]);
     return;
   }
   const float expert_scale = p.expert_scales ? scales.experts[0] : 1.0f;
   constexpr int STEP = BLOCKS % 2 ? 1 : 2;
+  const int column = unit * 64 + thread / 32 * 16 + (thread & 31) / 4 * 2, bias_at = tile.expert * p.num_rows + column;
 #pragma unroll 1
   for (int block = 0; block < BLOCKS; block += STEP) {
 #pragma unroll
-    for (int unit = 0; unit < UNITS; ++unit) {
-      const int column = (first_unit + unit) * 64 + thread / 32 * 16 + (thread & 31) / 4 * 2;
-      const int bias_at = tile.expert * p.num_rows + column;
-#pragma unroll
-      for (int i = 0; i < 2 * STEP; ++i) {
-        const int token = block * 8 + token_of(i);
-        if (token >= tile.rows || column >= p.columns) continue;
-        const long long position = tile.start + tile.local + token;
-        const float row_scale = p.row_scale ? scales.rows[token] : 1.0f;
-        const float* c = acc[unit] + i / 2 * 4 + i % 2;
-        store_plain(p, position, column, finished(p, c[0], row_scale, expert_scale, bias_at),
-                    finished(p, c[2], row_scale, expert_scale, bias_at + 1));
-      }
+    for (int i = 0; i < 2 * STEP; ++i) {
+      const int token = block * 8 + token_of(i);
+      if (token >= tile.rows || column >= p.columns) continue;
+      const long long position = tile.start + tile.local + token;
+      const float row_scale = p.row_scale ? scales.rows[token] : 1.0f;
+      const float* c = acc + i / 2 * 4 + i % 2;
+      store_plain(p, position, column, finished(p, c[0], row_scale, expert_scale, bias_at),
+                  finished(p, c[2], row_scale, expert_scale, bias_at + 1));
     }
     rotate<STEP, BLOCKS>(acc);
   }
@@ -461,24 +519,32 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
     decoded_gemm(const u8* tokens, const u8* weights, const float* row_scale, const float* expert_scales,
                  const float* bias, const int* group_offsets, const int* expert_ids, const int* num_active, void* out,
                  u8* out_scales, const float* out_gsf, float* out_row_scale, const int* out_scale_offsets,
-                 int num_groups, int num_experts, int capacity, int columns, int units, int unit_rows, long long out_stride, int scales_per_expert,
-                 int gate_up_order) {
+                 int num_groups, int num_experts, int capacity, int columns, int units, int unit_rows,
+                 long long out_stride, int scales_per_expert, int gate_up_order) {
   extern __shared__ __align__(128) u8 memory[];
-  __shared__ __align__(8) u64 barriers[2 * STAGES];
+  __shared__ __align__(8) u64 barriers[2 * STAGES + TOLD];
   __shared__ __align__(16) float turned[GATED ? WARPGROUPS : 1][16][TURNED_COLUMNS];
   __shared__ TileScales tile_scales[WARPGROUPS];
-  __shared__ int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS];
-  const u32 full = shared_address(barriers), empty = full + STAGES * 8, stages = shared_address(memory);
+  __shared__ Walk walk;
+  __shared__ Tile tiles[TOLD];
+  // A tile is told where that of TOLD tiles ago was: a warp that still reads it keeps the stages of those since.
+  static_assert(TOLD >= STAGES + 2, "tiles that a block may be ahead");
+  const u32 full = shared_address(barriers), empty = full + STAGES * 8, told = empty + STAGES * 8;
+  const u32 stages = shared_address(memory);
+  // The next kernel is the product that takes these results: it waits for them, and may load its weights before.
+  if (OUT_DECODED) asm volatile("griddepcontrol.launch_dependents;");
   if (num_active) num_groups = min(num_groups, max(*num_active, 0));
   for (int g = threadIdx.x; g <= num_groups; g += blockDim.x) {
-    offsets[g] = min(max(group_offsets[g], 0), capacity);
-    if (g < num_groups) experts[g] = expert_ids[g] < num_experts ? expert_ids[g] : -1;
+    walk.offsets[g] = min(max(group_offsets[g], 0), capacity);
+    if (g < num_groups) walk.experts[g] = expert_ids[g] < num_experts ? expert_ids[g] : -1;
   }
+  if (threadIdx.x == WARPGROUPS * 128) walk.prepare(unit_rows);
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(full + s * 8, 1);
       barrier_init(empty + s * 8, 4 * WARPGROUPS * ARRIVALS_OF_WARP);
     }
+    for (int s = 0; s < TOLD; ++s) barrier_init(told + s * 8, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
@@ -486,24 +552,32 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
   const Problem p = {tokens,  weights, row_scale,   expert_scales,     bias,    out,
                      out_scales, out_gsf, out_scale_offsets, columns, GATED ? 2 * columns : columns,
                      units,   unit_rows, out_stride, scales_per_expert, gate_up_order};
-  Walk walk = {offsets, experts, num_groups, (unit_rows + TILE_UNITS - 1) / TILE_UNITS};
-  Tile tile;
   int stage = 0;
   u32 parity = 0;
   if (threadIdx.x >= WARPGROUPS * 128) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 4 ? 32 : 40));
     if (threadIdx.x >= WARPGROUPS * 128 + 32) return;
     const int lane = threadIdx.x & 31;
+    int parts = 0;
+    for (int g = lane; g < num_groups; g += 32) parts += walk.parts_of(g);
+    parts = __reduce_add_sync(0xFFFFFFFF, parts);
+    if (lane == 0) walk.begin(parts, num_groups, unit_rows);
     bool early = true;
-    for (int number = blockIdx.x; walk.find(number, tile); number += gridDim.x) {
+    for (int number = 0;; ++number) {
+      Tile& tile = tiles[number % TOLD];
+      if (lane == 0) {
+        walk.next(tile);
+        barrier_arrive(told + number % TOLD * 8);
+      }
+      __syncwarp();
+      if (tile.rows == 0) break;
       const int blocks = (tile.rows + 7) / 8;
-      const int high = min(TILE_UNITS, unit_rows - tile.m_tile * TILE_UNITS);
-      const u8* w = weights + (static_cast<long long>(tile.expert) * unit_rows + tile.m_tile * TILE_UNITS) * units * UNIT_BYTES;
-      const u8* t = tokens + static_cast<long long>(tile.token_block()) * units * 1024;
+      const u8* w = weights + (static_cast<long long>(tile.expert) * unit_rows + tile.unit) * units * UNIT_BYTES;
+      const u8* t = tokens + tile.token_block() * units * 1024;
       auto load_weights = [&](int k64, int to_stage) {
-        if (lane == 0) barrier_expect(full + to_stage * 8, STAGE_K64 * (high * UNIT_BYTES + blocks * 1024));
+        if (lane == 0) barrier_expect(full + to_stage * 8, STAGE_K64 * (tile.high * UNIT_BYTES + blocks * 1024));
         __syncwarp();
-        if (lane < high) {
+        if (lane < tile.high) {
           bulk_load(stages + to_stage * STAGE_BYTES + lane * STAGE_K64 * UNIT_BYTES,
                     w + (static_cast<long long>(lane) * units + k64) * UNIT_BYTES, STAGE_K64 * UNIT_BYTES, full + to_stage * 8);
         }
@@ -536,18 +610,31 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
     if (early) asm volatile("griddepcontrol.wait;" ::: "memory");
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 152 : 112));
+    // The scales of the rows may be of the kernel before.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
     if (GATED && OUT_FMT == NVFP4) {
       // Of all rows, while tokens are still on their way.
-      asm volatile("griddepcontrol.wait;" ::: "memory");
       const float scale = __frcp_rn(clamped(*out_gsf));
       constexpr int THREADS = WARPGROUPS * 128;
       for (int i = blockIdx.x * THREADS + threadIdx.x; i < capacity; i += gridDim.x * THREADS) out_row_scale[i] = scale;
     }
-    for (int number = blockIdx.x; walk.find(number, tile); number += gridDim.x) {
+    // Said by one lane, the compiler knows that the others are with it, and keeps what they share in uniform registers.
+    const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
+    for (int number = 0;; ++number) {
+      barrier_wait(told + number % TOLD * 8, number / TOLD & 1);
+      const Tile& tile = tiles[number % TOLD];
       const int blocks = (tile.rows + 7) / 8;
+      if (blocks == 0) break;
+      if (warpgroup >= tile.high) {
+        skip(units, full, empty, stage, parity);
+      } else {
 #define CASE(N) \
   if (blocks <= N) consume<N>(p, tile, stages, full, empty, stage, parity, turned, tile_scales); else
-      CASES consume<MAX_BLOCKS>(p, tile, stages, full, empty, stage, parity, turned, tile_scales);
+        CASES consume<MAX_BLOCKS>(p, tile, stages, full, empty, stage, parity, turned, tile_scales);
+      }
+      stage += units / STAGE_K64;
+      parity ^= stage / STAGES & 1;
+      stage %= STAGES;
     }
   }
 }

@@ -76,14 +76,16 @@ from functools import cache
 
 import torch
 
-from moe_runtime.formats import TokenFormat, ceil_div
+from moe_runtime.formats import NVFP4, TokenFormat, ceil_div
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import nvrtc
-from moe_runtime.kernels.decoded_layout import stage_units, unit_bytes, unit_columns
+from moe_runtime.kernels.decoded_layout import UNIT, stage_units, unit_bytes, unit_columns
 from moe_runtime.prepared import MAX_EXPERTS, RESULT_FORMATS, PreparedWeights
 from moe_runtime.weights import SwiGLU
 
 MAX_GROUPS = MAX_EXPERTS
+MAX_UNIT_ROWS = 2**20
+"""Rows of a weight / 64 that the kernel divides fast."""
 SHARED_BYTES = 227 * 1024 - 16 * 1024
 """Of a block of threads, less what is static."""
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
@@ -94,26 +96,26 @@ class DecodedShape:
     """Tile and pipeline of `decoded_gemm.cu`.
 
     Attributes:
-        warpgroups: that decode and multiply, besides the one that loads.
-        units: of 64 weight rows of each.
+        warpgroups: that decode and multiply 64 weight rows of a tile each, besides the one that loads.
         stage_units: most units of 64 columns in a stage of the ring.
-        batch: steps of 16 columns that are decoded before the tensor cores are waited for.
+        batch, mxfp8_batch: steps of 16 columns of NVFP4 and MXFP8 weights that are decoded before the tensor cores are
+            waited for.
         buffers: for decoded steps; with one, decoding waits for the tensor cores and other warpgroups go on.
         max_blocks: tokens of a tile / 8.
         cases: smaller numbers of blocks that have code of their own.
     """
 
     warpgroups: int
-    units: int
     stage_units: int
     batch: int
+    mxfp8_batch: int
     buffers: int
     max_blocks: int
     cases: tuple[int, ...]
 
 
-DECODE = DecodedShape(4, 1, 4, 4, 1, 8, (1, 2, 3, 4, 5, 6))
-PREFILL = DecodedShape(4, 1, 4, 2, 1, 16, (4, 6, 8, 10, 12, 14))
+DECODE = DecodedShape(4, 4, 4, 4, 1, 8, (1, 2, 3, 4, 5, 6))
+PREFILL = DecodedShape(4, 4, 1, 2, 1, 16, (4, 6, 8, 10, 12, 14))
 
 DECODE_ROWS = 512
 """Packed positions per group up to which a launch takes DECODE. Capacities are worst cases: with 8 ranks and top-8 of
@@ -139,6 +141,17 @@ def token_macros(fmt: TokenFormat, packed: bool = False, scale_block: int | None
     }
 
 
+def empty_decoded(a: GroupedRows, num_columns: int) -> torch.Tensor:
+    """What `decode_tokens` would fill for rows of `num_columns` numbers in the groups of `a`."""
+    blocks = (a.capacity + 7 * a.num_groups) // 8 + 1
+    return torch.empty(blocks, unit_columns(num_columns), 8, 8, 16, dtype=torch.uint8, device=a.rows.device)
+
+
+def takes_decoded(w: object) -> bool:
+    """Whether the kernel that makes rows for `w` may decode them: prepared weights whose K is whole units."""
+    return isinstance(w, PreparedWeights) and unit_columns(w.num_columns) * UNIT == w.num_columns
+
+
 def decode_tokens(
     a: GroupedRows, num_experts: int, packed_ld: int | None = None, scale_block: int | None = None
 ) -> torch.Tensor:
@@ -147,10 +160,9 @@ def decode_tokens(
     Rows of groups whose expert is not in `0 .. num_experts - 1` are left out. `packed_ld` and `scale_block` are those
     of `decoded_gemm`.
     """
-    units = unit_columns(a.num_columns)
-    blocks = (a.capacity + 7 * a.num_groups) // 8 + 1
+    out = empty_decoded(a, a.num_columns)
+    blocks, units = out.shape[:2]
     parts = ceil_div(units, 32)
-    out = torch.empty(blocks, units, 8, 8, 16, dtype=torch.uint8, device=a.rows.device)
     nvrtc.launch(
         "decode_tokens.cu",
         "decode_tokens",
@@ -206,7 +218,10 @@ def decoded_gemm_swiglu(
     *,
     num_sms: int | None = None,
 ) -> None:
-    """`grouped_gemm_swiglu` into the rows and all scales of `out`; `gsf` may be more than it is clamped to."""
+    """`grouped_gemm_swiglu` into the rows and all scales of `out`, or into its `decoded` where it has that.
+
+    `gsf` may be more than it is clamped to. After decoded results comes the product that takes them.
+    """
     _launch(a, w, out.rows, activation, out.scales, gsf, out, num_sms)
 
 
@@ -219,12 +234,15 @@ def macros(
     out_format: TokenFormat | None,
     out_dtype: torch.dtype,
     activation: SwiGLU | None,
+    *,
+    out_decoded: bool = False,
 ) -> tuple[dict[str, int | str], int]:
     """Macros of `decoded_gemm.cu`, and the dynamic shared memory of a block.
 
-    `units` is K in units; `out_format` is that of a gated result, None for a plain one of `out_dtype`.
+    `units` is K in units; `out_format` is that of a gated result, None for a plain one of `out_dtype`; `out_decoded`
+    leaves a gated one decoded.
     """
-    unit_stage = shape.warpgroups * shape.units * unit_bytes(w_format) + shape.max_blocks * 1024
+    unit_stage = shape.warpgroups * unit_bytes(w_format) + shape.max_blocks * 1024
     # At least two stages, so that one is loaded while the other is multiplied.
     stage_k64 = stage_units(units, min(shape.stage_units, SHARED_BYTES // (2 * unit_stage)))
     stages = SHARED_BYTES // (stage_k64 * unit_stage)
@@ -233,11 +251,11 @@ def macros(
         "OUT_FMT": 0 if out_format is None else int(out_format.code),
         "OUT_TYPE": OUT_TYPES[out_dtype] if out_format is None else 0,
         "GATED": int(out_format is not None),
+        "OUT_DECODED": int(out_decoded),
         "WARPGROUPS": shape.warpgroups,
-        "UNITS": shape.units,
         "STAGES": stages,
         "STAGE_K64": stage_k64,
-        "BATCH": shape.batch,
+        "BATCH": shape.batch if w_format is NVFP4 else shape.mxfp8_batch,
         "BUFFERS": shape.buffers,
         "SCALED_TOKENS": int(a_format.name == "nvfp4"),
         "MAX_BLOCKS": shape.max_blocks,
@@ -269,7 +287,10 @@ def _launch(
     shape = choose_shape(a.capacity, a.num_groups)
     units = int(w.units.shape[2])
     out_format = None if result is None else result.format
-    defines, shared_bytes = macros(w.format, a.format, shape, units, out_format, out.dtype, activation)
+    decoded = None if result is None else result.decoded
+    defines, shared_bytes = macros(
+        w.format, a.format, shape, units, out_format, out.dtype, activation, out_decoded=decoded is not None
+    )
     columns = w.num_rows // 2 if result is not None else w.num_rows
     nvrtc.launch(
         "decoded_gemm.cu",
@@ -278,7 +299,7 @@ def _launch(
         grid=(nvrtc.most_sms(w.device, num_sms), 1, 1),
         block=128 * (shape.warpgroups + 1),
         arguments=[
-            decode_tokens(a, w.num_experts, packed_ld, scale_block),
+            decode_tokens(a, w.num_experts, packed_ld, scale_block) if a.decoded is None else a.decoded,
             w.units,
             a.row_scale,
             w.expert_scales,
@@ -286,7 +307,7 @@ def _launch(
             a.group_offsets,
             a.expert_ids,
             a.active_on_device,
-            out,
+            out if decoded is None else decoded,
             out_scales,
             gsf,
             None if result is None else result.row_scale,
@@ -329,6 +350,8 @@ def _check(a: GroupedRows, w: PreparedWeights, out: torch.Tensor, result: Groupe
     """What these kernels ask beyond the other engines: aligned rows, a Hopper GPU."""
     if torch.cuda.get_device_capability(w.device) != (9, 0):
         raise ValueError(f"w: prepared for Hopper, got {torch.cuda.get_device_name(w.device)}; use w.restore()")
+    if w.units.shape[1] >= MAX_UNIT_ROWS:
+        raise ValueError(f"w: expected N < {MAX_UNIT_ROWS * UNIT}, got {w.num_rows}")
     if w.units.data_ptr() % 16:
         raise ValueError("w.units: expected 16-byte alignment")
     if a.num_groups > MAX_GROUPS:

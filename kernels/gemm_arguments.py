@@ -48,7 +48,7 @@ def check_operands(a: GroupedRows, w: ExpertWeights | PreparedWeights) -> None:
         raise ValueError(f"a.rows: expected the last dimension contiguous, got strides {list(a.rows.stride())}")
     if a.capacity < 0:
         raise ValueError(f"a.capacity: expected at least 0, got {a.capacity}")
-    if a.row_index is None and a.rows.shape[0] < a.capacity:
+    if a.decoded is None and a.row_index is None and a.rows.shape[0] < a.capacity:
         raise ValueError(f"a.rows: expected at least capacity = {a.capacity} rows, got {a.rows.shape[0]}")
     if a.expert_ids.ndim != 1:
         raise ValueError(f"a.expert_ids: expected one dimension, got shape {list(a.expert_ids.shape)}")
@@ -66,6 +66,8 @@ def check_operands(a: GroupedRows, w: ExpertWeights | PreparedWeights) -> None:
         _check(a, "num_active_experts", active.reshape(1), torch.int32, 1)
     elif active is not None and not isinstance(active, int):
         raise ValueError(f"a.num_active_experts: expected an int or an int32 tensor, got {active!r}")
+    if a.decoded is not None:
+        return
     scale_columns = a.format.scale_columns(a.num_columns)
     if a.format.swizzled:
         if a.group_scale_offsets is None:
@@ -135,12 +137,13 @@ def empty_intermediate(
     out_format: str | TokenFormat,
     out_gsf: float | torch.Tensor | None,
     finished: bool = True,
+    stored: bool = True,
 ) -> tuple[GroupedRows, torch.Tensor | None]:
     """Uninitialized rows `[capacity, I]` of the same groups in `out_format`, and their encode scale, fp32 `[1]`.
 
     Swizzled scales use the offsets of `a` where its own scales do (they may be sparser than `dense_128` makes them),
     else those of `dense_128`. `row_scale` is filled with `1 / gsf`; formats without one have neither. Unless
-    `finished`, a kernel is to fill it and to clamp the encode scale.
+    `finished`, a kernel is to fill it and to clamp the encode scale; unless `stored`, rows and scales are left out.
     """
     fmt, num_columns = token_format(out_format), w.num_rows // 2
     fmt.check_columns(num_columns, "I of w")
@@ -152,7 +155,7 @@ def empty_intermediate(
         if finished:
             torch.reciprocal(gsf.expand(a.capacity), out=row_scale)
     scales, scale_offsets = None, None
-    if fmt.swizzled:
+    if fmt.swizzled and stored:
         if a.format.swizzled:
             assert a.scales is not None
             scale_offsets, blocks = a.group_scale_offsets, a.scales.shape[0]
@@ -160,11 +163,11 @@ def empty_intermediate(
             scale_offsets = dense_128_offsets(a.group_offsets[: a.num_groups + 1])
             blocks = dense_128_blocks_needed(a.capacity, a.num_groups)
         scales = torch.empty(blocks, ceil_div(columns, 4), 32, 4, 4, dtype=fmt.scale_dtype, device=device)
-    elif fmt.scale_dtype is not None:
+    elif fmt.scale_dtype is not None and stored:
         scales = torch.empty(a.capacity, columns, dtype=fmt.scale_dtype, device=device)
     rows = GroupedRows(
         format=fmt,
-        rows=torch.empty(a.capacity, fmt.quant_columns(num_columns), dtype=fmt.quant_dtype, device=device),
+        rows=torch.empty(a.capacity * stored, fmt.quant_columns(num_columns), dtype=fmt.quant_dtype, device=device),
         scales=scales,
         row_scale=row_scale,
         row_index=None,

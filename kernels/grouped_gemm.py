@@ -11,7 +11,7 @@ Epilogue, in fp32: `c = acc * row_scale[row] * expert_scales[expert] + bias[expe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import triton
@@ -287,6 +287,7 @@ def grouped_gemm(
         ValueError: a shape, dtype, device, stride or format that does not fit; the message names the argument.
     """
     check_operands(a, w)
+    _check_decoded(a, w, engine)
     if isinstance(w, PreparedWeights):
         if w.gate_up is not None:
             raise ValueError("w.gate_up: expected None in prepared weights, which are reordered for SwiGLU otherwise")
@@ -314,6 +315,7 @@ def grouped_gemm_swiglu(
     *,
     out_format: str | TokenFormat,
     out_gsf: float | torch.Tensor | None = None,
+    then: ExpertWeights | PreparedWeights | None = None,
     engine: str = "auto",
     num_sms: int | None = None,
 ) -> GroupedRows:
@@ -326,6 +328,8 @@ def grouped_gemm_swiglu(
         out_format: format of the result; `I` must be a multiple of its block.
         out_gsf: encode scale of an `nvfp4` result, a positive number or one fp32 element on the device, clamped to
             2^100; None means `gemm_arguments.DEFAULT_INTERMEDIATE_GSF`. Must be None for other formats.
+        then: weights of the product that takes the result and is launched next. Where both are prepared and multiplied
+            by Hopper's kernels, the result is `decoded` for it, and no other takes it.
         engine: "auto", "triton" or "torch"; only "auto" takes the kernels of Hopper.
         num_sms: most SMs that the GEMM of Hopper takes; None means all. Other kernels pay no heed to it.
 
@@ -338,11 +342,15 @@ def grouped_gemm_swiglu(
     """
     check_operands(a, w)
     check_activation(w, activation)
+    _check_decoded(a, w, engine)
     if isinstance(w, PreparedWeights):
         if w.gate_up is None:
             raise ValueError("w.gate_up: expected prepared weights of gate and up, got plain ones")
         if runs_cuda(engine, a.rows.device):
-            out, gsf = empty_intermediate(a, w, out_format, out_gsf, False)
+            decoded = decoded_gemm.takes_decoded(then)
+            out, gsf = empty_intermediate(a, w, out_format, out_gsf, finished=False, stored=not decoded)
+            if decoded:
+                out = replace(out, decoded=decoded_gemm.empty_decoded(a, out.num_columns))
             decoded_gemm.decoded_gemm_swiglu(a, w, activation, out, gsf, num_sms=num_sms)
             return out
         w = w.restore()
@@ -359,6 +367,11 @@ def grouped_gemm_swiglu(
     target = (raw_bits(out.rows), scales, gsf, out.group_scale_offsets)
     _launch(a, w, tile, native, out.num_columns, target, 0, int(out.format.code), activation)
     return out
+
+
+def _check_decoded(a: GroupedRows, w: ExpertWeights | PreparedWeights, engine: str) -> None:
+    if a.decoded is not None and not (isinstance(w, PreparedWeights) and runs_cuda(engine, a.rows.device)):
+        raise ValueError("a.decoded: expected None but for prepared weights and the kernels of Hopper")
 
 
 _WORDS = {torch.bfloat16: torch.int32, torch.float8_e4m3fn: torch.int16}

@@ -51,4 +51,21 @@ __device__ __forceinline__ long long swizzled_offset(long long row, int column, 
   return row / 128 * ((columns + 3) / 4 * 512) + column / 4 * 512 + row % 32 * 16 + row % 128 / 32 * 4 + column % 4;
 }
 
+// What e2m1 numbers that lie as bf16 bits are multiplied by, of a scale: they are 2^-126 times their value, and 2^118 is the
+// most that a scale can carry.
+__device__ __forceinline__ u32 e4m3_factor(float scale) { return pack_bf16(scale * 0x1p118f, scale * 0x1p118f); }
+
+// The two e2m1 numbers of a byte with a factor of `e4m3_factor`, 2^100 times their value.
+__device__ __forceinline__ u32 e2m1_pair(u32 byte, u32 factor) {
+  const u32 placed = (byte & 7) << 6 | (byte & 8) << 12 | (byte & 0x70) << 18 | (byte & 0x80) << 24;
+  return multiply(multiply(placed, factor), 0x75807580);  // 2^108
+}
+
+// The two e4m3 numbers of the low bytes, times a pair of bf16.
+__device__ __forceinline__ u32 e4m3_decoded(u32 bytes, u32 scale) {
+  float low, high;
+  e4m3_pair(static_cast<u16>(bytes), low, high);
+  return multiply(pack_bf16(low, high), scale);
+}
+
 #endif

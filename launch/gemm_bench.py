@@ -120,9 +120,9 @@ class Runner:
             self._weights[key] = {product: [w, *(w.clone() for _ in range(count - 1))] for product, w in made.items()}
         return self._weights[key]
 
-    def _swiglu(self, rows: GroupedRows, w: Weights) -> GroupedRows:
+    def _swiglu(self, rows: GroupedRows, w: Weights, then: Weights | None) -> GroupedRows:
         gsf = self._gsf if rows.format.has_row_scale else None
-        return grouped_gemm_swiglu(rows, w, SILU, out_format=rows.format, out_gsf=gsf, engine=self.engine)
+        return grouped_gemm_swiglu(rows, w, SILU, out_format=rows.format, out_gsf=gsf, then=then, engine=self.engine)
 
     def _check(
         self,
@@ -131,18 +131,20 @@ class Runner:
         copies: dict[Product, list[Weights]],
         out: torch.Tensor,
     ) -> tuple[list[Check], GroupedRows | None]:
-        """Checks of the first copies, and that the others give the same bits; what lies between the products."""
+        """Checks of the first copies, and that the others give the same bits; what lies between the products.
+
+        The first product is checked as it is stored, the second with what a layer gives it.
+        """
         rows, engine = inputs[0], self.engine
         sample = Sample.draw(rows, self.seed)
         first, last = case.products[0], case.products[-1]
         checks, between = [], None
         if case.product == "both":
             with poisoned_memory():
-                between = self._swiglu(rows, copies[first][0])
-            checks.append(check_gated(between, rows, copies[first][0], sample))
-        source = rows if between is None else between
-        grouped_gemm(source, copies[last][0], out=out, engine=engine)
-        checks.append(check_plain(out, source, copies[last][0], sample, last.name))
+                stored, between = (self._swiglu(rows, copies[first][0], then) for then in (None, copies[last][0]))
+            checks.append(check_gated(stored, rows, copies[first][0], sample))
+        grouped_gemm(rows if between is None else between, copies[last][0], out=out, engine=engine)
+        checks.append(check_plain(out, rows if between is None else stored, copies[last][0], sample, last.name))
         differing, total = 0, int(rows.group_offsets[-1])
         calls = self._calls(case, inputs, between, copies, out)
         wanted = out[:total].clone()
@@ -172,7 +174,7 @@ class Runner:
             return {case.product: lambda number: down(inputs[number % count], number)}
 
         def gate_up(number: int) -> GroupedRows:
-            return self._swiglu(inputs[number % count], first[number % count])
+            return self._swiglu(inputs[number % count], first[number % count], last[number % count])
 
         return {
             case.product: lambda number: down(gate_up(number), number),

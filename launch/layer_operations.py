@@ -103,13 +103,15 @@ def gemm(bench: Bench) -> None:
     assert fmt is not None and not isinstance(fmt, str)
     gate_up, down = (_rotated(w, bench.context.device) for w in (experts.gate_up, experts.down))
 
-    def project(number: int) -> GroupedRows:
-        w, gsf = gate_up[number % len(gate_up)], experts.intermediate_gsf
-        return grouped_gemm_swiglu(arrived, w, experts.activation, out_format=fmt, out_gsf=gsf, engine=engine)
+    def project(number: int, *, stored: bool = False) -> GroupedRows:
+        w, gsf, then = gate_up[number % len(gate_up)], experts.intermediate_gsf, None if stored else down[0]
+        return grouped_gemm_swiglu(
+            arrived, w, experts.activation, out_format=fmt, out_gsf=gsf, then=then, engine=engine
+        )
 
-    middle = project(0)
+    middle, between = project(0, stored=True), project(0)
     out_RH = torch.full((arrived.capacity, hidden), torch.nan, dtype=torch.bfloat16, device=bench.context.device)
-    grouped_gemm(middle, down[0], out=out_RH, engine=engine)
+    grouped_gemm(between, down[0], out=out_RH, engine=engine)
     passed = (
         bench.agree(checks.check_gate_up(middle, arrived, experts.gate_up, experts.activation)),
         bench.agree(checks.check_down(out_RH, middle, experts.down)),
@@ -117,7 +119,7 @@ def gemm(bench: Bench) -> None:
     counts = arrived.group_offsets.diff().tolist()
     steps: tuple[Step, ...] = (
         lambda number, lap: _discard(project(number)),
-        lambda number, lap: _discard(grouped_gemm(middle, down[number % len(down)], out=out_RH, engine=engine)),
+        lambda number, lap: _discard(grouped_gemm(between, down[number % len(down)], out=out_RH, engine=engine)),
     )
     sizes = ((2 * inner, hidden, arrived, checks.format_bytes(fmt, inner)), (hidden, inner, middle, 2 * hidden))
     weights = (experts.gate_up, experts.down)

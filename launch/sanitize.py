@@ -130,10 +130,11 @@ def run_gemms(engine: str) -> None:
         for case in cases():
             rows = make_rows(case, SEED, rng)
             first, last = (make_weights(case, product, rng, engine) for product in case.products)
-            hidden = grouped_gemm_swiglu(rows, first, SILU, out_format=rows.format, engine=engine)
-            out = grouped_gemm(hidden, last, engine=engine)
-            if not bool(out[: int(rows.group_offsets[-1])].isfinite().all()):
-                raise RuntimeError(f"{case.name}: results that are not finite")
+            for then in (None, last):
+                hidden = grouped_gemm_swiglu(rows, first, SILU, out_format=rows.format, then=then, engine=engine)
+                out = grouped_gemm(hidden, last, engine=engine)
+                if not bool(out[: int(rows.group_offsets[-1])].isfinite().all()):
+                    raise RuntimeError(f"{case.name}: results that are not finite")
             print(case.name, flush=True)
 
 

@@ -124,6 +124,7 @@ class Experts:
                 self.activation,
                 out_format=self.intermediate_format,
                 out_gsf=self.intermediate_gsf,
+                then=self.down,
                 engine=self.engine,
                 num_sms=self.num_sms,
             )

@@ -30,6 +30,8 @@ class GroupedRows:
         capacity: `R`, packed positions that outputs must have room for (rows past `group_offsets[G]` are not written).
         num_columns: `K`, numbers in a row.
         num_active_experts: groups that count, an int or a one-element int32 tensor; None means all `G`.
+        decoded: the rows as the GEMM of prepared weights multiplies them (`kernels.decoded_gemm.decode_tokens`), where
+            the kernel that made them left them so; `rows` has none then, `scales` and `group_scale_offsets` are None.
     """
 
     format: TokenFormat
@@ -43,6 +45,7 @@ class GroupedRows:
     capacity: int
     num_columns: int
     num_active_experts: int | torch.Tensor | None = None
+    decoded: torch.Tensor | None = None
 
     @property
     def num_groups(self) -> int:

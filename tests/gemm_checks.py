@@ -139,8 +139,8 @@ def poison_intermediates(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every byte of quants and scales that the gated GEMM is to fill holds 0xA5 before."""
     fresh = gemm_module.empty_intermediate
 
-    def poisoned_intermediate(*args: Any) -> tuple[GroupedRows, torch.Tensor | None]:
-        rows, gsf = fresh(*args)
+    def poisoned_intermediate(*args: Any, **more: Any) -> tuple[GroupedRows, torch.Tensor | None]:
+        rows, gsf = fresh(*args, **more)
         assert rows.scales is not None
         rows.rows.view(torch.uint8).fill_(0xA5)
         rows.scales.view(torch.uint8).fill_(0xA5)

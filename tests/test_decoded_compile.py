@@ -87,13 +87,16 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
 def launched(
     recorded: list[Recorded], weight: str, token: str, k: int, rows: int, activation: SwiGLU | None, out: str
 ) -> Recorded:
-    """The GEMM that is launched; `out` is a format where `activation` is one, otherwise a dtype."""
+    """The GEMM that is launched; `out` is a format where `activation` is one, `decoded` or not, otherwise a dtype."""
     a = rows_of(token, rows, k)
     w = weights_of(weight, 64, k, None if activation is None else activation.order)
     if activation is None:
         decoded_gemm.decoded_gemm(a, w, torch.empty(rows, 64, dtype=getattr(torch, out)))
     else:
-        hidden, gsf = empty_intermediate(a, w, out, None)
+        name, *decoded = out.split()
+        hidden, gsf = empty_intermediate(a, w, name, None)
+        if decoded:
+            hidden = replace(hidden, decoded=decoded_gemm.empty_decoded(a, hidden.num_columns))
         decoded_gemm.decoded_gemm_swiglu(a, w, activation, hidden, gsf)
     tokens, gemm = recorded
     assert (tokens.name, gemm.name) == ("decode_tokens", "decoded_gemm")
@@ -148,6 +151,11 @@ VARIANTS = [
     (DECODE, "nvfp4", "bf16", 128, SwiGLU(GateUpOrder.UP_GATE), "bf16"),
     (DECODE, "mxfp8", "mxfp8", 2048, None, "float32"),
     (DECODE, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8"),
+    (DECODE, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4 decoded"),
+    (DECODE, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8 decoded"),
+    (PREFILL, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4 decoded"),
+    (PREFILL, "nvfp4", "bf16", 2880, GPT_OSS, "bf16 decoded"),
+    (PREFILL, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8 decoded"),
     (PREFILL, "nvfp4", "nvfp4", 2048, None, "bfloat16"),
     (PREFILL, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4"),
     (PREFILL, "nvfp4", "bf16", 2880, None, "float16"),
@@ -172,6 +180,7 @@ def test_gemm_compiles_to_what_it_is_meant_for(
     recorded: list[Recorded],
 ) -> None:
     launch = launched(recorded, weight, token, k, ROWS[shape], activation, out)
+    assert launch.defines["OUT_DECODED"] == out.endswith(" decoded")
     assert launch.defines["MAX_BLOCKS"] == shape.max_blocks and launch.defines["WARPGROUPS"] == shape.warpgroups
     compiled = compile_recorded(launch)
     for blocks in (*shape.cases, shape.max_blocks):
@@ -203,7 +212,7 @@ def test_stages_fit(shape: decoded_gemm.DecodedShape, weight: str, k: int, recor
     stages, stage_k64 = int(launch.defines["STAGES"]), int(launch.defines["STAGE_K64"])
     assert stages >= 2 and launch.shared_bytes % stages == 0
     assert stage_k64 > 0 and unit_columns(k) % stage_k64 == 0
-    weights = shape.warpgroups * shape.units * unit_bytes(FORMATS[weight])
+    weights = shape.warpgroups * unit_bytes(FORMATS[weight])
     assert launch.shared_bytes == stages * stage_k64 * (weights + shape.max_blocks * 8 * 64 * 2)
     assert launch.block == 128 * (shape.warpgroups + 1) <= 1024
 
@@ -213,7 +222,8 @@ def test_shape_is_chosen_by_rows_of_a_group() -> None:
     assert choose_shape(1, 1) is DECODE
     for shape in (DECODE, PREFILL):
         assert list(shape.cases) == sorted(set(shape.cases)) and shape.cases[-1] < shape.max_blocks
-        assert 4 % shape.batch == 0 and (4 // shape.batch) % shape.buffers == 0
+        for batch in (shape.batch, shape.mxfp8_batch):
+            assert 4 % batch == 0 and (4 // batch) % shape.buffers == 0
 
 
 @pytest.mark.parametrize(

@@ -23,6 +23,7 @@ from moe_runtime.weights import GateUpOrder, SwiGLU
 from tests import test_decoded_gemm as plain
 from tests import test_decoded_swiglu as gated
 from tests import test_op_weights as operations
+from tests.comparison import assert_same_bits
 from tests.emulator import Emulator, needs_emulator
 from tests.gemm_cases import UNIT, check_inside, exact_gemm, make_rows, random_weights
 from tests.gemm_checks import check_quantized, poisoned
@@ -58,6 +59,13 @@ def _cases() -> Iterator[Case]:
     for name in ("mxfp8", "nvfp4"):
         yield gated.test_nothing_but_the_result_is_written, {"name": name, "shape": DECODE}
         yield gated.test_requantization_is_that_of_the_quantizer, {"out": name, "shape": DECODE}
+    for name, token, out, shape in (
+        ("nvfp4", "nvfp4", "nvfp4", DECODE),
+        ("nvfp4", "bf16", "bf16", PREFILL),
+        ("mxfp8", "mxfp8", "mxfp8", PREFILL),
+    ):
+        arguments = {"name": name, "token": token, "out": out, "shape": shape}
+        yield gated.test_a_result_is_decoded_for_the_product_that_follows, arguments
     for name in operations.VARIANTS:
         yield operations.test_small_integers_are_exact, {"name": name}
 
@@ -102,23 +110,52 @@ def test_as_on_a_gpu(
     assert {("decode_tokens.cu", "decode_tokens"), ("decoded_gemm.cu", "decoded_gemm")} <= emulator.launched
 
 
+@pytest.mark.parametrize("inner", [144, 192], ids=["four_kernels", "three"])
 @pytest.mark.parametrize("schedule", range(SCHEDULES))
 def test_both_products_of_a_layer(
-    schedule: int, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    schedule: int, inner: int, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Four kernels, each started as early as it asks for."""
+    """Each kernel is started as early as it asks for, and the second product beside the first that decodes for it."""
     monkeypatch.setattr(decoded_gemm, "_launch", LAUNCH)
-    k, inner = 128, 144
+    k = 128
     gate_up = random_weights("nvfp4", 2, 2 * inner, k, rng, CPU, gate_up=True)
     down = random_weights("nvfp4", 2, 136, inner, rng, CPU)
     a = make_rows("nvfp4", [3, 0, 70, 9], k, rng, CPU, num_experts=2, expert_ids=[1, 0, 0, -1], gather=True)
     first, second = PreparedWeights.prepare(gate_up), PreparedWeights.prepare(down)
     out = poisoned(a.capacity, 136, torch.bfloat16, CPU)
     with emulator.together():
+        chained = gemm.grouped_gemm_swiglu(a, first, SwiGLU(), out_format="nvfp4", then=second)
+        gemm.grouped_gemm(chained, second, out=out)
+    assert (chained.decoded is None) == (inner == 144)
+    with emulator.together():
         hidden = gemm.grouped_gemm_swiglu(a, first, SwiGLU(), out_format="nvfp4")
-        gemm.grouped_gemm(hidden, second, out=out)
     check_quantized(hidden, exact_gemm(a, gate_up, CPU), SwiGLU(), DEFAULT_INTERMEDIATE_GSF)
     check_inside(out, exact_gemm(hidden, down, CPU), UNIT[torch.bfloat16])
+
+
+@pytest.mark.parametrize("rows", [[9], [40, 0, 129]], ids=["one_group", "four_parts"])
+def test_bits_are_the_same_however_tiles_are_cut(
+    rows: list[int], emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """13 units of weight rows on 1 to 14 SMs: blocks take tiles in turn, or one cut of 2 to 13 units each."""
+    n = 13 * 64 - 8
+    w = random_weights("nvfp4", 3, n, 128, rng, CPU)
+    a, prepared = make_rows("nvfp4", rows, 128, rng, CPU, num_experts=3), PreparedWeights.prepare(w)
+    results = []
+    for sms in (1, 2, 3, 4, 5, 7, 14):
+        monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None, sms=sms: sms)
+        results.append(poisoned(a.capacity, n, torch.bfloat16, CPU))
+        gemm.grouped_gemm(a, prepared, out=results[-1])
+        assert_same_bits(results[0], results[-1], f"{sms} SMs")
+    check_inside(results[0], exact_gemm(a, w, CPU), UNIT[torch.bfloat16])
+
+
+def test_weight_rows_that_no_tile_has_are_found(
+    emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    emulator.edit = lambda text: text.replace("larger = unit_rows - units * cuts;", "larger = 0;")
+    with pytest.raises(AssertionError, match=r"SMs|outside"):
+        test_bits_are_the_same_however_tiles_are_cut([9], emulator, rng, monkeypatch)
 
 
 MISTAKES = {
@@ -129,8 +166,8 @@ MISTAKES = {
         "outside; at",
     ),
     "a_stage_further": (
-        "barrier_wait(full + stage * 8, parity);",
-        "barrier_wait(full + (stage + 1) % 4 * 8, parity);",
+        "barrier_wait(full + stage * 8, parity);\n    load_part(0);",
+        "barrier_wait(full + (stage + 1) % 4 * 8, parity);\n    load_part(0);",
         "nothing can go on|arrive at mbarrier|changed while",
     ),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -10,9 +11,10 @@ import torch
 
 from moe_runtime.experts import Experts
 from moe_runtime.grouped import GroupedRows
+from moe_runtime.kernels import decoded_gemm
 from moe_runtime.kernels.decoded_gemm import DECODE, PREFILL, DecodedShape
 from moe_runtime.kernels.gemm_arguments import DEFAULT_INTERMEDIATE_GSF
-from moe_runtime.kernels.grouped_gemm import grouped_gemm_swiglu
+from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.quantize import quantize_rows
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
@@ -29,7 +31,14 @@ from tests.gemm_cases import (
     scale_rows,
     swizzled,
 )
-from tests.gemm_checks import check_quantized, integer_operands, poison_intermediates, spare_rows, unit_scales
+from tests.gemm_checks import (
+    check_quantized,
+    integer_operands,
+    poison_intermediates,
+    poisoned,
+    spare_rows,
+    unit_scales,
+)
 
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(HAS_GPU and not IS_HOPPER, reason="prepared weights are for Hopper")
@@ -199,6 +208,61 @@ def test_nearly_all_codes_are_those_of_the_triton_kernel(out: str, rng: torch.Ge
     # A bf16 step is 2^-8 of a number, its sums are 2^-20 of their terms apart.
     assert difference.max() <= 1 if out != "bf16" else np.median(difference) == 0
     assert (difference > 0).mean() < (1e-2 if out == "bf16" else 1e-3)
+
+
+def _blocks(decoded: torch.Tensor, a: GroupedRows) -> torch.Tensor:
+    """The rows that groups own, out of their blocks of 8, uint8 `[rows, units of K, 8, 16]`."""
+    offsets = a.group_offsets.tolist()
+    owned = [(group, row) for group, (first, last) in enumerate(pairwise(offsets)) for row in range(last - first)]
+    blocks = torch.tensor([(offsets[group] + 7 * group) // 8 + row // 8 for group, row in owned])
+    return decoded.cpu()[blocks, :, :, torch.tensor([row % 8 for _, row in owned])]
+
+
+@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=["decode", "prefill"])
+@pytest.mark.parametrize(("name", "token", "out"), [("nvfp4",) * 3, ("nvfp4", "bf16", "bf16"), ("mxfp8",) * 3])
+def test_a_result_is_decoded_for_the_product_that_follows(
+    name: str,
+    token: str,
+    out: str,
+    shape: DecodedShape,
+    rng: torch.Generator,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where Hopper's kernels run: the bits that decoding the requantized rows gives, and the same second product."""
+    inner, columns, sizes = 192, 72, [5, 0, 3, 66, 137]
+    gate_up = PreparedWeights.prepare(random_weights(name, 2, 2 * inner, 128, rng, device, gate_up=True))
+    down = PreparedWeights.prepare(random_weights(name, 2, columns, inner, rng, device))
+    a = make_rows(token, sizes, 128, rng, device, num_experts=2, spare=spare_rows(shape, sizes), gather=True)
+    a = replace(a, row_scale=None if a.row_scale is None else a.row_scale * 0.02)
+    a.rows[0] = 0x7F if token == "nvfp4" else a.rows[0]
+    empty = decoded_gemm.empty_decoded
+    monkeypatch.setattr(decoded_gemm, "empty_decoded", lambda *given: empty(*given).fill_(0xAB))
+    hidden = grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format=out)
+    chained = grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format=out, then=down)
+    assert hidden.decoded is None and (chained.decoded is not None) == IS_HOPPER
+    if chained.decoded is not None:
+        assert chained.scales is None and chained.rows.shape[0] == 0
+        want = _blocks(decoded_gemm.decode_tokens(hidden, 2), a)
+        assert want.unique().numel() > 20
+        assert_same_bits(_blocks(chained.decoded, a), want, "decoded rows")
+        with pytest.raises(ValueError, match=r"^a\.decoded: expected None but for prepared weights"):
+            grouped_gemm(chained, down, engine="torch")
+    results = [poisoned(a.capacity, columns, torch.bfloat16, device) for _ in range(2)]
+    for rows, result in zip((hidden, chained), results, strict=True):
+        grouped_gemm(rows, down, out=result)
+    assert_same_bits(*results, "second product")
+
+
+@pytest.mark.parametrize("inner", [144, 320])
+def test_a_result_is_not_decoded_where_units_would_need_zeros(
+    inner: int, rng: torch.Generator, device: torch.device
+) -> None:
+    """320 columns are five units, which no number of them in a stage divides: there is a sixth."""
+    gate_up = PreparedWeights.prepare(random_weights("nvfp4", 2, 2 * inner, 64, rng, device, gate_up=True))
+    down = PreparedWeights.prepare(random_weights("nvfp4", 2, 64, inner, rng, device))
+    a = make_rows("nvfp4", [3, 9], 64, rng, device, num_experts=2)
+    assert grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format="nvfp4", then=down).decoded is None
 
 
 @pytest.mark.gpu

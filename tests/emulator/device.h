@@ -106,6 +106,13 @@ inline unsigned __ballot_sync(unsigned mask, bool flag) {
   for (int lane = 0; lane < 32; ++lane) bits |= unsigned(values[lane] & 1) << lane;
   return bits;
 }
+inline int __reduce_add_sync(unsigned mask, int value) {
+  all_lanes(mask);
+  const Long* values = meet("__reduce_add_sync", value);
+  int sum = 0;
+  for (int lane = 0; lane < 32; ++lane) sum += int(values[lane]);
+  return sum;
+}
 inline int __any_sync(unsigned mask, bool flag) { return __ballot_sync(mask, flag) != 0; }
 inline int __all_sync(unsigned mask, bool flag) { return __ballot_sync(mask, flag) == 0xFFFFFFFFu; }
 template <class T>
@@ -179,6 +186,8 @@ inline float __uint_as_float(unsigned x) { return bits_as<float>(x); }
 inline float __fadd_rn(float a, float b) { return a + b; }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
+// As far off as the instruction may be.
+inline float __fdividef(float a, float b) { return std::nextafter(std::nextafter(a / b, 0.0f), 0.0f); }
 inline float __frcp_rn(float a) { return 1.0f / a; }
 inline float __fmaf_rn(float a, float b, float c) { return std::fma(a, b, c); }
 inline float __saturatef(float x) { return x > 0.0f ? (x < 1.0f ? x : 1.0f) : 0.0f; }
