@@ -79,9 +79,11 @@ AOT_CASES: tuple[CudaCase, ...] = (
     *(case for fmt in (NVFP4, MXFP8) for case in _decoded(fmt)),
     *(case for fmt in (FP8_BLOCK, BF16) for case in _tma(fmt)),
     *(
-        CudaCase("decode_tokens", fmt.name, "decode_tokens.cu", "decode_tokens", decoded_gemm.token_macros(fmt, packed))
+        CudaCase(
+            "decode_tokens", fmt.name, "decode_tokens.cu", "decode_tokens", decoded_gemm.token_macros(fmt, **layout)
+        )
         for fmt in FORMATS.values()
-        for packed in (False, True)
+        for layout in ({}, {"packed": True}, *(({"by_row": True},) if fmt.swizzled else ()))
         if fmt is not FP8_BLOCK
     ),
 )

@@ -6,10 +6,12 @@
 // numbers are 2^100 times their value. Blocks of threads go from one of 8 tokens to another, no further than there are
 // tokens: of a capacity, which is a worst case, most may be empty.
 //
-// Macros: FMT (FormatCode), MAX_GROUPS, SCALE_BLOCK, PACKED (ScaleLayout of the scales, else swizzled).
+// Macros: FMT (FormatCode), MAX_GROUPS, SCALE_BLOCK, PACKED (ScaleLayout of the scales, else swizzled), BY_ROW (scales lie as
+// the rows do, instead of either); `scale_ld` is the leading dimension of packed scales, or bytes between those of rows.
 
 #include "numbers.cuh"
 
+constexpr bool GROUP_SCALES = FMT != BF16 && !BY_ROW;
 constexpr int AHEAD = 4;  // pieces of a row that a thread loads before it decodes the first
 
 // 16 columns of a row as they are stored; zeros where nothing was loaded.
@@ -52,17 +54,17 @@ extern "C" __global__ void __launch_bounds__(256)
     decode_tokens(const u8* rows, const u8* scales, const int* row_index, const int* group_offsets,
                   const int* group_scale_offsets, const int* expert_ids, const int* num_active, u8* out, int num_groups,
                   int num_experts, int capacity, int columns,
-                  int units, int packed_ld, long long row_bytes) {
+                  int units, int scale_ld, long long row_bytes) {
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
   if (num_active) num_groups = min(num_groups, max(*num_active, 0));
   const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, t = lane & 3;
-  __shared__ int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS], scale_offsets[FMT == BF16 ? 1 : MAX_GROUPS];
+  __shared__ int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS], scale_offsets[GROUP_SCALES ? MAX_GROUPS : 1];
   for (int g = threadIdx.x; g <= num_groups; g += blockDim.x) {
     offsets[g] = min(max(group_offsets[g], 0), capacity);
     if (g == num_groups) continue;
     experts[g] = expert_ids[g];
-    if (FMT != BF16) scale_offsets[g] = group_scale_offsets[g];
+    if (GROUP_SCALES) scale_offsets[g] = group_scale_offsets[g];
   }
   __syncthreads();
   if (num_groups == 0) return;
@@ -78,13 +80,15 @@ extern "C" __global__ void __launch_bounds__(256)
     const int start = offsets[group], local = (number - first_block(group)) * 8 + lane / 4;
     // Nothing of a group that is skipped is read.
     if (local >= offsets[group + 1] - start || static_cast<u32>(experts[group]) >= static_cast<u32>(num_experts)) continue;
-    const u8* row = rows + static_cast<long long>(row_index ? row_index[start + local] : start + local) * row_bytes;
-    const long long first = FMT == BF16 ? 0 : scale_offsets[group];
+    const long long source = row_index ? row_index[start + local] : start + local;
+    const u8* row = rows + source * row_bytes;
+    const long long first = GROUP_SCALES ? scale_offsets[group] : 0;
     const long long scale_row = PACKED ? first + local : (start / 128 + first) * 128 + local;
     auto scale_byte = [&](int column) {
       const int v = column / SCALE_BLOCK;
-      const long long at = PACKED ? (v / 4 * static_cast<long long>(packed_ld) + scale_row) * 4 + v % 4
-                                  : swizzled_offset(scale_row, v, (columns + SCALE_BLOCK - 1) / SCALE_BLOCK);
+      const long long at = BY_ROW   ? source * scale_ld + v
+                           : PACKED ? (v / 4 * static_cast<long long>(scale_ld) + scale_row) * 4 + v % 4
+                                    : swizzled_offset(scale_row, v, (columns + SCALE_BLOCK - 1) / SCALE_BLOCK);
       return scales[at];
     };
     u8* block = out + static_cast<long long>(number) * units * 1024 + lane * 4;

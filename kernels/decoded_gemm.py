@@ -131,12 +131,15 @@ def choose_shape(capacity: int, num_groups: int) -> DecodedShape:
     return DECODE if capacity <= DECODE_ROWS * num_groups else PREFILL
 
 
-def token_macros(fmt: TokenFormat, packed: bool = False, scale_block: int | None = None) -> dict[str, int | str]:
+def token_macros(
+    fmt: TokenFormat, packed: bool = False, scale_block: int | None = None, by_row: bool = False
+) -> dict[str, int | str]:
     """Macros of `decode_tokens.cu`."""
     return {
         "FMT": int(fmt.code),
         "MAX_GROUPS": MAX_GROUPS,
         "PACKED": int(packed),
+        "BY_ROW": int(by_row),
         "SCALE_BLOCK": scale_block or fmt.block,
     }
 
@@ -163,10 +166,14 @@ def decode_tokens(
     out = empty_decoded(a, a.num_columns)
     blocks, units = out.shape[:2]
     parts = ceil_div(units, 32)
+    scale_ld = packed_ld or 0
+    if a.scales_by_row:
+        assert a.scales is not None
+        scale_ld = a.scales.stride(0)
     nvrtc.launch(
         "decode_tokens.cu",
         "decode_tokens",
-        token_macros(a.format, packed_ld is not None, scale_block),
+        token_macros(a.format, packed_ld is not None, scale_block, a.scales_by_row),
         grid=(min(blocks, ceil_div(TOKEN_BLOCKS * nvrtc.most_sms(a.rows.device), parts)), parts, 1),
         block=256,
         arguments=[
@@ -183,7 +190,7 @@ def decode_tokens(
             a.capacity,
             a.num_columns,
             units,
-            packed_ld or 0,
+            scale_ld,
             nvrtc.int64(a.rows.stride(0) * a.rows.element_size()),
         ],
         device=a.rows.device,

@@ -69,7 +69,9 @@ def check_operands(a: GroupedRows, w: ExpertWeights | PreparedWeights) -> None:
     if a.decoded is not None:
         return
     scale_columns = a.format.scale_columns(a.num_columns)
-    if a.format.swizzled:
+    if a.scales_by_row:
+        _check_scales_by_row(a, scale_columns)
+    elif a.format.swizzled:
         if a.group_scale_offsets is None:
             raise ValueError(f"a.group_scale_offsets: expected int32 [{groups}] for {a.format.name}, got None")
         _check(a, "group_scale_offsets", a.group_scale_offsets, torch.int32, groups)
@@ -100,6 +102,16 @@ def _check_scales(a: GroupedRows, pattern: str, tail: tuple[int, ...], at_least:
         raise ValueError(f"a.scales: expected [at least {at_least}, {tail[0]}], got {list(a.scales.shape)}")
     if a.scales.device != a.rows.device or not a.scales.is_contiguous():
         raise ValueError(f"a.scales: expected a contiguous tensor on {a.rows.device}, got one on {a.scales.device}")
+
+
+def _check_scales_by_row(a: GroupedRows, columns: int) -> None:
+    scales = a.scales
+    if scales is None or scales.dtype != a.format.scale_dtype or scales.element_size() != 1:
+        kind = None if scales is None else scales.dtype
+        raise ValueError(f"a.scales: expected {a.format.scale_dtype} of one byte by row, got {kind}")
+    if scales.shape != (a.rows.shape[0], columns) or scales.stride(1) != 1 or scales.device != a.rows.device:
+        found = f"{list(scales.shape)} with strides {list(scales.stride())} on {scales.device}"
+        raise ValueError(f"a.scales: expected {[a.rows.shape[0], columns]} on {a.rows.device}, got {found}")
 
 
 def check_out(
@@ -156,7 +168,7 @@ def empty_intermediate(
             torch.reciprocal(gsf.expand(a.capacity), out=row_scale)
     scales, scale_offsets = None, None
     if fmt.swizzled and stored:
-        if a.format.swizzled:
+        if a.format.swizzled and not a.scales_by_row:
             assert a.scales is not None
             scale_offsets, blocks = a.group_scale_offsets, a.scales.shape[0]
         else:

@@ -287,7 +287,7 @@ def grouped_gemm(
         ValueError: a shape, dtype, device, stride or format that does not fit; the message names the argument.
     """
     check_operands(a, w)
-    _check_decoded(a, w, engine)
+    _check_for_hopper(a, w, engine)
     if isinstance(w, PreparedWeights):
         if w.gate_up is not None:
             raise ValueError("w.gate_up: expected None in prepared weights, which are reordered for SwiGLU otherwise")
@@ -342,7 +342,7 @@ def grouped_gemm_swiglu(
     """
     check_operands(a, w)
     check_activation(w, activation)
-    _check_decoded(a, w, engine)
+    _check_for_hopper(a, w, engine)
     if isinstance(w, PreparedWeights):
         if w.gate_up is None:
             raise ValueError("w.gate_up: expected prepared weights of gate and up, got plain ones")
@@ -369,9 +369,13 @@ def grouped_gemm_swiglu(
     return out
 
 
-def _check_decoded(a: GroupedRows, w: ExpertWeights | PreparedWeights, engine: str) -> None:
-    if a.decoded is not None and not (isinstance(w, PreparedWeights) and runs_cuda(engine, a.rows.device)):
+def _check_for_hopper(a: GroupedRows, w: ExpertWeights | PreparedWeights, engine: str) -> None:
+    if isinstance(w, PreparedWeights) and runs_cuda(engine, a.rows.device):
+        return
+    if a.decoded is not None:
         raise ValueError("a.decoded: expected None but for prepared weights and the kernels of Hopper")
+    if a.scales_by_row:
+        raise ValueError("a.scales_by_row: expected False but for prepared weights and the kernels of Hopper")
 
 
 _WORDS = {torch.bfloat16: torch.int32, torch.float8_e4m3fn: torch.int16}

@@ -79,6 +79,10 @@ if TYPE_CHECKING:
     from moe_runtime.geometry import ExchangeGeometry
 
 
+LEAVES_SCALES = True
+"""Whether `arrive` takes None as scales, which are then read where they were sent."""
+
+
 def room_to_count(geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor | None:
     """Uninitialised int32 `[chunks, E]` in which `arrive` counts rows; None where it has one chunk."""
     chunks, experts = hopper_shapes.num_chunks(geometry)[0], max(geometry.num_local_experts, 1)
@@ -172,7 +176,9 @@ def arrive(
     counts: torch.Tensor | None,
 ) -> None:
     """As `arrive.arrive`, with what `room_to_count` gave before this rank has sent."""
-    defines, in_parts = hopper_shapes.arrive_defines(geometry), hopper_shapes.ids_first(geometry)
+    with_scales = scales is not None or geometry.token_format.scale_dtype is None
+    defines = hopper_shapes.arrive_defines(geometry, scales=with_scales)
+    in_parts = hopper_shapes.ids_first(geometry)
     chunks, at_once = hopper_shapes.num_chunks(geometry)
     sms = most_sms(context.device, geometry.num_sms)
     landing_half = geometry.landing_half(context.half_bytes["landing"])
@@ -222,7 +228,7 @@ def arrive(
         device=context.device,
         early=early,
     )
-    if hopper_shapes.tiled_scales(geometry):
+    if defines["TILED"]:
         launch(
             "arrive.cu",
             "arrive_scales",

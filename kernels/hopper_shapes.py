@@ -220,8 +220,8 @@ def dispatch_defines(geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: bo
 
 
 @cache
-def arrive_defines(geometry: ExchangeGeometry) -> Defines:
-    """Macros of `arrive.cu`."""
+def arrive_defines(geometry: ExchangeGeometry, *, scales: bool = True) -> Defines:
+    """Macros of `arrive.cu`; without `scales` those stay in the records."""
     signals = SignalLayout(geometry.world_size)
     return {
         **_signal_defines(geometry),
@@ -232,14 +232,14 @@ def arrive_defines(geometry: ExchangeGeometry) -> Defines:
         "WARPS": ARRIVE_WARPS,
         "LOOPED": int(geometry.num_sms is not None or ids_first(geometry)),
         "PLACES_BYTES": _places_bytes(geometry, chunk_slots(geometry)),
-        "TILED": int(tiled_scales(geometry)),
+        "TILED": int(scales and tiled_scales(geometry)),
         "PACKED": int(geometry.packed),
         "IDS_FIRST": int(ids_first(geometry)),
         "ROUTED": signals.routed,
         "SENT": signals.sent,
         "SENT_PARTS": SENT_PARTS,
         "QUANT_BYTES": geometry.token_format.quant_bytes(geometry.hidden),
-        "SCALE_COLUMNS": geometry.token_format.scale_columns(geometry.hidden),
+        "SCALE_COLUMNS": geometry.token_format.scale_columns(geometry.hidden) if scales else 0,
         "DISPATCH_FLAG": signals.dispatch_flag,
         "TOKEN_COUNT": signals.token_count,
         "STALE_HANDLE": int(ErrorCode.STALE_HANDLE),
@@ -282,6 +282,9 @@ def _aot_cases(fmt: str) -> Iterator[CudaCase]:
         geometry = sample_geometry(fmt, packed=packed)
         for kernel in ("arrive_count", "arrive_place", "arrive_scales"):
             yield CudaCase(kernel, fmt, "arrive.cu", kernel, arrive_defines(geometry))
+    if FORMATS[fmt].swizzled:
+        defines = arrive_defines(sample_geometry(fmt), scales=False)
+        yield CudaCase("arrive_place", fmt, "arrive.cu", "arrive_place", defines)
     for static in (False, True) if FORMATS[fmt].has_row_scale else (False,):
         defines = dispatch_defines(sample_geometry(fmt), ids_64=True, static_gsf=static, await_ready=True)
         yield CudaCase("dispatch_send", fmt, "dispatch_send.cu", "dispatch_send", defines, instruction=BULK_STORE)

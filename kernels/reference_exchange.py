@@ -21,6 +21,8 @@ if TYPE_CHECKING:
     from moe_runtime.geometry import ExchangeGeometry
 
 SPINS_BEFORE_SLEEP = 200
+LEAVES_SCALES = False
+"""As of `hopper_exchange`."""
 
 
 def _signals_of(context: ExpertParallelContext, rank: int) -> torch.Tensor:

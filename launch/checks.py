@@ -93,13 +93,14 @@ def first_rows(rows: GroupedRows, count: int) -> QuantizedRows:
     fmt, offsets = rows.format, rows.group_offsets.long()
     position = torch.arange(count, device=offsets.device)
     quants = raw_bits(rows.rows)
-    if rows.row_index is None:
-        quants = quants[:count]
-    else:
-        # An index that leads nowhere gives a row that is found to be wrong, not an error of the device.
-        quants = quants[rows.row_index[:count].long().clamp(0, max(0, quants.shape[0] - 1))]
+    # An index that leads nowhere gives a row that is found to be wrong, not an error of the device.
+    index = rows.row_index
+    source = position if index is None else index[:count].long().clamp(0, max(0, quants.shape[0] - 1))
+    quants = quants[source]
     scales = None if rows.scales is None else rows.scales[:count]
-    if rows.scales is not None and rows.group_scale_offsets is not None:
+    if rows.scales is not None and rows.scales_by_row:
+        scales = raw_bits(rows.scales)[source].view(rows.scales.dtype)
+    elif rows.scales is not None and rows.group_scale_offsets is not None:
         group = torch.searchsorted(offsets[1:], position, right=True).clamp(max=rows.num_groups - 1)
         local = position - offsets[group]
         block = offsets[group] // 128 + rows.group_scale_offsets[group] + local // 128

@@ -39,11 +39,13 @@ def run(bench: Bench) -> list[dict[str, Any]]:
 def exchange(bench: Bench) -> None:
     """Dispatch and combine, each alone and both together, beside an all-to-all of the same bytes.
 
+    As steps of the layer call them, which leave block scales where they were sent if its experts find them there.
     Every dispatch is combined: the next but one waits for that.
     """
     dispatcher, geometry = bench.layer.dispatcher, bench.layer.dispatcher.geometry
     wanted = [name for name in ("dispatch", "combine") if name in bench.settings.operations]
-    arrived = dispatcher.dispatch(*bench.turns[0])
+    leave_scales = bench.layer.leaves_scales
+    arrived = dispatcher.dispatch(*bench.turns[0], leave_scales=leave_scales)
     rows_RH = checks.combine_input(arrived, bench.inputs)
     found = {"dispatch": checks.check_dispatch(arrived, bench.inputs)}
     y_TH = dispatcher.combine(rows_RH, arrived.handle)
@@ -59,7 +61,7 @@ def exchange(bench: Bench) -> None:
     work = {name: Work(statistics.mean(map(bounds.busiest_bytes, traffic[name]))) for name in traffic}
 
     def step(number: int, lap: Lap) -> None:
-        handle = dispatcher.dispatch(*bench.turn(number)).handle
+        handle = dispatcher.dispatch(*bench.turn(number), leave_scales=leave_scales).handle
         lap("dispatch")
         dispatcher.combine(rows_RH, handle)
         lap("combine")
@@ -98,7 +100,7 @@ def gemm(bench: Bench) -> None:
     """Both grouped GEMMs on the rows that arrive in the first turn, beside torch's in bf16 where there is one."""
     experts, config = bench.experts, bench.layer.config
     inner, hidden, engine = config.intermediate_size, config.hidden_size, bench.context.gemm_engine
-    arrived = bench.layer.dispatcher.dispatch(*bench.turns[0])
+    arrived = bench.layer.dispatcher.dispatch(*bench.turns[0], leave_scales=bench.layer.leaves_scales)
     fmt = experts.intermediate_format
     assert fmt is not None and not isinstance(fmt, str)
     gate_up, down = (_rotated(w, bench.context.device) for w in (experts.gate_up, experts.down))

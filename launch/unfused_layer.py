@@ -87,7 +87,8 @@ class UnfusedLayer:
         """bf16 `[T, H]`; nothing waits for the host. Collective."""
         dispatcher = self.layer.dispatcher
         how: dict[str, Any] = {"engine": self.experts.engine, "num_sms": self.experts.num_sms}
-        arrived = dispatcher.dispatch(x_TH, topk_idx_TK, topk_weights_TK)
+        leave = self.layer.leaves_scales
+        arrived = dispatcher.dispatch(x_TH, topk_idx_TK, topk_weights_TK, leave_scales=leave)
         sink = CombineSink(arrived.handle)
         if rows.count:
             both_RN = grouped_gemm(arrived, self.gate_up, **how)[: rows.count]
@@ -117,5 +118,6 @@ class UnfusedLayer:
             "row_index": None,
             "capacity": rows.count,
             "num_columns": middle_RI.shape[1],
+            "scales_by_row": False,
         }
         return GroupedRows(**shared | changed)

@@ -38,6 +38,7 @@ class DispatchHandle:
         num_parts: int32 `[T]`: partial results that come home for each of this rank's tokens.
         num_tokens: `T`.
         timeout_ns: how long its kernels wait for a peer: longer in the first step of a layer, which may compile them.
+        leave_scales: whether block scales are read where they were sent (`GroupedRows.scales_by_row`).
     """
 
     geometry: ExchangeGeometry
@@ -46,6 +47,7 @@ class DispatchHandle:
     num_parts: torch.Tensor
     num_tokens: int
     timeout_ns: int
+    leave_scales: bool = False
     _stages: set[str] = field(default_factory=set, repr=False, compare=False)
     _results: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
@@ -212,7 +214,9 @@ class TokenDispatcher:
             agree=agree,
         )
 
-    def dispatch(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> DispatchedTokens:
+    def dispatch(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, leave_scales: bool = False
+    ) -> DispatchedTokens:
         """Quantize this rank's tokens, send them to the ranks of their experts, and group what arrives here.
 
         Collective: every rank calls it, with its own `T` (0 too).
@@ -221,12 +225,14 @@ class TokenDispatcher:
             x: bf16 `[T, H]`, last dimension contiguous, `T <= max_tokens_per_rank`.
             topk_idx: int32 or int64 `[T, K]`; -1 is unrouted.
             topk_weights: fp32 `[T, K]`.
+            leave_scales: do not copy block scales into the layout of the consumer, where `can_leave_scales`: for
+                `grouped_gemm` with prepared weights, which reads them beside the rows. Ranks may differ in it.
 
         Raises:
             ValueError: an argument of wrong shape, dtype, device or stride; the peers get `PeerAbortedError`.
             MoERuntimeError: what an earlier step, or on CPUs this step, recorded (see `ExpertParallelContext.check`).
         """
-        return self.dispatch_wait(self.dispatch_send(x, topk_idx, topk_weights))
+        return self.dispatch_wait(self.dispatch_send(x, topk_idx, topk_weights, leave_scales=leave_scales))
 
     def combine(
         self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle, *, shared: torch.Tensor | None = None
@@ -244,7 +250,15 @@ class TokenDispatcher:
         self.combine_send(expert_output, handle)
         return self.combine_wait(handle, shared=shared)
 
-    def dispatch_send(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> DispatchHandle:
+    @property
+    def can_leave_scales(self) -> bool:
+        """Whether block scales can be left where they were sent: those of `nvfp4` and `mxfp8`, by index, on Hopper."""
+        geometry = self.geometry
+        return geometry.token_format.swizzled and not geometry.packed and self._exchange.LEAVES_SCALES
+
+    def dispatch_send(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, leave_scales: bool = False
+    ) -> DispatchHandle:
         """First half of `dispatch`: everything that does not wait for the peers' tokens.
 
         It waits for each peer to be done with the half of memory that it writes: for its combine of the second last
@@ -253,6 +267,8 @@ class TokenDispatcher:
         """
         with collective_step(self.context):
             self._check_tokens(x, topk_idx, topk_weights)
+            if leave_scales and not self.can_leave_scales:
+                raise ValueError("leave_scales: expected False, this dispatcher copies scales as they arrive")
         num_tokens, device = x.shape[0], self.context.device
         handle = DispatchHandle(
             self.geometry,
@@ -261,10 +277,11 @@ class TokenDispatcher:
             torch.empty(num_tokens, dtype=torch.int32, device=device),
             num_tokens,
             self.context.timeout_ns if self._stepped else self.context.startup_timeout_ns,
+            leave_scales,
         )
         # A kernel that waits for peers may begin while the kernel before it runs, which may use memory that was freed
         # since: what it writes is allocated before this rank sends.
-        handle._results.update(self._room_for_arrivals())
+        handle._results.update(self._room_for_arrivals(leave_scales))
         self._exchange.dispatch_send(
             self.context,
             self.geometry,
@@ -300,10 +317,12 @@ class TokenDispatcher:
         )
         self._stepped = True
         self._end()
+        if scales is not None and fmt.scale_dtype is not None:
+            scales = scales.view(fmt.scale_dtype)
         return DispatchedTokens(
             format=fmt,
             rows=rows.view(fmt.quant_dtype) if rows is not None else self._landing_rows(),
-            scales=scales.view(fmt.scale_dtype) if scales is not None and fmt.scale_dtype is not None else None,
+            scales=self._landing_scales() if handle.leave_scales else scales,
             row_scale=room["row_scale_R"],
             row_index=None if geometry.packed else room["row_index_R"],
             group_offsets=room["group_offsets"],
@@ -312,6 +331,7 @@ class TokenDispatcher:
             capacity=geometry.row_capacity,
             num_columns=geometry.hidden,
             num_active_experts=geometry.num_local_experts,
+            scales_by_row=handle.leave_scales,
             handle=handle,
         )
 
@@ -353,7 +373,7 @@ class TokenDispatcher:
         self._end()
         return y
 
-    def _room_for_arrivals(self) -> dict[str, torch.Tensor]:
+    def _room_for_arrivals(self, leave_scales: bool) -> dict[str, torch.Tensor]:
         """Uninitialised memory for what `arrive` writes, by the names of its arguments."""
         geometry, device = self.geometry, self.context.device
         fmt, capacity, experts = geometry.token_format, geometry.row_capacity, geometry.num_local_experts
@@ -367,11 +387,11 @@ class TokenDispatcher:
             room["rows_RQ"] = torch.empty(shape, dtype=torch.uint8, device=device)
         if fmt.has_row_scale:
             room["row_scale_R"] = torch.empty(capacity, dtype=torch.float32, device=device)
-        if fmt.swizzled:
+        if fmt.swizzled and not leave_scales:
             columns4 = -(-fmt.scale_columns(geometry.hidden) // 4)
             blocks = (geometry.scale_blocks, columns4, 32, 4, 4)
             room["scales"] = torch.empty(blocks, dtype=torch.uint8, device=device)
-        elif fmt.scale_dtype is not None:
+        elif fmt.scale_dtype is not None and not leave_scales:
             linear = (capacity, fmt.scale_columns(geometry.hidden))
             room["scales"] = torch.empty(linear, dtype=fmt.scale_dtype, device=device)
         counts = self._exchange.room_to_count(geometry, device)
@@ -390,11 +410,21 @@ class TokenDispatcher:
 
     def _landing_rows(self) -> torch.Tensor:
         """The landing slots of both halves as rows of quants, one record apart."""
-        fmt, geometry = self.geometry.token_format, self.geometry
-        stride = geometry.record.record_bytes
-        num_rows = self._landing_half // stride + geometry.num_slots
-        region = self.context.heap.tensor("landing")[: num_rows * stride].view(num_rows, stride)
-        return region[:, : fmt.quant_bytes(geometry.hidden)].view(fmt.quant_dtype)
+        fmt = self.geometry.token_format
+        return self._landing_records()[:, : fmt.quant_bytes(self.geometry.hidden)].view(fmt.quant_dtype)
+
+    def _landing_scales(self) -> torch.Tensor:
+        """Their block scales, one record apart."""
+        record = self.geometry.record
+        assert record.format.scale_dtype is not None
+        first = record.scales_offset
+        scales = self._landing_records()[:, first : first + record.format.scale_bytes(self.geometry.hidden)]
+        return scales.view(record.format.scale_dtype)
+
+    def _landing_records(self) -> torch.Tensor:
+        stride = self.geometry.record.record_bytes
+        num_rows = self._landing_half // stride + self.geometry.num_slots
+        return self.context.heap.tensor("landing")[: num_rows * stride].view(num_rows, stride)
 
     def _check_handle(self, handle: DispatchHandle, stage: str) -> None:
         if not isinstance(handle, DispatchHandle):
@@ -474,7 +504,7 @@ def collective_step(context: ExpertParallelContext) -> Iterator[None]:
 def _exchange(context: ExpertParallelContext, geometry: ExchangeGeometry) -> Any:
     """What has the functions of this layer: `dispatch_send`, `arrive`, `combine_send`, `combine_wait`.
 
-    And `room_to_count`, for what `arrive` is given as `counts`.
+    And `room_to_count`, for what `arrive` is given as `counts`, and `LEAVES_SCALES`, whether it may be given no scales.
     """
     if context.engine == "torch":
         from moe_runtime.kernels import reference_exchange
@@ -485,6 +515,7 @@ def _exchange(context: ExpertParallelContext, geometry: ExchangeGeometry) -> Any
     if runs_cuda(context.gemm_engine, context.device) and hopper_shapes.fits(geometry):
         return hopper_exchange
     return SimpleNamespace(
+        LEAVES_SCALES=False,
         dispatch_send=dispatch.dispatch_send,
         room_to_count=arrive.room_to_count,
         arrive=arrive.arrive,

@@ -11,7 +11,7 @@ from moe_runtime.formats import TokenFormat, token_format, token_formats_for
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.gemm_arguments import check_activation, check_formats, encode_scale
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
-from moe_runtime.kernels.runtime import resolve_engine
+from moe_runtime.kernels.runtime import resolve_engine, runs_cuda
 from moe_runtime.metrics import phase
 from moe_runtime.prepared import RESULT_FORMATS, PreparedWeights
 from moe_runtime.weights import SILU, ExpertWeights, SwiGLU
@@ -79,6 +79,11 @@ class Experts:
     def num_experts(self) -> int:
         """`E`."""
         return self.gate_up.num_experts
+
+    @property
+    def takes_scales_by_row(self) -> bool:
+        """Whether the block scales of rows may lie as the rows do (`GroupedRows.scales_by_row`)."""
+        return isinstance(self.gate_up, PreparedWeights) and runs_cuda(self.engine, self.gate_up.device)
 
     def prepared(self) -> Experts:
         """The same experts with weights in the order that the GPU's kernels read, where that is another.

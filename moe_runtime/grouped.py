@@ -32,6 +32,8 @@ class GroupedRows:
         num_active_experts: groups that count, an int or a one-element int32 tensor; None means all `G`.
         decoded: the rows as the GEMM of prepared weights multiplies them (`kernels.decoded_gemm.decode_tokens`), where
             the kernel that made them left them so; `rows` has none then, `scales` and `group_scale_offsets` are None.
+        scales_by_row: the scales lie as the rows do, one byte each: `[*, V]` with any row stride, to which `row_index`
+            applies. For prepared weights multiplied by Hopper's kernels, which gather the rows anyway.
     """
 
     format: TokenFormat
@@ -46,6 +48,7 @@ class GroupedRows:
     num_columns: int
     num_active_experts: int | torch.Tensor | None = None
     decoded: torch.Tensor | None = None
+    scales_by_row: bool = False
 
     @property
     def num_groups(self) -> int:

@@ -340,12 +340,17 @@ class MoELayer(nn.Module):
             tokens_TH, topk_idx, topk_weights, shared_TH = self._route(x, topk_idx, topk_weights, shared)
             slots = topk_idx if self.slots is None else self.slots(topk_idx, tokens_TH)
         with phase("dispatch_send", self.times):
-            handle = self.dispatcher.dispatch_send(tokens_TH, slots, topk_weights)
+            handle = self.dispatcher.dispatch_send(tokens_TH, slots, topk_weights, leave_scales=self.leaves_scales)
         if self.shared_expert is not None:
             with collective_step(self.context), torch.no_grad(), phase("shared_expert", self.times):
                 shared_TH = self.shared_expert(tokens_TH)
         routed, sent = (topk_idx, slots), (tokens_TH, topk_weights)
         return LayerStep(self, x.shape, handle, shared_TH, self.placement, routed, sent)
+
+    @property
+    def leaves_scales(self) -> bool:
+        """Whether its steps leave the block scales of tokens where they were sent: its experts find them by row."""
+        return self.dispatcher.can_leave_scales and self.experts is not None and self.experts.takes_scales_by_row
 
     def compute(self, step: LayerStep) -> None:
         """Wait for the tokens of all ranks, run this rank's experts on them, and send the results back."""

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moe_runtime.grouped import GroupedRows
+from moe_runtime.kernels import grouped_gemm as gemm_module
 from moe_runtime.kernels.decoded_gemm import DECODE, DECODE_ROWS, MAX_GROUPS, PREFILL, DecodedShape, choose_shape
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.swizzle import swizzle_scales
@@ -20,7 +21,7 @@ from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
 from tests.conftest import HAS_GPU
-from tests.gemm_cases import UNIT, check_inside, exact_gemm, make_rows, random_weights
+from tests.gemm_cases import UNIT, bits, check_inside, exact_gemm, make_rows, random_weights, scale_rows, swizzled
 from tests.gemm_checks import check_untouched, integer_operands, poisoned, spare_rows, unit_scales
 
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
@@ -143,6 +144,33 @@ def test_active_groups_are_counted_alike_on_host_and_device(
         grouped_gemm(replace(a, expert_ids=ids, group_offsets=offsets, num_active_experts=count), w, out=out)
         assert_same_bits(out[:rows], want[:rows], f"{active} active")
         assert_same_bits(out[rows:], before[rows:], "rows of no active group")
+
+
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+def test_scales_that_lie_as_the_rows_do(name: str, rng: torch.Generator, device: torch.device) -> None:
+    """The same bits as with swizzled ones, on Hopper; an error where other kernels would multiply."""
+    k, sizes = 320, [5, 0, 3, 137]
+    w = PreparedWeights.prepare(random_weights(name, 2, 72, k, rng, device))
+    a = make_rows(name, sizes, k, rng, device, num_experts=2, gather=True, spare=9)
+    assert a.scales is not None and a.row_index is not None
+    columns, count = a.format.scale_columns(k), sum(sizes)
+    linear = bits(a.scales).reshape(-1)[swizzled(scale_rows(a)[:count], columns)]
+    # Between other bytes, and those of rows that nothing refers to are NaN.
+    wide = torch.full((a.rows.shape[0], columns + 24), 0x7F if name == "nvfp4" else 0xFF, dtype=torch.uint8)
+    wide[a.row_index[:count].cpu().long(), 5 : 5 + columns] = torch.from_numpy(linear)
+    scales = wide.to(device)[:, 5 : 5 + columns].view(a.scales.dtype)
+    by_row = replace(a, scales=scales, group_scale_offsets=None, scales_by_row=True)
+    for wrong in (None, scales[1:], scales[:, ::2], scales.view(torch.int8)):
+        with pytest.raises(ValueError, match=r"^a\.scales: expected "):
+            grouped_gemm(replace(by_row, scales=wrong), w)
+    if not gemm_module.runs_cuda("auto", device):
+        with pytest.raises(ValueError, match=r"^a\.scales_by_row: expected False"):
+            grouped_gemm(by_row, w)
+        return
+    results = [poisoned(a.capacity, 72, torch.bfloat16, device) for _ in range(2)]
+    for rows, out in zip((a, by_row), results, strict=True):
+        grouped_gemm(rows, w, out=out)
+    assert_same_bits(*results, "results")
 
 
 @pytest.mark.parametrize("dtype", UNIT)

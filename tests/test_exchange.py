@@ -14,11 +14,13 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher
 from moe_runtime.errors import CapacityError, PeerTimeoutError, Phase, RoutingError, StaleHandleError
 from moe_runtime.formats import FORMATS, QuantizedRows
-from moe_runtime.kernels import hopper_exchange
+from moe_runtime.kernels import hopper_exchange, hopper_shapes
 from moe_runtime.kernels.reference_quantize import dequantize_rows, quantize_rows
+from moe_runtime.launch.checks import ungrouped
 from tests.comparison import assert_same_bits
 from tests.emulator import CAN_EMULATE, Emulator
 from tests.exchange_data import RankInput, expected_combine, expected_groups, rank_input
+from tests.token_parts import forget_defines
 
 HOPPER = "hopper"
 """The kernels in CUDA C++: what ranks take on a Hopper GPU where nothing is asked for; on a CPU they are emulated."""
@@ -234,6 +236,58 @@ def test_kernels_and_twins_give_the_same_bits(
                 assert_same_bits(b.row_index[:total], a.row_index[:total], "row_index")
             check_arrival(b, inputs, range(*ranks.dispatchers[0].geometry.starts[rank : rank + 2]))
             assert_same_bits(ys_b[rank], ys_a[rank], f"y of rank {rank}")
+
+
+@needs_hopper
+@pytest.mark.parametrize("max_tokens", [6, 200], ids=["one_chunk", "several"])
+@pytest.mark.parametrize("token", ["nvfp4", "mxfp8"])
+def test_scales_may_be_left_where_they_were_sent(
+    token: str, max_tokens: int, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rows and scales that the twins group, found by index; results come home as ever."""
+    settings = {
+        "hidden_size": 512,
+        "num_experts": 7,
+        "top_k": 3,
+        "max_tokens_per_rank": max_tokens,
+        "token_format": token,
+        "mode": "indexed",
+    }
+    monkeypatch.setattr(hopper_shapes, "SMALL_CHUNK_BYTES", 4096)
+    forget_defines()
+    twins, kernels = Ranks(3, device, "torch", **settings), Ranks(3, device, HOPPER, **settings)
+    assert not twins.dispatchers[0].can_leave_scales and kernels.dispatchers[0].can_leave_scales
+    for step, tokens in enumerate(((max_tokens, 0, 3), (1, max_tokens, 2), (0, 0, 0))):
+        inputs = [rank_input(seed + step, r, t, 512, 7, 3).to(device) for r, t in enumerate(tokens)]
+        wanted, handles = twins.dispatch(inputs), []
+        for own, data in zip(kernels.dispatchers, inputs, strict=True):
+            handles.append(own.dispatch_send(data.x, data.topk_idx, data.topk_weights, leave_scales=True))
+        found = [own.dispatch_wait(handle) for own, handle in zip(kernels.dispatchers, handles, strict=True)]
+        for rank, (a, b) in enumerate(zip(found, wanted, strict=True)):
+            assert a.scales_by_row and not b.scales_by_row
+            assert_same_bits(a.group_offsets, b.group_offsets, f"offsets of rank {rank}")
+            linear, other = ungrouped(a), ungrouped(b)
+            assert linear.scales_RV is not None and other.scales_RV is not None
+            assert_same_bits(linear.quants_RK, other.quants_RK, f"quants of rank {rank}")
+            assert_same_bits(linear.scales_RV, other.scales_RV, f"scales of rank {rank}")
+            if other.row_scale_R is not None:
+                assert linear.row_scale_R is not None
+                assert_same_bits(linear.row_scale_R, other.row_scale_R, f"row scales of rank {rank}")
+        outputs = [
+            torch.randn(a.capacity, 512, generator=torch.Generator().manual_seed(rank)).bfloat16().to(device)
+            for rank, a in enumerate(found)
+        ]
+        for y, want in zip(kernels.combine(found, outputs), twins.combine(wanted, outputs), strict=True):
+            assert_same_bits(y, want, "combined")
+    forget_defines()
+
+
+def test_scales_cannot_be_left_by_other_engines(device: torch.device, seed: int) -> None:
+    sizes = {"hidden_size": 64, "num_experts": 2, "top_k": 1, "max_tokens_per_rank": 4}
+    ranks = Ranks(1, device, "torch", token_format="nvfp4", **sizes)
+    data = rank_input(seed, 0, 2, 64, 2, 1).to(device)
+    with pytest.raises(ValueError, match=r"^leave_scales: expected False"):
+        ranks.dispatchers[0].dispatch_send(data.x, data.topk_idx, data.topk_weights, leave_scales=True)
 
 
 @pytest.mark.parametrize("wire", ["fp8_block", "mxfp8"])
