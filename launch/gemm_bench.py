@@ -65,7 +65,7 @@ class Runner:
         """The record of a case; its goals are judged by `judge` when all are there."""
         device, sizes = self.context.device, case.group_rows(self.seed)
         rng = torch.Generator(device).manual_seed(self.seed)
-        rows = make_rows(case, self.seed, rng)
+        rows = make_rows(case, self.seed, rng, self.engine)
         copies = self._rotated_weights(case, rng)
         count = max(len(part) for part in copies.values())
         inputs = [rows, *(clone_rows(rows) for _ in range(count - 1))]

@@ -16,6 +16,7 @@ from moe_runtime.geometry import worst_case_rows
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.quantize import quantize_rows
 from moe_runtime.kernels.reference_quantize import raw_bits
+from moe_runtime.kernels.runtime import runs_cuda
 from moe_runtime.launch.gemm_cases import RANKS, TOP_K, GemmCase, Product
 from moe_runtime.ops import pack_dense_128
 from moe_runtime.plan import dense_128_blocks_needed
@@ -30,11 +31,12 @@ CACHES_TO_ROTATE = 3
 MOST_COPIES = 16
 
 
-def make_rows(case: GemmCase, seed: int, rng: torch.Generator) -> GroupedRows:
+def make_rows(case: GemmCase, seed: int, rng: torch.Generator, engine: str) -> GroupedRows:
     """Rows of the case's first product, normal with variance 1, on the device of `rng`.
 
     With `layer` routing they lie as dispatch leaves them: one row for each token that has an expert here, found through
-    `row_index`, and a capacity for every token on every expert that it may choose here.
+    `row_index`, and a capacity for every token on every expert that it may choose here; block scales stay beside them
+    where the GEMM of `engine` reads them there.
     """
     sizes, fmt, k = case.group_rows(seed), case.token_format, case.products[0].k
     total, device = sum(sizes), rng.device
@@ -52,12 +54,13 @@ def make_rows(case: GemmCase, seed: int, rng: torch.Generator) -> GroupedRows:
     q = quantize_rows(x_RK, fmt)
     # Scales lie by packed position, quants by stored row.
     source = slice(None) if index is None else index[:total].to(device).long()
-    scales, shifts = None if q.scales_RV is None else q.scales_RV[source], None
-    if fmt.swizzled:
+    by_row = index is not None and fmt.swizzled and runs_cuda(engine, device)
+    scales, shifts = q.scales_RV if q.scales_RV is None or by_row else q.scales_RV[source], None
+    if fmt.swizzled and not by_row:
         assert scales is not None
         needed = dense_128_blocks_needed(capacity, case.groups)
         scales, shifts = pack_dense_128(scales.contiguous(), offsets, num_blocks=needed)
-    elif scales is not None:
+    elif scales is not None and not by_row:
         scales = _longer(scales, capacity)
     return GroupedRows(
         format=fmt,
@@ -70,6 +73,7 @@ def make_rows(case: GemmCase, seed: int, rng: torch.Generator) -> GroupedRows:
         expert_ids=torch.arange(case.groups, dtype=torch.int32, device=device),
         capacity=capacity,
         num_columns=k,
+        scales_by_row=by_row,
     )
 
 

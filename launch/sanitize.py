@@ -128,7 +128,7 @@ def run_gemms(engine: str) -> None:
     with ExpertParallelContext(engine=engine) as context:
         rng = torch.Generator(context.device).manual_seed(SEED)
         for case in cases():
-            rows = make_rows(case, SEED, rng)
+            rows = make_rows(case, SEED, rng, engine)
             first, last = (make_weights(case, product, rng, engine) for product in case.products)
             for then in (None, last):
                 hidden = grouped_gemm_swiglu(rows, first, SILU, out_format=rows.format, then=then, engine=engine)

@@ -34,7 +34,7 @@ def operands(
     fmt: str, product: str, device: torch.device, routing: str = "even"
 ) -> tuple[GroupedRows, list[Weights], Sample]:
     chosen, rng = case(fmt, product, routing), torch.Generator(device).manual_seed(5)
-    rows = make_rows(chosen, 5, rng)
+    rows = make_rows(chosen, 5, rng, "auto")
     weights = [make_weights(chosen, part, rng, "auto") for part in chosen.products]
     return rows, weights, Sample.draw(rows, 5)
 
@@ -104,7 +104,7 @@ def test_floors_of_known_cases() -> None:
 @pytest.mark.parametrize("fmt", FORMATS)
 def test_rows_of_a_layer_are_found_through_their_index(fmt: str, device: torch.device) -> None:
     chosen = case(fmt, routing="layer")
-    rows = make_rows(chosen, 5, torch.Generator(device).manual_seed(5))
+    rows = make_rows(chosen, 5, torch.Generator(device).manual_seed(5), "auto")
     ids, total = chosen.routed(5), sum(chosen.group_rows(5))
     assert rows.capacity == RANKS * 2 * 3 > total
     x_RK = torch.randn(ids.shape[0], 256, generator=torch.Generator(device).manual_seed(5), device=device)

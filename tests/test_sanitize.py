@@ -32,7 +32,7 @@ def test_cases_take_both_regimes_of_each_kernel() -> None:
     seen: dict[str, set[Any]] = {name: set() for name in FORMATS}
     gathers = set()
     for case in sanitize.cases():
-        rows = make_rows(case, 0, rng)
+        rows = make_rows(case, 0, rng, "torch")
         choose = decoded_gemm.choose_shape if rows.format in DECODED_FORMATS else tma_gemm.choose_regime
         seen[case.format].add(choose(rows.capacity, rows.num_groups))
         gathers.add((case.format, rows.row_index is not None))
