@@ -148,9 +148,11 @@ class Soak:
         self.tokens += count
         self.context.check()
 
-    def _exchange(self, x_TH: torch.Tensor, idx_TK: torch.Tensor, weights_TK: torch.Tensor) -> Checked:
+    def _exchange(
+        self, x_TH: torch.Tensor, idx_TK: torch.Tensor, weights_TK: torch.Tensor, *, leave_scales: bool = False
+    ) -> Checked:
         """The tokens there and back, and what came back beside what must; nothing waits for the host."""
-        arrived = self.dispatcher.dispatch(x_TH, idx_TK, weights_TK)
+        arrived = self.dispatcher.dispatch(x_TH, idx_TK, weights_TK, leave_scales=leave_scales)
         y_TH = self.dispatcher.combine(multiplying_experts(arrived), arrived.handle)
         return self._checked(y_TH, arrived.group_offsets, x_TH, idx_TK, weights_TK)
 
@@ -169,13 +171,16 @@ class Soak:
         return Checked(y_TH, offsets, wrong, _folded(found))
 
     def _capture(self) -> Callable[[], Checked]:
-        """A graph of a step over the buffers with its check, once such a step has run."""
-        buffers = self.x_TH, self.idx_TK, self.weights_TK
-        self._exchange(*buffers)
+        """A graph of a step over the buffers with its check, once such a step has run.
+
+        It leaves block scales where they were sent, if it can; steps that are launched kernel by kernel copy them.
+        """
+        buffers, leave_scales = (self.x_TH, self.idx_TK, self.weights_TK), self.dispatcher.can_leave_scales
+        self._exchange(*buffers, leave_scales=leave_scales)
         graph = torch.cuda.CUDAGraph()
         # Other threads (a process group's watchdog) may call CUDA meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            checked = self._exchange(*buffers)
+            checked = self._exchange(*buffers, leave_scales=leave_scales)
 
         def replay() -> Checked:
             checked.y_TH.fill_(float("nan"))
