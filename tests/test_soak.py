@@ -96,11 +96,13 @@ class Faulty(TokenDispatcher):
         super().__init__(*args, **kwargs)
         self.calls, self.done = -1, []
 
-    def dispatch_send(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> DispatchHandle:
+    def dispatch_send(
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, leave_scales: bool = False
+    ) -> DispatchHandle:
         self.calls += 1
         if self.fault == "tokens change places" and self.calls in self.at:
             x = x.roll(1, 0)
-        return super().dispatch_send(x, topk_idx, topk_weights)
+        return super().dispatch_send(x, topk_idx, topk_weights, leave_scales=leave_scales)
 
     def dispatch_wait(self, handle: DispatchHandle) -> DispatchedTokens:
         arrived = super().dispatch_wait(handle)
