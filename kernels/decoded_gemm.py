@@ -1,9 +1,10 @@
 """Grouped GEMM of Hopper for weights that are decoded to bf16 in registers (`nvfp4`, `mxfp8`): host side.
 
-`decode_tokens` gathers the rows once and decodes them to bf16; `decoded_gemm` streams the weights, which it reads
-once for up to 64 or 128 tokens of a group, according to the regime. See the `.cu` files for the way of the data and
-`decoded_layout.py` for the order of the weights. The Triton kernel of `grouped_gemm.py` is their sibling for other
-architectures.
+`decode_tokens` gathers the rows once and decodes them to bf16; `decoded_gemm` streams the weights, which it reads once
+for up to 64 or 128 tokens of a group, according to the regime. Gated results for another product with prepared weights
+are requantized and stored as `decode_tokens` would decode them, and that product starts beside the first. See the `.cu`
+files for the way of the data and `decoded_layout.py` for the order of the weights. The Triton kernel of
+`grouped_gemm.py` is their sibling for other architectures.
 
 The order in which K is summed is that of `wgmma` over 16 columns at a time, in the order of `decoded_layout`: the same
 in both regimes, for every number of rows and whatever the neighbours.
@@ -11,17 +12,17 @@ in both regimes, for every number of rows and whatever the neighbours.
 The two numbers, NVFP4, both products of the reference model (32 experts of 44.0 M parameters): 0.79 GB, 184 us at
 4.3 TB/s; at 32 x 1024 rows 2.89e12 flops, 3.73 ms at 773 TFLOP/s. A decode step is bound by instructions beside that:
 4.3 TB/s are 33 weights a cycle and SM, and the four schedulers issue 128 lanes; 2.2 instructions a weight are needed
-here (71 for the 32 of a thread in a unit), and while `wgmma` takes its operands from registers the other warps issue
+here (70 for the 32 of a thread in a unit), and while `wgmma` takes its operands from registers the other warps issue
 less: beside products of 32 tokens a `lop3` takes 3.2 cycles instead of 2 (16 tokens: 2.9).
 
 Measured on one H200 (launch/results/gemm_h200.json), us; in parentheses torch's grouped_mm in bf16:
 
-    8 x 16, 32, 48 rows, (4096, 7168)                 40.5, 45.1, 50.5 (164, 171, 174)
-    8 x 16, 32, 48 rows, (7168, 2048)                 27.2, 29.9, 34.4 (89, 94, 89)
-    32 x 1, 4, 16, 32 rows, both, SwiGLU between      219, 217, 230, 258 (1012, 965, 915, 958)
-    32 groups as 128 tokens a rank give, the same     283 (941)
-    32 x 1024 rows, both, SwiGLU between              4149 (3784, without SwiGLU); without rests 4534 (4341)
-    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       2962 / 1559 (2458 / 1258); without rests 3288 / 1686 (2840 / 1464)
+    8 x 16, 32, 48 rows, (4096, 7168)                 41.0, 45.4, 50.7 (164, 171, 174)
+    8 x 16, 32, 48 rows, (7168, 2048)                 26.7, 29.2, 32.5 (89, 94, 89)
+    32 x 1, 4, 16, 32 rows, both, SwiGLU between      212, 211, 227, 249 (1008, 962, 913, 958)
+    32 groups as 128 tokens a rank give, the same     271 (938)
+    32 x 1024 rows, both, SwiGLU between              4034 (3792, without SwiGLU); without rests 4488 (4375)
+    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       2987 / 1581 (2459 / 1263); without rests 3298 / 1720 (2864 / 1466)
 
 What each version brought (us; plain (4096, 7168), 32 x 16 and 32 x 32 rows; the Triton kernel took about 1450):
 
@@ -51,22 +52,39 @@ What each version brought (us; plain (4096, 7168), 32 x 16 and 32 x 32 rows; the
         478 + 264 to 458 + 253 and 816 + 423 to 799 + 405; MXFP8 548 + 301 to 513 + 284, 943 + 487 to 900 + 458. Few
         rows as before (184 + 98 to 187 + 99 in one run, 198 + 105 to 201 + 106 in another)
 
+The next are both products of NVFP4, old and new in turn, in single runs of which no file is kept; 16 groups are those
+of Qwen3-235B on 8 ranks:
+
+    13. one thread of a block walks the tiles and tells the others; where rounds of tiles would leave more idle, each
+        block takes one cut of the weight rows, of several tiles. 61 rows of 32 groups (8 tokens a rank) 210 to 193, 16
+        groups of 16 and 32 rows 77 and 84 to 75 and 79, 8 x 48 (7168, 2048) 34.5 to 33.2; where the cuts stay as they
+        were 0.5 to 1 slower. A warpgroup without rows must learn its number from one lane: while the compiler held it
+        for each, with all that depends on it, everything was 13% slower
+    14. gated results decoded for the second product, which starts as soon as SMs are free: of those 193 to 185, 75 and
+        79 to 69 and 74, 32 x 1 and 16 rows 223 and 247 to 216 and 241, 128 tokens a rank 319 to 305 (hot), MXFP8 32 x
+        16 432 to 421
+    15. 16 columns for each wait where many rows come: 512 and 1024 tokens a rank 702 and 1197 to 683 and 1157, 32 x
+        1024 4059 to 4003. With MXFP8 they lost (4600 to 4642)
+
 Dropped: `griddepcontrol.launch_dependents` at the start of the GEMM (4 us slower: what decodes the next tokens gathers
 on the few SMs that are idle) and at the end of its loads (1 us faster or 2 slower); two warpgroups of 256 tokens for
 many rows (6170 instead of 4474: copies of 1 and 2 KB do not keep up); 64 columns for each wait there (4677). Right
 shifts of decoding by multiplies, which take another pipe: one of the two makes plain (4096, 7168) with 32 x 32 rows 190
-us where it was 175, both 209. Two buffers of 32 columns there: 192, one of 32: 180; stages of 128 columns: 200. For
-many rows 16 columns for each wait: gate and up from 2742 to 2714, (7168, 2048) as before, MXFP8 from 3038 to 3116 (all
-in turn in single runs of which no file is kept).
+us where it was 175, both 209. Two buffers of 32 columns there: 192, one of 32: 180; stages of 128 columns: 200. Three
+warpgroups and 192 tokens, for which weights are decoded a third less often: 32 x 1024 both from 4002 to 4322, MXFP8
+from 4588 to 6050. While the loop was 13% slower, as above: the last round of tiles by halves of their tokens, 4248 to
+4227, but 722 to 738 with 512 tokens a rank; groups in the order of their rows, blocks taking them forth and back, no
+change with 128 tokens, 1224 to 1238 with 1024; weights of the next 2, 4 and 8 stages asked for into the L2 cache while
+tokens are decoded, 8 x 16 (4096, 7168) from 46.6 to 47.3, 48.4 and 50.1; tokens decoded by blocks of 512 or 1024
+threads, on fewer SMs, no change (all in turn in single runs of which no file is kept).
 
 What is left, by these measurements. Plain (4096, 7168) with 32 x 32 rows takes 164 us, without products 141, without
 decoding 146, without either 141, without tokens 162: decoding and products each hide behind memory, and together they
-do not, since they share the register file; the 18 us to the floor are filling, draining and the kernel before. 8
-groups of (7168, 2048) are 1.7 tiles a block, so that the second round leaves a third of the SMs idle; tiles of 64 rows
-with K split between the warpgroups would be 6.8 in 7 rounds. MXFP8 with many rows is bound by decoding (five
-instructions for two weights, conversions among them), NVFP4 by decoding, by power and by the round trip of the tokens
-(165 us of 32 x 1024 rows): rested it runs at 1.77 GHz and keeps the tensor cores busy 73% of the cycles, where BF16
-does 93% at 1.56.
+do not, since they share the register file; the 18 us to the floor are filling, draining and the kernel before. 8 groups
+of 16 rows take 10 and 11 us more than their floors of 31 and 16: that goes, it seems, into two launches, the tokens
+that are decoded before, filling and draining. MXFP8 with many rows is bound by decoding (five instructions for two
+weights, conversions among them), NVFP4 by decoding, by power and by decoding the tokens before: rested it ran at 1.77
+GHz and kept the tensor cores busy 73% of the cycles in version 12, where BF16 does 93% at 1.56.
 """
 
 from __future__ import annotations

@@ -56,8 +56,13 @@ us at 4096 where their floor is 769; with partial results in FP8 it takes 325 in
 (launch/results/h200x4_wires.json). The copy of expert outputs into partial results could be the epilogue of the down
 projection.
 
-On 2 H200s all of that takes 13.5 + 10.5 / 20.0 + 16.0 / 99.8 + 226 us in NVFP4 (launch/results/h200x2.json; of few
-tokens dispatch takes up to 3 us less where ranks begin closer together).
+On 2 H200s, dispatch of 128, 512, 1024 and 4096 tokens of NVFP4:
+
+- Block scales left in the records, since a GEMM that gathers rows finds them there (`leave_scales`): before, each word
+  of them was stored into a sector of its own, or by `arrive_scales`. 18.3, 39.8, 51.0, 101.9 to 16.6, 28.6, 38.0, 81.8
+  us, in two runs after each other; the layer 948, 1633, 4722 to 937, 1617, 4685 from 512 on.
+
+All of that takes 12.1 + 10.4 / 16.6 + 16.0 / 81.8 + 225 us at 8 / 128 / 4096 there (launch/results/h200x2.json).
 
 On 16 SMs, 8 ranks and 4096 tokens of NVFP4 take 597 + 1525 us, on 24 546 + 1175, on 48 409 + 1051. The kernels are
 bound by instructions there: one rank, 4096 tokens of 8 rows each: `dispatch_send` 219 us, `combine_send` 520 (254 ns

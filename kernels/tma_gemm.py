@@ -13,11 +13,11 @@ model: 1.41 GB of weights, 328 us at 4.3 TB/s.
 Measured after rests, and without them (launch/results/gemm_h200.json; TFLOP/s, in parentheses torch's row-wise
 _scaled_grouped_mm or _grouped_mm; see `launch/timing.py`):
 
-    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1410 / 1324 (1389 / 1275); (4096, 7168) without rests 1213 (1202)
-    FP8  4 x 8192, the same                           1415 / 1317 (1360 / 1269); 1214 (1173)
-    BF16 8 x 4096, the same                           801 / 782 (783 / 765); without rests 690 / 677 (677 / 657)
-    FP8  8 x 16, 32, 48 rows                          59.9, 60.7, 61.4 us / 33.7, 34.4, 34.9 us
-    FP8  32 x 32 rows, gate_up and down               346 us
+    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1409 / 1321 (1382 / 1270); (4096, 7168) without rests 1225 (1202)
+    FP8  4 x 8192, the same                           1408 / 1315 (1349 / 1260); 1215 (1165)
+    BF16 8 x 4096, the same                           799 / 780 (783 / 761); without rests 700 / 670 (672 / 656)
+    FP8  8 x 16, 32, 48 rows                          59.8, 60.6, 61.4 us / 33.7, 34.4, 34.9 us
+    FP8  32 x 32 rows, gate_up and down               345 us
 
 What each version brought (FP8 8 x 4096, (4096, 7168); decode is 32 x 32, gate_up + down). Versions 1 to 8 were timed 20
 steps after each other, in between the two:
