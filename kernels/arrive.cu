@@ -17,8 +17,8 @@
 // Macros: those of signalling.cuh, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a multiple of 32),
 // WARPS (of a block), LOOPED (whether blocks take several chunks, one after the other, or shares of them), PLACES_BYTES
 // (shared memory of `arrive_place`), TILED (whether `arrive_scales` is launched), PACKED, IDS_FIRST, QUANT_BYTES,
-// SCALE_COLUMNS (0 where scales stay in the records), RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, SENT_PARTS, STALE_HANDLE and CAPACITY
-// (ErrorCode), DISPATCH_WAIT (Phase).
+// SCALE_COLUMNS (0 where scales stay in the records), RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout,
+// SENT_PARTS, STALE_HANDLE and CAPACITY (ErrorCode), DISPATCH_WAIT (Phase).
 
 #include "signalling.cuh"
 

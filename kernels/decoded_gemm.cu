@@ -22,7 +22,7 @@ constexpr int BLOCK_BYTES = STAGE_K64 * 64 * 8 * 2;  // of 8 tokens in a stage
 constexpr int WEIGHT_STAGE = TILE_UNITS * STAGE_K64 * UNIT_BYTES;
 constexpr int STAGE_BYTES = WEIGHT_STAGE + MAX_BLOCKS * BLOCK_BYTES;
 constexpr int TURNED_COLUMNS = 36;  // of 32, so that rows start in other banks
-constexpr int TOLD = 8;              // tiles that warpgroups are told of at a time
+constexpr int TOLD = 8;  // tiles that warpgroups are told of at a time
 constexpr u32 LANES = 0x81C081C0;  // sign and magnitude of an e2m1 number in both bf16 halves
 
 __device__ __forceinline__ uint4 load_16(u32 address) {
@@ -169,13 +169,13 @@ struct Tile {
 };
 
 // a / b, for 0 <= a < 2^20 and b > 0: the quotient of the instruction is off by less than 2^-21 of it.
-__device__ __forceinline__ int soon_divided(int a, int b) { return static_cast<int>(__fdividef(a + 0.5f, b)); }
+__device__ __forceinline__ int fast_divided(int a, int b) { return static_cast<int>(__fdividef(a + 0.5f, b)); }
 
 // Walks the tiles of a block: one thread does, and tells the others.
 //
-// The tokens of a group are cut into parts, the weight rows of each part into cuts as even as whole units are. Blocks
-// take the cuts in turn, each a tile. Or, where no more parts come than there are blocks and the busiest has fewer weight
-// rows so, each block takes one cut at most, of several tiles.
+// The tokens of a group are cut into parts, the weight rows of each part into cuts, as evenly as whole units can be. Blocks
+// take the cuts in turn, each a tile. Or, where there are no more parts than blocks, and the busiest block has fewer weight
+// rows that way, a block takes one cut at most, of several tiles.
 struct Walk {
   int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS];
   int num_groups, cuts, units, larger;  // `larger` cuts have a unit more than `units`
@@ -188,7 +188,7 @@ struct Walk {
   }
 
   __device__ __forceinline__ void cut(int unit_rows) {
-    units = soon_divided(unit_rows, cuts);
+    units = fast_divided(unit_rows, cuts);
     larger = unit_rows - units * cuts;
   }
 
@@ -204,9 +204,9 @@ struct Walk {
     this->num_groups = num_groups;
     const int blocks = gridDim.x;
     if (parts == 0 || parts > blocks) return;
-    const int most = soon_divided(blocks, parts), high = soon_divided(unit_rows + most - 1, most);
-    if (high >= TILE_UNITS * soon_divided(parts * cuts + blocks - 1, blocks)) return;
-    cuts = soon_divided(unit_rows + high - 1, high);
+    const int most = fast_divided(blocks, parts), high = fast_divided(unit_rows + most - 1, most);
+    if (high >= TILE_UNITS * fast_divided(parts * cuts + blocks - 1, blocks)) return;
+    cuts = fast_divided(unit_rows + high - 1, high);
     cut(unit_rows);
   }
 
