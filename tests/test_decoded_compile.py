@@ -253,6 +253,14 @@ def test_results_that_the_kernel_cannot_write(recorded: list[Recorded]) -> None:
     assert not recorded
 
 
+def test_weights_too_high_for_the_kernel(recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(decoded_gemm, "MAX_UNIT_ROWS", 2)
+    a, w = rows_of("nvfp4", 4, 128), weights_of("nvfp4", 65, 128, None)
+    with pytest.raises(ValueError, match=r"^w: expected N < 128, got 65"):
+        decoded_gemm.decoded_gemm(a, w, torch.empty(4, 66)[:, :65])
+    assert not recorded
+
+
 def test_other_gpus_are_refused(recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "another GPU")
