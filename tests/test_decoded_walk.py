@@ -1,0 +1,95 @@
+"""The walk of `decoded_gemm.cu` over its tiles, compiled for the CPU: nothing left out or done twice, little idle."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+from collections import Counter, defaultdict
+from pathlib import Path
+
+import pytest
+
+from moe_runtime.formats import ceil_div
+from moe_runtime.kernels.nvrtc import FOLDER
+from tests.on_host import between, compile_on_host, needs_compiler
+
+pytestmark = [needs_compiler, pytest.mark.cpu_only]
+
+TILE_UNITS, TILE_TOKENS = 4, 64
+"""As in walk_on_host.cpp."""
+
+Tile = tuple[int, int, int, int, int]
+"""Group, first token and tokens, first unit of weight rows and units."""
+
+
+@pytest.fixture(scope="module")
+def binary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    text = (FOLDER / "decoded_gemm.cu").read_text()
+    walk = between(text, "__device__ __forceinline__ int up_divided", "// What the epilogue of a tile reads")
+    path = tmp_path_factory.mktemp("walk") / "walk"
+    compile_on_host("walk_on_host.cpp", "WALK", walk, path, "-O1")
+    return path
+
+
+def tiles_of(
+    binary: Path, blocks: int, unit_rows: int, sizes: list[int], experts: list[int], off_by: int = 0
+) -> dict[int, list[Tile]]:
+    """What each block walks, in its order."""
+    offsets = [sum(sizes[:g]) for g in range(len(sizes) + 1)]
+    numbers = [off_by, blocks, unit_rows, len(sizes), *offsets, *experts]
+    given = " ".join(map(str, numbers))
+    done = subprocess.run([binary], input=given, capture_output=True, text=True, timeout=60, check=True)
+    found: dict[int, list[Tile]] = defaultdict(list)
+    for line in done.stdout.splitlines():
+        block, *tile = map(int, line.split())
+        found[block].append((tile[0], tile[1], tile[2], tile[3], tile[4]))
+    return found
+
+
+def least_units(blocks: int, unit_rows: int, parts: int) -> int:
+    """Of the busiest block: of tiles in rounds, or of one cut for each block."""
+    rounds = TILE_UNITS * ceil_div(parts * ceil_div(unit_rows, TILE_UNITS), blocks)
+    return min(rounds, ceil_div(unit_rows, blocks // parts)) if 0 < parts <= blocks else rounds
+
+
+def test_every_row_and_unit_is_in_one_tile(binary: Path, seed: int) -> None:
+    draw = random.Random(seed)
+    kinds = Counter()
+    for _ in range(150):
+        blocks, unit_rows = draw.randint(1, 140), draw.choice([draw.randint(1, 20), draw.randint(1, 300)])
+        sizes = [draw.choice([0, 1, 8, 63, 64, 65, 200, draw.randint(0, 300)]) for _ in range(draw.randint(0, 40))]
+        experts = [draw.choice([-1, 0, 1, 2, 3]) for _ in sizes]
+        found = tiles_of(binary, blocks, unit_rows, sizes, experts, draw.randint(-2, 2))
+        covered: Counter[tuple[int, int, int]] = Counter()
+        for tiles in found.values():
+            heights = [tile[4] for tile in tiles]
+            assert max(heights) - min(heights) <= 1, "as even as whole units can be"
+            for group, local, rows, unit, high in tiles:
+                assert experts[group] >= 0 and 0 < rows <= TILE_TOKENS and 0 < high <= TILE_UNITS and local % 8 == 0
+                covered.update((group, row, u) for row in (local, local + rows - 1) for u in range(unit, unit + high))
+        wanted: Counter[tuple[int, int, int]] = Counter()
+        parts = 0
+        for group, size in enumerate(sizes):
+            if size and experts[group] >= 0:
+                pieces = ceil_div(size, TILE_TOKENS)
+                each, parts = ceil_div(ceil_div(size, pieces), 8) * 8, parts + pieces
+                for first in range(0, size, each):
+                    ends = (first, min(first + each, size) - 1)
+                    wanted.update((group, row, u) for row in ends for u in range(unit_rows))
+        assert covered == wanted
+        busiest = max((sum(tile[4] for tile in tiles) for tiles in found.values()), default=0)
+        assert busiest <= least_units(blocks, unit_rows, parts)
+        in_rounds = TILE_UNITS * ceil_div(parts * ceil_div(unit_rows, TILE_UNITS), blocks)
+        kinds["cuts" if parts and least_units(blocks, unit_rows, parts) < in_rounds else "rounds"] += 1
+    assert min(kinds["cuts"], kinds["rounds"]) > 10
+
+
+@pytest.mark.parametrize(
+    ("groups", "unit_rows", "most"),
+    [(8, 64, 4), (8, 112, 7), (26, 64, 13), (32, 64, 16), (32, 112, 28), (16, 48, 6), (16, 64, 8)],
+    ids=str,
+)
+def test_the_busiest_of_132_blocks(binary: Path, groups: int, unit_rows: int, most: int) -> None:
+    """The reference model's products with 8 groups, with 26 of 32, and with all; Qwen3-235B's on 8 ranks."""
+    found = tiles_of(binary, 132, unit_rows, [16] * groups, list(range(groups)))
+    assert max(sum(tile[4] for tile in tiles) for tiles in found.values()) == most

@@ -1,0 +1,45 @@
+// Harness of test_decoded_walk.py: tells the tiles that each block of a grid walks.
+//
+// In: how far off a fast quotient is (units in its last place), blocks, units of weight rows, groups, then the offsets and
+// the experts of the groups. Out: block, group, local, rows, unit, high of each tile.
+#include <algorithm>
+#include <cmath>
+#include <iostream>
+
+#define __device__
+#define __forceinline__ inline
+using std::max, std::min;
+constexpr int MAX_GROUPS = 64, TILE_UNITS = 4, TILE_TOKENS = 64;
+struct {
+  unsigned x;
+} blockIdx, gridDim;
+int off_by;
+
+float __fdividef(float a, float b) {
+  float q = a / b;
+  for (int i = 0; i < std::abs(off_by); ++i) q = std::nextafter(q, off_by < 0 ? 0.0f : INFINITY);
+  return q;
+}
+
+WALK
+
+int main() {
+  int unit_rows, num_groups;
+  std::cin >> off_by >> gridDim.x >> unit_rows >> num_groups;
+  Walk given;
+  for (int g = 0; g <= num_groups; ++g) std::cin >> given.offsets[g];
+  for (int g = 0; g < num_groups; ++g) std::cin >> given.experts[g];
+  for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
+    Walk walk = given;
+    int parts = 0;
+    for (int g = 0; g < num_groups; ++g) parts += walk.parts_of(g);
+    walk.prepare(unit_rows);
+    walk.begin(parts, num_groups, unit_rows);
+    for (Tile tile;;) {
+      walk.next(tile);
+      if (tile.rows == 0) break;
+      std::cout << blockIdx.x << ' ' << tile.group << ' ' << tile.local << ' ' << tile.rows << ' ' << tile.unit << ' '
+                << tile.high << '\n';
+    }
+  }
+}
