@@ -44,8 +44,10 @@ def test_stages_one_by_one_are_the_whole(device: torch.device, seed: int) -> Non
         alone = ranks([i.x for i in inputs], routed)
     for rank in range(3):
         assert_same_bits(found[0][rank], found[1][rank], f"rank {rank}")
-        shared = inputs[rank].x.flip(0).float()
-        torch.testing.assert_close(found[0][rank].float(), alone[rank].float() + shared, rtol=0.02, atol=0.02)
+        shared, y, got = inputs[rank].x.flip(0).float(), alone[rank].float(), found[0][rank].float()
+        # Each of both is rounded to bf16 once, after sums in fp32 whose order differs by the shared output.
+        bound = 2.0**-8 * 1.01 * (y.abs() + got.abs()) + 2.0**-20 * (y.abs() + shared.abs())
+        assert ((got - (y + shared)).abs() <= bound).all()
 
 
 def test_router_shared_expert_load_and_times_see_every_token(
