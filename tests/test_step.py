@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from itertools import pairwise
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import PeerAbortedError
 from moe_runtime.layer import MoELayer
 from moe_runtime.metrics import PhaseTimes
+from moe_runtime.plan import expert_starts
 from moe_runtime.virtual import VirtualRanks
 from tests.comparison import assert_same_bits
 from tests.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, config, rank_input
@@ -40,14 +42,19 @@ def test_stages_one_by_one_are_the_whole(device: torch.device, seed: int) -> Non
                         ended[rank] = end.value
             found.append([ended[rank] for rank in range(3)])
     with make(config("fp8_block"), seed, device) as ranks:
-        routed = [(i.topk_idx, i.topk_weights) for i in inputs]
-        alone = ranks([i.x for i in inputs], routed)
+        # What comes home from each rank by itself.
+        parts = []
+        for first, end in pairwise(expert_starts(EXPERTS, 3)):
+            ids = [torch.where((i.topk_idx >= first) & (i.topk_idx < end), i.topk_idx, -1) for i in inputs]
+            parts.append(
+                ranks([i.x for i in inputs], [(own, i.topk_weights) for own, i in zip(ids, inputs, strict=True)])
+            )
     for rank in range(3):
         assert_same_bits(found[0][rank], found[1][rank], f"rank {rank}")
-        shared, y, got = inputs[rank].x.flip(0).float(), alone[rank].float(), found[0][rank].float()
-        # Each of both is rounded to bf16 once, after sums in fp32 whose order differs by the shared output.
-        bound = 2.0**-8 * 1.01 * (y.abs() + got.abs()) + 2.0**-20 * (y.abs() + shared.abs())
-        assert ((got - (y + shared)).abs() <= bound).all()
+        wanted = inputs[rank].x.flip(0).float()
+        for part in parts:
+            wanted += part[rank].float()
+        assert_same_bits(found[0][rank], wanted.bfloat16(), f"rank {rank} beside the sum of its parts")
 
 
 def test_router_shared_expert_load_and_times_see_every_token(
