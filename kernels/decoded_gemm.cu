@@ -159,8 +159,6 @@ struct Problem {
   int gate_up_order;  // 1 gate | up, 2 up | gate, 3 interleaved; not read where not gated
 };
 
-__device__ __forceinline__ int up_divided(int a, int b) { return (a + b - 1) / b; }
-
 // One tile of the output: `rows` tokens of a group from its token `local`, and `high` units of weight rows from `unit`.
 struct Tile {
   int group, start, local, rows, expert, unit, high;
@@ -184,7 +182,7 @@ struct Walk {
   Tile tile;
 
   __device__ __forceinline__ int parts_of(int group) const {
-    return experts[group] < 0 ? 0 : up_divided(max(offsets[group + 1] - offsets[group], 0), TILE_TOKENS);
+    return experts[group] < 0 ? 0 : ceil_div(max(offsets[group + 1] - offsets[group], 0), TILE_TOKENS);
   }
 
   __device__ __forceinline__ void cut(int unit_rows) {
@@ -196,7 +194,7 @@ struct Walk {
   __device__ __forceinline__ void prepare(int unit_rows) {
     group = before = left = 0;
     number = blockIdx.x;
-    cuts = up_divided(unit_rows, TILE_UNITS);
+    cuts = ceil_div(unit_rows, TILE_UNITS);
     cut(unit_rows);
   }
 
@@ -217,7 +215,7 @@ struct Walk {
         const int within = number - before, part = parts == 1 ? 0 : within / cuts, cut = within - part * cuts;
         const int start = offsets[group], rows = offsets[group + 1] - start;
         // Cut evenly: a tile of few tokens decodes as many weights as one of many.
-        const int tokens = parts == 1 ? rows : up_divided(up_divided(rows, parts), 8) * 8;
+        const int tokens = parts == 1 ? rows : ceil_div(ceil_div(rows, parts), 8) * 8;
         const int local = part * tokens, unit = cut * units + min(cut, larger);
         tile = {group, start, local, min(rows - local, tokens), experts[group], unit, 0};
         left = units + (cut < larger);
@@ -236,7 +234,7 @@ struct Walk {
       next.rows = 0;
       return;
     }
-    tile.high = left <= TILE_UNITS ? left : up_divided(left, up_divided(left, TILE_UNITS));
+    tile.high = left <= TILE_UNITS ? left : ceil_div(left, ceil_div(left, TILE_UNITS));
     left -= tile.high;
     next = tile;
   }

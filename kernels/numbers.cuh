@@ -10,6 +10,8 @@ typedef unsigned long long u64;
 
 constexpr int BF16 = 0, NVFP4 = 3;  // FormatCode
 
+__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
 // Products of two bf16 pairs.
 __device__ __forceinline__ u32 multiply(u32 a, u32 b) {
   u32 d;

@@ -131,8 +131,6 @@ __device__ __forceinline__ void load_half(
 
 // --- tiles ----------------------------------------------------------------------------------------------------------
 
-__device__ __forceinline__ int ceil_div(int a, int b) { return (a + b - 1) / b; }
-
 // One warp is through with a stage, in which the other block of the cluster may have a hand: lane r tells block r, at
 // `barrier` in its memory. `share` is 2 where the warp speaks for the other warpgroup too.
 __device__ __forceinline__ void release(u32 barrier, u32 share) {

@@ -55,13 +55,14 @@ def make_rows(case: GemmCase, seed: int, rng: torch.Generator, engine: str) -> G
     # Scales lie by packed position, quants by stored row.
     source = slice(None) if index is None else index[:total].to(device).long()
     by_row = index is not None and fmt.swizzled and runs_cuda(engine, device)
-    scales, shifts = q.scales_RV if q.scales_RV is None or by_row else q.scales_RV[source], None
-    if fmt.swizzled and not by_row:
-        assert scales is not None
-        needed = dense_128_blocks_needed(capacity, case.groups)
-        scales, shifts = pack_dense_128(scales.contiguous(), offsets, num_blocks=needed)
-    elif scales is not None and not by_row:
-        scales = _longer(scales, capacity)
+    scales, shifts = q.scales_RV, None
+    if scales is not None and not by_row:
+        scales = scales[source]
+        if fmt.swizzled:
+            needed = dense_128_blocks_needed(capacity, case.groups)
+            scales, shifts = pack_dense_128(scales.contiguous(), offsets, num_blocks=needed)
+        else:
+            scales = _longer(scales, capacity)
     return GroupedRows(
         format=fmt,
         rows=q.quants_RK,

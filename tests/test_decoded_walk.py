@@ -25,7 +25,7 @@ Tile = tuple[int, int, int, int, int]
 @pytest.fixture(scope="module")
 def binary(tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = (FOLDER / "decoded_gemm.cu").read_text()
-    walk = between(text, "__device__ __forceinline__ int up_divided", "// What the epilogue of a tile reads")
+    walk = between(text, "// One tile of the output", "// What the epilogue of a tile reads")
     path = tmp_path_factory.mktemp("walk") / "walk"
     compile_on_host("walk_on_host.cpp", "WALK", walk, path, "-O1")
     return path

@@ -15,6 +15,8 @@ struct {
 } blockIdx, gridDim;
 int off_by;
 
+int ceil_div(int a, int b) { return (a + b - 1) / b; }
+
 float __fdividef(float a, float b) {
   float q = a / b;
   for (int i = 0; i < std::abs(off_by); ++i) q = std::nextafter(q, off_by < 0 ? 0.0f : INFINITY);
