@@ -1,6 +1,7 @@
 // Gathers the rows of a grouped GEMM and decodes them to bf16, once, in the order in which wgmma reads them.
 //
-// Blocks of 8 tokens: [block][K / 8][8 tokens][8 numbers], with the columns of each 64 in the order of decoded_gemm.py.
+// [K / 64][blocks of 8 tokens][8 pieces of columns][8 tokens][8 numbers], so that 64 columns of a tile lie in one piece; these
+// 64 are in the order of decoded_layout.py.
 // A group starts at block (group_offsets[g] + 7 * g) / 8. A warp takes such a block, so that what it stores at a time are
 // whole lines, and 64 columns: lane = row * 4 + t has the columns 16 * t .. 16 * t + 15. Columns past K are zeros; NVFP4
 // numbers are 2^100 times their value. Blocks of threads go from one of 8 tokens to another, no further than there are
@@ -54,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(256)
     decode_tokens(const u8* rows, const u8* scales, const int* row_index, const int* group_offsets,
                   const int* group_scale_offsets, const int* expert_ids, const int* num_active, u8* out, int num_groups,
                   int num_experts, int capacity, int columns,
-                  int units, int scale_ld, long long row_bytes) {
+                  int units, int token_blocks, int scale_ld, long long row_bytes) {
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
   if (num_active) num_groups = min(num_groups, max(*num_active, 0));
@@ -91,7 +92,7 @@ extern "C" __global__ void __launch_bounds__(256)
                                     : swizzled_offset(scale_row, v, (columns + SCALE_BLOCK - 1) / SCALE_BLOCK);
       return scales[at];
     };
-    u8* block = out + static_cast<long long>(number) * units * 1024 + lane * 4;
+    u8* block = out + static_cast<long long>(number) * 1024 + lane * 4;
     const int step = gridDim.y * 8;
     for (int first_unit = blockIdx.y * 8 + warp; first_unit < units; first_unit += step * AHEAD) {
       Piece pieces[AHEAD];
@@ -106,7 +107,7 @@ extern "C" __global__ void __launch_bounds__(256)
         if (unit >= units) break;
         u32 pairs[8];
         pieces[i].decode(pairs);
-        u8* to = block + static_cast<long long>(unit) * 1024;
+        u8* to = block + static_cast<long long>(unit) * token_blocks * 1024;
 #pragma unroll
         for (int j = 0; j < 8; ++j) *reinterpret_cast<u32*>(to + j * 128) = pairs[j];
       }

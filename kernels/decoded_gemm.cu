@@ -6,7 +6,7 @@
 // its weight rows.
 //
 // Macros: W_FMT, OUT_FMT (FormatCode), OUT_TYPE (0 bf16, 1 fp16, 2 fp32; not gated), GATED, OUT_DECODED (gated
-// results as decode_tokens.cu would make them), WARPGROUPS (64 weight rows of a tile each), STAGES, STAGE_K64 (columns of a
+// results as decode_tokens.cu would make them), ROW_SCALES, EXPERT_SCALES, BIAS (whether there are such), WARPGROUPS (64 weight rows of a tile each), STAGES, STAGE_K64 (columns of a
 // stage / 64; divides `units`), BATCH (steps of 16 columns decoded before a wait), BUFFERS (for decoded steps), MAX_BLOCKS
 // (tokens of a tile / 8), CASES (numbers of blocks below that have code of their own), MAX_GROUPS, SCALED_TOKENS (tokens are
 // 2^100 times their value), ALPHA, LIMIT, UP_OFFSET.
@@ -18,10 +18,12 @@ constexpr int SCALE_BYTES = W_FMT == NVFP4 ? 256 : 128;
 constexpr int UNIT_BYTES = QUANT_BYTES + SCALE_BYTES;
 constexpr int TILE_UNITS = WARPGROUPS;
 constexpr int TILE_TOKENS = 8 * MAX_BLOCKS;
-constexpr int BLOCK_BYTES = STAGE_K64 * 64 * 8 * 2;  // of 8 tokens in a stage
+constexpr int BLOCK_BYTES = 64 * 8 * 2;  // of 8 tokens and 64 columns
+constexpr int TOKEN_BYTES = MAX_BLOCKS * BLOCK_BYTES;
 constexpr int WEIGHT_STAGE = TILE_UNITS * STAGE_K64 * UNIT_BYTES;
-constexpr int STAGE_BYTES = WEIGHT_STAGE + MAX_BLOCKS * BLOCK_BYTES;
+constexpr int STAGE_BYTES = WEIGHT_STAGE + STAGE_K64 * TOKEN_BYTES;
 constexpr int TURNED_COLUMNS = 36;  // of 32, so that rows start in other banks
+constexpr int MOST_AT_A_TIME = MAX_BLOCKS > 8 ? 4 : 2;  // blocks of tokens that are turned at a time
 constexpr int TOLD = 8;  // tiles that warpgroups are told of at a time
 constexpr u32 LANES = 0x81C081C0;  // sign and magnitude of an e2m1 number in both bf16 halves
 
@@ -148,12 +150,12 @@ struct Problem {
   const float* bias;
   void* out;
   u8* out_scales;
-  const float* out_gsf;
   const int* out_scale_offsets;
   int columns;  // of the output
   int num_rows;  // of a weight: twice as many where gated
   int units;  // of 64 columns
   int unit_rows;
+  int token_blocks;  // of all groups, in decoded rows
   long long out_stride;
   int scales_per_expert;
   int gate_up_order;  // 1 gate | up, 2 up | gate, 3 interleaved; not read where not gated
@@ -173,11 +175,13 @@ __device__ __forceinline__ int fast_divided(int a, int b) { return static_cast<i
 //
 // The tokens of a group are cut into parts, the weight rows of each part into cuts, as evenly as whole units can be. Blocks
 // take the cuts in turn, each a tile. Or, where there are no more parts than blocks, and the busiest block has fewer weight
-// rows that way, a block takes one cut at most, of several tiles.
+// rows that way, a block takes one cut at most, of several tiles. Where the last round has cuts for a third of the blocks at
+// most, these take pieces of them.
 struct Walk {
   int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS];
   int num_groups, cuts, units, larger;  // `larger` cuts have a unit more than `units`
-  int number, group, before;            // of the next cut, and cuts of the groups before `group`
+  int whole, pieces;                    // cuts before the last round, and pieces of each in that
+  int number, group, before;            // of the next cut or, from `whole` on, piece, and cuts of the groups before `group`
   int left;                             // units that the cut of `tile` has further tiles for
   Tile tile;
 
@@ -194,6 +198,7 @@ struct Walk {
   __device__ __forceinline__ void prepare(int unit_rows) {
     group = before = left = 0;
     number = blockIdx.x;
+    whole = 0x7FFFFFFF;
     cuts = ceil_div(unit_rows, TILE_UNITS);
     cut(unit_rows);
   }
@@ -201,24 +206,38 @@ struct Walk {
   __device__ __forceinline__ void begin(int parts, int num_groups, int unit_rows) {
     this->num_groups = num_groups;
     const int blocks = gridDim.x;
-    if (parts == 0 || parts > blocks) return;
-    const int most = fast_divided(blocks, parts), high = fast_divided(unit_rows + most - 1, most);
-    if (high >= TILE_UNITS * fast_divided(parts * cuts + blocks - 1, blocks)) return;
-    cuts = fast_divided(unit_rows + high - 1, high);
-    cut(unit_rows);
+    if (parts == 0) return;
+    if (parts <= blocks) {
+      const int most = fast_divided(blocks, parts), high = fast_divided(unit_rows + most - 1, most);
+      if (high < TILE_UNITS * fast_divided(parts * cuts + blocks - 1, blocks)) {
+        cuts = fast_divided(unit_rows + high - 1, high);
+        cut(unit_rows);
+      }
+    }
+    const int last = parts * cuts % blocks;
+    if (last == 0 || 3 * last > blocks) return;
+    pieces = min(blocks / last, units);
+    whole = parts * cuts - last;
   }
 
   __device__ __forceinline__ bool find() {
+    const bool pieced = number >= whole;
+    const int wanted = pieced ? whole + (number - whole) / pieces : number;
     for (; group < num_groups; ++group) {
       const int parts = parts_of(group);
-      if (number < before + parts * cuts) {
-        const int within = number - before, part = parts == 1 ? 0 : within / cuts, cut = within - part * cuts;
+      if (wanted < before + parts * cuts) {
+        const int within = wanted - before, part = parts == 1 ? 0 : within / cuts, cut = within - part * cuts;
         const int start = offsets[group], rows = offsets[group + 1] - start;
         // Cut evenly: a tile of few tokens decodes as many weights as one of many.
         const int tokens = parts == 1 ? rows : ceil_div(ceil_div(rows, parts), 8) * 8;
         const int local = part * tokens, unit = cut * units + min(cut, larger);
         tile = {group, start, local, min(rows - local, tokens), experts[group], unit, 0};
         left = units + (cut < larger);
+        if (pieced) {
+          const int piece = (number - whole) % pieces, first = left * piece / pieces;
+          tile.unit += first;
+          left = left * (piece + 1) / pieces - first;
+        }
         number += gridDim.x;
         return true;
       }
@@ -241,19 +260,22 @@ struct Walk {
 };
 
 // What the epilogue of a tile reads, one for each warpgroup.
-struct TileScales {
+struct alignas(8) TileScales {
   float rows[TILE_TOKENS];
   float experts[2];
-  float gsf;
   int scale_offset;
+
+  // Of the two tokens of this thread in a block of 8.
+  __device__ __forceinline__ float2 of_block(int block) const {
+    return reinterpret_cast<const float2*>(rows)[4 * block + (threadIdx.x & 3)];
+  }
 
   __device__ __forceinline__ void copy(const Problem& p, const Tile& tile) {
     const int thread = threadIdx.x & 127;
-    if (p.row_scale && thread < tile.rows) copy_ahead(rows + thread, p.row_scale + tile.start + tile.local + thread);
-    if (p.expert_scales && thread < p.scales_per_expert) {
+    if (ROW_SCALES && thread < tile.rows) copy_ahead(rows + thread, p.row_scale + tile.start + tile.local + thread);
+    if (EXPERT_SCALES && thread < p.scales_per_expert) {
       copy_ahead(experts + thread, p.expert_scales + tile.expert * p.scales_per_expert + thread);
     }
-    if (thread == 2 && p.out_gsf) copy_ahead(&gsf, p.out_gsf);
     if (thread == 3 && p.out_scale_offsets) {
       copy_ahead(reinterpret_cast<float*>(&scale_offset), reinterpret_cast<const float*>(p.out_scale_offsets + tile.group));
     }
@@ -263,9 +285,9 @@ struct TileScales {
 __device__ __forceinline__ float finished(const Problem& p, float acc, float row_scale, float expert_scale, int bias_at) {
   // Numbers of weights are 2^-126 times their value, scales and tokens carry what undoes most of it.
   if (W_FMT == NVFP4) acc = __fmul_rn(acc, SCALED_TOKENS ? 0x1p16f : 0x1p8f);
-  acc = __fmul_rn(acc, row_scale);
-  acc = __fmul_rn(acc, expert_scale);
-  return p.bias ? __fadd_rn(acc, p.bias[bias_at]) : acc;
+  if (ROW_SCALES) acc = __fmul_rn(acc, row_scale);
+  if (EXPERT_SCALES) acc = __fmul_rn(acc, expert_scale);
+  return BIAS ? __fadd_rn(acc, p.bias[bias_at]) : acc;
 }
 
 __device__ __forceinline__ float swiglu(float gate, float up) {
@@ -274,8 +296,9 @@ __device__ __forceinline__ float swiglu(float gate, float up) {
   up = up > LIMIT ? LIMIT : (up < -LIMIT ? -LIMIT : up);
 #endif
   if (UP_OFFSET != 0.0f) up = __fadd_rn(up, UP_OFFSET);
-  float inverse;
-  asm("rcp.approx.f32 %0, %1;" : "=f"(inverse) : "f"(__fadd_rn(1.0f, __expf(__fmul_rn(-ALPHA, gate)))));
+  float power, inverse;  // e^(-alpha * gate), by the instruction that gives 0 for what is denormal
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(gate, -ALPHA * 0x1.715476p+0f)));
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(__fadd_rn(1.0f, power)));
   return __fmul_rn(__fmul_rn(gate, inverse), up);
 }
 
@@ -297,138 +320,229 @@ __device__ __forceinline__ u32 e2m1_code(float x) {
   return code | ((__float_as_uint(x) >> 28) & 8);
 }
 
-// Quantizes and stores four columns of a token from `column` on; the lanes of a block of numbers lie side by side.
-__device__ __forceinline__ void store_quantized(const Problem& p, const Tile& tile, const TileScales& scales, int local,
-                                                bool live, int column, float4 h) {
-  const long long position = tile.start + local;
-  auto store_decoded = [&](u32 low, u32 high) {
-    if (!live) return;
-    // As decode_tokens.cu stores the columns of a token.
-    const long long block = tile.token_block() + (local - tile.local) / 8, unit = block * (p.columns / 64) + column / 64;
-    u8* decoded = static_cast<u8*>(p.out) + unit * 1024 + column % 16 / 2 * 128 + local % 8 * 16 + column % 64 / 16 * 4;
-    *reinterpret_cast<u32*>(decoded) = low;
-    *reinterpret_cast<u32*>(decoded + 128) = high;
-  };
+__device__ __forceinline__ bool is_finite(float magnitude) { return __float_as_uint(magnitude) < 0x7F800000u; }
+
+// The larger magnitude; NaN if one is NaN.
+__device__ __forceinline__ float larger_magnitude(float a, float b) {
+  float d;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(fabsf(a)), "f"(fabsf(b)));
+  return d;
+}
+
+// The largest magnitude of the numbers that share a scale: four each of LANES neighbouring lanes.
+template <int LANES>
+__device__ __forceinline__ float largest_magnitude(const float4& h) {
+  float amax = larger_magnitude(larger_magnitude(h.x, h.y), larger_magnitude(h.z, h.w));
+#pragma unroll
+  for (int lanes = 1; lanes < LANES; lanes *= 2) amax = larger_magnitude(amax, __shfl_xor_sync(0xFFFFFFFF, amax, lanes));
+  return amax;
+}
+
+// An e8m0 scale of MXFP8, of numbers up to `amax`.
+struct MxScale {
+  u32 byte;
+  bool finite;
+
+  __device__ __forceinline__ MxScale(float amax) : finite(is_finite(amax)) {
+    const float ideal = divide(fmaxf(finite ? amax : 0.0f, 0x1.a36e2ep-14f), 448.0f, 1.0f / 448.0f);  // of at least 1e-4
+    byte = finite ? (__float_as_uint(ideal) + 0x7FFFFF) >> 23 : 255;
+  }
+
+  __device__ __forceinline__ u32 codes(const float4& h) const {
+    if (!finite) return 0;
+    const float factor = __uint_as_float((254 - byte) << 23);
+    return e4m3_code(__fmul_rn(h.x, factor)) | e4m3_code(__fmul_rn(h.y, factor)) << 8 |
+           e4m3_code(__fmul_rn(h.z, factor)) << 16 | e4m3_code(__fmul_rn(h.w, factor)) << 24;
+  }
+};
+
+// What an e4m3 scale of NVFP4 makes of the numbers of its block.
+struct alignas(16) OfScale {
+  float factor;   // numbers are multiplied by before they are rounded to e2m1
+  float decoded;  // times which those are as tokens, 2^100 times their value
+  u32 sign;       // those of numbers that have one
+  u32 unused;
+};
+
+// In shared memory: of the encode scale, which is one for all results.
+struct Requantization {
+  float gsf;
+  OfScale of_scale[OUT_FMT == NVFP4 && GATED ? 128 : 1];
+
+  __device__ __forceinline__ void prepare(float gsf, int code) {
+    float scale, unused;
+    e4m3_pair(code, scale, unused);  // 127 is NaN, of numbers that are not finite
+    // Of numbers below every scale zeros are left, without signs.
+    const bool none = code == 0 || code == 127;
+    of_scale[code] = {none ? 0.0f : __fdiv_rn(gsf, scale), __fmul_rn(scale, 0x1p100f), none ? 0u : 0x80000000u, 0u};
+  }
+
+  // The code of a scale of numbers up to `amax`.
+  __device__ __forceinline__ u32 scale_code(float amax) const {
+    const u32 code = e4m3_code(fminf(divide(__fmul_rn(gsf, amax), 6.0f, 1.0f / 6.0f), 448.0f));
+    return is_finite(amax) ? code : 127;
+  }
+};
+
+// The e2m1 number next to x, ties to the even one, times OfScale::decoded.
+__device__ __forceinline__ float rounded_to_e2m1(float x, const OfScale& of_scale) {
+  // Numbers from 2^e on lie 2^(e-1) apart, and below 1 as from there: as those from 2^(e+22) on in fp32.
+  const float magnitude = fminf(fabsf(x), 6.0f);
+  const float power = __uint_as_float(max(__float_as_uint(magnitude) & 0x7F800000u, 0x3F800000u));
+  const float rounded = __fmaf_rn(power, -0x1.8p22f, __fmaf_rn(power, 0x1.8p22f, magnitude));
+  return __uint_as_float(__float_as_uint(__fmul_rn(rounded, of_scale.decoded)) | (__float_as_uint(x) & of_scale.sign));
+}
+
+// Stores the columns `column` to `column + 3` of token `local` of a group as decode_tokens.cu would.
+__device__ __forceinline__ void store_decoded(u8* to, bool live, u32 low, u32 high) {
+  if (!live) return;
+  *reinterpret_cast<u32*>(to) = low;
+  *reinterpret_cast<u32*>(to + 128) = high;
+}
+
+// Quantizes four columns of a token; lanes of the same scale lie side by side. For decoded results, stored at `to`.
+__device__ __forceinline__ void requantize_decoded(const Requantization& with, u8* to, bool live, float4 h) {
   if (OUT_FMT == BF16) {
-    const uint2 pairs = make_uint2(pack_bf16(h.x, h.y), pack_bf16(h.z, h.w));
-    if (OUT_DECODED) {
-      store_decoded(pairs.x, pairs.y);
-    } else if (live) {
-      *reinterpret_cast<uint2*>(static_cast<u16*>(p.out) + position * p.columns + column) = pairs;
-    }
+    store_decoded(to, live, pack_bf16(h.x, h.y), pack_bf16(h.z, h.w));
+  } else if (OUT_FMT == NVFP4) {
+    const OfScale of_scale = with.of_scale[with.scale_code(largest_magnitude<4>(h))];
+    auto pair = [&](float low, float high) {
+      return pack_bf16(rounded_to_e2m1(__fmul_rn(low, of_scale.factor), of_scale),
+                       rounded_to_e2m1(__fmul_rn(high, of_scale.factor), of_scale));
+    };
+    store_decoded(to, live, pair(h.x, h.y), pair(h.z, h.w));
+  } else {
+    const MxScale mx(largest_magnitude<8>(h));
+    const u32 codes = mx.codes(h), scale = e8m0_pair(mx.byte);
+    store_decoded(to, live, e4m3_decoded(codes, scale), e4m3_decoded(codes >> 16, scale));
+  }
+}
+
+// The same for codes and scales: columns from `column` on of token `local` of a group.
+__device__ __forceinline__ void requantize(const Problem& p, const Tile& tile, const TileScales& scales,
+                                           const Requantization& with, int local, bool live, int column, float4 h) {
+  const long long position = tile.start + local;
+  if (OUT_FMT == BF16) {
+    u16* to = static_cast<u16*>(p.out) + position * p.columns + column;
+    if (live) *reinterpret_cast<uint2*>(to) = make_uint2(pack_bf16(h.x, h.y), pack_bf16(h.z, h.w));
     return;
   }
-  constexpr int LANES_OF_BLOCK = OUT_FMT == NVFP4 ? 4 : 8;
-  const bool first = threadIdx.x % LANES_OF_BLOCK == 0;
-  u32 bits = max(max(magnitude(h.x), magnitude(h.y)), max(magnitude(h.z), magnitude(h.w)));
-#pragma unroll
-  for (int lanes = 1; lanes < LANES_OF_BLOCK; lanes *= 2) bits = max(bits, __shfl_xor_sync(0xFFFFFFFF, bits, lanes));
-  const bool poisoned = bits >= 0x7F800000;  // NaN or Inf
   const long long scale_row = (tile.start / 128 + static_cast<long long>(scales.scale_offset)) * 128 + local;
   if (OUT_FMT == NVFP4) {
-    const float amax = __uint_as_float(poisoned ? 0 : bits), gsf = clamped(scales.gsf);
-    const u32 code = e4m3_code(fminf(__fdiv_rn(__fmul_rn(gsf, amax), 6.0f), 448.0f));
-    float scale, unused;
-    e4m3_pair(code, scale, unused);
-    const bool dead = poisoned || code == 0;
-    const float factor = __fdiv_rn(gsf, dead ? 1.0f : scale);
-    if (dead) h = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const u32 code = with.scale_code(largest_magnitude<4>(h));
+    const OfScale of_scale = with.of_scale[code];
+    if (of_scale.sign == 0) h = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    const float factor = of_scale.factor;
     u32 codes = e2m1_code(__fmul_rn(h.x, factor)) | e2m1_code(__fmul_rn(h.y, factor)) << 4 |
                 e2m1_code(__fmul_rn(h.z, factor)) << 8 | e2m1_code(__fmul_rn(h.w, factor)) << 12;
-    if (OUT_DECODED) {
-      e4m3_pair(poisoned ? 0x7F : code, scale, unused);
-      const u32 factor = e4m3_factor(scale);
-      store_decoded(e2m1_pair(codes, factor), e2m1_pair(codes >> 8, factor));
-      return;
-    }
     codes |= __shfl_down_sync(0xFFFFFFFF, codes, 1) << 16;
     if (live && threadIdx.x % 2 == 0) {
       *reinterpret_cast<u32*>(static_cast<u8*>(p.out) + position * (p.columns / 2) + column / 2) = codes;
     }
-    if (live && first) {
-      p.out_scales[swizzled_offset(scale_row, column / 16, (p.columns + 15) / 16)] = poisoned ? 0x7F : code;
+    if (live && threadIdx.x % 4 == 0) {
+      p.out_scales[swizzled_offset(scale_row, column / 16, (p.columns + 15) / 16)] = code;
     }
   } else {
-    const float amax = __uint_as_float(max(poisoned ? 0 : bits, 0x38D1B717u));
-    const u32 byte = (__float_as_uint(__fdiv_rn(amax, 448.0f)) + 0x7FFFFF) >> 23;
-    const float factor = __uint_as_float((254 - byte) << 23);
-    if (poisoned) h = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    const u32 codes = e4m3_code(__fmul_rn(h.x, factor)) | e4m3_code(__fmul_rn(h.y, factor)) << 8 |
-                      e4m3_code(__fmul_rn(h.z, factor)) << 16 | e4m3_code(__fmul_rn(h.w, factor)) << 24;
-    if (OUT_DECODED) {
-      const u32 scale = e8m0_pair(poisoned ? 255 : byte);
-      store_decoded(e4m3_decoded(codes, scale), e4m3_decoded(codes >> 16, scale));
-      return;
-    }
-    if (live) *reinterpret_cast<u32*>(static_cast<u8*>(p.out) + position * p.columns + column) = codes;
-    if (live && first) {
-      p.out_scales[swizzled_offset(scale_row, column / 32, (p.columns + 31) / 32)] = poisoned ? 255 : byte;
+    const MxScale mx(largest_magnitude<8>(h));
+    if (live) *reinterpret_cast<u32*>(static_cast<u8*>(p.out) + position * p.columns + column) = mx.codes(h);
+    if (live && threadIdx.x % 8 == 0) {
+      p.out_scales[swizzled_offset(scale_row, column / 32, (p.columns + 31) / 32)] = mx.byte;
     }
   }
 }
 
-__device__ __forceinline__ void store_plain(const Problem& p, long long position, int column, float c0, float c1) {
-  const long long at = position * p.out_stride + column;
+// Two columns of a plain result.
+__device__ __forceinline__ void store_plain(void* to, float c0, float c1) {
   if (OUT_TYPE == 2) {
-    *reinterpret_cast<float2*>(static_cast<float*>(p.out) + at) = make_float2(c0, c1);
+    *static_cast<float2*>(to) = make_float2(c0, c1);
   } else if (OUT_TYPE == 1) {
     u32 pair;
     asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(c1), "f"(c0));
-    *reinterpret_cast<u32*>(static_cast<u16*>(p.out) + at) = pair;
+    *static_cast<u32*>(to) = pair;
   } else {
-    *reinterpret_cast<u32*>(static_cast<u16*>(p.out) + at) = pack_bf16(c0, c1);
+    *static_cast<u32*>(to) = pack_bf16(c0, c1);
   }
 }
 
-// Number of the token of accumulator register pair `i` among those of the tile.
-__device__ __forceinline__ int token_of(int i) { return i / 2 * 8 + (threadIdx.x & 3) * 2 + i % 2; }
+// The accumulators c[0] and c[1] of a block of 8 tokens are those of two tokens from this one on and one weight row, c[2] and
+// c[3] of the same tokens and the next row of a plain weight, or up where the others are gate.
+__device__ __forceinline__ int first_token() { return (threadIdx.x & 3) * 2; }
 
-// Moves the accumulators of STEP blocks of tokens from the front to the back. A loop over blocks that takes those in
-// front keeps its code small: unrolled, it would not fit into the instruction cache.
-template <int STEP, int BLOCKS>
-__device__ __forceinline__ void rotate(float (&acc)[4 * BLOCKS]) {
-  float front[4 * STEP];
+template <int BLOCKS>
+__device__ __forceinline__ void finish_plain(const Problem& p, const Tile& tile, const TileScales& scales, int unit,
+                                             const float (&acc)[4 * BLOCKS]) {
+  const int thread = threadIdx.x & 127, column = unit * 64 + thread / 32 * 16 + (thread & 31) / 4 * 2;
+  const int bias_at = tile.expert * p.num_rows + (column < p.columns ? column : 0);
+  const int live = column < p.columns ? tile.rows - first_token() : 0;
+  const long long stride = p.out_stride * (OUT_TYPE == 2 ? 4 : 2);
+  const long long position = tile.start + tile.local + first_token();
+  u8* to = static_cast<u8*>(p.out) + position * stride + column * (OUT_TYPE == 2 ? 4 : 2);
+  const float expert_scale = scales.experts[0];
 #pragma unroll
-  for (int i = 0; i < 4 * STEP; ++i) front[i] = acc[i];
-#pragma unroll
-  for (int i = 0; i < 4 * (BLOCKS - STEP); ++i) acc[i] = acc[i + 4 * STEP];
-#pragma unroll
-  for (int i = 0; i < 4 * STEP; ++i) acc[4 * (BLOCKS - STEP) + i] = front[i];
+  for (int block = 0; block < BLOCKS; ++block) {
+    const float* c = acc + 4 * block;
+    const float2 row_scales = scales.of_block(block);
+    const float c0 = finished(p, c[0], row_scales.x, expert_scale, bias_at);
+    const float c1 = finished(p, c[1], row_scales.y, expert_scale, bias_at);
+    const float c2 = finished(p, c[2], row_scales.x, expert_scale, bias_at + 1);
+    const float c3 = finished(p, c[3], row_scales.y, expert_scale, bias_at + 1);
+    if (8 * block < live) store_plain(to, c0, c2);
+    if (8 * block + 1 < live) store_plain(to + stride, c1, c3);
+    to += 8 * stride;
+  }
 }
 
 // SwiGLU of 8 * STEP tokens at a time, turned through `turned` so that a thread has four columns of one token.
 template <int BLOCKS>
-__device__ __forceinline__ void finish_gated(const Problem& p, const Tile& tile, const TileScales& scales, int unit,
-                                             float (&acc)[4 * BLOCKS], float (*turned)[TURNED_COLUMNS]) {
-  constexpr int STEP = BLOCKS % 2 ? 1 : 2;
+__device__ __forceinline__ void finish_gated(const Problem& p, const Tile& tile, const TileScales& scales,
+                                             const Requantization& with, int unit, const float (&acc)[4 * BLOCKS],
+                                             float (*turned)[TURNED_COLUMNS]) {
+  constexpr int STEP = BLOCKS % MOST_AT_A_TIME == 0 ? MOST_AT_A_TIME : BLOCKS % 2 ? 1 : 2;
   const int warpgroup = threadIdx.x / 128, thread = threadIdx.x & 127, warp = thread / 32, lane = thread & 31;
-  const float gate_scale = p.expert_scales ? scales.experts[0] : 1.0f;
-  const float up_scale = p.expert_scales ? scales.experts[p.scales_per_expert - 1] : 1.0f;
+  const float gate_scale = scales.experts[0], up_scale = scales.experts[p.scales_per_expert > 1];
   const int bias_base = tile.expert * p.num_rows, column = unit * 32 + warp * 8 + lane / 4;
   int gate_row = column, up_row = column;
   if (p.gate_up_order == 3) gate_row = 2 * column, up_row = 2 * column + 1;
   if (p.gate_up_order == 1) up_row += p.columns;
   if (p.gate_up_order == 2) gate_row += p.columns;
   if (column >= p.columns) gate_row = up_row = 0;
-#pragma unroll 1
-  for (int block = 0; block < BLOCKS; block += STEP) {
-    if (block * 8 >= tile.rows) return;
+  float* turned_to = turned[first_token()] + warp * 8 + lane / 4;
+  // What a thread has of a token, when it is turned.
+  const int token = thread / 8, first = unit * 32 + thread % 8 * 4, live = first < p.columns ? tile.rows - token : 0;
+  const float4* of_token = reinterpret_cast<const float4*>(turned[token] + thread % 8 * 4);
+  const long long decoded_block = static_cast<long long>(first / 64) * p.token_blocks + tile.token_block() + token / 8;
+  u8* decoded = static_cast<u8*>(p.out) + decoded_block * BLOCK_BYTES + first % 16 / 2 * 128 + token % 8 * 16 +
+                first % 64 / 16 * 4;
 #pragma unroll
-    for (int i = 0; i < 2 * STEP; ++i) {
-      const int token = token_of(i);
-      const float row_scale = p.row_scale ? scales.rows[block * 8 + token] : 1.0f;
-      const float* c = acc + i / 2 * 4 + i % 2;
-      turned[token][warp * 8 + lane / 4] = swiglu(finished(p, c[0], row_scale, gate_scale, bias_base + gate_row),
-                                                  finished(p, c[2], row_scale, up_scale, bias_base + up_row));
+  for (int block = 0; block < BLOCKS; block += STEP) {
+float h[2 * STEP];
+#pragma unroll
+    for (int b = 0; b < STEP; ++b) {
+      const float* c = acc + 4 * (block + b);
+      const float2 row_scales = scales.of_block(block + b);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const float row_scale = i == 0 ? row_scales.x : row_scales.y;
+        h[2 * b + i] = swiglu(finished(p, c[i], row_scale, gate_scale, bias_base + gate_row),
+                              finished(p, c[2 + i], row_scale, up_scale, bias_base + up_row));
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * STEP; ++i) turned_to[(i / 2 * 8 + i % 2) * TURNED_COLUMNS] = h[i];
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
+    if (STEP > 1 || warp < 2) {
+#pragma unroll
+      for (int at = 0; at < STEP; at += 2) {
+        const bool inside = 8 * (block + at) < live;
+        const float4 h = of_token[at * 8 * TURNED_COLUMNS / 4];
+        if (OUT_DECODED) {
+          requantize_decoded(with, decoded + (block + at) * BLOCK_BYTES, inside, h);
+        } else {
+          requantize(p, tile, scales, with, tile.local + 8 * (block + at) + token, inside, first, h);
+        }
+      }
     }
     asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
-    if (STEP == 2 || warp < 2) {
-      const int token = block * 8 + thread / 8, first = unit * 32 + thread % 8 * 4;
-      store_quantized(p, tile, scales, tile.local + token, token < tile.rows && first < p.columns, first,
-                      *reinterpret_cast<const float4*>(turned[thread / 8] + thread % 8 * 4));
-    }
-    asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
-    rotate<STEP, BLOCKS>(acc);
   }
 }
 
@@ -443,7 +557,8 @@ __device__ __forceinline__ void skip(int units, u32 full, u32 empty, int stage, 
 
 template <int BLOCKS>
 __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 stages, u32 full, u32 empty, int stage,
-                                        u32 parity, float (*turned)[16][TURNED_COLUMNS], TileScales* tile_scales) {
+                                        u32 parity, float (*turned)[8 * MOST_AT_A_TIME][TURNED_COLUMNS], TileScales* tile_scales,
+                                        const Requantization& with) {
   const int thread = threadIdx.x & 127, warpgroup = threadIdx.x / 128;
   TileScales& scales = tile_scales[warpgroup];
   scales.copy(p, tile);
@@ -468,7 +583,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
-        Wgmma<BLOCKS>::run(acc, operands[i], tokens + ((part * 4 + batch * BATCH + i) * 256 >> 4));
+        Wgmma<BLOCKS>::run(acc, operands[i], tokens + ((part * TOKEN_BYTES + (batch * BATCH + i) * 256) >> 4));
       }
       wgmma_commit();
       if (batch == 4 / BATCH - 1 && part + 1 < STAGE_K64) load_part(part + 1);
@@ -490,27 +605,11 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
   const int unit = tile.unit + warpgroup;
   finish_copies(1 + warpgroup);
   if (GATED) {
-    finish_gated<BLOCKS>(p, tile, scales, unit, acc, turned[warpgroup]);
-    return;
+    finish_gated<BLOCKS>(p, tile, scales, with, unit, acc, turned[warpgroup]);
+  } else {
+    finish_plain<BLOCKS>(p, tile, scales, unit, acc);
+    asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
   }
-  const float expert_scale = p.expert_scales ? scales.experts[0] : 1.0f;
-  constexpr int STEP = BLOCKS % 2 ? 1 : 2;
-  const int column = unit * 64 + thread / 32 * 16 + (thread & 31) / 4 * 2, bias_at = tile.expert * p.num_rows + column;
-#pragma unroll 1
-  for (int block = 0; block < BLOCKS; block += STEP) {
-#pragma unroll
-    for (int i = 0; i < 2 * STEP; ++i) {
-      const int token = block * 8 + token_of(i);
-      if (token >= tile.rows || column >= p.columns) continue;
-      const long long position = tile.start + tile.local + token;
-      const float row_scale = p.row_scale ? scales.rows[token] : 1.0f;
-      const float* c = acc + i / 2 * 4 + i % 2;
-      store_plain(p, position, column, finished(p, c[0], row_scale, expert_scale, bias_at),
-                  finished(p, c[2], row_scale, expert_scale, bias_at + 1));
-    }
-    rotate<STEP, BLOCKS>(acc);
-  }
-  asm volatile("bar.sync %0, 128;" ::"r"(1 + warpgroup) : "memory");
 }
 
 extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
@@ -518,11 +617,12 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
                  const float* bias, const int* group_offsets, const int* expert_ids, const int* num_active, void* out,
                  u8* out_scales, const float* out_gsf, float* out_row_scale, const int* out_scale_offsets,
                  int num_groups, int num_experts, int capacity, int columns, int units, int unit_rows,
-                 long long out_stride, int scales_per_expert, int gate_up_order) {
+                 int token_blocks, long long out_stride, int scales_per_expert, int gate_up_order) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 barriers[2 * STAGES + TOLD];
-  __shared__ __align__(16) float turned[GATED ? WARPGROUPS : 1][16][TURNED_COLUMNS];
+  __shared__ __align__(16) float turned[GATED ? WARPGROUPS : 1][8 * MOST_AT_A_TIME][TURNED_COLUMNS];
   __shared__ TileScales tile_scales[WARPGROUPS];
+  __shared__ Requantization with;
   __shared__ Walk walk;
   __shared__ Tile tiles[TOLD];
   // A tile is told where that of TOLD tiles ago was: a warp that still reads it keeps the stages of those since.
@@ -548,8 +648,8 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
   __syncthreads();
 
   const Problem p = {tokens,  weights, row_scale,   expert_scales,     bias,    out,
-                     out_scales, out_gsf, out_scale_offsets, columns, GATED ? 2 * columns : columns,
-                     units,   unit_rows, out_stride, scales_per_expert, gate_up_order};
+                     out_scales, out_scale_offsets, columns, GATED ? 2 * columns : columns,
+                     units,   unit_rows, token_blocks, out_stride, scales_per_expert, gate_up_order};
   int stage = 0;
   u32 parity = 0;
   if (threadIdx.x >= WARPGROUPS * 128) {
@@ -571,9 +671,9 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
       if (tile.rows == 0) break;
       const int blocks = (tile.rows + 7) / 8;
       const u8* w = weights + (static_cast<long long>(tile.expert) * unit_rows + tile.unit) * units * UNIT_BYTES;
-      const u8* t = tokens + tile.token_block() * units * 1024;
+      const u8* t = tokens + tile.token_block() * BLOCK_BYTES;
       auto load_weights = [&](int k64, int to_stage) {
-        if (lane == 0) barrier_expect(full + to_stage * 8, STAGE_K64 * (tile.high * UNIT_BYTES + blocks * 1024));
+        if (lane == 0) barrier_expect(full + to_stage * 8, STAGE_K64 * (tile.high * UNIT_BYTES + blocks * BLOCK_BYTES));
         __syncwarp();
         if (lane < tile.high) {
           bulk_load(stages + to_stage * STAGE_BYTES + lane * STAGE_K64 * UNIT_BYTES,
@@ -581,9 +681,9 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
         }
       };
       auto load_tokens = [&](int k64, int to_stage) {
-        if (lane < blocks) {
-          bulk_load(stages + to_stage * STAGE_BYTES + WEIGHT_STAGE + lane * BLOCK_BYTES,
-                    t + (static_cast<long long>(lane) * units + k64) * 1024, STAGE_K64 * 1024,
+        if (lane < STAGE_K64) {
+          bulk_load(stages + to_stage * STAGE_BYTES + WEIGHT_STAGE + lane * TOKEN_BYTES,
+                    t + static_cast<long long>(k64 + lane) * token_blocks * BLOCK_BYTES, blocks * BLOCK_BYTES,
                     full + to_stage * 8);
         }
       };
@@ -612,8 +712,11 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
     asm volatile("griddepcontrol.wait;" ::: "memory");
     if (GATED && OUT_FMT == NVFP4) {
       // Of all rows, while tokens are still on their way.
-      const float scale = __frcp_rn(clamped(*out_gsf));
+      const float gsf = clamped(*out_gsf), scale = __frcp_rn(gsf);
       constexpr int THREADS = WARPGROUPS * 128;
+      with.gsf = gsf;
+      if (threadIdx.x < 128) with.prepare(gsf, threadIdx.x);
+      asm volatile("bar.sync %0, %1;" ::"n"(1 + WARPGROUPS), "n"(THREADS) : "memory");
       for (int i = blockIdx.x * THREADS + threadIdx.x; i < capacity; i += gridDim.x * THREADS) out_row_scale[i] = scale;
     }
     // Said by one lane, the compiler knows that the others are with it, and keeps what they share in uniform registers.
@@ -627,8 +730,8 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
         skip(units, full, empty, stage, parity);
       } else {
 #define CASE(N) \
-  if (blocks <= N) consume<N>(p, tile, stages, full, empty, stage, parity, turned, tile_scales); else
-        CASES consume<MAX_BLOCKS>(p, tile, stages, full, empty, stage, parity, turned, tile_scales);
+  if (blocks <= N) consume<N>(p, tile, stages, full, empty, stage, parity, turned, tile_scales, with); else
+        CASES consume<MAX_BLOCKS>(p, tile, stages, full, empty, stage, parity, turned, tile_scales, with);
       }
       stage += units / STAGE_K64;
       parity ^= stage / STAGES & 1;

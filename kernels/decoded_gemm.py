@@ -104,7 +104,7 @@ from moe_runtime.weights import SwiGLU
 MAX_GROUPS = MAX_EXPERTS
 MAX_UNIT_ROWS = 2**20
 """Rows of a weight / 64 that the kernel divides fast."""
-SHARED_BYTES = 227 * 1024 - 16 * 1024
+SHARED_BYTES = 227 * 1024 - 20 * 1024
 """Of a block of threads, less what is static."""
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
@@ -165,7 +165,7 @@ def token_macros(
 def empty_decoded(a: GroupedRows, num_columns: int) -> torch.Tensor:
     """What `decode_tokens` would fill for rows of `num_columns` numbers in the groups of `a`."""
     blocks = (a.capacity + 7 * a.num_groups) // 8 + 1
-    return torch.empty(blocks, unit_columns(num_columns), 8, 8, 16, dtype=torch.uint8, device=a.rows.device)
+    return torch.empty(unit_columns(num_columns), blocks, 8, 8, 16, dtype=torch.uint8, device=a.rows.device)
 
 
 def takes_decoded(w: object) -> bool:
@@ -176,13 +176,13 @@ def takes_decoded(w: object) -> bool:
 def decode_tokens(
     a: GroupedRows, num_experts: int, packed_ld: int | None = None, scale_block: int | None = None
 ) -> torch.Tensor:
-    """The rows as bf16 in blocks of 8 tokens, uint8 `[blocks, units of K, 8 column pieces, 8 tokens, 16 bytes]`.
+    """The rows as bf16 in blocks of 8 tokens, uint8 `[units of K, blocks, 8 column pieces, 8 tokens, 16 bytes]`.
 
     Rows of groups whose expert is not in `0 .. num_experts - 1` are left out. `packed_ld` and `scale_block` are those
     of `decoded_gemm`.
     """
     out = empty_decoded(a, a.num_columns)
-    blocks, units = out.shape[:2]
+    units, blocks = out.shape[:2]
     parts = ceil_div(units, 32)
     scale_ld = packed_ld or 0
     if a.scales_by_row:
@@ -208,6 +208,7 @@ def decode_tokens(
             a.capacity,
             a.num_columns,
             units,
+            blocks,
             scale_ld,
             nvrtc.int64(a.rows.stride(0) * a.rows.element_size()),
         ],
@@ -261,11 +262,14 @@ def macros(
     activation: SwiGLU | None,
     *,
     out_decoded: bool = False,
+    row_scales: bool = True,
+    expert_scales: bool = True,
+    bias: bool = False,
 ) -> tuple[dict[str, int | str], int]:
     """Macros of `decoded_gemm.cu`, and the dynamic shared memory of a block.
 
     `units` is K in units; `out_format` is that of a gated result, None for a plain one of `out_dtype`; `out_decoded`
-    leaves a gated one decoded.
+    leaves a gated one decoded; `row_scales`, `expert_scales` and `bias` say what there is.
     """
     unit_stage = shape.warpgroups * unit_bytes(w_format) + shape.max_blocks * 1024
     # At least two stages, so that one is loaded while the other is multiplied.
@@ -277,6 +281,9 @@ def macros(
         "OUT_TYPE": OUT_TYPES[out_dtype] if out_format is None else 0,
         "GATED": int(out_format is not None),
         "OUT_DECODED": int(out_decoded),
+        "ROW_SCALES": int(row_scales),
+        "EXPERT_SCALES": int(expert_scales),
+        "BIAS": int(bias),
         "WARPGROUPS": shape.warpgroups,
         "STAGES": stages,
         "STAGE_K64": stage_k64,
@@ -314,9 +321,20 @@ def _launch(
     out_format = None if result is None else result.format
     decoded = None if result is None else result.decoded
     defines, shared_bytes = macros(
-        w.format, a.format, shape, units, out_format, out.dtype, activation, out_decoded=decoded is not None
+        w.format,
+        a.format,
+        shape,
+        units,
+        out_format,
+        out.dtype,
+        activation,
+        out_decoded=decoded is not None,
+        row_scales=a.row_scale is not None,
+        expert_scales=w.expert_scales is not None,
+        bias=w.bias is not None,
     )
     columns = w.num_rows // 2 if result is not None else w.num_rows
+    tokens = decode_tokens(a, w.num_experts, packed_ld, scale_block) if a.decoded is None else a.decoded
     nvrtc.launch(
         "decoded_gemm.cu",
         "decoded_gemm",
@@ -324,7 +342,7 @@ def _launch(
         grid=(nvrtc.most_sms(w.device, num_sms), 1, 1),
         block=128 * (shape.warpgroups + 1),
         arguments=[
-            decode_tokens(a, w.num_experts, packed_ld, scale_block) if a.decoded is None else a.decoded,
+            tokens,
             w.units,
             a.row_scale,
             w.expert_scales,
@@ -343,6 +361,7 @@ def _launch(
             columns,
             units,
             int(w.units.shape[1]),
+            int(tokens.shape[1]),
             nvrtc.int64(out.stride(0)),
             0 if w.expert_scales is None else w.expert_scales.ndim,
             0 if w.gate_up is None else w.gate_up.code,

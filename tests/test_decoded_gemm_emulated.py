@@ -162,8 +162,8 @@ def test_weight_rows_that_no_tile_has_are_found(
 MISTAKES = {
     "products_not_waited_for": ("wgmma_wait<1 - 1>();", "", "changed while their product was under way"),
     "scales_of_the_next_tile": (
-        "rotate<STEP, BLOCKS>(acc);\n  }\n  ptx::bar_sync(1 + warpgroup, 128);",
-        "rotate<STEP, BLOCKS>(acc);\n  }\n",
+        "finish_plain<BLOCKS>(p, tile, scales, unit, acc);\n    ptx::bar_sync(1 + warpgroup, 128);",
+        "finish_plain<BLOCKS>(p, tile, scales, unit, acc);",
         "outside; at",
     ),
     "a_stage_further": (

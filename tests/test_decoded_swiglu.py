@@ -215,7 +215,7 @@ def _blocks(decoded: torch.Tensor, a: GroupedRows) -> torch.Tensor:
     offsets = a.group_offsets.tolist()
     owned = [(group, row) for group, (first, last) in enumerate(pairwise(offsets)) for row in range(last - first)]
     blocks = torch.tensor([(offsets[group] + 7 * group) // 8 + row // 8 for group, row in owned])
-    return decoded.cpu()[blocks, :, :, torch.tensor([row % 8 for _, row in owned])]
+    return decoded.cpu().transpose(0, 1)[blocks, :, :, torch.tensor([row % 8 for _, row in owned])]
 
 
 @pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=["decode", "prefill"])

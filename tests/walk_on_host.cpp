@@ -9,7 +9,7 @@
 #define __device__
 #define __forceinline__ inline
 using std::max, std::min;
-constexpr int MAX_GROUPS = 64, TILE_UNITS = 4, TILE_TOKENS = 64;
+constexpr int MAX_GROUPS = 256, TILE_UNITS = 4, TILE_TOKENS = 64;
 struct {
   unsigned x;
 } blockIdx, gridDim;
