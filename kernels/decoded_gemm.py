@@ -135,18 +135,16 @@ class DecodedShape:
 DECODE = DecodedShape(4, 4, 4, 4, 1, 8, (1, 2, 3, 4, 5, 6))
 PREFILL = DecodedShape(4, 4, 1, 2, 1, 16, (4, 6, 8, 10, 12, 14))
 
-DECODE_ROWS = 512
-"""Packed positions per group up to which a launch takes DECODE. Capacities are worst cases: with 8 ranks and top-8 of
-256 experts, 512 go with 64 rows that come on average, the most that a tile of DECODE takes."""
-
+DECODE_ROWS = 56
+"""Rows of a group, on average, up to which a launch takes DECODE, whose tiles have 64."""
 
 TOKEN_BLOCKS = 12
 """Blocks of `decode_tokens` for each SM, twice as many as it takes at a time: none ends much later than the others."""
 
 
-def choose_shape(capacity: int, num_groups: int) -> DecodedShape:
-    """The regime, a function of what the host knows; both give the same bits for any number of rows."""
-    return DECODE if capacity <= DECODE_ROWS * num_groups else PREFILL
+def choose_shape(rows: int, num_groups: int) -> DecodedShape:
+    """The regime for `rows` that come on average; both give the same bits for any number."""
+    return DECODE if rows <= DECODE_ROWS * num_groups else PREFILL
 
 
 def token_macros(
@@ -316,7 +314,7 @@ def _launch(
     _check(a, w, out, result)
     if a.capacity == 0 or a.num_groups == 0 or w.num_experts == 0:
         return
-    shape = choose_shape(a.capacity, a.num_groups)
+    shape = choose_shape(a.likely_rows, a.num_groups)
     units = int(w.units.shape[2])
     out_format = None if result is None else result.format
     decoded = None if result is None else result.decoded

@@ -48,6 +48,8 @@ def check_operands(a: GroupedRows, w: ExpertWeights | PreparedWeights) -> None:
         raise ValueError(f"a.rows: expected the last dimension contiguous, got strides {list(a.rows.stride())}")
     if a.capacity < 0:
         raise ValueError(f"a.capacity: expected at least 0, got {a.capacity}")
+    if a.expected_rows is not None and a.expected_rows < 0:
+        raise ValueError(f"a.expected_rows: expected at least 0, got {a.expected_rows}")
     if a.decoded is None and a.row_index is None and a.rows.shape[0] < a.capacity:
         raise ValueError(f"a.rows: expected at least capacity = {a.capacity} rows, got {a.rows.shape[0]}")
     if a.expert_ids.ndim != 1:
@@ -189,6 +191,7 @@ def empty_intermediate(
         capacity=a.capacity,
         num_columns=num_columns,
         num_active_experts=a.num_active_experts,
+        expected_rows=a.expected_rows,
     )
     return rows, gsf
 

@@ -40,12 +40,13 @@ def make_rows(case: GemmCase, seed: int, rng: torch.Generator, engine: str) -> G
     """
     sizes, fmt, k = case.group_rows(seed), case.token_format, case.products[0].k
     total, device = sum(sizes), rng.device
-    capacity, index = total, None
+    capacity, index, expected = total, None, None
     stored = total
     if case.routing == "layer":
         ids = case.routed(seed)
         capacity = worst_case_rows(RANKS * case.groups, RANKS, TOP_K, ids.shape[0] // RANKS)
         stored = ids.shape[0]
+        expected = stored * TOP_K // RANKS
         token, entry = (ids < case.groups).nonzero(as_tuple=True)
         index = torch.zeros(capacity, dtype=torch.int32)
         index[:total] = token[ids[token, entry].argsort(stable=True)].to(torch.int32)
@@ -75,6 +76,7 @@ def make_rows(case: GemmCase, seed: int, rng: torch.Generator, engine: str) -> G
         capacity=capacity,
         num_columns=k,
         scales_by_row=by_row,
+        expected_rows=expected,
     )
 
 

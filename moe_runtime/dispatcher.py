@@ -332,6 +332,7 @@ class TokenDispatcher:
             num_columns=geometry.hidden,
             num_active_experts=geometry.num_local_experts,
             scales_by_row=handle.leave_scales,
+            expected_rows=geometry.expected_rows,
             handle=handle,
         )
 

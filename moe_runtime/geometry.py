@@ -82,6 +82,12 @@ class ExchangeGeometry:
         return align(self.partial_scales_offset + self.combine_format.scale_bytes(self.hidden), 128)
 
     @property
+    def expected_rows(self) -> int:
+        """(token, expert) rows that arrive here if all ranks dispatch `max_tokens` and all experts are chosen alike."""
+        share = self.num_local_experts / self.num_experts
+        return min(round(self.num_slots * self.top_k * share), self.row_capacity)
+
+    @property
     def scale_blocks(self) -> int:
         """128-row blocks of consumer-layout scales that `row_capacity` rows need, however they are grouped."""
         return self.row_capacity // 128 + self.num_local_experts

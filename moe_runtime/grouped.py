@@ -34,6 +34,8 @@ class GroupedRows:
             the kernel that made them left them so; `rows` has none then, `scales` and `group_scale_offsets` are None.
         scales_by_row: the scales lie as the rows do, one byte each: `[*, V]` with any row stride, to which `row_index`
             applies. For prepared weights multiplied by Hopper's kernels, which gather the rows anyway.
+        expected_rows: rows of all groups that come on average, as far as the host knows; None where `capacity` is about
+            that. Kernels are chosen by it; results are the same for any number.
     """
 
     format: TokenFormat
@@ -49,10 +51,16 @@ class GroupedRows:
     num_active_experts: int | torch.Tensor | None = None
     decoded: torch.Tensor | None = None
     scales_by_row: bool = False
+    expected_rows: int | None = None
 
     @property
     def num_groups(self) -> int:
         return int(self.expert_ids.shape[0])
+
+    @property
+    def likely_rows(self) -> int:
+        """`expected_rows`, or what stands for it."""
+        return self.capacity if self.expected_rows is None else self.expected_rows
 
     @property
     def max_active_groups(self) -> int:

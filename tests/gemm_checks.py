@@ -31,11 +31,11 @@ def check_untouched(out: torch.Tensor, before: torch.Tensor, written: Array) -> 
     assert_same_bits(out.cpu()[rest], before.cpu()[rest], "rows that no active group owns")
 
 
-def spare_rows(shape: DecodedShape, sizes: list[int]) -> int:
-    """Capacity behind the last group with which `shape` of the register-decoding GEMM is chosen."""
-    spare = 7 if shape is DECODE else DECODE_ROWS * len(sizes) + 1
-    assert choose_shape(sum(sizes) + spare, len(sizes)) is shape
-    return spare
+def for_shape(a: GroupedRows, shape: DecodedShape) -> GroupedRows:
+    """The same rows, of which so many are expected that the register-decoding GEMM takes `shape`."""
+    rows = DECODE_ROWS * a.num_groups + (shape is not DECODE)
+    assert choose_shape(rows, a.num_groups) is shape
+    return replace(a, expected_rows=rows)
 
 
 def integer_operands(

@@ -1,6 +1,7 @@
 """The grouped GEMM with prepared weights against float64, element by element; on Hopper they are decoded in registers.
 
-On a GPU these tests run the kernels of `decoded_gemm.cu` in both shapes (the capacity chooses `DECODE` or `PREFILL`);
+On a GPU these tests run the kernels of `decoded_gemm.cu` in both shapes (the rows that are expected choose between
+`DECODE` and `PREFILL`);
 without one, prepared weights go through the torch twin.
 """
 
@@ -14,7 +15,7 @@ import torch
 
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import grouped_gemm as gemm_module
-from moe_runtime.kernels.decoded_gemm import DECODE, DECODE_ROWS, MAX_GROUPS, PREFILL, DecodedShape, choose_shape
+from moe_runtime.kernels.decoded_gemm import DECODE, MAX_GROUPS, PREFILL, DecodedShape
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.swizzle import swizzle_scales
 from moe_runtime.prepared import PreparedWeights
@@ -22,7 +23,7 @@ from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
 from tests.conftest import HAS_GPU
 from tests.gemm_cases import UNIT, bits, check_inside, exact_gemm, make_rows, random_weights, scale_rows, swizzled
-from tests.gemm_checks import check_untouched, integer_operands, poisoned, spare_rows, unit_scales
+from tests.gemm_checks import check_untouched, for_shape, integer_operands, poisoned, unit_scales
 
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(HAS_GPU and not IS_HOPPER, reason="prepared weights are for Hopper")
@@ -45,11 +46,8 @@ def test_ragged_groups(
     k, n = RAGGED_K[weight], 136
     w = random_weights(weight, 3, n, k, rng, device)
     sizes, ids = [3, 0, 70, 5, 1, 2, 130, 4], [2, 0, 0, -1, 1, 3, 2, 1]
-    spare = spare_rows(shape, sizes)
-    a = make_rows(
-        token, sizes, k, rng, device, num_experts=3, expert_ids=ids, gather=True, spare=spare, sparse_scales=True
-    )
-    a = replace(a, num_active_experts=torch.tensor([7], dtype=torch.int32, device=device))
+    a = make_rows(token, sizes, k, rng, device, num_experts=3, expert_ids=ids, gather=True, spare=7, sparse_scales=True)
+    a = replace(for_shape(a, shape), num_active_experts=torch.tensor([7], dtype=torch.int32, device=device))
     out = poisoned(a.capacity + 2, n, torch.bfloat16, device)
     before = out.clone()
     assert grouped_gemm(a, PreparedWeights.prepare(w), out=out) is out
@@ -200,17 +198,8 @@ def test_small_integers_are_exact(name: str, shape: DecodedShape, rng: torch.Gen
         a = replace(a, row_scale=torch.full((a.capacity,), 0.5, device=device), scales=unit_scales(a.scales))
         w = replace(w, expert_scales=torch.full((2,), 4.0, device=device), scales=unit_scales(w.scales))
         exact = exact * 2.0
-    a = _with_capacity(a, 71 + spare_rows(shape, [3, 68]))
-    out = grouped_gemm(a, PreparedWeights.prepare(w), out_dtype=torch.float32)
+    out = grouped_gemm(for_shape(a, shape), PreparedWeights.prepare(w), out_dtype=torch.float32)
     assert_same_bits(out[:71], torch.from_numpy(exact).float(), name)
-
-
-def _with_capacity(a: GroupedRows, capacity: int) -> GroupedRows:
-    """The same rows with room for more."""
-    more = capacity - a.capacity
-    rows = torch.cat((a.rows.view(torch.uint8), a.rows.new_full((more, a.rows.shape[1]), 0).view(torch.uint8)))
-    row_scale = None if a.row_scale is None else torch.nn.functional.pad(a.row_scale, (0, more), value=float("nan"))
-    return replace(a, rows=rows.view(a.rows.dtype), row_scale=row_scale, capacity=capacity)
 
 
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
@@ -269,11 +258,9 @@ def test_rows_do_not_depend_on_neighbours_or_shape(
         inner = torch.randn(size - 2, k, generator=rng) * 3
         rows = torch.cat((torch.randn(5, k, generator=rng), x[:1], inner, x[1:]))
         for shape in SHAPES:
-            sizes = [5, size] + [0] * (size // DECODE_ROWS)
-            spare, ids = spare_rows(shape, sizes), [0, 1] + [0] * (size // DECODE_ROWS)
-            a = make_rows(token, sizes, k, rng, device, num_experts=2, expert_ids=ids, spare=spare, x=rows)
+            a = for_shape(make_rows(token, [5, size], k, rng, device, num_experts=2, spare=7, x=rows), shape)
             got = grouped_gemm(a, w, out_dtype=torch.float32)
-            assert_same_bits(got[[5, 4 + size]], want, f"group of {size} rows, capacity {a.capacity}")
+            assert_same_bits(got[[5, 4 + size]], want, f"group of {size} rows, {shape}")
 
 
 @pytest.mark.gpu
@@ -286,7 +273,7 @@ def test_repeated_calls_give_the_same_bits(
     k, n, sizes = 2048, 2048, [33, 0, 64, 1, 20, 130, 31, 48]
     w = random_weights(weight, 8, n, k, rng, device, gate_up=GateUpOrder.GATE_UP)
     gated, plain = PreparedWeights.prepare(w), PreparedWeights.prepare(replace(w, gate_up=None, expert_scales=None))
-    a = make_rows(token, sizes, k, rng, device, num_experts=8, spare=spare_rows(shape, sizes))
+    a = for_shape(make_rows(token, sizes, k, rng, device, num_experts=8, spare=7), shape)
     count = sum(sizes)
     first, hidden = grouped_gemm(a, plain), grouped_gemm_swiglu(a, gated, SwiGLU(), out_format=token)
     assert hidden.rows[:count].view(torch.uint8).count_nonzero() > count * n // 16
@@ -304,13 +291,12 @@ def test_a_captured_graph_reads_the_groups_of_its_replay(
     """Offsets, experts, the number of active groups and the rows themselves change between replays."""
     k, n, w = 192, 136, random_weights("nvfp4", 4, 136, 192, rng, device)
     prepared = PreparedWeights.prepare(w)
-    capacity = 400 if shape is DECODE else 4 * DECODE_ROWS + 1
+    capacity = 400
 
     def rows_of(sizes: list[int], ids: list[int], active: int) -> GroupedRows:
         spare = capacity - sum(sizes)
         a = make_rows("nvfp4", sizes, k, rng, device, num_experts=4, expert_ids=ids, gather=True, spare=spare)
-        assert choose_shape(a.capacity, a.num_groups) is shape
-        return replace(a, num_active_experts=torch.tensor([active], dtype=torch.int32, device=device))
+        return replace(for_shape(a, shape), num_active_experts=torch.tensor([active], dtype=torch.int32, device=device))
 
     first = rows_of([3, 80, 1, 0], [0, 1, 2, 3], 4)
     out = poisoned(capacity, n, torch.bfloat16, device)
@@ -346,7 +332,7 @@ def test_widths_of_models(
     """DeepSeek-V3 and gpt-oss, with the bound of zero-mean data: 2^-20 instead of `ceil(K / 16) * 2^-23`."""
     w = random_weights(weight, 2, 520, k, rng, device)
     sizes = [5, 40] if shape is DECODE else [70, 300]
-    a = make_rows(token, sizes, k, rng, device, num_experts=2, spare=spare_rows(shape, sizes))
+    a = for_shape(make_rows(token, sizes, k, rng, device, num_experts=2, spare=7), shape)
     out = grouped_gemm(a, PreparedWeights.prepare(w), out_dtype=torch.float32)
     exact = exact_gemm(a, w, device)
     tighter = np.asarray(exact.slack) * (2.0**-20 / (-(-k // 16) * 2.0**-23))

@@ -33,10 +33,10 @@ from tests.gemm_cases import (
 )
 from tests.gemm_checks import (
     check_quantized,
+    for_shape,
     integer_operands,
     poison_intermediates,
     poisoned,
-    spare_rows,
     unit_scales,
 )
 
@@ -85,8 +85,8 @@ def test_swiglu_requantized(case: Case, rng: torch.Generator, device: torch.devi
     bias = torch.randn(2, 2 * inner, generator=rng) if activation.up_offset else None
     w = ExpertWeights.quantize(m, case.weight, gate_up=activation.order, bias=bias, engine="torch").to(device)
     sizes = [5, 0, 3, 66]
-    spare = spare_rows(case.shape, sizes)
-    a = make_rows(case.token, sizes, k, rng, device, num_experts=2, expert_ids=[1, 0, -1, 0], gather=True, spare=spare)
+    a = make_rows(case.token, sizes, k, rng, device, num_experts=2, expert_ids=[1, 0, -1, 0], gather=True, spare=7)
+    a = for_shape(a, case.shape)
     prepared, exact = PreparedWeights.prepare(w), exact_gemm(a, w, device)
     assert exact.written.sum() == 71
     if case.out != "nvfp4":
@@ -130,8 +130,8 @@ def test_nothing_but_the_result_is_written(
     inner = INNER[name]
     w = random_weights(name, 2, 2 * inner, 128, rng, device, gate_up=True)
     sizes, ids = [130, 3, 0, 5], [0, -1, 1, 1]
-    spare = spare_rows(shape, sizes)
-    a = make_rows(name, sizes, 128, rng, device, num_experts=2, expert_ids=ids, spare=spare, sparse_scales=True)
+    a = make_rows(name, sizes, 128, rng, device, num_experts=2, expert_ids=ids, spare=7, sparse_scales=True)
+    a = for_shape(a, shape)
     hidden = grouped_gemm_swiglu(a, PreparedWeights.prepare(w), SwiGLU(), out_format=name)
     exact = exact_gemm(a, w, device)
     check_quantized(hidden, exact, SwiGLU(), DEFAULT_INTERMEDIATE_GSF if name == "nvfp4" else 1.0)
@@ -233,7 +233,7 @@ def test_a_result_is_decoded_for_the_product_that_follows(
     inner, columns, sizes = 192, 72, [5, 0, 3, 66, 137]
     gate_up = PreparedWeights.prepare(random_weights(name, 2, 2 * inner, 128, rng, device, gate_up=True))
     down = PreparedWeights.prepare(random_weights(name, 2, columns, inner, rng, device))
-    a = make_rows(token, sizes, 128, rng, device, num_experts=2, spare=spare_rows(shape, sizes), gather=True)
+    a = for_shape(make_rows(token, sizes, 128, rng, device, num_experts=2, spare=7, gather=True), shape)
     a = replace(a, row_scale=None if a.row_scale is None else a.row_scale * 0.02)
     a.rows[0] = 0x7F if token == "nvfp4" else a.rows[0]
     empty = decoded_gemm.empty_decoded
@@ -308,7 +308,7 @@ def test_requantization_is_that_of_the_quantizer(
     u[16], u[17, 5], u[18, :32] = 0.0, torch.nan, 0.0
     x = torch.zeros(count, 16 + inner)
     x[:, 0], x[:, 16:] = 128.0, u
-    a = make_rows("bf16", [count], 16 + inner, rng, device, num_experts=1, spare=spare_rows(shape, [count]), x=x)
+    a = for_shape(make_rows("bf16", [count], 16 + inner, rng, device, num_experts=1, spare=7, x=x), shape)
     h = 128 * u.bfloat16().float()
     # Zero weights times NaN are NaN too.
     h[17] = torch.nan
