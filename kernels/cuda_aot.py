@@ -22,7 +22,7 @@ FP8_WGMMA = {90: r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3"
 
 
 def _decoded(fmt: TokenFormat) -> Iterator[CudaCase]:
-    for shape in (decoded_gemm.DECODE, decoded_gemm.PREFILL):
+    for shape in (decoded_gemm.DECODE, decoded_gemm.MIDDLE, decoded_gemm.PREFILL):
         for operation, out, decoded in ((PLAIN, None, False), (GATED, fmt, False), (GATED, fmt, True)):
             activation = None if out is None else SILU
             defines, _ = decoded_gemm.macros(

@@ -55,6 +55,7 @@ struct Wgmma;
 #define D8(i) D4(i), D4(i + 4)
 #define D16(i) D8(i), D8(i + 8)
 #define D32(i) D16(i), D16(i + 16)
+#define D64(i) D32(i), D32(i + 32)
 #define R4 "%0, %1, %2, %3"
 #define R8 R4 ", %4, %5, %6, %7"
 #define R12 R8 ", %8, %9, %10, %11"
@@ -66,6 +67,8 @@ struct Wgmma;
 #define R48 R40 ", %40, %41, %42, %43, %44, %45, %46, %47"
 #define R56 R48 ", %48, %49, %50, %51, %52, %53, %54, %55"
 #define R64 R56 ", %56, %57, %58, %59, %60, %61, %62, %63"
+#define R72 R64 ", %64, %65, %66, %67, %68, %69, %70, %71"
+#define R80 R72 ", %72, %73, %74, %75, %76, %77, %78, %79"
 
 // REGISTERS names the results of D in the instruction, A and TOKENS the operands that follow them.
 #define WGMMA(BLOCKS, WIDTH, REGISTERS, A, TOKENS, ...)                                                    \
@@ -88,7 +91,9 @@ WGMMA(8, "64", R32, "%32, %33, %34, %35", "%36", D32(0))
 WGMMA(10, "80", R40, "%40, %41, %42, %43", "%44", D32(0), D8(32))
 WGMMA(12, "96", R48, "%48, %49, %50, %51", "%52", D32(0), D16(32))
 WGMMA(14, "112", R56, "%56, %57, %58, %59", "%60", D32(0), D16(32), D8(48))
-WGMMA(16, "128", R64, "%64, %65, %66, %67", "%68", D32(0), D32(32))
+WGMMA(16, "128", R64, "%64, %65, %66, %67", "%68", D64(0))
+WGMMA(18, "144", R72, "%72, %73, %74, %75", "%76", D64(0), D8(64))
+WGMMA(20, "160", R80, "%80, %81, %82, %83", "%84", D64(0), D16(64))
 
 // Copies one number into shared memory while the tile is summed; `finish_copies` waits for all of a thread's.
 __device__ __forceinline__ void copy_ahead(float* to, const float* from) {
@@ -272,7 +277,9 @@ struct alignas(8) TileScales {
 
   __device__ __forceinline__ void copy(const Problem& p, const Tile& tile) {
     const int thread = threadIdx.x & 127;
-    if (ROW_SCALES && thread < tile.rows) copy_ahead(rows + thread, p.row_scale + tile.start + tile.local + thread);
+    for (int i = thread; ROW_SCALES && i < tile.rows; i += 128) {
+      copy_ahead(rows + i, p.row_scale + tile.start + tile.local + i);
+    }
     if (EXPERT_SCALES && thread < p.scales_per_expert) {
       copy_ahead(experts + thread, p.expert_scales + tile.expert * p.scales_per_expert + thread);
     }
@@ -707,7 +714,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
     // Without a tile too: this kernel must not end before the one that it was started beside.
     if (early) asm volatile("griddepcontrol.wait;" ::: "memory");
   } else {
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 232 : WARPGROUPS == 3 ? 152 : 112));
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 232 : 112));
     // The scales of the rows may be of the kernel before.
     asm volatile("griddepcontrol.wait;" ::: "memory");
     if (GATED && OUT_FMT == NVFP4) {

@@ -134,17 +134,24 @@ class DecodedShape:
 
 DECODE = DecodedShape(4, 4, 4, 4, 1, 8, (1, 2, 3, 4, 5, 6))
 PREFILL = DecodedShape(4, 4, 1, 2, 1, 16, (4, 6, 8, 10, 12, 14))
+MIDDLE = DecodedShape(2, 2, 2, 2, 2, 20, (4, 8, 10, 12, 14, 16, 18))
+"""Where most groups have more tokens than a tile of PREFILL takes, and few more than one of these."""
 
 DECODE_ROWS = 56
 """Rows of a group, on average, up to which a launch takes DECODE, whose tiles have 64."""
+MIDDLE_ROWS = range(113, 149)
+"""Rows of a group, on average, with which it takes MIDDLE: then half of the groups that random routing gives have more
+than 128."""
 
 TOKEN_BLOCKS = 12
 """Blocks of `decode_tokens` for each SM, twice as many as it takes at a time: none ends much later than the others."""
 
 
 def choose_shape(rows: int, num_groups: int) -> DecodedShape:
-    """The regime for `rows` that come on average; both give the same bits for any number."""
-    return DECODE if rows <= DECODE_ROWS * num_groups else PREFILL
+    """The shape for `rows` that come on average; all give the same bits for any number."""
+    if rows <= DECODE_ROWS * num_groups:
+        return DECODE
+    return MIDDLE if ceil_div(rows, num_groups) in MIDDLE_ROWS else PREFILL
 
 
 def token_macros(

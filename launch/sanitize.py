@@ -48,9 +48,9 @@ from moe_runtime.weights import SILU
 TOOLS = ("memcheck", "racecheck")
 KIND = "sanitizer"
 SEED = 0
-SIZES = (("decode", 4, 8, "layer"), ("decode", 3, 24, "zipf"), ("prefill", 3, 150, "zipf"), ("prefill", 1, 520, "even"))
-"""Regime, groups, rows of each on average, routing; `layer` gathers rows. 520 rows are a prefill for decoded weights
-too."""
+SIZES = (("decode", 4, 8, "layer"), ("decode", 3, 24, "zipf"), ("prefill", 3, 130, "zipf"), ("prefill", 1, 520, "even"))
+"""Regime, groups, rows of each on average, routing; `layer` gathers rows. 130 rows are between the regimes for decoded
+weights."""
 
 _RACE = re.compile(r"Race reported between \w+ access at (\w+)")
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")

@@ -12,7 +12,15 @@ import torch
 
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import grouped_gemm as gemm_module
-from moe_runtime.kernels.decoded_gemm import DECODE, DECODE_ROWS, DecodedShape, choose_shape
+from moe_runtime.kernels.decoded_gemm import (
+    DECODE,
+    DECODE_ROWS,
+    MIDDLE,
+    MIDDLE_ROWS,
+    PREFILL,
+    DecodedShape,
+    choose_shape,
+)
 from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
 from tests.gemm_cases import UNIT, Array, Exact, bits, make_rows, scale_rows, swizzled
@@ -31,9 +39,16 @@ def check_untouched(out: torch.Tensor, before: torch.Tensor, written: Array) -> 
     assert_same_bits(out.cpu()[rest], before.cpu()[rest], "rows that no active group owns")
 
 
+SHAPES = {"decode": DECODE, "middle": MIDDLE, "prefill": PREFILL}
+"""Of the register-decoding GEMM."""
+ROWS_OF_SHAPES = {DECODE: DECODE_ROWS, MIDDLE: MIDDLE_ROWS[0], PREFILL: MIDDLE_ROWS[-1] + 1}
+"""Rows of a group with which each is chosen."""
+in_each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
 def for_shape(a: GroupedRows, shape: DecodedShape) -> GroupedRows:
     """The same rows, of which so many are expected that the register-decoding GEMM takes `shape`."""
-    rows = DECODE_ROWS * a.num_groups + (shape is not DECODE)
+    rows = ROWS_OF_SHAPES[shape] * a.num_groups
     assert choose_shape(rows, a.num_groups) is shape
     return replace(a, expected_rows=rows)
 

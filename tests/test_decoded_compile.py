@@ -16,19 +16,18 @@ import torch
 from moe_runtime.formats import FORMATS, ceil_div
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import decoded_gemm, nvrtc
-from moe_runtime.kernels.decoded_gemm import DECODE, DECODE_ROWS, PREFILL, choose_shape, decode_tokens
+from moe_runtime.kernels.decoded_gemm import DECODE, DECODE_ROWS, MIDDLE, PREFILL, choose_shape, decode_tokens
 from moe_runtime.kernels.decoded_layout import unit_bytes, unit_columns, unit_rows
 from moe_runtime.kernels.gemm_arguments import empty_intermediate
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import GPT_OSS, GateUpOrder, SwiGLU
+from tests.gemm_checks import ROWS_OF_SHAPES, SHAPES
 
 pytestmark = pytest.mark.cpu_only
 
 SHARED_BYTES_OF_A_BLOCK = 227 * 1024
 REGISTERS_OF_A_BLOCK = 65536
 SPILL_BYTES = 64
-ROWS = {DECODE: DECODE_ROWS, PREFILL: DECODE_ROWS + 1}
-"""Rows of one group with which each shape is chosen."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +143,7 @@ def compile_recorded(launch: Recorded) -> Compiled:
     return Compiled(ptx.decode(errors="replace"), log.decode(errors="replace"))
 
 
-# Every format of weights, tokens and result in both shapes; the widths give stages of 4, 3 and 2 units of K.
+# Every format of weights, tokens and result in each shape; the widths give stages of 4, 3 and 2 units of K.
 VARIANTS = [
     (DECODE, "nvfp4", "nvfp4", 7168, None, "bfloat16"),
     (DECODE, "nvfp4", "nvfp4", 2880, GPT_OSS, "nvfp4"),
@@ -156,6 +155,13 @@ VARIANTS = [
     (PREFILL, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4 decoded"),
     (PREFILL, "nvfp4", "bf16", 2880, GPT_OSS, "bf16 decoded"),
     (PREFILL, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8 decoded"),
+    (MIDDLE, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4 decoded"),
+    (MIDDLE, "nvfp4", "bf16", 2880, GPT_OSS, "bf16 decoded"),
+    (MIDDLE, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4"),
+    (MIDDLE, "nvfp4", "nvfp4", 2048, None, "bfloat16"),
+    (MIDDLE, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8 decoded"),
+    (MIDDLE, "mxfp8", "mxfp8", 2880, SwiGLU(), "bf16"),
+    (MIDDLE, "mxfp8", "mxfp8", 2048, None, "float32"),
     (PREFILL, "nvfp4", "nvfp4", 2048, None, "bfloat16"),
     (PREFILL, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4"),
     (PREFILL, "nvfp4", "bf16", 2880, None, "float16"),
@@ -179,7 +185,7 @@ def test_gemm_compiles_to_what_it_is_meant_for(
     out: str,
     recorded: list[Recorded],
 ) -> None:
-    launch = launched(recorded, weight, token, k, ROWS[shape], activation, out)
+    launch = launched(recorded, weight, token, k, ROWS_OF_SHAPES[shape], activation, out)
     assert launch.defines["OUT_DECODED"] == out.endswith(" decoded")
     assert launch.defines["MAX_BLOCKS"] == shape.max_blocks and launch.defines["WARPGROUPS"] == shape.warpgroups
     compiled = compile_recorded(launch)
@@ -202,13 +208,13 @@ def test_decoding_of_tokens_compiles(name: str, recorded: list[Recorded]) -> Non
     assert compiled.spilled_bytes == 0 and "griddepcontrol.launch_dependents" in compiled.ptx
 
 
-SIZES = [(shape, weight, k) for shape in (DECODE, PREFILL) for weight in ("nvfp4", "mxfp8") for k in (64, 2880, 7168)]
+SIZES = [(shape, weight, k) for shape in SHAPES.values() for weight in ("nvfp4", "mxfp8") for k in (64, 2880, 7168)]
 
 
 @pytest.mark.parametrize(("shape", "weight", "k"), SIZES)
 def test_stages_fit(shape: decoded_gemm.DecodedShape, weight: str, k: int, recorded: list[Recorded]) -> None:
     """At least two stages, so that loading and multiplying overlap; whole stages of K; at most 1024 threads."""
-    launch = launched(recorded, weight, weight, k, ROWS[shape], SwiGLU(), weight)
+    launch = launched(recorded, weight, weight, k, ROWS_OF_SHAPES[shape], SwiGLU(), weight)
     stages, stage_k64 = int(launch.defines["STAGES"]), int(launch.defines["STAGE_K64"])
     assert stages >= 2 and launch.shared_bytes % stages == 0
     assert stage_k64 > 0 and unit_columns(k) % stage_k64 == 0
@@ -219,8 +225,11 @@ def test_stages_fit(shape: decoded_gemm.DecodedShape, weight: str, k: int, recor
 
 def test_shape_is_chosen_by_rows_of_a_group() -> None:
     assert choose_shape(DECODE_ROWS * 32, 32) is DECODE and choose_shape(DECODE_ROWS * 32 + 1, 32) is PREFILL
-    assert choose_shape(1, 1) is DECODE
-    for shape in (DECODE, PREFILL):
+    assert choose_shape(1, 1) is DECODE and choose_shape(32 * 1024, 32) is PREFILL
+    for rows, shape in ((112, PREFILL), (113, MIDDLE), (148, MIDDLE), (149, PREFILL)):
+        assert choose_shape(32 * rows, 32) is shape
+    assert choose_shape(32 * 112 + 1, 32) is MIDDLE and choose_shape(32 * 148 + 1, 32) is PREFILL
+    for shape in SHAPES.values():
         assert list(shape.cases) == sorted(set(shape.cases)) and shape.cases[-1] < shape.max_blocks
         for batch in (shape.batch, shape.mxfp8_batch):
             assert 4 % batch == 0 and (4 // batch) % shape.buffers == 0

@@ -1,7 +1,6 @@
 """The grouped GEMM with prepared weights against float64, element by element; on Hopper they are decoded in registers.
 
-On a GPU these tests run the kernels of `decoded_gemm.cu` in both shapes (the rows that are expected choose between
-`DECODE` and `PREFILL`);
+On a GPU these tests run the kernels of `decoded_gemm.cu` in each shape (the rows that are expected choose it);
 without one, prepared weights go through the torch twin.
 """
 
@@ -15,7 +14,7 @@ import torch
 
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import grouped_gemm as gemm_module
-from moe_runtime.kernels.decoded_gemm import DECODE, MAX_GROUPS, PREFILL, DecodedShape
+from moe_runtime.kernels.decoded_gemm import DECODE, MAX_GROUPS, DecodedShape
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.swizzle import swizzle_scales
 from moe_runtime.prepared import PreparedWeights
@@ -23,18 +22,16 @@ from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
 from tests.conftest import HAS_GPU
 from tests.gemm_cases import UNIT, bits, check_inside, exact_gemm, make_rows, random_weights, scale_rows, swizzled
-from tests.gemm_checks import check_untouched, for_shape, integer_operands, poisoned, unit_scales
+from tests.gemm_checks import SHAPES, check_untouched, for_shape, in_each_shape, integer_operands, poisoned, unit_scales
 
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(HAS_GPU and not IS_HOPPER, reason="prepared weights are for Hopper")
 
 PAIRS = [("nvfp4", "nvfp4"), ("nvfp4", "bf16"), ("mxfp8", "mxfp8")]
 RAGGED_K = {"nvfp4": 336, "mxfp8": 160}
-SHAPES = [DECODE, PREFILL]
-SHAPE_NAMES = ["decode", "prefill"]
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_NAMES)
+@in_each_shape
 @pytest.mark.parametrize(("weight", "token"), PAIRS)
 def test_ragged_groups(
     weight: str, token: str, shape: DecodedShape, rng: torch.Generator, device: torch.device
@@ -189,7 +186,7 @@ def test_epilogue(name: str, dtype: torch.dtype, rng: torch.Generator, device: t
         assert_same_bits(wide[:, beside], before[:, beside], "columns beside the output")
 
 
-@pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_NAMES)
+@in_each_shape
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
 def test_small_integers_are_exact(name: str, shape: DecodedShape, rng: torch.Generator, device: torch.device) -> None:
     """Sums that need no rounding: no number is lost, doubled or in another place. `mxfp8` with scales of 2^-127."""
@@ -257,14 +254,14 @@ def test_rows_do_not_depend_on_neighbours_or_shape(
     for size in (2, 7, 8, 9, 16, 17, 33, 48, 49, 64, 65, 96, 97, 128, 129, 150, 257):
         inner = torch.randn(size - 2, k, generator=rng) * 3
         rows = torch.cat((torch.randn(5, k, generator=rng), x[:1], inner, x[1:]))
-        for shape in SHAPES:
+        for shape in SHAPES.values():
             a = for_shape(make_rows(token, [5, size], k, rng, device, num_experts=2, spare=7, x=rows), shape)
             got = grouped_gemm(a, w, out_dtype=torch.float32)
             assert_same_bits(got[[5, 4 + size]], want, f"group of {size} rows, {shape}")
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_NAMES)
+@in_each_shape
 @pytest.mark.parametrize(("weight", "token"), PAIRS)
 def test_repeated_calls_give_the_same_bits(
     weight: str, token: str, shape: DecodedShape, rng: torch.Generator, device: torch.device
@@ -284,7 +281,7 @@ def test_repeated_calls_give_the_same_bits(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_NAMES)
+@in_each_shape
 def test_a_captured_graph_reads_the_groups_of_its_replay(
     shape: DecodedShape, rng: torch.Generator, device: torch.device
 ) -> None:
@@ -323,7 +320,7 @@ def test_a_captured_graph_reads_the_groups_of_its_replay(
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=SHAPE_NAMES)
+@in_each_shape
 @pytest.mark.parametrize(("weight", "token"), PAIRS)
 @pytest.mark.parametrize("k", [7168, 2048, 2880])
 def test_widths_of_models(

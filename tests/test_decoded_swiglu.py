@@ -12,7 +12,7 @@ import torch
 from moe_runtime.experts import Experts
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import decoded_gemm
-from moe_runtime.kernels.decoded_gemm import DECODE, PREFILL, DecodedShape
+from moe_runtime.kernels.decoded_gemm import DECODE, MIDDLE, PREFILL, DecodedShape
 from moe_runtime.kernels.gemm_arguments import DEFAULT_INTERMEDIATE_GSF
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.quantize import quantize_rows
@@ -32,8 +32,10 @@ from tests.gemm_cases import (
     swizzled,
 )
 from tests.gemm_checks import (
+    SHAPES,
     check_quantized,
     for_shape,
+    in_each_shape,
     integer_operands,
     poison_intermediates,
     poisoned,
@@ -59,7 +61,7 @@ class Case:
 
     def __str__(self) -> str:
         parts = (self.weight, self.token, self.out, self.activation.order.value)
-        return "-".join((*parts, "decode" if self.shape is DECODE else "prefill"))
+        return "-".join((*parts, next(name for name, shape in SHAPES.items() if shape is self.shape)))
 
 
 CASES = [
@@ -69,6 +71,9 @@ CASES = [
     Case("nvfp4", "nvfp4", "bf16", SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), PREFILL),
     Case("nvfp4", "bf16", "bf16", SwiGLU(GateUpOrder.INTERLEAVED, limit=0.5), DECODE),
     Case("nvfp4", "bf16", "nvfp4", SwiGLU(), PREFILL),
+    Case("nvfp4", "nvfp4", "nvfp4", SwiGLU(GateUpOrder.UP_GATE), MIDDLE),
+    Case("nvfp4", "bf16", "bf16", GPT_OSS, MIDDLE),
+    Case("mxfp8", "mxfp8", "mxfp8", SwiGLU(), MIDDLE),
     Case("mxfp8", "mxfp8", "mxfp8", SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), DECODE),
     Case("mxfp8", "mxfp8", "mxfp8", GPT_OSS, PREFILL),
     Case("mxfp8", "mxfp8", "bf16", SwiGLU(), DECODE),
@@ -118,7 +123,7 @@ def test_expert_scales_of_gate_and_up_alike(order: GateUpOrder, rng: torch.Gener
     )
 
 
-@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=["decode", "prefill"])
+@in_each_shape
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_nothing_but_the_result_is_written(
     name: str, shape: DecodedShape, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
@@ -218,7 +223,7 @@ def _blocks(decoded: torch.Tensor, a: GroupedRows) -> torch.Tensor:
     return decoded.cpu().transpose(0, 1)[blocks, :, :, torch.tensor([row % 8 for _, row in owned])]
 
 
-@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=["decode", "prefill"])
+@in_each_shape
 @pytest.mark.parametrize(("name", "token", "out"), [("nvfp4",) * 3, ("nvfp4", "bf16", "bf16"), ("mxfp8",) * 3])
 def test_a_result_is_decoded_for_the_product_that_follows(
     name: str,
@@ -283,7 +288,7 @@ def test_experts_prepare_themselves(name: str, rng: torch.Generator, device: tor
     assert kept.gate_up is gate_up and kept.down is down
 
 
-@pytest.mark.parametrize("shape", [DECODE, PREFILL], ids=["decode", "prefill"])
+@in_each_shape
 @pytest.mark.parametrize("out", ["nvfp4", "mxfp8", "bf16"])
 def test_requantization_is_that_of_the_quantizer(
     out: str, shape: DecodedShape, rng: torch.Generator, device: torch.device
