@@ -7,7 +7,7 @@
 //
 // Macros: W_FMT, OUT_FMT (FormatCode), OUT_TYPE (0 bf16, 1 fp16, 2 fp32; not gated), GATED, OUT_DECODED (gated
 // results as decode_tokens.cu would make them), ROW_SCALES, EXPERT_SCALES, BIAS (whether there are such), WARPGROUPS (64 weight rows of a tile each), STAGES, STAGE_K64 (columns of a
-// stage / 64; divides `units`), BATCH (steps of 16 columns decoded before a wait), BUFFERS (for decoded steps), MAX_BLOCKS
+// stage / 64; divides `units`), CHUNK (of a chunk of weights / 64; divides STAGE_K64), BATCH (steps of 16 columns decoded before a wait), BUFFERS (for decoded steps), MAX_BLOCKS
 // (tokens of a tile / 8), CASES (numbers of blocks below that have code of their own), MAX_GROUPS, SCALED_TOKENS (tokens are
 // 2^100 times their value), ALPHA, LIMIT, UP_OFFSET.
 
@@ -577,7 +577,8 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
   int last = -1;
   Unit ahead;  // quants of the next part of the stage, on their way while this one is multiplied
   auto load_part = [&](int part) {
-    ahead.load(stages + stage * STAGE_BYTES + (warpgroup * STAGE_K64 + part) * UNIT_BYTES, thread);
+    const int unit = (part / CHUNK * WARPGROUPS + warpgroup) * CHUNK + part % CHUNK;
+    ahead.load(stages + stage * STAGE_BYTES + unit * UNIT_BYTES, thread);
   };
   auto multiply_part = [&](int part) {
     const u64 tokens = token_descriptor(stages + stage * STAGE_BYTES + WEIGHT_STAGE);
@@ -677,14 +678,15 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
       __syncwarp();
       if (tile.rows == 0) break;
       const int blocks = (tile.rows + 7) / 8;
-      const u8* w = weights + (static_cast<long long>(tile.expert) * unit_rows + tile.unit) * units * UNIT_BYTES;
+      const u8* w = weights + (static_cast<long long>(tile.expert) * units * unit_rows + tile.unit * CHUNK) * UNIT_BYTES;
       const u8* t = tokens + tile.token_block() * BLOCK_BYTES;
       auto load_weights = [&](int k64, int to_stage) {
         if (lane == 0) barrier_expect(full + to_stage * 8, STAGE_K64 * (tile.high * UNIT_BYTES + blocks * BLOCK_BYTES));
         __syncwarp();
-        if (lane < tile.high) {
-          bulk_load(stages + to_stage * STAGE_BYTES + lane * STAGE_K64 * UNIT_BYTES,
-                    w + (static_cast<long long>(lane) * units + k64) * UNIT_BYTES, STAGE_K64 * UNIT_BYTES, full + to_stage * 8);
+        if (lane < STAGE_K64 / CHUNK) {
+          bulk_load(stages + to_stage * STAGE_BYTES + lane * WARPGROUPS * CHUNK * UNIT_BYTES,
+                    w + static_cast<long long>(k64 + lane * CHUNK) * unit_rows * UNIT_BYTES, tile.high * CHUNK * UNIT_BYTES,
+                    full + to_stage * 8);
         }
       };
       auto load_tokens = [&](int k64, int to_stage) {

@@ -97,7 +97,7 @@ import torch
 from moe_runtime.formats import NVFP4, TokenFormat, ceil_div
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import nvrtc
-from moe_runtime.kernels.decoded_layout import UNIT, stage_units, unit_bytes, unit_columns
+from moe_runtime.kernels.decoded_layout import UNIT, chunk_units, stage_units, unit_bytes, unit_columns, unit_rows
 from moe_runtime.prepared import MAX_EXPERTS, RESULT_FORMATS, PreparedWeights
 from moe_runtime.weights import SwiGLU
 
@@ -292,6 +292,7 @@ def macros(
         "WARPGROUPS": shape.warpgroups,
         "STAGES": stages,
         "STAGE_K64": stage_k64,
+        "CHUNK": chunk_units(units),
         "BATCH": shape.batch if w_format is NVFP4 else shape.mxfp8_batch,
         "BUFFERS": shape.buffers,
         "SCALED_TOKENS": int(a_format.name == "nvfp4"),
@@ -322,7 +323,7 @@ def _launch(
     if a.capacity == 0 or a.num_groups == 0 or w.num_experts == 0:
         return
     shape = choose_shape(a.likely_rows, a.num_groups)
-    units = int(w.units.shape[2])
+    units = unit_columns(w.num_columns)
     out_format = None if result is None else result.format
     decoded = None if result is None else result.decoded
     defines, shared_bytes = macros(
@@ -365,7 +366,7 @@ def _launch(
             a.capacity,
             columns,
             units,
-            int(w.units.shape[1]),
+            unit_rows(w.num_rows),
             int(tokens.shape[1]),
             nvrtc.int64(out.stride(0)),
             0 if w.expert_scales is None else w.expert_scales.ndim,
@@ -399,7 +400,7 @@ def _check(a: GroupedRows, w: PreparedWeights, out: torch.Tensor, result: Groupe
     """What these kernels ask beyond the other engines: aligned rows, a Hopper GPU."""
     if torch.cuda.get_device_capability(w.device) != (9, 0):
         raise ValueError(f"w: prepared for Hopper, got {torch.cuda.get_device_name(w.device)}; use w.restore()")
-    if w.units.shape[1] >= MAX_UNIT_ROWS:
+    if unit_rows(w.num_rows) >= MAX_UNIT_ROWS:
         raise ValueError(f"w: expected N < {MAX_UNIT_ROWS * UNIT}, got {w.num_rows}")
     if w.units.data_ptr() % 16:
         raise ValueError("w.units: expected 16-byte alignment")

@@ -1,5 +1,7 @@
 """The order in which `decoded_gemm` reads weights: quants and scales of 64 rows and 64 columns together, one unit.
 
+Units lie by chunks of two or three of K, in a chunk by rows: those of a tile's rows, whichever they are, are one piece.
+
 Thread `32 * warp + 4 * row + t` of a warpgroup holds, of MMA rows `16 * warp + row` (half 0) and `+ 8` (half 1), the
 columns `16 * t + 4 * step + pair * 2 + i` of the unit: what `wgmma` wants in its A registers at step `step`, register
 `half + 2 * pair`, is then a contiguous word, and a thread needs one NVFP4 scale per row. Tokens take the same columns
@@ -62,19 +64,27 @@ def unit_rows(num_rows: int) -> int:
     return ceil_div(num_rows, UNIT)
 
 
-def stage_units(units: int, most: int = 4) -> int:
-    """Units of K that the kernel takes in one stage: the largest of 4, 3, 2 that divides `units`; 0 if none does.
+def chunk_units(units: int) -> int:
+    """Units of K in a chunk: the smaller of 2 and 3 that divides `units`; 0 if neither does."""
+    return next((size for size in (2, 3) if units % size == 0), 0)
 
-    Above `most` it is only where nothing smaller divides.
-    """
-    sizes = [size for size in (4, 3, 2) if units % size == 0]
-    return next((size for size in sizes if size <= most), min(sizes, default=0))
+
+def stage_units(units: int, most: int = 4) -> int:
+    """Units of K that the kernel takes in one stage: a chunk, or two chunks of 2 where `most` and `units` allow it."""
+    return 4 if most >= 4 and units % 4 == 0 else chunk_units(units)
 
 
 def unit_columns(num_columns: int) -> int:
-    """Units that a weight of `num_columns` columns is wide: whole stages, at most one unit of zeros."""
+    """Units that a weight of `num_columns` columns is wide: whole chunks, at most one unit of zeros."""
     units = ceil_div(num_columns, UNIT)
-    return units if stage_units(units) else units + 1
+    return units if chunk_units(units) else units + 1
+
+
+def units_shape(num_rows: int, num_columns: int, fmt: TokenFormat) -> tuple[int, int, int, int]:
+    """Of one expert: chunks of K, units of rows, units of a chunk, bytes of a unit."""
+    columns = unit_columns(num_columns)
+    chunk = chunk_units(columns)
+    return columns // chunk, unit_rows(num_rows), chunk, unit_bytes(fmt)
 
 
 def source_rows(num_rows: int, order: GateUpOrder | None) -> torch.Tensor:
@@ -102,14 +112,14 @@ def pack_units(quants_NK: torch.Tensor, scales_NV: torch.Tensor, fmt: TokenForma
         rows: of `source_rows`.
 
     Returns:
-        uint8 `[unit_rows, unit_columns, unit_bytes]`; padding is zeros.
+        uint8 of `units_shape`; padding is zeros.
     """
-    chunks = unit_columns(quants_NK.shape[1] * 8 // fmt.element_bits)
+    columns = unit_columns(quants_NK.shape[1] * 8 // fmt.element_bits)
     index = rows.to(quants_NK.device)
     # One row of zeros at the end for the padding, which has index -1.
-    quants = _padded(quants_NK, chunks * fmt.quant_bytes(UNIT))[index].unflatten(-1, (chunks, -1))
-    scales = _padded(scales_NV, chunks * fmt.scale_columns(UNIT))[index].unflatten(-1, (chunks, -1))
-    # [units, chunks, ...] from [units, warp, row, half, chunk, ...].
+    quants = _padded(quants_NK, columns * fmt.quant_bytes(UNIT))[index].unflatten(-1, (columns, -1))
+    scales = _padded(scales_NV, columns * fmt.scale_columns(UNIT))[index].unflatten(-1, (columns, -1))
+    # [units, columns, ...] from [units, warp, row, half, columns, ...].
     quants, scales = (part.permute(0, 4, 1, 2, 3, 5) for part in (quants, scales))
     if fmt is NVFP4:
         # t, step, pair bytes; each byte i = 0 in the low nibble.
@@ -123,22 +133,24 @@ def pack_units(quants_NK: torch.Tensor, scales_NV: torch.Tensor, fmt: TokenForma
     if fmt is NVFP4:
         scales = torch.tensor(SCALE_CODES, dtype=torch.uint8, device=scales.device)[scales.int()]
     packed_scales = scales.transpose(-1, -2)
-    return torch.cat((packed.flatten(2), packed_scales.flatten(2)), dim=2)
+    units = torch.cat((packed.flatten(2), packed_scales.flatten(2)), dim=2)
+    return units.unflatten(1, (-1, chunk_units(columns))).transpose(0, 1).contiguous()
 
 
 def unpack_units(
     units: torch.Tensor, fmt: TokenFormat, rows: torch.Tensor, num_rows: int, num_columns: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`(quants, scales)` of one expert, as `pack_units` took them."""
-    count, chunks, _ = units.shape
+    units = units.transpose(0, 1).flatten(1, 2)
+    count, columns, _ = units.shape
     split = UNIT * fmt.quant_bytes(UNIT)
     packed, packed_scales = units[..., :split].contiguous(), units[..., split:]
     if fmt is NVFP4:
-        codes = _codes(packed.view(torch.int32).view(count, chunks, 4, 8, 4, 4))
+        codes = _codes(packed.view(torch.int32).view(count, columns, 4, 8, 4, 4))
         codes = codes.permute(0, 1, 2, 3, 6, 4, 5, 7, 8)
         quants = (codes[..., 0] | codes[..., 1] << 4).to(torch.uint8).flatten(-3)
     else:
-        quants = packed.view(count, chunks, 2, 4, 8, 4, 2, 2, 4).permute(0, 1, 3, 4, 7, 5, 2, 6, 8).flatten(-4)
+        quants = packed.view(count, columns, 2, 4, 8, 4, 2, 2, 4).permute(0, 1, 3, 4, 7, 5, 2, 6, 8).flatten(-4)
     scales = packed_scales.unflatten(-1, (4, 8, -1, 2)).transpose(-1, -2)
     if fmt is NVFP4:
         back = torch.zeros(256, dtype=torch.uint8)

@@ -29,7 +29,7 @@ class PreparedWeights:
 
     Attributes:
         format: `nvfp4` or `mxfp8`.
-        units: uint8 `[E, units of N, units of K, unit bytes]`, quants and scales.
+        units: uint8 `[E, chunks of K, units of N, units of a chunk, unit bytes]`, quants and scales.
         num_rows: `N`.
         num_columns: `K`.
         expert_scales: fp32 `[E]`, or `[E, 2]` for gate and up apart; None means 1.
@@ -47,13 +47,13 @@ class PreparedWeights:
     arch: ClassVar[int] = 90
 
     def __post_init__(self) -> None:
-        from moe_runtime.kernels.decoded_layout import DECODED_FORMATS, unit_bytes, unit_columns, unit_rows
+        from moe_runtime.kernels.decoded_layout import DECODED_FORMATS, units_shape
 
         if self.format not in DECODED_FORMATS:
             names = " or ".join(fmt.name for fmt in DECODED_FORMATS)
             raise ValueError(f"format: expected {names}, got {self.format.name}")
         experts = int(self.units.shape[0])
-        sizes = (experts, unit_rows(self.num_rows), unit_columns(self.num_columns), unit_bytes(self.format))
+        sizes = (experts, *units_shape(self.num_rows, self.num_columns, self.format))
         self._check("units", self.units, torch.uint8, (sizes,))
         scales = ((experts,),) + (((experts, 2),) if self.gate_up is not None else ())
         self._check("expert_scales", self.expert_scales, torch.float32, scales)
@@ -77,14 +77,7 @@ class PreparedWeights:
         Raises `ValueError` for a format that is not decoded in registers, and for `nvfp4` block scales that are
         negative or NaN. Waits for the device.
         """
-        from moe_runtime.kernels.decoded_layout import (
-            DECODED_FORMATS,
-            pack_units,
-            source_rows,
-            unit_bytes,
-            unit_columns,
-            unit_rows,
-        )
+        from moe_runtime.kernels.decoded_layout import DECODED_FORMATS, pack_units, source_rows, units_shape
         from moe_runtime.kernels.swizzle import unswizzle_scales
 
         if w.format not in DECODED_FORMATS:
@@ -93,7 +86,7 @@ class PreparedWeights:
         assert w.scales is not None
         rows = source_rows(w.num_rows, w.gate_up).to(w.device)
         columns = w.format.scale_columns(w.num_columns)
-        shape = (w.num_experts, unit_rows(w.num_rows), unit_columns(w.num_columns), unit_bytes(w.format))
+        shape = (w.num_experts, *units_shape(w.num_rows, w.num_columns, w.format))
         all_units = torch.empty(shape, dtype=torch.uint8, device=w.device)
         for units, quants, scales in zip(all_units, w.quants, w.scales, strict=True):
             linear = unswizzle_scales(scales[None], w.num_rows, columns, engine=engine)[0].view(torch.uint8)

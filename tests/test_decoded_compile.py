@@ -17,7 +17,7 @@ from moe_runtime.formats import FORMATS, ceil_div
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import decoded_gemm, nvrtc
 from moe_runtime.kernels.decoded_gemm import DECODE, DECODE_ROWS, MIDDLE, PREFILL, choose_shape, decode_tokens
-from moe_runtime.kernels.decoded_layout import unit_bytes, unit_columns, unit_rows
+from moe_runtime.kernels.decoded_layout import unit_bytes, unit_columns, units_shape
 from moe_runtime.kernels.gemm_arguments import empty_intermediate
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import GPT_OSS, GateUpOrder, SwiGLU
@@ -65,7 +65,7 @@ def rows_of(name: str, rows: int, k: int) -> GroupedRows:
 
 def weights_of(name: str, n: int, k: int, order: GateUpOrder | None) -> PreparedWeights:
     fmt = FORMATS[name]
-    units = torch.zeros(1, unit_rows(n), unit_columns(k), unit_bytes(fmt), dtype=torch.uint8)
+    units = torch.zeros(1, *units_shape(n, k, fmt), dtype=torch.uint8)
     return PreparedWeights(fmt, units, n, k, torch.ones(1), None, order)
 
 

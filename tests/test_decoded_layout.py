@@ -14,12 +14,14 @@ from moe_runtime.kernels import decoded_layout
 from moe_runtime.kernels.decoded_layout import (
     SCALE_CODES,
     SLOTS,
+    chunk_units,
     pack_units,
     source_rows,
     stage_units,
     unit_bytes,
     unit_columns,
     unit_rows,
+    units_shape,
     unpack_units,
 )
 from moe_runtime.weights import GateUpOrder
@@ -54,7 +56,7 @@ def weight_row(unit: int, warp: int, row: int, half: int, n: int, order: GateUpO
 
 
 def expected_unit(
-    quants: torch.Tensor, scales: torch.Tensor, fmt: TokenFormat, order: GateUpOrder | None, unit: int, chunk: int
+    quants: torch.Tensor, scales: torch.Tensor, fmt: TokenFormat, order: GateUpOrder | None, unit: int, of_k: int
 ) -> torch.Tensor:
     """One unit, number by number, as the documentation of the layout says."""
     out = np.zeros(unit_bytes(fmt), np.uint8)
@@ -65,7 +67,7 @@ def expected_unit(
         if source >= n:
             continue
         for step, pair, i in product(range(4), range(2), range(2)):
-            column = chunk * 64 + 16 * t + 4 * step + 2 * pair + i
+            column = of_k * 64 + 16 * t + 4 * step + 2 * pair + i
             if column >= k:
                 continue
             if fmt is MXFP8:
@@ -75,7 +77,7 @@ def expected_unit(
             code = numbers[source, column // 2] >> 4 * (column % 2) & 15
             for bit, position in zip((3, 2, 1, 0), SLOTS[half + 2 * pair][i], strict=True):
                 out[thread * 16 + step * 4 + position // 8] |= (code >> bit & 1) << position % 8
-        block = (chunk * 64 + 16 * t) // fmt.block
+        block = (of_k * 64 + 16 * t) // fmt.block
         if block < factors.shape[1]:
             if fmt is NVFP4:
                 out[2048 + 2 * thread + half] = SCALE_CODES[factors[source, block]]
@@ -84,17 +86,20 @@ def expected_unit(
     return torch.from_numpy(out)
 
 
-@pytest.mark.parametrize(("name", "k"), [("nvfp4", 112), ("mxfp8", 96)])
+@pytest.mark.parametrize(("name", "k", "chunks"), [("nvfp4", 240, 2), ("nvfp4", 144, 1), ("mxfp8", 224, 2)])
 @pytest.mark.parametrize("order", ORDERS)
-def test_every_number_lies_where_documented(order: GateUpOrder | None, name: str, k: int, rng: torch.Generator) -> None:
-    """Two units of N and two of K, the last ones partly padding."""
+def test_every_number_lies_where_documented(
+    order: GateUpOrder | None, name: str, k: int, chunks: int, rng: torch.Generator
+) -> None:
+    """Two units of N; two chunks of two units of K, or one of three; the last units are partly padding."""
     fmt, n = FORMATS[name], 112
     quants, scales = random_expert(fmt, n, k, rng)
     units = pack_units(quants, scales, fmt, source_rows(n, order))
-    assert units.shape == (2, 2, QUANT_BYTES[name] * 9 // 8 if fmt is NVFP4 else QUANT_BYTES[name] + 128)
-    for unit, chunk in product(range(2), range(2)):
-        want = expected_unit(quants, scales, fmt, order, unit, chunk)
-        assert_same_bits(units[unit, chunk], want, f"unit {unit} of N, {chunk} of K")
+    of_chunk = 4 - chunks
+    assert units.shape == (chunks, 2, of_chunk, QUANT_BYTES[name] + (256 if fmt is NVFP4 else 128))
+    for unit, of_k in product(range(2), range(chunks * of_chunk)):
+        want = expected_unit(quants, scales, fmt, order, unit, of_k)
+        assert_same_bits(units[of_k // of_chunk, unit, of_k % of_chunk], want, f"unit {unit} of N, {of_k} of K")
 
 
 def test_rows_of_units_example() -> None:
@@ -137,7 +142,7 @@ def test_unpacked_is_what_was_packed(
     quants, scales = random_expert(fmt, n, k, rng)
     rows = source_rows(n, order)
     units = pack_units(quants, scales, fmt, rows)
-    assert units.shape == (unit_rows(n), unit_columns(k), unit_bytes(fmt)) and units.dtype == torch.uint8
+    assert units.shape == units_shape(n, k, fmt) and units.dtype == torch.uint8
     found_quants, found_scales = unpack_units(units, fmt, rows, n, k)
     assert_same_bits(found_quants, quants, "quants")
     assert_same_bits(found_scales, scales, "scales")
@@ -160,15 +165,21 @@ def test_slots_use_each_bit_of_a_word_once() -> None:
 
 
 def test_sizes() -> None:
-    """A unit is as large as what it holds; K is padded by less than two units, to whole stages."""
+    """A unit is as large as what it holds; K is padded by less than two units, to whole chunks, as stages are."""
     assert (unit_bytes(NVFP4), unit_bytes(MXFP8)) == (2048 + 256, 4096 + 128)
-    assert [stage_units(units) for units in (1, 2, 3, 4, 5, 6, 9, 12, 25, 45, 112)] == [0, 2, 3, 4, 0, 3, 3, 4, 0, 3, 4]
+    assert [stage_units(units) for units in (1, 2, 3, 4, 5, 6, 9, 12, 25, 45, 112)] == [0, 2, 3, 4, 0, 2, 3, 4, 0, 3, 4]
     assert {k: unit_columns(k) for k in (16, 64, 128, 192, 272, 320, 384, 2880, 4096)} == {
         16: 2, 64: 2, 128: 2, 192: 3, 272: 6, 320: 6, 384: 6, 2880: 45, 4096: 64,
     }  # fmt: skip
     for units in range(1, 300):
         columns = unit_columns(64 * units)
-        assert 0 <= columns - units <= 1 and stage_units(columns) and columns % stage_units(columns) == 0
+        assert 0 <= columns - units <= 1 and units_shape(128, 64 * units, NVFP4)[::2] == (
+            columns // chunk_units(columns),
+            chunk_units(columns),
+        )
+        for most in (2, 4):
+            stage = stage_units(columns, most)
+            assert 0 < stage <= max(most, 3) and columns % stage == 0 and stage % chunk_units(columns) == 0
 
 
 def test_scale_codes_are_e4m3_numbers_as_bf16() -> None:
