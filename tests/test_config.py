@@ -27,8 +27,8 @@ from moe_runtime.config import (
     resolve_mode,
 )
 from moe_runtime.formats import FORMATS, WEIGHT_FORMATS
+from tests.programs import ROOT, python_path
 
-ROOT = Path(__file__).parent.parent
 PACKAGED = (
     *("deepseek_v3", "deepseek_v3_half", "gpt_oss_120b", "kimi_k2", "mixtral_8x7b", "qwen3_235b_a22b", "tiny_cpu"),
     *(f"tiny_{family}" for family in ("deepseek_v3", "gpt_oss", "kimi_k2", "mixtral", "qwen2_moe", "qwen3_moe")),
@@ -58,7 +58,7 @@ def test_packaged_configs_are_all_valid_and_all_known() -> None:
 def test_bare_names_are_found_from_any_folder(tmp_path: Path) -> None:
     (tmp_path / "tiny_cpu").mkdir()  # a folder of that name in the way is not a config
     code = "from moe_runtime.config import load_config; print(load_config('tiny_cpu').layer.hidden_size)"
-    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    environment = {**os.environ, "PYTHONPATH": python_path()}
     done = subprocess.run(
         [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )

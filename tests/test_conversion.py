@@ -40,6 +40,7 @@ from tests.checkpoint_writers import (
 )
 from tests.comparison import assert_same_bits
 from tests.interruptions import Stopped, contents, stopping
+from tests.programs import python_path
 
 CONFIG = MoELayerConfig(hidden_size=256, intermediate_size=128, num_experts=4, top_k=2, max_tokens_per_rank=8)
 OTHERS = {
@@ -413,7 +414,7 @@ def test_what_is_whole_outlasts_a_loss_of_power(source: Path, tmp_path: Path, mo
 def test_a_killed_program_goes_on(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = tmp_path / "target"
     command = [sys.executable, "-m", "moe_runtime.launch.convert", str(source), str(target), "--format", "mxfp4"]
-    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": str(Path(__file__).parent.parent)})
+    process = subprocess.Popen(command, env=os.environ | {"PYTHONPATH": python_path()})
     try:
         deadline = time.monotonic() + 60
         while not any(target.glob("*")) and process.poll() is None and time.monotonic() < deadline:

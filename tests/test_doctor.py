@@ -15,13 +15,12 @@ from moe_runtime.config import load_config
 from moe_runtime.formats import FORMATS
 from moe_runtime.launch import cases, doctor
 from moe_runtime.memory import reserved_bytes
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.programs import ROOT, python_path
 
 
 def run_doctor(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, *launcher, "-m", "moe_runtime.launch.doctor", *arguments]
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "COLUMNS": "160"}
+    environment = os.environ | {"PYTHONPATH": python_path(), "COLUMNS": "160"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
 
 
@@ -106,7 +105,7 @@ def test_an_engine_that_cannot_run_is_a_line_of_the_report(tmp_path: Path) -> No
     file.write_text((ROOT / "configs" / "tiny_cpu.yaml").read_text().replace("engine: auto", "engine: triton"))
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [sys.executable, "-m", "moe_runtime.launch.doctor", "--config", str(file), "--json"]
-    paths = environment | {"PYTHONPATH": str(ROOT), "CUDA_VISIBLE_DEVICES": ""}
+    paths = environment | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=paths, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     engine = json.loads(done.stdout)["engine"]

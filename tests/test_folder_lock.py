@@ -21,6 +21,7 @@ from moe_runtime.config import MoELayerConfig
 from moe_runtime.conversion import convert_checkpoint
 from moe_runtime.folder_lock import LOCK_FILE, locked_folder
 from tests.interruptions import Stopped, contents, stopping
+from tests.programs import python_path
 
 HELD = """
 import sys
@@ -44,9 +45,8 @@ convert_checkpoint(sys.argv[1], sys.argv[2], "nvfp4", progress=wait)
 def another(program: str, *arguments: Path) -> Iterator[subprocess.Popen[str]]:
     """A process that stays inside until it is told or killed."""
     command = [sys.executable, "-c", program, *map(str, arguments)]
-    root = str(Path(__file__).parent.parent)
     pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
-    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": root}, **pipes) as process:
+    with subprocess.Popen(command, env=os.environ | {"PYTHONPATH": python_path()}, **pipes) as process:
         try:
             assert process.stdout is not None and process.stdout.readline() == "inside\n"
             yield process

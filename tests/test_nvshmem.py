@@ -25,10 +25,10 @@ from tests import nvshmem_cases as cases
 from tests.comparison import assert_same_bits
 from tests.exchange_data import rank_input
 from tests.pool import run_once
+from tests.programs import ROOT, python_path
 
 WORLD = torch.cuda.device_count()
 ON_HOPPER = WORLD > 0 and runs_cuda("auto", torch.device("cuda"))
-ROOT = Path(__file__).resolve().parent.parent
 
 gpu = pytest.mark.gpu
 several = pytest.mark.skipif(WORLD < 2, reason="needs two GPUs")
@@ -240,7 +240,7 @@ def test_a_group_may_be_a_part_of_the_world_but_then_not_another(ranks: Any, dev
 
 def torchrun(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={WORLD}", *arguments]
-    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))}
+    environment = os.environ | {"PYTHONPATH": python_path()}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=150)
 
 
