@@ -6,8 +6,9 @@
 // its weight rows.
 //
 // Macros: W_FMT, OUT_FMT (FormatCode), OUT_TYPE (0 bf16, 1 fp16, 2 fp32; not gated), GATED, OUT_DECODED (gated
-// results as decode_tokens.cu would make them), ROW_SCALES, EXPERT_SCALES, BIAS (whether there are such), WARPGROUPS (64 weight rows of a tile each), STAGES, STAGE_K64 (columns of a
-// stage / 64; divides `units`), CHUNK (of a chunk of weights / 64; divides STAGE_K64), BATCH (steps of 16 columns decoded before a wait), BUFFERS (for decoded steps), MAX_BLOCKS
+// results as decode_tokens.cu would make them), ROW_SCALES, EXPERT_SCALES, BIAS (whether there are such), WARPGROUPS (64
+// weight rows of a tile each), STAGES, STAGE_K64 (columns of a stage / 64; divides `units`), CHUNK (columns of a chunk of
+// weights / 64; divides STAGE_K64), BATCH (steps of 16 columns decoded before a wait), BUFFERS (for decoded steps), MAX_BLOCKS
 // (tokens of a tile / 8), CASES (numbers of blocks below that have code of their own), MAX_GROUPS, SCALED_TOKENS (tokens are
 // 2^100 times their value), ALPHA, LIMIT, UP_OFFSET.
 
@@ -312,8 +313,6 @@ __device__ __forceinline__ float swiglu(float gate, float up) {
 // An encode scale, at most MAX_ENCODE_SCALE of weights.py.
 __device__ __forceinline__ float clamped(float gsf) { return gsf > 0x1p100f ? 0x1p100f : gsf; }
 
-__device__ __forceinline__ u32 magnitude(float x) { return __float_as_uint(x) & 0x7FFFFFFF; }
-
 // Bits of e4m3, rounded to nearest even; x is finite, not negative and at most 448.
 __device__ __forceinline__ u32 e4m3_code(float x) {
   u16 pair;
@@ -321,6 +320,7 @@ __device__ __forceinline__ u32 e4m3_code(float x) {
   return pair & 255;
 }
 
+// Bits of e2m1, rounded to nearest, ties to even, and saturating; x is no NaN.
 __device__ __forceinline__ u32 e2m1_code(float x) {
   const float a = fabsf(x);
   const u32 code = (a > 0.25f) + (a >= 0.75f) + (a > 1.25f) + (a >= 1.75f) + (a > 2.5f) + (a >= 3.5f) + (a > 5.0f);
@@ -371,7 +371,7 @@ struct alignas(16) OfScale {
   u32 unused;
 };
 
-// In shared memory: of the encode scale, which is one for all results.
+// What all results share, in shared memory: their encode scale, and what goes with each scale that a block can have.
 struct Requantization {
   float gsf;
   OfScale of_scale[OUT_FMT == NVFP4 && GATED ? 128 : 1];
@@ -400,7 +400,7 @@ __device__ __forceinline__ float rounded_to_e2m1(float x, const OfScale& of_scal
   return __uint_as_float(__float_as_uint(__fmul_rn(rounded, of_scale.decoded)) | (__float_as_uint(x) & of_scale.sign));
 }
 
-// Stores the columns `column` to `column + 3` of token `local` of a group as decode_tokens.cu would.
+// Stores four columns of a token as decode_tokens.cu would.
 __device__ __forceinline__ void store_decoded(u8* to, bool live, u32 low, u32 high) {
   if (!live) return;
   *reinterpret_cast<u32*>(to) = low;
@@ -471,10 +471,12 @@ __device__ __forceinline__ void store_plain(void* to, float c0, float c1) {
   }
 }
 
-// The accumulators c[0] and c[1] of a block of 8 tokens are those of two tokens from this one on and one weight row, c[2] and
-// c[3] of the same tokens and the next row of a plain weight, or up where the others are gate.
+// Of the accumulators of a block of 8 tokens, c[0] and c[1] are of two tokens from this one on and one weight row, c[2] and
+// c[3] of the same tokens and the next row of a plain weight, or of up where the others are of gate.
 __device__ __forceinline__ int first_token() { return (threadIdx.x & 3) * 2; }
 
+// Nothing here is taken in turn by a loop, in which accumulators would have to move: with little code for each number it fits
+// into the instruction cache.
 template <int BLOCKS>
 __device__ __forceinline__ void finish_plain(const Problem& p, const Tile& tile, const TileScales& scales, int unit,
                                              const float (&acc)[4 * BLOCKS]) {
@@ -522,7 +524,7 @@ __device__ __forceinline__ void finish_gated(const Problem& p, const Tile& tile,
                 first % 64 / 16 * 4;
 #pragma unroll
   for (int block = 0; block < BLOCKS; block += STEP) {
-float h[2 * STEP];
+    float h[2 * STEP];
 #pragma unroll
     for (int b = 0; b < STEP; ++b) {
       const float* c = acc + 4 * (block + b);

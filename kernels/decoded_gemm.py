@@ -1,13 +1,13 @@
 """Grouped GEMM of Hopper for weights that are decoded to bf16 in registers (`nvfp4`, `mxfp8`): host side.
 
 `decode_tokens` gathers the rows once and decodes them to bf16; `decoded_gemm` streams the weights, which it reads once
-for up to 64 or 128 tokens of a group, according to the regime. Gated results for another product with prepared weights
-are requantized and stored as `decode_tokens` would decode them, and that product starts beside the first. See the `.cu`
-files for the way of the data and `decoded_layout.py` for the order of the weights. The Triton kernel of
+for up to 64, 128 or 160 tokens of a group, according to its shape. Gated results for another product with prepared
+weights are requantized and stored as `decode_tokens` would decode them, and that product starts beside the first. See
+the `.cu` files for the way of the data and `decoded_layout.py` for the order of the weights. The Triton kernel of
 `grouped_gemm.py` is their sibling for other architectures.
 
 The order in which K is summed is that of `wgmma` over 16 columns at a time, in the order of `decoded_layout`: the same
-in both regimes, for every number of rows and whatever the neighbours.
+in all shapes, for every number of rows and whatever the neighbours.
 
 The two numbers, NVFP4, both products of the reference model (32 experts of 44.0 M parameters): 0.79 GB, 184 us at
 4.3 TB/s; at 32 x 1024 rows 2.89e12 flops, 3.73 ms at 773 TFLOP/s. A decode step is bound by instructions beside that:
@@ -17,12 +17,12 @@ less: beside products of 32 tokens a `lop3` takes 3.2 cycles instead of 2 (16 to
 
 Measured on one H200 (launch/results/gemm_h200.json), us; in parentheses torch's grouped_mm in bf16:
 
-    8 x 16, 32, 48 rows, (4096, 7168)                 41.0, 45.4, 50.7 (164, 171, 174)
-    8 x 16, 32, 48 rows, (7168, 2048)                 26.7, 29.2, 32.5 (89, 94, 89)
-    32 x 1, 4, 16, 32 rows, both, SwiGLU between      212, 211, 227, 249 (1008, 962, 913, 958)
-    32 groups as 128 tokens a rank give, the same     271 (938)
-    32 x 1024 rows, both, SwiGLU between              4034 (3792, without SwiGLU); without rests 4488 (4375)
-    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       2987 / 1581 (2459 / 1263); without rests 3298 / 1720 (2864 / 1466)
+    8 x 16, 32, 48 rows, (4096, 7168)                 39.7, 44.4, 50.0 (164, 171, 174)
+    8 x 16, 32, 48 rows, (7168, 2048)                 26.1, 28.1, 30.9 (89, 93, 88)
+    32 x 1, 4, 16, 32 rows, both, SwiGLU between      209, 208, 222, 250 (1010, 966, 913, 956)
+    32 groups as 128 tokens a rank give, the same     264 (938)
+    32 x 1024 rows, both, SwiGLU between              3718 (3849, without SwiGLU); without rests 4188 (4454)
+    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       2751 / 1367 (2501 / 1270); without rests 3076 / 1541 (2909 / 1494)
 
 What each version brought (us; plain (4096, 7168), 32 x 16 and 32 x 32 rows; the Triton kernel took about 1450):
 
@@ -65,6 +65,19 @@ of Qwen3-235B on 8 ranks:
         16 432 to 421
     15. 16 columns for each wait where many rows come: 512 and 1024 tokens a rank 702 and 1197 to 683 and 1157, 32 x
         1024 4059 to 4003. With MXFP8 they lost (4600 to 4642)
+    16. finishing results had taken 456 of 3790 (32 x 1024, products alone, with and without it): a loop that turned the
+        accumulators in registers, e2m1 codes by seven comparisons each, two divisions for four numbers. Now unrolled,
+        what an e4m3 scale asks for from a table, e2m1 by two multiply-adds, scales of rows read before they are wanted:
+        175. 32 x 1024 4082 to 3760, Zipf 4250 to 3930, 512 and 1024 tokens a rank 687 and 1160 to 622 and 1073, 128
+        275 to 262; MXFP8 32 x 1024 4639 to 4197, 512 tokens 806 to 732
+    17. tiles of a last round for a third of the SMs at most are cut in pieces: 32 x 1024 3779 to 3746, Zipf 3946 to
+        3909, 224 tokens a rank 375 to 345. In two pieces they lost (512 tokens 622 to 634)
+    18. chosen by the rows that are expected instead of by the room for the worst case: 256 tokens a rank of 8 444 to
+        386, and on fewer ranks more. By either the choice was at 64 rows of a group, now it is at 56
+    19. tiles of 160 tokens by two warpgroups, for 113 to 148 expected rows of a group: 512 tokens a rank 625 to 568,
+        576 748 to 637, MXFP8 733 to 653. With fewer or more rows they lose: 384 tokens 450 to 483, 640 739 to 770
+    20. weights by chunks of 128 columns, so that a tile reads 18 KB at a time instead of four times 9: 32 x 1 and 16
+        214 and 226 to 207 and 221, 128 tokens 266 to 263, 512 tokens 571 to 559 (timed with other chunks, of a stage)
 
 Dropped: `griddepcontrol.launch_dependents` at the start of the GEMM (4 us slower: what decodes the next tokens gathers
 on the few SMs that are idle) and at the end of its loads (1 us faster or 2 slower); two warpgroups of 256 tokens for
@@ -76,15 +89,23 @@ from 4588 to 6050. While the loop was 13% slower, as above: the last round of ti
 4227, but 722 to 738 with 512 tokens a rank; groups in the order of their rows, blocks taking them forth and back, no
 change with 128 tokens, 1224 to 1238 with 1024; weights of the next 2, 4 and 8 stages asked for into the L2 cache while
 tokens are decoded, 8 x 16 (4096, 7168) from 46.6 to 47.3, 48.4 and 50.1; tokens decoded by blocks of 512 or 1024
-threads, on fewer SMs, no change (all in turn in single runs of which no file is kept).
+threads, on fewer SMs, no change (all in turn in single runs of which no file is kept). Beside versions 15 to 17, in
+turn: clusters of two blocks that share the tokens of a tile by multicast, 4060 to 4035 with 128 tokens a tile, but with
+256 of them 512 tokens a rank took 671 to 712; two teams in a block, each with two warpgroups, stages and tiles of its
+own, so that one finishes while the other multiplies, 4034 to 4388 (two warpgroups alone do not keep the tensor cores
+busy); warpgroups that begin 1000 to 2000 cycles after each other, no change; tiles of 256 tokens by two warpgroups 3697
+to 3721, of 192 by three 3697 to 3877; for few rows two warpgroups instead of four, 250 to 270 and more, stages of 128
+columns 249 to 265.
 
-What is left, by these measurements. Plain (4096, 7168) with 32 x 32 rows takes 164 us, without products 141, without
-decoding 146, without either 141, without tokens 162: decoding and products each hide behind memory, and together they
-do not, since they share the register file; the 18 us to the floor are filling, draining and the kernel before. 8 groups
-of 16 rows take 10 and 11 us more than their floors of 31 and 16: that goes, it seems, into two launches, the tokens
-that are decoded before, filling and draining. MXFP8 with many rows is bound by decoding (five instructions for two
-weights, conversions among them), NVFP4 by decoding, by power and by decoding the tokens before: rested it ran at 1.77
-GHz and kept the tensor cores busy 73% of the cycles in version 12, where BF16 does 93% at 1.56.
+What is left, by these measurements. Plain (4096, 7168) with 32 x 32 rows took 164 us in version 5, without products
+141, without decoding 146, without either 141, without tokens 162: decoding and products each hide behind memory, and
+together they do not, since they share the register file; the 18 us to the floor are filling, draining and the kernel
+before. 8 groups of 16 rows take 9 and 10 us more than their floors of 31 and 16; of that, decoding the tokens before is
+1 to 2 (up to 2.5 with 48 rows), the rest, it seems, the launch, filling and draining. MXFP8 with many rows is bound by
+decoding (five instructions for two weights, conversions among them). NVFP4 with 32 x 1024 rows, clocks counted on the
+SMs: gate and up 2317 us at 1.68 GHz, of which 91 are finishing, down 1212 at 1.70, of which 84 are, and some 200 go
+into decoding the tokens before, at 3 TB/s; before version 16 it ran at 1.76. Without decoding weights and finishing the
+two took 2094 and 1057 at 1.79, which is 95 and 94% of the rate of the tensor cores.
 """
 
 from __future__ import annotations

@@ -13,11 +13,13 @@ model: 1.41 GB of weights, 328 us at 4.3 TB/s.
 Measured after rests, and without them (launch/results/gemm_h200.json; TFLOP/s, in parentheses torch's row-wise
 _scaled_grouped_mm or _grouped_mm; see `launch/timing.py`):
 
-    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1409 / 1321 (1382 / 1270); (4096, 7168) without rests 1225 (1202)
-    FP8  4 x 8192, the same                           1408 / 1315 (1349 / 1260); 1215 (1165)
-    BF16 8 x 4096, the same                           799 / 780 (783 / 761); without rests 700 / 670 (672 / 656)
-    FP8  8 x 16, 32, 48 rows                          59.8, 60.6, 61.4 us / 33.7, 34.4, 34.9 us
-    FP8  32 x 32 rows, gate_up and down               345 us
+    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1394 / 1315 (1374 / 1266); (4096, 7168) without rests 1186 (1169)
+    FP8  4 x 8192, the same                           1398 / 1306 (1338 / 1261); 1190 (1131)
+    BF16 8 x 4096, the same                           785 / 775 (769 / 757); without rests 683 / 664 (661 / 644)
+    FP8  8 x 16, 32, 48 rows                          60.2, 61.0, 61.7 us / 33.9, 34.6, 35.1 us
+    FP8  32 x 32 rows, gate_up and down               346 us
+
+Another H200 gave the same kernels 1409 / 1321, 1408 / 1315 and 799 / 780 (1382 / 1270, 1349 / 1260 and 783 / 761).
 
 What each version brought (FP8 8 x 4096, (4096, 7168); decode is 32 x 32, gate_up + down). Versions 1 to 8 were timed 20
 steps after each other, in between the two:
