@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -280,6 +281,21 @@ def test_scales_may_be_left_where_they_were_sent(
         for y, want in zip(kernels.combine(found, outputs), twins.combine(wanted, outputs), strict=True):
             assert_same_bits(y, want, "combined")
     forget_defines()
+
+
+def test_rows_that_are_expected_are_those_of_experts_chosen_alike(device: torch.device) -> None:
+    """40 tokens of 3 ranks choose 3 of 7 experts each: 360 rows, in parts as large as those of the experts."""
+    sizes = {"hidden_size": 64, "num_experts": 7, "top_k": 3, "max_tokens_per_rank": 40}
+    ranks = Ranks(3, device, "torch", token_format="bf16", **sizes)
+    idx = torch.arange(40 * 3).view(40, 3)
+    inputs = [replace(rank_input(0, r, 40, 64, 7, 3), topk_idx=(idx + r) % 7).to(device) for r in range(3)]
+    for own, found in zip(ranks.dispatchers, ranks.dispatch(inputs), strict=True):
+        share = own.geometry.num_local_experts / 7
+        assert found.expected_rows == own.geometry.expected_rows == round(360 * share) < found.capacity
+        assert abs(int(found.group_offsets[-1]) - found.expected_rows) <= 0.1 * found.expected_rows
+        assert found.likely_rows == found.expected_rows
+        assert replace(found, expected_rows=None).likely_rows == found.capacity
+        assert replace(own.geometry, row_capacity=7).expected_rows == 7
 
 
 def test_scales_cannot_be_left_by_other_engines(device: torch.device, seed: int) -> None:

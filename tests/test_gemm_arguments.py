@@ -41,6 +41,7 @@ from tests.gemm_cases import make_rows, random_weights
         ("a.row_scale", {"row_scale": torch.ones(8, 2)}),
         ("a.row_scale", {"row_scale": torch.ones(8, device="meta")}),
         ("a.capacity", {"capacity": -1}),
+        ("a.expected_rows", {"expected_rows": -1}),
         ("a.scales", {"scales": None}),
         ("a.scales", {"scales": torch.zeros(2, 2, 32, 4, 4, dtype=torch.uint8)}),
     ],
