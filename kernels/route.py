@@ -40,7 +40,8 @@ def _dot(acc, x, w, INTERPRET: tl.constexpr):
     """`acc + x @ w^T` for fp32 `w` that is rounded to bf16, and what the rounding leaves."""
     if INTERPRET:
         rounded = bf16_bits_to_f32(f32_to_bf16_bits(w))
-        acc = tl.dot(x, tl.trans(rounded), acc)
+        # Not tl.dot: what a BLAS makes of a row may depend on where in the block the row lies.
+        acc += tl.sum(x[:, None, :] * rounded[None, :, :], axis=2)
         rest = w - rounded
     else:
         rounded = w.to(tl.bfloat16)
