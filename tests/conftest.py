@@ -24,6 +24,9 @@ else:
     if "triton" in sys.modules:
         raise RuntimeError("triton was imported before tests/conftest.py could choose the interpreter")
     os.environ.setdefault("TRITON_INTERPRET", "1")
+    from tests.interpreter import quicken
+
+    quicken()
 torch.set_num_threads(1)
 
 # The fixture `get_pool`.

@@ -263,6 +263,9 @@ def _work(rank: int, world_size: int, interpret: bool, gpus: bool, folder: str, 
     os.environ["OMP_NUM_THREADS"] = "1"
     if interpret:
         os.environ["TRITON_INTERPRET"] = "1"
+        from tests.interpreter import quicken
+
+        quicken()
     else:
         os.environ.pop("TRITON_INTERPRET", None)
     if sys.platform == "linux":
