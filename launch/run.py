@@ -52,9 +52,19 @@ class RankResult:
 
 
 def run_steps(
-    layer: MoELayer, run: RunConfig, *, kind: str, num_tokens: int, steps: int, check_tokens: int
+    layer: MoELayer,
+    run: RunConfig,
+    *,
+    kind: str,
+    num_tokens: int,
+    max_tokens: int,
+    steps: int,
+    check_tokens: int,
 ) -> RankResult:
-    """Run one untimed and `steps` timed steps on this rank; of each, the first `check_tokens` tokens are checked."""
+    """Run one untimed and `steps` timed steps on this rank; of each, the first `check_tokens` tokens are checked.
+
+    It brings `num_tokens` to a step, and no rank more than `max_tokens`.
+    """
     context, rank = layer.context, layer.context.rank
     inputs = [cases.step_inputs(layer, kind, run.seed, rank, step, num_tokens) for step in range(steps + 1)]
     outputs = []
@@ -63,7 +73,8 @@ def run_steps(
         if context.group is not None:
             context.group.barrier("step")
         layer.times = times if step else None
-        y_TH = layer(x_TH) if kind == "router" else layer(x_TH, topk_idx=idx_TK, topk_weights=weights_TK)
+        given = {} if kind == "router" else {"topk_idx": idx_TK, "topk_weights": weights_TK}
+        y_TH = layer(x_TH, **given, max_tokens=max_tokens)
         outputs.append(y_TH[:check_tokens])
     layer.times = None
     if context.device.type == "cuda":
@@ -198,6 +209,7 @@ def work(options: argparse.Namespace) -> int:
             run,
             kind=options.routing,
             num_tokens=counts[context.rank],
+            max_tokens=max(counts),
             steps=options.steps,
             check_tokens=check_tokens,
         )

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from moe_runtime.formats import WEIGHT_FORMATS, token_formats_for, weight_format
 
@@ -28,6 +28,7 @@ MAX_EXPERTS = 65535
 """Ids of experts travel as u16, and 65535 means unrouted."""
 
 _Positive = Annotated[int, Field(gt=0)]
+_Sizes = Annotated[tuple[_Positive, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
 _Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
@@ -125,6 +126,11 @@ class MoELayerConfig(_Model):
     num_experts: _Positive = Field(le=MAX_EXPERTS, description="experts of the layer over all ranks")
     top_k: _Positive = Field(description="experts of one token")
     max_tokens_per_rank: _Positive = Field(description="most tokens a rank may bring to one step")
+    step_sizes: _Sizes = Field(
+        default=(),
+        description="numbers of tokens a rank below max_tokens_per_rank; a step that is said to have no more takes "
+        "what is made for so many (max_tokens of MoELayer.forward)",
+    )
     token_format: FormatName = Field(default="bf16", description="tokens on the wire and into the GEMMs")
     weight_format: WeightFormatName = Field(
         default_factory=lambda data: data.get("token_format", "bf16"),
@@ -191,6 +197,12 @@ class MoELayerConfig(_Model):
                 f"router.top_groups: {router.top_groups} groups of {group_size} experts cannot give "
                 f"top_k = {self.top_k}"
             )
+
+    @property
+    def all_step_sizes(self) -> tuple[int, ...]:
+        """`step_sizes` below `max_tokens_per_rank`, ascending, each once, and that itself."""
+        limit = self.max_tokens_per_rank
+        return (*sorted({size for size in self.step_sizes if size < limit}), limit)
 
     @property
     def resolved_mode(self) -> ResolvedMode:

@@ -105,6 +105,7 @@ class TokenDispatcher:
             meanwhile; None is all. Changes no bit; without a meaning for the torch engine.
         input_scale: static NVFP4 decode scale of the tokens (`gsf = 1 / input_scale`); None is one scale per token.
         agree: further values that must be equal on all ranks, by name; compared with the arguments at start-up.
+        agreed: that the arguments are equal is known from what else is compared.
 
     Raises:
         ValueError: an argument that is out of range; it is named.
@@ -125,6 +126,7 @@ class TokenDispatcher:
         num_sms: int | None = None,
         input_scale: float | None = None,
         agree: Mapping[str, object] | None = None,
+        agreed: bool = False,
     ) -> None:
         fmt, wire = _format(token_format), _format(combine_format)
         _positive("num_experts", num_experts)
@@ -174,21 +176,19 @@ class TokenDispatcher:
         if input_scale is not None:
             one = torch.ones(1, dtype=torch.float32, device=device)
             self._gsf = (one / torch.full_like(one, input_scale)).clamp(max=MAX_GSF)
-        context.register(
-            agree={
-                **(agree or {}),
-                "hidden_size": hidden_size,
-                "num_experts": num_experts,
-                "top_k": top_k,
-                "max_tokens_per_rank": max_tokens_per_rank,
-                "token_format": fmt.name,
-                "combine_format": wire.name,
-                "mode": "packed" if self.geometry.packed else "indexed",
-                "expert_row_capacity": self.geometry.row_capacity,
-                "input_scale": input_scale,
-            },
-            **self.geometry.half_bytes(),
-        )
+        arguments = {
+            **(agree or {}),
+            "hidden_size": hidden_size,
+            "num_experts": num_experts,
+            "top_k": top_k,
+            "max_tokens_per_rank": max_tokens_per_rank,
+            "token_format": fmt.name,
+            "combine_format": wire.name,
+            "mode": "packed" if self.geometry.packed else "indexed",
+            "expert_row_capacity": self.geometry.row_capacity,
+            "input_scale": input_scale,
+        }
+        context.register(agree=None if agreed else arguments, **self.geometry.half_bytes())
 
     @classmethod
     def from_config(
@@ -197,21 +197,26 @@ class TokenDispatcher:
         config: MoELayerConfig,
         *,
         num_slots: int | None = None,
+        max_tokens: int | None = None,
         agree: Mapping[str, object] | None = None,
     ) -> TokenDispatcher:
-        """The exchange of the layer that `config` describes; with a placement, `num_slots` instead of its experts."""
+        """The exchange of the layer that `config` describes; with a placement, `num_slots` instead of its experts.
+
+        With `max_tokens`, for its steps of that size, after ranks have agreed on the layer.
+        """
         return cls(
             context,
             hidden_size=config.hidden_size,
             num_experts=config.num_experts if num_slots is None else num_slots,
             top_k=config.top_k,
-            max_tokens_per_rank=config.max_tokens_per_rank,
+            max_tokens_per_rank=config.max_tokens_per_rank if max_tokens is None else max_tokens,
             token_format=config.token_format,
             combine_format=config.combine_format,
             mode=config.mode,
             expert_row_capacity=config.expert_row_capacity,
             num_sms=config.num_sms,
             agree=agree,
+            agreed=max_tokens is not None,
         )
 
     def dispatch(

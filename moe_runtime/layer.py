@@ -50,7 +50,8 @@ class MoELayer(nn.Module):
         placement: the present one; None as above.
         slots: the `SlotTable` of the placement; None without one.
         router: `moe_runtime.router.Router`; None where there is none.
-        dispatcher: `moe_runtime.dispatcher.TokenDispatcher`.
+        dispatchers: a `moe_runtime.dispatcher.TokenDispatcher` for each of `config.all_step_sizes`.
+        dispatcher: the last of them, for steps of any size.
         experts: `moe_runtime.experts.Experts`, None until weights are loaded.
         shared_expert: `moe_runtime.shared_expert.SharedExpert`; None where the config has none.
         times: set to a `PhaseTimes` to time each phase.
@@ -85,7 +86,13 @@ class MoELayer(nn.Module):
             sizes = (config.hidden_size, config.num_experts, config.top_k)
             self.router = Router(*sizes, config.router, device, engine=self.context.engine)
         num_slots = None if placement is None else placement.num_slots
+        # The largest first: a context that has room for it has room for all.
         self.dispatcher = TokenDispatcher.from_config(self.context, config, num_slots=num_slots, agree=agree)
+        self.dispatchers = {
+            size: TokenDispatcher.from_config(self.context, config, max_tokens=size, num_slots=num_slots)
+            for size in config.all_step_sizes[:-1]
+        }
+        self.dispatchers[config.max_tokens_per_rank] = self.dispatcher
         self.experts: Experts | None = None
         self.shared_expert: SharedExpert | None = None
         if config.shared_expert is not None:
@@ -287,6 +294,7 @@ class MoELayer(nn.Module):
         topk_idx: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
         shared: torch.Tensor | None = None,
+        max_tokens: int | None = None,
     ) -> torch.Tensor:
         """Run the layer on this rank's tokens. Collective.
 
@@ -296,6 +304,9 @@ class MoELayer(nn.Module):
                 (both or neither; without them the layer's own router is asked). -1 is unrouted.
             shared: bf16 `[..., H]`, output of a shared expert, added first; only where the layer has none of its own,
                 which is added by itself.
+            max_tokens: no rank brings more tokens to this step; equal on all ranks, which is not compared. The step
+                takes what is made for the smallest of `config.all_step_sizes` with room for it, which changes its time
+                and no bit. None is `max_tokens_per_rank`; on a single rank, the tokens of `x`.
 
         Returns:
             bf16, the shape of `x`.
@@ -304,7 +315,7 @@ class MoELayer(nn.Module):
             ValueError: a wrong argument; the peers get `PeerAbortedError`.
             MoERuntimeError: what went wrong between ranks (see `ExpertParallelContext.check`).
         """
-        steps = self.stages(x, topk_idx=topk_idx, topk_weights=topk_weights, shared=shared)
+        steps = self.stages(x, topk_idx=topk_idx, topk_weights=topk_weights, shared=shared, max_tokens=max_tokens)
         while (y := advance(steps)) is None:
             pass
         return y
@@ -316,12 +327,13 @@ class MoELayer(nn.Module):
         topk_idx: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
         shared: torch.Tensor | None = None,
+        max_tokens: int | None = None,
     ) -> Generator[None, None, torch.Tensor]:
         """`forward` with stops, as many on every rank: wherever it goes on only once all ranks have come as far.
 
         For ranks that take turns in one process (`VirtualRanks`), and for other work in between.
         """
-        step = self.begin(x, topk_idx=topk_idx, topk_weights=topk_weights, shared=shared)
+        step = self.begin(x, topk_idx=topk_idx, topk_weights=topk_weights, shared=shared, max_tokens=max_tokens)
         yield
         self.compute(step)
         yield
@@ -334,23 +346,42 @@ class MoELayer(nn.Module):
         topk_idx: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
         shared: torch.Tensor | None = None,
+        max_tokens: int | None = None,
     ) -> LayerStep:
         """Route and send this rank's tokens; the shared expert takes them while they travel."""
         with collective_step(self.context):
             tokens_TH, topk_idx, topk_weights, shared_TH = self._route(x, topk_idx, topk_weights, shared)
+            dispatcher = self._dispatcher_for(tokens_TH.shape[0], max_tokens)
             slots = topk_idx if self.slots is None else self.slots(topk_idx, tokens_TH)
         with phase("dispatch_send", self.times):
-            handle = self.dispatcher.dispatch_send(tokens_TH, slots, topk_weights, leave_scales=self.leaves_scales)
+            leave_scales = self._leaves_scales(dispatcher)
+            handle = dispatcher.dispatch_send(tokens_TH, slots, topk_weights, leave_scales=leave_scales)
         if self.shared_expert is not None:
             with collective_step(self.context), torch.no_grad(), phase("shared_expert", self.times):
                 shared_TH = self.shared_expert(tokens_TH)
         routed, sent = (topk_idx, slots), (tokens_TH, topk_weights)
-        return LayerStep(self, x.shape, handle, shared_TH, self.placement, routed, sent)
+        return LayerStep(self, dispatcher, x.shape, handle, shared_TH, self.placement, routed, sent)
 
     @property
     def leaves_scales(self) -> bool:
         """Whether its steps leave the block scales of tokens where they were sent: its experts find them by row."""
-        return self.dispatcher.can_leave_scales and self.experts is not None and self.experts.takes_scales_by_row
+        return self._leaves_scales(self.dispatcher)
+
+    def _leaves_scales(self, dispatcher: TokenDispatcher) -> bool:
+        return dispatcher.can_leave_scales and self.experts is not None and self.experts.takes_scales_by_row
+
+    def _dispatcher_for(self, num_tokens: int, max_tokens: int | None) -> TokenDispatcher:
+        """That of the smallest size with room for a step in which no rank has more than `max_tokens`."""
+        limit = self.config.max_tokens_per_rank
+        if max_tokens is None:
+            # What is too much for any size is refused by the dispatcher.
+            max_tokens = min(num_tokens, limit) if self.context.world_size == 1 else limit
+        elif isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or not num_tokens <= max_tokens <= limit:
+            raise ValueError(
+                f"max_tokens: expected None or from {num_tokens}, the tokens of x, to max_tokens_per_rank = {limit}, "
+                f"got {max_tokens!r}"
+            )
+        return next(self.dispatchers[size] for size in self.config.all_step_sizes if size >= max_tokens)
 
     def compute(self, step: LayerStep) -> None:
         """Wait for the tokens of all ranks, run this rank's experts on them, and send the results back."""

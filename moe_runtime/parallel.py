@@ -29,6 +29,9 @@ from moe_runtime.loading import ExpertTensors
 from moe_runtime.placement import Placement
 from moe_runtime.replacement import agree_on, check_replacement
 
+DONE = -1
+"""What a rank tells the others instead of its number of tokens where it does not call the model any more."""
+
 ExpertSource = Checkpoint | Callable[[int, Sequence[int]], Iterable[ExpertTensors]] | None
 """Where experts come from: a checkpoint, what gives those of a decoder layer by their ids, or the model itself."""
 
@@ -70,7 +73,8 @@ def apply_expert_parallel(
             ranks. None, and layers that are left out: contiguous ids, each expert once.
         parallel: transport, engine and time limits; the defaults of `ParallelConfig` if None.
         device: where the experts shall lie; that of the model if None.
-        overrides: further fields of `MoELayerConfig`, such as `mode` or `intermediate_gsf`.
+        overrides: further fields of `MoELayerConfig`, such as `mode` or `intermediate_gsf`. Inside `join` each call
+            takes the smallest of its `step_sizes` that has room for the tokens of all ranks.
 
     Returns:
         What the layers share, to be closed in the end; it is also a context manager that does so.
@@ -143,7 +147,7 @@ class ExpertParallel:
         self.layers: list[MoELayer] = []
         self.decoder_layers: list[int] = []
         self._joined = False
-        self._chunks = 1
+        self._most_tokens: int | None = None
         self._counted_from: list[LayerCounts] | None = None
 
     def add(self, number: int, config: MoELayerConfig, placement: Placement | None) -> None:
@@ -243,10 +247,10 @@ class ExpertParallel:
         return call
 
     def run(self, index: int, x_TH: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-        """Layer `index` on this rank's tokens, in as many steps as the ranks agreed on before the first layer."""
+        """Layer `index` on this rank's tokens, in steps of the size that the ranks agreed on before the first layer."""
         limit = self.layers[index].config.max_tokens_per_rank
         if not self._joined:
-            self._chunks = 1
+            self._most_tokens = None
             if x_TH.shape[0] > limit:
                 with told_to_peers(self.context):
                     raise ValueError(
@@ -254,12 +258,14 @@ class ExpertParallel:
                         "would be split"
                     )
         elif index == 0:
-            self._chunks = self._agree(max(1, ceil_div(x_TH.shape[0], limit)))
-        layer = self.layers[index]
-        if self._chunks == 1:
-            return layer(x_TH, topk_idx=topk_idx, topk_weights=topk_weights.float())
-        parts = zip(*(t.tensor_split(self._chunks) for t in (x_TH, topk_idx, topk_weights.float())), strict=True)
-        return torch.cat([layer(x, topk_idx=idx, topk_weights=weights) for x, idx, weights in parts])
+            self._most_tokens = self._agree(x_TH.shape[0])
+        layer, weights_TK = self.layers[index], topk_weights.float()
+        if self._most_tokens is None:
+            return layer(x_TH, topk_idx=topk_idx, topk_weights=weights_TK)
+        chunks, most = self._steps(self._most_tokens)
+        parts = zip(*(t.tensor_split(chunks) for t in (x_TH, topk_idx, weights_TK)), strict=True)
+        ys = [layer(x, topk_idx=idx, topk_weights=weights, max_tokens=most) for x, idx, weights in parts]
+        return ys[0] if chunks == 1 else torch.cat(ys)
 
     def close(self) -> None:
         """Free the memory that ranks share; see `ExpertParallelContext.close`. The model cannot be called any more."""
@@ -271,11 +277,16 @@ class ExpertParallel:
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.context.__exit__(kind, error, tb)
 
-    def _agree(self, chunks: int) -> int:
-        """The largest number of chunks of any rank; 0 where all are done."""
+    def _agree(self, num_tokens: int) -> int:
+        """The most tokens that any rank has in this call of the model; `DONE` where all are done."""
         if self.context.group is None:
-            return chunks
-        return max(self.context.group.gather("call of the model", chunks))
+            return num_tokens
+        return max(self.context.group.gather("call of the model", num_tokens))
+
+    def _steps(self, most_tokens: int) -> tuple[int, int]:
+        """In how many steps a call goes through a layer, and the most tokens of a rank in each."""
+        chunks = max(1, ceil_div(most_tokens, self.layers[0].config.max_tokens_per_rank))
+        return chunks, ceil_div(most_tokens, chunks)
 
     def _idle(self) -> None:
         """Take part in the calls of the others until all are done."""
@@ -284,10 +295,11 @@ class ExpertParallel:
         none = torch.empty(0, config.hidden_size, dtype=torch.bfloat16, device=device)
         idx = torch.empty(0, top_k, dtype=torch.int32, device=device)
         weights = torch.empty(0, top_k, dtype=torch.float32, device=device)
-        while chunks := self._agree(0):
+        while (most_tokens := self._agree(DONE)) != DONE:
+            chunks, most = self._steps(most_tokens)
             for layer in self.layers:
                 for _ in range(chunks):
-                    layer(none, topk_idx=idx, topk_weights=weights)
+                    layer(none, topk_idx=idx, topk_weights=weights, max_tokens=most)
 
 
 class ParallelExperts(nn.Module):

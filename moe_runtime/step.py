@@ -31,7 +31,7 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, collective_step
+from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher, collective_step
 from moe_runtime.metrics import phase
 from moe_runtime.placement import Placement
 
@@ -46,6 +46,7 @@ class LayerStep:
     Before each of them every rank must have come as far.
 
     Attributes:
+        dispatcher: of the size of the step.
         shape: of the tokens that the step began with.
         shared: the shared expert's output, `[T, H]`, if there is one.
         placement: of the layer when the tokens were sent.
@@ -55,6 +56,7 @@ class LayerStep:
     """
 
     layer: MoELayer
+    dispatcher: TokenDispatcher
     shape: torch.Size
     handle: DispatchHandle
     shared: torch.Tensor | None
@@ -70,14 +72,14 @@ class LayerStep:
             if self.placement != layer.placement:
                 raise ValueError("step: expected one that began after replace_experts, its tokens went to other slots")
         with phase("dispatch_wait", layer.times):
-            arrived = layer.dispatcher.dispatch_wait(self.handle)
+            arrived = self.dispatcher.dispatch_wait(self.handle)
         with collective_step(layer.context), phase("experts", layer.times):
             assert layer.experts is not None
             sink = CombineSink(self.handle)
             self._between = arrived, sink
             layer.experts(arrived, out=sink.rows)
         with phase("combine_send", layer.times):
-            layer.dispatcher.combine_send(sink, self.handle)
+            self.dispatcher.combine_send(sink, self.handle)
         if layer.counters is not None:
             # Now, while results travel and those of the peers are waited for.
             with collective_step(layer.context):
@@ -86,7 +88,7 @@ class LayerStep:
     def gather(self) -> torch.Tensor:
         """Wait for the results of all ranks and sum them; bf16 `[T, H]`."""
         with phase("combine_wait", self.layer.times):
-            return self.layer.dispatcher.combine_wait(self.handle, shared=self.shared)
+            return self.dispatcher.combine_wait(self.handle, shared=self.shared)
 
 
 def advance(step: Generator[None, None, torch.Tensor]) -> torch.Tensor | None:

@@ -60,12 +60,17 @@ class VirtualRanks:
         self,
         xs: Sequence[torch.Tensor],
         routing: Sequence[tuple[torch.Tensor, torch.Tensor]] | None = None,
+        *,
+        max_tokens: int | None = None,
     ) -> list[torch.Tensor]:
-        """Run a step: `xs[r]` are the tokens of rank `r`, `routing[r]` its `(topk_idx, topk_weights)` if given."""
+        """Run a step: `xs[r]` are the tokens of rank `r`, `routing[r]` its `(topk_idx, topk_weights)` if given.
+
+        `max_tokens` is that of `MoELayer.forward`.
+        """
         steps = []
         for rank, (layer, x) in enumerate(zip(self.layers, xs, strict=True)):
             topk_idx, topk_weights = routing[rank] if routing is not None else (None, None)
-            steps.append(layer.stages(x, topk_idx=topk_idx, topk_weights=topk_weights))
+            steps.append(layer.stages(x, topk_idx=topk_idx, topk_weights=topk_weights, max_tokens=max_tokens))
         while True:
             ended = [advance(step) for step in steps]
             if ended[0] is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import time
@@ -190,6 +191,36 @@ def eager_and_graph(rank: int, world: int, seed: int) -> list[str]:
                         wrong.append(f"layer {number} {name}, replay {time_}")
                 if not same(run(), eager):
                     wrong.append(f"layer {number} {name}, eager again")
+        context.check_peers()
+    return wrong
+
+
+def replay_sizes(rank: int, world: int, seed: int) -> list[str]:
+    """Every layer with a graph for each size of its steps, replayed in turn; what is not equal to steps of one size."""
+    wrong = []
+    sizes = (1, TOKENS, 300)
+    with open_context() as context:
+        configs = [c.replace(max_tokens_per_rank=sizes[-1], step_sizes=sizes[:-1]) for c in LAYERS]
+        layers = [MoELayer(c, context) for c in configs]
+        for number, layer in enumerate(layers):
+            layer.load_random(seed)
+            runs = []
+            for size in sizes:
+                mine = rank_input(seed + size, rank, size - rank % 2, HIDDEN, EXPERTS, TOP_K).to(context.device)
+
+                def run(size: int | None, layer: MoELayer = layer, mine: RankInput = mine) -> torch.Tensor:
+                    return layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights, max_tokens=size)
+
+                expected = run(None).clone()
+                if not same(run(size), expected):
+                    wrong.append(f"layer {number}, {size} tokens, eager")
+                runs.append((size, expected, *captured(functools.partial(run, size))))
+            for size, expected, graph, y in (runs + runs[::-1]) * 2:
+                y.fill_(float("nan"))
+                graph.replay()
+                torch.cuda.synchronize()
+                if not same(y, expected):
+                    wrong.append(f"layer {number}, {size} tokens, replay")
         context.check_peers()
     return wrong
 

@@ -199,6 +199,18 @@ def test_replace_validates_and_derives_defaults_again() -> None:
         config.replace(topk=2)
 
 
+def test_sizes_of_steps_are_sorted_and_end_with_the_largest() -> None:
+    """A YAML file has a list, and a config may be made for fewer tokens afterwards."""
+    config = MoELayerConfig.model_validate(LAYER | {"max_tokens_per_rank": 64, "step_sizes": [32, 8, 32]})
+    assert config.step_sizes == (32, 8, 32) and config.all_step_sizes == (8, 32, 64)
+    assert config.replace(max_tokens_per_rank=32).all_step_sizes == (8, 32)
+    assert config.replace(max_tokens_per_rank=4).all_step_sizes == (4,)
+    assert config.replace(step_sizes=()).all_step_sizes == (64,)
+    for wrong in ([0], [-8], ["8"], [8.0], [True], 8, "8", None):
+        with pytest.raises(ValidationError, match="step_sizes"):
+            config.replace(step_sizes=wrong)
+
+
 def test_flat_has_every_value_once() -> None:
     flat = MoELayerConfig.model_validate(LAYER | {"router": {"kind": "sigmoid"}}).flat()
     assert flat["router.kind"] == "sigmoid" and flat["hidden_size"] == 256 and flat["activation.limit"] is None

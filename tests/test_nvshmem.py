@@ -111,6 +111,11 @@ def test_eager_and_graph_are_equal_bit_for_bit(ranks: Any, seed: int) -> None:
 
 
 @gpu
+def test_graphs_of_all_sizes_of_steps_give_the_bits_of_one(ranks: Any, seed: int) -> None:
+    assert ranks.run(cases.replay_sizes, seed, timeout=170) == [[]] * WORLD
+
+
+@gpu
 def test_graphs_go_on_through_replacements(ranks: Any, seed: int) -> None:
     assert ranks.run(cases.replace_between_replays, seed, timeout=170) == [[]] * WORLD
 

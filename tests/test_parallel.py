@@ -195,6 +195,37 @@ def test_a_split_batch_gives_the_same_bits(get_pool: Any, tmp_path: Path, seed: 
             assert_same_bits(answer, expected)
 
 
+def sizes_of_rank(rank: int, world: int, path: Path, ids: list[Any]) -> Any:
+    plain, parallel = spread(path, max_tokens_per_rank=32)
+    with parallel, parallel.join():
+        expected = [plain(x).logits for x in ids[rank]]
+    model, parallel = spread(path, max_tokens_per_rank=8, step_sizes=(2, 5))
+    taken = []
+    for layer in parallel.layers:
+        for size, dispatcher in layer.dispatchers.items():
+
+            def send(*args: Any, size: int = size, own: Any = dispatcher.dispatch_send, **named: Any) -> Any:
+                taken.append(size)
+                return own(*args, **named)
+
+            dispatcher.dispatch_send = send
+    with parallel, parallel.join():
+        answers = [model(x).logits for x in ids[rank]]
+    return answers, expected, taken, len(parallel.layers)
+
+
+def test_calls_take_the_size_that_has_room_for_all_ranks(get_pool: Any, tmp_path: Path, seed: int) -> None:
+    """Of 8 tokens or 2 and 5; 20 tokens go in three steps of at most 7. One rank ends after its first call."""
+    folder = save(tmp_path, "qwen2_moe", seed)
+    calls = [prompts(seed, 3, [(1, n) for n in counts]) for counts in ((1, 2, 5), (2, 1, 1), (3, 20, 1))]
+    ids = [[call[0] for call in calls], [call[1] for call in calls], [calls[0][2]]]
+    results = get_pool(3).run(sizes_of_rank, folder, ids, timeout=120.0)
+    for answers, expected, taken, layers in results:
+        assert taken == [5] * layers + [2] * layers + [8] * 3 * layers
+        for answer, wanted in zip(answers, expected, strict=True):
+            assert_same_bits(answer, wanted)
+
+
 def router_logits_of_rank(rank: int, world: int, path: Path, ids: list[Any]) -> Any:
     model, parallel = spread(path, max_tokens_per_rank=64)
     with parallel:
