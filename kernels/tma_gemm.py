@@ -45,6 +45,9 @@ steps after each other, in between the two:
        1408, BF16 781 to 787; (7168, 2048) of 4096 and 512 tokens a rank 797 to 789 and 161 to 154 us. Unusual scales
        without a branch for each number, which makes room. Bands of 8 columns instead of 16 MB of them: BF16 773 to 785,
        FP8 (7168, 2048) 1305 to 1322, of 4096 tokens a rank 1225 to 1241.
+   10. chosen by the rows that are expected instead of by the room for the worst case: what 8, 16, 32, 48 and 64 tokens
+       a rank of 8 give, gate_up and down, FP8 339, 342, 349, 356 and 373 us to 336, 340, 345, 351 and 367, BF16 of 8,
+       32 and 64 tokens 656, 672 and 697 to 651, 668 and 690. At 80 tokens it would still win 2%, at 128 lose 17%.
 
 What bounds it is power, with rests and without. On one H200, clocks counted on the SMs: rested, FP8 ran at 1.52 GHz
 (86% of the tensor cores' rate at that clock) and BF16 at 1.56 (93%), from 0.1 s on at 1.24 to 1.28 and 1.26 to 1.35;
@@ -60,13 +63,16 @@ tiles of 128 x 192: 832 against 768) ran at 1317-1450 / 1131-1354 TFLOP/s betwee
 / 1014-1057 on the same GPU: hot, all lose a fifth.
 
 Between the two regimes tiles are cut badly: 32 groups of 128, 137 and 256 rows take 254 + 142, 371 + 196 and 406 + 237
-us, and those that 512 and 1024 tokens a rank give (128 and 256 on average, half of them a few more) 339 + 166 and 567 +
-306 (single runs of which no file is kept). A tile of few rows streams as many weights as a full one. Two things were
-tried against it. Weights on the M side, so that a group is cut evenly into tiles of 16, 32, .. 128 tokens, with the
-same bits: 128 rows 253 + 142 to 306 + 153, 256 rows 392 + 215 to 578 + 284, 512 and 1024 tokens 306 + 162 to 375 + 174
-and 494 + 267 to 611 + 311. There each thread wants a factor for every token, and reading them takes, it seems, 512
-cycles of shared memory a stage, which has none left. And tiles of at most 64 rows no more paired with full ones: 512
-tokens 320 + 167 to 349 + 179, since both then stream the weights for themselves.
+us without rests, and those that 512 and 1024 tokens a rank give (128 and 256 on average, half of them a few more) 301 +
+156 and 479 + 247 after rests (single runs of which no file is kept). A tile of few rows streams as many weights as a
+full one. Of the last, ncu says that the tensor cores are busy 79% of the time at 1.46 GHz (where groups are larger, 86%
+at 1.52), one product in nine for rows that are not there. Three things were tried against it. Boxes of 64, 32 and 16
+rows, of which a tile of few loads fewer: 301 to 300, 307, 332 and 479 to 480, 502, 554. Weights on the M side, so that
+a group is cut evenly into tiles of 16, 32, .. 128 tokens, with the same bits: 128 rows 253 + 142 to 306 + 153, 256 rows
+392 + 215 to 578 + 284, 512 and 1024 tokens 306 + 162 to 375 + 174 and 494 + 267 to 611 + 311. There each thread wants a
+factor for every token, and reading them takes, it seems, 512 cycles of shared memory a stage, which has none left. And
+tiles of at most 64 rows no more paired with full ones: 512 tokens 320 + 167 to 349 + 179, since both then stream the
+weights for themselves.
 
 Dropped: tiles of 192 rows by three warpgroups (818 to 954); products of 192 columns at a time, without and with a
 cluster (1116 to 1252, where 2 x 128 had 1134 to 1304); turns of the warpgroups at the tensor cores (-11%), also when
@@ -119,8 +125,7 @@ MAX_STAGES = 4
 TOLD = 8
 """Tiles that the producers of a block tell its math warps of at a time."""
 DECODE_ROWS = 64
-"""Packed positions per group up to which a launch takes the decode regime. Capacities are worst cases, several times
-the rows that come; the other regime takes few rows as well, at the same rate."""
+"""Rows of a group, on average, up to which a launch takes the decode regime."""
 
 MAPS_KEPT = 1024
 
@@ -161,9 +166,9 @@ DECODE = Regime("decode", cluster=1, box_rows=16, band=1)
 PREFILL = Regime("prefill", cluster=2, box_rows=TILE_ROWS, band=8)
 
 
-def choose_regime(capacity: int, num_groups: int) -> Regime:
-    """The regime of a launch: a function of what the host knows, so that a graph keeps it."""
-    return DECODE if capacity <= DECODE_ROWS * num_groups else PREFILL
+def choose_regime(rows: int, num_groups: int) -> Regime:
+    """The regime for `rows` that come on average; both give the same bits for any number."""
+    return DECODE if rows <= DECODE_ROWS * num_groups else PREFILL
 
 
 def supports(a: GroupedRows, w: ExpertWeights, out: torch.Tensor | None = None) -> bool:
@@ -310,7 +315,7 @@ def _launch(
     activation: SwiGLU | None,
     num_sms: int | None = None,
 ) -> None:
-    regime = choose_regime(a.capacity, a.num_groups) if regime is None else regime
+    regime = choose_regime(a.likely_rows, a.num_groups) if regime is None else regime
     device, groups = a.rows.device, a.num_groups
     scales_per_expert = 0 if w.expert_scales is None else w.expert_scales.ndim
     order = activation.order if activation is not None else (w.gate_up if scales_per_expert == 2 else None)

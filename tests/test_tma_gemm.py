@@ -111,6 +111,22 @@ def test_regime_is_a_function_of_sizes() -> None:
     assert tma.choose_regime(0, 1) is tma.DECODE
 
 
+@pytest.mark.parametrize(("expected", "cluster"), [(3 * 64, 1), (3 * 64 + 1, 2), (0, 1), (None, 2)])
+def test_a_launch_takes_the_regime_of_the_rows_that_are_expected(
+    expected: int | None, cluster: int, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not of the room that there is."""
+    cpu, launched = torch.device("cpu"), []
+    a = replace(make_rows("bf16", [100, 101, 0], 128, rng, cpu, num_experts=1), expected_rows=expected)
+    w = random_weights("bf16", 1, 128, 128, rng, cpu)
+    monkeypatch.setattr(tma, "supports", lambda *operands: True)
+    monkeypatch.setattr(tma, "_tensor_map", lambda *sizes: None)
+    monkeypatch.setattr(tma.nvrtc, "most_sms", lambda *limits: 8)
+    monkeypatch.setattr(tma.nvrtc, "launch", lambda file, name, defines, **more: launched.append(defines["CLUSTER"]))
+    tma.grouped_gemm(a, w)
+    assert launched == [cluster]
+
+
 def test_other_devices_and_formats_are_not_supported(rng: torch.Generator) -> None:
     cpu = torch.device("cpu")
     for name in FORMATS:
