@@ -3,7 +3,8 @@
 `[torchrun --nproc-per-node=N] -m moe_runtime.launch.soak --config NAME --steps 20000` counts tokens that did not come
 home as they must (`launch/soak_steps.py`), bit for bit, and arrivals whose groups have wrong sizes; the second pass
 must give the same bits. Nothing waits for the device until the end, so steps follow each other as closely as they can.
-Where the transport allows it most steps are replays of one CUDA graph, whose inputs are written in place.
+Where the transport allows it most steps are replays of a CUDA graph, one for each of the layer's step sizes, whose
+inputs are written in place.
 The exit code is 0 only if no rank found anything; 2 for a wrong argument or config.
 """
 
@@ -13,7 +14,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -85,14 +86,16 @@ class Soak:
     """The steps of one layer's exchange on this rank. Every rank makes and runs its own with equal arguments.
 
     Args:
-        dispatcher: of the layer; with several ranks, each in a process of its own.
+        dispatchers: of the layer, by the size of the steps that take them (`TokenDispatcher.of_all_sizes`); with
+            several ranks, each in a process of its own.
         seed: of all tokens and routings.
         steps: of a pass.
     """
 
-    def __init__(self, dispatcher: TokenDispatcher, seed: int, steps: int) -> None:
-        self.dispatcher, self.seed, self.steps = dispatcher, seed, steps
-        self.context, self.geometry = dispatcher.context, dispatcher.geometry
+    def __init__(self, dispatchers: Mapping[int, TokenDispatcher], seed: int, steps: int) -> None:
+        self.dispatchers, self.seed, self.steps = dispatchers, seed, steps
+        largest = dispatchers[max(dispatchers)]
+        self.context, self.geometry = largest.context, largest.geometry
         geometry, device = self.geometry, self.context.device
         self.x_TH = torch.zeros(geometry.max_tokens, geometry.hidden, dtype=torch.bfloat16, device=device)
         self.idx_TK = torch.full((geometry.max_tokens, geometry.top_k), -1, dtype=torch.int32, device=device)
@@ -106,10 +109,12 @@ class Soak:
     def run(self) -> SoakResult:
         """Both passes. Raises what went wrong between ranks, a rank that does not answer among it."""
         start = time.monotonic()
-        replay = self._capture() if self.context.device.type == "cuda" and self.context.heap.graph_safe else None
+        replays: dict[int, Callable[[], Checked]] = {}
+        if self.context.device.type == "cuda" and self.context.heap.graph_safe:
+            replays = {size: self._capture(size) for size in self.dispatchers}
         for number in range(PASSES):
             for step in range(self.steps):
-                self._step(number, step, None if step % EAGER_EVERY == 0 else replay)
+                self._step(number, step, {} if step % EAGER_EVERY == 0 else replays)
         self.context.check_peers()
         wrong = self.wrong_tokens.nonzero().flatten().tolist()
         return SoakResult(
@@ -124,22 +129,23 @@ class Soak:
             seconds=time.monotonic() - start,
         )
 
-    def _step(self, number: int, step: int, replay: Callable[[], Checked] | None) -> None:
-        """One step; `replay` answers for the tokens that lie in the buffers."""
+    def _step(self, number: int, step: int, replays: Mapping[int, Callable[[], Checked]]) -> None:
+        """One step; the one of `replays` for its size, if there is one, answers for the tokens in the buffers."""
         geometry, device, rank = self.geometry, self.context.device, self.context.rank
-        plan = StepPlan.draw(self.seed, step, geometry)
+        sizes = tuple(self.dispatchers) if len(self.dispatchers) > 1 else ()
+        plan = StepPlan.draw(self.seed, step, geometry, sizes)
         count = plan.counts[rank]
         x_TH = plan.tokens(self.seed, rank, geometry, device)
         routings = [plan.routing(self.seed, r, geometry, device) for r in range(geometry.world_size)]
         inputs = (x_TH, *routings[rank])
-        if replay is None:
-            checked = self._exchange(*inputs)
+        if plan.size not in replays:
+            checked = self._exchange(plan.size, *inputs)
         else:
             # What lies behind the tokens is of a step before, and goes nowhere.
             self.idx_TK.fill_(-1)
             for buffer, values in zip((self.x_TH, self.idx_TK, self.weights_TK), inputs, strict=True):
                 buffer[:count].copy_(values)
-            checked = replay()
+            checked = replays[plan.size]()
             self.replays += 1
         self.wrong_tokens[step] += checked.wrong_tokens
         expected = expected_offsets([ids for ids, _ in routings], geometry)
@@ -149,11 +155,18 @@ class Soak:
         self.context.check()
 
     def _exchange(
-        self, x_TH: torch.Tensor, idx_TK: torch.Tensor, weights_TK: torch.Tensor, *, leave_scales: bool = False
+        self,
+        size: int,
+        x_TH: torch.Tensor,
+        idx_TK: torch.Tensor,
+        weights_TK: torch.Tensor,
+        *,
+        leave_scales: bool = False,
     ) -> Checked:
         """The tokens there and back, and what came back beside what must; nothing waits for the host."""
-        arrived = self.dispatcher.dispatch(x_TH, idx_TK, weights_TK, leave_scales=leave_scales)
-        y_TH = self.dispatcher.combine(multiplying_experts(arrived), arrived.handle)
+        dispatcher = self.dispatchers[size]
+        arrived = dispatcher.dispatch(x_TH, idx_TK, weights_TK, leave_scales=leave_scales)
+        y_TH = dispatcher.combine(multiplying_experts(arrived), arrived.handle)
         return self._checked(y_TH, arrived.group_offsets, x_TH, idx_TK, weights_TK)
 
     def _checked(
@@ -170,17 +183,18 @@ class Soak:
         wrong = (found != wanted).any(dim=1).sum()
         return Checked(y_TH, offsets, wrong, _folded(found))
 
-    def _capture(self) -> Callable[[], Checked]:
-        """A graph of a step over the buffers with its check, once such a step has run.
+    def _capture(self, size: int) -> Callable[[], Checked]:
+        """A graph of a step of this size over the buffers with its check, once such a step has run.
 
         It leaves block scales where they were sent, if it can; steps that are launched kernel by kernel copy them.
         """
-        buffers, leave_scales = (self.x_TH, self.idx_TK, self.weights_TK), self.dispatcher.can_leave_scales
-        self._exchange(*buffers, leave_scales=leave_scales)
+        buffers = (self.x_TH[:size], self.idx_TK[:size], self.weights_TK[:size])
+        leave_scales = self.dispatchers[size].can_leave_scales
+        self._exchange(size, *buffers, leave_scales=leave_scales)
         graph = torch.cuda.CUDAGraph()
         # Other threads (a process group's watchdog) may call CUDA meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            checked = self._exchange(*buffers, leave_scales=leave_scales)
+            checked = self._exchange(size, *buffers, leave_scales=leave_scales)
 
         def replay() -> Checked:
             checked.y_TH.fill_(float("nan"))
@@ -196,16 +210,18 @@ def _folded(values: torch.Tensor) -> torch.Tensor:
     return ((flat + 1) * (torch.arange(flat.numel(), device=flat.device) * BITS + 1)).sum()
 
 
-def make_dispatcher(config: MoELayerConfig, context: ExpertParallelContext) -> TokenDispatcher:
-    """The exchange of the layer that `config` describes, with contiguous experts and room for every row."""
-    return TokenDispatcher.from_config(context, config.replace(expert_row_capacity=None))
+def make_dispatchers(config: MoELayerConfig, context: ExpertParallelContext) -> dict[int, TokenDispatcher]:
+    """The exchanges of the layer that `config` describes, with contiguous experts and room for every row."""
+    return TokenDispatcher.of_all_sizes(context, config.replace(expert_row_capacity=None))
 
 
 def report(results: list[SoakResult], config: MoELayerConfig, context: ExpertParallelContext, console: Console) -> None:
     """Print what all ranks found."""
+    sizes = " or ".join(map(str, config.all_step_sizes))
     console.print(
         f"{PASSES} passes of {results[0].steps} steps, tokens {config.token_format}, combine {config.combine_format}, "
-        f"{config.resolved_mode}; {context.world_size} rank(s) on {context.device.type}, transport {context.transport}"
+        f"{config.resolved_mode}, steps of at most {sizes} tokens; "
+        f"{context.world_size} rank(s) on {context.device.type}, transport {context.transport}"
     )
     for rank, r in enumerate(results):
         first = "" if r.first_wrong_step is None else f", the first in step {r.first_wrong_step}"
@@ -231,11 +247,15 @@ def work(options: argparse.Namespace) -> int:
         run = run.replace(layer=cases.with_token_format(run.layer, changes.pop("token_format")))
     if options.tokens is not None:
         changes["max_tokens_per_rank"], run = options.tokens, run.replace(tokens_per_rank=0)
+    if options.step_sizes is not None:
+        if min(options.step_sizes) < 1:
+            raise ValueError(f"--step-sizes: expected at least 1 each, got {min(options.step_sizes)}")
+        changes["step_sizes"] = tuple(options.step_sizes)
     run = run.replace(layer=run.layer.replace(**changes))
     seed = run.seed if options.seed is None else options.seed
     environment.start(run)
     with context_from_config(run.parallel) as context:
-        mine = Soak(make_dispatcher(run.layer, context), seed, options.steps).run()
+        mine = Soak(make_dispatchers(run.layer, context), seed, options.steps).run()
         results: list[SoakResult] = environment.gather(context, "results", mine)
         passed = all(result.passed for result in results)
         report(results, run.layer, context, environment.console_of(context))
@@ -254,6 +274,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20000, metavar="N", help="steps of each pass (default: 20000)")
     parser.add_argument("--seed", type=int, metavar="N", help="instead of the config's")
     parser.add_argument("--tokens", type=int, metavar="N", help="max_tokens_per_rank, instead of the config's")
+    parser.add_argument("--step-sizes", type=int, nargs="+", metavar="N", help="step_sizes, instead of the config's")
     parser.add_argument("--format", choices=get_args(FormatName), help="of tokens, instead of the config's")
     parser.add_argument("--combine-format", choices=get_args(CombineFormatName), help="instead of the config's")
     parser.add_argument("--mode", choices=("auto", "indexed", "packed"), help="instead of the config's")

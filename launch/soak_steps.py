@@ -31,19 +31,23 @@ UNROUTED_ABOVE = 1.28
 
 @dataclass(frozen=True)
 class StepPlan:
-    """What a step is, equal on all ranks: how tokens are routed, and how many each rank brings."""
+    """What a step is, equal on all ranks: how tokens are routed, and how many of at most `size` each rank brings."""
 
     number: int
     kind: str
+    size: int
     counts: tuple[int, ...]
 
     @staticmethod
-    def draw(seed: int, number: int, geometry: ExchangeGeometry) -> StepPlan:
-        """Each rank brings none, one, all that it may or any number in between, one time in four each."""
+    def draw(seed: int, number: int, geometry: ExchangeGeometry, sizes: Sequence[int] = ()) -> StepPlan:
+        """Each rank brings none, one, all that it may or any number in between, one time in four each.
+
+        Steps have the size of the geometry, or as often each of `sizes`.
+        """
         chance = random.Random(f"{seed}/{number}")
-        most = geometry.max_tokens
+        most = chance.choice(sizes) if sizes else geometry.max_tokens
         counts = tuple(chance.choice((0, 1, most, chance.randint(0, most))) for _ in range(geometry.world_size))
-        return StepPlan(number, chance.choice(KINDS), counts)
+        return StepPlan(number, chance.choice(KINDS), most, counts)
 
     def routing(
         self, seed: int, rank: int, geometry: ExchangeGeometry, device: torch.device

@@ -196,13 +196,14 @@ class TokenDispatcher:
         context: ExpertParallelContext,
         config: MoELayerConfig,
         *,
-        num_slots: int | None = None,
         max_tokens: int | None = None,
+        num_slots: int | None = None,
         agree: Mapping[str, object] | None = None,
+        agreed: bool = False,
     ) -> TokenDispatcher:
-        """The exchange of the layer that `config` describes; with a placement, `num_slots` instead of its experts.
+        """The exchange of the layer that `config` describes, for steps of `max_tokens` if given.
 
-        With `max_tokens`, for its steps of that size, after ranks have agreed on the layer.
+        With a placement there are `num_slots` instead of its experts.
         """
         return cls(
             context,
@@ -216,8 +217,30 @@ class TokenDispatcher:
             expert_row_capacity=config.expert_row_capacity,
             num_sms=config.num_sms,
             agree=agree,
-            agreed=max_tokens is not None,
+            agreed=agreed,
         )
+
+    @classmethod
+    def of_all_sizes(
+        cls,
+        context: ExpertParallelContext,
+        config: MoELayerConfig,
+        *,
+        num_slots: int | None = None,
+        agree: Mapping[str, object] | None = None,
+    ) -> dict[int, TokenDispatcher]:
+        """The exchanges of the layer that `config` describes, for each of its `all_step_sizes`, ascending.
+
+        A step may take any that has room for its tokens, and all ranks have to take the same.
+        """
+        # The largest first: a context that has room for it has room for all.
+        largest = cls.from_config(context, config, num_slots=num_slots, agree=agree)
+        *smaller, limit = config.all_step_sizes
+        of_size = {
+            size: cls.from_config(context, config, max_tokens=size, num_slots=num_slots, agreed=True)
+            for size in smaller
+        }
+        return {**of_size, limit: largest}
 
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, leave_scales: bool = False

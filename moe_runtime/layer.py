@@ -50,7 +50,7 @@ class MoELayer(nn.Module):
         placement: the present one; None as above.
         slots: the `SlotTable` of the placement; None without one.
         router: `moe_runtime.router.Router`; None where there is none.
-        dispatchers: a `moe_runtime.dispatcher.TokenDispatcher` for each of `config.all_step_sizes`.
+        dispatchers: a `moe_runtime.dispatcher.TokenDispatcher` for each of `config.all_step_sizes`, ascending.
         dispatcher: the last of them, for steps of any size.
         experts: `moe_runtime.experts.Experts`, None until weights are loaded.
         shared_expert: `moe_runtime.shared_expert.SharedExpert`; None where the config has none.
@@ -86,13 +86,8 @@ class MoELayer(nn.Module):
             sizes = (config.hidden_size, config.num_experts, config.top_k)
             self.router = Router(*sizes, config.router, device, engine=self.context.engine)
         num_slots = None if placement is None else placement.num_slots
-        # The largest first: a context that has room for it has room for all.
-        self.dispatcher = TokenDispatcher.from_config(self.context, config, num_slots=num_slots, agree=agree)
-        self.dispatchers = {
-            size: TokenDispatcher.from_config(self.context, config, max_tokens=size, num_slots=num_slots)
-            for size in config.all_step_sizes[:-1]
-        }
-        self.dispatchers[config.max_tokens_per_rank] = self.dispatcher
+        self.dispatchers = TokenDispatcher.of_all_sizes(self.context, config, num_slots=num_slots, agree=agree)
+        self.dispatcher = self.dispatchers[config.max_tokens_per_rank]
         self.experts: Experts | None = None
         self.shared_expert: SharedExpert | None = None
         if config.shared_expert is not None:

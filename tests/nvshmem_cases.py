@@ -214,8 +214,9 @@ def replay_sizes(rank: int, world: int, seed: int) -> list[str]:
                 expected = run(None).clone()
                 if not same(run(size), expected):
                     wrong.append(f"layer {number}, {size} tokens, eager")
-                runs.append((size, expected, *captured(functools.partial(run, size))))
-            for size, expected, graph, y in (runs + runs[::-1]) * 2:
+                # A graph reads the inputs where they are: they are kept with it.
+                runs.append((size, mine, expected, *captured(functools.partial(run, size))))
+            for size, _, expected, graph, y in (runs + runs[::-1]) * 2:
                 y.fill_(float("nan"))
                 graph.replay()
                 torch.cuda.synchronize()

@@ -26,8 +26,8 @@ STEPS = 24
 
 def soak_layers(rank: int, world: int, layers: list[MoELayerConfig], steps: int, seed: int) -> list[soak.SoakResult]:
     with ExpertParallelContext(timeout_s=60) as context:
-        dispatchers = [soak.make_dispatcher(c, context) for c in layers]
-        return [soak.Soak(dispatcher, seed, steps).run() for dispatcher in dispatchers]
+        layers_dispatchers = [soak.make_dispatchers(c, context) for c in layers]
+        return [soak.Soak(dispatchers, seed, steps).run() for dispatchers in layers_dispatchers]
 
 
 @pytest.mark.cpu_only
@@ -47,6 +47,7 @@ def test_replays_over_nvshmem(fmt: str, get_pool: Any, seed: int) -> None:
     if nvshmem_world.problem():
         pytest.skip(f"NVSHMEM: {nvshmem_world.problem()}")
     layers = [config(fmt, mode=mode) for mode in ("indexed", "packed")]
+    layers.append(config(fmt, max_tokens_per_rank=300, step_sizes=(5, 12)))
     for results in get_pool(torch.cuda.device_count(), gpus=True).run(soak_layers, layers, 200, seed, timeout=170):
         assert all(result.passed and result.replays == 2 * 175 for result in results), results
 
@@ -68,15 +69,16 @@ class Operations(TorchDispatchMode):
 def test_a_step_and_its_check_could_be_captured(c: MoELayerConfig, seed: int) -> None:
     """Around dispatch and combine nothing reads a number of the device, nor makes a tensor of Python numbers."""
     with virtual_contexts(1)[0] as context:
-        one = soak.Soak(soak.make_dispatcher(c, context), seed, 1)
+        one = soak.Soak(soak.make_dispatchers(c, context), seed, 1)
+        (dispatcher,) = one.dispatchers.values()
         plans = (StepPlan.draw(seed, step, one.geometry) for step in itertools.count())
         plan = next(plan for plan in plans if plan.counts[0] > 0)
         x_TH = plan.tokens(seed, 0, one.geometry, context.device)
         inputs = (x_TH, *plan.routing(seed, 0, one.geometry, context.device))
-        arrived = one.dispatcher.dispatch(*inputs)
+        arrived = dispatcher.dispatch(*inputs)
         with Operations() as experts:
             y_RH = multiplying_experts(arrived)
-        y_TH = one.dispatcher.combine(y_RH, arrived.handle)
+        y_TH = dispatcher.combine(y_RH, arrived.handle)
         with Operations() as check:
             checked = one._checked(y_TH, arrived.group_offsets, *inputs)
         assert int(checked.wrong_tokens) == 0
@@ -122,13 +124,13 @@ def soak_with_a_fault(rank: int, world: int, fault: str, at: set[int], seed: int
     Faulty.fault, Faulty.at = fault, at if rank == 0 else set()
     with ExpertParallelContext(timeout_s=60) as context, pytest.MonkeyPatch.context() as patch:
         patch.setattr(soak, "TokenDispatcher", Faulty)
-        return soak.Soak(soak.make_dispatcher(config("bf16", mode="indexed"), context), seed, STEPS).run()
+        return soak.Soak(soak.make_dispatchers(config("bf16", mode="indexed"), context), seed, STEPS).run()
 
 
 def busy_steps(seed: int, world: int, steps: int) -> list[int]:
     """The steps in which all ranks bring several tokens, all drawn alike."""
     with virtual_contexts(world)[0] as context:
-        geometry = soak.make_dispatcher(config("bf16"), context).geometry
+        geometry = TokenDispatcher.from_config(context, config("bf16")).geometry
     plans = (StepPlan.draw(seed, step, geometry) for step in range(steps))
     return [plan.number for plan in plans if plan.kind == "uniform" and min(plan.counts) > 3]
 
@@ -159,9 +161,12 @@ def test_the_program_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(TINY.format(layer="token_format: mxfp8"))
     file = tmp_path / "soak.json"
     arguments = ("--config", tmp_path / "tiny.yaml", "--steps", 50, "--format", "nvfp4", "--combine-format", "mxfp8")
-    done = program("soak", *arguments, "--mode", "packed", "--json", file, launcher=TWO_RANKS)
+    done = program("soak", *arguments, "--mode", "packed", "--step-sizes", 2, 9, "--json", file, launcher=TWO_RANKS)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert "tokens nvfp4, combine mxfp8, packed; 2 rank(s) on cpu, transport shared" in done.stdout
+    assert (
+        "tokens nvfp4, combine mxfp8, packed, steps of at most 2 or 9 or 16 tokens; 2 rank(s) on cpu, transport shared"
+        in done.stdout
+    )
     report = json.loads(file.read_text())
     assert report["kind"] == "soak", "what launch.tables knows other files by"
     assert report["passed"] is True and report["seed"] == 3 and report["environment"]["ranks"] == 2
@@ -195,6 +200,7 @@ def test_the_program_of_one_rank_repeats_and_says_what_is_wrong(
         (("--steps", "0"), "--steps: expected at least 1, got 0"),
         (("--json", "no/such/folder/file.json"), "--json: no folder no/such/folder"),
         (("--tokens", "0"), "--tokens: expected at least 1, got 0"),
+        (("--step-sizes", "4", "0"), "--step-sizes: expected at least 1 each, got 0"),
     ],
 )
 def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -205,11 +211,17 @@ def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, capsys:
 
 def test_steps_are_of_every_kind_and_size(seed: int) -> None:
     with virtual_contexts(3)[1] as context:
-        geometry = soak.make_dispatcher(config("bf16"), context).geometry
+        geometry = TokenDispatcher.from_config(context, config("bf16")).geometry
     plans = [StepPlan.draw(seed, step, geometry) for step in range(200)]
     assert {plan.kind for plan in plans} == set(KINDS)
     counts = {count for plan in plans for count in plan.counts}
     assert {0, 1, geometry.max_tokens} < counts and max(counts) == geometry.max_tokens
+    sized = [StepPlan.draw(seed, step, geometry, (2, 5, geometry.max_tokens)) for step in range(200)]
+    assert {plan.size for plan in sized} == {2, 5, geometry.max_tokens}
+    assert {plan.size for plan in plans} == {geometry.max_tokens}
+    assert all(max(plan.counts) <= plan.size for plan in sized) and {plan.size for plan in sized} <= {
+        count for plan in sized for count in plan.counts
+    }
     cpu = torch.device("cpu")
     for plan in plans[:20]:
         idx = [plan.routing(seed, rank, geometry, cpu)[0] for rank in range(3)]
