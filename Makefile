@@ -4,14 +4,14 @@
 #   PYTHON           the interpreter that .venv is made from (3.11 or newer; gpu-test runs in it directly)
 #   TORCH_INDEX_URL  where torch alone comes from, for a CPU-only build where the default index has CUDA builds:
 #                    make demo TORCH_INDEX_URL=<index of CPU builds that pytorch.org names>
-#   WORKERS          processes of the test run
+#   WORKERS          processes of the test run: more than two cores, since many tests wait
 #   GPU_TEST         options of pytest for gpu-test, such as GPU_TEST="-n 8 --dist worksteal"
 #
 # `make gpu-test` and `make sanitize` install nothing; `make clean` removes .venv too.
 
 PYTHON ?= python3
 TORCH_INDEX_URL ?=
-WORKERS ?= 2
+WORKERS ?= 3
 GPU_TEST ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
