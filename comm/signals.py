@@ -4,8 +4,7 @@ Every word has one writer. Flags hold the epoch (number of the dispatch, from 1)
 ever reset; those with two halves use the half `epoch % 2`. With `W` ranks, in words:
 
     dispatch_flag [2][W]   rank w's tokens of this epoch have landed here
-    token_count   [2][W]   how many tokens rank w had, and in the bits from `COUNT_BITS` on for which exchange they are
-                           (written before dispatch_flag)
+    token_count   [2][W]   how many tokens rank w had (written before dispatch_flag)
     combine_flag  [2][W]   rank w's partial results of this epoch have landed here
     ready         [W]      rank w no longer reads what lies in the half of this epoch
     abort         [W][8]   (code, phase, epoch, rank it is about, detail, detail2, 0, 0) of rank w's; code is last
@@ -23,9 +22,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ABORT_WORDS = 8
-COUNT_BITS = 23
-EXCHANGES = 256
-"""Exchanges of a context are numbered, modulo this: what a rank has for another is not taken for the tokens of this."""
 PROGRESS_PARTS = 3
 """Parts of the tokens that a rank may tell of before it has sent all partial results."""
 SENT_PARTS = 3

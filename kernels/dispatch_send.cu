@@ -53,9 +53,9 @@ __device__ __forceinline__ u32 route(const Exchange& x, const Entry& entry, int 
 
 extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * TEAMS))
     dispatch_send(const u16* x_TH, long long x_stride, const IDS* topk_idx, const float* topk_weights,
-                  const float* static_gsf, int num_tokens, int count_tag, const int* starts, const u64* landing,
-                  const u64* stamps, const u64* signals, int* epoch_ptr, int* handle_epoch, int* num_parts,
-                  int* error, int* latch, int* counter, int rank, int num_experts, int max_tokens, long long landing_half,
+                  const float* static_gsf, int num_tokens, const int* starts, const u64* landing, const u64* stamps,
+                  const u64* signals, int* epoch_ptr, int* handle_epoch, int* num_parts, int* error, int* latch,
+                  int* counter, int rank, int num_experts, int max_tokens, long long landing_half,
                   long long stamps_half, long long timeout_ns) {
   extern __shared__ __align__(128) u8 records[];  // [TEAMS][STAGES][RECORD_BYTES]
   __shared__ u32 maxima[TEAMS][TEAM / 32];
@@ -132,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
     __syncthreads();
     if (threadIdx.x < 32 && last_at(lane == 0 ? counter + ROUTED_COUNTER : nullptr) && lane < WORLD) {
       int* words = words_of_lane + half * WORLD + rank;
-      store_relaxed(words + TOKEN_COUNT, num_tokens + count_tag);
+      store_relaxed(words + TOKEN_COUNT, num_tokens);
       store_release(words + ROUTED, epoch);
     }
     __syncwarp();
@@ -253,7 +253,7 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
       if (lane == 0) *epoch_ptr = epoch;
       if (lane < WORLD) {
         int* words = words_of_lane + half * WORLD + rank;
-        store_relaxed(words + TOKEN_COUNT, num_tokens + count_tag);
+        store_relaxed(words + TOKEN_COUNT, num_tokens);
         store_release(words + DISPATCH_FLAG, epoch);
       }
     }

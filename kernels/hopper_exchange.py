@@ -143,7 +143,6 @@ def dispatch_send(
             topk_weights_TK,
             gsf,
             num_tokens,
-            geometry.count_tag,
             starts,
             context.landing_pointers,
             context.stamps_pointers,
@@ -200,7 +199,6 @@ def arrive(
         context.latch,
         geometry.rank,
         geometry.max_tokens,
-        geometry.count_tag,
         geometry.num_slots,
     ]
     limits: list[Any] = [int64(landing_half), int64(context.half_bytes["stamps"]), int64(timeout_ns)]

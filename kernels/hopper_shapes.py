@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from moe_runtime.comm.signals import ABORT_WORDS, COUNT_BITS, PROGRESS_PARTS, SENT_PARTS, SignalLayout
+from moe_runtime.comm.signals import ABORT_WORDS, PROGRESS_PARTS, SENT_PARTS, SignalLayout
 from moe_runtime.errors import ErrorCode, Phase
 from moe_runtime.formats import COMBINE_FORMATS, FORMATS, align, ceil_div
 from moe_runtime.geometry import ExchangeGeometry, sample_geometry
@@ -243,8 +243,6 @@ def arrive_defines(geometry: ExchangeGeometry, *, scales: bool = True) -> Define
         "DISPATCH_FLAG": signals.dispatch_flag,
         "TOKEN_COUNT": signals.token_count,
         "STALE_HANDLE": int(ErrorCode.STALE_HANDLE),
-        "MISMATCH": int(ErrorCode.MISMATCH),
-        "COUNT_BITS": COUNT_BITS,
         "CAPACITY": int(ErrorCode.CAPACITY),
         "DISPATCH_WAIT": int(Phase.DISPATCH_WAIT),
     }

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe_runtime.comm.signals import ABORT_WORDS, COUNT_BITS
+from moe_runtime.comm.signals import ABORT_WORDS
 from moe_runtime.errors import ErrorCode, Phase
 from moe_runtime.formats import FormatCode, QuantizedRows
 from moe_runtime.kernels.reference_quantize import dequantize_rows, f32_to_bf16_bits, quantize_rows
@@ -207,7 +207,7 @@ def dispatch_send(
     handle_epoch[0] = epoch
     for peer in range(geometry.world_size):
         words = _signals_of(context, peer)
-        words[layout.token_count + half * geometry.world_size + rank] = num_tokens + geometry.count_tag
+        words[layout.token_count + half * geometry.world_size + rank] = num_tokens
         words[layout.dispatch_flag + half * geometry.world_size + rank] = epoch
 
 
@@ -242,12 +242,7 @@ def arrive(
     landed = _landing(context, geometry, geometry.rank, half)
     words = _signals_of(context, geometry.rank)
     first = layout.token_count + half * geometry.world_size
-    tokens = words[first : first + geometry.world_size] - geometry.count_tag
-    other = (tokens < 0) | (tokens > geometry.max_tokens)
-    if int(context.latch[0]) == 0 and bool(other.any()):
-        source = int(other.nonzero()[0])
-        numbers = (int(words[first + source]) >> COUNT_BITS, geometry.count_tag >> COUNT_BITS)
-        record_failure(context, ErrorCode.MISMATCH, source, Phase.DISPATCH_WAIT, epoch, *numbers)
+    tokens = words[first : first + geometry.world_size]
     in_step = (torch.arange(geometry.max_tokens, device=device)[None, :] < tokens[:, None]).flatten()
     fresh = in_step & (_stamps(context, geometry, geometry.rank, half) == epoch) & (int(context.latch[0]) == 0)
     ids = _ids(context, geometry, half)

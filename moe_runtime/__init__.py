@@ -35,7 +35,6 @@ if TYPE_CHECKING:
         PeerTimeoutError,
         RoutingError,
         StaleHandleError,
-        StepMismatchError,
     )
     from moe_runtime.experts import Experts
     from moe_runtime.formats import FORMATS, QuantizedRows, TokenFormat
@@ -82,7 +81,6 @@ __all__ = [
     "RoutingError",
     "RunConfig",
     "StaleHandleError",
-    "StepMismatchError",
     "SwiGLU",
     "TokenDispatcher",
     "TokenFormat",
@@ -126,7 +124,6 @@ _MODULE_OF = {
     "RoutingError": "errors",
     "RunConfig": "config",
     "StaleHandleError": "errors",
-    "StepMismatchError": "errors",
     "SwiGLU": "weights",
     "TokenDispatcher": "dispatcher",
     "TokenFormat": "formats",
