@@ -64,6 +64,11 @@ On 2 H200s, dispatch of 128, 512, 1024 and 4096 tokens of NVFP4:
 
 All of that takes 12.1 + 10.4 / 16.6 + 16.0 / 81.8 + 225 us at 8 / 128 / 4096 there (launch/results/h200x2.json).
 
+Dropped: a number of the exchange beside the count of tokens, so that a rank which is in another layer or size of step
+is told of it. The comparison, wherever it stood in `arrive_place`, made nvcc take 32 registers for it instead of 39 or
+40, and dispatch of 512, 1024 and 4096 NVFP4 tokens on 2 H200s went from 28.1, 39.7 and 83.8 to 31.7, 43.1 and 88.8 us
+(another machine, on which FP8's took as long as before; no file kept).
+
 On 16 SMs, 8 ranks and 4096 tokens of NVFP4 take 597 + 1525 us, on 24 546 + 1175, on 48 409 + 1051. The kernels are
 bound by instructions there: one rank, 4096 tokens of 8 rows each: `dispatch_send` 219 us, `combine_send` 520 (254 ns
 for a row, of which the 1092 instructions of its 14 warps take 156 at four a cycle), `combine_wait` 119. Reading the

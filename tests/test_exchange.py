@@ -503,11 +503,7 @@ def test_wrong_tokens_are_named(name: str, device: torch.device, seed: int) -> N
         ({"num_experts": 70000}, "num_experts: expected at most 65535"),
         ({"max_tokens_per_rank": 0}, "max_tokens_per_rank: expected a positive"),
         ({"max_tokens_per_rank": 2.5}, "max_tokens_per_rank: expected a positive integer, got 2.5"),
-        ({"max_tokens_per_rank": 2**23}, "max_tokens_per_rank: expected at most 8388607, .* tokens in 23 bits"),
-        (
-            {"max_tokens_per_rank": 2**22 + 1, "num_experts": 600, "top_k": 512},
-            "max_tokens_per_rank: expected at most 4194303, .* counted in int32",
-        ),
+        ({"max_tokens_per_rank": 2**30}, "max_tokens_per_rank: expected at most 715827882"),
         ({"mode": "fast"}, "mode: expected auto"),
         ({"combine_format": "nvfp4"}, "combine_format: expected"),
         ({"token_format": "fp4"}, "format: expected one of"),
