@@ -132,8 +132,7 @@ class Soak:
     def _step(self, number: int, step: int, replays: Mapping[int, Callable[[], Checked]]) -> None:
         """One step; the one of `replays` for its size, if there is one, answers for the tokens in the buffers."""
         geometry, device, rank = self.geometry, self.context.device, self.context.rank
-        sizes = tuple(self.dispatchers) if len(self.dispatchers) > 1 else ()
-        plan = StepPlan.draw(self.seed, step, geometry, sizes)
+        plan = StepPlan.draw(self.seed, step, geometry, tuple(self.dispatchers))
         count = plan.counts[rank]
         x_TH = plan.tokens(self.seed, rank, geometry, device)
         routings = [plan.routing(self.seed, r, geometry, device) for r in range(geometry.world_size)]

@@ -42,10 +42,10 @@ class StepPlan:
     def draw(seed: int, number: int, geometry: ExchangeGeometry, sizes: Sequence[int] = ()) -> StepPlan:
         """Each rank brings none, one, all that it may or any number in between, one time in four each.
 
-        Steps have the size of the geometry, or as often each of `sizes`.
+        Steps have the size of the geometry, or, where there are several, as often each of `sizes`.
         """
         chance = random.Random(f"{seed}/{number}")
-        most = chance.choice(sizes) if sizes else geometry.max_tokens
+        most = chance.choice(sizes) if len(sizes) > 1 else geometry.max_tokens
         counts = tuple(chance.choice((0, 1, most, chance.randint(0, most))) for _ in range(geometry.world_size))
         return StepPlan(number, chance.choice(KINDS), most, counts)
 

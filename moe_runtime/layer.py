@@ -376,7 +376,7 @@ class MoELayer(nn.Module):
                 f"max_tokens: expected None or from {num_tokens}, the tokens of x, to max_tokens_per_rank = {limit}, "
                 f"got {max_tokens!r}"
             )
-        return next(self.dispatchers[size] for size in self.config.all_step_sizes if size >= max_tokens)
+        return next(dispatcher for size, dispatcher in self.dispatchers.items() if size >= max_tokens)
 
     def compute(self, step: LayerStep) -> None:
         """Wait for the tokens of all ranks, run this rank's experts on them, and send the results back."""

@@ -164,6 +164,14 @@ def captured(run: Callable[[], torch.Tensor]) -> tuple[torch.cuda.CUDAGraph, tor
     return graph, y
 
 
+def replayed(graph: torch.cuda.CUDAGraph, y: torch.Tensor) -> torch.Tensor:
+    """The output `y` of a graph as a replay leaves it; what it does not write is NaN."""
+    y.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    return y
+
+
 def eager_and_graph(rank: int, world: int, seed: int) -> list[str]:
     """Every layer, its own router too, eagerly and from a graph; what is not equal."""
     wrong = []
@@ -184,10 +192,7 @@ def eager_and_graph(rank: int, world: int, seed: int) -> list[str]:
                 eager = run().clone()
                 graph, y = captured(run)
                 for time_ in range(3):
-                    y.fill_(float("nan"))
-                    graph.replay()
-                    torch.cuda.synchronize()
-                    if not same(y, eager):
+                    if not same(replayed(graph, y), eager):
                         wrong.append(f"layer {number} {name}, replay {time_}")
                 if not same(run(), eager):
                     wrong.append(f"layer {number} {name}, eager again")
@@ -217,10 +222,7 @@ def replay_sizes(rank: int, world: int, seed: int) -> list[str]:
                 # A graph reads the inputs where they are: they are kept with it.
                 runs.append((size, mine, expected, *captured(functools.partial(run, size))))
             for size, _, expected, graph, y in (runs + runs[::-1]) * 2:
-                y.fill_(float("nan"))
-                graph.replay()
-                torch.cuda.synchronize()
-                if not same(y, expected):
+                if not same(replayed(graph, y), expected):
                     wrong.append(f"layer {number}, {size} tokens, replay")
         context.check_peers()
     return wrong
@@ -252,10 +254,7 @@ def replace_between_replays(rank: int, world: int, seed: int) -> list[str]:
                     expected = virtual([i.x for i in inputs], [(i.topk_idx, i.topk_weights) for i in inputs])[rank]
                 if not same(run(), expected):
                     wrong.append(f"layer {number}, {plan.fingerprint}, eager")
-                y.fill_(float("nan"))
-                graph.replay()
-                torch.cuda.synchronize()
-                if not same(y, expected):
+                if not same(replayed(graph, y), expected):
                     wrong.append(f"layer {number}, {plan.fingerprint}, replay")
         context.check_peers()
     return wrong
@@ -432,10 +431,7 @@ def reference_layer(rank: int, world: int, fmt: str, token_counts: list[int], se
                 wrong.append((tokens, "eager, the second time"))
             graph, y = captured(lambda x=x: layer(x))  # type: ignore[misc]
             for time_ in range(3):
-                y.fill_(float("nan"))
-                graph.replay()
-                torch.cuda.synchronize()
-                if not same(y, eager):
+                if not same(replayed(graph, y), eager):
                     wrong.append((tokens, f"replay {time_}"))
             del graph, y, eager
         context.check_peers()

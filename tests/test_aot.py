@@ -18,10 +18,10 @@ from moe_runtime.formats import FORMATS, WEIGHT_FORMATS
 from moe_runtime.kernels import aot
 from moe_runtime.kernels.runtime import ALL_ARCHS, AotCase, CudaCase
 from moe_runtime.launch import kernel_table
+from tests.programs import ROOT
 
 pytestmark = [pytest.mark.cpu_only, pytest.mark.timeout(600)]
 
-ROOT = Path(__file__).resolve().parent.parent
 WIRE_FORMATS = ("bf16", "fp8_block", "mxfp8")
 MIXED = ("nvfp4 x bf16", "mxfp4 x bf16", "mxfp4 x mxfp8")
 OPERATIONS = {

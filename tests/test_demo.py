@@ -13,10 +13,10 @@ import pytest
 
 from moe_runtime.formats import FORMATS
 from moe_runtime.launch import cases, demo
+from tests.programs import ROOT
 
 pytestmark = pytest.mark.cpu_only
 
-ROOT = Path(__file__).resolve().parent.parent
 CPU_SECONDS_OF = """
 import contextlib, ctypes, os, resource, subprocess, sys
 PR_SET_CHILD_SUBREAPER = 36  # What outlives its parent is waited for here, and counted.

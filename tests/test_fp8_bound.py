@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,8 +11,7 @@ import torch
 
 from moe_runtime.launch import probe
 from moe_runtime.launch.fp8_bound import FP8_MMA_BITS, FP8_MMA_GAIN, fp8_mma_slack
-
-ROOT = Path(__file__).resolve().parent.parent
+from tests.programs import ROOT
 
 
 @pytest.mark.parametrize("engine", ["torch", "triton"])

@@ -15,10 +15,11 @@ from moe_runtime import ops
 from moe_runtime.kernels import aot
 from moe_runtime.launch import doctor, kernel_table, ops_run
 from moe_runtime.launch.fp8_bound import FP8_MMA_BITS
+from tests.programs import ROOT
 
 pytestmark = pytest.mark.cpu_only
 
-RESULTS = Path(__file__).resolve().parent.parent / "launch" / "results"
+RESULTS = ROOT / "launch" / "results"
 
 
 def result(operation: str, passed: bool = True, **more: Any) -> dict[str, Any]:

@@ -20,8 +20,8 @@ from moe_runtime.config import load_config
 from moe_runtime.formats import FORMATS, ceil_div
 from moe_runtime.launch import bench, cases, checks, environment, layer_bench, run, torch_layer, unfused_layer
 from moe_runtime.placement import Placement
+from tests.programs import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
 TINY = """

@@ -13,8 +13,8 @@ import torch
 
 from moe_runtime.kernels import nvrtc
 from tests.comparison import assert_same_bits
+from tests.programs import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 FILL = """
 extern "C" __global__ void fill(float* out, int value) { out[threadIdx.x] = value * FACTOR; }
 """

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 import moe_runtime
+from tests.programs import ROOT
 
 pytestmark = pytest.mark.cpu_only
 
-ROOT = Path(__file__).resolve().parent.parent
 LINKED = ("kernels", "comm", "configs", "launch")
 FOLDERS = {"moe_runtime": ROOT / "moe_runtime"} | {f"moe_runtime.{name}": ROOT / name for name in LINKED}
 MODULES = {

@@ -10,11 +10,12 @@ from typing import Any
 import pytest
 
 from moe_runtime.launch import layer_report, pictures, torch_layer, unfused_layer
+from tests.programs import ROOT
 
 pytest.importorskip("matplotlib")
 pytestmark = pytest.mark.cpu_only
 
-COMMITTED = Path(__file__).resolve().parent.parent / "launch" / "results" / "h200x4.json"
+COMMITTED = ROOT / "launch" / "results" / "h200x4.json"
 
 
 def result(operation: str, count: int, us: float | None, by: str = "moe_runtime", **changes: Any) -> dict[str, Any]:

@@ -15,10 +15,10 @@ from pathlib import Path
 import pytest
 
 from moe_runtime.config import load_config
+from tests.programs import ROOT
 
 pytestmark = pytest.mark.cpu_only
 
-ROOT = Path(__file__).resolve().parent.parent
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 FENCE = re.compile(r"^```(\w*)[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -21,9 +20,9 @@ from moe_runtime.kernels.combine import AOT_CASES as COMBINE_CASES
 from moe_runtime.kernels.dispatch import AOT_CASES as DISPATCH_CASES
 from moe_runtime.kernels.runtime import ALL_ARCHS, AotCase
 from moe_runtime.kernels.signalling import MAX_THREADS, agreed
+from tests.programs import ROOT
 
 THREADS = MAX_THREADS.value
-ROOT = Path(__file__).resolve().parent.parent
 
 
 @triton.jit

@@ -11,10 +11,11 @@ from typing import Any
 import pytest
 
 from moe_runtime.launch import gemm_table, tables, unfused_layer
+from tests.programs import ROOT
 
 pytestmark = pytest.mark.cpu_only
 
-RESULTS = Path(__file__).resolve().parent.parent / "launch" / "results"
+RESULTS = ROOT / "launch" / "results"
 
 
 def report() -> dict[str, object]:

@@ -12,11 +12,11 @@ import torch
 import torch.distributed as dist
 
 from tests.comparison import assert_same_bits
+from tests.programs import ROOT
 from tests.test_distributed import LAYERS, STEPS, virtual_results
 
 pytestmark = pytest.mark.cpu_only
 
-ROOT = Path(__file__).resolve().parent.parent
 NODES, RANKS_PER_NODE = 2, 2
 
 
