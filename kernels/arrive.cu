@@ -14,9 +14,12 @@
 // With IDS_FIRST, as `dispatch_send.cu` has it, all this goes on while tokens are being sent: chunks are of one part of one
 // source's tokens, they are counted as soon as the ids are there, and the parts are placed one after the other as they come.
 //
+// With STAMPED, where all slots are one chunk, each is waited for by itself, by the lane that looks into it: by its stamp,
+// or, from kernels that store stamps before records have landed, by the flag of its source.
+//
 // Macros: those of signalling.cuh, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a multiple of 32),
 // WARPS (of a block), LOOPED (whether blocks take several chunks, one after the other, or shares of them), PLACES_BYTES
-// (shared memory of `arrive_place`), TILED (whether `arrive_scales` is launched), PACKED, IDS_FIRST, QUANT_BYTES,
+// (shared memory of `arrive_place`), TILED (whether `arrive_scales` is launched), PACKED, IDS_FIRST, STAMPED, QUANT_BYTES,
 // SCALE_COLUMNS (0 where scales stay in the records), RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout,
 // SENT_PARTS, STALE_HANDLE and CAPACITY (ErrorCode), DISPATCH_WAIT (Phase).
 
@@ -62,6 +65,8 @@ struct Landing {
 
   __device__ const u8* record(int slot) const { return records + static_cast<long long>(slot) * RECORD_BYTES; }
 
+  __device__ float row_scale(int slot) const { return __ldcg(reinterpret_cast<const float*>(record(slot) + ROW_SCALE_AT)); }
+
   // Calls `found(k, expert of this rank)` for each expert of this rank that the token in `slot` goes to.
   template <class Found>
   __device__ __forceinline__ void each_expert(int slot, Found found) const {
@@ -81,6 +86,32 @@ struct Landing {
     }
   }
 };
+
+// Waits until each lane may look into its slot: its record has landed, or no more is to come there. Answers whether a lane
+// was late, or this rank has failed before. For a whole warp.
+__device__ __forceinline__ bool await_slots(const Exchange& x, const int* own, const Landing& arrived, int slot) {
+  const int source = slot / arrived.max_tokens, token = slot - source * arrived.max_tokens, epoch = arrived.epoch;
+  const int* flag = own + DISPATCH_FLAG + (epoch & 1) * WORLD + min(source, WORLD - 1);
+  const int* first = arrived.stamps + min(source, WORLD - 1) * arrived.max_tokens;
+  auto behind = [&] {
+    // All are under way at once. What one of the first two says is acquired before it counts.
+    const int flagged = load_relaxed(flag), begun = load_relaxed(first), stamp = load_acquire(arrived.stamps + slot);
+    // Words that nobody has written are those of epoch 0.
+    if (stamp == epoch && epoch != 0) return false;
+    if (ahead(flagged, epoch) >= 0) return ahead(load_acquire(flag), epoch) < 0;
+    if (begun != epoch || epoch == 0) return true;
+    return load_acquire(first) != epoch || token < load_relaxed(arrived.counts + source);
+  };
+  bool waiting = source < WORLD && behind();
+  if (!__any_sync(ALL, waiting)) return false;
+  const long long start = clock_ns();
+  for (int spin = 1;; ++spin) {
+    if (waiting) waiting = behind();
+    if (!__any_sync(ALL, waiting)) return false;
+    if (spin % 16 != 0) continue;
+    if (Glance(x, own).trouble() || too_late(x, waiting, source, start, DISPATCH_WAIT, epoch)) return true;
+  }
+}
 
 // Waits for the tokens of sources `first` to `last`, or, with `early`, for what word `early` of theirs stands for, and tells
 // whether this rank has not failed. For a whole block.
@@ -235,9 +266,13 @@ struct Places {
   int first[EXPERTS];                 // packed position of the expert's first row in the chunk
   int offset[EXPERTS], block[EXPERTS];  // of the group and of its scales
   int totals[EXPERTS];
+  float row_scale[STAMPED && FMT == NVFP4 ? CHUNK : 1];
   int rows;
 };
 static_assert(sizeof(Places) <= PLACES_BYTES);
+
+// Lanes that count the bits of an expert's words together.
+__host__ __device__ constexpr int lanes_of(int words) { return words > 16 ? 32 : words > 8 ? 16 : words > 4 ? 8 : words > 2 ? 4 : words; }
 
 extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS)
     arrive_place(const int* chunk_counts, int* group_offsets, int* group_scale_offsets, int* row_index, int* positions,
@@ -260,9 +295,51 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS)
     u16* const local = reinterpret_cast<u16*>(places.local);
     for (int i = threadIdx.x; i < EXPERTS * CHUNK_WORDS; i += THREADS) bits[i] = 0;
     for (int i = threadIdx.x; i < CHUNK * K; i += THREADS) local[i] = NONE;
+    const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
+#if STAMPED
+    for (int e = threadIdx.x; e < EXPERTS; e += THREADS) places.totals[e] = places.first[e] = 0;
+    __syncthreads();
+    if (threadIdx.x == 0 && is_stale(epoch_ptr, epoch))
+      record_failure(x, STALE_HANDLE, x.rank, DISPATCH_WAIT, epoch, 0, 0);
+    __syncwarp();
+    bool failed = false;
+    for (int s = threadIdx.x; s < CHUNK; s += THREADS) {
+      failed |= await_slots(x, own, arrived, s);
+      const Glance glance(x, own);  // loaded with the ids
+      if (FMT == NVFP4) places.row_scale[s] = s < num_slots ? arrived.row_scale(s) : 0.0f;
+      arrived.each_expert(s, [&](int k, int expert) {
+        places.local[s][k] = static_cast<u16>(expert);
+        atomicOr(&places.bits[expert][s / 32], 1u << s % 32);
+        atomicAdd(&places.totals[expert], 1);
+      });
+      __syncwarp();
+      if (glance.trouble()) adopt_aborts(x), failed = true;
+    }
+    // All warps have looked, and a block is of one mind.
+    bool good = __syncthreads_or(failed) == 0;
+
+    // One warp goes on with the totals, the others count within them.
+    constexpr int LANES = lanes_of(CHUNK_WORDS), AT_ONCE = 32 / LANES, COUNTING = WARPS > 1 ? WARPS - 1 : 1;
+    for (int first = (WARPS > 1 ? warp - 1 : warp) * AT_ONCE; first >= 0 && first < EXPERTS; first += COUNTING * AT_ONCE) {
+      const int e = first + lane / LANES;
+      int here = 0;
+      for (int start = 0; start < CHUNK_WORDS; start += LANES) {
+        const int word = start + lane % LANES;
+        const bool there = e < EXPERTS && word < CHUNK_WORDS;
+        const int count = there ? __popc(places.bits[e][word]) : 0;
+        int upto = count;
+#pragma unroll
+        for (int d = 1; d < LANES; d *= 2) {
+          const int other = __shfl_up_sync(ALL, upto, d);
+          if (lane % LANES >= d) upto += other;
+        }
+        if (there) places.before[e][word] = static_cast<u16>(here + upto - count);
+        here += __shfl_sync(ALL, upto, lane | (LANES - 1));
+      }
+    }
+#else
     // Counted chunks have been waited for.
     bool good = await_tokens(x, own, epoch_ptr, epoch, 0, chunks == 1 ? WORLD - 1 : -1);
-    const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
     for (int s = threadIdx.x; good && s < chunk.slots(); s += THREADS)
       arrived.each_expert(chunk.first_slot + s, [&](int k, int expert) {
         places.local[s][k] = static_cast<u16>(expert);
@@ -297,6 +374,7 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS)
       if (lane == 0) places.totals[e] = total, places.first[e] = earlier;
     }
     __syncthreads();
+#endif
     if (warp == 0) {
       int row = 0, block = 0;
       for (int start = 0; start < EXPERTS; start += 32) {
@@ -360,7 +438,7 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS)
       const u8* record = arrived.record(slot);
       if (mine) row_index[position] = landing_row + slot;
       // Loaded with the scales, stored after them.
-      const float decode = FMT == NVFP4 ? __ldcg(reinterpret_cast<const float*>(record + ROW_SCALE_AT)) : 0.0f;
+      const float decode = FMT != NVFP4 ? 0.0f : STAMPED ? places.row_scale[s] : arrived.row_scale(slot);
       if constexpr (SCALE_WORDS > 0 && !TILED_SCALES) {
         u32 words[LANE_SCALES > 0 ? LANE_SCALES : 1];
 #pragma unroll

@@ -8,8 +8,13 @@
 // their packed rows go depends on all of them. Then they are told of each part of the tokens as it has landed, so that they
 // place these rows while the rest is on its way. Blocks are then few enough for theirs to have room beside.
 //
+// With STAMPED, peers find out of each token by itself: its stamp is stored once its record has landed, on all ranks, with
+// expert ids of others where it does not go. They then wait for no block that comes last. The first token's stamp comes
+// after the number of tokens. Flags are raised all the same: for a rank without tokens, one that fails, and for kernels
+// that look at nothing else.
+//
 // Macros: those of signalling.cuh, FMT (FormatCode), HIDDEN, K, IDS (type of the expert ids), TEAM (threads), TEAMS (of a
-// block), STATIC_GSF, AWAIT_READY, IDS_FIRST, ROUTED_COUNTER and SENT_COUNTERS (which of `counter`), RECORD_BYTES and the
+// block), STATIC_GSF, AWAIT_READY, IDS_FIRST, STAMPED, ROUTED_COUNTER and SENT_COUNTERS (which of `counter`), RECORD_BYTES and the
 // *_AT of RecordLayout, words of SignalLayout, SENT_PARTS, ROUTING (ErrorCode), DISPATCH_SEND (Phase).
 
 #include "signalling.cuh"
@@ -19,7 +24,9 @@ constexpr int UNIT = unit_numbers(FMT), UNITS = HIDDEN / UNIT, PER_THREAD = (UNI
 constexpr int LOADS = UNIT / 8;  // of 16 bytes
 constexpr int SENT_BYTES = (WEIGHTS_AT + 4 * K + 15) / 16 * 16;
 constexpr int STAGES = 2;
+constexpr int ID_WORDS = (2 * K + 15) / 16;  // of 16 bytes; fields of a record are that far apart
 static_assert(!IDS_FIRST || TEAMS == 1);
+static_assert(!IDS_FIRST || !STAMPED);
 constexpr int MAX_THREADS = 896;  // of an SM, of one block or of several: few enough for 72 registers each
 
 // What a lane knows of entry `lane` of a token's routing, loaded.
@@ -100,12 +107,16 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
       // Count and flag are written on every peer.
       if (blockIdx.x == 0 && team == 0) peers = everyone;
     }
+    if (STAMPED) peers = everyone;
     const u32 wanted = peers & ~ready;
     if (wanted != 0) {
       failed |= await(x, own, wanted >> lane & 1, own + READY + peer, epoch, own + COMBINE_FLAG + half * WORLD + peer,
                       epoch - 2, DISPATCH_SEND, epoch);
       ready |= wanted;
     }
+    // Early: a flag that comes right behind it would wait until it has landed.
+    if (!IDS_FIRST && first && blockIdx.x == 0 && team == 0 && lane < WORLD)
+      store_relaxed(words_of_lane + half * WORLD + rank + TOKEN_COUNT, num_tokens);
     return __any_sync(ALL, failed) != 0;
   };
   if (num_tokens == 0 && warp == 0) failed_or_ready(everyone, true);
@@ -121,7 +132,7 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
       uint4* ids = reinterpret_cast<uint4*>(landing_of_lane + half * landing_half + slot * RECORD_BYTES + IDS_AT);
       const u32 pair = (expert & 0xFFFF) | static_cast<u32>(__shfl_down_sync(ALL, expert, 1)) << 16;
 #pragma unroll
-      for (int i = 0; i < (2 * K + 15) / 16; ++i) {
+      for (int i = 0; i < ID_WORDS; ++i) {
         const uint4 eight = make_uint4(__shfl_sync(ALL, pair, 8 * i), __shfl_sync(ALL, pair, 8 * i + 2),
                                        __shfl_sync(ALL, pair, 8 * i + 4), __shfl_sync(ALL, pair, 8 * i + 6));
         if (goes) ids[i] = eight;
@@ -148,6 +159,7 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
     told = upto;
   };
 
+  bool lost = false;
   int stage = 0;
   const int first_token = blockIdx.x * TEAMS + team;
   for (int token = first_token; token < num_tokens; token += gridDim.x * TEAMS, stage ^= 1) {
@@ -169,7 +181,8 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
       int expert;
       targets = route(x, entry, end_of_lane, num_experts, token, epoch, expert);
       if (lane == 0) num_parts[token] = __popc(targets);
-      if (failed_or_ready(targets, IDS_FIRST ? ready == 0 : token == first_token)) targets = 0;
+      lost |= failed_or_ready(targets, IDS_FIRST ? ready == 0 : token == first_token);
+      if (lost) targets = 0;
       bulk_await_read<STAGES - 1>();
       __syncwarp();
       if (lane < K) {
@@ -221,7 +234,12 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
     if (warp == 0) {
       const long long slot = static_cast<long long>(rank) * max_tokens + token;
       const u64 to = landing_of_lane + half * landing_half + slot * RECORD_BYTES;
-      if (!IDS_FIRST && lane < WORLD && (targets >> lane & 1))
+      if (STAMPED && !lost && lane < WORLD && !(targets >> lane & 1)) {
+#pragma unroll
+        for (int i = 0; i < ID_WORDS; ++i)
+          reinterpret_cast<uint4*>(to + IDS_AT)[i] = reinterpret_cast<const uint4*>(record + IDS_AT)[i];
+      }
+      if (!IDS_FIRST && !STAMPED && lane < WORLD && (targets >> lane & 1))
         store_relaxed(reinterpret_cast<int*>(stamps_of_lane + half * stamps_half) + slot, epoch);
       // One lane starts all copies, which wants its operands in uniform registers.
       for (u32 left = targets; left; left &= left - 1) {
@@ -240,7 +258,11 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
   if (warp == 0) {
     bulk_await();
     if (IDS_FIRST && told < SENT_PARTS) tell_parts(SENT_PARTS);
+    if (STAMPED) __syncwarp();  // one lane has awaited its copies, all tell of them
     fence_system();
+    int* stamp = reinterpret_cast<int*>(stamps_of_lane + half * stamps_half) + static_cast<long long>(rank) * max_tokens;
+    for (int token = first_token; STAMPED && !lost && token < num_tokens; token += gridDim.x * TEAMS)
+      if (lane < WORLD) store_relaxed(stamp + token, epoch);
   }
   if (TEAMS > 1) __syncthreads();
   if (threadIdx.x < 32) {
@@ -251,11 +273,7 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
     __syncwarp();
     if (last) {
       if (lane == 0) *epoch_ptr = epoch;
-      if (lane < WORLD) {
-        int* words = words_of_lane + half * WORLD + rank;
-        store_relaxed(words + TOKEN_COUNT, num_tokens);
-        store_release(words + DISPATCH_FLAG, epoch);
-      }
+      if (lane < WORLD) store_release(words_of_lane + half * WORLD + rank + DISPATCH_FLAG, epoch);
     }
   }
 }

@@ -223,7 +223,7 @@ def arrive(
         )
     # In parts, an SM is left to the block of `arrive_count` that waits for the end of `dispatch_send`.
     others = max(1, sms - 1)
-    shares, split = hopper_shapes.arrive_shares(geometry, others if in_parts else sms)
+    shares, split = hopper_shapes.arrive_shares(geometry, others if in_parts else sms, bool(defines["SCALE_COLUMNS"]))
     blocks = min(at_once * split, others) if in_parts else geometry.programs(at_once * split)
     written = [group_offsets, group_scale_offsets, row_index_R, positions_SK, rows_RQ, scales, row_scale_R]
     first_row = landing_half // geometry.record.record_bytes

@@ -96,6 +96,16 @@ struct Glance {
   __device__ __forceinline__ bool trouble() const { return __any_sync(ALL, aborted != 0 || latched != 0); }
 };
 
+// Whether a lane has waited for too long since `start`; then the lowest such lane records its `peer`. For a whole warp.
+__device__ __forceinline__ bool too_late(const Exchange& x, bool waiting, int peer, long long start, int phase, int epoch) {
+  const u32 late = __ballot_sync(ALL, waiting && clock_ns() - start > x.timeout_ns);
+  if (late == 0) return false;
+  const long long milliseconds = min(x.timeout_ns / 1000000, 2147483647ll);
+  if ((threadIdx.x & 31) == __ffs(late) - 1)
+    record_failure(x, TIMEOUT, peer, phase, epoch, static_cast<int>(milliseconds), 0);
+  return true;
+}
+
 // Waits, in each lane with `wants`, until flag `a` has reached `of_a` or flag `b` has reached `of_b`, and answers whether
 // this rank has failed. `exact` is for a flag `a` that not all raise: of an epoch long ago it may seem to be ahead. A peer
 // that is late is recorded, the lowest first; an abort is adopted; after a failure there is no waiting. For a whole warp.
@@ -119,11 +129,7 @@ __device__ __forceinline__ bool await(const Exchange& x, const int* own, bool wa
       if (!done && spin % 16 != 0) continue;
       trouble = Glance(x, own).trouble();
       if (trouble || done) break;
-      const u32 late = __ballot_sync(ALL, waiting && clock_ns() - start > x.timeout_ns);
-      if (late) {
-        const long long milliseconds = min(x.timeout_ns / 1000000, 2147483647ll);
-        if (lane == __ffs(late) - 1)
-          record_failure(x, TIMEOUT, lane, phase, epoch, static_cast<int>(milliseconds), 0);
+      if (too_late(x, waiting, lane, start, phase, epoch)) {
         trouble = true;
         break;
       }

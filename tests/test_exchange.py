@@ -240,6 +240,26 @@ def test_kernels_and_twins_give_the_same_bits(
 
 
 @needs_hopper
+@pytest.mark.parametrize("mode", ["indexed", "packed"])
+@pytest.mark.parametrize("kernels_of", [(0,), (2,), (0, 1)], ids=str)
+def test_ranks_may_run_different_engines(
+    kernels_of: tuple[int, ...], mode: str, device: torch.device, seed: int
+) -> None:
+    """Hopper's kernels tell of each token by itself, and take what the twins tell of by a flag alone."""
+    settings = {**SETTINGS, "token_format": "nvfp4", "mode": mode}
+    ranks = Ranks(3, device, "torch", **settings)
+    for rank in kernels_of:
+        assert hopper_shapes.stamped(ranks.dispatchers[rank].geometry)
+        ranks.dispatchers[rank]._exchange = hopper_exchange
+    for step, tokens in enumerate(((5, 2, 0), (0, 5, 3), (1, 0, 5), (0, 0, 4))):
+        routing = "one" if step == 2 else "random"
+        inputs = [rank_input(seed + step, rank, t, 256, 7, 3, routing) for rank, t in enumerate(tokens)]
+        check_step(ranks, inputs, seed + step, torch.bfloat16)
+    for context in ranks.contexts:
+        context.check_peers()
+
+
+@needs_hopper
 @pytest.mark.parametrize("max_tokens", [6, 200], ids=["one_chunk", "several"])
 @pytest.mark.parametrize("token", ["nvfp4", "mxfp8"])
 def test_scales_may_be_left_where_they_were_sent(

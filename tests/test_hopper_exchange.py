@@ -31,15 +31,35 @@ def test_all_slots_are_one_chunk_where_their_bitmaps_are_small() -> None:
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(1, (8, 132)), (128, (2, 132)), (4096, (1, 1))])
 def test_few_slots_are_shared_by_warps_of_more_blocks(max_tokens: int, expected: tuple[int, int]) -> None:
-    geometry = replace(sample_geometry("nvfp4"), max_tokens=max_tokens)
-    assert hopper_shapes.arrive_shares(geometry, 132) == expected
+    for geometry in (sample_geometry("nvfp4"), sample_geometry("nvfp4", packed=True)):
+        sized = replace(geometry, max_tokens=max_tokens)
+        if not hopper_shapes.ids_first(sized):
+            assert hopper_shapes.arrive_shares(sized, 132, scales=True) == expected
 
 
+@pytest.mark.parametrize(
+    ("fmt", "max_tokens", "expected"),
+    [
+        ("nvfp4", 1, (1, 1)),
+        ("nvfp4", 8, (1, 4)),
+        ("bf16", 8, (1, 4)),
+        ("nvfp4", 128, (1, 32)),
+        ("nvfp4", 4096, (1, 1)),
+        ("fp8_block", 8, (8, 32)),
+        ("fp8_block", 128, (1, 32)),
+    ],
+)
+def test_few_blocks_wait_for_rows_that_are_not_copied(fmt: str, max_tokens: int, expected: tuple[int, int]) -> None:
+    geometry = replace(sample_geometry(fmt), max_tokens=max_tokens)
+    assert hopper_shapes.arrive_shares(geometry, 132, scales=fmt == "fp8_block") == expected
+
+
+@pytest.mark.parametrize("scales", [False, True])
 @pytest.mark.parametrize("sms", [1, 16, 78, 132])
-def test_arrival_is_one_round_of_blocks(sms: int, rng: torch.Generator) -> None:
+def test_arrival_is_one_round_of_blocks(sms: int, scales: bool, rng: torch.Generator) -> None:
     for max_tokens in torch.randint(1, 5000, (50,), generator=rng).tolist():
         geometry = replace(sample_geometry("nvfp4"), max_tokens=max_tokens)
-        shares, split = hopper_shapes.arrive_shares(geometry, sms)
+        shares, split = hopper_shapes.arrive_shares(geometry, sms, scales)
         chunk = hopper_shapes.chunk_slots(geometry)
         chunks = -(-geometry.num_slots // chunk)
         assert 1 <= shares <= geometry.top_k and 1 <= split <= chunk * shares
@@ -119,7 +139,7 @@ def test_expert_ids_come_first_where_many_rows_are_packed() -> None:
     assert hopper_shapes.NUM_COUNTERS <= COUNTERS
     # 8 sources and 4 parts of 1024 tokens; 4 chunks of each go to 4 blocks.
     assert hopper_shapes.chunk_slots(geometry) == 256
-    assert hopper_shapes.arrive_shares(geometry, 131) == (1, 4)
+    assert hopper_shapes.arrive_shares(geometry, 131, scales=True) == (1, 4)
     counts = hopper_exchange.room_to_count(geometry, torch.device("cpu"))
     assert counts is not None and counts.shape == (128, 32)
     # Parts of 257 tokens are 160 and 97.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import pytest
 import torch
@@ -28,14 +28,16 @@ WORLD = 3
 SETTINGS: dict[str, Any] = {"hidden_size": 512, "num_experts": 10, "top_k": 3, "max_tokens_per_rank": 12}
 
 
-Shrink = Callable[[int], None]
+class Shrink(Protocol):
+    def __call__(self, seed: int, **sizes: int) -> None: ...
 
 
 @pytest.fixture(autouse=True)
 def shrink(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Shrink]:
-    """Draws sizes: rings that come round, blocks with several tokens, tokens in parts, slots in one chunk or two."""
+    """Draws sizes, but for those that are given: rings that come round, blocks with several tokens, tokens in parts,
+    slots in one chunk or two."""
 
-    def shrink(seed: int) -> None:
+    def shrink(seed: int, **given: int) -> None:
         draw = random.Random(seed)
         sms = draw.choice((1, 2, 3))
         sizes = {
@@ -46,7 +48,7 @@ def shrink(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Shrink]:
             "SMALL_CHUNK_BYTES": draw.choice((0, 1 << 20)),
             "CHUNK": 32,
         }
-        for name, value in sizes.items():
+        for name, value in (sizes | given).items():
             monkeypatch.setattr(hopper_shapes, name, value)
         monkeypatch.setattr(hopper_exchange, "most_sms", lambda device, limit=None: min(sms, limit or sms))
         forget_defines()
@@ -170,8 +172,16 @@ def random_outputs(ranks: Ranks, seed: int) -> list[torch.Tensor]:
     return [torch.randn(shape, generator=generator).bfloat16() for _ in range(WORLD)]
 
 
+ONE_CHUNK = {"SMALL_CHUNK_BYTES": 1 << 20, "TOKENS_IN_PARTS": 1024}
+"""Each token is told of by itself."""
+
+
+@pytest.mark.parametrize("sizes", [{}, ONE_CHUNK], ids=["drawn", "one_chunk"])
 @pytest.mark.parametrize("sends", [False, True])
-def test_a_rank_that_stops_is_named_by_all_others(sends: bool, emulator: Emulator, seed: int) -> None:
+def test_a_rank_that_stops_is_named_by_all_others(
+    sends: bool, sizes: dict[str, int], emulator: Emulator, seed: int, shrink: Shrink
+) -> None:
+    shrink(seed, **sizes)
     steps = [step._replace(combined=True) for step in random_steps(seed, 3)]
     twins, kernels = twins_and_kernels(mode="packed", token_format="nvfp4")
     outputs, lost = random_outputs(twins, seed), seed % WORLD
@@ -185,8 +195,12 @@ def test_a_rank_that_stops_is_named_by_all_others(sends: bool, emulator: Emulato
             assert caught.value.phase == (Phase.COMBINE_WAIT if sends else Phase.DISPATCH_WAIT)
 
 
-def test_a_bad_expert_id_is_told_to_ranks_that_are_at_work(emulator: Emulator, seed: int) -> None:
+@pytest.mark.parametrize("sizes", [{}, ONE_CHUNK], ids=["drawn", "one_chunk"])
+def test_a_bad_expert_id_is_told_to_ranks_that_are_at_work(
+    sizes: dict[str, int], emulator: Emulator, seed: int, shrink: Shrink
+) -> None:
     """A rank that fails tells of it and then raises its flag all the same; kernels that wait for it miss neither."""
+    shrink(seed, **sizes)
     steps = [step._replace(combined=True) for step in random_steps(seed, 2)]
     bad = rank_input(seed, 1, 3, *list(SETTINGS.values())[:3])
     bad.topk_idx[1, 2] = SETTINGS["num_experts"]
@@ -205,6 +219,13 @@ WRONG = {
     "the flag of another step": (r"tell\((\w+) \+ half \* \w+, counter", r"tell(\1, counter"),
 }
 """What is written instead in translated kernels, as regular expressions."""
+WRONG_STAMPS = {
+    "a token is told of before it has landed": (r"(if \(warp == 0\) \{\s*)bulk_await\(\);", r"\1"),
+    "nothing says that a token goes elsewhere": (r"(reinterpret_cast<uint4\*>\(to \+ \d+\))\[i\] =", r"\1;"),
+    "all tokens are there with the first": (r"(load_acquire\()arrived\.stamps \+ slot", r"\1first"),
+    "the number of tokens is that of another step": (r"(rank \+ \d+, )num_tokens", r"\1num_tokens - 1"),
+}
+"""The same, of what tells of each token."""
 
 
 def assert_is_found(edits: tuple[str, str], emulator: Emulator, run: Callable[[int], None]) -> None:
@@ -231,3 +252,12 @@ def test_kernels_that_are_wrong_are_found(what: str, emulator: Emulator, seed: i
         run_random_steps({"token_format": "nvfp4"}, emulator, seed + turn)
 
     assert_is_found(WRONG[what], emulator, run)
+
+
+@pytest.mark.parametrize("what", WRONG_STAMPS)
+def test_tokens_that_are_told_of_wrongly_are_found(what: str, emulator: Emulator, seed: int, shrink: Shrink) -> None:
+    def run(turn: int) -> None:
+        shrink(seed + turn, **ONE_CHUNK)
+        run_random_steps({"token_format": "nvfp4"}, emulator, seed + turn)
+
+    assert_is_found(WRONG_STAMPS[what], emulator, run)
