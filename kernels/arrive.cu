@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
 }
 
 // Until all chunks are counted. For a whole block.
-__device__ __forceinline__ void await_counts(int chunks, int* counted) {
+__device__ __forceinline__ void await_counts(int* counted) {
   // Blocks of `arrive_count` have all begun, and each comes to its end. The last one here leaves all as it was before the
   // next `arrive_count` may begin.
   if (threadIdx.x == 0) {
@@ -245,9 +245,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// Until all chunks are counted, where there are several.
-__device__ __forceinline__ void await_counts(int chunks, int* counted) {
-  if (chunks > 1) asm volatile("griddepcontrol.wait;" ::: "memory");
+// Until all chunks are counted.
+__device__ __forceinline__ void await_counts(int* counted) {
+  if (!STAMPED) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // All tokens have been waited for.
@@ -274,7 +274,7 @@ static_assert(sizeof(Places) <= PLACES_BYTES);
 // Lanes that count the bits of an expert's words together.
 __host__ __device__ constexpr int lanes_of(int words) { return words > 16 ? 32 : words > 8 ? 16 : words > 4 ? 8 : words > 2 ? 4 : words; }
 
-extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS)
+extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS, IDS_FIRST ? 1 : 2)
     arrive_place(const int* chunk_counts, int* group_offsets, int* group_scale_offsets, int* row_index, int* positions,
                  u8* rows, u8* scales, float* row_scale, const u64* landing, const u64* stamps, const u64* signals,
                  const int* epoch_ptr, const int* handle_epoch, int* error, int* latch, int rank, int max_tokens,
@@ -285,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS)
   const Exchange x{signals, error, latch, rank, timeout_ns};
   const int* own = x.words(rank);
   const u64 landed = landing[rank], stamped = stamps[rank];
-  await_counts(chunks, COUNTED);
+  await_counts(COUNTED);
   asm volatile("griddepcontrol.launch_dependents;");
   const int epoch = load_relaxed(handle_epoch), warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   EACH_TASK(task, chunks * split) {
@@ -295,9 +295,13 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS)
     u16* const local = reinterpret_cast<u16*>(places.local);
     for (int i = threadIdx.x; i < EXPERTS * CHUNK_WORDS; i += THREADS) bits[i] = 0;
     for (int i = threadIdx.x; i < CHUNK * K; i += THREADS) local[i] = NONE;
-    const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
-#if STAMPED
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) places.totals[e] = places.first[e] = 0;
+    const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
+    const auto mark = [&](int s, int k, int expert) {
+      places.local[s][k] = static_cast<u16>(expert);
+      atomicOr(&places.bits[expert][s / 32], 1u << s % 32);
+    };
+#if STAMPED
     __syncthreads();
     if (threadIdx.x == 0 && is_stale(epoch_ptr, epoch))
       record_failure(x, STALE_HANDLE, x.rank, DISPATCH_WAIT, epoch, 0, 0);
@@ -308,8 +312,7 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS)
       const Glance glance(x, own);  // loaded with the ids
       if (FMT == NVFP4) places.row_scale[s] = s < num_slots ? arrived.row_scale(s) : 0.0f;
       arrived.each_expert(s, [&](int k, int expert) {
-        places.local[s][k] = static_cast<u16>(expert);
-        atomicOr(&places.bits[expert][s / 32], 1u << s % 32);
+        mark(s, k, expert);
         atomicAdd(&places.totals[expert], 1);
       });
       __syncwarp();
@@ -317,8 +320,20 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS)
     }
     // All warps have looked, and a block is of one mind.
     bool good = __syncthreads_or(failed) == 0;
-
-    // One warp goes on with the totals, the others count within them.
+#else
+    // Counted chunks have been waited for.
+    bool good = await_tokens(x, own, epoch_ptr, epoch, 0, -1);
+#pragma unroll 4
+    for (int i = threadIdx.x; i < chunks * EXPERTS; i += THREADS) {
+      const int count = chunk_counts[i];
+      atomicAdd(&places.totals[i % EXPERTS], count);
+      if (i / EXPERTS < chunk.number) atomicAdd(&places.first[i % EXPERTS], count);
+    }
+    for (int s = threadIdx.x; good && s < chunk.slots(); s += THREADS)
+      arrived.each_expert(chunk.first_slot + s, [&](int k, int expert) { mark(s, k, expert); });
+    __syncthreads();
+#endif
+    // One warp goes on with the totals, the others count the rows of this chunk.
     constexpr int LANES = lanes_of(CHUNK_WORDS), AT_ONCE = 32 / LANES, COUNTING = WARPS > 1 ? WARPS - 1 : 1;
     for (int first = (WARPS > 1 ? warp - 1 : warp) * AT_ONCE; first >= 0 && first < EXPERTS; first += COUNTING * AT_ONCE) {
       const int e = first + lane / LANES;
@@ -337,44 +352,6 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS)
         here += __shfl_sync(ALL, upto, lane | (LANES - 1));
       }
     }
-#else
-    // Counted chunks have been waited for.
-    bool good = await_tokens(x, own, epoch_ptr, epoch, 0, chunks == 1 ? WORLD - 1 : -1);
-    for (int s = threadIdx.x; good && s < chunk.slots(); s += THREADS)
-      arrived.each_expert(chunk.first_slot + s, [&](int k, int expert) {
-        places.local[s][k] = static_cast<u16>(expert);
-        atomicOr(&places.bits[expert][s / 32], 1u << s % 32);
-      });
-    __syncthreads();
-
-    for (int e = warp; e < EXPERTS; e += WARPS) {
-      int here = 0;
-      for (int start = 0; start < CHUNK_WORDS; start += 32) {
-        const int word = start + lane, count = word < CHUNK_WORDS ? __popc(places.bits[e][word]) : 0;
-        int upto = count;
-#pragma unroll
-        for (int d = 1; d < 32; d *= 2) {
-          const int other = __shfl_up_sync(ALL, upto, d);
-          if (lane >= d) upto += other;
-        }
-        if (word < CHUNK_WORDS) places.before[e][word] = static_cast<u16>(here + upto - count);
-        here += __shfl_sync(ALL, upto, 31);
-      }
-      int total = here, earlier = 0;
-      if (chunks > 1) {
-        int all = 0;
-        for (int c = lane; c < chunks; c += 32) {
-          const int count = chunk_counts[c * EXPERTS + e];
-          all += count;
-          earlier += c < chunk.number ? count : 0;
-        }
-        total = __reduce_add_sync(ALL, all);
-        earlier = __reduce_add_sync(ALL, earlier);
-      }
-      if (lane == 0) places.totals[e] = total, places.first[e] = earlier;
-    }
-    __syncthreads();
-#endif
     if (warp == 0) {
       int row = 0, block = 0;
       for (int start = 0; start < EXPERTS; start += 32) {
@@ -484,7 +461,7 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS)
     if (LOOPED) __syncthreads();
   }
   // A kernel that waits for this one waits for what came before, too.
-  if (IDS_FIRST || chunks == 1) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (IDS_FIRST || STAMPED) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // Swizzled scales of the arrived rows, in the order of the swizzle: a warp takes 128 rows (lane l those of l, l + 32, l + 64

@@ -37,7 +37,7 @@ THREADS_BESIDE = MAX_SENDING_THREADS // 2
 MAX_TEAMS = 15
 """Named barriers of a block, less the one of all its threads."""
 ARRIVE_WARPS = 16
-SMALL_CHUNK_BYTES, FEW_ROWS = 32 * 1024, 2048
+SMALL_CHUNK_BYTES, FEW_ROWS = 32 * 1024, 3072
 """Shared memory, and rows of a rank on average, up to which all slots are one chunk. Dispatch of NVFP4 on 4 H200s takes
 50 us in chunks and 71 as one for 2048 slots, and as long either way for 1024 of 2048 rows; on 2, 36 and 51 for 1024
 slots of 4096 rows (single runs of which no file is kept)."""
