@@ -17,6 +17,7 @@ from moe_runtime.errors import (
     Phase,
     RoutingError,
     StaleHandleError,
+    StepMismatchError,
 )
 
 
@@ -33,7 +34,7 @@ def describe_failure(
     """The exception for one failure that rank `origin` recorded about rank `about`.
 
     `details` are, by code: ROUTING (expert id, `REFUSED_ID` more if a placement refused it; token), CAPACITY (rows
-    arrived, capacity), TIMEOUT (limit in ms, -).
+    arrived, capacity), TIMEOUT (limit in ms, -), MISMATCH (number of its exchange, and of that of rank `origin`).
     """
     step = Phase(phase) if phase in list(Phase) else Phase.HOST
     where = f"rank {origin}, {step.name.lower()} of epoch {epoch}"
@@ -46,6 +47,12 @@ def describe_failure(
         return CapacityError(f"{where}: {text}", about, step)
     if code == ErrorCode.TIMEOUT:
         return PeerTimeoutError(f"{where}: rank {about} did not answer within {details[0] / 1000:g} s", about, step)
+    if code == ErrorCode.MISMATCH:
+        text = (
+            f"rank {about} was in exchange {details[0]} of the context, rank {origin} in {details[1]}: all ranks have "
+            "to call the same layers in the same order, with equal max_tokens"
+        )
+        return StepMismatchError(f"{where}: {text}", about, step)
     if code == ErrorCode.STALE_HANDLE:
         return StaleHandleError(f"{where}: its handle was used after the second next dispatch", about, step)
     if code == ErrorCode.ABORTED:

@@ -4,7 +4,8 @@ Every word has one writer. Flags hold the epoch (number of the dispatch, from 1)
 ever reset; those with two halves use the half `epoch % 2`. With `W` ranks, in words:
 
     dispatch_flag [2][W]   rank w's tokens of this epoch have landed here
-    token_count   [2][W]   how many tokens rank w had (written before dispatch_flag)
+    token_count   [2][W]   how many tokens rank w had, and in the bits from `COUNT_BITS` on for which exchange they are
+                           and, in `TURN_BIT`, of which epoch (written before dispatch_flag)
     combine_flag  [2][W]   rank w's partial results of this epoch have landed here
     ready         [W]      rank w no longer reads what lies in the half of this epoch
     abort         [W][8]   (code, phase, epoch, rank it is about, detail, detail2, 0, 0) of rank w's; code is last
@@ -22,6 +23,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 ABORT_WORDS = 8
+COUNT_BITS = 22
+EXCHANGES = 256
+"""Exchanges of a context are numbered, modulo this: what a rank has for another is not taken for the tokens of this."""
+TURN_BIT = 30
+"""Changes from one epoch of a half to the next, and is set in the first of each."""
 PROGRESS_PARTS = 3
 """Parts of the tokens that a rank may tell of before it has sent all partial results."""
 SENT_PARTS = 3
@@ -30,6 +36,16 @@ REASON_WORDS = 64
 ERROR_WORDS = 8
 """Words of a rank's own error record in host-visible memory, code written last:
 (code, rank it is about, phase, epoch, detail, origin rank, detail2, 0)."""
+
+
+def tag_of(count_tag: int, epoch: int) -> int:
+    """What `token_count` has in `epoch` beside the number of tokens; `count_tag` is `ExchangeGeometry.count_tag`."""
+    return count_tag | ((epoch >> 1 ^ epoch) & 1) << TURN_BIT
+
+
+def exchange_of(word: int) -> int:
+    """Number of the exchange in a `token_count`."""
+    return (word & (1 << TURN_BIT) - 1) >> COUNT_BITS
 
 
 @dataclass(frozen=True)

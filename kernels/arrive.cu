@@ -21,7 +21,7 @@
 // WARPS (of a block), LOOPED (whether blocks take several chunks, one after the other, or shares of them), PLACES_BYTES
 // (shared memory of `arrive_place`), TILED (whether `arrive_scales` is launched), PACKED, IDS_FIRST, STAMPED, QUANT_BYTES,
 // SCALE_COLUMNS (0 where scales stay in the records), RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout,
-// SENT_PARTS, STALE_HANDLE and CAPACITY (ErrorCode), DISPATCH_WAIT (Phase).
+// SENT_PARTS, COUNT_BITS, TURN_BIT, STALE_HANDLE, MISMATCH and CAPACITY (ErrorCode), DISPATCH_WAIT (Phase).
 
 #include "signalling.cuh"
 
@@ -53,30 +53,38 @@ struct Wide<8> {
 struct Landing {
   const u8* records;  // of this epoch's half
   const int* stamps;
-  const int* counts;  // tokens of each source
-  int max_tokens, first_expert, num_local, epoch;
+  const int* counts;  // tokens of each source, and `tag` if they are for this exchange, of this epoch
+  int max_tokens, tag, first_expert, num_local, epoch;
 
   __device__ Landing(const u64 landing, const u64 stamps, const int* own, long long landing_half, long long stamps_half,
-                     int max_tokens, int first_expert, int num_local, int epoch)
+                     int max_tokens, int tag, int first_expert, int num_local, int epoch)
       : records(reinterpret_cast<const u8*>(landing) + (epoch & 1) * landing_half),
         stamps(reinterpret_cast<const int*>(stamps + (epoch & 1) * stamps_half)),
         counts(own + TOKEN_COUNT + (epoch & 1) * WORLD),
-        max_tokens(max_tokens), first_expert(first_expert), num_local(num_local), epoch(epoch) {}
+        max_tokens(max_tokens), tag(tag), first_expert(first_expert), num_local(num_local), epoch(epoch) {}
 
   __device__ const u8* record(int slot) const { return records + static_cast<long long>(slot) * RECORD_BYTES; }
 
   __device__ float row_scale(int slot) const { return __ldcg(reinterpret_cast<const float*>(record(slot) + ROW_SCALE_AT)); }
+
+  // Records a source whose tokens are for another exchange. For a whole warp.
+  __device__ __forceinline__ void check_sources(const Exchange& x) const {
+    const int lane = threadIdx.x & 31, word = lane < WORLD ? __ldcg(counts + lane) : tag;
+    const u32 others = __ballot_sync(ALL, word < tag || word - tag > max_tokens);
+    if (others && lane == __ffs(others) - 1)
+      record_failure(x, MISMATCH, lane, DISPATCH_WAIT, epoch, exchange_of(word), exchange_of(tag));
+  }
 
   // Calls `found(k, expert of this rank)` for each expert of this rank that the token in `slot` goes to.
   template <class Found>
   __device__ __forceinline__ void each_expert(int slot, Found found) const {
     const int source = slot / max_tokens, token = slot - source * max_tokens;
     if (source >= WORLD) return;
-    const int stamp = __ldcg(stamps + slot), count = __ldcg(counts + source);
+    const int stamp = __ldcg(stamps + slot), count = __ldcg(counts + source) - tag;
     uint4 words[ID_WORDS];
 #pragma unroll
     for (int i = 0; i < ID_WORDS; ++i) words[i] = __ldcg(reinterpret_cast<const uint4*>(record(slot) + IDS_AT) + i);
-    if (stamp != epoch || token >= min(count, max_tokens)) return;
+    if (stamp != epoch || token >= count || count > max_tokens) return;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       const uint4 four = words[k / 8];
@@ -92,15 +100,15 @@ struct Landing {
 __device__ __forceinline__ bool await_slots(const Exchange& x, const int* own, const Landing& arrived, int slot) {
   const int source = slot / arrived.max_tokens, token = slot - source * arrived.max_tokens, epoch = arrived.epoch;
   const int* flag = own + DISPATCH_FLAG + (epoch & 1) * WORLD + min(source, WORLD - 1);
-  const int* first = arrived.stamps + min(source, WORLD - 1) * arrived.max_tokens;
+  const int* counts = arrived.counts + min(source, WORLD - 1);
   auto behind = [&] {
-    // All are under way at once. What one of the first two says is acquired before it counts.
-    const int flagged = load_relaxed(flag), begun = load_relaxed(first), stamp = load_acquire(arrived.stamps + slot);
-    // Words that nobody has written are those of epoch 0.
-    if (stamp == epoch && epoch != 0) return false;
-    if (ahead(flagged, epoch) >= 0) return ahead(load_acquire(flag), epoch) < 0;
-    if (begun != epoch || epoch == 0) return true;
-    return load_acquire(first) != epoch || token < load_relaxed(arrived.counts + source);
+    // All are under way at once. The number of tokens tells by itself whether it is of this epoch.
+    const int flagged = load_relaxed(flag), word = load_relaxed(counts), stamp = load_acquire(arrived.stamps + slot);
+    const int count = word - arrived.tag;
+    // A number of tokens for another exchange is too small or too large. Stamps that nobody has written are of epoch 0.
+    if (same_turn(word, arrived.tag) && (token >= count || count > arrived.max_tokens || (stamp == epoch && epoch != 0)))
+      return false;
+    return ahead(flagged, epoch) < 0 || ahead(load_acquire(flag), epoch) < 0;
   };
   bool waiting = source < WORLD && behind();
   if (!__any_sync(ALL, waiting)) return false;
@@ -167,7 +175,7 @@ struct Chunk {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     arrive_count(int* chunk_counts, const u64* landing, const u64* stamps, const u64* signals, const int* epoch_ptr,
-                 const int* handle_epoch, int* error, int* latch, int rank, int max_tokens, int num_slots,
+                 const int* handle_epoch, int* error, int* latch, int rank, int max_tokens, int count_tag, int num_slots,
                  int first_expert, int num_local, long long landing_half, long long stamps_half,
                  long long timeout_ns, int* counted) {
   __shared__ int counts[EXPERTS];
@@ -179,7 +187,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const Chunk chunk(blockIdx.x, max_tokens);
   for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
   const bool good = await_tokens(x, own, epoch_ptr, epoch, chunk.source, chunk.source, ROUTED + (epoch & 1) * WORLD);
-  const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
+  const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, tag_of(count_tag, epoch), first_expert,
+                        num_local, epoch);
   count_rows(counts, arrived, chunk.first_slot, chunk.slots(), good);
   for (int e = threadIdx.x; e < EXPERTS; e += THREADS) chunk_counts[chunk.number * EXPERTS + e] = counts[e];
   __syncthreads();
@@ -224,7 +233,7 @@ struct Chunk {
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     arrive_count(int* chunk_counts, const u64* landing, const u64* stamps, const u64* signals, const int* epoch_ptr,
-                 const int* handle_epoch, int* error, int* latch, int rank, int max_tokens, int num_slots,
+                 const int* handle_epoch, int* error, int* latch, int rank, int max_tokens, int count_tag, int num_slots,
                  int first_expert, int num_local, long long landing_half, long long stamps_half, long long timeout_ns) {
   __shared__ int counts[EXPERTS];
   const Exchange x{signals, error, latch, rank, timeout_ns};
@@ -237,7 +246,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
     const int last_source = min(first_slot + CHUNK, num_slots) - 1;
     const bool good = await_tokens(x, own, epoch_ptr, epoch, first_slot / max_tokens, last_source / max_tokens);
-    const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
+    const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, tag_of(count_tag, epoch), first_expert,
+                          num_local, epoch);
     count_rows(counts, arrived, first_slot, CHUNK, good);
     asm volatile("griddepcontrol.wait;" ::: "memory");
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) chunk_counts[chunk * EXPERTS + e] = counts[e];
@@ -278,8 +288,9 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS, 
     arrive_place(const int* chunk_counts, int* group_offsets, int* group_scale_offsets, int* row_index, int* positions,
                  u8* rows, u8* scales, float* row_scale, const u64* landing, const u64* stamps, const u64* signals,
                  const int* epoch_ptr, const int* handle_epoch, int* error, int* latch, int rank, int max_tokens,
-                 int num_slots, int chunks, int split, int shares, int first_expert, int num_local, int capacity,
-                 int first_row, long long landing_half, long long stamps_half, long long timeout_ns COUNTED_PARAMETER) {
+                 int count_tag, int num_slots, int chunks, int split, int shares, int first_expert, int num_local,
+                 int capacity, int first_row, long long landing_half, long long stamps_half,
+                 long long timeout_ns COUNTED_PARAMETER) {
   extern __shared__ __align__(16) u8 shared[];
   Places& places = *reinterpret_cast<Places*>(shared);
   const Exchange x{signals, error, latch, rank, timeout_ns};
@@ -296,7 +307,8 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS, 
     for (int i = threadIdx.x; i < EXPERTS * CHUNK_WORDS; i += THREADS) bits[i] = 0;
     for (int i = threadIdx.x; i < CHUNK * K; i += THREADS) local[i] = NONE;
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) places.totals[e] = places.first[e] = 0;
-    const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, first_expert, num_local, epoch);
+    const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, tag_of(count_tag, epoch), first_expert,
+                          num_local, epoch);
     const auto mark = [&](int s, int k, int expert) {
       places.local[s][k] = static_cast<u16>(expert);
       atomicOr(&places.bits[expert][s / 32], 1u << s % 32);
@@ -376,6 +388,7 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS, 
           record_failure(x, CAPACITY, rank, DISPATCH_WAIT, epoch, row, capacity);
       }
     }
+    if (warp == WARPS - 1 && good && blockIdx.x == 0) arrived.check_sources(x);
     __syncthreads();
     good = good && places.rows <= capacity;
     good = await_rows(x, own, epoch_ptr, epoch, chunk) && good;

@@ -19,18 +19,30 @@ from moe_runtime.formats import FORMATS, FormatCode, ceil_div
 from moe_runtime.geometry import ExchangeGeometry, sample_geometry
 from moe_runtime.kernels.dispatch import padded
 from moe_runtime.kernels.runtime import AotCase
-from moe_runtime.kernels.signalling import exchange_aot_case, record_failure, signals_of, turns_of, wait_for_peer
+from moe_runtime.kernels.signalling import (
+    exchange_aot_case,
+    exchange_of,
+    has_failed,
+    record_failure,
+    signals_of,
+    tag_of,
+    turns_of,
+    wait_for_peer,
+)
 
 if TYPE_CHECKING:
     from moe_runtime.context import ExpertParallelContext
 
 STALE_HANDLE = tl.constexpr(int(ErrorCode.STALE_HANDLE))
+MISMATCH = tl.constexpr(int(ErrorCode.MISMATCH))
 CAPACITY = tl.constexpr(int(ErrorCode.CAPACITY))
 DISPATCH_WAIT = tl.constexpr(int(Phase.DISPATCH_WAIT))
 FP8_BLOCK = tl.constexpr(int(FormatCode.FP8_BLOCK))
 NVFP4 = tl.constexpr(int(FormatCode.NVFP4))
 
-_GEOMETRY_ARGUMENTS = ["rank", "max_tokens", "chunks", "first_expert", "num_local", "landing_half", "stamps_half"]
+_GEOMETRY_ARGUMENTS = [
+    *("rank", "max_tokens", "count_tag", "chunks", "first_expert", "num_local", "landing_half", "stamps_half")
+]
 
 SLOTS = 32
 """Slots of a chunk."""
@@ -49,6 +61,7 @@ def arrived_experts(
     source,
     token_S,
     max_tokens,
+    count_tag,
     first_expert,
     num_local,
     landing_half,
@@ -62,14 +75,16 @@ def arrived_experts(
 ):
     """int32 `[SLOTS, K_PAD]`: expert of this rank that entry `k` of tokens `token_S` of `source` goes to, else -1.
 
-    -1 for all where this rank has failed: what lies in the slots is not to be trusted then.
+    -1 for all where this rank has failed, or the tokens are for another exchange: what lies in the slots is not to be
+    trusted then.
     """
     half = epoch & 1
     count_at = signals_of(signal_ptrs, rank) + TOKEN_COUNT + half * WORLD + source
-    count = tl.where(tl.load(latch_ptr, volatile=True) == 0, tl.load(count_at, volatile=True), 0)
+    count = tl.load(count_at, volatile=True) - tag_of(count_tag, epoch)
+    count = tl.where(tl.load(latch_ptr, volatile=True) == 0, count, 0)
     slot = source * max_tokens + token_S
     stamps = (tl.load(stamps_ptrs + rank) + half * stamps_half).to(tl.pointer_type(tl.int32))
-    valid = (token_S < count) & (token_S < max_tokens)
+    valid = (token_S < count) & (token_S < max_tokens) & (count <= max_tokens)
     fresh = valid & (tl.load(stamps + slot, mask=valid, other=0) == epoch)
     k = tl.arange(0, K_PAD)
     landing = (tl.load(landing_ptrs + rank) + half * landing_half).to(tl.pointer_type(tl.uint8))
@@ -93,6 +108,7 @@ def _arrive_count_kernel(
     latch_ptr,
     rank,
     max_tokens,
+    count_tag,
     chunks,
     first_expert,
     num_local,
@@ -130,9 +146,18 @@ def _arrive_count_kernel(
             words + DISPATCH_FLAG, epoch, source, DISPATCH_WAIT, epoch,
             error_ptr, latch_ptr, signal_ptrs, rank, timeout_ns, ABORT, WORLD, WORLD_PAD,
         )  # fmt: skip
+        word = tl.load(words + TOKEN_COUNT, volatile=True)
+        tag = tag_of(count_tag, epoch)
+        count = word - tag
+        if (has_failed(latch_ptr) == 0) & ((count < 0) | (count > max_tokens)):
+            record_failure(
+                error_ptr, latch_ptr, signal_ptrs, MISMATCH, source, DISPATCH_WAIT, epoch,
+                exchange_of(word), exchange_of(tag), rank, ABORT, WORLD,
+            )  # fmt: skip
         local = arrived_experts(
             landing_ptrs, stamps_ptrs, signal_ptrs, latch_ptr, epoch, rank, source, token, max_tokens,
-            first_expert, num_local, landing_half, stamps_half, K, K_PAD, WORLD, RECORD_BYTES, IDS_AT, TOKEN_COUNT,
+            count_tag, first_expert, num_local, landing_half, stamps_half, K, K_PAD, WORLD, RECORD_BYTES, IDS_AT,
+            TOKEN_COUNT,
         )  # fmt: skip
         for start in range(0, E_PAD, EXPERTS):
             expert = start + tl.arange(0, EXPERTS)
@@ -203,6 +228,7 @@ def _arrive_place_kernel(
     latch_ptr,
     rank,
     max_tokens,
+    count_tag,
     chunks,
     first_expert,
     num_local,
@@ -232,7 +258,8 @@ def _arrive_place_kernel(
         k = tl.arange(0, K_PAD)
         local = arrived_experts(
             landing_ptrs, stamps_ptrs, signal_ptrs, latch_ptr, epoch, rank, source, token, max_tokens,
-            first_expert, num_local, landing_half, stamps_half, K, K_PAD, WORLD, RECORD_BYTES, IDS_AT, TOKEN_COUNT,
+            count_tag, first_expert, num_local, landing_half, stamps_half, K, K_PAD, WORLD, RECORD_BYTES, IDS_AT,
+            TOKEN_COUNT,
         )  # fmt: skip
         position = tl.full([SLOTS, K_PAD], -1, tl.int32)
         for start in range(0, E_PAD, EXPERTS):
@@ -368,6 +395,7 @@ def arrive(
         context.latch,
         geometry.rank,
         geometry.max_tokens,
+        geometry.count_tag,
         chunks,
         geometry.first_expert,
         geometry.num_local_experts,
@@ -403,6 +431,7 @@ def arrive(
         context.latch,
         geometry.rank,
         geometry.max_tokens,
+        geometry.count_tag,
         chunks,
         geometry.first_expert,
         geometry.num_local_experts,

@@ -28,6 +28,7 @@ from moe_runtime.kernels.signalling import (
     milliseconds,
     record_failure,
     signals_of,
+    tag_of,
     turns_of,
     wait_either,
 )
@@ -72,6 +73,7 @@ def checked_ids(raw_K, k, num_experts, K: tl.constexpr):
 @triton.jit(
     do_not_specialize=[
         "num_tokens",
+        "count_tag",
         "rank",
         "num_experts",
         "max_tokens",
@@ -87,6 +89,7 @@ def _dispatch_send_kernel(
     topk_weights_ptr,
     gsf_ptr,
     num_tokens,
+    count_tag,
     starts_ptr,
     landing_ptrs,
     stamps_ptrs,
@@ -223,7 +226,7 @@ def _dispatch_send_kernel(
         tl.store(handle_epoch_ptr, epoch)
         for peer in range(WORLD):
             words = signals_of(signal_ptrs, peer) + half * WORLD + rank
-            tl.store(words + TOKEN_COUNT, num_tokens)
+            tl.store(words + TOKEN_COUNT, num_tokens + tag_of(count_tag, epoch))
             tl.debug_barrier()
             tl.atomic_xchg(words + DISPATCH_FLAG, epoch, sem="release", scope="sys")
 
@@ -328,6 +331,7 @@ def dispatch_send(
         topk_weights_TK,
         gsf if gsf is not None else topk_weights_TK,
         num_tokens,
+        geometry.count_tag,
         starts,
         context.landing_pointers,
         context.stamps_pointers,

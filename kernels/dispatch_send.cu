@@ -9,12 +9,12 @@
 // place these rows while the rest is on its way. Blocks are then few enough for theirs to have room beside.
 //
 // With STAMPED, peers find out of each token by itself: its stamp is stored once its record has landed, on all ranks, with
-// expert ids of others where it does not go. They then wait for no block that comes last. The first token's stamp comes
-// after the number of tokens. Flags are raised all the same: for a rank without tokens, one that fails, and for kernels
+// expert ids of others where it does not go. They then wait for no block that comes last. The number of tokens tells by
+// itself of which epoch it is. Flags are raised all the same: for a rank without tokens, one that fails, and for kernels
 // that look at nothing else.
 //
 // Macros: those of signalling.cuh, FMT (FormatCode), HIDDEN, K, IDS (type of the expert ids), TEAM (threads), TEAMS (of a
-// block), STATIC_GSF, AWAIT_READY, IDS_FIRST, STAMPED, ROUTED_COUNTER and SENT_COUNTERS (which of `counter`), RECORD_BYTES and the
+// block), STATIC_GSF, AWAIT_READY, IDS_FIRST, STAMPED, COUNT_BITS, TURN_BIT, ROUTED_COUNTER and SENT_COUNTERS (which of `counter`), RECORD_BYTES and the
 // *_AT of RecordLayout, words of SignalLayout, SENT_PARTS, ROUTING (ErrorCode), DISPATCH_SEND (Phase).
 
 #include "signalling.cuh"
@@ -60,9 +60,9 @@ __device__ __forceinline__ u32 route(const Exchange& x, const Entry& entry, int 
 
 extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * TEAMS))
     dispatch_send(const u16* x_TH, long long x_stride, const IDS* topk_idx, const float* topk_weights,
-                  const float* static_gsf, int num_tokens, const int* starts, const u64* landing, const u64* stamps,
-                  const u64* signals, int* epoch_ptr, int* handle_epoch, int* num_parts, int* error, int* latch,
-                  int* counter, int rank, int num_experts, int max_tokens, long long landing_half,
+                  const float* static_gsf, int num_tokens, int count_tag, const int* starts, const u64* landing,
+                  const u64* stamps, const u64* signals, int* epoch_ptr, int* handle_epoch, int* num_parts,
+                  int* error, int* latch, int* counter, int rank, int num_experts, int max_tokens, long long landing_half,
                   long long stamps_half, long long timeout_ns) {
   extern __shared__ __align__(128) u8 records[];  // [TEAMS][STAGES][RECORD_BYTES]
   __shared__ u32 maxima[TEAMS][TEAM / 32];
@@ -114,9 +114,9 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
                       epoch - 2, DISPATCH_SEND, epoch);
       ready |= wanted;
     }
-    // Early: a flag that comes right behind it would wait until it has landed.
+    // Early: it is waited for beside the stamps, and a flag that comes right behind it would wait until it has landed.
     if (!IDS_FIRST && first && blockIdx.x == 0 && team == 0 && lane < WORLD)
-      store_relaxed(words_of_lane + half * WORLD + rank + TOKEN_COUNT, num_tokens);
+      store_relaxed(words_of_lane + half * WORLD + rank + TOKEN_COUNT, num_tokens + tag_of(count_tag, epoch));
     return __any_sync(ALL, failed) != 0;
   };
   if (num_tokens == 0 && warp == 0) failed_or_ready(everyone, true);
@@ -143,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
     __syncthreads();
     if (threadIdx.x < 32 && last_at(lane == 0 ? counter + ROUTED_COUNTER : nullptr) && lane < WORLD) {
       int* words = words_of_lane + half * WORLD + rank;
-      store_relaxed(words + TOKEN_COUNT, num_tokens);
+      store_relaxed(words + TOKEN_COUNT, num_tokens + tag_of(count_tag, epoch));
       store_release(words + ROUTED, epoch);
     }
     __syncwarp();

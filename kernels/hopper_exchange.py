@@ -50,9 +50,11 @@ On 8 H200s that version is 17.3 + 11.2 / 31.7 + 37.9 / 367 + 847 us, FP8 15.1 + 
 - NVFP4 and MXFP8 by index at any size, since their rows are gathered when they are decoded anyway, and more than 1024
   slots in chunks: 264 to 194 at 4096, 72 to 52 at 512.
 
-**What is left.** At few tokens latency: at 8 on 8 ranks `dispatch_send` takes 8.5 us (copies that land, a fence, a
-counter, flags, each 1 to 2) and arrival 5. At 128, 16 us of the links and 15 of arrival. Combine is at the links: 847
-us at 4096 where their floor is 769; with partial results in FP8 it takes 325 instead of 531 on 4 ranks
+**What is left.** At few tokens latency, of 8 on 2 ranks: 1.4 us until the first token and all that is to be known of it
+are there, 1 to quantize it, 0.3 and 1.1 until its record has landed and a fence says so, 1 until its stamp is seen, 2.4
+of arrival, 0.6 to the next kernel; the combine loads where rows are in 2.5, sums and sends in 1, and then has fence,
+counter, flags (1.1, 0.6, 0.6) and 2.7 until the sums are stored. Combine is at the links: 847 us at 4096 on 8 ranks,
+where their floor is 769; with partial results in FP8 it takes 325 instead of 531 on 4 ranks
 (launch/results/h200x4_wires.json). The copy of expert outputs into partial results could be the epilogue of the down
 projection.
 
@@ -62,12 +64,21 @@ On 2 H200s, dispatch of 128, 512, 1024 and 4096 tokens of NVFP4:
   of them was stored into a sector of its own, or by `arrive_scales`. 18.3, 39.8, 51.0, 101.9 to 16.6, 28.6, 38.0, 81.8
   us, in two runs after each other; the layer 948, 1633, 4722 to 937, 1617, 4685 from 512 on.
 
-All of that takes 12.1 + 10.4 / 16.6 + 16.0 / 81.8 + 225 us at 8 / 128 / 4096 there (launch/results/h200x2.json).
+- Few tokens are told of one by one: before, 8 tokens took 1.1 us for a fence, 0.7 for the counter that tells which
+  block is the last, 1.1 for the flags behind the number of tokens, 1.3 until they were seen, and 1 each for what a warp
+  then did for every expert and for a load of each row's scale. Now all ranks get a stamp for each token once it has
+  landed, the number of tokens is stored at the start with a bit that tells of which epoch it is, and 32 blocks at most
+  look at stamps instead of 132, which also leaves room for `combine_send` to begin. Dispatch of 1, 8, 32, 128 and 256
+  tokens, in turn with the version before: 11.8, 12.3, 12.2, 16.0 and 20.5 to 9.0, 9.2, 9.4, 13.6 and 16.7 us, combine
+  9.0, 10.5, 11.0, 16.1, 24.9 to 8.5, 9.3, 9.8, 15.9, 24.2; FP8 of 8 and 128 tokens 12.3 and 17.1 to 9.1 and 14.4.
+- Arrival in chunks reads the counts of all chunks at once instead of for one expert after the other, and has registers
+  for two blocks of an SM (nvcc had taken 32 or 39 of them by what else stood in the kernel, and with 32 the same code
+  took 1 to 3 us more): 512, 1024 and 4096 tokens 27.8, 39.8, 82.6 to 26.2, 37.7, 79.1, FP8 43.0, 79.9, 175.7 to 40.7,
+  74.3, 171.1.
 
-Dropped: a number of the exchange beside the count of tokens, so that a rank which is in another layer or size of step
-is told of it. The comparison, wherever it stood in `arrive_place`, made nvcc take 32 registers for it instead of 39 or
-40, and dispatch of 512, 1024 and 4096 NVFP4 tokens on 2 H200s went from 28.1, 39.7 and 83.8 to 31.7, 43.1 and 88.8 us
-(another machine, on which FP8's took as long as before; no file kept).
+Tried beside the last two: no acquire and release at the counter of blocks, whose fence at system scope comes before it
+(no change); weights and the numbers of parts loaded before they are wanted in the combine (no change: they share lines
+with what is loaded first); one chunk for 512 and 1024 tokens (26 to 29, 38 to 47).
 
 On 16 SMs, 8 ranks and 4096 tokens of NVFP4 take 597 + 1525 us, on 24 546 + 1175, on 48 409 + 1051. The kernels are
 bound by instructions there: one rank, 4096 tokens of 8 rows each: `dispatch_send` 219 us, `combine_send` 520 (254 ns
@@ -148,6 +159,7 @@ def dispatch_send(
             topk_weights_TK,
             gsf,
             num_tokens,
+            geometry.count_tag,
             starts,
             context.landing_pointers,
             context.stamps_pointers,
@@ -204,6 +216,7 @@ def arrive(
         context.latch,
         geometry.rank,
         geometry.max_tokens,
+        geometry.count_tag,
         geometry.num_slots,
     ]
     limits: list[Any] = [int64(landing_half), int64(context.half_bytes["stamps"]), int64(timeout_ns)]

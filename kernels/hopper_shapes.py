@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from moe_runtime.comm.signals import ABORT_WORDS, PROGRESS_PARTS, SENT_PARTS, SignalLayout
+from moe_runtime.comm.signals import ABORT_WORDS, COUNT_BITS, PROGRESS_PARTS, SENT_PARTS, TURN_BIT, SignalLayout
 from moe_runtime.errors import ErrorCode, Phase
 from moe_runtime.formats import COMBINE_FORMATS, FORMATS, align, ceil_div
 from moe_runtime.geometry import ExchangeGeometry, sample_geometry
@@ -39,14 +39,14 @@ MAX_TEAMS = 15
 ARRIVE_WARPS = 16
 SMALL_CHUNK_BYTES, FEW_ROWS = 32 * 1024, 3072
 """Shared memory, and rows of a rank on average, up to which all slots are one chunk. Dispatch of NVFP4 on 4 H200s takes
-50 us in chunks and 71 as one for 2048 slots, and as long either way for 1024 of 2048 rows; on 2, 36 and 51 for 1024
-slots of 4096 rows (single runs of which no file is kept)."""
+50 us in chunks and 71 as one for 2048 slots; on 2, where each token is told of by itself, 24 and 20 for 384 tokens, 27
+and 29 for 512 (single runs of which no file is kept)."""
 CHUNK = 256
 """Slots of a chunk otherwise, at most."""
 POLLING_BLOCKS = 32
-"""Of `arrive_place`, at most, where each looks at the stamps of all slots and has little else to do. With 132, dispatch of
-8, 128 and 256 NVFP4 tokens on 2 H200s takes 10.4, 17.4 and 23.3 us, with as many as 32 9.8, 14.4 and 16.8 (single runs of
-which no file is kept)."""
+"""Of `arrive_place`, at most, where each looks at the stamps of all slots and has little else to do. With 132, dispatch
+of 8, 128 and 256 NVFP4 tokens on 2 H200s takes 10.4, 17.4 and 23.3 us, with as many as 32 9.8, 14.4 and 16.8 (single
+runs of which no file is kept)."""
 COMBINED = 1
 ROUTED = COMBINED + 1 + PROGRESS_PARTS
 SENT = ROUTED + 1
@@ -178,8 +178,8 @@ def arrive_shares(geometry: ExchangeGeometry, sms: int, scales: bool) -> tuple[i
 
     With `ids_first` it is a round for each part of the tokens.
 
-    Few slots are spread over more SMs, each with fewer rows, and more slots than warps are a slot to a warp. Where a row
-    is not copied, nor words of its scales into sectors of their own, few blocks do, and wait for less of the same memory.
+    Few slots are spread over more SMs, each with fewer rows, and more slots than warps are a slot to a warp. Where rows
+    are not copied, nor words of their scales into sectors of their own, few blocks do, and look at the same memory.
 
     Args:
         scales: whether those of a format that has them are copied.
@@ -231,6 +231,8 @@ def dispatch_defines(geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: bo
         "READY": signals.ready,
         "DISPATCH_FLAG": signals.dispatch_flag,
         "TOKEN_COUNT": signals.token_count,
+        "COUNT_BITS": COUNT_BITS,
+        "TURN_BIT": TURN_BIT,
         "COMBINE_FLAG": signals.combine_flag,
         "ROUTING": int(ErrorCode.ROUTING),
         "DISPATCH_SEND": int(Phase.DISPATCH_SEND),
@@ -261,7 +263,10 @@ def arrive_defines(geometry: ExchangeGeometry, *, scales: bool = True) -> Define
         "SCALE_COLUMNS": geometry.token_format.scale_columns(geometry.hidden) if scales else 0,
         "DISPATCH_FLAG": signals.dispatch_flag,
         "TOKEN_COUNT": signals.token_count,
+        "COUNT_BITS": COUNT_BITS,
+        "TURN_BIT": TURN_BIT,
         "STALE_HANDLE": int(ErrorCode.STALE_HANDLE),
+        "MISMATCH": int(ErrorCode.MISMATCH),
         "CAPACITY": int(ErrorCode.CAPACITY),
         "DISPATCH_WAIT": int(Phase.DISPATCH_WAIT),
     }

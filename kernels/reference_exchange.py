@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe_runtime.comm.signals import ABORT_WORDS
+from moe_runtime.comm.signals import ABORT_WORDS, exchange_of, tag_of
 from moe_runtime.errors import ErrorCode, Phase
 from moe_runtime.formats import FormatCode, QuantizedRows
 from moe_runtime.kernels.reference_quantize import dequantize_rows, f32_to_bf16_bits, quantize_rows
@@ -207,7 +207,7 @@ def dispatch_send(
     handle_epoch[0] = epoch
     for peer in range(geometry.world_size):
         words = _signals_of(context, peer)
-        words[layout.token_count + half * geometry.world_size + rank] = num_tokens
+        words[layout.token_count + half * geometry.world_size + rank] = num_tokens + tag_of(geometry.count_tag, epoch)
         words[layout.dispatch_flag + half * geometry.world_size + rank] = epoch
 
 
@@ -242,7 +242,13 @@ def arrive(
     landed = _landing(context, geometry, geometry.rank, half)
     words = _signals_of(context, geometry.rank)
     first = layout.token_count + half * geometry.world_size
-    tokens = words[first : first + geometry.world_size]
+    tag = tag_of(geometry.count_tag, epoch)
+    tokens = words[first : first + geometry.world_size] - tag
+    other = (tokens < 0) | (tokens > geometry.max_tokens)
+    if int(context.latch[0]) == 0 and bool(other.any()):
+        source = int(other.nonzero()[0])
+        numbers = (exchange_of(int(words[first + source])), exchange_of(tag))
+        record_failure(context, ErrorCode.MISMATCH, source, Phase.DISPATCH_WAIT, epoch, *numbers)
     in_step = (torch.arange(geometry.max_tokens, device=device)[None, :] < tokens[:, None]).flatten()
     fresh = in_step & (_stamps(context, geometry, geometry.rank, half) == epoch) & (int(context.latch[0]) == 0)
     ids = _ids(context, geometry, half)

@@ -151,6 +151,15 @@ __device__ __forceinline__ bool is_stale(const int* epoch_ptr, int epoch) {
   return ahead(last, epoch) >= 2;
 }
 
+#ifdef TURN_BIT
+// What is stored with a number of tokens: for which exchange they are, and whose turn of its half the epoch is.
+__device__ __forceinline__ int tag_of(int count_tag, int epoch) { return count_tag | ((epoch >> 1 ^ epoch) & 1) << TURN_BIT; }
+
+__device__ __forceinline__ int exchange_of(int word) { return (word & (1 << TURN_BIT) - 1) >> COUNT_BITS; }
+
+__device__ __forceinline__ bool same_turn(int word, int tag) { return ((word ^ tag) >> TURN_BIT & 1) == 0; }
+#endif
+
 // Before other threads, or ranks, are told: what this thread has stored, and has seen, comes first.
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 

@@ -13,11 +13,16 @@ import triton
 import triton.language as tl
 
 from moe_runtime.comm.signals import ABORT_WORDS as _ABORT_WORDS
+from moe_runtime.comm.signals import COUNT_BITS as _COUNT_BITS
+from moe_runtime.comm.signals import TURN_BIT as _TURN_BIT
 from moe_runtime.errors import ErrorCode
 from moe_runtime.kernels.runtime import AotCase, clock_ns, store_release
 
 MAX_THREADS = tl.constexpr(256)
 ABORT_WORDS = tl.constexpr(_ABORT_WORDS)
+COUNT_BITS = tl.constexpr(_COUNT_BITS)
+TURN_BIT = tl.constexpr(_TURN_BIT)
+BELOW_TURN = tl.constexpr((1 << _TURN_BIT) - 1)
 TIMEOUT = tl.constexpr(int(ErrorCode.TIMEOUT))
 
 
@@ -25,6 +30,18 @@ TIMEOUT = tl.constexpr(int(ErrorCode.TIMEOUT))
 def signals_of(signal_ptrs, rank):
     """The signal region of `rank` as an int32 pointer."""
     return tl.load(signal_ptrs + rank).to(tl.pointer_type(tl.int32))
+
+
+@triton.jit
+def tag_of(count_tag, epoch):
+    """What `token_count` has in `epoch` beside the number of tokens, as `comm.signals.tag_of`."""
+    return count_tag | (((epoch >> 1) ^ epoch) & 1) << TURN_BIT
+
+
+@triton.jit
+def exchange_of(word):
+    """Number of the exchange in a `token_count`."""
+    return (word & BELOW_TURN) >> COUNT_BITS
 
 
 @triton.jit

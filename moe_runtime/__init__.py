@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         PeerTimeoutError,
         RoutingError,
         StaleHandleError,
+        StepMismatchError,
     )
     from moe_runtime.experts import Experts
     from moe_runtime.formats import FORMATS, QuantizedRows, TokenFormat
@@ -81,6 +82,7 @@ __all__ = [
     "RoutingError",
     "RunConfig",
     "StaleHandleError",
+    "StepMismatchError",
     "SwiGLU",
     "TokenDispatcher",
     "TokenFormat",
@@ -124,6 +126,7 @@ _MODULE_OF = {
     "RoutingError": "errors",
     "RunConfig": "config",
     "StaleHandleError": "errors",
+    "StepMismatchError": "errors",
     "SwiGLU": "weights",
     "TokenDispatcher": "dispatcher",
     "TokenFormat": "formats",

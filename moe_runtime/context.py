@@ -123,6 +123,7 @@ class ExpertParallelContext:
         self.closed = False
         self._agreements: list[dict[str, object]] = []
         self._agreed = 0
+        self._exchanges = 0
         self._failure: Exception | None = None
         self._abort_codes: np.ndarray | None = None
         self._side_stream: torch.cuda.Stream | None = None
@@ -172,6 +173,11 @@ class ExpertParallelContext:
     def num_agreements(self) -> int:
         """How often something to agree on was registered: equal on all ranks, and more with each layer."""
         return len(self._agreements)
+
+    def number_exchange(self) -> int:
+        """The number of the next exchange, which ranks make in the same order."""
+        self._exchanges += 1
+        return self._exchanges - 1
 
     @property
     def reserved_bytes(self) -> int:
@@ -255,8 +261,8 @@ class ExpertParallelContext:
         On a CPU that includes the peers' abort words, on a GPU only the host-visible error record is read: what
         kernels there have seen. Cheap enough for every step.
 
-        Raises `RoutingError`, `CapacityError`, `PeerTimeoutError`, `PeerAbortedError` or `StaleHandleError`, or what
-        `allocate()` raised; `ValueError` if the context is closed.
+        Raises `RoutingError`, `CapacityError`, `PeerTimeoutError`, `PeerAbortedError`, `StaleHandleError` or
+        `StepMismatchError`, or what `allocate()` raised; `ValueError` if the context is closed.
         """
         if self._failure is None and self.allocated and not self.closed:
             told = self._abort_codes is not None and self._abort_codes.any()

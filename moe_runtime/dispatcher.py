@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from moe_runtime.comm.signals import COUNT_BITS
 from moe_runtime.config import ModeName, MoELayerConfig, resolve_mode
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import MoERuntimeError
@@ -142,11 +143,11 @@ class TokenDispatcher:
         wire.check_columns(hidden_size, "hidden_size")
         if wire.has_row_scale:
             raise ValueError(f"combine_format: expected bf16, fp8_block or mxfp8, got {wire.name}")
-        if context.world_size * max_tokens_per_rank * top_k >= 2**31:
-            most = (2**31 - 1) // (context.world_size * top_k)
+        most = min((2**31 - 1) // (context.world_size * top_k), 2**COUNT_BITS - 1)
+        if max_tokens_per_rank > most:
             raise ValueError(
                 f"max_tokens_per_rank: expected at most {most}, with {context.world_size} ranks and top_k = {top_k} "
-                f"(rows are counted in int32), got {max_tokens_per_rank}"
+                f"(rows are counted in int32, tokens in {COUNT_BITS} bits), got {max_tokens_per_rank}"
             )
         worst = worst_case_rows(num_experts, context.world_size, top_k, max_tokens_per_rank)
         if expert_row_capacity is not None:
@@ -166,6 +167,7 @@ class TokenDispatcher:
             packed=resolve_mode(mode, max_tokens_per_rank, fmt.name) == "packed",
             row_capacity=min(worst, expert_row_capacity or worst),
             num_sms=num_sms,
+            number=context.number_exchange(),
         )
         self._exchange = _exchange(context, self.geometry)
         self._stepped = False

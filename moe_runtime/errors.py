@@ -14,6 +14,7 @@ class ErrorCode(IntEnum):
     TIMEOUT = 3
     ABORTED = 4
     STALE_HANDLE = 5
+    MISMATCH = 6
 
 
 class Phase(IntEnum):
@@ -59,6 +60,10 @@ class PeerTimeoutError(MoERuntimeError):
 
 class PeerAbortedError(MoERuntimeError):
     """Rank `rank` gave up a collective step; the message carries its reason."""
+
+
+class StepMismatchError(MoERuntimeError):
+    """Rank `rank` was in a step of another layer, or of another size, than the rank that its tokens came to."""
 
 
 class StaleHandleError(MoERuntimeError):

@@ -7,8 +7,9 @@ no rank has to learn where its rows may go.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from moe_runtime.comm.signals import COUNT_BITS, EXCHANGES
 from moe_runtime.formats import FORMATS, TokenFormat, align, ceil_div
 from moe_runtime.plan import expert_starts
 from moe_runtime.token_format import RecordLayout
@@ -26,6 +27,7 @@ class ExchangeGeometry:
         packed: rows are copied to packed positions on arrival (otherwise found through `row_index`).
         row_capacity: (token, expert) rows that may arrive here in a step.
         num_sms: most SMs of a GPU that the exchange takes at a time; None where it may take all.
+        number: of the exchange in its context, equal on all ranks. Kernels are the same for all.
     """
 
     rank: int
@@ -37,6 +39,12 @@ class ExchangeGeometry:
     packed: bool
     row_capacity: int
     num_sms: int | None = None
+    number: int = field(default=0, compare=False)
+
+    @property
+    def count_tag(self) -> int:
+        """What signal word `token_count` has beside the number of tokens."""
+        return self.number % EXCHANGES << COUNT_BITS
 
     @property
     def starts(self) -> tuple[int, ...]:

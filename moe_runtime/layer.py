@@ -299,9 +299,9 @@ class MoELayer(nn.Module):
                 (both or neither; without them the layer's own router is asked). -1 is unrouted.
             shared: bf16 `[..., H]`, output of a shared expert, added first; only where the layer has none of its own,
                 which is added by itself.
-            max_tokens: no rank brings more tokens to this step; equal on all ranks, which is not compared. The step
-                takes what is made for the smallest of `config.all_step_sizes` with room for it, which changes its time
-                and no bit. None is `max_tokens_per_rank`; on a single rank, the tokens of `x`.
+            max_tokens: no rank brings more tokens to this step; equal on all ranks. The step takes what is made for
+                the smallest of `config.all_step_sizes` with room for it, which changes its time and no bit. None is
+                `max_tokens_per_rank`; on a single rank, the tokens of `x`.
 
         Returns:
             bf16, the shape of `x`.

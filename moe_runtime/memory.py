@@ -3,7 +3,7 @@
 With `W` ranks, `T = max_tokens_per_rank`, `K = top_k`, each region holds two halves, used in turn:
 
     landing  2 * (W * T + 1) * record     one record per token of every rank, however many experts share it
-    stamps   2 * W * T * 4                the epoch each record arrived in
+    stamps   2 * W * T * 4                the epoch of what lies in each slot of landing
     combine  2 * T * min(K, W) * partial  one partial sum per token and rank that holds one of its experts
     signals  small, see `moe_runtime.comm.signals`
     staging  the weights of one expert in bf16, at most 16 MiB: only of layers with a placement

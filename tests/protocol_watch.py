@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from moe_runtime.comm.signals import tag_of
 from moe_runtime.dispatcher import DispatchedTokens, DispatchHandle, TokenDispatcher
 from moe_runtime.kernels.reference_exchange import owners_of
 
@@ -88,6 +89,10 @@ class Watch:
         region = self.context.heap.tensor("combine")[at : at + size]
         return region.view(geometry.max_tokens, geometry.parts, geometry.partial_bytes)
 
+    def counted(self, half: int) -> int:
+        """What tells of the number of tokens that this rank sends."""
+        return self.sent[half].shape[0] + tag_of(self.geometry.count_tag, self.epoch)
+
     def word(self, peer: int, at: int) -> int:
         return int(self.context.heap.peer_tensor("signals", peer).view(torch.int32)[at])
 
@@ -153,11 +158,11 @@ class Watch:
         if name == "ready":
             assert (value, self.word(peer, layout.ready + rank)) == (self.epoch, self.epoch - 1)
         elif name == "token_count":
-            assert value == self.sent[half].shape[0]
+            assert value == self.counted(half)
         elif name == "dispatch_flag":
             flag, count = (at + half * world + rank for at in (layout.dispatch_flag, layout.token_count))
             assert value == self.epoch and self.word(peer, flag) == max(0, value - 2), "flags advance by two"
-            assert self.word(peer, count) == self.sent[half].shape[0], "the count is there before the flag"
+            assert self.word(peer, count) == self.counted(half), "the count is there before the flag"
             starts = torch.tensor(self.geometry.starts)
             goes = (owners_of(self.sent[half].long(), starts) == peer).any(dim=1).nonzero().flatten()
             stamps = self.stamps(peer, half)[rank * self.geometry.max_tokens + goes].contiguous().view(torch.int32)

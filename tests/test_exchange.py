@@ -13,7 +13,14 @@ from hypothesis import strategies as st
 from moe_runtime.comm.private_heap import PrivateHeap
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher
-from moe_runtime.errors import CapacityError, PeerTimeoutError, Phase, RoutingError, StaleHandleError
+from moe_runtime.errors import (
+    CapacityError,
+    PeerTimeoutError,
+    Phase,
+    RoutingError,
+    StaleHandleError,
+    StepMismatchError,
+)
 from moe_runtime.formats import FORMATS, QuantizedRows
 from moe_runtime.kernels import hopper_exchange, hopper_shapes
 from moe_runtime.kernels.reference_quantize import dequantize_rows, quantize_rows
@@ -57,14 +64,21 @@ def emulator(monkeypatch: pytest.MonkeyPatch, device: torch.device, seed: int) -
 
 
 class Ranks:
-    """A dispatcher on each of some virtual ranks."""
+    """A dispatcher on each of some virtual ranks, and `others` of a layer with other tokens if asked for."""
 
-    def __init__(self, world: int, device: torch.device, engine: str, **settings: object) -> None:
+    def __init__(
+        self, world: int, device: torch.device, engine: str, other_tokens: int | None = None, **settings: object
+    ) -> None:
         heaps = PrivateHeap.group(world, device)
         named = "auto" if engine == HOPPER else engine
         self.contexts = [ExpertParallelContext(heap=h, engine=named, timeout_s=5, startup_timeout_s=6) for h in heaps]
         self.dispatchers = [TokenDispatcher(context, **settings) for context in self.contexts]  # type: ignore[arg-type]
-        for dispatcher in self.dispatchers:
+        # Of a second layer.
+        self.others = []
+        if other_tokens is not None:
+            settings["max_tokens_per_rank"] = other_tokens
+            self.others = [TokenDispatcher(context, **settings) for context in self.contexts]  # type: ignore[arg-type]
+        for dispatcher in (*self.dispatchers, *self.others):
             if engine == HOPPER and device.type == "cpu":
                 dispatcher._exchange = hopper_exchange
         for context in self.contexts:
@@ -523,7 +537,11 @@ def test_wrong_tokens_are_named(name: str, device: torch.device, seed: int) -> N
         ({"num_experts": 70000}, "num_experts: expected at most 65535"),
         ({"max_tokens_per_rank": 0}, "max_tokens_per_rank: expected a positive"),
         ({"max_tokens_per_rank": 2.5}, "max_tokens_per_rank: expected a positive integer, got 2.5"),
-        ({"max_tokens_per_rank": 2**30}, "max_tokens_per_rank: expected at most 715827882"),
+        ({"max_tokens_per_rank": 2**22}, "max_tokens_per_rank: expected at most 4194303, .* tokens in 22 bits"),
+        (
+            {"max_tokens_per_rank": 2**21 + 1, "num_experts": 1200, "top_k": 1024},
+            "max_tokens_per_rank: expected at most 2097151, .* counted in int32",
+        ),
         ({"mode": "fast"}, "mode: expected auto"),
         ({"combine_format": "nvfp4"}, "combine_format: expected"),
         ({"token_format": "fp4"}, "format: expected one of"),
@@ -534,3 +552,31 @@ def test_wrong_tokens_are_named(name: str, device: torch.device, seed: int) -> N
 def test_wrong_settings_are_named(change: dict[str, object], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         Ranks(1, torch.device("cpu"), "torch", **{**SETTINGS, **change})
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(
+    ("max_tokens", "mode", "others"),
+    [(12, "packed", 12), (12, "indexed", 5), (5, "packed", 12), (600, "packed", 40), (600, "indexed", 600)],
+)
+def test_ranks_in_different_exchanges_are_told_of_it(
+    max_tokens: int, mode: str, others: int, engine: str, device: torch.device, seed: int
+) -> None:
+    """Tokens that are for another layer, or another size of steps, are not taken for those of this one."""
+    if max_tokens > 100 and device.type == "cpu" and engine != "torch":
+        pytest.skip("takes too long where kernels are interpreted or emulated")
+    settings = {**SETTINGS, "token_format": "nvfp4", "mode": mode, "max_tokens_per_rank": max_tokens}
+    ranks = Ranks(3, device, engine, **settings, other_tokens=others)
+    inputs = [rank_input(seed, r, 4, 256, 7, 3).to(device) for r in range(3)]
+    arrived = ranks.dispatch(inputs)
+    ranks.combine(arrived, [expert_rows(a, 256, seed, torch.bfloat16) for a in arrived])
+    dispatchers = [ranks.others[r] if r == 1 else ranks.dispatchers[r] for r in range(3)]
+    handles = [d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(dispatchers, inputs, strict=True)]
+    text = (
+        r"dispatch_wait of epoch 2: rank (1 was in exchange 1 of the context, rank [02] in 0|[02] .* rank 1 in 1): all"
+    )
+    for dispatcher, handle, context in zip(dispatchers, handles, ranks.contexts, strict=True):
+        with pytest.raises(StepMismatchError, match=text):
+            arrived_here = dispatcher.dispatch_wait(handle)
+            assert int(arrived_here.group_offsets[-1]) <= arrived_here.capacity
+            context.check_peers()

@@ -222,7 +222,8 @@ WRONG = {
 WRONG_STAMPS = {
     "a token is told of before it has landed": (r"(if \(warp == 0\) \{\s*)bulk_await\(\);", r"\1"),
     "nothing says that a token goes elsewhere": (r"(reinterpret_cast<uint4\*>\(to \+ \d+\))\[i\] =", r"\1;"),
-    "all tokens are there with the first": (r"(load_acquire\()arrived\.stamps \+ slot", r"\1first"),
+    "all tokens are there with the first": (r"(load_acquire\(arrived\.stamps \+ slot)", r"\1 - token"),
+    "the number of tokens may be of an epoch before": (r"same_turn\(word, arrived\.tag\)", "true"),
     "the number of tokens is that of another step": (r"(rank \+ \d+, )num_tokens", r"\1num_tokens - 1"),
 }
 """The same, of what tells of each token."""

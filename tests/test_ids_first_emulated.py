@@ -11,7 +11,7 @@ import torch
 
 from moe_runtime.comm import signals
 from moe_runtime.comm.signals import SENT_PARTS
-from moe_runtime.errors import PeerTimeoutError, Phase, RoutingError
+from moe_runtime.errors import PeerTimeoutError, Phase, RoutingError, StepMismatchError
 from moe_runtime.kernels import hopper_exchange, hopper_shapes, reference_exchange
 from tests.emulator import Emulator, needs_emulator
 from tests.exchange_data import rank_input
@@ -163,7 +163,7 @@ def test_a_peer_that_stops_on_the_way_is_named(
     handle = dispatcher.dispatch_send(data.x, data.topk_idx, data.topk_weights)
     if parts is not None:
         layout, half = context.signals_layout, 1
-        context.signals[layout.token_count + half * 2 + 1] = 0
+        context.signals[layout.token_count + half * 2 + 1] = signals.tag_of(0, 1)
         context.signals[layout.routed + half * 2 + 1] = 1
         of_half = layout.sent + half * 2 * hopper_shapes.SENT_PARTS
         context.signals[of_half : of_half + 2 * min(parts, hopper_shapes.SENT_PARTS)] = 1
@@ -186,6 +186,22 @@ def test_a_bad_id_leaves_counters_as_they_were(draw_sizes: Draw, emulator: Emula
     all_at_once(kernels, steps, random_outputs(kernels, seed), emulator)
     for context in kernels.contexts:
         with pytest.raises(RoutingError, match="rank 1"):
+            context.check()
+    assert_counters_are_zero(kernels)
+
+
+def test_a_rank_in_another_exchange_is_named(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
+    draw = random.Random(seed)
+    settings = {**draw_sizes(draw, False), "world": 3, "max_tokens_per_rank": 17}
+    kernels = ranks_of({**settings, "other_tokens": draw.choice((1, 16, 17, 18))}, HOPPER)
+    sizes = [settings[name] for name in ("hidden_size", "num_experts", "top_k")]
+    with emulator.together() as choose:
+        for rank, (own, other) in enumerate(zip(kernels.dispatchers, kernels.others, strict=True)):
+            choose(rank)
+            data = rank_input(seed, rank, 1, *sizes)
+            (other if rank == 1 else own).dispatch(data.x, data.topk_idx, data.topk_weights)
+    for context in kernels.contexts:
+        with pytest.raises(StepMismatchError, match=r"rank 1 (was )?in (exchange )?1"):
             context.check()
     assert_counters_are_zero(kernels)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_runtime.comm.signals import tag_of
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import DispatchHandle, TokenDispatcher
 from moe_runtime.virtual import virtual_contexts
@@ -94,7 +95,7 @@ class Recorder:
                 self.stores.append((self.epoch, set()))
             self.stores[-1][1].add(cell)  # type: ignore[attr-defined]
         else:
-            assert value == (self.count if name == "token_count" else self.epoch)
+            assert value == (self.count + tag_of(0, self.epoch) if name == "token_count" else self.epoch)
             self.stores.append((self.epoch, {cell}))
 
     def on_wait(self, words: list[tuple[int, int]]) -> None:

@@ -11,7 +11,7 @@ import torch
 
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.errors import PeerAbortedError
+from moe_runtime.errors import PeerAbortedError, StepMismatchError
 from moe_runtime.layer import MoELayer
 from moe_runtime.virtual import VirtualRanks
 from tests.comparison import assert_same_bits
@@ -126,6 +126,24 @@ def test_a_wrong_number_of_tokens_is_named_and_told_to_the_peers(wrong: Any, dev
         with pytest.raises(PeerAbortedError, match="rank 0 gave up: max_tokens"):
             ranks.contexts[1].check_peers()
             ranks.layers[1](x)
+
+
+@pytest.mark.parametrize("engine", ["auto", "triton"])
+def test_ranks_that_say_other_sizes_are_told_so(engine: str, device: torch.device, seed: int) -> None:
+    c = config("nvfp4", max_tokens_per_rank=6, step_sizes=(2,))
+    with VirtualRanks(c, 2, lambda layer: layer.load_random(seed), device=device, engine=engine) as ranks:
+        inputs = [rank_input(seed, r, 2, HIDDEN, EXPERTS, TOP_K).to(device) for r in range(2)]
+        parts = [{"topk_idx": data.topk_idx, "topk_weights": data.topk_weights} for data in inputs]
+        begun = [
+            layer.begin(data.x, **part, max_tokens=most)
+            for layer, data, part, most in zip(ranks.layers, inputs, parts, (2, 3), strict=True)
+        ]
+        for step in begun:
+            with pytest.raises(StepMismatchError, match=r"in exchange .* same order, with equal max_tokens"):
+                step.compute()
+                ranks.contexts[0].check_peers()
+        with pytest.raises(StepMismatchError):
+            ranks.layers[1](inputs[1].x, **parts[1])
 
 
 def test_what_belongs_to_the_layer_is_that_of_all_sizes(device: torch.device, seed: int) -> None:
