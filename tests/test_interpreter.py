@@ -14,9 +14,10 @@ from tests.comparison import assert_same_bits
 if not triton.knobs.runtime.interpret:
     pytest.skip("kernels are compiled here", allow_module_level=True)
 
+from triton.language.semantic import TritonSemantic
 from triton.runtime import interpreter
 
-from tests.interpreter import _KnownTypes, _ReplacedOnce
+from tests.interpreter import PLAIN_BLOCK_TYPE, PLAIN_BROADCAST, PLAIN_TENSOR, _KnownTypes, _ReplacedOnce
 
 pytestmark = pytest.mark.cpu_only
 
@@ -62,10 +63,31 @@ def test_the_same_bits_as_without_it(rng: torch.Generator, monkeypatch: pytest.M
     monkeypatch.setattr(interpreter, "_patch_lang", replaced._replace)
     monkeypatch.setattr(interpreter, "_get_np_dtype", types._find)
     monkeypatch.setattr(builder, "options", replace(builder.options, sanitize_overflow=True))
+    monkeypatch.setattr(tl.tensor, "__init__", PLAIN_TENSOR)
+    monkeypatch.setattr(tl.block_type, "__init__", PLAIN_BLOCK_TYPE)
+    monkeypatch.setattr(TritonSemantic, "broadcast_impl_value", PLAIN_BROADCAST)
     for ours, plain in zip(quick, _launch(x, f), strict=True):
         assert_same_bits(ours, plain)
     wrapped = (x.long() * (x.long() - 1) + x.long() * 8).to(torch.int32)
     assert_same_bits(quick[1], wrapped.sum(dim=1, dtype=torch.int32))
+
+
+def test_shapes_are_shared_and_are_those_of_the_interpreter_itself() -> None:
+    assert tl.tensor.__init__ is not PLAIN_TENSOR, "nothing to compare"
+    for shape in ([4], [2, 1, 8], [tl.constexpr(2), 16]):
+        ours, plain = tl.block_type(tl.int8, shape), tl.block_type.__new__(tl.block_type)
+        PLAIN_BLOCK_TYPE(plain, tl.int8, shape)
+        assert ours == plain and (ours.numel, ours.name) == (plain.numel, plain.name)
+        of_type, of_plain = tl.tensor(None, ours), tl.tensor.__new__(tl.tensor)
+        PLAIN_TENSOR(of_plain, None, plain)
+        assert (str(of_type), of_type.numel, of_type.dtype) == (str(of_plain), of_plain.numel, of_plain.dtype)
+        assert of_type.shape is tl.tensor(None, tl.block_type(tl.float32, shape)).shape
+    scalar = tl.tensor(None, tl.int32)
+    assert len(scalar.shape) == 0 and scalar.numel == 1 and scalar.type is scalar.dtype is tl.int32
+    for wrong, error in (([], TypeError), ([2, 3], ValueError), ([2, 1.0], TypeError), ([2**20, 2], ValueError)):
+        for _ in range(2):
+            with pytest.raises(error):
+                tl.block_type(tl.int8, wrong)
 
 
 def test_names_are_replaced_once_for_a_launch_and_are_as_before_after_it(
