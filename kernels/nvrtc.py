@@ -69,18 +69,48 @@ def create_program(file: str) -> Any:
     return nvrtc.nvrtcCreateProgram(source, file.encode(), len(headers), list(headers.values()), list(headers))
 
 
-@cache
-def _compiled(file: str, defines: Defines, arch: str) -> bytes:
+def compile_with_ptx(file: str, defines: Mapping[str, int | str], arch: str = "sm_90a") -> tuple[bytes, bytes]:
+    """A cubin and its PTX, as `compile_source` gives each, in one run of the compiler."""
+    macros = tuple(sorted(defines.items()))
+    names = _file_name(file, macros, arch), _file_name(file, macros, arch.replace("sm_", "compute_"))
+    cubin, ptx = (_kept(name) for name in names)
+    if cubin is None or ptx is None:
+        cubin, ptx = _compile(file, macros, arch)
+        for name, binary in zip(names, (cubin, ptx), strict=True):
+            _keep(name, binary)
+    return cubin, ptx
+
+
+def _options(defines: Defines, arch: str) -> list[str]:
+    return [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines)]
+
+
+def _file_name(file: str, defines: Defines, arch: str) -> str:
+    """Of what is kept: another one for whatever changes the code."""
     from cuda.bindings import nvrtc
 
-    source = (FOLDER / file).read_bytes()
-    options = [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines)]
-    version = _checked(nvrtc.nvrtcVersion())
-    key = hashlib.sha256(repr((source, _headers(), options, version)).encode()).hexdigest()[:32]
-    name = f"{Path(file).stem}-{key}.{'ptx' if arch.startswith('compute') else 'cubin'}"
+    source, version = (FOLDER / file).read_bytes(), _checked(nvrtc.nvrtcVersion())
+    key = hashlib.sha256(repr((source, _headers(), _options(defines, arch), version)).encode()).hexdigest()[:32]
+    return f"{Path(file).stem}-{key}.{'ptx' if arch.startswith('compute') else 'cubin'}"
+
+
+@cache
+def _compiled(file: str, defines: Defines, arch: str) -> bytes:
+    name = _file_name(file, defines, arch)
     kept = _kept(name)
     if kept is not None:
         return kept
+    cubin, ptx = _compile(file, defines, arch)
+    binary = ptx if arch.startswith("compute") else cubin
+    _keep(name, binary)
+    return binary
+
+
+def _compile(file: str, defines: Defines, arch: str) -> tuple[bytes, bytes]:
+    """A cubin, empty for an `arch` that has none, and PTX."""
+    from cuda.bindings import nvrtc
+
+    options = _options(defines, arch)
     program = _checked(create_program(file))
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
@@ -88,17 +118,13 @@ def _compiled(file: str, defines: Defines, arch: str) -> bytes:
             log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
             _checked(nvrtc.nvrtcGetProgramLog(program, log))
             raise NvrtcError(f"{file} {dict(defines)} for {arch}: {status.name}\n{log.decode(errors='replace')}")
-        size, read = (
-            (nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX)
-            if arch.startswith("compute")
-            else (nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
-        )
-        binary = b" " * _checked(size(program))
-        _checked(read(program, binary))
+        cubin = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
+        _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+        ptx = b" " * _checked(nvrtc.nvrtcGetPTXSize(program))
+        _checked(nvrtc.nvrtcGetPTX(program, ptx))
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    _keep(name, binary)
-    return binary
+    return cubin, ptx
 
 
 def _kept(name: str) -> bytes | None:

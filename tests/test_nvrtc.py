@@ -80,7 +80,13 @@ def test_ptx_and_cubin(sources: Path) -> None:
     assert ".target sm_90a" in ptx and ".entry fill(" in ptx
     cubin = nvrtc.compile_source("fill.cu", {"FACTOR": 3})
     assert cubin.startswith(b"\x7fELF") and b"fill" in cubin
-    assert {path.suffix: path.read_bytes() for path in kept(sources)} == {".cubin": cubin, ".ptx": ptx.encode()}
+    files = {path.suffix: path.read_bytes() for path in kept(sources)}
+    assert files == {".cubin": cubin, ".ptx": ptx.encode()}
+    for path in kept(sources):
+        path.unlink()
+    for _ in range(2):
+        assert nvrtc.compile_with_ptx("fill.cu", {"FACTOR": 3}) == (cubin, ptx.encode()), "compiled, then read"
+        assert {path.suffix: path.read_bytes() for path in kept(sources)} == files
 
 
 @pytest.mark.cpu_only
