@@ -16,7 +16,17 @@ from torch.distributed.device_mesh import init_device_mesh
 from moe_runtime.comm.failures import find_failure
 from moe_runtime.comm.private_heap import PrivateHeap
 from moe_runtime.comm.shared_heap import SharedHeap
-from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, PROGRESS_PARTS, SENT_PARTS, SignalLayout
+from moe_runtime.comm.signals import (
+    ABORT_WORDS,
+    COUNT_BITS,
+    ERROR_WORDS,
+    EXCHANGES,
+    PROGRESS_PARTS,
+    SENT_PARTS,
+    SignalLayout,
+    exchange_of,
+    tag_of,
+)
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import (
     CapacityError,
@@ -238,6 +248,19 @@ def test_every_word_has_one_writer(world: int) -> None:
     for field, count in per_rank.items():
         for rank, of_rank in enumerate(words):
             assert {getattr(layout, field) + i * world + rank for i in range(count)} <= set(of_rank), field
+
+
+@pytest.mark.parametrize("number", [0, 1, EXCHANGES - 1])
+def test_a_number_of_tokens_tells_of_its_epoch_and_exchange(number: int) -> None:
+    tag = number << COUNT_BITS
+    around_the_wrap = [(epoch + 2**31) % 2**32 - 2**31 for epoch in range(2**31 - 4, 2**31 + 4)]
+    for epoch in (1, 2, 3, 4, 1000, *around_the_wrap, -3, -2, -1):
+        word = tag_of(tag, epoch) + 2**COUNT_BITS - 1
+        after = (epoch + 2 + 2**31) % 2**32 - 2**31
+        assert 0 <= word < 2**31 and exchange_of(word) == number
+        assert word - tag_of(tag, after) not in range(2**COUNT_BITS), "the next epoch of the half takes it for its own"
+    for first in (1, 2):
+        assert 0 - tag_of(tag, first) < 0, "nobody has written it"
 
 
 def test_unknown_words_are_still_an_error() -> None:
