@@ -175,18 +175,23 @@ def _exact_sums(
 @pytest.mark.gpu
 @pytest.mark.parametrize("activation", [SwiGLU(), GPT_OSS], ids=["silu", "gpt_oss"])
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
-def test_exact_sums_become_the_bits_of_the_triton_kernel(
+def test_exact_sums_become_the_codes_of_the_triton_kernel(
     name: str, activation: SwiGLU, rng: torch.Generator, device: torch.device
 ) -> None:
-    """Where no sum is rounded, both kernels do the same fp32 operations from there on."""
+    """Where no sum is rounded, both kernels do the same fp32 operations from there on, but for a quotient.
+
+    One multiplies with an approximate inverse, so that the last bits differ. With e4m3 one of some 2^20 numbers is then
+    on the other side of the border of a code.
+    """
     a, w = _exact_sums(name, INNER[name], activation.order, rng, device)
     found = grouped_gemm_swiglu(a, PreparedWeights.prepare(w), activation, out_format=name)
     wanted = grouped_gemm_swiglu(a, w, activation, out_format=name, engine="triton")
-    assert_same_bits(found.rows, wanted.rows, "rows")
     everything = np.ones(a.capacity, bool)
-    _, got = _codes_and_scales(found, everything)
-    _, want = _codes_and_scales(wanted, everything)
+    codes, got = _codes_and_scales(found, everything)
+    wanted_codes, want = _codes_and_scales(wanted, everything)
     assert_same_bits(torch.from_numpy(got), want, "scales")
+    difference = np.abs(codes - wanted_codes)
+    assert difference.max() <= 1 and (difference > 0).sum() <= 3
 
 
 @pytest.mark.gpu
@@ -273,7 +278,7 @@ def test_a_result_is_not_decoded_where_units_would_need_zeros(
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
 def test_experts_prepare_themselves(name: str, rng: torch.Generator, device: torch.device) -> None:
-    """Both products: what both kernels are held to is one float64 product, since no sum of the first is rounded."""
+    """Both products: the second of each is held to the float64 product of what its first gives."""
     k, inner = 256, 128
     a, gate_up = _exact_sums(name, inner, GateUpOrder.GATE_UP, rng, device)
     down = random_weights(name, 2, k, inner, rng, device)
@@ -281,9 +286,9 @@ def test_experts_prepare_themselves(name: str, rng: torch.Generator, device: tor
     prepared = experts.prepared()
     assert isinstance(prepared.gate_up, PreparedWeights) and isinstance(prepared.down, PreparedWeights)
     assert prepared.prepared().gate_up is prepared.gate_up
-    exact = exact_gemm(grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format=name), down, device)
     for each in (experts, prepared):
-        check_inside(each(a), exact, UNIT[torch.bfloat16])
+        hidden = grouped_gemm_swiglu(a, each.gate_up, SwiGLU(), out_format=name)
+        check_inside(each(a), exact_gemm(hidden, down, device), UNIT[torch.bfloat16])
     kept = replace(experts, engine="torch").prepared()
     assert kept.gate_up is gate_up and kept.down is down
 

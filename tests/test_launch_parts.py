@@ -173,7 +173,8 @@ def test_long_steps_are_timed_without_rests_too(
         assert whole.sustained_us is not None and whole.median_us > timing.LONG_US
         assert timing.FEWEST_STEPS <= whole.steps_per_iteration < timing.STEPS_PER_GRAPH
         assert whole.sustained_us == pytest.approx(min(whole.iterations_us), rel=0.2)
-        assert len(calls) >= (whole.steps_per_iteration * (1 if capturable else 9))
+        # Five iterations, and what is sustained, twice.
+        assert len(calls) >= (whole.steps_per_iteration * (1 if capturable else 7))
         (short,) = measure(
             context, lambda number, lap: torch.cuda._sleep(100_000), iterations=2, capturable=True
         ).values()
