@@ -82,9 +82,9 @@ On 2 H200s, dispatch of 128, 512, 1024 and 4096 tokens of NVFP4:
 All of that takes 9.4 + 9.2 / 13.5 + 15.9 / 79.6 + 226 us at 8 / 128 / 4096 there (launch/results/h200x2.json); a layer
 of 1, 8 and 128 tokens takes 100, 316 and 482 us, where the run before, on another machine, had 102, 316 and 478.
 
-Tried beside the last three: no acquire and release at the counter of blocks, whose fence at system scope comes before it
-(no change); weights and the numbers of parts loaded before they are wanted in the combine (no change: they share lines
-with what is loaded first); one chunk for 512 and 1024 tokens (26 to 29, 38 to 47).
+Tried beside the last three: no acquire and release at the counter of blocks, whose fence at system scope comes before
+it (no change); weights and the numbers of parts loaded before they are wanted in the combine (no change: they share
+lines with what is loaded first); one chunk for 512 and 1024 tokens (26 to 29, 38 to 47).
 
 On 16 SMs, 8 ranks and 4096 tokens of NVFP4 take 597 + 1525 us, on 24 546 + 1175, on 48 409 + 1051. The kernels are
 bound by instructions there: one rank, 4096 tokens of 8 rows each: `dispatch_send` 219 us, `combine_send` 520 (254 ns
