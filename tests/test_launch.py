@@ -6,6 +6,7 @@ import itertools
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from importlib.machinery import ModuleSpec
@@ -205,7 +206,8 @@ def test_an_error_outside_its_bound_exits_with_1(
     (result,) = json.loads(file.read_text())["results"]
     assert result["phases"] is None and json.loads(traced.read_text())["traceEvents"] == []
     # However narrow the terminal, and without columns that say nothing.
-    assert "│ of torch │" not in out and "┃ TFLOP/s ┃" in out and f"│ {torch_layer.NAME} │" in out
+    # A rate on a machine that is busy may be wider than its heading.
+    assert "│ of torch │" not in out and re.search(r"┃ +TFLOP/s ┃", out) and f"│ {torch_layer.NAME} │" in out
 
 
 def test_nan_is_outside() -> None:
