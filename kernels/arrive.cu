@@ -57,11 +57,12 @@ struct Landing {
   int max_tokens, tag, first_expert, num_local, epoch;
 
   __device__ Landing(const u64 landing, const u64 stamps, const int* own, long long landing_half, long long stamps_half,
-                     int max_tokens, int tag, int first_expert, int num_local, int epoch)
+                     int max_tokens, int count_tag, int first_expert, int num_local, int epoch)
       : records(reinterpret_cast<const u8*>(landing) + (epoch & 1) * landing_half),
         stamps(reinterpret_cast<const int*>(stamps + (epoch & 1) * stamps_half)),
         counts(own + TOKEN_COUNT + (epoch & 1) * WORLD),
-        max_tokens(max_tokens), tag(tag), first_expert(first_expert), num_local(num_local), epoch(epoch) {}
+        max_tokens(max_tokens), tag(tag_of(count_tag, epoch)), first_expert(first_expert), num_local(num_local),
+        epoch(epoch) {}
 
   __device__ const u8* record(int slot) const { return records + static_cast<long long>(slot) * RECORD_BYTES; }
 
@@ -94,6 +95,13 @@ struct Landing {
     }
   }
 };
+
+// Records a handle whose half is another's by now. For the first warp at least.
+__device__ __forceinline__ void check_handle(const Exchange& x, const int* epoch_ptr, int epoch) {
+  if (threadIdx.x == 0 && is_stale(epoch_ptr, epoch))
+    record_failure(x, STALE_HANDLE, x.rank, DISPATCH_WAIT, epoch, 0, 0);
+  __syncwarp();
+}
 
 // Waits until each lane may look into its slot: its record has landed, or no more is to come there. Answers whether a lane
 // was late, or this rank has failed before. For a whole warp.
@@ -128,9 +136,7 @@ __device__ __forceinline__ bool await_tokens(const Exchange& x, const int* own, 
   bool failed = false;
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x;
-    if (lane == 0 && is_stale(epoch_ptr, epoch))
-      record_failure(x, STALE_HANDLE, x.rank, DISPATCH_WAIT, epoch, 0, 0);
-    __syncwarp();
+    check_handle(x, epoch_ptr, epoch);
     const int* flag = own + DISPATCH_FLAG + (epoch & 1) * WORLD + min(lane, WORLD - 1);
     // Words that nobody has written are those of epoch 0.
     const bool exact = early != 0 && epoch != 0;
@@ -187,8 +193,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   const Chunk chunk(blockIdx.x, max_tokens);
   for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
   const bool good = await_tokens(x, own, epoch_ptr, epoch, chunk.source, chunk.source, ROUTED + (epoch & 1) * WORLD);
-  const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, tag_of(count_tag, epoch), first_expert,
-                        num_local, epoch);
+  const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, count_tag, first_expert, num_local,
+                        epoch);
   count_rows(counts, arrived, chunk.first_slot, chunk.slots(), good);
   for (int e = threadIdx.x; e < EXPERTS; e += THREADS) chunk_counts[chunk.number * EXPERTS + e] = counts[e];
   __syncthreads();
@@ -246,8 +252,8 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
     const int last_source = min(first_slot + CHUNK, num_slots) - 1;
     const bool good = await_tokens(x, own, epoch_ptr, epoch, first_slot / max_tokens, last_source / max_tokens);
-    const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, tag_of(count_tag, epoch), first_expert,
-                          num_local, epoch);
+    const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, count_tag, first_expert, num_local,
+                          epoch);
     count_rows(counts, arrived, first_slot, CHUNK, good);
     asm volatile("griddepcontrol.wait;" ::: "memory");
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) chunk_counts[chunk * EXPERTS + e] = counts[e];
@@ -282,7 +288,11 @@ struct Places {
 static_assert(sizeof(Places) <= PLACES_BYTES);
 
 // Lanes that count the bits of an expert's words together.
-__host__ __device__ constexpr int lanes_of(int words) { return words > 16 ? 32 : words > 8 ? 16 : words > 4 ? 8 : words > 2 ? 4 : words; }
+__host__ __device__ constexpr int lanes_of(int words) {
+  int lanes = 1;
+  while (lanes < words && lanes < 32) lanes *= 2;
+  return lanes;
+}
 
 extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS, IDS_FIRST ? 1 : 2)
     arrive_place(const int* chunk_counts, int* group_offsets, int* group_scale_offsets, int* row_index, int* positions,
@@ -307,17 +317,15 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS, 
     for (int i = threadIdx.x; i < EXPERTS * CHUNK_WORDS; i += THREADS) bits[i] = 0;
     for (int i = threadIdx.x; i < CHUNK * K; i += THREADS) local[i] = NONE;
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) places.totals[e] = places.first[e] = 0;
-    const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, tag_of(count_tag, epoch), first_expert,
-                          num_local, epoch);
+    const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, count_tag, first_expert, num_local,
+                          epoch);
     const auto mark = [&](int s, int k, int expert) {
       places.local[s][k] = static_cast<u16>(expert);
       atomicOr(&places.bits[expert][s / 32], 1u << s % 32);
     };
 #if STAMPED
     __syncthreads();
-    if (threadIdx.x == 0 && is_stale(epoch_ptr, epoch))
-      record_failure(x, STALE_HANDLE, x.rank, DISPATCH_WAIT, epoch, 0, 0);
-    __syncwarp();
+    check_handle(x, epoch_ptr, epoch);
     bool failed = false;
     for (int s = threadIdx.x; s < CHUNK; s += THREADS) {
       failed |= await_slots(x, own, arrived, s);

@@ -14,8 +14,9 @@
 // that look at nothing else.
 //
 // Macros: those of signalling.cuh, FMT (FormatCode), HIDDEN, K, IDS (type of the expert ids), TEAM (threads), TEAMS (of a
-// block), STATIC_GSF, AWAIT_READY, IDS_FIRST, STAMPED, COUNT_BITS, TURN_BIT, ROUTED_COUNTER and SENT_COUNTERS (which of `counter`), RECORD_BYTES and the
-// *_AT of RecordLayout, words of SignalLayout, SENT_PARTS, ROUTING (ErrorCode), DISPATCH_SEND (Phase).
+// block), STATIC_GSF, AWAIT_READY, IDS_FIRST, STAMPED, COUNT_BITS, TURN_BIT, ROUTED_COUNTER and SENT_COUNTERS (which of
+// `counter`), RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, SENT_PARTS, ROUTING (ErrorCode),
+// DISPATCH_SEND (Phase).
 
 #include "signalling.cuh"
 #include "quantize.cuh"

@@ -75,7 +75,6 @@ On 2 H200s, dispatch of 128, 512, 1024 and 4096 tokens of NVFP4:
   for two blocks of an SM (nvcc had taken 32 or 39 of them by what else stood in the kernel, and with 32 the same code
   took 1 to 3 us more): 512, 1024 and 4096 tokens 27.8, 39.8, 82.6 to 26.2, 37.7, 79.1, FP8 43.0, 79.9, 175.7 to 40.7,
   74.3, 171.1.
-
 - A rank in another layer or size of step is told of it, by a number of the exchange beside that of tokens: before
   registers were held, that made nvcc take 32 of them, and cost 3 to 5 us from 512 tokens on; now it costs nothing.
 

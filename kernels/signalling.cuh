@@ -1,7 +1,7 @@
 // How kernels wait for peers and tell them of failures, for inclusion; `kernels/signalling.py` has it for Triton, and
 // `comm/signals.py` the words. Every wait ends, by the flag, a failure or the clock; lane p of a warp waits for rank p.
 //
-// Macros: WORLD (at most 32), ABORT, ABORT_WORDS, TIMEOUT (ErrorCode).
+// Macros: WORLD (at most 32), ABORT, ABORT_WORDS, TIMEOUT (ErrorCode); SENT_PARTS, TURN_BIT and COUNT_BITS where asked for.
 
 #include "numbers.cuh"
 
