@@ -74,8 +74,8 @@ def find_failure(
     told = [rank for rank, words in enumerate(aborts) if words[0]]
     if told and code in (ErrorCode.NONE, ErrorCode.ABORTED):
         peer = min(told, key=lambda rank: (aborts[rank][0] == ErrorCode.ABORTED, aborts[rank][3] != rank, rank))
-        code, phase, epoch, about, detail, detail2 = aborts[peer][:6]
-        origin = peer
+        code, phase, epoch, about, detail, detail2, told_by = aborts[peer][:7]
+        origin = told_by - 1 if told_by else peer
     if code == ErrorCode.NONE:
         return None
     reason = reason_of(about) if code == ErrorCode.ABORTED else ""
@@ -91,13 +91,18 @@ def encode_abort(message: torch.Tensor, rank: int, reason: str) -> None:
         message[ABORT_WORDS:].view(torch.uint8)[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
 
 
-def write_abort(message: torch.Tensor, signals: torch.Tensor, layout: SignalLayout, rank: int) -> None:
-    """Copy `message` into `rank`'s words of someone's `signals`, the code last, without waiting."""
+def write_abort(message: torch.Tensor, of_ranks: Sequence[torch.Tensor], layout: SignalLayout, rank: int) -> None:
+    """Copy `message` into `rank`'s words of the signals of each rank, without waiting.
+
+    Reasons first and everywhere, since whoever sees a code tells it on; the code of each last.
+    """
     abort = layout.abort + ABORT_WORDS * rank
     reason = layout.reason + REASON_WORDS * rank
-    signals[reason : reason + REASON_WORDS].copy_(message[ABORT_WORDS:], non_blocking=True)
-    signals[abort + 1 : abort + ABORT_WORDS].copy_(message[1:ABORT_WORDS], non_blocking=True)
-    signals[abort : abort + 1].copy_(message[:1], non_blocking=True)
+    for signals in of_ranks:
+        signals[reason : reason + REASON_WORDS].copy_(message[ABORT_WORDS:], non_blocking=True)
+    for signals in of_ranks:
+        signals[abort + 1 : abort + ABORT_WORDS].copy_(message[1:ABORT_WORDS], non_blocking=True)
+        signals[abort : abort + 1].copy_(message[:1], non_blocking=True)
 
 
 def abort_words(signals: torch.Tensor, layout: SignalLayout) -> torch.Tensor:

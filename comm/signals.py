@@ -5,10 +5,12 @@ ever reset; those with two halves use the half `epoch % 2`. With `W` ranks, in w
 
     dispatch_flag [2][W]   rank w's tokens of this epoch have landed here
     token_count   [2][W]   how many tokens rank w had, and in the bits from `COUNT_BITS` on for which exchange they are
-                           and, in `TURN_BIT`, of which epoch (written before dispatch_flag)
+                           and, in `TURN_BIT`, of which epoch (written before dispatch_flag); the sign is set by kernels
+                           that write a token's stamp once it has landed, on all ranks
     combine_flag  [2][W]   rank w's partial results of this epoch have landed here
     ready         [W]      rank w no longer reads what lies in the half of this epoch
-    abort         [W][8]   (code, phase, epoch, rank it is about, detail, detail2, 0, 0) of rank w's; code is last
+    abort         [W][8]   (code, phase, epoch, rank it is about, detail, detail2, 1 + rank that told rank w of it or 0,
+                           0) of rank w's failure; code is last
     reason        [W][64]  UTF-8 text (256 bytes, zero padded) of rank w's failure; host-written
     progress      [2][3][W]  of rank w's partial results of this epoch, those for tokens below a fourth of `max_tokens`
                              have landed, below two, three; before combine_flag, by kernels that tell of it
@@ -28,6 +30,8 @@ EXCHANGES = 256
 """Exchanges of a context are numbered, modulo this: what a rank has for another is not taken for the tokens of this."""
 TURN_BIT = 30
 """Changes from one epoch of a half to the next, and is set in the first of each."""
+WITHOUT_SIGN = 0x7FFFFFFF
+"""The bits of a `token_count` that do not depend on which kernels have written it."""
 PROGRESS_PARTS = 3
 """Parts of the tokens that a rank may tell of before it has sent all partial results."""
 SENT_PARTS = 3

@@ -70,7 +70,7 @@ struct Landing {
 
   // Records a source whose tokens are for another exchange. For a whole warp.
   __device__ __forceinline__ void check_sources(const Exchange& x) const {
-    const int lane = threadIdx.x & 31, word = lane < WORLD ? __ldcg(counts + lane) : tag;
+    const int lane = threadIdx.x & 31, word = lane < WORLD ? without_sign(__ldcg(counts + lane)) : tag;
     const u32 others = __ballot_sync(ALL, word < tag || word - tag > max_tokens);
     if (others && lane == __ffs(others) - 1)
       record_failure(x, MISMATCH, lane, DISPATCH_WAIT, epoch, exchange_of(word), exchange_of(tag));
@@ -81,7 +81,7 @@ struct Landing {
   __device__ __forceinline__ void each_expert(int slot, Found found) const {
     const int source = slot / max_tokens, token = slot - source * max_tokens;
     if (source >= WORLD) return;
-    const int stamp = __ldcg(stamps + slot), count = __ldcg(counts + source) - tag;
+    const int stamp = __ldcg(stamps + slot), count = without_sign(__ldcg(counts + source)) - tag;
     uint4 words[ID_WORDS];
 #pragma unroll
     for (int i = 0; i < ID_WORDS; ++i) words[i] = __ldcg(reinterpret_cast<const uint4*>(record(slot) + IDS_AT) + i);
@@ -109,13 +109,17 @@ __device__ __forceinline__ bool await_slots(const Exchange& x, const int* own, c
   const int source = slot / arrived.max_tokens, token = slot - source * arrived.max_tokens, epoch = arrived.epoch;
   const int* flag = own + DISPATCH_FLAG + (epoch & 1) * WORLD + min(source, WORLD - 1);
   const int* counts = arrived.counts + min(source, WORLD - 1);
+  // A number of tokens is of this epoch, or of the one before that used this half, once that one's flag has been seen.
+  bool recent = ahead(load_acquire(flag), epoch - 2) >= 0;
   auto behind = [&] {
     // All are under way at once. The number of tokens tells by itself whether it is of this epoch.
     const int flagged = load_relaxed(flag), word = load_relaxed(counts), stamp = load_acquire(arrived.stamps + slot);
-    const int count = word - arrived.tag;
+    const int count = without_sign(word) - arrived.tag;
     // A number of tokens for another exchange is too small or too large. Stamps that nobody has written are of epoch 0.
-    if (same_turn(word, arrived.tag) && (token >= count || count > arrived.max_tokens || (stamp == epoch && epoch != 0)))
+    if (recent && same_turn(word, arrived.tag) && is_stamped(word) &&
+        (token >= count || count > arrived.max_tokens || (stamp == epoch && epoch != 0)))
       return false;
+    if (!recent) recent = ahead(load_acquire(flag), epoch - 2) >= 0;
     return ahead(flagged, epoch) < 0 || ahead(load_acquire(flag), epoch) < 0;
   };
   bool waiting = source < WORLD && behind();

@@ -20,6 +20,7 @@ from moe_runtime.geometry import ExchangeGeometry, sample_geometry
 from moe_runtime.kernels.dispatch import padded
 from moe_runtime.kernels.runtime import AotCase
 from moe_runtime.kernels.signalling import (
+    WITHOUT_SIGN,
     exchange_aot_case,
     exchange_of,
     has_failed,
@@ -80,7 +81,7 @@ def arrived_experts(
     """
     half = epoch & 1
     count_at = signals_of(signal_ptrs, rank) + TOKEN_COUNT + half * WORLD + source
-    count = tl.load(count_at, volatile=True) - tag_of(count_tag, epoch)
+    count = (tl.load(count_at, volatile=True) & WITHOUT_SIGN) - tag_of(count_tag, epoch)
     count = tl.where(tl.load(latch_ptr, volatile=True) == 0, count, 0)
     slot = source * max_tokens + token_S
     stamps = (tl.load(stamps_ptrs + rank) + half * stamps_half).to(tl.pointer_type(tl.int32))
@@ -148,7 +149,7 @@ def _arrive_count_kernel(
         )  # fmt: skip
         word = tl.load(words + TOKEN_COUNT, volatile=True)
         tag = tag_of(count_tag, epoch)
-        count = word - tag
+        count = (word & WITHOUT_SIGN) - tag
         if (has_failed(latch_ptr) == 0) & ((count < 0) | (count > max_tokens)):
             record_failure(
                 error_ptr, latch_ptr, signal_ptrs, MISMATCH, source, DISPATCH_WAIT, epoch,

@@ -178,7 +178,7 @@ def _dispatch_send_kernel(
                             error_ptr, latch_ptr, signal_ptrs, TIMEOUT, peer, DISPATCH_SEND, epoch,
                             milliseconds(timeout_ns), 0, rank, ABORT, WORLD,
                         )  # fmt: skip
-        adopt_aborts(error_ptr, latch_ptr, own, ABORT, WORLD, WORLD_PAD)
+        adopt_aborts(error_ptr, latch_ptr, signal_ptrs, rank, ABORT, WORLD, WORLD_PAD)
         tl.store(num_parts_ptr + token, parts, mask=here)
 
         if here & (has_failed(latch_ptr) == 0):

@@ -116,9 +116,14 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
       ready |= wanted;
     }
     // Early: it is waited for beside the stamps, and a flag that comes right behind it would wait until it has landed.
-    if (!IDS_FIRST && first && blockIdx.x == 0 && team == 0 && lane < WORLD)
-      store_relaxed(words_of_lane + half * WORLD + rank + TOKEN_COUNT, num_tokens + tag_of(count_tag, epoch));
-    return __any_sync(ALL, failed) != 0;
+    if (!IDS_FIRST && first && blockIdx.x == 0 && team == 0 && lane < WORLD) {
+      const int count = num_tokens + tag_of(count_tag, epoch);
+      store_relaxed(words_of_lane + half * WORLD + rank + TOKEN_COUNT, STAMPED ? with_sign(count) : count);
+    }
+    failed = __any_sync(ALL, failed) != 0;
+    // It may be `arrive` that has failed meanwhile. Flags with nothing behind them come after what tells of that.
+    if (failed) await_told(x);
+    return failed;
   };
   if (num_tokens == 0 && warp == 0) failed_or_ready(everyone, true);
 

@@ -139,8 +139,8 @@ def sending_blocks(geometry: ExchangeGeometry, items: int, teams: int, sms: int)
 
 
 def _places_bytes(geometry: ExchangeGeometry, chunk: int) -> int:
-    """Shared memory of `arrive_place`, with room to align its parts."""
-    experts = max(geometry.num_local_experts, 1)
+    """Shared memory of `arrive_place` on the rank with most experts, with room to align its parts."""
+    experts = ceil_div(geometry.num_experts, geometry.world_size)
     return experts * (chunk // 32 * 6 + 16) + chunk * (geometry.top_k * 2 + 4) + 32
 
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from moe_runtime.comm.signals import ABORT_WORDS, exchange_of, tag_of
+from moe_runtime.comm.signals import ABORT_WORDS, WITHOUT_SIGN, exchange_of, tag_of
 from moe_runtime.errors import ErrorCode, Phase
 from moe_runtime.formats import FormatCode, QuantizedRows
 from moe_runtime.kernels.reference_quantize import dequantize_rows, f32_to_bf16_bits, quantize_rows
@@ -64,36 +64,39 @@ def _next_epoch(epoch: int) -> int:
 
 def record_failure(
     context: ExpertParallelContext,
-    code: ErrorCode,
+    code: int,
     about: int,
-    phase: Phase,
+    phase: int,
     epoch: int,
     detail: int = 0,
     detail2: int = 0,
+    origin: int | None = None,
 ) -> None:
-    """Record this rank's first failure here and on every peer; later ones change nothing."""
+    """Record the first failure of this rank, or of rank `origin`, here and on every peer; later ones change nothing."""
     if int(context.latch[0]) == 0:
         context.latch[0] = int(code)
-        context.error[1:7] = torch.tensor([about, int(phase), epoch, detail, context.rank, detail2], dtype=torch.int32)
+        whose = context.rank if origin is None else origin
+        context.error[1:7] = torch.tensor([about, int(phase), epoch, detail, whose, detail2], dtype=torch.int32)
         context.error[0] = int(code)
         for peer in range(context.world_size):
             if peer != context.rank:
                 start = context.signals_layout.abort + context.rank * ABORT_WORDS
                 words = _signals_of(context, peer)[start : start + ABORT_WORDS]
-                words[1:6] = torch.tensor([int(phase), epoch, about, detail, detail2], dtype=torch.int32)
+                told_by = 0 if whose == context.rank else whose + 1
+                words[1:7] = torch.tensor([int(phase), epoch, about, detail, detail2, told_by], dtype=torch.int32)
                 words[0] = int(code)
+        context.latch[1] = 1
 
 
 def _adopt_aborts(context: ExpertParallelContext) -> None:
+    """Take over the failure of a peer, if one has told of any, and tell it on, as `signalling.adopt_aborts`."""
     start = context.signals_layout.abort
     aborts = _signals_of(context, context.rank)[start : start + ABORT_WORDS * context.world_size]
     aborts = aborts.view(context.world_size, ABORT_WORDS)
     if int(context.latch[0]) == 0 and bool(aborts[:, 0].any()):
         peer = int(aborts[:, 0].nonzero()[0])
-        code, phase, epoch, about, detail, detail2 = aborts[peer, :6].tolist()
-        context.latch[0] = code
-        context.error[1:7] = torch.tensor([about, phase, epoch, detail, peer, detail2], dtype=torch.int32)
-        context.error[0] = code
+        code, phase, epoch, about, detail, detail2, told_by = aborts[peer, :7].tolist()
+        record_failure(context, code, about, phase, epoch, detail, detail2, origin=told_by - 1 if told_by else peer)
 
 
 def _wait(
@@ -243,7 +246,7 @@ def arrive(
     words = _signals_of(context, geometry.rank)
     first = layout.token_count + half * geometry.world_size
     tag = tag_of(geometry.count_tag, epoch)
-    tokens = words[first : first + geometry.world_size] - tag
+    tokens = (words[first : first + geometry.world_size] & WITHOUT_SIGN) - tag
     other = (tokens < 0) | (tokens > geometry.max_tokens)
     if int(context.latch[0]) == 0 and bool(other.any()):
         source = int(other.nonzero()[0])

@@ -31,7 +31,7 @@ __device__ __forceinline__ void store_release(int* at, int value) {
 struct Exchange {
   const u64* signals;  // signal region of each rank
   int* error;          // host-visible record
-  int* latch;          // not zero after the first failure
+  int* latch;          // not zero after the first failure; the word behind it: all peers have been told of that
   int rank;
   long long timeout_ns;
 
@@ -50,35 +50,48 @@ __device__ __forceinline__ int ahead(int epoch, int of) {
   return static_cast<int>(static_cast<u32>(epoch) - static_cast<u32>(of));
 }
 
-// Records this rank's first failure on the host-visible record and on every peer; later ones change nothing.
-__device__ __noinline__ void record_failure(const Exchange& x, int code, int about, int phase, int epoch, int detail,
-                                            int detail2) {
+// Records the first failure that this rank has, or that rank `origin` has told it of, on the host-visible record and on every
+// peer; later ones change nothing.
+__device__ __forceinline__ void record_failure_of(const Exchange& x, int code, int about, int phase, int epoch, int detail,
+                                                  int detail2, int origin) {
   if (atomicCAS(x.latch, 0, code) != 0) return;
-  const int record[6] = {about, phase, epoch, detail, x.rank, detail2};
+  const int record[6] = {about, phase, epoch, detail, origin, detail2};
   for (int i = 0; i < 6; ++i) store_relaxed(x.error + 1 + i, record[i]);
   store_release(x.error, code);
   for (int peer = 0; peer < WORLD; ++peer) {
     if (peer == x.rank) continue;
     int* words = x.words(peer) + ABORT + x.rank * ABORT_WORDS;
-    const int told[5] = {phase, epoch, about, detail, detail2};
-    for (int i = 0; i < 5; ++i) store_relaxed(words + 1 + i, told[i]);
+    const int told[6] = {phase, epoch, about, detail, detail2, origin == x.rank ? 0 : origin + 1};
+    for (int i = 0; i < 6; ++i) store_relaxed(words + 1 + i, told[i]);
     store_release(words, code);
   }
+  store_release(x.latch + 1, 1);
 }
 
-// Takes over the failure of a peer, if one has told of any; it is not told on. For a whole warp.
+// Calls, since they are rare and would hold registers where they are made.
+__device__ __noinline__ void record_failure(const Exchange x, int code, int about, int phase, int epoch, int detail,
+                                            int detail2) {
+  record_failure_of(x, code, about, phase, epoch, detail, detail2, x.rank);
+}
+
+// Until all peers have been told of this rank's failure, which another of its kernels may be about to do.
+__device__ __forceinline__ void await_told(const Exchange& x) {
+  while (load_acquire(x.latch + 1) == 0) {}
+}
+
+__device__ __noinline__ void adopt_abort(const Exchange x, int peer) {
+  const int* words = x.words(x.rank) + ABORT + peer * ABORT_WORDS;
+  const int code = load_acquire(words), told_by = words[6];
+  record_failure_of(x, code, words[3], words[1], words[2], words[4], words[5], told_by == 0 ? peer : told_by - 1);
+}
+
+// Takes over the failure of a peer, if one has told of any, and tells it on: this rank raises its flags with nothing behind
+// them then, maybe before the peer has told all others. For a whole warp.
 __device__ __forceinline__ void adopt_aborts(const Exchange& x) {
   const int lane = threadIdx.x & 31;
   const int* words = x.words(x.rank) + ABORT + lane * ABORT_WORDS;
   const u32 told = __ballot_sync(ALL, lane < WORLD && load_relaxed(words) != 0);
-  if (told && lane == __ffs(told) - 1) {
-    const int code = load_acquire(words);
-    if (atomicCAS(x.latch, 0, code) == 0) {
-      const int record[6] = {words[3], words[1], words[2], words[4], lane, words[5]};
-      for (int i = 0; i < 6; ++i) store_relaxed(x.error + 1 + i, record[i]);
-      store_release(x.error, code);
-    }
-  }
+  if (told && lane == __ffs(told) - 1) adopt_abort(x, lane);
   __syncwarp();
 }
 
@@ -158,6 +171,13 @@ __device__ __forceinline__ int tag_of(int count_tag, int epoch) { return count_t
 __device__ __forceinline__ int exchange_of(int word) { return (word & (1 << TURN_BIT) - 1) >> COUNT_BITS; }
 
 __device__ __forceinline__ bool same_turn(int word, int tag) { return ((word ^ tag) >> TURN_BIT & 1) == 0; }
+
+// The sign of the word: stamps of these tokens say that they have landed.
+__device__ __forceinline__ bool is_stamped(int word) { return word < 0; }
+
+__device__ __forceinline__ int with_sign(int word) { return static_cast<int>(static_cast<u32>(word) | 0x80000000u); }
+
+__device__ __forceinline__ int without_sign(int word) { return word & 0x7FFFFFFF; }
 #endif
 
 // Before other threads, or ranks, are told: what this thread has stored, and has seen, comes first.

@@ -15,6 +15,7 @@ import triton.language as tl
 from moe_runtime.comm.signals import ABORT_WORDS as _ABORT_WORDS
 from moe_runtime.comm.signals import COUNT_BITS as _COUNT_BITS
 from moe_runtime.comm.signals import TURN_BIT as _TURN_BIT
+from moe_runtime.comm.signals import WITHOUT_SIGN as _WITHOUT_SIGN
 from moe_runtime.errors import ErrorCode
 from moe_runtime.kernels.runtime import AotCase, clock_ns, store_release
 
@@ -23,6 +24,7 @@ ABORT_WORDS = tl.constexpr(_ABORT_WORDS)
 COUNT_BITS = tl.constexpr(_COUNT_BITS)
 TURN_BIT = tl.constexpr(_TURN_BIT)
 BELOW_TURN = tl.constexpr((1 << _TURN_BIT) - 1)
+WITHOUT_SIGN = tl.constexpr(_WITHOUT_SIGN)
 TIMEOUT = tl.constexpr(int(ErrorCode.TIMEOUT))
 
 
@@ -76,12 +78,34 @@ def record_failure(
     WORLD: tl.constexpr,
 ):
     """Record this rank's first failure on the host-visible record and on every peer; later ones change nothing."""
+    record_failure_of(
+        error_ptr, latch_ptr, signal_ptrs, code, about, phase, epoch, detail, detail2, rank, rank, ABORT, WORLD
+    )
+
+
+@triton.jit
+def record_failure_of(
+    error_ptr,
+    latch_ptr,
+    signal_ptrs,
+    code,
+    about,
+    phase,
+    epoch,
+    detail,
+    detail2,
+    origin,
+    rank,
+    ABORT: tl.constexpr,
+    WORLD: tl.constexpr,
+):
+    """The same for a failure that rank `origin` has told this one of, too."""
     if tl.atomic_cas(latch_ptr, 0, code, sem="acq_rel", scope="gpu") == 0:
         tl.store(error_ptr + 1, about)
         tl.store(error_ptr + 2, phase)
         tl.store(error_ptr + 3, epoch)
         tl.store(error_ptr + 4, detail)
-        tl.store(error_ptr + 5, rank)
+        tl.store(error_ptr + 5, origin)
         tl.store(error_ptr + 6, detail2)
         tl.debug_barrier()
         store_release(error_ptr, code)
@@ -93,13 +117,22 @@ def record_failure(
                 tl.store(words + 3, about)
                 tl.store(words + 4, detail)
                 tl.store(words + 5, detail2)
+                tl.store(words + 6, tl.where(origin == rank, 0, origin + 1))
                 tl.debug_barrier()
                 tl.atomic_xchg(words, code, sem="release", scope="sys")
+        tl.debug_barrier()
+        tl.atomic_xchg(latch_ptr + 1, 1, sem="release", scope="sys")
 
 
 @triton.jit
-def adopt_aborts(error_ptr, latch_ptr, own_ptr, ABORT: tl.constexpr, WORLD: tl.constexpr, WORLD_PAD: tl.constexpr):
-    """Take over the failure of a peer, if one has told of any; it is not told on."""
+def adopt_aborts(
+    error_ptr, latch_ptr, signal_ptrs, rank, ABORT: tl.constexpr, WORLD: tl.constexpr, WORLD_PAD: tl.constexpr
+):
+    """Take over the failure of a peer, if one has told of any, and tell it on.
+
+    This rank raises its flags with nothing behind them then, maybe before the peer has told all others.
+    """
+    own_ptr = signals_of(signal_ptrs, rank)
     peers = tl.arange(0, WORLD_PAD)
     codes = tl.load(own_ptr + ABORT + peers * ABORT_WORDS, mask=peers < WORLD, other=0, volatile=True)
     if agreed(tl.max(codes, axis=0)) != 0:
@@ -107,15 +140,13 @@ def adopt_aborts(error_ptr, latch_ptr, own_ptr, ABORT: tl.constexpr, WORLD: tl.c
             words = own_ptr + ABORT + peer * ABORT_WORDS
             code = tl.atomic_add(words, 0, sem="acquire", scope="sys")
             if code != 0:
-                if tl.atomic_cas(latch_ptr, 0, code, sem="acq_rel", scope="gpu") == 0:
-                    tl.store(error_ptr + 1, tl.load(words + 3, volatile=True))
-                    tl.store(error_ptr + 2, tl.load(words + 1, volatile=True))
-                    tl.store(error_ptr + 3, tl.load(words + 2, volatile=True))
-                    tl.store(error_ptr + 4, tl.load(words + 4, volatile=True))
-                    tl.store(error_ptr + 5, peer)
-                    tl.store(error_ptr + 6, tl.load(words + 5, volatile=True))
-                    tl.debug_barrier()
-                    store_release(error_ptr, code)
+                told = tl.load(words + 6, volatile=True)
+                record_failure_of(
+                    error_ptr, latch_ptr, signal_ptrs, code,
+                    tl.load(words + 3, volatile=True), tl.load(words + 1, volatile=True),
+                    tl.load(words + 2, volatile=True), tl.load(words + 4, volatile=True),
+                    tl.load(words + 5, volatile=True), tl.where(told == 0, peer, told - 1), rank, ABORT, WORLD,
+                )  # fmt: skip
 
 
 @triton.jit
@@ -184,7 +215,7 @@ def wait_for_peer(
                 error_ptr, latch_ptr, signal_ptrs, TIMEOUT, peer, phase, epoch, milliseconds(timeout_ns), 0, rank,
                 ABORT, WORLD,
             )  # fmt: skip
-    adopt_aborts(error_ptr, latch_ptr, own, ABORT, WORLD, WORLD_PAD)
+    adopt_aborts(error_ptr, latch_ptr, signal_ptrs, rank, ABORT, WORLD, WORLD_PAD)
 
 
 @triton.jit

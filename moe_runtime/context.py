@@ -60,7 +60,7 @@ class ExpertParallelContext:
         signal_pointers, stamps_pointers, landing_pointers, combine_pointers: int64 `[W]` for kernels.
         epoch: int32 `[1]`, number of the last dispatch.
         error: int32 `[8]` in host-visible memory, `comm.signals.ERROR_WORDS`.
-        latch: int32 `[1]` on the device, for kernels to let only the first error be recorded.
+        latch: int32 `[2]` on the device: the first error, which alone is recorded, and whether all peers know of it.
         counters: int32 `[16]` on the device, zero between kernels.
     """
 
@@ -231,7 +231,7 @@ class ExpertParallelContext:
     def _allocate_words(self) -> None:
         on_gpu = self.device.type == "cuda"
         self.epoch = torch.zeros(1, dtype=torch.int32, device=self.device)
-        self.latch = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.latch = torch.zeros(2, dtype=torch.int32, device=self.device)
         self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
         self.error = torch.zeros(ERROR_WORDS, dtype=torch.int32, pin_memory=on_gpu)
         self._error_view = self.error.numpy()
@@ -299,9 +299,8 @@ class ExpertParallelContext:
             return
         encode_abort(self._abort_message, self.rank, reason)
         with torch.cuda.stream(self._side_stream):
-            for peer in range(self.world_size):
-                signals = self.heap.peer_tensor("signals", peer).view(torch.int32)
-                write_abort(self._abort_message, signals, self.signals_layout, self.rank)
+            peers = [self.heap.peer_tensor("signals", peer).view(torch.int32) for peer in range(self.world_size)]
+            write_abort(self._abort_message, peers, self.signals_layout, self.rank)
             if self.carrier is not None:
                 self.carrier.post_abort()
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import pytest
@@ -64,15 +64,27 @@ def emulator(monkeypatch: pytest.MonkeyPatch, device: torch.device, seed: int) -
 
 
 class Ranks:
-    """A dispatcher on each of some virtual ranks, and `others` of a layer with other tokens if asked for."""
+    """A dispatcher on each of some virtual ranks, and `others` of a layer with other tokens if asked for.
+
+    `num_sms` of some ranks may be their own.
+    """
 
     def __init__(
-        self, world: int, device: torch.device, engine: str, other_tokens: int | None = None, **settings: object
+        self,
+        world: int,
+        device: torch.device,
+        engine: str,
+        other_tokens: int | None = None,
+        sms_of_ranks: Sequence[int | None] = (),
+        **settings: object,
     ) -> None:
         heaps = PrivateHeap.group(world, device)
         named = "auto" if engine == HOPPER else engine
         self.contexts = [ExpertParallelContext(heap=h, engine=named, timeout_s=5, startup_timeout_s=6) for h in heaps]
-        self.dispatchers = [TokenDispatcher(context, **settings) for context in self.contexts]  # type: ignore[arg-type]
+        self.dispatchers = [
+            TokenDispatcher(context, **(settings | {"num_sms": sms}))  # type: ignore[arg-type]
+            for context, sms in zip(self.contexts, sms_of_ranks or [settings.get("num_sms")] * world, strict=True)
+        ]
         # Of a second layer.
         self.others = []
         if other_tokens is not None:

@@ -5,7 +5,7 @@ Launches are recorded instead of made, so that nothing here repeats their sizes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -120,6 +120,17 @@ def test_launches_fit_and_copies_are_aligned(data: st.DataObject) -> None:
     assert all(offset % 16 == 0 for offset in offsets)
     assert geometry.landing_half(region) >= region
     assert geometry.landing_half(region) + geometry.num_slots * record.record_bytes <= 2 * region
+
+
+@given(data=st.data())
+def test_ranks_choose_alike(data: st.DataObject) -> None:
+    """Where experts are not as many on each rank, too."""
+    world, experts = data.draw(st.integers(2, 32), "ranks"), data.draw(st.integers(1, 300), "experts")
+    top_k, most = data.draw(st.integers(1, min(experts, 8)), "top_k"), data.draw(st.integers(1, 600), "max_tokens")
+    last = geometry_of("nvfp4", "bf16", 7168, top_k, world, experts, most, data.draw(st.booleans(), "packed"))
+    geometries = [replace(last, rank=rank) for rank in range(world)]
+    for choice in (hopper_shapes.stamped, hopper_shapes.ids_first, hopper_shapes.chunk_slots):
+        assert len({choice(geometry) for geometry in geometries}) == 1, choice.__name__
 
 
 EDGES = {

@@ -15,7 +15,7 @@ from moe_runtime.errors import MoERuntimeError, PeerTimeoutError, Phase, Routing
 from moe_runtime.kernels import hopper_exchange, hopper_shapes
 from tests.comparison import assert_same_bits
 from tests.emulator import Emulator, needs_emulator
-from tests.exchange_data import RankInput, rank_input
+from tests.exchange_data import RankInput, expected_groups, rank_input
 from tests.test_exchange import HOPPER, Ranks, emulator, poisoned_memory
 from tests.token_parts import forget_defines
 
@@ -156,9 +156,10 @@ def test_steps_of_ranks_that_do_not_wait_for_each_other(
         run_random_steps(settings, emulator, seed + turn)
 
 
-def run_random_steps(settings: dict[str, Any], emulator: Emulator, seed: int) -> None:
+def run_random_steps(settings: dict[str, Any], emulator: Emulator, seed: int, **of_kernels: Any) -> None:
     steps = random_steps(seed, 5)
-    twins, kernels = twins_and_kernels(mode="packed", **settings)
+    settings = {**SETTINGS, "mode": "packed", **settings}
+    twins, kernels = Ranks(WORLD, CPU, "torch", **settings), Ranks(WORLD, CPU, HOPPER, **settings, **of_kernels)
     outputs = random_outputs(twins, seed)
     assert_same_results(all_at_once(kernels, steps, outputs, emulator), one_after_the_other(twins, steps, outputs))
     for context in kernels.contexts:
@@ -224,7 +225,7 @@ WRONG_STAMPS = {
     "nothing says that a token goes elsewhere": (r"(reinterpret_cast<uint4\*>\(to \+ \d+\))\[i\] =", r"\1;"),
     "all tokens are there with the first": (r"(load_acquire\(arrived\.stamps \+ slot)", r"\1 - token"),
     "the number of tokens may be of an epoch before": (r"same_turn\(word, arrived\.tag\)", "true"),
-    "the number of tokens is that of another step": (r"(rank \+ \d+, )num_tokens", r"\1num_tokens - 1"),
+    "the number of tokens is that of another step": (r"(int count = )num_tokens", r"\1num_tokens - 1"),
 }
 """The same, of what tells of each token."""
 
@@ -262,3 +263,68 @@ def test_tokens_that_are_told_of_wrongly_are_found(what: str, emulator: Emulator
         run_random_steps({"token_format": "nvfp4"}, emulator, seed + turn)
 
     assert_is_found(WRONG_STAMPS[what], emulator, run)
+
+
+IN_PARTS_OR_NOT = {"SMALL_CHUNK_BYTES": 1 << 20, "TOKENS_IN_PARTS": 1}
+"""Ranks that may take all SMs tell of parts of their tokens and store stamps first; others tell of each token."""
+
+
+def run_mixed_steps(emulator: Emulator, seed: int) -> None:
+    sms = random.Random(seed).sample([None, 2, None, 2], WORLD)
+    run_random_steps({"token_format": "nvfp4"}, emulator, seed, sms_of_ranks=sms)
+
+
+def test_ranks_that_wait_for_stamps_know_whose_say_nothing(emulator: Emulator, seed: int, shrink: Shrink) -> None:
+    for turn in range(3):
+        shrink(seed + turn, **IN_PARTS_OR_NOT)
+        run_mixed_steps(emulator, seed + turn)
+
+
+def test_stamps_that_say_nothing_taken_for_others_are_found(emulator: Emulator, seed: int, shrink: Shrink) -> None:
+    def run(turn: int) -> None:
+        shrink(seed + turn, **IN_PARTS_OR_NOT)
+        run_mixed_steps(emulator, seed + turn)
+
+    assert_is_found((r"is_stamped\(word\)", "true"), emulator, run)
+
+
+def run_unawaited_dispatches(emulator: Emulator, seed: int) -> None:
+    """A rank waits for the last of three dispatches alone, while its peer may not have come to the first.
+
+    What the peer had stored two turns of the half before is all that there is then: that it has no tokens.
+    """
+    settings = {**SETTINGS, "hidden_size": 256, "top_k": 2, "num_experts": 4, "max_tokens_per_rank": 6}
+    ranks, alone = Ranks(2, CPU, HOPPER, **settings), Ranks(1, CPU, HOPPER, **settings).dispatchers[0]
+    # All go to the rank that is ahead.
+    inputs = [rank_input(seed, rank, 6, 256, 2, 2) for rank in range(2)]
+    rows, found = torch.zeros(ranks.dispatchers[0].geometry.row_capacity, 256).bfloat16(), []
+    with emulator.together() as choose:
+        for rank, (dispatcher, data) in enumerate(zip(ranks.dispatchers, inputs, strict=True)):
+            choose(rank)
+            tokens = (data.x, data.topk_idx, data.topk_weights)
+            for _ in range(4):
+                arrived = dispatcher.dispatch(*(tensor[:0] for tensor in tokens))
+                dispatcher.combine(rows, arrived.handle)
+            for _ in range(6 * rank):
+                alone.dispatch(*tokens)
+            for _ in range(3):
+                handle = dispatcher.dispatch_send(*tokens)
+            found.append(dispatcher.dispatch_wait(handle))
+    for context in ranks.contexts:
+        context.check_peers()
+    assert [int(a.group_offsets[-1]) for a in found] == [sum(map(len, expected_groups(inputs, range(2)))), 0]
+
+
+def test_dispatches_that_nobody_waits_for(emulator: Emulator, seed: int, shrink: Shrink) -> None:
+    """A number of tokens stored two turns of its half before looks like that of this one."""
+    for turn in range(4):
+        shrink(seed + turn, **ONE_CHUNK)
+        run_unawaited_dispatches(emulator, seed + turn)
+
+
+def test_a_number_of_tokens_of_long_ago_is_found(emulator: Emulator, seed: int, shrink: Shrink) -> None:
+    def run(turn: int) -> None:
+        shrink(seed + turn, **ONE_CHUNK)
+        run_unawaited_dispatches(emulator, seed + turn)
+
+    assert_is_found((r"bool recent = [^;]+;", "bool recent = true;"), emulator, run)

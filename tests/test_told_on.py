@@ -1,0 +1,117 @@
+"""A failure is told on before anyone goes on as if nothing had come: flags with nothing behind them come later."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from moe_runtime.comm.failures import encode_abort, find_failure, write_abort
+from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, REASON_WORDS
+from moe_runtime.errors import ErrorCode, PeerAbortedError, Phase
+from moe_runtime.kernels import hopper_exchange, hopper_shapes
+from tests.emulator import Emulator, needs_emulator
+from tests.exchange_data import RankInput, rank_input
+from tests.test_exchange import ENGINES, HOPPER, Ranks, emulator, poisoned_memory
+from tests.token_parts import forget_defines
+
+__all__ = ["emulator", "poisoned_memory"]
+
+SETTINGS = {"hidden_size": 256, "num_experts": 9, "top_k": 3, "max_tokens_per_rank": 12}
+REASON = "x: expected at most 12 tokens, got 13"
+
+
+@pytest.mark.parametrize("mode", ["packed", "indexed"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_ranks_that_are_told_tell_it_on(
+    engine: str, mode: str, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 2 gives up, and has told rank 0 alone when that one raises its flags: nobody takes old partial results."""
+    ranks = Ranks(3, device, engine, token_format="nvfp4", mode=mode, **SETTINGS)
+    generator = torch.Generator().manual_seed(seed)
+    rows = torch.randn(ranks.dispatchers[0].geometry.row_capacity, 256, generator=generator).bfloat16().to(device)
+
+    def step(number: int) -> list[torch.Tensor]:
+        arrived = ranks.dispatch([rank_input(seed + number, r, 12, 256, 9, 3).to(device) for r in range(3)])
+        return ranks.combine(arrived, [rows] * 3)
+
+    for number in range(2):
+        assert not any(y.isnan().any() for y in step(number))
+    first, last = ranks.contexts[0], ranks.contexts[2]
+    message = torch.zeros(ABORT_WORDS + REASON_WORDS, dtype=torch.int32)
+    encode_abort(message, 2, REASON)
+    write_abort(message, [first.signals], last.signals_layout, 2)
+    with monkeypatch.context() as patch:
+        for context in ranks.contexts:
+            # As on a GPU, where the host is ahead of its kernels.
+            patch.setattr(context, "check", lambda: None)
+        assert all(y.isnan().all() for y in step(2))
+    for context in ranks.contexts:
+        reason = REASON if context is first else "no reason given"
+        with pytest.raises(PeerAbortedError, match=f"^rank 2, host of epoch 0: rank 2 gave up: {reason}") as caught:
+            context.check_peers()
+        assert (caught.value.rank, caught.value.phase) == (2, Phase.HOST)
+
+
+def test_what_is_told_on_reads_as_from_whom_it_came() -> None:
+    quiet = [0] * ABORT_WORDS
+    told_on = [int(ErrorCode.TIMEOUT), int(Phase.COMBINE_WAIT), 7, 1, 5000, 0, 1 + 3, 0]
+    failure = find_failure([0] * ERROR_WORDS, [quiet, quiet, told_on, quiet], str)
+    assert str(failure) == "rank 3, combine_wait of epoch 7: rank 1 did not answer within 5 s"
+
+
+SLOW = ("store_release(x.error, code);", "for (int i = 0; i < 3000; ++i) load_relaxed(x.latch);")
+"""After the first, the second: a rank that takes long to tell its peers."""
+
+
+def too_many_rows(seed: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More rows arrive at rank 1 than it has room for, which its `arrive` finds while it still sends."""
+    sizes = {"TOKENS_IN_PARTS": 1, "ARRIVE_WARPS": 1, "CHUNK": 32, "THREADS_BESIDE": 64}
+    for name, value in sizes.items():
+        monkeypatch.setattr(hopper_shapes, name, value)
+    monkeypatch.setattr(hopper_exchange, "most_sms", lambda device, limit=None: min(3, limit or 3))
+    forget_defines()
+    settings = {"hidden_size": 1152, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 33}
+    settings |= {"token_format": "bf16", "mode": "packed"}
+    cpu = torch.device("cpu")
+    twins, kernels = Ranks(2, cpu, "torch", **settings), Ranks(2, cpu, HOPPER, **settings, expert_row_capacity=60)
+    ids = torch.tensor([[2, 3] if token % 2 == 0 else [0, 3] for token in range(33)])
+    inputs = []
+    for rank in range(2):
+        data = rank_input(seed, rank, 33, 1152, 4, 2)
+        inputs.append(RankInput(data.x, ids, data.topk_weights))
+    with emulator.together() as choose:
+        found = []
+        for rank, (dispatcher, data) in enumerate(zip(kernels.dispatchers, inputs, strict=True)):
+            choose(rank)
+            found.append(dispatcher.dispatch(data.x, data.topk_idx, data.topk_weights))
+    assert int(kernels.contexts[1].error[0]) == ErrorCode.CAPACITY
+    if int(kernels.contexts[0].error[0]) == 0:
+        wanted = twins.dispatch(inputs)[0]
+        assert found[0].group_offsets.tolist() == wanted.group_offsets.tolist() == [0, 32, 32]
+        assert torch.equal(found[0].rows[:32].view(torch.int16), wanted.rows[:32].view(torch.int16))
+
+
+@needs_emulator
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("waits", [True, False])
+def test_flags_come_after_a_failure_of_arrival(
+    waits: bool, emulator: Emulator, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer gets all that was sent, or knows of the failure; where the sender does not wait, neither."""
+
+    def edit(text: str) -> str:
+        assert text.count(SLOW[0]) == 1
+        text = text.replace(SLOW[0], "".join(SLOW))
+        return text if waits else text.replace("if (failed) await_told(x);", "")
+
+    emulator.edit = edit
+    try:
+        if waits:
+            for turn in range(6):
+                too_many_rows(seed + turn, emulator, monkeypatch)
+        else:
+            with pytest.raises(AssertionError):
+                for turn in range(40):
+                    too_many_rows(seed + turn, emulator, monkeypatch)
+    finally:
+        forget_defines()
