@@ -94,8 +94,7 @@ def compile_case(case: AotCase | CudaCase, arch: int) -> AotResult:
     start = time.perf_counter()
     try:
         if isinstance(case, CudaCase):
-            _, of_source = nvrtc.compile_with_ptx(case.file, case.defines, f"sm_{arch}a")
-            ptx, shared_bytes = of_source.decode(), 0
+            ptx, shared_bytes = nvrtc.compile_with_log(case.file, case.defines, f"sm_{arch}a").ptx, 0
         else:
             if arch == case.archs[0]:
                 check_ones(case)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -52,6 +53,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def forget() -> None:
     """As in a new process."""
     nvrtc._compiled.cache_clear()
+    nvrtc._compiled_with_log.cache_clear()
     nvrtc._loaded.cache_clear()
 
 
@@ -84,9 +86,30 @@ def test_ptx_and_cubin(sources: Path) -> None:
     assert files == {".cubin": cubin, ".ptx": ptx.encode()}
     for path in kept(sources):
         path.unlink()
+    log = nvrtc.compile_with_log("fill.cu", {"FACTOR": 3}).log
+    assert re.search(r"entry function 'fill' for 'sm_90a'(?s:.*)Used \d+ registers", log)
     for _ in range(2):
-        assert nvrtc.compile_with_ptx("fill.cu", {"FACTOR": 3}) == (cubin, ptx.encode()), "compiled, then read"
-        assert {path.suffix: path.read_bytes() for path in kept(sources)} == files
+        compiled = nvrtc.compile_with_log("fill.cu", {"FACTOR": 3})
+        assert compiled == nvrtc.Compiled(cubin, ptx, log), "compiled, then read"
+        assert {path.suffix: path.read_bytes() for path in kept(sources)} == files | {".log": log.encode()}
+        forget()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("suffix", [".cubin", ".ptx", ".log"])
+def test_what_is_missing_of_an_earlier_run_is_made_anew(suffix: str, sources: Path) -> None:
+    """By `compile_source` there may be a cubin alone."""
+    compiled = nvrtc.compile_with_log("fill.cu", {"FACTOR": 3})
+    (missing,) = (path for path in kept(sources) if path.suffix == suffix)
+    missing.unlink()
+    forget()
+    again = nvrtc.compile_with_log("fill.cu", {"FACTOR": 3})
+    assert (again.cubin, again.ptx) == (compiled.cubin, compiled.ptx) and "Used" in again.log
+    assert {path.suffix: path.read_bytes() for path in kept(sources)} == {
+        ".cubin": again.cubin,
+        ".ptx": again.ptx.encode(),
+        ".log": again.log.encode(),
+    }
 
 
 @pytest.mark.cpu_only
