@@ -12,6 +12,7 @@ import ctypes
 import hashlib
 import os
 import tempfile
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -179,6 +180,30 @@ def _checked(result: tuple[Any, ...]) -> Any:
     return values[0] if len(values) == 1 else tuple(values) or None
 
 
+class _Thread(threading.local):
+    has_context = False
+
+
+_THREAD = _Thread()
+
+
+def _ensure_context(device: int) -> None:
+    """Make the context of `device`, the current one, current for the driver too, in a thread that has none.
+
+    CUDA's runtime sees to that when it is called first, but `torch.cuda.device(0)` calls nothing where 0 is current
+    already (https://github.com/pytorch/pytorch/issues/195256).
+    """
+    if _THREAD.has_context:
+        return
+    from cuda.bindings import driver
+
+    if not int(_checked(driver.cuCtxGetCurrent())):
+        # The one that the runtime takes; it stays for as long as the process does.
+        context = _checked(driver.cuDevicePrimaryCtxRetain(_checked(driver.cuDeviceGet(device))))
+        _checked(driver.cuCtxSetCurrent(context))
+    _THREAD.has_context = True
+
+
 @cache
 def _loaded(file: str, name: str, defines: Defines, device: int, shared_bytes: int) -> Any:
     from cuda.bindings import driver
@@ -225,6 +250,7 @@ def launch(
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream().cuda_stream
         index = torch.cuda.current_device()
+        _ensure_context(index)
         function = _loaded(file, name, tuple(sorted((EVERY_PROGRAM | dict(defines)).items())), index, shared_bytes)
         values = [_value(argument) for argument in arguments]
         addresses = [v.getPtr() if hasattr(v, "getPtr") else ctypes.addressof(v) for v in values]

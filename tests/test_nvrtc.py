@@ -6,8 +6,11 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -211,6 +214,60 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             monkeypatch.setenv(nvrtc.CACHE_VARIABLE, unset)
         assert nvrtc.cache_dir() == Path.home() / ".cache" / "moe_runtime"
+
+
+@pytest.mark.cpu_only
+def test_a_thread_without_a_context_gets_that_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once per thread; one that has a context keeps it."""
+    bindings = pytest.importorskip("cuda.bindings")
+    calls: list[tuple[object, ...]] = []
+    contexts = threading.local()
+
+    def of_driver(name: str, answer: Callable[..., object]) -> Callable[..., tuple[object, ...]]:
+        def call(*arguments: int) -> tuple[object, ...]:
+            calls.append((name, *arguments))
+            return 0, answer(*arguments)
+
+        return call
+
+    fake = SimpleNamespace(
+        cuCtxGetCurrent=of_driver("get", lambda: getattr(contexts, "current", 0)),
+        cuCtxSetCurrent=of_driver("set", lambda context: setattr(contexts, "current", context)),
+        cuDeviceGet=of_driver("device", lambda device: 10 + device),
+        cuDevicePrimaryCtxRetain=of_driver("retain", lambda device: 100 + device),
+    )
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
+    monkeypatch.setattr(bindings, "driver", fake, raising=False)
+
+    def begin(before: int) -> int:
+        contexts.current = before
+        for _ in range(2):
+            nvrtc._ensure_context(3)
+        return contexts.current
+
+    def in_a_thread(before: int) -> int:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(begin, before).result()
+
+    assert in_a_thread(0) == 113
+    assert calls == [("get",), ("device", 3), ("retain", 13), ("set", 113)]
+    assert in_a_thread(7) == 7
+    assert calls[4:] == [("get",)]
+
+
+@pytest.mark.gpu
+def test_a_thread_may_begin_with_a_launch() -> None:
+    """Its first work of CUDA, with everything compiled and loaded before; on GPU 0, which is current to begin with."""
+    out = torch.zeros(32, device="cuda:0")
+
+    def launch() -> None:
+        nvrtc.launch("fill.cu", "fill", {"FACTOR": 2}, grid=(1, 1, 1), block=32, arguments=[out, 4], device=out.device)
+
+    launch()
+    out.zero_()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(launch).result()
+    assert (out == 8).all()
 
 
 @pytest.mark.gpu
