@@ -17,6 +17,7 @@ import pkgutil
 import re
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
@@ -94,8 +95,7 @@ def compile_case(case: AotCase | CudaCase, arch: int) -> AotResult:
     start = time.perf_counter()
     try:
         if isinstance(case, CudaCase):
-            _, of_source = nvrtc.compile_with_ptx(case.file, case.defines, f"sm_{arch}a")
-            ptx, shared_bytes = of_source.decode(), 0
+            ptx, shared_bytes = nvrtc.compile_with_log(case.file, case.defines, f"sm_{arch}a").ptx, 0
         else:
             if arch == case.archs[0]:
                 check_ones(case)
@@ -113,9 +113,16 @@ def compile_case(case: AotCase | CudaCase, arch: int) -> AotResult:
     return AotResult(case.operation, case.format, kernel, arch, instructions, shared_bytes, seconds, missing)
 
 
-def _compile_by_name(task: tuple[str, int, int]) -> AotResult:
-    module, index, arch = task
-    return compile_case(importlib.import_module(module).AOT_CASES[index], arch)
+def _compile_by_name(tasks: Sequence[tuple[str, int, int]]) -> list[AotResult]:
+    return [compile_case(importlib.import_module(module).AOT_CASES[index], arch) for module, index, arch in tasks]
+
+
+def _code_of(case: AotCase | CudaCase, arch: int) -> str:
+    """Equal for cases that compile to the same code."""
+    if isinstance(case, CudaCase):
+        return repr((case.file, sorted(case.defines.items()), arch))
+    parts = (case.signature, case.constexprs, case.options)
+    return repr((case.kernel.__name__, *(sorted(part.items()) for part in parts), arch))
 
 
 def compile_all(jobs: int = 1, operations: Sequence[str] | None = None) -> list[AotResult]:
@@ -125,12 +132,24 @@ def compile_all(jobs: int = 1, operations: Sequence[str] | None = None) -> list[
     """
     if INTERPRET:
         raise RuntimeError(INTERPRETED)
-    cases = [entry for entry in collect_cases() if operations is None or entry[2].operation in operations]
-    tasks = [(module, index, arch) for module, index, case in cases for arch in case.archs]
+    # Equal code is compiled by one process: two would begin at once, before either has anything to share.
+    same: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
+    tasks = []
+    for module, index, case in collect_cases():
+        if operations is None or case.operation in operations:
+            tasks += [(module, index, arch) for arch in case.archs]
+            for arch in case.archs:
+                same[_code_of(case, arch)].append((module, index, arch))
     if jobs <= 1:
-        return [_compile_by_name(task) for task in tasks]
+        return _compile_by_name(tasks)
     with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return list(pool.map(_compile_by_name, tasks))
+        results = list(pool.map(_compile_by_name, same.values()))
+    found = {
+        task: result
+        for group, part in zip(same.values(), results, strict=True)
+        for task, result in zip(group, part, strict=True)
+    }
+    return [found[task] for task in tasks]
 
 
 def _print_table(results: list[AotResult]) -> None:

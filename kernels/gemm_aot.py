@@ -50,6 +50,9 @@ _OUT_POINTER = {BF16.name: "*i16", FP8_BLOCK.name: "*u8", MXFP8.name: "*u8", NVF
 _PAIR_POINTER = {BF16.name: "*i32", MXFP8.name: "*i16", NVFP4.name: "*u8"}
 """Words of two numbers of the rows."""
 
+WIDE, NARROW = 2048, 32
+"""Output columns with the widest tile and with the narrowest, which compiles in half the time."""
+
 MMA = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma", 120: r"mma\.sync"}
 MXF8_MMA = {100: r"tcgen05\.mma\S*mxf8f6f4\S*block_scale", 120: r"mma\.sync\S*mxf8f6f4\S*block_scale"}
 
@@ -101,8 +104,9 @@ def _case(
     even_k: bool = True,
     archs: tuple[int, ...] = ALL_ARCHS,
     native: NativeForm = NativeForm.NONE,
+    n: int = WIDE,
 ) -> AotCase:
-    """A case with every optional tensor that the formats allow, less those in `absent`."""
+    """A case with every optional tensor that the formats allow, less those in `absent`, for `n` output columns."""
     scale_pointer = {"fp8_block": "*fp32"}
     in_pairs = w.element_bits == 4 and not native
     pointers = {
@@ -121,7 +125,7 @@ def _case(
     missing |= set() if out is not None and out.has_row_scale else {"out_gsf_ptr"}
     missing |= set() if out is not None and out.scale_dtype is not None else {"out_scales_ptr"}
     missing |= set() if scales_per_expert else {"expert_scales_ptr"}
-    tile = choose_tile(2048, a, out_block=0 if out is None else out.block, native=native)
+    tile = choose_tile(n, a, out_block=0 if out is None else out.block, native=native)
     if activation is not None:
         order = activation.order
     constants = {
@@ -151,16 +155,26 @@ _MXFP4_FORMS: tuple[dict[str, Any], ...] = (
 )
 """As `native_form` has it of each arch."""
 
+# Every format with the widest tile in both operations, those of 4-bit weights alone in one; other forms with the
+# narrowest.
 AOT_CASES: tuple[AotCase, ...] = (
     *(_case(f, f, absent=() if f.has_row_scale else ("row_scale_ptr",)) for f in FORMATS.values()),
     *(_case(f, f, out=f, activation=SwiGLU(), scales_per_expert=2) for f in FORMATS.values()),
     _case(BF16, NVFP4, scales_per_expert=1, absent=_PLAIN, even_k=False),
-    _case(BF16, NVFP4, out=BF16, activation=GPT_OSS, scales_per_expert=2, even_k=False),
-    _case(BF16, MXFP4, even_k=False),
+    _case(BF16, NVFP4, out=BF16, activation=GPT_OSS, scales_per_expert=2, even_k=False, n=NARROW),
+    _case(BF16, MXFP4, even_k=False, n=NARROW),
     _case(BF16, MXFP4, out=BF16, activation=GPT_OSS),
     *(_case(MXFP8, MXFP4, even_k=False, **form) for form in _MXFP4_FORMS),
     *(_case(MXFP8, MXFP4, out=MXFP8, activation=GPT_OSS, **form) for form in _MXFP4_FORMS),
-    _case(BF16, BF16, out_dtype="*fp16", absent=_PLAIN, even_k=False),
-    _case(MXFP8, MXFP8, out_dtype="*fp32", order=GateUpOrder.INTERLEAVED, scales_per_expert=2, even_k=False),
-    _case(NVFP4, NVFP4, out=NVFP4, activation=SwiGLU(GateUpOrder.UP_GATE), scales_per_expert=1, absent=("bias_ptr",)),
+    _case(BF16, BF16, out_dtype="*fp16", absent=_PLAIN, even_k=False, n=NARROW),
+    _case(MXFP8, MXFP8, out_dtype="*fp32", order=GateUpOrder.INTERLEAVED, scales_per_expert=2, even_k=False, n=NARROW),
+    _case(
+        NVFP4,
+        NVFP4,
+        out=NVFP4,
+        activation=SwiGLU(GateUpOrder.UP_GATE),
+        scales_per_expert=1,
+        absent=("bias_ptr",),
+        n=NARROW,
+    ),
 )

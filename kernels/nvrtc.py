@@ -12,7 +12,9 @@ import ctypes
 import hashlib
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -31,6 +33,21 @@ EVERY_PROGRAM: dict[str, int | str] = {}
 
 int64 = ctypes.c_int64
 """Marks an argument of 64 bits."""
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What one run of the compiler gives.
+
+    Attributes:
+        cubin: the binary; empty for an architecture that has none.
+        ptx: what it was assembled from.
+        log: what the assembler says of each kernel, among it registers, shared and local memory.
+    """
+
+    cubin: bytes
+    ptx: str
+    log: str
 
 
 class NvrtcError(RuntimeError):
@@ -55,30 +72,17 @@ def compile_source(file: str, defines: Mapping[str, int | str], arch: str = "sm_
     return _compiled(file, tuple(sorted(defines.items())), arch)
 
 
+def compile_with_log(file: str, defines: Mapping[str, int | str], arch: str = "sm_90a") -> Compiled:
+    """Compile as `compile_source` does, and keep the PTX and the log of the assembler beside the cubin.
+
+    Raises `NvrtcError` as `compile_source` does.
+    """
+    return _compiled_with_log(file, tuple(sorted(defines.items())), arch)
+
+
 def _headers() -> dict[bytes, bytes]:
     """What a source may include, by name."""
     return {path.name.encode(): path.read_bytes() for path in sorted(FOLDER.glob("*.cuh"))}
-
-
-def create_program(file: str) -> Any:
-    """What `nvrtcCreateProgram` answers for a source beside this module and the headers there."""
-    from cuda.bindings import nvrtc
-
-    headers = _headers()
-    source = (FOLDER / file).read_bytes()
-    return nvrtc.nvrtcCreateProgram(source, file.encode(), len(headers), list(headers.values()), list(headers))
-
-
-def compile_with_ptx(file: str, defines: Mapping[str, int | str], arch: str = "sm_90a") -> tuple[bytes, bytes]:
-    """A cubin and its PTX, as `compile_source` gives each, in one run of the compiler."""
-    macros = tuple(sorted(defines.items()))
-    names = _file_name(file, macros, arch), _file_name(file, macros, arch.replace("sm_", "compute_"))
-    cubin, ptx = (_kept(name) for name in names)
-    if cubin is None or ptx is None:
-        cubin, ptx = _compile(file, macros, arch)
-        for name, binary in zip(names, (cubin, ptx), strict=True):
-            _keep(name, binary)
-    return cubin, ptx
 
 
 def _options(defines: Defines, arch: str) -> list[str]:
@@ -100,31 +104,52 @@ def _compiled(file: str, defines: Defines, arch: str) -> bytes:
     kept = _kept(name)
     if kept is not None:
         return kept
-    cubin, ptx = _compile(file, defines, arch)
-    binary = ptx if arch.startswith("compute") else cubin
+    found = _compile(file, defines, arch)
+    binary = found.ptx.encode() if arch.startswith("compute") else found.cubin
     _keep(name, binary)
     return binary
 
 
-def _compile(file: str, defines: Defines, arch: str) -> tuple[bytes, bytes]:
-    """A cubin, empty for an `arch` that has none, and PTX."""
+@cache
+def _compiled_with_log(file: str, defines: Defines, arch: str) -> Compiled:
+    cubin_name = _file_name(file, defines, arch)
+    names = cubin_name, _file_name(file, defines, arch.replace("sm_", "compute_")), f"{cubin_name}.log"
+    cubin, ptx, log = (_kept(name) for name in names)
+    if cubin is not None and ptx is not None and log is not None:
+        return Compiled(cubin, ptx.decode(), log.decode())
+    found = _compile(file, defines, arch)
+    for name, content in zip(names, (found.cubin, found.ptx.encode(), found.log.encode()), strict=True):
+        _keep(name, content)
+    return found
+
+
+def _compile(file: str, defines: Defines, arch: str) -> Compiled:
     from cuda.bindings import nvrtc
 
-    options = _options(defines, arch)
-    program = _checked(create_program(file))
+    # For the log; of the cubin it changes no more than the note of the options that it was made with.
+    options = [*_options(defines, arch), "--ptxas-options=-v"]
+    headers = _headers()
+    source = (FOLDER / file).read_bytes()
+    program = _checked(
+        nvrtc.nvrtcCreateProgram(source, file.encode(), len(headers), list(headers.values()), list(headers))
+    )
     try:
         (status,) = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
+        log = _output(program, nvrtc.nvrtcGetProgramLogSize, nvrtc.nvrtcGetProgramLog).decode(errors="replace")
         if status != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            log = b" " * _checked(nvrtc.nvrtcGetProgramLogSize(program))
-            _checked(nvrtc.nvrtcGetProgramLog(program, log))
-            raise NvrtcError(f"{file} {dict(defines)} for {arch}: {status.name}\n{log.decode(errors='replace')}")
-        cubin = b" " * _checked(nvrtc.nvrtcGetCUBINSize(program))
-        _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
-        ptx = b" " * _checked(nvrtc.nvrtcGetPTXSize(program))
-        _checked(nvrtc.nvrtcGetPTX(program, ptx))
+            raise NvrtcError(f"{file} {dict(defines)} for {arch}: {status.name}\n{log}")
+        cubin = _output(program, nvrtc.nvrtcGetCUBINSize, nvrtc.nvrtcGetCUBIN)
+        ptx = _output(program, nvrtc.nvrtcGetPTXSize, nvrtc.nvrtcGetPTX).decode()
     finally:
         nvrtc.nvrtcDestroyProgram(program)
-    return cubin, ptx
+    return Compiled(cubin, ptx, log)
+
+
+def _output(program: Any, size_of: Callable[[Any], Any], read: Callable[[Any, bytes], Any]) -> bytes:
+    """What `read` writes of a program, in as many bytes as `size_of` says."""
+    output = b" " * _checked(size_of(program))
+    _checked(read(program, output))
+    return output
 
 
 def _kept(name: str) -> bytes | None:
@@ -153,6 +178,30 @@ def _checked(result: tuple[Any, ...]) -> Any:
     if int(status) != 0:
         raise NvrtcError(f"{type(status).__name__}.{status.name}")
     return values[0] if len(values) == 1 else tuple(values) or None
+
+
+class _Thread(threading.local):
+    has_context = False
+
+
+_THREAD = _Thread()
+
+
+def _ensure_context(device: int) -> None:
+    """Make the context of `device`, the current one, current for the driver too, in a thread that has none.
+
+    CUDA's runtime sees to that when it is called first, but `torch.cuda.device(0)` calls nothing where 0 is current
+    already (https://github.com/pytorch/pytorch/issues/195256).
+    """
+    if _THREAD.has_context:
+        return
+    from cuda.bindings import driver
+
+    if not int(_checked(driver.cuCtxGetCurrent())):
+        # The one that the runtime takes; it stays for as long as the process does.
+        context = _checked(driver.cuDevicePrimaryCtxRetain(_checked(driver.cuDeviceGet(device))))
+        _checked(driver.cuCtxSetCurrent(context))
+    _THREAD.has_context = True
 
 
 @cache
@@ -201,6 +250,7 @@ def launch(
     with torch.cuda.device(device):
         stream = torch.cuda.current_stream().cuda_stream
         index = torch.cuda.current_device()
+        _ensure_context(index)
         function = _loaded(file, name, tuple(sorted((EVERY_PROGRAM | dict(defines)).items())), index, shared_bytes)
         values = [_value(argument) for argument in arguments]
         addresses = [v.getPtr() if hasattr(v, "getPtr") else ctypes.addressof(v) for v in values]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from moe_runtime.formats import FP8_BLOCK, MXFP8, NVFP4, ScaleLayout, TokenFormat
-from moe_runtime.kernels.gemm_aot import MMA, MXF8_MMA, gemm_case
+from moe_runtime.kernels.gemm_aot import MMA, MXF8_MMA, NARROW, WIDE, gemm_case
 from moe_runtime.kernels.op_gemm import choose_op_tile
 from moe_runtime.kernels.runtime import ALL_ARCHS, AotCase
 
@@ -29,6 +29,7 @@ def _case(
     even_k: bool = True,
     e5m2: bool = False,
     native: bool = False,
+    n: int = WIDE,
 ) -> AotCase:
     quants = "*fp8e5" if e5m2 else _QUANTS[fmt.name]
     scales = "*fp32" if fmt is FP8_BLOCK else "*u8"
@@ -38,7 +39,7 @@ def _case(
     absent += [] if num_active else ["num_active_ptr"]
     absent += ["a_scale_offsets_ptr"] if fmt is FP8_BLOCK else []
     absent += [] if layout in (ScaleLayout.MN_MAJOR, ScaleLayout.PACKED) else ["a_scale_ld", "w_scale_ld"]
-    tile = choose_op_tile(2048, fmt, max_tile_n, native)
+    tile = choose_op_tile(n, fmt, max_tile_n, native)
     constants = {
         "A_FMT": int(fmt.code),
         "W_FMT": int(fmt.code),
@@ -69,11 +70,11 @@ AOT_CASES: tuple[AotCase, ...] = (
     _case(_NVFP4, NVFP4, ScaleLayout.SWIZZLED, out="*fp16", expert_scales=True),
     _case(_NVFP4, NVFP4, ScaleLayout.SWIZZLED, max_tile_n=32),
     _case(_MXFP8, MXFP8, ScaleLayout.PACKED, block=128, even_k=False),
-    _case(_MXFP8, MXFP8, ScaleLayout.PACKED, block=32),
+    _case(_MXFP8, MXFP8, ScaleLayout.PACKED, block=32, n=NARROW),
     _case(_MAX, NVFP4, ScaleLayout.SWIZZLED, expert_scales=True, num_active=True, even_k=False, native=True),
     _case(_NVFP4, NVFP4, ScaleLayout.SWIZZLED, out="*fp16", expert_scales=True, max_tile_n=64, native=True),
     _case(_MXFP8, MXFP8, ScaleLayout.PACKED, block=128, even_k=False, native=True),
-    _case(_MXFP8, MXFP8, ScaleLayout.PACKED, block=32, native=True),
+    _case(_MXFP8, MXFP8, ScaleLayout.PACKED, block=32, native=True, n=NARROW),
     _case(_FP8, FP8_BLOCK, ScaleLayout.MN_MAJOR),
-    _case(_FP8, FP8_BLOCK, ScaleLayout.K_MAJOR, rows_per_scale=128, out="*fp16", e5m2=True),
+    _case(_FP8, FP8_BLOCK, ScaleLayout.K_MAJOR, rows_per_scale=128, out="*fp16", e5m2=True, n=NARROW),
 )

@@ -1,13 +1,14 @@
 """Worker processes for distributed tests: one pool per world size for a whole pytest session, each with a gloo group.
 
-A test passes a function of the test module, `fn(rank, world, *args)`, and gets every rank's result. Unless told
-otherwise workers see no GPU and interpret Triton kernels. A pool that was left in a bad state is built anew.
+A test passes a function of the test module, `fn(rank, world, *args)`, and gets every rank's result. Unless they are
+to have GPUs, workers see none and interpret Triton kernels. A pool that was left in a bad state is built anew.
 """
 
 from __future__ import annotations
 
 import contextlib
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -64,13 +65,11 @@ class WorkerPool:
 
     Args:
         world_size: processes.
-        interpret: set `TRITON_INTERPRET=1` in the workers before anything imports triton.
         gpus: as for `run_once`; such a pool ends with the first failure, since NVSHMEM is joined once per process.
     """
 
-    def __init__(self, world_size: int, interpret: bool = True, gpus: bool = False) -> None:
+    def __init__(self, world_size: int, gpus: bool = False) -> None:
         self.world_size = world_size
-        self.interpret = interpret and not gpus
         self.gpus = gpus
         self._workers: list[_Worker] = []
 
@@ -89,7 +88,7 @@ class WorkerPool:
     def outcomes(self, fn: Callable[..., Any], *args: Any, timeout: float = RUN_S) -> list[Outcome]:
         """As `run`, but exceptions of the ranks are handed back in each rank's `Outcome`."""
         if not self._workers:
-            self._workers = _start(self.world_size, self.interpret, self.gpus)
+            self._workers = _start(self.world_size, self.gpus)
         outcomes = self._call(fn, args, timeout)
         if any(outcome.error is not None for outcome in outcomes):
             if self.gpus:
@@ -131,12 +130,7 @@ class WorkerPool:
 
 
 def run_once(
-    fn: Callable[..., Any],
-    world_size: int,
-    *args: Any,
-    timeout: float = RUN_S,
-    interpret: bool = True,
-    gpus: bool = False,
+    fn: Callable[..., Any], world_size: int, *args: Any, timeout: float = RUN_S, gpus: bool = False
 ) -> list[Outcome]:
     """`fn(rank, world, *args)` in fresh processes that may be killed; what became of each rank, with its exit code.
 
@@ -144,7 +138,7 @@ def run_once(
 
     Raises `RankFailure` if a rank neither answers nor ends within `timeout` seconds.
     """
-    workers = _start(world_size, interpret and not gpus, gpus)
+    workers = _start(world_size, gpus)
     try:
         message = pickle.dumps((fn, args))
         for worker in workers:
@@ -169,11 +163,11 @@ def run_once(
 
 @pytest.fixture(scope="session")
 def get_pool() -> Iterator[Callable[..., WorkerPool]]:
-    """`get_pool(world_size, interpret=True, gpus=False)`: the session's such pool; all are ended with the session."""
-    pools: dict[tuple[int, bool, bool], WorkerPool] = {}
+    """`get_pool(world_size, gpus=False)`: the session's such pool; all are ended with the session."""
+    pools: dict[tuple[int, bool], WorkerPool] = {}
 
-    def get(world_size: int, interpret: bool = True, gpus: bool = False) -> WorkerPool:
-        return pools.setdefault((world_size, interpret, gpus), WorkerPool(world_size, interpret, gpus))
+    def get(world_size: int, gpus: bool = False) -> WorkerPool:
+        return pools.setdefault((world_size, gpus), WorkerPool(world_size, gpus))
 
     yield get
     for pool in pools.values():
@@ -183,16 +177,15 @@ def get_pool() -> Iterator[Callable[..., WorkerPool]]:
 class _Worker:
     """A worker process, its pipe, and the folder where it dumps its stack when asked."""
 
-    def __init__(self, rank: int, world_size: int, interpret: bool, gpus: bool, folder: str) -> None:
+    def __init__(self, rank: int, world_size: int, gpus: bool, folder: str) -> None:
         self.rank = rank
         self.folder = folder
         self._hangs = False
         context = multiprocessing.get_context("forkserver")
-        # Forked from a process that has imported torch and nothing else, a worker starts in milliseconds.
-        context.set_forkserver_preload(["torch", "torch.distributed"])
+        context.set_forkserver_preload(_preloads())
         self.pipe, child = context.Pipe()
         self.process = context.Process(
-            target=_work, args=(rank, world_size, interpret, gpus, folder, child), name=f"rank {rank} of {world_size}"
+            target=_work, args=(rank, world_size, gpus, folder, child), name=f"rank {rank} of {world_size}"
         )
         self.process.daemon = True
         self.process.start()
@@ -237,9 +230,28 @@ class _Worker:
         return text or "(no stack)"
 
 
-def _start(world_size: int, interpret: bool, gpus: bool = False) -> list[_Worker]:
+def _preloads() -> list[str]:
+    """What the process has imported that workers are forked from, so that one starts in milliseconds.
+
+    Where there are GPUs some workers interpret kernels and others do not, and nothing may ask for a GPU before a fork.
+    """
+    import torch
+
+    if torch.cuda.is_available():
+        return ["torch", "torch.distributed"]
+    found = ["tests.preloaded", "tests.pool", "torch.distributed", "hypothesis", "moe_runtime.layer"]
+    if "tests.parallel_models" in sys.modules:
+        # Some of the tests that were collected run models: seconds, once instead of in each worker.
+        from tests.tiny_models import CLASSES
+
+        found += ["moe_runtime.parallel", "tests.parallel_models"]
+        found += [f"transformers.models.{family}.modeling_{family}" for family in CLASSES]
+    return found
+
+
+def _start(world_size: int, gpus: bool = False) -> list[_Worker]:
     folder = tempfile.mkdtemp(prefix="moe_runtime-pool-")
-    workers = [_Worker(rank, world_size, interpret, gpus, folder) for rank in range(world_size)]
+    workers = [_Worker(rank, world_size, gpus, folder) for rank in range(world_size)]
     failed = [
         f"rank {rank}: {outcome if isinstance(outcome, str) else outcome.trace}"
         for rank, outcome in enumerate(_collect(workers, START_S))
@@ -257,17 +269,17 @@ def _collect(workers: list[_Worker], timeout: float) -> list[Outcome | str]:
     return [worker.answer(deadline) for worker in workers]
 
 
-def _work(rank: int, world_size: int, interpret: bool, gpus: bool, folder: str, pipe: Connection) -> None:
-    if not gpus:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+def _work(rank: int, world_size: int, gpus: bool, folder: str, pipe: Connection) -> None:
+    gc.freeze()  # What was imported before is never garbage, and not looked through for any.
     os.environ["OMP_NUM_THREADS"] = "1"
-    if interpret:
+    if gpus:
+        os.environ.pop("TRITON_INTERPRET", None)
+    else:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
         os.environ["TRITON_INTERPRET"] = "1"
         from tests.interpreter import quicken
 
         quicken()
-    else:
-        os.environ.pop("TRITON_INTERPRET", None)
     if sys.platform == "linux":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     import torch

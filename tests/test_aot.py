@@ -70,6 +70,12 @@ def test_every_case_compiles_to_its_instructions(results: list[dict[str, Any]]) 
     assert not failed, "\n".join(failed)
 
 
+def test_results_come_in_the_order_of_the_cases(results: list[dict[str, Any]]) -> None:
+    """Whichever process compiled them."""
+    wanted = [(case.operation, case.format, arch) for _, _, case in aot.collect_cases() for arch in case.archs]
+    assert [(result["operation"], result["format"], result["arch"]) for result in results] == wanted
+
+
 def test_every_operation_and_format_has_a_kernel_for_every_architecture(results: list[dict[str, Any]]) -> None:
     archs: dict[tuple[str, str], set[int]] = defaultdict(set)
     for result in results:

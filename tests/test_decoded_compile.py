@@ -128,19 +128,10 @@ class Compiled:
 
 
 def compile_recorded(launch: Recorded) -> Compiled:
-    """As `nvrtc.compile_source` compiles, with the log of ptxas."""
-    bindings = pytest.importorskip("cuda.bindings.nvrtc")
-    macros = [f"-D{name}={value}" for name, value in launch.defines.items()]
-    options = ["--gpu-architecture=sm_90a", "--std=c++17", "--ptxas-options=-v", *macros]
-    _, program = nvrtc.create_program(launch.file)
-    (status,) = bindings.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])
-    log = b" " * bindings.nvrtcGetProgramLogSize(program)[1]
-    bindings.nvrtcGetProgramLog(program, log)
-    assert int(status) == 0, log.decode()
-    ptx = b" " * bindings.nvrtcGetPTXSize(program)[1]
-    bindings.nvrtcGetPTX(program, ptx)
-    bindings.nvrtcDestroyProgram(program)
-    return Compiled(ptx.decode(errors="replace"), log.decode(errors="replace"))
+    """As the launch would have compiled it."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    found = nvrtc.compile_with_log(launch.file, launch.defines)
+    return Compiled(found.ptx, found.log)
 
 
 # Every format of weights, tokens and result in DECODE and PREFILL, some in MIDDLE; widths of stages of 4, 3 and 2.

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -52,6 +56,7 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 def forget() -> None:
     """As in a new process."""
     nvrtc._compiled.cache_clear()
+    nvrtc._compiled_with_log.cache_clear()
     nvrtc._loaded.cache_clear()
 
 
@@ -84,9 +89,30 @@ def test_ptx_and_cubin(sources: Path) -> None:
     assert files == {".cubin": cubin, ".ptx": ptx.encode()}
     for path in kept(sources):
         path.unlink()
+    log = nvrtc.compile_with_log("fill.cu", {"FACTOR": 3}).log
+    assert re.search(r"entry function 'fill' for 'sm_90a'(?s:.*)Used \d+ registers", log)
     for _ in range(2):
-        assert nvrtc.compile_with_ptx("fill.cu", {"FACTOR": 3}) == (cubin, ptx.encode()), "compiled, then read"
-        assert {path.suffix: path.read_bytes() for path in kept(sources)} == files
+        compiled = nvrtc.compile_with_log("fill.cu", {"FACTOR": 3})
+        assert compiled == nvrtc.Compiled(cubin, ptx, log), "compiled, then read"
+        assert {path.suffix: path.read_bytes() for path in kept(sources)} == files | {".log": log.encode()}
+        forget()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("suffix", [".cubin", ".ptx", ".log"])
+def test_what_is_missing_of_an_earlier_run_is_made_anew(suffix: str, sources: Path) -> None:
+    """By `compile_source` there may be a cubin alone."""
+    compiled = nvrtc.compile_with_log("fill.cu", {"FACTOR": 3})
+    (missing,) = (path for path in kept(sources) if path.suffix == suffix)
+    missing.unlink()
+    forget()
+    again = nvrtc.compile_with_log("fill.cu", {"FACTOR": 3})
+    assert (again.cubin, again.ptx) == (compiled.cubin, compiled.ptx) and "Used" in again.log
+    assert {path.suffix: path.read_bytes() for path in kept(sources)} == {
+        ".cubin": again.cubin,
+        ".ptx": again.ptx.encode(),
+        ".log": again.log.encode(),
+    }
 
 
 @pytest.mark.cpu_only
@@ -188,6 +214,60 @@ def test_where_the_cache_is(monkeypatch: pytest.MonkeyPatch) -> None:
         else:
             monkeypatch.setenv(nvrtc.CACHE_VARIABLE, unset)
         assert nvrtc.cache_dir() == Path.home() / ".cache" / "moe_runtime"
+
+
+@pytest.mark.cpu_only
+def test_a_thread_without_a_context_gets_that_of_its_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once per thread; one that has a context keeps it."""
+    bindings = pytest.importorskip("cuda.bindings")
+    calls: list[tuple[object, ...]] = []
+    contexts = threading.local()
+
+    def of_driver(name: str, answer: Callable[..., object]) -> Callable[..., tuple[object, ...]]:
+        def call(*arguments: int) -> tuple[object, ...]:
+            calls.append((name, *arguments))
+            return 0, answer(*arguments)
+
+        return call
+
+    fake = SimpleNamespace(
+        cuCtxGetCurrent=of_driver("get", lambda: getattr(contexts, "current", 0)),
+        cuCtxSetCurrent=of_driver("set", lambda context: setattr(contexts, "current", context)),
+        cuDeviceGet=of_driver("device", lambda device: 10 + device),
+        cuDevicePrimaryCtxRetain=of_driver("retain", lambda device: 100 + device),
+    )
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", fake)
+    monkeypatch.setattr(bindings, "driver", fake, raising=False)
+
+    def begin(before: int) -> int:
+        contexts.current = before
+        for _ in range(2):
+            nvrtc._ensure_context(3)
+        return contexts.current
+
+    def in_a_thread(before: int) -> int:
+        with ThreadPoolExecutor(1) as pool:
+            return pool.submit(begin, before).result()
+
+    assert in_a_thread(0) == 113
+    assert calls == [("get",), ("device", 3), ("retain", 13), ("set", 113)]
+    assert in_a_thread(7) == 7
+    assert calls[4:] == [("get",)]
+
+
+@pytest.mark.gpu
+def test_a_thread_may_begin_with_a_launch() -> None:
+    """Its first work of CUDA, with everything compiled and loaded before; on GPU 0, which is current to begin with."""
+    out = torch.zeros(32, device="cuda:0")
+
+    def launch() -> None:
+        nvrtc.launch("fill.cu", "fill", {"FACTOR": 2}, grid=(1, 1, 1), block=32, arguments=[out, 4], device=out.device)
+
+    launch()
+    out.zero_()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(launch).result()
+    assert (out == 8).all()
 
 
 @pytest.mark.gpu
