@@ -227,11 +227,12 @@ class ExpertParallel:
             yield
             self._idle()
         except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
-            # Peers wait in a step, or for the next call of the model.
-            self.context.abort(reason)
-            if self.context.group is not None:
-                self.context.group.leave(reason)
+            if self.context.world_size > 1:
+                reason = f"{type(error).__name__}: {error}"
+                # Peers wait in a step, or for the next call of the model.
+                self.context.abort(reason)
+                if self.context.group is not None:
+                    self.context.group.leave(reason)
             raise
         finally:
             self._joined = False

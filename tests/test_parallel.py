@@ -417,6 +417,20 @@ def test_a_model_that_does_not_fit_is_refused(how: str, message: str) -> None:
         apply_expert_parallel(model, max_tokens_per_rank=8, device="cpu")
 
 
+def test_one_rank_goes_on_after_a_wrong_call() -> None:
+    model = tiny_models.tiny_model("mixtral", 0).bfloat16()
+    ids = torch.tensor([[4, 5, 6]])
+    with apply_expert_parallel(model, max_tokens_per_rank=8) as parallel:
+        wanted = model.generate(ids, max_new_tokens=4)
+        with pytest.raises(ValueError, match="nonsense"):
+            model.generate(ids, nonsense=3)
+        with pytest.raises(RuntimeError, match="out of ideas"), parallel.join():
+            raise RuntimeError("out of ideas")
+        with pytest.raises(ValueError, match="max_tokens_per_rank: 8, got 9 tokens"):
+            model(ids.repeat(3, 1))
+        assert torch.equal(model.generate(ids, max_new_tokens=4), wanted)
+
+
 def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
