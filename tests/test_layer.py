@@ -338,6 +338,12 @@ def test_a_later_layer_that_needs_more_memory_is_refused(device: torch.device, r
         MoELayer(MoELayerConfig(**{**SETTINGS, "max_tokens_per_rank": 640}), context)
 
 
+def test_a_cpu_has_no_number(rng: torch.Generator) -> None:
+    layer = make_layer(torch.device("cpu:0"))
+    assert layer.context.device == torch.device("cpu")
+    assert layer(tokens(rng, 4)).isfinite().all()
+
+
 def test_one_rank_goes_on_after_a_wrong_call(device: torch.device, rng: torch.Generator) -> None:
     x = tokens(rng, 4).to(device)
     with ExpertParallelContext(device=device, timeout_s=10) as context:
