@@ -129,7 +129,8 @@ class TokenDispatcher:
         agree: Mapping[str, object] | None = None,
         agreed: bool = False,
     ) -> None:
-        fmt, wire = _format(token_format), _format(combine_format)
+        fmt, wire = _format(token_format, "token_format"), _format(combine_format, "combine_format")
+        _positive("hidden_size", hidden_size)
         _positive("num_experts", num_experts)
         _positive("max_tokens_per_rank", max_tokens_per_rank)
         _positive("top_k", top_k)

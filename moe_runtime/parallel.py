@@ -85,7 +85,7 @@ def apply_expert_parallel(
     """
     if device is None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    context = context_from_config(parallel or ParallelConfig(), mesh, device)
+    context = context_from_config(ParallelConfig() if parallel is None else parallel, mesh, device)
     try:
         with told_to_peers(context):
             described = _described(model)

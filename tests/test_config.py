@@ -176,6 +176,7 @@ seed: 7
     ("text", "message"),
     [
         ("layer: [", "not valid YAML"),
+        ("layer: " + "[" * 9000, "not valid YAML: maximum recursion depth"),
         ("seed: 1\nseed: 2\n", "key 'seed' is there twice.*\n.*line 2"),
         ("layer:\n  <<: {top_k: 1}\n  top_k: 2\n  top_k: 3\n", "key 'top_k' is there twice.*\n.*line 4"),
         ("layer:\n  <<: {top_k: 1,\n    top_k: 2}\n", "key 'top_k' is there twice.*\n.*line 3"),

@@ -407,6 +407,8 @@ def test_wrong_use_is_named(device: torch.device, rng: torch.Generator) -> None:
         make_layer(device).begin(x, shared=x.float())
     with pytest.raises(ValueError, match="x: expected device"):
         make_layer(device)(x.to("meta"))
+    with pytest.raises(ValueError, match="shared: expected a tensor, got list"):
+        make_layer(device)(x, shared=[1])
     with pytest.raises(ValueError, match="x: expected a tensor, got list"):
         make_layer(device)(x.tolist())
     layer = make_layer(device)
@@ -416,3 +418,18 @@ def test_wrong_use_is_named(device: torch.device, rng: torch.Generator) -> None:
         layer.load_experts(random_expert(layer.config, 0, e) for e in range(9))
     with pytest.raises(ValueError, match="down of expert 0: expected shape"):
         layer.load_experts((a, a) for a, *_ in (random_expert(layer.config, 0, e) for e in range(8)))
+    with VirtualRanks(layer.config, 2, lambda one: one.load_random(0), device=device) as ranks:
+        routed = (torch.zeros(4, 3, dtype=torch.int32, device=device), torch.zeros(4, 3, device=device))
+        for count in (1, 3):
+            with pytest.raises(ValueError, match=f"xs: expected one for each of 2 ranks, got {count}"):
+                ranks([x] * count)
+        with pytest.raises(ValueError, match="routing: expected one for each of 2 ranks, got 1"):
+            ranks([x] * 2, [routed])
+        assert len(ranks([x] * 2)) == 2
+
+
+@pytest.mark.parametrize("number", ["0", 0.0, True, None])
+def test_the_number_of_a_decoder_layer_is_an_integer(number: Any, tmp_path: Path) -> None:
+    write_qwen3_moe_checkpoint(tmp_path, MoELayerConfig(**SETTINGS), seed=0)
+    with pytest.raises(ValueError, match=f"layer: expected an integer, got {number!r}"):
+        MoELayer.from_checkpoint(tmp_path, layer=number, max_tokens_per_rank=4)
