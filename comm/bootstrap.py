@@ -12,6 +12,7 @@ import pickle
 import socket
 import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any
@@ -21,7 +22,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.comm import nvshmem_world
-from moe_runtime.errors import PeerAbortedError, PeerTimeoutError, Phase
+from moe_runtime.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase
 
 ROLL_CALL_S = 3.0
 """How long ranks have to say that they are there, once one has waited too long."""
@@ -65,28 +66,30 @@ class RankGroup:
             prefix = f"moe_runtime/{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
             self._store = dist.distributed_c10d._get_default_store()
             # Counted in the store, since other code of this process may have made some of the same group before.
-            self._prefix = f"{prefix}/{self._store.add(f'{prefix}/made/{self.rank}', 1)}"
+            with self._store_there("group"):
+                self._prefix = f"{prefix}/{self._store.add(f'{prefix}/made/{self.rank}', 1)}"
 
     def gather(self, what: str, value: object, *, timeout_s: float | None = None) -> list[Any]:
         """Every rank's `value` (picklable, small), by rank.
 
         Raises `PeerTimeoutError` naming `what` and the first rank that has not come within `timeout_s`
-        (default: the group's); the message lists all of them.
+        (default: the group's); the message lists all of them. Raises `MoERuntimeError` where the store is gone.
         """
         if self._store is None:
             return [value]
         limit = self.timeout_s if timeout_s is None else timeout_s
-        keys = self._next_call(what, value)
-        try:
-            self._store.wait(keys, timedelta(seconds=limit))
-        except RuntimeError as error:
-            missing = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            if not missing:
-                raise
-            names = ", ".join(map(str, missing))
-            message = f"{what}: rank {names} of {self.world_size} did not come within {limit:g} s"
-            raise PeerTimeoutError(message, missing[0], Phase.START_UP) from error
-        answers = [pickle.loads(self._store.get(key)) for key in keys]
+        with self._store_there(what):
+            keys = self._next_call(what, value)
+            try:
+                self._store.wait(keys, timedelta(seconds=limit))
+            except RuntimeError as error:
+                # One may have answered since `wait` gave up.
+                if missing := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
+                    names = ", ".join(map(str, missing))
+                    message = f"{what}: rank {names} of {self.world_size} did not come within {limit:g} s"
+                    raise PeerTimeoutError(message, missing[0], Phase.START_UP) from error
+            stored = [self._store.get(key) for key in keys]
+        answers = [pickle.loads(answer) for answer in stored]
         for rank, (_, answer) in enumerate(answers):
             if isinstance(answer, _Left):
                 raise PeerAbortedError(f"{what}: rank {rank} gave up: {answer.reason}", rank, Phase.START_UP)
@@ -95,7 +98,9 @@ class RankGroup:
             raise ValueError(f"group: its ranks are not at the same step, {steps}")
         # Every rank has come to this call, so none still reads the answers to the one before.
         if self._calls > 1:
-            self._store.delete_key(f"{self._prefix}/{self._calls - 1}/{self.rank}")
+            # They are known, whatever has become of the store.
+            with contextlib.suppress(RuntimeError):
+                self._store.delete_key(f"{self._prefix}/{self._calls - 1}/{self.rank}")
         return [answer for _, answer in answers]
 
     def barrier(self, what: str = "barrier") -> None:
@@ -110,17 +115,32 @@ class RankGroup:
                 self._next_call("leave", _Left(reason))
 
     def missing(self, event: str, wait_s: float) -> list[int]:
-        """Ranks that have not called this for `event` within `wait_s`; never raises because of them."""
+        """Ranks that have not called this for `event` within `wait_s`; none where the store is gone. Never raises."""
         if self._store is None:
             return []
         keys = [f"{self._prefix}/{event}/{rank}" for rank in range(self.world_size)]
-        self._store.set(keys[self.rank], b"here")
         deadline = time.monotonic() + wait_s
-        while True:
-            absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-            if not absent or time.monotonic() > deadline:
-                return absent
-            time.sleep(0.01)
+        with contextlib.suppress(RuntimeError):
+            self._store.set(keys[self.rank], b"here")
+            while True:
+                absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
+                if not absent or time.monotonic() > deadline:
+                    return absent
+                time.sleep(0.01)
+        return []
+
+    @contextlib.contextmanager
+    def _store_there(self, what: str) -> Iterator[None]:
+        """Around calls of the store: its own errors become a `MoERuntimeError` that says that it is gone."""
+        try:
+            yield
+        except MoERuntimeError:
+            raise
+        except RuntimeError as error:
+            message = (
+                f"{what}: rank {self.rank} cannot reach the group's store, the process that hosts it is gone: {error}"
+            )
+            raise MoERuntimeError(message, self.rank, Phase.START_UP) from error
 
     def _next_call(self, what: str, value: object) -> list[str]:
         """Store this rank's answer to its next call; the keys of all ranks' answers."""

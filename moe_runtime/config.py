@@ -289,7 +289,7 @@ def load_config(path: str | Path) -> RunConfig:
         file = find_config(str(path))
     try:
         data = yaml.load(file.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise ValueError(f"{file}: not valid YAML: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{file}: expected a mapping with the key `layer`, got {type(data).__name__}")
@@ -327,10 +327,19 @@ def _flatten(data: dict[str, Any], prefix: str) -> dict[str, int | float | str |
 class _UniqueKeyLoader(yaml.SafeLoader):
     """`yaml.safe_load` that refuses a key written twice, of which YAML would silently keep the last."""
 
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
-        for i, key in enumerate(keys):
-            if key in keys[:i]:
-                mark = node.value[i][0].start_mark
-                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is there twice", mark)
-        return super().construct_mapping(node, deep)
+    def __init__(self, stream: str) -> None:
+        super().__init__(stream)
+        self._checked: set[yaml.MappingNode] = set()
+
+    def flatten_mapping(self, node: yaml.MappingNode) -> None:
+        """Put what `<<` names into `node`, in which the keys that were written may be there again afterwards."""
+        if node not in self._checked:
+            self._checked.add(node)
+            own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
+            keys = [self.construct_object(key, deep=True) for key in own]
+            for i, key in enumerate(keys):
+                if key in keys[:i]:
+                    raise yaml.constructor.ConstructorError(
+                        None, None, f"key {key!r} is there twice", own[i].start_mark
+                    )
+        super().flatten_mapping(node)

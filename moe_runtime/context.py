@@ -86,8 +86,9 @@ class ExpertParallelContext:
         startup_timeout_s: float = 120.0,
     ) -> None:
         for name, limit in (("timeout_s", timeout_s), ("startup_timeout_s", startup_timeout_s)):
-            if not 0 < limit <= MAX_SECONDS:
-                raise ValueError(f"{name}: expected a positive number of seconds, at most 1e9, got {limit}")
+            number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+            if not (number and 0 < limit <= MAX_SECONDS):
+                raise ValueError(f"{name}: expected a positive number of seconds, at most 1e9, got {limit!r}")
         self.timeout_s = timeout_s
         self.startup_timeout_s = startup_timeout_s
         self.timeout_ns = int(timeout_s * 1e9)
@@ -134,7 +135,7 @@ class ExpertParallelContext:
             raise ValueError("group: expected None together with heap, which brings its own ranks")
         if transport not in ("auto", heap.name):
             raise ValueError(f"transport: expected auto or {heap.name} together with this heap, got {transport!r}")
-        if device is not None and torch.device(device) != heap.device:
+        if device is not None and _named_device(device) != heap.device:
             raise ValueError(f"device: expected that of heap, {heap.device}, got {device}")
         if heap.allocated:
             raise ValueError("heap: expected one that is not allocated yet")
@@ -354,12 +355,25 @@ class ExpertParallelContext:
 def _resolve_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    place = torch.device(device)
-    if place.type == "cuda" and place.index is None:
-        place = torch.device("cuda", torch.cuda.current_device())
+    place = _named_device(device)
+    if place.type == "cuda":
+        count = torch.cuda.device_count()
+        if (place.index or 0) >= count:
+            raise ValueError(f"device: expected a CPU or one of {count} GPUs, got {place}")
+        if place.index is None:
+            place = torch.device("cuda", torch.cuda.current_device())
+    return place
+
+
+def _named_device(device: torch.device | str) -> torch.device:
+    """The device of that name, as tensors on it have it: `cpu:0` is `cpu`."""
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device: expected a CPU or a CUDA device, got {device!r}") from None
     if place.type not in ("cpu", "cuda"):
         raise ValueError(f"device: expected a CPU or a CUDA device, got {place}")
-    return place
+    return torch.device("cpu") if place.type == "cpu" else place
 
 
 def _make_heap(choice: TransportChoice, group: RankGroup, device: torch.device) -> SymmetricHeap:

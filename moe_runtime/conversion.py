@@ -108,7 +108,11 @@ def convert_checkpoint(
     layout, folder = TARGET_LAYOUTS[weight_format], Path(target)
     with Checkpoint(source) as checkpoint:
         conversion = _Conversion(checkpoint, folder, layout, dict(calibrations or {}), torch.device(device))
-        folder.mkdir(parents=True, exist_ok=True)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            where = "is" if isinstance(error, FileExistsError) else "lies below"
+            raise ValueError(f"target: expected a folder, {folder} {where} a file") from error
         with locked_folder(folder):
             shards = conversion.check_target()
             total = sum(len(conversion.experts[shard]) + 1 for shard in shards)

@@ -129,7 +129,8 @@ class TokenDispatcher:
         agree: Mapping[str, object] | None = None,
         agreed: bool = False,
     ) -> None:
-        fmt, wire = _format(token_format), _format(combine_format)
+        fmt, wire = _format(token_format, "token_format"), _format(combine_format, "combine_format")
+        _positive("hidden_size", hidden_size)
         _positive("num_experts", num_experts)
         _positive("max_tokens_per_rank", max_tokens_per_rank)
         _positive("top_k", top_k)
@@ -338,7 +339,8 @@ class TokenDispatcher:
     def dispatch_wait(self, handle: DispatchHandle) -> DispatchedTokens:
         """Second half of `dispatch`: wait for the peers' tokens and group them."""
         with collective_step(self.context):
-            self._check_handle(handle, "dispatch_wait")
+            self._check_handle(handle)
+            handle.enter("dispatch_wait")
         geometry, fmt = self.geometry, self.geometry.token_format
         room: dict[str, Any] = {name: handle._results.pop(name, None) for name in ARRIVALS}
         rows, scales = room["rows_RQ"], room["scales"]
@@ -370,10 +372,11 @@ class TokenDispatcher:
         """First half of `combine`: reduce here and send the partial results home."""
         output = expert_output.rows if isinstance(expert_output, CombineSink) else expert_output
         with collective_step(self.context):
-            self._check_handle(handle, "combine_send")
+            self._check_handle(handle)
             if isinstance(expert_output, CombineSink) and expert_output.handle is not handle:
                 raise ValueError("expert_output: expected a CombineSink of the same handle, got that of another")
             self._check_output(output)
+            handle.enter("combine_send")
         # What `combine_wait` writes, which may begin while the kernel before it runs: allocated before this rank sends.
         shape = (handle.num_tokens, self.geometry.hidden)
         handle._results["y"] = torch.empty(shape, dtype=torch.bfloat16, device=self.context.device)
@@ -395,8 +398,9 @@ class TokenDispatcher:
         After a failure it is NaN, but for tokens that had come home before where they come part by part.
         """
         with collective_step(self.context):
-            self._check_handle(handle, "combine_wait")
+            self._check_handle(handle)
             self.check_shared(shared, handle.num_tokens)
+            handle.enter("combine_wait")
         y = handle._results.pop("y")
         self._exchange.combine_wait(
             self.context, self.geometry, handle.epoch, handle.num_parts, shared, y, handle.timeout_ns
@@ -457,12 +461,11 @@ class TokenDispatcher:
         num_rows = self._landing_half // stride + self.geometry.num_slots
         return self.context.heap.tensor("landing")[: num_rows * stride].view(num_rows, stride)
 
-    def _check_handle(self, handle: DispatchHandle, stage: str) -> None:
+    def _check_handle(self, handle: DispatchHandle) -> None:
         if not isinstance(handle, DispatchHandle):
             raise ValueError(f"handle: expected a DispatchHandle, got {type(handle).__name__}")
         if handle.geometry is not self.geometry:
             raise ValueError("handle: it belongs to another dispatcher")
-        handle.enter(stage)
 
     def _check_tokens(self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> None:
         geometry = self.geometry
@@ -485,7 +488,8 @@ class TokenDispatcher:
 
     def check_shared(self, shared: torch.Tensor | None, num_tokens: int) -> None:
         """Raise `ValueError` unless `shared` is None or what `combine` takes for `num_tokens` tokens."""
-        self._check_matrix("shared", shared, (num_tokens, self.geometry.hidden))
+        if shared is not None:
+            self._check_matrix("shared", shared, (num_tokens, self.geometry.hidden))
 
     def _check_output(self, output: torch.Tensor) -> None:
         shape = (self.geometry.row_capacity, self.geometry.hidden)
@@ -495,12 +499,10 @@ class TokenDispatcher:
     def _check_matrix(
         self,
         name: str,
-        tensor: torch.Tensor | None,
+        tensor: torch.Tensor,
         shape: tuple[int, int],
         dtypes: tuple[torch.dtype, ...] = (torch.bfloat16,),
     ) -> None:
-        if tensor is None:
-            return
         self._check_place(name, tensor)
         if tuple(tensor.shape) != shape:
             raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
@@ -520,7 +522,10 @@ class TokenDispatcher:
 
 @contextmanager
 def collective_step(context: ExpertParallelContext) -> Iterator[None]:
-    """Around work that peers wait for: raises what earlier steps recorded, and tells the peers of an error within."""
+    """Around work that peers wait for: raises what earlier steps recorded, and tells the peers of an error within.
+
+    A rank without peers keeps its context: of a step that was left half done, later ones read nothing.
+    """
     context.allocate()
     context.check()
     try:
@@ -528,7 +533,8 @@ def collective_step(context: ExpertParallelContext) -> Iterator[None]:
     except MoERuntimeError:
         raise
     except Exception as error:
-        context.abort(str(error))
+        if context.world_size > 1:
+            context.abort(str(error))
         raise
 
 

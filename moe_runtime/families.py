@@ -166,6 +166,8 @@ def is_moe_layer(config: Mapping[str, Any], layer_index: int, *, source: str = "
     """
     family, keys = family_of(config, source=source), _Keys(config, source)
     layers = _num_layers(config, source)
+    if isinstance(layer_index, bool) or not isinstance(layer_index, int):
+        raise ValueError(f"layer: expected an integer, got {layer_index!r}")
     if not 0 <= layer_index < layers:
         raise ValueError(f"layer: {source} says {layers} layers, asked for layer {layer_index}")
     if family.dense_layers == "sparse_step":

@@ -131,21 +131,21 @@ WEIGHT_BLOCK_N = 128
 """Rows of N that share a block scale in an `fp8_block` weight (128x128 blocks); 1 row in the other formats."""
 
 
-def token_format(name: str | TokenFormat) -> TokenFormat:
-    """The descriptor called `name`; a descriptor is returned as it is. Raises `ValueError` for an unknown name."""
-    return _format_among(FORMATS, name)
+def token_format(name: str | TokenFormat, argument: str = "format") -> TokenFormat:
+    """The descriptor called `name`; a descriptor is returned as it is. `ValueError` names `argument` if unknown."""
+    return _format_among(FORMATS, name, argument)
 
 
-def weight_format(name: str | TokenFormat) -> TokenFormat:
+def weight_format(name: str | TokenFormat, argument: str = "format") -> TokenFormat:
     """As `token_format`, among the formats of weights."""
-    return _format_among(WEIGHT_FORMATS, name)
+    return _format_among(WEIGHT_FORMATS, name, argument)
 
 
-def _format_among(formats: dict[str, TokenFormat], name: str | TokenFormat) -> TokenFormat:
+def _format_among(formats: dict[str, TokenFormat], name: str | TokenFormat, argument: str) -> TokenFormat:
     if isinstance(name, TokenFormat):
         return name
-    if name not in formats:
-        raise ValueError(f"format: expected one of {sorted(formats)}, got {name!r}")
+    if not isinstance(name, str) or name not in formats:
+        raise ValueError(f"{argument}: expected one of {sorted(formats)}, got {name!r}")
     return formats[name]
 
 

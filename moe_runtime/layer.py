@@ -406,6 +406,8 @@ class MoELayer(nn.Module):
             raise ValueError("topk_idx: expected together with topk_weights")
         if shared is not None and self.shared_expert is not None:
             raise ValueError("shared: expected None, the layer has a shared expert of its own")
+        if shared is not None and not isinstance(shared, torch.Tensor):
+            raise ValueError(f"shared: expected a tensor, got {type(shared).__name__}")
         if shared is not None and shared.shape != x.shape:
             raise ValueError(f"shared: expected the shape of x, {list(x.shape)}, got {list(shared.shape)}")
         tokens_TH = x.reshape(-1, self.config.hidden_size)
@@ -434,6 +436,8 @@ def context_from_config(
     device: torch.device | str | None = None,
 ) -> ExpertParallelContext:
     """The context that a `parallel` section describes; group and device as for `ExpertParallelContext`."""
+    if not isinstance(parallel, ParallelConfig):
+        raise ValueError(f"parallel: expected a ParallelConfig, got {type(parallel).__name__}")
     return ExpertParallelContext(
         group,
         device=device,

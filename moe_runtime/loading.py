@@ -187,14 +187,25 @@ def _checked(
     for number, given in enumerate(experts):
         if number >= count:
             raise ValueError(f"experts: expected {count} for this rank, got more")
+        if not isinstance(given, tuple | list) or not 2 <= len(given) <= len(ExpertTensors._fields):
+            got = f"{len(given)} of them" if isinstance(given, tuple | list) else type(given).__name__
+            raise ValueError(f"experts: expected ExpertTensors or a pair of tensors for expert {number}, got {got}")
         expert = ExpertTensors(*given)
         for name, tensor in expert._asdict().items():
+            is_weight = name in ("gate_up", "down")
+            kinds = torch.Tensor | ExpertWeights if is_weight else torch.Tensor
+            if tensor is not None and not isinstance(tensor, kinds):
+                raise ValueError(f"{name} of expert {number}: expected a tensor, got {type(tensor).__name__}")
             expected = f"shape {list(shapes[name])}" if name in shapes else "none"
             got = "none" if tensor is None else f"shape {_shape(tensor)}"
             if expected != got:
                 raise ValueError(f"{name} of expert {number}: expected {expected}, got {got}")
             if isinstance(tensor, ExpertWeights):
                 _check_quantized(f"{name} of expert {number}", tensor, config)
+            elif is_weight and tensor is not None and tensor.dtype not in (torch.bfloat16, torch.float32):
+                raise ValueError(
+                    f"{name} of expert {number}: expected torch.bfloat16 or torch.float32, got {tensor.dtype}"
+                )
         yield expert
 
 

@@ -31,6 +31,7 @@ def pack_dense_128(
     >>> list(blocks.shape), offsets.tolist(), [int(block.any()) for block in blocks]
     ([6, 2, 32, 4, 4], [0, 1, 1], [1, 1, 1, 1, 0, 0])
     """
+    _check_bytes(scales_RV, "[R, V]", "scales_RV")
     rows = _offsets(group_offsets, scales_RV.shape[0], "group_offsets")
     shifts = plan.dense_128_offsets(rows) if group_scale_offsets is None else _host(group_scale_offsets)
     blocks = max(num_blocks, plan.dense_128_blocks_needed(scales_RV.shape[0], len(rows) - 1))
@@ -44,6 +45,10 @@ def unpack_dense_128(
     blocks: torch.Tensor, group_offsets: Offsets, group_scale_offsets: Offsets, num_columns: int
 ) -> torch.Tensor:
     """Linear scales `[R, num_columns]`, R the last of `group_offsets`; the inverse of `pack_dense_128`."""
+    axes = f"[blocks, {ceil_div(num_columns, 4)}, 32, 4, 4]"
+    _check_bytes(blocks, axes, "blocks")
+    if blocks.shape[1:] != (ceil_div(num_columns, 4), 32, 4, 4):
+        raise ValueError(f"blocks: expected {axes}, got shape {tuple(blocks.shape)}")
     rows, shifts = _host(group_offsets), _host(group_scale_offsets)
     plan.check_dense_128(rows, shifts, blocks.shape[0])
     starts = [128 * plan.dense_128_block(row, shift, 0) for row, shift in zip(rows, shifts, strict=False)]
@@ -52,7 +57,8 @@ def unpack_dense_128(
 
 def pack_closed_form_128(scales_RV: torch.Tensor, m_indptr: Offsets) -> torch.Tensor:
     """uint8 `[(R + 127 * G) // 128 * 128, V]`: each group swizzled from its `closed_form_128` start; V whole fours."""
-    _check_fours(scales_RV.shape[1])
+    _check_bytes(scales_RV, "[R, V]", "scales_RV")
+    _check_fours(scales_RV.shape[1], "scales_RV")
     rows = _offsets(m_indptr, scales_RV.shape[0], "m_indptr")
     starts = [plan.closed_form_128_start(row, group) for group, row in enumerate(rows)]
     packed = _pack_swizzled(scales_RV, rows, starts, starts[-1])
@@ -61,9 +67,12 @@ def pack_closed_form_128(scales_RV: torch.Tensor, m_indptr: Offsets) -> torch.Te
 
 def unpack_closed_form_128(packed: torch.Tensor, m_indptr: Offsets, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     """Linear scales `[R, V]` of a one-byte `dtype`; the inverse of `pack_closed_form_128`."""
-    _check_fours(packed.shape[1])
+    _check_bytes(packed, "[rows, V]", "packed")
+    _check_fours(packed.shape[1], "packed")
     rows = _host(m_indptr)
+    plan.check_row_offsets(rows, packed.shape[0], "m_indptr")
     starts = [plan.closed_form_128_start(row, group) for group, row in enumerate(rows)]
+    _check_rows(packed.shape[0], starts[-1])
     return _unpack_swizzled(raw_bits(packed).reshape(-1), rows, starts, packed.shape[1]).view(dtype)
 
 
@@ -72,8 +81,9 @@ def pack_swizzled_weights(scales_ENV: torch.Tensor) -> torch.Tensor:
 
     The 6-D form of the same bytes is `swizzle_scales(scales_ENV)`.
     """
+    _check_bytes(scales_ENV, "[E, N, V]", "scales_ENV")
     e, n, v = scales_ENV.shape
-    _check_fours(v)
+    _check_fours(v, "scales_ENV")
     return raw_bits(swizzle_scales(scales_ENV)).view(e, align(n, 128), v)
 
 
@@ -81,9 +91,11 @@ def unpack_swizzled_weights(
     packed: torch.Tensor, num_rows: int, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> torch.Tensor:
     """Linear scales `[E, num_rows, V]` of a one-byte `dtype`; the inverse of `pack_swizzled_weights`."""
+    _check_bytes(packed, "[E, rows, V]", "packed")
     e, padded, v = packed.shape
-    _check_fours(v)
-    return unswizzle_scales(packed.view(e, padded // 128, v // 4, 32, 4, 4), num_rows, v).view(dtype)
+    _check_fours(v, "packed")
+    _check_rows(padded, num_rows)
+    return unswizzle_scales(packed.reshape(e, padded // 128, v // 4, 32, 4, 4), num_rows, v).view(dtype)
 
 
 def pack_ue8m0_rows(scales_RV: torch.Tensor, m_indptr: Offsets) -> torch.Tensor:
@@ -93,8 +105,9 @@ def pack_ue8m0_rows(scales_RV: torch.Tensor, m_indptr: Offsets) -> torch.Tensor:
     >>> [hex(word) for word in packed[0].tolist()], packed.stride()
     (['0x4030201', '0x5'], (1, 4))
     """
+    _check_axes(scales_RV, "[R, V]", "scales_RV")
     rows = _offsets(m_indptr, scales_RV.shape[0], "m_indptr")
-    words = _words(scales_RV)
+    words = _words(scales_RV, "scales_RV")
     m_padded = plan.closed_form_4_rows_needed(rows[-1], len(rows) - 1)
     packed = torch.zeros(words.shape[1], m_padded, dtype=torch.int32, device=words.device).t()
     for group, (start, end) in enumerate(itertools.pairwise(rows)):
@@ -105,7 +118,12 @@ def pack_ue8m0_rows(scales_RV: torch.Tensor, m_indptr: Offsets) -> torch.Tensor:
 
 def unpack_ue8m0_rows(packed: torch.Tensor, m_indptr: Offsets, num_columns: int) -> torch.Tensor:
     """UE8M0 bytes `[R, num_columns]`; the inverse of `pack_ue8m0_rows`."""
+    _check_words(packed, "[rows, words]", num_columns)
     rows, parts = _host(m_indptr), [packed[:0]]
+    plan.check_row_offsets(rows, packed.shape[0], "m_indptr")
+    least = plan.closed_form_4_rows_needed(rows[-1], len(rows) - 1)
+    if packed.shape[0] < least:
+        raise ValueError(f"packed: expected at least {least} rows, got {packed.shape[0]}")
     for group, (start, end) in enumerate(itertools.pairwise(rows)):
         first = plan.closed_form_4_start(start, group)
         parts.append(packed[first : first + end - start])
@@ -114,14 +132,16 @@ def unpack_ue8m0_rows(packed: torch.Tensor, m_indptr: Offsets, num_columns: int)
 
 def pack_ue8m0_weights(scales_ENV: torch.Tensor) -> torch.Tensor:
     """int32 `[E, N, ceil(V/4)]`, strides `(ceil(V/4) * align(N, 4), 1, align(N, 4))`, of UE8M0 bytes `[E, N, V]`."""
+    _check_axes(scales_ENV, "[E, N, V]", "scales_ENV")
     e, n, v = scales_ENV.shape
     packed = torch.zeros(e, ceil_div(v, 4), align(n, 4), dtype=torch.int32, device=scales_ENV.device)
-    packed[:, :, :n] = _words(scales_ENV).transpose(1, 2)
+    packed[:, :, :n] = _words(scales_ENV, "scales_ENV").transpose(1, 2)
     return packed[:, :, :n].transpose(1, 2)
 
 
 def unpack_ue8m0_weights(packed: torch.Tensor, num_columns: int) -> torch.Tensor:
     """UE8M0 bytes `[E, N, num_columns]`; the inverse of `pack_ue8m0_weights`."""
+    _check_words(packed, "[E, N, words]", num_columns)
     return packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)[..., :num_columns].contiguous()
 
 
@@ -129,6 +149,8 @@ def pack_scale_major(scales: torch.Tensor, major: str) -> torch.Tensor:
     """fp32 scales `[..., M, V]` in `scale_major_mode`: "K" as they are, "MN" `[..., V, M]`, contiguous."""
     if major not in ("K", "MN"):
         raise ValueError(f"major: expected 'K' or 'MN', got {major!r}")
+    if scales.ndim < 2:
+        raise ValueError(f"scales: expected [..., M, V], got shape {tuple(scales.shape)}")
     return (scales.transpose(-1, -2) if major == "MN" else scales).contiguous()
 
 
@@ -152,10 +174,10 @@ def _unpack_swizzled(packed: torch.Tensor, rows: list[int], starts: Sequence[int
     return torch.cat([container[:0], *parts]).view(packed.dtype)
 
 
-def _words(scales: torch.Tensor) -> torch.Tensor:
+def _words(scales: torch.Tensor, argument: str) -> torch.Tensor:
     """int32 `[..., ceil(V/4)]` of bytes `[..., V]`, zeros behind the last."""
     if scales.dtype != torch.uint8:
-        raise ValueError(f"scales: expected UE8M0 bytes (uint8), got {scales.dtype}")
+        raise ValueError(f"{argument}: expected UE8M0 bytes (uint8), got {scales.dtype}")
     return torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4)).contiguous().view(torch.int32)
 
 
@@ -171,6 +193,32 @@ def _offsets(offsets: Offsets, num_rows: int, argument: str) -> list[int]:
     return values
 
 
-def _check_fours(num_columns: int) -> None:
+def _check_axes(scales: torch.Tensor, axes: str, argument: str) -> None:
+    if scales.ndim != len(axes.split(",")):
+        raise ValueError(f"{argument}: expected {axes}, got shape {tuple(scales.shape)}")
+
+
+def _check_bytes(scales: torch.Tensor, axes: str, argument: str) -> None:
+    _check_axes(scales, axes, argument)
+    if scales.element_size() != 1:
+        raise ValueError(f"{argument}: expected one-byte elements (uint8 or float8_e4m3fn), got {scales.dtype}")
+
+
+def _check_rows(num_rows: int, least: int) -> None:
+    if num_rows % 128 or num_rows < least:
+        raise ValueError(f"packed: expected a multiple of 128 rows, at least {least}, got {num_rows}")
+
+
+def _check_words(packed: torch.Tensor, axes: str, num_columns: int) -> None:
+    _check_axes(packed, axes, "packed")
+    if packed.dtype != torch.int32:
+        raise ValueError(f"packed: expected torch.int32, got {packed.dtype}")
+    if packed.shape[-1] != ceil_div(num_columns, 4):
+        raise ValueError(
+            f"packed: expected {ceil_div(num_columns, 4)} words for {num_columns} columns, got {packed.shape[-1]}"
+        )
+
+
+def _check_fours(num_columns: int, argument: str) -> None:
     if num_columns % 4:
-        raise ValueError(f"scales: expected a multiple of 4 columns, got {num_columns}")
+        raise ValueError(f"{argument}: expected a multiple of 4 columns, got {num_columns}")

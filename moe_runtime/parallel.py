@@ -85,7 +85,7 @@ def apply_expert_parallel(
     """
     if device is None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
-    context = context_from_config(parallel or ParallelConfig(), mesh, device)
+    context = context_from_config(ParallelConfig() if parallel is None else parallel, mesh, device)
     try:
         with told_to_peers(context):
             described = _described(model)
@@ -227,11 +227,12 @@ class ExpertParallel:
             yield
             self._idle()
         except BaseException as error:
-            reason = f"{type(error).__name__}: {error}"
-            # Peers wait in a step, or for the next call of the model.
-            self.context.abort(reason)
-            if self.context.group is not None:
-                self.context.group.leave(reason)
+            if self.context.world_size > 1:
+                reason = f"{type(error).__name__}: {error}"
+                # Peers wait in a step, or for the next call of the model.
+                self.context.abort(reason)
+                if self.context.group is not None:
+                    self.context.group.leave(reason)
             raise
         finally:
             self._joined = False

@@ -10,7 +10,7 @@ import hashlib
 import heapq
 import json
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -145,7 +145,10 @@ class Placement:
     @classmethod
     def from_json(cls, text: str) -> Placement:
         """What `to_json` wrote. Raises `ValueError` for text that is not a placement."""
-        data = json.loads(text)
+        try:
+            data = json.loads(text)
+        except RecursionError as error:
+            raise ValueError(f"text: {error}") from error
         keys = {"num_experts", "num_ranks", "slot_experts"}
         if not isinstance(data, dict) or set(data) != keys or not isinstance(data["slot_experts"], list):
             raise ValueError(f"text: expected a JSON object with {', '.join(sorted(keys))}, got {text[:80]!r}")
@@ -205,7 +208,7 @@ def placement_from_config(section: PlacementConfig, num_experts: int, num_ranks:
     if section.load is not None:
         try:
             load = json.loads(Path(section.load).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             raise ValueError(f"placement.load: {section.load}: {error}") from error
         numbers = isinstance(load, list) and all(type(value) in (int, float) for value in load)
         if not numbers or len(load) != num_experts:
@@ -260,12 +263,19 @@ def _pack(shares: list[float], replicas: list[int], num_ranks: int, slots_per_ra
 
 
 def _checked_load(load: Sequence[float]) -> list[float]:
-    values = [float(value) for value in load]
-    if not values:
-        raise ValueError("load: expected a number for each expert, got none")
-    for expert, value in enumerate(values):
+    if isinstance(load, str) or not isinstance(load, Iterable):
+        raise ValueError(f"load: expected a number for each expert, got {load!r}")
+    values: list[float] = []
+    for expert, number in enumerate(load):
+        try:
+            value = float(number)
+        except (TypeError, ValueError, OverflowError):
+            raise ValueError(f"load: expected numbers, got {number!r} for expert {expert}") from None
         if not 0 <= value < math.inf:
             raise ValueError(f"load: expected finite numbers of at least 0, got {value} for expert {expert}")
+        values.append(value)
+    if not values:
+        raise ValueError("load: expected a number for each expert, got none")
     return values
 
 

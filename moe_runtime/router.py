@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 from moe_runtime.config import RouterConfig
+from moe_runtime.fixed_dtypes import FixedDtypes
 from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.loading import copy_checked
 
@@ -108,7 +109,7 @@ def sigmoid_topk(
     return idx_TK.to(torch.int32), weights_TK * scaling_factor
 
 
-class Router(nn.Module):
+class Router(FixedDtypes):
     """Linear gate and top-k: `forward(x [T, H]) -> (topk_idx int32 [T, K], topk_weights fp32 [T, K])`.
 
     Args:

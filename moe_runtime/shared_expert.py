@@ -6,10 +6,11 @@ import torch
 from torch import nn
 
 from moe_runtime.config import SharedExpertConfig
+from moe_runtime.fixed_dtypes import FixedDtypes
 from moe_runtime.loading import copy_checked
 
 
-class SharedExpert(nn.Module):
+class SharedExpert(FixedDtypes):
     """SwiGLU between bf16 linears, the whole of it on every rank: `down(silu(gate(x)) * up(x))`.
 
     Where `gated`, times `sigmoid(x @ token_gate)`, as in Qwen2-MoE; without, as in DeepSeek-V3. The operations and

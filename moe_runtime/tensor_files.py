@@ -272,7 +272,7 @@ def read_json(file: Path) -> dict[str, Any]:
         data = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
         raise ValueError(f"{file}: cannot be read: {error.strerror}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{file}: expected a JSON object, got {type(data).__name__}")
@@ -303,7 +303,10 @@ def _header_bytes(file: int) -> bytes:
 def _read_header(file: int, raw: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Entries and metadata of an open file with the `raw` header; `ValueError` says what is wrong with it."""
     size, first = os.fstat(file).st_size, len(raw)
-    header = json.loads(raw[8:])
+    try:
+        header = json.loads(raw[8:])
+    except RecursionError as error:
+        raise ValueError(f"header: {error}") from error
     if not isinstance(header, dict):
         raise ValueError(f"header: expected an object, got {type(header).__name__}")
     metadata = header.pop("__metadata__", {})

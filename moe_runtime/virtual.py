@@ -65,8 +65,11 @@ class VirtualRanks:
     ) -> list[torch.Tensor]:
         """Run a step: `xs[r]` are the tokens of rank `r`, `routing[r]` its `(topk_idx, topk_weights)` if given.
 
-        `max_tokens` is that of `MoELayer.forward`.
+        `max_tokens` is that of `MoELayer.forward`. Raises `ValueError` for another number of `xs` or `routing`.
         """
+        for name, given in {"xs": xs, "routing": xs if routing is None else routing}.items():
+            if len(given) != len(self.layers):
+                raise ValueError(f"{name}: expected one for each of {len(self.layers)} ranks, got {len(given)}")
         steps = []
         for rank, (layer, x) in enumerate(zip(self.layers, xs, strict=True)):
             topk_idx, topk_weights = routing[rank] if routing is not None else (None, None)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import pickle
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from moe_runtime.comm import bootstrap
 from moe_runtime.comm.bootstrap import RankGroup, choose_transport, init_from_env, resolve_group
+from moe_runtime.comm.collective import CollectiveHeap
 from moe_runtime.comm.nvshmem_world import NvshmemWorld
-from moe_runtime.errors import PeerAbortedError, PeerTimeoutError
+from moe_runtime.comm.shared_heap import SharedHeap
+from moe_runtime.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError
 from tests.pool import run_once
 
 CPU = torch.device("cpu")
@@ -226,6 +230,65 @@ def test_absent_ranks_are_named_in_time() -> None:
     assert outcomes[0].error is None, outcomes[0].trace
     # At most: what `run_once` waits, half of the limit that a group has if none is given.
     assert outcomes[0].result > 0.9
+
+
+class LateStore:
+    """A store in which nobody but this rank has answered until `wait` gives up; then rank 1 leaves `answer`."""
+
+    def __init__(self, answer: object) -> None:
+        self.kept: dict[str, bytes] = {}
+        self.answer = answer
+
+    def set(self, key: str, value: bytes) -> None:
+        self.kept[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.kept[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.kept for key in keys)
+
+    def wait(self, keys: list[str], limit: object) -> None:
+        self.kept[keys[1]] = pickle.dumps(("step", self.answer))
+        raise dist.DistStoreError("wait timeout after 1000ms")
+
+
+def group_of_two(store: object) -> RankGroup:
+    """Rank 0 of two that meet in `store`."""
+    group = RankGroup(timeout_s=1.0)
+    group.world_size, group._store = 2, store
+    return group
+
+
+def test_an_answer_that_comes_when_the_time_is_up_counts() -> None:
+    assert group_of_two(LateStore(7)).gather("step", 6) == [6, 7]
+    with pytest.raises(PeerAbortedError, match="step: rank 1 gave up: disk full") as caught:
+        group_of_two(LateStore(bootstrap._Left("disk full"))).gather("step", 6)
+    assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize("transport", ["SharedHeap", "CollectiveHeap"])
+def test_a_store_whose_host_is_gone_is_named(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False)
+    group = group_of_two(client)
+    del host
+    gone = "rank 0 cannot reach the group's store, the process that hosts it is gone: "
+    with pytest.raises(MoERuntimeError, match="step: " + gone):
+        group.gather("step", None)
+    assert group.missing("event", 0.1) == []
+    group.leave("nobody listens")
+    group.group = SimpleNamespace()  # type: ignore[assignment]
+    heap = SharedHeap(group) if transport == "SharedHeap" else CollectiveHeap(group)
+    heap.allocated = True
+    with pytest.raises(MoERuntimeError, match=f"{transport}.close: " + gone):
+        heap.close()
+    monkeypatch.setattr(bootstrap, "resolve_group", lambda group: SimpleNamespace(group_name="x"))
+    for name, value in {"get_rank": 0, "get_world_size": 2, "get_process_group_ranks": [0, 1]}.items():
+        monkeypatch.setattr(dist, name, lambda group, value=value: value)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
+    with pytest.raises(MoERuntimeError, match="group: " + gone):
+        RankGroup()
 
 
 def in_subgroups(rank: int, world: int) -> None:

@@ -22,6 +22,7 @@ from moe_runtime.config import (
     MoELayerConfig,
     ParallelConfig,
     RouterConfig,
+    _UniqueKeyLoader,
     find_config,
     load_config,
     resolve_mode,
@@ -151,11 +152,34 @@ def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
     ]
 
 
+def test_merge_keys_give_what_is_not_written(tmp_path: Path) -> None:
+    """Also where a mapping that merges one is merged in its turn, before it is read itself."""
+    text = """
+layer:
+  shared_expert: &shared {intermediate_size: 64, gated: true}
+  router: &router
+    <<: {kind: softmax, renormalize: true}
+    renormalize: false
+  <<: [{hidden_size: 512, num_experts: 8, top_k: 2}, {top_k: 3, intermediate_size: 128, max_tokens_per_rank: 64}]
+  hidden_size: 256
+seed: 7
+"""
+    run = load_config(write(tmp_path, text))
+    assert (run.layer.hidden_size, run.layer.num_experts, run.layer.top_k) == (256, 8, 2)
+    assert (run.layer.intermediate_size, run.layer.router.renormalize, run.seed) == (128, False, 7)
+    nested = "a: {b: {c: &one {<<: {x: 1, y: 2}, y: 3}}}\nd: {<<: *one, x: 4}\n"
+    expected = {"a": {"b": {"c": {"x": 1, "y": 3}}}, "d": {"x": 4, "y": 3}}
+    assert yaml.load(nested, Loader=_UniqueKeyLoader) == yaml.safe_load(nested) == expected
+
+
 @pytest.mark.parametrize(
     ("text", "message"),
     [
         ("layer: [", "not valid YAML"),
+        ("layer: " + "[" * 9000, "not valid YAML: maximum recursion depth"),
         ("seed: 1\nseed: 2\n", "key 'seed' is there twice.*\n.*line 2"),
+        ("layer:\n  <<: {top_k: 1}\n  top_k: 2\n  top_k: 3\n", "key 'top_k' is there twice.*\n.*line 4"),
+        ("layer:\n  <<: {top_k: 1,\n    top_k: 2}\n", "key 'top_k' is there twice.*\n.*line 3"),
         ("- 1\n", "expected a mapping"),
         ("", "expected a mapping .*NoneType"),
         ("layer: !!python/object/apply:os.getcwd []\n", "not valid YAML"),

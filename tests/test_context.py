@@ -119,6 +119,12 @@ def test_a_later_layer_must_fit() -> None:
         ({"transport": "collective"}, "transport: collective cannot be used: torch.distributed is not initialised"),
         ({"engine": "cuda"}, "engine: expected auto, triton or torch, got 'cuda'"),
         ({"device": "meta"}, "device: expected a CPU or a CUDA device, got meta"),
+        ({"device": "foo"}, "device: expected a CPU or a CUDA device, got 'foo'"),
+        ({"device": 1.5}, "device: expected a CPU or a CUDA device, got 1.5"),
+        ({"device": "cuda:99"}, "device: expected a CPU or one of [0-9]+ GPUs, got cuda:99"),
+        ({"timeout_s": "3"}, "timeout_s: expected a positive number of seconds, at most 1e9, got '3'"),
+        ({"startup_timeout_s": None}, "startup_timeout_s: expected a positive number of seconds"),
+        ({"timeout_s": True}, "timeout_s: expected a positive number of seconds"),
         ({"group": "world"}, "group: expected a ProcessGroup, a DeviceMesh or None, got str"),
     ],
 )
@@ -132,6 +138,9 @@ def test_wrong_arguments_beside_a_heap_are_named() -> None:
         ExpertParallelContext("x", heap=PrivateHeap())  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="transport: expected auto or private together with this heap, got 'shared'"):
         ExpertParallelContext(heap=PrivateHeap(), transport="shared")
+    with pytest.raises(ValueError, match="device: expected a CPU or a CUDA device, got 'foo'"):
+        ExpertParallelContext(heap=PrivateHeap(), device="foo")
+    ExpertParallelContext(heap=PrivateHeap(), device="cpu:0").close()
     with pytest.raises(ValueError, match="device: expected that of heap, cpu, got cuda"):
         ExpertParallelContext(heap=PrivateHeap(), device="cuda")
     heap = PrivateHeap()

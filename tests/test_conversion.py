@@ -254,6 +254,11 @@ def test_wrong_use_is_named(source: Path, tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=message):
             convert_checkpoint(*arguments, **changes)  # type: ignore[arg-type]
     assert not target.exists()
+    file = tmp_path / "file"
+    file.touch()
+    for path in (file, file / "below"):
+        with pytest.raises(ValueError, match=rf"target: expected a folder, {path} (is|lies below) a file"):
+            convert_checkpoint(source, path, "nvfp4")
     convert_checkpoint(source, target, "mxfp8")
     with pytest.raises(
         ValueError, match=r"weight_format: expected another than the source holds, got mxfp8, as of layer 0"

@@ -15,6 +15,7 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher
 from moe_runtime.errors import (
     CapacityError,
+    PeerAbortedError,
     PeerTimeoutError,
     Phase,
     RoutingError,
@@ -448,6 +449,32 @@ def test_a_handle_combines_once(device: torch.device, seed: int) -> None:
         ranks.dispatchers[0].combine(sink, arrived.handle)
 
 
+def test_on_one_rank_a_handle_is_good_after_a_wrong_argument(device: torch.device, seed: int) -> None:
+    dispatcher = Ranks(1, device, "torch", **SETTINGS).dispatchers[0]
+    data = rank_input(seed, 0, 5, 256, 7, 3).to(device)
+    arrived = dispatcher.dispatch(data.x, data.topk_idx, data.topk_weights)
+    sink = CombineSink(arrived.handle)
+    sink.rows.zero_()
+    with pytest.raises(ValueError, match="expert_output: expected a tensor, got NoneType"):
+        dispatcher.combine_send(None, arrived.handle)  # type: ignore[arg-type]
+    dispatcher.combine_send(sink, arrived.handle)
+    with pytest.raises(ValueError, match="shared: expected a tensor, got list"):
+        dispatcher.combine_wait(arrived.handle, shared=[1])  # type: ignore[arg-type]
+    assert not dispatcher.combine_wait(arrived.handle).any()
+
+
+def test_no_expert_output_is_told_to_the_peers(device: torch.device, seed: int) -> None:
+    ranks = Ranks(2, device, "torch", **SETTINGS)
+    data = [rank_input(seed, rank, 5, 256, 7, 3).to(device) for rank in range(2)]
+    pairs = list(zip(ranks.dispatchers, data, strict=True))
+    handles = [dispatcher.dispatch_send(i.x, i.topk_idx, i.topk_weights) for dispatcher, i in pairs]
+    arrived = [dispatcher.dispatch_wait(h) for dispatcher, h in zip(ranks.dispatchers, handles, strict=True)]
+    with pytest.raises(ValueError, match="expert_output: expected a tensor, got NoneType"):
+        ranks.dispatchers[0].combine(None, arrived[0].handle)  # type: ignore[arg-type]
+    with pytest.raises(PeerAbortedError, match="rank 0 gave up: expert_output: expected a tensor"):
+        ranks.contexts[1].check_peers()
+
+
 def test_stages_come_in_order_and_a_sink_belongs_to_its_handle(device: torch.device, seed: int) -> None:
     data = rank_input(seed, 0, 5, 256, 7, 3).to(device)
 
@@ -556,7 +583,11 @@ def test_wrong_tokens_are_named(name: str, device: torch.device, seed: int) -> N
         ),
         ({"mode": "fast"}, "mode: expected auto"),
         ({"combine_format": "nvfp4"}, "combine_format: expected"),
-        ({"token_format": "fp4"}, "format: expected one of"),
+        ({"hidden_size": "256"}, "hidden_size: expected a positive integer, got '256'"),
+        ({"hidden_size": 256.0}, "hidden_size: expected a positive integer, got 256.0"),
+        ({"token_format": "fp4"}, "^token_format: expected one of"),
+        ({"token_format": ["bf16"]}, "^token_format: expected one of"),
+        ({"combine_format": "fp4"}, "^combine_format: expected one of"),
         ({"expert_row_capacity": 0}, "expert_row_capacity: expected a positive"),
         ({"input_scale": 1.0}, "input_scale: expected a positive number, with nvfp4"),
     ],

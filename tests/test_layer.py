@@ -338,6 +338,54 @@ def test_a_later_layer_that_needs_more_memory_is_refused(device: torch.device, r
         MoELayer(MoELayerConfig(**{**SETTINGS, "max_tokens_per_rank": 640}), context)
 
 
+def test_a_cpu_has_no_number(rng: torch.Generator) -> None:
+    layer = make_layer(torch.device("cpu:0"))
+    assert layer.context.device == torch.device("cpu")
+    assert layer(tokens(rng, 4)).isfinite().all()
+
+
+def test_one_rank_goes_on_after_a_wrong_call(device: torch.device, rng: torch.Generator) -> None:
+    x = tokens(rng, 4).to(device)
+    with ExpertParallelContext(device=device, timeout_s=10) as context:
+        layer, empty = (MoELayer(MoELayerConfig(**SETTINGS), context) for _ in range(2))
+        layer.load_random(0)
+        y = layer(x)
+        with pytest.raises(ValueError, match="x: expected"):
+            layer(x.float())
+        with pytest.raises(ValueError, match="experts: no weights are loaded"):
+            empty(x)
+        assert_same_bits(layer(x), y)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "nvfp4"])
+def test_one_rank_goes_on_after_a_step_that_was_left_half_done(
+    fmt: str, device: torch.device, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it was left, and with other tokens: nothing of it is read later."""
+    x, other = tokens(rng, 5).to(device), tokens(rng, 64).to(device)
+
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise MemoryError("no room")
+
+    with ExpertParallelContext(device=device, timeout_s=10) as context:
+        config = MoELayerConfig(**{**SETTINGS, "token_format": fmt, "shared_expert": {"intermediate_size": 64}})
+        layer = MoELayer(config, context)
+        layer.load_random(0)
+        assert layer.experts is not None and layer.shared_expert is not None
+        y = layer(x)
+        for stages in range(3):
+            for _ in range(3):
+                left = layer.stages(other)
+                for _ in range(stages):
+                    next(left)
+            assert_same_bits(layer(x), y)
+        for part in (layer.shared_expert, layer.experts):
+            with monkeypatch.context() as patch, pytest.raises(MemoryError):
+                patch.setattr(type(part), "forward" if part is layer.shared_expert else "__call__", out_of_memory)
+                layer(other)
+            assert_same_bits(layer(x), y)
+
+
 def test_wrong_use_is_named(device: torch.device, rng: torch.Generator) -> None:
     x = tokens(rng, 4).to(device)
     with pytest.raises(ValueError, match="experts: no weights are loaded"):
@@ -359,6 +407,8 @@ def test_wrong_use_is_named(device: torch.device, rng: torch.Generator) -> None:
         make_layer(device).begin(x, shared=x.float())
     with pytest.raises(ValueError, match="x: expected device"):
         make_layer(device)(x.to("meta"))
+    with pytest.raises(ValueError, match="shared: expected a tensor, got list"):
+        make_layer(device)(x, shared=[1])
     with pytest.raises(ValueError, match="x: expected a tensor, got list"):
         make_layer(device)(x.tolist())
     layer = make_layer(device)
@@ -368,3 +418,18 @@ def test_wrong_use_is_named(device: torch.device, rng: torch.Generator) -> None:
         layer.load_experts(random_expert(layer.config, 0, e) for e in range(9))
     with pytest.raises(ValueError, match="down of expert 0: expected shape"):
         layer.load_experts((a, a) for a, *_ in (random_expert(layer.config, 0, e) for e in range(8)))
+    with VirtualRanks(layer.config, 2, lambda one: one.load_random(0), device=device) as ranks:
+        routed = (torch.zeros(4, 3, dtype=torch.int32, device=device), torch.zeros(4, 3, device=device))
+        for count in (1, 3):
+            with pytest.raises(ValueError, match=f"xs: expected one for each of 2 ranks, got {count}"):
+                ranks([x] * count)
+        with pytest.raises(ValueError, match="routing: expected one for each of 2 ranks, got 1"):
+            ranks([x] * 2, [routed])
+        assert len(ranks([x] * 2)) == 2
+
+
+@pytest.mark.parametrize("number", ["0", 0.0, True, None])
+def test_the_number_of_a_decoder_layer_is_an_integer(number: Any, tmp_path: Path) -> None:
+    write_qwen3_moe_checkpoint(tmp_path, MoELayerConfig(**SETTINGS), seed=0)
+    with pytest.raises(ValueError, match=f"layer: expected an integer, got {number!r}"):
+        MoELayer.from_checkpoint(tmp_path, layer=number, max_tokens_per_rank=4)

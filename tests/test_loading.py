@@ -83,6 +83,21 @@ def test_what_does_not_fit_is_named() -> None:
         quantize_experts([good], plain, 1, cpu)
     with pytest.raises(ValueError, match=r"down of expert 0: expected shape \[256, 128\], got shape \[256, 256\]"):
         quantize_experts([ExpertTensors(good.gate_up, good.gate_up)], plain, 1, cpu)
+    with pytest.raises(
+        ValueError, match=r"gate_up of expert 1: expected torch\.bfloat16 or torch\.float32, got torch\.f"
+    ):
+        quantize_experts([good[:2], (good.gate_up.half(), good.down)], plain, 2, cpu)
+    with pytest.raises(
+        ValueError, match=r"down of expert 0: expected torch\.bfloat16 or torch\.float32, got torch\.int8"
+    ):
+        quantize_experts([(good.gate_up, good.down.to(torch.int8))], plain, 1, cpu)
+    with pytest.raises(ValueError, match="gate_up of expert 0: expected a tensor, got ndarray"):
+        quantize_experts([(good.gate_up.float().numpy(), good.down)], plain, 1, cpu)  # type: ignore[list-item]
+    with pytest.raises(ValueError, match="down_bias of expert 0: expected a tensor, got list"):
+        quantize_experts([good._replace(down_bias=[0.0] * 256)], config, 1, cpu)
+    for given, got in (((good.gate_up,), "1 of them"), ((*good, None), "5 of them"), (good.gate_up, "Tensor")):
+        with pytest.raises(ValueError, match=f"experts: expected ExpertTensors or a pair .* for expert 0, got {got}"):
+            quantize_experts([given], plain, 1, cpu)  # type: ignore[list-item]
 
 
 def test_biases_are_kept_in_fp32(rng: torch.Generator, device: torch.device) -> None:

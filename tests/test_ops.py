@@ -295,6 +295,9 @@ def test_quantizers_round_to_the_nearest(rng: torch.Generator) -> None:
     assert ((back - w).abs() <= w.abs().amax() / 6).all() and (back - w).norm() < 0.12 * w.norm()
 
 
+BYTES = torch.zeros(1, 128, 4, dtype=torch.uint8)
+
+
 @pytest.mark.parametrize(
     ("call", "name"),
     [
@@ -307,8 +310,33 @@ def test_quantizers_round_to_the_nearest(rng: torch.Generator) -> None:
         (lambda: ops.dequantize_bf16(torch.zeros(3)), "q"),
         (lambda: ops.dequantize_fp8(torch.zeros(3, 128).to(E4M3), torch.zeros(3, 2)), "scales"),
         (lambda: ops.pack_scale_major(torch.zeros(3, 2), "N"), "major"),
-        (lambda: ops.pack_ue8m0_weights(torch.zeros(1, 3, 2)), "scales"),
-        (lambda: ops.pack_swizzled_weights(torch.zeros(1, 3, 2, dtype=torch.uint8)), "scales"),
+        (lambda: ops.pack_scale_major(torch.zeros(3), "MN"), "scales"),
+        (lambda: ops.pack_dense_128(torch.ones(8, 4), [0, 8]), "scales_RV"),
+        (lambda: ops.pack_dense_128(BYTES, [0, 8]), "scales_RV"),
+        (lambda: ops.unpack_dense_128(torch.zeros(1, 1, 32, 4, 4), [0, 8], [0], 4), "blocks"),
+        (lambda: ops.unpack_dense_128(BYTES, [0, 8], [0], 4), "blocks"),
+        (lambda: ops.unpack_dense_128(BYTES.view(1, 1, 8, 16, 4), [0, 8], [0], 4), "blocks"),
+        (lambda: ops.pack_closed_form_128(torch.ones(8, 4), [0, 8]), "scales_RV"),
+        (lambda: ops.pack_closed_form_128(BYTES, [0, 8]), "scales_RV"),
+        (lambda: ops.unpack_closed_form_128(BYTES, [0, 8]), "packed"),
+        (lambda: ops.unpack_closed_form_128(BYTES[0, :100], [0, 8]), "packed"),
+        (lambda: ops.unpack_closed_form_128(BYTES[0], [0, 64, 128]), "packed"),
+        (lambda: ops.unpack_closed_form_128(BYTES[0], []), "m_indptr"),
+        (lambda: ops.unpack_closed_form_128(BYTES[0].float(), [0, 8]), "packed"),
+        (lambda: ops.pack_ue8m0_rows(BYTES, [0, 8]), "scales_RV"),
+        (lambda: ops.pack_ue8m0_rows(torch.zeros(8, 4), [0, 8]), "scales_RV"),
+        (lambda: ops.unpack_ue8m0_rows(BYTES[0], [0, 8], 4), "packed"),
+        (lambda: ops.unpack_ue8m0_rows(torch.zeros(8, 2, dtype=torch.int32), [0, 8], 4), "packed"),
+        (lambda: ops.unpack_ue8m0_rows(torch.zeros(8, 1, dtype=torch.int32), [0, 1, 2, 8], 4), "packed"),
+        (lambda: ops.pack_ue8m0_weights(torch.zeros(1, 3, 2)), "scales_ENV"),
+        (lambda: ops.pack_ue8m0_weights(BYTES[0]), "scales_ENV"),
+        (lambda: ops.unpack_ue8m0_weights(torch.zeros(8, 1, dtype=torch.int32), 4), "packed"),
+        (lambda: ops.pack_swizzled_weights(BYTES[:, :, :2]), "scales_ENV"),
+        (lambda: ops.pack_swizzled_weights(BYTES[0]), "scales_ENV"),
+        (lambda: ops.pack_swizzled_weights(torch.zeros(1, 8, 4)), "scales_ENV"),
+        (lambda: ops.unpack_swizzled_weights(BYTES[0], 8), "packed"),
+        (lambda: ops.unpack_swizzled_weights(BYTES[:, :100], 8), "packed"),
+        (lambda: ops.unpack_swizzled_weights(BYTES, 137), "packed"),
     ],
 )
 def test_bad_inputs_of_the_packers_are_named(call: Callable[[], Any], name: str) -> None:

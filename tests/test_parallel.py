@@ -417,6 +417,20 @@ def test_a_model_that_does_not_fit_is_refused(how: str, message: str) -> None:
         apply_expert_parallel(model, max_tokens_per_rank=8, device="cpu")
 
 
+def test_one_rank_goes_on_after_a_wrong_call() -> None:
+    model = tiny_models.tiny_model("mixtral", 0).bfloat16()
+    ids = torch.tensor([[4, 5, 6]])
+    with apply_expert_parallel(model, max_tokens_per_rank=8) as parallel:
+        wanted = model.generate(ids, max_new_tokens=4)
+        with pytest.raises(ValueError, match="nonsense"):
+            model.generate(ids, nonsense=3)
+        with pytest.raises(RuntimeError, match="out of ideas"), parallel.join():
+            raise RuntimeError("out of ideas")
+        with pytest.raises(ValueError, match="max_tokens_per_rank: 8, got 9 tokens"):
+            model(ids.repeat(3, 1))
+        assert torch.equal(model.generate(ids, max_new_tokens=4), wanted)
+
+
 def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -431,6 +445,8 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         apply_expert_parallel(model, max_tokens_per_rank=8, token_format="fp8_block")
     with pytest.raises(ValueError, match="group: expected a ProcessGroup, a DeviceMesh or None, got str"):
         apply_expert_parallel(model, "world", max_tokens_per_rank=8)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="parallel: expected a ParallelConfig, got dict"):
+        apply_expert_parallel(model, max_tokens_per_rank=8, parallel={"timeout_s": 3.0})  # type: ignore[arg-type]
     # Nothing was changed by what was refused.
     with apply_expert_parallel(model, max_tokens_per_rank=8):
         assert model(torch.tensor([[4, 5, 6]])).logits.isfinite().all()

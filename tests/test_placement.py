@@ -125,6 +125,9 @@ def test_an_expert_makes_room_where_all_ranks_with_slots_left_hold_the_next() ->
         (([1.0, -0.5], 2, 1), r"load: .* got -0\.5 for expert 1"),
         (([1.0, math.nan], 2, 1), "load: .* got nan for expert 1"),
         (([math.inf], 1, 1), "load: .* got inf for expert 0"),
+        ((["a"], 1, 1), "load: expected numbers, got 'a' for expert 0"),
+        (([1.0, None], 1, 2), "load: expected numbers, got None for expert 1"),
+        ((None, 1, 1), "load: expected a number for each expert, got None"),
         (([], 1, 1), "load: expected a number for each expert, got none"),
         (([1, 1, 1], 2, 1), r"slots_per_rank: expected 2 \.\. 3 slots for 3 experts on 2 rank\(s\), got 1"),
         (([1, 1, 1], 2, 4), r"slots_per_rank: expected 2 \.\. 3 .* got 4"),
@@ -163,6 +166,7 @@ def test_a_placement_that_cannot_be_is_refused(fields: Any, message: str) -> Non
     [
         "",
         "[]",
+        "[" * 9000,
         '{"num_experts": 1, "num_ranks": 1}',
         json.dumps({"num_experts": 1, "num_ranks": 1, "slot_experts": [0], "more": 1}),
         json.dumps({"num_experts": 1, "num_ranks": 1, "slot_experts": "0"}),
@@ -207,6 +211,7 @@ def test_a_section_of_a_config_is_planned_from_its_file(tmp_path: Path) -> None:
         (1, "[1, 2, NaN]", r"placement\.load: .*load\.json: load: expected finite numbers .* got nan for expert 2"),
         (1, "[1, 2, -3]", r"load\.json: load: .* got -3\.0 for expert 2"),
         (1, "", r"placement\.load: .*load\.json: "),
+        (1, "[" * 9000, r"placement\.load: .*load\.json: maximum recursion depth"),
     ],
 )
 def test_a_section_that_cannot_be_planned_names_key_and_file(

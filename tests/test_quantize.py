@@ -278,6 +278,25 @@ def test_worked_values(engine: str, device: torch.device) -> None:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("fmt", "lost", "coarse"), [(FP8_BLOCK, 2.18e-10, 3.49e-9), (MXFP8, 2.33e-10, 3.73e-9)])
+def test_what_a_scale_that_has_a_floor_loses(
+    fmt: TokenFormat, lost: float, coarse: float, engine: str, device: torch.device
+) -> None:
+    """As the README has it, to three digits."""
+
+    def read_back(numbers: torch.Tensor) -> torch.Tensor:
+        x_RK = numbers[:, None].expand(-1, 128).contiguous().to(device)
+        return dequantize_rows(quantize_rows(x_RK, fmt, engine=engine), engine=engine)[:, 0].cpu()
+
+    below, above = read_back(torch.tensor([lost * 0.997, lost * 1.003]))
+    assert below == 0 and above > 0
+    steps = torch.linspace(1.003, 1.9, 500) * coarse
+    assert ((read_back(steps) - steps).abs() <= steps / 16).all()
+    steps = torch.linspace(0.5, 0.997, 500) * coarse
+    assert ((read_back(steps) - steps).abs() > steps / 16).any()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_scale_underflow_gives_codes_zero(engine: str, device: torch.device) -> None:
     x = torch.full((1, 64), 1e-8, device=device)
     x[0, 0] = 2688.0

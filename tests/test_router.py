@@ -307,6 +307,21 @@ def test_router_computes_in_fp32_from_bf16_tokens(device: torch.device) -> None:
     assert router.logits(x_TH).dtype == torch.float32
 
 
+@pytest.mark.parametrize("cast", [torch.nn.Module.half, torch.nn.Module.bfloat16, torch.nn.Module.double])
+def test_a_model_that_is_cast_leaves_the_router_as_it_is(cast, rng: torch.Generator) -> None:
+    config = RouterConfig(kind="sigmoid", correction_bias=True, bias=True)
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4), Router(64, 8, 2, config))
+    weight, biases = torch.randn(8, 64, generator=rng), torch.randn(2, 8, generator=rng)
+    model[1].load(weight, bias=biases[0], correction_bias=biases[1])
+    cast(model)
+    assert model[0].weight.dtype != torch.float32
+    assert torch.equal(model[1].weight, weight) and torch.equal(model[1].bias, biases[0])
+    assert torch.equal(model[1].e_score_correction_bias, biases[1])
+    assert all(t.dtype == torch.float32 for t in (*model[1].parameters(), *model[1].buffers()))
+    moved = model.to("meta", torch.bfloat16)[1]
+    assert all(t.is_meta and t.dtype == torch.float32 for t in (*moved.parameters(), *moved.buffers()))
+
+
 def test_no_tokens(device: torch.device) -> None:
     for config in (RouterConfig(), RouterConfig(kind="sigmoid", num_groups=4, top_groups=2)):
         idx_TK, weights_TK = Router(64, 16, 4, config).to(device)(torch.empty(0, 64, device=device))

@@ -87,6 +87,19 @@ def test_random_weights_depend_on_the_seed_and_its_time_is_seen(device: torch.de
     assert "shared_expert" in layers[0].times.milliseconds()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.float64])
+def test_a_model_that_is_cast_leaves_the_layer_as_it_is(
+    dtype: torch.dtype, device: torch.device, rng: torch.Generator
+) -> None:
+    x = torch.randn(5, 64, generator=rng).to(device, torch.bfloat16)
+    config = MoELayerConfig(**SETTINGS, shared_expert=SharedExpertConfig(intermediate_size=64, gated=True))
+    with ExpertParallelContext(device=device) as context:
+        layer = MoELayer(config, context)
+        layer.load_random(0)
+        y = layer(x)
+        assert_same_bits(torch.nn.ModuleList([layer]).to(dtype)[0](x), y)
+
+
 def test_wrong_use_is_named(device: torch.device, rng: torch.Generator) -> None:
     plain = SharedExpert(64, SharedExpertConfig(intermediate_size=40), device)
     gate, up, down = weights(rng, False)
