@@ -109,7 +109,7 @@ __device__ __forceinline__ void finish_copies(int barrier) {
 // The A operands of one wgmma from the quants of 64 columns (16 numbers of row r and of row r + 8 of each thread).
 struct Unit {
   uint4 quants[QUANT_BYTES / 2048];
-  u32 scale[2];  // bf16 pairs, of row r and r + 8
+  u16 scales[2];  // bf16, of row r and r + 8
 
   __device__ __forceinline__ void load(u32 address, int thread) {
     for (int i = 0; i < QUANT_BYTES / 2048; ++i) quants[i] = load_16(address + i * 2048 + thread * 16);
@@ -120,16 +120,18 @@ struct Unit {
       // SCALE_CODES of decoded_layout.py: as bf16 bits, 4 to the left, 2^-117 times the scale.
       u32 pair = multiply(__byte_perm(bytes, 0, 0x4140) << 4, 0x7F007F00);  // 2^127
       if (!SCALED_TOKENS) pair = multiply(pair, 0x75807580);                // 2^108
-      scale[0] = __byte_perm(pair, 0, 0x1010);
-      scale[1] = __byte_perm(pair, 0, 0x3232);
+      asm("mov.b32 {%0, %1}, %2;" : "=h"(scales[0]), "=h"(scales[1]) : "r"(pair));
     } else {
-      scale[0] = e8m0_pair(bytes & 255);
-      scale[1] = e8m0_pair(bytes >> 8);
+      scales[0] = static_cast<u16>(e8m0_pair(bytes & 255));
+      scales[1] = static_cast<u16>(e8m0_pair(bytes >> 8));
     }
   }
 
   // Columns 4 * step .. 4 * step + 3 of the 16 of each thread.
   __device__ __forceinline__ void decode(int step, u32 (&a)[4]) const {
+    // Halves of a register that are split off and doubled by such moves alone are operands of multiplications.
+    u32 scale[2];
+    for (int half = 0; half < 2; ++half) asm("mov.b32 %0, {%1, %1};" : "=r"(scale[half]) : "h"(scales[half]));
     if (W_FMT == NVFP4) {
       // SLOTS of decoded_layout.py: where the bits of the four numbers of each half lie.
       const u32 w = step == 0 ? quants[0].x : step == 1 ? quants[0].y : step == 2 ? quants[0].z : quants[0].w;
