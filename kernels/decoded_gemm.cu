@@ -106,6 +106,14 @@ __device__ __forceinline__ void finish_copies(int barrier) {
   asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
 }
 
+// The bits of two words that SLOTS of decoded_layout.py wants side by side. Written as operators, ptxas would take the mask
+// apart again for each use.
+__device__ __forceinline__ u32 selected(u32 even, u32 odd) {
+  u32 both;
+  asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(both) : "r"(even), "r"(odd), "n"(0xC180C180));  // even where the mask has ones
+  return both;
+}
+
 // The A operands of one wgmma from the quants of 64 columns (16 numbers of row r and of row r + 8 of each thread).
 struct Unit {
   uint4 quants[QUANT_BYTES / 2048];
@@ -133,12 +141,21 @@ struct Unit {
     u32 scale[2];
     for (int half = 0; half < 2; ++half) asm("mov.b32 %0, {%1, %1};" : "=r"(scale[half]) : "h"(scales[half]));
     if (W_FMT == NVFP4) {
-      // SLOTS of decoded_layout.py: where the bits of the four numbers of each half lie.
-      const u32 w = step == 0 ? quants[0].x : step == 1 ? quants[0].y : step == 2 ? quants[0].z : quants[0].w;
-      a[0] = multiply((w & 0x81808180) | ((w >> 8) & 0x00400040), scale[0]);
-      a[1] = multiply((w << 2) & LANES, scale[1]);
-      a[2] = multiply((w << 6) & LANES, scale[0]);
-      a[3] = multiply(__funnelshift_r(w, w, 4) & LANES, scale[1]);
+      // SLOTS of decoded_layout.py: where the bits of the four numbers of each half lie in the words of an even and an odd step,
+      // and in `both`, which has bits of either.
+      const u32 even = step < 2 ? quants[0].x : quants[0].z, odd = step < 2 ? quants[0].y : quants[0].w;
+      const u32 both = selected(even, odd);
+      if (step % 2 == 0) {
+        a[0] = multiply((even << 2) & LANES, scale[0]);
+        a[1] = multiply((even << 6) & LANES, scale[1]);
+        a[2] = multiply(__funnelshift_r(even, even, 4) & LANES, scale[0]);
+        a[3] = multiply(both & LANES, scale[1]);
+      } else {
+        a[0] = multiply((odd << 4) & LANES, scale[0]);
+        a[1] = multiply(__funnelshift_r(odd, odd, 24) & LANES, scale[1]);
+        a[2] = multiply(__funnelshift_r(odd, odd, 2) & LANES, scale[0]);
+        a[3] = multiply(__funnelshift_r(both, both, 6) & LANES, scale[1]);
+      }
     } else {
       const uint4 q = quants[QUANT_BYTES == 4096 ? step >> 1 : 0];
       const u32 rows[2] = {step & 1 ? q.z : q.x, step & 1 ? q.w : q.y};
