@@ -119,11 +119,10 @@ struct Unit {
   uint4 quants[QUANT_BYTES / 2048];
   u16 scales[2];  // bf16, of row r and r + 8
 
-  __device__ __forceinline__ void load(u32 address, int thread) {
-    for (int i = 0; i < QUANT_BYTES / 2048; ++i) quants[i] = load_16(address + i * 2048 + thread * 16);
+  __device__ __forceinline__ void load(u32 quants_at, u32 scales_at) {
+    for (int i = 0; i < QUANT_BYTES / 2048; ++i) quants[i] = load_16(quants_at + i * 2048);
     u16 bytes;
-    const int at = W_FMT == NVFP4 ? thread * 2 : (thread >> 1) * 2;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bytes) : "r"(address + QUANT_BYTES + at));
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bytes) : "r"(scales_at));
     if (W_FMT == NVFP4) {
       // SCALE_CODES of decoded_layout.py: as bf16 bits, 4 to the left, 2^-117 times the scale.
       u32 pair = multiply(__byte_perm(bytes, 0, 0x4140) << 4, 0x7F007F00);  // 2^127
@@ -597,9 +596,19 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
   u32 a[BUFFERS][BATCH][4];
   int last = -1;
   Unit ahead;  // quants of the next part of the stage, on their way while this one is multiplied
+  // Of this thread in the first part of the stage.
+  const u32 first_quants = stages + warpgroup * CHUNK * UNIT_BYTES + thread * 16;
+  const int to_scales = QUANT_BYTES + (W_FMT == NVFP4 ? thread * 2 : thread / 2 * 2) - thread * 16;
+  u32 quants_at, scales_at;
   auto load_part = [&](int part) {
-    const int unit = (part / CHUNK * WARPGROUPS + warpgroup) * CHUNK + part % CHUNK;
-    ahead.load(stages + stage * STAGE_BYTES + unit * UNIT_BYTES, thread);
+    if (part == 0) {
+      quants_at = first_quants + stage * STAGE_BYTES;
+      scales_at = quants_at + to_scales;
+      // Kept as they are, since ptxas would rather add everything up again for each part than have constants in its loads.
+      asm("" : "+r"(quants_at), "+r"(scales_at));
+    }
+    const int distance = (part / CHUNK * WARPGROUPS * CHUNK + part % CHUNK) * UNIT_BYTES;
+    ahead.load(quants_at + distance, scales_at + distance);
   };
   auto multiply_part = [&](int part) {
     const u64 tokens = token_descriptor(stages + stage * STAGE_BYTES + WEIGHT_STAGE);
