@@ -626,7 +626,8 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
       wgmma_commit();
       if (batch == 4 / BATCH - 1 && part + 1 < STAGE_K64) load_part(part + 1);
       wgmma_wait<BUFFERS - 1>();
-      if (part == 0 && batch == BUFFERS - 1 && last >= 0) barrier_arrive_warp(empty + last * 8);
+      // Of several buffers, the products of the stage before are done only now.
+      if (BUFFERS > 1 && part == 0 && batch == BUFFERS - 1 && last >= 0) barrier_arrive_warp(empty + last * 8);
     }
   };
   for (int k64 = 0; k64 < p.units; k64 += STAGE_K64) {
@@ -634,11 +635,12 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
     load_part(0);
 #pragma unroll
     for (int part = 0; part < STAGE_K64; ++part) multiply_part(part);
+    if (BUFFERS == 1) barrier_arrive_warp(empty + stage * 8);
     last = stage;
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
   wgmma_wait<0>();
-  barrier_arrive_warp(empty + last * 8);
+  if (BUFFERS > 1) barrier_arrive_warp(empty + last * 8);
 
   const int unit = tile.unit + warpgroup;
   finish_copies(1 + warpgroup);
