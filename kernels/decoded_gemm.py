@@ -2,9 +2,9 @@
 
 `decode_tokens` gathers the rows once and decodes them to bf16; `decoded_gemm` streams the weights, which it reads once
 for up to 64, 128 or 160 tokens of a group, according to its shape. Gated results for another product with prepared
-weights are requantized and stored as `decode_tokens` would decode them, and that product starts beside the first. See
-the `.cu` files for the way of the data and `decoded_layout.py` for the order of the weights. The Triton kernel of
-`grouped_gemm.py` is their sibling for other architectures.
+weights are requantized and stored as `decode_tokens` would decode them, and that product starts beside the first unless
+it is to leave SMs free. See the `.cu` files for the way of the data and `decoded_layout.py` for the order of the
+weights. The Triton kernel of `grouped_gemm.py` is their sibling for other architectures.
 
 The order in which K is summed is that of `wgmma` over 16 columns at a time, in the order of `decoded_layout`: the same
 in all shapes, for every number of rows and whatever the neighbours.
@@ -399,7 +399,8 @@ def _launch(
         ],
         device=w.device,
         shared_bytes=shared_bytes,
-        early=True,
+        # Beside a product that leaves SMs free, the one that takes its results would take those.
+        early=a.decoded is None or num_sms is None,
     )
 
 
