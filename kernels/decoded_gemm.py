@@ -11,9 +11,10 @@ in all shapes, for every number of rows and whatever the neighbours.
 
 The two numbers, NVFP4, both products of the reference model (32 experts of 44.0 M parameters): 0.79 GB, 184 us at
 4.3 TB/s; at 32 x 1024 rows 2.89e12 flops, 3.73 ms at 773 TFLOP/s. A decode step is bound by instructions beside that:
-4.3 TB/s are 33 weights a cycle and SM, and the four schedulers issue 128 lanes; 2.2 instructions a weight are needed
-here (70 for the 32 of a thread in a unit), and while `wgmma` takes its operands from registers the other warps issue
-less: beside products of 32 tokens a `lop3` takes 3.2 cycles instead of 2 (16 tokens: 2.9).
+4.3 TB/s are 33 weights a cycle and SM, and the four schedulers issue 128 lanes; 2.15 instructions a weight are needed
+here (275 for the 128 of a thread in a stage of DECODE; 317 before the words were decoded by twos), and while `wgmma`
+takes its operands from registers the other warps issue less: beside products of 32 tokens a `lop3` takes 3.2 cycles
+instead of 2 (16 tokens: 2.9).
 
 Measured on one H200 (launch/results/gemm_h200.json), us; in parentheses torch's grouped_mm in bf16:
 
