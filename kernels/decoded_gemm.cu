@@ -332,7 +332,7 @@ __device__ __forceinline__ float swiglu(float gate, float up) {
 // An encode scale, at most MAX_ENCODE_SCALE of weights.py.
 __device__ __forceinline__ float clamped(float gsf) { return gsf > 0x1p100f ? 0x1p100f : gsf; }
 
-// Bits of e4m3, rounded to nearest even; x is finite, not negative and at most 448.
+// Bits of e4m3, rounded to nearest even; x is finite and at most 448.
 __device__ __forceinline__ u32 e4m3_code(float x) {
   u16 pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
@@ -403,9 +403,10 @@ struct Requantization {
     of_scale[code] = {none ? 0.0f : __fdiv_rn(gsf, scale), __fmul_rn(scale, 0x1p100f), none ? 0u : 0x80000000u, 0u};
   }
 
-  // The code of a scale of numbers up to `amax`.
+  // The code of a scale of numbers up to `amax`. Without its sign, which it has of an encode scale below 0: then codes of
+  // numbers have the other sign, as their row has.
   __device__ __forceinline__ u32 scale_code(float amax) const {
-    const u32 code = e4m3_code(fminf(divide(__fmul_rn(gsf, amax), 6.0f, 1.0f / 6.0f), 448.0f));
+    const u32 code = e4m3_code(fminf(divide(__fmul_rn(gsf, amax), 6.0f, 1.0f / 6.0f), 448.0f)) & 127;
     return is_finite(amax) ? code : 127;
   }
 };

@@ -56,6 +56,7 @@ def _cases() -> Iterator[Case]:
     # The two left out have nothing that none of the others has.
     for case in (*gated.CASES[:3], *gated.CASES[4:10], *gated.CASES[11:]):
         yield gated.test_swiglu_requantized, {"case": case}
+    yield gated.test_a_negative_encode_scale_turns_the_signs_of_codes, {}
     for order in GateUpOrder:
         yield gated.test_expert_scales_of_gate_and_up_alike, {"order": order}
     for name in ("mxfp8", "nvfp4"):
