@@ -17,7 +17,7 @@ import torch
 from moe_runtime import op_weights
 from moe_runtime.kernels import decoded_gemm, nvrtc
 from moe_runtime.kernels import grouped_gemm as gemm
-from moe_runtime.kernels.decoded_gemm import DECODE, MIDDLE, PREFILL, DecodedShape
+from moe_runtime.kernels.decoded_gemm import DECODE, DECODE_ROWS, MIDDLE, PREFILL, DecodedShape
 from moe_runtime.kernels.gemm_arguments import DEFAULT_INTERMEDIATE_GSF
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import GateUpOrder, SwiGLU
@@ -27,7 +27,7 @@ from tests import test_op_weights as operations
 from tests.comparison import assert_same_bits
 from tests.emulator import Emulator, needs_emulator
 from tests.gemm_cases import UNIT, check_inside, exact_gemm, make_rows, random_weights
-from tests.gemm_checks import SHAPES, check_quantized, poisoned
+from tests.gemm_checks import ROWS_OF_SHAPES, SHAPES, check_quantized, poisoned
 
 pytestmark = [needs_emulator, pytest.mark.cpu_only]
 
@@ -193,12 +193,29 @@ MISTAKES = {
         "barrier_wait(full + (stage + 1) % 4 * 8, parity);\n      load_part(0);",
         "nothing can go on|arrive at mbarrier|changed while",
     ),
+    "ahead_not_waited_for": (
+        "wgmma_wait<0>();\n      }\n      barrier_arrive_warp(done);",
+        "}\n      barrier_arrive_warp(done);",
+        "changed while their product was under way|written since|outside; at",
+    ),
+    "ahead_where_products_read": (
+        "decode_into(a[(part + 1) % 2]);",
+        "decode_into(a[part % 2]);",
+        "changed while their product was under way",
+    ),
 }
-"""What is written instead in the translated GEMM, and what that ends with."""
+"""What is written instead in the translated GEMM, and what that ends with; `ahead` are of `DecodedShape.ahead`."""
 
 
-@pytest.mark.parametrize(("right", "wrong", "found"), MISTAKES.values(), ids=MISTAKES)
-def test_mistakes_are_found(right: str, wrong: str, found: str, emulator: Emulator, rng: torch.Generator) -> None:
+@pytest.mark.parametrize("name", MISTAKES)
+def test_mistakes_are_found(
+    name: str, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, wrong, found = MISTAKES[name]
+    shape = replace(DECODE, ahead=name.startswith("ahead"))
+    monkeypatch.setattr(decoded_gemm, "DECODE", shape)
+    monkeypatch.setitem(ROWS_OF_SHAPES, shape, DECODE_ROWS)
+
     def edit(text: str) -> str:
         assert text.count(right) == int("wgmma" in text), "the kernel, and not the one that decodes rows"
         return text.replace(right, wrong)
@@ -206,4 +223,4 @@ def test_mistakes_are_found(right: str, wrong: str, found: str, emulator: Emulat
     emulator.edit = edit
     with pytest.raises(AssertionError, match=found):
         for _ in range(20):
-            plain.test_ragged_groups("nvfp4", "nvfp4", DECODE, rng, CPU)
+            plain.test_ragged_groups("nvfp4", "nvfp4", shape, rng, CPU)
