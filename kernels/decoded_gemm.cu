@@ -8,9 +8,10 @@
 // Macros: W_FMT, OUT_FMT (FormatCode), OUT_TYPE (0 bf16, 1 fp16, 2 fp32; not gated), GATED, OUT_DECODED (gated
 // results as decode_tokens.cu would make them), ROW_SCALES, EXPERT_SCALES, BIAS (whether there are such), WARPGROUPS (64
 // weight rows of a tile each), STAGES, STAGE_K64 (columns of a stage / 64; divides `units`), CHUNK (columns of a chunk of
-// weights / 64; divides STAGE_K64), BATCH (steps of 16 columns decoded before a wait), BUFFERS (for decoded steps), MAX_BLOCKS
-// (tokens of a tile / 8), CASES (numbers of blocks below that have code of their own), MAX_GROUPS, SCALED_TOKENS (tokens are
-// 2^100 times their value), ALPHA, LIMIT, UP_OFFSET.
+// weights / 64; divides STAGE_K64), BATCH (steps of 16 columns decoded before a wait), BUFFERS (for decoded steps), AHEAD
+// (whether the first unit of the next stage is decoded while the last of this one is multiplied), MAX_BLOCKS (tokens of a
+// tile / 8), CASES (numbers of blocks below that have code of their own), MAX_GROUPS, SCALED_TOKENS (tokens are 2^100 times
+// their value), ALPHA, LIMIT, UP_OFFSET.
 
 #include "mbarrier.cuh"
 
@@ -106,37 +107,55 @@ __device__ __forceinline__ void finish_copies(int barrier) {
   asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
 }
 
+// The bits of two words that SLOTS of decoded_layout.py wants side by side. Written as operators, ptxas would take the mask
+// apart again for each use.
+__device__ __forceinline__ u32 selected(u32 even, u32 odd) {
+  u32 both;
+  asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(both) : "r"(even), "r"(odd), "n"(0xC180C180));  // even where the mask has ones
+  return both;
+}
+
 // The A operands of one wgmma from the quants of 64 columns (16 numbers of row r and of row r + 8 of each thread).
 struct Unit {
   uint4 quants[QUANT_BYTES / 2048];
-  u32 scale[2];  // bf16 pairs, of row r and r + 8
+  u16 scales[2];  // bf16, of row r and r + 8
 
-  __device__ __forceinline__ void load(u32 address, int thread) {
-    for (int i = 0; i < QUANT_BYTES / 2048; ++i) quants[i] = load_16(address + i * 2048 + thread * 16);
+  __device__ __forceinline__ void load(u32 quants_at, u32 scales_at) {
+    for (int i = 0; i < QUANT_BYTES / 2048; ++i) quants[i] = load_16(quants_at + i * 2048);
     u16 bytes;
-    const int at = W_FMT == NVFP4 ? thread * 2 : (thread >> 1) * 2;
-    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bytes) : "r"(address + QUANT_BYTES + at));
+    asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bytes) : "r"(scales_at));
     if (W_FMT == NVFP4) {
       // SCALE_CODES of decoded_layout.py: as bf16 bits, 4 to the left, 2^-117 times the scale.
       u32 pair = multiply(__byte_perm(bytes, 0, 0x4140) << 4, 0x7F007F00);  // 2^127
       if (!SCALED_TOKENS) pair = multiply(pair, 0x75807580);                // 2^108
-      scale[0] = __byte_perm(pair, 0, 0x1010);
-      scale[1] = __byte_perm(pair, 0, 0x3232);
+      asm("mov.b32 {%0, %1}, %2;" : "=h"(scales[0]), "=h"(scales[1]) : "r"(pair));
     } else {
-      scale[0] = e8m0_pair(bytes & 255);
-      scale[1] = e8m0_pair(bytes >> 8);
+      scales[0] = static_cast<u16>(e8m0_pair(bytes & 255));
+      scales[1] = static_cast<u16>(e8m0_pair(bytes >> 8));
     }
   }
 
   // Columns 4 * step .. 4 * step + 3 of the 16 of each thread.
   __device__ __forceinline__ void decode(int step, u32 (&a)[4]) const {
+    // Halves of a register that are split off and doubled by such moves alone are operands of multiplications.
+    u32 scale[2];
+    for (int half = 0; half < 2; ++half) asm("mov.b32 %0, {%1, %1};" : "=r"(scale[half]) : "h"(scales[half]));
     if (W_FMT == NVFP4) {
-      // SLOTS of decoded_layout.py: where the bits of the four numbers of each half lie.
-      const u32 w = step == 0 ? quants[0].x : step == 1 ? quants[0].y : step == 2 ? quants[0].z : quants[0].w;
-      a[0] = multiply((w & 0x81808180) | ((w >> 8) & 0x00400040), scale[0]);
-      a[1] = multiply((w << 2) & LANES, scale[1]);
-      a[2] = multiply((w << 6) & LANES, scale[0]);
-      a[3] = multiply(__funnelshift_r(w, w, 4) & LANES, scale[1]);
+      // SLOTS of decoded_layout.py: where the bits of the four numbers of each half lie in the words of an even and an odd
+      // step, and in `both`, which has bits of either.
+      const u32 even = step < 2 ? quants[0].x : quants[0].z, odd = step < 2 ? quants[0].y : quants[0].w;
+      const u32 both = selected(even, odd);
+      if (step % 2 == 0) {
+        a[0] = multiply((even << 2) & LANES, scale[0]);
+        a[1] = multiply((even << 6) & LANES, scale[1]);
+        a[2] = multiply(__funnelshift_r(even, even, 4) & LANES, scale[0]);
+        a[3] = multiply(both & LANES, scale[1]);
+      } else {
+        a[0] = multiply((odd << 4) & LANES, scale[0]);
+        a[1] = multiply(__funnelshift_r(odd, odd, 24) & LANES, scale[1]);
+        a[2] = multiply(__funnelshift_r(odd, odd, 2) & LANES, scale[0]);
+        a[3] = multiply(__funnelshift_r(both, both, 6) & LANES, scale[1]);
+      }
     } else {
       const uint4 q = quants[QUANT_BYTES == 4096 ? step >> 1 : 0];
       const u32 rows[2] = {step & 1 ? q.z : q.x, step & 1 ? q.w : q.y};
@@ -313,7 +332,7 @@ __device__ __forceinline__ float swiglu(float gate, float up) {
 // An encode scale, at most MAX_ENCODE_SCALE of weights.py.
 __device__ __forceinline__ float clamped(float gsf) { return gsf > 0x1p100f ? 0x1p100f : gsf; }
 
-// Bits of e4m3, rounded to nearest even; x is finite, not negative and at most 448.
+// Bits of e4m3, rounded to nearest even; x is finite and at most 448.
 __device__ __forceinline__ u32 e4m3_code(float x) {
   u16 pair;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(pair) : "f"(0.0f), "f"(x));
@@ -384,9 +403,10 @@ struct Requantization {
     of_scale[code] = {none ? 0.0f : __fdiv_rn(gsf, scale), __fmul_rn(scale, 0x1p100f), none ? 0u : 0x80000000u, 0u};
   }
 
-  // The code of a scale of numbers up to `amax`.
+  // The code of a scale of numbers up to `amax`. Without its sign, which it has of an encode scale below 0: then codes of
+  // numbers have the other sign, as their row has.
   __device__ __forceinline__ u32 scale_code(float amax) const {
-    const u32 code = e4m3_code(fminf(divide(__fmul_rn(gsf, amax), 6.0f, 1.0f / 6.0f), 448.0f));
+    const u32 code = e4m3_code(fminf(divide(__fmul_rn(gsf, amax), 6.0f, 1.0f / 6.0f), 448.0f)) & 127;
     return is_finite(amax) ? code : 127;
   }
 };
@@ -575,42 +595,87 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
 #pragma unroll
   for (int i = 0; i < 4 * BLOCKS; ++i) acc[i] = 0.0f;
   static_assert(4 / BATCH % BUFFERS == 0, "buffers must come in turn from unit to unit");
-  u32 a[BUFFERS][BATCH][4];
-  int last = -1;
+  static_assert(!AHEAD || (BATCH == 4 && BUFFERS == 1 && STAGE_K64 % 2 == 0), "units must come in turn from stage to stage");
+  u32 a[AHEAD ? 2 : BUFFERS][BATCH][4];
   Unit ahead;  // quants of the next part of the stage, on their way while this one is multiplied
+  // Of this thread in the first part of the stage.
+  const u32 first_quants = stages + warpgroup * CHUNK * UNIT_BYTES + thread * 16;
+  const int to_scales = QUANT_BYTES + (W_FMT == NVFP4 ? thread * 2 : thread / 2 * 2) - thread * 16;
+  u32 quants_at, scales_at;
   auto load_part = [&](int part) {
-    const int unit = (part / CHUNK * WARPGROUPS + warpgroup) * CHUNK + part % CHUNK;
-    ahead.load(stages + stage * STAGE_BYTES + unit * UNIT_BYTES, thread);
-  };
-  auto multiply_part = [&](int part) {
-    const u64 tokens = token_descriptor(stages + stage * STAGE_BYTES + WEIGHT_STAGE);
-    const Unit unit = ahead;
-#pragma unroll
-    for (int batch = 0; batch < 4 / BATCH; ++batch) {
-      auto& operands = a[batch % BUFFERS];
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) unit.decode(batch * BATCH + i, operands[i]);
-      wgmma_fence();
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) {
-        Wgmma<BLOCKS>::run(acc, operands[i], tokens + ((part * TOKEN_BYTES + (batch * BATCH + i) * 256) >> 4));
-      }
-      wgmma_commit();
-      if (batch == 4 / BATCH - 1 && part + 1 < STAGE_K64) load_part(part + 1);
-      wgmma_wait<BUFFERS - 1>();
-      if (part == 0 && batch == BUFFERS - 1 && last >= 0) barrier_arrive_warp(empty + last * 8);
+    if (part == 0) {
+      quants_at = first_quants + stage * STAGE_BYTES;
+      scales_at = quants_at + to_scales;
+      // Kept as they are, since ptxas would rather add everything up again for each part than have constants in its loads.
+      asm("" : "+r"(quants_at), "+r"(scales_at));
     }
+    const int distance = (part / CHUNK * WARPGROUPS * CHUNK + part % CHUNK) * UNIT_BYTES;
+    ahead.load(quants_at + distance, scales_at + distance);
   };
-  for (int k64 = 0; k64 < p.units; k64 += STAGE_K64) {
+  auto stage_tokens = [&] { return token_descriptor(stages + stage * STAGE_BYTES + WEIGHT_STAGE); };
+  auto multiply = [&](u64 tokens, int part, int batch, const u32 (&operands)[BATCH][4]) {
+    wgmma_fence();
+#pragma unroll
+    for (int i = 0; i < BATCH; ++i) {
+      Wgmma<BLOCKS>::run(acc, operands[i], tokens + ((part * TOKEN_BYTES + (batch * BATCH + i) * 256) >> 4));
+    }
+    wgmma_commit();
+  };
+  if constexpr (AHEAD) {
+    auto decode_into = [&](u32 (&operands)[BATCH][4]) {
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) ahead.decode(i, operands[i]);
+    };
     barrier_wait(full + stage * 8, parity);
     load_part(0);
+    decode_into(a[0]);
+    for (int left = p.units; left > 0; left -= STAGE_K64) {
+      const u64 tokens = stage_tokens();
+      const u32 done = empty + stage * 8;
 #pragma unroll
-    for (int part = 0; part < STAGE_K64; ++part) multiply_part(part);
-    last = stage;
-    if (++stage == STAGES) stage = 0, parity ^= 1;
+      for (int part = 0; part < STAGE_K64; ++part) {
+        if (part + 1 < STAGE_K64) load_part(part + 1);
+        multiply(tokens, part, 0, a[part % 2]);
+        if (part + 1 < STAGE_K64) {
+          decode_into(a[(part + 1) % 2]);
+        } else if (left > STAGE_K64) {
+          if (++stage == STAGES) stage = 0, parity ^= 1;
+          barrier_wait(full + stage * 8, parity);
+          load_part(0);
+          decode_into(a[0]);
+        }
+        wgmma_wait<0>();
+      }
+      barrier_arrive_warp(done);
+    }
+  } else {
+    int last = -1;
+    for (int k64 = 0; k64 < p.units; k64 += STAGE_K64) {
+      barrier_wait(full + stage * 8, parity);
+      load_part(0);
+      const u64 tokens = stage_tokens();
+#pragma unroll
+      for (int part = 0; part < STAGE_K64; ++part) {
+        const Unit unit = ahead;
+#pragma unroll
+        for (int batch = 0; batch < 4 / BATCH; ++batch) {
+          auto& operands = a[batch % BUFFERS];
+#pragma unroll
+          for (int i = 0; i < BATCH; ++i) unit.decode(batch * BATCH + i, operands[i]);
+          multiply(tokens, part, batch, operands);
+          if (batch == 4 / BATCH - 1 && part + 1 < STAGE_K64) load_part(part + 1);
+          wgmma_wait<BUFFERS - 1>();
+          // Of several buffers, the products of the stage before are done only now.
+          if (BUFFERS > 1 && part == 0 && batch == BUFFERS - 1 && last >= 0) barrier_arrive_warp(empty + last * 8);
+        }
+      }
+      if (BUFFERS == 1) barrier_arrive_warp(empty + stage * 8);
+      last = stage;
+      if (++stage == STAGES) stage = 0, parity ^= 1;
+    }
+    wgmma_wait<0>();
+    if (BUFFERS > 1) barrier_arrive_warp(empty + last * 8);
   }
-  wgmma_wait<0>();
-  barrier_arrive_warp(empty + last * 8);
 
   const int unit = tile.unit + warpgroup;
   finish_copies(1 + warpgroup);

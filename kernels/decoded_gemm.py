@@ -2,18 +2,19 @@
 
 `decode_tokens` gathers the rows once and decodes them to bf16; `decoded_gemm` streams the weights, which it reads once
 for up to 64, 128 or 160 tokens of a group, according to its shape. Gated results for another product with prepared
-weights are requantized and stored as `decode_tokens` would decode them, and that product starts beside the first. See
-the `.cu` files for the way of the data and `decoded_layout.py` for the order of the weights. The Triton kernel of
-`grouped_gemm.py` is their sibling for other architectures.
+weights are requantized and stored as `decode_tokens` would decode them, and that product starts beside the first unless
+it is to leave SMs free. See the `.cu` files for the way of the data and `decoded_layout.py` for the order of the
+weights. The Triton kernel of `grouped_gemm.py` is their sibling for other architectures.
 
 The order in which K is summed is that of `wgmma` over 16 columns at a time, in the order of `decoded_layout`: the same
 in all shapes, for every number of rows and whatever the neighbours.
 
 The two numbers, NVFP4, both products of the reference model (32 experts of 44.0 M parameters): 0.79 GB, 184 us at
 4.3 TB/s; at 32 x 1024 rows 2.89e12 flops, 3.73 ms at 773 TFLOP/s. A decode step is bound by instructions beside that:
-4.3 TB/s are 33 weights a cycle and SM, and the four schedulers issue 128 lanes; 2.2 instructions a weight are needed
-here (70 for the 32 of a thread in a unit), and while `wgmma` takes its operands from registers the other warps issue
-less: beside products of 32 tokens a `lop3` takes 3.2 cycles instead of 2 (16 tokens: 2.9).
+4.3 TB/s are 33 weights a cycle and SM, and the four schedulers issue 128 lanes; 2.15 instructions a weight are needed
+here (275 for the 128 of a thread in a stage of DECODE; 317 before the words were decoded by twos), and while `wgmma`
+takes its operands from registers the other warps issue less: beside products of 32 tokens a `lop3` takes 3.2 cycles
+instead of 2 (16 tokens: 2.9).
 
 Measured on one H200 (launch/results/gemm_h200.json), us; in parentheses torch's grouped_mm in bf16:
 
@@ -142,6 +143,8 @@ class DecodedShape:
         buffers: for decoded steps; with one, decoding waits for the tensor cores and other warpgroups go on.
         max_blocks: tokens of a tile / 8.
         cases: smaller numbers of blocks that have code of their own.
+        ahead: whether the first unit of a stage is decoded while the last of the stage before is multiplied; where a
+            stage has an even number of units, which are decoded as a whole.
     """
 
     warpgroups: int
@@ -151,6 +154,7 @@ class DecodedShape:
     buffers: int
     max_blocks: int
     cases: tuple[int, ...]
+    ahead: bool = False
 
 
 DECODE = DecodedShape(4, 4, 4, 4, 1, 8, (1, 2, 3, 4, 5, 6))
@@ -316,6 +320,7 @@ def macros(
         "CHUNK": chunk_units(units),
         "BATCH": shape.batch if w_format is NVFP4 else shape.mxfp8_batch,
         "BUFFERS": shape.buffers,
+        "AHEAD": int(shape.ahead and stage_k64 % 2 == 0),
         "SCALED_TOKENS": int(a_format.name == "nvfp4"),
         "MAX_BLOCKS": shape.max_blocks,
         "CASES": " ".join(f"CASE({blocks})" for blocks in shape.cases),
@@ -395,7 +400,8 @@ def _launch(
         ],
         device=w.device,
         shared_bytes=shared_bytes,
-        early=True,
+        # Beside a product that leaves SMs free, the one that takes its results would take those.
+        early=a.decoded is None or num_sms is None,
     )
 
 

@@ -7,10 +7,10 @@ columns `16 * t + 4 * step + pair * 2 + i` of the unit: what `wgmma` wants in it
 `half + 2 * pair`, is then a contiguous word, and a thread needs one NVFP4 scale per row. Tokens take the same columns
 in the same order.
 
-A unit of `nvfp4` is 2048 bytes of quants, 16 per thread, then 256 of scales, 2 per thread. A word is the 8 numbers of
-a step, bit by bit where `SLOTS` says, so that a rotation and a mask put three of the four registers where bf16 has its
-sign and its lowest exponent bits. A unit of `mxfp8` is 4096 bytes, steps 0 and 1 of all threads
-first, then 2 and 3, and 128 of scales.
+A unit of `nvfp4` is 2048 bytes of quants, 16 per thread, then 256 of scales, 2 per thread. Two words are the 16 numbers
+of an even step and the next, bit by bit where `SLOTS` says, so that shifts or rotations and masks put each of the eight
+registers where bf16 has its sign and its lowest exponent bits. A unit of `mxfp8` is 4096 bytes, steps 0 and 1 of all
+threads first, then 2 and 3, and 128 of scales.
 
 A unit holds 64 rows of a plain weight, `16 * warp + 2 * row + half`, or 32 of gate and of up, `8 * warp + row`, gate in
 half 0 and up in half 1: the SwiGLU is then within a thread.
@@ -24,15 +24,26 @@ from moe_runtime.formats import MXFP8, NVFP4, TokenFormat, ceil_div
 from moe_runtime.weights import GateUpOrder
 
 SLOTS = (
-    ((15, 8, 7, 14), (31, 24, 23, 30)),
-    ((13, 6, 5, 4), (29, 22, 21, 20)),
-    ((9, 2, 1, 0), (25, 18, 17, 16)),
-    ((19, 12, 11, 10), (3, 28, 27, 26)),
+    (
+        ((13, 6, 5, 4), (29, 22, 21, 20)),
+        ((9, 2, 1, 0), (25, 18, 17, 16)),
+        ((19, 12, 11, 10), (3, 28, 27, 26)),
+        ((15, 8, 7, 38), (31, 24, 23, 54)),
+    ),
+    (
+        ((43, 36, 35, 34), (59, 52, 51, 50)),
+        ((39, 32, 63, 62), (55, 48, 47, 46)),
+        ((49, 42, 41, 40), (33, 58, 57, 56)),
+        ((53, 14, 45, 44), (37, 30, 61, 60)),
+    ),
 )
-"""Where the bits `s e e m` of the numbers `i` = 0 and 1 of register 0, 1, 2, 3 lie in a word.
+"""Where the bits `s e e m` of the numbers `i` = 0 and 1 of register 0, 1, 2, 3 lie in two words, the first of which has
+the lower 32 bits: of an even step, and of the next.
 
-A rotation brings those of one register to bits 15, 8, 7, 6 and 31, 24, 23, 22, where a bf16 has them; register 0 lies
-there but for its lowest bit. Of all placements this one takes the fewest instructions (9 for a word).
+A shift or a rotation brings those of one register to bits 15, 8, 7, 6 and 31, 24, 23, 22, where a bf16 has them. Of
+each step, three registers are of one word. The fourth is of a word that has bits of both, which one instruction makes;
+in the even step it needs no shift. Of all placements of this kind this one takes the fewest instructions: 16 for two
+words, beside the multiplications by scales (9 for one word where each has bits of its own step alone).
 """
 
 UNIT = 64
@@ -124,7 +135,7 @@ def pack_units(quants_NK: torch.Tensor, scales_NV: torch.Tensor, fmt: TokenForma
     if fmt is NVFP4:
         # t, step, pair bytes; each byte i = 0 in the low nibble.
         codes = torch.stack((quants & 15, quants >> 4), -1).unflatten(-2, (4, 4, 2))
-        words = _place(codes.permute(0, 1, 2, 3, 5, 6, 4, 7, 8).int())
+        words = _place(codes.permute(0, 1, 2, 3, 5, 6, 4, 7, 8).int().unflatten(5, (2, 2)))
         packed = words.contiguous().view(torch.uint8)
     else:
         # [t, early or late steps, step, pair and i] to [late][warp, row, t][step, half, pair and i].
@@ -146,7 +157,7 @@ def unpack_units(
     split = UNIT * fmt.quant_bytes(UNIT)
     packed, packed_scales = units[..., :split].contiguous(), units[..., split:]
     if fmt is NVFP4:
-        codes = _codes(packed.view(torch.int32).view(count, columns, 4, 8, 4, 4))
+        codes = _codes(packed.view(torch.int64).view(count, columns, 4, 8, 4, 2)).flatten(5, 6)
         codes = codes.permute(0, 1, 2, 3, 6, 4, 5, 7, 8)
         quants = (codes[..., 0] | codes[..., 1] << 4).to(torch.uint8).flatten(-3)
     else:
@@ -170,25 +181,29 @@ def _padded(bytes_NB: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _place(codes: torch.Tensor) -> torch.Tensor:
-    """int32 words from e2m1 codes int32 `[..., half, pair, i]`, by `SLOTS`."""
-    words = torch.zeros(codes.shape[:-3], dtype=torch.int32, device=codes.device)
-    for register, slot in enumerate(SLOTS):
-        code = codes[..., register % 2, register // 2, :]
-        for i in range(2):
-            for bit, position in zip((3, 2, 1, 0), slot[i], strict=True):
-                words |= (code[..., i] >> bit & 1) << position
+    """int64 pairs of words from e2m1 codes int32 `[..., odd step, half, pair, i]`, by `SLOTS`."""
+    words = torch.zeros(codes.shape[:-4], dtype=torch.int64, device=codes.device)
+    for odd, slots in enumerate(SLOTS):
+        for register, slot in enumerate(slots):
+            code = codes[..., odd, register % 2, register // 2, :]
+            for i in range(2):
+                for bit, position in zip((3, 2, 1, 0), slot[i], strict=True):
+                    words |= (code[..., i] >> bit & 1).long() << position
     return words
 
 
 def _codes(words: torch.Tensor) -> torch.Tensor:
-    """The inverse of `_place`: int32 `[..., half, pair, i]`."""
-    registers = []
-    for slot in SLOTS:
-        halves = []
-        for positions in slot:
-            code = torch.zeros_like(words)
-            for bit, position in zip((3, 2, 1, 0), positions, strict=True):
-                code |= (words >> position & 1) << bit
-            halves.append(code)
-        registers.append(torch.stack(halves, -1))
-    return torch.stack(registers, -2).unflatten(-2, (2, 2)).transpose(-3, -2)
+    """The inverse of `_place`: int32 `[..., odd step, half, pair, i]`."""
+    steps = []
+    for slots in SLOTS:
+        registers = []
+        for slot in slots:
+            halves = []
+            for positions in slot:
+                code = torch.zeros_like(words, dtype=torch.int32)
+                for bit, position in zip((3, 2, 1, 0), positions, strict=True):
+                    code |= (words >> position & 1).int() << bit
+                halves.append(code)
+            registers.append(torch.stack(halves, -1))
+        steps.append(torch.stack(registers, -2).unflatten(-2, (2, 2)).transpose(-3, -2))
+    return torch.stack(steps, -4)

@@ -40,6 +40,38 @@ def random_expert(fmt: TokenFormat, n: int, k: int, rng: torch.Generator) -> tup
     return quants, scales
 
 
+def rotated(word: int, by: int) -> int:
+    """A word of 32 bits, turned to the right."""
+    return (word >> by | word << 32 - by) & 0xFFFFFFFF
+
+
+def registers(even: int, odd: int) -> list[list[int]]:
+    """What the kernel makes of the words of two steps: four registers of each, to be multiplied by scales."""
+    both = even & 0xC180C180 | odd & ~0xC180C180
+    found = [
+        [even << 2, even << 6, rotated(even, 4), both],
+        [odd << 4, rotated(odd, 24), rotated(odd, 2), rotated(both, 6)],
+    ]
+    return [[word & 0x81C081C0 for word in step] for step in found]
+
+
+def places() -> dict[tuple[int, int, int, int], int]:
+    """By odd step, register, `i` and bit of a code: the one bit of two words that comes where a bf16 number has it."""
+    found = {}
+    for position in range(64):
+        word = 1 << position
+        for odd, step in enumerate(registers(word & 0xFFFFFFFF, word >> 32)):
+            for register, bits in enumerate(step):
+                for i, bit in product(range(2), range(4)):
+                    if bits >> (15 if bit == 3 else 6 + bit) + 16 * i & 1:
+                        assert (odd, register, i, bit) not in found
+                        found[odd, register, i, bit] = position
+    return found
+
+
+PLACES = places()
+
+
 def weight_row(unit: int, warp: int, row: int, half: int, n: int, order: GateUpOrder | None) -> int:
     """The row of a weight of `n` rows that a thread's half holds; `n` or more for padding."""
     if order is None:
@@ -75,8 +107,9 @@ def expected_unit(
                 out[at] = numbers[source, column]
                 continue
             code = numbers[source, column // 2] >> 4 * (column % 2) & 15
-            for bit, position in zip((3, 2, 1, 0), SLOTS[half + 2 * pair][i], strict=True):
-                out[thread * 16 + step * 4 + position // 8] |= (code >> bit & 1) << position % 8
+            for bit in range(4):
+                position = PLACES[step % 2, half + 2 * pair, i, bit]
+                out[thread * 16 + step // 2 * 8 + position // 8] |= (code >> bit & 1) << position % 8
         block = (of_k * 64 + 16 * t) // fmt.block
         if block < factors.shape[1]:
             if fmt is NVFP4:
@@ -160,8 +193,11 @@ def test_padding_is_zeros(name: str) -> None:
     assert ones == quants.numel() * 8 + scales.numel() * code.bit_count()
 
 
-def test_slots_use_each_bit_of_a_word_once() -> None:
-    assert sorted(np.ravel(SLOTS).tolist()) == list(range(32))
+def test_slots_are_where_the_kernel_looks() -> None:
+    """Each bit of two words is of one number, where shifts, a selection and a mask find it."""
+    assert sorted(np.ravel(SLOTS).tolist()) == list(range(64))
+    numbers = product(range(2), range(4), range(2))
+    assert PLACES == {(*at, bit): SLOTS[at[0]][at[1]][at[2]][3 - bit] for at in numbers for bit in range(4)}
 
 
 def test_sizes() -> None:

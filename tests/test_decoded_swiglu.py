@@ -107,6 +107,38 @@ def test_swiglu_requantized(case: Case, rng: torch.Generator, device: torch.devi
         assert_same_bits(hidden.row_scale, want, "row_scale")
 
 
+def test_a_negative_encode_scale_turns_the_signs_of_codes(rng: torch.Generator, device: torch.device) -> None:
+    """As a tensor, of which the host knows nothing: scales stay positive, rows and codes have the other sign."""
+    if not IS_HOPPER:
+        pytest.skip("what others make of it is theirs")
+    sizes, inner = [5, 9], 128
+    w = PreparedWeights.prepare(random_weights("nvfp4", 2, 2 * inner, 128, rng, device, gate_up=True))
+    down = PreparedWeights.prepare(random_weights("nvfp4", 2, 64, inner, rng, device))
+    a = make_rows("nvfp4", sizes, 128, rng, device, num_experts=2)
+    for then in (None, down):
+        found = []
+        for gsf in (11.0, -11.0):
+            given = torch.tensor([gsf], device=device)
+            found.append(grouped_gemm_swiglu(a, w, SwiGLU(), out_format="nvfp4", out_gsf=given, then=then))
+        want, got = found
+        assert want.row_scale is not None and got.row_scale is not None
+        assert_same_bits(got.row_scale, -want.row_scale, "row_scale")
+        if then is not None:
+            continue
+        assert want.scales is not None and got.scales is not None
+        rows = swizzled(scale_rows(want)[: sum(sizes)], inner // 16)
+        scales = [bits(hidden.scales).reshape(-1)[rows] for hidden in found]
+        assert (scales[0] > 0).all() and (scales[0] < 127).all()
+        assert_same_bits(torch.from_numpy(scales[1]), torch.from_numpy(scales[0]), "scales")
+        count = sum(sizes)
+        assert_same_bits(got.rows[:count].view(torch.uint8), want.rows[:count].view(torch.uint8) ^ 0x88, "codes")
+    results = [poisoned(a.capacity, 64, torch.bfloat16, device) for _ in found]
+    for hidden, result in zip(found, results, strict=True):
+        assert hidden.decoded is not None
+        grouped_gemm(hidden, down, out=result)
+    assert_same_bits(*results, "second product")
+
+
 @pytest.mark.parametrize("order", GateUpOrder)
 def test_expert_scales_of_gate_and_up_alike(order: GateUpOrder, rng: torch.Generator, device: torch.device) -> None:
     """`[E]` where `[E, 2]` would hold the same number twice."""

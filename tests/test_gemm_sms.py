@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -53,6 +54,28 @@ def test_grids(limit: int | None, blocks: int, rng: torch.Generator, monkeypatch
         tma.grouped_gemm_swiglu(a, w, SwiGLU(), out_format="fp8_block", regime=regime, num_sms=limit)
     pairs = max(2, blocks // 2 * 2)
     assert grids[2:] == [blocks, blocks, pairs, pairs]
+
+
+@pytest.mark.cpu_only
+def test_a_product_that_is_limited_does_not_start_beside_the_one_before(
+    rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take the SMs that both are to leave free; after `decode_tokens`, which has no limit, it does."""
+    early: list[tuple[str, bool]] = []
+    monkeypatch.setattr(nvrtc, "launch", lambda _, name, *__, **more: early.append((name, more["early"])))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
+    cpu = torch.device("cpu")
+    gate_up = PreparedWeights.prepare(random_weights("nvfp4", 4, 256, 256, rng, cpu, gate_up=True))
+    down = PreparedWeights.prepare(random_weights("nvfp4", 4, 256, 128, rng, cpu))
+    a = make_rows("nvfp4", SIZES, 256, rng, cpu, num_experts=4)
+    for limit in (None, 116):
+        hidden, gsf = empty_intermediate(a, gate_up, "nvfp4", None)
+        hidden = replace(hidden, decoded=decoded_gemm.empty_decoded(a, hidden.num_columns))
+        decoded_gemm.decoded_gemm_swiglu(a, gate_up, SwiGLU(), hidden, gsf, num_sms=limit)
+        decoded_gemm.decoded_gemm(hidden, down, torch.empty(a.capacity, 256), num_sms=limit)
+    first = [("decode_tokens", True), ("decoded_gemm", True)]
+    assert early == [*first, ("decoded_gemm", True), *first, ("decoded_gemm", False)]
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_block", "mxfp8", "nvfp4"])

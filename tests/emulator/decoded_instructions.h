@@ -30,6 +30,15 @@ inline void ld_shared_v4_u32(unsigned& x, unsigned& y, unsigned& z, unsigned& w,
   x = value.x, y = value.y, z = value.z, w = value.w;
 }
 inline void ld_shared_u16(unsigned short& value, unsigned address) { value = in_shared<unsigned short>(address); }
+inline void mov_b32(unsigned short& low, unsigned short& high, unsigned pair) { low = pair & 0xFFFF, high = pair >> 16; }
+inline void mov_b32(unsigned& pair, unsigned short half) { pair = half | unsigned(half) << 16; }
+// Bit by bit, by a table of eight results; a is the highest bit of what is looked up.
+inline void lop3_b32(unsigned& result, unsigned a, unsigned b, unsigned c, unsigned table) {
+  result = 0;
+  for (unsigned row = 0; row < 8; ++row) {
+    if (table >> row & 1) result |= (row & 4 ? a : ~a) & (row & 2 ? b : ~b) & (row & 1 ? c : ~c);
+  }
+}
 inline void max_NaN_f32(float& larger, float a, float b) { larger = std::isnan(a) || std::isnan(b) ? NAN : max(a, b); }
 inline void ex2_approx_ftz_f32(float& power, float x) { power = std::exp2(x) < 0x1p-126f ? 0.0f : std::exp2(x); }
 inline void rcp_approx_ftz_f32(float& inverse, float x) { inverse = 1.0f / x < 0x1p-126f ? 0.0f : 1.0f / x; }
