@@ -8,10 +8,9 @@
 // Macros: W_FMT, OUT_FMT (FormatCode), OUT_TYPE (0 bf16, 1 fp16, 2 fp32; not gated), GATED, OUT_DECODED (gated
 // results as decode_tokens.cu would make them), ROW_SCALES, EXPERT_SCALES, BIAS (whether there are such), WARPGROUPS (64
 // weight rows of a tile each), STAGES, STAGE_K64 (columns of a stage / 64; divides `units`), CHUNK (columns of a chunk of
-// weights / 64; divides STAGE_K64), BATCH (steps of 16 columns decoded before a wait), BUFFERS (for decoded steps), AHEAD
-// (whether the first unit of the next stage is decoded while the last of this one is multiplied), MAX_BLOCKS (tokens of a
-// tile / 8), CASES (numbers of blocks below that have code of their own), MAX_GROUPS, SCALED_TOKENS (tokens are 2^100 times
-// their value), ALPHA, LIMIT, UP_OFFSET.
+// weights / 64; divides STAGE_K64), BATCH (steps of 16 columns decoded before a wait), BUFFERS (for decoded steps), MAX_BLOCKS
+// (tokens of a tile / 8), CASES (numbers of blocks below that have code of their own), MAX_GROUPS, SCALED_TOKENS (tokens are
+// 2^100 times their value), ALPHA, LIMIT, UP_OFFSET.
 
 #include "mbarrier.cuh"
 
@@ -141,8 +140,8 @@ struct Unit {
     u32 scale[2];
     for (int half = 0; half < 2; ++half) asm("mov.b32 %0, {%1, %1};" : "=r"(scale[half]) : "h"(scales[half]));
     if (W_FMT == NVFP4) {
-      // SLOTS of decoded_layout.py: where the bits of the four numbers of each half lie in the words of an even and an odd
-      // step, and in `both`, which has bits of either.
+      // SLOTS of decoded_layout.py: where the bits of the four numbers of each half lie in the words of an even and an odd step,
+      // and in `both`, which has bits of either.
       const u32 even = step < 2 ? quants[0].x : quants[0].z, odd = step < 2 ? quants[0].y : quants[0].w;
       const u32 both = selected(even, odd);
       if (step % 2 == 0) {
@@ -595,8 +594,8 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
 #pragma unroll
   for (int i = 0; i < 4 * BLOCKS; ++i) acc[i] = 0.0f;
   static_assert(4 / BATCH % BUFFERS == 0, "buffers must come in turn from unit to unit");
-  static_assert(!AHEAD || (BATCH == 4 && BUFFERS == 1 && STAGE_K64 % 2 == 0), "units must come in turn from stage to stage");
-  u32 a[AHEAD ? 2 : BUFFERS][BATCH][4];
+  u32 a[BUFFERS][BATCH][4];
+  int last = -1;
   Unit ahead;  // quants of the next part of the stage, on their way while this one is multiplied
   // Of this thread in the first part of the stage.
   const u32 first_quants = stages + warpgroup * CHUNK * UNIT_BYTES + thread * 16;
@@ -612,70 +611,37 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
     const int distance = (part / CHUNK * WARPGROUPS * CHUNK + part % CHUNK) * UNIT_BYTES;
     ahead.load(quants_at + distance, scales_at + distance);
   };
-  auto stage_tokens = [&] { return token_descriptor(stages + stage * STAGE_BYTES + WEIGHT_STAGE); };
-  auto multiply = [&](u64 tokens, int part, int batch, const u32 (&operands)[BATCH][4]) {
-    wgmma_fence();
+  auto multiply_part = [&](int part) {
+    const u64 tokens = token_descriptor(stages + stage * STAGE_BYTES + WEIGHT_STAGE);
+    const Unit unit = ahead;
 #pragma unroll
-    for (int i = 0; i < BATCH; ++i) {
-      Wgmma<BLOCKS>::run(acc, operands[i], tokens + ((part * TOKEN_BYTES + (batch * BATCH + i) * 256) >> 4));
+    for (int batch = 0; batch < 4 / BATCH; ++batch) {
+      auto& operands = a[batch % BUFFERS];
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) unit.decode(batch * BATCH + i, operands[i]);
+      wgmma_fence();
+#pragma unroll
+      for (int i = 0; i < BATCH; ++i) {
+        Wgmma<BLOCKS>::run(acc, operands[i], tokens + ((part * TOKEN_BYTES + (batch * BATCH + i) * 256) >> 4));
+      }
+      wgmma_commit();
+      if (batch == 4 / BATCH - 1 && part + 1 < STAGE_K64) load_part(part + 1);
+      wgmma_wait<BUFFERS - 1>();
+      // Of several buffers, the products of the stage before are done only now.
+      if (BUFFERS > 1 && part == 0 && batch == BUFFERS - 1 && last >= 0) barrier_arrive_warp(empty + last * 8);
     }
-    wgmma_commit();
   };
-  if constexpr (AHEAD) {
-    auto decode_into = [&](u32 (&operands)[BATCH][4]) {
-#pragma unroll
-      for (int i = 0; i < BATCH; ++i) ahead.decode(i, operands[i]);
-    };
+  for (int k64 = 0; k64 < p.units; k64 += STAGE_K64) {
     barrier_wait(full + stage * 8, parity);
     load_part(0);
-    decode_into(a[0]);
-    for (int left = p.units; left > 0; left -= STAGE_K64) {
-      const u64 tokens = stage_tokens();
-      const u32 done = empty + stage * 8;
 #pragma unroll
-      for (int part = 0; part < STAGE_K64; ++part) {
-        if (part + 1 < STAGE_K64) load_part(part + 1);
-        multiply(tokens, part, 0, a[part % 2]);
-        if (part + 1 < STAGE_K64) {
-          decode_into(a[(part + 1) % 2]);
-        } else if (left > STAGE_K64) {
-          if (++stage == STAGES) stage = 0, parity ^= 1;
-          barrier_wait(full + stage * 8, parity);
-          load_part(0);
-          decode_into(a[0]);
-        }
-        wgmma_wait<0>();
-      }
-      barrier_arrive_warp(done);
-    }
-  } else {
-    int last = -1;
-    for (int k64 = 0; k64 < p.units; k64 += STAGE_K64) {
-      barrier_wait(full + stage * 8, parity);
-      load_part(0);
-      const u64 tokens = stage_tokens();
-#pragma unroll
-      for (int part = 0; part < STAGE_K64; ++part) {
-        const Unit unit = ahead;
-#pragma unroll
-        for (int batch = 0; batch < 4 / BATCH; ++batch) {
-          auto& operands = a[batch % BUFFERS];
-#pragma unroll
-          for (int i = 0; i < BATCH; ++i) unit.decode(batch * BATCH + i, operands[i]);
-          multiply(tokens, part, batch, operands);
-          if (batch == 4 / BATCH - 1 && part + 1 < STAGE_K64) load_part(part + 1);
-          wgmma_wait<BUFFERS - 1>();
-          // Of several buffers, the products of the stage before are done only now.
-          if (BUFFERS > 1 && part == 0 && batch == BUFFERS - 1 && last >= 0) barrier_arrive_warp(empty + last * 8);
-        }
-      }
-      if (BUFFERS == 1) barrier_arrive_warp(empty + stage * 8);
-      last = stage;
-      if (++stage == STAGES) stage = 0, parity ^= 1;
-    }
-    wgmma_wait<0>();
-    if (BUFFERS > 1) barrier_arrive_warp(empty + last * 8);
+    for (int part = 0; part < STAGE_K64; ++part) multiply_part(part);
+    if (BUFFERS == 1) barrier_arrive_warp(empty + stage * 8);
+    last = stage;
+    if (++stage == STAGES) stage = 0, parity ^= 1;
   }
+  wgmma_wait<0>();
+  if (BUFFERS > 1) barrier_arrive_warp(empty + last * 8);
 
   const int unit = tile.unit + warpgroup;
   finish_copies(1 + warpgroup);

@@ -143,8 +143,6 @@ class DecodedShape:
         buffers: for decoded steps; with one, decoding waits for the tensor cores and other warpgroups go on.
         max_blocks: tokens of a tile / 8.
         cases: smaller numbers of blocks that have code of their own.
-        ahead: whether the first unit of a stage is decoded while the last of the stage before is multiplied; where a
-            stage has an even number of units, which are decoded as a whole.
     """
 
     warpgroups: int
@@ -154,7 +152,6 @@ class DecodedShape:
     buffers: int
     max_blocks: int
     cases: tuple[int, ...]
-    ahead: bool = False
 
 
 DECODE = DecodedShape(4, 4, 4, 4, 1, 8, (1, 2, 3, 4, 5, 6))
@@ -320,7 +317,6 @@ def macros(
         "CHUNK": chunk_units(units),
         "BATCH": shape.batch if w_format is NVFP4 else shape.mxfp8_batch,
         "BUFFERS": shape.buffers,
-        "AHEAD": int(shape.ahead and stage_k64 % 2 == 0),
         "SCALED_TOKENS": int(a_format.name == "nvfp4"),
         "MAX_BLOCKS": shape.max_blocks,
         "CASES": " ".join(f"CASE({blocks})" for blocks in shape.cases),

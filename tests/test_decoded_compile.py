@@ -188,19 +188,6 @@ def test_gemm_compiles_to_what_it_is_meant_for(
     assert 128 * (shape.warpgroups * consumer + producer) <= REGISTERS_OF_A_BLOCK
 
 
-@pytest.mark.parametrize(("name", "k", "ahead"), [("nvfp4", 7168, 1), ("mxfp8", 640, 1), ("nvfp4", 2880, 0)])
-def test_units_decoded_ahead_compile(
-    name: str, k: int, ahead: int, recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Where a stage has an even number of units, without products that wait for each other."""
-    monkeypatch.setattr(decoded_gemm, "DECODE", replace(DECODE, ahead=True))
-    launch = launched(recorded, name, name, k, DECODE_ROWS, SwiGLU(), name)
-    assert launch.defines["AHEAD"] == ahead
-    compiled = compile_recorded(launch)
-    assert "serialized" not in compiled.log and "Potential Performance Loss" not in compiled.log, compiled.log
-    assert compiled.spilled_bytes <= SPILL_BYTES, compiled.log
-
-
 @pytest.mark.parametrize("name", ["bf16", "nvfp4", "mxfp8"])
 def test_decoding_of_tokens_compiles(name: str, recorded: list[Recorded]) -> None:
     decode_tokens(rows_of(name, 8, 128), 2)

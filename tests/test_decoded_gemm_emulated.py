@@ -6,7 +6,6 @@ The cases and their oracles are those of the tests on a GPU; each is run under s
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from inspect import signature
 from itertools import product
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 from moe_runtime import op_weights
 from moe_runtime.kernels import decoded_gemm, nvrtc
 from moe_runtime.kernels import grouped_gemm as gemm
-from moe_runtime.kernels.decoded_gemm import DECODE, DECODE_ROWS, MIDDLE, PREFILL, DecodedShape
+from moe_runtime.kernels.decoded_gemm import DECODE, MIDDLE, PREFILL, DecodedShape
 from moe_runtime.kernels.gemm_arguments import DEFAULT_INTERMEDIATE_GSF
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import GateUpOrder, SwiGLU
@@ -27,7 +26,7 @@ from tests import test_op_weights as operations
 from tests.comparison import assert_same_bits
 from tests.emulator import Emulator, needs_emulator
 from tests.gemm_cases import UNIT, check_inside, exact_gemm, make_rows, random_weights
-from tests.gemm_checks import ROWS_OF_SHAPES, SHAPES, check_quantized, poisoned
+from tests.gemm_checks import SHAPES, check_quantized, poisoned
 
 pytestmark = [needs_emulator, pytest.mark.cpu_only]
 
@@ -163,24 +162,6 @@ def test_weight_rows_that_no_tile_has_are_found(
         test_bits_are_the_same_however_tiles_are_cut([9], emulator, rng, monkeypatch)
 
 
-@pytest.mark.parametrize("units", [4, 10, 12])
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
-@pytest.mark.parametrize("schedule", range(SCHEDULES))
-def test_bits_are_the_same_where_units_are_decoded_ahead(
-    schedule: int, name: str, units: int, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One stage, five stages of two units and three of four, with rows of a group for several widths."""
-    n, k = 3 * 64 + 8, units * 64
-    w = random_weights(name, 3, n, k, rng, CPU)
-    a, prepared = make_rows(name, [9, 0, 41], k, rng, CPU, num_experts=3), PreparedWeights.prepare(w)
-    want, got = (poisoned(a.capacity, n, torch.bfloat16, CPU) for _ in range(2))
-    gemm.grouped_gemm(a, prepared, out=want)
-    monkeypatch.setattr(decoded_gemm, "DECODE", replace(DECODE, ahead=True))
-    gemm.grouped_gemm(a, prepared, out=got)
-    assert_same_bits(got, want, "rows")
-    check_inside(got, exact_gemm(a, w, CPU), UNIT[torch.bfloat16])
-
-
 MISTAKES = {
     "products_not_waited_for": ("wgmma_wait<1 - 1>();", "", "changed while their product was under way"),
     "scales_of_the_next_tile": (
@@ -189,33 +170,16 @@ MISTAKES = {
         "outside; at",
     ),
     "a_stage_further": (
-        "barrier_wait(full + stage * 8, parity);\n      load_part(0);",
-        "barrier_wait(full + (stage + 1) % 4 * 8, parity);\n      load_part(0);",
+        "barrier_wait(full + stage * 8, parity);\n    load_part(0);",
+        "barrier_wait(full + (stage + 1) % 4 * 8, parity);\n    load_part(0);",
         "nothing can go on|arrive at mbarrier|changed while",
     ),
-    "ahead_not_waited_for": (
-        "wgmma_wait<0>();\n      }\n      barrier_arrive_warp(done);",
-        "}\n      barrier_arrive_warp(done);",
-        "changed while their product was under way|written since|outside; at",
-    ),
-    "ahead_where_products_read": (
-        "decode_into(a[(part + 1) % 2]);",
-        "decode_into(a[part % 2]);",
-        "changed while their product was under way",
-    ),
 }
-"""What is written instead in the translated GEMM, and what that ends with; `ahead` are of `DecodedShape.ahead`."""
+"""What is written instead in the translated GEMM, and what that ends with."""
 
 
-@pytest.mark.parametrize("name", MISTAKES)
-def test_mistakes_are_found(
-    name: str, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    right, wrong, found = MISTAKES[name]
-    shape = replace(DECODE, ahead=name.startswith("ahead"))
-    monkeypatch.setattr(decoded_gemm, "DECODE", shape)
-    monkeypatch.setitem(ROWS_OF_SHAPES, shape, DECODE_ROWS)
-
+@pytest.mark.parametrize(("right", "wrong", "found"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_found(right: str, wrong: str, found: str, emulator: Emulator, rng: torch.Generator) -> None:
     def edit(text: str) -> str:
         assert text.count(right) == int("wgmma" in text), "the kernel, and not the one that decodes rows"
         return text.replace(right, wrong)
@@ -223,4 +187,4 @@ def test_mistakes_are_found(
     emulator.edit = edit
     with pytest.raises(AssertionError, match=found):
         for _ in range(20):
-            plain.test_ragged_groups("nvfp4", "nvfp4", shape, rng, CPU)
+            plain.test_ragged_groups("nvfp4", "nvfp4", DECODE, rng, CPU)
