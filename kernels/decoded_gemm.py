@@ -79,12 +79,12 @@ of Qwen3-235B on 8 ranks:
         576 748 to 637, MXFP8 733 to 653. With fewer or more rows they lose: 384 tokens 450 to 483, 640 739 to 770
     20. weights by chunks of 128 columns, so that a tile reads 18 KB at a time instead of four times 9: 32 x 1 and 16
         214 and 226 to 207 and 221, 128 tokens 266 to 263, 512 tokens 571 to 559 (timed with other chunks, of a stage)
-    21. 275 instead of 317 instructions for four units: halves of a register as operands of multiplications, words decoded
-        by twos, addresses of a stage added up once, and a stage given back when its products are done instead of in the
-        next. 32 x 1, 16 and 32 rows 208, 221 and 247 to 202, 213 and 236, 8 x 16, 32 and 48 both 67, 73 and 80 to 63, 67
-        and 75, 128 tokens a rank 262 to 249, MXFP8 32 x 32 438 to 368, 32 x 1024 4130 to 4090
-    22. 32 columns for each wait where many rows come, now that decoding takes less: 32 x 1024 3687 to 3646, 256 tokens a
-        rank 344 to 343; 64 columns 3636, but 348. MXFP8 has had them
+    21. 275 instead of 317 instructions for four units: halves of a register as operands of multiplications, words
+        decoded by twos, addresses of a stage added up once, and a stage given back when its products are done instead
+        of in the next. 32 x 1, 16 and 32 rows 208, 221 and 247 to 202, 213 and 236, 8 x 16, 32 and 48 both 67, 73 and
+        80 to 63, 67 and 75, 128 tokens a rank 262 to 249, MXFP8 32 x 32 438 to 368, 32 x 1024 4130 to 4090
+    22. 32 columns for each wait where many rows come, now that decoding takes less: 32 x 1024 3687 to 3646, 256 tokens
+        a rank 344 to 343; 64 columns 3636, but 348. MXFP8 has had them
 
 Dropped: `griddepcontrol.launch_dependents` at the start of the GEMM (4 us slower: what decodes the next tokens gathers
 on the few SMs that are idle) and at the end of its loads (1 us faster or 2 slower); two warpgroups of 256 tokens for

@@ -145,11 +145,12 @@ def _compile(file: str, defines: Defines, arch: str) -> Compiled:
     return Compiled(cubin, ptx, log)
 
 
-def _output(program: Any, size_of: Callable[[Any], Any], read: Callable[[Any, bytes], Any]) -> bytes:
+def _output(program: Any, size_of: Callable[[Any], Any], read: Callable[[Any, bytearray], Any]) -> bytes:
     """What `read` writes of a program, in as many bytes as `size_of` says."""
-    output = b" " * _checked(size_of(program))
+    # Not into `bytes`: those of length 1 are the interpreter's own, and an empty log has one byte.
+    output = bytearray(_checked(size_of(program)))
     _checked(read(program, output))
-    return output
+    return bytes(output)
 
 
 def _kept(name: str) -> bytes | None:

@@ -80,6 +80,13 @@ def test_a_macro_that_is_missing_is_an_error_of_the_source() -> None:
 
 
 @pytest.mark.cpu_only
+def test_the_interpreter_keeps_its_bytes() -> None:
+    """An empty log is one zero, written to memory of its own: `bytes` of length 1 are shared by all of a process."""
+    nvrtc.compile_source("fill.cu", {"FACTOR": 3}, "compute_90a")
+    assert (b" " * 1).hex() == "20"
+
+
+@pytest.mark.cpu_only
 def test_ptx_and_cubin(sources: Path) -> None:
     ptx = nvrtc.compile_source("fill.cu", {"FACTOR": 3}, "compute_90a").decode()
     assert ".target sm_90a" in ptx and ".entry fill(" in ptx

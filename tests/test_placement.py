@@ -211,7 +211,7 @@ def test_a_section_of_a_config_is_planned_from_its_file(tmp_path: Path) -> None:
         (1, "[1, 2, NaN]", r"placement\.load: .*load\.json: load: expected finite numbers .* got nan for expert 2"),
         (1, "[1, 2, -3]", r"load\.json: load: .* got -3\.0 for expert 2"),
         (1, "", r"placement\.load: .*load\.json: "),
-        (1, "[" * 9000, r"placement\.load: .*load\.json: maximum recursion depth"),
+        (1, "[" * 200_000, r"placement\.load: .*load\.json: maximum recursion depth"),
     ],
 )
 def test_a_section_that_cannot_be_planned_names_key_and_file(
