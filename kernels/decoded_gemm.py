@@ -18,12 +18,15 @@ instead of 2 (16 tokens: 2.9).
 
 Measured on one H200 (launch/results/gemm_h200.json), us; in parentheses torch's grouped_mm in bf16:
 
-    8 x 16, 32, 48 rows, (4096, 7168)                 39.7, 44.4, 50.0 (164, 171, 174)
-    8 x 16, 32, 48 rows, (7168, 2048)                 26.1, 28.1, 30.9 (89, 93, 88)
-    32 x 1, 4, 16, 32 rows, both, SwiGLU between      209, 208, 222, 250 (1010, 966, 913, 956)
-    32 groups as 128 tokens a rank give, the same     264 (938)
-    32 x 1024 rows, both, SwiGLU between              3718 (3849, without SwiGLU); without rests 4188 (4454)
-    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       2751 / 1367 (2501 / 1270); without rests 3076 / 1541 (2909 / 1494)
+    8 x 16, 32, 48 rows, (4096, 7168)                 38.7, 42.1, 47.8 (164, 170, 173)
+    8 x 16, 32, 48 rows, (7168, 2048)                 25.0, 26.8, 29.4 (89, 93, 88)
+    32 x 1, 4, 16, 32 rows, both, SwiGLU between      201, 202, 213, 240 (1010, 963, 912, 960)
+    32 groups as 128 tokens a rank give, the same     253 (936)
+    32 x 1024 rows, both, SwiGLU between              3700 (3867, without SwiGLU); without rests 4145 (4397)
+    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       2770 / 1366 (2521 / 1280); without rests 3062 / 1513 (2888 / 1482)
+
+Another H200, on which kernels that had not changed took 1% less, gave 39.4, 42.1, 46.9, 25.1, 27.0, 29.5, 202, 203,
+214, 236 and 249 for the first eleven (no file kept).
 
 What each version brought (us; plain (4096, 7168), 32 x 16 and 32 x 32 rows; the Triton kernel took about 1450):
 
@@ -108,7 +111,7 @@ multiplied, 236 to 238 with 32 x 32 rows, MXFP8 368 to 393; stages of 128 column
 What is left, by these measurements. Plain (4096, 7168) with 32 x 32 rows took 164 us in version 5, without products
 141, without decoding 146, without either 141, without tokens 162: decoding and products each hide behind memory, and
 together they do not, since they share the register file; the 18 us to the floor are filling, draining and the kernel
-before. 8 groups of 16 rows take 9 and 10 us more than their floors of 31 and 16; of that, decoding the tokens before is
+before. 8 groups of 16 rows take 8 and 9 us more than their floors of 31 and 16; of that, decoding the tokens before is
 1 to 2 (up to 2.5 with 48 rows), the rest, it seems, the launch, filling and draining. MXFP8 with many rows is bound by
 decoding (five instructions for two weights, conversions among them). NVFP4 with 32 x 1024 rows, clocks counted on the
 SMs: gate and up 2317 us at 1.68 GHz, of which 91 are finishing, down 1212 at 1.70, of which 84 are, and some 200 go

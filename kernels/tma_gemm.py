@@ -13,13 +13,14 @@ model: 1.41 GB of weights, 328 us at 4.3 TB/s.
 Measured after rests, and without them (launch/results/gemm_h200.json; TFLOP/s, in parentheses torch's row-wise
 _scaled_grouped_mm or _grouped_mm; see `launch/timing.py`):
 
-    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1394 / 1315 (1374 / 1266); (4096, 7168) without rests 1186 (1169)
-    FP8  4 x 8192, the same                           1398 / 1306 (1338 / 1261); 1190 (1131)
-    BF16 8 x 4096, the same                           785 / 775 (769 / 757); without rests 683 / 664 (661 / 644)
-    FP8  8 x 16, 32, 48 rows                          60.2, 61.0, 61.7 us / 33.9, 34.6, 35.1 us
-    FP8  32 x 32 rows, gate_up and down               346 us
+    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1375 / 1303 (1367 / 1254); (4096, 7168) without rests 1210 (1184)
+    FP8  4 x 8192, the same                           1380 / 1295 (1329 / 1252); 1213 (1155)
+    BF16 8 x 4096, the same                           783 / 769 (763 / 752); without rests 682 / 665 (666 / 649)
+    FP8  8 x 16, 32, 48 rows                          60.2, 61.1, 61.9 us / 33.8, 34.6, 35.1 us
+    FP8  32 x 32 rows, gate_up and down               347 us
 
-Another H200 gave the same kernels 1409 / 1321, 1408 / 1315 and 799 / 780 (1382 / 1270, 1349 / 1260 and 783 / 761).
+Other H200s gave the same kernels 1394 / 1315, 1398 / 1306 and 785 / 775 (1374 / 1266, 1338 / 1261 and 769 / 757), and
+1409 / 1321, 1408 / 1315 and 799 / 780 (1382 / 1270, 1349 / 1260 and 783 / 761).
 
 What each version brought (FP8 8 x 4096, (4096, 7168); decode is 32 x 32, gate_up + down). Versions 1 to 8 were timed 20
 steps after each other, in between the two:

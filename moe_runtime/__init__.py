@@ -11,7 +11,7 @@ Layers, from the top; a module imports from its own layer or from those below it
     replacement, mover, slots
     dispatcher, experts, checkpoint, router, shared_expert, reference, ops
     expert_readers
-    loading, checkpoint_layouts, folder_lock
+    loading, checkpoint_layouts, folder_lock, fixed_dtypes
     op_weights, op_inputs, op_scales, op_arguments
     context, counters, memory
     kernels.*, comm.*, prepared, weights, token_format, geometry

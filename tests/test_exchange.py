@@ -471,6 +471,8 @@ def test_no_expert_output_is_told_to_the_peers(device: torch.device, seed: int) 
     arrived = [dispatcher.dispatch_wait(h) for dispatcher, h in zip(ranks.dispatchers, handles, strict=True)]
     with pytest.raises(ValueError, match="expert_output: expected a tensor, got NoneType"):
         ranks.dispatchers[0].combine(None, arrived[0].handle)  # type: ignore[arg-type]
+    if device.type == "cuda":
+        torch.cuda.synchronize()  # It is told on a stream of its own, which nothing here waits for.
     with pytest.raises(PeerAbortedError, match="rank 0 gave up: expert_output: expected a tensor"):
         ranks.contexts[1].check_peers()
 
