@@ -39,6 +39,7 @@ from moe_runtime.errors import (
     StaleHandleError,
 )
 from tests.pool import PATIENCE_S, WITHOUT_ONE_S, run_once
+from tests.waiting import synchronize
 
 
 def virtual(world: int, device: torch.device | str = "cpu") -> list[ExpertParallelContext]:
@@ -210,8 +211,7 @@ def test_abort_reaches_every_peer_with_its_reason(reason: str, device: torch.dev
     contexts = virtual(3, device)
     contexts[1].abort(reason)
     contexts[1].abort("a second reason is not told")
-    if device.type == "cuda":
-        torch.cuda.synchronize()  # It is told on a stream of its own, which nothing here waits for.
+    synchronize(device)
     assert [context.failed for context in contexts] == [False, True, False]
     cut = reason.encode()[:256].decode(errors="ignore")
     for context in contexts:

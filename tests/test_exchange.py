@@ -30,6 +30,7 @@ from tests.comparison import assert_same_bits
 from tests.emulator import CAN_EMULATE, Emulator
 from tests.exchange_data import RankInput, expected_combine, expected_groups, rank_input
 from tests.token_parts import forget_defines
+from tests.waiting import synchronize
 
 HOPPER = "hopper"
 """The kernels in CUDA C++: what ranks take on a Hopper GPU where nothing is asked for; on a CPU they are emulated."""
@@ -391,7 +392,7 @@ def test_two_dispatches_may_be_in_flight_and_a_third_makes_the_first_stale(
     check_arrival(third, host[2:], range(7))
     with pytest.raises(StaleHandleError, match="rank 0"):
         dispatcher.combine(expert_rows(first, 256, seed, torch.bfloat16), first.handle)
-        torch.cuda.synchronize() if device.type == "cuda" else None
+        synchronize(device)
         context.check()
 
 
@@ -409,7 +410,7 @@ def test_a_third_dispatch_makes_the_first_stale_before_its_tokens_are_waited_for
     first, *_ = (ranks.dispatchers[0].dispatch_send(d.x, d.topk_idx, d.topk_weights) for d in data)
     with pytest.raises(StaleHandleError, match="rank 0") as caught:
         arrived = ranks.dispatchers[0].dispatch_wait(first)
-        torch.cuda.synchronize() if device.type == "cuda" else None
+        synchronize(device)
         assert arrived.group_offsets.tolist() == [0] * 8
         ranks.contexts[0].check()
     assert caught.value.phase == Phase.DISPATCH_WAIT
@@ -427,7 +428,7 @@ def test_the_first_step_of_a_layer_waits_longer_and_a_timeout_names_its_limit(
     assert first.timeout_ns == 500_000_000
     with pytest.raises(PeerTimeoutError, match=r"rank 1 did not answer within 0\.5 s") as caught:
         ranks.dispatchers[0].dispatch_wait(first)
-        torch.cuda.synchronize() if device.type == "cuda" else None
+        synchronize(device)
         ranks.contexts[0].check()
     assert (caught.value.rank, caught.value.phase) == (1, Phase.DISPATCH_WAIT)
 
@@ -471,8 +472,7 @@ def test_no_expert_output_is_told_to_the_peers(device: torch.device, seed: int) 
     arrived = [dispatcher.dispatch_wait(h) for dispatcher, h in zip(ranks.dispatchers, handles, strict=True)]
     with pytest.raises(ValueError, match="expert_output: expected a tensor, got NoneType"):
         ranks.dispatchers[0].combine(None, arrived[0].handle)  # type: ignore[arg-type]
-    if device.type == "cuda":
-        torch.cuda.synchronize()  # It is told on a stream of its own, which nothing here waits for.
+    synchronize(device)
     with pytest.raises(PeerAbortedError, match="rank 0 gave up: expert_output: expected a tensor"):
         ranks.contexts[1].check_peers()
 
@@ -507,8 +507,7 @@ def test_bad_expert_ids_are_recorded_on_every_rank_and_never_stored_through(
     for dispatcher, data in zip(ranks.dispatchers[:2], inputs, strict=False):
         dispatcher.dispatch_send(data.x.to(device), data.topk_idx.to(device), data.topk_weights.to(device))
     for rank, context in enumerate(ranks.contexts):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         with pytest.raises(RoutingError, match="rank 1") as caught:
             # On a GPU `check` sees what this rank's kernels saw, and those of rank 0 had ended before the failure.
             context.check() if rank == 1 or device.type == "cpu" else context.check_peers()
@@ -523,11 +522,11 @@ def test_too_small_a_capacity_is_an_error_on_every_rank(engine: str, device: tor
     handles = [d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(ranks.dispatchers, inputs, strict=True)]
     with pytest.raises(CapacityError, match="rank 1"):
         ranks.dispatchers[1].dispatch_wait(handles[1])
-        torch.cuda.synchronize() if device.type == "cuda" else None
+        synchronize(device)
         ranks.contexts[1].check()
     with pytest.raises(CapacityError, match="rank 1"):
         ranks.dispatchers[0].dispatch_wait(handles[0])
-        torch.cuda.synchronize() if device.type == "cuda" else None
+        synchronize(device)
         ranks.contexts[0].check()
 
 

@@ -17,6 +17,7 @@ from moe_runtime.plan import expert_starts
 from moe_runtime.virtual import VirtualRanks
 from tests.comparison import assert_same_bits
 from tests.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, config, rank_input
+from tests.waiting import synchronize
 
 
 def make(c: MoELayerConfig, seed: int, device: torch.device) -> VirtualRanks:
@@ -101,6 +102,5 @@ def test_mistakes_are_named(device: torch.device, seed: int) -> None:
             with pytest.raises(PeerAbortedError, match=message.split(":")[0]):
                 ranks.layers[1](mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
                 # On a GPU it is kernels that hear of it, whenever they run.
-                if device.type == "cuda":
-                    torch.cuda.synchronize(device)
+                synchronize(device)
                 ranks.layers[1].context.check()

@@ -16,6 +16,7 @@ from moe_runtime.layer import MoELayer
 from moe_runtime.virtual import VirtualRanks
 from tests.comparison import assert_same_bits
 from tests.exchange_data import EXPERTS, HIDDEN, TOP_K, RankInput, config, placements, rank_input
+from tests.waiting import synchronize
 
 SIZES = (3, 20)
 LARGEST = 270
@@ -123,8 +124,11 @@ def test_a_wrong_number_of_tokens_is_named_and_told_to_the_peers(wrong: Any, dev
         x = torch.zeros(3, HIDDEN, dtype=torch.bfloat16, device=device)
         with pytest.raises(ValueError, match=r"max_tokens: expected None or from 3, .* to max_tokens_per_rank = 270"):
             ranks.layers[0](x, max_tokens=wrong)
+        synchronize(device)
+        for _ in range(2):
+            with pytest.raises(PeerAbortedError, match="rank 0 gave up: max_tokens"):
+                ranks.contexts[1].check_peers()
         with pytest.raises(PeerAbortedError, match="rank 0 gave up: max_tokens"):
-            ranks.contexts[1].check_peers()
             ranks.layers[1](x)
 
 
@@ -142,6 +146,7 @@ def test_ranks_that_say_other_sizes_are_told_so(engine: str, device: torch.devic
             with pytest.raises(StepMismatchError, match=r"in exchange .* same order, with equal max_tokens"):
                 step.compute()
                 ranks.contexts[0].check_peers()
+        synchronize(device)
         with pytest.raises(StepMismatchError):
             ranks.layers[1](inputs[1].x, **parts[1])
 
