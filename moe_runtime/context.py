@@ -6,6 +6,7 @@ Layers `register` what they need, then `allocate()` makes it once; `check()` rai
 from __future__ import annotations
 
 from types import TracebackType
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -327,6 +328,13 @@ class ExpertParallelContext:
 
     def __enter__(self) -> ExpertParallelContext:
         return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse copies, deep ones of layers among them, and pickles: the memory is one with that of the peers."""
+        raise TypeError(
+            "ExpertParallelContext: cannot be copied or pickled, nor can a layer over it; make and load another layer"
+            " over the same context"
+        )
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         if kind is not None:

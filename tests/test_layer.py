@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -304,6 +307,12 @@ def test_phases_are_timed_when_asked_for(device: torch.device, rng: torch.Genera
     times = layer.times.milliseconds()
     assert list(times) == ["route", "dispatch_send", "dispatch_wait", "experts", "combine_send", "combine_wait"]
     assert all(len(values) == 2 and min(values) >= 0 for values in times.values())
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, pickle.dumps])
+def test_a_layer_is_not_copied(way: Callable[[MoELayer], object], device: torch.device) -> None:
+    with pytest.raises(TypeError, match="ExpertParallelContext: cannot be copied or pickled, nor can a layer over it"):
+        way(make_layer(device))
 
 
 def test_steps_may_be_in_inference_mode_or_not(device: torch.device, rng: torch.Generator) -> None:
