@@ -43,16 +43,20 @@ SHORT_CASES = ("32x32 both", "32x1024 both", "8x4096 gate_up")
 SHORT_COLUMNS = ("case", "us (sustained)", "floor us", "of floor", "torch bf16", "torch fp8")
 """Of `COLUMNS`."""
 
+RELATIVE = ("of_case", "of_peer")
+"""Kinds of goals that a run on any GPU is held to."""
+
 MARKERS = {"gate_up": "^", "down": "v", "both": "o"}
 
 
-def cells(result: dict[str, Any]) -> list[str]:
-    """Texts of a line, in the order of `COLUMNS`."""
+def cells(result: dict[str, Any], elsewhere: bool = False) -> list[str]:
+    """Texts of a line, in the order of `COLUMNS`; `elsewhere` than on `MEASURED_GPU` it has no goals in numbers."""
     numbers = [result["floor_us"], result["floor_share"], result["rate_tflop_per_s"], result["rate_tb_per_s"]]
     floor, share, flops, memory = numbers
     failed = not all(check["passed"] for check in result["checks"])
     peers = {peer["name"].split()[2]: _times(peer) for peer in result["peers"]}
-    goals = [f"{goal['text']}: {verdict(goal['met'])}" for goal in result["goals"]]
+    held = [goal for goal in result["goals"] if not elsewhere or goal["kind"] in RELATIVE]
+    goals = [f"{goal['text']}: {verdict(goal['met'])}" for goal in held]
     return [
         result["case"],
         str(result["rows"]),
@@ -94,7 +98,7 @@ def where(report: dict[str, Any]) -> str:
     return f"{gpu}{driver}, {packages}"
 
 
-def _foreign(report: dict[str, Any]) -> str:
+def foreign_note(report: dict[str, Any]) -> str:
     """On which GPU ceilings were measured, where the run was on another or on none; empty where it is the same."""
     names = [gpu["name"] for gpu in report["environment"]["gpus"][:1]]
     return "" if names == [MEASURED_GPU] else f" on {MEASURED_GPU}, NOT what this ran on"
@@ -106,9 +110,9 @@ def print_table(report: dict[str, Any], console: Console) -> None:
     for column in COLUMNS:
         table.add_column(column, justify="left" if column in ("case", "goal", "kernels") else "right", overflow="fold")
     for result in report["results"]:
-        table.add_row(*(text.replace("`", "") for text in cells(result)))
+        table.add_row(*(text.replace("`", "") for text in cells(result, bool(foreign_note(report)))))
     console.print(table)
-    if foreign := _foreign(report):
+    if foreign := foreign_note(report):
         console.print(f"Floors count what was measured{foreign}.", markup=False)
     for result in report["results"]:
         for check in result["checks"]:
@@ -121,16 +125,17 @@ def print_table(report: dict[str, Any], console: Console) -> None:
 
 def markdown(report: dict[str, Any], source: str, picture: str | None = None) -> str:
     """The whole table; `source` and `picture` are paths of files."""
+    foreign = foreign_note(report)
     lines = [
         f"{where(report)}. Floors count {MEMORY_TB_PER_S} TB/s, {BF16_TFLOP_PER_S:.0f} TFLOP/s in bf16 and, for "
-        f"`fp8_block`, {FP8_TFLOP_PER_S:.0f} in fp8, all measured{_foreign(report)}; peers are torch's `grouped_mm` in "
+        f"`fp8_block`, {FP8_TFLOP_PER_S:.0f} in fp8, all measured{foreign}; peers are torch's `grouped_mm` in "
         "bf16 and `scaled_grouped_mm` with a scale per row, without activation, in the same run. Medians of steps "
         "after rests; in parentheses what steps of a millisecond or more take without them. Spread, times of each "
         f"product and errors are in the [JSON]({source}), written by `{report['environment']['command']}`.",
         "",
         f"| {' | '.join(COLUMNS)} |",
         "|---|" + "---:|" * 6 + "---|" + "---:|" * 2 + "---|",
-        *(f"| {' | '.join(cells(result))} |" for result in report["results"]),
+        *(f"| {' | '.join(cells(result, bool(foreign)))} |" for result in report["results"]),
     ]
     return "\n".join([*lines, "", f"![Achieved rates under the roofline]({picture})"] if picture else lines)
 
@@ -182,7 +187,7 @@ def draw(report: dict[str, Any], file: Path) -> None:
     for label, style in (("achieved", "full"), ("at its floor", "none")):
         axes.plot([], [], color="grey", marker="o", linestyle="none", fillstyle=style, label=label)
     axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s")
-    foreign = _foreign(report)
+    foreign = foreign_note(report)
     axes.set_title(where(report) + (f"\nceilings measured{foreign}" if foreign else ""))
     axes.legend(fontsize=8)
     save(figure, file, KIND)

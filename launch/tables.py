@@ -206,14 +206,19 @@ def with_gemm(page: str, folder: Path, root: Path) -> str:
 
 
 def with_few_gemms(page: str, folder: Path, root: Path) -> str:
-    """`page` with a few cases of `launch.bench gemm` between its marks. Raises as `with_results` does."""
-    runs = [(report, file.relative_to(root).as_posix()) for file, report in _gemm_runs(folder)]
+    """`page` with a few cases of `launch.bench gemm`, on the GPU that floors were measured on, between its marks.
+
+    Raises as `with_results` does.
+    """
+    found = [run for run in _gemm_runs(folder) if not gemm_table.foreign_note(run[1])]
+    runs = [(report, file.relative_to(root).as_posix()) for file, report in found]
     return _between(page, GEMM_START, GEMM_END, [gemm_table.short_markdown(*run) for run in runs])
 
 
 def _gemm_runs(folder: Path) -> list[tuple[Path, dict[str, Any]]]:
     reports = [(file, json.loads(file.read_text())) for file in sorted(folder.glob("*.json"))]
-    return [(file, report) for file, report in reports if report.get("kind") == gemm_table.KIND]
+    runs = [(file, report) for file, report in reports if report.get("kind") == gemm_table.KIND]
+    return sorted(runs, key=lambda run: gemm_table.foreign_note(run[1]))
 
 
 def _between(page: str, start: str, end: str, texts: list[str]) -> str:

@@ -181,6 +181,10 @@ def test_operations_have_marks_of_their_own(tmp_path: Path) -> None:
     assert "group_gemm" not in tables.with_results(f"{tables.START}{tables.END}", RESULTS, RESULTS)
 
 
+def goal(kind: str, text: str, met: bool | None) -> dict[str, Any]:
+    return {"kind": kind, "text": text, "met": met}
+
+
 def test_the_gemm_has_marks_of_its_own(tmp_path: Path) -> None:
     result = {
         "case": "nvfp4 8x16 down",
@@ -191,12 +195,16 @@ def test_the_gemm_has_marks_of_its_own(tmp_path: Path) -> None:
         "rate_tflop_per_s": 177.4,
         "rate_tb_per_s": 3.134,
         "checks": [{"what": "error", "error": 0.5, "bound": 1.0, "passed": True}],
-        "goals": [{"text": "22 us", "met": True}, {"text": "80% of the floor", "met": False}],
+        "goals": [goal("us", "22 us", True), goal("floor_share", "80% of the floor", False)],
         "peers": [{"name": "torch grouped_mm bf16", "median_us": 86.4, "why": None}],
         "kernels": ["_ZN2at6native", "decode_tokens", "decoded_gemm", "decode_tokens"],
     }
     failed = result | {"case": "other", "median_us": None, "floor_share": None, "rate_tflop_per_s": None}
-    failed |= {"rate_tb_per_s": None, "checks": [{"passed": False}], "goals": [{"text": "1 us", "met": None}]}
+    failed |= {
+        "rate_tb_per_s": None,
+        "checks": [{"passed": False}],
+        "goals": [goal("us", "1 us", None)],
+    }
     failed |= {"peers": [{"name": "torch scaled_grouped_mm fp8 rowwise", "median_us": None, "why": "none"}]}
     report = {"kind": "gemm", "environment": report_environment(), "results": [result, failed]}
     (tmp_path / "gemm.json").write_text(json.dumps(report))
@@ -212,6 +220,7 @@ def test_the_gemm_has_marks_of_its_own(tmp_path: Path) -> None:
     other = report_environment() | {"gpus": [{"name": "NVIDIA H100"}]}
     text = gemm_table.markdown(report | {"environment": other}, "x.json")
     assert "NVIDIA H100, driver" in text and "measured on NVIDIA H200, NOT what this ran on; peers" in text
+    assert "| 3.13 |  | 86.4 |" in text
     assert (
         "| nvfp4 8x16 down | 128 | 21.2 | 15.5 | 73% | 177 | 3.13 | 22 us: met; 80% of the floor: missed | 86.4 |  | "
         "decode_tokens, decoded_gemm |" in made
@@ -232,13 +241,16 @@ def test_a_few_gemms_stand_on_the_front_page(tmp_path: Path) -> None:
     found[names[0]] |= {"median_us": 345.4, "floor_us": 334.4, "floor_share": 0.968}
     peers = [("torch scaled_grouped_mm fp8 rowwise", 448.6), ("torch grouped_mm bf16", 962.7)]
     found[names[0]]["peers"] = [{"name": name, "median_us": us, "why": None} for name, us in peers]
-    (tmp_path / "gemm.json").write_text(json.dumps(committed | {"results": [found[name] for name in names]}))
+    report = committed | {"results": [found[name] for name in names]}
+    (tmp_path / "gemm.json").write_text(json.dumps(report))
+    elsewhere = report["environment"] | {"gpus": [{"name": "NVIDIA H100"}]}
+    (tmp_path / "elsewhere.json").write_text(json.dumps(report | {"environment": elsewhere}))
     page = f"a{tables.GEMM_START}old{tables.GEMM_END}z"
     made = tables.with_few_gemms(page, tmp_path, tmp_path.parent)
     lines = [line for line in made.splitlines() if line.startswith("| fp8_block")]
     assert lines[0] == "| fp8_block 32x32 both | 345 | 334 | 97% | 963 | 449 |"
     assert [line.split(" | ")[0].removeprefix("| ") for line in lines] == names[:2]
-    assert f"[JSON]({tmp_path.name}/gemm.json)" in made and "old" not in made
+    assert f"[JSON]({tmp_path.name}/gemm.json)" in made and "old" not in made and "elsewhere.json" not in made
     assert tables.with_few_gemms(made, tmp_path, tmp_path.parent) == made
 
 
