@@ -11,8 +11,10 @@ all of its partial results, are stored at once: no one may look at them before a
 
 from __future__ import annotations
 
-from collections import deque
+from collections.abc import Iterator
 from dataclasses import dataclass
+
+from tests.exploration import Finding, Violation, search
 
 Cell = tuple[str, int, int, int]
 """`(field, whose memory, half, who writes it)`; 0 is the half of `ready`."""
@@ -116,37 +118,17 @@ class Program:
         return Action("await", epoch, awaited=tuple(((cell, epoch),) for cell in cells))
 
 
-@dataclass(frozen=True)
-class Finding:
-    """What came of an exploration: `what` is `right`, `deadlock` or a wrong read; the ranks' turns that lead there."""
-
-    what: str
-    turns: tuple[int, ...]
-    states: int
-
-
 def explore(scripts: list[str], rules: Rules = RIGHT, tokens: tuple[bool, ...] | None = None) -> Finding:
-    """Every interleaving of ranks that follow `scripts`, one each. All words begin at 0, which is no epoch."""
+    """Every interleaving of ranks that follow `scripts`, one each. Words begin at 0, which is no epoch."""
     world = len(scripts)
     having = tokens or (True,) * world
     programs = [Program(rank, world, having, rules).actions(script) for rank, script in enumerate(scripts)]
     start = (0,) * world
     # Each cell has one writer, so how far the ranks are says what is in all of memory.
     memory: dict[tuple[int, ...], dict[Cell, int]] = {start: {}}
-    came_by: dict[tuple[int, ...], tuple[tuple[int, ...], int] | None] = {start: None}
-    queue = deque([start])
 
-    def turns(state: tuple[int, ...]) -> tuple[int, ...]:
-        path = []
-        while (step := came_by[state]) is not None:
-            state = step[0]
-            path.append(step[1])
-        return tuple(reversed(path))
-
-    while queue:
-        state = queue.popleft()
+    def moves(state: tuple[int, ...]) -> Iterator[tuple[int, tuple[int, ...]]]:
         cells = memory.pop(state)
-        moved = False
         for rank, at in enumerate(state):
             if at == len(programs[rank]):
                 continue
@@ -155,18 +137,20 @@ def explore(scripts: list[str], rules: Rules = RIGHT, tokens: tuple[bool, ...] |
                 any(cells.get(cell, 0) >= least for cell, least in either) for either in action.awaited
             ):
                 continue
-            moved = True
             if action.kind == "read":
                 for cell in action.cells:
                     if cells.get(cell, 0) != action.epoch:
                         what = f"rank {rank} reads {cell} of epoch {cells.get(cell, 0)} in epoch {action.epoch}"
-                        return Finding(what, (*turns(state), rank), len(came_by))
+                        raise Violation(what, rank)
             after = (*state[:rank], at + 1, *state[rank + 1 :])
-            if after not in came_by:
-                came_by[after] = (state, rank)
+            # All ways to a state come before its own turns.
+            if after not in memory:
                 stored = dict.fromkeys(action.cells, action.epoch) if action.kind == "store" else {}
                 memory[after] = {**cells, **stored} if stored else cells
-                queue.append(after)
-        if not moved and any(at < len(program) for at, program in zip(state, programs, strict=True)):
-            return Finding("deadlock", turns(state), len(came_by))
-    return Finding("right", (), len(came_by))
+            yield rank, after
+
+    def check_end(state: tuple[int, ...]) -> None:
+        if any(at < len(program) for at, program in zip(state, programs, strict=True)):
+            raise Violation("deadlock")
+
+    return search(start, moves, check_end)
