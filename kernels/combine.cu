@@ -72,7 +72,11 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
   if (warp == READERS) {
     // A stale handle's slots hold another step's records: their routing must not be used as addresses.
     const bool stale = ahead(load_relaxed(epoch_ptr), epoch) >= 2;
-    if (stale && blockIdx.x == 0 && lane == 0) record_failure(x, STALE_HANDLE, rank, COMBINE_SEND, epoch, 0, 0);
+    if (stale) {
+      if (lane == 0) record_failure(x, STALE_HANDLE, rank, COMBINE_SEND, epoch, 0, 0);
+      // It may be `combine_wait` that has found it, and tells of it.
+      await_told(x);
+    }
     __syncwarp();
     // A lane looks into a slot, all at once. Tokens of all ranks in turn, first a neighbour's: all links are busy all the
     // time, and no rank is where all others send to.

@@ -22,6 +22,8 @@ from moe_runtime.kernels.dispatch import padded, ranks_of, store_quants, tile_co
 from moe_runtime.kernels.quantize import quantize_tile
 from moe_runtime.kernels.runtime import AotCase
 from moe_runtime.kernels.signalling import (
+    agreed,
+    await_told,
     exchange_aot_case,
     has_failed,
     last_to_arrive,
@@ -80,20 +82,19 @@ def _combine_send_kernel(
     first = tl.program_id(0)
     epoch = tl.load(handle_epoch_ptr)
     half = epoch & 1
+    # A stale handle's slots hold another step's records: their routing must not be used as addresses.
+    stale = agreed((tl.load(epoch_ptr, volatile=True) - epoch >= 2).to(tl.int32)) != 0
+    if stale:
+        record_failure(
+            error_ptr, latch_ptr, signal_ptrs, STALE_HANDLE, rank, COMBINE_SEND, epoch, 0, 0, rank, ABORT, WORLD
+        )
     for turn in range(turns_of(WORLD * max_tokens) if LOOPED else 1):
         slot = turn * tl.num_programs(0) + first
         source = slot // max_tokens
         token = slot % max_tokens
-        if slot == 0:
-            if tl.load(epoch_ptr) - epoch >= 2:
-                record_failure(
-                    error_ptr, latch_ptr, signal_ptrs, STALE_HANDLE, rank, COMBINE_SEND, epoch, 0, 0, rank, ABORT, WORLD
-                )
-
         k = tl.arange(0, K_PAD)
         positions = tl.load(positions_ptr + slot * K + k, mask=k < K, other=-1)
-        # A stale handle's slots hold another step's records: their routing must not be used as addresses.
-        if (tl.max(positions, axis=0) >= 0) & (tl.load(epoch_ptr) - epoch < 2):
+        if (tl.max(positions, axis=0) >= 0) & (stale == 0):
             record = tl.load(landing_ptrs + rank).to(tl.pointer_type(tl.uint8)) + half * landing_half
             record += slot.to(tl.int64) * RECORD_BYTES
             ids = tl.load((record + IDS_AT).to(tl.pointer_type(tl.uint16)) + k, mask=k < K, other=65535).to(tl.int32)
@@ -124,6 +125,8 @@ def _combine_send_kernel(
                 store_quants(partial, partial + PARTIAL_SCALES_AT, quants, scales, start, HIDDEN, COLUMNS, WIRE)
 
     if last_to_arrive(counter_ptr, tl.num_programs(0)):
+        if has_failed(latch_ptr):
+            await_told(latch_ptr)
         for peer in range(WORLD):
             flag = signals_of(signal_ptrs, peer) + COMBINE_FLAG + half * WORLD + rank
             tl.atomic_xchg(flag, epoch, sem="release", scope="sys")

@@ -22,6 +22,7 @@ from moe_runtime.kernels.quantize import quantize_tile, token_gsf
 from moe_runtime.kernels.runtime import AotCase
 from moe_runtime.kernels.signalling import (
     adopt_aborts,
+    await_told,
     exchange_aot_case,
     has_failed,
     last_to_arrive,
@@ -224,9 +225,14 @@ def _dispatch_send_kernel(
     if last_to_arrive(counter_ptr, tl.num_programs(0)):
         tl.store(epoch_ptr, epoch)
         tl.store(handle_epoch_ptr, epoch)
+        failed = has_failed(latch_ptr)
+        if failed:
+            await_told(latch_ptr)
         for peer in range(WORLD):
             words = signals_of(signal_ptrs, peer) + half * WORLD + rank
-            tl.store(words + TOKEN_COUNT, num_tokens + tag_of(count_tag, epoch))
+            # Who has failed has not waited for readers of the number that was there before.
+            if failed == 0:
+                tl.store(words + TOKEN_COUNT, num_tokens + tag_of(count_tag, epoch))
             tl.debug_barrier()
             tl.atomic_xchg(words + DISPATCH_FLAG, epoch, sem="release", scope="sys")
 

@@ -115,12 +115,13 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
                       epoch - 2, DISPATCH_SEND, epoch);
       ready |= wanted;
     }
+    failed = __any_sync(ALL, failed) != 0;
     // Early: it is waited for beside the stamps, and a flag that comes right behind it would wait until it has landed.
-    if (!IDS_FIRST && first && blockIdx.x == 0 && team == 0 && lane < WORLD) {
+    // Not after a failure: who has failed does not wait for readers of the number that was there before.
+    if (!failed && !IDS_FIRST && first && blockIdx.x == 0 && team == 0 && lane < WORLD) {
       const int count = num_tokens + tag_of(count_tag, epoch);
       store_relaxed(words_of_lane + half * WORLD + rank + TOKEN_COUNT, STAMPED ? with_sign(count) : count);
     }
-    failed = __any_sync(ALL, failed) != 0;
     // It may be `arrive` that has failed meanwhile. Flags with nothing behind them come after what tells of that.
     if (failed) await_told(x);
     return failed;
@@ -149,7 +150,7 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
     __syncthreads();
     if (threadIdx.x < 32 && last_at(lane == 0 ? counter + ROUTED_COUNTER : nullptr) && lane < WORLD) {
       int* words = words_of_lane + half * WORLD + rank;
-      store_relaxed(words + TOKEN_COUNT, num_tokens + tag_of(count_tag, epoch));
+      if (!x.failed()) store_relaxed(words + TOKEN_COUNT, num_tokens + tag_of(count_tag, epoch));
       store_release(words + ROUTED, epoch);
     }
     __syncwarp();

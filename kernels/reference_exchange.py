@@ -210,7 +210,10 @@ def dispatch_send(
     handle_epoch[0] = epoch
     for peer in range(geometry.world_size):
         words = _signals_of(context, peer)
-        words[layout.token_count + half * geometry.world_size + rank] = num_tokens + tag_of(geometry.count_tag, epoch)
+        # Who has failed has not waited for readers of the number that was there before.
+        if int(context.latch[0]) == 0 or not context.heap.directly_mapped:
+            count = num_tokens + tag_of(geometry.count_tag, epoch)
+            words[layout.token_count + half * geometry.world_size + rank] = count
         words[layout.dispatch_flag + half * geometry.world_size + rank] = epoch
 
 

@@ -125,6 +125,13 @@ def record_failure_of(
 
 
 @triton.jit
+def await_told(latch_ptr):
+    """Until all peers have been told of this rank's failure, which another of its kernels may be about to do."""
+    while tl.atomic_add(latch_ptr + 1, 0, sem="acquire", scope="gpu") == 0:
+        pass
+
+
+@triton.jit
 def adopt_aborts(
     error_ptr, latch_ptr, signal_ptrs, rank, ABORT: tl.constexpr, WORLD: tl.constexpr, WORLD_PAD: tl.constexpr
 ):

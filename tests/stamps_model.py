@@ -229,8 +229,6 @@ class Rules:
 
 
 RIGHT = Rules()
-KERNELS = Rules(failed_without_count=False, stale_waits=False)
-"""What the kernels do where that differs: what comes of it is in `test_what_kernels_leave_open`."""
 LOOKING, READING, DONE = 0, 1, 99
 """Steps of kernels that wait. Others begin with 0, and all end with `DONE`."""
 ENTER, AWAIT, TOKENS, WITHOUT_COUNT = 0, 1, 2, 98

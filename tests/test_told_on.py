@@ -7,6 +7,7 @@ import torch
 
 from moe_runtime.comm.failures import encode_abort, find_failure, write_abort
 from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, REASON_WORDS
+from moe_runtime.dispatcher import DispatchHandle
 from moe_runtime.errors import ErrorCode, PeerAbortedError, Phase
 from moe_runtime.kernels import hopper_exchange, hopper_shapes
 from tests.emulator import Emulator, needs_emulator
@@ -115,3 +116,60 @@ def test_flags_come_after_a_failure_of_arrival(
                     too_many_rows(seed + turn, emulator, monkeypatch)
     finally:
         forget_defines()
+
+
+READS_LATE = ("const Glance glance(x, own);", "for (int i = 0; i < 3000; ++i) load_relaxed(x.latch);")
+"""After the first, the second: a rank that has seen stamps and no failure, and takes long to read ids and counts."""
+
+
+def fails_ahead(seed: int, emulator: Emulator) -> None:
+    """Rank 0 fails in its third step while rank 1 takes the tokens of the first, which lie in the same half."""
+    settings = {**SETTINGS, "token_format": "nvfp4", "mode": "packed"}
+    cpu = torch.device("cpu")
+    twins, kernels = Ranks(2, cpu, "torch", **settings), Ranks(2, cpu, HOPPER, **settings)
+    steps = [[rank_input(seed + 2 * step + rank, rank, 4, 128, 5, 2) for rank in range(2)] for step in range(3)]
+    steps[2][0].topk_idx[0, 1] = 77
+
+    def send(rank: int, step: int) -> DispatchHandle:
+        data = steps[step][rank]
+        return kernels.dispatchers[rank].dispatch_send(data.x, data.topk_idx, data.topk_weights)
+
+    first = [send(rank, 0) for rank in range(2)]
+    send(0, 1)
+    kernels.dispatchers[0].dispatch_wait(first[0])
+    with emulator.together() as choose:
+        choose(0)
+        send(0, 2)
+        choose(1)
+        found = kernels.dispatchers[1].dispatch_wait(first[1])
+    error = kernels.contexts[1].error.tolist()
+    if error[0] != 0:
+        assert error[:3] == [ErrorCode.ROUTING, 0, Phase.DISPATCH_SEND], error
+    else:
+        wanted = twins.dispatch(steps[0])[1]
+        assert found.group_offsets.tolist() == wanted.group_offsets.tolist()
+        rows = int(wanted.group_offsets[-1])
+        assert torch.equal(found.rows[:rows].view(torch.uint8), wanted.rows[:rows].view(torch.uint8))
+
+
+@needs_emulator
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("holds_back", [True, False])
+def test_who_has_failed_leaves_the_number_of_tokens_alone(holds_back: bool, emulator: Emulator, seed: int) -> None:
+    """It has not waited for readers of the number of two steps before, which its own would replace."""
+
+    def edit(text: str) -> str:
+        if "each_expert" in text:
+            assert text.count(READS_LATE[0]) == 1
+            return text.replace(READS_LATE[0], "".join(READS_LATE))
+        assert text.count("if (!failed && ") == 1
+        return text if holds_back else text.replace("if (!failed && ", "if (")
+
+    emulator.edit = edit
+    if holds_back:
+        for turn in range(6):
+            fails_ahead(seed + 10 * turn, emulator)
+    else:
+        with pytest.raises(AssertionError):
+            for turn in range(20):
+                fails_ahead(seed + 10 * turn, emulator)
