@@ -8,7 +8,7 @@ the model (`moe_runtime.families`) and how its experts are stored (`moe_runtime.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -112,6 +112,14 @@ class Checkpoint:
         if token == "nvfp4" and overrides.get("intermediate_gsf") is None:
             overrides["intermediate_gsf"] = self.reader(layer).smallest_input_gsf()
         return layer_config(self.config, source=self._source, **overrides | formats)
+
+    def check_fits(self, config: MoELayerConfig, *, but_for: Collection[str] = ()) -> None:
+        """Raise `ValueError` naming the field, of all but those in `but_for`, where `config` contradicts `config.json`.
+
+        Formats, and `intermediate_gsf`, may be others than the checkpoint's.
+        """
+        fields = {name: value for name, value in config.model_dump().items() if name not in but_for}
+        layer_config(self.config, source=self._source, **fields)
 
     def digests(self, layer: int | None = None) -> dict[str, str]:
         """What must be equal on ranks that read one checkpoint (`TensorFiles.file_digests`).

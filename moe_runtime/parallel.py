@@ -325,7 +325,7 @@ class ParallelExperts(nn.Module):
 def _load(layer: MoELayer, number: int, block: Any, experts: ExpertSource) -> None:
     """This rank's experts of decoder layer `number` into `layer`."""
     if isinstance(experts, Checkpoint):
-        layer.load_checkpoint(experts, number)
+        layer.load_checkpoint(experts, number, shared_elsewhere=True)
     elif experts is None:
         layer.load_experts(own_experts(block.experts, layer.local_experts))
     else:

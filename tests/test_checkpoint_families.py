@@ -14,6 +14,7 @@ import torch
 from moe_runtime.checkpoint import Checkpoint, layer_config_from_checkpoint
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.expert_readers import dense
+from moe_runtime.families import layer_config
 from moe_runtime.layer import MoELayer
 from moe_runtime.loading import ExpertTensors
 from moe_runtime.reference import error_bound, moe_reference, relative_error
@@ -230,6 +231,52 @@ def test_deepseek_fp8_is_what_transformers_dequantizes(tmp_path: Path, seed: int
             assert_same_bits(got, restored[0] if isinstance(restored, list) else restored)
     _, error = layer_and_error(tmp_path, index, seed, weight_format="nvfp4", token_format="bf16")
     assert error <= error_bound("bf16", "nvfp4")
+
+
+OSS = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
+GROUPS = {"kind": "sigmoid", "num_groups": 3, "top_groups": 2, "correction_bias": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gpt_oss", {"activation": {"order": "gate_up", **OSS}}, r"activation: .*'interleaved'.*, got .*'gate_up'"),
+        ("gpt_oss", {"activation": {"order": "interleaved"}}, r"activation: .*alpha=1\.702.*, got .*alpha=1\.0"),
+        ("qwen3_moe", {"shared_expert": {"intermediate_size": 64}}, "shared_expert: .* says None, got .*size=64"),
+        ("deepseek_v3", {"shared_expert": None}, "shared_expert: .* says SharedExpertConfig.*, got None"),
+        ("deepseek_v3", {"router": GROUPS}, r"router: .*scaling_factor=1\.5.*, got .*scaling_factor=1\.0"),
+        ("qwen2_moe", {"router": {"renormalize": True}}, "router: .*renormalize=False.*, got .*renormalize=True"),
+        ("qwen3_moe", {"top_k": 1}, "top_k: .* says 3, got 1"),
+    ],
+)
+def test_a_layer_that_contradicts_the_checkpoint_does_not_take_it(
+    family: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    tiny.tiny_config(family).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with Checkpoint(tmp_path) as checkpoint, ExpertParallelContext(device="cpu") as context:
+        config = layer_config(checkpoint.config, max_tokens_per_rank=8)
+        layer = MoELayer(config.model_validate(config.model_dump() | changes), context)
+        with pytest.raises(ValueError, match=message):
+            layer.load_checkpoint(checkpoint, 2)
+
+
+def test_a_layer_may_take_a_checkpoint_in_other_formats_or_leave_its_router_to_the_caller(
+    tmp_path: Path, seed: int
+) -> None:
+    saved(tmp_path, "deepseek_v3", seed)
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    with Checkpoint(tmp_path) as checkpoint, ExpertParallelContext(device="cpu") as context:
+        config = checkpoint.layer_config(2, max_tokens_per_rank=8)
+        whole = MoELayer(config.replace(weight_format="nvfp4"), context)
+        whole.load_checkpoint(checkpoint, 2)
+        experts = MoELayer(config.replace(router={}, top_k=4, shared_expert=None), context, router=False)
+        with pytest.raises(ValueError, match=r"shared_expert: .* says SharedExpertConfig"):
+            experts.load_checkpoint(checkpoint, 2)
+        experts.load_checkpoint(checkpoint, 2, shared_elsewhere=True)
+        assert whole(x).isfinite().all()
+        idx = torch.arange(4, dtype=torch.int32).repeat(8, 1)
+        assert experts(x, topk_idx=idx, topk_weights=torch.ones(8, 4)).isfinite().all()
 
 
 def test_a_config_of_another_family_is_refused(tmp_path: Path) -> None:
