@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from moe_runtime import formats
 from moe_runtime.checkpoint_layouts import (
     CONFIG_FILE,
     EXPERTS_KEY,
@@ -106,12 +107,13 @@ class Checkpoint:
     def layer_config(self, layer: int, **overrides: Any) -> MoELayerConfig:
         """What `layer_config_from_checkpoint` returns."""
         self.check_layer(layer)
-        formats = {"token_format": overrides.get("token_format"), "weight_format": overrides.get("weight_format")}
-        token, weight = choose_formats(self.stored_of(layer), **formats)
-        formats = {"token_format": token, "weight_format": weight}
+        asked = overrides.get("token_format"), overrides.get("weight_format")
+        token, weight = choose_formats(self.stored_of(layer), *asked)
         if token == "nvfp4" and overrides.get("intermediate_gsf") is None:
             overrides["intermediate_gsf"] = self.reader(layer).smallest_input_gsf()
-        return layer_config(self.config, source=self._source, **overrides | formats)
+        return layer_config(
+            self.config, source=self._source, **overrides | {"token_format": token, "weight_format": weight}
+        )
 
     def check_fits(self, config: MoELayerConfig, *, but_for: Collection[str] = ()) -> None:
         """Raise `ValueError` naming the field, of all but those in `but_for`, where `config` contradicts `config.json`.
@@ -269,7 +271,13 @@ def choose_formats(
     Weights stay as they are stored wherever tokens in `token_format` can be multiplied with them, else they take that
     format. Tokens take the format that the checkpoint is meant for wherever it goes with `weight_format`, else the one
     that does. So weights that were quantized alone keep bf16 tokens.
+
+    Raises `ValueError` naming the argument that is not the name of a format.
     """
+    if token_format is not None:
+        formats.token_format(token_format, "token_format")
+    if weight_format is not None:
+        formats.weight_format(weight_format, "weight_format")
     held = stored.layout.format.name
     if weight_format is None:
         token_format = token_format or stored.token_format

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -236,6 +237,13 @@ def test_formats_are_those_of_the_checkpoint_unless_asked_otherwise(
     stored: StoredExperts, asked: tuple[str | None, str | None], want: tuple[str, str]
 ) -> None:
     assert choose_formats(stored, *asked) == want
+
+
+@pytest.mark.parametrize("argument", ["token_format", "weight_format"])
+@pytest.mark.parametrize("bad", [["nvfp4"], "nvfp3", 4])
+def test_what_is_no_format_is_named(argument: str, bad: Any, folder: Path) -> None:
+    with pytest.raises(ValueError, match=rf"{argument}: expected one of \['bf16', .*got {re.escape(repr(bad))}"):
+        layer_config_from_checkpoint(folder, max_tokens_per_rank=1, **{argument: bad})
 
 
 def replaced(name: str, tensor: torch.Tensor | None) -> Callable[[Path], None]:
