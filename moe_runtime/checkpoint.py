@@ -22,6 +22,7 @@ from moe_runtime.checkpoint_layouts import (
     CONFIG_FILE,
     EXPERTS_KEY,
     MODELOPT_FILE,
+    PLAIN_FUSED,
     PLAIN_STACKED,
     Quantization,
     StoredExperts,
@@ -153,6 +154,8 @@ class Checkpoint:
         said = self.quantization.stored(names.linears(0))
         if said.layout.stacked and names.stacks[0] in self.files:
             return StoredExperts(PLAIN_STACKED, "bf16")
+        if self.family is not GPT_OSS and names.stacks[0] in self.files:
+            return StoredExperts(PLAIN_FUSED, "bf16")
         linears = [prefix for expert in experts for prefix in names.linears(expert)]
         layout = layout_of(self.files, said.layout, linears)
         if layout is not said.layout:
@@ -257,7 +260,10 @@ class Checkpoint:
         return f"{self._block(layer)}.{'router' if self.family is GPT_OSS else 'gate'}"
 
     def _block(self, layer: int) -> str:
-        return f"model.layers.{layer}.{'block_sparse_moe' if self.family is MIXTRAL else 'mlp'}"
+        block = f"model.layers.{layer}.mlp"
+        if self.family is MIXTRAL and f"{block}.experts.gate_up_proj" not in self.files:
+            return f"model.layers.{layer}.block_sparse_moe"
+        return block
 
     def _sizes(self) -> MoELayerConfig:
         return layer_config(self.config, source=self._source, max_tokens_per_rank=1)

@@ -46,6 +46,7 @@ class WeightLayout:
         weight_scale: second-level scale of the weight, fp32, one number.
         input_scale: that of what it is multiplied with, as far as it was calibrated.
         stacked: the experts of a layer lie in one tensor each for gate and up, and for down, as in gpt-oss.
+        transposed: each of them as `[K, N]`.
     """
 
     name: str
@@ -56,6 +57,7 @@ class WeightLayout:
     weight_scale: ScaleName | None = None
     input_scale: ScaleName | None = None
     stacked: bool = False
+    transposed: bool = False
 
     @property
     def quant_dtypes(self) -> tuple[str, ...]:
@@ -64,7 +66,9 @@ class WeightLayout:
 
 
 PLAIN = WeightLayout("plain", BF16)
-PLAIN_STACKED = WeightLayout("plain, stacked", BF16, stacked=True)
+PLAIN_STACKED = WeightLayout("plain, stacked", BF16, stacked=True, transposed=True)
+PLAIN_FUSED = WeightLayout("plain, fused", BF16, stacked=True)
+"""What transformers 5 has in memory, of all families but gpt-oss; saved with `save_original_format=False`."""
 MODELOPT_NVFP4 = WeightLayout(
     "modelopt nvfp4",
     NVFP4,

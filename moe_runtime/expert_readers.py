@@ -185,16 +185,17 @@ class ExpertReader:
         sizes = ((2 * self.inner, self.hidden), (self.hidden, self.inner))
         orders = (self.names.order, None)
         for prefix, (rows, columns), order, empty in zip(self.names.stacks, sizes, orders, rooms, strict=True):
-            bias = self.files.read(f"{prefix}_bias", (self.num_experts, rows), ("BF16", "F32"), item=expert)
-            biases.append(bias.float())
+            if self.names.biases:
+                bias = self.files.read(f"{prefix}_bias", (self.num_experts, rows), ("BF16", "F32"), item=expert)
+                biases.append(bias.float())
             if self.layout.scale is None:
-                # Stored as the right-hand side of `x @ w`.
-                shape = (self.num_experts, columns, rows)
-                stored = self.files.read(prefix, shape, self.layout.quant_dtypes, item=expert)
-                weights.append(stored.T.contiguous())
+                # Transposed, it is the right-hand side of `x @ w`.
+                shape = (columns, rows) if self.layout.transposed else (rows, columns)
+                stored = self.files.read(prefix, (self.num_experts, *shape), self.layout.quant_dtypes, item=expert)
+                weights.append(stored.T.contiguous() if self.layout.transposed else stored)
             else:
                 weights.append(self._stacked_weight(prefix, rows, columns, order, expert, empty))
-        return ExpertTensors(weights[0], weights[1], biases[0], biases[1])
+        return ExpertTensors(weights[0], weights[1], *biases)
 
     def _stacked_weight(
         self,

@@ -13,6 +13,7 @@ import torch
 
 from moe_runtime.checkpoint import Checkpoint, layer_config_from_checkpoint
 from moe_runtime.context import ExpertParallelContext
+from moe_runtime.conversion import convert_checkpoint
 from moe_runtime.expert_readers import dense
 from moe_runtime.families import layer_config
 from moe_runtime.layer import MoELayer
@@ -74,6 +75,35 @@ def test_what_transformers_saves_is_read(family: str, tmp_path: Path, seed: int)
                 assert (ours.token_gate is None) == (not hasattr(block, "shared_expert_gate"))
                 if ours.token_gate is not None:
                     assert_same_bits(ours.token_gate, block.shared_expert_gate.weight)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_oss"])
+def test_what_transformers_saves_as_it_has_it_in_memory_is_read(family: str, tmp_path: Path, seed: int) -> None:
+    """Experts of a layer in two tensors, Mixtral's by other names than its makers gave; the layer has the same bits."""
+    model = saved(tmp_path / "apart", family, seed)
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    index = moe_layers(model)[-1]
+    layers = [layer_and_error(tmp_path / name, index, seed)[0] for name in ("apart", "fused")]
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    assert_same_bits(layers[1](x), layers[0](x))
+    with Checkpoint(tmp_path / "fused") as fused, Checkpoint(tmp_path / "apart") as apart:
+        assert fused.stored_of(index).layout.name == "plain, fused"
+        for one, other in zip(fused.experts(index, range(12)), apart.experts(index, range(12)), strict=True):
+            assert_same_bits(one.gate_up, other.gate_up)
+            assert_same_bits(one.down, other.down)
+    with pytest.raises(ValueError, match=r"source: .*\.experts of .* are fused, .*save_original_format=True"):
+        convert_checkpoint(tmp_path / "fused", tmp_path / "converted", "nvfp4")
+
+
+def test_fused_experts_that_are_quantized_are_named(tmp_path: Path, seed: int) -> None:
+    tiny.tiny_model("qwen3_moe", seed).bfloat16().save_pretrained(tmp_path, save_original_format=False)
+    name = "model.layers.0.mlp.experts.down_proj_scale_inv"
+    rewrite(tmp_path, load_all(tmp_path) | {name: torch.ones(12, 1, 1)}, quantization_config=FP8)
+    with (
+        Checkpoint(tmp_path) as checkpoint,
+        pytest.raises(ValueError, match=f"tensor {name} is not expected: 12 experts in layout plain, fused"),
+    ):
+        list(checkpoint.experts(0, range(1)))
 
 
 def reference_of(layer: MoELayer, folder: Path, index: int, x: torch.Tensor) -> torch.Tensor:
