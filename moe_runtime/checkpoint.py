@@ -8,7 +8,7 @@ the model (`moe_runtime.families`) and how its experts are stored (`moe_runtime.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Generator, Sequence
+from collections.abc import Collection, Generator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -17,10 +17,12 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
+from moe_runtime import formats
 from moe_runtime.checkpoint_layouts import (
     CONFIG_FILE,
     EXPERTS_KEY,
     MODELOPT_FILE,
+    PLAIN_FUSED,
     PLAIN_STACKED,
     Quantization,
     StoredExperts,
@@ -106,12 +108,21 @@ class Checkpoint:
     def layer_config(self, layer: int, **overrides: Any) -> MoELayerConfig:
         """What `layer_config_from_checkpoint` returns."""
         self.check_layer(layer)
-        formats = {"token_format": overrides.get("token_format"), "weight_format": overrides.get("weight_format")}
-        token, weight = choose_formats(self.stored_of(layer), **formats)
-        formats = {"token_format": token, "weight_format": weight}
+        asked = overrides.get("token_format"), overrides.get("weight_format")
+        token, weight = choose_formats(self.stored_of(layer), *asked)
         if token == "nvfp4" and overrides.get("intermediate_gsf") is None:
             overrides["intermediate_gsf"] = self.reader(layer).smallest_input_gsf()
-        return layer_config(self.config, source=self._source, **overrides | formats)
+        return layer_config(
+            self.config, source=self._source, **overrides | {"token_format": token, "weight_format": weight}
+        )
+
+    def check_fits(self, config: MoELayerConfig, *, but_for: Collection[str] = ()) -> None:
+        """Raise `ValueError` naming the field, of all but those in `but_for`, where `config` contradicts `config.json`.
+
+        Formats, and `intermediate_gsf`, may be others than the checkpoint's.
+        """
+        fields = {name: value for name, value in config.model_dump().items() if name not in but_for}
+        layer_config(self.config, source=self._source, **fields)
 
     def digests(self, layer: int | None = None) -> dict[str, str]:
         """What must be equal on ranks that read one checkpoint (`TensorFiles.file_digests`).
@@ -143,6 +154,8 @@ class Checkpoint:
         said = self.quantization.stored(names.linears(0))
         if said.layout.stacked and names.stacks[0] in self.files:
             return StoredExperts(PLAIN_STACKED, "bf16")
+        if self.family is not GPT_OSS and names.stacks[0] in self.files:
+            return StoredExperts(PLAIN_FUSED, "bf16")
         linears = [prefix for expert in experts for prefix in names.linears(expert)]
         layout = layout_of(self.files, said.layout, linears)
         if layout is not said.layout:
@@ -247,7 +260,10 @@ class Checkpoint:
         return f"{self._block(layer)}.{'router' if self.family is GPT_OSS else 'gate'}"
 
     def _block(self, layer: int) -> str:
-        return f"model.layers.{layer}.{'block_sparse_moe' if self.family is MIXTRAL else 'mlp'}"
+        block = f"model.layers.{layer}.mlp"
+        if self.family is MIXTRAL and f"{block}.experts.gate_up_proj" not in self.files:
+            return f"model.layers.{layer}.block_sparse_moe"
+        return block
 
     def _sizes(self) -> MoELayerConfig:
         return layer_config(self.config, source=self._source, max_tokens_per_rank=1)
@@ -261,7 +277,13 @@ def choose_formats(
     Weights stay as they are stored wherever tokens in `token_format` can be multiplied with them, else they take that
     format. Tokens take the format that the checkpoint is meant for wherever it goes with `weight_format`, else the one
     that does. So weights that were quantized alone keep bf16 tokens.
+
+    Raises `ValueError` naming the argument that is not the name of a format.
     """
+    if token_format is not None:
+        formats.token_format(token_format, "token_format")
+    if weight_format is not None:
+        formats.weight_format(weight_format, "weight_format")
     held = stored.layout.format.name
     if weight_format is None:
         token_format = token_format or stored.token_format

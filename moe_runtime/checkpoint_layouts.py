@@ -46,6 +46,7 @@ class WeightLayout:
         weight_scale: second-level scale of the weight, fp32, one number.
         input_scale: that of what it is multiplied with, as far as it was calibrated.
         stacked: the experts of a layer lie in one tensor each for gate and up, and for down, as in gpt-oss.
+        transposed: each of them as `[K, N]`.
     """
 
     name: str
@@ -56,6 +57,7 @@ class WeightLayout:
     weight_scale: ScaleName | None = None
     input_scale: ScaleName | None = None
     stacked: bool = False
+    transposed: bool = False
 
     @property
     def quant_dtypes(self) -> tuple[str, ...]:
@@ -64,7 +66,9 @@ class WeightLayout:
 
 
 PLAIN = WeightLayout("plain", BF16)
-PLAIN_STACKED = WeightLayout("plain, stacked", BF16, stacked=True)
+PLAIN_STACKED = WeightLayout("plain, stacked", BF16, stacked=True, transposed=True)
+PLAIN_FUSED = WeightLayout("plain, fused", BF16, stacked=True)
+"""What transformers 5 has in memory, of all families but gpt-oss; saved with `save_original_format=False`."""
 MODELOPT_NVFP4 = WeightLayout(
     "modelopt nvfp4",
     NVFP4,
@@ -170,7 +174,9 @@ class Quantization:
         said = self.said or {}
         if said.get("quant_method") == "modelopt" and "quantized_layers" in said:
             self.stored(names)
-        elif said.get("quant_method") == "compressed-tensors" and len(groups := said["config_groups"]) > 1:
+        elif said.get("quant_method") == "compressed-tensors" and (
+            len(groups := said["config_groups"]) > 1 or said.get("transform_config")
+        ):
             near = {key: group | {"targets": _within(block, group.get("targets"))} for key, group in groups.items()}
             # A group without targets means all linears.
             near = {key: group for key, group in near.items() if group["targets"] or not groups[key].get("targets")}
@@ -228,6 +234,7 @@ def _modelopt(file: Path, said: Mapping[str, Any], name: str) -> StoredExperts |
 
 def _compressed(file: Path, said: Mapping[str, Any], name: str) -> StoredExperts | None:
     """What the group says that has the linear among its targets; None where it stays plain."""
+    _check_not_transformed(file, said, name)
     given = _mapping(file, said, "config_groups")
     groups = [_mapping(file, given, key) for key in given]
     group = _group_of(file, name, groups, _strings(file, "ignore", said))
@@ -237,21 +244,41 @@ def _compressed(file: Path, said: Mapping[str, Any], name: str) -> StoredExperts
     if fmt not in COMPRESSED:
         raise ValueError(f"{file}: format of {name}: expected one of {', '.join(COMPRESSED)}, got {fmt!r}")
     layout, weights = COMPRESSED[fmt], _mapping(file, group, "weights")
-    activations = group.get("input_activations")
+    activations = None
+    if group.get("input_activations") is not None:
+        activations = _mapping(file, group, "input_activations")
+        bits = layout.format.element_bits
+        # Those of 4-bit weights may be meant for MXFP8, and run in bf16 unless asked otherwise.
+        possible = (bits, 8) if layout is COMPRESSED_MXFP4 else (bits,)
+        if activations.get("num_bits", bits) not in possible:
+            _expect(file, f"num_bits of the activations of {name}", activations.get("num_bits"), bits)
+        _expect(file, f"type of the activations of {name}", activations.get("type", "float"), "float")
+    _expect(file, f"output_activations of {name}", group.get("output_activations"), None)
     if layout is COMPRESSED_FP8_BLOCKS:
         _expect(file, f"strategy of {name}", weights.get("strategy"), "block")
         _expect(file, f"block_structure of {name}", weights.get("block_structure"), [128, 128])
         if activations is not None:
-            _expect(
-                file,
-                f"dynamic of the activations of {name}",
-                _mapping(file, group, "input_activations").get("dynamic"),
-                True,
-            )
+            _expect(file, f"dynamic of the activations of {name}", activations.get("dynamic"), True)
     else:
         _expect(file, f"group_size of {name}", weights.get("group_size"), layout.format.block)
     _expect(file, f"symmetric of {name}", weights.get("symmetric", True), True)
     return StoredExperts(layout, "bf16" if activations is None or layout is COMPRESSED_MXFP4 else layout.format.name)
+
+
+def _check_not_transformed(file: Path, said: Mapping[str, Any], name: str) -> None:
+    """Raise `ValueError` where the linear, or what goes in or comes out, is rotated (`transform_config`)."""
+    if not said.get("transform_config"):
+        return
+    schemes = _mapping(file, _mapping(file, said, "transform_config"), "config_groups")
+    for key in schemes:
+        applied = _mapping(file, schemes, key).get("apply") or []
+        if not isinstance(applied, list):
+            raise ValueError(f"{file}: apply: expected a list of objects, got {applied!r}")
+        for one in applied:
+            where = _mapping(file, {"apply": one}, "apply")
+            ignored = any(target_matches(file, name, target) for target in _strings(file, "ignore", where))
+            if not ignored and any(target_matches(file, name, target) for target in _strings(file, "targets", where)):
+                raise ValueError(f"{file}: transform_config: expected none for {name}, got {key} of {dict(where)!r}")
 
 
 _METHODS: dict[str, Callable[[Path, Mapping[str, Any], str], StoredExperts | None]] = {

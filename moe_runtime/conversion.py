@@ -27,6 +27,7 @@ from moe_runtime.checkpoint_layouts import (
     GPT_OSS_MXFP4,
     MODELOPT_FILE,
     PLAIN,
+    PLAIN_FUSED,
     WeightLayout,
 )
 from moe_runtime.converted_experts import (
@@ -91,7 +92,8 @@ def convert_checkpoint(
     before and after would be mixed.
 
     Args:
-        source: a folder that `Checkpoint` reads; nobody may write to it until the conversion is whole.
+        source: a folder that `Checkpoint` reads, without fused experts (`PLAIN_FUSED`); nobody may write to it until
+            the conversion is whole.
         target: made if it is not there. Whole shards that the same conversion has written are left as they are.
         weight_format: `nvfp4`, `mxfp4`, `mxfp8` or `fp8_block`; not what a layer of the source holds.
         calibrations: by layer, of every layer with experts; for `nvfp4` only.
@@ -162,6 +164,11 @@ class _Conversion:
                 continue
             reader = checkpoint.reader(layer)
             reader.check_names()
+            if reader.layout is PLAIN_FUSED:
+                raise ValueError(
+                    f"source: {reader.names.block} of {checkpoint.folder} are fused, as transformers has them in "
+                    "memory, expected what its save_pretrained writes with save_original_format=True"
+                )
             if reader.layout.format is fmt:
                 raise ValueError(
                     f"weight_format: expected another than the source holds, got {fmt.name}, as of layer {layer}"

@@ -135,15 +135,31 @@ class ExpertReader:
 
         With a larger one, numbers of an expert that has the least could saturate; with a smaller one nothing gains. It
         is the same on every rank, whichever experts it has.
+
+        Experts that calibration never reached do not count: theirs is missing, or, where encode scales are stored,
+        infinite or exactly 1 (what compressed-tensors writes for inputs that were all zero), which counts where all
+        others are so too.
+
+        Raises `ValueError` where some are stored and all of those are infinite.
         """
         scale = self.layout.input_scale
         if scale is None:
             return None
-        prefixes = [self.names.linears(expert)[2] for expert in range(self.num_experts)]
-        if not any(f"{prefix}.{scale.suffix}" in self.files for prefix in prefixes):
+        linears = (self.names.linears(expert)[2] for expert in range(self.num_experts))
+        prefixes = [prefix for prefix in linears if f"{prefix}.{scale.suffix}" in self.files]
+        if not prefixes:
             return None
-        stored = torch.stack([_second_level(self.files, prefix, scale) for prefix in prefixes])
-        return float((stored if scale.divides else _reciprocal(stored)).min().clamp(max=MAX_ENCODE_SCALE))
+        stored = torch.stack([_second_level(self.files, prefix, scale, infinite=scale.divides) for prefix in prefixes])
+        if not scale.divides:
+            return float(_reciprocal(stored).min().clamp(max=MAX_ENCODE_SCALE))
+        reached = stored[stored.isfinite()]
+        if len(reached) == 0:
+            raise ValueError(
+                f"{self.files.index}: expected one of the {scale.suffix} of the down projections in {self.names.block} "
+                "to be finite, got none; give intermediate_gsf"
+            )
+        reached = reached[reached != 1] if (reached != 1).any() else reached
+        return float(reached.min().clamp(max=MAX_ENCODE_SCALE))
 
     def tensors(self, expert: int) -> list[str]:
         """Names of the tensors that the weights of an expert may have, those of gate first; where experts are stacked,
@@ -169,16 +185,17 @@ class ExpertReader:
         sizes = ((2 * self.inner, self.hidden), (self.hidden, self.inner))
         orders = (self.names.order, None)
         for prefix, (rows, columns), order, empty in zip(self.names.stacks, sizes, orders, rooms, strict=True):
-            bias = self.files.read(f"{prefix}_bias", (self.num_experts, rows), ("BF16", "F32"), item=expert)
-            biases.append(bias.float())
+            if self.names.biases:
+                bias = self.files.read(f"{prefix}_bias", (self.num_experts, rows), ("BF16", "F32"), item=expert)
+                biases.append(bias.float())
             if self.layout.scale is None:
-                # Stored as the right-hand side of `x @ w`.
-                shape = (self.num_experts, columns, rows)
-                stored = self.files.read(prefix, shape, self.layout.quant_dtypes, item=expert)
-                weights.append(stored.T.contiguous())
+                # Transposed, it is the right-hand side of `x @ w`.
+                shape = (columns, rows) if self.layout.transposed else (rows, columns)
+                stored = self.files.read(prefix, (self.num_experts, *shape), self.layout.quant_dtypes, item=expert)
+                weights.append(stored.T.contiguous() if self.layout.transposed else stored)
             else:
                 weights.append(self._stacked_weight(prefix, rows, columns, order, expert, empty))
-        return ExpertTensors(weights[0], weights[1], biases[0], biases[1])
+        return ExpertTensors(weights[0], weights[1], *biases)
 
     def _stacked_weight(
         self,
@@ -341,12 +358,12 @@ def check_no_nan(files: TensorFiles, name: str, scales: torch.Tensor) -> None:
         )
 
 
-def _second_level(files: TensorFiles, prefix: str, scale: ScaleName) -> torch.Tensor:
-    """A second-level scale as it is stored, fp32 `[]`."""
+def _second_level(files: TensorFiles, prefix: str, scale: ScaleName, *, infinite: bool = False) -> torch.Tensor:
+    """A second-level scale as it is stored, fp32 `[]`; `infinite` where it may be so."""
     name = f"{prefix}.{scale.suffix}"
     shape = files.entry(name).shape
     value = files.read(name, shape if shape == (1,) else (), ("F32",)).view(())
-    if not 0 < value.item() < math.inf:
+    if not (0 < value.item() < math.inf or (infinite and value.item() == math.inf)):
         raise ValueError(f"{files.path_of(name)}: tensor {name}: expected a positive number, got {float(value)}")
     return value
 

@@ -191,11 +191,19 @@ class MoELayer(nn.Module):
         starts = expert_starts(self.config.num_experts, self.context.world_size)
         return range(starts[self.context.rank], starts[self.context.rank + 1])
 
-    def load_checkpoint(self, checkpoint: Checkpoint, layer: int) -> None:
+    def load_checkpoint(self, checkpoint: Checkpoint, layer: int, *, shared_elsewhere: bool = False) -> None:
         """Read router, shared expert and this rank's experts of decoder layer `layer`; on terminals with a bar.
 
-        Raises `ValueError` as `Checkpoint` and `load_experts` do.
+        A layer without a shared expert, for a checkpoint that has one, has to be told that the caller adds it
+        (`shared_elsewhere`; see `shared` of `forward`).
+
+        Raises `ValueError` as `Checkpoint` and `load_experts` do, and, naming the field, where the layer's config
+        contradicts the checkpoint. Formats may be others; a layer without a router may be of any `top_k`.
         """
+        elsewhere = set() if self.router is not None else {"router", "top_k"}
+        if shared_elsewhere and self.shared_expert is None:
+            elsewhere.add("shared_expert")
+        checkpoint.check_fits(self.config, but_for=elsewhere)
         if self.router is not None:
             router = checkpoint.router(layer)
             self.router.load(router.weight, bias=router.bias, correction_bias=router.correction_bias)

@@ -89,7 +89,8 @@ def apply_expert_parallel(
     try:
         with told_to_peers(context):
             described = _described(model)
-            blocks = _moe_blocks(model, with_weights=experts is None)
+            family = family_of(described, source="model.config")
+            blocks = _moe_blocks(model, None if experts is None else _EXPERTS_OF_TRANSFORMERS[family.name])
             placements = _by_layer(placement, [number for number, _ in blocks])
             settings = {
                 "max_tokens_per_rank": max_tokens_per_rank,
@@ -116,21 +117,41 @@ def apply_expert_parallel(
 
 @contextmanager
 def without_experts() -> Iterator[None]:
-    """Inside, transformers makes models of the known families without their experts, and loads none.
+    """Inside, transformers makes models of the known families without their experts, and loads none; nor do its
+    quantizers of FP8 and MXFP4 put any there.
 
     For models that are too large for one rank: `from_pretrained` brings all but the experts, and
     `apply_expert_parallel(..., experts=...)` those of each rank. It warns of the experts' tensors as unexpected.
     """
     swapped = []
+
+    def swap(module: Any, name: str, other: Any) -> None:
+        if hasattr(module, name):
+            swapped.append((module, name, getattr(module, name)))
+            setattr(module, name, other)
+
     try:
-        for family, name in _EXPERTS_OF_TRANSFORMERS.items():
-            modeling = import_module(f"transformers.models.{family}.modeling_{family}")
-            swapped.append((modeling, name, getattr(modeling, name)))
-            setattr(modeling, name, _NoExperts)
+        for family, names in _EXPERTS_OF_TRANSFORMERS.items():
+            for name in names:
+                swap(import_module(f"transformers.models.{family}.modeling_{family}"), name, _NoExperts)
+        fp8 = import_module("transformers.integrations.finegrained_fp8")
+        if hasattr(fp8, "should_convert_module"):
+            swap(fp8, "should_convert_module", _unless_experts(fp8.should_convert_module))
+        for name in ("transformers.integrations", "transformers.integrations.mxfp4"):
+            swap(import_module(name), "replace_with_mxfp4_linear", lambda model, *args, **named: model)
         yield
     finally:
-        for modeling, name, original in swapped:
-            setattr(modeling, name, original)
+        for module, name, original in reversed(swapped):
+            setattr(module, name, original)
+
+
+def _unless_experts(should_convert_module: Callable[..., bool]) -> Callable[..., bool]:
+    """The same answer for all but experts, which are not to be converted."""
+
+    def answer(full_name: str, *args: Any, **named: Any) -> bool:
+        return not full_name.endswith(".experts") and should_convert_module(full_name, *args, **named)
+
+    return answer
 
 
 class ExpertParallel:
@@ -325,7 +346,7 @@ class ParallelExperts(nn.Module):
 def _load(layer: MoELayer, number: int, block: Any, experts: ExpertSource) -> None:
     """This rank's experts of decoder layer `number` into `layer`."""
     if isinstance(experts, Checkpoint):
-        layer.load_checkpoint(experts, number)
+        layer.load_checkpoint(experts, number, shared_elsewhere=True)
     elif experts is None:
         layer.load_experts(own_experts(block.experts, layer.local_experts))
     else:
@@ -373,8 +394,11 @@ def _by_layer(placement: Placement | Mapping[int, Placement] | None, numbers: Se
     return dict(placement)
 
 
-def _moe_blocks(model: nn.Module, *, with_weights: bool) -> list[tuple[int, Any]]:
-    """Decoder layer and block of what has experts, in the order of the model; all are checked before any is changed."""
+def _moe_blocks(model: nn.Module, classes: Sequence[str] | None) -> list[tuple[int, Any]]:
+    """Decoder layer and block of what has experts, in the order of the model; all are checked before any is changed.
+
+    Experts may lack weights where `classes` are given; they are then of one of these of transformers, or left out.
+    """
     blocks = [(name, module) for name, module in model.named_modules() if hasattr(module, "experts")]
     if not blocks:
         raise ValueError(f"model: expected MoE blocks with `experts`, found none in {type(model).__name__}")
@@ -382,13 +406,25 @@ def _moe_blocks(model: nn.Module, *, with_weights: bool) -> list[tuple[int, Any]
     for name, block in blocks:
         if isinstance(block.experts, ParallelExperts):
             raise ValueError(f"model: {name}.experts are expert-parallel already")
-        if with_weights:
+        if classes is None:
             _check_weights(f"{name}.experts", block.experts)
+        else:
+            _check_class(f"{name}.experts", block.experts, classes)
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
         if len(numbers) != 1:
             raise ValueError(f"model: expected the number of a decoder layer in the name of its block, got {name!r}")
         found.append((numbers[0], block))
     return found
+
+
+def _check_class(name: str, experts: Any, classes: Sequence[str]) -> None:
+    """Other experts, such as a list of modules or those of a quantizer, may not be called as `ParallelExperts` are."""
+    bases = [base for base in type(experts).__mro__ if base.__module__.startswith("transformers.models.")]
+    if not isinstance(experts, _NoExperts) and not any(base.__name__ in classes for base in bases):
+        raise ValueError(
+            f"model: {name}: expected {' or '.join(classes)} of transformers, or a model that was made inside "
+            f"without_experts(), got {type(experts).__name__}"
+        )
 
 
 def _check_weights(name: str, experts: Any) -> None:
@@ -418,12 +454,13 @@ def own_experts(experts: Any, ids: Sequence[int]) -> Iterator[ExpertTensors]:
 
 
 _EXPERTS_OF_TRANSFORMERS = {
-    "mixtral": "MixtralExperts",
-    "qwen2_moe": "Qwen2MoeExperts",
-    "qwen3_moe": "Qwen3MoeExperts",
-    "deepseek_v3": "DeepseekV3Experts",
-    "gpt_oss": "GptOssExperts",
+    "mixtral": ("MixtralExperts",),
+    "qwen2_moe": ("Qwen2MoeExperts",),
+    "qwen3_moe": ("Qwen3MoeExperts",),
+    "deepseek_v3": ("DeepseekV3Experts", "DeepseekV3NaiveMoe"),
+    "gpt_oss": ("GptOssExperts",),
 }
+"""Classes of the experts of each family; the last of two is that of older releases."""
 
 
 class _NoExperts(nn.Module):

@@ -13,7 +13,9 @@ import torch
 
 from moe_runtime.checkpoint import Checkpoint, layer_config_from_checkpoint
 from moe_runtime.context import ExpertParallelContext
+from moe_runtime.conversion import convert_checkpoint
 from moe_runtime.expert_readers import dense
+from moe_runtime.families import layer_config
 from moe_runtime.layer import MoELayer
 from moe_runtime.loading import ExpertTensors
 from moe_runtime.reference import error_bound, moe_reference, relative_error
@@ -73,6 +75,35 @@ def test_what_transformers_saves_is_read(family: str, tmp_path: Path, seed: int)
                 assert (ours.token_gate is None) == (not hasattr(block, "shared_expert_gate"))
                 if ours.token_gate is not None:
                     assert_same_bits(ours.token_gate, block.shared_expert_gate.weight)
+
+
+@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "gpt_oss"])
+def test_what_transformers_saves_as_it_has_it_in_memory_is_read(family: str, tmp_path: Path, seed: int) -> None:
+    """Experts of a layer in two tensors, Mixtral's by other names than its makers gave; the layer has the same bits."""
+    model = saved(tmp_path / "apart", family, seed)
+    model.save_pretrained(tmp_path / "fused", save_original_format=False)
+    index = moe_layers(model)[-1]
+    layers = [layer_and_error(tmp_path / name, index, seed)[0] for name in ("apart", "fused")]
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    assert_same_bits(layers[1](x), layers[0](x))
+    with Checkpoint(tmp_path / "fused") as fused, Checkpoint(tmp_path / "apart") as apart:
+        assert fused.stored_of(index).layout.name == "plain, fused"
+        for one, other in zip(fused.experts(index, range(12)), apart.experts(index, range(12)), strict=True):
+            assert_same_bits(one.gate_up, other.gate_up)
+            assert_same_bits(one.down, other.down)
+    with pytest.raises(ValueError, match=r"source: .*\.experts of .* are fused, .*save_original_format=True"):
+        convert_checkpoint(tmp_path / "fused", tmp_path / "converted", "nvfp4")
+
+
+def test_fused_experts_that_are_quantized_are_named(tmp_path: Path, seed: int) -> None:
+    tiny.tiny_model("qwen3_moe", seed).bfloat16().save_pretrained(tmp_path, save_original_format=False)
+    name = "model.layers.0.mlp.experts.down_proj_scale_inv"
+    rewrite(tmp_path, load_all(tmp_path) | {name: torch.ones(12, 1, 1)}, quantization_config=FP8)
+    with (
+        Checkpoint(tmp_path) as checkpoint,
+        pytest.raises(ValueError, match=f"tensor {name} is not expected: 12 experts in layout plain, fused"),
+    ):
+        list(checkpoint.experts(0, range(1)))
 
 
 def reference_of(layer: MoELayer, folder: Path, index: int, x: torch.Tensor) -> torch.Tensor:
@@ -230,6 +261,52 @@ def test_deepseek_fp8_is_what_transformers_dequantizes(tmp_path: Path, seed: int
             assert_same_bits(got, restored[0] if isinstance(restored, list) else restored)
     _, error = layer_and_error(tmp_path, index, seed, weight_format="nvfp4", token_format="bf16")
     assert error <= error_bound("bf16", "nvfp4")
+
+
+OSS = {"alpha": 1.702, "limit": 7.0, "up_offset": 1.0}
+GROUPS = {"kind": "sigmoid", "num_groups": 3, "top_groups": 2, "correction_bias": True}
+
+
+@pytest.mark.parametrize(
+    ("family", "changes", "message"),
+    [
+        ("gpt_oss", {"activation": {"order": "gate_up", **OSS}}, r"activation: .*'interleaved'.*, got .*'gate_up'"),
+        ("gpt_oss", {"activation": {"order": "interleaved"}}, r"activation: .*alpha=1\.702.*, got .*alpha=1\.0"),
+        ("qwen3_moe", {"shared_expert": {"intermediate_size": 64}}, "shared_expert: .* says None, got .*size=64"),
+        ("deepseek_v3", {"shared_expert": None}, "shared_expert: .* says SharedExpertConfig.*, got None"),
+        ("deepseek_v3", {"router": GROUPS}, r"router: .*scaling_factor=1\.5.*, got .*scaling_factor=1\.0"),
+        ("qwen2_moe", {"router": {"renormalize": True}}, "router: .*renormalize=False.*, got .*renormalize=True"),
+        ("qwen3_moe", {"top_k": 1}, "top_k: .* says 3, got 1"),
+    ],
+)
+def test_a_layer_that_contradicts_the_checkpoint_does_not_take_it(
+    family: str, changes: dict[str, Any], message: str, tmp_path: Path
+) -> None:
+    tiny.tiny_config(family).save_pretrained(tmp_path)
+    (tmp_path / "model.safetensors").write_bytes(b"")
+    with Checkpoint(tmp_path) as checkpoint, ExpertParallelContext(device="cpu") as context:
+        config = layer_config(checkpoint.config, max_tokens_per_rank=8)
+        layer = MoELayer(config.model_validate(config.model_dump() | changes), context)
+        with pytest.raises(ValueError, match=message):
+            layer.load_checkpoint(checkpoint, 2)
+
+
+def test_a_layer_may_take_a_checkpoint_in_other_formats_or_leave_its_router_to_the_caller(
+    tmp_path: Path, seed: int
+) -> None:
+    saved(tmp_path, "deepseek_v3", seed)
+    x = torch.randn(8, 64, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    with Checkpoint(tmp_path) as checkpoint, ExpertParallelContext(device="cpu") as context:
+        config = checkpoint.layer_config(2, max_tokens_per_rank=8)
+        whole = MoELayer(config.replace(weight_format="nvfp4"), context)
+        whole.load_checkpoint(checkpoint, 2)
+        experts = MoELayer(config.replace(router={}, top_k=4, shared_expert=None), context, router=False)
+        with pytest.raises(ValueError, match=r"shared_expert: .* says SharedExpertConfig"):
+            experts.load_checkpoint(checkpoint, 2)
+        experts.load_checkpoint(checkpoint, 2, shared_elsewhere=True)
+        assert whole(x).isfinite().all()
+        idx = torch.arange(4, dtype=torch.int32).repeat(8, 1)
+        assert experts(x, topk_idx=idx, topk_weights=torch.ones(8, 4)).isfinite().all()
 
 
 def test_a_config_of_another_family_is_refused(tmp_path: Path) -> None:

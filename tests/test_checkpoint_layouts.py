@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,9 +23,10 @@ from moe_runtime.checkpoint_layouts import (
     MODELOPT_NVFP4,
     PLAIN,
     StoredExperts,
+    WeightLayout,
 )
 from moe_runtime.config import MoELayerConfig
-from moe_runtime.expert_readers import check_no_nan
+from moe_runtime.expert_readers import ExpertNames, ExpertReader, check_no_nan
 from moe_runtime.kernels.swizzle import unswizzle_scales
 from moe_runtime.loading import FRESH, ExpertTensors, QuantRoom
 from moe_runtime.loading import quantize_experts as load_experts
@@ -237,6 +239,13 @@ def test_formats_are_those_of_the_checkpoint_unless_asked_otherwise(
     assert choose_formats(stored, *asked) == want
 
 
+@pytest.mark.parametrize("argument", ["token_format", "weight_format"])
+@pytest.mark.parametrize("bad", [["nvfp4"], "nvfp3", 4])
+def test_what_is_no_format_is_named(argument: str, bad: Any, folder: Path) -> None:
+    with pytest.raises(ValueError, match=rf"{argument}: expected one of \['bf16', .*got {re.escape(repr(bad))}"):
+        layer_config_from_checkpoint(folder, max_tokens_per_rank=1, **{argument: bad})
+
+
 def replaced(name: str, tensor: torch.Tensor | None) -> Callable[[Path], None]:
     def change(folder: Path) -> None:
         tensors = load_file(folder / SINGLE_FILE)
@@ -296,15 +305,51 @@ def test_every_nan_of_block_scales_is_found_and_nothing_else(code: int, dtype: t
             check_no_nan(files, "x", scales.view(dtype))
 
 
-def test_a_missing_or_bad_activation_scale_is_named(folder: Path) -> None:
+@pytest.mark.parametrize(("bad", "word"), [(0.0, "0.0"), (-1.0, "-1.0"), (float("nan"), "nan"), (float("inf"), "inf")])
+def test_a_bad_activation_scale_is_named(bad: float, word: str, folder: Path) -> None:
     """On every rank, since all experts' count: the answer must not depend on how experts are spread."""
     quantize_experts(folder, modelopt_nvfp4, quantization_config=MODELOPT)
     name = linear(2, "down_proj", "input_scale")
-    for tensor, message in ((torch.tensor(0.0), ": expected a positive number, got 0.0"), (None, " is missing")):
-        replaced(name, tensor)(folder)
-        with pytest.raises(ValueError, match=f"tensor {name}{message}"):
-            layer_config_from_checkpoint(folder, max_tokens_per_rank=1)
+    replaced(name, torch.tensor(bad))(folder)
+    with pytest.raises(ValueError, match=f"tensor {name}: expected a positive number, got {word}"):
+        layer_config_from_checkpoint(folder, max_tokens_per_rank=1)
     assert layer_config_from_checkpoint(folder, max_tokens_per_rank=1, intermediate_gsf=3.0).intermediate_gsf == 3.0
+
+
+@pytest.mark.parametrize(
+    ("layout", "stored", "want"),
+    [
+        (MODELOPT_NVFP4, (0.5, 0.25, None), 2.0),
+        (MODELOPT_NVFP4, (None, None, 0.25), 4.0),
+        (MODELOPT_NVFP4, (1.0, 0.25, 0.5), 1.0),
+        (MODELOPT_NVFP4, (None, None, None), None),
+        (COMPRESSED_NVFP4, (float("inf"), 8.0, 6.0), 6.0),
+        (COMPRESSED_NVFP4, (7.0, None, 8.0), 7.0),
+        (COMPRESSED_NVFP4, (1.0, 8.0, 6.0), 6.0),
+        (COMPRESSED_NVFP4, (1.0, 0.5, float("inf")), 0.5),
+        (COMPRESSED_NVFP4, (1.0, 1.0, float("inf")), 1.0),
+        (COMPRESSED_NVFP4, (float("inf"), None, float("inf")), "give intermediate_gsf"),
+        (COMPRESSED_NVFP4, (8.0, 0.0, 6.0), "expected a positive number, got 0.0"),
+        (COMPRESSED_NVFP4, (8.0, float("nan"), 6.0), "expected a positive number, got nan"),
+        (COMPRESSED_NVFP4, (-float("inf"), 8.0, 6.0), "expected a positive number, got -inf"),
+    ],
+)
+def test_experts_that_calibration_never_reached_do_not_count(
+    layout: WeightLayout, stored: tuple[float | None, ...], want: float | str | None, tmp_path: Path
+) -> None:
+    """Their scale is not there, or infinite or 1, by who wrote it. All of a layer count on every rank, so that ranks
+    agree whichever they have."""
+    assert layout.input_scale is not None
+    names = [linear(expert, "down_proj", layout.input_scale.suffix) for expert in range(3)]
+    scales = {name: torch.tensor(value) for name, value in zip(names, stored, strict=True) if value is not None}
+    save_file(scales | {"other": torch.ones(1)}, tmp_path / SINGLE_FILE)
+    with TensorFiles(tmp_path) as files:
+        reader = ExpertReader(files, ExpertNames("model.layers.0.mlp.experts"), layout, 256, 128, 3)
+        if not isinstance(want, str):
+            assert reader.smallest_input_gsf() == want
+            return
+        with pytest.raises(ValueError, match=want):
+            reader.smallest_input_gsf()
 
 
 def test_activation_scales_without_a_finite_reciprocal(folder: Path) -> None:

@@ -188,6 +188,20 @@ def test_what_transformers_writes_means_what_its_model_does(family: Family, tmp_
         assert got.activation == GPT_OSS_ACTIVATION.replace(alpha=1.5, limit=5.0)
 
 
+@pytest.mark.parametrize(
+    ("name", "renormalize"),
+    [("Mixtral-8x7B", True), ("Qwen1.5-MoE-A2.7B", False), ("Qwen3-235B-A22B", False), ("DeepSeek-V3", True)],
+)
+def test_weights_are_divided_by_their_sum_where_transformers_does_by_default(name: str, renormalize: bool) -> None:
+    published = {key: value for key, value in PUBLISHED[name].items() if key != "norm_topk_prob"}
+    assert layer_config(published, max_tokens_per_rank=8).router.renormalize is renormalize
+
+
+def test_the_activation_of_gpt_oss_is_the_published_one_by_default() -> None:
+    published = {key: value for key, value in PUBLISHED["gpt-oss-120b"].items() if key != "swiglu_limit"}
+    assert layer_config(published, max_tokens_per_rank=8).activation == GPT_OSS_ACTIVATION
+
+
 CONFIGS = {
     "mixtral_8x7b": "Mixtral-8x7B",
     "qwen3_235b_a22b": "Qwen3-235B-A22B",

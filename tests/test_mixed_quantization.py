@@ -73,6 +73,12 @@ def mixed(**recipes: str) -> dict[str, Any]:
     return modelopt("MIXED_PRECISION", quantized_layers=listed, kv_cache_quant_algo="FP8", exclude_modules=["lm_head"])
 
 
+def transforms(*targets: str, ignore: tuple[str, ...] = ()) -> dict[str, Any]:
+    """A `transform_config` that rotates what goes into `targets`."""
+    places = [{"targets": list(targets), "location": "input", "ignore": list(ignore)}]
+    return {"config_groups": {"R4": {"type": "hadamard", "apply": places}}}
+
+
 EVERY_EXPERT = r"re:.*\.experts\.\d+\.(gate|up|down)_proj$"
 PLAIN, NVFP4 = ("plain", "bf16"), ("nvfp4-pack-quantized", "nvfp4")
 W4A16, MXFP4 = ("nvfp4-pack-quantized", "bf16"), ("mxfp4-pack-quantized", "bf16")
@@ -93,6 +99,22 @@ CASES: dict[str, tuple[dict[str, Any], Stored, Stored]] = {
         NVFP4,
     ),
     "the cache alone": (compressed(kv_cache_scheme={"num_bits": 8}), PLAIN, PLAIN),
+    "attention rotated": (
+        compressed(on(NVFP4_GROUP, "Linear"), transform_config=transforms("re:.*q_proj$")),
+        NVFP4,
+        NVFP4,
+    ),
+    "all but experts rotated": (
+        compressed(on(NVFP4_GROUP, "Linear"), transform_config=transforms("Linear", ignore=(EVERY_EXPERT,))),
+        NVFP4,
+        NVFP4,
+    ),
+    "nothing rotated": (compressed(on(W4A16_GROUP, "Linear"), transform_config={}), W4A16, W4A16),
+    "mxfp4 for mxfp8 tokens": (
+        compressed(on(MXFP4_GROUP | {"input_activations": {"num_bits": 8, "type": "float"}}, "Linear")),
+        MXFP4,
+        MXFP4,
+    ),
     "two formats": (
         compressed(on(NVFP4_GROUP, r"re:.*layers\.0\..*"), on(MXFP4_GROUP, r"re:.*layers\.1\..*")),
         NVFP4,
@@ -182,6 +204,45 @@ def test_what_is_said_of_the_experts_of_a_layer_counts(case: str, folder: Path) 
         (
             compressed(on(FP8_BLOCK_GROUP | {"input_activations": {"dynamic": False}}, "Linear")),
             r"dynamic of the activations of model\..*gate_proj: expected True, got False",
+        ),
+        (
+            compressed(on(NVFP4_GROUP | {"output_activations": {"num_bits": 8, "type": "float"}}, "Linear")),
+            r"output_activations of model\..*gate_proj: expected None, got \{'num_bits': 8",
+        ),
+        *(
+            (
+                compressed(on(group | {"input_activations": {"dynamic": True} | activations}, "Linear")),
+                rf"{key} of the activations of model\..*gate_proj: expected {want!r}, got {activations[key]!r}",
+            )
+            for group, activations, key, want in [
+                (NVFP4_GROUP, {"num_bits": 8, "type": "float"}, "num_bits", 4),
+                (NVFP4_GROUP, {"num_bits": 4, "type": "int"}, "type", "float"),
+                (MXFP4_GROUP, {"num_bits": 16, "type": "float"}, "num_bits", 4),
+                (MXFP4_GROUP, {"num_bits": 8, "type": "int"}, "type", "float"),
+                (FP8_BLOCK_GROUP, {"num_bits": 4, "type": "float"}, "num_bits", 8),
+            ]
+        ),
+        *(
+            (
+                compressed(on(group | {"weights": group["weights"] | {"symmetric": False}}, "Linear")),  # type: ignore[dict-item]
+                r"symmetric of model\..*gate_proj: expected True, got False",
+            )
+            for group in (NVFP4_GROUP, MXFP4_GROUP, FP8_BLOCK_GROUP)
+        ),
+        *(
+            (compressed(on(W4A16_GROUP, "Linear"), transform_config=transforms(*targets)), message)
+            for targets, message in [
+                (
+                    (r"re:.*down_proj$",),
+                    r"transform_config: expected none for model\..*down_proj, got R4 of \{'targets'",
+                ),
+                (("Linear",), r"transform_config: expected none for model\..*gate_proj, got R4"),
+            ]
+        ),
+        (compressed(on(W4A16_GROUP, "Linear"), transform_config={"R4": {}}), "config_groups: expected an object, got"),
+        (
+            compressed(on(FP8_GROUP, "Linear"), ignore=(EVERY_EXPERT,), transform_config=transforms(r"re:.*up_proj$")),
+            r"transform_config: expected none for model\..*up_proj, got R4",
         ),
         (compressed(on(NVFP4_GROUP, "re:(")), r"targets: 're:\(': missing \), unterminated subpattern"),
         (compressed(on(NVFP4_GROUP, 3)), r"targets: expected a list of names and patterns, got \[3\]"),  # type: ignore[arg-type]
@@ -281,6 +342,18 @@ def test_an_expert_meant_for_other_tokens_is_named(quantization: dict[str, Any],
     )
     with Checkpoint(folder) as checkpoint, pytest.raises(ValueError, match=message):
         checkpoint.stored_of(0)
+
+
+def test_one_rotated_expert_is_named(folder: Path) -> None:
+    rotated = transforms(f"{EXPERTS.format(0)}.2.down_proj")
+    quantization = compressed(on(W4A16_GROUP, "Linear"), transform_config=rotated)
+    quantize_experts(folder, modelopt_nvfp4, quantization_config=quantization)
+    with Checkpoint(folder) as checkpoint:
+        with pytest.raises(
+            ValueError, match=r"transform_config: expected none for .*layers\.0\..*2\.down_proj, got R4"
+        ):
+            checkpoint.stored_of(0)
+        assert checkpoint.stored_of(1).layout.name == "nvfp4-pack-quantized"
 
 
 def test_names_in_other_layers_do_not_count(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import time
 from pathlib import Path
@@ -11,8 +12,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from moe_runtime.config import ParallelConfig
+from moe_runtime.config import MoELayerConfig, ParallelConfig
 from moe_runtime.errors import PeerAbortedError, PeerTimeoutError
+from moe_runtime.layer import random_expert
 from moe_runtime.parallel import ExpertParallel, apply_expert_parallel, own_experts, without_experts
 from moe_runtime.reference import error_bound
 from tests.comparison import assert_same_bits
@@ -285,6 +287,70 @@ def test_experts_may_come_from_elsewhere(family: str, get_pool: Any, tmp_path: P
         assert names == []
 
 
+def fp8_quantizer() -> Any:
+    from transformers import FineGrainedFP8Config
+    from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
+
+    return FineGrainedFP8HfQuantizer(FineGrainedFP8Config(), pre_quantized=True)
+
+
+def mxfp4_quantizer() -> Any:
+    from transformers import Mxfp4Config
+    from transformers.quantizers.quantizer_mxfp4 import Mxfp4HfQuantizer
+
+    return Mxfp4HfQuantizer(Mxfp4Config(), pre_quantized=True)
+
+
+@pytest.mark.parametrize(
+    ("family", "make", "quantized"),
+    [("qwen3_moe", fp8_quantizer, "FP8Experts"), ("gpt_oss", mxfp4_quantizer, "Mxfp4GptOssExperts")],
+)
+def test_quantizers_put_no_experts_where_they_were_left_out(
+    family: str, make: Any, quantized: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As they prepare a model on a GPU. Experts of theirs, of a model made outside, are refused."""
+    from transformers.integrations import hub_kernels
+    from transformers.quantizers import quantizer_mxfp4
+
+    monkeypatch.setattr(quantizer_mxfp4, "get_current_accelerator", lambda: torch.device("cuda"))
+    monkeypatch.setattr(hub_kernels, "get_kernel", lambda *args, **named: None)
+    with without_experts():
+        model = tiny_models.tiny_model(family, 0)
+        make()._process_model_before_weight_loading(model)
+    blocks = tiny_models.moe_blocks(model)
+    assert {type(block.experts).__name__ for block in blocks} == {"_NoExperts"}
+    assert [name for name, _ in model.named_parameters() if ".experts." in name] == []
+    if family == "qwen3_moe":
+        assert type(model.model.layers[0].self_attn.q_proj).__name__ == "FP8Linear"
+    experts = functools.partial(random_experts, expert_bias=family == "gpt_oss")
+    for block in blocks:
+        block.bfloat16()
+    with apply_expert_parallel(model, max_tokens_per_rank=8, experts=experts, device="cpu"):
+        assert blocks[0](torch.ones(1, 3, 64, dtype=torch.bfloat16))[0].isfinite().all()
+    outside = tiny_models.tiny_model(family, 0)
+    make()._process_model_before_weight_loading(outside)
+    assert type(tiny_models.moe_blocks(outside)[0].experts).__name__ == quantized
+    with pytest.raises(ValueError, match=rf"model: model\.layers\.0\.mlp\.experts: expected .*, got {quantized}"):
+        apply_expert_parallel(outside, max_tokens_per_rank=8, experts=random_experts, device="cpu")
+
+
+def random_experts(layer: int, ids: Any, expert_bias: bool = False) -> Any:
+    sizes = {"hidden_size": 64, "intermediate_size": 48, "num_experts": 12, "top_k": 3, "max_tokens_per_rank": 8}
+    config = MoELayerConfig.model_validate(sizes | {"expert_bias": expert_bias})
+    return (random_expert(config, layer, expert) for expert in ids)
+
+
+def test_experts_have_another_name_in_older_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    from transformers.models.deepseek_v3 import modeling_deepseek_v3 as modeling
+
+    own = modeling.DeepseekV3Experts
+    monkeypatch.delattr(modeling, "DeepseekV3Experts")
+    monkeypatch.setattr(modeling, "DeepseekV3NaiveMoe", own, raising=False)
+    with without_experts():
+        assert modeling.DeepseekV3NaiveMoe.__name__ == "_NoExperts"
+    assert modeling.DeepseekV3NaiveMoe is own
+
+
 def mesh_of_rank(rank: int, world: int, path: Path, ids: list[Any]) -> Any:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     model, parallel = spread(path, mesh=mesh["ep"])
@@ -394,6 +460,17 @@ def change(model: Any, how: str) -> Any:
         for layer in model.model.layers:
             del layer.mlp.experts
     return model
+
+
+def test_other_experts_are_refused_though_they_are_not_needed() -> None:
+    """Blocks with a list of experts, as remote code has them, do not call it as `ParallelExperts` is called."""
+    model = change(tiny_models.tiny_model("qwen3_moe", 0).bfloat16(), "module list")
+    message = (
+        r"model: model\.layers\.1\.mlp\.experts: expected Qwen3MoeExperts of .*without_experts\(\), got ModuleList"
+    )
+    with pytest.raises(ValueError, match=message):
+        apply_expert_parallel(model, max_tokens_per_rank=8, experts=random_experts, device="cpu")
+    assert all(type(block.experts).__name__ != "ParallelExperts" for block in tiny_models.moe_blocks(model))
 
 
 @pytest.mark.parametrize(

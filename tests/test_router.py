@@ -163,6 +163,21 @@ def test_softmax_after_the_choice_does_not_see_the_others() -> None:
     torch.testing.assert_close(weights_TK, torch.tensor([[1.0, math.exp(-1)]]) / (1 + math.exp(-1)))
 
 
+def test_scores_that_are_all_zero_have_no_weight() -> None:
+    """Nothing is divided by zero, as in DeepSeek-V3."""
+    _, weights_TK = sigmoid_topk(torch.full((1, 8), -200.0), 2)
+    assert weights_TK.tolist() == [[0.0, 0.0]]
+
+
+def test_no_bias_makes_an_expert_of_another_group_be_chosen() -> None:
+    """Not where the experts that are left in the best group have a bias of -inf."""
+    logits_TE = torch.tensor([[-9.0, -9.0, -9.0, -9.0, 0.0, 0.0, 9.0, 9.0]])
+    bias_E = torch.tensor([0.0, 0.0, 0.0, 0.0, -math.inf, -math.inf, 0.0, 0.0])
+    idx_TK, weights_TK = sigmoid_topk(logits_TE, 3, correction_bias_E=bias_E, num_groups=2, top_groups=1)
+    assert idx_TK.tolist() == [[6, 7, 4]]
+    torch.testing.assert_close(weights_TK, logits_TE.sigmoid()[:, [6, 7, 4]] / logits_TE.sigmoid()[0, [6, 7, 4]].sum())
+
+
 def test_the_bias_of_the_gate_counts_in_choice_and_weights(device: torch.device) -> None:
     router = Router(16, 4, 2, RouterConfig(kind="topk_softmax", bias=True), device)
     router.load(torch.zeros(4, 16), bias=torch.tensor([0.0, 1.0, -1.0, 3.0]))
