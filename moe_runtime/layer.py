@@ -217,15 +217,19 @@ class MoELayer(nn.Module):
         """
         hidden = self.config.hidden_size
         generator = torch.Generator().manual_seed(seed)
-        weight = torch.randn(self.config.num_experts, hidden, generator=generator) * hidden**-0.5
+
+        def normal(rows: int, columns: int) -> torch.Tensor:
+            w_NK = torch.randn(rows, columns, generator=generator, dtype=torch.float32, device=generator.device)
+            return w_NK * columns**-0.5
+
+        weight = normal(self.config.num_experts, hidden)
         if self.router is not None:
             self.router.weight.data.copy_(weight)
         device = self.context.device
         self.load_experts(random_expert(self.config, seed, expert, device) for expert in self.local_experts)
         if self.shared_expert is not None:
             for parameter in self.shared_expert.parameters():
-                weight = torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
-                parameter.data.copy_(weight)
+                parameter.data.copy_(normal(*parameter.shape))
 
     def load_experts(
         self, experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]], rooms: Rooms = FRESH
@@ -453,7 +457,8 @@ def random_expert(config: MoELayerConfig, seed: int, expert: int, device: torch.
     generator = torch.Generator(device).manual_seed((seed * 65537 + expert + 1) % 2**63)
 
     def normal(*shape: int, fan_in: int) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator, device=device) * fan_in**-0.5).to(torch.bfloat16)
+        x = torch.randn(*shape, generator=generator, dtype=torch.float32, device=device)
+        return (x * fan_in**-0.5).to(torch.bfloat16)
 
     hidden, inner = config.hidden_size, config.intermediate_size
     gate_up, down = normal(2 * inner, hidden, fan_in=hidden), normal(hidden, inner, fan_in=inner)

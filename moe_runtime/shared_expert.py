@@ -54,5 +54,5 @@ class SharedExpert(FixedDtypes):
 
 
 def _random(rows: int, columns: int, device: torch.device | None) -> nn.Parameter:
-    weight = torch.randn(rows, columns, device=device) * columns**-0.5
+    weight = torch.randn(rows, columns, dtype=torch.float32, device=device) * columns**-0.5
     return nn.Parameter(weight.to(torch.bfloat16), requires_grad=False)

@@ -1,0 +1,79 @@
+"""What a program says to torch as a whole, such as a default dtype, changes nothing here."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moe_runtime import op_inputs
+from moe_runtime.calibration import calibrate
+from moe_runtime.checkpoint import write_qwen3_moe_checkpoint
+from moe_runtime.config import MoELayerConfig
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.formats import FORMATS, WEIGHT_FORMATS
+from moe_runtime.layer import MoELayer
+from moe_runtime.weights import ExpertWeights
+from tests.comparison import assert_same_bits
+
+SETTINGS: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 128,
+    "num_experts": 4,
+    "top_k": 2,
+    "max_tokens_per_rank": 16,
+    "shared_expert": {"intermediate_size": 64, "gated": True},
+}
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def made(device: torch.device, **changes: Any) -> MoELayer:
+    layer = MoELayer(MoELayerConfig(**{**SETTINGS, **changes}), ExpertParallelContext(device=device, timeout_s=10))
+    layer.load_random(0)
+    return layer
+
+
+def some_tokens(device: torch.device) -> torch.Tensor:
+    drawn = torch.randn(9, 256, generator=torch.Generator().manual_seed(0), dtype=torch.float32, device="cpu")
+    return drawn.to(device, torch.bfloat16)
+
+
+def all_bits(device: torch.device, folder: Path) -> dict[str, torch.Tensor]:
+    """Of layers in every format, of weights and rows there and back, and of a calibration."""
+    x = some_tokens(device)
+    bits = {f"layer {fmt}": made(device, token_format=fmt)(x) for fmt in FORMATS}
+    for fmt in WEIGHT_FORMATS:
+        w = ExpertWeights.quantize(x[None, :8].repeat(1, 16, 1), fmt, engine="torch")
+        bits[f"weights {fmt}"] = w.dequantize(engine="torch")
+        bits[f"factors {fmt}"] = w.row_factors()
+    for fmt in ("bf16", "nvfp4", "mxfp8", "fp8"):
+        quants = getattr(op_inputs, f"quantize_{fmt}")(x)
+        quants = quants if isinstance(quants, tuple) else (quants,)
+        bits[f"rows {fmt}"] = getattr(op_inputs, f"dequantize_{fmt}")(*quants)
+    bits["scale of nothing"] = op_inputs.nvfp4_encode_scale(x[:0])
+    found = calibrate(folder, 0, [x.cpu()])
+    scales = [found.token_amax, found.intermediate_amax, found.token_gsf, found.intermediate_gsf]
+    bits["calibration"] = torch.tensor(scales, dtype=torch.float64)
+    return bits
+
+
+def test_the_default_dtype_changes_no_bit(device: torch.device, tmp_path: Path) -> None:
+    write_qwen3_moe_checkpoint(tmp_path, MoELayerConfig(**{**SETTINGS, "shared_expert": None}), seed=0)
+    expected = all_bits(device, tmp_path)
+    for dtype in (torch.bfloat16, torch.float64):
+        with default_dtype(dtype):
+            found = all_bits(device, tmp_path)
+        for name, bits in found.items():
+            assert_same_bits(bits, expected[name], f"{name}, {dtype} by default")
