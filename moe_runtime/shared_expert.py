@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import nn
 
@@ -48,9 +50,18 @@ class SharedExpert(FixedDtypes):
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """bf16 `[T, H]` of bf16 `[T, H]`."""
         linear = nn.functional.linear
-        inner_TS = nn.functional.silu(linear(x_TH, self.gate_proj)) * linear(x_TH, self.up_proj)
-        y_TH = linear(inner_TS, self.down_proj)
-        return y_TH if self.token_gate is None else torch.sigmoid(linear(x_TH, self.token_gate)) * y_TH
+        with _without_autocast(x_TH.device.type):
+            inner_TS = nn.functional.silu(linear(x_TH, self.gate_proj)) * linear(x_TH, self.up_proj)
+            y_TH = linear(inner_TS, self.down_proj)
+            return y_TH if self.token_gate is None else torch.sigmoid(linear(x_TH, self.token_gate)) * y_TH
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Linears in the dtype of their weights, inside `torch.autocast` too. Nearly free outside of it."""
+    # Autocast knows no meta tensors, and refuses to say so.
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def _random(rows: int, columns: int, device: torch.device | None) -> nn.Parameter:

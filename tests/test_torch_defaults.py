@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from moe_runtime import op_inputs
@@ -77,3 +78,16 @@ def test_the_default_dtype_changes_no_bit(device: torch.device, tmp_path: Path) 
             found = all_bits(device, tmp_path)
         for name, bits in found.items():
             assert_same_bits(bits, expected[name], f"{name}, {dtype} by default")
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_autocast_changes_no_bit(dtype: torch.dtype, device: torch.device) -> None:
+    x = some_tokens(device)
+    layer = made(device, token_format="nvfp4")
+    assert layer.router is not None
+    y, (idx, weights) = layer(x), layer.router(x)
+    with torch.autocast(device.type, dtype):
+        assert_same_bits(layer(x), y)
+        for found, expected in zip(layer.router(x), (idx, weights), strict=True):
+            assert_same_bits(found, expected)
+    assert_same_bits(layer(x), y, "afterwards")
