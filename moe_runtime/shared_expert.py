@@ -28,10 +28,12 @@ class SharedExpert(FixedDtypes):
     def __init__(self, hidden_size: int, config: SharedExpertConfig, device: torch.device | None = None) -> None:
         super().__init__()
         inner = config.intermediate_size
-        self.gate_proj = _random(inner, hidden_size, device)
-        self.up_proj = _random(inner, hidden_size, device)
-        self.down_proj = _random(hidden_size, inner, device)
-        self.token_gate = _random(1, hidden_size, device) if config.gated else None
+        # Weights are loaded in place, which tensors made in inference mode allow nowhere else.
+        with torch.inference_mode(False):
+            self.gate_proj = _random(inner, hidden_size, device)
+            self.up_proj = _random(inner, hidden_size, device)
+            self.down_proj = _random(hidden_size, inner, device)
+            self.token_gate = _random(1, hidden_size, device) if config.gated else None
 
     def load(
         self,

@@ -17,6 +17,7 @@ from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.formats import FORMATS, WEIGHT_FORMATS
 from moe_runtime.layer import MoELayer
+from moe_runtime.placement import Placement
 from moe_runtime.weights import ExpertWeights
 from tests.comparison import assert_same_bits
 
@@ -80,6 +81,29 @@ def test_the_default_dtype_changes_no_bit(device: torch.device, tmp_path: Path) 
             assert_same_bits(bits, expected[name], f"{name}, {dtype} by default")
 
 
+@pytest.mark.parametrize("name", ["mxfp8", "bf16"])
+def test_the_default_device_changes_no_bit(name: str, device: torch.device, tmp_path: Path) -> None:
+    """Tensors that no device was said for would be on "meta": without numbers, as on another GPU out of reach."""
+    config = MoELayerConfig(**{**SETTINGS, "shared_expert": None, "token_format": name})
+    x = some_tokens(device)
+    write_qwen3_moe_checkpoint(tmp_path / "expected", config, seed=0)
+
+    def outputs(folder: Path) -> list[torch.Tensor]:
+        given = {"context": ExpertParallelContext(device=device, timeout_s=10), "max_tokens_per_rank": 16}
+        read = MoELayer.from_checkpoint(folder, **given, token_format=name)
+        placed = MoELayer(config, ExpertParallelContext(device=device), placement=Placement.contiguous(4, 1))
+        placed.load_random(0)
+        placed.count_steps()
+        return [read(x), placed(x), made(device, token_format=name)(x)]
+
+    expected = outputs(tmp_path / "expected")
+    with torch.device("meta"):
+        write_qwen3_moe_checkpoint(tmp_path / "written", config, seed=0)
+        found = outputs(tmp_path / "written")
+    for y, other in zip(found, expected, strict=True):
+        assert_same_bits(y, other)
+
+
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_autocast_changes_no_bit(dtype: torch.dtype, device: torch.device) -> None:
     x = some_tokens(device)
@@ -91,3 +115,27 @@ def test_autocast_changes_no_bit(dtype: torch.dtype, device: torch.device) -> No
         for found, expected in zip(layer.router(x), (idx, weights), strict=True):
             assert_same_bits(found, expected)
     assert_same_bits(layer(x), y, "afterwards")
+
+
+def test_a_layer_made_in_inference_mode_is_loaded_outside_of_it(device: torch.device) -> None:
+    config = MoELayerConfig(**SETTINGS, router={"kind": "sigmoid", "bias": True, "correction_bias": True})
+    other = MoELayer(config, ExpertParallelContext(device=device, timeout_s=10))
+    other.load_random(1)
+    assert other.router is not None and other.shared_expert is not None
+    with torch.inference_mode():
+        layer = MoELayer(config, ExpertParallelContext(device=device, timeout_s=10))
+    assert layer.router is not None and layer.shared_expert is not None
+    layer.load_random(1)
+    one = other.router
+    layer.router.load(one.weight, bias=one.bias, correction_bias=one.e_score_correction_bias)
+    layer.shared_expert.load(**dict(other.shared_expert.named_parameters()))
+    layer.load_state_dict(other.state_dict())
+    x = some_tokens(device)
+    assert_same_bits(layer(x), other(x))
+
+
+def test_a_router_that_was_moved_away_is_named(device: torch.device) -> None:
+    layer, x = made(device), some_tokens(device)
+    layer.to("meta")
+    with pytest.raises(ValueError, match=f"x: expected device meta, as the router's weight, got {device.type}"):
+        layer(x)
