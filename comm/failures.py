@@ -85,10 +85,10 @@ def find_failure(
 def encode_abort(message: torch.Tensor, rank: int, reason: str) -> None:
     """Fill `message`, int32 `[ABORT_WORDS + REASON_WORDS]`, with the words of a rank that gives up on the host."""
     message.zero_()
-    message[:4] = torch.tensor([ErrorCode.ABORTED, Phase.HOST, 0, rank], dtype=torch.int32)
+    message[:4] = torch.tensor([ErrorCode.ABORTED, Phase.HOST, 0, rank], dtype=torch.int32, device="cpu")
     text = reason.encode()[: 4 * REASON_WORDS]
     if text:
-        message[ABORT_WORDS:].view(torch.uint8)[: len(text)] = torch.tensor(list(text), dtype=torch.uint8)
+        message[ABORT_WORDS:].view(torch.uint8)[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
 
 
 def write_abort(message: torch.Tensor, of_ranks: Sequence[torch.Tensor], layout: SignalLayout, rank: int) -> None:

@@ -451,5 +451,5 @@ def _check(a: GroupedRows, w: PreparedWeights, out: torch.Tensor, result: Groupe
 
 def _literal(value: float) -> str:
     """A C literal of the fp32 number next to `value`."""
-    number = torch.tensor(value, dtype=torch.float32)
+    number = torch.tensor(value, dtype=torch.float32, device="cpu")
     return f"{float(number).hex()}f" if number.isfinite() else f"__int_as_float({int(number.view(torch.int32))})"

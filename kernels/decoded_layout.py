@@ -103,12 +103,13 @@ def source_rows(num_rows: int, order: GateUpOrder | None) -> torch.Tensor:
 
     `order` None is a plain weight, otherwise gate and up are brought together.
     """
-    unit, warp, row, half = torch.meshgrid(*(torch.arange(n) for n in (unit_rows(num_rows), 4, 8, 2)), indexing="ij")
+    places = [torch.arange(n, device="cpu") for n in (unit_rows(num_rows), 4, 8, 2)]
+    unit, warp, row, half = torch.meshgrid(*places, indexing="ij")
     if order is None:
         found = unit * UNIT + warp * 16 + row * 2 + half
         return torch.where(found < num_rows, found, -1)
     column = unit * (UNIT // 2) + warp * 8 + row
-    halves = [torch.arange(num_rows)[part(num_rows)] for part in (order.gate_rows, order.up_rows)]
+    halves = [torch.arange(num_rows, device="cpu")[part(num_rows)] for part in (order.gate_rows, order.up_rows)]
     found = torch.stack(halves)[half, column.clamp(max=num_rows // 2 - 1)]
     return torch.where(column < num_rows // 2, found, -1)
 
@@ -164,8 +165,8 @@ def unpack_units(
         quants = packed.view(count, columns, 2, 4, 8, 4, 2, 2, 4).permute(0, 1, 3, 4, 7, 5, 2, 6, 8).flatten(-4)
     scales = packed_scales.unflatten(-1, (4, 8, -1, 2)).transpose(-1, -2)
     if fmt is NVFP4:
-        back = torch.zeros(256, dtype=torch.uint8)
-        back[list(SCALE_CODES)] = torch.arange(127, dtype=torch.uint8)
+        back = torch.zeros(256, dtype=torch.uint8, device="cpu")
+        back[list(SCALE_CODES)] = torch.arange(127, dtype=torch.uint8, device="cpu")
         scales = back.to(scales.device)[scales.int()]
     found = []
     for part, width in ((quants, fmt.quant_bytes(num_columns)), (scales, fmt.scale_columns(num_columns))):

@@ -76,14 +76,16 @@ def record_failure(
     if int(context.latch[0]) == 0:
         context.latch[0] = int(code)
         whose = context.rank if origin is None else origin
-        context.error[1:7] = torch.tensor([about, int(phase), epoch, detail, whose, detail2], dtype=torch.int32)
+        own = [about, int(phase), epoch, detail, whose, detail2]
+        context.error[1:7] = torch.tensor(own, dtype=torch.int32, device="cpu")
         context.error[0] = int(code)
         for peer in range(context.world_size):
             if peer != context.rank:
                 start = context.signals_layout.abort + context.rank * ABORT_WORDS
                 words = _signals_of(context, peer)[start : start + ABORT_WORDS]
                 told_by = 0 if whose == context.rank else whose + 1
-                words[1:7] = torch.tensor([int(phase), epoch, about, detail, detail2, told_by], dtype=torch.int32)
+                told = [int(phase), epoch, about, detail, detail2, told_by]
+                words[1:7] = torch.tensor(told, dtype=torch.int32, device="cpu")
                 words[0] = int(code)
         context.latch[1] = 1
 

@@ -58,7 +58,7 @@ def grouped_gemm_swiglu(
     gate_rows, up_rows = activation.order.gate_rows(w.num_rows), activation.order.up_rows(w.num_rows)
     for group, rows, c in _products(a, w):
         h = swiglu(c[:, gate_rows], c[:, up_rows], activation)
-        encode = torch.ones(1, device=h.device) if gsf is None else gsf
+        encode = torch.ones(1, dtype=torch.float32, device=h.device) if gsf is None else gsf
         q, s = rq.quantize_tile(h, encode.expand(h.shape[0]), out.format.code)
         rq.raw_bits(out.rows)[rows] = rq.raw_bits(q)
         if out.scales is None:

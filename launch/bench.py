@@ -18,7 +18,7 @@ from typing import Any, get_args
 
 from rich.console import Console
 
-from moe_runtime.config import CombineFormatName, FormatName, RunConfig
+from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, RunConfig
 from moe_runtime.launch import cases, environment, gemm_bench, layer_operations, link_rate
 from moe_runtime.launch.layer_bench import Bench, Settings
 from moe_runtime.launch.layer_report import make_report, print_results, write_report
@@ -33,21 +33,20 @@ OPERATIONS = ("dispatch", "combine", "gemm", "layer")
 
 def bench_format(
     run: RunConfig,
-    fmt: str,
+    fmt: str | None,
     options: argparse.Namespace,
     trace: TraceFile | None,
     link: LinkRate | None,
     yardsticks: Yardsticks,
-) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+) -> tuple[list[dict[str, Any]], dict[str, Any], MoELayerConfig]:
     """The results of one token format: every combine format, number of tokens and routing in turn. Collective.
 
-    Returns them and, on rank 0, the record of the environment.
+    `fmt` is None for that of the config, or of its checkpoint. Returns the results, on rank 0 the record of the
+    environment, and the config of the first layer, with all that its checkpoint says.
     """
-    base = cases.with_token_format(run.layer, fmt)
+    base = run.layer if fmt is None else cases.with_token_format(run.layer, fmt)
     wires = options.combine_format or [base.combine_format]
-    configs = [
-        base.replace(combine_format=wire, max_tokens_per_rank=count) for wire in wires for count in options.tokens
-    ]
+    changes = [{"combine_format": wire, "max_tokens_per_rank": count} for wire in wires for count in options.tokens]
     results: list[dict[str, Any]] = []
     with context_from_config(run.parallel) as context:
         settings = Settings(
@@ -57,14 +56,15 @@ def bench_format(
             link_gb_per_s=None if link is None else link.gb_per_s,
             trace=trace,
         )
-        first = MoELayer.from_run_config(run.replace(layer=configs[0], tokens_per_rank=0), context)
-        layers = [first, *(_sharing(first, MoELayer(config, context)) for config in configs[1:])]
+        first = MoELayer.from_run_config(run.replace(layer=base.replace(**changes[0]), tokens_per_rank=0), context)
+        config = first.config
+        layers = [first, *(_sharing(first, MoELayer(config.replace(**each), context)) for each in changes[1:])]
         turns = [(layer, routing) for layer in layers for routing in options.routing]
-        for layer, routing in with_progress(turns, f"bench {fmt}", len(turns), shown=context.rank == 0):
+        for layer, routing in with_progress(turns, f"bench {config.token_format}", len(turns), shown=context.rank == 0):
             results += layer_operations.run(Bench(layer, run, routing, settings, yardsticks))
         record = environment.environment_record(context) if context.rank == 0 else {}
         environment.gather(context, "end", None)
-    return results, record
+    return results, record, config
 
 
 def _sharing(first: MoELayer, layer: MoELayer) -> MoELayer:
@@ -72,6 +72,13 @@ def _sharing(first: MoELayer, layer: MoELayer) -> MoELayer:
     layer.router = first.router
     layer.experts = first.experts
     return layer
+
+
+def resolved(run: RunConfig, config: MoELayerConfig) -> RunConfig:
+    """`run` with the layer that ran, but for the numbers of tokens: these stand in each result."""
+    layer = config.replace(max_tokens_per_rank=run.layer.max_tokens_per_rank)
+    changed: RunConfig = run.replace(layer=layer)
+    return changed
 
 
 def work(options: argparse.Namespace) -> int:
@@ -84,7 +91,7 @@ def work(options: argparse.Namespace) -> int:
     if run.placement is not None:
         raise ValueError("placement: benchmarks are of contiguous experts, expected a config without one")
     # A shared expert is dense work that every rank does by itself: `layer` times the routed experts alone.
-    for name in ("num_sms", "steps"):
+    for name in ("num_sms", "steps", "check_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
@@ -99,10 +106,13 @@ def work(options: argparse.Namespace) -> int:
     yardsticks = Yardsticks(run)
     results: list[dict[str, Any]] = []
     record: dict[str, Any] = {}
-    for fmt in options.formats or [run.layer.token_format]:
-        more, record = bench_format(run, fmt, options, trace, link, yardsticks)
+    ran: RunConfig | None = None
+    for fmt in options.formats or [None]:
+        more, record, config = bench_format(run, fmt, options, trace, link, yardsticks)
         results += more
-        report = make_report(results, record, run, link, traced=trace is not None)
+        # Of several formats the first; each result names its own.
+        ran = ran or resolved(run, config)
+        report = make_report(results, record, ran, link, traced=trace is not None)
         if record and options.json is not None:
             # After each format, so that a run which is cut off leaves what it has.
             write_report(report, options.json)

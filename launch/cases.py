@@ -37,7 +37,7 @@ CPU = torch.device("cpu")
 def tokens(seed: int, rank: int, step: int, num_tokens: int, hidden: int, device: torch.device = CPU) -> torch.Tensor:
     """bf16 `[T, H]`, normal with variance 1: what `rank` brings to `step`. Numbers differ by kind of device."""
     generator = _generator("tokens", seed, rank, step, device=device)
-    return torch.randn(num_tokens, hidden, generator=generator, device=device).to(torch.bfloat16)
+    return torch.randn(num_tokens, hidden, generator=generator, dtype=torch.float32, device=device).to(torch.bfloat16)
 
 
 def routing(
@@ -58,11 +58,12 @@ def routing(
         raise ValueError(f"routing: expected one of {', '.join(ROUTINGS[1:])}, got {kind!r}")
     generator = _generator(kind, seed, rank, step, device=device)
     # The K largest of log(weight) + Gumbel noise are a draw without replacement.
-    noise_TE = -torch.empty(num_tokens, num_experts, device=device).exponential_(generator=generator).log()
+    noise_TE = torch.empty(num_tokens, num_experts, dtype=torch.float32, device=device)
+    noise_TE = -noise_TE.exponential_(generator=generator).log()
     if kind == "zipf":
-        noise_TE -= torch.arange(1, num_experts + 1, device=device).log()
+        noise_TE -= torch.arange(1, num_experts + 1, dtype=torch.float32, device=device).log()
     idx_TK = noise_TE.topk(top_k, dim=1).indices.to(torch.int32)
-    weights_TK = torch.randn(num_tokens, top_k, generator=generator, device=device).softmax(dim=1)
+    weights_TK = torch.randn(num_tokens, top_k, generator=generator, dtype=torch.float32, device=device).softmax(dim=1)
     if kind in ("half", "one"):
         nth = 2 if kind == "half" else 1
         idx_TK[::nth], weights_TK[::nth] = -1, 0.0

@@ -51,7 +51,7 @@ def make_rows(case: GemmCase, seed: int, rng: torch.Generator, engine: str) -> G
         index = torch.zeros(capacity, dtype=torch.int32)
         index[:total] = token[ids[token, entry].argsort(stable=True)].to(torch.int32)
     offsets = [0, *accumulate(sizes)]
-    x_RK = torch.randn(stored, k, generator=rng, device=device).to(torch.bfloat16)
+    x_RK = torch.randn(stored, k, generator=rng, dtype=torch.float32, device=device).to(torch.bfloat16)
     q = quantize_rows(x_RK, fmt)
     # Scales lie by packed position, quants by stored row.
     source = slice(None) if index is None else index[:total].to(device).long()
@@ -85,7 +85,8 @@ def make_weights(case: GemmCase, product: Product, rng: torch.Generator, engine:
     gate_up = case.product == "both" and product.name == "gate_up"
     parts = []
     for _ in range(case.groups):
-        w_NK = torch.randn(product.n, product.k, generator=rng, device=rng.device).mul_(product.k**-0.5)
+        w_NK = torch.randn(product.n, product.k, generator=rng, dtype=torch.float32, device=rng.device)
+        w_NK.mul_(product.k**-0.5)
         parts.append(ExpertWeights.quantize(w_NK.to(torch.bfloat16)[None], case.token_format, gate_up=gate_up))
     quants = _joined([part.quants for part in parts])
     scales, expert_scales = (

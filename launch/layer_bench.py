@@ -156,10 +156,15 @@ class Bench:
         *,
         weight_bytes: int = 0,
         phases: dict[str, Any] | None = None,
+        checked: int | None = None,
     ) -> None:
-        """Add the record of a result: part `lap` of what was measured, on `operation`, by an implementation."""
+        """Add the record of a result: part `lap` of what was measured, on `operation`, by an implementation.
+
+        `checked` tokens of each rank were compared; None is all.
+        """
         config, timing = self.layer.config, measured.timings.get(lap)
         median_us = timing.median_us if timing else None
+        checked = config.max_tokens_per_rank if checked is None else checked
         link = self.settings.link_gb_per_s if operation.startswith(("dispatch", "combine")) else None
 
         def per_second(amount: float | None, unit: float) -> float | None:
@@ -182,7 +187,7 @@ class Bench:
                 "rate_gb_per_s": per_second(work.moved_bytes, 1e9),
                 "rate_tflop_per_s": per_second(work.flops, 1e12),
                 "floor_us": None if link is None else bounds.floor_us(work.moved_bytes or 0, link),
-                "check": None if check is None else asdict(check) | {"passed": check.passed},
+                "check": None if check is None else asdict(check) | {"checked_tokens": checked, "passed": check.passed},
                 "memory": self._memory(measured.step_bytes, weight_bytes, ours=by.startswith(OURS)),
                 "phases": phases,
             }

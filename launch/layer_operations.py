@@ -185,11 +185,12 @@ def whole_layer(bench: Bench) -> None:
     key = (bench.routing, config.max_tokens_per_rank, part.stop)
     reference_TH = bench.yardsticks.reference(layer, key, *(tensor[part] for tensor in bench.turns[0]))
     error, _ = relative_error(y_TH, reference_TH)
+    checked = len(reference_TH)
     check = bench.agree(checks.Check("layer: relative Frobenius error", error, cases.layer_bound(config)))
     if bench.settings.trace is not None:
         title = f"{config.token_format} > {config.combine_format}, {config.max_tokens_per_rank} tokens, {bench.routing}"
         phases = record(bench.context, forward, bench.settings.trace, f"layer {title}") if check.passed else None
-        bench.add("layer", Measured({}), TOTAL, Work(), check, phases=phases)
+        bench.add("layer", Measured({}), TOTAL, Work(), check, phases=phases, checked=checked)
         return
     starts = layer.dispatcher.geometry.starts
     rows = statistics.mean(max(_rows_of_ranks(idx, starts)) for idx in bench.ids_of_turns)
@@ -198,7 +199,7 @@ def whole_layer(bench: Bench) -> None:
         lambda number, lap: _discard(forward(number)), [check], capturable=bench.context.heap.graph_safe
     )
     weight_bytes = bench.experts.gate_up.num_bytes + bench.experts.down.num_bytes
-    bench.add("layer", measured, TOTAL, work, check, weight_bytes=weight_bytes)
+    bench.add("layer", measured, TOTAL, work, check, weight_bytes=weight_bytes, checked=checked)
     _add_unfused_layer(bench, part, reference_TH, work)
     _add_torch_layer(bench, part, reference_TH, work)
 
@@ -228,7 +229,8 @@ def _add_unfused_layer(bench: Bench, part: slice, reference_TH: torch.Tensor, wo
     capturable = bench.context.heap.graph_safe
     measured = bench.time(lambda number, lap: _discard(forward(number)), [check], capturable=capturable)
     weight_bytes = layer.gate_up.num_bytes + bench.experts.down.num_bytes
-    bench.add("layer", measured, TOTAL, work, check, unfused_layer.NAME, weight_bytes=weight_bytes)
+    name, checked = unfused_layer.NAME, len(reference_TH)
+    bench.add("layer", measured, TOTAL, work, check, name, weight_bytes=weight_bytes, checked=checked)
 
 
 def _add_torch_layer(bench: Bench, part: slice, reference_TH: torch.Tensor, work: Work) -> None:
@@ -244,7 +246,8 @@ def _add_torch_layer(bench: Bench, part: slice, reference_TH: torch.Tensor, work
     bound = torch_layer.error_bound()
     check = bench.agree(checks.Check("torch's layer: relative Frobenius error", error, bound))
     measured = bench.time(lambda number, lap: _discard(forward(number)), [check], capturable=True)
-    bench.add("layer", measured, TOTAL, work, check, torch_layer.NAME, weight_bytes=beside.weight_bytes)
+    name, checked = torch_layer.NAME, len(reference_TH)
+    bench.add("layer", measured, TOTAL, work, check, name, weight_bytes=beside.weight_bytes, checked=checked)
 
 
 def _rows_of_ranks(idx: Sequence[torch.Tensor], starts: Sequence[int]) -> list[int]:

@@ -89,7 +89,7 @@ class _RandomBytes:
 
     def tensor(self, dtype: str, shape: tuple[int, ...]) -> torch.Tensor:
         if dtype == "F32":
-            return torch.full(shape, 2.0**-8)
+            return torch.full(shape, 2.0**-8, dtype=torch.float32)
         count = torch.Size(shape).numel()
         start = int(torch.randint(0, len(self._bytes) - count, (), generator=self._generator))
         part = self._bytes[start : start + count].view(shape)

@@ -112,7 +112,7 @@ class OpProblem:
             format=NVFP4,
             rows=at["a"],
             scales=at["a_scales"],
-            row_scale=torch.ones(at["a"].shape[0], device=at["a"].device),
+            row_scale=torch.ones(at["a"].shape[0], dtype=torch.float32, device=at["a"].device),
             row_index=None,
             group_offsets=at["group_offsets"].view(torch.int32),
             group_scale_offsets=at["group_scale_offsets"].view(torch.int32),
@@ -235,7 +235,7 @@ def fp8_groupwise(shape: Shape, rng: torch.Generator, gm: int, major: str, dtype
 def check_token_format(tokens: int, hidden: int, rng: torch.Generator, engine: str) -> float:
     """`NVFP4TokenFormat`: bytes that differ between messages, what they are unpacked to, and the torch twins'."""
     device, top_k = rng.device, 8
-    x = torch.randn(tokens, hidden, generator=rng, device=device).to(torch.bfloat16)
+    x = torch.randn(tokens, hidden, generator=rng, dtype=torch.float32, device=device).to(torch.bfloat16)
     starts = torch.tensor([0, tokens // 3, tokens], dtype=torch.int32, device=device)
     quants = torch.zeros(tokens, hidden // 2, dtype=torch.uint8, device=device)
     size = (tokens // 128 + 2, ceil_div(hidden // 16, 4), 32, 4, 4)
@@ -257,13 +257,13 @@ def _operands(shape: Shape, rng: torch.Generator) -> tuple[torch.Tensor, torch.T
     sizes = ((shape.offsets[-1], shape.k), (shape.num_experts, shape.n, shape.k))
     drawn = []
     for size in sizes:
-        x = torch.randn(size, generator=rng, device=rng.device)
-        drawn.append(x * torch.randn((*size[:-1], 1), generator=rng, device=rng.device).exp())
+        x = torch.randn(size, generator=rng, dtype=torch.float32, device=rng.device)
+        drawn.append(x * torch.randn((*size[:-1], 1), generator=rng, dtype=torch.float32, device=rng.device).exp())
     return drawn[0], drawn[1]
 
 
 def _factors(shape: Shape, rng: torch.Generator) -> torch.Tensor:
-    return torch.rand(shape.num_experts, generator=rng, device=rng.device).add(0.5) / GSF**2
+    return torch.rand(shape.num_experts, generator=rng, dtype=torch.float32, device=rng.device).add(0.5) / GSF**2
 
 
 def _ones(shape: Shape, device: torch.device) -> torch.Tensor:

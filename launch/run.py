@@ -200,7 +200,7 @@ def work(options: argparse.Namespace) -> int:
         raise ValueError(f"--check-tokens: expected 0 or more, got {check_tokens}")
     environment.start(run)
     with context_from_config(run.parallel) as context:
-        given = options.tokens or [run.tokens_per_rank]
+        given = options.tokens or [run.tokens_per_rank or run.layer.max_tokens_per_rank]
         counts = cases.counts_of(given, context.world_size, run.layer.max_tokens_per_rank)
         layer = MoELayer.from_run_config(run, context)
         run = run.replace(layer=layer.config)

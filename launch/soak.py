@@ -99,7 +99,7 @@ class Soak:
         geometry, device = self.geometry, self.context.device
         self.x_TH = torch.zeros(geometry.max_tokens, geometry.hidden, dtype=torch.bfloat16, device=device)
         self.idx_TK = torch.full((geometry.max_tokens, geometry.top_k), -1, dtype=torch.int32, device=device)
-        self.weights_TK = torch.zeros(geometry.max_tokens, geometry.top_k, device=device)
+        self.weights_TK = torch.zeros(geometry.max_tokens, geometry.top_k, dtype=torch.float32, device=device)
         self.starts = torch.tensor(geometry.starts, dtype=torch.int64, device=device)
         self.bits = torch.zeros(PASSES, steps, dtype=torch.int64, device=device)
         self.wrong_tokens = torch.zeros(steps, dtype=torch.int64, device=device)

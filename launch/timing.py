@@ -147,7 +147,7 @@ def _barrier(context: ExpertParallelContext) -> None:
     if context.world_size == 1 or context.group is None:
         return
     if context.device.type == "cuda":
-        dist.all_reduce(torch.zeros(1, device=context.device), group=context.group.group)
+        dist.all_reduce(torch.zeros(1, dtype=torch.float32, device=context.device), group=context.group.group)
     else:
         dist.barrier(context.group.group)
 

@@ -63,14 +63,15 @@ def calibrate(
                     f"batch {number} of layer {layer}: expected floats [T, {config.hidden_size}], "
                     f"got {batch.dtype} {list(batch.shape)}"
                 )
-        tokens_TH = torch.cat([batch.to(device).float() for batch in batches] or [torch.empty(0, config.hidden_size)])
+        none_TH = torch.empty(0, config.hidden_size, dtype=torch.float32, device=device)
+        tokens_TH = torch.cat([none_TH, *(batch.to(device).float() for batch in batches)])
         router = Router(config.hidden_size, config.num_experts, config.top_k, config.router, tokens_TH.device)
         stored = checkpoint.router(layer)
         router.load(stored.weight, bias=stored.bias, correction_bias=stored.correction_bias)
         topk_idx, _ = router(tokens_TH)
         a = config.activation
         activation = SwiGLU(GateUpOrder(a.order), a.alpha, a.limit, a.up_offset)
-        largest = torch.zeros((), device=tokens_TH.device)
+        largest = torch.zeros((), dtype=torch.float32, device=tokens_TH.device)
         for number, expert in enumerate(checkpoint.experts(layer, range(config.num_experts))):
             rows_RH = tokens_TH[(topk_idx == number).any(1)]
             if not len(rows_RH):
@@ -89,4 +90,5 @@ def calibrate(
 
 
 def _gsf(amax: float) -> float:
-    return float((torch.tensor(NVFP4_FULL_SCALE) / torch.tensor(amax)).clamp(max=MAX_ENCODE_SCALE))
+    full, largest = torch.tensor([NVFP4_FULL_SCALE, amax], dtype=torch.float32, device="cpu")
+    return float((full / largest).clamp(max=MAX_ENCODE_SCALE))

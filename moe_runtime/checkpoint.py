@@ -328,7 +328,8 @@ def write_qwen3_moe_checkpoint(
     generator = torch.Generator().manual_seed(seed)
 
     def weight(rows: int, columns: int) -> torch.Tensor:
-        return (torch.randn(rows, columns, generator=generator) * columns**-0.5).to(torch.bfloat16)
+        w_NK = torch.randn(rows, columns, generator=generator, dtype=torch.float32, device="cpu")
+        return (w_NK * columns**-0.5).to(torch.bfloat16)
 
     hidden, intermediate = config.hidden_size, config.intermediate_size
     tensors: dict[str, torch.Tensor] = {}

@@ -253,7 +253,9 @@ class RunConfig(_Model):
     layer: MoELayerConfig
     placement: PlacementConfig | None = Field(default=None, description="contiguous ids, each expert once, when absent")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    tokens_per_rank: Annotated[int, Field(ge=0)] = Field(default=0, description="tokens each rank brings to a step")
+    tokens_per_rank: Annotated[int, Field(ge=0)] = Field(
+        default=0, description="tokens each rank brings to a step; layer.max_tokens_per_rank when 0"
+    )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=0, description="of weights and tokens")
     checkpoint: CheckpointConfig | None = Field(default=None, description="random weights from the seed when absent")
 

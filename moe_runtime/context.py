@@ -235,10 +235,11 @@ class ExpertParallelContext:
         self.epoch = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.latch = torch.zeros(2, dtype=torch.int32, device=self.device)
         self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
-        self.error = torch.zeros(ERROR_WORDS, dtype=torch.int32, pin_memory=on_gpu)
+        self.error = torch.zeros(ERROR_WORDS, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         self._error_view = self.error.numpy()
         # Made now, since neither pinned memory nor a stream can be made while a kernel waits for a peer.
-        self._abort_message = torch.zeros(ABORT_WORDS + REASON_WORDS, dtype=torch.int32, pin_memory=on_gpu)
+        num_words = ABORT_WORDS + REASON_WORDS
+        self._abort_message = torch.zeros(num_words, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         self._side_stream = torch.cuda.Stream(self.device) if on_gpu else None
 
     def _compare(self, group: RankGroup) -> None:

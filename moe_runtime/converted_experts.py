@@ -103,7 +103,7 @@ def converted_parts(
             yield Part(f"{prefix}.{suffix}", tensor)
         if calibration is not None and layout.input_scale is not None:
             gsf = calibration.intermediate_gsf if shared is down else calibration.token_gsf
-            yield Part(f"{prefix}.{layout.input_scale.suffix}", torch.tensor([gsf]))
+            yield Part(f"{prefix}.{layout.input_scale.suffix}", torch.tensor([gsf], dtype=torch.float32, device="cpu"))
         if bias is not None and name is not None:
             # fp32 of what is stored: nothing is rounded on the way back.
             yield Part(f"{prefix}.bias", bias[part].to(DTYPES[reader.files.entry(name).dtype]))

@@ -71,7 +71,7 @@ class LayerCounters:
         # Written to by steps and by `poll`, of which only one may be in inference mode.
         with torch.inference_mode(False):
             self._words = torch.zeros(HEAD + num_experts, dtype=torch.int64, device=device)
-            self._copy = torch.zeros(HEAD + num_experts, dtype=torch.int64, pin_memory=on_gpu)
+            self._copy = torch.zeros(HEAD + num_experts, dtype=torch.int64, pin_memory=on_gpu, device="cpu")
         self._copied = torch.cuda.Event() if on_gpu else None
         self._under_way = False
         self._latest = self._counts(self._copy)

@@ -91,6 +91,8 @@ class CombineSink:
 class TokenDispatcher:
     """Dispatch and combine of one layer.
 
+    `torch.compile` leaves `dispatch` and `combine` as they are; their halves are not for what it compiles.
+
     Args:
         context: the group's memory and signals; shared by all layers.
         hidden_size: `H`, a multiple of the block of both formats.
@@ -245,6 +247,7 @@ class TokenDispatcher:
         }
         return {**of_size, limit: largest}
 
+    @torch.compiler.disable
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, leave_scales: bool = False
     ) -> DispatchedTokens:
@@ -265,6 +268,7 @@ class TokenDispatcher:
         """
         return self.dispatch_wait(self.dispatch_send(x, topk_idx, topk_weights, leave_scales=leave_scales))
 
+    @torch.compiler.disable
     def combine(
         self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle, *, shared: torch.Tensor | None = None
     ) -> torch.Tensor:

@@ -231,7 +231,7 @@ def begin_linears(
     prefixes: tuple[str, ...],
     rows: int,
     columns: int,
-    empty: Callable[..., torch.Tensor] = torch.empty,
+    empty: Callable[..., torch.Tensor] = FRESH[0],
     order: GateUpOrder | None = None,
 ) -> Callable[[], torch.Tensor | ExpertWeights]:
     """Read one linear `[rows, columns]`, or gate and up, each with its own second-level scale; `empty` makes room for
@@ -333,7 +333,7 @@ def _read_scales(
     shape = (rows if fmt.swizzled else ceil_div(rows, WEIGHT_BLOCK_N), fmt.scale_columns(columns))
     names = [f"{prefix}.{layout.scale}" for prefix in prefixes]
     first = files.check(names[0], shape, layout.scale_dtypes)
-    scales = torch.empty(len(names), *shape, dtype=DTYPES[first.dtype])
+    scales = torch.empty(len(names), *shape, dtype=DTYPES[first.dtype], device="cpu")
     for name, part in zip(names, scales, strict=True):
         files.check(name, shape, (first.dtype,))
         files.read_into(name, part)

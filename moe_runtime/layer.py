@@ -37,7 +37,8 @@ class MoELayer(nn.Module):
     """One expert-parallel MoE layer, for inference.
 
     Every rank of the context's group makes the layer with an equal config and calls it in the same order, each with
-    its own tokens. The experts' weights are set by `load_experts` (or by `from_checkpoint` and `from_yaml`).
+    its own tokens. The experts' weights are set by `load_experts` (or by `from_checkpoint` and `from_yaml`). What
+    `torch.compile` makes of a model leaves its steps as they are.
 
     Args:
         config: sizes, formats, router, activation.
@@ -225,15 +226,19 @@ class MoELayer(nn.Module):
         """
         hidden = self.config.hidden_size
         generator = torch.Generator().manual_seed(seed)
-        weight = torch.randn(self.config.num_experts, hidden, generator=generator) * hidden**-0.5
+
+        def normal(rows: int, columns: int) -> torch.Tensor:
+            w_NK = torch.randn(rows, columns, generator=generator, dtype=torch.float32, device=generator.device)
+            return w_NK * columns**-0.5
+
+        weight = normal(self.config.num_experts, hidden)
         if self.router is not None:
             self.router.weight.data.copy_(weight)
         device = self.context.device
         self.load_experts(random_expert(self.config, seed, expert, device) for expert in self.local_experts)
         if self.shared_expert is not None:
             for parameter in self.shared_expert.parameters():
-                weight = torch.randn(parameter.shape, generator=generator) * parameter.shape[1] ** -0.5
-                parameter.data.copy_(weight)
+                parameter.data.copy_(normal(*parameter.shape))
 
     def load_experts(
         self, experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]], rooms: Rooms = FRESH
@@ -290,6 +295,7 @@ class MoELayer(nn.Module):
         if (placement.num_experts, placement.num_ranks) != (expected, ranks):
             raise ValueError(f"placement: expected {expected} experts on {ranks} rank(s), got {placement.sizes}")
 
+    @torch.compiler.disable
     def forward(
         self,
         x: torch.Tensor,
@@ -336,12 +342,14 @@ class MoELayer(nn.Module):
 
         For ranks that take turns in one process (`VirtualRanks`), and for other work in between.
         """
-        step = self.begin(x, topk_idx=topk_idx, topk_weights=topk_weights, shared=shared, max_tokens=max_tokens)
+        # Not `begin`, `compute` and `finish`: leaving torch.compile takes a microsecond each time.
+        step = self._begin(x, topk_idx, topk_weights, shared, max_tokens)
         yield
-        self.compute(step)
+        step.compute()
         yield
-        return self.finish(step)
+        return step.gather().view(step.shape)
 
+    @torch.compiler.disable
     def begin(
         self,
         x: torch.Tensor,
@@ -352,6 +360,16 @@ class MoELayer(nn.Module):
         max_tokens: int | None = None,
     ) -> LayerStep:
         """Route and send this rank's tokens; the shared expert takes them while they travel."""
+        return self._begin(x, topk_idx, topk_weights, shared, max_tokens)
+
+    def _begin(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        shared: torch.Tensor | None,
+        max_tokens: int | None,
+    ) -> LayerStep:
         with collective_step(self.context):
             tokens_TH, topk_idx, topk_weights, shared_TH = self._route(x, topk_idx, topk_weights, shared)
             dispatcher = self._dispatcher_for(tokens_TH.shape[0], max_tokens)
@@ -386,10 +404,12 @@ class MoELayer(nn.Module):
             )
         return next(dispatcher for size, dispatcher in self.dispatchers.items() if size >= max_tokens)
 
+    @torch.compiler.disable
     def compute(self, step: LayerStep) -> None:
         """Wait for the tokens of all ranks, run this rank's experts on them, and send the results back."""
         step.compute()
 
+    @torch.compiler.disable
     def finish(self, step: LayerStep) -> torch.Tensor:
         """Wait for the results of all ranks and sum them: bf16, the shape of the step's `x`."""
         return step.gather().view(step.shape)
@@ -461,7 +481,8 @@ def random_expert(config: MoELayerConfig, seed: int, expert: int, device: torch.
     generator = torch.Generator(device).manual_seed((seed * 65537 + expert + 1) % 2**63)
 
     def normal(*shape: int, fan_in: int) -> torch.Tensor:
-        return (torch.randn(*shape, generator=generator, device=device) * fan_in**-0.5).to(torch.bfloat16)
+        x = torch.randn(*shape, generator=generator, dtype=torch.float32, device=device)
+        return (x * fan_in**-0.5).to(torch.bfloat16)
 
     hidden, inner = config.hidden_size, config.intermediate_size
     gate_up, down = normal(2 * inner, hidden, fan_in=hidden), normal(hidden, inner, fan_in=inner)

@@ -50,10 +50,10 @@ class QuantRoom:
 
     def __call__(self, *shape: int, dtype: torch.dtype) -> torch.Tensor:
         if self.tensor is None:
-            self.tensor = _populated(torch.empty(self._count, *shape, dtype=dtype))
+            self.tensor = _populated(_fresh(self._count, *shape, dtype=dtype))
         self._given += 1
         if (tuple(self.tensor.shape[1:]), self.tensor.dtype) != (shape, dtype):
-            return torch.empty(*shape, dtype=dtype)
+            return _fresh(*shape, dtype=dtype)
         return self.tensor[self._given - 1]
 
 
@@ -86,7 +86,12 @@ def _make_pages(first: int, end: int, kept: torch.Tensor) -> None:
 Rooms = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
 """What makes memory, as `torch.empty` does, for the quants of gate-and-up and for those of down."""
 
-FRESH: Rooms = (torch.empty, torch.empty)
+
+def _fresh(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(*shape, dtype=dtype, device="cpu")
+
+
+FRESH: Rooms = (_fresh, _fresh)
 
 
 def quantize_experts(
@@ -124,7 +129,7 @@ def quantize_experts(
         raise ValueError(f"experts: expected {count} for this rank, got {seen}")
     if whole is None:
         # A rank without experts still takes part in every step: weights of zero experts have the right shapes.
-        zeros = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in _shapes(config).items()}
+        zeros = {name: _fresh(*shape, dtype=torch.bfloat16).zero_() for name, shape in _shapes(config).items()}
         gate_up = _quantize(zeros["gate_up"], zeros.get("gate_up_bias"), fmt, order, device)
         down = _quantize(zeros["down"], zeros.get("down_bias"), fmt, None, device)
         whole = (_room_for(gate_up, 0), _room_for(down, 0))

@@ -36,7 +36,8 @@ def nvfp4_encode_scale(x: torch.Tensor) -> torch.Tensor:
     >>> nvfp4_encode_scale(torch.tensor([[-42.0, 3.0]]))
     tensor([64.])
     """
-    amax = x.detach().float().abs().amax().reshape(1) if x.numel() else torch.zeros(1, device=x.device)
+    numbers = x.detach().float()
+    amax = numbers.abs().amax().reshape(1) if x.numel() else numbers.new_zeros(1)
     usable = (amax > 0) & amax.isfinite()
     encode = torch.full_like(amax, NVFP4_FULL_SCALE) / amax
     return torch.where(usable, encode.clamp(max=MAX_ENCODE_SCALE), 1.0)
@@ -74,7 +75,7 @@ def dequantize_nvfp4(
     linear = _linear(scales, (*q.shape[:-1], columns // 8), (torch.float8_e4m3fn, torch.uint8))
     linear = linear.view(torch.float8_e4m3fn).reshape(-1, columns // 8).contiguous()
     quants = q.reshape(-1, columns).contiguous()
-    ones = torch.ones(quants.shape[0], device=q.device)
+    ones = torch.ones(quants.shape[0], dtype=torch.float32, device=q.device)
     x = dequantize_rows(QuantizedRows(NVFP4, quants, linear, ones), engine=engine).view(*q.shape[:-1], 2 * columns)
     return x if decode_scale is None else x * decode_scale
 
@@ -85,7 +86,7 @@ def quantize_mxfp8(x: torch.Tensor, granularity_k: int = 32) -> tuple[torch.Tens
     block, k = _check_granularity_k(granularity_k), x.shape[-1]
     rows = x.detach().float().reshape(-1, k)
     padded = torch.nn.functional.pad(rows, (0, -k % block)).contiguous()
-    ones = torch.ones(rows.shape[0], device=x.device)
+    ones = torch.ones(rows.shape[0], dtype=torch.float32, device=x.device)
     q, s = rq.quantize_tile(padded, ones, FormatCode.MXFP8, block)
     quants = q[:, :k].contiguous().view(torch.float8_e4m3fn)
     return quants.view(x.shape), s.view(*x.shape[:-1], ceil_div(k, block))

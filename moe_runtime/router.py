@@ -136,12 +136,14 @@ class Router(FixedDtypes):
         self.engine = engine
         self.top_k = top_k
         self.config = config
-        weight = torch.empty(num_experts, hidden_size, dtype=torch.float32, device=device)
-        self.weight = nn.Parameter(weight.normal_(std=hidden_size**-0.5), requires_grad=False)
-        zeros = torch.zeros(num_experts, dtype=torch.float32, device=device)
-        self.bias = nn.Parameter(zeros, requires_grad=False) if config.bias else None
-        self.e_score_correction_bias: torch.Tensor | None
-        self.register_buffer("e_score_correction_bias", zeros.clone() if config.correction_bias else None)
+        # Weights are loaded in place, which tensors made in inference mode allow nowhere else.
+        with torch.inference_mode(False):
+            weight = torch.empty(num_experts, hidden_size, dtype=torch.float32, device=device)
+            self.weight = nn.Parameter(weight.normal_(std=hidden_size**-0.5), requires_grad=False)
+            zeros = torch.zeros(num_experts, dtype=torch.float32, device=device)
+            self.bias = nn.Parameter(zeros, requires_grad=False) if config.bias else None
+            self.e_score_correction_bias: torch.Tensor | None
+            self.register_buffer("e_score_correction_bias", zeros.clone() if config.correction_bias else None)
 
     def load(
         self,
@@ -174,6 +176,8 @@ class Router(FixedDtypes):
             return nn.functional.linear(x_TH.double(), self.weight.double(), bias).float()
 
     def _check(self, x_TH: torch.Tensor) -> None:
+        if x_TH.device != self.weight.device:
+            raise ValueError(f"x: expected device {self.weight.device}, as the router's weight, got {x_TH.device}")
         if x_TH.dim() != 2 or x_TH.shape[1] != self.weight.shape[1]:
             raise ValueError(f"x: expected [T, {self.weight.shape[1]}], got {list(x_TH.shape)}")
         if not x_TH.is_floating_point():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 from torch import nn
 
@@ -26,10 +28,12 @@ class SharedExpert(FixedDtypes):
     def __init__(self, hidden_size: int, config: SharedExpertConfig, device: torch.device | None = None) -> None:
         super().__init__()
         inner = config.intermediate_size
-        self.gate_proj = _random(inner, hidden_size, device)
-        self.up_proj = _random(inner, hidden_size, device)
-        self.down_proj = _random(hidden_size, inner, device)
-        self.token_gate = _random(1, hidden_size, device) if config.gated else None
+        # Weights are loaded in place, which tensors made in inference mode allow nowhere else.
+        with torch.inference_mode(False):
+            self.gate_proj = _random(inner, hidden_size, device)
+            self.up_proj = _random(inner, hidden_size, device)
+            self.down_proj = _random(hidden_size, inner, device)
+            self.token_gate = _random(1, hidden_size, device) if config.gated else None
 
     def load(
         self,
@@ -48,11 +52,20 @@ class SharedExpert(FixedDtypes):
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """bf16 `[T, H]` of bf16 `[T, H]`."""
         linear = nn.functional.linear
-        inner_TS = nn.functional.silu(linear(x_TH, self.gate_proj)) * linear(x_TH, self.up_proj)
-        y_TH = linear(inner_TS, self.down_proj)
-        return y_TH if self.token_gate is None else torch.sigmoid(linear(x_TH, self.token_gate)) * y_TH
+        with _without_autocast(x_TH.device.type):
+            inner_TS = nn.functional.silu(linear(x_TH, self.gate_proj)) * linear(x_TH, self.up_proj)
+            y_TH = linear(inner_TS, self.down_proj)
+            return y_TH if self.token_gate is None else torch.sigmoid(linear(x_TH, self.token_gate)) * y_TH
+
+
+def _without_autocast(device_type: str) -> AbstractContextManager[object]:
+    """Linears in the dtype of their weights, inside `torch.autocast` too. Nearly free outside of it."""
+    # Autocast knows no meta tensors, and refuses to say so.
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
+        return nullcontext()
+    return torch.autocast(device_type, enabled=False)
 
 
 def _random(rows: int, columns: int, device: torch.device | None) -> nn.Parameter:
-    weight = torch.randn(rows, columns, device=device) * columns**-0.5
+    weight = torch.randn(rows, columns, dtype=torch.float32, device=device) * columns**-0.5
     return nn.Parameter(weight.to(torch.bfloat16), requires_grad=False)

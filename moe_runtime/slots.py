@@ -95,11 +95,12 @@ def _table(placement: Placement) -> torch.Tensor:
     Each expert deals its buckets out in another order, else tokens that go to replica 0 of one hot expert would go to
     replica 0 of all of them.
     """
-    table = torch.full((placement.num_experts + _UNROUTED + 2, BUCKETS), -2, dtype=torch.int32)
+    table = torch.full((placement.num_experts + _UNROUTED + 2, BUCKETS), -2, dtype=torch.int32, device="cpu")
     table[_UNROUTED] = -1
-    buckets = torch.arange(BUCKETS)
+    buckets = torch.arange(BUCKETS, device="cpu")
     for expert, slots in enumerate(placement.replicas):
         # An odd factor permutes the numbers below a power of two; Knuth's has no pattern in its low bits.
         dealt = (buckets * (2654435761 * (expert + 1) | 1) + 389 * expert) % BUCKETS
-        table[_UNROUTED + 1 + expert] = torch.tensor(slots, dtype=torch.int32)[dealt * len(slots) // BUCKETS]
+        held = torch.tensor(slots, dtype=torch.int32, device="cpu")
+        table[_UNROUTED + 1 + expert] = held[dealt * len(slots) // BUCKETS]
     return table

@@ -100,7 +100,7 @@ class SafetensorsFile:
     def tensor(self, name: str) -> torch.Tensor:
         """A whole tensor, on the CPU in memory of its own."""
         entry = self.entries[name]
-        out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype])
+        out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
         self.read(name, out)
         return out
 
@@ -212,7 +212,7 @@ class TensorFiles:
         `ValueError` as `check`, and where the file ends too early.
         """
         entry = self.check(name, shape, dtypes)
-        out = torch.empty(shape if item is None else shape[1:], dtype=DTYPES[entry.dtype])
+        out = torch.empty(shape if item is None else shape[1:], dtype=DTYPES[entry.dtype], device="cpu")
         self.read_into(name, out, item=item)
         return out
 
@@ -228,7 +228,7 @@ class TensorFiles:
         digest = hashlib.sha256()
         for name in self.names():
             file, entry = self._find(name)
-            head = torch.empty(min(entry.num_bytes, BEGINNING_BYTES), dtype=torch.uint8)
+            head = torch.empty(min(entry.num_bytes, BEGINNING_BYTES), dtype=torch.uint8, device="cpu")
             file.read(name, head)
             digest.update(f"{name} {entry.dtype} {entry.shape}\n".encode() + head.numpy().tobytes())
         return digest.hexdigest()

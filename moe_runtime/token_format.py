@@ -305,7 +305,7 @@ class TokenMessage:
         _check_is_tensor("buf", buf)
         if not isinstance(token_index, torch.Tensor) and type(token_index) is not int:
             raise ValueError(f"token_index: expected integers, got {token_index!r}")
-        index = torch.as_tensor(token_index)
+        index = torch.as_tensor(token_index, device=self.output_tokens.device)
         if index.is_floating_point() or index.dtype == torch.bool:
             raise ValueError(f"token_index: expected integers, got {index.dtype}")
         index = index.to(self.output_tokens.device, torch.int64)

@@ -219,14 +219,16 @@ class ExpertWeights:
             w_ENK = self.quants.float() * blocks.repeat_interleave(self.format.block, 2)[:, :, :columns]
         else:
             scales = unswizzle_scales(self.scales, rows, self.format.scale_columns(columns), engine=engine)
-            ones = torch.ones(experts * rows, device=self.device) if self.format.has_row_scale else None
+            ones = None
+            if self.format.has_row_scale:
+                ones = torch.ones(experts * rows, dtype=torch.float32, device=self.device)
             rows_RK = QuantizedRows(self.format, self.quants.flatten(0, 1), scales.flatten(0, 1), ones)
             w_ENK = dequantize_rows(rows_RK, engine=engine).view(experts, rows, columns)
         return w_ENK if self.expert_scales is None else w_ENK * self.row_factors()[:, :, None]
 
     def row_factors(self) -> torch.Tensor:
         """`expert_scales` of each row, fp32 `[E, N]`; ones where there are none."""
-        factors = torch.ones(self.num_experts, self.num_rows, device=self.device)
+        factors = torch.ones(self.num_experts, self.num_rows, dtype=torch.float32, device=self.device)
         if self.expert_scales is None:
             return factors
         if self.expert_scales.ndim == 1 or self.gate_up is None:

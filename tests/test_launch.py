@@ -15,9 +15,12 @@ from types import ModuleType
 
 import pytest
 import torch
+import yaml
 
+from moe_runtime.calibration import Calibration
 from moe_runtime.checkpoint import write_qwen3_moe_checkpoint
-from moe_runtime.config import load_config
+from moe_runtime.config import MoELayerConfig, load_config
+from moe_runtime.conversion import convert_checkpoint
 from moe_runtime.formats import FORMATS, ceil_div
 from moe_runtime.launch import bench, cases, checks, environment, layer_bench, run, torch_layer, unfused_layer
 from moe_runtime.placement import Placement
@@ -150,6 +153,37 @@ def test_bench_of_one_rank(routing: str, capsys: pytest.CaptureFixture[str], tmp
     assert "FAILED" not in capsys.readouterr().out
 
 
+def test_bench_takes_from_a_checkpoint_what_the_config_does_not_say(tmp_path: Path) -> None:
+    """For every number of tokens, and the report says so."""
+    sizes = "hidden_size: 128, intermediate_size: 128, num_experts: 4, top_k: 2, max_tokens_per_rank: 16"
+    source, stored, file = tmp_path / "source", tmp_path / "stored", tmp_path / "bench.json"
+    write_qwen3_moe_checkpoint(source, MoELayerConfig(**yaml.safe_load(f"{{{sizes}}}")), seed=1)
+    calibration = Calibration(4.0, 24.0)
+    convert_checkpoint(source, stored, "nvfp4", calibrations={0: calibration})
+    for said, tokens, gsf in (("", "nvfp4", calibration.intermediate_gsf), (", token_format: bf16", "bf16", None)):
+        config = tmp_path / "config.yaml"
+        config.write_text(f"layer: {{{sizes}{said}}}\ncheckpoint: {{path: {stored}}}\n")
+        arguments = ["layer", "--config", str(config), "--tokens", "8", "16", "--check-tokens", "12", "--steps", "1"]
+        assert bench.main([*arguments, "--json", str(file)]) == 0
+        report = json.loads(file.read_text())
+        layer = report["config"]["layer"]
+        assert (layer["token_format"], layer["weight_format"], layer["intermediate_gsf"]) == (tokens, "nvfp4", gsf)
+        assert layer["max_tokens_per_rank"] == 16
+        for result in report["results"]:
+            assert (result["token_format"], result["weight_format"]) == (tokens, "nvfp4")
+            assert result["check"]["checked_tokens"] == min(12, result["tokens_per_rank"])
+        assert {result["tokens_per_rank"] for result in report["results"]} == {8, 16}
+
+
+def test_run_without_tokens_per_rank_takes_as_many_as_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "config.yaml"
+    file.write_text(TINY.format(layer="token_format: bf16").replace("tokens_per_rank: 9\n", ""))
+    assert load_config(file).tokens_per_rank == 0
+    assert run.main(["--config", str(file), "--steps", "1"]) == 0
+    (cells,) = (line.split("│") for line in capsys.readouterr().out.splitlines() if "inside" in line)
+    assert [cell.strip() for cell in cells[1:4]] == ["0", "16", "32"]
+
+
 @pytest.mark.parametrize("name", ["tiny_gpt_oss", "tiny_deepseek_v3"])
 def test_bench_knows_biases_and_leaves_the_shared_expert_out(
     name: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -226,6 +260,7 @@ def test_nan_is_outside() -> None:
         ("run", ("--check-tokens", "-1"), "--check-tokens: expected 0 or more, got -1"),
         ("run", ("--transport", "collective"), "transport: collective cannot be used"),
         ("bench", ("--tokens", "0"), "--tokens: expected at least 1, got 0"),
+        ("bench", ("--check-tokens", "0"), "--check-tokens: expected at least 1, got 0"),
         ("bench", ("--json", "no/such/folder/file.json"), "--json: no folder no/such/folder"),
         ("bench", ("layer", "--trace", "no/such/folder/file.json"), "--trace: no folder no/such/folder"),
         ("bench", ("layer", "--json", "a.json", "--trace", "./a.json"), "--trace: expected another file than --json, "),
