@@ -50,11 +50,18 @@ class RankGroup:
         rank, world_size: this process in the group (not in the world).
         group: the torch.distributed group; None for a single process without torch.distributed.
         timeout_s: bound of every wait.
+
+    Raises `ValueError` where a launcher has started several ranks and torch.distributed is not initialised, unless this
+    one is to be `alone`.
     """
 
-    def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None, *, timeout_s: float = 120.0) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | DeviceMesh | None = None, *, timeout_s: float = 120.0, alone: bool = False
+    ) -> None:
         self.timeout_s = timeout_s
         self.group = resolve_group(group)
+        if self.group is None and not alone:
+            _check_started_alone()
         self.rank = 0
         self.world_size = 1
         self._prefix = ""
@@ -187,6 +194,16 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
     if dist.get_rank(group) < 0:
         raise ValueError("group: this process is not a member of it")
     return group
+
+
+def _check_started_alone() -> None:
+    """Raise `ValueError` where `init_from_env` would find several ranks: without it each would be one of its own."""
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and num_ranks != "1":
+        raise ValueError(
+            f"group: a launcher started {num_ranks} ranks (WORLD_SIZE), but torch.distributed is not initialised; call "
+            "moe_runtime.init_from_env() first, or ask for transport='private' to have a single rank in each process"
+        )
 
 
 def shared_memory_directory() -> str:

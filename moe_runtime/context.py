@@ -36,7 +36,8 @@ class ExpertParallelContext:
 
     Args:
         group: a process group or a one-dimensional `DeviceMesh`, may be a part of the world; None is the default
-            group, or a single rank where torch.distributed is not initialised.
+            group, or a single rank where torch.distributed is not initialised (`init_from_env`), which is refused
+            where torchrun has started several, unless the transport is `private`.
         device: where the heap lies; default the current GPU, or the CPU where there is none. Another GPU than the
             current one (`torch.cuda.set_device`) is not for layers: Triton launches on the current one.
         heap: a ready-made heap that is not allocated yet, such as a member of `PrivateHeap.group`; then there is no
@@ -98,7 +99,7 @@ class ExpertParallelContext:
         self.group: RankGroup | None = None
         self.transport_reasons: dict[str, str] = {}
         if heap is None:
-            self.group = RankGroup(group, timeout_s=startup_timeout_s)
+            self.group = RankGroup(group, timeout_s=startup_timeout_s, alone=transport == "private")
             try:
                 self.device = _resolve_device(device)
                 self.engine = resolve_engine(engine, self.device)

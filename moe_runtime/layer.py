@@ -42,7 +42,7 @@ class MoELayer(nn.Module):
     Args:
         config: sizes, formats, router, activation.
         context: the group's memory and signals, shared by all layers of a group; None makes one for the default group
-            (one rank where torch.distributed is not initialised).
+            (one rank where torch.distributed is not initialised; torchrun's ranks call `init_from_env` before).
         placement: which rank holds which experts, equal on all ranks; None is contiguous ids, each expert once.
         router: False for a layer whose every call brings a router's answer: no weights are kept for it.
 

@@ -10,6 +10,7 @@ import threading
 import time
 import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +21,14 @@ from moe_runtime.comm import bootstrap, store_calls
 from moe_runtime.comm.bootstrap import RankGroup, choose_transport, init_from_env, resolve_group
 from moe_runtime.comm.collective import CollectiveHeap
 from moe_runtime.comm.nvshmem_world import NvshmemWorld
+from moe_runtime.comm.private_heap import PrivateHeap
 from moe_runtime.comm.shared_heap import SharedHeap
+from moe_runtime.config import ParallelConfig
+from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError
+from moe_runtime.layer import context_from_config
 from tests.pool import run_once
+from tests.test_readme import FENCE, README
 
 CPU = torch.device("cpu")
 HAS_GPU = torch.cuda.is_available()
@@ -87,6 +93,18 @@ def join_like_torchrun(rank: int, world: int, port: int) -> tuple[str, str, list
     numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_PORT": port}
     os.environ.update({name: str(number) for name, number in numbers.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
+    with pytest.raises(ValueError, match=rf"group: a launcher started {world} ranks .*init_from_env\(\) first"):
+        ExpertParallelContext(device="cpu")
+    # What README begins with makes one layer of all ranks.
+    first = next(block for block in FENCE.finditer(README) if block[1] == "python")
+    names: dict[str, Any] = {}
+    exec(first[2], names)
+    context, layer = names["context"], names["layer"]
+    assert (context.rank, context.world_size, list(layer.local_experts)) == (
+        rank,
+        2,
+        list(range(4 * rank, 4 * rank + 4)),
+    )
     device = init_from_env("cpu")
     assert init_from_env("cpu") == device, "a second call changes nothing"
     ranks = RankGroup(timeout_s=20.0).gather("ranks", rank)
@@ -100,6 +118,21 @@ def test_environment_of_torchrun() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for outcome in run_once(join_like_torchrun, 2, store.port):
         assert outcome.result == ("cpu", "gloo", [0, 1]), outcome
+
+
+def test_ranks_of_a_launcher_do_not_each_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    # As other programs set it, too; `init_from_env` finds no ranks either.
+    RankGroup()
+    monkeypatch.setenv("RANK", "3")
+    for make in (RankGroup, SharedHeap, ExpertParallelContext, lambda: context_from_config(ParallelConfig())):
+        with pytest.raises(ValueError, match=r"group: a launcher started 4 ranks .*init_from_env\(\) first"):
+            make()
+    with ExpertParallelContext(device="cpu", transport="private") as context:
+        assert context.world_size == 1
+    ExpertParallelContext(heap=PrivateHeap())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert RankGroup().world_size == 1
 
 
 def exchange(rank: int, world: int) -> None:
