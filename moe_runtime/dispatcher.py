@@ -332,6 +332,7 @@ class TokenDispatcher:
                 num_tokens=num_tokens,
                 max_tokens=self.geometry.max_tokens,
                 record_bytes=self.geometry.record.record_bytes,
+                timeout_ns=handle.timeout_ns,
                 landing_half=self._landing_half,
             )
         return handle
@@ -390,6 +391,7 @@ class TokenDispatcher:
                 parts=geometry.parts,
                 row_bytes=geometry.partial_bytes,
                 part_index=part_index(self.context, geometry, self._starts, handle.positions, int(handle.epoch)),
+                timeout_ns=handle.timeout_ns,
             )
 
     def combine_wait(self, handle: DispatchHandle, *, shared: torch.Tensor | None = None) -> torch.Tensor:

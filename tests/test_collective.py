@@ -106,6 +106,7 @@ def run_steps(rank: int, world: int, device: str, seed: int, num_epochs: int, od
                 num_tokens=count,
                 max_tokens=MAX_TOKENS,
                 record_bytes=RECORD,
+                timeout_ns=context.startup_timeout_ns,
                 landing_half=landing_half if odd_half else None,
             )
             for source in range(world):
@@ -129,7 +130,13 @@ def run_steps(rank: int, world: int, device: str, seed: int, num_epochs: int, od
                 part_index[source, tokens.to(device)] = parts.to(torch.int32).to(device)
                 signals_of(context, source)[layout.combine_flag + half * world + rank] = epoch
             carrier.carry_combine(
-                context, epoch=epoch, max_tokens=MAX_TOKENS, parts=PARTS, row_bytes=ROW, part_index=part_index
+                context,
+                epoch=epoch,
+                max_tokens=MAX_TOKENS,
+                parts=PARTS,
+                row_bytes=ROW,
+                part_index=part_index,
+                timeout_ns=context.timeout_ns,
             )
             for target in range(world):
                 tokens, parts, rows = returned_rows(seed, epoch, rank, target)
@@ -167,11 +174,11 @@ def properties(rank: int, world: int) -> None:
         part_index = torch.zeros(world, MAX_TOKENS, dtype=torch.int64)
         with pytest.raises(ValueError, match=r"part_index: expected int32 \[2, 7\], got torch.int64 \[2, 7\]"):
             context.carrier.carry_combine(  # type: ignore[union-attr]
-                context, epoch=1, max_tokens=MAX_TOKENS, parts=PARTS, row_bytes=ROW, part_index=part_index
+                context, epoch=1, max_tokens=MAX_TOKENS, parts=PARTS, row_bytes=ROW, part_index=part_index, timeout_ns=1
             )
         with pytest.raises(ValueError, match=r"stamps: half 1 of \[2, 1000\] ends at 8256 of 512 bytes"):
             context.carrier.carry_dispatch(  # type: ignore[union-attr]
-                context, epoch=1, num_tokens=0, max_tokens=1000, record_bytes=RECORD
+                context, epoch=1, num_tokens=0, max_tokens=1000, record_bytes=RECORD, timeout_ns=1
             )
 
 
@@ -186,7 +193,10 @@ def test_needs_torch_distributed() -> None:
 
 def carry_nothing(context: ExpertParallelContext, epoch: int) -> None:
     assert context.carrier is not None
-    context.carrier.carry_dispatch(context, epoch=epoch, num_tokens=0, max_tokens=MAX_TOKENS, record_bytes=RECORD)
+    limit = context.startup_timeout_ns if epoch == 1 else context.timeout_ns
+    context.carrier.carry_dispatch(
+        context, epoch=epoch, num_tokens=0, max_tokens=MAX_TOKENS, record_bytes=RECORD, timeout_ns=limit
+    )
 
 
 def one_rank_fails(rank: int, world: int, device: str, how: str) -> float:
@@ -217,7 +227,13 @@ def one_rank_fails(rank: int, world: int, device: str, how: str) -> float:
             part_index = torch.full((world, MAX_TOKENS), -1, dtype=torch.int32, device=device)
             with pytest.raises(MoERuntimeError, match="not at the same step"):
                 carrier.carry_combine(
-                    context, epoch=1, max_tokens=MAX_TOKENS, parts=PARTS, row_bytes=ROW, part_index=part_index
+                    context,
+                    epoch=1,
+                    max_tokens=MAX_TOKENS,
+                    parts=PARTS,
+                    row_bytes=ROW,
+                    part_index=part_index,
+                    timeout_ns=context.timeout_ns,
                 )
         else:
             with pytest.raises(MoERuntimeError, match="rank 1: COMBINE_SEND of epoch 1"):
