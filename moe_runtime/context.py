@@ -5,6 +5,8 @@ Layers `register` what they need, then `allocate()` makes it once; `check()` rai
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import NoReturn
 
@@ -197,16 +199,31 @@ class ExpertParallelContext:
         self._check_usable()
         if self.allocated and self._agreed == len(self._agreements):
             return
-        try:
-            if self.group is not None:
-                self._compare(self.group)
-            self._agreed = len(self._agreements)
+        with self._given_up_on_error():
+            self._compare()
             if not self.allocated:
                 # The first step may be in inference mode and what writes here later not.
                 with torch.inference_mode(False):
                     self._allocate()
+
+    def compare(self) -> None:
+        """The comparison of `allocate()` by itself, for what shall be done only where ranks agree. Collective.
+
+        Raises as `allocate()`.
+        """
+        self._check_usable()
+        with self._given_up_on_error():
+            self._compare()
+
+    @contextmanager
+    def _given_up_on_error(self) -> Iterator[None]:
+        """Around what ranks do together: after an error they are not at the same step any more.
+
+        The same error is raised ever after, and nobody waits for this rank.
+        """
+        try:
+            yield
         except Exception as error:
-            # The ranks are not at the same step any more: the same error ever after, and nobody waits for this one.
             self._failure = error
             self.failed = True
             if self.group is not None:
@@ -242,13 +259,16 @@ class ExpertParallelContext:
         self._abort_message = torch.zeros(ABORT_WORDS + REASON_WORDS, dtype=torch.int32, pin_memory=on_gpu)
         self._side_stream = torch.cuda.Stream(self.device) if on_gpu else None
 
-    def _compare(self, group: RankGroup) -> None:
+    def _compare(self) -> None:
+        compared, self._agreed = self._agreed, len(self._agreements)
+        if self.group is None:
+            return
         mine: dict[str, object] = {}
-        for number, agreement in enumerate(self._agreements[self._agreed :], self._agreed):
+        for number, agreement in enumerate(self._agreements[compared:], compared):
             mine.update({f"{key} (layer {number})": agreement[key] for key in sorted(agreement)})
         mine.update({f"bytes of {region}": self.half_bytes[region] for region in REGIONS})
         mine["bytes of staging"] = self.staging_bytes
-        answers = group.gather("ExpertParallelContext.allocate", mine)
+        answers = self.group.gather("ExpertParallelContext.allocate", mine)
         keys = list(dict.fromkeys(key for answer in answers for key in answer))
         problems = []
         for key in keys:

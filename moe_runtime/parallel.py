@@ -101,6 +101,8 @@ def apply_expert_parallel(
             owner = ExpertParallel(context)
             for number, _ in blocks:
                 owner.add(number, _config_of(described, number, experts, settings), placements.get(number))
+            # Before any block loses its experts.
+            context.compare()
             for index, (number, block) in enumerate(blocks):
                 _load(owner.layers[index], number, block, experts)
                 block.experts = ParallelExperts(owner, index)
