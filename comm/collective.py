@@ -88,8 +88,9 @@ class CollectiveTransport:
     Every exchange starts with a header per peer: how many rows follow, and the signal words this rank has staged for
     it. A header with an abort word ends the exchange on all ranks, so that a rank which gave up is known at once.
 
-    Where the group is NCCL's, it is of no use after a `PeerTimeoutError`; and its own timeout is to be longer than the
-    limits of the context, since it ends the process, as errors do that NCCL itself finds.
+    The group is of no use after a `PeerTimeoutError`. Where it is NCCL's, its own timeout is to be longer than the
+    limits of the context, since it ends the process, as errors do that NCCL itself finds. Where it is gloo's, its own
+    timeout does not count: exchanges end by the limit of their step, since a process in which one goes on cannot exit.
     """
 
     def __init__(self, heap: CollectiveHeap) -> None:
@@ -199,12 +200,14 @@ class CollectiveTransport:
         self._write_signals(header)
         return {source: values[0] for source, (_, values) in enumerate(came) if values.shape[0]}
 
-    def post_abort(self) -> None:
-        """Start the exchange of a header with the abort words staged for all peers, without waiting for them."""
+    def post_abort(self, limit: float) -> None:
+        """Start the exchange of a header with the abort words staged for all peers, without waiting for them.
+
+        They hear of it if they take part within `limit` seconds.
+        """
         header = self._header(Phase.HOST, 0, [0] * self.heap.world_size)
         answer = torch.empty_like(header)
-        work = dist.all_to_all_single(answer, header, group=self._group, async_op=True)
-        assert work is not None
+        work = self._start(answer, header, None, None, limit)
         # The exchange goes on in the background: its tensors must stay.
         self._posted.append((work, header, answer))
 
@@ -301,9 +304,7 @@ class CollectiveTransport:
     ) -> None:
         start = time.monotonic()
         try:
-            work = dist.all_to_all_single(target, source, came, sent, group=self._group, async_op=True)
-            assert work is not None
-            self._finish(work, limit)
+            self._finish(self._start(target, source, came, sent, limit), limit)
         except RuntimeError as error:
             waited = time.monotonic() - start
             event = f"{self.heap.key}/{self._exchanges}"
@@ -316,10 +317,28 @@ class CollectiveTransport:
             failure = PeerTimeoutError(message, missing[0] if missing else -1, phase)
             raise context.fail(failure) from error
 
+    def _start(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        came: list[int] | None,
+        sent: list[int] | None,
+        limit: float,
+    ) -> dist.Work:
+        """Begin an exchange, as `dist.all_to_all_single` does, which gives it the timeout of the group."""
+        if self._nccl is not None or self._group is None:
+            work = dist.all_to_all_single(target, source, came, sent, group=self._group, async_op=True)
+            assert work is not None
+            return work
+        options = dist.AllToAllOptions()
+        options.asyncOp = True
+        options.timeout = _time(limit)
+        return self._group.alltoall_base(target, source, came or [], sent or [], options)
+
     def _finish(self, work: dist.Work, limit: float) -> None:
         """Wait for an exchange; raises `RuntimeError` where it fails, or does not end within `limit` seconds."""
         if self._nccl is None:
-            work.wait(timedelta(seconds=max(limit, 0.001)))  # less than a millisecond would be no limit
+            work.wait(_time(limit))
             return
         # A wait of NCCL's that runs out aborts one communicator. The watchdog of the group takes that for an error and
         # ends the process a minute later; a group that is aborted as a whole it leaves alone.
@@ -330,6 +349,11 @@ class CollectiveTransport:
                 raise RuntimeError(f"NCCL: the exchange did not end within {limit:g} s")
             time.sleep(_POLL_S)
         work.wait()
+
+
+def _time(limit: float) -> timedelta:
+    """`limit` seconds for torch.distributed, to which less than a millisecond is no limit."""
+    return timedelta(seconds=max(limit, 0.001))
 
 
 def _nccl_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:

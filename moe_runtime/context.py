@@ -325,7 +325,7 @@ class ExpertParallelContext:
             peers = [self.heap.peer_tensor("signals", peer).view(torch.int32) for peer in range(self.world_size)]
             write_abort(self._abort_message, peers, self.signals_layout, self.rank)
             if self.carrier is not None:
-                self.carrier.post_abort()
+                self.carrier.post_abort(max(self.timeout_s, self.startup_timeout_s))
 
     def close(self) -> None:
         """Free the heap; collective and in order, unless something has failed: then no peer is waited for.

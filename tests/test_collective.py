@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -199,6 +200,33 @@ def carry_nothing(context: ExpertParallelContext, epoch: int) -> None:
     )
 
 
+def free_the_group() -> None:
+    """As the end of a process does, this waits for exchanges that go on: half an hour by the limit of the group."""
+    dist.destroy_process_group()
+    gc.collect()
+
+
+def give_up_alone(rank: int, world: int) -> float:
+    """Rank 0 gives up while rank 1 does not come, and is free once the limit of a start is over."""
+    context = make_context(timeout_s=0.2)
+    context.allocate()
+    context.heap.barrier()
+    context.startup_timeout_s = 0.5
+    start = time.monotonic()
+    if rank == 0:
+        context.abort("nobody hears this")
+        context.close()
+        del context
+        free_the_group()
+    return time.monotonic() - start
+
+
+def test_who_gives_up_waits_for_nobody_forever() -> None:
+    outcomes = run_once(give_up_alone, 2)
+    assert outcomes[0].error is None, outcomes[0].trace
+    assert outcomes[0].result < PATIENCE_S
+
+
 def one_rank_fails(rank: int, world: int, device: str, how: str) -> float:
     with make_context(device) as context:
         carrier = prepare(context, world * MAX_TOKENS * RECORD)
@@ -274,6 +302,9 @@ def die_between_steps(rank: int, world: int, device: str, how: str) -> float:
     # A connection that is lost may end it at once.
     assert ended and (0 if how == "killed" else WITHOUT_ONE_S) <= float(ended[1]) < spent
     context.close()
+    if device == "cpu":
+        del context, caught
+        free_the_group()
     return spent
 
 
