@@ -5,10 +5,12 @@ Layers `register` what they need, then `allocate()` makes it once; `check()` rai
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import functools
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import NoReturn
+from typing import Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -31,10 +33,21 @@ REGIONS = ("stamps", "landing", "combine")
 COUNTERS = 16
 MAX_SECONDS = 1e9
 """Kernels count nanoseconds in int64."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _OverContext(Protocol):
+    context: ExpertParallelContext
+
+
+S = TypeVar("S", bound=_OverContext)
 
 
 class ExpertParallelContext:
     """One rank's part of a group that runs expert layers together. Constructing it is collective.
+
+    One thread at a time may be in a call of a layer or dispatcher over it; that of another is refused.
 
     Args:
         group: a process group or a one-dimensional `DeviceMesh`, may be a part of the world; None is the default
@@ -132,6 +145,7 @@ class ExpertParallelContext:
         self._failure: Exception | None = None
         self._abort_codes: np.ndarray | None = None
         self._side_stream: torch.cuda.Stream | None = None
+        self._one_thread = threading.RLock()
 
     @staticmethod
     def _check_heap(heap: SymmetricHeap, group: object, device: torch.device | str | None, transport: str) -> None:
@@ -379,6 +393,25 @@ class ExpertParallelContext:
             raise self._failure.with_traceback(None)
         if self.closed:
             raise ValueError("context: it is closed")
+
+
+def by_one_thread(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """A method of what has a `context`, of whose steps no two threads may do parts at a time.
+
+    That raises `ValueError` in a second thread, before the method does anything, and leaves the first undisturbed.
+    """
+
+    @functools.wraps(method)
+    def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        one_thread = self.context._one_thread
+        if not one_thread.acquire(False):
+            raise ValueError("context: another thread is in a step of it")
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            one_thread.release()
+
+    return call
 
 
 def _resolve_device(device: torch.device | str | None) -> torch.device:

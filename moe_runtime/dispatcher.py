@@ -12,7 +12,7 @@ import torch
 
 from moe_runtime.comm.signals import COUNT_BITS
 from moe_runtime.config import ModeName, MoELayerConfig, resolve_mode
-from moe_runtime.context import ExpertParallelContext
+from moe_runtime.context import ExpertParallelContext, by_one_thread
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.formats import TokenFormat, token_format
 from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
@@ -89,7 +89,7 @@ class CombineSink:
 
 
 class TokenDispatcher:
-    """Dispatch and combine of one layer.
+    """Dispatch and combine of one layer. While one thread is in a call of it, those of others are refused.
 
     Args:
         context: the group's memory and signals; shared by all layers.
@@ -245,6 +245,7 @@ class TokenDispatcher:
         }
         return {**of_size, limit: largest}
 
+    @by_one_thread
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, leave_scales: bool = False
     ) -> DispatchedTokens:
@@ -265,6 +266,7 @@ class TokenDispatcher:
         """
         return self.dispatch_wait(self.dispatch_send(x, topk_idx, topk_weights, leave_scales=leave_scales))
 
+    @by_one_thread
     def combine(
         self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle, *, shared: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -287,6 +289,7 @@ class TokenDispatcher:
         geometry = self.geometry
         return geometry.token_format.swizzled and not geometry.packed and self._exchange.LEAVES_SCALES
 
+    @by_one_thread
     def dispatch_send(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, leave_scales: bool = False
     ) -> DispatchHandle:
@@ -337,6 +340,7 @@ class TokenDispatcher:
             )
         return handle
 
+    @by_one_thread
     def dispatch_wait(self, handle: DispatchHandle) -> DispatchedTokens:
         """Second half of `dispatch`: wait for the peers' tokens and group them."""
         with collective_step(self.context):
@@ -369,6 +373,7 @@ class TokenDispatcher:
             handle=handle,
         )
 
+    @by_one_thread
     def combine_send(self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle) -> None:
         """First half of `combine`: reduce here and send the partial results home."""
         output = expert_output.rows if isinstance(expert_output, CombineSink) else expert_output
@@ -394,6 +399,7 @@ class TokenDispatcher:
                 timeout_ns=handle.timeout_ns,
             )
 
+    @by_one_thread
     def combine_wait(self, handle: DispatchHandle, *, shared: torch.Tensor | None = None) -> torch.Tensor:
         """Second half of `combine`: wait for the partial results and sum them; bf16 `[T, H]`.
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.config import MoELayerConfig, ParallelConfig, RunConfig, load_config
-from moe_runtime.context import ExpertParallelContext
+from moe_runtime.context import ExpertParallelContext, by_one_thread
 from moe_runtime.counters import LayerCounters
 from moe_runtime.dispatcher import TokenDispatcher, collective_step
 from moe_runtime.experts import Experts
@@ -37,7 +37,8 @@ class MoELayer(nn.Module):
     """One expert-parallel MoE layer, for inference.
 
     Every rank of the context's group makes the layer with an equal config and calls it in the same order, each with
-    its own tokens. The experts' weights are set by `load_experts` (or by `from_checkpoint` and `from_yaml`).
+    its own tokens. The experts' weights are set by `load_experts` (or by `from_checkpoint` and `from_yaml`). While one
+    thread is in a call of it, or of another layer of its context, calls of other threads are refused.
 
     Args:
         config: sizes, formats, router, activation.
@@ -248,6 +249,7 @@ class MoELayer(nn.Module):
         )
         self.experts = experts_of_rank.prepared()
 
+    @by_one_thread
     def replace_experts(self, placement: Placement) -> None:
         """Go over to another placement between two steps: experts move to their new slots, in place. Collective.
 
@@ -282,6 +284,7 @@ class MoELayer(nn.Module):
         if (placement.num_experts, placement.num_ranks) != (expected, ranks):
             raise ValueError(f"placement: expected {expected} experts on {ranks} rank(s), got {placement.sizes}")
 
+    @by_one_thread
     def forward(
         self,
         x: torch.Tensor,
@@ -334,6 +337,7 @@ class MoELayer(nn.Module):
         yield
         return self.finish(step)
 
+    @by_one_thread
     def begin(
         self,
         x: torch.Tensor,
@@ -378,10 +382,12 @@ class MoELayer(nn.Module):
             )
         return next(dispatcher for size, dispatcher in self.dispatchers.items() if size >= max_tokens)
 
+    @by_one_thread
     def compute(self, step: LayerStep) -> None:
         """Wait for the tokens of all ranks, run this rank's experts on them, and send the results back."""
         step.compute()
 
+    @by_one_thread
     def finish(self, step: LayerStep) -> torch.Tensor:
         """Wait for the results of all ranks and sum them: bf16, the shape of the step's `x`."""
         return step.gather().view(step.shape)
