@@ -12,22 +12,24 @@ import pickle
 import socket
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.comm import nvshmem_world
+from moe_runtime.comm.store_calls import StoreSilentError, calls_of
 from moe_runtime.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase
 
 ROLL_CALL_S = 3.0
 """How long ranks have to say that they are there, once one has waited too long."""
 
 TRANSPORTS = ("nvshmem", "shared", "private", "collective")
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -48,11 +50,18 @@ class RankGroup:
         rank, world_size: this process in the group (not in the world).
         group: the torch.distributed group; None for a single process without torch.distributed.
         timeout_s: bound of every wait.
+
+    Raises `ValueError` where a launcher has started several ranks and torch.distributed is not initialised, unless this
+    one is to be `alone`.
     """
 
-    def __init__(self, group: dist.ProcessGroup | DeviceMesh | None = None, *, timeout_s: float = 120.0) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup | DeviceMesh | None = None, *, timeout_s: float = 120.0, alone: bool = False
+    ) -> None:
         self.timeout_s = timeout_s
         self.group = resolve_group(group)
+        if self.group is None and not alone:
+            _check_started_alone()
         self.rank = 0
         self.world_size = 1
         self._prefix = ""
@@ -66,29 +75,22 @@ class RankGroup:
             prefix = f"moe_runtime/{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
             self._store = dist.distributed_c10d._get_default_store()
             # Counted in the store, since other code of this process may have made some of the same group before.
-            with self._store_there("group"):
-                self._prefix = f"{prefix}/{self._store.add(f'{prefix}/made/{self.rank}', 1)}"
+            made = self._ask("group", lambda: self._store.add(f"{prefix}/made/{self.rank}", 1))
+            self._prefix = f"{prefix}/{made}"
 
     def gather(self, what: str, value: object, *, timeout_s: float | None = None) -> list[Any]:
         """Every rank's `value` (picklable, small), by rank.
 
         Raises `PeerTimeoutError` naming `what` and the first rank that has not come within `timeout_s`
-        (default: the group's); the message lists all of them. Raises `MoERuntimeError` where the store is gone.
+        (default: the group's); the message lists all of them. Raises `MoERuntimeError` where the store is gone or does
+        not answer.
         """
         if self._store is None:
             return [value]
         limit = self.timeout_s if timeout_s is None else timeout_s
-        with self._store_there(what):
-            keys = self._next_call(what, value)
-            try:
-                self._store.wait(keys, timedelta(seconds=limit))
-            except RuntimeError as error:
-                # One may have answered since `wait` gave up.
-                if missing := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
-                    names = ", ".join(map(str, missing))
-                    message = f"{what}: rank {names} of {self.world_size} did not come within {limit:g} s"
-                    raise PeerTimeoutError(message, missing[0], Phase.START_UP) from error
-            stored = [self._store.get(key) for key in keys]
+        keys, mine = self._next_call(what, value)
+        call = self._calls
+        stored = self._ask(what, lambda: self._exchange(what, call, keys, mine, limit), limit)
         answers = [pickle.loads(answer) for answer in stored]
         for rank, (_, answer) in enumerate(answers):
             if isinstance(answer, _Left):
@@ -96,11 +98,6 @@ class RankGroup:
         if len({step for step, _ in answers}) > 1:
             steps = describe_ranks([step for step, _ in answers])
             raise ValueError(f"group: its ranks are not at the same step, {steps}")
-        # Every rank has come to this call, so none still reads the answers to the one before.
-        if self._calls > 1:
-            # They are known, whatever has become of the store.
-            with contextlib.suppress(RuntimeError):
-                self._store.delete_key(f"{self._prefix}/{self._calls - 1}/{self.rank}")
         return [answer for _, answer in answers]
 
     def barrier(self, what: str = "barrier") -> None:
@@ -110,44 +107,73 @@ class RankGroup:
     def leave(self, reason: str) -> None:
         """Answer the peers' next `gather` without waiting for it: there they raise `PeerAbortedError` with `reason`."""
         if self._store is not None:
+            keys, last = self._next_call("leave", _Left(reason))
             # A store that is gone has nobody to tell.
-            with contextlib.suppress(RuntimeError):
-                self._next_call("leave", _Left(reason))
+            with contextlib.suppress(MoERuntimeError):
+                self._ask("leave", lambda: self._store.set(keys[self.rank], last))
 
     def missing(self, event: str, wait_s: float) -> list[int]:
-        """Ranks that have not called this for `event` within `wait_s`; none where the store is gone. Never raises."""
+        """Ranks that have not called this for `event` within `wait_s`; none where the store is gone or does not answer.
+
+        Never raises.
+        """
         if self._store is None:
             return []
         keys = [f"{self._prefix}/{event}/{rank}" for rank in range(self.world_size)]
-        deadline = time.monotonic() + wait_s
-        with contextlib.suppress(RuntimeError):
+
+        def call_the_roll() -> list[int]:
+            deadline = time.monotonic() + wait_s
             self._store.set(keys[self.rank], b"here")
             while True:
                 absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
                 if not absent or time.monotonic() > deadline:
                     return absent
                 time.sleep(0.01)
+
+        with contextlib.suppress(MoERuntimeError):
+            return self._ask(event, call_the_roll, wait_s)
         return []
 
-    @contextlib.contextmanager
-    def _store_there(self, what: str) -> Iterator[None]:
-        """Around calls of the store: its own errors become a `MoERuntimeError` that says that it is gone."""
+    def _ask(self, what: str, work: Callable[[], T], limit_s: float = 0.0) -> T:
+        """What `work` returns, which calls the store and waits there for at most `limit_s`; ends a little later.
+
+        Errors of the store become a `MoERuntimeError` that says whether it is gone or does not answer.
+        """
         try:
-            yield
+            return calls_of(self._store).run(work, limit_s)
         except MoERuntimeError:
             raise
         except RuntimeError as error:
-            message = (
-                f"{what}: rank {self.rank} cannot reach the group's store, the process that hosts it is gone: {error}"
-            )
-            raise MoERuntimeError(message, self.rank, Phase.START_UP) from error
+            if isinstance(error, StoreSilentError):
+                trouble = "gets no answer from the group's store, the process that hosts it may be stopped"
+            else:
+                trouble = f"cannot reach the group's store, the process that hosts it is gone: {error}"
+            raise MoERuntimeError(f"{what}: rank {self.rank} {trouble}", self.rank, Phase.START_UP) from error
 
-    def _next_call(self, what: str, value: object) -> list[str]:
-        """Store this rank's answer to its next call; the keys of all ranks' answers."""
+    def _exchange(self, what: str, call: int, keys: list[str], mine: bytes, limit: float) -> list[bytes]:
+        """Store this rank's answer to a call; those of all ranks, once they are there."""
+        self._store.set(keys[self.rank], mine)
+        try:
+            self._store.wait(keys, timedelta(seconds=limit))
+        except RuntimeError as error:
+            # One may have answered since `wait` gave up.
+            if missing := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
+                names = ", ".join(map(str, missing))
+                message = f"{what}: rank {names} of {self.world_size} did not come within {limit:g} s"
+                raise PeerTimeoutError(message, missing[0], Phase.START_UP) from error
+        stored = [self._store.get(key) for key in keys]
+        # Every rank has come to this call, so none still reads the answers to the one before.
+        if call > 1:
+            # They are known, whatever has become of the store.
+            with contextlib.suppress(RuntimeError):
+                self._store.delete_key(f"{self._prefix}/{call - 1}/{self.rank}")
+        return stored
+
+    def _next_call(self, what: str, value: object) -> tuple[list[str], bytes]:
+        """The keys of all ranks' answers to the next call, and this rank's answer."""
         self._calls += 1
         keys = [f"{self._prefix}/{self._calls}/{rank}" for rank in range(self.world_size)]
-        self._store.set(keys[self.rank], pickle.dumps((what, value)))
-        return keys
+        return keys, pickle.dumps((what, value))
 
 
 def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
@@ -168,6 +194,16 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
     if dist.get_rank(group) < 0:
         raise ValueError("group: this process is not a member of it")
     return group
+
+
+def _check_started_alone() -> None:
+    """Raise `ValueError` where `init_from_env` would find several ranks: without it each would be one of its own."""
+    num_ranks = os.environ.get("WORLD_SIZE", "1")
+    if "RANK" in os.environ and num_ranks != "1":
+        raise ValueError(
+            f"group: a launcher started {num_ranks} ranks (WORLD_SIZE), but torch.distributed is not initialised; call "
+            "moe_runtime.init_from_env() first, or ask for transport='private' to have a single rank in each process"
+        )
 
 
 def shared_memory_directory() -> str:

@@ -76,7 +76,6 @@ class CarryContext(Protocol):
     device: torch.device
     half_bytes: dict[str, int]
     timeout_s: float
-    startup_timeout_s: float
 
     def fail(self, error: MoERuntimeError) -> Exception: ...
 
@@ -89,8 +88,9 @@ class CollectiveTransport:
     Every exchange starts with a header per peer: how many rows follow, and the signal words this rank has staged for
     it. A header with an abort word ends the exchange on all ranks, so that a rank which gave up is known at once.
 
-    Where the group is NCCL's, it is of no use after a `PeerTimeoutError`; and its own timeout is to be longer than the
-    limits of the context, since it ends the process, as errors do that NCCL itself finds.
+    The group is of no use after a `PeerTimeoutError`. Where it is NCCL's, its own timeout is to be longer than the
+    limits of the context, since it ends the process, as errors do that NCCL itself finds. Where it is gloo's, its own
+    timeout does not count: exchanges end by the limit of their step, since a process in which one goes on cannot exit.
     """
 
     def __init__(self, heap: CollectiveHeap) -> None:
@@ -112,6 +112,7 @@ class CollectiveTransport:
         num_tokens: int,
         max_tokens: int,
         record_bytes: int,
+        timeout_ns: int,
         landing_half: int | None = None,
     ) -> None:
         """Bring the records staged by the send kernel of dispatch `epoch` to their ranks.
@@ -121,7 +122,8 @@ class CollectiveTransport:
         record, then its stamp, then the signal words (dispatch_flag, token_count, ready, abort) appear.
         `landing_half` is where the second half of `landing` starts; default `context.half_bytes["landing"]`.
 
-        Raises what a peer's abort words say, and `PeerTimeoutError` where a peer does not take part.
+        Raises what a peer's abort words say, and `PeerTimeoutError` where a peer does not take part within
+        `timeout_ns`.
         """
         half = epoch % 2
         rank, world = self.heap.rank, self.heap.world_size
@@ -139,7 +141,7 @@ class CollectiveTransport:
         landing = self._half(
             context, "landing", rank, half, torch.uint8, (world, max_tokens, record_bytes), landing_half
         )
-        header, came = self._exchange(context, Phase.DISPATCH_SEND, epoch, indices, rows)
+        header, came = self._exchange(context, Phase.DISPATCH_SEND, epoch, indices, rows, timeout_ns * 1e-9)
         for source, (tokens, records) in enumerate(came):
             landing[source, tokens[:, 0].long()] = records
             stamps[source, tokens[:, 0].long()] = epoch
@@ -154,6 +156,7 @@ class CollectiveTransport:
         parts: int,
         row_bytes: int,
         part_index: torch.Tensor,
+        timeout_ns: int,
     ) -> None:
         """Bring the partial rows staged by the combine kernel of dispatch `epoch` back to their tokens' ranks.
 
@@ -177,7 +180,7 @@ class CollectiveTransport:
             indices.append(torch.stack([tokens.to(torch.int32), part], dim=1))
             rows.append(combine[tokens, part.long()])
         combine = self._half(context, "combine", rank, half, torch.uint8, (max_tokens, parts, row_bytes))
-        header, came = self._exchange(context, Phase.COMBINE_SEND, epoch, indices, rows)
+        header, came = self._exchange(context, Phase.COMBINE_SEND, epoch, indices, rows, timeout_ns * 1e-9)
         for entries, values in came:
             combine[entries[:, 0].long(), entries[:, 1].long()] = values
         self._write_signals(header)
@@ -187,22 +190,24 @@ class CollectiveTransport:
     ) -> dict[int, torch.Tensor]:
         """Bring `parcels[r]`, uint8 `[num_bytes]`, to each rank `r` named there; what came, by source.
 
-        Every rank takes part, those with nothing to send too. Raises as `carry_dispatch`.
+        Every rank takes part, those with nothing to send too. Raises as `carry_dispatch`, with the limit of a step.
         """
         device, world = self.heap.device, self.heap.world_size
         none = torch.empty((0, num_bytes), dtype=torch.uint8, device=device)
         rows = [parcels[peer][None] if peer in parcels else none for peer in range(world)]
         indices = [torch.zeros((part.shape[0], 1), dtype=torch.int32, device=device) for part in rows]
-        header, came = self._exchange(context, phase, epoch, indices, rows)
+        header, came = self._exchange(context, phase, epoch, indices, rows, context.timeout_s)
         self._write_signals(header)
         return {source: values[0] for source, (_, values) in enumerate(came) if values.shape[0]}
 
-    def post_abort(self) -> None:
-        """Start the exchange of a header with the abort words staged for all peers, without waiting for them."""
+    def post_abort(self, limit: float) -> None:
+        """Start the exchange of a header with the abort words staged for all peers, without waiting for them.
+
+        They hear of it if they take part within `limit` seconds.
+        """
         header = self._header(Phase.HOST, 0, [0] * self.heap.world_size)
         answer = torch.empty_like(header)
-        work = dist.all_to_all_single(answer, header, group=self._group, async_op=True)
-        assert work is not None
+        work = self._start(answer, header, None, None, limit)
         # The exchange goes on in the background: its tensors must stay.
         self._posted.append((work, header, answer))
 
@@ -251,14 +256,20 @@ class CollectiveTransport:
                 signals[self._words_of[peer]] = header[peer, _HEADER:]
 
     def _exchange(
-        self, context: CarryContext, phase: Phase, epoch: int, indices: list[torch.Tensor], rows: list[torch.Tensor]
+        self,
+        context: CarryContext,
+        phase: Phase,
+        epoch: int,
+        indices: list[torch.Tensor],
+        rows: list[torch.Tensor],
+        limit: float,
     ) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
         """All-to-all of `indices[r]` int32 `[n_r, c]` and `rows[r]` uint8 `[n_r, b]`; headers and pairs by source."""
         self._exchanges += 1
         sent = [int(part.shape[0]) for part in rows]
         staged = self._header(phase, epoch, sent)
         header = torch.empty_like(staged)
-        self._all_to_all(context, phase, epoch, header, staged, None, None)
+        self._all_to_all(context, phase, epoch, header, staged, None, None, limit)
         own = (staged[:, self._abort_column] != 0).nonzero()[:, 0].tolist()
         if own or bool((header[:, self._abort_column] != 0).any()):
             if own:
@@ -276,7 +287,7 @@ class CollectiveTransport:
         for parts in (indices, rows):
             source = torch.cat(parts)
             target = source.new_empty((sum(came), source.shape[1]))
-            self._all_to_all(context, phase, epoch, target, source, came, sent)
+            self._all_to_all(context, phase, epoch, target, source, came, sent, limit)
             arrived.append(target.split(came))
         return header, list(zip(*arrived, strict=True))
 
@@ -289,13 +300,11 @@ class CollectiveTransport:
         source: torch.Tensor,
         came: list[int] | None,
         sent: list[int] | None,
+        limit: float,
     ) -> None:
-        limit = context.startup_timeout_s if epoch == 1 else context.timeout_s
         start = time.monotonic()
         try:
-            work = dist.all_to_all_single(target, source, came, sent, group=self._group, async_op=True)
-            assert work is not None
-            self._finish(work, limit)
+            self._finish(self._start(target, source, came, sent, limit), limit)
         except RuntimeError as error:
             waited = time.monotonic() - start
             event = f"{self.heap.key}/{self._exchanges}"
@@ -308,10 +317,28 @@ class CollectiveTransport:
             failure = PeerTimeoutError(message, missing[0] if missing else -1, phase)
             raise context.fail(failure) from error
 
+    def _start(
+        self,
+        target: torch.Tensor,
+        source: torch.Tensor,
+        came: list[int] | None,
+        sent: list[int] | None,
+        limit: float,
+    ) -> dist.Work:
+        """Begin an exchange, as `dist.all_to_all_single` does, which gives it the timeout of the group."""
+        if self._nccl is not None or self._group is None:
+            work = dist.all_to_all_single(target, source, came, sent, group=self._group, async_op=True)
+            assert work is not None
+            return work
+        options = dist.AllToAllOptions()
+        options.asyncOp = True
+        options.timeout = _time(limit)
+        return self._group.alltoall_base(target, source, came or [], sent or [], options)
+
     def _finish(self, work: dist.Work, limit: float) -> None:
         """Wait for an exchange; raises `RuntimeError` where it fails, or does not end within `limit` seconds."""
         if self._nccl is None:
-            work.wait(timedelta(seconds=limit))
+            work.wait(_time(limit))
             return
         # A wait of NCCL's that runs out aborts one communicator. The watchdog of the group takes that for an error and
         # ends the process a minute later; a group that is aborted as a whole it leaves alone.
@@ -322,6 +349,11 @@ class CollectiveTransport:
                 raise RuntimeError(f"NCCL: the exchange did not end within {limit:g} s")
             time.sleep(_POLL_S)
         work.wait()
+
+
+def _time(limit: float) -> timedelta:
+    """`limit` seconds for torch.distributed, to which less than a millisecond is no limit."""
+    return timedelta(seconds=max(limit, 0.001))
 
 
 def _nccl_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:

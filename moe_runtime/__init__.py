@@ -24,6 +24,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from moe_runtime.comm.bootstrap import init_from_env
     from moe_runtime.config import MoELayerConfig, ParallelConfig, RouterConfig, RunConfig, load_config
     from moe_runtime.context import ExpertParallelContext
     from moe_runtime.counters import LayerCounters, LayerCounts, imbalance
@@ -89,6 +90,7 @@ __all__ = [
     "apply_expert_parallel",
     "dequantize_rows",
     "imbalance",
+    "init_from_env",
     "load_config",
     "plan_placement",
     "quantize_rows",
@@ -133,6 +135,7 @@ _MODULE_OF = {
     "apply_expert_parallel": "parallel",
     "dequantize_rows": "kernels.quantize",
     "imbalance": "counters",
+    "init_from_env": "comm.bootstrap",
     "load_config": "config",
     "plan_placement": "placement",
     "quantize_rows": "kernels.quantize",

@@ -5,8 +5,12 @@ Layers `register` what they need, then `allocate()` makes it once; `check()` rai
 
 from __future__ import annotations
 
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
-from typing import NoReturn
+from typing import Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -29,14 +33,26 @@ REGIONS = ("stamps", "landing", "combine")
 COUNTERS = 16
 MAX_SECONDS = 1e9
 """Kernels count nanoseconds in int64."""
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class _OverContext(Protocol):
+    context: ExpertParallelContext
+
+
+S = TypeVar("S", bound=_OverContext)
 
 
 class ExpertParallelContext:
     """One rank's part of a group that runs expert layers together. Constructing it is collective.
 
+    One thread at a time may be in a call of a layer or dispatcher over it; that of another is refused.
+
     Args:
         group: a process group or a one-dimensional `DeviceMesh`, may be a part of the world; None is the default
-            group, or a single rank where torch.distributed is not initialised.
+            group, or a single rank where torch.distributed is not initialised (`init_from_env`), which is refused
+            where torchrun has started several, unless the transport is `private`.
         device: where the heap lies; default the current GPU, or the CPU where there is none. Another GPU than the
             current one (`torch.cuda.set_device`) is not for layers: Triton launches on the current one.
         heap: a ready-made heap that is not allocated yet, such as a member of `PrivateHeap.group`; then there is no
@@ -98,7 +114,7 @@ class ExpertParallelContext:
         self.group: RankGroup | None = None
         self.transport_reasons: dict[str, str] = {}
         if heap is None:
-            self.group = RankGroup(group, timeout_s=startup_timeout_s)
+            self.group = RankGroup(group, timeout_s=startup_timeout_s, alone=transport == "private")
             try:
                 self.device = _resolve_device(device)
                 self.engine = resolve_engine(engine, self.device)
@@ -129,6 +145,7 @@ class ExpertParallelContext:
         self._failure: Exception | None = None
         self._abort_codes: np.ndarray | None = None
         self._side_stream: torch.cuda.Stream | None = None
+        self._one_thread = threading.RLock()
 
     @staticmethod
     def _check_heap(heap: SymmetricHeap, group: object, device: torch.device | str | None, transport: str) -> None:
@@ -196,16 +213,31 @@ class ExpertParallelContext:
         self._check_usable()
         if self.allocated and self._agreed == len(self._agreements):
             return
-        try:
-            if self.group is not None:
-                self._compare(self.group)
-            self._agreed = len(self._agreements)
+        with self._given_up_on_error():
+            self._compare()
             if not self.allocated:
                 # The first step may be in inference mode and what writes here later not.
                 with torch.inference_mode(False):
                     self._allocate()
+
+    def compare(self) -> None:
+        """The comparison of `allocate()` by itself, for what shall be done only where ranks agree. Collective.
+
+        Raises as `allocate()`.
+        """
+        self._check_usable()
+        with self._given_up_on_error():
+            self._compare()
+
+    @contextmanager
+    def _given_up_on_error(self) -> Iterator[None]:
+        """Around what ranks do together: after an error they are not at the same step any more.
+
+        The same error is raised ever after, and nobody waits for this rank.
+        """
+        try:
+            yield
         except Exception as error:
-            # The ranks are not at the same step any more: the same error ever after, and nobody waits for this one.
             self._failure = error
             self.failed = True
             if self.group is not None:
@@ -242,13 +274,16 @@ class ExpertParallelContext:
         self._abort_message = torch.zeros(num_words, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         self._side_stream = torch.cuda.Stream(self.device) if on_gpu else None
 
-    def _compare(self, group: RankGroup) -> None:
+    def _compare(self) -> None:
+        compared, self._agreed = self._agreed, len(self._agreements)
+        if self.group is None:
+            return
         mine: dict[str, object] = {}
-        for number, agreement in enumerate(self._agreements[self._agreed :], self._agreed):
+        for number, agreement in enumerate(self._agreements[compared:], compared):
             mine.update({f"{key} (layer {number})": agreement[key] for key in sorted(agreement)})
         mine.update({f"bytes of {region}": self.half_bytes[region] for region in REGIONS})
         mine["bytes of staging"] = self.staging_bytes
-        answers = group.gather("ExpertParallelContext.allocate", mine)
+        answers = self.group.gather("ExpertParallelContext.allocate", mine)
         keys = list(dict.fromkeys(key for answer in answers for key in answer))
         problems = []
         for key in keys:
@@ -305,7 +340,7 @@ class ExpertParallelContext:
             peers = [self.heap.peer_tensor("signals", peer).view(torch.int32) for peer in range(self.world_size)]
             write_abort(self._abort_message, peers, self.signals_layout, self.rank)
             if self.carrier is not None:
-                self.carrier.post_abort()
+                self.carrier.post_abort(max(self.timeout_s, self.startup_timeout_s))
 
     def close(self) -> None:
         """Free the heap; collective and in order, unless something has failed: then no peer is waited for.
@@ -359,6 +394,25 @@ class ExpertParallelContext:
             raise self._failure.with_traceback(None)
         if self.closed:
             raise ValueError("context: it is closed")
+
+
+def by_one_thread(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:
+    """A method of what has a `context`, of whose steps no two threads may do parts at a time.
+
+    That raises `ValueError` in a second thread, before the method does anything, and leaves the first undisturbed.
+    """
+
+    @functools.wraps(method)
+    def call(self: S, *args: P.args, **kwargs: P.kwargs) -> R:
+        one_thread = self.context._one_thread
+        if not one_thread.acquire(False):
+            raise ValueError("context: another thread is in a step of it")
+        try:
+            return method(self, *args, **kwargs)
+        finally:
+            one_thread.release()
+
+    return call
 
 
 def _resolve_device(device: torch.device | str | None) -> torch.device:

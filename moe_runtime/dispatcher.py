@@ -12,7 +12,7 @@ import torch
 
 from moe_runtime.comm.signals import COUNT_BITS
 from moe_runtime.config import ModeName, MoELayerConfig, resolve_mode
-from moe_runtime.context import ExpertParallelContext
+from moe_runtime.context import ExpertParallelContext, by_one_thread
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.formats import TokenFormat, token_format
 from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
@@ -89,7 +89,7 @@ class CombineSink:
 
 
 class TokenDispatcher:
-    """Dispatch and combine of one layer.
+    """Dispatch and combine of one layer. While one thread is in a call of it, those of others are refused.
 
     `torch.compile` leaves `dispatch` and `combine` as they are; their halves are not for what it compiles.
 
@@ -248,6 +248,7 @@ class TokenDispatcher:
         return {**of_size, limit: largest}
 
     @torch.compiler.disable
+    @by_one_thread
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, leave_scales: bool = False
     ) -> DispatchedTokens:
@@ -269,6 +270,7 @@ class TokenDispatcher:
         return self.dispatch_wait(self.dispatch_send(x, topk_idx, topk_weights, leave_scales=leave_scales))
 
     @torch.compiler.disable
+    @by_one_thread
     def combine(
         self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle, *, shared: torch.Tensor | None = None
     ) -> torch.Tensor:
@@ -291,6 +293,7 @@ class TokenDispatcher:
         geometry = self.geometry
         return geometry.token_format.swizzled and not geometry.packed and self._exchange.LEAVES_SCALES
 
+    @by_one_thread
     def dispatch_send(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, leave_scales: bool = False
     ) -> DispatchHandle:
@@ -336,10 +339,12 @@ class TokenDispatcher:
                 num_tokens=num_tokens,
                 max_tokens=self.geometry.max_tokens,
                 record_bytes=self.geometry.record.record_bytes,
+                timeout_ns=handle.timeout_ns,
                 landing_half=self._landing_half,
             )
         return handle
 
+    @by_one_thread
     def dispatch_wait(self, handle: DispatchHandle) -> DispatchedTokens:
         """Second half of `dispatch`: wait for the peers' tokens and group them."""
         with collective_step(self.context):
@@ -372,6 +377,7 @@ class TokenDispatcher:
             handle=handle,
         )
 
+    @by_one_thread
     def combine_send(self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle) -> None:
         """First half of `combine`: reduce here and send the partial results home."""
         output = expert_output.rows if isinstance(expert_output, CombineSink) else expert_output
@@ -394,8 +400,10 @@ class TokenDispatcher:
                 parts=geometry.parts,
                 row_bytes=geometry.partial_bytes,
                 part_index=part_index(self.context, geometry, self._starts, handle.positions, int(handle.epoch)),
+                timeout_ns=handle.timeout_ns,
             )
 
+    @by_one_thread
     def combine_wait(self, handle: DispatchHandle, *, shared: torch.Tensor | None = None) -> torch.Tensor:
         """Second half of `combine`: wait for the partial results and sum them; bf16 `[T, H]`.
 

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.config import MoELayerConfig, ParallelConfig, RunConfig, load_config
-from moe_runtime.context import ExpertParallelContext
+from moe_runtime.context import ExpertParallelContext, by_one_thread
 from moe_runtime.counters import LayerCounters
 from moe_runtime.dispatcher import TokenDispatcher, collective_step
 from moe_runtime.experts import Experts
@@ -37,13 +37,14 @@ class MoELayer(nn.Module):
     """One expert-parallel MoE layer, for inference.
 
     Every rank of the context's group makes the layer with an equal config and calls it in the same order, each with
-    its own tokens. The experts' weights are set by `load_experts` (or by `from_checkpoint` and `from_yaml`). What
+    its own tokens. The experts' weights are set by `load_experts` (or by `from_checkpoint` and `from_yaml`). While one
+    thread is in a call of it, or of another layer of its context, calls of other threads are refused. What
     `torch.compile` makes of a model leaves its steps as they are.
 
     Args:
         config: sizes, formats, router, activation.
         context: the group's memory and signals, shared by all layers of a group; None makes one for the default group
-            (one rank where torch.distributed is not initialised).
+            (one rank where torch.distributed is not initialised; torchrun's ranks call `init_from_env` before).
         placement: which rank holds which experts, equal on all ranks; None is contiguous ids, each expert once.
         router: False for a layer whose every call brings a router's answer: no weights are kept for it.
 
@@ -261,6 +262,7 @@ class MoELayer(nn.Module):
         )
         self.experts = experts_of_rank.prepared()
 
+    @by_one_thread
     def replace_experts(self, placement: Placement) -> None:
         """Go over to another placement between two steps: experts move to their new slots, in place. Collective.
 
@@ -296,6 +298,7 @@ class MoELayer(nn.Module):
             raise ValueError(f"placement: expected {expected} experts on {ranks} rank(s), got {placement.sizes}")
 
     @torch.compiler.disable
+    @by_one_thread
     def forward(
         self,
         x: torch.Tensor,
@@ -350,6 +353,7 @@ class MoELayer(nn.Module):
         return step.gather().view(step.shape)
 
     @torch.compiler.disable
+    @by_one_thread
     def begin(
         self,
         x: torch.Tensor,
@@ -405,11 +409,13 @@ class MoELayer(nn.Module):
         return next(dispatcher for size, dispatcher in self.dispatchers.items() if size >= max_tokens)
 
     @torch.compiler.disable
+    @by_one_thread
     def compute(self, step: LayerStep) -> None:
         """Wait for the tokens of all ranks, run this rank's experts on them, and send the results back."""
         step.compute()
 
     @torch.compiler.disable
+    @by_one_thread
     def finish(self, step: LayerStep) -> torch.Tensor:
         """Wait for the results of all ranks and sum them: bf16, the shape of the step's `x`."""
         return step.gather().view(step.shape)

@@ -61,7 +61,7 @@ def apply_expert_parallel(
     Args:
         model: such as `Qwen3MoeForCausalLM`; it need not be on `device` yet.
         mesh: a one-dimensional `DeviceMesh` or process group; None is the default group, or a single rank where
-            torch.distributed is not initialised.
+            torch.distributed is not initialised (torchrun's ranks call `init_from_env` before).
         max_tokens_per_rank: most tokens (batch times sequence) of a rank that travel at once. A call with more is
             split inside `join` and refused outside.
         token_format, weight_format, combine_format: as in `MoELayerConfig`; `token_format` is bf16 if None, and
@@ -102,6 +102,8 @@ def apply_expert_parallel(
             owner = ExpertParallel(context)
             for number, _ in blocks:
                 owner.add(number, _config_of(described, number, experts, settings), placements.get(number))
+            # Before any block loses its experts.
+            context.compare()
             for index, (number, block) in enumerate(blocks):
                 _load(owner.layers[index], number, block, experts)
                 block.experts = ParallelExperts(owner, index)

@@ -2,23 +2,33 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
+import signal
+import threading
 import time
+import weakref
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from moe_runtime.comm import bootstrap
+from moe_runtime.comm import bootstrap, store_calls
 from moe_runtime.comm.bootstrap import RankGroup, choose_transport, init_from_env, resolve_group
 from moe_runtime.comm.collective import CollectiveHeap
 from moe_runtime.comm.nvshmem_world import NvshmemWorld
+from moe_runtime.comm.private_heap import PrivateHeap
 from moe_runtime.comm.shared_heap import SharedHeap
+from moe_runtime.config import ParallelConfig
+from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError
+from moe_runtime.layer import context_from_config
 from tests.pool import run_once
+from tests.test_readme import FENCE, README
 
 CPU = torch.device("cpu")
 HAS_GPU = torch.cuda.is_available()
@@ -83,6 +93,18 @@ def join_like_torchrun(rank: int, world: int, port: int) -> tuple[str, str, list
     numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_PORT": port}
     os.environ.update({name: str(number) for name, number in numbers.items()})
     os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
+    with pytest.raises(ValueError, match=rf"group: a launcher started {world} ranks .*init_from_env\(\) first"):
+        ExpertParallelContext(device="cpu")
+    # What README begins with makes one layer of all ranks.
+    first = next(block for block in FENCE.finditer(README) if block[1] == "python")
+    names: dict[str, Any] = {}
+    exec(first[2], names)
+    context, layer = names["context"], names["layer"]
+    assert (context.rank, context.world_size, list(layer.local_experts)) == (
+        rank,
+        2,
+        list(range(4 * rank, 4 * rank + 4)),
+    )
     device = init_from_env("cpu")
     assert init_from_env("cpu") == device, "a second call changes nothing"
     ranks = RankGroup(timeout_s=20.0).gather("ranks", rank)
@@ -96,6 +118,21 @@ def test_environment_of_torchrun() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for outcome in run_once(join_like_torchrun, 2, store.port):
         assert outcome.result == ("cpu", "gloo", [0, 1]), outcome
+
+
+def test_ranks_of_a_launcher_do_not_each_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    # As other programs set it, too; `init_from_env` finds no ranks either.
+    RankGroup()
+    monkeypatch.setenv("RANK", "3")
+    for make in (RankGroup, SharedHeap, ExpertParallelContext, lambda: context_from_config(ParallelConfig())):
+        with pytest.raises(ValueError, match=r"group: a launcher started 4 ranks .*init_from_env\(\) first"):
+            make()
+    with ExpertParallelContext(device="cpu", transport="private") as context:
+        assert context.world_size == 1
+    ExpertParallelContext(heap=PrivateHeap())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert RankGroup().world_size == 1
 
 
 def exchange(rank: int, world: int) -> None:
@@ -289,6 +326,74 @@ def test_a_store_whose_host_is_gone_is_named(transport: str, monkeypatch: pytest
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
     with pytest.raises(MoERuntimeError, match="group: " + gone):
         RankGroup()
+
+
+def stop_the_host(rank: int, world: int) -> list[str]:
+    """Rank 1 hosts a store and is stopped; what rank 0 raises meanwhile, which bounds each wait at half a second."""
+    if rank == 1:
+        host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        dist.broadcast_object_list([host.port, os.getpid()], 1)
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
+        return []
+    told: list[int] = [0, 0]
+    dist.broadcast_object_list(told, 1)
+    port, pid = told
+    group = group_of_two(dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
+    dist.barrier()
+    stopped_by = time.monotonic() + 20
+    while state_of(pid) != "T":
+        assert time.monotonic() < stopped_by
+        time.sleep(0.01)
+    problems = []
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store_calls, "ANSWER_S", 0.25)
+            threads = threading.active_count()
+            for attempt in range(20):
+                start = time.monotonic()
+                with pytest.raises(MoERuntimeError) as caught:
+                    group.gather("step", None, timeout_s=0.25)
+                problems.append(str(caught.value))
+                # The first is waited for; while it has no answer, later ones are refused.
+                assert attempt or time.monotonic() - start > 0.4
+                group.leave("nobody listens")
+                assert group.missing("event", 60.0) == []
+            assert threading.active_count() <= threads + 1
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    dist.barrier()
+    return problems
+
+
+def state_of(pid: int) -> str:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+
+
+def test_a_store_whose_host_is_stopped_is_not_waited_for(get_pool) -> None:
+    start = time.monotonic()
+    problems, _ = get_pool(2).run(stop_the_host)
+    silent = "step: rank 0 gets no answer from the group's store, the process that hosts it may be stopped"
+    assert problems == [silent] * 20
+    assert time.monotonic() - start < 60.0
+
+
+def test_the_thread_of_a_store_ends_with_it() -> None:
+    store = dist.HashStore()
+    group = group_of_two(store)
+    assert group.missing("event", 0.0) == [1]
+    thread = store_calls.calls_of(store).thread
+    with pytest.raises(PeerTimeoutError):
+        group.gather("step", None, timeout_s=0.01)
+    assert store_calls.calls_of(store).thread is thread and thread.is_alive()
+    kept = weakref.ref(store)
+    del store, group
+    gc.collect()
+    assert kept() is None
+    thread.join(20)
+    assert not thread.is_alive()
 
 
 def in_subgroups(rank: int, world: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -106,6 +107,7 @@ def run_steps(rank: int, world: int, device: str, seed: int, num_epochs: int, od
                 num_tokens=count,
                 max_tokens=MAX_TOKENS,
                 record_bytes=RECORD,
+                timeout_ns=context.startup_timeout_ns,
                 landing_half=landing_half if odd_half else None,
             )
             for source in range(world):
@@ -129,7 +131,13 @@ def run_steps(rank: int, world: int, device: str, seed: int, num_epochs: int, od
                 part_index[source, tokens.to(device)] = parts.to(torch.int32).to(device)
                 signals_of(context, source)[layout.combine_flag + half * world + rank] = epoch
             carrier.carry_combine(
-                context, epoch=epoch, max_tokens=MAX_TOKENS, parts=PARTS, row_bytes=ROW, part_index=part_index
+                context,
+                epoch=epoch,
+                max_tokens=MAX_TOKENS,
+                parts=PARTS,
+                row_bytes=ROW,
+                part_index=part_index,
+                timeout_ns=context.timeout_ns,
             )
             for target in range(world):
                 tokens, parts, rows = returned_rows(seed, epoch, rank, target)
@@ -167,11 +175,11 @@ def properties(rank: int, world: int) -> None:
         part_index = torch.zeros(world, MAX_TOKENS, dtype=torch.int64)
         with pytest.raises(ValueError, match=r"part_index: expected int32 \[2, 7\], got torch.int64 \[2, 7\]"):
             context.carrier.carry_combine(  # type: ignore[union-attr]
-                context, epoch=1, max_tokens=MAX_TOKENS, parts=PARTS, row_bytes=ROW, part_index=part_index
+                context, epoch=1, max_tokens=MAX_TOKENS, parts=PARTS, row_bytes=ROW, part_index=part_index, timeout_ns=1
             )
         with pytest.raises(ValueError, match=r"stamps: half 1 of \[2, 1000\] ends at 8256 of 512 bytes"):
             context.carrier.carry_dispatch(  # type: ignore[union-attr]
-                context, epoch=1, num_tokens=0, max_tokens=1000, record_bytes=RECORD
+                context, epoch=1, num_tokens=0, max_tokens=1000, record_bytes=RECORD, timeout_ns=1
             )
 
 
@@ -186,7 +194,37 @@ def test_needs_torch_distributed() -> None:
 
 def carry_nothing(context: ExpertParallelContext, epoch: int) -> None:
     assert context.carrier is not None
-    context.carrier.carry_dispatch(context, epoch=epoch, num_tokens=0, max_tokens=MAX_TOKENS, record_bytes=RECORD)
+    limit = context.startup_timeout_ns if epoch == 1 else context.timeout_ns
+    context.carrier.carry_dispatch(
+        context, epoch=epoch, num_tokens=0, max_tokens=MAX_TOKENS, record_bytes=RECORD, timeout_ns=limit
+    )
+
+
+def free_the_group() -> None:
+    """As the end of a process does, this waits for exchanges that go on: half an hour by the limit of the group."""
+    dist.destroy_process_group()
+    gc.collect()
+
+
+def give_up_alone(rank: int, world: int) -> float:
+    """Rank 0 gives up while rank 1 does not come, and is free once the limit of a start is over."""
+    context = make_context(timeout_s=0.2)
+    context.allocate()
+    context.heap.barrier()
+    context.startup_timeout_s = 0.5
+    start = time.monotonic()
+    if rank == 0:
+        context.abort("nobody hears this")
+        context.close()
+        del context
+        free_the_group()
+    return time.monotonic() - start
+
+
+def test_who_gives_up_waits_for_nobody_forever() -> None:
+    outcomes = run_once(give_up_alone, 2)
+    assert outcomes[0].error is None, outcomes[0].trace
+    assert outcomes[0].result < PATIENCE_S
 
 
 def one_rank_fails(rank: int, world: int, device: str, how: str) -> float:
@@ -217,7 +255,13 @@ def one_rank_fails(rank: int, world: int, device: str, how: str) -> float:
             part_index = torch.full((world, MAX_TOKENS), -1, dtype=torch.int32, device=device)
             with pytest.raises(MoERuntimeError, match="not at the same step"):
                 carrier.carry_combine(
-                    context, epoch=1, max_tokens=MAX_TOKENS, parts=PARTS, row_bytes=ROW, part_index=part_index
+                    context,
+                    epoch=1,
+                    max_tokens=MAX_TOKENS,
+                    parts=PARTS,
+                    row_bytes=ROW,
+                    part_index=part_index,
+                    timeout_ns=context.timeout_ns,
                 )
         else:
             with pytest.raises(MoERuntimeError, match="rank 1: COMBINE_SEND of epoch 1"):
@@ -258,6 +302,9 @@ def die_between_steps(rank: int, world: int, device: str, how: str) -> float:
     # A connection that is lost may end it at once.
     assert ended and (0 if how == "killed" else WITHOUT_ONE_S) <= float(ended[1]) < spent
     context.close()
+    if device == "cpu":
+        del context, caught
+        free_the_group()
     return spent
 
 

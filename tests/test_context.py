@@ -373,6 +373,29 @@ def test_disagreement_is_named_on_every_rank(get_pool) -> None:
         )
 
 
+def compare_first(rank: int, world: int) -> None:
+    with ExpertParallelContext(device="cpu", startup_timeout_s=PATIENCE_S) as context:
+        context.register(landing=100, agree={"top_k": 2})
+        context.compare()
+        assert not context.allocated
+        context.register(agree={"digest": "a"})
+        context.allocate()
+        context.heap.barrier()
+    with ExpertParallelContext(device="cpu", startup_timeout_s=PATIENCE_S) as context:
+        context.register(landing=100, agree={"top_k": 2 + rank})
+        for go_on in (context.compare, context.allocate, context.check):
+            with pytest.raises(ValueError, match=r"agree: ranks disagree on top_k \(layer 0\): rank 0: 2, rank 1: 3"):
+                go_on()
+
+
+def test_ranks_may_compare_before_they_allocate(get_pool) -> None:
+    get_pool(2).run(compare_first)
+    context = virtual(1)[0]
+    context.register(agree={"top_k": 2})
+    context.compare()
+    context.allocate()
+
+
 def disagree_later(rank: int, world: int) -> None:
     with ExpertParallelContext(device="cpu", startup_timeout_s=PATIENCE_S) as context:
         context.register(landing=100, agree={"top_k": 2})

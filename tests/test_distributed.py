@@ -25,7 +25,7 @@ from moe_runtime.virtual import VirtualRanks, virtual_contexts
 from moe_runtime.weights import SwiGLU
 from tests.comparison import assert_same_bits
 from tests.exchange_data import EXPERTS, HIDDEN, LAYERS, TOKENS, TOP_K, RankInput, config, rank_input
-from tests.pool import WITHOUT_ONE_S, run_once
+from tests.pool import PATIENCE_S, WITHOUT_ONE_S, run_once
 
 
 def step_inputs(seed: int, step: int, world: int) -> list[RankInput]:
@@ -101,6 +101,25 @@ def foreseeable_output(arrived: DispatchedTokens, rank: int) -> torch.Tensor:
     place = torch.arange(total)[:, None] * 3 + torch.arange(HIDDEN)[None, :] + 17 * rank
     output[:total] = (place % 101).float() / 8 - 6
     return output
+
+
+def late_in_first_steps(rank: int, world: int, transport: str) -> None:
+    """Rank 1 comes later than a step's limit to both halves of the first step of a context's second layer."""
+    with ExpertParallelContext(transport=transport, timeout_s=0.2, startup_timeout_s=PATIENCE_S) as context:
+        for late_s, fmt in ((0.0, "bf16"), (0.6, "nvfp4")):
+            dispatcher = make_dispatcher(context, fmt, "auto")
+            mine = rank_input(0, rank, 3, HIDDEN, EXPERTS, TOP_K)
+            context.allocate()
+            time.sleep(late_s * rank)
+            arrived = dispatcher.dispatch(mine.x, mine.topk_idx, mine.topk_weights)
+            time.sleep(late_s * rank)
+            dispatcher.combine(foreseeable_output(arrived, rank), arrived.handle)
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("transport", ["shared", "collective"])
+def test_the_first_step_of_each_layer_may_take_long(transport: str, get_pool: Any) -> None:
+    get_pool(2).run(late_in_first_steps, transport)
 
 
 def exchange_with_kernels(rank: int, world: int, seed: int) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import re
 import time
 from pathlib import Path
 from typing import Any
@@ -492,6 +493,23 @@ def test_a_model_that_does_not_fit_is_refused(how: str, message: str) -> None:
     model = change(tiny_models.tiny_model("qwen3_moe", 0).bfloat16(), how)
     with pytest.raises(ValueError, match=message):
         apply_expert_parallel(model, max_tokens_per_rank=8, device="cpu")
+
+
+def differing_arguments(rank: int, world: int) -> str:
+    model = tiny_models.tiny_model("mixtral", 0).bfloat16()
+    ids = torch.tensor([[4, 5, 6]])
+    before = model(ids).logits
+    with pytest.raises(ValueError) as caught:
+        apply_expert_parallel(model, max_tokens_per_rank=8 + rank, device="cpu")
+    assert torch.equal(model(ids).logits, before), "its experts are there"
+    with apply_expert_parallel(model, max_tokens_per_rank=8, device="cpu"):
+        assert model(ids).logits.isfinite().all()
+    return str(caught.value)
+
+
+def test_ranks_that_disagree_leave_the_model_as_it_was(get_pool: Any) -> None:
+    for problem in get_pool(2).run(differing_arguments):
+        assert re.match(r"agree: ranks disagree on .*max_tokens_per_rank \(layer 0\): rank 0: 8, rank 1: 9", problem)
 
 
 def test_one_rank_goes_on_after_a_wrong_call() -> None:

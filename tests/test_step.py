@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import weakref
 from itertools import pairwise
 
@@ -10,6 +11,7 @@ import torch
 
 from moe_runtime.config import MoELayerConfig, SharedExpertConfig
 from moe_runtime.context import ExpertParallelContext
+from moe_runtime.dispatcher import DispatchedTokens
 from moe_runtime.errors import PeerAbortedError
 from moe_runtime.layer import MoELayer
 from moe_runtime.metrics import PhaseTimes
@@ -104,3 +106,55 @@ def test_mistakes_are_named(device: torch.device, seed: int) -> None:
                 # On a GPU it is kernels that hear of it, whenever they run.
                 synchronize(device)
                 ranks.layers[1].context.check()
+
+
+def test_a_second_thread_is_refused_and_changes_nothing(seed: int) -> None:
+    x = rank_input(seed, 0, 5, HIDDEN, EXPERTS, TOP_K).x
+    with ExpertParallelContext(device="cpu") as context:
+        layer, other = (MoELayer(config("nvfp4"), context) for _ in range(2))
+        layer.load_random(seed)
+        other.load_random(seed)
+        wanted = layer(x)
+        step = other.begin(x)
+        routed = layer.router(x)
+        calls = {
+            "forward": lambda: layer(x),
+            "another layer": lambda: other(x),
+            "begin": lambda: layer.begin(x),
+            "compute": lambda: other.compute(step),
+            "finish": lambda: other.finish(step),
+            "replace_experts": lambda: layer.replace_experts(None),
+            "dispatch": lambda: other.dispatcher.dispatch(x, *routed),
+            "dispatch_send": lambda: other.dispatcher.dispatch_send(x, *routed),
+            "dispatch_wait": lambda: other.dispatcher.dispatch_wait(step.handle),
+            "combine": lambda: other.dispatcher.combine(x, step.handle),
+            "combine_send": lambda: other.dispatcher.combine_send(x, step.handle),
+            "combine_wait": lambda: other.dispatcher.combine_wait(step.handle),
+        }
+        refused: list[str] = []
+        experts = layer.experts
+        assert experts is not None
+
+        def call_all() -> None:
+            for name, call in calls.items():
+                with pytest.raises(ValueError, match=r"^context: another thread is in a step of it$"):
+                    call()
+                refused.append(name)
+
+        def beside_another_thread(arrived: DispatchedTokens, out: torch.Tensor) -> None:
+            thread = threading.Thread(target=call_all)
+            thread.start()
+            thread.join()
+            experts(arrived, out=out)
+
+        layer.experts = beside_another_thread  # type: ignore[assignment]
+        beside_another_thread.takes_scales_by_row = False  # type: ignore[attr-defined]
+        assert_same_bits(layer(x), wanted, "the step that went on")
+        assert refused == list(calls)
+        # Then another thread may.
+        layer.experts = experts
+        answers: list[torch.Tensor] = []
+        thread = threading.Thread(target=lambda: answers.append(layer(x)))
+        thread.start()
+        thread.join()
+        assert_same_bits(answers[0], wanted, "in another thread")

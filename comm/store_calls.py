@@ -1,0 +1,86 @@
+"""Calls of a key-value store that end: a TCPStore waits forever where the process that hosts it is stopped."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Callable
+from concurrent.futures import Future
+from queue import SimpleQueue
+from typing import Any, TypeVar, cast
+
+ANSWER_S = 5.0
+"""How long a store may take to answer, beside what it is asked to wait for."""
+
+T = TypeVar("T")
+
+
+class StoreSilentError(RuntimeError):
+    """The store has not answered in time."""
+
+
+class StoreCalls:
+    """Makes the calls of one store on a thread of its own, one after another, and waits for each of them only so long.
+
+    While a call has no answer, further ones are not made.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._pending: Future[Any] | None = None
+        self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
+        # Of a daemon, since a process must be able to end while a call has no answer.
+        self.thread = threading.Thread(target=_serve, args=(self._work,), name="moe_runtime store", daemon=True)
+        self.thread.start()
+
+    def run(self, work: Callable[[], T], limit_s: float) -> T:
+        """What `work()` returns or raises, which calls the store and waits there for at most `limit_s` in all.
+
+        Raises `StoreSilentError` if that takes `ANSWER_S` longer, and at once while an earlier call has no answer.
+        """
+        with self._lock:
+            if self._pending is None or self._pending.done():
+                call: Future[Any] = Future()
+                self._pending = call
+                self._work.put((work, call))
+                try:
+                    return cast(T, call.result(limit_s + ANSWER_S))
+                except TimeoutError:  # of the wait: errors of a store are RuntimeErrors
+                    pass
+                finally:
+                    if call.done():
+                        # An error in it would keep the store.
+                        self._pending = None
+            raise StoreSilentError("the store does not answer")
+
+    def end(self) -> None:
+        """Let the thread end, once it is done with what it was given."""
+        self._work.put(None)
+
+
+_CALLS: weakref.WeakKeyDictionary[Any, StoreCalls] = weakref.WeakKeyDictionary()
+
+
+def calls_of(store: Any) -> StoreCalls:
+    """Those of `store`, whose thread ends with it."""
+    calls = _CALLS.get(store)
+    if calls is None:
+        calls = _CALLS[store] = StoreCalls()
+        weakref.finalize(store, calls.end).atexit = False
+    return calls
+
+
+def _serve(queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
+    while (item := queue.get()) is not None:
+        _make(*item)
+        # Else it would keep the store while there is nothing to do.
+        del item
+
+
+def _make(work: Callable[[], Any], call: Future[Any]) -> None:
+    try:
+        answer = work()
+    except BaseException as error:
+        call.set_exception(error)
+    else:
+        call.set_result(answer)
