@@ -57,6 +57,8 @@ def bench_format(
             trace=trace,
         )
         first = MoELayer.from_run_config(run.replace(layer=base.replace(**changes[0]), tokens_per_rank=0), context)
+        # A shared expert is dense work that every rank does by itself: `layer` times the routed experts alone.
+        first.shared_expert, first.config = None, first.config.replace(shared_expert=None)
         config = first.config
         layers = [first, *(_sharing(first, MoELayer(config.replace(**each), context)) for each in changes[1:])]
         turns = [(layer, routing) for layer in layers for routing in options.routing]
@@ -90,13 +92,12 @@ def work(options: argparse.Namespace) -> int:
     run = environment.read_config(options)
     if run.placement is not None:
         raise ValueError("placement: benchmarks are of contiguous experts, expected a config without one")
-    # A shared expert is dense work that every rank does by itself: `layer` times the routed experts alone.
     for name in ("num_sms", "steps", "check_tokens"):
         value = getattr(options, name)
         if value is not None and value < 1:
             raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
     changes = {} if options.num_sms is None else {"num_sms": options.num_sms}
-    run = run.replace(layer=run.layer.replace(shared_expert=None, **changes))
+    run = run.replace(layer=run.layer.replace(**changes))
     options.tokens = options.tokens or [run.tokens_per_rank or run.layer.max_tokens_per_rank]
     _check(options)
     link = link_rate.chosen(options)

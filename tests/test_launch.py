@@ -18,13 +18,14 @@ import torch
 import yaml
 
 from moe_runtime.calibration import Calibration
-from moe_runtime.checkpoint import write_qwen3_moe_checkpoint
+from moe_runtime.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.config import MoELayerConfig, load_config
 from moe_runtime.conversion import convert_checkpoint
 from moe_runtime.formats import FORMATS, ceil_div
 from moe_runtime.launch import bench, cases, checks, environment, layer_bench, run, torch_layer, unfused_layer
 from moe_runtime.placement import Placement
 from tests.programs import ROOT
+from tests.tiny_models import tiny_model
 
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
@@ -173,6 +174,18 @@ def test_bench_takes_from_a_checkpoint_what_the_config_does_not_say(tmp_path: Pa
             assert (result["token_format"], result["weight_format"]) == (tokens, "nvfp4")
             assert result["check"]["checked_tokens"] == min(12, result["tokens_per_rank"])
         assert {result["tokens_per_rank"] for result in report["results"]} == {8, 16}
+
+
+def test_bench_of_a_checkpoint_leaves_its_shared_expert_out(tmp_path: Path) -> None:
+    source, config, file = tmp_path / "checkpoint", tmp_path / "config.yaml", tmp_path / "bench.json"
+    tiny_model("qwen2_moe", 1).bfloat16().save_pretrained(source)
+    with Checkpoint(source) as checkpoint:
+        layer = checkpoint.layer_config(0, max_tokens_per_rank=8, token_format="bf16")
+    assert layer.shared_expert is not None
+    config.write_text(yaml.safe_dump({"layer": layer.model_dump(), "checkpoint": {"path": str(source)}}))
+    assert bench.main(["layer", "--config", str(config), "--steps", "1", "--json", str(file)]) == 0
+    report = json.loads(file.read_text())
+    assert report["config"]["layer"]["shared_expert"] is None and report["passed"] is True
 
 
 def test_run_without_tokens_per_rank_takes_as_many_as_go(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
