@@ -25,7 +25,6 @@ from moe_runtime.formats import FORMATS, ceil_div
 from moe_runtime.launch import bench, cases, checks, environment, layer_bench, run, torch_layer, unfused_layer
 from moe_runtime.placement import Placement
 from tests.programs import ROOT
-from tests.tiny_models import tiny_model
 
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
@@ -177,8 +176,9 @@ def test_bench_takes_from_a_checkpoint_what_the_config_does_not_say(tmp_path: Pa
 
 
 def test_bench_of_a_checkpoint_leaves_its_shared_expert_out(tmp_path: Path) -> None:
+    tiny_models = pytest.importorskip("tests.tiny_models")
     source, config, file = tmp_path / "checkpoint", tmp_path / "config.yaml", tmp_path / "bench.json"
-    tiny_model("qwen2_moe", 1).bfloat16().save_pretrained(source)
+    tiny_models.tiny_model("qwen2_moe", 1).bfloat16().save_pretrained(source)
     with Checkpoint(source) as checkpoint:
         layer = checkpoint.layer_config(0, max_tokens_per_rank=8, token_format="bf16")
     assert layer.shared_expert is not None
