@@ -146,8 +146,9 @@ def check_arrival(arrived: DispatchedTokens, inputs: list[RankInput], experts: r
             assert_same_bits(arrived.rows[row], quantized[rank].quants_RK[token], f"quants of {what}")
             scales, row_scale = quantized[rank].scales_RV, quantized[rank].row_scale_R
             if scales is not None:
-                found = scale_row(arrived, number, local_row, position)[: scales.shape[1]]
-                assert_same_bits(found, scales[token], f"scales of {what}")
+                found = scale_row(arrived, number, local_row, position)
+                assert_same_bits(found[: scales.shape[1]], scales[token], f"scales of {what}")
+                assert not found[scales.shape[1] :].view(torch.uint8).any(), f"columns behind the scales of {what}"
             if row_scale is not None:
                 assert arrived.row_scale is not None
                 assert_same_bits(arrived.row_scale[position], row_scale[token], f"row scale of {what}")
@@ -265,6 +266,61 @@ def test_kernels_and_twins_give_the_same_bits(
                 assert_same_bits(b.row_index[:total], a.row_index[:total], "row_index")
             check_arrival(b, inputs, range(*ranks.dispatchers[0].geometry.starts[rank : rank + 2]))
             assert_same_bits(ys_b[rank], ys_a[rank], f"y of rank {rank}")
+
+
+@pytest.mark.parametrize(("fmt", "max_tokens"), [("mxfp8", 5), ("nvfp4", 40)])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_columns_behind_the_last_scale_are_zero(
+    engine: str, fmt: str, max_tokens: int, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 3 or 6 scales in words of 4. On Hopper, those of several chunks are filled in by a kernel of their own."""
+    monkeypatch.setattr(hopper_shapes, "SMALL_CHUNK_BYTES", 0)
+    monkeypatch.setattr(hopper_shapes, "CHUNK", 32)
+    forget_defines()
+    settings = {**SETTINGS, "hidden_size": 96, "max_tokens_per_rank": max_tokens, "token_format": fmt, "mode": "packed"}
+    ranks = Ranks(2, device, engine, **settings)
+    if engine == HOPPER:
+        assert hopper_shapes.tiled_scales(ranks.dispatchers[0].geometry) == (max_tokens == 40)
+    inputs = [rank_input(seed, rank, 4, 96, 7, 3) for rank in range(2)]
+    for rank, arrived in enumerate(ranks.dispatch([data.to(device) for data in inputs])):
+        check_arrival(arrived, inputs, range(*ranks.dispatchers[0].geometry.starts[rank : rank + 2]))
+
+
+def rows_with_nan(arrived: DispatchedTokens, hidden: int, every: int, rng: torch.Generator) -> torch.Tensor:
+    """fp32 expert outputs in which one number in `every` is a NaN of random bits, one an infinity and one huge."""
+    rows = torch.randn(arrived.capacity, hidden, generator=rng)
+    payloads = torch.randint(0x7F800001, 0x80000000, rows.shape, generator=rng).to(torch.int32).view(torch.float32)
+    signs = torch.where(torch.rand(rows.shape, generator=rng) < 0.5, -1.0, 1.0)
+    kinds = torch.randint(every, rows.shape, generator=rng)
+    for kind, values in enumerate((payloads, torch.full_like(rows, torch.inf), torch.full_like(rows, 3e38))):
+        rows = torch.where(kinds == kind, torch.copysign(values, signs), rows)
+    return rows.to(arrived.rows.device)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("engine", ENGINES[1:])
+def test_results_are_nan_in_the_same_places(
+    engine: str, wire: str, device: torch.device, seed: int, rng: torch.Generator
+) -> None:
+    """Of experts and of a shared expert that give NaN and infinities; all that is no NaN has the same bits."""
+    settings = {**SETTINGS, "combine_format": wire, "mode": "packed"}
+    inputs = [rank_input(seed, rank, 4, 256, 7, 3) for rank in range(2)]
+    inputs[0].topk_weights[0] = 0
+    shared = [data.x.clone() for data in inputs]
+    shared[0][:, 5], shared[1][:, 6] = torch.nan, -torch.inf
+    results, outputs = [], []
+    for name in ("torch", engine):
+        ranks = Ranks(2, device, name, **settings)
+        arrived = ranks.dispatch([data.to(device) for data in inputs])
+        # In other formats a NaN makes its whole block NaN.
+        outputs = outputs or [rows_with_nan(a, 256, 20 if wire == "bf16" else 2000, rng) for a in arrived]
+        results.append(ranks.combine(arrived, outputs, [x.to(device) for x in shared]))
+    assert results[0][0].isnan().any() and results[0][1].isinf().any()
+    for wanted, found in zip(*results, strict=True):
+        nan = wanted.isnan()
+        assert not nan.all()
+        assert torch.equal(found.isnan(), nan)
+        assert_same_bits(found[~nan], wanted[~nan], "numbers")
 
 
 @needs_hopper
