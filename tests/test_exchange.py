@@ -503,6 +503,24 @@ def test_the_first_step_of_a_layer_waits_longer_and_a_timeout_names_its_limit(
     assert later.timeout_ns == ranks.contexts[0].timeout_ns == 5 * 10**9
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_results_after_a_failure_are_nan(engine: str, device: torch.device, seed: int) -> None:
+    """Of all tokens, whether the silent peer has one of their experts or not."""
+    ranks = Ranks(2, device, engine, **SETTINGS)
+    for context in ranks.contexts:
+        context.startup_timeout_ns = 500_000_000
+    inputs = [rank_input(seed, rank, 5, 256, 7, 3).to(device) for rank in range(2)]
+    inputs[0].topk_idx[0] = -1
+    arrived = ranks.dispatch(inputs)[0]
+    ranks.dispatchers[0].combine_send(expert_rows(arrived, 256, seed, torch.bfloat16), arrived.handle)
+    y = arrived.handle._results["y"]
+    with pytest.raises(PeerTimeoutError, match="rank 1"):
+        ranks.dispatchers[0].combine_wait(arrived.handle)
+        synchronize(device)
+        ranks.contexts[0].check()
+    assert y.isnan().all()
+
+
 def test_a_capacity_above_the_worst_case_is_that() -> None:
     """7 experts, 3 of a token, on 2 ranks with 5 tokens each."""
     ranks = Ranks(2, torch.device("cpu"), "torch", expert_row_capacity=1000, **SETTINGS)
