@@ -2,7 +2,7 @@
 
 `y = bf16(shared + sum over ranks ascending of wire(sum over that rank's experts, k ascending, of w_k * bf16(acc)))`,
 sums in fp32, `shared` first and only where there is one. Products and sums are kept apart (no fused multiply-add),
-so that every engine gives the same bits.
+so that every engine gives the same bits. A NaN is a NaN everywhere, but its sign and payload are the machine's.
 """
 
 from __future__ import annotations

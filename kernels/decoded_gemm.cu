@@ -324,6 +324,7 @@ __device__ __forceinline__ float swiglu(float gate, float up) {
   if (UP_OFFSET != 0.0f) up = __fadd_rn(up, UP_OFFSET);
   float power, inverse;  // e^(-alpha * gate), by the instruction that gives 0 for what is denormal
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(gate, -ALPHA * 0x1.715476p+0f)));
+  // So does this one, below 2^-126: a gate under -87.3 / ALPHA gives 0, where the exact result is some -5e-37 * up.
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(__fadd_rn(1.0f, power)));
   return __fmul_rn(__fmul_rn(gate, inverse), up);
 }

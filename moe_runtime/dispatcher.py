@@ -66,6 +66,9 @@ class DispatchHandle:
 class DispatchedTokens(GroupedRows):
     """The rows that arrived at this rank, grouped by local expert, ascending, empty groups included; see `GroupedRows`.
 
+    In swizzled `scales`, columns behind the last scale of a row are 0; rows and blocks that no group has hold what the
+    memory held before. Nothing reads either.
+
     Attributes:
         handle: to be given to `combine`.
     """
@@ -275,6 +278,8 @@ class TokenDispatcher:
         self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle, *, shared: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Weight and sum the experts' rows of each token and bring them home: bf16 `[T, H]`. Collective.
+
+        The same bits on every engine; only of a NaN are sign and payload the machine's.
 
         Args:
             expert_output: bf16 or fp32 `[row_capacity, H]` by packed position, last dimension contiguous, or a

@@ -6,12 +6,13 @@ which makes a GPU wait: operations call them under `validate` only.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from moe_runtime import plan
+from moe_runtime.kernels.reference_quantize import raw_bits
 from moe_runtime.prepared import PreparedWeights
 
 OUT_DTYPES_HALF = (torch.bfloat16, torch.float16)
@@ -227,6 +228,12 @@ def check_expert_values(expert_ids: torch.Tensor, num_active: int, num_experts: 
     for group, expert in enumerate(expert_ids[:num_active].tolist()):
         if not -1 <= expert < num_experts:
             raise ValueError(f"expert_ids: expected -1 .. {num_experts - 1}, got {expert} for group {group}")
+
+
+def check_scale_signs(name: str, scales: torch.Tensor, live: Callable[[], torch.Tensor]) -> None:
+    """Raise if one of the e4m3 scales that `live` gives has a sign; the others of `scales` may be anything."""
+    if (raw_bits(scales) >= 128).any() and (raw_bits(live()) >= 128).any():
+        raise ValueError(f"{name}: expected no negative scale, got one")
 
 
 def check_indptr_values(m_indptr: torch.Tensor, num_rows: int, unit: int = 1, granularity_m: int = 1) -> None:

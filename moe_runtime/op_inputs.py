@@ -56,6 +56,8 @@ def quantize_nvfp4(
     each = isinstance(gsf, torch.Tensor) and gsf.numel() != 1
     if each and (x.ndim != 3 or tuple(gsf.shape) != (x.shape[0],)):  # type: ignore[union-attr]
         raise ValueError(f"gsf: expected one number, or one per expert of [E, N, K], got shape {list(gsf.shape)}")  # type: ignore[union-attr]
+    if each and x.shape[0] == 0:
+        gsf, each = 1.0, False
     parts = [(x[e], gsf[e : e + 1]) for e in range(x.shape[0])] if each else [(x, gsf)]  # type: ignore[index]
     done = [
         quantize_rows(part.detach().reshape(-1, k).contiguous(), NVFP4, gsf=scale, engine=engine)

@@ -50,6 +50,7 @@ from moe_runtime.op_arguments import (
     check_num_active,
     check_operands,
     check_output,
+    check_scale_signs,
     check_tensor,
     make_output,
     resolve_validate,
@@ -141,6 +142,8 @@ def grouped_matmul_dynamic_scaled_nvfp4(
 ) -> None:
     """MAX's operation of this name: NVFP4 by NVFP4, written into `c`.
 
+    No block scale is negative, nor -0: Blackwell reads them without a sign. Checked under `validate`.
+
     Args:
         c: bf16, fp16 or fp32 `[R, N]`, last dimension contiguous.
         a: uint8 `[R, K/2]`, element `2j` in the low nibble of byte `j`; K a multiple of 16.
@@ -181,6 +184,14 @@ def grouped_matmul_dynamic_scaled_nvfp4(
         plan.check_row_offsets(starts, o.rows, "group_offsets")
         plan.check_dense_128(starts, shifts[:count].tolist(), a_scales.shape[0])
         check_expert_values(expert_ids, count, o.experts)
+
+        def rows_scales() -> torch.Tensor:
+            linear = unpack_dense_128(a_scales, starts, shifts[:count], o.k // 16)  # of skipped groups, too
+            spans = zip(starts, starts[1:], expert_ids[:count].tolist(), strict=False)
+            return torch.cat([linear[:0], *(linear[start:end] for start, end, expert in spans if expert >= 0)])
+
+        check_scale_signs("a_scales", a_scales, rows_scales)
+        _check_weight_signs("b_scales", b_scales, o)
     problem = OpProblem(
         format=NVFP4,
         a=ScaledOperand(a, a_scales.view(-1), ScaleLayout.SWIZZLED),
@@ -215,6 +226,8 @@ def group_gemm_nvfp4_nt_groupwise(
     engine: str = "auto",
 ) -> torch.Tensor:
     """FlashInfer's operation of this name: NVFP4 by NVFP4, group `i` by weight `i`.
+
+    No block scale is negative, nor -0: Blackwell reads them without a sign. Checked under `validate`.
 
     Args:
         a: uint8 `[R, K/2]`, element `2j` in the low nibble of byte `j`; K a multiple of 128.
@@ -251,6 +264,9 @@ def group_gemm_nvfp4_nt_groupwise(
     check_choice("swap_ab", swap_ab, (True, False))
     result = make_output(out, out_dtype, OUT_DTYPES_HALF, o)
     group = _check_groups(m_indptr, o, engine, validate, unit=4)
+    if resolve_validate(validate, o.device):
+        check_scale_signs("a_scale", a_scale, lambda: unpack_closed_form_128(a_scale[:needed], m_indptr))
+        _check_weight_signs("b_scale", b_scale, o)
     starts = m_indptr[:-1]
     shifts = plan.closed_form_128_start(starts, group) // 128 - starts // 128
     problem = OpProblem(
@@ -450,6 +466,13 @@ def _nvfp4_weights(
         check_no_scales(name, scales)
         return b
     return ScaledOperand(b, check_tensor(name, scales, dtype, shape, b.device).view(-1), ScaleLayout.SWIZZLED)
+
+
+def _check_weight_signs(name: str, scales: torch.Tensor | None, o: Operands) -> None:
+    """Of raw weights: prepared ones have no scale with a sign."""
+    if scales is not None:
+        blocks = (o.experts, ceil_div(o.n, 128), ceil_div(o.k // 16, 4), 32, 4, 4)
+        check_scale_signs(name, scales, lambda: unswizzle_scales(scales.view(blocks), o.n, o.k // 16))
 
 
 def _bytes(words: torch.Tensor, count: int) -> torch.Tensor:

@@ -272,7 +272,8 @@ class TokenMessage:
         """`dense_128` scale offsets of groups whose rows start at `row_offsets` `[G + 1]`: int32 `[G]`.
 
         They are written to `output_scales_offset` too, where there is one, and `copy_msg_to_output_tensor` goes by
-        them. The scales of group `i` start at block `row_offsets[i] // 128 + result[i]`.
+        them: what `row_offsets` holds later does not matter. The scales of group `i` start at block
+        `row_offsets[i] // 128 + result[i]`.
 
         >>> NVFP4TokenFormat(64, 2).pad_expert_offsets(torch.tensor([0, 100, 300, 400]))
         tensor([0, 1, 1], dtype=torch.int32)
@@ -287,7 +288,7 @@ class TokenMessage:
                     f"got {offsets.shape[0]}"
                 )
             bound.view(torch.int32)[: offsets.shape[0]] = offsets
-        self.row_offsets = row_offsets.view(torch.int32) if row_offsets.dtype == torch.uint32 else row_offsets
+        self.row_offsets = (row_offsets.view(torch.int32) if row_offsets.dtype == torch.uint32 else row_offsets).clone()
         return offsets
 
     def copy_msg_to_output_tensor(self, buf: torch.Tensor, token_index: int | torch.Tensor) -> None:

@@ -69,6 +69,8 @@ inline u32 e4m3_codes(float x, float) {
   return best | (std::signbit(x) ? 0x80 : 0);
 }
 
+inline u32 e4m3_code(float x) { return e4m3_codes(x, 0.0f); }
+
 // THE TEXT OF quantize.cuh
 
 extern "C" {
@@ -80,6 +82,11 @@ void codes_of(u32 first, u32 step, int count, u8* codes) {
 
 void quotients(const float* x, const float* s, int count, float* out) {
   for (int i = 0; i < count; ++i) out[i] = divide(x[i], s[i], 1.0f / s[i]);
+}
+
+// Of blocks of NVFP4 by their largest magnitudes.
+void scale_codes(float gsf, const float* amax, int count, u8* codes) {
+  for (int i = 0; i < count; ++i) codes[i] = static_cast<u8>(Requantization{gsf}.scale_code(amax[i]));
 }
 
 // Of 8 numbers each.

@@ -123,7 +123,7 @@ def test_rows_past_the_capacity_are_left_alone(rng: torch.Generator, device: tor
         assert hidden.rows.shape == (capacity, 32)
 
 
-@pytest.mark.parametrize("active", [0, 1, 2, 99])
+@pytest.mark.parametrize("active", [-1, 0, 1, 2, 99])
 def test_active_groups_are_counted_alike_on_host_and_device(
     active: int, rng: torch.Generator, device: torch.device
 ) -> None:
@@ -132,7 +132,7 @@ def test_active_groups_are_counted_alike_on_host_and_device(
     # What lies behind the two groups looks like two more, of one row each.
     offsets = torch.tensor([0, 3, 8, 9, 10], dtype=torch.int32, device=device)
     ids = torch.tensor([0, 1, 1, 1], dtype=torch.int32, device=device)[:2]
-    want, rows = grouped_gemm(a, w), [0, 3, 8][min(active, 2)]
+    want, rows = grouped_gemm(a, w), [0, 3, 8][max(0, min(active, 2))]
     for count in (active, torch.tensor([active], dtype=torch.int32, device=device)):
         out = poisoned(10, 40, torch.bfloat16, device)
         before = out.clone()

@@ -44,7 +44,8 @@ def _cases() -> Iterator[Case]:
         yield plain.test_group_shapes, {"sizes": sizes, "ids": ids}
     yield plain.test_nothing_to_do, {}
     yield plain.test_rows_past_the_capacity_are_left_alone, {}
-    yield plain.test_active_groups_are_counted_alike_on_host_and_device, {"active": 1}
+    for active in (-1, 1, 99):
+        yield plain.test_active_groups_are_counted_alike_on_host_and_device, {"active": active}
     yield plain.test_epilogue, {"name": "nvfp4", "dtype": torch.float16}
     yield plain.test_epilogue, {"name": "mxfp8", "dtype": torch.float32}
     yield plain.test_small_integers_are_exact, {"name": "nvfp4", "shape": PREFILL}

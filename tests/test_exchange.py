@@ -24,7 +24,7 @@ from moe_runtime.errors import (
 )
 from moe_runtime.formats import FORMATS, QuantizedRows
 from moe_runtime.kernels import hopper_exchange, hopper_shapes
-from moe_runtime.kernels.reference_quantize import dequantize_rows, quantize_rows
+from moe_runtime.kernels.reference_quantize import MAX_GSF, dequantize_rows, quantize_rows
 from moe_runtime.launch.checks import ungrouped
 from tests.comparison import assert_same_bits
 from tests.emulator import CAN_EMULATE, Emulator
@@ -146,8 +146,9 @@ def check_arrival(arrived: DispatchedTokens, inputs: list[RankInput], experts: r
             assert_same_bits(arrived.rows[row], quantized[rank].quants_RK[token], f"quants of {what}")
             scales, row_scale = quantized[rank].scales_RV, quantized[rank].row_scale_R
             if scales is not None:
-                found = scale_row(arrived, number, local_row, position)[: scales.shape[1]]
-                assert_same_bits(found, scales[token], f"scales of {what}")
+                found = scale_row(arrived, number, local_row, position)
+                assert_same_bits(found[: scales.shape[1]], scales[token], f"scales of {what}")
+                assert not found[scales.shape[1] :].view(torch.uint8).any(), f"columns behind the scales of {what}"
             if row_scale is not None:
                 assert arrived.row_scale is not None
                 assert_same_bits(arrived.row_scale[position], row_scale[token], f"row scale of {what}")
@@ -265,6 +266,69 @@ def test_kernels_and_twins_give_the_same_bits(
                 assert_same_bits(b.row_index[:total], a.row_index[:total], "row_index")
             check_arrival(b, inputs, range(*ranks.dispatchers[0].geometry.starts[rank : rank + 2]))
             assert_same_bits(ys_b[rank], ys_a[rank], f"y of rank {rank}")
+
+
+@pytest.mark.parametrize(
+    ("engine", "fmt", "tiled"),
+    [
+        ("torch", "nvfp4", False),
+        ("triton", "nvfp4", False),
+        pytest.param(HOPPER, "mxfp8", False, marks=needs_hopper),
+        pytest.param(HOPPER, "nvfp4", True, marks=needs_hopper),
+    ],
+)
+def test_scales_of_many_rows_and_few_columns(
+    engine: str, fmt: str, tiled: bool, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two groups of 130 rows, with 3 or 6 scales in words of 4, where zeros lie behind them. `tiled` is a kernel of its
+    own that fills them in."""
+    monkeypatch.setattr(hopper_shapes, "SMALL_CHUNK_BYTES", 0 if tiled else 1 << 20)
+    monkeypatch.setattr(hopper_shapes, "CHUNK", 32)
+    forget_defines()
+    settings = {"hidden_size": 96, "num_experts": 7, "top_k": 2, "max_tokens_per_rank": 70}
+    ranks = Ranks(2, device, engine, token_format=fmt, mode="packed", **settings)
+    if engine == HOPPER:
+        assert hopper_shapes.tiled_scales(ranks.dispatchers[0].geometry) == tiled
+    inputs = [rank_input(seed, rank, 65, 96, 7, 2, "one") for rank in range(2)]
+    for rank, arrived in enumerate(ranks.dispatch([data.to(device) for data in inputs])):
+        check_arrival(arrived, inputs, range(*ranks.dispatchers[0].geometry.starts[rank : rank + 2]))
+
+
+def rows_with_nan(arrived: DispatchedTokens, hidden: int, every: int, rng: torch.Generator) -> torch.Tensor:
+    """fp32 expert outputs in which one number in `every` is a NaN of random bits, one an infinity and one huge."""
+    rows = torch.randn(arrived.capacity, hidden, generator=rng)
+    payloads = torch.randint(0x7F800001, 0x80000000, rows.shape, generator=rng).to(torch.int32).view(torch.float32)
+    signs = torch.where(torch.rand(rows.shape, generator=rng) < 0.5, -1.0, 1.0)
+    kinds = torch.randint(every, rows.shape, generator=rng)
+    for kind, values in enumerate((payloads, torch.full_like(rows, torch.inf), torch.full_like(rows, 3e38))):
+        rows = torch.where(kinds == kind, torch.copysign(values, signs), rows)
+    return rows.to(arrived.rows.device)
+
+
+@pytest.mark.parametrize("wire", ["bf16", "mxfp8"])
+@pytest.mark.parametrize("engine", ENGINES[1:])
+def test_results_are_nan_in_the_same_places(
+    engine: str, wire: str, device: torch.device, seed: int, rng: torch.Generator
+) -> None:
+    """Of experts and of a shared expert that give NaN and infinities; all that is no NaN has the same bits."""
+    settings = {**SETTINGS, "combine_format": wire, "mode": "packed"}
+    inputs = [rank_input(seed, rank, 4, 256, 7, 3) for rank in range(2)]
+    inputs[0].topk_weights[0] = 0
+    shared = [data.x.clone() for data in inputs]
+    shared[0][:, 5], shared[1][:, 6] = torch.nan, -torch.inf
+    results, outputs = [], []
+    for name in ("torch", engine):
+        ranks = Ranks(2, device, name, **settings)
+        arrived = ranks.dispatch([data.to(device) for data in inputs])
+        # In other formats a NaN makes its whole block NaN.
+        outputs = outputs or [rows_with_nan(a, 256, 20 if wire == "bf16" else 2000, rng) for a in arrived]
+        results.append(ranks.combine(arrived, outputs, [x.to(device) for x in shared]))
+    assert results[0][0].isnan().any() and results[0][1].isinf().any()
+    for wanted, found in zip(*results, strict=True):
+        nan = wanted.isnan()
+        assert not nan.all()
+        assert torch.equal(found.isnan(), nan)
+        assert_same_bits(found[~nan], wanted[~nan], "numbers")
 
 
 @needs_hopper
@@ -439,6 +503,30 @@ def test_the_first_step_of_a_layer_waits_longer_and_a_timeout_names_its_limit(
     assert later.timeout_ns == ranks.contexts[0].timeout_ns == 5 * 10**9
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+def test_results_after_a_failure_are_nan(engine: str, device: torch.device, seed: int) -> None:
+    """Of all tokens, whether the silent peer has one of their experts or not."""
+    ranks = Ranks(2, device, engine, **SETTINGS)
+    for context in ranks.contexts:
+        context.startup_timeout_ns = 500_000_000
+    inputs = [rank_input(seed, rank, 5, 256, 7, 3).to(device) for rank in range(2)]
+    inputs[0].topk_idx[0] = -1
+    arrived = ranks.dispatch(inputs)[0]
+    ranks.dispatchers[0].combine_send(expert_rows(arrived, 256, seed, torch.bfloat16), arrived.handle)
+    y = arrived.handle._results["y"]
+    with pytest.raises(PeerTimeoutError, match="rank 1"):
+        ranks.dispatchers[0].combine_wait(arrived.handle)
+        synchronize(device)
+        ranks.contexts[0].check()
+    assert y.isnan().all()
+
+
+def test_a_capacity_above_the_worst_case_is_that() -> None:
+    """7 experts, 3 of a token, on 2 ranks with 5 tokens each."""
+    ranks = Ranks(2, torch.device("cpu"), "torch", expert_row_capacity=1000, **SETTINGS)
+    assert [dispatcher.geometry.row_capacity for dispatcher in ranks.dispatchers] == [30, 30]
+
+
 def test_a_handle_combines_once(device: torch.device, seed: int) -> None:
     ranks = Ranks(1, device, "torch", **SETTINGS)
     data = rank_input(seed, 0, 5, 256, 7, 3).to(device)
@@ -494,6 +582,9 @@ def test_stages_come_in_order_and_a_sink_belongs_to_its_handle(device: torch.dev
     first, second = (dispatcher.dispatch_wait(send(dispatcher)).handle for _ in range(2))
     with pytest.raises(ValueError, match="expert_output: expected a CombineSink of the same handle"):
         dispatcher.combine(CombineSink(first), second)
+    ranks = Ranks(1, device, "torch", other_tokens=5, **SETTINGS)
+    with pytest.raises(ValueError, match="handle: it belongs to another dispatcher"):
+        ranks.others[0].dispatch_wait(send(ranks.dispatchers[0]))
 
 
 @pytest.mark.parametrize("bad", [7, 99, -2, 2**40, "twice"])
@@ -530,16 +621,43 @@ def test_too_small_a_capacity_is_an_error_on_every_rank(engine: str, device: tor
         ranks.contexts[0].check()
 
 
-def test_a_static_input_scale_is_used_as_given(device: torch.device, seed: int) -> None:
-    input_scale = 0.003
+@pytest.mark.parametrize("input_scale", [0.003, 1e-36])
+def test_a_static_input_scale_is_used_as_given(input_scale: float, device: torch.device, seed: int) -> None:
     ranks = Ranks(1, device, "torch", token_format="nvfp4", mode="packed", input_scale=input_scale, **SETTINGS)
     data = rank_input(seed, 0, 5, 256, 7, 3)
     arrived = ranks.dispatch([data.to(device)])[0]
-    gsf = torch.ones(1) / torch.tensor([input_scale])
+    gsf = (torch.ones(1) / torch.tensor([input_scale])).clamp(max=MAX_GSF)
     want = quantize_rows(data.x, FORMATS["nvfp4"], gsf=gsf)
     rows = [row for group in expected_groups([data], range(7)) for row in group]
+    assert arrived.row_scale is not None
     for position, (_, token, _) in enumerate(rows):
         assert_same_bits(arrived.rows[position], want.quants_RK[token])
+        assert float(arrived.row_scale[position]) == float(1 / gsf)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_rows_may_be_parts_of_longer_ones(engine: str, device: torch.device, seed: int) -> None:
+    """Of tokens, experts and a shared expert, by the engine that is named; the scale is static."""
+
+    def part(rows: torch.Tensor) -> torch.Tensor:
+        wide = torch.full((rows.shape[0], rows.shape[1] + 64), 9.0, dtype=rows.dtype, device=device)
+        wide[:, 32:-32] = rows
+        return wide[:, 32:-32]
+
+    settings = {**SETTINGS, "token_format": "nvfp4", "mode": "packed", "input_scale": 0.003}
+    inputs = [rank_input(seed, rank, 4, 256, 7, 3).to(device) for rank in range(2)]
+    shared = [rank_input(seed + 1, rank, 4, 256, 7, 3).x.to(device) for rank in range(2)]
+    twins, ranks = Ranks(2, device, "torch", **settings), Ranks(2, device, engine, **settings)
+    wanted, found = twins.dispatch(inputs), ranks.dispatch([replace(data, x=part(data.x)) for data in inputs])
+    outputs = [expert_rows(a, 256, seed, torch.float32) for a in wanted]
+    for a, b in zip(wanted, found, strict=True):
+        total = int(a.group_offsets[-1])
+        assert_same_bits(b.rows[:total], a.rows[:total], "rows")
+        assert a.row_scale is not None and b.row_scale is not None
+        assert_same_bits(b.row_scale[:total], a.row_scale[:total], "row scales")
+    ys = ranks.combine(found, [part(rows) for rows in outputs], [part(rows) for rows in shared])
+    for y, want in zip(ys, twins.combine(wanted, outputs, shared), strict=True):
+        assert_same_bits(y, want, "y")
 
 
 def wrong_calls(good: RankInput, device: torch.device) -> dict[str, tuple[RankInput, str]]:

@@ -187,19 +187,23 @@ def test_mxfp8_rows_of_every_code_and_scale_are_exact_with_mxfp4_weights(engine:
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-def test_fp8_block_powers_of_two_are_exact(engine: str, rng: torch.Generator, device: torch.device) -> None:
-    """One block scale per 128 of K, different from block to block, on both sides."""
+@pytest.mark.parametrize("far", [0, 75])
+def test_fp8_block_powers_of_two_are_exact(far: int, engine: str, rng: torch.Generator, device: torch.device) -> None:
+    """One block scale per 128 of K, different from block to block, on both sides; far ones have a product of 2^-150."""
     k, n = 384, 160
     x = torch.randint(-3, 4, (66, k), generator=rng).float()
     m = torch.randint(-3, 4, (1, n, k), generator=rng).float()
     a = make_rows("fp8_block", [66], k, rng, device, num_experts=1, x=x * 0 + 1)
     w = ExpertWeights.quantize(m, "fp8_block", engine="torch").to(device)
-    row_scales = 2.0 ** torch.randint(-3, 4, (66, 3), generator=rng).float()
-    scales = 2.0 ** torch.randint(-3, 4, (1, 2, 3), generator=rng).float()
+    if far:
+        x, m = x * 64, m * 64
+    row_scales = 2.0 ** (torch.randint(-3, 4, (66, 3), generator=rng) - far).float()
+    scales = 2.0 ** (torch.randint(-3, 4, (1, 2, 3), generator=rng) - far).float()
     a = replace(a, rows=x.to(torch.float8_e4m3fn).to(device), scales=row_scales.to(device))
     w = replace(w, quants=m.to(torch.float8_e4m3fn).to(device), scales=scales.to(device))
     factors = scales[0].repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)
     exact = (x * row_scales.repeat_interleave(128, 1)).double() @ (m[0] * factors).double().T
+    assert exact.any()
     assert_same_bits(grouped_gemm(a, w, out_dtype=torch.float32, engine=engine), exact.float(), "fp8_block")
 
 

@@ -14,6 +14,7 @@ import torch
 
 from moe_runtime import ops
 from moe_runtime.op_arguments import check_choice, resolve_validate
+from tests.comparison import assert_same_bits
 from tests.op_cases import OpCase, fp8, mxfp8, nvfp4_closed, nvfp4_dense
 
 CPU = torch.device("cpu")
@@ -370,3 +371,29 @@ def test_a_choice_is_of_its_type() -> None:
 def test_validation_is_free_on_a_cpu_only() -> None:
     assert resolve_validate(None, CPU) and not resolve_validate(None, torch.device("cuda"))
     assert resolve_validate(True, torch.device("cuda")) and not resolve_validate(False, CPU)
+
+
+@pytest.mark.parametrize("name", ["dense", "closed"])
+def test_scales_with_a_sign_are_refused_where_they_count(name: str) -> None:
+    """Blackwell reads them without; padding and the rows of groups without an expert may hold anything."""
+    case = calls()[name]()
+    for argument in ("a_scales", "b_scales") if name == "dense" else ("a_scale", "b_scale"):
+        scales = case.arguments[argument].view(torch.uint8)
+        live = (scales != 0x7F).nonzero()  # what is between is NaN
+        assert 0 < len(live) < scales.numel()
+
+        def run(scales: torch.Tensor, argument: str = argument, **more: Any) -> torch.Tensor:
+            return case.run(**{argument: scales.view(case.arguments[argument].dtype)}, **more)
+
+        assert_same_bits(run(torch.where(scales == 0x7F, 0xFF, scales)), case.run(), argument)
+        for place in live[[0, -1]].tolist():
+            signed = scales.clone()
+            signed[tuple(place)] |= 0x80
+            with pytest.raises(ValueError, match=f"^{argument}: expected no negative scale"):
+                run(signed)
+            run(signed, validate=False)
+    if name == "dense":
+        # The third group has no expert, and the block where its scales start is its own.
+        scales = case.arguments["a_scales"].clone()
+        scales.view(torch.uint8)[132 // 128 + int(case.arguments["group_scale_offsets"][2])] |= 0x80
+        assert_same_bits(case.run(a_scales=scales), case.run(), "of a skipped group")

@@ -293,6 +293,9 @@ def test_quantizers_round_to_the_nearest(rng: torch.Generator) -> None:
     q, s = ops.quantize_nvfp4(w, gsf)
     back = ops.dequantize_nvfp4(q, s, (1 / gsf)[:, None, None])
     assert ((back - w).abs() <= w.abs().amax() / 6).all() and (back - w).norm() < 0.12 * w.norm()
+    # Of no experts.
+    q, s = ops.quantize_nvfp4(w[:0], gsf[:0])
+    assert (q.shape, q.dtype, s.shape, s.dtype) == ((0, 24, 32), torch.uint8, (0, 24, 4), E4M3)
 
 
 BYTES = torch.zeros(1, 128, 4, dtype=torch.uint8)

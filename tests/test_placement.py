@@ -109,6 +109,12 @@ def test_planned_loads_of_any_zipf_are_balanced(exponent: float, ranks: int, dat
 
 def test_ties_go_to_the_lowest_expert_and_rank() -> None:
     assert plan_placement([1, 1, 1, 1], 2, 3).slot_experts == (0, 1, 2, 0, 1, 3)
+    assert plan_placement([0, 0, 0, 0], 2, 2).slot_experts == (0, 2, 1, 3)
+
+
+def test_a_spare_slot_goes_where_the_load_per_replica_is_largest() -> None:
+    """10 is 5 on two ranks, still more than 4."""
+    assert plan_placement([10, 4], 4, 1).slot_experts.count(0) == 3
 
 
 def test_an_expert_makes_room_where_all_ranks_with_slots_left_hold_the_next() -> None:

@@ -1,6 +1,6 @@
 """The NVFP4 quantizer of Hopper's kernels, compiled for the CPU: codes of ml_dtypes, bits of `quantize_rows`.
 
-And what the quantizers of other formats are made of: a division and a conversion of fewer instructions.
+And what other quantizers are made of: a division and a conversion of fewer instructions, scales of a GEMM's results.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ pytestmark = needs_compiler
 
 
 def host_text() -> str:
-    """quantize.cuh up to the formats whose blocks span lanes, less what is an instruction, and `divide`."""
+    """quantize.cuh up to formats whose blocks span lanes, less what is an instruction, `divide` and `scale_code`."""
     text = (FOLDER / "quantize.cuh").read_text()
     text = between(text, "constexpr u32 MAGNITUDE", "// Quantizes unit `unit` of a row of any other format")
     for start, end in (
@@ -35,6 +35,10 @@ def host_text() -> str:
         text = text.replace(between(text, start, end), "")
     numbers = (FOLDER / "numbers.cuh").read_text()
     text += between(numbers, "// x / s rounded to nearest", "// bf16 2^(byte - 127)")
+    gemm = (FOLDER / "decoded_gemm.cu").read_text()
+    text += between(gemm, "__device__ __forceinline__ bool is_finite", "// The larger magnitude")
+    text += "struct Requantization {\n  float gsf;\n"
+    text += between(gemm, "  __device__ __forceinline__ u32 scale_code", "\n};") + "\n};\n"
     text = text.replace("__device__ __forceinline__", "inline")
     assert "asm" not in text and "quantize_nvfp4(" in text
     return text
@@ -129,6 +133,22 @@ def test_a_division_gives_what_division_gives(library: ctypes.CDLL, rng: torch.G
     assert_same_bits(found[counts], wanted[counts], "quotients")
     assert (found[~counts].abs() < 2.0**-19).all()
     assert_same_bits(found.signbit(), wanted.signbit(), "signs")
+
+
+@pytest.mark.parametrize("gsf", [1.0, 16.0, 37.3, -37.3])
+def test_scale_codes_of_a_gemm(library: ctypes.CDLL, gsf: float) -> None:
+    """At fp32 numbers around each tie of e4m3, where a product with 1/6 is another number than a quotient."""
+    codes = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    ties = (3 * (codes[1:] + codes[:-1]) / abs(gsf)).astype(np.float32).view(np.int32)
+    amax = (ties[:, None] + np.arange(-4, 5, dtype=np.int32)).view(np.float32).flatten()
+    amax = np.concatenate([amax, np.array([0, 1e-40, 1e36, np.inf, np.nan], dtype=np.float32)])
+    found = np.empty(amax.size, dtype=np.uint8)
+    pointers = (ctypes.c_void_p(array.ctypes.data) for array in (amax, found))
+    library.scale_codes(ctypes.c_float(gsf), next(pointers), amax.size, next(pointers))
+    scales = np.minimum(np.abs(np.float32(gsf)) * amax / np.float32(6), np.float32(448))
+    wanted = scales.astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    wanted[-2] = 127  # no scale of numbers that are not finite
+    np.testing.assert_array_equal(found, wanted)
 
 
 def test_words_of_bf16(library: ctypes.CDLL, rng: torch.Generator) -> None:

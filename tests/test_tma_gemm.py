@@ -270,15 +270,24 @@ def test_requantization_is_that_of_the_quantizer(rng: torch.Generator, device: t
     inner, k, activation = 512, 256, SwiGLU()
     w = random_weights("fp8_block", 2, 2 * inner, k, rng, device, gate_up=True)
     a = make_rows("fp8_block", [150, 61, 1], k, rng, device, num_experts=2)
-    assert a.scales is not None
-    scales = a.scales.clone()
+    assert a.scales is not None and w.scales is not None
+    rows, quants, scales, w_scales = (t.clone() for t in (a.rows, w.quants, a.scales, w.scales))
+    # In one group gates are 32, whose sigmoid is 1, and up is -4 to 4 times a number of the row. 3/4 of the largest is
+    # a tie, which a product with the inverse of the scale misses.
+    x, m = torch.zeros(61, k), torch.zeros(2 * inner, k)
+    x[:, 0], m[activation.order.gate_rows(2 * inner), 0] = 4, 8
+    x[:, 1:3] = torch.randint(16, (61, 2), generator=rng) * torch.tensor([16, 1])
+    m[activation.order.up_rows(2 * inner), 1:3] = torch.randint(-4, 5, (inner, 1), generator=rng).float()
+    rows[150:211], quants[1] = x.to(rows.dtype).to(device), m.to(rows.dtype).to(device)
+    scales[150:211], w_scales[1] = 1.0, 1.0
     scales[7] *= 1e-6  # blocks below the least scale
     scales[9, 0], scales[160, 1] = float("nan"), float("inf")
-    a = replace(a, scales=scales)
+    a, w = replace(a, rows=rows, scales=scales), replace(w, quants=quants, scales=w_scales)
     h = torch.empty(a.capacity, inner, device=device)
     tma._launch(a, w, None, inner, h, inner, None, 2, activation)
     hidden = tma.grouped_gemm_swiglu(a, w, activation, out_format="fp8_block")
     want = quantize_rows(h.cpu(), "fp8_block", engine="torch")
+    assert torch.equal(h[150:159] / 32, (h[150:159] / 32).round())
     assert hidden.scales is not None and want.scales_RV is not None
     assert hidden.scales.isnan().sum() >= 8
     assert_same_bits(hidden.rows, want.quants_RK, "codes")

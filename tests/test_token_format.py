@@ -152,6 +152,45 @@ def test_copy_msg_to_output_tensor_swizzles_into_dense_128(device: torch.device,
     assert_same_bits(scales.view(torch.uint8), expected)
 
 
+def block_of_row_300(token: NVFP4TokenFormat) -> int:
+    """The block of 128 rows that has scales once row 300 was copied."""
+    assert token.output_scales is not None
+    scales = token.output_scales.view(torch.uint8)
+    buf = torch.zeros(token.token_size(), dtype=torch.uint8, device=scales.device)
+    token.copy_token_to_send_buf(buf, torch.ones(64, device=scales.device), 1.0)
+    token.copy_msg_to_output_tensor(buf, 300)
+    return int(scales.flatten(1).any(1).nonzero())
+
+
+def token_of_400_rows(device: torch.device) -> NVFP4TokenFormat:
+    scales = torch.zeros(6, 1, 32, 4, 4, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
+    tokens = torch.zeros(400, 32, dtype=torch.uint8, device=device)
+    return NVFP4TokenFormat(64, 2, output_tokens=tokens, output_scales=scales)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.uint32])
+def test_row_offsets_are_kept(dtype: torch.dtype, device: torch.device) -> None:
+    """A caller may use its buffer of row offsets again."""
+    token, rows = token_of_400_rows(device), torch.tensor([0, 100, 300, 400], dtype=torch.int32, device=device)
+    assert token.pad_expert_offsets(rows.view(dtype)).tolist() == [0, 1, 1]
+    rows.copy_(torch.tensor([0, 10, 20, 400]))
+    assert block_of_row_300(token) == 3
+
+
+@pytest.mark.gpu
+def test_row_offsets_are_kept_by_each_replay(device: torch.device) -> None:
+    token, rows = token_of_400_rows(device), torch.tensor([0, 10, 20, 400], dtype=torch.int32, device=device)
+    token.pad_expert_offsets(rows)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        offsets = token.pad_expert_offsets(rows)
+    rows.copy_(torch.tensor([0, 100, 300, 400]))
+    graph.replay()
+    rows.zero_()
+    assert offsets.tolist() == [0, 1, 1]
+    assert block_of_row_300(token) == 3
+
+
 def test_copy_msg_to_output_tensor_without_swizzle(device: torch.device, rng) -> None:
     x = torch.randn(4, 256, generator=rng).to(device)
     tokens = torch.zeros(6, 256, dtype=torch.float8_e4m3fn, device=device)
