@@ -330,6 +330,7 @@ def test_a_store_whose_host_is_gone_is_named(transport: str, monkeypatch: pytest
 
 def stop_the_host(rank: int, world: int) -> list[str]:
     """Rank 1 hosts a store and is stopped; what rank 0 raises meanwhile, which bounds each wait at half a second."""
+    group = RankGroup()
     if rank == 1:
         host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         dist.broadcast_object_list([host.port, os.getpid()], 1)
@@ -340,7 +341,7 @@ def stop_the_host(rank: int, world: int) -> list[str]:
     told: list[int] = [0, 0]
     dist.broadcast_object_list(told, 1)
     port, pid = told
-    group = group_of_two(dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False))
+    group._store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
     dist.barrier()
     stopped_by = time.monotonic() + 20
     while state_of(pid) != "T":
