@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from moe_runtime.comm.signals import COUNT_BITS
+from moe_runtime.compiling import not_compiled
 from moe_runtime.config import ModeName, MoELayerConfig, resolve_mode
 from moe_runtime.context import ExpertParallelContext, by_one_thread
 from moe_runtime.errors import MoERuntimeError
@@ -250,7 +251,7 @@ class TokenDispatcher:
         }
         return {**of_size, limit: largest}
 
-    @torch.compiler.disable
+    @not_compiled
     @by_one_thread
     def dispatch(
         self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, leave_scales: bool = False
@@ -272,7 +273,7 @@ class TokenDispatcher:
         """
         return self.dispatch_wait(self.dispatch_send(x, topk_idx, topk_weights, leave_scales=leave_scales))
 
-    @torch.compiler.disable
+    @not_compiled
     @by_one_thread
     def combine(
         self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle, *, shared: torch.Tensor | None = None

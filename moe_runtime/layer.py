@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.checkpoint import Checkpoint
+from moe_runtime.compiling import not_compiled
 from moe_runtime.config import MoELayerConfig, ParallelConfig, RunConfig, load_config
 from moe_runtime.context import ExpertParallelContext, by_one_thread
 from moe_runtime.counters import LayerCounters
@@ -297,7 +298,7 @@ class MoELayer(nn.Module):
         if (placement.num_experts, placement.num_ranks) != (expected, ranks):
             raise ValueError(f"placement: expected {expected} experts on {ranks} rank(s), got {placement.sizes}")
 
-    @torch.compiler.disable
+    @not_compiled
     @by_one_thread
     def forward(
         self,
@@ -352,7 +353,7 @@ class MoELayer(nn.Module):
         yield
         return step.gather().view(step.shape)
 
-    @torch.compiler.disable
+    @not_compiled
     @by_one_thread
     def begin(
         self,
@@ -408,13 +409,13 @@ class MoELayer(nn.Module):
             )
         return next(dispatcher for size, dispatcher in self.dispatchers.items() if size >= max_tokens)
 
-    @torch.compiler.disable
+    @not_compiled
     @by_one_thread
     def compute(self, step: LayerStep) -> None:
         """Wait for the tokens of all ranks, run this rank's experts on them, and send the results back."""
         step.compute()
 
-    @torch.compiler.disable
+    @not_compiled
     @by_one_thread
     def finish(self, step: LayerStep) -> torch.Tensor:
         """Wait for the results of all ranks and sum them: bf16, the shape of the step's `x`."""

@@ -19,6 +19,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.checkpoint import Checkpoint
+from moe_runtime.compiling import not_compiled
 from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.counters import LayerCounts
@@ -334,7 +335,7 @@ class ParallelExperts(nn.Module):
         self._owner = owner
         self._index = index
 
-    @torch.compiler.disable
+    @not_compiled
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:

@@ -81,6 +81,11 @@ def test_wheel_holds_everything_and_nothing_beside_moe_runtime(wheel: Path) -> N
 def test_every_module_imports_from_an_installed_wheel(installed_python: Path, tmp_path: Path) -> None:
     script = f"""
 import importlib, importlib.metadata, pathlib, sys
+import torch
+compiler = "torch._dynamo"
+loaded = compiler in sys.modules
+importlib.import_module("moe_runtime.layer")
+assert (compiler in sys.modules) == loaded, "it takes as long as torch"
 for name in {sorted(MODULES)!r}:
     module = importlib.import_module(name)
     assert pathlib.Path(module.__file__).is_relative_to(sys.prefix), module.__file__

@@ -167,7 +167,7 @@ def test_who_has_failed_leaves_the_number_of_tokens_alone(holds_back: bool, emul
 
     emulator.edit = edit
     if holds_back:
-        for turn in range(6):
+        for turn in range(3):
             fails_ahead(seed + 10 * turn, emulator)
     else:
         with pytest.raises(AssertionError):
