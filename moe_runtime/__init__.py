@@ -15,7 +15,8 @@ Layers, from the top; a module imports from its own layer or from those below it
     op_weights, op_inputs, op_scales, op_arguments
     context, counters, memory
     kernels.*, comm.*, prepared, weights, token_format, geometry
-    moves, placement, grouped, plan, formats, families, config, errors, metrics, progress, tensor_files, tensor_writer
+    tensor_files, tensor_writer
+    moves, placement, grouped, plan, formats, families, config, errors, compiling, metrics, progress
 """
 
 from __future__ import annotations
