@@ -93,6 +93,12 @@ class Bench:
         self.context = layer.context
         self.results: list[dict[str, Any]] = []
 
+    @property
+    def checked_tokens(self) -> int:
+        """Tokens of each rank that the layer's check takes, the first ones."""
+        config, limit = self.layer.config, self.settings.check_tokens
+        return min(config.max_tokens_per_rank, cases.default_check_tokens(config) if limit is None else limit)
+
     def _step_inputs(self, rank: int, step: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         count = self.layer.config.max_tokens_per_rank
         return cases.step_inputs(self.layer, self.routing, self.run.seed, rank, step, count)
@@ -156,15 +162,11 @@ class Bench:
         *,
         weight_bytes: int = 0,
         phases: dict[str, Any] | None = None,
-        checked: int | None = None,
     ) -> None:
-        """Add the record of a result: part `lap` of what was measured, on `operation`, by an implementation.
-
-        `checked` tokens of each rank were compared; None is all.
-        """
+        """Add the record of a result: part `lap` of what was measured, on `operation`, by an implementation."""
         config, timing = self.layer.config, measured.timings.get(lap)
         median_us = timing.median_us if timing else None
-        checked = config.max_tokens_per_rank if checked is None else checked
+        checked = self.checked_tokens if operation == "layer" else config.max_tokens_per_rank
         link = self.settings.link_gb_per_s if operation.startswith(("dispatch", "combine")) else None
 
         def per_second(amount: float | None, unit: float) -> float | None:

@@ -173,8 +173,7 @@ def whole_layer(bench: Bench) -> None:
     Where there is a trace to write, the layer is recorded and nothing is timed: profiling would slow what comes after.
     """
     layer, config = bench.layer, bench.layer.config
-    limit = bench.settings.check_tokens
-    part = slice(0, cases.default_check_tokens(config) if limit is None else limit)
+    part = slice(0, bench.checked_tokens)
     by_itself = bench.routing == "router"
 
     def forward(number: int) -> torch.Tensor:
@@ -185,12 +184,11 @@ def whole_layer(bench: Bench) -> None:
     key = (bench.routing, config.max_tokens_per_rank, part.stop)
     reference_TH = bench.yardsticks.reference(layer, key, *(tensor[part] for tensor in bench.turns[0]))
     error, _ = relative_error(y_TH, reference_TH)
-    checked = len(reference_TH)
     check = bench.agree(checks.Check("layer: relative Frobenius error", error, cases.layer_bound(config)))
     if bench.settings.trace is not None:
         title = f"{config.token_format} > {config.combine_format}, {config.max_tokens_per_rank} tokens, {bench.routing}"
         phases = record(bench.context, forward, bench.settings.trace, f"layer {title}") if check.passed else None
-        bench.add("layer", Measured({}), TOTAL, Work(), check, phases=phases, checked=checked)
+        bench.add("layer", Measured({}), TOTAL, Work(), check, phases=phases)
         return
     starts = layer.dispatcher.geometry.starts
     rows = statistics.mean(max(_rows_of_ranks(idx, starts)) for idx in bench.ids_of_turns)
@@ -199,7 +197,7 @@ def whole_layer(bench: Bench) -> None:
         lambda number, lap: _discard(forward(number)), [check], capturable=bench.context.heap.graph_safe
     )
     weight_bytes = bench.experts.gate_up.num_bytes + bench.experts.down.num_bytes
-    bench.add("layer", measured, TOTAL, work, check, weight_bytes=weight_bytes, checked=checked)
+    bench.add("layer", measured, TOTAL, work, check, weight_bytes=weight_bytes)
     _add_unfused_layer(bench, part, reference_TH, work)
     _add_torch_layer(bench, part, reference_TH, work)
 
@@ -229,8 +227,7 @@ def _add_unfused_layer(bench: Bench, part: slice, reference_TH: torch.Tensor, wo
     capturable = bench.context.heap.graph_safe
     measured = bench.time(lambda number, lap: _discard(forward(number)), [check], capturable=capturable)
     weight_bytes = layer.gate_up.num_bytes + bench.experts.down.num_bytes
-    name, checked = unfused_layer.NAME, len(reference_TH)
-    bench.add("layer", measured, TOTAL, work, check, name, weight_bytes=weight_bytes, checked=checked)
+    bench.add("layer", measured, TOTAL, work, check, unfused_layer.NAME, weight_bytes=weight_bytes)
 
 
 def _add_torch_layer(bench: Bench, part: slice, reference_TH: torch.Tensor, work: Work) -> None:
@@ -246,8 +243,7 @@ def _add_torch_layer(bench: Bench, part: slice, reference_TH: torch.Tensor, work
     bound = torch_layer.error_bound()
     check = bench.agree(checks.Check("torch's layer: relative Frobenius error", error, bound))
     measured = bench.time(lambda number, lap: _discard(forward(number)), [check], capturable=True)
-    name, checked = torch_layer.NAME, len(reference_TH)
-    bench.add("layer", measured, TOTAL, work, check, name, weight_bytes=beside.weight_bytes, checked=checked)
+    bench.add("layer", measured, TOTAL, work, check, torch_layer.NAME, weight_bytes=beside.weight_bytes)
 
 
 def _rows_of_ranks(idx: Sequence[torch.Tensor], starts: Sequence[int]) -> list[int]:
