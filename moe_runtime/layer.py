@@ -346,7 +346,7 @@ class MoELayer(nn.Module):
 
         For ranks that take turns in one process (`VirtualRanks`), and for other work in between.
         """
-        # Not `begin`, `compute` and `finish`: leaving torch.compile takes a microsecond each time.
+        # Not `begin`, `compute` and `finish`: each takes the lock and leaves torch.compile once more.
         step = self._begin(x, topk_idx, topk_weights, shared, max_tokens)
         yield
         step.compute()
