@@ -9,6 +9,7 @@ from moe_runtime import LayerCounters, LayerCounts, MoELayer, Placement, imbalan
 from moe_runtime.kernels.step_counts import BLOCK_T, HEAD, count_step
 from moe_runtime.virtual import VirtualRanks, virtual_contexts
 from tests.exchange_data import EXPERTS, HIDDEN, TOP_K, RankInput, config, placements, rank_input
+from tests.waiting import synchronize
 
 
 def expected(
@@ -72,8 +73,7 @@ def test_counts_are_exact(placed: bool, engine: str, device: torch.device, seed:
         found = []
         for counter in counters:
             counter.poll()
-            if device.type == "cuda":
-                torch.cuda.synchronize()
+            synchronize(device)
             found.append(counter.poll())
         starts = ranks.layers[0].dispatcher.geometry.starts
         assert found == expected(steps, ranks.layers, slots, starts)
@@ -107,8 +107,7 @@ def test_tokens_of_several_programs(engine: str, device: torch.device, seed: int
         for _ in range(2):
             layer(data.x, topk_idx=data.topk_idx, topk_weights=data.topk_weights)
         counters.poll()
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+        synchronize(device)
         found = counters.poll()
         assert counters.read() == found
     experts = torch.bincount(data.topk_idx[data.topk_idx >= 0], minlength=EXPERTS).cpu()

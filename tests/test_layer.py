@@ -27,6 +27,7 @@ from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks
 from moe_runtime.weights import ExpertWeights, SwiGLU
 from tests.comparison import assert_same_bits
+from tests.waiting import synchronize
 
 SETTINGS: dict[str, Any] = {
     "hidden_size": 256,
@@ -325,8 +326,7 @@ def test_steps_may_be_in_inference_mode_or_not(device: torch.device, rng: torch.
                 counters = layer.count_steps()
                 ys.append(layer(x))
                 counters.poll()
-                if device.type == "cuda":
-                    torch.cuda.synchronize()
+                synchronize(device)
         assert counters.poll().steps >= 2
         for y in ys:
             assert_same_bits(y, ys[0], f"first in inference mode: {first}")

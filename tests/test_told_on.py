@@ -60,8 +60,16 @@ def test_what_is_told_on_reads_as_from_whom_it_came() -> None:
     assert str(failure) == "rank 3, combine_wait of epoch 7: rank 1 did not answer within 5 s"
 
 
-SLOW = ("store_release(x.error, code);", "for (int i = 0; i < 3000; ++i) load_relaxed(x.latch);")
-"""After the first, the second: a rank that takes long to tell its peers."""
+TELLS_LATE = "store_release(x.error, code);"
+"""Behind it a rank tells its peers of a failure."""
+READS_LATE = "const Glance glance(x, own);"
+"""Behind it a rank that has seen stamps and no failure reads ids and counts."""
+
+
+def slow_after(place: str, text: str) -> str:
+    """The kernel of a rank that takes long to go on from `place`, which is there once."""
+    assert text.count(place) == 1
+    return text.replace(place, f"{place} for (int i = 0; i < 3000; ++i) load_relaxed(x.latch);")
 
 
 def too_many_rows(seed: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,8 +109,7 @@ def test_flags_come_after_a_failure_of_arrival(
     """A peer gets all that was sent, or knows of the failure; where the sender does not wait, neither."""
 
     def edit(text: str) -> str:
-        assert text.count(SLOW[0]) == 1
-        text = text.replace(SLOW[0], "".join(SLOW))
+        text = slow_after(TELLS_LATE, text)
         return text if waits else text.replace("if (failed) await_told(x);", "")
 
     emulator.edit = edit
@@ -116,10 +123,6 @@ def test_flags_come_after_a_failure_of_arrival(
                     too_many_rows(seed + turn, emulator, monkeypatch)
     finally:
         forget_defines()
-
-
-READS_LATE = ("const Glance glance(x, own);", "for (int i = 0; i < 3000; ++i) load_relaxed(x.latch);")
-"""After the first, the second: a rank that has seen stamps and no failure, and takes long to read ids and counts."""
 
 
 def fails_ahead(seed: int, emulator: Emulator) -> None:
@@ -160,8 +163,7 @@ def test_who_has_failed_leaves_the_number_of_tokens_alone(holds_back: bool, emul
 
     def edit(text: str) -> str:
         if "each_expert" in text:
-            assert text.count(READS_LATE[0]) == 1
-            return text.replace(READS_LATE[0], "".join(READS_LATE))
+            return slow_after(READS_LATE, text)
         assert text.count("if (!failed && ") == 1
         return text if holds_back else text.replace("if (!failed && ", "if (")
 
