@@ -100,10 +100,12 @@ def compile_case(case: AotCase | CudaCase, arch: int) -> AotResult:
             if arch == case.archs[0]:
                 check_ones(case)
             source = ASTSource(case.kernel, signature=dict(case.signature), constexprs=dict(case.constexprs))
+            # Nobody runs what ptxas makes of the PTX here, so it may do less about it: a tenth of the time.
+            options = {**case.options, "ptx_options": "-O1"}
             with triton.knobs.compilation.scope():
                 # A fifth of the time would go into lines of a source that nobody steps through.
                 triton.knobs.compilation.disable_line_info = True
-                compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=dict(case.options))
+                compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
             ptx, shared_bytes = compiled.asm["ptx"], int(compiled.metadata.shared)
     except Exception as error:
         # Any failure of the compiler is a row of the table, so that one bad kernel does not hide the others.

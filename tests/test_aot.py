@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from moe_runtime.kernels import aot
 from moe_runtime.kernels.runtime import ALL_ARCHS, AotCase, CudaCase
 from moe_runtime.launch import kernel_table
 from tests.programs import ROOT
+from tests.spawner import interpreter
 
 # Where nothing is compiled yet and other tests run beside it, that takes 10 minutes and more.
 pytestmark = [pytest.mark.cpu_only, pytest.mark.timeout(1500)]
@@ -50,7 +50,7 @@ OPERATIONS = {
 def run_aot(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the program in a process that the interpreter of this one does not reach."""
     clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "moe_runtime.kernels.aot", *arguments]
+    command = [interpreter(), "-m", "moe_runtime.kernels.aot", *arguments]
     paths = clean | {"PYTHONPATH": str(ROOT)} | environment
     return subprocess.run(command, cwd=ROOT, env=paths, capture_output=True, text=True)
 
@@ -116,7 +116,7 @@ def test_a_kernel_that_cannot_do_with_a_constant_is_found(tmp_path: Path) -> Non
         "print(aot.compile_case(AotCase('one', 'any', _kernel, signature, {'FACTOR': 3}), 90).error)\n"
     )
     clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "one_kernel.py"]
+    command = [interpreter(), "one_kernel.py"]
     done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True)
     assert "has no attribute 'to'" in done.stdout, done.stderr
 

@@ -6,7 +6,6 @@ import doctest
 import os
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +28,7 @@ from moe_runtime.config import (
 )
 from moe_runtime.formats import FORMATS, WEIGHT_FORMATS
 from tests.programs import ROOT, python_path
+from tests.spawner import interpreter
 
 PACKAGED = (
     *("deepseek_v3", "deepseek_v3_half", "gpt_oss_120b", "kimi_k2", "mixtral_8x7b", "qwen3_235b_a22b", "tiny_cpu"),
@@ -61,7 +61,7 @@ def test_bare_names_are_found_from_any_folder(tmp_path: Path) -> None:
     code = "from moe_runtime.config import load_config; print(load_config('tiny_cpu').layer.hidden_size)"
     environment = {**os.environ, "PYTHONPATH": python_path()}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+        [interpreter(), "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
     )
     assert done.stdout.strip() == "256"
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -16,10 +15,11 @@ from moe_runtime.formats import FORMATS
 from moe_runtime.launch import cases, doctor
 from moe_runtime.memory import reserved_bytes
 from tests.programs import ROOT, python_path
+from tests.spawner import interpreter
 
 
 def run_doctor(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, *launcher, "-m", "moe_runtime.launch.doctor", *arguments]
+    command = [interpreter(), *launcher, "-m", "moe_runtime.launch.doctor", *arguments]
     environment = os.environ | {"PYTHONPATH": python_path(), "COLUMNS": "160"}
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
 
@@ -104,7 +104,7 @@ def test_an_engine_that_cannot_run_is_a_line_of_the_report(tmp_path: Path) -> No
     file = tmp_path / "triton.yaml"
     file.write_text((ROOT / "configs" / "tiny_cpu.yaml").read_text().replace("engine: auto", "engine: triton"))
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "moe_runtime.launch.doctor", "--config", str(file), "--json"]
+    command = [interpreter(), "-m", "moe_runtime.launch.doctor", "--config", str(file), "--json"]
     paths = environment | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(command, cwd=ROOT, env=paths, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr

@@ -16,6 +16,7 @@ from moe_runtime.kernels import aot
 from moe_runtime.launch import doctor, kernel_table, ops_run
 from moe_runtime.launch.fp8_bound import FP8_MMA_BITS
 from tests.programs import ROOT
+from tests.spawner import interpreter
 
 pytestmark = pytest.mark.cpu_only
 
@@ -140,11 +141,13 @@ def test_programs_of_the_table_run(monkeypatch: pytest.MonkeyPatch) -> None:
         return {"results": []}
 
     monkeypatch.setattr(kernel_table, "_run", without_compiler)
+    monkeypatch.setattr("sys.executable", interpreter())
     found = kernel_table.check_here()
     assert len(found["twin"]) == len(found["interpreted"]) == len(ops_run.CASES) + 2
     assert not kernel_table.has_failed(found)
 
 
-def test_a_program_without_results_is_an_error() -> None:
+def test_a_program_without_results_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("sys.executable", interpreter())
     with pytest.raises(RuntimeError, match=r"ops_run: no results \(exit code 2\)[\s\S]*argument --engine"):
         kernel_table._run("moe_runtime.launch.ops_run", "--engine", "none", environment=dict(os.environ))

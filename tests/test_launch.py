@@ -25,6 +25,7 @@ from moe_runtime.formats import FORMATS, ceil_div
 from moe_runtime.launch import bench, cases, checks, environment, layer_bench, run, torch_layer, unfused_layer
 from moe_runtime.placement import Placement
 from tests.programs import ROOT
+from tests.spawner import interpreter
 
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
 
@@ -37,7 +38,7 @@ seed: 3
 
 def program(name: str, *arguments: object, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """`python -m moe_runtime.launch.name arguments` without a GPU."""
-    command = [sys.executable, *launcher, "-m", f"moe_runtime.launch.{name}", *map(str, arguments)]
+    command = [interpreter(), *launcher, "-m", f"moe_runtime.launch.{name}", *map(str, arguments)]
     changes = {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | changes
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)

@@ -12,6 +12,7 @@ import pytest
 
 from moe_runtime.launch import measure
 from moe_runtime.launch.bench import main as bench
+from tests.spawner import interpreter
 
 pytestmark = pytest.mark.cpu_only
 
@@ -109,7 +110,10 @@ def test_the_short_line_is_one_that_it_takes(
     assert " --routing uniform --json " in lines[0] and " --trace " in lines[1]
 
 
-def test_the_commands_are_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_the_commands_are_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.executable", interpreter())
     arguments = ["--parts", "layer", "trace", "pictures", "--config", "tiny_cpu", "--ranks", "1", "--tokens", "4"]
     arguments += ["--formats", "bf16", "--combine-format", "bf16", "--steps", "1"]
     assert measure.main([str(tmp_path), *arguments]) == 0, capfd.readouterr()
@@ -118,8 +122,11 @@ def test_the_commands_are_run(tmp_path: Path, capfd: pytest.CaptureFixture[str])
     assert files == sorted(["layer_1.json", "phases.json", "trace.json", *drawn])
 
 
-def test_a_part_that_fails_is_told_of_and_the_others_run(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_part_that_fails_is_told_of_and_the_others_run(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without runs there is nothing to draw."""
+    monkeypatch.setattr("sys.executable", interpreter())
     assert measure.main([str(tmp_path), "--parts", "pictures", "--ranks", "1", "--config", "tiny_cpu"]) == 1
     out = capfd.readouterr().out
     assert out.splitlines()[-1] == (f"FAILED: pictures {tmp_path}/layer_1.json --folder {tmp_path}: exit code 2")

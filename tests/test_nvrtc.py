@@ -18,6 +18,7 @@ import torch
 from moe_runtime.kernels import nvrtc
 from tests.comparison import assert_same_bits
 from tests.programs import ROOT
+from tests.spawner import interpreter
 
 FILL = """
 extern "C" __global__ void fill(float* out, int value) { out[threadIdx.x] = value * FACTOR; }
@@ -138,7 +139,7 @@ def test_a_new_process_reads_what_was_compiled(sources: Path) -> None:
         "print(nvrtc.compile_source('fill.cu', {'FACTOR': 3}).decode())"
     )
     done = subprocess.run(
-        [sys.executable, "-c", script],
+        [interpreter(), "-c", script],
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         cwd=ROOT,
         capture_output=True,

@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 import subprocess
-import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from moe_runtime.config import load_config
 from tests.programs import ROOT
+from tests.spawner import interpreter
 
 pytestmark = pytest.mark.cpu_only
 
@@ -38,7 +38,7 @@ def test_python_block_runs_as_written(code: str, tmp_path: Path) -> None:
     script.write_text(code)
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, script],
+        [interpreter(), script],
         cwd=ROOT,
         env=environment | {"PYTHONPATH": str(ROOT)},
         capture_output=True,

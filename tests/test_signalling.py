@@ -6,7 +6,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -21,6 +20,7 @@ from moe_runtime.kernels.dispatch import AOT_CASES as DISPATCH_CASES
 from moe_runtime.kernels.runtime import ALL_ARCHS, AotCase
 from moe_runtime.kernels.signalling import MAX_THREADS, agreed
 from tests.programs import ROOT
+from tests.spawner import interpreter
 
 THREADS = MAX_THREADS.value
 
@@ -44,7 +44,7 @@ def test_threads_agree_through_shared_memory() -> None:
     program = "import json; from tests.test_signalling import compiled; print(json.dumps(compiled()))"
     environment = os.environ | {"TRITON_INTERPRET": "0"}
     done = subprocess.run(
-        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        [interpreter(), "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
     )
     assert done.returncode == 0, done.stderr
     for ptx in json.loads(done.stdout):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from tests.comparison import assert_same_bits
 from tests.programs import ROOT
+from tests.spawner import interpreter
 from tests.test_distributed import LAYERS, STEPS, virtual_results
 
 pytestmark = pytest.mark.cpu_only
@@ -22,7 +22,7 @@ NODES, RANKS_PER_NODE = 2, 2
 
 def start_node(node: int, port: int, *command: object) -> subprocess.Popen[str]:
     """A torchrun agent with `RANKS_PER_NODE` ranks that rendezvous at a port where somebody else holds the store."""
-    launcher = [sys.executable, "-m", "torch.distributed.run", f"--nnodes={NODES}", f"--node-rank={node}"]
+    launcher = [interpreter(), "-m", "torch.distributed.run", f"--nnodes={NODES}", f"--node-rank={node}"]
     launcher += [f"--nproc-per-node={RANKS_PER_NODE}", "--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}"]
     launcher += ["--rdzv-conf=is_host=false", "--rdzv-id=two_nodes", "--local-addr=127.0.0.1"]
     changes = {
