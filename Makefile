@@ -15,6 +15,8 @@ WORKERS ?= 4
 GPU_TEST ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
+# Hundreds of processes import the same files.
+unexport PYTHONDONTWRITEBYTECODE
 
 VENV := .venv
 BIN := $(VENV)/bin

@@ -1,9 +1,12 @@
 """Compile every kernel of `AOT_CASES` for every architecture it declares, on a machine that needs no GPU.
 
-`python -m moe_runtime.kernels.aot [--json FILE] [--jobs N] [--operations NAME ...]` prints a table operation x format x
-architecture with the matrix instructions found in the PTX, and fails if a kernel does not compile or lacks the
-instruction it is meant to use. It must run without `TRITON_INTERPRET`: under the interpreter there is nothing to
-compile.
+`python -m moe_runtime.kernels.aot [--json FILE] [--jobs N] [--operations NAME ...] [--assemble-once]` prints a table
+operation x format x architecture with the matrix instructions found in the PTX, and fails if a kernel does not compile
+or lacks the instruction it is meant to use. It must run without `TRITON_INTERPRET`: under the interpreter there is
+nothing to compile.
+
+Half of the time is ptxas. With `--assemble-once` Blackwell's cases go down to PTX, in which the instructions are looked
+for, and one of each operation and instruction to a binary; those of Hopper, where kernels run, all do.
 """
 
 from __future__ import annotations
@@ -22,6 +25,7 @@ from collections.abc import Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton._C.libtriton import ir
@@ -46,6 +50,7 @@ class AotResult:
         arch: compute capability times ten.
         instructions: distinct matrix instructions of the PTX, sorted.
         shared_bytes: shared memory of a Triton program.
+        assembled: whether it went on from PTX to a binary.
         seconds: time that compiling took.
         error: why it failed; empty when it did not.
     """
@@ -56,6 +61,7 @@ class AotResult:
     arch: int
     instructions: tuple[str, ...] = ()
     shared_bytes: int = 0
+    assembled: bool = True
     seconds: float = 0.0
     error: str = ""
 
@@ -89,37 +95,63 @@ def check_ones(case: AotCase) -> None:
     source.make_ir(target, options, backend.get_codegen_implementation(options), backend.get_module_map(), context)
 
 
-def compile_case(case: AotCase | CudaCase, arch: int) -> AotResult:
-    """Compile `case` for `arch` down to a binary and look for its instruction; failures are recorded, not raised."""
+def _without_assembler(backend: Any, stages: dict[str, Any], *_: Any) -> None:
+    stages["cubin"] = lambda ptx, metadata: b"not assembled"
+
+
+def _compile_triton(case: AotCase, arch: int, assemble: bool) -> tuple[str, int]:
+    """The PTX, and the bytes of shared memory."""
+    source = ASTSource(case.kernel, signature=dict(case.signature), constexprs=dict(case.constexprs))
+    # Nobody runs the binary, so ptxas may do less about it: a tenth of the time. Options are part of the cache's key.
+    options = {**case.options, "ptx_options": "-O1" if assemble else "not assembled"}
+    with triton.knobs.compilation.scope(), triton.knobs.runtime.scope():
+        # A fifth of the time would go into lines of a source that nobody steps through.
+        triton.knobs.compilation.disable_line_info = True
+        if not assemble:
+            triton.knobs.runtime.add_stages_inspection_hook = _without_assembler
+        compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
+    return compiled.asm["ptx"], int(compiled.metadata.shared)
+
+
+def compile_case(case: AotCase | CudaCase, arch: int, assemble: bool = True) -> AotResult:
+    """Compile `case` for `arch` and look for its instruction; failures are recorded, not raised.
+
+    Down to a binary, or, unless `assemble`, a Triton kernel to PTX.
+    """
     kernel = case.kernel if isinstance(case, CudaCase) else getattr(case.kernel, "__name__", str(case.kernel))
     start = time.perf_counter()
+    ptx, shared_bytes, error = "", 0, ""
     try:
         if isinstance(case, CudaCase):
-            ptx, shared_bytes = nvrtc.compile_with_log(case.file, case.defines, f"sm_{arch}a").ptx, 0
+            ptx = nvrtc.compile_with_log(case.file, case.defines, f"sm_{arch}a").ptx
         else:
             if arch == case.archs[0]:
                 check_ones(case)
-            source = ASTSource(case.kernel, signature=dict(case.signature), constexprs=dict(case.constexprs))
-            # Nobody runs what ptxas makes of the PTX here, so it may do less about it: a tenth of the time.
-            options = {**case.options, "ptx_options": "-O1"}
-            with triton.knobs.compilation.scope():
-                # A fifth of the time would go into lines of a source that nobody steps through.
-                triton.knobs.compilation.disable_line_info = True
-                compiled = triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
-            ptx, shared_bytes = compiled.asm["ptx"], int(compiled.metadata.shared)
-    except Exception as error:
+            ptx, shared_bytes = _compile_triton(case, arch, assemble)
+        wanted = case.instruction.get(arch)
+        if wanted and not re.search(wanted, ptx):
+            error = f"no instruction matches {wanted!r}"
+    except Exception as failure:
         # Any failure of the compiler is a row of the table, so that one bad kernel does not hide the others.
-        text = f"{type(error).__name__}: {error}".strip()
-        return AotResult(case.operation, case.format, kernel, arch, (), 0, time.perf_counter() - start, text)
-    seconds = time.perf_counter() - start
+        error = f"{type(failure).__name__}: {failure}".strip()
     instructions = tuple(sorted(set(MATRIX_INSTRUCTION.findall(ptx))))
-    wanted = case.instruction.get(arch)
-    missing = f"no instruction matches {wanted!r}" if wanted and not re.search(wanted, ptx) else ""
-    return AotResult(case.operation, case.format, kernel, arch, instructions, shared_bytes, seconds, missing)
+    seconds = time.perf_counter() - start
+    return AotResult(case.operation, case.format, kernel, arch, instructions, shared_bytes, assemble, seconds, error)
 
 
-def _compile_by_name(tasks: Sequence[tuple[str, int, int]]) -> list[AotResult]:
-    return [compile_case(importlib.import_module(module).AOT_CASES[index], arch) for module, index, arch in tasks]
+@dataclass(frozen=True)
+class _Task:
+    module: str
+    index: int
+    arch: int
+    assemble: bool
+
+
+def _compile_by_name(tasks: Sequence[_Task]) -> list[AotResult]:
+    return [
+        compile_case(importlib.import_module(task.module).AOT_CASES[task.index], task.arch, task.assemble)
+        for task in tasks
+    ]
 
 
 def _code_of(case: AotCase | CudaCase, arch: int) -> str:
@@ -130,31 +162,42 @@ def _code_of(case: AotCase | CudaCase, arch: int) -> str:
     return repr((case.kernel.__name__, *(sorted(part.items()) for part in parts), arch))
 
 
-def compile_all(jobs: int = 1, operations: Sequence[str] | None = None) -> list[AotResult]:
+def compile_all(jobs: int = 1, operations: Sequence[str] | None = None, assemble_once: bool = False) -> list[AotResult]:
     """Compile all cases (of `operations`, where given) for all their architectures in `jobs` processes.
+
+    With `assemble_once`, of those for Blackwell only one of each operation and instruction down to a binary.
 
     Raises `RuntimeError` under `TRITON_INTERPRET=1`, where `triton.jit` functions cannot be compiled.
     """
     if INTERPRET:
         raise RuntimeError(INTERPRETED)
+    cases = [
+        (module, index, case, arch)
+        for module, index, case in collect_cases()
+        if operations is None or case.operation in operations
+        for arch in case.archs
+    ]
+    first: dict[tuple[str, int, str | None], str] = {}  # of each operation and instruction, the code
+    for _, _, case, arch in cases:
+        first.setdefault((case.operation, arch, case.instruction.get(arch)), _code_of(case, arch))
+    assembled = set(first.values())
     # Equal code is compiled by one process: two would begin at once, before either has anything to share.
-    same: dict[str, list[tuple[str, int, int]]] = defaultdict(list)
-    tasks = []
-    for module, index, case in collect_cases():
-        if operations is None or case.operation in operations:
-            tasks += [(module, index, arch) for arch in case.archs]
-            for arch in case.archs:
-                same[_code_of(case, arch)].append((module, index, arch))
+    same: dict[str, list[_Task]] = defaultdict(list)
+    for module, index, case, arch in cases:
+        code = _code_of(case, arch)
+        assemble = not assemble_once or arch == 90 or code in assembled
+        same[code].append(_Task(module, index, arch, assemble))
     if jobs <= 1:
-        return _compile_by_name(tasks)
-    with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
-        results = list(pool.map(_compile_by_name, same.values()))
+        results = [_compile_by_name(group) for group in same.values()]
+    else:
+        with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
+            results = list(pool.map(_compile_by_name, same.values()))
     found = {
-        task: result
+        (task.module, task.index, task.arch): result
         for group, part in zip(same.values(), results, strict=True)
         for task, result in zip(group, part, strict=True)
     }
-    return [found[task] for task in tasks]
+    return [found[module, index, arch] for module, index, _, arch in cases]
 
 
 def _print_table(results: list[AotResult]) -> None:
@@ -186,6 +229,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.kernels.aot", description="Compile all kernels.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
+    parser.add_argument(
+        "--assemble-once", action="store_true", help="of Blackwell's cases only one of each operation and instruction"
+    )
     parser.add_argument("--operations", nargs="+", metavar="NAME", help="kernels of these alone (default: all)")
     options = parser.parse_args(arguments)
     if INTERPRET:
@@ -193,7 +239,7 @@ def main(arguments: list[str] | None = None) -> int:
     known = {case.operation for _, _, case in collect_cases()}
     if unknown := set(options.operations or ()) - known:
         parser.error(f"--operations: expected any of {', '.join(sorted(known))}, got {', '.join(sorted(unknown))}")
-    results = compile_all(options.jobs, options.operations)
+    results = compile_all(options.jobs, options.operations, options.assemble_once)
     _print_table(results)
     if options.json:
         payload = {"triton": triton.__version__, "results": [asdict(result) for result in results]}

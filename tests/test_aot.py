@@ -58,7 +58,7 @@ def run_aot(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 @pytest.fixture(scope="module")
 def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     file = tmp_path_factory.mktemp("aot") / "results.json"
-    done = run_aot("--json", str(file), "--jobs", "2")
+    done = run_aot("--json", str(file), "--jobs", "2", "--assemble-once")
     assert file.exists(), f"{done.stdout}\n{done.stderr}"
     found: list[dict[str, Any]] = json.loads(file.read_text())["results"]
     assert done.returncode == int(any(result["error"] for result in found)), done.stderr
@@ -68,6 +68,18 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
 def test_every_case_compiles_to_its_instructions(results: list[dict[str, Any]]) -> None:
     failed = [f"{r['kernel']} {r['format']} sm_{r['arch']}: {r['error']}" for r in results if r["error"]]
     assert not failed, "\n".join(failed)
+
+
+def test_each_kernel_is_assembled_for_each_architecture(results: list[dict[str, Any]]) -> None:
+    """All cases of Hopper, and of Blackwell's some of each operation with each matrix instruction that it uses."""
+    assert all(result["assembled"] for result in results if result["arch"] == 90)
+
+    def forms(some: list[dict[str, Any]]) -> set[tuple[str, str, int, bool]]:
+        scaled = [any("block_scale" in name for name in result["instructions"]) for result in some]
+        return {(r["operation"], r["kernel"], r["arch"], s) for r, s in zip(some, scaled, strict=True)}
+
+    assert forms([result for result in results if result["assembled"]]) == forms(results)
+    assert sum(not result["assembled"] for result in results) > 100
 
 
 def test_results_come_in_the_order_of_the_cases(results: list[dict[str, Any]]) -> None:
