@@ -88,6 +88,9 @@ of Qwen3-235B on 8 ranks:
         80 to 63, 67 and 75, 128 tokens a rank 262 to 249, MXFP8 32 x 32 438 to 368, 32 x 1024 4130 to 4090
     22. 32 columns for each wait where many rows come, now that decoding takes less: 32 x 1024 3687 to 3646, 256 tokens
         a rank 344 to 343; 64 columns 3636, but 348. MXFP8 has had them
+    23. DECODE up to 50 rows of a group instead of 56, MXFP8 up to 24: 224 tokens a rank 333 to 321, 16 groups of 52 and
+        56 rows 180 and 181 to 168 both; MXFP8 of 160, 192 and 224 tokens 383, 398 and 443 to 379, 392 and 408. NVFP4 of
+        32 groups with 51 to 55 rows, of which few have more than 64, loses 2 to 4%
 
 Dropped: `griddepcontrol.launch_dependents` at the start of the GEMM (4 us slower: what decodes the next tokens gathers
 on the few SMs that are idle) and at the end of its loads (1 us faster or 2 slower); two warpgroups of 256 tokens for
@@ -169,8 +172,9 @@ PREFILL = DecodedShape(4, 4, 2, 2, 1, 16, (4, 6, 8, 10, 12, 14))
 MIDDLE = DecodedShape(2, 2, 2, 2, 2, 20, (4, 8, 10, 12, 14, 16, 18))
 """Where most groups have more tokens than a tile of PREFILL takes, and few more than one of these."""
 
-DECODE_ROWS = 56
-"""Rows of a group, on average, up to which a launch takes DECODE, whose tiles have 64."""
+DECODE_ROWS = {"nvfp4": 50, "mxfp8": 24}
+"""Rows of a group, on average, up to which a launch takes DECODE, by the format of the weights. With more of NVFP4 some
+groups have more than the 64 of a tile."""
 MIDDLE_ROWS = range(113, 149)
 """Rows of a group, on average, with which it takes MIDDLE: then half of the groups that random routing gives have more
 than 128."""
@@ -179,9 +183,9 @@ TOKEN_BLOCKS = 12
 """Blocks of `decode_tokens` for each SM, twice as many as it takes at a time: none ends much later than the others."""
 
 
-def choose_shape(rows: int, num_groups: int) -> DecodedShape:
+def choose_shape(rows: int, num_groups: int, weight_format: TokenFormat) -> DecodedShape:
     """The shape for `rows` that come on average; all give the same bits for any number."""
-    if rows <= DECODE_ROWS * num_groups:
+    if rows <= DECODE_ROWS[weight_format.name] * num_groups:
         return DECODE
     return MIDDLE if ceil_div(rows, num_groups) in MIDDLE_ROWS else PREFILL
 
@@ -354,7 +358,7 @@ def _launch(
     _check(a, w, out, result)
     if a.capacity == 0 or a.num_groups == 0 or w.num_experts == 0:
         return
-    shape = choose_shape(a.likely_rows, a.num_groups)
+    shape = choose_shape(a.likely_rows, a.num_groups, w.format)
     units = unit_columns(w.num_columns)
     out_format = None if result is None else result.format
     decoded = None if result is None else result.decoded

@@ -1,4 +1,4 @@
-"""Worker processes for distributed tests: one pool per world size for a whole pytest session, each with a gloo group.
+"""Worker processes for distributed tests: one pool per world size for many tests, each with a gloo group.
 
 A test passes a function of the test module, `fn(rank, world, *args)`, and gets every rank's result. Unless they are
 to have GPUs, workers see none and interpret Triton kernels. A pool that was left in a bad state is built anew.
@@ -161,9 +161,16 @@ def run_once(
     ]
 
 
-@pytest.fixture(scope="session")
+def _scope(fixture_name: str, config: pytest.Config) -> str:
+    """Threads of gloo never rest, so pools end with a file of tests; but with GPUs workers take seconds to begin."""
+    import torch
+
+    return "session" if torch.cuda.is_available() else "module"
+
+
+@pytest.fixture(scope=_scope)  # type: ignore[call-overload]
 def get_pool() -> Iterator[Callable[..., WorkerPool]]:
-    """`get_pool(world_size, gpus=False)`: the session's such pool; all are ended with the session."""
+    """`get_pool(world_size, gpus=False)`: the pool of this size, which ends with the file of tests or the session."""
     pools: dict[tuple[int, bool], WorkerPool] = {}
 
     def get(world_size: int, gpus: bool = False) -> WorkerPool:

@@ -33,8 +33,10 @@ def test_cases_take_both_regimes_of_each_kernel() -> None:
     gathers = set()
     for case in sanitize.cases():
         rows = make_rows(case, 0, rng, "torch")
-        choose = decoded_gemm.choose_shape if rows.format in DECODED_FORMATS else tma_gemm.choose_regime
-        seen[case.format].add(choose(rows.likely_rows, rows.num_groups))
+        sizes = rows.likely_rows, rows.num_groups
+        decoded = rows.format in DECODED_FORMATS
+        regime = decoded_gemm.choose_shape(*sizes, rows.format) if decoded else tma_gemm.choose_regime(*sizes)
+        seen[case.format].add(regime)
         gathers.add((case.format, rows.row_index is not None))
     for name, fmt in FORMATS.items():
         kernel: Any = decoded_gemm if fmt in DECODED_FORMATS else tma_gemm
