@@ -181,7 +181,7 @@ def compile_all(jobs: int = 1, operations: Sequence[str] | None = None, assemble
     for _, _, case, arch in cases:
         first.setdefault((case.operation, arch, case.instruction.get(arch)), _code_of(case, arch))
     assembled = set(first.values())
-    # Equal code is compiled by one process: two would begin at once, before either has anything to share. CUDA C++ comes
+    # Equal code is compiled by one process: two would begin at once, before either has anything to share. CUDA C++ is
     # last: what others compile meanwhile, such as tests, is in the cache then.
     same: dict[str, list[_Task]] = defaultdict(list)
     for module, index, case, arch in sorted(cases, key=lambda entry: isinstance(entry[2], CudaCase)):
