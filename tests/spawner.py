@@ -8,6 +8,7 @@ Other options than `-c`, `-m` and `-u`, and all programs where there are GPUs, a
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import json
 import os
@@ -36,7 +37,7 @@ rest = sys.argv[1:]
 while rest[:1] == ["-u"]:
     del rest[0]
 pipe = socket.socket(socket.AF_UNIX)
-known = rest and (rest[0] in ("-c", "-m") or rest[0][0] != "-")
+known = rest and (rest[0] in ("-c", "-m") or not rest[0].startswith("-"))
 if not known or pipe.connect_ex(os.environ.get({socket!r}, "")):
     os.execv({python!r}, [{python!r}, *sys.argv[1:]])
 what = json.dumps([rest, len(rest) < len(sys.argv) - 1, dict(os.environ), os.getcwd()]).encode()
@@ -110,14 +111,16 @@ def _serve(path: str) -> tuple[list[str], bool]:
                     return _become(*asked)
                 for file in asked[1]:
                     os.close(file)
-                pipe.sendall(f"{pid}\n".encode())
+                _answer(pipe, pid)
                 asking[pid] = pipe
                 chooser.register(pipe, selectors.EVENT_READ, pid)
                 chooser.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+            elif key.data not in asking:
+                pass  # both ended at once
             elif isinstance(key.fileobj, socket.socket):
                 # Who asked was killed; what it stands for is, too.
                 chooser.unregister(key.fileobj)
-                os.killpg(key.data, signal.SIGKILL)
+                os.kill(key.data, signal.SIGKILL)
             else:
                 code = os.waitstatus_to_exitcode(os.waitpid(key.data, 0)[1])
                 chooser.unregister(key.fd)
@@ -125,11 +128,13 @@ def _serve(path: str) -> tuple[list[str], bool]:
                 pipe = asking.pop(key.data)
                 if pipe in chooser.get_map():
                     chooser.unregister(pipe)
-                try:
-                    pipe.sendall(f"{code}\n".encode())
-                except OSError:
-                    pass  # it was killed
+                _answer(pipe, code)
                 pipe.close()
+
+
+def _answer(pipe: socket.socket, number: int) -> None:
+    with contextlib.suppress(OSError):  # who asked was killed
+        pipe.sendall(f"{number}\n".encode())
 
 
 def _receive(pipe: socket.socket) -> tuple[list[Any], list[int]] | None:
