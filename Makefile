@@ -30,7 +30,7 @@ STAMP := $(VENV)/.installed-$(INPUTS)
 demo: $(STAMP)
 	@$(BIN)/python -m moe_runtime.launch.demo
 
-# In the order in which tests/conftest.py has them: the longest begin.
+# In the order of their names: test_aot, the longest, begins, and others run beside its compilers.
 test: lint
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 

@@ -42,13 +42,8 @@ settings.register_profile(
 settings.load_profile("moe_runtime")
 
 
-LONGEST = ("test_aot.py", "test_tma_gemm.py", "test_tma_gemm_emulated.py")
-"""Files that take minutes: begun last, each would be the only one that still runs."""
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with the longest, and skip tests marked `gpu` where there is no GPU."""
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    """Skip tests marked `gpu` where there is no GPU."""
     if HAS_GPU:
         return
     skip = pytest.mark.skip(reason="needs a CUDA GPU")
