@@ -1,4 +1,4 @@
-"""Where programs that tests start find the package."""
+"""Where programs that tests start find the package, and with what environment."""
 
 from __future__ import annotations
 
@@ -11,3 +11,8 @@ ROOT = Path(__file__).resolve().parent.parent
 def python_path() -> str:
     """For `PYTHONPATH`: this checkout, then what the tests themselves were given, which may hold what it needs."""
     return os.pathsep.join(filter(None, (str(ROOT), os.environ.get("PYTHONPATH"))))
+
+
+def without_interpreter(**changes: str) -> dict[str, str]:
+    """The environment of this process for a program in which Triton does not interpret, with `changes`."""
+    return {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | changes

@@ -151,7 +151,7 @@ def _receive(pipe: socket.socket) -> tuple[list[Any], list[int]] | None:
 
 def _become(what: list[Any], files: list[int]) -> tuple[list[str], bool]:
     arguments, unbuffered, environment, folder = what
-    os.setsid()
+    os.setsid()  # What it sends to its own group is not for the process that it comes from.
     for number, file in enumerate(files):
         os.dup2(file, number)
         os.close(file)

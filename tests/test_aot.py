@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import json
-import os
 import re
 import subprocess
 from collections import defaultdict
@@ -17,7 +16,7 @@ from moe_runtime.formats import FORMATS, WEIGHT_FORMATS
 from moe_runtime.kernels import aot
 from moe_runtime.kernels.runtime import ALL_ARCHS, AotCase, CudaCase
 from moe_runtime.launch import kernel_table
-from tests.programs import ROOT
+from tests.programs import ROOT, without_interpreter
 from tests.spawner import interpreter
 
 # Where nothing is compiled yet and other tests run beside it, that takes 10 minutes and more.
@@ -49,10 +48,9 @@ OPERATIONS = {
 
 def run_aot(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the program in a process that the interpreter of this one does not reach."""
-    clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [interpreter(), "-m", "moe_runtime.kernels.aot", *arguments]
-    paths = clean | {"PYTHONPATH": str(ROOT)} | environment
-    return subprocess.run(command, cwd=ROOT, env=paths, capture_output=True, text=True)
+    environment = without_interpreter(PYTHONPATH=str(ROOT)) | environment
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
 
 @pytest.fixture(scope="module")
@@ -127,8 +125,8 @@ def test_a_kernel_that_cannot_do_with_a_constant_is_found(tmp_path: Path) -> Non
         "signature = {'out': '*i64', 'count': 'i32', 'FACTOR': 'constexpr'}\n"
         "print(aot.compile_case(AotCase('one', 'any', _kernel, signature, {'FACTOR': 3}), 90).error)\n"
     )
-    clean = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | {"PYTHONPATH": str(ROOT)}
     command = [interpreter(), "one_kernel.py"]
+    clean = without_interpreter(PYTHONPATH=str(ROOT))
     done = subprocess.run(command, cwd=tmp_path, env=clean, capture_output=True, text=True)
     assert "has no attribute 'to'" in done.stdout, done.stderr
 

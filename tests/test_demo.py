@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import os
 import re
 import subprocess
 import sys
@@ -13,7 +12,7 @@ import pytest
 
 from moe_runtime.formats import FORMATS
 from moe_runtime.launch import cases, demo
-from tests.programs import ROOT
+from tests.programs import ROOT, without_interpreter
 
 pytestmark = pytest.mark.cpu_only
 
@@ -35,11 +34,10 @@ sys.exit(code)
 
 def test_demo_as_a_program(tmp_path: Path) -> None:
     """Less than a minute of two cores, which others may use meanwhile."""
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
         [sys.executable, "-c", CPU_SECONDS_OF, "used", "-m", "moe_runtime.launch.demo"],
         cwd=tmp_path,
-        env=environment | {"PYTHONPATH": str(ROOT), "TMPDIR": str(tmp_path)},
+        env=without_interpreter(PYTHONPATH=str(ROOT), TMPDIR=str(tmp_path)),
         capture_output=True,
         text=True,
         timeout=170,

@@ -14,7 +14,7 @@ from moe_runtime.config import load_config
 from moe_runtime.formats import FORMATS
 from moe_runtime.launch import cases, doctor
 from moe_runtime.memory import reserved_bytes
-from tests.programs import ROOT, python_path
+from tests.programs import ROOT, python_path, without_interpreter
 from tests.spawner import interpreter
 
 
@@ -103,10 +103,9 @@ def test_bad_arguments(arguments: tuple[str, ...], message: str, capsys: pytest.
 def test_an_engine_that_cannot_run_is_a_line_of_the_report(tmp_path: Path) -> None:
     file = tmp_path / "triton.yaml"
     file.write_text((ROOT / "configs" / "tiny_cpu.yaml").read_text().replace("engine: auto", "engine: triton"))
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     command = [interpreter(), "-m", "moe_runtime.launch.doctor", "--config", str(file), "--json"]
-    paths = environment | {"PYTHONPATH": python_path(), "CUDA_VISIBLE_DEVICES": ""}
-    done = subprocess.run(command, cwd=ROOT, env=paths, capture_output=True, text=True, timeout=120)
+    environment = without_interpreter(PYTHONPATH=python_path(), CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
     engine = json.loads(done.stdout)["engine"]
     assert engine["name"] is None and "TRITON_INTERPRET=1" in engine["problem"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import math
-import os
 import re
 import subprocess
 import sys
@@ -24,7 +23,7 @@ from moe_runtime.conversion import convert_checkpoint
 from moe_runtime.formats import FORMATS, ceil_div
 from moe_runtime.launch import bench, cases, checks, environment, layer_bench, run, torch_layer, unfused_layer
 from moe_runtime.placement import Placement
-from tests.programs import ROOT
+from tests.programs import ROOT, without_interpreter
 from tests.spawner import interpreter
 
 TWO_RANKS = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
@@ -40,7 +39,7 @@ def program(name: str, *arguments: object, launcher: tuple[str, ...] = ()) -> su
     """`python -m moe_runtime.launch.name arguments` without a GPU."""
     command = [interpreter(), *launcher, "-m", f"moe_runtime.launch.{name}", *map(str, arguments)]
     changes = {"PYTHONPATH": str(ROOT), "COLUMNS": "160", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | changes
+    environment = without_interpreter(**changes)
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
 
 

@@ -5,7 +5,6 @@ Links of launch/results/README.md, too.
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 from importlib.util import find_spec
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from moe_runtime.config import load_config
-from tests.programs import ROOT
+from tests.programs import ROOT, without_interpreter
 from tests.spawner import interpreter
 
 pytestmark = pytest.mark.cpu_only
@@ -36,11 +35,10 @@ def blocks(*languages: str) -> list[object]:
 def test_python_block_runs_as_written(code: str, tmp_path: Path) -> None:
     script = tmp_path / "snippet.py"
     script.write_text(code)
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     done = subprocess.run(
         [interpreter(), script],
         cwd=ROOT,
-        env=environment | {"PYTHONPATH": str(ROOT)},
+        env=without_interpreter(PYTHONPATH=str(ROOT)),
         capture_output=True,
         text=True,
         timeout=120,

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.programs import ROOT
+from tests.programs import ROOT, without_interpreter
 from tests.spawner import SOCKET, interpreter
 
 pytestmark = [
@@ -36,7 +36,7 @@ sys.exit(7)
 
 
 def both(*arguments: str, **more: str) -> list[subprocess.CompletedProcess[str]]:
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | more
+    environment = without_interpreter(**more)
     return [
         subprocess.run(
             [python, *arguments], input="some\ninput", env=environment, capture_output=True, text=True, timeout=120
@@ -90,7 +90,7 @@ def test_programs_of_programs_come_from_there_too() -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
-def test_who_is_killed_takes_the_program_along(number: signal.Signals, tmp_path: Path) -> None:
+def test_who_is_killed_takes_the_program_along(number: signal.Signals) -> None:
     code = "import os, sys, time; print(os.getpid(), flush=True); time.sleep(600)"
     process = subprocess.Popen([interpreter(), "-c", code], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None

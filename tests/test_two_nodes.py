@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import subprocess
 from pathlib import Path
 
@@ -11,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from tests.comparison import assert_same_bits
-from tests.programs import ROOT
+from tests.programs import ROOT, without_interpreter
 from tests.spawner import interpreter
 from tests.test_distributed import LAYERS, STEPS, virtual_results
 
@@ -32,11 +31,10 @@ def start_node(node: int, port: int, *command: object) -> subprocess.Popen[str]:
         "GLOO_SOCKET_IFNAME": "lo",
         "MOE_RUNTIME_HOST": f"node{node}",
     }
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"} | changes
     return subprocess.Popen(
         [*launcher, *map(str, command)],
         cwd=ROOT,
-        env=environment,
+        env=without_interpreter(**changes),
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
