@@ -3,7 +3,8 @@
 `interpreter()` takes the place of `sys.executable`: a small program that asks a process of ours, which has torch and
 nothing of Triton or moe_runtime, to fork. The child takes over its arguments, environment, folder and files, and it
 ends as the child does. What a child starts by `sys.executable`, such as the ranks of torchrun, comes from there too.
-Other options than `-c`, `-m` and `-u`, and all programs where there are GPUs, are left to the real interpreter.
+Other options than `-c`, `-m` and `-u`, and all programs where there are GPUs, are left to the real interpreter. Not for
+programs that use multiprocessing: results that name classes of `__main__` may not find them.
 """
 
 from __future__ import annotations

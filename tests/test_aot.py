@@ -6,6 +6,7 @@ import ast
 import json
 import re
 import subprocess
+import sys
 from collections import defaultdict
 from pathlib import Path
 from typing import Any
@@ -48,7 +49,8 @@ OPERATIONS = {
 
 def run_aot(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run the program in a process that the interpreter of this one does not reach."""
-    command = [interpreter(), "-m", "moe_runtime.kernels.aot", *arguments]
+    # It has processes of its own, whose results name what is in its `__main__`: the real interpreter's.
+    command = [sys.executable, "-m", "moe_runtime.kernels.aot", *arguments]
     environment = without_interpreter(PYTHONPATH=str(ROOT)) | environment
     return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True)
 
