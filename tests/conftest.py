@@ -9,6 +9,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import random
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
@@ -40,6 +41,16 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("moe_runtime")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """A folder for what the processes of this run compile for the emulator; that of the first one is for all."""
+    from tests.emulator import FOLDER
+
+    if FOLDER not in os.environ:
+        folder = tempfile.TemporaryDirectory(prefix="emulated-")
+        os.environ[FOLDER] = folder.name
+        config.add_cleanup(folder.cleanup)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -14,8 +14,8 @@ from moe_runtime.geometry import sample_geometry
 from moe_runtime.kernels import hopper_exchange, hopper_shapes
 from tests.comparison import assert_same_bits
 from tests.exchange_data import rank_input
-from tests.test_exchange import Ranks, expert_rows, poisoned_memory
 from tests.token_parts import tokens_in_parts
+from tests.virtual_exchange import Ranks, expert_rows, poisoned_memory
 
 __all__ = ["poisoned_memory"]
 

@@ -16,8 +16,8 @@ from moe_runtime.kernels import hopper_exchange, hopper_shapes
 from tests.comparison import assert_same_bits
 from tests.emulator import Emulator, needs_emulator
 from tests.exchange_data import RankInput, expected_groups, rank_input
-from tests.test_exchange import HOPPER, Ranks, emulator, poisoned_memory
 from tests.token_parts import forget_defines
+from tests.virtual_exchange import HOPPER, Ranks, emulator, poisoned_memory
 
 __all__ = ["emulator", "poisoned_memory"]
 

@@ -15,7 +15,6 @@ from moe_runtime.errors import PeerTimeoutError, Phase, RoutingError, StepMismat
 from moe_runtime.kernels import hopper_exchange, hopper_shapes, reference_exchange
 from tests.emulator import Emulator, needs_emulator
 from tests.exchange_data import rank_input
-from tests.test_exchange import HOPPER, Ranks, emulator, poisoned_memory
 from tests.test_hopper_exchange_emulated import (
     Step,
     all_at_once,
@@ -24,6 +23,7 @@ from tests.test_hopper_exchange_emulated import (
     one_after_the_other,
 )
 from tests.token_parts import forget_defines
+from tests.virtual_exchange import HOPPER, Ranks, emulator, poisoned_memory
 
 __all__ = ["emulator", "poisoned_memory"]
 

@@ -16,9 +16,9 @@ from moe_runtime.kernels import hopper_shapes
 from moe_runtime.layer import MoELayer
 from moe_runtime.virtual import virtual_contexts
 from tests.test_decoded_compile import REGISTERS_OF_A_BLOCK, SHARED_BYTES_OF_A_BLOCK, SPILL_BYTES, compile_recorded
-from tests.test_exchange import Ranks, poisoned_memory
 from tests.test_exchange_compile import EDGES, geometry_of, launches, of_kernel
 from tests.test_hopper_exchange import EXPERTS, HIDDEN, TOP_K, WORLD, assert_same_steps
+from tests.virtual_exchange import Ranks, poisoned_memory
 
 __all__ = ["poisoned_memory"]
 

@@ -19,7 +19,7 @@ from tests.comparison import assert_same_bits
 from tests.exchange_data import RankInput, config, expected_combine, expected_groups, rank_input
 from tests.protocol_hooks import hooked
 from tests.protocol_watch import POINTS, Delays, Watch
-from tests.test_exchange import check_arrival
+from tests.virtual_exchange import check_arrival
 
 pytestmark = pytest.mark.cpu_only
 

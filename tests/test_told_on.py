@@ -12,8 +12,8 @@ from moe_runtime.errors import ErrorCode, PeerAbortedError, Phase
 from moe_runtime.kernels import hopper_exchange, hopper_shapes
 from tests.emulator import Emulator, needs_emulator
 from tests.exchange_data import RankInput, rank_input
-from tests.test_exchange import ENGINES, HOPPER, Ranks, emulator, poisoned_memory
 from tests.token_parts import forget_defines
+from tests.virtual_exchange import ENGINES, HOPPER, Ranks, emulator, poisoned_memory
 
 __all__ = ["emulator", "poisoned_memory"]
 

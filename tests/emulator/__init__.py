@@ -10,6 +10,8 @@ of order, be it by other threads or by what reads for them (fences do nothing). 
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import os
 import platform
 import re
 import subprocess
@@ -30,6 +32,8 @@ from tests.on_host import COMPILER
 HERE = Path(__file__).parent
 CAN_EMULATE = COMPILER is not None and platform.machine() == "x86_64"
 needs_emulator = pytest.mark.skipif(not CAN_EMULATE, reason="needs a C++ compiler for x86-64")
+FOLDER = "MOE_RUNTIME_TEST_EMULATED"
+"""Variable of the environment that names a folder, which conftest.py makes and removes."""
 OPTIONS = ("-std=c++17", "-O1", "-fPIC", "-shared", "-fno-strict-aliasing", "-ffp-contract=off", "-w", f"-I{HERE}")
 
 
@@ -37,15 +41,21 @@ class EmulatorError(AssertionError):
     """A kernel that did what a GPU would not forgive, or that could not go on, and who waited for what."""
 
 
-@cache
-def _folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="emulator-")
+def _folder() -> Path:
+    """What processes of a test run compile, each thing once."""
+    return Path(os.environ[FOLDER])
 
 
-def _compile(sources: Sequence[Path], binary: Path, *options: str) -> None:
-    command = [str(COMPILER), *options, *OPTIONS, *map(str, sources), "-o", str(binary)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0, f"{binary.name}: {done.stderr[:4000]}"
+def _compiled(sources: Sequence[Path], name: str, *options: str) -> Path:
+    """`name` in the folder of the run, compiled from `sources` unless it is there; it appears there whole."""
+    binary = _folder() / name
+    if not binary.exists():
+        part = binary.with_suffix(f".{os.getpid()}")
+        command = [str(COMPILER), *options, *OPTIONS, *map(str, sources), "-o", str(part)]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+        assert done.returncode == 0, f"{name}: {done.stderr[:4000]}"
+        part.replace(binary)
+    return binary
 
 
 def _preprocessed(text: str, defines: nvrtc.Defines) -> str:
@@ -56,9 +66,7 @@ def _preprocessed(text: str, defines: nvrtc.Defines) -> str:
 
 @cache
 def _scheduler() -> ctypes.CDLL:
-    binary = Path(_folder().name) / "scheduler.so"
-    _compile(sorted(HERE.glob("*.cpp")), binary)
-    return ctypes.CDLL(str(binary), mode=ctypes.RTLD_GLOBAL)
+    return ctypes.CDLL(str(_compiled(sorted(HERE.glob("*.cpp")), "scheduler.so")), mode=ctypes.RTLD_GLOBAL)
 
 
 def _end(text: str, start: int) -> int:
@@ -168,21 +176,17 @@ def translated(file: str, defines: nvrtc.Defines) -> str:
 
 
 @cache
-def _header() -> Path:
-    """Where instructions.h lies compiled: half of what a kernel takes otherwise."""
-    _compile([HERE / "instructions.h"], Path(_folder().name) / "instructions.h.gch", "-x", "c++-header")
-    return Path(_folder().name)
-
-
-@cache
 def _library(file: str, defines: nvrtc.Defines, edit: Callable[[str], str] | None) -> ctypes.CDLL:
     _scheduler()
-    with tempfile.TemporaryDirectory(dir=_folder().name) as folder:
-        source, binary = Path(folder) / f"{file}.cpp", Path(folder) / f"{file}.so"
-        text = translated(file, defines)
-        source.write_text(text if edit is None else edit(text))
-        _compile([source], binary, "-Wl,-Bsymbolic", f"-I{_header()}")
-        return ctypes.CDLL(str(binary))
+    # instructions.h compiled by itself: half of what a kernel takes otherwise.
+    _compiled([HERE / "instructions.h"], "instructions.h.gch", "-x", "c++-header")
+    text = translated(file, defines)
+    text = text if edit is None else edit(text)
+    name = f"{file}-{hashlib.sha256(text.encode()).hexdigest()[:32]}.so"
+    with tempfile.TemporaryDirectory(dir=_folder()) as folder:
+        source = Path(folder) / f"{file}.cpp"
+        source.write_text(text)
+        return ctypes.CDLL(str(_compiled([source], name, "-Wl,-Bsymbolic", f"-I{_folder()}")))
 
 
 class _Launch(ctypes.Structure):
