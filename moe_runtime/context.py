@@ -47,7 +47,12 @@ S = TypeVar("S", bound=_OverContext)
 class ExpertParallelContext:
     """One rank's part of a group that runs expert layers together. Constructing it is collective.
 
-    One thread at a time may be in a call of a layer or dispatcher over it; that of another is refused.
+    One thread at a time may be in a call of a layer or dispatcher over it; that of another is refused. On a GPU steps
+    of different streams come one after the other, but the halves of one belong on the same stream, and a graph that
+    holds steps is replayed on that of the other steps, or ordered by events.
+
+    Used as `with ExpertParallelContext(...) as context:`, its end raises what the last step recorded, if nothing else
+    has been raised.
 
     Args:
         group: a process group or a one-dimensional `DeviceMesh`, may be a part of the world; None is the default
@@ -145,6 +150,7 @@ class ExpertParallelContext:
         self._failure: Exception | None = None
         self._abort_codes: np.ndarray | None = None
         self._side_stream: torch.cuda.Stream | None = None
+        self._last_stream: torch.cuda.Stream | None = None
         self._one_thread = threading.RLock()
 
     @staticmethod
@@ -342,11 +348,35 @@ class ExpertParallelContext:
             if self.carrier is not None:
                 self.carrier.post_abort(max(self.timeout_s, self.startup_timeout_s))
 
+    def follow_stream(self) -> None:
+        """On a GPU, order what is launched from now on behind what steps launched on another stream.
+
+        All kernels of the exchange share epochs and counters, so no two steps may run beside each other. Of a stream
+        that is captured, only others of the same capture are awaited.
+        """
+        if self.device.type != "cuda":
+            return
+        stream = torch.cuda.current_stream(self.device)
+        last, self._last_stream = self._last_stream, stream
+        if last is not None and last != stream and _is_captured(last) == _is_captured(stream):
+            stream.wait_stream(last)
+
     def close(self) -> None:
         """Free the heap; collective and in order, unless something has failed: then no peer is waited for.
 
-        Tensors and pointers of the heap must not be used afterwards. Safe to call twice.
+        Waits for another thread that is in a step. Tensors and pointers of the heap must not be used afterwards. Safe
+        to call twice.
+
+        Raises `ValueError` if the step of another thread does not end within `startup_timeout_s`.
         """
+        if not self._one_thread.acquire(timeout=self.startup_timeout_s):
+            raise ValueError("context: another thread is in a step of it")
+        try:
+            self._close()
+        finally:
+            self._one_thread.release()
+
+    def _close(self) -> None:
         if self.closed:
             return
         if self.carrier is not None:
@@ -373,10 +403,16 @@ class ExpertParallelContext:
         )
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        if kind is not None:
-            self.abort(f"{kind.__name__}: {error}")
-            self.failed = True
-        self.close()
+        told = kind is not None or self._failure is not None
+        try:
+            if kind is not None:
+                self.abort(f"{kind.__name__}: {error}")
+                self.failed = True
+        finally:
+            self.close()
+        # On a GPU the last step may have failed since the last call.
+        if not told and self._failure is not None and self._error_view[0]:
+            raise self._failure.with_traceback(None)
 
     def _find_failure(self) -> None:
         layout = self.signals_layout
@@ -394,6 +430,11 @@ class ExpertParallelContext:
             raise self._failure.with_traceback(None)
         if self.closed:
             raise ValueError("context: it is closed")
+
+
+def _is_captured(stream: torch.cuda.Stream) -> bool:
+    with torch.cuda.stream(stream):
+        return torch.cuda.is_current_stream_capturing()
 
 
 def by_one_thread(method: Callable[Concatenate[S, P], R]) -> Callable[Concatenate[S, P], R]:

@@ -87,9 +87,9 @@ class CombineSink:
     def __init__(self, handle: DispatchHandle) -> None:
         geometry = handle.geometry
         self.handle = handle
-        self.rows = torch.empty(
-            (geometry.row_capacity, geometry.hidden), dtype=torch.bfloat16, device=handle.positions.device
-        )
+        shape = (geometry.row_capacity, geometry.hidden)
+        with torch.inference_mode(False):
+            self.rows = torch.empty(shape, dtype=torch.bfloat16, device=handle.positions.device)
 
 
 class TokenDispatcher:
@@ -313,41 +313,43 @@ class TokenDispatcher:
             self._check_tokens(x, topk_idx, topk_weights)
             if leave_scales and not self.can_leave_scales:
                 raise ValueError("leave_scales: expected False, this dispatcher copies scales as they arrive")
-        num_tokens, device = x.shape[0], self.context.device
-        handle = DispatchHandle(
-            self.geometry,
-            torch.empty(1, dtype=torch.int32, device=device),
-            torch.empty((self.geometry.num_slots, self.geometry.top_k), dtype=torch.int32, device=device),
-            torch.empty(num_tokens, dtype=torch.int32, device=device),
-            num_tokens,
-            self.context.timeout_ns if self._stepped else self.context.startup_timeout_ns,
-            leave_scales,
-        )
-        # A kernel that waits for peers may begin while the kernel before it runs, which may use memory that was freed
-        # since: what it writes is allocated before this rank sends.
-        handle._results.update(self._room_for_arrivals(leave_scales))
-        self._exchange.dispatch_send(
-            self.context,
-            self.geometry,
-            self._starts,
-            x,
-            topk_idx.contiguous(),
-            topk_weights.contiguous(),
-            self._gsf,
-            handle.epoch,
-            handle.num_parts,
-            handle.timeout_ns,
-        )
-        if self.context.carrier is not None:
-            self.context.carrier.carry_dispatch(
+            num_tokens, device = x.shape[0], self.context.device
+            # Written later, maybe outside of the inference mode of now.
+            with torch.inference_mode(False):
+                handle = DispatchHandle(
+                    self.geometry,
+                    torch.empty(1, dtype=torch.int32, device=device),
+                    torch.empty((self.geometry.num_slots, self.geometry.top_k), dtype=torch.int32, device=device),
+                    torch.empty(num_tokens, dtype=torch.int32, device=device),
+                    num_tokens,
+                    self.context.timeout_ns if self._stepped else self.context.startup_timeout_ns,
+                    leave_scales,
+                )
+                # A kernel that waits for peers may begin while the kernel before it runs, which may use memory that was
+                # freed since: what it writes is allocated before this rank sends.
+                handle._results.update(self._room_for_arrivals(leave_scales))
+            self._exchange.dispatch_send(
                 self.context,
-                epoch=int(handle.epoch),
-                num_tokens=num_tokens,
-                max_tokens=self.geometry.max_tokens,
-                record_bytes=self.geometry.record.record_bytes,
-                timeout_ns=handle.timeout_ns,
-                landing_half=self._landing_half,
+                self.geometry,
+                self._starts,
+                x,
+                topk_idx.contiguous(),
+                topk_weights.contiguous(),
+                self._gsf,
+                handle.epoch,
+                handle.num_parts,
+                handle.timeout_ns,
             )
+            if self.context.carrier is not None:
+                self.context.carrier.carry_dispatch(
+                    self.context,
+                    epoch=int(handle.epoch),
+                    num_tokens=num_tokens,
+                    max_tokens=self.geometry.max_tokens,
+                    record_bytes=self.geometry.record.record_bytes,
+                    timeout_ns=handle.timeout_ns,
+                    landing_half=self._landing_half,
+                )
         return handle
 
     @by_one_thread
@@ -356,14 +358,14 @@ class TokenDispatcher:
         with collective_step(self.context):
             self._check_handle(handle)
             handle.enter("dispatch_wait")
-        geometry, fmt = self.geometry, self.geometry.token_format
-        room: dict[str, Any] = {name: handle._results.pop(name, None) for name in ARRIVALS}
-        rows, scales = room["rows_RQ"], room["scales"]
-        self._exchange.arrive(
-            self.context, geometry, handle.epoch, handle.timeout_ns, positions_SK=handle.positions, **room
-        )
-        self._stepped = True
-        self._end()
+            geometry, fmt = self.geometry, self.geometry.token_format
+            room: dict[str, Any] = {name: handle._results.pop(name, None) for name in ARRIVALS}
+            rows, scales = room["rows_RQ"], room["scales"]
+            self._exchange.arrive(
+                self.context, geometry, handle.epoch, handle.timeout_ns, positions_SK=handle.positions, **room
+            )
+            self._stepped = True
+            self._end()
         if scales is not None and fmt.scale_dtype is not None:
             scales = scales.view(fmt.scale_dtype)
         return DispatchedTokens(
@@ -393,21 +395,24 @@ class TokenDispatcher:
                 raise ValueError("expert_output: expected a CombineSink of the same handle, got that of another")
             self._check_output(output)
             handle.enter("combine_send")
-        # What `combine_wait` writes, which may begin while the kernel before it runs: allocated before this rank sends.
-        shape = (handle.num_tokens, self.geometry.hidden)
-        handle._results["y"] = torch.empty(shape, dtype=torch.bfloat16, device=self.context.device)
-        self._exchange.combine_send(self.context, self.geometry, self._starts, output, handle.positions, handle.epoch)
-        if self.context.carrier is not None:
-            geometry = self.geometry
-            self.context.carrier.carry_combine(
-                self.context,
-                epoch=int(handle.epoch),
-                max_tokens=geometry.max_tokens,
-                parts=geometry.parts,
-                row_bytes=geometry.partial_bytes,
-                part_index=part_index(self.context, geometry, self._starts, handle.positions, int(handle.epoch)),
-                timeout_ns=handle.timeout_ns,
+            # What `combine_wait` writes, which may begin while the kernel before it runs: made before this rank sends.
+            shape = (handle.num_tokens, self.geometry.hidden)
+            with torch.inference_mode(False):
+                handle._results["y"] = torch.empty(shape, dtype=torch.bfloat16, device=self.context.device)
+            self._exchange.combine_send(
+                self.context, self.geometry, self._starts, output, handle.positions, handle.epoch
             )
+            if self.context.carrier is not None:
+                geometry = self.geometry
+                self.context.carrier.carry_combine(
+                    self.context,
+                    epoch=int(handle.epoch),
+                    max_tokens=geometry.max_tokens,
+                    parts=geometry.parts,
+                    row_bytes=geometry.partial_bytes,
+                    part_index=part_index(self.context, geometry, self._starts, handle.positions, int(handle.epoch)),
+                    timeout_ns=handle.timeout_ns,
+                )
 
     @by_one_thread
     def combine_wait(self, handle: DispatchHandle, *, shared: torch.Tensor | None = None) -> torch.Tensor:
@@ -419,11 +424,11 @@ class TokenDispatcher:
             self._check_handle(handle)
             self.check_shared(shared, handle.num_tokens)
             handle.enter("combine_wait")
-        y = handle._results.pop("y")
-        self._exchange.combine_wait(
-            self.context, self.geometry, handle.epoch, handle.num_parts, shared, y, handle.timeout_ns
-        )
-        self._end()
+            y = handle._results.pop("y")
+            self._exchange.combine_wait(
+                self.context, self.geometry, handle.epoch, handle.num_parts, shared, y, handle.timeout_ns
+            )
+            self._end()
         return y
 
     def _room_for_arrivals(self, leave_scales: bool) -> dict[str, torch.Tensor]:
@@ -546,13 +551,14 @@ def collective_step(context: ExpertParallelContext) -> Iterator[None]:
     """
     context.allocate()
     context.check()
+    context.follow_stream()
     try:
         yield
     except MoERuntimeError:
         raise
-    except Exception as error:
+    except BaseException as error:
         if context.world_size > 1:
-            context.abort(str(error))
+            context.abort(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
         raise
 
 

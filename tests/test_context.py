@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import signal
@@ -286,6 +287,33 @@ def test_an_exception_in_the_block_aborts() -> None:
     assert contexts[0].closed and contexts[0].failed
     with pytest.raises(PeerAbortedError, match="rank 0 gave up: KeyError: 'weights'"):
         contexts[1].check()
+
+
+def test_what_the_last_step_recorded_is_raised_at_the_end_of_the_block(device: torch.device) -> None:
+    """On a GPU no call may come after it; what has been raised, or a peer alone has met with, is not raised there."""
+    for caught in (False, True):
+        context = virtual(1, device)[0]
+        record = torch.tensor([ErrorCode.ROUTING, 0, 3, Phase.DISPATCH_SEND, 99, 5, 0, 0], dtype=torch.int32)
+        with pytest.raises(RoutingError, match="expert id 99") if not caught else contextlib.nullcontext():
+            with context:
+                context.error.copy_(record)
+                if caught:
+                    with pytest.raises(RoutingError):
+                        context.check()
+        assert context.closed and context.failed
+    first, second = virtual(2, device)
+    with second:
+        first.abort("no weights")
+        synchronize(device)
+    assert second.closed and second.failed
+
+
+def test_a_context_closes_even_if_peers_cannot_be_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    context = virtual(2)[0]
+    monkeypatch.setattr(context, "abort", lambda reason: 1 / 0)
+    with pytest.raises(ZeroDivisionError), context:
+        raise KeyError("weights")
+    assert context.closed
 
 
 def test_a_host_failure_is_kept() -> None:

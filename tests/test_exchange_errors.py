@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
@@ -138,6 +140,30 @@ def test_no_expert_output_is_told_to_the_peers(device: torch.device, seed: int) 
         ranks.dispatchers[0].combine(None, arrived[0].handle)  # type: ignore[arg-type]
     synchronize(device)
     with pytest.raises(PeerAbortedError, match="rank 0 gave up: expert_output: expected a tensor"):
+        ranks.contexts[1].check_peers()
+
+
+@pytest.mark.parametrize("half", ["dispatch_send", "arrive", "combine_send", "combine_wait"])
+@pytest.mark.parametrize("error", [MemoryError("no room"), KeyboardInterrupt()], ids=["memory", "interrupt"])
+def test_what_goes_wrong_in_the_exchange_itself_is_told_to_the_peers(
+    half: str, error: BaseException, device: torch.device, seed: int
+) -> None:
+    ranks = Ranks(2, device, "torch", **SETTINGS)
+    inputs = [rank_input(seed, rank, 5, 256, 7, 3).to(device) for rank in range(2)]
+    arrived = ranks.dispatch(inputs)
+    ranks.combine(arrived, [expert_rows(a, 256, seed, torch.bfloat16) for a in arrived])
+
+    def fails(*_: object, **__: object) -> None:
+        raise error
+
+    own = ranks.dispatchers[0]
+    names = ("dispatch_send", "room_to_count", "arrive", "combine_send", "combine_wait", "LEAVES_SCALES")
+    own._exchange = SimpleNamespace(**{name: getattr(own._exchange, name) for name in names} | {half: fails})
+    with pytest.raises(type(error)):
+        arrived = ranks.dispatch(inputs)
+        ranks.combine(arrived, [expert_rows(a, 256, seed, torch.bfloat16) for a in arrived])
+    synchronize(device)
+    with pytest.raises(PeerAbortedError, match=f"rank 0 gave up: {type(error).__name__}: "):
         ranks.contexts[1].check_peers()
 
 

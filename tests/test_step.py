@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 import weakref
 from itertools import pairwise
 
@@ -19,6 +20,7 @@ from moe_runtime.plan import expert_starts
 from moe_runtime.virtual import VirtualRanks
 from tests.comparison import assert_same_bits
 from tests.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, config, rank_input
+from tests.pool import PATIENCE_S
 from tests.waiting import synchronize
 
 
@@ -158,3 +160,88 @@ def test_a_second_thread_is_refused_and_changes_nothing(seed: int) -> None:
         thread.start()
         thread.join()
         assert_same_bits(answers[0], wanted, "in another thread")
+
+
+def test_closing_waits_for_the_step_of_another_thread(device: torch.device, seed: int) -> None:
+    """What frees memory under a step, and gives up on one that does not end."""
+    context = ExpertParallelContext(device=device, startup_timeout_s=PATIENCE_S)
+    layer = MoELayer(config(), context)
+    layer.load_random(seed)
+    x = rank_input(seed, 0, TOKENS, HIDDEN, EXPERTS, TOP_K).x.to(device)
+    wanted = layer(x)
+    experts, inside, answers = layer.experts, threading.Event(), []
+    assert experts is not None
+
+    def slow(arrived: DispatchedTokens, out: torch.Tensor) -> None:
+        inside.set()
+        time.sleep(0.5)
+        assert not context.closed
+        experts(arrived, out=out)
+
+    layer.experts = slow  # type: ignore[assignment]
+    slow.takes_scales_by_row = False  # type: ignore[attr-defined]
+    thread = threading.Thread(target=lambda: answers.append(layer(x)))
+    thread.start()
+    assert inside.wait(PATIENCE_S)
+    context.startup_timeout_s = 0.1
+    with pytest.raises(ValueError, match=r"^context: another thread is in a step of it$"):
+        context.close()
+    assert not context.closed
+    context.startup_timeout_s = PATIENCE_S
+    context.close()
+    thread.join()
+    assert context.closed
+    assert_same_bits(answers[0], wanted, "the step beside which it was closed")
+
+
+def test_stages_may_differ_in_their_mode(device: torch.device, seed: int) -> None:
+    """Tensors of a step are made in its first stage and written in later ones."""
+    x = rank_input(seed, 0, TOKENS, HIDDEN, EXPERTS, TOP_K).x.to(device)
+    with ExpertParallelContext(device=device) as context:
+        layer = MoELayer(config("nvfp4"), context)
+        layer.load_random(seed)
+        wanted = layer(x)
+        for inside in range(3):
+            with torch.inference_mode(inside == 0):
+                step = layer.begin(x)
+            with torch.inference_mode(inside == 1):
+                layer.compute(step)
+            with torch.inference_mode(inside == 2):
+                assert_same_bits(layer.finish(step), wanted, f"stage {inside} in inference mode")
+
+
+@pytest.mark.gpu
+def test_steps_on_several_streams_come_one_after_the_other(device: torch.device, seed: int) -> None:
+    """Without anything else to order them: all count in the same memory."""
+    streams = [torch.cuda.Stream(device) for _ in range(3)]
+    inputs = [rank_input(seed + i, 0, 1 + i % TOKENS, HIDDEN, EXPERTS, TOP_K).x.to(device) for i in range(24)]
+    with ExpertParallelContext(device=device) as context:
+        layer = MoELayer(config("nvfp4"), context)
+        layer.load_random(seed)
+        wanted = [layer(x) for x in inputs]
+        torch.cuda.synchronize(device)
+        for _ in range(20):
+            found = []
+            for number, x in enumerate(inputs):
+                with torch.cuda.stream(streams[number % 3]):
+                    found.append(layer(x))
+            torch.cuda.synchronize(device)
+            for number, y in enumerate(found):
+                assert_same_bits(y, wanted[number], f"step {number}")
+        # In a capture, too, whose streams begin together.
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            main = torch.cuda.current_stream()
+            for stream in streams:
+                stream.wait_stream(main)
+            found = []
+            for number, x in enumerate(inputs):
+                with torch.cuda.stream(streams[number % 3]):
+                    found.append(layer(x))
+            for stream in streams:
+                main.wait_stream(stream)
+        graph.replay()
+        torch.cuda.synchronize(device)
+        for number, y in enumerate(found):
+            assert_same_bits(y, wanted[number], f"step {number} of a graph")
+        assert_same_bits(layer(inputs[0]), wanted[0], "after the graph")
