@@ -56,6 +56,8 @@ class CollectiveHeap(SymmetricHeap):
             raise ValueError(f"region: ranks reserved different sizes, {[size for size, _ in answers]} bytes")
         self.key = answers[0][1]
         self._bases = [aligned_zeros(num_bytes, self.device) for _ in range(self.world_size)]
+        for base in self._bases:
+            self._write_ones(base)
 
     def _peer_base(self, rank: int) -> torch.Tensor:
         return self._bases[rank]

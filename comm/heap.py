@@ -16,7 +16,7 @@ class SymmetricHeap(ABC):
     """The same regions on every rank of a group, with pointers to every peer's copy.
 
     Life: `reserve()` each region (the same calls on every rank), `allocate()` once (collective), then `tensor`,
-    `peer_tensor` and `peer_pointers`, at last `close()`. Regions are zero after `allocate()`.
+    `peer_tensor` and `peer_pointers`, at last `close()`. Regions are zero after `allocate()`, but for their `ones`.
 
     Attributes:
         rank, world_size: this process in the group.
@@ -38,9 +38,10 @@ class SymmetricHeap(ABC):
         self.allocated = False
         self.closed = False
         self._regions: dict[str, tuple[int, int]] = {}
+        self._ones: dict[str, int] = {}
 
-    def reserve(self, region: str, num_bytes: int) -> None:
-        """Add a region of `num_bytes`; all ranks must reserve the same regions in the same order."""
+    def reserve(self, region: str, num_bytes: int, *, ones: int = 0) -> None:
+        """Add a region of `num_bytes`, the first `ones` of them 1 at first; on all ranks the same in the same order."""
         if self.allocated:
             raise ValueError(f"region {region!r}: the heap is already allocated")
         if region in self._regions:
@@ -48,6 +49,7 @@ class SymmetricHeap(ABC):
         if num_bytes <= 0:
             raise ValueError(f"num_bytes of region {region!r}: expected a positive number, got {num_bytes}")
         self._regions[region] = (self.total_bytes, num_bytes)
+        self._ones[region] = ones
         self.total_bytes = align(self.total_bytes + num_bytes, REGION_ALIGNMENT)
 
     def allocate(self) -> None:
@@ -102,6 +104,11 @@ class SymmetricHeap(ABC):
     @abstractmethod
     def barrier(self) -> None:
         """Wait on the host until every rank is here, bounded by the start-up timeout."""
+
+    def _write_ones(self, base: torch.Tensor) -> None:
+        """Into a rank's zeroed memory, before a peer can store there."""
+        for region, (offset, _) in self._regions.items():
+            base[offset : offset + self._ones[region]] = 1
 
     @abstractmethod
     def _allocate(self, num_bytes: int) -> None: ...

@@ -62,6 +62,7 @@ class NvshmemHeap(SymmetricHeap):
             with torch.cuda.device(self.device):
                 self._own = load_nvshmem().tensor((room,), dtype=torch.uint8, except_on_del=False)
                 self._own.zero_()
+                self._write_ones(self._own[self._skip(self._own) :])
                 torch.cuda.synchronize(self.device)
         except Exception as error:
             return OSError(
@@ -73,8 +74,7 @@ class NvshmemHeap(SymmetricHeap):
 
     def _map(self, num_bytes: int) -> Exception | None:
         assert self._own is not None
-        # Heaps start at multiples of far more than the alignment, so every rank skips the same bytes.
-        skip = -self._own.data_ptr() % REGION_ALIGNMENT
+        skip = self._skip(self._own)
         for rank in range(self.world_size):
             whole = self._own
             if rank != self.rank:
@@ -88,6 +88,11 @@ class NvshmemHeap(SymmetricHeap):
                     )
             self._bases.append(whole[skip : skip + num_bytes])
         return None
+
+    @staticmethod
+    def _skip(own: torch.Tensor) -> int:
+        """Bytes before the first region: as many on every rank, whose heaps start at multiples of far more."""
+        return -own.data_ptr() % REGION_ALIGNMENT
 
     def _raise_first(self, what: str, problem: Exception | None) -> None:
         """Raise what the first rank with a problem says, on every rank."""

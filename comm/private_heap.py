@@ -42,6 +42,7 @@ class PrivateHeap(SymmetricHeap):
         for member in self._members:
             if member._base is None:
                 member._base = aligned_zeros(num_bytes, self.device)
+                self._write_ones(member._base)
         assert self._base is not None
         first = next(member for member in self._members if member.allocated or member is self)
         if first._regions != self._regions:

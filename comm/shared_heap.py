@@ -52,6 +52,8 @@ class SharedHeap(SymmetricHeap):
                 raise ValueError(f"region: ranks reserved different sizes, {[answer[1] for answer in answers]} bytes")
             for peer_path, _, _ in answers:
                 problem = problem or self._map(peer_path, num_bytes)
+            if problem is None:
+                self._write_ones(self._bases[self.rank])
             paths = [peer_path for peer_path, _, _ in answers]
             self._raise_first(self._group.gather("SharedHeap.allocate: map", problem))
             paths = [path]

@@ -115,7 +115,7 @@ __device__ __forceinline__ bool await_slots(const Exchange& x, const int* own, c
     // All are under way at once. The number of tokens tells by itself whether it is of this epoch.
     const int flagged = load_relaxed(flag), word = load_relaxed(counts), stamp = load_acquire(arrived.stamps + slot);
     const int count = without_sign(word) - arrived.tag;
-    // A number of tokens for another exchange is too small or too large. Stamps that nobody has written are of epoch 0.
+    // A number of tokens for another exchange is too small or too large. A stamp of zeros is of epoch 0.
     if (recent && same_turn(word, arrived.tag) && is_stamped(word) &&
         (token >= count || count > arrived.max_tokens || (stamp == epoch && epoch != 0)))
       return false;

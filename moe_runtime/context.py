@@ -253,7 +253,10 @@ class ExpertParallelContext:
     def _allocate(self) -> None:
         self.heap.reserve("signals", self.signals_layout.num_bytes)
         for region in REGIONS:
-            self.heap.reserve(region, 2 * self.half_bytes[region])
+            # The first half is for even epochs. A stamp of it that nobody has written is odd: after 2^32 dispatches the
+            # epoch is 0 again.
+            ones = self.half_bytes[region] if region == "stamps" else 0
+            self.heap.reserve(region, 2 * self.half_bytes[region], ones=ones)
         if self.staging_bytes:
             self.heap.reserve("staging", self.staging_bytes)
         # What kernels write on this rank's behalf exists before any peer can store here.

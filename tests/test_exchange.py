@@ -262,6 +262,23 @@ def test_scales_cannot_be_left_by_other_engines(device: torch.device, seed: int)
         ranks.dispatchers[0].dispatch_send(data.x, data.topk_idx, data.topk_weights, leave_scales=True)
 
 
+@pytest.mark.parametrize("mode", ["indexed", "packed"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_slots_that_nobody_has_written_are_of_no_epoch(engine: str, mode: str, device: torch.device, seed: int) -> None:
+    """Of 0 neither, which comes after 2^32 dispatches."""
+    ranks = Ranks(3, device, engine, fresh=True, token_format="nvfp4", mode=mode, **SETTINGS)
+    for context in ranks.contexts:
+        layout, signals = context.signals_layout, context.signals
+        context.epoch.fill_(-2)
+        for flag in (layout.dispatch_flag, layout.combine_flag):
+            signals[flag : flag + 3], signals[flag + 3 : flag + 6] = -2, -3
+        signals[layout.ready : layout.ready + 3] = -2
+    for step, tokens in enumerate(((5, 4, 3), (3, 5, 4), (5, 5, 5))):
+        inputs = [rank_input(seed + step, rank, t, 256, 7, 3) for rank, t in enumerate(tokens)]
+        check_step(ranks, inputs, seed, torch.bfloat16)
+    assert [int(context.epoch) for context in ranks.contexts] == [1] * 3
+
+
 @pytest.mark.parametrize("wire", ["fp8_block", "mxfp8"])
 def test_a_quantized_wire_rounds_each_partial_result_once(wire: str, device: torch.device, seed: int) -> None:
     ranks = Ranks(2, device, "torch", combine_format=wire, **{**SETTINGS, "num_experts": 2, "top_k": 2})

@@ -57,7 +57,7 @@ def emulator(monkeypatch: pytest.MonkeyPatch, device: torch.device, seed: int) -
 class Ranks:
     """A dispatcher on each of some virtual ranks, and `others` of a layer with other tokens if asked for.
 
-    `num_sms` of some ranks may be their own.
+    `num_sms` of some ranks may be their own. Memory is filled with what is neither old nor new, if it is not `fresh`.
     """
 
     def __init__(
@@ -67,6 +67,7 @@ class Ranks:
         engine: str,
         other_tokens: int | None = None,
         sms_of_ranks: Sequence[int | None] = (),
+        fresh: bool = False,
         **settings: object,
     ) -> None:
         heaps = PrivateHeap.group(world, device)
@@ -87,7 +88,7 @@ class Ranks:
         for context in self.contexts:
             context.allocate()
         for heap in heaps:
-            for region in ("stamps", "landing", "combine"):
+            for region in () if fresh else ("stamps", "landing", "combine"):
                 # Stamps of epochs that have not been are the worst thing to find in memory; these are far behind.
                 heap.tensor(region).fill_(0xCD)
 
