@@ -35,7 +35,7 @@ from moe_runtime.formats import FORMATS
 from moe_runtime.kernels.runtime import INTERPRET, resolve_engine, runs_cuda
 from moe_runtime.launch import kernel_table
 from moe_runtime.launch.environment import gpu_records, memory_bytes, package_versions
-from moe_runtime.memory import REGIONS, reserved_bytes
+from moe_runtime.memory import REGIONS, expert_bytes, reserved_bytes
 
 
 def examine(
@@ -52,6 +52,7 @@ def examine(
 
     `world_size` is the number of ranks whose reserved bytes are asked for; `group` the ranks that are really there.
     A rank holds `copies` times its `reserved_bytes`: the collective transport stages one copy for each peer.
+    `expert_bytes` are those of the weights of one layer's experts on a rank, in the format of its config, and
     `reserved_bytes` is by `max_tokens_per_rank` (those of `tokens`, or the layer's own), format and region; `placed`
     layers have a placement, and where peers are mapped a region to move experts through.
     """
@@ -77,6 +78,7 @@ def examine(
         }
         if layer
         else {},
+        "expert_bytes": expert_bytes(layer, world_size) if layer else None,
         "copies": world_size if transport["name"] == "collective" else 1,
     }
 
@@ -220,6 +222,9 @@ def _print_report(report: dict[str, Any], console: Console) -> None:
     console.print(choice)
     if report["ranks"] == 1:
         console.print("One rank has no peers; run this under torchrun to see the choice for more.")
+    if report["expert_bytes"] is not None:
+        size = decimal(report["expert_bytes"])
+        console.print(f"Weights of the experts of one layer, on each of {report['world_size']} rank(s): {size}")
     for count, formats in report["reserved_bytes"].items():
         _print_reserved(report, count, formats, console)
 

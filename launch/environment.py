@@ -26,7 +26,7 @@ from pydantic import ValidationError
 from rich.console import Console
 
 from moe_runtime.comm.bootstrap import TRANSPORTS, init_from_env
-from moe_runtime.config import RunConfig, load_config
+from moe_runtime.config import RunConfig, complaints, load_config
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.kernels.runtime import INTERPRET, runs_cuda
@@ -61,20 +61,22 @@ def read_config(options: argparse.Namespace) -> RunConfig:
 
 
 def check_folder(option: str, file: Path | None) -> None:
-    """Raise `ValueError` naming the option where the folder of a file that is to be written is not there."""
+    """Raise `ValueError` naming the option where a file that is to be written is a folder, or its folder not there."""
+    if file is not None and file.is_dir():
+        raise ValueError(f"{option}: expected a file, {file} is a folder")
     if file is not None and not file.resolve().parent.is_dir():
         raise ValueError(f"{option}: no folder {file.parent}")
 
 
 def run_program(name: str, work: Callable[[], int], *, debug: bool = False) -> int:
-    """The exit code of `work()`; errors that are not this project's own become one line on stderr.
+    """The exit code of `work()`; its errors, and of others that memory was lacking, become one line on stderr.
 
     Every rank that fails says so with its number: torchrun ends the others as soon as one has ended.
     """
     try:
         return work()
-    except (ValueError, OSError, MoERuntimeError) as error:
-        if debug:
+    except Exception as error:
+        if debug or not (isinstance(error, (ValueError, OSError, MoERuntimeError)) or _lacks_memory(error)):
             raise
         rank = os.environ.get("RANK")
         who = name if rank is None else f"{name}: rank {rank}"
@@ -86,10 +88,15 @@ def run_program(name: str, work: Callable[[], int], *, debug: bool = False) -> i
             dist.destroy_process_group()
 
 
+def _lacks_memory(error: Exception) -> bool:
+    # What torch raises on a CPU has no class of its own.
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
 def one_line(error: Exception) -> str:
     """The message of an error without line breaks; of a refused model, only what is wrong with it."""
     if isinstance(error, ValidationError):
-        return "; ".join(problem["msg"].removeprefix("Value error, ") for problem in error.errors(include_url=False))
+        return "; ".join(complaints(error))
     lines = [line.strip() for line in str(error).splitlines()]
     return "; ".join(lines).replace(":; ", ": ")
 

@@ -210,6 +210,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def show() -> int:
+        environment.check_folder("--picture", options.picture)
         report = read(options.run)
         print_table(report, Console(highlight=False, width=None if sys.stdout.isatty() else 200))
         if options.picture is not None:

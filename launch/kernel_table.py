@@ -7,6 +7,7 @@ run column is a file of `launch.ops_run`. `launch.doctor --kernels` shows both; 
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
@@ -179,8 +180,33 @@ def markdown(checked: dict[str, Any], run: dict[str, Any] | None, source: str) -
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     lines += [f"| {' | '.join([f'`{line[0]}`', *line[1:]])} |" for line in cells(checked, run)]
     if run is not None:
+        lines += _about_preparing(run)
         lines += ["", f"Run on {where(run)}; shapes, errors, bounds and rates are in the [JSON]({source})."]
     return "\n".join(lines)
+
+
+def _about_preparing(run: dict[str, Any]) -> list[str]:
+    """How much faster operations with prepared weights are, and what preparing takes; nothing where none was timed."""
+    ratios, prepared = [], []
+    for raw, after in itertools.pairwise(run["results"]):
+        if "prepare_us" in after:
+            ratios.append(raw["median_us"] / after["median_us"])
+            shape = after["shape"]
+            experts = f"{shape['num_experts']} experts of {shape['n']} x {shape['k']}"
+            prepared.append(f"{after['prepare_us'] / 1e3:.1f} ms for {experts} in {after['format']}")
+    if not ratios:
+        return []
+    text = (
+        f"With prepared weights operations are {min(ratios):.1f} to {max(ratios):.1f} times as fast. Preparing takes "
+        f"{', '.join(prepared)}."
+    )
+    for result in run["results"]:
+        if "layer_us" in result:
+            text += (
+                f" `{result['operation']}` takes {result['median_us']:.0f} us with them, the call that a layer makes "
+                f"for the same product {result['layer_us']:.0f} us."
+            )
+    return ["", text]
 
 
 def read(file: Path, kind: str) -> dict[str, Any] | None:

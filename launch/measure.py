@@ -11,7 +11,7 @@ It runs the programs of its parts one after the other, each in processes of its 
 
 JSON, a trace and pictures go to FOLDER; copied to `launch/results/`, `launch.tables` makes the tables of README.md and
 of that folder's of them. A part that fails or takes too long is told of in the end, and the others run all the same.
-What a part wrote before is removed when it is run again. Floors of exchanges count with what `link_bench` found, now or
+What a part wrote before is removed when it runs again. Floors of exchanges count with what `link_bench` found, now or
 before, if it has.
 
 All of it is long. A short one, of what matters most:
@@ -25,6 +25,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import shlex
+import signal
 import subprocess
 import sys
 import time
@@ -39,6 +40,7 @@ from rich.console import Console
 from moe_runtime.config import CombineFormatName, FormatName, load_config
 from moe_runtime.launch import cases, environment
 from moe_runtime.launch.bounds import EVEN
+from moe_runtime.launch.drawing import check_can_draw
 
 PARTS = ("links", "layer", "settings", "trace", "gemm", "pictures")
 TOKENS = (1, 8, 32, 128, 512, 1024, 4096, 8192)
@@ -127,10 +129,14 @@ def _common(
 
 
 def run(job: Job, limit_s: float) -> str:
-    """How it ended: `ok`, or what went wrong. What it started does not outlive it, nor do its files of a run before."""
-    for file in job.outputs:
+    """How it ended: `ok`, or what went wrong. What it started does not outlive it.
+
+    Its files of a run before are gone then, unless it did not even begin, because of its arguments.
+    """
+    before = [(file, file.with_name(f"{file.name}.before")) for file in job.outputs if file.exists()]
+    for file, kept in before:
         # Of a job that fails nothing is there, rather than what a later part would take for its results.
-        file.unlink(missing_ok=True)
+        file.replace(kept)
     process = subprocess.Popen(job.command)
     try:
         code = process.wait(limit_s)
@@ -145,6 +151,11 @@ def run(job: Job, limit_s: float) -> str:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+        for file, kept in before:
+            if process.returncode == 2:
+                kept.replace(file)
+            else:
+                kept.unlink()
     return "ok" if code == 0 else f"exit code {code}"
 
 
@@ -157,8 +168,15 @@ def work(options: argparse.Namespace) -> int:
     for count in options.ranks or ():
         if not 1 <= count <= (num_gpus or count):
             raise ValueError(f"--ranks: expected 1 .. {num_gpus} GPUs, got {count}")
+    if num_gpus == 0 and options.ranks is None:
+        raise ValueError("--ranks: expected with a number, there is no GPU to count; --config tiny_cpu is for CPUs")
     if not options.limit_s > 0:
         raise ValueError(f"--limit-s: expected a positive number, got {options.limit_s:g}")
+    for name, least in (("--steps", options.steps), ("--tokens", min(options.tokens))):
+        if least < 1:
+            raise ValueError(f"{name}: expected at least 1, got {least}")
+    if {"gemm", "pictures"} & set(options.parts):
+        check_can_draw("--parts")
     console = Console(highlight=False, soft_wrap=True)
     ends = []
     for job in jobs(options, num_gpus):
@@ -198,7 +216,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--limit-s", type=float, default=3600.0, metavar="S", help="for each program (default: 3600)")
     parser.add_argument("--dry-run", action="store_true", help="show the commands, run none")
     options = parser.parse_args(arguments)
-    return environment.run_program("measure", lambda: work(options))
+    # Asked to end, it ends what it has started.
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    try:
+        return environment.run_program("measure", lambda: work(options))
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 if __name__ == "__main__":

@@ -298,10 +298,10 @@ def load_config(path: str | Path) -> RunConfig:
     try:
         return RunConfig.model_validate(data)
     except ValidationError as error:
-        raise ValueError(f"{file}:\n" + "\n".join(f"  {line}" for line in _complaints(error))) from None
+        raise ValueError(f"{file}:\n" + "\n".join(f"  {line}" for line in complaints(error))) from None
 
 
-def _complaints(error: ValidationError) -> list[str]:
+def complaints(error: ValidationError) -> list[str]:
     """One line `dotted.key: what is wrong` per problem. Cross-checks name their key in the message themselves."""
     lines = []
     for problem in error.errors(include_url=False):

@@ -135,6 +135,8 @@ class TokenDispatcher:
         agree: Mapping[str, object] | None = None,
         agreed: bool = False,
     ) -> None:
+        if not isinstance(context, ExpertParallelContext):
+            raise ValueError(f"context: expected an ExpertParallelContext, got {type(context).__name__}")
         fmt, wire = _format(token_format, "token_format"), _format(combine_format, "combine_format")
         _positive("hidden_size", hidden_size)
         _positive("num_experts", num_experts)

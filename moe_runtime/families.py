@@ -11,7 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
+from pydantic import ValidationError
+
+from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig, complaints
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,10 @@ def layer_config(config: Mapping[str, Any], *, source: str = "config", **overrid
         "expert_bias": family.expert_bias,
         "shared_expert": shared_expert(config, source=source),
     }
-    made = MoELayerConfig.model_validate(stored | overrides)
+    try:
+        made = MoELayerConfig.model_validate(stored | overrides)
+    except ValidationError as error:
+        raise ValueError(f"{source}: {'; '.join(complaints(error))}") from None
     for key, value in stored.items():
         if getattr(made, key) != value:
             raise ValueError(f"{key}: {source} says {value!r}, got {getattr(made, key)!r}")

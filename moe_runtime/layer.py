@@ -71,6 +71,9 @@ class MoELayer(nn.Module):
         router: bool = True,
     ) -> None:
         super().__init__()
+        if not isinstance(config, MoELayerConfig):
+            way = "; of a RunConfig it is `layer`" if hasattr(config, "layer") else ""
+            raise ValueError(f"config: expected a MoELayerConfig, got {type(config).__name__}{way}")
         self.config = config
         self.context = context if context is not None else ExpertParallelContext()
         device = self.context.device

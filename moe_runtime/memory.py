@@ -18,7 +18,7 @@ from __future__ import annotations
 from moe_runtime.comm.heap import REGION_ALIGNMENT
 from moe_runtime.comm.signals import SignalLayout
 from moe_runtime.config import MoELayerConfig
-from moe_runtime.formats import align, token_format
+from moe_runtime.formats import WEIGHT_BLOCK_N, align, ceil_div, token_format, weight_format
 from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.token_format import RecordLayout
 
@@ -37,8 +37,7 @@ def reserved_bytes(config: MoELayerConfig, world_size: int, *, placed: bool = Fa
 
     Raises `ValueError` for a `world_size` below 1.
     """
-    if world_size < 1:
-        raise ValueError(f"world_size: expected at least 1, got {world_size}")
+    _check_world_size(world_size)
     geometry = ExchangeGeometry(
         rank=0,
         world_size=world_size,
@@ -56,6 +55,24 @@ def reserved_bytes(config: MoELayerConfig, world_size: int, *, placed: bool = Fa
     return regions | ({"staging": staging_bytes(config, world_size)} if placed else {})
 
 
+def expert_bytes(config: MoELayerConfig, world_size: int) -> int:
+    """Bytes of the quants and block scales of the experts of one layer, on the rank of `world_size` that has most.
+
+    Raises `ValueError` for a `world_size` below 1.
+    """
+    _check_world_size(world_size)
+    fmt, total = weight_format(config.weight_format), 0
+    for rows, columns in (
+        (2 * config.intermediate_size, config.hidden_size),
+        (config.hidden_size, config.intermediate_size),
+    ):
+        scale_rows = align(rows, WEIGHT_BLOCK_N) if fmt.swizzled else ceil_div(rows, WEIGHT_BLOCK_N)
+        scale_columns = align(fmt.scale_columns(columns), 4) if fmt.swizzled else fmt.scale_columns(columns)
+        scale_size = 0 if fmt.scale_dtype is None else fmt.scale_dtype.itemsize
+        total += rows * fmt.quant_bytes(columns) + scale_rows * scale_columns * scale_size
+    return ceil_div(config.num_experts, world_size) * total
+
+
 def staging_bytes(config: MoELayerConfig, world_size: int) -> int:
     """Bytes of region `staging`: its words, and one expert in bf16 or `CHUNK_BYTES`."""
     expert_bytes = align(3 * config.hidden_size * config.intermediate_size * 2, REGION_ALIGNMENT)
@@ -65,3 +82,8 @@ def staging_bytes(config: MoELayerConfig, world_size: int) -> int:
 def staging_words_bytes(world_size: int) -> int:
     """Bytes of the words that region `staging` begins with, aligned."""
     return align(STAGING_WORDS * world_size * 4, REGION_ALIGNMENT)
+
+
+def _check_world_size(world_size: int) -> None:
+    if world_size < 1:
+        raise ValueError(f"world_size: expected at least 1, got {world_size}")

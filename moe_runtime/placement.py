@@ -83,7 +83,9 @@ class Placement:
         return self.num_slots // self.num_ranks
 
     def rank_experts(self, rank: int) -> tuple[int, ...]:
-        """Experts of the slots of `rank`, in the order of the slots."""
+        """Experts of the slots of `rank`, in the order of the slots. Raises `ValueError` if there is no such rank."""
+        if not 0 <= rank < self.num_ranks:
+            raise ValueError(f"rank: expected 0 .. {self.num_ranks - 1}, got {rank}")
         return self.slot_experts[rank * self.slots_per_rank : (rank + 1) * self.slots_per_rank]
 
     @cached_property

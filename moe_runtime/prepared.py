@@ -8,7 +8,7 @@ from typing import ClassVar
 import torch
 
 from moe_runtime.formats import NVFP4, TokenFormat
-from moe_runtime.weights import ExpertWeights, GateUpOrder
+from moe_runtime.weights import ExpertWeights, GateUpOrder, one_of
 
 E4M3_MAX_CODE = 0x7E
 RESULT_FORMATS = ("bf16", "mxfp8", "nvfp4")
@@ -104,8 +104,8 @@ class PreparedWeights:
         return runs_cuda(engine, w.device) and w.format in DECODED_FORMATS and w.num_experts <= MAX_EXPERTS
 
     def expert(self, expert: int) -> PreparedWeights:
-        """The weights of one expert."""
-        one = slice(expert, expert + 1)
+        """The weights of one expert. Raises `ValueError` if there is no such one."""
+        one = one_of(expert, self.num_experts)
         expert_scales, bias = (None if t is None else t[one] for t in (self.expert_scales, self.bias))
         return replace(self, units=self.units[one], expert_scales=expert_scales, bias=bias)
 

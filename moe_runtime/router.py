@@ -133,6 +133,11 @@ class Router(FixedDtypes):
         engine: str = "auto",
     ) -> None:
         super().__init__()
+        for name, size in (("hidden_size", hidden_size), ("num_experts", num_experts), ("top_k", top_k)):
+            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}: expected a positive integer, got {size!r}")
+        if not isinstance(config, RouterConfig):
+            raise ValueError(f"config: expected a RouterConfig, got {type(config).__name__}")
         self.engine = engine
         self.top_k = top_k
         self.config = config

@@ -6,6 +6,7 @@ accumulator. `E` experts, `N x K` the weight of one, `I` rows of gate (and of up
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -75,8 +76,19 @@ class SwiGLU:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "order", GateUpOrder(self.order))
+        for name in ("alpha", "up_offset"):
+            value = getattr(self, name)
+            if not (isinstance(value, (int, float)) and math.isfinite(value)):
+                raise ValueError(f"{name}: expected a finite number, got {value!r}")
         if self.limit is not None and not self.limit > 0:
             raise ValueError(f"limit: expected a positive number or None, got {self.limit}")
+
+
+def one_of(expert: int, num_experts: int) -> slice:
+    """Where `expert` lies among so many. Raises `ValueError` if it does not."""
+    if not 0 <= expert < num_experts:
+        raise ValueError(f"expert: expected 0 .. {num_experts - 1}, got {expert}")
+    return slice(expert, expert + 1)
 
 
 SILU = SwiGLU()
@@ -159,8 +171,8 @@ class ExpertWeights:
         return replace(self, quants=self.quants.to(device), scales=scales, expert_scales=expert_scales, bias=bias)
 
     def expert(self, expert: int) -> ExpertWeights:
-        """The weights of one expert."""
-        one = slice(expert, expert + 1)
+        """The weights of one expert. Raises `ValueError` if there is no such one."""
+        one = one_of(expert, self.num_experts)
         scales, expert_scales, bias = (
             None if t is None else t[one] for t in (self.scales, self.expert_scales, self.bias)
         )

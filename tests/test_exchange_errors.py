@@ -105,6 +105,11 @@ def test_results_after_a_failure_are_nan(engine: str, device: torch.device, seed
     assert y.isnan().all()
 
 
+def test_a_dispatcher_wants_a_context() -> None:
+    with pytest.raises(ValueError, match="context: expected an ExpertParallelContext, got NoneType"):
+        TokenDispatcher(None, **SETTINGS)  # type: ignore[arg-type]
+
+
 def test_a_handle_combines_once(device: torch.device, seed: int) -> None:
     ranks = Ranks(1, device, "torch", **SETTINGS)
     data = rank_input(seed, 0, 5, 256, 7, 3).to(device)

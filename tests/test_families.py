@@ -308,3 +308,12 @@ def test_overrides_that_contradict(name: str) -> None:
     for key, value in (("top_k", 1), ("expert_bias", other_bias), ("shared_expert", other_shared)):
         with pytest.raises(ValueError, match=f"{key}: config says .*, got"):
             layer_config(PUBLISHED[name], max_tokens_per_rank=8, **{key: value})
+
+
+def test_what_a_config_refuses_names_its_source() -> None:
+    described = PUBLISHED["gpt-oss-120b"] | {"num_experts_per_tok": 999, "experts_per_token": 999}
+    with pytest.raises(ValueError, match=r"^model/config\.json: top_k: expected at most") as caught:
+        layer_config(described, source="model/config.json", max_tokens_per_rank=8)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"^config: max_tokens_per_rank: [^;]*, got 0$"):
+        layer_config(PUBLISHED["gpt-oss-120b"], max_tokens_per_rank=0)

@@ -275,6 +275,7 @@ def test_nan_is_outside() -> None:
         ("bench", ("--tokens", "0"), "--tokens: expected at least 1, got 0"),
         ("bench", ("--check-tokens", "0"), "--check-tokens: expected at least 1, got 0"),
         ("bench", ("--json", "no/such/folder/file.json"), "--json: no folder no/such/folder"),
+        ("bench", ("layer", "--trace", "."), "--trace: expected a file, . is a folder"),
         ("bench", ("layer", "--trace", "no/such/folder/file.json"), "--trace: no folder no/such/folder"),
         ("bench", ("layer", "--json", "a.json", "--trace", "./a.json"), "--trace: expected another file than --json, "),
         (
@@ -297,6 +298,21 @@ def test_mistakes_are_one_line_and_exit_code_2(
     assert {"run": run, "bench": bench}[name].main(list(arguments)) == 2
     error = capsys.readouterr().err
     assert message in error and error.startswith(f"{name}: ") and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("size", [2**50, 2**62])
+def test_lack_of_memory_is_one_line(size: int, device: torch.device, capsys: pytest.CaptureFixture[str]) -> None:
+    def work() -> int:
+        return torch.empty(size, dtype=torch.uint8, device=device).numel()
+
+    assert environment.run_program("run", work) == 1
+    error = capsys.readouterr().err
+    assert error.startswith(("run: RuntimeError: ", "run: OutOfMemoryError: ")) and error.count("\n") == 1
+    assert "emory" in error
+    with pytest.raises(RuntimeError):
+        environment.run_program("run", work, debug=True)
+    with pytest.raises(RuntimeError, match="shapes"):
+        environment.run_program("run", lambda: exec('raise RuntimeError("shapes")'))
 
 
 def test_unknown_keys_and_sizes_that_do_not_fit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

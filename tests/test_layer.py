@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from moe_runtime.checkpoint import write_qwen3_moe_checkpoint
-from moe_runtime.config import MoELayerConfig
+from moe_runtime.config import MoELayerConfig, load_config
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.families import layer_config
 from moe_runtime.formats import FORMATS
@@ -397,6 +397,10 @@ def test_one_rank_goes_on_after_a_step_that_was_left_half_done(
 
 def test_wrong_use_is_named(device: torch.device, rng: torch.Generator) -> None:
     x = tokens(rng, 4).to(device)
+    with pytest.raises(
+        ValueError, match="config: expected a MoELayerConfig, got RunConfig; of a RunConfig it is `layer`"
+    ):
+        MoELayer(load_config("tiny_cpu"))
     with pytest.raises(ValueError, match="experts: no weights are loaded"):
         MoELayer(MoELayerConfig(**SETTINGS), ExpertParallelContext(device=device))(x)
     with pytest.raises(ValueError, match="topk_idx: expected together"):

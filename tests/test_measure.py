@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import shlex
+import signal
 import sys
+import threading
 import time
 from importlib.util import find_spec
 from pathlib import Path
@@ -151,6 +154,36 @@ def test_what_a_failed_part_wrote_before_is_gone(tmp_path: Path, monkeypatch: py
         assert sorted(file.name for file in tmp_path.iterdir()) == left
 
 
+def test_what_a_part_wrote_before_stays_where_its_arguments_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(measure.Job, "command", [sys.executable, "-c", "raise SystemExit(2)"])
+    (tmp_path / "layer_1.json").write_text("old")
+    assert measure.main([str(tmp_path), "--parts", "layer", "--ranks", "1", "--config", "tiny_cpu"]) == 1
+    assert [(file.name, file.read_text()) for file in tmp_path.iterdir()] == [("layer_1.json", "old")]
+
+
+def test_asked_to_end_it_ends_what_it_has_started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "pid"
+    sleeper = f"import os, time; open({str(file)!r}, 'w').write(str(os.getpid())); time.sleep(600)"
+    monkeypatch.setattr(measure.Job, "command", [sys.executable, "-c", sleeper])
+
+    def ask() -> None:
+        while not (file.exists() and file.read_text()):
+            time.sleep(0.05)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    asking = threading.Thread(target=ask)
+    asking.start()
+    with pytest.raises(SystemExit) as caught:
+        measure.main([str(tmp_path), "--parts", "layer", "--ranks", "1", "--config", "tiny_cpu"])
+    asking.join()
+    assert caught.value.code == 143 and signal.getsignal(signal.SIGTERM) is handler
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(file.read_text()), 0)
+
+
 def test_what_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     sleeper = [sys.executable, "-c", "import time; time.sleep(600)"]
     monkeypatch.setattr(measure.Job, "command", sleeper)
@@ -164,7 +197,10 @@ def test_what_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (("no/such",), "measure: FOLDER: no folder no/such"),
         ((".", "--config", "no_such"), "measure: "),
-        ((".", "--limit-s", "0"), "measure: --limit-s: expected a positive number, got 0"),
+        ((".",), "measure: --ranks: expected with a number, there is no GPU to count; --config tiny_cpu is for CPUs"),
+        ((".", "--ranks", "1", "--limit-s", "0"), "measure: --limit-s: expected a positive number, got 0"),
+        ((".", "--ranks", "1", "--steps", "0", "--dry-run"), "measure: --steps: expected at least 1, got 0"),
+        ((".", "--ranks", "1", "--tokens", "8", "-5", "--dry-run"), "measure: --tokens: expected at least 1, got -5"),
     ],
 )
 def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -9,8 +9,9 @@ from moe_runtime.comm.private_heap import PrivateHeap
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import TokenDispatcher
-from moe_runtime.formats import FORMATS
-from moe_runtime.memory import REGIONS, reserved_bytes
+from moe_runtime.formats import FORMATS, WEIGHT_FORMATS
+from moe_runtime.memory import REGIONS, expert_bytes, reserved_bytes
+from moe_runtime.weights import ExpertWeights
 
 
 def make_config(**changes: object) -> MoELayerConfig:
@@ -71,6 +72,22 @@ def test_a_context_reserves_exactly_this(name: str, combine_format: str, world_s
         combine_format=combine_format,
     )
     assert context.reserved_bytes == sum(reserved_bytes(config, world_size).values())
+
+
+@pytest.mark.parametrize("name", WEIGHT_FORMATS)
+@pytest.mark.parametrize("world_size", [1, 3])
+def test_experts_take_what_is_told(name: str, world_size: int) -> None:
+    sizes = {"hidden_size": 384, "intermediate_size": 160 if name != "fp8_block" else 256}
+    config = make_config(weight_format=name, token_format="bf16" if "4" in name else name, **sizes)
+    most = -(-config.num_experts // world_size)
+    weights = [
+        ExpertWeights.quantize(torch.randn(most, rows, columns), name)
+        for rows, columns in ((2 * config.intermediate_size, 384), (384, config.intermediate_size))
+    ]
+    tensors = [t for w in weights for t in (w.quants, w.scales) if t is not None]
+    assert expert_bytes(config, world_size) == sum(t.numel() * t.element_size() for t in tensors)
+    with pytest.raises(ValueError, match="world_size: expected at least 1, got 0"):
+        expert_bytes(config, 0)
 
 
 @pytest.mark.parametrize("world_size", [0, -1])

@@ -42,6 +42,9 @@ def test_a_plan_is_valid_and_replicates_as_well_as_can_be(load: list[float], dat
     for rank in range(ranks):
         experts = plan.rank_experts(rank)
         assert len(set(experts)) == slots and list(experts) == sorted(experts)
+    for rank in (-1, ranks):
+        with pytest.raises(ValueError, match=rf"^rank: expected 0 \.\. {ranks - 1}, got {rank}$"):
+            plan.rank_experts(rank)
     assert all(plan.replicas)
     # No other number of replicas has a smaller largest load per replica: with it, more slots would be needed.
     largest = max(value / len(held) for value, held in zip(load, plan.replicas, strict=True))

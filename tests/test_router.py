@@ -345,6 +345,10 @@ def test_no_tokens(device: torch.device) -> None:
 
 
 def test_bad_input_is_named() -> None:
+    with pytest.raises(ValueError, match="hidden_size: expected a positive integer, got 0"):
+        Router(0, 8, 2, RouterConfig())
+    with pytest.raises(ValueError, match="config: expected a RouterConfig, got dict"):
+        Router(256, 8, 2, {"kind": "softmax"})  # type: ignore[arg-type]
     router = Router(64, 16, 4, RouterConfig())
     with pytest.raises(ValueError, match=r"x: expected \[T, 64\], got \[3, 65\]"):
         router(torch.zeros(3, 65))

@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from moe_runtime.formats import WEIGHT_FORMATS as FORMATS
+from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
 from tests.gemm_cases import bits, decode_weights
@@ -181,3 +182,19 @@ def test_bad_arguments_are_named() -> None:
             ExpertWeights.quantize(torch.zeros(1, 24, 128), name, gate_up=True)
     with pytest.raises(ValueError, match=r"^order of gate and up: expected one of .*, got 'up'"):
         SwiGLU("up")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("expert", [-1, 2])
+def test_an_expert_that_is_not_there_is_named(expert: int) -> None:
+    w = ExpertWeights.quantize(torch.randn(2, 64, 256), "nvfp4")
+    for weights in (w, PreparedWeights.prepare(w)):
+        assert weights.expert(1).num_experts == 1
+        with pytest.raises(ValueError, match=rf"^expert: expected 0 \.\. 1, got {expert}$"):
+            weights.expert(expert)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), "x"])
+@pytest.mark.parametrize("name", ["alpha", "up_offset"])
+def test_numbers_of_the_activation_are_finite(name: str, value: object) -> None:
+    with pytest.raises(ValueError, match=f"^{name}: expected a finite number"):
+        SwiGLU(**{name: value})
