@@ -52,6 +52,8 @@ def quantize_nvfp4(
     take as `alpha` or `expert_scales` is `1 / (gsf of a * gsf of b)`.
     """
     _check_floats(x, 16)
+    if gsf is None:
+        raise ValueError("gsf: expected a number or fp32 tensor, got None")
     k = x.shape[-1]
     each = isinstance(gsf, torch.Tensor) and gsf.numel() != 1
     if each and (x.ndim != 3 or tuple(gsf.shape) != (x.shape[0],)):  # type: ignore[union-attr]

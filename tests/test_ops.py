@@ -306,6 +306,7 @@ BYTES = torch.zeros(1, 128, 4, dtype=torch.uint8)
     [
         (lambda: ops.quantize_nvfp4(torch.zeros(3, 20)), "x"),
         (lambda: ops.quantize_nvfp4(torch.zeros(3, 32), torch.ones(3)), "gsf"),
+        (lambda: ops.quantize_nvfp4(torch.zeros(3, 32), None), "gsf"),  # type: ignore[arg-type]
         (lambda: ops.quantize_mxfp8(torch.zeros(3, 32), 64), "granularity_k"),
         (lambda: ops.quantize_fp8(torch.zeros(3, 128), 2), "granularity_mn"),
         (lambda: ops.quantize_fp8(torch.zeros(3, 128), 1, torch.float16), "dtype"),
