@@ -234,6 +234,14 @@ def raw_bits(t: torch.Tensor) -> torch.Tensor:
     return t if t.dtype == torch.float32 else t.view({1: torch.uint8, 2: torch.int16}[t.dtype.itemsize])
 
 
+def copy_as(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bits of `t` as numbers of `dtype` along the last dimension, in memory of their own.
+
+    `contiguous` leaves one row or none as they are, with strides and an offset that a wider dtype cannot have.
+    """
+    return t.clone(memory_format=torch.contiguous_format).view(dtype)
+
+
 def swizzle_scales(scales_ENV: torch.Tensor) -> torch.Tensor:
     """Twin of `swizzle.swizzle_scales` on `[E, N, V]`, one-byte elements: `[E, ceil(N/128), ceil(V/4), 32, 4, 4]`."""
     e, n, v = scales_ENV.shape

@@ -13,7 +13,7 @@ import torch
 
 from moe_runtime import plan
 from moe_runtime.formats import align, ceil_div
-from moe_runtime.kernels.reference_quantize import raw_bits
+from moe_runtime.kernels.reference_quantize import copy_as, raw_bits
 from moe_runtime.kernels.swizzle import swizzle_scales, unswizzle_scales
 
 Offsets = Sequence[int] | torch.Tensor
@@ -127,7 +127,7 @@ def unpack_ue8m0_rows(packed: torch.Tensor, m_indptr: Offsets, num_columns: int)
     for group, (start, end) in enumerate(itertools.pairwise(rows)):
         first = plan.closed_form_4_start(start, group)
         parts.append(packed[first : first + end - start])
-    return torch.cat(parts).clone(memory_format=torch.contiguous_format).view(torch.uint8)[:, :num_columns].contiguous()
+    return copy_as(torch.cat(parts), torch.uint8)[:, :num_columns].contiguous()
 
 
 def pack_ue8m0_weights(scales_ENV: torch.Tensor) -> torch.Tensor:
@@ -142,7 +142,7 @@ def pack_ue8m0_weights(scales_ENV: torch.Tensor) -> torch.Tensor:
 def unpack_ue8m0_weights(packed: torch.Tensor, num_columns: int) -> torch.Tensor:
     """UE8M0 bytes `[E, N, num_columns]`; the inverse of `pack_ue8m0_weights`."""
     _check_words(packed, "[E, N, words]", num_columns)
-    return packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)[..., :num_columns].contiguous()
+    return copy_as(packed, torch.uint8)[..., :num_columns].contiguous()
 
 
 def pack_scale_major(scales: torch.Tensor, major: str) -> torch.Tensor:
@@ -178,7 +178,7 @@ def _words(scales: torch.Tensor, argument: str) -> torch.Tensor:
     """int32 `[..., ceil(V/4)]` of bytes `[..., V]`, zeros behind the last."""
     if scales.dtype != torch.uint8:
         raise ValueError(f"{argument}: expected UE8M0 bytes (uint8), got {scales.dtype}")
-    return torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4)).contiguous().view(torch.int32)
+    return copy_as(torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4)), torch.int32)
 
 
 def _host(offsets: Offsets) -> list[int]:

@@ -13,7 +13,7 @@ import torch
 from moe_runtime import plan
 from moe_runtime.formats import NVFP4, QuantizedRows, TokenFormat, align, token_format
 from moe_runtime.kernels.quantize import check_gsf, quantize_rows
-from moe_runtime.kernels.reference_quantize import raw_bits
+from moe_runtime.kernels.reference_quantize import copy_as, raw_bits
 
 DEFAULT_ALIGNMENT = 16
 RECORD_ALIGNMENT = 128
@@ -236,30 +236,30 @@ class TokenMessage:
             # The low 16 bits of -1 are 65535.
             (self.topk_info_offset(), topk_idx.reshape(-1, self.top_k), torch.int16),
         ):
-            raw = values.to(dtype).contiguous().view(torch.uint8)
+            raw = copy_as(values.to(dtype), torch.uint8)
             buf[:, offset : offset + raw.shape[1]] = raw
 
     def read_info(self, buf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`(source, topk_idx)` of messages as int32 `[T]` and `[T, top_k]` (without `T` for one), -1 for no expert."""
         rows = self._messages(buf, self.msg_size(), buf.shape[:-1])
-        source = rows[:, self.src_info_offset() :][:, :4].contiguous().view(torch.int32)
-        ids = rows[:, self.topk_info_offset() :][:, : 2 * self.top_k].contiguous().view(torch.int16).to(torch.int32)
+        source = copy_as(rows[:, self.src_info_offset() :][:, :4], torch.int32)
+        ids = copy_as(rows[:, self.topk_info_offset() :][:, : 2 * self.top_k], torch.int16).to(torch.int32)
         ids = ids & NO_EXPERT
         ids = ids.masked_fill_(ids == NO_EXPERT, -1)
         return source.reshape(buf.shape[:-1]), ids.reshape(*buf.shape[:-1], self.top_k)
 
     def read_token(self, buf: torch.Tensor, input_scale: float | torch.Tensor | None = None) -> QuantizedRows:
-        """The quantized rows of messages `[T, >= token_size()]` (or one), scales linear; no copy is promised.
+        """The quantized rows of messages `[T, >= token_size()]` (or one), scales linear, in memory of their own.
 
         `input_scale` is the encode scale that they were written with; `row_scale_R` is its inverse.
         """
         rows = self._messages(buf, self.token_size(), buf.shape[:-1])
         fmt = self.format
-        quants = rows[:, : fmt.quant_bytes(self.hid_dim)].contiguous().view(fmt.quant_dtype)
+        quants = copy_as(rows[:, : fmt.quant_bytes(self.hid_dim)], fmt.quant_dtype)
         scales = row_scale = None
         if fmt.scale_dtype is not None:
             start = self.scales_offset()
-            scales = rows[:, start : start + fmt.scale_bytes(self.hid_dim)].contiguous().view(fmt.scale_dtype)
+            scales = copy_as(rows[:, start : start + fmt.scale_bytes(self.hid_dim)], fmt.scale_dtype)
         if fmt.has_row_scale:
             gsf = check_gsf(input_scale, fmt, buf.device, "input_scale")
             if gsf is None:
@@ -321,19 +321,19 @@ class TokenMessage:
             num_rows = self.output_tokens.shape[0]
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < num_rows:
             raise ValueError(f"token_index: expected 0..{num_rows - 1}, got {token_index}")
-        quants = rows[:, : self.format.quant_bytes(self.hid_dim)].contiguous().view(self.output_tokens.dtype)
+        quants = copy_as(rows[:, : self.format.quant_bytes(self.hid_dim)], self.output_tokens.dtype)
         raw_bits(self.output_tokens)[index] = raw_bits(quants)
         if self.output_scales is None:
             return
         start = self.scales_offset()
-        scales = rows[:, start : start + self.format.scale_bytes(self.hid_dim)].contiguous()
+        scales = copy_as(rows[:, start : start + self.format.scale_bytes(self.hid_dim)], self.output_scales.dtype)
         if self.format.swizzled:
             num_columns = self.format.scale_columns(self.hid_dim)
             column = torch.arange(num_columns, device=index.device)
             place = plan.swizzled_offset(self._scale_rows(index)[:, None], column[None, :], num_columns)
-            raw_bits(self.output_scales).view(-1)[place] = scales
+            raw_bits(self.output_scales).view(-1)[place] = raw_bits(scales)
         else:
-            self.output_scales[index] = scales.view(self.output_scales.dtype)
+            self.output_scales[index] = scales
 
     def _scale_rows(self, index: torch.Tensor) -> torch.Tensor:
         """Row of the scale container, in `dense_128`, of each packed row."""

@@ -269,6 +269,17 @@ def test_unpackers_are_inverses(rng: torch.Generator) -> None:
         ops.pack_closed_form_128(rows, [0, 299])
 
 
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_packers_take_scales_inside_a_wider_buffer(count: int, rng: torch.Generator) -> None:
+    wide = torch.randint(0, 256, (count, 7), generator=rng).to(torch.uint8)
+    for columns in (4, 3):
+        some, words = wide[:, 1 : 1 + columns], np.zeros((count, 4), np.uint8)
+        words[:, :columns] = some
+        packed = ops.pack_ue8m0_rows(some, [0, count])
+        assert_same_bits(packed[:count].contiguous(), words.view(np.int32))
+        assert_same_bits(ops.pack_ue8m0_weights(some[None]).contiguous(), words.view(np.int32)[None])
+
+
 def test_quantizers_round_to_the_nearest(rng: torch.Generator) -> None:
     x = torch.randn(130, 272, generator=rng)
     assert_same_bits(ops.quantize_bf16(x).view(torch.int16), x.to(torch.bfloat16).view(torch.int16))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from moe_runtime import plan, token_format
 from moe_runtime.formats import FORMATS, FP8_BLOCK, NVFP4, TokenFormat
 from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
-from moe_runtime.kernels.swizzle import swizzle_scales
+from moe_runtime.kernels.swizzle import swizzle_scales, unswizzle_scales
 from moe_runtime.token_format import NVFP4TokenFormat, RecordLayout, TokenMessage
 from tests.comparison import assert_same_bits
 
@@ -120,6 +121,55 @@ def test_message_round_trip(fmt: TokenFormat, device: torch.device, rng) -> None
     message.write_info(one, source[3], ids[3])
     assert_same_bits(one, buf[3, : message.msg_size()])
     assert [t.tolist() for t in message.read_info(one)] == [source[3].tolist(), ids[3].tolist()]
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_messages_at_odd_addresses(fmt: TokenFormat, count: int, device: torch.device, rng) -> None:
+    """Of an odd length, from an odd byte on; none of them with the strides that numpy gives, which are 0."""
+    hidden, top_k = 256, 3
+    v = fmt.scale_columns(hidden)
+    tokens = torch.zeros(4, fmt.quant_columns(hidden), dtype=fmt.quant_dtype, device=device)
+    scales = None
+    if fmt.scale_dtype is not None:
+        shape = (1, v // 4, 32, 4, 4) if fmt.swizzled else (4, v)
+        scales = torch.zeros(shape, dtype=torch.float32, device=device).to(fmt.scale_dtype)
+    message = TokenMessage(fmt, hidden, top_k, output_tokens=tokens, output_scales=scales)
+    message.pad_expert_offsets(torch.tensor([0, 4], device=device))
+    size = message.msg_size()
+    plain = torch.randint(0, 256, (count, size), generator=rng).to(torch.uint8).numpy()
+    storage = torch.zeros(1 + count * (size + 1), dtype=torch.uint8, device=device)
+    odd = storage[1:].view(count, size + 1)[:, :size]
+    bufs = [odd] if count else [odd, torch.from_numpy(np.zeros((0, size), np.uint8)).to(device)]
+    gsf = GSF if fmt.has_row_scale else None
+    quants = plain[:, : fmt.quant_bytes(hidden)]
+    linear = plain[:, message.scales_offset() :][:, : fmt.scale_bytes(hidden)]
+    for buf in bufs:
+        buf.copy_(torch.from_numpy(plain))
+        rows = message.read_token(buf, gsf)
+        assert_same_bits(rows.quants_RK.view(torch.uint8), quants)
+        if rows.scales_RV is not None:
+            assert_same_bits(rows.scales_RV.view(torch.uint8), linear)
+        source, ids = message.read_info(buf)
+        wanted = plain[:, message.src_info_offset() :][:, :4].copy().view(np.int32)[:, 0]
+        assert_same_bits(source, wanted)
+        wanted = plain[:, message.topk_info_offset() :][:, : 2 * top_k].copy().view(np.uint16).astype(np.int32)
+        assert_same_bits(ids, np.where(wanted == 65535, np.int32(-1), wanted))
+        message.copy_msg_to_output_tensor(buf, torch.arange(count, device=device))
+        assert_same_bits(tokens[:count].view(torch.uint8), quants)
+        if scales is not None:
+            written = unswizzle_scales(scales, 4, v)[:count] if fmt.swizzled else scales[:count]
+            assert_same_bits(written.contiguous().view(torch.uint8), linear)
+
+
+def test_ids_that_are_a_column(device: torch.device) -> None:
+    """The stride of a dimension of size 1 is any."""
+    message = NVFP4TokenFormat(64, 1)
+    buf = torch.zeros(3, message.msg_size(), dtype=torch.uint8, device=device)
+    ids = torch.tensor([[4, -1, 9]], dtype=torch.int16, device=device).t()
+    assert ids.stride() == (1, 3)
+    message.write_info(buf, torch.arange(3, device=device), ids)
+    assert message.read_info(buf)[1].tolist() == [[4], [-1], [9]]
 
 
 def test_copy_msg_to_output_tensor_swizzles_into_dense_128(device: torch.device, rng) -> None:
