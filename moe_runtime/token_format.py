@@ -273,13 +273,15 @@ class TokenMessage:
 
         They are written to `output_scales_offset` too, where there is one, and `copy_msg_to_output_tensor` goes by
         them: what `row_offsets` holds later does not matter. The scales of group `i` start at block
-        `row_offsets[i] // 128 + result[i]`.
+        `row_offsets[i] // 128 + result[i]`. The values are checked here on a CPU, by the copies on a GPU.
 
         >>> NVFP4TokenFormat(64, 2).pad_expert_offsets(torch.tensor([0, 100, 300, 400]))
         tensor([0, 1, 1], dtype=torch.int32)
         """
         _check_is_tensor("row_offsets", row_offsets)
         offsets = plan.dense_128_offsets(row_offsets)
+        if row_offsets.device.type == "cpu":
+            self._check_row_offsets(row_offsets)
         bound = self.output_scales_offset
         if bound is not None:
             if bound.shape[0] < offsets.shape[0]:
@@ -316,11 +318,14 @@ class TokenMessage:
         if self.format.swizzled:
             if self.row_offsets is None:
                 raise ValueError("token_index: call pad_expert_offsets first, it says where the groups lie")
-            num_rows = min(int(self.row_offsets[-1]), self.output_tokens.shape[0])
+            self._check_row_offsets(self.row_offsets)
+            num_rows = int(self.row_offsets[-1])
         else:
             num_rows = self.output_tokens.shape[0]
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < num_rows:
             raise ValueError(f"token_index: expected 0..{num_rows - 1}, got {token_index}")
+        # First, since it raises where the scales have no room.
+        scale_rows = self._scale_rows(index) if self.format.swizzled else index
         quants = copy_as(rows[:, : self.format.quant_bytes(self.hid_dim)], self.output_tokens.dtype)
         raw_bits(self.output_tokens)[index] = raw_bits(quants)
         if self.output_scales is None:
@@ -330,10 +335,14 @@ class TokenMessage:
         if self.format.swizzled:
             num_columns = self.format.scale_columns(self.hid_dim)
             column = torch.arange(num_columns, device=index.device)
-            place = plan.swizzled_offset(self._scale_rows(index)[:, None], column[None, :], num_columns)
+            place = plan.swizzled_offset(scale_rows[:, None], column[None, :], num_columns)
             raw_bits(self.output_scales).view(-1)[place] = raw_bits(scales)
         else:
-            self.output_scales[index] = scales
+            self.output_scales[scale_rows] = scales
+
+    def _check_row_offsets(self, row_offsets: torch.Tensor) -> None:
+        rows = row_offsets[-1] if self.output_tokens is None else self.output_tokens.shape[0]
+        plan.check_row_offsets(row_offsets, int(rows))
 
     def _scale_rows(self, index: torch.Tensor) -> torch.Tensor:
         """Row of the scale container, in `dense_128`, of each packed row."""

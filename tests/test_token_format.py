@@ -227,6 +227,38 @@ def test_row_offsets_are_kept(dtype: torch.dtype, device: torch.device) -> None:
     assert block_of_row_300(token) == 3
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32])
+@pytest.mark.parametrize("bad", [[100, 300], [0, 300, 100], [-5, 300], [0, 401]], ids=str)
+def test_wrong_row_offsets(bad: list[int], dtype: torch.dtype, device: torch.device) -> None:
+    """Refused by name, on a GPU when a message is copied; nothing is written."""
+    token = token_of_400_rows(device)
+    rows = torch.tensor(bad, device=device)
+    rows = rows.to(torch.int32).view(dtype) if dtype == torch.uint32 else rows.to(dtype)
+    token.output_scales_offset = torch.full((2,), 99, dtype=torch.int32, device=device)
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match=r"^row_offsets: expected"):
+            token.pad_expert_offsets(rows)
+        assert token.row_offsets is None and token.output_scales_offset.tolist() == [99, 99]
+        token.row_offsets = rows.view(torch.int32) if dtype == torch.uint32 else rows
+    else:
+        token.pad_expert_offsets(rows)
+    message = torch.full((token.token_size(),), 0x38, dtype=torch.uint8, device=device)
+    with pytest.raises(ValueError, match=r"^row_offsets: expected"):
+        token.copy_msg_to_output_tensor(message, 50)
+    assert not token.output_tokens.any() and not token.output_scales.view(torch.uint8).any()
+
+
+def test_nothing_is_written_where_the_scales_have_no_room(device: torch.device) -> None:
+    token = token_of_400_rows(device)
+    assert token.output_scales is not None and token.output_tokens is not None
+    token.output_scales = token.output_scales[:2]
+    token.pad_expert_offsets(torch.tensor([0, 400], device=device))
+    message = torch.full((2, token.token_size()), 0x38, dtype=torch.uint8, device=device)
+    with pytest.raises(ValueError, match=r"^output_scales: expected more than 2 blocks"):
+        token.copy_msg_to_output_tensor(message, torch.tensor([0, 300], device=device))
+    assert not token.output_tokens.any()
+
+
 @pytest.mark.gpu
 def test_row_offsets_are_kept_by_each_replay(device: torch.device) -> None:
     token, rows = token_of_400_rows(device), torch.tensor([0, 10, 20, 400], dtype=torch.int32, device=device)
