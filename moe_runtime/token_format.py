@@ -20,6 +20,9 @@ RECORD_ALIGNMENT = 128
 NO_EXPERT = 65535
 """The uint16 that stands for the expert id -1."""
 
+INTEGERS = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.int64)
+"""Dtypes of indices that int64 holds."""
+
 
 @dataclass(frozen=True)
 class RecordLayout:
@@ -224,8 +227,8 @@ class TokenMessage:
             source: integers `[T]` or `[]`, stored as int32.
             topk_idx: integers `[T, top_k]` or `[top_k]`, -1 (stored as 65535) to 65534.
         """
-        _check_integers("source", source, -(2**31), 2**31 - 1, buf)
-        _check_integers("topk_idx", topk_idx, -1, NO_EXPERT - 1, buf)
+        source = _check_integers("source", source, -(2**31), 2**31 - 1, buf)
+        topk_idx = _check_integers("topk_idx", topk_idx, -1, NO_EXPERT - 1, buf)
         if topk_idx.shape[-1:] != (self.top_k,) or topk_idx.shape[:-1] != source.shape:
             raise ValueError(
                 f"topk_idx: expected shape {(*source.shape, self.top_k)} to go with source, got {tuple(topk_idx.shape)}"
@@ -309,8 +312,8 @@ class TokenMessage:
         if not isinstance(token_index, torch.Tensor) and type(token_index) is not int:
             raise ValueError(f"token_index: expected integers, got {token_index!r}")
         index = torch.as_tensor(token_index, device=self.output_tokens.device)
-        if index.is_floating_point() or index.dtype == torch.bool:
-            raise ValueError(f"token_index: expected integers, got {index.dtype}")
+        if index.dtype not in INTEGERS:
+            raise ValueError(f"token_index: expected integers that fit in int64, got {index.dtype}")
         index = index.to(self.output_tokens.device, torch.int64)
         _check_device("buf", buf, self.output_tokens)
         rows = self._messages(buf, self.token_size(), index.shape)
@@ -429,12 +432,15 @@ def _check_is_tensor(argument: str, value: object) -> None:
         raise ValueError(f"{argument}: expected a tensor, got {type(value).__name__}")
 
 
-def _check_integers(argument: str, values: torch.Tensor, low: int, high: int, buf: torch.Tensor) -> None:
-    if values.is_floating_point() or values.dtype == torch.bool:
-        raise ValueError(f"{argument}: expected integers, got {values.dtype}")
+def _check_integers(argument: str, values: torch.Tensor, low: int, high: int, buf: torch.Tensor) -> torch.Tensor:
+    """`values` as int64, which torch computes with; it does not with most unsigned integers."""
+    if values.dtype not in INTEGERS:
+        raise ValueError(f"{argument}: expected integers that fit in int64, got {values.dtype}")
     _check_device(argument, values, buf)
+    values = values.to(torch.int64)
     if values.numel() and not low <= int(values.min()) <= int(values.max()) <= high:
         raise ValueError(f"{argument}: expected {low} .. {high}, got {int(values.min())} .. {int(values.max())}")
+    return values
 
 
 def _check_device(argument: str, tensor: torch.Tensor, other: torch.Tensor) -> None:

@@ -162,6 +162,37 @@ def test_messages_at_odd_addresses(fmt: TokenFormat, count: int, device: torch.d
             assert_same_bits(written.contiguous().view(torch.uint8), linear)
 
 
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int64])
+def test_indices_of_any_integers(dtype: torch.dtype, device: torch.device) -> None:
+    token = token_of_400_rows(device)
+    token.pad_expert_offsets(torch.tensor([0, 400], device=device))
+    buf = torch.zeros(2, token.msg_size(), dtype=torch.uint8, device=device)
+    index, ids = torch.tensor([7, 100]).to(device, dtype), torch.tensor([[0, 1], [127, 2]]).to(device, dtype)
+    token.write_info(buf, index, ids)
+    assert [t.tolist() for t in token.read_info(buf)] == [index.tolist(), ids.tolist()]
+    if dtype == torch.uint32:
+        with pytest.raises(ValueError, match=r"^source: expected .*4294967295"):
+            token.write_info(buf, torch.full_like(index, 2**32 - 1), ids)
+    buf[:, 0] = 1
+    token.copy_msg_to_output_tensor(buf, index)
+    assert token.output_tokens is not None and token.output_tokens[:, 0].nonzero()[:, 0].tolist() == [7, 100]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint64, torch.bool, torch.float32, torch.complex64])
+def test_indices_that_int64_does_not_hold(dtype: torch.dtype, device: torch.device) -> None:
+    token = token_of_400_rows(device)
+    token.pad_expert_offsets(torch.tensor([0, 400], device=device))
+    buf = torch.zeros(2, token.msg_size(), dtype=torch.uint8, device=device)
+    index, ids = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros(2, 2, dtype=torch.int64, device=device)
+    for call, name in (
+        (lambda: token.write_info(buf, index.to(dtype), ids), "source"),
+        (lambda: token.write_info(buf, index, ids.to(dtype)), "topk_idx"),
+        (lambda: token.copy_msg_to_output_tensor(buf, index.to(dtype)), "token_index"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: expected integers that fit in int64, got {dtype}"):
+            call()
+
+
 def test_ids_that_are_a_column(device: torch.device) -> None:
     """The stride of a dimension of size 1 is any."""
     message = NVFP4TokenFormat(64, 1)
