@@ -13,6 +13,7 @@ import torch
 from moe_runtime.formats import FP8_BLOCK, MXFP8, NVFP4, FormatCode, QuantizedRows, align, ceil_div
 from moe_runtime.kernels import reference_quantize as rq
 from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
+from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.weights import AMAX_FLOOR, MAX_ENCODE_SCALE, NVFP4_FULL_SCALE
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
@@ -84,16 +85,29 @@ def dequantize_nvfp4(
     return x if decode_scale is None else x * decode_scale
 
 
-def quantize_mxfp8(x: torch.Tensor, granularity_k: int = 32) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(e4m3 [..., K], UE8M0 bytes [..., ceil(K / granularity_k)])`, granularity 32 or 128; K a multiple of 16."""
+def quantize_mxfp8(
+    x: torch.Tensor, granularity_k: int = 32, *, engine: str = "auto"
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(e4m3 [..., K], UE8M0 bytes [..., ceil(K / granularity_k)])`, granularity 32 or 128; K a multiple of 16.
+
+    Granularity 128, which no kernel has, runs on torch with every `engine`.
+    """
     _check_floats(x, 16)
     block, k = _check_granularity_k(granularity_k), x.shape[-1]
-    rows = x.detach().float().reshape(-1, k)
-    padded = torch.nn.functional.pad(rows, (0, -k % block)).contiguous()
-    ones = torch.ones(rows.shape[0], dtype=torch.float32, device=x.device)
-    q, s = rq.quantize_tile(padded, ones, FormatCode.MXFP8, block)
-    quants = q[:, :k].contiguous().view(torch.float8_e4m3fn)
-    return quants.view(x.shape), s.view(*x.shape[:-1], ceil_div(k, block))
+    rows = x.reshape(-1, k)
+    padded = torch.nn.functional.pad(rows, (0, -k % block)) if k % block else rows.contiguous()
+    if block == MXFP8.block:
+        done = quantize_rows(padded, MXFP8, engine=engine)
+        quants, scales = done.quants_RK[:, :k].contiguous(), done.scales_RV
+        assert scales is not None
+    else:
+        resolve_engine(engine, x.device)
+        step = max(1, rq.CHUNK_ELEMENTS // padded.shape[1])
+        ones = torch.ones(step, dtype=torch.float32, device=x.device)
+        parts = [rq.quantize_tile(part.float(), ones, FormatCode.MXFP8, block) for part in padded.split(step)]
+        quants = torch.cat([q[:, :k] for q, _ in parts]).view(MXFP8.quant_dtype)
+        scales = torch.cat([s for _, s in parts])
+    return quants.view(x.shape), scales.view(*x.shape[:-1], ceil_div(k, block))
 
 
 def dequantize_mxfp8(q: torch.Tensor, scales: torch.Tensor, granularity_k: int = 32) -> torch.Tensor:

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from moe_runtime import op_inputs, op_scales, ops
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels import op_gemm as op_gemm_module
-from moe_runtime.kernels import reference_op_gemm
+from moe_runtime.kernels import reference_op_gemm, reference_quantize
 from tests import op_cases
 from tests.comparison import assert_same_bits
 from tests.gemm_cases import bits
@@ -309,6 +309,39 @@ def test_quantizers_round_to_the_nearest(rng: torch.Generator) -> None:
     assert (q.shape, q.dtype, s.shape, s.dtype) == ((0, 24, 32), torch.uint8, (0, 24, 4), E4M3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [32, 128])
+def test_quantize_mxfp8_by_chunks(
+    block: int, dtype: torch.dtype, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each engine the same; a few rows at a time, since the encoder needs many temporaries."""
+    x = (torch.randn(2, 11, 272, generator=rng) * torch.exp2(torch.randint(-20, 20, (2, 11, 1), generator=rng))).to(
+        dtype
+    )
+    x[1, 3, 40], x[0, 2, 271] = torch.nan, -torch.inf
+    blocks = torch.nn.functional.pad(x.double(), (0, -272 % block)).unflatten(-1, (-1, block))
+    amax, bad = blocks.abs().amax(-1), ~blocks.isfinite().all(-1)
+    # 1e-4 in fp32, as the kernels have it; a power of two is its own scale.
+    mantissa, exponent = torch.frexp(amax.masked_fill(bad, 0).clamp(min=float(np.float32(1e-4))) / 448)
+    exponent -= (mantissa == 0.5).int()
+    scaled = (blocks.masked_fill(bad[..., None], 0) / torch.exp2(exponent.double())[..., None]).flatten(-2)[..., :272]
+    quants = scaled.numpy().astype(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    bytes_ = (exponent + 127).masked_fill(bad, 255).to(torch.uint8)
+    tile, sizes = reference_quantize.quantize_tile, []
+
+    def remember(x: torch.Tensor, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes.append(x.numel())
+        return tile(x, *more)
+
+    monkeypatch.setattr(reference_quantize, "CHUNK_ELEMENTS", 5 * 384)
+    monkeypatch.setattr(reference_quantize, "quantize_tile", remember)
+    for engine in ENGINES:
+        q, s = ops.quantize_mxfp8(x.to(device), block, engine=engine)
+        assert_same_bits(q.view(torch.uint8), quants, f"{engine} quants")
+        assert_same_bits(s, bytes_, f"{engine} scales")
+    assert 0 < max(sizes) <= 5 * 384
+
+
 BYTES = torch.zeros(1, 128, 4, dtype=torch.uint8)
 
 
@@ -319,6 +352,8 @@ BYTES = torch.zeros(1, 128, 4, dtype=torch.uint8)
         (lambda: ops.quantize_nvfp4(torch.zeros(3, 32), torch.ones(3)), "gsf"),
         (lambda: ops.quantize_nvfp4(torch.zeros(3, 32), None), "gsf"),  # type: ignore[arg-type]
         (lambda: ops.quantize_mxfp8(torch.zeros(3, 32), 64), "granularity_k"),
+        (lambda: ops.quantize_mxfp8(torch.zeros(3, 32), 32, engine="cuda"), "engine"),
+        (lambda: ops.quantize_mxfp8(torch.zeros(3, 32), 128, engine="cuda"), "engine"),
         (lambda: ops.quantize_fp8(torch.zeros(3, 128), 2), "granularity_mn"),
         (lambda: ops.quantize_fp8(torch.zeros(3, 128), 1, torch.float16), "dtype"),
         (lambda: ops.quantize_bf16(torch.zeros(3, 128, dtype=torch.int32)), "x"),
