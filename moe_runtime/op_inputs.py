@@ -34,10 +34,13 @@ def dequantize_bf16(q: torch.Tensor) -> torch.Tensor:
 def nvfp4_encode_scale(x: torch.Tensor) -> torch.Tensor:
     """fp32 `[1]`: `min(2688 / amax, 2^100)` of all of `x`, 1 if that is 0 or not finite. For offline use.
 
+    Parameters are taken under `torch.no_grad`, as by all quantizers.
+
     >>> nvfp4_encode_scale(torch.tensor([[-42.0, 3.0]]))
     tensor([64.])
     """
-    numbers = x.detach().float()
+    _check_no_grad("x", x)
+    numbers = x.float()
     amax = numbers.abs().amax().reshape(1) if x.numel() else numbers.new_zeros(1)
     usable = (amax > 0) & amax.isfinite()
     encode = torch.full_like(amax, NVFP4_FULL_SCALE) / amax
@@ -62,10 +65,7 @@ def quantize_nvfp4(
     if each and x.shape[0] == 0:
         gsf, each = 1.0, False
     parts = [(x[e], gsf[e : e + 1]) for e in range(x.shape[0])] if each else [(x, gsf)]  # type: ignore[index]
-    done = [
-        quantize_rows(part.detach().reshape(-1, k).contiguous(), NVFP4, gsf=scale, engine=engine)
-        for part, scale in parts
-    ]
+    done = [quantize_rows(part.reshape(-1, k).contiguous(), NVFP4, gsf=scale, engine=engine) for part, scale in parts]
     quants = [q.quants_RK for q in done]
     scales = [q.scales_RV for q in done if q.scales_RV is not None]
     return torch.cat(quants).view(*x.shape[:-1], k // 2), _cat(scales).view(*x.shape[:-1], k // 16)
@@ -131,7 +131,7 @@ def quantize_fp8(
     gm, shape = _check_granularity_mn(granularity_mn), x.shape
     m, k = shape[-2], shape[-1]
     blocks_m = ceil_div(m, gm)
-    padded = torch.nn.functional.pad(x.detach().float(), (0, 0, 0, align(m, gm) - m))
+    padded = torch.nn.functional.pad(x.float(), (0, 0, 0, align(m, gm) - m))
     tiles = padded.reshape(math.prod(shape[:-2]), blocks_m, gm, k // 128, 128)
     amax = tiles.abs().amax((2, 4))
     usable = amax.isfinite()
@@ -159,6 +159,12 @@ def _check_floats(x: torch.Tensor, unit: int) -> None:
     _check_dtype("x", x, (torch.bfloat16, torch.float32))
     if x.ndim not in (2, 3) or x.shape[-1] <= 0 or x.shape[-1] % unit:
         raise ValueError(f"x: expected [R, K] or [E, N, K], K a positive multiple of {unit}, got {list(x.shape)}")
+    _check_no_grad("x", x)
+
+
+def _check_no_grad(name: str, x: torch.Tensor) -> None:
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name}: expected no gradient (quantization is for inference only), got requires_grad=True")
 
 
 def _check_dtype(name: str, value: torch.Tensor | torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:

@@ -342,6 +342,25 @@ def test_quantize_mxfp8_by_chunks(
     assert 0 < max(sizes) <= 5 * 384
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "quantize",
+    [ops.quantize_bf16, ops.nvfp4_encode_scale, ops.quantize_nvfp4, ops.quantize_mxfp8, ops.quantize_fp8],
+)
+def test_what_requires_a_gradient_is_refused(
+    quantize: Callable[..., Any], dtype: torch.dtype, rng: torch.Generator, device: torch.device
+) -> None:
+    """But for parameters under `no_grad`, which are quantized like other tensors."""
+    x = torch.randn(2, 8, 128, generator=rng).to(device, dtype)
+    weight = torch.nn.Parameter(x)
+    with pytest.raises(ValueError, match=r"^x: expected no gradient .* got requires_grad=True"):
+        quantize(weight)
+    with torch.no_grad():
+        found, wanted = quantize(weight), quantize(x)
+    for a, b in zip(*((t if isinstance(t, tuple) else (t,)) for t in (found, wanted)), strict=True):
+        assert_same_bits(a.detach(), b)
+
+
 BYTES = torch.zeros(1, 128, 4, dtype=torch.uint8)
 
 
