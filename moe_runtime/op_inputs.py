@@ -72,17 +72,42 @@ def quantize_nvfp4(
 
 
 def dequantize_nvfp4(
-    q: torch.Tensor, scales: torch.Tensor, decode_scale: torch.Tensor | None = None, *, engine: str = "auto"
+    q: torch.Tensor, scales: torch.Tensor, decode_scale: float | torch.Tensor | None = None, *, engine: str = "auto"
 ) -> torch.Tensor:
-    """fp32 `[..., K]`: `(q * scale) * decode_scale`, which broadcasts and is `1 / gsf`; None means 1."""
+    """fp32 `[..., K]`: `(q * scale) * decode_scale`.
+
+    `decode_scale` is `1 / gsf`: a number, one fp32, for `[E, N, K]` one fp32 for each expert, or an fp32 tensor with as
+    many dimensions as `q` that broadcasts to the result, such as `[R, 1]`; None means 1.
+    """
     _check_dtype("q", q, (torch.uint8,))
     columns = q.shape[-1]
+    shape = (*q.shape[:-1], 2 * columns)
+    factor = None if decode_scale is None else _decode_scale(decode_scale, shape, q.device)
     linear = _linear(scales, (*q.shape[:-1], columns // 8), (torch.float8_e4m3fn, torch.uint8))
     linear = linear.view(torch.float8_e4m3fn).reshape(-1, columns // 8).contiguous()
     quants = q.reshape(-1, columns).contiguous()
     ones = torch.ones(quants.shape[0], dtype=torch.float32, device=q.device)
-    x = dequantize_rows(QuantizedRows(NVFP4, quants, linear, ones), engine=engine).view(*q.shape[:-1], 2 * columns)
-    return x if decode_scale is None else x * decode_scale
+    x = dequantize_rows(QuantizedRows(NVFP4, quants, linear, ones), engine=engine).view(shape)
+    return x if factor is None else x * factor
+
+
+def _decode_scale(scale: object, shape: tuple[int, ...], device: torch.device) -> float | torch.Tensor:
+    """What a result of `shape` is multiplied by."""
+    if isinstance(scale, int | float):
+        return scale
+    if not isinstance(scale, torch.Tensor):
+        raise ValueError(f"decode_scale: expected a number, an fp32 tensor or None, got {type(scale).__name__}")
+    if scale.dtype == torch.float32 and scale.device == device:
+        if scale.numel() == 1:
+            return scale.reshape(())
+        if len(shape) == 3 and scale.shape == shape[:1]:
+            return scale[:, None, None]
+        if scale.ndim == len(shape) and all(size in (1, whole) for size, whole in zip(scale.shape, shape, strict=True)):
+            return scale
+    raise ValueError(
+        f"decode_scale: expected one fp32 on {device}, one per expert of [E, N, K], or what broadcasts to "
+        f"{list(shape)}, got {scale.dtype} {list(scale.shape)} on {scale.device}"
+    )
 
 
 def quantize_mxfp8(

@@ -361,6 +361,34 @@ def test_what_requires_a_gradient_is_refused(
         assert_same_bits(a.detach(), b)
 
 
+def test_decode_scales_of_nvfp4(rng: torch.Generator, device: torch.device) -> None:
+    """Of each expert too, where there are as many as columns."""
+    q = torch.randint(0, 256, (32, 8, 16), generator=rng).to(torch.uint8).to(device)
+    scales = torch.ones(32, 8, 2, device=device).to(E4M3)
+    codes = torch.stack([q & 15, q >> 4], -1).flatten(-2)
+    plain = op_cases.VALUES["e2m1"].to(device)[codes.int()]
+    each = torch.exp2(torch.arange(32, device=device).float() - 16)
+    by_row = torch.exp2(torch.arange(8, device=device).float())
+    for scale, factor in (
+        (None, 1.0),
+        (0.25, 0.25),
+        (4, 4.0),
+        (torch.tensor(0.25, device=device), 0.25),
+        (torch.tensor([0.25], device=device), 0.25),
+        (each, each[:, None, None]),
+        (each[:, None, None], each[:, None, None]),
+        (by_row[None, :, None], by_row[None, :, None]),
+    ):
+        assert_same_bits(ops.dequantize_nvfp4(q, scales, scale), (plain * factor).float())
+    found = ops.dequantize_nvfp4(q[0], scales[0], by_row[:, None])
+    assert_same_bits(found, (plain[0] * by_row[:, None]).float())
+    for scale in (by_row, each[:8], each.double(), each.to("meta"), each[:, None], torch.ones(2, 1, 1, 1), "1", [1.0]):
+        with pytest.raises(ValueError, match=r"^decode_scale: expected"):
+            ops.dequantize_nvfp4(q, scales, scale)
+    with pytest.raises(ValueError, match=r"^decode_scale: expected"):
+        ops.dequantize_nvfp4(q[0], scales[0], each)
+
+
 BYTES = torch.zeros(1, 128, 4, dtype=torch.uint8)
 
 
