@@ -365,6 +365,15 @@ def test_rows_past_two_to_the_31_elements(device: torch.device) -> None:
     assert_same_bits(q.quants_RK, torch.arange(384).view(3, 128).bfloat16())
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_no_rows_with_the_strides_of_numpy(fmt: TokenFormat, engine: str, device: torch.device) -> None:
+    x = torch.zeros(0, 128, device=device).as_strided((0, 128), (0, 0))
+    assert x.stride() == (0, 0) == torch.from_numpy(np.zeros((0, 128), np.float32)).stride()
+    q = quantize_rows(x, fmt, engine=engine)
+    assert dequantize_rows(q, engine=engine).shape == (0, 128)
+
+
 @pytest.mark.parametrize(
     ("change", "name"),
     [
