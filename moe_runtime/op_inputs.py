@@ -171,6 +171,7 @@ def quantize_fp8(
 def dequantize_fp8(q: torch.Tensor, scales: torch.Tensor, granularity_mn: int = 1) -> torch.Tensor:
     """fp32 `[..., M, K]` of fp8 quants and fp32 scales `[..., ceil(M / granularity_mn), K/128]`."""
     _check_dtype("q", q, FP8_DTYPES)
+    _check_shape("q", q, FP8_BLOCK.block)
     gm, m, block = _check_granularity_mn(granularity_mn), q.shape[-2], FP8_BLOCK.block
     linear = _linear(scales, (*q.shape[:-2], ceil_div(m, gm), q.shape[-1] // block), (torch.float32,))
     return q.float() * linear.repeat_interleave(gm, -2)[..., :m, :].repeat_interleave(block, -1)
@@ -182,9 +183,13 @@ def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 def _check_floats(x: torch.Tensor, unit: int) -> None:
     _check_dtype("x", x, (torch.bfloat16, torch.float32))
-    if x.ndim not in (2, 3) or x.shape[-1] <= 0 or x.shape[-1] % unit:
-        raise ValueError(f"x: expected [R, K] or [E, N, K], K a positive multiple of {unit}, got {list(x.shape)}")
+    _check_shape("x", x, unit)
     _check_no_grad("x", x)
+
+
+def _check_shape(name: str, x: torch.Tensor, unit: int) -> None:
+    if x.ndim not in (2, 3) or x.shape[-1] <= 0 or x.shape[-1] % unit:
+        raise ValueError(f"{name}: expected [R, K] or [E, N, K], K a positive multiple of {unit}, got {list(x.shape)}")
 
 
 def _check_no_grad(name: str, x: torch.Tensor) -> None:

@@ -269,6 +269,34 @@ def test_unpackers_are_inverses(rng: torch.Generator) -> None:
         ops.pack_closed_form_128(rows, [0, 299])
 
 
+def test_packers_of_weights_take_any_strides(rng: torch.Generator) -> None:
+    weights = torch.randint(0, 256, (3, 137, 8), generator=rng).to(torch.uint8)
+    packed = ops.pack_swizzled_weights(weights)
+    assert_same_bits(ops.pack_swizzled_weights(weights.transpose(1, 2).contiguous().transpose(1, 2)), packed)
+    packed = packed.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not packed.is_contiguous()
+    assert_same_bits(ops.unpack_swizzled_weights(packed, 137, torch.uint8), weights)
+
+
+@pytest.mark.parametrize(
+    "offsets", [[0, 2.0, 8], torch.tensor([0, 2.5, 8]), torch.tensor([[0, 8]]), 8, None, "08"], ids=str
+)
+def test_offsets_of_the_packers_are_integers(offsets: Any) -> None:
+    scales, packed = torch.zeros(8, 4, dtype=torch.uint8), torch.zeros(16, 4, dtype=torch.int32)
+    blocks = torch.zeros(4, 1, 32, 4, 4, dtype=torch.uint8)
+    for call, name in (
+        (lambda: ops.pack_dense_128(scales, offsets), "group_offsets"),
+        (lambda: ops.unpack_dense_128(blocks, offsets, [0, 0], 4), "group_offsets"),
+        (lambda: ops.unpack_dense_128(blocks, [0, 2, 8], offsets, 4), "group_scale_offsets"),
+        (lambda: ops.pack_closed_form_128(scales, offsets), "m_indptr"),
+        (lambda: ops.unpack_closed_form_128(blocks.view(512, 4), offsets), "m_indptr"),
+        (lambda: ops.pack_ue8m0_rows(scales, offsets), "m_indptr"),
+        (lambda: ops.unpack_ue8m0_rows(packed, offsets, 16), "m_indptr"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: expected one dimension of integers, got "):
+            call()
+
+
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_packers_take_scales_inside_a_wider_buffer(count: int, rng: torch.Generator) -> None:
     wide = torch.randint(0, 256, (count, 7), generator=rng).to(torch.uint8)
@@ -406,6 +434,8 @@ BYTES = torch.zeros(1, 128, 4, dtype=torch.uint8)
         (lambda: ops.quantize_bf16(torch.zeros(3, 128, dtype=torch.int32)), "x"),
         (lambda: ops.dequantize_bf16(torch.zeros(3)), "q"),
         (lambda: ops.dequantize_fp8(torch.zeros(3, 128).to(E4M3), torch.zeros(3, 2)), "scales"),
+        (lambda: ops.dequantize_fp8(torch.zeros(3, 130).to(E4M3), torch.zeros(3, 1)), "q"),
+        (lambda: ops.dequantize_fp8(torch.zeros(128).to(E4M3), torch.zeros(1)), "q"),
         (lambda: ops.pack_scale_major(torch.zeros(3, 2), "N"), "major"),
         (lambda: ops.pack_scale_major(torch.zeros(3), "MN"), "scales"),
         (lambda: ops.pack_dense_128(torch.ones(8, 4), [0, 8]), "scales_RV"),
