@@ -221,7 +221,7 @@ def quantize_rows(
     """Quantize rows into a format, bit for bit the same on every engine and device.
 
     Args:
-        x_RK: bf16 or fp32 `[R, K]`, last dimension contiguous, any row stride; `R` may be 0.
+        x_RK: bf16 or fp32 `[R, K]`, last dimension contiguous, any row stride; `R` may be 0, with any strides.
         fmt: format of the result, also one of weights alone; `K` must be a multiple of its block (of 8 for bf16).
         gsf: NVFP4's encode scale: None for one per row, `min(2688 / amax, 2^100)`; or a static one, a positive
             number or a one-element fp32 tensor on the same device (its value is not checked), clamped to 2^100.
@@ -300,7 +300,7 @@ def _check_input(x_RK: torch.Tensor, fmt: TokenFormat) -> None:
     if x_RK.dtype not in (torch.bfloat16, torch.float32):
         raise ValueError(f"x_RK: expected bfloat16 or float32, got {x_RK.dtype}")
     fmt.check_columns(x_RK.shape[1], "x_RK")
-    if x_RK.stride(1) != 1:
+    if x_RK.numel() and x_RK.stride(1) != 1:
         raise ValueError(f"x_RK: expected a contiguous last dimension, got strides {x_RK.stride()}")
     if x_RK.requires_grad and torch.is_grad_enabled():
         raise ValueError("x_RK: expected no gradient (quantization is for inference only), got requires_grad=True")

@@ -19,7 +19,7 @@ AMAX_FLOOR_BITS = 0x38D1B717  # 1e-4 in fp32
 MXFP4_FLOOR_BITS = 0x01C00000  # 6 * 2^-126, of scale 2^-126 (byte 1)
 
 CHUNK_ELEMENTS = 1 << 21
-"""Elements quantized at a time: the encoders need about ten int32 temporaries of this size."""
+"""Elements quantized or dequantized at a time: the encoders need about ten int32 temporaries of this size."""
 
 
 def f32_bits(x: torch.Tensor) -> torch.Tensor:
@@ -203,16 +203,23 @@ def dequantize_rows(q: QuantizedRows) -> torch.Tensor:
     if fmt.code == FormatCode.BF16:
         return q.quants_RK.to(torch.float32)
     assert q.scales_RV is not None
-    bits, scales = raw_bits(q.quants_RK), raw_bits(q.scales_RV)
-    values = e2m1_code_to_f32(unpack_nibbles(bits)) if fmt.element_bits == 4 else e4m3_bits_to_f32(bits)
-    if fmt.code == FormatCode.NVFP4:
-        sf = e4m3_bits_to_f32(scales)
-    else:
-        sf = q.scales_RV if fmt.code == FormatCode.FP8_BLOCK else e8m0_to_f32(scales)
-    values *= sf.repeat_interleave(fmt.block, dim=1)[:, : values.shape[1]]
-    if q.row_scale_R is not None:
-        values *= q.row_scale_R[:, None]
-    return canonical_nan(values)
+    num_rows, columns = q.quants_RK.shape
+    k = columns * 8 // fmt.element_bits
+    out = torch.empty(num_rows, k, dtype=torch.float32, device=q.quants_RK.device)
+    step = max(1, CHUNK_ELEMENTS // max(1, k))
+    for start in range(0, num_rows, step):
+        rows = slice(start, start + step)
+        bits, scales = raw_bits(q.quants_RK[rows]), q.scales_RV[rows]
+        values = e2m1_code_to_f32(unpack_nibbles(bits)) if fmt.element_bits == 4 else e4m3_bits_to_f32(bits)
+        if fmt.code == FormatCode.NVFP4:
+            sf = e4m3_bits_to_f32(raw_bits(scales))
+        else:
+            sf = scales if fmt.code == FormatCode.FP8_BLOCK else e8m0_to_f32(raw_bits(scales))
+        values *= sf.repeat_interleave(fmt.block, dim=1)[:, :k]
+        if q.row_scale_R is not None:
+            values *= q.row_scale_R[rows, None]
+        out[rows] = canonical_nan(values)
+    return out
 
 
 def empty_rows(fmt: TokenFormat, num_rows: int, k: int, device: torch.device) -> QuantizedRows:
@@ -232,6 +239,14 @@ def empty_rows(fmt: TokenFormat, num_rows: int, k: int, device: torch.device) ->
 def raw_bits(t: torch.Tensor) -> torch.Tensor:
     """`t` seen as integers of its width (uint8 or int16; fp32 stays): fp8 and bf16 tensors lack most operations."""
     return t if t.dtype == torch.float32 else t.view({1: torch.uint8, 2: torch.int16}[t.dtype.itemsize])
+
+
+def copy_as(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The bits of `t` as numbers of `dtype` along the last dimension, in memory of their own.
+
+    `contiguous` leaves one row or none as they are, with strides and an offset that a wider dtype cannot have.
+    """
+    return t.clone(memory_format=torch.contiguous_format).view(dtype)
 
 
 def swizzle_scales(scales_ENV: torch.Tensor) -> torch.Tensor:

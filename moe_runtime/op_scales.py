@@ -7,13 +7,14 @@ Offsets are read on the host. Padding is 0; nothing ever reads it.
 from __future__ import annotations
 
 import itertools
+import operator
 from collections.abc import Sequence
 
 import torch
 
 from moe_runtime import plan
 from moe_runtime.formats import align, ceil_div
-from moe_runtime.kernels.reference_quantize import raw_bits
+from moe_runtime.kernels.reference_quantize import copy_as, raw_bits
 from moe_runtime.kernels.swizzle import swizzle_scales, unswizzle_scales
 
 Offsets = Sequence[int] | torch.Tensor
@@ -33,7 +34,9 @@ def pack_dense_128(
     """
     _check_bytes(scales_RV, "[R, V]", "scales_RV")
     rows = _offsets(group_offsets, scales_RV.shape[0], "group_offsets")
-    shifts = plan.dense_128_offsets(rows) if group_scale_offsets is None else _host(group_scale_offsets)
+    if group_scale_offsets is None:
+        group_scale_offsets = plan.dense_128_offsets(rows)
+    shifts = _host(group_scale_offsets, "group_scale_offsets")
     blocks = max(num_blocks, plan.dense_128_blocks_needed(scales_RV.shape[0], len(rows) - 1))
     plan.check_dense_128(rows, shifts, blocks)
     starts = [128 * plan.dense_128_block(row, shift, 0) for row, shift in zip(rows, shifts, strict=False)]
@@ -49,7 +52,7 @@ def unpack_dense_128(
     _check_bytes(blocks, axes, "blocks")
     if blocks.shape[1:] != (ceil_div(num_columns, 4), 32, 4, 4):
         raise ValueError(f"blocks: expected {axes}, got shape {tuple(blocks.shape)}")
-    rows, shifts = _host(group_offsets), _host(group_scale_offsets)
+    rows, shifts = _host(group_offsets, "group_offsets"), _host(group_scale_offsets, "group_scale_offsets")
     plan.check_dense_128(rows, shifts, blocks.shape[0])
     starts = [128 * plan.dense_128_block(row, shift, 0) for row, shift in zip(rows, shifts, strict=False)]
     return _unpack_swizzled(blocks.reshape(-1), rows, starts, num_columns)
@@ -69,7 +72,7 @@ def unpack_closed_form_128(packed: torch.Tensor, m_indptr: Offsets, dtype: torch
     """Linear scales `[R, V]` of a one-byte `dtype`; the inverse of `pack_closed_form_128`."""
     _check_bytes(packed, "[rows, V]", "packed")
     _check_fours(packed.shape[1], "packed")
-    rows = _host(m_indptr)
+    rows = _host(m_indptr, "m_indptr")
     plan.check_row_offsets(rows, packed.shape[0], "m_indptr")
     starts = [plan.closed_form_128_start(row, group) for group, row in enumerate(rows)]
     _check_rows(packed.shape[0], starts[-1])
@@ -84,7 +87,7 @@ def pack_swizzled_weights(scales_ENV: torch.Tensor) -> torch.Tensor:
     _check_bytes(scales_ENV, "[E, N, V]", "scales_ENV")
     e, n, v = scales_ENV.shape
     _check_fours(v, "scales_ENV")
-    return raw_bits(swizzle_scales(scales_ENV)).view(e, align(n, 128), v)
+    return raw_bits(swizzle_scales(scales_ENV.contiguous())).view(e, align(n, 128), v)
 
 
 def unpack_swizzled_weights(
@@ -95,7 +98,8 @@ def unpack_swizzled_weights(
     e, padded, v = packed.shape
     _check_fours(v, "packed")
     _check_rows(padded, num_rows)
-    return unswizzle_scales(packed.reshape(e, padded // 128, v // 4, 32, 4, 4), num_rows, v).view(dtype)
+    blocks = packed.contiguous().view(e, padded // 128, v // 4, 32, 4, 4)
+    return unswizzle_scales(blocks, num_rows, v).view(dtype)
 
 
 def pack_ue8m0_rows(scales_RV: torch.Tensor, m_indptr: Offsets) -> torch.Tensor:
@@ -119,7 +123,7 @@ def pack_ue8m0_rows(scales_RV: torch.Tensor, m_indptr: Offsets) -> torch.Tensor:
 def unpack_ue8m0_rows(packed: torch.Tensor, m_indptr: Offsets, num_columns: int) -> torch.Tensor:
     """UE8M0 bytes `[R, num_columns]`; the inverse of `pack_ue8m0_rows`."""
     _check_words(packed, "[rows, words]", num_columns)
-    rows, parts = _host(m_indptr), [packed[:0]]
+    rows, parts = _host(m_indptr, "m_indptr"), [packed[:0]]
     plan.check_row_offsets(rows, packed.shape[0], "m_indptr")
     least = plan.closed_form_4_rows_needed(rows[-1], len(rows) - 1)
     if packed.shape[0] < least:
@@ -127,7 +131,7 @@ def unpack_ue8m0_rows(packed: torch.Tensor, m_indptr: Offsets, num_columns: int)
     for group, (start, end) in enumerate(itertools.pairwise(rows)):
         first = plan.closed_form_4_start(start, group)
         parts.append(packed[first : first + end - start])
-    return torch.cat(parts).clone(memory_format=torch.contiguous_format).view(torch.uint8)[:, :num_columns].contiguous()
+    return copy_as(torch.cat(parts), torch.uint8)[:, :num_columns].contiguous()
 
 
 def pack_ue8m0_weights(scales_ENV: torch.Tensor) -> torch.Tensor:
@@ -142,7 +146,7 @@ def pack_ue8m0_weights(scales_ENV: torch.Tensor) -> torch.Tensor:
 def unpack_ue8m0_weights(packed: torch.Tensor, num_columns: int) -> torch.Tensor:
     """UE8M0 bytes `[E, N, num_columns]`; the inverse of `pack_ue8m0_weights`."""
     _check_words(packed, "[E, N, words]", num_columns)
-    return packed.clone(memory_format=torch.contiguous_format).view(torch.uint8)[..., :num_columns].contiguous()
+    return copy_as(packed, torch.uint8)[..., :num_columns].contiguous()
 
 
 def pack_scale_major(scales: torch.Tensor, major: str) -> torch.Tensor:
@@ -178,15 +182,19 @@ def _words(scales: torch.Tensor, argument: str) -> torch.Tensor:
     """int32 `[..., ceil(V/4)]` of bytes `[..., V]`, zeros behind the last."""
     if scales.dtype != torch.uint8:
         raise ValueError(f"{argument}: expected UE8M0 bytes (uint8), got {scales.dtype}")
-    return torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4)).contiguous().view(torch.int32)
+    return copy_as(torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4)), torch.int32)
 
 
-def _host(offsets: Offsets) -> list[int]:
-    return [int(value) for value in (offsets.tolist() if isinstance(offsets, torch.Tensor) else offsets)]
+def _host(offsets: Offsets, argument: str) -> list[int]:
+    try:
+        return [operator.index(value) for value in (offsets.tolist() if isinstance(offsets, torch.Tensor) else offsets)]
+    except TypeError:
+        found = f"{offsets.dtype} {list(offsets.shape)}" if isinstance(offsets, torch.Tensor) else repr(offsets)
+        raise ValueError(f"{argument}: expected one dimension of integers, got {found}") from None
 
 
 def _offsets(offsets: Offsets, num_rows: int, argument: str) -> list[int]:
-    values = _host(offsets)
+    values = _host(offsets, argument)
     plan.check_row_offsets(values, num_rows, argument)
     if values[-1] != num_rows:
         raise ValueError(f"{argument}: expected {num_rows} (the rows of the scales) at the end, got {values[-1]}")

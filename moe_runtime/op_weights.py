@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from moe_runtime.formats import MXFP8, NVFP4, ScaleLayout, align, ceil_div
 from moe_runtime.kernels.decoded_gemm import fits
-from moe_runtime.kernels.op_gemm import ScaledOperand
+from moe_runtime.kernels.op_gemm import OpProblem, ScaledOperand
 from moe_runtime.kernels.runtime import runs_cuda
 from moe_runtime.kernels.swizzle import swizzle_scales, unswizzle_scales
 from moe_runtime.op_arguments import check_granularity, check_operand, check_tensor
@@ -58,21 +60,31 @@ def prepare_mxfp8(
     return PreparedWeights.prepare(ExpertWeights(MXFP8, b, swizzle_scales(linear.contiguous())))
 
 
-def weights_for(
-    w: PreparedWeights, block: int, engine: str, a: torch.Tensor, out: torch.Tensor, num_groups: int
-) -> ScaledOperand | PreparedWeights:
-    """What `engine` reads: `w` where Hopper's kernel takes the call, elsewhere the operand it was made of.
-
-    `block` numbers of K share a scale of the rows.
-    """
-    if runs_cuda(engine, w.device) and fits(a, w.format, out, num_groups):
-        return w
+def readable(problem: OpProblem, out: torch.Tensor, engine: str) -> OpProblem:
+    """The problem with weights that `engine` reads: prepared ones where Hopper's kernel takes it, else restored."""
+    w, a = problem.b, problem.a
+    if not isinstance(w, PreparedWeights):
+        return problem
+    if runs_cuda(engine, w.device) and fits(a.quants, w.format, out, problem.num_groups):
+        return problem
     raw = w.restore()
     assert raw.scales is not None
     if w.format is NVFP4:
-        return ScaledOperand(raw.quants, raw.scales.view(-1), ScaleLayout.SWIZZLED)
-    linear = unswizzle_scales(raw.scales, w.num_rows, w.num_columns // 32)[..., :: block // 32]
-    packed, ld = pack_ue8m0_weights(linear.contiguous()), align(w.num_rows, 4)
+        return replace(problem, b=ScaledOperand(raw.quants, raw.scales.view(-1), ScaleLayout.SWIZZLED))
+    packed = pack_ue8m0_weights(unswizzle_scales(raw.scales, w.num_rows, w.num_columns // 32))
+    ld = align(w.num_rows, 4)
     count = max(0, (w.num_experts * packed.shape[2] - 1) * ld + w.num_rows)
     scales = torch.as_strided(packed, (count,), (1,)).view(torch.uint8)
-    return ScaledOperand(raw.quants, scales, ScaleLayout.PACKED, ld)
+    b = ScaledOperand(raw.quants, scales, ScaleLayout.PACKED, ld)
+    # Prepared weights have a scale for each 32 of K, whatever the rows have.
+    return replace(problem, a=_in_blocks_of_32(a, problem.block, w.num_columns), b=b, block=32)
+
+
+def _in_blocks_of_32(a: ScaledOperand, block: int, num_columns: int) -> ScaledOperand:
+    """Rows whose packed scales are for `block` numbers each, with one for each 32; the layout is the same."""
+    if block == 32 or not a.scales.numel():
+        return a
+    assert a.ld is not None
+    # A byte for 128 numbers becomes the four of a word, one word of all rows after the other.
+    linear = a.scales.view(-1, a.ld, 4).transpose(1, 2).reshape(-1, a.ld)[: ceil_div(num_columns, block)]
+    return replace(a, scales=linear.repeat_interleave(block // 32, 1).view(-1))

@@ -26,8 +26,6 @@ groups of 100, 200 and 100 rows, these are the first 128-row blocks of each grou
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from moe_runtime import plan
@@ -81,7 +79,7 @@ from moe_runtime.op_scales import (
     unpack_ue8m0_rows,
     unpack_ue8m0_weights,
 )
-from moe_runtime.op_weights import prepare_mxfp8, prepare_nvfp4, weights_for
+from moe_runtime.op_weights import prepare_mxfp8, prepare_nvfp4, readable
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.token_format import NVFP4TokenFormat
 
@@ -314,7 +312,7 @@ def moe_gemm_mxfp8_nt_groupwise(
             starts at scale row `(m_indptr[i] + 3 * i) // 4 * 4` (`closed_form_4`).
         b_scale: int32 `[E, N, k_align]`, strides `(k_align * align(N, 4), 1, align(N, 4))`; None with prepared weights.
         m_indptr: int32 `[E + 1]`, from 0, not decreasing.
-        scale_granularity_mnk: (1, 1, 32) or (1, 1, 128).
+        scale_granularity_mnk: (1, 1, 32) or (1, 1, 128); of `a_scale` alone with prepared weights, whatever theirs was.
         scale_major_mode: "MN".
         backend: "cute".
         out: bf16 `[R, N]`; made when None.
@@ -437,11 +435,7 @@ def group_gemm_fp8_nt_groupwise(
 
 
 def _run(problem: OpProblem, out: torch.Tensor, engine: str) -> None:
-    b = problem.b
-    if isinstance(b, PreparedWeights):
-        b = weights_for(b, problem.block, engine, problem.a.quants, out, problem.num_groups)
-        problem = replace(problem, b=b)
-    op_gemm(problem, out, engine=engine)
+    op_gemm(readable(problem, out, engine), out, engine=engine)
 
 
 def _check_groups(

@@ -13,12 +13,15 @@ import torch
 from moe_runtime import plan
 from moe_runtime.formats import NVFP4, QuantizedRows, TokenFormat, align, token_format
 from moe_runtime.kernels.quantize import check_gsf, quantize_rows
-from moe_runtime.kernels.reference_quantize import raw_bits
+from moe_runtime.kernels.reference_quantize import copy_as, raw_bits
 
 DEFAULT_ALIGNMENT = 16
 RECORD_ALIGNMENT = 128
 NO_EXPERT = 65535
 """The uint16 that stands for the expert id -1."""
+
+INTEGERS = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.int64)
+"""Dtypes of indices that int64 holds."""
 
 
 @dataclass(frozen=True)
@@ -224,8 +227,8 @@ class TokenMessage:
             source: integers `[T]` or `[]`, stored as int32.
             topk_idx: integers `[T, top_k]` or `[top_k]`, -1 (stored as 65535) to 65534.
         """
-        _check_integers("source", source, -(2**31), 2**31 - 1, buf)
-        _check_integers("topk_idx", topk_idx, -1, NO_EXPERT - 1, buf)
+        source = _check_integers("source", source, -(2**31), 2**31 - 1, buf)
+        topk_idx = _check_integers("topk_idx", topk_idx, -1, NO_EXPERT - 1, buf)
         if topk_idx.shape[-1:] != (self.top_k,) or topk_idx.shape[:-1] != source.shape:
             raise ValueError(
                 f"topk_idx: expected shape {(*source.shape, self.top_k)} to go with source, got {tuple(topk_idx.shape)}"
@@ -236,30 +239,30 @@ class TokenMessage:
             # The low 16 bits of -1 are 65535.
             (self.topk_info_offset(), topk_idx.reshape(-1, self.top_k), torch.int16),
         ):
-            raw = values.to(dtype).contiguous().view(torch.uint8)
+            raw = copy_as(values.to(dtype), torch.uint8)
             buf[:, offset : offset + raw.shape[1]] = raw
 
     def read_info(self, buf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`(source, topk_idx)` of messages as int32 `[T]` and `[T, top_k]` (without `T` for one), -1 for no expert."""
         rows = self._messages(buf, self.msg_size(), buf.shape[:-1])
-        source = rows[:, self.src_info_offset() :][:, :4].contiguous().view(torch.int32)
-        ids = rows[:, self.topk_info_offset() :][:, : 2 * self.top_k].contiguous().view(torch.int16).to(torch.int32)
+        source = copy_as(rows[:, self.src_info_offset() :][:, :4], torch.int32)
+        ids = copy_as(rows[:, self.topk_info_offset() :][:, : 2 * self.top_k], torch.int16).to(torch.int32)
         ids = ids & NO_EXPERT
         ids = ids.masked_fill_(ids == NO_EXPERT, -1)
         return source.reshape(buf.shape[:-1]), ids.reshape(*buf.shape[:-1], self.top_k)
 
     def read_token(self, buf: torch.Tensor, input_scale: float | torch.Tensor | None = None) -> QuantizedRows:
-        """The quantized rows of messages `[T, >= token_size()]` (or one), scales linear; no copy is promised.
+        """The quantized rows of messages `[T, >= token_size()]` (or one), scales linear, in memory of their own.
 
         `input_scale` is the encode scale that they were written with; `row_scale_R` is its inverse.
         """
         rows = self._messages(buf, self.token_size(), buf.shape[:-1])
         fmt = self.format
-        quants = rows[:, : fmt.quant_bytes(self.hid_dim)].contiguous().view(fmt.quant_dtype)
+        quants = copy_as(rows[:, : fmt.quant_bytes(self.hid_dim)], fmt.quant_dtype)
         scales = row_scale = None
         if fmt.scale_dtype is not None:
             start = self.scales_offset()
-            scales = rows[:, start : start + fmt.scale_bytes(self.hid_dim)].contiguous().view(fmt.scale_dtype)
+            scales = copy_as(rows[:, start : start + fmt.scale_bytes(self.hid_dim)], fmt.scale_dtype)
         if fmt.has_row_scale:
             gsf = check_gsf(input_scale, fmt, buf.device, "input_scale")
             if gsf is None:
@@ -273,13 +276,15 @@ class TokenMessage:
 
         They are written to `output_scales_offset` too, where there is one, and `copy_msg_to_output_tensor` goes by
         them: what `row_offsets` holds later does not matter. The scales of group `i` start at block
-        `row_offsets[i] // 128 + result[i]`.
+        `row_offsets[i] // 128 + result[i]`. The values are checked here on a CPU, by the copies on a GPU.
 
         >>> NVFP4TokenFormat(64, 2).pad_expert_offsets(torch.tensor([0, 100, 300, 400]))
         tensor([0, 1, 1], dtype=torch.int32)
         """
         _check_is_tensor("row_offsets", row_offsets)
         offsets = plan.dense_128_offsets(row_offsets)
+        if row_offsets.device.type == "cpu":
+            self._check_row_offsets(row_offsets)
         bound = self.output_scales_offset
         if bound is not None:
             if bound.shape[0] < offsets.shape[0]:
@@ -307,8 +312,8 @@ class TokenMessage:
         if not isinstance(token_index, torch.Tensor) and type(token_index) is not int:
             raise ValueError(f"token_index: expected integers, got {token_index!r}")
         index = torch.as_tensor(token_index, device=self.output_tokens.device)
-        if index.is_floating_point() or index.dtype == torch.bool:
-            raise ValueError(f"token_index: expected integers, got {index.dtype}")
+        if index.dtype not in INTEGERS:
+            raise ValueError(f"token_index: expected integers that fit in int64, got {index.dtype}")
         index = index.to(self.output_tokens.device, torch.int64)
         _check_device("buf", buf, self.output_tokens)
         rows = self._messages(buf, self.token_size(), index.shape)
@@ -316,24 +321,31 @@ class TokenMessage:
         if self.format.swizzled:
             if self.row_offsets is None:
                 raise ValueError("token_index: call pad_expert_offsets first, it says where the groups lie")
-            num_rows = min(int(self.row_offsets[-1]), self.output_tokens.shape[0])
+            self._check_row_offsets(self.row_offsets)
+            num_rows = int(self.row_offsets[-1])
         else:
             num_rows = self.output_tokens.shape[0]
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < num_rows:
             raise ValueError(f"token_index: expected 0..{num_rows - 1}, got {token_index}")
-        quants = rows[:, : self.format.quant_bytes(self.hid_dim)].contiguous().view(self.output_tokens.dtype)
+        # First, since it raises where the scales have no room.
+        scale_rows = self._scale_rows(index) if self.format.swizzled else index
+        quants = copy_as(rows[:, : self.format.quant_bytes(self.hid_dim)], self.output_tokens.dtype)
         raw_bits(self.output_tokens)[index] = raw_bits(quants)
         if self.output_scales is None:
             return
         start = self.scales_offset()
-        scales = rows[:, start : start + self.format.scale_bytes(self.hid_dim)].contiguous()
+        scales = copy_as(rows[:, start : start + self.format.scale_bytes(self.hid_dim)], self.output_scales.dtype)
         if self.format.swizzled:
             num_columns = self.format.scale_columns(self.hid_dim)
             column = torch.arange(num_columns, device=index.device)
-            place = plan.swizzled_offset(self._scale_rows(index)[:, None], column[None, :], num_columns)
-            raw_bits(self.output_scales).view(-1)[place] = scales
+            place = plan.swizzled_offset(scale_rows[:, None], column[None, :], num_columns)
+            raw_bits(self.output_scales).view(-1)[place] = raw_bits(scales)
         else:
-            self.output_scales[index] = scales.view(self.output_scales.dtype)
+            self.output_scales[scale_rows] = scales
+
+    def _check_row_offsets(self, row_offsets: torch.Tensor) -> None:
+        rows = row_offsets[-1] if self.output_tokens is None else self.output_tokens.shape[0]
+        plan.check_row_offsets(row_offsets, int(rows))
 
     def _scale_rows(self, index: torch.Tensor) -> torch.Tensor:
         """Row of the scale container, in `dense_128`, of each packed row."""
@@ -420,12 +432,15 @@ def _check_is_tensor(argument: str, value: object) -> None:
         raise ValueError(f"{argument}: expected a tensor, got {type(value).__name__}")
 
 
-def _check_integers(argument: str, values: torch.Tensor, low: int, high: int, buf: torch.Tensor) -> None:
-    if values.is_floating_point() or values.dtype == torch.bool:
-        raise ValueError(f"{argument}: expected integers, got {values.dtype}")
+def _check_integers(argument: str, values: torch.Tensor, low: int, high: int, buf: torch.Tensor) -> torch.Tensor:
+    """`values` as int64, which torch computes with; it does not with most unsigned integers."""
+    if values.dtype not in INTEGERS:
+        raise ValueError(f"{argument}: expected integers that fit in int64, got {values.dtype}")
     _check_device(argument, values, buf)
+    values = values.to(torch.int64)
     if values.numel() and not low <= int(values.min()) <= int(values.max()) <= high:
         raise ValueError(f"{argument}: expected {low} .. {high}, got {int(values.min())} .. {int(values.max())}")
+    return values
 
 
 def _check_device(argument: str, tensor: torch.Tensor, other: torch.Tensor) -> None:

@@ -41,6 +41,22 @@ def test_prepared_weights(name: str, rng: torch.Generator, device: torch.device)
         assert_same_bits(got, raw.run(engine="torch"))
 
 
+@pytest.mark.parametrize("engine", ["torch", "triton", "auto"])
+@pytest.mark.parametrize(("block", "prepared_block"), [(128, 32), (32, 128), (128, 128)])
+def test_rows_and_prepared_weights_of_different_blocks(
+    block: int, prepared_block: int, engine: str, rng: torch.Generator, device: torch.device
+) -> None:
+    """Each scale of the weights is another one; K is no multiple of 128, and the last words are not full."""
+    for n, k in ((40, 672), (8, 32)):
+        rows, weights = (mxfp8([4, 0, 13, 3], n, k, rng, device, block=size) for size in (block, prepared_block))
+        more = torch.randint(0, 8, (4, n, -(-k // prepared_block)), generator=rng).to(torch.uint8).to(device)
+        b, scale = weights.arguments["b"], weights.arguments["b_scale"]
+        scale = ops.pack_ue8m0_weights(ops.unpack_ue8m0_weights(scale, more.shape[2]) + more)
+        w = ops.prepare_mxfp8(b, scale, (1, 1, prepared_block))
+        exact = weights.weights * torch.exp2(more.double()).repeat_interleave(prepared_block, 2)[..., :k]
+        check(replace(rows, arguments=rows.arguments | {"b": w, "b_scale": None}, weights=exact), engine)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", VARIANTS)
 @pytest.mark.parametrize("shape", [(4096, 7168), (256, 2176), (3008, 2976)])

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from moe_runtime import op_inputs, op_scales, ops
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels import op_gemm as op_gemm_module
-from moe_runtime.kernels import reference_op_gemm
+from moe_runtime.kernels import reference_op_gemm, reference_quantize
 from tests import op_cases
 from tests.comparison import assert_same_bits
 from tests.gemm_cases import bits
@@ -269,6 +269,45 @@ def test_unpackers_are_inverses(rng: torch.Generator) -> None:
         ops.pack_closed_form_128(rows, [0, 299])
 
 
+def test_packers_of_weights_take_any_strides(rng: torch.Generator) -> None:
+    weights = torch.randint(0, 256, (3, 137, 8), generator=rng).to(torch.uint8)
+    packed = ops.pack_swizzled_weights(weights)
+    assert_same_bits(ops.pack_swizzled_weights(weights.transpose(1, 2).contiguous().transpose(1, 2)), packed)
+    packed = packed.transpose(1, 2).contiguous().transpose(1, 2)
+    assert not packed.is_contiguous()
+    assert_same_bits(ops.unpack_swizzled_weights(packed, 137, torch.uint8), weights)
+
+
+@pytest.mark.parametrize(
+    "offsets", [[0, 2.0, 8], torch.tensor([0, 2.5, 8]), torch.tensor([[0, 8]]), 8, None, "08"], ids=str
+)
+def test_offsets_of_the_packers_are_integers(offsets: Any) -> None:
+    scales, packed = torch.zeros(8, 4, dtype=torch.uint8), torch.zeros(16, 4, dtype=torch.int32)
+    blocks = torch.zeros(4, 1, 32, 4, 4, dtype=torch.uint8)
+    for call, name in (
+        (lambda: ops.pack_dense_128(scales, offsets), "group_offsets"),
+        (lambda: ops.unpack_dense_128(blocks, offsets, [0, 0], 4), "group_offsets"),
+        (lambda: ops.unpack_dense_128(blocks, [0, 2, 8], offsets, 4), "group_scale_offsets"),
+        (lambda: ops.pack_closed_form_128(scales, offsets), "m_indptr"),
+        (lambda: ops.unpack_closed_form_128(blocks.view(512, 4), offsets), "m_indptr"),
+        (lambda: ops.pack_ue8m0_rows(scales, offsets), "m_indptr"),
+        (lambda: ops.unpack_ue8m0_rows(packed, offsets, 16), "m_indptr"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: expected one dimension of integers, got "):
+            call()
+
+
+@pytest.mark.parametrize("count", [0, 1, 2])
+def test_packers_take_scales_inside_a_wider_buffer(count: int, rng: torch.Generator) -> None:
+    wide = torch.randint(0, 256, (count, 7), generator=rng).to(torch.uint8)
+    for columns in (4, 3):
+        some, words = wide[:, 1 : 1 + columns], np.zeros((count, 4), np.uint8)
+        words[:, :columns] = some
+        packed = ops.pack_ue8m0_rows(some, [0, count])
+        assert_same_bits(packed[:count].contiguous(), words.view(np.int32))
+        assert_same_bits(ops.pack_ue8m0_weights(some[None]).contiguous(), words.view(np.int32)[None])
+
+
 def test_quantizers_round_to_the_nearest(rng: torch.Generator) -> None:
     x = torch.randn(130, 272, generator=rng)
     assert_same_bits(ops.quantize_bf16(x).view(torch.int16), x.to(torch.bfloat16).view(torch.int16))
@@ -298,6 +337,86 @@ def test_quantizers_round_to_the_nearest(rng: torch.Generator) -> None:
     assert (q.shape, q.dtype, s.shape, s.dtype) == ((0, 24, 32), torch.uint8, (0, 24, 4), E4M3)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("block", [32, 128])
+def test_quantize_mxfp8_by_chunks(
+    block: int, dtype: torch.dtype, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of each engine the same; a few rows at a time, since the encoder needs many temporaries."""
+    x = (torch.randn(2, 11, 272, generator=rng) * torch.exp2(torch.randint(-20, 20, (2, 11, 1), generator=rng))).to(
+        dtype
+    )
+    x[1, 3, 40], x[0, 2, 271] = torch.nan, -torch.inf
+    blocks = torch.nn.functional.pad(x.double(), (0, -272 % block)).unflatten(-1, (-1, block))
+    amax, bad = blocks.abs().amax(-1), ~blocks.isfinite().all(-1)
+    # 1e-4 in fp32, as the kernels have it; a power of two is its own scale.
+    mantissa, exponent = torch.frexp(amax.masked_fill(bad, 0).clamp(min=float(np.float32(1e-4))) / 448)
+    exponent -= (mantissa == 0.5).int()
+    scaled = (blocks.masked_fill(bad[..., None], 0) / torch.exp2(exponent.double())[..., None]).flatten(-2)[..., :272]
+    quants = scaled.numpy().astype(np.float32).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
+    bytes_ = (exponent + 127).masked_fill(bad, 255).to(torch.uint8)
+    tile, sizes = reference_quantize.quantize_tile, []
+
+    def remember(x: torch.Tensor, *more: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        sizes.append(x.numel())
+        return tile(x, *more)
+
+    monkeypatch.setattr(reference_quantize, "CHUNK_ELEMENTS", 5 * 384)
+    monkeypatch.setattr(reference_quantize, "quantize_tile", remember)
+    for engine in ENGINES:
+        q, s = ops.quantize_mxfp8(x.to(device), block, engine=engine)
+        assert_same_bits(q.view(torch.uint8), quants, f"{engine} quants")
+        assert_same_bits(s, bytes_, f"{engine} scales")
+    assert 0 < max(sizes) <= 5 * 384
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    "quantize",
+    [ops.quantize_bf16, ops.nvfp4_encode_scale, ops.quantize_nvfp4, ops.quantize_mxfp8, ops.quantize_fp8],
+)
+def test_what_requires_a_gradient_is_refused(
+    quantize: Callable[..., Any], dtype: torch.dtype, rng: torch.Generator, device: torch.device
+) -> None:
+    """But for parameters under `no_grad`, which are quantized like other tensors."""
+    x = torch.randn(2, 8, 128, generator=rng).to(device, dtype)
+    weight = torch.nn.Parameter(x)
+    with pytest.raises(ValueError, match=r"^x: expected no gradient .* got requires_grad=True"):
+        quantize(weight)
+    with torch.no_grad():
+        found, wanted = quantize(weight), quantize(x)
+    for a, b in zip(*((t if isinstance(t, tuple) else (t,)) for t in (found, wanted)), strict=True):
+        assert_same_bits(a.detach(), b)
+
+
+def test_decode_scales_of_nvfp4(rng: torch.Generator, device: torch.device) -> None:
+    """Of each expert too, where there are as many as columns."""
+    q = torch.randint(0, 256, (32, 8, 16), generator=rng).to(torch.uint8).to(device)
+    scales = torch.ones(32, 8, 2, device=device).to(E4M3)
+    codes = torch.stack([q & 15, q >> 4], -1).flatten(-2)
+    plain = op_cases.VALUES["e2m1"].to(device)[codes.int()]
+    each = torch.exp2(torch.arange(32, device=device).float() - 16)
+    by_row = torch.exp2(torch.arange(8, device=device).float())
+    for scale, factor in (
+        (None, 1.0),
+        (0.25, 0.25),
+        (4, 4.0),
+        (torch.tensor(0.25, device=device), 0.25),
+        (torch.tensor([0.25], device=device), 0.25),
+        (each, each[:, None, None]),
+        (each[:, None, None], each[:, None, None]),
+        (by_row[None, :, None], by_row[None, :, None]),
+    ):
+        assert_same_bits(ops.dequantize_nvfp4(q, scales, scale), (plain * factor).float())
+    found = ops.dequantize_nvfp4(q[0], scales[0], by_row[:, None])
+    assert_same_bits(found, (plain[0] * by_row[:, None]).float())
+    for scale in (by_row, each[:8], each.double(), each.to("meta"), each[:, None], torch.ones(2, 1, 1, 1), "1", [1.0]):
+        with pytest.raises(ValueError, match=r"^decode_scale: expected"):
+            ops.dequantize_nvfp4(q, scales, scale)
+    with pytest.raises(ValueError, match=r"^decode_scale: expected"):
+        ops.dequantize_nvfp4(q[0], scales[0], each)
+
+
 BYTES = torch.zeros(1, 128, 4, dtype=torch.uint8)
 
 
@@ -306,12 +425,17 @@ BYTES = torch.zeros(1, 128, 4, dtype=torch.uint8)
     [
         (lambda: ops.quantize_nvfp4(torch.zeros(3, 20)), "x"),
         (lambda: ops.quantize_nvfp4(torch.zeros(3, 32), torch.ones(3)), "gsf"),
+        (lambda: ops.quantize_nvfp4(torch.zeros(3, 32), None), "gsf"),  # type: ignore[arg-type]
         (lambda: ops.quantize_mxfp8(torch.zeros(3, 32), 64), "granularity_k"),
+        (lambda: ops.quantize_mxfp8(torch.zeros(3, 32), 32, engine="cuda"), "engine"),
+        (lambda: ops.quantize_mxfp8(torch.zeros(3, 32), 128, engine="cuda"), "engine"),
         (lambda: ops.quantize_fp8(torch.zeros(3, 128), 2), "granularity_mn"),
         (lambda: ops.quantize_fp8(torch.zeros(3, 128), 1, torch.float16), "dtype"),
         (lambda: ops.quantize_bf16(torch.zeros(3, 128, dtype=torch.int32)), "x"),
         (lambda: ops.dequantize_bf16(torch.zeros(3)), "q"),
         (lambda: ops.dequantize_fp8(torch.zeros(3, 128).to(E4M3), torch.zeros(3, 2)), "scales"),
+        (lambda: ops.dequantize_fp8(torch.zeros(3, 130).to(E4M3), torch.zeros(3, 1)), "q"),
+        (lambda: ops.dequantize_fp8(torch.zeros(128).to(E4M3), torch.zeros(1)), "q"),
         (lambda: ops.pack_scale_major(torch.zeros(3, 2), "N"), "major"),
         (lambda: ops.pack_scale_major(torch.zeros(3), "MN"), "scales"),
         (lambda: ops.pack_dense_128(torch.ones(8, 4), [0, 8]), "scales_RV"),

@@ -339,11 +339,21 @@ def test_a_row_does_not_depend_on_its_neighbours(device: torch.device, rng) -> N
 
 def test_twin_in_chunks(monkeypatch: pytest.MonkeyPatch, rng) -> None:
     x = hostile_rows(256, rng)
+    clean, seen = reference_quantize.canonical_nan, []
+
+    def remember(values: torch.Tensor) -> torch.Tensor:
+        seen.append(values.numel())
+        return clean(values)
+
     for fmt in FORMATS.values():
         whole = quantize_rows(x, fmt, engine="torch")
+        numbers = dequantize_rows(whole, engine="torch")
         with monkeypatch.context() as patch:
             patch.setattr(reference_quantize, "CHUNK_ELEMENTS", 5 * 256)
+            patch.setattr(reference_quantize, "canonical_nan", remember)
             assert_same_rows(quantize_rows(x, fmt, engine="torch"), whole)
+            assert_same_bits(dequantize_rows(whole, engine="torch"), numbers, fmt.name)
+    assert max(seen) == 5 * 256
 
 
 def test_rows_past_two_to_the_31_elements(device: torch.device) -> None:
@@ -353,6 +363,15 @@ def test_rows_past_two_to_the_31_elements(device: torch.device) -> None:
     x.copy_(torch.arange(384).view(3, 128))
     q = quantize_rows(x, "bf16", engine="triton")
     assert_same_bits(q.quants_RK, torch.arange(384).view(3, 128).bfloat16())
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_no_rows_with_the_strides_of_numpy(fmt: TokenFormat, engine: str, device: torch.device) -> None:
+    x = torch.zeros(0, 128, device=device).as_strided((0, 128), (0, 0))
+    assert x.stride() == (0, 0) == torch.from_numpy(np.zeros((0, 128), np.float32)).stride()
+    q = quantize_rows(x, fmt, engine=engine)
+    assert dequantize_rows(q, engine=engine).shape == (0, 128)
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -12,7 +13,7 @@ from hypothesis import strategies as st
 from moe_runtime import plan, token_format
 from moe_runtime.formats import FORMATS, FP8_BLOCK, NVFP4, TokenFormat
 from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
-from moe_runtime.kernels.swizzle import swizzle_scales
+from moe_runtime.kernels.swizzle import swizzle_scales, unswizzle_scales
 from moe_runtime.token_format import NVFP4TokenFormat, RecordLayout, TokenMessage
 from tests.comparison import assert_same_bits
 
@@ -122,6 +123,86 @@ def test_message_round_trip(fmt: TokenFormat, device: torch.device, rng) -> None
     assert [t.tolist() for t in message.read_info(one)] == [source[3].tolist(), ids[3].tolist()]
 
 
+@pytest.mark.parametrize("count", [0, 1, 2])
+@pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
+def test_messages_at_odd_addresses(fmt: TokenFormat, count: int, device: torch.device, rng) -> None:
+    """Of an odd length, from an odd byte on; none of them with the strides that numpy gives, which are 0."""
+    hidden, top_k = 256, 3
+    v = fmt.scale_columns(hidden)
+    tokens = torch.zeros(4, fmt.quant_columns(hidden), dtype=fmt.quant_dtype, device=device)
+    scales = None
+    if fmt.scale_dtype is not None:
+        shape = (1, v // 4, 32, 4, 4) if fmt.swizzled else (4, v)
+        scales = torch.zeros(shape, dtype=torch.float32, device=device).to(fmt.scale_dtype)
+    message = TokenMessage(fmt, hidden, top_k, output_tokens=tokens, output_scales=scales)
+    message.pad_expert_offsets(torch.tensor([0, 4], device=device))
+    size = message.msg_size()
+    plain = torch.randint(0, 256, (count, size), generator=rng).to(torch.uint8).numpy()
+    storage = torch.zeros(1 + count * (size + 1), dtype=torch.uint8, device=device)
+    odd = storage[1:].view(count, size + 1)[:, :size]
+    bufs = [odd] if count else [odd, torch.from_numpy(np.zeros((0, size), np.uint8)).to(device)]
+    gsf = GSF if fmt.has_row_scale else None
+    quants = plain[:, : fmt.quant_bytes(hidden)]
+    linear = plain[:, message.scales_offset() :][:, : fmt.scale_bytes(hidden)]
+    for buf in bufs:
+        buf.copy_(torch.from_numpy(plain))
+        rows = message.read_token(buf, gsf)
+        assert_same_bits(rows.quants_RK.view(torch.uint8), quants)
+        if rows.scales_RV is not None:
+            assert_same_bits(rows.scales_RV.view(torch.uint8), linear)
+        source, ids = message.read_info(buf)
+        wanted = plain[:, message.src_info_offset() :][:, :4].copy().view(np.int32)[:, 0]
+        assert_same_bits(source, wanted)
+        wanted = plain[:, message.topk_info_offset() :][:, : 2 * top_k].copy().view(np.uint16).astype(np.int32)
+        assert_same_bits(ids, np.where(wanted == 65535, np.int32(-1), wanted))
+        message.copy_msg_to_output_tensor(buf, torch.arange(count, device=device))
+        assert_same_bits(tokens[:count].view(torch.uint8), quants)
+        if scales is not None:
+            written = unswizzle_scales(scales, 4, v)[:count] if fmt.swizzled else scales[:count]
+            assert_same_bits(written.contiguous().view(torch.uint8), linear)
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int64])
+def test_indices_of_any_integers(dtype: torch.dtype, device: torch.device) -> None:
+    token = token_of_400_rows(device)
+    token.pad_expert_offsets(torch.tensor([0, 400], device=device))
+    buf = torch.zeros(2, token.msg_size(), dtype=torch.uint8, device=device)
+    index, ids = torch.tensor([7, 100]).to(device, dtype), torch.tensor([[0, 1], [127, 2]]).to(device, dtype)
+    token.write_info(buf, index, ids)
+    assert [t.tolist() for t in token.read_info(buf)] == [index.tolist(), ids.tolist()]
+    if dtype == torch.uint32:
+        with pytest.raises(ValueError, match=r"^source: expected .*4294967295"):
+            token.write_info(buf, torch.full_like(index, 2**32 - 1), ids)
+    buf[:, 0] = 1
+    token.copy_msg_to_output_tensor(buf, index)
+    assert token.output_tokens is not None and token.output_tokens[:, 0].nonzero()[:, 0].tolist() == [7, 100]
+
+
+@pytest.mark.parametrize("dtype", [torch.uint64, torch.bool, torch.float32, torch.complex64])
+def test_indices_that_int64_does_not_hold(dtype: torch.dtype, device: torch.device) -> None:
+    token = token_of_400_rows(device)
+    token.pad_expert_offsets(torch.tensor([0, 400], device=device))
+    buf = torch.zeros(2, token.msg_size(), dtype=torch.uint8, device=device)
+    index, ids = torch.zeros(2, dtype=torch.int64, device=device), torch.zeros(2, 2, dtype=torch.int64, device=device)
+    for call, name in (
+        (lambda: token.write_info(buf, index.to(dtype), ids), "source"),
+        (lambda: token.write_info(buf, index, ids.to(dtype)), "topk_idx"),
+        (lambda: token.copy_msg_to_output_tensor(buf, index.to(dtype)), "token_index"),
+    ):
+        with pytest.raises(ValueError, match=f"^{name}: expected integers that fit in int64, got {dtype}"):
+            call()
+
+
+def test_ids_that_are_a_column(device: torch.device) -> None:
+    """The stride of a dimension of size 1 is any."""
+    message = NVFP4TokenFormat(64, 1)
+    buf = torch.zeros(3, message.msg_size(), dtype=torch.uint8, device=device)
+    ids = torch.tensor([[4, -1, 9]], dtype=torch.int16, device=device).t()
+    assert ids.stride() == (1, 3)
+    message.write_info(buf, torch.arange(3, device=device), ids)
+    assert message.read_info(buf)[1].tolist() == [[4], [-1], [9]]
+
+
 def test_copy_msg_to_output_tensor_swizzles_into_dense_128(device: torch.device, rng) -> None:
     hidden = 96  # 6 scale columns: not a multiple of 4
     counts = [100, 0, 200, 1]
@@ -175,6 +256,38 @@ def test_row_offsets_are_kept(dtype: torch.dtype, device: torch.device) -> None:
     assert token.pad_expert_offsets(rows.view(dtype)).tolist() == [0, 1, 1]
     rows.copy_(torch.tensor([0, 10, 20, 400]))
     assert block_of_row_300(token) == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64, torch.uint32])
+@pytest.mark.parametrize("bad", [[100, 300], [0, 300, 100], [-5, 300], [0, 401]], ids=str)
+def test_wrong_row_offsets(bad: list[int], dtype: torch.dtype, device: torch.device) -> None:
+    """Refused by name, on a GPU when a message is copied; nothing is written."""
+    token = token_of_400_rows(device)
+    rows = torch.tensor(bad, device=device)
+    rows = rows.to(torch.int32).view(dtype) if dtype == torch.uint32 else rows.to(dtype)
+    token.output_scales_offset = torch.full((2,), 99, dtype=torch.int32, device=device)
+    if device.type == "cpu":
+        with pytest.raises(ValueError, match=r"^row_offsets: expected"):
+            token.pad_expert_offsets(rows)
+        assert token.row_offsets is None and token.output_scales_offset.tolist() == [99, 99]
+        token.row_offsets = rows.view(torch.int32) if dtype == torch.uint32 else rows
+    else:
+        token.pad_expert_offsets(rows)
+    message = torch.full((token.token_size(),), 0x38, dtype=torch.uint8, device=device)
+    with pytest.raises(ValueError, match=r"^row_offsets: expected"):
+        token.copy_msg_to_output_tensor(message, 50)
+    assert not token.output_tokens.any() and not token.output_scales.view(torch.uint8).any()
+
+
+def test_nothing_is_written_where_the_scales_have_no_room(device: torch.device) -> None:
+    token = token_of_400_rows(device)
+    assert token.output_scales is not None and token.output_tokens is not None
+    token.output_scales = token.output_scales[:2]
+    token.pad_expert_offsets(torch.tensor([0, 400], device=device))
+    message = torch.full((2, token.token_size()), 0x38, dtype=torch.uint8, device=device)
+    with pytest.raises(ValueError, match=r"^output_scales: expected more than 2 blocks"):
+        token.copy_msg_to_output_tensor(message, torch.tensor([0, 300], device=device))
+    assert not token.output_tokens.any()
 
 
 @pytest.mark.gpu
