@@ -244,7 +244,7 @@ class _Conversion:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             write_whole(self.target / INDEX_FILE, _json(index))
         else:
-            # Readers go by an index before they look for a single file.
+            # Some readers go by an index before they look for a single file, others after it.
             (self.target / INDEX_FILE).unlink(missing_ok=True)
         for path in sorted(self.checkpoint.folder.iterdir()):
             made = path.name in (CONFIG_FILE, INDEX_FILE)

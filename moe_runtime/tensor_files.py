@@ -127,7 +127,8 @@ class TensorFiles:
         index: path of the index, or of the single file.
 
     Raises:
-        ValueError: neither is there, or the index is no index; names the file.
+        ValueError: neither is there, or the index is no index, or names other files than a `model.safetensors` beside
+            it; names the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -143,6 +144,12 @@ class TensorFiles:
             shard_of = read_json(self.index).get("weight_map")
             if not isinstance(shard_of, dict):
                 raise ValueError(f"{self.index}: weight_map: expected a mapping from tensor to shard")
+            others = any(shard != SINGLE_FILE for shard in shard_of.values())
+            if others and (folder / SINGLE_FILE).is_file():
+                # Of both, transformers would read the single file.
+                raise ValueError(
+                    f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE} with its shards, found both: one is stale"
+                )
             self._shard_of = shard_of
             return
         self.index = folder / SINGLE_FILE
