@@ -201,10 +201,22 @@ class _Conversion:
             file.close()
             if file.metadata.get(PLAN_KEY) != self.plan:
                 raise ValueError(f"{path}: expected nothing, or a shard that the same conversion wrote")
+        if left != list(self.shards):
+            return left
         for path in (self.target / CONFIG_FILE, self.target / INDEX_FILE):
-            if left == list(self.shards) and path.exists():
+            if path.exists():
                 raise ValueError(f"{path}: expected an empty folder, or one of the same conversion")
+        for path in self._copied():
+            there = self.target / path.name
+            if there.exists() and not (there.is_file() and there.read_bytes() == path.read_bytes()):
+                raise ValueError(f"{there}: expected nothing, or what the source has: it would be written over")
         return left
+
+    def _copied(self) -> list[Path]:
+        """The source's files that the target gets as they are."""
+        made = (CONFIG_FILE, INDEX_FILE)
+        paths = sorted(self.checkpoint.folder.iterdir())
+        return [path for path in paths if path.is_file() and path.suffix in _COPIED and path.name not in made]
 
     def run(self, shards: list[str]) -> Generator[None, None, None]:
         """Write the shards, yielding after each expert and after the other tensors of each."""
@@ -246,10 +258,8 @@ class _Conversion:
         else:
             # Some readers go by an index before they look for a single file, others after it.
             (self.target / INDEX_FILE).unlink(missing_ok=True)
-        for path in sorted(self.checkpoint.folder.iterdir()):
-            made = path.name in (CONFIG_FILE, INDEX_FILE)
-            if path.is_file() and path.suffix in _COPIED and not made:
-                write_whole(self.target / path.name, path.read_bytes())
+        for path in self._copied():
+            write_whole(self.target / path.name, path.read_bytes())
         plain = [name.removesuffix(".weight") for name, entry in entries.items() if _is_plain_linear(name, entry)]
         write_whole(self.target / CONFIG_FILE, _json(self._config(plain)))
         sync_folder(self.target)

@@ -283,6 +283,24 @@ def test_what_another_checkpoint_left_is_not_mixed_in(name: str, source: Path, t
     assert contents(target) == {name: b"{}"}
 
 
+def test_files_of_others_are_not_written_over(source: Path, tmp_path: Path) -> None:
+    """They may be there with the bytes that would be written, or under names of which nothing is."""
+    target = tmp_path / "target"
+    target.mkdir()
+    (source / "README.md").write_text("of the source")
+    (target / "README.md").write_text("of somebody else")
+    (target / "notes.md").write_text("too")
+    before = contents(target)
+    with pytest.raises(ValueError, match=re.escape(f"{target / 'README.md'}: expected nothing, or what the source")):
+        convert_checkpoint(source, target, "mxfp8")
+    assert contents(target) == before
+    (target / "README.md").write_text("of the source")
+    with pytest.raises(Stopped):
+        convert_checkpoint(source, target, "mxfp8", progress=stopping(3))
+    convert_checkpoint(source, target, "mxfp8")
+    assert contents(target)["notes.md"] == b"too" and contents(target)["README.md"] == b"of the source"
+
+
 def test_a_single_file_is_not_read_by_an_index_beside_it(tmp_path: Path, seed: int) -> None:
     source, target = tmp_path / "source", tmp_path / "target"
     write_qwen3_moe_checkpoint(source, CONFIG, seed=seed)
