@@ -162,7 +162,7 @@ def quantization_config(
         "format": layout.name,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": [],
+        "ignore": list(others),
     }
 
 

@@ -315,6 +315,7 @@ def test_quantized_experts_that_transformers_reads_right_are_taken(tmp_path: Pat
     source = save(tmp_path / "source", "qwen3_moe", 0, **BLOCKS_OF_128)
     convert_checkpoint(source, tmp_path / "target", "mxfp4")
     model, parallel = spread(tmp_path / "target")
+    assert "model.layers.1.self_attn.q_proj" in model.config.quantization_config.to_dict()["ignore"]
     with parallel, Checkpoint(tmp_path / "target") as checkpoint:
         (expert,) = checkpoint.experts(1, [3])
         assert isinstance(expert.down, ExpertWeights)
