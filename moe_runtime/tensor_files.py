@@ -12,6 +12,7 @@ import json
 import math
 import os
 import struct
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ class TensorEntry:
 
 
 class SafetensorsFile:
-    """One file, open for reading.
+    """One file, open for reading until it is closed or nobody has it any more.
 
     Args:
         path: of the file.
@@ -86,16 +87,17 @@ class SafetensorsFile:
             self._file = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             raise ValueError(f"{path}: shard is missing (wanted for {wanted_for})") from None
+        self._close = weakref.finalize(self, os.close, self._file)
         try:
             header = _header_bytes(self._file)
             self.entries, self.metadata = _read_header(self._file, header)
         except (ValueError, OSError, RecursionError) as error:
-            os.close(self._file)
+            self.close()
             raise ValueError(f"{path}: broken or cut off (wanted for {wanted_for}): {error}") from error
         self.digest = _digest(header)
 
     def close(self) -> None:
-        os.close(self._file)
+        self._close()
 
     def tensor(self, name: str) -> torch.Tensor:
         """A whole tensor, on the CPU in memory of its own."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -96,6 +97,20 @@ def test_a_file_without_a_whole_header_is_named(length: int, tmp_path: Path) -> 
     path.write_bytes(path.read_bytes()[:length])
     with pytest.raises(ValueError, match=f"{path}: broken or cut off"):
         SafetensorsFile(path)
+
+
+def test_files_that_nobody_has_any_more_are_closed(tmp_path: Path) -> None:
+    def still_open() -> list[Path]:
+        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        return [path for link in links if (path := link.readlink()).parent == tmp_path]
+
+    save_file({"x": torch.zeros(4)}, tmp_path / SINGLE_FILE)
+    files = TensorFiles(tmp_path)
+    assert files.read("x", (4,), ("F32",)).tolist() == [0.0] * 4
+    assert still_open() == [tmp_path / SINGLE_FILE]
+    del files
+    gc.collect()
+    assert still_open() == []
 
 
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
