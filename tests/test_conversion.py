@@ -235,6 +235,32 @@ def test_calibrated_scales_are_stored(source: Path, tmp_path: Path, rng: torch.G
     assert stored.tolist() == [1344.0]
 
 
+def test_layers_for_multi_token_prediction_need_no_calibration(source: Path, tmp_path: Path) -> None:
+    """They stay meant for bf16 tokens, as the config says, here and to compressed-tensors."""
+    config = json.loads((source / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    (source / "config.json").write_text(json.dumps(config))
+    one = Calibration(2.0, 3.0)
+    convert_checkpoint(source, tmp_path / "target", "nvfp4", calibrations={0: one})
+    for layer, fmt in enumerate(("nvfp4", "bf16")):
+        found = layer_config_from_checkpoint(tmp_path / "target", layer=layer, max_tokens_per_rank=1)
+        assert (found.token_format, found.weight_format) == (fmt, "nvfp4")
+    scaled = {name.split(".")[2] for name in load_all(tmp_path / "target") if name.endswith("input_global_scale")}
+    assert scaled == {"0"}
+    with pytest.raises(ValueError, match=r"calibrations: expected those of layers \[0\], got \[1\]"):
+        convert_checkpoint(source, tmp_path / "other", "nvfp4", calibrations={1: one})
+    convert_checkpoint(source, tmp_path / "both", "nvfp4", calibrations={0: one, 1: one})
+    assert layer_config_from_checkpoint(tmp_path / "both", layer=1, max_tokens_per_rank=1).token_format == "nvfp4"
+    match_name = pytest.importorskip("compressed_tensors.utils.match").match_name
+    data = json.loads((tmp_path / "target" / "config.json").read_text())["quantization_config"]
+    groups = (
+        pytest.importorskip("compressed_tensors.quantization").QuantizationConfig.model_validate(data).config_groups
+    )
+    for layer in range(2):
+        matching = [g for g in groups.values() if match_name(f"model.layers.{layer}.mlp.experts.3.up_proj", *g.targets)]
+        assert [group.input_activations is None for group in matching] == [layer == 1]
+
+
 def test_tokens_that_cannot_calibrate_are_refused(source: Path) -> None:
     for batches, message in (
         ([], "batches of layer 0: token_amax: expected a positive finite number, got 0.0"),
@@ -456,7 +482,9 @@ def test_a_killed_program_goes_on(source: Path, tmp_path: Path, capsys: pytest.C
     assert contents(target) == contents(tmp_path / "whole")
 
 
-def test_the_program_calibrates(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_calibrates(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokens = tmp_path / "tokens.safetensors"
     x = {f"layers.{layer}": torch.randn(4, 256).bfloat16() for layer in range(2)}
     save_file(x, tokens)
@@ -464,6 +492,10 @@ def test_the_program_calibrates(source: Path, tmp_path: Path, capsys: pytest.Cap
     assert "layer 1: tokens up to" in capsys.readouterr().out
     config = layer_config_from_checkpoint(tmp_path / "target", layer=1, max_tokens_per_rank=1)
     assert config.intermediate_gsf == calibrate(source, 1, [x["layers.1"]]).intermediate_gsf
+    # Wrong names and formats are found before anything is computed.
+    monkeypatch.setattr(convert, "calibrate", None)
+    assert convert.main([str(source), str(tmp_path / "again"), "--calibrate", str(tokens), "--format", "mxfp8"]) == 2
+    assert "calibrations: expected none for mxfp8, got 2" in capsys.readouterr().err
     save_file({"tokens": x["layers.0"]}, tokens)
     assert convert.main([str(source), str(tmp_path / "again"), "--calibrate", str(tokens)]) == 2
     assert f"{tokens}: tensor tokens: expected layers.0, layers.1" in capsys.readouterr().err
