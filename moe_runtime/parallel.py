@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from importlib import import_module
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -59,7 +59,7 @@ def apply_expert_parallel(
     experts, quantized; those of the others are dropped. From then on `model(...)` is collective: every rank calls it,
     each with its own tokens. Inside `ExpertParallel.join`, and so in `model.generate(...)`, ranks may call it
     different numbers of times and with any number of tokens. The model is for inference: its parameters no longer
-    require gradients, and `state_dict` lacks the experts.
+    require gradients, `state_dict` lacks the experts, and `save_pretrained` is refused.
 
     Args:
         model: such as `Qwen3MoeForCausalLM`; it need not be on `device` yet.
@@ -119,7 +119,15 @@ def apply_expert_parallel(
     model.requires_grad_(False)
     if hasattr(model, "generate"):
         model.generate = owner.joined(model.generate)
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = cast(Any, _refuse_to_save)
     return owner
+
+
+def _refuse_to_save(*args: Any, **named: Any) -> NoReturn:
+    raise ValueError(
+        "save_pretrained: the experts of this model are spread over ranks; save it before apply_expert_parallel"
+    )
 
 
 @contextmanager

@@ -560,6 +560,14 @@ def test_ranks_that_disagree_leave_the_model_as_it_was(get_pool: Any) -> None:
         assert re.match(r"agree: ranks disagree on .*max_tokens_per_rank \(layer 0\): rank 0: 8, rank 1: 9", problem)
 
 
+def test_a_model_without_its_experts_is_not_saved(tmp_path: Path) -> None:
+    model = tiny_models.tiny_model("mixtral", 0).bfloat16()
+    with apply_expert_parallel(model, max_tokens_per_rank=8):
+        with pytest.raises(ValueError, match="save_pretrained: the experts of this model are spread over ranks; save"):
+            model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
+
+
 def test_one_rank_goes_on_after_a_wrong_call() -> None:
     model = tiny_models.tiny_model("mixtral", 0).bfloat16()
     ids = torch.tensor([[4, 5, 6]])
