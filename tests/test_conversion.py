@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import math
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -441,6 +443,37 @@ def test_a_writer_left_open_does_not_write_into_the_next_one(tmp_path: Path) -> 
         writer.write("x", torch.zeros(64, dtype=torch.uint8))
     left_open.__exit__(Stopped, Stopped(), None)
     assert load_file(path)["x"].tolist() == [0] * 64
+
+
+def test_what_could_not_be_written_is_named_and_leaves_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a tensor, or at the end of a shard or of another file; nor does what ends for another reason."""
+    path, target = tmp_path / "large.safetensors", tmp_path / "target"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(OSError, match=f"File too large: '{path}'"):
+        try:
+            with TensorWriter(path, {"x": ("U8", (1 << 23,))}, {}) as writer:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 22, limits[1]))
+                writer.write("x", torch.zeros(1 << 23, dtype=torch.uint8))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.glob("large*"))
+    with pytest.raises(Stopped):
+        convert_checkpoint(source, target, "mxfp8", progress=stopping(2))
+    assert not list(target.glob("*.partial"))
+    sync = os.fsync
+
+    def fails(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"{failing}.partial"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fails)
+    for failing in ("others.safetensors", "tokenizer.json"):
+        with pytest.raises(OSError, match=re.escape(f"No space left on device: '{target / failing}'")):
+            convert_checkpoint(source, target, "mxfp8")
+        assert not list(target.glob("*.partial")) and not (target / failing).exists()
 
 
 def test_what_is_whole_outlasts_a_loss_of_power(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
