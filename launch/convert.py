@@ -1,7 +1,8 @@
 """Convert the experts of a checkpoint into another format; run again after an interruption, it goes on.
 
 With `--calibrate` the inputs of the experts' products get scales too, from tokens in a safetensors file: for each layer
-with experts a tensor `layers.{index}`, bf16 or fp32 `[T, H]`, of tokens that enter its MoE block.
+with experts a tensor `layers.{index}`, bf16 or fp32 `[T, H]`, of tokens that enter its MoE block. Those for multi-token
+prediction may be left out, and stay meant for bf16 tokens.
 """
 
 from __future__ import annotations
@@ -15,24 +16,32 @@ from rich.console import Console
 from rich.progress import track
 
 from moe_runtime.calibration import Calibration, calibrate
-from moe_runtime.conversion import convert_checkpoint
+from moe_runtime.checkpoint import Checkpoint
+from moe_runtime.conversion import check_calibrated, convert_checkpoint
 from moe_runtime.converted_experts import TARGET_LAYOUTS
 from moe_runtime.launch import environment
 from moe_runtime.tensor_files import SafetensorsFile
 
 
-def read_calibrations(source: str, tokens: Path, device: str, console: Console) -> dict[int, Calibration]:
-    """What the tokens of each layer give. Raises `ValueError` naming the file and a tensor of another name."""
+def read_calibrations(
+    source: str, tokens: Path, weight_format: str, device: str, console: Console
+) -> dict[int, Calibration]:
+    """What the tokens of each layer give. Raises `ValueError` before anything is computed, naming the file and a tensor
+    of another name, or as `check_calibrated`."""
     file = SafetensorsFile(tokens, "the tokens to calibrate with")
+    names: dict[int, str] = {}
     found: dict[int, Calibration] = {}
     try:
         for name, entry in file.entries.items():
             index = name.removeprefix("layers.")
             if index == name or not index.isdecimal() or entry.dtype not in ("BF16", "F32"):
                 raise ValueError(f"{tokens}: tensor {name}: expected layers.0, layers.1, ... of BF16 or F32")
-            found[int(index)] = calibrate(source, int(index), [file.tensor(name)], device=device)
-            one = found[int(index)]
-            console.print(f"layer {index}: tokens up to {one.token_amax:.4g}, intermediate {one.intermediate_amax:.4g}")
+            names[int(index)] = name
+        with Checkpoint(source) as checkpoint:
+            check_calibrated(checkpoint, weight_format, names)
+        for layer, name in names.items():
+            one = found[layer] = calibrate(source, layer, [file.tensor(name)], device=device)
+            console.print(f"layer {layer}: tokens up to {one.token_amax:.4g}, intermediate {one.intermediate_amax:.4g}")
     finally:
         file.close()
     return found
@@ -55,7 +64,7 @@ def work(options: argparse.Namespace) -> int:
     console = Console(highlight=False)
     calibrations = None
     if options.calibrate is not None:
-        calibrations = read_calibrations(options.source, options.calibrate, options.device, console)
+        calibrations = read_calibrations(options.source, options.calibrate, options.format, options.device, console)
 
     def progress(steps: Iterator[None], total: int) -> Iterator[None]:
         yield from track(steps, "converting", total, console=console, disable=not console.is_terminal)

@@ -235,12 +235,9 @@ def _modelopt(file: Path, said: Mapping[str, Any], name: str) -> StoredExperts |
 def _compressed(file: Path, said: Mapping[str, Any], name: str) -> StoredExperts | None:
     """What the group says that has the linear among its targets; None where it stays plain."""
     _check_not_transformed(file, said, name)
-    given = _mapping(file, said, "config_groups")
-    groups = [_mapping(file, given, key) for key in given]
-    group = _group_of(file, name, groups, _strings(file, "ignore", said))
+    group, fmt = compressed_group(file, said, name)
     if group is None:
         return None
-    fmt = str(group.get("format") or said.get("format"))
     if fmt not in COMPRESSED:
         raise ValueError(f"{file}: format of {name}: expected one of {', '.join(COMPRESSED)}, got {fmt!r}")
     layout, weights = COMPRESSED[fmt], _mapping(file, group, "weights")
@@ -263,6 +260,15 @@ def _compressed(file: Path, said: Mapping[str, Any], name: str) -> StoredExperts
         _expect(file, f"group_size of {name}", weights.get("group_size"), layout.format.block)
     _expect(file, f"symmetric of {name}", weights.get("symmetric", True), True)
     return StoredExperts(layout, "bf16" if activations is None or layout is COMPRESSED_MXFP4 else layout.format.name)
+
+
+def compressed_group(file: Path, said: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any] | None, str]:
+    """The group of compressed-tensors that has the linear among its targets, None where there is none, and its
+    format."""
+    given = _mapping(file, said, "config_groups")
+    groups = [_mapping(file, given, key) for key in given]
+    group = _group_of(file, name, groups, _strings(file, "ignore", said))
+    return group, str((group or {}).get("format") or said.get("format"))
 
 
 def _check_not_transformed(file: Path, said: Mapping[str, Any], name: str) -> None:

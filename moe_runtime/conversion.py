@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Collection, Generator, Iterator, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
@@ -96,7 +96,8 @@ def convert_checkpoint(
             the conversion is whole.
         target: made if it is not there. Whole shards that the same conversion has written are left as they are.
         weight_format: `nvfp4`, `mxfp4`, `mxfp8` or `fp8_block`; not what a layer of the source holds.
-        calibrations: by layer, of every layer with experts; for `nvfp4` only.
+        calibrations: by layer, of every layer with experts; for `nvfp4` only. Layers for multi-token prediction may be
+            left out, and stay meant for bf16 tokens.
         device: where to quantize.
         progress: takes an iterator over the experts (and, once, each shard's other tensors), and how many there are.
 
@@ -125,6 +126,22 @@ def convert_checkpoint(
             conversion.finish()
 
 
+def check_calibrated(checkpoint: Checkpoint, weight_format: str, layers: Collection[int]) -> None:
+    """Raise `ValueError` unless `convert_checkpoint` takes calibrations of these layers for `weight_format`."""
+    if TARGET_LAYOUTS[weight_format] is not COMPRESSED_NVFP4:
+        raise ValueError(f"calibrations: expected none for {weight_format}, got {len(layers)}")
+    known = _layers_with_experts(checkpoint)
+    needed = [layer for layer in known if layer < checkpoint.config["num_hidden_layers"]]
+    if not set(needed) <= set(layers) <= set(known):
+        raise ValueError(f"calibrations: expected those of layers {needed}, got {sorted(layers)}")
+
+
+def _layers_with_experts(checkpoint: Checkpoint) -> list[int]:
+    """Those for multi-token prediction count where their experts are there."""
+    config = checkpoint.config
+    return [n for n in checkpoint.moe_layers() if n < config["num_hidden_layers"] or checkpoint.has_experts(n)]
+
+
 class _Conversion:
     def __init__(
         self,
@@ -150,18 +167,14 @@ class _Conversion:
                 first = reader.tensors(expert)[0]
                 self.experts[checkpoint.files.shard_of(first)].append(_Expert(layer, expert, reader))
                 self.replaced.update(replaced_tensors(reader, expert, self.layout))
-        if calibrations and layout is not COMPRESSED_NVFP4:
-            raise ValueError(f"calibrations: expected none for {layout.format.name}, got {len(calibrations)}")
-        if calibrations and sorted(calibrations) != self.layers:
-            raise ValueError(f"calibrations: expected those of layers {self.layers}, got {sorted(calibrations)}")
+        if calibrations:
+            check_calibrated(checkpoint, layout.format.name, calibrations)
         self.plan = self._digest()
 
     def _readers(self) -> dict[int, ExpertReader]:
         """Of the layers that have experts, each checked."""
         checkpoint, fmt, readers = self.checkpoint, self.layout.format, {}
-        for layer in checkpoint.moe_layers():
-            if layer >= checkpoint.config["num_hidden_layers"] and not checkpoint.has_experts(layer):
-                continue
+        for layer in _layers_with_experts(checkpoint):
             reader = checkpoint.reader(layer)
             reader.check_names()
             if reader.layout is PLAIN_FUSED:
@@ -201,10 +214,22 @@ class _Conversion:
             file.close()
             if file.metadata.get(PLAN_KEY) != self.plan:
                 raise ValueError(f"{path}: expected nothing, or a shard that the same conversion wrote")
+        if left != list(self.shards):
+            return left
         for path in (self.target / CONFIG_FILE, self.target / INDEX_FILE):
-            if left == list(self.shards) and path.exists():
+            if path.exists():
                 raise ValueError(f"{path}: expected an empty folder, or one of the same conversion")
+        for path in self._copied():
+            there = self.target / path.name
+            if there.exists() and not (there.is_file() and there.read_bytes() == path.read_bytes()):
+                raise ValueError(f"{there}: expected nothing, or what the source has: it would be written over")
         return left
+
+    def _copied(self) -> list[Path]:
+        """The source's files that the target gets as they are."""
+        made = (CONFIG_FILE, INDEX_FILE)
+        paths = sorted(self.checkpoint.folder.iterdir())
+        return [path for path in paths if path.is_file() and path.suffix in _COPIED and path.name not in made]
 
     def run(self, shards: list[str]) -> Generator[None, None, None]:
         """Write the shards, yielding after each expert and after the other tensors of each."""
@@ -218,7 +243,8 @@ class _Conversion:
                     raise ValueError(f"{files.path_of(name)}: tensor {name}: {entry.dtype} is no dtype of torch")
                 shapes[name] = (entry.dtype, entry.shape)
             for one in self.experts[shard]:
-                shapes |= converted_shapes(one.reader, one.expert, self.layout, calibrated=bool(self.calibrations))
+                calibrated = one.layer in self.calibrations
+                shapes |= converted_shapes(one.reader, one.expert, self.layout, calibrated=calibrated)
             with TensorWriter(self.target / shard, shapes, {"format": "pt", PLAN_KEY: self.plan}) as writer:
                 for name in copied:
                     dtype, shape = shapes[name]
@@ -244,12 +270,10 @@ class _Conversion:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             write_whole(self.target / INDEX_FILE, _json(index))
         else:
-            # Readers go by an index before they look for a single file.
+            # Some readers go by an index before they look for a single file, others after it.
             (self.target / INDEX_FILE).unlink(missing_ok=True)
-        for path in sorted(self.checkpoint.folder.iterdir()):
-            made = path.name in (CONFIG_FILE, INDEX_FILE)
-            if path.is_file() and path.suffix in _COPIED and not made:
-                write_whole(self.target / path.name, path.read_bytes())
+        for path in self._copied():
+            write_whole(self.target / path.name, path.read_bytes())
         plain = [name.removesuffix(".weight") for name, entry in entries.items() if _is_plain_linear(name, entry)]
         write_whole(self.target / CONFIG_FILE, _json(self._config(plain)))
         sync_folder(self.target)
@@ -258,8 +282,12 @@ class _Conversion:
         config = dict(self.checkpoint.config)
         names = self.checkpoint.names(self.layers[0]) if self.layers else None
         linears = "|".join((names.gate, names.up, names.down)) if names is not None else ""
-        targets = rf"re:.*\.experts\.\d+\.({linears})$"
-        experts = quantization_config(self.layout, targets, plain, calibrated=bool(self.calibrations))
+        linears = rf"\.experts\.\d+\.({linears})$"
+        targets = {rf"re:.*{linears}": bool(self.calibrations)}
+        if self.calibrations and (rest := [str(layer) for layer in self.layers if layer not in self.calibrations]):
+            where = rf".*\.layers\.({'|'.join(rest)})\."
+            targets = {rf"re:(?!{where}).*{linears}": True, rf"re:{where}.*{linears}": False}
+        experts = quantization_config(self.layout, targets, plain)
         config.pop(EXPERTS_KEY, None)
         return config | {"quantization_config" if self._rest_is_plain() else EXPERTS_KEY: experts}
 

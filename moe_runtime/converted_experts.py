@@ -6,7 +6,7 @@ they become linears of their own, gate and up apart, each with its bias.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -127,10 +127,9 @@ def quantized_linear(w_NK: torch.Tensor, shared: torch.Tensor, layout: WeightLay
     return tensors if gsf is None or layout.weight_scale is None else tensors | {layout.weight_scale.suffix: gsf}
 
 
-def quantization_config(
-    layout: WeightLayout, targets: str, others: Sequence[str], *, calibrated: bool
-) -> dict[str, Any]:
-    """What `config.json` says where linears that `targets` matches are quantized and `others` are not."""
+def quantization_config(layout: WeightLayout, targets: Mapping[str, bool], others: Sequence[str]) -> dict[str, Any]:
+    """What `config.json` says where linears that one of `targets` matches are quantized, with whether their inputs were
+    calibrated, and `others` are not."""
     if layout is GPT_OSS_MXFP4:
         return {"quant_method": "mxfp4", "modules_to_not_convert": list(others)}
     if layout is FP8_BLOCKS:
@@ -151,18 +150,21 @@ def quantization_config(
         "dynamic": False,
         "scale_dtype": "torch.float8_e4m3fn" if fmt.has_row_scale else "torch.uint8",
     }
-    activations = None
-    if layout is COMPRESSED_MXFP8:
-        activations = weights | {"dynamic": True}
-    elif calibrated:
-        activations = weights | {"dynamic": "local"}
-    group = {"targets": [targets], "weights": weights, "input_activations": activations, "format": layout.name}
+    groups = {}
+    for number, (target, calibrated) in enumerate(targets.items()):
+        activations = None
+        if layout is COMPRESSED_MXFP8:
+            activations = weights | {"dynamic": True}
+        elif calibrated:
+            activations = weights | {"dynamic": "local"}
+        group = {"targets": [target], "weights": weights, "input_activations": activations, "format": layout.name}
+        groups[f"group_{number}"] = group
     return {
         "quant_method": "compressed-tensors",
         "format": layout.name,
         "quantization_status": "compressed",
-        "config_groups": {"group_0": group},
-        "ignore": [],
+        "config_groups": groups,
+        "ignore": list(others),
     }
 
 

@@ -10,8 +10,9 @@ import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from importlib import import_module
+from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, NoReturn, cast
 
 import torch
 import torch.distributed as dist
@@ -19,11 +20,12 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.checkpoint import Checkpoint
+from moe_runtime.checkpoint_layouts import COMPRESSED_NVFP4, EXPERTS_KEY, compressed_group
 from moe_runtime.compiling import not_compiled
 from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.counters import LayerCounts
-from moe_runtime.families import family_of, layer_config
+from moe_runtime.families import GPT_OSS, MIXTRAL, Family, family_of, layer_config
 from moe_runtime.formats import ceil_div
 from moe_runtime.layer import MoELayer, context_from_config, told_to_peers
 from moe_runtime.loading import ExpertTensors
@@ -57,7 +59,7 @@ def apply_expert_parallel(
     experts, quantized; those of the others are dropped. From then on `model(...)` is collective: every rank calls it,
     each with its own tokens. Inside `ExpertParallel.join`, and so in `model.generate(...)`, ranks may call it
     different numbers of times and with any number of tokens. The model is for inference: its parameters no longer
-    require gradients, and `state_dict` lacks the experts.
+    require gradients, `state_dict` lacks the experts, and `save_pretrained` is refused.
 
     Args:
         model: such as `Qwen3MoeForCausalLM`; it need not be on `device` yet.
@@ -92,6 +94,8 @@ def apply_expert_parallel(
             described = _described(model)
             family = family_of(described, source="model.config")
             blocks = _moe_blocks(model, None if experts is None else _EXPERTS_OF_TRANSFORMERS[family.name])
+            if experts is None:
+                _check_read(described, family, [number for number, _ in blocks])
             placements = _by_layer(placement, [number for number, _ in blocks])
             settings = {
                 "max_tokens_per_rank": max_tokens_per_rank,
@@ -115,7 +119,15 @@ def apply_expert_parallel(
     model.requires_grad_(False)
     if hasattr(model, "generate"):
         model.generate = owner.joined(model.generate)
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = cast(Any, _refuse_to_save)
     return owner
+
+
+def _refuse_to_save(*args: Any, **named: Any) -> NoReturn:
+    raise ValueError(
+        "save_pretrained: the experts of this model are spread over ranks; save it before apply_expert_parallel"
+    )
 
 
 @contextmanager
@@ -364,6 +376,25 @@ def _described(model: nn.Module) -> dict[str, Any]:
     described: dict[str, Any] = config.to_dict()
     family_of(described, source="model.config")
     return described
+
+
+def _check_read(described: dict[str, Any], family: Family, numbers: Sequence[int]) -> None:
+    """Raise `ValueError` where transformers has other experts than the model's checkpoint, of which it says nothing.
+
+    It drops the second-level scales of NVFP4, does not know `EXPERTS_KEY`, and has no experts of gpt-oss that are
+    linears of their own.
+    """
+    said, wrong = described.get("quantization_config") or {}, EXPERTS_KEY in described
+    if said.get("quant_method") == "compressed-tensors" and said.get("config_groups"):
+        linear = "block_sparse_moe.experts.0.w1" if family is MIXTRAL else "mlp.experts.0.gate_proj"
+        for number in numbers:
+            group, fmt = compressed_group(Path("model.config"), said, f"model.layers.{number}.{linear}")
+            wrong |= group is not None and (family is GPT_OSS or fmt == COMPRESSED_NVFP4.name)
+    if wrong:
+        raise ValueError(
+            "model: its experts are quantized in the checkpoint in a way that transformers misreads; load it inside "
+            "without_experts() and give experts=Checkpoint(path)"
+        )
 
 
 def _config_of(

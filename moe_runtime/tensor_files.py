@@ -12,6 +12,7 @@ import json
 import math
 import os
 import struct
+import weakref
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -62,7 +63,7 @@ class TensorEntry:
 
 
 class SafetensorsFile:
-    """One file, open for reading.
+    """One file, open for reading until it is closed or nobody has it any more.
 
     Args:
         path: of the file.
@@ -86,16 +87,17 @@ class SafetensorsFile:
             self._file = os.open(path, os.O_RDONLY)
         except FileNotFoundError:
             raise ValueError(f"{path}: shard is missing (wanted for {wanted_for})") from None
+        self._close = weakref.finalize(self, os.close, self._file)
         try:
             header = _header_bytes(self._file)
             self.entries, self.metadata = _read_header(self._file, header)
         except (ValueError, OSError, RecursionError) as error:
-            os.close(self._file)
+            self.close()
             raise ValueError(f"{path}: broken or cut off (wanted for {wanted_for}): {error}") from error
         self.digest = _digest(header)
 
     def close(self) -> None:
-        os.close(self._file)
+        self._close()
 
     def tensor(self, name: str) -> torch.Tensor:
         """A whole tensor, on the CPU in memory of its own."""
@@ -127,7 +129,8 @@ class TensorFiles:
         index: path of the index, or of the single file.
 
     Raises:
-        ValueError: neither is there, or the index is no index; names the file.
+        ValueError: neither is there, or the index is no index, or names other files than a `model.safetensors` beside
+            it; names the file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -143,6 +146,12 @@ class TensorFiles:
             shard_of = read_json(self.index).get("weight_map")
             if not isinstance(shard_of, dict):
                 raise ValueError(f"{self.index}: weight_map: expected a mapping from tensor to shard")
+            others = any(shard != SINGLE_FILE for shard in shard_of.values())
+            if others and (folder / SINGLE_FILE).is_file():
+                # Of both, transformers would read the single file.
+                raise ValueError(
+                    f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE} with its shards, found both: one is stale"
+                )
             self._shard_of = shard_of
             return
         self.index = folder / SINGLE_FILE

@@ -8,7 +8,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import BinaryIO
@@ -33,6 +34,7 @@ class TensorWriter:
     Raises:
         ValueError: naming the tensor: it is none of `shapes`, or came before, or is of another dtype or shape; or one
             is missing at the end.
+        OSError: naming the file, which could not be written.
     """
 
     def __init__(
@@ -58,7 +60,6 @@ class TensorWriter:
         # A file of its own: whoever still has the unfinished one open does not write into this one.
         self._partial.unlink(missing_ok=True)
         self._file: BinaryIO = self._partial.open("xb")
-        self._file.write(self._header)
         return self
 
     def write(self, name: str, tensor: torch.Tensor, item: int | None = None) -> None:
@@ -79,8 +80,9 @@ class TensorWriter:
                 f"{self.path}: tensor {name}: expected {dtype} {list(shape)}, got {found[0]} {list(found[1])}"
             )
         data = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data
-        self._file.seek(self._begins[name] + (item or 0) * len(data))
-        self._file.write(data)
+        with _naming(self.path):
+            self._file.seek(self._begins[name] + (item or 0) * len(data))
+            self._file.write(data)
         self._left[name] -= left if item is None else 1
         if item is not None:
             self._came.add((name, item))
@@ -89,15 +91,23 @@ class TensorWriter:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         missing = next((name for name, left in self._left.items() if left), None)
-        with self._file:
-            if kind is None and missing is None:
+        try:
+            if kind is not None:
+                return
+            if missing is not None:
+                raise ValueError(f"{self.path}: tensor {missing} was not written")
+            with _naming(self.path):
+                self._file.seek(0)
+                self._file.write(self._header)
                 self._file.flush()
                 os.fsync(self._file.fileno())
-        if kind is not None:
-            return
-        if missing is not None:
-            raise ValueError(f"{self.path}: tensor {missing} was not written")
-        os.replace(self._partial, self.path)
+                self._file.close()
+            os.replace(self._partial, self.path)
+        finally:
+            # Where it failed, what is still in the buffer may fail again.
+            with suppress(OSError):
+                self._file.close()
+            self._partial.unlink(missing_ok=True)
 
 
 def _num_items(shape: tuple[int, ...]) -> int:
@@ -108,11 +118,24 @@ def _num_items(shape: tuple[int, ...]) -> int:
 def write_whole(path: Path, data: bytes) -> None:
     """Write a small file that is never there by half, not even after a loss of power."""
     partial = path.with_name(path.name + PARTIAL)
-    with partial.open("wb") as file:
-        file.write(data)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    try:
+        with _naming(path), partial.open("wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    finally:
+        partial.unlink(missing_ok=True)
+
+
+@contextmanager
+def _naming(path: Path) -> Iterator[None]:
+    """An `OSError` of an open file does not name it; inside, it does."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = str(path)
+        raise
 
 
 def sync_folder(folder: Path) -> None:

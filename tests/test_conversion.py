@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import math
 import os
 import re
+import resource
 import signal
 import subprocess
 import sys
@@ -119,6 +121,11 @@ def test_compressed_tensors_reads_what_is_written(fmt: str, source: Path, tmp_pa
     modules = {name.rpartition(".")[0] for name in tensors}
     matched = {name for name in modules if match_name(name, target)}
     assert matched == {name for name in modules if ".experts." in name}
+    # Loaders of other programs raise for a linear that is neither among the targets nor left out.
+    linears = {name.removesuffix(".weight") for name, tensor in tensors.items() if tensor.ndim == 2}
+    plain = {name for name in linears if ".experts." not in name}
+    assert set(config.ignore) == plain and "model.layers.0.mlp.gate" in plain
+    assert not {name for name in matched if any(match_name(name, ignored) for ignored in config.ignore)}
     with Checkpoint(tmp_path / "target") as checkpoint:
         (expert,) = checkpoint.experts(1, range(2, 3))
     assert isinstance(expert.down, ExpertWeights)
@@ -230,6 +237,32 @@ def test_calibrated_scales_are_stored(source: Path, tmp_path: Path, rng: torch.G
     assert stored.tolist() == [1344.0]
 
 
+def test_layers_for_multi_token_prediction_need_no_calibration(source: Path, tmp_path: Path) -> None:
+    """They stay meant for bf16 tokens, as the config says, here and to compressed-tensors."""
+    config = json.loads((source / "config.json").read_text())
+    config |= {"num_hidden_layers": 1, "num_nextn_predict_layers": 1}
+    (source / "config.json").write_text(json.dumps(config))
+    one = Calibration(2.0, 3.0)
+    convert_checkpoint(source, tmp_path / "target", "nvfp4", calibrations={0: one})
+    for layer, fmt in enumerate(("nvfp4", "bf16")):
+        found = layer_config_from_checkpoint(tmp_path / "target", layer=layer, max_tokens_per_rank=1)
+        assert (found.token_format, found.weight_format) == (fmt, "nvfp4")
+    scaled = {name.split(".")[2] for name in load_all(tmp_path / "target") if name.endswith("input_global_scale")}
+    assert scaled == {"0"}
+    with pytest.raises(ValueError, match=r"calibrations: expected those of layers \[0\], got \[1\]"):
+        convert_checkpoint(source, tmp_path / "other", "nvfp4", calibrations={1: one})
+    convert_checkpoint(source, tmp_path / "both", "nvfp4", calibrations={0: one, 1: one})
+    assert layer_config_from_checkpoint(tmp_path / "both", layer=1, max_tokens_per_rank=1).token_format == "nvfp4"
+    match_name = pytest.importorskip("compressed_tensors.utils.match").match_name
+    data = json.loads((tmp_path / "target" / "config.json").read_text())["quantization_config"]
+    groups = (
+        pytest.importorskip("compressed_tensors.quantization").QuantizationConfig.model_validate(data).config_groups
+    )
+    for layer in range(2):
+        matching = [g for g in groups.values() if match_name(f"model.layers.{layer}.mlp.experts.3.up_proj", *g.targets)]
+        assert [group.input_activations is None for group in matching] == [layer == 1]
+
+
 def test_tokens_that_cannot_calibrate_are_refused(source: Path) -> None:
     for batches, message in (
         ([], "batches of layer 0: token_amax: expected a positive finite number, got 0.0"),
@@ -281,6 +314,24 @@ def test_what_another_checkpoint_left_is_not_mixed_in(name: str, source: Path, t
     with pytest.raises(ValueError, match=re.escape(f"{target / name}: expected an empty folder, or one of the same")):
         convert_checkpoint(source, target, "mxfp8")
     assert contents(target) == {name: b"{}"}
+
+
+def test_files_of_others_are_not_written_over(source: Path, tmp_path: Path) -> None:
+    """They may be there with the bytes that would be written, or under names of which nothing is."""
+    target = tmp_path / "target"
+    target.mkdir()
+    (source / "README.md").write_text("of the source")
+    (target / "README.md").write_text("of somebody else")
+    (target / "notes.md").write_text("too")
+    before = contents(target)
+    with pytest.raises(ValueError, match=re.escape(f"{target / 'README.md'}: expected nothing, or what the source")):
+        convert_checkpoint(source, target, "mxfp8")
+    assert contents(target) == before
+    (target / "README.md").write_text("of the source")
+    with pytest.raises(Stopped):
+        convert_checkpoint(source, target, "mxfp8", progress=stopping(3))
+    convert_checkpoint(source, target, "mxfp8")
+    assert contents(target)["notes.md"] == b"too" and contents(target)["README.md"] == b"of the source"
 
 
 def test_a_single_file_is_not_read_by_an_index_beside_it(tmp_path: Path, seed: int) -> None:
@@ -394,6 +445,37 @@ def test_a_writer_left_open_does_not_write_into_the_next_one(tmp_path: Path) -> 
     assert load_file(path)["x"].tolist() == [0] * 64
 
 
+def test_what_could_not_be_written_is_named_and_leaves_nothing(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In the middle of a tensor, or at the end of a shard or of another file; nor does what ends for another reason."""
+    path, target = tmp_path / "large.safetensors", tmp_path / "target"
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    with pytest.raises(OSError, match=f"File too large: '{path}'"):
+        try:
+            with TensorWriter(path, {"x": ("U8", (1 << 23,))}, {}) as writer:
+                resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 22, limits[1]))
+                writer.write("x", torch.zeros(1 << 23, dtype=torch.uint8))
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert not list(tmp_path.glob("large*"))
+    with pytest.raises(Stopped):
+        convert_checkpoint(source, target, "mxfp8", progress=stopping(2))
+    assert not list(target.glob("*.partial"))
+    sync = os.fsync
+
+    def fails(descriptor: int) -> None:
+        if os.readlink(f"/proc/self/fd/{descriptor}").endswith(f"{failing}.partial"):
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", fails)
+    for failing in ("others.safetensors", "tokenizer.json"):
+        with pytest.raises(OSError, match=re.escape(f"No space left on device: '{target / failing}'")):
+            convert_checkpoint(source, target, "mxfp8")
+        assert not list(target.glob("*.partial")) and not (target / failing).exists()
+
+
 def test_what_is_whole_outlasts_a_loss_of_power(source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """No file takes its final name before its bytes are on the disk; the names themselves are, at the end."""
     synced: list[int] = []
@@ -433,7 +515,9 @@ def test_a_killed_program_goes_on(source: Path, tmp_path: Path, capsys: pytest.C
     assert contents(target) == contents(tmp_path / "whole")
 
 
-def test_the_program_calibrates(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_program_calibrates(
+    source: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     tokens = tmp_path / "tokens.safetensors"
     x = {f"layers.{layer}": torch.randn(4, 256).bfloat16() for layer in range(2)}
     save_file(x, tokens)
@@ -441,6 +525,10 @@ def test_the_program_calibrates(source: Path, tmp_path: Path, capsys: pytest.Cap
     assert "layer 1: tokens up to" in capsys.readouterr().out
     config = layer_config_from_checkpoint(tmp_path / "target", layer=1, max_tokens_per_rank=1)
     assert config.intermediate_gsf == calibrate(source, 1, [x["layers.1"]]).intermediate_gsf
+    # Wrong names and formats are found before anything is computed.
+    monkeypatch.setattr(convert, "calibrate", None)
+    assert convert.main([str(source), str(tmp_path / "again"), "--calibrate", str(tokens), "--format", "mxfp8"]) == 2
+    assert "calibrations: expected none for mxfp8, got 2" in capsys.readouterr().err
     save_file({"tokens": x["layers.0"]}, tokens)
     assert convert.main([str(source), str(tmp_path / "again"), "--calibrate", str(tokens)]) == 2
     assert f"{tokens}: tensor tokens: expected layers.0, layers.1" in capsys.readouterr().err

@@ -13,11 +13,15 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
+from moe_runtime.checkpoint import Checkpoint
+from moe_runtime.checkpoint_layouts import EXPERTS_KEY
 from moe_runtime.config import MoELayerConfig, ParallelConfig
+from moe_runtime.conversion import convert_checkpoint
 from moe_runtime.errors import PeerAbortedError, PeerTimeoutError
 from moe_runtime.layer import random_expert
 from moe_runtime.parallel import ExpertParallel, apply_expert_parallel, own_experts, without_experts
 from moe_runtime.reference import error_bound
+from moe_runtime.weights import ExpertWeights
 from tests.comparison import assert_same_bits
 
 pytest.importorskip("transformers")
@@ -288,6 +292,50 @@ def test_experts_may_come_from_elsewhere(family: str, get_pool: Any, tmp_path: P
         assert names == []
 
 
+@pytest.mark.parametrize(("family", "fmt"), [("qwen3_moe", "nvfp4"), ("mixtral", "nvfp4"), ("gpt_oss", "mxfp8")])
+def test_quantized_experts_that_transformers_misreads_are_refused(family: str, fmt: str, tmp_path: Path) -> None:
+    pytest.importorskip("compressed_tensors")
+    source = save(tmp_path / "source", family, 0, **BLOCKS_OF_128)
+    convert_checkpoint(source, tmp_path / "target", fmt)
+    message = r"model: its experts are quantized .* without_experts\(\) and give experts=Checkpoint\(path\)"
+    with pytest.raises(ValueError, match=message):
+        spread(tmp_path / "target")
+    with without_experts():
+        model = parallel_models.load(tmp_path / "target")
+    with (
+        Checkpoint(tmp_path / "target") as checkpoint,
+        apply_expert_parallel(model, max_tokens_per_rank=8, experts=checkpoint, device="cpu"),
+    ):
+        assert model(torch.tensor([[4, 5, 6]])).logits.isfinite().all()
+
+
+def test_quantized_experts_that_transformers_reads_right_are_taken(tmp_path: Path) -> None:
+    """Those in MXFP4, and plain ones beside linears in NVFP4; not those that `EXPERTS_KEY` describes."""
+    pytest.importorskip("compressed_tensors")
+    source = save(tmp_path / "source", "qwen3_moe", 0, **BLOCKS_OF_128)
+    convert_checkpoint(source, tmp_path / "target", "mxfp4")
+    model, parallel = spread(tmp_path / "target")
+    assert "model.layers.1.self_attn.q_proj" in model.config.quantization_config.to_dict()["ignore"]
+    with parallel, Checkpoint(tmp_path / "target") as checkpoint:
+        (expert,) = checkpoint.experts(1, [3])
+        assert isinstance(expert.down, ExpertWeights)
+        assert_same_bits(
+            parallel.layers[1].experts.down.dequantize()[3].bfloat16(), expert.down.dequantize()[0].bfloat16()
+        )
+    plain = parallel_models.load(source)
+    plain.config.quantization_config = {
+        "quant_method": "compressed-tensors",
+        "format": "nvfp4-pack-quantized",
+        "config_groups": {"group_0": {"targets": ["Linear"]}},
+        "ignore": [r"re:.*\.experts\."],
+    }
+    apply_expert_parallel(plain, max_tokens_per_rank=8, device="cpu").close()
+    described = parallel_models.load(source)
+    setattr(described.config, EXPERTS_KEY, model.config.quantization_config.to_dict())
+    with pytest.raises(ValueError, match="model: its experts are quantized in the checkpoint"):
+        apply_expert_parallel(described, max_tokens_per_rank=8, device="cpu")
+
+
 def fp8_quantizer() -> Any:
     from transformers import FineGrainedFP8Config
     from transformers.quantizers.quantizer_finegrained_fp8 import FineGrainedFP8HfQuantizer
@@ -510,6 +558,14 @@ def differing_arguments(rank: int, world: int) -> str:
 def test_ranks_that_disagree_leave_the_model_as_it_was(get_pool: Any) -> None:
     for problem in get_pool(2).run(differing_arguments):
         assert re.match(r"agree: ranks disagree on .*max_tokens_per_rank \(layer 0\): rank 0: 8, rank 1: 9", problem)
+
+
+def test_a_model_without_its_experts_is_not_saved(tmp_path: Path) -> None:
+    model = tiny_models.tiny_model("mixtral", 0).bfloat16()
+    with apply_expert_parallel(model, max_tokens_per_rank=8):
+        with pytest.raises(ValueError, match="save_pretrained: the experts of this model are spread over ranks; save"):
+            model.save_pretrained(tmp_path / "saved")
+    assert not (tmp_path / "saved").exists()
 
 
 def test_one_rank_goes_on_after_a_wrong_call() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 from pathlib import Path
@@ -98,6 +99,20 @@ def test_a_file_without_a_whole_header_is_named(length: int, tmp_path: Path) -> 
         SafetensorsFile(path)
 
 
+def test_files_that_nobody_has_any_more_are_closed(tmp_path: Path) -> None:
+    def still_open() -> list[Path]:
+        links = [link for link in Path("/proc/self/fd").iterdir() if link.is_symlink()]
+        return [path for link in links if (path := link.readlink()).parent == tmp_path]
+
+    save_file({"x": torch.zeros(4)}, tmp_path / SINGLE_FILE)
+    files = TensorFiles(tmp_path)
+    assert files.read("x", (4,), ("F32",)).tolist() == [0.0] * 4
+    assert still_open() == [tmp_path / SINGLE_FILE]
+    del files
+    gc.collect()
+    assert still_open() == []
+
+
 def test_a_file_that_shrinks_while_it_is_read(tmp_path: Path) -> None:
     save_file({"x": torch.zeros(4096)}, tmp_path / SINGLE_FILE)
     with TensorFiles(tmp_path) as files:
@@ -127,8 +142,21 @@ def test_digests_tell_checkpoints_apart(tmp_path: Path) -> None:
     after = digests()
     assert all(after[key] != value for key, value in before.items())
     # An index counts instead of the headers of its shards, which need not be there.
+    (tmp_path / SINGLE_FILE).unlink()
     write_json(tmp_path / INDEX_FILE, {"weight_map": {"x": "absent.safetensors"}})
     assert set(digests()) == {"sha256 of config.json", f"sha256 of {INDEX_FILE}"}
+
+
+def test_an_index_beside_a_single_file_that_it_does_not_mean_is_refused(tmp_path: Path) -> None:
+    """As they are left where a model was saved twice, in shards and in one file; transformers reads the file."""
+    save_file({"x": torch.zeros(4)}, tmp_path / SINGLE_FILE)
+    save_file({"x": torch.ones(4)}, tmp_path / "a.safetensors")
+    write_json(tmp_path / INDEX_FILE, {"weight_map": {"x": "a.safetensors"}})
+    with pytest.raises(ValueError, match=f"{tmp_path}: expected {SINGLE_FILE} or {INDEX_FILE} .* one is stale"):
+        TensorFiles(tmp_path)
+    write_json(tmp_path / INDEX_FILE, {"weight_map": {"x": SINGLE_FILE}})
+    with TensorFiles(tmp_path) as files:
+        assert files.read("x", (4,), ("F32",)).tolist() == [0.0] * 4
 
 
 @pytest.mark.parametrize("memory", [1 << 20, 1 << 40])
