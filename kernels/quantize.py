@@ -295,6 +295,8 @@ def dequantize_rows(q: QuantizedRows, *, engine: str = "auto") -> torch.Tensor:
 
 
 def _check_input(x_RK: torch.Tensor, fmt: TokenFormat) -> None:
+    if not isinstance(x_RK, torch.Tensor):
+        raise ValueError(f"x_RK: expected a tensor, got {type(x_RK).__name__}")
     if x_RK.ndim != 2:
         raise ValueError(f"x_RK: expected two dimensions [R, K], got shape {tuple(x_RK.shape)}")
     if x_RK.dtype not in (torch.bfloat16, torch.float32):

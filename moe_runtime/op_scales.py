@@ -71,6 +71,7 @@ def pack_closed_form_128(scales_RV: torch.Tensor, m_indptr: Offsets) -> torch.Te
 def unpack_closed_form_128(packed: torch.Tensor, m_indptr: Offsets, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
     """Linear scales `[R, V]` of a one-byte `dtype`; the inverse of `pack_closed_form_128`."""
     _check_bytes(packed, "[rows, V]", "packed")
+    _check_one_byte(dtype)
     _check_fours(packed.shape[1], "packed")
     rows = _host(m_indptr, "m_indptr")
     plan.check_row_offsets(rows, packed.shape[0], "m_indptr")
@@ -95,6 +96,7 @@ def unpack_swizzled_weights(
 ) -> torch.Tensor:
     """Linear scales `[E, num_rows, V]` of a one-byte `dtype`; the inverse of `pack_swizzled_weights`."""
     _check_bytes(packed, "[E, rows, V]", "packed")
+    _check_one_byte(dtype)
     e, padded, v = packed.shape
     _check_fours(v, "packed")
     _check_rows(padded, num_rows)
@@ -210,6 +212,11 @@ def _check_bytes(scales: torch.Tensor, axes: str, argument: str) -> None:
     _check_axes(scales, axes, argument)
     if scales.element_size() != 1:
         raise ValueError(f"{argument}: expected one-byte elements (uint8 or float8_e4m3fn), got {scales.dtype}")
+
+
+def _check_one_byte(dtype: torch.dtype) -> None:
+    if dtype.itemsize != 1:
+        raise ValueError(f"dtype: expected one of a byte, got {dtype}")
 
 
 def _check_rows(num_rows: int, least: int) -> None:

@@ -91,6 +91,9 @@ def apply_expert_parallel(
     context = context_from_config(ParallelConfig() if parallel is None else parallel, mesh, device)
     try:
         with told_to_peers(context):
+            if not (experts is None or isinstance(experts, Checkpoint) or callable(experts)):
+                kinds = "a Checkpoint, a callable or None"
+                raise ValueError(f"experts: expected {kinds}, got {type(experts).__name__}")
             described = _described(model)
             family = family_of(described, source="model.config")
             blocks = _moe_blocks(model, None if experts is None else _EXPERTS_OF_TRANSFORMERS[family.name])

@@ -462,6 +462,8 @@ BYTES = torch.zeros(1, 128, 4, dtype=torch.uint8)
         (lambda: ops.pack_swizzled_weights(BYTES[0]), "scales_ENV"),
         (lambda: ops.pack_swizzled_weights(torch.zeros(1, 8, 4)), "scales_ENV"),
         (lambda: ops.unpack_swizzled_weights(BYTES[0], 8), "packed"),
+        (lambda: ops.unpack_swizzled_weights(BYTES, 8, torch.float32), "dtype"),
+        (lambda: ops.unpack_closed_form_128(BYTES[0], [0, 8], torch.int16), "dtype"),
         (lambda: ops.unpack_swizzled_weights(BYTES[:, :100], 8), "packed"),
         (lambda: ops.unpack_swizzled_weights(BYTES, 137), "packed"),
     ],

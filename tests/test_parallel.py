@@ -598,6 +598,8 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         apply_expert_parallel(model, "world", max_tokens_per_rank=8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="parallel: expected a ParallelConfig, got dict"):
         apply_expert_parallel(model, max_tokens_per_rank=8, parallel={"timeout_s": 3.0})  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="experts: expected a Checkpoint, a callable or None, got str"):
+        apply_expert_parallel(model, max_tokens_per_rank=8, experts="folder")  # type: ignore[arg-type]
     # Nothing was changed by what was refused.
     with apply_expert_parallel(model, max_tokens_per_rank=8):
         assert model(torch.tensor([[4, 5, 6]])).logits.isfinite().all()

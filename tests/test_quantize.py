@@ -377,6 +377,7 @@ def test_no_rows_with_the_strides_of_numpy(fmt: TokenFormat, engine: str, device
 @pytest.mark.parametrize(
     ("change", "name"),
     [
+        (lambda x: x.tolist(), "x_RK"),
         (lambda x: x[0], "x_RK"),
         (lambda x: x.half(), "x_RK"),
         (lambda x: x[:, ::2], "x_RK"),
@@ -384,7 +385,7 @@ def test_no_rows_with_the_strides_of_numpy(fmt: TokenFormat, engine: str, device
         (lambda x: x[:, :0], "x_RK"),
         (lambda x: x.requires_grad_(), "x_RK"),
     ],
-    ids=["1-D", "fp16", "strided", "part of a block", "no columns", "grad"],
+    ids=["list", "1-D", "fp16", "strided", "part of a block", "no columns", "grad"],
 )
 def test_bad_rows(change, name: str, device: torch.device) -> None:
     with pytest.raises(ValueError, match=name):
