@@ -63,7 +63,7 @@ class CollectiveHeap(SymmetricHeap):
     def _close(self, *, failed: bool) -> None:
         try:
             if self.allocated and not failed:
-                self.group.barrier("CollectiveHeap.close")
+                self.group.part("CollectiveHeap.close")
             else:
                 self.group.leave("it closed its heap" + (" after a failure" if failed else ""))
         finally:
