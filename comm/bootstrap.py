@@ -145,6 +145,26 @@ class RankGroup:
                 time.sleep(0.01)
         return absent
 
+    def connect(self, what: str, key: str) -> dist.ProcessGroupGloo:
+        """A gloo group over the same ranks that is nobody else's. Collective; `key` is equal on all ranks and new.
+
+        Raises `PeerTimeoutError` where that takes longer than the group's timeout, or a connection fails.
+        """
+        limit = timedelta(seconds=self.timeout_s)
+        # Waits in the store, so that is another connection to it, and another thread.
+        store = self._ask(what, lambda: self._store.clone())
+
+        def make() -> dist.ProcessGroupGloo:
+            return dist.ProcessGroupGloo(dist.PrefixStore(key, store), self.rank, self.world_size, limit)
+
+        try:
+            return calls_of(store).run(make, self.timeout_s)
+        except RuntimeError as error:
+            missing = self.missing(key, min(ROLL_CALL_S, self.timeout_s))
+            names = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
+            message = f"{what}: rank {self.rank} cannot connect to its peers, {names} did not take part: {error}"
+            raise PeerTimeoutError(message, missing[0] if missing else -1, Phase.START_UP) from error
+
     def _ask(self, what: str, work: Callable[[], T]) -> T:
         """What `work` returns, which calls the store and does not wait there.
 

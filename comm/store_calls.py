@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
 ANSWER_S = 5.0
-"""How long a store may take to answer."""
+"""How long a store may take to answer, beside what it is asked to wait for."""
 
 T = TypeVar("T")
 
@@ -33,10 +33,11 @@ class StoreCalls:
         self.thread = threading.Thread(target=_serve, args=(self._work,), name="moe_runtime store", daemon=True)
         self.thread.start()
 
-    def run(self, work: Callable[[], T]) -> T:
-        """What `work()` returns or raises, which calls the store and does not wait there: other threads do meanwhile.
+    def run(self, work: Callable[[], T], limit_s: float = 0.0) -> T:
+        """What `work()` returns or raises, which calls the store and waits there for at most `limit_s` in all.
 
-        Raises `StoreSilentError` if that takes longer than `ANSWER_S`, and at once while an earlier call has no answer.
+        Nobody else can call it meanwhile. Raises `StoreSilentError` if that takes `ANSWER_S` longer, and at once while
+        an earlier call has no answer.
         """
         with self._lock:
             if self._pending is None or self._pending.done():
@@ -44,7 +45,7 @@ class StoreCalls:
                 self._pending = call
                 self._work.put((work, call))
                 try:
-                    return cast(T, call.result(ANSWER_S))
+                    return cast(T, call.result(limit_s + ANSWER_S))
                 except TimeoutError:  # of the wait: errors of a store are RuntimeErrors
                     pass
                 finally:

@@ -409,6 +409,24 @@ def test_a_thread_that_waits_leaves_the_store_to_others(get_pool) -> None:
     assert get_pool(2).run(gather_in_two_threads) == [[[0, 1], [10, 11]]] * 2
 
 
+def connect_alone(rank: int, world: int) -> float:
+    group = RankGroup(timeout_s=1.0)
+    start = time.monotonic()
+    if rank == 0:
+        with pytest.raises(
+            PeerTimeoutError, match="step: rank 0 cannot connect to its peers, rank 1 did not"
+        ) as caught:
+            group.connect("step", "key")
+        assert caught.value.rank == 1
+    return time.monotonic() - start
+
+
+def test_connections_to_nobody_end_in_time() -> None:
+    outcomes = run_once(connect_alone, 2)
+    assert outcomes[0].error is None, outcomes[0].trace
+    assert outcomes[0].result < 20
+
+
 def stop_the_host(rank: int, world: int) -> list[str]:
     """Rank 1 hosts a store and is stopped; what rank 0 raises meanwhile, which bounds each wait at half a second."""
     group = RankGroup()

@@ -461,7 +461,9 @@ def compare_beside_an_abort(rank: int, world: int, transport: str, heard_in: str
 
 
 @pytest.mark.parametrize("what", ["allocate", "compare"])
-@pytest.mark.parametrize(("transport", "heard_in"), [("shared", "memory"), ("shared", "store")])
+@pytest.mark.parametrize(
+    ("transport", "heard_in"), [("shared", "memory"), ("shared", "store"), ("collective", "store")]
+)
 def test_who_waits_for_another_layer_hears_of_an_abort(transport: str, heard_in: str, what: str, get_pool) -> None:
     outcomes = get_pool(2).outcomes(compare_beside_an_abort, transport, heard_in, what)
     assert [outcome.error for outcome in outcomes] == [None, None], outcomes
