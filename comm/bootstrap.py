@@ -28,8 +28,18 @@ from moe_runtime.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutErr
 ROLL_CALL_S = 3.0
 """How long ranks have to say that they are there, once one has waited too long."""
 
+PARTING_S = 5.0
+"""How long the rank whose process may host the store stays for those that have not read yet that all have come."""
+
+_POLL_S = (0.001, 0.02)
+"""First and longest pause between looks for the answers of peers."""
+
 TRANSPORTS = ("nvshmem", "shared", "private", "collective")
 T = TypeVar("T")
+
+
+class _StoreLostError(MoERuntimeError):
+    """The group's store cannot be reached any more."""
 
 
 @dataclass(frozen=True)
@@ -87,11 +97,103 @@ class RankGroup:
         """
         if self._store is None:
             return [value]
-        limit = self.timeout_s if timeout_s is None else timeout_s
-        keys, mine = self._next_call(what, value)
-        call = self._calls
-        stored = self._ask(what, lambda: self._exchange(what, call, keys, mine, limit), limit)
-        answers = [pickle.loads(answer) for answer in stored]
+        return self._collect(what, self._answer(what, value), self.timeout_s if timeout_s is None else timeout_s)
+
+    def barrier(self, what: str = "barrier") -> None:
+        """Wait for every rank; raises as `gather` does."""
+        self.gather(what, None)
+
+    def part(self, what: str) -> bool:
+        """The last `barrier`, after which processes may end; whether all ranks are known to have come.
+
+        Rank 0, whose process may host the store, stays until all know it. Raises as `gather` does, but not where the
+        store goes after this rank has come: then whoever hosted it has left, and nothing is left to agree on.
+        """
+        if self._store is None:
+            return True
+        keys = self._answer(what, None)
+        try:
+            self._collect(what, keys, self.timeout_s)
+        except _StoreLostError:
+            return False
+        with contextlib.suppress(MoERuntimeError):
+            keys = self._answer(what, None)
+            if self.rank == 0:
+                self._wait(what, keys, PARTING_S)
+        return True
+
+    def leave(self, reason: str) -> None:
+        """Answer the peers' next `gather` without waiting for it: there they raise `PeerAbortedError` with `reason`."""
+        if self._store is not None:
+            # A store that is gone has nobody to tell.
+            with contextlib.suppress(MoERuntimeError):
+                self._answer("leave", _Left(reason))
+
+    def missing(self, event: str, wait_s: float) -> list[int]:
+        """Ranks that have not called this for `event` within `wait_s`, or until the store was gone or did not answer.
+
+        None where it does not answer at all. Never raises.
+        """
+        absent: list[int] = []
+        if self._store is None:
+            return absent
+        keys = [f"{self._prefix}/{event}/{rank}" for rank in range(self.world_size)]
+        deadline = time.monotonic() + wait_s
+        with contextlib.suppress(MoERuntimeError):
+            self._ask(event, lambda: self._store.set(keys[self.rank], b"here"))
+            while (absent := self._not_there(event, keys)) and time.monotonic() <= deadline:
+                time.sleep(0.01)
+        return absent
+
+    def connect(self, what: str, key: str) -> dist.ProcessGroupGloo:
+        """A gloo group over the same ranks that is nobody else's. Collective; `key` is equal on all ranks and new.
+
+        Raises `PeerTimeoutError` where that takes longer than the group's timeout, or a connection fails.
+        """
+        limit = timedelta(seconds=self.timeout_s)
+        # Waits in the store, so that is another connection to it, and another thread.
+        store = self._ask(what, lambda: self._store.clone())
+
+        def make() -> dist.ProcessGroupGloo:
+            return dist.ProcessGroupGloo(dist.PrefixStore(key, store), self.rank, self.world_size, limit)
+
+        try:
+            return calls_of(store).run(make, self.timeout_s)
+        except RuntimeError as error:
+            missing = self.missing(key, min(ROLL_CALL_S, self.timeout_s))
+            names = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
+            message = f"{what}: rank {self.rank} cannot connect to its peers, {names} did not take part: {error}"
+            raise PeerTimeoutError(message, missing[0] if missing else -1, Phase.START_UP) from error
+
+    def _ask(self, what: str, work: Callable[[], T]) -> T:
+        """What `work` returns, which calls the store and does not wait there.
+
+        Errors of the store become a `MoERuntimeError` that says whether it is gone or does not answer.
+        """
+        try:
+            return calls_of(self._store).run(work)
+        except StoreSilentError as error:
+            trouble = "gets no answer from the group's store, the process that hosts it may be stopped"
+            raise MoERuntimeError(f"{what}: rank {self.rank} {trouble}", self.rank, Phase.START_UP) from error
+        except RuntimeError as error:
+            trouble = f"cannot reach the group's store, the process that hosts it is gone: {error}"
+            raise _StoreLostError(f"{what}: rank {self.rank} {trouble}", self.rank, Phase.START_UP) from error
+
+    def _answer(self, what: str, value: object) -> list[str]:
+        """Store this rank's answer to the next call; the keys of all ranks' answers."""
+        self._calls += 1
+        keys = [f"{self._prefix}/{self._calls}/{rank}" for rank in range(self.world_size)]
+        mine = pickle.dumps((what, value))
+        self._ask(what, lambda: self._store.set(keys[self.rank], mine))
+        return keys
+
+    def _collect(self, what: str, keys: list[str], limit: float) -> list[Any]:
+        """The values of all ranks' answers to the call before, once they are there."""
+        if missing := self._wait(what, keys, limit):
+            names = ", ".join(map(str, missing))
+            message = f"{what}: rank {names} of {self.world_size} did not come within {limit:g} s"
+            raise PeerTimeoutError(message, missing[0], Phase.START_UP)
+        answers = [pickle.loads(answer) for answer in self._ask(what, lambda: self._read(keys))]
         for rank, (_, answer) in enumerate(answers):
             if isinstance(answer, _Left):
                 raise PeerAbortedError(f"{what}: rank {rank} gave up: {answer.reason}", rank, Phase.START_UP)
@@ -100,80 +202,34 @@ class RankGroup:
             raise ValueError(f"group: its ranks are not at the same step, {steps}")
         return [answer for _, answer in answers]
 
-    def barrier(self, what: str = "barrier") -> None:
-        """Wait for every rank; raises as `gather` does."""
-        self.gather(what, None)
+    def _wait(self, what: str, keys: list[str], limit: float) -> list[int]:
+        """Ranks whose answers are not there within `limit` seconds.
 
-    def leave(self, reason: str) -> None:
-        """Answer the peers' next `gather` without waiting for it: there they raise `PeerAbortedError` with `reason`."""
-        if self._store is not None:
-            keys, last = self._next_call("leave", _Left(reason))
-            # A store that is gone has nobody to tell.
-            with contextlib.suppress(MoERuntimeError):
-                self._ask("leave", lambda: self._store.set(keys[self.rank], last))
-
-    def missing(self, event: str, wait_s: float) -> list[int]:
-        """Ranks that have not called this for `event` within `wait_s`; none where the store is gone or does not answer.
-
-        Never raises.
+        It looks for them time and again, since a store that waits serves no other thread of this process meanwhile.
         """
-        if self._store is None:
-            return []
-        keys = [f"{self._prefix}/{event}/{rank}" for rank in range(self.world_size)]
-
-        def call_the_roll() -> list[int]:
-            deadline = time.monotonic() + wait_s
-            self._store.set(keys[self.rank], b"here")
-            while True:
-                absent = [rank for rank, key in enumerate(keys) if not self._store.check([key])]
-                if not absent or time.monotonic() > deadline:
-                    return absent
-                time.sleep(0.01)
-
-        with contextlib.suppress(MoERuntimeError):
-            return self._ask(event, call_the_roll, wait_s)
+        deadline = time.monotonic() + limit
+        pause, longest = _POLL_S
+        while not self._ask(what, lambda: self._store.check(keys)):
+            if time.monotonic() > deadline:
+                # One may have answered since.
+                return self._not_there(what, keys)
+            time.sleep(pause)
+            pause = min(2 * pause, longest)
         return []
 
-    def _ask(self, what: str, work: Callable[[], T], limit_s: float = 0.0) -> T:
-        """What `work` returns, which calls the store and waits there for at most `limit_s`; ends a little later.
+    def _not_there(self, what: str, keys: list[str]) -> list[int]:
+        """Ranks whose keys are not in the store."""
+        return self._ask(what, lambda: [rank for rank, key in enumerate(keys) if not self._store.check([key])])
 
-        Errors of the store become a `MoERuntimeError` that says whether it is gone or does not answer.
-        """
-        try:
-            return calls_of(self._store).run(work, limit_s)
-        except MoERuntimeError:
-            raise
-        except RuntimeError as error:
-            if isinstance(error, StoreSilentError):
-                trouble = "gets no answer from the group's store, the process that hosts it may be stopped"
-            else:
-                trouble = f"cannot reach the group's store, the process that hosts it is gone: {error}"
-            raise MoERuntimeError(f"{what}: rank {self.rank} {trouble}", self.rank, Phase.START_UP) from error
-
-    def _exchange(self, what: str, call: int, keys: list[str], mine: bytes, limit: float) -> list[bytes]:
-        """Store this rank's answer to a call; those of all ranks, once they are there."""
-        self._store.set(keys[self.rank], mine)
-        try:
-            self._store.wait(keys, timedelta(seconds=limit))
-        except RuntimeError as error:
-            # One may have answered since `wait` gave up.
-            if missing := [rank for rank, key in enumerate(keys) if not self._store.check([key])]:
-                names = ", ".join(map(str, missing))
-                message = f"{what}: rank {names} of {self.world_size} did not come within {limit:g} s"
-                raise PeerTimeoutError(message, missing[0], Phase.START_UP) from error
+    def _read(self, keys: list[str]) -> list[bytes]:
+        """The answers of all ranks, which are there; this rank's to the call before goes."""
         stored = [self._store.get(key) for key in keys]
         # Every rank has come to this call, so none still reads the answers to the one before.
-        if call > 1:
+        if self._calls > 1:
             # They are known, whatever has become of the store.
             with contextlib.suppress(RuntimeError):
-                self._store.delete_key(f"{self._prefix}/{call - 1}/{self.rank}")
+                self._store.delete_key(f"{self._prefix}/{self._calls - 1}/{self.rank}")
         return stored
-
-    def _next_call(self, what: str, value: object) -> tuple[list[str], bytes]:
-        """The keys of all ranks' answers to the next call, and this rank's answer."""
-        self._calls += 1
-        keys = [f"{self._prefix}/{self._calls}/{rank}" for rank in range(self.world_size)]
-        return keys, pickle.dumps((what, value))
 
 
 def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:

@@ -27,11 +27,16 @@ _HEADER = 3
 
 _POLL_S = 1e-4
 
+_LEFT: set[Any] = set()
+"""Groups in which exchanges may go on after a failure: they stay, since the end of a group waits for its exchanges."""
+
 
 class CollectiveHeap(SymmetricHeap):
     """Own memory plus one staging copy of the whole heap per peer: `world_size` times the bytes of a mapped heap.
 
-    `peer_tensor(region, r)` with `r != rank` is the staging of what goes to `r`.
+    `peer_tensor(region, r)` with `r != rank` is the staging of what goes to `r`. It goes through `gloo`, a group of the
+    heap's own, so that what a failure leaves unfinished is in nobody's way; through the caller's group where that is
+    NCCL's, then `gloo` is None.
     """
 
     name = "collective"
@@ -44,6 +49,7 @@ class CollectiveHeap(SymmetricHeap):
             raise ValueError("group: the collective transport needs torch.distributed to be initialised")
         self.group = group
         self.key = ""
+        self.gloo: Any = None
         self._bases: list[torch.Tensor] = []
 
     def barrier(self) -> None:
@@ -55,6 +61,8 @@ class CollectiveHeap(SymmetricHeap):
         if len({size for size, _ in answers}) > 1:
             raise ValueError(f"region: ranks reserved different sizes, {[size for size, _ in answers]} bytes")
         self.key = answers[0][1]
+        if nccl_of(self.group.group, self.device) is None:
+            self.gloo = self.group.connect("CollectiveHeap.allocate", f"moe_runtime/{self.key}")
         self._bases = [aligned_zeros(num_bytes, self.device) for _ in range(self.world_size)]
         for base in self._bases:
             self._write_ones(base)
@@ -63,12 +71,16 @@ class CollectiveHeap(SymmetricHeap):
         return self._bases[rank]
 
     def _close(self, *, failed: bool) -> None:
+        gloo, self.gloo = self.gloo, None
         try:
             if self.allocated and not failed:
-                self.group.barrier("CollectiveHeap.close")
+                self.group.part("CollectiveHeap.close")
+                gloo = None
             else:
                 self.group.leave("it closed its heap" + (" after a failure" if failed else ""))
         finally:
+            if gloo is not None:
+                _LEFT.add(gloo)
             self._bases.clear()
 
 
@@ -90,9 +102,10 @@ class CollectiveTransport:
     Every exchange starts with a header per peer: how many rows follow, and the signal words this rank has staged for
     it. A header with an abort word ends the exchange on all ranks, so that a rank which gave up is known at once.
 
-    The group is of no use after a `PeerTimeoutError`. Where it is NCCL's, its own timeout is to be longer than the
-    limits of the context, since it ends the process, as errors do that NCCL itself finds. Where it is gloo's, its own
-    timeout does not count: exchanges end by the limit of their step, since a process in which one goes on cannot exit.
+    Where the group is NCCL's it is of no use after a `PeerTimeoutError` or an abort outside of a step. Its own timeout
+    is to be longer than the limits of the context, since it ends the process, as errors do that NCCL itself finds.
+    Otherwise the group of the heap is taken, where exchanges end by the limit of their step, since a process in which
+    one goes on cannot exit.
     """
 
     def __init__(self, heap: CollectiveHeap) -> None:
@@ -104,7 +117,7 @@ class CollectiveTransport:
         self._abort_column = _HEADER + words[0].index(self.layout.abort)
         self._exchanges = 0
         self._posted: list[tuple[dist.Work, torch.Tensor, torch.Tensor]] = []
-        self._nccl = _nccl_of(self._group, heap.device)
+        self._nccl = nccl_of(self._group, heap.device)
 
     def carry_dispatch(
         self,
@@ -210,6 +223,8 @@ class CollectiveTransport:
         header = self._header(Phase.HOST, 0, [0] * self.heap.world_size)
         answer = torch.empty_like(header)
         work = self._start(answer, header, None, None, limit)
+        if self._nccl is None:
+            _LEFT.add(self.heap.gloo)
         # The exchange goes on in the background: its tensors must stay.
         self._posted.append((work, header, answer))
 
@@ -328,14 +343,14 @@ class CollectiveTransport:
         limit: float,
     ) -> dist.Work:
         """Begin an exchange, as `dist.all_to_all_single` does, which gives it the timeout of the group."""
-        if self._nccl is not None or self._group is None:
+        if self._nccl is not None:
             work = dist.all_to_all_single(target, source, came, sent, group=self._group, async_op=True)
             assert work is not None
             return work
         options = dist.AllToAllOptions()
         options.asyncOp = True
         options.timeout = _time(limit)
-        return self._group.alltoall_base(target, source, came or [], sent or [], options)
+        return self.heap.gloo.alltoall_base(target, source, came or [], sent or [], options)
 
     def _finish(self, work: dist.Work, limit: float) -> None:
         """Wait for an exchange; raises `RuntimeError` where it fails, or does not end within `limit` seconds."""
@@ -358,7 +373,7 @@ def _time(limit: float) -> timedelta:
     return timedelta(seconds=max(limit, 0.001))
 
 
-def _nccl_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
+def nccl_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
     """The part of `group` that exchanges what lies on `device`, if that is NCCL; else None."""
     if group is None or device.type != "cuda" or not dist.is_nccl_available():
         return None

@@ -86,7 +86,8 @@ def encode_abort(message: torch.Tensor, rank: int, reason: str) -> None:
     """Fill `message`, int32 `[ABORT_WORDS + REASON_WORDS]`, with the words of a rank that gives up on the host."""
     message.zero_()
     message[:4] = torch.tensor([ErrorCode.ABORTED, Phase.HOST, 0, rank], dtype=torch.int32, device="cpu")
-    text = reason.encode()[: 4 * REASON_WORDS]
+    # A name of a file may hold what is no text.
+    text = reason.encode(errors="replace")[: 4 * REASON_WORDS]
     if text:
         message[ABORT_WORDS:].view(torch.uint8)[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
 

@@ -107,8 +107,9 @@ class NvshmemHeap(SymmetricHeap):
         try:
             if self._own is not None and self.allocated and not failed:
                 torch.cuda.synchronize(self.device)
-                self._group.barrier("NvshmemHeap.close")
-                load_nvshmem().free_tensor(self._own)
+                # Without the others it would not end.
+                if self._group.part("NvshmemHeap.close"):
+                    load_nvshmem().free_tensor(self._own)
             else:
                 self._group.leave("it closed its heap" + (" after a failure" if failed else ""))
         finally:

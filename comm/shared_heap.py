@@ -93,7 +93,7 @@ class SharedHeap(SymmetricHeap):
     def _close(self, *, failed: bool) -> None:
         try:
             if self.allocated and not failed:
-                self._group.barrier("SharedHeap.close")
+                self._group.part("SharedHeap.close")
             else:
                 self._group.leave("it closed its heap" + (" after a failure" if failed else ""))
         finally:

@@ -33,10 +33,11 @@ class StoreCalls:
         self.thread = threading.Thread(target=_serve, args=(self._work,), name="moe_runtime store", daemon=True)
         self.thread.start()
 
-    def run(self, work: Callable[[], T], limit_s: float) -> T:
+    def run(self, work: Callable[[], T], limit_s: float = 0.0) -> T:
         """What `work()` returns or raises, which calls the store and waits there for at most `limit_s` in all.
 
-        Raises `StoreSilentError` if that takes `ANSWER_S` longer, and at once while an earlier call has no answer.
+        Nobody else can call it meanwhile. Raises `StoreSilentError` if that takes `ANSWER_S` longer, and at once while
+        an earlier call has no answer.
         """
         with self._lock:
             if self._pending is None or self._pending.done():

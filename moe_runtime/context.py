@@ -219,6 +219,7 @@ class ExpertParallelContext:
         self._check_usable()
         if self.allocated and self._agreed == len(self._agreements):
             return
+        self.check()
         with self._given_up_on_error():
             self._compare()
             if not self.allocated:
@@ -231,7 +232,7 @@ class ExpertParallelContext:
 
         Raises as `allocate()`.
         """
-        self._check_usable()
+        self.check()
         with self._given_up_on_error():
             self._compare()
 
@@ -340,16 +341,16 @@ class ExpertParallelContext:
         if self.closed or self._failure is not None:
             return
         self.fail(PeerAbortedError(f"rank {self.rank} gave up: {reason}", self.rank, Phase.HOST))
-        if not self.allocated:
-            if self.group is not None:
-                self.group.leave(reason)
-            return
-        encode_abort(self._abort_message, self.rank, reason)
-        with torch.cuda.stream(self._side_stream):
-            peers = [self.heap.peer_tensor("signals", peer).view(torch.int32) for peer in range(self.world_size)]
-            write_abort(self._abort_message, peers, self.signals_layout, self.rank)
-            if self.carrier is not None:
-                self.carrier.post_abort(max(self.timeout_s, self.startup_timeout_s))
+        if self.allocated:
+            encode_abort(self._abort_message, self.rank, reason)
+            with torch.cuda.stream(self._side_stream):
+                peers = [self.heap.peer_tensor("signals", peer).view(torch.int32) for peer in range(self.world_size)]
+                write_abort(self._abort_message, peers, self.signals_layout, self.rank)
+                if self.carrier is not None:
+                    self.carrier.post_abort(max(self.timeout_s, self.startup_timeout_s))
+        if self.group is not None:
+            # Peers may wait on the host: for another layer, or in `close()`.
+            self.group.leave(reason)
 
     def follow_stream(self) -> None:
         """On a GPU, order what is launched from now on behind what steps launched on another stream.

@@ -13,6 +13,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from moe_runtime.comm import collective
 from moe_runtime.comm.bootstrap import RankGroup
 from moe_runtime.comm.collective import CollectiveHeap, CollectiveTransport
 from moe_runtime.comm.signals import ABORT_WORDS
@@ -202,8 +203,9 @@ def carry_nothing(context: ExpertParallelContext, epoch: int) -> None:
     )
 
 
-def free_the_group() -> None:
-    """As the end of a process does, this waits for exchanges that go on: half an hour by the limit of the group."""
+def free_the_groups() -> None:
+    """As the end of a process does, this waits for exchanges that go on: half an hour by the limit of a group."""
+    collective._LEFT.clear()
     dist.destroy_process_group()
     gc.collect()
 
@@ -219,7 +221,7 @@ def give_up_alone(rank: int, world: int) -> float:
         context.abort("nobody hears this")
         context.close()
         del context
-        free_the_group()
+        free_the_groups()
     return time.monotonic() - start
 
 
@@ -227,6 +229,33 @@ def test_who_gives_up_waits_for_nobody_forever() -> None:
     outcomes = run_once(give_up_alone, 2)
     assert outcomes[0].error is None, outcomes[0].trace
     assert outcomes[0].result < PATIENCE_S
+
+
+def give_up_between_steps(rank: int, world: int, how: str) -> list[float]:
+    """Rank 0 gives up while the others close; then the group does what it did before, and a new context its steps."""
+    context = make_context(timeout_s=WITHOUT_ONE_S)
+    prepare(context, world * MAX_TOKENS * RECORD)
+    carry_nothing(context, 1)
+    dist.barrier()
+    if rank == 0:
+        context.abort("x: too many tokens")
+        context.close()
+    else:
+        with pytest.raises(PeerAbortedError, match="rank 0 gave up: x: too many tokens"):
+            context.close()
+    if how == "context":
+        with make_context(timeout_s=WITHOUT_ONE_S) as context:
+            prepare(context, world * MAX_TOKENS * RECORD)
+            for epoch in (1, 2):
+                carry_nothing(context, epoch)
+    ranks = torch.tensor([float(rank)])
+    dist.all_reduce(ranks)
+    return ranks.tolist()
+
+
+@pytest.mark.parametrize("how", ["group", "context"])
+def test_who_gives_up_between_steps_leaves_the_group_alone(how: str, get_pool) -> None:
+    assert get_pool(3).run(give_up_between_steps, how) == [[3.0]] * 3
 
 
 def one_rank_fails(rank: int, world: int, device: str, how: str) -> float:
@@ -286,6 +315,10 @@ def test_a_failure_ends_the_step_on_every_gpu(how: str) -> None:
         assert outcome.result < PATIENCE_S
 
 
+SILENT: list[ExpertParallelContext] = []
+"""Contexts that are not closed: without them their connections would end."""
+
+
 def die_between_steps(rank: int, world: int, device: str, how: str) -> float:
     context = make_context(device, timeout_s=WITHOUT_ONE_S)
     prepare(context, world * MAX_TOKENS * RECORD)
@@ -294,6 +327,7 @@ def die_between_steps(rank: int, world: int, device: str, how: str) -> float:
     if rank == 1:
         if how == "killed":
             os.kill(os.getpid(), signal.SIGKILL)
+        SILENT.append(context)
         return 0.0  # and lives on, as idle workers do
     start = time.monotonic()
     with pytest.raises(PeerTimeoutError, match="dispatch_send of epoch 2: rank 1 did not take part") as caught:
@@ -306,7 +340,7 @@ def die_between_steps(rank: int, world: int, device: str, how: str) -> float:
     context.close()
     if device == "cpu":
         del context, caught
-        free_the_group()
+        free_the_groups()
     return spent
 
 

@@ -206,7 +206,8 @@ def test_abort_words_of_a_peer_say_the_same(code: ErrorCode, kind: type, text: s
 
 
 @pytest.mark.parametrize(
-    "reason", ["", "x: expected [4, 64], got [5, 64]", "Ω" * 127 + "end", "a" + "Ω" * 200, "a" * 500]
+    "reason",
+    ["", "x: expected [4, 64], got [5, 64]", "Ω" * 127 + "end", "a" + "Ω" * 200, "a" * 500, "/t\udce9l\udce9/x"],
 )
 def test_abort_reaches_every_peer_with_its_reason(reason: str, device: torch.device) -> None:
     contexts = virtual(3, device)
@@ -214,7 +215,7 @@ def test_abort_reaches_every_peer_with_its_reason(reason: str, device: torch.dev
     contexts[1].abort("a second reason is not told")
     synchronize(device)
     assert [context.failed for context in contexts] == [False, True, False]
-    cut = reason.encode()[:256].decode(errors="ignore")
+    cut = reason.encode(errors="replace")[:256].decode(errors="ignore")
     for context in contexts:
         for _ in range(2):
             with pytest.raises(PeerAbortedError) as caught:
@@ -459,6 +460,42 @@ def fail_on_rank_1(rank: int, world: int, stage: str) -> float:
 @pytest.mark.parametrize("stage", ["construct", "allocate", "step"])
 def test_a_rank_that_raises_is_heard_at_once(stage: str, get_pool) -> None:
     assert max(get_pool(4).run(fail_on_rank_1, stage)) < 10
+
+
+def compare_beside_an_abort(rank: int, world: int, transport: str, heard_in: str, what: str) -> float:
+    """Rank 0 gives up after the first layer; the others hear it by their memory, or when they wait for the second."""
+    context = ExpertParallelContext(device="cpu", transport=transport, startup_timeout_s=PATIENCE_S)
+    context.allocate()
+    context.heap.barrier()
+    start = time.monotonic()
+    if rank == 0 and heard_in == "memory":
+        context.group.leave = lambda reason: None  # type: ignore[method-assign, union-attr]
+        context.abort("no such checkpoint")
+        del context.group.leave  # type: ignore[union-attr]
+    dist.barrier()
+    if rank == 0:
+        if heard_in == "store":
+            time.sleep(0.5)
+            context.abort("no such checkpoint")
+        dist.barrier()
+    else:
+        context.register(agree={"top_k": 2})
+        with pytest.raises(PeerAbortedError, match="rank 0 gave up: no such checkpoint") as caught:
+            getattr(context, what)()
+        assert caught.value.rank == 0
+        dist.barrier()
+    context.close()
+    return time.monotonic() - start
+
+
+@pytest.mark.parametrize("what", ["allocate", "compare"])
+@pytest.mark.parametrize(
+    ("transport", "heard_in"), [("shared", "memory"), ("shared", "store"), ("collective", "store")]
+)
+def test_who_waits_for_another_layer_hears_of_an_abort(transport: str, heard_in: str, what: str, get_pool) -> None:
+    outcomes = get_pool(2).outcomes(compare_beside_an_abort, transport, heard_in, what)
+    assert [outcome.error for outcome in outcomes] == [None, None], outcomes
+    assert max(outcome.result for outcome in outcomes) < 10
 
 
 def close_after_an_abort(rank: int, world: int) -> float:

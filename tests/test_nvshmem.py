@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from moe_runtime.comm import nvshmem_world
+from moe_runtime.comm import nvshmem_heap, nvshmem_world
 from moe_runtime.comm.bootstrap import RankGroup
 from moe_runtime.comm.nvshmem_heap import NvshmemHeap
 from moe_runtime.dispatcher import TokenDispatcher
@@ -46,6 +47,18 @@ def test_a_heap_needs_one_gpu() -> None:
     for place in ("cpu", "cuda"):
         with pytest.raises(ValueError, match="device: expected one GPU such as cuda:0"):
             NvshmemHeap(RankGroup(), torch.device(place))
+
+
+@pytest.mark.parametrize("complete", [True, False])
+def test_memory_is_given_back_where_all_ranks_do(complete: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    freed: list[torch.Tensor] = []
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
+    monkeypatch.setattr(nvshmem_heap, "load_nvshmem", lambda: SimpleNamespace(free_tensor=freed.append))
+    group = SimpleNamespace(rank=0, world_size=2, part=lambda what: complete)
+    heap = NvshmemHeap(group, torch.device("cuda", 0))  # type: ignore[arg-type]
+    heap.allocated, heap._own = True, torch.empty(1)
+    heap.close()
+    assert len(freed) == complete
 
 
 @pytest.mark.parametrize(
