@@ -14,6 +14,7 @@ import os
 import tempfile
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -248,9 +249,11 @@ def launch(
     """
     from cuda.bindings import driver
 
-    with torch.cuda.device(device):
-        stream = torch.cuda.current_stream().cuda_stream
-        index = torch.cuda.current_device()
+    current = torch.cuda.current_device()
+    index = current if device.index is None else device.index
+    # Entering a device takes as long as the launch, also if it is current already.
+    with nullcontext() if index == current else torch.cuda.device(index):
+        stream = raw_stream(index)
         _ensure_context(index)
         function = _loaded(file, name, tuple(sorted((EVERY_PROGRAM | dict(defines)).items())), index, shared_bytes)
         values = [_value(argument) for argument in arguments]
@@ -261,11 +264,23 @@ def launch(
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
         config.sharedMemBytes, config.hStream = shared_bytes, stream
         if early:
-            attribute = driver.CUlaunchAttribute()
-            attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
-            attribute.value.programmaticStreamSerializationAllowed = 1
-            config.attrs, config.numAttrs = [attribute], 1
+            config.attrs, config.numAttrs = [_early()], 1
         _checked(driver.cuLaunchKernelEx(config, function, ctypes.addressof(pointers), 0))
+
+
+@cache
+def _early() -> Any:
+    from cuda.bindings import driver
+
+    attribute = driver.CUlaunchAttribute()
+    attribute.id = driver.CUlaunchAttributeID.CU_LAUNCH_ATTRIBUTE_PROGRAMMATIC_STREAM_SERIALIZATION
+    attribute.value.programmaticStreamSerializationAllowed = 1
+    return attribute
+
+
+def raw_stream(index: int) -> int:
+    """The current stream of a GPU, as the driver has it: `torch.cuda.current_stream` makes an object of it first."""
+    return int(torch._C._cuda_getCurrentRawStream(index))
 
 
 @cache

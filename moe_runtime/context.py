@@ -27,6 +27,7 @@ from moe_runtime.comm.shared_heap import SharedHeap
 from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, REASON_WORDS, SignalLayout
 from moe_runtime.errors import MoERuntimeError, PeerAbortedError, Phase
 from moe_runtime.formats import align
+from moe_runtime.kernels.nvrtc import raw_stream
 from moe_runtime.kernels.runtime import resolve_engine
 
 REGIONS = ("stamps", "landing", "combine")
@@ -358,11 +359,11 @@ class ExpertParallelContext:
         All kernels of the exchange share epochs and counters, so no two steps may run beside each other. Of a stream
         that is captured, only others of the same capture are awaited.
         """
-        if self.device.type != "cuda":
+        last = self._last_stream
+        if self.device.type != "cuda" or (last is not None and last.cuda_stream == raw_stream(self.device.index)):
             return
-        stream = torch.cuda.current_stream(self.device)
-        last, self._last_stream = self._last_stream, stream
-        if last is not None and last != stream and _is_captured(last) == _is_captured(stream):
+        stream = self._last_stream = torch.cuda.current_stream(self.device)
+        if last is not None and _is_captured(last) == _is_captured(stream):
             stream.wait_stream(last)
 
     def close(self) -> None:

@@ -87,9 +87,9 @@ class CombineSink:
     def __init__(self, handle: DispatchHandle) -> None:
         geometry = handle.geometry
         self.handle = handle
-        shape = (geometry.row_capacity, geometry.hidden)
-        with torch.inference_mode(False):
-            self.rows = torch.empty(shape, dtype=torch.bfloat16, device=handle.positions.device)
+        self.rows = torch.empty(
+            (geometry.row_capacity, geometry.hidden), dtype=torch.bfloat16, device=handle.positions.device
+        )
 
 
 class TokenDispatcher:

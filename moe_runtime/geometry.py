@@ -8,6 +8,7 @@ no rank has to learn where its rows may go.
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from moe_runtime.comm.signals import COUNT_BITS, EXCHANGES
 from moe_runtime.formats import FORMATS, TokenFormat, align, ceil_div
@@ -41,61 +42,61 @@ class ExchangeGeometry:
     num_sms: int | None = None
     number: int = field(default=0, compare=False)
 
-    @property
+    @cached_property
     def count_tag(self) -> int:
         """What signal word `token_count` has beside the number of tokens."""
         return self.number % EXCHANGES << COUNT_BITS
 
-    @property
+    @cached_property
     def starts(self) -> tuple[int, ...]:
         return expert_starts(self.num_experts, self.world_size)
 
-    @property
+    @cached_property
     def first_expert(self) -> int:
         return self.starts[self.rank]
 
-    @property
+    @cached_property
     def num_local_experts(self) -> int:
         return self.starts[self.rank + 1] - self.first_expert
 
-    @property
+    @cached_property
     def token_format(self) -> TokenFormat:
         return self.record.format
 
-    @property
+    @cached_property
     def hidden(self) -> int:
         return self.record.hidden
 
-    @property
+    @cached_property
     def top_k(self) -> int:
         return self.record.top_k
 
-    @property
+    @cached_property
     def num_slots(self) -> int:
         return self.world_size * self.max_tokens
 
-    @property
+    @cached_property
     def parts(self) -> int:
         """Partial results that a token can get: one from each rank that holds one of its experts."""
         return min(self.top_k, self.world_size)
 
-    @property
+    @cached_property
     def partial_scales_offset(self) -> int:
         """Bytes from the start of a partial result to its block scales."""
         return align(self.combine_format.quant_bytes(self.hidden), 16)
 
-    @property
+    @cached_property
     def partial_bytes(self) -> int:
         """Bytes of one partial result on the wire."""
         return align(self.partial_scales_offset + self.combine_format.scale_bytes(self.hidden), 128)
 
-    @property
+    @cached_property
     def expected_rows(self) -> int:
         """(token, expert) rows that arrive here if all ranks dispatch `max_tokens` and all experts are chosen alike."""
         share = self.num_local_experts / self.num_experts
         return min(round(self.num_slots * self.top_k * share), self.row_capacity)
 
-    @property
+    @cached_property
     def scale_blocks(self) -> int:
         """128-row blocks of consumer-layout scales that `row_capacity` rows need, however they are grouped."""
         return self.row_capacity // 128 + self.num_local_experts

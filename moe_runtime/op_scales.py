@@ -53,6 +53,7 @@ def unpack_dense_128(
     if blocks.shape[1:] != (ceil_div(num_columns, 4), 32, 4, 4):
         raise ValueError(f"blocks: expected {axes}, got shape {tuple(blocks.shape)}")
     rows, shifts = _host(group_offsets, "group_offsets"), _host(group_scale_offsets, "group_scale_offsets")
+    plan.check_row_offsets(rows, 128 * blocks.shape[0], "group_offsets")
     plan.check_dense_128(rows, shifts, blocks.shape[0])
     starts = [128 * plan.dense_128_block(row, shift, 0) for row, shift in zip(rows, shifts, strict=False)]
     return _unpack_swizzled(blocks.reshape(-1), rows, starts, num_columns)

@@ -7,6 +7,7 @@ to the other formats, with the names it has there: written and read with tensor 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -56,35 +57,35 @@ class RecordLayout:
         _check_top_k(self.top_k)
         _check_alignment(self.alignment, RECORD_ALIGNMENT)
 
-    @property
+    @cached_property
     def quants_offset(self) -> int:
         return 0
 
-    @property
+    @cached_property
     def scales_offset(self) -> int:
         return align(self.format.quant_bytes(self.hidden), self.alignment)
 
-    @property
+    @cached_property
     def row_scale_offset(self) -> int:
         return self.scales_offset + align(self.format.scale_bytes(self.hidden), self.alignment)
 
-    @property
+    @cached_property
     def source_offset(self) -> int:
         return self.row_scale_offset + (align(4, self.alignment) if self.format.has_row_scale else 0)
 
-    @property
+    @cached_property
     def ids_offset(self) -> int:
         return self.source_offset + align(4, self.alignment)
 
-    @property
+    @cached_property
     def weights_offset(self) -> int:
         return self.ids_offset + align(2 * self.top_k, self.alignment)
 
-    @property
+    @cached_property
     def record_bytes(self) -> int:
         return align(self.weights_offset + 4 * self.top_k, RECORD_ALIGNMENT)
 
-    @property
+    @cached_property
     def constants(self) -> dict[str, int]:
         """Bytes of a record and where its fields lie, by the names that kernels have for them."""
         return {
@@ -388,6 +389,10 @@ class TokenMessage:
                 )
         if scales is not None and tokens is not None:
             _check_device("output_scales", scales, tokens)
+            if not fmt.swizzled and scales.shape[0] < tokens.shape[0]:
+                raise ValueError(
+                    f"output_scales: expected a row for each of {tokens.shape[0]} tokens, got {scales.shape[0]}"
+                )
         if offsets is not None and (offsets.ndim != 1 or offsets.dtype not in (torch.int32, torch.uint32)):
             raise ValueError(
                 f"output_scales_offset: expected int32 or uint32 [G], got {offsets.dtype} {tuple(offsets.shape)}"

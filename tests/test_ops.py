@@ -442,6 +442,8 @@ BYTES = torch.zeros(1, 128, 4, dtype=torch.uint8)
         (lambda: ops.pack_dense_128(BYTES, [0, 8]), "scales_RV"),
         (lambda: ops.unpack_dense_128(torch.zeros(1, 1, 32, 4, 4), [0, 8], [0], 4), "blocks"),
         (lambda: ops.unpack_dense_128(BYTES, [0, 8], [0], 4), "blocks"),
+        (lambda: ops.unpack_dense_128(torch.zeros(1, 1, 32, 4, 4).to(E4M3), [1, 8], [0], 4), "group_offsets"),
+        (lambda: ops.unpack_dense_128(torch.zeros(1, 1, 32, 4, 4).to(E4M3), [0, 8, 4], [0, 0], 4), "group_offsets"),
         (lambda: ops.unpack_dense_128(BYTES.view(1, 1, 8, 16, 4), [0, 8], [0], 4), "blocks"),
         (lambda: ops.pack_closed_form_128(torch.ones(8, 4), [0, 8]), "scales_RV"),
         (lambda: ops.pack_closed_form_128(BYTES, [0, 8]), "scales_RV"),

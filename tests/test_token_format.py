@@ -285,6 +285,9 @@ def test_nothing_is_written_where_the_scales_have_no_room(device: torch.device) 
     token.output_scales = token.output_scales[:2]
     token.pad_expert_offsets(torch.tensor([0, 400], device=device))
     message = torch.full((2, token.token_size()), 0x38, dtype=torch.uint8, device=device)
+    tokens, scales = torch.zeros(4, 128, dtype=torch.float8_e4m3fn), torch.zeros(3, 1)
+    with pytest.raises(ValueError, match=r"^output_scales: expected a row for each of 4 tokens, got 3"):
+        TokenMessage("fp8_block", 128, 2, output_tokens=tokens, output_scales=scales)
     with pytest.raises(ValueError, match=r"^output_scales: expected more than 2 blocks"):
         token.copy_msg_to_output_tensor(message, torch.tensor([0, 300], device=device))
     assert not token.output_tokens.any()
