@@ -256,9 +256,7 @@ def launch(
         stream = raw_stream(index)
         _ensure_context(index)
         function = _loaded(file, name, tuple(sorted((EVERY_PROGRAM | dict(defines)).items())), index, shared_bytes)
-        values = [_value(argument) for argument in arguments]
-        addresses = [v.getPtr() if hasattr(v, "getPtr") else ctypes.addressof(v) for v in values]
-        pointers = (ctypes.c_void_p * len(values))(*addresses)
+        pointers, _kept = pointers_to(arguments)
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid
         config.blockDimX, config.blockDimY, config.blockDimZ = block, 1, 1
@@ -293,11 +291,18 @@ def most_sms(device: torch.device, limit: int | None = None) -> int:
     return _sms(device) if limit is None else min(_sms(device), limit)
 
 
-def _value(argument: Argument | Any) -> Any:
-    if argument is None:
-        return ctypes.c_void_p(0)
-    if isinstance(argument, torch.Tensor):
-        return ctypes.c_void_p(argument.data_ptr())
-    if isinstance(argument, int):
-        return ctypes.c_int32(argument)
-    return argument
+def pointers_to(arguments: Sequence[Argument | Any]) -> tuple[Any, Any]:
+    """What the driver takes as the arguments of a kernel: pointers to their values; and what holds those of its own."""
+    count = len(arguments)
+    # 8 bytes each, little-endian: of a narrower one the first.
+    values = (ctypes.c_int64 * count)()
+    first = ctypes.addressof(values)
+    pointers = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))
+    for number, argument in enumerate(arguments):
+        if isinstance(argument, torch.Tensor):
+            values[number] = argument.data_ptr()
+        elif isinstance(argument, int):
+            values[number] = argument
+        elif argument is not None:
+            pointers[number] = argument.getPtr() if hasattr(argument, "getPtr") else ctypes.addressof(argument)
+    return pointers, values

@@ -236,8 +236,7 @@ class Emulator:
         library = _library(file, tuple(sorted(defines.items())), self.edit)
         cluster = int(defines.get("CLUSTER", 1))
         assert grid[0] % cluster == 0, f"{grid} blocks in clusters of {cluster}"
-        values = [nvrtc._value(argument) for argument in arguments]
-        pointers = (ctypes.c_void_p * len(values))(*(ctypes.addressof(value) for value in values))
+        pointers, values = nvrtc.pointers_to(arguments)
         launch = _Launch(
             ctypes.cast(getattr(library, f"emulate_{name}"), ctypes.c_void_p),
             ctypes.cast(pointers, ctypes.c_void_p),
