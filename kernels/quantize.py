@@ -304,8 +304,13 @@ def _check_input(x_RK: torch.Tensor, fmt: TokenFormat) -> None:
     fmt.check_columns(x_RK.shape[1], "x_RK")
     if x_RK.numel() and x_RK.stride(1) != 1:
         raise ValueError(f"x_RK: expected a contiguous last dimension, got strides {x_RK.stride()}")
-    if x_RK.requires_grad and torch.is_grad_enabled():
-        raise ValueError("x_RK: expected no gradient (quantization is for inference only), got requires_grad=True")
+    check_no_grad("x_RK", x_RK)
+
+
+def check_no_grad(name: str, x: torch.Tensor) -> None:
+    """Raise `ValueError` where a gradient is wanted of what is quantized."""
+    if x.requires_grad and torch.is_grad_enabled():
+        raise ValueError(f"{name}: expected no gradient (quantization is for inference only), got requires_grad=True")
 
 
 def check_gsf(

@@ -30,7 +30,7 @@ from rich.table import Table
 
 from moe_runtime.comm import nvshmem_world
 from moe_runtime.comm.bootstrap import RankGroup, choose_transport, init_from_env, shared_memory_directory
-from moe_runtime.config import MoELayerConfig, ParallelConfig, load_config
+from moe_runtime.config import MoELayerConfig, ParallelConfig, complaints, load_config
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels.runtime import INTERPRET, resolve_engine, runs_cuda
 from moe_runtime.launch import kernel_table
@@ -98,7 +98,7 @@ def reserved_by_format(
         try:
             changed = layer.replace(token_format=name, weight_format=None, intermediate_gsf=gsf)
         except ValidationError as error:
-            reserved[name] = error.errors()[0]["msg"].removeprefix("Value error, ")
+            reserved[name] = complaints(error)[0]
         else:
             reserved[name] = reserved_bytes(changed, world_size, placed=placed)
     return reserved

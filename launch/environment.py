@@ -62,9 +62,11 @@ def read_config(options: argparse.Namespace) -> RunConfig:
 
 def check_folder(option: str, file: Path | None) -> None:
     """Raise `ValueError` naming the option where a file that is to be written is a folder, or its folder not there."""
-    if file is not None and file.is_dir():
+    if file is None:
+        return
+    if file.is_dir():
         raise ValueError(f"{option}: expected a file, {file} is a folder")
-    if file is not None and not file.resolve().parent.is_dir():
+    if not file.resolve().parent.is_dir():
         raise ValueError(f"{option}: no folder {file.parent}")
 
 

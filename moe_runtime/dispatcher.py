@@ -12,7 +12,7 @@ import torch
 
 from moe_runtime.comm.signals import COUNT_BITS
 from moe_runtime.compiling import not_compiled
-from moe_runtime.config import ModeName, MoELayerConfig, resolve_mode
+from moe_runtime.config import ModeName, MoELayerConfig, check_positive, resolve_mode
 from moe_runtime.context import ExpertParallelContext, by_one_thread
 from moe_runtime.errors import MoERuntimeError
 from moe_runtime.formats import TokenFormat, token_format
@@ -138,10 +138,10 @@ class TokenDispatcher:
         if not isinstance(context, ExpertParallelContext):
             raise ValueError(f"context: expected an ExpertParallelContext, got {type(context).__name__}")
         fmt, wire = _format(token_format, "token_format"), _format(combine_format, "combine_format")
-        _positive("hidden_size", hidden_size)
-        _positive("num_experts", num_experts)
-        _positive("max_tokens_per_rank", max_tokens_per_rank)
-        _positive("top_k", top_k)
+        check_positive("hidden_size", hidden_size)
+        check_positive("num_experts", num_experts)
+        check_positive("max_tokens_per_rank", max_tokens_per_rank)
+        check_positive("top_k", top_k)
         if num_experts > 65535:
             raise ValueError(f"num_experts: expected at most 65535 (ids travel as u16), got {num_experts}")
         if top_k > num_experts:
@@ -160,9 +160,9 @@ class TokenDispatcher:
             )
         worst = worst_case_rows(num_experts, context.world_size, top_k, max_tokens_per_rank)
         if expert_row_capacity is not None:
-            _positive("expert_row_capacity", expert_row_capacity)
+            check_positive("expert_row_capacity", expert_row_capacity)
         if num_sms is not None:
-            _positive("num_sms", num_sms)
+            check_positive("num_sms", num_sms)
         if input_scale is not None and not (fmt.has_row_scale and 0 < input_scale < float("inf")):
             raise ValueError(f"input_scale: expected a positive number, with nvfp4 tokens, got {input_scale}")
         self.context = context
@@ -585,11 +585,6 @@ def _exchange(context: ExpertParallelContext, geometry: ExchangeGeometry) -> Any
         combine_send=combine.combine_send,
         combine_wait=combine.combine_wait,
     )
-
-
-def _positive(name: str, value: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value <= 0:
-        raise ValueError(f"{name}: expected a positive integer, got {value!r}")
 
 
 _format = token_format

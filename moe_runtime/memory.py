@@ -15,12 +15,15 @@ The collective transport stages one more copy of all this for each peer (`moe_ru
 
 from __future__ import annotations
 
+import math
+
 from moe_runtime.comm.heap import REGION_ALIGNMENT
 from moe_runtime.comm.signals import SignalLayout
 from moe_runtime.config import MoELayerConfig
-from moe_runtime.formats import WEIGHT_BLOCK_N, align, ceil_div, token_format, weight_format
+from moe_runtime.formats import align, ceil_div, token_format, weight_format
 from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.token_format import RecordLayout
+from moe_runtime.weights import scales_shape
 
 REGIONS = ("landing", "stamps", "combine", "signals")
 
@@ -66,10 +69,9 @@ def expert_bytes(config: MoELayerConfig, world_size: int) -> int:
         (2 * config.intermediate_size, config.hidden_size),
         (config.hidden_size, config.intermediate_size),
     ):
-        scale_rows = align(rows, WEIGHT_BLOCK_N) if fmt.swizzled else ceil_div(rows, WEIGHT_BLOCK_N)
-        scale_columns = align(fmt.scale_columns(columns), 4) if fmt.swizzled else fmt.scale_columns(columns)
-        scale_size = 0 if fmt.scale_dtype is None else fmt.scale_dtype.itemsize
-        total += rows * fmt.quant_bytes(columns) + scale_rows * scale_columns * scale_size
+        total += rows * fmt.quant_bytes(columns)
+        if (shape := scales_shape(fmt, 1, rows, columns)) is not None and fmt.scale_dtype is not None:
+            total += math.prod(shape) * fmt.scale_dtype.itemsize
     return ceil_div(config.num_experts, world_size) * total
 
 

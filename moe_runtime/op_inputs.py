@@ -12,7 +12,7 @@ import torch
 
 from moe_runtime.formats import FP8_BLOCK, MXFP8, NVFP4, FormatCode, QuantizedRows, align, ceil_div
 from moe_runtime.kernels import reference_quantize as rq
-from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
+from moe_runtime.kernels.quantize import check_no_grad, dequantize_rows, quantize_rows
 from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.weights import AMAX_FLOOR, MAX_ENCODE_SCALE, NVFP4_FULL_SCALE
 
@@ -39,7 +39,7 @@ def nvfp4_encode_scale(x: torch.Tensor) -> torch.Tensor:
     >>> nvfp4_encode_scale(torch.tensor([[-42.0, 3.0]]))
     tensor([64.])
     """
-    _check_no_grad("x", x)
+    check_no_grad("x", x)
     numbers = x.float()
     amax = numbers.abs().amax().reshape(1) if x.numel() else numbers.new_zeros(1)
     usable = (amax > 0) & amax.isfinite()
@@ -184,17 +184,12 @@ def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:
 def _check_floats(x: torch.Tensor, unit: int) -> None:
     _check_dtype("x", x, (torch.bfloat16, torch.float32))
     _check_shape("x", x, unit)
-    _check_no_grad("x", x)
+    check_no_grad("x", x)
 
 
 def _check_shape(name: str, x: torch.Tensor, unit: int) -> None:
     if x.ndim not in (2, 3) or x.shape[-1] <= 0 or x.shape[-1] % unit:
         raise ValueError(f"{name}: expected [R, K] or [E, N, K], K a positive multiple of {unit}, got {list(x.shape)}")
-
-
-def _check_no_grad(name: str, x: torch.Tensor) -> None:
-    if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: expected no gradient (quantization is for inference only), got requires_grad=True")
 
 
 def _check_dtype(name: str, value: torch.Tensor | torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:

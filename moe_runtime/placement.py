@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from moe_runtime.config import MAX_EXPERTS, PlacementConfig
+from moe_runtime.config import MAX_EXPERTS, PlacementConfig, check_positive
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         for name, value in (("num_experts", self.num_experts), ("num_ranks", self.num_ranks)):
-            _check_positive(name, value)
+            check_positive(name, value)
         if not isinstance(self.slot_experts, tuple):
             raise ValueError(f"slot_experts: expected a tuple, got {type(self.slot_experts).__name__}")
         num_slots = self.num_slots
@@ -67,7 +67,7 @@ class Placement:
     @classmethod
     def contiguous(cls, num_experts: int, num_ranks: int) -> Placement:
         """Each expert once, in the order of a layer without a placement. `num_ranks` must divide `num_experts`."""
-        _check_positive("num_ranks", num_ranks)
+        check_positive("num_ranks", num_ranks)
         if num_experts % num_ranks:
             raise ValueError(f"num_ranks: expected a divisor of num_experts = {num_experts}, got {num_ranks}")
         return cls(num_experts, num_ranks, tuple(range(num_experts)))
@@ -181,8 +181,8 @@ def plan_placement(load: Sequence[float], num_ranks: int, slots_per_rank: int) -
     """
     loads = _checked_load(load)
     num_experts = len(loads)
-    _check_positive("num_ranks", num_ranks)
-    _check_positive("slots_per_rank", slots_per_rank)
+    check_positive("num_ranks", num_ranks)
+    check_positive("slots_per_rank", slots_per_rank)
     if not num_experts <= num_ranks * slots_per_rank <= num_ranks * num_experts:
         raise ValueError(
             f"slots_per_rank: expected {-(-num_experts // num_ranks)} .. {num_experts} slots for {num_experts} experts "
@@ -279,11 +279,6 @@ def _checked_load(load: Sequence[float]) -> list[float]:
     if not values:
         raise ValueError("load: expected a number for each expert, got none")
     return values
-
-
-def _check_positive(name: str, value: object) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}: expected a positive integer, got {value!r}")
 
 
 def _listed(experts: list[int]) -> str:

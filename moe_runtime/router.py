@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from moe_runtime.config import RouterConfig
+from moe_runtime.config import RouterConfig, check_positive
 from moe_runtime.fixed_dtypes import FixedDtypes
 from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.loading import copy_checked
@@ -134,8 +134,7 @@ class Router(FixedDtypes):
     ) -> None:
         super().__init__()
         for name, size in (("hidden_size", hidden_size), ("num_experts", num_experts), ("top_k", top_k)):
-            if isinstance(size, bool) or not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}: expected a positive integer, got {size!r}")
+            check_positive(name, size)
         if not isinstance(config, RouterConfig):
             raise ValueError(f"config: expected a RouterConfig, got {type(config).__name__}")
         self.engine = engine

@@ -84,6 +84,14 @@ class SwiGLU:
             raise ValueError(f"limit: expected a positive number or None, got {self.limit}")
 
 
+def scales_shape(fmt: TokenFormat, num_experts: int, num_rows: int, num_columns: int) -> tuple[int, ...] | None:
+    """Shape of the block scales of weights `[E, N, K]` in a format, None where it has none."""
+    blocks, columns = ceil_div(num_rows, WEIGHT_BLOCK_N), fmt.scale_columns(num_columns)
+    if fmt.scale_dtype is None:
+        return None
+    return (num_experts, blocks, ceil_div(columns, 4), 32, 4, 4) if fmt.swizzled else (num_experts, blocks, columns)
+
+
 def one_of(expert: int, num_experts: int) -> slice:
     """Where `expert` lies among so many. Raises `ValueError` if it does not."""
     if not 0 <= expert < num_experts:
@@ -128,7 +136,8 @@ class ExpertWeights:
         unit = 8 if self.gate_up is None else 16
         if self.num_rows <= 0 or self.num_rows % unit:
             raise ValueError(f"N of quants: expected a positive multiple of {unit}, got {self.num_rows}")
-        self._check("scales", self.scales, self._scales_shape(), self.format.scale_dtype)
+        shape = scales_shape(self.format, self.num_experts, self.num_rows, self.num_columns)
+        self._check("scales", self.scales, shape, self.format.scale_dtype)
         if self.expert_scales is not None:
             shapes = [(self.num_experts,)] + ([(self.num_experts, 2)] if self.gate_up is not None else [])
             if tuple(self.expert_scales.shape) not in shapes:
@@ -248,15 +257,6 @@ class ExpertWeights:
         factors[:, self.gate_up.gate_rows(self.num_rows)] = self.expert_scales[:, :1]
         factors[:, self.gate_up.up_rows(self.num_rows)] = self.expert_scales[:, 1:]
         return factors
-
-    def _scales_shape(self) -> tuple[int, ...] | None:
-        blocks = ceil_div(self.num_rows, WEIGHT_BLOCK_N)
-        columns = self.format.scale_columns(self.num_columns)
-        if self.format.scale_dtype is None:
-            return None
-        if self.format.swizzled:
-            return (self.num_experts, blocks, ceil_div(columns, 4), 32, 4, 4)
-        return (self.num_experts, blocks, columns)
 
     def _check(
         self, name: str, tensor: torch.Tensor | None, shape: tuple[int, ...] | None, dtype: torch.dtype | None
