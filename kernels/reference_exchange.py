@@ -95,8 +95,10 @@ def _adopt_aborts(context: ExpertParallelContext) -> None:
     start = context.signals_layout.abort
     aborts = _signals_of(context, context.rank)[start : start + ABORT_WORDS * context.world_size]
     aborts = aborts.view(context.world_size, ABORT_WORDS)
-    if int(context.latch[0]) == 0 and bool(aborts[:, 0].any()):
-        peer = int(aborts[:, 0].nonzero()[0])
+    # A list, since `nonzero` fails where a word changes meanwhile.
+    told = [peer for peer, code in enumerate(aborts[:, 0].tolist()) if code]
+    if int(context.latch[0]) == 0 and told:
+        peer = told[0]
         code, phase, epoch, about, detail, detail2, told_by = aborts[peer, :7].tolist()
         record_failure(context, code, about, phase, epoch, detail, detail2, origin=told_by - 1 if told_by else peer)
 

@@ -187,8 +187,10 @@ class ExpertMover:
 
     def _answer(self) -> None:
         """Tell those that ask that this rank is there."""
-        for rank in self._words(self.rank).asked.nonzero()[:, 0].tolist():
-            self._words(rank).here[self.rank] = 1
+        # A list, since `nonzero` fails where a word changes meanwhile.
+        for rank, asked in enumerate(self._words(self.rank).asked.tolist()):
+            if asked:
+                self._words(rank).here[self.rank] = 1
 
     def _missing(self, peer: int) -> int:
         """The rank to blame for `peer` not coming: one that is not there, for which `peer` may wait, or `peer`."""

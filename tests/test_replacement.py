@@ -17,10 +17,12 @@ from safetensors.torch import load_file
 
 from moe_runtime import memory, mover, replacement
 from moe_runtime.checkpoint import write_qwen3_moe_checkpoint
+from moe_runtime.comm.failures import abort_words
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import MoERuntimeError, PeerTimeoutError, RoutingError
 from moe_runtime.formats import FORMATS
+from moe_runtime.kernels import reference_exchange
 from moe_runtime.layer import MoELayer, random_expert
 from moe_runtime.placement import Placement, plan_placement
 from moe_runtime.prepared import PreparedWeights
@@ -33,6 +35,8 @@ from tests.exchange_data import EXPERTS, HIDDEN, LAYERS, TOKENS, TOP_K, RankInpu
 from tests.pool import PATIENCE_S, WITHOUT_ONE_S, run_once
 
 Load = Callable[[MoELayer], None]
+LOOK_S = 1.0
+"""Within which words that change while they are looked at are met thousands of times."""
 
 
 def random_weights(seed: int) -> Load:
@@ -463,6 +467,39 @@ def wait_in_a_row(rank: int, world: int, last_waits: bool) -> int:
 @pytest.mark.parametrize("last_waits", [False, True])
 def test_a_rank_that_waits_itself_is_not_named_for_one_that_is_not_there(last_waits: bool, get_pool: Any) -> None:
     assert get_pool(3).run(wait_in_a_row, last_waits) == [1 if last_waits else 2] * 3
+
+
+def look_at_changing_words(rank: int, world: int) -> int:
+    """Rank 0 looks for those that ask and for aborts while rank 1 writes such words; how often it saw one."""
+    context = ExpertParallelContext(timeout_s=PATIENCE_S)
+    layer = MoELayer(config(), context, placement=placements(world)[0])
+    layer.load_random(0)
+    context.allocate()
+    assert layer.experts is not None
+    mine = mover.ExpertMover(context, layer.experts, needs_spare=False)
+    signals = context.heap.peer_tensor("signals", 0).view(torch.int32)
+    words = [mine._words(0).asked[1:2].numpy(), abort_words(signals, context.signals_layout)[1, :1].numpy()]
+    seen = 0
+    dist.barrier()
+    end = time.monotonic() + LOOK_S
+    while time.monotonic() < end:
+        if rank == 1:
+            for word in words:
+                word[0] = 1 - word[0]
+            continue
+        mine._answer()
+        reference_exchange._adopt_aborts(context)
+        seen += int(context.latch[0])
+        context.latch.zero_()
+    dist.barrier()
+    context.failed = True
+    context.close()
+    return seen
+
+
+@pytest.mark.cpu_only
+def test_words_may_change_while_they_are_looked_at(get_pool: Any) -> None:
+    assert get_pool(2).run(look_at_changing_words)[0] > 0
 
 
 def stay_away(rank: int, world: int, seed: int) -> tuple[str, int, str, float]:
