@@ -42,6 +42,7 @@ constexpr int ROUND_BYTES = (128 + 2) * 16 + 96;  // whole 128 bytes
 constexpr int SCALE_BYTES = TMA_SCALES ? 2 * ROUND_BYTES / STAGES : FP8 ? 544 : 0;
 static_assert(!TMA_SCALES || (FP8 && !GATHER && STAGES == 4), "one copy brings the scales of 4 stages");
 constexpr int TOLD = 8;                // tiles that math warps are told of at a time
+constexpr int FEW_PAIRS = 2;           // pairs of row tiles of a group, up to which its odd one comes within bands
 constexpr int NO_MORE = -0x7FFFFFFF;   // rows of what comes after the last tile
 constexpr bool HALVES = !GATED && CLUSTER > 1;  // whether there are tiles of one half
 constexpr int ONE_HALF = 1 << 30;      // mark of theirs at the column that math warps are told
@@ -209,17 +210,23 @@ __device__ __forceinline__ bool find_tile(
     if (index >= groups[num_groups].first) return false;
     while (index >= groups[g + 1].first) ++g;
     Group group = groups[g];
-    int u = index - group.first, tiles_m = ceil_div(group.rows, BM) / CLUSTER, m, n;
-    tile.pair_rows = CLUSTER == 1 || u < tiles_m * tiles_n;
+    int u = index - group.first, tiles_m = ceil_div(group.rows, BM), odd = tiles_m % CLUSTER, m, n;
+    tiles_m /= CLUSTER;
+    // The odd row tile comes after each band of columns, or after all of them.
+    int span = tiles_m <= FEW_PAIRS ? band_width : tiles_n, of_span = tiles_m * span + odd * ceil_div(span, 2);
+    int start = u / of_span * span, width = min(span, tiles_n - start);
+    u %= of_span;
+    tile.pair_rows = u < tiles_m * width;
     if (tile.pair_rows) {
         // Bands of columns, all rows of a band before the next: what runs at a time shares rows and weights in L2.
-        int band = u / (band_width * tiles_m) * band_width, width = min(band_width, tiles_n - band);
+        int band = u / (band_width * tiles_m) * band_width;
+        width = min(band_width, width - band);
         u -= band * tiles_m;
         m = u / width * CLUSTER + (int)rank;
-        n = band + u % width;
+        n = start + band + u % width;
     } else {
         m = tiles_m * CLUSTER;
-        n = (u - tiles_m * tiles_n) * CLUSTER + (int)rank;
+        n = start + (u - tiles_m * width) * CLUSTER + (int)rank;
     }
     tile.start = group.start + m * BM;
     tile.rows = group.rows - m * BM;

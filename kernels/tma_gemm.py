@@ -49,6 +49,10 @@ steps after each other, in between the two:
    10. chosen by the rows that are expected instead of by the room for the worst case: what 8, 16, 32, 48 and 64 tokens
        a rank of 8 give, gate_up and down, FP8 339, 342, 349, 356 and 373 us to 336, 340, 345, 351 and 367, BF16 of 8,
        32 and 64 tokens 656, 672 and 697 to 651, 668 and 690. At 80 tokens it would still win 2%, at 128 lose 17%.
+   11. the odd row tile of a group with at most two pairs of them comes within its band of columns, whose weights are in
+        L2, instead of after all: 32 x 1024 rows, both products, half of them in one group, BF16 4115 to 4062 (even:
+        3714), FP8 2330 to 2304; 256 rows of 32 groups 1212 to 1206 and 693 to 689. With more pairs it lost: 4096 tokens
+        a rank in BF16 4116 to 4185, 3072 3304 to 3313 (single runs, in turn, of which no file is kept).
 
 What bounds it is power, with rests and without. On one H200, clocks counted on the SMs: rested, FP8 ran at 1.52 GHz
 (86% of the tensor cores' rate at that clock) and BF16 at 1.56 (93%), from 0.1 s on at 1.24 to 1.28 and 1.26 to 1.35;
@@ -81,7 +85,9 @@ handed over at issue, before the last product or after it (1743 us to 1944, 1800
 warpgroup for BF16 (-6%). Beside version 8, which had 1252 and 1262 / 1148 and 1123 in two runs: rows from registers,
 read amid the multiply-adds of the stage before, which spares the shared memory (1195 and 1181 / 1088 and 1072; with
 products of 64 columns in two sets of sums 1065 / 1056 in another run, where version 7 had 1186 / 1020); tiles of 128 x
-192 (1249 and 1241 / 1110 and 1104); results by stmatrix (no change).
+192 (1249 and 1241 / 1110 and 1104); results by stmatrix (no change). Beside version 11, half of the rows in one group:
+boxes of 64 and 32 rows, of which an odd row tile loads fewer, 4062 to 4059 and 4091; the odd row tile before its pairs,
+4050, but Zipf 3983 to 4003.
 """
 
 from __future__ import annotations
@@ -140,7 +146,7 @@ class Regime:
         cluster: blocks that share loads by multicast.
         box_rows: rows that one copy of the rows' tensor map brings; where there is no cluster, boxes without rows of
             the group are left out.
-        band: column tiles that are walked together, all row tiles of them before the next.
+        band: column tiles that are walked together, all row tiles of them before the next; even with a cluster.
     """
 
     name: str
