@@ -68,12 +68,14 @@ struct Landing {
 
   __device__ float row_scale(int slot) const { return __ldcg(reinterpret_cast<const float*>(record(slot) + ROW_SCALE_AT)); }
 
-  // Records a source whose tokens are for another exchange. For a whole warp.
-  __device__ __forceinline__ void check_sources(const Exchange& x) const {
+  // Whether a source's tokens are for another exchange, which the first block records. Numbers of tokens do not change any
+  // more, so that all blocks find the same, while such tokens may still come to slots of others. For a whole warp.
+  __device__ __forceinline__ bool check_sources(const Exchange& x) const {
     const int lane = threadIdx.x & 31, word = lane < WORLD ? without_sign(__ldcg(counts + lane)) : tag;
     const u32 others = __ballot_sync(ALL, word < tag || word - tag > max_tokens);
-    if (others && lane == __ffs(others) - 1)
+    if (others && blockIdx.x == 0 && lane == __ffs(others) - 1)
       record_failure(x, MISMATCH, lane, DISPATCH_WAIT, epoch, exchange_of(word), exchange_of(tag));
+    return others != 0;
   }
 
   // Calls `found(k, expert of this rank)` for each expert of this rank that the token in `slot` goes to.
@@ -288,6 +290,7 @@ struct Places {
   int totals[EXPERTS];
   float row_scale[STAMPED && FMT == NVFP4 ? CHUNK : 1];
   int rows;
+  bool others;  // tokens of a source are for another exchange
 };
 static_assert(sizeof(Places) <= PLACES_BYTES);
 
@@ -394,14 +397,16 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS, 
         row += __shfl_sync(ALL, rows_upto, 31);
         block += __shfl_sync(ALL, blocks_upto, 31);
       }
-      if (lane == 0) {
-        places.rows = row;
-        if (row > capacity && blockIdx.x == 0)
-          record_failure(x, CAPACITY, rank, DISPATCH_WAIT, epoch, row, capacity);
-      }
+      if (lane == 0) places.rows = row;
     }
-    if (warp == WARPS - 1 && good && blockIdx.x == 0) arrived.check_sources(x);
+    if (warp == WARPS - 1) {
+      const bool others = good && arrived.check_sources(x);
+      if (lane == 0) places.others = others;
+    }
     __syncthreads();
+    good = good && !places.others;
+    if (good && places.rows > capacity && blockIdx.x == 0 && threadIdx.x == 0)
+      record_failure(x, CAPACITY, rank, DISPATCH_WAIT, epoch, places.rows, capacity);
     good = good && places.rows <= capacity;
     good = await_rows(x, own, epoch_ptr, epoch, chunk) && good;
     if (blockIdx.x == 0) {

@@ -150,7 +150,8 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
     __syncthreads();
     if (threadIdx.x < 32 && last_at(lane == 0 ? counter + ROUTED_COUNTER : nullptr) && lane < WORLD) {
       int* words = words_of_lane + half * WORLD + rank;
-      if (!x.failed()) store_relaxed(words + TOKEN_COUNT, num_tokens + tag_of(count_tag, epoch));
+      if (x.failed()) await_told(x);
+      else store_relaxed(words + TOKEN_COUNT, num_tokens + tag_of(count_tag, epoch));
       store_release(words + ROUTED, epoch);
     }
     __syncwarp();

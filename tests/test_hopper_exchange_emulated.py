@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_runtime.dispatcher import DispatchedTokens
-from moe_runtime.errors import MoERuntimeError, PeerTimeoutError, Phase, RoutingError
+from moe_runtime.errors import MoERuntimeError, PeerTimeoutError, Phase, RoutingError, StepMismatchError
 from moe_runtime.kernels import hopper_exchange, hopper_shapes
 from tests.comparison import assert_same_bits
 from tests.emulator import Emulator, needs_emulator
@@ -174,6 +174,7 @@ def random_outputs(ranks: Ranks, seed: int) -> list[torch.Tensor]:
 
 
 ONE_CHUNK = {"SMALL_CHUNK_BYTES": 1 << 20, "TOKENS_IN_PARTS": 1024}
+SEVERAL_CHUNKS = {"SMALL_CHUNK_BYTES": 0, "TOKENS_IN_PARTS": 1024}
 """Each token is told of by itself."""
 
 
@@ -286,6 +287,35 @@ def test_stamps_that_say_nothing_taken_for_others_are_found(emulator: Emulator, 
         run_mixed_steps(emulator, seed + turn)
 
     assert_is_found((r"is_stamped\(word\)", "true"), emulator, run)
+
+
+@pytest.mark.parametrize("sizes", [SEVERAL_CHUNKS, ONE_CHUNK], ids=["several_chunks", "one_chunk"])
+def test_nothing_is_placed_among_tokens_for_another_exchange(
+    sizes: dict[str, int], emulator: Emulator, seed: int, shrink: Shrink
+) -> None:
+    """A peer's tokens, of a step of another size, come to slots of this rank's own between two looks at them."""
+    settings = {**SETTINGS, "hidden_size": 256, "num_experts": 8, "top_k": 2, "max_tokens_per_rank": 64}
+    for turn in range(2):
+        shrink(seed + turn, ARRIVE_WARPS=2, **sizes)
+        ranks = Ranks(2, CPU, HOPPER, **settings, mode="indexed", token_format="nvfp4", other_tokens=16)
+        alone = Ranks(1, CPU, HOPPER, **settings | {"max_tokens_per_rank": 8}).dispatchers[0]
+        own, late = rank_input(seed + turn, 0, 64, 256, 8, 2), rank_input(seed + turn, 1, 16, 256, 8, 2)
+        # The late ones go where there was nothing.
+        own.topk_idx[16:32] = -1
+        late.topk_idx[:, 0], late.topk_idx[:, 1] = 3, -1
+        with emulator.together() as choose:
+            choose(0)
+            arrived = ranks.dispatchers[0].dispatch(own.x, own.topk_idx, own.topk_weights)
+            choose(1)
+            for _ in range(6):
+                alone.dispatch(late.x[:8], late.topk_idx[:8], late.topk_weights[:8])
+            ranks.others[1].dispatch_send(late.x, late.topk_idx, late.topk_weights)
+        with pytest.raises(StepMismatchError, match=r"rank 1 was in exchange 1 of the context, rank 0 in 0"):
+            ranks.contexts[0].check()
+        assert arrived.group_scale_offsets is not None and not arrived.group_scale_offsets.any()
+        assert not arrived.group_offsets.any()
+        assert bool((arrived.handle.positions == -1).all())
+        assert arrived.row_index is not None and not arrived.row_index.any()
 
 
 def run_unawaited_dispatches(emulator: Emulator, seed: int) -> None:
