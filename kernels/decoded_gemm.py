@@ -10,11 +10,7 @@ The order in which K is summed is that of `wgmma` over 16 columns at a time, in 
 in all shapes, for every number of rows and whatever the neighbours.
 
 The two numbers, NVFP4, both products of the reference model (32 experts of 44.0 M parameters): 0.79 GB, 184 us at
-4.3 TB/s; at 32 x 1024 rows 2.89e12 flops, 3.73 ms at 773 TFLOP/s. A decode step is bound by instructions beside that:
-4.3 TB/s are 33 weights a cycle and SM, and the four schedulers issue 128 lanes; 2.15 instructions a weight are needed
-here (275 for the 128 of a thread in a stage of DECODE; 317 before the words were decoded by twos), and while `wgmma`
-takes its operands from registers the other warps issue less: beside products of 32 tokens a `lop3` takes 3.2 cycles
-instead of 2 (16 tokens: 2.9).
+4.3 TB/s; at 32 x 1024 rows 2.89e12 flops, 3.73 ms at 773 TFLOP/s.
 
 Measured on one H200 (launch/results/gemm_h200.json), us; in parentheses torch's grouped_mm in bf16:
 
@@ -25,103 +21,7 @@ Measured on one H200 (launch/results/gemm_h200.json), us; in parentheses torch's
     32 x 1024 rows, both, SwiGLU between              3700 (3867, without SwiGLU); without rests 4145 (4397)
     MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       2770 / 1366 (2521 / 1280); without rests 3062 / 1513 (2888 / 1482)
 
-Another H200, on which kernels that had not changed took 1% less, gave 39.4, 42.1, 46.9, 25.1, 27.0, 29.5, 202, 203,
-214, 236 and 249 for the first eleven (no file kept).
-
-What each version brought (us; plain (4096, 7168), 32 x 16 and 32 x 32 rows; the Triton kernel took about 1450):
-
-    1. two warpgroups of 128 rows, a wait after every 16 columns: 186, 204
-    2. the next unit's quants read ahead: 170, 196. Without any arithmetic it took 139, without loads 160
-    3. four warpgroups of 64 rows, stages of 256 columns: 161, 190 (of 128: 168, 198); nothing read ahead: 152, 172
-    4. slots of 9 instead of 11 instructions a word, scales stored so that a shift makes them bf16, tokens 2^100 times
-       their value, 64 columns for each wait, weights on their way before the tokens are decoded: 147, 167
-    5. widths of 8, 24 and 40 tokens; scales of a tile copied while it is summed: 146, 164
-    6. the epilogue loops over blocks of tokens: unrolled it missed the instruction cache; SwiGLU and requantization of
-       32 x 1024 rows went from 2200 us to 550
-    7. four warpgroups of 64 rows, 256 columns a stage for many rows too: 32 x 1024 gate and up from 3542 to 3180
-    8. gated results turned through shared memory, so that a thread quantizes four columns of one token and shares one
-       scale with its neighbours (before, every lane made every scale); 112 registers for those that multiply, without
-       which wgmma of gated MXFP8 results was serialized: 32 x 1024 both from 4771 to 4496, MXFP8 from 5369 to 5191
-    9. the encode scale clamped and inverted in the kernel instead of by two of torch's; `decode_tokens` asks for
-       offsets, experts and index at once and then for four pieces of a row: 8 x 16 (7168, 2048) from 28.6 to 26.5; with
-       8, 32 x 1, 16, 32 both from 226, 239, 275 to 218, 230, 260
-    10. quants read ahead within a stage, for which there are now registers: 32 x 1024 both from 4474 to 4353, MXFP8
-        (7168, 2048) from 1697 to 1624; few rows as before
-    11. `decode_tokens` by blocks of its result instead of by rows of its input: where groups do not start at multiples
-        of 8, warps had stored parts of lines, and memory made whole ones of them (ncu: 28.5 of 32 bytes of a sector,
-        1.9 TB/s). Blocks stay for all rows instead of one for each 8 that might come. 32926 rows of 32 groups as they
-        come, of 262144 that could: 332 + 90 us to 203 + 57 (single runs of which no file is kept)
-    12. the tokens of a group cut evenly, with code for 48, 80 and 112: 137 rows had been a tile of 128 and one of 9,
-        which decodes as many weights. 32 groups as 512 and 1024 tokens a rank give, old and new in turn (no file kept):
-        478 + 264 to 458 + 253 and 816 + 423 to 799 + 405; MXFP8 548 + 301 to 513 + 284, 943 + 487 to 900 + 458. Few
-        rows as before (184 + 98 to 187 + 99 in one run, 198 + 105 to 201 + 106 in another)
-
-The next are both products of NVFP4, old and new in turn, in single runs of which no file is kept; 16 groups are those
-of Qwen3-235B on 8 ranks:
-
-    13. one thread of a block walks the tiles and tells the others; where rounds of tiles would leave more idle, each
-        block takes one cut of the weight rows, of several tiles. 61 rows of 32 groups (8 tokens a rank) 210 to 193, 16
-        groups of 16 and 32 rows 77 and 84 to 75 and 79, 8 x 48 (7168, 2048) 34.5 to 33.2; where the cuts stay as they
-        were 0.5 to 1 slower. A warpgroup without rows must learn its number from one lane: while the compiler held it
-        for each, with all that depends on it, everything was 13% slower
-    14. gated results decoded for the second product, which starts as soon as SMs are free: of those 193 to 185, 75 and
-        79 to 69 and 74, 32 x 1 and 16 rows 223 and 247 to 216 and 241, 128 tokens a rank 319 to 305 (hot), MXFP8 32 x
-        16 432 to 421
-    15. 16 columns for each wait where many rows come: 512 and 1024 tokens a rank 702 and 1197 to 683 and 1157, 32 x
-        1024 4059 to 4003. With MXFP8 they lost (4600 to 4642)
-    16. finishing results had taken 456 of 3790 (32 x 1024, products alone, with and without it): a loop that turned the
-        accumulators in registers, e2m1 codes by seven comparisons each, two divisions for four numbers. Now unrolled,
-        what an e4m3 scale asks for from a table, e2m1 by two multiply-adds, scales of rows read before they are wanted:
-        175. 32 x 1024 4082 to 3760, Zipf 4250 to 3930, 512 and 1024 tokens a rank 687 and 1160 to 622 and 1073, 128
-        275 to 262; MXFP8 32 x 1024 4639 to 4197, 512 tokens 806 to 732
-    17. tiles of a last round for a third of the SMs at most are cut in pieces: 32 x 1024 3779 to 3746, Zipf 3946 to
-        3909, 224 tokens a rank 375 to 345. In two pieces they lost (512 tokens 622 to 634)
-    18. chosen by the rows that are expected instead of by the room for the worst case: 256 tokens a rank of 8 444 to
-        386, and on fewer ranks more. By either the choice was at 64 rows of a group, now it is at 56
-    19. tiles of 160 tokens by two warpgroups, for 113 to 148 expected rows of a group: 512 tokens a rank 625 to 568,
-        576 748 to 637, MXFP8 733 to 653. With fewer or more rows they lose: 384 tokens 450 to 483, 640 739 to 770
-    20. weights by chunks of 128 columns, so that a tile reads 18 KB at a time instead of four times 9: 32 x 1 and 16
-        214 and 226 to 207 and 221, 128 tokens 266 to 263, 512 tokens 571 to 559 (timed with other chunks, of a stage)
-    21. 275 instead of 317 instructions for four units: halves of a register as operands of multiplications, words
-        decoded by twos, addresses of a stage added up once, and a stage given back when its products are done instead
-        of in the next. 32 x 1, 16 and 32 rows 208, 221 and 247 to 202, 213 and 236, 8 x 16, 32 and 48 both 67, 73 and
-        80 to 63, 67 and 75, 128 tokens a rank 262 to 249, MXFP8 32 x 32 438 to 368, 32 x 1024 4130 to 4090
-    22. 32 columns for each wait where many rows come, now that decoding takes less: 32 x 1024 3687 to 3646, 256 tokens
-        a rank 344 to 343; 64 columns 3636, but 348. MXFP8 has had them
-    23. DECODE up to 50 rows of a group instead of 56, MXFP8 up to 24: 224 tokens a rank 333 to 321, 16 groups of 52 and
-        56 rows 180 and 181 to 168 both; MXFP8 of 160, 192 and 224 tokens 383, 398 and 443 to 379, 392 and 408. NVFP4 of
-        32 groups with 51 to 55 rows, of which few have more than 64, loses 2 to 4%
-
-Dropped: `griddepcontrol.launch_dependents` at the start of the GEMM (4 us slower: what decodes the next tokens gathers
-on the few SMs that are idle) and at the end of its loads (1 us faster or 2 slower); two warpgroups of 256 tokens for
-many rows (6170 instead of 4474: copies of 1 and 2 KB do not keep up); 64 columns for each wait there (4677). Right
-shifts of decoding by multiplies, which take another pipe: one of the two makes plain (4096, 7168) with 32 x 32 rows 190
-us where it was 175, both 209. Two buffers of 32 columns there: 192, one of 32: 180; stages of 128 columns: 200. Three
-warpgroups and 192 tokens, for which weights are decoded a third less often: 32 x 1024 both from 4002 to 4322, MXFP8
-from 4588 to 6050. While the loop was 13% slower, as above: the last round of tiles by halves of their tokens, 4248 to
-4227, but 722 to 738 with 512 tokens a rank; groups in the order of their rows, blocks taking them forth and back, no
-change with 128 tokens, 1224 to 1238 with 1024; weights of the next 2, 4 and 8 stages asked for into the L2 cache while
-tokens are decoded, 8 x 16 (4096, 7168) from 46.6 to 47.3, 48.4 and 50.1; tokens decoded by blocks of 512 or 1024
-threads, on fewer SMs, no change (all in turn in single runs of which no file is kept). Beside versions 15 to 17, in
-turn: clusters of two blocks that share the tokens of a tile by multicast, 4060 to 4035 with 128 tokens a tile, but with
-256 of them 512 tokens a rank took 671 to 712; two teams in a block, each with two warpgroups, stages and tiles of its
-own, so that one finishes while the other multiplies, 4034 to 4388 (two warpgroups alone do not keep the tensor cores
-busy); warpgroups that begin 1000 to 2000 cycles after each other, no change; tiles of 256 tokens by two warpgroups 3697
-to 3721, of 192 by three 3697 to 3877; for few rows two warpgroups instead of four, 250 to 270 and more, stages of 128
-columns 249 to 265. Beside version 21, in turn: the first unit of a stage decoded while the last of the one before is
-multiplied, 236 to 238 with 32 x 32 rows, MXFP8 368 to 393; stages of 128 columns 235 to 238. Beside version 23, between
-its shapes: tiles of 80 and 96 tokens, waits of 32 and 64 columns, stages of 128 and 256: at most 0.7% with any of 48 to
-72 rows; code for 40 tokens in PREFILL: MXFP8 with 32 rows 372 to 369, but NVFP4 with 1024 3638 to 3656.
-
-What is left, by these measurements. Plain (4096, 7168) with 32 x 32 rows took 164 us in version 5, without products
-141, without decoding 146, without either 141, without tokens 162: decoding and products each hide behind memory, and
-together they do not, since they share the register file; the 18 us to the floor are filling, draining and the kernel
-before. 8 groups of 16 rows take 8 and 9 us more than their floors of 31 and 16; of that, decoding the tokens before is
-1 to 2 (up to 2.5 with 48 rows), the rest, it seems, the launch, filling and draining. MXFP8 with many rows is bound by
-decoding (five instructions for two weights, conversions among them). NVFP4 with 32 x 1024 rows, clocks counted on the
-SMs: gate and up 2317 us at 1.68 GHz, of which 91 are finishing, down 1212 at 1.70, of which 84 are, and some 200 go
-into decoding the tokens before, at 3 TB/s; before version 16 it ran at 1.76. Without decoding weights and finishing the
-two took 2094 and 1057 at 1.79, which is 95 and 94% of the rate of the tensor cores.
+What bounds it, what each version brought, what was dropped and what is left: `kernels/grouped_gemm_notes.md`.
 """
 
 from __future__ import annotations

@@ -3,100 +3,22 @@
 Same arguments, same memory and same bits as `dispatch.py`, `arrive.py` and `combine.py`, so that ranks may differ in
 which they run. `hopper_shapes.py` says which layers they take, and what they are compiled with and launched over.
 
-**The number.** Bytes over the links: `record_bytes` for each (token, rank that holds one of its experts), and
-`partial_bytes` for each of those on the way home. `launch.link_bench` on 4 H200s (launch/results/links_h200x4.json):
-stores of 16 bytes and copies of shared memory by the copy engine reach the same, 263 GB/s out of a rank with 1 MB for
-each peer and 350 with 40 MB, with 528 blocks of 256 threads; 32 blocks give 190 to 240. Loads from peers are slower by
-13% or more. Below 0.25 MB latency is all there is. Hence copies by the engine: they leave the threads free.
+The way of the data. `dispatch_send` quantizes a token, puts its record together in shared memory and copies it, whole,
+to each rank that holds one of its experts. `arrive_count`, `arrive_place` and `arrive_scales` wait for tokens, group
+their rows by expert, and copy rows and scales unless the GEMM finds them where they landed. `combine_send` sums the
+rows of a token that this rank has and copies the partial result home; `combine_wait` sums over ranks in a fixed order.
+A kernel may begin while the one before it drains, unless it is to leave SMs free.
 
-**Versions**, dispatch and combine together on 4 H200s, NVFP4 tokens, bf16 partial results, 8 / 128 / 4096 tokens a rank
-(single runs of which no file is kept, as those below but for what names one):
+The number is that of bytes over the links: `record_bytes` for each (token, rank that holds one of its experts), and
+`partial_bytes` for each of those on the way home. 4 H200s give 263 GB/s out of a rank with 1 MB for each peer and 350
+with 40 MB; below 0.25 MB latency is all there is (launch/results/links_h200x4.json).
 
-- Triton: 69.5 / 87.9 / 1433 us. Peers are signalled one after the other, a fence at system scope each; arrival is four
-  launches.
-- Whole records by the copy engine, signals side by side, one launch to arrive, each launched while the one before
-  drains (`griddepcontrol`): 32 / 62 / 1064 us, at 4096 with rows found through their index.
-- Loads that do not depend on each other all under way at once; waiting kernels begin before the sending one has ended;
-  scales of many rows stored in the order of their swizzle (113 to 65 us after sending at 4096): 29 / 70 / 959 us. At
-  128 tokens it lost: two rows under way in `combine_send` cost a quarter of the blocks of an SM, and failures were
-  looked for at each turn of a wait.
-- One row at a time, flags looked at more often than failures: 26 / 57 / 1055 us (at 4096 packed; by index not measured
-  again). After this run failures are looked for after the flags, not before: a peer that fails raises its flags too.
+Measured, dispatch + combine of NVFP4 tokens and bf16 partial results, us at 8 / 128 / 4096 tokens a rank:
 
-On 2 H200s, dispatch + combine apart, 8 / 128 / 4096 tokens, and 4096 on 16 SMs (`num_sms`, of which
-launch/results/h200x2_few_sms.json has the last):
+    2 H200s, half of 256 experts    9.4 + 9.2 / 13.5 + 15.9 / 79.6 + 226     (launch/results/h200x2.json)
+    8 H200s, older kernels          17.3 + 11.2 / 31.7 + 37.9 / 367 + 847    (launch/results/h200x8.json)
 
-- The last version above: 19.2 + 12.5 / 25.0 + 18.1 / 177 + 327; 694 + 1201 us.
-- Rows of the combine through a ring of shared memory, all that fits under way whatever the number of threads
-  (`row_ring.cuh`): combine 10.4 / 16.8 / 290; 982. Half as many warps with twice the numbers, and bf16 by the
-  converter: 9.6 / - / 286. `arrive_scales` with loads of 16 bytes (a quarter as many cache lines are asked for):
-  dispatch 157 at 4096; 603.
-- Tokens of all ranks in turn: before, all ranks sent to rank 0 at first, then to rank 1, so that each link was busy for
-  a part of the time only. And the last three quarters of the tokens on their way while the first are summed
-  (`parts_of_tokens`), for which both kernels share an SM: combine 9.6 / 16.0 / 238; 813.
-- NVFP4 codes as saturating sums in fp32, 17 instructions a number instead of 30 (19 to 4 of them on the integer pipe,
-  which is half as wide), one division a block of FP8, and the rows of few slots shared by warps of all SMs, since an SM
-  stores each word of a swizzled row into a sector of its own: dispatch 12.8 / 16.9 / 143; 447.
-
-On 8 H200s that version is 17.3 + 11.2 / 31.7 + 37.9 / 367 + 847 us, FP8 15.1 + 11.1 / 34.9 + 37.9 / 615 + 850
-(launch/results/h200x8.json). Of FP8's 615, `dispatch_send` was 433 (the links' floor is 397), then came 22 of
-`arrive_count` and 136 of `arrive_place` (torch's profiler, one run). Since then, dispatch on 4 H200s, FP8 packed, 1024
-/ 4096 / 8192 tokens, and NVFP4 (launch/results/h200x4.json has the last):
-
-- Expert ids before the tokens (`ids_first`), so that rows are counted at once and placed part by part beside
-  `dispatch_send`, on the half of each SM that it leaves: of the rows, only those of the last part are copied after it.
-  118 / 389 / 739 us without, 111 / 327 / 615 with them on the same machine. The layer took 1016 / 3338 / 6531 and 1036
-  / 3371 / 6529, 20 steps after each other: at the power limit, where the time of a step is its energy (`step.py`).
-- NVFP4 and MXFP8 by index at any size, since their rows are gathered when they are decoded anyway, and more than 1024
-  slots in chunks: 264 to 194 at 4096, 72 to 52 at 512.
-
-**What is left.** At few tokens latency, of 8 on 2 ranks: 1.4 us until the first token and all that is to be known of it
-are there, 1 to quantize it, 0.3 and 1.1 until its record has landed and a fence says so, 1 until its stamp is seen, 2.4
-of arrival, 0.6 to the next kernel; the combine loads where rows are in 2.5, sums and sends in 1, and then has fence,
-counter, flags (1.1, 0.6, 0.6) and 2.7 until the sums are stored. Combine is at the links: 847 us at 4096 on 8 ranks,
-where their floor is 769; with partial results in FP8 it takes 325 instead of 531 on 4 ranks
-(launch/results/h200x4_wires.json). The copy of expert outputs into partial results could be the epilogue of the down
-projection.
-
-On 2 H200s, dispatch of 128, 512, 1024 and 4096 tokens of NVFP4:
-
-- Block scales left in the records, since a GEMM that gathers rows finds them there (`leave_scales`): before, each word
-  of them was stored into a sector of its own, or by `arrive_scales`. 18.3, 39.8, 51.0, 101.9 to 16.6, 28.6, 38.0, 81.8
-  us, in two runs after each other; the layer 948, 1633, 4722 to 937, 1617, 4685 from 512 on.
-
-- Few tokens are told of one by one: before, 8 tokens took 1.1 us for a fence, 0.7 for the counter that tells which
-  block is the last, 1.1 for the flags behind the number of tokens, 1.3 until they were seen, and 1 each for what a warp
-  then did for every expert and for a load of each row's scale. Now all ranks get a stamp for each token once it has
-  landed, the number of tokens is stored at the start with a bit that tells of which epoch it is, and 32 blocks at most
-  look at stamps instead of 132, which also leaves room for `combine_send` to begin. Dispatch of 1, 8, 32, 128 and 256
-  tokens, in turn with the version before: 11.8, 12.3, 12.2, 16.0 and 20.5 to 9.0, 9.2, 9.4, 13.6 and 16.7 us, combine
-  9.0, 10.5, 11.0, 16.1, 24.9 to 8.5, 9.3, 9.8, 15.9, 24.2; FP8 of 8 and 128 tokens 12.3 and 17.1 to 9.1 and 14.4.
-- Arrival in chunks reads the counts of all chunks at once instead of for one expert after the other, and has registers
-  for two blocks of an SM (nvcc had taken 32 or 39 of them by what else stood in the kernel, and with 32 the same code
-  took 1 to 3 us more): 512, 1024 and 4096 tokens 27.8, 39.8, 82.6 to 26.2, 37.7, 79.1, FP8 43.0, 79.9, 175.7 to 40.7,
-  74.3, 171.1.
-- A rank in another layer or size of step is told of it, by a number of the exchange beside that of tokens: before
-  registers were held, that made nvcc take 32 of them, and cost 3 to 5 us from 512 tokens on; now it costs nothing.
-
-All of that takes 9.4 + 9.2 / 13.5 + 15.9 / 79.6 + 226 us at 8 / 128 / 4096 there (launch/results/h200x2.json); a layer
-of 1, 8 and 128 tokens takes 100, 316 and 482 us, where the run before, on another machine, had 102, 316 and 478. In
-turn on one machine, two runs of each, the layer took 108, 320 and 485 us with the version before the last three, and
-103, 313 and 481 with this one; in FP8 489 and 713 of 8 and 128 tokens, and 488 and 708.
-
-Since then failures are told on, the number of tokens has a sign where stamps say that tokens have landed, and is looked
-at once the flag of two epochs before has been seen: one load more before the first look. That has not been measured in
-turn. On a third machine, where NCCL took up to 8% longer, dispatch of 8, 32, 128, 512 and 1024 tokens took 10.5, 10.8,
-14.8, 27.5 and 40.8 us (before, on another, 9.4, 8.8, 13.5, 25.8 and 37.3), with the combine 18.5, 19.7, 30.3, 65.4 and
-107 (18.3, 18.2, 28.5, 63.8 and 104), in one run of which no file is kept.
-
-Tried beside the last three: no acquire and release at the counter of blocks, whose fence at system scope comes before
-it (no change); weights and the numbers of parts loaded before they are wanted in the combine (no change: they share
-lines with what is loaded first); one chunk for 512 and 1024 tokens (26 to 29, 38 to 47).
-
-On 16 SMs, 8 ranks and 4096 tokens of NVFP4 take 597 + 1525 us, on 24 546 + 1175, on 48 409 + 1051. The kernels are
-bound by instructions there: one rank, 4096 tokens of 8 rows each: `dispatch_send` 219 us, `combine_send` 520 (254 ns
-for a row, of which the 1092 instructions of its 14 warps take 156 at four a cycle), `combine_wait` 119. Reading the
-next row into registers while adding the one before gave nothing (1525 to 1499 on 16 SMs, 1175 to 1216 on 24).
+What each version brought, what was tried, what is left, and why sizes are as they are: `kernels/exchange_notes.md`.
 """
 
 from __future__ import annotations

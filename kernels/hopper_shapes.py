@@ -1,7 +1,7 @@
 """What Hopper's exchange is compiled with and launched over: sizes that follow from a layer's geometry alone.
 
 Threads, shared memory and parts of its kernels (`dispatch_send.cu`, `arrive.cu`, `combine.cu`), and their macros. Why
-they are as they are, with measurements, is in `hopper_exchange.py`, which launches them.
+they are as they are, with measurements, is in `kernels/exchange_notes.md`; `hopper_exchange.py` launches them.
 """
 
 from __future__ import annotations
@@ -38,21 +38,24 @@ MAX_TEAMS = 15
 """Named barriers of a block, less the one of all its threads."""
 ARRIVE_WARPS = 16
 SMALL_CHUNK_BYTES, FEW_ROWS = 32 * 1024, 3072
-"""Shared memory, and rows of a rank on average, up to which all slots are one chunk. Dispatch of NVFP4 on 4 H200s takes
-50 us in chunks and 71 as one for 2048 slots; on 2, where each token is told of by itself, 24 and 20 for 384 tokens, 27
-and 29 for 512 (single runs of which no file is kept)."""
+"""Shared memory, and rows of a rank on average, up to which all slots are one chunk: what was measured to be faster."""
 CHUNK = 256
 """Slots of a chunk otherwise, at most."""
 POLLING_BLOCKS = 32
-"""Of `arrive_place`, at most, where each looks at the stamps of all slots and has little else to do. With 132, dispatch
-of 8, 128 and 256 NVFP4 tokens on 2 H200s takes 10.4, 17.4 and 23.3 us, with as many as 32 9.8, 14.4 and 16.8 (single
-runs of which no file is kept)."""
+"""Of `arrive_place`, at most, where each looks at the stamps of all slots and has little else to do."""
 COMBINED = 1
+"""First word of `context.counters` for `combine.cu`: blocks of `combine_send` that are done with all tokens; in the
+words after it, with each of the PROGRESS_PARTS parts that come first. (Word 0 counts blocks of `dispatch_send` that are
+done.)"""
 ROUTED = COMBINED + 1 + PROGRESS_PARTS
+"""Word of `dispatch_send` with `ids_first`: blocks that have sent their expert ids."""
 SENT = ROUTED + 1
+"""First of SENT_PARTS words of `dispatch_send` with `ids_first`: blocks that have sent their tokens of each part."""
 COUNTED = SENT + SENT_PARTS
+"""First of 3 words of `arrive.cu` with `ids_first`: blocks of `arrive_count` that are done, whether all are, and blocks
+of `arrive_place` that know it."""
 NUM_COUNTERS = COUNTED + 3
-"""Of `context.counters` that the kernels use, and where each finds its own; `dispatch_send` has the first, too."""
+"""Words of `context.counters` that these kernels use; all are zero between steps."""
 
 Defines = dict[str, int | str]
 """Macros of a source; made once for a layer and changed by no one."""

@@ -30,7 +30,7 @@ Argument = torch.Tensor | int | None | ctypes._SimpleCData
 
 
 EVERY_PROGRAM: dict[str, int | str] = {}
-"""Macros of all programs that are launched from now on, as `launch.sanitize` wants one."""
+"""Extra macros for every program that is launched from now on; `launch.sanitize` sets EACH_LANE_ARRIVES."""
 
 int64 = ctypes.c_int64
 """Marks an argument of 64 bits."""

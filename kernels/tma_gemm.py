@@ -19,75 +19,7 @@ _scaled_grouped_mm or _grouped_mm; see `launch/timing.py`):
     FP8  8 x 16, 32, 48 rows                          60.2, 61.1, 61.9 us / 33.8, 34.6, 35.1 us
     FP8  32 x 32 rows, gate_up and down               347 us
 
-Other H200s gave the same kernels 1394 / 1315, 1398 / 1306 and 785 / 775 (1374 / 1266, 1338 / 1261 and 769 / 757), and
-1409 / 1321, 1408 / 1315 and 799 / 780 (1382 / 1270, 1349 / 1260 and 783 / 761).
-
-What each version brought (FP8 8 x 4096, (4096, 7168); decode is 32 x 32, gate_up + down). Versions 1 to 8 were timed 20
-steps after each other, in between the two:
-
-    1. ring, persistent tiles, cluster of two: 751 TFLOP/s (932 without the cluster), 253 + 142 us. Releasing a stage to
-       the other block with the default fence of the cluster waits for all memory of the GPU.
-    2. release without it; tiles of at most 64 rows by the warpgroups in turn: 988, 235 + 124 us.
-    3. descriptors in uniform registers, and with them no spills: 1040; BF16 from 733 to 780.
-    4. scales through the ring instead of loads by the math warps, one multiply-add for each partial sum: 1280.
-    5. the next stage's barrier and scales under the first product of this one: 1363 to 1185 cycles a stage, of which
-       the tensor cores need 1024; no faster here at the power limit, (7168, 2048) from 1035 to 1146; 228 + 121 us.
-    6. rows from registers, read once by ldmatrix for both halves: in two runs 1112 to 1199 and 1057 to 1104.
-    7. rows from shared memory again and little beside the products: stages unrolled, so that their addresses are
-       constants; scales read before the products are begun, the next stage's barrier asked amid the multiply-adds;
-       unusual scales left to code behind the loop. Beside 6 in one run 1221 to 1304, gated 1198 to 1259; 230 + 121 us.
-       Since then a warpgroup decides together whether scales are usual, as its products ask for, under the first.
-    8. the next stage is waited for under the products of this one and its scales are read amid the last multiply-adds;
-       scales by TMA, so that one thread produces; it tells the math warps of their tiles, whose search had cost each
-       some 800 cycles a tile; one box of 128 rows. Beside 7 in two runs, means of six rounds in turn: (4096, 7168)
-       1127 to 1200, gated 1045 to 1198, (7168, 2048) 1012 to 1115. Each alone gave -3 to 5%.
-    9. after rests, in turn, where a run repeats to 0.1% (single runs of which no file is kept). Tiles of the last round
-       by halves where no more than half of the clusters had one: 4096 tiles for 132 SMs are 31.03 rounds. FP8 1397 to
-       1408, BF16 781 to 787; (7168, 2048) of 4096 and 512 tokens a rank 797 to 789 and 161 to 154 us. Unusual scales
-       without a branch for each number, which makes room. Bands of 8 columns instead of 16 MB of them: BF16 773 to 785,
-       FP8 (7168, 2048) 1305 to 1322, of 4096 tokens a rank 1225 to 1241.
-   10. chosen by the rows that are expected instead of by the room for the worst case: what 8, 16, 32, 48 and 64 tokens
-       a rank of 8 give, gate_up and down, FP8 339, 342, 349, 356 and 373 us to 336, 340, 345, 351 and 367, BF16 of 8,
-       32 and 64 tokens 656, 672 and 697 to 651, 668 and 690. At 80 tokens it would still win 2%, at 128 lose 17%.
-   11. the odd row tile of a group with at most two pairs of them comes within its band of columns, whose weights are in
-        L2, instead of after all: 32 x 1024 rows, both products, half of them in one group, BF16 4115 to 4062 (even:
-        3714), FP8 2330 to 2304; 256 rows of 32 groups 1212 to 1206 and 693 to 689. With more pairs it lost: 4096 tokens
-        a rank in BF16 4116 to 4185, 3072 3304 to 3313 (single runs, in turn, of which no file is kept).
-
-What bounds it is power, with rests and without. On one H200, clocks counted on the SMs: rested, FP8 ran at 1.52 GHz
-(86% of the tensor cores' rate at that clock) and BF16 at 1.56 (93%), from 0.1 s on at 1.24 to 1.28 and 1.26 to 1.35;
-torch's dense 8192^3, which adds nothing in fp32 beside the tensor cores, at 1.59 (89%, 1525 TFLOP/s) and 1.62 (91%,
-803), then at 1.32 and 1.30. What saves cycles gives less than that, since the clock falls: 1.4% of them 0.7% in BF16.
-Full rounds help most, FP8 with 8 x 4352 rows has 1432.
-
-FP8 kept the tensor cores busy 71% at 1.63 GHz in version 7. A half of a stage wants 256 cycles of the tensor cores, 166
-for its multiply-adds (2.6 each beside the other warpgroup's products) and what lies between; two warpgroups in turn
-have 512. And shared memory: products of 128 columns read 6 KB in 64 cycles, with what TMA writes 144 KB a stage, 1152
-cycles where the tensor cores want 1024. A peer's kernel (DeepGEMM's for these formats, compiled for the same shapes,
-tiles of 128 x 192: 832 against 768) ran at 1317-1450 / 1131-1354 TFLOP/s between runs of version 7 that gave 1120-1349
-/ 1014-1057 on the same GPU: hot, all lose a fifth.
-
-Between the two regimes tiles are cut badly: 32 groups of 128, 137 and 256 rows take 254 + 142, 371 + 196 and 406 + 237
-us without rests, and those that 512 and 1024 tokens a rank give (128 and 256 on average, half of them a few more) 301 +
-156 and 479 + 247 after rests (single runs of which no file is kept). A tile of few rows streams as many weights as a
-full one. Of the last, ncu says that the tensor cores are busy 79% of the time at 1.46 GHz (where groups are larger, 86%
-at 1.52), one product in nine for rows that are not there. Three things were tried against it. Boxes of 64, 32 and 16
-rows, of which a tile of few loads fewer: 301 to 300, 307, 332 and 479 to 480, 502, 554. Weights on the M side, so that
-a group is cut evenly into tiles of 16, 32, .. 128 tokens, with the same bits: 128 rows 253 + 142 to 306 + 153, 256 rows
-392 + 215 to 578 + 284, 512 and 1024 tokens 306 + 162 to 375 + 174 and 494 + 267 to 611 + 311. There each thread wants a
-factor for every token, and reading them takes, it seems, 512 cycles of shared memory a stage, which has none left. And
-tiles of at most 64 rows no more paired with full ones: 512 tokens 320 + 167 to 349 + 179, since both then stream the
-weights for themselves.
-
-Dropped: tiles of 192 rows by three warpgroups (818 to 954); products of 192 columns at a time, without and with a
-cluster (1116 to 1252, where 2 x 128 had 1134 to 1304); turns of the warpgroups at the tensor cores (-11%), also when
-handed over at issue, before the last product or after it (1743 us to 1944, 1800 and 1962); a head start of one
-warpgroup for BF16 (-6%). Beside version 8, which had 1252 and 1262 / 1148 and 1123 in two runs: rows from registers,
-read amid the multiply-adds of the stage before, which spares the shared memory (1195 and 1181 / 1088 and 1072; with
-products of 64 columns in two sets of sums 1065 / 1056 in another run, where version 7 had 1186 / 1020); tiles of 128 x
-192 (1249 and 1241 / 1110 and 1104); results by stmatrix (no change). Beside version 11, half of the rows in one group:
-boxes of 64 and 32 rows, of which an odd row tile loads fewer, 4062 to 4059 and 4091; the odd row tile before its pairs,
-4050, but Zipf 3983 to 4003.
+What bounds it (power), what each version brought and what was dropped: `kernels/grouped_gemm_notes.md`.
 """
 
 from __future__ import annotations

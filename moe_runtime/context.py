@@ -49,8 +49,9 @@ class ExpertParallelContext:
     """One rank's part of a group that runs expert layers together. Constructing it is collective.
 
     One thread at a time may be in a call of a layer or dispatcher over it; that of another is refused. On a GPU steps
-    of different streams come one after the other, but the halves of one belong on the same stream, and a graph that
-    holds steps is replayed on that of the other steps, or ordered by events.
+    of different streams come one after the other, but the halves of one step belong on the same stream. A CUDA graph
+    that holds steps is not ordered for you: replay graphs on the stream that runs the other steps, or order them with
+    events.
 
     Used as `with ExpertParallelContext(...) as context:`, its end raises what the last step recorded, if nothing else
     has been raised.

@@ -19,9 +19,10 @@ from moe_runtime.weights import SILU, ExpertWeights, SwiGLU
 
 @dataclass(frozen=True)
 class Experts:
-    """`down @ act(gate_up @ x)` of each row, by the expert of its group; nothing waits for the host.
+    """`down @ act(gate_up @ x)` of each row, by the expert of its group.
 
-    (Prepared weights where Hopper's kernels are not taken are restored in each call, which does.)
+    Nothing waits for the host, with one exception: where Hopper's kernels are not taken (other hardware, no NVRTC, an
+    engine asked for by its name), prepared weights are restored in each call, and that waits for the host.
 
     Attributes:
         gate_up: weights `[E, 2I, H]`.
@@ -33,9 +34,8 @@ class Experts:
             weights; None means `kernels.gemm_arguments.DEFAULT_INTERMEDIATE_GSF`. Kept as a tensor.
         engine: "auto", "triton" or "torch".
         num_sms: most SMs that Hopper's GEMMs take, for experts beside other kernels; None means all. Blocks of FP8 and
-            bf16 GEMMs come in pairs of neighbours: 8 less than the others leave, one for each GPC. (On an H200 both
-            GEMMs of 32688 rows took 4940 us instead of 2660 beside a kernel on 16 SMs, and 2796 on 108; single runs of
-            which no file is kept.)
+            bf16 GEMMs come in pairs of neighbours: give 8 less than the others leave, one for each GPC (what that
+            saves: `kernels/grouped_gemm_notes.md`).
 
     Raises:
         ValueError: weights that do not belong together; the message names the argument.

@@ -1,32 +1,8 @@
-"""A step of a layer in its stages.
+"""A step of a layer in its stages: tokens are sent, `compute` runs the experts, `gather` sums the results.
 
-**Overlap**, tried and dropped: steps in two and four parts, the tokens of one on their way while the experts of another
-multiply. On 2 H200s, 4096 FP8 tokens a rank, half of the experts of DeepSeek-V3, two parts took 3579 us after rests and
-3923 without, where a whole step took 3079 and 3355; on 8, all experts, two and four lost, too. Products of half as many
-rows read as many weights and leave more tiles half empty, and blocks of the exchange keep SMs from those of a GEMM.
-
-What overlap can bring at all, measured there, too (power by the counter of energy; like the parts, of single runs of
-which no file is kept):
-
-                                             after rests     without rests
-    layer                                        3101 us     3630 us, 2.48 J, 683 W, 1.38 GHz
-    its experts alone                            2530        3082     2.09    678    1.32
-    its exchange alone                            450         416     0.24    575    1.98
-    dispatch, down projection, combine           1377        1529     1.07    699    1.41
-    the same, combine on 16 SMs beside down      1331        1557     1.04    669    1.46
-    ... on 24 SMs                                1321        1546     1.04    672    1.44
-
-Without rests the time of a step is its energy over what the GPU may draw, and overlap saves hardly any: 2.48 J take 3.5
-ms at 700 W, whatever runs beside what. After a rest a GPU may draw more for some 50 ms, and there 56 of the 225 us of
-combine were hidden, for which the products had fewer SMs; in NVFP4, which is bound by instructions, 1856 us became
-1942. On 8 GPUs combine takes four times as long: there the down projection by parts of its columns, each sent home
-while the next is multiplied, may pay, since it reads no weight twice.
-
-**Sizes** (`MoELayerConfig.step_sizes`). A layer for 4096 tokens a rank on those 2 H200s took for steps of 8, 128, 512
-and 1024 tokens, with sizes for as many, and layers that were made for just as many (us, no file kept either):
-
-    NVFP4   450, 633, 806, 1380     333, 500, 801, 1244     331, 493, 797, 1245
-    FP8     575, 771, 856, 1078     512, 737, 834, 1060     509, 733, 834, 1062
+The stages follow each other. Steps in parts, whose tokens travel while the experts of another part multiply, took
+longer, and without rests overlap saves hardly any time, since the time of a step is then its energy over what the GPU
+may draw. What was tried, and what step sizes gain: `kernels/exchange_notes.md`.
 """
 
 from __future__ import annotations

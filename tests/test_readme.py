@@ -1,6 +1,6 @@
 """What README tells a reader to type works: Python blocks run, YAML blocks are configs, commands and links exist.
 
-Links of launch/results/README.md, too.
+Links of launch/results/README.md and of the notes on kernels, too.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from tests.spawner import interpreter
 pytestmark = pytest.mark.cpu_only
 
 README = (ROOT / "README.md").read_text(encoding="utf-8")
+PAGES = ["README.md", "launch/results/README.md", *sorted(f"kernels/{path.name}" for path in ROOT.glob("kernels/*.md"))]
 FENCE = re.compile(r"^```(\w*)[ \t]*\n(.*?)^```[ \t]*$", re.MULTILINE | re.DOTALL)
 
 
@@ -64,7 +65,7 @@ def test_commands_name_what_exists(text: str) -> None:
         load_config(ROOT / config if config.endswith(".yaml") else config)
 
 
-@pytest.mark.parametrize("page", ["README.md", "launch/results/README.md"])
+@pytest.mark.parametrize("page", PAGES)
 def test_links_lead_somewhere(page: str) -> None:
     file = ROOT / page
     targets = re.findall(r"\]\((?!https?:|mailto:)([^)\s]+)", file.read_text(encoding="utf-8"))
