@@ -163,8 +163,10 @@ class TokenDispatcher:
             check_positive("expert_row_capacity", expert_row_capacity)
         if num_sms is not None:
             check_positive("num_sms", num_sms)
-        if input_scale is not None and not (fmt.has_row_scale and 0 < input_scale < float("inf")):
-            raise ValueError(f"input_scale: expected a positive number, with nvfp4 tokens, got {input_scale}")
+        if input_scale is not None:
+            number = isinstance(input_scale, (int, float)) and not isinstance(input_scale, bool)
+            if not (number and fmt.has_row_scale and 0 < input_scale < float("inf")):
+                raise ValueError(f"input_scale: expected a positive number, with nvfp4 tokens, got {input_scale!r}")
         self.context = context
         self.geometry = ExchangeGeometry(
             rank=context.rank,
