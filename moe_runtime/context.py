@@ -6,6 +6,7 @@ Layers `register` what they need, then `allocate()` makes it once; `check()` rai
 from __future__ import annotations
 
 import functools
+import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -32,6 +33,7 @@ from moe_runtime.kernels.runtime import resolve_engine
 
 REGIONS = ("stamps", "landing", "combine")
 COUNTERS = 16
+_LOG = logging.getLogger(__name__)
 MAX_SECONDS = 1e9
 """Kernels count nanoseconds in int64."""
 P = ParamSpec("P")
@@ -272,6 +274,9 @@ class ExpertParallelContext:
         if self.device.type == "cpu":
             self._abort_codes = abort_words(self.signals, self.signals_layout)[:, 0].numpy()
         self.allocated = True
+        if self.rank == 0:
+            sizes = self.world_size, self.transport, self.engine, self.reserved_bytes
+            _LOG.info("%d rank(s): transport %s, engine %s, %d bytes reserved on each", *sizes)
 
     def _allocate_words(self) -> None:
         on_gpu = self.device.type == "cuda"
