@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -12,17 +12,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_runtime.checkpoint import Checkpoint
+from moe_runtime.checkpoint import Checkpoint, opened
 from moe_runtime.compiling import not_compiled
 from moe_runtime.config import MoELayerConfig, ParallelConfig, RunConfig, load_config
 from moe_runtime.context import ExpertParallelContext, by_one_thread
 from moe_runtime.counters import LayerCounters
-from moe_runtime.dispatcher import TokenDispatcher, collective_step
-from moe_runtime.experts import Experts
+from moe_runtime.dispatcher import TokenDispatcher
+from moe_runtime.experts import Experts, swiglu_of
 from moe_runtime.formats import token_format
 from moe_runtime.loading import FRESH, ExpertTensors, Rooms, quantize_experts
 from moe_runtime.memory import staging_bytes
 from moe_runtime.metrics import PhaseTimes, phase
+from moe_runtime.peers import collective_step, told_to_peers
 from moe_runtime.placement import Placement, placement_from_config
 from moe_runtime.plan import expert_starts
 from moe_runtime.progress import with_progress
@@ -31,7 +32,6 @@ from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
 from moe_runtime.slots import SlotTable
 from moe_runtime.step import LayerStep, advance
-from moe_runtime.weights import GateUpOrder, SwiGLU
 
 
 class MoELayer(nn.Module):
@@ -77,10 +77,10 @@ class MoELayer(nn.Module):
         self.config = config
         self.context = context if context is not None else ExpertParallelContext()
         device = self.context.device
-        self.number = self.context.num_agreements
+        self.number = self.context.number_layer()
         self.placement = placement
         self.slots: SlotTable | None = None
-        agree = config.flat()
+        agree: dict[str, object] = {**config.flat()}
         if placement is not None:
             self._check_placement(placement)
             self.slots = SlotTable(placement, device)
@@ -92,7 +92,8 @@ class MoELayer(nn.Module):
             sizes = (config.hidden_size, config.num_experts, config.top_k)
             self.router = Router(*sizes, config.router, device, engine=self.context.engine)
         num_slots = None if placement is None else placement.num_slots
-        self.dispatchers = TokenDispatcher.of_all_sizes(self.context, config, num_slots=num_slots, agree=agree)
+        self.dispatchers = TokenDispatcher.of_all_sizes(self.context, config, num_slots=num_slots)
+        self.context.register(agree=agree, about=f"layer {self.number}")
         self.dispatcher = self.dispatchers[config.max_tokens_per_rank]
         self.experts: Experts | None = None
         self.shared_expert: SharedExpert | None = None
@@ -197,15 +198,22 @@ class MoELayer(nn.Module):
         starts = expert_starts(self.config.num_experts, self.context.world_size)
         return range(starts[self.context.rank], starts[self.context.rank + 1])
 
-    def load_checkpoint(self, checkpoint: Checkpoint, layer: int, *, shared_elsewhere: bool = False) -> None:
+    def load_checkpoint(
+        self, checkpoint: Checkpoint | str | Path, layer: int, *, shared_elsewhere: bool = False
+    ) -> None:
         """Read router, shared expert and this rank's experts of decoder layer `layer`; on terminals with a bar.
 
-        A layer without a shared expert, for a checkpoint that has one, has to be told that the caller adds it
-        (`shared_elsewhere`; see `shared` of `forward`).
+        A `checkpoint` that is given as a path is opened for this and closed. A layer without a shared expert, for a
+        checkpoint that has one, has to be told that the caller adds it (`shared_elsewhere`; see `shared` of `forward`).
 
         Raises `ValueError` as `Checkpoint` and `load_experts` do, and, naming the field, where the layer's config
-        contradicts the checkpoint. Formats may be others; a layer without a router may be of any `top_k`.
+        contradicts the checkpoint; the peers get `PeerAbortedError`. Formats may be others; a layer without a router
+        may be of any `top_k`.
         """
+        with told_to_peers(self.context), opened(checkpoint) as files:
+            self._load_checkpoint(files, layer, shared_elsewhere)
+
+    def _load_checkpoint(self, checkpoint: Checkpoint, layer: int, shared_elsewhere: bool) -> None:
         elsewhere = set() if self.router is not None else {"router", "top_k"}
         if shared_elsewhere and self.shared_expert is None:
             elsewhere.add("shared_expert")
@@ -222,7 +230,7 @@ class MoELayer(nn.Module):
         # After an error too, its reader is done before anybody closes the files.
         with closing(checkpoint.experts(layer, self.local_experts, rooms)) as experts:
             self.load_experts(with_progress(experts, text, count, shown=self.context.rank == 0), rooms)
-        self.context.register(agree=dict(checkpoint.digests(layer)))
+        self.context.register(agree=checkpoint.digests(layer), about=f"layer {self.number}")
 
     def load_random(self, seed: int) -> None:
         """Random weights from `seed`, of the sizes that keep activations near unit variance; equal on any `ep_size`.
@@ -251,20 +259,21 @@ class MoELayer(nn.Module):
         """Quantize this rank's experts, in order: for each, gate-and-up `[2I, H]` and down `[H, I]`, bf16 or fp32.
 
         Where the config says `expert_bias` each is an `ExpertTensors` with its biases; one may hold quantized weights.
-        `rooms` is for readers. Raises `ValueError` as `moe_runtime.loading.quantize_experts`.
+        `rooms` is for readers. Raises `ValueError` as `moe_runtime.loading.quantize_experts`, and what `experts`
+        raises; the peers get `PeerAbortedError`.
         """
         config = self.config
-        gate_up, down = quantize_experts(experts, config, len(self.local_experts), self.context.device, rooms)
-        activation = config.activation
-        experts_of_rank = Experts(
-            gate_up,
-            down,
-            SwiGLU(GateUpOrder(activation.order), activation.alpha, activation.limit, activation.up_offset),
-            intermediate_format=token_format(config.token_format),
-            intermediate_gsf=config.intermediate_gsf,
-            engine=self.context.gemm_engine,
-        )
-        self.experts = experts_of_rank.prepared()
+        with told_to_peers(self.context):
+            gate_up, down = quantize_experts(experts, config, len(self.local_experts), self.context.device, rooms)
+            experts_of_rank = Experts(
+                gate_up,
+                down,
+                swiglu_of(config.activation),
+                intermediate_format=token_format(config.token_format),
+                intermediate_gsf=config.intermediate_gsf,
+                engine=self.context.gemm_engine,
+            )
+            self.experts = experts_of_rank.prepared()
 
     @by_one_thread
     def replace_experts(self, placement: Placement) -> None:
@@ -499,15 +508,3 @@ def random_expert(config: MoELayerConfig, seed: int, expert: int, device: torch.
     if not config.expert_bias:
         return ExpertTensors(gate_up, down)
     return ExpertTensors(gate_up, down, normal(2 * inner, fan_in=hidden), normal(hidden, fan_in=inner))
-
-
-@contextmanager
-def told_to_peers(context: ExpertParallelContext) -> Iterator[None]:
-    """Around what only some ranks may fail at, such as reading their experts: the peers are told of an error within."""
-    try:
-        yield
-    except Exception as error:
-        # A rank without peers has no one to leave behind, and keeps its context.
-        if context.world_size > 1:
-            context.abort(str(error))
-        raise

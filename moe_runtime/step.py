@@ -37,8 +37,9 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher, collective_step
+from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher
 from moe_runtime.metrics import phase
+from moe_runtime.peers import collective_step
 from moe_runtime.placement import Placement
 
 if TYPE_CHECKING:
