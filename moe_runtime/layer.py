@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import closing
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -42,6 +44,8 @@ class MoELayer(nn.Module):
     thread is in a call of it, or of another layer of its context, calls of other threads are refused. What
     `torch.compile` makes of a model leaves its steps as they are.
 
+    `close()`, or the end of a `with`, closes a context that was made for the layer alone, and no other.
+
     Args:
         config: sizes, formats, router, activation.
         context: the group's memory and signals, shared by all layers of a group; None makes one for the default group
@@ -74,8 +78,10 @@ class MoELayer(nn.Module):
         if not isinstance(config, MoELayerConfig):
             way = "; of a RunConfig it is `layer`" if hasattr(config, "layer") else ""
             raise ValueError(f"config: expected a MoELayerConfig, got {type(config).__name__}{way}")
+        _check_context(context)
         self.config = config
         self.context = context if context is not None else ExpertParallelContext()
+        self._owns_context = context is None
         device = self.context.device
         self.number = self.context.number_layer()
         self.placement = placement
@@ -109,26 +115,24 @@ class MoELayer(nn.Module):
         Weights come from the file's `checkpoint`, else at random from its `seed`, the same for any number of ranks.
         Without a `context` one is made from the file's `parallel` section.
         """
-        run = load_config(path)
-        if context is not None:
-            return cls.from_run_config(run, context)
-        own = context_from_config(run.parallel)
-        try:
-            return cls.from_run_config(run, own)
-        except BaseException:
-            own.close()
-            raise
+        return cls.from_run_config(load_config(path), context)
 
     @classmethod
-    def from_run_config(cls, run: RunConfig, context: ExpertParallelContext) -> MoELayer:
+    def from_run_config(cls, run: RunConfig, context: ExpertParallelContext | None = None) -> MoELayer:
         """The layer of a validated `RunConfig`, with its placement and weights.
 
-        Formats that the file does not set are those of its checkpoint, if it has one.
+        Formats that the file does not set are those of its checkpoint, if it has one. Without a `context` one is made
+        from the section `parallel`.
 
         Raises:
             ValueError: as `from_checkpoint`, also where the config contradicts the checkpoint; the peers get
                 `PeerAbortedError`.
         """
+        if not isinstance(run, RunConfig):
+            raise ValueError(f"run: expected a RunConfig, got {type(run).__name__}")
+        _check_context(context)
+        if context is None:
+            return cls._over_own(context_from_config(run.parallel), partial(cls.from_run_config, run))
         with told_to_peers(context):
             placement = None
             if run.placement is not None:
@@ -166,15 +170,24 @@ class MoELayer(nn.Module):
         Raises:
             ValueError: naming the file and the tensor that is missing or wrong; the peers get `PeerAbortedError`.
         """
-        if context is not None:
+        _check_context(context)
+
+        def make(context: ExpertParallelContext) -> MoELayer:
             with told_to_peers(context):
                 return cls._of_checkpoint(path, layer, context, placement, overrides)
-        own = ExpertParallelContext()
+
+        return make(context) if context is not None else cls._over_own(ExpertParallelContext(), make)
+
+    @classmethod
+    def _over_own(cls, own: ExpertParallelContext, make: Callable[[ExpertParallelContext], MoELayer]) -> MoELayer:
+        """The layer that `make` makes over a context that is for it alone, and closed with it."""
         try:
-            return cls.from_checkpoint(path, layer=layer, context=own, placement=placement, **overrides)
+            layer = make(own)
         except BaseException:
             own.close()
             raise
+        layer._owns_context = True
+        return layer
 
     @classmethod
     def _of_checkpoint(
@@ -467,6 +480,21 @@ class MoELayer(nn.Module):
                 topk_idx, topk_weights = self.router(tokens_TH)
         return tokens_TH, topk_idx, topk_weights, shared_TH
 
+    def close(self) -> None:
+        """Close the context if it was made for this layer; one that was given is left alone. Safe to call twice.
+
+        Collective, and raises, as `ExpertParallelContext.close`.
+        """
+        if self._owns_context:
+            self.context.close()
+
+    def __enter__(self) -> MoELayer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._owns_context:
+            self.context.__exit__(kind, error, tb)
+
     def extra_repr(self) -> str:
         config = self.config
         return (
@@ -475,6 +503,11 @@ class MoELayer(nn.Module):
             f"weight_format={config.weight_format}, combine_format={config.combine_format}, "
             f"rank={self.context.rank} of {self.context.world_size}"
         )
+
+
+def _check_context(context: ExpertParallelContext | None) -> None:
+    if context is not None and not isinstance(context, ExpertParallelContext):
+        raise ValueError(f"context: expected an ExpertParallelContext or None, got {type(context).__name__}")
 
 
 def context_from_config(
