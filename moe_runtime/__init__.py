@@ -7,7 +7,7 @@ Layers, from the top; a module imports from its own layer or from those below it
     parallel, virtual, launch.*
     conversion
     converted_experts
-    layer, step, calibration
+    layer, warming, step, calibration
     replacement, mover, slots
     dispatcher, experts, checkpoint, router, shared_expert, reference, ops
     expert_readers

@@ -34,6 +34,7 @@ from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
 from moe_runtime.slots import SlotTable
 from moe_runtime.step import LayerStep, advance
+from moe_runtime.warming import warm_up
 
 
 class MoELayer(nn.Module):
@@ -305,6 +306,20 @@ class MoELayer(nn.Module):
             MoERuntimeError: a rank failed meanwhile, which ends the group as in a step.
         """
         replace_experts([self], placement)
+
+    @by_one_thread
+    def warm_up(self) -> None:
+        """Run steps of every size whose tokens go nowhere, so that later ones compile and load no kernel. Collective.
+
+        For a server before its first request, and before a graph is captured: without it the first step of each size
+        compiles what it launches. With weights loaded, and no step under way. Later steps give the bits that they had
+        given without it, and wait for peers no longer than `timeout_s`. Nothing of it is counted or timed. Waits for
+        the device.
+
+        Raises as a step does.
+        """
+        with told_to_peers(self.context):
+            warm_up([self])
 
     def count_steps(self) -> LayerCounters:
         """Count tokens, rows and bytes of each step from now on; what to `poll`, kept in `counters` too.

@@ -196,6 +196,14 @@ class ExpertParallel:
         self.layers.append(MoELayer(config, self.context, placement=placement, router=False))
         self.decoder_layers.append(number)
 
+    def warm_up(self) -> None:
+        """Run steps of every size in all layers, so that later calls compile and load no kernel of them. Collective.
+
+        Outside of `join`, by all ranks, before the first call of the model; see `MoELayer.warm_up`.
+        """
+        for layer in self.layers:
+            layer.warm_up()
+
     def replace_experts(self, placement: Placement | Mapping[int, Placement]) -> None:
         """Bring all layers, or those of a mapping from decoder layers, to other placements. Collective.
 

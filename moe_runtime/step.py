@@ -31,7 +31,7 @@ and 1024 tokens, with sizes for as many, and layers that were made for just as m
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
@@ -105,3 +105,11 @@ def advance(step: Generator[None, None, torch.Tensor]) -> torch.Tensor | None:
     except StopIteration as end:
         return cast(torch.Tensor, end.value)
     return None
+
+
+def advance_all(steps: Sequence[Generator[None, None, torch.Tensor]]) -> list[torch.Tensor]:
+    """Run the same step of several ranks to its end, in turn from stop to stop: their results."""
+    while True:
+        ended = [advance(step) for step in steps]
+        if ended[0] is not None:
+            return [y for y in ended if y is not None]
