@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import logging
 import os
 import pickle
 import socket
@@ -33,6 +34,8 @@ PARTING_S = 5.0
 
 _POLL_S = (0.001, 0.02)
 """First and longest pause between looks for the answers of peers."""
+
+_LOG = logging.getLogger(__name__)
 
 TRANSPORTS = ("nvshmem", "shared", "private", "collective")
 T = TypeVar("T")
@@ -330,6 +333,8 @@ def choose_transport(group: RankGroup, device: torch.device, requested: str = "a
     # One rank has nobody to share with: private memory does the same without a file.
     order = ("private", "collective") if group.world_size == 1 else TRANSPORTS
     name = next(name for name in order if name not in unusable)
+    if name == "collective" and device.type == "cuda" and group.rank == 0:
+        _LOG.warning("transport: GPUs exchange by `collective`, which waits for the host: %s", unusable["nvshmem"])
     if name == "private":
         unusable.setdefault("shared", "one rank has nobody to share memory with")
         unusable.setdefault("nvshmem", "one rank has no peers")

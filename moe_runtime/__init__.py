@@ -7,13 +7,13 @@ Layers, from the top; a module imports from its own layer or from those below it
     parallel, virtual, launch.*
     conversion
     converted_experts
-    layer, step, calibration
+    layer, warming, step, calibration
     replacement, mover, slots
     dispatcher, experts, checkpoint, router, shared_expert, reference, ops
     expert_readers
     loading, checkpoint_layouts, folder_lock, fixed_dtypes
     op_weights, op_inputs, op_scales, op_arguments
-    context, counters, memory
+    context, counters, memory, peers
     kernels.*, comm.*, prepared, weights, token_format, geometry
     tensor_files, tensor_writer
     moves, placement, grouped, plan, formats, families, config, errors, compiling, metrics, progress

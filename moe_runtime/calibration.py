@@ -10,9 +10,10 @@ import torch
 
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.expert_readers import dense
+from moe_runtime.experts import swiglu_of
 from moe_runtime.kernels.activation import swiglu
 from moe_runtime.router import Router
-from moe_runtime.weights import MAX_ENCODE_SCALE, NVFP4_FULL_SCALE, GateUpOrder, SwiGLU
+from moe_runtime.weights import MAX_ENCODE_SCALE, NVFP4_FULL_SCALE
 
 
 @dataclass(frozen=True)
@@ -69,8 +70,7 @@ def calibrate(
         stored = checkpoint.router(layer)
         router.load(stored.weight, bias=stored.bias, correction_bias=stored.correction_bias)
         topk_idx, _ = router(tokens_TH)
-        a = config.activation
-        activation = SwiGLU(GateUpOrder(a.order), a.alpha, a.limit, a.up_offset)
+        activation = swiglu_of(config.activation)
         largest = torch.zeros((), dtype=torch.float32, device=tokens_TH.device)
         for number, expert in enumerate(checkpoint.experts(layer, range(config.num_experts))):
             rows_RH = tokens_TH[(topk_idx == number).any(1)]

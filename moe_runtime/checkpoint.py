@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Collection, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -97,7 +98,11 @@ class Checkpoint:
         return self
 
     def __exit__(self, *exc: object) -> None:
-        self.files.__exit__(*exc)
+        self.close()
+
+    def close(self) -> None:
+        """Close the files. Safe to call twice."""
+        self.files.close()
 
     @cached_property
     def rest(self) -> Quantization:
@@ -106,7 +111,16 @@ class Checkpoint:
         return Quantization.of(self.folder, others, stacked=self.family is GPT_OSS)
 
     def layer_config(self, layer: int, **overrides: Any) -> MoELayerConfig:
-        """What `layer_config_from_checkpoint` returns."""
+        """Decoder layer `layer` as the JSON files describe it; the rest comes from `overrides`.
+
+        `max_tokens_per_rank` has no default and must be among the overrides. Formats that are not given (or None) are
+        those of `choose_formats`; an `intermediate_gsf` that is not given is the checkpoint's, of all experts of the
+        layer the least. A whole config may be given (`**config.model_dump()`) to check that it fits the checkpoint.
+
+        Raises:
+            ValueError: naming file and key, also for a layer without experts, for values that `MoELayerConfig`
+                refuses, and for overrides that contradict the checkpoint.
+        """
         self.check_layer(layer)
         asked = overrides.get("token_format"), overrides.get("weight_format")
         token, weight = choose_formats(self.stored_of(layer), *asked)
@@ -294,19 +308,16 @@ def choose_formats(
     return token_format, weight_format
 
 
-def layer_config_from_checkpoint(path: str | Path, layer: int = 0, **overrides: Any) -> MoELayerConfig:
-    """Layer `layer` as the JSON files in the folder `path` describe it; the rest comes from `overrides`.
+def opened(checkpoint: Checkpoint | str | Path) -> AbstractContextManager[Checkpoint]:
+    """For a `with`: the checkpoint at a path, closed in the end, or one that is open already, and stays so.
 
-    `max_tokens_per_rank` has no default and must be among the overrides. Formats that are not given (or None) are those
-    of `choose_formats`; an `intermediate_gsf` that is not given is the checkpoint's, of all experts of the layer the
-    least. A whole config may be given (`**config.model_dump()`) to check that it fits the checkpoint.
-
-    Raises:
-        ValueError: as `Checkpoint`, for a layer without experts, for values that `MoELayerConfig` refuses, and for
-            overrides that contradict the checkpoint; names file and key.
+    Raises `ValueError` for anything else, and as `Checkpoint`.
     """
-    with Checkpoint(path) as checkpoint:
-        return checkpoint.layer_config(layer, **overrides)
+    if isinstance(checkpoint, Checkpoint):
+        return nullcontext(checkpoint)
+    if not isinstance(checkpoint, (str, Path)):
+        raise ValueError(f"checkpoint: expected a Checkpoint or a path, got {type(checkpoint).__name__}")
+    return Checkpoint(checkpoint)
 
 
 def write_qwen3_moe_checkpoint(

@@ -243,7 +243,8 @@ class CheckpointConfig(_Model):
 
 
 class PlacementConfig(_Model):
-    """Which rank holds which experts, planned from their load; see `moe_runtime.placement.plan_placement`."""
+    """Which rank holds which experts: read from a file, or planned from their load, as
+    `moe_runtime.placement.plan_placement` does."""
 
     spare_slots: Annotated[int, Field(ge=0)] = Field(default=0, description="slots for replicas, over all ranks")
     load: str | None = Field(
@@ -251,6 +252,15 @@ class PlacementConfig(_Model):
         min_length=1,
         description="JSON file with a number for each expert, such as its tokens; all alike when not given",
     )
+    file: str | None = Field(
+        default=None, min_length=1, description="JSON file with all of a placement (Placement.to_json) instead of both"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> PlacementConfig:
+        if self.file is not None and (self.spare_slots or self.load is not None):
+            raise ValueError("file: expected neither spare_slots nor load beside it, it has all of a placement")
+        return self
 
 
 class RunConfig(_Model):

@@ -6,8 +6,9 @@ Layers `register` what they need, then `allocate()` makes it once; `check()` rai
 from __future__ import annotations
 
 import functools
+import logging
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Concatenate, NoReturn, ParamSpec, Protocol, TypeVar
@@ -25,13 +26,15 @@ from moe_runtime.comm.nvshmem_heap import NvshmemHeap
 from moe_runtime.comm.private_heap import PrivateHeap
 from moe_runtime.comm.shared_heap import SharedHeap
 from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, REASON_WORDS, SignalLayout
-from moe_runtime.errors import MoERuntimeError, PeerAbortedError, Phase
+from moe_runtime.errors import MoERuntimeError, PeerAbortedError, Phase, reason_of
 from moe_runtime.formats import align
 from moe_runtime.kernels.nvrtc import raw_stream
 from moe_runtime.kernels.runtime import resolve_engine
 
-REGIONS = ("stamps", "landing", "combine")
+HALVED_REGIONS = ("stamps", "landing", "combine")
+"""Regions of two halves, used in turn; `moe_runtime.memory` has them all."""
 COUNTERS = 16
+_LOG = logging.getLogger(__name__)
 MAX_SECONDS = 1e9
 """Kernels count nanoseconds in int64."""
 P = ParamSpec("P")
@@ -127,8 +130,8 @@ class ExpertParallelContext:
                 self.engine = resolve_engine(engine, self.device)
                 choice = choose_transport(self.group, self.device, transport)
                 self.heap = _make_heap(choice, self.group, self.device)
-            except Exception as error:
-                self.group.leave(str(error))
+            except BaseException as error:
+                self.group.leave(reason_of(error))
                 raise
             self.transport_reasons = choice.reasons
         else:
@@ -141,14 +144,15 @@ class ExpertParallelContext:
         self.rank = self.heap.rank
         self.world_size = self.heap.world_size
         self.signals_layout = SignalLayout(self.world_size)
-        self.half_bytes = dict.fromkeys(REGIONS, REGION_ALIGNMENT)
+        self.half_bytes = dict.fromkeys(HALVED_REGIONS, REGION_ALIGNMENT)
         self.staging_bytes = 0
         self.allocated = False
         self.failed = False
         self.closed = False
-        self._agreements: list[dict[str, object]] = []
+        self._agreements: list[tuple[str, dict[str, object]]] = []
         self._agreed = 0
         self._exchanges = 0
+        self._layers = 0
         self._failure: Exception | None = None
         self._abort_codes: np.ndarray | None = None
         self._side_stream: torch.cuda.Stream | None = None
@@ -166,18 +170,26 @@ class ExpertParallelContext:
         if heap.allocated:
             raise ValueError("heap: expected one that is not allocated yet")
 
-    def register(self, *, agree: dict[str, object] | None = None, staging_bytes: int = 0, **half_bytes: int) -> None:
+    def register(
+        self,
+        *,
+        agree: Mapping[str, object] | None = None,
+        about: str | None = None,
+        staging_bytes: int = 0,
+        **half_bytes: int,
+    ) -> None:
         """Ask for at least `half_bytes` bytes in each of the two halves of regions `stamps`, `landing`, `combine`.
 
         Args:
             agree: values (picklable, comparable) that must be equal on all ranks; `allocate()` compares them.
+            about: what they belong to, such as `layer 3`, for messages; None is the number of the registration.
             staging_bytes: least size of region `staging`, which there is only if a layer asks for it.
 
         Raises `ValueError` for an unknown region, and after `allocate()` for more than there is.
         """
         for region, num_bytes in half_bytes.items():
-            if region not in REGIONS:
-                raise ValueError(f"region: expected one of {REGIONS}, got {region!r}")
+            if region not in HALVED_REGIONS:
+                raise ValueError(f"region: expected one of {HALVED_REGIONS}, got {region!r}")
             if num_bytes < 0:
                 raise ValueError(f"{region}: expected bytes >= 0, got {num_bytes}")
             if self.allocated and num_bytes > self.half_bytes[region]:
@@ -194,17 +206,18 @@ class ExpertParallelContext:
         for region, num_bytes in half_bytes.items():
             self.half_bytes[region] = max(self.half_bytes[region], align(num_bytes, REGION_ALIGNMENT))
         if agree is not None:
-            self._agreements.append(dict(agree))
-
-    @property
-    def num_agreements(self) -> int:
-        """How often something to agree on was registered: equal on all ranks, and more with each layer."""
-        return len(self._agreements)
+            name = f"agreement {len(self._agreements)}" if about is None else about
+            self._agreements.append((name, dict(agree)))
 
     def number_exchange(self) -> int:
         """The number of the next exchange, which ranks make in the same order."""
         self._exchanges += 1
         return self._exchanges - 1
+
+    def number_layer(self) -> int:
+        """The number of the next layer, which ranks make in the same order."""
+        self._layers += 1
+        return self._layers - 1
 
     @property
     def reserved_bytes(self) -> int:
@@ -250,12 +263,16 @@ class ExpertParallelContext:
             self._failure = error
             self.failed = True
             if self.group is not None:
-                self.group.leave(str(error))
+                self.group.leave(reason_of(error))
+            raise
+        except BaseException as error:
+            # An interrupt, which is not raised again.
+            self.abort(reason_of(error))
             raise
 
     def _allocate(self) -> None:
         self.heap.reserve("signals", self.signals_layout.num_bytes)
-        for region in REGIONS:
+        for region in HALVED_REGIONS:
             # The first half is for even epochs. A stamp of it that nobody has written is odd: after 2^32 dispatches the
             # epoch is 0 again.
             ones = self.half_bytes[region] if region == "stamps" else 0
@@ -273,6 +290,9 @@ class ExpertParallelContext:
         if self.device.type == "cpu":
             self._abort_codes = abort_words(self.signals, self.signals_layout)[:, 0].numpy()
         self.allocated = True
+        if self.rank == 0:
+            sizes = self.world_size, self.transport, self.engine, self.reserved_bytes
+            _LOG.info("%d rank(s): transport %s, engine %s, %d bytes reserved on each", *sizes)
 
     def _allocate_words(self) -> None:
         on_gpu = self.device.type == "cuda"
@@ -291,9 +311,9 @@ class ExpertParallelContext:
         if self.group is None:
             return
         mine: dict[str, object] = {}
-        for number, agreement in enumerate(self._agreements[compared:], compared):
-            mine.update({f"{key} (layer {number})": agreement[key] for key in sorted(agreement)})
-        mine.update({f"bytes of {region}": self.half_bytes[region] for region in REGIONS})
+        for about, agreement in self._agreements[compared:]:
+            mine.update({f"{key} ({about})": agreement[key] for key in sorted(agreement)})
+        mine.update({f"bytes of {region}": self.half_bytes[region] for region in HALVED_REGIONS})
         mine["bytes of staging"] = self.staging_bytes
         answers = self.group.gather("ExpertParallelContext.allocate", mine)
         keys = list(dict.fromkeys(key for answer in answers for key in answer))
@@ -409,10 +429,10 @@ class ExpertParallelContext:
         )
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
-        told = kind is not None or self._failure is not None
+        told = error is not None or self._failure is not None
         try:
-            if kind is not None:
-                self.abort(f"{kind.__name__}: {error}")
+            if error is not None:
+                self.abort(reason_of(error))
                 self.failed = True
         finally:
             self.close()

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import SimpleNamespace
 from typing import Any
@@ -14,12 +12,12 @@ from moe_runtime.comm.signals import COUNT_BITS
 from moe_runtime.compiling import not_compiled
 from moe_runtime.config import ModeName, MoELayerConfig, check_positive, resolve_mode
 from moe_runtime.context import ExpertParallelContext, by_one_thread
-from moe_runtime.errors import MoERuntimeError
 from moe_runtime.formats import TokenFormat, token_format
 from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.reference_exchange import part_index
 from moe_runtime.kernels.runtime import runs_cuda
+from moe_runtime.peers import collective_step
 from moe_runtime.token_format import RecordLayout
 
 MAX_GSF = 2.0**100
@@ -111,8 +109,7 @@ class TokenDispatcher:
         num_sms: most SMs of a GPU that dispatch and combine take at a time, for the others to do something else
             meanwhile; None is all. Changes no bit; without a meaning for the torch engine.
         input_scale: static NVFP4 decode scale of the tokens (`gsf = 1 / input_scale`); None is one scale per token.
-        agree: further values that must be equal on all ranks, by name; compared with the arguments at start-up.
-        agreed: that the arguments are equal is known from what else is compared.
+        agreed: whether the arguments are known to be equal on all ranks; else they are compared at start-up.
 
     Raises:
         ValueError: an argument that is out of range; it is named.
@@ -132,7 +129,6 @@ class TokenDispatcher:
         expert_row_capacity: int | None = None,
         num_sms: int | None = None,
         input_scale: float | None = None,
-        agree: Mapping[str, object] | None = None,
         agreed: bool = False,
     ) -> None:
         if not isinstance(context, ExpertParallelContext):
@@ -163,8 +159,10 @@ class TokenDispatcher:
             check_positive("expert_row_capacity", expert_row_capacity)
         if num_sms is not None:
             check_positive("num_sms", num_sms)
-        if input_scale is not None and not (fmt.has_row_scale and 0 < input_scale < float("inf")):
-            raise ValueError(f"input_scale: expected a positive number, with nvfp4 tokens, got {input_scale}")
+        if input_scale is not None:
+            number = isinstance(input_scale, (int, float)) and not isinstance(input_scale, bool)
+            if not (number and fmt.has_row_scale and 0 < input_scale < float("inf")):
+                raise ValueError(f"input_scale: expected a positive number, with nvfp4 tokens, got {input_scale!r}")
         self.context = context
         self.geometry = ExchangeGeometry(
             rank=context.rank,
@@ -188,7 +186,6 @@ class TokenDispatcher:
             one = torch.ones(1, dtype=torch.float32, device=device)
             self._gsf = (one / torch.full_like(one, input_scale)).clamp(max=MAX_GSF)
         arguments = {
-            **(agree or {}),
             "hidden_size": hidden_size,
             "num_experts": num_experts,
             "top_k": top_k,
@@ -199,7 +196,9 @@ class TokenDispatcher:
             "expert_row_capacity": self.geometry.row_capacity,
             "input_scale": input_scale,
         }
-        context.register(agree=None if agreed else arguments, **self.geometry.half_bytes())
+        context.register(
+            agree=None if agreed else arguments, about=f"exchange {self.geometry.number}", **self.geometry.half_bytes()
+        )
 
     @classmethod
     def from_config(
@@ -209,7 +208,6 @@ class TokenDispatcher:
         *,
         max_tokens: int | None = None,
         num_slots: int | None = None,
-        agree: Mapping[str, object] | None = None,
         agreed: bool = False,
     ) -> TokenDispatcher:
         """The exchange of the layer that `config` describes, for steps of `max_tokens` if given.
@@ -227,31 +225,24 @@ class TokenDispatcher:
             mode=config.mode,
             expert_row_capacity=config.expert_row_capacity,
             num_sms=config.num_sms,
-            agree=agree,
             agreed=agreed,
         )
 
     @classmethod
     def of_all_sizes(
-        cls,
-        context: ExpertParallelContext,
-        config: MoELayerConfig,
-        *,
-        num_slots: int | None = None,
-        agree: Mapping[str, object] | None = None,
+        cls, context: ExpertParallelContext, config: MoELayerConfig, *, num_slots: int | None = None
     ) -> dict[int, TokenDispatcher]:
         """The exchanges of the layer that `config` describes, for each of its `all_step_sizes`, ascending.
 
-        A step may take any that has room for its tokens, and all ranks have to take the same.
+        A step may take any that has room for its tokens, and all ranks have to take the same. That `config` and
+        `num_slots` are equal on all ranks is for the layer to compare.
         """
         # The largest first: a context that has room for it has room for all.
-        largest = cls.from_config(context, config, num_slots=num_slots, agree=agree)
-        *smaller, limit = config.all_step_sizes
         of_size = {
             size: cls.from_config(context, config, max_tokens=size, num_slots=num_slots, agreed=True)
-            for size in smaller
+            for size in reversed(config.all_step_sizes)
         }
-        return {**of_size, limit: largest}
+        return dict(sorted(of_size.items()))
 
     @not_compiled
     @by_one_thread
@@ -543,25 +534,6 @@ class TokenDispatcher:
             raise ValueError(f"{name}: expected device {self.context.device}, got {tensor.device}")
         if tensor.requires_grad and torch.is_grad_enabled():
             raise ValueError(f"{name}: requires grad, but the runtime is for inference only; detach it or use no_grad")
-
-
-@contextmanager
-def collective_step(context: ExpertParallelContext) -> Iterator[None]:
-    """Around work that peers wait for: raises what earlier steps recorded, and tells the peers of an error within.
-
-    A rank without peers keeps its context: of a step that was left half done, later ones read nothing.
-    """
-    context.allocate()
-    context.check()
-    context.follow_stream()
-    try:
-        yield
-    except MoERuntimeError:
-        raise
-    except BaseException as error:
-        if context.world_size > 1:
-            context.abort(str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}")
-        raise
 
 
 def _exchange(context: ExpertParallelContext, geometry: ExchangeGeometry) -> Any:

@@ -68,3 +68,12 @@ class StepMismatchError(MoERuntimeError):
 
 class StaleHandleError(MoERuntimeError):
     """A dispatch handle was used after the second next dispatch of its context."""
+
+
+def reason_of(error: BaseException) -> str:
+    """What peers are told of an error: a `ValueError` by its text, which names an argument, others with their type.
+
+    >>> reason_of(ValueError("x: expected a tensor")), reason_of(KeyError("w1"))
+    ('x: expected a tensor', "KeyError: 'w1'")
+    """
+    return str(error) if isinstance(error, ValueError) else f"{type(error).__name__}: {error}"

@@ -7,6 +7,7 @@ from typing import TypeGuard
 
 import torch
 
+from moe_runtime.config import ActivationConfig
 from moe_runtime.formats import TokenFormat, token_format, token_formats_for
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.gemm_arguments import check_activation, check_formats, encode_scale
@@ -14,7 +15,12 @@ from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.runtime import resolve_engine, runs_cuda
 from moe_runtime.metrics import phase
 from moe_runtime.prepared import RESULT_FORMATS, PreparedWeights
-from moe_runtime.weights import SILU, ExpertWeights, SwiGLU
+from moe_runtime.weights import SILU, ExpertWeights, GateUpOrder, SwiGLU
+
+
+def swiglu_of(activation: ActivationConfig) -> SwiGLU:
+    """The formula that a config describes."""
+    return SwiGLU(GateUpOrder(activation.order), activation.alpha, activation.limit, activation.up_offset)
 
 
 @dataclass(frozen=True)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Generator, Iterable, Sequence
+from contextlib import closing
+from functools import partial
 from pathlib import Path
+from types import TracebackType
 from typing import Any
 
 import torch
@@ -12,17 +14,18 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_runtime.checkpoint import Checkpoint
+from moe_runtime.checkpoint import Checkpoint, opened
 from moe_runtime.compiling import not_compiled
 from moe_runtime.config import MoELayerConfig, ParallelConfig, RunConfig, load_config
 from moe_runtime.context import ExpertParallelContext, by_one_thread
 from moe_runtime.counters import LayerCounters
-from moe_runtime.dispatcher import TokenDispatcher, collective_step
-from moe_runtime.experts import Experts
+from moe_runtime.dispatcher import TokenDispatcher
+from moe_runtime.experts import Experts, swiglu_of
 from moe_runtime.formats import token_format
 from moe_runtime.loading import FRESH, ExpertTensors, Rooms, quantize_experts
 from moe_runtime.memory import staging_bytes
 from moe_runtime.metrics import PhaseTimes, phase
+from moe_runtime.peers import collective_step, told_to_peers
 from moe_runtime.placement import Placement, placement_from_config
 from moe_runtime.plan import expert_starts
 from moe_runtime.progress import with_progress
@@ -31,7 +34,7 @@ from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
 from moe_runtime.slots import SlotTable
 from moe_runtime.step import LayerStep, advance
-from moe_runtime.weights import GateUpOrder, SwiGLU
+from moe_runtime.warming import warm_up
 
 
 class MoELayer(nn.Module):
@@ -41,6 +44,8 @@ class MoELayer(nn.Module):
     its own tokens. The experts' weights are set by `load_experts` (or by `from_checkpoint` and `from_yaml`). While one
     thread is in a call of it, or of another layer of its context, calls of other threads are refused. What
     `torch.compile` makes of a model leaves its steps as they are.
+
+    `close()`, or the end of a `with`, closes a context that was made for the layer alone, and no other.
 
     Args:
         config: sizes, formats, router, activation.
@@ -74,13 +79,15 @@ class MoELayer(nn.Module):
         if not isinstance(config, MoELayerConfig):
             way = "; of a RunConfig it is `layer`" if hasattr(config, "layer") else ""
             raise ValueError(f"config: expected a MoELayerConfig, got {type(config).__name__}{way}")
+        _check_context(context)
         self.config = config
         self.context = context if context is not None else ExpertParallelContext()
+        self._owns_context = context is None
         device = self.context.device
-        self.number = self.context.num_agreements
+        self.number = self.context.number_layer()
         self.placement = placement
         self.slots: SlotTable | None = None
-        agree = config.flat()
+        agree: dict[str, object] = {**config.flat()}
         if placement is not None:
             self._check_placement(placement)
             self.slots = SlotTable(placement, device)
@@ -92,7 +99,8 @@ class MoELayer(nn.Module):
             sizes = (config.hidden_size, config.num_experts, config.top_k)
             self.router = Router(*sizes, config.router, device, engine=self.context.engine)
         num_slots = None if placement is None else placement.num_slots
-        self.dispatchers = TokenDispatcher.of_all_sizes(self.context, config, num_slots=num_slots, agree=agree)
+        self.dispatchers = TokenDispatcher.of_all_sizes(self.context, config, num_slots=num_slots)
+        self.context.register(agree=agree, about=f"layer {self.number}")
         self.dispatcher = self.dispatchers[config.max_tokens_per_rank]
         self.experts: Experts | None = None
         self.shared_expert: SharedExpert | None = None
@@ -108,26 +116,24 @@ class MoELayer(nn.Module):
         Weights come from the file's `checkpoint`, else at random from its `seed`, the same for any number of ranks.
         Without a `context` one is made from the file's `parallel` section.
         """
-        run = load_config(path)
-        if context is not None:
-            return cls.from_run_config(run, context)
-        own = context_from_config(run.parallel)
-        try:
-            return cls.from_run_config(run, own)
-        except BaseException:
-            own.close()
-            raise
+        return cls.from_run_config(load_config(path), context)
 
     @classmethod
-    def from_run_config(cls, run: RunConfig, context: ExpertParallelContext) -> MoELayer:
+    def from_run_config(cls, run: RunConfig, context: ExpertParallelContext | None = None) -> MoELayer:
         """The layer of a validated `RunConfig`, with its placement and weights.
 
-        Formats that the file does not set are those of its checkpoint, if it has one.
+        Formats that the file does not set are those of its checkpoint, if it has one. Without a `context` one is made
+        from the section `parallel`.
 
         Raises:
             ValueError: as `from_checkpoint`, also where the config contradicts the checkpoint; the peers get
                 `PeerAbortedError`.
         """
+        if not isinstance(run, RunConfig):
+            raise ValueError(f"run: expected a RunConfig, got {type(run).__name__}")
+        _check_context(context)
+        if context is None:
+            return cls._over_own(context_from_config(run.parallel), partial(cls.from_run_config, run))
         with told_to_peers(context):
             placement = None
             if run.placement is not None:
@@ -165,15 +171,24 @@ class MoELayer(nn.Module):
         Raises:
             ValueError: naming the file and the tensor that is missing or wrong; the peers get `PeerAbortedError`.
         """
-        if context is not None:
+        _check_context(context)
+
+        def make(context: ExpertParallelContext) -> MoELayer:
             with told_to_peers(context):
                 return cls._of_checkpoint(path, layer, context, placement, overrides)
-        own = ExpertParallelContext()
+
+        return make(context) if context is not None else cls._over_own(ExpertParallelContext(), make)
+
+    @classmethod
+    def _over_own(cls, own: ExpertParallelContext, make: Callable[[ExpertParallelContext], MoELayer]) -> MoELayer:
+        """The layer that `make` makes over a context that is for it alone, and closed with it."""
         try:
-            return cls.from_checkpoint(path, layer=layer, context=own, placement=placement, **overrides)
+            layer = make(own)
         except BaseException:
             own.close()
             raise
+        layer._owns_context = True
+        return layer
 
     @classmethod
     def _of_checkpoint(
@@ -197,15 +212,22 @@ class MoELayer(nn.Module):
         starts = expert_starts(self.config.num_experts, self.context.world_size)
         return range(starts[self.context.rank], starts[self.context.rank + 1])
 
-    def load_checkpoint(self, checkpoint: Checkpoint, layer: int, *, shared_elsewhere: bool = False) -> None:
+    def load_checkpoint(
+        self, checkpoint: Checkpoint | str | Path, layer: int, *, shared_elsewhere: bool = False
+    ) -> None:
         """Read router, shared expert and this rank's experts of decoder layer `layer`; on terminals with a bar.
 
-        A layer without a shared expert, for a checkpoint that has one, has to be told that the caller adds it
-        (`shared_elsewhere`; see `shared` of `forward`).
+        A `checkpoint` that is given as a path is opened for this and closed. A layer without a shared expert, for a
+        checkpoint that has one, has to be told that the caller adds it (`shared_elsewhere`; see `shared` of `forward`).
 
         Raises `ValueError` as `Checkpoint` and `load_experts` do, and, naming the field, where the layer's config
-        contradicts the checkpoint. Formats may be others; a layer without a router may be of any `top_k`.
+        contradicts the checkpoint; the peers get `PeerAbortedError`. Formats may be others; a layer without a router
+        may be of any `top_k`.
         """
+        with told_to_peers(self.context), opened(checkpoint) as files:
+            self._load_checkpoint(files, layer, shared_elsewhere)
+
+    def _load_checkpoint(self, checkpoint: Checkpoint, layer: int, shared_elsewhere: bool) -> None:
         elsewhere = set() if self.router is not None else {"router", "top_k"}
         if shared_elsewhere and self.shared_expert is None:
             elsewhere.add("shared_expert")
@@ -222,7 +244,7 @@ class MoELayer(nn.Module):
         # After an error too, its reader is done before anybody closes the files.
         with closing(checkpoint.experts(layer, self.local_experts, rooms)) as experts:
             self.load_experts(with_progress(experts, text, count, shown=self.context.rank == 0), rooms)
-        self.context.register(agree=dict(checkpoint.digests(layer)))
+        self.context.register(agree=checkpoint.digests(layer), about=f"layer {self.number}")
 
     def load_random(self, seed: int) -> None:
         """Random weights from `seed`, of the sizes that keep activations near unit variance; equal on any `ep_size`.
@@ -251,20 +273,21 @@ class MoELayer(nn.Module):
         """Quantize this rank's experts, in order: for each, gate-and-up `[2I, H]` and down `[H, I]`, bf16 or fp32.
 
         Where the config says `expert_bias` each is an `ExpertTensors` with its biases; one may hold quantized weights.
-        `rooms` is for readers. Raises `ValueError` as `moe_runtime.loading.quantize_experts`.
+        `rooms` is for readers. Raises `ValueError` as `moe_runtime.loading.quantize_experts`, and what `experts`
+        raises; the peers get `PeerAbortedError`.
         """
         config = self.config
-        gate_up, down = quantize_experts(experts, config, len(self.local_experts), self.context.device, rooms)
-        activation = config.activation
-        experts_of_rank = Experts(
-            gate_up,
-            down,
-            SwiGLU(GateUpOrder(activation.order), activation.alpha, activation.limit, activation.up_offset),
-            intermediate_format=token_format(config.token_format),
-            intermediate_gsf=config.intermediate_gsf,
-            engine=self.context.gemm_engine,
-        )
-        self.experts = experts_of_rank.prepared()
+        with told_to_peers(self.context):
+            gate_up, down = quantize_experts(experts, config, len(self.local_experts), self.context.device, rooms)
+            experts_of_rank = Experts(
+                gate_up,
+                down,
+                swiglu_of(config.activation),
+                intermediate_format=token_format(config.token_format),
+                intermediate_gsf=config.intermediate_gsf,
+                engine=self.context.gemm_engine,
+            )
+            self.experts = experts_of_rank.prepared()
 
     @by_one_thread
     def replace_experts(self, placement: Placement) -> None:
@@ -283,6 +306,20 @@ class MoELayer(nn.Module):
             MoERuntimeError: a rank failed meanwhile, which ends the group as in a step.
         """
         replace_experts([self], placement)
+
+    @by_one_thread
+    def warm_up(self) -> None:
+        """Run steps of every size whose tokens go nowhere, so that later ones compile and load no kernel. Collective.
+
+        For a server before its first request, and before a graph is captured: without it the first step of each size
+        compiles what it launches. With weights loaded, and no step under way. Later steps give the bits that they had
+        given without it, and wait for peers no longer than `timeout_s`. Nothing of it is counted or timed. Waits for
+        the device.
+
+        Raises as a step does.
+        """
+        with told_to_peers(self.context):
+            warm_up([self])
 
     def count_steps(self) -> LayerCounters:
         """Count tokens, rows and bytes of each step from now on; what to `poll`, kept in `counters` too.
@@ -458,6 +495,21 @@ class MoELayer(nn.Module):
                 topk_idx, topk_weights = self.router(tokens_TH)
         return tokens_TH, topk_idx, topk_weights, shared_TH
 
+    def close(self) -> None:
+        """Close the context if it was made for this layer; one that was given is left alone. Safe to call twice.
+
+        Collective, and raises, as `ExpertParallelContext.close`.
+        """
+        if self._owns_context:
+            self.context.close()
+
+    def __enter__(self) -> MoELayer:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        if self._owns_context:
+            self.context.__exit__(kind, error, tb)
+
     def extra_repr(self) -> str:
         config = self.config
         return (
@@ -466,6 +518,11 @@ class MoELayer(nn.Module):
             f"weight_format={config.weight_format}, combine_format={config.combine_format}, "
             f"rank={self.context.rank} of {self.context.world_size}"
         )
+
+
+def _check_context(context: ExpertParallelContext | None) -> None:
+    if context is not None and not isinstance(context, ExpertParallelContext):
+        raise ValueError(f"context: expected an ExpertParallelContext or None, got {type(context).__name__}")
 
 
 def context_from_config(
@@ -499,15 +556,3 @@ def random_expert(config: MoELayerConfig, seed: int, expert: int, device: torch.
     if not config.expert_bias:
         return ExpertTensors(gate_up, down)
     return ExpertTensors(gate_up, down, normal(2 * inner, fan_in=hidden), normal(hidden, fan_in=inner))
-
-
-@contextmanager
-def told_to_peers(context: ExpertParallelContext) -> Iterator[None]:
-    """Around what only some ranks may fail at, such as reading their experts: the peers are told of an error within."""
-    try:
-        yield
-    except Exception as error:
-        # A rank without peers has no one to leave behind, and keeps its context.
-        if context.world_size > 1:
-            context.abort(str(error))
-        raise

@@ -19,7 +19,7 @@ import math
 
 from moe_runtime.comm.heap import REGION_ALIGNMENT
 from moe_runtime.comm.signals import SignalLayout
-from moe_runtime.config import MoELayerConfig
+from moe_runtime.config import MoELayerConfig, check_positive
 from moe_runtime.formats import align, ceil_div, token_format, weight_format
 from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.token_format import RecordLayout
@@ -38,9 +38,9 @@ def reserved_bytes(config: MoELayerConfig, world_size: int, *, placed: bool = Fa
 
     Region `staging` is among them for a layer with a placement (`placed`).
 
-    Raises `ValueError` for a `world_size` below 1.
+    Raises `ValueError` for a `world_size` that is no positive integer.
     """
-    _check_world_size(world_size)
+    check_positive("world_size", world_size)
     geometry = ExchangeGeometry(
         rank=0,
         world_size=world_size,
@@ -61,9 +61,9 @@ def reserved_bytes(config: MoELayerConfig, world_size: int, *, placed: bool = Fa
 def expert_bytes(config: MoELayerConfig, world_size: int) -> int:
     """Bytes of the quants and block scales of the experts of one layer, on the rank of `world_size` that has most.
 
-    Raises `ValueError` for a `world_size` below 1.
+    Raises `ValueError` for a `world_size` that is no positive integer.
     """
-    _check_world_size(world_size)
+    check_positive("world_size", world_size)
     fmt, total = weight_format(config.weight_format), 0
     for rows, columns in (
         (2 * config.intermediate_size, config.hidden_size),
@@ -84,8 +84,3 @@ def staging_bytes(config: MoELayerConfig, world_size: int) -> int:
 def staging_words_bytes(world_size: int) -> int:
     """Bytes of the words that region `staging` begins with, aligned."""
     return align(STAGING_WORDS * world_size * 4, REGION_ALIGNMENT)
-
-
-def _check_world_size(world_size: int) -> None:
-    if world_size < 1:
-        raise ValueError(f"world_size: expected at least 1, got {world_size}")

@@ -25,12 +25,14 @@ from moe_runtime.compiling import not_compiled
 from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.counters import LayerCounts
+from moe_runtime.errors import reason_of
 from moe_runtime.families import GPT_OSS, MIXTRAL, Family, family_of, layer_config
 from moe_runtime.formats import ceil_div
-from moe_runtime.layer import MoELayer, context_from_config, told_to_peers
+from moe_runtime.layer import MoELayer, context_from_config
 from moe_runtime.loading import ExpertTensors
+from moe_runtime.peers import agree_on, tell_peers, told_to_peers
 from moe_runtime.placement import Placement
-from moe_runtime.replacement import agree_on, check_replacement
+from moe_runtime.replacement import check_replacement
 
 DONE = -1
 """What a rank tells the others instead of its number of tokens where it does not call the model any more."""
@@ -109,7 +111,7 @@ def apply_expert_parallel(
             }
             owner = ExpertParallel(context)
             for number, _ in blocks:
-                owner.add(number, _config_of(described, number, experts, settings), placements.get(number))
+                owner._add(number, _config_of(described, number, experts, settings), placements.get(number))
             # Before any block loses its experts.
             context.compare()
             for index, (number, block) in enumerate(blocks):
@@ -121,7 +123,7 @@ def apply_expert_parallel(
         raise
     model.requires_grad_(False)
     if hasattr(model, "generate"):
-        model.generate = owner.joined(model.generate)
+        model.generate = owner._inside_join(model.generate)
     if hasattr(model, "save_pretrained"):
         model.save_pretrained = cast(Any, _refuse_to_save)
     return owner
@@ -189,10 +191,18 @@ class ExpertParallel:
         self._most_tokens: int | None = None
         self._counted_from: list[LayerCounts] | None = None
 
-    def add(self, number: int, config: MoELayerConfig, placement: Placement | None) -> None:
+    def _add(self, number: int, config: MoELayerConfig, placement: Placement | None) -> None:
         """Make the layer of decoder layer `number`, which is still to be loaded."""
         self.layers.append(MoELayer(config, self.context, placement=placement, router=False))
         self.decoder_layers.append(number)
+
+    def warm_up(self) -> None:
+        """Run steps of every size in all layers, so that later calls compile and load no kernel of them. Collective.
+
+        Outside of `join`, by all ranks, before the first call of the model; see `MoELayer.warm_up`.
+        """
+        for layer in self.layers:
+            layer.warm_up()
 
     def replace_experts(self, placement: Placement | Mapping[int, Placement]) -> None:
         """Bring all layers, or those of a mapping from decoder layers, to other placements. Collective.
@@ -206,13 +216,13 @@ class ExpertParallel:
         """
         self.context.check()
         wanted: dict[int, Placement] = {}
-        problem: Exception | None = None
+        problem: BaseException | None = None
         try:
             wanted = _by_layer(placement, self.decoder_layers)
             for number, layer in zip(self.decoder_layers, self.layers, strict=True):
                 if number in wanted:
                     check_replacement(layer, wanted[number])
-        except Exception as error:
+        except BaseException as error:
             problem = error
         proposal = {
             f"placement of layer {number}": wanted[number].fingerprint if problem is None and number in wanted else None
@@ -266,17 +276,15 @@ class ExpertParallel:
             yield
             self._idle()
         except BaseException as error:
-            if self.context.world_size > 1:
-                reason = f"{type(error).__name__}: {error}"
-                # Peers wait in a step, or for the next call of the model.
-                self.context.abort(reason)
-                if self.context.group is not None:
-                    self.context.group.leave(reason)
+            tell_peers(self.context, error)
+            if self.context.group is not None:
+                # They may wait for the next call of the model, also where this rank has failed before.
+                self.context.group.leave(reason_of(error))
             raise
         finally:
             self._joined = False
 
-    def joined(self, function: Any) -> Any:
+    def _inside_join(self, function: Any) -> Any:
         """`function` called inside `join`."""
 
         @functools.wraps(function)
@@ -286,7 +294,7 @@ class ExpertParallel:
 
         return call
 
-    def run(self, index: int, x_TH: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+    def _run(self, index: int, x_TH: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
         """Layer `index` on this rank's tokens, in steps of the size that the ranks agreed on before the first layer."""
         limit = self.layers[index].config.max_tokens_per_rank
         if not self._joined:
@@ -355,7 +363,7 @@ class ParallelExperts(nn.Module):
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
         """Bf16 `[T, H]`: the weighted sum over each token's experts, for this rank's `T` tokens."""
-        return self._owner.run(self._index, hidden_states, top_k_index, top_k_weights)
+        return self._owner._run(self._index, hidden_states, top_k_index, top_k_weights)
 
     def extra_repr(self) -> str:
         return self._owner.layers[self._index].extra_repr()

@@ -67,6 +67,7 @@ class Placement:
     @classmethod
     def contiguous(cls, num_experts: int, num_ranks: int) -> Placement:
         """Each expert once, in the order of a layer without a placement. `num_ranks` must divide `num_experts`."""
+        check_positive("num_experts", num_experts)
         check_positive("num_ranks", num_ranks)
         if num_experts % num_ranks:
             raise ValueError(f"num_ranks: expected a divisor of num_experts = {num_experts}, got {num_ranks}")
@@ -119,6 +120,8 @@ class Placement:
         >>> Placement(3, 2, (0, 1, 2, 0)).reordered_like(Placement(3, 2, (1, 2, 0, 1))).slot_experts
         (1, 0, 0, 2)
         """
+        if not isinstance(other, Placement):
+            raise ValueError(f"other: expected a Placement, got {type(other).__name__}")
         if self.sizes != other.sizes:
             raise ValueError(f"other: expected {self.sizes}, got {other.sizes}")
         slot_experts: list[int] = []
@@ -149,7 +152,7 @@ class Placement:
         """What `to_json` wrote. Raises `ValueError` for text that is not a placement."""
         try:
             data = json.loads(text)
-        except RecursionError as error:
+        except (ValueError, TypeError, RecursionError) as error:
             raise ValueError(f"text: {error}") from error
         keys = {"num_experts", "num_ranks", "slot_experts"}
         if not isinstance(data, dict) or set(data) != keys or not isinstance(data["slot_experts"], list):
@@ -198,8 +201,18 @@ def placement_from_config(section: PlacementConfig, num_experts: int, num_ranks:
     """The placement that a `placement` section asks for.
 
     Raises:
-        ValueError: spare slots that do not fill up ranks evenly, or a file that does not hold the load of each expert.
+        ValueError: spare slots that do not fill up ranks evenly, a file that does not hold the load of each expert, or
+            one that does not hold a placement of so many experts and ranks.
     """
+    if section.file is not None:
+        try:
+            placement = Placement.from_json(Path(section.file).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ValueError(f"placement.file: {section.file}: {error}") from error
+        if (placement.num_experts, placement.num_ranks) != (num_experts, num_ranks):
+            expected = f"{num_experts} experts on {num_ranks} rank(s)"
+            raise ValueError(f"placement.file: {section.file}: expected {expected}, got {placement.sizes}")
+        return placement
     slots_per_rank, left = divmod(num_experts + section.spare_slots, num_ranks)
     if left or slots_per_rank > num_experts:
         raise ValueError(

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
 
-from moe_runtime.comm.bootstrap import describe_ranks
-from moe_runtime.context import ExpertParallelContext
-from moe_runtime.errors import MoERuntimeError, PeerAbortedError, Phase
+from moe_runtime.errors import reason_of
 from moe_runtime.mover import ExpertMover, move_experts
 from moe_runtime.moves import SPARE, Move, plan_moves
+from moe_runtime.peers import agree_on
 from moe_runtime.placement import Placement
 
 if TYPE_CHECKING:
@@ -31,7 +30,7 @@ def replace_experts(layers: Sequence[MoELayer], placement: Placement) -> None:
     moves: list[Move] = []
     movers: list[ExpertMover] = []
     proposal: dict[str, object] = {}
-    problem: Exception | None = None
+    problem: BaseException | None = None
     try:
         moves = _moves_of(layers[0], placement)
         movers = [_mover_of(layer, moves) for layer in layers]
@@ -40,7 +39,7 @@ def replace_experts(layers: Sequence[MoELayer], placement: Placement) -> None:
             "placement": placement.fingerprint,
             "experts": movers[0].layout,
         }
-    except Exception as error:
+    except BaseException as error:
         problem = error
     agree_on(context, proposal, problem)
 
@@ -57,7 +56,7 @@ def replace_experts(layers: Sequence[MoELayer], placement: Placement) -> None:
             layer.experts = moved
     except BaseException as error:
         for layer in layers:
-            layer.context.abort(f"{type(error).__name__}: {error}")
+            layer.context.abort(reason_of(error))
         raise
 
 
@@ -83,27 +82,3 @@ def _mover_of(layer: MoELayer, moves: list[Move]) -> ExpertMover:
     rank = layer.context.rank
     needs_spare = any(move.target_slot == SPARE and move.target_rank == rank for move in moves)
     return ExpertMover(layer.context, layer.experts, needs_spare=needs_spare)
-
-
-def agree_on(context: ExpertParallelContext, proposal: Mapping[str, object], problem: Exception | None) -> None:
-    """Find out together, before anything moves, whether all ranks want the same and none has a problem.
-
-    Raises on every rank, each of which may go on with its steps as before: the `problem` where it is,
-    `PeerAbortedError` elsewhere, and `ValueError` where proposals differ. `PeerTimeoutError` ends the group.
-    """
-    text = None if problem is None else f"{type(problem).__name__}: {problem}"
-    answers = [(proposal, text)]
-    if context.group is not None:
-        try:
-            answers = context.group.gather("replace_experts", (proposal, text), timeout_s=context.timeout_s)
-        except MoERuntimeError as error:
-            raise context.fail(error) from None
-    if problem is not None:
-        raise problem
-    for rank, (_, reason) in enumerate(answers):
-        if reason is not None:
-            raise PeerAbortedError(f"replace_experts: rank {rank} gave up: {reason}", rank, Phase.REPLACEMENT)
-    for key, value in proposal.items():
-        values = [answer[key] for answer, _ in answers]
-        if any(other != value for other in values):
-            raise ValueError(f"{key}: ranks disagree, {describe_ranks(values)}")

@@ -7,14 +7,15 @@ may draw. What was tried, and what step sizes gain: `kernels/exchange_notes.md`.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 import torch
 
-from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher, collective_step
+from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher
 from moe_runtime.metrics import phase
+from moe_runtime.peers import collective_step
 from moe_runtime.placement import Placement
 
 if TYPE_CHECKING:
@@ -80,3 +81,11 @@ def advance(step: Generator[None, None, torch.Tensor]) -> torch.Tensor | None:
     except StopIteration as end:
         return cast(torch.Tensor, end.value)
     return None
+
+
+def advance_all(steps: Sequence[Generator[None, None, torch.Tensor]]) -> list[torch.Tensor]:
+    """Run the same step of several ranks to its end, in turn from stop to stop: their results."""
+    while True:
+        ended = [advance(step) for step in steps]
+        if ended[0] is not None:
+            return [y for y in ended if y is not None]

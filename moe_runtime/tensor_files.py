@@ -162,6 +162,10 @@ class TensorFiles:
         return self
 
     def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files that are open. Safe to call twice."""
         while self._open:
             self._open.popitem()[1].close()
 

@@ -17,7 +17,8 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.layer import MoELayer
 from moe_runtime.placement import Placement
 from moe_runtime.replacement import replace_experts
-from moe_runtime.step import advance
+from moe_runtime.step import advance_all
+from moe_runtime.warming import warm_up
 
 
 def virtual_contexts(
@@ -74,10 +75,11 @@ class VirtualRanks:
         for rank, (layer, x) in enumerate(zip(self.layers, xs, strict=True)):
             topk_idx, topk_weights = routing[rank] if routing is not None else (None, None)
             steps.append(layer.stages(x, topk_idx=topk_idx, topk_weights=topk_weights, max_tokens=max_tokens))
-        while True:
-            ended = [advance(step) for step in steps]
-            if ended[0] is not None:
-                return [y for y in ended if y is not None]
+        return advance_all(steps)
+
+    def warm_up(self) -> None:
+        """`MoELayer.warm_up` on all ranks."""
+        warm_up(self.layers)
 
     def replace_experts(self, placement: Placement) -> None:
         """`MoELayer.replace_experts` on all ranks."""

@@ -16,11 +16,19 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from moe_runtime.checkpoint import Checkpoint
+from moe_runtime.config import MoELayerConfig
 from moe_runtime.tensor_files import INDEX_FILE, SINGLE_FILE
 
 EXPERT_WEIGHT = re.compile(r"\.experts\.\d+\.\w+\.weight$")
 Quantizer = Callable[[torch.Tensor], dict[str, torch.Tensor]]
 """From a weight to the tensors that replace it, by the last part of their names."""
+
+
+def layer_config_of(folder: Path, layer: int = 0, **overrides: Any) -> MoELayerConfig:
+    """Decoder layer `layer` as a checkpoint's own files describe it."""
+    with Checkpoint(folder) as checkpoint:
+        return checkpoint.layer_config(layer, **overrides)
 
 
 def load_all(folder: Path) -> dict[str, torch.Tensor]:

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.context import REGIONS, ExpertParallelContext
+from moe_runtime.context import HALVED_REGIONS, ExpertParallelContext
 from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.kernels import reference_exchange, runtime
 
@@ -137,7 +137,7 @@ def _hook_interpreter(
     halves = {**context.half_bytes, "landing": landing_half}
     places = sorted(
         (memory.data_ptr(), memory.data_ptr() + memory.numel(), region, peer)
-        for region in ("signals", *REGIONS)
+        for region in ("signals", *HALVED_REGIONS)
         for peer in range(context.world_size)
         for memory in [context.heap.peer_tensor(region, peer)]
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import pickle
 import signal
@@ -170,17 +171,36 @@ def test_two_hosts_take_the_collective_transport(get_pool) -> None:
     assert get_pool(4).run(choose_on_two_hosts) == [expected] * 4
 
 
-def choose_among_gpus(rank: int, world: int, gpus: list[tuple], hosts: int) -> tuple[str, str | None]:
-    """The choice where rank `r` has the GPU `gpus[r]`: why not NVSHMEM, uuid, and the world joined before."""
+class Listener(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(f"{record.name} {record.levelname} {record.getMessage()}")
+
+
+def choose_among_gpus(
+    rank: int, world: int, gpus: list[tuple], hosts: int, transport: str
+) -> tuple[str, str | None, list[str]]:
+    """The choice where rank `r` has the GPU `gpus[r]`: why not NVSHMEM, uuid, and the world joined before.
+
+    And what is logged of it.
+    """
+    listener = Listener()
+    logging.getLogger("moe_runtime").addHandler(listener)
     original = bootstrap.host_identity
     gpu_of, unreachable = bootstrap._gpu_of, bootstrap._unreachable
     bootstrap.host_identity = lambda: f"host {rank % hosts}"
     bootstrap._gpu_of = lambda device: bootstrap._Gpu(*gpus[rank])
     bootstrap._unreachable = lambda device, uuids: 0 if rank == 1 and "far" in uuids else None
     try:
-        choice = choose_transport(RankGroup(timeout_s=20.0), torch.device("cuda", 0))
-        return choice.name, choice.reasons.get("nvshmem")
+        choice = choose_transport(RankGroup(timeout_s=20.0), torch.device("cuda", 0), transport)
+        return choice.name, choice.reasons.get("nvshmem"), listener.heard
     finally:
+        logging.getLogger("moe_runtime").removeHandler(listener)
         bootstrap.host_identity = original
         bootstrap._gpu_of, bootstrap._unreachable = gpu_of, unreachable
 
@@ -210,11 +230,19 @@ GOOD = [(None, "a", None), (None, "b", None)]
 def test_gpus_use_nvshmem_unless_there_is_a_reason_not_to(
     gpus: list[tuple], hosts: int, reason: str | None, get_pool
 ) -> None:
-    for name, why_not in get_pool(2).run(choose_among_gpus, gpus, hosts):
+    for rank, (name, why_not, heard) in enumerate(get_pool(2).run(choose_among_gpus, gpus, hosts, "auto")):
         if reason is None:
-            assert (name, why_not) == ("nvshmem", None)
+            assert (name, why_not, heard) == ("nvshmem", None, [])
         else:
             assert name == "collective" and why_not.startswith(reason)
+            warning = "transport: GPUs exchange by `collective`, which waits for the host: "
+            assert heard == ([f"moe_runtime.comm.bootstrap WARNING {warning}{why_not}"] if rank == 0 else [])
+
+
+@pytest.mark.cpu_only
+def test_a_transport_that_was_asked_for_is_no_surprise(get_pool) -> None:
+    for name, _, heard in get_pool(2).run(choose_among_gpus, GOOD, 1, "collective"):
+        assert (name, heard) == ("collective", [])
 
 
 def disagree(rank: int, world: int, what: str) -> None:

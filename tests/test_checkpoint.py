@@ -11,9 +11,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_runtime import tensor_files
-from moe_runtime.checkpoint import Checkpoint, layer_config_from_checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.config import MoELayerConfig, RouterConfig
 from moe_runtime.loading import ExpertTensors
+from tests.checkpoint_writers import layer_config_of
 
 CONFIG = MoELayerConfig(
     hidden_size=64, intermediate_size=32, num_experts=5, top_k=2, max_tokens_per_rank=8, router=RouterConfig()
@@ -138,7 +139,7 @@ def test_transformers_save_pretrained_is_read(tmp_path: Path, max_shard_size: st
     ).to(torch.bfloat16)
     model.save_pretrained(tmp_path, max_shard_size=max_shard_size)
     assert (tmp_path / tensor_files.INDEX_FILE).exists() == (max_shard_size == "20KB")
-    config = layer_config_from_checkpoint(tmp_path, max_tokens_per_rank=4)
+    config = layer_config_of(tmp_path, max_tokens_per_rank=4)
     assert (config.hidden_size, config.intermediate_size, config.num_experts, config.top_k) == (64, 32, 4, 2)
     assert config.router == RouterConfig(kind="softmax", renormalize=True)
     for layer in (0, 1):
@@ -165,18 +166,18 @@ def test_the_same_seed_writes_the_same_weights(tmp_path: Path) -> None:
 
 
 def test_layer_config_takes_overrides_that_do_not_contradict(folder: Path) -> None:
-    config = layer_config_from_checkpoint(folder, max_tokens_per_rank=8, combine_format="mxfp8")
+    config = layer_config_of(folder, max_tokens_per_rank=8, combine_format="mxfp8")
     assert config == CONFIG.replace(combine_format="mxfp8")
-    assert layer_config_from_checkpoint(folder, **CONFIG.model_dump()) == CONFIG
+    assert layer_config_of(folder, **CONFIG.model_dump()) == CONFIG
     with pytest.raises(ValueError, match="max_tokens_per_rank"):
-        layer_config_from_checkpoint(folder)
+        layer_config_of(folder)
     for key, value in (("hidden_size", 128), ("intermediate_size", 64), ("num_experts", 4), ("top_k", 1)):
         with pytest.raises(ValueError, match=rf"{key}: .*config.json says .*, got {value}"):
-            layer_config_from_checkpoint(folder, max_tokens_per_rank=8, **{key: value})
+            layer_config_of(folder, max_tokens_per_rank=8, **{key: value})
     with pytest.raises(ValueError, match=r"router: .*config\.json says"):
-        layer_config_from_checkpoint(folder, max_tokens_per_rank=8, router=RouterConfig(renormalize=False))
+        layer_config_of(folder, max_tokens_per_rank=8, router=RouterConfig(renormalize=False))
     with pytest.raises(ValueError, match=r"activation: .*config\.json says"):
-        layer_config_from_checkpoint(folder, max_tokens_per_rank=8, activation={"order": "up_gate"})
+        layer_config_of(folder, max_tokens_per_rank=8, activation={"order": "up_gate"})
 
 
 def test_a_missing_tensor(folder: Path) -> None:
@@ -209,7 +210,7 @@ def test_a_layer_without_experts(folder: Path) -> None:
     with pytest.raises(ValueError, match=r"layer: .*config\.json says that layer 1 has no experts"):
         read_layer(folder, 1, range(2))
     with pytest.raises(ValueError, match=r"layer: .*config\.json says 2 layers, asked for layer 2"):
-        layer_config_from_checkpoint(folder, layer=2, max_tokens_per_rank=1)
+        layer_config_of(folder, layer=2, max_tokens_per_rank=1)
 
 
 @pytest.mark.parametrize(
@@ -289,7 +290,7 @@ def test_an_expert_that_the_config_does_not_have(folder: Path) -> None:
 def test_a_config_json_that_is_wrong(folder: Path, changes: dict[str, Any], message: str) -> None:
     change_config(folder, **changes)
     with pytest.raises(ValueError, match=f"{folder / 'config.json'}: {message}"):
-        layer_config_from_checkpoint(folder, max_tokens_per_rank=8)
+        layer_config_of(folder, max_tokens_per_rank=8)
 
 
 def test_a_folder_that_is_no_checkpoint(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.checkpoint import Checkpoint, layer_config_from_checkpoint
+from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.conversion import convert_checkpoint
 from moe_runtime.expert_readers import dense
@@ -20,7 +20,14 @@ from moe_runtime.layer import MoELayer
 from moe_runtime.loading import ExpertTensors
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.weights import ExpertWeights, GateUpOrder
-from tests.checkpoint_writers import load_all, modelopt_nvfp4, quantize_experts, rewrite, write_gpt_oss_mxfp4
+from tests.checkpoint_writers import (
+    layer_config_of,
+    load_all,
+    modelopt_nvfp4,
+    quantize_experts,
+    rewrite,
+    write_gpt_oss_mxfp4,
+)
 from tests.comparison import assert_same_bits
 
 transformers = pytest.importorskip("transformers")
@@ -312,7 +319,7 @@ def test_a_layer_may_take_a_checkpoint_in_other_formats_or_leave_its_router_to_t
 def test_a_config_of_another_family_is_refused(tmp_path: Path) -> None:
     transformers.LlamaConfig(hidden_size=64).save_pretrained(tmp_path)
     with pytest.raises(ValueError, match=r"config\.json: model_type: expected one of mixtral, .*, got 'llama'"):
-        layer_config_from_checkpoint(tmp_path, max_tokens_per_rank=1)
+        layer_config_of(tmp_path, max_tokens_per_rank=1)
 
 
 def test_a_transformers_model_takes_its_experts_from_a_checkpoint(tmp_path: Path, seed: int) -> None:

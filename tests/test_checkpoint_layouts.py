@@ -13,7 +13,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from moe_runtime.checkpoint import Checkpoint, choose_formats, layer_config_from_checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoint import Checkpoint, choose_formats, write_qwen3_moe_checkpoint
 from moe_runtime.checkpoint_layouts import (
     COMPRESSED_MXFP4,
     COMPRESSED_MXFP8,
@@ -37,6 +37,7 @@ from tests.checkpoint_writers import (
     LibraryScheme,
     compressed_config,
     fp8_blocks,
+    layer_config_of,
     load_all,
     modelopt_nvfp4,
     quantize_experts,
@@ -110,14 +111,14 @@ def test_modelopt(folder: Path) -> None:
         assert second is not None and second.item() == scale_2.item()
         exact = read_e2m1(weight) * scale.double().numpy().repeat(16, 1) * scale_2.double().item()
         np.testing.assert_array_equal(value.numpy(), exact.astype(np.float32))
-    config = layer_config_from_checkpoint(folder, max_tokens_per_rank=1)
+    config = layer_config_of(folder, max_tokens_per_rank=1)
     assert (config.token_format, config.weight_format) == ("nvfp4", "nvfp4")
     largest = max(tensors[linear(e, "down_proj", "input_scale")] for e in range(3))
     assert config.intermediate_gsf == (torch.ones(()) / largest).item()
     (folder / "hf_quant_config.json").unlink()
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": MODELOPT}))
-    assert layer_config_from_checkpoint(folder, max_tokens_per_rank=1) == config
+    assert layer_config_of(folder, max_tokens_per_rank=1) == config
 
 
 def test_modelopt_value_for_value(folder: Path) -> None:
@@ -148,7 +149,7 @@ def test_fp8_blocks(folder: Path) -> None:
     for prefix, quants, scales, _, _ in projections(folder):
         assert_same_bits(quants.view(torch.uint8), tensors[f"{prefix}weight"].view(torch.uint8))
         assert_same_bits(scales, tensors[f"{prefix}weight_scale_inv"])
-    config = layer_config_from_checkpoint(folder, max_tokens_per_rank=1)
+    config = layer_config_of(folder, max_tokens_per_rank=1)
     assert (config.token_format, config.weight_format, config.intermediate_gsf) == ("fp8_block", "fp8_block", None)
 
 
@@ -181,7 +182,7 @@ def test_compressed_tensors_value_for_value(name: str, folder: Path) -> None:
             torch.testing.assert_close(value, back, rtol=NVFP4_RTOL, atol=0)
         else:
             assert_same_bits(value, back)
-    config = layer_config_from_checkpoint(folder, max_tokens_per_rank=1)
+    config = layer_config_of(folder, max_tokens_per_rank=1)
     tokens = {"NVFP4": "nvfp4", "MXFP8": "mxfp8", "FP8_BLOCK": "fp8_block"}.get(name, "bf16")
     weights = "fp8_block" if name == "FP8_BLOCK" else library.format.partition("-")[0]
     assert (config.token_format, config.weight_format) == (tokens, weights)
@@ -206,8 +207,8 @@ def test_linears_that_quantization_left_out_are_plain(folder: Path) -> None:
         (one,) = checkpoint.experts(1, range(1))
         assert isinstance(one.down, ExpertWeights)
         assert checkpoint.stored_of(0) == StoredExperts(PLAIN, "bf16")
-    assert layer_config_from_checkpoint(folder, 0, max_tokens_per_rank=1).token_format == "bf16"
-    assert layer_config_from_checkpoint(folder, 1, max_tokens_per_rank=1).token_format == "nvfp4"
+    assert layer_config_of(folder, 0, max_tokens_per_rank=1).token_format == "bf16"
+    assert layer_config_of(folder, 1, max_tokens_per_rank=1).token_format == "nvfp4"
 
 
 CASES: list[tuple[StoredExperts, tuple[str | None, str | None], tuple[str, str]]] = [
@@ -243,7 +244,7 @@ def test_formats_are_those_of_the_checkpoint_unless_asked_otherwise(
 @pytest.mark.parametrize("bad", [["nvfp4"], "nvfp3", 4])
 def test_what_is_no_format_is_named(argument: str, bad: Any, folder: Path) -> None:
     with pytest.raises(ValueError, match=rf"{argument}: expected one of \['bf16', .*got {re.escape(repr(bad))}"):
-        layer_config_from_checkpoint(folder, max_tokens_per_rank=1, **{argument: bad})
+        layer_config_of(folder, max_tokens_per_rank=1, **{argument: bad})
 
 
 def replaced(name: str, tensor: torch.Tensor | None) -> Callable[[Path], None]:
@@ -312,8 +313,8 @@ def test_a_bad_activation_scale_is_named(bad: float, word: str, folder: Path) ->
     name = linear(2, "down_proj", "input_scale")
     replaced(name, torch.tensor(bad))(folder)
     with pytest.raises(ValueError, match=f"tensor {name}: expected a positive number, got {word}"):
-        layer_config_from_checkpoint(folder, max_tokens_per_rank=1)
-    assert layer_config_from_checkpoint(folder, max_tokens_per_rank=1, intermediate_gsf=3.0).intermediate_gsf == 3.0
+        layer_config_of(folder, max_tokens_per_rank=1)
+    assert layer_config_of(folder, max_tokens_per_rank=1, intermediate_gsf=3.0).intermediate_gsf == 3.0
 
 
 @pytest.mark.parametrize(
@@ -356,7 +357,7 @@ def test_activation_scales_without_a_finite_reciprocal(folder: Path) -> None:
     quantize_experts(
         folder, lambda w: modelopt_nvfp4(w) | {"input_scale": torch.tensor(1e-40)}, quantization_config=MODELOPT
     )
-    assert layer_config_from_checkpoint(folder, max_tokens_per_rank=1).intermediate_gsf == 2.0**100
+    assert layer_config_of(folder, max_tokens_per_rank=1).intermediate_gsf == 2.0**100
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ import pickle
 import signal
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 
 import pytest
 import torch
@@ -39,6 +40,7 @@ from moe_runtime.errors import (
     RoutingError,
     StaleHandleError,
 )
+from moe_runtime.peers import collective_step, told_to_peers
 from tests.pool import PATIENCE_S, WITHOUT_ONE_S, run_once
 from tests.waiting import synchronize
 
@@ -290,6 +292,43 @@ def test_an_exception_in_the_block_aborts() -> None:
         contexts[1].check()
 
 
+@pytest.mark.parametrize("around", [told_to_peers, collective_step])
+@pytest.mark.parametrize(
+    ("error", "told"),
+    [
+        (ValueError("x: expected a tensor"), "x: expected a tensor"),
+        (KeyError("w1"), "KeyError: 'w1'"),
+        (KeyboardInterrupt(), "KeyboardInterrupt: "),
+        (PeerTimeoutError("in another context", 7), "PeerTimeoutError: in another context"),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_peers_are_told_of_every_error_in_one_wording(
+    error: BaseException, told: str, around: Callable[[ExpertParallelContext], AbstractContextManager[None]]
+) -> None:
+    contexts = virtual(2)
+    with pytest.raises(type(error)) as caught, around(contexts[0]):
+        raise error
+    assert caught.value is error
+    with pytest.raises(PeerAbortedError) as heard:
+        contexts[1].check()
+    assert str(heard.value) == f"rank 0, host of epoch 0: rank 0 gave up: {told}"
+    alone = virtual(1)[0]
+    with pytest.raises(type(error)), around(alone):
+        raise error
+    alone.check()
+
+
+def test_what_is_allocated_is_logged_by_the_first_rank(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", "moe_runtime"):
+        contexts = virtual(2)
+        contexts[0].allocate()
+    num_bytes = contexts[0].reserved_bytes
+    assert [record.getMessage() for record in caplog.records] == [
+        f"2 rank(s): transport private, engine torch, {num_bytes} bytes reserved on each"
+    ]
+
+
 def test_what_the_last_step_recorded_is_raised_at_the_end_of_the_block(device: torch.device) -> None:
     """On a GPU no call may come after it; what has been raised, or a peer alone has met with, is not raised there."""
     for caught in (False, True):
@@ -388,8 +427,9 @@ def test_contexts_of_parts_of_the_world(get_pool) -> None:
 
 def disagree(rank: int, world: int) -> None:
     with ExpertParallelContext(device="cpu", startup_timeout_s=PATIENCE_S) as context:
-        context.register(landing=100, agree={"hidden_size": 64, "top_k": 2})
-        context.register(landing=300 if rank == 2 else 100, agree={"hidden_size": 128 if rank == 1 else 64})
+        context.register(landing=100, agree={"hidden_size": 64, "top_k": 2}, about="layer 0")
+        agree = {"hidden_size": 128 if rank == 1 else 64}
+        context.register(landing=300 if rank == 2 else 100, agree=agree, about="layer 1")
         context.allocate()
 
 
@@ -411,7 +451,7 @@ def compare_first(rank: int, world: int) -> None:
         context.allocate()
         context.heap.barrier()
     with ExpertParallelContext(device="cpu", startup_timeout_s=PATIENCE_S) as context:
-        context.register(landing=100, agree={"top_k": 2 + rank})
+        context.register(landing=100, agree={"top_k": 2 + rank}, about="layer 0")
         for go_on in (context.compare, context.allocate, context.check):
             with pytest.raises(ValueError, match=r"agree: ranks disagree on top_k \(layer 0\): rank 0: 2, rank 1: 3"):
                 go_on()
@@ -429,7 +469,7 @@ def disagree_later(rank: int, world: int) -> None:
     with ExpertParallelContext(device="cpu", startup_timeout_s=PATIENCE_S) as context:
         context.register(landing=100, agree={"top_k": 2})
         context.allocate()
-        context.register(agree={"top_k": 3} if rank else {"top_k": 3, "mode": "packed"})
+        context.register(agree={"top_k": 3} if rank else {"top_k": 3, "mode": "packed"}, about="layer 1")
         context.allocate()
 
 

@@ -21,7 +21,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from moe_runtime.calibration import Calibration, calibrate
-from moe_runtime.checkpoint import Checkpoint, layer_config_from_checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.checkpoint_layouts import EXPERTS_KEY, MODELOPT_FILE
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.conversion import convert_checkpoint
@@ -35,6 +35,7 @@ from tests.checkpoint_writers import (
     NVFP4_RTOL,
     compress_layers,
     fp8_blocks,
+    layer_config_of,
     load_all,
     modelopt_nvfp4,
     quantize_experts,
@@ -89,7 +90,7 @@ def test_what_is_written_reads_back_as_what_the_quantizers_make(fmt: str, source
                     assert_same_bits(new.scales, want.scales)
                     if want.expert_scales is not None and new.expert_scales is not None:
                         assert (new.expert_scales.view(-1) == want.expert_scales).all()
-    config = layer_config_from_checkpoint(tmp_path / "target", max_tokens_per_rank=1)
+    config = layer_config_of(tmp_path / "target", max_tokens_per_rank=1)
     tokens = fmt if fmt in ("mxfp8", "fp8_block") else "bf16"
     assert (config.token_format, config.weight_format) == (tokens, fmt)
 
@@ -231,7 +232,7 @@ def test_calibrated_scales_are_stored(source: Path, tmp_path: Path, rng: torch.G
     assert calibrations[0].intermediate_gsf == 2.0**100
     convert_checkpoint(source, tmp_path / "target", "nvfp4", calibrations=calibrations)
     for layer, calibration in calibrations.items():
-        config = layer_config_from_checkpoint(tmp_path / "target", layer=layer, max_tokens_per_rank=1)
+        config = layer_config_of(tmp_path / "target", layer=layer, max_tokens_per_rank=1)
         assert (config.token_format, config.intermediate_gsf) == ("nvfp4", calibration.intermediate_gsf)
     stored = load_all(tmp_path / "target")["model.layers.0.mlp.experts.3.up_proj.input_global_scale"]
     assert stored.tolist() == [1344.0]
@@ -245,14 +246,14 @@ def test_layers_for_multi_token_prediction_need_no_calibration(source: Path, tmp
     one = Calibration(2.0, 3.0)
     convert_checkpoint(source, tmp_path / "target", "nvfp4", calibrations={0: one})
     for layer, fmt in enumerate(("nvfp4", "bf16")):
-        found = layer_config_from_checkpoint(tmp_path / "target", layer=layer, max_tokens_per_rank=1)
+        found = layer_config_of(tmp_path / "target", layer=layer, max_tokens_per_rank=1)
         assert (found.token_format, found.weight_format) == (fmt, "nvfp4")
     scaled = {name.split(".")[2] for name in load_all(tmp_path / "target") if name.endswith("input_global_scale")}
     assert scaled == {"0"}
     with pytest.raises(ValueError, match=r"calibrations: expected those of layers \[0\], got \[1\]"):
         convert_checkpoint(source, tmp_path / "other", "nvfp4", calibrations={1: one})
     convert_checkpoint(source, tmp_path / "both", "nvfp4", calibrations={0: one, 1: one})
-    assert layer_config_from_checkpoint(tmp_path / "both", layer=1, max_tokens_per_rank=1).token_format == "nvfp4"
+    assert layer_config_of(tmp_path / "both", layer=1, max_tokens_per_rank=1).token_format == "nvfp4"
     match_name = pytest.importorskip("compressed_tensors.utils.match").match_name
     data = json.loads((tmp_path / "target" / "config.json").read_text())["quantization_config"]
     groups = (
@@ -523,7 +524,7 @@ def test_the_program_calibrates(
     save_file(x, tokens)
     assert convert.main([str(source), str(tmp_path / "target"), "--calibrate", str(tokens)]) == 0
     assert "layer 1: tokens up to" in capsys.readouterr().out
-    config = layer_config_from_checkpoint(tmp_path / "target", layer=1, max_tokens_per_rank=1)
+    config = layer_config_of(tmp_path / "target", layer=1, max_tokens_per_rank=1)
     assert config.intermediate_gsf == calibrate(source, 1, [x["layers.1"]]).intermediate_gsf
     # Wrong names and formats are found before anything is computed.
     monkeypatch.setattr(convert, "calibrate", None)

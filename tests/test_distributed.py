@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from moe_runtime.dispatcher import DispatchedTokens, DispatchHandle, TokenDispat
 from moe_runtime.errors import MoERuntimeError, PeerTimeoutError, Phase
 from moe_runtime.formats import FORMATS
 from moe_runtime.layer import MoELayer, random_expert
+from moe_runtime.loading import ExpertTensors
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks, virtual_contexts
 from moe_runtime.weights import SwiGLU
@@ -425,6 +427,67 @@ def test_weights_that_one_rank_cannot_read_end_the_start_of_all(
         assert seconds < 120, "not by the start-up timeout of 120 s"
 
 
+def load_late(rank: int, world: int, folder: str, kind: str) -> tuple[str, str, float]:
+    """Rank 1 fails in loading weights into a layer that is there, before the first step or after it."""
+    start = time.monotonic()
+    context = ExpertParallelContext(timeout_s=PATIENCE_S)
+    layer = MoELayer(config(num_experts=6), context)
+
+    def experts() -> Iterator[ExpertTensors]:
+        for expert in layer.local_experts:
+            if rank == 1:
+                raise {"KeyError": KeyError("w1"), "KeyboardInterrupt": KeyboardInterrupt()}[kind]
+            yield random_expert(layer.config, 0, expert)
+
+    try:
+        if kind == "later":
+            layer.load_random(0)
+            layer(torch.zeros(1, HIDDEN, dtype=torch.bfloat16))
+        if kind in ("path", "later"):
+            layer.load_checkpoint(folder if rank != 1 else f"{folder}/nowhere", 0)
+        else:
+            layer.load_experts(experts())
+        layer(torch.zeros(1, HIDDEN, dtype=torch.bfloat16))
+    except (ValueError, KeyError, KeyboardInterrupt, MoERuntimeError) as error:
+        return type(error).__name__, str(error), time.monotonic() - start
+    raise AssertionError("no error was raised")
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("kind", ["path", "later", "KeyError", "KeyboardInterrupt"])
+def test_weights_that_one_rank_cannot_load_are_told_to_the_others(kind: str, get_pool: Any, tmp_path: Path) -> None:
+    write_qwen3_moe_checkpoint(tmp_path, config(num_experts=6), seed=0)
+    results = get_pool(3).run(load_late, str(tmp_path), kind)
+    own, text = {"KeyError": ("KeyError", "KeyError: 'w1'"), "KeyboardInterrupt": ("KeyboardInterrupt",) * 2}.get(
+        kind, ("ValueError", "nowhere")
+    )
+    assert results[1][0] == own
+    for name, message, seconds in (results[0], results[2]):
+        assert name == "PeerAbortedError" and f"rank 1 gave up: {'' if own == 'ValueError' else own}" in message
+        assert text in message
+        assert seconds < PATIENCE_S, "peers must learn of it, not run into their timeout"
+
+
+def load_what_differs_second(rank: int, world: int, folders: list[str]) -> None:
+    """The second of two layers, both of which are there before the weights of either."""
+    with ExpertParallelContext(timeout_s=20.0) as context:
+        layers = [MoELayer(config(num_experts=6, step_sizes=(2,)), context) for _ in range(2)]
+        layers[0].load_checkpoint(folders[0], 0)
+        layers[1].load_checkpoint(folders[rank], 0)
+        context.allocate()
+
+
+@pytest.mark.cpu_only
+def test_a_disagreement_names_the_layer_that_it_is_about(get_pool: Any, tmp_path: Path) -> None:
+    folders = [str(tmp_path / str(rank)) for rank in range(2)]
+    for rank, folder in enumerate(folders):
+        write_qwen3_moe_checkpoint(folder, config(num_experts=6), seed=rank)
+    for outcome in get_pool(2).outcomes(load_what_differs_second, folders):
+        assert isinstance(outcome.error, ValueError), outcome
+        assert "disagree on sha256 of model.layers.0.mlp.gate.weight (layer 1): rank 0" in str(outcome.error)
+        assert "(layer 0)" not in str(outcome.error)
+
+
 def load_what_differs(rank: int, world: int, folders: list[str]) -> None:
     context = ExpertParallelContext(timeout_s=20.0)
     layer = MoELayer.from_checkpoint(folders[rank], context=context, max_tokens_per_rank=4)
@@ -450,7 +513,7 @@ def test_ranks_that_see_other_files_are_told_which(what: str, get_pool: Any, tmp
     name = {"config": "config.json", "weights": "model.layers.0.mlp.gate.weight"}.get(what, f"the header of {shard}")
     for outcome in get_pool(3).outcomes(load_what_differs, folders):
         assert isinstance(outcome.error, ValueError), outcome
-        assert f"agree: ranks disagree on sha256 of {name} (layer 1)" in str(outcome.error)
+        assert f"agree: ranks disagree on sha256 of {name} (layer 0)" in str(outcome.error)
 
 
 def die_in(rank: int, world: int, phase: str, seed: int) -> tuple[str, int, float]:

@@ -108,6 +108,8 @@ def test_results_after_a_failure_are_nan(engine: str, device: torch.device, seed
 def test_a_dispatcher_wants_a_context() -> None:
     with pytest.raises(ValueError, match="context: expected an ExpertParallelContext, got NoneType"):
         TokenDispatcher(None, **SETTINGS)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="input_scale: expected a positive number, with nvfp4 tokens, got 'a'"):
+        Ranks(1, torch.device("cpu"), "torch", token_format="nvfp4", input_scale="a", **SETTINGS)
 
 
 def test_a_handle_combines_once(device: torch.device, seed: int) -> None:

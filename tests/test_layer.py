@@ -13,7 +13,7 @@ import pytest
 import torch
 import yaml
 
-from moe_runtime.checkpoint import write_qwen3_moe_checkpoint
+from moe_runtime.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.config import MoELayerConfig, load_config
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.families import layer_config
@@ -276,6 +276,54 @@ def test_from_yaml_and_from_checkpoint_give_the_layer_that_was_written(
     assert not torch.equal(other(x), direct(x))
 
 
+def test_a_layer_closes_the_context_that_was_made_for_it_and_no_other(tmp_path: Path, rng: torch.Generator) -> None:
+    config = MoELayerConfig(**SETTINGS)
+    write_qwen3_moe_checkpoint(tmp_path / "model", config, seed=5)
+    run = {"layer": SETTINGS, "checkpoint": {"path": str(tmp_path / "model")}, "parallel": {"timeout_s": 7.0}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    ways: list[Callable[[ExpertParallelContext | None], MoELayer]] = [
+        lambda context: MoELayer.from_yaml(tmp_path / "run.yaml", context=context),
+        lambda context: MoELayer.from_run_config(load_config(tmp_path / "run.yaml"), context),
+        lambda context: MoELayer.from_checkpoint(tmp_path / "model", context=context, max_tokens_per_rank=64),
+        lambda context: MoELayer(config, context),
+    ]
+    ys, x = [], tokens(rng, 3)
+    for number, way in enumerate(ways):
+        with way(None) as layer:
+            if number == 3:
+                layer.load_checkpoint(tmp_path / "model", 0)
+            ys.append(layer(x.to(layer.context.device)))
+            assert layer.context.timeout_s == (7.0 if number < 2 else 30.0)
+        assert layer.context.closed
+        layer.close()
+        assert_same_bits(ys[-1], ys[0])
+        with ExpertParallelContext() as context:
+            with way(context) as layer:
+                pass
+            layer.close()
+            assert not context.closed
+    left = MoELayer(config)
+    with pytest.raises(KeyError), left:
+        raise KeyError("a step")
+    assert left.context.closed and left.context.failed
+
+
+def test_a_checkpoint_is_loaded_from_a_path_or_one_that_is_open(tmp_path: Path, rng: torch.Generator) -> None:
+    write_qwen3_moe_checkpoint(tmp_path, MoELayerConfig(**SETTINGS), seed=5)
+    with Checkpoint(tmp_path) as checkpoint, MoELayer(MoELayerConfig(**SETTINGS)) as layer:
+        x = tokens(rng, 3).to(layer.context.device)
+        layer.load_checkpoint(checkpoint, 0)
+        y = layer(x)
+        assert checkpoint.files._open, "left open"
+        checkpoint.close()
+        assert not checkpoint.files._open
+        layer.load_random(0)
+        layer.load_checkpoint(str(tmp_path), 0)
+        assert_same_bits(layer(x), y)
+        with pytest.raises(ValueError, match="checkpoint: expected a Checkpoint or a path, got int"):
+            layer.load_checkpoint(3, 0)  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [
@@ -401,6 +449,15 @@ def test_wrong_use_is_named(device: torch.device, rng: torch.Generator) -> None:
         ValueError, match="config: expected a MoELayerConfig, got RunConfig; of a RunConfig it is `layer`"
     ):
         MoELayer(load_config("tiny_cpu"))
+    with pytest.raises(ValueError, match="run: expected a RunConfig, got MoELayerConfig"):
+        MoELayer.from_run_config(MoELayerConfig(**SETTINGS))  # type: ignore[arg-type]
+    for make in (
+        lambda: MoELayer(MoELayerConfig(**SETTINGS), "x"),  # type: ignore[arg-type]
+        lambda: MoELayer.from_run_config(load_config("tiny_cpu"), "x"),  # type: ignore[arg-type]
+        lambda: MoELayer.from_checkpoint("nowhere", context="x", max_tokens_per_rank=1),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match="context: expected an ExpertParallelContext or None, got str"):
+            make()
     with pytest.raises(ValueError, match="experts: no weights are loaded"):
         MoELayer(MoELayerConfig(**SETTINGS), ExpertParallelContext(device=device))(x)
     with pytest.raises(ValueError, match="topk_idx: expected together"):

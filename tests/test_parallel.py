@@ -207,6 +207,8 @@ def sizes_of_rank(rank: int, world: int, path: Path, ids: list[Any]) -> Any:
     with parallel, parallel.join():
         expected = [plain(x).logits for x in ids[rank]]
     model, parallel = spread(path, max_tokens_per_rank=8, step_sizes=(2, 5))
+    parallel.warm_up()
+    assert all(d._stepped for layer in parallel.layers for d in layer.dispatchers.values())
     taken = []
     for layer in parallel.layers:
         for size, dispatcher in layer.dispatchers.items():

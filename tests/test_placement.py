@@ -176,6 +176,8 @@ def test_a_placement_that_cannot_be_is_refused(fields: Any, message: str) -> Non
         "",
         "[]",
         "[" * 9000,
+        "x",
+        None,
         '{"num_experts": 1, "num_ranks": 1}',
         json.dumps({"num_experts": 1, "num_ranks": 1, "slot_experts": [0], "more": 1}),
         json.dumps({"num_experts": 1, "num_ranks": 1, "slot_experts": "0"}),
@@ -183,14 +185,18 @@ def test_a_placement_that_cannot_be_is_refused(fields: Any, message: str) -> Non
         json.dumps({"num_experts": 1, "num_ranks": 1, "slot_experts": [0.0]}),
     ],
 )
-def test_json_that_is_no_placement_is_refused(text: str) -> None:
-    with pytest.raises(ValueError):
+def test_json_that_is_no_placement_is_refused(text: Any) -> None:
+    with pytest.raises(ValueError, match=r"^(text|num_experts|slot_experts): "):
         Placement.from_json(text)
 
 
 def test_other_sizes_do_not_fit() -> None:
     with pytest.raises(ValueError, match=r"num_ranks: expected a divisor of num_experts = 3, got 2"):
         Placement.contiguous(3, 2)
+    with pytest.raises(ValueError, match=r"num_experts: expected a positive integer, got '8'"):
+        Placement.contiguous("8", 2)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"other: expected a Placement, got NoneType"):
+        Placement.contiguous(4, 2).reordered_like(None)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"other: expected 4 experts in 4 slots on 2 rank\(s\), got 4 .* on 1 rank"):
         Placement.contiguous(4, 2).reordered_like(Placement.contiguous(4, 1))
     with pytest.raises(ValueError, match="load"):
@@ -234,3 +240,21 @@ def test_a_section_that_cannot_be_planned_names_key_and_file(
         placement_from_config(section, 3, 2)
     with pytest.raises(ValueError, match=r"placement\.load: .*missing\.json: .*No such file"):
         placement_from_config(PlacementConfig(spare_slots=1, load=str(tmp_path / "missing.json")), 3, 2)
+
+
+def test_a_section_of_a_config_may_name_a_placement(tmp_path: Path) -> None:
+    """Such as that of a server before it was started again."""
+    file, wanted = tmp_path / "placement.json", plan_placement([8, 1, 3], 2, 2)
+    section = PlacementConfig(file=str(file))
+    with pytest.raises(ValueError, match=r"placement\.file: .*placement\.json: .*No such file"):
+        placement_from_config(section, 3, 2)
+    file.write_text(wanted.to_json())
+    assert placement_from_config(section, 3, 2) == wanted
+    with pytest.raises(ValueError, match=r"placement\.file: .*: expected 3 experts on 4 rank\(s\), got 3 experts in 4"):
+        placement_from_config(section, 3, 4)
+    file.write_text("[]")
+    with pytest.raises(ValueError, match=r"placement\.file: .*placement\.json: text: expected a JSON object"):
+        placement_from_config(section, 3, 2)
+    for other in ({"spare_slots": 1}, {"load": "load.json"}):
+        with pytest.raises(ValueError, match="file: expected neither spare_slots nor load beside it"):
+            PlacementConfig(file=str(file), **other)  # type: ignore[arg-type]

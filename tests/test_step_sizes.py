@@ -8,12 +8,15 @@ from typing import Any
 
 import pytest
 import torch
+import triton
 
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import PeerAbortedError, StepMismatchError
+from moe_runtime.kernels import nvrtc
 from moe_runtime.layer import MoELayer
-from moe_runtime.virtual import VirtualRanks
+from moe_runtime.metrics import PhaseTimes
+from moe_runtime.virtual import VirtualRanks, virtual_contexts
 from tests.comparison import assert_same_bits
 from tests.exchange_data import EXPERTS, HIDDEN, TOP_K, RankInput, config, placements, rank_input
 from tests.waiting import synchronize
@@ -49,11 +52,20 @@ def most(inputs: list[RankInput]) -> int:
 
 
 def virtual_results(
-    c: MoELayerConfig, world: int, seed: int, *, told: bool, counts: Counts = COUNTS, **settings: Any
+    c: MoELayerConfig,
+    world: int,
+    seed: int,
+    *,
+    told: bool,
+    counts: Counts = COUNTS,
+    warm: bool = False,
+    **settings: Any,
 ) -> list[list[torch.Tensor]]:
     """`y` by step and rank of ranks in one process, which are `told` how many tokens each step has."""
     with VirtualRanks(c, world, lambda layer: layer.load_random(seed), **settings) as ranks:
         device = ranks.contexts[0].device
+        if warm:
+            ranks.warm_up()
         found = []
         for inputs in steps(seed, world, counts):
             here = [data.to(device) for data in inputs]
@@ -81,6 +93,77 @@ def test_no_bit_depends_on_it_with_kernels(device: torch.device, seed: int) -> N
     found = virtual_results(c, 2, seed, told=True, **settings)
     for y, want in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
         assert_same_bits(y, want)
+
+
+@pytest.mark.parametrize("c", CASES, ids=lambda c: c.token_format)
+def test_no_bit_depends_on_a_warm_up(c: MoELayerConfig, device: torch.device, seed: int) -> None:
+    """With few rows of capacity too, of which it takes none, and with a shared expert."""
+    c = c.replace(shared_expert={"intermediate_size": 64} if c.token_format == "nvfp4" else None)
+    expected = virtual_results(c, 2, seed, told=True, device=device)
+    for ys, wanted in zip(virtual_results(c, 2, seed, told=True, warm=True, device=device), expected, strict=True):
+        for y, want in zip(ys, wanted, strict=True):
+            assert_same_bits(y, want)
+
+
+def test_a_warm_up_steps_in_every_size_and_is_not_counted(device: torch.device, seed: int) -> None:
+    c = config("nvfp4", max_tokens_per_rank=6, step_sizes=(2, 3), expert_row_capacity=1)
+    with VirtualRanks(c, 2, lambda layer: layer.load_random(seed), device=device) as ranks:
+        layer = ranks.layers[0]
+        counters, times = layer.count_steps(), PhaseTimes(device)
+        layer.times = times
+        ranks.warm_up()
+        assert int(layer.context.epoch) == 3 * len(c.all_step_sizes)
+        assert all(dispatcher._stepped for dispatcher in layer.dispatchers.values())
+        assert (layer.counters, layer.times) == (counters, times)
+        assert counters.read().steps == 0 and times.milliseconds() == {}
+        assert ranks.layers[1].counters is None
+
+
+def test_a_warm_up_of_a_layer_without_weights_is_told_to_the_peers(device: torch.device) -> None:
+    contexts = virtual_contexts(2, device=device)
+    layers = [MoELayer(CASES[0], context) for context in contexts]
+    for context in contexts:
+        context.allocate()
+    with pytest.raises(ValueError, match="experts: no weights are loaded"):
+        layers[0].warm_up()
+    assert layers[0].counters is None
+    synchronize(device)
+    with pytest.raises(PeerAbortedError, match="rank 0 gave up: experts: no weights are loaded"):
+        contexts[1].check_peers()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("router", [True, False])
+@pytest.mark.parametrize("c", CASES, ids=lambda c: c.token_format)
+def test_after_a_warm_up_nothing_is_compiled(
+    c: MoELayerConfig, router: bool, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Neither by NVRTC nor by Triton, with either kind of ids, counted or not; and every size can be captured."""
+    compiled: list[str] = []
+
+    def note(*args: Any, **named: Any) -> None:
+        compiled.append(str(named.get("repr") or named.get("fn")))
+
+    with ExpertParallelContext(device=device, transport="private") as context:
+        layer = MoELayer(c.replace(expert_row_capacity=None), context, router=router)
+        layer.load_random(seed)
+        layer.warm_up()
+        loaded = nvrtc._loaded.cache_info().misses
+        monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
+        for counted, count in itertools.product((False, True), (1, *c.all_step_sizes)):
+            if counted:
+                layer.count_steps()
+            data, graph = rank_input(seed, 0, count, HIDDEN, EXPERTS, TOP_K).to(device), torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                first = layer(data.x, topk_idx=data.topk_idx, topk_weights=data.topk_weights)
+            graph.replay()
+            for ids in (data.topk_idx.int(), data.topk_idx.long()):
+                assert_same_bits(layer(data.x, topk_idx=ids, topk_weights=data.topk_weights), first)
+                layer(data.x, topk_idx=ids, topk_weights=data.topk_weights, shared=data.x)
+            if router:
+                layer(data.x)
+        context.check_peers()
+        assert (nvrtc._loaded.cache_info().misses, compiled) == (loaded, [])
 
 
 def test_the_smallest_size_with_room_is_taken(device: torch.device, seed: int) -> None:
@@ -175,11 +258,13 @@ def test_what_belongs_to_the_layer_is_that_of_all_sizes(device: torch.device, se
 
 
 def run_layers(rank: int, world: int, configs: list[MoELayerConfig], seed: int, transport: str) -> list[Any]:
-    """Steps of all layers in turn over one context; `y` by layer and step."""
+    """Steps of all layers in turn over one context, two of which are warmed up; `y` by layer and step."""
     with ExpertParallelContext(transport=transport, engine="torch", timeout_s=30) as context:
         layers = [MoELayer(c, context) for c in configs]
         for layer in layers:
             layer.load_random(seed)
+        for layer in layers[:2]:
+            layer.warm_up()
         found: list[list[torch.Tensor]] = [[] for _ in layers]
         for inputs in steps(seed, world):
             mine = inputs[rank]
