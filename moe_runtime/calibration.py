@@ -10,9 +10,10 @@ import torch
 
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.expert_readers import dense
+from moe_runtime.formats import MAX_ENCODE_SCALE, NVFP4_FULL_SCALE
 from moe_runtime.kernels.activation import swiglu
 from moe_runtime.router import Router
-from moe_runtime.weights import MAX_ENCODE_SCALE, NVFP4_FULL_SCALE, GateUpOrder, SwiGLU
+from moe_runtime.weights import GateUpOrder, SwiGLU
 
 
 @dataclass(frozen=True)
