@@ -40,6 +40,13 @@ REASON_WORDS = 64
 ERROR_WORDS = 8
 """Words of a rank's own error record in host-visible memory, code written last:
 (code, rank it is about, phase, epoch, detail, origin rank, detail2, 0)."""
+COMBINED = 1
+ROUTED = COMBINED + 1 + PROGRESS_PARTS
+SENT = ROUTED + 1
+COUNTED = SENT + SENT_PARTS
+NUM_COUNTERS = COUNTED + 3
+"""Words of a rank's own by which the blocks of a kernel count each other, and the first of those that each kernel has:
+`dispatch_send` the first of all too, `combine_send` those from `COMBINED` on, `arrive` those from `COUNTED` on."""
 
 
 def tag_of(count_tag: int, epoch: int) -> int:

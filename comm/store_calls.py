@@ -60,15 +60,17 @@ class StoreCalls:
 
 
 _CALLS: weakref.WeakKeyDictionary[Any, StoreCalls] = weakref.WeakKeyDictionary()
+_CALLS_LOCK = threading.Lock()
 
 
 def calls_of(store: Any) -> StoreCalls:
     """Those of `store`, whose thread ends with it."""
-    calls = _CALLS.get(store)
-    if calls is None:
-        calls = _CALLS[store] = StoreCalls()
-        weakref.finalize(store, calls.end).atexit = False
-    return calls
+    with _CALLS_LOCK:
+        calls = _CALLS.get(store)
+        if calls is None:
+            calls = _CALLS[store] = StoreCalls()
+            weakref.finalize(store, calls.end).atexit = False
+        return calls
 
 
 def _serve(queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:

@@ -7,6 +7,7 @@ scales (and, when packed, of rows) to where the grouped GEMM reads them. Nothing
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -345,9 +346,9 @@ def _arrive_rows_kernel(
 
 
 def room_to_count(geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor:
-    """Uninitialised int32 `[chunks, E]`, `E` padded, in which `arrive` counts rows."""
+    """Uninitialised int32 `[chunks + 1, E]`, `E` padded: `arrive` counts rows in it, and notes where scales begin."""
     num_chunks = geometry.world_size * ceil_div(geometry.max_tokens, SLOTS)
-    return torch.empty((num_chunks, _padded_experts(geometry)), dtype=torch.int32, device=device)
+    return torch.empty((num_chunks + 1, _padded_experts(geometry)), dtype=torch.int32, device=device)
 
 
 def arrive(
@@ -381,9 +382,9 @@ def arrive(
     More rows than `row_capacity` are recorded as `CapacityError`; after any failure all groups are empty.
     """
     chunks = ceil_div(geometry.max_tokens, SLOTS)
-    num_chunks = len(counts)
+    num_chunks = len(counts) - 1
+    first_block = counts[num_chunks]
     constexprs = _constexprs(geometry)
-    first_block = torch.empty(max(geometry.num_local_experts, 1), dtype=torch.int32, device=context.device)
     landing_half = geometry.landing_half(context.half_bytes["landing"])
     _arrive_count_kernel[(geometry.programs(num_chunks),)](
         counts,
@@ -462,6 +463,7 @@ def _padded_experts(geometry: ExchangeGeometry) -> int:
     return max(EXPERTS, triton.next_power_of_2(geometry.num_local_experts))
 
 
+@cache
 def _constexprs(geometry: ExchangeGeometry) -> dict[str, dict[str, Any]]:
     """The compile-time arguments of each of the four kernels."""
     record, signals = geometry.record, SignalLayout(geometry.world_size)

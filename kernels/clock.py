@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.kernels.nvrtc import launch
+from moe_runtime.kernels.nvrtc import Defines, launch
 from moe_runtime.kernels.runtime import CudaCase
+
+DEFINES = Defines({})
 
 
 def write_clock(at: torch.Tensor) -> None:
@@ -13,7 +15,7 @@ def write_clock(at: torch.Tensor) -> None:
 
     The kernel after may begin meanwhile, up to its own wait, if it is launched to do so.
     """
-    launch("clock.cu", "write_clock", {}, grid=(1, 1, 1), block=1, arguments=[at], device=at.device, early=True)
+    launch("clock.cu", "write_clock", DEFINES, grid=(1, 1, 1), block=1, arguments=[at], device=at.device, early=True)
 
 
-AOT_CASES = (CudaCase("write_clock", "any", "clock.cu", "write_clock", {}, instruction={90: "globaltimer"}),)
+AOT_CASES = (CudaCase("write_clock", "any", "clock.cu", "write_clock", DEFINES, instruction={90: "globaltimer"}),)

@@ -7,13 +7,14 @@ so that every engine gives the same bits. A NaN is a NaN everywhere, but its sig
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.comm.signals import SignalLayout
+from moe_runtime.comm.signals import COMBINED, SignalLayout
 from moe_runtime.errors import ErrorCode, Phase
 from moe_runtime.formats import COMBINE_FORMATS, FormatCode
 from moe_runtime.geometry import ExchangeGeometry, sample_geometry
@@ -208,6 +209,7 @@ def _combine_wait_kernel(
             )
 
 
+@cache
 def _partial_constexprs(geometry: ExchangeGeometry) -> dict[str, int]:
     signals = SignalLayout(geometry.world_size)
     return {
@@ -225,6 +227,7 @@ def _partial_constexprs(geometry: ExchangeGeometry) -> dict[str, int]:
     }
 
 
+@cache
 def _record_constexprs(geometry: ExchangeGeometry) -> dict[str, int]:
     return {
         "K": geometry.top_k,
@@ -263,7 +266,7 @@ def combine_send(
         handle_epoch,
         context.error,
         context.latch,
-        context.counters[1:],
+        context.counters[COMBINED:],
         geometry.rank,
         geometry.max_tokens,
         geometry.landing_half(context.half_bytes["landing"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from moe_runtime.kernels.nvrtc import int64, launch
+from moe_runtime.kernels.nvrtc import Defines, int64, launch
 from moe_runtime.kernels.runtime import CudaCase
 
 if TYPE_CHECKING:
@@ -16,9 +16,9 @@ PIECE, THREADS = 4096, 256
 """Bytes that a thread block copies at a time, and its threads."""
 
 
-def defines(way: str, world_size: int) -> dict[str, int | str]:
+def defines(way: str, world_size: int) -> Defines:
     """Macros of `copy_ways.cu`."""
-    return {"WAY": WAYS.index(way), "WORLD": world_size, "PIECE": PIECE, "THREADS": THREADS}
+    return Defines({"WAY": WAYS.index(way), "WORLD": world_size, "PIECE": PIECE, "THREADS": THREADS})
 
 
 def copy(context: ExpertParallelContext, way: str, blocks: int, num_bytes: int) -> None:

@@ -44,7 +44,7 @@ def _tma(fmt: TokenFormat) -> Iterator[CudaCase]:
                 defines = tma_gemm.macros(
                     fmt, regime, GROUPS, gated=gated, order=order, out_code=code, extras=False, **way
                 )
-                yield CudaCase(operation, fmt.name, tma_gemm.SOURCE, "tma_gemm", {**defines}, instruction=wgmma)
+                yield CudaCase(operation, fmt.name, tma_gemm.SOURCE, "tma_gemm", defines, instruction=wgmma)
 
 
 def _operations() -> Iterator[CudaCase]:
@@ -58,18 +58,9 @@ def _operations() -> Iterator[CudaCase]:
             defines, _ = decoded_gemm.macros(fmt, fmt, decoded_gemm.DECODE, unit_columns(HIDDEN), None, out_dtype, None)
             yield CudaCase(operation, fmt.name, "decoded_gemm.cu", "decoded_gemm", defines, instruction=BF16_WGMMA)
     for out_code in (0, 1):
-        defines = {
-            **tma_gemm.macros(
-                FP8_BLOCK,
-                tma_gemm.PREFILL,
-                GROUPS,
-                gather=False,
-                gated=False,
-                order=None,
-                out_code=out_code,
-                extras=False,
-            )
-        }
+        defines = tma_gemm.macros(
+            FP8_BLOCK, tma_gemm.PREFILL, GROUPS, gather=False, gated=False, order=None, out_code=out_code, extras=False
+        )
         name = "group_gemm_fp8_nt_groupwise"
         yield CudaCase(name, FP8_BLOCK.name, tma_gemm.SOURCE, "tma_gemm", defines, instruction=FP8_WGMMA)
 

@@ -35,10 +35,11 @@ from moe_runtime.formats import NVFP4, TokenFormat, ceil_div
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.decoded_layout import UNIT, chunk_units, stage_units, unit_bytes, unit_columns, unit_rows
-from moe_runtime.prepared import MAX_EXPERTS, RESULT_FORMATS, PreparedWeights
+from moe_runtime.kernels.runtime import is_hopper
+from moe_runtime.prepared import MAX_PREPARED_EXPERTS, RESULT_FORMATS, PreparedWeights
 from moe_runtime.weights import SwiGLU
 
-MAX_GROUPS = MAX_EXPERTS
+MAX_GROUPS = MAX_PREPARED_EXPERTS
 MAX_UNIT_ROWS = 2**20
 """Rows of a weight / 64 that the kernel divides fast."""
 SHARED_BYTES = 227 * 1024 - 20 * 1024
@@ -92,17 +93,20 @@ def choose_shape(rows: int, num_groups: int, weight_format: TokenFormat) -> Deco
     return MIDDLE if ceil_div(rows, num_groups) in MIDDLE_ROWS else PREFILL
 
 
+@cache
 def token_macros(
     fmt: TokenFormat, packed: bool = False, scale_block: int | None = None, by_row: bool = False
-) -> dict[str, int | str]:
+) -> nvrtc.Defines:
     """Macros of `decode_tokens.cu`."""
-    return {
-        "FMT": int(fmt.code),
-        "MAX_GROUPS": MAX_GROUPS,
-        "PACKED": int(packed),
-        "BY_ROW": int(by_row),
-        "SCALE_BLOCK": scale_block or fmt.block,
-    }
+    return nvrtc.Defines(
+        {
+            "FMT": int(fmt.code),
+            "MAX_GROUPS": MAX_GROUPS,
+            "PACKED": int(packed),
+            "BY_ROW": int(by_row),
+            "SCALE_BLOCK": scale_block or fmt.block,
+        }
+    )
 
 
 def empty_decoded(a: GroupedRows, num_columns: int) -> torch.Tensor:
@@ -175,7 +179,7 @@ def decoded_gemm(
     Scales of `a` that are `ScaleLayout.PACKED` come with their leading dimension `packed_ld` and the first scale row of
     each group in `group_scale_offsets`; `scale_block` is the block of the scales of `a`, None that of its format.
     """
-    _launch(a, w, out, None, None, None, None, num_sms, packed_ld, scale_block)
+    _launch(a, w, out, num_sms=num_sms, packed_ld=packed_ld, scale_block=scale_block)
 
 
 def decoded_gemm_swiglu(
@@ -191,7 +195,7 @@ def decoded_gemm_swiglu(
 
     `gsf` may be more than it is clamped to. After decoded results comes the product that takes them.
     """
-    _launch(a, w, out.rows, activation, out.scales, gsf, out, num_sms)
+    _launch(a, w, out.rows, activation=activation, gsf=gsf, result=out, num_sms=num_sms)
 
 
 @cache
@@ -208,7 +212,7 @@ def macros(
     row_scales: bool = True,
     expert_scales: bool = True,
     bias: bool = False,
-) -> tuple[dict[str, int | str], int]:
+) -> tuple[nvrtc.Defines, int]:
     """Macros of `decoded_gemm.cu`, and the dynamic shared memory of a block.
 
     `units` is K in units; `out_format` is that of a gated result, None for a plain one of `out_dtype`; `out_decoded`
@@ -242,18 +246,18 @@ def macros(
     }
     if activation is not None and activation.limit is not None:
         defines["LIMIT"] = _literal(activation.limit)
-    return defines, stages * stage_k64 * unit_stage
+    return nvrtc.Defines(defines), stages * stage_k64 * unit_stage
 
 
 def _launch(
     a: GroupedRows,
     w: PreparedWeights,
     out: torch.Tensor,
-    activation: SwiGLU | None,
-    out_scales: torch.Tensor | None,
-    gsf: torch.Tensor | None,
-    result: GroupedRows | None,
+    *,
     num_sms: int | None,
+    activation: SwiGLU | None = None,
+    gsf: torch.Tensor | None = None,
+    result: GroupedRows | None = None,
     packed_ld: int | None = None,
     scale_block: int | None = None,
 ) -> None:
@@ -295,7 +299,7 @@ def _launch(
             a.expert_ids,
             a.active_on_device,
             out if decoded is None else decoded,
-            out_scales,
+            None if result is None else result.scales,
             gsf,
             None if result is None else result.row_scale,
             None if result is None else result.group_scale_offsets,
@@ -337,7 +341,7 @@ def _out_aligned(out: torch.Tensor) -> bool:
 
 def _check(a: GroupedRows, w: PreparedWeights, out: torch.Tensor, result: GroupedRows | None) -> None:
     """What these kernels ask beyond the other engines: aligned rows, a Hopper GPU."""
-    if torch.cuda.get_device_capability(w.device) != (9, 0):
+    if not is_hopper(w.device):
         raise ValueError(f"w: prepared for Hopper, got {torch.cuda.get_device_name(w.device)}; use w.restore()")
     if unit_rows(w.num_rows) >= MAX_UNIT_ROWS:
         raise ValueError(f"w: expected N < {MAX_UNIT_ROWS * UNIT}, got {w.num_rows}")

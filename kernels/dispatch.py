@@ -7,6 +7,7 @@ old one. The last program of a launch raises the flags, so a flag means that all
 
 from __future__ import annotations
 
+from functools import cache
 from typing import TYPE_CHECKING
 
 import torch
@@ -284,6 +285,7 @@ def padded(n: int) -> int:
     return max(2, triton.next_power_of_2(n))
 
 
+@cache
 def _record_constexprs(geometry: ExchangeGeometry) -> dict[str, int]:
     signals = SignalLayout(geometry.world_size)
     return {

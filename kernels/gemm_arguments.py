@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.formats import TokenFormat, ceil_div, token_format, token_formats_for
+from moe_runtime.arguments import check_no_grad
+from moe_runtime.formats import MAX_ENCODE_SCALE, TokenFormat, ceil_div, token_format, token_formats_for
 from moe_runtime.grouped import GroupedRows
+from moe_runtime.kernels.quantize import check_gsf
 from moe_runtime.plan import dense_128_blocks_needed, dense_128_offsets
 from moe_runtime.prepared import PreparedWeights
-from moe_runtime.weights import MAX_ENCODE_SCALE, ExpertWeights, SwiGLU
+from moe_runtime.weights import ExpertWeights, SwiGLU
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -38,8 +40,7 @@ def check_operands(a: GroupedRows, w: ExpertWeights | PreparedWeights) -> None:
         raise ValueError(f"w: expected device {a.rows.device} as a.rows, got {w.device}")
     a.format.check_columns(a.num_columns, "a.num_columns")
     columns = a.format.quant_columns(a.num_columns)
-    if a.rows.requires_grad and torch.is_grad_enabled():
-        raise ValueError("a.rows: requires grad, but the runtime is for inference only; detach it or use no_grad")
+    check_no_grad("a.rows", a.rows)
     if a.rows.ndim != 2 or a.rows.shape[1] != columns or a.rows.dtype != a.format.quant_dtype:
         raise ValueError(
             f"a.rows: expected [*, {columns}] of {a.format.quant_dtype}, got {list(a.rows.shape)} of {a.rows.dtype}"
@@ -204,16 +205,9 @@ def encode_scale(
     `gsf` None means the default; without `clamped` a tensor is left as it is. Raises `ValueError` naming `argument` for
     one that is no positive number, or given to a format without.
     """
-    if not fmt.has_row_scale:
-        if gsf is not None:
-            raise ValueError(f"{argument}: expected None for {fmt.name}, got {gsf!r}")
-        return None
-    gsf = DEFAULT_INTERMEDIATE_GSF if gsf is None else gsf
-    if isinstance(gsf, torch.Tensor):
-        if gsf.dtype != torch.float32 or gsf.numel() != 1 or gsf.device != device:
-            found = f"{gsf.dtype} {list(gsf.shape)} on {gsf.device}"
-            raise ValueError(f"{argument}: expected one float32 element on {device}, got {found}")
-        return gsf.reshape(1).clamp(max=MAX_ENCODE_SCALE) if clamped else gsf.reshape(1)
-    if not torch.finfo(torch.float32).tiny <= gsf < float("inf"):
-        raise ValueError(f"{argument}: expected a positive finite number (at least 2^-126), got {gsf}")
-    return torch.full((1,), min(gsf, MAX_ENCODE_SCALE), dtype=torch.float32, device=device)
+    if fmt.has_row_scale and gsf is None:
+        gsf = DEFAULT_INTERMEDIATE_GSF
+    scale = check_gsf(gsf, fmt, device, argument)
+    if scale is None or not isinstance(gsf, torch.Tensor) or not clamped:
+        return scale
+    return scale.clamp(max=MAX_ENCODE_SCALE)

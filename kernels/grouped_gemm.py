@@ -11,7 +11,9 @@ Epilogue, in fp32: `c = acc * row_scale[row] * expert_scales[expert] + bias[expe
 
 from __future__ import annotations
 
+import logging
 from dataclasses import dataclass, replace
+from functools import cache
 
 import torch
 import triton
@@ -39,6 +41,8 @@ from moe_runtime.kernels.reference_quantize import raw_bits
 from moe_runtime.kernels.runtime import INTERPRET, resolve_engine, runs_cuda
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import ExpertWeights, SwiGLU
+
+log = logging.getLogger(__name__)
 
 
 @triton.jit
@@ -287,17 +291,20 @@ def grouped_gemm(
         ValueError: a shape, dtype, device, stride or format that does not fit; the message names the argument.
     """
     check_operands(a, w)
-    _check_for_hopper(a, w, engine)
+    on_hopper = runs_cuda(engine, a.rows.device)
+    _check_for_hopper(a, w, on_hopper)
     if isinstance(w, PreparedWeights):
         if w.gate_up is not None:
             raise ValueError("w.gate_up: expected None in prepared weights, which are reordered for SwiGLU otherwise")
-        if runs_cuda(engine, a.rows.device):
+        if on_hopper:
             out = check_out(a, w, out, out_dtype)
             decoded_gemm.decoded_gemm(a, w, out, num_sms=num_sms)
             return out
-        w = w.restore()
-    elif runs_cuda(engine, a.rows.device) and tma_gemm.supports(a, w, out):
-        return tma_gemm.grouped_gemm(a, w, out=out, out_dtype=out_dtype, num_sms=num_sms)
+        w = _restored(w)
+    elif on_hopper and tma_gemm.supports(a, w, out):
+        out = check_out(a, w, out, out_dtype)
+        tma_gemm.multiply(a, w, out, num_sms=num_sms)
+        return out
     if resolve_engine(engine, a.rows.device) == "torch":
         return reference_gemm.grouped_gemm(a, w, out=out, out_dtype=out_dtype)
     out = check_out(a, w, out, out_dtype)
@@ -342,22 +349,23 @@ def grouped_gemm_swiglu(
     """
     check_operands(a, w)
     check_activation(w, activation)
-    _check_for_hopper(a, w, engine)
+    on_hopper = runs_cuda(engine, a.rows.device)
+    _check_for_hopper(a, w, on_hopper)
     if isinstance(w, PreparedWeights):
         if w.gate_up is None:
             raise ValueError("w.gate_up: expected prepared weights of gate and up, got plain ones")
-        if runs_cuda(engine, a.rows.device):
+        if on_hopper:
             decoded = decoded_gemm.takes_decoded(then)
             out, gsf = empty_intermediate(a, w, out_format, out_gsf, finished=False, stored=not decoded)
             if decoded:
                 out = replace(out, decoded=decoded_gemm.empty_decoded(a, out.num_columns))
             decoded_gemm.decoded_gemm_swiglu(a, w, activation, out, gsf, num_sms=num_sms)
             return out
-        w = w.restore()
-    elif runs_cuda(engine, a.rows.device) and tma_gemm.supports_swiglu(a, w, token_format(out_format)):
-        if out_gsf is not None:
-            raise ValueError(f"out_gsf: expected None for {token_format(out_format).name}, got {out_gsf!r}")
-        return tma_gemm.grouped_gemm_swiglu(a, w, activation, out_format=out_format, num_sms=num_sms)
+        w = _restored(w)
+    elif on_hopper and tma_gemm.supports_swiglu(a, w, token_format(out_format)):
+        out, _ = empty_intermediate(a, w, out_format, out_gsf)
+        tma_gemm.multiply_swiglu(a, w, activation, out, num_sms=num_sms)
+        return out
     if resolve_engine(engine, a.rows.device) == "torch":
         return reference_gemm.grouped_gemm_swiglu(a, w, activation, out_format=out_format, out_gsf=out_gsf)
     out, gsf = empty_intermediate(a, w, out_format, out_gsf)
@@ -369,8 +377,23 @@ def grouped_gemm_swiglu(
     return out
 
 
-def _check_for_hopper(a: GroupedRows, w: ExpertWeights | PreparedWeights, engine: str) -> None:
-    if isinstance(w, PreparedWeights) and runs_cuda(engine, a.rows.device):
+def _restored(w: PreparedWeights) -> ExpertWeights:
+    """The weights as other kernels than those that they were prepared for read them."""
+    _tell_of_restoring()
+    return w.restore()
+
+
+@cache
+def _tell_of_restoring() -> None:
+    """Once in a process."""
+    log.warning(
+        "prepared weights are restored in every call, which is slow: only Hopper's own kernels multiply them as they "
+        'are, with engine "auto" on a Hopper GPU that has NVRTC; elsewhere give weights that are not prepared'
+    )
+
+
+def _check_for_hopper(a: GroupedRows, w: ExpertWeights | PreparedWeights, on_hopper: bool) -> None:
+    if isinstance(w, PreparedWeights) and on_hopper:
         return
     if a.decoded is not None:
         raise ValueError("a.decoded: expected None but for prepared weights and the kernels of Hopper")

@@ -23,10 +23,12 @@ What each version brought, what was tried, what is left, and why sizes are as th
 
 from __future__ import annotations
 
+import ctypes
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from moe_runtime.comm.signals import COMBINED, COUNTED
 from moe_runtime.kernels import hopper_shapes
 from moe_runtime.kernels.nvrtc import int64, launch, most_sms
 
@@ -49,6 +51,11 @@ def _aligned(rows: torch.Tensor) -> torch.Tensor:
     """The rows where each starts at a multiple of 16 bytes: themselves, or a copy."""
     fits_already = rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0
     return rows if fits_already else rows.clone(memory_format=torch.contiguous_format)
+
+
+def _counter(context: ExpertParallelContext, number: int) -> ctypes.c_int64:
+    """Where one of the context's counters lies; making a tensor of it in every step takes ten times as long."""
+    return int64(context.counters.data_ptr() + number * context.counters.element_size())
 
 
 def _flags_say_all(context: ExpertParallelContext) -> bool:
@@ -157,7 +164,7 @@ def arrive(
     limits: list[Any] = [int64(landing_half), int64(context.half_bytes["stamps"]), int64(timeout_ns)]
     local = [geometry.first_expert, geometry.num_local_experts]
     if in_parts:
-        limits.append(context.counters[hopper_shapes.COUNTED :])
+        limits.append(_counter(context, COUNTED))
     if chunks > 1:
         launch(
             "arrive.cu",
@@ -237,7 +244,7 @@ def combine_send(
             handle_epoch,
             context.error,
             context.latch,
-            context.counters[hopper_shapes.COMBINED :],
+            _counter(context, COMBINED),
             geometry.rank,
             geometry.max_tokens,
             geometry.num_slots,

@@ -9,10 +9,20 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 
-from moe_runtime.comm.signals import ABORT_WORDS, COUNT_BITS, PROGRESS_PARTS, SENT_PARTS, TURN_BIT, SignalLayout
+from moe_runtime.comm.signals import (
+    ABORT_WORDS,
+    COUNT_BITS,
+    PROGRESS_PARTS,
+    ROUTED,
+    SENT,
+    SENT_PARTS,
+    TURN_BIT,
+    SignalLayout,
+)
 from moe_runtime.errors import ErrorCode, Phase
 from moe_runtime.formats import COMBINE_FORMATS, FORMATS, align, ceil_div
 from moe_runtime.geometry import ExchangeGeometry, sample_geometry
+from moe_runtime.kernels.nvrtc import Defines
 from moe_runtime.kernels.runtime import CudaCase
 
 WARP = 32
@@ -43,22 +53,6 @@ CHUNK = 256
 """Slots of a chunk otherwise, at most."""
 POLLING_BLOCKS = 32
 """Of `arrive_place`, at most, where each looks at the stamps of all slots and has little else to do."""
-COMBINED = 1
-"""First word of `context.counters` for `combine.cu`: blocks of `combine_send` that are done with all tokens; in the
-words after it, with each of the PROGRESS_PARTS parts that come first. (Word 0 counts blocks of `dispatch_send` that are
-done.)"""
-ROUTED = COMBINED + 1 + PROGRESS_PARTS
-"""Word of `dispatch_send` with `ids_first`: blocks that have sent their expert ids."""
-SENT = ROUTED + 1
-"""First of SENT_PARTS words of `dispatch_send` with `ids_first`: blocks that have sent their tokens of each part."""
-COUNTED = SENT + SENT_PARTS
-"""First of 3 words of `arrive.cu` with `ids_first`: blocks of `arrive_count` that are done, whether all are, and blocks
-of `arrive_place` that know it."""
-NUM_COUNTERS = COUNTED + 3
-"""Words of `context.counters` that these kernels use; all are zero between steps."""
-
-Defines = dict[str, int | str]
-"""Macros of a source; made once for a layer and changed by no one."""
 
 
 def fits(geometry: ExchangeGeometry) -> bool:
@@ -196,7 +190,7 @@ def arrive_shares(geometry: ExchangeGeometry, sms: int, scales: bool) -> tuple[i
     return shares, max(1, min(sms // chunks, chunk * shares))
 
 
-def _signal_defines(geometry: ExchangeGeometry) -> Defines:
+def _signal_defines(geometry: ExchangeGeometry) -> dict[str, int | str]:
     signals = SignalLayout(geometry.world_size)
     return {
         "WORLD": geometry.world_size,
@@ -206,7 +200,7 @@ def _signal_defines(geometry: ExchangeGeometry) -> Defines:
     }
 
 
-def _record_defines(geometry: ExchangeGeometry) -> Defines:
+def _record_defines(geometry: ExchangeGeometry) -> dict[str, int | str]:
     return {"K": geometry.top_k, **geometry.record.constants}
 
 
@@ -214,65 +208,69 @@ def _record_defines(geometry: ExchangeGeometry) -> Defines:
 def dispatch_defines(geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: bool, await_ready: bool) -> Defines:
     """Macros of `dispatch_send.cu`."""
     signals = SignalLayout(geometry.world_size)
-    return {
-        **_signal_defines(geometry),
-        **_record_defines(geometry),
-        "FMT": int(geometry.token_format.code),
-        "HIDDEN": geometry.hidden,
-        "IDS": "long long" if ids_64 else "int",
-        "TEAM": _team(geometry.hidden),
-        "TEAMS": _teams(geometry),
-        "STATIC_GSF": int(static_gsf),
-        "AWAIT_READY": int(await_ready),
-        "IDS_FIRST": int(ids_first(geometry)),
-        "STAMPED": int(await_ready and stamped(geometry)),
-        "ROUTED_COUNTER": ROUTED,
-        "SENT_COUNTERS": SENT,
-        "ROUTED": signals.routed,
-        "SENT": signals.sent,
-        "SENT_PARTS": SENT_PARTS,
-        "READY": signals.ready,
-        "DISPATCH_FLAG": signals.dispatch_flag,
-        "TOKEN_COUNT": signals.token_count,
-        "COUNT_BITS": COUNT_BITS,
-        "TURN_BIT": TURN_BIT,
-        "COMBINE_FLAG": signals.combine_flag,
-        "ROUTING": int(ErrorCode.ROUTING),
-        "DISPATCH_SEND": int(Phase.DISPATCH_SEND),
-    }
+    return Defines(
+        {
+            **_signal_defines(geometry),
+            **_record_defines(geometry),
+            "FMT": int(geometry.token_format.code),
+            "HIDDEN": geometry.hidden,
+            "IDS": "long long" if ids_64 else "int",
+            "TEAM": _team(geometry.hidden),
+            "TEAMS": _teams(geometry),
+            "STATIC_GSF": int(static_gsf),
+            "AWAIT_READY": int(await_ready),
+            "IDS_FIRST": int(ids_first(geometry)),
+            "STAMPED": int(await_ready and stamped(geometry)),
+            "ROUTED_COUNTER": ROUTED,
+            "SENT_COUNTERS": SENT,
+            "ROUTED": signals.routed,
+            "SENT": signals.sent,
+            "SENT_PARTS": SENT_PARTS,
+            "READY": signals.ready,
+            "DISPATCH_FLAG": signals.dispatch_flag,
+            "TOKEN_COUNT": signals.token_count,
+            "COUNT_BITS": COUNT_BITS,
+            "TURN_BIT": TURN_BIT,
+            "COMBINE_FLAG": signals.combine_flag,
+            "ROUTING": int(ErrorCode.ROUTING),
+            "DISPATCH_SEND": int(Phase.DISPATCH_SEND),
+        }
+    )
 
 
 @cache
 def arrive_defines(geometry: ExchangeGeometry, *, scales: bool = True) -> Defines:
     """Macros of `arrive.cu`; without `scales` those stay in the records."""
     signals = SignalLayout(geometry.world_size)
-    return {
-        **_signal_defines(geometry),
-        **_record_defines(geometry),
-        "FMT": int(geometry.token_format.code),
-        "EXPERTS": max(geometry.num_local_experts, 1),
-        "CHUNK": chunk_slots(geometry),
-        "WARPS": ARRIVE_WARPS,
-        "LOOPED": int(geometry.num_sms is not None or ids_first(geometry)),
-        "PLACES_BYTES": _places_bytes(geometry, chunk_slots(geometry)),
-        "TILED": int(scales and tiled_scales(geometry)),
-        "PACKED": int(geometry.packed),
-        "IDS_FIRST": int(ids_first(geometry)),
-        "STAMPED": int(stamped(geometry)),
-        "ROUTED": signals.routed,
-        "SENT": signals.sent,
-        "SENT_PARTS": SENT_PARTS,
-        "QUANT_BYTES": geometry.token_format.quant_bytes(geometry.hidden),
-        "SCALE_COLUMNS": geometry.token_format.scale_columns(geometry.hidden) if scales else 0,
-        "DISPATCH_FLAG": signals.dispatch_flag,
-        "TOKEN_COUNT": signals.token_count,
-        "COUNT_BITS": COUNT_BITS,
-        "TURN_BIT": TURN_BIT,
-        "STALE_HANDLE": int(ErrorCode.STALE_HANDLE),
-        "MISMATCH": int(ErrorCode.MISMATCH),
-        "CAPACITY": int(ErrorCode.CAPACITY),
-        "DISPATCH_WAIT": int(Phase.DISPATCH_WAIT),
-    }
+    return Defines(
+        {
+            **_signal_defines(geometry),
+            **_record_defines(geometry),
+            "FMT": int(geometry.token_format.code),
+            "EXPERTS": max(geometry.num_local_experts, 1),
+            "CHUNK": chunk_slots(geometry),
+            "WARPS": ARRIVE_WARPS,
+            "LOOPED": int(geometry.num_sms is not None or ids_first(geometry)),
+            "PLACES_BYTES": _places_bytes(geometry, chunk_slots(geometry)),
+            "TILED": int(scales and tiled_scales(geometry)),
+            "PACKED": int(geometry.packed),
+            "IDS_FIRST": int(ids_first(geometry)),
+            "STAMPED": int(stamped(geometry)),
+            "ROUTED": signals.routed,
+            "SENT": signals.sent,
+            "SENT_PARTS": SENT_PARTS,
+            "QUANT_BYTES": geometry.token_format.quant_bytes(geometry.hidden),
+            "SCALE_COLUMNS": geometry.token_format.scale_columns(geometry.hidden) if scales else 0,
+            "DISPATCH_FLAG": signals.dispatch_flag,
+            "TOKEN_COUNT": signals.token_count,
+            "COUNT_BITS": COUNT_BITS,
+            "TURN_BIT": TURN_BIT,
+            "STALE_HANDLE": int(ErrorCode.STALE_HANDLE),
+            "MISMATCH": int(ErrorCode.MISMATCH),
+            "CAPACITY": int(ErrorCode.CAPACITY),
+            "DISPATCH_WAIT": int(Phase.DISPATCH_WAIT),
+        }
+    )
 
 
 @cache
@@ -280,27 +278,29 @@ def combine_defines(geometry: ExchangeGeometry, *, output_bf16: bool, has_shared
     """Macros of `combine.cu`."""
     signals = SignalLayout(geometry.world_size)
     half = may_overlap(geometry)
-    return {
-        **_signal_defines(geometry),
-        **_record_defines(geometry),
-        "HIDDEN": geometry.hidden,
-        "WIRE": int(geometry.combine_format.code),
-        "PARTS": geometry.parts,
-        "PARTIAL_BYTES": geometry.partial_bytes,
-        "PARTIAL_SCALES_AT": geometry.partial_scales_offset,
-        "READERS": _readers(geometry.hidden // (8 if geometry.combine_format.name == "bf16" else 16)),
-        "PLACES": _places(geometry.hidden * (2 if output_bf16 else 4), STAGES * geometry.partial_bytes, half),
-        "WAITING": _readers(geometry.hidden // 8),
-        "PARTIALS": _places(waited_bytes(geometry, has_shared), 0, half),
-        "OUTPUT_BF16": int(output_bf16),
-        "HAS_SHARED": int(has_shared),
-        "COMBINE_FLAG": signals.combine_flag,
-        "PROGRESS": signals.progress,
-        "PROGRESS_PARTS": PROGRESS_PARTS,
-        "STALE_HANDLE": int(ErrorCode.STALE_HANDLE),
-        "COMBINE_SEND": int(Phase.COMBINE_SEND),
-        "COMBINE_WAIT": int(Phase.COMBINE_WAIT),
-    }
+    return Defines(
+        {
+            **_signal_defines(geometry),
+            **_record_defines(geometry),
+            "HIDDEN": geometry.hidden,
+            "WIRE": int(geometry.combine_format.code),
+            "PARTS": geometry.parts,
+            "PARTIAL_BYTES": geometry.partial_bytes,
+            "PARTIAL_SCALES_AT": geometry.partial_scales_offset,
+            "READERS": _readers(geometry.hidden // (8 if geometry.combine_format.name == "bf16" else 16)),
+            "PLACES": _places(geometry.hidden * (2 if output_bf16 else 4), STAGES * geometry.partial_bytes, half),
+            "WAITING": _readers(geometry.hidden // 8),
+            "PARTIALS": _places(waited_bytes(geometry, has_shared), 0, half),
+            "OUTPUT_BF16": int(output_bf16),
+            "HAS_SHARED": int(has_shared),
+            "COMBINE_FLAG": signals.combine_flag,
+            "PROGRESS": signals.progress,
+            "PROGRESS_PARTS": PROGRESS_PARTS,
+            "STALE_HANDLE": int(ErrorCode.STALE_HANDLE),
+            "COMBINE_SEND": int(Phase.COMBINE_SEND),
+            "COMBINE_WAIT": int(Phase.COMBINE_WAIT),
+        }
+    )
 
 
 def _aot_cases(fmt: str) -> Iterator[CudaCase]:

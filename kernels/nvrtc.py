@@ -13,7 +13,7 @@ import hashlib
 import os
 import tempfile
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import cache
@@ -25,15 +25,40 @@ import torch
 FOLDER = Path(__file__).parent
 CACHE_VARIABLE = "MOE_RUNTIME_CACHE_DIR"
 
-Defines = tuple[tuple[str, int | str], ...]
 Argument = torch.Tensor | int | None | ctypes._SimpleCData
 
-
 EVERY_PROGRAM: dict[str, int | str] = {}
-"""Extra macros for every program that is launched from now on; `launch.sanitize` sets EACH_LANE_ARRIVES."""
+"""Extra macros for every program that is loaded from now on; `launch.sanitize` sets EACH_LANE_ARRIVES."""
 
 int64 = ctypes.c_int64
 """Marks an argument of 64 bits."""
+
+
+class Defines(Mapping[str, int | str]):
+    """Macros of a program in the order of their names, which nobody changes. They are hashed once, not in each launch.
+
+    >>> Defines({"WORLD": 8, "K": 2})
+    Defines({'K': 2, 'WORLD': 8})
+    """
+
+    def __init__(self, values: Mapping[str, int | str]) -> None:
+        self._values = dict(sorted(values.items()))
+        self._hash = hash(tuple(self._values.items()))
+
+    def __getitem__(self, name: str) -> int | str:
+        return self._values[name]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
+    def __len__(self) -> int:
+        return len(self._values)
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    def __repr__(self) -> str:
+        return f"Defines({self._values})"
 
 
 @dataclass(frozen=True)
@@ -70,7 +95,7 @@ def compile_source(file: str, defines: Mapping[str, int | str], arch: str = "sm_
 
     Raises `NvrtcError` with the compiler's log for a source that does not compile.
     """
-    return _compiled(file, tuple(sorted(defines.items())), arch)
+    return _compiled(file, Defines(defines), arch)
 
 
 def compile_with_log(file: str, defines: Mapping[str, int | str], arch: str = "sm_90a") -> Compiled:
@@ -78,7 +103,7 @@ def compile_with_log(file: str, defines: Mapping[str, int | str], arch: str = "s
 
     Raises `NvrtcError` as `compile_source` does.
     """
-    return _compiled_with_log(file, tuple(sorted(defines.items())), arch)
+    return _compiled_with_log(file, Defines(defines), arch)
 
 
 def _headers() -> dict[bytes, bytes]:
@@ -87,7 +112,7 @@ def _headers() -> dict[bytes, bytes]:
 
 
 def _options(defines: Defines, arch: str) -> list[str]:
-    return [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines)]
+    return [f"--gpu-architecture={arch}", "--std=c++17", *(f"-D{name}={value}" for name, value in defines.items())]
 
 
 def _file_name(file: str, defines: Defines, arch: str) -> str:
@@ -211,7 +236,7 @@ def _loaded(file: str, name: str, defines: Defines, device: int, shared_bytes: i
     from cuda.bindings import driver
 
     major, minor = torch.cuda.get_device_capability(device)
-    binary = _compiled(file, defines, f"sm_{major}{minor}a")
+    binary = _compiled(file, Defines({**EVERY_PROGRAM, **defines}), f"sm_{major}{minor}a")
     module = _checked(driver.cuModuleLoadData(binary))
     function = _checked(driver.cuModuleGetFunction(module, name.encode()))
     if shared_bytes > 0:
@@ -224,7 +249,7 @@ def _loaded(file: str, name: str, defines: Defines, device: int, shared_bytes: i
 def launch(
     file: str,
     name: str,
-    defines: Mapping[str, int | str],
+    defines: Defines,
     *,
     grid: tuple[int, int, int],
     block: int,
@@ -236,7 +261,7 @@ def launch(
     """Launch an `extern "C"` kernel on the current stream of `device`; compiled and loaded at the first call.
 
     Args:
-        file, name, defines: source, kernel and macros.
+        file, name, defines: source, kernel and macros; a caller keeps those of what it launches often.
         grid, block: blocks, and threads of one.
         arguments: tensors and None become pointers, ints `int`; other types as ctypes objects, and descriptors of the
             driver (`CUtensorMap`), which are passed by value.
@@ -255,7 +280,7 @@ def launch(
     with nullcontext() if index == current else torch.cuda.device(index):
         stream = raw_stream(index)
         _ensure_context(index)
-        function = _loaded(file, name, tuple(sorted((EVERY_PROGRAM | dict(defines)).items())), index, shared_bytes)
+        function = _loaded(file, name, defines, index, shared_bytes)
         pointers, _kept = pointers_to(arguments)
         config = driver.CUlaunchConfig()
         config.gridDimX, config.gridDimY, config.gridDimZ = grid

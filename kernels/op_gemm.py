@@ -208,5 +208,5 @@ def _tma_gemm(p: OpProblem, b: ScaledOperand, out: torch.Tensor) -> bool:
     w = ExpertWeights(p.format, b.quants, b_scales.view(p.num_experts, blocks, columns))
     if not tma_gemm.supports(rows, w, out):
         return False
-    tma_gemm.grouped_gemm(rows, w, out=out)
+    tma_gemm.multiply(rows, w, out)
     return True

@@ -15,7 +15,17 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.formats import FORMATS, WEIGHT_FORMATS, FormatCode, QuantizedRows, TokenFormat, weight_format
+from moe_runtime.arguments import check_is_tensor, check_no_grad
+from moe_runtime.formats import (
+    FORMATS,
+    MAX_ENCODE_SCALE,
+    NVFP4_FULL_SCALE,
+    WEIGHT_FORMATS,
+    FormatCode,
+    QuantizedRows,
+    TokenFormat,
+    weight_format,
+)
 from moe_runtime.kernels import reference_quantize
 from moe_runtime.kernels.bits import (
     INF_BITS,
@@ -41,7 +51,8 @@ CODE_MXFP8 = tl.constexpr(int(FormatCode.MXFP8))
 CODE_NVFP4 = tl.constexpr(int(FormatCode.NVFP4))
 CODE_MXFP4 = tl.constexpr(int(FormatCode.MXFP4))
 
-MAX_GSF = tl.constexpr(2.0**100)
+MAX_GSF = tl.constexpr(MAX_ENCODE_SCALE)
+FULL_SCALE = tl.constexpr(NVFP4_FULL_SCALE)
 SMALLEST_DIVISOR = tl.constexpr(2.0**-89)
 AMAX_FLOOR_BITS = tl.constexpr(reference_quantize.AMAX_FLOOR_BITS)
 MXFP4_FLOOR_BITS = tl.constexpr(reference_quantize.MXFP4_FLOOR_BITS)
@@ -69,7 +80,7 @@ def token_gsf(amax):
     usable = (bits > 0) & (bits < INF_BITS)
     # 2688 / 2^-89 is already above 2^100, so the quotient of anything smaller need not (over)flow.
     divisor = tl.where(usable, tl.where(amax < SMALLEST_DIVISOR, SMALLEST_DIVISOR, amax), 1.0)
-    return tl.where(usable, clamp_gsf(tl.div_rn(tl.full(divisor.shape, 2688.0, tl.float32), divisor)), 1.0)
+    return tl.where(usable, clamp_gsf(tl.div_rn(tl.full(divisor.shape, FULL_SCALE, tl.float32), divisor)), 1.0)
 
 
 @triton.jit
@@ -295,8 +306,7 @@ def dequantize_rows(q: QuantizedRows, *, engine: str = "auto") -> torch.Tensor:
 
 
 def _check_input(x_RK: torch.Tensor, fmt: TokenFormat) -> None:
-    if not isinstance(x_RK, torch.Tensor):
-        raise ValueError(f"x_RK: expected a tensor, got {type(x_RK).__name__}")
+    check_is_tensor("x_RK", x_RK)
     if x_RK.ndim != 2:
         raise ValueError(f"x_RK: expected two dimensions [R, K], got shape {tuple(x_RK.shape)}")
     if x_RK.dtype not in (torch.bfloat16, torch.float32):
@@ -307,31 +317,26 @@ def _check_input(x_RK: torch.Tensor, fmt: TokenFormat) -> None:
     check_no_grad("x_RK", x_RK)
 
 
-def check_no_grad(name: str, x: torch.Tensor) -> None:
-    """Raise `ValueError` where a gradient is wanted of what is quantized."""
-    if x.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: expected no gradient (quantization is for inference only), got requires_grad=True")
-
-
 def check_gsf(
     gsf: float | torch.Tensor | None, fmt: TokenFormat, device: torch.device, argument: str = "gsf"
 ) -> torch.Tensor | None:
-    """The encode scale as a one-element tensor on `device`, or None; `ValueError` naming `argument` if it is wrong."""
+    """The encode scale as fp32 `[1]` on `device`, or None; `ValueError` naming `argument` if it is wrong.
+
+    A number is clamped to 2^100, a tensor is left as it is.
+    """
     if gsf is None:
         return None
     if not fmt.has_row_scale:
-        raise ValueError(f"{argument}: format {fmt.name} has no second-level scale, expected None, got {gsf}")
+        raise ValueError(f"{argument}: expected None for {fmt.name}, got {gsf!r}")
     if isinstance(gsf, torch.Tensor):
         if gsf.numel() != 1 or gsf.dtype != torch.float32 or gsf.device != device:
-            raise ValueError(
-                f"{argument}: expected one float32 on {device}, "
-                f"got {gsf.dtype} of shape {tuple(gsf.shape)} on {gsf.device}"
-            )
+            found = f"{gsf.dtype} {list(gsf.shape)} on {gsf.device}"
+            raise ValueError(f"{argument}: expected one float32 element on {device}, got {found}")
         return gsf.reshape(1)
-    # Above 2^100 it is clamped anyway; below the smallest normal fp32 it would lose its meaning.
-    if not torch.finfo(torch.float32).tiny <= gsf < math.inf:
-        raise ValueError(f"{argument}: expected a positive, finite number (at least 2^-126), got {gsf}")
-    return torch.full((1,), min(float(gsf), 2.0**100), dtype=torch.float32, device=device)
+    # Below the smallest normal fp32 it would lose its meaning.
+    if not (isinstance(gsf, int | float) and torch.finfo(torch.float32).tiny <= gsf < math.inf):
+        raise ValueError(f"{argument}: expected a positive finite number (at least 2^-126), got {gsf!r}")
+    return torch.full((1,), min(float(gsf), MAX_ENCODE_SCALE), dtype=torch.float32, device=device)
 
 
 def _check_rows(q: QuantizedRows) -> None:

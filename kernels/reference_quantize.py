@@ -9,13 +9,20 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from moe_runtime.formats import FormatCode, QuantizedRows, TokenFormat, ceil_div
+from moe_runtime.formats import (
+    MAX_ENCODE_SCALE,
+    NVFP4_FULL_SCALE,
+    FormatCode,
+    QuantizedRows,
+    TokenFormat,
+    align,
+    ceil_div,
+)
 
 ABS_MASK = 0x7FFFFFFF
 INF_BITS = 0x7F800000
 NAN_BITS = 0x7FC00000
-MAX_GSF = 2.0**100
-AMAX_FLOOR_BITS = 0x38D1B717  # 1e-4 in fp32
+AMAX_FLOOR, AMAX_FLOOR_BITS = 1e-4, 0x38D1B717
 MXFP4_FLOOR_BITS = 0x01C00000  # 6 * 2^-126, of scale 2^-126 (byte 1)
 
 CHUNK_ELEMENTS = 1 << 21
@@ -113,7 +120,7 @@ def e8m0_to_f32(u8: torch.Tensor) -> torch.Tensor:
 
 def clamp_gsf(gsf: torch.Tensor) -> torch.Tensor:
     """An encode scale kept to at most 2^100; NaN stays NaN."""
-    return gsf.masked_fill(gsf > MAX_GSF, MAX_GSF)
+    return gsf.masked_fill(gsf > MAX_ENCODE_SCALE, MAX_ENCODE_SCALE)
 
 
 def row_amax_bits(x: torch.Tensor) -> torch.Tensor:
@@ -126,7 +133,7 @@ def token_gsf(amax: torch.Tensor) -> torch.Tensor:
     bits = magnitude_bits(amax)
     usable = (bits > 0) & (bits < INF_BITS)
     divisor = amax.clamp(min=2.0**-89).masked_fill_(~usable, 1.0)
-    return clamp_gsf(torch.div(_constant(2688.0, amax), divisor)).masked_fill_(~usable, 1.0)
+    return clamp_gsf(torch.div(_constant(NVFP4_FULL_SCALE, amax), divisor)).masked_fill_(~usable, 1.0)
 
 
 def pack_nibbles(codes: torch.Tensor) -> torch.Tensor:
@@ -177,6 +184,25 @@ def quantize_tile(
         values = torch.div(clean, ideal[:, :, None])
         s = bits_f32(f32_bits(ideal).masked_fill(poisoned, NAN_BITS))
     return f32_to_e4m3_bits(values).reshape(x.shape), s
+
+
+def quantize_fp8_blocks(x_EMK: torch.Tensor, block_rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Quants `[E, M, K]` of an fp8 dtype and fp32 scales `[E, ceil(M / block_rows), K / 128]` of fp32 `[E, M, K]`.
+
+    Blocks are `block_rows x 128`, partial at the end of M; their scale is `max(amax, 1e-4) / largest`. A block that is
+    not finite gets scale NaN and quants 0.
+    """
+    experts, m, k = x_EMK.shape
+    padded = torch.nn.functional.pad(x_EMK, (0, 0, 0, align(m, block_rows) - m))
+    tiles = padded.reshape(experts, ceil_div(m, block_rows), block_rows, k // 128, 128)
+    amax = tiles.abs().amax((2, 4))
+    usable = amax.isfinite()
+    largest = torch.finfo(dtype).max
+    # On GPUs dividing by a number multiplies by its rounded reciprocal; dividing by a tensor divides.
+    scales = amax.clamp(min=AMAX_FLOOR) / torch.full_like(amax, largest)
+    values = torch.where(usable[:, :, None, :, None], tiles / scales[:, :, None, :, None], 0.0)
+    quants = values.clamp(-largest, largest).reshape(padded.shape)[:, :m].to(dtype)
+    return quants.contiguous(), torch.where(usable, scales, torch.nan)
 
 
 def quantize_rows(x_RK: torch.Tensor, fmt: TokenFormat, *, gsf: torch.Tensor | None = None) -> QuantizedRows:

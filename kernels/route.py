@@ -25,7 +25,7 @@ from moe_runtime.kernels.runtime import INTERPRET, AotCase
 BLOCK_T, BLOCK_E, BLOCK_K = 64, 64, 64
 SPLITS = 8
 """Parts that K is summed in: at few tokens there are else fewer programs than SMs."""
-MAX_EXPERTS = 4096
+MAX_ROUTED_EXPERTS = 4096
 
 KINDS = ("softmax", "topk_softmax", "sigmoid")
 SOFTMAX, TOPK_SOFTMAX, SIGMOID = (tl.constexpr(kind) for kind in range(3))
@@ -107,7 +107,7 @@ def _best(ranked):
 
 
 @triton.jit
-def _of_best_groups(choice, e, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK: tl.constexpr):
+def _of_best_groups(choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK: tl.constexpr):
     """`choice` with -inf for experts outside the TOP_GROUPS groups whose two best add up to most."""
     SIZE: tl.constexpr = BLOCK // GROUPS
     grouped = tl.reshape(choice, [GROUPS, SIZE])
@@ -166,7 +166,7 @@ def _choose_kernel(
         if correction_ptr is not None:
             choice += tl.load(correction_ptr + e, mask=ok, other=0.0)
         if TOP_GROUPS < GROUPS:
-            choice = _of_best_groups(choice, e, GROUPS, TOP_GROUPS, BLOCK)
+            choice = _of_best_groups(choice, GROUPS, TOP_GROUPS, BLOCK)
     elif KIND == SOFTMAX:
         # NaN is in the sum, if not in the maximum.
         powers = tl.where(ok, tl.exp(logits - tl.max(tl.where(ok, logits, float("-inf")), axis=0)), 0.0)
@@ -200,7 +200,9 @@ def supports(x_TH: torch.Tensor, num_experts: int, config: RouterConfig) -> bool
     grouped = config.top_groups < config.num_groups
     powers = triton.next_power_of_2(num_experts) == num_experts and config.num_groups & (config.num_groups - 1) == 0
     side_by_side = x_TH.shape[0] == 0 or x_TH.stride(1) == 1
-    return x_TH.dtype == torch.bfloat16 and side_by_side and num_experts <= MAX_EXPERTS and (powers or not grouped)
+    return (
+        x_TH.dtype == torch.bfloat16 and side_by_side and num_experts <= MAX_ROUTED_EXPERTS and (powers or not grouped)
+    )
 
 
 def route(

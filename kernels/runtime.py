@@ -6,8 +6,10 @@ and is passed to kernels that need it as a `tl.constexpr`.
 
 from __future__ import annotations
 
+import logging
 import os
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -15,6 +17,8 @@ from typing import Any
 import torch
 import triton
 import triton.language as tl
+
+log = logging.getLogger(__name__)
 
 INTERPRET: bool = bool(triton.knobs.runtime.interpret)
 
@@ -81,12 +85,34 @@ def has_nvrtc() -> bool:
         return False
 
 
+@cache
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device, named with its number, is a GPU of compute capability 9.0: those that the CUDA kernels are for.
+
+    Asked in every step, and asking CUDA takes microseconds.
+    """
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+
+
 def runs_cuda(engine: str, device: torch.device) -> bool:
     """Whether kernels in CUDA C++ may be taken: engine "auto", a Hopper GPU, `has_nvrtc`, and no interpreter."""
     resolve_engine(engine, device)
-    if engine != "auto" or INTERPRET or device.type != "cuda":
+    return engine == "auto" and not INTERPRET and _compiles_for(device)
+
+
+@cache
+def _compiles_for(device: torch.device) -> bool:
+    """Whether kernels in CUDA C++ can be had for `device`; of a Hopper GPU that lacks only NVRTC it tells, once."""
+    if not is_hopper(device):
         return False
-    return torch.cuda.get_device_capability(device) == (9, 0) and has_nvrtc()
+    if not has_nvrtc():
+        log.warning(
+            "%s: cuda-bindings finds no NVRTC, so slower Triton kernels are taken instead of Hopper's own; install the "
+            "extra gpu",
+            device,
+        )
+        return False
+    return True
 
 
 ALL_ARCHS = (90, 100, 120)
@@ -133,6 +159,6 @@ class CudaCase:
     format: str
     file: str
     kernel: str
-    defines: dict[str, int | str]
+    defines: Mapping[str, int | str]
     archs: tuple[int, ...] = (90,)
     instruction: dict[int, str] = field(default_factory=dict)

@@ -13,6 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_runtime.arguments import check_is_tensor
 from moe_runtime.formats import ceil_div
 from moe_runtime.kernels import reference_quantize
 from moe_runtime.kernels.reference_quantize import raw_bits
@@ -77,7 +78,7 @@ def swizzle_scales(scales_RV: torch.Tensor, *, engine: str = "auto") -> torch.Te
     Raises:
         ValueError: for a wrong shape, element size, stride or engine.
     """
-    if scales_RV.ndim not in (2, 3):
+    if check_is_tensor("scales_RV", scales_RV).ndim not in (2, 3):
         raise ValueError(f"scales_RV: expected [R, V] or [E, N, V], got shape {tuple(scales_RV.shape)}")
     _check_bytes(scales_RV, "scales_RV")
     if scales_RV.numel() and scales_RV.shape[-1] > 1 and scales_RV.stride(-1) != 1:
@@ -102,7 +103,7 @@ def unswizzle_scales(blocks: torch.Tensor, num_rows: int, num_columns: int, *, e
     `blocks` is contiguous `[>= ceil(num_rows/128), ceil(num_columns/4), 32, 4, 4]` (6-D: with the expert in front);
     padding is not read. Raises `ValueError` for a wrong shape, element size, stride or engine.
     """
-    shape = tuple(blocks.shape)
+    shape = tuple(check_is_tensor("blocks", blocks).shape)
     if num_rows < 0 or num_columns < 0:
         raise ValueError(f"num_rows, num_columns: expected no negative number, got {num_rows}, {num_columns}")
     wanted = (ceil_div(num_columns, 4), 32, 4, 4)

@@ -25,8 +25,8 @@ What bounds it (power), what each version brought and what was dropped: `kernels
 from __future__ import annotations
 
 import ctypes
-from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cache, lru_cache
 from typing import Any
 
 import torch
@@ -41,6 +41,7 @@ from moe_runtime.kernels.gemm_arguments import (
     check_out,
     empty_intermediate,
 )
+from moe_runtime.kernels.runtime import is_hopper
 from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
 
 SOURCE = "tma_gemm.cu"
@@ -67,6 +68,7 @@ DECODE_ROWS = 64
 """Rows of a group, on average, up to which a launch takes the decode regime."""
 
 MAPS_KEPT = 1024
+"""Tensor maps of addresses and shapes that were last multiplied."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ def choose_regime(rows: int, num_groups: int) -> Regime:
 
 def supports(a: GroupedRows, w: ExpertWeights, out: torch.Tensor | None = None) -> bool:
     """Whether `grouped_gemm` here takes these operands: `fp8_block` or `bf16`, on Hopper, aligned to 16 bytes."""
-    if a.rows.device.type != "cuda" or torch.cuda.get_device_capability(a.rows.device)[0] != 9:
+    if not is_hopper(a.rows.device):
         return False
     return _fits(a, w) and (out is None or (out.dtype in OUT_DTYPES and _aligned(out)))
 
@@ -162,8 +164,15 @@ def grouped_gemm(
     if a.capacity and a.num_groups and w.num_experts:
         if not supports(a, w, out):
             raise ValueError("a, w, out: not supported by this kernel")
-        _launch(a, w, regime, w.num_rows, out, out.stride(0), None, OUT_DTYPES.index(out.dtype), None, num_sms)
+        multiply(a, w, out, regime=regime, num_sms=num_sms)
     return out
+
+
+def multiply(
+    a: GroupedRows, w: ExpertWeights, out: torch.Tensor, *, regime: Regime | None = None, num_sms: int | None = None
+) -> None:
+    """`grouped_gemm` into `out`, of what has been checked and what `supports` takes."""
+    _launch(a, w, regime, w.num_rows, out, out.stride(0), None, OUT_DTYPES.index(out.dtype), None, num_sms)
 
 
 def grouped_gemm_swiglu(
@@ -185,9 +194,22 @@ def grouped_gemm_swiglu(
     if a.capacity and a.num_groups and w.num_experts:
         if not supports_swiglu(a, w, out.format):
             raise ValueError("a, w, out_format: not supported by this kernel")
-        code = 0 if out.scales is None else 3
-        _launch(a, w, regime, out.num_columns, out.rows, out.num_columns, out.scales, code, activation, num_sms)
+        multiply_swiglu(a, w, activation, out, regime=regime, num_sms=num_sms)
     return out
+
+
+def multiply_swiglu(
+    a: GroupedRows,
+    w: ExpertWeights,
+    activation: SwiGLU,
+    out: GroupedRows,
+    *,
+    regime: Regime | None = None,
+    num_sms: int | None = None,
+) -> None:
+    """`grouped_gemm_swiglu` into `out`, of what has been checked and what `supports_swiglu` takes."""
+    code = 0 if out.scales is None else 3
+    _launch(a, w, regime, out.num_columns, out.rows, out.num_columns, out.scales, code, activation, num_sms)
 
 
 class _Extras(ctypes.Structure):
@@ -199,6 +221,7 @@ class _Extras(ctypes.Structure):
     )
 
 
+@cache
 def macros(
     fmt: TokenFormat,
     regime: Regime,
@@ -210,20 +233,22 @@ def macros(
     out_code: int,
     extras: bool,
     copied_scales: bool = False,
-) -> dict[str, int]:
+) -> nvrtc.Defines:
     """Macros of `tma_gemm.cu`; `out_code` is 0 bf16, 1 fp16, 2 fp32, 3 e4m3 with block scales."""
-    return {
-        "FP8": int(fmt.code == FormatCode.FP8_BLOCK),
-        "STAGES": regime.stages(num_groups),
-        "CLUSTER": regime.cluster,
-        "A_BOX": regime.box_rows,
-        "GATHER": int(gather),
-        "GATED": int(gated),
-        "ORDER": 0 if order is None else order.code,
-        "OUT": out_code,
-        "EXTRAS": int(extras),
-        "TMA_SCALES": int(copied_scales),
-    }
+    return nvrtc.Defines(
+        {
+            "FP8": int(fmt.code == FormatCode.FP8_BLOCK),
+            "STAGES": regime.stages(num_groups),
+            "CLUSTER": regime.cluster,
+            "A_BOX": regime.box_rows,
+            "GATHER": int(gather),
+            "GATED": int(gated),
+            "ORDER": 0 if order is None else order.code,
+            "OUT": out_code,
+            "EXTRAS": int(extras),
+            "TMA_SCALES": int(copied_scales),
+        }
+    )
 
 
 def copies_scales(a: GroupedRows, w: ExpertWeights, regime: Regime) -> bool:
@@ -351,17 +376,11 @@ def _weight_map(w: ExpertWeights, order: GateUpOrder | None) -> Any:
     return _tensor_map(w.quants.data_ptr(), size, dims, strides, box)
 
 
-_maps: OrderedDict[tuple[Any, ...], Any] = OrderedDict()
-
-
+@lru_cache(MAPS_KEPT)
 def _tensor_map(
     address: int, element_size: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> Any:
     """A tensor map, in the 128-byte swizzle unless of fp32; kept, since making one takes longer than a launch."""
-    key = (address, element_size, dims, strides, box)
-    if key in _maps:
-        _maps.move_to_end(key)
-        return _maps[key]
     from cuda.bindings import driver
 
     kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
@@ -385,7 +404,4 @@ def _tensor_map(
     )
     if int(status) != 0:
         raise nvrtc.NvrtcError(f"cuTensorMapEncodeTiled {dims} {strides} {box}: {status.name}")
-    _maps[key] = tensor_map
-    if len(_maps) > MAPS_KEPT:
-        _maps.popitem(last=False)
     return tensor_map

@@ -176,8 +176,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
 
     def show() -> int:
-        console = Console(highlight=False, width=None if sys.stdout.isatty() else 200)
-        return int(not compare(read(options.a), read(options.b), console))
+        return int(not compare(read(options.a), read(options.b), environment.wide_console()))
 
     return environment.run_program("compare", show, debug=options.debug)
 

@@ -7,13 +7,14 @@ A mistake of the caller ends a program with one line on stderr and exit code 2, 
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import platform
 import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from importlib import metadata
@@ -131,6 +132,32 @@ def reading(file: Path, what: str) -> Iterator[None]:
 def console_of(context: ExpertParallelContext) -> Console:
     """Where rank 0 speaks; the other ranks' consoles are silent."""
     return Console(quiet=context.rank != 0, highlight=False)
+
+
+def wide_console(columns: int = 200) -> Console:
+    """For a wide table: as wide as the terminal, or so many columns where there is none."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else columns)
+
+
+def write_json(file: Path, data: Mapping[str, Any]) -> None:
+    """Write what a program found."""
+    file.write_text(json.dumps(data, indent=1) + "\n")
+
+
+def where(report: Mapping[str, Any]) -> str:
+    """GPU, driver and versions of the run that a report is of."""
+    record = report["environment"]
+    gpu = record["gpus"][0]["name"] if record["gpus"] else record["processor"]
+    packages = ", ".join(f"{name} {record['packages'][name]}" for name in ("torch", "triton"))
+    driver = f", driver {record['driver']}" if record["driver"] else ""
+    return f"{gpu}{driver}, {packages}"
+
+
+def shown_us(microseconds: float | None) -> str:
+    """Of a time that there is not: not available."""
+    if microseconds is None:
+        return "n/a"
+    return f"{microseconds:.1f}" if microseconds < 100 else f"{microseconds:.0f}"
 
 
 def package_versions() -> dict[str, str | None]:

@@ -8,16 +8,13 @@ whose steps take copies of rows and weights in turn. On a CPU, or with `--small`
 from __future__ import annotations
 
 import argparse
-import json
 import re
-import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import torch
-from rich.console import Console
 
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.formats import NVFP4
@@ -265,7 +262,7 @@ def work(options: argparse.Namespace) -> int:
             # After each case, so that a run which is cut off leaves what it has.
             _write(options.json, record, results)
     report = _write(options.json, record, results)
-    print_table(report, Console(highlight=False, width=None if sys.stdout.isatty() else 200))
+    print_table(report, environment.wide_console())
     if options.picture is not None:
         draw(report, options.picture)
     return int(not report["passed"])
@@ -275,5 +272,5 @@ def _write(file: Path | None, record: dict[str, Any], results: list[dict[str, An
     passed = all(check["passed"] for result in results for check in result["checks"])
     report = {"kind": KIND, "environment": record, "ceilings": CEILINGS, "passed": passed, "results": results}
     if file is not None:
-        file.write_text(json.dumps(report, indent=1) + "\n")
+        environment.write_json(file, report)
     return report

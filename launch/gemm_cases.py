@@ -33,7 +33,6 @@ CEILINGS = {
 RANKS, TOP_K = 8, 8
 """Of the layer that `uniform` and `layer` routing belong to."""
 
-PRODUCTS = ("gate_up", "down", "both")
 """`gate_up` is a plain product with the `[2I, H]` weight, `down` with the `[H, I]` one; `both` has SwiGLU between."""
 
 ROUTINGS = ("even", "half", "zipf", "empty", "uniform", "layer")
@@ -91,7 +90,7 @@ class GemmCase:
         format: of rows, weights and what lies between the products.
         groups: experts, one group each.
         rows: rows of a group, on average.
-        product: one of `PRODUCTS`.
+        product: `gate_up`, `down` or `both`.
         routing: one of `ROUTINGS`.
         goals: what it should reach; none for a case that others are compared with.
         hidden, intermediate: `H` and `I`.

@@ -17,6 +17,7 @@ from rich.table import Table
 from moe_runtime.launch import environment
 from moe_runtime.launch.bounds import verdict
 from moe_runtime.launch.drawing import COLOURS, check_can_draw, new_figure, save
+from moe_runtime.launch.environment import shown_us, where
 from moe_runtime.launch.gemm_cases import BF16_TFLOP_PER_S, FP8_TFLOP_PER_S, MEASURED_GPU, MEMORY_TB_PER_S
 
 KIND = "gemm"
@@ -61,7 +62,7 @@ def cells(result: dict[str, Any], elsewhere: bool = False) -> list[str]:
         result["case"],
         str(result["rows"]),
         "check failed" if failed else _times(result),
-        _us(floor),
+        shown_us(floor),
         "" if share is None else f"{share:.0%}",
         "" if flops is None else f"{flops:.0f}",
         "" if memory is None else f"{memory:.2f}",
@@ -79,23 +80,7 @@ def own_kernels(result: dict[str, Any]) -> list[str]:
 def _times(timed: dict[str, Any]) -> str:
     """The median, and what it takes without rests. (Before those were timed, files said nothing of them.)"""
     sustained = timed.get("sustained_us")
-    return _us(timed["median_us"]) + ("" if sustained is None else f" ({_us(sustained)})")
-
-
-def _us(microseconds: float | None) -> str:
-    """Of a time that there is not: not available."""
-    if microseconds is None:
-        return "n/a"
-    return f"{microseconds:.1f}" if microseconds < 100 else f"{microseconds:.0f}"
-
-
-def where(report: dict[str, Any]) -> str:
-    """GPU, driver and versions of a run."""
-    record = report["environment"]
-    gpu = record["gpus"][0]["name"] if record["gpus"] else record["processor"]
-    packages = ", ".join(f"{name} {record['packages'][name]}" for name in ("torch", "triton"))
-    driver = f", driver {record['driver']}" if record["driver"] else ""
-    return f"{gpu}{driver}, {packages}"
+    return shown_us(timed["median_us"]) + ("" if sustained is None else f" ({shown_us(sustained)})")
 
 
 def foreign_note(report: dict[str, Any]) -> str:
@@ -212,7 +197,7 @@ def main(arguments: list[str] | None = None) -> int:
     def show() -> int:
         environment.check_folder("--picture", options.picture)
         report = read(options.run)
-        print_table(report, Console(highlight=False, width=None if sys.stdout.isatty() else 200))
+        print_table(report, environment.wide_console())
         if options.picture is not None:
             draw(report, options.picture)
         return 0

@@ -21,6 +21,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from moe_runtime.launch.environment import where
 from moe_runtime.launch.ops_run import CASES, KIND
 
 CHECKED = "operations_checked"
@@ -165,14 +166,6 @@ def print_table(checked: dict[str, Any], run: dict[str, Any] | None, console: Co
         console.print("No run on a GPU is recorded here: python -m moe_runtime.launch.ops_run --json FILE makes one.")
     else:
         console.print(f"Run on {where(run)}.", highlight=False)
-
-
-def where(run: dict[str, Any]) -> str:
-    """GPU, driver and versions of a run."""
-    record = run["environment"]
-    gpu = record["gpus"][0]["name"] if record["gpus"] else record["processor"]
-    packages = ", ".join(f"{name} {record['packages'][name]}" for name in ("torch", "triton"))
-    return f"{gpu}, driver {record['driver']}, {packages}"
 
 
 def markdown(checked: dict[str, Any], run: dict[str, Any] | None, source: str) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from moe_runtime.config import RunConfig
-from moe_runtime.launch import unfused_layer
+from moe_runtime.launch import environment, unfused_layer
 from moe_runtime.launch.bounds import EVEN, judge_goals, judge_skew, needs_even_case, verdict
 from moe_runtime.launch.layer_bench import OURS
 from moe_runtime.launch.link_rate import LinkRate, told
@@ -102,7 +101,7 @@ def _gpus(record: dict[str, Any]) -> list[str]:
 
 
 def write_report(report: dict[str, Any], file: Path) -> None:
-    file.write_text(json.dumps(report, indent=1) + "\n")
+    environment.write_json(file, report)
 
 
 def print_results(report: dict[str, Any], console: Console) -> None:

@@ -8,7 +8,6 @@ from. Needs GPUs of one host with NVSHMEM and NVRTC. Each result is checked befo
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import sys
 from pathlib import Path
@@ -99,7 +98,7 @@ def work(options: argparse.Namespace) -> int:
         console = environment.console_of(context)
         console.print(table(report))
         if options.json is not None and context.rank == 0:
-            options.json.write_text(json.dumps(report, indent=1) + "\n")
+            environment.write_json(options.json, report)
         environment.gather(context, "end", None)
     return 0
 
@@ -123,8 +122,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--blocks", type=int, nargs="+", default=BLOCKS, metavar="N", help="thread blocks")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed iterations (default: 10)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="where rank 0 writes the results")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options = parser.parse_args(arguments)
-    return environment.run_program("link_bench", lambda: work(options))
+    return environment.run_program("link_bench", lambda: work(options), debug=options.debug)
 
 
 if __name__ == "__main__":

@@ -215,11 +215,12 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed iterations (default: 20)")
     parser.add_argument("--limit-s", type=float, default=3600.0, metavar="S", help="for each program (default: 3600)")
     parser.add_argument("--dry-run", action="store_true", help="show the commands, run none")
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
     options = parser.parse_args(arguments)
     # Asked to end, it ends what it has started.
     before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        return environment.run_program("measure", lambda: work(options))
+        return environment.run_program("measure", lambda: work(options), debug=options.debug)
     finally:
         signal.signal(signal.SIGTERM, before)
 

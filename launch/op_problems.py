@@ -52,7 +52,7 @@ class Shape:
 
 
 @dataclass(frozen=True)
-class OpProblem:
+class OpCall:
     """One call.
 
     Attributes:
@@ -84,12 +84,12 @@ class OpProblem:
         self.operation(**self.arguments, **{self.output: out}, validate=False, engine=engine)
         return out
 
-    def copies(self, count: int) -> list[OpProblem]:
+    def copies(self, count: int) -> list[OpCall]:
         """This and `count - 1` others whose arguments lie elsewhere."""
         copied = [{name: _clone(value) for name, value in self.arguments.items()} for _ in range(count - 1)]
         return [self, *(replace(self, arguments=arguments) for arguments in copied)]
 
-    def prepared(self) -> OpProblem | None:
+    def prepared(self) -> OpCall | None:
         """The same call with prepared weights; None where the operation takes none of this shape."""
         (name,) = (name for name in self.arguments if name in ("b_scale", "b_scales"))
         b, scales, n, k = self.arguments["b"], self.arguments[name], self.shape.n, self.shape.k
@@ -160,7 +160,7 @@ class OpProblem:
         return gemm_flops(rows, self.shape.n, self.shape.k)
 
 
-def dynamic_scaled_nvfp4(shape: Shape, rng: torch.Generator) -> OpProblem:
+def dynamic_scaled_nvfp4(shape: Shape, rng: torch.Generator) -> OpCall:
     """`grouped_matmul_dynamic_scaled_nvfp4` with `dense_128` scales."""
     (a, a_scales), (b, b_scales) = (ops.quantize_nvfp4(x, GSF) for x in _operands(shape, rng))
     offsets, device = shape.offsets, a.device
@@ -180,10 +180,10 @@ def dynamic_scaled_nvfp4(shape: Shape, rng: torch.Generator) -> OpProblem:
         num_active_experts=len(shape.groups),
     )
     rows, weights = (ops.dequantize_nvfp4(*t, engine="torch").double() for t in ((a, a_scales), (b, b_scales)))
-    return OpProblem(ops.grouped_matmul_dynamic_scaled_nvfp4, arguments, "c", rows, weights, factors.double(), shape)
+    return OpCall(ops.grouped_matmul_dynamic_scaled_nvfp4, arguments, "c", rows, weights, factors.double(), shape)
 
 
-def nvfp4_groupwise(shape: Shape, rng: torch.Generator) -> OpProblem:
+def nvfp4_groupwise(shape: Shape, rng: torch.Generator) -> OpCall:
     """`group_gemm_nvfp4_nt_groupwise`."""
     (a, a_scales), (b, b_scales) = (ops.quantize_nvfp4(x, GSF) for x in _operands(shape, rng))
     factors = _factors(shape, rng)
@@ -196,10 +196,10 @@ def nvfp4_groupwise(shape: Shape, rng: torch.Generator) -> OpProblem:
         alpha=factors,
     )
     rows, weights = (ops.dequantize_nvfp4(*t, engine="torch").double() for t in ((a, a_scales), (b, b_scales)))
-    return OpProblem(ops.group_gemm_nvfp4_nt_groupwise, arguments, "out", rows, weights, factors.double(), shape)
+    return OpCall(ops.group_gemm_nvfp4_nt_groupwise, arguments, "out", rows, weights, factors.double(), shape)
 
 
-def mxfp8_groupwise(shape: Shape, rng: torch.Generator, block: int) -> OpProblem:
+def mxfp8_groupwise(shape: Shape, rng: torch.Generator, block: int) -> OpCall:
     """`moe_gemm_mxfp8_nt_groupwise`."""
     (a, a_scales), (b, b_scales) = (ops.quantize_mxfp8(x, block) for x in _operands(shape, rng))
     arguments = dict(
@@ -211,10 +211,10 @@ def mxfp8_groupwise(shape: Shape, rng: torch.Generator, block: int) -> OpProblem
         scale_granularity_mnk=(1, 1, block),
     )
     rows, weights = (ops.dequantize_mxfp8(*t, block).double() for t in ((a, a_scales), (b, b_scales)))
-    return OpProblem(ops.moe_gemm_mxfp8_nt_groupwise, arguments, "out", rows, weights, _ones(shape, a.device), shape)
+    return OpCall(ops.moe_gemm_mxfp8_nt_groupwise, arguments, "out", rows, weights, _ones(shape, a.device), shape)
 
 
-def fp8_groupwise(shape: Shape, rng: torch.Generator, gm: int, major: str, dtype: torch.dtype) -> OpProblem:
+def fp8_groupwise(shape: Shape, rng: torch.Generator, gm: int, major: str, dtype: torch.dtype) -> OpCall:
     """`group_gemm_fp8_nt_groupwise`."""
     a_float, b_float = _operands(shape, rng)
     (a, a_scales), (b, b_scales) = ops.quantize_fp8(a_float, gm, dtype), ops.quantize_fp8(b_float, 128, dtype)
@@ -229,7 +229,7 @@ def fp8_groupwise(shape: Shape, rng: torch.Generator, gm: int, major: str, dtype
     )
     rows, weights = ops.dequantize_fp8(a, a_scales, gm).double(), ops.dequantize_fp8(b, b_scales, 128).double()
     operation = ops.group_gemm_fp8_nt_groupwise
-    return OpProblem(operation, arguments, "out", rows, weights, _ones(shape, a.device), shape, fp8_mma=True)
+    return OpCall(operation, arguments, "out", rows, weights, _ones(shape, a.device), shape, fp8_mma=True)
 
 
 def check_token_format(tokens: int, hidden: int, rng: torch.Generator, engine: str) -> float:

@@ -8,7 +8,6 @@ not timed and makes the exit code 1.
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable
@@ -25,7 +24,7 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.kernels.grouped_gemm import grouped_gemm
 from moe_runtime.launch import environment
 from moe_runtime.launch.op_problems import (
-    OpProblem,
+    OpCall,
     Shape,
     check_token_format,
     dynamic_scaled_nvfp4,
@@ -51,7 +50,7 @@ class Case:
     operation: str
     format: str
     variant: str
-    make: Callable[[Shape, torch.Generator], OpProblem]
+    make: Callable[[Shape, torch.Generator], OpCall]
     large: Shape
     small: Shape
 
@@ -148,7 +147,7 @@ def _record(
     return {"operation": operation, "format": fmt, "variant": variant, "shape": shape, "check": check}
 
 
-def time_as_layer(context: ExpertParallelContext, problem: OpProblem, iterations: int) -> dict[str, Any]:
+def time_as_layer(context: ExpertParallelContext, problem: OpCall, iterations: int) -> dict[str, Any]:
     """`layer_us`: the same product by the function that layers call, with the same weights in turn; or nothing."""
     size = sum(value.nbytes for value in problem.arguments.values() if isinstance(value, torch.Tensor))
     copies = [copy.as_layer() for copy in problem.copies(copies_to_rotate(context.device, size))]
@@ -164,7 +163,7 @@ def time_as_layer(context: ExpertParallelContext, problem: OpProblem, iterations
     return {"layer_us": measure(context, step, iterations=iterations, capturable=True)[TOTAL].median_us}
 
 
-def time_preparing(problem: OpProblem) -> float:
+def time_preparing(problem: OpCall) -> float:
     """Microseconds in which all experts' weights are prepared, by the host's clock: the least of three times."""
     taken = []
     for _ in range(3):
@@ -177,7 +176,7 @@ def time_preparing(problem: OpProblem) -> float:
 
 
 def time_problem(
-    context: ExpertParallelContext, problem: OpProblem, engine: str, iterations: int, raw: OpProblem | None = None
+    context: ExpertParallelContext, problem: OpCall, engine: str, iterations: int, raw: OpCall | None = None
 ) -> dict[str, Any]:
     """Microseconds of a call, without validation, on the buffers that were checked and copies of them in turn.
 
@@ -228,12 +227,10 @@ def work(options: argparse.Namespace) -> int:
     passed = all(result["check"]["passed"] for result in results)
     if options.json is not None:
         report = {"kind": KIND, "environment": record, "passed": passed, "results": results}
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        environment.write_json(options.json, report)
     where = record["gpus"][0]["name"] if record["device"] == "cuda" else record["processor"]
     how = f"{record['engine']}{', interpreted' if record['interpreted'] else ''}"
-    print_results(
-        results, f"{where}, engine {how}", Console(highlight=False, width=None if sys.stdout.isatty() else 150)
-    )
+    print_results(results, f"{where}, engine {how}", environment.wide_console(150))
     return int(not passed)
 
 

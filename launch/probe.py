@@ -103,7 +103,7 @@ def work(options: argparse.Namespace) -> int:
         record = environment.environment_record(context)
     print(json.dumps(found, indent=1))
     if options.json is not None:
-        options.json.write_text(json.dumps({"kind": "fp8_probe", "environment": record, **found}, indent=1) + "\n")
+        environment.write_json(options.json, {"kind": "fp8_probe", "environment": record, **found})
     return int(found["kept_bits"] < FP8_MMA_BITS or found["largest_loss"] > FP8_MMA_GAIN)
 
 

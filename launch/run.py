@@ -19,6 +19,7 @@ from rich.table import Table
 
 from moe_runtime.config import FormatName, RunConfig
 from moe_runtime.context import ExpertParallelContext
+from moe_runtime.counters import most_over_mean
 from moe_runtime.formats import ceil_div
 from moe_runtime.launch import cases, environment
 from moe_runtime.layer import MoELayer, context_from_config
@@ -168,7 +169,7 @@ def busiest_rank(expert_tokens: list[int], holders: list[list[int]], world_size:
     for tokens, ranks in zip(expert_tokens, holders, strict=True):
         for rank in ranks:
             rows[rank] += tokens / len(ranks)
-    return max(rows) / (sum(rows) / world_size) if any(rows) else 1.0
+    return most_over_mean(rows)
 
 
 def histogram(expert_tokens: list[int], holders: list[list[int]]) -> list[str]:

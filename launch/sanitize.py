@@ -17,7 +17,6 @@ themselves, and warps that saw it differently waited at different barriers (`sig
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import re
 import shutil
@@ -199,7 +198,7 @@ def work(options: argparse.Namespace) -> int:
         print(f"{result['tool']}, engine {result['engine']}: {result['findings']} findings, {shown}")
         print("\n".join(result["output"]), end="\n" if result["output"] else "")
     if options.json is not None:
-        options.json.write_text(json.dumps(report, indent=1) + "\n")
+        environment.write_json(options.json, report)
     return int(not all(result["passed"] for result in results))
 
 

@@ -11,7 +11,6 @@ The exit code is 0 only if no rank found anything; 2 for a wrong argument or con
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 import time
 from collections.abc import Callable, Mapping
@@ -262,7 +261,7 @@ def work(options: argparse.Namespace) -> int:
             ranks = [asdict(result) | {"passed": result.passed} for result in results]
             record = environment.environment_record(context)
             data = {"kind": KIND, "environment": record, "config": run.model_dump(), "seed": seed, "passed": passed}
-            options.json.write_text(json.dumps(data | {"ranks": ranks}, indent=1) + "\n")
+            environment.write_json(options.json, data | {"ranks": ranks})
     return 0 if passed else 1
 
 

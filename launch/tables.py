@@ -19,6 +19,7 @@ from typing import Any
 
 from moe_runtime.launch import gemm_table, kernel_table
 from moe_runtime.launch.bounds import EVEN, SKEW_FACTOR, SKEW_US, verdict
+from moe_runtime.launch.environment import shown_us
 from moe_runtime.launch.layer_bench import OURS
 from moe_runtime.launch.layer_report import key_of, peers_of, settings_of
 
@@ -110,9 +111,9 @@ def _layer_lines(ours: list[dict[str, Any]]) -> list[str]:
     ]
     for r in layers:
         memory = f"{r['memory']['peak_bytes'] / 1e9:.2f}" if r["memory"] else ""
-        spread = f"{_us(r['smallest_us'])} - {_us(r['largest_us'])}"
+        spread = f"{shown_us(r['smallest_us'])} - {shown_us(r['largest_us'])}"
         unfused = "" if r["ratio_to_unfused"] is None else f"{r['ratio_to_unfused']:.2f}"
-        numbers = f"{_us(r['median_us'])} | {spread} | {r['ratio_to_torch']:.2f} | {unfused}"
+        numbers = f"{shown_us(r['median_us'])} | {spread} | {r['ratio_to_torch']:.2f} | {unfused}"
         errors = f"{r['check']['error']:.2e} | {r['check']['bound']:.2e}"
         lines.append(f"| {_formats(r)} | {r['routing']} | {r['tokens_per_rank']} | {numbers} | {errors} | {memory} |")
     return lines
@@ -133,7 +134,7 @@ def _skew_lines(ours: list[dict[str, Any]]) -> list[str]:
     ]
     for r in uneven:
         where = f"| {r['operation']} | {_formats(r)} | {r['routing']} | {r['tokens_per_rank']} |"
-        lines.append(f"{where} {_cell(r, None)} | {_us(r['skew']['allowed_us'])} | {verdict(r['skew']['met'])} |")
+        lines.append(f"{where} {_cell(r, None)} | {shown_us(r['skew']['allowed_us'])} | {verdict(r['skew']['met'])} |")
     return lines
 
 
@@ -147,12 +148,8 @@ def _cell(result: dict[str, Any], peer: dict[str, Any] | None, field: str = "med
         return "check failed"
     if result[field] is None:
         return ""
-    beside = "" if peer is None or peer[field] is None else f" ({_us(peer[field])})"
-    return _us(result[field]) + beside
-
-
-def _us(microseconds: float) -> str:
-    return f"{microseconds:.1f}" if microseconds < 100 else f"{microseconds:.0f}"
+    beside = "" if peer is None or peer[field] is None else f" ({shown_us(peer[field])})"
+    return shown_us(result[field]) + beside
 
 
 def with_times(page: str, folder: Path, root: Path) -> str:

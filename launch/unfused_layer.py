@@ -18,7 +18,7 @@ import torch
 
 from moe_runtime.dispatcher import CombineSink
 from moe_runtime.experts import Experts
-from moe_runtime.formats import TokenFormat
+from moe_runtime.formats import TokenFormat, ceil_div
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.grouped_gemm import grouped_gemm
 from moe_runtime.kernels.quantize import quantize_rows
@@ -105,7 +105,7 @@ class UnfusedLayer:
         made = quantize_rows(middle_RI, fmt, gsf=gsf, engine=self.layer.context.engine)
         scales = made.scales_RV
         if scales is not None and rows.places is not None:
-            shape = (rows.blocks, -(-scales.shape[1] // 4), 32, 4, 4)
+            shape = (rows.blocks, ceil_div(scales.shape[1], 4), 32, 4, 4)
             blocks = torch.empty(shape, dtype=torch.uint8, device=scales.device)
             blocks.view(-1)[rows.places] = raw_bits(scales)
             scales = blocks.view(scales.dtype)

@@ -11,9 +11,9 @@ import torch
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.expert_readers import dense
 from moe_runtime.experts import swiglu_of
+from moe_runtime.formats import MAX_ENCODE_SCALE, NVFP4_FULL_SCALE
 from moe_runtime.kernels.activation import swiglu
 from moe_runtime.router import Router
-from moe_runtime.weights import MAX_ENCODE_SCALE, NVFP4_FULL_SCALE
 
 
 @dataclass(frozen=True)

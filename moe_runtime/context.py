@@ -25,7 +25,7 @@ from moe_runtime.comm.heap import REGION_ALIGNMENT, SymmetricHeap
 from moe_runtime.comm.nvshmem_heap import NvshmemHeap
 from moe_runtime.comm.private_heap import PrivateHeap
 from moe_runtime.comm.shared_heap import SharedHeap
-from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, REASON_WORDS, SignalLayout
+from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, NUM_COUNTERS, REASON_WORDS, SignalLayout
 from moe_runtime.errors import MoERuntimeError, PeerAbortedError, Phase, reason_of
 from moe_runtime.formats import align
 from moe_runtime.kernels.nvrtc import raw_stream
@@ -33,7 +33,6 @@ from moe_runtime.kernels.runtime import resolve_engine
 
 HALVED_REGIONS = ("stamps", "landing", "combine")
 """Regions of two halves, used in turn; `moe_runtime.memory` has them all."""
-COUNTERS = 16
 _LOG = logging.getLogger(__name__)
 MAX_SECONDS = 1e9
 """Kernels count nanoseconds in int64."""
@@ -88,7 +87,7 @@ class ExpertParallelContext:
         epoch: int32 `[1]`, number of the last dispatch.
         error: int32 `[8]` in host-visible memory, `comm.signals.ERROR_WORDS`.
         latch: int32 `[2]` on the device: the first error, which alone is recorded, and whether all peers know of it.
-        counters: int32 `[16]` on the device, zero between kernels.
+        counters: int32 `[NUM_COUNTERS]` of `comm.signals` on the device, zero between kernels.
     """
 
     signals: torch.Tensor
@@ -298,7 +297,7 @@ class ExpertParallelContext:
         on_gpu = self.device.type == "cuda"
         self.epoch = torch.zeros(1, dtype=torch.int32, device=self.device)
         self.latch = torch.zeros(2, dtype=torch.int32, device=self.device)
-        self.counters = torch.zeros(COUNTERS, dtype=torch.int32, device=self.device)
+        self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=self.device)
         self.error = torch.zeros(ERROR_WORDS, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
         self._error_view = self.error.numpy()
         # Made now, since neither pinned memory nor a stream can be made while a kernel waits for a peer.

@@ -40,7 +40,7 @@ from moe_runtime.converted_experts import (
 )
 from moe_runtime.expert_readers import ExpertReader
 from moe_runtime.folder_lock import locked_folder
-from moe_runtime.tensor_files import DTYPES, INDEX_FILE, SINGLE_FILE, SafetensorsFile, TensorEntry
+from moe_runtime.tensor_files import DTYPES, INDEX_FILE, SINGLE_FILE, SafetensorsFile, TensorEntry, json_bytes
 from moe_runtime.tensor_writer import TensorWriter, sync_folder, write_whole
 
 PLAN_KEY = "moe_runtime.conversion"
@@ -268,14 +268,14 @@ class _Conversion:
         if list(self.shards) != [SINGLE_FILE]:
             total = sum(entry.num_bytes for entry in entries.values())
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
-            write_whole(self.target / INDEX_FILE, _json(index))
+            write_whole(self.target / INDEX_FILE, json_bytes(index))
         else:
             # Some readers go by an index before they look for a single file, others after it.
             (self.target / INDEX_FILE).unlink(missing_ok=True)
         for path in self._copied():
             write_whole(self.target / path.name, path.read_bytes())
         plain = [name.removesuffix(".weight") for name, entry in entries.items() if _is_plain_linear(name, entry)]
-        write_whole(self.target / CONFIG_FILE, _json(self._config(plain)))
+        write_whole(self.target / CONFIG_FILE, json_bytes(self._config(plain)))
         sync_folder(self.target)
 
     def _config(self, plain: list[str]) -> dict[str, Any]:
@@ -299,10 +299,6 @@ class _Conversion:
             return False
         others = (name for name in checkpoint.files.names() if name not in self.replaced)
         return not any(name.endswith(_SCALE_NAMES) for name in others)
-
-
-def _json(data: Mapping[str, Any]) -> bytes:
-    return (json.dumps(data, indent=2) + "\n").encode()
 
 
 def _is_plain_linear(name: str, entry: TensorEntry) -> bool:

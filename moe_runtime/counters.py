@@ -50,7 +50,11 @@ class LayerCounts:
 
 def imbalance(ranks: Sequence[LayerCounts]) -> float:
     """Rows of the busiest rank over the mean of all, from each rank's counts of the same steps; 1 without rows."""
-    rows = [counts.rows for counts in ranks]
+    return most_over_mean([counts.rows for counts in ranks])
+
+
+def most_over_mean(rows: Sequence[float]) -> float:
+    """The largest of numbers that are not negative over the mean of all; 1 where all are 0."""
     return max(rows) * len(rows) / sum(rows) if any(rows) else 1.0
 
 

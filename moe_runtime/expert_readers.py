@@ -17,12 +17,12 @@ import numpy as np
 import torch
 
 from moe_runtime.checkpoint_layouts import PLAIN, ScaleName, WeightLayout
-from moe_runtime.formats import WEIGHT_BLOCK_N, TokenFormat, ceil_div
+from moe_runtime.formats import MAX_ENCODE_SCALE, WEIGHT_BLOCK_N, TokenFormat, ceil_div
 from moe_runtime.kernels.swizzle import swizzle_scales
 from moe_runtime.loading import FRESH, ExpertTensors, Rooms
 from moe_runtime.progress import one_ahead
 from moe_runtime.tensor_files import DTYPES, TensorFiles
-from moe_runtime.weights import MAX_ENCODE_SCALE, ExpertWeights, GateUpOrder
+from moe_runtime.weights import ExpertWeights, GateUpOrder
 
 
 @dataclass(frozen=True)

@@ -57,8 +57,8 @@ class Experts:
 
     def __post_init__(self) -> None:
         gate_up, down = self.gate_up, self.down
-        if self.num_sms is not None and self.num_sms < 1:
-            raise ValueError(f"num_sms: expected at least 1 or None, got {self.num_sms}")
+        if self.num_sms is not None and (not isinstance(self.num_sms, int) or self.num_sms < 1):
+            raise ValueError(f"num_sms: expected at least 1 or None, got {self.num_sms!r}")
         check_activation(gate_up, self.activation)
         if isinstance(gate_up, PreparedWeights) and gate_up.gate_up is None:
             raise ValueError("gate_up: expected weights prepared with gate_up, got plain ones")

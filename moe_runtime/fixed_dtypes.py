@@ -1,4 +1,4 @@
-"""Modules whose parameters and buffers keep their dtypes, whatever the model around them is converted to."""
+"""Modules whose parameters and buffers keep their dtypes, and how those are given values of any dtype."""
 
 from __future__ import annotations
 
@@ -18,3 +18,21 @@ class FixedDtypes(nn.Module):
             return moved if moved.dtype == tensor.dtype else tensor.to(moved.device)
 
         return super()._apply(without_cast, recurse)
+
+
+def copy_checked(pairs: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]) -> None:
+    """Copy each source into its target; where there is no target there must be no source.
+
+    Args:
+        pairs: `(target, source)` by the name that errors give.
+
+    Raises `ValueError` naming the first pair whose shapes differ, before anything is copied.
+    """
+    for name, (target, source) in pairs.items():
+        expected, got = ("none" if t is None else f"shape {list(t.shape)}" for t in (target, source))
+        if expected != got:
+            raise ValueError(f"{name}: expected {expected}, got {got}")
+    with torch.no_grad():
+        for target, source in pairs.values():
+            if target is not None and source is not None:
+                target.copy_(source)

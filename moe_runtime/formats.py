@@ -35,6 +35,13 @@ class ScaleLayout(IntEnum):
     """Byte `v % 4` of the 32-bit word `v // 4 * ld + r`."""
 
 
+NVFP4_FULL_SCALE = 2688.0
+"""Largest `e2m1 * e4m3` magnitude, 6 * 448."""
+
+MAX_ENCODE_SCALE = 2.0**100
+"""What an NVFP4 encode scale is clamped to."""
+
+
 def ceil_div(a: int, b: int) -> int:
     """`ceil(a / b)` of non-negative integers."""
     return -(-a // b)

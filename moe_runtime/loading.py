@@ -136,24 +136,6 @@ def quantize_experts(
     return whole
 
 
-def copy_checked(pairs: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]) -> None:
-    """Copy each source into its target; where there is no target there must be no source.
-
-    Args:
-        pairs: `(target, source)` by the name that errors give.
-
-    Raises `ValueError` naming the first pair whose shapes differ, before anything is copied.
-    """
-    for name, (target, source) in pairs.items():
-        expected, got = ("none" if t is None else f"shape {list(t.shape)}" for t in (target, source))
-        if expected != got:
-            raise ValueError(f"{name}: expected {expected}, got {got}")
-    with torch.no_grad():
-        for target, source in pairs.values():
-            if target is not None and source is not None:
-                target.copy_(source)
-
-
 def _quantize(
     w: torch.Tensor | ExpertWeights,
     bias: torch.Tensor | None,

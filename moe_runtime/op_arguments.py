@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_runtime import plan
+from moe_runtime.arguments import check_is_tensor, check_no_grad
 from moe_runtime.kernels.reference_quantize import raw_bits
 from moe_runtime.prepared import PreparedWeights
 
@@ -34,7 +35,7 @@ Size = int | AtLeast | str
 
 def check_device(name: str, tensor: torch.Tensor) -> torch.device:
     """The device that all arguments must share, a CPU or a GPU."""
-    _check_is_tensor(name, tensor)
+    check_is_tensor(name, tensor)
     if tensor.device.type not in ("cpu", "cuda"):
         raise ValueError(f"{name}: expected a tensor on cpu or cuda, got {tensor.device}")
     return tensor.device
@@ -53,7 +54,7 @@ def check_tensor(
 
     Strides of dimensions of size 1 do not matter, nor any where there are no elements.
     """
-    tensor = _check_is_tensor(name, tensor)
+    tensor = check_is_tensor(name, tensor)
     allowed = (dtypes,) if isinstance(dtypes, torch.dtype) else tuple(dtypes)
     if tensor.dtype not in allowed:
         raise ValueError(f"{name}: expected {' or '.join(map(str, allowed))}, got {tensor.dtype}")
@@ -69,19 +70,12 @@ def check_tensor(
         pairs = zip(tensor.shape, tensor.stride(), strides, strict=True)
         if any(size > 1 and found != wanted for size, found, wanted in pairs):
             raise ValueError(f"{name}: expected strides {list(strides)}, got {list(tensor.stride())}")
-    if tensor.requires_grad and torch.is_grad_enabled():
-        raise ValueError(f"{name}: expected no gradient (for inference only), got requires_grad=True")
+    check_no_grad(name, tensor)
     return tensor
 
 
 def _fits(size: int, wanted: Size) -> bool:
     return isinstance(wanted, str) or (size >= wanted.size if isinstance(wanted, AtLeast) else size == wanted)
-
-
-def _check_is_tensor(name: str, tensor: object) -> torch.Tensor:
-    if not isinstance(tensor, torch.Tensor):
-        raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
-    return tensor
 
 
 @dataclass(frozen=True)
@@ -142,7 +136,7 @@ def check_output(
     name: str, tensor: object, dtypes: Sequence[torch.dtype], rows: int, columns: int, device: torch.device
 ) -> torch.Tensor:
     """`tensor` if it can be written: `[rows, columns]`, any row stride that keeps rows apart."""
-    tensor = _check_is_tensor(name, tensor)
+    tensor = check_is_tensor(name, tensor)
     strides = (max(tensor.stride(0), columns), 1) if tensor.ndim == 2 else None
     return check_tensor(name, tensor, dtypes, (rows, columns), device, strides=strides)
 

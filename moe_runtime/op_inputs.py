@@ -6,15 +6,13 @@ sequences of `kernels/quantize.py`, bit for bit the same on every engine. `op_sc
 
 from __future__ import annotations
 
-import math
-
 import torch
 
-from moe_runtime.formats import FP8_BLOCK, MXFP8, NVFP4, FormatCode, QuantizedRows, align, ceil_div
+from moe_runtime.arguments import check_is_tensor, check_no_grad
+from moe_runtime.formats import FP8_BLOCK, MXFP8, NVFP4, FormatCode, QuantizedRows, ceil_div
 from moe_runtime.kernels import reference_quantize as rq
-from moe_runtime.kernels.quantize import check_no_grad, dequantize_rows, quantize_rows
+from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.runtime import resolve_engine
-from moe_runtime.weights import AMAX_FLOOR, MAX_ENCODE_SCALE, NVFP4_FULL_SCALE
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -39,12 +37,9 @@ def nvfp4_encode_scale(x: torch.Tensor) -> torch.Tensor:
     >>> nvfp4_encode_scale(torch.tensor([[-42.0, 3.0]]))
     tensor([64.])
     """
-    check_no_grad("x", x)
+    check_no_grad("x", check_is_tensor("x", x))
     numbers = x.float()
-    amax = numbers.abs().amax().reshape(1) if x.numel() else numbers.new_zeros(1)
-    usable = (amax > 0) & amax.isfinite()
-    encode = torch.full_like(amax, NVFP4_FULL_SCALE) / amax
-    return torch.where(usable, encode.clamp(max=MAX_ENCODE_SCALE), 1.0)
+    return rq.token_gsf(numbers.abs().amax().reshape(1) if x.numel() else numbers.new_zeros(1))
 
 
 def quantize_nvfp4(
@@ -153,19 +148,9 @@ def quantize_fp8(
     """
     _check_floats(x, 128)
     _check_dtype("dtype", dtype, FP8_DTYPES)
-    gm, shape = _check_granularity_mn(granularity_mn), x.shape
-    m, k = shape[-2], shape[-1]
-    blocks_m = ceil_div(m, gm)
-    padded = torch.nn.functional.pad(x.float(), (0, 0, 0, align(m, gm) - m))
-    tiles = padded.reshape(math.prod(shape[:-2]), blocks_m, gm, k // 128, 128)
-    amax = tiles.abs().amax((2, 4))
-    usable = amax.isfinite()
-    largest = torch.finfo(dtype).max
-    # On GPUs dividing by a number multiplies by its rounded reciprocal; dividing by a tensor divides.
-    scales = amax.clamp(min=AMAX_FLOOR) / torch.full_like(amax, largest)
-    values = torch.where(usable[:, :, None, :, None], tiles / scales[:, :, None, :, None], 0.0)
-    quants = values.clamp(-largest, largest).reshape(*shape[:-2], blocks_m * gm, k)[..., :m, :].to(dtype)
-    return quants.contiguous(), torch.where(usable, scales, torch.nan).view(*shape[:-2], blocks_m, k // 128)
+    gm = _check_granularity_mn(granularity_mn)
+    quants, scales = rq.quantize_fp8_blocks(x.float() if x.ndim == 3 else x.float()[None], gm, dtype)
+    return (quants, scales) if x.ndim == 3 else (quants[0], scales[0])
 
 
 def dequantize_fp8(q: torch.Tensor, scales: torch.Tensor, granularity_mn: int = 1) -> torch.Tensor:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from moe_runtime import plan
+from moe_runtime.arguments import check_is_tensor
 from moe_runtime.formats import align, ceil_div
 from moe_runtime.kernels.reference_quantize import copy_as, raw_bits
 from moe_runtime.kernels.swizzle import swizzle_scales, unswizzle_scales
@@ -205,7 +206,7 @@ def _offsets(offsets: Offsets, num_rows: int, argument: str) -> list[int]:
 
 
 def _check_axes(scales: torch.Tensor, axes: str, argument: str) -> None:
-    if scales.ndim != len(axes.split(",")):
+    if check_is_tensor(argument, scales).ndim != len(axes.split(",")):
         raise ValueError(f"{argument}: expected {axes}, got shape {tuple(scales.shape)}")
 
 

@@ -33,11 +33,7 @@ def prepare_nvfp4(b: torch.Tensor, b_scales: torch.Tensor) -> PreparedWeights:
         check_tensor("b_scales", b_scales, torch.uint8, (experts, align(n, 128), k // 16), b.device)
         b_scales = b_scales.view(torch.float8_e4m3fn).view(shape)
     check_tensor("b_scales", b_scales, torch.float8_e4m3fn, shape, b.device)
-    try:
-        return PreparedWeights.prepare(ExpertWeights(NVFP4, b, b_scales))
-    except ValueError as error:
-        # Of the scales' values, the one thing that is not checked by now.
-        raise ValueError(str(error).replace("w.scales", "b_scales")) from None
+    return PreparedWeights.prepare(ExpertWeights(NVFP4, b, b_scales), argument="b_scales")
 
 
 def prepare_mxfp8(

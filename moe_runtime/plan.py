@@ -157,7 +157,7 @@ def unpadded_rows_needed(num_rows: int, granularity_m: int) -> int:
     >>> unpadded_rows_needed(300, 128), unpadded_rows_needed(300, 1)
     (3, 300)
     """
-    return -(-num_rows // granularity_m)
+    return ceil_div(num_rows, granularity_m)
 
 
 def swizzled_offset(row: Number, column: Number, num_columns: int) -> Number:

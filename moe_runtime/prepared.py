@@ -14,7 +14,7 @@ E4M3_MAX_CODE = 0x7E
 RESULT_FORMATS = ("bf16", "mxfp8", "nvfp4")
 """Formats of a gated result of the GEMM of prepared weights."""
 
-MAX_EXPERTS = 512
+MAX_PREPARED_EXPERTS = 512
 """Groups that the GEMM of prepared weights takes (`kernels.decoded_gemm.MAX_GROUPS`)."""
 
 
@@ -71,11 +71,11 @@ class PreparedWeights:
             raise ValueError(f"{name}: expected device {self.units.device}, got {tensor.device}")
 
     @classmethod
-    def prepare(cls, w: ExpertWeights, *, engine: str = "auto") -> PreparedWeights:
+    def prepare(cls, w: ExpertWeights, *, engine: str = "auto", argument: str = "w.scales") -> PreparedWeights:
         """Reorder `w`, one expert after the other; weights with `gate_up` are prepared for SwiGLU.
 
-        Raises `ValueError` for a format that is not decoded in registers, and for `nvfp4` block scales that are
-        negative or NaN. Waits for the device.
+        Raises `ValueError` for a format that is not decoded in registers, and, naming `argument`, for `nvfp4` block
+        scales that are negative or NaN. Waits for the device.
         """
         from moe_runtime.kernels.decoded_layout import DECODED_FORMATS, pack_units, source_rows, units_shape
         from moe_runtime.kernels.swizzle import unswizzle_scales
@@ -91,17 +91,19 @@ class PreparedWeights:
         for units, quants, scales in zip(all_units, w.quants, w.scales, strict=True):
             linear = unswizzle_scales(scales[None], w.num_rows, columns, engine=engine)[0].view(torch.uint8)
             if w.format is NVFP4 and int(linear.max()) > E4M3_MAX_CODE:
-                raise ValueError("w.scales: expected e4m3 numbers that are not negative, got a NaN or a negative one")
+                raise ValueError(
+                    f"{argument}: expected e4m3 numbers that are not negative, got a NaN or a negative one"
+                )
             units.copy_(pack_units(quants.view(torch.uint8), linear, w.format, rows))
         return cls(w.format, all_units, w.num_rows, w.num_columns, w.expert_scales, w.bias, w.gate_up)
 
     @staticmethod
     def wanted(w: ExpertWeights, engine: str = "auto") -> bool:
-        """Whether the GEMM is faster with `w` prepared: on Hopper, `MAX_EXPERTS` at most, decoded in registers."""
+        """Whether the GEMM is faster with `w` prepared: on Hopper, decoded in registers, of few enough experts."""
         from moe_runtime.kernels.decoded_layout import DECODED_FORMATS
         from moe_runtime.kernels.runtime import runs_cuda
 
-        return runs_cuda(engine, w.device) and w.format in DECODED_FORMATS and w.num_experts <= MAX_EXPERTS
+        return runs_cuda(engine, w.device) and w.format in DECODED_FORMATS and w.num_experts <= MAX_PREPARED_EXPERTS
 
     def expert(self, expert: int) -> PreparedWeights:
         """The weights of one expert. Raises `ValueError` if there is no such one."""

@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from moe_runtime.arguments import check_no_grad
 from moe_runtime.config import RouterConfig, check_positive
-from moe_runtime.fixed_dtypes import FixedDtypes
+from moe_runtime.fixed_dtypes import FixedDtypes, copy_checked
 from moe_runtime.kernels.runtime import resolve_engine
-from moe_runtime.loading import copy_checked
 
 
 def softmax_topk(
@@ -186,8 +186,7 @@ class Router(FixedDtypes):
             raise ValueError(f"x: expected [T, {self.weight.shape[1]}], got {list(x_TH.shape)}")
         if not x_TH.is_floating_point():
             raise ValueError(f"x: expected a float dtype, got {x_TH.dtype}")
-        if x_TH.requires_grad and torch.is_grad_enabled():
-            raise ValueError("x: requires grad, but the runtime is for inference only; detach it or use no_grad")
+        check_no_grad("x", x_TH)
 
     def forward(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         config, experts = self.config, self.weight.shape[0]

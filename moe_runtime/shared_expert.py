@@ -8,8 +8,7 @@ import torch
 from torch import nn
 
 from moe_runtime.config import SharedExpertConfig
-from moe_runtime.fixed_dtypes import FixedDtypes
-from moe_runtime.loading import copy_checked
+from moe_runtime.fixed_dtypes import FixedDtypes, copy_checked
 
 
 class SharedExpert(FixedDtypes):

@@ -292,9 +292,14 @@ def read_json(file: Path) -> dict[str, Any]:
     return data
 
 
+def json_bytes(data: Mapping[str, Any]) -> bytes:
+    """What a JSON file of an object holds, indented."""
+    return (json.dumps(data, indent=2) + "\n").encode()
+
+
 def write_json(file: Path, data: Mapping[str, Any]) -> None:
     """Write an object as JSON, indented."""
-    file.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+    file.write_bytes(json_bytes(data))
 
 
 def _digest(data: bytes) -> str:

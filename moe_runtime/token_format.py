@@ -12,7 +12,8 @@ from functools import cached_property
 import torch
 
 from moe_runtime import plan
-from moe_runtime.formats import NVFP4, QuantizedRows, TokenFormat, align, token_format
+from moe_runtime.arguments import check_is_tensor
+from moe_runtime.formats import MAX_ENCODE_SCALE, NVFP4, QuantizedRows, TokenFormat, align, ceil_div, token_format
 from moe_runtime.kernels.quantize import check_gsf, quantize_rows
 from moe_runtime.kernels.reference_quantize import copy_as, raw_bits
 
@@ -53,6 +54,8 @@ class RecordLayout:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", token_format(self.format))
+        for name in ("hidden", "top_k", "alignment"):
+            _check_is_int(name, getattr(self, name))
         self.format.check_columns(self.hidden, "hidden")
         _check_top_k(self.top_k)
         _check_alignment(self.alignment, RECORD_ALIGNMENT)
@@ -128,12 +131,11 @@ class TokenMessage:
     ) -> None:
         self.format = token_format(fmt)
         for name, value in (("hid_dim", hid_dim), ("top_k", top_k), ("alignment", alignment)):
-            if type(value) is not int:
-                raise ValueError(f"{name}: expected an int, got {value!r}")
+            _check_is_int(name, value)
         outputs = (output_tokens, output_scales, output_scales_offset)
         for name, output in zip(("output_tokens", "output_scales", "output_scales_offset"), outputs, strict=True):
             if output is not None:
-                _check_is_tensor(name, output)
+                check_is_tensor(name, output)
         self.format.check_columns(hid_dim, "hid_dim")
         _check_top_k(top_k)
         self.hid_dim = hid_dim
@@ -202,8 +204,8 @@ class TokenMessage:
                 None in the other formats.
             engine: "auto", "triton" or "torch", of the quantizer.
         """
-        _check_is_tensor("buf", buf)
-        _check_is_tensor("src", src)
+        check_is_tensor("buf", buf)
+        check_is_tensor("src", src)
         if self.format.has_row_scale and input_scale is None:
             raise ValueError(f"input_scale: format {self.format.name} needs an encode scale, got None")
         if src.ndim not in (1, 2) or src.shape[-1] != self.hid_dim or src.dtype not in (torch.bfloat16, torch.float32):
@@ -228,6 +230,7 @@ class TokenMessage:
             source: integers `[T]` or `[]`, stored as int32.
             topk_idx: integers `[T, top_k]` or `[top_k]`, -1 (stored as 65535) to 65534.
         """
+        check_is_tensor("buf", buf)
         source = _check_integers("source", source, -(2**31), 2**31 - 1, buf)
         topk_idx = _check_integers("topk_idx", topk_idx, -1, NO_EXPERT - 1, buf)
         if topk_idx.shape[-1:] != (self.top_k,) or topk_idx.shape[:-1] != source.shape:
@@ -245,7 +248,7 @@ class TokenMessage:
 
     def read_info(self, buf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`(source, topk_idx)` of messages as int32 `[T]` and `[T, top_k]` (without `T` for one), -1 for no expert."""
-        rows = self._messages(buf, self.msg_size(), buf.shape[:-1])
+        rows = self._messages(buf, self.msg_size(), check_is_tensor("buf", buf).shape[:-1])
         source = copy_as(rows[:, self.src_info_offset() :][:, :4], torch.int32)
         ids = copy_as(rows[:, self.topk_info_offset() :][:, : 2 * self.top_k], torch.int16).to(torch.int32)
         ids = ids & NO_EXPERT
@@ -257,7 +260,7 @@ class TokenMessage:
 
         `input_scale` is the encode scale that they were written with; `row_scale_R` is its inverse.
         """
-        rows = self._messages(buf, self.token_size(), buf.shape[:-1])
+        rows = self._messages(buf, self.token_size(), check_is_tensor("buf", buf).shape[:-1])
         fmt = self.format
         quants = copy_as(rows[:, : fmt.quant_bytes(self.hid_dim)], fmt.quant_dtype)
         scales = row_scale = None
@@ -268,7 +271,7 @@ class TokenMessage:
             gsf = check_gsf(input_scale, fmt, buf.device, "input_scale")
             if gsf is None:
                 raise ValueError(f"input_scale: format {fmt.name} needs an encode scale, got None")
-            gsf = gsf.clamp(max=2.0**100)
+            gsf = gsf.clamp(max=MAX_ENCODE_SCALE)
             row_scale = torch.ones_like(gsf).div(gsf).repeat(rows.shape[0])
         return QuantizedRows(fmt, quants, scales, row_scale)
 
@@ -282,7 +285,7 @@ class TokenMessage:
         >>> NVFP4TokenFormat(64, 2).pad_expert_offsets(torch.tensor([0, 100, 300, 400]))
         tensor([0, 1, 1], dtype=torch.int32)
         """
-        _check_is_tensor("row_offsets", row_offsets)
+        check_is_tensor("row_offsets", row_offsets)
         offsets = plan.dense_128_offsets(row_offsets)
         if row_offsets.device.type == "cpu":
             self._check_row_offsets(row_offsets)
@@ -309,7 +312,7 @@ class TokenMessage:
         """
         if self.output_tokens is None or (self.output_scales is None and self.format.scale_dtype is not None):
             raise ValueError("output_tokens, output_scales: expected tensors given to the constructor, got None")
-        _check_is_tensor("buf", buf)
+        check_is_tensor("buf", buf)
         if not isinstance(token_index, torch.Tensor) and type(token_index) is not int:
             raise ValueError(f"token_index: expected integers, got {token_index!r}")
         index = torch.as_tensor(token_index, device=self.output_tokens.device)
@@ -381,7 +384,7 @@ class TokenMessage:
             )
         if scales is not None:
             v = fmt.scale_columns(self.hid_dim)
-            wanted = (-(-v // 4), 32, 4, 4) if fmt.swizzled else (v,)
+            wanted = (ceil_div(v, 4), 32, 4, 4) if fmt.swizzled else (v,)
             if scales.dtype != fmt.scale_dtype or tuple(scales.shape[1:]) != wanted or not scales.is_contiguous():
                 raise ValueError(
                     f"output_scales: expected contiguous {fmt.scale_dtype} [*, {', '.join(map(str, wanted))}], "
@@ -432,14 +435,14 @@ class NVFP4TokenFormat(TokenMessage):
         return self.quant_size()
 
 
-def _check_is_tensor(argument: str, value: object) -> None:
-    if not isinstance(value, torch.Tensor):
-        raise ValueError(f"{argument}: expected a tensor, got {type(value).__name__}")
+def _check_is_int(argument: str, value: object) -> None:
+    if type(value) is not int:
+        raise ValueError(f"{argument}: expected an int, got {value!r}")
 
 
 def _check_integers(argument: str, values: torch.Tensor, low: int, high: int, buf: torch.Tensor) -> torch.Tensor:
     """`values` as int64, which torch computes with; it does not with most unsigned integers."""
-    if values.dtype not in INTEGERS:
+    if check_is_tensor(argument, values).dtype not in INTEGERS:
         raise ValueError(f"{argument}: expected integers that fit in int64, got {values.dtype}")
     _check_device(argument, values, buf)
     values = values.to(torch.int64)

@@ -12,16 +12,9 @@ from enum import StrEnum
 
 import torch
 
-from moe_runtime.formats import WEIGHT_BLOCK_N, QuantizedRows, TokenFormat, align, ceil_div, weight_format
-
-NVFP4_FULL_SCALE = 2688.0
-"""Largest `e2m1 * e4m3` magnitude, 6 * 448."""
-
-MAX_ENCODE_SCALE = 2.0**100
-"""What an NVFP4 encode scale is clamped to."""
-
-E4M3_MAX = 448.0
-AMAX_FLOOR = 1e-4
+from moe_runtime.arguments import check_is_tensor
+from moe_runtime.formats import FP8_BLOCK, WEIGHT_BLOCK_N, QuantizedRows, TokenFormat, ceil_div, weight_format
+from moe_runtime.kernels.reference_quantize import quantize_fp8_blocks, token_gsf
 
 
 class GateUpOrder(StrEnum):
@@ -80,8 +73,8 @@ class SwiGLU:
             value = getattr(self, name)
             if not (isinstance(value, (int, float)) and math.isfinite(value)):
                 raise ValueError(f"{name}: expected a finite number, got {value!r}")
-        if self.limit is not None and not self.limit > 0:
-            raise ValueError(f"limit: expected a positive number or None, got {self.limit}")
+        if self.limit is not None and not (isinstance(self.limit, (int, float)) and self.limit > 0):
+            raise ValueError(f"limit: expected a positive number or None, got {self.limit!r}")
 
 
 def scales_shape(fmt: TokenFormat, num_experts: int, num_rows: int, num_columns: int) -> tuple[int, ...] | None:
@@ -108,7 +101,7 @@ class ExpertWeights:
     """`E` weights `[N, K]` in one format, each reading back as `quants * scales * expert_scales`.
 
     Attributes:
-        format: number format of the weights.
+        format: number format of the weights (a name is looked up).
         quants: `[E, N, quant_columns(K)]` of `format.quant_dtype`, contiguous; `N` a multiple of 8.
         scales: block scales; `nvfp4`, `mxfp4` and `mxfp8`: `[E, ceil(N/128), ceil(V/4), 32, 4, 4]`, the 128x4 swizzle;
             `fp8_block`: fp32 `[E, ceil(N/128), ceil(K/128)]`, blocks of 128x128; None for bf16.
@@ -129,7 +122,10 @@ class ExpertWeights:
     gate_up: GateUpOrder | None = None
 
     def __post_init__(self) -> None:
-        if self.quants.ndim != 3:
+        object.__setattr__(self, "format", weight_format(self.format))
+        if self.gate_up is not None:
+            object.__setattr__(self, "gate_up", GateUpOrder(self.gate_up))
+        if check_is_tensor("quants", self.quants).ndim != 3:
             raise ValueError(f"quants: expected [E, N, columns], got shape {list(self.quants.shape)}")
         self._check("quants", self.quants, self.quants.shape, self.format.quant_dtype)
         self.format.check_columns(self.num_columns, "K of quants")
@@ -139,6 +135,7 @@ class ExpertWeights:
         shape = scales_shape(self.format, self.num_experts, self.num_rows, self.num_columns)
         self._check("scales", self.scales, shape, self.format.scale_dtype)
         if self.expert_scales is not None:
+            check_is_tensor("expert_scales", self.expert_scales)
             shapes = [(self.num_experts,)] + ([(self.num_experts, 2)] if self.gate_up is not None else [])
             if tuple(self.expert_scales.shape) not in shapes:
                 expected = " or ".join(str(list(shape)) for shape in shapes)
@@ -211,7 +208,7 @@ class ExpertWeights:
         """
         fmt = weight_format(fmt)
         order = (GateUpOrder.GATE_UP if gate_up else None) if isinstance(gate_up, bool) else GateUpOrder(gate_up)
-        if w_ENK.ndim != 3:
+        if check_is_tensor("w", w_ENK).ndim != 3:
             raise ValueError(f"w: expected [E, N, K], got shape {list(w_ENK.shape)}")
         if w_ENK.dtype not in (torch.bfloat16, torch.float32):
             raise ValueError(f"w: expected bfloat16 or float32, got {w_ENK.dtype}")
@@ -224,7 +221,8 @@ class ExpertWeights:
         if fmt.scale_dtype is None:
             return cls(fmt, w_ENK.to(fmt.quant_dtype), bias=bias, gate_up=order)
         if fmt.scale_dtype == torch.float32:
-            return cls(fmt, *_quantize_128x128(w_ENK.float()), bias=bias, gate_up=order)
+            blocks = quantize_fp8_blocks(w_ENK.float(), WEIGHT_BLOCK_N, FP8_BLOCK.quant_dtype)
+            return cls(fmt, *blocks, bias=bias, gate_up=order)
         return cls(fmt, *_quantize_along_k(w_ENK, fmt, order, engine), bias=bias, gate_up=order)
 
     def dequantize(self, *, engine: str = "auto") -> torch.Tensor:
@@ -266,7 +264,7 @@ class ExpertWeights:
                 expected = "None" if shape is None else f"a tensor of shape {list(shape)}"
                 raise ValueError(f"{name}: expected {expected} for {self.format.name}, got {type(tensor).__name__}")
             return
-        if tuple(tensor.shape) != tuple(shape):
+        if tuple(check_is_tensor(name, tensor).shape) != tuple(shape):
             raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
         if tensor.dtype != dtype:
             raise ValueError(f"{name}: expected {dtype}, got {tensor.dtype}")
@@ -274,23 +272,6 @@ class ExpertWeights:
             raise ValueError(f"{name}: expected device {self.quants.device}, got {tensor.device}")
         if not tensor.is_contiguous():
             raise ValueError(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
-
-
-def _quantize_128x128(w_ENK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """e4m3 quants `[E, N, K]` and fp32 scales `[E, ceil(N/128), K/128]` of fp32 weights; same sequence as for rows."""
-    experts, rows, columns = w_ENK.shape
-    block_rows, block_columns = ceil_div(rows, WEIGHT_BLOCK_N), columns // WEIGHT_BLOCK_N
-    padded = w_ENK.new_zeros(experts, align(rows, WEIGHT_BLOCK_N), columns)
-    padded[:, :rows] = w_ENK
-    tiles = padded.view(experts, block_rows, WEIGHT_BLOCK_N, block_columns, WEIGHT_BLOCK_N)
-    amax = tiles.abs().amax((2, 4))
-    usable = amax.isfinite()
-    # On GPUs dividing by a number multiplies by its rounded reciprocal; dividing by a tensor divides.
-    scales = amax.clamp(min=AMAX_FLOOR) / torch.full_like(amax, E4M3_MAX)
-    tiles = tiles / scales[:, :, None, :, None]
-    tiles = torch.where(usable[:, :, None, :, None], tiles, 0.0).clamp(-E4M3_MAX, E4M3_MAX)
-    quants = tiles.view(padded.shape)[:, :rows].to(torch.float8_e4m3fn)
-    return quants.contiguous(), torch.where(usable, scales, torch.nan)
 
 
 def _quantize_along_k(
@@ -310,7 +291,7 @@ def _quantize_along_k(
     scales = w_ENK.new_empty((experts, rows, fmt.scale_columns(columns)), dtype=fmt.scale_dtype)
     expert_scales = None
     if fmt.has_row_scale:
-        encode = torch.stack([amax_encode_scale(w_ENK[:, part]) for part in parts], 1)
+        encode = torch.stack([token_gsf(w_ENK[:, part].float().abs().amax((1, 2))) for part in parts], 1)
         expert_scales = (1.0 / encode).contiguous() if order is not None else (1.0 / encode[:, 0]).contiguous()
         for expert in range(experts):
             for index, part in enumerate(parts):
@@ -327,12 +308,3 @@ def _quantize_along_k(
 def _present(tensor: torch.Tensor | None) -> torch.Tensor:
     assert tensor is not None
     return tensor
-
-
-def amax_encode_scale(w_ENK: torch.Tensor) -> torch.Tensor:
-    """fp32 `[E]`: `min(2688 / amax, 2^100)` of each expert, 1 where amax is 0 or not finite."""
-    amax = w_ENK.float().abs().amax((1, 2))
-    usable = (amax > 0) & amax.isfinite()
-    # `number / tensor` would multiply by a rounded reciprocal.
-    encode = torch.full_like(amax, NVFP4_FULL_SCALE) / amax
-    return torch.where(usable, encode.clamp(max=MAX_ENCODE_SCALE), 1.0)

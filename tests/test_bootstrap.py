@@ -10,6 +10,7 @@ import signal
 import threading
 import time
 import weakref
+from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
@@ -522,6 +523,20 @@ def test_the_thread_of_a_store_ends_with_it() -> None:
     assert kept() is None
     thread.join(20)
     assert not thread.is_alive()
+
+
+def test_threads_that_come_at_once_get_the_same_calls_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two would let a call through while one of the other has no answer."""
+
+    class Slow(store_calls.StoreCalls):
+        def __init__(self) -> None:
+            time.sleep(0.05)
+            super().__init__()
+
+    monkeypatch.setattr(store_calls, "StoreCalls", Slow)
+    store = dist.HashStore()
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(lambda _: store_calls.calls_of(store), range(4)))) == 1
 
 
 def in_subgroups(rank: int, world: int) -> None:

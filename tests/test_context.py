@@ -23,6 +23,7 @@ from moe_runtime.comm.signals import (
     COUNT_BITS,
     ERROR_WORDS,
     EXCHANGES,
+    NUM_COUNTERS,
     PROGRESS_PARTS,
     SENT_PARTS,
     SignalLayout,
@@ -85,7 +86,7 @@ def test_a_single_rank_needs_no_group(device: torch.device) -> None:
         assert context.heap.tensor("landing").shape == (2 * 1024,)
         sizes = [context.heap.region(name) for name in ("signals", "stamps", "landing", "combine")]
         assert context.reserved_bytes == context.heap.total_bytes == sum(-(-size // 256) * 256 for _, size in sizes)
-        for words, count in [(context.epoch, 1), (context.latch, 2), (context.counters, 16)]:
+        for words, count in [(context.epoch, 1), (context.latch, 2), (context.counters, NUM_COUNTERS)]:
             assert words.dtype == torch.int32 and words.device == context.device and words.tolist() == [0] * count
         assert context.error.device.type == "cpu" and context.error.tolist() == [0] * ERROR_WORDS
         assert context.error.is_pinned() == (device.type == "cuda")

@@ -78,7 +78,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
         found.append(Recorded(file, name, dict(defines), more["block"], more.get("shared_bytes", 0)))
 
     monkeypatch.setattr(nvrtc, "launch", record)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(decoded_gemm, "is_hopper", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
     return found
 
@@ -261,7 +261,7 @@ def test_weights_too_high_for_the_kernel(recorded: list[Recorded], monkeypatch: 
 
 
 def test_other_gpus_are_refused(recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (10, 0))
+    monkeypatch.setattr(decoded_gemm, "is_hopper", lambda device: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "another GPU")
     with pytest.raises(ValueError, match=r"^w: prepared for Hopper, got another GPU; use w\.restore"):
         decoded_gemm.decoded_gemm(rows_of("nvfp4", 4, 128), weights_of("nvfp4", 64, 128, None), torch.empty(4, 64))

@@ -89,11 +89,11 @@ def emulator(monkeypatch: pytest.MonkeyPatch, seed: int) -> Emulator:
     """
     emulator = Emulator(seed)
 
-    def launch(*arguments: Any) -> None:
+    def launch(*arguments: Any, **more: Any) -> None:
         with emulator.together():
-            LAUNCH(*arguments)
+            LAUNCH(*arguments, **more)
 
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(decoded_gemm, "is_hopper", lambda device: True)
     for module in (gemm, op_weights):
         monkeypatch.setattr(module, "runs_cuda", lambda engine, device: engine == "auto")
     monkeypatch.setattr(gated, "IS_HOPPER", True)

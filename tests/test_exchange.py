@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from moe_runtime.dispatcher import DispatchedTokens
-from moe_runtime.formats import FORMATS, QuantizedRows
+from moe_runtime.formats import FORMATS, MAX_ENCODE_SCALE, QuantizedRows
 from moe_runtime.kernels import hopper_exchange, hopper_shapes
-from moe_runtime.kernels.reference_quantize import MAX_GSF, dequantize_rows, quantize_rows
+from moe_runtime.kernels.reference_quantize import dequantize_rows, quantize_rows
 from moe_runtime.launch.checks import ungrouped
 from tests.comparison import assert_same_bits
 from tests.exchange_data import expected_groups, rank_input
@@ -312,7 +312,7 @@ def test_a_static_input_scale_is_used_as_given(input_scale: float, device: torch
     ranks = Ranks(1, device, "torch", token_format="nvfp4", mode="packed", input_scale=input_scale, **SETTINGS)
     data = rank_input(seed, 0, 5, 256, 7, 3)
     arrived = ranks.dispatch([data.to(device)])[0]
-    gsf = (torch.ones(1) / torch.tensor([input_scale])).clamp(max=MAX_GSF)
+    gsf = (torch.ones(1) / torch.tensor([input_scale])).clamp(max=MAX_ENCODE_SCALE)
     want = quantize_rows(data.x, FORMATS["nvfp4"], gsf=gsf)
     rows = [row for group in expected_groups([data], range(7)) for row in group]
     assert arrived.row_scale is not None

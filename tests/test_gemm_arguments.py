@@ -94,6 +94,8 @@ def test_bad_arguments_are_named(rng: torch.Generator) -> None:
         grouped_gemm_swiglu(a, w, GPT_OSS, out_format="nvfp4")
     with pytest.raises(ValueError, match=r"^out_gsf: expected a positive finite number"):
         grouped_gemm_swiglu(a, w, SwiGLU(), out_format="nvfp4", out_gsf=0.0)
+    with pytest.raises(ValueError, match=r"^out_gsf: expected a positive finite number .*got '16'"):
+        grouped_gemm_swiglu(a, w, SwiGLU(), out_format="nvfp4", out_gsf="16")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^out_gsf: expected None for bf16"):
         grouped_gemm_swiglu(a, w, SwiGLU(), out_format="bf16", out_gsf=1.0)
     with pytest.raises(ValueError, match=r"^I of w: format mxfp8 needs a positive multiple of 32, got 16"):

@@ -33,7 +33,7 @@ def test_grids(limit: int | None, blocks: int, rng: torch.Generator, monkeypatch
             grids.append(grid[0])
 
     monkeypatch.setattr(nvrtc, "launch", record)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(decoded_gemm, "is_hopper", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
     for name in ("supports", "supports_swiglu"):
         monkeypatch.setattr(tma, name, lambda *_: True)
@@ -63,7 +63,7 @@ def test_a_product_that_is_limited_does_not_start_beside_the_one_before(
     """It would take the SMs that both are to leave free; after `decode_tokens`, which has no limit, it does."""
     early: list[tuple[str, bool]] = []
     monkeypatch.setattr(nvrtc, "launch", lambda _, name, *__, **more: early.append((name, more["early"])))
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
+    monkeypatch.setattr(decoded_gemm, "is_hopper", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
     cpu = torch.device("cpu")
     gate_up = PreparedWeights.prepare(random_weights("nvfp4", 4, 256, 256, rng, cpu, gate_up=True))
@@ -93,3 +93,5 @@ def test_a_limit_below_one_is_refused(rng: torch.Generator, device: torch.device
     w = random_weights("bf16", 1, 128, 64, rng, device, gate_up=True), random_weights("bf16", 1, 64, 64, rng, device)
     with pytest.raises(ValueError, match="num_sms: expected at least 1 or None, got 0"):
         Experts(*w, num_sms=0)
+    with pytest.raises(ValueError, match="num_sms: expected at least 1 or None, got '4'"):
+        Experts(*w, num_sms="4")  # type: ignore[arg-type]

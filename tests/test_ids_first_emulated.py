@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from moe_runtime import context as context_module
 from moe_runtime.comm import signals
 from moe_runtime.comm.signals import SENT_PARTS
 from moe_runtime.errors import PeerTimeoutError, Phase, RoutingError, StepMismatchError
@@ -47,12 +48,13 @@ def draw_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Draw]:
             # One sending block of an SM, or as many as fit.
             "THREADS_BESIDE": 64 if busy else draw.choice((64, 448)),
             "SENT_PARTS": parts,
-            "COUNTED": hopper_shapes.SENT + parts,
         }
         for name, value in sizes.items():
             monkeypatch.setattr(hopper_shapes, name, value)
         monkeypatch.setattr(hopper_exchange, "most_sms", lambda device, limit=None: min(sms, limit or sms))
         monkeypatch.setattr(signals, "SENT_PARTS", parts)
+        monkeypatch.setattr(hopper_exchange, "COUNTED", signals.SENT + parts)
+        monkeypatch.setattr(context_module, "NUM_COUNTERS", signals.SENT + parts + 3)
         forget_defines()
         if busy:
             sizes = {"hidden_size": 1152, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 33}
@@ -114,7 +116,7 @@ def begin_at(ranks: Ranks, epoch: int) -> None:
 
 def assert_counters_are_zero(ranks: Ranks) -> None:
     for context in ranks.contexts:
-        assert context.counters.tolist() == [0] * 16
+        assert context.counters.tolist() == [0] * context_module.NUM_COUNTERS
 
 
 def run_random_steps(draw_sizes: Draw, emulator: Emulator, seed: int, busy: bool = False) -> None:

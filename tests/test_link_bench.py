@@ -62,4 +62,6 @@ def test_mistakes_are_told_before_the_work(
 
     monkeypatch.setattr(link_bench, "init_from_env", begun)
     assert link_bench.main(arguments) == 2
+    with pytest.raises(ValueError):
+        link_bench.main([*arguments, "--debug"])
     assert capsys.readouterr().err == f"link_bench: {message}\n"

@@ -205,6 +205,8 @@ def test_what_does_not_end_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert measure.main(list(arguments)) == 2
+    with pytest.raises(ValueError):
+        measure.main([*arguments, "--debug"])
     error = capsys.readouterr().err
     assert error.startswith(message) and error.count("\n") == 1
 

@@ -9,6 +9,7 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -194,6 +195,31 @@ def test_the_order_of_macros_does_not_matter(sources: Path) -> None:
 
 
 @pytest.mark.cpu_only
+def test_macros_are_equal_in_any_order_and_changed_by_nobody() -> None:
+    given: dict[str, int | str] = {"B": 2, "A": "one"}
+    defines = nvrtc.Defines(given)
+    given["B"] = 3
+    assert list(defines.items()) == [("A", "one"), ("B", 2)] and defines["B"] == 2 and len(defines) == 2
+    same = nvrtc.Defines({"A": "one", "B": 2})
+    assert defines == same and hash(defines) == hash(same) and defines != nvrtc.Defines(given)
+    assert str(defines) == "Defines({'A': 'one', 'B': 2})"
+
+
+@pytest.mark.cpu_only
+def test_programs_are_loaded_with_the_macros_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    bindings = pytest.importorskip("cuda.bindings")
+    driver = SimpleNamespace(cuModuleLoadData=lambda binary: (0, binary), cuModuleGetFunction=lambda *of: (0, of))
+    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", driver)
+    monkeypatch.setattr(bindings, "driver", driver, raising=False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
+    monkeypatch.setattr(nvrtc, "_compiled", cache(lambda *of: of))
+    monkeypatch.setitem(nvrtc.EVERY_PROGRAM, "EACH_LANE_ARRIVES", 1)
+    monkeypatch.setitem(nvrtc.EVERY_PROGRAM, "FACTOR", 2)
+    found = nvrtc._loaded.__wrapped__("fill.cu", "fill", nvrtc.Defines({"FACTOR": 3}), 0, 0)
+    assert found == (("fill.cu", nvrtc.Defines({"EACH_LANE_ARRIVES": 1, "FACTOR": 3}), "sm_90a"), b"fill")
+
+
+@pytest.mark.cpu_only
 def test_a_cache_that_cannot_be_written_is_no_error(sources: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A folder below a regular file cannot be made, whoever runs this."""
     (sources / "file").write_text("")
@@ -269,7 +295,15 @@ def test_a_thread_may_begin_with_a_launch() -> None:
     out = torch.zeros(32, device="cuda:0")
 
     def launch() -> None:
-        nvrtc.launch("fill.cu", "fill", {"FACTOR": 2}, grid=(1, 1, 1), block=32, arguments=[out, 4], device=out.device)
+        nvrtc.launch(
+            "fill.cu",
+            "fill",
+            nvrtc.Defines({"FACTOR": 2}),
+            grid=(1, 1, 1),
+            block=32,
+            arguments=[out, 4],
+            device=out.device,
+        )
 
     launch()
     out.zero_()
@@ -286,7 +320,7 @@ def test_launch_passes_every_kind_of_argument(device: torch.device) -> None:
     nvrtc.launch(
         "arguments.cu",
         "arguments",
-        {"OFFSET": 100 * 1024 // 4 - 32},
+        nvrtc.Defines({"OFFSET": 100 * 1024 // 4 - 32}),
         grid=(2, 1, 1),
         block=32,
         arguments=[out, given, None, -5, nvrtc.int64(2**40 + 1)],
@@ -307,7 +341,7 @@ def test_launch_is_captured_on_the_current_stream(device: torch.device) -> None:
         nvrtc.launch(
             "arguments.cu",
             "arguments",
-            {"OFFSET": 0},
+            nvrtc.Defines({"OFFSET": 0}),
             grid=(1, 1, 1),
             block=32,
             arguments=[out, given, given, 1, nvrtc.int64(2)],
@@ -328,10 +362,24 @@ def test_launch_is_captured_on_the_current_stream(device: torch.device) -> None:
 def test_a_refused_launch_is_an_error(device: torch.device) -> None:
     out = torch.zeros(2048, device=device)
     with pytest.raises(nvrtc.NvrtcError, match="INVALID_VALUE"):
-        nvrtc.launch("fill.cu", "fill", {"FACTOR": 1}, grid=(1, 1, 1), block=2048, arguments=[out, 1], device=device)
+        nvrtc.launch(
+            "fill.cu",
+            "fill",
+            nvrtc.Defines({"FACTOR": 1}),
+            grid=(1, 1, 1),
+            block=2048,
+            arguments=[out, 1],
+            device=device,
+        )
     with pytest.raises(nvrtc.NvrtcError, match="NOT_FOUND"):
         nvrtc.launch(
-            "fill.cu", "no_such_kernel", {"FACTOR": 1}, grid=(1, 1, 1), block=32, arguments=[out, 1], device=device
+            "fill.cu",
+            "no_such_kernel",
+            nvrtc.Defines({"FACTOR": 1}),
+            grid=(1, 1, 1),
+            block=32,
+            arguments=[out, 1],
+            device=device,
         )
 
 
@@ -340,7 +388,9 @@ def test_a_kernel_is_loaded_once(sources: Path, device: torch.device) -> None:
     out = torch.zeros(32, device=device)
 
     def launch() -> None:
-        nvrtc.launch("fill.cu", "fill", {"FACTOR": 2}, grid=(1, 1, 1), block=32, arguments=[out, 4], device=device)
+        nvrtc.launch(
+            "fill.cu", "fill", nvrtc.Defines({"FACTOR": 2}), grid=(1, 1, 1), block=32, arguments=[out, 4], device=device
+        )
 
     for _ in range(3):
         launch()

@@ -370,6 +370,17 @@ def test_quantize_mxfp8_by_chunks(
     assert 0 < max(sizes) <= 5 * 384
 
 
+def test_what_is_no_tensor_is_named() -> None:
+    with pytest.raises(ValueError, match=r"^x: expected a tensor, got list"):
+        ops.nvfp4_encode_scale([1.0])  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^scales_RV: expected a tensor, got NoneType"):
+        ops.swizzle_scales(None)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^blocks: expected a tensor, got NoneType"):
+        ops.unswizzle_scales(None, 1, 4)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"^scales_RV: expected a tensor, got NoneType"):
+        ops.pack_dense_128(None, [0, 1])  # type: ignore[arg-type]
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize(
     "quantize",
@@ -381,7 +392,7 @@ def test_what_requires_a_gradient_is_refused(
     """But for parameters under `no_grad`, which are quantized like other tensors."""
     x = torch.randn(2, 8, 128, generator=rng).to(device, dtype)
     weight = torch.nn.Parameter(x)
-    with pytest.raises(ValueError, match=r"^x: expected no gradient .* got requires_grad=True"):
+    with pytest.raises(ValueError, match=r"^x: requires grad, expected no gradient .* got requires_grad=True"):
         quantize(weight)
     with torch.no_grad():
         found, wanted = quantize(weight), quantize(x)

@@ -14,11 +14,11 @@ from moe_runtime import ops
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.kernels.grouped_gemm import grouped_gemm
 from moe_runtime.launch import ops_run
-from moe_runtime.launch.op_problems import OpProblem, Shape, check_token_format, dynamic_scaled_nvfp4
+from moe_runtime.launch.op_problems import OpCall, Shape, check_token_format, dynamic_scaled_nvfp4
 from tests.comparison import assert_same_bits
 
 
-def small_problem(index: int, device: torch.device) -> OpProblem:
+def small_problem(index: int, device: torch.device) -> OpCall:
     case = ops_run.CASES[index]
     return case.make(case.small, torch.Generator(device).manual_seed(3))
 
@@ -106,7 +106,7 @@ def test_the_program_writes_what_it_prints(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_failed_check_is_the_exit_code(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setattr(OpProblem, "error", lambda *_: math.inf)
+    monkeypatch.setattr(OpCall, "error", lambda *_: math.inf)
     assert ops_run.main(["--small", "--steps", "0"]) == 1
     assert "FAILED" in capsys.readouterr().out
 

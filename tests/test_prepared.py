@@ -8,13 +8,14 @@ import pytest
 import torch
 
 from moe_runtime.formats import FORMATS
+from moe_runtime.kernels import grouped_gemm, runtime
 from moe_runtime.kernels.decoded_layout import pack_units, source_rows
 from moe_runtime.kernels.runtime import has_nvrtc, runs_cuda
 from moe_runtime.kernels.swizzle import swizzle_scales
 from moe_runtime.prepared import PreparedWeights
-from moe_runtime.weights import ExpertWeights, GateUpOrder
+from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
-from tests.gemm_cases import random_weights
+from tests.gemm_cases import make_rows, random_weights
 
 DECODED = ("nvfp4", "mxfp8")
 
@@ -178,3 +179,66 @@ def test_hopper_takes_its_own_kernels(device: torch.device) -> None:
     assert has_nvrtc(), "the GPU tests need cuda-bindings and NVRTC"
     assert runs_cuda("auto", device) == on_hopper
     assert not runs_cuda("triton", device) and not runs_cuda("torch", device)
+
+
+@pytest.mark.cpu_only
+def test_cuda_is_asked_once_what_a_gpu_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Steps ask of each launch."""
+    asked: list[torch.device] = []
+
+    def capability(device: torch.device) -> tuple[int, int]:
+        asked.append(device)
+        return (9, 0) if device.index == 0 else (10, 0)
+
+    monkeypatch.setattr(torch.cuda, "get_device_capability", capability)
+    forget_devices()
+    try:
+        for _ in range(3):
+            assert runtime.is_hopper(torch.device("cuda:0")) and not runtime.is_hopper(torch.device("cuda:1"))
+            assert not runtime.is_hopper(torch.device("cpu"))
+    finally:
+        forget_devices()
+    assert [device.index for device in asked] == [0, 1]
+
+
+@pytest.mark.cpu_only
+def test_a_hopper_gpu_without_nvrtc_is_told_of_once(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(runtime, "INTERPRET", False)
+    monkeypatch.setattr(runtime, "has_nvrtc", lambda: False)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 + device.index, 0))
+    forget_devices()
+    try:
+        for name in ("cuda:1", "cuda:0", "cuda:0", "cpu"):
+            assert not runs_cuda("auto", torch.device(name)) and not runs_cuda("torch", torch.device(name))
+    finally:
+        forget_devices()
+    (record,) = caplog.records
+    assert record.name == "moe_runtime.kernels.runtime" and record.levelname == "WARNING"
+    assert record.getMessage().startswith("cuda:0: cuda-bindings finds no NVRTC, so slower Triton kernels are taken")
+
+
+@pytest.mark.cpu_only
+def test_weights_that_are_restored_in_each_call_are_told_of_once(
+    rng: torch.Generator, caplog: pytest.LogCaptureFixture
+) -> None:
+    cpu = torch.device("cpu")
+    raw = random_weights("nvfp4", 1, 64, 64, rng, cpu, gate_up=True), random_weights("nvfp4", 1, 64, 64, rng, cpu)
+    a = make_rows("nvfp4", [3], 64, rng, cpu, num_experts=1)
+    gate_up, down = (PreparedWeights.prepare(w) for w in raw)
+    grouped_gemm._tell_of_restoring.cache_clear()
+    grouped_gemm.grouped_gemm(a, raw[1], engine="torch")
+    assert not caplog.records
+    for _ in range(2):
+        grouped_gemm.grouped_gemm(a, down, engine="torch")
+        grouped_gemm.grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format="nvfp4", engine="torch")
+    (record,) = caplog.records
+    assert record.name == "moe_runtime.kernels.grouped_gemm" and record.levelname == "WARNING"
+    assert record.getMessage().startswith("prepared weights are restored in every call, which is slow")
+
+
+def forget_devices() -> None:
+    """As in a new process."""
+    runtime.is_hopper.cache_clear()
+    runtime._compiles_for.cache_clear()

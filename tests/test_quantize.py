@@ -392,7 +392,7 @@ def test_bad_rows(change, name: str, device: torch.device) -> None:
         quantize_rows(change(torch.ones(2, 512, device=device)), "fp8_block")
 
 
-@pytest.mark.parametrize("gsf", [0.0, -1.0, float("nan"), float("inf"), torch.ones(2), torch.ones(1).double()])
+@pytest.mark.parametrize("gsf", [0.0, -1.0, "1", float("nan"), float("inf"), torch.ones(2), torch.ones(1).double()])
 def test_bad_gsf(gsf, device: torch.device) -> None:
     gsf = gsf.to(device) if isinstance(gsf, torch.Tensor) else gsf
     with pytest.raises(ValueError, match="gsf"):

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 import torch
 
-from moe_runtime.formats import BF16, NVFP4
+from moe_runtime.formats import BF16, MAX_ENCODE_SCALE, NVFP4
 from moe_runtime.kernels.nvrtc import FOLDER
-from moe_runtime.kernels.reference_quantize import MAX_GSF, quantize_rows
+from moe_runtime.kernels.reference_quantize import quantize_rows
 from tests.comparison import assert_same_bits
 from tests.on_host import between, compile_on_host, needs_compiler
 
@@ -94,7 +94,7 @@ def hostile_rows(rng: torch.Generator, columns: int) -> torch.Tensor:
     return torch.cat([rows, zeros, broken])
 
 
-@pytest.mark.parametrize("gsf", [None, 1.0, 37.3, 2.0**-126, MAX_GSF])
+@pytest.mark.parametrize("gsf", [None, 1.0, 37.3, 2.0**-126, MAX_ENCODE_SCALE])
 def test_bits_of_quantize_rows(library: ctypes.CDLL, rng: torch.Generator, gsf: float | None) -> None:
     x = hostile_rows(rng, 96)
     static = None if gsf is None else torch.full((1,), gsf)

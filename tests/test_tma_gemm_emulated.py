@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from itertools import product
 from typing import Any
 
@@ -36,7 +35,7 @@ names = pytest.mark.parametrize("name", on_gpu.NAMES)
 
 
 @pytest.fixture
-def emulate(monkeypatch: pytest.MonkeyPatch, seed: int) -> Callable[..., Emulator]:
+def emulate(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Callable[..., Emulator]]:
     """Makes an emulator that stands for the launches of CUDA kernels and for tensor maps, on a GPU of 2 SMs."""
 
     def emulate(**more: Any) -> Emulator:
@@ -49,9 +48,10 @@ def emulate(monkeypatch: pytest.MonkeyPatch, seed: int) -> Callable[..., Emulato
 
     monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None: limit or 2)
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode_tiled)
-    monkeypatch.setattr(tma, "_maps", OrderedDict())
     monkeypatch.setattr(tma, "supports", supports)
-    return emulate
+    tma._tensor_map.cache_clear()
+    yield emulate
+    tma._tensor_map.cache_clear()
 
 
 @pytest.fixture
@@ -233,7 +233,7 @@ def test_every_lane_may_arrive(
     """As `launch.sanitize` compiles it; of a cluster the emulator knows only warps that tell both blocks at once."""
 
     def launch(file: str, name: str, defines: dict[str, Any], **more: Any) -> None:
-        emulator.launch(file, name, defines | {"EACH_LANE_ARRIVES": 1}, **more)
+        emulator.launch(file, name, {**defines, "EACH_LANE_ARRIVES": 1}, **more)
 
     monkeypatch.setattr(nvrtc, "launch", launch)
     on_gpu.check_tiles_of_stages("fp8_block", 5, gather, tma.DECODE, MORE_TILES, rng, CPU)

@@ -333,6 +333,9 @@ def test_copy_msg_to_output_tensor_without_swizzle(device: torch.device, rng) ->
         (lambda: RecordLayout(NVFP4, 24, 2), "hidden"),
         (lambda: RecordLayout(NVFP4, 64, 0), "top_k"),
         (lambda: RecordLayout(NVFP4, 64, 2, 256), "alignment"),
+        (lambda: RecordLayout(NVFP4, "64", 2), "^hidden: expected an int, got '64'"),  # type: ignore[arg-type]
+        (lambda: RecordLayout(NVFP4, 64, 2.0), "^top_k: expected an int"),  # type: ignore[arg-type]
+        (lambda: RecordLayout(NVFP4, 64, 2, None), "^alignment: expected an int"),  # type: ignore[arg-type]
         (lambda: NVFP4TokenFormat(64, 2, output_tokens=torch.zeros(4, 64, dtype=torch.uint8)), "output_tokens"),
         (lambda: NVFP4TokenFormat(64, 2, output_scales=torch.zeros(1, 1, 32, 4, 4)), "output_scales"),
         (lambda: NVFP4TokenFormat(64, 2, output_scales_offset=torch.zeros(3)), "output_scales_offset"),
@@ -361,6 +364,11 @@ def test_bad_calls() -> None:
         (lambda: token.read_token(buf), "^input_scale"),
         (lambda: token.read_token(buf, 0.0), "^input_scale"),
         (lambda: token.read_token(buf, torch.ones(2)), "^input_scale"),
+        (lambda: token.read_token(None, 1.0), "^buf: expected a tensor, got NoneType"),  # type: ignore[arg-type]
+        (lambda: token.read_info(None), "^buf: expected a tensor, got NoneType"),  # type: ignore[arg-type]
+        (lambda: token.write_info(None, source, source), "^buf: expected a tensor"),  # type: ignore[arg-type]
+        (lambda: token.write_info(buf, [0], source), "^source: expected a tensor"),  # type: ignore[arg-type]
+        (lambda: token.copy_token_to_send_buf(buf, x, "1"), "^input_scale: expected a positive"),  # type: ignore[arg-type]
         (lambda: token.write_info(buf, source, torch.zeros(3, 3, dtype=torch.int32)), "^topk_idx"),
         (lambda: token.write_info(buf, source, torch.zeros(3, 2)), "^topk_idx: expected integers"),
         (lambda: token.write_info(buf, source, torch.full((3, 2), 65535)), "^topk_idx: expected -1 .. 65534"),

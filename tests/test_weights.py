@@ -146,6 +146,13 @@ NVFP4_2 = {
 @pytest.mark.parametrize(
     ("name", "change"),
     [
+        ("format", {"format": "nvfp5"}),
+        ("format", {"format": None}),
+        ("order of gate and up", {"gate_up": "up"}),
+        ("quants", {"quants": [1.0]}),
+        ("scales", {"scales": [1.0]}),
+        ("expert_scales", {"expert_scales": 1.0}),
+        ("bias", {"bias": 1.0}),
         ("quants", {"quants": torch.zeros(32, 32, dtype=torch.uint8)}),
         ("quants", {"quants": torch.zeros(2, 32, 32, dtype=torch.int8)}),
         ("quants", {"quants": torch.zeros(2, 32, 64, dtype=torch.uint8)[:, :, ::2]}),
@@ -166,7 +173,17 @@ def test_bad_tensors_are_named(name: str, change: dict[str, Any]) -> None:
         replace(good, **change)
 
 
+def test_names_stand_for_formats_and_orders() -> None:
+    weights = ExpertWeights("nvfp4", **NVFP4_2, gate_up="up_gate")  # type: ignore[arg-type]
+    assert weights.format is FORMATS["nvfp4"] and weights.gate_up is GateUpOrder.UP_GATE
+
+
 def test_bad_arguments_are_named() -> None:
+    with pytest.raises(ValueError, match=r"^w: expected a tensor, got list"):
+        ExpertWeights.quantize([1.0], "bf16")  # type: ignore[arg-type]
+    for limit in ("7", 0.0, float("nan")):
+        with pytest.raises(ValueError, match=rf"^limit: expected a positive number or None, got {limit!r}"):
+            SwiGLU(limit=limit)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"^w: expected \[E, N, K\], got shape \[4, 4\]"):
         ExpertWeights.quantize(torch.zeros(4, 4), "bf16")
     with pytest.raises(ValueError, match=r"^w: expected bfloat16 or float32, got torch.float16"):

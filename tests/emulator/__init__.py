@@ -60,7 +60,15 @@ def _compiled(sources: Sequence[Path], name: str, *options: str) -> Path:
 
 def _preprocessed(text: str, defines: nvrtc.Defines) -> str:
     """`text` with its macros expanded, without comments."""
-    command = [str(COMPILER), "-std=c++17", "-E", "-P", "-x", "c++", *(f"-D{name}={value}" for name, value in defines)]
+    command = [
+        str(COMPILER),
+        "-std=c++17",
+        "-E",
+        "-P",
+        "-x",
+        "c++",
+        *(f"-D{name}={value}" for name, value in defines.items()),
+    ]
     return subprocess.run([*command, "-"], input=text, capture_output=True, text=True, timeout=60, check=True).stdout
 
 
@@ -233,7 +241,7 @@ class Emulator:
         shared_bytes: int = 0,
         early: bool = False,
     ) -> None:
-        library = _library(file, tuple(sorted(defines.items())), self.edit)
+        library = _library(file, nvrtc.Defines(defines), self.edit)
         cluster = int(defines.get("CLUSTER", 1))
         assert grid[0] % cluster == 0, f"{grid} blocks in clusters of {cluster}"
         pointers, values = nvrtc.pointers_to(arguments)

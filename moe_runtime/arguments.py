@@ -1,0 +1,19 @@
+"""Checks that functions of all layers make of their arguments: a mistake is a `ValueError` that names the argument."""
+
+from __future__ import annotations
+
+import torch
+
+
+def check_is_tensor(name: str, value: object) -> torch.Tensor:
+    """`value`, if it is a tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
+    return value
+
+
+def check_no_grad(name: str, tensor: torch.Tensor) -> None:
+    """Raise `ValueError` where a gradient is wanted of what has none."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        how = "for inference only: detach it or use no_grad"
+        raise ValueError(f"{name}: requires grad, expected no gradient ({how}), got requires_grad=True")
