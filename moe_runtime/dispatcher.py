@@ -8,11 +8,12 @@ from typing import Any
 
 import torch
 
+from moe_runtime.arguments import check_is_tensor, check_no_grad
 from moe_runtime.comm.signals import COUNT_BITS
 from moe_runtime.compiling import not_compiled
 from moe_runtime.config import ModeName, MoELayerConfig, check_positive, resolve_mode
 from moe_runtime.context import ExpertParallelContext, by_one_thread
-from moe_runtime.formats import TokenFormat, token_format
+from moe_runtime.formats import MAX_ENCODE_SCALE, TokenFormat, ceil_div, token_format
 from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.reference_exchange import part_index
@@ -20,7 +21,6 @@ from moe_runtime.kernels.runtime import runs_cuda
 from moe_runtime.peers import collective_step
 from moe_runtime.token_format import RecordLayout
 
-MAX_GSF = 2.0**100
 STAGES = ("dispatch_wait", "combine_send", "combine_wait")
 """What is done with a handle, in this order."""
 ARRIVALS = ("group_offsets", "group_scale_offsets", "row_index_R", "rows_RQ", "scales", "row_scale_R", "counts")
@@ -184,7 +184,7 @@ class TokenDispatcher:
         self._gsf: torch.Tensor | None = None
         if input_scale is not None:
             one = torch.ones(1, dtype=torch.float32, device=device)
-            self._gsf = (one / torch.full_like(one, input_scale)).clamp(max=MAX_GSF)
+            self._gsf = (one / torch.full_like(one, input_scale)).clamp(max=MAX_ENCODE_SCALE)
         arguments = {
             "hidden_size": hidden_size,
             "num_experts": num_experts,
@@ -439,7 +439,7 @@ class TokenDispatcher:
         if fmt.has_row_scale:
             room["row_scale_R"] = torch.empty(capacity, dtype=torch.float32, device=device)
         if fmt.swizzled and not leave_scales:
-            columns4 = -(-fmt.scale_columns(geometry.hidden) // 4)
+            columns4 = ceil_div(fmt.scale_columns(geometry.hidden), 4)
             blocks = (geometry.scale_blocks, columns4, 32, 4, 4)
             room["scales"] = torch.empty(blocks, dtype=torch.uint8, device=device)
         elif fmt.scale_dtype is not None and not leave_scales:
@@ -528,12 +528,10 @@ class TokenDispatcher:
             raise ValueError(f"{name}: expected a contiguous last dimension, got strides {list(tensor.stride())}")
 
     def _check_place(self, name: str, tensor: torch.Tensor) -> None:
-        if not isinstance(tensor, torch.Tensor):
-            raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+        check_is_tensor(name, tensor)
         if tensor.device != self.context.device:
             raise ValueError(f"{name}: expected device {self.context.device}, got {tensor.device}")
-        if tensor.requires_grad and torch.is_grad_enabled():
-            raise ValueError(f"{name}: requires grad, but the runtime is for inference only; detach it or use no_grad")
+        check_no_grad(name, tensor)
 
 
 def _exchange(context: ExpertParallelContext, geometry: ExchangeGeometry) -> Any:

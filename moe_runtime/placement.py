@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 from moe_runtime.config import MAX_EXPERTS, PlacementConfig, check_positive
+from moe_runtime.formats import ceil_div
 
 
 @dataclass(frozen=True)
@@ -188,8 +189,8 @@ def plan_placement(load: Sequence[float], num_ranks: int, slots_per_rank: int) -
     check_positive("slots_per_rank", slots_per_rank)
     if not num_experts <= num_ranks * slots_per_rank <= num_ranks * num_experts:
         raise ValueError(
-            f"slots_per_rank: expected {-(-num_experts // num_ranks)} .. {num_experts} slots for {num_experts} experts "
-            f"on {num_ranks} rank(s), got {slots_per_rank}"
+            f"slots_per_rank: expected {ceil_div(num_experts, num_ranks)} .. {num_experts} slots "
+            f"for {num_experts} experts on {num_ranks} rank(s), got {slots_per_rank}"
         )
     replicas = _replicate(loads, num_ranks, num_ranks * slots_per_rank - num_experts)
     shares = [value / count for value, count in zip(loads, replicas, strict=True)]

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from moe_runtime.arguments import check_is_tensor
 from moe_runtime.errors import REFUSED_ID
 from moe_runtime.placement import Placement
 
@@ -75,8 +76,7 @@ class SlotTable:
     def _check(self, topk_idx: torch.Tensor, x: torch.Tensor) -> None:
         kinds = {"topk_idx": (topk_idx, (torch.int32, torch.int64)), "x": (x, (torch.bfloat16,))}
         for name, (tensor, dtypes) in kinds.items():
-            if not isinstance(tensor, torch.Tensor):
-                raise ValueError(f"{name}: expected a tensor, got {type(tensor).__name__}")
+            check_is_tensor(name, tensor)
             if tensor.device != self._device:
                 raise ValueError(f"{name}: expected device {self._device}, got {tensor.device}")
             if tensor.dtype not in dtypes:
