@@ -42,7 +42,7 @@ from moe_runtime.kernels.runtime import INTERPRET, resolve_engine, runs_cuda
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import ExpertWeights, SwiGLU
 
-log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 
 @triton.jit
@@ -386,7 +386,7 @@ def _restored(w: PreparedWeights) -> ExpertWeights:
 @cache
 def _tell_of_restoring() -> None:
     """Once in a process."""
-    log.warning(
+    _LOG.warning(
         "prepared weights are restored in every call, which is slow: only Hopper's own kernels multiply them as they "
         'are, with engine "auto" on a Hopper GPU that has NVRTC; elsewhere give weights that are not prepared'
     )

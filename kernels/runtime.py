@@ -18,7 +18,7 @@ import torch
 import triton
 import triton.language as tl
 
-log = logging.getLogger(__name__)
+_LOG = logging.getLogger(__name__)
 
 INTERPRET: bool = bool(triton.knobs.runtime.interpret)
 
@@ -106,7 +106,7 @@ def _compiles_for(device: torch.device) -> bool:
     if not is_hopper(device):
         return False
     if not has_nvrtc():
-        log.warning(
+        _LOG.warning(
             "%s: cuda-bindings finds no NVRTC, so slower Triton kernels are taken instead of Hopper's own; install the "
             "extra gpu",
             device,
