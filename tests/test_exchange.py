@@ -15,7 +15,7 @@ from moe_runtime.kernels import hopper_exchange, hopper_shapes
 from moe_runtime.kernels.reference_quantize import dequantize_rows, quantize_rows
 from moe_runtime.launch.checks import ungrouped
 from tests.comparison import assert_same_bits
-from tests.exchange_data import expected_groups, rank_input
+from tests.exchange_data import RankInput, expected_groups, rank_input
 from tests.token_parts import forget_defines
 from tests.virtual_exchange import (
     ENGINES,
@@ -62,6 +62,25 @@ def test_any_sizes_give_what_plain_loops_give(data: st.DataObject) -> None:
         counts = [data.draw(st.integers(0, most), f"tokens of rank {r}") for r in range(world)]
         inputs = [rank_input(seed, r, t, hidden, num_experts, top_k, routing) for r, t in enumerate(counts)]
         check_step(ranks, inputs, seed, torch.bfloat16)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_tokens_and_ids_may_lie_apart(engine: str, device: torch.device, seed: int) -> None:
+    """Columns of a wider matrix, and ids and weights by expert instead of by token."""
+    data = rank_input(seed, 0, 5, 256, 7, 3).to(device)
+    apart = RankInput(
+        torch.cat([data.x, torch.full_like(data.x, torch.nan)], 1)[:, :256],
+        data.topk_idx.T.contiguous().T,
+        data.topk_weights.T.contiguous().T,
+    )
+    assert not any(t.is_contiguous() for t in (apart.x, apart.topk_idx, apart.topk_weights))
+    answers = []
+    for brought in (data, apart):
+        ranks = Ranks(1, device, engine, **SETTINGS, token_format="nvfp4")
+        arrived = ranks.dispatch([brought])
+        check_arrival(arrived[0], [data.to("cpu")], range(7))
+        answers += ranks.combine(arrived, [expert_rows(arrived[0], 256, seed, torch.bfloat16)])
+    assert_same_bits(*answers)
 
 
 @pytest.mark.parametrize("engine", ENGINES[1:])

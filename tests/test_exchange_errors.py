@@ -216,15 +216,29 @@ def test_bad_expert_ids_are_recorded_on_every_rank_and_never_stored_through(
 
 
 @pytest.mark.parametrize("engine", ENGINES)
+def test_a_capacity_of_just_what_arrives_suffices(engine: str, device: torch.device, seed: int) -> None:
+    inputs = [rank_input(seed, r, 5, 256, 7, 3) for r in range(2)]
+    most = max(sum(int(((i.topk_idx >= a) & (i.topk_idx < b)).sum()) for i in inputs) for a, b in ((0, 4), (4, 7)))
+    ranks = Ranks(2, device, engine, expert_row_capacity=most, **SETTINGS)
+    arrived = ranks.dispatch([i.to(device) for i in inputs])
+    for a, local in zip(arrived, (range(4), range(4, 7)), strict=True):
+        check_arrival(a, inputs, local)
+    assert max(int(a.group_offsets[-1]) for a in arrived) == most
+    for context in ranks.contexts:
+        context.check_peers()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
 def test_too_small_a_capacity_is_an_error_on_every_rank(engine: str, device: torch.device, seed: int) -> None:
     ranks = Ranks(2, device, engine, expert_row_capacity=4, **SETTINGS)
     inputs = [rank_input(seed, r, 5, 256, 7, 3, "one").to(device) for r in range(2)]
     handles = [d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(ranks.dispatchers, inputs, strict=True)]
-    with pytest.raises(CapacityError, match="rank 1"):
+    told = "30 rows arrived at rank 1, more than its expert_row_capacity of 4"
+    with pytest.raises(CapacityError, match=told):
         ranks.dispatchers[1].dispatch_wait(handles[1])
         synchronize(device)
         ranks.contexts[1].check()
-    with pytest.raises(CapacityError, match="rank 1"):
+    with pytest.raises(CapacityError, match=told):
         ranks.dispatchers[0].dispatch_wait(handles[0])
         synchronize(device)
         ranks.contexts[0].check()

@@ -37,6 +37,21 @@ def pattern(region: str, source: int, target: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (REGIONS[region],), generator=generator, dtype=torch.uint8)
 
 
+def test_files_of_shared_memory_are_for_their_user_alone(tmp_path: Path) -> None:
+    path, link = tmp_path / "memory", tmp_path / "link"
+    before = os.umask(0)
+    try:
+        assert shared_heap._create(str(path), 4096, 1) is None
+    finally:
+        os.umask(before)
+    assert path.stat().st_mode & 0o777 == 0o600
+    link.symlink_to(path)
+    heap = SharedHeap(RankGroup(alone=True))
+    problem = heap._map(str(link), 4096)
+    assert problem is not None and problem[0] == errno.ELOOP
+    assert heap._map(str(path), 4096) is None
+
+
 # --- PrivateHeap
 
 

@@ -180,6 +180,18 @@ def test_every_format_is_within_its_bound_of_float64(
     assert relative_error(y.cpu(), reference)[0] <= error_bound(fmt)
 
 
+def test_random_experts_are_all_others(seed: int) -> None:
+    """By expert and by seed, and the same again; gate and up apart."""
+    c = MoELayerConfig(**SETTINGS)
+    drawn = [random_expert(c, s, e) for s in (seed, seed + 1) for e in (0, 1, 2)]
+    for number, expert in enumerate(drawn):
+        gate, up = expert.gate_up.chunk(2)
+        assert not torch.equal(gate, up)
+        for other in drawn[:number]:
+            assert not torch.equal(expert.gate_up, other.gate_up) and not torch.equal(expert.down, other.down)
+    assert_same_bits(random_expert(c, seed, 2).down, drawn[2].down)
+
+
 @pytest.mark.parametrize("mode", ["indexed", "packed"])
 def test_of_mxfp4_weights_mxfp8_tokens_lose_nothing(
     mode: str, device: torch.device, rng: torch.Generator, seed: int

@@ -12,6 +12,7 @@ from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.formats import FORMATS, WEIGHT_FORMATS
+from moe_runtime.geometry import worst_case_rows
 from moe_runtime.memory import REGIONS, expert_bytes, reserved_bytes
 from moe_runtime.weights import ExpertWeights
 
@@ -48,6 +49,13 @@ def test_landing_follows_the_format(name: str) -> None:
 def test_partial_sums_are_bounded_by_top_k_and_by_ranks() -> None:
     combine = [reserved_bytes(make_config(), world_size)["combine"] for world_size in (1, 2, 4, 8, 16)]
     assert [size // (2 * 10 * 512) for size in combine] == [1, 2, 4, 4, 4]
+
+
+def test_no_more_rows_than_this_can_arrive() -> None:
+    """A token takes as many rows of a rank as that has experts, or as the token chooses."""
+    assert worst_case_rows(8, 2, 8, 100) == 2 * 100 * 4
+    assert worst_case_rows(8, 2, 3, 100) == 2 * 100 * 3
+    assert worst_case_rows(7, 2, 8, 100) == 2 * 100 * 4
 
 
 def test_memory_does_not_depend_on_the_number_of_experts_or_on_the_mode() -> None:

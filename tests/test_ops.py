@@ -337,6 +337,38 @@ def test_quantizers_round_to_the_nearest(rng: torch.Generator) -> None:
     assert (q.shape, q.dtype, s.shape, s.dtype) == ((0, 24, 32), torch.uint8, (0, 24, 4), E4M3)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf, -torch.inf])
+@pytest.mark.parametrize("rows", [1, 128])
+def test_a_block_of_fp8_that_is_not_finite_is_nan(
+    rows: int, value: float, rng: torch.Generator, device: torch.device
+) -> None:
+    x = torch.randn(130, 256, generator=rng).to(device)
+    want, want_scales = ops.quantize_fp8(x, rows)
+    x[5, 130] = value
+    quants, scales = ops.quantize_fp8(x, rows)
+    spoiled = torch.zeros_like(scales, dtype=torch.bool)
+    spoiled[5 // rows, 1] = True
+    assert torch.equal(scales.isnan(), spoiled)
+    assert_same_bits(scales[~spoiled], want_scales[~spoiled])
+    at = spoiled.repeat_interleave(rows, 0)[:130].repeat_interleave(128, 1)
+    assert not quants.float()[at].any()
+    assert_same_bits(quants.view(torch.uint8)[~at], want.view(torch.uint8)[~at])
+
+
+def test_encode_scales_of_tiny_and_infinite_tensors(device: torch.device) -> None:
+    """Clamped to 2^100; a tensor without a finite largest number other than 0 has 1."""
+    for value, want in (
+        (2.0**-120, 2.0**100),
+        (0.0, 1.0),
+        (torch.inf, 1.0),
+        (torch.nan, 1.0),
+        (2688.0, 1.0),
+        (1.0, 2688.0),
+    ):
+        x = torch.full((2, 32), value, device=device)
+        assert float(ops.nvfp4_encode_scale(x)) == want, value
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("block", [32, 128])
 def test_quantize_mxfp8_by_chunks(

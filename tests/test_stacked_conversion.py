@@ -174,6 +174,36 @@ def test_stacked_experts_are_held_one_at_a_time(
     assert max(writes) <= HIDDEN * 2 * INNER // 2
 
 
+def test_calibration_sees_biases_limits_and_both_signs(tmp_path: Path, rng: torch.Generator, seed: int) -> None:
+    """Token by token, against a loop in float64: of some the largest intermediate is negative, or has met the limit."""
+    folder = saved(tmp_path, seed)
+    tensors = load_all(folder)
+    for name in ("gate_up_proj", "gate_up_proj_bias"):
+        tensor = tensors[f"{BLOCK.format(0)}.{name}"]
+        tensor.copy_(2 * torch.randn(tensor.shape, generator=rng))
+    # What small tokens give is mostly of these.
+    tensors[f"{BLOCK.format(0)}.gate_up_proj_bias"][:, :2] = torch.tensor([6.0, -6.5])
+    rewrite(folder, tensors)
+    router = (tensors[f"model.layers.0.mlp.router.{name}"].double() for name in ("weight", "bias"))
+    weight_EH, bias_E = router
+    w_EHN, b_EN = (tensors[f"{BLOCK.format(0)}.{name}"].double() for name in ("gate_up_proj", "gate_up_proj_bias"))
+    signs, limited = set(), 0
+    sizes = torch.tensor([0.01, 0.08, 0.3]).repeat(8)[:, None]
+    for token_H in (sizes * torch.randn(24, HIDDEN, generator=rng)).bfloat16():
+        x_H = token_H.double()
+        found = []
+        for expert in (weight_EH @ x_H + bias_E).topk(2).indices.tolist():
+            c = x_H @ w_EHN[expert] + b_EN[expert]
+            gate, up = c[0::2].clamp(max=7.0), c[1::2].clamp(-7.0, 7.0)
+            found.append(gate * torch.sigmoid(1.702 * gate) * (up + 1))
+            limited += int((gate == 7.0).sum())
+        values = torch.cat(found)
+        largest = values[values.abs().argmax()]
+        signs.add(bool(largest > 0))
+        assert calibrate(folder, 0, [token_H[None]]).intermediate_amax == pytest.approx(abs(float(largest)), rel=1e-5)
+    assert signs == {True, False} and limited > 0
+
+
 def test_stacked_experts_with_calibrated_scales(tmp_path: Path, seed: int) -> None:
     source, target = saved(tmp_path / "source", seed), tmp_path / "target"
     tokens = torch.randn(16, HIDDEN, generator=torch.Generator().manual_seed(seed)).bfloat16()
