@@ -444,14 +444,20 @@ def test_a_rank_that_fails_in_the_middle_ends_it_for_all(kind: str, transport: s
             assert "replacement" in message or transport == "collective"
 
 
-def wait_in_a_row(rank: int, world: int, last_waits: bool) -> int:
-    """Rank 0 waits for rank 1, which waits longer for rank 2, which is not there or waits for rank 0; who is named."""
+def mover_of_rank(world: int) -> mover.ExpertMover:
+    """Of a layer of this rank, over memory that its peers have mapped."""
     context = ExpertParallelContext(timeout_s=PATIENCE_S)
     layer = MoELayer(config(), context, placement=placements(world)[0])
     layer.load_random(0)
     context.allocate()
     assert layer.experts is not None
-    waiting = mover.ExpertMover(context, layer.experts, needs_spare=False)
+    return mover.ExpertMover(context, layer.experts, needs_spare=False)
+
+
+def wait_in_a_row(rank: int, world: int, last_waits: bool) -> int:
+    """Rank 0 waits for rank 1, which waits longer for rank 2, which is not there or waits for rank 0; who is named."""
+    waiting = mover_of_rank(world)
+    context = waiting.context
     dist.barrier()
     if rank == 0:
         context.timeout_s = WITHOUT_ONE_S
@@ -471,12 +477,8 @@ def test_a_rank_that_waits_itself_is_not_named_for_one_that_is_not_there(last_wa
 
 def look_at_changing_words(rank: int, world: int) -> int:
     """Rank 0 looks for those that ask and for aborts while rank 1 writes such words; how often it saw one."""
-    context = ExpertParallelContext(timeout_s=PATIENCE_S)
-    layer = MoELayer(config(), context, placement=placements(world)[0])
-    layer.load_random(0)
-    context.allocate()
-    assert layer.experts is not None
-    mine = mover.ExpertMover(context, layer.experts, needs_spare=False)
+    mine = mover_of_rank(world)
+    context = mine.context
     signals = context.heap.peer_tensor("signals", 0).view(torch.int32)
     words = [mine._words(0).asked[1:2].numpy(), abort_words(signals, context.signals_layout)[1, :1].numpy()]
     seen = 0
