@@ -8,8 +8,9 @@
 // Macros: W_FMT, OUT_FMT (FormatCode), OUT_TYPE (0 bf16, 1 fp16, 2 fp32; not gated), GATED, OUT_DECODED (gated
 // results as decode_tokens.cu would make them), ROW_SCALES, EXPERT_SCALES, BIAS (whether there are such), WARPGROUPS (64
 // weight rows of a tile each), STAGES, STAGE_K64 (columns of a stage / 64; divides `units`), CHUNK (columns of a chunk of
-// weights / 64; divides STAGE_K64), BATCH (steps of 16 columns decoded before a wait), BUFFERS (for decoded steps), MAX_BLOCKS
-// (tokens of a tile / 8), CASES (numbers of blocks below that have code of their own), MAX_GROUPS, SCALED_TOKENS (tokens are
+// weights / 64; divides STAGE_K64), BATCH (steps of 16 columns decoded before they are multiplied), BUFFERS (for so many),
+// ROLLING (each waits for the one before; otherwise the last of BUFFERS and of a stage for all), MAX_BLOCKS (tokens of a tile
+// / 8), CASES (numbers of blocks below that have code of their own), MAX_GROUPS, SCALED_TOKENS (tokens are
 // 2^100 times their value), ALPHA, LIMIT, UP_OFFSET.
 
 #include "mbarrier.cuh"
@@ -124,9 +125,11 @@ struct Unit {
     u16 bytes;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bytes) : "r"(scales_at));
     if (W_FMT == NVFP4) {
-      // SCALE_CODES of decoded_layout.py: as bf16 bits, 4 to the left, 2^-117 times the scale.
-      u32 pair = multiply(__byte_perm(bytes, 0, 0x4140) << 4, 0x7F007F00);  // 2^127
-      if (!SCALED_TOKENS) pair = multiply(pair, 0x75807580);                // 2^108
+      // SCALE_CODES of decoded_layout.py, 4 to the left: bf16 bits of 2^-106 times the scale.
+      const u32 codes = __byte_perm(bytes, 0, 0x4140) * 16;
+      // 2^10 times the scale; 2^-11 stands for 0, with which all products are less than half of the smallest bf16 number.
+      u32 pair = codes + 0x3A003A00;
+      if (!SCALED_TOKENS) pair = multiply(multiply(codes, 0x77807780), 0x77807780);  // 2^118 times the scale, by 2^112 twice
       asm("mov.b32 {%0, %1}, %2;" : "=h"(scales[0]), "=h"(scales[1]) : "r"(pair));
     } else {
       scales[0] = static_cast<u16>(e8m0_pair(bytes & 255));
@@ -594,12 +597,14 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
   float acc[4 * BLOCKS];
 #pragma unroll
   for (int i = 0; i < 4 * BLOCKS; ++i) acc[i] = 0.0f;
-  static_assert(4 / BATCH % BUFFERS == 0, "buffers must come in turn from unit to unit");
+  constexpr int PART_BATCHES = 4 / BATCH;
+  static_assert(!ROLLING || PART_BATCHES % BUFFERS == 0, "buffers must come in turn from stage to stage");
   u32 a[BUFFERS][BATCH][4];
   int last = -1;
   Unit ahead;  // quants of the next part of the stage, on their way while this one is multiplied
   // Of this thread in the first part of the stage.
   const u32 first_quants = stages + warpgroup * CHUNK * UNIT_BYTES + thread * 16;
+  const u64 first_tokens = token_descriptor(stages + WEIGHT_STAGE);
   const int to_scales = QUANT_BYTES + (W_FMT == NVFP4 ? thread * 2 : thread / 2 * 2) - thread * 16;
   u32 quants_at, scales_at;
   auto load_part = [&](int part) {
@@ -613,11 +618,13 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
     ahead.load(quants_at + distance, scales_at + distance);
   };
   auto multiply_part = [&](int part) {
-    const u64 tokens = token_descriptor(stages + stage * STAGE_BYTES + WEIGHT_STAGE);
+    // The address is in the lower word, and does not overflow.
+    const u64 tokens = (first_tokens & ~0xFFFFFFFFull) | (static_cast<u32>(first_tokens) + stage * (STAGE_BYTES >> 4));
     const Unit unit = ahead;
 #pragma unroll
-    for (int batch = 0; batch < 4 / BATCH; ++batch) {
-      auto& operands = a[batch % BUFFERS];
+    for (int batch = 0; batch < PART_BATCHES; ++batch) {
+      const int number = part * PART_BATCHES + batch;
+      auto& operands = a[number % BUFFERS];
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) unit.decode(batch * BATCH + i, operands[i]);
       wgmma_fence();
@@ -626,10 +633,14 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
         Wgmma<BLOCKS>::run(acc, operands[i], tokens + ((part * TOKEN_BYTES + (batch * BATCH + i) * 256) >> 4));
       }
       wgmma_commit();
-      if (batch == 4 / BATCH - 1 && part + 1 < STAGE_K64) load_part(part + 1);
-      wgmma_wait<BUFFERS - 1>();
-      // Of several buffers, the products of the stage before are done only now.
-      if (BUFFERS > 1 && part == 0 && batch == BUFFERS - 1 && last >= 0) barrier_arrive_warp(empty + last * 8);
+      if (batch == PART_BATCHES - 1 && part + 1 < STAGE_K64) load_part(part + 1);
+      if (ROLLING) {
+        wgmma_wait<BUFFERS - 1>();
+        // The products of the stage before are done only now.
+        if (number == BUFFERS - 1 && last >= 0) barrier_arrive_warp(empty + last * 8);
+      } else if (number % BUFFERS == BUFFERS - 1 || number == STAGE_K64 * PART_BATCHES - 1) {
+        wgmma_wait<0>();
+      }
     }
   };
   for (int k64 = 0; k64 < p.units; k64 += STAGE_K64) {
@@ -637,12 +648,14 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
     load_part(0);
 #pragma unroll
     for (int part = 0; part < STAGE_K64; ++part) multiply_part(part);
-    if (BUFFERS == 1) barrier_arrive_warp(empty + stage * 8);
+    if (!ROLLING) barrier_arrive_warp(empty + stage * 8);
     last = stage;
     if (++stage == STAGES) stage = 0, parity ^= 1;
   }
-  wgmma_wait<0>();
-  if (BUFFERS > 1) barrier_arrive_warp(empty + last * 8);
+  if (ROLLING) {
+    wgmma_wait<0>();
+    barrier_arrive_warp(empty + last * 8);
+  }
 
   const int unit = tile.unit + warpgroup;
   finish_copies(1 + warpgroup);

@@ -55,13 +55,15 @@ def _scale_code(e4m3: int) -> int:
     if exponent == 0 and mantissa:
         exponent = mantissa.bit_length() - 3
         mantissa = mantissa << 1 - exponent & 7
-    return (exponent + 3) << 3 | mantissa if e4m3 else 0
+    return (exponent + 14) << 3 | mantissa if e4m3 else 0
 
 
 SCALE_CODES = tuple(_scale_code(e4m3) for e4m3 in range(127))
 """What is stored for each e4m3 scale: its exponent moved so that no number but 0 is denormal.
 
-Shifted to the left by 4 a code is the bf16 number `2^-117 * scale`.
+Shifted to the left by 4 a code is the bf16 number `2^-106 * scale`. As integers of 16 bits, that and `0x3A00` are the
+bf16 number `2^10 * scale`, and for 0 `2^-11`: a product of that with an e2m1 number that lies in a bf16's lowest
+exponent bits, `2^-126` times its value, is less than half of the smallest bf16 number and rounds to 0.
 """
 
 

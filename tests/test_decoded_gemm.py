@@ -221,9 +221,14 @@ def test_a_scale_of_nan_is_nan_whatever_its_codes(name: str, rng: torch.Generato
         assert got[:, 3].isnan().all() and got.isnan().sum() == 6
 
 
-@pytest.mark.parametrize(("name", "first", "last"), [("nvfp4", 0, 126), ("mxfp8", 3, 202)])
-def test_all_scales_are_decoded(name: str, first: int, last: int, rng: torch.Generator, device: torch.device) -> None:
-    """Each byte that a scale of the weights may be, denormal e4m3 too, by itself: one block of K.
+@pytest.mark.parametrize(
+    ("name", "token", "first", "last"),
+    [("nvfp4", "nvfp4", 0, 126), ("nvfp4", "bf16", 0, 126), ("mxfp8", "mxfp8", 3, 202)],
+)
+def test_all_scales_are_decoded(
+    name: str, token: str, first: int, last: int, rng: torch.Generator, device: torch.device
+) -> None:
+    """Each byte that a scale of the weights may be, 0 and denormal e4m3 too, by itself: one block of K.
 
     Below byte 3 of `mxfp8` the smallest quants are no bf16 numbers, and above 202 fp32 sums come near their end.
     """
@@ -232,12 +237,13 @@ def test_all_scales_are_decoded(name: str, first: int, last: int, rng: torch.Gen
     codes = (torch.arange(n) + first).clamp(max=last).to(torch.uint8)
     swizzled = swizzle_scales(codes[None, :, None], engine="torch").to(device)
     w = replace(w, scales=swizzled.view(w.format.scale_dtype or torch.uint8), expert_scales=None)
-    a = make_rows(name, [9], k, rng, device, num_experts=1)
+    a = make_rows(token, [9], k, rng, device, num_experts=1)
     if name == "mxfp8":
         assert a.scales is not None
         a = replace(a, scales=torch.full_like(a.scales, 127))
     out = grouped_gemm(a, PreparedWeights.prepare(w), out_dtype=torch.float32)
     check_inside(out, exact_gemm(a, w, device), UNIT[torch.float32])
+    assert not out[:, codes == 0].any()
 
 
 @pytest.mark.gpu

@@ -52,7 +52,8 @@ def _cases() -> Iterator[Case]:
     for name in ("nvfp4", "mxfp8"):
         yield plain.test_scales_that_lie_as_the_rows_do, {"name": name}
         yield plain.test_a_scale_of_nan_is_nan_whatever_its_codes, {"name": name}
-    yield plain.test_all_scales_are_decoded, {"name": "mxfp8", "first": 3, "last": 202}
+    for name, token, first, last in (("mxfp8", "mxfp8", 3, 202), ("nvfp4", "nvfp4", 0, 126), ("nvfp4", "bf16", 0, 126)):
+        yield plain.test_all_scales_are_decoded, {"name": name, "token": token, "first": first, "last": last}
     # The two left out have nothing that none of the others has.
     for case in (*gated.CASES[:3], *gated.CASES[4:10], *gated.CASES[11:]):
         yield gated.test_swiglu_requantized, {"case": case}
@@ -101,6 +102,33 @@ def emulator(monkeypatch: pytest.MonkeyPatch, seed: int) -> Emulator:
     monkeypatch.setattr(nvrtc, "launch", emulator.launch)
     monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None: 1 + seed % 5)
     return emulator
+
+
+def three_units_of_k(rng: torch.Generator) -> None:
+    """A stage has three units of K, no multiple of the buffers of DECODE; several stages, so that one is refilled."""
+    w = random_weights("nvfp4", 2, 72, 15 * 64, rng, CPU)
+    a = make_rows("nvfp4", [9, 33], 15 * 64, rng, CPU, num_experts=2)
+    out = poisoned(a.capacity, 72, torch.bfloat16, CPU)
+    gemm.grouped_gemm(a, PreparedWeights.prepare(w), out=out)
+    check_inside(out, exact_gemm(a, w, CPU), UNIT[torch.bfloat16])
+
+
+@pytest.mark.parametrize("schedule", range(SCHEDULES))
+def test_stages_of_three_units(schedule: int, emulator: Emulator, rng: torch.Generator) -> None:
+    three_units_of_k(rng)
+
+
+def test_a_stage_of_three_units_given_back_too_early_is_found(emulator: Emulator, rng: torch.Generator) -> None:
+    end = " || number == 3 * PART_BATCHES - 1"
+
+    def edit(text: str) -> str:
+        assert text.count(end) == int("wgmma" in text), "the kernel, and not the one that decodes rows"
+        return text.replace(end, "")
+
+    emulator.edit = edit
+    with pytest.raises(AssertionError, match=r"changed while their product was under way|outside; at"):
+        for _ in range(20):
+            three_units_of_k(rng)
 
 
 @pytest.mark.parametrize("schedule", range(SCHEDULES))
@@ -164,23 +192,44 @@ def test_weight_rows_that_no_tile_has_are_found(
 
 
 MISTAKES = {
-    "products_not_waited_for": ("wgmma_wait<1 - 1>();", "", "changed while their product was under way"),
+    "products_not_waited_for": (
+        DECODE,
+        "wgmma_wait<0>();\n      }",
+        "}",
+        "outside; at|changed while their product was",
+    ),
+    "all_but_the_last_waited_for": (
+        DECODE,
+        "wgmma_wait<0>();\n      }",
+        "wgmma_wait<1>();\n      }",
+        "changed while their product was under way",
+    ),
+    "the_buffer_before_not_waited_for": (
+        MIDDLE,
+        "wgmma_wait<2 - 1>();",
+        "wgmma_wait<2>();",
+        "changed while their product was under way",
+    ),
     "scales_of_the_next_tile": (
+        DECODE,
         "finish_plain<BLOCKS>(p, tile, scales, unit, acc);\n    ptx::bar_sync(1 + warpgroup, 128);",
         "finish_plain<BLOCKS>(p, tile, scales, unit, acc);",
         "outside; at",
     ),
     "a_stage_further": (
+        DECODE,
         "barrier_wait(full + stage * 8, parity);\n    load_part(0);",
         "barrier_wait(full + (stage + 1) % 4 * 8, parity);\n    load_part(0);",
         "nothing can go on|arrive at mbarrier|changed while",
     ),
 }
-"""What is written instead in the translated GEMM, and what that ends with."""
+"""By shape what is written instead in the translated GEMM, and what that ends with."""
 
 
-@pytest.mark.parametrize(("right", "wrong", "found"), MISTAKES.values(), ids=MISTAKES)
-def test_mistakes_are_found(right: str, wrong: str, found: str, emulator: Emulator, rng: torch.Generator) -> None:
+@pytest.mark.parametrize(("shape", "right", "wrong", "found"), MISTAKES.values(), ids=MISTAKES)
+def test_mistakes_are_found(
+    shape: DecodedShape, right: str, wrong: str, found: str, emulator: Emulator, rng: torch.Generator
+) -> None:
     def edit(text: str) -> str:
         assert text.count(right) == int("wgmma" in text), "the kernel, and not the one that decodes rows"
         return text.replace(right, wrong)
@@ -188,4 +237,4 @@ def test_mistakes_are_found(right: str, wrong: str, found: str, emulator: Emulat
     emulator.edit = edit
     with pytest.raises(AssertionError, match=found):
         for _ in range(20):
-            plain.test_ragged_groups("nvfp4", "nvfp4", DECODE, rng, CPU)
+            plain.test_ragged_groups("nvfp4", "nvfp4", shape, rng, CPU)

@@ -218,14 +218,33 @@ def test_sizes() -> None:
             assert 0 < stage <= max(most, 3) and columns % stage == 0 and stage % chunk_units(columns) == 0
 
 
+def bf16_of(bits: np.ndarray) -> np.ndarray:
+    """float64 of bf16 bits."""
+    return bits.astype(np.uint16).view(ml_dtypes.bfloat16).astype(np.float64)
+
+
 def test_scale_codes_are_e4m3_numbers_as_bf16() -> None:
-    """All 127, in order, each to be a bf16 number by a shift alone; what is exact there is never denormal."""
+    """All 127, in order, each to be a bf16 number by a shift, or a shift and a sum, and never a denormal one."""
     scales = np.arange(127, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     codes = np.array(SCALE_CODES)
     assert len(codes) == 127 and (np.diff(codes) > 0).all() and codes[0] == 0 and codes[-1] < 256
-    as_bf16 = (codes.astype(np.uint16) << 4).view(ml_dtypes.bfloat16).astype(np.float64)
-    np.testing.assert_array_equal(as_bf16 * 2.0**117, scales)
-    assert (as_bf16[1:] >= 2.0**-126).all()
+    shifted = bf16_of(codes << 4)
+    np.testing.assert_array_equal(shifted * 2.0**106, scales)
+    assert (shifted[1:] >= 2.0**-126).all()
+    added = bf16_of((codes << 4) + 0x3A00)
+    np.testing.assert_array_equal(added[1:], scales[1:] * 2.0**10)
+
+
+def test_no_weight_is_left_of_a_scale_of_zero() -> None:
+    """Nor is any lost of the smallest scale: e2m1 bits in a bf16, times what the kernel makes of both codes."""
+    numbers = bf16_of(np.arange(8) << 6)
+    np.testing.assert_array_equal(
+        numbers * 2.0**126, np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    )
+    for scale, code in ((0.0, SCALE_CODES[0]), (2.0**-9, SCALE_CODES[1])):
+        exact = numbers * bf16_of(np.array([(code << 4) + 0x3A00]))
+        rounded = exact.astype(ml_dtypes.bfloat16).astype(np.float64)
+        np.testing.assert_array_equal(rounded, numbers * scale * 2.0**10)
 
 
 def test_decoded_formats_are_those_tested_here() -> None:
