@@ -7,13 +7,14 @@
 // numbers are 2^100 times their value. Blocks of threads go from one of 8 tokens to another, no further than there are
 // tokens: of a capacity, which is a worst case, most may be empty.
 //
-// Macros: FMT (FormatCode), MAX_GROUPS, SCALE_BLOCK, PACKED (ScaleLayout of the scales, else swizzled), BY_ROW (scales lie as
+// Macros: THREADS of a block, MIN_BLOCKS (of an SM, for which registers are kept few; 0 leaves them to the compiler), AHEAD
+// (pieces of a row that a thread loads before it decodes the first), FMT (FormatCode), MAX_GROUPS, SCALE_BLOCK, PACKED (ScaleLayout of the scales, else swizzled), BY_ROW (scales lie as
 // the rows do, instead of either); `scale_ld` is the leading dimension of packed scales, or bytes between those of rows.
 
 #include "numbers.cuh"
 
 constexpr bool GROUP_SCALES = FMT != BF16 && !BY_ROW;
-constexpr int AHEAD = 4;  // pieces of a row that a thread loads before it decodes the first
+constexpr int WARPS = THREADS / 32;
 
 // 16 columns of a row as they are stored; zeros where nothing was loaded.
 struct Piece {
@@ -51,7 +52,7 @@ struct Piece {
   }
 };
 
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     decode_tokens(const u8* rows, const u8* scales, const int* row_index, const int* group_offsets,
                   const int* group_scale_offsets, const int* expert_ids, const int* num_active, u8* out, int num_groups,
                   int num_experts, int capacity, int columns,
@@ -93,8 +94,8 @@ extern "C" __global__ void __launch_bounds__(256)
       return scales[at];
     };
     u8* block = out + static_cast<long long>(number) * 1024 + lane * 4;
-    const int step = gridDim.y * 8;
-    for (int first_unit = blockIdx.y * 8 + warp; first_unit < units; first_unit += step * AHEAD) {
+    const int step = gridDim.y * WARPS;
+    for (int first_unit = blockIdx.y * WARPS + warp; first_unit < units; first_unit += step * AHEAD) {
       Piece pieces[AHEAD];
 #pragma unroll
       for (int i = 0; i < AHEAD; ++i) {

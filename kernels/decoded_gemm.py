@@ -84,8 +84,40 @@ MIDDLE_ROWS = range(113, 149)
 """Rows of a group, on average, with which it takes MIDDLE: then half of the groups that random routing gives have more
 than 128."""
 
-TOKEN_BLOCKS = 12
-"""Blocks of `decode_tokens` for each SM, twice as many as it takes at a time: none ends much later than the others."""
+
+@dataclass(frozen=True)
+class TokenShape:
+    """How `decode_tokens.cu` is cut.
+
+    Attributes:
+        warps: of a block.
+        max_groups: for which there is shared memory.
+        min_blocks: of an SM, for which registers are kept few; 0 leaves them to the compiler.
+        blocks_per_sm: that are launched, at most.
+    """
+
+    warps: int
+    max_groups: int
+    min_blocks: int
+    blocks_per_sm: int
+
+    def ahead(self, fmt: TokenFormat) -> int:
+        """Pieces of a row that a thread loads before it decodes the first: 32 registers hold few."""
+        return 4 if self.min_blocks == 0 else 2 if fmt is NVFP4 else 1
+
+
+MANY_TOKENS = TokenShape(warps=8, max_groups=MAX_GROUPS, min_blocks=0, blocks_per_sm=12)
+"""Twice as many blocks as an SM takes at a time: none ends much later than the others."""
+FEW_TOKENS = TokenShape(warps=4, max_groups=64, min_blocks=16, blocks_per_sm=1)
+"""For what these warps load at once. A block has 128 threads of 32 registers, all that a block of the GEMM leaves of an
+SM: that starts beside it and loads its weights meanwhile. More loads of tokens would wait behind those of weights."""
+
+
+def choose_token_shape(rows: int, num_groups: int, units: int, fmt: TokenFormat, sms: int) -> TokenShape:
+    """The shape for `rows` that come on average, `units` wide; both give the same bits for any number."""
+    blocks = (rows + 7 * num_groups) // 8
+    few = blocks * units <= sms * FEW_TOKENS.warps * FEW_TOKENS.ahead(fmt)
+    return FEW_TOKENS if few and num_groups <= FEW_TOKENS.max_groups else MANY_TOKENS
 
 
 def choose_shape(rows: int, num_groups: int, weight_format: TokenFormat) -> DecodedShape:
@@ -97,13 +129,20 @@ def choose_shape(rows: int, num_groups: int, weight_format: TokenFormat) -> Deco
 
 @cache
 def token_macros(
-    fmt: TokenFormat, packed: bool = False, scale_block: int | None = None, by_row: bool = False
+    fmt: TokenFormat,
+    packed: bool = False,
+    scale_block: int | None = None,
+    by_row: bool = False,
+    shape: TokenShape = MANY_TOKENS,
 ) -> nvrtc.Defines:
     """Macros of `decode_tokens.cu`."""
     return nvrtc.Defines(
         {
+            "THREADS": 32 * shape.warps,
+            "MIN_BLOCKS": shape.min_blocks,
+            "AHEAD": shape.ahead(fmt),
             "FMT": int(fmt.code),
-            "MAX_GROUPS": MAX_GROUPS,
+            "MAX_GROUPS": shape.max_groups,
             "PACKED": int(packed),
             "BY_ROW": int(by_row),
             "SCALE_BLOCK": scale_block or fmt.block,
@@ -132,7 +171,9 @@ def decode_tokens(
     """
     out = empty_decoded(a, a.num_columns)
     units, blocks = out.shape[:2]
-    parts = ceil_div(units, 32)
+    sms = nvrtc.most_sms(a.rows.device)
+    shape = choose_token_shape(a.likely_rows, a.max_active_groups, units, a.format, sms)
+    parts = ceil_div(units, shape.warps * shape.ahead(a.format))
     scale_ld = packed_ld or 0
     if a.scales_by_row:
         assert a.scales is not None
@@ -140,9 +181,9 @@ def decode_tokens(
     nvrtc.launch(
         "decode_tokens.cu",
         "decode_tokens",
-        token_macros(a.format, packed_ld is not None, scale_block, a.scales_by_row),
-        grid=(min(blocks, ceil_div(TOKEN_BLOCKS * nvrtc.most_sms(a.rows.device), parts)), parts, 1),
-        block=256,
+        token_macros(a.format, packed_ld is not None, scale_block, a.scales_by_row, shape),
+        grid=(min(blocks, max(1, shape.blocks_per_sm * sms // parts)), parts, 1),
+        block=32 * shape.warps,
         arguments=[
             a.rows,
             a.scales,

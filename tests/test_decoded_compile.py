@@ -13,10 +13,21 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.formats import FORMATS, ceil_div
+from moe_runtime.formats import BF16, FORMATS, MXFP8, NVFP4, TokenFormat, ceil_div
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import decoded_gemm, nvrtc
-from moe_runtime.kernels.decoded_gemm import DECODE, DECODE_ROWS, MIDDLE, PREFILL, choose_shape, decode_tokens
+from moe_runtime.kernels.decoded_gemm import (
+    DECODE,
+    DECODE_ROWS,
+    FEW_TOKENS,
+    MANY_TOKENS,
+    MIDDLE,
+    PREFILL,
+    TokenShape,
+    choose_shape,
+    choose_token_shape,
+    decode_tokens,
+)
 from moe_runtime.kernels.decoded_layout import unit_bytes, unit_columns, units_shape
 from moe_runtime.kernels.gemm_arguments import empty_intermediate
 from moe_runtime.prepared import PreparedWeights
@@ -188,12 +199,37 @@ def test_gemm_compiles_to_what_it_is_meant_for(
     assert 128 * (shape.warpgroups * consumer + producer) <= REGISTERS_OF_A_BLOCK
 
 
+@pytest.mark.parametrize(("rows", "shape"), [(8, FEW_TOKENS), (8192, MANY_TOKENS)], ids=["few", "many"])
 @pytest.mark.parametrize("name", ["bf16", "nvfp4", "mxfp8"])
-def test_decoding_of_tokens_compiles(name: str, recorded: list[Recorded]) -> None:
-    decode_tokens(rows_of(name, 8, 128), 2)
+def test_decoding_of_tokens_compiles(name: str, rows: int, shape: TokenShape, recorded: list[Recorded]) -> None:
+    decode_tokens(rows_of(name, rows, 128), 2)
     (launch,) = recorded
+    assert launch.block == launch.defines["THREADS"] == 32 * shape.warps
     compiled = compile_recorded(launch)
     assert compiled.spilled_bytes == 0 and "griddepcontrol.launch_dependents" in compiled.ptx
+
+
+@pytest.mark.parametrize(("weight", "token"), [("nvfp4", "nvfp4"), ("nvfp4", "bf16"), ("mxfp8", "mxfp8")])
+def test_few_tokens_are_decoded_beside_the_gemm(weight: str, token: str, recorded: list[Recorded]) -> None:
+    """An SM has room for a block of either, of the gated GEMM, which takes most."""
+    gemm = launched(recorded, weight, token, 7168, 8, SwiGLU(), f"{weight} decoded")
+    kernels = [(launch, compile_recorded(launch)) for launch in (recorded[0], gemm)]
+    assert recorded[0].defines["MIN_BLOCKS"] == FEW_TOKENS.min_blocks
+    registers = sum(launch.block * compiled.number(r"Used (\d+) registers") for launch, compiled in kernels)
+    shared = sum(launch.shared_bytes + compiled.number(r"(\d+) bytes smem") + 1024 for launch, compiled in kernels)
+    assert registers <= REGISTERS_OF_A_BLOCK and shared <= 228 * 1024
+
+
+def test_shape_for_tokens_is_chosen_by_what_is_loaded_at_once() -> None:
+    def chosen(rows: int, groups: int, k: int, fmt: TokenFormat = NVFP4) -> TokenShape:
+        return choose_token_shape(rows, groups, unit_columns(k), fmt, 132)
+
+    assert chosen(128, 8, 2048) is FEW_TOKENS and chosen(128, 8, 7168) is MANY_TOKENS
+    # 33 blocks of 8 rows and 32 units are what 132 SMs load at once; of MXFP8 and BF16, half of it.
+    assert chosen(33 * 8, 1, 2048) is FEW_TOKENS and chosen(33 * 8 + 1, 1, 2048) is MANY_TOKENS
+    for fmt in (MXFP8, BF16):
+        assert chosen(16 * 8, 1, 2048, fmt) is FEW_TOKENS and chosen(16 * 8 + 1, 1, 2048, fmt) is MANY_TOKENS
+    assert chosen(1, 64, 128) is FEW_TOKENS and chosen(1, 65, 128) is MANY_TOKENS
 
 
 SIZES = [(shape, weight, k) for shape in SHAPES.values() for weight in ("nvfp4", "mxfp8") for k in (64, 2880, 7168)]

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from moe_runtime.grouped import GroupedRows
+from moe_runtime.kernels import decoded_gemm
 from moe_runtime.kernels import grouped_gemm as gemm_module
 from moe_runtime.kernels.decoded_gemm import DECODE, MAX_GROUPS, DecodedShape
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
@@ -184,6 +185,24 @@ def test_epilogue(name: str, dtype: torch.dtype, rng: torch.Generator, device: t
     check_inside(out.contiguous(), exact_gemm(a, w, device), UNIT[dtype])
     for beside in (slice(0, 4), slice(4 + n, None)):
         assert_same_bits(wide[:, beside], before[:, beside], "columns beside the output")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("weight", "token"), PAIRS)
+def test_tokens_are_decoded_alike_in_both_shapes(
+    weight: str, token: str, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where a shape has far more to decode than it is chosen for."""
+    k = 1040 if token != "mxfp8" else 1056
+    w = PreparedWeights.prepare(random_weights(weight, 2, 40, k, rng, device))
+    a = make_rows(token, [3, 0, 70, 41], k, rng, device, num_experts=2, gather=True, sparse_scales=True)
+    results = []
+    for shape in (decoded_gemm.FEW_TOKENS, decoded_gemm.MANY_TOKENS):
+        monkeypatch.setattr(decoded_gemm, "choose_token_shape", lambda *_, shape=shape: shape)
+        results.append(poisoned(a.capacity, 40, torch.bfloat16, device))
+        grouped_gemm(a, w, out=results[-1])
+    assert_same_bits(*results, "both shapes")
+    check_inside(results[0], exact_gemm(a, w.restore(), device), UNIT[torch.bfloat16])
 
 
 @in_each_shape

@@ -42,6 +42,8 @@ def _cases() -> Iterator[Case]:
         yield plain.test_ragged_groups, {"weight": weight, "token": token, "shape": shape}
     for sizes, ids in (([90], [1]), ([0, 65, 0], [0, 1, 0]), ([300, 0, 1], [1, 1, 1]), ([5, 6], [-7, 2])):
         yield plain.test_group_shapes, {"sizes": sizes, "ids": ids}
+    for weight, token in plain.PAIRS:
+        yield plain.test_tokens_are_decoded_alike_in_both_shapes, {"weight": weight, "token": token}
     yield plain.test_nothing_to_do, {}
     yield plain.test_rows_past_the_capacity_are_left_alone, {}
     for active in (-1, 1, 99):
