@@ -73,7 +73,7 @@ class DecodedShape:
 
 
 DECODE = DecodedShape(4, 4, 4, 4, 2, False, 8, (1, 2, 3, 4, 5, 6))
-PREFILL = DecodedShape(4, 4, 2, 2, 1, False, 16, (4, 6, 8, 10, 12, 14))
+PREFILL = DecodedShape(4, 4, 2, 2, 2, False, 16, (4, 6, 8, 10, 12, 14))
 MIDDLE = DecodedShape(2, 2, 2, 2, 2, True, 20, (4, 8, 10, 12, 14, 16, 18))
 """Where most groups have more tokens than a tile of PREFILL takes, and few more than one of these."""
 
