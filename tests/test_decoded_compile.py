@@ -258,7 +258,8 @@ def test_shape_is_chosen_by_rows_of_a_group() -> None:
     for shape in SHAPES.values():
         assert list(shape.cases) == sorted(set(shape.cases)) and shape.cases[-1] < shape.max_blocks
         for batch in (shape.batch, shape.mxfp8_batch):
-            assert 4 % batch == 0 and (not shape.rolling or (4 // batch) % shape.buffers == 0)
+            for buffers in (shape.buffers, shape.other_buffers):
+                assert 4 % batch == 0 and (not shape.rolling or (4 // batch) % buffers == 0)
 
 
 @pytest.mark.parametrize(
