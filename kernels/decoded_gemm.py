@@ -14,12 +14,12 @@ The two numbers, NVFP4, both products of the reference model (32 experts of 44.0
 
 Measured on one H200 (launch/results/gemm_h200.json), us; in parentheses torch's grouped_mm in bf16:
 
-    8 x 16, 32, 48 rows, (4096, 7168)                 38.7, 42.0, 47.5 (163, 170, 156)
-    8 x 16, 32, 48 rows, (7168, 2048)                 24.8, 26.9, 29.3 (89, 94, 89)
-    32 x 1, 4, 16, 32 rows, both, SwiGLU between      201, 202, 213, 239 (1010, 965, 905, 955)
-    32 groups as 128 tokens a rank give, the same     252 (925)
-    32 x 1024 rows, both, SwiGLU between              3697 (3849, without SwiGLU); without rests 4188 (4436)
-    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       2770 / 1360 (2487 / 1277); without rests 3089 / 1541 (2897 / 1494)
+    8 x 16, 32, 48 rows, (4096, 7168)                 38.3, 41.6, 46.8 (164, 171, 159)
+    8 x 16, 32, 48 rows, (7168, 2048)                 23.2, 26.6, 29.1 (89, 94, 89)
+    32 x 1, 4, 16, 32 rows, both, SwiGLU between      199, 199, 210, 234 (1015, 969, 908, 957)
+    32 groups as 128 tokens a rank give, the same     247 (930)
+    32 x 1024 rows, both, SwiGLU between              3725 (3876, without SwiGLU); without rests 4178 (4399)
+    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       2801 / 1377 (2514 / 1293); without rests 3097 / 1538 (2889 / 1492)
 
 What bounds it, what each version brought, what was dropped and what is left: `kernels/grouped_gemm_notes.md`.
 """

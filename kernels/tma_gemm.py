@@ -13,11 +13,11 @@ model: 1.41 GB of weights, 328 us at 4.3 TB/s.
 Measured after rests, and without them (launch/results/gemm_h200.json; TFLOP/s, in parentheses torch's row-wise
 _scaled_grouped_mm or _grouped_mm; see `launch/timing.py`):
 
-    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1401 / 1306 (1358 / 1260); (4096, 7168) without rests 1200 (1159)
-    FP8  4 x 8192, the same                           1409 / 1295 (1326 / 1252); 1202 (1142)
-    BF16 8 x 4096, the same                           789 / 770 (774 / 753); without rests 679 / 660 (664 / 644)
-    FP8  8 x 16, 32, 48 rows                          60.5, 61.1, 61.9 us / 34.0, 34.7, 35.2 us
-    FP8  32 x 32 rows, gate_up and down               347 us
+    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1376 / 1293 (1352 / 1245); (4096, 7168) without rests 1213 (1183)
+    FP8  4 x 8192, the same                           1381 / 1280 (1317 / 1237); 1192 (1156)
+    BF16 8 x 4096, the same                           781 / 761 (765 / 744); without rests 686 / 666 (666 / 645)
+    FP8  8 x 16, 32, 48 rows                          60.2, 60.8, 61.5 us / 34.0, 34.6, 35.1 us
+    FP8  32 x 32 rows, gate_up and down               345 us
 
 What bounds it (power), what each version brought and what was dropped: `kernels/grouped_gemm_notes.md`.
 """
