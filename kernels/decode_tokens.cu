@@ -8,8 +8,9 @@
 // tokens: of a capacity, which is a worst case, most may be empty.
 //
 // Macros: THREADS of a block, MIN_BLOCKS (of an SM, for which registers are kept few; 0 leaves them to the compiler), AHEAD
-// (pieces of a row that a thread loads before it decodes the first), FMT (FormatCode), MAX_GROUPS, SCALE_BLOCK, PACKED (ScaleLayout of the scales, else swizzled), BY_ROW (scales lie as
-// the rows do, instead of either); `scale_ld` is the leading dimension of packed scales, or bytes between those of rows.
+// (pieces of a row that a thread loads before it decodes the first), FMT (FormatCode), MAX_GROUPS, SCALE_BLOCK, PACKED
+// (ScaleLayout of the scales, else swizzled), BY_ROW (scales lie as the rows do, instead of either); `scale_ld` is the leading
+// dimension of packed scales, or bytes between those of rows.
 
 #include "numbers.cuh"
 

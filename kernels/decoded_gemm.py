@@ -54,7 +54,7 @@ class DecodedShape:
     Attributes:
         warpgroups: that decode and multiply 64 weight rows of a tile each, besides the one that loads.
         stage_units: most units of 64 columns in a stage of the ring.
-        batch, mxfp8_batch: steps of 16 columns of NVFP4 and MXFP8 weights that are decoded before they are multiplied.
+        batch: steps of 16 columns that are decoded before they are multiplied.
         buffers, other_buffers: for so many steps, of NVFP4 weights and tokens and of other pairs, which leave fewer
             registers. When all are full, decoding waits for the tensor cores and other warpgroups go on.
         rolling: wait for the oldest buffer alone, so that one is decoded while another is multiplied, always; otherwise
@@ -66,7 +66,6 @@ class DecodedShape:
     warpgroups: int
     stage_units: int
     batch: int
-    mxfp8_batch: int
     buffers: int
     other_buffers: int
     rolling: bool
@@ -74,9 +73,36 @@ class DecodedShape:
     cases: tuple[int, ...]
 
 
-DECODE = DecodedShape(4, 4, 4, 4, 2, 2, False, 8, (1, 2, 3, 4, 5, 6))
-PREFILL = DecodedShape(4, 4, 2, 2, 2, 1, False, 16, (4, 6, 8, 10, 12, 14))
-MIDDLE = DecodedShape(2, 2, 2, 2, 2, 2, True, 20, (4, 8, 10, 12, 14, 16, 18))
+DECODE = DecodedShape(
+    warpgroups=4,
+    stage_units=4,
+    batch=4,
+    buffers=2,
+    other_buffers=2,
+    rolling=False,
+    max_blocks=8,
+    cases=(1, 2, 3, 4, 5, 6),
+)
+PREFILL = DecodedShape(
+    warpgroups=4,
+    stage_units=4,
+    batch=2,
+    buffers=2,
+    other_buffers=1,
+    rolling=False,
+    max_blocks=16,
+    cases=(4, 6, 8, 10, 12, 14),
+)
+MIDDLE = DecodedShape(
+    warpgroups=2,
+    stage_units=2,
+    batch=2,
+    buffers=2,
+    other_buffers=2,
+    rolling=True,
+    max_blocks=20,
+    cases=(4, 8, 10, 12, 14, 16, 18),
+)
 """Where most groups have more tokens than a tile of PREFILL takes, and few more than one of these."""
 
 DECODE_ROWS = {"nvfp4": 50, "mxfp8": 24}
@@ -280,7 +306,7 @@ def macros(
         "STAGES": stages,
         "STAGE_K64": stage_k64,
         "CHUNK": chunk_units(units),
-        "BATCH": shape.batch if w_format is NVFP4 else shape.mxfp8_batch,
+        "BATCH": shape.batch,
         "BUFFERS": shape.buffers if a_format is NVFP4 else shape.other_buffers,
         "ROLLING": int(shape.rolling),
         "SCALED_TOKENS": int(a_format.name == "nvfp4"),

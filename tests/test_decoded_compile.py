@@ -257,9 +257,9 @@ def test_shape_is_chosen_by_rows_of_a_group() -> None:
         assert choose_shape(32 * 112 + 1, 32, fmt) is MIDDLE and choose_shape(32 * 148 + 1, 32, fmt) is PREFILL
     for shape in SHAPES.values():
         assert list(shape.cases) == sorted(set(shape.cases)) and shape.cases[-1] < shape.max_blocks
-        for batch in (shape.batch, shape.mxfp8_batch):
-            for buffers in (shape.buffers, shape.other_buffers):
-                assert 4 % batch == 0 and (not shape.rolling or (4 // batch) % buffers == 0)
+        assert 4 % shape.batch == 0
+        for buffers in (shape.buffers, shape.other_buffers):
+            assert not shape.rolling or (4 // shape.batch) % buffers == 0
 
 
 @pytest.mark.parametrize(
