@@ -110,8 +110,9 @@ def test_misuse_is_named() -> None:
         heap.reserve("b", 10)
     with pytest.raises(ValueError, match="expected one of \\['a'\\], got 'b'"):
         heap.tensor("b")
-    with pytest.raises(ValueError, match=r"rank: expected 0\.\.0, got 1"):
-        heap.peer_tensor("a", 1)
+    for rank in (1, -1):
+        with pytest.raises(ValueError, match=rf"rank: expected 0\.\.0, got {rank}"):
+            heap.peer_tensor("a", rank)
     heap.close()
     heap.close()
     with pytest.raises(ValueError, match="closed"):

@@ -123,6 +123,10 @@ def test_one_expert_and_a_copy(rng: torch.Generator, device: torch.device) -> No
     copy = prepared.clone()
     assert_same_weights(copy.restore(), w)
     assert copy.units.data_ptr() != prepared.units.data_ptr()
+    plain = w.clone()
+    assert_same_weights(plain, w)
+    assert plain.scales is not None and w.scales is not None
+    assert plain.quants.data_ptr() != w.quants.data_ptr() and plain.scales.data_ptr() != w.scales.data_ptr()
 
 
 def test_which_weights_are_better_prepared(rng: torch.Generator, device: torch.device) -> None:
