@@ -115,7 +115,15 @@ __device__ __forceinline__ u32 selected(u32 even, u32 odd) {
   return both;
 }
 
-// The A operands of one wgmma from the quants of 64 columns (16 numbers of row r and of row r + 8 of each thread).
+// Pairs of numbers that lie as bf16 bits, 2^-120 times their value: whatever e4m3 numbers they were, with their value.
+__device__ __forceinline__ u32 any_e4m3(u32 pair) {
+  const u32 nan = ((pair & 0x07F007F0) + 0x00100010) & 0x08000800;  // a bit for each that has all bits
+  return multiply(pair, 0x7B807B80) | ((nan << 4) - (nan >> 4));
+}
+
+// The A operands of one wgmma from the quants of 64 columns (16 numbers of row r and of row r + 8 of each thread). Of MXFP8
+// weights that are not UNUSUAL none is NaN, nor is a scale, and scales are 2^7 at most.
+template <bool UNUSUAL>
 struct Unit {
   uint4 quants[QUANT_BYTES / 2048];
   u16 scales[2];  // bf16, of row r and r + 8
@@ -131,9 +139,13 @@ struct Unit {
       u32 pair = codes + 0x3A003A00;
       if (!SCALED_TOKENS) pair = multiply(multiply(codes, 0x77807780), 0x77807780);  // 2^118 times the scale, by 2^112 twice
       asm("mov.b32 {%0, %1}, %2;" : "=h"(scales[0]), "=h"(scales[1]) : "r"(pair));
-    } else {
+    } else if (UNUSUAL) {
       scales[0] = static_cast<u16>(e8m0_pair(bytes & 255));
       scales[1] = static_cast<u16>(e8m0_pair(bytes >> 8));
+    } else {
+      // 2^120 times the scale.
+      const u32 pair = __byte_perm(bytes, 0, 0x4140) * 128 + 0x3C003C00;
+      asm("mov.b32 {%0, %1}, %2;" : "=h"(scales[0]), "=h"(scales[1]) : "r"(pair));
     }
   }
 
@@ -162,8 +174,10 @@ struct Unit {
       const uint4 q = quants[QUANT_BYTES == 4096 ? step >> 1 : 0];
       const u32 rows[2] = {step & 1 ? q.z : q.x, step & 1 ? q.w : q.y};
       for (int half = 0; half < 2; ++half) {
-        a[half] = e4m3_decoded(rows[half], scale[half]);
-        a[2 + half] = e4m3_decoded(rows[half] >> 16, scale[half]);
+        // BYTE_SLOTS of decoded_layout.py.
+        const u32 word = rows[half];
+        u32 pairs[2] = {word & 0x87F087F0, ((word << 4) & 0x80F080F0) | ((word >> 4) & 0x07000700)};
+        for (int i = 0; i < 2; ++i) a[2 * i + half] = multiply(UNUSUAL ? any_e4m3(pairs[i]) : pairs[i], scale[half]);
       }
     }
   }
@@ -191,6 +205,7 @@ struct Problem {
 // One tile of the output: `rows` tokens of a group from its token `local`, and `high` units of weight rows from `unit`.
 struct Tile {
   int group, start, local, rows, expert, unit, high;
+  u32 unusual;  // a bit for each unit of rows
 
   __device__ __forceinline__ long long token_block() const { return (start + 7 * group) / 8 + local / 8; }
 };
@@ -258,7 +273,7 @@ struct Walk {
         // Cut evenly: a tile of few tokens decodes as many weights as one of many.
         const int tokens = parts == 1 ? rows : ceil_div(ceil_div(rows, parts), 8) * 8;
         const int local = part * tokens, unit = cut * units + min(cut, larger);
-        tile = {group, start, local, min(rows - local, tokens), experts[group], unit, 0};
+        tile = {group, start, local, min(rows - local, tokens), experts[group], unit, 0, 0};
         left = units + (cut < larger);
         if (pieced) {
           const int piece = (number - whole) % pieces, first = left * piece / pieces;
@@ -587,7 +602,7 @@ __device__ __forceinline__ void skip(int units, u32 full, u32 empty, int stage, 
   }
 }
 
-template <int BLOCKS>
+template <int BLOCKS, bool UNUSUAL = false>
 __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 stages, u32 full, u32 empty, int stage,
                                         u32 parity, float (*turned)[8 * MOST_AT_A_TIME][TURNED_COLUMNS], TileScales* tile_scales,
                                         const Requantization& with) {
@@ -601,7 +616,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
   static_assert(!ROLLING || PART_BATCHES % BUFFERS == 0, "buffers must come in turn from stage to stage");
   u32 a[BUFFERS][BATCH][4];
   int last = -1;
-  Unit ahead;  // quants of the next part of the stage, on their way while this one is multiplied
+  Unit<UNUSUAL> ahead;  // quants of the next part of the stage, on their way while this one is multiplied
   // Of this thread in the first part of the stage.
   const u32 first_quants = stages + warpgroup * CHUNK * UNIT_BYTES + thread * 16;
   const u64 first_tokens = token_descriptor(stages + WEIGHT_STAGE);
@@ -620,7 +635,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
   auto multiply_part = [&](int part) {
     // The address is in the lower word, and does not overflow.
     const u64 tokens = (first_tokens & ~0xFFFFFFFFull) | (static_cast<u32>(first_tokens) + stage * (STAGE_BYTES >> 4));
-    const Unit unit = ahead;
+    const Unit<UNUSUAL> unit = ahead;
 #pragma unroll
     for (int batch = 0; batch < PART_BATCHES; ++batch) {
       const int number = part * PART_BATCHES + batch;
@@ -672,7 +687,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
                  const float* bias, const int* group_offsets, const int* expert_ids, const int* num_active, void* out,
                  u8* out_scales, const float* out_gsf, float* out_row_scale, const int* out_scale_offsets,
                  int num_groups, int num_experts, int capacity, int columns, int units, int unit_rows,
-                 int token_blocks, long long out_stride, int scales_per_expert, int gate_up_order) {
+                 int token_blocks, long long out_stride, int scales_per_expert, int gate_up_order, const u8* unusual) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 barriers[2 * STAGES + TOLD];
   __shared__ __align__(16) float turned[GATED ? WARPGROUPS : 1][8 * MOST_AT_A_TIME][TURNED_COLUMNS];
@@ -718,11 +733,21 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
     bool early = true;
     for (int number = 0;; ++number) {
       Tile& tile = tiles[number % TOLD];
-      if (lane == 0) {
-        walk.next(tile);
-        barrier_arrive(told + number % TOLD * 8);
-      }
+      if (lane == 0) walk.next(tile);
       __syncwarp();
+      const bool marked = W_FMT != NVFP4 && tile.rows > 0 && lane < tile.high &&
+                          unusual[static_cast<long long>(tile.expert) * unit_rows + tile.unit + lane];
+      bool untold = true;
+      auto tell = [&] {
+        const u32 marks = W_FMT == NVFP4 ? 0 : __ballot_sync(0xFFFFFFFF, marked);
+        if (lane == 0) {
+          if (W_FMT != NVFP4) tile.unusual = marks;
+          barrier_arrive(told + number % TOLD * 8);
+        }
+        untold = false;
+      };
+      // Marks are on their way until the first loads of the tile are.
+      if (W_FMT == NVFP4 || tile.rows == 0) tell();
       if (tile.rows == 0) break;
       const int blocks = (tile.rows + 7) / 8;
       const u8* w = weights + (static_cast<long long>(tile.expert) * units * unit_rows + tile.unit * CHUNK) * UNIT_BYTES;
@@ -748,6 +773,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
         // Weights do not depend on the kernel before, which may still be decoding the tokens.
         const int ahead = min(STAGES, units / STAGE_K64);
         for (int s = 0; s < ahead; ++s) load_weights(s * STAGE_K64, s);
+        if (untold) tell();
         asm volatile("griddepcontrol.wait;" ::: "memory");
         for (; stage < ahead; ++stage, k64 += STAGE_K64) load_tokens(k64, stage);
         if (stage == STAGES) stage = 0, parity ^= 1;
@@ -757,6 +783,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
         barrier_wait(empty + stage * 8, parity ^ 1);
         load_weights(k64, stage);
         load_tokens(k64, stage);
+        if (untold) tell();
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }
     }
@@ -784,6 +811,8 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
       if (blocks == 0) break;
       if (warpgroup >= tile.high) {
         skip(units, full, empty, stage, parity);
+      } else if (W_FMT != NVFP4 && (tile.unusual >> warpgroup & 1)) {
+        consume<MAX_BLOCKS, true>(p, tile, stages, full, empty, stage, parity, turned, tile_scales, with);
       } else {
 #define CASE(N) \
   if (blocks <= N) consume<N>(p, tile, stages, full, empty, stage, parity, turned, tile_scales, with); else

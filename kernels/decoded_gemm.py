@@ -385,6 +385,7 @@ def _launch(
             nvrtc.int64(out.stride(0)),
             0 if w.expert_scales is None else w.expert_scales.ndim,
             0 if w.gate_up is None else w.gate_up.code,
+            w.unusual,
         ],
         device=w.device,
         shared_bytes=shared_bytes,

@@ -10,7 +10,7 @@ in the same order.
 A unit of `nvfp4` is 2048 bytes of quants, 16 per thread, then 256 of scales, 2 per thread. Two words are the 16 numbers
 of an even step and the next, bit by bit where `SLOTS` says, so that shifts or rotations and masks put each of the eight
 registers where bf16 has its sign and its lowest exponent bits. A unit of `mxfp8` is 4096 bytes, steps 0 and 1 of all
-threads first, then 2 and 3, and 128 of scales.
+threads first, then 2 and 3, and 128 of scales. One word has both registers of a half and step, by `BYTE_SLOTS`.
 
 A unit holds 64 rows of a plain weight, `16 * warp + 2 * row + half`, or 32 of gate and of up, `8 * warp + row`, gate in
 half 0 and up in half 1: the SwiGLU is then within a thread.
@@ -45,6 +45,17 @@ each step, three registers are of one word. The fourth is of a word that has bit
 in the even step it needs no shift. Of all placements of this kind this one takes the fewest instructions: 16 for two
 words, beside the multiplications by scales (9 for one word where each has bits of its own step alone).
 """
+
+BYTE_SLOTS = ((15, 10, 9, 8, 7, 6, 5, 4), (11, 14, 13, 12, 3, 2, 1, 0))
+"""Where the bits `s eeee mmm` of `mxfp8` numbers lie in the halves of a word: of pair 0, and of pair 1.
+
+A bf16 that has them where pair 0 does is `2^-120` times the number, denormal ones too. Those of pair 1 come there by a
+shift to the left of sign, lowest exponent bit and mantissa, and one to the right of the other exponent bits.
+"""
+
+LARGEST_USUAL_SCALE = 134
+"""Of `mxfp8`, the byte: `2^120` times the scale is a bf16 number, by which the numbers become bf16 in one step. Rows
+with larger scales, or NaN among their numbers or scales, are `unusual`, and take more steps."""
 
 UNIT = 64
 DECODED_FORMATS = (NVFP4, MXFP8)
@@ -141,9 +152,9 @@ def pack_units(quants_NK: torch.Tensor, scales_NV: torch.Tensor, fmt: TokenForma
         words = _place(codes.permute(0, 1, 2, 3, 5, 6, 4, 7, 8).int().unflatten(5, (2, 2)))
         packed = words.contiguous().view(torch.uint8)
     else:
-        # [t, early or late steps, step, pair and i] to [late][warp, row, t][step, half, pair and i].
-        parts = quants.unflatten(-1, (4, 2, 2, 4))
-        packed = parts.permute(0, 1, 6, 2, 3, 5, 7, 4, 8)
+        # [t, early or late steps, step, pair, i] to [late][warp, row, t][step, half, i, pair].
+        parts = quants.unflatten(-1, (4, 2, 2, 2, 2))
+        packed = _place_bytes(parts.permute(0, 1, 6, 2, 3, 5, 7, 4, 9, 8).int()).contiguous().view(torch.uint8)
     if fmt is NVFP4:
         scales = torch.tensor(SCALE_CODES, dtype=torch.uint8, device=scales.device)[scales.int()]
     packed_scales = scales.transpose(-1, -2)
@@ -164,7 +175,8 @@ def unpack_units(
         codes = codes.permute(0, 1, 2, 3, 6, 4, 5, 7, 8)
         quants = (codes[..., 0] | codes[..., 1] << 4).to(torch.uint8).flatten(-3)
     else:
-        quants = packed.view(count, columns, 2, 4, 8, 4, 2, 2, 4).permute(0, 1, 3, 4, 7, 5, 2, 6, 8).flatten(-4)
+        parts = _bytes(packed.view(torch.int16)).view(count, columns, 2, 4, 8, 4, 2, 2, 2, 2)
+        quants = parts.permute(0, 1, 3, 4, 7, 5, 2, 6, 9, 8).flatten(-5)
     scales = packed_scales.unflatten(-1, (4, 8, -1, 2)).transpose(-1, -2)
     if fmt is NVFP4:
         back = torch.zeros(256, dtype=torch.uint8, device="cpu")
@@ -177,6 +189,13 @@ def unpack_units(
         whole[rows.to(units.device)] = by_row
         found.append(whole[:num_rows, :width].contiguous())
     return found[0], found[1]
+
+
+def unusual_units(quants_NK: torch.Tensor, scales_NV: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """uint8 `[units of N]` of one `mxfp8` expert, for what `pack_units` takes: 1 for each unit with `unusual` rows."""
+    nan = ((quants_NK & 127) == 127).any(1) | (scales_NV > LARGEST_USUAL_SCALE).any(1)
+    of_row = torch.nn.functional.pad(nan, (0, 1))  # a usual one for the padding
+    return of_row[rows.to(nan.device)].flatten(1).any(1).to(torch.uint8)
 
 
 def _padded(bytes_NB: torch.Tensor, width: int) -> torch.Tensor:
@@ -210,3 +229,23 @@ def _codes(words: torch.Tensor) -> torch.Tensor:
             registers.append(torch.stack(halves, -1))
         steps.append(torch.stack(registers, -2).unflatten(-2, (2, 2)).transpose(-3, -2))
     return torch.stack(steps, -4)
+
+
+def _place_bytes(codes: torch.Tensor) -> torch.Tensor:
+    """int16 words of two e4m3 numbers int32 `[..., pair]`, by `BYTE_SLOTS`."""
+    words = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=codes.device)
+    for pair, slot in enumerate(BYTE_SLOTS):
+        for bit, position in enumerate(reversed(slot)):
+            words |= (codes[..., pair] >> bit & 1) << position
+    return words.to(torch.int16)
+
+
+def _bytes(words: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_place_bytes`, uint8."""
+    pairs = []
+    for slot in BYTE_SLOTS:
+        code = torch.zeros_like(words)
+        for bit, position in enumerate(reversed(slot)):
+            code |= (words >> position & 1) << bit
+        pairs.append(code.to(torch.uint8))
+    return torch.stack(pairs, -1)

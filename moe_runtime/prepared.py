@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import ClassVar
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
 
 import torch
 
@@ -35,6 +36,8 @@ class PreparedWeights:
         expert_scales: fp32 `[E]`, or `[E, 2]` for gate and up apart; None means 1.
         bias: fp32 `[E, N]`; None means 0.
         gate_up: where gate and up lay; such weights are for `grouped_gemm_swiglu` alone. None for plain weights.
+        unusual: uint8 `[E, units of N]` of `mxfp8`: 1 where rows hold a NaN or a scale above `2^7`, which are decoded
+            in more steps. None for `nvfp4`.
     """
 
     format: TokenFormat
@@ -44,10 +47,11 @@ class PreparedWeights:
     expert_scales: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     gate_up: GateUpOrder | None = None
+    unusual: torch.Tensor | None = None
     arch: ClassVar[int] = 90
 
     def __post_init__(self) -> None:
-        from moe_runtime.kernels.decoded_layout import DECODED_FORMATS, units_shape
+        from moe_runtime.kernels.decoded_layout import DECODED_FORMATS, unit_rows, units_shape
 
         if self.format not in DECODED_FORMATS:
             names = " or ".join(fmt.name for fmt in DECODED_FORMATS)
@@ -58,6 +62,10 @@ class PreparedWeights:
         scales = ((experts,),) + (((experts, 2),) if self.gate_up is not None else ())
         self._check("expert_scales", self.expert_scales, torch.float32, scales)
         self._check("bias", self.bias, torch.float32, ((experts, self.num_rows),))
+        if (self.unusual is None) != (self.format is NVFP4):
+            expected = "None" if self.format is NVFP4 else "a tensor"
+            raise ValueError(f"unusual: expected {expected} for {self.format.name}")
+        self._check("unusual", self.unusual, torch.uint8, ((experts, unit_rows(self.num_rows)),))
 
     def _check(
         self, name: str, tensor: torch.Tensor | None, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...]
@@ -77,7 +85,14 @@ class PreparedWeights:
         Raises `ValueError` for a format that is not decoded in registers, and, naming `argument`, for `nvfp4` block
         scales that are negative or NaN. Waits for the device.
         """
-        from moe_runtime.kernels.decoded_layout import DECODED_FORMATS, pack_units, source_rows, units_shape
+        from moe_runtime.kernels.decoded_layout import (
+            DECODED_FORMATS,
+            pack_units,
+            source_rows,
+            unit_rows,
+            units_shape,
+            unusual_units,
+        )
         from moe_runtime.kernels.swizzle import unswizzle_scales
 
         if w.format not in DECODED_FORMATS:
@@ -88,14 +103,18 @@ class PreparedWeights:
         columns = w.format.scale_columns(w.num_columns)
         shape = (w.num_experts, *units_shape(w.num_rows, w.num_columns, w.format))
         all_units = torch.empty(shape, dtype=torch.uint8, device=w.device)
-        for units, quants, scales in zip(all_units, w.quants, w.scales, strict=True):
+        unusual = torch.zeros(w.num_experts, unit_rows(w.num_rows), dtype=torch.uint8, device=w.device)
+        for expert, (units, quants, scales) in enumerate(zip(all_units, w.quants, w.scales, strict=True)):
             linear = unswizzle_scales(scales[None], w.num_rows, columns, engine=engine)[0].view(torch.uint8)
             if w.format is NVFP4 and int(linear.max()) > E4M3_MAX_CODE:
                 raise ValueError(
                     f"{argument}: expected e4m3 numbers that are not negative, got a NaN or a negative one"
                 )
             units.copy_(pack_units(quants.view(torch.uint8), linear, w.format, rows))
-        return cls(w.format, all_units, w.num_rows, w.num_columns, w.expert_scales, w.bias, w.gate_up)
+            if w.format is not NVFP4:
+                unusual[expert] = unusual_units(quants.view(torch.uint8), linear, rows)
+        marks = None if w.format is NVFP4 else unusual
+        return cls(w.format, all_units, w.num_rows, w.num_columns, w.expert_scales, w.bias, w.gate_up, marks)
 
     @staticmethod
     def wanted(w: ExpertWeights, engine: str = "auto") -> bool:
@@ -108,8 +127,7 @@ class PreparedWeights:
     def expert(self, expert: int) -> PreparedWeights:
         """The weights of one expert. Raises `ValueError` if there is no such one."""
         one = one_of(expert, self.num_experts)
-        expert_scales, bias = (None if t is None else t[one] for t in (self.expert_scales, self.bias))
-        return replace(self, units=self.units[one], expert_scales=expert_scales, bias=bias)
+        return self._each(lambda t: t[one])
 
     def clone(self) -> PreparedWeights:
         """A copy of the quants and scales in other memory."""
@@ -151,10 +169,15 @@ class PreparedWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
-        tensors = (self.units, self.expert_scales, self.bias)
+        tensors = (self.units, self.expert_scales, self.bias, self.unusual)
         return sum(t.numel() * t.element_size() for t in tensors if t is not None)
 
     def to(self, device: torch.device | str) -> PreparedWeights:
         """The same weights on `device`."""
-        expert_scales, bias = (None if t is None else t.to(device) for t in (self.expert_scales, self.bias))
-        return replace(self, units=self.units.to(device), expert_scales=expert_scales, bias=bias)
+        return self._each(lambda t: t.to(device))
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PreparedWeights:
+        """With `change` of every tensor."""
+        found = ((field.name, getattr(self, field.name)) for field in fields(self))
+        changed: dict[str, Any] = {name: change(value) for name, value in found if isinstance(value, torch.Tensor)}
+        return replace(self, **changed)

@@ -28,7 +28,7 @@ from moe_runtime.kernels.decoded_gemm import (
     choose_token_shape,
     decode_tokens,
 )
-from moe_runtime.kernels.decoded_layout import unit_bytes, unit_columns, units_shape
+from moe_runtime.kernels.decoded_layout import unit_bytes, unit_columns, unit_rows, units_shape
 from moe_runtime.kernels.gemm_arguments import empty_intermediate
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import GPT_OSS, GateUpOrder, SwiGLU
@@ -77,7 +77,8 @@ def rows_of(name: str, rows: int, k: int) -> GroupedRows:
 def weights_of(name: str, n: int, k: int, order: GateUpOrder | None) -> PreparedWeights:
     fmt = FORMATS[name]
     units = torch.zeros(1, *units_shape(n, k, fmt), dtype=torch.uint8)
-    return PreparedWeights(fmt, units, n, k, torch.ones(1), None, order)
+    marks = torch.zeros(1, unit_rows(n), dtype=torch.uint8) if name == "mxfp8" else None
+    return PreparedWeights(fmt, units, n, k, torch.ones(1), None, order, marks)
 
 
 @pytest.fixture

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
+from moe_runtime.formats import FORMATS
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import decoded_gemm
 from moe_runtime.kernels import grouped_gemm as gemm_module
@@ -263,6 +265,53 @@ def test_all_scales_are_decoded(
     out = grouped_gemm(a, PreparedWeights.prepare(w), out_dtype=torch.float32)
     check_inside(out, exact_gemm(a, w, device), UNIT[torch.float32])
     assert not out[:, codes == 0].any()
+
+
+@in_each_shape
+@pytest.mark.parametrize("large", [False, True], ids=["usual", "with_large_scales"])
+def test_all_codes_of_mxfp8_are_decoded(
+    large: bool, shape: DecodedShape, rng: torch.Generator, device: torch.device
+) -> None:
+    """Row `n` of the weight has the one number of code `n`, zeros beside it; of the two NaNs alone there is NaN.
+
+    Codes 64 to 127 and 192 to 255 share rows with a NaN, which are decoded in more steps, all with scales above 2^7.
+    """
+    k, n, rows = 160, 256, 70
+    quants = torch.zeros(1, n, k, dtype=torch.uint8)
+    column = torch.randint(0, k, (n,), generator=rng)
+    quants[0, torch.arange(n), column] = torch.arange(n).to(torch.uint8)
+    scales = torch.full((1, n, k // 32), 124, dtype=torch.uint8)
+    if large:
+        scales[0, :, 2] = 135 + torch.randint(0, 3, (n,), generator=rng).to(torch.uint8)
+    w = ExpertWeights(
+        FORMATS["mxfp8"],
+        quants.view(torch.float8_e4m3fn),
+        swizzle_scales(scales, engine="torch"),
+    ).to(device)
+    a = make_rows("mxfp8", [rows], k, rng, device, num_experts=1, x=torch.ones(rows, k))
+    prepared = PreparedWeights.prepare(w)
+    assert prepared.unusual is not None and prepared.unusual.tolist() == [[1, 1, 1, 1] if large else [0, 1, 0, 1]]
+    got = grouped_gemm(for_shape(a, shape), prepared, out_dtype=torch.float32)
+    values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    factors = 2.0 ** (scales[0, torch.arange(n), column // 32].double().numpy() - 127)
+    want = torch.from_numpy(values * factors).float().expand(rows, n).contiguous()
+    assert want.isnan().sum() == 2 * rows
+    torch.testing.assert_close(got[:rows].cpu(), want, rtol=0, atol=0, equal_nan=True)
+
+
+@in_each_shape
+def test_unusual_rows_of_mxfp8_have_the_same_bits(
+    shape: DecodedShape, rng: torch.Generator, device: torch.device
+) -> None:
+    """Marked though nothing is unusual in them, some or all units: the result does not change."""
+    k, n = 320, 328
+    prepared = PreparedWeights.prepare(random_weights("mxfp8", 3, n, k, rng, device))
+    assert prepared.unusual is not None and not prepared.unusual.any()
+    a = for_shape(make_rows("mxfp8", [3, 70, 41], k, rng, device, num_experts=3), shape)
+    want = grouped_gemm(a, prepared)
+    some = torch.randint(0, 2, tuple(prepared.unusual.shape), generator=rng).to(torch.uint8).to(device)
+    for marks in (some, torch.ones_like(some)):
+        assert_same_bits(grouped_gemm(a, replace(prepared, unusual=marks)), want, "decoded in more steps")
 
 
 @pytest.mark.gpu

@@ -54,6 +54,9 @@ def _cases() -> Iterator[Case]:
     for name in ("nvfp4", "mxfp8"):
         yield plain.test_scales_that_lie_as_the_rows_do, {"name": name}
         yield plain.test_a_scale_of_nan_is_nan_whatever_its_codes, {"name": name}
+    yield plain.test_all_codes_of_mxfp8_are_decoded, {"large": False, "shape": DECODE}
+    yield plain.test_all_codes_of_mxfp8_are_decoded, {"large": True, "shape": PREFILL}
+    yield plain.test_unusual_rows_of_mxfp8_have_the_same_bits, {"shape": MIDDLE}
     for name, token, first, last in (("mxfp8", "mxfp8", 3, 202), ("nvfp4", "nvfp4", 0, 126), ("nvfp4", "bf16", 0, 126)):
         yield plain.test_all_scales_are_decoded, {"name": name, "token": token, "first": first, "last": last}
     # The two left out have nothing that none of the others has.

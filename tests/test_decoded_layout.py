@@ -12,6 +12,8 @@ import torch
 from moe_runtime.formats import FORMATS, MXFP8, NVFP4, TokenFormat
 from moe_runtime.kernels import decoded_layout
 from moe_runtime.kernels.decoded_layout import (
+    BYTE_SLOTS,
+    LARGEST_USUAL_SCALE,
     SCALE_CODES,
     SLOTS,
     chunk_units,
@@ -23,6 +25,7 @@ from moe_runtime.kernels.decoded_layout import (
     unit_rows,
     units_shape,
     unpack_units,
+    unusual_units,
 )
 from moe_runtime.weights import GateUpOrder
 from tests.comparison import assert_same_bits
@@ -72,6 +75,26 @@ def places() -> dict[tuple[int, int, int, int], int]:
 PLACES = places()
 
 
+def byte_registers(word: int) -> list[int]:
+    """What the kernel makes of one word of `mxfp8`: two registers."""
+    return [word & 0x87F087F0, (word << 4) & 0x80F080F0 | (word >> 4) & 0x07000700]
+
+
+def byte_places() -> dict[tuple[int, int, int], int]:
+    """By register, `i` and bit of a code: the one bit of a word that comes where a bf16 number has it."""
+    found = {}
+    for position in range(32):
+        for pair, bits in enumerate(byte_registers(1 << position)):
+            for i, bit in product(range(2), range(8)):
+                if bits >> (15 if bit == 7 else 4 + bit) + 16 * i & 1:
+                    assert (pair, i, bit) not in found
+                    found[pair, i, bit] = position
+    return found
+
+
+BYTE_PLACES = byte_places()
+
+
 def weight_row(unit: int, warp: int, row: int, half: int, n: int, order: GateUpOrder | None) -> int:
     """The row of a weight of `n` rows that a thread's half holds; `n` or more for padding."""
     if order is None:
@@ -103,8 +126,10 @@ def expected_unit(
             if column >= k:
                 continue
             if fmt is MXFP8:
-                at = step // 2 * 2048 + thread * 16 + step % 2 * 8 + half * 4 + pair * 2 + i
-                out[at] = numbers[source, column]
+                at = step // 2 * 2048 + thread * 16 + step % 2 * 8 + half * 4
+                for bit in range(8):
+                    position = BYTE_PLACES[pair, i, bit]
+                    out[at + position // 8] |= (numbers[source, column] >> bit & 1) << position % 8
                 continue
             code = numbers[source, column // 2] >> 4 * (column % 2) & 15
             for bit in range(4):
@@ -198,6 +223,9 @@ def test_slots_are_where_the_kernel_looks() -> None:
     assert sorted(np.ravel(SLOTS).tolist()) == list(range(64))
     numbers = product(range(2), range(4), range(2))
     assert PLACES == {(*at, bit): SLOTS[at[0]][at[1]][at[2]][3 - bit] for at in numbers for bit in range(4)}
+    assert sorted(np.ravel(BYTE_SLOTS).tolist()) == list(range(16)) and len(set(BYTE_PLACES.values())) == 32
+    codes = product(range(2), range(2), range(8))
+    assert BYTE_PLACES == {(pair, i, bit): BYTE_SLOTS[pair][7 - bit] + 16 * i for pair, i, bit in codes}
 
 
 def test_sizes() -> None:
@@ -245,6 +273,50 @@ def test_no_weight_is_left_of_a_scale_of_zero() -> None:
         exact = numbers * bf16_of(np.array([(code << 4) + 0x3A00]))
         rounded = exact.astype(ml_dtypes.bfloat16).astype(np.float64)
         np.testing.assert_array_equal(rounded, numbers * scale * 2.0**10)
+
+
+def test_e4m3_bits_are_bf16_numbers() -> None:
+    """Denormal ones too; 480 times as much for NaN, which is what `unusual` is for."""
+    codes = np.arange(256)
+    placed = (codes & 128) << 8 | (codes & 127) << 4
+    want = codes.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+    want[[127, 255]] = 480, -480
+    found = bf16_of(placed) * 2.0**120
+    np.testing.assert_array_equal(found, want)
+    np.testing.assert_array_equal(np.signbit(found), np.signbit(want))
+
+
+def test_the_largest_usual_scale_has_a_factor() -> None:
+    """`2^120` times it is the largest power of two in bf16."""
+    bits = LARGEST_USUAL_SCALE * 128 + 0x3C00
+    assert bf16_of(np.array([bits])) == 2.0 ** (LARGEST_USUAL_SCALE - 127 + 120) == 2.0**127
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_unusual_units(order: GateUpOrder | None, rng: torch.Generator) -> None:
+    """One row after the other made unusual: its unit is marked, and no other; the marks of all rows meet."""
+    n, k = 144, 96
+    quants = torch.randint(0, 127, (n, k), generator=rng).to(torch.uint8) | 128
+    scales = torch.randint(0, LARGEST_USUAL_SCALE + 1, (n, 3), generator=rng).to(torch.uint8)
+    scales[0] = LARGEST_USUAL_SCALE
+    rows = source_rows(n, order)
+    assert unusual_units(quants, scales, rows).tolist() == [0] * unit_rows(n)
+    for row in range(n):
+        (unit,) = {at[0] for at in (rows == row).nonzero().tolist()}
+        want = [int(other == unit) for other in range(unit_rows(n))]
+        column = int(torch.randint(0, k, (), generator=rng))
+        for tensor, at, byte in (
+            (quants, column, 127),
+            (quants, column, 255),
+            (scales, column // 32, LARGEST_USUAL_SCALE + 1),
+            (scales, column // 32, 255),
+        ):
+            changed = tensor.clone()
+            changed[row, at] = byte
+            both = (changed, scales) if tensor is quants else (quants, changed)
+            assert unusual_units(*both, rows).tolist() == want
+    scales[:, 1] = 200
+    assert unusual_units(quants, scales, rows).tolist() == [1] * unit_rows(n)
 
 
 def test_decoded_formats_are_those_tested_here() -> None:

@@ -9,7 +9,7 @@ import torch
 
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels import grouped_gemm, runtime
-from moe_runtime.kernels.decoded_layout import pack_units, source_rows
+from moe_runtime.kernels.decoded_layout import pack_units, source_rows, unusual_units
 from moe_runtime.kernels.runtime import has_nvrtc, runs_cuda
 from moe_runtime.kernels.swizzle import swizzle_scales
 from moe_runtime.prepared import PreparedWeights
@@ -63,6 +63,11 @@ def test_restored_is_what_was_prepared(
     for expert in range(3):
         want = pack_units(w.quants[expert].cpu().view(torch.uint8), linear[expert], w.format, rows)
         assert_same_bits(prepared.units[expert], want, f"expert {expert}")
+        if name == "mxfp8":
+            want = unusual_units(w.quants[expert].cpu().view(torch.uint8), linear[expert], rows)
+            assert prepared.unusual is not None
+            assert_same_bits(prepared.unusual[expert], want, f"marks of expert {expert}")
+    assert (prepared.unusual is None) == (name == "nvfp4")
     assert_same_weights(prepared.restore(), w)
 
 
@@ -70,7 +75,9 @@ def test_restored_is_what_was_prepared(
 def test_quantized_weights_come_back(name: str, rng: torch.Generator, device: torch.device) -> None:
     """Real quantizers, no bias; `mxfp8` has no scales of experts either."""
     w = random_weights(name, 2, 40, 64, rng, device, gate_up=False)
-    assert_same_weights(PreparedWeights.prepare(w).restore(), w)
+    prepared = PreparedWeights.prepare(w)
+    assert_same_weights(prepared.restore(), w)
+    assert prepared.unusual is None or not prepared.unusual.any()
 
 
 @pytest.mark.parametrize("name", DECODED)
@@ -101,7 +108,7 @@ def test_bytes(rng: torch.Generator, device: torch.device) -> None:
     assert prepared.num_bytes == 2 * 128 * (128 + 16) + 4 * (2 * 2 + 2 * 128) == w.num_bytes
     w, _ = random_bytes("mxfp8", 1, 72, 96, rng, device, None)
     plain = replace(PreparedWeights.prepare(w), expert_scales=None, bias=None)
-    assert plain.num_bytes == 2 * 2 * (4096 + 128)
+    assert plain.num_bytes == 2 * 2 * (4096 + 128) + 2
 
 
 def test_to_moves_every_tensor(rng: torch.Generator, device: torch.device) -> None:
@@ -127,6 +134,28 @@ def test_one_expert_and_a_copy(rng: torch.Generator, device: torch.device) -> No
     assert_same_weights(plain, w)
     assert plain.scales is not None and w.scales is not None
     assert plain.quants.data_ptr() != w.quants.data_ptr() and plain.scales.data_ptr() != w.scales.data_ptr()
+
+
+def test_marks_of_unusual_rows_go_with_their_weights(rng: torch.Generator, device: torch.device) -> None:
+    """Of one expert, of a copy, on another device; weights without them are refused, and NVFP4 has none."""
+    w, linear = random_bytes("mxfp8", 3, 72, 64, rng, device, None)
+    quants = w.quants.view(torch.uint8).clone() & 63
+    linear.fill_(127)
+    linear[1, 70, 1] = 135
+    usual = replace(w, quants=quants.view(w.quants.dtype), scales=swizzle_scales(linear, engine="torch").to(device))
+    prepared = PreparedWeights.prepare(usual)
+    assert prepared.unusual is not None and prepared.unusual.tolist() == [[0, 0], [0, 1], [0, 0]]
+    one, copy, moved = prepared.expert(1), prepared.clone(), prepared.to("meta")
+    assert one.unusual is not None and copy.unusual is not None and moved.unusual is not None
+    assert one.unusual.tolist() == [[0, 1]] and copy.unusual.tolist() == prepared.unusual.tolist()
+    assert moved.unusual.device.type == "meta"
+    with pytest.raises(ValueError, match=r"^unusual: expected a tensor for mxfp8"):
+        replace(prepared, unusual=None)
+    with pytest.raises(ValueError, match=r"^unusual: expected contiguous torch.uint8 \[3, 2\]"):
+        replace(prepared, unusual=prepared.unusual[:, :1])
+    nvfp4 = PreparedWeights.prepare(random_bytes("nvfp4", 3, 72, 64, rng, device, None)[0])
+    with pytest.raises(ValueError, match=r"^unusual: expected None for nvfp4"):
+        replace(nvfp4, unusual=prepared.unusual)
 
 
 def test_which_weights_are_better_prepared(rng: torch.Generator, device: torch.device) -> None:
