@@ -105,9 +105,9 @@ MIDDLE = DecodedShape(
 )
 """Where most groups have more tokens than a tile of PREFILL takes, and few more than one of these."""
 
-DECODE_ROWS = {"nvfp4": 50, "mxfp8": 24}
-"""Rows of a group, on average, up to which a launch takes DECODE, by the format of the weights. With more of NVFP4 some
-groups have more than the 64 of a tile."""
+DECODE_ROWS = 50
+"""Rows of a group, on average, up to which a launch takes DECODE. With more, some groups have more than the 64 of a
+tile."""
 MIDDLE_ROWS = range(113, 149)
 """Rows of a group, on average, with which it takes MIDDLE: then half of the groups that random routing gives have more
 than 128."""
@@ -148,9 +148,9 @@ def choose_token_shape(rows: int, num_groups: int, units: int, fmt: TokenFormat,
     return FEW_TOKENS if few and num_groups <= FEW_TOKENS.max_groups else MANY_TOKENS
 
 
-def choose_shape(rows: int, num_groups: int, weight_format: TokenFormat) -> DecodedShape:
+def choose_shape(rows: int, num_groups: int) -> DecodedShape:
     """The shape for `rows` that come on average; all give the same bits for any number."""
-    if rows <= DECODE_ROWS[weight_format.name] * num_groups:
+    if rows <= DECODE_ROWS * num_groups:
         return DECODE
     return MIDDLE if ceil_div(rows, num_groups) in MIDDLE_ROWS else PREFILL
 
@@ -336,7 +336,7 @@ def _launch(
     _check(a, w, out, result)
     if a.capacity == 0 or a.num_groups == 0 or w.num_experts == 0:
         return
-    shape = choose_shape(a.likely_rows, a.num_groups, w.format)
+    shape = choose_shape(a.likely_rows, a.num_groups)
     units = unit_columns(w.num_columns)
     out_format = None if result is None else result.format
     decoded = None if result is None else result.decoded

@@ -21,7 +21,6 @@ from moe_runtime.kernels.decoded_gemm import (
     DecodedShape,
     choose_shape,
 )
-from moe_runtime.kernels.decoded_layout import DECODED_FORMATS
 from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
 from tests.gemm_cases import UNIT, Array, Exact, bits, make_rows, scale_rows, swizzled
@@ -42,15 +41,15 @@ def check_untouched(out: torch.Tensor, before: torch.Tensor, written: Array) -> 
 
 SHAPES = {"decode": DECODE, "middle": MIDDLE, "prefill": PREFILL}
 """Of the register-decoding GEMM."""
-ROWS_OF_SHAPES = {DECODE: min(DECODE_ROWS.values()), MIDDLE: MIDDLE_ROWS[0], PREFILL: MIDDLE_ROWS[-1] + 1}
-"""Rows of a group with which each is chosen, whatever the format."""
+ROWS_OF_SHAPES = {DECODE: DECODE_ROWS, MIDDLE: MIDDLE_ROWS[0], PREFILL: MIDDLE_ROWS[-1] + 1}
+"""Rows of a group with which each is chosen."""
 in_each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 def for_shape(a: GroupedRows, shape: DecodedShape) -> GroupedRows:
     """The same rows, of which so many are expected that the register-decoding GEMM takes `shape`."""
     rows = ROWS_OF_SHAPES[shape] * a.num_groups
-    assert all(choose_shape(rows, a.num_groups, fmt) is shape for fmt in DECODED_FORMATS)
+    assert choose_shape(rows, a.num_groups) is shape
     return replace(a, expected_rows=rows)
 
 

@@ -249,13 +249,11 @@ def test_stages_fit(shape: decoded_gemm.DecodedShape, weight: str, k: int, recor
 
 
 def test_shape_is_chosen_by_rows_of_a_group() -> None:
-    for name, most in DECODE_ROWS.items():
-        fmt = FORMATS[name]
-        assert choose_shape(most * 32, 32, fmt) is DECODE and choose_shape(most * 32 + 1, 32, fmt) is PREFILL
-        assert choose_shape(1, 1, fmt) is DECODE and choose_shape(32 * 1024, 32, fmt) is PREFILL
-        for rows, shape in ((112, PREFILL), (113, MIDDLE), (148, MIDDLE), (149, PREFILL)):
-            assert choose_shape(32 * rows, 32, fmt) is shape
-        assert choose_shape(32 * 112 + 1, 32, fmt) is MIDDLE and choose_shape(32 * 148 + 1, 32, fmt) is PREFILL
+    assert choose_shape(DECODE_ROWS * 32, 32) is DECODE and choose_shape(DECODE_ROWS * 32 + 1, 32) is PREFILL
+    assert choose_shape(1, 1) is DECODE and choose_shape(32 * 1024, 32) is PREFILL
+    for rows, shape in ((112, PREFILL), (113, MIDDLE), (148, MIDDLE), (149, PREFILL)):
+        assert choose_shape(32 * rows, 32) is shape
+    assert choose_shape(32 * 112 + 1, 32) is MIDDLE and choose_shape(32 * 148 + 1, 32) is PREFILL
     for shape in SHAPES.values():
         assert list(shape.cases) == sorted(set(shape.cases)) and shape.cases[-1] < shape.max_blocks
         assert 4 % shape.batch == 0
