@@ -95,8 +95,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       return scales[at];
     };
     u8* block = out + static_cast<long long>(number) * 1024 + lane * 4;
-    const int step = gridDim.y * WARPS;
-    for (int first_unit = blockIdx.y * WARPS + warp; first_unit < units; first_unit += step * AHEAD) {
+    // Neighbouring units of MXFP8 by one warp, whose pieces of a row are as long as what memory moves at a time.
+    constexpr bool NEIGHBOURS = FMT == MXFP8;
+    const int warps = gridDim.y * WARPS, step = NEIGHBOURS ? 1 : warps;
+    int first_unit = (blockIdx.y * WARPS + warp) * (NEIGHBOURS ? AHEAD : 1);
+    for (; first_unit < units; first_unit += warps * AHEAD) {
       Piece pieces[AHEAD];
 #pragma unroll
       for (int i = 0; i < AHEAD; ++i) {

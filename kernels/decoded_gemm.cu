@@ -11,7 +11,7 @@
 // weights / 64; divides STAGE_K64), BATCH (steps of 16 columns decoded before they are multiplied), BUFFERS (for so many),
 // ROLLING (each waits for the one before; otherwise the last of BUFFERS and of a stage for all), MAX_BLOCKS (tokens of a tile
 // / 8), CASES (numbers of blocks below that have code of their own), MAX_GROUPS, SCALED_TOKENS (tokens are
-// 2^100 times their value), ALPHA, LIMIT, UP_OFFSET.
+// 2^100 times their value), KEEP_TOKENS (in L2, by which weights pass), ALPHA, LIMIT, UP_OFFSET.
 
 #include "mbarrier.cuh"
 
@@ -730,6 +730,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
     for (int g = lane; g < num_groups; g += 32) parts += walk.parts_of(g);
     parts = __reduce_add_sync(0xFFFFFFFF, parts);
     if (lane == 0) walk.begin(parts, num_groups, unit_rows);
+    const u64 of_weights = KEEP_TOKENS ? policy_of_first_out() : 0, of_tokens = KEEP_TOKENS ? policy_of_last_out() : 0;
     bool early = true;
     for (int number = 0;; ++number) {
       Tile& tile = tiles[number % TOLD];
@@ -752,20 +753,23 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
       const int blocks = (tile.rows + 7) / 8;
       const u8* w = weights + (static_cast<long long>(tile.expert) * units * unit_rows + tile.unit * CHUNK) * UNIT_BYTES;
       const u8* t = tokens + tile.token_block() * BLOCK_BYTES;
+      auto load = [&](u32 to, const u8* from, u32 bytes, int to_stage, u64 policy) {
+        if (KEEP_TOKENS) bulk_load(to, from, bytes, full + to_stage * 8, policy);
+        else bulk_load(to, from, bytes, full + to_stage * 8);
+      };
       auto load_weights = [&](int k64, int to_stage) {
         if (lane == 0) barrier_expect(full + to_stage * 8, STAGE_K64 * (tile.high * UNIT_BYTES + blocks * BLOCK_BYTES));
         __syncwarp();
         if (lane < STAGE_K64 / CHUNK) {
-          bulk_load(stages + to_stage * STAGE_BYTES + lane * WARPGROUPS * CHUNK * UNIT_BYTES,
-                    w + static_cast<long long>(k64 + lane * CHUNK) * unit_rows * UNIT_BYTES, tile.high * CHUNK * UNIT_BYTES,
-                    full + to_stage * 8);
+          load(stages + to_stage * STAGE_BYTES + lane * WARPGROUPS * CHUNK * UNIT_BYTES,
+               w + static_cast<long long>(k64 + lane * CHUNK) * unit_rows * UNIT_BYTES, tile.high * CHUNK * UNIT_BYTES, to_stage,
+               of_weights);
         }
       };
       auto load_tokens = [&](int k64, int to_stage) {
         if (lane < STAGE_K64) {
-          bulk_load(stages + to_stage * STAGE_BYTES + WEIGHT_STAGE + lane * TOKEN_BYTES,
-                    t + static_cast<long long>(k64 + lane) * token_blocks * BLOCK_BYTES, blocks * BLOCK_BYTES,
-                    full + to_stage * 8);
+          load(stages + to_stage * STAGE_BYTES + WEIGHT_STAGE + lane * TOKEN_BYTES,
+               t + static_cast<long long>(k64 + lane) * token_blocks * BLOCK_BYTES, blocks * BLOCK_BYTES, to_stage, of_tokens);
         }
       };
       int k64 = 0;

@@ -108,6 +108,9 @@ MIDDLE = DecodedShape(
 DECODE_ROWS = 50
 """Rows of a group, on average, up to which a launch takes DECODE. With more, some groups have more than the 64 of a
 tile."""
+KEPT_BYTES = 16 * 2**20
+"""Of decoded tokens, on average, up to which L2 is asked to keep them and to give up weights first: a part of L2 that
+others can spare. NVFP4 alone gained by it."""
 MIDDLE_ROWS = range(113, 149)
 """Rows of a group, on average, with which it takes MIDDLE: then half of the groups that random routing gives have more
 than 128."""
@@ -153,6 +156,11 @@ def choose_shape(rows: int, num_groups: int) -> DecodedShape:
     if rows <= DECODE_ROWS * num_groups:
         return DECODE
     return MIDDLE if ceil_div(rows, num_groups) in MIDDLE_ROWS else PREFILL
+
+
+def keeps_tokens(rows: int, num_columns: int, weight_format: TokenFormat, shape: DecodedShape) -> bool:
+    """Whether L2 is to keep `rows` that come on average, of `num_columns`: where a launch reads each weight once."""
+    return weight_format is NVFP4 and shape is DECODE and 2 * rows * num_columns <= KEPT_BYTES
 
 
 @cache
@@ -283,11 +291,13 @@ def macros(
     row_scales: bool = True,
     expert_scales: bool = True,
     bias: bool = False,
+    keep_tokens: bool = False,
 ) -> tuple[nvrtc.Defines, int]:
     """Macros of `decoded_gemm.cu`, and the dynamic shared memory of a block.
 
     `units` is K in units; `out_format` is that of a gated result, None for a plain one of `out_dtype`; `out_decoded`
-    leaves a gated one decoded; `row_scales`, `expert_scales` and `bias` say what there is.
+    leaves a gated one decoded; `row_scales`, `expert_scales` and `bias` say what there is; `keep_tokens` is
+    `keeps_tokens`.
     """
     unit_stage = shape.warpgroups * unit_bytes(w_format) + shape.max_blocks * 1024
     # At least two stages, so that one is loaded while the other is multiplied.
@@ -310,6 +320,7 @@ def macros(
         "BUFFERS": shape.buffers if a_format is NVFP4 else shape.other_buffers,
         "ROLLING": int(shape.rolling),
         "SCALED_TOKENS": int(a_format.name == "nvfp4"),
+        "KEEP_TOKENS": int(keep_tokens),
         "MAX_BLOCKS": shape.max_blocks,
         "CASES": " ".join(f"CASE({blocks})" for blocks in shape.cases),
         "MAX_GROUPS": MAX_GROUPS,
@@ -352,6 +363,7 @@ def _launch(
         row_scales=a.row_scale is not None,
         expert_scales=w.expert_scales is not None,
         bias=w.bias is not None,
+        keep_tokens=keeps_tokens(a.likely_rows, w.num_columns, w.format, shape),
     )
     columns = w.num_rows // 2 if result is not None else w.num_rows
     tokens = decode_tokens(a, w.num_experts, packed_ld, scale_block) if a.decoded is None else a.decoded

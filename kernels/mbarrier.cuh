@@ -52,4 +52,25 @@ __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u
                : "memory");
 }
 
+// The same with a policy of what L2 keeps.
+__device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
+      "l"(from), "r"(bytes), "r"(barrier), "l"(policy)
+      : "memory");
+}
+
+// L2 gives these lines up before all others, or after all others.
+__device__ __forceinline__ u64 policy_of_first_out() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
+__device__ __forceinline__ u64 policy_of_last_out() {
+  u64 policy;
+  asm("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+  return policy;
+}
+
 #endif

@@ -3,7 +3,7 @@
 
 #include "numbers.cuh"
 
-constexpr int FP8_BLOCK = 1, MXFP8 = 2;  // FormatCode, as are BF16 and NVFP4
+constexpr int FP8_BLOCK = 1;  // FormatCode, as are those of numbers.cuh
 constexpr u32 MAGNITUDE = 0x7FFFFFFFu, INFINITE = 0x7F800000u, NOT_A_NUMBER = 0x7FC00000u;
 
 // Numbers of a unit, and the bytes of its quants and scale.

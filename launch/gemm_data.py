@@ -25,10 +25,12 @@ from moe_runtime.weights import ExpertWeights
 
 Weights = ExpertWeights | PreparedWeights
 
-CACHES_TO_ROTATE = 3
-"""Inputs that steps take in turn are this many times as large as the L2 cache together."""
+CACHES_TO_ROTATE = 32
+"""Inputs that steps take in turn are this many times as large as the L2 cache together: weights that ask to leave it
+first may leave a part of themselves there until they come again, which is then at most so small a part of them."""
 
-MOST_COPIES = 16
+MOST_COPIES = 20
+"""As many as a graph has steps."""
 
 
 def make_rows(case: GemmCase, seed: int, rng: torch.Generator, engine: str) -> GroupedRows:

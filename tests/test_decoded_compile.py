@@ -27,6 +27,7 @@ from moe_runtime.kernels.decoded_gemm import (
     choose_shape,
     choose_token_shape,
     decode_tokens,
+    keeps_tokens,
 )
 from moe_runtime.kernels.decoded_layout import unit_bytes, unit_columns, unit_rows, units_shape
 from moe_runtime.kernels.gemm_arguments import empty_intermediate
@@ -192,6 +193,11 @@ def test_gemm_compiles_to_what_it_is_meant_for(
     for blocks in (*shape.cases, shape.max_blocks):
         assert f"wgmma.mma_async.sync.aligned.m64n{8 * blocks}k16.f32.bf16.bf16" in compiled.ptx
     assert "cp.async.bulk.shared::cluster.global.mbarrier" in compiled.ptx
+    assert (
+        ("L2::cache_hint" in compiled.ptx)
+        == bool(launch.defines["KEEP_TOKENS"])
+        == (shape is DECODE and weight == "nvfp4")
+    )
     assert "serialized" not in compiled.log and "Potential Performance Loss" not in compiled.log, compiled.log
     assert compiled.spilled_bytes <= SPILL_BYTES, compiled.log
     assert launch.shared_bytes + compiled.number(r"(\d+) bytes smem") <= SHARED_BYTES_OF_A_BLOCK
@@ -246,6 +252,20 @@ def test_stages_fit(shape: decoded_gemm.DecodedShape, weight: str, k: int, recor
     weights = shape.warpgroups * unit_bytes(FORMATS[weight])
     assert launch.shared_bytes == stages * stage_k64 * (weights + shape.max_blocks * 8 * 64 * 2)
     assert launch.block == 128 * (shape.warpgroups + 1) <= 1024
+
+
+def test_tokens_are_kept_in_l2_where_weights_pass_it_once() -> None:
+    """Up to 16 MiB of bf16: 1170 rows of 7168."""
+    for rows, k, weight, shape, kept in (
+        (1, 7168, NVFP4, DECODE, True),
+        (1170, 7168, NVFP4, DECODE, True),
+        (1171, 7168, NVFP4, DECODE, False),
+        (4096, 2048, NVFP4, DECODE, True),
+        (1, 7168, NVFP4, PREFILL, False),
+        (1, 7168, NVFP4, MIDDLE, False),
+        (1, 7168, MXFP8, DECODE, False),
+    ):
+        assert keeps_tokens(rows, k, weight, shape) == kept
 
 
 def test_shape_is_chosen_by_rows_of_a_group() -> None:

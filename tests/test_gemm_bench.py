@@ -22,6 +22,7 @@ from moe_runtime.launch.checks import ungrouped
 from moe_runtime.launch.gemm_cases import BF16_PEER, CASES, FP8_PEER, RANKS, ROUTINGS, GemmCase, Goal, shares
 from moe_runtime.launch.gemm_check import SAMPLE, Sample, check_gated, check_plain, poisoned_memory
 from moe_runtime.launch.gemm_data import Weights, clone_rows, make_rows, make_weights, num_copies
+from moe_runtime.launch.timing import STEPS_PER_GRAPH
 from moe_runtime.weights import SILU
 from tests.comparison import assert_same_bits
 
@@ -129,7 +130,8 @@ def test_copies_lie_elsewhere_and_fill_the_cache_three_times(
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
     found = [num_copies(torch.device("cuda"), size) for size in (800_000_000, 132_000_000, 66_000_000, 1000)]
-    assert found == [2, 2, 3, gemm_data.MOST_COPIES]
+    assert found == [3, 15, gemm_data.MOST_COPIES, gemm_data.MOST_COPIES]
+    assert gemm_data.MOST_COPIES == STEPS_PER_GRAPH
 
 
 # Checks

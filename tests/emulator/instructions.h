@@ -42,6 +42,14 @@ inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(unsig
                                                                            unsigned barrier) {
   emulator::bulk_load(to, from, bytes, barrier);
 }
+inline void cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(unsigned to, const void* from,
+                                                                                        unsigned bytes, unsigned barrier,
+                                                                                        Long policy) {
+  if (policy != 1 && policy != 2) emulator::fail("a copy with a policy that nobody made");
+  cp_async_bulk_shared_cluster_global_mbarrier_complete_tx_bytes(to, from, bytes, barrier);
+}
+inline void createpolicy_fractional_L2_evict_first_b64(Long& policy) { policy = 1; }
+inline void createpolicy_fractional_L2_evict_last_b64(Long& policy) { policy = 2; }
 inline void cp_async_bulk_global_shared_cta_bulk_group(Long to, unsigned from, unsigned bytes) {
   emulator::bulk_store(reinterpret_cast<void*>(to), from, bytes);
 }
