@@ -14,12 +14,12 @@ The two numbers, NVFP4, both products of the reference model (32 experts of 44.0
 
 Measured on one H200 (launch/results/gemm_h200.json), us; in parentheses torch's grouped_mm in bf16:
 
-    8 x 16, 32, 48 rows, (4096, 7168)                 38.3, 41.6, 46.8 (164, 171, 159)
-    8 x 16, 32, 48 rows, (7168, 2048)                 23.2, 26.6, 29.1 (89, 94, 89)
-    32 x 1, 4, 16, 32 rows, both, SwiGLU between      199, 199, 210, 234 (1015, 969, 908, 957)
-    32 groups as 128 tokens a rank give, the same     247 (930)
-    32 x 1024 rows, both, SwiGLU between              3725 (3876, without SwiGLU); without rests 4178 (4399)
-    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       2801 / 1377 (2514 / 1293); without rests 3097 / 1538 (2889 / 1492)
+    8 x 16, 32, 48 rows, (4096, 7168)                 35.9, 40.4, 45.6 (164, 164, 162)
+    8 x 16, 32, 48 rows, (7168, 2048)                 21.8, 24.4, 26.9 (89, 93, 83)
+    32 x 1, 4, 16, 32 rows, both, SwiGLU between      191, 190, 203, 228 (1009, 978, 909, 948)
+    32 groups as 128 tokens a rank give, the same     240 (926)
+    32 x 1024 rows, both, SwiGLU between              3614 (3740, without SwiGLU); without rests 4116 (4427)
+    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       2463 / 1230 (2430 / 1243); without rests 2802 / 1386 (2852 / 1462)
 
 What bounds it, what each version brought, what was dropped and what is left: `kernels/grouped_gemm_notes.md`.
 """

@@ -13,10 +13,10 @@ model: 1.41 GB of weights, 328 us at 4.3 TB/s.
 Measured after rests, and without them (launch/results/gemm_h200.json; TFLOP/s, in parentheses torch's row-wise
 _scaled_grouped_mm or _grouped_mm; see `launch/timing.py`):
 
-    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1376 / 1293 (1352 / 1245); (4096, 7168) without rests 1213 (1183)
-    FP8  4 x 8192, the same                           1381 / 1280 (1317 / 1237); 1192 (1156)
-    BF16 8 x 4096, the same                           781 / 761 (765 / 744); without rests 686 / 666 (666 / 645)
-    FP8  8 x 16, 32, 48 rows                          60.2, 60.8, 61.5 us / 34.0, 34.6, 35.1 us
+    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1427 / 1342 (1403 / 1280); (4096, 7168) without rests 1217 (1203)
+    FP8  4 x 8192, the same                           1432 / 1335 (1377 / 1276); 1220 (1166)
+    BF16 8 x 4096, the same                           810 / 792 (792 / 774); without rests 693 / 670 (675 / 658)
+    FP8  8 x 16, 32, 48 rows                          60.0, 60.6, 61.5 us / 33.8, 34.4, 35.1 us
     FP8  32 x 32 rows, gate_up and down               345 us
 
 What bounds it (power), what each version brought and what was dropped: `kernels/grouped_gemm_notes.md`.

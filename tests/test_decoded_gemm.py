@@ -425,7 +425,10 @@ def test_rows_weights_and_output_past_2_31_bytes(rng: torch.Generator, device: t
     units = torch.empty(far_expert + 1, *near.units.shape[1:], dtype=torch.uint8, device=device)
     units[far_expert] = near.units[0]
     last = replace(a, expert_ids=torch.tensor([far_expert], dtype=torch.int32, device=device))
-    assert_same_bits(grouped_gemm(last, replace(near, units=units)), want, "far expert")
+    unusual = torch.zeros(far_expert + 1, 1, dtype=torch.uint8, device=device)
+    assert_same_bits(grouped_gemm(last, replace(near, units=units, unusual=unusual)), want, "far expert")
+    unusual[far_expert] = 1
+    assert_same_bits(grouped_gemm(last, replace(near, units=units, unusual=unusual)), want, "far mark")
     stride = 2**30 + 2**29
     out = torch.empty(stride + n, dtype=torch.bfloat16, device=device).as_strided((2, n), (stride, 1))
     assert_same_bits(grouped_gemm(a, near, out=out).contiguous(), want, "far output")
