@@ -26,7 +26,15 @@ def _decoded(fmt: TokenFormat) -> Iterator[CudaCase]:
         for operation, out, decoded in ((PLAIN, None, False), (GATED, fmt, False), (GATED, fmt, True)):
             activation = None if out is None else SILU
             defines, _ = decoded_gemm.macros(
-                fmt, fmt, shape, unit_columns(HIDDEN), out, torch.bfloat16, activation, out_decoded=decoded
+                fmt,
+                fmt,
+                shape,
+                unit_columns(HIDDEN),
+                out,
+                torch.bfloat16,
+                activation,
+                out_decoded=decoded,
+                keep_tokens=decoded_gemm.keeps_tokens(GROUPS, HIDDEN, fmt, shape),
             )
             yield CudaCase(operation, fmt.name, "decoded_gemm.cu", "decoded_gemm", defines, instruction=BF16_WGMMA)
 
