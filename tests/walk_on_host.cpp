@@ -14,6 +14,7 @@ struct {
   unsigned x;
 } blockIdx, gridDim;
 int off_by;
+typedef unsigned u32;
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
