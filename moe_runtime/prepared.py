@@ -103,7 +103,9 @@ class PreparedWeights:
         columns = w.format.scale_columns(w.num_columns)
         shape = (w.num_experts, *units_shape(w.num_rows, w.num_columns, w.format))
         all_units = torch.empty(shape, dtype=torch.uint8, device=w.device)
-        unusual = torch.zeros(w.num_experts, unit_rows(w.num_rows), dtype=torch.uint8, device=w.device)
+        unusual = None
+        if w.format is not NVFP4:
+            unusual = torch.empty(w.num_experts, unit_rows(w.num_rows), dtype=torch.uint8, device=w.device)
         for expert, (units, quants, scales) in enumerate(zip(all_units, w.quants, w.scales, strict=True)):
             linear = unswizzle_scales(scales[None], w.num_rows, columns, engine=engine)[0].view(torch.uint8)
             if w.format is NVFP4 and int(linear.max()) > E4M3_MAX_CODE:
@@ -111,10 +113,9 @@ class PreparedWeights:
                     f"{argument}: expected e4m3 numbers that are not negative, got a NaN or a negative one"
                 )
             units.copy_(pack_units(quants.view(torch.uint8), linear, w.format, rows))
-            if w.format is not NVFP4:
+            if unusual is not None:
                 unusual[expert] = unusual_units(quants.view(torch.uint8), linear, rows)
-        marks = None if w.format is NVFP4 else unusual
-        return cls(w.format, all_units, w.num_rows, w.num_columns, w.expert_scales, w.bias, w.gate_up, marks)
+        return cls(w.format, all_units, w.num_rows, w.num_columns, w.expert_scales, w.bias, w.gate_up, unusual)
 
     @staticmethod
     def wanted(w: ExpertWeights, engine: str = "auto") -> bool:
@@ -169,15 +170,19 @@ class PreparedWeights:
     @property
     def num_bytes(self) -> int:
         """Bytes of all tensors."""
-        tensors = (self.units, self.expert_scales, self.bias, self.unusual)
-        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+        return sum(t.numel() * t.element_size() for t in self._tensors.values())
 
     def to(self, device: torch.device | str) -> PreparedWeights:
         """The same weights on `device`."""
         return self._each(lambda t: t.to(device))
 
+    @property
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """By field; those that are None are left out."""
+        found = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in found if isinstance(value, torch.Tensor)}
+
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PreparedWeights:
         """With `change` of every tensor."""
-        found = ((field.name, getattr(self, field.name)) for field in fields(self))
-        changed: dict[str, Any] = {name: change(value) for name, value in found if isinstance(value, torch.Tensor)}
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self._tensors.items()}
         return replace(self, **changed)
