@@ -11,26 +11,19 @@ from typing import Any
 
 import torch
 
-from moe_runtime.formats import ceil_div
 from moe_runtime.geometry import worst_case_rows
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.quantize import quantize_rows
 from moe_runtime.kernels.reference_quantize import raw_bits
 from moe_runtime.kernels.runtime import runs_cuda
 from moe_runtime.launch.gemm_cases import RANKS, TOP_K, GemmCase, Product
+from moe_runtime.launch.timing import copies_to_rotate
 from moe_runtime.ops import pack_dense_128
 from moe_runtime.plan import dense_128_blocks_needed
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import ExpertWeights
 
 Weights = ExpertWeights | PreparedWeights
-
-CACHES_TO_ROTATE = 32
-"""Inputs that steps take in turn are this many times as large as the L2 cache together: weights that ask to leave it
-first may leave a part of themselves there until they come again, which is then at most so small a part of them."""
-
-MOST_COPIES = 20
-"""As many as a graph has steps."""
 
 
 def make_rows(case: GemmCase, seed: int, rng: torch.Generator, engine: str) -> GroupedRows:
@@ -101,11 +94,8 @@ def make_weights(case: GemmCase, product: Product, rng: torch.Generator, engine:
 
 
 def num_copies(device: torch.device, num_bytes: int) -> int:
-    """How many copies of inputs of `num_bytes` steps take in turn so that none is found in the L2 cache."""
-    if device.type != "cuda":
-        return 1
-    cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(2, min(MOST_COPIES, ceil_div(CACHES_TO_ROTATE * cache, max(1, num_bytes))))
+    """How many copies of inputs of `num_bytes` steps take in turn: on a GPU two at least, which are compared."""
+    return 1 if device.type != "cuda" else max(2, copies_to_rotate(device, num_bytes))
 
 
 def clone_rows(rows: GroupedRows) -> GroupedRows:

@@ -40,6 +40,10 @@ LONG_US = 1000.0
 SUSTAINED_US = 300_000.0
 """What goes before such a time, and what is timed."""
 WARM_UP_STEPS = 3
+CACHES_TO_ROTATE = 32
+"""Inputs that steps take in turn are this many times as large as the L2 cache together, unless a graph has fewer steps:
+weights that ask to leave it first may leave a part of themselves there until they come again, which is then at most so
+small a part of them."""
 TOTAL = "total"
 MOST_MARKS = 16
 """Of a step: its beginning and the ends of its parts."""
@@ -87,7 +91,7 @@ def copies_to_rotate(device: torch.device, num_bytes: int) -> int:
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
-    return max(1, min(STEPS_PER_GRAPH, ceil_div(2 * cache, max(1, num_bytes))))
+    return max(1, min(STEPS_PER_GRAPH, ceil_div(CACHES_TO_ROTATE * cache, max(1, num_bytes))))
 
 
 def steps_of_iteration(step_us: float, most: int) -> int:

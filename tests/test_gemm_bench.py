@@ -17,12 +17,12 @@ from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.reference_quantize import raw_bits
-from moe_runtime.launch import bench, gemm_bench, gemm_data, gemm_peers, gemm_table
+from moe_runtime.launch import bench, gemm_bench, gemm_peers, gemm_table
 from moe_runtime.launch.checks import ungrouped
 from moe_runtime.launch.gemm_cases import BF16_PEER, CASES, FP8_PEER, RANKS, ROUTINGS, GemmCase, Goal, shares
 from moe_runtime.launch.gemm_check import SAMPLE, Sample, check_gated, check_plain, poisoned_memory
 from moe_runtime.launch.gemm_data import Weights, clone_rows, make_rows, make_weights, num_copies
-from moe_runtime.launch.timing import STEPS_PER_GRAPH
+from moe_runtime.launch.timing import STEPS_PER_GRAPH, copies_to_rotate
 from moe_runtime.weights import SILU
 from tests.comparison import assert_same_bits
 
@@ -114,7 +114,7 @@ def test_rows_of_a_layer_are_found_through_their_index(fmt: str, device: torch.d
     assert_same_bits(dequantize_rows(ungrouped(rows), engine="torch"), values[tokens])
 
 
-def test_copies_lie_elsewhere_and_fill_the_cache_three_times(
+def test_copies_lie_elsewhere_and_are_many_times_the_cache(
     monkeypatch: pytest.MonkeyPatch, device: torch.device
 ) -> None:
     rows, _, _ = operands("nvfp4", "both", device, "layer")
@@ -129,9 +129,10 @@ def test_copies_lie_elsewhere_and_fill_the_cache_three_times(
         L2_cache_size = 60_000_000
 
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: Properties)
-    found = [num_copies(torch.device("cuda"), size) for size in (800_000_000, 132_000_000, 66_000_000, 1000)]
-    assert found == [3, 15, gemm_data.MOST_COPIES, gemm_data.MOST_COPIES]
-    assert gemm_data.MOST_COPIES == STEPS_PER_GRAPH
+    sizes = (2_000_000_000, 800_000_000, 132_000_000, 66_000_000, 1000)
+    found = [num_copies(torch.device("cuda"), size) for size in sizes]
+    assert found == [2, 3, 15, STEPS_PER_GRAPH, STEPS_PER_GRAPH]
+    assert [copies_to_rotate(torch.device("cuda"), size) for size in sizes] == [1, *found[1:]]
 
 
 # Checks
