@@ -37,6 +37,19 @@ def _decoded(fmt: TokenFormat) -> Iterator[CudaCase]:
                 keep_tokens=decoded_gemm.keeps_tokens(GROUPS, HIDDEN, fmt, shape),
             )
             yield CudaCase(operation, fmt.name, "decoded_gemm.cu", "decoded_gemm", defines, instruction=BF16_WGMMA)
+    for operation, out in ((PLAIN, None), (GATED, fmt)):
+        defines, _ = decoded_gemm.macros(
+            fmt,
+            fmt,
+            decoded_gemm.PREFILL,
+            unit_columns(HIDDEN),
+            out,
+            torch.bfloat16,
+            None if out is None else SILU,
+            out_decoded=out is not None,
+            counted=True,
+        )
+        yield CudaCase(operation, fmt.name, "decoded_gemm.cu", "decoded_gemm", defines, instruction=BF16_WGMMA)
 
 
 def _tma(fmt: TokenFormat) -> Iterator[CudaCase]:
@@ -82,7 +95,12 @@ AOT_CASES: tuple[CudaCase, ...] = (
             "decode_tokens", fmt.name, "decode_tokens.cu", "decode_tokens", decoded_gemm.token_macros(fmt, **layout)
         )
         for fmt in FORMATS.values()
-        for layout in ({}, {"packed": True}, *(({"by_row": True},) if fmt.swizzled else ()))
+        for layout in (
+            {},
+            {"packed": True},
+            {"shape": decoded_gemm.shape_beside(unit_columns(HIDDEN))},
+            *(({"by_row": True},) if fmt.swizzled else ()),
+        )
         if fmt is not FP8_BLOCK
     ),
 )

@@ -7,30 +7,36 @@
 // numbers are 2^100 times their value. Blocks of threads go from one of 8 tokens to another, no further than there are
 // tokens: of a capacity, which is a worst case, most may be empty.
 //
-// Macros: THREADS of a block, MIN_BLOCKS (of an SM, for which registers are kept few; 0 leaves them to the compiler), AHEAD
+// Many tokens are decoded by two kernels: the first by all SMs, the rest by few, BESIDE the product that takes them, which
+// waits for them by `counters`: of tiles that its blocks have taken, then, for each block of 8 tokens from `begin` on, of
+// warps that have decoded a part of it.
+//
+// Macros: BESIDE, TEAM (warps of a block of threads that take a block of tokens together), THREADS of a block, MIN_BLOCKS (of an SM, for which registers are kept few; 0 leaves them to the compiler), AHEAD
 // (pieces of a row that a thread loads before it decodes the first), FMT (FormatCode), MAX_GROUPS, SCALE_BLOCK, PACKED
 // (ScaleLayout of the scales, else swizzled), BY_ROW (scales lie as the rows do, instead of either); `scale_ld` is the leading
 // dimension of packed scales, or bytes between those of rows.
 
+#include "bulk_store.cuh"
 #include "numbers.cuh"
 
 constexpr bool GROUP_SCALES = FMT != BF16 && !BY_ROW;
-constexpr int WARPS = THREADS / 32;
+constexpr int NUMBER_BITS = FMT == BF16 ? 16 : FMT == NVFP4 ? 4 : 8;
+constexpr int TEAMS = THREADS / 32 / TEAM;
+constexpr int BLOCK_BYTES = 1024;  // of 8 tokens and 64 columns
 
 // 16 columns of a row as they are stored; zeros where nothing was loaded.
 struct Piece {
   u32 words[FMT == BF16 ? 8 : FMT == NVFP4 ? 2 : 4] = {};
   u32 scale = 0;
 
-  __device__ __forceinline__ void load(const u8* row, int column, u32 scale_byte) {
-    scale = scale_byte;
+  __device__ __forceinline__ void load(const u8* at) {
     if (FMT == NVFP4) {
-      const uint2 quants = *reinterpret_cast<const uint2*>(row + column / 2);
+      const uint2 quants = *reinterpret_cast<const uint2*>(at);
       words[0] = quants.x, words[1] = quants.y;
     } else {
 #pragma unroll
       for (int i = 0; i < (FMT == BF16 ? 2 : 1); ++i) {
-        const uint4 part = reinterpret_cast<const uint4*>(row + column * (FMT == BF16 ? 2 : 1))[i];
+        const uint4 part = reinterpret_cast<const uint4*>(at)[i];
         words[4 * i] = part.x, words[4 * i + 1] = part.y, words[4 * i + 2] = part.z, words[4 * i + 3] = part.w;
       }
     }
@@ -45,23 +51,70 @@ struct Piece {
       if (FMT == BF16) {
         pairs[i] = words[i];
       } else if (FMT == NVFP4) {
-        pairs[i] = e2m1_pair(words[i / 4] >> (8 * (i & 3)), factor);
+        pairs[i] = e2m1_pair(__byte_perm(words[i / 4], 0, 0x4440 + (i & 3)), factor);
       } else {
-        pairs[i] = e4m3_decoded(words[i / 2] >> (16 * (i & 1)), factor);
+        // Halves that such a move splits off are operands of conversions.
+        u16 halves[2];
+        asm("mov.b32 {%0, %1}, %2;" : "=h"(halves[0]), "=h"(halves[1]) : "r"(words[i / 2]));
+        pairs[i] = e4m3_decoded(halves[i & 1], factor);
       }
     }
+  }
+};
+
+// Where a warp leaves blocks that the copy engine stores, AHEAD of them, and what is said when they are there.
+struct Outbox {
+  u8* blocks;
+  u32* pending = nullptr;  // counts a block of tokens whose last parts are on their way
+
+  // Before blocks are filled again.
+  __device__ __forceinline__ void empty() {
+    if (pending) return tell();
+    bulk_await_read<0>();
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void tell() {
+    bulk_await();
+    __syncwarp();
+    if (pending && (threadIdx.x & 31) == 0) {
+      asm volatile("fence.acq_rel.gpu;" ::: "memory");
+      atomicAdd(pending, 1);
+    }
+    pending = nullptr;
+  }
+
+  __device__ __forceinline__ void fill(int number, const u32 (&pairs)[8]) {
+    const u32 to = static_cast<u32>(__cvta_generic_to_shared(blocks)) + number * BLOCK_BYTES + (threadIdx.x & 31) * 16;
+#pragma unroll
+    for (int j = 0; j < 8; j += 4) {
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + j * 128), "r"(pairs[j]),
+                   "r"(pairs[j + 1]), "r"(pairs[j + 2]), "r"(pairs[j + 3])
+                   : "memory");
+    }
+  }
+
+  // The first `count` blocks, `stride` bytes from each other.
+  __device__ __forceinline__ void send(u8* to, long long stride, int count) {
+    bulk_fence();
+    __syncwarp();
+    const int i = threadIdx.x & 31;
+    if (i < min(count, AHEAD)) bulk_store(reinterpret_cast<u64>(to + i * stride), blocks + i * BLOCK_BYTES, BLOCK_BYTES);
+    bulk_commit();
   }
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     decode_tokens(const u8* rows, const u8* scales, const int* row_index, const int* group_offsets,
                   const int* group_scale_offsets, const int* expert_ids, const int* num_active, u8* out, int num_groups,
-                  int num_experts, int capacity, int columns,
-                  int units, int token_blocks, int scale_ld, long long row_bytes) {
+                  int num_experts, int capacity, int columns, int units, int token_blocks, int scale_ld, long long row_bytes,
+                  int begin, int end, u32* counters) {
+  extern __shared__ __align__(128) u8 memory[];
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
   if (num_active) num_groups = min(num_groups, max(*num_active, 0));
-  const int warp = threadIdx.x / 32, lane = threadIdx.x & 31, t = lane & 3;
+  // Said by one lane, the compiler knows that the others are with it, and computes once what they share.
+  const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), lane = threadIdx.x & 31, t = lane & 3;
   __shared__ int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS], scale_offsets[GROUP_SCALES ? MAX_GROUPS : 1];
   for (int g = threadIdx.x; g <= num_groups; g += blockDim.x) {
     offsets[g] = min(max(group_offsets[g], 0), capacity);
@@ -72,50 +125,87 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   __syncthreads();
   if (num_groups == 0) return;
   auto first_block = [&](int group) { return (offsets[group] + 7 * group) / 8; };
-  for (int number = blockIdx.x; number < first_block(num_groups); number += gridDim.x) {
+  const int past = first_block(num_groups);
+  if (!BESIDE && counters) {
+    const int thread = (blockIdx.y * gridDim.x + blockIdx.x) * THREADS + threadIdx.x;
+    for (int i = thread; i <= max(past - end, 0); i += gridDim.x * gridDim.y * THREADS) counters[i] = 0;
+  }
+  Outbox outbox = {BESIDE ? memory + warp * AHEAD * BLOCK_BYTES : nullptr};
+  const long long unit_stride = static_cast<long long>(token_blocks) * BLOCK_BYTES;
+  int group = 0;
+  for (int number = begin + blockIdx.x * TEAMS + warp / TEAM; number < min(past, end); number += gridDim.x * TEAMS) {
     // The last group that starts at or before the block, and so the one that is not empty.
-    int group = 0;
-    for (int high = num_groups; high - group > 1;) {
+    for (int high = group + 1 < num_groups && first_block(group + 1) <= number ? num_groups : 0; high - group > 1;) {
       const int middle = (group + high) / 2;
       if (first_block(middle) <= number) group = middle;
       else high = middle;
     }
-    const int start = offsets[group], local = (number - first_block(group)) * 8 + lane / 4;
+    const int start = offsets[group], last = offsets[group + 1] - start - 1;
+    int local = (number - first_block(group)) * 8 + lane / 4;
     // Nothing of a group that is skipped is read.
-    if (local >= offsets[group + 1] - start || static_cast<u32>(experts[group]) >= static_cast<u32>(num_experts)) continue;
+    if (static_cast<u32>(experts[group]) >= static_cast<u32>(num_experts)) continue;
+    if (local > last) {
+      if (!BESIDE || last < 0) continue;
+      local = last;  // nobody reads what the warp stores there
+    }
     const long long source = row_index ? row_index[start + local] : start + local;
-    const u8* row = rows + source * row_bytes;
-    const long long first = GROUP_SCALES ? scale_offsets[group] : 0;
-    const long long scale_row = PACKED ? first + local : (start / 128 + first) * 128 + local;
-    auto scale_byte = [&](int column) {
-      const int v = column / SCALE_BLOCK;
-      const long long at = BY_ROW   ? source * scale_ld + v
-                           : PACKED ? (v / 4 * static_cast<long long>(scale_ld) + scale_row) * 4 + v % 4
-                                    : swizzled_offset(scale_row, v, (columns + SCALE_BLOCK - 1) / SCALE_BLOCK);
-      return scales[at];
-    };
-    u8* block = out + static_cast<long long>(number) * 1024 + lane * 4;
-    // Neighbouring units of MXFP8 by one warp, whose pieces of a row are as long as what memory moves at a time.
-    constexpr bool NEIGHBOURS = FMT == MXFP8;
-    const int warps = gridDim.y * WARPS, step = NEIGHBOURS ? 1 : warps;
-    int first_unit = (blockIdx.y * WARPS + warp) * (NEIGHBOURS ? AHEAD : 1);
+    long long row = source * row_bytes + t * 16 * NUMBER_BITS / 8;
+    // The scale of column block v is at (v / 4) * of_four + v % 4.
+    long long row_scales = 0;
+    int of_four = 4;
+    if (BY_ROW) {
+      row_scales = source * scale_ld;
+    } else if (GROUP_SCALES) {
+      const long long first = scale_offsets[group], row = PACKED ? first + local : (start / 128 + first) * 128 + local;
+      row_scales = PACKED ? row * 4 : swizzled_offset(row, 0, (columns + SCALE_BLOCK - 1) / SCALE_BLOCK);
+      of_four = PACKED ? scale_ld * 4 : 512;
+    }
+    // Kept as they are, since the compiler would rather make them again for each piece.
+    asm("" : "+l"(row), "+l"(row_scales));
+    u8* block = out + static_cast<long long>(number) * BLOCK_BYTES;
+    // Neighbouring units by one warp, whose pieces of a row are as long as what memory moves at a time. NVFP4 lost by it where
+    // all SMs decode.
+    constexpr bool NEIGHBOURS = FMT == MXFP8 || BESIDE;
+    const int warps = gridDim.y * TEAM, step = NEIGHBOURS ? 1 : warps, distance = NEIGHBOURS ? AHEAD : 1;
+    int first_unit = (blockIdx.y * TEAM + warp % TEAM) * distance;
     for (; first_unit < units; first_unit += warps * AHEAD) {
       Piece pieces[AHEAD];
+      auto load = [&](int i) {
+        const u32 unit = first_unit + i * step, v = (unit * 64 + t * 16) / SCALE_BLOCK;
+        pieces[i].load(rows + row + unit * (8 * NUMBER_BITS));
+        if (FMT != BF16) pieces[i].scale = scales[row_scales + static_cast<long long>(v / 4) * of_four + v % 4];
+      };
+      if (((first_unit + (AHEAD - 1) * step) + 1) * 64 <= columns) {
 #pragma unroll
-      for (int i = 0; i < AHEAD; ++i) {
-        const int column = (first_unit + i * step) * 64 + t * 16;
-        if (column < columns) pieces[i].load(row, column, FMT == BF16 ? 0 : scale_byte(column));
+        for (int i = 0; i < AHEAD; ++i) load(i);
+      } else {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+          if ((first_unit + i * step) * 64 + t * 16 < columns) load(i);
+        }
       }
+      if (BESIDE) outbox.empty();
 #pragma unroll
       for (int i = 0; i < AHEAD; ++i) {
         const int unit = first_unit + i * step;
         if (unit >= units) break;
         u32 pairs[8];
         pieces[i].decode(pairs);
-        u8* to = block + static_cast<long long>(unit) * token_blocks * 1024;
+        if (BESIDE) {
+          outbox.fill(i, pairs);
+        } else {
+          u8* to = block + unit * unit_stride + lane * 4;
 #pragma unroll
-        for (int j = 0; j < 8; ++j) *reinterpret_cast<u32*>(to + j * 128) = pairs[j];
+          for (int j = 0; j < 8; ++j) *reinterpret_cast<u32*>(to + j * 128) = pairs[j];
+        }
       }
+      if (BESIDE) outbox.send(block + first_unit * unit_stride, step * unit_stride, (units - first_unit + step - 1) / step);
+    }
+    if (BESIDE) {
+      // A warp that has no part of the block says so when the one before is there, too.
+      if (outbox.pending) outbox.tell();
+      outbox.pending = counters + 1 + number - begin;
     }
   }
+  if (BESIDE) outbox.tell();
 }

@@ -11,7 +11,8 @@
 // weights / 64; divides STAGE_K64), BATCH (steps of 16 columns decoded before they are multiplied), BUFFERS (for so many),
 // ROLLING (each waits for the one before; otherwise the last of BUFFERS and of a stage for all), MAX_BLOCKS (tokens of a tile
 // / 8), CASES (numbers of blocks below that have code of their own), MAX_GROUPS, SCALED_TOKENS (tokens are
-// 2^100 times their value), KEEP_TOKENS (in L2, by which weights pass), ALPHA, LIMIT, UP_OFFSET.
+// 2^100 times their value), KEEP_TOKENS (in L2, by which weights pass), COUNTED (decode_tokens.cu decodes tokens beside this
+// kernel and counts them), ALPHA, LIMIT, UP_OFFSET.
 
 #include "mbarrier.cuh"
 
@@ -27,6 +28,7 @@ constexpr int STAGE_BYTES = WEIGHT_STAGE + STAGE_K64 * TOKEN_BYTES;
 constexpr int TURNED_COLUMNS = 36;  // of 32, so that rows start in other banks
 constexpr int MOST_AT_A_TIME = MAX_BLOCKS > 8 ? 4 : 2;  // blocks of tokens that are turned at a time
 constexpr int TOLD = 8;  // tiles that warpgroups are told of at a time
+constexpr long long PATIENCE_NS = 30'000'000'000;
 constexpr u32 LANES = 0x81C081C0;  // sign and magnitude of an e2m1 number in both bf16 halves
 
 __device__ __forceinline__ uint4 load_16(u32 address) {
@@ -202,6 +204,25 @@ struct Problem {
   int gate_up_order;  // 1 gate | up, 2 up | gate, 3 interleaved; not read where not gated
 };
 
+// Until the kernel beside this one has decoded `blocks` of 8 tokens from `first` on, which it counts; each is
+// decoded by `team` warps. For a whole warp; where it waits in vain, the kernel ends in an error.
+__device__ __forceinline__ void await_decoded(const u32* counters, int first, int blocks, u32 team) {
+  const int lane = threadIdx.x & 31;
+  if (lane < blocks && first + lane >= 0) {
+    long long start = 0;
+    for (u32 warps;;) {
+      asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(warps) : "l"(counters + 1 + first + lane) : "memory");
+      if (warps >= team) break;
+      long long now;
+      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+      if (start == 0) start = now;
+      if (now - start > PATIENCE_NS) __trap();
+    }
+  }
+  __syncwarp();
+  asm volatile("fence.proxy.async.global;" ::: "memory");  // the copy engine is to see what the warps saw
+}
+
 // One tile of the output: `rows` tokens of a group from its token `local`, and `high` units of weight rows from `unit`.
 struct Tile {
   int group, start, local, rows, expert, unit, high;
@@ -216,7 +237,7 @@ __device__ __forceinline__ int fast_divided(int a, int b) { return static_cast<i
 // Walks the tiles of a block: one thread does, and tells the others.
 //
 // The tokens of a group are cut into parts, the weight rows of each part into cuts, as evenly as whole units can be. Blocks
-// take the cuts in turn, each a tile. Or, where there are no more parts than blocks, and the busiest block has fewer weight
+// take the cuts in turn, each a tile; with COUNTED whoever is free takes the next, since some begin late. Or, where there are no more parts than blocks, and the busiest block has fewer weight
 // rows that way, a block takes one cut at most, of several tiles. Where the last round has cuts for a third of the blocks at
 // most, these take pieces of them.
 struct Walk {
@@ -224,6 +245,7 @@ struct Walk {
   int num_groups, cuts, units, larger;  // `larger` cuts have a unit more than `units`
   int whole, pieces;                    // cuts before the last round, and pieces of each in that
   int number, group, before;            // of the next cut or, from `whole` on, piece, and cuts of the groups before `group`
+  u32* taken;                           // cuts and pieces, by all blocks
   int left;                             // units that the cut of `tile` has further tiles for
   Tile tile;
 
@@ -236,10 +258,15 @@ struct Walk {
     larger = unit_rows - units * cuts;
   }
 
+  __device__ __forceinline__ int following(int number) const {
+    return COUNTED ? static_cast<int>(atomicAdd(taken, 1)) : number + static_cast<int>(gridDim.x);
+  }
+
   // Before anything is known of the groups.
-  __device__ __forceinline__ void prepare(int unit_rows) {
+  __device__ __forceinline__ void prepare(int unit_rows, u32* taken) {
+    this->taken = taken;
     group = before = left = 0;
-    number = blockIdx.x;
+    number = following(static_cast<int>(blockIdx.x) - static_cast<int>(gridDim.x));
     whole = 0x7FFFFFFF;
     cuts = ceil_div(unit_rows, TILE_UNITS);
     cut(unit_rows);
@@ -280,7 +307,7 @@ struct Walk {
           tile.unit += first;
           left = left * (piece + 1) / pieces - first;
         }
-        number += gridDim.x;
+        number = following(number);
         return true;
       }
       before += parts * cuts;
@@ -687,7 +714,8 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
                  const float* bias, const int* group_offsets, const int* expert_ids, const int* num_active, void* out,
                  u8* out_scales, const float* out_gsf, float* out_row_scale, const int* out_scale_offsets,
                  int num_groups, int num_experts, int capacity, int columns, int units, int unit_rows,
-                 int token_blocks, long long out_stride, int scales_per_expert, int gate_up_order, const u8* unusual) {
+                 int token_blocks, long long out_stride, int scales_per_expert, int gate_up_order, const u8* unusual,
+                 u32* counters, int decoded_before, int team) {
   extern __shared__ __align__(128) u8 memory[];
   __shared__ __align__(8) u64 barriers[2 * STAGES + TOLD];
   __shared__ __align__(16) float turned[GATED ? WARPGROUPS : 1][8 * MOST_AT_A_TIME][TURNED_COLUMNS];
@@ -706,7 +734,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
     walk.offsets[g] = min(max(group_offsets[g], 0), capacity);
     if (g < num_groups) walk.experts[g] = expert_ids[g] < num_experts ? expert_ids[g] : -1;
   }
-  if (threadIdx.x == WARPGROUPS * 128) walk.prepare(unit_rows);
+  if (threadIdx.x == WARPGROUPS * 128) walk.prepare(unit_rows, counters);
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(full + s * 8, 1);
@@ -773,7 +801,8 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
         }
       };
       int k64 = 0;
-      if (early) {
+      if (COUNTED) await_decoded(counters, static_cast<int>(tile.token_block()) - decoded_before, blocks, team);
+      if (!COUNTED && early) {
         // Weights do not depend on the kernel before, which may still be decoding the tokens.
         const int ahead = min(STAGES, units / STAGE_K64);
         for (int s = 0; s < ahead; ++s) load_weights(s * STAGE_K64, s);
@@ -791,12 +820,13 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }
     }
-    // Without a tile too: this kernel must not end before the one that it was started beside.
+    // Without a tile too: this kernel must not end before the one that it was started beside. With COUNTED that has begun when
+    // all before it had ended, and only the end is waited for.
     if (early) asm volatile("griddepcontrol.wait;" ::: "memory");
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 232 : 112));
     // The scales of the rows may be of the kernel before.
-    asm volatile("griddepcontrol.wait;" ::: "memory");
+    if (!COUNTED) asm volatile("griddepcontrol.wait;" ::: "memory");
     if (GATED && OUT_FMT == NVFP4) {
       // Of all rows, while tokens are still on their way.
       const float gsf = clamped(*out_gsf), scale = __frcp_rn(gsf);

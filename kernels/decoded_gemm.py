@@ -125,12 +125,20 @@ class TokenShape:
         max_groups: for which there is shared memory.
         min_blocks: of an SM, for which registers are kept few; 0 leaves them to the compiler.
         blocks_per_sm: that are launched, at most.
+        team: warps that take 8 tokens together; None for all of a block.
+        beside: beside the product that takes the tokens, from shared memory by the copy engine.
     """
 
     warps: int
     max_groups: int
     min_blocks: int
     blocks_per_sm: int
+    team: int | None = None
+    beside: bool = False
+
+    @property
+    def team_warps(self) -> int:
+        return self.team or self.warps
 
     def ahead(self, fmt: TokenFormat) -> int:
         """Pieces of a row that a thread loads before it decodes the first: 32 registers hold few."""
@@ -142,6 +150,46 @@ MANY_TOKENS = TokenShape(warps=8, max_groups=MAX_GROUPS, min_blocks=0, blocks_pe
 FEW_TOKENS = TokenShape(warps=4, max_groups=64, min_blocks=16, blocks_per_sm=1)
 """For what these warps load at once. A block has 128 threads of 32 registers, all that a block of the GEMM leaves of an
 SM: that starts beside it and loads its weights meanwhile. More loads of tokens would wait behind those of weights."""
+
+
+STEPS_BESIDE = 8
+"""Of a warp that decodes beside the GEMM, for 8 tokens: what it does once for these is little beside them then."""
+MOST_WARPS = 32
+COLUMNS_OF_DECODING = 136
+"""Columns of a product that take an SM as long as one decodes the same tokens beside it, where memory has little else
+to do: measured with 7168 and 2048 columns of K, of both formats."""
+MOST_DECODERS = 16
+ROUNDS_BEFORE = 2
+"""Rounds of tiles whose tokens are decoded before the GEMM begins: those that decode beside it are then ahead of it."""
+
+
+def shape_beside(units: int) -> TokenShape:
+    """Of the blocks that decode tokens `units` wide beside the GEMM: one fills an SM."""
+    team = min(MOST_WARPS, ceil_div(units, MANY_TOKENS.ahead(NVFP4) * STEPS_BESIDE))
+    return TokenShape(MOST_WARPS // team * team, MAX_GROUPS, 0, 1, team, beside=True)
+
+
+@dataclass(frozen=True)
+class Beside:
+    """How tokens are decoded of which most are beside the product that takes them.
+
+    Attributes:
+        first: blocks of 8 tokens that all SMs decode before.
+        sms: that decode the others; then they help with the product.
+    """
+
+    first: int
+    sms: int
+
+
+def choose_beside(rows: int, num_rows: int, shape: DecodedShape, sms: int) -> Beside | None:
+    """For `rows` that come on average and weights of `num_rows`; None to decode all before, with the same bits."""
+    cuts = ceil_div(unit_rows(num_rows), shape.warpgroups)
+    first = ROUNDS_BEFORE * ceil_div(sms, cuts) * shape.max_blocks
+    decoders = ceil_div(sms * COLUMNS_OF_DECODING, num_rows + COLUMNS_OF_DECODING)
+    if shape is not PREFILL or rows < 3 * 8 * first or decoders > MOST_DECODERS:
+        return None
+    return Beside(first, decoders)
 
 
 def choose_token_shape(rows: int, num_groups: int, units: int, fmt: TokenFormat, sms: int) -> TokenShape:
@@ -174,6 +222,8 @@ def token_macros(
     """Macros of `decode_tokens.cu`."""
     return nvrtc.Defines(
         {
+            "BESIDE": int(shape.beside),
+            "TEAM": shape.team_warps,
             "THREADS": 32 * shape.warps,
             "MIN_BLOCKS": shape.min_blocks,
             "AHEAD": shape.ahead(fmt),
@@ -209,16 +259,59 @@ def decode_tokens(
     units, blocks = out.shape[:2]
     sms = nvrtc.most_sms(a.rows.device)
     shape = choose_token_shape(a.likely_rows, a.max_active_groups, units, a.format, sms)
-    parts = ceil_div(units, shape.warps * shape.ahead(a.format))
+    _launch_tokens(a, num_experts, packed_ld, scale_block, out, shape, _grid(shape, units, blocks, a.format, sms))
+    return out
+
+
+def decode_beside(
+    a: GroupedRows, num_experts: int, beside: Beside, packed_ld: int | None = None, scale_block: int | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What `decode_tokens` gives, when the product that is launched next is done, and counters that it waits by.
+
+    The counters are int32 `[1 + blocks behind those decoded before]`.
+    """
+    out = empty_decoded(a, a.num_columns)
+    units, blocks = out.shape[:2]
+    first = min(beside.first, blocks)
+    counters = torch.empty(1 + blocks - first, dtype=torch.int32, device=out.device)
+    grid = _grid(MANY_TOKENS, units, first, a.format, nvrtc.most_sms(a.rows.device))
+    _launch_tokens(a, num_experts, packed_ld, scale_block, out, MANY_TOKENS, grid, end=first, counters=counters)
+    grid = (beside.sms, 1, 1)
+    shape = shape_beside(units)
+    _launch_tokens(a, num_experts, packed_ld, scale_block, out, shape, grid, begin=first, counters=counters)
+    return out, counters
+
+
+def _grid(shape: TokenShape, units: int, blocks: int, fmt: TokenFormat, sms: int) -> tuple[int, int, int]:
+    """Blocks of threads for so many of 8 tokens."""
+    parts = ceil_div(units, shape.warps * shape.ahead(fmt))
+    return min(blocks, max(1, shape.blocks_per_sm * sms // parts)), parts, 1
+
+
+def _launch_tokens(
+    a: GroupedRows,
+    num_experts: int,
+    packed_ld: int | None,
+    scale_block: int | None,
+    out: torch.Tensor,
+    shape: TokenShape,
+    grid: tuple[int, int, int],
+    *,
+    begin: int = 0,
+    end: int = 2**31 - 1,
+    counters: torch.Tensor | None = None,
+) -> None:
+    """Launch `decode_tokens.cu` for the blocks of 8 tokens from `begin` to `end`."""
     scale_ld = packed_ld or 0
     if a.scales_by_row:
         assert a.scales is not None
         scale_ld = a.scales.stride(0)
+    units, blocks = out.shape[:2]
     nvrtc.launch(
         "decode_tokens.cu",
         "decode_tokens",
         token_macros(a.format, packed_ld is not None, scale_block, a.scales_by_row, shape),
-        grid=(min(blocks, max(1, shape.blocks_per_sm * sms // parts)), parts, 1),
+        grid=grid,
         block=32 * shape.warps,
         arguments=[
             a.rows,
@@ -237,11 +330,14 @@ def decode_tokens(
             blocks,
             scale_ld,
             nvrtc.int64(a.rows.stride(0) * a.rows.element_size()),
+            begin,
+            end,
+            counters,
         ],
         device=a.rows.device,
+        shared_bytes=shape.warps * shape.ahead(a.format) * 1024 if shape.beside else 0,
         early=True,
     )
-    return out
 
 
 def decoded_gemm(
@@ -292,12 +388,13 @@ def macros(
     expert_scales: bool = True,
     bias: bool = False,
     keep_tokens: bool = False,
+    counted: bool = False,
 ) -> tuple[nvrtc.Defines, int]:
     """Macros of `decoded_gemm.cu`, and the dynamic shared memory of a block.
 
     `units` is K in units; `out_format` is that of a gated result, None for a plain one of `out_dtype`; `out_decoded`
     leaves a gated one decoded; `row_scales`, `expert_scales` and `bias` say what there is; `keep_tokens` is
-    `keeps_tokens`.
+    `keeps_tokens`; `counted` is for tokens that are decoded beside.
     """
     unit_stage = shape.warpgroups * unit_bytes(w_format) + shape.max_blocks * 1024
     # At least two stages, so that one is loaded while the other is multiplied.
@@ -321,6 +418,7 @@ def macros(
         "ROLLING": int(shape.rolling),
         "SCALED_TOKENS": int(a_format.name == "nvfp4"),
         "KEEP_TOKENS": int(keep_tokens),
+        "COUNTED": int(counted),
         "MAX_BLOCKS": shape.max_blocks,
         "CASES": " ".join(f"CASE({blocks})" for blocks in shape.cases),
         "MAX_GROUPS": MAX_GROUPS,
@@ -351,6 +449,10 @@ def _launch(
     units = unit_columns(w.num_columns)
     out_format = None if result is None else result.format
     decoded = None if result is None else result.decoded
+    sms = nvrtc.most_sms(w.device, num_sms)
+    # Where SMs are left free, blocks that decode beside the GEMM could take those.
+    with_others = a.decoded is None and num_sms is None
+    beside = choose_beside(a.likely_rows, w.num_rows, shape, sms) if with_others else None
     defines, shared_bytes = macros(
         w.format,
         a.format,
@@ -364,14 +466,21 @@ def _launch(
         expert_scales=w.expert_scales is not None,
         bias=w.bias is not None,
         keep_tokens=keeps_tokens(a.likely_rows, w.num_columns, w.format, shape),
+        counted=beside is not None,
     )
     columns = w.num_rows // 2 if result is not None else w.num_rows
-    tokens = decode_tokens(a, w.num_experts, packed_ld, scale_block) if a.decoded is None else a.decoded
+    counters = None
+    if a.decoded is not None:
+        tokens = a.decoded
+    elif beside is None:
+        tokens = decode_tokens(a, w.num_experts, packed_ld, scale_block)
+    else:
+        tokens, counters = decode_beside(a, w.num_experts, beside, packed_ld, scale_block)
     nvrtc.launch(
         "decoded_gemm.cu",
         "decoded_gemm",
         defines,
-        grid=(nvrtc.most_sms(w.device, num_sms), 1, 1),
+        grid=(sms, 1, 1),
         block=128 * (shape.warpgroups + 1),
         arguments=[
             tokens,
@@ -398,6 +507,9 @@ def _launch(
             0 if w.expert_scales is None else w.expert_scales.ndim,
             0 if w.gate_up is None else w.gate_up.code,
             w.unusual,
+            counters,
+            0 if beside is None else beside.first,
+            shape_beside(units).team_warps,
         ],
         device=w.device,
         shared_bytes=shared_bytes,

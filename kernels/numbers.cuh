@@ -57,16 +57,16 @@ __device__ __forceinline__ long long swizzled_offset(long long row, int column, 
 // most that a scale can carry.
 __device__ __forceinline__ u32 e4m3_factor(float scale) { return pack_bf16(scale * 0x1p118f, scale * 0x1p118f); }
 
-// The two e2m1 numbers of a byte with a factor of `e4m3_factor`, 2^100 times their value.
+// The two e2m1 numbers of a byte (nothing above it) with a factor of `e4m3_factor`, 2^100 times their value.
 __device__ __forceinline__ u32 e2m1_pair(u32 byte, u32 factor) {
-  const u32 placed = (byte & 7) << 6 | (byte & 8) << 12 | (byte & 0x70) << 18 | (byte & 0x80) << 24;
+  const u32 placed = (byte * (1u << 6 | 1u << 18) & 0x01C001C0) | (byte * (1u << 12 | 1u << 24) & 0x80008000);
   return multiply(multiply(placed, factor), 0x75807580);  // 2^108
 }
 
-// The two e4m3 numbers of the low bytes, times a pair of bf16.
-__device__ __forceinline__ u32 e4m3_decoded(u32 bytes, u32 scale) {
+// Two e4m3 numbers, times a pair of bf16.
+__device__ __forceinline__ u32 e4m3_decoded(u16 bytes, u32 scale) {
   float low, high;
-  e4m3_pair(static_cast<u16>(bytes), low, high);
+  e4m3_pair(bytes, low, high);
   return multiply(pack_bf16(low, high), scale);
 }
 

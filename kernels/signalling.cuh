@@ -3,6 +3,7 @@
 //
 // Macros: WORLD (at most 32), ABORT, ABORT_WORDS, TIMEOUT (ErrorCode); SENT_PARTS, TURN_BIT and COUNT_BITS where asked for.
 
+#include "bulk_store.cuh"
 #include "numbers.cuh"
 
 constexpr u32 ALL = 0xFFFFFFFFu;
@@ -216,30 +217,6 @@ __device__ __forceinline__ int owner_of(int expert, int end_of_lane) {
   for (int rank = 0; rank < WORLD; ++rank) owner += expert >= __shfl_sync(ALL, end_of_lane, rank);
   return owner;
 }
-
-// A copy of shared memory to any mapped global memory, done by the copy engine: 16-byte aligned, whole 16 bytes.
-__device__ __forceinline__ void bulk_store(u64 to, const void* from, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
-               "r"(static_cast<u32>(__cvta_generic_to_shared(from))), "r"(bytes)
-               : "memory");
-}
-
-__device__ __forceinline__ void bulk_commit() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-
-// Until all but the last PENDING groups of this thread have read their sources.
-template <int PENDING>
-__device__ __forceinline__ void bulk_await_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(PENDING) : "memory");
-}
-
-// Until all that this thread has copied can be seen by it, but for the last PENDING groups.
-template <int PENDING = 0>
-__device__ __forceinline__ void bulk_await() {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(PENDING) : "memory");
-}
-
-// What threads have stored to shared memory is seen by copies that are started after a barrier.
-__device__ __forceinline__ void bulk_fence() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 __device__ __forceinline__ void team_barrier(int team, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(team + 1), "r"(threads) : "memory");

@@ -23,7 +23,9 @@ from moe_runtime.kernels.decoded_gemm import (
     MANY_TOKENS,
     MIDDLE,
     PREFILL,
+    Beside,
     TokenShape,
+    choose_beside,
     choose_shape,
     choose_token_shape,
     decode_tokens,
@@ -225,6 +227,53 @@ def test_few_tokens_are_decoded_beside_the_gemm(weight: str, token: str, recorde
     registers = sum(launch.block * compiled.number(r"Used (\d+) registers") for launch, compiled in kernels)
     shared = sum(launch.shared_bytes + compiled.number(r"(\d+) bytes smem") + 1024 for launch, compiled in kernels)
     assert registers <= REGISTERS_OF_A_BLOCK and shared <= 228 * 1024
+
+
+@pytest.mark.parametrize("k", [64, 2048, 7168])
+@pytest.mark.parametrize(("weight", "token"), [("nvfp4", "nvfp4"), ("nvfp4", "bf16"), ("mxfp8", "mxfp8")])
+def test_many_tokens_are_decoded_beside_the_gemm(weight: str, token: str, k: int, recorded: list[Recorded]) -> None:
+    """By blocks of which an SM has one, and none of the GEMM, so that these are as many as are asked for."""
+    a, w = replace(rows_of(token, 16, k), expected_rows=8192), weights_of(weight, 4096, k, None)
+    decoded_gemm.decoded_gemm(a, w, torch.empty(16, 4096))
+    first, rest, gemm = recorded
+    assert [launch.defines.get("BESIDE") for launch in recorded] == [0, 1, None]
+    assert first.defines["MIN_BLOCKS"] == MANY_TOKENS.min_blocks and gemm.defines["COUNTED"] == 1
+    team = int(rest.defines["TEAM"])
+    assert rest.block == rest.defines["THREADS"] <= 1024 and rest.block % (32 * team) == 0
+    assert rest.shared_bytes == rest.block // 32 * int(rest.defines["AHEAD"]) * 1024
+    kernels = [compile_recorded(launch) for launch in recorded]
+    assert "stmatrix" in kernels[1].ptx and "cp.async.bulk.global" in kernels[1].ptx
+    assert kernels[0].spilled_bytes == kernels[1].spilled_bytes == 0 and kernels[2].spilled_bytes <= SPILL_BYTES
+    assert "serialized" not in kernels[2].log and "Potential Performance Loss" not in kernels[2].log
+    assert 2 * rest.shared_bytes > 228 * 1024
+    assert rest.shared_bytes + gemm.shared_bytes > 228 * 1024
+    for launch, compiled in zip(recorded, kernels, strict=True):
+        assert launch.block * compiled.number(r"Used (\d+) registers") <= REGISTERS_OF_A_BLOCK
+        assert launch.shared_bytes + compiled.number(r"(\d+) bytes smem") <= SHARED_BYTES_OF_A_BLOCK
+
+
+def test_decoding_beside_is_chosen_by_rows_and_columns() -> None:
+    def chosen(rows: int, n: int, shape: decoded_gemm.DecodedShape = PREFILL, sms: int = 132) -> Beside | None:
+        return choose_beside(rows, n, shape, sms)
+
+    # Two rounds of tiles of 256 weight rows and 128 tokens; a third of the rows at most.
+    assert chosen(8192, 4096) == Beside(first=2 * 9 * 16, sms=5) == chosen(3 * 8 * 288, 4096)
+    assert chosen(3 * 8 * 288 - 1, 4096) is None
+    assert chosen(8192, 7168) == Beside(first=2 * 5 * 16, sms=3)
+    assert chosen(32768, 1536) == Beside(first=2 * 22 * 16, sms=11)
+    # With fewer columns too many SMs would have to decode.
+    assert chosen(10**6, 986) == Beside(first=2 * 33 * 16, sms=16) and chosen(10**6, 985) is None
+    assert chosen(8192, 4096, DECODE) is chosen(8192, 4096, MIDDLE) is None
+    assert chosen(8192, 4096, sms=1) == Beside(first=2 * 16, sms=1)
+
+
+@pytest.mark.parametrize("limited", ["SMs", "decoded"])
+def test_nothing_is_decoded_beside_on_few_sms_or_where_it_is_decoded(limited: str, recorded: list[Recorded]) -> None:
+    a, w = replace(rows_of("nvfp4", 16, 64), expected_rows=8192), weights_of("nvfp4", 4096, 64, None)
+    if limited == "decoded":
+        a = replace(a, decoded=decoded_gemm.empty_decoded(a, 64))
+    decoded_gemm.decoded_gemm(a, w, torch.empty(16, 4096), num_sms=100 if limited == "SMs" else None)
+    assert [launch.defines.get("COUNTED") for launch in recorded] == ([None, 0] if limited == "SMs" else [0])
 
 
 def test_shape_for_tokens_is_chosen_by_what_is_loaded_at_once() -> None:

@@ -6,6 +6,7 @@ without one, prepared weights go through the torch twin.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 
 import ml_dtypes
@@ -17,7 +18,7 @@ from moe_runtime.formats import FORMATS
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import decoded_gemm
 from moe_runtime.kernels import grouped_gemm as gemm_module
-from moe_runtime.kernels.decoded_gemm import DECODE, MAX_GROUPS, DecodedShape
+from moe_runtime.kernels.decoded_gemm import DECODE, MAX_GROUPS, PREFILL, Beside, DecodedShape
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.swizzle import swizzle_scales
 from moe_runtime.prepared import PreparedWeights
@@ -205,6 +206,66 @@ def test_tokens_are_decoded_alike_in_both_shapes(
         grouped_gemm(a, w, out=results[-1])
     assert_same_bits(*results, "both shapes")
     check_inside(results[0], exact_gemm(a, w.restore(), device), UNIT[torch.bfloat16])
+
+
+BESIDES = [(Beside(1, 1), 8), (Beside(3, 2), 1), (Beside(1000, 3), 8)]
+"""Of the tokens one block is decoded before, or three, or all; with the steps of a warp."""
+
+
+def as_both(monkeypatch: pytest.MonkeyPatch, multiply: Callable[[], torch.Tensor]) -> torch.Tensor:
+    """What `multiply` gives where all tokens are decoded before, the same bits as where they are beside it."""
+    # Of a kernel that does not wait the product would read these.
+    empty = decoded_gemm.empty_decoded
+    monkeypatch.setattr(decoded_gemm, "empty_decoded", lambda *given: empty(*given).fill_(0xAB))
+    monkeypatch.setattr(decoded_gemm, "choose_beside", lambda *_: None)
+    want = multiply()
+    for beside, steps in BESIDES:
+        monkeypatch.setattr(decoded_gemm, "choose_beside", lambda *_, beside=beside: beside)
+        monkeypatch.setattr(decoded_gemm, "STEPS_BESIDE", steps)
+        assert_same_bits(multiply(), want, str(beside))
+    return want
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("weight", "token"), PAIRS)
+def test_tokens_are_decoded_beside_the_product(
+    weight: str, token: str, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Groups that are empty, skipped, inactive; gathered rows; K of one step of a warp and a part of another."""
+    k = 336 if token != "mxfp8" else 352
+    w = random_weights(weight, 3, 136, k, rng, device)
+    sizes, ids = [3, 0, 70, 5, 1, 2, 130, 4], [2, 0, 0, -1, 1, 3, 2, 1]
+    a = make_rows(token, sizes, k, rng, device, num_experts=3, expert_ids=ids, gather=True, spare=7, sparse_scales=True)
+    a = replace(a, num_active_experts=torch.tensor([7], dtype=torch.int32, device=device))
+    prepared = PreparedWeights.prepare(w)
+
+    def multiply() -> torch.Tensor:
+        out = poisoned(a.capacity, 136, torch.bfloat16, device)
+        return grouped_gemm(for_shape(a, PREFILL), prepared, out=out)
+
+    out = as_both(monkeypatch, multiply)
+    exact = exact_gemm(a, w, device)
+    check_inside(out, exact, UNIT[torch.bfloat16])
+    check_untouched(out, poisoned(a.capacity, 136, torch.bfloat16, device), exact.written)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+def test_many_tokens_are_decoded_beside_the_product(
+    name: str, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As many as it takes for that to be chosen, again and again; one group has half of them."""
+    sizes = [4000, 1, 0, 900, 1100, 77, 1200, 722]
+    prepared = PreparedWeights.prepare(random_weights(name, 8, 4096, 1056, rng, device))
+    a = make_rows(name, sizes, 1056, rng, device, num_experts=8)
+    choose, chosen = decoded_gemm.choose_beside, []
+    monkeypatch.setattr(decoded_gemm, "choose_beside", lambda *given: chosen.append(choose(*given)) or chosen[-1])
+    results = [grouped_gemm(a, prepared) for _ in range(20)]
+    assert None not in chosen
+    monkeypatch.setattr(decoded_gemm, "choose_beside", lambda *_: None)
+    want = grouped_gemm(a, prepared)
+    for result in results:
+        assert_same_bits(result, want, "tokens decoded beside")
 
 
 @in_each_shape

@@ -44,6 +44,7 @@ def _cases() -> Iterator[Case]:
         yield plain.test_group_shapes, {"sizes": sizes, "ids": ids}
     for weight, token in plain.PAIRS:
         yield plain.test_tokens_are_decoded_alike_in_both_shapes, {"weight": weight, "token": token}
+        yield plain.test_tokens_are_decoded_beside_the_product, {"weight": weight, "token": token}
     yield plain.test_nothing_to_do, {}
     yield plain.test_rows_past_the_capacity_are_left_alone, {}
     for active in (-1, 1, 99):
@@ -243,3 +244,33 @@ def test_mistakes_are_found(
     with pytest.raises(AssertionError, match=found):
         for _ in range(20):
             plain.test_ragged_groups("nvfp4", "nvfp4", shape, rng, CPU)
+
+
+MISTAKES_BESIDE = {
+    "tokens_not_waited_for": ("if (1) await_decoded(", "if (0) await_decoded(", "are other than|differ|outside"),
+    "told_before_they_are_there": (
+        "outbox.pending = counters + 1 + number - begin;",
+        "if (lane == 0) atomicAdd(counters + 1 + number - begin, 1);",
+        "are other than|differ|outside",
+    ),
+    "filled_before_they_are_sent": ("bulk_await_read<0>();", "", "are other than|differ|outside"),
+    "counted_from_anything": ("counters[i] = 0;", "counters[i] = 7;", "are other than|differ|outside"),
+}
+
+
+@pytest.mark.parametrize(("right", "wrong", "found"), MISTAKES_BESIDE.values(), ids=MISTAKES_BESIDE)
+def test_mistakes_of_decoding_beside_are_found(
+    right: str, wrong: str, found: str, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    edited = 0
+
+    def edit(text: str) -> str:
+        nonlocal edited
+        edited += text.count(right)
+        return text.replace(right, wrong)
+
+    emulator.edit = edit
+    with pytest.raises(AssertionError, match=found):
+        for _ in range(200):
+            plain.test_tokens_are_decoded_beside_the_product("nvfp4", "nvfp4", rng, CPU, monkeypatch)
+    assert edited > 0

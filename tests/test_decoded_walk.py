@@ -22,12 +22,13 @@ Tile = tuple[int, int, int, int, int]
 """Group, first token and tokens, first unit of weight rows and units."""
 
 
-@pytest.fixture(scope="module")
-def binary(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=[0, 1], ids=["in_turn", "counted"])
+def binary(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """With 1 each block takes the next piece of work when it is done with one."""
     text = (FOLDER / "decoded_gemm.cu").read_text()
     walk = between(text, "// One tile of the output", "// What the epilogue of a tile reads")
     path = tmp_path_factory.mktemp("walk") / "walk"
-    compile_on_host("walk_on_host.cpp", "WALK", walk, path, "-O1")
+    compile_on_host("walk_on_host.cpp", "WALK", walk, path, "-O1", f"-DCOUNTED={request.param}")
     return path
 
 

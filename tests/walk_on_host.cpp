@@ -1,10 +1,12 @@
-// Harness of test_decoded_walk.py: tells the tiles that each block of a grid walks.
+// Harness of test_decoded_walk.py: tells the tiles that each block of a grid walks. COUNTED: blocks take what is next.
 //
 // In: how far off a fast quotient is (units in its last place), blocks, units of weight rows, groups, then the offsets and
 // the experts of the groups. Out: block, group, local, rows, unit, high of each tile.
 #include <algorithm>
 #include <cmath>
 #include <iostream>
+#include <set>
+#include <vector>
 
 #define __device__
 #define __forceinline__ inline
@@ -15,6 +17,8 @@ struct {
 } blockIdx, gridDim;
 int off_by;
 typedef unsigned u32;
+
+u32 atomicAdd(u32* at, u32 by) { return (*at += by) - by; }
 
 int ceil_div(int a, int b) { return (a + b - 1) / b; }
 
@@ -32,17 +36,26 @@ int main() {
   Walk given;
   for (int g = 0; g <= num_groups; ++g) std::cin >> given.offsets[g];
   for (int g = 0; g < num_groups; ++g) std::cin >> given.experts[g];
+  std::vector<Walk> walks(gridDim.x, given);
+  std::set<std::pair<int, unsigned>> free;  // units that blocks have multiplied, and their numbers
+  u32 taken = 0;
   for (blockIdx.x = 0; blockIdx.x < gridDim.x; ++blockIdx.x) {
-    Walk walk = given;
+    Walk& walk = walks[blockIdx.x];
     int parts = 0;
     for (int g = 0; g < num_groups; ++g) parts += walk.parts_of(g);
-    walk.prepare(unit_rows);
+    walk.prepare(unit_rows, &taken);
     walk.begin(parts, num_groups, unit_rows);
-    for (Tile tile;;) {
-      walk.next(tile);
-      if (tile.rows == 0) break;
-      std::cout << blockIdx.x << ' ' << tile.group << ' ' << tile.local << ' ' << tile.rows << ' ' << tile.unit << ' '
-                << tile.high << '\n';
-    }
+    free.insert({0, blockIdx.x});
+  }
+  while (!free.empty()) {
+    // The one that is done first.
+    const auto [units, block] = *free.begin();
+    free.erase(free.begin());
+    blockIdx.x = block;
+    Tile tile;
+    walks[block].next(tile);
+    if (tile.rows == 0) continue;
+    free.insert({units + tile.high, block});
+    std::cout << block << ' ' << tile.group << ' ' << tile.local << ' ' << tile.rows << ' ' << tile.unit << ' ' << tile.high << '\n';
   }
 }

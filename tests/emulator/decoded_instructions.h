@@ -30,6 +30,17 @@ inline void ld_shared_v4_u32(unsigned& x, unsigned& y, unsigned& z, unsigned& w,
   x = value.x, y = value.y, z = value.z, w = value.w;
 }
 inline void ld_shared_u16(unsigned short& value, unsigned address) { value = in_shared<unsigned short>(address); }
+// Lanes 8 j .. 8 j + 7 bring where the rows of matrix j lie; a lane has two numbers of one row of each.
+inline void stmatrix_sync_aligned_m8n8_x4_shared_b16(unsigned row, unsigned word0, unsigned word1, unsigned word2,
+                                                     unsigned word3) {
+  if (row % 16 != 0) emulator::fail("a row of a matrix at shared address %08x", row);
+  const unsigned words[] = {word0, word1, word2, word3}, lane = lane_of_warp();
+  const Long* rows = meet("stmatrix", row);
+  for (unsigned j = 0; j < 4; ++j) {
+    const unsigned to = brought<unsigned>(rows, 8 * j + lane / 4) + lane % 4 * 4;
+    *static_cast<unsigned*>(emulator::from_shared(to, sizeof words[j])) = words[j];
+  }
+}
 inline void mov_b32(unsigned short& low, unsigned short& high, unsigned pair) { low = pair & 0xFFFF, high = pair >> 16; }
 inline void mov_b32(unsigned& pair, unsigned short half) { pair = half | unsigned(half) << 16; }
 // Bit by bit, by a table of eight results; a is the highest bit of what is looked up.

@@ -15,7 +15,11 @@ inline void st_relaxed_sys_global_s32(int* at, int value) { emulator::look("its 
 inline void st_release_sys_global_s32(int* at, int value) { emulator::look("its turn", true), *at = value; }
 inline void atom_add_acq_rel_gpu_global_s32(int& before, int* at, int by) { before = atomicAdd(at, by); }
 inline void mov_u64_globaltimer(long long& now) { now = emulator::clock_ns(); }
+inline void ld_acquire_gpu_global_u32(unsigned& value, const unsigned* at) {
+  emulator::look("what another kernel counts"), value = *at;
+}
 inline void fence_acq_rel_sys() {}
+inline void fence_acq_rel_gpu() {}
 inline void fence_proxy_async_shared_cta() {}
 inline void fence_proxy_async_global() {}
 
