@@ -276,7 +276,8 @@ struct Walk {
     this->num_groups = num_groups;
     const int blocks = gridDim.x;
     if (parts == 0) return;
-    if (parts <= blocks) {
+    // Not with COUNTED: the tokens that are decoded last would be wanted at once.
+    if (!COUNTED && parts <= blocks) {
       const int most = fast_divided(blocks, parts), high = fast_divided(unit_rows + most - 1, most);
       if (high < TILE_UNITS * fast_divided(parts * cuts + blocks - 1, blocks)) {
         cuts = fast_divided(unit_rows + high - 1, high);

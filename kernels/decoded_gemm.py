@@ -187,7 +187,7 @@ def choose_beside(rows: int, num_rows: int, shape: DecodedShape, sms: int) -> Be
     cuts = ceil_div(unit_rows(num_rows), shape.warpgroups)
     first = ROUNDS_BEFORE * ceil_div(sms, cuts) * shape.max_blocks
     decoders = ceil_div(sms * COLUMNS_OF_DECODING, num_rows + COLUMNS_OF_DECODING)
-    if shape is not PREFILL or rows < 3 * 8 * first or decoders > MOST_DECODERS:
+    if shape is not PREFILL or rows < 2 * 8 * first or decoders > MOST_DECODERS:
         return None
     return Beside(first, decoders)
 

@@ -256,9 +256,9 @@ def test_decoding_beside_is_chosen_by_rows_and_columns() -> None:
     def chosen(rows: int, n: int, shape: decoded_gemm.DecodedShape = PREFILL, sms: int = 132) -> Beside | None:
         return choose_beside(rows, n, shape, sms)
 
-    # Two rounds of tiles of 256 weight rows and 128 tokens; a third of the rows at most.
-    assert chosen(8192, 4096) == Beside(first=2 * 9 * 16, sms=5) == chosen(3 * 8 * 288, 4096)
-    assert chosen(3 * 8 * 288 - 1, 4096) is None
+    # Two rounds of tiles of 256 weight rows and 128 tokens; half of the rows at most.
+    assert chosen(8192, 4096) == Beside(first=2 * 9 * 16, sms=5) == chosen(2 * 8 * 288, 4096)
+    assert chosen(2 * 8 * 288 - 1, 4096) is None
     assert chosen(8192, 7168) == Beside(first=2 * 5 * 16, sms=3)
     assert chosen(32768, 1536) == Beside(first=2 * 22 * 16, sms=11)
     # With fewer columns too many SMs would have to decode.
