@@ -182,12 +182,16 @@ class Beside:
     sms: int
 
 
-def choose_beside(rows: int, num_rows: int, shape: DecodedShape, sms: int) -> Beside | None:
-    """For `rows` that come on average and weights of `num_rows`; None to decode all before, with the same bits."""
+def choose_beside(rows: int, num_rows: int, weight_format: TokenFormat, shape: DecodedShape, sms: int) -> Beside | None:
+    """For `rows` that come on average and weights of `num_rows`; None to decode all before, with the same bits.
+
+    In MIDDLE, where the last tiles take a larger part of the time, MXFP8 lost by it.
+    """
     cuts = ceil_div(unit_rows(num_rows), shape.warpgroups)
     first = ROUNDS_BEFORE * ceil_div(sms, cuts) * shape.max_blocks
     decoders = ceil_div(sms * COLUMNS_OF_DECODING, num_rows + COLUMNS_OF_DECODING)
-    if shape is not PREFILL or rows < 2 * 8 * first or decoders > MOST_DECODERS:
+    gains = shape is PREFILL or (shape is MIDDLE and weight_format is NVFP4)
+    if not gains or rows < 2 * 8 * first or decoders > MOST_DECODERS:
         return None
     return Beside(first, decoders)
 
@@ -452,7 +456,7 @@ def _launch(
     sms = nvrtc.most_sms(w.device, num_sms)
     # Where SMs are left free, blocks that decode beside the GEMM could take those.
     with_others = a.decoded is None and num_sms is None
-    beside = choose_beside(a.likely_rows, w.num_rows, shape, sms) if with_others else None
+    beside = choose_beside(a.likely_rows, w.num_rows, w.format, shape, sms) if with_others else None
     defines, shared_bytes = macros(
         w.format,
         a.format,

@@ -229,13 +229,29 @@ def test_few_tokens_are_decoded_beside_the_gemm(weight: str, token: str, recorde
     assert registers <= REGISTERS_OF_A_BLOCK and shared <= 228 * 1024
 
 
-@pytest.mark.parametrize("k", [64, 2048, 7168])
-@pytest.mark.parametrize(("weight", "token"), [("nvfp4", "nvfp4"), ("nvfp4", "bf16"), ("mxfp8", "mxfp8")])
-def test_many_tokens_are_decoded_beside_the_gemm(weight: str, token: str, k: int, recorded: list[Recorded]) -> None:
+@pytest.mark.parametrize(
+    ("weight", "token", "k", "rows"),
+    [
+        ("nvfp4", "nvfp4", 64, 8192),
+        ("nvfp4", "nvfp4", 7168, 8192),
+        ("nvfp4", "nvfp4", 7168, 128 * 32),
+        ("nvfp4", "bf16", 2048, 8192),
+        ("nvfp4", "bf16", 2880, 128 * 32),
+        ("mxfp8", "mxfp8", 2048, 8192),
+        ("mxfp8", "mxfp8", 7168, 8192),
+    ],
+)
+def test_many_tokens_are_decoded_beside_the_gemm(
+    weight: str, token: str, k: int, rows: int, recorded: list[Recorded]
+) -> None:
     """By blocks of which an SM has one, and none of the GEMM, so that these are as many as are asked for."""
-    a, w = replace(rows_of(token, 16, k), expected_rows=8192), weights_of(weight, 4096, k, None)
+    a, w = replace(rows_of(token, 16, k), expected_rows=rows), weights_of(weight, 4096, k, None)
+    a = replace(a, group_offsets=torch.zeros(33, dtype=torch.int32), expert_ids=torch.zeros(32, dtype=torch.int32))
+    if a.group_scale_offsets is not None:
+        a = replace(a, group_scale_offsets=torch.zeros(32, dtype=torch.int32))
     decoded_gemm.decoded_gemm(a, w, torch.empty(16, 4096))
     first, rest, gemm = recorded
+    assert (gemm.defines["WARPGROUPS"] == MIDDLE.warpgroups) == (rows == 128 * 32)
     assert [launch.defines.get("BESIDE") for launch in recorded] == [0, 1, None]
     assert first.defines["MIN_BLOCKS"] == MANY_TOKENS.min_blocks and gemm.defines["COUNTED"] == 1
     team = int(rest.defines["TEAM"])
@@ -253,8 +269,14 @@ def test_many_tokens_are_decoded_beside_the_gemm(weight: str, token: str, k: int
 
 
 def test_decoding_beside_is_chosen_by_rows_and_columns() -> None:
-    def chosen(rows: int, n: int, shape: decoded_gemm.DecodedShape = PREFILL, sms: int = 132) -> Beside | None:
-        return choose_beside(rows, n, shape, sms)
+    def chosen(
+        rows: int,
+        n: int,
+        fmt: TokenFormat = MXFP8,
+        shape: decoded_gemm.DecodedShape = PREFILL,
+        sms: int = 132,
+    ) -> Beside | None:
+        return choose_beside(rows, n, fmt, shape, sms)
 
     # Two rounds of tiles of 256 weight rows and 128 tokens; half of the rows at most.
     assert chosen(8192, 4096) == Beside(first=2 * 9 * 16, sms=5) == chosen(2 * 8 * 288, 4096)
@@ -263,7 +285,9 @@ def test_decoding_beside_is_chosen_by_rows_and_columns() -> None:
     assert chosen(32768, 1536) == Beside(first=2 * 22 * 16, sms=11)
     # With fewer columns too many SMs would have to decode.
     assert chosen(10**6, 986) == Beside(first=2 * 33 * 16, sms=16) and chosen(10**6, 985) is None
-    assert chosen(8192, 4096, DECODE) is chosen(8192, 4096, MIDDLE) is None
+    # Tiles of MIDDLE have 128 weight rows and 160 tokens.
+    assert chosen(4096, 4096, NVFP4, MIDDLE) == Beside(first=2 * 5 * 20, sms=5)
+    assert chosen(4096, 4096, MXFP8, MIDDLE) is chosen(8192, 4096, NVFP4, DECODE) is None
     assert chosen(8192, 4096, sms=1) == Beside(first=2 * 16, sms=1)
 
 

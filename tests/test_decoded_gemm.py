@@ -18,7 +18,7 @@ from moe_runtime.formats import FORMATS
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import decoded_gemm
 from moe_runtime.kernels import grouped_gemm as gemm_module
-from moe_runtime.kernels.decoded_gemm import DECODE, MAX_GROUPS, PREFILL, Beside, DecodedShape
+from moe_runtime.kernels.decoded_gemm import DECODE, MAX_GROUPS, MIDDLE, PREFILL, Beside, DecodedShape
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.swizzle import swizzle_scales
 from moe_runtime.prepared import PreparedWeights
@@ -227,9 +227,15 @@ def as_both(monkeypatch: pytest.MonkeyPatch, multiply: Callable[[], torch.Tensor
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("shape", [MIDDLE, PREFILL], ids=["middle", "prefill"])
 @pytest.mark.parametrize(("weight", "token"), PAIRS)
 def test_tokens_are_decoded_beside_the_product(
-    weight: str, token: str, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    weight: str,
+    token: str,
+    shape: DecodedShape,
+    rng: torch.Generator,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Groups that are empty, skipped, inactive; gathered rows; K of one step of a warp and a part of another."""
     k = 336 if token != "mxfp8" else 352
@@ -241,7 +247,7 @@ def test_tokens_are_decoded_beside_the_product(
 
     def multiply() -> torch.Tensor:
         out = poisoned(a.capacity, 136, torch.bfloat16, device)
-        return grouped_gemm(for_shape(a, PREFILL), prepared, out=out)
+        return grouped_gemm(for_shape(a, shape), prepared, out=out)
 
     out = as_both(monkeypatch, multiply)
     exact = exact_gemm(a, w, device)

@@ -44,7 +44,9 @@ def _cases() -> Iterator[Case]:
         yield plain.test_group_shapes, {"sizes": sizes, "ids": ids}
     for weight, token in plain.PAIRS:
         yield plain.test_tokens_are_decoded_alike_in_both_shapes, {"weight": weight, "token": token}
-        yield plain.test_tokens_are_decoded_beside_the_product, {"weight": weight, "token": token}
+        for shape in (MIDDLE, PREFILL):
+            arguments = {"weight": weight, "token": token, "shape": shape}
+            yield plain.test_tokens_are_decoded_beside_the_product, arguments
     yield plain.test_nothing_to_do, {}
     yield plain.test_rows_past_the_capacity_are_left_alone, {}
     for active in (-1, 1, 99):
@@ -272,5 +274,5 @@ def test_mistakes_of_decoding_beside_are_found(
     emulator.edit = edit
     with pytest.raises(AssertionError, match=found):
         for _ in range(200):
-            plain.test_tokens_are_decoded_beside_the_product("nvfp4", "nvfp4", rng, CPU, monkeypatch)
+            plain.test_tokens_are_decoded_beside_the_product("nvfp4", "nvfp4", PREFILL, rng, CPU, monkeypatch)
     assert edited > 0
