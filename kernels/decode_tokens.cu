@@ -11,10 +11,11 @@
 // waits for them by `counters`: of tiles that its blocks have taken, then, for each block of 8 tokens from `begin` on, of
 // warps that have decoded a part of it.
 //
-// Macros: BESIDE, TEAM (warps of a block of threads that take a block of tokens together), THREADS of a block, MIN_BLOCKS (of an SM, for which registers are kept few; 0 leaves them to the compiler), AHEAD
-// (pieces of a row that a thread loads before it decodes the first), FMT (FormatCode), MAX_GROUPS, SCALE_BLOCK, PACKED
-// (ScaleLayout of the scales, else swizzled), BY_ROW (scales lie as the rows do, instead of either); `scale_ld` is the leading
-// dimension of packed scales, or bytes between those of rows.
+// Macros: BESIDE, TEAM (warps of a block of threads that take a block of tokens together), THREADS of a block, MIN_BLOCKS (of
+// an SM, for which registers are kept few; 0 leaves them to the compiler), AHEAD (pieces of a row that a thread loads before
+// it decodes the first), FMT (FormatCode), MAX_GROUPS, SCALE_BLOCK, PACKED (ScaleLayout of the scales, else swizzled), BY_ROW
+// (scales lie as the rows do, instead of either); `scale_ld` is the leading dimension of packed scales, or bytes between those
+// of rows.
 
 #include "bulk_store.cuh"
 #include "numbers.cuh"

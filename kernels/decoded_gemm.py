@@ -1,7 +1,8 @@
 """Grouped GEMM of Hopper for weights that are decoded to bf16 in registers (`nvfp4`, `mxfp8`): host side.
 
 `decode_tokens` gathers the rows once and decodes them to bf16; `decoded_gemm` streams the weights, which it reads once
-for up to 64, 128 or 160 tokens of a group, according to its shape. Gated results for another product with prepared
+for up to 64, 128 or 160 tokens of a group, according to its shape. Where many tokens come, few SMs decode most of them
+beside the product, which waits for each 8 by a counter (for half a minute at most; then the kernel fails). Gated results for another product with prepared
 weights are requantized and stored as `decode_tokens` would decode them, and that product starts beside the first unless
 it is to leave SMs free. See the `.cu` files for the way of the data and `decoded_layout.py` for the order of the
 weights. The Triton kernel of `grouped_gemm.py` is their sibling for other architectures.

@@ -16,7 +16,7 @@ import torch
 from moe_runtime import op_weights
 from moe_runtime.kernels import decoded_gemm, nvrtc
 from moe_runtime.kernels import grouped_gemm as gemm
-from moe_runtime.kernels.decoded_gemm import DECODE, MIDDLE, PREFILL, DecodedShape
+from moe_runtime.kernels.decoded_gemm import DECODE, MIDDLE, PREFILL, Beside, DecodedShape
 from moe_runtime.kernels.gemm_arguments import DEFAULT_INTERMEDIATE_GSF
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import GateUpOrder, SwiGLU
@@ -151,13 +151,19 @@ def test_as_on_a_gpu(
     assert {("decode_tokens.cu", "decode_tokens"), ("decoded_gemm.cu", "decoded_gemm")} <= emulator.launched
 
 
-@pytest.mark.parametrize("inner", [144, 192], ids=["four_kernels", "three"])
+@pytest.mark.parametrize(
+    ("inner", "beside"),
+    [(144, False), (192, False), (144, True), (192, True)],
+    ids=["plain", "decoded", "plain-beside", "decoded-beside"],
+)
 @pytest.mark.parametrize("schedule", range(SCHEDULES))
 def test_both_products_of_a_layer(
-    schedule: int, inner: int, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    schedule: int, inner: int, beside: bool, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each kernel is started as early as it asks for, and the second product beside the first that decodes for it."""
     monkeypatch.setattr(decoded_gemm, "_launch", LAUNCH)
+    if beside:
+        monkeypatch.setattr(decoded_gemm, "choose_beside", lambda *_: Beside(2, 2))
     k = 128
     gate_up = random_weights("nvfp4", 2, 2 * inner, k, rng, CPU, gate_up=True)
     down = random_weights("nvfp4", 2, 136, inner, rng, CPU)
