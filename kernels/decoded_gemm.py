@@ -1,11 +1,12 @@
 """Grouped GEMM of Hopper for weights that are decoded to bf16 in registers (`nvfp4`, `mxfp8`): host side.
 
 `decode_tokens` gathers the rows once and decodes them to bf16; `decoded_gemm` streams the weights, which it reads once
-for up to 64, 128 or 160 tokens of a group, according to its shape. Where many tokens come, few SMs decode most of them
-beside the product, which waits for each 8 by a counter (for half a minute at most; then the kernel fails). Gated results for another product with prepared
-weights are requantized and stored as `decode_tokens` would decode them, and that product starts beside the first unless
-it is to leave SMs free. See the `.cu` files for the way of the data and `decoded_layout.py` for the order of the
-weights. The Triton kernel of `grouped_gemm.py` is their sibling for other architectures.
+for up to 64, 128 or 160 tokens of a group, according to its shape. Where many tokens come, a few SMs decode most of
+them beside the product, which waits for each 8 by a counter (after half a minute the kernel fails). Gated results for
+another product with prepared weights are requantized and stored as `decode_tokens` would decode them, and that product
+starts beside the first unless it is to leave SMs free. See the `.cu` files for the way of the data and
+`decoded_layout.py` for the order of the weights. The Triton kernel of `grouped_gemm.py` is their sibling for other
+architectures.
 
 The order in which K is summed is that of `wgmma` over 16 columns at a time, in the order of `decoded_layout`: the same
 in all shapes, for every number of rows and whatever the neighbours.
@@ -19,8 +20,13 @@ Measured on one H200 (launch/results/gemm_h200.json), us; in parentheses torch's
     8 x 16, 32, 48 rows, (7168, 2048)                 21.8, 24.4, 26.9 (89, 93, 83)
     32 x 1, 4, 16, 32 rows, both, SwiGLU between      191, 190, 203, 228 (1009, 978, 909, 948)
     32 groups as 128 tokens a rank give, the same     240 (926)
-    32 x 1024 rows, both, SwiGLU between              3614 (3740, without SwiGLU); without rests 4116 (4427)
-    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       2463 / 1230 (2430 / 1243); without rests 2802 / 1386 (2852 / 1462)
+
+Many rows, whose tokens are decoded beside, on a slower one (launch/results/gemm_h200_beside.json); without rests behind
+the semicolons:
+
+    32 x 1024 rows, both, SwiGLU between              3613 (3889, without SwiGLU); 4189 (4486)
+    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       2448 / 1248 (2527 / 1281); 2915 / 1437 (2908 / 1502)
+    BF16 8 x 4096 by `tma_gemm`, the same             2465 / 1249; 2826 / 1447
 
 What bounds it, what each version brought, what was dropped and what is left: `kernels/grouped_gemm_notes.md`.
 """

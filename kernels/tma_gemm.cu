@@ -106,10 +106,9 @@ __device__ __forceinline__ void load_rows(const TensorMap* map, u32 to, u32 barr
 }
 
 // One half of a weight tile: 128 rows of `expert` from `column`. The map is [expert][half][row][k], or, interleaved,
-// [expert][row][half][k]; without gate and up there is one half of all rows. L2 goes by `policy` where blocks have no
-// cluster.
+// [expert][row][half][k]; without gate and up there is one half of all rows.
 __device__ __forceinline__ void load_half(
-    const TensorMap* map, u32 to, u32 barrier, int k, int column, int half, int expert, bool multicast, u64 policy) {
+    const TensorMap* map, u32 to, u32 barrier, int k, int column, int half, int expert, bool multicast) {
     int c1 = GATED ? column : column + half * HALF, c2 = GATED ? half : 0;
     if (GATED && ORDER == UP_GATE) c2 = 1 - half;
     if (GATED && ORDER == INTERLEAVED) {
@@ -121,12 +120,6 @@ __device__ __forceinline__ void load_half(
             "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.multicast::cluster "
             "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to), "l"(map), "r"(barrier), "r"(k), "r"(c1), "r"(c2),
             "r"(expert), "h"((u16)3)
-            : "memory");
-    } else if (CLUSTER == 1) {
-        asm volatile(
-            "cp.async.bulk.tensor.4d.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint "
-            "[%0], [%1, {%3, %4, %5, %6}], [%2], %7;" ::"r"(to), "l"(map), "r"(barrier), "r"(k), "r"(c1), "r"(c2),
-            "r"(expert), "l"(policy)
             : "memory");
     } else {
         asm volatile(
@@ -543,8 +536,6 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         // One thread sends for the tiles; all of them copy scales that TMA does not bring, and rows that are gathered.
         int thread = threadIdx.x % 128, chunk = thread % 8, first = thread / 8, under_way = -1;
         bool leader = thread == 0;
-        // Where few rows come nobody reads weights again.
-        u64 policy = CLUSTER == 1 ? policy_of_first_out() : 0;
         int told = 0;
         // A tile is written where that of TOLD tiles ago was: a warp that had not read it had kept the stages of those
         // between from being filled.
@@ -610,7 +601,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                         load_rows(&a_map, a + i * A_BOX * 128, ready, kb * BK, tile.start + i * A_BOX, shared_rows);
                     for (int h = shared_weights ? rank : 0; h < halves; h += shared_weights ? CLUSTER : 1)
                         load_half(
-                            &w_map, b + h * HALF_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights, policy);
+                            &w_map, b + h * HALF_BYTES, ready, kb * BK, tile.column, h, tile.expert, shared_weights);
                     if (scales_too) {
                         u32 scale = shared_address(scales) + round;
                         load_rows(&scales_map, scale, ready, kb, tile.start, false);

@@ -81,14 +81,12 @@ class Regime:
         box_rows: rows that one copy of the rows' tensor map brings; where there is no cluster, boxes without rows of
             the group are left out.
         band: column tiles that are walked together, all row tiles of them before the next; even with a cluster.
-        short_band: as many where rows of K have at most `SHORT_ROW_BYTES`.
     """
 
     name: str
     cluster: int
     box_rows: int
     band: int
-    short_band: int
 
     def stages(self, num_groups: int) -> int:
         """Stages that fit beside what else lies in shared memory."""
@@ -104,11 +102,9 @@ def other_bytes(num_groups: int) -> int:
     return 8 * STAGING_BYTES + MAX_STAGES * (SCALE_BYTES + 16) + TOLD * (8 + 16) + 16 * (num_groups + 1)
 
 
-DECODE = Regime("decode", cluster=1, box_rows=16, band=1, short_band=1)
-# 66 clusters at a time, 8 columns by 8 pairs of rows, read least: as many rows as weights. Of short rows more
-# fit into L2.
-PREFILL = Regime("prefill", cluster=2, box_rows=TILE_ROWS, band=8, short_band=16)
-SHORT_ROW_BYTES = 4096
+DECODE = Regime("decode", cluster=1, box_rows=16, band=1)
+# 66 clusters at a time, 8 columns by 8 pairs of rows, read least: as many rows as weights.
+PREFILL = Regime("prefill", cluster=2, box_rows=TILE_ROWS, band=8)
 
 
 def choose_regime(rows: int, num_groups: int) -> Regime:
@@ -333,7 +329,7 @@ def _launch(
             columns,
             ceil_div(row_bytes, 128),
             row_bytes,
-            regime.short_band if row_bytes <= SHORT_ROW_BYTES else regime.band,
+            regime.band,
             ctypes.c_float(formula.alpha),
             ctypes.c_float(float("inf") if formula.limit is None else formula.limit),
             # Adding -0 changes no number.

@@ -205,10 +205,10 @@ def with_gemm(page: str, folder: Path, root: Path) -> str:
 def with_few_gemms(page: str, folder: Path, root: Path) -> str:
     """`page` with a few cases of `launch.bench gemm`, on the GPU that floors were measured on, between its marks.
 
-    Raises as `with_results` does.
+    Of several runs there it is the one whose file comes first. Raises as `with_results` does.
     """
     found = [run for run in _gemm_runs(folder) if not gemm_table.foreign_note(run[1])]
-    runs = [(report, file.relative_to(root).as_posix()) for file, report in found]
+    runs = [(report, file.relative_to(root).as_posix()) for file, report in found[:1]]
     return _between(page, GEMM_START, GEMM_END, [gemm_table.short_markdown(*run) for run in runs])
 
 

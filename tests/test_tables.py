@@ -245,12 +245,14 @@ def test_a_few_gemms_stand_on_the_front_page(tmp_path: Path) -> None:
     (tmp_path / "gemm.json").write_text(json.dumps(report))
     elsewhere = report["environment"] | {"gpus": [{"name": "NVIDIA H100"}]}
     (tmp_path / "elsewhere.json").write_text(json.dumps(report | {"environment": elsewhere}))
+    (tmp_path / "gemm_later.json").write_text(json.dumps(report))
     page = f"a{tables.GEMM_START}old{tables.GEMM_END}z"
     made = tables.with_few_gemms(page, tmp_path, tmp_path.parent)
     lines = [line for line in made.splitlines() if line.startswith("| fp8_block")]
     assert lines[0] == "| fp8_block 32x32 both | 345 | 334 | 97% | 963 | 449 |"
     assert [line.split(" | ")[0].removeprefix("| ") for line in lines] == names[:2]
-    assert f"[JSON]({tmp_path.name}/gemm.json)" in made and "old" not in made and "elsewhere.json" not in made
+    assert f"[JSON]({tmp_path.name}/gemm.json)" in made and "old" not in made
+    assert "elsewhere.json" not in made and "later.json" not in made
     assert tables.with_few_gemms(made, tmp_path, tmp_path.parent) == made
 
 

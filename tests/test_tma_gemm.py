@@ -212,7 +212,7 @@ def check_tiles_of_stages(
 @gpu
 def test_bands_of_columns(rng: torch.Generator, device: torch.device) -> None:
     """More columns than a band has, and two pairs of row tiles and one alone."""
-    columns = (tma.PREFILL.short_band + 2) * 256 + 8
+    columns = (tma.PREFILL.band + 2) * 256 + 8
     w = random_weights("fp8_block", 2, columns, 128, rng, device)
     a = make_rows("fp8_block", [5, 520], 128, rng, device, num_experts=2)
     exact = exact_gemm(a, w, device)

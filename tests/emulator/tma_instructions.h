@@ -60,11 +60,6 @@ inline void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_b
   const int at[] = {c0, c1, c2, c3};
   emulator::tensor_load(to, map, barrier, at, 4, 0);
 }
-inline void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes_L2_cache_hint(
-    unsigned to, const void* map, unsigned barrier, int c0, int c1, int c2, int c3, Long policy) {
-  if (policy != 1 && policy != 2) emulator::fail("a copy with a policy that nobody made");
-  cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes(to, map, barrier, c0, c1, c2, c3);
-}
 inline void cp_async_bulk_tensor_4d_shared_cluster_global_mbarrier_complete_tx_bytes_multicast_cluster(
     unsigned to, const void* map, unsigned barrier, int c0, int c1, int c2, int c3, unsigned blocks) {
   const int at[] = {c0, c1, c2, c3};
