@@ -161,6 +161,7 @@ class Bench:
         by: str = OURS,
         *,
         weight_bytes: int = 0,
+        weight_copies: int = 1,
         phases: dict[str, Any] | None = None,
     ) -> None:
         """Add the record of a result: part `lap` of what was measured, on `operation`, by an implementation."""
@@ -183,6 +184,7 @@ class Bench:
                 "mode": config.resolved_mode,
                 "routing": self.routing,
                 "inputs_in_turn": len(self.turns),
+                "weight_copies": weight_copies,
                 **times_record(timing),
                 "moved_bytes": work.moved_bytes,
                 "work_flop": work.flops,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from moe_runtime.experts import Experts
 from moe_runtime.formats import TokenFormat
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.grouped_gemm import gemm_bytes, gemm_flops, grouped_gemm, grouped_gemm_swiglu
@@ -175,10 +176,15 @@ def whole_layer(bench: Bench) -> None:
     layer, config = bench.layer, bench.layer.config
     part = slice(0, bench.checked_tokens)
     by_itself = bench.routing == "router"
+    experts = _experts_in_turn(bench)
 
     def forward(number: int) -> torch.Tensor:
         x_TH, idx_TK, weights_TK = bench.turn(number)
-        return layer(x_TH) if by_itself else layer(x_TH, topk_idx=idx_TK, topk_weights=weights_TK)
+        layer.experts = experts[number % len(experts)]
+        try:
+            return layer(x_TH) if by_itself else layer(x_TH, topk_idx=idx_TK, topk_weights=weights_TK)
+        finally:
+            layer.experts = experts[0]
 
     y_TH = forward(0)[part]
     key = (bench.routing, config.max_tokens_per_rank, part.stop)
@@ -197,9 +203,18 @@ def whole_layer(bench: Bench) -> None:
         lambda number, lap: _discard(forward(number)), [check], capturable=bench.context.heap.graph_safe
     )
     weight_bytes = bench.experts.gate_up.num_bytes + bench.experts.down.num_bytes
-    bench.add("layer", measured, TOTAL, work, check, weight_bytes=weight_bytes)
+    bench.add("layer", measured, TOTAL, work, check, weight_bytes=weight_bytes, weight_copies=len(experts))
+    del experts[1:]
     _add_unfused_layer(bench, part, reference_TH, work)
     _add_torch_layer(bench, part, reference_TH, work)
+
+
+def _experts_in_turn(bench: Bench) -> list[Experts]:
+    """The layer's experts, and copies of them where a step would find much of them in the cache."""
+    experts = bench.experts
+    count = copies_to_rotate(bench.context.device, experts.gate_up.num_bytes + experts.down.num_bytes)
+    copies = (replace(experts, gate_up=experts.gate_up.clone(), down=experts.down.clone()) for _ in range(count - 1))
+    return [experts, *copies]
 
 
 def _add_unfused_layer(bench: Bench, part: slice, reference_TH: torch.Tensor, work: Work) -> None:

@@ -6,7 +6,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -14,12 +14,16 @@ import pytest
 import torch
 from rich.console import Console
 
+from moe_runtime.config import MoELayerConfig, RunConfig
 from moe_runtime.context import ExpertParallelContext
+from moe_runtime.experts import Experts
 from moe_runtime.formats import FORMATS
-from moe_runtime.launch import bounds, checks, layer_report, torch_layer, trace
+from moe_runtime.launch import bounds, checks, layer_bench, layer_operations, layer_report, torch_layer, trace
 from moe_runtime.launch.step_memory import StepMemory
 from moe_runtime.launch.torch_layer import Route, TorchLayer
 from moe_runtime.launch.unfused_layer import Rows
+from moe_runtime.launch.yardsticks import Yardsticks
+from moe_runtime.layer import MoELayer
 from moe_runtime.loading import ExpertTensors
 from moe_runtime.metrics import PhaseTimes, phase
 from moe_runtime.ops import pack_dense_128
@@ -324,3 +328,34 @@ def test_nobody_counts_memory_on_a_cpu() -> None:
     with StepMemory(torch.device("cpu")) as memory:
         torch.empty(1 << 20)
     assert memory.num_bytes is None
+
+
+@pytest.mark.cpu_only
+def test_steps_of_the_layer_take_copies_of_its_weights_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And leave it with its own."""
+    config = MoELayerConfig(
+        hidden_size=64, intermediate_size=64, num_experts=4, top_k=2, max_tokens_per_rank=5, token_format="nvfp4"
+    )
+    run, used = RunConfig(layer=config), []
+    monkeypatch.setattr(layer_operations, "copies_to_rotate", lambda device, num_bytes: 3)
+    multiply = Experts.__call__
+
+    def spy(self: Experts, *rows: Any, **out: Any) -> torch.Tensor:
+        used.append(self)
+        return multiply(self, *rows, **out)
+
+    monkeypatch.setattr(Experts, "__call__", spy)
+    with ExpertParallelContext(engine="torch") as context:
+        layer = MoELayer.from_run_config(run, context)
+        first = layer.experts
+        settings = layer_bench.Settings(operations=["layer"], iterations=4)
+        results = layer_operations.run(layer_bench.Bench(layer, run, "uniform", settings, Yardsticks(run)))
+    assert layer.experts is first
+    (ours,) = (result for result in results if result["implementation"] == layer_bench.OURS)
+    assert ours["weight_copies"] == 3 and ours["median_us"] > 0
+    taken = list(dict.fromkeys(id(experts) for experts in used))
+    # The check takes the first; warm-up and timed steps the next of each other.
+    timed = [taken.index(id(experts)) for experts in used][1:]
+    assert len(taken) == 3 and all((b - a) % 3 == 1 or b == 0 for a, b in pairwise(timed))
+    for name in ("gate_up", "down"):
+        assert len({id(getattr(experts, name)) for experts in used}) == 3
