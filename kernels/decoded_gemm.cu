@@ -237,9 +237,9 @@ __device__ __forceinline__ int fast_divided(int a, int b) { return static_cast<i
 // Walks the tiles of a block: one thread does, and tells the others.
 //
 // The tokens of a group are cut into parts, the weight rows of each part into cuts, as evenly as whole units can be. Blocks
-// take the cuts in turn, each a tile; with COUNTED whoever is free takes the next, since some begin late. Or, where there are no more parts than blocks, and the busiest block has fewer weight
-// rows that way, a block takes one cut at most, of several tiles. Where the last round has cuts for a third of the blocks at
-// most, these take pieces of them.
+// take the cuts in turn, each a tile; with COUNTED whoever is free takes the next, since some begin late. Or, where there are
+// no more parts than blocks, and the busiest block has fewer weight rows that way, a block takes one cut at most, of several
+// tiles. Where the last round has cuts for a third of the blocks at most, these take pieces of them.
 struct Walk {
   int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS];
   int num_groups, cuts, units, larger;  // `larger` cuts have a unit more than `units`

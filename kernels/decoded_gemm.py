@@ -38,7 +38,7 @@ from functools import cache
 
 import torch
 
-from moe_runtime.formats import NVFP4, TokenFormat, ceil_div
+from moe_runtime.formats import MXFP8, NVFP4, TokenFormat, ceil_div
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.decoded_layout import UNIT, chunk_units, stage_units, unit_bytes, unit_columns, unit_rows
@@ -189,16 +189,17 @@ class Beside:
     sms: int
 
 
-def choose_beside(rows: int, num_rows: int, weight_format: TokenFormat, shape: DecodedShape, sms: int) -> Beside | None:
+def choose_beside(rows: int, num_rows: int, token_format: TokenFormat, shape: DecodedShape, sms: int) -> Beside | None:
     """For `rows` that come on average and weights of `num_rows`; None to decode all before, with the same bits.
 
-    In MIDDLE, where the last tiles take a larger part of the time, MXFP8 lost by it.
+    In MIDDLE, where the last tiles take a larger part of the time, MXFP8 lost by it. BF16 tokens, which are only put in
+    order, were not timed so.
     """
     cuts = ceil_div(unit_rows(num_rows), shape.warpgroups)
     first = ROUNDS_BEFORE * ceil_div(sms, cuts) * shape.max_blocks
     decoders = ceil_div(sms * COLUMNS_OF_DECODING, num_rows + COLUMNS_OF_DECODING)
-    gains = shape is PREFILL or (shape is MIDDLE and weight_format is NVFP4)
-    if not gains or rows < 2 * 8 * first or decoders > MOST_DECODERS:
+    shapes = {NVFP4: (MIDDLE, PREFILL), MXFP8: (PREFILL,)}.get(token_format, ())
+    if shape not in shapes or rows < 2 * 8 * first or decoders > MOST_DECODERS:
         return None
     return Beside(first, decoders)
 
@@ -463,7 +464,7 @@ def _launch(
     sms = nvrtc.most_sms(w.device, num_sms)
     # Where SMs are left free, blocks that decode beside the GEMM could take those.
     with_others = a.decoded is None and num_sms is None
-    beside = choose_beside(a.likely_rows, w.num_rows, w.format, shape, sms) if with_others else None
+    beside = choose_beside(a.likely_rows, w.num_rows, a.format, shape, sms) if with_others else None
     defines, shared_bytes = macros(
         w.format,
         a.format,

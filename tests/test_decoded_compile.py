@@ -235,8 +235,7 @@ def test_few_tokens_are_decoded_beside_the_gemm(weight: str, token: str, recorde
         ("nvfp4", "nvfp4", 64, 8192),
         ("nvfp4", "nvfp4", 7168, 8192),
         ("nvfp4", "nvfp4", 7168, 128 * 32),
-        ("nvfp4", "bf16", 2048, 8192),
-        ("nvfp4", "bf16", 2880, 128 * 32),
+        ("nvfp4", "nvfp4", 2880, 128 * 32),
         ("mxfp8", "mxfp8", 2048, 8192),
         ("mxfp8", "mxfp8", 7168, 8192),
     ],
@@ -288,6 +287,7 @@ def test_decoding_beside_is_chosen_by_rows_and_columns() -> None:
     # Tiles of MIDDLE have 128 weight rows and 160 tokens.
     assert chosen(4096, 4096, NVFP4, MIDDLE) == Beside(first=2 * 5 * 20, sms=5)
     assert chosen(4096, 4096, MXFP8, MIDDLE) is chosen(8192, 4096, NVFP4, DECODE) is None
+    assert chosen(8192, 4096, BF16) is None
     assert chosen(8192, 4096, sms=1) == Beside(first=2 * 16, sms=1)
 
 
