@@ -9,7 +9,7 @@ Of an arrival at a barrier racecheck knows what its own thread has done before, 
 that a warpgroup has waited for, put other lanes before it. The kernels in CUDA C++ are therefore compiled with
 EACH_LANE_ARRIVES (`mbarrier.cuh`): every lane arrives for itself where elsewhere one does for its warp.
 
-On one H200 both tools found nothing in the 22 cases of each engine (launch/results/sanitizer_h200.json). What racecheck
+On one H200 both tools found nothing in the 26 cases of each engine (launch/results/sanitizer_h200.json). What racecheck
 had found in Triton's `_dispatch_send_kernel`, where an expert id is out of range: threads read the latch each for
 themselves, and warps that saw it differently waited at different barriers (`signalling.agreed` has them agree).
 """
