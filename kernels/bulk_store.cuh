@@ -3,12 +3,12 @@
 #ifndef MOE_RUNTIME_BULK_STORE
 #define MOE_RUNTIME_BULK_STORE
 
-#include "numbers.cuh"
+#include "mbarrier.cuh"
 
 // A copy of shared memory to any mapped global memory, done by the copy engine: 16-byte aligned, whole 16 bytes.
 __device__ __forceinline__ void bulk_store(u64 to, const void* from, int bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
-               "r"(static_cast<u32>(__cvta_generic_to_shared(from))), "r"(bytes)
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(from)),
+               "r"(bytes)
                : "memory");
 }
 

@@ -6,7 +6,7 @@
 // Macros: WAY (0: 16-byte stores to the peer, 1: copies of shared memory by the copy engine, 2: 16-byte loads from the
 // peer), WORLD, PIECE (bytes), THREADS.
 
-#include "numbers.cuh"
+#include "bulk_store.cuh"
 
 constexpr int WORDS = PIECE / 16, PER_THREAD = (WORDS + THREADS - 1) / THREADS;
 
@@ -29,7 +29,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       if (word < WORDS) words[i] = __ldcg(source + word);
     }
     if (WAY == 1) {
-      if (threadIdx.x == 0) asm volatile("cp.async.bulk.wait_group.read 1;" ::: "memory");
+      if (threadIdx.x == 0) bulk_await_read<1>();
       __syncthreads();
     }
 #pragma unroll
@@ -38,14 +38,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       if (word < WORDS) (WAY == 1 ? staged[stage] : target)[word] = words[i];
     }
     if (WAY == 1) {
-      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+      bulk_fence();
       __syncthreads();
       if (threadIdx.x == 0) {
-        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;\ncp.async.bulk.commit_group;" ::"l"(target),
-                     "r"(static_cast<u32>(__cvta_generic_to_shared(staged[stage]))), "n"(PIECE)
-                     : "memory");
+        bulk_store(reinterpret_cast<u64>(target), staged[stage], PIECE);
+        bulk_commit();
       }
     }
   }
-  if (WAY == 1 && threadIdx.x == 0) asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+  if (WAY == 1 && threadIdx.x == 0) bulk_await();
 }

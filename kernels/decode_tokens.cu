@@ -86,7 +86,7 @@ struct Outbox {
   }
 
   __device__ __forceinline__ void fill(int number, const u32 (&pairs)[8]) {
-    const u32 to = static_cast<u32>(__cvta_generic_to_shared(blocks)) + number * BLOCK_BYTES + (threadIdx.x & 31) * 16;
+    const u32 to = shared_address(blocks) + number * BLOCK_BYTES + (threadIdx.x & 31) * 16;
 #pragma unroll
     for (int j = 0; j < 8; j += 4) {
       asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + j * 128), "r"(pairs[j]),
@@ -157,8 +157,9 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     if (BY_ROW) {
       row_scales = source * scale_ld;
     } else if (GROUP_SCALES) {
-      const long long first = scale_offsets[group], row = PACKED ? first + local : (start / 128 + first) * 128 + local;
-      row_scales = PACKED ? row * 4 : swizzled_offset(row, 0, (columns + SCALE_BLOCK - 1) / SCALE_BLOCK);
+      const long long first = scale_offsets[group];
+      const long long scale_row = PACKED ? first + local : (start / 128 + first) * 128 + local;
+      row_scales = PACKED ? scale_row * 4 : swizzled_offset(scale_row, 0, ceil_div(columns, SCALE_BLOCK));
       of_four = PACKED ? scale_ld * 4 : 512;
     }
     // Kept as they are, since the compiler would rather make them again for each piece.

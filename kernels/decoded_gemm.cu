@@ -14,6 +14,7 @@
 // 2^100 times their value), KEEP_TOKENS (in L2, by which weights pass), COUNTED (decode_tokens.cu decodes tokens beside this
 // kernel and counts them), ALPHA, LIMIT, UP_OFFSET.
 
+#include "clock.cuh"
 #include "mbarrier.cuh"
 
 constexpr int QUANT_BYTES = W_FMT == NVFP4 ? 2048 : 4096;  // 64 rows x 64 columns
@@ -213,8 +214,7 @@ __device__ __forceinline__ void await_decoded(const u32* counters, int first, in
     for (u32 warps;;) {
       asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(warps) : "l"(counters + 1 + first + lane) : "memory");
       if (warps >= team) break;
-      long long now;
-      asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
+      const long long now = clock_ns();
       if (start == 0) start = now;
       if (now - start > PATIENCE_NS) __trap();
     }

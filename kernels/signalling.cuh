@@ -4,6 +4,7 @@
 // Macros: WORLD (at most 32), ABORT, ABORT_WORDS, TIMEOUT (ErrorCode); SENT_PARTS, TURN_BIT and COUNT_BITS where asked for.
 
 #include "bulk_store.cuh"
+#include "clock.cuh"
 #include "numbers.cuh"
 
 constexpr u32 ALL = 0xFFFFFFFFu;
@@ -39,12 +40,6 @@ struct Exchange {
   __device__ int* words(int peer) const { return reinterpret_cast<int*>(signals[peer]); }
   __device__ bool failed() const { return load_relaxed(latch) != 0; }
 };
-
-__device__ __forceinline__ long long clock_ns() {
-  long long now;
-  asm volatile("mov.u64 %0, %%globaltimer;" : "=l"(now));
-  return now;
-}
 
 // Epochs are compared by difference, which holds across the wrap of int32.
 __device__ __forceinline__ int ahead(int epoch, int of) {
