@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 
 from moe_runtime.formats import BF16, FORMATS, FP8_BLOCK, MXFP8, NVFP4, TokenFormat
-from moe_runtime.kernels import decoded_gemm, tma_gemm
+from moe_runtime.kernels import decode_tokens, decoded_gemm, tma_gemm
 from moe_runtime.kernels.decoded_layout import unit_columns
 from moe_runtime.kernels.runtime import CudaCase
 from moe_runtime.weights import SILU
@@ -23,33 +23,24 @@ FP8_WGMMA = {90: r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3"
 
 def _decoded(fmt: TokenFormat) -> Iterator[CudaCase]:
     for shape in (decoded_gemm.DECODE, decoded_gemm.MIDDLE, decoded_gemm.PREFILL):
-        for operation, out, decoded in ((PLAIN, None, False), (GATED, fmt, False), (GATED, fmt, True)):
-            activation = None if out is None else SILU
+        ways = [(PLAIN, False, False), (GATED, False, False), (GATED, True, False)]
+        if shape is decoded_gemm.PREFILL:
+            ways += [(PLAIN, False, True), (GATED, True, True)]
+        for operation, decoded, counted in ways:
+            gated = operation == GATED
             defines, _ = decoded_gemm.macros(
                 fmt,
                 fmt,
                 shape,
                 unit_columns(HIDDEN),
-                out,
+                fmt if gated else None,
                 torch.bfloat16,
-                activation,
+                SILU if gated else None,
                 out_decoded=decoded,
                 keep_tokens=decoded_gemm.keeps_tokens(GROUPS, HIDDEN, fmt, shape),
+                counted=counted,
             )
             yield CudaCase(operation, fmt.name, "decoded_gemm.cu", "decoded_gemm", defines, instruction=BF16_WGMMA)
-    for operation, out in ((PLAIN, None), (GATED, fmt)):
-        defines, _ = decoded_gemm.macros(
-            fmt,
-            fmt,
-            decoded_gemm.PREFILL,
-            unit_columns(HIDDEN),
-            out,
-            torch.bfloat16,
-            None if out is None else SILU,
-            out_decoded=out is not None,
-            counted=True,
-        )
-        yield CudaCase(operation, fmt.name, "decoded_gemm.cu", "decoded_gemm", defines, instruction=BF16_WGMMA)
 
 
 def _tma(fmt: TokenFormat) -> Iterator[CudaCase]:
@@ -92,13 +83,13 @@ AOT_CASES: tuple[CudaCase, ...] = (
     *(case for fmt in (FP8_BLOCK, BF16) for case in _tma(fmt)),
     *(
         CudaCase(
-            "decode_tokens", fmt.name, "decode_tokens.cu", "decode_tokens", decoded_gemm.token_macros(fmt, **layout)
+            "decode_tokens", fmt.name, "decode_tokens.cu", "decode_tokens", decode_tokens.token_macros(fmt, **layout)
         )
         for fmt in FORMATS.values()
         for layout in (
             {},
             {"packed": True},
-            {"shape": decoded_gemm.shape_beside(unit_columns(HIDDEN))},
+            {"shape": decode_tokens.shape_beside(unit_columns(HIDDEN))},
             *(({"by_row": True},) if fmt.swizzled else ()),
         )
         if fmt is not FP8_BLOCK

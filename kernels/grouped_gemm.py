@@ -21,7 +21,7 @@ import triton.language as tl
 
 from moe_runtime.formats import MXFP4, MXFP8, TokenFormat, ceil_div, token_format
 from moe_runtime.grouped import GroupedRows
-from moe_runtime.kernels import decoded_gemm, reference_gemm, tma_gemm
+from moe_runtime.kernels import decode_tokens, decoded_gemm, reference_gemm, tma_gemm
 from moe_runtime.kernels.activation import swiglu_tile
 from moe_runtime.kernels.gemm_arguments import check_activation, check_operands, check_out, empty_intermediate
 from moe_runtime.kernels.gemm_epilogue import half_rows, scaled, store_plain, store_quantized
@@ -358,7 +358,7 @@ def grouped_gemm_swiglu(
             decoded = decoded_gemm.takes_decoded(then)
             out, gsf = empty_intermediate(a, w, out_format, out_gsf, finished=False, stored=not decoded)
             if decoded:
-                out = replace(out, decoded=decoded_gemm.empty_decoded(a, out.num_columns))
+                out = replace(out, decoded=decode_tokens.empty_decoded(a, out.num_columns))
             decoded_gemm.decoded_gemm_swiglu(a, w, activation, out, gsf, num_sms=num_sms)
             return out
         w = _restored(w)

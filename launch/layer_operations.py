@@ -204,7 +204,7 @@ def whole_layer(bench: Bench) -> None:
     )
     weight_bytes = bench.experts.gate_up.num_bytes + bench.experts.down.num_bytes
     bench.add("layer", measured, TOTAL, work, check, weight_bytes=weight_bytes, weight_copies=len(experts))
-    del experts[1:]
+    del experts[1:]  # their memory is for the layers beside
     _add_unfused_layer(bench, part, reference_TH, work)
     _add_torch_layer(bench, part, reference_TH, work)
 

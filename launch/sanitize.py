@@ -37,6 +37,7 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import RoutingError
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels import decoded_gemm, nvrtc
+from moe_runtime.kernels.decode_tokens import Beside
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.launch import cases as random_cases
 from moe_runtime.launch import environment
@@ -137,7 +138,7 @@ def run_gemms(engine: str) -> None:
         for case in cases():
             rows = make_rows(case, SEED, rng, engine)
             first, last = (make_weights(case, product, rng, engine) for product in case.products)
-            plan = decoded_gemm.Beside(first=2, sms=3) if BESIDE in case.name else None
+            plan = Beside(first=2, sms=3) if BESIDE in case.name else None
             with patch.object(decoded_gemm, "choose_beside", lambda *_, plan=plan: plan):
                 for then in (None, last):
                     hidden = grouped_gemm_swiglu(rows, first, SILU, out_format=rows.format, then=then, engine=engine)

@@ -16,19 +16,23 @@ import torch
 from moe_runtime.formats import BF16, FORMATS, MXFP8, NVFP4, TokenFormat, ceil_div
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import decoded_gemm, nvrtc
+from moe_runtime.kernels.decode_tokens import (
+    FEW_TOKENS,
+    MANY_TOKENS,
+    MAX_GROUPS,
+    Beside,
+    TokenShape,
+    choose_token_shape,
+    decode_tokens,
+    empty_decoded,
+)
 from moe_runtime.kernels.decoded_gemm import (
     DECODE,
     DECODE_ROWS,
-    FEW_TOKENS,
-    MANY_TOKENS,
     MIDDLE,
     PREFILL,
-    Beside,
-    TokenShape,
     choose_beside,
     choose_shape,
-    choose_token_shape,
-    decode_tokens,
     keeps_tokens,
 )
 from moe_runtime.kernels.decoded_layout import unit_bytes, unit_columns, unit_rows, units_shape
@@ -110,7 +114,7 @@ def launched(
         name, *decoded = out.split()
         hidden, gsf = empty_intermediate(a, w, name, None)
         if decoded:
-            hidden = replace(hidden, decoded=decoded_gemm.empty_decoded(a, hidden.num_columns))
+            hidden = replace(hidden, decoded=empty_decoded(a, hidden.num_columns))
         decoded_gemm.decoded_gemm_swiglu(a, w, activation, hidden, gsf)
     tokens, gemm = recorded
     assert (tokens.name, gemm.name) == ("decode_tokens", "decoded_gemm")
@@ -295,7 +299,7 @@ def test_decoding_beside_is_chosen_by_rows_and_columns() -> None:
 def test_nothing_is_decoded_beside_on_few_sms_or_where_it_is_decoded(limited: str, recorded: list[Recorded]) -> None:
     a, w = replace(rows_of("nvfp4", 16, 64), expected_rows=8192), weights_of("nvfp4", 4096, 64, None)
     if limited == "decoded":
-        a = replace(a, decoded=decoded_gemm.empty_decoded(a, 64))
+        a = replace(a, decoded=empty_decoded(a, 64))
     decoded_gemm.decoded_gemm(a, w, torch.empty(16, 4096), num_sms=100 if limited == "SMs" else None)
     assert [launch.defines.get("COUNTED") for launch in recorded] == ([None, 0] if limited == "SMs" else [0])
 
@@ -357,7 +361,7 @@ def test_shape_is_chosen_by_rows_of_a_group() -> None:
 @pytest.mark.parametrize(
     ("change", "argument"),
     [
-        ({"expert_ids": torch.zeros(decoded_gemm.MAX_GROUPS + 1, dtype=torch.int32)}, "a.expert_ids"),
+        ({"expert_ids": torch.zeros(MAX_GROUPS + 1, dtype=torch.int32)}, "a.expert_ids"),
         ({"rows": torch.zeros(4, 68, dtype=torch.uint8)[:, 4:]}, "a.rows"),
         ({"rows": torch.zeros(4, 66, dtype=torch.uint8)[:, :64]}, "a.rows"),
     ],

@@ -16,9 +16,10 @@ import torch
 
 from moe_runtime.formats import FORMATS
 from moe_runtime.grouped import GroupedRows
-from moe_runtime.kernels import decoded_gemm
+from moe_runtime.kernels import decode_tokens, decoded_gemm
 from moe_runtime.kernels import grouped_gemm as gemm_module
-from moe_runtime.kernels.decoded_gemm import DECODE, MAX_GROUPS, MIDDLE, PREFILL, Beside, DecodedShape
+from moe_runtime.kernels.decode_tokens import FEW_TOKENS, MANY_TOKENS, MAX_GROUPS, Beside
+from moe_runtime.kernels.decoded_gemm import DECODE, MIDDLE, PREFILL, DecodedShape
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.swizzle import swizzle_scales
 from moe_runtime.prepared import PreparedWeights
@@ -200,8 +201,8 @@ def test_tokens_are_decoded_alike_in_both_shapes(
     w = PreparedWeights.prepare(random_weights(weight, 2, 40, k, rng, device))
     a = make_rows(token, [3, 0, 70, 41], k, rng, device, num_experts=2, gather=True, sparse_scales=True)
     results = []
-    for shape in (decoded_gemm.FEW_TOKENS, decoded_gemm.MANY_TOKENS):
-        monkeypatch.setattr(decoded_gemm, "choose_token_shape", lambda *_, shape=shape: shape)
+    for shape in (FEW_TOKENS, MANY_TOKENS):
+        monkeypatch.setattr(decode_tokens, "choose_token_shape", lambda *_, shape=shape: shape)
         results.append(poisoned(a.capacity, 40, torch.bfloat16, device))
         grouped_gemm(a, w, out=results[-1])
     assert_same_bits(*results, "both shapes")
@@ -215,13 +216,13 @@ BESIDES = [(Beside(1, 1), 8), (Beside(3, 2), 1), (Beside(1000, 3), 8)]
 def as_both(monkeypatch: pytest.MonkeyPatch, multiply: Callable[[], torch.Tensor]) -> torch.Tensor:
     """What `multiply` gives where all tokens are decoded before, the same bits as where they are beside it."""
     # Of a kernel that does not wait the product would read these.
-    empty = decoded_gemm.empty_decoded
-    monkeypatch.setattr(decoded_gemm, "empty_decoded", lambda *given: empty(*given).fill_(0xAB))
+    empty = decode_tokens.empty_decoded
+    monkeypatch.setattr(decode_tokens, "empty_decoded", lambda *given: empty(*given).fill_(0xAB))
     monkeypatch.setattr(decoded_gemm, "choose_beside", lambda *_: None)
     want = multiply()
     for beside, steps in BESIDES:
         monkeypatch.setattr(decoded_gemm, "choose_beside", lambda *_, beside=beside: beside)
-        monkeypatch.setattr(decoded_gemm, "STEPS_BESIDE", steps)
+        monkeypatch.setattr(decode_tokens, "STEPS_BESIDE", steps)
         assert_same_bits(multiply(), want, str(beside))
     return want
 

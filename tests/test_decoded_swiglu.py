@@ -11,7 +11,7 @@ import torch
 
 from moe_runtime.experts import Experts
 from moe_runtime.grouped import GroupedRows
-from moe_runtime.kernels import decoded_gemm
+from moe_runtime.kernels import decode_tokens
 from moe_runtime.kernels.decoded_gemm import DECODE, MIDDLE, PREFILL, DecodedShape
 from moe_runtime.kernels.gemm_arguments import DEFAULT_INTERMEDIATE_GSF
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
@@ -279,14 +279,14 @@ def test_a_result_is_decoded_for_the_product_that_follows(
     a = for_shape(make_rows(token, sizes, 128, rng, device, num_experts=2, spare=7, gather=True), shape)
     a = replace(a, row_scale=None if a.row_scale is None else a.row_scale * 0.02)
     a.rows[0] = 0x7F if token == "nvfp4" else a.rows[0]
-    empty = decoded_gemm.empty_decoded
-    monkeypatch.setattr(decoded_gemm, "empty_decoded", lambda *given: empty(*given).fill_(0xAB))
+    empty = decode_tokens.empty_decoded
+    monkeypatch.setattr(decode_tokens, "empty_decoded", lambda *given: empty(*given).fill_(0xAB))
     hidden = grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format=out)
     chained = grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format=out, then=down)
     assert hidden.decoded is None and (chained.decoded is not None) == IS_HOPPER
     if chained.decoded is not None:
         assert chained.scales is None and chained.rows.shape[0] == 0
-        want = _blocks(decoded_gemm.decode_tokens(hidden, 2), a)
+        want = _blocks(decode_tokens.decode_tokens(hidden, 2), a)
         assert want.unique().numel() > 20
         assert_same_bits(_blocks(chained.decoded, a), want, "decoded rows")
         with pytest.raises(ValueError, match=r"^a\.decoded: expected None but for prepared weights"):

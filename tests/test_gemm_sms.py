@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from moe_runtime.experts import Experts
-from moe_runtime.kernels import decoded_gemm, nvrtc
+from moe_runtime.kernels import decode_tokens, decoded_gemm, nvrtc
 from moe_runtime.kernels import tma_gemm as tma
 from moe_runtime.kernels.gemm_arguments import empty_intermediate
 from moe_runtime.prepared import PreparedWeights
@@ -71,7 +71,7 @@ def test_a_product_that_is_limited_does_not_start_beside_the_one_before(
     a = make_rows("nvfp4", SIZES, 256, rng, cpu, num_experts=4)
     for limit in (None, 116):
         hidden, gsf = empty_intermediate(a, gate_up, "nvfp4", None)
-        hidden = replace(hidden, decoded=decoded_gemm.empty_decoded(a, hidden.num_columns))
+        hidden = replace(hidden, decoded=decode_tokens.empty_decoded(a, hidden.num_columns))
         decoded_gemm.decoded_gemm_swiglu(a, gate_up, SwiGLU(), hidden, gsf, num_sms=limit)
         decoded_gemm.decoded_gemm(hidden, down, torch.empty(a.capacity, 256), num_sms=limit)
     first = [("decode_tokens", True), ("decoded_gemm", True)]
