@@ -16,7 +16,7 @@ RESULT_FORMATS = ("bf16", "mxfp8", "nvfp4")
 """Formats of a gated result of the GEMM of prepared weights."""
 
 MAX_PREPARED_EXPERTS = 512
-"""Groups that the GEMM of prepared weights takes (`kernels.decoded_gemm.MAX_GROUPS`)."""
+"""Groups that the GEMM of prepared weights takes (`kernels.decode_tokens.MAX_GROUPS`)."""
 
 
 @dataclass(frozen=True)
