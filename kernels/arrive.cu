@@ -21,7 +21,7 @@
 // WARPS (of a block), LOOPED (whether blocks take several chunks, one after the other, or shares of them), PLACES_BYTES
 // (shared memory of `arrive_place`), TILED (whether `arrive_scales` is launched), PACKED, IDS_FIRST, STAMPED, QUANT_BYTES,
 // SCALE_COLUMNS (0 where scales stay in the records), RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout,
-// SENT_PARTS, COUNT_BITS, TURN_BIT, STALE_HANDLE, MISMATCH and CAPACITY (ErrorCode), DISPATCH_WAIT (Phase).
+// SENT_PARTS, COUNT_BITS, TURN_BIT, STALE_HANDLE, MISMATCH and CAPACITY (ErrorCode), DISPATCH_RECV (Phase).
 
 #include "signalling.cuh"
 
@@ -74,7 +74,7 @@ struct Landing {
     const int lane = threadIdx.x & 31, word = lane < WORLD ? without_sign(__ldcg(counts + lane)) : tag;
     const u32 others = __ballot_sync(ALL, word < tag || word - tag > max_tokens);
     if (others && blockIdx.x == 0 && lane == __ffs(others) - 1)
-      record_failure(x, MISMATCH, lane, DISPATCH_WAIT, epoch, exchange_of(word), exchange_of(tag));
+      record_failure(x, MISMATCH, lane, DISPATCH_RECV, epoch, exchange_of(word), exchange_of(tag));
     return others != 0;
   }
 
@@ -101,7 +101,7 @@ struct Landing {
 // Records a handle whose half is another's by now. For the first warp at least.
 __device__ __forceinline__ void check_handle(const Exchange& x, const int* epoch_ptr, int epoch) {
   if (threadIdx.x == 0 && is_stale(epoch_ptr, epoch))
-    record_failure(x, STALE_HANDLE, x.rank, DISPATCH_WAIT, epoch, 0, 0);
+    record_failure(x, STALE_HANDLE, x.rank, DISPATCH_RECV, epoch, 0, 0);
   __syncwarp();
 }
 
@@ -131,7 +131,7 @@ __device__ __forceinline__ bool await_slots(const Exchange& x, const int* own, c
     if (waiting) waiting = behind();
     if (!__any_sync(ALL, waiting)) return false;
     if (spin % 16 != 0) continue;
-    if (Glance(x, own).trouble() || too_late(x, waiting, source, start, DISPATCH_WAIT, epoch)) return true;
+    if (Glance(x, own).trouble() || too_late(x, waiting, source, start, DISPATCH_RECV, epoch)) return true;
   }
 }
 
@@ -147,7 +147,7 @@ __device__ __forceinline__ bool await_tokens(const Exchange& x, const int* own, 
     // Words that nobody has written are those of epoch 0.
     const bool exact = early != 0 && epoch != 0;
     const int* word = exact ? own + early + min(lane, WORLD - 1) : flag;
-    failed = await(x, own, lane >= first && lane <= last, word, epoch, flag, epoch, DISPATCH_WAIT, epoch, exact);
+    failed = await(x, own, lane >= first && lane <= last, word, epoch, flag, epoch, DISPATCH_RECV, epoch, exact);
   }
   // One warp has looked, so that a block is of one mind.
   return __syncthreads_or(failed) == 0;
@@ -406,7 +406,7 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS, 
     __syncthreads();
     good = good && !places.others;
     if (good && places.rows > capacity && blockIdx.x == 0 && threadIdx.x == 0)
-      record_failure(x, CAPACITY, rank, DISPATCH_WAIT, epoch, places.rows, capacity);
+      record_failure(x, CAPACITY, rank, DISPATCH_RECV, epoch, places.rows, capacity);
     good = good && places.rows <= capacity;
     good = await_rows(x, own, epoch_ptr, epoch, chunk) && good;
     if (blockIdx.x == 0) {

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 STALE_HANDLE = tl.constexpr(int(ErrorCode.STALE_HANDLE))
 MISMATCH = tl.constexpr(int(ErrorCode.MISMATCH))
 CAPACITY = tl.constexpr(int(ErrorCode.CAPACITY))
-DISPATCH_WAIT = tl.constexpr(int(Phase.DISPATCH_WAIT))
+DISPATCH_RECV = tl.constexpr(int(Phase.DISPATCH_RECV))
 FP8_BLOCK = tl.constexpr(int(FormatCode.FP8_BLOCK))
 NVFP4 = tl.constexpr(int(FormatCode.NVFP4))
 
@@ -142,10 +142,10 @@ def _arrive_count_kernel(
 
         if tl.load(epoch_ptr) - epoch >= 2:
             record_failure(
-                error_ptr, latch_ptr, signal_ptrs, STALE_HANDLE, rank, DISPATCH_WAIT, epoch, 0, 0, rank, ABORT, WORLD
+                error_ptr, latch_ptr, signal_ptrs, STALE_HANDLE, rank, DISPATCH_RECV, epoch, 0, 0, rank, ABORT, WORLD
             )
         wait_for_peer(
-            words + DISPATCH_FLAG, epoch, source, DISPATCH_WAIT, epoch,
+            words + DISPATCH_FLAG, epoch, source, DISPATCH_RECV, epoch,
             error_ptr, latch_ptr, signal_ptrs, rank, timeout_ns, ABORT, WORLD, WORLD_PAD,
         )  # fmt: skip
         word = tl.load(words + TOKEN_COUNT, volatile=True)
@@ -153,7 +153,7 @@ def _arrive_count_kernel(
         count = (word & WITHOUT_SIGN) - tag
         if (has_failed(latch_ptr) == 0) & ((count < 0) | (count > max_tokens)):
             record_failure(
-                error_ptr, latch_ptr, signal_ptrs, MISMATCH, source, DISPATCH_WAIT, epoch,
+                error_ptr, latch_ptr, signal_ptrs, MISMATCH, source, DISPATCH_RECV, epoch,
                 exchange_of(word), exchange_of(tag), rank, ABORT, WORLD,
             )  # fmt: skip
         local = arrived_experts(
@@ -204,7 +204,7 @@ def _arrive_offsets_kernel(
     total = tl.sum(running, axis=0)
     if total > capacity:
         record_failure(
-            error_ptr, latch_ptr, signal_ptrs, CAPACITY, rank, DISPATCH_WAIT, tl.load(handle_epoch_ptr),
+            error_ptr, latch_ptr, signal_ptrs, CAPACITY, rank, DISPATCH_RECV, tl.load(handle_epoch_ptr),
             total, capacity, rank, ABORT, WORLD,
         )  # fmt: skip
     rows = tl.where(tl.load(latch_ptr, volatile=True) == 0, running, 0)

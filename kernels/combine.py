@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 STALE_HANDLE = tl.constexpr(int(ErrorCode.STALE_HANDLE))
 COMBINE_SEND = tl.constexpr(int(Phase.COMBINE_SEND))
-COMBINE_WAIT = tl.constexpr(int(Phase.COMBINE_WAIT))
+COMBINE_RECV = tl.constexpr(int(Phase.COMBINE_RECV))
 BF16 = tl.constexpr(int(FormatCode.BF16))
 FP8_BLOCK = tl.constexpr(int(FormatCode.FP8_BLOCK))
 
@@ -134,7 +134,7 @@ def _combine_send_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "rank", "combine_half", "timeout_ns"])
-def _combine_wait_kernel(
+def _combine_recv_kernel(
     y_ptr,
     shared_ptr,
     shared_stride,
@@ -168,11 +168,11 @@ def _combine_wait_kernel(
     flags = signals_of(signal_ptrs, rank) + COMBINE_FLAG + half * WORLD
     if tl.load(epoch_ptr) - epoch >= 2:
         record_failure(
-            error_ptr, latch_ptr, signal_ptrs, STALE_HANDLE, rank, COMBINE_WAIT, epoch, 0, 0, rank, ABORT, WORLD
+            error_ptr, latch_ptr, signal_ptrs, STALE_HANDLE, rank, COMBINE_RECV, epoch, 0, 0, rank, ABORT, WORLD
         )
     for peer in range(WORLD):
         wait_for_peer(
-            flags + peer, epoch, peer, COMBINE_WAIT, epoch,
+            flags + peer, epoch, peer, COMBINE_RECV, epoch,
             error_ptr, latch_ptr, signal_ptrs, rank, timeout_ns, ABORT, WORLD, WORLD_PAD,
         )  # fmt: skip
     failed = has_failed(latch_ptr)
@@ -279,7 +279,7 @@ def combine_send(
     )
 
 
-def combine_wait(
+def combine_recv(
     context: ExpertParallelContext,
     geometry: ExchangeGeometry,
     handle_epoch: torch.Tensor,
@@ -298,7 +298,7 @@ def combine_wait(
     """
     num_tokens = y_TH.shape[0]
     # A rank without tokens waits too, so that it learns of a peer's failure in the same step.
-    _combine_wait_kernel[(geometry.programs(num_tokens),)](
+    _combine_recv_kernel[(geometry.programs(num_tokens),)](
         y_TH,
         shared_TH if shared_TH is not None else y_TH,
         shared_TH.stride(0) if shared_TH is not None else 0,
@@ -329,8 +329,8 @@ def _aot_cases(wire: str, num_sms: int | None = None) -> tuple[AotCase, ...]:
         exchange_aot_case(
             "combine_send", wire, _combine_send_kernel, {"OUTPUT_BF16": False, **send}, {"output_ptr": "*fp32"}
         ),
-        exchange_aot_case("combine_wait", wire, _combine_wait_kernel, {"HAS_SHARED": True, **partial}),
-        exchange_aot_case("combine_wait", wire, _combine_wait_kernel, {"HAS_SHARED": False, **partial}),
+        exchange_aot_case("combine_recv", wire, _combine_recv_kernel, {"HAS_SHARED": True, **partial}),
+        exchange_aot_case("combine_recv", wire, _combine_recv_kernel, {"HAS_SHARED": False, **partial}),
     )
 
 

@@ -1,4 +1,4 @@
-"""The exchange on Hopper, in CUDA C++: siblings of Triton's `dispatch_send`, `arrive`, `combine_send`, `combine_wait`.
+"""The exchange on Hopper, in CUDA C++: siblings of Triton's `dispatch_send`, `arrive`, `combine_send`, `combine_recv`.
 
 Same arguments, same memory and same bits as `dispatch.py`, `arrive.py` and `combine.py`, so that ranks may differ in
 which they run. `hopper_shapes.py` says which layers they take, and what they are compiled with and launched over.
@@ -6,7 +6,7 @@ which they run. `hopper_shapes.py` says which layers they take, and what they ar
 The way of the data. `dispatch_send` quantizes a token, puts its record together in shared memory and copies it, whole,
 to each rank that holds one of its experts. `arrive_count`, `arrive_place` and `arrive_scales` wait for tokens, group
 their rows by expert, and copy rows and scales unless the GEMM finds them where they landed. `combine_send` sums the
-rows of a token that this rank has and copies the partial result home; `combine_wait` sums over ranks in a fixed order.
+rows of a token that this rank has and copies the partial result home; `combine_recv` sums over ranks in a fixed order.
 A kernel may begin while the one before it drains, unless it is to leave SMs free.
 
 The number is that of bytes over the links: `record_bytes` for each (token, rank that holds one of its experts), and
@@ -257,7 +257,7 @@ def combine_send(
     )
 
 
-def combine_wait(
+def combine_recv(
     context: ExpertParallelContext,
     geometry: ExchangeGeometry,
     handle_epoch: torch.Tensor,
@@ -266,14 +266,14 @@ def combine_wait(
     y_TH: torch.Tensor,
     timeout_ns: int,
 ) -> None:
-    """As `combine.combine_wait`."""
+    """As `combine.combine_recv`."""
     num_tokens = y_TH.shape[0]
     shared_TH = None if shared_TH is None else _aligned(shared_TH)
     defines = hopper_shapes.combine_defines(geometry, output_bf16=True, has_shared=shared_TH is not None)
     row_bytes = hopper_shapes.waited_bytes(geometry, shared_TH is not None)
     launch(
         "combine.cu",
-        "combine_wait",
+        "combine_recv",
         defines,
         # A rank without tokens waits too, so that it learns of a peer's failure in the same step.
         grid=(min(geometry.programs(num_tokens), most_sms(context.device)), 1, 1),

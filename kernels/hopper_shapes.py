@@ -113,7 +113,7 @@ def _sent_tokens(geometry: ExchangeGeometry) -> int:
 
 
 def waited_bytes(geometry: ExchangeGeometry, has_shared: bool) -> int:
-    """Of a row of the ring of `combine_wait`."""
+    """Of a row of the ring of `combine_recv`."""
     return max(geometry.partial_bytes, 2 * geometry.hidden if has_shared else 0)
 
 
@@ -268,7 +268,7 @@ def arrive_defines(geometry: ExchangeGeometry, *, scales: bool = True) -> Define
             "STALE_HANDLE": int(ErrorCode.STALE_HANDLE),
             "MISMATCH": int(ErrorCode.MISMATCH),
             "CAPACITY": int(ErrorCode.CAPACITY),
-            "DISPATCH_WAIT": int(Phase.DISPATCH_WAIT),
+            "DISPATCH_RECV": int(Phase.DISPATCH_RECV),
         }
     )
 
@@ -298,7 +298,7 @@ def combine_defines(geometry: ExchangeGeometry, *, output_bf16: bool, has_shared
             "PROGRESS_PARTS": PROGRESS_PARTS,
             "STALE_HANDLE": int(ErrorCode.STALE_HANDLE),
             "COMBINE_SEND": int(Phase.COMBINE_SEND),
-            "COMBINE_WAIT": int(Phase.COMBINE_WAIT),
+            "COMBINE_RECV": int(Phase.COMBINE_RECV),
         }
     )
 
@@ -320,7 +320,7 @@ def _aot_cases(fmt: str) -> Iterator[CudaCase]:
         for output_bf16 in (True, False):
             defines = combine_defines(geometry, output_bf16=output_bf16, has_shared=True)
             yield CudaCase("combine_send", fmt, "combine.cu", "combine_send", defines, instruction=BULK_STORE)
-        yield CudaCase("combine_wait", fmt, "combine.cu", "combine_wait", defines)
+        yield CudaCase("combine_recv", fmt, "combine.cu", "combine_recv", defines)
     yield from _limited_cases(fmt)
     geometry = sample_geometry(fmt, max_tokens=4096, packed=True)
     assert ids_first(geometry)

@@ -244,10 +244,10 @@ def arrive(
     record, layout, experts = geometry.record, context.signals_layout, geometry.num_local_experts
     epoch = int(handle_epoch[0])
     half, device = epoch & 1, context.device
-    _check_fresh(context, epoch, Phase.DISPATCH_WAIT)
+    _check_fresh(context, epoch, Phase.DISPATCH_RECV)
     for source in range(geometry.world_size):
         word = layout.dispatch_flag + half * geometry.world_size + source
-        _wait(context, [(word, epoch)], source, Phase.DISPATCH_WAIT, epoch, timeout_ns)
+        _wait(context, [(word, epoch)], source, Phase.DISPATCH_RECV, epoch, timeout_ns)
 
     landed = _landing(context, geometry, geometry.rank, half)
     words = _signals_of(context, geometry.rank)
@@ -258,7 +258,7 @@ def arrive(
     if int(context.latch[0]) == 0 and bool(other.any()):
         source = int(other.nonzero()[0])
         numbers = (exchange_of(int(words[first + source])), exchange_of(tag))
-        record_failure(context, ErrorCode.MISMATCH, source, Phase.DISPATCH_WAIT, epoch, *numbers)
+        record_failure(context, ErrorCode.MISMATCH, source, Phase.DISPATCH_RECV, epoch, *numbers)
     in_step = (torch.arange(geometry.max_tokens, device=device)[None, :] < tokens[:, None]).flatten()
     fresh = in_step & (_stamps(context, geometry, geometry.rank, half) == epoch) & (int(context.latch[0]) == 0)
     ids = _ids(context, geometry, half)
@@ -273,7 +273,7 @@ def arrive(
     total = int(order.shape[0])
     if total > geometry.row_capacity:
         record_failure(
-            context, ErrorCode.CAPACITY, geometry.rank, Phase.DISPATCH_WAIT, epoch, total, geometry.row_capacity
+            context, ErrorCode.CAPACITY, geometry.rank, Phase.DISPATCH_RECV, epoch, total, geometry.row_capacity
         )
         order, total = order[:0], 0
     slot_of, entry_of, expert_of = slot_of[order], entry_of[order], expert_of[order]
@@ -381,7 +381,7 @@ def combine_send(
         _signals_of(context, peer)[layout.combine_flag + half * geometry.world_size + geometry.rank] = epoch
 
 
-def combine_wait(
+def combine_recv(
     context: ExpertParallelContext,
     geometry: ExchangeGeometry,
     handle_epoch: torch.Tensor,
@@ -390,13 +390,13 @@ def combine_wait(
     y_TH: torch.Tensor,
     timeout_ns: int,
 ) -> None:
-    """See `moe_runtime.kernels.combine.combine_wait`."""
+    """See `moe_runtime.kernels.combine.combine_recv`."""
     epoch = int(handle_epoch[0])
     half = epoch & 1
-    _check_fresh(context, epoch, Phase.COMBINE_WAIT)
+    _check_fresh(context, epoch, Phase.COMBINE_RECV)
     for peer in range(geometry.world_size):
         word = context.signals_layout.combine_flag + half * geometry.world_size + peer
-        _wait(context, [(word, epoch)], peer, Phase.COMBINE_WAIT, epoch, timeout_ns)
+        _wait(context, [(word, epoch)], peer, Phase.COMBINE_RECV, epoch, timeout_ns)
     if int(context.latch[0]) != 0:
         y_TH.fill_(float("nan"))
         return

@@ -159,11 +159,11 @@ class Soak:
         idx_TK: torch.Tensor,
         weights_TK: torch.Tensor,
         *,
-        leave_scales: bool = False,
+        scales_in_record: bool = False,
     ) -> Checked:
         """The tokens there and back, and what came back beside what must; nothing waits for the host."""
         dispatcher = self.dispatchers[size]
-        arrived = dispatcher.dispatch(x_TH, idx_TK, weights_TK, leave_scales=leave_scales)
+        arrived = dispatcher.dispatch(x_TH, idx_TK, weights_TK, scales_in_record=scales_in_record)
         y_TH = dispatcher.combine(multiplying_experts(arrived), arrived.handle)
         return self._checked(y_TH, arrived.group_offsets, x_TH, idx_TK, weights_TK)
 
@@ -187,12 +187,12 @@ class Soak:
         It leaves block scales where they were sent, if it can; steps that are launched kernel by kernel copy them.
         """
         buffers = (self.x_TH[:size], self.idx_TK[:size], self.weights_TK[:size])
-        leave_scales = self.dispatchers[size].can_leave_scales
-        self._exchange(size, *buffers, leave_scales=leave_scales)
+        scales_in_record = self.dispatchers[size].can_keep_scales_in_record
+        self._exchange(size, *buffers, scales_in_record=scales_in_record)
         graph = torch.cuda.CUDAGraph()
         # Other threads (a process group's watchdog) may call CUDA meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            checked = self._exchange(size, *buffers, leave_scales=leave_scales)
+            checked = self._exchange(size, *buffers, scales_in_record=scales_in_record)
 
         def replay() -> Checked:
             checked.y_TH.fill_(float("nan"))

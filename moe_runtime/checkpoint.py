@@ -41,7 +41,7 @@ from moe_runtime.families import (
     moe_layers,
 )
 from moe_runtime.formats import WEIGHT_FORMATS, token_formats_for
-from moe_runtime.loading import FRESH, ExpertTensors, QuantRoom, Rooms
+from moe_runtime.loading import FRESH, ExpertTensors, QuantBuffer, QuantBuffers
 from moe_runtime.tensor_files import INDEX_FILE, SINGLE_FILE, TensorFiles, read_json, write_json
 from moe_runtime.weights import GateUpOrder
 
@@ -206,11 +206,11 @@ class Checkpoint:
         )
 
     def experts(
-        self, layer: int, expert_ids: Sequence[int], rooms: Rooms = FRESH
+        self, layer: int, expert_ids: Sequence[int], buffers: QuantBuffers = FRESH
     ) -> Generator[ExpertTensors, None, None]:
         """Experts of a layer one by one, in the order of `expert_ids`, as they are stored.
 
-        `rooms` make the memory of the quants of gate-and-up and of down, as `torch.empty` does.
+        `buffers` make the memory of the quants of gate-and-up and of down, as `torch.empty` does.
 
         Raises `ValueError` also for an expert that `config.json` does not have, and for tensors beside the experts'.
         """
@@ -221,14 +221,14 @@ class Checkpoint:
                     f"expert_ids: {self._source} says {reader.num_experts} experts, asked for expert {expert}"
                 )
         reader.check_names()
-        yield from reader.experts(expert_ids, rooms)
+        yield from reader.experts(expert_ids, buffers)
 
-    def rooms(self, layer: int, weight_format: str, count: int, device: torch.device) -> Rooms:
+    def quant_buffers(self, layer: int, weight_format: str, count: int, device: torch.device) -> QuantBuffers:
         """Memory to read the quants of `count` experts into: that in which they stay, where a layer with weights in
         `weight_format` on `device` has them as they are stored."""
         if device.type != "cpu" or not self.reader(layer).holds(WEIGHT_FORMATS[weight_format]):
             return FRESH
-        return QuantRoom(count), QuantRoom(count)
+        return QuantBuffer(count), QuantBuffer(count)
 
     def router(self, layer: int) -> RouterTensors:
         """The gate of a layer, with its biases."""

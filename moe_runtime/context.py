@@ -76,7 +76,7 @@ class ExpertParallelContext:
         engine: `triton` or `torch`, for the exchange.
         gemm_engine: `auto`, `triton` or `torch`, for the experts, as it was asked for.
         transport: name of the transport in use; `transport_reasons` says why not the others.
-        carrier: the `CollectiveTransport`; None where peers are mapped.
+        host_transport: the `CollectiveTransport`; None where peers are mapped.
         timeout_ns, startup_timeout_ns: the limits for kernels.
         signals_layout: word offsets in `signals`.
         half_bytes: bytes from one half of a region to the other, by region.
@@ -139,7 +139,7 @@ class ExpertParallelContext:
             self.engine = resolve_engine(engine, self.device)
             self.heap = heap
         self.transport = self.heap.name
-        self.carrier = CollectiveTransport(self.heap) if isinstance(self.heap, CollectiveHeap) else None
+        self.host_transport = CollectiveTransport(self.heap) if isinstance(self.heap, CollectiveHeap) else None
         self.rank = self.heap.rank
         self.world_size = self.heap.world_size
         self.signals_layout = SignalLayout(self.world_size)
@@ -208,13 +208,13 @@ class ExpertParallelContext:
             name = f"agreement {len(self._agreements)}" if about is None else about
             self._agreements.append((name, dict(agree)))
 
-    def number_exchange(self) -> int:
-        """The number of the next exchange, which ranks make in the same order."""
+    def next_exchange_id(self) -> int:
+        """The id of the next exchange; all ranks create exchanges in the same order."""
         self._exchanges += 1
         return self._exchanges - 1
 
-    def number_layer(self) -> int:
-        """The number of the next layer, which ranks make in the same order."""
+    def next_layer_id(self) -> int:
+        """The id of the next layer; all ranks create layers in the same order."""
         self._layers += 1
         return self._layers - 1
 
@@ -367,8 +367,8 @@ class ExpertParallelContext:
             with torch.cuda.stream(self._side_stream):
                 peers = [self.heap.peer_tensor("signals", peer).view(torch.int32) for peer in range(self.world_size)]
                 write_abort(self._abort_message, peers, self.signals_layout, self.rank)
-                if self.carrier is not None:
-                    self.carrier.post_abort(max(self.timeout_s, self.startup_timeout_s))
+                if self.host_transport is not None:
+                    self.host_transport.post_abort(max(self.timeout_s, self.startup_timeout_s))
         if self.group is not None:
             # Peers may wait on the host: for another layer, or in `close()`.
             self.group.leave(reason)
@@ -404,8 +404,8 @@ class ExpertParallelContext:
     def _close(self) -> None:
         if self.closed:
             return
-        if self.carrier is not None:
-            self.carrier.settle(self.timeout_s)
+        if self.host_transport is not None:
+            self.host_transport.settle(self.timeout_s)
         if self._side_stream is not None:
             # Every wait of a kernel ends, so this does; then all that peers have told of is there to be seen.
             torch.cuda.synchronize(self.device)

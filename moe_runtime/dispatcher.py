@@ -21,7 +21,7 @@ from moe_runtime.kernels.runtime import runs_cuda
 from moe_runtime.peers import collective_step
 from moe_runtime.token_format import RecordLayout
 
-STAGES = ("dispatch_wait", "combine_send", "combine_wait")
+STAGES = ("dispatch_recv", "combine_send", "combine_recv")
 """What is done with a handle, in this order."""
 ARRIVALS = ("group_offsets", "group_scale_offsets", "row_index_R", "rows_RQ", "scales", "row_scale_R", "counts")
 """What arrival writes, as `arrive` calls it; None where a format, mode or engine has no such thing."""
@@ -38,7 +38,7 @@ class DispatchHandle:
         num_parts: int32 `[T]`: partial results that come home for each of this rank's tokens.
         num_tokens: `T`.
         timeout_ns: how long its kernels wait for a peer: longer in the first step of a layer, which may compile them.
-        leave_scales: whether block scales are read where they were sent (`GroupedRows.scales_by_row`).
+        scales_in_record: whether block scales are read where they were sent (`GroupedRows.scales_by_row`).
     """
 
     geometry: ExchangeGeometry
@@ -47,7 +47,7 @@ class DispatchHandle:
     num_parts: torch.Tensor
     num_tokens: int
     timeout_ns: int
-    leave_scales: bool = False
+    scales_in_record: bool = False
     _stages: set[str] = field(default_factory=set, repr=False, compare=False)
     _results: dict[str, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
@@ -174,7 +174,7 @@ class TokenDispatcher:
             packed=resolve_mode(mode, max_tokens_per_rank, fmt.name) == "packed",
             row_capacity=min(worst, expert_row_capacity or worst),
             num_sms=num_sms,
-            number=context.number_exchange(),
+            exchange_id=context.next_exchange_id(),
         )
         self._exchange = _exchange(context, self.geometry)
         self._stepped = False
@@ -197,7 +197,9 @@ class TokenDispatcher:
             "input_scale": input_scale,
         }
         context.register(
-            agree=None if agreed else arguments, about=f"exchange {self.geometry.number}", **self.geometry.half_bytes()
+            agree=None if agreed else arguments,
+            about=f"exchange {self.geometry.exchange_id}",
+            **self.geometry.half_bytes(),
         )
 
     @classmethod
@@ -247,7 +249,7 @@ class TokenDispatcher:
     @not_compiled
     @by_one_thread
     def dispatch(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, leave_scales: bool = False
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, scales_in_record: bool = False
     ) -> DispatchedTokens:
         """Quantize this rank's tokens, send them to the ranks of their experts, and group what arrives here.
 
@@ -257,14 +259,15 @@ class TokenDispatcher:
             x: bf16 `[T, H]`, last dimension contiguous, `T <= max_tokens_per_rank`.
             topk_idx: int32 or int64 `[T, K]`; -1 is unrouted.
             topk_weights: fp32 `[T, K]`.
-            leave_scales: do not copy block scales into the layout of the consumer, where `can_leave_scales`: for
-                `grouped_gemm` with prepared weights, which reads them beside the rows. Ranks may differ in it.
+            scales_in_record: leave block scales in the records that arrived instead of copying them into the layout of
+                the consumer. For `grouped_gemm` with prepared weights, which reads them there. Only where
+                `can_keep_scales_in_record`; ranks may differ in it.
 
         Raises:
             ValueError: an argument of wrong shape, dtype, device or stride; the peers get `PeerAbortedError`.
             MoERuntimeError: what an earlier step, or on CPUs this step, recorded (see `ExpertParallelContext.check`).
         """
-        return self.dispatch_wait(self.dispatch_send(x, topk_idx, topk_weights, leave_scales=leave_scales))
+        return self.dispatch_recv(self.dispatch_send(x, topk_idx, topk_weights, scales_in_record=scales_in_record))
 
     @not_compiled
     @by_one_thread
@@ -284,17 +287,17 @@ class TokenDispatcher:
         Raises: as `dispatch`.
         """
         self.combine_send(expert_output, handle)
-        return self.combine_wait(handle, shared=shared)
+        return self.combine_recv(handle, shared=shared)
 
     @property
-    def can_leave_scales(self) -> bool:
+    def can_keep_scales_in_record(self) -> bool:
         """Whether block scales can be left where they were sent: those of `nvfp4` and `mxfp8`, by index, on Hopper."""
         geometry = self.geometry
         return geometry.token_format.swizzled and not geometry.packed and self._exchange.LEAVES_SCALES
 
     @by_one_thread
     def dispatch_send(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, leave_scales: bool = False
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, scales_in_record: bool = False
     ) -> DispatchHandle:
         """First half of `dispatch`: everything that does not wait for the peers' tokens.
 
@@ -304,8 +307,8 @@ class TokenDispatcher:
         """
         with collective_step(self.context):
             self._check_tokens(x, topk_idx, topk_weights)
-            if leave_scales and not self.can_leave_scales:
-                raise ValueError("leave_scales: expected False, this dispatcher copies scales as they arrive")
+            if scales_in_record and not self.can_keep_scales_in_record:
+                raise ValueError("scales_in_record: expected False, this dispatcher copies scales as they arrive")
             num_tokens, device = x.shape[0], self.context.device
             # Written later, maybe outside of the inference mode of now.
             with torch.inference_mode(False):
@@ -316,11 +319,11 @@ class TokenDispatcher:
                     torch.empty(num_tokens, dtype=torch.int32, device=device),
                     num_tokens,
                     self.context.timeout_ns if self._stepped else self.context.startup_timeout_ns,
-                    leave_scales,
+                    scales_in_record,
                 )
                 # A kernel that waits for peers may begin while the kernel before it runs, which may use memory that was
                 # freed since: what it writes is allocated before this rank sends.
-                handle._results.update(self._room_for_arrivals(leave_scales))
+                handle._results.update(self._room_for_arrivals(scales_in_record))
             self._exchange.dispatch_send(
                 self.context,
                 self.geometry,
@@ -333,8 +336,8 @@ class TokenDispatcher:
                 handle.num_parts,
                 handle.timeout_ns,
             )
-            if self.context.carrier is not None:
-                self.context.carrier.carry_dispatch(
+            if self.context.host_transport is not None:
+                self.context.host_transport.carry_dispatch(
                     self.context,
                     epoch=int(handle.epoch),
                     num_tokens=num_tokens,
@@ -346,11 +349,11 @@ class TokenDispatcher:
         return handle
 
     @by_one_thread
-    def dispatch_wait(self, handle: DispatchHandle) -> DispatchedTokens:
+    def dispatch_recv(self, handle: DispatchHandle) -> DispatchedTokens:
         """Second half of `dispatch`: wait for the peers' tokens and group them."""
         with collective_step(self.context):
             self._check_handle(handle)
-            handle.enter("dispatch_wait")
+            handle.enter("dispatch_recv")
             geometry, fmt = self.geometry, self.geometry.token_format
             room: dict[str, Any] = {name: handle._results.pop(name, None) for name in ARRIVALS}
             rows, scales = room["rows_RQ"], room["scales"]
@@ -364,7 +367,7 @@ class TokenDispatcher:
         return DispatchedTokens(
             format=fmt,
             rows=rows.view(fmt.quant_dtype) if rows is not None else self._landing_rows(),
-            scales=self._landing_scales() if handle.leave_scales else scales,
+            scales=self._landing_scales() if handle.scales_in_record else scales,
             row_scale=room["row_scale_R"],
             row_index=None if geometry.packed else room["row_index_R"],
             group_offsets=room["group_offsets"],
@@ -373,7 +376,7 @@ class TokenDispatcher:
             capacity=geometry.row_capacity,
             num_columns=geometry.hidden,
             num_active_experts=geometry.num_local_experts,
-            scales_by_row=handle.leave_scales,
+            scales_by_row=handle.scales_in_record,
             expected_rows=geometry.expected_rows,
             handle=handle,
         )
@@ -388,16 +391,16 @@ class TokenDispatcher:
                 raise ValueError("expert_output: expected a CombineSink of the same handle, got that of another")
             self._check_output(output)
             handle.enter("combine_send")
-            # What `combine_wait` writes, which may begin while the kernel before it runs: made before this rank sends.
+            # What `combine_recv` writes, which may begin while the kernel before it runs: made before this rank sends.
             shape = (handle.num_tokens, self.geometry.hidden)
             with torch.inference_mode(False):
                 handle._results["y"] = torch.empty(shape, dtype=torch.bfloat16, device=self.context.device)
             self._exchange.combine_send(
                 self.context, self.geometry, self._starts, output, handle.positions, handle.epoch
             )
-            if self.context.carrier is not None:
+            if self.context.host_transport is not None:
                 geometry = self.geometry
-                self.context.carrier.carry_combine(
+                self.context.host_transport.carry_combine(
                     self.context,
                     epoch=int(handle.epoch),
                     max_tokens=geometry.max_tokens,
@@ -408,7 +411,7 @@ class TokenDispatcher:
                 )
 
     @by_one_thread
-    def combine_wait(self, handle: DispatchHandle, *, shared: torch.Tensor | None = None) -> torch.Tensor:
+    def combine_recv(self, handle: DispatchHandle, *, shared: torch.Tensor | None = None) -> torch.Tensor:
         """Second half of `combine`: wait for the partial results and sum them; bf16 `[T, H]`.
 
         After a failure it is NaN, but for tokens that had come home before where they come part by part.
@@ -416,15 +419,15 @@ class TokenDispatcher:
         with collective_step(self.context):
             self._check_handle(handle)
             self.check_shared(shared, handle.num_tokens)
-            handle.enter("combine_wait")
+            handle.enter("combine_recv")
             y = handle._results.pop("y")
-            self._exchange.combine_wait(
+            self._exchange.combine_recv(
                 self.context, self.geometry, handle.epoch, handle.num_parts, shared, y, handle.timeout_ns
             )
             self._end()
         return y
 
-    def _room_for_arrivals(self, leave_scales: bool) -> dict[str, torch.Tensor]:
+    def _room_for_arrivals(self, scales_in_record: bool) -> dict[str, torch.Tensor]:
         """Uninitialised memory for what `arrive` writes, by the names of its arguments."""
         geometry, device = self.geometry, self.context.device
         fmt, capacity, experts = geometry.token_format, geometry.row_capacity, geometry.num_local_experts
@@ -438,11 +441,11 @@ class TokenDispatcher:
             room["rows_RQ"] = torch.empty(shape, dtype=torch.uint8, device=device)
         if fmt.has_row_scale:
             room["row_scale_R"] = torch.empty(capacity, dtype=torch.float32, device=device)
-        if fmt.swizzled and not leave_scales:
+        if fmt.swizzled and not scales_in_record:
             columns4 = ceil_div(fmt.scale_columns(geometry.hidden), 4)
             blocks = (geometry.scale_blocks, columns4, 32, 4, 4)
             room["scales"] = torch.empty(blocks, dtype=torch.uint8, device=device)
-        elif fmt.scale_dtype is not None and not leave_scales:
+        elif fmt.scale_dtype is not None and not scales_in_record:
             linear = (capacity, fmt.scale_columns(geometry.hidden))
             room["scales"] = torch.empty(linear, dtype=fmt.scale_dtype, device=device)
         counts = self._exchange.room_to_count(geometry, device)
@@ -535,7 +538,7 @@ class TokenDispatcher:
 
 
 def _exchange(context: ExpertParallelContext, geometry: ExchangeGeometry) -> Any:
-    """What has the functions of this layer: `dispatch_send`, `arrive`, `combine_send`, `combine_wait`.
+    """What has the functions of this layer: `dispatch_send`, `arrive`, `combine_send`, `combine_recv`.
 
     And `room_to_count`, for what `arrive` is given as `counts`, and `LEAVES_SCALES`, whether it may be given no scales.
     """
@@ -553,7 +556,7 @@ def _exchange(context: ExpertParallelContext, geometry: ExchangeGeometry) -> Any
         room_to_count=arrive.room_to_count,
         arrive=arrive.arrive,
         combine_send=combine.combine_send,
-        combine_wait=combine.combine_wait,
+        combine_recv=combine.combine_recv,
     )
 
 

@@ -22,9 +22,9 @@ class Phase(IntEnum):
 
     START_UP = 0
     DISPATCH_SEND = 1
-    DISPATCH_WAIT = 2
+    DISPATCH_RECV = 2
     COMBINE_SEND = 3
-    COMBINE_WAIT = 4
+    COMBINE_RECV = 4
     HOST = 5
     REPLACEMENT = 6
     """Experts move from rank to rank."""

@@ -19,7 +19,7 @@ import torch
 from moe_runtime.checkpoint_layouts import PLAIN, ScaleName, WeightLayout
 from moe_runtime.formats import MAX_ENCODE_SCALE, WEIGHT_BLOCK_N, TokenFormat, ceil_div
 from moe_runtime.kernels.swizzle import swizzle_scales
-from moe_runtime.loading import FRESH, ExpertTensors, Rooms
+from moe_runtime.loading import FRESH, ExpertTensors, QuantBuffers
 from moe_runtime.progress import one_ahead
 from moe_runtime.tensor_files import DTYPES, TensorFiles
 from moe_runtime.weights import ExpertWeights, GateUpOrder
@@ -73,35 +73,35 @@ class ExpertReader:
     inner: int
     num_experts: int
 
-    def experts(self, expert_ids: Sequence[int], rooms: Rooms = FRESH) -> Iterator[ExpertTensors]:
+    def experts(self, expert_ids: Sequence[int], buffers: QuantBuffers = FRESH) -> Iterator[ExpertTensors]:
         """Experts one by one, in the order of `expert_ids`.
 
-        `rooms` make memory for the quants of gate-and-up and of down; with others than `FRESH` a thread reads the next
+        `buffers` allocate the quants of gate-and-up and of down. Unless they are `FRESH`, a thread reads the next
         expert while one is in use.
         """
-        if rooms is FRESH:
+        if buffers is FRESH:
             return (self.expert(expert) for expert in expert_ids)
-        return self._read_ahead(expert_ids, rooms)
+        return self._read_ahead(expert_ids, buffers)
 
-    def _read_ahead(self, expert_ids: Sequence[int], rooms: Rooms) -> Iterator[ExpertTensors]:
+    def _read_ahead(self, expert_ids: Sequence[int], buffers: QuantBuffers) -> Iterator[ExpertTensors]:
         # Closed before an error goes on, whose traceback keeps it alive: the thread would open closed files again.
-        with closing(one_ahead(self._begin(expert, rooms) for expert in expert_ids)) as begun:
+        with closing(one_ahead(self._begin(expert, buffers) for expert in expert_ids)) as begun:
             for finish in begun:
                 yield finish()
 
-    def expert(self, expert: int, rooms: Rooms = FRESH) -> ExpertTensors:
+    def expert(self, expert: int, buffers: QuantBuffers = FRESH) -> ExpertTensors:
         """One expert, as it is stored."""
-        return self._begin(expert, rooms)()
+        return self._begin(expert, buffers)()
 
-    def _begin(self, expert: int, rooms: Rooms) -> Callable[[], ExpertTensors]:
+    def _begin(self, expert: int, buffers: QuantBuffers) -> Callable[[], ExpertTensors]:
         """Read an expert; what is left to do without the disk is left to the result."""
         if self.layout.stacked:
-            one = self._stacked(expert, rooms)
+            one = self._stacked(expert, buffers)
             return lambda: one
         gate, up, down = self.names.linears(expert)
         order, inner, hidden = self.names.order, self.inner, self.hidden
-        first = begin_linears(self.files, self.layout, (gate, up), inner, hidden, rooms[0], order)
-        second = begin_linears(self.files, self.layout, (down,), hidden, inner, rooms[1])
+        first = begin_linears(self.files, self.layout, (gate, up), inner, hidden, buffers[0], order)
+        second = begin_linears(self.files, self.layout, (down,), hidden, inner, buffers[1])
         biases: tuple[torch.Tensor, ...] = ()
         if self.names.biases:
             parts = [self._bias(gate, inner), self._bias(up, inner)]
@@ -179,12 +179,12 @@ class ExpertReader:
             return [f"{prefix}_bias" for prefix in self.names.stacks]
         return [f"{prefix}.bias" for prefix in self.names.linears(expert)]
 
-    def _stacked(self, expert: int, rooms: Rooms) -> ExpertTensors:
+    def _stacked(self, expert: int, buffers: QuantBuffers) -> ExpertTensors:
         weights: list[torch.Tensor | ExpertWeights] = []
         biases = []
         sizes = ((2 * self.inner, self.hidden), (self.hidden, self.inner))
         orders = (self.names.order, None)
-        for prefix, (rows, columns), order, empty in zip(self.names.stacks, sizes, orders, rooms, strict=True):
+        for prefix, (rows, columns), order, empty in zip(self.names.stacks, sizes, orders, buffers, strict=True):
             if self.names.biases:
                 bias = self.files.read(f"{prefix}_bias", (self.num_experts, rows), ("BF16", "F32"), item=expert)
                 biases.append(bias.float())

@@ -22,10 +22,10 @@ from moe_runtime.counters import LayerCounters
 from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.experts import Experts, swiglu_of
 from moe_runtime.formats import token_format
-from moe_runtime.loading import FRESH, ExpertTensors, Rooms, quantize_experts
+from moe_runtime.loading import FRESH, ExpertTensors, QuantBuffers, quantize_experts
 from moe_runtime.memory import staging_bytes
 from moe_runtime.metrics import PhaseTimes, phase
-from moe_runtime.peers import collective_step, told_to_peers
+from moe_runtime.peers import abort_peers_on_error, collective_step
 from moe_runtime.placement import Placement, placement_from_config
 from moe_runtime.plan import expert_starts
 from moe_runtime.progress import with_progress
@@ -64,7 +64,7 @@ class MoELayer(nn.Module):
         shared_expert: `moe_runtime.shared_expert.SharedExpert`; None where the config has none.
         times: set to a `PhaseTimes` to time each phase.
         counters: what `count_steps` made, None before.
-        number: tells layers of a context apart, equal on all ranks.
+        layer_id: of the layer in its context, equal on all ranks.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class MoELayer(nn.Module):
         self.context = context if context is not None else ExpertParallelContext()
         self._owns_context = context is None
         device = self.context.device
-        self.number = self.context.number_layer()
+        self.layer_id = self.context.next_layer_id()
         self.placement = placement
         self.slots: SlotTable | None = None
         agree: dict[str, object] = {**config.flat()}
@@ -92,7 +92,7 @@ class MoELayer(nn.Module):
             self._check_placement(placement)
             self.slots = SlotTable(placement, device)
             agree["placement"] = placement.fingerprint
-            if self.context.carrier is None:
+            if self.context.host_transport is None:
                 self.context.register(staging_bytes=staging_bytes(config, self.context.world_size))
         self.router: Router | None = None
         if router:
@@ -100,7 +100,7 @@ class MoELayer(nn.Module):
             self.router = Router(*sizes, config.router, device, engine=self.context.engine)
         num_slots = None if placement is None else placement.num_slots
         self.dispatchers = TokenDispatcher.of_all_sizes(self.context, config, num_slots=num_slots)
-        self.context.register(agree=agree, about=f"layer {self.number}")
+        self.context.register(agree=agree, about=f"layer {self.layer_id}")
         self.dispatcher = self.dispatchers[config.max_tokens_per_rank]
         self.experts: Experts | None = None
         self.shared_expert: SharedExpert | None = None
@@ -134,7 +134,7 @@ class MoELayer(nn.Module):
         _check_context(context)
         if context is None:
             return cls._over_own(context_from_config(run.parallel), partial(cls.from_run_config, run))
-        with told_to_peers(context):
+        with abort_peers_on_error(context):
             placement = None
             if run.placement is not None:
                 placement = placement_from_config(run.placement, run.layer.num_experts, context.world_size)
@@ -174,7 +174,7 @@ class MoELayer(nn.Module):
         _check_context(context)
 
         def make(context: ExpertParallelContext) -> MoELayer:
-            with told_to_peers(context):
+            with abort_peers_on_error(context):
                 return cls._of_checkpoint(path, layer, context, placement, overrides)
 
         return make(context) if context is not None else cls._over_own(ExpertParallelContext(), make)
@@ -224,7 +224,7 @@ class MoELayer(nn.Module):
         contradicts the checkpoint; the peers get `PeerAbortedError`. Formats may be others; a layer without a router
         may be of any `top_k`.
         """
-        with told_to_peers(self.context), opened(checkpoint) as files:
+        with abort_peers_on_error(self.context), opened(checkpoint) as files:
             self._load_checkpoint(files, layer, shared_elsewhere)
 
     def _load_checkpoint(self, checkpoint: Checkpoint, layer: int, shared_elsewhere: bool) -> None:
@@ -239,12 +239,12 @@ class MoELayer(nn.Module):
         if self.shared_expert is not None and shared is not None:
             self.shared_expert.load(shared.gate_proj, shared.up_proj, shared.down_proj, shared.token_gate)
         count = len(self.local_experts)
-        rooms = checkpoint.rooms(layer, self.config.weight_format, count, self.context.device)
+        buffers = checkpoint.quant_buffers(layer, self.config.weight_format, count, self.context.device)
         text = f"rank {self.context.rank}: layer {layer} of {checkpoint.folder.name}"
         # After an error too, its reader is done before anybody closes the files.
-        with closing(checkpoint.experts(layer, self.local_experts, rooms)) as experts:
-            self.load_experts(with_progress(experts, text, count, shown=self.context.rank == 0), rooms)
-        self.context.register(agree=checkpoint.digests(layer), about=f"layer {self.number}")
+        with closing(checkpoint.experts(layer, self.local_experts, buffers)) as experts:
+            self.load_experts(with_progress(experts, text, count, shown=self.context.rank == 0), buffers)
+        self.context.register(agree=checkpoint.digests(layer), about=f"layer {self.layer_id}")
 
     def load_random(self, seed: int) -> None:
         """Random weights from `seed`, of the sizes that keep activations near unit variance; equal on any `ep_size`.
@@ -268,17 +268,17 @@ class MoELayer(nn.Module):
                 parameter.data.copy_(normal(*parameter.shape))
 
     def load_experts(
-        self, experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]], rooms: Rooms = FRESH
+        self, experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]], buffers: QuantBuffers = FRESH
     ) -> None:
         """Quantize this rank's experts, in order: for each, gate-and-up `[2I, H]` and down `[H, I]`, bf16 or fp32.
 
         Where the config says `expert_bias` each is an `ExpertTensors` with its biases; one may hold quantized weights.
-        `rooms` is for readers. Raises `ValueError` as `moe_runtime.loading.quantize_experts`, and what `experts`
+        `buffers` is for readers. Raises `ValueError` as `moe_runtime.loading.quantize_experts`, and what `experts`
         raises; the peers get `PeerAbortedError`.
         """
         config = self.config
-        with told_to_peers(self.context):
-            gate_up, down = quantize_experts(experts, config, len(self.local_experts), self.context.device, rooms)
+        with abort_peers_on_error(self.context):
+            gate_up, down = quantize_experts(experts, config, len(self.local_experts), self.context.device, buffers)
             experts_of_rank = Experts(
                 gate_up,
                 down,
@@ -318,7 +318,7 @@ class MoELayer(nn.Module):
 
         Raises as a step does.
         """
-        with told_to_peers(self.context):
+        with abort_peers_on_error(self.context):
             warm_up([self])
 
     def count_steps(self) -> LayerCounters:
@@ -420,8 +420,8 @@ class MoELayer(nn.Module):
             dispatcher = self._dispatcher_for(tokens_TH.shape[0], max_tokens)
             slots = topk_idx if self.slots is None else self.slots(topk_idx, tokens_TH)
         with phase("dispatch_send", self.times):
-            leave_scales = self._leaves_scales(dispatcher)
-            handle = dispatcher.dispatch_send(tokens_TH, slots, topk_weights, leave_scales=leave_scales)
+            scales_in_record = self._leaves_scales(dispatcher)
+            handle = dispatcher.dispatch_send(tokens_TH, slots, topk_weights, scales_in_record=scales_in_record)
         if self.shared_expert is not None:
             with collective_step(self.context), torch.no_grad(), phase("shared_expert", self.times):
                 shared_TH = self.shared_expert(tokens_TH)
@@ -429,12 +429,12 @@ class MoELayer(nn.Module):
         return LayerStep(self, dispatcher, x.shape, handle, shared_TH, self.placement, routed, sent)
 
     @property
-    def leaves_scales(self) -> bool:
+    def scales_in_record(self) -> bool:
         """Whether its steps leave the block scales of tokens where they were sent: its experts find them by row."""
         return self._leaves_scales(self.dispatcher)
 
     def _leaves_scales(self, dispatcher: TokenDispatcher) -> bool:
-        return dispatcher.can_leave_scales and self.experts is not None and self.experts.takes_scales_by_row
+        return dispatcher.can_keep_scales_in_record and self.experts is not None and self.experts.takes_scales_by_row
 
     def _dispatcher_for(self, num_tokens: int, max_tokens: int | None) -> TokenDispatcher:
         """That of the smallest size with room for a step in which no rank has more than `max_tokens`."""

@@ -36,11 +36,11 @@ class ExpertTensors(NamedTuple):
     down_bias: torch.Tensor | None = None
 
 
-class QuantRoom:
-    """Memory on the CPU for the quants of `count` experts, which gives out that of one after the other.
+class QuantBuffer:
+    """One CPU buffer for the quants of `count` experts; each call returns the slice of the next expert.
 
-    Called as `torch.empty`. A reader that fills it spares a copy. Quants of another shape or dtype than the first ones
-    have no room here, as where a checkpoint stores some experts in fp32: they get memory of their own.
+    It is called as `torch.empty`. A reader that fills the slice saves a copy. Quants of another shape or dtype than the
+    first ones get memory of their own, as where a checkpoint stores some experts in fp32.
     """
 
     def __init__(self, count: int) -> None:
@@ -83,15 +83,15 @@ def _make_pages(first: int, end: int, kept: torch.Tensor) -> None:
             return
 
 
-Rooms = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
-"""What makes memory, as `torch.empty` does, for the quants of gate-and-up and for those of down."""
+QuantBuffers = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
+"""Allocators, called as `torch.empty`, for the quants of gate-and-up and for those of down."""
 
 
 def _fresh(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="cpu")
 
 
-FRESH: Rooms = (_fresh, _fresh)
+FRESH: QuantBuffers = (_fresh, _fresh)
 
 
 def quantize_experts(
@@ -99,13 +99,13 @@ def quantize_experts(
     config: MoELayerConfig,
     count: int,
     device: torch.device,
-    rooms: Rooms = FRESH,
+    buffers: QuantBuffers = FRESH,
 ) -> tuple[ExpertWeights, ExpertWeights]:
     """Gate-and-up and down of `count` experts in the weight format of `config`; one more is held at a time.
 
     Weights that are quantized already stay as they are where they have that format, bit for bit, and are dequantized
-    and quantized again where they have another. A pair is an expert without biases. Quants that a reader put into
-    `rooms` that are `QuantRoom`s stay there.
+    and quantized again where they have another. A pair is an expert without biases. Quants that a reader wrote into a
+    `QuantBuffer` of `buffers` stay there.
 
     Raises `ValueError` naming the tensor and the number of the expert, in the order they come: a wrong shape or order
     of gate and up, a bias that `config.expert_bias` does not expect, or misses; another number of experts.
@@ -119,11 +119,11 @@ def quantize_experts(
             _quantize(expert.down, expert.down_bias, fmt, None, device),
         )
         if whole is None:
-            whole = (_room_for(parts[0], count, rooms[0]), _room_for(parts[1], count, rooms[1]))
-        for room, part in zip(whole, parts, strict=True):
+            whole = (_empty_like(parts[0], count, buffers[0]), _empty_like(parts[1], count, buffers[1]))
+        for target, part in zip(whole, parts, strict=True):
             for name in _TENSORS:
                 if (value := getattr(part, name)) is not None:
-                    _put(getattr(room, name)[seen : seen + 1], value)
+                    _put(getattr(target, name)[seen : seen + 1], value)
         seen += 1
     if seen != count:
         raise ValueError(f"experts: expected {count} for this rank, got {seen}")
@@ -132,7 +132,7 @@ def quantize_experts(
         zeros = {name: _fresh(*shape, dtype=torch.bfloat16).zero_() for name, shape in _shapes(config).items()}
         gate_up = _quantize(zeros["gate_up"], zeros.get("gate_up_bias"), fmt, order, device)
         down = _quantize(zeros["down"], zeros.get("down_bias"), fmt, None, device)
-        whole = (_room_for(gate_up, 0), _room_for(down, 0))
+        whole = (_empty_like(gate_up, 0), _empty_like(down, 0))
     return whole
 
 
@@ -216,16 +216,17 @@ def _check_quantized(name: str, w: ExpertWeights, config: MoELayerConfig) -> Non
         raise ValueError(f"{name}: expected {'' if w.format.has_row_scale else 'no '}expert_scales in {w.format.name}")
 
 
-def _room_for(one: ExpertWeights, count: int, room: Callable[..., torch.Tensor] = torch.empty) -> ExpertWeights:
-    """Uninitialised weights of `count` experts like the single one of `one`; quants in `room` where `one` has its."""
-    rooms: dict[str, Any] = {}
-    if isinstance(room, QuantRoom) and room.tensor is not None and room.tensor.data_ptr() == one.quants.data_ptr():
-        rooms["quants"] = room.tensor.view(count, *one.quants.shape[1:])
+def _empty_like(one: ExpertWeights, count: int, buffer: Callable[..., torch.Tensor] = torch.empty) -> ExpertWeights:
+    """Uninitialised weights of `count` experts like the one of `one`; quants in `buffer` where those of `one` are."""
+    tensors: dict[str, Any] = {}
+    whole = buffer.tensor if isinstance(buffer, QuantBuffer) else None
+    if whole is not None and whole.data_ptr() == one.quants.data_ptr():
+        tensors["quants"] = whole.view(count, *one.quants.shape[1:])
     for name in _TENSORS:
         tensor = getattr(one, name)
-        if name not in rooms and tensor is not None:
-            rooms[name] = _populated(tensor.new_empty((count, *tensor.shape[1:])))
-    return replace(one, **rooms)
+        if name not in tensors and tensor is not None:
+            tensors[name] = _populated(tensor.new_empty((count, *tensor.shape[1:])))
+    return replace(one, **tensors)
 
 
 def _put(target: torch.Tensor, value: torch.Tensor) -> None:

@@ -112,7 +112,7 @@ class ExpertMover:
 
     def tell_done(self) -> None:
         """Tell all ranks that this one has all its experts."""
-        if self.context.carrier is not None:
+        if self.context.host_transport is not None:
             return
         number = int(self._words(self.rank).done[self.rank]) + 1
         for peer in range(self.context.world_size):
@@ -120,7 +120,7 @@ class ExpertMover:
 
     def wait_done(self) -> None:
         """Wait until all ranks have told so."""
-        if self.context.carrier is not None:
+        if self.context.host_transport is not None:
             self._carry({})
             return
         done = self._words(self.rank).done
@@ -129,9 +129,9 @@ class ExpertMover:
             self._wait(done, peer, number)
 
     def _carry(self, parcels: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        assert self.context.carrier is not None
+        assert self.context.host_transport is not None
         epoch = int(self.context.epoch[0])
-        return self.context.carrier.carry_bytes(
+        return self.context.host_transport.carry_bytes(
             self.context, phase=Phase.REPLACEMENT, epoch=epoch, num_bytes=self.num_bytes, parcels=parcels
         )
 
@@ -218,7 +218,7 @@ def move_experts(movers: Sequence[ExpertMover], moves: Sequence[Move]) -> None:
         if move.source_rank == move.target_rank:
             for mover in target:
                 mover.copy(move)
-        elif movers[0].context.carrier is not None:
+        elif movers[0].context.host_transport is not None:
             for mover in movers:
                 mover.carry(move)
         else:

@@ -30,7 +30,7 @@ from moe_runtime.families import GPT_OSS, MIXTRAL, Family, family_of, layer_conf
 from moe_runtime.formats import ceil_div
 from moe_runtime.layer import MoELayer, context_from_config
 from moe_runtime.loading import ExpertTensors
-from moe_runtime.peers import agree_on, tell_peers, told_to_peers
+from moe_runtime.peers import abort_peers, abort_peers_on_error, agree_on
 from moe_runtime.placement import Placement
 from moe_runtime.replacement import check_replacement
 
@@ -92,7 +92,7 @@ def apply_expert_parallel(
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     context = context_from_config(ParallelConfig() if parallel is None else parallel, mesh, device)
     try:
-        with told_to_peers(context):
+        with abort_peers_on_error(context):
             if not (experts is None or isinstance(experts, Checkpoint) or callable(experts)):
                 kinds = "a Checkpoint, a callable or None"
                 raise ValueError(f"experts: expected {kinds}, got {type(experts).__name__}")
@@ -276,7 +276,7 @@ class ExpertParallel:
             yield
             self._idle()
         except BaseException as error:
-            tell_peers(self.context, error)
+            abort_peers(self.context, error)
             if self.context.group is not None:
                 # They may wait for the next call of the model, also where this rank has failed before.
                 self.context.group.leave(reason_of(error))
@@ -300,7 +300,7 @@ class ExpertParallel:
         if not self._joined:
             self._most_tokens = None
             if x_TH.shape[0] > limit:
-                with told_to_peers(self.context):
+                with abort_peers_on_error(self.context):
                     raise ValueError(
                         f"max_tokens_per_rank: {limit}, got {x_TH.shape[0]} tokens; inside `ExpertParallel.join` they "
                         "would be split"

@@ -10,7 +10,7 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import MoERuntimeError, PeerAbortedError, Phase, reason_of
 
 
-def tell_peers(context: ExpertParallelContext, error: BaseException) -> None:
+def abort_peers(context: ExpertParallelContext, error: BaseException) -> None:
     """Tell the peers that this rank gives up. A rank without peers has no one to leave behind, and keeps its context.
 
     Does nothing on a rank that has failed already.
@@ -20,12 +20,12 @@ def tell_peers(context: ExpertParallelContext, error: BaseException) -> None:
 
 
 @contextmanager
-def told_to_peers(context: ExpertParallelContext) -> Iterator[None]:
+def abort_peers_on_error(context: ExpertParallelContext) -> Iterator[None]:
     """Around what only some ranks may fail at, such as reading their experts: the peers are told of an error within."""
     try:
         yield
     except BaseException as error:
-        tell_peers(context, error)
+        abort_peers(context, error)
         raise
 
 
@@ -38,11 +38,11 @@ def collective_step(context: ExpertParallelContext) -> Iterator[None]:
     context.allocate()
     context.check()
     context.follow_stream()
-    # Not `told_to_peers`: another context manager in each part of a step takes time of the host.
+    # Not `abort_peers_on_error`: another context manager in each part of a step takes time of the host.
     try:
         yield
     except BaseException as error:
-        tell_peers(context, error)
+        abort_peers(context, error)
         raise
 
 

@@ -35,7 +35,7 @@ def replace_experts(layers: Sequence[MoELayer], placement: Placement) -> None:
         moves = _moves_of(layers[0], placement)
         movers = [_mover_of(layer, moves) for layer in layers]
         proposal = {
-            "layer": layers[0].number,
+            "layer": layers[0].layer_id,
             "placement": placement.fingerprint,
             "experts": movers[0].layout,
         }

@@ -54,8 +54,8 @@ class LayerStep:
         with collective_step(layer.context):
             if self.placement != layer.placement:
                 raise ValueError("step: expected one that began after replace_experts, its tokens went to other slots")
-        with phase("dispatch_wait", layer.times):
-            arrived = self.dispatcher.dispatch_wait(self.handle)
+        with phase("dispatch_recv", layer.times):
+            arrived = self.dispatcher.dispatch_recv(self.handle)
         with collective_step(layer.context), phase("experts", layer.times):
             assert layer.experts is not None
             sink = CombineSink(self.handle)
@@ -70,8 +70,8 @@ class LayerStep:
 
     def gather(self) -> torch.Tensor:
         """Wait for the results of all ranks and sum them; bf16 `[T, H]`."""
-        with phase("combine_wait", self.layer.times):
-            return self.dispatcher.combine_wait(self.handle, shared=self.shared)
+        with phase("combine_recv", self.layer.times):
+            return self.dispatcher.combine_recv(self.handle, shared=self.shared)
 
 
 def advance(step: Generator[None, None, torch.Tensor]) -> torch.Tensor | None:

@@ -18,7 +18,7 @@ from moe_runtime.kernels import reference_exchange, runtime
 
 OnStore = Callable[[str, int, int, int], None]
 """`(field, peer, half, value)`: `field` is that of `SignalLayout`, or a region; `value` of a region is 0."""
-PHASES = ("dispatch_send", "arrive", "combine_send", "combine_wait")
+PHASES = ("dispatch_send", "arrive", "combine_send", "combine_recv")
 """Functions of an exchange, in the order of a step."""
 
 

@@ -18,7 +18,7 @@ from moe_runtime.kernels.reference_exchange import owners_of
 
 POISON = 0xCD
 POINTS = (
-    *("before combine_send", "after combine_send", "before combine_wait", "after combine_wait", "combine"),
+    *("before combine_send", "after combine_send", "before combine_recv", "after combine_recv", "combine"),
     *("combine_flag", "before dispatch_send", "after dispatch_send", "before arrive", "after arrive"),
     *("ready", "landing", "stamps", "token_count", "dispatch_flag"),
 )
@@ -108,9 +108,9 @@ class Watch:
         self.combining = int(arrived.handle.epoch)
         self.dispatcher.combine_send(output, arrived.handle)
 
-    def combine_wait(self, arrived: DispatchedTokens) -> torch.Tensor:
+    def combine_recv(self, arrived: DispatchedTokens) -> torch.Tensor:
         self.combining = int(arrived.handle.epoch)
-        y = self.dispatcher.combine_wait(arrived.handle)
+        y = self.dispatcher.combine_recv(arrived.handle)
         partials, parts = self.partials(self.combining & 1), arrived.handle.num_parts
         for token in range(self.geometry.max_tokens):
             unused = partials[token, int(parts[token]) if token < parts.shape[0] else 0 :]
@@ -119,7 +119,7 @@ class Watch:
         return y
 
     def has_arrived(self, handle: DispatchHandle) -> DispatchedTokens:
-        arrived = self.dispatcher.dispatch_wait(handle)
+        arrived = self.dispatcher.dispatch_recv(handle)
         half = int(handle.epoch) & 1
         records, stamps = self.landing(half)
         fresh = (handle.positions >= 0).any(dim=1)

@@ -152,10 +152,10 @@ def test_interpreted_kernels_in_processes_equal_twins_in_one_process(get_pool: A
                 d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(dispatchers, inputs, strict=True)
             ]
             for rank, (d, handle) in enumerate(zip(dispatchers, handles, strict=True)):
-                arrived = d.dispatch_wait(handle)
+                arrived = d.dispatch_recv(handle)
                 d.combine_send(foreseeable_output(arrived, rank), handle)
             for rank, (d, handle) in enumerate(zip(dispatchers, handles, strict=True)):
-                assert_same_bits(results[rank][2 * step + number], d.combine_wait(handle), f"{fmt} step {step}")
+                assert_same_bits(results[rank][2 * step + number], d.combine_recv(handle), f"{fmt} step {step}")
 
 
 def dispatch_ahead(rank: int, world: int, engine: str) -> list[int]:
@@ -170,8 +170,8 @@ def dispatch_ahead(rank: int, world: int, engine: str) -> list[int]:
         handles = [send(4), send(4)]
         if rank == 0:
             time.sleep(1.0)
-        arrived = [dispatcher.dispatch_wait(handle) for handle in handles]
-        arrived.append(dispatcher.dispatch_wait(send(0 if rank == 1 else 4)))
+        arrived = [dispatcher.dispatch_recv(handle) for handle in handles]
+        arrived.append(dispatcher.dispatch_recv(send(0 if rank == 1 else 4)))
         return [int(a.group_offsets[-1]) for a in arrived]
 
 

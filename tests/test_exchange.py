@@ -232,13 +232,13 @@ def test_scales_may_be_left_where_they_were_sent(
     monkeypatch.setattr(hopper_shapes, "SMALL_CHUNK_BYTES", 4096)
     forget_defines()
     twins, kernels = Ranks(3, device, "torch", **settings), Ranks(3, device, HOPPER, **settings)
-    assert not twins.dispatchers[0].can_leave_scales and kernels.dispatchers[0].can_leave_scales
+    assert not twins.dispatchers[0].can_keep_scales_in_record and kernels.dispatchers[0].can_keep_scales_in_record
     for step, tokens in enumerate(((max_tokens, 0, 3), (1, max_tokens, 2), (0, 0, 0))):
         inputs = [rank_input(seed + step, r, t, 512, 7, 3).to(device) for r, t in enumerate(tokens)]
         wanted, handles = twins.dispatch(inputs), []
         for own, data in zip(kernels.dispatchers, inputs, strict=True):
-            handles.append(own.dispatch_send(data.x, data.topk_idx, data.topk_weights, leave_scales=True))
-        found = [own.dispatch_wait(handle) for own, handle in zip(kernels.dispatchers, handles, strict=True)]
+            handles.append(own.dispatch_send(data.x, data.topk_idx, data.topk_weights, scales_in_record=True))
+        found = [own.dispatch_recv(handle) for own, handle in zip(kernels.dispatchers, handles, strict=True)]
         for rank, (a, b) in enumerate(zip(found, wanted, strict=True)):
             assert a.scales_by_row and not b.scales_by_row
             assert_same_bits(a.group_offsets, b.group_offsets, f"offsets of rank {rank}")
@@ -277,8 +277,8 @@ def test_scales_cannot_be_left_by_other_engines(device: torch.device, seed: int)
     sizes = {"hidden_size": 64, "num_experts": 2, "top_k": 1, "max_tokens_per_rank": 4}
     ranks = Ranks(1, device, "torch", token_format="nvfp4", **sizes)
     data = rank_input(seed, 0, 2, 64, 2, 1).to(device)
-    with pytest.raises(ValueError, match=r"^leave_scales: expected False"):
-        ranks.dispatchers[0].dispatch_send(data.x, data.topk_idx, data.topk_weights, leave_scales=True)
+    with pytest.raises(ValueError, match=r"^scales_in_record: expected False"):
+        ranks.dispatchers[0].dispatch_send(data.x, data.topk_idx, data.topk_weights, scales_in_record=True)
 
 
 @pytest.mark.parametrize("mode", ["indexed", "packed"])

@@ -78,7 +78,7 @@ def launches(geometry: ExchangeGeometry, *, mapped: bool = True, shared: bool = 
         hopper_exchange.dispatch_send(context, geometry, none, x, none, none, None, none, none, 1)
         hopper_exchange.arrive(context, geometry, none, 1, **room, rows_RQ=None, scales=None, row_scale_R=None)
         hopper_exchange.combine_send(context, geometry, none, x, none, none)
-        hopper_exchange.combine_wait(context, geometry, none, none, x if shared else None, x, 1)
+        hopper_exchange.combine_recv(context, geometry, none, none, x if shared else None, x, 1)
     return found
 
 
@@ -194,4 +194,4 @@ def test_what_torch_carries_is_waited_for() -> None:
     geometry = geometry_of(*EDGES["deepseek_v3"])
     assert all(launch.early for launch in launches(geometry))
     early = {launch.name: launch.early for launch in launches(geometry, mapped=False)}
-    assert not early["arrive_count"] and not early["arrive_place"] and not early["combine_wait"]
+    assert not early["arrive_count"] and not early["arrive_place"] and not early["combine_recv"]

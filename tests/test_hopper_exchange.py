@@ -168,7 +168,7 @@ def assert_same_steps(
             ]
             for dispatcher, a, output in zip(ranks.dispatchers, arrived, outputs, strict=True):
                 dispatcher.combine_send(output, a.handle)
-            y = [d.combine_wait(a.handle, shared=s) for d, a, s in zip(ranks.dispatchers, arrived, shared, strict=True)]
+            y = [d.combine_recv(a.handle, shared=s) for d, a, s in zip(ranks.dispatchers, arrived, shared, strict=True)]
             ys.append((arrived, y))
         (arrived_a, y_a), (arrived_b, y_b) = ys
         for rank, (a, b) in enumerate(zip(arrived_a, arrived_b, strict=True)):

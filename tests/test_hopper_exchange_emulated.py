@@ -194,7 +194,7 @@ def test_a_rank_that_stops_is_named_by_all_others(
             with pytest.raises(PeerTimeoutError) as caught:
                 context.check()
             assert caught.value.rank == lost
-            assert caught.value.phase == (Phase.COMBINE_WAIT if sends else Phase.DISPATCH_WAIT)
+            assert caught.value.phase == (Phase.COMBINE_RECV if sends else Phase.DISPATCH_RECV)
 
 
 @pytest.mark.parametrize("sizes", [{}, ONE_CHUNK], ids=["drawn", "one_chunk"])
@@ -339,7 +339,7 @@ def run_unawaited_dispatches(emulator: Emulator, seed: int) -> None:
                 alone.dispatch(*tokens)
             for _ in range(3):
                 handle = dispatcher.dispatch_send(*tokens)
-            found.append(dispatcher.dispatch_wait(handle))
+            found.append(dispatcher.dispatch_recv(handle))
     for context in ranks.contexts:
         context.check_peers()
     assert [int(a.group_offsets[-1]) for a in found] == [sum(map(len, expected_groups(inputs, range(2)))), 0]

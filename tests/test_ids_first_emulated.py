@@ -170,9 +170,9 @@ def test_a_peer_that_stops_on_the_way_is_named(
         of_half = layout.sent + half * 2 * hopper_shapes.SENT_PARTS
         context.signals[of_half : of_half + 2 * min(parts, hopper_shapes.SENT_PARTS)] = 1
     with pytest.raises(PeerTimeoutError) as caught:
-        dispatcher.dispatch_wait(handle)
+        dispatcher.dispatch_recv(handle)
         context.check()
-    assert (caught.value.rank, caught.value.phase) == (1, Phase.DISPATCH_WAIT)
+    assert (caught.value.rank, caught.value.phase) == (1, Phase.DISPATCH_RECV)
     assert_counters_are_zero(kernels)
 
 

@@ -61,7 +61,7 @@ def test_run_under_torchrun_reports_every_rank(tiny: Path) -> None:
     (rank_1,) = (row for row in cells if row[:3] == ["1", "13", "39"])
     assert rank_1[-1] == "inside" and float(rank_1[3]) <= float(rank_1[4]) == pytest.approx(0.0907, rel=1e-3)
     phases = {row[0]: [float(cell) for cell in row[1:]] for row in cells if len(row) == 4}
-    assert list(phases) == ["route", "dispatch_send", "dispatch_wait", "experts", "combine_send", "combine_wait"]
+    assert list(phases) == ["route", "dispatch_send", "dispatch_recv", "experts", "combine_send", "combine_recv"]
     assert all(largest == max(ranks) for *ranks, largest in phases.values())
     bars = [line.split() for line in done.stdout.splitlines() if " expert " in line]
     assert [bar[3] for bar in bars] == list("01234") and [bar[1] for bar in bars] == list("00011")

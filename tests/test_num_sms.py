@@ -130,11 +130,11 @@ def test_limited_launches_compile_to_what_can_be_launched(case: str) -> None:
 def test_few_sms_have_many_bytes_under_way() -> None:
     """At DeepSeek-V3's size, where a block has an SM for itself: 4 tokens to send, or 14 and 16 rows to add up."""
     found = {launch.name: launch for launch in launches(replace(geometry_of(*EDGES["deepseek_v3"]), num_sms=16))}
-    send, combine_send, combine_wait = (found[name] for name in ("dispatch_send", "combine_send", "combine_wait"))
+    send, combine_send, combine_recv = (found[name] for name in ("dispatch_send", "combine_send", "combine_recv"))
     assert (send.grid[0], send.block, send.defines["TEAMS"]) == (16, 4 * 224, 4)
     assert (combine_send.grid[0], combine_send.defines["PLACES"]) == (16, 14)
-    assert (combine_wait.grid[0], combine_wait.defines["PARTIALS"]) == (16, 16)
-    assert 14 * 14336 < combine_send.shared_bytes and 16 * 14336 == combine_wait.shared_bytes
+    assert (combine_recv.grid[0], combine_recv.defines["PARTIALS"]) == (16, 16)
+    assert 14 * 14336 < combine_send.shared_bytes and 16 * 14336 == combine_recv.shared_bytes
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 2.0])

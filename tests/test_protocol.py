@@ -94,7 +94,7 @@ def run_rounds(
                     check_arrival(arrived, steps[i], local)
                     if combined:
                         watch.combine_send(expert_rows(arrived, rank), arrived)
-                        y = watch.combine_wait(arrived)
+                        y = watch.combine_recv(arrived)
                         assert_same_bits(y, expected_y(steps[i], dispatcher.geometry), f"y of round {number}")
                         ys.append(y)
                 if slow and not combined and rank == 0:

@@ -371,7 +371,7 @@ def fail_in_the_middle(
     layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
     if rank == 2:
         break_after(3, kind)
-    elif kind != "raises" and context.carrier is None:
+    elif kind != "raises" and context.host_transport is None:
         context.timeout_s = WITHOUT_ONE_S
     dist.barrier()
     start = time.monotonic()

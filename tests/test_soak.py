@@ -99,15 +99,15 @@ class Faulty(TokenDispatcher):
         self.calls, self.done = -1, []
 
     def dispatch_send(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, leave_scales: bool = False
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, scales_in_record: bool = False
     ) -> DispatchHandle:
         self.calls += 1
         if self.fault == "tokens change places" and self.calls in self.at:
             x = x.roll(1, 0)
-        return super().dispatch_send(x, topk_idx, topk_weights, leave_scales=leave_scales)
+        return super().dispatch_send(x, topk_idx, topk_weights, scales_in_record=scales_in_record)
 
-    def dispatch_wait(self, handle: DispatchHandle) -> DispatchedTokens:
-        arrived = super().dispatch_wait(handle)
+    def dispatch_recv(self, handle: DispatchHandle) -> DispatchedTokens:
+        arrived = super().dispatch_recv(handle)
         if self.calls in self.at:
             total = int(arrived.group_offsets[-1])
             assert total > 0

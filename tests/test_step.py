@@ -74,7 +74,7 @@ def test_router_shared_expert_load_and_times_see_every_token(
         assert layer(x).shape == x.shape
         assert sum(counters.read().expert_tokens) == 10 * TOP_K
         times = layer.times.milliseconds()
-        for name in ("dispatch_send", "shared_expert", "dispatch_wait", "experts", "combine_send", "combine_wait"):
+        for name in ("dispatch_send", "shared_expert", "dispatch_recv", "experts", "combine_send", "combine_recv"):
             assert len(times[name]) == 1, name
 
 
@@ -128,10 +128,10 @@ def test_a_second_thread_is_refused_and_changes_nothing(seed: int) -> None:
             "replace_experts": lambda: layer.replace_experts(None),
             "dispatch": lambda: other.dispatcher.dispatch(x, *routed),
             "dispatch_send": lambda: other.dispatcher.dispatch_send(x, *routed),
-            "dispatch_wait": lambda: other.dispatcher.dispatch_wait(step.handle),
+            "dispatch_recv": lambda: other.dispatcher.dispatch_recv(step.handle),
             "combine": lambda: other.dispatcher.combine(x, step.handle),
             "combine_send": lambda: other.dispatcher.combine_send(x, step.handle),
-            "combine_wait": lambda: other.dispatcher.combine_wait(step.handle),
+            "combine_recv": lambda: other.dispatcher.combine_recv(step.handle),
         }
         refused: list[str] = []
         experts = layer.experts

@@ -55,9 +55,9 @@ def test_ranks_that_are_told_tell_it_on(
 
 def test_what_is_told_on_reads_as_from_whom_it_came() -> None:
     quiet = [0] * ABORT_WORDS
-    told_on = [int(ErrorCode.TIMEOUT), int(Phase.COMBINE_WAIT), 7, 1, 5000, 0, 1 + 3, 0]
+    told_on = [int(ErrorCode.TIMEOUT), int(Phase.COMBINE_RECV), 7, 1, 5000, 0, 1 + 3, 0]
     failure = find_failure([0] * ERROR_WORDS, [quiet, quiet, told_on, quiet], str)
-    assert str(failure) == "rank 3, combine_wait of epoch 7: rank 1 did not answer within 5 s"
+    assert str(failure) == "rank 3, combine_recv of epoch 7: rank 1 did not answer within 5 s"
 
 
 TELLS_LATE = "store_release(x.error, code);"
@@ -139,12 +139,12 @@ def fails_ahead(seed: int, emulator: Emulator) -> None:
 
     first = [send(rank, 0) for rank in range(2)]
     send(0, 1)
-    kernels.dispatchers[0].dispatch_wait(first[0])
+    kernels.dispatchers[0].dispatch_recv(first[0])
     with emulator.together() as choose:
         choose(0)
         send(0, 2)
         choose(1)
-        found = kernels.dispatchers[1].dispatch_wait(first[1])
+        found = kernels.dispatchers[1].dispatch_recv(first[1])
     error = kernels.contexts[1].error.tolist()
     if error[0] != 0:
         assert error[:3] == [ErrorCode.ROUTING, 0, Phase.DISPATCH_SEND], error

@@ -96,7 +96,7 @@ class Ranks:
         handles = [
             d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(self.dispatchers, inputs, strict=True)
         ]
-        return [d.dispatch_wait(handle) for d, handle in zip(self.dispatchers, handles, strict=True)]
+        return [d.dispatch_recv(handle) for d, handle in zip(self.dispatchers, handles, strict=True)]
 
     def combine(
         self, arrived: list[DispatchedTokens], outputs: list[torch.Tensor], shared: list[torch.Tensor] | None = None
@@ -104,7 +104,7 @@ class Ranks:
         for d, a, output in zip(self.dispatchers, arrived, outputs, strict=True):
             d.combine_send(output, a.handle)
         return [
-            d.combine_wait(a.handle, shared=None if shared is None else shared[rank])
+            d.combine_recv(a.handle, shared=None if shared is None else shared[rank])
             for rank, (d, a) in enumerate(zip(self.dispatchers, arrived, strict=True))
         ]
 
