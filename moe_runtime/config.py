@@ -5,24 +5,28 @@ YAML is read with a safe loader; every complaint is a `ValueError` that names th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from moe_runtime.deprecation import warn_renamed
 from moe_runtime.formats import WEIGHT_FORMATS, token_formats_for, weight_format
 
 FormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4"]
 WeightFormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4", "mxfp4"]
 CombineFormatName = Literal["bf16", "fp8_block", "mxfp8"]
-ModeName = Literal["auto", "indexed", "packed"]
-ResolvedMode = Literal["indexed", "packed"]
+ModeName = Literal["auto", "contiguous", "gathered"]
+ResolvedMode = Literal["contiguous", "gathered"]
+OLD_MODES: dict[str, ResolvedMode] = {"packed": "contiguous", "indexed": "gathered"}
+"""Former names of the modes."""
 
-INDEXED_MAX_TOKENS = 256
-"""Largest `max_tokens_per_rank` for which mode `auto` means `indexed` whatever the format."""
+GATHERED_MAX_TOKENS = 256
+"""Largest `max_tokens_per_rank` for which mode `auto` means `gathered` whatever the format."""
 
 MAX_EXPERTS = 65535
 """Ids of experts travel as u16, and 65535 means unrouted."""
@@ -33,20 +37,27 @@ _Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-def resolve_mode(mode: ModeName, max_tokens_per_rank: int, token_format: str) -> ResolvedMode:
-    """The exchange mode that `mode` stands for; depends only on values that are equal on all ranks.
+def resolve_mode(mode: str, max_tokens_per_rank: int, token_format: str) -> ResolvedMode:
+    """How rows lie after dispatch. All ranks must pass equal values.
 
-    `auto` is `indexed` (rows are kept once per rank and found by `row_index`: least traffic and room, low latency) for
-    formats whose rows are decoded before the GEMM, which gathers them as well, and up to 256 tokens per rank; else it
-    is `packed` (rows lie sorted by expert: best reads for a GEMM that takes them as they are).
+    `gathered` keeps one row per token and rank, which `row_index` finds: least traffic and memory, low latency.
+    `contiguous` sorts rows by expert: the fastest reads for a GEMM that takes them as they are. `auto` is `gathered`
+    for formats whose rows are dequantized before the GEMM, and up to 256 tokens per rank; else `contiguous`.
+
+    Raises `ValueError` for another `mode`.
 
     >>> [resolve_mode("auto", count, "fp8_block") for count in (256, 257)], resolve_mode("auto", 4096, "nvfp4")
-    (['indexed', 'packed'], 'indexed')
+    (['gathered', 'contiguous'], 'gathered')
     """
-    if mode == "auto":
-        few = max_tokens_per_rank <= INDEXED_MAX_TOKENS
-        return "indexed" if few or token_format in ("nvfp4", "mxfp8") else "packed"
-    return mode
+    if mode in OLD_MODES:
+        warn_renamed(f"mode {mode!r}", repr(OLD_MODES[mode]))
+        return OLD_MODES[mode]
+    if mode in get_args(ResolvedMode):
+        return cast(ResolvedMode, mode)
+    if mode != "auto":
+        raise ValueError(f"mode: expected auto, contiguous or gathered, got {mode!r}")
+    few = max_tokens_per_rank <= GATHERED_MAX_TOKENS
+    return "gathered" if few or token_format in ("nvfp4", "mxfp8") else "contiguous"
 
 
 def check_positive(name: str, value: object) -> None:
@@ -132,10 +143,10 @@ class MoELayerConfig(_Model):
     num_experts: _Positive = Field(le=MAX_EXPERTS, description="experts of the layer over all ranks")
     top_k: _Positive = Field(description="experts of one token")
     max_tokens_per_rank: _Positive = Field(description="most tokens a rank may bring to one step")
-    step_sizes: _Sizes = Field(
+    token_buckets: _Sizes = Field(
         default=(),
-        description="numbers of tokens a rank below max_tokens_per_rank; a step that is said to have no more takes "
-        "what is made for so many (max_tokens of MoELayer.forward)",
+        description="sizes below max_tokens_per_rank that get kernels of their own; a step takes the smallest bucket "
+        "that holds its max_tokens (MoELayer.forward)",
     )
     token_format: FormatName = Field(default="bf16", description="tokens on the wire and into the GEMMs")
     weight_format: WeightFormatName = Field(
@@ -143,7 +154,6 @@ class MoELayerConfig(_Model):
         description="weights as stored; token_format when not given (or null)",
     )
     combine_format: CombineFormatName = Field(default="bf16", description="partial sums on their way home")
-    mode: ModeName = Field(default="auto", description="how rows lie on arrival; see resolve_mode")
     expert_row_capacity: _Positive | None = Field(
         default=None, description="most expert rows a rank takes in one step; the worst case when not given"
     )
@@ -160,9 +170,22 @@ class MoELayerConfig(_Model):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_weight_format_is_absent(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and "weight_format" in data and data["weight_format"] is None:
-            return {key: value for key, value in data.items() if key != "weight_format"}
+    def _read_old_keys(cls, data: Any) -> Any:
+        """A `weight_format` of null is an absent one; keys of earlier releases count for one release."""
+        if not isinstance(data, Mapping):
+            return data
+        data = {key: value for key, value in data.items() if key != "weight_format" or value is not None}
+        if "mode" in data:
+            del data["mode"]
+            warnings.warn(
+                "mode of a layer has no effect: it follows from token_format and max_tokens_per_rank; the key goes "
+                "with release 0.3",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+        if "step_sizes" in data and "token_buckets" not in data:
+            data["token_buckets"] = data.pop("step_sizes")
+            warn_renamed("step_sizes", "token_buckets", stacklevel=4)
         return data
 
     @model_validator(mode="after")
@@ -205,15 +228,15 @@ class MoELayerConfig(_Model):
             )
 
     @property
-    def all_step_sizes(self) -> tuple[int, ...]:
-        """`step_sizes` below `max_tokens_per_rank`, ascending, each once, and that itself."""
+    def all_token_buckets(self) -> tuple[int, ...]:
+        """`token_buckets` below `max_tokens_per_rank`, ascending, each once, and that itself."""
         limit = self.max_tokens_per_rank
-        return (*sorted({size for size in self.step_sizes if size < limit}), limit)
+        return (*sorted({size for size in self.token_buckets if size < limit}), limit)
 
     @property
     def resolved_mode(self) -> ResolvedMode:
-        """`mode` with `auto` settled by `resolve_mode`."""
-        return resolve_mode(self.mode, self.max_tokens_per_rank, self.token_format)
+        """How rows lie after dispatch of the largest steps, by `resolve_mode`."""
+        return resolve_mode("auto", self.max_tokens_per_rank, self.token_format)
 
     def flat(self) -> dict[str, int | float | str | bool | None]:
         """Every value by dotted key (`router.kind`), for comparing configs between ranks."""

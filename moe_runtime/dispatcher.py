@@ -103,7 +103,7 @@ class TokenDispatcher:
         max_tokens_per_rank: most tokens a rank brings to a step.
         token_format: on the wire and into the GEMM.
         combine_format: of partial results on their way home: `bf16`, `fp8_block` or `mxfp8`.
-        mode: `indexed`, `packed` or `auto` (`moe_runtime.config.resolve_mode`).
+        mode: `gathered`, `contiguous` or `auto` (`moe_runtime.config.resolve_mode`).
         expert_row_capacity: (token, expert) rows that may arrive at a rank in a step; None is the worst case, which
             cannot overflow. An overflow is found on the device and raises `CapacityError` on every rank.
         num_sms: most SMs of a GPU that dispatch and combine take at a time, for the others to do something else
@@ -142,8 +142,7 @@ class TokenDispatcher:
             raise ValueError(f"num_experts: expected at most 65535 (ids travel as u16), got {num_experts}")
         if top_k > num_experts:
             raise ValueError(f"top_k: expected at most num_experts = {num_experts}, got {top_k}")
-        if mode not in ("auto", "indexed", "packed"):
-            raise ValueError(f"mode: expected auto, indexed or packed, got {mode!r}")
+        rows = resolve_mode(mode, max_tokens_per_rank, fmt.name)
         fmt.check_columns(hidden_size, "hidden_size")
         wire.check_columns(hidden_size, "hidden_size")
         if wire.has_row_scale:
@@ -171,7 +170,7 @@ class TokenDispatcher:
             combine_format=wire,
             num_experts=num_experts,
             max_tokens=max_tokens_per_rank,
-            packed=resolve_mode(mode, max_tokens_per_rank, fmt.name) == "packed",
+            packed=rows == "contiguous",
             row_capacity=min(worst, expert_row_capacity or worst),
             num_sms=num_sms,
             exchange_id=context.next_exchange_id(),
@@ -192,7 +191,7 @@ class TokenDispatcher:
             "max_tokens_per_rank": max_tokens_per_rank,
             "token_format": fmt.name,
             "combine_format": wire.name,
-            "mode": "packed" if self.geometry.packed else "indexed",
+            "mode": rows,
             "expert_row_capacity": self.geometry.row_capacity,
             "input_scale": input_scale,
         }
@@ -210,6 +209,7 @@ class TokenDispatcher:
         *,
         max_tokens: int | None = None,
         num_slots: int | None = None,
+        mode: ModeName = "auto",
         agreed: bool = False,
     ) -> TokenDispatcher:
         """The exchange of the layer that `config` describes, for steps of `max_tokens` if given.
@@ -224,7 +224,7 @@ class TokenDispatcher:
             max_tokens_per_rank=config.max_tokens_per_rank if max_tokens is None else max_tokens,
             token_format=config.token_format,
             combine_format=config.combine_format,
-            mode=config.mode,
+            mode=mode,
             expert_row_capacity=config.expert_row_capacity,
             num_sms=config.num_sms,
             agreed=agreed,
@@ -232,17 +232,22 @@ class TokenDispatcher:
 
     @classmethod
     def of_all_sizes(
-        cls, context: ExpertParallelContext, config: MoELayerConfig, *, num_slots: int | None = None
+        cls,
+        context: ExpertParallelContext,
+        config: MoELayerConfig,
+        *,
+        num_slots: int | None = None,
+        mode: ModeName = "auto",
     ) -> dict[int, TokenDispatcher]:
-        """The exchanges of the layer that `config` describes, for each of its `all_step_sizes`, ascending.
+        """The exchanges of the layer that `config` describes, for each of its `all_token_buckets`, ascending.
 
         A step may take any that has room for its tokens, and all ranks have to take the same. That `config` and
         `num_slots` are equal on all ranks is for the layer to compare.
         """
         # The largest first: a context that has room for it has room for all.
         of_size = {
-            size: cls.from_config(context, config, max_tokens=size, num_slots=num_slots, agreed=True)
-            for size in reversed(config.all_step_sizes)
+            size: cls.from_config(context, config, max_tokens=size, num_slots=num_slots, mode=mode, agreed=True)
+            for size in reversed(config.all_token_buckets)
         }
         return dict(sorted(of_size.items()))
 

@@ -58,7 +58,7 @@ class MoELayer(nn.Module):
         placement: the present one; None as above.
         slots: the `SlotTable` of the placement; None without one.
         router: `moe_runtime.router.Router`; None where there is none.
-        dispatchers: a `moe_runtime.dispatcher.TokenDispatcher` for each of `config.all_step_sizes`, ascending.
+        dispatchers: a `moe_runtime.dispatcher.TokenDispatcher` for each of `config.all_token_buckets`, ascending.
         dispatcher: the last of them, for steps of any size.
         experts: `moe_runtime.experts.Experts`, None until weights are loaded.
         shared_expert: `moe_runtime.shared_expert.SharedExpert`; None where the config has none.
@@ -358,7 +358,7 @@ class MoELayer(nn.Module):
             shared: bf16 `[..., H]`, output of a shared expert, added first; only where the layer has none of its own,
                 which is added by itself.
             max_tokens: no rank brings more tokens to this step; equal on all ranks. The step takes what is made for
-                the smallest of `config.all_step_sizes` with room for it, which changes its time and no bit. None is
+                the smallest of `config.all_token_buckets` with room for it, which changes its time and no bit. None is
                 `max_tokens_per_rank`; on a single rank, the tokens of `x`.
 
         Returns:

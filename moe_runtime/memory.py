@@ -48,7 +48,7 @@ def reserved_bytes(config: MoELayerConfig, world_size: int, *, placed: bool = Fa
         combine_format=token_format(config.combine_format),
         num_experts=config.num_experts,
         max_tokens=config.max_tokens_per_rank,
-        packed=config.resolved_mode == "packed",
+        packed=config.resolved_mode == "contiguous",
         row_capacity=config.expert_row_capacity
         or worst_case_rows(config.num_experts, world_size, config.top_k, config.max_tokens_per_rank),
     )

@@ -79,7 +79,7 @@ def apply_expert_parallel(
         parallel: transport, engine and time limits; the defaults of `ParallelConfig` if None.
         device: where the experts shall lie; that of the model if None.
         overrides: further fields of `MoELayerConfig`, such as `mode` or `intermediate_gsf`. Inside `join` each call
-            takes the smallest of its `step_sizes` that has room for the tokens of all ranks.
+            takes the smallest of its `token_buckets` that has room for the tokens of all ranks.
 
     Returns:
         What the layers share, to be closed in the end; it is also a context manager that does so.

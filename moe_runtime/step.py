@@ -2,7 +2,7 @@
 
 The stages follow each other. Steps in parts, whose tokens travel while the experts of another part multiply, took
 longer, and without rests overlap saves hardly any time, since the time of a step is then its energy over what the GPU
-may draw. What was tried, and what step sizes gain: `kernels/exchange_notes.md`.
+may draw. What was tried, and what token buckets gain: `kernels/exchange_notes.md`.
 """
 
 from __future__ import annotations

@@ -31,7 +31,7 @@ def warm_up(layers: Sequence[MoELayer]) -> None:
         for layer in layers:
             layer.counters = layer.times = None
             layer.count_steps()
-        for size in layers[0].config.all_step_sizes:
+        for size in layers[0].config.all_token_buckets:
             for ids, with_shared in KINDS:
                 advance_all([_step(layer, size, ids, with_shared) for layer in layers])
     finally:

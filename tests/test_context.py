@@ -470,7 +470,7 @@ def disagree_later(rank: int, world: int) -> None:
     with ExpertParallelContext(device="cpu", startup_timeout_s=PATIENCE_S) as context:
         context.register(landing=100, agree={"top_k": 2})
         context.allocate()
-        context.register(agree={"top_k": 3} if rank else {"top_k": 3, "mode": "packed"}, about="layer 1")
+        context.register(agree={"top_k": 3} if rank else {"top_k": 3, "mode": "contiguous"}, about="layer 1")
         context.allocate()
 
 

@@ -93,7 +93,7 @@ def test_the_collective_transport_gives_the_same_bits(world: int, get_pool: Any,
 
 
 def make_dispatcher(context: ExpertParallelContext, fmt: str, mode: Any) -> TokenDispatcher:
-    return TokenDispatcher.from_config(context, config(fmt, mode=mode))
+    return TokenDispatcher.from_config(context, config(fmt), mode=mode)
 
 
 def foreseeable_output(arrived: DispatchedTokens, rank: int) -> torch.Tensor:
@@ -124,11 +124,14 @@ def test_the_first_step_of_each_layer_may_take_long(transport: str, get_pool: An
     get_pool(2).run(late_in_first_steps, transport)
 
 
+EXCHANGES = (("nvfp4", "contiguous"), ("mxfp8", "gathered"))
+
+
 def exchange_with_kernels(rank: int, world: int, seed: int) -> list[torch.Tensor]:
     """The interpreted exchange kernels over shared memory, two layers in turn."""
     with ExpertParallelContext(engine="triton", timeout_s=60) as context:
         assert context.transport == "shared"
-        dispatchers = [make_dispatcher(context, fmt, mode) for fmt, mode in (("nvfp4", "packed"), ("mxfp8", "indexed"))]
+        dispatchers = [make_dispatcher(context, fmt, mode) for fmt, mode in EXCHANGES]
         results = []
         for step in range(3):
             mine = step_inputs(seed, step, world)[rank]
@@ -142,7 +145,7 @@ def exchange_with_kernels(rank: int, world: int, seed: int) -> list[torch.Tensor
 def test_interpreted_kernels_in_processes_equal_twins_in_one_process(get_pool: Any, seed: int) -> None:
     world = 3
     results = get_pool(world).run(exchange_with_kernels, seed, timeout=150)
-    for number, (fmt, mode) in enumerate((("nvfp4", "packed"), ("mxfp8", "indexed"))):
+    for number, (fmt, mode) in enumerate(EXCHANGES):
         dispatchers = [make_dispatcher(context, fmt, mode) for context in virtual_contexts(world, engine="torch")]
         for dispatcher in dispatchers:
             dispatcher.context.allocate()
@@ -382,7 +385,6 @@ def disagree(rank: int, world: int, change: dict[str, Any]) -> str:
         {"top_k": 2},
         {"token_format": "nvfp4"},
         {"max_tokens_per_rank": 13},
-        {"mode": "packed"},
         {"intermediate_size": 256},
         {"weight_format": "nvfp4"},
     ],
@@ -471,7 +473,7 @@ def test_weights_that_one_rank_cannot_load_are_told_to_the_others(kind: str, get
 def load_what_differs_second(rank: int, world: int, folders: list[str]) -> None:
     """The second of two layers, both of which are there before the weights of either."""
     with ExpertParallelContext(timeout_s=20.0) as context:
-        layers = [MoELayer(config(num_experts=6, step_sizes=(2,)), context) for _ in range(2)]
+        layers = [MoELayer(config(num_experts=6, token_buckets=(2,)), context) for _ in range(2)]
         layers[0].load_checkpoint(folders[0], 0)
         layers[1].load_checkpoint(folders[rank], 0)
         context.allocate()

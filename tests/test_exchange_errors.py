@@ -28,7 +28,7 @@ __all__ = ["emulator", "poisoned_memory"]
 def test_two_dispatches_may_be_in_flight_and_a_third_makes_the_first_stale(
     engine: str, device: torch.device, seed: int
 ) -> None:
-    ranks = Ranks(1, device, engine, token_format="nvfp4", mode="indexed", **SETTINGS)
+    ranks = Ranks(1, device, engine, token_format="nvfp4", mode="gathered", **SETTINGS)
     dispatcher, context = ranks.dispatchers[0], ranks.contexts[0]
     data = [rank_input(seed + i, 0, 5, 256, 7, 3).to(device) for i in range(3)]
     first, second = (dispatcher.dispatch(d.x, d.topk_idx, d.topk_weights) for d in data[:2])
@@ -53,7 +53,7 @@ def test_a_third_dispatch_makes_the_first_stale_before_its_tokens_are_waited_for
     if engine == "triton" and device.type == "cpu" and max_tokens > 5:
         pytest.skip("a program for each slot, interpreted")
     settings = {**SETTINGS, "max_tokens_per_rank": max_tokens}
-    ranks = Ranks(1, device, engine, token_format="nvfp4", mode="indexed", **settings)
+    ranks = Ranks(1, device, engine, token_format="nvfp4", mode="gathered", **settings)
     data = [rank_input(seed + i, 0, max_tokens, 256, 7, 3).to(device) for i in range(3)]
     first, *_ = (ranks.dispatchers[0].dispatch_send(d.x, d.topk_idx, d.topk_weights) for d in data)
     with pytest.raises(StaleHandleError, match="rank 0") as caught:
@@ -303,7 +303,13 @@ def test_wrong_settings_are_named(change: dict[str, object], message: str) -> No
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("max_tokens", "mode", "others"),
-    [(12, "packed", 12), (12, "indexed", 5), (5, "packed", 12), (600, "packed", 40), (600, "indexed", 600)],
+    [
+        (12, "contiguous", 12),
+        (12, "gathered", 5),
+        (5, "contiguous", 12),
+        (600, "contiguous", 40),
+        (600, "gathered", 600),
+    ],
 )
 def test_ranks_in_different_exchanges_are_told_of_it(
     max_tokens: int, mode: str, others: int, engine: str, device: torch.device, seed: int

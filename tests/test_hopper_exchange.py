@@ -76,7 +76,7 @@ def test_what_a_warp_or_its_shared_memory_cannot_hold_is_left_to_triton() -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["indexed", "packed"])
+@pytest.mark.parametrize("mode", ["gathered", "contiguous"])
 @pytest.mark.parametrize(
     ("fmt", "wire", "max_tokens"),
     [
@@ -108,7 +108,7 @@ def in_parts() -> Iterator[None]:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("in_parts")
-@pytest.mark.parametrize("mode", ["indexed", "packed"])
+@pytest.mark.parametrize("mode", ["gathered", "contiguous"])
 @pytest.mark.parametrize(("fmt", "max_tokens"), [("nvfp4", 3), ("fp8_block", 130), ("nvfp4", 1030)])
 def test_bits_where_tokens_come_in_parts(fmt: str, max_tokens: int, mode: str, device: torch.device, seed: int) -> None:
     settings = {"hidden_size": 1024, "num_experts": EXPERTS, "top_k": TOP_K, "max_tokens_per_rank": max_tokens}

@@ -78,7 +78,7 @@ def draw_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Draw]:
 
 def ranks_of(settings: Settings, engine: str) -> Ranks:
     settings = dict(settings)
-    return Ranks(settings.pop("world"), CPU, engine, mode="packed", **settings)
+    return Ranks(settings.pop("world"), CPU, engine, mode="contiguous", **settings)
 
 
 def random_steps(draw: random.Random, settings: Settings, count: int, busy: bool = False) -> list[Step]:

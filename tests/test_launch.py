@@ -145,10 +145,10 @@ def test_floors_by_the_links_of_another_gpu_are_told_of(
 @pytest.mark.parametrize("routing", ["zipf", "one"])
 def test_bench_of_one_rank(routing: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config, file = tmp_path / "config.yaml", tmp_path / "bench.json"
-    config.write_text(TINY.format(layer="token_format: fp8_block, mode: packed"))
+    config.write_text(TINY.format(layer="token_format: fp8_block"))
     assert bench.main(["--config", str(config), "--routing", routing, "--steps", "1", "--json", str(file)]) == 0
     results = json.loads(file.read_text())["results"]
-    assert {result["mode"] for result in results} == {"packed"}
+    assert {result["mode"] for result in results} == {"gathered"}
     assert {result["tokens_per_rank"] for result in results} == {9}
     assert "FAILED" not in capsys.readouterr().out
 

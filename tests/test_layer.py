@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from moe_runtime.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
-from moe_runtime.config import MoELayerConfig, load_config
+from moe_runtime.config import ModeName, MoELayerConfig, load_config
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.families import layer_config
 from moe_runtime.formats import FORMATS
@@ -27,6 +27,7 @@ from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks
 from moe_runtime.weights import ExpertWeights, SwiGLU
 from tests.comparison import assert_same_bits
+from tests.exchange_data import set_mode
 from tests.waiting import synchronize
 
 SETTINGS: dict[str, Any] = {
@@ -192,12 +193,12 @@ def test_random_experts_are_all_others(seed: int) -> None:
     assert_same_bits(random_expert(c, seed, 2).down, drawn[2].down)
 
 
-@pytest.mark.parametrize("mode", ["indexed", "packed"])
+@pytest.mark.parametrize("mode", ["gathered", "contiguous"])
 def test_of_mxfp4_weights_mxfp8_tokens_lose_nothing(
-    mode: str, device: torch.device, rng: torch.Generator, seed: int
+    mode: ModeName, device: torch.device, rng: torch.Generator, seed: int
 ) -> None:
     """Three ranks, one without tokens, against float64 with the weights as they are stored."""
-    config = MoELayerConfig(**SETTINGS, token_format="mxfp8", weight_format="mxfp4", mode=mode)
+    config = MoELayerConfig(**SETTINGS, token_format="mxfp8", weight_format="mxfp4")
     plain = [random_expert(config, seed, e)[:2] for e in range(8)]
     stored = [[ExpertWeights.quantize(w[None], "mxfp4", engine="torch") for w in pair] for pair in plain]
     gate_up, down = (torch.stack([pair[i].dequantize(engine="torch")[0] for pair in stored]) for i in (0, 1))
@@ -206,7 +207,7 @@ def test_of_mxfp4_weights_mxfp8_tokens_lose_nothing(
     routes = [(best.indices.int(), best.values.softmax(1)) for best in scores]
 
     def load(layer: MoELayer) -> None:
-        layer.load_experts(ExpertTensors(*stored[e]) for e in layer.local_experts)
+        set_mode(layer, mode).load_experts(ExpertTensors(*stored[e]) for e in layer.local_experts)
 
     with VirtualRanks(config, 3, load, device=device) as ranks:
         ys = ranks([x.to(device) for x in xs], [(idx.to(device), weights.to(device)) for idx, weights in routes])
@@ -218,16 +219,16 @@ def test_of_mxfp4_weights_mxfp8_tokens_lose_nothing(
 @pytest.mark.parametrize(
     ("fmt", "weights"), [*((fmt, fmt) for fmt in sorted(FORMATS)), ("mxfp8", "mxfp4")], ids="-".join
 )
-@pytest.mark.parametrize("mode", ["indexed", "packed"])
+@pytest.mark.parametrize("mode", ["gathered", "contiguous"])
 def test_modes_repetitions_and_neighbours_do_not_change_a_bit(
-    fmt: str, weights: str, mode: str, device: torch.device, rng: torch.Generator
+    fmt: str, weights: str, mode: ModeName, device: torch.device, rng: torch.Generator
 ) -> None:
     formats = {"token_format": fmt, "weight_format": weights}
-    layer, packed = make_layer(device, **formats, mode=mode), make_layer(device, **formats, mode="packed")
+    layer, contiguous = (set_mode(make_layer(device, **formats), rows) for rows in (mode, "contiguous"))
     x = tokens(rng, 40).to(device)
     y = layer(x)
     assert_same_bits(layer(x), y, "the second time")
-    assert_same_bits(packed(x), y, "in packed mode")
+    assert_same_bits(contiguous(x), y, "with contiguous rows")
     assert_same_bits(layer(x[7:9]), y[7:9], "two tokens alone")
     assert_same_bits(layer(x.flip(0)).flip(0), y, "in another order")
 

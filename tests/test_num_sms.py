@@ -42,10 +42,10 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("num_sms", "fmt", "wire", "mode", "max_tokens"),
     [
-        (1, "nvfp4", "mxfp8", "packed", 5),
-        (2, "fp8_block", "bf16", "packed", 5),
-        (3, "mxfp8", "fp8_block", "indexed", 33),  # two chunks of slots from each of two ranks
-        (16, "bf16", "bf16", "indexed", 17),
+        (1, "nvfp4", "mxfp8", "contiguous", 5),
+        (2, "fp8_block", "bf16", "contiguous", 5),
+        (3, "mxfp8", "fp8_block", "gathered", 33),  # two chunks of slots from each of two ranks
+        (16, "bf16", "bf16", "gathered", 17),
     ],
 )
 def test_interpreted_kernels_give_the_same_bits(
@@ -64,14 +64,14 @@ def test_interpreted_kernels_give_the_same_bits(
 @pytest.mark.parametrize(
     ("engine", "num_sms", "fmt", "wire", "mode", "max_tokens"),
     [
-        ("auto", 1, "nvfp4", "mxfp8", "indexed", 128),
-        ("auto", 1, "fp8_block", "bf16", "packed", 700),
-        ("auto", 3, "mxfp8", "fp8_block", "packed", 700),
-        ("auto", 3, "bf16", "bf16", "packed", 128),
-        ("auto", 16, "nvfp4", "bf16", "packed", 700),
-        ("auto", 16, "fp8_block", "bf16", "indexed", 700),
-        ("triton", 3, "mxfp8", "fp8_block", "packed", 700),
-        ("triton", 16, "nvfp4", "bf16", "indexed", 700),
+        ("auto", 1, "nvfp4", "mxfp8", "gathered", 128),
+        ("auto", 1, "fp8_block", "bf16", "contiguous", 700),
+        ("auto", 3, "mxfp8", "fp8_block", "contiguous", 700),
+        ("auto", 3, "bf16", "bf16", "contiguous", 128),
+        ("auto", 16, "nvfp4", "bf16", "contiguous", 700),
+        ("auto", 16, "fp8_block", "bf16", "gathered", 700),
+        ("triton", 3, "mxfp8", "fp8_block", "contiguous", 700),
+        ("triton", 16, "nvfp4", "bf16", "gathered", 700),
     ],
 )
 def test_bits_on_a_gpu(
@@ -97,7 +97,7 @@ def test_launches_of_hopper_keep_to_the_limit(data: st.DataObject) -> None:
         data.draw(st.integers(1, 16), "ranks"),
         experts,
         data.draw(st.integers(1, 8192), "max_tokens"),
-        data.draw(st.booleans(), "packed"),
+        data.draw(st.booleans(), "contiguous"),
     )
     assume(hopper_shapes.fits(geometry))
     num_sms = data.draw(st.integers(1, 200), "num_sms")

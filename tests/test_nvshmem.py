@@ -136,7 +136,12 @@ def test_graphs_go_on_through_replacements(ranks: Any, seed: int) -> None:
 @gpu
 @pytest.mark.parametrize(
     ("fmt", "mode", "steps"),
-    [("nvfp4", "packed", 1000), ("bf16", "indexed", 200), ("fp8_block", "packed", 200), ("mxfp8", "indexed", 200)],
+    [
+        ("nvfp4", "contiguous", 1000),
+        ("bf16", "gathered", 200),
+        ("fp8_block", "contiguous", 200),
+        ("mxfp8", "gathered", 200),
+    ],
 )
 def test_replays_with_new_tokens_and_routing_are_all_right(
     fmt: str, mode: str, steps: int, ranks: Any, seed: int
@@ -149,13 +154,13 @@ def test_replays_with_new_tokens_and_routing_are_all_right(
 @pytest.mark.skipif(not ON_HOPPER, reason="tokens come in parts on Hopper alone")
 @pytest.mark.parametrize(("fmt", "steps"), [("fp8_block", 400), ("nvfp4", 200), ("bf16", 200)])
 def test_replays_with_rows_placed_as_they_arrive_are_all_right(fmt: str, steps: int, ranks: Any, seed: int) -> None:
-    results = ranks.run(cases.replay_many, fmt, "packed", steps, seed, True, timeout=170)
+    results = ranks.run(cases.replay_many, fmt, "contiguous", steps, seed, True, timeout=170)
     for rank, (wrong, first, _) in enumerate(results):
         assert wrong == 0, f"rank {rank}: {wrong} of {steps} replays are wrong, the first is {first}"
 
 
 @gpu
-@pytest.mark.parametrize("mode", ["indexed", "packed"])
+@pytest.mark.parametrize("mode", ["gathered", "contiguous"])
 @pytest.mark.parametrize(
     ("fmt", "wire"), [("nvfp4", "bf16"), ("bf16", "bf16"), ("fp8_block", "fp8_block"), ("mxfp8", "mxfp8")]
 )

@@ -208,7 +208,7 @@ def sizes_of_rank(rank: int, world: int, path: Path, ids: list[Any]) -> Any:
     plain, parallel = spread(path, max_tokens_per_rank=32)
     with parallel, parallel.join():
         expected = [plain(x).logits for x in ids[rank]]
-    model, parallel = spread(path, max_tokens_per_rank=8, step_sizes=(2, 5))
+    model, parallel = spread(path, max_tokens_per_rank=8, token_buckets=(2, 5))
     parallel.warm_up()
     assert all(d._stepped for layer in parallel.layers for d in layer.dispatchers.values())
     taken = []

@@ -59,7 +59,7 @@ def lose_one(group: dist.ProcessGroup, engine: str, death: str, seed: int) -> No
         # Who dies and who is left in the end: interpreted kernels take long.
         engine = "triton" if rank in (0, world - 1) else "torch"
     context = ExpertParallelContext(group, transport="shared", engine=engine, timeout_s=7.5)
-    dispatcher = make_dispatcher(context, "bf16", "indexed", MOST)
+    dispatcher = make_dispatcher(context, "bf16", "gathered", MOST)
     clock = StandingClock(context, dead=world - 1)
     doomed = rank == world - 1
     combined = "nothing combined" not in death

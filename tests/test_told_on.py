@@ -21,7 +21,7 @@ SETTINGS = {"hidden_size": 128, "num_experts": 5, "top_k": 2, "max_tokens_per_ra
 REASON = "x: expected at most 4 tokens, got 5"
 
 
-@pytest.mark.parametrize("mode", ["packed", "indexed"])
+@pytest.mark.parametrize("mode", ["contiguous", "gathered"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_ranks_that_are_told_tell_it_on(
     engine: str, mode: str, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -80,7 +80,7 @@ def too_many_rows(seed: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(hopper_exchange, "most_sms", lambda device, limit=None: min(3, limit or 3))
     forget_defines()
     settings = {"hidden_size": 1152, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 33}
-    settings |= {"token_format": "bf16", "mode": "packed"}
+    settings |= {"token_format": "bf16", "mode": "contiguous"}
     cpu = torch.device("cpu")
     twins, kernels = Ranks(2, cpu, "torch", **settings), Ranks(2, cpu, HOPPER, **settings, expert_row_capacity=60)
     ids = torch.tensor([[2, 3] if token % 2 == 0 else [0, 3] for token in range(33)])
@@ -127,7 +127,7 @@ def test_flags_come_after_a_failure_of_arrival(
 
 def fails_ahead(seed: int, emulator: Emulator) -> None:
     """Rank 0 fails in its third step while rank 1 takes the tokens of the first, which lie in the same half."""
-    settings = {**SETTINGS, "token_format": "nvfp4", "mode": "packed"}
+    settings = {**SETTINGS, "token_format": "nvfp4", "mode": "contiguous"}
     cpu = torch.device("cpu")
     twins, kernels = Ranks(2, cpu, "torch", **settings), Ranks(2, cpu, HOPPER, **settings)
     steps = [[rank_input(seed + 2 * step + rank, rank, 4, 128, 5, 2) for rank in range(2)] for step in range(3)]
