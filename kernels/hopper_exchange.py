@@ -1,7 +1,7 @@
-"""The exchange on Hopper, in CUDA C++: siblings of Triton's `dispatch_send`, `arrive`, `combine_send`, `combine_recv`.
+"""The exchange on Hopper, in CUDA C++: an `ExchangeBackend` with the memory and the bits of the others.
 
-Same arguments, same memory and same bits as `dispatch.py`, `arrive.py` and `combine.py`, so that ranks may differ in
-which they run. `hopper_shapes.py` says which layers they take, and what they are compiled with and launched over.
+Ranks may therefore differ in which backend they run. `hopper_shapes.py` says which layers it takes, and what its
+kernels are compiled with and launched over.
 
 The way of the data. `dispatch_send` quantizes a token, puts its record together in shared memory and copies it, whole,
 to each rank that holds one of its experts. `arrive_count`, `arrive_place` and `arrive_scales` wait for tokens, group
@@ -24,25 +24,24 @@ What each version brought, what was tried, what is left, and why sizes are as th
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from moe_runtime.comm.signals import COMBINED, COUNTED
+from moe_runtime.geometry import ExchangeGeometry
 from moe_runtime.kernels import hopper_shapes
+from moe_runtime.kernels.exchange_interface import ExchangeMemory, RecvBuffers
 from moe_runtime.kernels.nvrtc import int64, launch, most_sms
 
-if TYPE_CHECKING:
-    from moe_runtime.context import ExpertParallelContext
-    from moe_runtime.geometry import ExchangeGeometry
+
+def can_keep_scales_in_record(geometry: ExchangeGeometry) -> bool:
+    """For formats with a scale byte per block, where rows stay in their records too."""
+    return geometry.token_format.swizzled and not geometry.packed
 
 
-LEAVES_SCALES = True
-"""Whether `arrive` takes None as scales, which are then read where they were sent."""
-
-
-def room_to_count(geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor | None:
-    """Uninitialised int32 `[chunks, E]` in which `arrive` counts rows; None where it has one chunk."""
+def allocate_counts(geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor | None:
+    """Int32 `[chunks, E]`, the rows of each chunk and expert; None where there is one chunk."""
     chunks, experts = hopper_shapes.num_chunks(geometry)[0], max(geometry.num_local_experts, 1)
     return torch.empty((chunks, experts), dtype=torch.int32, device=device) if chunks > 1 else None
 
@@ -53,12 +52,12 @@ def _aligned(rows: torch.Tensor) -> torch.Tensor:
     return rows if fits_already else rows.clone(memory_format=torch.contiguous_format)
 
 
-def _counter(context: ExpertParallelContext, number: int) -> ctypes.c_int64:
+def _counter(context: ExchangeMemory, number: int) -> ctypes.c_int64:
     """Where one of the context's counters lies; making a tensor of it in every step takes ten times as long."""
     return int64(context.counters.data_ptr() + number * context.counters.element_size())
 
 
-def _flags_say_all(context: ExpertParallelContext) -> bool:
+def _flags_say_all(context: ExchangeMemory) -> bool:
     """Whether all that a flag stands for can be seen with it, so that its waiter may begin beside the kernel before.
 
     What the collective transport carries is stored by torch's kernels, flags and counts in no order.
@@ -67,7 +66,7 @@ def _flags_say_all(context: ExpertParallelContext) -> bool:
 
 
 def dispatch_send(
-    context: ExpertParallelContext,
+    context: ExchangeMemory,
     geometry: ExchangeGeometry,
     starts: torch.Tensor,
     x_TH: torch.Tensor,
@@ -78,7 +77,7 @@ def dispatch_send(
     num_parts_T: torch.Tensor,
     timeout_ns: int,
 ) -> None:
-    """As `dispatch.dispatch_send`."""
+    """See `exchange_interface.ExchangeBackend`."""
     num_tokens, x_TH = x_TH.shape[0], _aligned(x_TH)
     defines = hopper_shapes.dispatch_defines(
         geometry,
@@ -124,23 +123,16 @@ def dispatch_send(
     )
 
 
-def arrive(
-    context: ExpertParallelContext,
+def dispatch_recv(
+    context: ExchangeMemory,
     geometry: ExchangeGeometry,
     handle_epoch: torch.Tensor,
     timeout_ns: int,
-    *,
-    positions_SK: torch.Tensor,
-    group_offsets: torch.Tensor,
-    group_scale_offsets: torch.Tensor,
-    row_index_R: torch.Tensor,
-    rows_RQ: torch.Tensor | None,
-    scales: torch.Tensor | None,
-    row_scale_R: torch.Tensor | None,
-    counts: torch.Tensor | None,
+    buffers: RecvBuffers,
 ) -> None:
-    """As `arrive.arrive`, with what `room_to_count` gave before this rank has sent."""
-    with_scales = scales is not None or geometry.token_format.scale_dtype is None
+    """See `exchange_interface.ExchangeBackend`."""
+    counts = buffers.counts
+    with_scales = buffers.scales is not None or geometry.token_format.scale_dtype is None
     defines = hopper_shapes.arrive_defines(geometry, scales=with_scales)
     in_parts = hopper_shapes.ids_first(geometry)
     chunks, at_once = hopper_shapes.num_chunks(geometry)
@@ -180,7 +172,8 @@ def arrive(
     others = max(1, sms - 1)
     shares, split = hopper_shapes.arrive_shares(geometry, others if in_parts else sms, bool(defines["SCALE_COLUMNS"]))
     blocks = min(at_once * split, others) if in_parts else geometry.programs(at_once * split)
-    written = [group_offsets, group_scale_offsets, row_index_R, positions_SK, rows_RQ, scales, row_scale_R]
+    written: list[torch.Tensor | None] = [buffers.group_offsets, buffers.group_scale_offsets, buffers.row_index]
+    written += [buffers.positions, buffers.rows, buffers.scales, buffers.row_scale]
     first_row = landing_half // geometry.record.record_bytes
     launch(
         "arrive.cu",
@@ -201,9 +194,9 @@ def arrive(
             grid=(geometry.programs(2 * sms), 1, 1),
             block=hopper_shapes.ARRIVE_WARPS * hopper_shapes.WARP,
             arguments=[
-                group_offsets,
-                row_index_R,
-                scales,
+                buffers.group_offsets,
+                buffers.row_index,
+                buffers.scales,
                 context.landing_pointers,
                 geometry.rank,
                 geometry.num_local_experts,
@@ -214,14 +207,14 @@ def arrive(
 
 
 def combine_send(
-    context: ExpertParallelContext,
+    context: ExchangeMemory,
     geometry: ExchangeGeometry,
     starts: torch.Tensor,
     output_RH: torch.Tensor,
     positions_SK: torch.Tensor,
     handle_epoch: torch.Tensor,
 ) -> None:
-    """As `combine.combine_send`."""
+    """See `exchange_interface.ExchangeBackend`."""
     output_RH = _aligned(output_RH)
     defines = hopper_shapes.combine_defines(geometry, output_bf16=output_RH.dtype == torch.bfloat16, has_shared=False)
     places, row_bytes = int(defines["PLACES"]), geometry.hidden * output_RH.element_size()
@@ -258,7 +251,7 @@ def combine_send(
 
 
 def combine_recv(
-    context: ExpertParallelContext,
+    context: ExchangeMemory,
     geometry: ExchangeGeometry,
     handle_epoch: torch.Tensor,
     num_parts_T: torch.Tensor,
@@ -266,7 +259,7 @@ def combine_recv(
     y_TH: torch.Tensor,
     timeout_ns: int,
 ) -> None:
-    """As `combine.combine_recv`."""
+    """See `exchange_interface.ExchangeBackend`."""
     num_tokens = y_TH.shape[0]
     shared_TH = None if shared_TH is None else _aligned(shared_TH)
     defines = hopper_shapes.combine_defines(geometry, output_bf16=True, has_shared=shared_TH is not None)

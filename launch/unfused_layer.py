@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from moe_runtime.dispatcher import CombineSink
+from moe_runtime.dispatch_handle import CombineSink
 from moe_runtime.experts import Experts
 from moe_runtime.formats import TokenFormat, ceil_div
 from moe_runtime.grouped import GroupedRows

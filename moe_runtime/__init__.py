@@ -29,7 +29,8 @@ if TYPE_CHECKING:
     from moe_runtime.config import MoELayerConfig, ParallelConfig, RouterConfig, RunConfig, load_config
     from moe_runtime.context import ExpertParallelContext
     from moe_runtime.counters import LayerCounters, LayerCounts, imbalance
-    from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher
+    from moe_runtime.dispatch_handle import CombineSink, DispatchedTokens, DispatchHandle
+    from moe_runtime.dispatcher import TokenDispatcher
     from moe_runtime.errors import (
         CapacityError,
         MoERuntimeError,
@@ -102,9 +103,9 @@ __all__ = [
 _MODULE_OF = {
     "FORMATS": "formats",
     "CapacityError": "errors",
-    "CombineSink": "dispatcher",
-    "DispatchHandle": "dispatcher",
-    "DispatchedTokens": "dispatcher",
+    "CombineSink": "dispatch_handle",
+    "DispatchHandle": "dispatch_handle",
+    "DispatchedTokens": "dispatch_handle",
     "ExpertParallel": "parallel",
     "ExpertParallelContext": "context",
     "ExpertWeights": "weights",

@@ -20,6 +20,7 @@ from moe_runtime.config import MoELayerConfig, ParallelConfig, RunConfig, load_c
 from moe_runtime.context import ExpertParallelContext, by_one_thread
 from moe_runtime.counters import LayerCounters
 from moe_runtime.dispatcher import TokenDispatcher
+from moe_runtime.exchange_arguments import check_shared
 from moe_runtime.experts import Experts, swiglu_of
 from moe_runtime.formats import token_format
 from moe_runtime.loading import FRESH, ExpertTensors, QuantBuffers, quantize_experts
@@ -487,7 +488,7 @@ class MoELayer(nn.Module):
             raise ValueError(f"shared: expected the shape of x, {list(x.shape)}, got {list(shared.shape)}")
         tokens_TH = x.reshape(-1, self.config.hidden_size)
         shared_TH = None if shared is None else shared.reshape(-1, self.config.hidden_size)
-        self.dispatcher.check_shared(shared_TH, tokens_TH.shape[0])
+        check_shared(self.dispatcher.geometry, self.context.device, shared_TH, tokens_TH.shape[0])
         if topk_idx is None or topk_weights is None:
             if self.router is None:
                 raise ValueError("topk_idx: expected a router's answer, the layer was made without a router")

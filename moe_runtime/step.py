@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, cast
 
 import torch
 
-from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher
+from moe_runtime.dispatch_handle import CombineSink, DispatchedTokens, DispatchHandle
+from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.metrics import phase
 from moe_runtime.peers import collective_step
 from moe_runtime.placement import Placement

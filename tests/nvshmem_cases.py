@@ -18,7 +18,8 @@ from moe_runtime.comm.bootstrap import RankGroup, choose_transport
 from moe_runtime.comm.nvshmem_heap import NvshmemHeap
 from moe_runtime.config import GATHERED_MAX_TOKENS, ModeName, MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.dispatcher import DispatchedTokens, TokenDispatcher
+from moe_runtime.dispatch_handle import DispatchedTokens
+from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.errors import MoERuntimeError, PeerAbortedError
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels import hopper_exchange, hopper_shapes
@@ -304,7 +305,7 @@ def replay_many(
 
         with tokens_in_parts() if in_parts else nullcontext():
             if in_parts:
-                assert layer.dispatcher._exchange is hopper_exchange
+                assert layer.dispatcher._backend is hopper_exchange
                 assert hopper_shapes.ids_first(layer.dispatcher.geometry)
             run()
             graph, y = captured(run)

@@ -18,7 +18,7 @@ from moe_runtime.kernels import reference_exchange, runtime
 
 OnStore = Callable[[str, int, int, int], None]
 """`(field, peer, half, value)`: `field` is that of `SignalLayout`, or a region; `value` of a region is 0."""
-PHASES = ("dispatch_send", "arrive", "combine_send", "combine_recv")
+PHASES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
 """Functions of an exchange, in the order of a step."""
 
 
@@ -95,13 +95,13 @@ def hooked(
         wait(ctx, awaited, *args)
 
     words, wait = reference_exchange._signals_of, reference_exchange._wait
-    exchange = dispatcher._exchange
+    exchange = dispatcher._backend
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             dispatcher,
-            "_exchange",
+            "_backend",
             SimpleNamespace(
-                room_to_count=exchange.room_to_count,
+                allocate_counts=exchange.allocate_counts,
                 **{phase: wrapped(phase, getattr(exchange, phase)) for phase in PHASES},
             ),
         )

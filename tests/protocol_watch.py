@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 import torch
 
 from moe_runtime.comm.signals import tag_of
-from moe_runtime.dispatcher import DispatchedTokens, DispatchHandle, TokenDispatcher
+from moe_runtime.dispatch_handle import DispatchedTokens, DispatchHandle
+from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.kernels.reference_exchange import owners_of
 
 POISON = 0xCD
 POINTS = (
     *("before combine_send", "after combine_send", "before combine_recv", "after combine_recv", "combine"),
-    *("combine_flag", "before dispatch_send", "after dispatch_send", "before arrive", "after arrive"),
+    *("combine_flag", "before dispatch_send", "after dispatch_send", "before dispatch_recv", "after dispatch_recv"),
     *("ready", "landing", "stamps", "token_count", "dispatch_flag"),
 )
 """Where a rank may be slow: around each phase, and before the first of each kind of store within."""

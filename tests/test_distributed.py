@@ -17,7 +17,8 @@ from safetensors.torch import load_file, save_file
 from moe_runtime.checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.dispatcher import DispatchedTokens, DispatchHandle, TokenDispatcher
+from moe_runtime.dispatch_handle import DispatchedTokens, DispatchHandle
+from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.errors import MoERuntimeError, PeerTimeoutError, Phase
 from moe_runtime.formats import FORMATS
 from moe_runtime.layer import MoELayer, random_expert

@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_runtime.dispatcher import DispatchedTokens
+from moe_runtime.dispatch_handle import DispatchedTokens
 from moe_runtime.formats import FORMATS, MAX_ENCODE_SCALE, QuantizedRows
 from moe_runtime.kernels import hopper_exchange, hopper_shapes
 from moe_runtime.kernels.reference_quantize import dequantize_rows, quantize_rows
@@ -205,7 +205,7 @@ def test_ranks_may_run_different_engines(
     ranks = Ranks(3, device, "torch", **settings)
     for rank in kernels_of:
         assert hopper_shapes.stamped(ranks.dispatchers[rank].geometry)
-        ranks.dispatchers[rank]._exchange = hopper_exchange
+        ranks.dispatchers[rank]._backend = hopper_exchange
     for step, tokens in enumerate(((5, 2, 0), (0, 5, 3), (1, 0, 5), (0, 0, 4))):
         routing = "one" if step == 2 else "random"
         inputs = [rank_input(seed + step, rank, t, 256, 7, 3, routing) for rank, t in enumerate(tokens)]

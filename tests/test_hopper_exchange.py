@@ -138,7 +138,7 @@ def test_expert_ids_come_first_where_many_rows_are_packed() -> None:
     # 8 sources and 4 parts of 1024 tokens; 4 chunks of each go to 4 blocks.
     assert hopper_shapes.chunk_slots(geometry) == 256
     assert hopper_shapes.arrive_shares(geometry, 131, scales=True) == (1, 4)
-    counts = hopper_exchange.room_to_count(geometry, torch.device("cpu"))
+    counts = hopper_exchange.allocate_counts(geometry, torch.device("cpu"))
     assert counts is not None and counts.shape == (128, 32)
     # Parts of 257 tokens are 160 and 97.
     assert hopper_shapes.chunk_slots(replace(geometry, max_tokens=1025)) == 160

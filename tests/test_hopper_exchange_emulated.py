@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import pytest
 import torch
 
-from moe_runtime.dispatcher import DispatchedTokens
+from moe_runtime.dispatch_handle import DispatchedTokens
 from moe_runtime.errors import MoERuntimeError, PeerTimeoutError, Phase, RoutingError, StepMismatchError
 from moe_runtime.kernels import hopper_exchange, hopper_shapes
 from tests.comparison import assert_same_bits

@@ -146,7 +146,7 @@ def test_ranks_differ_in_what_they_run(draw_sizes: Draw, emulator: Emulator, see
     settings = {**draw_sizes(draw, False), "world": 3}
     twins, mixed = ranks_of(settings, "torch"), ranks_of(settings, HOPPER)
     for dispatcher in mixed.dispatchers[1 :: 1 + seed % 2]:
-        dispatcher._exchange = reference_exchange
+        dispatcher._backend = reference_exchange
     steps, outputs = random_steps(draw, settings, 3), random_outputs(twins, seed)
     wanted = one_after_the_other(twins, steps, outputs)
     assert_same_results(one_after_the_other(mixed, steps, outputs), wanted)

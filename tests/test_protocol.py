@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.dispatcher import DispatchedTokens, TokenDispatcher
+from moe_runtime.dispatch_handle import DispatchedTokens
+from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.geometry import ExchangeGeometry
 from tests.comparison import assert_same_bits
 from tests.exchange_data import RankInput, config, expected_combine, expected_groups, rank_input

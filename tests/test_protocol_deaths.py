@@ -23,7 +23,7 @@ pytestmark = pytest.mark.cpu_only
 MOST = 2
 PHASES = {
     "dispatch_send": Phase.DISPATCH_SEND,
-    "arrive": Phase.DISPATCH_RECV,
+    "dispatch_recv": Phase.DISPATCH_RECV,
     "combine_send": Phase.COMBINE_SEND,
     "combine_recv": Phase.COMBINE_RECV,
 }
@@ -32,7 +32,7 @@ DEATHS = {
     "before dispatch_send, nothing combined": Phase.DISPATCH_SEND,
     "before the 1st dispatch_flag": Phase.DISPATCH_RECV,
     "before the 2nd dispatch_flag": Phase.DISPATCH_RECV,
-    "before arrive": Phase.COMBINE_RECV,
+    "before dispatch_recv": Phase.COMBINE_RECV,
     "before combine_send": Phase.COMBINE_RECV,
     "before the 2nd combine_flag": Phase.COMBINE_RECV,
     "before combine_recv": Phase.DISPATCH_RECV,

@@ -12,7 +12,8 @@ import torch
 
 from moe_runtime.comm.signals import tag_of
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.dispatcher import DispatchHandle, TokenDispatcher
+from moe_runtime.dispatch_handle import DispatchHandle
+from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.virtual import virtual_contexts
 from tests.protocol_hooks import hooked
 from tests.protocol_model import RIGHT, Program, explore

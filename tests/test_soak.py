@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_runtime.comm import nvshmem_world
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.dispatcher import DispatchedTokens, DispatchHandle, TokenDispatcher
+from moe_runtime.dispatch_handle import DispatchedTokens, DispatchHandle
+from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.launch import soak
 from moe_runtime.launch.soak_steps import KINDS, StepPlan, expected_offsets, multiplying_experts
 from moe_runtime.virtual import virtual_contexts

@@ -12,7 +12,7 @@ import torch
 
 from moe_runtime.config import MoELayerConfig, SharedExpertConfig
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.dispatcher import DispatchedTokens
+from moe_runtime.dispatch_handle import DispatchedTokens
 from moe_runtime.errors import PeerAbortedError
 from moe_runtime.layer import MoELayer
 from moe_runtime.metrics import PhaseTimes

@@ -7,7 +7,7 @@ import torch
 
 from moe_runtime.comm.failures import encode_abort, find_failure, write_abort
 from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, REASON_WORDS
-from moe_runtime.dispatcher import DispatchHandle
+from moe_runtime.dispatch_handle import DispatchHandle
 from moe_runtime.errors import ErrorCode, PeerAbortedError, Phase
 from moe_runtime.kernels import hopper_exchange, hopper_shapes
 from tests.emulator import Emulator, needs_emulator

@@ -12,7 +12,8 @@ import torch
 
 from moe_runtime.comm.private_heap import PrivateHeap
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.dispatcher import DispatchedTokens, TokenDispatcher
+from moe_runtime.dispatch_handle import DispatchedTokens
+from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.kernels import hopper_exchange
 from moe_runtime.kernels.reference_quantize import quantize_rows
 from tests.comparison import assert_same_bits
@@ -84,7 +85,7 @@ class Ranks:
             self.others = [TokenDispatcher(context, **settings) for context in self.contexts]  # type: ignore[arg-type]
         for dispatcher in (*self.dispatchers, *self.others):
             if engine == HOPPER and device.type == "cpu":
-                dispatcher._exchange = hopper_exchange
+                dispatcher._backend = hopper_exchange
         for context in self.contexts:
             context.allocate()
         for heap in heaps:
