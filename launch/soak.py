@@ -26,7 +26,7 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.launch import cases, environment
 from moe_runtime.launch.soak_steps import StepPlan, expected_offsets, expected_output, multiplying_experts
-from moe_runtime.layer import context_from_config
+from moe_runtime.layer_build import context_from_config
 
 KIND = "soak"
 """What the JSON says it is."""

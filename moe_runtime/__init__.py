@@ -7,16 +7,19 @@ Layers, from the top; a module imports from its own layer or from those below it
     parallel, virtual, launch.*
     conversion
     converted_experts
-    layer, warming, step, calibration
-    replacement, mover, slots
+    layer, calibration
+    layer_build, layer_arguments, step, warming, replacement
+    mover, slots
     dispatcher, experts, checkpoint, router, shared_expert, reference, ops
+    dispatch_handle, exchange_arguments, exchange_backend
     expert_readers
     loading, checkpoint_layouts, folder_lock, fixed_dtypes
     op_weights, op_inputs, op_scales, op_arguments
     context, counters, memory, peers
     kernels.*, comm.*, prepared, weights, token_format, geometry
     tensor_files, tensor_writer
-    moves, placement, grouped, plan, formats, families, config, errors, arguments, compiling, metrics, progress
+    moves, placement, grouped, plan, formats, families, config, errors, arguments, compiling, metrics,
+    progress, deprecation
 """
 
 from __future__ import annotations

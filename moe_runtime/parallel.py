@@ -28,7 +28,8 @@ from moe_runtime.counters import LayerCounts
 from moe_runtime.errors import reason_of
 from moe_runtime.families import GPT_OSS, MIXTRAL, Family, family_of, layer_config
 from moe_runtime.formats import ceil_div
-from moe_runtime.layer import MoELayer, context_from_config
+from moe_runtime.layer import MoELayer
+from moe_runtime.layer_build import context_from_config
 from moe_runtime.loading import ExpertTensors
 from moe_runtime.peers import abort_peers, abort_peers_on_error, agree_on
 from moe_runtime.placement import Placement
@@ -221,7 +222,7 @@ class ExpertParallel:
             wanted = _by_layer(placement, self.decoder_layers)
             for number, layer in zip(self.decoder_layers, self.layers, strict=True):
                 if number in wanted:
-                    check_replacement(layer, wanted[number])
+                    check_replacement(layer.placement, wanted[number])
         except BaseException as error:
             problem = error
         proposal = {

@@ -28,7 +28,7 @@ from moe_runtime.comm.shared_heap import SharedHeap
 from moe_runtime.config import ParallelConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError
-from moe_runtime.layer import context_from_config
+from moe_runtime.layer_build import context_from_config
 from tests.pool import PATIENCE_S, WITHOUT_ONE_S, run_once
 from tests.test_readme import FENCE, README
 

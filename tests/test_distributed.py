@@ -21,7 +21,8 @@ from moe_runtime.dispatch_handle import DispatchedTokens, DispatchHandle
 from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.errors import MoERuntimeError, PeerTimeoutError, Phase
 from moe_runtime.formats import FORMATS
-from moe_runtime.layer import MoELayer, random_expert
+from moe_runtime.layer import MoELayer
+from moe_runtime.layer_build import random_expert
 from moe_runtime.loading import ExpertTensors
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks, virtual_contexts
@@ -532,13 +533,13 @@ def die_in(rank: int, world: int, phase: str, seed: int) -> tuple[str, int, floa
     try:
         if rank == 2 and phase == "before dispatch":
             os.kill(os.getpid(), signal.SIGKILL)
-        step = layer.begin(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
+        sent = layer._send(mine.x, mine.topk_idx, mine.topk_weights)
         if rank == 2 and phase == "after dispatch":
             os.kill(os.getpid(), signal.SIGKILL)
-        layer.compute(step)
+        computed = layer._compute(sent)
         if rank == 2 and phase == "after combine_send":
             os.kill(os.getpid(), signal.SIGKILL)
-        layer.finish(step)
+        layer._receive(computed)
         # Who dies after it has sent everything is missed in the next step.
         layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
     except PeerTimeoutError as error:

@@ -15,7 +15,8 @@ from moe_runtime.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.config import ActivationConfig, MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.formats import FORMATS, WEIGHT_FORMATS, token_formats_for
-from moe_runtime.layer import MoELayer, random_expert
+from moe_runtime.layer import MoELayer
+from moe_runtime.layer_build import random_expert
 from moe_runtime.loading import HUGE_PAGE, PAGES_THREAD, ExpertTensors, QuantBuffer, quantize_experts
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.tensor_files import SafetensorsFile

@@ -173,16 +173,13 @@ def test_the_smallest_size_with_room_is_taken(device: torch.device, seed: int) -
         assert tuple(layer.dispatchers) == CASES[2].all_token_buckets
         wanted = {0: 1, 1: 1, 2: 3, 3: 3, 4: 20, 20: 20, 21: LARGEST, LARGEST: LARGEST, None: LARGEST}
         for max_tokens, size in wanted.items():
-            begun = [
-                rank.begin(torch.zeros(0, HIDDEN, dtype=torch.bfloat16, device=device), max_tokens=max_tokens)
-                for rank in ranks.layers
-            ]
-            assert begun[0].handle.geometry.max_tokens == size
-            assert begun[0].dispatcher is layer.dispatchers[size]
-            for step in begun:
-                step.compute()
-            for step in begun:
-                step.gather()
+            none = torch.zeros(0, HIDDEN, dtype=torch.bfloat16, device=device)
+            sent = [rank._send(none, max_tokens=max_tokens) for rank in ranks.layers]
+            assert sent[0].handle.geometry.max_tokens == size
+            assert sent[0].dispatcher is layer.dispatchers[size]
+            computed = [rank._compute(one) for rank, one in zip(ranks.layers, sent, strict=True)]
+            for rank, one in zip(ranks.layers, computed, strict=True):
+                rank._receive(one)
         largest = max(dispatcher.geometry.half_bytes()["landing"] for dispatcher in layer.dispatchers.values())
         assert largest == layer.dispatcher.geometry.half_bytes()["landing"]
 
@@ -195,10 +192,10 @@ def test_on_one_rank_the_tokens_of_a_step_are_known(device: torch.device, seed: 
             made.load_random(seed)
         for count, size in ((0, 3), (3, 3), (4, 20), (20, 20), (21, LARGEST)):
             data = rank_input(seed, 0, count, HIDDEN, EXPERTS, TOP_K).to(device)
-            step = layer.begin(data.x, topk_idx=data.topk_idx, topk_weights=data.topk_weights)
-            assert step.dispatcher is layer.dispatchers[size]
-            layer.compute(step)
-            assert_same_bits(layer.finish(step), plain(data.x, topk_idx=data.topk_idx, topk_weights=data.topk_weights))
+            sent = layer._send(data.x, data.topk_idx, data.topk_weights)
+            assert sent.dispatcher is layer.dispatchers[size]
+            y = layer._receive(layer._compute(sent))
+            assert_same_bits(y, plain(data.x, topk_idx=data.topk_idx, topk_weights=data.topk_weights))
 
 
 @pytest.mark.parametrize("wrong", [2, -1, LARGEST + 1, 20.0, True, "20"])
@@ -221,13 +218,13 @@ def test_ranks_that_say_other_sizes_are_told_so(engine: str, device: torch.devic
     with VirtualRanks(c, 2, lambda layer: layer.load_random(seed), device=device, engine=engine) as ranks:
         inputs = [rank_input(seed, r, 2, HIDDEN, EXPERTS, TOP_K).to(device) for r in range(2)]
         parts = [{"topk_idx": data.topk_idx, "topk_weights": data.topk_weights} for data in inputs]
-        begun = [
-            layer.begin(data.x, **part, max_tokens=most)
+        sent = [
+            layer._send(data.x, **part, max_tokens=most)
             for layer, data, part, most in zip(ranks.layers, inputs, parts, (2, 3), strict=True)
         ]
-        for step in begun:
+        for layer, one in zip(ranks.layers, sent, strict=True):
             with pytest.raises(StepMismatchError, match=r"in exchange .* same order, with equal max_tokens"):
-                step.compute()
+                layer._compute(one)
                 ranks.contexts[0].check_peers()
         synchronize(device)
         with pytest.raises(StepMismatchError):
