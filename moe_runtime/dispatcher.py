@@ -136,10 +136,10 @@ class TokenDispatcher:
     ) -> dict[int, TokenDispatcher]:
         """The exchanges of the layer that `config` describes, for each of its `all_token_buckets`, ascending.
 
-        A step may take any that has room for its tokens, and all ranks have to take the same. The layer compares
+        A step may take any that is large enough for its tokens, and all ranks must take the same. The layer compares
         `config` and `num_slots` between ranks.
         """
-        # The largest first: a context that has room for it has room for all.
+        # The largest first: memory that suffices for it suffices for all.
         of_size = {
             size: cls.from_config(context, config, max_tokens=size, num_slots=num_slots, mode=mode, agreed=True)
             for size in reversed(config.all_token_buckets)

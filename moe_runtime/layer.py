@@ -50,10 +50,10 @@ from moe_runtime.warming import WarmUpStep, warm_up_steps
 class MoELayer(nn.Module):
     """One expert-parallel MoE layer, for inference.
 
-    Every rank of the context's group makes the layer with an equal config and calls it in the same order, each with
-    its own tokens. The experts' weights are set by `load_experts` (or by `from_checkpoint` and `from_yaml`). While one
-    thread is in a call of it, or of another layer of its context, calls of other threads are refused. What
-    `torch.compile` makes of a model leaves its steps as they are.
+    Every rank of the context's group makes the layer with an equal config. All ranks call the layers in the same order,
+    each with its own tokens. `load_experts`, `from_checkpoint` or `from_yaml` set the weights of the experts. While one
+    thread is in a call of a layer, calls of other threads to layers of the same context are refused. `torch.compile`
+    leaves the steps as they are.
 
     `close()`, or the end of a `with`, closes a context that was made for the layer alone, and no other.
 
@@ -62,7 +62,7 @@ class MoELayer(nn.Module):
         context: the group's memory and signals, shared by all layers of a group; None makes one for the default group
             (one rank where torch.distributed is not initialised; torchrun's ranks call `init_from_env` before).
         placement: which rank holds which experts, equal on all ranks; None is contiguous ids, each expert once.
-        router: False for a layer whose every call brings a router's answer: no weights are kept for it.
+        router: False for a layer whose callers always pass `topk_idx` and `topk_weights`: it keeps no router weights.
 
     Attributes:
         placement: the present one; None as above.
@@ -136,9 +136,9 @@ class MoELayer(nn.Module):
             x: bf16 `[..., H]`, at most `max_tokens_per_rank` tokens, 0 included.
             topk_idx, topk_weights: int32 or int64, and fp32, `[T, K]`: a router's answer for the flattened tokens
                 (both or neither; without them the layer's own router is asked). -1 is unrouted.
-            shared: bf16 `[..., H]`, output of a shared expert, added first; only where the layer has none of its own,
-                which is added by itself.
-            max_tokens: no rank brings more tokens to this step; equal on all ranks. The step takes the smallest of
+            shared: bf16 `[..., H]`, output of a shared expert, added first; only where the layer has no shared expert
+                of its own.
+            max_tokens: most tokens that any rank brings to this step; equal on all ranks. The step takes the smallest of
                 `config.all_token_buckets` that holds them, which changes its time and no bit. None is
                 `max_tokens_per_rank`; on a single rank, the tokens of `x`.
 

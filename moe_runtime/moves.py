@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moe_runtime.placement import Placement
 
 SPARE = -1
-"""A rank's place for one expert beside its slots, to break a cycle of moves with."""
+"""A rank's extra slot for one expert, which breaks a cycle of moves."""
 
 
 @dataclass(frozen=True)

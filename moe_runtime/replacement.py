@@ -1,4 +1,7 @@
-"""Live re-placement: between two steps experts move to other ranks. Ranks agree on it before anything changes."""
+"""Live re-placement (a rebalance of physical experts): experts move to other ranks between two steps.
+
+Ranks agree on it before anything changes.
+"""
 
 from __future__ import annotations
 
