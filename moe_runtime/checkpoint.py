@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from moe_runtime import formats
 from moe_runtime.checkpoint_layouts import (
     CONFIG_FILE,
     EXPERTS_KEY,
@@ -40,7 +39,7 @@ from moe_runtime.families import (
     layer_config,
     moe_layers,
 )
-from moe_runtime.formats import WEIGHT_FORMATS, token_formats_for
+from moe_runtime.formats import WEIGHT_FORMATS, format_named, token_formats_for, weight_format_named
 from moe_runtime.loading import FRESH, ExpertTensors, QuantRoom, Rooms
 from moe_runtime.tensor_files import INDEX_FILE, SINGLE_FILE, TensorFiles, read_json, write_json
 from moe_runtime.weights import GateUpOrder
@@ -295,9 +294,9 @@ def choose_formats(
     Raises `ValueError` naming the argument that is not the name of a format.
     """
     if token_format is not None:
-        formats.token_format(token_format, "token_format")
+        format_named(token_format, "token_format")
     if weight_format is not None:
-        formats.weight_format(weight_format, "weight_format")
+        weight_format_named(weight_format, "weight_format")
     held = stored.layout.format.name
     if weight_format is None:
         token_format = token_format or stored.token_format

@@ -15,7 +15,7 @@ import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
 from moe_runtime.deprecation import warn_renamed
-from moe_runtime.formats import WEIGHT_FORMATS, token_formats_for, weight_format
+from moe_runtime.formats import WEIGHT_FORMATS, token_formats_for, weight_format_named
 
 FormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4"]
 WeightFormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4", "mxfp4"]
@@ -199,9 +199,9 @@ class MoELayerConfig(_Model):
                 "tokens"
             )
         for name in (self.token_format, self.weight_format, self.combine_format):
-            weight_format(name).check_columns(self.hidden_size, "hidden_size")
+            weight_format_named(name).check_columns(self.hidden_size, "hidden_size")
         for name in (self.token_format, self.weight_format):
-            weight_format(name).check_columns(self.intermediate_size, "intermediate_size")
+            weight_format_named(name).check_columns(self.intermediate_size, "intermediate_size")
         if self.intermediate_gsf is not None and self.token_format != "nvfp4":
             raise ValueError(f"intermediate_gsf: only nvfp4 tokens have one, got it with {self.token_format} tokens")
         self._check_router_groups()

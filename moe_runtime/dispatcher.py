@@ -13,13 +13,13 @@ from moe_runtime.comm.signals import COUNT_BITS
 from moe_runtime.compiling import not_compiled
 from moe_runtime.config import ModeName, MoELayerConfig, check_positive, resolve_mode
 from moe_runtime.context import ExpertParallelContext, by_one_thread
-from moe_runtime.formats import MAX_ENCODE_SCALE, TokenFormat, ceil_div, token_format
+from moe_runtime.formats import MAX_ENCODE_SCALE, TokenFormat, ceil_div, format_named
 from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.reference_exchange import part_index
 from moe_runtime.kernels.runtime import runs_cuda
 from moe_runtime.peers import collective_step
-from moe_runtime.token_format import RecordLayout
+from moe_runtime.record import RecordLayout
 
 STAGES = ("dispatch_wait", "combine_send", "combine_wait")
 """What is done with a handle, in this order."""
@@ -133,7 +133,7 @@ class TokenDispatcher:
     ) -> None:
         if not isinstance(context, ExpertParallelContext):
             raise ValueError(f"context: expected an ExpertParallelContext, got {type(context).__name__}")
-        fmt, wire = _format(token_format, "token_format"), _format(combine_format, "combine_format")
+        fmt, wire = format_named(token_format, "token_format"), format_named(combine_format, "combine_format")
         check_positive("hidden_size", hidden_size)
         check_positive("num_experts", num_experts)
         check_positive("max_tokens_per_rank", max_tokens_per_rank)
@@ -560,6 +560,3 @@ def _exchange(context: ExpertParallelContext, geometry: ExchangeGeometry) -> Any
         combine_send=combine.combine_send,
         combine_wait=combine.combine_wait,
     )
-
-
-_format = token_format

@@ -21,7 +21,7 @@ from moe_runtime.context import ExpertParallelContext, by_one_thread
 from moe_runtime.counters import LayerCounters
 from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.experts import Experts, swiglu_of
-from moe_runtime.formats import token_format
+from moe_runtime.formats import format_named
 from moe_runtime.loading import FRESH, ExpertTensors, Rooms, quantize_experts
 from moe_runtime.memory import staging_bytes
 from moe_runtime.metrics import PhaseTimes, phase
@@ -283,7 +283,7 @@ class MoELayer(nn.Module):
                 gate_up,
                 down,
                 swiglu_of(config.activation),
-                intermediate_format=token_format(config.token_format),
+                intermediate_format=format_named(config.token_format),
                 intermediate_gsf=config.intermediate_gsf,
                 engine=self.context.gemm_engine,
             )

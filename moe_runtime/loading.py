@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from moe_runtime.config import MoELayerConfig
-from moe_runtime.formats import TokenFormat, align, weight_format
+from moe_runtime.formats import TokenFormat, align, weight_format_named
 from moe_runtime.weights import ExpertWeights, GateUpOrder
 
 MADV_HUGEPAGE = 14
@@ -110,7 +110,7 @@ def quantize_experts(
     Raises `ValueError` naming the tensor and the number of the expert, in the order they come: a wrong shape or order
     of gate and up, a bias that `config.expert_bias` does not expect, or misses; another number of experts.
     """
-    fmt, order = weight_format(config.weight_format), GateUpOrder(config.activation.order)
+    fmt, order = weight_format_named(config.weight_format), GateUpOrder(config.activation.order)
     whole: tuple[ExpertWeights, ExpertWeights] | None = None
     seen = 0
     for expert in _checked(experts, config, count):

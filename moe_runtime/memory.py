@@ -20,9 +20,9 @@ import math
 from moe_runtime.comm.heap import REGION_ALIGNMENT
 from moe_runtime.comm.signals import SignalLayout
 from moe_runtime.config import MoELayerConfig, check_positive
-from moe_runtime.formats import align, ceil_div, token_format, weight_format
+from moe_runtime.formats import align, ceil_div, format_named, weight_format_named
 from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
-from moe_runtime.token_format import RecordLayout
+from moe_runtime.record import RecordLayout
 from moe_runtime.weights import scales_shape
 
 REGIONS = ("landing", "stamps", "combine", "signals")
@@ -44,8 +44,8 @@ def reserved_bytes(config: MoELayerConfig, world_size: int, *, placed: bool = Fa
     geometry = ExchangeGeometry(
         rank=0,
         world_size=world_size,
-        record=RecordLayout(token_format(config.token_format), config.hidden_size, config.top_k),
-        combine_format=token_format(config.combine_format),
+        record=RecordLayout(format_named(config.token_format), config.hidden_size, config.top_k),
+        combine_format=format_named(config.combine_format),
         num_experts=config.num_experts,
         max_tokens=config.max_tokens_per_rank,
         packed=config.resolved_mode == "contiguous",
@@ -64,7 +64,7 @@ def expert_bytes(config: MoELayerConfig, world_size: int) -> int:
     Raises `ValueError` for a `world_size` that is no positive integer.
     """
     check_positive("world_size", world_size)
-    fmt, total = weight_format(config.weight_format), 0
+    fmt, total = weight_format_named(config.weight_format), 0
     for rows, columns in (
         (2 * config.intermediate_size, config.hidden_size),
         (config.hidden_size, config.intermediate_size),

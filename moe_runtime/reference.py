@@ -9,8 +9,7 @@ import math
 
 import torch
 
-from moe_runtime import formats
-from moe_runtime.formats import BF16, TokenFormat
+from moe_runtime.formats import BF16, MXFP4, TokenFormat, weight_format_named
 from moe_runtime.weights import SwiGLU
 
 SWIGLU_GAIN = 1.5511
@@ -140,10 +139,10 @@ def rounding_error(fmt: str | TokenFormat) -> float:
 
         rounding_error^2 = (31 * 0.5^2 / 12 + 9 * e^2) / (31 * 0.5^2 / 3 + 9)      mxfp4 0.2571
     """
-    fmt = formats.weight_format(fmt)
+    fmt = weight_format_named(fmt)
     spacing = fmt.epsilon
     square = spacing**2 / (4 * (3 + 3 * spacing + spacing**2))
-    if fmt is formats.MXFP4:
+    if fmt is MXFP4:
         small = (fmt.block - 1) * 0.5**2
         square = (small / 12 + 9 * square) / (small / 3 + 9)
     return math.sqrt(square)
@@ -189,7 +188,7 @@ def error_bound(
         return 1 + rounding_error(fmt) ** 2
 
     def operand(fmt: str | TokenFormat) -> float:
-        return 1.0 if formats.weight_format(fmt) == BF16 else growth(fmt)
+        return 1.0 if weight_format_named(fmt) == BF16 else growth(fmt)
 
     token = operand(token_format)
     weight = operand(token_format if weight_format is None else weight_format)

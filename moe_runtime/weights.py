@@ -13,7 +13,7 @@ from enum import StrEnum
 import torch
 
 from moe_runtime.arguments import check_is_tensor
-from moe_runtime.formats import FP8_BLOCK, WEIGHT_BLOCK_N, QuantizedRows, TokenFormat, ceil_div, weight_format
+from moe_runtime.formats import FP8_BLOCK, WEIGHT_BLOCK_N, QuantizedRows, TokenFormat, ceil_div, weight_format_named
 from moe_runtime.kernels.reference_quantize import quantize_fp8_blocks, token_gsf
 
 
@@ -122,7 +122,7 @@ class ExpertWeights:
     gate_up: GateUpOrder | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "format", weight_format(self.format))
+        object.__setattr__(self, "format", weight_format_named(self.format))
         if self.gate_up is not None:
             object.__setattr__(self, "gate_up", GateUpOrder(self.gate_up))
         if check_is_tensor("quants", self.quants).ndim != 3:
@@ -206,7 +206,7 @@ class ExpertWeights:
 
         Raises `ValueError` for a wrong shape or dtype and for sizes that the format cannot block.
         """
-        fmt = weight_format(fmt)
+        fmt = weight_format_named(fmt)
         order = (GateUpOrder.GATE_UP if gate_up else None) if isinstance(gate_up, bool) else GateUpOrder(gate_up)
         if check_is_tensor("w", w_ENK).ndim != 3:
             raise ValueError(f"w: expected [E, N, K], got shape {list(w_ENK.shape)}")

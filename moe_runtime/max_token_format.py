@@ -1,104 +1,22 @@
-"""How a token travels: byte layouts of messages, in any format, whose fields never overlap and are each aligned.
+"""The token message of MAX's `NVFP4TokenFormat`, generalised to the other formats, with the names it has there.
 
-`RecordLayout` is what the dispatcher sends. `TokenMessage` is the message of MAX's `NVFP4TokenFormat`, generalised
-to the other formats, with the names it has there: written and read with tensor operations, one or many at a time.
+Messages are written and read with tensor operations, one or many at a time. The dispatcher does not use them: its own
+record is `moe_runtime.record.RecordLayout`.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
 from moe_runtime import plan
 from moe_runtime.arguments import check_is_tensor
-from moe_runtime.formats import MAX_ENCODE_SCALE, NVFP4, QuantizedRows, TokenFormat, align, ceil_div, token_format
+from moe_runtime.formats import MAX_ENCODE_SCALE, NVFP4, QuantizedRows, TokenFormat, align, ceil_div, format_named
 from moe_runtime.kernels.quantize import check_gsf, quantize_rows
 from moe_runtime.kernels.reference_quantize import copy_as, raw_bits
-
-DEFAULT_ALIGNMENT = 16
-RECORD_ALIGNMENT = 128
-NO_EXPERT = 65535
-"""The uint16 that stands for the expert id -1."""
+from moe_runtime.record import DEFAULT_ALIGNMENT, NO_EXPERT, check_alignment, check_is_int, check_top_k
 
 INTEGERS = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.int64)
 """Dtypes of indices that int64 holds."""
-
-
-@dataclass(frozen=True)
-class RecordLayout:
-    """Byte offsets of the fields of the dispatcher's record of one token, each a multiple of `alignment`.
-
-    Record: `[quants | scales, linear | row scale f32 | source i32 | top-k ids u16 | top-k weights f32]`, in whole
-    multiples of 128 bytes. The row scale is there only in formats that have one; in the others its field is empty
-    (`row_scale_offset == source_offset`), as is the field of the scales in bf16. An id of 65535 means none.
-
-    >>> layout = RecordLayout(NVFP4, hidden=64, top_k=2)
-    >>> layout.scales_offset, layout.row_scale_offset, layout.source_offset, layout.ids_offset, layout.weights_offset
-    (32, 48, 64, 80, 96)
-    >>> layout.record_bytes
-    128
-
-    Attributes:
-        format: number format of the token (a name is looked up).
-        hidden: numbers in a token, whole blocks of the format.
-        top_k: experts of a token.
-        alignment: bytes, a power of two from 4 to 128.
-    """
-
-    format: TokenFormat
-    hidden: int
-    top_k: int
-    alignment: int = DEFAULT_ALIGNMENT
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "format", token_format(self.format))
-        for name in ("hidden", "top_k", "alignment"):
-            _check_is_int(name, getattr(self, name))
-        self.format.check_columns(self.hidden, "hidden")
-        _check_top_k(self.top_k)
-        _check_alignment(self.alignment, RECORD_ALIGNMENT)
-
-    @cached_property
-    def quants_offset(self) -> int:
-        return 0
-
-    @cached_property
-    def scales_offset(self) -> int:
-        return align(self.format.quant_bytes(self.hidden), self.alignment)
-
-    @cached_property
-    def row_scale_offset(self) -> int:
-        return self.scales_offset + align(self.format.scale_bytes(self.hidden), self.alignment)
-
-    @cached_property
-    def source_offset(self) -> int:
-        return self.row_scale_offset + (align(4, self.alignment) if self.format.has_row_scale else 0)
-
-    @cached_property
-    def ids_offset(self) -> int:
-        return self.source_offset + align(4, self.alignment)
-
-    @cached_property
-    def weights_offset(self) -> int:
-        return self.ids_offset + align(2 * self.top_k, self.alignment)
-
-    @cached_property
-    def record_bytes(self) -> int:
-        return align(self.weights_offset + 4 * self.top_k, RECORD_ALIGNMENT)
-
-    @cached_property
-    def constants(self) -> dict[str, int]:
-        """Bytes of a record and where its fields lie, by the names that kernels have for them."""
-        return {
-            "RECORD_BYTES": self.record_bytes,
-            "SCALES_AT": self.scales_offset,
-            "ROW_SCALE_AT": self.row_scale_offset,
-            "SOURCE_AT": self.source_offset,
-            "IDS_AT": self.ids_offset,
-            "WEIGHTS_AT": self.weights_offset,
-        }
 
 
 class TokenMessage:
@@ -129,19 +47,19 @@ class TokenMessage:
         output_scales: torch.Tensor | None = None,
         output_scales_offset: torch.Tensor | None = None,
     ) -> None:
-        self.format = token_format(fmt)
+        self.format = format_named(fmt)
         for name, value in (("hid_dim", hid_dim), ("top_k", top_k), ("alignment", alignment)):
-            _check_is_int(name, value)
+            check_is_int(name, value)
         outputs = (output_tokens, output_scales, output_scales_offset)
         for name, output in zip(("output_tokens", "output_scales", "output_scales_offset"), outputs, strict=True):
             if output is not None:
                 check_is_tensor(name, output)
         self.format.check_columns(hid_dim, "hid_dim")
-        _check_top_k(top_k)
+        check_top_k(top_k)
         self.hid_dim = hid_dim
         self.top_k = top_k
         self.alignment = alignment or DEFAULT_ALIGNMENT
-        _check_alignment(self.alignment)
+        check_alignment(self.alignment)
         self.output_tokens = output_tokens
         self.output_scales = output_scales
         self.output_scales_offset = output_scales_offset
@@ -410,34 +328,12 @@ class NVFP4TokenFormat(TokenMessage):
     (16, 3584, 448, 4032, 4064)
     """
 
-    def __init__(
-        self,
-        hid_dim: int,
-        top_k: int,
-        alignment: int = 0,
-        *,
-        output_tokens: torch.Tensor | None = None,
-        output_scales: torch.Tensor | None = None,
-        output_scales_offset: torch.Tensor | None = None,
-    ) -> None:
-        super().__init__(
-            NVFP4,
-            hid_dim,
-            top_k,
-            alignment,
-            output_tokens=output_tokens,
-            output_scales=output_scales,
-            output_scales_offset=output_scales_offset,
-        )
+    def __init__(self, hid_dim: int, top_k: int, alignment: int = 0, **outputs: torch.Tensor | None) -> None:
+        super().__init__(NVFP4, hid_dim, top_k, alignment, **outputs)
 
     def fp4_quant_size(self) -> int:
         """Bytes of the field of the quants."""
         return self.quant_size()
-
-
-def _check_is_int(argument: str, value: object) -> None:
-    if type(value) is not int:
-        raise ValueError(f"{argument}: expected an int, got {value!r}")
 
 
 def _check_integers(argument: str, values: torch.Tensor, low: int, high: int, buf: torch.Tensor) -> torch.Tensor:
@@ -454,14 +350,3 @@ def _check_integers(argument: str, values: torch.Tensor, low: int, high: int, bu
 def _check_device(argument: str, tensor: torch.Tensor, other: torch.Tensor) -> None:
     if tensor.device != other.device:
         raise ValueError(f"{argument}: expected device {other.device}, got {tensor.device}")
-
-
-def _check_top_k(top_k: int) -> None:
-    if top_k < 1:
-        raise ValueError(f"top_k: expected at least 1, got {top_k}")
-
-
-def _check_alignment(alignment: int, largest: int | None = None) -> None:
-    if alignment < 4 or alignment & (alignment - 1) or (largest is not None and alignment > largest):
-        limit = "on" if largest is None else f"to {largest}"
-        raise ValueError(f"alignment: expected a power of two from 4 {limit}, got {alignment}")
