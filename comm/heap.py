@@ -7,9 +7,12 @@ from types import TracebackType
 
 import torch
 
-from moe_runtime.formats import align
-
 REGION_ALIGNMENT = 256
+
+
+def align_region(num_bytes: int) -> int:
+    """`num_bytes` rounded up to a multiple of `REGION_ALIGNMENT`."""
+    return -(-num_bytes // REGION_ALIGNMENT) * REGION_ALIGNMENT
 
 
 class SymmetricHeap(ABC):
@@ -50,7 +53,7 @@ class SymmetricHeap(ABC):
             raise ValueError(f"num_bytes of region {region!r}: expected a positive number, got {num_bytes}")
         self._regions[region] = (self.total_bytes, num_bytes)
         self._ones[region] = ones
-        self.total_bytes = align(self.total_bytes + num_bytes, REGION_ALIGNMENT)
+        self.total_bytes = align_region(self.total_bytes + num_bytes)
 
     def allocate(self) -> None:
         """Allocate all regions, zeroed, and map the peers'. Collective."""

@@ -9,12 +9,11 @@ from __future__ import annotations
 import importlib
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from moe_runtime.comm.bootstrap import RankGroup
+from moe_runtime.comm.bootstrap import RankGroup
 
 ENVIRONMENT = {
     # Every peer is mapped, so no network is needed, and looking for one fails where there is no RDMA.
@@ -83,7 +82,7 @@ def version() -> str | None:
 def join(group: RankGroup, device: torch.device) -> NvshmemWorld:
     """Join the ranks of `group` in NVSHMEM, once per process; later calls return what is there. Collective.
 
-    Whether the group is the one that was joined before is for `comm.bootstrap.choose_transport` to find out, on all
+    Whether the group is the one that was joined before is for `comm.transport.choose_transport` to find out, on all
     ranks alike. Raises `PeerTimeoutError` naming a rank that does not come, and what NVSHMEM raises.
     """
     core = load_nvshmem()

@@ -12,7 +12,8 @@ from moe_runtime.arguments import check_is_tensor, check_no_grad
 from moe_runtime.comm.signals import COUNT_BITS
 from moe_runtime.compiling import not_compiled
 from moe_runtime.config import ModeName, MoELayerConfig, check_positive, resolve_mode
-from moe_runtime.context import ExpertParallelContext, by_one_thread
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.context_threads import by_one_thread
 from moe_runtime.formats import MAX_ENCODE_SCALE, TokenFormat, ceil_div, format_named
 from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.grouped import GroupedRows

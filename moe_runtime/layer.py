@@ -17,7 +17,8 @@ from torch.distributed.device_mesh import DeviceMesh
 from moe_runtime.checkpoint import Checkpoint, opened
 from moe_runtime.compiling import not_compiled
 from moe_runtime.config import MoELayerConfig, ParallelConfig, RunConfig, load_config
-from moe_runtime.context import ExpertParallelContext, by_one_thread
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.context_threads import by_one_thread
 from moe_runtime.counters import LayerCounters
 from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.experts import Experts, swiglu_of

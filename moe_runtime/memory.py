@@ -17,10 +17,10 @@ from __future__ import annotations
 
 import math
 
-from moe_runtime.comm.heap import REGION_ALIGNMENT
+from moe_runtime.comm.heap import align_region
 from moe_runtime.comm.signals import SignalLayout
 from moe_runtime.config import MoELayerConfig, check_positive
-from moe_runtime.formats import align, ceil_div, format_named, weight_format_named
+from moe_runtime.formats import ceil_div, format_named, weight_format_named
 from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.record import RecordLayout
 from moe_runtime.weights import scales_shape
@@ -52,8 +52,8 @@ def reserved_bytes(config: MoELayerConfig, world_size: int, *, placed: bool = Fa
         row_capacity=config.expert_row_capacity
         or worst_case_rows(config.num_experts, world_size, config.top_k, config.max_tokens_per_rank),
     )
-    region_bytes = {name: 2 * align(size, REGION_ALIGNMENT) for name, size in geometry.half_bytes().items()}
-    region_bytes["signals"] = align(SignalLayout(world_size).num_bytes, REGION_ALIGNMENT)
+    region_bytes = {name: 2 * align_region(size) for name, size in geometry.half_bytes().items()}
+    region_bytes["signals"] = align_region(SignalLayout(world_size).num_bytes)
     regions = {name: region_bytes[name] for name in REGIONS}
     return regions | ({"staging": staging_bytes(config, world_size)} if placed else {})
 
@@ -77,10 +77,10 @@ def expert_bytes(config: MoELayerConfig, world_size: int) -> int:
 
 def staging_bytes(config: MoELayerConfig, world_size: int) -> int:
     """Bytes of region `staging`: its words, and one expert in bf16 or `CHUNK_BYTES`."""
-    expert_bytes = align(3 * config.hidden_size * config.intermediate_size * 2, REGION_ALIGNMENT)
+    expert_bytes = align_region(3 * config.hidden_size * config.intermediate_size * 2)
     return staging_words_bytes(world_size) + min(expert_bytes, CHUNK_BYTES)
 
 
 def staging_words_bytes(world_size: int) -> int:
     """Bytes of the words that region `staging` begins with, aligned."""
-    return align(STAGING_WORDS * world_size * 4, REGION_ALIGNMENT)
+    return align_region(STAGING_WORDS * world_size * 4)

@@ -477,7 +477,7 @@ def disagree_later(rank: int, world: int) -> None:
 def test_layers_after_the_first_step_must_agree_too(get_pool) -> None:
     for outcome in get_pool(2).outcomes(disagree_later):
         assert isinstance(outcome.error, ValueError), outcome
-        assert str(outcome.error) == ("agree: ranks disagree on mode (layer 1): rank 0: 'packed', rank 1: 'not given'")
+        assert str(outcome.error) == ("agree: ranks disagree on mode (layer 1): rank 0: 'contiguous', rank 1: 'not given'")
 
 
 def fail_on_rank_1(rank: int, world: int, stage: str) -> float:
