@@ -9,14 +9,16 @@ Layers, from the top; a module imports from its own layer or from those below it
     converted_experts
     layer, warming, step, calibration
     replacement, mover, slots
-    dispatcher, experts, checkpoint, router, shared_expert, reference, ops
+    dispatcher, experts, checkpoint, transformers_models, router, shared_expert, reference, ops
     expert_readers
     loading, checkpoint_layouts, folder_lock, fixed_dtypes
-    op_weights, op_inputs, op_scales, op_arguments
+    op_weights, op_inputs, op_scales, op_arguments, max_token_format
     context, counters, memory, peers
+    context_agreement, context_regions, context_threads, context_transport
     kernels.*, comm.*, prepared, weights, record, geometry
     tensor_files, tensor_writer
     moves, placement, grouped, plan, formats, families, config, errors, arguments, compiling, metrics, progress
+    deprecation
 """
 
 from __future__ import annotations
@@ -46,11 +48,12 @@ if TYPE_CHECKING:
     from moe_runtime.layer import MoELayer
     from moe_runtime.max_token_format import NVFP4TokenFormat
     from moe_runtime.memory import reserved_bytes
-    from moe_runtime.parallel import ExpertParallel, apply_expert_parallel, without_experts
+    from moe_runtime.parallel import ExpertParallel, apply_expert_parallel
     from moe_runtime.placement import Placement, plan_placement
     from moe_runtime.prepared import PreparedWeights
     from moe_runtime.record import RecordLayout
     from moe_runtime.router import Router
+    from moe_runtime.transformers_models import without_experts
     from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
 
 __version__ = "0.1.0"
@@ -142,7 +145,7 @@ _MODULE_OF = {
     "plan_placement": "placement",
     "quantize_rows": "kernels.quantize",
     "reserved_bytes": "memory",
-    "without_experts": "parallel",
+    "without_experts": "transformers_models",
 }
 
 

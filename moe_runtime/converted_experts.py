@@ -23,7 +23,7 @@ from moe_runtime.checkpoint_layouts import (
 from moe_runtime.expert_readers import ExpertReader, dense
 from moe_runtime.formats import WEIGHT_BLOCK_N, ceil_div
 from moe_runtime.kernels.quantize import quantize_rows
-from moe_runtime.op_inputs import nvfp4_encode_scale
+from moe_runtime.kernels.reference_quantize import token_gsf
 from moe_runtime.tensor_files import DTYPES
 from moe_runtime.weights import ExpertWeights
 
@@ -121,7 +121,7 @@ def quantized_linear(w_NK: torch.Tensor, shared: torch.Tensor, layout: WeightLay
         one = ExpertWeights.quantize(w_NK[None], fmt)
         assert one.scales is not None
         return {layout.weight: one.quants[0], layout.scale: one.scales[0]}
-    gsf = nvfp4_encode_scale(shared) if fmt.has_row_scale else None
+    gsf = token_gsf(shared.float().abs().amax().reshape(1)) if fmt.has_row_scale else None
     rows = quantize_rows(w_NK.contiguous(), fmt, gsf=gsf)
     assert rows.scales_RV is not None
     tensors = {layout.weight: rows.quants_RK, layout.scale: rows.scales_RV}

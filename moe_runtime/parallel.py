@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, cast
 
@@ -20,19 +18,19 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.checkpoint import Checkpoint
-from moe_runtime.checkpoint_layouts import COMPRESSED_NVFP4, EXPERTS_KEY, compressed_group
 from moe_runtime.compiling import not_compiled
 from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.counters import LayerCounts
 from moe_runtime.errors import reason_of
-from moe_runtime.families import GPT_OSS, MIXTRAL, Family, family_of, layer_config
+from moe_runtime.families import family_of, layer_config
 from moe_runtime.formats import ceil_div
 from moe_runtime.layer import MoELayer, context_from_config
 from moe_runtime.loading import ExpertTensors
 from moe_runtime.peers import agree_on, tell_peers, told_to_peers
 from moe_runtime.placement import Placement
 from moe_runtime.replacement import check_replacement
+from moe_runtime.transformers_models import EXPERT_CLASSES, check_read, model_config_of, moe_blocks, own_experts
 
 DONE = -1
 """What a rank tells the others instead of its number of tokens where it does not call the model any more."""
@@ -96,11 +94,11 @@ def apply_expert_parallel(
             if not (experts is None or isinstance(experts, Checkpoint) or callable(experts)):
                 kinds = "a Checkpoint, a callable or None"
                 raise ValueError(f"experts: expected {kinds}, got {type(experts).__name__}")
-            described = _described(model)
-            family = family_of(described, source="model.config")
-            blocks = _moe_blocks(model, None if experts is None else _EXPERTS_OF_TRANSFORMERS[family.name])
+            model_config = model_config_of(model)
+            family = family_of(model_config, source="model.config")
+            blocks = moe_blocks(model, None if experts is None else EXPERT_CLASSES[family.name])
             if experts is None:
-                _check_read(described, family, [number for number, _ in blocks])
+                check_read(model_config, family, [number for number, _ in blocks])
             placements = _by_layer(placement, [number for number, _ in blocks])
             settings = {
                 "max_tokens_per_rank": max_tokens_per_rank,
@@ -111,7 +109,7 @@ def apply_expert_parallel(
             }
             owner = ExpertParallel(context)
             for number, _ in blocks:
-                owner._add(number, _config_of(described, number, experts, settings), placements.get(number))
+                owner._add(number, _config_of(model_config, number, experts, settings), placements.get(number))
             # Before any block loses its experts.
             context.compare()
             for index, (number, block) in enumerate(blocks):
@@ -133,45 +131,6 @@ def _refuse_to_save(*args: Any, **named: Any) -> NoReturn:
     raise ValueError(
         "save_pretrained: the experts of this model are spread over ranks; save it before apply_expert_parallel"
     )
-
-
-@contextmanager
-def without_experts() -> Iterator[None]:
-    """Inside, transformers makes models of the known families without their experts, and loads none; nor do its
-    quantizers of FP8 and MXFP4 put any there.
-
-    For models that are too large for one rank: `from_pretrained` brings all but the experts, and
-    `apply_expert_parallel(..., experts=...)` those of each rank. It warns of the experts' tensors as unexpected.
-    """
-    swapped = []
-
-    def swap(module: Any, name: str, other: Any) -> None:
-        if hasattr(module, name):
-            swapped.append((module, name, getattr(module, name)))
-            setattr(module, name, other)
-
-    try:
-        for family, names in _EXPERTS_OF_TRANSFORMERS.items():
-            for name in names:
-                swap(import_module(f"transformers.models.{family}.modeling_{family}"), name, _NoExperts)
-        fp8 = import_module("transformers.integrations.finegrained_fp8")
-        if hasattr(fp8, "should_convert_module"):
-            swap(fp8, "should_convert_module", _unless_experts(fp8.should_convert_module))
-        for name in ("transformers.integrations", "transformers.integrations.mxfp4"):
-            swap(import_module(name), "replace_with_mxfp4_linear", lambda model, *args, **named: model)
-        yield
-    finally:
-        for module, name, original in reversed(swapped):
-            setattr(module, name, original)
-
-
-def _unless_experts(should_convert_module: Callable[..., bool]) -> Callable[..., bool]:
-    """The same answer for all but experts, which are not to be converted."""
-
-    def answer(full_name: str, *args: Any, **named: Any) -> bool:
-        return not full_name.endswith(".experts") and should_convert_module(full_name, *args, **named)
-
-    return answer
 
 
 class ExpertParallel:
@@ -353,6 +312,8 @@ class ExpertParallel:
 class ParallelExperts(nn.Module):
     """In the place of a block's experts: the same call, answered by the experts of all ranks."""
 
+    is_expert_parallel = True
+
     def __init__(self, owner: ExpertParallel, index: int) -> None:
         super().__init__()
         self._owner = owner
@@ -379,47 +340,18 @@ def _load(layer: MoELayer, number: int, block: Any, experts: ExpertSource) -> No
         layer.load_experts(experts(number, layer.local_experts))
 
 
-def _described(model: nn.Module) -> dict[str, Any]:
-    """The config of a transformers model of a known family."""
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_dict"):
-        raise ValueError(f"model: expected a transformers model with a config, got {type(model).__name__}")
-    described: dict[str, Any] = config.to_dict()
-    family_of(described, source="model.config")
-    return described
-
-
-def _check_read(described: dict[str, Any], family: Family, numbers: Sequence[int]) -> None:
-    """Raise `ValueError` where transformers has other experts than the model's checkpoint, of which it says nothing.
-
-    It drops the second-level scales of NVFP4, does not know `EXPERTS_KEY`, and has no experts of gpt-oss that are
-    linears of their own.
-    """
-    said, wrong = described.get("quantization_config") or {}, EXPERTS_KEY in described
-    if said.get("quant_method") == "compressed-tensors" and said.get("config_groups"):
-        linear = "block_sparse_moe.experts.0.w1" if family is MIXTRAL else "mlp.experts.0.gate_proj"
-        for number in numbers:
-            group, fmt = compressed_group(Path("model.config"), said, f"model.layers.{number}.{linear}")
-            wrong |= group is not None and (family is GPT_OSS or fmt == COMPRESSED_NVFP4.name)
-    if wrong:
-        raise ValueError(
-            "model: its experts are quantized in the checkpoint in a way that transformers misreads; load it inside "
-            "without_experts() and give experts=Checkpoint(path)"
-        )
-
-
 def _config_of(
-    described: dict[str, Any], number: int, experts: ExpertSource, settings: dict[str, Any]
+    model_config: dict[str, Any], number: int, experts: ExpertSource, settings: dict[str, Any]
 ) -> MoELayerConfig:
     """What decoder layer `number` is. The shared expert stays in the block."""
     if isinstance(experts, Checkpoint):
-        plain = layer_config(described, source="model.config", max_tokens_per_rank=1)
+        plain = layer_config(model_config, source="model.config", max_tokens_per_rank=1)
         # What the model says must be what the checkpoint says.
         stated = {key: getattr(plain, key) for key in plain.model_fields_set}
         made = experts.layer_config(number, **stated | settings)
     else:
         formats = {"token_format": settings["token_format"] or "bf16"}
-        made = layer_config(described, source="model.config", **settings | formats)
+        made = layer_config(model_config, source="model.config", **settings | formats)
     alone: MoELayerConfig = made.replace(shared_expert=None)
     return alone
 
@@ -437,81 +369,3 @@ def _by_layer(placement: Placement | Mapping[int, Placement] | None, numbers: Se
     if unknown := [number for number in placement if number not in numbers]:
         raise ValueError(f"placement: expected decoder layers with experts, {list(numbers)}, got {unknown[0]!r}")
     return dict(placement)
-
-
-def _moe_blocks(model: nn.Module, classes: Sequence[str] | None) -> list[tuple[int, Any]]:
-    """Decoder layer and block of what has experts, in the order of the model; all are checked before any is changed.
-
-    Experts may lack weights where `classes` are given; they are then of one of these of transformers, or left out.
-    """
-    blocks = [(name, module) for name, module in model.named_modules() if hasattr(module, "experts")]
-    if not blocks:
-        raise ValueError(f"model: expected MoE blocks with `experts`, found none in {type(model).__name__}")
-    found = []
-    for name, block in blocks:
-        if isinstance(block.experts, ParallelExperts):
-            raise ValueError(f"model: {name}.experts are expert-parallel already")
-        if classes is None:
-            _check_weights(f"{name}.experts", block.experts)
-        else:
-            _check_class(f"{name}.experts", block.experts, classes)
-        numbers = [int(part) for part in name.split(".") if part.isdigit()]
-        if len(numbers) != 1:
-            raise ValueError(f"model: expected the number of a decoder layer in the name of its block, got {name!r}")
-        found.append((numbers[0], block))
-    return found
-
-
-def _check_class(name: str, experts: Any, classes: Sequence[str]) -> None:
-    """Other experts, such as a list of modules or those of a quantizer, may not be called as `ParallelExperts` are."""
-    bases = [base for base in type(experts).__mro__ if base.__module__.startswith("transformers.models.")]
-    if not isinstance(experts, _NoExperts) and not any(base.__name__ in classes for base in bases):
-        raise ValueError(
-            f"model: {name}: expected {' or '.join(classes)} of transformers, or a model that was made inside "
-            f"without_experts(), got {type(experts).__name__}"
-        )
-
-
-def _check_weights(name: str, experts: Any) -> None:
-    for key in ("gate_up_proj", "down_proj"):
-        weight = getattr(experts, key, None)
-        if not isinstance(weight, torch.Tensor) or weight.ndim != 3:
-            raise ValueError(
-                f"model: {name}: expected {key} of all experts in one tensor, as transformers 5 has it, got "
-                f"{type(experts).__name__}"
-            )
-        if weight.is_meta or weight.dtype != torch.bfloat16:
-            place = "on the meta device" if weight.is_meta else f"{weight.dtype}"
-            raise ValueError(f"model: {name}.{key}: expected torch.bfloat16 with values, got {place}")
-
-
-def own_experts(experts: Any, ids: Sequence[int]) -> Iterator[ExpertTensors]:
-    """Experts `ids` of a block; gpt-oss stores them transposed and has biases."""
-    transposed, has_bias = getattr(experts, "is_transposed", False), hasattr(experts, "gate_up_proj_bias")
-    for expert in ids:
-        gate_up, down = experts.gate_up_proj[expert], experts.down_proj[expert]
-        yield ExpertTensors(
-            gate_up.mT if transposed else gate_up,
-            down.mT if transposed else down,
-            experts.gate_up_proj_bias[expert] if has_bias else None,
-            experts.down_proj_bias[expert] if has_bias else None,
-        )
-
-
-_EXPERTS_OF_TRANSFORMERS = {
-    "mixtral": ("MixtralExperts",),
-    "qwen2_moe": ("Qwen2MoeExperts",),
-    "qwen3_moe": ("Qwen3MoeExperts",),
-    "deepseek_v3": ("DeepseekV3Experts", "DeepseekV3NaiveMoe"),
-    "gpt_oss": ("GptOssExperts",),
-}
-"""Classes of the experts of each family; the last of two is that of older releases."""
-
-
-class _NoExperts(nn.Module):
-    """Stands where experts will be: tensors that transformers may initialise, and none that it would load."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
-            setattr(self, name, torch.empty(0))

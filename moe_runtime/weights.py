@@ -14,7 +14,9 @@ import torch
 
 from moe_runtime.arguments import check_is_tensor
 from moe_runtime.formats import FP8_BLOCK, WEIGHT_BLOCK_N, QuantizedRows, TokenFormat, ceil_div, weight_format_named
+from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.reference_quantize import quantize_fp8_blocks, token_gsf
+from moe_runtime.kernels.swizzle import swizzle_scales, unswizzle_scales
 
 
 class GateUpOrder(StrEnum):
@@ -227,9 +229,6 @@ class ExpertWeights:
 
     def dequantize(self, *, engine: str = "auto") -> torch.Tensor:
         """fp32 `[E, N, K]`: `(quant * block scale) * expert scale`, in that order; without the bias."""
-        from moe_runtime.kernels.quantize import dequantize_rows
-        from moe_runtime.kernels.swizzle import unswizzle_scales
-
         experts, rows, columns = self.num_experts, self.num_rows, self.num_columns
         if self.scales is None:
             w_ENK = self.quants.float()
@@ -277,13 +276,7 @@ class ExpertWeights:
 def _quantize_along_k(
     w_ENK: torch.Tensor, fmt: TokenFormat, order: GateUpOrder | None, engine: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Quants, swizzled scales and decode scales of formats whose blocks lie along K.
-
-    The quantizers are imported late because the GEMM kernels, which lie between, know this module.
-    """
-    from moe_runtime.kernels.quantize import quantize_rows
-    from moe_runtime.kernels.swizzle import swizzle_scales
-
+    """Quants, swizzled scales and decode scales of formats whose blocks lie along K."""
     assert fmt.scale_dtype is not None
     experts, rows, columns = w_ENK.shape
     parts = [slice(None)] if order is None else [order.gate_rows(rows), order.up_rows(rows)]
