@@ -17,11 +17,11 @@ _LOG = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class TransportChoice:
-    """Which transport a context uses.
+    """The transport of a context.
 
     Attributes:
         name: one of `TRANSPORTS`.
-        reasons: for each other transport that comes before it, or cannot be used, why not.
+        reasons: why not, for each transport that comes before it or cannot be used.
     """
 
     name: str
@@ -29,9 +29,9 @@ class TransportChoice:
 
 
 def choose_transport(group: RankGroup, device: torch.device, requested: str = "auto") -> TransportChoice:
-    """The first usable one of `TRANSPORTS`, or the `requested` one. Collective.
+    """The first of `TRANSPORTS` that can be used, or the `requested` one. Collective.
 
-    Raises `ValueError` if the requested one cannot be used, with the reason, and on every rank if ranks ask for
+    Raises `ValueError` with the reason if the requested one cannot be used, and on every rank if ranks ask for
     different transports or kinds of device.
     """
     if requested not in ("auto", *TRANSPORTS):
@@ -59,7 +59,7 @@ def choose_transport(group: RankGroup, device: torch.device, requested: str = "a
         if requested in unusable:
             raise ValueError(f"transport: {requested} cannot be used: {unusable[requested]}")
         return TransportChoice(requested, unusable)
-    # One rank has nobody to share with: private memory does the same without a file.
+    # A single rank has no peers: private memory does the same without a file.
     order = ("private", "collective") if group.world_size == 1 else TRANSPORTS
     name = next(name for name in order if name not in unusable)
     if name == "collective" and device.type == "cuda" and group.rank == 0:
@@ -72,7 +72,7 @@ def choose_transport(group: RankGroup, device: torch.device, requested: str = "a
 
 @dataclass(frozen=True)
 class _Gpu:
-    """What a rank tells its peers of its GPU: why it cannot use NVSHMEM, which GPU, and whom it joined before."""
+    """A rank's GPU: why it cannot use NVSHMEM, which GPU it is, and which ranks the process joined before."""
 
     problem: str | None
     uuid: str
@@ -80,7 +80,7 @@ class _Gpu:
 
 
 def _nvshmem_problem(group: RankGroup, device: torch.device, num_hosts: int) -> str | None:
-    """Why these ranks cannot share GPU memory through NVSHMEM, the same on every rank; None if they can. Collective."""
+    """Why these ranks cannot share GPU memory through NVSHMEM, equal on every rank; None if they can. Collective."""
     gpus: list[_Gpu] = group.gather("choose_transport: GPUs", _gpu_of(device))
     hidden = group.gather("choose_transport: peer access", _unreachable(device, [gpu.uuid for gpu in gpus]))
     for rank, gpu in enumerate(gpus):
@@ -119,7 +119,7 @@ def _gpu_of(device: torch.device) -> _Gpu:
 
 
 def _unreachable(device: torch.device, uuids: list[str]) -> int | None:
-    """First rank whose GPU this rank sees but cannot access; a GPU it does not see is found out when it is mapped."""
+    """First rank whose GPU this rank sees but cannot access. Mapping checks GPUs that it does not see."""
     if not torch.cuda.is_available():
         return None
     mine = torch.cuda.current_device() if device.index is None else device.index

@@ -1,4 +1,4 @@
-"""Number formats as frozen data: the only place that knows element width, block size, scale type and sizes.
+"""Number formats as frozen data: the only module that knows element width, block size, scale type and sizes.
 
 Shape letters used across the project: `T` tokens of one rank, `H` hidden size, `I` intermediate size, `E` experts
 of one rank, `G` groups, `R` rows of a grouped GEMM, `N`/`K` GEMM dimensions, `V = ceil(K / block)` scale columns.
@@ -13,7 +13,7 @@ import torch
 
 
 class FormatCode(IntEnum):
-    """The `tl.constexpr` by which kernels select a format's arithmetic."""
+    """The `tl.constexpr` by which kernels select the arithmetic of a format."""
 
     BF16 = 0
     FP8_BLOCK = 1
@@ -23,7 +23,7 @@ class FormatCode(IntEnum):
 
 
 class ScaleLayout(IntEnum):
-    """Where the scale of row `r`, block `v` lies, as kernels branch on it; `ld` is the leading dimension."""
+    """Position of the scale of row `r`, block `v`, which kernels branch on; `ld` is the leading dimension."""
 
     SWIZZLED = 0
     """The 128x4 swizzle, one byte each."""
@@ -39,7 +39,7 @@ NVFP4_FULL_SCALE = 2688.0
 """Largest `e2m1 * e4m3` magnitude, 6 * 448."""
 
 MAX_ENCODE_SCALE = 2.0**100
-"""What an NVFP4 encode scale is clamped to."""
+"""Upper bound of an NVFP4 encode scale."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -58,11 +58,11 @@ class TokenFormat:
 
     Attributes:
         name: the name used in YAML and in every API.
-        code: what kernels branch on.
+        code: the code that kernels branch on.
         element_bits: bits of one element.
-        block: elements of K that share one block scale; 1 where there are no block scales.
+        block: elements of K that share one block scale; 1 if there are no block scales.
         quant_dtype: torch dtype of the quants as the GEMM takes them (`uint8` holds two e2m1 codes).
-        scale_dtype: torch dtype of a block scale (`uint8` holds a UE8M0 byte); None where there is none.
+        scale_dtype: torch dtype of a block scale (`uint8` holds a UE8M0 byte); None if there is none.
         swizzled: block scales reach the GEMM in the 128x4 swizzle and the `dense_128` convention;
             otherwise they are K-major, one row of scales per row of quants.
         has_row_scale: each row carries an fp32 decode scale, applied to the fp32 accumulator.
@@ -79,7 +79,7 @@ class TokenFormat:
 
     @property
     def scale_layout(self) -> ScaleLayout:
-        """Where block scales lie inside a layer."""
+        """Layout of block scales inside a layer."""
         return ScaleLayout.SWIZZLED if self.swizzled else ScaleLayout.K_MAJOR
 
     @property

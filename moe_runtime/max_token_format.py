@@ -1,6 +1,6 @@
-"""The token message of MAX's `NVFP4TokenFormat`, generalised to the other formats, with the names it has there.
+"""The token message of MAX's `NVFP4TokenFormat`, generalised to the other formats, with the names of MAX.
 
-Messages are written and read with tensor operations, one or many at a time. The dispatcher does not use them: its own
+Messages are written and read with tensor operations, one or many at a time. The dispatcher does not use them: its wire
 record is `moe_runtime.record.RecordLayout`.
 """
 
@@ -24,16 +24,16 @@ class TokenMessage:
 
     Args:
         fmt: number format, by name or descriptor.
-        hid_dim: numbers in a token, whole blocks of the format.
+        hid_dim: width of a token, whole blocks of the format.
         top_k: experts of a token.
         alignment: bytes, a power of two from 4 on; 0 means 16.
-        output_tokens: where `copy_msg_to_output_tensor` puts quants, `[R, quant_columns(hid_dim)]`.
-        output_scales: where it puts scales: for swizzled formats a contiguous `[blocks, ceil(V/4), 32, 4, 4]`,
+        output_tokens: `copy_msg_to_output_tensor` writes quants there, `[R, quant_columns(hid_dim)]`.
+        output_scales: it writes scales there: for swizzled formats a contiguous `[blocks, ceil(V/4), 32, 4, 4]`,
             otherwise `[R, V]`; None for bf16.
         output_scales_offset: int32 or uint32 `[>= G]` that `pad_expert_offsets` fills in.
 
     Raises:
-        ValueError: for any of them that does not fit.
+        ValueError: an argument that does not fit.
     """
 
     def __init__(
@@ -113,14 +113,14 @@ class TokenMessage:
         *,
         engine: str = "auto",
     ) -> None:
-        """Quantize a token into the quants and scales of a message; the rest of `buf` keeps what it held.
+        """Quantize a token into the quants and scales of a message; the rest of `buf` is unchanged.
 
         Args:
             buf: uint8 `[>= token_size()]`, or `[T, >= token_size()]` for `T` tokens.
             src: bf16 or fp32 `[hid_dim]` or `[T, hid_dim]`.
-            input_scale: NVFP4's ENCODE scale (1 / the checkpoint's `input_scale`), for the message does not carry one;
+            input_scale: NVFP4's ENCODE scale (1 / the checkpoint's `input_scale`), which the message does not carry;
                 None in the other formats.
-            engine: "auto", "triton" or "torch", of the quantizer.
+            engine: "auto", "triton" or "torch", for the quantizer.
         """
         check_is_tensor("buf", buf)
         check_is_tensor("src", src)
@@ -141,7 +141,7 @@ class TokenMessage:
             buf[:, start : start + self.format.scale_bytes(self.hid_dim)] = rows.scales_RV.view(torch.uint8)
 
     def write_info(self, buf: torch.Tensor, source: torch.Tensor, topk_idx: torch.Tensor) -> None:
-        """Write source index and top-k ids into messages. Checks their values on the host.
+        """Write source index and top-k ids into messages. Checks the values on the host.
 
         Args:
             buf: uint8 `[T, >= msg_size()]` or `[>= msg_size()]`.
@@ -174,9 +174,9 @@ class TokenMessage:
         return source.reshape(buf.shape[:-1]), ids.reshape(*buf.shape[:-1], self.top_k)
 
     def read_token(self, buf: torch.Tensor, input_scale: float | torch.Tensor | None = None) -> QuantizedRows:
-        """The quantized rows of messages `[T, >= token_size()]` (or one), scales linear, in memory of their own.
+        """The quantized rows of messages `[T, >= token_size()]` (or one), scales linear, as a copy.
 
-        `input_scale` is the encode scale that they were written with; `row_scale_R` is its inverse.
+        `input_scale` is the encode scale they were written with; `row_scale_R` is its inverse.
         """
         rows = self._messages(buf, self.token_size(), check_is_tensor("buf", buf).shape[:-1])
         fmt = self.format
@@ -196,9 +196,9 @@ class TokenMessage:
     def pad_expert_offsets(self, row_offsets: torch.Tensor) -> torch.Tensor:
         """`dense_128` scale offsets of groups whose rows start at `row_offsets` `[G + 1]`: int32 `[G]`.
 
-        They are written to `output_scales_offset` too, where there is one, and `copy_msg_to_output_tensor` goes by
-        them: what `row_offsets` holds later does not matter. The scales of group `i` start at block
-        `row_offsets[i] // 128 + result[i]`. The values are checked here on a CPU, by the copies on a GPU.
+        Also writes them to `output_scales_offset`, if given. `copy_msg_to_output_tensor` uses a copy of
+        `row_offsets`, so later changes to it have no effect. The scales of group `i` start at block `row_offsets[i] // 128 + result[i]`.
+        On a CPU the values are checked here, on a GPU by `copy_msg_to_output_tensor`.
 
         >>> NVFP4TokenFormat(64, 2).pad_expert_offsets(torch.tensor([0, 100, 300, 400]))
         tensor([0, 1, 1], dtype=torch.int32)
@@ -219,10 +219,10 @@ class TokenMessage:
         return offsets
 
     def copy_msg_to_output_tensor(self, buf: torch.Tensor, token_index: int | torch.Tensor) -> None:
-        """Take messages apart: quants to `output_tokens[token_index]`, scales to `output_scales`.
+        """Copy the quants of messages to `output_tokens[token_index]` and their scales to `output_scales`.
 
-        In swizzled formats the scales go to the `dense_128` place of row `token_index`, by the row offsets last given
-        to `pad_expert_offsets`; otherwise to row `token_index`. Checks the values of `token_index` on the host.
+        In swizzled formats the scales go to the `dense_128` position of row `token_index`, by the row offsets of the
+        last `pad_expert_offsets`; otherwise to row `token_index`. Checks the values of `token_index` on the host.
 
         Args:
             buf: uint8 `[>= token_size()]`, or `[T, >= token_size()]`.
@@ -249,7 +249,7 @@ class TokenMessage:
             num_rows = self.output_tokens.shape[0]
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < num_rows:
             raise ValueError(f"token_index: expected 0..{num_rows - 1}, got {token_index}")
-        # First, since it raises where the scales have no room.
+        # First, since it raises if the scales do not fit.
         scale_rows = self._scale_rows(index) if self.format.swizzled else index
         quants = copy_as(rows[:, : self.format.quant_bytes(self.hid_dim)], self.output_tokens.dtype)
         raw_bits(self.output_tokens)[index] = raw_bits(quants)
@@ -270,7 +270,7 @@ class TokenMessage:
         plan.check_row_offsets(row_offsets, int(rows))
 
     def _scale_rows(self, index: torch.Tensor) -> torch.Tensor:
-        """Row of the scale container, in `dense_128`, of each packed row."""
+        """Row of the scale container, in `dense_128`, of each contiguous row."""
         assert self.row_offsets is not None and self.output_scales is not None
         offsets = self.row_offsets.to(torch.int64)
         group = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
@@ -337,7 +337,7 @@ class NVFP4TokenFormat(TokenMessage):
 
 
 def _check_integers(argument: str, values: torch.Tensor, low: int, high: int, buf: torch.Tensor) -> torch.Tensor:
-    """`values` as int64, which torch computes with; it does not with most unsigned integers."""
+    """`values` as int64, since torch cannot compute with most unsigned integers."""
     if check_is_tensor(argument, values).dtype not in INTEGERS:
         raise ValueError(f"{argument}: expected integers that fit in int64, got {values.dtype}")
     _check_device(argument, values, buf)

@@ -1,7 +1,7 @@
-"""`apply_expert_parallel`: a transformers model whose experts are spread over ranks; all else is on every rank.
+"""`apply_expert_parallel` spreads the experts of a transformers model over ranks and replicates the rest.
 
-The MoE blocks keep their own router and shared expert, so what a model routes, records and returns stays its own; only
-their `experts` are replaced. Each rank calls the model with its own tokens.
+Only the `experts` of the MoE blocks are replaced. Routers and shared experts stay, so what a model routes, records and
+returns does not change. Each rank calls the model with its own tokens.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ from moe_runtime.replacement import check_replacement
 from moe_runtime.transformers_models import EXPERT_CLASSES, check_read, model_config_of, moe_blocks, own_experts
 
 DONE = -1
-"""What a rank tells the others instead of its number of tokens where it does not call the model any more."""
+"""Stands for the number of tokens of a rank that does not call the model any more."""
 
 ExpertSource = Checkpoint | Callable[[int, Sequence[int]], Iterable[ExpertTensors]] | None
-"""Where experts come from: a checkpoint, what gives those of a decoder layer by their ids, or the model itself."""
+"""Where experts come from: a checkpoint, a function of decoder layer and expert ids, or the model itself."""
 
 
 def apply_expert_parallel(
@@ -55,36 +55,36 @@ def apply_expert_parallel(
 ) -> ExpertParallel:
     """Spread the experts of a transformers model over ranks, in place. Collective.
 
-    Every rank brings the same model in bf16, of a family in `moe_runtime.families`, and keeps the weights of its own
-    experts, quantized; those of the others are dropped. From then on `model(...)` is collective: every rank calls it,
-    each with its own tokens. Inside `ExpertParallel.join`, and so in `model.generate(...)`, ranks may call it
-    different numbers of times and with any number of tokens. The model is for inference: its parameters no longer
-    require gradients, `state_dict` lacks the experts, and `save_pretrained` is refused.
+    Every rank passes the same model in bf16, of a family in `moe_runtime.families`. It keeps the weights of its own
+    experts, quantized, and drops the others. From then on `model(...)` is collective: every rank calls it with its own
+    tokens. Inside `ExpertParallel.join`, and so in `model.generate(...)`, ranks may call it different numbers of times
+    and with any number of tokens. The model is for inference: its parameters no longer require gradients, `state_dict`
+    has no experts, and `save_pretrained` raises.
 
     Args:
         model: such as `Qwen3MoeForCausalLM`; it need not be on `device` yet.
         mesh: a one-dimensional `DeviceMesh` or process group; None is the default group, or a single rank where
             torch.distributed is not initialised (torchrun's ranks call `init_from_env` before).
-        max_tokens_per_rank: most tokens (batch times sequence) of a rank that travel at once. A call with more is
-            split inside `join` and refused outside.
-        token_format, weight_format, combine_format: as in `MoELayerConfig`; `token_format` is bf16 if None, and
-            `weight_format` is `token_format`. With a `Checkpoint` they are what `MoELayer.from_checkpoint` takes.
-        experts: where experts come from in place of the model's own, which may then be missing (`without_experts`).
-            `experts(layer, ids)` gives the experts `ids` of decoder layer `layer` in turn. A `Checkpoint` also gives
-            each layer its formats and its `intermediate_gsf`, and is compared between ranks.
+        max_tokens_per_rank: most tokens (batch times sequence) of a rank in one step. A call with more is split inside
+            `join` and refused outside.
+        token_format, weight_format, combine_format: as in `MoELayerConfig`. `token_format` is bf16 if None, and
+            `weight_format` is `token_format`. With a `Checkpoint` they default as in `MoELayer.from_checkpoint`.
+        experts: where experts come from instead of the model, which may then have none (`without_experts`).
+            `experts(layer, ids)` yields the experts `ids` of decoder layer `layer` in order. A `Checkpoint` also sets
+            the formats and `intermediate_gsf` of each layer, and is compared between ranks.
         placement: which rank holds which experts, of every layer or by decoder layer, with replicas; equal on all
-            ranks. None, and layers that are left out: contiguous ids, each expert once.
+            ranks. None, and layers without one: contiguous ids, each expert once.
         parallel: transport, engine and time limits; the defaults of `ParallelConfig` if None.
-        device: where the experts shall lie; that of the model if None.
-        overrides: further fields of `MoELayerConfig`, such as `mode` or `intermediate_gsf`. Inside `join` each call
-            takes the smallest of its `token_buckets` that has room for the tokens of all ranks.
+        device: device of the experts; that of the model if None.
+        overrides: further fields of `MoELayerConfig`, such as `token_buckets` or `intermediate_gsf`. Inside `join` each
+            call takes the smallest bucket that holds the tokens of every rank.
 
     Returns:
-        What the layers share, to be closed in the end; it is also a context manager that does so.
+        The expert-parallel part of the model; close it in the end, or use it as a context manager.
 
     Raises:
-        ValueError: a model or an argument that does not fit; the peers get `PeerAbortedError`. The model is as it was
-            where it was refused. Blocks that were filled before `experts` or a peer failed have lost their experts.
+        ValueError: a model or an argument that does not fit; peers get `PeerAbortedError`. A refused model is
+            unchanged. If `experts` or a peer fails later, the blocks filled before have lost their experts.
     """
     if device is None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
@@ -134,12 +134,12 @@ def _refuse_to_save(*args: Any, **named: Any) -> NoReturn:
 
 
 class ExpertParallel:
-    """The experts of one model on this rank, and what its ranks agree on; made by `apply_expert_parallel`.
+    """The experts of one model on this rank, and what its ranks share; created by `apply_expert_parallel`.
 
     Attributes:
         context: the group's memory and signals.
         layers: one `MoELayer` for each MoE block, in the order of the model.
-        decoder_layers: the number of each one's decoder layer.
+        decoder_layers: index of the decoder layer of each.
     """
 
     def __init__(self, context: ExpertParallelContext) -> None:
@@ -151,26 +151,26 @@ class ExpertParallel:
         self._counted_from: list[LayerCounts] | None = None
 
     def _add(self, number: int, config: MoELayerConfig, placement: Placement | None) -> None:
-        """Make the layer of decoder layer `number`, which is still to be loaded."""
+        """Create the MoE layer of decoder layer `number`, without weights yet."""
         self.layers.append(MoELayer(config, self.context, placement=placement, router=False))
         self.decoder_layers.append(number)
 
     def warm_up(self) -> None:
-        """Run steps of every size in all layers, so that later calls compile and load no kernel of them. Collective.
+        """Run steps of every bucket in all layers, so that later calls compile and load no kernel. Collective.
 
-        Outside of `join`, by all ranks, before the first call of the model; see `MoELayer.warm_up`.
+        All ranks call it outside of `join`, before the first call of the model; see `MoELayer.warm_up`.
         """
         for layer in self.layers:
             layer.warm_up()
 
     def replace_experts(self, placement: Placement | Mapping[int, Placement]) -> None:
-        """Bring all layers, or those of a mapping from decoder layers, to other placements. Collective.
+        """Change the placement of all layers, or of those in a mapping from decoder layers. Collective.
 
-        Between two calls of the model, by all ranks with equal placements; see `MoELayer.replace_experts`.
+        All ranks call it between two calls of the model, with equal placements; see `MoELayer.replace_experts`.
 
         Raises:
-            ValueError: on every rank where ranks disagree; on the rank itself where its argument is wrong, while the
-                others get `PeerAbortedError`. No layer has changed then, and the model may be called as before.
+            ValueError: ranks disagree (raised on all), or this rank's argument is wrong (the others raise
+                `PeerAbortedError`). No layer has changed then, and the model may be called as before.
             MoERuntimeError: a rank failed meanwhile, which ends the group as in a step.
         """
         self.context.check()
@@ -193,15 +193,15 @@ class ExpertParallel:
                 layer.replace_experts(wanted[number])
 
     def count_tokens(self) -> None:
-        """From now on count the tokens of each expert in every layer, from zero: see `expert_loads`."""
+        """Count the tokens of each expert in every layer from now on, from zero; see `expert_loads`."""
         self._counted_from = [layer.count_steps().read() for layer in self.layers]
 
     def expert_loads(self) -> dict[int, list[int]]:
-        """By decoder layer, the tokens of each expert from all ranks since `count_tokens`. Collective.
+        """Tokens of each expert, summed over ranks since `count_tokens`, by decoder layer. Collective.
 
-        `plan_placement` makes a placement of the list of a layer.
+        `plan_placement` makes a placement from the list of a layer.
 
-        Raises `ValueError` on every rank where one of them does not count.
+        Raises `ValueError` on every rank if one of them does not count.
         """
         counts: list[tuple[int, ...]] | None = None
         if self._counted_from is not None:
@@ -220,12 +220,12 @@ class ExpertParallel:
     def join(self) -> Iterator[None]:
         """Inside, ranks may call the model different numbers of times. Collective: all ranks enter and leave.
 
-        Before each call of the model the ranks that are inside tell each other how many tokens they have. One that is
-        done takes part in the calls of the others, with no tokens, until all are done, and leaves with them. Costs an
-        exchange between the hosts for each call, which cannot be captured in a CUDA graph, and waits at most
-        `startup_timeout_s` for the slowest rank to call the model.
+        Before each call of the model the ranks exchange their numbers of tokens. A rank that is done takes part in the
+        calls of the others, without tokens, until all are done, and leaves with them. Each call costs an exchange
+        between hosts, which cannot be captured in a CUDA graph, and waits at most `startup_timeout_s` for the slowest
+        rank.
 
-        Raises `PeerAbortedError` where another rank left with an error and `PeerTimeoutError` where one does not come.
+        Raises `PeerAbortedError` if another rank leaves with an error, `PeerTimeoutError` if one does not come.
         """
         if self._joined:
             yield
@@ -237,7 +237,7 @@ class ExpertParallel:
         except BaseException as error:
             tell_peers(self.context, error)
             if self.context.group is not None:
-                # They may wait for the next call of the model, also where this rank has failed before.
+                # Peers may wait for the next call of the model, also if this rank failed earlier.
                 self.context.group.leave(reason_of(error))
             raise
         finally:
@@ -254,7 +254,7 @@ class ExpertParallel:
         return call
 
     def _run(self, index: int, x_TH: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-        """Layer `index` on this rank's tokens, in steps of the size that the ranks agreed on before the first layer."""
+        """Run layer `index` on this rank's tokens, in steps of the size agreed on before the first layer."""
         limit = self.layers[index].config.max_tokens_per_rank
         if not self._joined:
             self._most_tokens = None
@@ -275,7 +275,7 @@ class ExpertParallel:
         return ys[0] if chunks == 1 else torch.cat(ys)
 
     def close(self) -> None:
-        """Free the memory that ranks share; see `ExpertParallelContext.close`. The model cannot be called any more."""
+        """Free the memory between ranks; see `ExpertParallelContext.close`. The model cannot be called afterwards."""
         self.context.close()
 
     def __enter__(self) -> ExpertParallel:
@@ -285,18 +285,18 @@ class ExpertParallel:
         self.context.__exit__(kind, error, tb)
 
     def _agree(self, num_tokens: int) -> int:
-        """The most tokens that any rank has in this call of the model; `DONE` where all are done."""
+        """Most tokens of any rank in this call of the model; `DONE` if all are done."""
         if self.context.group is None:
             return num_tokens
         return max(self.context.group.gather("call of the model", num_tokens))
 
     def _steps(self, most_tokens: int) -> tuple[int, int]:
-        """In how many steps a call goes through a layer, and the most tokens of a rank in each."""
+        """Number of steps of a layer in one call, and most tokens of a rank in each."""
         chunks = max(1, ceil_div(most_tokens, self.layers[0].config.max_tokens_per_rank))
         return chunks, ceil_div(most_tokens, chunks)
 
     def _idle(self) -> None:
-        """Take part in the calls of the others until all are done."""
+        """Take part in the calls of the other ranks until all are done."""
         device, config = self.context.device, self.layers[0].config
         top_k = config.top_k
         none = torch.empty(0, config.hidden_size, dtype=torch.bfloat16, device=device)
@@ -310,7 +310,7 @@ class ExpertParallel:
 
 
 class ParallelExperts(nn.Module):
-    """In the place of a block's experts: the same call, answered by the experts of all ranks."""
+    """Replaces the experts of a block: the same call, computed by the experts of all ranks."""
 
     is_expert_parallel = True
 
@@ -323,7 +323,7 @@ class ParallelExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Bf16 `[T, H]`: the weighted sum over each token's experts, for this rank's `T` tokens."""
+        """bf16 `[T, H]`: the weighted sum over each token's experts, for this rank's `T` tokens."""
         return self._owner._run(self._index, hidden_states, top_k_index, top_k_weights)
 
     def extra_repr(self) -> str:
@@ -331,7 +331,7 @@ class ParallelExperts(nn.Module):
 
 
 def _load(layer: MoELayer, number: int, block: Any, experts: ExpertSource) -> None:
-    """This rank's experts of decoder layer `number` into `layer`."""
+    """Load this rank's experts of decoder layer `number` into `layer`."""
     if isinstance(experts, Checkpoint):
         layer.load_checkpoint(experts, number, shared_elsewhere=True)
     elif experts is None:
@@ -343,10 +343,10 @@ def _load(layer: MoELayer, number: int, block: Any, experts: ExpertSource) -> No
 def _config_of(
     model_config: dict[str, Any], number: int, experts: ExpertSource, settings: dict[str, Any]
 ) -> MoELayerConfig:
-    """What decoder layer `number` is. The shared expert stays in the block."""
+    """The config of decoder layer `number`, without the shared expert, which stays in the block."""
     if isinstance(experts, Checkpoint):
         plain = layer_config(model_config, source="model.config", max_tokens_per_rank=1)
-        # What the model says must be what the checkpoint says.
+        # The model must agree with the checkpoint.
         stated = {key: getattr(plain, key) for key in plain.model_fields_set}
         made = experts.layer_config(number, **stated | settings)
     else:

@@ -15,11 +15,11 @@ NO_EXPERT = 65535
 
 @dataclass(frozen=True)
 class RecordLayout:
-    """Byte offsets of the fields of the dispatcher's record of one token, each a multiple of `alignment`.
+    """Byte offsets of the fields of one token's record, each a multiple of `alignment`.
 
-    Record: `[quants | scales, linear | row scale f32 | source i32 | top-k ids u16 | top-k weights f32]`, in whole
-    multiples of 128 bytes. The row scale is there only in formats that have one; in the others its field is empty
-    (`row_scale_offset == source_offset`), as is the field of the scales in bf16. An id of 65535 means none.
+    Record: `[quants | scales, linear | row scale f32 | source i32 | top-k ids u16 | top-k weights f32]`, padded to a
+    multiple of 128 bytes. In formats without a row scale its field is empty (`row_scale_offset == source_offset`), as
+    is the field of the scales in bf16. An id of 65535 means none.
 
     >>> layout = RecordLayout("nvfp4", hidden=64, top_k=2)
     >>> layout.scales_offset, layout.row_scale_offset, layout.source_offset, layout.ids_offset, layout.weights_offset
@@ -29,7 +29,7 @@ class RecordLayout:
 
     Attributes:
         format: number format of the token (a name is looked up).
-        hidden: numbers in a token, whole blocks of the format.
+        hidden: width of a token, whole blocks of the format.
         top_k: experts of a token.
         alignment: bytes, a power of two from 4 to 128.
     """
@@ -77,7 +77,7 @@ class RecordLayout:
 
     @cached_property
     def constants(self) -> dict[str, int]:
-        """Bytes of a record and where its fields lie, by the names that kernels have for them."""
+        """Size of a record and offsets of its fields, by their names in kernels."""
         return {
             "RECORD_BYTES": self.record_bytes,
             "SCALES_AT": self.scales_offset,

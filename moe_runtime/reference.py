@@ -1,4 +1,4 @@
-"""The whole layer in one process in float64, and how far a layer in a given set of formats may be from it.
+"""The whole layer in one process in float64, and bounds on the error of a layer in given formats against it.
 
 Shape letters: `T` tokens, `H` hidden size, `I` intermediate size, `E` experts of the layer, `K` experts per token.
 """
@@ -41,15 +41,13 @@ def moe_reference(
 ) -> torch.Tensor:
     """`y[t] = sum over k of topk_weights[t, k] * down[e] @ swiglu(gate_up[e] @ x[t])`, `e = topk_idx[t, k]`.
 
-    Biases, where there are any, are added to both products.
-
-    Every operand is taken as it is and converted to float64, one expert at a time.
+    Both products add their bias, if given. Operands are converted to float64, one expert at a time.
 
     Args:
         x: `[T, H]`, any float dtype.
         topk_idx: `[T, K]` ids, int32 or int64; -1 adds nothing.
         topk_weights: `[T, K]`, any float dtype.
-        gate_up: `[E, 2I, H]`, rows in the order that `activation` says.
+        gate_up: `[E, 2I, H]`, rows in the order `activation.order`.
         down: `[E, H, I]`.
         activation: None is `silu(gate) * up`, gate above up.
         gate_up_bias: `[E, 2I]`, rows in the same order.
@@ -96,7 +94,7 @@ def moe_reference(
 def relative_error(y: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
     """`(|y - ref| / |ref|` in the Frobenius norm, `max |y - ref| / max |ref|)`; NaN in `y` gives NaN.
 
-    0 where both are empty or `y` equals a zero reference, infinity where only the reference is zero.
+    0 if both are empty or `y` equals a zero reference, infinity if only the reference is zero.
     """
     if y.shape != reference.shape:
         raise ValueError(f"y: expected shape {list(reference.shape)}, got {list(y.shape)}")

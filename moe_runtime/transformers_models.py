@@ -1,4 +1,4 @@
-"""What expert parallelism must know of transformers: where models keep their experts, and how to leave these out."""
+"""Where transformers models keep their experts, how to read them, and how to create a model without them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ EXPERT_CLASSES = {
 
 
 class _NoExperts(nn.Module):
-    """Stands where experts will be: tensors that transformers may initialise, and none that it would load."""
+    """Placeholder for experts: empty tensors that transformers may initialise, and none that it would load."""
 
     def __init__(self, config: Any) -> None:
         super().__init__()
@@ -36,11 +36,11 @@ class _NoExperts(nn.Module):
 
 @contextmanager
 def without_experts() -> Iterator[None]:
-    """Inside, transformers makes models of the known families without their experts, and loads none; nor do its
-    quantizers of FP8 and MXFP4 put any there.
+    """Inside, transformers creates models of the known families without experts, and loads none.
 
-    For models that are too large for one rank: `from_pretrained` brings all but the experts, and
-    `apply_expert_parallel(..., experts=...)` those of each rank. It warns of the experts' tensors as unexpected.
+    For models that are too large for one rank: `from_pretrained` loads all but the experts, and
+    `apply_expert_parallel(..., experts=...)` those of each rank. transformers then warns that the experts' tensors are
+    unexpected. Its FP8 and MXFP4 quantizers leave experts alone too.
     """
     swapped = []
 
@@ -65,7 +65,7 @@ def without_experts() -> Iterator[None]:
 
 
 def _unless_experts(should_convert_module: Callable[..., bool]) -> Callable[..., bool]:
-    """The same answer for all but experts, which are not to be converted."""
+    """`should_convert_module`, but False for experts."""
 
     def answer(full_name: str, *args: Any, **named: Any) -> bool:
         return not full_name.endswith(".experts") and should_convert_module(full_name, *args, **named)
@@ -74,7 +74,7 @@ def _unless_experts(should_convert_module: Callable[..., bool]) -> Callable[...,
 
 
 def model_config_of(model: nn.Module) -> dict[str, Any]:
-    """The config of a transformers model of a known family."""
+    """The config of a transformers model of a known family. Raises `ValueError` for another model."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         raise ValueError(f"model: expected a transformers model with a config, got {type(model).__name__}")
@@ -84,16 +84,16 @@ def model_config_of(model: nn.Module) -> dict[str, Any]:
 
 
 def check_read(model_config: dict[str, Any], family: Family, numbers: Sequence[int]) -> None:
-    """Raise `ValueError` where transformers has other experts than the model's checkpoint, of which it says nothing.
+    """Raise `ValueError` if transformers silently misreads the experts of the model's checkpoint.
 
-    It drops the second-level scales of NVFP4, does not know `EXPERTS_KEY`, and has no experts of gpt-oss that are
-    linears of their own.
+    It drops the second-level scales of NVFP4, does not know `EXPERTS_KEY`, and cannot hold experts of gpt-oss as
+    separate linears.
     """
-    said, wrong = model_config.get("quantization_config") or {}, EXPERTS_KEY in model_config
-    if said.get("quant_method") == "compressed-tensors" and said.get("config_groups"):
+    quant_config, wrong = model_config.get("quantization_config") or {}, EXPERTS_KEY in model_config
+    if quant_config.get("quant_method") == "compressed-tensors" and quant_config.get("config_groups"):
         linear = "block_sparse_moe.experts.0.w1" if family is MIXTRAL else "mlp.experts.0.gate_proj"
         for number in numbers:
-            group, fmt = compressed_group(Path("model.config"), said, f"model.layers.{number}.{linear}")
+            group, fmt = compressed_group(Path("model.config"), quant_config, f"model.layers.{number}.{linear}")
             wrong |= group is not None and (family is GPT_OSS or fmt == COMPRESSED_NVFP4.name)
     if wrong:
         raise ValueError(
@@ -103,9 +103,9 @@ def check_read(model_config: dict[str, Any], family: Family, numbers: Sequence[i
 
 
 def moe_blocks(model: nn.Module, classes: Sequence[str] | None) -> list[tuple[int, Any]]:
-    """Decoder layer and block of what has experts, in the order of the model; all are checked before any is changed.
+    """Index of the decoder layer and MoE block of each layer with experts, in the order of the model.
 
-    Experts may lack weights where `classes` are given; they are then of one of these of transformers, or left out.
+    Without `classes` every block must have weights. With `classes` its experts must be of one of them, or left out.
     """
     blocks = [(name, module) for name, module in model.named_modules() if hasattr(module, "experts")]
     if not blocks:
@@ -126,7 +126,7 @@ def moe_blocks(model: nn.Module, classes: Sequence[str] | None) -> list[tuple[in
 
 
 def _check_class(name: str, experts: Any, classes: Sequence[str]) -> None:
-    """Other experts, such as a list of modules or those of a quantizer, may not be called as `ParallelExperts` are."""
+    """Refuse other experts, such as a list of modules or those of a quantizer, which may be called differently."""
     bases = [base for base in type(experts).__mro__ if base.__module__.startswith("transformers.models.")]
     if not isinstance(experts, _NoExperts) and not any(base.__name__ in classes for base in bases):
         raise ValueError(
@@ -149,7 +149,7 @@ def _check_weights(name: str, experts: Any) -> None:
 
 
 def own_experts(experts: Any, ids: Sequence[int]) -> Iterator[ExpertTensors]:
-    """Experts `ids` of a block; gpt-oss stores them transposed and has biases."""
+    """Experts `ids` of a block. gpt-oss stores them transposed, with biases."""
     transposed, has_bias = getattr(experts, "is_transposed", False), hasattr(experts, "gate_up_proj_bias")
     for expert in ids:
         gate_up, down = experts.gate_up_proj[expert], experts.down_proj[expert]
