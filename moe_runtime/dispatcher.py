@@ -6,7 +6,8 @@ import torch
 
 from moe_runtime.compiling import not_compiled
 from moe_runtime.config import ModeName, MoELayerConfig
-from moe_runtime.context import ExpertParallelContext, by_one_thread
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.context_threads import by_one_thread
 from moe_runtime.deprecation import warn_renamed
 from moe_runtime.dispatch_handle import CombineSink, DispatchedTokens, DispatchHandle
 from moe_runtime.exchange_arguments import check_expert_output, check_shared, check_tokens, exchange_geometry

@@ -8,9 +8,9 @@ from moe_runtime.arguments import check_is_tensor, check_no_grad
 from moe_runtime.comm.signals import COUNT_BITS
 from moe_runtime.config import MAX_EXPERTS, ModeName, check_positive, resolve_mode
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.formats import TokenFormat, token_format
+from moe_runtime.formats import TokenFormat, format_named
 from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
-from moe_runtime.token_format import RecordLayout
+from moe_runtime.record import RecordLayout
 
 BF16 = (torch.bfloat16,)
 
@@ -30,7 +30,7 @@ def exchange_geometry(
     input_scale: float | None,
 ) -> ExchangeGeometry:
     """The geometry of the next exchange of `context`, from the checked arguments of `TokenDispatcher`."""
-    fmt, wire = token_format(tokens_as, "token_format"), token_format(combine_as, "combine_format")
+    fmt, wire = format_named(tokens_as, "token_format"), format_named(combine_as, "combine_format")
     check_positive("hidden_size", hidden_size)
     check_positive("num_experts", num_experts)
     check_positive("max_tokens_per_rank", max_tokens_per_rank)
