@@ -19,7 +19,7 @@ from moe_runtime.calibration import Calibration, calibrate
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.conversion import check_calibrated, convert_checkpoint
 from moe_runtime.converted_experts import TARGET_LAYOUTS
-from moe_runtime.launch import environment
+from moe_runtime.launch.common import environment
 from moe_runtime.tensor_files import SafetensorsFile
 
 

@@ -32,7 +32,7 @@ from moe_runtime.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.config import CheckpointConfig, MoELayerConfig, RunConfig, load_config
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.formats import FORMATS
-from moe_runtime.launch import cases, environment
+from moe_runtime.launch.common import cases, environment
 from moe_runtime.layer import MoELayer
 from moe_runtime.loading import ExpertTensors
 from moe_runtime.metrics import PhaseTimes
@@ -208,7 +208,7 @@ def demo(console: Console) -> int:
         )
         # Forked from a process that has imported everything once, ranks start fast and share that memory.
         multiprocessing.get_context("forkserver").set_forkserver_preload(
-            ["moe_runtime.layer", "moe_runtime.launch.environment"]
+            ["moe_runtime.layer", "moe_runtime.launch.common.environment"]
         )
         start_processes(run_rank, (folder,), WORLD_SIZE, start_method="forkserver")
         reports: list[RankReport] = pickle.loads((Path(folder) / "reports").read_bytes())

@@ -21,7 +21,7 @@ from moe_runtime.config import FormatName, RunConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.counters import most_over_mean
 from moe_runtime.formats import ceil_div
-from moe_runtime.launch import cases, environment
+from moe_runtime.launch.common import cases, environment
 from moe_runtime.layer import MoELayer, context_from_config
 from moe_runtime.metrics import PhaseTimes
 from moe_runtime.placement import Placement

@@ -39,10 +39,10 @@ from moe_runtime.formats import FORMATS
 from moe_runtime.kernels import decoded_gemm, nvrtc
 from moe_runtime.kernels.decode_tokens import Beside
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
-from moe_runtime.launch import cases as random_cases
-from moe_runtime.launch import environment
-from moe_runtime.launch.gemm_cases import GemmCase
-from moe_runtime.launch.gemm_data import make_rows, make_weights
+from moe_runtime.launch.benchmarks.gemm_cases import GemmCase
+from moe_runtime.launch.benchmarks.gemm_data import make_rows, make_weights
+from moe_runtime.launch.common import cases as random_cases
+from moe_runtime.launch.common import environment
 from moe_runtime.virtual import VirtualRanks
 from moe_runtime.weights import SILU
 

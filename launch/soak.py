@@ -24,8 +24,8 @@ from rich.console import Console
 from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import TokenDispatcher
-from moe_runtime.launch import cases, environment
-from moe_runtime.launch.soak_steps import StepPlan, expected_offsets, expected_output, multiplying_experts
+from moe_runtime.launch.common import cases, environment
+from moe_runtime.launch.common.soak_steps import StepPlan, expected_offsets, expected_output, multiplying_experts
 from moe_runtime.layer import context_from_config
 
 KIND = "soak"
