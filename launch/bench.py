@@ -45,15 +45,11 @@ def bench_layers(options: argparse.Namespace) -> int:
     run = environment.read_config(options)
     if run.placement is not None:
         raise ValueError("placement: benchmarks are of contiguous experts, expected a config without one")
-    for name in ("num_sms", "steps", "check_tokens"):
-        value = getattr(options, name)
-        if value is not None and value < 1:
-            raise ValueError(f"--{name.replace('_', '-')}: expected at least 1, got {value}")
+    environment.check_at_least(1, num_sms=options.num_sms, steps=options.steps, check_tokens=options.check_tokens)
     if options.num_sms is not None:
         run = run.replace(layer=run.layer.replace(num_sms=options.num_sms))
     options.tokens = options.tokens or [run.tokens_per_rank or run.layer.max_tokens_per_rank]
-    if min(options.tokens) < 1:
-        raise ValueError(f"--tokens: expected at least 1, got {min(options.tokens)}")
+    environment.check_at_least(1, tokens=min(options.tokens))
     if options.trace is not None and options.operations != ["layer"]:
         raise ValueError("--trace: records the layer and times nothing, expected the operation layer alone")
     for name in ("json", "trace"):
@@ -164,7 +160,7 @@ def main(arguments: list[str] | None = None) -> int:
     checked = "tokens of each rank that the layer's check takes"
     parser.add_argument("--check-tokens", type=int, metavar="N", help=checked)
     link_rate.add_options(parser)
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where rank 0 writes the results")
+    environment.add_json_option(parser)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="record the layer there, time nothing")
     options = parser.parse_args(arguments)
     if options.operations == ["ops"] and options.config is not None:

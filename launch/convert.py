@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--format", choices=tuple(TARGET_LAYOUTS), default="nvfp4", help="of the experts (nvfp4)")
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help="tokens of each layer, for nvfp4 activations")
     parser.add_argument("--device", default="cpu", help="where to quantize (cpu)")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    environment.add_debug_option(parser)
     options = parser.parse_args(arguments)
     return environment.run_program("convert", lambda: work(options), debug=options.debug)
 

@@ -92,7 +92,7 @@ def write_tables(options: argparse.Namespace) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.report", description="Show and compare runs.")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    environment.add_debug_option(parser)
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
     command = commands.add_parser("show", help="print the tables of a run of any kind")
     command.add_argument("run", type=Path, metavar="RUN.json")

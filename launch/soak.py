@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -161,7 +160,7 @@ class Soak:
         *,
         leave_scales: bool = False,
     ) -> Checked:
-        """The tokens there and back, and what came back beside what must; nothing waits for the host."""
+        """Dispatch, combine, and compare with the expected output; nothing waits for the host."""
         dispatcher = self.dispatchers[size]
         arrived = dispatcher.dispatch(x_TH, idx_TK, weights_TK, leave_scales=leave_scales)
         y_TH = dispatcher.combine(multiplying_experts(arrived), arrived.handle)
@@ -175,7 +174,7 @@ class Soak:
         idx_TK: torch.Tensor,
         weights_TK: torch.Tensor,
     ) -> Checked:
-        """What came back, beside what must of these tokens; captured with the exchange."""
+        """The output compared with the expected one; captured with the exchange."""
         expected_TH = expected_output(x_TH, idx_TK, weights_TK, self.geometry, self.starts)
         found, wanted = y_TH.view(torch.int64), expected_TH.view(torch.int64)
         wrong = (found != wanted).any(dim=1).sum()
@@ -234,10 +233,7 @@ def report(results: list[SoakResult], config: MoELayerConfig, context: ExpertPar
 def work(options: argparse.Namespace) -> int:
     """Run and report; 1 if anything was wrong."""
     run = environment.read_config(options)
-    if options.steps < 1:
-        raise ValueError(f"--steps: expected at least 1, got {options.steps}")
-    if options.tokens is not None and options.tokens < 1:
-        raise ValueError(f"--tokens: expected at least 1, got {options.tokens}")
+    environment.check_at_least(1, steps=options.steps, tokens=options.tokens)
     environment.check_folder("--json", options.json)
     names = {"token_format": options.format, "combine_format": options.combine_format, "mode": options.mode}
     changes: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
@@ -246,8 +242,7 @@ def work(options: argparse.Namespace) -> int:
     if options.tokens is not None:
         changes["max_tokens_per_rank"], run = options.tokens, run.replace(tokens_per_rank=0)
     if options.step_sizes is not None:
-        if min(options.step_sizes) < 1:
-            raise ValueError(f"--step-sizes: expected at least 1 each, got {min(options.step_sizes)}")
+        environment.check_at_least(1, step_sizes=min(options.step_sizes))
         changes["step_sizes"] = tuple(options.step_sizes)
     run = run.replace(layer=run.layer.replace(**changes))
     seed = run.seed if options.seed is None else options.seed
@@ -276,7 +271,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--format", choices=get_args(FormatName), help="of tokens, instead of the config's")
     parser.add_argument("--combine-format", choices=get_args(CombineFormatName), help="instead of the config's")
     parser.add_argument("--mode", choices=("auto", "indexed", "packed"), help="instead of the config's")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where rank 0 writes the results")
+    environment.add_json_option(parser)
     options = parser.parse_args(arguments)
     return environment.run_program("soak", lambda: work(options), debug=options.debug)
 

@@ -12,10 +12,9 @@ import torch
 
 from moe_runtime import ops
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.kernels.grouped_gemm import grouped_gemm
 from moe_runtime.launch import bench
 from moe_runtime.launch.benchmarks import ops_bench
-from moe_runtime.launch.benchmarks.op_problems import OpCall, Shape, check_token_format, dynamic_scaled_nvfp4
+from moe_runtime.launch.benchmarks.op_problems import OpCall, check_token_format
 from tests.comparison import assert_same_bits
 
 
@@ -128,16 +127,3 @@ def test_results_on_a_gpu_are_timed() -> None:
     for result in results[:-1]:
         assert 0 < result["smallest_us"] <= result["median_us"] <= result["largest_us"]
         assert result["method"] == "cuda_graph"
-
-
-def test_a_layer_multiplies_the_same(device: torch.device) -> None:
-    """What `layer_us` is the time of: the operation's own product, by the function of layers."""
-    shape = Shape((5, 0, 13, 3), (2, 0, -1, 1), 3, 72, 80)
-    problem = dynamic_scaled_nvfp4(shape, torch.Generator(device).manual_seed(1)).prepared()
-    assert problem is not None
-    operands = problem.as_layer()
-    assert operands is not None
-    out = problem.empty()
-    grouped_gemm(*operands, out=out)
-    assert problem.error(out) <= 1
-    assert_same_bits(out, problem.run(problem.empty(), "auto"))

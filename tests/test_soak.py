@@ -200,7 +200,7 @@ def test_the_program_of_one_rank_repeats_and_says_what_is_wrong(
         (("--steps", "0"), "--steps: expected at least 1, got 0"),
         (("--json", "no/such/folder/file.json"), "--json: no folder no/such/folder"),
         (("--tokens", "0"), "--tokens: expected at least 1, got 0"),
-        (("--step-sizes", "4", "0"), "--step-sizes: expected at least 1 each, got 0"),
+        (("--step-sizes", "4", "0"), "--step-sizes: expected at least 1, got 0"),
     ],
 )
 def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,4 +1,4 @@
-"""What results are held against: goals, the least time for the bytes of an exchange, the even case for uneven routing.
+"""What results are compared with: goals, the least time for the bytes of an exchange, a rule for uneven routing.
 
 `traffic[s, d]` are the bytes that rank `s` sends to rank `d`; what a rank keeps does not cross a link.
 """

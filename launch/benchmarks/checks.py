@@ -1,8 +1,8 @@
-"""What a benchmark holds its results against before it times anything, on the very buffers that are timed.
+"""Checks of a benchmark's results before anything is timed, on the very buffers that are timed.
 
-Dispatch: bit for bit. Combine, gate and up: relative error in the Frobenius norm, under what the formats' rounding may
-add. Down: element by element, against a float64 product of the dequantized operands. Nothing here uses the kernels
-that are timed.
+Dispatch is compared bit for bit. Combine, gate and up: relative error in the Frobenius norm, below what the formats'
+rounding may add. Down: element by element, with a float64 product of the dequantized operands. Nothing here uses the
+kernels that are timed.
 """
 
 from __future__ import annotations

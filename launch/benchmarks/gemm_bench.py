@@ -232,8 +232,7 @@ def select(pattern: str | None) -> tuple[GemmCase, ...]:
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Check and time with `cases`, `small`, `json`, `engine` and `steps` of the command line; the report."""
     chosen = select(options.cases)
-    if options.steps < 1:
-        raise ValueError(f"--steps: expected at least 1, got {options.steps}")
+    environment.check_at_least(1, steps=options.steps)
     results: list[dict[str, Any]] = []
     engine = options.engine or "auto"
     with ExpertParallelContext(engine=engine) as context:

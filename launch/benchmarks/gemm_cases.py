@@ -1,4 +1,4 @@
-"""The cases of `launch.bench gemm`: sizes, formats, how rows fall on groups, and what each case should reach.
+"""The cases of `bench gemm`: sizes, formats, how rows fall on groups, and what each case should reach.
 
 A case is one product of the reference model (H = 7168, I = 2048), or both with SwiGLU and requantization between, of
 the experts of one rank. The ceilings were measured on one H200 (torch 2.11, CUDA 13.0): dense products of torch with
@@ -32,8 +32,6 @@ CEILINGS = {
 
 RANKS, TOP_K = 8, 8
 """Of the layer that `uniform` and `layer` routing belong to."""
-
-"""`gate_up` is a plain product with the `[2I, H]` weight, `down` with the `[H, I]` one; `both` has SwiGLU between."""
 
 ROUTINGS = ("even", "half", "zipf", "empty", "uniform", "layer")
 """`half`: one group has half of all rows. `zipf`: group `g` has a part of `1 / (g + 1)`. `empty`: every other group
@@ -90,7 +88,7 @@ class GemmCase:
         format: of rows, weights and what lies between the products.
         groups: experts, one group each.
         rows: rows of a group, on average.
-        product: `gate_up`, `down` or `both`.
+        product: `gate_up` (a plain product with the `[2I, H]` weight), `down` (`[H, I]`) or `both` with SwiGLU between.
         routing: one of `ROUTINGS`.
         goals: what it should reach; none for a case that others are compared with.
         hidden, intermediate: `H` and `I`.

@@ -1,9 +1,9 @@
-"""Holds grouped products to float64 products of the same operands, element by element, on a sample of their rows.
+"""Checks of grouped products: a sample of their rows is compared with float64 products of the same operands.
 
 A plain product: `|error| <= 2^-8 |c| + g`, where `g` is `ceil(K/16) 2^-23 sum |a| |b|`, more for FP8 MMA on Hopper
-(`launch/fp8_bound.py`). `silu(gate) * up`, requantized: half a step of its format, and what the errors `g` of gate and
-up may change, `1.1 |up| g_gate + |silu(gate)| g_up` since `|silu'| <= 1.1`. Of all other rows it is asked that they are
-written, and of rows that no group owns that they are not.
+(`fp8_bound.py`). `silu(gate) * up`, requantized: half a step of its format, and what the errors `g` of gate and up may
+change, `1.1 |up| g_gate + |silu(gate)| g_up` since `|silu'| <= 1.1`. All other rows must be written, and rows that no
+group owns must not.
 """
 
 from __future__ import annotations

@@ -30,8 +30,8 @@ def make_rows(case: GemmCase, seed: int, rng: torch.Generator, engine: str) -> G
     """Rows of the case's first product, normal with variance 1, on the device of `rng`.
 
     With `layer` routing they lie as dispatch leaves them: one row for each token that has an expert here, found through
-    `row_index`, and a capacity for every token on every expert that it may choose here; block scales stay beside them
-    where the GEMM of `engine` reads them there.
+    `row_index`, and a capacity for every token on every expert that it may choose here; block scales stay with
+    them where the GEMM of `engine` reads them there.
     """
     sizes, fmt, k = case.group_rows(seed), case.token_format, case.products[0].k
     total, device = sum(sizes), rng.device

@@ -1,4 +1,4 @@
-"""torch's grouped products of the same shapes, timed in the same run: without quantization, activation or gathering.
+"""The baselines of the grouped GEMM: torch's products of the same shapes, without quantization or activation.
 
 `R` rows, `G` groups, `N x K` a weight.
 """
@@ -40,7 +40,7 @@ class Peers:
         return self._found[key]
 
     def _time(self, name: str, sizes: tuple[int, ...], shapes: tuple[tuple[int, int], ...]) -> dict[str, Any]:
-        make = {BF16_PEER: _bf16, FP8_PEER: _fp8_rowwise}[name]
+        make = {BF16_PEER: bf16, FP8_PEER: _fp8_rowwise}[name]
         try:
             calls = [make(sizes, n, k, self._context.device) for n, k in shapes]
             for call in calls:
@@ -61,7 +61,8 @@ def _ends(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=device)
 
 
-def _bf16(sizes: Sequence[int], n: int, k: int, device: torch.device) -> Call:
+def bf16(sizes: Sequence[int], n: int, k: int, device: torch.device) -> Call:
+    """Calls of torch's `grouped_mm` with random operands; call `i` takes copy `i` of the weights."""
     function: Callable[..., torch.Tensor] = torch._grouped_mm
     groups, ends = len(sizes), _ends(sizes, device)
     a_RK = torch.randn(sum(sizes), k, device=device).to(torch.bfloat16)

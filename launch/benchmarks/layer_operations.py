@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -14,7 +14,7 @@ import torch.distributed as dist
 from moe_runtime.experts import Experts
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.grouped_gemm import gemm_bytes, gemm_flops, grouped_gemm, grouped_gemm_swiglu
-from moe_runtime.launch.benchmarks import bounds, checks, torch_layer
+from moe_runtime.launch.benchmarks import bounds, checks, gemm_peers, torch_layer
 from moe_runtime.launch.benchmarks.layer_bench import Bench, Measured, Work
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, Step, copies_to_rotate
 from moe_runtime.launch.benchmarks.trace import record
@@ -120,8 +120,8 @@ def gemm(bench: Bench) -> None:
     )
     counts = arrived.group_offsets.diff().tolist()
     steps: tuple[Step, ...] = (
-        lambda number, lap: _discard(project(number)),
-        lambda number, lap: _discard(grouped_gemm(between, down[number % len(down)], out=out_RH, engine=engine)),
+        lambda number, lap: project(number),
+        lambda number, lap: grouped_gemm(between, down[number % len(down)], out=out_RH, engine=engine),
     )
     sizes = ((2 * inner, hidden, arrived, checks.format_bytes(fmt, inner)), (hidden, inner, middle, 2 * hidden))
     weights = (experts.gate_up, experts.down)
@@ -140,29 +140,19 @@ def gemm(bench: Bench) -> None:
         measured = bench.time(steps[index], [passed[index]], capturable=True)
         bench.add(name, measured, TOTAL, work, passed[index], weight_bytes=weights[index].num_bytes)
         if bench.context.device.type == "cuda":
-            _add_grouped_mm(bench, name, arrived.group_offsets, n, k, work)
+            _add_grouped_mm(bench, name, counts, n, k, work)
     bench.layer.dispatcher.combine(out_RH, arrived.handle)
 
 
-def _add_grouped_mm(bench: Bench, name: str, group_offsets: torch.Tensor, n: int, k: int, work: Work) -> None:
-    """Time torch's grouped GEMM of the same rows and weights in bf16, neither activation nor quantization."""
-    function: Callable[..., torch.Tensor] = torch._grouped_mm
-    total, experts, device = int(group_offsets[-1]), bench.experts.gate_up.num_experts, bench.context.device
-    a_RK = torch.randn(total, k, dtype=torch.bfloat16, device=device)
-    copies = copies_to_rotate(device, 2 * experts * n * k)
-    w_ENK = [torch.randn(experts, n, k, dtype=torch.bfloat16, device=device) for _ in range(copies)]
-    ends = group_offsets[1:].contiguous()
-
-    def step(number: int, lap: Lap) -> None:
-        if total:
-            function(a_RK, w_ENK[number % copies].transpose(1, 2), offs=ends)
-
-    measured = bench.time(step, [], capturable=True)
+def _add_grouped_mm(bench: Bench, name: str, counts: Sequence[int], n: int, k: int, work: Work) -> None:
+    """Time torch's grouped GEMM of the same shapes in bf16, without activation or quantization."""
+    call = gemm_peers.bf16(counts, n, k, bench.context.device)
+    measured = bench.time(lambda number, lap: call(number) if sum(counts) else None, [], capturable=True)
     bench.add(name, measured, TOTAL, replace(work, moved_bytes=None), None, "torch grouped_mm bf16")
 
 
 def _most(bench: Bench, work: Work) -> Work:
-    """That of the rank that has most."""
+    """The work of the rank that has most."""
     ranks = environment.gather(bench.context, "work", work)
     return max(ranks, key=lambda other: other.flops or 0)
 
@@ -198,9 +188,7 @@ def whole_layer(bench: Bench) -> None:
     starts = layer.dispatcher.geometry.starts
     rows = statistics.mean(max(_rows_of_ranks(idx, starts)) for idx in bench.ids_of_turns)
     work = Work(flops=gemm_flops(1, 3 * config.intermediate_size, config.hidden_size) * rows)
-    measured = bench.time(
-        lambda number, lap: _discard(forward(number)), [check], capturable=bench.context.heap.graph_safe
-    )
+    measured = bench.time(lambda number, lap: forward(number), [check], capturable=bench.context.heap.graph_safe)
     weight_bytes = bench.experts.gate_up.num_bytes + bench.experts.down.num_bytes
     bench.add("layer", measured, TOTAL, work, check, weight_bytes=weight_bytes, weight_copies=len(experts))
     del experts[1:]  # torch's layer needs their memory
@@ -227,7 +215,7 @@ def _add_torch_layer(bench: Bench, part: slice, reference_TH: torch.Tensor, work
     error, _ = relative_error(forward(0)[part], reference_TH)
     bound = torch_layer.error_bound()
     check = bench.agree(checks.Check("torch's layer: relative Frobenius error", error, bound))
-    measured = bench.time(lambda number, lap: _discard(forward(number)), [check], capturable=True)
+    measured = bench.time(lambda number, lap: forward(number), [check], capturable=True)
     bench.add("layer", measured, TOTAL, work, check, torch_layer.NAME, weight_bytes=baseline.weight_bytes)
 
 
@@ -235,10 +223,6 @@ def _rows_of_ranks(idx: Sequence[torch.Tensor], starts: Sequence[int]) -> list[i
     """(token, expert) rows that come to each rank."""
     ids = torch.cat(list(idx))
     return [int(((ids >= first) & (ids < end)).sum()) for first, end in pairwise(starts)]
-
-
-def _discard(result: object) -> None:
-    """A step gives nothing back."""
 
 
 def _rotated(w: ExpertWeights | PreparedWeights, device: torch.device) -> list[ExpertWeights | PreparedWeights]:

@@ -1,8 +1,7 @@
 """Calls of the operations of `moe_runtime.ops` with random operands, and how far each result is from its bound.
 
-The operands are quantized and packed by `moe_runtime.ops`; results are held to float64 products of what its inverses
-give back, element by element: `|error| <= u |c| + ceil(K/16) 2^-23 sum |a| |b|`, more for FP8 MMA on Hopper
-(`launch/fp8_bound.py`). Rows that no group owns must keep their bits.
+Results are compared with float64 products of the dequantized operands, element by element: `|error| <= u |c| +
+ceil(K/16) 2^-23 sum |a| |b|`, more for FP8 MMA on Hopper (`fp8_bound.py`). Rows outside of the groups must not change.
 
 `R` rows, `E` experts, `N x K` a weight.
 """
@@ -12,14 +11,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 
 from moe_runtime import ops
-from moe_runtime.formats import NVFP4, ceil_div
-from moe_runtime.grouped import GroupedRows
+from moe_runtime.formats import ceil_div
 from moe_runtime.kernels.grouped_gemm import gemm_flops
 from moe_runtime.kernels.reference_quantize import raw_bits
 from moe_runtime.launch.benchmarks.checks import FP32_GAIN
@@ -103,26 +102,6 @@ class OpCall:
             w = ops.prepare_nvfp4(b, scales)
         return replace(self, arguments=self.arguments | {"b": w, name: None})
 
-    def as_layer(self) -> tuple[GroupedRows, PreparedWeights] | None:
-        """What a layer would multiply here; None but for `grouped_matmul_dynamic_scaled_nvfp4` on prepared weights."""
-        at, b = self.arguments, self.arguments["b"]
-        if self.operation is not ops.grouped_matmul_dynamic_scaled_nvfp4 or not isinstance(b, PreparedWeights):
-            return None
-        rows = GroupedRows(
-            format=NVFP4,
-            rows=at["a"],
-            scales=at["a_scales"],
-            row_scale=torch.ones(at["a"].shape[0], dtype=torch.float32, device=at["a"].device),
-            row_index=None,
-            group_offsets=at["group_offsets"].view(torch.int32),
-            group_scale_offsets=at["group_scale_offsets"].view(torch.int32),
-            expert_ids=at["expert_ids"],
-            capacity=at["a"].shape[0],
-            num_columns=self.shape.k,
-            num_active_experts=at["num_active_experts"],
-        )
-        return rows, replace(b, expert_scales=at["expert_scales"])
-
     def error(self, out: torch.Tensor) -> float:
         """The largest error over its bound of an element; infinite for NaNs, or where a row was wrongly written."""
         offsets, worst = self.shape.offsets, 0.0
@@ -165,17 +144,15 @@ def dynamic_scaled_nvfp4(shape: Shape, rng: torch.Generator) -> OpCall:
     (a, a_scales), (b, b_scales) = (ops.quantize_nvfp4(x, GSF) for x in _operands(shape, rng))
     offsets, device = shape.offsets, a.device
     blocks, _ = ops.pack_dense_128(a_scales, offsets)
-    factors = _factors(shape, rng)
+    factors, int32 = _factors(shape, rng), partial(torch.tensor, dtype=torch.int32, device=device)
     arguments = dict(
         a=a,
         b=b,
         a_scales=blocks,
         b_scales=ops.swizzle_scales(b_scales),
-        group_offsets=torch.tensor(offsets, dtype=torch.int32, device=device).view(torch.uint32),
-        group_scale_offsets=torch.tensor(dense_128_offsets(offsets), dtype=torch.int32, device=device).view(
-            torch.uint32
-        ),
-        expert_ids=torch.tensor(shape.experts, dtype=torch.int32, device=device),
+        group_offsets=int32(offsets).view(torch.uint32),
+        group_scale_offsets=int32(dense_128_offsets(offsets)).view(torch.uint32),
+        expert_ids=int32(shape.experts),
         expert_scales=factors,
         num_active_experts=len(shape.groups),
     )
@@ -233,7 +210,7 @@ def fp8_groupwise(shape: Shape, rng: torch.Generator, gm: int, major: str, dtype
 
 
 def check_token_format(tokens: int, hidden: int, rng: torch.Generator, engine: str) -> float:
-    """`NVFP4TokenFormat`: bytes that differ between messages, what they are unpacked to, and the torch twins'."""
+    """`NVFP4TokenFormat`: bytes of the unpacked messages that differ from torch's quantization."""
     device, top_k = rng.device, 8
     x = torch.randn(tokens, hidden, generator=rng, dtype=torch.float32, device=device).to(torch.bfloat16)
     starts = torch.tensor([0, tokens // 3, tokens], dtype=torch.int32, device=device)

@@ -16,7 +16,6 @@ from typing import Any
 import torch
 
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.kernels.grouped_gemm import grouped_gemm
 from moe_runtime.launch.benchmarks.op_problems import (
     OpCall,
     Shape,
@@ -57,44 +56,31 @@ def _four(rows: int) -> Shape:
 
 CASES = (
     Case(
-        "grouped_matmul_dynamic_scaled_nvfp4",
-        "nvfp4",
-        "",
-        dynamic_scaled_nvfp4,
+        *("grouped_matmul_dynamic_scaled_nvfp4", "nvfp4", "", dynamic_scaled_nvfp4),
         Shape((128, 256, 512, 1024), (0, 3, 2, 4), 6, 4096, 7168),
         Shape((5, 0, 130, 3), (2, 0, -1, 1), 3, 67, 80),
     ),
     Case(
-        "group_gemm_nvfp4_nt_groupwise",
-        "nvfp4",
-        "",
-        nvfp4_groupwise,
+        *("group_gemm_nvfp4_nt_groupwise", "nvfp4", "", nvfp4_groupwise),
         _four(512),
         Shape((4, 0, 132, 8), (0, 1, 2, 3), 4, 72, 128),
     ),
     *(
         Case(
-            "moe_gemm_mxfp8_nt_groupwise",
-            "mxfp8",
-            f"blocks of {block}",
-            partial(mxfp8_groupwise, block=block),
+            *("moe_gemm_mxfp8_nt_groupwise", "mxfp8", f"blocks of {block}", partial(mxfp8_groupwise, block=block)),
             _four(376),
             Shape((1, 0, 131, 8), (0, 1, 2, 3), 4, 37, 144),
         )
         for block in (32, 128)
     ),
     Case(
-        "group_gemm_fp8_nt_groupwise",
-        "fp8_block",
-        "e4m3, MN-major",
+        *("group_gemm_fp8_nt_groupwise", "fp8_block", "e4m3, MN-major"),
         partial(fp8_groupwise, gm=1, major="MN", dtype=torch.float8_e4m3fn),
         _four(512),
         Shape((4, 0, 132, 8), (0, 1, 2, 3), 4, 72, 256),
     ),
     Case(
-        "group_gemm_fp8_nt_groupwise",
-        "fp8_block",
-        "e5m2, K-major, blocks of 128 rows",
+        *("group_gemm_fp8_nt_groupwise", "fp8_block", "e5m2, K-major, blocks of 128 rows"),
         partial(fp8_groupwise, gm=128, major="K", dtype=torch.float8_e5m2),
         _four(512),
         Shape((128, 0, 128, 60), (0, 1, 2, 3), 4, 72, 256),
@@ -123,7 +109,6 @@ def run_all(context: ExpertParallelContext, engine: str, *, small: bool, iterati
         if timed and error <= 1 and engine == "auto":
             timed = time_problem(context, prepared, engine, iterations, problem)
             timed["prepare_us"] = time_preparing(problem)
-            timed |= time_as_layer(context, prepared, iterations)
         else:
             timed = {}
         variant = ", ".join(filter(None, (case.variant, "prepared weights")))
@@ -149,8 +134,8 @@ def time_problem(
     `raw` is the same call with raw weights where `problem` has prepacked ones: its bytes are counted.
     """
     raw = problem if raw is None else raw
-    copies = problem.copies(copies_to_rotate(context.device, _operand_bytes(raw)))
-    out = problem.empty()
+    size = sum(value.nbytes for value in raw.arguments.values() if isinstance(value, torch.Tensor))
+    copies, out = problem.copies(copies_to_rotate(context.device, size)), problem.empty()
 
     def step(number: int, lap: Lap) -> None:
         copies[number % len(copies)].run(out, engine)
@@ -166,21 +151,6 @@ def time_problem(
     }
 
 
-def time_as_layer(context: ExpertParallelContext, problem: OpCall, iterations: int) -> dict[str, Any]:
-    """`layer_us`: the same product by the function that layers call; empty where layers have no such product."""
-    copies = [copy.as_layer() for copy in problem.copies(copies_to_rotate(context.device, _operand_bytes(problem)))]
-    out = problem.empty()
-
-    def step(number: int, lap: Lap) -> None:
-        rows, weights = copies[number % len(copies)] or (None, None)
-        assert rows is not None and weights is not None
-        grouped_gemm(rows, weights, out=out)
-
-    if copies[0] is None:
-        return {}
-    return {"layer_us": measure(context, step, iterations=iterations, capturable=True)[TOTAL].median_us}
-
-
 def time_preparing(problem: OpCall) -> float:
     """Microseconds to prepack all experts' weights, by the host's clock: the least of three."""
     taken = []
@@ -193,15 +163,9 @@ def time_preparing(problem: OpCall) -> float:
     return min(taken)
 
 
-def _operand_bytes(problem: OpCall) -> int:
-    return sum(value.nbytes for value in problem.arguments.values() if isinstance(value, torch.Tensor))
-
-
 def run(options: argparse.Namespace) -> dict[str, Any]:
     """Check and time all operations with `engine`, `small`, `steps` and `json` of the command line; the report."""
-    environment.check_folder("--json", options.json)
-    if options.steps < 0:
-        raise ValueError(f"--steps: expected at least 0, got {options.steps}")
+    environment.check_at_least(0, steps=options.steps)
     with ExpertParallelContext(engine=options.engine or "auto") as context:
         small = options.small or context.device.type != "cuda"
         results = run_all(context, context.gemm_engine, small=small, iterations=options.steps)

@@ -1,12 +1,11 @@
-"""How a step is timed: all ranks start together, the slowest rank counts in each iteration, the median over iterations.
+"""How a step is timed: ranks start together, each iteration counts its slowest rank, the median is over iterations.
 
-On GPUs an iteration is one replay of a CUDA graph of several steps where the step can be captured, else as many eager
-steps, between two events and right after a barrier on the device. On CPUs it is one step by the wall clock.
+On a GPU an iteration is a replay of a CUDA graph of several steps, or as many eager steps where the step cannot be
+captured, between two events and after a barrier on the device. On a CPU it is one step by the wall clock.
 
-A GPU that has rested runs for some time at a higher clock than it can keep: an H200 multiplied FP8 at 1410 TFLOP/s
-(1.52 GHz) for 40 to 80 ms, and at 1200 (1.27 GHz) from 0.1 s on. An iteration is therefore short and comes after a
-rest, as where single calls are timed, and steps of a millisecond or more are timed without rests, too, when they have
-gone on for 0.3 s: `sustained_us`.
+After a rest a GPU runs for some time at a higher clock than it can keep: an H200 multiplied FP8 at 1410 TFLOP/s (1.52
+GHz) for 40 to 80 ms, and at 1200 (1.27 GHz) from 0.1 s on. An iteration is therefore short and comes after a rest.
+Steps of a millisecond or more are timed without rests too, after 0.3 s of them: `sustained_us`.
 """
 
 from __future__ import annotations
@@ -27,29 +26,26 @@ from moe_runtime.kernels.clock import write_clock
 from moe_runtime.kernels.runtime import runs_cuda
 from moe_runtime.launch.common.environment import gather
 
-STEPS_PER_GRAPH = 20
-FEWEST_STEPS = 3
+STEPS_PER_GRAPH, FEWEST_STEPS, WARM_UP_STEPS = 20, 3, 3
 ITERATION_US = 20_000.0
 """Of an iteration on a GPU, unless `FEWEST_STEPS` take longer."""
 RESTS = 3
 """Length of the rest before an iteration, in iterations."""
 HEAD_START_CYCLES = 2_000_000
-"""For which a GPU spins before an iteration, about 1 ms, while the host launches it: ranks then begin together."""
+"""A GPU spins so long before an iteration, about 1 ms, while the host launches it: ranks then begin together."""
 LONG_US = 1000.0
-"""Of a step that is timed without rests, too."""
+"""A step of this length is timed without rests too."""
 SUSTAINED_US = 300_000.0
-"""What goes before such a time, and what is timed."""
-WARM_UP_STEPS = 3
+"""Length of the steps before a sustained time, and of those that are timed."""
 CACHES_TO_ROTATE = 32
-"""Inputs that steps take in turn are this many times as large as the L2 cache together, unless a graph has fewer steps:
-weights that ask to leave it first may leave a part of themselves there until they come again, which is then at most so
-small a part of them."""
+"""Inputs that steps take in turn are together this many times as large as the L2 cache, unless a graph has fewer steps.
+Weights that leave the cache first may leave a part of themselves there, which is then small."""
 TOTAL = "total"
 MOST_MARKS = 16
-"""Of a step: its beginning and the ends of its parts."""
+"""Marks of a step: its beginning and the ends of its parts."""
 
 Lap = Callable[[str], None]
-Step = Callable[[int, Lap], None]
+Step = Callable[[int, Lap], object]
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
-"""A plain expert-parallel layer of torch, to be timed beside ours: all-to-all and `grouped_mm`, both in bf16.
+"""The baseline of a layer: plain expert parallelism in torch with all-to-all and `grouped_mm`, both in bf16.
 
 A token travels once to each rank that has one of its experts and is copied there for each of them, by expert. The rows
-travel home one by one and are weighted and summed there. What the routing decides (sizes and indices) is made before,
+travel back one by one and are weighted and summed. Sizes and indices follow from the routing and are computed before,
 outside of what is timed, so that nothing waits for the host and a GPU can capture a step; a layer that learns its
-routing on the way has to exchange counts and wait for the host besides.
+routing on the way also has to exchange counts and wait for the host.
 
 Shape letters: `T` tokens of a rank, `K` experts per token, `H` hidden size, `I` intermediate size, `E` experts of this
 rank, `R` (token, expert) rows that come to this rank.

@@ -1,9 +1,9 @@
-"""Steps of a layer as a trace that Perfetto (ui.perfetto.dev) and chrome://tracing open: all ranks in one file.
+"""Steps of a layer as a trace for Perfetto (ui.perfetto.dev) and chrome://tracing: all ranks in one file.
 
-Steps run eagerly, since a graph's kernels belong to no range; launch gaps count in a phase's time. Named ranges are
+Steps run eagerly, because a graph's kernels belong to no range; launch gaps count in a phase's time. The ranges are
 those of `moe_runtime.metrics.phase`: on GPUs from a phase's first kernel to the end of its last, on CPUs as the host
-went through them. Kept besides are kernels, copies and launches. What was recorded in turn lies one after the other in
-the file, a millisecond apart, each under a range of its own.
+passed them. The trace also has kernels, copies and launches. Recordings follow each other in the file, a millisecond
+apart, each under a range of its own.
 """
 
 from __future__ import annotations

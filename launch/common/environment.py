@@ -1,4 +1,4 @@
-"""What the programs share: options, start and orderly end under torchrun or without it, and a record of where they ran.
+"""What the programs share: options, start and orderly end with and without torchrun, and a record of where they ran.
 
 A mistake of the caller ends a program with one line on stderr and exit code 2, a failure between ranks with exit code
 1; `--debug` shows the traceback instead.
@@ -15,7 +15,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
 from importlib import metadata
 from pathlib import Path
@@ -33,25 +33,25 @@ from moe_runtime.errors import MoERuntimeError
 from moe_runtime.kernels.runtime import INTERPRET, runs_cuda
 
 PACKAGES = (
-    "torch",
-    "triton",
-    "numpy",
-    "pydantic",
-    "safetensors",
-    "transformers",
-    "nvshmem4py-cu13",
-    "cuda-python",
-    "cuda-bindings",
-    "nvidia-cuda-nvrtc",
+    *("torch", "triton", "numpy", "pydantic", "safetensors", "transformers"),
+    *("nvshmem4py-cu13", "cuda-python", "cuda-bindings", "nvidia-cuda-nvrtc"),
 )
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
-    """Options that every program over a config has."""
+    """Options of every program over a config."""
     parser.add_argument("--config", default="tiny_cpu", metavar="NAME", help="a packaged config or a YAML file")
     parser.add_argument("--transport", choices=("auto", *TRANSPORTS), help="instead of the config's")
     parser.add_argument("--engine", choices=("auto", "triton", "torch"), help="instead of the config's")
+    add_debug_option(parser)
+
+
+def add_debug_option(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the results are written")
 
 
 def read_config(options: argparse.Namespace) -> RunConfig:
@@ -62,7 +62,7 @@ def read_config(options: argparse.Namespace) -> RunConfig:
 
 
 def check_folder(option: str, file: Path | None) -> None:
-    """Raise `ValueError` naming the option where a file that is to be written is a folder, or its folder not there."""
+    """Raise `ValueError` naming the option unless its output file can be written: no folder, and in one that exists."""
     if file is None:
         return
     if file.is_dir():
@@ -71,10 +71,17 @@ def check_folder(option: str, file: Path | None) -> None:
         raise ValueError(f"{option}: no folder {file.parent}")
 
 
-def run_program(name: str, work: Callable[[], int], *, debug: bool = False) -> int:
-    """The exit code of `work()`; its errors, and of others that memory was lacking, become one line on stderr.
+def check_at_least(least: int, **values: int | None) -> None:
+    """Raise `ValueError` naming the option whose value is smaller; None is no value."""
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')}: expected at least {least}, got {value}")
 
-    Every rank that fails says so with its number: torchrun ends the others as soon as one has ended.
+
+def run_program(name: str, work: Callable[[], int], *, debug: bool = False) -> int:
+    """The exit code of `work()`. Its errors, and lack of memory, become one line on stderr.
+
+    Every rank that fails prints its number: torchrun ends the others as soon as one has ended.
     """
     try:
         return work()
@@ -116,10 +123,7 @@ def gather(context: ExpertParallelContext, what: str, value: object) -> list[Any
 
 @contextmanager
 def reading(file: Path, what: str) -> Iterator[None]:
-    """What goes wrong inside, where `file` is read and its JSON taken apart, becomes a `ValueError` naming it.
-
-    A file that is not there is the caller's mistake as well; `what` is whose JSON is expected.
-    """
+    """Turn errors while `file` is read and its JSON taken apart into a `ValueError` naming it; `what` is expected."""
     try:
         yield
     except OSError as error:
@@ -130,7 +134,7 @@ def reading(file: Path, what: str) -> Iterator[None]:
 
 
 def console_of(context: ExpertParallelContext) -> Console:
-    """Where rank 0 speaks; the other ranks' consoles are silent."""
+    """A console that prints on rank 0 only."""
     return Console(quiet=context.rank != 0, highlight=False)
 
 
@@ -150,57 +154,37 @@ def write_json(file: Path, data: Mapping[str, Any]) -> None:
     file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
-def where(report: Mapping[str, Any]) -> str:
-    """GPU, driver and versions of the run that a report is of."""
-    record = report["environment"]
-    gpu = record["gpus"][0]["name"] if record["gpus"] else record["processor"]
-    packages = ", ".join(f"{name} {record['packages'][name]}" for name in ("torch", "triton"))
-    driver = f", driver {record['driver']}" if record["driver"] else ""
-    return f"{gpu}{driver}, {packages}"
-
-
-def shown_us(microseconds: float | None) -> str:
-    """Of a time that there is not: not available."""
-    if microseconds is None:
-        return "n/a"
-    return f"{microseconds:.1f}" if microseconds < 100 else f"{microseconds:.0f}"
-
-
 def package_versions() -> dict[str, str | None]:
     """Installed version of each of `PACKAGES`, None where it is not installed."""
-    versions: dict[str, str | None] = {}
+    versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
     for name in PACKAGES:
-        try:
+        with suppress(metadata.PackageNotFoundError):
             versions[name] = metadata.version(name)
-        except metadata.PackageNotFoundError:
-            versions[name] = None
     return versions
 
 
 def gpu_records() -> list[dict[str, Any]]:
     """Name, architecture and memory of each GPU that this process sees."""
-    records = []
-    for index in range(torch.cuda.device_count()):
-        found = torch.cuda.get_device_properties(index)
-        arch = f"sm_{found.major}{found.minor}"
-        records.append({"name": found.name, "arch": arch, "memory_bytes": found.total_memory})
-    return records
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [{"name": gpu.name, "arch": f"sm_{gpu.major}{gpu.minor}", "memory_bytes": gpu.total_memory} for gpu in found]
 
 
 def machine_record() -> dict[str, Any]:
     """Where and how a program ran, ready for JSON; None for what is absent."""
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    processor = (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
     return {
         "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": _command(),
         **_git_state(),
         "python": platform.python_version(),
         "platform": f"{platform.system()} {platform.release().partition('-')[0]} {platform.machine()}",
-        "processor": _processor(),
+        "processor": next(processor, "").partition(":")[2].strip() or None,
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": memory_bytes()["total"],
         "packages": package_versions(),
         "cuda": torch.version.cuda,
-        "driver": _driver(),
+        "driver": driver.splitlines()[0] if driver else None,
         "gpus": gpu_records(),
     }
 
@@ -231,7 +215,7 @@ def memory_bytes() -> dict[str, int]:
 
 
 def _output(*command: str | Path) -> str | None:
-    """What a command prints, None where it is not there or fails."""
+    """What a command prints, None where it does not exist or fails."""
     if shutil.which(command[0]) is None:
         return None
     done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
@@ -240,40 +224,26 @@ def _output(*command: str | Path) -> str | None:
 
 def _command() -> str:
     """What starts this program again; under torchrun, with as many ranks on as many nodes."""
-    start, sizes = ["python"], ("LOCAL_WORLD_SIZE", "WORLD_SIZE")
+    begin, sizes = ["python"], ("LOCAL_WORLD_SIZE", "WORLD_SIZE")
     if os.environ.keys() >= set(sizes):
         here, ranks = (int(os.environ[name]) for name in sizes)
-        start = ["torchrun", f"--nproc-per-node={here}", *([f"--nnodes={ranks // here}"] if ranks > here else [])]
+        begin = ["torchrun", f"--nproc-per-node={here}", *([f"--nnodes={ranks // here}"] if ranks > here else [])]
     spec = sys.modules["__main__"].__spec__
     program = [sys.argv[0]] if spec is None else ["-m", spec.name]
-    return shlex.join(map(_without_folder, [*start, *program, *sys.argv[1:]]))
+    return shlex.join(map(_without_folder, [*begin, *program, *sys.argv[1:]]))
 
 
 def _without_folder(argument: str) -> str:
-    """An argument, or the value of `--option=value`, without the folder of its path: it says nothing elsewhere."""
+    """An argument, or the value of `--option=value`, without the folder of its path, which means nothing elsewhere."""
     option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
     return option + equals + (Path(value).name if "/" in value else value)
 
 
 def _git_state() -> dict[str, Any]:
-    """The commit and how many files differ from it; a copy without history is told by `MOE_RUNTIME_COMMIT`."""
-    commit, status = _git("rev-parse", "HEAD"), _git("status", "--porcelain")
+    """The commit and how many files differ from it; `MOE_RUNTIME_COMMIT` names it for a copy without history."""
+    root = Path(__file__).resolve().parents[2]
+    commit = _output("git", "-C", root, "rev-parse", "HEAD") if (root / ".git").exists() else None
     if commit is None:
         return {"git_commit": os.environ.get("MOE_RUNTIME_COMMIT"), "git_modified_files": None}
-    return {"git_commit": commit, "git_modified_files": len(status.splitlines()) if status is not None else None}
-
-
-def _git(*arguments: str) -> str | None:
-    root = Path(__file__).resolve().parents[2]
-    return _output("git", "-C", root, *arguments) if (root / ".git").exists() else None
-
-
-def _driver() -> str | None:
-    lines = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
-    return lines.splitlines()[0] if lines else None
-
-
-def _processor() -> str | None:
-    file = Path("/proc/cpuinfo")
-    names = [line.partition(":")[2].strip() for line in file.read_text().splitlines() if line.startswith("model name")]
-    return names[0] if names else None
+    status = _output("git", "-C", root, "status", "--porcelain")
+    return {"git_commit": commit, "git_modified_files": None if status is None else len(status.splitlines())}

@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -53,9 +52,7 @@ def check(context: ExpertParallelContext, way: str, blocks: int, num_bytes: int)
 
 def work(options: argparse.Namespace) -> int:
     """Check, time, print and write."""
-    for name, least in (("blocks", min(options.blocks)), ("steps", options.steps)):
-        if least < 1:
-            raise ValueError(f"--{name}: expected at least 1, got {least}")
+    environment.check_at_least(1, blocks=min(options.blocks), steps=options.steps)
     for megabytes in options.megabytes:
         if not 0 < megabytes < math.inf:
             raise ValueError(f"--megabytes: expected positive numbers, got {megabytes:g}")
@@ -110,8 +107,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--megabytes", type=float, nargs="+", default=MEGABYTES, metavar="MB", help="per peer")
     parser.add_argument("--blocks", type=int, nargs="+", default=BLOCKS, metavar="N", help="thread blocks")
     parser.add_argument("--steps", type=int, default=10, metavar="N", help="timed iterations (default: 10)")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where rank 0 writes the results")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    environment.add_json_option(parser)
+    environment.add_debug_option(parser)
     options = parser.parse_args(arguments)
     return environment.run_program("link_bench", lambda: work(options), debug=options.debug)
 

@@ -14,7 +14,6 @@ import itertools
 import json
 import math
 import sys
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -111,8 +110,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m moe_runtime.launch.research.probe", description="Bits that FP8 MMA keeps."
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    environment.add_json_option(parser)
+    environment.add_debug_option(parser)
     options = parser.parse_args(arguments)
     return environment.run_program("probe", lambda: work(options), debug=options.debug)
 
