@@ -1,7 +1,7 @@
 """Many steps of dispatch and combine, each of another size and routing and checked on the device; then all once more.
 
 `[torchrun --nproc-per-node=N] -m moe_runtime.launch.soak --config NAME --steps 20000` counts tokens that did not come
-home as they must (`launch/soak_steps.py`), bit for bit, and arrivals whose groups have wrong sizes; the second pass
+home as they must (`benchmarks/soak_steps.py`), bit for bit, and arrivals whose groups have wrong sizes; the second pass
 must give the same bits. Nothing waits for the device until the end, so steps follow each other as closely as they can.
 Where the transport allows it most steps are replays of a CUDA graph, one for each of the layer's step sizes, whose
 inputs are written in place.
@@ -23,8 +23,8 @@ from rich.console import Console
 from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import TokenDispatcher
+from moe_runtime.launch.benchmarks.soak_steps import StepPlan, expected_offsets, expected_output, multiplying_experts
 from moe_runtime.launch.common import cases, environment
-from moe_runtime.launch.common.soak_steps import StepPlan, expected_offsets, expected_output, multiplying_experts
 from moe_runtime.layer import context_from_config
 
 KIND = "soak"

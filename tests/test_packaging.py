@@ -193,3 +193,20 @@ def test_no_file_mentions_a_path_of_one_machine() -> None:
             lines = path.read_bytes().splitlines()
             found += [f"{name}:{i}" for i, line in enumerate(lines, 1) if b"\0" not in line and pattern.search(line)]
     assert not found, found
+
+
+LAUNCH = ("common", "benchmarks", "reporting", "research")
+"""Parts of the programs, lowest first; programs lie in launch/ itself, above all but research."""
+
+
+@pytest.mark.parametrize("module", sorted(name for name in MODULES if name.startswith("moe_runtime.launch.")))
+def test_parts_of_programs_never_import_programs_nor_higher_parts(module: str) -> None:
+    own = module.split(".")[2]
+    for name in imported_modules(ast.parse(MODULES[module].read_text())):
+        if not name.startswith("moe_runtime.launch."):
+            continue
+        part = name.split(".")[2]
+        if own in LAUNCH:
+            assert part in LAUNCH and LAUNCH.index(part) <= LAUNCH.index(own), f"{module} imports upward: {name}"
+        else:
+            assert part in LAUNCH[:-1], f"{module} imports a program or research: {name}"

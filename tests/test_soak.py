@@ -16,7 +16,7 @@ from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import DispatchedTokens, DispatchHandle, TokenDispatcher
 from moe_runtime.launch import soak
-from moe_runtime.launch.common.soak_steps import KINDS, StepPlan, expected_offsets, multiplying_experts
+from moe_runtime.launch.benchmarks.soak_steps import KINDS, StepPlan, expected_offsets, multiplying_experts
 from moe_runtime.virtual import virtual_contexts
 from tests.exchange_data import LAYERS, config
 from tests.test_launch import TINY, TWO_RANKS, program

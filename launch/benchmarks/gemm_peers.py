@@ -61,12 +61,12 @@ def _ends(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
     return torch.tensor(list(accumulate(sizes)), dtype=torch.int32, device=device)
 
 
-def bf16(sizes: Sequence[int], n: int, k: int, device: torch.device) -> Call:
-    """Calls of torch's `grouped_mm` with random operands; call `i` takes copy `i` of the weights."""
+def bf16(sizes: Sequence[int], n: int, k: int, device: torch.device, copies: int = 0) -> Call:
+    """Calls of torch's `grouped_mm` with random operands, which take copies of the weights in turn (0: as our GEMM)."""
     function: Callable[..., torch.Tensor] = torch._grouped_mm
     groups, ends = len(sizes), _ends(sizes, device)
     a_RK = torch.randn(sum(sizes), k, device=device).to(torch.bfloat16)
-    copies = num_copies(device, 2 * groups * n * k)
+    copies = copies or num_copies(device, 2 * groups * n * k)
     w_GNK = [torch.randn(groups, n, k, dtype=torch.bfloat16, device=device) for _ in range(copies)]
     return lambda number: function(a_RK, w_GNK[number % copies].transpose(1, 2), offs=ends)
 

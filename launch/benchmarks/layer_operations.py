@@ -146,7 +146,8 @@ def gemm(bench: Bench) -> None:
 
 def _add_grouped_mm(bench: Bench, name: str, counts: Sequence[int], n: int, k: int, work: Work) -> None:
     """Time torch's grouped GEMM of the same shapes in bf16, without activation or quantization."""
-    call = gemm_peers.bf16(counts, n, k, bench.context.device)
+    device = bench.context.device
+    call = gemm_peers.bf16(counts, n, k, device, copies_to_rotate(device, 2 * len(counts) * n * k))
     measured = bench.time(lambda number, lap: call(number) if sum(counts) else None, [], capturable=True)
     bench.add(name, measured, TOTAL, replace(work, moved_bytes=None), None, "torch grouped_mm bf16")
 

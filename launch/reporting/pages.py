@@ -108,7 +108,7 @@ def gemm_table(found: Found) -> str:
         sources.append(_source(name, report))
         notes.append(f"{gpu}: {held - len(missed)} of {held} goals met; missed: {', '.join(missed) or 'none'}.")
     lines = [[case, *(row.get(column, "") for column in columns)] for case, row in cells.items()]
-    return "\n\n".join([" ".join(sources), _table(["rows", *columns], lines), *notes])
+    return "\n\n".join([" ".join(sources), _table(["rows", *columns], lines), " ".join(notes)])
 
 
 def operation_table(found: Found) -> str:
@@ -169,7 +169,8 @@ def _by_tokens(reports: Sequence[Run], columns: dict[str, dict[int, str]], text:
     for name, report in reports:
         if any(column.split()[0] == _short(name) for column in columns):
             config = report["config"]["layer"]
-            sources.append(f"{_source(name, report)[:-1]}, {ranks_of(report)} GPUs, E={config['num_experts']}.")
+            gpus = f"{ranks_of(report)} GPU{'s' if ranks_of(report) > 1 else ''}"
+            sources.append(f"{_source(name, report)[:-1]}, {gpus}, E={config['num_experts']}.")
     counts = sorted({count for column in columns.values() for count in column})
     lines = [[str(count), *(column.get(count, "") for column in columns.values())] for count in counts]
     return "\n\n".join([f"{' '.join(sources)} {text}", _table(["tokens per rank", *columns], lines)])
