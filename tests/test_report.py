@@ -100,7 +100,7 @@ def test_json_has_a_line_for_each_result(tmp_path: Path) -> None:
     write_json(tmp_path / "x.json", found)
     assert json.loads((tmp_path / "x.json").read_text()) == found
     lines = (tmp_path / "x.json").read_text().splitlines()
-    assert lines[2:6] == ['"results": [', '{"a": [1, 2]},', '{"b": null}', "],"]
+    assert lines[2:6] == ['"results": [', '{"a":[1,2]},', '{"b":null}', "],"]
 
 
 # Compare

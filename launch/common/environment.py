@@ -17,6 +17,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from datetime import UTC, datetime
+from functools import partial
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -145,12 +146,12 @@ def wide_console(columns: int = 200) -> Console:
 
 def write_json(file: Path, data: Mapping[str, Any]) -> None:
     """Write the JSON of a run: small, with a line for each result."""
-    lines = []
+    lines, dumps = [], partial(json.dumps, separators=(",", ":"))
     for name, value in data.items():
-        text = json.dumps(value)
+        text = dumps(value)
         if isinstance(value, list) and value:
-            text = "[\n" + ",\n".join(json.dumps(part) for part in value) + "\n]"
-        lines.append(f"{json.dumps(name)}: {text}")
+            text = "[\n" + ",\n".join(map(dumps, value)) + "\n]"
+        lines.append(f"{dumps(name)}: {text}")
     file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
