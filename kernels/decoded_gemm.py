@@ -14,14 +14,14 @@ in all shapes, for every number of rows and whatever the neighbours.
 The two numbers, NVFP4, both products of the reference model (32 experts of 44.0 M parameters): 0.79 GB, 184 us at
 4.3 TB/s; at 32 x 1024 rows 2.89e12 flops, 3.73 ms at 773 TFLOP/s.
 
-Measured on one H200 (launch/results/gemm_h200.json), us; in parentheses torch's grouped_mm in bf16:
+Measured on one H200 (launch/results/gemm_h200.json of commit 2dbcdbe), us; in parentheses torch's grouped_mm in bf16:
 
     8 x 16, 32, 48 rows, (4096, 7168)                 35.9, 40.4, 45.6 (164, 164, 162)
     8 x 16, 32, 48 rows, (7168, 2048)                 21.8, 24.4, 26.9 (89, 93, 83)
     32 x 1, 4, 16, 32 rows, both, SwiGLU between      191, 190, 203, 228 (1009, 978, 909, 948)
     32 groups as 128 tokens a rank give, the same     240 (926)
 
-Many rows, whose tokens are decoded beside, on a slower one (launch/results/gemm_h200_beside.json); without rests behind
+Many rows, whose tokens are decoded beside, on a slower one (launch/results/gemm_h200.json); without rests behind
 the semicolons:
 
     32 x 1024 rows, both, SwiGLU between              3613 (3889, without SwiGLU); 4189 (4486)

@@ -10,8 +10,8 @@ The two numbers, on one H200. Prefill, FP8, 8 groups x 4096 rows, (N, K) = (4096
 1437 TFLOP/s of torch's dense 8192^3, 0.74 GB, 0.17 ms. Decode, FP8, 32 groups x 32 rows, both products of the reference
 model: 1.41 GB of weights, 328 us at 4.3 TB/s.
 
-Measured after rests, and without them (launch/results/gemm_h200.json; TFLOP/s, in parentheses torch's row-wise
-_scaled_grouped_mm or _grouped_mm; see `launch/timing.py`):
+Measured after rests, and without them (launch/results/gemm_h200.json of commit 2dbcdbe; TFLOP/s, in parentheses torch's
+row-wise _scaled_grouped_mm or _grouped_mm; see `launch/benchmarks/timing.py`):
 
     FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1427 / 1342 (1403 / 1280); (4096, 7168) without rests 1217 (1203)
     FP8  4 x 8192, the same                           1432 / 1335 (1377 / 1276); 1220 (1166)

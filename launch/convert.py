@@ -19,7 +19,7 @@ from moe_runtime.calibration import Calibration, calibrate
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.conversion import check_calibrated, convert_checkpoint
 from moe_runtime.converted_experts import TARGET_LAYOUTS
-from moe_runtime.launch import environment
+from moe_runtime.launch.common import environment
 from moe_runtime.tensor_files import SafetensorsFile
 
 
@@ -89,7 +89,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--format", choices=tuple(TARGET_LAYOUTS), default="nvfp4", help="of the experts (nvfp4)")
     parser.add_argument("--calibrate", type=Path, metavar="FILE", help="tokens of each layer, for nvfp4 activations")
     parser.add_argument("--device", default="cpu", help="where to quantize (cpu)")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    environment.add_debug_option(parser)
     options = parser.parse_args(arguments)
     return environment.run_program("convert", lambda: work(options), debug=options.debug)
 

@@ -32,7 +32,7 @@ from moe_runtime.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.config import CheckpointConfig, MoELayerConfig, RunConfig, load_config
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.formats import FORMATS
-from moe_runtime.launch import cases, environment
+from moe_runtime.launch.common import cases, environment
 from moe_runtime.layer import MoELayer
 from moe_runtime.loading import ExpertTensors
 from moe_runtime.metrics import PhaseTimes
@@ -57,7 +57,7 @@ PHASES = {
 
 @dataclass(frozen=True)
 class FormatResult:
-    """What one rank tells of one format: errors against float64, and the median over steps of each phase."""
+    """One rank's results of one format: errors against float64, and the median over steps of each phase."""
 
     frobenius: float
     largest: float
@@ -66,7 +66,7 @@ class FormatResult:
 
 @dataclass(frozen=True)
 class RankReport:
-    """What one rank tells: a result per format, and its proportional set size (None where the system tells none)."""
+    """One rank's results: one per format, and its proportional set size (None where the system has none)."""
 
     formats: dict[str, FormatResult]
     pss_bytes: int | None
@@ -192,7 +192,7 @@ def print_results(reports: list[RankReport], console: Console) -> None:
     if len(sizes) == len(reports):
         console.print(f"memory (PSS): {decimal(sum(sizes))} in all, per rank {', '.join(map(decimal, sizes))}")
     else:
-        console.print("memory (PSS): this system does not tell")
+        console.print("memory (PSS): unknown on this system")
 
 
 def demo(console: Console) -> int:
@@ -208,7 +208,7 @@ def demo(console: Console) -> int:
         )
         # Forked from a process that has imported everything once, ranks start fast and share that memory.
         multiprocessing.get_context("forkserver").set_forkserver_preload(
-            ["moe_runtime.layer", "moe_runtime.launch.environment"]
+            ["moe_runtime.layer", "moe_runtime.launch.common.environment"]
         )
         start_processes(run_rank, (folder,), WORLD_SIZE, start_method="forkserver")
         reports: list[RankReport] = pickle.loads((Path(folder) / "reports").read_bytes())
@@ -233,7 +233,7 @@ def _counted(experts: Iterator[ExpertTensors], progress: Progress, task: TaskID)
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.demo", description=__doc__)
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    environment.add_debug_option(parser)
     options = parser.parse_args(arguments)
     return environment.run_program("demo", lambda: demo(Console(highlight=False)), debug=options.debug)
 

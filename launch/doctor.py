@@ -4,8 +4,8 @@
 engine and the transport that would be used and why not the others, limits on shared memory, and the bytes that each
 rank would reserve in every token format. Under torchrun all ranks agree on the transport and rank 0 speaks.
 
-`--kernels` shows the operations of `moe_runtime.ops` instead: it runs their twins and interpreted kernels, compiles
-their kernels for each architecture, and puts the recorded run on a GPU beside (`launch/kernel_table.py`).
+`--kernels` checks the operations of `moe_runtime.ops` instead: it runs them in torch and interpreted, compiles their
+kernels for each architecture, and prints the result with the committed run on a GPU.
 """
 
 from __future__ import annotations
@@ -34,9 +34,14 @@ from moe_runtime.comm.transport import choose_transport
 from moe_runtime.config import MoELayerConfig, ParallelConfig, complaints, load_config
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels.runtime import INTERPRET, resolve_engine, runs_cuda
-from moe_runtime.launch import kernel_table
-from moe_runtime.launch.environment import gpu_records, memory_bytes, package_versions
+from moe_runtime.launch.benchmarks import ops_check
+from moe_runtime.launch.common.environment import gpu_records, memory_bytes, package_versions
+from moe_runtime.launch.reporting import runs
+from moe_runtime.launch.reporting.operations import print_operations
 from moe_runtime.memory import REGIONS, expert_bytes, reserved_bytes
+
+OPERATIONS_RUN = Path(__file__).resolve().parent / "results" / "ops_h200.json"
+"""The committed run of `bench ops`; absent where the package is installed."""
 
 
 def examine(
@@ -234,8 +239,8 @@ def _describe_links(report: dict[str, Any]) -> str:
     """In words: NVLinks of each GPU, and which pairs of GPUs cannot access each other."""
     links, access = report["nvlinks"], report["peer_access"]
     apart = [f"{i}-{j}" for i, row in enumerate(access) for j, reachable in enumerate(row) if not reachable]
-    told = "NVLinks unknown (no pynvml)" if links is None else f"NVLinks per GPU: {', '.join(map(str, links))}"
-    return f"{told}; {'no access: ' + ', '.join(apart) if apart else 'every GPU can access every other'}"
+    text = "NVLinks unknown (no pynvml)" if links is None else f"NVLinks per GPU: {', '.join(map(str, links))}"
+    return f"{text}; {'no access: ' + ', '.join(apart) if apart else 'every GPU can access every other'}"
 
 
 def _print_reserved(
@@ -265,14 +270,14 @@ def _print_reserved(
 
 def show_kernels(as_json: bool) -> int:
     """The table of operations; 1 if a check or a compilation failed."""
-    found = kernel_table.check_here(len(os.sched_getaffinity(0)))
+    found = ops_check.check_here(len(os.sched_getaffinity(0)))
     if as_json:
         print(json.dumps(found, indent=1))
     else:
         width = None if sys.stdout.isatty() or "COLUMNS" in os.environ else 180
-        run = kernel_table.read_run(Path(__file__).resolve().parent / "results")
-        kernel_table.print_table(found, run, Console(width=width))
-    return int(kernel_table.has_failed(found))
+        run = runs.read(OPERATIONS_RUN, runs.OPERATIONS) if OPERATIONS_RUN.is_file() else None
+        print_operations(found, run, Console(width=width))
+    return int(ops_check.has_failed(found))
 
 
 def main(arguments: list[str] | None = None) -> int:

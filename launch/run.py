@@ -1,4 +1,4 @@
-"""Runs one layer on seeded tokens and holds every rank's output against the float64 reference.
+"""Runs one layer on seeded tokens and compares every rank's output with the float64 reference.
 
 `[torchrun --nproc-per-node=N] -m moe_runtime.launch.run --config NAME` prints each rank's tokens, errors and phase
 times, and how many tokens each expert got. The exit code is 0 only if every rank's error is inside the bound that
@@ -21,7 +21,7 @@ from moe_runtime.config import FormatName, RunConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.counters import most_over_mean
 from moe_runtime.formats import ceil_div
-from moe_runtime.launch import cases, environment
+from moe_runtime.launch.common import cases, environment
 from moe_runtime.layer import MoELayer
 from moe_runtime.layer_build import context_from_config
 from moe_runtime.metrics import PhaseTimes
@@ -35,7 +35,7 @@ HISTOGRAM_WIDTH = 40
 
 @dataclass(frozen=True)
 class RankResult:
-    """What one rank tells of its run.
+    """The results of one rank.
 
     Attributes:
         num_tokens: tokens of a step.
@@ -110,7 +110,7 @@ def report(
     placement: Placement | None,
     console: Console,
 ) -> None:
-    """Print what all ranks told."""
+    """Print the results of all ranks."""
     config, bound = run.layer, cases.layer_bound(run.layer)
     console.print(
         f"hidden {config.hidden_size}, intermediate {config.intermediate_size}, {config.num_experts} experts, "
@@ -195,8 +195,7 @@ def work(options: argparse.Namespace) -> int:
     run = environment.read_config(options)
     if options.format is not None:
         run = run.replace(layer=cases.with_token_format(run.layer, options.format))
-    if options.steps < 1:
-        raise ValueError(f"--steps: expected at least 1, got {options.steps}")
+    environment.check_at_least(1, steps=options.steps)
     check_tokens = cases.default_check_tokens(run.layer) if options.check_tokens is None else options.check_tokens
     if check_tokens < 0:
         raise ValueError(f"--check-tokens: expected 0 or more, got {check_tokens}")

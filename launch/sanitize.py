@@ -26,7 +26,6 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
@@ -40,10 +39,10 @@ from moe_runtime.formats import FORMATS
 from moe_runtime.kernels import decoded_gemm, nvrtc
 from moe_runtime.kernels.decode_tokens import Beside
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
-from moe_runtime.launch import cases as random_cases
-from moe_runtime.launch import environment
-from moe_runtime.launch.gemm_cases import GemmCase
-from moe_runtime.launch.gemm_data import make_rows, make_weights
+from moe_runtime.launch.benchmarks.gemm_cases import GemmCase
+from moe_runtime.launch.benchmarks.gemm_data import make_rows, make_weights
+from moe_runtime.launch.common import cases as random_cases
+from moe_runtime.launch.common import environment
 from moe_runtime.layer import MoELayer
 from moe_runtime.virtual import VirtualRanks
 from moe_runtime.weights import SILU
@@ -224,10 +223,10 @@ def work(options: argparse.Namespace) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.sanitize", description="compute-sanitizer.")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the result there")
+    environment.add_json_option(parser)
     parser.add_argument("--seconds", type=float, default=600, help="bound of one tool's run")
     parser.add_argument("--run", choices=("auto", "triton"), metavar="ENGINE", help="run the cases, without a tool")
-    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+    environment.add_debug_option(parser)
     options = parser.parse_args(arguments)
     return environment.run_program("sanitize", lambda: work(options), debug=options.debug)
 

@@ -1,7 +1,7 @@
 """Many steps of dispatch and combine, each of another size and routing and checked on the device; then all once more.
 
 `[torchrun --nproc-per-node=N] -m moe_runtime.launch.soak --config NAME --steps 20000` counts tokens that did not come
-home as they must (`launch/soak_steps.py`), bit for bit, and arrivals whose groups have wrong sizes; the second pass
+home as they must (`benchmarks/soak_steps.py`), bit for bit, and arrivals whose groups have wrong sizes; the second pass
 must give the same bits. Nothing waits for the device until the end, so steps follow each other as closely as they can.
 Where the transport allows it most steps are replays of a CUDA graph, one for each of the layer's token buckets, whose
 inputs are written in place.
@@ -15,7 +15,6 @@ import sys
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
 import torch
@@ -24,8 +23,8 @@ from rich.console import Console
 from moe_runtime.config import CombineFormatName, FormatName, ModeName, MoELayerConfig, resolve_mode
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import TokenDispatcher
-from moe_runtime.launch import cases, environment
-from moe_runtime.launch.soak_steps import StepPlan, expected_offsets, expected_output, multiplying_experts
+from moe_runtime.launch.benchmarks.soak_steps import StepPlan, expected_offsets, expected_output, multiplying_experts
+from moe_runtime.launch.common import cases, environment
 from moe_runtime.layer_build import context_from_config
 
 KIND = "soak"
@@ -161,7 +160,7 @@ class Soak:
         *,
         scales_in_record: bool = False,
     ) -> Checked:
-        """The tokens there and back, and what came back beside what must; nothing waits for the host."""
+        """Dispatch, combine, and compare with the expected output; nothing waits for the host."""
         dispatcher = self.dispatchers[size]
         arrived = dispatcher.dispatch(x_TH, idx_TK, weights_TK, scales_in_record=scales_in_record)
         y_TH = dispatcher.combine(multiplying_experts(arrived), arrived.handle)
@@ -175,7 +174,7 @@ class Soak:
         idx_TK: torch.Tensor,
         weights_TK: torch.Tensor,
     ) -> Checked:
-        """What came back, beside what must of these tokens; captured with the exchange."""
+        """The output compared with the expected one; captured with the exchange."""
         expected_TH = expected_output(x_TH, idx_TK, weights_TK, self.geometry, self.starts)
         found, wanted = y_TH.view(torch.int64), expected_TH.view(torch.int64)
         wrong = (found != wanted).any(dim=1).sum()
@@ -243,10 +242,7 @@ def report(
 def work(options: argparse.Namespace) -> int:
     """Run and report; 1 if anything was wrong."""
     run = environment.read_config(options)
-    if options.steps < 1:
-        raise ValueError(f"--steps: expected at least 1, got {options.steps}")
-    if options.tokens is not None and options.tokens < 1:
-        raise ValueError(f"--tokens: expected at least 1, got {options.tokens}")
+    environment.check_at_least(1, steps=options.steps, tokens=options.tokens)
     environment.check_folder("--json", options.json)
     names = {"token_format": options.format, "combine_format": options.combine_format}
     changes: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
@@ -255,8 +251,7 @@ def work(options: argparse.Namespace) -> int:
     if options.tokens is not None:
         changes["max_tokens_per_rank"], run = options.tokens, run.replace(tokens_per_rank=0)
     if options.token_buckets is not None:
-        if min(options.token_buckets) < 1:
-            raise ValueError(f"--token-buckets: expected at least 1 each, got {min(options.token_buckets)}")
+        environment.check_at_least(1, token_buckets=min(options.token_buckets))
         changes["token_buckets"] = tuple(options.token_buckets)
     run = run.replace(layer=run.layer.replace(**changes))
     seed = run.seed if options.seed is None else options.seed
@@ -288,7 +283,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument(
         "--mode", choices=("auto", "contiguous", "gathered"), default="auto", help="how rows lie after dispatch"
     )
-    parser.add_argument("--json", type=Path, metavar="FILE", help="where rank 0 writes the results")
+    environment.add_json_option(parser)
     options = parser.parse_args(arguments)
     return environment.run_program("soak", lambda: work(options), debug=options.debug)
 

@@ -12,7 +12,7 @@ import torch
 from moe_runtime.formats import FORMATS, TokenFormat, format_named
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.quantize import quantize_rows
-from moe_runtime.launch.fp8_bound import fp8_mma_slack
+from moe_runtime.launch.benchmarks.fp8_bound import fp8_mma_slack
 from moe_runtime.weights import ExpertWeights
 
 Array = np.ndarray

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from moe_runtime.formats import FORMATS
-from moe_runtime.launch import cases, demo
+from moe_runtime.launch import demo
+from moe_runtime.launch.common import cases
 from tests.programs import ROOT, without_interpreter
 
 pytestmark = pytest.mark.cpu_only

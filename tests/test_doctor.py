@@ -12,7 +12,8 @@ import yaml
 
 from moe_runtime.config import load_config
 from moe_runtime.formats import FORMATS
-from moe_runtime.launch import cases, doctor
+from moe_runtime.launch import doctor
+from moe_runtime.launch.common import cases
 from moe_runtime.memory import reserved_bytes
 from tests.programs import ROOT, python_path, without_interpreter
 from tests.spawner import interpreter

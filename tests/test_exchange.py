@@ -13,7 +13,7 @@ from moe_runtime.dispatch_handle import DispatchedTokens
 from moe_runtime.formats import FORMATS, MAX_ENCODE_SCALE, QuantizedRows
 from moe_runtime.kernels import hopper_exchange, hopper_shapes
 from moe_runtime.kernels.reference_quantize import dequantize_rows, quantize_rows
-from moe_runtime.launch.checks import ungrouped
+from moe_runtime.launch.benchmarks.checks import ungrouped
 from tests.comparison import assert_same_bits
 from tests.exchange_data import RankInput, expected_groups, rank_input
 from tests.token_parts import forget_defines

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from moe_runtime.launch import probe
-from moe_runtime.launch.fp8_bound import FP8_MMA_BITS, FP8_MMA_GAIN, fp8_mma_slack
+from moe_runtime.launch.benchmarks.fp8_bound import FP8_MMA_BITS, FP8_MMA_GAIN, fp8_mma_slack
+from moe_runtime.launch.research import probe
 from tests.programs import ROOT
 
 

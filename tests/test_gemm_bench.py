@@ -17,12 +17,14 @@ from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.reference_quantize import raw_bits
-from moe_runtime.launch import bench, gemm_bench, gemm_peers, gemm_table
-from moe_runtime.launch.checks import ungrouped
-from moe_runtime.launch.gemm_cases import BF16_PEER, CASES, FP8_PEER, RANKS, ROUTINGS, GemmCase, Goal, shares
-from moe_runtime.launch.gemm_check import SAMPLE, Sample, check_gated, check_plain, poisoned_memory
-from moe_runtime.launch.gemm_data import Weights, clone_rows, make_rows, make_weights, num_copies
-from moe_runtime.launch.timing import STEPS_PER_GRAPH, copies_to_rotate
+from moe_runtime.launch import bench, report
+from moe_runtime.launch.benchmarks import gemm_bench, gemm_peers
+from moe_runtime.launch.benchmarks.checks import ungrouped
+from moe_runtime.launch.benchmarks.gemm_cases import BF16_PEER, CASES, FP8_PEER, RANKS, ROUTINGS, GemmCase, Goal, shares
+from moe_runtime.launch.benchmarks.gemm_check import SAMPLE, Sample, check_gated, check_plain, poisoned_memory
+from moe_runtime.launch.benchmarks.gemm_data import Weights, clone_rows, make_rows, make_weights, num_copies
+from moe_runtime.launch.benchmarks.timing import STEPS_PER_GRAPH, copies_to_rotate
+from moe_runtime.launch.reporting.show import own_kernels
 from moe_runtime.weights import SILU
 from tests.comparison import assert_same_bits
 
@@ -269,33 +271,28 @@ def test_the_program_writes_what_it_prints(tmp_path: Path, capsys: pytest.Captur
     file = tmp_path / "gemm.json"
     pattern = "^(nvfp4 8x16 down|fp8_block 32x32|mxfp8 .*zipf)"
     assert bench.main(["gemm", "--small", "--cases", pattern, "--steps", "1", "--json", str(file)]) == 0
-    report = gemm_table.read(file)
-    assert report["passed"] and report["environment"]["packages"]["torch"]
+    made = json.loads(file.read_text())
+    assert made["passed"] and made["environment"]["packages"]["torch"]
     names = ["nvfp4 8x16 down", "fp8_block 32x32 both", "mxfp8 32x1024 both, zipf"]
-    assert [result["case"] for result in report["results"]] == names
+    assert [result["case"] for result in made["results"]] == names
     printed = capsys.readouterr().out
-    assert report["ceilings"]["gpu"] == "NVIDIA H200"
-    here = [gpu["name"] for gpu in report["environment"]["gpus"][:1]]
+    assert made["ceilings"]["gpu"] == "NVIDIA H200"
+    here = [gpu["name"] for gpu in made["environment"]["gpus"][:1]]
     assert ("measured on NVIDIA H200, NOT what this ran on." in printed) == (here != ["NVIDIA H200"])
-    assert gemm_table.main([str(file)]) == 0
+    assert report.main(["show", str(file)]) == 0
     assert capsys.readouterr().out == printed
-    text = gemm_table.markdown(report, "results/gemm.json", "results/gemm.svg")
-    assert "[JSON](results/gemm.json)" in text and "](results/gemm.svg)" in text
-    lines = [line for line in text.splitlines() if line.startswith("| ")]
-    assert [line.split(" | ")[0] for line in lines[1:]] == [f"| {name}" for name in names]
-    assert {line.count("|") for line in lines} == {len(gemm_table.COLUMNS) + 1}
 
 
 def test_a_roofline_is_drawn(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    file, picture = tmp_path / "gemm.json", tmp_path / "gemm.svg"
+    file, picture = tmp_path / "gemm.json", tmp_path / "picture.svg"
     arguments = ["gemm", "--small", "--cases", "^bf16 8x4096", "--steps", "1", "--json", str(file)]
     assert bench.main([*arguments, "--picture", str(picture)]) == 0
-    again, other = tmp_path / "again.svg", tmp_path / "other.png"
-    for made in (again, other):
-        assert gemm_table.main([str(file), "--picture", str(made)]) == 0
-    assert again.read_bytes() == picture.read_bytes() and b"operations per byte" in again.read_bytes()
-    assert other.read_bytes().startswith(b"\x89PNG")
+    assert report.main(["plot", str(file), "--folder", str(tmp_path)]) == 0
+    assert file.with_suffix(".svg").read_bytes() == picture.read_bytes()
+    assert b"operations per byte" in picture.read_bytes()
+    assert bench.main([*arguments, "--picture", str(tmp_path / "other.png")]) == 0
+    assert (tmp_path / "other.png").read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize(
@@ -308,8 +305,8 @@ def test_a_roofline_is_drawn(tmp_path: Path) -> None:
         (("gemm", "--steps", "0"), "--steps: expected at least 1, got 0"),
         (("gemm", "--tokens", "4"), "--tokens: gemm takes it together with --config only"),
         (("gemm", "--routing", "zipf"), "--routing: gemm takes it together with --config only"),
-        (("gemm", "--config", "tiny_cpu", "--cases", "nvfp4"), "--cases: only for gemm alone, without --config"),
-        (("gemm", "layer", "--small"), "--small: only for gemm alone, without --config"),
+        (("gemm", "--config", "tiny_cpu", "--cases", "nvfp4"), "--cases: only for gemm or ops alone, without --config"),
+        (("gemm", "layer", "--small"), "--small: only for gemm or ops alone, without --config"),
     ],
 )
 def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -318,17 +315,10 @@ def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, capsys:
     assert error.startswith(f"bench: {message}") and error.count("\n") == 1
 
 
-def test_files_of_another_kind_are_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    file = tmp_path / "other.json"
-    file.write_text('{"kind": "operations"}')
-    assert gemm_table.main([str(file)]) == 2
-    assert capsys.readouterr().err == "gemm_table: other.json: expected kind gemm, got operations\n"
-
-
 @pytest.mark.gpu
 def test_kernels_of_a_case_are_named() -> None:
     with ExpertParallelContext() as context:
         runner = gemm_bench.Runner(context, engine="auto", iterations=2, seed=1)
         record = runner.run(case("bf16", "both"))
-    assert record["method"] == "cuda_graph" and len(gemm_table.own_kernels(record)) >= 1
+    assert record["method"] == "cuda_graph" and len(own_kernels(record)) >= 1
     assert len(record["kernels"]) >= 2

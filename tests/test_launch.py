@@ -21,7 +21,9 @@ from moe_runtime.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.config import MoELayerConfig, load_config
 from moe_runtime.conversion import convert_checkpoint
 from moe_runtime.formats import FORMATS, ceil_div
-from moe_runtime.launch import bench, cases, checks, environment, layer_bench, run, torch_layer, unfused_layer
+from moe_runtime.launch import bench, run
+from moe_runtime.launch.benchmarks import checks, layer_bench, layer_report, torch_layer
+from moe_runtime.launch.common import cases, environment
 from moe_runtime.placement import Placement
 from tests.programs import ROOT, without_interpreter
 from tests.spawner import interpreter
@@ -89,24 +91,22 @@ def test_bench_under_torchrun_writes_json(tiny: Path, tmp_path: Path) -> None:
     cases_run = list(itertools.product(("bf16", "nvfp4"), (1, 16), ("uniform", "half")))
     for case in cases_run:
         part = [r for r in report["results"] if (r["token_format"], r["tokens_per_rank"], r["routing"]) == case]
-        assert [r["operation"] for r in part if r["implementation"] == layer_bench.OURS] == ours
-        peers = [(r["operation"], r["implementation"]) for r in part if r["implementation"] != layer_bench.OURS]
+        assert [r["operation"] for r in part if r["implementation"] == layer_report.OURS] == ours
+        peers = [(r["operation"], r["implementation"]) for r in part if r["implementation"] != layer_report.OURS]
         all_to_all = "torch all_to_all_single"
         assert peers == [
-            *(("dispatch", all_to_all), ("combine", all_to_all)),
-            *(("layer", unfused_layer.NAME), ("layer", torch_layer.NAME)),
+            ("dispatch", all_to_all),
+            ("combine", all_to_all),
+            ("layer", torch_layer.NAME),
         ]
         times = {(r["operation"], r["implementation"]): r["median_us"] for r in part}
         for result in part:
             name, by = result["operation"], result["implementation"]
-            peer = dict(peers).get(name) if by == layer_bench.OURS else None
+            peer = dict(peers).get(name) if by == layer_report.OURS else None
             ratio = None if peer is None else times[name, by] / times[name, peer]
             assert result["ratio_to_torch"] == pytest.approx(ratio)
-            fused = (name, by) == ("layer", layer_bench.OURS)
-            ratio = times[name, by] / times[name, unfused_layer.NAME] if fused else None
-            assert result["ratio_to_unfused"] == pytest.approx(ratio)
             assert (result["skew"] is not None) == (
-                case[2] == "half" and by == layer_bench.OURS and name in ("dispatch", "combine")
+                case[2] == "half" and by == layer_report.OURS and name in ("dispatch", "combine")
             )
             if name in ("dispatch", "combine"):
                 assert result["floor_us"] == pytest.approx(result["moved_bytes"] / 50e3)
@@ -118,7 +118,7 @@ def test_bench_under_torchrun_writes_json(tiny: Path, tmp_path: Path) -> None:
         assert result["method"] == "wall_clock" and result["iterations"] == 2 and result["steps_per_iteration"] == 1
         assert result["combine_format"] == "mxfp8" and result["weight_format"] == result["token_format"]
         if result["operation"] == "layer" or (
-            result["implementation"] == layer_bench.OURS and result["operation"] != "dispatch+combine"
+            result["implementation"] == layer_report.OURS and result["operation"] != "dispatch+combine"
         ):
             assert result["check"]["passed"] and result["check"]["error"] <= result["check"]["bound"]
         if result["work_flop"] is not None:
@@ -217,7 +217,7 @@ def test_bench_with_few_sms(tiny: Path, tmp_path: Path) -> None:
     report = json.loads(file.read_text())
     assert report["config"]["layer"]["num_sms"] == 16
     implementations = [r["implementation"] for r in report["results"]]
-    assert implementations == [layer_bench.OURS, unfused_layer.NAME, torch_layer.NAME]
+    assert implementations == [layer_report.OURS, torch_layer.NAME]
 
 
 def test_run_reads_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -242,9 +242,8 @@ def test_an_error_outside_its_bound_exits_with_1(
     file = tmp_path / "bench.json"
     assert bench.main(["layer", "--config", str(tiny), "--steps", "1", "--json", str(file)]) == 1
     report = json.loads(file.read_text())
-    result, unfused, beside = report["results"]
-    assert unfused["check"]["passed"] is False and unfused["median_us"] is None
-    assert beside["check"]["passed"] and beside["median_us"] and result["ratio_to_torch"] is None
+    result, baseline = report["results"]
+    assert baseline["check"]["passed"] and baseline["median_us"] and result["ratio_to_torch"] is None
     assert report["passed"] is False and result["check"]["passed"] is False and result["median_us"] is None
     out = capsys.readouterr().out
     assert "layer mxfp8 > bf16, 9 tokens, uniform: FAILED layer: relative Frobenius error: " in out
@@ -287,7 +286,7 @@ def test_nan_is_outside() -> None:
         ("bench", ("gemm", "--num-sms", "4"), "--num-sms: gemm takes it together with --config only"),
         ("bench", ("--link-gb-per-s", "0"), "--link-gb-per-s: expected a positive number, got 0"),
         ("bench", ("--links", "no_such.json"), "no_such.json: No such file or directory"),
-        ("bench", ("--links", "README.md"), "README.md: expected the JSON of launch.link_bench, "),
+        ("bench", ("--links", "README.md"), "README.md: expected the JSON of research.link_bench, "),
         ("bench", ("gemm", "--links", "links.json"), "--links: gemm takes it together with --config only"),
         ("bench", ("gemm", "--trace", "trace.json"), "--trace: gemm takes it together with --config only"),
     ],
@@ -342,11 +341,19 @@ def test_bench_refuses_a_placement(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "placement: benchmarks are of contiguous experts" in capsys.readouterr().err
 
 
-def test_bench_refuses_an_unknown_operation(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["dispatch", "sort"], "got sort"),
+        (["layer", "ops"], "got ops"),
+        (["ops", "--config", "tiny_cpu"], "--config: ops takes none"),
+    ],
+)
+def test_bench_refuses_operations(arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stop:
-        bench.main(["dispatch", "sort"])
+        bench.main(arguments)
     assert stop.value.code == 2
-    assert "got sort" in capsys.readouterr().err
+    assert message in capsys.readouterr().err
 
 
 def test_messages_become_one_line() -> None:

@@ -6,7 +6,7 @@ import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, cast
 
@@ -17,16 +17,20 @@ from rich.console import Console
 from moe_runtime.config import MoELayerConfig, RunConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.experts import Experts
-from moe_runtime.formats import FORMATS
-from moe_runtime.launch import bounds, checks, layer_bench, layer_operations, layer_report, torch_layer, trace
-from moe_runtime.launch.step_memory import StepMemory
-from moe_runtime.launch.torch_layer import Route, TorchLayer
-from moe_runtime.launch.unfused_layer import Rows
-from moe_runtime.launch.yardsticks import Yardsticks
+from moe_runtime.launch.benchmarks import (
+    bounds,
+    checks,
+    layer_bench,
+    layer_operations,
+    layer_report,
+    torch_layer,
+    trace,
+)
+from moe_runtime.launch.benchmarks.torch_layer import Route, TorchLayer
+from moe_runtime.launch.reporting.show import show
 from moe_runtime.layer import MoELayer
 from moe_runtime.loading import ExpertTensors
 from moe_runtime.metrics import PhaseTimes, phase
-from moe_runtime.ops import pack_dense_128
 from moe_runtime.plan import expert_starts
 from moe_runtime.reference import moe_reference, relative_error
 from moe_runtime.weights import GPT_OSS, SILU, SwiGLU
@@ -128,21 +132,6 @@ def test_torch_layer_is_the_reference(
     assert 2e-3 < torch_layer.error_bound() < 1e-2
 
 
-@pytest.mark.parametrize("sizes", [(0, 130, 1, 0, 256, 127), (0,), (0, 0), (5,)])
-def test_scales_of_the_unfused_layer_lie_where_the_product_reads_them(sizes: tuple[int, ...], seed: int) -> None:
-    generator = torch.Generator().manual_seed(seed)
-    rows = Rows.of(sizes, FORMATS["nvfp4"], 16 * 6, torch.device("cpu"))
-    scales_RV = torch.randint(256, (sum(sizes), 6), dtype=torch.uint8, generator=generator)
-    found = torch.zeros(rows.blocks * 2 * 512, dtype=torch.uint8)
-    assert rows.places is not None
-    found[rows.places] = scales_RV
-    expected, _ = pack_dense_128(scales_RV, [0, *accumulate(sizes)], num_blocks=rows.blocks)
-    assert rows.count == sum(sizes)
-    for row, place in enumerate(rows.places.tolist()):
-        assert found[place].tolist() == expected.view(torch.uint8).flatten()[place].tolist() == scales_RV[row].tolist()
-    assert Rows.of(sizes, FORMATS["fp8_block"], 128, torch.device("cpu")).places is None
-
-
 def test_bytes_of_the_busiest_rank() -> None:
     traffic = torch.tensor([[99, 1, 2], [3, 99, 4], [5, 6, 99]])
     assert bounds.busiest_bytes(traffic) == 11
@@ -181,7 +170,7 @@ def test_the_rule_for_uneven_routing() -> None:
         result(implementation="torch all_to_all_single", median_us=10.0),
         result(routing="zipf", implementation="torch all_to_all_single", median_us=100.0),
     ]
-    layer_report.compare(results)
+    layer_report.add_comparisons(results)
     expected = {"even_gb_per_s": 50.0, "allowed_us": pytest.approx(62.0), "met": True}
     assert results[0]["skew"] == expected and results[2]["skew"] == expected | {"met": False}
     assert results[3]["skew"]["met"] is None
@@ -197,9 +186,9 @@ def test_the_even_case_is_of_the_same_sizes_and_formats(field: str) -> None:
     even, uneven = result(), result(routing="zipf", moved_bytes=2_000_000)
     other = result(median_us=1.0) | {field: "combine" if field == "operation" else "another"}
     for results in ([even, other, uneven], [other, even, uneven], [uneven, other, even]):
-        layer_report.compare(results)
+        layer_report.add_comparisons(results)
         assert uneven["skew"]["even_gb_per_s"] == 50.0 and even["skew"] is None
-    layer_report.compare([other, uneven])
+    layer_report.add_comparisons([other, uneven])
     assert uneven["skew"] is None
 
 
@@ -214,10 +203,10 @@ def test_the_report_says_what_was_held_to_no_rule(capsys: pytest.CaptureFixture[
         result(tokens_per_rank=16),
         result(tokens_per_rank=16, routing="one"),
     ]
-    layer_report.compare(results)
+    layer_report.add_comparisons(results)
     where = {"device": "cpu", "processor": "a CPU", "gpus": [], "ranks": 2, "transport": "shared", "engine": "torch"}
     report = {"environment": where, "results": [one | text | times for one in results], "link": None}
-    layer_report.print_results(report, Console(width=200))
+    show(report, Console(width=200))
     told = [line for line in capsys.readouterr().out.splitlines() if "uneven routing" in line]
     assert told == [
         "dispatch nvfp4 > bf16, 4 tokens, zipf: not held to the rule for uneven routing, "
@@ -311,25 +300,6 @@ def test_phases_are_marked_for_profilers_and_clocks_alone() -> None:
     assert {name: len(values) for name, values in times.milliseconds().items()} == {"timed": 1, "both": 1}
 
 
-@pytest.mark.gpu
-def test_memory_of_a_step_counts_from_its_begin(device: torch.device) -> None:
-    held = torch.empty(1 << 20, device=device)
-    with StepMemory(device) as memory:
-        del held
-        for _ in range(3):
-            torch.empty(3 << 20, dtype=torch.uint8, device=device)
-    assert memory.num_bytes == 0
-    with StepMemory(device) as memory:
-        torch.empty(3 << 20, dtype=torch.uint8, device=device)
-    assert memory.num_bytes == 3 << 20
-
-
-def test_nobody_counts_memory_on_a_cpu() -> None:
-    with StepMemory(torch.device("cpu")) as memory:
-        torch.empty(1 << 20)
-    assert memory.num_bytes is None
-
-
 @pytest.mark.cpu_only
 def test_steps_of_the_layer_take_copies_of_its_weights_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     """And leave it with its own."""
@@ -349,9 +319,9 @@ def test_steps_of_the_layer_take_copies_of_its_weights_in_turn(monkeypatch: pyte
         layer = MoELayer.from_run_config(run, context)
         first = layer.experts
         settings = layer_bench.Settings(operations=["layer"], iterations=4)
-        results = layer_operations.run(layer_bench.Bench(layer, run, "uniform", settings, Yardsticks(run)))
+        results = layer_operations.run(layer_bench.Bench(layer, run, "uniform", settings, layer_bench.Baselines(run)))
     assert layer.experts is first
-    (ours,) = (result for result in results if result["implementation"] == layer_bench.OURS)
+    (ours,) = (result for result in results if result["implementation"] == layer_report.OURS)
     assert ours["weight_copies"] == 3 and ours["median_us"] > 0
     taken = list(dict.fromkeys(id(experts) for experts in used))
     # The check takes the first; warm-up and timed steps the next of each other.

@@ -2,39 +2,24 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 
-from moe_runtime.kernels.copy_ways import WAYS, defines
 from moe_runtime.kernels.nvrtc import compile_source
 from moe_runtime.kernels.runtime import has_nvrtc
-from moe_runtime.launch import link_bench
-
-RESULTS = Path(link_bench.__file__).resolve().parent / "results" / "links_h200x4.json"
+from moe_runtime.launch.research import link_bench
+from moe_runtime.launch.research.copy_ways import SOURCE, WAYS, defines
 
 
 @pytest.mark.skipif(not has_nvrtc(), reason="needs NVRTC")
 @pytest.mark.parametrize("way", WAYS)
 def test_ways_are_what_they_are_called(way: str) -> None:
-    ptx = compile_source("copy_ways.cu", defines(way, 8), "compute_90a").decode()
+    ptx = compile_source(SOURCE, defines(way, 8), "compute_90a").decode()
     assert ("cp.async.bulk.global.shared::cta.bulk_group" in ptx) == (way == "bulk")
 
 
 @pytest.mark.parametrize(("megabytes", "num_bytes"), [(0.0001, 4096), (0.05, 49152), (40, 40001536)])
 def test_sizes_are_whole_pieces(megabytes: float, num_bytes: int) -> None:
     assert link_bench.piece_bytes(megabytes) == num_bytes
-
-
-def test_committed_results_make_a_table() -> None:
-    report = json.loads(RESULTS.read_text())
-    assert report["kind"] == link_bench.KIND
-    made = link_bench.table(report)
-    assert [str(column.header) for column in made.columns[:3]] == ["way", "MB per peer", "8 blocks"]
-    assert made.row_count == len(report["results"]) / 6
-    moved = (report["environment"]["ranks"] - 1) * report["results"][0]["bytes_per_peer"]
-    assert report["results"][0]["gb_per_s"] == pytest.approx(moved / report["results"][0]["median_us"] / 1e3)
 
 
 def test_it_says_what_it_needs(capsys: pytest.CaptureFixture[str]) -> None:

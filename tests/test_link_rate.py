@@ -9,11 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from moe_runtime.launch import link_bench, link_rate
+from moe_runtime.launch.benchmarks import link_rate
+from tests.programs import ROOT
 
 pytestmark = pytest.mark.cpu_only
 
-RESULTS = Path(link_bench.__file__).resolve().parent / "results"
+RESULTS = ROOT / "launch" / "results"
 
 
 def parsed(*arguments: object) -> argparse.Namespace:
@@ -38,7 +39,7 @@ def test_the_command_line_overrides_it(tmp_path: Path) -> None:
     file = tmp_path / "mine.json"
     where = {"gpus": [{"name": "NVIDIA H100"}] * 2, "ranks": 2}
     results = [{"gb_per_s": 1.0}, {"gb_per_s": 420.5}, {"gb_per_s": 2.0}]
-    file.write_text(json.dumps({"kind": link_bench.KIND, "environment": where, "results": results}))
+    file.write_text(json.dumps({"kind": link_rate.KIND, "environment": where, "results": results}))
     assert link_rate.chosen(parsed("--links", file)) == link_rate.LinkRate(420.5, "mine.json", "NVIDIA H100", 2)
 
 
@@ -54,9 +55,9 @@ def test_the_command_line_overrides_it(tmp_path: Path) -> None:
 def test_another_gpu_is_told_of(gpus: list[str], same: bool, end: str) -> None:
     record = link_rate.MEASURED.record(gpus)
     assert record["same_gpu"] is same and record["gb_per_s"] == 351.0 and record["source"] == "links_h200x4.json"
-    told = link_rate.told(record, gpus)
-    assert told.startswith("Floors of dispatch and combine count 351 GB/s, measured on 4 x NVIDIA H200 ")
-    assert end in told and ("NOT" in told) != same
+    text = link_rate.describe(record, gpus)
+    assert text.startswith("Floors of dispatch and combine count 351 GB/s, measured on 4 x NVIDIA H200 ")
+    assert end in text and ("NOT" in text) != same
 
 
 @pytest.mark.parametrize(
@@ -65,7 +66,7 @@ def test_another_gpu_is_told_of(gpus: list[str], same: bool, end: str) -> None:
         ("{", "JSONDecodeError: "),
         ("[]", "TypeError: "),
         ("{}", "KeyError: 'kind'"),
-        ('{"kind": "gemm"}', "launch.link_bench, got kind gemm"),
+        ('{"kind": "gemm"}', "research.link_bench, got kind gemm"),
         ('{"kind": "links", "results": [{"gb_per_s": 1}]}', "KeyError: 'environment'"),
         ('{"kind": "links", "environment": {"gpus": [], "ranks": 2}, "results": [{"gb_per_s": 1}]}', "IndexError: "),
         ('{"kind": "links", "environment": {}, "results": []}', "empty"),
@@ -74,7 +75,7 @@ def test_another_gpu_is_told_of(gpus: list[str], same: bool, end: str) -> None:
 def test_other_files_are_refused(text: str, message: str, tmp_path: Path) -> None:
     file = tmp_path / "links.json"
     file.write_text(text)
-    with pytest.raises(ValueError, match=r"links\.json: expected the JSON of launch\.link_bench, ") as error:
+    with pytest.raises(ValueError, match=r"links\.json: expected the JSON of research\.link_bench, ") as error:
         link_rate.read(file)
     assert message in str(error.value)
 

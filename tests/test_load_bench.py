@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from moe_runtime.checkpoint import Checkpoint
-from moe_runtime.launch import load_bench
+from moe_runtime.launch.research import load_bench
 from moe_runtime.weights import ExpertWeights
 
 

@@ -8,6 +8,7 @@ import re
 import shutil
 import subprocess
 import sys
+import tomllib
 import venv
 import zipfile
 from pathlib import Path
@@ -20,7 +21,14 @@ from tests.programs import ROOT
 pytestmark = pytest.mark.cpu_only
 
 LINKED = ("kernels", "comm", "configs", "launch")
-FOLDERS = {"moe_runtime": ROOT / "moe_runtime"} | {f"moe_runtime.{name}": ROOT / name for name in LINKED}
+TOPS = {"moe_runtime": ROOT / "moe_runtime"} | {f"moe_runtime.{name}": ROOT / name for name in LINKED}
+FOLDERS = TOPS | {
+    f"{package}.{path.parent.relative_to(folder).as_posix().replace('/', '.')}": path.parent
+    for package, folder in TOPS.items()
+    for path in sorted(folder.rglob("*.py"))
+    if path.parent != folder and not any((folder / part).is_symlink() for part in path.relative_to(folder).parts[:1])
+}
+"""Every folder with code in it, by the name of its package."""
 MODULES = {
     package if path.stem == "__init__" else f"{package}.{path.stem}": path
     for package, folder in FOLDERS.items()
@@ -119,12 +127,15 @@ def test_public_names_agree() -> None:
 
 
 @pytest.mark.parametrize("name", LINKED)
-def test_linked_folders_are_flat_and_never_packages_of_their_own(name: str) -> None:
+def test_linked_folders_are_never_packages_of_their_own(name: str) -> None:
     link = ROOT / "moe_runtime" / name
     assert link.is_symlink() and os.readlink(link) == f"../{name}"
-    assert not (ROOT / name / "__init__.py").exists()
-    nested = [path.name for path in (ROOT / name).iterdir() if path.is_dir() and path.name != "__pycache__"]
-    assert nested in ([], ["results"] if name == "launch" else [])
+    assert not list((ROOT / name).rglob("__init__.py"))
+
+
+def test_every_folder_with_code_is_installed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert set(listed) == {*FOLDERS, "moe_runtime.configs"}
 
 
 def layers() -> dict[str, int]:
@@ -182,3 +193,20 @@ def test_no_file_mentions_a_path_of_one_machine() -> None:
             lines = path.read_bytes().splitlines()
             found += [f"{name}:{i}" for i, line in enumerate(lines, 1) if b"\0" not in line and pattern.search(line)]
     assert not found, found
+
+
+LAUNCH = ("common", "benchmarks", "reporting", "research")
+"""Parts of the programs, lowest first; programs lie in launch/ itself, above all but research."""
+
+
+@pytest.mark.parametrize("module", sorted(name for name in MODULES if name.startswith("moe_runtime.launch.")))
+def test_parts_of_programs_never_import_programs_nor_higher_parts(module: str) -> None:
+    own = module.split(".")[2]
+    for name in imported_modules(ast.parse(MODULES[module].read_text())):
+        if not name.startswith("moe_runtime.launch."):
+            continue
+        part = name.split(".")[2]
+        if own in LAUNCH:
+            assert part in LAUNCH and LAUNCH.index(part) <= LAUNCH.index(own), f"{module} imports upward: {name}"
+        else:
+            assert part in LAUNCH[:-1], f"{module} imports a program or research: {name}"

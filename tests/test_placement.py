@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from moe_runtime import placement as placement_module
 from moe_runtime.config import PlacementConfig
-from moe_runtime.launch import cases
+from moe_runtime.launch.common import cases
 from moe_runtime.placement import Placement, placement_from_config, plan_placement
 from moe_runtime.slots import SlotTable
 

@@ -16,7 +16,7 @@ from moe_runtime.formats import FORMATS
 from moe_runtime.kernels import decoded_gemm, hopper_shapes, tma_gemm
 from moe_runtime.kernels.decoded_layout import DECODED_FORMATS
 from moe_runtime.launch import sanitize
-from moe_runtime.launch.gemm_data import make_rows
+from moe_runtime.launch.benchmarks.gemm_data import make_rows
 from moe_runtime.virtual import virtual_contexts
 
 pytestmark = pytest.mark.cpu_only

@@ -17,7 +17,7 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatch_handle import DispatchedTokens, DispatchHandle
 from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.launch import soak
-from moe_runtime.launch.soak_steps import KINDS, StepPlan, expected_offsets, multiplying_experts
+from moe_runtime.launch.benchmarks.soak_steps import KINDS, StepPlan, expected_offsets, multiplying_experts
 from moe_runtime.virtual import virtual_contexts
 from tests.exchange_data import LAYERS, config
 from tests.test_launch import TINY, TWO_RANKS, program
@@ -202,7 +202,7 @@ def test_the_program_of_one_rank_repeats_and_says_what_is_wrong(
         (("--steps", "0"), "--steps: expected at least 1, got 0"),
         (("--json", "no/such/folder/file.json"), "--json: no folder no/such/folder"),
         (("--tokens", "0"), "--tokens: expected at least 1, got 0"),
-        (("--token-buckets", "4", "0"), "--token-buckets: expected at least 1 each, got 0"),
+        (("--token-buckets", "4", "0"), "--token-buckets: expected at least 1, got 0"),
     ],
 )
 def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

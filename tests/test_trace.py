@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from moe_runtime.launch import layer_bench, layer_report, trace
+from moe_runtime.launch.benchmarks import layer_report, trace
 from tests.test_launch import TINY, TWO_RANKS, program
 
 
@@ -24,7 +24,7 @@ def test_a_trace_under_torchrun_is_of_the_layer_alone(tmp_path: Path) -> None:
     report = json.loads(file.read_text())
     assert report["kind"] == layer_report.PHASES_KIND and report["passed"] is True
     results = report["results"]
-    assert [r["implementation"] for r in results] == [layer_bench.OURS] * 8
+    assert [r["implementation"] for r in results] == [layer_report.OURS] * 8
     assert all(r["check"]["passed"] and r["median_us"] is None and r["goal"] is None for r in results)
     check_trace(json.loads(traced.read_text()), 8, results)
     assert "traced, not timed" in " ".join(done.stdout.split()) and "┃ us ┃" not in done.stdout

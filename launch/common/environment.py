@@ -1,0 +1,251 @@
+"""What the programs share: options, start and orderly end with and without torchrun, and a record of where they ran.
+
+A mistake of the caller ends a program with one line on stderr and exit code 2, a failure between ranks with exit code
+1; `--debug` shows the traceback instead.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shlex
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from functools import partial
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from pydantic import ValidationError
+from rich.console import Console
+
+from moe_runtime.comm.bootstrap import init_from_env
+from moe_runtime.comm.transport import TRANSPORTS
+from moe_runtime.config import RunConfig, complaints, load_config
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.errors import MoERuntimeError
+from moe_runtime.kernels.runtime import INTERPRET, runs_cuda
+
+PACKAGES = (
+    *("torch", "triton", "numpy", "pydantic", "safetensors", "transformers"),
+    *("nvshmem4py-cu13", "cuda-python", "cuda-bindings", "nvidia-cuda-nvrtc"),
+)
+
+
+def add_common_options(parser: argparse.ArgumentParser) -> None:
+    """Options of every program over a config."""
+    parser.add_argument("--config", default="tiny_cpu", metavar="NAME", help="a packaged config or a YAML file")
+    parser.add_argument("--transport", choices=("auto", *TRANSPORTS), help="instead of the config's")
+    parser.add_argument("--engine", choices=("auto", "triton", "torch"), help="instead of the config's")
+    add_debug_option(parser)
+
+
+def add_debug_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
+
+
+def add_json_option(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", type=Path, metavar="FILE", help="where the results are written")
+
+
+def read_config(options: argparse.Namespace) -> RunConfig:
+    """The config that the common options describe. Raises `ValueError` naming file and key."""
+    run = load_config(options.config)
+    changes = {key: value for key in ("transport", "engine") if (value := getattr(options, key)) is not None}
+    return run.replace(parallel=run.parallel.replace(**changes)) if changes else run
+
+
+def check_folder(option: str, file: Path | None) -> None:
+    """Raise `ValueError` naming the option unless its output file can be written: no folder, and in one that exists."""
+    if file is None:
+        return
+    if file.is_dir():
+        raise ValueError(f"{option}: expected a file, {file} is a folder")
+    if not file.resolve().parent.is_dir():
+        raise ValueError(f"{option}: no folder {file.parent}")
+
+
+def check_at_least(least: int, **values: int | None) -> None:
+    """Raise `ValueError` naming the option whose value is smaller; None is no value."""
+    for name, value in values.items():
+        if value is not None and value < least:
+            raise ValueError(f"--{name.replace('_', '-')}: expected at least {least}, got {value}")
+
+
+def run_program(name: str, work: Callable[[], int], *, debug: bool = False) -> int:
+    """The exit code of `work()`. Its errors, and lack of memory, become one line on stderr.
+
+    Every rank that fails prints its number: torchrun ends the others as soon as one has ended.
+    """
+    try:
+        return work()
+    except Exception as error:
+        if debug or not (isinstance(error, (ValueError, OSError, MoERuntimeError)) or _lacks_memory(error)):
+            raise
+        rank = os.environ.get("RANK")
+        who = name if rank is None else f"{name}: rank {rank}"
+        kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+        print(f"{who}: {kind}{one_line(error)}", file=sys.stderr, flush=True)
+        return 2 if isinstance(error, ValueError) else 1
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def _lacks_memory(error: Exception) -> bool:
+    # What torch raises on a CPU has no class of its own.
+    return isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate memory" in str(error)
+
+
+def one_line(error: Exception) -> str:
+    """The message of an error without line breaks; of a refused model, only what is wrong with it."""
+    if isinstance(error, ValidationError):
+        return "; ".join(complaints(error))
+    lines = [line.strip() for line in str(error).splitlines()]
+    return "; ".join(lines).replace(":; ", ": ")
+
+
+def start(run: RunConfig) -> torch.device:
+    """Join the ranks that torchrun started, if it did; this rank's device."""
+    return init_from_env(timeout_s=run.parallel.startup_timeout_s)
+
+
+def gather(context: ExpertParallelContext, what: str, value: object) -> list[Any]:
+    """Every rank's `value` (picklable, small), by rank."""
+    return [value] if context.group is None else context.group.gather(what, value)
+
+
+@contextmanager
+def reading(file: Path, what: str) -> Iterator[None]:
+    """Turn errors while `file` is read and its JSON taken apart into a `ValueError` naming it; `what` is expected."""
+    try:
+        yield
+    except OSError as error:
+        raise ValueError(f"{file.name}: {error.strerror}") from None
+    except (KeyError, TypeError, IndexError, AttributeError, ValueError) as error:
+        text = str(error) if type(error) is ValueError else f"{type(error).__name__}: {error}"
+        raise ValueError(f"{file.name}: expected the JSON of {what}, {text}") from None
+
+
+def console_of(context: ExpertParallelContext) -> Console:
+    """A console that prints on rank 0 only."""
+    return Console(quiet=context.rank != 0, highlight=False)
+
+
+def wide_console(columns: int = 200) -> Console:
+    """For a wide table: as wide as the terminal, or so many columns where there is none."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else columns)
+
+
+def write_json(file: Path, data: Mapping[str, Any]) -> None:
+    """Write the JSON of a run: small, with a line for each result."""
+    lines, dumps = [], partial(json.dumps, separators=(",", ":"))
+    for name, value in data.items():
+        text = dumps(value)
+        if isinstance(value, list) and value:
+            text = "[\n" + ",\n".join(map(dumps, value)) + "\n]"
+        lines.append(f"{dumps(name)}: {text}")
+    file.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+
+
+def package_versions() -> dict[str, str | None]:
+    """Installed version of each of `PACKAGES`, None where it is not installed."""
+    versions: dict[str, str | None] = dict.fromkeys(PACKAGES)
+    for name in PACKAGES:
+        with suppress(metadata.PackageNotFoundError):
+            versions[name] = metadata.version(name)
+    return versions
+
+
+def gpu_records() -> list[dict[str, Any]]:
+    """Name, architecture and memory of each GPU that this process sees."""
+    found = map(torch.cuda.get_device_properties, range(torch.cuda.device_count()))
+    return [{"name": gpu.name, "arch": f"sm_{gpu.major}{gpu.minor}", "memory_bytes": gpu.total_memory} for gpu in found]
+
+
+def machine_record() -> dict[str, Any]:
+    """Where and how a program ran, ready for JSON; None for what is absent."""
+    driver = _output("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+    processor = (line for line in Path("/proc/cpuinfo").read_text().splitlines() if line.startswith("model name"))
+    return {
+        "time_utc": datetime.now(UTC).isoformat(timespec="seconds"),
+        "command": _command(),
+        **_git_state(),
+        "python": platform.python_version(),
+        "platform": f"{platform.system()} {platform.release().partition('-')[0]} {platform.machine()}",
+        "processor": next(processor, "").partition(":")[2].strip() or None,
+        "cores": len(os.sched_getaffinity(0)),
+        "memory_bytes": memory_bytes()["total"],
+        "packages": package_versions(),
+        "cuda": torch.version.cuda,
+        "driver": driver.splitlines()[0] if driver else None,
+        "gpus": gpu_records(),
+    }
+
+
+def environment_record(context: ExpertParallelContext) -> dict[str, Any]:
+    """`machine_record`, and what the ranks of a context are."""
+    return machine_record() | {
+        "threads_per_rank": torch.get_num_threads(),
+        "ranks": context.world_size,
+        "device": context.device.type,
+        "engine": context.engine,
+        "hopper_kernels": runs_cuda(context.gemm_engine, context.device),
+        "interpreted": INTERPRET and context.engine == "triton",
+        "transport": context.transport,
+        "transport_why_not": context.transport_reasons,
+    }
+
+
+def memory_bytes() -> dict[str, int]:
+    """`total` and `available` bytes of the machine; the total lowered to the control group's limit, if it has one."""
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
+    total = fields["MemTotal"]
+    limit = Path("/sys/fs/cgroup/memory.max")
+    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
+        total = min(total, int(text))
+    return {"total": total, "available": min(fields["MemAvailable"], total)}
+
+
+def _output(*command: str | Path) -> str | None:
+    """What a command prints, None where it does not exist or fails."""
+    if shutil.which(command[0]) is None:
+        return None
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    return done.stdout.strip() if done.returncode == 0 else None
+
+
+def _command() -> str:
+    """What starts this program again; under torchrun, with as many ranks on as many nodes."""
+    begin, sizes = ["python"], ("LOCAL_WORLD_SIZE", "WORLD_SIZE")
+    if os.environ.keys() >= set(sizes):
+        here, ranks = (int(os.environ[name]) for name in sizes)
+        begin = ["torchrun", f"--nproc-per-node={here}", *([f"--nnodes={ranks // here}"] if ranks > here else [])]
+    spec = sys.modules["__main__"].__spec__
+    program = [sys.argv[0]] if spec is None else ["-m", spec.name]
+    return shlex.join(map(_without_folder, [*begin, *program, *sys.argv[1:]]))
+
+
+def _without_folder(argument: str) -> str:
+    """An argument, or the value of `--option=value`, without the folder of its path, which means nothing elsewhere."""
+    option, equals, value = argument.partition("=") if argument.startswith("-") else ("", "", argument)
+    return option + equals + (Path(value).name if "/" in value else value)
+
+
+def _git_state() -> dict[str, Any]:
+    """The commit and how many files differ from it; `MOE_RUNTIME_COMMIT` names it for a copy without history."""
+    root = Path(__file__).resolve().parents[2]
+    commit = _output("git", "-C", root, "rev-parse", "HEAD") if (root / ".git").exists() else None
+    if commit is None:
+        return {"git_commit": os.environ.get("MOE_RUNTIME_COMMIT"), "git_modified_files": None}
+    status = _output("git", "-C", root, "status", "--porcelain")
+    return {"git_commit": commit, "git_modified_files": None if status is None else len(status.splitlines())}

@@ -1,0 +1,116 @@
+"""Shows, compares and plots runs of the benchmarks, from their JSON alone.
+
+`python -m moe_runtime.launch.report show RUN.json` prints the tables of a run of any kind. `compare A.json B.json`
+says for each time of both runs whether B's median lies within A's spread; the exit code is 1 if one does not. `plot
+RUN.json ... --folder FOLDER` draws time against tokens, phases, and a roofline for each run of the grouped GEMM.
+`tables [--check]` rewrites the tables of launch/results/README.md; with `--check` the exit code says whether they are
+out of date.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from pathlib import Path
+
+from moe_runtime.launch.common import environment
+from moe_runtime.launch.reporting import pages, runs
+from moe_runtime.launch.reporting.compare import compare, differences
+from moe_runtime.launch.reporting.plot import check_can_draw, draw, draw_roofline
+from moe_runtime.launch.reporting.runs import Report, figures
+from moe_runtime.launch.reporting.show import show
+
+PAGE = Path(__file__).resolve().parent / "results" / "README.md"
+
+
+def show_run(options: argparse.Namespace) -> int:
+    """Print the tables of a run."""
+    report = runs.read(options.run)
+    with environment.reading(options.run, "a run"):
+        show(report, environment.wide_console())
+    return 0
+
+
+def compare_runs(options: argparse.Namespace) -> int:
+    """1 if a time of the second run is outside the spread of the first."""
+    return int(not compare(_with_times(options.a), _with_times(options.b), environment.wide_console()))
+
+
+def _with_times(file: Path) -> Report:
+    """A run with times; an incomplete one is found here and not in the middle of the comparison."""
+    report = runs.read(file)
+    with environment.reading(file, "a run with times"):
+        differences(report, report)
+        if not figures(report):
+            raise ValueError("got no times")
+    return report
+
+
+def plot_runs(options: argparse.Namespace) -> int:
+    """Draw what can be read; 1 if a run was left out, 2 if none is left."""
+    if not options.folder.is_dir():
+        raise ValueError(f"--folder: no folder {options.folder}")
+    check_can_draw("plot")
+    layers, files, left_out = [], [], 0
+    for file in options.runs:
+        try:
+            report = runs.read(file, runs.LAYER, runs.PHASES, runs.GEMM)
+            with environment.reading(file, "a whole run"):
+                if runs.kind_of(report) == runs.GEMM:
+                    files.append(options.folder / f"{file.stem}.svg")
+                    draw_roofline(report, files[-1])
+                else:
+                    _check_drawable(report)
+                    layers.append(report)
+        except ValueError as error:
+            left_out += 1
+            print(f"report: left out {error}", file=sys.stderr)
+    if layers:
+        files += draw(layers, options.folder)
+    print("\n".join(map(str, files)))
+    return 2 if not files else int(bool(left_out))
+
+
+def _check_drawable(report: Report) -> None:
+    """Read the fields that every plot needs; raises as Python does where one is missing."""
+    runs.ranks_of(report)
+    runs.check_alike([report])
+    for result in report["results"]:
+        _ = [result[name] for name in (*runs.KEY, "implementation", "median_us", "phases")]
+
+
+def write_tables(options: argparse.Namespace) -> int:
+    """Rewrite the page of results; with `--check` only say by the exit code whether that would change it."""
+    page = PAGE.read_text(encoding="utf-8")
+    wanted = pages.filled(page, PAGE.parent)
+    if options.check:
+        return int(page != wanted)
+    PAGE.write_text(wanted, encoding="utf-8")
+    return 0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """The command line; the exit code."""
+    parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.report", description="Show and compare runs.")
+    environment.add_debug_option(parser)
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+    command = commands.add_parser("show", help="print the tables of a run of any kind")
+    command.add_argument("run", type=Path, metavar="RUN.json")
+    command.set_defaults(work=show_run)
+    command = commands.add_parser("compare", help="is B within the spread of A?")
+    command.add_argument("a", type=Path, metavar="A.json")
+    command.add_argument("b", type=Path, metavar="B.json")
+    command.set_defaults(work=compare_runs)
+    command = commands.add_parser("plot", help="draw runs of bench")
+    command.add_argument("runs", type=Path, nargs="+", metavar="RUN.json")
+    command.add_argument("--folder", type=Path, required=True, help="where the plots go")
+    command.set_defaults(work=plot_runs)
+    command = commands.add_parser("tables", help="rewrite the tables of launch/results/README.md")
+    command.add_argument("--check", action="store_true", help="change nothing")
+    command.set_defaults(work=write_tables)
+    options = parser.parse_args(arguments)
+    return environment.run_program("report", lambda: int(options.work(options)), debug=options.debug)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,181 @@
+"""The generated tables of `launch/results/README.md`: one per kind of run, from the committed JSON alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+
+from moe_runtime.launch.benchmarks.bounds import EVEN
+from moe_runtime.launch.benchmarks.layer_report import baselines_of, key_of
+from moe_runtime.launch.reporting import runs
+from moe_runtime.launch.reporting.operations import operations_markdown
+from moe_runtime.launch.reporting.runs import Report, Result, gpu_of, kind_of, ours, ranks_of, shown_us, where
+from moe_runtime.launch.reporting.show import RELATIVE, foreign_note, times_of
+
+Run = tuple[str, Report]
+"""Name of the file, and what it contains."""
+
+Found = dict[str, list[Run]]
+"""Runs by kind."""
+
+
+def filled(page: str, folder: Path) -> str:
+    """`page` with the tables of the runs in `folder` between its marks, `<!-- KIND -->` and `<!-- end of KIND -->`.
+
+    Raises `ValueError` where a mark is missing.
+    """
+    found: Found = {}
+    for file in sorted(folder.glob("*.json")):
+        report = runs.read(file)
+        found.setdefault(kind_of(report), []).append((file.name, report))
+    for kind, make in TABLES.items():
+        start, end = f"<!-- {kind} -->", f"<!-- end of {kind} -->"
+        if page.count(start) != 1 or page.count(end) != 1:
+            raise ValueError(f"README.md: expected {start} and {end} once each")
+        before, rest = page.split(start)
+        _, after = rest.split(end)
+        page = "\n".join([before + start, make(found), end + after])
+    return page
+
+
+def layer_table(found: Found) -> str:
+    """A line per number of tokens; for each run a column per format and one of torch's layer."""
+    reports = _most_ranks_first(found)
+    columns: dict[str, dict[int, str]] = {}
+    for name, report in reports:
+        baselines = baselines_of(report["results"])
+        layers = [r for r in ours(report) if r["operation"] == "layer" and r["routing"] == EVEN]
+        for result in layers:
+            column = columns.setdefault(f"{_short(name)} {_formats(result)}", {})
+            column[result["tokens_per_rank"]] = _cell(result)
+        for result in layers:
+            baseline = baselines.get(key_of(result))
+            if baseline is not None:
+                columns.setdefault(f"{_short(name)} torch bf16", {})[result["tokens_per_rank"]] = times_of(baseline)
+    return _by_tokens(reports, columns, "In parentheses: sustained.")
+
+
+def exchange_table(found: Found) -> str:
+    """A line per number of tokens; for each run a column per operation and format, with torch's all-to-all."""
+    reports = _most_ranks_first(found)
+    columns: dict[str, dict[int, str]] = {}
+    for name, report in reports:
+        baselines = baselines_of(report["results"])
+        for operation, field in (("dispatch", "token_format"), ("combine", "combine_format")):
+            for result in ours(report):
+                if result["operation"] == operation and result["routing"] == EVEN:
+                    column = columns.setdefault(f"{_short(name)} {operation} {result[field]}", {})
+                    baseline = baselines.get(key_of(result))
+                    torch = "" if baseline is None else f" ({shown_us(baseline['median_us'])})"
+                    column.setdefault(result["tokens_per_rank"], _cell(result, torch))
+    return _by_tokens(reports, columns, "In parentheses: torch's all-to-all of the same bytes.")
+
+
+def goal_table(found: Found) -> str:
+    """A line per operation and format with a goal, a column per number of tokens: time, and the goal behind it."""
+    rows: dict[tuple[str, str], dict[int, str]] = {}
+    for _, report in _most_ranks_first(found):
+        for result in ours(report):
+            if goal := result.get("goal"):
+                combine = result["operation"] == "combine"
+                fmt = result["combine_format" if combine else "token_format"]
+                sign = {True: "<=", False: "**>**", None: "?"}[goal["met"]]
+                text = f"{shown_us(result['median_us'])} {sign} {goal['us']}"
+                rows.setdefault((result["operation"], fmt), {}).setdefault(result["tokens_per_rank"], text)
+    counts = sorted({count for row in rows.values() for count in row})
+    lines = [[*name, *(row.get(count, "") for count in counts)] for name, row in rows.items()]
+    return _table(["operation", "format", *map(str, counts)], lines)
+
+
+def gemm_table(found: Found) -> str:
+    """A line per shape; for each run a column per format and those of torch. Below it the goals that were missed."""
+    cells: dict[str, dict[str, str]] = {}
+    columns: list[str] = []
+    notes, sources = [], []
+    for name, report in found.get(runs.GEMM, []):
+        gpu, foreign = gpu_of(report).split()[1], bool(foreign_note(report))
+        formats = list(dict.fromkeys(result["format"] for result in report["results"]))
+        torch = list(dict.fromkeys(peer["name"].split()[2] for r in report["results"] for peer in r["peers"]))
+        columns += [f"{gpu} {fmt}" for fmt in formats] + [f"{gpu} torch {kind}" for kind in torch]
+        missed = []
+        for result in report["results"]:
+            row = cells.setdefault(result["case"].partition(" ")[2], {})
+            row[f"{gpu} {result['format']}"] = _cell(result)
+            row |= {f"{gpu} torch {peer['name'].split()[2]}": times_of(peer) for peer in result["peers"]}
+            goals = [goal for goal in result["goals"] if not foreign or goal["kind"] in RELATIVE]
+            missed += [f"{result['case']} ({goal['text']})" for goal in goals if goal["met"] is False]
+        held = sum(not foreign or g["kind"] in RELATIVE for r in report["results"] for g in r["goals"])
+        sources.append(_source(name, report))
+        notes.append(f"{gpu}: {held - len(missed)} of {held} goals met; missed: {', '.join(missed) or 'none'}.")
+    lines = [[case, *(row.get(column, "") for column in columns)] for case, row in cells.items()]
+    return "\n\n".join([" ".join(sources), _table(["rows", *columns], lines), " ".join(notes)])
+
+
+def operation_table(found: Found) -> str:
+    """The table of `moe_runtime.ops`. Raises `ValueError` where one of its two files is missing."""
+    checked, run = found.get(runs.CHECKED), found.get(runs.OPERATIONS)
+    if not checked or not run:
+        raise ValueError(f"results: expected runs of kind {runs.CHECKED} and {runs.OPERATIONS}")
+    (name, report), *_ = run
+    return operations_markdown(checked[0][1], report, name)
+
+
+TABLES: dict[str, Callable[[Found], str]] = {
+    "layer": layer_table,
+    "exchange": exchange_table,
+    "goals": goal_table,
+    "gemm": gemm_table,
+    "operations": operation_table,
+}
+"""What makes the table of each pair of marks."""
+
+
+def _most_ranks_first(found: Found) -> list[Run]:
+    return sorted(found.get(runs.LAYER, []), key=lambda run: (-ranks_of(run[1]), run[0]))
+
+
+def _short(name: str) -> str:
+    return name.removesuffix(".json")
+
+
+def _formats(result: Result) -> str:
+    """The token format, and the combine format where it is not bf16."""
+    wire = result["combine_format"]
+    return str(result["token_format"]) + ("" if wire == "bf16" else f" > {wire}")
+
+
+def _cell(result: Result, suffix: str | None = None) -> str:
+    """The time of a result, which has none if it failed its check; with a suffix instead of the sustained time."""
+    if result["median_us"] is None:
+        return "check failed"
+    return times_of(result) if suffix is None else shown_us(result["median_us"]) + suffix
+
+
+def _source(name: str, report: Report) -> str:
+    """The file of a run, where it ran, and the commit that its files are of."""
+    record = report["environment"]
+    commit, modified = str(record["git_commit"])[:7], record["git_modified_files"]
+    if record.get("source_tree"):
+        # "the files of <commit>, ..."
+        commit = record["source_tree"].removeprefix("the files of ")[:7]
+    elif modified:
+        commit += f" with {modified} modified files"
+    return f"[{_short(name)}]({name}): {where(report)}, commit {commit}."
+
+
+def _by_tokens(reports: Sequence[Run], columns: dict[str, dict[int, str]], text: str) -> str:
+    """The sources of a table, then a line per number of tokens per rank. Runs without a column are left out."""
+    sources = []
+    for name, report in reports:
+        if any(column.split()[0] == _short(name) for column in columns):
+            config = report["config"]["layer"]
+            gpus = f"{ranks_of(report)} GPU{'s' if ranks_of(report) > 1 else ''}"
+            sources.append(f"{_source(name, report)[:-1]}, {gpus}, E={config['num_experts']}.")
+    counts = sorted({count for column in columns.values() for count in column})
+    lines = [[str(count), *(column.get(count, "") for column in columns.values())] for count in counts]
+    return "\n\n".join([f"{' '.join(sources)} {text}", _table(["tokens per rank", *columns], lines)])
+
+
+def _table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [f"| {' | '.join(row)} |" for row in rows]
+    return "\n".join([f"| {' | '.join(heads)} |", "|---|" + "---:|" * (len(heads) - 1), *lines])

@@ -1,0 +1,209 @@
+"""Plots of runs: time against tokens, phases of a traced layer, and the roofline of the grouped GEMM."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from moe_runtime.launch.benchmarks.bounds import EVEN
+from moe_runtime.launch.benchmarks.gemm_cases import BF16_TFLOP_PER_S, FP8_TFLOP_PER_S, MEMORY_TB_PER_S
+from moe_runtime.launch.benchmarks.layer_report import OURS, baselines_of, key_of
+from moe_runtime.launch.reporting.runs import Report, Result, check_alike, formats_of, gpu_of, model_of, ranks_of, where
+from moe_runtime.launch.reporting.show import foreign_note
+
+COLOURS = {"nvfp4": "tab:green", "fp8_block": "tab:blue", "mxfp8": "tab:orange", "bf16": "tab:red"}
+"""By token format."""
+STYLES = {"bf16": "-", "fp8_block": (0, (6, 2)), "mxfp8": (0, (3, 1, 1, 1))}
+"""By combine format."""
+BASELINE = {"linestyle": "--", "marker": "x", "linewidth": 1, "alpha": 0.6}
+FLOOR = {"linestyle": ":", "marker": "", "linewidth": 1}
+PRODUCTS = {"gate_up": "^", "down": "v", "both": "o"}
+PHASES = {
+    "route": "tab:gray",
+    "dispatch_send": "tab:blue",
+    "shared_expert": "tab:olive",
+    "dispatch_recv": "tab:cyan",
+    "gate_up": "tab:green",
+    "down": "yellowgreen",
+    "combine_send": "tab:orange",
+    "combine_recv": "gold",
+}
+"""Phases that do not contain one another, in the order of a step."""
+FORMER = {"dispatch_recv": "dispatch_wait", "combine_recv": "combine_wait"}
+"""Names of phases in runs of release 0.1."""
+
+
+def check_can_draw(option: str) -> None:
+    """Raise `ValueError` naming the option that needs it where matplotlib is not installed."""
+    if find_spec("matplotlib") is None:
+        raise ValueError(f"{option}: needs matplotlib, the extra `bench`")
+
+
+def draw(reports: Sequence[Report], folder: Path) -> list[Path]:
+    """`times.svg` and `phases.svg` of runs over a config, as far as they have the numbers; the files.
+
+    Each plot shows the runs with the most ranks. Raises `ValueError` where there is nothing to draw, or where the runs
+    are of different models or GPUs.
+    """
+    check_alike(reports)
+    files = []
+    for name, figure in (("times", _times(reports)), ("phases", _phases(reports))):
+        if figure is not None:
+            files.append(folder / f"{name}.svg")
+            save(figure, files[-1])
+    if not files:
+        raise ValueError("RUN: nothing to draw, no dispatch, combine or layer was timed")
+    return files
+
+
+def save(figure: Any, file: Path) -> None:
+    """Write a figure so that the same numbers give the same file, small: without a date, letters as text."""
+    from matplotlib import rc_context
+
+    metadata = {"Date": None} if file.suffix == ".svg" else None
+    fonts = {"svg.fonttype": "none", "font.sans-serif": ["DejaVu Sans"]}
+    with rc_context({"svg.hashsalt": "moe_runtime", **fonts}):
+        figure.savefig(file, dpi=150, metadata=metadata)
+    if file.suffix == ".svg":
+        file.write_text("\n".join(line.strip() for line in file.read_text().splitlines() if line.strip()) + "\n")
+
+
+def _figure(width: float, height: float) -> Any:
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained")
+
+
+def _largest(reports: Sequence[Report], field: str, operation: str) -> tuple[list[Report], list[Result]]:
+    """The runs with the most ranks that have `field` in results of an operation, and these; of equal cases the last."""
+    having = [
+        (report, found)
+        for report in reports
+        if (found := [r for r in report["results"] if r["operation"] == operation and r[field]])
+    ]
+    most = max((ranks_of(report) for report, _ in having), default=0)
+    chosen = [(report, found) for report, found in having if ranks_of(report) == most]
+    results = {(*key_of(r), r["implementation"]): r for _, found in chosen for r in found}
+    return [report for report, _ in chosen], list(results.values())
+
+
+def _times(reports: Sequence[Report]) -> Any:
+    """A panel per operation and routing; None where nothing was timed."""
+    panels = []
+    for operation in ("dispatch", "combine", "layer"):
+        shown, results = _largest(reports, "median_us", operation)
+        for routing in dict.fromkeys(r["routing"] for r in results):
+            here = sorted((r for r in results if r["routing"] == routing), key=lambda r: int(r["tokens_per_rank"]))
+            panels.append((operation, routing, shown, here))
+    if not panels:
+        return None
+    figure = _figure(4.5 * len(panels), 4.5)
+    figure.suptitle(f"{gpu_of(panels[0][2][0])}, {model_of(panels[0][2][0])}", fontsize=9)
+    for axes, (operation, routing, shown, results) in zip(
+        figure.subplots(1, len(panels), squeeze=False)[0], panels, strict=True
+    ):
+        _time_panel(axes, operation, results)
+        suffix = "" if routing == EVEN else f", {routing} routing"
+        axes.set_title(f"{operation}, {ranks_of(shown[0])} GPUs{suffix}", fontsize=9)
+        if operation != "layer":
+            axes.plot([], [], color="grey", **BASELINE, label="torch all-to-all of the same bytes")
+            axes.plot([], [], color="grey", **FLOOR, label=f"floor of the bytes{_rate(shown)}")
+        if operation == "layer" or axes is figure.axes[0]:
+            axes.legend(fontsize=7)
+    figure.axes[0].set_ylabel("us, the slowest rank")
+    return figure
+
+
+def _time_panel(axes: Any, operation: str, results: Sequence[Result]) -> None:
+    ours, baselines = [r for r in results if r["implementation"] == OURS], baselines_of(list(results))
+    for name in dict.fromkeys(map(formats_of, ours)):
+        line = [r for r in ours if formats_of(r) == name]
+        style = {"color": COLOURS[line[0]["token_format"]], "linestyle": STYLES[line[0]["combine_format"]]}
+        axes.plot(*_points(line), linewidth=1, marker="o", label=name, **style)
+        if operation != "layer":
+            axes.plot(*_points([baselines[key_of(r)] for r in line if key_of(r) in baselines]), **style | BASELINE)
+            axes.plot(*_points([r for r in line if r.get("floor_us")], "floor_us"), **style | FLOOR)
+    if operation == "layer" and baselines:
+        # In bf16 whatever our formats are: the fastest of those timed.
+        slowest_first = sorted(baselines.values(), key=lambda r: -float(r["median_us"]))
+        fastest = {r["tokens_per_rank"]: r for r in slowest_first}
+        line = [fastest[count] for count in sorted(fastest)]
+        axes.plot(*_points(line), color="black", **BASELINE, label=line[0]["implementation"])
+    axes.set(xscale="log", yscale="log", xlabel="tokens per rank")
+    counts = sorted({r["tokens_per_rank"] for r in results})
+    axes.set_xticks(counts, labels=list(map(str, counts)), fontsize=7)
+    axes.minorticks_off()
+
+
+def _points(results: Sequence[Result], field: str = "median_us") -> tuple[list[int], list[float]]:
+    return [r["tokens_per_rank"] for r in results], [r[field] for r in results]
+
+
+def _rate(reports: Sequence[Report]) -> str:
+    """The rate that the floors count with; empty where runs differ in it or do not name it."""
+    with_floors = [report for report in reports if any(r.get("floor_us") for r in report["results"])]
+    rates = {str(report.get("link")): report.get("link") for report in with_floors}
+    link = next(iter(rates.values()), None)
+    if link is None or len(rates) > 1:
+        return ""
+    return f" at {link['gb_per_s']:g} GB/s" + (f" of {link['gpu']}" if link["same_gpu"] is False else "")
+
+
+def _phases(reports: Sequence[Report]) -> Any:
+    """A bar per traced layer with its phases, mean over ranks; None where nothing was traced."""
+    shown, results = _largest(reports, "phases", "layer")
+    if not results:
+        return None
+    figure = _figure(9, 1.5 + 0.4 * len(results))
+    axes = figure.subplots()
+    times = [
+        {name: r["phases"].get(name, r["phases"].get(FORMER.get(name), {})).get("mean_us", 0.0) for name in PHASES}
+        for r in results
+    ]
+    totals = [sum(phases.values()) or 1.0 for phases in times]
+    names = [
+        f"{formats_of(r)}, T={r['tokens_per_rank']}, {r['routing']}: {total:.0f} us"
+        for r, total in zip(results, totals, strict=True)
+    ]
+    starts = [0.0] * len(results)
+    for phase, colour in PHASES.items():
+        shares = [phases[phase] / total for phases, total in zip(times, totals, strict=True)]
+        if any(shares):
+            axes.barh(names, shares, left=starts, color=colour, label=phase)
+        starts = [start + share for start, share in zip(starts, shares, strict=True)]
+    axes.invert_yaxis()
+    axes.set(xlabel="share of an eager step, mean over ranks", xlim=(0, 1))
+    title = f"phases of the layer, {ranks_of(shown[0])} x {gpu_of(shown[0])}\n{model_of(shown[0])}"
+    axes.set_title(title, fontsize=9)
+    figure.legend(fontsize=7, loc="outside lower center", ncols=len(PHASES))
+    return figure
+
+
+def draw_roofline(report: Report, file: Path) -> None:
+    """The rate of each GEMM case (filled) and what its floor would give (hollow), below the ceilings."""
+    timed = [result for result in report["results"] if result["median_us"]]
+    figure = _figure(9, 6)
+    axes = figure.subplots()
+    intensities = [result["work_flop"] / result["moved_bytes"] for result in timed] or [1.0]
+    ends = [min(intensities) / 2, max([*intensities, 500.0]) * 2]
+    for ceiling, name, style in ((BF16_TFLOP_PER_S, "bf16", "-"), (FP8_TFLOP_PER_S, "fp8", "--")):
+        x = sorted([*ends, ceiling / MEMORY_TB_PER_S])
+        axes.plot(
+            x, [min(ceiling, MEMORY_TB_PER_S * value) for value in x], color="black", linewidth=1, linestyle=style
+        )
+        axes.annotate(f"{name} {ceiling:.0f} TFLOP/s", (ends[1], ceiling), ha="right", va="bottom", fontsize=8)
+    for kind in dict.fromkeys((result["format"], result["product"]) for result in timed):
+        here = [(r, at) for r, at in zip(timed, intensities, strict=False) if (r["format"], r["product"]) == kind]
+        points = {"color": COLOURS[kind[0]], "marker": PRODUCTS[kind[1]], "linestyle": "none"}
+        at = [intensity for _, intensity in here]
+        axes.plot(at, [r["rate_tflop_per_s"] for r, _ in here], label=" ".join(kind), **points)
+        axes.plot(at, [r["work_flop"] / r["floor_us"] * 1e-6 for r, _ in here], fillstyle="none", **points)
+    axes.plot([], [], color="grey", marker="o", linestyle="none", fillstyle="none", label="at its floor")
+    axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOP/s")
+    axes.minorticks_off()
+    foreign = foreign_note(report)
+    axes.set_title(where(report) + (f"\nceilings measured{foreign}" if foreign else ""))
+    axes.legend(fontsize=8)
+    save(figure, file)

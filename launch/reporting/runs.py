@@ -1,0 +1,135 @@
+"""Runs read back from their JSON: which kind a run is, where it ran, and its times with their spread."""
+
+from __future__ import annotations
+
+import json
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from moe_runtime.launch.benchmarks import gemm_bench, link_rate, ops_bench, ops_check
+from moe_runtime.launch.benchmarks.layer_report import KEY, OURS, PHASES_KIND
+from moe_runtime.launch.common import environment
+
+Report = dict[str, Any]
+Result = dict[str, Any]
+
+LAYER = "layer"
+"""The kind of a run of `bench` over a config; its JSON has no `kind`."""
+PHASES, GEMM, OPERATIONS, CHECKED, LINKS = PHASES_KIND, gemm_bench.KIND, ops_bench.KIND, ops_check.KIND, link_rate.KIND
+LOADING = "loading"
+
+SIZES = ("hidden_size", "intermediate_size", "num_experts", "top_k")
+"""Fields of a layer's config that make runs comparable."""
+
+NAMED_BY = {
+    LAYER: (*KEY, "implementation"),
+    GEMM: ("case", "hidden", "intermediate"),
+    OPERATIONS: ("operation", "format", "variant", "shape"),
+    LINKS: ("way", "bytes_per_peer", "blocks"),
+}
+"""Fields that identify a time in a run, by kind."""
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A time and its spread, in microseconds; all None where nothing was timed."""
+
+    median_us: float | None
+    smallest_us: float | None
+    largest_us: float | None
+
+
+def kind_of(report: Report) -> str:
+    return str(report.get("kind", LAYER))
+
+
+def read(file: Path, *kinds: str) -> Report:
+    """The JSON of a run. Raises `ValueError` naming the file if it cannot be read, or is not of one of `kinds`."""
+    with environment.reading(file, "a run" if not kinds else f"a run of kind {' or '.join(kinds)}"):
+        report: Report = json.loads(file.read_text())
+        if kinds and kind_of(report) not in kinds:
+            raise ValueError(f"got kind {kind_of(report)}")
+        return report
+
+
+def figures(report: Report) -> dict[str, Figure]:
+    """Every time of a run that has a spread, by name. Raises `ValueError` for a kind without times."""
+    kind = kind_of(report)
+    if kind == LOADING:
+        found = {}
+        for name in ("read", "load"):
+            times = [1e6 * seconds for seconds in report["result"][f"{name}_s"]]
+            found[name] = Figure(statistics.median(times), min(times), max(times))
+        return found
+    if kind not in NAMED_BY:
+        raise ValueError(f"got kind {kind}")
+    timed: dict[str, Result] = {}
+    for result in report["results"]:
+        name = ", ".join(str(result[field]) for field in NAMED_BY[kind] if result[field] != "")
+        timed[name] = result
+        if kind == GEMM:
+            timed |= {f"{name}: {part}": record for part, record in result.get("parts", {}).items()}
+            timed |= {f"{name}: {peer['name']}": peer for peer in result["peers"]}
+    # The oldest runs have no spread for baselines.
+    return {
+        name: Figure(record["median_us"], record["smallest_us"], record["largest_us"])
+        for name, record in timed.items()
+        if "smallest_us" in record
+    }
+
+
+def ours(report: Report) -> list[Result]:
+    """Results of this runtime, without baselines."""
+    return [result for result in report["results"] if result["implementation"] == OURS]
+
+
+def ranks_of(report: Report) -> int:
+    return int(report["environment"]["ranks"])
+
+
+def gpu_of(report: Report) -> str:
+    """Name of the first GPU, or of the processor."""
+    record = report["environment"]
+    return str(record["gpus"][0]["name"] if record["gpus"] else record["processor"])
+
+
+def where(report: Report) -> str:
+    """GPU, driver and versions."""
+    record = report["environment"]
+    packages = ", ".join(f"{name} {record['packages'][name]}" for name in ("torch", "triton"))
+    driver = f", driver {record['driver']}" if record["driver"] else ""
+    return f"{gpu_of(report)}{driver}, {packages}"
+
+
+def model_of(report: Report) -> str:
+    """Sizes of the layer of a run, and `num_sms` where it is limited."""
+    layer = report["config"]["layer"]
+    limited = [] if layer.get("num_sms") is None else [f"num_sms {layer['num_sms']}"]
+    return ", ".join([*(f"{name} {layer[name]}" for name in SIZES), *limited])
+
+
+def formats_of(result: Result) -> str:
+    return f"{result['token_format']} > {result['combine_format']}"
+
+
+def case_of(result: Result) -> str:
+    """Operation, formats, tokens and routing."""
+    return f"{result['operation']} {formats_of(result)}, {result['tokens_per_rank']} tokens, {result['routing']}"
+
+
+def shown_us(microseconds: float | None) -> str:
+    """Three digits or more; "n/a" where there is no time."""
+    if microseconds is None:
+        return "n/a"
+    return f"{microseconds:.1f}" if microseconds < 100 else f"{microseconds:.0f}"
+
+
+def check_alike(reports: Sequence[Report]) -> None:
+    """Raise `ValueError` where runs over a config are of different models or GPUs."""
+    for what, of in (("model", model_of), ("GPU", gpu_of)):
+        found = list(dict.fromkeys(of(report) for report in reports))
+        if len(found) > 1:
+            raise ValueError(f"RUN: expected runs of one {what}, got {'; '.join(found)}")
