@@ -1,5 +1,5 @@
 # Everything a newcomer or CI needs: `make demo`, `make test`. Both install into .venv first, once per change of
-# pyproject.toml or constraints-cpu.txt.
+# pyproject.toml or constraints-cpu.txt. Plain `make` lists the targets.
 #
 #   PYTHON           the interpreter that .venv is made from (3.11 or newer; gpu-test runs in it directly)
 #   TORCH_INDEX_URL  where torch alone comes from, for a CPU-only build where the default index has CUDA builds:
@@ -25,35 +25,39 @@ INPUTS := $(shell { pwd; cat pyproject.toml constraints-cpu.txt; } | sha256sum |
 STAMP := $(VENV)/.installed-$(INPUTS)
 
 .DELETE_ON_ERROR:
-.PHONY: demo test setup lint format gpu-test sanitize clean
+.DEFAULT_GOAL := help
+.PHONY: help demo test setup lint format gpu-test sanitize clean
 
-demo: $(STAMP)
+help: ## list the targets
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  %-10s %s\n", $$1, $$2 }' $(firstword $(MAKEFILE_LIST))
+
+demo: $(STAMP) ## run every format on 4 ranks, no GPU needed
 	@$(BIN)/python -m moe_runtime.launch.demo
 
 # In the order of their names: test_aot, the longest, begins, and others run beside its compilers.
-test: lint
+test: lint ## lint, types and all tests that need no GPU
 	$(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-setup: $(STAMP)
+setup: $(STAMP) ## install into .venv
 
-lint: $(STAMP)
+lint: $(STAMP) ## ruff and mypy
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
-format: $(STAMP)
+format: $(STAMP) ## let ruff fix and format the code
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
 
 # In the current environment, nothing installed: a GPU machine has its own torch, triton and NVSHMEM.
-gpu-test:
+gpu-test: ## run the GPU tests in the current environment
 	$(PYTHON) -m pytest -m "not cpu_only" $(GPU_TEST)
 
 # The kernels under compute-sanitizer, in the current environment too.
-sanitize:
+sanitize: ## run the kernels under compute-sanitizer in the current environment
 	$(PYTHON) -m moe_runtime.launch.sanitize
 
-clean:
+clean: ## remove .venv, caches and build output
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
