@@ -18,7 +18,7 @@ Layers, from the top; a module imports from its own layer or from those below it
     context, counters, memory, peers
     kernels.*, comm.*, prepared, weights, token_format, geometry
     tensor_files, tensor_writer
-    moves, placement, grouped, plan, formats, families, config, errors, arguments, compiling, metrics,
+    moves, placement, grouped, plan, formats, families, config, errors, arguments, compiling, metrics
     progress, deprecation
 """
 

@@ -138,8 +138,8 @@ class MoELayer(nn.Module):
                 (both or neither; without them the layer's own router is asked). -1 is unrouted.
             shared: bf16 `[..., H]`, output of a shared expert, added first; only where the layer has no shared expert
                 of its own.
-            max_tokens: most tokens that any rank brings to this step; equal on all ranks. The step takes the smallest of
-                `config.all_token_buckets` that holds them, which changes its time and no bit. None is
+            max_tokens: most tokens that any rank brings to this step; equal on all ranks. The step takes the smallest
+                of `config.all_token_buckets` that holds them, which changes its time and no bit. None is
                 `max_tokens_per_rank`; on a single rank, the tokens of `x`.
 
         Returns:
