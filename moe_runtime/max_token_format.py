@@ -197,8 +197,8 @@ class TokenMessage:
         """`dense_128` scale offsets of groups whose rows start at `row_offsets` `[G + 1]`: int32 `[G]`.
 
         Also writes them to `output_scales_offset`, if given. `copy_msg_to_output_tensor` uses a copy of
-        `row_offsets`, so later changes to it have no effect. The scales of group `i` start at block `row_offsets[i] // 128 + result[i]`.
-        On a CPU the values are checked here, on a GPU by `copy_msg_to_output_tensor`.
+        `row_offsets`, so later changes to it have no effect. The scales of group `i` start at block
+        `row_offsets[i] // 128 + result[i]`. On a CPU the values are checked here, on a GPU by the copies.
 
         >>> NVFP4TokenFormat(64, 2).pad_expert_offsets(torch.tensor([0, 100, 300, 400]))
         tensor([0, 1, 1], dtype=torch.int32)
