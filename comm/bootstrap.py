@@ -103,8 +103,8 @@ class RankGroup:
     def part(self, what: str) -> bool:
         """The last `barrier`, after which processes may end. Returns whether all ranks are known to have come.
 
-        Rank 0, whose process may host the store, stays until all of them know it. Raises as `gather` does, except if
-        the store goes after this rank has come: its host has then left, and nothing remains to agree on.
+        Rank 0, whose process may host the store, stays until all of them know it. Raises as `gather` does, unless the
+        store goes after this rank has come: its host has then left, and nothing remains to agree on.
         """
         if self._store is None:
             return True

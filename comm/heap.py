@@ -45,7 +45,7 @@ class SymmetricHeap(ABC):
         self._ones: dict[str, int] = {}
 
     def reserve(self, region: str, num_bytes: int, *, ones: int = 0) -> None:
-        """Add a region of `num_bytes`, the first `ones` bytes set to 1. All ranks make equal calls in equal order."""
+        """Add a region of `num_bytes` whose first `ones` bytes start as 1. All ranks make the same calls in order."""
         if self.allocated:
             raise ValueError(f"region {region!r}: the heap is already allocated")
         if region in self._regions:

@@ -198,8 +198,7 @@ class TokenMessage:
 
         Also writes them to `output_scales_offset`, if given. `copy_msg_to_output_tensor` uses a copy of
         `row_offsets`, so later changes to it have no effect. The scales of group `i` start at block
-        `row_offsets[i] // 128 + result[i]`.
-        On a CPU the values are checked here, on a GPU by `copy_msg_to_output_tensor`.
+        `row_offsets[i] // 128 + result[i]`. On a CPU the values are checked here, on a GPU by the copies.
 
         >>> NVFP4TokenFormat(64, 2).pad_expert_offsets(torch.tensor([0, 100, 300, 400]))
         tensor([0, 1, 1], dtype=torch.int32)
