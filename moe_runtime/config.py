@@ -87,9 +87,7 @@ class RouterConfig(_Model):
         "sigmoid (DeepSeek-V3)",
     )
     renormalize: bool = Field(default=True, description="divide the chosen weights by their sum (norm_topk_prob)")
-    bias: bool = Field(
-        default=False, description="the linear gate has a bias, which counts in the top-k and in the weights"
-    )
+    bias: bool = Field(default=False, description="the linear gate has a bias, which counts in top-k and weights")
     num_groups: _Positive = Field(default=1, description="sigmoid: groups that the experts fall into (n_group)")
     top_groups: _Positive = Field(default=1, description="sigmoid: groups a token may choose from (topk_group)")
     scaling_factor: _Finite = Field(
@@ -254,7 +252,7 @@ class ParallelConfig(_Model):
         "(torch.distributed), private (ranks within one process)",
     )
     engine: Literal["auto", "triton", "torch"] = Field(
-        default="auto", description="Triton kernels or their torch reference; auto is Triton on GPUs and torch on CPUs"
+        default="auto", description="Triton kernels or their torch twins; auto is Triton on GPUs and torch on CPUs"
     )
     timeout_s: _Seconds = Field(default=30.0, description="seconds a step waits for a silent peer")
     startup_timeout_s: _Seconds = Field(default=120.0, description="the same limit while ranks start up")
@@ -291,9 +289,7 @@ class RunConfig(_Model):
     """A whole YAML file."""
 
     layer: MoELayerConfig
-    placement: PlacementConfig | None = Field(
-        default=None, description="contiguous ids, each expert once, when not given"
-    )
+    placement: PlacementConfig | None = Field(default=None, description="contiguous ids, one slot each, by default")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     tokens_per_rank: Annotated[int, Field(ge=0)] = Field(
         default=0, description="tokens of each rank in a step; layer.max_tokens_per_rank when 0"
