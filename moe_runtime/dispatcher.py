@@ -6,7 +6,8 @@ import torch
 
 from moe_runtime.compiling import not_compiled
 from moe_runtime.config import ModeName, MoELayerConfig
-from moe_runtime.context import ExpertParallelContext, by_one_thread
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.context_threads import by_one_thread
 from moe_runtime.deprecation import warn_renamed
 from moe_runtime.dispatch_handle import CombineSink, DispatchedTokens, DispatchHandle
 from moe_runtime.exchange_arguments import check_expert_output, check_shared, check_tokens, exchange_geometry
@@ -66,8 +67,8 @@ class TokenDispatcher:
             num_experts=num_experts,
             top_k=top_k,
             max_tokens_per_rank=max_tokens_per_rank,
-            tokens_as=token_format,
-            combine_as=combine_format,
+            token_format=token_format,
+            combine_format=combine_format,
             mode=mode,
             expert_row_capacity=expert_row_capacity,
             num_sms=num_sms,

@@ -13,7 +13,7 @@ from functools import cached_property
 from moe_runtime.comm.signals import COUNT_BITS, EXCHANGES
 from moe_runtime.formats import FORMATS, TokenFormat, align, ceil_div
 from moe_runtime.plan import expert_starts
-from moe_runtime.token_format import RecordLayout
+from moe_runtime.record import RecordLayout
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,8 @@ from torch import nn
 from moe_runtime.checkpoint import Checkpoint, opened
 from moe_runtime.compiling import not_compiled
 from moe_runtime.config import MoELayerConfig, RunConfig, load_config
-from moe_runtime.context import ExpertParallelContext, by_one_thread
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.context_threads import by_one_thread
 from moe_runtime.counters import LayerCounters
 from moe_runtime.deprecation import warn_removed, warn_renamed
 from moe_runtime.dispatch_handle import CombineSink

@@ -14,7 +14,7 @@ from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.config import MoELayerConfig, ParallelConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.experts import Experts, swiglu_of
-from moe_runtime.formats import token_format
+from moe_runtime.formats import format_named
 from moe_runtime.loading import ExpertTensors, QuantBuffers, quantize_experts
 from moe_runtime.peers import abort_peers_on_error
 from moe_runtime.router import Router
@@ -128,7 +128,7 @@ def make_experts(
         gate_up,
         down,
         swiglu_of(config.activation),
-        intermediate_format=token_format(config.token_format),
+        intermediate_format=format_named(config.token_format),
         intermediate_gsf=config.intermediate_gsf,
         engine=context.gemm_engine,
     )

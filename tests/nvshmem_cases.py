@@ -14,8 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_runtime.comm.bootstrap import RankGroup, choose_transport
+from moe_runtime.comm.bootstrap import RankGroup
 from moe_runtime.comm.nvshmem_heap import NvshmemHeap
+from moe_runtime.comm.transport import choose_transport
 from moe_runtime.config import GATHERED_MAX_TOKENS, ModeName, MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatch_handle import DispatchedTokens

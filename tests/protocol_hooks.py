@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.context import HALVED_REGIONS, ExpertParallelContext
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.context_regions import HALVED_REGIONS
 from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.kernels import reference_exchange, runtime
 

@@ -470,14 +470,14 @@ def disagree_later(rank: int, world: int) -> None:
     with ExpertParallelContext(device="cpu", startup_timeout_s=PATIENCE_S) as context:
         context.register(landing=100, agree={"top_k": 2})
         context.allocate()
-        context.register(agree={"top_k": 3} if rank else {"top_k": 3, "mode": "contiguous"}, about="layer 1")
+        context.register(agree={"top_k": 3} if rank else {"top_k": 3, "top_p": 0.5}, about="layer 1")
         context.allocate()
 
 
 def test_layers_after_the_first_step_must_agree_too(get_pool) -> None:
     for outcome in get_pool(2).outcomes(disagree_later):
         assert isinstance(outcome.error, ValueError), outcome
-        assert str(outcome.error) == ("agree: ranks disagree on mode (layer 1): rank 0: 'packed', rank 1: 'not given'")
+        assert str(outcome.error) == "agree: ranks disagree on top_p (layer 1): rank 0: 0.5, rank 1: 'not given'"
 
 
 def fail_on_rank_1(rank: int, world: int, stage: str) -> float:

@@ -18,7 +18,7 @@ from moe_runtime.formats import COMBINE_FORMATS, FORMATS, align
 from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels import hopper_exchange, hopper_shapes
 from moe_runtime.kernels.exchange_interface import ExchangeMemory, RecvBuffers
-from moe_runtime.token_format import RecordLayout
+from moe_runtime.record import RecordLayout
 from tests.test_decoded_compile import (
     REGISTERS_OF_A_BLOCK,
     SHARED_BYTES_OF_A_BLOCK,

@@ -22,9 +22,9 @@ from moe_runtime.layer import MoELayer
 from moe_runtime.layer_build import random_expert
 from moe_runtime.loading import ExpertTensors
 from moe_runtime.metrics import PhaseTimes
-from moe_runtime.parallel import own_experts
 from moe_runtime.plan import expert_starts
 from moe_runtime.reference import error_bound, moe_reference, relative_error
+from moe_runtime.transformers_models import own_experts
 from moe_runtime.virtual import VirtualRanks
 from moe_runtime.weights import ExpertWeights, SwiGLU
 from tests.comparison import assert_same_bits

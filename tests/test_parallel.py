@@ -19,8 +19,9 @@ from moe_runtime.config import MoELayerConfig, ParallelConfig
 from moe_runtime.conversion import convert_checkpoint
 from moe_runtime.errors import PeerAbortedError, PeerTimeoutError
 from moe_runtime.layer_build import random_expert
-from moe_runtime.parallel import ExpertParallel, apply_expert_parallel, own_experts, without_experts
+from moe_runtime.parallel import ExpertParallel, apply_expert_parallel
 from moe_runtime.reference import error_bound
+from moe_runtime.transformers_models import own_experts, without_experts
 from moe_runtime.weights import ExpertWeights
 from tests.comparison import assert_same_bits
 
