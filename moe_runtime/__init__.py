@@ -19,8 +19,8 @@ Layers, from the top; a module imports from its own layer or from those below it
     context_agreement, context_regions, context_threads, context_transport
     kernels.*, comm.*, prepared, weights, record, geometry
     tensor_files, tensor_writer
-    moves, placement, grouped, plan, formats, families, config, errors, arguments, compiling, metrics
-    progress, deprecation
+    moves, placement, grouped, plan, formats, families, config, errors, arguments, compiling, metrics, progress
+    deprecation
 """
 
 from __future__ import annotations

@@ -163,12 +163,12 @@ class ExpertParallelContext:
             self._agreement.add(agree, about)
 
     def next_exchange_id(self) -> int:
-        """The id of the next exchange; all ranks create exchanges in the same order."""
+        """The id of the next exchange. All ranks must create exchanges in the same order."""
         self._exchanges += 1
         return self._exchanges - 1
 
     def next_layer_id(self) -> int:
-        """The id of the next layer; all ranks create layers in the same order."""
+        """The id of the next layer. All ranks must create layers in the same order."""
         self._layers += 1
         return self._layers - 1
 

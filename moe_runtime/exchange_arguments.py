@@ -22,15 +22,15 @@ def exchange_geometry(
     num_experts: int,
     top_k: int,
     max_tokens_per_rank: int,
-    tokens_as: str | TokenFormat,
-    combine_as: str | TokenFormat,
+    token_format: str | TokenFormat,
+    combine_format: str | TokenFormat,
     mode: ModeName,
     expert_row_capacity: int | None,
     num_sms: int | None,
     input_scale: float | None,
 ) -> ExchangeGeometry:
     """The geometry of the next exchange of `context`, from the checked arguments of `TokenDispatcher`."""
-    fmt, wire = format_named(tokens_as, "token_format"), format_named(combine_as, "combine_format")
+    fmt, wire = format_named(token_format, "token_format"), format_named(combine_format, "combine_format")
     check_positive("hidden_size", hidden_size)
     check_positive("num_experts", num_experts)
     check_positive("max_tokens_per_rank", max_tokens_per_rank)

@@ -84,7 +84,7 @@ def _make_pages(first: int, end: int, kept: torch.Tensor) -> None:
 
 
 QuantBuffers = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
-"""Allocators, called as `torch.empty`, for the quants of gate-and-up and for those of down."""
+"""Allocators, called as `torch.empty`, of the quants of gate-and-up and of those of down."""
 
 
 def _fresh(*shape: int, dtype: torch.dtype) -> torch.Tensor:
@@ -216,7 +216,7 @@ def _check_quantized(name: str, w: ExpertWeights, config: MoELayerConfig) -> Non
 
 
 def _empty_like(one: ExpertWeights, count: int, buffer: Callable[..., torch.Tensor] = torch.empty) -> ExpertWeights:
-    """Uninitialised weights of `count` experts like the one of `one`; quants in `buffer` where those of `one` are."""
+    """Uninitialised weights of `count` experts like the one of `one`; quants in `buffer` if those of `one` are."""
     tensors: dict[str, Any] = {}
     whole = buffer.tensor if isinstance(buffer, QuantBuffer) else None
     if whole is not None and whole.data_ptr() == one.quants.data_ptr():

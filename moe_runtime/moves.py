@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moe_runtime.placement import Placement
 
 SPARE = -1
-"""A rank's extra slot for one expert, which breaks a cycle of moves."""
+"""A rank's extra place for one expert, which breaks cycles of moves."""
 
 
 @dataclass(frozen=True)
