@@ -38,7 +38,7 @@ from moe_runtime.kernels.gemm_operands import (
 )
 from moe_runtime.kernels.quantize import CODE_BF16, CODE_MXFP4, CODE_MXFP8, CODE_NVFP4
 from moe_runtime.kernels.reference_quantize import raw_bits
-from moe_runtime.kernels.runtime import INTERPRET, resolve_engine, runs_cuda
+from moe_runtime.kernels.runtime import INTERPRET, resolve_engine
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import ExpertWeights, SwiGLU
 
@@ -280,7 +280,7 @@ def grouped_gemm(
         w: the weights `[E, N, K]`; prepared ones must be plain (without `gate_up`).
         out: bf16, fp16 or fp32 `[>= capacity, N]`, last dimension contiguous; made when None.
         out_dtype: of a new output.
-        engine: "auto", "triton" or "torch"; only "auto" takes the kernels of Hopper.
+        engine: "auto", "cuda", "triton" or "torch" (`runtime.resolve_engine`).
         num_sms: most SMs that the GEMM of Hopper takes; None means all. Other kernels pay no heed to it.
 
     Returns:
@@ -291,7 +291,7 @@ def grouped_gemm(
         ValueError: a shape, dtype, device, stride or format that does not fit; the message names the argument.
     """
     check_operands(a, w)
-    on_hopper = runs_cuda(engine, a.rows.device)
+    on_hopper = resolve_engine(engine, a.rows.device) == "cuda"
     _check_for_hopper(a, w, on_hopper)
     if isinstance(w, PreparedWeights):
         if w.gate_up is not None:
@@ -337,7 +337,7 @@ def grouped_gemm_swiglu(
             2^100; None means `gemm_arguments.DEFAULT_INTERMEDIATE_GSF`. Must be None for other formats.
         then: weights of the product that takes the result and is launched next. Where both are prepared and multiplied
             by Hopper's kernels, the result is `decoded` for it, and no other takes it.
-        engine: "auto", "triton" or "torch"; only "auto" takes the kernels of Hopper.
+        engine: "auto", "cuda", "triton" or "torch" (`runtime.resolve_engine`).
         num_sms: most SMs that the GEMM of Hopper takes; None means all. Other kernels pay no heed to it.
 
     Returns:
@@ -349,7 +349,7 @@ def grouped_gemm_swiglu(
     """
     check_operands(a, w)
     check_activation(w, activation)
-    on_hopper = runs_cuda(engine, a.rows.device)
+    on_hopper = resolve_engine(engine, a.rows.device) == "cuda"
     _check_for_hopper(a, w, on_hopper)
     if isinstance(w, PreparedWeights):
         if w.gate_up is None:

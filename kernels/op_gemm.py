@@ -19,7 +19,7 @@ from moe_runtime.kernels import reference_op_gemm, tma_gemm
 from moe_runtime.kernels.decoded_gemm import decoded_gemm
 from moe_runtime.kernels.grouped_gemm import GemmTile, _grouped_gemm_kernel, choose_tile
 from moe_runtime.kernels.reference_quantize import raw_bits
-from moe_runtime.kernels.runtime import INTERPRET, resolve_engine, runs_cuda
+from moe_runtime.kernels.runtime import INTERPRET, resolve_engine
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import ExpertWeights
 
@@ -117,7 +117,12 @@ def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> N
             _grouped_rows(p), replace(p.b, expert_scales=p.expert_scales), out, packed_ld=p.a.ld, scale_block=p.block
         )
         return
-    if runs_cuda(engine, out.device) and p.format is FP8_BLOCK and p.rows_per_scale == 1 and _tma_gemm(p, p.b, out):
+    if (
+        resolve_engine(engine, out.device) == "cuda"
+        and p.format is FP8_BLOCK
+        and p.rows_per_scale == 1
+        and _tma_gemm(p, p.b, out)
+    ):
         return
     if resolve_engine(engine, out.device) == "torch":
         reference_op_gemm.op_gemm(p, out)

@@ -32,7 +32,7 @@ from moe_runtime.comm import nvshmem_world
 from moe_runtime.comm.bootstrap import RankGroup, choose_transport, init_from_env, shared_memory_directory
 from moe_runtime.config import MoELayerConfig, ParallelConfig, complaints, load_config
 from moe_runtime.formats import FORMATS
-from moe_runtime.kernels.runtime import INTERPRET, resolve_engine, runs_cuda
+from moe_runtime.kernels.runtime import INTERPRET, missing_for_cuda, resolve_engine
 from moe_runtime.launch import kernel_table
 from moe_runtime.launch.environment import gpu_records, memory_bytes, package_versions
 from moe_runtime.memory import REGIONS, expert_bytes, reserved_bytes
@@ -170,15 +170,12 @@ def _engine(parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
 
 def _grouped_gemm(engine: str, device: torch.device) -> str:
     """Which kernels multiply the experts, and why not those of Hopper."""
-    if resolve_engine(engine, device) == "torch":
+    resolved = resolve_engine(engine, device)
+    if resolved == "torch":
         return "torch"
-    if runs_cuda(engine, device):
+    if resolved == "cuda":
         return "CUDA C++, Triton where those take no operands"
-    if engine != "auto" or INTERPRET:
-        return "Triton, as asked for"
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return "Triton (the kernels in CUDA C++ are for Hopper)"
-    return "Triton (cuda-bindings finds no NVRTC: install the extra gpu)"
+    return "Triton, as asked for" if engine == "triton" else f"Triton ({missing_for_cuda(device)})"
 
 
 def _transport(parallel: ParallelConfig, group: RankGroup, device: torch.device) -> dict[str, Any]:

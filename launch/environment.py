@@ -30,7 +30,7 @@ from moe_runtime.comm.bootstrap import TRANSPORTS, init_from_env
 from moe_runtime.config import RunConfig, complaints, load_config
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.kernels.runtime import INTERPRET, runs_cuda
+from moe_runtime.kernels.runtime import ENGINES, INTERPRET
 
 PACKAGES = (
     "torch",
@@ -50,7 +50,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     """Options that every program over a config has."""
     parser.add_argument("--config", default="tiny_cpu", metavar="NAME", help="a packaged config or a YAML file")
     parser.add_argument("--transport", choices=("auto", *TRANSPORTS), help="instead of the config's")
-    parser.add_argument("--engine", choices=("auto", "triton", "torch"), help="instead of the config's")
+    parser.add_argument("--engine", choices=ENGINES, help="instead of the config's")
     parser.add_argument("--debug", action="store_true", help="show the traceback of an error")
 
 
@@ -206,7 +206,7 @@ def environment_record(context: ExpertParallelContext) -> dict[str, Any]:
         "ranks": context.world_size,
         "device": context.device.type,
         "engine": context.engine,
-        "hopper_kernels": runs_cuda(context.gemm_engine, context.device),
+        "hopper_kernels": context.engine == "cuda",
         "interpreted": INTERPRET and context.engine == "triton",
         "transport": context.transport,
         "transport_why_not": context.transport_reasons,

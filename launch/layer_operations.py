@@ -100,7 +100,7 @@ def _add_all_to_all(bench: Bench, name: str, traffic_bytes: list[torch.Tensor], 
 def gemm(bench: Bench) -> None:
     """Both grouped GEMMs on the rows that arrive in the first turn, beside torch's in bf16 where there is one."""
     experts, config = bench.experts, bench.layer.config
-    inner, hidden, engine = config.intermediate_size, config.hidden_size, bench.context.gemm_engine
+    inner, hidden, engine = config.intermediate_size, config.hidden_size, bench.context.engine
     arrived = bench.layer.dispatcher.dispatch(*bench.turns[0], leave_scales=bench.layer.leaves_scales)
     fmt = experts.intermediate_format
     assert fmt is not None and not isinstance(fmt, str)

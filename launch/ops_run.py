@@ -22,6 +22,7 @@ from rich.table import Table
 
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.kernels.grouped_gemm import grouped_gemm
+from moe_runtime.kernels.runtime import ENGINES
 from moe_runtime.launch import environment
 from moe_runtime.launch.op_problems import (
     OpCall,
@@ -126,7 +127,7 @@ def run_all(context: ExpertParallelContext, engine: str, *, small: bool, iterati
         if prepared is not None:
             error = prepared.error(prepared.run(prepared.empty(), engine))
             # The other engines restore the weights in each call.
-            if timed and error <= 1 and engine == "auto":
+            if timed and error <= 1 and engine == "cuda":
                 timed = time_problem(context, prepared, engine, iterations, problem)
                 timed["prepare_us"] = time_preparing(problem)
                 timed |= time_as_layer(context, prepared, iterations)
@@ -222,7 +223,7 @@ def work(options: argparse.Namespace) -> int:
         raise ValueError(f"--steps: expected at least 0, got {options.steps}")
     with ExpertParallelContext(engine=options.engine) as context:
         small = options.small or context.device.type != "cuda"
-        results = run_all(context, context.gemm_engine, small=small, iterations=options.steps)
+        results = run_all(context, context.engine, small=small, iterations=options.steps)
         record = environment.environment_record(context)
     passed = all(result["check"]["passed"] for result in results)
     if options.json is not None:
@@ -237,7 +238,7 @@ def work(options: argparse.Namespace) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.ops_run", description="Check the operations.")
-    parser.add_argument("--engine", choices=("auto", "triton", "torch"), default="auto", help="default: auto")
+    parser.add_argument("--engine", choices=ENGINES, default="auto", help="default: auto")
     parser.add_argument("--small", action="store_true", help="small shapes on a GPU too")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed iterations on a GPU (default: 20)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")

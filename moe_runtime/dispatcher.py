@@ -17,7 +17,6 @@ from moe_runtime.formats import MAX_ENCODE_SCALE, TokenFormat, ceil_div, token_f
 from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.reference_exchange import part_index
-from moe_runtime.kernels.runtime import runs_cuda
 from moe_runtime.peers import collective_step
 from moe_runtime.token_format import RecordLayout
 
@@ -545,7 +544,7 @@ def _exchange(context: ExpertParallelContext, geometry: ExchangeGeometry) -> Any
         return reference_exchange
     from moe_runtime.kernels import arrive, combine, dispatch, hopper_exchange, hopper_shapes
 
-    if runs_cuda(context.gemm_engine, context.device) and hopper_shapes.fits(geometry):
+    if context.engine == "cuda" and hopper_shapes.fits(geometry):
         return hopper_exchange
     return SimpleNamespace(
         LEAVES_SCALES=False,

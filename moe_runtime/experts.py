@@ -12,7 +12,7 @@ from moe_runtime.formats import TokenFormat, token_format, token_formats_for
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.gemm_arguments import check_activation, check_formats, encode_scale
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
-from moe_runtime.kernels.runtime import resolve_engine, runs_cuda
+from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.metrics import phase
 from moe_runtime.prepared import RESULT_FORMATS, PreparedWeights
 from moe_runtime.weights import SILU, ExpertWeights, GateUpOrder, SwiGLU
@@ -38,7 +38,7 @@ class Experts:
             `nvfp4` weights also take bf16, `mxfp4` weights mxfp8.
         intermediate_gsf: encode scale of an `nvfp4` intermediate, a number or one fp32 element on the device of the
             weights; None means `kernels.gemm_arguments.DEFAULT_INTERMEDIATE_GSF`. Kept as a tensor.
-        engine: "auto", "triton" or "torch".
+        engine: "auto", "cuda", "triton" or "torch".
         num_sms: most SMs that Hopper's GEMMs take, for experts beside other kernels; None means all. Blocks of FP8 and
             bf16 GEMMs come in pairs of neighbours: give 8 less than the others leave, one for each GPC (what that
             saves: `kernels/grouped_gemm_notes.md`).
@@ -89,7 +89,7 @@ class Experts:
     @property
     def takes_scales_by_row(self) -> bool:
         """Whether the block scales of rows may lie as the rows do (`GroupedRows.scales_by_row`)."""
-        return isinstance(self.gate_up, PreparedWeights) and runs_cuda(self.engine, self.gate_up.device)
+        return isinstance(self.gate_up, PreparedWeights) and resolve_engine(self.engine, self.gate_up.device) == "cuda"
 
     def prepared(self) -> Experts:
         """The same experts with weights in the order that the GPU's kernels read, where that is another.

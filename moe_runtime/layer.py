@@ -285,7 +285,7 @@ class MoELayer(nn.Module):
                 swiglu_of(config.activation),
                 intermediate_format=token_format(config.token_format),
                 intermediate_gsf=config.intermediate_gsf,
-                engine=self.context.gemm_engine,
+                engine=self.context.engine,
             )
             self.experts = experts_of_rank.prepared()
 

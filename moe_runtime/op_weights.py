@@ -9,7 +9,7 @@ import torch
 from moe_runtime.formats import MXFP8, NVFP4, ScaleLayout, align, ceil_div
 from moe_runtime.kernels.decoded_gemm import fits
 from moe_runtime.kernels.op_gemm import OpProblem, ScaledOperand
-from moe_runtime.kernels.runtime import runs_cuda
+from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.kernels.swizzle import swizzle_scales, unswizzle_scales
 from moe_runtime.op_arguments import check_granularity, check_operand, check_tensor
 from moe_runtime.op_scales import pack_ue8m0_weights, unpack_ue8m0_weights
@@ -61,7 +61,7 @@ def readable(problem: OpProblem, out: torch.Tensor, engine: str) -> OpProblem:
     w, a = problem.b, problem.a
     if not isinstance(w, PreparedWeights):
         return problem
-    if runs_cuda(engine, w.device) and fits(a.quants, w.format, out, problem.num_groups):
+    if resolve_engine(engine, w.device) == "cuda" and fits(a.quants, w.format, out, problem.num_groups):
         return problem
     raw = w.restore()
     assert raw.scales is not None

@@ -155,7 +155,7 @@ def grouped_matmul_dynamic_scaled_nvfp4(
         expert_scales: fp32 `[E]`, applied to the fp32 sums; by expert, not by group.
         num_active_experts: groups that count, an int or one int32 on the device. Entries behind are not read.
         validate: check values on the host; None means on a CPU.
-        engine: "auto", "triton" or "torch".
+        engine: "auto", "cuda", "triton" or "torch".
 
     Raises:
         ValueError: naming the argument.
@@ -242,7 +242,7 @@ def group_gemm_nvfp4_nt_groupwise(
         out: bf16 or fp16 `[R, N]`; made when None.
         out_dtype: of a new `out`; None means bf16.
         validate: check values on the host; None means on a CPU.
-        engine: "auto", "triton" or "torch".
+        engine: "auto", "cuda", "triton" or "torch".
 
     Returns:
         `out`.
@@ -318,7 +318,7 @@ def moe_gemm_mxfp8_nt_groupwise(
         out: bf16 `[R, N]`; made when None.
         out_dtype: bf16 or None.
         validate: check values on the host; None means on a CPU.
-        engine: "auto", "triton" or "torch".
+        engine: "auto", "cuda", "triton" or "torch".
 
     Returns:
         `out`.
@@ -395,7 +395,7 @@ def group_gemm_fp8_nt_groupwise(
         out: bf16 or fp16 `[R, N]`; made when None.
         out_dtype: of a new `out`; None means bf16.
         validate: check values on the host; None means on a CPU.
-        engine: "auto", "triton" or "torch".
+        engine: "auto", "cuda", "triton" or "torch".
 
     Returns:
         `out`.

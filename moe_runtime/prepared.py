@@ -121,9 +121,10 @@ class PreparedWeights:
     def wanted(w: ExpertWeights, engine: str = "auto") -> bool:
         """Whether the GEMM is faster with `w` prepared: on Hopper, decoded in registers, of few enough experts."""
         from moe_runtime.kernels.decoded_layout import DECODED_FORMATS
-        from moe_runtime.kernels.runtime import runs_cuda
+        from moe_runtime.kernels.runtime import resolve_engine
 
-        return runs_cuda(engine, w.device) and w.format in DECODED_FORMATS and w.num_experts <= MAX_PREPARED_EXPERTS
+        can = w.format in DECODED_FORMATS and w.num_experts <= MAX_PREPARED_EXPERTS
+        return can and resolve_engine(engine, w.device) == "cuda"
 
     def expert(self, expert: int) -> PreparedWeights:
         """The weights of one expert. Raises `ValueError` if there is no such one."""

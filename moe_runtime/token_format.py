@@ -202,7 +202,7 @@ class TokenMessage:
             src: bf16 or fp32 `[hid_dim]` or `[T, hid_dim]`.
             input_scale: NVFP4's ENCODE scale (1 / the checkpoint's `input_scale`), for the message does not carry one;
                 None in the other formats.
-            engine: "auto", "triton" or "torch", of the quantizer.
+            engine: "auto", "cuda", "triton" or "torch", of the quantizer.
         """
         check_is_tensor("buf", buf)
         check_is_tensor("src", src)

@@ -105,7 +105,7 @@ def emulator(monkeypatch: pytest.MonkeyPatch, seed: int) -> Emulator:
 
     monkeypatch.setattr(decoded_gemm, "is_hopper", lambda device: True)
     for module in (gemm, op_weights):
-        monkeypatch.setattr(module, "runs_cuda", lambda engine, device: engine == "auto")
+        monkeypatch.setattr(module, "resolve_engine", lambda engine, device: "cuda" if engine == "auto" else engine)
     monkeypatch.setattr(gated, "IS_HOPPER", True)
     monkeypatch.setattr(decoded_gemm, "_launch", launch)
     monkeypatch.setattr(nvrtc, "launch", emulator.launch)

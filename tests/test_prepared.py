@@ -10,7 +10,7 @@ import torch
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels import grouped_gemm, runtime
 from moe_runtime.kernels.decoded_layout import pack_units, source_rows, unusual_units
-from moe_runtime.kernels.runtime import has_nvrtc, runs_cuda
+from moe_runtime.kernels.runtime import has_nvrtc, resolve_engine
 from moe_runtime.kernels.swizzle import swizzle_scales
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
@@ -207,11 +207,14 @@ def test_mxfp8_scales_may_be_any_byte(rng: torch.Generator, device: torch.device
 
 @pytest.mark.gpu
 def test_hopper_takes_its_own_kernels(device: torch.device) -> None:
-    """What every GPU test of those kernels stands on: engine "auto" is CUDA C++ there, a named engine is not."""
+    """What every GPU test of those kernels stands on: engine "auto" is CUDA C++ there, another named engine is not."""
     on_hopper = torch.cuda.get_device_capability() == (9, 0)
     assert has_nvrtc(), "the GPU tests need cuda-bindings and NVRTC"
-    assert runs_cuda("auto", device) == on_hopper
-    assert not runs_cuda("triton", device) and not runs_cuda("torch", device)
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert resolve_engine("auto", device) == ("cuda" if on_hopper else "triton")
+    assert resolve_engine("triton", device) == "triton" and resolve_engine("torch", device) == "torch"
+    if on_hopper:
+        assert resolve_engine("cuda", device) == "cuda"
 
 
 @pytest.mark.cpu_only
@@ -244,12 +247,46 @@ def test_a_hopper_gpu_without_nvrtc_is_told_of_once(
     forget_devices()
     try:
         for name in ("cuda:1", "cuda:0", "cuda:0", "cpu"):
-            assert not runs_cuda("auto", torch.device(name)) and not runs_cuda("torch", torch.device(name))
+            device = torch.device(name)
+            assert resolve_engine("auto", device) == ("torch" if name == "cpu" else "triton")
+            assert resolve_engine("triton" if device.type == "cuda" else "torch", device) != "cuda"
+        with pytest.raises(ValueError, match=r"^engine: cuda cannot run on cuda:0: cuda-bindings finds no NVRTC"):
+            resolve_engine("cuda", torch.device("cuda:0"))
+        with pytest.raises(ValueError, match=r"^engine: cuda cannot run on cuda:1: .* are for Hopper GPUs"):
+            resolve_engine("cuda", torch.device("cuda:1"))
     finally:
         forget_devices()
     (record,) = caplog.records
     assert record.name == "moe_runtime.kernels.runtime" and record.levelname == "WARNING"
-    assert record.getMessage().startswith("cuda:0: cuda-bindings finds no NVRTC, so slower Triton kernels are taken")
+    assert record.getMessage().startswith("cuda:0: cuda-bindings finds no NVRTC, install the extra gpu; slower Triton")
+
+
+@pytest.mark.cpu_only
+def test_an_engine_is_resolved_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 + device.index, 0))
+    monkeypatch.setattr(runtime, "has_nvrtc", lambda: True)
+    hopper, other, cpu = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
+    for interpreted in (False, True):
+        monkeypatch.setattr(runtime, "INTERPRET", interpreted)
+        forget_devices()
+        try:
+            found = [resolve_engine("auto", device) for device in (hopper, other, cpu)]
+            assert found == ["triton" if interpreted else "cuda", "triton", "torch"]
+            assert resolve_engine("triton", hopper) == "triton" and resolve_engine("torch", hopper) == "torch"
+            with pytest.raises(ValueError, match=r"^engine: cuda cannot run on cpu: .* are for Hopper GPUs"):
+                resolve_engine("cuda", cpu)
+            if interpreted:
+                assert resolve_engine("triton", cpu) == "triton"
+                with pytest.raises(ValueError, match=r"^engine: cuda cannot run on cuda:0: TRITON_INTERPRET is set"):
+                    resolve_engine("cuda", hopper)
+            else:
+                assert resolve_engine("cuda", hopper) == "cuda"
+                with pytest.raises(ValueError, match=r"^engine: triton on CPU tensors needs TRITON_INTERPRET=1"):
+                    resolve_engine("triton", cpu)
+            with pytest.raises(ValueError, match=r"^engine: expected auto, cuda, triton or torch, got 'nvcc'"):
+                resolve_engine("nvcc", cpu)
+        finally:
+            forget_devices()
 
 
 @pytest.mark.cpu_only
@@ -273,5 +310,5 @@ def test_weights_that_are_restored_in_each_call_are_told_of_once(
 
 def forget_devices() -> None:
     """As in a new process."""
-    runtime.is_hopper.cache_clear()
-    runtime._compiles_for.cache_clear()
+    runtime.capability.cache_clear()
+    runtime._resolved.cache_clear()
