@@ -70,7 +70,7 @@ def make_rows(case: GemmCase, seed: int, rng: torch.Generator, engine: str) -> G
         expert_ids=torch.arange(case.groups, dtype=torch.int32, device=device),
         capacity=capacity,
         num_columns=k,
-        scales_by_row=by_row,
+        scales_in_record=by_row,
         expected_rows=expected,
     )
 

@@ -118,6 +118,6 @@ class UnfusedLayer:
             "row_index": None,
             "capacity": rows.count,
             "num_columns": middle_RI.shape[1],
-            "scales_by_row": False,
+            "scales_in_record": False,
         }
         return GroupedRows(**shared | changed)

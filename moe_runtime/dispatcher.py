@@ -37,7 +37,7 @@ class DispatchHandle:
         num_parts: int32 `[T]`: partial results that come home for each of this rank's tokens.
         num_tokens: `T`.
         timeout_ns: how long its kernels wait for a peer: longer in the first step of a layer, which may compile them.
-        leave_scales: whether block scales are read where they were sent (`GroupedRows.scales_by_row`).
+        leave_scales: whether block scales are read where they were sent (`GroupedRows.scales_in_record`).
     """
 
     geometry: ExchangeGeometry
@@ -372,7 +372,7 @@ class TokenDispatcher:
             capacity=geometry.row_capacity,
             num_columns=geometry.hidden,
             num_active_experts=geometry.num_local_experts,
-            scales_by_row=handle.leave_scales,
+            scales_in_record=handle.leave_scales,
             expected_rows=geometry.expected_rows,
             handle=handle,
         )

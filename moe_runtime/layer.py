@@ -434,7 +434,7 @@ class MoELayer(nn.Module):
         return self._leaves_scales(self.dispatcher)
 
     def _leaves_scales(self, dispatcher: TokenDispatcher) -> bool:
-        return dispatcher.can_leave_scales and self.experts is not None and self.experts.takes_scales_by_row
+        return dispatcher.can_leave_scales and self.experts is not None and self.experts.reads_scales_in_record
 
     def _dispatcher_for(self, num_tokens: int, max_tokens: int | None) -> TokenDispatcher:
         """That of the smallest size with room for a step in which no rank has more than `max_tokens`."""
