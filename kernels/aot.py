@@ -223,7 +223,7 @@ def _hopper_cases() -> Iterator[CudaCase]:
             ways += [(PLAIN, False, True), (GATED, True, True)] if dequant_shape is DEQUANT_PREFILL else []
             keep = keeps_tokens(GROUPS, HIDDEN, fmt, dequant_shape)
             for operation, dequantized, overlapped in ways:
-                more = {"out_decoded": dequantized, "keep_tokens": keep, "overlapped": overlapped}
+                more = {"out_dequantized": dequantized, "keep_tokens": keep, "overlapped": overlapped}
                 yield _dequant(operation, fmt, dequant_shape, torch.bfloat16, **more)
     for fmt in (FP8_BLOCK, BF16):
         for tma_shape in (TMA_DECODE, TMA_PREFILL):
@@ -235,7 +235,7 @@ def _hopper_cases() -> Iterator[CudaCase]:
     for fmt in (f for f in FORMATS.values() if f is not FP8_BLOCK):
         overlapped_shape = overlapped_token_shape(unit_columns(HIDDEN))
         layouts: list[dict[str, Any]] = [{}, {"packed": True}, {"shape": overlapped_shape}]
-        for layout in layouts + ([{"by_row": True}] if fmt.swizzled else []):
+        for layout in layouts + ([{"scales_in_record": True}] if fmt.swizzled else []):
             defines = decode_tokens.token_macros(fmt, **layout)
             yield CudaCase("decode_tokens", fmt.name, "decode_tokens.cu", "decode_tokens", defines)
 

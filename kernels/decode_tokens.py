@@ -23,13 +23,13 @@ def token_macros(
     fmt: TokenFormat,
     packed: bool = False,
     scale_block: int | None = None,
-    by_row: bool = False,
+    scales_in_record: bool = False,
     shape: TokenShape = MANY_TOKENS,
 ) -> nvrtc.Defines:
     """Macros of `decode_tokens.cu`."""
     return nvrtc.Defines(
         {
-            "BESIDE": int(shape.overlapped),
+            "OVERLAPPED": int(shape.overlapped),
             "TEAM": shape.team_warps,
             "THREADS": 32 * shape.warps,
             "MIN_BLOCKS": shape.min_blocks,
@@ -37,7 +37,7 @@ def token_macros(
             "FMT": int(fmt.code),
             "MAX_GROUPS": shape.max_groups,
             "PACKED": int(packed),
-            "BY_ROW": int(by_row),
+            "SCALES_IN_RECORD": int(scales_in_record),
             "SCALE_BLOCK": scale_block or fmt.block,
         }
     )
@@ -72,9 +72,9 @@ def decode_tokens_overlapped(
     packed_ld: int | None = None,
     scale_block: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `decode_tokens` gives, when the product that is launched next is done, and counters that it waits by.
+    """What `decode_tokens` gives, complete when the product that is launched next has ended, and counters for it.
 
-    `shape` is of those dequantized before. The counters are int32 `[1 + blocks behind those]`.
+    `shape` is that of the tokens dequantized before. The counters are int32 `[1 + blocks behind those]`.
     """
     out = empty_decoded(a, a.num_columns)
     units, blocks = out.shape[:2]

@@ -1,18 +1,18 @@
-"""Grouped GEMM of Hopper for weights that are decoded to bf16 in registers (`nvfp4`, `mxfp8`): host side.
+"""Grouped GEMM of Hopper for weights that are dequantized to bf16 in registers (`nvfp4`, `mxfp8`): host side.
 
-`decode_tokens` gathers the rows once and decodes them to bf16; `decoded_gemm` streams the weights, which it reads once
-for up to 64, 128 or 160 tokens of a group, according to its shape. Where many tokens come, a few SMs decode most of
-them beside the product, which waits for each 8 by a counter (after half a minute the kernel fails). Gated results for
-another product with prepared weights are requantized and stored as `decode_tokens` would decode them, and that product
-starts beside the first unless it is to leave SMs free. See the `.cu` files for the way of the data, `decode_tokens.py`
-for how tokens are decoded, and `decoded_layout.py` for the order of the weights. The Triton kernel of `grouped_gemm.py`
-is their sibling for other architectures.
+`decode_tokens` gathers the rows once and dequantizes them to bf16. `decoded_gemm` streams the weights, which it reads
+once for up to 64, 128 or 160 tokens of a group, by its shape (`gemm_plan.py` chooses). With many tokens, a few SMs
+dequantize most of them while the others multiply; the product waits for each 8 tokens by a counter, and fails after
+half a minute. Gated results for another product with prepared weights are requantized, and stored as `decode_tokens`
+would dequantize them. That product starts before the first has ended, unless it is to leave SMs free. See the `.cu`
+files for the way of the data, `decode_tokens.py` for the tokens, and `decoded_layout.py` for the order of the weights.
+The Triton kernel of `grouped_gemm.py` does the same on other architectures.
 
 The order in which K is summed is that of `wgmma` over 16 columns at a time, in the order of `decoded_layout`: the same
 in all shapes, for every number of rows and whatever the neighbours.
 
-The two numbers, NVFP4, both products of the reference model (32 experts of 44.0 M parameters): 0.79 GB, 184 us at
-4.3 TB/s; at 32 x 1024 rows 2.89e12 flops, 3.73 ms at 773 TFLOP/s.
+Least times of NVFP4, both products of the reference model (32 experts of 44.0 M parameters): 0.79 GB of weights take
+184 us at 4.3 TB/s; at 32 x 1024 rows 2.89e12 flops take 3.73 ms at 773 TFLOP/s.
 
 Measured on one H200 (launch/results/gemm_h200.json), us; in parentheses torch's grouped_mm in bf16:
 
@@ -21,14 +21,14 @@ Measured on one H200 (launch/results/gemm_h200.json), us; in parentheses torch's
     32 x 1, 4, 16, 32 rows, both, SwiGLU between      191, 190, 203, 228 (1009, 978, 909, 948)
     32 groups as 128 tokens a rank give, the same     240 (926)
 
-Many rows, whose tokens are decoded beside, on a slower one (launch/results/gemm_h200_beside.json); without rests behind
-the semicolons:
+Many rows, with overlapped dequantization, on a slower one (launch/results/gemm_h200_beside.json); behind the
+semicolons without rests:
 
     32 x 1024 rows, both, SwiGLU between              3613 (3889, without SwiGLU); 4189 (4486)
     MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       2448 / 1248 (2527 / 1281); 2915 / 1437 (2908 / 1502)
     BF16 8 x 4096 by `tma_gemm`, the same             2465 / 1249; 2826 / 1447
 
-What bounds it, what each version brought, what was dropped and what is left: `kernels/grouped_gemm_notes.md`.
+What bounds it, what each version gained, what was dropped and what is left: `kernels/grouped_gemm_notes.md`.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ from moe_runtime.prepared import MAX_PREPARED_EXPERTS, RESULT_FORMATS, PreparedW
 from moe_runtime.weights import SwiGLU
 
 MAX_UNIT_ROWS = 2**20
-"""Rows of a weight / 64 that the kernel divides fast."""
+"""Bound of the rows of a weight / 64, up to which the kernel divides exactly."""
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 def takes_decoded(w: object) -> bool:
-    """Whether the kernel that makes rows for `w` may decode them: prepared weights whose K is whole units."""
+    """Whether the kernel that makes rows for `w` may dequantize them: prepared weights whose K is whole units."""
     return isinstance(w, PreparedWeights) and unit_columns(w.num_columns) * UNIT == w.num_columns
 
 
@@ -100,7 +100,7 @@ def macros(
     out_dtype: torch.dtype,
     activation: SwiGLU | None,
     *,
-    out_decoded: bool = False,
+    out_dequantized: bool = False,
     row_scales: bool = True,
     expert_scales: bool = True,
     bias: bool = False,
@@ -109,9 +109,9 @@ def macros(
 ) -> tuple[nvrtc.Defines, int]:
     """Macros of `decoded_gemm.cu`, and the dynamic shared memory of a block.
 
-    `units` is K in units; `out_format` is that of a gated result, None for a plain one of `out_dtype`; `out_decoded`
-    leaves a gated one decoded; `row_scales`, `expert_scales` and `bias` say what there is; `keep_tokens` is
-    `keeps_tokens`; `overlapped` is for tokens that are dequantized meanwhile.
+    `units` is K in units; `out_format` is that of a gated result, None for a plain one of `out_dtype`;
+    `out_dequantized` leaves a gated one dequantized; `row_scales`, `expert_scales` and `bias` say what exists;
+    `keep_tokens` and `overlapped` are of the plan.
     """
     stages, stage_k64, ring_bytes = shape.ring(w_format, units)
     defines: dict[str, int | str] = {
@@ -119,7 +119,7 @@ def macros(
         "OUT_FMT": 0 if out_format is None else int(out_format.code),
         "OUT_TYPE": OUT_TYPES[out_dtype] if out_format is None else 0,
         "GATED": int(out_format is not None),
-        "OUT_DECODED": int(out_decoded),
+        "OUT_DEQUANTIZED": int(out_dequantized),
         "ROW_SCALES": int(row_scales),
         "EXPERT_SCALES": int(expert_scales),
         "BIAS": int(bias),
@@ -132,7 +132,7 @@ def macros(
         "ROLLING": int(shape.rolling),
         "SCALED_TOKENS": int(a_format.name == "nvfp4"),
         "KEEP_TOKENS": int(keep_tokens),
-        "COUNTED": int(overlapped),
+        "OVERLAPPED": int(overlapped),
         "MAX_BLOCKS": shape.max_blocks,
         "CASES": " ".join(f"CASE({blocks})" for blocks in shape.cases),
         "MAX_GROUPS": MAX_PREPARED_EXPERTS,
@@ -171,7 +171,7 @@ def _launch(
         None if result is None else result.format,
         out.dtype,
         activation,
-        out_decoded=decoded is not None,
+        out_dequantized=decoded is not None,
         row_scales=a.row_scale is not None,
         expert_scales=w.expert_scales is not None,
         bias=w.bias is not None,
@@ -218,7 +218,7 @@ def _launch(
             nvrtc.int64(out.stride(0)),
             0 if w.expert_scales is None else w.expert_scales.ndim,
             0 if w.gate_up is None else w.gate_up.code,
-            w.unusual,
+            w.has_special_values,
             counters,
             first,
             team,

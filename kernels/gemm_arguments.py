@@ -1,4 +1,4 @@
-"""What both engines of the grouped GEMM share: checks of the arguments, and the empty result to be filled."""
+"""What all kernels of the grouped GEMM share: checks of the arguments, and the empty result to be filled."""
 
 from __future__ import annotations
 

@@ -97,11 +97,11 @@ def _grouped_gemm_kernel(
 ):
     """One `BLOCK_M x BLOCK_N` tile of the output of one group.
 
-    `columns` are those of the output: `N`, or `I` where ACTIVATION `(alpha, limit, up_offset)` makes one number of two.
-    `a_stride` counts the words that a row is loaded in, `num_groups` those that may be active. Scales lie as
-    `A_LAYOUT` and `W_LAYOUT` (`ScaleLayout`) say, one for SCALE_BLOCK numbers of K, and in `unpadded` rows' scales one
-    for ROWS_PER_SCALE rows. E5M2 matters to the interpreter alone, compiled kernels know it from the pointers.
-    NATIVE (`NativeForm`) takes the block-scaled MMA of Blackwell instead of decoding to bf16.
+    `columns` counts those of the output: `N`, or `I` where ACTIVATION `(alpha, limit, up_offset)` makes one number of
+    two. `a_stride` is in the words that a row is loaded in. `num_groups` counts the groups that may be active.
+    `A_LAYOUT` and `W_LAYOUT` (`ScaleLayout`) say where scales lie: one for SCALE_BLOCK numbers of K, and for `unpadded`
+    rows one for ROWS_PER_SCALE rows. E5M2 matters to the interpreter alone: compiled kernels know it from the pointers.
+    NATIVE (`NativeForm`) takes the block-scaled MMA of Blackwell instead of dequantizing to bf16.
     """
     GATED: tl.constexpr = ACTIVATION is not None
     PAIRS: tl.constexpr = (W_FMT == CODE_NVFP4) or (W_FMT == CODE_MXFP4)
@@ -145,7 +145,8 @@ def _grouped_gemm_kernel(
         up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     w_ok = n_ok
     if GATED and NATIVE:
-        # One product, its columns gate and up by turns: Triton 3.6 cannot give the scales of the rows to two of them.
+        # One product with gate and up columns interleaved: Triton 3.6 cannot give the scales of the rows to two
+        # products.
         w_offset = tl.interleave(w_offset, up_offset)
         w_scale_row = tl.interleave(w_scale_row, up_scale_row)
         w_ok = tl.interleave(n_ok, n_ok)
@@ -248,7 +249,7 @@ def grouped_gemm(
         out: bf16, fp16 or fp32 `[>= capacity, N]`, last dimension contiguous; made when None.
         out_dtype: of a new output.
         engine: "auto", "cuda", "triton" or "torch" (`runtime.resolve_engine`).
-        num_sms: most SMs that the GEMM of Hopper takes; None means all. Other kernels pay no heed to it.
+        num_sms: most SMs that the GEMM of Hopper takes; None means all. Other kernels ignore it.
 
     Returns:
         The output. Rows past the last group, of groups with an expert outside `0 .. E-1`, and of groups past
@@ -298,9 +299,9 @@ def grouped_gemm_swiglu(
         out_gsf: encode scale of an `nvfp4` result, a positive number or one fp32 element on the device, clamped to
             2^100; None means `gemm_arguments.DEFAULT_INTERMEDIATE_GSF`. Must be None for other formats.
         then: weights of the product that takes the result and is launched next. Where both are prepared and multiplied
-            by Hopper's kernels, the result is `decoded` for it, and no other takes it.
+            by Hopper's kernels, the result is dequantized for it (`GroupedRows.decoded`), and no other takes it.
         engine: "auto", "cuda", "triton" or "torch" (`runtime.resolve_engine`).
-        num_sms: most SMs that the GEMM of Hopper takes; None means all. Other kernels pay no heed to it.
+        num_sms: most SMs that the GEMM of Hopper takes; None means all. Other kernels ignore it.
 
     Returns:
         Rows `[capacity, I]` of the same groups, packed by position, `row_index` None, scales in the consumer's layout;
@@ -377,17 +378,17 @@ def _plan(
 
 
 def _restored(w: PreparedWeights) -> ExpertWeights:
-    """The weights as other kernels than those that they were prepared for read them."""
-    _tell_of_restoring()
+    """The weights as kernels read them that are not those of Hopper."""
+    _warn_of_restoring()
     return w.restore()
 
 
 @cache
-def _tell_of_restoring() -> None:
-    """Once in a process."""
+def _warn_of_restoring() -> None:
+    """Warn, once in a process."""
     _LOG.warning(
         "prepared weights are restored in every call, which is slow: only Hopper's own kernels multiply them as they "
-        'are, with engine "auto" on a Hopper GPU that has NVRTC; elsewhere give weights that are not prepared'
+        'are, with engine "auto" or "cuda" on a Hopper GPU that has NVRTC; elsewhere give weights that are not prepared'
     )
 
 

@@ -168,7 +168,7 @@ class CudaCase:
 
     Attributes:
         operation, format: as in `AotCase`.
-        file: the source, beside this module.
+        file: the source, in the folder of this module.
         kernel: its name there.
         defines: macros.
         archs: compute capabilities it is for, times ten.

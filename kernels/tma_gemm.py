@@ -1,14 +1,14 @@
 """Grouped GEMM on Hopper for weights that tensor cores read as they are stored: `fp8_block` and `bf16`.
 
-The host side of `tma_gemm.cu`: what it supports, which of its two regimes is taken, tensor maps, launches. The contract
-is that of `grouped_gemm.py`, whose Triton kernel is the fallback for everything else. `fp8_block` sums each 128 of K
-from zero in the tensor cores and adds `partial * (row scale * weight scale)` in fp32, or, where that product of scales
-is not a normal number, `(partial * row scale) * weight scale`; `bf16` sums in the tensor cores. Every row sums its K in
-the order of K, whatever the regime, its tile and its neighbours: both regimes give the same bits.
+The host side of `tma_gemm.cu`: tensor maps, launches. `gemm_plan.py` says what it takes and in which shape. The
+contract is that of `grouped_gemm.py`, whose Triton kernel takes everything else. `fp8_block` sums each 128 of K from
+zero in the tensor cores and adds `partial * (row scale * weight scale)` in fp32, or, where that product of scales is
+not a normal number, `(partial * row scale) * weight scale`; `bf16` sums in the tensor cores. Every row sums its K in
+the order of K, whatever the shape, its tile and its neighbours: both shapes give the same bits.
 
-The two numbers, on one H200. Prefill, FP8, 8 groups x 4096 rows, (N, K) = (4096, 7168): 1.92e12 flops, 1.34 ms at the
-1437 TFLOP/s of torch's dense 8192^3, 0.74 GB, 0.17 ms. Decode, FP8, 32 groups x 32 rows, both products of the reference
-model: 1.41 GB of weights, 328 us at 4.3 TB/s.
+Least times on one H200. Prefill, FP8, 8 groups x 4096 rows, (N, K) = (4096, 7168): 1.92e12 flops take 1.34 ms at the
+1437 TFLOP/s of torch's dense 8192^3, 0.74 GB take 0.17 ms. Decode, FP8, 32 groups x 32 rows, both products of the
+reference model: 1.41 GB of weights take 328 us at 4.3 TB/s.
 
 Measured after rests, and without them (launch/results/gemm_h200.json; TFLOP/s, in parentheses torch's row-wise
 _scaled_grouped_mm or _grouped_mm; see `launch/timing.py`):
@@ -19,7 +19,7 @@ _scaled_grouped_mm or _grouped_mm; see `launch/timing.py`):
     FP8  8 x 16, 32, 48 rows                          60.0, 60.6, 61.5 us / 33.8, 34.4, 35.1 us
     FP8  32 x 32 rows, gate_up and down               345 us
 
-What bounds it (power), what each version brought and what was dropped: `kernels/grouped_gemm_notes.md`.
+What bounds it (power), what each version gained and what was dropped: `kernels/grouped_gemm_notes.md`.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
 SOURCE = "tma_gemm.cu"
 THREADS = 384
 MAPS_KEPT = 1024
-"""Tensor maps of addresses and shapes that were last multiplied."""
+"""Tensor maps that are kept, by address and shape."""
 
 
 def aligned(rows: torch.Tensor, quants: torch.Tensor, out: torch.Tensor | None = None) -> bool:
@@ -221,7 +221,7 @@ def _weight_map(w: ExpertWeights, order: GateUpOrder | None) -> Any:
 def _tensor_map(
     address: int, element_size: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> Any:
-    """A tensor map, in the 128-byte swizzle unless of fp32; kept, since making one takes longer than a launch."""
+    """A tensor map, in the 128-byte swizzle unless of fp32; kept, since encoding one takes longer than a launch."""
     from cuda.bindings import driver
 
     kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle

@@ -30,8 +30,8 @@ def swiglu_of(activation: ActivationConfig) -> SwiGLU:
 class Experts:
     """`down @ act(gate_up @ x)` of each row, by the expert of its group.
 
-    Nothing waits for the host, with one exception: where Hopper's kernels are not taken (other hardware, no NVRTC, an
-    engine asked for by its name), prepared weights are restored in each call, and that waits for the host.
+    Nothing waits for the host, with one exception: where the engine is not `cuda`, prepared weights are restored in
+    each call, and that waits for the host.
 
     Attributes:
         gate_up: weights `[E, 2I, H]`.
@@ -42,9 +42,9 @@ class Experts:
         intermediate_gsf: encode scale of an `nvfp4` intermediate, a number or one fp32 element on the device of the
             weights; None means `kernels.gemm_arguments.DEFAULT_INTERMEDIATE_GSF`. Kept as a tensor.
         engine: "auto", "cuda", "triton" or "torch".
-        num_sms: most SMs that Hopper's GEMMs take, for experts beside other kernels; None means all. Blocks of FP8 and
-            bf16 GEMMs come in pairs of neighbours: give 8 less than the others leave, one for each GPC (what that
-            saves: `kernels/grouped_gemm_notes.md`).
+        num_sms: most SMs that Hopper's GEMMs take, for experts that run at the same time as other kernels; None means
+            all. Blocks of FP8 and bf16 GEMMs come in clusters of two: give 8 less than the others leave, one for each
+            GPC (what that saves: `kernels/grouped_gemm_notes.md`).
 
     Raises:
         ValueError: weights that do not belong together; the message names the argument.
@@ -75,8 +75,8 @@ class Experts:
             raise ValueError(f"down: expected N = H = {gate_up.num_columns}, got {down.num_rows}")
         if down.device != gate_up.device:
             raise ValueError(f"down: expected device {gate_up.device} as gate_up, got {down.device}")
-        usual = token_formats_for(down.format.name)[0]
-        fmt = token_format(usual if self.intermediate_format is None else self.intermediate_format)
+        default = token_formats_for(down.format.name)[0]
+        fmt = token_format(default if self.intermediate_format is None else self.intermediate_format)
         fmt.check_columns(down.num_columns, "I of gate_up")
         check_formats(fmt, down.format, "intermediate_format")
         object.__setattr__(self, "intermediate_format", fmt)

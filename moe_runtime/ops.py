@@ -1,10 +1,11 @@
 """Grouped GEMMs with the names, arguments and layouts of FlashInfer's and MAX's, on any GPU from Hopper on and on CPUs.
 
 `C[rows of group] = A[rows of group] @ B[expert]^T`: `R` rows in groups, `E` experts, `N x K` the weight of each,
-`V = ceil(K / block)` block scales of a row. All operations run on one kernel (`kernels/grouped_gemm.py`) or, with
-`engine="torch"`, on its float64 twin, which read weights as they are given. On Hopper there are the faster kernels of
-layers: for e4m3 FP8 with a scale for each row (`kernels/tma_gemm.py`; MN-major scales are transposed for it in each
-call), and for NVFP4 and MXFP8 weights that `prepare_nvfp4` and `prepare_mxfp8` made once (`kernels/decoded_gemm.py`).
+`V = ceil(K / block)` block scales of a row. All operations run on one Triton kernel (`kernels/grouped_gemm.py`) or,
+with `engine="torch"`, on a float64 reference; both read weights as they are given. On Hopper there are the faster
+kernels of layers: for e4m3 FP8 with a scale for each row (`kernels/tma_gemm.py`; MN-major scales are transposed for it
+in each call), and for NVFP4 and MXFP8 weights that `prepare_nvfp4` and `prepare_mxfp8` made once
+(`kernels/decoded_gemm.py`). `kernels/gemm_plan.py` chooses.
 
 Every operation checks shapes, dtypes, devices and strides, and raises a `ValueError` that names the argument. The
 VALUES of offsets and ids are checked under `validate=True`; `validate=None` means on a CPU, and not on a GPU, where it

@@ -188,7 +188,7 @@ def test_gemm_compiles_to_what_it_is_meant_for(
     recorded: list[Recorded],
 ) -> None:
     launch = launched(recorded, weight, token, k, ROWS_OF_SHAPES[shape], activation, out)
-    assert launch.defines["OUT_DECODED"] == out.endswith(" decoded")
+    assert launch.defines["OUT_DEQUANTIZED"] == out.endswith(" decoded")
     assert launch.defines["MAX_BLOCKS"] == shape.max_blocks and launch.defines["WARPGROUPS"] == shape.warpgroups
     compiled = compile_recorded(launch)
     for blocks in (*shape.cases, shape.max_blocks):
@@ -252,8 +252,8 @@ def test_many_tokens_are_decoded_beside_the_gemm(
     dequant_gemm(a, w, torch.empty(16, 4096))
     first, rest, gemm = recorded
     assert (gemm.defines["WARPGROUPS"] == MIDDLE.warpgroups) == (rows == 128 * 32)
-    assert [launch.defines.get("BESIDE") for launch in recorded] == [0, 1, None]
-    assert first.defines["MIN_BLOCKS"] == MANY_TOKENS.min_blocks and gemm.defines["COUNTED"] == 1
+    assert [launch.defines.get("OVERLAPPED") for launch in recorded] == [0, 1, 1]
+    assert first.defines["MIN_BLOCKS"] == MANY_TOKENS.min_blocks and gemm.defines["OVERLAPPED"] == 1
     team = int(rest.defines["TEAM"])
     assert rest.block == rest.defines["THREADS"] <= 1024 and rest.block % (32 * team) == 0
     assert rest.shared_bytes == rest.block // 32 * int(rest.defines["AHEAD"]) * 1024
@@ -298,7 +298,7 @@ def test_nothing_is_decoded_beside_on_few_sms_or_where_it_is_decoded(limited: st
     if limited == "decoded":
         a = replace(a, decoded=empty_decoded(a, 64))
     dequant_gemm(a, w, torch.empty(16, 4096), num_sms=100 if limited == "SMs" else None)
-    assert [launch.defines.get("COUNTED") for launch in recorded] == ([None, 0] if limited == "SMs" else [0])
+    assert [launch.defines.get("OVERLAPPED") for launch in recorded] == ([0, 0] if limited == "SMs" else [0])
 
 
 def test_shape_for_tokens_is_chosen_by_what_is_loaded_at_once() -> None:

@@ -17,13 +17,13 @@ import torch
 from moe_runtime.formats import FORMATS
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import decode_tokens, gemm_plan, gemm_shapes
+from moe_runtime.kernels import grouped_gemm as gemm_module
 from moe_runtime.kernels.gemm_plan import DequantOverlap
 from moe_runtime.kernels.gemm_shapes import DEQUANT_DECODE as DECODE
 from moe_runtime.kernels.gemm_shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm_shapes import DEQUANT_PREFILL as PREFILL
 from moe_runtime.kernels.gemm_shapes import FEW_TOKENS, MANY_TOKENS, DequantShape
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
-from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.kernels.swizzle import swizzle_scales
 from moe_runtime.prepared import MAX_PREPARED_EXPERTS, PreparedWeights
 from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
@@ -167,7 +167,7 @@ def test_scales_that_lie_as_the_rows_do(name: str, rng: torch.Generator, device:
     for wrong in (None, scales[1:], scales[:, ::2], scales.view(torch.int8)):
         with pytest.raises(ValueError, match=r"^a\.scales: expected "):
             grouped_gemm(replace(by_row, scales=wrong), w)
-    if resolve_engine("auto", device) != "cuda":
+    if gemm_module.resolve_engine("auto", device) != "cuda":
         with pytest.raises(ValueError, match=r"^a\.scales_in_record: expected False"):
             grouped_gemm(by_row, w)
         return
@@ -362,7 +362,9 @@ def test_all_codes_of_mxfp8_are_decoded(
     ).to(device)
     a = make_rows("mxfp8", [rows], k, rng, device, num_experts=1, x=torch.ones(rows, k))
     prepared = PreparedWeights.prepare(w)
-    assert prepared.unusual is not None and prepared.unusual.tolist() == [[1, 1, 1, 1] if large else [0, 1, 0, 1]]
+    assert prepared.has_special_values is not None and prepared.has_special_values.tolist() == [
+        [1, 1, 1, 1] if large else [0, 1, 0, 1]
+    ]
     got = grouped_gemm(for_shape(a, shape), prepared, out_dtype=torch.float32)
     values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     factors = 2.0 ** (scales[0, torch.arange(n), column // 32].double().numpy() - 127)
@@ -372,18 +374,18 @@ def test_all_codes_of_mxfp8_are_decoded(
 
 
 @in_each_shape
-def test_unusual_rows_of_mxfp8_have_the_same_bits(
+def test_special_rows_of_mxfp8_have_the_same_bits(
     shape: DequantShape, rng: torch.Generator, device: torch.device
 ) -> None:
-    """Marked though nothing is unusual in them, some or all units: the result does not change."""
+    """Marked though there is no special value in them, some or all units: the result does not change."""
     k, n = 320, 328
     prepared = PreparedWeights.prepare(random_weights("mxfp8", 3, n, k, rng, device))
-    assert prepared.unusual is not None and not prepared.unusual.any()
+    assert prepared.has_special_values is not None and not prepared.has_special_values.any()
     a = for_shape(make_rows("mxfp8", [3, 70, 41], k, rng, device, num_experts=3), shape)
     want = grouped_gemm(a, prepared)
-    some = torch.randint(0, 2, tuple(prepared.unusual.shape), generator=rng).to(torch.uint8).to(device)
+    some = torch.randint(0, 2, tuple(prepared.has_special_values.shape), generator=rng).to(torch.uint8).to(device)
     for marks in (some, torch.ones_like(some)):
-        assert_same_bits(grouped_gemm(a, replace(prepared, unusual=marks)), want, "decoded in more steps")
+        assert_same_bits(grouped_gemm(a, replace(prepared, has_special_values=marks)), want, "decoded in more steps")
 
 
 @pytest.mark.gpu
@@ -497,10 +499,10 @@ def test_rows_weights_and_output_past_2_31_bytes(rng: torch.Generator, device: t
     units = torch.empty(far_expert + 1, *near.units.shape[1:], dtype=torch.uint8, device=device)
     units[far_expert] = near.units[0]
     last = replace(a, expert_ids=torch.tensor([far_expert], dtype=torch.int32, device=device))
-    unusual = torch.zeros(far_expert + 1, 1, dtype=torch.uint8, device=device)
-    assert_same_bits(grouped_gemm(last, replace(near, units=units, unusual=unusual)), want, "far expert")
-    unusual[far_expert] = 1
-    assert_same_bits(grouped_gemm(last, replace(near, units=units, unusual=unusual)), want, "far mark")
+    marks = torch.zeros(far_expert + 1, 1, dtype=torch.uint8, device=device)
+    assert_same_bits(grouped_gemm(last, replace(near, units=units, has_special_values=marks)), want, "far expert")
+    marks[far_expert] = 1
+    assert_same_bits(grouped_gemm(last, replace(near, units=units, has_special_values=marks)), want, "far mark")
     stride = 2**30 + 2**29
     out = torch.empty(stride + n, dtype=torch.bfloat16, device=device).as_strided((2, n), (stride, 1))
     assert_same_bits(grouped_gemm(a, near, out=out).contiguous(), want, "far output")

@@ -63,7 +63,7 @@ def _cases() -> Iterator[Case]:
         yield plain.test_a_scale_of_nan_is_nan_whatever_its_codes, {"name": name}
     yield plain.test_all_codes_of_mxfp8_are_decoded, {"large": False, "shape": DECODE}
     yield plain.test_all_codes_of_mxfp8_are_decoded, {"large": True, "shape": PREFILL}
-    yield plain.test_unusual_rows_of_mxfp8_have_the_same_bits, {"shape": MIDDLE}
+    yield plain.test_special_rows_of_mxfp8_have_the_same_bits, {"shape": MIDDLE}
     for name, token, first, last in (("mxfp8", "mxfp8", 3, 202), ("nvfp4", "nvfp4", 0, 126), ("nvfp4", "bf16", 0, 126)):
         yield plain.test_all_scales_are_decoded, {"name": name, "token": token, "first": first, "last": last}
     # The two left out have nothing that none of the others has.
@@ -264,7 +264,7 @@ def test_mistakes_are_found(
 
 
 MISTAKES_OF_OVERLAP = {
-    "tokens_not_waited_for": ("if (1) await_decoded(", "if (0) await_decoded("),
+    "tokens_not_waited_for": ("if (1) await_tokens(", "if (0) await_tokens("),
     "told_before_they_are_there": (
         "outbox.pending = counters + 1 + number - begin;",
         "if (lane == 0) atomicAdd(counters + 1 + number - begin, 1);",

@@ -67,7 +67,7 @@ def _variants() -> list[dict[str, int]]:
 @pytest.mark.cpu_only
 @pytest.mark.timeout(600)
 def test_variants_multiply_in_tensor_cores_and_keep_their_sums_in_registers(tmp_path: Path) -> None:
-    """Memory may be used after the last product of the steps that all tiles take: once a tile, for unusual scales."""
+    """Memory may be used after the last product of the steps that all tiles take, where scales need another path."""
     cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     if not cuobjdump.is_file():
         pytest.skip("this triton brings no cuobjdump")
@@ -81,7 +81,7 @@ def test_variants_multiply_in_tensor_cores_and_keep_their_sums_in_registers(tmp_
         names = re.findall(r"^\s+/\*[0-9a-f]{4,}\*/\s+(?:@\S+\s+)?(\w+)", sass.stdout, re.MULTILINE)
         products = [place for place, name in enumerate(names) if name in ("QGMMA", "HGMMA")]
         # Of FP8 the first four before the loop, which begins where the first half is under way, then those of both
-        # halves, unrolled over the stages; then come those for unusual scales. Tiles of one half have theirs in bf16.
+        # halves, unrolled over the stages; then come those for other scales. Tiles of one half have theirs in bf16.
         count = 4 + 8 * variant["STAGES"] if variant["FP8"] else 4
         others = 8 if variant["FP8"] else 4 * (variant["CLUSTER"] == 2 and not variant["GATED"])
         assert len(products) == count + others, variant
