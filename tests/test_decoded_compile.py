@@ -220,7 +220,7 @@ def test_decoding_of_tokens_compiles(name: str, rows: int, shape: TokenShape, re
 
 
 @pytest.mark.parametrize(("weight", "token"), [("nvfp4", "nvfp4"), ("nvfp4", "bf16"), ("mxfp8", "mxfp8")])
-def test_few_tokens_are_decoded_beside_the_gemm(weight: str, token: str, recorded: list[Recorded]) -> None:
+def test_few_tokens_leave_room_for_a_block_of_the_gemm(weight: str, token: str, recorded: list[Recorded]) -> None:
     """An SM has room for a block of either, of the gated GEMM, which takes most."""
     gemm = launched(recorded, weight, token, 7168, 8, SwiGLU(), f"{weight} decoded")
     kernels = [(launch, compile_recorded(launch)) for launch in (recorded[0], gemm)]
@@ -241,7 +241,7 @@ def test_few_tokens_are_decoded_beside_the_gemm(weight: str, token: str, recorde
         ("mxfp8", "mxfp8", 7168, 8192),
     ],
 )
-def test_many_tokens_are_decoded_beside_the_gemm(
+def test_dequantization_of_many_tokens_overlaps(
     weight: str, token: str, k: int, rows: int, recorded: list[Recorded]
 ) -> None:
     """By blocks of which an SM has one, and none of the GEMM, so that these are as many as are asked for."""
@@ -268,7 +268,7 @@ def test_many_tokens_are_decoded_beside_the_gemm(
         assert launch.shared_bytes + compiled.number(r"(\d+) bytes smem") <= SHARED_BYTES_OF_A_BLOCK
 
 
-def test_decoding_beside_is_chosen_by_rows_and_columns() -> None:
+def test_overlap_is_chosen_by_rows_and_columns() -> None:
     def chosen(
         rows: int,
         n: int,
@@ -283,7 +283,7 @@ def test_decoding_beside_is_chosen_by_rows_and_columns() -> None:
     assert chosen(2 * 8 * 288 - 1, 4096) is None
     assert chosen(8192, 7168) == DequantOverlap(first=2 * 5 * 16, sms=3)
     assert chosen(32768, 1536) == DequantOverlap(first=2 * 22 * 16, sms=11)
-    # With fewer columns too many SMs would have to decode.
+    # With fewer columns too many SMs would have to dequantize.
     assert chosen(10**6, 986) == DequantOverlap(first=2 * 33 * 16, sms=16) and chosen(10**6, 985) is None
     # Tiles of MIDDLE have 128 weight rows and 160 tokens.
     assert chosen(4096, 4096, NVFP4, MIDDLE) == DequantOverlap(first=2 * 5 * 20, sms=5)
@@ -293,7 +293,7 @@ def test_decoding_beside_is_chosen_by_rows_and_columns() -> None:
 
 
 @pytest.mark.parametrize("limited", ["SMs", "decoded"])
-def test_nothing_is_decoded_beside_on_few_sms_or_where_it_is_decoded(limited: str, recorded: list[Recorded]) -> None:
+def test_nothing_overlaps_on_few_sms_or_where_rows_come_dequantized(limited: str, recorded: list[Recorded]) -> None:
     a, w = replace(rows_of("nvfp4", 16, 64), expected_rows=8192), weights_of("nvfp4", 4096, 64, None)
     if limited == "decoded":
         a = replace(a, decoded=empty_decoded(a, 64))
