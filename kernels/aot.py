@@ -48,6 +48,8 @@ from moe_runtime.kernels.gemm_shapes import (
     DEQUANT_PREFILL,
     TMA_DECODE,
     TMA_PREFILL,
+    DequantShape,
+    TmaShape,
     overlapped_token_shape,
 )
 from moe_runtime.kernels.grouped_gemm import _grouped_gemm_kernel, tile_options
@@ -195,14 +197,16 @@ BF16_WGMMA = {90: r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.bf16\.bf16
 FP8_WGMMA = {90: r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3"}
 
 
-def _dequant(operation: str, fmt: TokenFormat, shape: Any, out_dtype: torch.dtype, **more: Any) -> CudaCase:
+def _dequant(operation: str, fmt: TokenFormat, shape: DequantShape, out_dtype: torch.dtype, **more: Any) -> CudaCase:
     gated = operation == GATED
     arguments = fmt, fmt, shape, unit_columns(HIDDEN), fmt if gated else None, out_dtype, SILU if gated else None
     defines, _ = decoded_gemm.macros(*arguments, **more)
     return CudaCase(operation, fmt.name, "decoded_gemm.cu", "decoded_gemm", defines, instruction=BF16_WGMMA)
 
 
-def _tma(operation: str, fmt: TokenFormat, shape: Any, out_code: int, gather: bool, copied: bool = False) -> CudaCase:
+def _tma(
+    operation: str, fmt: TokenFormat, shape: TmaShape, out_code: int, gather: bool, copied: bool = False
+) -> CudaCase:
     order = SILU.order if operation == GATED else None
     more = {"gather": gather, "gated": order is not None, "extras": False, "copied_scales": copied}
     defines = tma_gemm.macros(fmt, shape, GROUPS, order=order, out_code=out_code, **more)
