@@ -91,7 +91,8 @@ def _resolved(engine: str, device: torch.device) -> Engine:
         return "triton"
     missing = missing_for_cuda(device)
     if engine == "cuda" and missing is not None:
-        raise ValueError(f"engine: cuda cannot run on {device}: {missing}")
+        others = "auto, triton or torch" if device.type == "cuda" else "auto or torch"
+        raise ValueError(f"engine: expected {others} on {device}, where cuda cannot run ({missing}), got 'cuda'")
     if missing is None:
         return "cuda"
     if device.type != "cuda":
