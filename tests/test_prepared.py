@@ -257,7 +257,7 @@ def test_a_hopper_gpu_without_nvrtc_is_told_of_once(
             device = torch.device(name)
             assert resolve_engine("auto", device) == ("torch" if name == "cpu" else "triton")
             assert resolve_engine("triton" if device.type == "cuda" else "torch", device) != "cuda"
-        with pytest.raises(ValueError, match=r"^engine: expected .* on cuda:0, where .* \(cuda-bindings finds no NVRTC"):
+        with pytest.raises(ValueError, match=r"^engine: expected .* on cuda:0, .* finds no NVRTC"):
             resolve_engine("cuda", torch.device("cuda:0"))
         with pytest.raises(ValueError, match=r"^engine: expected .* on cuda:1, where .* are for Hopper GPUs\)"):
             resolve_engine("cuda", torch.device("cuda:1"))
@@ -280,11 +280,11 @@ def test_an_engine_is_resolved_by_the_device(monkeypatch: pytest.MonkeyPatch) ->
             found = [resolve_engine("auto", device) for device in (hopper, other, cpu)]
             assert found == ["triton" if interpreted else "cuda", "triton", "torch"]
             assert resolve_engine("triton", hopper) == "triton" and resolve_engine("torch", hopper) == "torch"
-            with pytest.raises(ValueError, match=r"^engine: expected auto or torch on cpu, where .* are for Hopper GPUs\)"):
+            with pytest.raises(ValueError, match=r"^engine: expected auto or torch on cpu, .* Hopper GPUs"):
                 resolve_engine("cuda", cpu)
             if interpreted:
                 assert resolve_engine("triton", cpu) == "triton"
-                with pytest.raises(ValueError, match=r"^engine: expected .* on cuda:0, where .* \(TRITON_INTERPRET is set\)"):
+                with pytest.raises(ValueError, match=r"^engine: expected .* on cuda:0, .*TRITON_INTERPRET is set"):
                     resolve_engine("cuda", hopper)
             else:
                 assert resolve_engine("cuda", hopper) == "cuda"
