@@ -1,9 +1,12 @@
-"""Compile every kernel of `AOT_CASES` for every architecture it declares, on a machine that needs no GPU.
+"""Compile every kernel for every architecture it declares, on a machine that needs no GPU.
 
 `python -m moe_runtime.kernels.aot [--json FILE] [--jobs N] [--operations NAME ...] [--assemble-once]` prints a table
 operation x format x architecture with the matrix instructions found in the PTX, and fails if a kernel does not compile
 or lacks the instruction it is meant to use. It must run without `TRITON_INTERPRET`: under the interpreter there is
 nothing to compile.
+
+The cases are those of every module's `AOT_CASES`; here are those of the grouped GEMM: every pair of formats, every form
+of the epilogue, each architecture's MMA, and the operations of `moe_runtime.ops`.
 
 Half of the time is ptxas. With `--assemble-once` Blackwell's cases go down to PTX, in which the instructions are looked
 for, and one of each operation and instruction to a binary; those of Hopper, where kernels run, all do.
@@ -21,38 +24,236 @@ import re
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 import triton
 from triton._C.libtriton import ir
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
-from moe_runtime.kernels import nvrtc
-from moe_runtime.kernels.runtime import INTERPRET, AotCase, CudaCase
+from moe_runtime.formats import BF16, FORMATS, FP8_BLOCK, MXFP4, MXFP8, NVFP4, ScaleLayout, TokenFormat
+from moe_runtime.kernels import decode_tokens, decoded_gemm, nvrtc, tma_gemm
+from moe_runtime.kernels.decoded_layout import unit_columns
+from moe_runtime.kernels.gemm_operands import NativeForm
+from moe_runtime.kernels.gemm_plan import choose_op_tile, choose_tile, keeps_tokens
+from moe_runtime.kernels.gemm_shapes import (
+    DEQUANT_DECODE,
+    DEQUANT_MIDDLE,
+    DEQUANT_PREFILL,
+    TMA_DECODE,
+    TMA_PREFILL,
+    DequantShape,
+    TmaShape,
+    overlapped_token_shape,
+)
+from moe_runtime.kernels.grouped_gemm import _grouped_gemm_kernel, tile_options
+from moe_runtime.kernels.runtime import ALL_ARCHS, INTERPRET, AotCase, CudaCase
+from moe_runtime.weights import GPT_OSS, SILU, GateUpOrder, SwiGLU
 
 INTERPRETED = "ahead-of-time compilation needs a process without TRITON_INTERPRET; unset it and run again"
 MATRIX_INSTRUCTION = re.compile(r"\b(?:tcgen05\.mma|wgmma\.mma_async|mma\.sync)[\w.:]*")
 
+PLAIN, GATED = "grouped_gemm", "grouped_gemm_swiglu"
+OP_MAX = "grouped_matmul_dynamic_scaled_nvfp4"
+OP_NVFP4 = "group_gemm_nvfp4_nt_groupwise"
+OP_MXFP8 = "moe_gemm_mxfp8_nt_groupwise"
+OP_FP8 = "group_gemm_fp8_nt_groupwise"
+
+# --- The grouped GEMM in Triton ---
+
+MMA = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma", 120: r"mma\.sync"}
+BLOCK_SCALED = {100: r"tcgen05\.mma\S*{}\S*block_scale", 120: r"mma\.sync\S*{}\S*block_scale"}
+WIDE, NARROW = 2048, 32
+"""Output columns with the widest tile and with the narrowest, which compiles in half the time."""
+
+_TYPES = """
+    a_ptr:*bf16 a_scales_ptr:*u8 row_scale_ptr:*fp32 row_index_ptr:*i32 w_ptr:*bf16 w_scales_ptr:*u8
+    expert_scales_ptr:*fp32 bias_ptr:*fp32 out_ptr:*u8 out_scales_ptr:*u8 out_gsf_ptr:*fp32 group_offsets_ptr:*i32
+    a_scale_offsets_ptr:*i32 out_scale_offsets_ptr:*i32 expert_ids_ptr:*i32 num_active_ptr:*i32 num_groups:i32
+    num_experts:i32 capacity:i32 columns:i32 K:i32 a_stride:i64 out_stride:i64 a_scale_ld:i64 w_scale_ld:i64
+"""
+_QUANTS = {BF16: "*bf16", FP8_BLOCK: "*fp8e4nv", MXFP8: "*fp8e4nv", NVFP4: "*u8", MXFP4: "*u8"}
+_PAIRS = {BF16: "*i32", MXFP8: "*i16", NVFP4: "*u8"}
+"""Words of two numbers of the rows."""
+_RESULTS = {BF16: "*i16", FP8_BLOCK: "*u8", MXFP8: "*u8", NVFP4: "*u8"}
+
+
+def _triton(
+    a: TokenFormat,
+    w: TokenFormat,
+    *,
+    operation: str | None = None,
+    out: TokenFormat | None = None,
+    activation: SwiGLU | None = None,
+    out_type: str = "*i16",
+    absent: tuple[str, ...] = (),
+    archs: tuple[int, ...] = ALL_ARCHS,
+    native: NativeForm = NativeForm.NONE,
+    n: int = WIDE,
+    max_tile_n: int = 128,
+    layout: ScaleLayout | None = None,
+    **constants: Any,
+) -> AotCase:
+    """A case with every optional tensor that the formats allow, less those in `absent`, for `n` output columns.
+
+    `operation` is one of `moe_runtime.ops`; without it, the case is a layer's. `constants` are constexprs.
+    """
+    if operation is None:
+        tile = choose_tile(n, a, out_block=0 if out is None else out.block, native=native)
+    else:
+        tile = choose_op_tile(n, w, max_tile_n, bool(native))
+    if activation is not None:
+        constants |= {"ORDER": activation.order.code}
+        constants |= {"ACTIVATION": (activation.alpha, activation.limit, activation.up_offset)}
+    how = tile_options(tile, native, num_groups=32, k=tile.block_k) | {"INTERPRET": False}
+    options = {name: how.pop(name) for name in ("num_warps", "num_stages", "enable_fp_fusion")}
+    a_layout, w_layout = (int(f.scale_layout if layout is None else layout) for f in (a, w))
+    constexprs = how | {"A_FMT": int(a.code), "W_FMT": int(w.code), "OUT_FMT": 0 if out is None else int(out.code)}
+    constexprs |= {"A_LAYOUT": a_layout, "W_LAYOUT": w_layout, "SCALE_BLOCK": w.block, "ROWS_PER_SCALE": 1}
+    constexprs |= {"E5M2": False, "ORDER": 0, "SCALES_PER_EXPERT": 0, "ACTIVATION": None, **constants}
+    has_ld = layout in (ScaleLayout.MN_MAJOR, ScaleLayout.PACKED)
+    there = {
+        "a_scales_ptr": a is not BF16,
+        "w_scales_ptr": w is not BF16,
+        "a_scale_offsets_ptr": a.swizzled,
+        "out_scales_ptr": out is not None and out.scale_dtype is not None,
+        "out_scale_offsets_ptr": out is not None and out.swizzled,
+        "out_gsf_ptr": out is not None and out.has_row_scale,
+        "expert_scales_ptr": constexprs["SCALES_PER_EXPERT"] > 0,
+        "a_scale_ld": has_ld,
+        "w_scale_ld": has_ld,
+    }
+    constexprs |= dict.fromkeys((*absent, *(name for name, is_there in there.items() if not is_there)))
+    types = dict(pair.split(":") for pair in _TYPES.split())
+    types |= {"a_ptr": _QUANTS[a], "w_ptr": _QUANTS[w], "out_ptr": out_type if out is None else _RESULTS[out]}
+    if w.element_bits == 4 and not native:
+        types["a_ptr"] = _PAIRS[a]
+    if constexprs["E5M2"]:
+        types |= dict.fromkeys(("a_ptr", "w_ptr"), "*fp8e5")
+    types |= {f"{name}_scales_ptr": "*fp32" for name, f in (("a", a), ("w", w), ("out", out)) if f is FP8_BLOCK}
+    kind = "mxf4nvf4" if w is NVFP4 else "mxf8f6f4"
+    wanted = {arch: BLOCK_SCALED[arch].format(kind) if native else MMA[arch] for arch in archs}
+    name, fmt = operation or (PLAIN if out is None else GATED), w.name if a is w else f"{w.name} x {a.name}"
+    signature = types | dict.fromkeys(constexprs, "constexpr")
+    return AotCase(name, fmt, _grouped_gemm_kernel, signature, constexprs, options, archs, wanted)
+
+
+_NO_EXTRAS = ("row_index_ptr", "row_scale_ptr", "bias_ptr", "num_active_ptr")
+_STORED, _WIDENED = NativeForm.AS_STORED, NativeForm.WIDENED
+_ONE: dict[str, Any] = {"SCALES_PER_EXPERT": 1}
+_TWO: dict[str, Any] = {"SCALES_PER_EXPERT": 2}
+_ODD_K: dict[str, Any] = {"EVEN_K": False}
+
+
+def _layer_cases() -> Iterator[AotCase]:
+    """Every format with the widest tile in both operations, those of 4-bit weights alone in one; else the narrowest."""
+    for f in FORMATS.values():
+        yield _triton(f, f, absent=() if f.has_row_scale else ("row_scale_ptr",))
+        yield _triton(f, f, out=f, activation=SwiGLU(), **_TWO)
+    yield _triton(BF16, NVFP4, absent=_NO_EXTRAS, **_ONE, **_ODD_K)
+    yield _triton(BF16, NVFP4, out=BF16, activation=GPT_OSS, n=NARROW, **_TWO, **_ODD_K)
+    yield _triton(BF16, MXFP4, n=NARROW, **_ODD_K)
+    yield _triton(BF16, MXFP4, out=BF16, activation=GPT_OSS)
+    for arch, native in ((90, NativeForm.NONE), (100, _STORED), (120, _WIDENED)):
+        yield _triton(MXFP8, MXFP4, archs=(arch,), native=native, **_ODD_K)
+        yield _triton(MXFP8, MXFP4, out=MXFP8, activation=GPT_OSS, archs=(arch,), native=native)
+    yield _triton(BF16, BF16, out_type="*fp16", absent=_NO_EXTRAS, n=NARROW, **_ODD_K)
+    interleaved: dict[str, Any] = {"ORDER": GateUpOrder.INTERLEAVED.code}
+    yield _triton(MXFP8, MXFP8, out_type="*fp32", n=NARROW, **interleaved, **_TWO, **_ODD_K)
+    up_gate = SwiGLU(GateUpOrder.UP_GATE)
+    yield _triton(NVFP4, NVFP4, out=NVFP4, activation=up_gate, absent=("bias_ptr",), n=NARROW, **_ONE)
+
+
+def _op_cases() -> Iterator[AotCase]:
+    """Each layout of scales, element and width of tile of `moe_runtime.ops`, in the form that an architecture takes."""
+    common: dict[str, Any]
+    for archs, native, max_tile_n in (((90,), NativeForm.NONE, 128), ((100, 120), _STORED, 64)):
+        common = {"layout": ScaleLayout.SWIZZLED, "archs": archs, "native": native}
+        yield _triton(NVFP4, NVFP4, operation=OP_MAX, absent=_NO_EXTRAS[:3], **_ONE, **_ODD_K, **common)
+        common |= {"absent": _NO_EXTRAS}
+        fp16: dict[str, Any] = {"out_type": "*fp16", "max_tile_n": max_tile_n}
+        yield _triton(NVFP4, NVFP4, operation=OP_NVFP4, **fp16, **_ONE, **common)
+        if native is NativeForm.NONE:
+            yield _triton(NVFP4, NVFP4, operation=OP_NVFP4, max_tile_n=32, **common)
+        common |= {"layout": ScaleLayout.PACKED}
+        yield _triton(MXFP8, MXFP8, operation=OP_MXFP8, SCALE_BLOCK=128, **_ODD_K, **common)
+        yield _triton(MXFP8, MXFP8, operation=OP_MXFP8, SCALE_BLOCK=32, n=NARROW, **common)
+    common = {"operation": OP_FP8, "absent": _NO_EXTRAS}
+    yield _triton(FP8_BLOCK, FP8_BLOCK, layout=ScaleLayout.MN_MAJOR, **common)
+    e5m2: dict[str, Any] = {"out_type": "*fp16", "E5M2": True, "ROWS_PER_SCALE": 128}
+    yield _triton(FP8_BLOCK, FP8_BLOCK, layout=ScaleLayout.K_MAJOR, n=NARROW, **e5m2, **common)
+
+
+# --- Hopper's grouped GEMM in CUDA C++; the tests of each kernel compile more of their variants ---
+
+HIDDEN, GROUPS = 7168, 32
+BF16_WGMMA = {90: r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.bf16\.bf16"}
+FP8_WGMMA = {90: r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3"}
+
+
+def _dequant(operation: str, fmt: TokenFormat, shape: DequantShape, out_dtype: torch.dtype, **more: Any) -> CudaCase:
+    gated = operation == GATED
+    arguments = fmt, fmt, shape, unit_columns(HIDDEN), fmt if gated else None, out_dtype, SILU if gated else None
+    defines, _ = decoded_gemm.macros(*arguments, **more)
+    return CudaCase(operation, fmt.name, "decoded_gemm.cu", "decoded_gemm", defines, instruction=BF16_WGMMA)
+
+
+def _tma(
+    operation: str, fmt: TokenFormat, shape: TmaShape, out_code: int, gather: bool, copied: bool = False
+) -> CudaCase:
+    order = SILU.order if operation == GATED else None
+    more = {"gather": gather, "gated": order is not None, "extras": False, "copied_scales": copied}
+    defines = tma_gemm.macros(fmt, shape, GROUPS, order=order, out_code=out_code, **more)
+    wgmma = FP8_WGMMA if fmt is FP8_BLOCK else BF16_WGMMA
+    return CudaCase(operation, fmt.name, tma_gemm.SOURCE, "tma_gemm", defines, instruction=wgmma)
+
+
+def _hopper_cases() -> Iterator[CudaCase]:
+    """Each format in every regime, plain and gated, and what the operations of `moe_runtime.ops` run."""
+    for operation, fmt in ((OP_MAX, NVFP4), (OP_NVFP4, NVFP4), (OP_MXFP8, MXFP8)):
+        for out_dtype in (torch.bfloat16, torch.float16):
+            yield _dequant(operation, fmt, DEQUANT_DECODE, out_dtype)
+    for out_code in (0, 1):
+        yield _tma(OP_FP8, FP8_BLOCK, TMA_PREFILL, out_code, gather=False)
+    for fmt in (NVFP4, MXFP8):
+        for dequant_shape in (DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL):
+            ways = [(PLAIN, False, False), (GATED, False, False), (GATED, True, False)]
+            ways += [(PLAIN, False, True), (GATED, True, True)] if dequant_shape is DEQUANT_PREFILL else []
+            keep = keeps_tokens(GROUPS, HIDDEN, fmt, dequant_shape)
+            for operation, dequantized, overlapped in ways:
+                more = {"out_dequantized": dequantized, "keep_tokens": keep, "overlapped": overlapped}
+                yield _dequant(operation, fmt, dequant_shape, torch.bfloat16, **more)
+    for fmt in (FP8_BLOCK, BF16):
+        for tma_shape in (TMA_DECODE, TMA_PREFILL):
+            for operation in (PLAIN, GATED):
+                out_code = 3 if operation == GATED and fmt is FP8_BLOCK else 0
+                yield _tma(operation, fmt, tma_shape, out_code, gather=operation == GATED)
+                if fmt is FP8_BLOCK and tma_shape is TMA_PREFILL:
+                    yield _tma(operation, fmt, tma_shape, out_code, gather=False, copied=True)
+    for fmt in (f for f in FORMATS.values() if f is not FP8_BLOCK):
+        overlapped_shape = overlapped_token_shape(unit_columns(HIDDEN))
+        layouts: list[dict[str, Any]] = [{}, {"packed": True}, {"shape": overlapped_shape}]
+        for layout in layouts + ([{"scales_in_record": True}] if fmt.swizzled else []):
+            defines = decode_tokens.token_macros(fmt, **layout)
+            yield CudaCase("decode_tokens", fmt.name, "decode_tokens.cu", "decode_tokens", defines)
+
+
+AOT_CASES: tuple[AotCase | CudaCase, ...] = (*_hopper_cases(), *_layer_cases(), *_op_cases())
+
+# --- Compiling ---
+
 
 @dataclass(frozen=True)
 class AotResult:
-    """What came of one case on one architecture.
+    """What came of one case on one architecture, its compute capability times ten; `error` is empty if all is well.
 
-    Attributes:
-        operation, format: of the case.
-        kernel: name of the jit function, or of the kernel in CUDA C++.
-        arch: compute capability times ten.
-        instructions: distinct matrix instructions of the PTX, sorted.
-        shared_bytes: shared memory of a Triton program.
-        assembled: whether it went on from PTX to a binary.
-        seconds: time that compiling took.
-        error: why it failed; empty when it did not.
+    `instructions` are the distinct matrix instructions of the PTX; `assembled` says whether it went on to a binary.
     """
 
     operation: str
@@ -70,12 +271,8 @@ def collect_cases() -> list[tuple[str, int, AotCase | CudaCase]]:
     """`(module, index, case)` of all `AOT_CASES` under `moe_runtime.kernels`."""
     package = importlib.import_module("moe_runtime.kernels")
     names = sorted(f"{package.__name__}.{info.name}" for info in pkgutil.iter_modules(package.__path__))
-    cases: list[tuple[str, int, AotCase | CudaCase]] = []
-    for name in names:
-        if name != f"{package.__name__}.aot":
-            found = getattr(importlib.import_module(name), "AOT_CASES", ())
-            cases += [(name, index, case) for index, case in enumerate(found)]
-    return cases
+    found = ((name, getattr(importlib.import_module(name), "AOT_CASES", ())) for name in names)
+    return [(name, index, case) for name, cases in found for index, case in enumerate(cases)]
 
 
 def check_ones(case: AotCase) -> None:
@@ -139,26 +336,20 @@ def compile_case(case: AotCase | CudaCase, arch: int, assemble: bool = True) -> 
     return AotResult(case.operation, case.format, kernel, arch, instructions, shared_bytes, assemble, seconds, error)
 
 
-@dataclass(frozen=True)
-class _Task:
-    module: str
-    index: int
-    arch: int
-    assemble: bool
+_Task = tuple[str, int, int, bool]
+"""Module, index of the case there, architecture, whether to assemble."""
 
 
 def _compile_by_name(tasks: Sequence[_Task]) -> list[AotResult]:
-    return [
-        compile_case(importlib.import_module(task.module).AOT_CASES[task.index], task.arch, task.assemble)
-        for task in tasks
-    ]
+    cases = ((importlib.import_module(module).AOT_CASES[index], *how) for module, index, *how in tasks)
+    return [compile_case(*case) for case in cases]
 
 
 def _code_of(case: AotCase | CudaCase, arch: int) -> str:
     """Equal for cases that compile to the same code."""
     if isinstance(case, CudaCase):
         return repr((case.file, sorted(case.defines.items()), arch))
-    parts = (case.signature, case.constexprs, case.options)
+    parts: tuple[Mapping[str, Any], ...] = (case.signature, case.constexprs, case.options)
     return repr((case.kernel.__name__, *(sorted(part.items()) for part in parts), arch))
 
 
@@ -186,18 +377,14 @@ def compile_all(jobs: int = 1, operations: Sequence[str] | None = None, assemble
     same: dict[str, list[_Task]] = defaultdict(list)
     for module, index, case, arch in sorted(cases, key=lambda entry: isinstance(entry[2], CudaCase)):
         code = _code_of(case, arch)
-        assemble = not assemble_once or arch == 90 or code in assembled
-        same[code].append(_Task(module, index, arch, assemble))
+        same[code].append((module, index, arch, not assemble_once or arch == 90 or code in assembled))
     if jobs <= 1:
         results = [_compile_by_name(group) for group in same.values()]
     else:
         with ProcessPoolExecutor(jobs, mp_context=multiprocessing.get_context("spawn")) as pool:
             results = list(pool.map(_compile_by_name, same.values()))
-    found = {
-        (task.module, task.index, task.arch): result
-        for group, part in zip(same.values(), results, strict=True)
-        for task, result in zip(group, part, strict=True)
-    }
+    groups = zip(same.values(), results, strict=True)
+    found = {task[:3]: result for group, part in groups for task, result in zip(group, part, strict=True)}
     return [found[module, index, arch] for module, index, _, arch in cases]
 
 
@@ -206,23 +393,21 @@ def _print_table(results: list[AotResult]) -> None:
     from rich.table import Table
 
     archs = sorted({result.arch for result in results})
-    table = Table(title=f"Triton {triton.__version__} and NVRTC, compiled ahead of time")
-    for column in ("operation", "format", "kernel", *(f"sm_{arch}" for arch in archs)):
-        table.add_column(column)
-    cells: dict[tuple[str, str, str], dict[int, set[str]]] = {}
+    headers = ("operation", "format", "kernel", *(f"sm_{arch}" for arch in archs))
+    table = Table(*headers, title=f"Triton {triton.__version__} and NVRTC, compiled ahead of time")
+    cells: dict[tuple[str, str, str], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for result in results:
-        row = cells.setdefault((result.operation, result.format, result.kernel), {})
         short = [text.replace(".sync.aligned", "").replace(".row.col", "") for text in result.instructions]
         # Widths of one instruction in one line.
         short = [re.sub(r"(wgmma\S*\.m64n)\d+", r"\1*", text) for text in short]
-        row.setdefault(result.arch, set()).update(["[red]failed[/red]"] if result.error else short or ["ok"])
-    for key, row in sorted(cells.items()):
-        table.add_row(*key, *("\n".join(sorted(row.get(arch, {"-"}))) for arch in archs))
-    Console(width=None if sys.stdout.isatty() else 180).print(table)
-    for result in results:
+        found = ["[red]failed[/red]"] if result.error else short or ["ok"]
+        cells[result.operation, result.format, result.kernel][result.arch].update(found)
         if result.error:
             where = f"{result.operation} {result.format} {result.kernel} sm_{result.arch}"
             print(f"{where}: {result.error}", file=sys.stderr)
+    for key, row in sorted(cells.items()):
+        table.add_row(*key, *("\n".join(sorted(row.get(arch, {"-"}))) for arch in archs))
+    Console(width=None if sys.stdout.isatty() else 180).print(table)
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -1,26 +1,27 @@
-// Gathers the rows of a grouped GEMM and decodes them to bf16, once, in the order in which wgmma reads them.
+// Gathers the rows of a grouped GEMM and dequantizes them to bf16, once, in the order in which wgmma reads them.
 //
-// [K / 64][blocks of 8 tokens][8 pieces of columns][8 tokens][8 numbers], so that 64 columns of a tile lie in one piece; these
-// 64 are in the order of decoded_layout.py.
-// A group starts at block (group_offsets[g] + 7 * g) / 8. A warp takes such a block, so that what it stores at a time are
-// whole lines, and 64 columns: lane = row * 4 + t has the columns 16 * t .. 16 * t + 15. Columns past K are zeros; NVFP4
-// numbers are 2^100 times their value. Blocks of threads go from one of 8 tokens to another, no further than there are
-// tokens: of a capacity, which is a worst case, most may be empty.
+// The result is [K / 64][blocks of 8 tokens][8 pieces of columns][8 tokens][8 numbers], so that 64 columns of a tile are
+// contiguous. Within the 64, columns are in the order of decoded_layout.py.
+// A group starts at block (group_offsets[g] + 7 * g) / 8. A warp takes such a block and 64 columns, so that it stores whole
+// lines: lane = row * 4 + t has the columns 16 * t .. 16 * t + 15. Columns past K are zeros. NVFP4 numbers are 2^100 times
+// their value. Thread blocks loop over blocks of 8 tokens up to the last token: of a capacity, which is a worst case, most
+// may be empty.
 //
-// Many tokens are decoded by two kernels: the first by all SMs, the rest by few, BESIDE the product that takes them, which
-// waits for them by `counters`: of tiles that its blocks have taken, then, for each block of 8 tokens from `begin` on, of
-// warps that have decoded a part of it.
+// Two kernels dequantize many tokens. The first runs on all SMs. The second takes the rest on few SMs, OVERLAPPED with the
+// product that takes them, which waits by `counters`: the first counts tiles that its blocks have taken, the others, for
+// each block of 8 tokens from `begin` on, warps that have dequantized their part of it.
 //
-// Macros: BESIDE, TEAM (warps of a block of threads that take a block of tokens together), THREADS of a block, MIN_BLOCKS (of
-// an SM, for which registers are kept few; 0 leaves them to the compiler), AHEAD (pieces of a row that a thread loads before
-// it decodes the first), FMT (FormatCode), MAX_GROUPS, SCALE_BLOCK, PACKED (ScaleLayout of the scales, else swizzled), BY_ROW
-// (scales lie as the rows do, instead of either); `scale_ld` is the leading dimension of packed scales, or bytes between those
-// of rows.
+// Macros:
+//   OVERLAPPED, TEAM (warps of a thread block that take a block of tokens together), THREADS of a block,
+//   MIN_BLOCKS (of an SM, for which registers are kept few; 0 leaves them to the compiler), AHEAD (pieces of a row that a
+//   thread loads before it dequantizes the first), FMT (FormatCode), MAX_GROUPS, SCALE_BLOCK, PACKED (ScaleLayout of the
+//   scales, else swizzled), SCALES_IN_RECORD (scales lie as the rows do, instead of either).
+// `scale_ld` is the leading dimension of packed scales, or the bytes from one row's scales in a record to the next.
 
 #include "bulk_store.cuh"
 #include "numbers.cuh"
 
-constexpr bool GROUP_SCALES = FMT != BF16 && !BY_ROW;
+constexpr bool GROUP_SCALES = FMT != BF16 && !SCALES_IN_RECORD;
 constexpr int NUMBER_BITS = FMT == BF16 ? 16 : FMT == NVFP4 ? 4 : 8;
 constexpr int TEAMS = THREADS / 32 / TEAM;
 constexpr int BLOCK_BYTES = 1024;  // of 8 tokens and 64 columns
@@ -43,7 +44,7 @@ struct Piece {
     }
   }
 
-  __device__ __forceinline__ void decode(u32 (&pairs)[8]) const {
+  __device__ __forceinline__ void dequantize(u32 (&pairs)[8]) const {
     float low = 0.0f, high;
     if (FMT == NVFP4) e4m3_pair(scale, low, high);
     const u32 factor = FMT == NVFP4 ? e4m3_factor(low) : e8m0_pair(scale);
@@ -54,7 +55,7 @@ struct Piece {
       } else if (FMT == NVFP4) {
         pairs[i] = e2m1_pair(__byte_perm(words[i / 4], 0, 0x4440 + (i & 3)), factor);
       } else {
-        // Halves that such a move splits off are operands of conversions.
+        // Only with such a move does the compiler use halves of a register as operands of conversions.
         u16 halves[2];
         asm("mov.b32 {%0, %1}, %2;" : "=h"(halves[0]), "=h"(halves[1]) : "r"(words[i / 2]));
         pairs[i] = e4m3_decoded(halves[i & 1], factor);
@@ -63,19 +64,19 @@ struct Piece {
   }
 };
 
-// Where a warp leaves blocks that the copy engine stores, AHEAD of them, and what is said when they are there.
+// AHEAD blocks of a warp in shared memory that the copy engine stores, and the counter to add to when they are stored.
 struct Outbox {
   u8* blocks;
-  u32* pending = nullptr;  // counts a block of tokens whose last parts are on their way
+  u32* pending = nullptr;  // of a block of tokens whose last parts the copy engine is still storing
 
-  // Before blocks are filled again.
+  // Waits until the blocks may be filled again.
   __device__ __forceinline__ void empty() {
-    if (pending) return tell();
+    if (pending) return count();
     bulk_await_read<0>();
     __syncwarp();
   }
 
-  __device__ __forceinline__ void tell() {
+  __device__ __forceinline__ void count() {
     bulk_await();
     __syncwarp();
     if (pending && (threadIdx.x & 31) == 0) {
@@ -95,12 +96,12 @@ struct Outbox {
     }
   }
 
-  // The first `count` blocks, `stride` bytes from each other.
-  __device__ __forceinline__ void send(u8* to, long long stride, int count) {
+  // Starts the stores of the first `blocks_sent` blocks, `stride` bytes from each other.
+  __device__ __forceinline__ void send(u8* to, long long stride, int blocks_sent) {
     bulk_fence();
     __syncwarp();
     const int i = threadIdx.x & 31;
-    if (i < min(count, AHEAD)) bulk_store(reinterpret_cast<u64>(to + i * stride), blocks + i * BLOCK_BYTES, BLOCK_BYTES);
+    if (i < min(blocks_sent, AHEAD)) bulk_store(reinterpret_cast<u64>(to + i * stride), blocks + i * BLOCK_BYTES, BLOCK_BYTES);
     bulk_commit();
   }
 };
@@ -114,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
   if (num_active) num_groups = min(num_groups, max(*num_active, 0));
-  // Said by one lane, the compiler knows that the others are with it, and computes once what they share.
+  // The shuffle tells the compiler that the number is warp-uniform, so that it computes shared values once.
   const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), lane = threadIdx.x & 31, t = lane & 3;
   __shared__ int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS], scale_offsets[GROUP_SCALES ? MAX_GROUPS : 1];
   for (int g = threadIdx.x; g <= num_groups; g += blockDim.x) {
@@ -127,15 +128,15 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   if (num_groups == 0) return;
   auto first_block = [&](int group) { return (offsets[group] + 7 * group) / 8; };
   const int past = first_block(num_groups);
-  if (!BESIDE && counters) {
+  if (!OVERLAPPED && counters) {
     const int thread = (blockIdx.y * gridDim.x + blockIdx.x) * THREADS + threadIdx.x;
     for (int i = thread; i <= max(past - end, 0); i += gridDim.x * gridDim.y * THREADS) counters[i] = 0;
   }
-  Outbox outbox = {BESIDE ? memory + warp * AHEAD * BLOCK_BYTES : nullptr};
+  Outbox outbox = {OVERLAPPED ? memory + warp * AHEAD * BLOCK_BYTES : nullptr};
   const long long unit_stride = static_cast<long long>(token_blocks) * BLOCK_BYTES;
   int group = 0;
   for (int number = begin + blockIdx.x * TEAMS + warp / TEAM; number < min(past, end); number += gridDim.x * TEAMS) {
-    // The last group that starts at or before the block, and so the one that is not empty.
+    // Find the last group that starts at or before the block: of those at the same block, the one that is not empty.
     for (int high = group + 1 < num_groups && first_block(group + 1) <= number ? num_groups : 0; high - group > 1;) {
       const int middle = (group + high) / 2;
       if (first_block(middle) <= number) group = middle;
@@ -143,18 +144,18 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
     }
     const int start = offsets[group], last = offsets[group + 1] - start - 1;
     int local = (number - first_block(group)) * 8 + lane / 4;
-    // Nothing of a group that is skipped is read.
+    // Rows of a skipped group are not read.
     if (static_cast<u32>(experts[group]) >= static_cast<u32>(num_experts)) continue;
     if (local > last) {
-      if (!BESIDE || last < 0) continue;
-      local = last;  // nobody reads what the warp stores there
+      if (!OVERLAPPED || last < 0) continue;
+      local = last;  // nobody reads what the lane stores there
     }
     const long long source = row_index ? row_index[start + local] : start + local;
     long long row = source * row_bytes + t * 16 * NUMBER_BITS / 8;
     // The scale of column block v is at (v / 4) * of_four + v % 4.
     long long row_scales = 0;
     int of_four = 4;
-    if (BY_ROW) {
+    if (SCALES_IN_RECORD) {
       row_scales = source * scale_ld;
     } else if (GROUP_SCALES) {
       const long long first = scale_offsets[group];
@@ -162,12 +163,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       row_scales = PACKED ? scale_row * 4 : swizzled_offset(scale_row, 0, ceil_div(columns, SCALE_BLOCK));
       of_four = PACKED ? scale_ld * 4 : 512;
     }
-    // Kept as they are, since the compiler would rather make them again for each piece.
+    // This keeps both offsets in registers; otherwise the compiler computes them again for each piece.
     asm("" : "+l"(row), "+l"(row_scales));
     u8* block = out + static_cast<long long>(number) * BLOCK_BYTES;
-    // Neighbouring units by one warp, whose pieces of a row are as long as what memory moves at a time. NVFP4 lost by it where
-    // all SMs decode.
-    constexpr bool NEIGHBOURS = FMT == MXFP8 || BESIDE;
+    // One warp takes neighbouring units, so that it reads as much of a row as memory moves at a time. NVFP4 lost by it where
+    // all SMs dequantize.
+    constexpr bool NEIGHBOURS = FMT == MXFP8 || OVERLAPPED;
     const int warps = gridDim.y * TEAM, step = NEIGHBOURS ? 1 : warps, distance = NEIGHBOURS ? AHEAD : 1;
     int first_unit = (blockIdx.y * TEAM + warp % TEAM) * distance;
     for (; first_unit < units; first_unit += warps * AHEAD) {
@@ -186,14 +187,14 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           if ((first_unit + i * step) * 64 + t * 16 < columns) load(i);
         }
       }
-      if (BESIDE) outbox.empty();
+      if (OVERLAPPED) outbox.empty();
 #pragma unroll
       for (int i = 0; i < AHEAD; ++i) {
         const int unit = first_unit + i * step;
         if (unit >= units) break;
         u32 pairs[8];
-        pieces[i].decode(pairs);
-        if (BESIDE) {
+        pieces[i].dequantize(pairs);
+        if (OVERLAPPED) {
           outbox.fill(i, pairs);
         } else {
           u8* to = block + unit * unit_stride + lane * 4;
@@ -201,13 +202,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
           for (int j = 0; j < 8; ++j) *reinterpret_cast<u32*>(to + j * 128) = pairs[j];
         }
       }
-      if (BESIDE) outbox.send(block + first_unit * unit_stride, step * unit_stride, (units - first_unit + step - 1) / step);
+      if (OVERLAPPED) outbox.send(block + first_unit * unit_stride, step * unit_stride, (units - first_unit + step - 1) / step);
     }
-    if (BESIDE) {
-      // A warp that has no part of the block says so when the one before is there, too.
-      if (outbox.pending) outbox.tell();
+    if (OVERLAPPED) {
+      // A warp without a part of the block counts it when its block before is stored.
+      if (outbox.pending) outbox.count();
       outbox.pending = counters + 1 + number - begin;
     }
   }
-  if (BESIDE) outbox.tell();
+  if (OVERLAPPED) outbox.count();
 }

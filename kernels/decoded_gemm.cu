@@ -1,18 +1,20 @@
-// Grouped GEMM with weights decoded in registers, for sm_90a; see decoded_gemm.py for layouts and measurements.
+// Grouped GEMM that dequantizes its weights in registers, for sm_90a; see decoded_gemm.py for layouts and measurements.
 //
-// The weights are the M side of wgmma: each thread reads its own 16 bytes of quants, in the order in which wgmma wants
-// its A operand, decodes them to bf16 in registers, and multiplies by tokens that lie in shared memory as bf16.
-// One producer warp walks the tiles and streams weights and tokens through a ring of stages; each consumer warpgroup owns
+// The weights are the M side of wgmma. Each thread reads its own 16 bytes of quants, in the order in which wgmma wants its
+// A operand, dequantizes them to bf16 in registers, and multiplies by tokens that lie in shared memory as bf16.
+// One producer warp walks the tiles and streams weights and tokens through a ring of stages. Each consumer warpgroup owns
 // its weight rows.
 //
-// Macros: W_FMT, OUT_FMT (FormatCode), OUT_TYPE (0 bf16, 1 fp16, 2 fp32; not gated), GATED, OUT_DECODED (gated
-// results as decode_tokens.cu would make them), ROW_SCALES, EXPERT_SCALES, BIAS (whether there are such), WARPGROUPS (64
-// weight rows of a tile each), STAGES, STAGE_K64 (columns of a stage / 64; divides `units`), CHUNK (columns of a chunk of
-// weights / 64; divides STAGE_K64), BATCH (steps of 16 columns decoded before they are multiplied), BUFFERS (for so many),
-// ROLLING (each waits for the one before; otherwise the last of BUFFERS and of a stage for all), MAX_BLOCKS (tokens of a tile
-// / 8), CASES (numbers of blocks below that have code of their own), MAX_GROUPS, SCALED_TOKENS (tokens are
-// 2^100 times their value), KEEP_TOKENS (in L2, by which weights pass), COUNTED (decode_tokens.cu decodes tokens beside this
-// kernel and counts them), ALPHA, LIMIT, UP_OFFSET.
+// Macros:
+//   W_FMT, OUT_FMT (FormatCode), OUT_TYPE (0 bf16, 1 fp16, 2 fp32; not gated), GATED,
+//   OUT_DEQUANTIZED (gated results as decode_tokens.cu would make them), ROW_SCALES, EXPERT_SCALES, BIAS (which exist),
+//   WARPGROUPS (64 weight rows of a tile each), STAGES, STAGE_K64 (columns of a stage / 64; divides `units`),
+//   CHUNK (columns of a chunk of weights / 64; divides STAGE_K64), BATCH (steps of 16 columns that are dequantized before
+//   they are multiplied), BUFFERS (for so many batches), ROLLING (wait for the oldest buffer; otherwise the last of BUFFERS
+//   and of a stage waits for all), MAX_BLOCKS (tokens of a tile / 8), CASES (smaller numbers of blocks with code of their
+//   own), MAX_GROUPS, SCALED_TOKENS (tokens are 2^100 times their value), KEEP_TOKENS (in L2, through which weights only
+//   pass), OVERLAPPED (decode_tokens.cu dequantizes tokens while this kernel runs, and counts them), ALPHA, LIMIT,
+//   UP_OFFSET.
 
 #include "clock.cuh"
 #include "mbarrier.cuh"
@@ -28,7 +30,7 @@ constexpr int WEIGHT_STAGE = TILE_UNITS * STAGE_K64 * UNIT_BYTES;
 constexpr int STAGE_BYTES = WEIGHT_STAGE + STAGE_K64 * TOKEN_BYTES;
 constexpr int TURNED_COLUMNS = 36;  // of 32, so that rows start in other banks
 constexpr int MOST_AT_A_TIME = MAX_BLOCKS > 8 ? 4 : 2;  // blocks of tokens that are turned at a time
-constexpr int TOLD = 8;  // tiles that warpgroups are told of at a time
+constexpr int TILES_AHEAD = 8;  // tiles that the producer announces at a time
 constexpr long long PATIENCE_NS = 30'000'000'000;
 constexpr u32 LANES = 0x81C081C0;  // sign and magnitude of an e2m1 number in both bf16 halves
 
@@ -39,7 +41,7 @@ __device__ __forceinline__ uint4 load_16(u32 address) {
 }
 
 // Matrix descriptor of K-major tokens without swizzle: 8x8 core matrices of 128 bytes, the next 8 columns 128 bytes
-// away, the next 8 tokens BLOCK_BYTES.
+// away, the next 8 tokens BLOCK_BYTES away.
 __device__ __forceinline__ u64 token_descriptor(u32 address) {
   return static_cast<u64>((address & 0x3FFFF) >> 4) | (static_cast<u64>(128 >> 4) << 16) |
          (static_cast<u64>(BLOCK_BYTES >> 4) << 32);
@@ -110,23 +112,23 @@ __device__ __forceinline__ void finish_copies(int barrier) {
   asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
 }
 
-// The bits of two words that SLOTS of decoded_layout.py wants side by side. Written as operators, ptxas would take the mask
-// apart again for each use.
+// Combines the bits of two words that SLOTS of decoded_layout.py wants together. Written as operators, ptxas would take the
+// mask apart again for each use.
 __device__ __forceinline__ u32 selected(u32 even, u32 odd) {
   u32 both;
   asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(both) : "r"(even), "r"(odd), "n"(0xC180C180));  // even where the mask has ones
   return both;
 }
 
-// Pairs of numbers that lie as bf16 bits, 2^-120 times their value: whatever e4m3 numbers they were, with their value.
+// Scales pairs of e4m3 numbers, given as bf16 bits 2^-120 times their value, to their value. Keeps NaN.
 __device__ __forceinline__ u32 any_e4m3(u32 pair) {
   const u32 nan = ((pair & 0x07F007F0) + 0x00100010) & 0x08000800;  // a bit for each that has all bits
   return multiply(pair, 0x7B807B80) | ((nan << 4) - (nan >> 4));
 }
 
-// The A operands of one wgmma from the quants of 64 columns (16 numbers of row r and of row r + 8 of each thread). Of MXFP8
-// weights that are not UNUSUAL none is NaN, nor is a scale, and scales are 2^7 at most.
-template <bool UNUSUAL>
+// The A operands of one wgmma from the quants of 64 columns (16 numbers of row r and of row r + 8 of each thread). Without
+// SPECIAL_VALUES, MXFP8 weights and scales hold no NaN, and scales are at most 2^7.
+template <bool SPECIAL_VALUES>
 struct Unit {
   uint4 quants[QUANT_BYTES / 2048];
   u16 scales[2];  // bf16, of row r and r + 8
@@ -138,11 +140,11 @@ struct Unit {
     if (W_FMT == NVFP4) {
       // SCALE_CODES of decoded_layout.py, 4 to the left: bf16 bits of 2^-106 times the scale.
       const u32 codes = __byte_perm(bytes, 0, 0x4140) * 16;
-      // 2^10 times the scale; 2^-11 stands for 0, with which all products are less than half of the smallest bf16 number.
+      // 2^10 times the scale. 2^-11 stands for 0: its products are less than half of the smallest bf16 number.
       u32 pair = codes + 0x3A003A00;
       if (!SCALED_TOKENS) pair = multiply(multiply(codes, 0x77807780), 0x77807780);  // 2^118 times the scale, by 2^112 twice
       asm("mov.b32 {%0, %1}, %2;" : "=h"(scales[0]), "=h"(scales[1]) : "r"(pair));
-    } else if (UNUSUAL) {
+    } else if (SPECIAL_VALUES) {
       scales[0] = static_cast<u16>(e8m0_pair(bytes & 255));
       scales[1] = static_cast<u16>(e8m0_pair(bytes >> 8));
     } else {
@@ -153,13 +155,13 @@ struct Unit {
   }
 
   // Columns 4 * step .. 4 * step + 3 of the 16 of each thread.
-  __device__ __forceinline__ void decode(int step, u32 (&a)[4]) const {
-    // Halves of a register that are split off and doubled by such moves alone are operands of multiplications.
+  __device__ __forceinline__ void dequantize(int step, u32 (&a)[4]) const {
+    // Only with such moves does the compiler use halves of a register as operands of multiplications.
     u32 scale[2];
     for (int half = 0; half < 2; ++half) asm("mov.b32 %0, {%1, %1};" : "=r"(scale[half]) : "h"(scales[half]));
     if (W_FMT == NVFP4) {
-      // SLOTS of decoded_layout.py: where the bits of the four numbers of each half lie in the words of an even and an odd step,
-      // and in `both`, which has bits of either.
+      // SLOTS of decoded_layout.py says where the bits of the four numbers of each half lie: in the words of an even and an odd
+      // step, and in `both`, which has bits of either.
       const u32 even = step < 2 ? quants[0].x : quants[0].z, odd = step < 2 ? quants[0].y : quants[0].w;
       const u32 both = selected(even, odd);
       if (step % 2 == 0) {
@@ -180,7 +182,7 @@ struct Unit {
         // BYTE_SLOTS of decoded_layout.py.
         const u32 word = rows[half];
         u32 pairs[2] = {word & 0x87F087F0, ((word << 4) & 0x80F080F0) | ((word >> 4) & 0x07000700)};
-        for (int i = 0; i < 2; ++i) a[2 * i + half] = multiply(UNUSUAL ? any_e4m3(pairs[i]) : pairs[i], scale[half]);
+        for (int i = 0; i < 2; ++i) a[2 * i + half] = multiply(SPECIAL_VALUES ? any_e4m3(pairs[i]) : pairs[i], scale[half]);
       }
     }
   }
@@ -199,15 +201,15 @@ struct Problem {
   int num_rows;  // of a weight: twice as many where gated
   int units;  // of 64 columns
   int unit_rows;
-  int token_blocks;  // of all groups, in decoded rows
+  int token_blocks;  // of all groups, in dequantized rows
   long long out_stride;
   int scales_per_expert;
   int gate_up_order;  // 1 gate | up, 2 up | gate, 3 interleaved; not read where not gated
 };
 
-// Until the kernel beside this one has decoded `blocks` of 8 tokens from `first` on, which it counts; each is
-// decoded by `team` warps. For a whole warp; where it waits in vain, the kernel ends in an error.
-__device__ __forceinline__ void await_decoded(const u32* counters, int first, int blocks, u32 team) {
+// Waits until the overlapped kernel has dequantized `blocks` of 8 tokens from `first` on. That kernel counts, for each
+// block, the warps that are done, of `team`. A whole warp calls this. After PATIENCE_NS the kernel ends in an error.
+__device__ __forceinline__ void await_tokens(const u32* counters, int first, int blocks, u32 team) {
   const int lane = threadIdx.x & 31;
   if (lane < blocks && first + lane >= 0) {
     long long start = 0;
@@ -226,7 +228,7 @@ __device__ __forceinline__ void await_decoded(const u32* counters, int first, in
 // One tile of the output: `rows` tokens of a group from its token `local`, and `high` units of weight rows from `unit`.
 struct Tile {
   int group, start, local, rows, expert, unit, high;
-  u32 unusual;  // a bit for each unit of rows
+  u32 special_values;  // a bit for each unit of rows
 
   __device__ __forceinline__ long long token_block() const { return (start + 7 * group) / 8 + local / 8; }
 };
@@ -234,12 +236,13 @@ struct Tile {
 // a / b, for 0 <= a < 2^20 and b > 0: the quotient of the instruction is off by less than 2^-21 of it.
 __device__ __forceinline__ int fast_divided(int a, int b) { return static_cast<int>(__fdividef(a + 0.5f, b)); }
 
-// Walks the tiles of a block: one thread does, and tells the others.
+// Walks the tiles of a block. One thread of the producer does, and announces the tiles to the consumers.
 //
-// The tokens of a group are cut into parts, the weight rows of each part into cuts, as evenly as whole units can be. Blocks
-// take the cuts in turn, each a tile; with COUNTED whoever is free takes the next, since some begin late. Or, where there are
-// no more parts than blocks, and the busiest block has fewer weight rows that way, a block takes one cut at most, of several
-// tiles. Where the last round has cuts for a third of the blocks at most, these take pieces of them.
+// The tokens of a group are cut into parts, and the weight rows of each part into cuts, as evenly as whole units allow.
+// Blocks take the cuts in turn, each a tile. With OVERLAPPED a free block takes the next cut, since some begin late.
+// Where there are no more parts than blocks, and the busiest block has fewer weight rows that way, a block takes at most
+// one cut, of several tiles. Where the last round has cuts for at most a third of the blocks, the blocks take pieces of
+// them.
 struct Walk {
   int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS];
   int num_groups, cuts, units, larger;  // `larger` cuts have a unit more than `units`
@@ -259,7 +262,7 @@ struct Walk {
   }
 
   __device__ __forceinline__ int following(int number) const {
-    return COUNTED ? static_cast<int>(atomicAdd(taken, 1)) : number + static_cast<int>(gridDim.x);
+    return OVERLAPPED ? static_cast<int>(atomicAdd(taken, 1)) : number + static_cast<int>(gridDim.x);
   }
 
   // Before anything is known of the groups.
@@ -276,8 +279,8 @@ struct Walk {
     this->num_groups = num_groups;
     const int blocks = gridDim.x;
     if (parts == 0) return;
-    // Not with COUNTED: the tokens that are decoded last would be wanted at once.
-    if (!COUNTED && parts <= blocks) {
+    // Not with OVERLAPPED: the tokens that are dequantized last would be wanted at once.
+    if (!OVERLAPPED && parts <= blocks) {
       const int most = fast_divided(blocks, parts), high = fast_divided(unit_rows + most - 1, most);
       if (high < TILE_UNITS * fast_divided(parts * cuts + blocks - 1, blocks)) {
         cuts = fast_divided(unit_rows + high - 1, high);
@@ -298,7 +301,7 @@ struct Walk {
       if (wanted < before + parts * cuts) {
         const int within = wanted - before, part = parts == 1 ? 0 : within / cuts, cut = within - part * cuts;
         const int start = offsets[group], rows = offsets[group + 1] - start;
-        // Cut evenly: a tile of few tokens decodes as many weights as one of many.
+        // Cut evenly: a tile of few tokens dequantizes as many weights as one of many.
         const int tokens = parts == 1 ? rows : ceil_div(ceil_div(rows, parts), 8) * 8;
         const int local = part * tokens, unit = cut * units + min(cut, larger);
         tile = {group, start, local, min(rows - local, tokens), experts[group], unit, 0, 0};
@@ -355,7 +358,7 @@ struct alignas(8) TileScales {
 };
 
 __device__ __forceinline__ float finished(const Problem& p, float acc, float row_scale, float expert_scale, int bias_at) {
-  // Numbers of weights are 2^-126 times their value, scales and tokens carry what undoes most of it.
+  // Weights are 2^-126 times their value; scales and tokens carry factors that undo most of it.
   if (W_FMT == NVFP4) acc = __fmul_rn(acc, SCALED_TOKENS ? 0x1p16f : 0x1p8f);
   if (ROW_SCALES) acc = __fmul_rn(acc, row_scale);
   if (EXPERT_SCALES) acc = __fmul_rn(acc, expert_scale);
@@ -370,7 +373,7 @@ __device__ __forceinline__ float swiglu(float gate, float up) {
   if (UP_OFFSET != 0.0f) up = __fadd_rn(up, UP_OFFSET);
   float power, inverse;  // e^(-alpha * gate), by the instruction that gives 0 for what is denormal
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(gate, -ALPHA * 0x1.715476p+0f)));
-  // So does this one, below 2^-126: a gate under -87.3 / ALPHA gives 0, where the exact result is some -5e-37 * up.
+  // This one gives 0 below 2^-126, too: a gate under -87.3 / ALPHA gives 0, where the exact result is about -5e-37 * up.
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(__fadd_rn(1.0f, power)));
   return __fmul_rn(__fmul_rn(gate, inverse), up);
 }
@@ -428,15 +431,15 @@ struct MxScale {
   }
 };
 
-// What an e4m3 scale of NVFP4 makes of the numbers of its block.
+// How the numbers of a block with one e4m3 scale of NVFP4 are quantized, and dequantized again.
 struct alignas(16) OfScale {
-  float factor;   // numbers are multiplied by before they are rounded to e2m1
-  float decoded;  // times which those are as tokens, 2^100 times their value
-  u32 sign;       // those of numbers that have one
+  float factor;       // to multiply numbers by before they are rounded to e2m1
+  float dequantized;  // to multiply those by to get tokens, 2^100 times their value
+  u32 sign;           // mask of the sign bit
   u32 unused;
 };
 
-// What all results share, in shared memory: their encode scale, and what goes with each scale that a block can have.
+// Shared by all results, in shared memory: their encode scale, and an entry for each scale that a block can have.
 struct Requantization {
   float gsf;
   OfScale of_scale[OUT_FMT == NVFP4 && GATED ? 128 : 1];
@@ -444,12 +447,12 @@ struct Requantization {
   __device__ __forceinline__ void prepare(float gsf, int code) {
     float scale, unused;
     e4m3_pair(code, scale, unused);  // 127 is NaN, of numbers that are not finite
-    // Of numbers below every scale zeros are left, without signs.
+    // Numbers below every scale become zeros, without signs.
     const bool none = code == 0 || code == 127;
     of_scale[code] = {none ? 0.0f : __fdiv_rn(gsf, scale), __fmul_rn(scale, 0x1p100f), none ? 0u : 0x80000000u, 0u};
   }
 
-  // The code of a scale of numbers up to `amax`. Without its sign, which it has of an encode scale below 0: then codes of
+  // The code of the scale of numbers up to `amax`, without the sign that a negative encode scale gives it: then the codes of
   // numbers have the other sign, as their row has.
   __device__ __forceinline__ u32 scale_code(float amax) const {
     const u32 code = e4m3_code(fminf(divide(__fmul_rn(gsf, amax), 6.0f, 1.0f / 6.0f), 448.0f)) & 127;
@@ -457,41 +460,41 @@ struct Requantization {
   }
 };
 
-// The e2m1 number next to x, ties to the even one, times OfScale::decoded.
+// The e2m1 number next to x, ties to the even one, times OfScale::dequantized.
 __device__ __forceinline__ float rounded_to_e2m1(float x, const OfScale& of_scale) {
   // Numbers from 2^e on lie 2^(e-1) apart, and below 1 as from there: as those from 2^(e+22) on in fp32.
   const float magnitude = fminf(fabsf(x), 6.0f);
   const float power = __uint_as_float(max(__float_as_uint(magnitude) & 0x7F800000u, 0x3F800000u));
   const float rounded = __fmaf_rn(power, -0x1.8p22f, __fmaf_rn(power, 0x1.8p22f, magnitude));
-  return __uint_as_float(__float_as_uint(__fmul_rn(rounded, of_scale.decoded)) | (__float_as_uint(x) & of_scale.sign));
+  return __uint_as_float(__float_as_uint(__fmul_rn(rounded, of_scale.dequantized)) | (__float_as_uint(x) & of_scale.sign));
 }
 
-// Stores four columns of a token as decode_tokens.cu would.
-__device__ __forceinline__ void store_decoded(u8* to, bool live, u32 low, u32 high) {
+// Stores four columns of a token in the layout of decode_tokens.cu.
+__device__ __forceinline__ void store_dequantized(u8* to, bool live, u32 low, u32 high) {
   if (!live) return;
   *reinterpret_cast<u32*>(to) = low;
   *reinterpret_cast<u32*>(to + 128) = high;
 }
 
-// Quantizes four columns of a token; lanes of the same scale lie side by side. For decoded results, stored at `to`.
-__device__ __forceinline__ void requantize_decoded(const Requantization& with, u8* to, bool live, float4 h) {
+// Quantizes four columns of a token and stores them dequantized at `to`. Lanes of one scale are neighbours.
+__device__ __forceinline__ void requantize_and_dequantize(const Requantization& with, u8* to, bool live, float4 h) {
   if (OUT_FMT == BF16) {
-    store_decoded(to, live, pack_bf16(h.x, h.y), pack_bf16(h.z, h.w));
+    store_dequantized(to, live, pack_bf16(h.x, h.y), pack_bf16(h.z, h.w));
   } else if (OUT_FMT == NVFP4) {
     const OfScale of_scale = with.of_scale[with.scale_code(largest_magnitude<4>(h))];
     auto pair = [&](float low, float high) {
       return pack_bf16(rounded_to_e2m1(__fmul_rn(low, of_scale.factor), of_scale),
                        rounded_to_e2m1(__fmul_rn(high, of_scale.factor), of_scale));
     };
-    store_decoded(to, live, pair(h.x, h.y), pair(h.z, h.w));
+    store_dequantized(to, live, pair(h.x, h.y), pair(h.z, h.w));
   } else {
     const MxScale mx(largest_magnitude<8>(h));
     const u32 codes = mx.codes(h), scale = e8m0_pair(mx.byte);
-    store_decoded(to, live, e4m3_decoded(codes, scale), e4m3_decoded(codes >> 16, scale));
+    store_dequantized(to, live, e4m3_decoded(codes, scale), e4m3_decoded(codes >> 16, scale));
   }
 }
 
-// The same for codes and scales: columns from `column` on of token `local` of a group.
+// Quantizes four columns from `column` on of token `local` of a group, and stores codes and scales.
 __device__ __forceinline__ void requantize(const Problem& p, const Tile& tile, const TileScales& scales,
                                            const Requantization& with, int local, bool live, int column, float4 h) {
   const long long position = tile.start + local;
@@ -537,12 +540,12 @@ __device__ __forceinline__ void store_plain(void* to, float c0, float c1) {
   }
 }
 
-// Of the accumulators of a block of 8 tokens, c[0] and c[1] are of two tokens from this one on and one weight row, c[2] and
-// c[3] of the same tokens and the next row of a plain weight, or of up where the others are of gate.
+// The first of a thread's two tokens in a block of 8. Of the accumulators, c[0] and c[1] belong to these tokens and one
+// weight row, c[2] and c[3] to the same tokens and the next row of a plain weight, or to up where the others are of gate.
 __device__ __forceinline__ int first_token() { return (threadIdx.x & 3) * 2; }
 
-// Nothing here is taken in turn by a loop, in which accumulators would have to move: with little code for each number it fits
-// into the instruction cache.
+// All loops are unrolled: in a real loop accumulators would have to move between registers. There is little code for each
+// number, so that all of it fits into the instruction cache.
 template <int BLOCKS>
 __device__ __forceinline__ void finish_plain(const Problem& p, const Tile& tile, const TileScales& scales, int unit,
                                              const float (&acc)[4 * BLOCKS]) {
@@ -567,7 +570,7 @@ __device__ __forceinline__ void finish_plain(const Problem& p, const Tile& tile,
   }
 }
 
-// SwiGLU of 8 * STEP tokens at a time, turned through `turned` so that a thread has four columns of one token.
+// SwiGLU of 8 * STEP tokens at a time, transposed through `turned` so that a thread has four columns of one token.
 template <int BLOCKS>
 __device__ __forceinline__ void finish_gated(const Problem& p, const Tile& tile, const TileScales& scales,
                                              const Requantization& with, int unit, const float (&acc)[4 * BLOCKS],
@@ -582,11 +585,11 @@ __device__ __forceinline__ void finish_gated(const Problem& p, const Tile& tile,
   if (p.gate_up_order == 2) gate_row += p.columns;
   if (column >= p.columns) gate_row = up_row = 0;
   float* turned_to = turned[first_token()] + warp * 8 + lane / 4;
-  // What a thread has of a token, when it is turned.
+  // The columns that a thread has after the transposition.
   const int token = thread / 8, first = unit * 32 + thread % 8 * 4, live = first < p.columns ? tile.rows - token : 0;
   const float4* of_token = reinterpret_cast<const float4*>(turned[token] + thread % 8 * 4);
-  const long long decoded_block = static_cast<long long>(first / 64) * p.token_blocks + tile.token_block() + token / 8;
-  u8* decoded = static_cast<u8*>(p.out) + decoded_block * BLOCK_BYTES + first % 16 / 2 * 128 + token % 8 * 16 +
+  const long long out_block = static_cast<long long>(first / 64) * p.token_blocks + tile.token_block() + token / 8;
+  u8* out = static_cast<u8*>(p.out) + out_block * BLOCK_BYTES + first % 16 / 2 * 128 + token % 8 * 16 +
                 first % 64 / 16 * 4;
 #pragma unroll
   for (int block = 0; block < BLOCKS; block += STEP) {
@@ -610,8 +613,8 @@ __device__ __forceinline__ void finish_gated(const Problem& p, const Tile& tile,
       for (int at = 0; at < STEP; at += 2) {
         const bool inside = 8 * (block + at) < live;
         const float4 h = of_token[at * 8 * TURNED_COLUMNS / 4];
-        if (OUT_DECODED) {
-          requantize_decoded(with, decoded + (block + at) * BLOCK_BYTES, inside, h);
+        if (OUT_DEQUANTIZED) {
+          requantize_and_dequantize(with, out + (block + at) * BLOCK_BYTES, inside, h);
         } else {
           requantize(p, tile, scales, with, tile.local + 8 * (block + at) + token, inside, first, h);
         }
@@ -621,7 +624,7 @@ __device__ __forceinline__ void finish_gated(const Problem& p, const Tile& tile,
   }
 }
 
-// What a warpgroup does that a tile has no weight rows for.
+// Consumes the stages of a tile in which this warpgroup has no weight rows.
 __device__ __forceinline__ void skip(int units, u32 full, u32 empty, int stage, u32 parity) {
   for (int k64 = 0; k64 < units; k64 += STAGE_K64) {
     barrier_wait(full + stage * 8, parity);
@@ -630,7 +633,7 @@ __device__ __forceinline__ void skip(int units, u32 full, u32 empty, int stage, 
   }
 }
 
-template <int BLOCKS, bool UNUSUAL = false>
+template <int BLOCKS, bool SPECIAL_VALUES = false>
 __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 stages, u32 full, u32 empty, int stage,
                                         u32 parity, float (*turned)[8 * MOST_AT_A_TIME][TURNED_COLUMNS], TileScales* tile_scales,
                                         const Requantization& with) {
@@ -644,7 +647,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
   static_assert(!ROLLING || PART_BATCHES % BUFFERS == 0, "buffers must come in turn from stage to stage");
   u32 a[BUFFERS][BATCH][4];
   int last = -1;
-  Unit<UNUSUAL> ahead;  // quants of the next part of the stage, on their way while this one is multiplied
+  Unit<SPECIAL_VALUES> ahead;  // quants of the next part of the stage, on their way while this one is multiplied
   // Of this thread in the first part of the stage.
   const u32 first_quants = stages + warpgroup * CHUNK * UNIT_BYTES + thread * 16;
   const u64 first_tokens = token_descriptor(stages + WEIGHT_STAGE);
@@ -654,7 +657,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
     if (part == 0) {
       quants_at = first_quants + stage * STAGE_BYTES;
       scales_at = quants_at + to_scales;
-      // Kept as they are, since ptxas would rather add everything up again for each part than have constants in its loads.
+      // This keeps both sums in registers; otherwise ptxas adds everything up again for each part.
       asm("" : "+r"(quants_at), "+r"(scales_at));
     }
     const int distance = (part / CHUNK * WARPGROUPS * CHUNK + part % CHUNK) * UNIT_BYTES;
@@ -663,13 +666,13 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
   auto multiply_part = [&](int part) {
     // The address is in the lower word, and does not overflow.
     const u64 tokens = (first_tokens & ~0xFFFFFFFFull) | (static_cast<u32>(first_tokens) + stage * (STAGE_BYTES >> 4));
-    const Unit<UNUSUAL> unit = ahead;
+    const Unit<SPECIAL_VALUES> unit = ahead;
 #pragma unroll
     for (int batch = 0; batch < PART_BATCHES; ++batch) {
       const int number = part * PART_BATCHES + batch;
       auto& operands = a[number % BUFFERS];
 #pragma unroll
-      for (int i = 0; i < BATCH; ++i) unit.decode(batch * BATCH + i, operands[i]);
+      for (int i = 0; i < BATCH; ++i) unit.dequantize(batch * BATCH + i, operands[i]);
       wgmma_fence();
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) {
@@ -715,21 +718,22 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
                  const float* bias, const int* group_offsets, const int* expert_ids, const int* num_active, void* out,
                  u8* out_scales, const float* out_gsf, float* out_row_scale, const int* out_scale_offsets,
                  int num_groups, int num_experts, int capacity, int columns, int units, int unit_rows,
-                 int token_blocks, long long out_stride, int scales_per_expert, int gate_up_order, const u8* unusual,
-                 u32* counters, int decoded_before, int team) {
+                 int token_blocks, long long out_stride, int scales_per_expert, int gate_up_order, const u8* special_values,
+                 u32* counters, int first_overlapped, int team) {
   extern __shared__ __align__(128) u8 memory[];
-  __shared__ __align__(8) u64 barriers[2 * STAGES + TOLD];
+  __shared__ __align__(8) u64 barriers[2 * STAGES + TILES_AHEAD];
   __shared__ __align__(16) float turned[GATED ? WARPGROUPS : 1][8 * MOST_AT_A_TIME][TURNED_COLUMNS];
   __shared__ TileScales tile_scales[WARPGROUPS];
   __shared__ Requantization with;
   __shared__ Walk walk;
-  __shared__ Tile tiles[TOLD];
-  // A tile is told where that of TOLD tiles ago was: a warp that still reads it keeps the stages of those since.
-  static_assert(TOLD >= STAGES + 2, "tiles that a block may be ahead");
-  const u32 full = shared_address(barriers), empty = full + STAGES * 8, told = empty + STAGES * 8;
+  __shared__ Tile tiles[TILES_AHEAD];
+  // An announcement overwrites that of TILES_AHEAD tiles ago: a warp that still reads that one holds the stages of the tiles
+  // since.
+  static_assert(TILES_AHEAD >= STAGES + 2, "tiles that a block may be ahead");
+  const u32 full = shared_address(barriers), empty = full + STAGES * 8, announced = empty + STAGES * 8;
   const u32 stages = shared_address(memory);
   // The next kernel is the product that takes these results: it waits for them, and may load its weights before.
-  if (OUT_DECODED) asm volatile("griddepcontrol.launch_dependents;");
+  if (OUT_DEQUANTIZED) asm volatile("griddepcontrol.launch_dependents;");
   if (num_active) num_groups = min(num_groups, max(*num_active, 0));
   for (int g = threadIdx.x; g <= num_groups; g += blockDim.x) {
     walk.offsets[g] = min(max(group_offsets[g], 0), capacity);
@@ -741,7 +745,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
       barrier_init(full + s * 8, 1);
       barrier_init(empty + s * 8, 4 * WARPGROUPS * ARRIVALS_OF_WARP);
     }
-    for (int s = 0; s < TOLD; ++s) barrier_init(told + s * 8, 1);
+    for (int s = 0; s < TILES_AHEAD; ++s) barrier_init(announced + s * 8, 1);
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   __syncthreads();
@@ -762,22 +766,22 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
     const u64 of_weights = KEEP_TOKENS ? policy_of_first_out() : 0, of_tokens = KEEP_TOKENS ? policy_of_last_out() : 0;
     bool early = true;
     for (int number = 0;; ++number) {
-      Tile& tile = tiles[number % TOLD];
+      Tile& tile = tiles[number % TILES_AHEAD];
       if (lane == 0) walk.next(tile);
       __syncwarp();
       const bool marked = W_FMT != NVFP4 && tile.rows > 0 && lane < tile.high &&
-                          unusual[static_cast<long long>(tile.expert) * unit_rows + tile.unit + lane];
-      bool untold = true;
-      auto tell = [&] {
+                          special_values[static_cast<long long>(tile.expert) * unit_rows + tile.unit + lane];
+      bool pending = true;
+      auto announce = [&] {
         const u32 marks = W_FMT == NVFP4 ? 0 : __ballot_sync(0xFFFFFFFF, marked);
         if (lane == 0) {
-          if (W_FMT != NVFP4) tile.unusual = marks;
-          barrier_arrive(told + number % TOLD * 8);
+          if (W_FMT != NVFP4) tile.special_values = marks;
+          barrier_arrive(announced + number % TILES_AHEAD * 8);
         }
-        untold = false;
+        pending = false;
       };
-      // Marks are on their way until the first loads of the tile are.
-      if (W_FMT == NVFP4 || tile.rows == 0) tell();
+      // The load of the marks is in flight until the first loads of the tile have been started.
+      if (W_FMT == NVFP4 || tile.rows == 0) announce();
       if (tile.rows == 0) break;
       const int blocks = (tile.rows + 7) / 8;
       const u8* w = weights + (static_cast<long long>(tile.expert) * units * unit_rows + tile.unit * CHUNK) * UNIT_BYTES;
@@ -802,12 +806,12 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
         }
       };
       int k64 = 0;
-      if (COUNTED) await_decoded(counters, static_cast<int>(tile.token_block()) - decoded_before, blocks, team);
-      if (!COUNTED && early) {
-        // Weights do not depend on the kernel before, which may still be decoding the tokens.
+      if (OVERLAPPED) await_tokens(counters, static_cast<int>(tile.token_block()) - first_overlapped, blocks, team);
+      if (!OVERLAPPED && early) {
+        // Weights do not depend on the kernel before, which may still be dequantizing the tokens.
         const int ahead = min(STAGES, units / STAGE_K64);
         for (int s = 0; s < ahead; ++s) load_weights(s * STAGE_K64, s);
-        if (untold) tell();
+        if (pending) announce();
         asm volatile("griddepcontrol.wait;" ::: "memory");
         for (; stage < ahead; ++stage, k64 += STAGE_K64) load_tokens(k64, stage);
         if (stage == STAGES) stage = 0, parity ^= 1;
@@ -817,19 +821,19 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
         barrier_wait(empty + stage * 8, parity ^ 1);
         load_weights(k64, stage);
         load_tokens(k64, stage);
-        if (untold) tell();
+        if (pending) announce();
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }
     }
-    // Without a tile too: this kernel must not end before the one that it was started beside. With COUNTED that has begun when
-    // all before it had ended, and only the end is waited for.
+    // Also without a tile: this kernel must not end before the one that it overlaps. With OVERLAPPED that kernel began when all
+    // before it had ended, and only its end is waited for.
     if (early) asm volatile("griddepcontrol.wait;" ::: "memory");
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 232 : 112));
-    // The scales of the rows may be of the kernel before.
-    if (!COUNTED) asm volatile("griddepcontrol.wait;" ::: "memory");
+    // The kernel before may write the scales of the rows.
+    if (!OVERLAPPED) asm volatile("griddepcontrol.wait;" ::: "memory");
     if (GATED && OUT_FMT == NVFP4) {
-      // Of all rows, while tokens are still on their way.
+      // Row scales of all rows, while the loads of tokens are in flight.
       const float gsf = clamped(*out_gsf), scale = __frcp_rn(gsf);
       constexpr int THREADS = WARPGROUPS * 128;
       with.gsf = gsf;
@@ -837,16 +841,16 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
       asm volatile("bar.sync %0, %1;" ::"n"(1 + WARPGROUPS), "n"(THREADS) : "memory");
       for (int i = blockIdx.x * THREADS + threadIdx.x; i < capacity; i += gridDim.x * THREADS) out_row_scale[i] = scale;
     }
-    // Said by one lane, the compiler knows that the others are with it, and keeps what they share in uniform registers.
+    // The shuffle tells the compiler that the number is warp-uniform, so that it uses uniform registers.
     const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     for (int number = 0;; ++number) {
-      barrier_wait(told + number % TOLD * 8, number / TOLD & 1);
-      const Tile& tile = tiles[number % TOLD];
+      barrier_wait(announced + number % TILES_AHEAD * 8, number / TILES_AHEAD & 1);
+      const Tile& tile = tiles[number % TILES_AHEAD];
       const int blocks = (tile.rows + 7) / 8;
       if (blocks == 0) break;
       if (warpgroup >= tile.high) {
         skip(units, full, empty, stage, parity);
-      } else if (W_FMT != NVFP4 && (tile.unusual >> warpgroup & 1)) {
+      } else if (W_FMT != NVFP4 && (tile.special_values >> warpgroup & 1)) {
         consume<MAX_BLOCKS, true>(p, tile, stages, full, empty, stage, parity, turned, tile_scales, with);
       } else {
 #define CASE(N) \

@@ -1,18 +1,18 @@
-"""Grouped GEMM of Hopper for weights that are decoded to bf16 in registers (`nvfp4`, `mxfp8`): host side.
+"""Grouped GEMM of Hopper for weights that are dequantized to bf16 in registers (`nvfp4`, `mxfp8`): host side.
 
-`decode_tokens` gathers the rows once and decodes them to bf16; `decoded_gemm` streams the weights, which it reads once
-for up to 64, 128 or 160 tokens of a group, according to its shape. Where many tokens come, a few SMs decode most of
-them beside the product, which waits for each 8 by a counter (after half a minute the kernel fails). Gated results for
-another product with prepared weights are requantized and stored as `decode_tokens` would decode them, and that product
-starts beside the first unless it is to leave SMs free. See the `.cu` files for the way of the data, `decode_tokens.py`
-for how tokens are decoded, and `decoded_layout.py` for the order of the weights. The Triton kernel of `grouped_gemm.py`
-is their sibling for other architectures.
+`decode_tokens` gathers the rows once and dequantizes them to bf16. `decoded_gemm` streams the weights, which it reads
+once for up to 64, 128 or 160 tokens of a group, by its shape (`gemm_plan.py` chooses). With many tokens, a few SMs
+dequantize most of them while the others multiply; the product waits for each 8 tokens by a counter, and fails after
+half a minute. Gated results for another product with prepared weights are requantized, and stored as `decode_tokens`
+would dequantize them. That product starts before the first has ended, unless it is to leave SMs free. See the `.cu`
+files for the way of the data, `decode_tokens.py` for the tokens, and `decoded_layout.py` for the order of the weights.
+The Triton kernel of `grouped_gemm.py` does the same on other architectures.
 
 The order in which K is summed is that of `wgmma` over 16 columns at a time, in the order of `decoded_layout`: the same
 in all shapes, for every number of rows and whatever the neighbours.
 
-The two numbers, NVFP4, both products of the reference model (32 experts of 44.0 M parameters): 0.79 GB, 184 us at
-4.3 TB/s; at 32 x 1024 rows 2.89e12 flops, 3.73 ms at 773 TFLOP/s.
+Least times of NVFP4, both products of the reference model (32 experts of 44.0 M parameters): 0.79 GB of weights take
+184 us at 4.3 TB/s; at 32 x 1024 rows 2.89e12 flops take 3.73 ms at 773 TFLOP/s.
 
 Measured on one H200 (launch/results/gemm_h200.json of commit 2dbcdbe), us; in parentheses torch's grouped_mm in bf16:
 
@@ -21,143 +21,40 @@ Measured on one H200 (launch/results/gemm_h200.json of commit 2dbcdbe), us; in p
     32 x 1, 4, 16, 32 rows, both, SwiGLU between      191, 190, 203, 228 (1009, 978, 909, 948)
     32 groups as 128 tokens a rank give, the same     240 (926)
 
-Many rows, whose tokens are decoded beside, on a slower one (launch/results/gemm_h200.json); without rests behind
-the semicolons:
+Many rows, with overlapped dequantization, on a slower one (launch/results/gemm_h200.json); behind the
+semicolons without rests:
 
     32 x 1024 rows, both, SwiGLU between              3613 (3889, without SwiGLU); 4189 (4486)
     MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       2448 / 1248 (2527 / 1281); 2915 / 1437 (2908 / 1502)
     BF16 8 x 4096 by `tma_gemm`, the same             2465 / 1249; 2826 / 1447
 
-What bounds it, what each version brought, what was dropped and what is left: `kernels/grouped_gemm_notes.md`.
+What bounds it, what each version gained, what was dropped and what is left: `kernels/grouped_gemm_notes.md`.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from functools import cache
 
 import torch
 
-from moe_runtime.formats import BF16, NVFP4, TokenFormat, ceil_div
+from moe_runtime.formats import NVFP4, TokenFormat
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import nvrtc
-from moe_runtime.kernels.decode_tokens import MAX_GROUPS, Beside, decode_beside, decode_tokens, shape_beside
-from moe_runtime.kernels.decoded_layout import UNIT, chunk_units, stage_units, unit_bytes, unit_columns, unit_rows
+from moe_runtime.kernels.decode_tokens import decode_tokens, decode_tokens_overlapped
+from moe_runtime.kernels.decoded_layout import UNIT, chunk_units, unit_columns, unit_rows
+from moe_runtime.kernels.gemm_plan import GemmPlan
+from moe_runtime.kernels.gemm_shapes import DequantShape, overlapped_token_shape
 from moe_runtime.kernels.runtime import is_hopper
-from moe_runtime.prepared import RESULT_FORMATS, PreparedWeights
+from moe_runtime.prepared import MAX_PREPARED_EXPERTS, RESULT_FORMATS, PreparedWeights
 from moe_runtime.weights import SwiGLU
 
 MAX_UNIT_ROWS = 2**20
-"""Rows of a weight / 64 that the kernel divides fast."""
-SHARED_BYTES = 227 * 1024 - 20 * 1024
-"""Of a block of threads, less what is static."""
+"""Bound of the rows of a weight / 64, up to which the kernel divides exactly."""
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
-@dataclass(frozen=True)
-class DecodedShape:
-    """Tile and pipeline of `decoded_gemm.cu`.
-
-    Attributes:
-        warpgroups: that decode and multiply 64 weight rows of a tile each, besides the one that loads.
-        stage_units: most units of 64 columns in a stage of the ring.
-        batch: steps of 16 columns that are decoded before they are multiplied.
-        buffers, other_buffers: for so many steps, of NVFP4 weights and tokens and of other pairs, which leave fewer
-            registers. When all are full, decoding waits for the tensor cores and other warpgroups go on.
-        rolling: wait for the oldest buffer alone, so that one is decoded while another is multiplied, always; otherwise
-            for all.
-        max_blocks: tokens of a tile / 8.
-        cases: smaller numbers of blocks that have code of their own.
-    """
-
-    warpgroups: int
-    stage_units: int
-    batch: int
-    buffers: int
-    other_buffers: int
-    rolling: bool
-    max_blocks: int
-    cases: tuple[int, ...]
-
-
-DECODE = DecodedShape(
-    warpgroups=4,
-    stage_units=4,
-    batch=4,
-    buffers=2,
-    other_buffers=2,
-    rolling=False,
-    max_blocks=8,
-    cases=(1, 2, 3, 4, 5, 6),
-)
-PREFILL = DecodedShape(
-    warpgroups=4,
-    stage_units=4,
-    batch=2,
-    buffers=2,
-    other_buffers=1,
-    rolling=False,
-    max_blocks=16,
-    cases=(4, 6, 8, 10, 12, 14),
-)
-MIDDLE = DecodedShape(
-    warpgroups=2,
-    stage_units=2,
-    batch=2,
-    buffers=2,
-    other_buffers=2,
-    rolling=True,
-    max_blocks=20,
-    cases=(4, 8, 10, 12, 14, 16, 18),
-)
-"""Where most groups have more tokens than a tile of PREFILL takes, and few more than one of these."""
-
-DECODE_ROWS = 50
-"""Rows of a group, on average, up to which a launch takes DECODE. With more, some groups have more than the 64 of a
-tile."""
-KEPT_BYTES = 16 * 2**20
-"""Of decoded tokens, on average, up to which L2 is asked to keep them and to give up weights first: a part of L2 that
-others can spare. NVFP4 alone gained by it."""
-MIDDLE_ROWS = range(113, 149)
-"""Rows of a group, on average, with which it takes MIDDLE: then half of the groups that random routing gives have more
-than 128."""
-COLUMNS_OF_DECODING = 136
-"""Columns of a product that take an SM as long as one decodes the same tokens beside it, where memory has little else
-to do: measured with 7168 and 2048 columns of K, of both formats."""
-MOST_DECODERS = 16
-ROUNDS_BEFORE = 2
-"""Rounds of tiles whose tokens are decoded before the GEMM begins: those that decode beside it are then ahead of it."""
-
-
-def choose_shape(rows: int, num_groups: int) -> DecodedShape:
-    """The shape for `rows` that come on average; all give the same bits for any number."""
-    if rows <= DECODE_ROWS * num_groups:
-        return DECODE
-    return MIDDLE if ceil_div(rows, num_groups) in MIDDLE_ROWS else PREFILL
-
-
-def choose_beside(rows: int, num_rows: int, token_format: TokenFormat, shape: DecodedShape, sms: int) -> Beside | None:
-    """For `rows` that come on average and weights of `num_rows`; None to decode all before, with the same bits.
-
-    In MIDDLE, where the last tiles take a larger part of the time, MXFP8 lost by it. BF16 tokens, which are only put in
-    order, were not timed so.
-    """
-    if shape is DECODE or token_format is BF16 or (shape is MIDDLE and token_format is not NVFP4):
-        return None
-    cuts = ceil_div(unit_rows(num_rows), shape.warpgroups)
-    first = ROUNDS_BEFORE * ceil_div(sms, cuts) * shape.max_blocks
-    decoders = ceil_div(sms * COLUMNS_OF_DECODING, num_rows + COLUMNS_OF_DECODING)
-    # At least half of the rows are left for these.
-    return None if rows < 2 * 8 * first or decoders > MOST_DECODERS else Beside(first, decoders)
-
-
-def keeps_tokens(rows: int, num_columns: int, weight_format: TokenFormat, shape: DecodedShape) -> bool:
-    """Whether L2 is to keep `rows` that come on average, of `num_columns`: where a launch reads each weight once."""
-    return weight_format is NVFP4 and shape is DECODE and 2 * rows * num_columns <= KEPT_BYTES
-
-
 def takes_decoded(w: object) -> bool:
-    """Whether the kernel that makes rows for `w` may decode them: prepared weights whose K is whole units."""
+    """Whether the kernel that makes rows for `w` may dequantize them: prepared weights whose K is whole units."""
     return isinstance(w, PreparedWeights) and unit_columns(w.num_columns) * UNIT == w.num_columns
 
 
@@ -165,17 +62,17 @@ def decoded_gemm(
     a: GroupedRows,
     w: PreparedWeights,
     out: torch.Tensor,
+    plan: GemmPlan,
     *,
     packed_ld: int | None = None,
     scale_block: int | None = None,
-    num_sms: int | None = None,
 ) -> None:
     """`grouped_gemm` into `out`, whose rows start at multiples of two numbers.
 
     Scales of `a` that are `ScaleLayout.PACKED` come with their leading dimension `packed_ld` and the first scale row of
     each group in `group_scale_offsets`; `scale_block` is the block of the scales of `a`, None that of its format.
     """
-    _launch(a, w, out, num_sms=num_sms, packed_ld=packed_ld, scale_block=scale_block)
+    _launch(a, w, out, plan, packed_ld=packed_ld, scale_block=scale_block)
 
 
 def decoded_gemm_swiglu(
@@ -184,49 +81,45 @@ def decoded_gemm_swiglu(
     activation: SwiGLU,
     out: GroupedRows,
     gsf: torch.Tensor | None,
-    *,
-    num_sms: int | None = None,
+    plan: GemmPlan,
 ) -> None:
     """`grouped_gemm_swiglu` into the rows and all scales of `out`, or into its `decoded` where it has that.
 
-    `gsf` may be more than it is clamped to. After decoded results comes the product that takes them.
+    `gsf` may be more than it is clamped to. After dequantized results comes the product that takes them.
     """
-    _launch(a, w, out.rows, activation=activation, gsf=gsf, result=out, num_sms=num_sms)
+    _launch(a, w, out.rows, plan, activation=activation, gsf=gsf, result=out)
 
 
 @cache
 def macros(
     w_format: TokenFormat,
     a_format: TokenFormat,
-    shape: DecodedShape,
+    shape: DequantShape,
     units: int,
     out_format: TokenFormat | None,
     out_dtype: torch.dtype,
     activation: SwiGLU | None,
     *,
-    out_decoded: bool = False,
+    out_dequantized: bool = False,
     row_scales: bool = True,
     expert_scales: bool = True,
     bias: bool = False,
     keep_tokens: bool = False,
-    counted: bool = False,
+    overlapped: bool = False,
 ) -> tuple[nvrtc.Defines, int]:
     """Macros of `decoded_gemm.cu`, and the dynamic shared memory of a block.
 
-    `units` is K in units; `out_format` is that of a gated result, None for a plain one of `out_dtype`; `out_decoded`
-    leaves a gated one decoded; `row_scales`, `expert_scales` and `bias` say what there is; `keep_tokens` is
-    `keeps_tokens`; `counted` is for tokens that are decoded beside.
+    `units` is K in units; `out_format` is that of a gated result, None for a plain one of `out_dtype`;
+    `out_dequantized` leaves a gated one dequantized; `row_scales`, `expert_scales` and `bias` say what exists;
+    `keep_tokens` and `overlapped` are of the plan.
     """
-    unit_stage = shape.warpgroups * unit_bytes(w_format) + shape.max_blocks * 1024
-    # At least two stages, so that one is loaded while the other is multiplied.
-    stage_k64 = stage_units(units, min(shape.stage_units, SHARED_BYTES // (2 * unit_stage)))
-    stages = SHARED_BYTES // (stage_k64 * unit_stage)
+    stages, stage_k64, ring_bytes = shape.ring(w_format, units)
     defines: dict[str, int | str] = {
         "W_FMT": int(w_format.code),
         "OUT_FMT": 0 if out_format is None else int(out_format.code),
         "OUT_TYPE": OUT_TYPES[out_dtype] if out_format is None else 0,
         "GATED": int(out_format is not None),
-        "OUT_DECODED": int(out_decoded),
+        "OUT_DEQUANTIZED": int(out_dequantized),
         "ROW_SCALES": int(row_scales),
         "EXPERT_SCALES": int(expert_scales),
         "BIAS": int(bias),
@@ -239,24 +132,24 @@ def macros(
         "ROLLING": int(shape.rolling),
         "SCALED_TOKENS": int(a_format.name == "nvfp4"),
         "KEEP_TOKENS": int(keep_tokens),
-        "COUNTED": int(counted),
+        "OVERLAPPED": int(overlapped),
         "MAX_BLOCKS": shape.max_blocks,
         "CASES": " ".join(f"CASE({blocks})" for blocks in shape.cases),
-        "MAX_GROUPS": MAX_GROUPS,
+        "MAX_GROUPS": MAX_PREPARED_EXPERTS,
         "ALPHA": _literal(1.0 if activation is None else activation.alpha),
         "UP_OFFSET": _literal(0.0 if activation is None else activation.up_offset),
     }
     if activation is not None and activation.limit is not None:
         defines["LIMIT"] = _literal(activation.limit)
-    return nvrtc.Defines(defines), stages * stage_k64 * unit_stage
+    return nvrtc.Defines(defines), ring_bytes
 
 
 def _launch(
     a: GroupedRows,
     w: PreparedWeights,
     out: torch.Tensor,
+    plan: GemmPlan,
     *,
-    num_sms: int | None,
     activation: SwiGLU | None = None,
     gsf: torch.Tensor | None = None,
     result: GroupedRows | None = None,
@@ -266,43 +159,40 @@ def _launch(
     _check(a, w, out, result)
     if a.capacity == 0 or a.num_groups == 0 or w.num_experts == 0:
         return
-    shape = choose_shape(a.likely_rows, a.num_groups)
-    units = unit_columns(w.num_columns)
-    out_format = None if result is None else result.format
+    how = plan.dequant
+    assert how is not None
+    shape, units = how.shape, unit_columns(w.num_columns)
     decoded = None if result is None else result.decoded
-    sms = nvrtc.most_sms(w.device, num_sms)
-    # Where SMs are left free, blocks that decode beside the GEMM could take those.
-    with_others = a.decoded is None and num_sms is None
-    beside = choose_beside(a.likely_rows, w.num_rows, a.format, shape, sms) if with_others else None
     defines, shared_bytes = macros(
         w.format,
         a.format,
         shape,
         units,
-        out_format,
+        None if result is None else result.format,
         out.dtype,
         activation,
-        out_decoded=decoded is not None,
+        out_dequantized=decoded is not None,
         row_scales=a.row_scale is not None,
         expert_scales=w.expert_scales is not None,
         bias=w.bias is not None,
-        keep_tokens=keeps_tokens(a.likely_rows, w.num_columns, w.format, shape),
-        counted=beside is not None,
+        keep_tokens=how.keep_tokens,
+        overlapped=how.overlap is not None,
     )
     columns = w.num_rows // 2 if result is not None else w.num_rows
     counters, first, team = None, 0, 0
-    if a.decoded is not None:
+    if how.tokens is None:
+        assert a.decoded is not None
         tokens = a.decoded
-    elif beside is None:
-        tokens = decode_tokens(a, w.num_experts, packed_ld, scale_block)
+    elif how.overlap is None:
+        tokens = decode_tokens(a, w.num_experts, how.tokens, packed_ld, scale_block)
     else:
-        tokens, counters = decode_beside(a, w.num_experts, beside, packed_ld, scale_block)
-        first, team = beside.first, shape_beside(units).team_warps
+        tokens, counters = decode_tokens_overlapped(a, w.num_experts, how.tokens, how.overlap, packed_ld, scale_block)
+        first, team = how.overlap.first, overlapped_token_shape(units).team_warps
     nvrtc.launch(
         "decoded_gemm.cu",
         "decoded_gemm",
         defines,
-        grid=(sms, 1, 1),
+        grid=(plan.blocks, 1, 1),
         block=128 * (shape.warpgroups + 1),
         arguments=[
             tokens,
@@ -328,21 +218,20 @@ def _launch(
             nvrtc.int64(out.stride(0)),
             0 if w.expert_scales is None else w.expert_scales.ndim,
             0 if w.gate_up is None else w.gate_up.code,
-            w.unusual,
+            w.has_special_values,
             counters,
             first,
             team,
         ],
         device=w.device,
         shared_bytes=shared_bytes,
-        # Beside a product that leaves SMs free, the one that takes its results would take those.
-        early=a.decoded is None or num_sms is None,
+        early=how.starts_early,
     )
 
 
 def fits(rows: torch.Tensor, fmt: TokenFormat, out: torch.Tensor, num_groups: int) -> bool:
     """Whether `decoded_gemm` takes these: rows and results aligned as it loads and stores them, not too many groups."""
-    return num_groups <= MAX_GROUPS and _rows_aligned(rows, fmt) and _out_aligned(out)
+    return num_groups <= MAX_PREPARED_EXPERTS and _rows_aligned(rows, fmt) and _out_aligned(out)
 
 
 def _row_align(fmt: TokenFormat) -> int:
@@ -366,8 +255,9 @@ def _check(a: GroupedRows, w: PreparedWeights, out: torch.Tensor, result: Groupe
         raise ValueError(f"w: expected N < {MAX_UNIT_ROWS * UNIT}, got {w.num_rows}")
     if w.units.data_ptr() % 16:
         raise ValueError("w.units: expected 16-byte alignment")
-    if a.num_groups > MAX_GROUPS:
-        raise ValueError(f"a.expert_ids: expected at most {MAX_GROUPS} for prepared weights, got {a.num_groups}")
+    if a.num_groups > MAX_PREPARED_EXPERTS:
+        most = f"{MAX_PREPARED_EXPERTS} for prepared weights"
+        raise ValueError(f"a.expert_ids: expected at most {most}, got {a.num_groups}")
     if not _rows_aligned(a.rows, a.format):
         strides = list(a.rows.stride())
         raise ValueError(f"a.rows: expected rows on {_row_align(a.format)}-byte boundaries, got strides {strides}")

@@ -40,10 +40,10 @@ SLOTS = (
 """Where the bits `s e e m` of the numbers `i` = 0 and 1 of register 0, 1, 2, 3 lie in two words, the first of which has
 the lower 32 bits: of an even step, and of the next.
 
-A shift or a rotation brings those of one register to bits 15, 8, 7, 6 and 31, 24, 23, 22, where a bf16 has them. Of
-each step, three registers are of one word. The fourth is of a word that has bits of both, which one instruction makes;
-in the even step it needs no shift. Of all placements of this kind this one takes the fewest instructions: 16 for two
-words, beside the multiplications by scales (9 for one word where each has bits of its own step alone).
+A shift or a rotation brings those of one register to bits 15, 8, 7, 6 and 31, 24, 23, 22, where a bf16 has them. In
+each step, three registers come from one word. The fourth comes from a combination of both words, which takes one
+instruction, and in the even step no shift. Of all placements of this kind this one takes the fewest instructions: 16
+for two words, without the multiplications by scales (9 for one word where each has bits of its own step alone).
 """
 
 BYTE_SLOTS = ((15, 10, 9, 8, 7, 6, 5, 4), (11, 14, 13, 12, 3, 2, 1, 0))
@@ -53,9 +53,10 @@ A bf16 that has them where pair 0 does is `2^-120` times the number, denormal on
 shift to the left of sign, lowest exponent bit and mantissa, and one to the right of the other exponent bits.
 """
 
-LARGEST_USUAL_SCALE = 134
-"""Of `mxfp8`, the byte: `2^120` times the scale is a bf16 number, by which the numbers become bf16 in one step. Rows
-with larger scales, or NaN among their numbers or scales, are `unusual`, and take more steps."""
+LARGEST_FAST_SCALE = 134
+"""Byte of an `mxfp8` scale up to which `2^120` times the scale is a bf16 number, so that one multiplication
+dequantizes. Rows with larger scales, or with NaN among their numbers or scales, have special values and take more
+steps."""
 
 UNIT = 64
 DECODED_FORMATS = (NVFP4, MXFP8)
@@ -191,10 +192,10 @@ def unpack_units(
     return found[0], found[1]
 
 
-def unusual_units(quants_NK: torch.Tensor, scales_NV: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """uint8 `[units of N]` of one `mxfp8` expert, for what `pack_units` takes: 1 for each unit with `unusual` rows."""
-    nan = ((quants_NK & 127) == 127).any(1) | (scales_NV > LARGEST_USUAL_SCALE).any(1)
-    of_row = torch.nn.functional.pad(nan, (0, 1))  # a usual one for the padding
+def units_with_special_values(quants_NK: torch.Tensor, scales_NV: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """uint8 `[units of N]` of one `mxfp8` expert, for what `pack_units` takes: 1 where rows have special values."""
+    nan = ((quants_NK & 127) == 127).any(1) | (scales_NV > LARGEST_FAST_SCALE).any(1)
+    of_row = torch.nn.functional.pad(nan, (0, 1))  # none in the padding
     return of_row[rows.to(nan.device)].flatten(1).any(1).to(torch.uint8)
 
 

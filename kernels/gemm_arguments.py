@@ -1,4 +1,4 @@
-"""What both engines of the grouped GEMM share: checks of the arguments, and the empty result to be filled."""
+"""What all kernels of the grouped GEMM share: checks of the arguments, and the empty result to be filled."""
 
 from __future__ import annotations
 
@@ -72,8 +72,8 @@ def check_operands(a: GroupedRows, w: ExpertWeights | PreparedWeights) -> None:
     if a.decoded is not None:
         return
     scale_columns = a.format.scale_columns(a.num_columns)
-    if a.scales_by_row:
-        _check_scales_by_row(a, scale_columns)
+    if a.scales_in_record:
+        _check_scales_in_record(a, scale_columns)
     elif a.format.swizzled:
         if a.group_scale_offsets is None:
             raise ValueError(f"a.group_scale_offsets: expected int32 [{groups}] for {a.format.name}, got None")
@@ -107,7 +107,7 @@ def _check_scales(a: GroupedRows, pattern: str, tail: tuple[int, ...], at_least:
         raise ValueError(f"a.scales: expected a contiguous tensor on {a.rows.device}, got one on {a.scales.device}")
 
 
-def _check_scales_by_row(a: GroupedRows, columns: int) -> None:
+def _check_scales_in_record(a: GroupedRows, columns: int) -> None:
     scales = a.scales
     if scales is None or scales.dtype != a.format.scale_dtype or scales.element_size() != 1:
         kind = None if scales is None else scales.dtype
@@ -171,7 +171,7 @@ def empty_intermediate(
             torch.reciprocal(gsf.expand(a.capacity), out=row_scale)
     scales, scale_offsets = None, None
     if fmt.swizzled and stored:
-        if a.format.swizzled and not a.scales_by_row:
+        if a.format.swizzled and not a.scales_in_record:
             assert a.scales is not None
             scale_offsets, blocks = a.group_scale_offsets, a.scales.shape[0]
         else:

@@ -1,8 +1,8 @@
-"""What a tile of the grouped GEMM reads: its group, found on the device, and its operands, decoded without rounding.
+"""What a tile of the grouped GEMM reads: its group, found on the device, and its operands, dequantized in registers.
 
-Every format but `fp8_block` is decoded to bf16 and multiplied by bf16 MMA with fp32 accumulation, which is exact up to
-that accumulation: `e2m1 * e4m3` has at most 6 significant bits, `e4m3 * 2^k` has 4, `e2m1 * 2^k` has 2. `fp8_block` is
-multiplied as it is, and each 128 of K is promoted to an fp32 sum with its scales. Tokens and weights go through the
+Every format but `fp8_block` is dequantized to bf16 and multiplied by bf16 MMA with fp32 accumulation, which is exact up
+to that accumulation: `e2m1 * e4m3` has at most 6 significant bits, `e4m3 * 2^k` has 4, `e2m1 * 2^k` has 2. `fp8_block`
+is multiplied as it is, and each 128 of K is promoted to an fp32 sum with its scales. Tokens and weights go through the
 same code.
 """
 
@@ -23,7 +23,7 @@ class NativeForm(IntEnum):
     """What the block-scaled MMA of Blackwell takes, as the kernel branches on it."""
 
     NONE = 0
-    """Nothing: operands are decoded to bf16."""
+    """Nothing: operands are dequantized to bf16."""
     AS_STORED = 1
     WIDENED = 2
     """e2m1 as e4m3, which has all its numbers, where an instruction for both is not compiled."""
@@ -36,7 +36,7 @@ MN_MAJOR = tl.constexpr(int(ScaleLayout.MN_MAJOR))
 PACKED = tl.constexpr(int(ScaleLayout.PACKED))
 
 NVFP4_GAIN = tl.constexpr(2.0**8)
-"""Decoded NVFP4 operands are `2^-8` times their value: e2m1 bits placed in a bf16 are `2^-126` times theirs, and
+"""Dequantized NVFP4 operands are `2^-8` times their value: e2m1 bits placed in a bf16 are `2^-126` times theirs, and
 `2^118` is the largest power of two that an e4m3 scale can carry in bf16."""
 
 SCALE_GAIN = tl.constexpr(2.0**118)
@@ -177,7 +177,7 @@ def e4m3_value(bits, INTERPRET: tl.constexpr):
 
 
 @triton.jit
-def decode(
+def dequantize(
     quants,
     scales,
     FMT: tl.constexpr,
@@ -257,7 +257,8 @@ def load_operand(
     EVEN_K: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """`(even, odd, scales)` of `BLOCK_K` columns from `k`: decoded tiles, and the scales for those applied later.
+    """`(even, odd, scales)` of `BLOCK_K` columns from `k`: dequantized tiles, and the scales of those that are scaled
+    later.
 
     `row_offset` (int64): first words of the rows; `scale_row` (int64): their rows in the scales; `ok`: which exist;
     `ld`: leading dimension of scales whose rows lie next to each other.
@@ -267,7 +268,7 @@ def load_operand(
         scales = 0.0
     else:
         scales = load_scales(scales_ptr, scale_row, ok, k, K, ld, LAYOUT, BLOCK, BLOCK_K)
-    even, odd = decode(quants, scales, FMT, BLOCK, PAIRS, E5M2, INTERPRET)
+    even, odd = dequantize(quants, scales, FMT, BLOCK, PAIRS, E5M2, INTERPRET)
     return even, odd, scales
 
 

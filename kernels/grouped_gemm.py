@@ -1,10 +1,11 @@
 """Grouped GEMM over quantized rows: `C[rows of group] = A[rows of group] @ B[expert]^T`, and its SwiGLU form.
 
-Hopper has kernels of its own, in CUDA C++: `tma_gemm.py` for weights that tensor cores read as they are stored,
-`decoded_gemm.py` for prepared weights. They are taken with `engine="auto"`; here is the Triton kernel for every GPU.
-One kernel for all formats, which are constexpr data. Groups, row indices and scale offsets are read on the device; the
-grid comes from the capacity, and programs past the last tile leave. The order in which a row's K is summed depends on
-(N, K, formats) only, never on how many rows or which neighbours it has. The twins are in `reference_gemm.py`.
+Both functions validate, ask `gemm_plan.plan_gemm` for the kernel and launch it. Hopper has kernels of its own, in CUDA
+C++: `tma_gemm.py` for weights that tensor cores read as they are stored, `decoded_gemm.py` for prepared weights. Here
+is the Triton kernel for every GPU. It is one kernel for all formats, which are constexpr data. Groups, row indices and
+scale offsets are read on the device; the grid comes from the capacity, and programs past the last tile leave. The
+order in which a row's K is summed depends on (N, K, formats) only, never on how many rows or which neighbours it has.
+The torch references are in `reference_gemm.py`.
 
 Epilogue, in fp32: `c = acc * row_scale[row] * expert_scales[expert] + bias[expert]`, then the activation.
 """
@@ -12,16 +13,17 @@ Epilogue, in fp32: `c = acc * row_scale[row] * expert_scales[expert] + bias[expe
 from __future__ import annotations
 
 import logging
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.formats import MXFP4, MXFP8, TokenFormat, ceil_div, format_named
+from moe_runtime.formats import TokenFormat, ceil_div, format_named
 from moe_runtime.grouped import GroupedRows
-from moe_runtime.kernels import decode_tokens, decoded_gemm, reference_gemm, tma_gemm
+from moe_runtime.kernels import decode_tokens, decoded_gemm, gemm_plan, nvrtc, reference_gemm, tma_gemm
 from moe_runtime.kernels.activation import swiglu_tile
 from moe_runtime.kernels.gemm_arguments import check_activation, check_operands, check_out, empty_intermediate
 from moe_runtime.kernels.gemm_epilogue import half_rows, scaled, store_plain, store_quantized
@@ -36,9 +38,11 @@ from moe_runtime.kernels.gemm_operands import (
     row_scale_rows,
     weight_scale_rows,
 )
+from moe_runtime.kernels.gemm_plan import GemmKernel, GemmPlan, GemmProblem
+from moe_runtime.kernels.gemm_shapes import GemmTile
 from moe_runtime.kernels.quantize import CODE_BF16, CODE_MXFP4, CODE_MXFP8, CODE_NVFP4
 from moe_runtime.kernels.reference_quantize import raw_bits
-from moe_runtime.kernels.runtime import INTERPRET, resolve_engine, runs_cuda
+from moe_runtime.kernels.runtime import INTERPRET, capability, resolve_engine
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import ExpertWeights, SwiGLU
 
@@ -93,11 +97,11 @@ def _grouped_gemm_kernel(
 ):
     """One `BLOCK_M x BLOCK_N` tile of the output of one group.
 
-    `columns` are those of the output: `N`, or `I` where ACTIVATION `(alpha, limit, up_offset)` makes one number of two.
-    `a_stride` counts the words that a row is loaded in, `num_groups` those that may be active. Scales lie as
-    `A_LAYOUT` and `W_LAYOUT` (`ScaleLayout`) say, one for SCALE_BLOCK numbers of K, and in `unpadded` rows' scales one
-    for ROWS_PER_SCALE rows. E5M2 matters to the interpreter alone, compiled kernels know it from the pointers.
-    NATIVE (`NativeForm`) takes the block-scaled MMA of Blackwell instead of decoding to bf16.
+    `columns` counts those of the output: `N`, or `I` where ACTIVATION `(alpha, limit, up_offset)` makes one number of
+    two. `a_stride` is in the words that a row is loaded in. `num_groups` counts the groups that may be active.
+    `A_LAYOUT` and `W_LAYOUT` (`ScaleLayout`) say where scales lie: one for SCALE_BLOCK numbers of K, and for `unpadded`
+    rows one for ROWS_PER_SCALE rows. E5M2 matters to the interpreter alone: compiled kernels know it from the pointers.
+    NATIVE (`NativeForm`) takes the block-scaled MMA of Blackwell instead of dequantizing to bf16.
     """
     GATED: tl.constexpr = ACTIVATION is not None
     PAIRS: tl.constexpr = (W_FMT == CODE_NVFP4) or (W_FMT == CODE_MXFP4)
@@ -141,7 +145,8 @@ def _grouped_gemm_kernel(
         up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     w_ok = n_ok
     if GATED and NATIVE:
-        # One product, its columns gate and up by turns: Triton 3.6 cannot give the scales of the rows to two of them.
+        # One product with gate and up columns interleaved: Triton 3.6 cannot give the scales of the rows to two
+        # products.
         w_offset = tl.interleave(w_offset, up_offset)
         w_scale_row = tl.interleave(w_scale_row, up_scale_row)
         w_ok = tl.interleave(n_ok, n_ok)
@@ -202,43 +207,6 @@ def _grouped_gemm_kernel(
         store_plain(out_ptr, position, row_ok, n, n_ok, out_stride, c)
 
 
-@dataclass(frozen=True)
-class GemmTile:
-    """Tile shape and launch options of one GEMM."""
-
-    block_m: int
-    block_n: int
-    block_k: int
-    num_warps: int
-    num_stages: int
-
-
-def choose_tile(n: int, a_format: TokenFormat, *, out_block: int = 0, native: NativeForm = NativeForm.NONE) -> GemmTile:
-    """The tile for `n` output columns; `out_block` is the scale block of the result where it is gated, else 0.
-
-    It depends on sizes and formats that are fixed for a layer, never on the number of rows: with it goes the order of
-    sums. Shared memory stays under the 99 KiB of sm_120. Block-scaled MMA on sm_100 wants 128 rows.
-    """
-    block_n = min(128, max(triton.next_power_of_2(n), 32, out_block))
-    block_k = 64 if a_format.element_bits == 16 else 128
-    gated = out_block > 0
-    block_m = 128 if native is NativeForm.AS_STORED else 64
-    num_warps = 8 if block_n == 128 and (gated or native) else 4
-    return GemmTile(block_m, block_n, block_k, num_warps, num_stages=2 if gated else 3)
-
-
-def native_form(a: TokenFormat, w: TokenFormat, device: torch.device) -> NativeForm:
-    """How block-scaled MMA multiplies a layer's rows in `a` with weights in `w` on `device`.
-
-    `mxfp8` rows and `mxfp4` weights are taken as they are stored on sm_100; for sm_120 Triton 3.6 would take a product
-    of e4m3 and e2m1 apart into bf16 MMA. Other formats, and those on other GPUs, are decoded.
-    """
-    if device.type != "cuda" or (a, w) != (MXFP8, MXFP4):
-        return NativeForm.NONE
-    forms = {10: NativeForm.AS_STORED, 12: NativeForm.WIDENED}
-    return forms.get(torch.cuda.get_device_capability(device)[0], NativeForm.NONE)
-
-
 def gemm_flops(rows: int, n: int, k: int) -> int:
     """Floating-point operations of `rows` rows times an `[n, k]` weight (`n = 2I` for gate and up)."""
     return 2 * rows * n * k
@@ -280,8 +248,8 @@ def grouped_gemm(
         w: the weights `[E, N, K]`; prepared ones must be plain (without `gate_up`).
         out: bf16, fp16 or fp32 `[>= capacity, N]`, last dimension contiguous; made when None.
         out_dtype: of a new output.
-        engine: "auto", "triton" or "torch"; only "auto" takes the kernels of Hopper.
-        num_sms: most SMs that the GEMM of Hopper takes; None means all. Other kernels pay no heed to it.
+        engine: "auto", "cuda", "triton" or "torch" (`runtime.resolve_engine`).
+        num_sms: most SMs that the GEMM of Hopper takes; None means all. Other kernels ignore it.
 
     Returns:
         The output. Rows past the last group, of groups with an expert outside `0 .. E-1`, and of groups past
@@ -291,27 +259,22 @@ def grouped_gemm(
         ValueError: a shape, dtype, device, stride or format that does not fit; the message names the argument.
     """
     check_operands(a, w)
-    on_hopper = runs_cuda(engine, a.rows.device)
-    _check_for_hopper(a, w, on_hopper)
-    if isinstance(w, PreparedWeights):
-        if w.gate_up is not None:
-            raise ValueError("w.gate_up: expected None in prepared weights, which are reordered for SwiGLU otherwise")
-        if on_hopper:
-            out = check_out(a, w, out, out_dtype)
-            decoded_gemm.decoded_gemm(a, w, out, num_sms=num_sms)
-            return out
-        w = _restored(w)
-    elif on_hopper and tma_gemm.supports(a, w, out):
-        out = check_out(a, w, out, out_dtype)
-        tma_gemm.multiply(a, w, out, num_sms=num_sms)
-        return out
-    if resolve_engine(engine, a.rows.device) == "torch":
-        return reference_gemm.grouped_gemm(a, w, out=out, out_dtype=out_dtype)
+    if isinstance(w, PreparedWeights) and w.gate_up is not None:
+        raise ValueError("w.gate_up: expected None in prepared weights, which are reordered for SwiGLU otherwise")
     out = check_out(a, w, out, out_dtype)
-    native = native_form(a.format, w.format, a.rows.device)
-    tile = choose_tile(w.num_rows, a.format, native=native)
-    target = raw_bits(out) if out.dtype == torch.bfloat16 else out
-    _launch(a, w, tile, native, w.num_rows, (target, None, None, None), out.stride(0), 0, None)
+    plan = _plan(a, w, engine, num_sms, out=out)
+    if plan.kernel is GemmKernel.DEQUANT:
+        assert isinstance(w, PreparedWeights)
+        decoded_gemm.decoded_gemm(a, w, out, plan)
+        return out
+    raw = _restored(w) if isinstance(w, PreparedWeights) else w
+    if plan.kernel is GemmKernel.TMA:
+        tma_gemm.multiply(a, raw, out, plan)
+    elif plan.kernel is GemmKernel.TORCH:
+        reference_gemm.grouped_gemm(a, raw, out=out)
+    else:
+        target = raw_bits(out) if out.dtype == torch.bfloat16 else out
+        _launch(a, raw, plan, w.num_rows, (target, None, None, None), out.stride(0), 0, None)
     return out
 
 
@@ -336,9 +299,9 @@ def grouped_gemm_swiglu(
         out_gsf: encode scale of an `nvfp4` result, a positive number or one fp32 element on the device, clamped to
             2^100; None means `gemm_arguments.DEFAULT_INTERMEDIATE_GSF`. Must be None for other formats.
         then: weights of the product that takes the result and is launched next. Where both are prepared and multiplied
-            by Hopper's kernels, the result is `decoded` for it, and no other takes it.
-        engine: "auto", "triton" or "torch"; only "auto" takes the kernels of Hopper.
-        num_sms: most SMs that the GEMM of Hopper takes; None means all. Other kernels pay no heed to it.
+            by Hopper's kernels, the result is dequantized for it (`GroupedRows.decoded`), and no other takes it.
+        engine: "auto", "cuda", "triton" or "torch" (`runtime.resolve_engine`).
+        num_sms: most SMs that the GEMM of Hopper takes; None means all. Other kernels ignore it.
 
     Returns:
         Rows `[capacity, I]` of the same groups, packed by position, `row_index` None, scales in the consumer's layout;
@@ -349,56 +312,84 @@ def grouped_gemm_swiglu(
     """
     check_operands(a, w)
     check_activation(w, activation)
-    on_hopper = runs_cuda(engine, a.rows.device)
-    _check_for_hopper(a, w, on_hopper)
-    if isinstance(w, PreparedWeights):
-        if w.gate_up is None:
-            raise ValueError("w.gate_up: expected prepared weights of gate and up, got plain ones")
-        if on_hopper:
-            decoded = decoded_gemm.takes_decoded(then)
-            out, gsf = empty_intermediate(a, w, out_format, out_gsf, finished=False, stored=not decoded)
-            if decoded:
-                out = replace(out, decoded=decode_tokens.empty_decoded(a, out.num_columns))
-            decoded_gemm.decoded_gemm_swiglu(a, w, activation, out, gsf, num_sms=num_sms)
-            return out
-        w = _restored(w)
-    elif on_hopper and tma_gemm.supports_swiglu(a, w, format_named(out_format)):
-        out, _ = empty_intermediate(a, w, out_format, out_gsf)
-        tma_gemm.multiply_swiglu(a, w, activation, out, num_sms=num_sms)
+    if isinstance(w, PreparedWeights) and w.gate_up is None:
+        raise ValueError("w.gate_up: expected prepared weights of gate and up, got plain ones")
+    plan = _plan(a, w, engine, num_sms, out_format=format_named(out_format))
+    if plan.kernel is GemmKernel.DEQUANT:
+        assert isinstance(w, PreparedWeights)
+        decoded = decoded_gemm.takes_decoded(then)
+        out, gsf = empty_intermediate(a, w, out_format, out_gsf, finished=False, stored=not decoded)
+        if decoded:
+            out = replace(out, decoded=decode_tokens.empty_decoded(a, out.num_columns))
+        decoded_gemm.decoded_gemm_swiglu(a, w, activation, out, gsf, plan)
         return out
-    if resolve_engine(engine, a.rows.device) == "torch":
-        return reference_gemm.grouped_gemm_swiglu(a, w, activation, out_format=out_format, out_gsf=out_gsf)
-    out, gsf = empty_intermediate(a, w, out_format, out_gsf)
-    native = native_form(a.format, w.format, a.rows.device)
-    tile = choose_tile(out.num_columns, a.format, out_block=out.format.block, native=native)
+    raw = _restored(w) if isinstance(w, PreparedWeights) else w
+    if plan.kernel is GemmKernel.TORCH:
+        return reference_gemm.grouped_gemm_swiglu(a, raw, activation, out_format=out_format, out_gsf=out_gsf)
+    out, gsf = empty_intermediate(a, raw, out_format, out_gsf)
+    if plan.kernel is GemmKernel.TMA:
+        tma_gemm.multiply_swiglu(a, raw, activation, out, plan)
+        return out
     scales = None if out.scales is None else raw_bits(out.scales)
     target = (raw_bits(out.rows), scales, gsf, out.group_scale_offsets)
-    _launch(a, w, tile, native, out.num_columns, target, 0, int(out.format.code), activation)
+    _launch(a, raw, plan, out.num_columns, target, 0, int(out.format.code), activation)
     return out
 
 
+def _plan(
+    a: GroupedRows,
+    w: ExpertWeights | PreparedWeights,
+    engine: str,
+    num_sms: int | None,
+    *,
+    out: torch.Tensor | None = None,
+    out_format: TokenFormat | None = None,
+) -> GemmPlan:
+    """The plan for operands that were checked, with the output of a plain product or the format of a gated one."""
+    device, resolved = a.rows.device, resolve_engine(engine, a.rows.device)
+    aligned = scales_aligned = True
+    if resolved == "cuda" and isinstance(w, ExpertWeights):
+        aligned = tma_gemm.aligned(a.rows, w.quants, out)
+        scales_aligned = tma_gemm.scales_aligned(a.scales, w.scales)
+    return gemm_plan.plan_gemm(
+        GemmProblem(
+            resolved,
+            capability(device),
+            nvrtc.most_sms(device) if resolved == "cuda" else 0,
+            weight_format=w.format,
+            token_format=a.format,
+            experts=w.num_experts,
+            n=w.num_rows,
+            k=w.num_columns,
+            rows=a.likely_rows,
+            capacity=a.capacity,
+            groups=a.num_groups,
+            active_groups=a.max_active_groups,
+            out_format=out_format,
+            prepacked=isinstance(w, PreparedWeights),
+            gathered=a.row_index is not None,
+            scales_in_record=a.scales_in_record,
+            dequantized=a.decoded is not None,
+            sm_limit=num_sms,
+            aligned=aligned,
+            scales_aligned=scales_aligned,
+        )
+    )
+
+
 def _restored(w: PreparedWeights) -> ExpertWeights:
-    """The weights as other kernels than those that they were prepared for read them."""
-    _tell_of_restoring()
+    """The weights as kernels read them that are not those of Hopper."""
+    _warn_of_restoring()
     return w.restore()
 
 
 @cache
-def _tell_of_restoring() -> None:
-    """Once in a process."""
+def _warn_of_restoring() -> None:
+    """Warn, once in a process."""
     _LOG.warning(
         "prepared weights are restored in every call, which is slow: only Hopper's own kernels multiply them as they "
-        'are, with engine "auto" on a Hopper GPU that has NVRTC; elsewhere give weights that are not prepared'
+        'are, with engine "auto" or "cuda" on a Hopper GPU that has NVRTC; elsewhere give weights that are not prepared'
     )
-
-
-def _check_for_hopper(a: GroupedRows, w: ExpertWeights | PreparedWeights, on_hopper: bool) -> None:
-    if isinstance(w, PreparedWeights) and on_hopper:
-        return
-    if a.decoded is not None:
-        raise ValueError("a.decoded: expected None but for prepared weights and the kernels of Hopper")
-    if a.scales_by_row:
-        raise ValueError("a.scales_by_row: expected False but for prepared weights and the kernels of Hopper")
 
 
 _WORDS = {torch.bfloat16: torch.int32, torch.float8_e4m3fn: torch.int16}
@@ -419,8 +410,7 @@ def _operand(t: torch.Tensor, pairs: bool) -> torch.Tensor:
 def _launch(
     a: GroupedRows,
     w: ExpertWeights,
-    tile: GemmTile,
-    native: NativeForm,
+    plan: GemmPlan,
     columns: int,
     out: tuple[torch.Tensor | None, ...],
     out_stride: int,
@@ -429,11 +419,10 @@ def _launch(
 ) -> None:
     if a.capacity == 0 or a.num_groups == 0 or w.num_experts == 0:
         return
-    pairs = w.format.element_bits == 4 and not native
-    rows = _operand(a.rows, pairs)
+    assert plan.triton is not None
+    rows = _operand(a.rows, w.format.element_bits == 4 and not plan.native)
     order = w.gate_up if activation is None else activation.order
-    tiles = (ceil_div(a.capacity, tile.block_m) + a.num_groups) * ceil_div(columns, tile.block_n)
-    _grouped_gemm_kernel[(tiles,)](
+    _grouped_gemm_kernel[(plan.blocks,)](
         rows,
         None if a.scales is None else raw_bits(a.scales),
         a.row_scale,
@@ -465,17 +454,24 @@ def _launch(
         SCALE_BLOCK=w.format.block,
         ROWS_PER_SCALE=1,
         E5M2=False,
-        NATIVE=int(native),
         ORDER=0 if order is None else order.code,
         SCALES_PER_EXPERT=0 if w.expert_scales is None else w.expert_scales.ndim,
         ACTIVATION=None if activation is None else (activation.alpha, activation.limit, activation.up_offset),
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        BLOCK_G=max(16, triton.next_power_of_2(a.num_groups)),
-        EVEN_K=a.num_columns % tile.block_k == 0,
-        INTERPRET=INTERPRET,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        enable_fp_fusion=False,
+        **tile_options(plan.triton, plan.native, a.num_groups, a.num_columns),
     )
+
+
+def tile_options(tile: GemmTile, native: NativeForm, num_groups: int, k: int) -> dict[str, Any]:
+    """What a launch of the kernel takes from its plan."""
+    return {
+        "NATIVE": int(native),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "BLOCK_G": max(16, triton.next_power_of_2(num_groups)),
+        "EVEN_K": k % tile.block_k == 0,
+        "INTERPRET": INTERPRET,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "enable_fp_fusion": False,
+    }

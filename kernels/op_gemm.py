@@ -11,15 +11,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 import torch
-import triton
 
-from moe_runtime.formats import FP8_BLOCK, ScaleLayout, TokenFormat, ceil_div
+from moe_runtime.formats import ScaleLayout, TokenFormat, ceil_div
 from moe_runtime.grouped import GroupedRows
-from moe_runtime.kernels import reference_op_gemm, tma_gemm
-from moe_runtime.kernels.decoded_gemm import decoded_gemm
-from moe_runtime.kernels.grouped_gemm import GemmTile, _grouped_gemm_kernel, choose_tile
+from moe_runtime.kernels import decoded_gemm, gemm_plan, nvrtc, reference_op_gemm, tma_gemm
+from moe_runtime.kernels.gemm_plan import GemmKernel, GemmPlan, GemmProblem
+from moe_runtime.kernels.grouped_gemm import _grouped_gemm_kernel, tile_options
 from moe_runtime.kernels.reference_quantize import raw_bits
-from moe_runtime.kernels.runtime import INTERPRET, resolve_engine, runs_cuda
+from moe_runtime.kernels.runtime import INTERPRET, capability, resolve_engine
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import ExpertWeights
 
@@ -92,43 +91,63 @@ class OpProblem:
         return self.b.num_rows if isinstance(self.b, PreparedWeights) else int(self.b.quants.shape[1])
 
 
-def choose_op_tile(n: int, fmt: TokenFormat, max_tile_n: int, native: bool = False) -> GemmTile:
-    """The tile of a layer's GEMM, not wider than `max_tile_n`. The order of sums along K does not depend on it.
-
-    Block-scaled MMA on sm_100 wants 128 rows; two stages of MXFP8 keep to the 99 KiB of sm_120.
-    """
-    tile = choose_tile(n, fmt)
-    tile = replace(tile, block_n=min(tile.block_n, max_tile_n))
-    return replace(tile, block_m=128, num_stages=2) if native else tile
-
-
-def has_native_mma(fmt: TokenFormat, device: torch.device) -> bool:
-    """Whether block-scaled MMA multiplies `fmt` there: NVFP4 and MXFP8 on GPUs from sm_100 on."""
-    if device.type != "cuda" or fmt.scale_dtype == torch.float32:
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 10
+def plan_op(p: OpProblem, out: torch.Tensor, engine: str) -> GemmPlan:
+    """The plan for a problem; one that restores prepacked weights leaves that to the caller."""
+    device, resolved = out.device, resolve_engine(engine, out.device)
+    cuda, aligned, scales_aligned = resolved == "cuda", True, True
+    if cuda and isinstance(p.b, PreparedWeights):
+        aligned = decoded_gemm.fits(p.a.quants, p.format, out, p.num_groups)
+    elif cuda and isinstance(p.b, ScaledOperand):
+        aligned = tma_gemm.aligned(p.a.quants, p.b.quants, out)
+        # Transposed scales are new memory, but those of a weight that has one block of rows, which stay as they are.
+        copied = p.a.layout is ScaleLayout.MN_MAJOR
+        scales_aligned = (copied or p.a.scales.data_ptr() % 16 == 0) and (
+            (copied and p.num_outputs > 128) or p.b.scales.data_ptr() % 16 == 0
+        )
+    return gemm_plan.plan_gemm(
+        GemmProblem(
+            resolved,
+            capability(device),
+            nvrtc.most_sms(device) if cuda else 0,
+            weight_format=p.format,
+            token_format=p.format,
+            experts=p.num_experts,
+            n=p.num_outputs,
+            k=p.num_columns,
+            rows=p.num_rows,
+            capacity=p.num_rows,
+            groups=p.num_groups,
+            active_groups=p.num_groups,
+            prepacked=isinstance(p.b, PreparedWeights),
+            aligned=aligned,
+            scales_aligned=scales_aligned,
+            operation=True,
+            max_tile_n=p.max_tile_n,
+            rows_per_scale=p.rows_per_scale,
+            e5m2=p.a.quants.dtype == torch.float8_e5m2,
+        )
+    )
 
 
 def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> None:
     """Fill `out` `[R, N]`, bf16, fp16 or fp32; rows that no active group with an expert owns are not written."""
-    p = problem
+    p, plan = problem, plan_op(problem, out, engine)
     if isinstance(p.b, PreparedWeights):
-        decoded_gemm(
-            _grouped_rows(p), replace(p.b, expert_scales=p.expert_scales), out, packed_ld=p.a.ld, scale_block=p.block
-        )
+        assert plan.kernel is GemmKernel.DEQUANT
+        w = replace(p.b, expert_scales=p.expert_scales)
+        decoded_gemm.decoded_gemm(_grouped_rows(p), w, out, plan, packed_ld=p.a.ld, scale_block=p.block)
         return
-    if runs_cuda(engine, out.device) and p.format is FP8_BLOCK and p.rows_per_scale == 1 and _tma_gemm(p, p.b, out):
-        return
-    if resolve_engine(engine, out.device) == "torch":
+    if plan.kernel is GemmKernel.TORCH:
         reference_op_gemm.op_gemm(p, out)
         return
     if p.num_rows == 0 or p.num_groups == 0 or p.num_experts == 0:
         return
-    native = has_native_mma(p.format, out.device)
-    tile = choose_op_tile(p.num_outputs, p.format, p.max_tile_n, native)
-    tiles = (ceil_div(p.num_rows, tile.block_m) + p.num_groups) * ceil_div(p.num_outputs, tile.block_n)
+    if plan.kernel is GemmKernel.TMA:
+        _tma_gemm(p, p.b, out, plan)
+        return
+    assert plan.triton is not None
     a, b = (raw_bits(t) if INTERPRET else t for t in (p.a.quants, p.b.quants))
-    _grouped_gemm_kernel[(tiles,)](
+    _grouped_gemm_kernel[(plan.blocks,)](
         a,
         raw_bits(p.a.scales),
         None,
@@ -162,19 +181,10 @@ def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> N
         SCALE_BLOCK=p.block,
         ROWS_PER_SCALE=p.rows_per_scale,
         E5M2=p.a.quants.dtype == torch.float8_e5m2,
-        NATIVE=native,
         ORDER=0,
         SCALES_PER_EXPERT=0 if p.expert_scales is None else 1,
         ACTIVATION=None,
-        BLOCK_M=tile.block_m,
-        BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k,
-        BLOCK_G=max(16, triton.next_power_of_2(p.num_groups)),
-        EVEN_K=p.num_columns % tile.block_k == 0,
-        INTERPRET=INTERPRET,
-        num_warps=tile.num_warps,
-        num_stages=tile.num_stages,
-        enable_fp_fusion=False,
+        **tile_options(plan.triton, plan.native, p.num_groups, p.num_columns),
     )
 
 
@@ -195,10 +205,8 @@ def _grouped_rows(p: OpProblem, scales: torch.Tensor | None = None) -> GroupedRo
     )
 
 
-def _tma_gemm(p: OpProblem, b: ScaledOperand, out: torch.Tensor) -> bool:
-    """FP8 on Hopper's kernel, with the scales K-major; False where that does not take these operands."""
-    if p.a.quants.dtype != FP8_BLOCK.quant_dtype:
-        return False
+def _tma_gemm(p: OpProblem, b: ScaledOperand, out: torch.Tensor, plan: GemmPlan) -> None:
+    """FP8 on Hopper's kernel, with the scales K-major."""
     columns, blocks = p.num_columns // 128, ceil_div(p.num_outputs, 128)
     a_scales, b_scales = p.a.scales, b.scales
     if p.a.layout is ScaleLayout.MN_MAJOR:
@@ -206,7 +214,4 @@ def _tma_gemm(p: OpProblem, b: ScaledOperand, out: torch.Tensor) -> bool:
         b_scales = b_scales.view(p.num_experts, columns, blocks).transpose(1, 2).contiguous()
     rows = _grouped_rows(p, a_scales.view(-1, columns))
     w = ExpertWeights(p.format, b.quants, b_scales.view(p.num_experts, blocks, columns))
-    if not tma_gemm.supports(rows, w, out):
-        return False
-    tma_gemm.multiply(rows, w, out)
-    return True
+    tma_gemm.multiply(rows, w, out, plan)

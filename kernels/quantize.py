@@ -236,7 +236,7 @@ def quantize_rows(
         fmt: format of the result, also one of weights alone; `K` must be a multiple of its block (of 8 for bf16).
         gsf: NVFP4's encode scale: None for one per row, `min(2688 / amax, 2^100)`; or a static one, a positive
             number or a one-element fp32 tensor on the same device (its value is not checked), clamped to 2^100.
-        engine: "auto", "triton" or "torch".
+        engine: "auto", "cuda", "triton" or "torch".
 
     Returns:
         `QuantizedRows` with linear scales; `row_scale_R` is `1 / gsf` for NVFP4. A block with NaN or Inf gets scale

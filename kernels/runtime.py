@@ -12,7 +12,7 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cache
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import triton
@@ -58,20 +58,60 @@ else:
         )
 
 
-def resolve_engine(engine: str, device: torch.device) -> str:
-    """`"triton"` or `"torch"` for tensors on `device`.
+Engine = Literal["cuda", "triton", "torch"]
+"""What runs an operation: CUDA C++ kernels where it has them, else Triton's; Triton alone; the torch references."""
 
-    `"auto"` is Triton on GPUs, besides what `runs_cuda` allows, and the torch twins on CPUs. `"triton"` on a CPU needs
-    the interpreter.
-    Raises `ValueError` for anything else.
+ENGINES = ("auto", "cuda", "triton", "torch")
+
+
+def resolve_engine(engine: str, device: torch.device) -> Engine:
+    """The engine that runs operations on `device`; a resolved one is returned as it is.
+
+    `"auto"` is `"cuda"` on a Hopper GPU with NVRTC, `"triton"` on other GPUs and under the interpreter there, and
+    `"torch"` on CPUs. Of a Hopper GPU that lacks only NVRTC it warns, once.
+
+    Raises `ValueError` for an unknown engine, for `"cuda"` where its kernels cannot run, and for `"triton"` on a CPU
+    without the interpreter.
     """
-    if engine not in ("auto", "triton", "torch"):
-        raise ValueError(f"engine: expected auto, triton or torch, got {engine!r}")
-    if engine == "auto":
-        return "triton" if device.type == "cuda" else "torch"
-    if engine == "triton" and device.type != "cuda" and not INTERPRET:
-        raise ValueError("engine: triton on CPU tensors needs TRITON_INTERPRET=1 set before moe_runtime is imported")
-    return engine
+    if engine not in ENGINES:
+        raise ValueError(f"engine: expected auto, cuda, triton or torch, got {engine!r}")
+    return _resolved(engine, device)
+
+
+@cache
+def _resolved(engine: str, device: torch.device) -> Engine:
+    """Every call of an operation asks, and asking CUDA takes microseconds."""
+    if engine == "torch":
+        return "torch"
+    if engine == "triton":
+        if device.type != "cuda" and not INTERPRET:
+            raise ValueError(
+                "engine: triton on CPU tensors needs TRITON_INTERPRET=1 set before moe_runtime is imported"
+            )
+        return "triton"
+    missing = missing_for_cuda(device)
+    if engine == "cuda" and missing is not None:
+        others = "auto, triton or torch" if device.type == "cuda" else "auto or torch"
+        raise ValueError(f"engine: expected {others} on {device}, where cuda cannot run ({missing}), got 'cuda'")
+    if missing is None:
+        return "cuda"
+    if device.type != "cuda":
+        return "torch"
+    if missing == NO_NVRTC:
+        _LOG.warning("%s: %s; slower Triton kernels are taken instead of Hopper's own", device, missing)
+    return "triton"
+
+
+NO_NVRTC = "cuda-bindings finds no NVRTC, install the extra gpu"
+
+
+def missing_for_cuda(device: torch.device) -> str | None:
+    """Why kernels in CUDA C++ cannot run on `device`; None where they can."""
+    if not is_hopper(device):
+        return "the CUDA C++ kernels are for Hopper GPUs"
+    if INTERPRET:
+        return "TRITON_INTERPRET is set"
+    return None if has_nvrtc() else NO_NVRTC
 
 
 @cache
@@ -86,33 +126,14 @@ def has_nvrtc() -> bool:
 
 
 @cache
+def capability(device: torch.device) -> tuple[int, int] | None:
+    """Compute capability of a GPU named with its number; None for other devices. CUDA is asked once."""
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+
+
 def is_hopper(device: torch.device) -> bool:
-    """Whether a device, named with its number, is a GPU of compute capability 9.0: those that the CUDA kernels are for.
-
-    Asked in every step, and asking CUDA takes microseconds.
-    """
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
-
-
-def runs_cuda(engine: str, device: torch.device) -> bool:
-    """Whether kernels in CUDA C++ may be taken: engine "auto", a Hopper GPU, `has_nvrtc`, and no interpreter."""
-    resolve_engine(engine, device)
-    return engine == "auto" and not INTERPRET and _compiles_for(device)
-
-
-@cache
-def _compiles_for(device: torch.device) -> bool:
-    """Whether kernels in CUDA C++ can be had for `device`; of a Hopper GPU that lacks only NVRTC it tells, once."""
-    if not is_hopper(device):
-        return False
-    if not has_nvrtc():
-        _LOG.warning(
-            "%s: cuda-bindings finds no NVRTC, so slower Triton kernels are taken instead of Hopper's own; install the "
-            "extra gpu",
-            device,
-        )
-        return False
-    return True
+    """Whether `device` has compute capability 9.0, which the CUDA C++ kernels are for."""
+    return capability(device) == (9, 0)
 
 
 ALL_ARCHS = (90, 100, 120)
@@ -148,7 +169,7 @@ class CudaCase:
 
     Attributes:
         operation, format: as in `AotCase`.
-        file: the source, beside this module.
+        file: the source, in the folder of this module.
         kernel: its name there.
         defines: macros.
         archs: compute capabilities it is for, times ten.

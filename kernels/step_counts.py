@@ -60,7 +60,7 @@ def count_step(
         num_parts_T: int32 `[T]`, ranks that each token went to.
         group_offsets: int32 `[G + 1]` of what arrived.
         own_slots: first slot of this rank and the one after its last.
-        engine: "triton" or "torch".
+        engine: "cuda", "triton" or "torch".
     """
     num_tokens, top_k = topk_idx_TK.shape
     num_experts, (first_slot, end_slot) = words.shape[0] - HEAD, own_slots

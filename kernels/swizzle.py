@@ -70,7 +70,7 @@ def swizzle_scales(scales_RV: torch.Tensor, *, engine: str = "auto") -> torch.Te
 
     Args:
         scales_RV: `[R, V]`, or `[E, N, V]` for weights; one byte per element (uint8, e4m3), last dimension contiguous.
-        engine: "auto", "triton" or "torch".
+        engine: "auto", "cuda", "triton" or "torch".
 
     Returns:
         `[ceil(R/128), ceil(V/4), 32, 4, 4]`, or `[E, ceil(N/128), ceil(V/4), 32, 4, 4]`, of the same dtype; padding 0.

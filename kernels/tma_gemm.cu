@@ -41,11 +41,11 @@ constexpr int WARP_STAGING = 2048;  // 16 rows of 128 bytes
 constexpr int ROUND_BYTES = (128 + 2) * 16 + 96;  // whole 128 bytes
 constexpr int SCALE_BYTES = TMA_SCALES ? 2 * ROUND_BYTES / STAGES : FP8 ? 544 : 0;
 static_assert(!TMA_SCALES || (FP8 && !GATHER && STAGES == 4), "one copy brings the scales of 4 stages");
-constexpr int TOLD = 8;                // tiles that math warps are told of at a time
+constexpr int TILES_AHEAD = 8;         // tiles that the producers announce to the math warps at a time
 constexpr int FEW_PAIRS = 2;           // pairs of row tiles of a group, up to which its odd one comes within bands
 constexpr int NO_MORE = -0x7FFFFFFF;   // rows of what comes after the last tile
 constexpr bool HALVES = !GATED && CLUSTER > 1;  // whether there are tiles of one half
-constexpr int ONE_HALF = 1 << 30;      // mark of theirs at the column that math warps are told
+constexpr int ONE_HALF = 1 << 30;      // marks such a tile in the column that is announced
 constexpr int SUMS = 128, PARTIAL_SUMS = 64;  // of a thread: of a tile, and of the half that FP8 takes at a time
 constexpr int PRODUCER_REGISTERS = FP8 && !GATHER ? 24 : 40;  // what is left goes to the math warpgroups
 constexpr int MATH_REGISTERS = FP8 && !GATHER ? 240 : 232;
@@ -57,7 +57,7 @@ constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
 
 // --- shared memory, barriers, copies --------------------------------------------------------------------------------
 
-// The same number in all lanes, which the compiler is to know: tensor core instructions want uniform registers.
+// Tells the compiler that a number is warp-uniform: tensor core instructions want uniform registers.
 __device__ __forceinline__ u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
 
 __device__ __forceinline__ u32 cluster_rank() {
@@ -72,7 +72,7 @@ __device__ __forceinline__ void sync_cluster() {
     }
 }
 
-// The last barrier: what the other block has still to arrive at in this one's memory comes before its end.
+// The last barrier: the other block may still have to arrive at barriers in this block's memory.
 __device__ __forceinline__ void leave_cluster() {
     if (CLUSTER > 1) {
         asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::: "memory");
@@ -86,7 +86,7 @@ __device__ __forceinline__ u32 address_at(u32 address, u32 rank) {
     return there;
 }
 
-// Nothing that generic stores wrote is handed over, so no fence of the cluster is asked for: it would cost a quarter.
+// No data of generic stores is handed over, so the arrival needs no cluster fence, which would cost a quarter.
 __device__ __forceinline__ void barrier_arrive_there(u32 barrier, u32 count) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -132,8 +132,8 @@ __device__ __forceinline__ void load_half(
 
 // --- tiles ----------------------------------------------------------------------------------------------------------
 
-// One warp is through with a stage, in which the other block of the cluster may have a hand: lane r tells block r, at
-// `barrier` in its memory. `share` is 2 where the warp speaks for the other warpgroup too.
+// Called by a warp that has consumed a stage. Lane r arrives at `barrier` in the memory of block r, since the other block of
+// the cluster may load into the stage, too. `share` is 2 where the warp also arrives for the other warpgroup.
 __device__ __forceinline__ void release(u32 barrier, u32 share) {
 #ifdef EACH_LANE_ARRIVES
     for (u32 r = 0; r < CLUSTER; ++r) barrier_arrive_there(address_at(barrier, r), share);
@@ -162,7 +162,7 @@ __device__ __forceinline__ long long weight_scales(int expert, int column, int c
 __device__ __forceinline__ void wait_turn(int wg) { asm volatile("bar.sync %0, 256;" ::"r"(1 + wg) : "memory"); }
 __device__ __forceinline__ void give_turn(int wg) { asm volatile("bar.arrive %0, 256;" ::"r"(2 - wg) : "memory"); }
 
-// Whether `value` holds in all threads of the warpgroup, which go on together: products want all its warps.
+// Whether `value` holds in all threads of the warpgroup. All its warps branch alike: products want all of them.
 __device__ __forceinline__ bool all_of_warpgroup(int wg, bool value) {
     u32 all;
     asm volatile(
@@ -170,10 +170,10 @@ __device__ __forceinline__ bool all_of_warpgroup(int wg, bool value) {
         : "=r"(all)
         : "r"((u32)value), "r"(3 + wg)
         : "memory");
-    return __all_sync(~0u, all);  // which the compiler is to know, as with `uniform`
+    return __all_sync(~0u, all);  // tells the compiler, as `uniform` does
 }
 
-// What one cluster works on at a time; a group has this many.
+// The number of work items of a group; a cluster works on one at a time.
 __device__ __forceinline__ int tiles_of(int rows, int tiles_n) {
     int tiles_m = ceil_div(rows, BM);
     if (CLUSTER == 1) return tiles_m * tiles_n;
@@ -204,7 +204,7 @@ __device__ void count_tiles(Group* groups, const int* offsets, const int* expert
     if (lane == 0) groups[num_groups].first = total;
 }
 
-// The tile of this block in number `index`; `g` is a group at or before its own, and moves on. False past the last.
+// The tile of this block in work item `index`. `g` is a group at or before the tile's and moves on. False past the last.
 __device__ __forceinline__ bool find_tile(
     const Group* groups, int num_groups, int index, int tiles_n, int band_width, u32 rank, int& g, Tile& tile) {
     if (index >= groups[num_groups].first) return false;
@@ -218,7 +218,7 @@ __device__ __forceinline__ bool find_tile(
     u %= of_span;
     tile.pair_rows = u < tiles_m * width;
     if (tile.pair_rows) {
-        // Bands of columns, all rows of a band before the next: what runs at a time shares rows and weights in L2.
+        // Bands of columns, all rows of a band before the next: concurrent tiles share rows and weights in L2.
         int band = u / (band_width * tiles_m) * band_width;
         width = min(band_width, width - band);
         u -= band * tiles_m;
@@ -282,7 +282,7 @@ __device__ __forceinline__ void mma_fp8(float (&d)[64], u32 a, u32 b, int add) {
                  : "r"(a), "r"(b), "r"(add));
 }
 
-// A word of shared memory, or nothing: no branch, after which the compiler would take the warp for diverged.
+// A word of shared memory, or nothing. Without a branch, after which the compiler would assume a diverged warp.
 __device__ __forceinline__ void load_word(float& to, u32 from, bool now) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.shared.f32 %0, [%1];\n}"
                  : "+f"(to)
@@ -322,10 +322,10 @@ struct Factors {
 
     __device__ __forceinline__ bool apart(int r, int h) const {
         float size = fabsf(product[r][h]);
-        return size < SMALLEST || size > LARGEST;  // a NaN is as good as any: it stays one
+        return size < SMALLEST || size > LARGEST;  // a NaN stays one either way
     }
 
-    // Whether all products, which are made here, are normal, and so is `least`.
+    // Computes the products; whether all of them and `least` are normal.
     __device__ __forceinline__ bool multiply(float least) {
         float most = 0.0f;
 #pragma unroll
@@ -337,8 +337,8 @@ struct Factors {
     }
 };
 
-// acc += part * factors, for the half whose sums are from FIRST on. Without PLAIN a product may be none that is normal;
-// rows and halves for which it is get the same bits: there 1 comes before it.
+// acc += part * factors, for the half whose sums start at FIRST. Without PLAIN a product of scales may not be normal. Rows and
+// halves for which it is get the same bits: they multiply by 1 first.
 template <int FIRST, bool PLAIN>
 __device__ __forceinline__ void add_up(float (&acc)[SUMS], float (&part)[PARTIAL_SUMS], const Factors& factors) {
     keep(part);
@@ -500,9 +500,9 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     u8* staging = shared + STAGES * STAGE_BYTES;
     float* scales = (float*)(staging + MATH_WARPS * WARP_STAGING);
     u64* barriers = (u64*)((u8*)scales + STAGES * SCALE_BYTES);
-    // Tiles that the producers tell the math warps of: start, rows, expert, column.
-    int4* tiles = (int4*)(barriers + 2 * STAGES + TOLD);
-    Group* groups = (Group*)(tiles + TOLD);
+    // Tiles that the producers announce to the math warps: start, rows, expert, column.
+    int4* tiles = (int4*)(barriers + 2 * STAGES + TILES_AHEAD);
+    Group* groups = (Group*)(tiles + TILES_AHEAD);
     u32 full = shared_address(barriers), empty = full + 8 * STAGES, known = empty + 8 * STAGES, ring = shared_address(shared);
     int wg = uniform(threadIdx.x / 128), warp = uniform(threadIdx.x / 32), lane = threadIdx.x % 32;
     int tiles_n = ceil_div(columns, TILE_COLUMNS), step = gridDim.x / CLUSTER;
@@ -515,7 +515,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             barrier_init(full + 8 * s, 1 + OF_COPIES);
             barrier_init(empty + 8 * s, MATH_WARPS * CLUSTER * ARRIVALS_OF_WARP);
         }
-        for (int i = 0; i < TOLD; ++i) barrier_init(known + 8 * i, 1);
+        for (int i = 0; i < TILES_AHEAD; ++i) barrier_init(known + 8 * i, 1);
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     if (threadIdx.x == 64) {
@@ -533,23 +533,23 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     Tile tile;
     if (wg == MATH_WGS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-        // One thread sends for the tiles; all of them copy scales that TMA does not bring, and rows that are gathered.
+        // One thread starts the TMA copies. All threads copy scales that TMA does not bring, and rows that are gathered.
         int thread = threadIdx.x % 128, chunk = thread % 8, first = thread / 8, under_way = -1;
         bool leader = thread == 0;
-        int told = 0;
-        // A tile is written where that of TOLD tiles ago was: a warp that had not read it had kept the stages of those
-        // between from being filled.
-        auto tell = [&](int4 what) {
+        int announced = 0;
+        // An announcement overwrites that of TILES_AHEAD tiles ago. A warp that had not read that one would hold the stages of
+        // the tiles since.
+        auto announce = [&](int4 what) {
             if (leader) {
-                tiles[told % TOLD] = what;
-                barrier_arrive(known + 8 * (told % TOLD));
+                tiles[announced % TILES_AHEAD] = what;
+                barrier_arrive(known + 8 * (announced % TILES_AHEAD));
             }
-            ++told;
+            ++announced;
         };
         u32 round = 0;
         u32 to = first * 128 + ((chunk ^ first % 8) << 4);
-        // The tiles that this thread sees to are below `last`: with one that sends, those of its warp see to it that
-        // numbers are uniform.
+        // This thread handles the tiles below `last`. Where one thread sends, its whole warp loops, so that numbers stay
+        // uniform.
         bool idle = TMA_SCALES ? warp != MATH_WARPS : !FP8 && !GATHER && !leader;
         int last = idle ? 0 : 0x7FFFFFFF;
         // Gathered rows of a stage are handed over once those of the next are begun, or where there is no next.
@@ -569,7 +569,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             int halved = max(t - whole, 0), halves = HALVES && t >= whole ? 1 : 2;
             if (!find_tile(groups, num_groups, t - ceil_div(halved, 2), tiles_n, band_width, rank, g, tile)) break;
             tile.column += halved % 2 * HALF;
-            tell(make_int4(tile.start, tile.rows, tile.expert, tile.column | (halves == 1 ? ONE_HALF : 0)));
+            announce(make_int4(tile.start, tile.rows, tile.expert, tile.column | (halves == 1 ? ONE_HALF : 0)));
             bool shared_rows = CLUSTER > 1 && !tile.pair_rows, shared_weights = CLUSTER > 1 && tile.pair_rows;
             int boxes = GATHER ? 0 : min(BM / A_BOX, ceil_div(tile.rows, A_BOX));
             const float* a_scale = a_scales + (long long)(tile.start + min(thread, tile.rows - 1)) * k_blocks;
@@ -638,7 +638,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             }
         }
         if (under_way >= 0) hand_over_last();
-        tell(make_int4(0, NO_MORE, 0, 0));
+        announce(make_int4(0, NO_MORE, 0, 0));
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
         float acc[SUMS];
@@ -650,9 +650,9 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         bool waits = false;
         u8* warp_staging = staging + warp * WARP_STAGING;
         u32 freed = CLUSTER > 1 && ARRIVALS_OF_WARP == 1 ? address_at(empty, lane % CLUSTER) : empty;
-        for (int told = 0;; ++told) {
-            barrier_wait(known + 8 * (told % TOLD), told / TOLD & 1);
-            int4 what = tiles[told % TOLD];
+        for (int number = 0;; ++number) {
+            barrier_wait(known + 8 * (number % TILES_AHEAD), number / TILES_AHEAD & 1);
+            int4 what = tiles[number % TILES_AHEAD];
             if (what.y == NO_MORE) break;
             bool one_half = HALVES && what.w & ONE_HALF;
             tile.start = what.x, tile.rows = what.y, tile.expert = what.z, tile.column = what.w & ~ONE_HALF;
@@ -680,7 +680,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             Factors factors;
             float part[PARTIAL_SUMS];
             int left = k_blocks, odd = 0;
-            // Zero, but not for the compiler: what is loaded from a uniform address it moves to uniform registers.
+            // Zero, but the compiler must not know it: it moves loads from uniform addresses to uniform registers.
             u32 zero;
             asm("{\n.reg .u32 t;\nmov.u32 t, %%laneid;\nshr.u32 %0, t, 5;\n}" : "=r"(zero));
             // Bytes from a row to the next, from a half to the other, and from a stage to the next.
@@ -698,10 +698,10 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             auto products = [&](int s, int half) {
                 multiply(part, a + s * STEP, b + s * STEP + half * SECOND);
             };
-            // Unrolled over the stages, so that their addresses are constants: whatever a warpgroup does beside its
-            // products keeps the tensor cores waiting as soon as the other warpgroup does the same. The next stage is
-            // waited for under the products of this one, and its scales are read amid the last multiply-adds.
-            // A tile of one half is unusual, too, which the test of the scales finds with no instruction more.
+            // Unrolled over the stages, so that their addresses are constants: other work of a warpgroup keeps the tensor
+            // cores waiting as soon as the other warpgroup does such work, too. The wait for the next stage overlaps with
+            // the products of this one, and its scales are read between the last multiply-adds.
+            // A tile of one half takes the slow path, too; the test of the scales finds it without another instruction.
             barrier_wait(full, phase & 1);
             load_scales(0, of_round, true);
             for (;; left -= STAGES, phase = ~phase, of_round = other(of_round)) {
@@ -711,7 +711,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     products(s, 0);
                     if (!all_of_warpgroup(wg, factors.multiply(one_half ? 0.0f : LARGEST))) {
                         odd = s;
-                        goto unusual;
+                        goto special_values;
                     }
                     mma_wait<0>();
                     add_up<0, true>(acc, part, factors);
@@ -724,7 +724,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                     if (left <= s + 1) goto added;
                 }
             }
-        unusual:
+        special_values:
             // The rest of the tile, or a tile of one half. The products of the first half of stage `odd` are under way.
             left -= odd;
             for (bool narrow = HALVES && uniform(one_half);;) {
@@ -756,7 +756,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 if (narrow) {
 #pragma unroll
                     for (int k = 0; k < 4; ++k) mma_bf16_half(acc, a + at + 2 * k, b + at + 2 * k, kb > 0 || k > 0);
-                    mma_commit();  // here and there: behind both, the compiler would put in a product of nothing
+                    mma_commit();  // in both branches: after them, the compiler would insert an empty product
                 } else {
 #pragma unroll
                     for (int k = 0; k < 4; ++k) mma_bf16(acc, a + at + 2 * k, b + at + 2 * k, kb > 0 || k > 0);
@@ -774,7 +774,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             if (alone) give_turn(wg);
             if (EXTRAS) apply_extras(acc, extras, row, capacity - 1, tile.expert, tile.column, columns);
             constexpr int SIZE = OUT == 3 ? 1 : (OUT == 2 ? 4 : 2);
-            // A cluster that takes an odd row tile may reach past the last column tile: nothing of that is stored.
+            // A cluster that takes an odd row tile may reach past the last column tile, which is not stored.
             int width = min(columns - tile.column, one_half ? HALF : TILE_COLUMNS);
             int rows = width > 0 ? tile.rows - row_of_warp : 0;
             long long position = tile.start + row_of_warp;

@@ -1,14 +1,14 @@
 """Grouped GEMM on Hopper for weights that tensor cores read as they are stored: `fp8_block` and `bf16`.
 
-The host side of `tma_gemm.cu`: what it supports, which of its two regimes is taken, tensor maps, launches. The contract
-is that of `grouped_gemm.py`, whose Triton kernel is the fallback for everything else. `fp8_block` sums each 128 of K
-from zero in the tensor cores and adds `partial * (row scale * weight scale)` in fp32, or, where that product of scales
-is not a normal number, `(partial * row scale) * weight scale`; `bf16` sums in the tensor cores. Every row sums its K in
-the order of K, whatever the regime, its tile and its neighbours: both regimes give the same bits.
+The host side of `tma_gemm.cu`: tensor maps, launches. `gemm_plan.py` says what it takes and in which shape. The
+contract is that of `grouped_gemm.py`, whose Triton kernel takes everything else. `fp8_block` sums each 128 of K from
+zero in the tensor cores and adds `partial * (row scale * weight scale)` in fp32, or, where that product of scales is
+not a normal number, `(partial * row scale) * weight scale`; `bf16` sums in the tensor cores. Every row sums its K in
+the order of K, whatever the shape, its tile and its neighbours: both shapes give the same bits.
 
-The two numbers, on one H200. Prefill, FP8, 8 groups x 4096 rows, (N, K) = (4096, 7168): 1.92e12 flops, 1.34 ms at the
-1437 TFLOP/s of torch's dense 8192^3, 0.74 GB, 0.17 ms. Decode, FP8, 32 groups x 32 rows, both products of the reference
-model: 1.41 GB of weights, 328 us at 4.3 TB/s.
+Least times on one H200. Prefill, FP8, 8 groups x 4096 rows, (N, K) = (4096, 7168): 1.92e12 flops take 1.34 ms at the
+1437 TFLOP/s of torch's dense 8192^3, 0.74 GB take 0.17 ms. Decode, FP8, 32 groups x 32 rows, both products of the
+reference model: 1.41 GB of weights take 328 us at 4.3 TB/s.
 
 Measured after rests, and without them (launch/results/gemm_h200.json of commit 2dbcdbe; TFLOP/s, in parentheses torch's
 row-wise _scaled_grouped_mm or _grouped_mm; see `launch/benchmarks/timing.py`):
@@ -19,13 +19,12 @@ row-wise _scaled_grouped_mm or _grouped_mm; see `launch/benchmarks/timing.py`):
     FP8  8 x 16, 32, 48 rows                          60.0, 60.6, 61.5 us / 33.8, 34.4, 35.1 us
     FP8  32 x 32 rows, gate_up and down               345 us
 
-What bounds it (power), what each version brought and what was dropped: `kernels/grouped_gemm_notes.md`.
+What bounds it (power), what each version gained and what was dropped: `kernels/grouped_gemm_notes.md`.
 """
 
 from __future__ import annotations
 
 import ctypes
-from dataclasses import dataclass
 from functools import cache, lru_cache
 from typing import Any
 
@@ -34,111 +33,20 @@ import torch
 from moe_runtime.formats import FormatCode, TokenFormat, ceil_div
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import nvrtc
-from moe_runtime.kernels.gemm_arguments import (
-    OUT_DTYPES,
-    check_activation,
-    check_operands,
-    check_out,
-    empty_intermediate,
-)
-from moe_runtime.kernels.runtime import is_hopper
+from moe_runtime.kernels.gemm_arguments import OUT_DTYPES
+from moe_runtime.kernels.gemm_plan import GemmPlan
+from moe_runtime.kernels.gemm_shapes import HALF, MAX_STAGES, TILE_ROWS, TmaShape
 from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
 
 SOURCE = "tma_gemm.cu"
-MAX_SHARED_BYTES = 227 * 1024
-MAX_GROUPS = 1024
-MAX_INDEX = 2**31 - 1
-HALF = 128
-"""Weight rows of half a tile: a plain tile has 256 columns, a gated one 128 of gate and 128 of up."""
-
-TILE_ROWS = 128
-STAGE_BYTES = (TILE_ROWS + 2 * HALF) * 128
-"""Bytes of one stage of the ring: 128 bytes of K of each row of a tile."""
-
 THREADS = 384
-STAGING_BYTES = 2048
-"""Shared memory in which each warp turns its results into rows."""
-
-SCALE_BYTES = 1088
-"""Shared memory for the scales of a stage: as much as they take where a copy brings those of four stages."""
-MAX_STAGES = 4
-TOLD = 8
-"""Tiles that the producers of a block tell its math warps of at a time."""
-DECODE_ROWS = 64
-"""Rows of a group, on average, up to which a launch takes the decode regime."""
-
 MAPS_KEPT = 1024
-"""Tensor maps of addresses and shapes that were last multiplied."""
+"""Tensor maps that are kept, by address and shape."""
 
 
-@dataclass(frozen=True)
-class Regime:
-    """How a launch cuts its work.
-
-    Attributes:
-        name: `decode` or `prefill`.
-        cluster: blocks that share loads by multicast.
-        box_rows: rows that one copy of the rows' tensor map brings; where there is no cluster, boxes without rows of
-            the group are left out.
-        band: column tiles that are walked together, all row tiles of them before the next; even with a cluster.
-    """
-
-    name: str
-    cluster: int
-    box_rows: int
-    band: int
-
-    def stages(self, num_groups: int) -> int:
-        """Stages that fit beside what else lies in shared memory."""
-        return (MAX_SHARED_BYTES - other_bytes(num_groups)) // STAGE_BYTES
-
-    def shared_bytes(self, num_groups: int) -> int:
-        """Dynamic shared memory of a block."""
-        return self.stages(num_groups) * STAGE_BYTES + other_bytes(num_groups)
-
-
-def other_bytes(num_groups: int) -> int:
-    """Shared memory beside the ring: staging, scales and barriers of the stages, tiles, the table of groups."""
-    return 8 * STAGING_BYTES + MAX_STAGES * (SCALE_BYTES + 16) + TOLD * (8 + 16) + 16 * (num_groups + 1)
-
-
-DECODE = Regime("decode", cluster=1, box_rows=16, band=1)
-# 66 clusters at a time, 8 columns by 8 pairs of rows, read least: as many rows as weights.
-PREFILL = Regime("prefill", cluster=2, box_rows=TILE_ROWS, band=8)
-
-
-def choose_regime(rows: int, num_groups: int) -> Regime:
-    """The regime for `rows` that come on average; both give the same bits for any number."""
-    return DECODE if rows <= DECODE_ROWS * num_groups else PREFILL
-
-
-def supports(a: GroupedRows, w: ExpertWeights, out: torch.Tensor | None = None) -> bool:
-    """Whether `grouped_gemm` here takes these operands: `fp8_block` or `bf16`, on Hopper, aligned to 16 bytes."""
-    if not is_hopper(a.rows.device):
-        return False
-    return _fits(a, w) and (out is None or (out.dtype in OUT_DTYPES and _aligned(out)))
-
-
-def supports_swiglu(a: GroupedRows, w: ExpertWeights, out_format: TokenFormat) -> bool:
-    """Whether `grouped_gemm_swiglu` here takes these operands; its results are `fp8_block` or `bf16`."""
-    inner = w.num_rows // 2
-    if out_format.code not in (FormatCode.BF16, FormatCode.FP8_BLOCK):
-        return False
-    # Blocks of 128 rows of the weight's scales must not straddle gate and up in one tile.
-    whole = w.format.code == FormatCode.BF16 or inner % HALF == 0
-    return whole and supports(a, w)
-
-
-def _fits(a: GroupedRows, w: ExpertWeights) -> bool:
-    if a.format.code != w.format.code or a.format.code not in (FormatCode.BF16, FormatCode.FP8_BLOCK):
-        return False
-    if not 0 < a.num_groups <= MAX_GROUPS or w.num_experts == 0 or a.capacity == 0:
-        return False
-    # Scales are found by 32-bit numbers.
-    v = ceil_div(a.num_columns, HALF)
-    if max(a.capacity, w.num_experts * (ceil_div(w.num_rows, HALF) + 1)) * v > MAX_INDEX:
-        return False
-    return _aligned(a.rows) and w.quants.data_ptr() % 16 == 0
+def aligned(rows: torch.Tensor, quants: torch.Tensor, out: torch.Tensor | None = None) -> bool:
+    """Whether the kernel can load these rows and weights, and store `out`: in rows that begin at 16-byte boundaries."""
+    return _aligned(rows) and quants.data_ptr() % 16 == 0 and (out is None or _aligned(out))
 
 
 def _aligned(t: torch.Tensor) -> bool:
@@ -146,70 +54,20 @@ def _aligned(t: torch.Tensor) -> bool:
     return t.data_ptr() % 16 == 0 and stride % 16 == 0 and 0 < stride < 2**40
 
 
-def grouped_gemm(
-    a: GroupedRows,
-    w: ExpertWeights,
-    *,
-    out: torch.Tensor | None = None,
-    out_dtype: torch.dtype = torch.bfloat16,
-    regime: Regime | None = None,
-    num_sms: int | None = None,
-) -> torch.Tensor:
-    """`grouped_gemm.grouped_gemm` for operands that `supports` takes; `regime` None is `choose_regime`.
-
-    Raises `ValueError` naming the argument that does not fit.
-    """
-    check_operands(a, w)
-    out = check_out(a, w, out, out_dtype)
-    if a.capacity and a.num_groups and w.num_experts:
-        if not supports(a, w, out):
-            raise ValueError("a, w, out: not supported by this kernel")
-        multiply(a, w, out, regime=regime, num_sms=num_sms)
-    return out
+def scales_aligned(a: torch.Tensor | None, w: torch.Tensor | None) -> bool:
+    """Whether TMA can bring the scales of rows and weights."""
+    return a is not None and w is not None and a.data_ptr() % 16 == w.data_ptr() % 16 == 0
 
 
-def multiply(
-    a: GroupedRows, w: ExpertWeights, out: torch.Tensor, *, regime: Regime | None = None, num_sms: int | None = None
-) -> None:
-    """`grouped_gemm` into `out`, of what has been checked and what `supports` takes."""
-    _launch(a, w, regime, w.num_rows, out, out.stride(0), None, OUT_DTYPES.index(out.dtype), None, num_sms)
+def multiply(a: GroupedRows, w: ExpertWeights, out: torch.Tensor, plan: GemmPlan) -> None:
+    """`grouped_gemm` into `out`, of what has been checked."""
+    _launch(a, w, plan, w.num_rows, out, out.stride(0), None, OUT_DTYPES.index(out.dtype), None)
 
 
-def grouped_gemm_swiglu(
-    a: GroupedRows,
-    w: ExpertWeights,
-    activation: SwiGLU,
-    *,
-    out_format: str | TokenFormat,
-    regime: Regime | None = None,
-    num_sms: int | None = None,
-) -> GroupedRows:
-    """`grouped_gemm.grouped_gemm_swiglu` for operands that `supports_swiglu` takes; `regime` None is `choose_regime`.
-
-    Raises `ValueError` naming the argument that does not fit.
-    """
-    check_operands(a, w)
-    check_activation(w, activation)
-    out, _ = empty_intermediate(a, w, out_format, None)
-    if a.capacity and a.num_groups and w.num_experts:
-        if not supports_swiglu(a, w, out.format):
-            raise ValueError("a, w, out_format: not supported by this kernel")
-        multiply_swiglu(a, w, activation, out, regime=regime, num_sms=num_sms)
-    return out
-
-
-def multiply_swiglu(
-    a: GroupedRows,
-    w: ExpertWeights,
-    activation: SwiGLU,
-    out: GroupedRows,
-    *,
-    regime: Regime | None = None,
-    num_sms: int | None = None,
-) -> None:
-    """`grouped_gemm_swiglu` into `out`, of what has been checked and what `supports_swiglu` takes."""
+def multiply_swiglu(a: GroupedRows, w: ExpertWeights, activation: SwiGLU, out: GroupedRows, plan: GemmPlan) -> None:
+    """`grouped_gemm_swiglu` into `out`, of what has been checked."""
     code = 0 if out.scales is None else 3
-    _launch(a, w, regime, out.num_columns, out.rows, out.num_columns, out.scales, code, activation, num_sms)
+    _launch(a, w, plan, out.num_columns, out.rows, out.num_columns, out.scales, code, activation)
 
 
 class _Extras(ctypes.Structure):
@@ -224,7 +82,7 @@ class _Extras(ctypes.Structure):
 @cache
 def macros(
     fmt: TokenFormat,
-    regime: Regime,
+    shape: TmaShape,
     num_groups: int,
     *,
     gather: bool,
@@ -238,9 +96,9 @@ def macros(
     return nvrtc.Defines(
         {
             "FP8": int(fmt.code == FormatCode.FP8_BLOCK),
-            "STAGES": regime.stages(num_groups),
-            "CLUSTER": regime.cluster,
-            "A_BOX": regime.box_rows,
+            "STAGES": shape.stages(num_groups),
+            "CLUSTER": shape.cluster,
+            "A_BOX": shape.box_rows,
             "GATHER": int(gather),
             "GATED": int(gated),
             "ORDER": 0 if order is None else order.code,
@@ -251,43 +109,26 @@ def macros(
     )
 
 
-def copies_scales(a: GroupedRows, w: ExpertWeights, regime: Regime) -> bool:
-    """Whether the copy engine brings the scales, those of `MAX_STAGES` stages at once: for many rows that lie in order.
-
-    Where few rows come, a copy of 128 rows' scales brings more of others' than of theirs.
-    """
-    return (
-        regime.name == PREFILL.name
-        and a.scales is not None
-        and a.row_index is None
-        and w.scales is not None
-        and regime.stages(a.num_groups) == MAX_STAGES
-        and a.scales.shape[1] % MAX_STAGES == 0
-        and a.scales.data_ptr() % 16 == w.scales.data_ptr() % 16 == 0
-    )
-
-
 def _launch(
     a: GroupedRows,
     w: ExpertWeights,
-    regime: Regime | None,
+    plan: GemmPlan,
     columns: int,
     out: torch.Tensor,
     out_stride: int,
     out_scales: torch.Tensor | None,
     out_code: int,
     activation: SwiGLU | None,
-    num_sms: int | None = None,
 ) -> None:
-    regime = choose_regime(a.likely_rows, a.num_groups) if regime is None else regime
+    assert plan.tma is not None
+    shape, copied_scales = plan.tma.shape, plan.tma.copies_scales
     device, groups = a.rows.device, a.num_groups
     scales_per_expert = 0 if w.expert_scales is None else w.expert_scales.ndim
     order = activation.order if activation is not None else (w.gate_up if scales_per_expert == 2 else None)
     gather = a.row_index is not None
-    copied_scales = a.format.code == FormatCode.FP8_BLOCK and copies_scales(a, w, regime)
     defines = macros(
         a.format,
-        regime,
+        shape,
         groups,
         gather=gather,
         gated=activation is not None,
@@ -298,14 +139,14 @@ def _launch(
     )
     extras = _Extras(_pointer(a.row_scale), _pointer(w.expert_scales), _pointer(w.bias), scales_per_expert)
     w_map = _weight_map(w, None if activation is None else activation.order)
-    a_map = w_map if gather else _rows_map(a.rows, a.num_columns, regime.box_rows)
+    a_map = w_map if gather else _rows_map(a.rows, a.num_columns, shape.box_rows)
     row_bytes = a.num_columns * a.rows.element_size()
     formula = activation or SwiGLU()
     nvrtc.launch(
         SOURCE,
         "tma_gemm",
         defines,
-        grid=(max(nvrtc.most_sms(device, num_sms) // regime.cluster, 1) * regime.cluster, 1, 1),
+        grid=(plan.blocks, 1, 1),
         block=THREADS,
         arguments=[
             a_map,
@@ -329,14 +170,14 @@ def _launch(
             columns,
             ceil_div(row_bytes, 128),
             row_bytes,
-            regime.band,
+            shape.band,
             ctypes.c_float(formula.alpha),
             ctypes.c_float(float("inf") if formula.limit is None else formula.limit),
             # Adding -0 changes no number.
             ctypes.c_float(formula.up_offset or -0.0),
         ],
         device=device,
-        shared_bytes=regime.shared_bytes(groups),
+        shared_bytes=shape.shared_bytes(groups),
     )
 
 
@@ -380,7 +221,7 @@ def _weight_map(w: ExpertWeights, order: GateUpOrder | None) -> Any:
 def _tensor_map(
     address: int, element_size: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> Any:
-    """A tensor map, in the 128-byte swizzle unless of fp32; kept, since making one takes longer than a launch."""
+    """A tensor map, in the 128-byte swizzle unless of fp32; kept, since encoding one takes longer than a launch."""
     from cuda.bindings import driver
 
     kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle

@@ -1,8 +1,9 @@
 """What this machine has, and what the runtime would make of it; looks only, and reserves nothing.
 
-`[torchrun …] -m moe_runtime.launch.doctor [--config NAME] [--world-size N] [--json]` tells versions, devices, the
-engine and the transport that would be used and why not the others, limits on shared memory, and the bytes that each
-rank would reserve in every token format. Under torchrun all ranks agree on the transport and rank 0 speaks.
+`[torchrun …] -m moe_runtime.launch.doctor [--config NAME] [--world-size N] [--hopper] [--json]` tells versions,
+devices, the engine and the transport that would be used and why not the others, limits on shared memory, the bytes
+that each rank would reserve in every token format, and the kernels that would multiply the experts (`--hopper`: on an
+H100 or H200, wherever this runs). Under torchrun all ranks agree on the transport and rank 0 speaks.
 
 `--kernels` checks the operations of `moe_runtime.ops` instead: it runs them in torch and interpreted, compiles their
 kernels for each architecture, and prints the result with the committed run on a GPU.
@@ -32,13 +33,19 @@ from moe_runtime.comm import nvshmem_world
 from moe_runtime.comm.bootstrap import RankGroup, init_from_env, shared_memory_directory
 from moe_runtime.comm.transport import choose_transport
 from moe_runtime.config import MoELayerConfig, ParallelConfig, complaints, load_config
+from moe_runtime.experts import plan_experts
 from moe_runtime.formats import FORMATS
-from moe_runtime.kernels.runtime import INTERPRET, resolve_engine, runs_cuda
+from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.runtime import INTERPRET, Engine, capability, missing_for_cuda, resolve_engine
 from moe_runtime.launch.benchmarks import ops_check
 from moe_runtime.launch.common.environment import gpu_records, memory_bytes, package_versions
 from moe_runtime.launch.reporting import runs
 from moe_runtime.launch.reporting.operations import print_operations
-from moe_runtime.memory import REGIONS, expert_bytes, reserved_bytes
+from moe_runtime.memory import REGIONS, expert_bytes, layer_geometry, reserved_bytes
+
+PLANNED_TOKENS = (1, 8, 128, 1024, 4096)
+"""Tokens of a rank for which the experts' GEMMs are planned."""
+HOPPER_SMS = 132
 
 OPERATIONS_RUN = Path(__file__).resolve().parent / "results" / "ops_h200.json"
 """The committed run of `bench ops`; absent where the package is installed."""
@@ -53,6 +60,7 @@ def examine(
     tokens: Sequence[int] = (),
     *,
     placed: bool = False,
+    hopper: bool = False,
 ) -> dict[str, Any]:
     """Everything the doctor knows, ready for JSON: sizes in bytes, None for what is absent or unlimited. Collective.
 
@@ -60,7 +68,8 @@ def examine(
     A rank holds `copies` times its `reserved_bytes`: the collective transport stages one copy for each peer.
     `expert_bytes` are those of the weights of one layer's experts on a rank, in the format of its config, and
     `reserved_bytes` is by `max_tokens_per_rank` (those of `tokens`, or the layer's own), format and region; `placed`
-    layers have a placement, and where peers are mapped a region to move experts through.
+    layers have a placement, and where peers are mapped a region to move experts through. `gemm_plans` are those of
+    gate/up and down by tokens of each rank; `hopper` asks for those of an H100 or H200 instead of this machine's.
     """
     transport = _transport(parallel, group, device)
     placed = placed and transport["name"] != "collective"
@@ -85,6 +94,7 @@ def examine(
         if layer
         else {},
         "expert_bytes": expert_bytes(layer, world_size) if layer else None,
+        "gemm_plans": gemm_plans(layer, world_size, parallel.engine, device, hopper=hopper) if layer else {},
         "copies": world_size if transport["name"] == "collective" else 1,
     }
 
@@ -108,6 +118,36 @@ def reserved_by_format(
         else:
             reserved[name] = reserved_bytes(changed, world_size, placed=placed)
     return reserved
+
+
+def gemm_plans(
+    layer: MoELayerConfig, world_size: int, engine: str, device: torch.device, *, hopper: bool = False
+) -> dict[int, dict[str, Any]]:
+    """How `kernels.gemm_plan` has the experts multiplied, by tokens that each of `world_size` ranks brings.
+
+    On `device`, or on an H100 or H200; empty for an engine that cannot run there.
+    """
+    resolved: Engine = "cuda"
+    if not hopper:
+        try:
+            resolved = resolve_engine(engine, device)
+        except ValueError:
+            return {}
+    sms = nvrtc.most_sms(device) if resolved == "cuda" and not hopper else HOPPER_SMS
+    found: dict[int, dict[str, Any]] = {}
+    for count in PLANNED_TOKENS:
+        geometry = layer_geometry(layer.replace(max_tokens_per_rank=count, token_buckets=[]), world_size)
+        plans = plan_experts(layer, geometry, resolved, (9, 0) if hopper else capability(device), sms)
+        found[count] = {"engine": resolved, "rows_per_expert": geometry.expected_rows / geometry.num_local_experts}
+        for name, plan in zip(("gate_up", "down"), plans, strict=True):
+            found[count][name] = {
+                "kernel": plan.kernel.value,
+                "regime": plan.regime.value,
+                "tile": plan.tile,
+                "blocks": plan.blocks,
+                "overlapped": plan.dequant is not None and plan.dequant.overlap is not None,
+            }
+    return found
 
 
 def _peer_access() -> list[list[bool]]:
@@ -176,15 +216,12 @@ def _engine(parallel: ParallelConfig, device: torch.device) -> dict[str, Any]:
 
 def _grouped_gemm(engine: str, device: torch.device) -> str:
     """Which kernels multiply the experts, and why not those of Hopper."""
-    if resolve_engine(engine, device) == "torch":
+    resolved = resolve_engine(engine, device)
+    if resolved == "torch":
         return "torch"
-    if runs_cuda(engine, device):
+    if resolved == "cuda":
         return "CUDA C++, Triton where those take no operands"
-    if engine != "auto" or INTERPRET:
-        return "Triton, as asked for"
-    if torch.cuda.get_device_capability(device) != (9, 0):
-        return "Triton (the kernels in CUDA C++ are for Hopper)"
-    return "Triton (cuda-bindings finds no NVRTC: install the extra gpu)"
+    return "Triton, as asked for" if engine == "triton" else f"Triton ({missing_for_cuda(device)})"
 
 
 def _transport(parallel: ParallelConfig, group: RankGroup, device: torch.device) -> dict[str, Any]:
@@ -233,6 +270,22 @@ def _print_report(report: dict[str, Any], console: Console) -> None:
         console.print(f"Weights of the experts of one layer, on each of {report['world_size']} rank(s): {size}")
     for count, formats in report["reserved_bytes"].items():
         _print_reserved(report, count, formats, console)
+    if report["gemm_plans"]:
+        _print_plans(report, console)
+
+
+def _print_plans(report: dict[str, Any], console: Console) -> None:
+    ranks = f"{report['world_size']} rank(s)"
+    title = f"Grouped GEMMs of the experts on {ranks}: kernel, regime, tile of rows x columns x K"
+    table = Table("tokens per rank", "rows per expert", "engine", "gate/up", "down", title=title)
+    for count, plans in report["gemm_plans"].items():
+        cells = []
+        for plan in (plans["gate_up"], plans["down"]):
+            tile = f", {' x '.join(map(str, plan['tile']))}" if plan["blocks"] else ""
+            overlapped = ", dequantization overlapped" if plan["overlapped"] else ""
+            cells.append(f"{plan['kernel']}, {plan['regime']}{tile}{overlapped}")
+        table.add_row(str(count), f"{plans['rows_per_expert']:g}", plans["engine"], *cells)
+    console.print(table)
 
 
 def _describe_links(report: dict[str, Any]) -> str:
@@ -292,6 +345,7 @@ def main(arguments: list[str] | None = None) -> int:
         "--tokens", type=int, nargs="+", metavar="N", default=[], help="max_tokens_per_rank instead of the config's"
     )
     parser.add_argument("--json", action="store_true", help="print JSON instead of tables")
+    parser.add_argument("--hopper", action="store_true", help="plan the experts' GEMMs for an H100 or H200")
     parser.add_argument("--kernels", action="store_true", help="check and compile the kernels of the operations")
     options = parser.parse_args(arguments)
     if options.kernels:
@@ -313,7 +367,9 @@ def main(arguments: list[str] | None = None) -> int:
         group = RankGroup(timeout_s=parallel.startup_timeout_s)
         layer = config.layer if config else None
         world_size, placed = options.world_size or group.world_size, bool(config and config.placement)
-        report = examine(layer, parallel, world_size, group, device, options.tokens, placed=placed)
+        report = examine(
+            layer, parallel, world_size, group, device, options.tokens, placed=placed, hopper=options.hopper
+        )
         if group.rank == 0 and options.json:
             print(json.dumps(report, indent=1))
         elif group.rank == 0:

@@ -36,8 +36,8 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.errors import RoutingError
 from moe_runtime.formats import FORMATS
-from moe_runtime.kernels import decoded_gemm, nvrtc
-from moe_runtime.kernels.decode_tokens import Beside
+from moe_runtime.kernels import gemm_plan, nvrtc
+from moe_runtime.kernels.gemm_plan import DequantOverlap
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.launch.benchmarks.gemm_cases import GemmCase
 from moe_runtime.launch.benchmarks.gemm_data import make_rows, make_weights
@@ -50,16 +50,17 @@ from moe_runtime.weights import SILU
 TOOLS = ("memcheck", "racecheck")
 KIND = "sanitizer"
 SEED = 0
-BESIDE = "beside"
+OVERLAPPED = "overlapped"
 SIZES = (
     ("decode", 4, 8, "layer"),
     ("decode", 3, 24, "zipf"),
     ("prefill", 3, 130, "zipf"),
     ("prefill", 1, 520, "even"),
-    (BESIDE, 2, 200, "zipf"),
+    (OVERLAPPED, 2, 200, "zipf"),
 )
-"""Regime, groups, rows of each on average, routing; `layer` gathers rows. 130 rows are between the regimes for decoded
-weights; `beside` has their tokens decoded beside the product, for which many more are wanted elsewhere."""
+"""Regime, groups, rows of each on average, routing; `layer` gathers rows. 130 rows are between the regimes for
+dequantized weights; `overlapped` has their tokens dequantized while the product multiplies, for which many more are
+wanted elsewhere."""
 
 _RACE = re.compile(r"Race reported between \w+ access at (\w+)")
 _SUMMARY = re.compile(r"(?:ERROR|RACECHECK) SUMMARY: (\d+) (?:error|hazard)")
@@ -145,14 +146,16 @@ def run_gemms(engine: str) -> None:
         for case in cases():
             rows = make_rows(case, SEED, rng, engine)
             first, last = (make_weights(case, product, rng, engine) for product in case.products)
-            plan = Beside(first=2, sms=3) if BESIDE in case.name else None
-            with patch.object(decoded_gemm, "choose_beside", lambda *_, plan=plan: plan):
+            overlap = DequantOverlap(first=2, sms=3) if OVERLAPPED in case.name else None
+            with patch.object(gemm_plan, "plan_dequant_overlap", lambda *_, overlap=overlap: overlap):
+                gemm_plan.plan_gemm.cache_clear()
                 for then in (None, last):
                     hidden = grouped_gemm_swiglu(rows, first, SILU, out_format=rows.format, then=then, engine=engine)
                     out = grouped_gemm(hidden, last, engine=engine)
                     if not bool(out[: int(rows.group_offsets[-1])].isfinite().all()):
                         raise RuntimeError(f"{case.name}: results that are not finite")
             print(case.name, flush=True)
+    gemm_plan.plan_gemm.cache_clear()
 
 
 def findings(output: str) -> int | None:

@@ -251,8 +251,10 @@ class ParallelConfig(_Model):
         description="memory between ranks: nvshmem (GPUs), shared (processes of one host), collective "
         "(torch.distributed), private (ranks within one process)",
     )
-    engine: Literal["auto", "triton", "torch"] = Field(
-        default="auto", description="Triton kernels or their torch twins; auto is Triton on GPUs and torch on CPUs"
+    engine: Literal["auto", "cuda", "triton", "torch"] = Field(
+        default="auto",
+        description="cuda (CUDA C++ kernels of Hopper where there are such, else Triton), triton (Triton alone), torch "
+        "(the references); auto is cuda on Hopper, triton on other GPUs, torch on CPUs",
     )
     timeout_s: _Seconds = Field(default=30.0, description="seconds a step waits for a silent peer")
     startup_timeout_s: _Seconds = Field(default=120.0, description="the same limit while ranks start up")

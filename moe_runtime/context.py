@@ -54,14 +54,13 @@ class ExpertParallelContext:
         heap: a ready-made heap that is not allocated yet, such as a member of `PrivateHeap.group`. It excludes
             `group`, and configurations are not compared.
         transport: `auto`, `nvshmem`, `shared`, `private` or `collective` (`comm.transport.choose_transport`).
-        engine: `auto`, `triton` or `torch` (`kernels.runtime.resolve_engine`).
+        engine: `auto`, `cuda`, `triton` or `torch` (`kernels.runtime.resolve_engine`).
         timeout_s: how long a step waits for a peer.
         startup_timeout_s: how long construction, `allocate()`, the first step and `close()` wait for a peer.
 
     Attributes:
         rank, world_size, device, heap: as they are.
-        engine: `triton` or `torch`, for the exchange.
-        gemm_engine: `auto`, `triton` or `torch`, for the experts, as it was asked for.
+        engine: `cuda`, `triton` or `torch`, resolved.
         transport: name of the transport in use; `transport_reasons` says why not the others.
         host_transport: the `CollectiveTransport`; None where peers are mapped.
         timeout_ns, startup_timeout_ns: the limits for kernels.
@@ -106,7 +105,6 @@ class ExpertParallelContext:
         self.startup_timeout_s = startup_timeout_s
         self.timeout_ns = int(timeout_s * 1e9)
         self.startup_timeout_ns = int(startup_timeout_s * 1e9)
-        self.gemm_engine = engine
         self.group: RankGroup | None = None
         self.transport_reasons: dict[str, str] = {}
         if heap is None:

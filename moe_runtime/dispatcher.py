@@ -285,7 +285,7 @@ class TokenDispatcher:
             capacity=geometry.row_capacity,
             num_columns=geometry.hidden,
             num_active_experts=geometry.num_local_experts,
-            scales_by_row=handle.scales_in_record,
+            scales_in_record=handle.scales_in_record,
             expected_rows=geometry.expected_rows,
             handle=handle,
         )

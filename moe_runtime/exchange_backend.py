@@ -5,7 +5,6 @@ from __future__ import annotations
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange_interface import ExchangeBackend
-from moe_runtime.kernels.runtime import runs_cuda
 
 
 def choose_backend(context: ExpertParallelContext, geometry: ExchangeGeometry) -> ExchangeBackend:
@@ -16,6 +15,6 @@ def choose_backend(context: ExpertParallelContext, geometry: ExchangeGeometry) -
         return reference_exchange
     from moe_runtime.kernels import hopper_exchange, hopper_shapes, triton_exchange
 
-    if runs_cuda(context.gemm_engine, context.device) and hopper_shapes.fits(geometry):
+    if context.engine == "cuda" and hopper_shapes.fits(geometry):
         return hopper_exchange
     return triton_exchange

@@ -7,14 +7,17 @@ from typing import TypeGuard
 
 import torch
 
-from moe_runtime.config import ActivationConfig
-from moe_runtime.formats import TokenFormat, format_named, token_formats_for
+from moe_runtime.config import ActivationConfig, MoELayerConfig
+from moe_runtime.formats import TokenFormat, format_named, token_formats_for, weight_format_named
+from moe_runtime.geometry import ExchangeGeometry
 from moe_runtime.grouped import GroupedRows
+from moe_runtime.kernels.decoded_layout import DECODED_FORMATS, UNIT, unit_columns
 from moe_runtime.kernels.gemm_arguments import check_activation, check_formats, encode_scale
+from moe_runtime.kernels.gemm_plan import GemmPlan, GemmProblem, plan_gemm
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
-from moe_runtime.kernels.runtime import resolve_engine, runs_cuda
+from moe_runtime.kernels.runtime import Engine, resolve_engine
 from moe_runtime.metrics import phase
-from moe_runtime.prepared import RESULT_FORMATS, PreparedWeights
+from moe_runtime.prepared import MAX_PREPARED_EXPERTS, RESULT_FORMATS, PreparedWeights
 from moe_runtime.weights import SILU, ExpertWeights, GateUpOrder, SwiGLU
 
 
@@ -27,8 +30,8 @@ def swiglu_of(activation: ActivationConfig) -> SwiGLU:
 class Experts:
     """`down @ act(gate_up @ x)` of each row, by the expert of its group.
 
-    Nothing waits for the host, with one exception: where Hopper's kernels are not taken (other hardware, no NVRTC, an
-    engine asked for by its name), prepared weights are restored in each call, and that waits for the host.
+    Nothing waits for the host, with one exception: where the engine is not `cuda`, prepared weights are restored in
+    each call, and that waits for the host.
 
     Attributes:
         gate_up: weights `[E, 2I, H]`.
@@ -38,10 +41,10 @@ class Experts:
             `nvfp4` weights also take bf16, `mxfp4` weights mxfp8.
         intermediate_gsf: encode scale of an `nvfp4` intermediate, a number or one fp32 element on the device of the
             weights; None means `kernels.gemm_arguments.DEFAULT_INTERMEDIATE_GSF`. Kept as a tensor.
-        engine: "auto", "triton" or "torch".
-        num_sms: most SMs that Hopper's GEMMs take, for experts beside other kernels; None means all. Blocks of FP8 and
-            bf16 GEMMs come in pairs of neighbours: give 8 less than the others leave, one for each GPC (what that
-            saves: `kernels/grouped_gemm_notes.md`).
+        engine: "auto", "cuda", "triton" or "torch".
+        num_sms: most SMs that Hopper's GEMMs take, for experts that run at the same time as other kernels; None means
+            all. Blocks of FP8 and bf16 GEMMs come in clusters of two: give 8 less than the others leave, one for each
+            GPC (what that saves: `kernels/grouped_gemm_notes.md`).
 
     Raises:
         ValueError: weights that do not belong together; the message names the argument.
@@ -87,9 +90,9 @@ class Experts:
         return self.gate_up.num_experts
 
     @property
-    def takes_scales_by_row(self) -> bool:
-        """Whether the block scales of rows may lie as the rows do (`GroupedRows.scales_by_row`)."""
-        return isinstance(self.gate_up, PreparedWeights) and runs_cuda(self.engine, self.gate_up.device)
+    def reads_scales_in_record(self) -> bool:
+        """Whether the block scales of rows may lie as the rows do (`GroupedRows.scales_in_record`)."""
+        return isinstance(self.gate_up, PreparedWeights) and resolve_engine(self.engine, self.gate_up.device) == "cuda"
 
     def prepared(self) -> Experts:
         """The same experts with weights in the order that the GPU's kernels read, where that is another.
@@ -141,3 +144,37 @@ class Experts:
             )
         with phase("down"):
             return grouped_gemm(hidden, self.down, out=out, engine=self.engine, num_sms=self.num_sms)
+
+
+def plan_experts(
+    config: MoELayerConfig, geometry: ExchangeGeometry, engine: Engine, capability: tuple[int, int] | None, sms: int
+) -> tuple[GemmPlan, GemmPlan]:
+    """The plans of gate/up and down for the rows that a layer expects, as `Experts` would make them.
+
+    `engine` is a resolved one, `sms` counts the SMs of the GPU of that `capability`.
+    """
+    weights, tokens = weight_format_named(config.weight_format), format_named(config.token_format)
+    prepacks = engine == "cuda" and weights in DECODED_FORMATS and geometry.num_local_experts <= MAX_PREPARED_EXPERTS
+    hidden, inner, experts = config.hidden_size, config.intermediate_size, geometry.num_local_experts
+    gate_up = GemmProblem(
+        engine,
+        capability,
+        sms,
+        weight_format=weights,
+        token_format=tokens,
+        experts=experts,
+        n=2 * inner,
+        k=hidden,
+        rows=geometry.expected_rows,
+        capacity=geometry.row_capacity,
+        groups=experts,
+        active_groups=experts,
+        out_format=tokens,
+        prepacked=prepacks and tokens.name in RESULT_FORMATS,
+        gathered=not geometry.packed,
+    )
+    dequantized = gate_up.prepacked and unit_columns(inner) * UNIT == inner
+    down = gate_up._replace(
+        n=hidden, k=inner, out_format=None, prepacked=prepacks, gathered=False, dequantized=dequantized
+    )
+    return plan_gemm(gate_up), plan_gemm(down)

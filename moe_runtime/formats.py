@@ -77,6 +77,10 @@ class TokenFormat:
     swizzled: bool
     has_row_scale: bool
 
+    def __hash__(self) -> int:
+        """Of the name alone: formats are part of the keys by which plans and macros are looked up in every launch."""
+        return hash(self.name)
+
     @property
     def scale_layout(self) -> ScaleLayout:
         """Layout of block scales inside a layer."""

@@ -30,10 +30,11 @@ class GroupedRows:
         capacity: `R`, packed positions that outputs must have room for (rows past `group_offsets[G]` are not written).
         num_columns: `K`, numbers in a row.
         num_active_experts: groups that count, an int or a one-element int32 tensor; None means all `G`.
-        decoded: the rows as the GEMM of prepared weights multiplies them (`kernels.decode_tokens.decode_tokens`), where
-            the kernel that made them left them so; `rows` has none then, `scales` and `group_scale_offsets` are None.
-        scales_by_row: the scales lie as the rows do, one byte each: `[*, V]` with any row stride, to which `row_index`
-            applies. For prepared weights multiplied by Hopper's kernels, which gather the rows anyway.
+        decoded: the rows dequantized, as the GEMM of prepared weights multiplies them
+            (`kernels.decode_tokens.decode_tokens`), where the kernel that made them left them so; `rows` has none then,
+            `scales` and `group_scale_offsets` are None.
+        scales_in_record: the scales lie as the rows do, one byte each: `[*, V]` with any row stride, to which
+            `row_index` applies. For prepared weights multiplied by Hopper's kernels, which gather the rows anyway.
         expected_rows: rows of all groups that come on average, as far as the host knows; None where `capacity` is about
             that. Kernels are chosen by it; results are the same for any number.
     """
@@ -50,7 +51,7 @@ class GroupedRows:
     num_columns: int
     num_active_experts: int | torch.Tensor | None = None
     decoded: torch.Tensor | None = None
-    scales_by_row: bool = False
+    scales_in_record: bool = False
     expected_rows: int | None = None
 
     @property

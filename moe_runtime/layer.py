@@ -249,7 +249,7 @@ class MoELayer(nn.Module):
         return self._keeps_scales_in_record(self.dispatcher)
 
     def _keeps_scales_in_record(self, dispatcher: TokenDispatcher) -> bool:
-        return dispatcher.can_keep_scales_in_record and self.experts is not None and self.experts.takes_scales_by_row
+        return dispatcher.can_keep_scales_in_record and self.experts is not None and self.experts.reads_scales_in_record
 
     @classmethod
     def from_yaml(cls, path: str | Path, *, context: ExpertParallelContext | None = None) -> MoELayer:

@@ -130,6 +130,6 @@ def make_experts(
         swiglu_of(config.activation),
         intermediate_format=format_named(config.token_format),
         intermediate_gsf=config.intermediate_gsf,
-        engine=context.gemm_engine,
+        engine=context.engine,
     )
     return made.prepared()

@@ -120,7 +120,7 @@ class TokenMessage:
             src: bf16 or fp32 `[hid_dim]` or `[T, hid_dim]`.
             input_scale: NVFP4's ENCODE scale (1 / the checkpoint's `input_scale`), which the message does not carry;
                 None in the other formats.
-            engine: "auto", "triton" or "torch", for the quantizer.
+            engine: "auto", "cuda", "triton" or "torch", of the quantizer.
         """
         check_is_tensor("buf", buf)
         check_is_tensor("src", src)

@@ -33,15 +33,13 @@ STAGING_WORDS = 5
 """Words per rank at the start of region `staging`; `moe_runtime.mover` has their meaning."""
 
 
-def reserved_bytes(config: MoELayerConfig, world_size: int, *, placed: bool = False) -> dict[str, int]:
-    """Bytes of each symmetric region that every rank of `world_size` reserves for one layer with `config`.
-
-    `placed` adds region `staging`, as for a layer with a placement.
+def layer_geometry(config: MoELayerConfig, world_size: int) -> ExchangeGeometry:
+    """What rank 0 of `world_size` exchanges for a layer with `config`, without a placement.
 
     Raises `ValueError` unless `world_size` is a positive integer.
     """
     check_positive("world_size", world_size)
-    geometry = ExchangeGeometry(
+    return ExchangeGeometry(
         rank=0,
         world_size=world_size,
         record=RecordLayout(format_named(config.token_format), config.hidden_size, config.top_k),
@@ -52,6 +50,16 @@ def reserved_bytes(config: MoELayerConfig, world_size: int, *, placed: bool = Fa
         row_capacity=config.expert_row_capacity
         or worst_case_rows(config.num_experts, world_size, config.top_k, config.max_tokens_per_rank),
     )
+
+
+def reserved_bytes(config: MoELayerConfig, world_size: int, *, placed: bool = False) -> dict[str, int]:
+    """Bytes of each symmetric region that every rank of `world_size` reserves for one layer with `config`.
+
+    `placed` adds region `staging`, as for a layer with a placement.
+
+    Raises `ValueError` unless `world_size` is a positive integer.
+    """
+    geometry = layer_geometry(config, world_size)
     region_bytes = {name: 2 * align_region(size) for name, size in geometry.half_bytes().items()}
     region_bytes["signals"] = align_region(SignalLayout(world_size).num_bytes)
     regions = {name: region_bytes[name] for name in REGIONS}

@@ -7,9 +7,7 @@ from dataclasses import replace
 import torch
 
 from moe_runtime.formats import MXFP8, NVFP4, ScaleLayout, align, ceil_div
-from moe_runtime.kernels.decoded_gemm import fits
-from moe_runtime.kernels.op_gemm import OpProblem, ScaledOperand
-from moe_runtime.kernels.runtime import runs_cuda
+from moe_runtime.kernels.op_gemm import OpProblem, ScaledOperand, plan_op
 from moe_runtime.kernels.swizzle import swizzle_scales, unswizzle_scales
 from moe_runtime.op_arguments import check_granularity, check_operand, check_tensor
 from moe_runtime.op_scales import pack_ue8m0_weights, unpack_ue8m0_weights
@@ -57,11 +55,9 @@ def prepare_mxfp8(
 
 
 def readable(problem: OpProblem, out: torch.Tensor, engine: str) -> OpProblem:
-    """The problem with weights that `engine` reads: prepared ones where Hopper's kernel takes it, else restored."""
+    """The problem with weights that its kernel reads: prepared ones where Hopper's takes them, else restored."""
     w, a = problem.b, problem.a
-    if not isinstance(w, PreparedWeights):
-        return problem
-    if runs_cuda(engine, w.device) and fits(a.quants, w.format, out, problem.num_groups):
+    if not isinstance(w, PreparedWeights) or not plan_op(problem, out, engine).restores:
         return problem
     raw = w.restore()
     assert raw.scales is not None

@@ -1,10 +1,11 @@
 """Grouped GEMMs with the names, arguments and layouts of FlashInfer's and MAX's, on any GPU from Hopper on and on CPUs.
 
 `C[rows of group] = A[rows of group] @ B[expert]^T`: `R` rows in groups, `E` experts, `N x K` the weight of each,
-`V = ceil(K / block)` block scales of a row. All operations run on one kernel (`kernels/grouped_gemm.py`) or, with
-`engine="torch"`, on its float64 twin, which read weights as they are given. On Hopper there are the faster kernels of
-layers: for e4m3 FP8 with a scale for each row (`kernels/tma_gemm.py`; MN-major scales are transposed for it in each
-call), and for NVFP4 and MXFP8 weights that `prepare_nvfp4` and `prepare_mxfp8` made once (`kernels/decoded_gemm.py`).
+`V = ceil(K / block)` block scales of a row. All operations run on one Triton kernel (`kernels/grouped_gemm.py`) or,
+with `engine="torch"`, on a float64 reference; both read weights as they are given. On Hopper there are the faster
+kernels of layers: for e4m3 FP8 with a scale for each row (`kernels/tma_gemm.py`; MN-major scales are transposed for it
+in each call), and for NVFP4 and MXFP8 weights that `prepare_nvfp4` and `prepare_mxfp8` made once
+(`kernels/decoded_gemm.py`). `kernels/gemm_plan.py` chooses.
 
 Every operation checks shapes, dtypes, devices and strides, and raises a `ValueError` that names the argument. The
 VALUES of offsets and ids are checked under `validate=True`; `validate=None` means on a CPU, and not on a GPU, where it
@@ -155,7 +156,7 @@ def grouped_matmul_dynamic_scaled_nvfp4(
         expert_scales: fp32 `[E]`, applied to the fp32 sums; by expert, not by group.
         num_active_experts: groups that count, an int or one int32 on the device. Entries behind are not read.
         validate: check values on the host; None means on a CPU.
-        engine: "auto", "triton" or "torch".
+        engine: "auto", "cuda", "triton" or "torch".
 
     Raises:
         ValueError: naming the argument.
@@ -242,7 +243,7 @@ def group_gemm_nvfp4_nt_groupwise(
         out: bf16 or fp16 `[R, N]`; made when None.
         out_dtype: of a new `out`; None means bf16.
         validate: check values on the host; None means on a CPU.
-        engine: "auto", "triton" or "torch".
+        engine: "auto", "cuda", "triton" or "torch".
 
     Returns:
         `out`.
@@ -318,7 +319,7 @@ def moe_gemm_mxfp8_nt_groupwise(
         out: bf16 `[R, N]`; made when None.
         out_dtype: bf16 or None.
         validate: check values on the host; None means on a CPU.
-        engine: "auto", "triton" or "torch".
+        engine: "auto", "cuda", "triton" or "torch".
 
     Returns:
         `out`.
@@ -395,7 +396,7 @@ def group_gemm_fp8_nt_groupwise(
         out: bf16 or fp16 `[R, N]`; made when None.
         out_dtype: of a new `out`; None means bf16.
         validate: check values on the host; None means on a CPU.
-        engine: "auto", "triton" or "torch".
+        engine: "auto", "cuda", "triton" or "torch".
 
     Returns:
         `out`.

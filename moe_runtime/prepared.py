@@ -16,17 +16,17 @@ RESULT_FORMATS = ("bf16", "mxfp8", "nvfp4")
 """Formats of a gated result of the GEMM of prepared weights."""
 
 MAX_PREPARED_EXPERTS = 512
-"""Groups that the GEMM of prepared weights takes (`kernels.decode_tokens.MAX_GROUPS`)."""
+"""Groups that the GEMM of prepared weights takes."""
 
 
 @dataclass(frozen=True)
 class PreparedWeights:
-    """`ExpertWeights` in the layout of `kernels/decoded_layout.py`, for the GEMM of Hopper (`arch` 90) that decodes
+    """`ExpertWeights` in the layout of `kernels/decoded_layout.py`, for the GEMM of Hopper (`arch` 90) that dequantizes
     weights in registers.
 
-    One copy serves every number of rows. `E` experts, `N x K` the weight of one. Where those kernels are not taken (no
-    Hopper GPU, no NVRTC, an engine asked for by its name) they are multiplied too, by way of `restore` in each call:
-    slow, and not to be captured in a graph.
+    One copy serves every number of rows. `E` experts, `N x K` the weight of one. Where the engine is not `cuda` (no
+    Hopper GPU, no NVRTC, another one asked for), `restore` turns them back in each call: slow, and not to be captured
+    in a graph.
 
     Attributes:
         format: `nvfp4` or `mxfp8`.
@@ -36,8 +36,8 @@ class PreparedWeights:
         expert_scales: fp32 `[E]`, or `[E, 2]` for gate and up apart; None means 1.
         bias: fp32 `[E, N]`; None means 0.
         gate_up: where gate and up lay; such weights are for `grouped_gemm_swiglu` alone. None for plain weights.
-        unusual: uint8 `[E, units of N]` of `mxfp8`: 1 where rows hold a NaN or a scale above `2^7`, which are decoded
-            in more steps. None for `nvfp4`.
+        has_special_values: uint8 `[E, units of N]` of `mxfp8`: 1 where rows hold a NaN or a scale above `2^7`, whose
+            dequantization takes more steps. None for `nvfp4`.
     """
 
     format: TokenFormat
@@ -47,7 +47,7 @@ class PreparedWeights:
     expert_scales: torch.Tensor | None = None
     bias: torch.Tensor | None = None
     gate_up: GateUpOrder | None = None
-    unusual: torch.Tensor | None = None
+    has_special_values: torch.Tensor | None = None
     arch: ClassVar[int] = 90
 
     def __post_init__(self) -> None:
@@ -62,10 +62,10 @@ class PreparedWeights:
         scales = ((experts,),) + (((experts, 2),) if self.gate_up is not None else ())
         self._check("expert_scales", self.expert_scales, torch.float32, scales)
         self._check("bias", self.bias, torch.float32, ((experts, self.num_rows),))
-        if (self.unusual is None) != (self.format is NVFP4):
+        if (self.has_special_values is None) != (self.format is NVFP4):
             expected = "None" if self.format is NVFP4 else "a tensor"
-            raise ValueError(f"unusual: expected {expected} for {self.format.name}")
-        self._check("unusual", self.unusual, torch.uint8, ((experts, unit_rows(self.num_rows)),))
+            raise ValueError(f"has_special_values: expected {expected} for {self.format.name}")
+        self._check("has_special_values", self.has_special_values, torch.uint8, ((experts, unit_rows(self.num_rows)),))
 
     def _check(
         self, name: str, tensor: torch.Tensor | None, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...]
@@ -82,7 +82,7 @@ class PreparedWeights:
     def prepare(cls, w: ExpertWeights, *, engine: str = "auto", argument: str = "w.scales") -> PreparedWeights:
         """Reorder `w`, one expert after the other; weights with `gate_up` are prepared for SwiGLU.
 
-        Raises `ValueError` for a format that is not decoded in registers, and, naming `argument`, for `nvfp4` block
+        Raises `ValueError` for a format that is not dequantized in registers, and, naming `argument`, for `nvfp4` block
         scales that are negative or NaN. Waits for the device.
         """
         from moe_runtime.kernels.decoded_layout import (
@@ -91,7 +91,7 @@ class PreparedWeights:
             source_rows,
             unit_rows,
             units_shape,
-            unusual_units,
+            units_with_special_values,
         )
         from moe_runtime.kernels.swizzle import unswizzle_scales
 
@@ -103,9 +103,9 @@ class PreparedWeights:
         columns = w.format.scale_columns(w.num_columns)
         shape = (w.num_experts, *units_shape(w.num_rows, w.num_columns, w.format))
         all_units = torch.empty(shape, dtype=torch.uint8, device=w.device)
-        unusual = None
+        marks = None
         if w.format is not NVFP4:
-            unusual = torch.empty(w.num_experts, unit_rows(w.num_rows), dtype=torch.uint8, device=w.device)
+            marks = torch.empty(w.num_experts, unit_rows(w.num_rows), dtype=torch.uint8, device=w.device)
         for expert, (units, quants, scales) in enumerate(zip(all_units, w.quants, w.scales, strict=True)):
             linear = unswizzle_scales(scales[None], w.num_rows, columns, engine=engine)[0].view(torch.uint8)
             if w.format is NVFP4 and int(linear.max()) > E4M3_MAX_CODE:
@@ -113,17 +113,18 @@ class PreparedWeights:
                     f"{argument}: expected e4m3 numbers that are not negative, got a NaN or a negative one"
                 )
             units.copy_(pack_units(quants.view(torch.uint8), linear, w.format, rows))
-            if unusual is not None:
-                unusual[expert] = unusual_units(quants.view(torch.uint8), linear, rows)
-        return cls(w.format, all_units, w.num_rows, w.num_columns, w.expert_scales, w.bias, w.gate_up, unusual)
+            if marks is not None:
+                marks[expert] = units_with_special_values(quants.view(torch.uint8), linear, rows)
+        return cls(w.format, all_units, w.num_rows, w.num_columns, w.expert_scales, w.bias, w.gate_up, marks)
 
     @staticmethod
     def wanted(w: ExpertWeights, engine: str = "auto") -> bool:
-        """Whether the GEMM is faster with `w` prepared: on Hopper, decoded in registers, of few enough experts."""
+        """Whether the GEMM is faster with `w` prepared: on Hopper, dequantized in registers, of few enough experts."""
         from moe_runtime.kernels.decoded_layout import DECODED_FORMATS
-        from moe_runtime.kernels.runtime import runs_cuda
+        from moe_runtime.kernels.runtime import resolve_engine
 
-        return runs_cuda(engine, w.device) and w.format in DECODED_FORMATS and w.num_experts <= MAX_PREPARED_EXPERTS
+        can = w.format in DECODED_FORMATS and w.num_experts <= MAX_PREPARED_EXPERTS
+        return can and resolve_engine(engine, w.device) == "cuda"
 
     def expert(self, expert: int) -> PreparedWeights:
         """The weights of one expert. Raises `ValueError` if there is no such one."""

@@ -113,8 +113,8 @@ class Router(FixedDtypes):
     """Linear gate and top-k: `forward(x [T, H]) -> (topk_idx int32 [T, K], topk_weights fp32 [T, K])`.
 
     Args:
-        engine: "triton" sums in fp32 in a kernel, if that supports the tokens; "torch" sums in float64; "auto" is
-            Triton on GPUs. With either, a token's result does not depend on the other tokens.
+        engine: "triton" and "cuda" sum in fp32 in a Triton kernel, where it takes the tokens; "torch" in float64;
+            "auto" is Triton on GPUs. A token's answer does not depend on its neighbours with either.
 
     Attributes:
         weight: fp32 `[E, H]`; a bf16 checkpoint fits in it exactly.
@@ -190,7 +190,7 @@ class Router(FixedDtypes):
 
     def forward(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         config, experts = self.config, self.weight.shape[0]
-        if resolve_engine(self.engine, x_TH.device) == "triton":
+        if resolve_engine(self.engine, x_TH.device) != "torch":
             self._check(x_TH)
             from moe_runtime.kernels import route
 

@@ -12,15 +12,8 @@ import torch
 
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import grouped_gemm as gemm_module
-from moe_runtime.kernels.decoded_gemm import (
-    DECODE,
-    DECODE_ROWS,
-    MIDDLE,
-    MIDDLE_ROWS,
-    PREFILL,
-    DecodedShape,
-    choose_shape,
-)
+from moe_runtime.kernels.gemm_plan import DEQUANT_DECODE_ROWS, DEQUANT_MIDDLE_ROWS, choose_dequant_shape
+from moe_runtime.kernels.gemm_shapes import DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL, DequantShape
 from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
 from tests.gemm_cases import UNIT, Array, Exact, bits, make_rows, scale_rows, swizzled
@@ -39,17 +32,21 @@ def check_untouched(out: torch.Tensor, before: torch.Tensor, written: Array) -> 
     assert_same_bits(out.cpu()[rest], before.cpu()[rest], "rows that no active group owns")
 
 
-SHAPES = {"decode": DECODE, "middle": MIDDLE, "prefill": PREFILL}
-"""Of the register-decoding GEMM."""
-ROWS_OF_SHAPES = {DECODE: DECODE_ROWS, MIDDLE: MIDDLE_ROWS[0], PREFILL: MIDDLE_ROWS[-1] + 1}
+SHAPES = {"decode": DEQUANT_DECODE, "middle": DEQUANT_MIDDLE, "prefill": DEQUANT_PREFILL}
+"""Of the GEMM that dequantizes in registers."""
+ROWS_OF_SHAPES = {
+    DEQUANT_DECODE: DEQUANT_DECODE_ROWS,
+    DEQUANT_MIDDLE: DEQUANT_MIDDLE_ROWS[0],
+    DEQUANT_PREFILL: DEQUANT_MIDDLE_ROWS[-1] + 1,
+}
 """Rows of a group with which each is chosen."""
 in_each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
-def for_shape(a: GroupedRows, shape: DecodedShape) -> GroupedRows:
-    """The same rows, of which so many are expected that the register-decoding GEMM takes `shape`."""
+def for_shape(a: GroupedRows, shape: DequantShape) -> GroupedRows:
+    """The same rows, of which so many are expected that the GEMM that dequantizes in registers takes `shape`."""
     rows = ROWS_OF_SHAPES[shape] * a.num_groups
-    assert choose_shape(rows, a.num_groups) is shape
+    assert choose_dequant_shape(rows, a.num_groups) is shape
     return replace(a, expected_rows=rows)
 
 

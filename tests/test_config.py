@@ -126,7 +126,7 @@ def test_a_bad_layer_key_is_named(tmp_path: Path, change: dict[str, Any], messag
         ({"tokens_per_rank": 17}, r"tokens_per_rank: expected at most layer\.max_tokens_per_rank = 16, got 17"),
         ({"seed": -1}, r"seed: .*got -1"),
         ({"parallel": {"timeout_s": float("inf")}}, r"parallel\.timeout_s: .*got inf"),
-        ({"parallel": {"engine": "cuda"}}, r"parallel\.engine: .*got 'cuda'"),
+        ({"parallel": {"engine": "nvcc"}}, r"parallel\.engine: .*got 'nvcc'"),
         ({"checkpoint": {"layer": 0}}, r"checkpoint\.path: missing"),
         ({"placement": {"spare_slots": -1}}, r"placement\.spare_slots: .*got -1"),
         ({"placement": {"load": ""}}, r"placement\.load: .*got ''"),

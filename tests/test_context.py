@@ -41,6 +41,7 @@ from moe_runtime.errors import (
     RoutingError,
     StaleHandleError,
 )
+from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.peers import abort_peers_on_error, collective_step
 from tests.pool import PATIENCE_S, WITHOUT_ONE_S, run_once
 from tests.waiting import synchronize
@@ -61,7 +62,8 @@ def virtual(world: int, device: torch.device | str = "cpu") -> list[ExpertParall
 def test_a_single_rank_needs_no_group(device: torch.device) -> None:
     with ExpertParallelContext(device=device) as context:
         assert (context.rank, context.world_size, context.transport) == (0, 1, "private")
-        assert context.engine == ("triton" if device.type == "cuda" else "torch")
+        assert context.engine == resolve_engine("auto", context.device)
+        assert (context.engine == "torch") == (device.type == "cpu")
         assert (context.timeout_ns, context.startup_timeout_ns) == (30 * 10**9, 120 * 10**9)
         assert "torch.distributed" in context.transport_reasons["collective"]
         assert context.host_transport is None
@@ -122,7 +124,7 @@ def test_a_later_layer_must_fit() -> None:
         ({"timeout_s": float("inf")}, "timeout_s: expected a positive number of seconds, at most 1e9, got inf"),
         ({"transport": "tcp"}, "transport: expected auto or one of"),
         ({"transport": "collective"}, "transport: collective cannot be used: torch.distributed is not initialised"),
-        ({"engine": "cuda"}, "engine: expected auto, triton or torch, got 'cuda'"),
+        ({"engine": "nvcc"}, "engine: expected auto, cuda, triton or torch, got 'nvcc'"),
         ({"device": "meta"}, "device: expected a CPU or a CUDA device, got meta"),
         ({"device": "foo"}, "device: expected a CPU or a CUDA device, got 'foo'"),
         ({"device": 1.5}, "device: expected a CPU or a CUDA device, got 1.5"),

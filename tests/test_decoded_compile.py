@@ -16,30 +16,25 @@ import torch
 from moe_runtime.formats import BF16, FORMATS, MXFP8, NVFP4, TokenFormat, ceil_div
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import decoded_gemm, nvrtc
-from moe_runtime.kernels.decode_tokens import (
-    FEW_TOKENS,
-    MANY_TOKENS,
-    MAX_GROUPS,
-    Beside,
-    TokenShape,
-    choose_token_shape,
-    decode_tokens,
-    empty_decoded,
-)
-from moe_runtime.kernels.decoded_gemm import (
-    DECODE,
-    DECODE_ROWS,
-    MIDDLE,
-    PREFILL,
-    choose_beside,
-    choose_shape,
-    keeps_tokens,
-)
+from moe_runtime.kernels.decode_tokens import decode_tokens, empty_decoded
 from moe_runtime.kernels.decoded_layout import unit_bytes, unit_columns, unit_rows, units_shape
 from moe_runtime.kernels.gemm_arguments import empty_intermediate
-from moe_runtime.prepared import PreparedWeights
+from moe_runtime.kernels.gemm_plan import (
+    DEQUANT_DECODE_ROWS,
+    DequantOverlap,
+    choose_dequant_shape,
+    choose_token_shape,
+    keeps_tokens,
+    plan_dequant_overlap,
+)
+from moe_runtime.kernels.gemm_shapes import DEQUANT_DECODE as DECODE
+from moe_runtime.kernels.gemm_shapes import DEQUANT_MIDDLE as MIDDLE
+from moe_runtime.kernels.gemm_shapes import DEQUANT_PREFILL as PREFILL
+from moe_runtime.kernels.gemm_shapes import FEW_TOKENS, MANY_TOKENS, DequantShape, TokenShape
+from moe_runtime.prepared import MAX_PREPARED_EXPERTS, PreparedWeights
 from moe_runtime.weights import GPT_OSS, GateUpOrder, SwiGLU
 from tests.gemm_checks import ROWS_OF_SHAPES, SHAPES
+from tests.gemm_plans import dequant_gemm, dequant_swiglu
 
 pytestmark = pytest.mark.cpu_only
 
@@ -109,13 +104,13 @@ def launched(
     a = rows_of(token, rows, k)
     w = weights_of(weight, 64, k, None if activation is None else activation.order)
     if activation is None:
-        decoded_gemm.decoded_gemm(a, w, torch.empty(rows, 64, dtype=getattr(torch, out)))
+        dequant_gemm(a, w, torch.empty(rows, 64, dtype=getattr(torch, out)))
     else:
         name, *decoded = out.split()
         hidden, gsf = empty_intermediate(a, w, name, None)
         if decoded:
             hidden = replace(hidden, decoded=empty_decoded(a, hidden.num_columns))
-        decoded_gemm.decoded_gemm_swiglu(a, w, activation, hidden, gsf)
+        dequant_swiglu(a, w, activation, hidden, gsf)
     tokens, gemm = recorded
     assert (tokens.name, gemm.name) == ("decode_tokens", "decoded_gemm")
     return gemm
@@ -184,7 +179,7 @@ VARIANTS = [
     ids=[f"{v[0].max_blocks}-{v[1]}-{v[2]}-{v[3]}-{v[5]}" for v in VARIANTS],
 )
 def test_gemm_compiles_to_what_it_is_meant_for(
-    shape: decoded_gemm.DecodedShape,
+    shape: DequantShape,
     weight: str,
     token: str,
     k: int,
@@ -193,7 +188,7 @@ def test_gemm_compiles_to_what_it_is_meant_for(
     recorded: list[Recorded],
 ) -> None:
     launch = launched(recorded, weight, token, k, ROWS_OF_SHAPES[shape], activation, out)
-    assert launch.defines["OUT_DECODED"] == out.endswith(" decoded")
+    assert launch.defines["OUT_DEQUANTIZED"] == out.endswith(" decoded")
     assert launch.defines["MAX_BLOCKS"] == shape.max_blocks and launch.defines["WARPGROUPS"] == shape.warpgroups
     compiled = compile_recorded(launch)
     for blocks in (*shape.cases, shape.max_blocks):
@@ -215,7 +210,9 @@ def test_gemm_compiles_to_what_it_is_meant_for(
 @pytest.mark.parametrize(("rows", "shape"), [(8, FEW_TOKENS), (8192, MANY_TOKENS)], ids=["few", "many"])
 @pytest.mark.parametrize("name", ["bf16", "nvfp4", "mxfp8"])
 def test_decoding_of_tokens_compiles(name: str, rows: int, shape: TokenShape, recorded: list[Recorded]) -> None:
-    decode_tokens(rows_of(name, rows, 128), 2)
+    a = rows_of(name, rows, 128)
+    assert choose_token_shape(rows, a.max_active_groups, unit_columns(128), a.format, 132) is shape
+    decode_tokens(a, 2, shape)
     (launch,) = recorded
     assert launch.block == launch.defines["THREADS"] == 32 * shape.warps
     compiled = compile_recorded(launch)
@@ -223,7 +220,7 @@ def test_decoding_of_tokens_compiles(name: str, rows: int, shape: TokenShape, re
 
 
 @pytest.mark.parametrize(("weight", "token"), [("nvfp4", "nvfp4"), ("nvfp4", "bf16"), ("mxfp8", "mxfp8")])
-def test_few_tokens_are_decoded_beside_the_gemm(weight: str, token: str, recorded: list[Recorded]) -> None:
+def test_few_tokens_leave_room_for_a_block_of_the_gemm(weight: str, token: str, recorded: list[Recorded]) -> None:
     """An SM has room for a block of either, of the gated GEMM, which takes most."""
     gemm = launched(recorded, weight, token, 7168, 8, SwiGLU(), f"{weight} decoded")
     kernels = [(launch, compile_recorded(launch)) for launch in (recorded[0], gemm)]
@@ -244,7 +241,7 @@ def test_few_tokens_are_decoded_beside_the_gemm(weight: str, token: str, recorde
         ("mxfp8", "mxfp8", 7168, 8192),
     ],
 )
-def test_many_tokens_are_decoded_beside_the_gemm(
+def test_dequantization_of_many_tokens_overlaps(
     weight: str, token: str, k: int, rows: int, recorded: list[Recorded]
 ) -> None:
     """By blocks of which an SM has one, and none of the GEMM, so that these are as many as are asked for."""
@@ -252,11 +249,11 @@ def test_many_tokens_are_decoded_beside_the_gemm(
     a = replace(a, group_offsets=torch.zeros(33, dtype=torch.int32), expert_ids=torch.zeros(32, dtype=torch.int32))
     if a.group_scale_offsets is not None:
         a = replace(a, group_scale_offsets=torch.zeros(32, dtype=torch.int32))
-    decoded_gemm.decoded_gemm(a, w, torch.empty(16, 4096))
+    dequant_gemm(a, w, torch.empty(16, 4096))
     first, rest, gemm = recorded
     assert (gemm.defines["WARPGROUPS"] == MIDDLE.warpgroups) == (rows == 128 * 32)
-    assert [launch.defines.get("BESIDE") for launch in recorded] == [0, 1, None]
-    assert first.defines["MIN_BLOCKS"] == MANY_TOKENS.min_blocks and gemm.defines["COUNTED"] == 1
+    assert [launch.defines.get("OVERLAPPED") for launch in recorded] == [0, 1, 1]
+    assert first.defines["MIN_BLOCKS"] == MANY_TOKENS.min_blocks and gemm.defines["OVERLAPPED"] == 1
     team = int(rest.defines["TEAM"])
     assert rest.block == rest.defines["THREADS"] <= 1024 and rest.block % (32 * team) == 0
     assert rest.shared_bytes == rest.block // 32 * int(rest.defines["AHEAD"]) * 1024
@@ -271,37 +268,37 @@ def test_many_tokens_are_decoded_beside_the_gemm(
         assert launch.shared_bytes + compiled.number(r"(\d+) bytes smem") <= SHARED_BYTES_OF_A_BLOCK
 
 
-def test_decoding_beside_is_chosen_by_rows_and_columns() -> None:
+def test_overlap_is_chosen_by_rows_and_columns() -> None:
     def chosen(
         rows: int,
         n: int,
         fmt: TokenFormat = MXFP8,
-        shape: decoded_gemm.DecodedShape = PREFILL,
+        shape: DequantShape = PREFILL,
         sms: int = 132,
-    ) -> Beside | None:
-        return choose_beside(rows, n, fmt, shape, sms)
+    ) -> DequantOverlap | None:
+        return plan_dequant_overlap(rows, n, fmt, shape, sms)
 
     # Two rounds of tiles of 256 weight rows and 128 tokens; half of the rows at most.
-    assert chosen(8192, 4096) == Beside(first=2 * 9 * 16, sms=5) == chosen(2 * 8 * 288, 4096)
+    assert chosen(8192, 4096) == DequantOverlap(first=2 * 9 * 16, sms=5) == chosen(2 * 8 * 288, 4096)
     assert chosen(2 * 8 * 288 - 1, 4096) is None
-    assert chosen(8192, 7168) == Beside(first=2 * 5 * 16, sms=3)
-    assert chosen(32768, 1536) == Beside(first=2 * 22 * 16, sms=11)
-    # With fewer columns too many SMs would have to decode.
-    assert chosen(10**6, 986) == Beside(first=2 * 33 * 16, sms=16) and chosen(10**6, 985) is None
+    assert chosen(8192, 7168) == DequantOverlap(first=2 * 5 * 16, sms=3)
+    assert chosen(32768, 1536) == DequantOverlap(first=2 * 22 * 16, sms=11)
+    # With fewer columns too many SMs would have to dequantize.
+    assert chosen(10**6, 986) == DequantOverlap(first=2 * 33 * 16, sms=16) and chosen(10**6, 985) is None
     # Tiles of MIDDLE have 128 weight rows and 160 tokens.
-    assert chosen(4096, 4096, NVFP4, MIDDLE) == Beside(first=2 * 5 * 20, sms=5)
+    assert chosen(4096, 4096, NVFP4, MIDDLE) == DequantOverlap(first=2 * 5 * 20, sms=5)
     assert chosen(4096, 4096, MXFP8, MIDDLE) is chosen(8192, 4096, NVFP4, DECODE) is None
     assert chosen(8192, 4096, BF16) is None
-    assert chosen(8192, 4096, sms=1) == Beside(first=2 * 16, sms=1)
+    assert chosen(8192, 4096, sms=1) == DequantOverlap(first=2 * 16, sms=1)
 
 
 @pytest.mark.parametrize("limited", ["SMs", "decoded"])
-def test_nothing_is_decoded_beside_on_few_sms_or_where_it_is_decoded(limited: str, recorded: list[Recorded]) -> None:
+def test_nothing_overlaps_on_few_sms_or_where_rows_come_dequantized(limited: str, recorded: list[Recorded]) -> None:
     a, w = replace(rows_of("nvfp4", 16, 64), expected_rows=8192), weights_of("nvfp4", 4096, 64, None)
     if limited == "decoded":
         a = replace(a, decoded=empty_decoded(a, 64))
-    decoded_gemm.decoded_gemm(a, w, torch.empty(16, 4096), num_sms=100 if limited == "SMs" else None)
-    assert [launch.defines.get("COUNTED") for launch in recorded] == ([None, 0] if limited == "SMs" else [0])
+    dequant_gemm(a, w, torch.empty(16, 4096), num_sms=100 if limited == "SMs" else None)
+    assert [launch.defines.get("OVERLAPPED") for launch in recorded] == ([0, 0] if limited == "SMs" else [0])
 
 
 def test_shape_for_tokens_is_chosen_by_what_is_loaded_at_once() -> None:
@@ -320,7 +317,7 @@ SIZES = [(shape, weight, k) for shape in SHAPES.values() for weight in ("nvfp4",
 
 
 @pytest.mark.parametrize(("shape", "weight", "k"), SIZES)
-def test_stages_fit(shape: decoded_gemm.DecodedShape, weight: str, k: int, recorded: list[Recorded]) -> None:
+def test_stages_fit(shape: DequantShape, weight: str, k: int, recorded: list[Recorded]) -> None:
     """At least two stages, so that loading and multiplying overlap; whole stages of K; at most 1024 threads."""
     launch = launched(recorded, weight, weight, k, ROWS_OF_SHAPES[shape], SwiGLU(), weight)
     stages, stage_k64 = int(launch.defines["STAGES"]), int(launch.defines["STAGE_K64"])
@@ -346,11 +343,14 @@ def test_tokens_are_kept_in_l2_where_weights_pass_it_once() -> None:
 
 
 def test_shape_is_chosen_by_rows_of_a_group() -> None:
-    assert choose_shape(DECODE_ROWS * 32, 32) is DECODE and choose_shape(DECODE_ROWS * 32 + 1, 32) is PREFILL
-    assert choose_shape(1, 1) is DECODE and choose_shape(32 * 1024, 32) is PREFILL
+    assert (
+        choose_dequant_shape(DEQUANT_DECODE_ROWS * 32, 32) is DECODE
+        and choose_dequant_shape(DEQUANT_DECODE_ROWS * 32 + 1, 32) is PREFILL
+    )
+    assert choose_dequant_shape(1, 1) is DECODE and choose_dequant_shape(32 * 1024, 32) is PREFILL
     for rows, shape in ((112, PREFILL), (113, MIDDLE), (148, MIDDLE), (149, PREFILL)):
-        assert choose_shape(32 * rows, 32) is shape
-    assert choose_shape(32 * 112 + 1, 32) is MIDDLE and choose_shape(32 * 148 + 1, 32) is PREFILL
+        assert choose_dequant_shape(32 * rows, 32) is shape
+    assert choose_dequant_shape(32 * 112 + 1, 32) is MIDDLE and choose_dequant_shape(32 * 148 + 1, 32) is PREFILL
     for shape in SHAPES.values():
         assert list(shape.cases) == sorted(set(shape.cases)) and shape.cases[-1] < shape.max_blocks
         assert 4 % shape.batch == 0
@@ -361,7 +361,7 @@ def test_shape_is_chosen_by_rows_of_a_group() -> None:
 @pytest.mark.parametrize(
     ("change", "argument"),
     [
-        ({"expert_ids": torch.zeros(MAX_GROUPS + 1, dtype=torch.int32)}, "a.expert_ids"),
+        ({"expert_ids": torch.zeros(MAX_PREPARED_EXPERTS + 1, dtype=torch.int32)}, "a.expert_ids"),
         ({"rows": torch.zeros(4, 68, dtype=torch.uint8)[:, 4:]}, "a.rows"),
         ({"rows": torch.zeros(4, 66, dtype=torch.uint8)[:, :64]}, "a.rows"),
     ],
@@ -369,7 +369,7 @@ def test_shape_is_chosen_by_rows_of_a_group() -> None:
 def test_rows_that_the_kernel_cannot_read(change: dict[str, Any], argument: str, recorded: list[Recorded]) -> None:
     a, w = replace(rows_of("nvfp4", 4, 128), **change), weights_of("nvfp4", 64, 128, None)
     with pytest.raises(ValueError, match=f"^{re.escape(argument)}: expected"):
-        decoded_gemm.decoded_gemm(a, w, torch.empty(4, 64))
+        dequant_gemm(a, w, torch.empty(4, 64))
     assert not recorded
 
 
@@ -377,11 +377,11 @@ def test_results_that_the_kernel_cannot_write(recorded: list[Recorded]) -> None:
     a, w = rows_of("nvfp4", 4, 128), weights_of("nvfp4", 64, 128, None)
     for out in (torch.empty(4, 65)[:, :64], torch.empty(4, 66)[:, 1:65]):
         with pytest.raises(ValueError, match=r"^out: expected rows on 8-byte boundaries"):
-            decoded_gemm.decoded_gemm(a, w, out)
+            dequant_gemm(a, w, out)
     gated = weights_of("nvfp4", 256, 128, GateUpOrder.GATE_UP)
     hidden, gsf = empty_intermediate(a, gated, "fp8_block", None)
     with pytest.raises(ValueError, match=r"^out_format: expected bf16, nvfp4 or mxfp8"):
-        decoded_gemm.decoded_gemm_swiglu(a, gated, SwiGLU(), hidden, gsf)
+        dequant_swiglu(a, gated, SwiGLU(), hidden, gsf)
     assert not recorded
 
 
@@ -389,7 +389,7 @@ def test_weights_too_high_for_the_kernel(recorded: list[Recorded], monkeypatch: 
     monkeypatch.setattr(decoded_gemm, "MAX_UNIT_ROWS", 2)
     a, w = rows_of("nvfp4", 4, 128), weights_of("nvfp4", 65, 128, None)
     with pytest.raises(ValueError, match=r"^w: expected N < 128, got 65"):
-        decoded_gemm.decoded_gemm(a, w, torch.empty(4, 66)[:, :65])
+        dequant_gemm(a, w, torch.empty(4, 66)[:, :65])
     assert not recorded
 
 
@@ -397,7 +397,7 @@ def test_other_gpus_are_refused(recorded: list[Recorded], monkeypatch: pytest.Mo
     monkeypatch.setattr(decoded_gemm, "is_hopper", lambda device: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "another GPU")
     with pytest.raises(ValueError, match=r"^w: prepared for Hopper, got another GPU; use w\.restore"):
-        decoded_gemm.decoded_gemm(rows_of("nvfp4", 4, 128), weights_of("nvfp4", 64, 128, None), torch.empty(4, 64))
+        dequant_gemm(rows_of("nvfp4", 4, 128), weights_of("nvfp4", 64, 128, None), torch.empty(4, 64))
     assert not recorded
 
 

@@ -16,18 +16,22 @@ import torch
 
 from moe_runtime.formats import FORMATS
 from moe_runtime.grouped import GroupedRows
-from moe_runtime.kernels import decode_tokens, decoded_gemm
+from moe_runtime.kernels import decode_tokens, gemm_plan, gemm_shapes
 from moe_runtime.kernels import grouped_gemm as gemm_module
-from moe_runtime.kernels.decode_tokens import FEW_TOKENS, MANY_TOKENS, MAX_GROUPS, Beside
-from moe_runtime.kernels.decoded_gemm import DECODE, MIDDLE, PREFILL, DecodedShape
+from moe_runtime.kernels.gemm_plan import DequantOverlap
+from moe_runtime.kernels.gemm_shapes import DEQUANT_DECODE as DECODE
+from moe_runtime.kernels.gemm_shapes import DEQUANT_MIDDLE as MIDDLE
+from moe_runtime.kernels.gemm_shapes import DEQUANT_PREFILL as PREFILL
+from moe_runtime.kernels.gemm_shapes import FEW_TOKENS, MANY_TOKENS, DequantShape
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.swizzle import swizzle_scales
-from moe_runtime.prepared import PreparedWeights
+from moe_runtime.prepared import MAX_PREPARED_EXPERTS, PreparedWeights
 from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
 from tests.conftest import HAS_GPU
 from tests.gemm_cases import UNIT, bits, check_inside, exact_gemm, make_rows, random_weights, scale_rows, swizzled
 from tests.gemm_checks import SHAPES, check_untouched, for_shape, in_each_shape, integer_operands, poisoned, unit_scales
+from tests.gemm_plans import choose
 
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(HAS_GPU and not IS_HOPPER, reason="prepared weights are for Hopper")
@@ -39,7 +43,7 @@ RAGGED_K = {"nvfp4": 336, "mxfp8": 160}
 @in_each_shape
 @pytest.mark.parametrize(("weight", "token"), PAIRS)
 def test_ragged_groups(
-    weight: str, token: str, shape: DecodedShape, rng: torch.Generator, device: torch.device
+    weight: str, token: str, shape: DequantShape, rng: torch.Generator, device: torch.device
 ) -> None:
     """Empty groups, one row, skipped experts, inactive groups, gathered strided rows, spare capacity, partial tiles.
 
@@ -86,8 +90,8 @@ def test_group_shapes(sizes: list[int], ids: list[int], rng: torch.Generator, de
 def test_as_many_groups_as_there_may_be(rng: torch.Generator, device: torch.device) -> None:
     """Of zero to two rows each, some without an expert."""
     w = random_weights("nvfp4", 5, 40, 64, rng, device)
-    sizes = torch.randint(0, 3, (MAX_GROUPS,), generator=rng).tolist()
-    ids = torch.randint(-1, 5, (MAX_GROUPS,), generator=rng).tolist()
+    sizes = torch.randint(0, 3, (MAX_PREPARED_EXPERTS,), generator=rng).tolist()
+    ids = torch.randint(-1, 5, (MAX_PREPARED_EXPERTS,), generator=rng).tolist()
     a = make_rows("nvfp4", sizes, 64, rng, device, num_experts=5, expert_ids=ids)
     out = poisoned(a.capacity, 40, torch.bfloat16, device)
     before = out.clone()
@@ -159,12 +163,12 @@ def test_scales_that_lie_as_the_rows_do(name: str, rng: torch.Generator, device:
     wide = torch.full((a.rows.shape[0], columns + 24), 0x7F if name == "nvfp4" else 0xFF, dtype=torch.uint8)
     wide[a.row_index[:count].cpu().long(), 5 : 5 + columns] = torch.from_numpy(linear)
     scales = wide.to(device)[:, 5 : 5 + columns].view(a.scales.dtype)
-    by_row = replace(a, scales=scales, group_scale_offsets=None, scales_by_row=True)
+    by_row = replace(a, scales=scales, group_scale_offsets=None, scales_in_record=True)
     for wrong in (None, scales[1:], scales[:, ::2], scales.view(torch.int8)):
         with pytest.raises(ValueError, match=r"^a\.scales: expected "):
             grouped_gemm(replace(by_row, scales=wrong), w)
-    if not gemm_module.runs_cuda("auto", device):
-        with pytest.raises(ValueError, match=r"^a\.scales_by_row: expected False"):
+    if gemm_module.resolve_engine("auto", device) != "cuda":
+        with pytest.raises(ValueError, match=r"^a\.scales_in_record: expected False"):
             grouped_gemm(by_row, w)
         return
     results = [poisoned(a.capacity, 72, torch.bfloat16, device) for _ in range(2)]
@@ -202,38 +206,38 @@ def test_tokens_are_decoded_alike_in_both_shapes(
     a = make_rows(token, [3, 0, 70, 41], k, rng, device, num_experts=2, gather=True, sparse_scales=True)
     results = []
     for shape in (FEW_TOKENS, MANY_TOKENS):
-        monkeypatch.setattr(decode_tokens, "choose_token_shape", lambda *_, shape=shape: shape)
+        choose(monkeypatch, choose_token_shape=lambda *_, shape=shape: shape)
         results.append(poisoned(a.capacity, 40, torch.bfloat16, device))
         grouped_gemm(a, w, out=results[-1])
     assert_same_bits(*results, "both shapes")
     check_inside(results[0], exact_gemm(a, w.restore(), device), UNIT[torch.bfloat16])
 
 
-BESIDES = [(Beside(1, 1), 8), (Beside(3, 2), 1), (Beside(1000, 3), 8)]
-"""Of the tokens one block is decoded before, or three, or all; with the steps of a warp."""
+OVERLAPS = [(DequantOverlap(1, 1), 8), (DequantOverlap(3, 2), 1), (DequantOverlap(1000, 3), 8)]
+"""Of the tokens one block is dequantized before, or three, or all; with the steps of a warp."""
 
 
 def as_both(monkeypatch: pytest.MonkeyPatch, multiply: Callable[[], torch.Tensor]) -> torch.Tensor:
-    """What `multiply` gives where all tokens are decoded before, the same bits as where they are beside it."""
+    """What `multiply` gives where all tokens are dequantized before, the same bits as where most are meanwhile."""
     # Of a kernel that does not wait the product would read these.
     empty = decode_tokens.empty_decoded
     monkeypatch.setattr(decode_tokens, "empty_decoded", lambda *given: empty(*given).fill_(0xAB))
-    monkeypatch.setattr(decoded_gemm, "choose_beside", lambda *_: None)
+    choose(monkeypatch, plan_dequant_overlap=lambda *_: None)
     want = multiply()
-    for beside, steps in BESIDES:
-        monkeypatch.setattr(decoded_gemm, "choose_beside", lambda *_, beside=beside: beside)
-        monkeypatch.setattr(decode_tokens, "STEPS_BESIDE", steps)
-        assert_same_bits(multiply(), want, str(beside))
+    for overlap, steps in OVERLAPS:
+        choose(monkeypatch, plan_dequant_overlap=lambda *_, overlap=overlap: overlap)
+        monkeypatch.setattr(gemm_shapes, "TOKEN_STEPS", steps)
+        assert_same_bits(multiply(), want, str(overlap))
     return want
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("shape", [MIDDLE, PREFILL], ids=["middle", "prefill"])
 @pytest.mark.parametrize(("weight", "token"), PAIRS)
-def test_tokens_are_decoded_beside_the_product(
+def test_dequantization_overlaps_with_the_product(
     weight: str,
     token: str,
-    shape: DecodedShape,
+    shape: DequantShape,
     rng: torch.Generator,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
@@ -258,26 +262,26 @@ def test_tokens_are_decoded_beside_the_product(
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
-def test_many_tokens_are_decoded_beside_the_product(
+def test_dequantization_of_many_tokens_overlaps_with_the_product(
     name: str, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As many as it takes for that to be chosen, again and again; one group has half of them."""
     sizes = [4000, 1, 0, 900, 1100, 77, 1200, 722]
     prepared = PreparedWeights.prepare(random_weights(name, 8, 4096, 1056, rng, device))
     a = make_rows(name, sizes, 1056, rng, device, num_experts=8)
-    choose, chosen = decoded_gemm.choose_beside, []
-    monkeypatch.setattr(decoded_gemm, "choose_beside", lambda *given: chosen.append(choose(*given)) or chosen[-1])
+    real, chosen = gemm_plan.plan_dequant_overlap, []
+    choose(monkeypatch, plan_dequant_overlap=lambda *given: chosen.append(real(*given)) or chosen[-1])
     results = [grouped_gemm(a, prepared) for _ in range(20)]
-    assert None not in chosen
-    monkeypatch.setattr(decoded_gemm, "choose_beside", lambda *_: None)
+    assert chosen and None not in chosen
+    choose(monkeypatch, plan_dequant_overlap=lambda *_: None)
     want = grouped_gemm(a, prepared)
     for result in results:
-        assert_same_bits(result, want, "tokens decoded beside")
+        assert_same_bits(result, want, "tokens dequantized meanwhile")
 
 
 @in_each_shape
 @pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
-def test_small_integers_are_exact(name: str, shape: DecodedShape, rng: torch.Generator, device: torch.device) -> None:
+def test_small_integers_are_exact(name: str, shape: DequantShape, rng: torch.Generator, device: torch.device) -> None:
     """Sums that need no rounding: no number is lost, doubled or in another place. `mxfp8` with scales of 2^-127."""
     a, w, exact = integer_operands(name, rng, device)
     if name == "nvfp4":
@@ -338,7 +342,7 @@ def test_all_scales_are_decoded(
 @in_each_shape
 @pytest.mark.parametrize("large", [False, True], ids=["usual", "with_large_scales"])
 def test_all_codes_of_mxfp8_are_decoded(
-    large: bool, shape: DecodedShape, rng: torch.Generator, device: torch.device
+    large: bool, shape: DequantShape, rng: torch.Generator, device: torch.device
 ) -> None:
     """Row `n` of the weight has the one number of code `n`, zeros beside it; of the two NaNs alone there is NaN.
 
@@ -358,7 +362,9 @@ def test_all_codes_of_mxfp8_are_decoded(
     ).to(device)
     a = make_rows("mxfp8", [rows], k, rng, device, num_experts=1, x=torch.ones(rows, k))
     prepared = PreparedWeights.prepare(w)
-    assert prepared.unusual is not None and prepared.unusual.tolist() == [[1, 1, 1, 1] if large else [0, 1, 0, 1]]
+    assert prepared.has_special_values is not None and prepared.has_special_values.tolist() == [
+        [1, 1, 1, 1] if large else [0, 1, 0, 1]
+    ]
     got = grouped_gemm(for_shape(a, shape), prepared, out_dtype=torch.float32)
     values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     factors = 2.0 ** (scales[0, torch.arange(n), column // 32].double().numpy() - 127)
@@ -368,18 +374,18 @@ def test_all_codes_of_mxfp8_are_decoded(
 
 
 @in_each_shape
-def test_unusual_rows_of_mxfp8_have_the_same_bits(
-    shape: DecodedShape, rng: torch.Generator, device: torch.device
+def test_special_rows_of_mxfp8_have_the_same_bits(
+    shape: DequantShape, rng: torch.Generator, device: torch.device
 ) -> None:
-    """Marked though nothing is unusual in them, some or all units: the result does not change."""
+    """Marked though there is no special value in them, some or all units: the result does not change."""
     k, n = 320, 328
     prepared = PreparedWeights.prepare(random_weights("mxfp8", 3, n, k, rng, device))
-    assert prepared.unusual is not None and not prepared.unusual.any()
+    assert prepared.has_special_values is not None and not prepared.has_special_values.any()
     a = for_shape(make_rows("mxfp8", [3, 70, 41], k, rng, device, num_experts=3), shape)
     want = grouped_gemm(a, prepared)
-    some = torch.randint(0, 2, tuple(prepared.unusual.shape), generator=rng).to(torch.uint8).to(device)
+    some = torch.randint(0, 2, tuple(prepared.has_special_values.shape), generator=rng).to(torch.uint8).to(device)
     for marks in (some, torch.ones_like(some)):
-        assert_same_bits(grouped_gemm(a, replace(prepared, unusual=marks)), want, "decoded in more steps")
+        assert_same_bits(grouped_gemm(a, replace(prepared, has_special_values=marks)), want, "decoded in more steps")
 
 
 @pytest.mark.gpu
@@ -406,7 +412,7 @@ def test_rows_do_not_depend_on_neighbours_or_shape(
 @in_each_shape
 @pytest.mark.parametrize(("weight", "token"), PAIRS)
 def test_repeated_calls_give_the_same_bits(
-    weight: str, token: str, shape: DecodedShape, rng: torch.Generator, device: torch.device
+    weight: str, token: str, shape: DequantShape, rng: torch.Generator, device: torch.device
 ) -> None:
     """More tiles than the GPU has processors, and stages enough that the ring goes round."""
     k, n, sizes = 2048, 2048, [33, 0, 64, 1, 20, 130, 31, 48]
@@ -425,7 +431,7 @@ def test_repeated_calls_give_the_same_bits(
 @pytest.mark.gpu
 @in_each_shape
 def test_a_captured_graph_reads_the_groups_of_its_replay(
-    shape: DecodedShape, rng: torch.Generator, device: torch.device
+    shape: DequantShape, rng: torch.Generator, device: torch.device
 ) -> None:
     """Offsets, experts, the number of active groups and the rows themselves change between replays."""
     k, n, w = 192, 136, random_weights("nvfp4", 4, 136, 192, rng, device)
@@ -466,7 +472,7 @@ def test_a_captured_graph_reads_the_groups_of_its_replay(
 @pytest.mark.parametrize(("weight", "token"), PAIRS)
 @pytest.mark.parametrize("k", [7168, 2048, 2880])
 def test_widths_of_models(
-    k: int, weight: str, token: str, shape: DecodedShape, rng: torch.Generator, device: torch.device
+    k: int, weight: str, token: str, shape: DequantShape, rng: torch.Generator, device: torch.device
 ) -> None:
     """DeepSeek-V3 and gpt-oss, with the bound of zero-mean data: 2^-20 instead of `ceil(K / 16) * 2^-23`."""
     w = random_weights(weight, 2, 520, k, rng, device)
@@ -493,10 +499,10 @@ def test_rows_weights_and_output_past_2_31_bytes(rng: torch.Generator, device: t
     units = torch.empty(far_expert + 1, *near.units.shape[1:], dtype=torch.uint8, device=device)
     units[far_expert] = near.units[0]
     last = replace(a, expert_ids=torch.tensor([far_expert], dtype=torch.int32, device=device))
-    unusual = torch.zeros(far_expert + 1, 1, dtype=torch.uint8, device=device)
-    assert_same_bits(grouped_gemm(last, replace(near, units=units, unusual=unusual)), want, "far expert")
-    unusual[far_expert] = 1
-    assert_same_bits(grouped_gemm(last, replace(near, units=units, unusual=unusual)), want, "far mark")
+    marks = torch.zeros(far_expert + 1, 1, dtype=torch.uint8, device=device)
+    assert_same_bits(grouped_gemm(last, replace(near, units=units, has_special_values=marks)), want, "far expert")
+    marks[far_expert] = 1
+    assert_same_bits(grouped_gemm(last, replace(near, units=units, has_special_values=marks)), want, "far mark")
     stride = 2**30 + 2**29
     out = torch.empty(stride + n, dtype=torch.bfloat16, device=device).as_strided((2, n), (stride, 1))
     assert_same_bits(grouped_gemm(a, near, out=out).contiguous(), want, "far output")

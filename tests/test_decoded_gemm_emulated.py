@@ -13,12 +13,14 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime import op_weights
-from moe_runtime.kernels import decoded_gemm, nvrtc
+from moe_runtime.kernels import decoded_gemm, nvrtc, op_gemm
 from moe_runtime.kernels import grouped_gemm as gemm
-from moe_runtime.kernels.decode_tokens import Beside
-from moe_runtime.kernels.decoded_gemm import DECODE, MIDDLE, PREFILL, DecodedShape
 from moe_runtime.kernels.gemm_arguments import DEFAULT_INTERMEDIATE_GSF
+from moe_runtime.kernels.gemm_plan import DequantOverlap
+from moe_runtime.kernels.gemm_shapes import DEQUANT_DECODE as DECODE
+from moe_runtime.kernels.gemm_shapes import DEQUANT_MIDDLE as MIDDLE
+from moe_runtime.kernels.gemm_shapes import DEQUANT_PREFILL as PREFILL
+from moe_runtime.kernels.gemm_shapes import DequantShape
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import GateUpOrder, SwiGLU
 from tests import test_decoded_gemm as plain
@@ -28,6 +30,7 @@ from tests.comparison import assert_same_bits
 from tests.emulator import Emulator, needs_emulator
 from tests.gemm_cases import UNIT, check_inside, exact_gemm, make_rows, random_weights
 from tests.gemm_checks import SHAPES, check_quantized, poisoned
+from tests.gemm_plans import choose
 
 pytestmark = [needs_emulator, pytest.mark.cpu_only]
 
@@ -47,7 +50,7 @@ def _cases() -> Iterator[Case]:
         yield plain.test_tokens_are_decoded_alike_in_both_shapes, {"weight": weight, "token": token}
         for shape in (MIDDLE, PREFILL):
             arguments = {"weight": weight, "token": token, "shape": shape}
-            yield plain.test_tokens_are_decoded_beside_the_product, arguments
+            yield plain.test_dequantization_overlaps_with_the_product, arguments
     yield plain.test_nothing_to_do, {}
     yield plain.test_rows_past_the_capacity_are_left_alone, {}
     for active in (-1, 1, 99):
@@ -60,7 +63,7 @@ def _cases() -> Iterator[Case]:
         yield plain.test_a_scale_of_nan_is_nan_whatever_its_codes, {"name": name}
     yield plain.test_all_codes_of_mxfp8_are_decoded, {"large": False, "shape": DECODE}
     yield plain.test_all_codes_of_mxfp8_are_decoded, {"large": True, "shape": PREFILL}
-    yield plain.test_unusual_rows_of_mxfp8_have_the_same_bits, {"shape": MIDDLE}
+    yield plain.test_special_rows_of_mxfp8_have_the_same_bits, {"shape": MIDDLE}
     for name, token, first, last in (("mxfp8", "mxfp8", 3, 202), ("nvfp4", "nvfp4", 0, 126), ("nvfp4", "bf16", 0, 126)):
         yield plain.test_all_scales_are_decoded, {"name": name, "token": token, "first": first, "last": last}
     # The two left out have nothing that none of the others has.
@@ -87,7 +90,7 @@ def _cases() -> Iterator[Case]:
 def _name(case: Case) -> str:
     test, arguments = case
     names = {shape: name for name, shape in SHAPES.items()}
-    values = (names[value] if isinstance(value, DecodedShape) else value for value in arguments.values())
+    values = (names[value] if isinstance(value, DequantShape) else value for value in arguments.values())
     return "-".join([test.__name__.removeprefix("test_"), *map(str, values)])
 
 
@@ -104,8 +107,8 @@ def emulator(monkeypatch: pytest.MonkeyPatch, seed: int) -> Emulator:
             LAUNCH(*arguments, **more)
 
     monkeypatch.setattr(decoded_gemm, "is_hopper", lambda device: True)
-    for module in (gemm, op_weights):
-        monkeypatch.setattr(module, "runs_cuda", lambda engine, device: engine == "auto")
+    for module in (gemm, op_gemm):
+        monkeypatch.setattr(module, "resolve_engine", lambda engine, device: "cuda" if engine == "auto" else engine)
     monkeypatch.setattr(gated, "IS_HOPPER", True)
     monkeypatch.setattr(decoded_gemm, "_launch", launch)
     monkeypatch.setattr(nvrtc, "launch", emulator.launch)
@@ -153,18 +156,23 @@ def test_as_on_a_gpu(
 
 
 @pytest.mark.parametrize(
-    ("inner", "beside"),
+    ("inner", "overlapped"),
     [(144, False), (192, False), (144, True), (192, True)],
-    ids=["plain", "decoded", "plain-beside", "decoded-beside"],
+    ids=["plain", "decoded", "plain-overlapped", "decoded-overlapped"],
 )
 @pytest.mark.parametrize("schedule", range(SCHEDULES))
 def test_both_products_of_a_layer(
-    schedule: int, inner: int, beside: bool, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    schedule: int,
+    inner: int,
+    overlapped: bool,
+    emulator: Emulator,
+    rng: torch.Generator,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Each kernel is started as early as it asks for, and the second product beside the first that decodes for it."""
     monkeypatch.setattr(decoded_gemm, "_launch", LAUNCH)
-    if beside:
-        monkeypatch.setattr(decoded_gemm, "choose_beside", lambda *_: Beside(2, 2))
+    if overlapped:
+        choose(monkeypatch, plan_dequant_overlap=lambda *_: DequantOverlap(2, 2))
     k = 128
     gate_up = random_weights("nvfp4", 2, 2 * inner, k, rng, CPU, gate_up=True)
     down = random_weights("nvfp4", 2, 136, inner, rng, CPU)
@@ -243,7 +251,7 @@ MISTAKES = {
 
 @pytest.mark.parametrize(("shape", "right", "wrong", "found"), MISTAKES.values(), ids=MISTAKES)
 def test_mistakes_are_found(
-    shape: DecodedShape, right: str, wrong: str, found: str, emulator: Emulator, rng: torch.Generator
+    shape: DequantShape, right: str, wrong: str, found: str, emulator: Emulator, rng: torch.Generator
 ) -> None:
     def edit(text: str) -> str:
         assert text.count(right) == int("wgmma" in text), "the kernel, and not the one that decodes rows"
@@ -255,8 +263,8 @@ def test_mistakes_are_found(
             plain.test_ragged_groups("nvfp4", "nvfp4", shape, rng, CPU)
 
 
-MISTAKES_BESIDE = {
-    "tokens_not_waited_for": ("if (1) await_decoded(", "if (0) await_decoded("),
+MISTAKES_OF_OVERLAP = {
+    "tokens_not_waited_for": ("if (1) await_tokens(", "if (0) await_tokens("),
     "told_before_they_are_there": (
         "outbox.pending = counters + 1 + number - begin;",
         "if (lane == 0) atomicAdd(counters + 1 + number - begin, 1);",
@@ -264,11 +272,11 @@ MISTAKES_BESIDE = {
     "filled_before_they_are_sent": ("bulk_await_read<0>();", ""),
     "counted_from_anything": ("counters[i] = 0;", "counters[i] = 7;"),
 }
-"""What is written instead in the translated kernels; each ends with other bits than those of tokens decoded before."""
+"""What is written instead in the translated kernels; the bits differ then from those of tokens dequantized before."""
 
 
-@pytest.mark.parametrize(("right", "wrong"), MISTAKES_BESIDE.values(), ids=MISTAKES_BESIDE)
-def test_mistakes_of_decoding_beside_are_found(
+@pytest.mark.parametrize(("right", "wrong"), MISTAKES_OF_OVERLAP.values(), ids=MISTAKES_OF_OVERLAP)
+def test_mistakes_of_the_overlap_are_found(
     right: str, wrong: str, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     edited = 0
@@ -281,5 +289,5 @@ def test_mistakes_of_decoding_beside_are_found(
     emulator.edit = edit
     with pytest.raises(AssertionError, match=r"are other than|differ|outside"):
         for _ in range(200):
-            plain.test_tokens_are_decoded_beside_the_product("nvfp4", "nvfp4", PREFILL, rng, CPU, monkeypatch)
+            plain.test_dequantization_overlaps_with_the_product("nvfp4", "nvfp4", PREFILL, rng, CPU, monkeypatch)
     assert edited > 0

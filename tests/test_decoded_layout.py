@@ -13,7 +13,7 @@ from moe_runtime.formats import FORMATS, MXFP8, NVFP4, TokenFormat
 from moe_runtime.kernels import decoded_layout
 from moe_runtime.kernels.decoded_layout import (
     BYTE_SLOTS,
-    LARGEST_USUAL_SCALE,
+    LARGEST_FAST_SCALE,
     SCALE_CODES,
     SLOTS,
     chunk_units,
@@ -24,8 +24,8 @@ from moe_runtime.kernels.decoded_layout import (
     unit_columns,
     unit_rows,
     units_shape,
+    units_with_special_values,
     unpack_units,
-    unusual_units,
 )
 from moe_runtime.weights import GateUpOrder
 from tests.comparison import assert_same_bits
@@ -276,7 +276,7 @@ def test_no_weight_is_left_of_a_scale_of_zero() -> None:
 
 
 def test_e4m3_bits_are_bf16_numbers() -> None:
-    """Denormal ones too; 480 times as much for NaN, which is what `unusual` is for."""
+    """Denormal ones too; 480 times as much for NaN, which is what `has_special_values` is for."""
     codes = np.arange(256)
     placed = (codes & 128) << 8 | (codes & 127) << 4
     want = codes.astype(np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
@@ -288,19 +288,19 @@ def test_e4m3_bits_are_bf16_numbers() -> None:
 
 def test_the_largest_usual_scale_has_a_factor() -> None:
     """`2^120` times it is the largest power of two in bf16."""
-    bits = LARGEST_USUAL_SCALE * 128 + 0x3C00
-    assert bf16_of(np.array([bits])) == 2.0 ** (LARGEST_USUAL_SCALE - 127 + 120) == 2.0**127
+    bits = LARGEST_FAST_SCALE * 128 + 0x3C00
+    assert bf16_of(np.array([bits])) == 2.0 ** (LARGEST_FAST_SCALE - 127 + 120) == 2.0**127
 
 
 @pytest.mark.parametrize("order", ORDERS)
-def test_unusual_units(order: GateUpOrder | None, rng: torch.Generator) -> None:
-    """One row after the other made unusual: its unit is marked, and no other; the marks of all rows meet."""
+def test_units_with_special_values(order: GateUpOrder | None, rng: torch.Generator) -> None:
+    """One row after the other made has_special_values: its unit is marked, and no other; the marks of all rows meet."""
     n, k = 144, 96
     quants = torch.randint(0, 127, (n, k), generator=rng).to(torch.uint8) | 128
-    scales = torch.randint(0, LARGEST_USUAL_SCALE + 1, (n, 3), generator=rng).to(torch.uint8)
-    scales[0] = LARGEST_USUAL_SCALE
+    scales = torch.randint(0, LARGEST_FAST_SCALE + 1, (n, 3), generator=rng).to(torch.uint8)
+    scales[0] = LARGEST_FAST_SCALE
     rows = source_rows(n, order)
-    assert unusual_units(quants, scales, rows).tolist() == [0] * unit_rows(n)
+    assert units_with_special_values(quants, scales, rows).tolist() == [0] * unit_rows(n)
     for row in range(n):
         (unit,) = {at[0] for at in (rows == row).nonzero().tolist()}
         want = [int(other == unit) for other in range(unit_rows(n))]
@@ -308,15 +308,15 @@ def test_unusual_units(order: GateUpOrder | None, rng: torch.Generator) -> None:
         for tensor, at, byte in (
             (quants, column, 127),
             (quants, column, 255),
-            (scales, column // 32, LARGEST_USUAL_SCALE + 1),
+            (scales, column // 32, LARGEST_FAST_SCALE + 1),
             (scales, column // 32, 255),
         ):
             changed = tensor.clone()
             changed[row, at] = byte
             both = (changed, scales) if tensor is quants else (quants, changed)
-            assert unusual_units(*both, rows).tolist() == want
+            assert units_with_special_values(*both, rows).tolist() == want
     scales[:, 1] = 200
-    assert unusual_units(quants, scales, rows).tolist() == [1] * unit_rows(n)
+    assert units_with_special_values(quants, scales, rows).tolist() == [1] * unit_rows(n)
 
 
 def test_decoded_formats_are_those_tested_here() -> None:

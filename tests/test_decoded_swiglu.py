@@ -12,8 +12,11 @@ import torch
 from moe_runtime.experts import Experts
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import decode_tokens
-from moe_runtime.kernels.decoded_gemm import DECODE, MIDDLE, PREFILL, DecodedShape
 from moe_runtime.kernels.gemm_arguments import DEFAULT_INTERMEDIATE_GSF
+from moe_runtime.kernels.gemm_shapes import DEQUANT_DECODE as DECODE
+from moe_runtime.kernels.gemm_shapes import DEQUANT_MIDDLE as MIDDLE
+from moe_runtime.kernels.gemm_shapes import DEQUANT_PREFILL as PREFILL
+from moe_runtime.kernels.gemm_shapes import MANY_TOKENS, DequantShape
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.quantize import quantize_rows
 from moe_runtime.prepared import PreparedWeights
@@ -57,7 +60,7 @@ class Case:
     token: str
     out: str
     activation: SwiGLU
-    shape: DecodedShape
+    shape: DequantShape
 
     def __str__(self) -> str:
         parts = (self.weight, self.token, self.out, self.activation.order.value)
@@ -159,7 +162,7 @@ def test_expert_scales_of_gate_and_up_alike(order: GateUpOrder, rng: torch.Gener
 @in_each_shape
 @pytest.mark.parametrize("name", ["mxfp8", "nvfp4"])
 def test_nothing_but_the_result_is_written(
-    name: str, shape: DecodedShape, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+    name: str, shape: DequantShape, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Padding of scales, skipped groups and gaps stay as they were; units reach past the `I` columns."""
     if not IS_HOPPER:
@@ -267,7 +270,7 @@ def test_a_result_is_decoded_for_the_product_that_follows(
     name: str,
     token: str,
     out: str,
-    shape: DecodedShape,
+    shape: DequantShape,
     rng: torch.Generator,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
@@ -286,7 +289,7 @@ def test_a_result_is_decoded_for_the_product_that_follows(
     assert hidden.decoded is None and (chained.decoded is not None) == IS_HOPPER
     if chained.decoded is not None:
         assert chained.scales is None and chained.rows.shape[0] == 0
-        want = _blocks(decode_tokens.decode_tokens(hidden, 2), a)
+        want = _blocks(decode_tokens.decode_tokens(hidden, 2, MANY_TOKENS), a)
         assert want.unique().numel() > 20
         assert_same_bits(_blocks(chained.decoded, a), want, "decoded rows")
         with pytest.raises(ValueError, match=r"^a\.decoded: expected None but for prepared weights"):
@@ -329,7 +332,7 @@ def test_experts_prepare_themselves(name: str, rng: torch.Generator, device: tor
 @in_each_shape
 @pytest.mark.parametrize("out", ["nvfp4", "mxfp8", "bf16"])
 def test_requantization_is_that_of_the_quantizer(
-    out: str, shape: DecodedShape, rng: torch.Generator, device: torch.device
+    out: str, shape: DequantShape, rng: torch.Generator, device: torch.device
 ) -> None:
     """Bit for bit, with ties, tiny and huge blocks, zeros and NaN: here each activation is `128 * u`, exactly.
 

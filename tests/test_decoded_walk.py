@@ -33,7 +33,7 @@ def binary(counted: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = (FOLDER / "decoded_gemm.cu").read_text()
     walk = between(text, "// One tile of the output", "// What the epilogue of a tile reads")
     path = tmp_path_factory.mktemp("walk") / "walk"
-    compile_on_host("walk_on_host.cpp", "WALK", walk, path, "-O1", f"-DCOUNTED={int(counted)}")
+    compile_on_host("walk_on_host.cpp", "WALK", walk, path, "-O1", f"-DOVERLAPPED={int(counted)}")
     return path
 
 

@@ -32,13 +32,32 @@ def test_json_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
     assert 0 < report["limits"]["memory_bytes"]["available"] <= report["limits"]["memory_bytes"]["total"]
     assert report["limits"]["shared_memory"]["free_bytes"] <= report["limits"]["shared_memory"]["total_bytes"]
     assert report["packages"]["torch"] and report["packages"]["triton"] and report["packages"]["numpy"]
-    assert report["engine"]["name"] in ("torch", "triton")
+    assert report["engine"]["name"] in ("torch", "triton", "cuda")
     assert report["engine"]["grouped_gemm"].startswith(("torch", "Triton", "CUDA C++"))
     assert report["transport"]["name"] and report["transport"]["name"] not in report["transport"]["why_not"]
     layer = load_config("tiny_cpu").layer
     (count, formats), *others = report["reserved_bytes"].items()
     assert not others and int(count) == layer.max_tokens_per_rank and set(formats) == set(FORMATS)
     assert formats[layer.token_format] == reserved_bytes(layer, 4)
+    assert set(report["gemm_plans"]) == {"1", "8", "128", "1024", "4096"}
+    for plans in report["gemm_plans"].values():
+        assert plans["engine"] == report["engine"]["name"]
+        assert plans["gate_up"]["kernel"] == plans["down"]["kernel"] == "torch reference" or plans["engine"] != "torch"
+
+
+@pytest.mark.cpu_only
+def test_plans_of_hopper_are_told_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config", "kimi_k2", "--world-size", "8", "--hopper"]
+    assert doctor.main([*arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["engine"]["name"] in ("torch", "triton")
+    for count, plans in report["gemm_plans"].items():
+        assert plans["engine"] == "cuda" and plans["rows_per_expert"] == round(int(count) * 8 * 8 * 48 / 384) / 48
+        for product in ("gate_up", "down"):
+            assert plans[product]["kernel"].startswith("hopper") and plans[product]["blocks"] == 132
+            assert (plans[product]["regime"] == "few rows") == (plans["rows_per_expert"] <= 50)
+    assert doctor.main(arguments) == 0
+    assert "Grouped GEMMs of the experts on 8 rank(s)" in capsys.readouterr().out
 
 
 def test_tables_name_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
@@ -50,7 +69,8 @@ def test_tables_name_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_without_a_config_nothing_is_reserved(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["reserved_bytes"] == {}
+    report = json.loads(capsys.readouterr().out)
+    assert report["reserved_bytes"] == report["gemm_plans"] == {}
 
 
 def test_bytes_are_told_for_the_tokens_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -240,7 +240,7 @@ def test_scales_may_be_left_where_they_were_sent(
             handles.append(own.dispatch_send(data.x, data.topk_idx, data.topk_weights, scales_in_record=True))
         found = [own.dispatch_recv(handle) for own, handle in zip(kernels.dispatchers, handles, strict=True)]
         for rank, (a, b) in enumerate(zip(found, wanted, strict=True)):
-            assert a.scales_by_row and not b.scales_by_row
+            assert a.scales_in_record and not b.scales_in_record
             assert_same_bits(a.group_offsets, b.group_offsets, f"offsets of rank {rank}")
             linear, other = ungrouped(a), ungrouped(b)
             assert linear.scales_RV is not None and other.scales_RV is not None

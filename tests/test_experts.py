@@ -114,7 +114,7 @@ def test_weights_that_do_not_belong_together(rng: torch.Generator) -> None:
         ({"down": ExpertWeights.quantize(torch.zeros(3, 64, INNER), "nvfp4")}, r"down: expected N = H = 128, got 64"),
         ({"activation": GPT_OSS}, r"activation\.order: expected gate_up as in w, got interleaved"),
         ({"intermediate_format": "mxfp8", "intermediate_gsf": None}, r"intermediate_format: expected nvfp4 or bf16"),
-        ({"engine": "cuda"}, r"engine: expected auto, triton or torch"),
+        ({"engine": "nvcc"}, r"engine: expected auto, cuda, triton or torch"),
         ({"intermediate_format": "bf16"}, r"intermediate_gsf: expected None for bf16"),
         ({"intermediate_gsf": float("nan")}, r"intermediate_gsf: expected a positive finite number"),
     ):

@@ -13,11 +13,13 @@ from moe_runtime.experts import Experts
 from moe_runtime.kernels import decode_tokens, decoded_gemm, nvrtc
 from moe_runtime.kernels import tma_gemm as tma
 from moe_runtime.kernels.gemm_arguments import empty_intermediate
+from moe_runtime.kernels.gemm_shapes import TMA_DECODE, TMA_PREFILL
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import SwiGLU
 from tests.comparison import assert_same_bits
 from tests.conftest import HAS_GPU
 from tests.gemm_cases import make_rows, random_weights
+from tests.gemm_plans import dequant_gemm, dequant_swiglu, tma_grouped_gemm, tma_grouped_gemm_swiglu
 
 SIZES = [200, 0, 1, 60]
 
@@ -35,23 +37,21 @@ def test_grids(limit: int | None, blocks: int, rng: torch.Generator, monkeypatch
     monkeypatch.setattr(nvrtc, "launch", record)
     monkeypatch.setattr(decoded_gemm, "is_hopper", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
-    for name in ("supports", "supports_swiglu"):
-        monkeypatch.setattr(tma, name, lambda *_: True)
     monkeypatch.setattr(tma, "_tensor_map", lambda *_: None)
     cpu = torch.device("cpu")
     w = random_weights("nvfp4", 4, 256, 256, rng, cpu)
     a = make_rows("nvfp4", SIZES, 256, rng, cpu, num_experts=4)
     plain = PreparedWeights.prepare(w)
-    decoded_gemm.decoded_gemm(a, plain, torch.empty(a.capacity, 256), num_sms=limit)
+    dequant_gemm(a, plain, torch.empty(a.capacity, 256), num_sms=limit)
     gated = PreparedWeights.prepare(random_weights("nvfp4", 4, 256, 256, rng, cpu, gate_up=True))
     out, gsf = empty_intermediate(a, gated, "nvfp4", None)
-    decoded_gemm.decoded_gemm_swiglu(a, gated, SwiGLU(), out, gsf, num_sms=limit)
+    dequant_swiglu(a, gated, SwiGLU(), out, gsf, num_sms=limit)
     assert grids == [blocks, blocks]
     w = random_weights("fp8_block", 4, 256, 256, rng, cpu)
     a = make_rows("fp8_block", SIZES, 256, rng, cpu, num_experts=4)
-    for regime in (tma.DECODE, tma.PREFILL):
-        tma.grouped_gemm(a, w, regime=regime, num_sms=limit)
-        tma.grouped_gemm_swiglu(a, w, SwiGLU(), out_format="fp8_block", regime=regime, num_sms=limit)
+    for shape in (TMA_DECODE, TMA_PREFILL):
+        tma_grouped_gemm(a, w, shape=shape, num_sms=limit)
+        tma_grouped_gemm_swiglu(a, w, SwiGLU(), out_format="fp8_block", shape=shape, num_sms=limit)
     pairs = max(2, blocks // 2 * 2)
     assert grids[2:] == [blocks, blocks, pairs, pairs]
 
@@ -72,8 +72,8 @@ def test_a_product_that_is_limited_does_not_start_beside_the_one_before(
     for limit in (None, 116):
         hidden, gsf = empty_intermediate(a, gate_up, "nvfp4", None)
         hidden = replace(hidden, decoded=decode_tokens.empty_decoded(a, hidden.num_columns))
-        decoded_gemm.decoded_gemm_swiglu(a, gate_up, SwiGLU(), hidden, gsf, num_sms=limit)
-        decoded_gemm.decoded_gemm(hidden, down, torch.empty(a.capacity, 256), num_sms=limit)
+        dequant_swiglu(a, gate_up, SwiGLU(), hidden, gsf, num_sms=limit)
+        dequant_gemm(hidden, down, torch.empty(a.capacity, 256), num_sms=limit)
     first = [("decode_tokens", True), ("decoded_gemm", True)]
     assert early == [*first, ("decoded_gemm", True), *first, ("decoded_gemm", False)]
 

@@ -12,7 +12,8 @@ import triton.language as tl
 
 from moe_runtime.formats import FORMATS, MXFP4, TokenFormat
 from moe_runtime.kernels.gemm_operands import find_tile
-from moe_runtime.kernels.grouped_gemm import choose_tile, gemm_bytes, gemm_flops, grouped_gemm, grouped_gemm_swiglu
+from moe_runtime.kernels.gemm_plan import choose_tile
+from moe_runtime.kernels.grouped_gemm import gemm_bytes, gemm_flops, grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.reference_quantize import raw_bits
 from moe_runtime.kernels.swizzle import swizzle_scales
 from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU

@@ -16,14 +16,15 @@ import triton.language as tl
 from triton.runtime.interpreter import TensorHandle
 
 from moe_runtime.formats import FORMATS, MXFP4, MXFP8, WEIGHT_FORMATS
-from moe_runtime.kernels import grouped_gemm as gemm_module
 from moe_runtime.kernels.gemm_operands import NativeForm
-from moe_runtime.kernels.grouped_gemm import choose_tile, grouped_gemm, grouped_gemm_swiglu, native_form
+from moe_runtime.kernels.gemm_plan import choose_tile, native_form
+from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.runtime import INTERPRET
 from moe_runtime.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
 from tests.comparison import assert_same_bits
 from tests.gemm_cases import UNIT, check_inside, decode, exact_gemm, make_rows, random_weights
 from tests.gemm_checks import check_quantized, check_untouched, poison_intermediates, poisoned
+from tests.gemm_plans import choose
 
 OPERANDS = {"e4m3": MXFP8, "e2m1": MXFP4}
 
@@ -40,7 +41,7 @@ def dot_scaled(a: Any, a_s: Any, a_kind: str, w: Any, w_s: Any, w_kind: str, acc
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> NativeForm:
     """The form that the kernel takes, whatever the device."""
     chosen: NativeForm = request.param
-    monkeypatch.setattr(gemm_module, "native_form", lambda *_: chosen)
+    choose(monkeypatch, native_form=lambda *_: chosen)
     if INTERPRET:
         monkeypatch.setattr(tl, "dot_scaled", dot_scaled)
     return chosen
@@ -102,14 +103,12 @@ def test_rows_do_not_depend_on_neighbours(form: NativeForm, rng: torch.Generator
     assert_same_bits(grouped_gemm(one, w, out_dtype=torch.float32, engine="triton")[0], together[row])
 
 
-def test_it_is_for_mxfp4_weights_and_mxfp8_tokens_on_blackwell_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = torch.device("cuda")
+def test_it_is_for_mxfp4_weights_and_mxfp8_tokens_on_blackwell_alone() -> None:
     forms = {9: NativeForm.NONE, 10: NativeForm.AS_STORED, 12: NativeForm.WIDENED}
     for major, wanted in forms.items():
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, major=major: (major, 0))
         for w in WEIGHT_FORMATS.values():
             for a in FORMATS.values():
-                assert native_form(a, w, gpu) is (wanted if (a, w) == (MXFP8, MXFP4) else NativeForm.NONE)
-    assert native_form(MXFP8, MXFP4, torch.device("cpu")) is NativeForm.NONE
+                assert native_form(a, w, (major, 0)) is (wanted if (a, w) == (MXFP8, MXFP4) else NativeForm.NONE)
+    assert native_form(MXFP8, MXFP4, None) is NativeForm.NONE
     rows = [choose_tile(4096, MXFP8, out_block=out, native=form).block_m for out in (0, 32) for form in NativeForm]
     assert rows == [64, 128, 64] * 2

@@ -20,7 +20,7 @@ from moe_runtime.comm.nvshmem_heap import NvshmemHeap
 from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.errors import Phase
 from moe_runtime.formats import FORMATS
-from moe_runtime.kernels.runtime import runs_cuda
+from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.virtual import VirtualRanks, virtual_contexts
 from tests import nvshmem_cases as cases
 from tests.comparison import assert_same_bits
@@ -29,7 +29,7 @@ from tests.pool import run_once
 from tests.programs import ROOT, python_path
 
 WORLD = torch.cuda.device_count()
-ON_HOPPER = WORLD > 0 and runs_cuda("auto", torch.device("cuda"))
+ON_HOPPER = WORLD > 0 and resolve_engine("auto", torch.device("cuda")) == "cuda"
 
 gpu = pytest.mark.gpu
 several = pytest.mark.skipif(WORLD < 2, reason="needs two GPUs")

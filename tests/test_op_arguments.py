@@ -154,7 +154,7 @@ def wrong_choices(table: dict[str, tuple[Any, ...]]) -> list[Wrong]:
     return [(name, {name: value}) for name, values in table.items() for value in values]
 
 
-COMMON = {"validate": (1, 0, "yes", 2.0, []), "engine": ("cuda", "", 1, None, "Torch")}
+COMMON = {"validate": (1, 0, "yes", 2.0, []), "engine": ("nvcc", "", 1, None, "Torch")}
 OUT = {"out_dtype": (torch.float32, torch.int8, torch.float64, "bfloat16", 16)}
 
 

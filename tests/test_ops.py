@@ -15,11 +15,12 @@ from hypothesis import strategies as st
 
 from moe_runtime import op_inputs, op_scales, ops
 from moe_runtime.formats import FORMATS
-from moe_runtime.kernels import op_gemm as op_gemm_module
 from moe_runtime.kernels import reference_op_gemm, reference_quantize
+from moe_runtime.kernels.gemm_plan import choose_op_tile, has_native_mma
 from tests import op_cases
 from tests.comparison import assert_same_bits
 from tests.gemm_cases import bits
+from tests.gemm_plans import choose
 from tests.op_cases import E4M3, E5M2, SEED_GROUPS, OpCase, check, fp8, mxfp8, nvfp4_closed, nvfp4_dense
 
 ENGINES = ("torch", "triton")
@@ -192,19 +193,16 @@ def test_native_form_of_mxfp8(
     block: int, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The form for block-scaled MMA, whatever the GPU: the compiler takes it apart where there is no instruction."""
-    monkeypatch.setattr(op_gemm_module, "has_native_mma", lambda *_: True)
+    choose(monkeypatch, has_native_mma=lambda *_: True)
     check(mxfp8([1, 0, 130, 70], 136, 592, rng, device, block=block), "triton")
 
 
-def test_block_scaled_mma_is_for_blackwell_only(monkeypatch: pytest.MonkeyPatch) -> None:
-    has = op_gemm_module.has_native_mma
-    gpu = torch.device("cuda")
+def test_block_scaled_mma_is_for_blackwell_only() -> None:
     for major, native in ((9, False), (10, True), (12, True)):
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _, major=major: (major, 0))
-        assert has(FORMATS["nvfp4"], gpu) is native and has(FORMATS["mxfp8"], gpu) is native
-        assert not has(FORMATS["fp8_block"], gpu)
-    assert not has(FORMATS["nvfp4"], torch.device("cpu"))
-    tile = op_gemm_module.choose_op_tile(4096, FORMATS["nvfp4"], 64, native=True)
+        for name in FORMATS:
+            assert has_native_mma(FORMATS[name], (major, 0)) is (native and name in ("nvfp4", "mxfp8"))
+    assert not has_native_mma(FORMATS["nvfp4"], None)
+    tile = choose_op_tile(4096, FORMATS["nvfp4"], 64, native=True)
     assert (tile.block_m, tile.block_n) == (128, 64)
 
 
@@ -470,8 +468,8 @@ BYTES = torch.zeros(1, 128, 4, dtype=torch.uint8)
         (lambda: ops.quantize_nvfp4(torch.zeros(3, 32), torch.ones(3)), "gsf"),
         (lambda: ops.quantize_nvfp4(torch.zeros(3, 32), None), "gsf"),  # type: ignore[arg-type]
         (lambda: ops.quantize_mxfp8(torch.zeros(3, 32), 64), "granularity_k"),
-        (lambda: ops.quantize_mxfp8(torch.zeros(3, 32), 32, engine="cuda"), "engine"),
-        (lambda: ops.quantize_mxfp8(torch.zeros(3, 32), 128, engine="cuda"), "engine"),
+        (lambda: ops.quantize_mxfp8(torch.zeros(3, 32), 32, engine="nvcc"), "engine"),
+        (lambda: ops.quantize_mxfp8(torch.zeros(3, 32), 128, engine="nvcc"), "engine"),
         (lambda: ops.quantize_fp8(torch.zeros(3, 128), 2), "granularity_mn"),
         (lambda: ops.quantize_fp8(torch.zeros(3, 128), 1, torch.float16), "dtype"),
         (lambda: ops.quantize_bf16(torch.zeros(3, 128, dtype=torch.int32)), "x"),

@@ -9,8 +9,8 @@ import torch
 
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels import grouped_gemm, runtime
-from moe_runtime.kernels.decoded_layout import pack_units, source_rows, unusual_units
-from moe_runtime.kernels.runtime import has_nvrtc, runs_cuda
+from moe_runtime.kernels.decoded_layout import pack_units, source_rows, units_with_special_values
+from moe_runtime.kernels.runtime import has_nvrtc, resolve_engine
 from moe_runtime.kernels.swizzle import swizzle_scales
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
@@ -64,10 +64,10 @@ def test_restored_is_what_was_prepared(
         want = pack_units(w.quants[expert].cpu().view(torch.uint8), linear[expert], w.format, rows)
         assert_same_bits(prepared.units[expert], want, f"expert {expert}")
         if name == "mxfp8":
-            want = unusual_units(w.quants[expert].cpu().view(torch.uint8), linear[expert], rows)
-            assert prepared.unusual is not None
-            assert_same_bits(prepared.unusual[expert], want, f"marks of expert {expert}")
-    assert (prepared.unusual is None) == (name == "nvfp4")
+            want = units_with_special_values(w.quants[expert].cpu().view(torch.uint8), linear[expert], rows)
+            assert prepared.has_special_values is not None
+            assert_same_bits(prepared.has_special_values[expert], want, f"marks of expert {expert}")
+    assert (prepared.has_special_values is None) == (name == "nvfp4")
     assert_same_weights(prepared.restore(), w)
 
 
@@ -77,7 +77,7 @@ def test_quantized_weights_come_back(name: str, rng: torch.Generator, device: to
     w = random_weights(name, 2, 40, 64, rng, device, gate_up=False)
     prepared = PreparedWeights.prepare(w)
     assert_same_weights(prepared.restore(), w)
-    assert prepared.unusual is None or not prepared.unusual.any()
+    assert prepared.has_special_values is None or not prepared.has_special_values.any()
 
 
 @pytest.mark.parametrize("name", DECODED)
@@ -136,7 +136,7 @@ def test_one_expert_and_a_copy(rng: torch.Generator, device: torch.device) -> No
     assert plain.quants.data_ptr() != w.quants.data_ptr() and plain.scales.data_ptr() != w.scales.data_ptr()
 
 
-def test_marks_of_unusual_rows_go_with_their_weights(rng: torch.Generator, device: torch.device) -> None:
+def test_marks_of_special_values_go_with_their_weights(rng: torch.Generator, device: torch.device) -> None:
     """Of one expert, of a copy, on another device; weights without them are refused, and NVFP4 has none."""
     w, linear = random_bytes("mxfp8", 3, 72, 64, rng, device, None)
     quants = w.quants.view(torch.uint8).clone() & 63
@@ -144,18 +144,25 @@ def test_marks_of_unusual_rows_go_with_their_weights(rng: torch.Generator, devic
     linear[1, 70, 1] = 135
     usual = replace(w, quants=quants.view(w.quants.dtype), scales=swizzle_scales(linear, engine="torch").to(device))
     prepared = PreparedWeights.prepare(usual)
-    assert prepared.unusual is not None and prepared.unusual.tolist() == [[0, 0], [0, 1], [0, 0]]
+    assert prepared.has_special_values is not None and prepared.has_special_values.tolist() == [[0, 0], [0, 1], [0, 0]]
     one, copy, moved = prepared.expert(1), prepared.clone(), prepared.to("meta")
-    assert one.unusual is not None and copy.unusual is not None and moved.unusual is not None
-    assert one.unusual.tolist() == [[0, 1]] and copy.unusual.tolist() == prepared.unusual.tolist()
-    assert moved.unusual.device.type == "meta"
-    with pytest.raises(ValueError, match=r"^unusual: expected a tensor for mxfp8"):
-        replace(prepared, unusual=None)
-    with pytest.raises(ValueError, match=r"^unusual: expected contiguous torch.uint8 \[3, 2\]"):
-        replace(prepared, unusual=prepared.unusual[:, :1])
+    assert (
+        one.has_special_values is not None
+        and copy.has_special_values is not None
+        and moved.has_special_values is not None
+    )
+    assert (
+        one.has_special_values.tolist() == [[0, 1]]
+        and copy.has_special_values.tolist() == prepared.has_special_values.tolist()
+    )
+    assert moved.has_special_values.device.type == "meta"
+    with pytest.raises(ValueError, match=r"^has_special_values: expected a tensor for mxfp8"):
+        replace(prepared, has_special_values=None)
+    with pytest.raises(ValueError, match=r"^has_special_values: expected contiguous torch.uint8 \[3, 2\]"):
+        replace(prepared, has_special_values=prepared.has_special_values[:, :1])
     nvfp4 = PreparedWeights.prepare(random_bytes("nvfp4", 3, 72, 64, rng, device, None)[0])
-    with pytest.raises(ValueError, match=r"^unusual: expected None for nvfp4"):
-        replace(nvfp4, unusual=prepared.unusual)
+    with pytest.raises(ValueError, match=r"^has_special_values: expected None for nvfp4"):
+        replace(nvfp4, has_special_values=prepared.has_special_values)
 
 
 def test_which_weights_are_better_prepared(rng: torch.Generator, device: torch.device) -> None:
@@ -207,11 +214,14 @@ def test_mxfp8_scales_may_be_any_byte(rng: torch.Generator, device: torch.device
 
 @pytest.mark.gpu
 def test_hopper_takes_its_own_kernels(device: torch.device) -> None:
-    """What every GPU test of those kernels stands on: engine "auto" is CUDA C++ there, a named engine is not."""
+    """What every GPU test of those kernels stands on: engine "auto" is CUDA C++ there, another named engine is not."""
     on_hopper = torch.cuda.get_device_capability() == (9, 0)
     assert has_nvrtc(), "the GPU tests need cuda-bindings and NVRTC"
-    assert runs_cuda("auto", device) == on_hopper
-    assert not runs_cuda("triton", device) and not runs_cuda("torch", device)
+    device = torch.device("cuda", torch.cuda.current_device())
+    assert resolve_engine("auto", device) == ("cuda" if on_hopper else "triton")
+    assert resolve_engine("triton", device) == "triton" and resolve_engine("torch", device) == "torch"
+    if on_hopper:
+        assert resolve_engine("cuda", device) == "cuda"
 
 
 @pytest.mark.cpu_only
@@ -244,12 +254,46 @@ def test_a_hopper_gpu_without_nvrtc_is_told_of_once(
     forget_devices()
     try:
         for name in ("cuda:1", "cuda:0", "cuda:0", "cpu"):
-            assert not runs_cuda("auto", torch.device(name)) and not runs_cuda("torch", torch.device(name))
+            device = torch.device(name)
+            assert resolve_engine("auto", device) == ("torch" if name == "cpu" else "triton")
+            assert resolve_engine("triton" if device.type == "cuda" else "torch", device) != "cuda"
+        with pytest.raises(ValueError, match=r"^engine: expected .* on cuda:0, .* finds no NVRTC"):
+            resolve_engine("cuda", torch.device("cuda:0"))
+        with pytest.raises(ValueError, match=r"^engine: expected .* on cuda:1, where .* are for Hopper GPUs\)"):
+            resolve_engine("cuda", torch.device("cuda:1"))
     finally:
         forget_devices()
     (record,) = caplog.records
     assert record.name == "moe_runtime.kernels.runtime" and record.levelname == "WARNING"
-    assert record.getMessage().startswith("cuda:0: cuda-bindings finds no NVRTC, so slower Triton kernels are taken")
+    assert record.getMessage().startswith("cuda:0: cuda-bindings finds no NVRTC, install the extra gpu; slower Triton")
+
+
+@pytest.mark.cpu_only
+def test_an_engine_is_resolved_by_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9 + device.index, 0))
+    monkeypatch.setattr(runtime, "has_nvrtc", lambda: True)
+    hopper, other, cpu = torch.device("cuda:0"), torch.device("cuda:1"), torch.device("cpu")
+    for interpreted in (False, True):
+        monkeypatch.setattr(runtime, "INTERPRET", interpreted)
+        forget_devices()
+        try:
+            found = [resolve_engine("auto", device) for device in (hopper, other, cpu)]
+            assert found == ["triton" if interpreted else "cuda", "triton", "torch"]
+            assert resolve_engine("triton", hopper) == "triton" and resolve_engine("torch", hopper) == "torch"
+            with pytest.raises(ValueError, match=r"^engine: expected auto or torch on cpu, .* Hopper GPUs"):
+                resolve_engine("cuda", cpu)
+            if interpreted:
+                assert resolve_engine("triton", cpu) == "triton"
+                with pytest.raises(ValueError, match=r"^engine: expected .* on cuda:0, .*TRITON_INTERPRET is set"):
+                    resolve_engine("cuda", hopper)
+            else:
+                assert resolve_engine("cuda", hopper) == "cuda"
+                with pytest.raises(ValueError, match=r"^engine: triton on CPU tensors needs TRITON_INTERPRET=1"):
+                    resolve_engine("triton", cpu)
+            with pytest.raises(ValueError, match=r"^engine: expected auto, cuda, triton or torch, got 'nvcc'"):
+                resolve_engine("nvcc", cpu)
+        finally:
+            forget_devices()
 
 
 @pytest.mark.cpu_only
@@ -260,7 +304,7 @@ def test_weights_that_are_restored_in_each_call_are_told_of_once(
     raw = random_weights("nvfp4", 1, 64, 64, rng, cpu, gate_up=True), random_weights("nvfp4", 1, 64, 64, rng, cpu)
     a = make_rows("nvfp4", [3], 64, rng, cpu, num_experts=1)
     gate_up, down = (PreparedWeights.prepare(w) for w in raw)
-    grouped_gemm._tell_of_restoring.cache_clear()
+    grouped_gemm._warn_of_restoring.cache_clear()
     grouped_gemm.grouped_gemm(a, raw[1], engine="torch")
     assert not caplog.records
     for _ in range(2):
@@ -273,5 +317,5 @@ def test_weights_that_are_restored_in_each_call_are_told_of_once(
 
 def forget_devices() -> None:
     """As in a new process."""
-    runtime.is_hopper.cache_clear()
-    runtime._compiles_for.cache_clear()
+    runtime.capability.cache_clear()
+    runtime._resolved.cache_clear()

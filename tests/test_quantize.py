@@ -404,7 +404,7 @@ def test_bad_format_engine_and_useless_gsf(device: torch.device) -> None:
     with pytest.raises(ValueError, match=r"format.*'int3'"):
         quantize_rows(x, "int3")
     with pytest.raises(ValueError, match="engine"):
-        quantize_rows(x, "bf16", engine="cuda")
+        quantize_rows(x, "bf16", engine="nvcc")
     with pytest.raises(ValueError, match="gsf"):
         quantize_rows(x, "mxfp8", gsf=1.0)
 

@@ -190,7 +190,7 @@ def test_biases_and_prepared_weights_move_too(fmt: str, rng: torch.Generator, se
         with VirtualRanks(c, 2, load, placement=plans[1]) as fresh:
             for layer, expected in zip(ranks.layers, fresh.layers, strict=True):
                 assert {"down.units", "down.bias"} <= weights_of(layer).keys()
-                assert ("down.unusual" in weights_of(layer)) == (fmt == "mxfp8")
+                assert ("down.has_special_values" in weights_of(layer)) == (fmt == "mxfp8")
                 for name, value in weights_of(layer).items():
                     assert_same_bits(value, weights_of(expected)[name], name)
 

@@ -13,8 +13,10 @@ import torch
 
 from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.formats import FORMATS
-from moe_runtime.kernels import decoded_gemm, hopper_shapes, tma_gemm
+from moe_runtime.kernels import hopper_shapes
 from moe_runtime.kernels.decoded_layout import DECODED_FORMATS
+from moe_runtime.kernels.gemm_plan import choose_dequant_shape, choose_tma_shape
+from moe_runtime.kernels.gemm_shapes import DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL, TMA_DECODE, TMA_PREFILL
 from moe_runtime.launch import sanitize
 from moe_runtime.launch.benchmarks.gemm_data import make_rows
 from moe_runtime.virtual import virtual_contexts
@@ -34,14 +36,12 @@ def test_cases_take_both_regimes_of_each_kernel() -> None:
     for case in sanitize.cases():
         rows = make_rows(case, 0, rng, "torch")
         sizes = rows.likely_rows, rows.num_groups
-        decoded = rows.format in DECODED_FORMATS
-        regime = decoded_gemm.choose_shape(*sizes) if decoded else tma_gemm.choose_regime(*sizes)
-        seen[case.format].add(regime)
+        dequantized = rows.format in DECODED_FORMATS
+        seen[case.format].add(choose_dequant_shape(*sizes) if dequantized else choose_tma_shape(*sizes))
         gathers.add((case.format, rows.row_index is not None))
     for name, fmt in FORMATS.items():
-        kernel: Any = decoded_gemm if fmt in DECODED_FORMATS else tma_gemm
-        between = {decoded_gemm.MIDDLE} if fmt in DECODED_FORMATS else set()
-        assert seen[name] == {kernel.DECODE, kernel.PREFILL} | between
+        dequant_shapes = {DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL}
+        assert seen[name] == (dequant_shapes if fmt in DECODED_FORMATS else {TMA_DECODE, TMA_PREFILL})
         assert {(name, True), (name, False)} <= gathers
 
 

@@ -148,7 +148,7 @@ def test_a_second_thread_is_refused_and_changes_nothing(seed: int) -> None:
             experts(arrived, out=out)
 
         layer.experts = beside_another_thread  # type: ignore[assignment]
-        beside_another_thread.takes_scales_by_row = False  # type: ignore[attr-defined]
+        beside_another_thread.reads_scales_in_record = False  # type: ignore[attr-defined]
         assert_same_bits(layer(x), wanted, "the step that went on")
         assert refused == list(calls)
         # Then another thread may.
@@ -177,7 +177,7 @@ def test_closing_waits_for_the_step_of_another_thread(device: torch.device, seed
         experts(arrived, out=out)
 
     layer.experts = slow  # type: ignore[assignment]
-    slow.takes_scales_by_row = False  # type: ignore[attr-defined]
+    slow.reads_scales_in_record = False  # type: ignore[attr-defined]
     thread = threading.Thread(target=lambda: answers.append(layer(x)))
     thread.start()
     assert inside.wait(PATIENCE_S)

@@ -12,6 +12,7 @@ from cuda.bindings import driver
 
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels import tma_gemm as tma
+from moe_runtime.kernels.gemm_shapes import TMA_DECODE, TMA_PREFILL, TmaShape
 from moe_runtime.weights import GPT_OSS, GateUpOrder, SwiGLU
 from tests import test_tma_gemm as on_gpu
 from tests.emulator import Emulator, needs_emulator
@@ -43,12 +44,8 @@ def emulate(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Callable[...
         monkeypatch.setattr(nvrtc, "launch", emulator.launch)
         return emulator
 
-    def supports(a: Any, w: Any, out: Any = None) -> bool:
-        return tma._fits(a, w) and (out is None or tma._aligned(out))
-
     monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None: limit or 2)
     monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode_tiled)
-    monkeypatch.setattr(tma, "supports", supports)
     tma._tensor_map.cache_clear()
     yield emulate
     tma._tensor_map.cache_clear()
@@ -70,11 +67,11 @@ def check_runs(emulator: Emulator, least: int) -> None:
     [
         *product(["fp8_block"], [640], [False, True], on_gpu.REGIMES),
         *product(["bf16"], [200], [False, True], on_gpu.REGIMES),
-        ("fp8_block", 512, False, tma.PREFILL),  # with scales that come by TMA
+        ("fp8_block", 512, False, TMA_PREFILL),  # with scales that come by TMA
     ],
 )
 def test_ragged_groups(
-    name: str, k: int, gather: bool, regime: tma.Regime, emulator: Emulator, rng: torch.Generator
+    name: str, k: int, gather: bool, regime: TmaShape, emulator: Emulator, rng: torch.Generator
 ) -> None:
     for _ in range(SCHEDULES):
         on_gpu.test_ragged_groups(name, k, gather, regime, rng, CPU)
@@ -85,7 +82,7 @@ def test_ragged_groups(
 @regimes
 @names
 def test_tiles_that_end_with_any_stage(
-    name: str, gather: bool, regime: tma.Regime, emulator: Emulator, rng: torch.Generator
+    name: str, gather: bool, regime: TmaShape, emulator: Emulator, rng: torch.Generator
 ) -> None:
     for blocks in range(1, 7):
         for _ in range(SCHEDULES):
@@ -117,14 +114,14 @@ def test_epilogue(
 @pytest.mark.parametrize(
     ("name", "to", "activation", "regime"),
     [
-        ("fp8_block", "fp8_block", SwiGLU(), tma.PREFILL),
-        ("fp8_block", "fp8_block", SwiGLU(GateUpOrder.INTERLEAVED, limit=0.5), tma.DECODE),
-        ("fp8_block", "bf16", SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), tma.DECODE),
-        ("bf16", "bf16", GPT_OSS, tma.PREFILL),
+        ("fp8_block", "fp8_block", SwiGLU(), TMA_PREFILL),
+        ("fp8_block", "fp8_block", SwiGLU(GateUpOrder.INTERLEAVED, limit=0.5), TMA_DECODE),
+        ("fp8_block", "bf16", SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), TMA_DECODE),
+        ("bf16", "bf16", GPT_OSS, TMA_PREFILL),
     ],
 )
 def test_swiglu_requantized(
-    name: str, to: str, activation: SwiGLU, regime: tma.Regime, emulator: Emulator, rng: torch.Generator
+    name: str, to: str, activation: SwiGLU, regime: TmaShape, emulator: Emulator, rng: torch.Generator
 ) -> None:
     on_gpu.test_swiglu_requantized(activation, name, to, regime, rng, CPU)
     check_runs(emulator, 2)
@@ -223,7 +220,7 @@ def test_mistakes_are_found(mistake: str, emulate: Callable[..., Emulator], rng:
     # The deadlock wants tiles that end with the second stage, the others a stage that is used again.
     with pytest.raises(AssertionError, match=found):
         for blocks in [2, *[5] * MOST_SCHEDULES]:
-            on_gpu.check_tiles_of_stages("fp8_block", blocks, True, tma.PREFILL, MORE_TILES, rng, CPU)
+            on_gpu.check_tiles_of_stages("fp8_block", blocks, True, TMA_PREFILL, MORE_TILES, rng, CPU)
 
 
 @gathers
@@ -236,5 +233,5 @@ def test_every_lane_may_arrive(
         emulator.launch(file, name, {**defines, "EACH_LANE_ARRIVES": 1}, **more)
 
     monkeypatch.setattr(nvrtc, "launch", launch)
-    on_gpu.check_tiles_of_stages("fp8_block", 5, gather, tma.DECODE, MORE_TILES, rng, CPU)
+    on_gpu.check_tiles_of_stages("fp8_block", 5, gather, TMA_DECODE, MORE_TILES, rng, CPU)
     check_runs(emulator, 1)

@@ -1,4 +1,4 @@
-// Harness of test_decoded_walk.py: tells the tiles that each block of a grid walks. COUNTED: blocks take what is next.
+// Harness of test_decoded_walk.py: tells the tiles that each block of a grid walks. OVERLAPPED: blocks take what is next.
 //
 // In: how far off a fast quotient is (units in its last place), blocks, units of weight rows, groups, then the offsets and
 // the experts of the groups. Out: block, group, local, rows, unit, high of each tile.

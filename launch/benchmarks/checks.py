@@ -98,7 +98,7 @@ def first_rows(rows: GroupedRows, count: int) -> QuantizedRows:
     source = position if index is None else index[:count].long().clamp(0, max(0, quants.shape[0] - 1))
     quants = quants[source]
     scales = None if rows.scales is None else rows.scales[:count]
-    if rows.scales is not None and rows.scales_by_row:
+    if rows.scales is not None and rows.scales_in_record:
         scales = raw_bits(rows.scales)[source].view(rows.scales.dtype)
     elif rows.scales is not None and rows.group_scale_offsets is not None:
         group = torch.searchsorted(offsets[1:], position, right=True).clamp(max=rows.num_groups - 1)

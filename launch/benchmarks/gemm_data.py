@@ -15,7 +15,7 @@ from moe_runtime.geometry import worst_case_rows
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.quantize import quantize_rows
 from moe_runtime.kernels.reference_quantize import raw_bits
-from moe_runtime.kernels.runtime import runs_cuda
+from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.launch.benchmarks.gemm_cases import RANKS, TOP_K, GemmCase, Product
 from moe_runtime.launch.benchmarks.timing import copies_to_rotate
 from moe_runtime.ops import pack_dense_128
@@ -50,7 +50,7 @@ def make_rows(case: GemmCase, seed: int, rng: torch.Generator, engine: str) -> G
     q = quantize_rows(x_RK, fmt)
     # Scales lie by packed position, quants by stored row.
     source = slice(None) if index is None else index[:total].to(device).long()
-    by_row = index is not None and fmt.swizzled and runs_cuda(engine, device)
+    by_row = index is not None and fmt.swizzled and resolve_engine(engine, device) == "cuda"
     scales, shifts = q.scales_RV, None
     if scales is not None and not by_row:
         scales = scales[source]
@@ -70,7 +70,7 @@ def make_rows(case: GemmCase, seed: int, rng: torch.Generator, engine: str) -> G
         expert_ids=torch.arange(case.groups, dtype=torch.int32, device=device),
         capacity=capacity,
         num_columns=k,
-        scales_by_row=by_row,
+        scales_in_record=by_row,
         expected_rows=expected,
     )
 

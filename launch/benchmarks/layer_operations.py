@@ -99,7 +99,7 @@ def _add_all_to_all(bench: Bench, name: str, traffic_bytes: list[torch.Tensor], 
 def gemm(bench: Bench) -> None:
     """Both grouped GEMMs on the rows that arrive in the first turn, compared with torch's in bf16 on GPUs."""
     experts, config = bench.experts, bench.layer.config
-    inner, hidden, engine = config.intermediate_size, config.hidden_size, bench.context.gemm_engine
+    inner, hidden, engine = config.intermediate_size, config.hidden_size, bench.context.engine
     arrived = bench.layer.dispatcher.dispatch(*bench.turns[0], scales_in_record=bench.layer.scales_in_record)
     fmt = experts.intermediate_format
     assert fmt is not None and not isinstance(fmt, str)

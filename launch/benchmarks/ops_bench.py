@@ -106,7 +106,7 @@ def run_all(context: ExpertParallelContext, engine: str, *, small: bool, iterati
             continue
         error = prepared.error(prepared.run(prepared.empty(), engine))
         # The other engines restore the weights in each call.
-        if timed and error <= 1 and engine == "auto":
+        if timed and error <= 1 and engine == "cuda":
             timed = time_problem(context, prepared, engine, iterations, problem)
             timed["prepare_us"] = time_preparing(problem)
         else:
@@ -168,7 +168,7 @@ def run(options: argparse.Namespace) -> dict[str, Any]:
     environment.check_at_least(0, steps=options.steps)
     with ExpertParallelContext(engine=options.engine or "auto") as context:
         small = options.small or context.device.type != "cuda"
-        results = run_all(context, context.gemm_engine, small=small, iterations=options.steps)
+        results = run_all(context, context.engine, small=small, iterations=options.steps)
         record = environment.environment_record(context)
     passed = all(result["check"]["passed"] for result in results)
     report = {"kind": KIND, "environment": record, "passed": passed, "results": results}

@@ -23,7 +23,6 @@ import torch.distributed as dist
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.formats import ceil_div
 from moe_runtime.kernels.clock import write_clock
-from moe_runtime.kernels.runtime import runs_cuda
 from moe_runtime.launch.common.environment import gather
 
 STEPS_PER_GRAPH, FEWEST_STEPS, WARM_UP_STEPS = 20, 3, 3
@@ -194,7 +193,7 @@ class _CudaClock:
         self._marks: list[tuple[str, torch.cuda.Event | int]] = []
         self._clocks: torch.Tensor | None = None
         self._iteration_us = 0.0
-        if laps and runs_cuda(context.gemm_engine, context.device):
+        if laps and context.engine == "cuda":
             self._clocks = torch.zeros(steps * MOST_MARKS, 1, dtype=torch.int64, device=context.device)
 
     def warm_up(self) -> None:

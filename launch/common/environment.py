@@ -32,7 +32,7 @@ from moe_runtime.comm.transport import TRANSPORTS
 from moe_runtime.config import RunConfig, complaints, load_config
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import MoERuntimeError
-from moe_runtime.kernels.runtime import INTERPRET, runs_cuda
+from moe_runtime.kernels.runtime import ENGINES, INTERPRET
 
 PACKAGES = (
     *("torch", "triton", "numpy", "pydantic", "safetensors", "transformers"),
@@ -44,7 +44,7 @@ def add_common_options(parser: argparse.ArgumentParser) -> None:
     """Options of every program over a config."""
     parser.add_argument("--config", default="tiny_cpu", metavar="NAME", help="a packaged config or a YAML file")
     parser.add_argument("--transport", choices=("auto", *TRANSPORTS), help="instead of the config's")
-    parser.add_argument("--engine", choices=("auto", "triton", "torch"), help="instead of the config's")
+    parser.add_argument("--engine", choices=ENGINES, help="instead of the config's")
     add_debug_option(parser)
 
 
@@ -198,7 +198,7 @@ def environment_record(context: ExpertParallelContext) -> dict[str, Any]:
         "ranks": context.world_size,
         "device": context.device.type,
         "engine": context.engine,
-        "hopper_kernels": runs_cuda(context.gemm_engine, context.device),
+        "hopper_kernels": context.engine == "cuda",
         "interpreted": INTERPRET and context.engine == "triton",
         "transport": context.transport,
         "transport_why_not": context.transport_reasons,
