@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from moe_runtime.comm.signals import COMBINED, COUNTED
+from moe_runtime.comm.signals import COMBINED
 from moe_runtime.kernels import hopper_shapes
 from moe_runtime.kernels.nvrtc import int64, launch, most_sms
 
@@ -43,7 +43,7 @@ LEAVES_SCALES = True
 
 def room_to_count(geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor | None:
     """Uninitialised int32 `[chunks, E]` in which `arrive` counts rows; None where it has one chunk."""
-    chunks, experts = hopper_shapes.num_chunks(geometry)[0], max(geometry.num_local_experts, 1)
+    chunks, experts = hopper_shapes.num_chunks(geometry), max(geometry.num_local_experts, 1)
     return torch.empty((chunks, experts), dtype=torch.int32, device=device) if chunks > 1 else None
 
 
@@ -142,8 +142,7 @@ def arrive(
     """As `arrive.arrive`, with what `room_to_count` gave before this rank has sent."""
     with_scales = scales is not None or geometry.token_format.scale_dtype is None
     defines = hopper_shapes.arrive_defines(geometry, scales=with_scales)
-    in_parts = hopper_shapes.ids_first(geometry)
-    chunks, at_once = hopper_shapes.num_chunks(geometry)
+    chunks = hopper_shapes.num_chunks(geometry)
     sms = most_sms(context.device, geometry.num_sms)
     landing_half = geometry.landing_half(context.half_bytes["landing"])
     early = _flags_say_all(context) and hopper_shapes.may_overlap(geometry)
@@ -163,8 +162,6 @@ def arrive(
     ]
     limits: list[Any] = [int64(landing_half), int64(context.half_bytes["stamps"]), int64(timeout_ns)]
     local = [geometry.first_expert, geometry.num_local_experts]
-    if in_parts:
-        limits.append(_counter(context, COUNTED))
     if chunks > 1:
         launch(
             "arrive.cu",
@@ -176,17 +173,14 @@ def arrive(
             device=context.device,
             early=early,
         )
-    # In parts, an SM is left to the block of `arrive_count` that waits for the end of `dispatch_send`.
-    others = max(1, sms - 1)
-    shares, split = hopper_shapes.arrive_shares(geometry, others if in_parts else sms, bool(defines["SCALE_COLUMNS"]))
-    blocks = min(at_once * split, others) if in_parts else geometry.programs(at_once * split)
+    shares, split = hopper_shapes.arrive_shares(geometry, sms, bool(defines["SCALE_COLUMNS"]))
     written = [group_offsets, group_scale_offsets, row_index_R, positions_SK, rows_RQ, scales, row_scale_R]
     first_row = landing_half // geometry.record.record_bytes
     launch(
         "arrive.cu",
         "arrive_place",
         defines,
-        grid=(blocks, 1, 1),
+        grid=(geometry.programs(chunks * split), 1, 1),
         block=hopper_shapes.ARRIVE_WARPS * hopper_shapes.WARP,
         shared_bytes=int(defines["PLACES_BYTES"]),
         arguments=[counts, *written, *memory, chunks, split, shares, *local, geometry.row_capacity, first_row, *limits],

@@ -13,9 +13,6 @@ from moe_runtime.comm.signals import (
     ABORT_WORDS,
     COUNT_BITS,
     PROGRESS_PARTS,
-    ROUTED,
-    SENT,
-    SENT_PARTS,
     TURN_BIT,
     SignalLayout,
 )
@@ -42,8 +39,6 @@ BLOCKS_PER_SM = 8
 """Blocks of a sending kernel: more than fit, so that one SM's do not wait for another's."""
 MAX_SENDING_THREADS = 896
 """Of a block of several teams: with more, ptxas has too few registers for a thread."""
-THREADS_BESIDE = MAX_SENDING_THREADS // 2
-"""Of the sending blocks of an SM that has room for a block of `arrive_place`, too."""
 MAX_TEAMS = 15
 """Named barriers of a block, less the one of all its threads."""
 ARRIVE_WARPS = 16
@@ -102,16 +97,6 @@ def parts_of_tokens(geometry: ExchangeGeometry) -> tuple[int, int]:
     return parts, ceil_div(geometry.max_tokens, parts + 1)
 
 
-def ids_first(geometry: ExchangeGeometry) -> bool:
-    """Whether packed rows are placed part by part as tokens arrive, for which all their expert ids are sent first."""
-    return geometry.packed and parts_of_tokens(geometry)[0] > 0 and _team(geometry.hidden) <= THREADS_BESIDE
-
-
-def _sent_tokens(geometry: ExchangeGeometry) -> int:
-    """Tokens of a part of those that a rank sends, with `ids_first`; `part_tokens` of `signalling.cuh`."""
-    return ceil_div(geometry.max_tokens, SENT_PARTS + 1)
-
-
 def waited_bytes(geometry: ExchangeGeometry, has_shared: bool) -> int:
     """Of a row of the ring of `combine_wait`."""
     return max(geometry.partial_bytes, 2 * geometry.hidden if has_shared else 0)
@@ -130,9 +115,7 @@ def sending_blocks(geometry: ExchangeGeometry, items: int, teams: int, sms: int)
     blocks = geometry.programs(ceil_div(items, teams))
     if geometry.num_sms is not None:
         return blocks
-    # Kernels that run beside this one begin when all of its blocks have.
-    per_sm = THREADS_BESIDE // _team(geometry.hidden) if ids_first(geometry) else BLOCKS_PER_SM
-    return min(blocks, per_sm * sms)
+    return min(blocks, BLOCKS_PER_SM * sms)
 
 
 def _places_bytes(geometry: ExchangeGeometry, chunk: int) -> int:
@@ -142,27 +125,20 @@ def _places_bytes(geometry: ExchangeGeometry, chunk: int) -> int:
 
 
 def chunk_slots(geometry: ExchangeGeometry) -> int:
-    """Slots that are counted together: all where they are few, of a part of a source's with `ids_first`."""
-    if ids_first(geometry):
-        tokens = _sent_tokens(geometry)
-        return align(ceil_div(tokens, ceil_div(tokens, CHUNK)), 32)
+    """Slots that are counted together: all where they are few."""
     everything = align(geometry.num_slots, 32)
     small = _places_bytes(geometry, everything) <= SMALL_CHUNK_BYTES
     return everything if small and geometry.max_tokens * geometry.top_k <= FEW_ROWS else min(CHUNK, everything)
 
 
-def num_chunks(geometry: ExchangeGeometry) -> tuple[int, int]:
-    """Chunks of all slots, and of those that are placed at a time."""
-    if ids_first(geometry):
-        of_part = ceil_div(_sent_tokens(geometry), chunk_slots(geometry))
-        return (SENT_PARTS + 1) * geometry.world_size * of_part, geometry.world_size * of_part
-    chunks = ceil_div(geometry.num_slots, chunk_slots(geometry))
-    return chunks, chunks
+def num_chunks(geometry: ExchangeGeometry) -> int:
+    """Chunks of all slots."""
+    return ceil_div(geometry.num_slots, chunk_slots(geometry))
 
 
 def stamped(geometry: ExchangeGeometry) -> bool:
     """Whether each token is waited for by itself, for which kernels that map their peers tell of each by itself."""
-    return num_chunks(geometry)[0] == 1
+    return num_chunks(geometry) == 1
 
 
 def tiled_scales(geometry: ExchangeGeometry) -> bool:
@@ -173,15 +149,13 @@ def tiled_scales(geometry: ExchangeGeometry) -> bool:
 def arrive_shares(geometry: ExchangeGeometry, sms: int, scales: bool) -> tuple[int, int]:
     """Warps that share a slot's rows, and blocks that share a chunk: one round of blocks, on as many SMs as there are.
 
-    With `ids_first` it is a round for each part of the tokens.
-
     Few slots are spread over more SMs, each with fewer rows, and more slots than warps are a slot to a warp. Where rows
     are not copied, nor words of their scales into sectors of their own, few blocks do, and look at the same memory.
 
     Args:
         scales: whether those of a format that has them are copied.
     """
-    chunk, (_, chunks) = chunk_slots(geometry), num_chunks(geometry)
+    chunk, chunks = chunk_slots(geometry), num_chunks(geometry)
     if stamped(geometry) and not geometry.packed and not (scales and geometry.token_format.swizzled):
         sms = min(sms, POLLING_BLOCKS)
         if not scales:
@@ -219,13 +193,7 @@ def dispatch_defines(geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: bo
             "TEAMS": _teams(geometry),
             "STATIC_GSF": int(static_gsf),
             "AWAIT_READY": int(await_ready),
-            "IDS_FIRST": int(ids_first(geometry)),
             "STAMPED": int(await_ready and stamped(geometry)),
-            "ROUTED_COUNTER": ROUTED,
-            "SENT_COUNTERS": SENT,
-            "ROUTED": signals.routed,
-            "SENT": signals.sent,
-            "SENT_PARTS": SENT_PARTS,
             "READY": signals.ready,
             "DISPATCH_FLAG": signals.dispatch_flag,
             "TOKEN_COUNT": signals.token_count,
@@ -250,15 +218,11 @@ def arrive_defines(geometry: ExchangeGeometry, *, scales: bool = True) -> Define
             "EXPERTS": max(geometry.num_local_experts, 1),
             "CHUNK": chunk_slots(geometry),
             "WARPS": ARRIVE_WARPS,
-            "LOOPED": int(geometry.num_sms is not None or ids_first(geometry)),
+            "LOOPED": int(geometry.num_sms is not None),
             "PLACES_BYTES": _places_bytes(geometry, chunk_slots(geometry)),
             "TILED": int(scales and tiled_scales(geometry)),
             "PACKED": int(geometry.packed),
-            "IDS_FIRST": int(ids_first(geometry)),
             "STAMPED": int(stamped(geometry)),
-            "ROUTED": signals.routed,
-            "SENT": signals.sent,
-            "SENT_PARTS": SENT_PARTS,
             "QUANT_BYTES": geometry.token_format.quant_bytes(geometry.hidden),
             "SCALE_COLUMNS": geometry.token_format.scale_columns(geometry.hidden) if scales else 0,
             "DISPATCH_FLAG": signals.dispatch_flag,
@@ -322,9 +286,9 @@ def _aot_cases(fmt: str) -> Iterator[CudaCase]:
             yield CudaCase("combine_send", fmt, "combine.cu", "combine_send", defines, instruction=BULK_STORE)
         yield CudaCase("combine_wait", fmt, "combine.cu", "combine_wait", defines)
     yield from _limited_cases(fmt)
-    geometry = sample_geometry(fmt, max_tokens=4096, packed=True)
-    assert ids_first(geometry)
-    yield CudaCase("arrive_place", fmt, "arrive.cu", "arrive_place", arrive_defines(geometry))
+    geometry = sample_geometry(fmt, max_tokens=4096, packed=True)  # in chunks
+    for kernel in ("arrive_count", "arrive_place", "arrive_scales"):
+        yield CudaCase(kernel, fmt, "arrive.cu", kernel, arrive_defines(geometry))
     defines = dispatch_defines(geometry, ids_64=True, static_gsf=False, await_ready=True)
     yield CudaCase("dispatch_send", fmt, "dispatch_send.cu", "dispatch_send", defines, instruction=BULK_STORE)
 

@@ -32,8 +32,7 @@ def test_all_slots_are_one_chunk_where_their_bitmaps_are_small() -> None:
 def test_few_slots_are_shared_by_warps_of_more_blocks(max_tokens: int, expected: tuple[int, int]) -> None:
     for geometry in (sample_geometry("nvfp4"), sample_geometry("nvfp4", packed=True)):
         sized = replace(geometry, max_tokens=max_tokens)
-        if not hopper_shapes.ids_first(sized):
-            assert hopper_shapes.arrive_shares(sized, 132, scales=True) == expected
+        assert hopper_shapes.arrive_shares(sized, 132, scales=True) == expected
 
 
 @pytest.mark.parametrize(
@@ -124,24 +123,11 @@ def test_parts_of_the_tokens() -> None:
     assert hopper_shapes.parts_of_tokens(replace(geometry, max_tokens=4096, num_sms=16)) == (0, 4096)
 
 
-def test_expert_ids_come_first_where_many_rows_are_packed() -> None:
+def test_many_packed_rows_are_counted_in_chunks() -> None:
     geometry = sample_geometry("fp8_block", max_tokens=4096, packed=True)
-    assert hopper_shapes.ids_first(geometry)
-    for other in (
-        replace(geometry, packed=False),
-        replace(geometry, max_tokens=1023),
-        replace(geometry, num_sms=16),
-        # A sending block takes more than half of the threads that an SM has registers for.
-        replace(geometry, record=replace(geometry.record, hidden=14464)),
-    ):
-        assert not hopper_shapes.ids_first(other)
-    # 8 sources and 4 parts of 1024 tokens; 4 chunks of each go to 4 blocks.
     assert hopper_shapes.chunk_slots(geometry) == 256
-    assert hopper_shapes.arrive_shares(geometry, 131, scales=True) == (1, 4)
     counts = hopper_exchange.room_to_count(geometry, torch.device("cpu"))
     assert counts is not None and counts.shape == (128, 32)
-    # Parts of 257 tokens are 160 and 97.
-    assert hopper_shapes.chunk_slots(replace(geometry, max_tokens=1025)) == 160
 
 
 def assert_same_steps(

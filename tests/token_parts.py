@@ -1,4 +1,4 @@
-"""Small layers whose tokens come and go in parts on Hopper, as those of large ones do."""
+"""Small layers that the CUDA exchange takes like large ones: slots counted in chunks, tokens combined in parts."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ def forget_defines() -> None:
 
 @contextmanager
 def tokens_in_parts() -> Iterator[None]:
-    """What is launched or captured within takes tokens in parts, however few there can be."""
+    """What is launched or captured within takes tokens in parts and slots in chunks, however few there can be."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper_shapes, "TOKENS_IN_PARTS", 1)
+        for name, value in {"TOKENS_IN_PARTS": 1, "SMALL_CHUNK_BYTES": 0, "CHUNK": 32}.items():
+            patch.setattr(hopper_shapes, name, value)
         forget_defines()
         try:
             yield
