@@ -16,7 +16,7 @@
 //
 // Macros: those of signalling.cuh, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a multiple of 32),
 // WARPS (of a block), LOOPED (whether blocks take several chunks, one after the other, or shares of them), PLACES_BYTES
-// (shared memory of `arrive_place`), TILED (whether `arrive_scales` is launched), PACKED, STAMPED, QUANT_BYTES,
+// (shared memory of `arrive_place`), PACKED, STAMPED, QUANT_BYTES,
 // SCALE_COLUMNS (0 where scales stay in the records), RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout,
 // COUNT_BITS, TURN_BIT, STALE_HANDLE, MISMATCH and CAPACITY (ErrorCode), DISPATCH_WAIT (Phase).
 
@@ -29,7 +29,7 @@ constexpr int ID_WORDS = (2 * K + 15) / 16;  // of 16 bytes; fields of a record 
 constexpr int NONE = 0xFFFF;
 constexpr int SCALE_WORDS = FMT == FP8_BLOCK ? SCALE_COLUMNS : (SCALE_COLUMNS + 3) / 4;
 constexpr int LANE_SCALES = (SCALE_WORDS + 31) / 32;
-constexpr bool TILED_SCALES = SCALE_WORDS > 0 && FMT != FP8_BLOCK && TILED;
+constexpr bool TILED_SCALES = SCALE_WORDS > 0 && FMT != FP8_BLOCK && !STAMPED;
 
 // What a block does: one task, or, where there may be fewer blocks, each its next one a whole grid further on.
 #if LOOPED

@@ -543,9 +543,10 @@ def _exchange(context: ExpertParallelContext, geometry: ExchangeGeometry) -> Any
         from moe_runtime.kernels import reference_exchange
 
         return reference_exchange
-    from moe_runtime.kernels import arrive, combine, dispatch, hopper_exchange, hopper_shapes
+    from moe_runtime.kernels import arrive, combine, dispatch, hopper_exchange
+    from moe_runtime.kernels.exchange_plan import plan_exchange
 
-    if runs_cuda(context.gemm_engine, context.device) and hopper_shapes.fits(geometry):
+    if runs_cuda(context.gemm_engine, context.device) and plan_exchange(geometry) is not None:
         return hopper_exchange
     return SimpleNamespace(
         LEAVES_SCALES=False,

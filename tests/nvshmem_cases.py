@@ -21,7 +21,8 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import DispatchedTokens, TokenDispatcher
 from moe_runtime.errors import MoERuntimeError, PeerAbortedError
 from moe_runtime.formats import FORMATS
-from moe_runtime.kernels import hopper_exchange, hopper_shapes
+from moe_runtime.kernels import hopper_exchange
+from moe_runtime.kernels.exchange_plan import required_plan
 from moe_runtime.kernels.swizzle import unswizzle_scales
 from moe_runtime.layer import MoELayer
 from moe_runtime.virtual import VirtualRanks
@@ -304,10 +305,10 @@ def replay_many(
         with tokens_in_parts() if in_parts else nullcontext():
             if in_parts:
                 assert layer.dispatcher._exchange is hopper_exchange
-                assert hopper_shapes.num_chunks(layer.dispatcher.geometry) > 1
+                assert required_plan(layer.dispatcher.geometry).num_chunks > 1
             run()
             graph, y = captured(run)
-        assert hopper_shapes.num_chunks(virtual.layers[rank].dispatcher.geometry) == 1
+        assert required_plan(virtual.layers[rank].dispatcher.geometry).num_chunks == 1
         wrong = torch.zeros((), dtype=torch.int64, device=device)
         first = torch.full((), steps, dtype=torch.int64, device=device)
         generator = torch.Generator(device)

@@ -15,7 +15,7 @@ import torch
 
 from moe_runtime.comm.signals import NUM_COUNTERS
 from moe_runtime.errors import RoutingError, StepMismatchError
-from moe_runtime.kernels import hopper_exchange, hopper_shapes, reference_exchange
+from moe_runtime.kernels import exchange_plan, hopper_exchange, reference_exchange
 from tests.emulator import Emulator, needs_emulator
 from tests.exchange_data import rank_input
 from tests.test_hopper_exchange_emulated import (
@@ -25,7 +25,7 @@ from tests.test_hopper_exchange_emulated import (
     assert_same_results,
     one_after_the_other,
 )
-from tests.token_parts import forget_defines
+from tests.token_parts import forget_plans
 from tests.virtual_exchange import HOPPER, Ranks, emulator, poisoned_memory
 
 __all__ = ["emulator", "poisoned_memory"]
@@ -47,13 +47,13 @@ def draw_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Draw]:
             "MAX_PLACES": draw.choice((2, 3)),
             "TOKENS_IN_PARTS": draw.choice((1, 1, 1024)),
             "SMALL_CHUNK_BYTES": 0,
-            "ARRIVE_WARPS": draw.choice((1, 2, 4)),
+            "RECV_WARPS": draw.choice((1, 2, 4)),
             "CHUNK": 32,
         }
         for name, value in sizes.items():
-            monkeypatch.setattr(hopper_shapes, name, value)
+            monkeypatch.setattr(exchange_plan, name, value)
         monkeypatch.setattr(hopper_exchange, "most_sms", lambda device, limit=None: min(sms, limit or sms))
-        forget_defines()
+        forget_plans()
         world, experts = draw.choice((1, 2, 3, 4)), draw.randint(1, 12)
         fewest = -(-33 // world)
         return {
@@ -70,13 +70,13 @@ def draw_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Draw]:
         }
 
     yield drawn
-    forget_defines()
+    forget_plans()
 
 
 def ranks_of(settings: Settings, engine: str) -> Ranks:
     settings = dict(settings)
     ranks = Ranks(settings.pop("world"), CPU, engine, **settings)
-    assert hopper_shapes.num_chunks(ranks.dispatchers[0].geometry) > 1
+    assert exchange_plan.required_plan(ranks.dispatchers[0].geometry).num_chunks > 1
     return ranks
 
 

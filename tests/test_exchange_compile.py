@@ -17,7 +17,8 @@ from hypothesis import strategies as st
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.formats import COMBINE_FORMATS, FORMATS, align
 from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
-from moe_runtime.kernels import hopper_exchange, hopper_shapes
+from moe_runtime.kernels import hopper_exchange
+from moe_runtime.kernels.exchange_plan import plan_exchange, required_plan
 from moe_runtime.token_format import RecordLayout
 from tests.test_decoded_compile import (
     REGISTERS_OF_A_BLOCK,
@@ -76,7 +77,7 @@ def launches(geometry: ExchangeGeometry, *, mapped: bool = True, shared: bool = 
         patch.setattr(hopper_exchange, "launch", record)
         patch.setattr(hopper_exchange, "most_sms", lambda device, limit=None: min(132, limit or 132))
         hopper_exchange.dispatch_send(context, geometry, none, x, none, none, None, none, none, 1)
-        hopper_exchange.arrive(context, geometry, none, 1, **room, rows_RQ=None, scales=None, row_scale_R=None)
+        hopper_exchange.arrive(context, geometry, none, 1, **room, rows_RQ=None, scales=none, row_scale_R=None)
         hopper_exchange.combine_send(context, geometry, none, x, none, none)
         hopper_exchange.combine_wait(context, geometry, none, none, x if shared else None, x, 1)
     return found
@@ -99,7 +100,9 @@ def test_launches_fit_and_copies_are_aligned(data: st.DataObject) -> None:
         data.draw(st.one_of(st.integers(1, 300), st.integers(1, 65536)), "max_tokens"),
         data.draw(st.booleans(), "packed"),
     )
-    assume(hopper_shapes.fits(geometry))
+    plan = plan_exchange(geometry)
+    assume(plan is not None)
+    assert plan is not None
     found = launches(geometry)
     for launch in found:
         assert launch.block % 32 == 0 and 32 <= launch.block <= 1024, launch.name
@@ -111,7 +114,7 @@ def test_launches_fit_and_copies_are_aligned(data: st.DataObject) -> None:
     assert slots >= geometry.num_slots and int(defines["CHUNK"]) % 32 == 0
     assert int(defines["CHUNK"]) < 65536, "counts before a word are u16"
     assert ("arrive_count" in names) == (int(defines["CHUNK"]) < geometry.num_slots)
-    assert ("arrive_scales" in names) == bool(defines["TILED"])
+    assert ("arrive_scales" in names) == plan.tiled_scales
     # Copies by the engine take whole 16 bytes, from and to a multiple of 16; the region may be another layer's size.
     region = align(half_bytes(geometry)["landing"] + data.draw(st.integers(0, 2**20), "other layer"), 256)
     record = geometry.record
@@ -128,9 +131,7 @@ def test_ranks_choose_alike(data: st.DataObject) -> None:
     world, experts = data.draw(st.integers(2, 32), "ranks"), data.draw(st.integers(1, 300), "experts")
     top_k, most = data.draw(st.integers(1, min(experts, 8)), "top_k"), data.draw(st.integers(1, 600), "max_tokens")
     last = geometry_of("nvfp4", "bf16", 7168, top_k, world, experts, most, data.draw(st.booleans(), "packed"))
-    geometries = [replace(last, rank=rank) for rank in range(world)]
-    for choice in (hopper_shapes.stamped, hopper_shapes.chunk_slots):
-        assert len({choice(geometry) for geometry in geometries}) == 1, choice.__name__
+    assert len({required_plan(replace(last, rank=rank)) for rank in range(world)}) == 1
 
 
 EDGES = {
@@ -159,7 +160,7 @@ def of_kernel(compiled: Compiled, name: str) -> Compiled:
 @pytest.mark.parametrize("case", sorted(EDGES))
 def test_edges_compile_to_what_can_be_launched(case: str) -> None:
     geometry = geometry_of(*EDGES[case])
-    assert hopper_shapes.fits(geometry)
+    assert plan_exchange(geometry) is not None
     sources: dict[str, Compiled] = {}
     for launch in launches(geometry, shared=geometry.packed):
         if launch.file not in sources:

@@ -9,10 +9,10 @@ from moe_runtime.comm.failures import encode_abort, find_failure, write_abort
 from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, REASON_WORDS
 from moe_runtime.dispatcher import DispatchHandle
 from moe_runtime.errors import ErrorCode, PeerAbortedError, Phase
-from moe_runtime.kernels import hopper_exchange, hopper_shapes
+from moe_runtime.kernels import exchange_plan, hopper_exchange
 from tests.emulator import Emulator, needs_emulator
 from tests.exchange_data import rank_input
-from tests.token_parts import forget_defines
+from tests.token_parts import forget_plans
 from tests.virtual_exchange import ENGINES, HOPPER, Ranks, emulator, poisoned_memory
 
 __all__ = ["emulator", "poisoned_memory"]
@@ -74,11 +74,11 @@ def slow_after(place: str, text: str) -> str:
 
 def used_too_late(seed: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rank 1 waits for its first dispatch during its fourth, which its `arrive` finds while it still sends."""
-    sizes = {"ARRIVE_WARPS": 1, "CHUNK": 32, "SMALL_CHUNK_BYTES": 0, "BLOCKS_PER_SM": 1}
+    sizes = {"RECV_WARPS": 1, "CHUNK": 32, "SMALL_CHUNK_BYTES": 0, "BLOCKS_PER_SM": 1}
     for name, value in sizes.items():
-        monkeypatch.setattr(hopper_shapes, name, value)
+        monkeypatch.setattr(exchange_plan, name, value)
     monkeypatch.setattr(hopper_exchange, "most_sms", lambda device, limit=None: min(3, limit or 3))
-    forget_defines()
+    forget_plans()
     settings = {"hidden_size": 1152, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 33}
     settings |= {"token_format": "bf16", "mode": "packed"}
     cpu = torch.device("cpu")
@@ -122,7 +122,7 @@ def test_flags_come_after_a_failure_of_arrival(
                 for turn in range(40):
                     used_too_late(seed + turn, emulator, monkeypatch)
     finally:
-        forget_defines()
+        forget_plans()
 
 
 def fails_ahead(seed: int, emulator: Emulator) -> None:

@@ -7,14 +7,15 @@ from contextlib import contextmanager
 
 import pytest
 
-from moe_runtime.kernels import hopper_shapes
+from moe_runtime.kernels import exchange_macros, exchange_plan
 
 
-def forget_defines() -> None:
-    """Macros of Hopper's kernels, which are made once for a geometry; for tests that change what they are made from."""
-    hopper_shapes.dispatch_defines.cache_clear()
-    hopper_shapes.arrive_defines.cache_clear()
-    hopper_shapes.combine_defines.cache_clear()
+def forget_plans() -> None:
+    """Plans and macros of the CUDA exchange, made once for a geometry; for tests that change their constants."""
+    exchange_plan.plan_exchange.cache_clear()
+    exchange_macros.dispatch_macros.cache_clear()
+    exchange_macros.arrive_macros.cache_clear()
+    exchange_macros.combine_macros.cache_clear()
 
 
 @contextmanager
@@ -22,9 +23,9 @@ def tokens_in_parts() -> Iterator[None]:
     """What is launched or captured within takes tokens in parts and slots in chunks, however few there can be."""
     with pytest.MonkeyPatch.context() as patch:
         for name, value in {"TOKENS_IN_PARTS": 1, "SMALL_CHUNK_BYTES": 0, "CHUNK": 32}.items():
-            patch.setattr(hopper_shapes, name, value)
-        forget_defines()
+            patch.setattr(exchange_plan, name, value)
+        forget_plans()
         try:
             yield
         finally:
-            forget_defines()
+            forget_plans()
