@@ -1,13 +1,12 @@
-"""How ranks find each other on the host: every exchange here goes through the group's key-value store and is bounded.
+"""How ranks find each other on the host. Every exchange uses the key-value store of the group and has a time limit.
 
-The store works whatever backend the group has (gloo, NCCL), and tells exactly which ranks have not come.
+The store works with any backend of the group (gloo, NCCL), and shows exactly which ranks are missing.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import logging
 import os
 import pickle
 import socket
@@ -22,50 +21,46 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_runtime.comm import nvshmem_world
 from moe_runtime.comm.store_calls import StoreSilentError, calls_of
 from moe_runtime.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase
 
 ROLL_CALL_S = 3.0
-"""How long ranks have to say that they are there, once one has waited too long."""
+"""How long ranks have to report themselves, once one of them has waited too long."""
 
 PARTING_S = 5.0
-"""How long the rank whose process may host the store stays for those that have not read yet that all have come."""
+"""How long rank 0, whose process may host the store, waits for peers that still read from it at the end."""
 
 _POLL_S = (0.001, 0.02)
-"""First and longest pause between looks for the answers of peers."""
+"""First and longest pause between two polls for the answers of peers."""
 
-_LOG = logging.getLogger(__name__)
-
-TRANSPORTS = ("nvshmem", "shared", "private", "collective")
 T = TypeVar("T")
 
 
 class _StoreLostError(MoERuntimeError):
-    """The group's store cannot be reached any more."""
+    """The group's store is gone."""
 
 
 @dataclass(frozen=True)
 class _Left:
-    """What a rank that gave up leaves in place of its next answer."""
+    """What a rank that gave up stores instead of its next answer."""
 
     reason: str
 
 
 class RankGroup:
-    """The ranks that share one context: who this process is among them, and small exchanges between their hosts.
+    """The ranks that share one context, and small exchanges between their hosts.
 
-    Making one is not collective, but all ranks must make theirs in the same order. `gather` and `barrier` are
-    collective. A rank that gave up at start-up says so with `leave`; after a `PeerTimeoutError` the ranks may have
-    made different numbers of these, and the group is of no use any more.
+    The constructor is not collective, but all ranks must create their groups in the same order. `gather` and `barrier`
+    are collective. A rank that gives up at start-up calls `leave`. After a `PeerTimeoutError` ranks may have made
+    different numbers of calls, and the group is unusable.
 
     Attributes:
         rank, world_size: this process in the group (not in the world).
         group: the torch.distributed group; None for a single process without torch.distributed.
-        timeout_s: bound of every wait.
+        timeout_s: limit of every wait.
 
-    Raises `ValueError` where a launcher has started several ranks and torch.distributed is not initialised, unless this
-    one is to be `alone`.
+    Raises `ValueError` if a launcher has started several ranks and torch.distributed is not initialised, unless
+    `alone`.
     """
 
     def __init__(
@@ -87,16 +82,15 @@ class RankGroup:
             identity = f"{self.group.group_name}/{ranks}"
             prefix = f"moe_runtime/{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
             self._store = dist.distributed_c10d._get_default_store()
-            # Counted in the store, since other code of this process may have made some of the same group before.
+            # Counted in the store, since other code of this process may have created groups of the same ranks before.
             made = self._ask("group", lambda: self._store.add(f"{prefix}/made/{self.rank}", 1))
             self._prefix = f"{prefix}/{made}"
 
     def gather(self, what: str, value: object, *, timeout_s: float | None = None) -> list[Any]:
         """Every rank's `value` (picklable, small), by rank.
 
-        Raises `PeerTimeoutError` naming `what` and the first rank that has not come within `timeout_s`
-        (default: the group's); the message lists all of them. Raises `MoERuntimeError` where the store is gone or does
-        not answer.
+        Raises `PeerTimeoutError` naming `what` and all ranks that did not come within `timeout_s` (default: the
+        group's); its `rank` is the first of them. Raises `MoERuntimeError` if the store is gone or does not answer.
         """
         if self._store is None:
             return [value]
@@ -107,10 +101,10 @@ class RankGroup:
         self.gather(what, None)
 
     def part(self, what: str) -> bool:
-        """The last `barrier`, after which processes may end; whether all ranks are known to have come.
+        """The last `barrier`, after which processes may end. Returns whether all ranks are known to have come.
 
-        Rank 0, whose process may host the store, stays until all know it. Raises as `gather` does, but not where the
-        store goes after this rank has come: then whoever hosted it has left, and nothing is left to agree on.
+        Rank 0, whose process may host the store, stays until all of them know it. Raises as `gather` does, unless the
+        store goes after this rank has come: its host has then left, and nothing remains to agree on.
         """
         if self._store is None:
             return True
@@ -126,16 +120,16 @@ class RankGroup:
         return True
 
     def leave(self, reason: str) -> None:
-        """Answer the peers' next `gather` without waiting for it: there they raise `PeerAbortedError` with `reason`."""
+        """Make the peers' next `gather` raise `PeerAbortedError` with `reason`. Does not wait."""
         if self._store is not None:
-            # A store that is gone has nobody to tell.
+            # If the store is gone, no peer can read it.
             with contextlib.suppress(MoERuntimeError):
                 self._answer("leave", _Left(reason))
 
     def missing(self, event: str, wait_s: float) -> list[int]:
-        """Ranks that have not called this for `event` within `wait_s`, or until the store was gone or did not answer.
+        """Ranks that have not called this for `event` within `wait_s`, or before the store failed.
 
-        None where it does not answer at all. Never raises.
+        Empty if the store never answers. Never raises.
         """
         absent: list[int] = []
         if self._store is None:
@@ -149,12 +143,12 @@ class RankGroup:
         return absent
 
     def connect(self, what: str, key: str) -> dist.ProcessGroupGloo:
-        """A gloo group over the same ranks that is nobody else's. Collective; `key` is equal on all ranks and new.
+        """A gloo group over the same ranks for the caller alone. Collective; `key` must be new and equal on all ranks.
 
-        Raises `PeerTimeoutError` where that takes longer than the group's timeout, or a connection fails.
+        Raises `PeerTimeoutError` if that takes longer than the group's timeout, or a connection fails.
         """
         limit = timedelta(seconds=self.timeout_s)
-        # Waits in the store, so that is another connection to it, and another thread.
+        # It waits in the store, so it needs its own connection and thread.
         store = self._ask(what, lambda: self._store.clone())
 
         def make() -> dist.ProcessGroupGloo:
@@ -169,7 +163,7 @@ class RankGroup:
             raise PeerTimeoutError(message, missing[0] if missing else -1, Phase.START_UP) from error
 
     def _ask(self, what: str, work: Callable[[], T]) -> T:
-        """What `work` returns, which calls the store and does not wait there.
+        """Return `work()`, which calls the store and does not wait there.
 
         Errors of the store become a `MoERuntimeError` that says whether it is gone or does not answer.
         """
@@ -183,7 +177,7 @@ class RankGroup:
             raise _StoreLostError(f"{what}: rank {self.rank} {trouble}", self.rank, Phase.START_UP) from error
 
     def _answer(self, what: str, value: object) -> list[str]:
-        """Store this rank's answer to the next call; the keys of all ranks' answers."""
+        """Store this rank's answer to the next call. Returns the keys of all ranks' answers."""
         self._calls += 1
         keys = [f"{self._prefix}/{self._calls}/{rank}" for rank in range(self.world_size)]
         mine = pickle.dumps((what, value))
@@ -191,7 +185,7 @@ class RankGroup:
         return keys
 
     def _collect(self, what: str, keys: list[str], limit: float) -> list[Any]:
-        """The values of all ranks' answers to the call before, once they are there."""
+        """Wait for the answers of all ranks under `keys`, and return their values."""
         if missing := self._wait(what, keys, limit):
             names = ", ".join(map(str, missing))
             message = f"{what}: rank {names} of {self.world_size} did not come within {limit:g} s"
@@ -208,13 +202,13 @@ class RankGroup:
     def _wait(self, what: str, keys: list[str], limit: float) -> list[int]:
         """Ranks whose answers are not there within `limit` seconds.
 
-        It looks for them time and again, since a store that waits serves no other thread of this process meanwhile.
+        It polls, since a store that waits serves no other thread of this process meanwhile.
         """
         deadline = time.monotonic() + limit
         pause, longest = _POLL_S
         while not self._ask(what, lambda: self._store.check(keys)):
             if time.monotonic() > deadline:
-                # One may have answered since.
+                # One may have answered since the last poll.
                 return self._not_there(what, keys)
             time.sleep(pause)
             pause = min(2 * pause, longest)
@@ -225,11 +219,11 @@ class RankGroup:
         return self._ask(what, lambda: [rank for rank, key in enumerate(keys) if not self._store.check([key])])
 
     def _read(self, keys: list[str]) -> list[bytes]:
-        """The answers of all ranks, which are there; this rank's to the call before goes."""
+        """The answers of all ranks, which are there. Deletes this rank's answer to the previous call."""
         stored = [self._store.get(key) for key in keys]
-        # Every rank has come to this call, so none still reads the answers to the one before.
+        # Every rank has come to this call, so none still reads the answers to the previous one.
         if self._calls > 1:
-            # They are known, whatever has become of the store.
+            # The answers are read, whatever happens to the store.
             with contextlib.suppress(RuntimeError):
                 self._store.delete_key(f"{self._prefix}/{self._calls - 1}/{self.rank}")
         return stored
@@ -238,7 +232,7 @@ class RankGroup:
 def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
     """The process group meant by `group`: itself, that of a one-dimensional mesh, the default group, or None.
 
-    Raises `ValueError` for a mesh with several dimensions and where this process is not a member.
+    Raises `ValueError` for a mesh with several dimensions, and if this process is not a member.
     """
     if isinstance(group, DeviceMesh):
         if group.ndim != 1:
@@ -256,7 +250,7 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
 
 
 def _check_started_alone() -> None:
-    """Raise `ValueError` where `init_from_env` would find several ranks: without it each would be one of its own."""
+    """Raise `ValueError` if a launcher started several ranks, each of which would otherwise run on its own."""
     num_ranks = os.environ.get("WORLD_SIZE", "1")
     if "RANK" in os.environ and num_ranks != "1":
         raise ValueError(
@@ -266,16 +260,16 @@ def _check_started_alone() -> None:
 
 
 def shared_memory_directory() -> str:
-    """Where files of shared memory go: `/dev/shm`, or the temporary directory where there is none."""
+    """The directory for files of shared memory: `/dev/shm`, or else the temporary directory."""
     path = "/dev/shm"
     return path if os.path.isdir(path) and os.access(path, os.W_OK) else tempfile.gettempdir()
 
 
 def host_identity() -> str:
-    """Equal on two processes only if they can map each other's shared memory: host, boot and mount of the memory.
+    """Host, boot and mount of the shared memory: equal only for processes that can map each other's memory.
 
-    The environment variable `MOE_RUNTIME_HOST` is a part of it: set it differently where processes of one host cannot
-    share memory although this does not show.
+    It includes the environment variable `MOE_RUNTIME_HOST`. Set different values for processes of one host that cannot
+    share memory although the rest is equal.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -286,133 +280,17 @@ def host_identity() -> str:
     return f"{socket.gethostname()}/{named}/{boot}/{os.stat(shared_memory_directory()).st_dev}"
 
 
-@dataclass(frozen=True)
-class TransportChoice:
-    """Which transport a context uses.
-
-    Attributes:
-        name: one of `TRANSPORTS`.
-        reasons: for each other transport that comes before it, or cannot be used, why not.
-    """
-
-    name: str
-    reasons: dict[str, str]
-
-
-def choose_transport(group: RankGroup, device: torch.device, requested: str = "auto") -> TransportChoice:
-    """The first usable one of `TRANSPORTS`, or the `requested` one. Collective.
-
-    Raises `ValueError` if the requested one cannot be used, with the reason, and on every rank if ranks ask for
-    different transports or kinds of device.
-    """
-    if requested not in ("auto", *TRANSPORTS):
-        raise ValueError(f"transport: expected auto or one of {TRANSPORTS}, got {requested!r}")
-    answers = group.gather("choose_transport", (requested, device.type, host_identity()))
-    for index, name in enumerate(("transport", "device")):
-        values = [answer[index] for answer in answers]
-        if len(set(values)) > 1:
-            raise ValueError(f"{name}: ranks disagree, {describe_ranks(values)}")
-    hosts = {answer[2] for answer in answers}
-    unusable: dict[str, str] = {}
-    if device.type != "cuda":
-        unusable["nvshmem"] = f"needs GPUs, the device is {device.type}"
-    elif problem := _nvshmem_problem(group, device, len(hosts)):
-        unusable["nvshmem"] = problem
-    if device.type != "cpu":
-        unusable["shared"] = f"shares CPU memory only, the device is {device.type}"
-    elif len(hosts) > 1:
-        unusable["shared"] = f"the ranks are on {len(hosts)} hosts (or containers)"
-    if group.world_size > 1:
-        unusable["private"] = f"one rank only, the group has {group.world_size}"
-    if group.group is None:
-        unusable["collective"] = "torch.distributed is not initialised"
-    if requested != "auto":
-        if requested in unusable:
-            raise ValueError(f"transport: {requested} cannot be used: {unusable[requested]}")
-        return TransportChoice(requested, unusable)
-    # One rank has nobody to share with: private memory does the same without a file.
-    order = ("private", "collective") if group.world_size == 1 else TRANSPORTS
-    name = next(name for name in order if name not in unusable)
-    if name == "collective" and device.type == "cuda" and group.rank == 0:
-        _LOG.warning("transport: GPUs exchange by `collective`, which waits for the host: %s", unusable["nvshmem"])
-    if name == "private":
-        unusable.setdefault("shared", "one rank has nobody to share memory with")
-        unusable.setdefault("nvshmem", "one rank has no peers")
-    return TransportChoice(name, unusable)
-
-
-@dataclass(frozen=True)
-class _Gpu:
-    """What a rank tells its peers of its GPU: why it cannot use NVSHMEM, which GPU, and whom it joined before."""
-
-    problem: str | None
-    uuid: str
-    world: nvshmem_world.NvshmemWorld | None
-
-
-def _nvshmem_problem(group: RankGroup, device: torch.device, num_hosts: int) -> str | None:
-    """Why these ranks cannot share GPU memory through NVSHMEM, the same on every rank; None if they can. Collective."""
-    gpus: list[_Gpu] = group.gather("choose_transport: GPUs", _gpu_of(device))
-    hidden = group.gather("choose_transport: peer access", _unreachable(device, [gpu.uuid for gpu in gpus]))
-    for rank, gpu in enumerate(gpus):
-        if gpu.problem:
-            return gpu.problem if group.world_size == 1 else f"rank {rank}: {gpu.problem}"
-    if num_hosts > 1:
-        return f"the ranks are on {num_hosts} hosts (or containers), whose GPUs are not mapped to each other"
-    for rank, gpu in enumerate(gpus):
-        first = next(peer for peer, other in enumerate(gpus) if other.uuid == gpu.uuid)
-        if first != rank:
-            return f"ranks {first} and {rank} share a GPU, each rank needs its own"
-    for rank, peer in enumerate(hidden):
-        if peer is not None:
-            return f"the GPU of rank {rank} cannot access that of rank {peer} (no peer access)"
-    worlds = [gpu.world for gpu in gpus]
-    if any(worlds):
-        tokens = {world.token if world else "" for world in worlds}
-        ranks = [world.rank if world else -1 for world in worlds]
-        sizes = {world.num_ranks if world else -1 for world in worlds}
-        if len(tokens) > 1 or ranks != list(range(group.world_size)) or sizes != {group.world_size}:
-            return (
-                "a rank has joined other ranks in NVSHMEM before, which a process can do once only; "
-                "give all contexts of a process the same group, or transport='collective'"
-            )
-    return None
-
-
-def _gpu_of(device: torch.device) -> _Gpu:
-    if not torch.cuda.is_available():
-        return _Gpu("no GPU can be seen", "", None)
-    index = torch.cuda.current_device() if device.index is None else device.index
-    problem, world = nvshmem_world.problem(), nvshmem_world.joined()
-    if problem is None and world is not None and world.device_index != index:
-        problem = f"NVSHMEM of this process is on cuda:{world.device_index}, the context on cuda:{index}"
-    return _Gpu(problem, str(torch.cuda.get_device_properties(index).uuid), world)
-
-
-def _unreachable(device: torch.device, uuids: list[str]) -> int | None:
-    """First rank whose GPU this rank sees but cannot access; a GPU it does not see is found out when it is mapped."""
-    if not torch.cuda.is_available():
-        return None
-    mine = torch.cuda.current_device() if device.index is None else device.index
-    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
-    for rank, uuid in enumerate(uuids):
-        index = visible.get(uuid, mine)
-        if index != mine and not torch.cuda.can_device_access_peer(mine, index):
-            return rank
-    return None
-
-
 def describe_ranks(values: list[Any]) -> str:
     """`rank 0: a, rank 1: b` for an error message about values that should be equal."""
     return ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
 
 
 def init_from_env(device: str | None = None, *, timeout_s: float = 120.0) -> torch.device:
-    """Initialise torch.distributed from the variables torchrun sets, and return this rank's device.
+    """Initialise torch.distributed from the variables that torchrun sets, and return this rank's device.
 
     Without them nothing is initialised (a single process). `device` is `cpu`, `cuda` or None (GPUs if there are
-    any). On GPUs the backend is `cpu:gloo,cuda:nccl` and the device is `cuda:LOCAL_RANK`, made current, or the current
-    one without such a variable. Its exchanges wait for `timeout_s`, on GPUs for twice as long.
+    any). On GPUs the backend is `cpu:gloo,cuda:nccl`, and `cuda:LOCAL_RANK` becomes the current device; without that
+    variable the current device stays. Collectives time out after `timeout_s`, on GPUs after twice that.
 
     Raises `ValueError` if `device` is unknown, or the local rank has no GPU.
     """
@@ -429,7 +307,7 @@ def init_from_env(device: str | None = None, *, timeout_s: float = 120.0) -> tor
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ and not dist.is_initialized():
         limit = timedelta(seconds=timeout_s)
         if place.type == "cuda":
-            # NCCL ends the process when its own limit is over, so those of a context come first.
+            # NCCL ends the process at its own limit, so the limits of a context must come first.
             dist.init_process_group("cpu:gloo,cuda:nccl", timeout=2 * limit, device_id=place)
         else:
             dist.init_process_group("gloo", timeout=limit)

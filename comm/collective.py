@@ -1,8 +1,8 @@
-"""Exchange between ranks that cannot map each other: kernels store into local staging, torch.distributed carries it.
+"""Transport between ranks that cannot map each other: kernels store into local staging, torch.distributed carries it.
 
-The staging of peer `r` mirrors rank `r`'s heap, so that kernels are the same as with mapped peers. After a send
-kernel the transport gathers what was staged, exchanges it all-to-all and scatters it where the kernel would have
-stored it; then the signal words follow. It waits on the host at every step and cannot be captured in a graph.
+The staging for peer `r` mirrors the heap of rank `r`, so the kernels are the same as with mapped peers. After a send
+kernel the transport gathers the staged rows, exchanges them all-to-all and scatters them where the kernel would have
+stored them. The signal words follow. It waits on the host at every step and cannot be captured in a graph.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ _HEADER = 3
 _POLL_S = 1e-4
 
 _LEFT: set[Any] = set()
-"""Groups in which exchanges may go on after a failure: they stay, since the end of a group waits for its exchanges."""
+"""Groups with exchanges still running after a failure. They are kept, since destroying a group waits for them."""
 
 
 class CollectiveHeap(SymmetricHeap):
     """Own memory plus one staging copy of the whole heap per peer: `world_size` times the bytes of a mapped heap.
 
-    `peer_tensor(region, r)` with `r != rank` is the staging of what goes to `r`. It goes through `gloo`, a group of the
-    heap's own, so that what a failure leaves unfinished is in nobody's way; through the caller's group where that is
-    NCCL's, then `gloo` is None.
+    `peer_tensor(region, r)` with `r != rank` is the staging for `r`. It travels through `gloo`, a group of the heap's
+    own, so that a failure leaves no unfinished exchange in the caller's group. On GPUs with NCCL it travels through the
+    caller's group, and `gloo` is None.
     """
 
     name = "collective"
@@ -85,7 +85,7 @@ class CollectiveHeap(SymmetricHeap):
 
 
 class CarryContext(Protocol):
-    """What the transport needs of an `ExpertParallelContext`."""
+    """The part of an `ExpertParallelContext` that the transport needs."""
 
     device: torch.device
     half_bytes: dict[str, int]
@@ -97,15 +97,15 @@ class CarryContext(Protocol):
 
 
 class CollectiveTransport:
-    """Carries what is staged in a `CollectiveHeap`. All methods but `post_abort` are collective and in step.
+    """Carries what is staged in a `CollectiveHeap`. All methods except `post_abort` are collective, in the same order.
 
-    Every exchange starts with a header per peer: how many rows follow, and the signal words this rank has staged for
-    it. A header with an abort word ends the exchange on all ranks, so that a rank which gave up is known at once.
+    Every exchange starts with a header per peer: the number of rows that follow, and the signal words staged for it. A
+    header with an abort word ends the exchange on all ranks, so they learn at once of a rank that gave up.
 
-    Where the group is NCCL's it is of no use after a `PeerTimeoutError` or an abort outside of a step. Its own timeout
-    is to be longer than the limits of the context, since it ends the process, as errors do that NCCL itself finds.
-    Otherwise the group of the heap is taken, where exchanges end by the limit of their step, since a process in which
-    one goes on cannot exit.
+    An NCCL group is unusable after a `PeerTimeoutError` or an abort outside of a step. Its own timeout must be longer
+    than the limits of the context: at its timeout, and at errors that it finds itself, NCCL ends the process. The
+    heap's gloo group instead ends exchanges at the limit of their step, since a process with a running one cannot
+    exit.
     """
 
     def __init__(self, heap: CollectiveHeap) -> None:
@@ -132,12 +132,12 @@ class CollectiveTransport:
     ) -> None:
         """Bring the records staged by the send kernel of dispatch `epoch` to their ranks.
 
-        Of the staging of each peer, rows `t < num_tokens` of this rank's part of `landing` (half `epoch % 2`,
-        `[W][max_tokens][record_bytes]`) whose stamp (`[W][max_tokens]` int32) is `epoch` are carried; at the peer the
-        record, then its stamp, then the signal words (dispatch_flag, token_count, ready, abort) appear.
+        Carries rows `t < num_tokens` of this rank's part of `landing` in the staging of each peer (half `epoch % 2`,
+        `[W][max_tokens][record_bytes]`), if their stamp (`[W][max_tokens]` int32) is `epoch`. At the peer the record
+        appears first, then its stamp, then the signal words (dispatch_flag, token_count, ready, abort).
         `landing_half` is where the second half of `landing` starts; default `context.half_bytes["landing"]`.
 
-        Raises what a peer's abort words say, and `PeerTimeoutError` where a peer does not take part within
+        Raises the error in a peer's abort words, and `PeerTimeoutError` if a peer does not take part within
         `timeout_ns`.
         """
         half = epoch % 2
@@ -225,7 +225,7 @@ class CollectiveTransport:
         work = self._start(answer, header, None, None, limit)
         if self._nccl is None:
             _LEFT.add(self.heap.gloo)
-        # The exchange goes on in the background: its tensors must stay.
+        # The exchange runs on in the background, so its tensors must stay alive.
         self._posted.append((work, header, answer))
 
     def settle(self, limit: float) -> None:
@@ -290,7 +290,7 @@ class CollectiveTransport:
         own = (staged[:, self._abort_column] != 0).nonzero()[:, 0].tolist()
         if own or bool((header[:, self._abort_column] != 0).any()):
             if own:
-                # What a kernel here told the peers: put it where this rank's own check looks.
+                # A kernel here staged an abort for the peers. Put it where this rank's own check looks.
                 rank = self.heap.rank
                 self._signals(rank)[self._words_of[rank]] = staged[own[0], _HEADER:]
             self._write_signals(header)
@@ -328,7 +328,7 @@ class CollectiveTransport:
             missing = self.heap.group.missing(event, min(ROLL_CALL_S, limit))
             names = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
             where = f"{phase.name.lower()} of epoch {epoch}"
-            # A lost connection ends it long before the limit.
+            # A lost connection ends the exchange long before the limit.
             ended = f"the exchange ended after {waited:.1f} s, its limit is {limit:g} s"
             message = f"rank {self.heap.rank}, {where}: {names} did not take part; {ended}"
             failure = PeerTimeoutError(message, missing[0] if missing else -1, phase)
@@ -342,7 +342,7 @@ class CollectiveTransport:
         sent: list[int] | None,
         limit: float,
     ) -> dist.Work:
-        """Begin an exchange, as `dist.all_to_all_single` does, which gives it the timeout of the group."""
+        """Begin an exchange like `dist.all_to_all_single`, but with its own timeout instead of the group's."""
         if self._nccl is not None:
             work = dist.all_to_all_single(target, source, came, sent, group=self._group, async_op=True)
             assert work is not None
@@ -353,12 +353,12 @@ class CollectiveTransport:
         return self.heap.gloo.alltoall_base(target, source, came or [], sent or [], options)
 
     def _finish(self, work: dist.Work, limit: float) -> None:
-        """Wait for an exchange; raises `RuntimeError` where it fails, or does not end within `limit` seconds."""
+        """Wait for an exchange. Raises `RuntimeError` if it fails, or does not end within `limit` seconds."""
         if self._nccl is None:
             work.wait(_time(limit))
             return
-        # A wait of NCCL's that runs out aborts one communicator. The watchdog of the group takes that for an error and
-        # ends the process a minute later; a group that is aborted as a whole it leaves alone.
+        # If NCCL's own wait times out, it aborts one communicator. The watchdog of the group takes that for an error
+        # and ends the process a minute later. It ignores a group that is aborted as a whole.
         deadline = time.monotonic() + limit
         while not work.is_completed():
             if time.monotonic() > deadline:
@@ -369,12 +369,12 @@ class CollectiveTransport:
 
 
 def _time(limit: float) -> timedelta:
-    """`limit` seconds for torch.distributed, to which less than a millisecond is no limit."""
+    """`limit` seconds for torch.distributed, which ignores limits below a millisecond."""
     return timedelta(seconds=max(limit, 0.001))
 
 
 def nccl_of(group: dist.ProcessGroup | None, device: torch.device) -> Any:
-    """The part of `group` that exchanges what lies on `device`, if that is NCCL; else None."""
+    """The NCCL backend of `group` for `device`; None if it has another one."""
     if group is None or device.type != "cuda" or not dist.is_nccl_available():
         return None
     backend = group._get_backend(device)

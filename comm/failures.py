@@ -1,4 +1,4 @@
-"""Error records and abort words turned into exceptions: a failure reads the same where it happened and on the peers."""
+"""Turns error records and abort words into exceptions, which read the same on the failing rank and on its peers."""
 
 from __future__ import annotations
 
@@ -65,17 +65,17 @@ def find_failure(
     aborts: Sequence[Sequence[int]],
     reason_of: Callable[[int], str],
 ) -> MoERuntimeError | None:
-    """What a rank's error `record` (`ERROR_WORDS`) and all ranks' abort words `[W][ABORT_WORDS]` tell, or None.
+    """The failure in a rank's error `record` (`ERROR_WORDS`) and all ranks' abort words `[W][ABORT_WORDS]`, or None.
 
-    A rank that stopped only because a peer had raised its abort flag records ABORTED; what that peer says is then
-    the failure. Among several abort words a first cause goes before a mere ABORTED, then the lowest rank.
+    A rank that stopped only because a peer raised its abort flag records ABORTED; the failure is then the peer's. Among
+    several abort words a first cause precedes a mere ABORTED, then the lowest rank.
     """
     code, about, phase, epoch, detail, origin, detail2 = record[:7]
-    told = [rank for rank, words in enumerate(aborts) if words[0]]
-    if told and code in (ErrorCode.NONE, ErrorCode.ABORTED):
-        peer = min(told, key=lambda rank: (aborts[rank][0] == ErrorCode.ABORTED, aborts[rank][3] != rank, rank))
-        code, phase, epoch, about, detail, detail2, told_by = aborts[peer][:7]
-        origin = told_by - 1 if told_by else peer
+    aborted = [rank for rank, words in enumerate(aborts) if words[0]]
+    if aborted and code in (ErrorCode.NONE, ErrorCode.ABORTED):
+        peer = min(aborted, key=lambda rank: (aborts[rank][0] == ErrorCode.ABORTED, aborts[rank][3] != rank, rank))
+        code, phase, epoch, about, detail, detail2, reported_by = aborts[peer][:7]
+        origin = reported_by - 1 if reported_by else peer
     if code == ErrorCode.NONE:
         return None
     reason = reason_of(about) if code == ErrorCode.ABORTED else ""
@@ -86,7 +86,7 @@ def encode_abort(message: torch.Tensor, rank: int, reason: str) -> None:
     """Fill `message`, int32 `[ABORT_WORDS + REASON_WORDS]`, with the words of a rank that gives up on the host."""
     message.zero_()
     message[:4] = torch.tensor([ErrorCode.ABORTED, Phase.HOST, 0, rank], dtype=torch.int32, device="cpu")
-    # A name of a file may hold what is no text.
+    # A file name may hold bytes that are not text.
     text = reason.encode(errors="replace")[: 4 * REASON_WORDS]
     if text:
         message[ABORT_WORDS:].view(torch.uint8)[: len(text)] = torch.tensor(list(text), dtype=torch.uint8, device="cpu")
@@ -95,7 +95,7 @@ def encode_abort(message: torch.Tensor, rank: int, reason: str) -> None:
 def write_abort(message: torch.Tensor, of_ranks: Sequence[torch.Tensor], layout: SignalLayout, rank: int) -> None:
     """Copy `message` into `rank`'s words of the signals of each rank, without waiting.
 
-    Reasons first and everywhere, since whoever sees a code tells it on; the code of each last.
+    Reasons go first, to all ranks, since a rank that sees a code passes it on. Each code goes last.
     """
     abort = layout.abort + ABORT_WORDS * rank
     reason = layout.reason + REASON_WORDS * rank
@@ -112,7 +112,7 @@ def abort_words(signals: torch.Tensor, layout: SignalLayout) -> torch.Tensor:
 
 
 def reason_text(signals: torch.Tensor, layout: SignalLayout, rank: int) -> str:
-    """The reason that `rank` gave; a character cut at its end is dropped."""
+    """The reason that `rank` gave, without an incomplete last character."""
     start = layout.reason + REASON_WORDS * rank
     words = signals[start : start + REASON_WORDS].cpu().contiguous()
     return bytes(words.view(torch.uint8).tolist()).rstrip(b"\0").decode(errors="ignore")

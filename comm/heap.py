@@ -7,23 +7,27 @@ from types import TracebackType
 
 import torch
 
-from moe_runtime.formats import align
-
 REGION_ALIGNMENT = 256
+
+
+def align_region(num_bytes: int) -> int:
+    """`num_bytes` rounded up to a multiple of `REGION_ALIGNMENT`."""
+    return -(-num_bytes // REGION_ALIGNMENT) * REGION_ALIGNMENT
 
 
 class SymmetricHeap(ABC):
     """The same regions on every rank of a group, with pointers to every peer's copy.
 
-    Life: `reserve()` each region (the same calls on every rank), `allocate()` once (collective), then `tensor`,
-    `peer_tensor` and `peer_pointers`, at last `close()`. Regions are zero after `allocate()`, but for their `ones`.
+    Use: `reserve()` each region (the same calls on every rank), `allocate()` once (collective), then `tensor`,
+    `peer_tensor` and `peer_pointers`, at last `close()`. `allocate()` zeroes regions, except for their `ones`. To add a
+    transport, subclass this.
 
     Attributes:
         rank, world_size: this process in the group.
-        device: where the memory lies.
-        directly_mapped: peers' memory can be stored to through `peer_pointers` (False: pointers lead to local
-            staging which a transport must carry over).
-        graph_safe: a step through this heap can be captured in a CUDA graph.
+        device: device of the memory.
+        directly_mapped: whether kernels can store to peers through `peer_pointers`. If not, pointers lead to local
+            staging that a transport must carry over.
+        graph_safe: whether a step through this heap can be captured in a CUDA graph.
     """
 
     name = "abstract"
@@ -41,7 +45,7 @@ class SymmetricHeap(ABC):
         self._ones: dict[str, int] = {}
 
     def reserve(self, region: str, num_bytes: int, *, ones: int = 0) -> None:
-        """Add a region of `num_bytes`, the first `ones` of them 1 at first; on all ranks the same in the same order."""
+        """Add a region of `num_bytes` whose first `ones` bytes start as 1. All ranks make the same calls in order."""
         if self.allocated:
             raise ValueError(f"region {region!r}: the heap is already allocated")
         if region in self._regions:
@@ -50,7 +54,7 @@ class SymmetricHeap(ABC):
             raise ValueError(f"num_bytes of region {region!r}: expected a positive number, got {num_bytes}")
         self._regions[region] = (self.total_bytes, num_bytes)
         self._ones[region] = ones
-        self.total_bytes = align(self.total_bytes + num_bytes, REGION_ALIGNMENT)
+        self.total_bytes = align_region(self.total_bytes + num_bytes)
 
     def allocate(self) -> None:
         """Allocate all regions, zeroed, and map the peers'. Collective."""
@@ -106,7 +110,7 @@ class SymmetricHeap(ABC):
         """Wait on the host until every rank is here, bounded by the start-up timeout."""
 
     def _write_ones(self, base: torch.Tensor) -> None:
-        """Into a rank's zeroed memory, before a peer can store there."""
+        """Write the ones into a rank's zeroed memory, before a peer can store there."""
         for region, (offset, _) in self._regions.items():
             base[offset : offset + self._ones[region]] = 1
 

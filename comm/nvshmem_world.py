@@ -1,7 +1,7 @@
-"""NVSHMEM as this process has it: joined once, with one set of ranks and one GPU, and kept until the process ends.
+"""NVSHMEM in this process: joined once, with one set of ranks and one GPU, until the process ends.
 
-NVSHMEM's own collectives have no time limit and take all ranks that joined together. So it is joined only after a
-bounded exchange over the group, and never left: leaving is collective, and would hang behind a rank that has died.
+NVSHMEM's own collectives have no time limit and need all ranks that joined. So a process joins only after an exchange
+with a time limit over the group, and never leaves: leaving is collective and would hang if a rank has died.
 """
 
 from __future__ import annotations
@@ -9,20 +9,19 @@ from __future__ import annotations
 import importlib
 import os
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-if TYPE_CHECKING:
-    from moe_runtime.comm.bootstrap import RankGroup
+from moe_runtime.comm.bootstrap import RankGroup
 
 ENVIRONMENT = {
-    # Every peer is mapped, so no network is needed, and looking for one fails where there is no RDMA.
+    # Every peer is mapped, so no network is needed, and looking for one fails without RDMA.
     "NVSHMEM_REMOTE_TRANSPORT": "none",
     # Only plain loads and stores are used: no multicast, which is also slow to set up.
     "NVSHMEM_DISABLE_NVLS": "1",
 }
-"""What is set before NVSHMEM starts, unless the user has set it."""
+"""Environment variables set before NVSHMEM starts, unless the user has set them."""
 
 
 @dataclass(frozen=True)
@@ -41,12 +40,12 @@ class NvshmemWorld:
     device_index: int
 
 
-# NVSHMEM's state belongs to the process, so what is known of it does too.
+# NVSHMEM's state belongs to the process, so this one does too.
 _joined: list[NvshmemWorld] = []
 
 
 def joined() -> NvshmemWorld | None:
-    """What this process has joined through `join`, if it has."""
+    """What this process joined through `join`; None if it has not."""
     return _joined[0] if _joined else None
 
 
@@ -65,7 +64,7 @@ def problem() -> str | None:
             return "nvshmem4py is not installed: pip install 'moe_runtime[gpu]'"
         return f"nvshmem4py cannot be imported: {error}"
     except Exception as error:
-        # It loads libraries of the driver and of CUDA, which fail in ways of their own.
+        # It loads libraries of the driver and of CUDA, which may raise anything.
         return f"nvshmem4py cannot be loaded: {type(error).__name__}: {error}"
     if joined() is None and importlib.import_module("nvshmem.bindings").init_status() > 1:
         return "other code of this process has initialised NVSHMEM, which can be done only once"
@@ -73,7 +72,7 @@ def problem() -> str | None:
 
 
 def version() -> str | None:
-    """Version of the NVSHMEM library, None where it cannot be loaded."""
+    """Version of the NVSHMEM library; None if it cannot be loaded."""
     try:
         return str(load_nvshmem().get_version().libnvshmem_version)
     except Exception:
@@ -81,10 +80,10 @@ def version() -> str | None:
 
 
 def join(group: RankGroup, device: torch.device) -> NvshmemWorld:
-    """Join the ranks of `group` in NVSHMEM, once per process; later calls return what is there. Collective.
+    """Join the ranks of `group` in NVSHMEM, once per process; later calls return the same. Collective.
 
-    Whether the group is the one that was joined before is for `comm.bootstrap.choose_transport` to find out, on all
-    ranks alike. Raises `PeerTimeoutError` naming a rank that does not come, and what NVSHMEM raises.
+    `comm.transport.choose_transport` checks, equally on all ranks, that a later group has the same ranks. Raises
+    `PeerTimeoutError` naming a rank that does not come, and what NVSHMEM raises.
     """
     core = load_nvshmem()
     if not _joined:

@@ -1,4 +1,4 @@
-"""Symmetric memory within one process: ranks are members of one list, a peer's memory is simply another tensor."""
+"""Symmetric memory within one process: a peer's memory is simply another tensor."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from moe_runtime.comm.heap import REGION_ALIGNMENT, SymmetricHeap
 class PrivateHeap(SymmetricHeap):
     """A member of a group of virtual ranks in this process (`PrivateHeap.group`), or a group of one (`PrivateHeap()`).
 
-    The first member to `allocate()` allocates for all of them, since members run one after another; the others then
-    must have reserved the same regions (`ValueError`). Works on a CPU and on one GPU.
+    Members run one after another, so the first to `allocate()` allocates for all of them. The others must have reserved
+    the same regions (`ValueError`). Works on a CPU and on one GPU.
     """
 
     name = "private"
@@ -64,7 +64,7 @@ def aligned_zeros(num_bytes: int, device: torch.device) -> torch.Tensor:
     """uint8 `[num_bytes]` of zeros whose address is a multiple of `REGION_ALIGNMENT`."""
     room_bytes = num_bytes + REGION_ALIGNMENT
     if device.type == "cpu":
-        # NumPy's zeros are pages that the kernel gives out when first touched; torch writes them all at once.
+        # The system provides pages of NumPy's zeros on first touch; torch would write all of them at once.
         room = torch.from_numpy(np.zeros(room_bytes, dtype=np.uint8))
     else:
         room = torch.zeros(room_bytes, dtype=torch.uint8, device=device)

@@ -1,7 +1,7 @@
 """Symmetric memory between processes of one host: a file of shared memory per rank, which every rank maps.
 
-The files are unlinked as soon as all ranks have mapped them, so nothing is left behind whichever way a process ends
-after `allocate()`. Within it the peers of a rank that was killed unlink its file for it, if they know of it.
+The files are unlinked as soon as all ranks have mapped them, so nothing is left behind however a process ends after
+`allocate()`. If a rank is killed during `allocate()`, the peers that know its file unlink it.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from moe_runtime.comm.heap import SymmetricHeap
 class SharedHeap(SymmetricHeap):
     """A heap in POSIX shared memory, for CPU ranks on one host.
 
-    `allocate()` raises `OSError` on every rank, naming the bytes needed and available, where the memory does not
-    suffice, and `PeerTimeoutError` naming a rank that does not come within the group's timeout.
-    After `close()` the memory goes when the last tensor of it does; pointers to it must not be used any more.
+    `allocate()` raises `OSError` on every rank, naming the bytes needed and available, if memory does not suffice, and
+    `PeerTimeoutError` naming a rank that does not come within the group's timeout. After `close()` the memory is freed
+    with its last tensor; pointers to it must not be used any more.
     """
 
     name = "shared"
@@ -67,7 +67,7 @@ class SharedHeap(SymmetricHeap):
                     os.unlink(left)
 
     def _map(self, path: str, num_bytes: int) -> tuple[int, str] | None:
-        """Map a rank's file; what went wrong as `(errno, text)`, so that all ranks can be told."""
+        """Map a rank's file. Returns an error as `(errno, text)`, to be raised on all ranks."""
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
@@ -100,13 +100,13 @@ class SharedHeap(SymmetricHeap):
             self._drop()
 
     def _drop(self) -> None:
-        # Never `mmap.close()`: `torch.frombuffer` keeps the mapping alive but not the buffer exported, so that closing
-        # would succeed under a tensor that is still in use. Each mapping goes with the last tensor over it.
+        # Never `mmap.close()`: `torch.frombuffer` keeps the mapping alive but does not keep its buffer exported, so
+        # closing would succeed under a tensor in use. Each mapping is freed with its last tensor.
         self._bases.clear()
 
 
 def _create(path: str, num_bytes: int, world_size: int) -> tuple[int, str] | None:
-    """Create a private file with all its memory reserved; what went wrong as `(errno, text)`."""
+    """Create a private file with all its memory reserved. Returns an error as `(errno, text)`."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
@@ -130,7 +130,7 @@ def _create(path: str, num_bytes: int, world_size: int) -> tuple[int, str] | Non
 
 
 def reserve_file(descriptor: int, num_bytes: int) -> None:
-    """Give an empty file `num_bytes` zero bytes that are really there: stores to a sparse one may end in SIGBUS."""
+    """Fill an empty file with `num_bytes` allocated zero bytes: stores to a sparse file may end in SIGBUS."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, num_bytes)
         return

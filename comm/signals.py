@@ -1,4 +1,4 @@
-"""Layout of the signal region: int32 words by which ranks tell each other how far they are.
+"""Layout of the signal region: int32 words with which ranks signal their progress to each other.
 
 Every word has one writer. Flags hold the epoch (number of the dispatch, from 1) they were raised for, so nothing is
 ever reset; those with two halves use the half `epoch % 2`. With `W` ranks, in words:
@@ -25,9 +25,9 @@ COUNT_BITS = 22
 EXCHANGES = 256
 """Exchanges of a context are numbered, modulo this: what a rank has for another is not taken for the tokens of this."""
 TURN_BIT = 30
-"""Changes from one epoch of a half to the next, and is set in the first of each."""
+"""This bit alternates between epochs of one half, and is set in the first epoch of each."""
 WITHOUT_SIGN = 0x7FFFFFFF
-"""The bits of a `token_count` that do not depend on which kernels have written it."""
+"""The bits of a `token_count` that do not depend on which kernels wrote it."""
 PROGRESS_PARTS = 3
 """Parts of the tokens that a rank may tell of before it has sent all partial results."""
 REASON_WORDS = 64
@@ -41,7 +41,7 @@ those from `COMBINED` on."""
 
 
 def tag_of(count_tag: int, epoch: int) -> int:
-    """What `token_count` has in `epoch` beside the number of tokens; `count_tag` is `ExchangeGeometry.count_tag`."""
+    """The bits of `token_count` in `epoch` above the number of tokens; `count_tag` is `ExchangeGeometry.count_tag`."""
     return count_tag | ((epoch >> 1 ^ epoch) & 1) << TURN_BIT
 
 
@@ -99,8 +99,8 @@ class SignalLayout:
         reason = self.reason + REASON_WORDS * rank
         # From there on each word is one of `W`.
         early = range(self.progress + rank, self.num_words, self.world_size)
-        told = [*range(abort, abort + ABORT_WORDS), *range(reason, reason + REASON_WORDS)]
-        return [*flags, self.ready + rank, *told, *early]
+        failure = [*range(abort, abort + ABORT_WORDS), *range(reason, reason + REASON_WORDS)]
+        return [*flags, self.ready + rank, *failure, *early]
 
     @property
     def _halved(self) -> tuple[int, int, int]:

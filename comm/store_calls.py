@@ -1,4 +1,4 @@
-"""Calls of a key-value store that end: a TCPStore waits forever where the process that hosts it is stopped."""
+"""Calls of a key-value store with a time limit: a TCPStore waits forever if the process that hosts it is stopped."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
 ANSWER_S = 5.0
-"""How long a store may take to answer, beside what it is asked to wait for."""
+"""How long a store may take to answer, on top of what it is asked to wait for."""
 
 T = TypeVar("T")
 
@@ -20,24 +20,24 @@ class StoreSilentError(RuntimeError):
 
 
 class StoreCalls:
-    """Makes the calls of one store on a thread of its own, one after another, and waits for each of them only so long.
+    """Makes the calls of one store on a thread of its own, one after another, with a time limit for each.
 
-    While a call has no answer, further ones are not made.
+    While a call has no answer, it makes no other.
     """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._pending: Future[Any] | None = None
         self._work: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = SimpleQueue()
-        # Of a daemon, since a process must be able to end while a call has no answer.
+        # A daemon, since a process must be able to end while a call has no answer.
         self.thread = threading.Thread(target=_serve, args=(self._work,), name="moe_runtime store", daemon=True)
         self.thread.start()
 
     def run(self, work: Callable[[], T], limit_s: float = 0.0) -> T:
-        """What `work()` returns or raises, which calls the store and waits there for at most `limit_s` in all.
+        """Return or raise as `work()`, which calls the store and waits there for at most `limit_s` in all.
 
-        Nobody else can call it meanwhile. Raises `StoreSilentError` if that takes `ANSWER_S` longer, and at once while
-        an earlier call has no answer.
+        Other calls wait meanwhile. Raises `StoreSilentError` if `work` takes `ANSWER_S` longer, and at once while an
+        earlier call has no answer.
         """
         with self._lock:
             if self._pending is None or self._pending.done():
@@ -50,12 +50,12 @@ class StoreCalls:
                     pass
                 finally:
                     if call.done():
-                        # An error in it would keep the store.
+                        # An error in it would keep the store alive.
                         self._pending = None
             raise StoreSilentError("the store does not answer")
 
     def end(self) -> None:
-        """Let the thread end, once it is done with what it was given."""
+        """Let the thread end after the calls it has."""
         self._work.put(None)
 
 
@@ -64,7 +64,7 @@ _CALLS_LOCK = threading.Lock()
 
 
 def calls_of(store: Any) -> StoreCalls:
-    """Those of `store`, whose thread ends with it."""
+    """The `StoreCalls` of `store`; their thread ends with it."""
     with _CALLS_LOCK:
         calls = _CALLS.get(store)
         if calls is None:
@@ -76,7 +76,7 @@ def calls_of(store: Any) -> StoreCalls:
 def _serve(queue: SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None]) -> None:
     while (item := queue.get()) is not None:
         _make(*item)
-        # Else it would keep the store while there is nothing to do.
+        # Otherwise it would keep the store alive while idle.
         del item
 
 

@@ -18,7 +18,7 @@
 // WARPS (of a block), LOOPED (whether blocks take several chunks, one after the other, or shares of them), PLACES_BYTES
 // (shared memory of `arrive_place`), PACKED, STAMPED, QUANT_BYTES,
 // SCALE_COLUMNS (0 where scales stay in the records), RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout,
-// COUNT_BITS, TURN_BIT, STALE_HANDLE, MISMATCH and CAPACITY (ErrorCode), DISPATCH_WAIT (Phase).
+// COUNT_BITS, TURN_BIT, STALE_HANDLE, MISMATCH and CAPACITY (ErrorCode), DISPATCH_RECV (Phase).
 
 #include "signalling.cuh"
 
@@ -71,7 +71,7 @@ struct Landing {
     const int lane = threadIdx.x & 31, word = lane < WORLD ? without_sign(__ldcg(counts + lane)) : tag;
     const u32 others = __ballot_sync(ALL, word < tag || word - tag > max_tokens);
     if (others && blockIdx.x == 0 && lane == __ffs(others) - 1)
-      record_failure(x, MISMATCH, lane, DISPATCH_WAIT, epoch, exchange_of(word), exchange_of(tag));
+      record_failure(x, MISMATCH, lane, DISPATCH_RECV, epoch, exchange_of(word), exchange_of(tag));
     return others != 0;
   }
 
@@ -98,7 +98,7 @@ struct Landing {
 // Records a handle whose half is another's by now. For the first warp at least.
 __device__ __forceinline__ void check_handle(const Exchange& x, const int* epoch_ptr, int epoch) {
   if (threadIdx.x == 0 && is_stale(epoch_ptr, epoch))
-    record_failure(x, STALE_HANDLE, x.rank, DISPATCH_WAIT, epoch, 0, 0);
+    record_failure(x, STALE_HANDLE, x.rank, DISPATCH_RECV, epoch, 0, 0);
   __syncwarp();
 }
 
@@ -128,7 +128,7 @@ __device__ __forceinline__ bool await_slots(const Exchange& x, const int* own, c
     if (waiting) waiting = behind();
     if (!__any_sync(ALL, waiting)) return false;
     if (spin % 16 != 0) continue;
-    if (Glance(x, own).trouble() || too_late(x, waiting, source, start, DISPATCH_WAIT, epoch)) return true;
+    if (Glance(x, own).trouble() || too_late(x, waiting, source, start, DISPATCH_RECV, epoch)) return true;
   }
 }
 
@@ -140,7 +140,7 @@ __device__ __forceinline__ bool await_tokens(const Exchange& x, const int* own, 
     const int lane = threadIdx.x;
     check_handle(x, epoch_ptr, epoch);
     const int* flag = own + DISPATCH_FLAG + (epoch & 1) * WORLD + min(lane, WORLD - 1);
-    failed = await(x, own, lane >= first && lane <= last, flag, epoch, flag, epoch, DISPATCH_WAIT, epoch);
+    failed = await(x, own, lane >= first && lane <= last, flag, epoch, flag, epoch, DISPATCH_RECV, epoch);
   }
   // One warp has looked, so that a block is of one mind.
   return __syncthreads_or(failed) == 0;
@@ -303,7 +303,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     good = good && !places.others;
     const bool fits = places.rows <= capacity;  // said once: nvcc takes 40 registers then, else 48
     if (good && !fits && blockIdx.x == 0 && threadIdx.x == 0)
-      record_failure(x, CAPACITY, rank, DISPATCH_WAIT, epoch, places.rows, capacity);
+      record_failure(x, CAPACITY, rank, DISPATCH_RECV, epoch, places.rows, capacity);
     good = good && fits;
     if (blockIdx.x == 0) {
       for (int e = threadIdx.x; e < num_local; e += THREADS) {

@@ -8,7 +8,7 @@ scales (and, when packed, of rows) to where the grouped GEMM reads them. Nothing
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import triton
@@ -19,6 +19,7 @@ from moe_runtime.errors import ErrorCode, Phase
 from moe_runtime.formats import FORMATS, FormatCode, ceil_div
 from moe_runtime.geometry import ExchangeGeometry, sample_geometry
 from moe_runtime.kernels.dispatch import padded
+from moe_runtime.kernels.exchange_interface import ExchangeMemory, RecvBuffers
 from moe_runtime.kernels.runtime import AotCase
 from moe_runtime.kernels.signalling import (
     WITHOUT_SIGN,
@@ -32,13 +33,10 @@ from moe_runtime.kernels.signalling import (
     wait_for_peer,
 )
 
-if TYPE_CHECKING:
-    from moe_runtime.context import ExpertParallelContext
-
 STALE_HANDLE = tl.constexpr(int(ErrorCode.STALE_HANDLE))
 MISMATCH = tl.constexpr(int(ErrorCode.MISMATCH))
 CAPACITY = tl.constexpr(int(ErrorCode.CAPACITY))
-DISPATCH_WAIT = tl.constexpr(int(Phase.DISPATCH_WAIT))
+DISPATCH_RECV = tl.constexpr(int(Phase.DISPATCH_RECV))
 FP8_BLOCK = tl.constexpr(int(FormatCode.FP8_BLOCK))
 NVFP4 = tl.constexpr(int(FormatCode.NVFP4))
 
@@ -142,10 +140,10 @@ def _arrive_count_kernel(
 
         if tl.load(epoch_ptr) - epoch >= 2:
             record_failure(
-                error_ptr, latch_ptr, signal_ptrs, STALE_HANDLE, rank, DISPATCH_WAIT, epoch, 0, 0, rank, ABORT, WORLD
+                error_ptr, latch_ptr, signal_ptrs, STALE_HANDLE, rank, DISPATCH_RECV, epoch, 0, 0, rank, ABORT, WORLD
             )
         wait_for_peer(
-            words + DISPATCH_FLAG, epoch, source, DISPATCH_WAIT, epoch,
+            words + DISPATCH_FLAG, epoch, source, DISPATCH_RECV, epoch,
             error_ptr, latch_ptr, signal_ptrs, rank, timeout_ns, ABORT, WORLD, WORLD_PAD,
         )  # fmt: skip
         word = tl.load(words + TOKEN_COUNT, volatile=True)
@@ -153,7 +151,7 @@ def _arrive_count_kernel(
         count = (word & WITHOUT_SIGN) - tag
         if (has_failed(latch_ptr) == 0) & ((count < 0) | (count > max_tokens)):
             record_failure(
-                error_ptr, latch_ptr, signal_ptrs, MISMATCH, source, DISPATCH_WAIT, epoch,
+                error_ptr, latch_ptr, signal_ptrs, MISMATCH, source, DISPATCH_RECV, epoch,
                 exchange_of(word), exchange_of(tag), rank, ABORT, WORLD,
             )  # fmt: skip
         local = arrived_experts(
@@ -204,7 +202,7 @@ def _arrive_offsets_kernel(
     total = tl.sum(running, axis=0)
     if total > capacity:
         record_failure(
-            error_ptr, latch_ptr, signal_ptrs, CAPACITY, rank, DISPATCH_WAIT, tl.load(handle_epoch_ptr),
+            error_ptr, latch_ptr, signal_ptrs, CAPACITY, rank, DISPATCH_RECV, tl.load(handle_epoch_ptr),
             total, capacity, rank, ABORT, WORLD,
         )  # fmt: skip
     rows = tl.where(tl.load(latch_ptr, volatile=True) == 0, running, 0)
@@ -345,42 +343,22 @@ def _arrive_rows_kernel(
                     tl.store(row_scale_ptr + position, scale)
 
 
-def room_to_count(geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor:
-    """Uninitialised int32 `[chunks + 1, E]`, `E` padded: `arrive` counts rows in it, and notes where scales begin."""
+def allocate_counts(geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor:
+    """Int32 `[chunks + 1, E]`, `E` padded: rows of each chunk and expert, and the first scale block of each expert."""
     num_chunks = geometry.world_size * ceil_div(geometry.max_tokens, SLOTS)
     return torch.empty((num_chunks + 1, _padded_experts(geometry)), dtype=torch.int32, device=device)
 
 
-def arrive(
-    context: ExpertParallelContext,
+def dispatch_recv(
+    context: ExchangeMemory,
     geometry: ExchangeGeometry,
     handle_epoch: torch.Tensor,
     timeout_ns: int,
-    *,
-    positions_SK: torch.Tensor,
-    group_offsets: torch.Tensor,
-    group_scale_offsets: torch.Tensor,
-    row_index_R: torch.Tensor,
-    rows_RQ: torch.Tensor | None,
-    scales: torch.Tensor | None,
-    row_scale_R: torch.Tensor | None,
-    counts: torch.Tensor,
+    buffers: RecvBuffers,
 ) -> None:
-    """Wait for all ranks' tokens of an epoch and group them by expert.
-
-    Args:
-        handle_epoch: int32 `[1]`, the epoch.
-        timeout_ns: how long to wait for a peer.
-        positions_SK: int32 `[W * max_tokens, K]`, receives the packed position of each (slot, k) or -1.
-        group_offsets: int32 `[E + 1]`; group_scale_offsets: int32 `[E]` (`dense_128`): received.
-        row_index_R: int32 `[row_capacity]`, receives the landing row of each packed position.
-        rows_RQ: uint8 `[row_capacity, quant_bytes]`, receives the quants of each packed position; None in indexed mode.
-        scales: uint8 or fp32, receives block scales in the consumer's layout; None for bf16.
-        row_scale_R: fp32 `[row_capacity]`, receives the row scales; None for formats without.
-        counts: what `room_to_count` gave; overwritten.
-
-    More rows than `row_capacity` are recorded as `CapacityError`; after any failure all groups are empty.
-    """
+    """See `exchange_interface.ExchangeBackend`."""
+    counts, group_offsets = buffers.counts, buffers.group_offsets
+    assert counts is not None
     chunks = ceil_div(geometry.max_tokens, SLOTS)
     num_chunks = len(counts) - 1
     first_block = counts[num_chunks]
@@ -409,7 +387,7 @@ def arrive(
     _arrive_offsets_kernel[(1,)](
         counts,
         group_offsets,
-        group_scale_offsets,
+        buffers.group_scale_offsets,
         first_block,
         context.signal_pointers,
         handle_epoch,
@@ -424,8 +402,8 @@ def arrive(
     _arrive_place_kernel[(geometry.programs(num_chunks),)](
         counts,
         group_offsets,
-        row_index_R,
-        positions_SK,
+        buffers.row_index,
+        buffers.positions,
         context.landing_pointers,
         context.stamps_pointers,
         context.signal_pointers,
@@ -443,12 +421,12 @@ def arrive(
         **constexprs["place"],
     )
     _arrive_rows_kernel[(geometry.programs(geometry.num_slots),)](
-        positions_SK,
+        buffers.positions,
         group_offsets,
         first_block,
-        rows_RQ,
-        scales,
-        row_scale_R,
+        buffers.rows,
+        buffers.scales,
+        buffers.row_scale,
         context.landing_pointers,
         handle_epoch,
         geometry.rank,

@@ -5,13 +5,13 @@
 // warp knows which rows come next, the others read them. A partial result is made in shared memory and sent whole by the
 // copy engine.
 //
-// Where combine_wait runs beside combine_send, tokens are summed part by part, as the parts come from all ranks: of so
+// Where combine_recv runs beside combine_send, tokens are summed part by part, as the parts come from all ranks: of so
 // many parts of `part_tokens` tokens peers are told before the rest has landed.
 //
 // Macros: those of signalling.cuh, HIDDEN, WIRE (FormatCode), PARTS, PARTIAL_BYTES, PARTIAL_SCALES_AT, COMBINE_FLAG, K,
-// READERS (warps of combine_send that read rows), PLACES (of its ring), WAITING (warps of combine_wait that do), PARTIALS
+// READERS (warps of combine_send that read rows), PLACES (of its ring), WAITING (warps of combine_recv that do), PARTIALS
 // (places of its ring), OUTPUT_BF16, RECORD_BYTES, IDS_AT, WEIGHTS_AT, HAS_SHARED, STALE_HANDLE (ErrorCode), COMBINE_SEND
-// and COMBINE_WAIT (Phase).
+// and COMBINE_RECV (Phase).
 
 #include "signalling.cuh"
 #include "quantize.cuh"
@@ -74,7 +74,7 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
     const bool stale = ahead(load_relaxed(epoch_ptr), epoch) >= 2;
     if (stale) {
       if (lane == 0) record_failure(x, STALE_HANDLE, rank, COMBINE_SEND, epoch, 0, 0);
-      // It may be `combine_wait` that has found it, and tells of it.
+      // It may be `combine_recv` that has found it, and tells of it.
       await_told(x);
     }
     __syncwarp();
@@ -228,7 +228,7 @@ struct Partial {
 };
 
 extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
-    combine_wait(u16* y_TH, const u16* shared_TH, long long shared_stride, const int* num_parts, int num_tokens,
+    combine_recv(u16* y_TH, const u16* shared_TH, long long shared_stride, const int* num_parts, int num_tokens,
                  const u64* combine, const u64* signals, const int* epoch_ptr, const int* handle_epoch, int* error,
                  int* latch, int rank, int told, int part_tokens, long long combine_half, long long timeout_ns) {
   using Rows = Ring<PARTIALS, (HAS_SHARED && HIDDEN * 2 > PARTIAL_BYTES) ? HIDDEN * 2 : PARTIAL_BYTES>;
@@ -250,7 +250,7 @@ extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
   if (warp == WAITING) {
     const int epoch = load_relaxed(handle_epoch), half = epoch & 1;
     if (lane == 0 && is_stale(epoch_ptr, epoch))
-      record_failure(x, STALE_HANDLE, rank, COMBINE_WAIT, epoch, 0, 0);
+      record_failure(x, STALE_HANDLE, rank, COMBINE_RECV, epoch, 0, 0);
     __syncwarp();
     const int peer = min(lane, WORLD - 1);
     const int* flag = own + COMBINE_FLAG + half * WORLD + peer;
@@ -261,7 +261,7 @@ extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
       // Words that nobody has written are those of epoch 0.
       const bool early = part < told && epoch != 0;
       const int* a = early ? progress + part * WORLD : flag;
-      failed = await(x, own, lane < WORLD, a, epoch, flag, epoch, COMBINE_WAIT, epoch, early);
+      failed = await(x, own, lane < WORLD, a, epoch, flag, epoch, COMBINE_RECV, epoch, early);
       // What the flags stand for is there for the copy engine, too.
       asm volatile("fence.proxy.async.global;" ::: "memory");
       come = part + 1;

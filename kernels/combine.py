@@ -8,7 +8,6 @@ so that every engine gives the same bits. A NaN is a NaN everywhere, but its sig
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -20,6 +19,7 @@ from moe_runtime.formats import COMBINE_FORMATS, FormatCode
 from moe_runtime.geometry import ExchangeGeometry, sample_geometry
 from moe_runtime.kernels.bits import bf16_bits_to_f32, e4m3_bits_to_f32, e8m0_to_f32, f32_to_bf16_bits
 from moe_runtime.kernels.dispatch import padded, ranks_of, store_quants, tile_columns
+from moe_runtime.kernels.exchange_interface import ExchangeMemory
 from moe_runtime.kernels.quantize import quantize_tile
 from moe_runtime.kernels.runtime import AotCase
 from moe_runtime.kernels.signalling import (
@@ -34,12 +34,9 @@ from moe_runtime.kernels.signalling import (
     wait_for_peer,
 )
 
-if TYPE_CHECKING:
-    from moe_runtime.context import ExpertParallelContext
-
 STALE_HANDLE = tl.constexpr(int(ErrorCode.STALE_HANDLE))
 COMBINE_SEND = tl.constexpr(int(Phase.COMBINE_SEND))
-COMBINE_WAIT = tl.constexpr(int(Phase.COMBINE_WAIT))
+COMBINE_RECV = tl.constexpr(int(Phase.COMBINE_RECV))
 BF16 = tl.constexpr(int(FormatCode.BF16))
 FP8_BLOCK = tl.constexpr(int(FormatCode.FP8_BLOCK))
 
@@ -134,7 +131,7 @@ def _combine_send_kernel(
 
 
 @triton.jit(do_not_specialize=["num_tokens", "rank", "combine_half", "timeout_ns"])
-def _combine_wait_kernel(
+def _combine_recv_kernel(
     y_ptr,
     shared_ptr,
     shared_stride,
@@ -168,11 +165,11 @@ def _combine_wait_kernel(
     flags = signals_of(signal_ptrs, rank) + COMBINE_FLAG + half * WORLD
     if tl.load(epoch_ptr) - epoch >= 2:
         record_failure(
-            error_ptr, latch_ptr, signal_ptrs, STALE_HANDLE, rank, COMBINE_WAIT, epoch, 0, 0, rank, ABORT, WORLD
+            error_ptr, latch_ptr, signal_ptrs, STALE_HANDLE, rank, COMBINE_RECV, epoch, 0, 0, rank, ABORT, WORLD
         )
     for peer in range(WORLD):
         wait_for_peer(
-            flags + peer, epoch, peer, COMBINE_WAIT, epoch,
+            flags + peer, epoch, peer, COMBINE_RECV, epoch,
             error_ptr, latch_ptr, signal_ptrs, rank, timeout_ns, ABORT, WORLD, WORLD_PAD,
         )  # fmt: skip
     failed = has_failed(latch_ptr)
@@ -239,21 +236,14 @@ def _record_constexprs(geometry: ExchangeGeometry) -> dict[str, int]:
 
 
 def combine_send(
-    context: ExpertParallelContext,
+    context: ExchangeMemory,
     geometry: ExchangeGeometry,
     starts: torch.Tensor,
     output_RH: torch.Tensor,
     positions_SK: torch.Tensor,
     handle_epoch: torch.Tensor,
 ) -> None:
-    """Weight and reduce this rank's expert rows of each token, send the partial results home, raise the flags.
-
-    Args:
-        starts: int32 `[W + 1]`, first expert id of each rank.
-        output_RH: bf16 or fp32 `[row_capacity, H]` by packed position; fp32 is rounded to bf16 first.
-        positions_SK: int32 `[W * max_tokens, K]` from `arrive`.
-        handle_epoch: int32 `[1]`, the epoch of the dispatch.
-    """
+    """See `exchange_interface.ExchangeBackend`."""
     _combine_send_kernel[(geometry.programs(geometry.num_slots),)](
         output_RH,
         output_RH.stride(0),
@@ -279,8 +269,8 @@ def combine_send(
     )
 
 
-def combine_wait(
-    context: ExpertParallelContext,
+def combine_recv(
+    context: ExchangeMemory,
     geometry: ExchangeGeometry,
     handle_epoch: torch.Tensor,
     num_parts_T: torch.Tensor,
@@ -288,17 +278,10 @@ def combine_wait(
     y_TH: torch.Tensor,
     timeout_ns: int,
 ) -> None:
-    """Wait for all ranks' partial results and sum them, ranks ascending, into `y_TH`; NaN after any failure.
-
-    Args:
-        num_parts_T: int32 `[T]` from `dispatch_send`.
-        shared_TH: bf16 `[T, H]`, last dimension contiguous, added first; None where there is no shared expert.
-        y_TH: bf16 `[T, H]` contiguous, written.
-        timeout_ns: how long to wait for a peer.
-    """
+    """See `exchange_interface.ExchangeBackend`."""
     num_tokens = y_TH.shape[0]
     # A rank without tokens waits too, so that it learns of a peer's failure in the same step.
-    _combine_wait_kernel[(geometry.programs(num_tokens),)](
+    _combine_recv_kernel[(geometry.programs(num_tokens),)](
         y_TH,
         shared_TH if shared_TH is not None else y_TH,
         shared_TH.stride(0) if shared_TH is not None else 0,
@@ -329,8 +312,8 @@ def _aot_cases(wire: str, num_sms: int | None = None) -> tuple[AotCase, ...]:
         exchange_aot_case(
             "combine_send", wire, _combine_send_kernel, {"OUTPUT_BF16": False, **send}, {"output_ptr": "*fp32"}
         ),
-        exchange_aot_case("combine_wait", wire, _combine_wait_kernel, {"HAS_SHARED": True, **partial}),
-        exchange_aot_case("combine_wait", wire, _combine_wait_kernel, {"HAS_SHARED": False, **partial}),
+        exchange_aot_case("combine_recv", wire, _combine_recv_kernel, {"HAS_SHARED": True, **partial}),
+        exchange_aot_case("combine_recv", wire, _combine_recv_kernel, {"HAS_SHARED": False, **partial}),
     )
 
 

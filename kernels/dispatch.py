@@ -8,7 +8,6 @@ old one. The last program of a launch raises the flags, so a flag means that all
 from __future__ import annotations
 
 from functools import cache
-from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -19,6 +18,7 @@ from moe_runtime.errors import ErrorCode, Phase
 from moe_runtime.formats import FORMATS, FormatCode
 from moe_runtime.geometry import ExchangeGeometry, sample_geometry
 from moe_runtime.kernels.bits import bf16_bits_to_f32
+from moe_runtime.kernels.exchange_interface import ExchangeMemory
 from moe_runtime.kernels.quantize import quantize_tile, token_gsf
 from moe_runtime.kernels.runtime import AotCase
 from moe_runtime.kernels.signalling import (
@@ -34,9 +34,6 @@ from moe_runtime.kernels.signalling import (
     turns_of,
     wait_either,
 )
-
-if TYPE_CHECKING:
-    from moe_runtime.context import ExpertParallelContext
 
 ROUTING = tl.constexpr(int(ErrorCode.ROUTING))
 TIMEOUT = tl.constexpr(int(ErrorCode.TIMEOUT))
@@ -307,7 +304,7 @@ def _record_constexprs(geometry: ExchangeGeometry) -> dict[str, int]:
 
 
 def dispatch_send(
-    context: ExpertParallelContext,
+    context: ExchangeMemory,
     geometry: ExchangeGeometry,
     starts: torch.Tensor,
     x_TH: torch.Tensor,
@@ -318,19 +315,7 @@ def dispatch_send(
     num_parts_T: torch.Tensor,
     timeout_ns: int,
 ) -> None:
-    """Quantize and send this rank's tokens, begin the next epoch, and raise this rank's flag on every peer.
-
-    Args:
-        starts: int32 `[W + 1]`, first expert id of each rank.
-        x_TH: bf16 `[T, H]`, last dimension contiguous.
-        topk_idx_TK: int32 or int64 `[T, K]`, contiguous; -1 is unrouted. An id out of range or repeated within a token
-            counts as unrouted and is recorded as `RoutingError`.
-        topk_weights_TK: fp32 `[T, K]`, contiguous.
-        gsf: fp32 `[1]` static NVFP4 encode scale, or None for one per token.
-        handle_epoch: int32 `[1]`, receives the epoch of this dispatch.
-        num_parts_T: int32 `[T]`, receives the number of ranks that each token goes to.
-        timeout_ns: how long to wait for a peer.
-    """
+    """See `exchange_interface.ExchangeBackend`."""
     num_tokens = x_TH.shape[0]
     _dispatch_send_kernel[(geometry.programs(num_tokens),)](
         x_TH,

@@ -81,7 +81,7 @@ def arrive_macros(geometry: ExchangeGeometry, *, scales: bool = True) -> Defines
             "STALE_HANDLE": int(ErrorCode.STALE_HANDLE),
             "MISMATCH": int(ErrorCode.MISMATCH),
             "CAPACITY": int(ErrorCode.CAPACITY),
-            "DISPATCH_WAIT": int(Phase.DISPATCH_WAIT),
+            "DISPATCH_RECV": int(Phase.DISPATCH_RECV),
         }
     )
 
@@ -109,7 +109,7 @@ def combine_macros(geometry: ExchangeGeometry, *, output_bf16: bool, has_shared:
             "PROGRESS_PARTS": PROGRESS_PARTS,
             "STALE_HANDLE": int(ErrorCode.STALE_HANDLE),
             "COMBINE_SEND": int(Phase.COMBINE_SEND),
-            "COMBINE_WAIT": int(Phase.COMBINE_WAIT),
+            "COMBINE_RECV": int(Phase.COMBINE_RECV),
         }
     )
 
@@ -150,7 +150,7 @@ def _aot_cases(fmt: str) -> Iterator[CudaCase]:
     if fmt in COMBINE_FORMATS:
         for output_bf16 in (True, False):
             yield _combine_case(fmt, "combine_send", output_bf16, True)
-        yield _combine_case(fmt, "combine_wait", True, True)
+        yield _combine_case(fmt, "combine_recv", True, True)
         yield _combine_case(fmt, "combine_send", True, False, num_sms=16)
 
 

@@ -84,9 +84,9 @@ class ExchangePlan:
         place_shared_bytes: shared memory of a block of `arrive_place`.
         num_parts: parts of the tokens whose combined rows are signalled before the rest.
         part_tokens: tokens of such a part.
-        output_readers, partial_readers: warps of `combine_send` and of `combine_wait` that read rows.
+        output_readers, partial_readers: warps of `combine_send` and of `combine_recv` that read rows.
         output_rings: rows of `combine_send`, fp32 and bf16.
-        partial_rings: rows of `combine_wait`, without and with a shared expert.
+        partial_rings: rows of `combine_recv`, without and with a shared expert.
         combine_shared_bytes: what `combine_send` has beside its ring.
     """
 
@@ -122,7 +122,7 @@ class ExchangePlan:
         return self.output_rings[bf16]
 
     def partial_ring(self, has_shared: bool) -> RowRing:
-        """Of `combine_wait`."""
+        """Of `combine_recv`."""
         return self.partial_rings[has_shared]
 
     # Blocks of each kernel on a GPU of `sms` SMs.
@@ -161,7 +161,7 @@ class ExchangePlan:
     def combine_send_blocks(self, sms: int) -> int:
         return self._limited(min(self.num_slots, sms))
 
-    def combine_wait_blocks(self, num_tokens: int, sms: int) -> int:
+    def combine_recv_blocks(self, num_tokens: int, sms: int) -> int:
         """One at least: a rank without tokens learns of a peer's failure in the same step."""
         return self._limited(min(num_tokens, sms))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from moe_runtime.arguments import check_no_grad
-from moe_runtime.formats import MAX_ENCODE_SCALE, TokenFormat, ceil_div, token_format, token_formats_for
+from moe_runtime.formats import MAX_ENCODE_SCALE, TokenFormat, ceil_div, format_named, token_formats_for
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.quantize import check_gsf
 from moe_runtime.plan import dense_128_blocks_needed, dense_128_offsets
@@ -160,7 +160,7 @@ def empty_intermediate(
     else those of `dense_128`. `row_scale` is filled with `1 / gsf`; formats without one have neither. Unless
     `finished`, a kernel is to fill it and to clamp the encode scale; unless `stored`, rows and scales are left out.
     """
-    fmt, num_columns = token_format(out_format), w.num_rows // 2
+    fmt, num_columns = format_named(out_format), w.num_rows // 2
     fmt.check_columns(num_columns, "I of w")
     device, columns = a.rows.device, fmt.scale_columns(num_columns)
     gsf = encode_scale(fmt, out_gsf, device, "out_gsf", clamped=finished)

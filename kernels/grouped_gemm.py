@@ -19,7 +19,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.formats import MXFP4, MXFP8, TokenFormat, ceil_div, token_format
+from moe_runtime.formats import MXFP4, MXFP8, TokenFormat, ceil_div, format_named
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import decode_tokens, decoded_gemm, reference_gemm, tma_gemm
 from moe_runtime.kernels.activation import swiglu_tile
@@ -362,7 +362,7 @@ def grouped_gemm_swiglu(
             decoded_gemm.decoded_gemm_swiglu(a, w, activation, out, gsf, num_sms=num_sms)
             return out
         w = _restored(w)
-    elif on_hopper and tma_gemm.supports_swiglu(a, w, token_format(out_format)):
+    elif on_hopper and tma_gemm.supports_swiglu(a, w, format_named(out_format)):
         out, _ = empty_intermediate(a, w, out_format, out_gsf)
         tma_gemm.multiply_swiglu(a, w, activation, out, num_sms=num_sms)
         return out

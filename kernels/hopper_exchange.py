@@ -1,12 +1,12 @@
-"""The exchange in CUDA C++, for Hopper: `dispatch_send`, `arrive`, `combine_send`, `combine_wait`.
+"""The exchange in CUDA C++, for Hopper: an `ExchangeBackend` with the memory and the bits of the others.
 
-Same arguments, same memory and same bits as Triton's `dispatch.py`, `arrive.py` and `combine.py`, so that ranks may
-differ in which they run. `exchange_plan.py` says which layers the kernels take and chooses their sizes.
+Ranks may therefore differ in which backend they run. `exchange_plan.py` says which layers the kernels take and chooses
+their sizes.
 
 `dispatch_send` quantizes a token, builds its record in shared memory and copies it, whole, to each rank that holds one
 of its experts. `arrive_count`, `arrive_place` and `arrive_scales` wait for tokens, group their rows by expert, and copy
 rows and scales unless the GEMM reads them where they landed. `combine_send` sums the rows of a token on this rank and
-copies the partial result home. `combine_wait` sums over ranks in a fixed order. A kernel may begin while the one before
+copies the partial result home. `combine_recv` sums over ranks in a fixed order. A kernel may begin while the one before
 it drains, unless SMs are to be left free (`num_sms`).
 
 Bytes over the links decide the time from 1 MB a peer on: `record_bytes` for each (token, rank that holds one of its
@@ -24,26 +24,24 @@ What was tried and what it gave, and why sizes are as they are: `kernels/exchang
 from __future__ import annotations
 
 import ctypes
-from typing import TYPE_CHECKING
 
 import torch
 
 from moe_runtime.comm.signals import COMBINED
+from moe_runtime.geometry import ExchangeGeometry
+from moe_runtime.kernels.exchange_interface import ExchangeMemory, RecvBuffers
 from moe_runtime.kernels.exchange_macros import arrive_macros, combine_macros, dispatch_macros
 from moe_runtime.kernels.exchange_plan import WARP, required_plan
 from moe_runtime.kernels.nvrtc import int64, launch, most_sms
 
-if TYPE_CHECKING:
-    from moe_runtime.context import ExpertParallelContext
-    from moe_runtime.geometry import ExchangeGeometry
+
+def can_keep_scales_in_record(geometry: ExchangeGeometry) -> bool:
+    """For formats with a scale byte per block, where rows stay in their records too."""
+    return geometry.token_format.swizzled and not geometry.packed
 
 
-LEAVES_SCALES = True
-"""Whether `arrive` takes None as scales, which are then read where they were sent."""
-
-
-def room_to_count(geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor | None:
-    """Uninitialised int32 `[chunks, E]` in which `arrive` counts rows; None where it has one chunk."""
+def allocate_counts(geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor | None:
+    """Int32 `[chunks, E]`, the rows of each chunk and expert; None where there is one chunk."""
     chunks, experts = required_plan(geometry).num_chunks, max(geometry.num_local_experts, 1)
     return torch.empty((chunks, experts), dtype=torch.int32, device=device) if chunks > 1 else None
 
@@ -54,12 +52,12 @@ def _aligned(rows: torch.Tensor) -> torch.Tensor:
     return rows if fits_already else rows.clone(memory_format=torch.contiguous_format)
 
 
-def _counter(context: ExpertParallelContext, number: int) -> ctypes.c_int64:
+def _counter(context: ExchangeMemory, number: int) -> ctypes.c_int64:
     """Where one of the context's counters lies; making a tensor of it in every step takes ten times as long."""
     return int64(context.counters.data_ptr() + number * context.counters.element_size())
 
 
-def _flags_come_last(context: ExpertParallelContext) -> bool:
+def _flags_come_last(context: ExchangeMemory) -> bool:
     """Whether a flag is seen after all that it stands for, so that its waiter may begin before the sender has ended.
 
     The collective transport stores by torch's kernels, flags and counts in no order.
@@ -68,7 +66,7 @@ def _flags_come_last(context: ExpertParallelContext) -> bool:
 
 
 def dispatch_send(
-    context: ExpertParallelContext,
+    context: ExchangeMemory,
     geometry: ExchangeGeometry,
     starts: torch.Tensor,
     x_TH: torch.Tensor,
@@ -79,7 +77,7 @@ def dispatch_send(
     num_parts_T: torch.Tensor,
     timeout_ns: int,
 ) -> None:
-    """As `dispatch.dispatch_send`."""
+    """See `exchange_interface.ExchangeBackend`."""
     plan, num_tokens, x_TH = required_plan(geometry), x_TH.shape[0], _aligned(x_TH)
     macros = dispatch_macros(
         geometry,
@@ -124,23 +122,15 @@ def dispatch_send(
     )
 
 
-def arrive(
-    context: ExpertParallelContext,
+def dispatch_recv(
+    context: ExchangeMemory,
     geometry: ExchangeGeometry,
     handle_epoch: torch.Tensor,
     timeout_ns: int,
-    *,
-    positions_SK: torch.Tensor,
-    group_offsets: torch.Tensor,
-    group_scale_offsets: torch.Tensor,
-    row_index_R: torch.Tensor,
-    rows_RQ: torch.Tensor | None,
-    scales: torch.Tensor | None,
-    row_scale_R: torch.Tensor | None,
-    counts: torch.Tensor | None,
+    buffers: RecvBuffers,
 ) -> None:
-    """As `arrive.arrive`, with what `room_to_count` gave before this rank has sent."""
-    plan = required_plan(geometry)
+    """See `exchange_interface.ExchangeBackend`."""
+    plan, scales = required_plan(geometry), buffers.scales
     copies_scales = scales is not None and geometry.token_format.scale_dtype is not None
     macros, sms, block = arrive_macros(geometry, scales=copies_scales), most_sms(context.device), plan.recv_warps * WARP
     landing_half = geometry.landing_half(context.half_bytes["landing"])
@@ -168,12 +158,13 @@ def arrive(
             macros,
             grid=(plan.count_blocks(), 1, 1),
             block=block,
-            arguments=[counts, *memory, *local, *limits],
+            arguments=[buffers.counts, *memory, *local, *limits],
             device=context.device,
             early=early,
         )
     shares, split = plan.place_split(sms, copies_scales)
-    written = [group_offsets, group_scale_offsets, row_index_R, positions_SK, rows_RQ, scales, row_scale_R]
+    written = [buffers.group_offsets, buffers.group_scale_offsets, buffers.row_index, buffers.positions]
+    copies = [buffers.rows, scales, buffers.row_scale]
     sizes = [
         plan.num_chunks,
         split,
@@ -189,7 +180,7 @@ def arrive(
         grid=(plan.place_blocks(split), 1, 1),
         block=block,
         shared_bytes=plan.place_shared_bytes,
-        arguments=[counts, *written, *memory, *sizes, *limits],
+        arguments=[buffers.counts, *written, *copies, *memory, *sizes, *limits],
         device=context.device,
         early=early,
     )
@@ -201,8 +192,8 @@ def arrive(
             grid=(plan.scales_blocks(sms), 1, 1),
             block=block,
             arguments=[
-                group_offsets,
-                row_index_R,
+                buffers.group_offsets,
+                buffers.row_index,
                 scales,
                 context.landing_pointers,
                 geometry.rank,
@@ -214,14 +205,14 @@ def arrive(
 
 
 def combine_send(
-    context: ExpertParallelContext,
+    context: ExchangeMemory,
     geometry: ExchangeGeometry,
     starts: torch.Tensor,
     output_RH: torch.Tensor,
     positions_SK: torch.Tensor,
     handle_epoch: torch.Tensor,
 ) -> None:
-    """As `combine.combine_send`."""
+    """See `exchange_interface.ExchangeBackend`."""
     plan, output_RH = required_plan(geometry), _aligned(output_RH)
     is_bf16 = output_RH.dtype == torch.bfloat16
     launch(
@@ -257,8 +248,8 @@ def combine_send(
     )
 
 
-def combine_wait(
-    context: ExpertParallelContext,
+def combine_recv(
+    context: ExchangeMemory,
     geometry: ExchangeGeometry,
     handle_epoch: torch.Tensor,
     num_parts_T: torch.Tensor,
@@ -266,14 +257,14 @@ def combine_wait(
     y_TH: torch.Tensor,
     timeout_ns: int,
 ) -> None:
-    """As `combine.combine_wait`."""
+    """See `exchange_interface.ExchangeBackend`."""
     plan, num_tokens, has_shared = required_plan(geometry), y_TH.shape[0], shared_TH is not None
     shared_TH = None if shared_TH is None else _aligned(shared_TH)
     launch(
         "combine.cu",
-        "combine_wait",
+        "combine_recv",
         combine_macros(geometry, output_bf16=True, has_shared=has_shared),
-        grid=(plan.combine_wait_blocks(num_tokens, most_sms(context.device)), 1, 1),
+        grid=(plan.combine_recv_blocks(num_tokens, most_sms(context.device)), 1, 1),
         block=(plan.partial_readers + 1) * WARP,
         shared_bytes=plan.partial_ring(has_shared).shared_bytes,
         arguments=[

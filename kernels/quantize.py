@@ -24,7 +24,7 @@ from moe_runtime.formats import (
     FormatCode,
     QuantizedRows,
     TokenFormat,
-    weight_format,
+    weight_format_named,
 )
 from moe_runtime.kernels import reference_quantize
 from moe_runtime.kernels.bits import (
@@ -245,7 +245,7 @@ def quantize_rows(
     Raises:
         ValueError: for a wrong shape, dtype, stride, column count, format, gsf or engine.
     """
-    fmt = weight_format(fmt)
+    fmt = weight_format_named(fmt)
     _check_input(x_RK, fmt)
     gsf = check_gsf(gsf, fmt, x_RK.device)
     if resolve_engine(engine, x_RK.device) == "torch":

@@ -1,51 +1,46 @@
-"""Torch twins of dispatch, arrive and combine: the same regions, words and bits as the kernels, for plain CPU use.
+"""The exchange in torch: an `ExchangeBackend` with the same regions, words and bits as the kernels.
 
-They are what the kernels are tested against, and what runs where there is no GPU and no interpreter. On a heap shared
-between processes they are peers of each other and of interpreted kernels alike.
+The kernels are tested against it, and it runs where there is no GPU. Ranks that share a heap may mix it with
+interpreted kernels.
 """
 
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
 
 import torch
 
 from moe_runtime.comm.signals import ABORT_WORDS, WITHOUT_SIGN, exchange_of, tag_of
 from moe_runtime.errors import ErrorCode, Phase
 from moe_runtime.formats import FormatCode, QuantizedRows
+from moe_runtime.geometry import ExchangeGeometry
+from moe_runtime.kernels.exchange_interface import ExchangeMemory, RecvBuffers
 from moe_runtime.kernels.reference_quantize import dequantize_rows, f32_to_bf16_bits, quantize_rows
 
-if TYPE_CHECKING:
-    from moe_runtime.context import ExpertParallelContext
-    from moe_runtime.geometry import ExchangeGeometry
-
 SPINS_BEFORE_SLEEP = 200
-LEAVES_SCALES = False
-"""As of `hopper_exchange`."""
 
 
-def _signals_of(context: ExpertParallelContext, rank: int) -> torch.Tensor:
+def _signals_of(context: ExchangeMemory, rank: int) -> torch.Tensor:
     return context.heap.peer_tensor("signals", rank).view(torch.int32)
 
 
-def _half(context: ExpertParallelContext, region: str, rank: int, offset: int, num_bytes: int) -> torch.Tensor:
+def _half(context: ExchangeMemory, region: str, rank: int, offset: int, num_bytes: int) -> torch.Tensor:
     return context.heap.peer_tensor(region, rank)[offset : offset + num_bytes]
 
 
-def _landing(context: ExpertParallelContext, geometry: ExchangeGeometry, rank: int, half: int) -> torch.Tensor:
+def _landing(context: ExchangeMemory, geometry: ExchangeGeometry, rank: int, half: int) -> torch.Tensor:
     """uint8 `[S, record_bytes]`: the landing slots of `rank` in one half."""
     num_bytes = geometry.num_slots * geometry.record.record_bytes
     offset = half * geometry.landing_half(context.half_bytes["landing"])
     return _half(context, "landing", rank, offset, num_bytes).view(geometry.num_slots, geometry.record.record_bytes)
 
 
-def _stamps(context: ExpertParallelContext, geometry: ExchangeGeometry, rank: int, half: int) -> torch.Tensor:
+def _stamps(context: ExchangeMemory, geometry: ExchangeGeometry, rank: int, half: int) -> torch.Tensor:
     offset = half * context.half_bytes["stamps"]
     return _half(context, "stamps", rank, offset, 4 * geometry.num_slots).view(torch.int32)
 
 
-def _partials(context: ExpertParallelContext, geometry: ExchangeGeometry, rank: int, half: int) -> torch.Tensor:
+def _partials(context: ExchangeMemory, geometry: ExchangeGeometry, rank: int, half: int) -> torch.Tensor:
     """uint8 `[max_tokens, parts, partial_bytes]`: partial results that came home to `rank`."""
     num_bytes = geometry.max_tokens * geometry.parts * geometry.partial_bytes
     flat = _half(context, "combine", rank, half * context.half_bytes["combine"], num_bytes)
@@ -63,7 +58,7 @@ def _next_epoch(epoch: int) -> int:
 
 
 def record_failure(
-    context: ExpertParallelContext,
+    context: ExchangeMemory,
     code: int,
     about: int,
     phase: int,
@@ -90,7 +85,7 @@ def record_failure(
         context.latch[1] = 1
 
 
-def _adopt_aborts(context: ExpertParallelContext) -> None:
+def _adopt_aborts(context: ExchangeMemory) -> None:
     """Take over the failure of a peer, if one has told of any, and tell it on, as `signalling.adopt_aborts`."""
     start = context.signals_layout.abort
     aborts = _signals_of(context, context.rank)[start : start + ABORT_WORDS * context.world_size]
@@ -104,7 +99,7 @@ def _adopt_aborts(context: ExpertParallelContext) -> None:
 
 
 def _wait(
-    context: ExpertParallelContext,
+    context: ExchangeMemory,
     words: list[tuple[int, int]],
     peer: int,
     phase: Phase,
@@ -165,7 +160,7 @@ def build_records(
 
 
 def dispatch_send(
-    context: ExpertParallelContext,
+    context: ExchangeMemory,
     geometry: ExchangeGeometry,
     starts: torch.Tensor,
     x_TH: torch.Tensor,
@@ -176,7 +171,7 @@ def dispatch_send(
     num_parts_T: torch.Tensor,
     timeout_ns: int,
 ) -> None:
-    """See `moe_runtime.kernels.dispatch.dispatch_send`."""
+    """See `exchange_interface.ExchangeBackend`."""
     rank, layout = geometry.rank, context.signals_layout
     epoch = _next_epoch(int(context.epoch[0]))
     half = epoch & 1
@@ -221,33 +216,30 @@ def dispatch_send(
         words[layout.dispatch_flag + half * geometry.world_size + rank] = epoch
 
 
-def room_to_count(geometry: ExchangeGeometry, device: torch.device) -> None:
-    """None: `arrive` needs no memory beside its results."""
+def can_keep_scales_in_record(geometry: ExchangeGeometry) -> bool:
+    """Never: scales are copied into the layout of the consumer."""
+    return False
 
 
-def arrive(
-    context: ExpertParallelContext,
+def allocate_counts(geometry: ExchangeGeometry, device: torch.device) -> None:
+    """None: torch counts rows by itself."""
+
+
+def dispatch_recv(
+    context: ExchangeMemory,
     geometry: ExchangeGeometry,
     handle_epoch: torch.Tensor,
     timeout_ns: int,
-    *,
-    positions_SK: torch.Tensor,
-    group_offsets: torch.Tensor,
-    group_scale_offsets: torch.Tensor,
-    row_index_R: torch.Tensor,
-    rows_RQ: torch.Tensor | None,
-    scales: torch.Tensor | None,
-    row_scale_R: torch.Tensor | None,
-    counts: None,
+    buffers: RecvBuffers,
 ) -> None:
-    """See `moe_runtime.kernels.arrive.arrive`."""
+    """See `exchange_interface.ExchangeBackend`."""
     record, layout, experts = geometry.record, context.signals_layout, geometry.num_local_experts
     epoch = int(handle_epoch[0])
     half, device = epoch & 1, context.device
-    _check_fresh(context, epoch, Phase.DISPATCH_WAIT)
+    _check_fresh(context, epoch, Phase.DISPATCH_RECV)
     for source in range(geometry.world_size):
         word = layout.dispatch_flag + half * geometry.world_size + source
-        _wait(context, [(word, epoch)], source, Phase.DISPATCH_WAIT, epoch, timeout_ns)
+        _wait(context, [(word, epoch)], source, Phase.DISPATCH_RECV, epoch, timeout_ns)
 
     landed = _landing(context, geometry, geometry.rank, half)
     words = _signals_of(context, geometry.rank)
@@ -258,7 +250,7 @@ def arrive(
     if int(context.latch[0]) == 0 and bool(other.any()):
         source = int(other.nonzero()[0])
         numbers = (exchange_of(int(words[first + source])), exchange_of(tag))
-        record_failure(context, ErrorCode.MISMATCH, source, Phase.DISPATCH_WAIT, epoch, *numbers)
+        record_failure(context, ErrorCode.MISMATCH, source, Phase.DISPATCH_RECV, epoch, *numbers)
     in_step = (torch.arange(geometry.max_tokens, device=device)[None, :] < tokens[:, None]).flatten()
     fresh = in_step & (_stamps(context, geometry, geometry.rank, half) == epoch) & (int(context.latch[0]) == 0)
     ids = _ids(context, geometry, half)
@@ -273,7 +265,7 @@ def arrive(
     total = int(order.shape[0])
     if total > geometry.row_capacity:
         record_failure(
-            context, ErrorCode.CAPACITY, geometry.rank, Phase.DISPATCH_WAIT, epoch, total, geometry.row_capacity
+            context, ErrorCode.CAPACITY, geometry.rank, Phase.DISPATCH_RECV, epoch, total, geometry.row_capacity
         )
         order, total = order[:0], 0
     slot_of, entry_of, expert_of = slot_of[order], entry_of[order], expert_of[order]
@@ -281,21 +273,22 @@ def arrive(
     ends = rows.cumsum(0)
     blocks = (rows + 127) // 128
     first_block = blocks.cumsum(0) - blocks
-    group_offsets[0] = 0
-    group_offsets[1:] = ends
-    group_scale_offsets.copy_(first_block - (ends - rows) // 128)
-    positions_SK.fill_(-1)
-    positions_SK[slot_of, entry_of] = torch.arange(total, dtype=torch.int32, device=device)
+    buffers.group_offsets[0] = 0
+    buffers.group_offsets[1:] = ends
+    buffers.group_scale_offsets.copy_(first_block - (ends - rows) // 128)
+    buffers.positions.fill_(-1)
+    buffers.positions[slot_of, entry_of] = torch.arange(total, dtype=torch.int32, device=device)
     first_row = half * geometry.landing_half(context.half_bytes["landing"]) // record.record_bytes
-    row_index_R[:total] = (first_row + slot_of).to(torch.int32)
+    buffers.row_index[:total] = (first_row + slot_of).to(torch.int32)
 
     def field(offset: int, num_bytes: int) -> torch.Tensor:
         return landed[slot_of, offset : offset + num_bytes]
 
-    if rows_RQ is not None:
-        rows_RQ[:total] = field(record.quants_offset, rows_RQ.shape[1])
-    if row_scale_R is not None:
-        row_scale_R[:total] = field(record.row_scale_offset, 4).view(torch.float32).flatten()
+    if buffers.rows is not None:
+        buffers.rows[:total] = field(record.quants_offset, buffers.rows.shape[1])
+    if buffers.row_scale is not None:
+        buffers.row_scale[:total] = field(record.row_scale_offset, 4).view(torch.float32).flatten()
+    scales = buffers.scales
     if scales is not None:
         columns = geometry.token_format.scale_columns(geometry.hidden)
         wire = field(record.scales_offset, geometry.token_format.scale_bytes(geometry.hidden))
@@ -310,7 +303,7 @@ def arrive(
 
 
 def part_index(
-    context: ExpertParallelContext,
+    context: ExchangeMemory,
     geometry: ExchangeGeometry,
     starts: torch.Tensor,
     positions_SK: torch.Tensor,
@@ -329,7 +322,7 @@ def part_index(
     return part.view(geometry.world_size, geometry.max_tokens)
 
 
-def _ids(context: ExpertParallelContext, geometry: ExchangeGeometry, half: int) -> torch.Tensor:
+def _ids(context: ExchangeMemory, geometry: ExchangeGeometry, half: int) -> torch.Tensor:
     """int64 `[S, K]`: expert ids of all landing slots, -1 for none; old records' where a slot was not written."""
     record = geometry.record
     field = _landing(context, geometry, geometry.rank, half)[
@@ -340,14 +333,14 @@ def _ids(context: ExpertParallelContext, geometry: ExchangeGeometry, half: int) 
 
 
 def combine_send(
-    context: ExpertParallelContext,
+    context: ExchangeMemory,
     geometry: ExchangeGeometry,
     starts: torch.Tensor,
     output_RH: torch.Tensor,
     positions_SK: torch.Tensor,
     handle_epoch: torch.Tensor,
 ) -> None:
-    """See `moe_runtime.kernels.combine.combine_send`."""
+    """See `exchange_interface.ExchangeBackend`."""
     record, layout = geometry.record, context.signals_layout
     epoch = int(handle_epoch[0])
     half = epoch & 1
@@ -381,8 +374,8 @@ def combine_send(
         _signals_of(context, peer)[layout.combine_flag + half * geometry.world_size + geometry.rank] = epoch
 
 
-def combine_wait(
-    context: ExpertParallelContext,
+def combine_recv(
+    context: ExchangeMemory,
     geometry: ExchangeGeometry,
     handle_epoch: torch.Tensor,
     num_parts_T: torch.Tensor,
@@ -390,13 +383,13 @@ def combine_wait(
     y_TH: torch.Tensor,
     timeout_ns: int,
 ) -> None:
-    """See `moe_runtime.kernels.combine.combine_wait`."""
+    """See `exchange_interface.ExchangeBackend`."""
     epoch = int(handle_epoch[0])
     half = epoch & 1
-    _check_fresh(context, epoch, Phase.COMBINE_WAIT)
+    _check_fresh(context, epoch, Phase.COMBINE_RECV)
     for peer in range(geometry.world_size):
         word = context.signals_layout.combine_flag + half * geometry.world_size + peer
-        _wait(context, [(word, epoch)], peer, Phase.COMBINE_WAIT, epoch, timeout_ns)
+        _wait(context, [(word, epoch)], peer, Phase.COMBINE_RECV, epoch, timeout_ns)
     if int(context.latch[0]) != 0:
         y_TH.fill_(float("nan"))
         return
@@ -417,7 +410,7 @@ def combine_wait(
     y_TH.view(torch.int16).copy_(f32_to_bf16_bits(total).view(torch.int16))
 
 
-def _check_fresh(context: ExpertParallelContext, epoch: int, phase: Phase) -> bool:
+def _check_fresh(context: ExchangeMemory, epoch: int, phase: Phase) -> bool:
     """False, and recorded, where a handle's half has been given to a later dispatch."""
     if ((int(context.epoch[0]) - epoch) & 0xFFFFFFFF) >= 2:
         record_failure(context, ErrorCode.STALE_HANDLE, context.rank, phase, epoch)

@@ -25,7 +25,8 @@ from moe_runtime.launch.layer_report import make_report, print_results, write_re
 from moe_runtime.launch.link_rate import LinkRate
 from moe_runtime.launch.trace import TraceFile
 from moe_runtime.launch.yardsticks import Yardsticks
-from moe_runtime.layer import MoELayer, context_from_config
+from moe_runtime.layer import MoELayer
+from moe_runtime.layer_build import context_from_config
 from moe_runtime.progress import with_progress
 
 OPERATIONS = ("dispatch", "combine", "gemm", "layer")

@@ -13,7 +13,8 @@ import torch
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.config import MoELayerConfig, RunConfig
 from moe_runtime.expert_readers import dense
-from moe_runtime.layer import MoELayer, random_expert
+from moe_runtime.layer import MoELayer
+from moe_runtime.layer_build import random_expert
 from moe_runtime.loading import ExpertTensors
 from moe_runtime.reference import error_bound, moe_reference
 

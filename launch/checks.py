@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_runtime.dispatcher import DispatchedTokens
+from moe_runtime.dispatch_handle import DispatchedTokens
 from moe_runtime.formats import FormatCode, QuantizedRows, TokenFormat
 from moe_runtime.geometry import ExchangeGeometry
 from moe_runtime.grouped import GroupedRows

@@ -48,10 +48,10 @@ TOKENS = ((96, 48, 7, 128), (33, 0, 128, 1), (128, 128, 128, 128), (5, 64, 0, 96
 PHASES = {
     "route": "each rank's router chooses the experts of its tokens",
     "dispatch_send": "tokens are quantized and stored in their experts' ranks",
-    "dispatch_wait": "rows are awaited and grouped, scales laid out for the GEMM",
+    "dispatch_recv": "rows are awaited and grouped, scales laid out for the GEMM",
     "experts": "GEMM gate and up, SwiGLU and requantize, GEMM down",
     "combine_send": "a rank's rows of a token are summed and stored at its home",
-    "combine_wait": "the rows that came home are awaited and summed",
+    "combine_recv": "the rows that came home are awaited and summed",
 }
 
 

@@ -29,7 +29,8 @@ from rich.markup import escape
 from rich.table import Table
 
 from moe_runtime.comm import nvshmem_world
-from moe_runtime.comm.bootstrap import RankGroup, choose_transport, init_from_env, shared_memory_directory
+from moe_runtime.comm.bootstrap import RankGroup, init_from_env, shared_memory_directory
+from moe_runtime.comm.transport import choose_transport
 from moe_runtime.config import MoELayerConfig, ParallelConfig, complaints, load_config
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels.runtime import INTERPRET, resolve_engine, runs_cuda

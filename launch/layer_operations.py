@@ -45,8 +45,8 @@ def exchange(bench: Bench) -> None:
     """
     dispatcher, geometry = bench.layer.dispatcher, bench.layer.dispatcher.geometry
     wanted = [name for name in ("dispatch", "combine") if name in bench.settings.operations]
-    leave_scales = bench.layer.leaves_scales
-    arrived = dispatcher.dispatch(*bench.turns[0], leave_scales=leave_scales)
+    scales_in_record = bench.layer.scales_in_record
+    arrived = dispatcher.dispatch(*bench.turns[0], scales_in_record=scales_in_record)
     rows_RH = checks.combine_input(arrived, bench.inputs)
     found = {"dispatch": checks.check_dispatch(arrived, bench.inputs)}
     y_TH = dispatcher.combine(rows_RH, arrived.handle)
@@ -62,7 +62,7 @@ def exchange(bench: Bench) -> None:
     work = {name: Work(statistics.mean(map(bounds.busiest_bytes, traffic[name]))) for name in traffic}
 
     def step(number: int, lap: Lap) -> None:
-        handle = dispatcher.dispatch(*bench.turn(number), leave_scales=leave_scales).handle
+        handle = dispatcher.dispatch(*bench.turn(number), scales_in_record=scales_in_record).handle
         lap("dispatch")
         dispatcher.combine(rows_RH, handle)
         lap("combine")
@@ -101,7 +101,7 @@ def gemm(bench: Bench) -> None:
     """Both grouped GEMMs on the rows that arrive in the first turn, beside torch's in bf16 where there is one."""
     experts, config = bench.experts, bench.layer.config
     inner, hidden, engine = config.intermediate_size, config.hidden_size, bench.context.gemm_engine
-    arrived = bench.layer.dispatcher.dispatch(*bench.turns[0], leave_scales=bench.layer.leaves_scales)
+    arrived = bench.layer.dispatcher.dispatch(*bench.turns[0], scales_in_record=bench.layer.scales_in_record)
     fmt = experts.intermediate_format
     assert fmt is not None and not isinstance(fmt, str)
     gate_up, down = (_rotated(w, bench.context.device) for w in (experts.gate_up, experts.down))

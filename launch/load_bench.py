@@ -121,9 +121,9 @@ def load(folder: Path, rank: int, ranks: int) -> dict[str, Any]:
             config = checkpoint.layer_config(layer, max_tokens_per_rank=1)
             mine = _mine(config.num_experts, rank, ranks)
             cpu = torch.device("cpu")
-            rooms = checkpoint.rooms(layer, config.weight_format, len(mine), cpu)
-            experts = checkpoint.experts(layer, mine, rooms)
-            kept.append(quantize_experts(experts, config, len(mine), cpu, rooms))
+            buffers = checkpoint.quant_buffers(layer, config.weight_format, len(mine), cpu)
+            experts = checkpoint.experts(layer, mine, buffers)
+            kept.append(quantize_experts(experts, config, len(mine), cpu, buffers))
     seconds = time.perf_counter() - began
     held = sum(weights.num_bytes for pair in kept for weights in pair)
     return {"seconds": seconds, "bytes": held, "peak_bytes": _peak_bytes()}

@@ -33,11 +33,11 @@ PHASE_COLOURS = {
     "route": "tab:gray",
     "dispatch_send": "tab:blue",
     "shared_expert": "tab:olive",
-    "dispatch_wait": "tab:cyan",
+    "dispatch_recv": "tab:cyan",
     "gate_up": "tab:green",
     "down": "yellowgreen",
     "combine_send": "tab:orange",
-    "combine_wait": "gold",
+    "combine_recv": "gold",
 }
 """Those that do not contain one another, in the order in which a step begins them."""
 

@@ -22,7 +22,8 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.counters import most_over_mean
 from moe_runtime.formats import ceil_div
 from moe_runtime.launch import cases, environment
-from moe_runtime.layer import MoELayer, context_from_config
+from moe_runtime.layer import MoELayer
+from moe_runtime.layer_build import context_from_config
 from moe_runtime.metrics import PhaseTimes
 from moe_runtime.placement import Placement
 from moe_runtime.plan import expert_starts

@@ -34,6 +34,7 @@ import torch
 
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
+from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.errors import RoutingError
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels import decoded_gemm, nvrtc
@@ -43,6 +44,7 @@ from moe_runtime.launch import cases as random_cases
 from moe_runtime.launch import environment
 from moe_runtime.launch.gemm_cases import GemmCase
 from moe_runtime.launch.gemm_data import make_rows, make_weights
+from moe_runtime.layer import MoELayer
 from moe_runtime.virtual import VirtualRanks
 from moe_runtime.weights import SILU
 
@@ -76,21 +78,21 @@ def cases() -> list[GemmCase]:
 MANY = {"max_tokens_per_rank": 1000, "num_experts": 500}
 """Tokens whose slots are counted in several chunks."""
 EXCHANGES: dict[str, dict[str, Any]] = {
-    "exchange nvfp4, bf16 home": {"token_format": "nvfp4", "mode": "indexed"},
-    "exchange nvfp4 packed, mxfp8 home": {"token_format": "nvfp4", "mode": "packed", "combine_format": "mxfp8"},
-    "exchange mxfp8, fp8_block home": {"token_format": "mxfp8", "mode": "indexed", "combine_format": "fp8_block"},
-    "exchange fp8_block on 3 SMs": {"token_format": "fp8_block", "mode": "packed", "num_sms": 3},
-    "exchange bf16, many tokens": {"token_format": "bf16", "mode": "packed"} | MANY,
-    "exchange nvfp4, many tokens": {"token_format": "nvfp4", "mode": "indexed"} | MANY,
+    "exchange nvfp4, bf16 home": {"token_format": "nvfp4", "mode": "gathered"},
+    "exchange nvfp4 contiguous, mxfp8 home": {"token_format": "nvfp4", "mode": "contiguous", "combine_format": "mxfp8"},
+    "exchange mxfp8, fp8_block home": {"token_format": "mxfp8", "mode": "gathered", "combine_format": "fp8_block"},
+    "exchange fp8_block on 3 SMs": {"token_format": "fp8_block", "mode": "contiguous", "num_sms": 3},
+    "exchange bf16, many tokens": {"token_format": "bf16", "mode": "contiguous"} | MANY,
+    "exchange nvfp4, many tokens": {"token_format": "nvfp4", "mode": "gathered"} | MANY,
 }
 """Settings of layers on two ranks."""
 RANKS = 2
 
 
 def exchange_config(name: str) -> MoELayerConfig:
-    """Of one of `EXCHANGES`."""
+    """Of one of `EXCHANGES`, but for its mode, which layers do not choose."""
     sizes = {"hidden_size": 256, "intermediate_size": 256, "num_experts": 96, "top_k": 3, "max_tokens_per_rank": 40}
-    return MoELayerConfig(**(sizes | EXCHANGES[name]))
+    return MoELayerConfig(**(sizes | {key: value for key, value in EXCHANGES[name].items() if key != "mode"}))
 
 
 def names() -> list[str]:
@@ -109,8 +111,14 @@ def run_cases(engine: str) -> None:
 
 def run_exchange(name: str, engine: str, device: str = "cuda") -> None:
     """Two steps of a layer on virtual ranks, then one with an expert id of rank 0 out of range."""
-    config = exchange_config(name)
-    with VirtualRanks(config, RANKS, lambda layer: layer.load_random(SEED), device=device, engine=engine) as ranks:
+    config, mode = exchange_config(name), EXCHANGES[name]["mode"]
+
+    def load(layer: MoELayer) -> None:
+        layer.dispatcher = TokenDispatcher.from_config(layer.context, config, mode=mode, agreed=True)
+        layer.dispatchers = {config.max_tokens_per_rank: layer.dispatcher}
+        layer.load_random(SEED)
+
+    with VirtualRanks(config, RANKS, load, device=device, engine=engine) as ranks:
         for step in range(3):
             steps = [
                 random_cases.step_inputs(layer, "zipf", SEED, rank, step, config.max_tokens_per_rank - rank)

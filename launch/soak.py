@@ -3,7 +3,7 @@
 `[torchrun --nproc-per-node=N] -m moe_runtime.launch.soak --config NAME --steps 20000` counts tokens that did not come
 home as they must (`launch/soak_steps.py`), bit for bit, and arrivals whose groups have wrong sizes; the second pass
 must give the same bits. Nothing waits for the device until the end, so steps follow each other as closely as they can.
-Where the transport allows it most steps are replays of a CUDA graph, one for each of the layer's step sizes, whose
+Where the transport allows it most steps are replays of a CUDA graph, one for each of the layer's token buckets, whose
 inputs are written in place.
 The exit code is 0 only if no rank found anything; 2 for a wrong argument or config.
 """
@@ -21,12 +21,12 @@ from typing import Any, NamedTuple, get_args
 import torch
 from rich.console import Console
 
-from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig
+from moe_runtime.config import CombineFormatName, FormatName, ModeName, MoELayerConfig, resolve_mode
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.launch import cases, environment
 from moe_runtime.launch.soak_steps import StepPlan, expected_offsets, expected_output, multiplying_experts
-from moe_runtime.layer import context_from_config
+from moe_runtime.layer_build import context_from_config
 
 KIND = "soak"
 """What the JSON says it is."""
@@ -159,11 +159,11 @@ class Soak:
         idx_TK: torch.Tensor,
         weights_TK: torch.Tensor,
         *,
-        leave_scales: bool = False,
+        scales_in_record: bool = False,
     ) -> Checked:
         """The tokens there and back, and what came back beside what must; nothing waits for the host."""
         dispatcher = self.dispatchers[size]
-        arrived = dispatcher.dispatch(x_TH, idx_TK, weights_TK, leave_scales=leave_scales)
+        arrived = dispatcher.dispatch(x_TH, idx_TK, weights_TK, scales_in_record=scales_in_record)
         y_TH = dispatcher.combine(multiplying_experts(arrived), arrived.handle)
         return self._checked(y_TH, arrived.group_offsets, x_TH, idx_TK, weights_TK)
 
@@ -187,12 +187,12 @@ class Soak:
         It leaves block scales where they were sent, if it can; steps that are launched kernel by kernel copy them.
         """
         buffers = (self.x_TH[:size], self.idx_TK[:size], self.weights_TK[:size])
-        leave_scales = self.dispatchers[size].can_leave_scales
-        self._exchange(size, *buffers, leave_scales=leave_scales)
+        scales_in_record = self.dispatchers[size].can_keep_scales_in_record
+        self._exchange(size, *buffers, scales_in_record=scales_in_record)
         graph = torch.cuda.CUDAGraph()
         # Other threads (a process group's watchdog) may call CUDA meanwhile.
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            checked = self._exchange(size, *buffers, leave_scales=leave_scales)
+            checked = self._exchange(size, *buffers, scales_in_record=scales_in_record)
 
         def replay() -> Checked:
             checked.y_TH.fill_(float("nan"))
@@ -208,17 +208,26 @@ def _folded(values: torch.Tensor) -> torch.Tensor:
     return ((flat + 1) * (torch.arange(flat.numel(), device=flat.device) * BITS + 1)).sum()
 
 
-def make_dispatchers(config: MoELayerConfig, context: ExpertParallelContext) -> dict[int, TokenDispatcher]:
-    """The exchanges of the layer that `config` describes, with contiguous experts and room for every row."""
-    return TokenDispatcher.of_all_sizes(context, config.replace(expert_row_capacity=None))
+def make_dispatchers(
+    config: MoELayerConfig, context: ExpertParallelContext, mode: ModeName = "auto"
+) -> dict[int, TokenDispatcher]:
+    """The dispatchers of the layer that `config` describes, without a placement and with capacity for every row."""
+    return TokenDispatcher.of_all_sizes(context, config.replace(expert_row_capacity=None), mode=mode)
 
 
-def report(results: list[SoakResult], config: MoELayerConfig, context: ExpertParallelContext, console: Console) -> None:
+def report(
+    results: list[SoakResult],
+    config: MoELayerConfig,
+    context: ExpertParallelContext,
+    console: Console,
+    mode: ModeName = "auto",
+) -> None:
     """Print what all ranks found."""
-    sizes = " or ".join(map(str, config.all_step_sizes))
+    rows = resolve_mode(mode, config.max_tokens_per_rank, config.token_format)
+    sizes = " or ".join(map(str, config.all_token_buckets))
     console.print(
         f"{PASSES} passes of {results[0].steps} steps, tokens {config.token_format}, combine {config.combine_format}, "
-        f"{config.resolved_mode}, steps of at most {sizes} tokens; "
+        f"{rows} rows, steps of at most {sizes} tokens; "
         f"{context.world_size} rank(s) on {context.device.type}, transport {context.transport}"
     )
     for rank, r in enumerate(results):
@@ -239,29 +248,29 @@ def work(options: argparse.Namespace) -> int:
     if options.tokens is not None and options.tokens < 1:
         raise ValueError(f"--tokens: expected at least 1, got {options.tokens}")
     environment.check_folder("--json", options.json)
-    names = {"token_format": options.format, "combine_format": options.combine_format, "mode": options.mode}
+    names = {"token_format": options.format, "combine_format": options.combine_format}
     changes: dict[str, Any] = {name: value for name, value in names.items() if value is not None}
     if options.format is not None:
         run = run.replace(layer=cases.with_token_format(run.layer, changes.pop("token_format")))
     if options.tokens is not None:
         changes["max_tokens_per_rank"], run = options.tokens, run.replace(tokens_per_rank=0)
-    if options.step_sizes is not None:
-        if min(options.step_sizes) < 1:
-            raise ValueError(f"--step-sizes: expected at least 1 each, got {min(options.step_sizes)}")
-        changes["step_sizes"] = tuple(options.step_sizes)
+    if options.token_buckets is not None:
+        if min(options.token_buckets) < 1:
+            raise ValueError(f"--token-buckets: expected at least 1 each, got {min(options.token_buckets)}")
+        changes["token_buckets"] = tuple(options.token_buckets)
     run = run.replace(layer=run.layer.replace(**changes))
     seed = run.seed if options.seed is None else options.seed
     environment.start(run)
     with context_from_config(run.parallel) as context:
-        mine = Soak(make_dispatchers(run.layer, context), seed, options.steps).run()
+        mine = Soak(make_dispatchers(run.layer, context, options.mode), seed, options.steps).run()
         results: list[SoakResult] = environment.gather(context, "results", mine)
         passed = all(result.passed for result in results)
-        report(results, run.layer, context, environment.console_of(context))
+        report(results, run.layer, context, environment.console_of(context), options.mode)
         if context.rank == 0 and options.json is not None:
             ranks = [asdict(result) | {"passed": result.passed} for result in results]
             record = environment.environment_record(context)
-            data = {"kind": KIND, "environment": record, "config": run.model_dump(), "seed": seed, "passed": passed}
-            environment.write_json(options.json, data | {"ranks": ranks})
+            data = {"kind": KIND, "environment": record, "config": run.model_dump(), "mode": options.mode}
+            environment.write_json(options.json, data | {"seed": seed, "passed": passed, "ranks": ranks})
     return 0 if passed else 1
 
 
@@ -272,10 +281,13 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--steps", type=int, default=20000, metavar="N", help="steps of each pass (default: 20000)")
     parser.add_argument("--seed", type=int, metavar="N", help="instead of the config's")
     parser.add_argument("--tokens", type=int, metavar="N", help="max_tokens_per_rank, instead of the config's")
-    parser.add_argument("--step-sizes", type=int, nargs="+", metavar="N", help="step_sizes, instead of the config's")
+    buckets = "token_buckets, instead of the config's"
+    parser.add_argument("--token-buckets", "--step-sizes", type=int, nargs="+", metavar="N", help=buckets)
     parser.add_argument("--format", choices=get_args(FormatName), help="of tokens, instead of the config's")
     parser.add_argument("--combine-format", choices=get_args(CombineFormatName), help="instead of the config's")
-    parser.add_argument("--mode", choices=("auto", "indexed", "packed"), help="instead of the config's")
+    parser.add_argument(
+        "--mode", choices=("auto", "contiguous", "gathered"), default="auto", help="how rows lie after dispatch"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="where rank 0 writes the results")
     options = parser.parse_args(arguments)
     return environment.run_program("soak", lambda: work(options), debug=options.debug)

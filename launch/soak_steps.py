@@ -16,7 +16,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_runtime.dispatcher import DispatchedTokens
+from moe_runtime.dispatch_handle import DispatchedTokens
 from moe_runtime.geometry import ExchangeGeometry
 from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.reference_exchange import owners_of

@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from moe_runtime.dispatcher import CombineSink
+from moe_runtime.dispatch_handle import CombineSink
 from moe_runtime.experts import Experts
 from moe_runtime.formats import TokenFormat, ceil_div
 from moe_runtime.grouped import GroupedRows
@@ -87,8 +87,8 @@ class UnfusedLayer:
         """bf16 `[T, H]`; nothing waits for the host. Collective."""
         dispatcher = self.layer.dispatcher
         how: dict[str, Any] = {"engine": self.experts.engine, "num_sms": self.experts.num_sms}
-        leave = self.layer.leaves_scales and isinstance(self.gate_up, PreparedWeights)
-        arrived = dispatcher.dispatch(x_TH, topk_idx_TK, topk_weights_TK, leave_scales=leave)
+        leave = self.layer.scales_in_record and isinstance(self.gate_up, PreparedWeights)
+        arrived = dispatcher.dispatch(x_TH, topk_idx_TK, topk_weights_TK, scales_in_record=leave)
         sink = CombineSink(arrived.handle)
         if rows.count:
             both_RN = grouped_gemm(arrived, self.gate_up, **how)[: rows.count]

@@ -7,16 +7,20 @@ Layers, from the top; a module imports from its own layer or from those below it
     parallel, virtual, launch.*
     conversion
     converted_experts
-    layer, warming, step, calibration
-    replacement, mover, slots
-    dispatcher, experts, checkpoint, router, shared_expert, reference, ops
+    layer, calibration
+    layer_build, layer_arguments, step, warming, replacement
+    mover, slots
+    dispatcher, experts, checkpoint, transformers_models, router, shared_expert, reference, ops
+    dispatch_handle, exchange_arguments, exchange_backend
     expert_readers
     loading, checkpoint_layouts, folder_lock, fixed_dtypes
-    op_weights, op_inputs, op_scales, op_arguments
+    op_weights, op_inputs, op_scales, op_arguments, max_token_format
     context, counters, memory, peers
-    kernels.*, comm.*, prepared, weights, token_format, geometry
+    context_agreement, context_regions, context_threads, context_transport
+    kernels.*, comm.*, prepared, weights, record, geometry
     tensor_files, tensor_writer
     moves, placement, grouped, plan, formats, families, config, errors, arguments, compiling, metrics, progress
+    deprecation
 """
 
 from __future__ import annotations
@@ -29,7 +33,8 @@ if TYPE_CHECKING:
     from moe_runtime.config import MoELayerConfig, ParallelConfig, RouterConfig, RunConfig, load_config
     from moe_runtime.context import ExpertParallelContext
     from moe_runtime.counters import LayerCounters, LayerCounts, imbalance
-    from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher
+    from moe_runtime.dispatch_handle import CombineSink, DispatchedTokens, DispatchHandle
+    from moe_runtime.dispatcher import TokenDispatcher
     from moe_runtime.errors import (
         CapacityError,
         MoERuntimeError,
@@ -44,12 +49,14 @@ if TYPE_CHECKING:
     from moe_runtime.grouped import GroupedRows
     from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
     from moe_runtime.layer import MoELayer
+    from moe_runtime.max_token_format import NVFP4TokenFormat
     from moe_runtime.memory import reserved_bytes
-    from moe_runtime.parallel import ExpertParallel, apply_expert_parallel, without_experts
+    from moe_runtime.parallel import ExpertParallel, apply_expert_parallel
     from moe_runtime.placement import Placement, plan_placement
     from moe_runtime.prepared import PreparedWeights
+    from moe_runtime.record import RecordLayout
     from moe_runtime.router import Router
-    from moe_runtime.token_format import NVFP4TokenFormat, RecordLayout
+    from moe_runtime.transformers_models import without_experts
     from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
 
 __version__ = "0.1.0"
@@ -102,9 +109,9 @@ __all__ = [
 _MODULE_OF = {
     "FORMATS": "formats",
     "CapacityError": "errors",
-    "CombineSink": "dispatcher",
-    "DispatchHandle": "dispatcher",
-    "DispatchedTokens": "dispatcher",
+    "CombineSink": "dispatch_handle",
+    "DispatchHandle": "dispatch_handle",
+    "DispatchedTokens": "dispatch_handle",
     "ExpertParallel": "parallel",
     "ExpertParallelContext": "context",
     "ExpertWeights": "weights",
@@ -116,14 +123,14 @@ _MODULE_OF = {
     "MoELayer": "layer",
     "MoELayerConfig": "config",
     "MoERuntimeError": "errors",
-    "NVFP4TokenFormat": "token_format",
+    "NVFP4TokenFormat": "max_token_format",
     "ParallelConfig": "config",
     "PeerAbortedError": "errors",
     "PeerTimeoutError": "errors",
     "Placement": "placement",
     "PreparedWeights": "prepared",
     "QuantizedRows": "formats",
-    "RecordLayout": "token_format",
+    "RecordLayout": "record",
     "Router": "router",
     "RouterConfig": "config",
     "RoutingError": "errors",
@@ -141,7 +148,7 @@ _MODULE_OF = {
     "plan_placement": "placement",
     "quantize_rows": "kernels.quantize",
     "reserved_bytes": "memory",
-    "without_experts": "parallel",
+    "without_experts": "transformers_models",
 }
 
 

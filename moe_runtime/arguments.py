@@ -1,4 +1,4 @@
-"""Checks that functions of all layers make of their arguments: a mistake is a `ValueError` that names the argument."""
+"""Argument checks for all modules. A mistake is a `ValueError` that names the argument."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ def check_is_tensor(name: str, value: object) -> torch.Tensor:
 
 
 def check_no_grad(name: str, tensor: torch.Tensor) -> None:
-    """Raise `ValueError` where a gradient is wanted of what has none."""
+    """Raise `ValueError` if autograd would need a gradient through `tensor`."""
     if tensor.requires_grad and torch.is_grad_enabled():
         how = "for inference only: detach it or use no_grad"
         raise ValueError(f"{name}: requires grad, expected no gradient ({how}), got requires_grad=True")

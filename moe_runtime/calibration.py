@@ -1,4 +1,4 @@
-"""Largest inputs of the two products of a layer's experts, from tokens that are run through it without quantization."""
+"""Calibrates NVFP4 activations: runs tokens through a layer unquantized and records the largest inputs of its GEMMs."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ from moe_runtime.router import Router
 
 @dataclass(frozen=True)
 class Calibration:
-    """Largest magnitudes that were seen: in the tokens of a layer, and in what its experts make of them between the
-    products."""
+    """Largest magnitudes of a layer's tokens, and of the intermediate of its experts."""
 
     token_amax: float
     intermediate_amax: float
@@ -31,7 +30,7 @@ class Calibration:
 
     @property
     def token_gsf(self) -> float:
-        """Encode scale that maps `token_amax` to the largest NVFP4 number, `MAX_ENCODE_SCALE` at most."""
+        """Encode scale that maps `token_amax` to the largest NVFP4 number, at most `MAX_ENCODE_SCALE`."""
         return _gsf(self.token_amax)
 
     @property
@@ -45,7 +44,7 @@ def calibrate(
 ) -> Calibration:
     """Run tokens through the router and the experts of a checkpoint's layer, in fp32 without quantization.
 
-    Experts are read one at a time; quantized ones count as what they read back as.
+    Experts are read one at a time. Quantized ones are dequantized.
 
     Args:
         path: folder of the checkpoint.
@@ -54,7 +53,7 @@ def calibrate(
         device: where to compute.
 
     Raises:
-        ValueError: as `Checkpoint`; a batch of another shape; tokens that are all 0 or not finite.
+        ValueError: as `Checkpoint`; a batch of another shape; tokens that are all 0, or not finite.
     """
     with Checkpoint(path) as checkpoint:
         config = checkpoint.layer_config(layer, max_tokens_per_rank=1, token_format="bf16", weight_format="bf16")

@@ -1,8 +1,8 @@
-"""MoE layers of checkpoints in HuggingFace's folders, in the namings and layouts that their makers write.
+"""Reads the MoE layers of checkpoints in HuggingFace folders, in the names and layouts that model makers use.
 
 A folder holds `config.json` and either `model.safetensors` or shards with `model.safetensors.index.json`. The family of
-the model (`moe_runtime.families`) and how its experts are stored (`moe_runtime.checkpoint_layouts`) are found from
-`config.json` and, where it is there, `hf_quant_config.json`.
+the model (`moe_runtime.families`) and the layout of its experts (`moe_runtime.checkpoint_layouts`) follow from
+`config.json` and, if present, `hf_quant_config.json`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from typing import Any
 import torch
 from safetensors.torch import save_file
 
-from moe_runtime import formats
 from moe_runtime.checkpoint_layouts import (
     CONFIG_FILE,
     EXPERTS_KEY,
@@ -40,15 +39,15 @@ from moe_runtime.families import (
     layer_config,
     moe_layers,
 )
-from moe_runtime.formats import WEIGHT_FORMATS, token_formats_for
-from moe_runtime.loading import FRESH, ExpertTensors, QuantRoom, Rooms
+from moe_runtime.formats import WEIGHT_FORMATS, format_named, token_formats_for, weight_format_named
+from moe_runtime.loading import FRESH, ExpertTensors, QuantBuffer, QuantBuffers
 from moe_runtime.tensor_files import INDEX_FILE, SINGLE_FILE, TensorFiles, read_json, write_json
 from moe_runtime.weights import GateUpOrder
 
 
 @dataclass(frozen=True)
 class RouterTensors:
-    """The gate of a layer: weight `[E, H]`, and the biases `[E]` that its family has; bf16 or fp32."""
+    """The router of a layer: weight `[E, H]`, and the biases `[E]` of its family; bf16 or fp32."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -59,7 +58,7 @@ class RouterTensors:
 class SharedExpertTensors:
     """A shared expert: `gate_proj` and `up_proj` `[S, H]`, `down_proj` `[H, S]`, and the gate `[1, H]` of gated ones.
 
-    bf16; fp32 where they are stored so, or quantized.
+    bf16; fp32 if they are stored so, or quantized.
     """
 
     gate_proj: torch.Tensor
@@ -69,20 +68,20 @@ class SharedExpertTensors:
 
 
 class Checkpoint:
-    """A folder, open for reading; a context manager. Nothing is read before it is asked for but its JSON files.
+    """A checkpoint folder, open for reading; a context manager. Tensors are read only on request.
 
     Attributes:
         folder: its path.
         config: the parsed `config.json`.
-        family: of the model.
-        quantization: what it says of its routed experts.
+        family: the family of the model.
+        quantization: how its routed experts are quantized.
         files: its tensors.
 
     Raises:
-        ValueError: naming file and key: a JSON file that is missing or broken, a family or a way to quantize that is
-            not read. All methods raise it too: naming file, key and linear where those of the layer in question are
-            quantized in a way that is not read, file and tensor where a tensor or a shard is missing, a file is cut
-            off, a shape or dtype is not what `config.json` says, or a scale is NaN.
+        ValueError: a JSON file that is missing or broken, an unknown family or quantization method; names file and
+            key. All methods raise it too: for linears of the layer with an unknown quantization (names file, key and
+            linear); for a missing tensor or shard, a truncated file, a shape or dtype other than in `config.json`,
+            or a NaN scale (names file and tensor).
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -106,20 +105,20 @@ class Checkpoint:
 
     @cached_property
     def rest(self) -> Quantization:
-        """What it says of its other linears, shared experts among them."""
+        """How its other linears are quantized, shared experts among them."""
         others = {key: value for key, value in self.config.items() if key != EXPERTS_KEY}
         return Quantization.of(self.folder, others, stacked=self.family is GPT_OSS)
 
     def layer_config(self, layer: int, **overrides: Any) -> MoELayerConfig:
-        """Decoder layer `layer` as the JSON files describe it; the rest comes from `overrides`.
+        """Decoder layer `layer` as the JSON files describe it. `overrides` set the other fields.
 
-        `max_tokens_per_rank` has no default and must be among the overrides. Formats that are not given (or None) are
-        those of `choose_formats`; an `intermediate_gsf` that is not given is the checkpoint's, of all experts of the
-        layer the least. A whole config may be given (`**config.model_dump()`) to check that it fits the checkpoint.
+        They must have `max_tokens_per_rank`, which has no default. Formats default to `choose_formats`, and
+        `intermediate_gsf` to the smallest one stored for the layer's experts. A whole config
+        (`**config.model_dump()`) checks that it fits the checkpoint.
 
         Raises:
-            ValueError: naming file and key, also for a layer without experts, for values that `MoELayerConfig`
-                refuses, and for overrides that contradict the checkpoint.
+            ValueError: a layer without experts, values that `MoELayerConfig` refuses, or overrides that contradict the
+                checkpoint; names file and key.
         """
         self.check_layer(layer)
         asked = overrides.get("token_format"), overrides.get("weight_format")
@@ -131,18 +130,18 @@ class Checkpoint:
         )
 
     def check_fits(self, config: MoELayerConfig, *, but_for: Collection[str] = ()) -> None:
-        """Raise `ValueError` naming the field, of all but those in `but_for`, where `config` contradicts `config.json`.
+        """Raise `ValueError` naming the field if `config` contradicts `config.json`, except in the fields `but_for`.
 
-        Formats, and `intermediate_gsf`, may be others than the checkpoint's.
+        Formats and `intermediate_gsf` may differ from the checkpoint's.
         """
         fields = {name: value for name, value in config.model_dump().items() if name not in but_for}
         layer_config(self.config, source=self._source, **fields)
 
     def digests(self, layer: int | None = None) -> dict[str, str]:
-        """What must be equal on ranks that read one checkpoint (`TensorFiles.file_digests`).
+        """Hashes that must be equal on ranks that read one checkpoint (`TensorFiles.file_digests`).
 
-        With a `layer` also that of its gate, which every rank reads and which tells one training of a model from
-        another, and those of the headers of the files that hold its experts, all of which must be there.
+        A `layer` adds the hash of its router, which differs between trainings of one model, and those of the headers
+        of the files with its experts, which must all be there.
         """
         found = self.files.file_digests((CONFIG_FILE, MODELOPT_FILE))
         if layer is not None:
@@ -158,37 +157,37 @@ class Checkpoint:
             raise ValueError(f"layer: {self._source} says that layer {layer} has no experts")
 
     def stored_of(self, layer: int) -> StoredExperts:
-        """How the experts of a layer are stored: as is said of all of them, or plain where they were left out."""
+        """How the experts of a layer are stored: as the JSON files say, or plain if not quantized."""
         if layer not in self._stored:
             self._stored[layer] = self._find_stored(layer)
         return self._stored[layer]
 
     def _find_stored(self, layer: int) -> StoredExperts:
         names, experts = self.names(layer), range(self._sizes().num_experts)
-        said = self.quantization.stored(names.linears(0))
-        if said.layout.stacked and names.stacks[0] in self.files:
+        stored = self.quantization.stored(names.linears(0))
+        if stored.layout.stacked and names.stacks[0] in self.files:
             return StoredExperts(PLAIN_STACKED, "bf16")
         if self.family is not GPT_OSS and names.stacks[0] in self.files:
             return StoredExperts(PLAIN_FUSED, "bf16")
         linears = [prefix for expert in experts for prefix in names.linears(expert)]
-        layout = layout_of(self.files, said.layout, linears)
-        if layout is not said.layout:
+        layout = layout_of(self.files, stored.layout, linears)
+        if layout is not stored.layout:
             return StoredExperts(layout, "bf16")
         if layout.scale is not None:
             self.quantization.check_block(linears, names.block)
-        return said
+        return stored
 
     def moe_layers(self) -> list[int]:
         """Decoder layers with routed experts, those for multi-token prediction included."""
         return moe_layers(self.config, source=self._source)
 
     def has_experts(self, layer: int) -> bool:
-        """Whether there are tensors of a layer's experts: layers for multi-token prediction may be left out."""
+        """Whether the checkpoint holds a layer's experts; layers for multi-token prediction may be left out."""
         block = f"{self.names(layer).block}."
         return any(name.startswith(block) for name in self.files.names())
 
     def names(self, layer: int) -> ExpertNames:
-        """Where the experts of a layer are."""
+        """The names of a layer's experts."""
         block = f"{self._block(layer)}.experts"
         if self.family is MIXTRAL:
             return ExpertNames(block, "w1", "w3", "w2")
@@ -197,7 +196,7 @@ class Checkpoint:
         return ExpertNames(block)
 
     def reader(self, layer: int) -> ExpertReader:
-        """Reads the experts of a layer."""
+        """A reader of the experts of a layer."""
         self.check_layer(layer)
         sizes = self._sizes()
         layout = self.stored_of(layer).layout
@@ -206,13 +205,13 @@ class Checkpoint:
         )
 
     def experts(
-        self, layer: int, expert_ids: Sequence[int], rooms: Rooms = FRESH
+        self, layer: int, expert_ids: Sequence[int], buffers: QuantBuffers = FRESH
     ) -> Generator[ExpertTensors, None, None]:
         """Experts of a layer one by one, in the order of `expert_ids`, as they are stored.
 
-        `rooms` make the memory of the quants of gate-and-up and of down, as `torch.empty` does.
+        `buffers` allocate the quants of gate-and-up and of down, as `torch.empty` does.
 
-        Raises `ValueError` also for an expert that `config.json` does not have, and for tensors beside the experts'.
+        Raises `ValueError` also for an expert that `config.json` does not have, and for unexpected tensors.
         """
         reader = self.reader(layer)
         for expert in expert_ids:
@@ -221,17 +220,20 @@ class Checkpoint:
                     f"expert_ids: {self._source} says {reader.num_experts} experts, asked for expert {expert}"
                 )
         reader.check_names()
-        yield from reader.experts(expert_ids, rooms)
+        yield from reader.experts(expert_ids, buffers)
 
-    def rooms(self, layer: int, weight_format: str, count: int, device: torch.device) -> Rooms:
-        """Memory to read the quants of `count` experts into: that in which they stay, where a layer with weights in
-        `weight_format` on `device` has them as they are stored."""
+    def quant_buffers(self, layer: int, weight_format: str, count: int, device: torch.device) -> QuantBuffers:
+        """Allocators for the quants of `count` experts.
+
+        If a layer with `weight_format` on `device` keeps quants as they are stored, they are read into their final
+        place.
+        """
         if device.type != "cpu" or not self.reader(layer).holds(WEIGHT_FORMATS[weight_format]):
             return FRESH
-        return QuantRoom(count), QuantRoom(count)
+        return QuantBuffer(count), QuantBuffer(count)
 
     def router(self, layer: int) -> RouterTensors:
-        """The gate of a layer, with its biases."""
+        """The router of a layer, with its biases."""
         self.check_layer(layer)
         sizes = self._sizes()
         gate = self._gate(layer)
@@ -244,7 +246,7 @@ class Checkpoint:
         )
 
     def shared_expert(self, layer: int) -> SharedExpertTensors | None:
-        """The shared expert of a layer; None where the model has none."""
+        """The shared expert of a layer; None if the model has none."""
         self.check_layer(layer)
         sizes = self._sizes()
         shared: SharedExpertConfig | None = sizes.shared_expert
@@ -286,18 +288,18 @@ class Checkpoint:
 def choose_formats(
     stored: StoredExperts, token_format: str | None = None, weight_format: str | None = None
 ) -> tuple[str, str]:
-    """Formats of tokens and weights where one or none of them is asked for: what the checkpoint holds, if that goes.
+    """Formats of tokens and weights, where None asks for the checkpoint's if possible.
 
-    Weights stay as they are stored wherever tokens in `token_format` can be multiplied with them, else they take that
-    format. Tokens take the format that the checkpoint is meant for wherever it goes with `weight_format`, else the one
-    that does. So weights that were quantized alone keep bf16 tokens.
+    Weights stay as stored if they go with `token_format`, else they take that format. Tokens take the format that the
+    checkpoint is meant for if it goes with `weight_format`, else one that does. Weight-only quantization keeps bf16
+    tokens.
 
-    Raises `ValueError` naming the argument that is not the name of a format.
+    Raises `ValueError` naming the argument that is no format.
     """
     if token_format is not None:
-        formats.token_format(token_format, "token_format")
+        format_named(token_format, "token_format")
     if weight_format is not None:
-        formats.weight_format(weight_format, "weight_format")
+        weight_format_named(weight_format, "weight_format")
     held = stored.layout.format.name
     if weight_format is None:
         token_format = token_format or stored.token_format
@@ -309,7 +311,7 @@ def choose_formats(
 
 
 def opened(checkpoint: Checkpoint | str | Path) -> AbstractContextManager[Checkpoint]:
-    """For a `with`: the checkpoint at a path, closed in the end, or one that is open already, and stays so.
+    """For a `with` statement: opens and closes the checkpoint at a path; an open checkpoint is left open.
 
     Raises `ValueError` for anything else, and as `Checkpoint`.
     """
@@ -323,10 +325,10 @@ def opened(checkpoint: Checkpoint | str | Path) -> AbstractContextManager[Checkp
 def write_qwen3_moe_checkpoint(
     path: str | Path, config: MoELayerConfig, seed: int, num_layers: int = 1, num_shards: int = 1
 ) -> None:
-    """Write a synthetic checkpoint of `num_layers` MoE layers (attention and embeddings are left out).
+    """Write a synthetic checkpoint of `num_layers` MoE layers, without attention and embeddings.
 
-    Weights are normal with variance 1 / fan-in, as trained ones are to within a small factor, so that unit tokens
-    give logits, gates and outputs of order 1. One shard gives `model.safetensors`, more give an index.
+    Weights are normal with variance 1 / fan-in, close to trained ones, so that unit tokens give logits, gates and
+    outputs of order 1. One shard makes `model.safetensors`; several make an index too.
     """
     plain = config.router == RouterConfig(renormalize=config.router.renormalize)
     if not plain or config.activation != ActivationConfig() or config.expert_bias or config.shared_expert is not None:

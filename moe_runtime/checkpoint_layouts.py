@@ -1,8 +1,8 @@
 """How checkpoints store the weight of a linear, as data, and which of these layouts a `config.json` means.
 
-Every layout is one for 4-, 8- or 16-bit weights that public programs write. A weight reads back as
-`quants * block scale * second-level scale`; some layouts store the second-level scale, some the number to DIVIDE by.
-Low nibble is the even column in all of them.
+Every layout is one that public programs write, for 4-, 8- or 16-bit weights. A weight reads back as
+`quants * block scale * second-level scale`. Some layouts store the second-level scale, others its inverse. The low
+nibble is always the even column.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from moe_runtime.tensor_files import read_json
 CONFIG_FILE = "config.json"
 MODELOPT_FILE = "hf_quant_config.json"
 EXPERTS_KEY = "expert_quantization_config"
-"""Key of `config.json` that describes the experts where the rest of the model is quantized otherwise, in the words of
-`quantization_config`. `launch.convert` writes it; other programs do not know it."""
+"""Key of `config.json` that describes the experts, in the form of `quantization_config`, if the rest of the model is
+quantized otherwise. `launch.convert` writes it; other programs do not know it."""
 
 
 @dataclass(frozen=True)
 class ScaleName:
-    """A second-level scale: the last part of its tensor's name, and whether it divides (an encode scale)."""
+    """A second-level scale: the last part of its tensor's name, and whether to divide by it (an encode scale)."""
 
     suffix: str
     divides: bool
@@ -37,16 +37,16 @@ class WeightLayout:
     """The tensors of one linear `[N, K]`.
 
     Attributes:
-        name: for messages.
+        name: its name in messages.
         format: number format of the quants.
         weight: last part of the name of the quants.
         scale: last part of the name of the block scales, `[N, V]` linear, in `fp8_block` `[ceil(N/128), ceil(K/128)]`;
-            None where there are none.
-        scale_dtypes: what dtypes these may have, in the words of safetensors.
+            None if there are none.
+        scale_dtypes: possible dtypes of the block scales, as safetensors names them.
         weight_scale: second-level scale of the weight, fp32, one number.
-        input_scale: that of what it is multiplied with, as far as it was calibrated.
-        stacked: the experts of a layer lie in one tensor each for gate and up, and for down, as in gpt-oss.
-        transposed: each of them as `[K, N]`.
+        input_scale: second-level scale of the linear's input, if calibrated.
+        stacked: the experts of a layer share two tensors, one of gate and up and one of down, as in gpt-oss.
+        transposed: each of these holds experts as `[K, N]`.
     """
 
     name: str
@@ -61,14 +61,14 @@ class WeightLayout:
 
     @property
     def quant_dtypes(self) -> tuple[str, ...]:
-        """What dtypes the quants may have, in the words of safetensors."""
+        """Possible dtypes of the quants, as safetensors names them."""
         return {16: ("BF16", "F32"), 8: ("F8_E4M3",), 4: ("U8",)}[self.format.element_bits]
 
 
 PLAIN = WeightLayout("plain", BF16)
 PLAIN_STACKED = WeightLayout("plain, stacked", BF16, stacked=True, transposed=True)
 PLAIN_FUSED = WeightLayout("plain, fused", BF16, stacked=True)
-"""What transformers 5 has in memory, of all families but gpt-oss; saved with `save_original_format=False`."""
+"""As transformers 5 has experts in memory, except gpt-oss; saved with `save_original_format=False`."""
 MODELOPT_NVFP4 = WeightLayout(
     "modelopt nvfp4",
     NVFP4,
@@ -105,9 +105,9 @@ class StoredExperts:
     """How the experts of a layer are stored.
 
     Attributes:
-        layout: of each weight.
-        token_format: of the tokens that the checkpoint is meant for: that of the weights, bf16 where only weights were
-            quantized.
+        layout: layout of each weight.
+        token_format: token format that the checkpoint is meant for: that of the weights, or bf16 for weight-only
+            quantization.
     """
 
     layout: WeightLayout
@@ -116,46 +116,46 @@ class StoredExperts:
 
 @dataclass(frozen=True)
 class Quantization:
-    """What a checkpoint says of how its linears are quantized; each may be in a way of its own.
+    """How the linears of a checkpoint are quantized; each may differ.
 
     Attributes:
-        file: the JSON file that says it.
-        said: the words of a `quantization_config`; None where there are none.
-        stacked: the model's own experts are stacked, as those of gpt-oss are.
+        file: the JSON file that describes it.
+        quant_config: its `quantization_config`; None if there is none.
+        stacked: the model's plain experts are stacked, as in gpt-oss.
     """
 
     file: Path
-    said: Mapping[str, Any] | None
+    quant_config: Mapping[str, Any] | None
     stacked: bool = False
 
     @classmethod
     def of(cls, folder: Path, config: Mapping[str, Any], *, stacked: bool = False) -> Quantization:
-        """That of `config`, the parsed `config.json` of `folder`, or of the `hf_quant_config.json` beside it.
+        """Read it from `config`, the parsed `config.json` of `folder`, or from its `hf_quant_config.json`.
 
         Raises:
-            ValueError: no object, or a method that is not read; names file and key.
+            ValueError: no object, or an unknown method; names file and key.
         """
         file = folder / CONFIG_FILE
-        said = config.get(EXPERTS_KEY, config.get("quantization_config"))
+        quant_config = config.get(EXPERTS_KEY, config.get("quantization_config"))
         if EXPERTS_KEY not in config and (folder / MODELOPT_FILE).is_file():
             file = folder / MODELOPT_FILE
-            said = {"quant_method": "modelopt", **_mapping(file, read_json(file), "quantization")}
-        if said is not None and not isinstance(said, Mapping):
-            raise ValueError(f"{file}: quantization_config: expected an object, got {said!r}")
+            quant_config = {"quant_method": "modelopt", **_mapping(file, read_json(file), "quantization")}
+        if quant_config is not None and not isinstance(quant_config, Mapping):
+            raise ValueError(f"{file}: quantization_config: expected an object, got {quant_config!r}")
         known = (*_METHODS, *(("mxfp4",) if stacked else ()))
-        if said is not None and said.get("quant_method") not in known:
+        if quant_config is not None and quant_config.get("quant_method") not in known:
             raise ValueError(
-                f"{file}: quant_method: expected one of {', '.join(known)}, got {said.get('quant_method')!r}"
+                f"{file}: quant_method: expected one of {', '.join(known)}, got {quant_config.get('quant_method')!r}"
             )
-        return cls(file, said, stacked)
+        return cls(file, quant_config, stacked)
 
     def stored(self, names: Sequence[str]) -> StoredExperts:
-        """How the linears `names`, such as `model.layers.0.mlp.experts.0.up_proj`, are stored; what others are does
-        not count. Linears that are left out are plain.
+        """How the linears `names` of one layer, such as `model.layers.0.mlp.experts.0.up_proj`, are stored.
+
+        Linears that are left out of quantization are plain.
 
         Raises:
-            ValueError: a quantization that is not read, or one of other block sizes, or several ways for `names`, which
-                are those of one layer; names file, key and linear.
+            ValueError: an unknown quantization, other block sizes, or `names` that differ; names file, key and linear.
         """
         found = [self._stored(name) for name in names]
         for name, one in zip(names, found, strict=True):
@@ -167,34 +167,34 @@ class Quantization:
         return found[0]
 
     def check_block(self, names: Sequence[str], block: str) -> None:
-        """Raise `ValueError`, as `stored`, unless the linears `names`, all within `block`, are stored in one way.
+        """Raise `ValueError`, as `stored`, unless the linears `names`, all within `block`, are stored alike.
 
-        Looks no further where one way alone is said: of linears that are left out of it, the tensors tell.
+        A config with a single scheme needs no look at each linear: the tensors show which are left out of it.
         """
-        said = self.said or {}
-        if said.get("quant_method") == "modelopt" and "quantized_layers" in said:
+        quant_config = self.quant_config or {}
+        if quant_config.get("quant_method") == "modelopt" and "quantized_layers" in quant_config:
             self.stored(names)
-        elif said.get("quant_method") == "compressed-tensors" and (
-            len(groups := said["config_groups"]) > 1 or said.get("transform_config")
+        elif quant_config.get("quant_method") == "compressed-tensors" and (
+            len(groups := quant_config["config_groups"]) > 1 or quant_config.get("transform_config")
         ):
             near = {key: group | {"targets": _within(block, group.get("targets"))} for key, group in groups.items()}
             # A group without targets means all linears.
             near = {key: group for key, group in near.items() if group["targets"] or not groups[key].get("targets")}
-            less = {"config_groups": near, "ignore": _within(block, said.get("ignore"))}
-            replace(self, said={**said, **less}).stored(names)
+            less = {"config_groups": near, "ignore": _within(block, quant_config.get("ignore"))}
+            replace(self, quant_config={**quant_config, **less}).stored(names)
 
     def _stored(self, name: str) -> StoredExperts:
         plain = StoredExperts(PLAIN_STACKED if self.stacked else PLAIN, "bf16")
-        if self.said is None:
+        if self.quant_config is None:
             return plain
-        method = self.said["quant_method"]
+        method = self.quant_config["quant_method"]
         if method == "mxfp4":
             return StoredExperts(GPT_OSS_MXFP4, "bf16")
-        return _METHODS[method](self.file, self.said, name) or plain
+        return _METHODS[method](self.file, self.quant_config, name) or plain
 
 
 def _within(block: str, targets: Sequence[str] | None) -> list[str]:
-    """`targets` without the names of linears elsewhere: a config may list each of a model."""
+    """`targets` without names of linears outside `block`: a config may list every linear of a model."""
     return [target for target in targets or () if target.startswith(("re:", f"{block}.")) or target == "Linear"]
 
 
@@ -202,28 +202,31 @@ def _words(stored: StoredExperts) -> str:
     return f"{stored.layout.name} (for {stored.token_format} tokens)"
 
 
-def _fp8(file: Path, said: Mapping[str, Any], name: str) -> StoredExperts:
-    """Which linears are left out is seen from their tensors."""
-    _expect(file, "weight_block_size", said.get("weight_block_size"), [128, 128])
-    _expect(file, "activation_scheme", said.get("activation_scheme", "dynamic"), "dynamic")
-    _expect(file, "fmt", said.get("fmt", "e4m3"), "e4m3")
+def _fp8(file: Path, quant_config: Mapping[str, Any], name: str) -> StoredExperts:
+    """`quant_method: fp8`. The tensors show which linears are left out."""
+    _expect(file, "weight_block_size", quant_config.get("weight_block_size"), [128, 128])
+    _expect(file, "activation_scheme", quant_config.get("activation_scheme", "dynamic"), "dynamic")
+    _expect(file, "fmt", quant_config.get("fmt", "e4m3"), "e4m3")
     return StoredExperts(FP8_BLOCKS, "fp8_block")
 
 
-def _modelopt(file: Path, said: Mapping[str, Any], name: str) -> StoredExperts | None:
-    """What `quant_algo` says of all that is not left out, or `quantized_layers` of the linear or of what it is in; None
-    where it stays plain."""
-    cache = said.get("kv_cache_quant_algo") or said.get("kv_cache_scheme")
-    key, recipe = "quant_algo", said
-    if said.get("quant_algo") == "MIXED_PRECISION":
-        key, listed = "quantized_layers", _mapping(file, said, "quantized_layers")
+def _modelopt(file: Path, quant_config: Mapping[str, Any], name: str) -> StoredExperts | None:
+    """`quant_method: modelopt`: by `quant_algo`, or by `quantized_layers` for the linear or a module that it is in.
+
+    None if the linear stays plain.
+    """
+    cache = quant_config.get("kv_cache_quant_algo") or quant_config.get("kv_cache_scheme")
+    key, recipe = "quant_algo", quant_config
+    if quant_config.get("quant_algo") == "MIXED_PRECISION":
+        key, listed = "quantized_layers", _mapping(file, quant_config, "quantized_layers")
         above = [module for module in _with_parents(name) if module in listed]
         if not above:
             return None
         recipe = _mapping(file, listed, above[-1])
-    elif said.get("quant_algo") is None and cache:
+    elif quant_config.get("quant_algo") is None and cache:
         return None
-    if _is_left_out(name, _strings(file, "exclude_modules" if "exclude_modules" in said else "ignore", said)):
+    ignored = "exclude_modules" if "exclude_modules" in quant_config else "ignore"
+    if _is_left_out(name, _strings(file, ignored, quant_config)):
         return None
     algorithm = recipe.get("quant_algo")
     if algorithm not in ("NVFP4", "W4A16_NVFP4"):
@@ -232,10 +235,10 @@ def _modelopt(file: Path, said: Mapping[str, Any], name: str) -> StoredExperts |
     return StoredExperts(MODELOPT_NVFP4, "nvfp4" if algorithm == "NVFP4" else "bf16")
 
 
-def _compressed(file: Path, said: Mapping[str, Any], name: str) -> StoredExperts | None:
-    """What the group says that has the linear among its targets; None where it stays plain."""
-    _check_not_transformed(file, said, name)
-    group, fmt = compressed_group(file, said, name)
+def _compressed(file: Path, quant_config: Mapping[str, Any], name: str) -> StoredExperts | None:
+    """`quant_method: compressed-tensors`: by the group that targets the linear; None if the linear stays plain."""
+    _check_not_transformed(file, quant_config, name)
+    group, fmt = compressed_group(file, quant_config, name)
     if group is None:
         return None
     if fmt not in COMPRESSED:
@@ -245,7 +248,7 @@ def _compressed(file: Path, said: Mapping[str, Any], name: str) -> StoredExperts
     if group.get("input_activations") is not None:
         activations = _mapping(file, group, "input_activations")
         bits = layout.format.element_bits
-        # Those of 4-bit weights may be meant for MXFP8, and run in bf16 unless asked otherwise.
+        # MXFP4 weights may be meant for MXFP8 activations. They run in bf16 by default.
         possible = (bits, 8) if layout is COMPRESSED_MXFP4 else (bits,)
         if activations.get("num_bits", bits) not in possible:
             _expect(file, f"num_bits of the activations of {name}", activations.get("num_bits"), bits)
@@ -262,20 +265,19 @@ def _compressed(file: Path, said: Mapping[str, Any], name: str) -> StoredExperts
     return StoredExperts(layout, "bf16" if activations is None or layout is COMPRESSED_MXFP4 else layout.format.name)
 
 
-def compressed_group(file: Path, said: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any] | None, str]:
-    """The group of compressed-tensors that has the linear among its targets, None where there is none, and its
-    format."""
-    given = _mapping(file, said, "config_groups")
+def compressed_group(file: Path, quant_config: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any] | None, str]:
+    """The group of compressed-tensors that targets the linear, None if there is none, and its format."""
+    given = _mapping(file, quant_config, "config_groups")
     groups = [_mapping(file, given, key) for key in given]
-    group = _group_of(file, name, groups, _strings(file, "ignore", said))
-    return group, str((group or {}).get("format") or said.get("format"))
+    group = _group_of(file, name, groups, _strings(file, "ignore", quant_config))
+    return group, str((group or {}).get("format") or quant_config.get("format"))
 
 
-def _check_not_transformed(file: Path, said: Mapping[str, Any], name: str) -> None:
-    """Raise `ValueError` where the linear, or what goes in or comes out, is rotated (`transform_config`)."""
-    if not said.get("transform_config"):
+def _check_not_transformed(file: Path, quant_config: Mapping[str, Any], name: str) -> None:
+    """Raise `ValueError` if the linear, its input or its output is rotated (`transform_config`)."""
+    if not quant_config.get("transform_config"):
         return
-    schemes = _mapping(file, _mapping(file, said, "transform_config"), "config_groups")
+    schemes = _mapping(file, _mapping(file, quant_config, "transform_config"), "config_groups")
     for key in schemes:
         applied = _mapping(file, schemes, key).get("apply") or []
         if not isinstance(applied, list):
@@ -297,7 +299,7 @@ _METHODS: dict[str, Callable[[Path, Mapping[str, Any], str], StoredExperts | Non
 def _group_of(
     file: Path, name: str, groups: Sequence[Mapping[str, Any]], ignored: Sequence[str]
 ) -> Mapping[str, Any] | None:
-    """The group of the linear `name`: that with its name among the `targets`, else with a pattern, else `Linear`."""
+    """The group of the linear `name`. Targets by name come before patterns, and patterns before `Linear`."""
     if any(target_matches(file, name, target) for target in ignored):
         return None
     found: dict[int, Mapping[str, Any]] = {}
@@ -309,7 +311,7 @@ def _group_of(
 
 
 def target_matches(file: Path, name: str, target: str) -> bool:
-    """Whether a target of compressed-tensors means the linear `name`: its name, `re:` and a pattern, or `Linear`."""
+    """Whether a target of compressed-tensors (a name, `re:` and a pattern, or `Linear`) matches the linear `name`."""
     if not target.startswith("re:"):
         return target in (name, "Linear")
     try:
@@ -319,19 +321,19 @@ def target_matches(file: Path, name: str, target: str) -> bool:
 
 
 def _is_left_out(name: str, patterns: Sequence[str]) -> bool:
-    """Whether one of ModelOpt's patterns, of names or of what they are in, leaves the linear `name` out."""
+    """Whether one of ModelOpt's patterns matches the linear `name` or a module that it is in."""
     above = _with_parents(name)
     return any(pattern in above or fnmatchcase(name, pattern) for pattern in patterns)
 
 
 def _with_parents(name: str) -> list[str]:
-    """The names of the modules that a linear is in, from the top, and its own."""
+    """The names of the modules that a linear is in, outermost first, and its own name."""
     parts = name.split(".")
     return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
 def _strings(file: Path, key: str, data: Mapping[str, Any]) -> list[str]:
-    """The list of names and patterns under a key; empty where there is none."""
+    """The list of names and patterns under a key; empty if there is none."""
     value = data.get(key) or []
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
         raise ValueError(f"{file}: {key}: expected a list of names and patterns, got {value!r}")

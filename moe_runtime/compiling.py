@@ -1,4 +1,4 @@
-"""What `torch.compile` is to leave as it is."""
+"""A decorator for functions that `torch.compile` must not look into."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ R = TypeVar("R")
 
 
 def not_compiled(method: Callable[P, R]) -> Callable[P, R]:
-    """`torch.compiler.disable(method)`, made once something is compiled.
+    """`torch.compiler.disable(method)`, applied once the process uses `torch.compile`.
 
-    By itself that imports `torch._dynamo`, which takes as long as torch, in every process, whether it compiles or not.
+    Applied at once it would import `torch._dynamo` in every process, which takes as long as importing torch.
     """
     disabled: list[Callable[P, R]] = []
 
@@ -28,7 +28,7 @@ def not_compiled(method: Callable[P, R]) -> Callable[P, R]:
             disabled.append(torch.compiler.disable(method))
         return disabled[0](*args, **kwargs)
 
-    # What is compiled calls it instead of looking into it.
+    # Dynamo calls a marked function instead of tracing it.
     marked: Any = call
     marked._torchdynamo_disable = True
     return call

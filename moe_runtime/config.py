@@ -1,31 +1,35 @@
-"""What a layer and a run are, as frozen pydantic models: no unknown key or impossible combination gets past here.
+"""The configuration of a layer and of a run, as frozen pydantic models that refuse unknown keys and impossible values.
 
-YAML is read with a safe loader; every complaint is a `ValueError` that names the file and the key.
+YAML is read with a safe loader. Every complaint is a `ValueError` that names the file and the key.
 """
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from moe_runtime.formats import WEIGHT_FORMATS, token_formats_for, weight_format
+from moe_runtime.deprecation import warn_renamed
+from moe_runtime.formats import WEIGHT_FORMATS, token_formats_for, weight_format_named
 
 FormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4"]
 WeightFormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4", "mxfp4"]
 CombineFormatName = Literal["bf16", "fp8_block", "mxfp8"]
-ModeName = Literal["auto", "indexed", "packed"]
-ResolvedMode = Literal["indexed", "packed"]
+ModeName = Literal["auto", "contiguous", "gathered"]
+ResolvedMode = Literal["contiguous", "gathered"]
+OLD_MODES: dict[str, ResolvedMode] = {"packed": "contiguous", "indexed": "gathered"}
+"""Former names of the modes."""
 
-INDEXED_MAX_TOKENS = 256
-"""Largest `max_tokens_per_rank` for which mode `auto` means `indexed` whatever the format."""
+GATHERED_MAX_TOKENS = 256
+"""Largest `max_tokens_per_rank` for which mode `auto` means `gathered` whatever the format."""
 
 MAX_EXPERTS = 65535
-"""Ids of experts travel as u16, and 65535 means unrouted."""
+"""Expert ids travel as u16, and 65535 means unrouted."""
 
 _Positive = Annotated[int, Field(gt=0)]
 _Sizes = Annotated[tuple[_Positive, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
@@ -33,20 +37,27 @@ _Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
 _Finite = Annotated[float, Field(allow_inf_nan=False)]
 
 
-def resolve_mode(mode: ModeName, max_tokens_per_rank: int, token_format: str) -> ResolvedMode:
-    """The exchange mode that `mode` stands for; depends only on values that are equal on all ranks.
+def resolve_mode(mode: str, max_tokens_per_rank: int, token_format: str) -> ResolvedMode:
+    """How rows lie after dispatch. All ranks must pass equal values.
 
-    `auto` is `indexed` (rows are kept once per rank and found by `row_index`: least traffic and room, low latency) for
-    formats whose rows are decoded before the GEMM, which gathers them as well, and up to 256 tokens per rank; else it
-    is `packed` (rows lie sorted by expert: best reads for a GEMM that takes them as they are).
+    `gathered` keeps one row per token and rank, which `row_index` finds: least traffic and memory, low latency.
+    `contiguous` sorts rows by expert: the fastest reads for a GEMM that takes them as they are. `auto` is `gathered`
+    for formats whose rows are dequantized before the GEMM, and up to 256 tokens per rank; else `contiguous`.
+
+    Raises `ValueError` for another `mode`.
 
     >>> [resolve_mode("auto", count, "fp8_block") for count in (256, 257)], resolve_mode("auto", 4096, "nvfp4")
-    (['indexed', 'packed'], 'indexed')
+    (['gathered', 'contiguous'], 'gathered')
     """
-    if mode == "auto":
-        few = max_tokens_per_rank <= INDEXED_MAX_TOKENS
-        return "indexed" if few or token_format in ("nvfp4", "mxfp8") else "packed"
-    return mode
+    if mode in OLD_MODES:
+        warn_renamed(f"mode {mode!r}", repr(OLD_MODES[mode]))
+        return OLD_MODES[mode]
+    if mode in get_args(ResolvedMode):
+        return cast(ResolvedMode, mode)
+    if mode != "auto":
+        raise ValueError(f"mode: expected auto, contiguous or gathered, got {mode!r}")
+    few = max_tokens_per_rank <= GATHERED_MAX_TOKENS
+    return "gathered" if few or token_format in ("nvfp4", "mxfp8") else "contiguous"
 
 
 def check_positive(name: str, value: object) -> None:
@@ -56,12 +67,12 @@ def check_positive(name: str, value: object) -> None:
 
 
 class _Model(BaseModel):
-    """Strict: no unknown keys, no silent conversions (`"8"` is not 8, `true` is not 1), no assignment afterwards."""
+    """Strict: no unknown keys, no silent conversions (`"8"` is not 8, `true` is not 1), no later assignment."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, strict=True)
 
     def replace(self, **changes: Any) -> Any:
-        """A validated copy with `changes`; what had been left to its default is derived again."""
+        """A validated copy with `changes`. Fields that were never set get their defaults again."""
         return type(self).model_validate(
             {name: getattr(self, name) for name in self.model_fields_set if name not in changes} | changes
         )
@@ -72,18 +83,20 @@ class RouterConfig(_Model):
 
     kind: Literal["softmax", "topk_softmax", "sigmoid"] = Field(
         default="softmax",
-        description="softmax before the choice as in Qwen-MoE and Mixtral, topk_softmax after it as in gpt-oss, "
-        "sigmoid as in DeepSeek-V3",
+        description="softmax before the top-k (Qwen-MoE, Mixtral), topk_softmax after it (gpt-oss), "
+        "sigmoid (DeepSeek-V3)",
     )
     renormalize: bool = Field(default=True, description="divide the chosen weights by their sum (norm_topk_prob)")
-    bias: bool = Field(default=False, description="the linear gate has a bias, which counts in choice and weights")
+    bias: bool = Field(
+        default=False, description="the linear gate has a bias, which counts in the top-k and in the weights"
+    )
     num_groups: _Positive = Field(default=1, description="sigmoid: groups that the experts fall into (n_group)")
     top_groups: _Positive = Field(default=1, description="sigmoid: groups a token may choose from (topk_group)")
     scaling_factor: _Finite = Field(
         default=1.0, gt=0, description="multiplies the weights at the end (routed_scaling_factor)"
     )
     correction_bias: bool = Field(
-        default=False, description="sigmoid: a learned bias per expert that counts in the choice, not in the weights"
+        default=False, description="sigmoid: a learned bias per expert that counts in the top-k, not in the weights"
     )
 
     @model_validator(mode="after")
@@ -116,9 +129,9 @@ class ActivationConfig(_Model):
 
 
 class SharedExpertConfig(_Model):
-    """An expert that every token goes through, on its own rank: SwiGLU between linears without biases."""
+    """An expert for every token, computed on the token's own rank: SwiGLU between linears without biases."""
 
-    intermediate_size: _Positive = Field(description="numbers between its projections")
+    intermediate_size: _Positive = Field(description="width between its projections")
     gated: bool = Field(
         default=False, description="its output is multiplied by the sigmoid of a learned dot product with the token"
     )
@@ -127,31 +140,30 @@ class SharedExpertConfig(_Model):
 class MoELayerConfig(_Model):
     """One expert-parallel layer. All ranks of a group must hold equal values."""
 
-    hidden_size: _Positive = Field(description="H, numbers in a token")
-    intermediate_size: _Positive = Field(description="I, numbers between the projections of one expert")
+    hidden_size: _Positive = Field(description="H, width of a token")
+    intermediate_size: _Positive = Field(description="I, width between the projections of one expert")
     num_experts: _Positive = Field(le=MAX_EXPERTS, description="experts of the layer over all ranks")
     top_k: _Positive = Field(description="experts of one token")
-    max_tokens_per_rank: _Positive = Field(description="most tokens a rank may bring to one step")
-    step_sizes: _Sizes = Field(
+    max_tokens_per_rank: _Positive = Field(description="most tokens of a rank in one step")
+    token_buckets: _Sizes = Field(
         default=(),
-        description="numbers of tokens a rank below max_tokens_per_rank; a step that is said to have no more takes "
-        "what is made for so many (max_tokens of MoELayer.forward)",
+        description="sizes below max_tokens_per_rank that get kernels of their own; a step takes the smallest bucket "
+        "that holds its max_tokens (MoELayer.forward)",
     )
     token_format: FormatName = Field(default="bf16", description="tokens on the wire and into the GEMMs")
     weight_format: WeightFormatName = Field(
         default_factory=lambda data: data.get("token_format", "bf16"),
         description="weights as stored; token_format when not given (or null)",
     )
-    combine_format: CombineFormatName = Field(default="bf16", description="partial sums on their way home")
-    mode: ModeName = Field(default="auto", description="how rows lie on arrival; see resolve_mode")
+    combine_format: CombineFormatName = Field(default="bf16", description="partial sums that combine sends back")
     expert_row_capacity: _Positive | None = Field(
-        default=None, description="most expert rows a rank takes in one step; the worst case when not given"
+        default=None, description="most (token, expert) rows a rank receives in one step; the worst case when not given"
     )
     num_sms: _Positive | None = Field(
-        default=None, description="most SMs of a GPU that dispatch and combine take at a time, all when not given"
+        default=None, description="most SMs of a GPU that dispatch and combine use at a time; all when not given"
     )
     intermediate_gsf: _Finite | None = Field(
-        default=None, gt=0, description="nvfp4 tokens: encode scale of the intermediate; the layer's default if absent"
+        default=None, gt=0, description="nvfp4 tokens: encode scale of the intermediate; a default when not given"
     )
     router: RouterConfig = Field(default_factory=RouterConfig)
     activation: ActivationConfig = Field(default_factory=ActivationConfig)
@@ -160,9 +172,22 @@ class MoELayerConfig(_Model):
 
     @model_validator(mode="before")
     @classmethod
-    def _null_weight_format_is_absent(cls, data: Any) -> Any:
-        if isinstance(data, Mapping) and "weight_format" in data and data["weight_format"] is None:
-            return {key: value for key, value in data.items() if key != "weight_format"}
+    def _read_old_keys(cls, data: Any) -> Any:
+        """A `weight_format` of null is an absent one; keys of earlier releases count for one release."""
+        if not isinstance(data, Mapping):
+            return data
+        data = {key: value for key, value in data.items() if key != "weight_format" or value is not None}
+        if "mode" in data:
+            del data["mode"]
+            warnings.warn(
+                "mode of a layer has no effect: it follows from token_format and max_tokens_per_rank; the key goes "
+                "with release 0.3",
+                DeprecationWarning,
+                stacklevel=3,
+            )
+        if "step_sizes" in data and "token_buckets" not in data:
+            data["token_buckets"] = data.pop("step_sizes")
+            warn_renamed("step_sizes", "token_buckets", stacklevel=4)
         return data
 
     @model_validator(mode="after")
@@ -176,9 +201,9 @@ class MoELayerConfig(_Model):
                 "tokens"
             )
         for name in (self.token_format, self.weight_format, self.combine_format):
-            weight_format(name).check_columns(self.hidden_size, "hidden_size")
+            weight_format_named(name).check_columns(self.hidden_size, "hidden_size")
         for name in (self.token_format, self.weight_format):
-            weight_format(name).check_columns(self.intermediate_size, "intermediate_size")
+            weight_format_named(name).check_columns(self.intermediate_size, "intermediate_size")
         if self.intermediate_gsf is not None and self.token_format != "nvfp4":
             raise ValueError(f"intermediate_gsf: only nvfp4 tokens have one, got it with {self.token_format} tokens")
         self._check_router_groups()
@@ -205,23 +230,23 @@ class MoELayerConfig(_Model):
             )
 
     @property
-    def all_step_sizes(self) -> tuple[int, ...]:
-        """`step_sizes` below `max_tokens_per_rank`, ascending, each once, and that itself."""
+    def all_token_buckets(self) -> tuple[int, ...]:
+        """Each of `token_buckets` below `max_tokens_per_rank`, ascending, then `max_tokens_per_rank`."""
         limit = self.max_tokens_per_rank
-        return (*sorted({size for size in self.step_sizes if size < limit}), limit)
+        return (*sorted({size for size in self.token_buckets if size < limit}), limit)
 
     @property
     def resolved_mode(self) -> ResolvedMode:
-        """`mode` with `auto` settled by `resolve_mode`."""
-        return resolve_mode(self.mode, self.max_tokens_per_rank, self.token_format)
+        """How rows lie after dispatch of the largest steps, by `resolve_mode`."""
+        return resolve_mode("auto", self.max_tokens_per_rank, self.token_format)
 
     def flat(self) -> dict[str, int | float | str | bool | None]:
-        """Every value by dotted key (`router.kind`), for comparing configs between ranks."""
+        """Every value by dotted key (`router.kind`), to compare configs between ranks."""
         return _flatten(self.model_dump(), "")
 
 
 class ParallelConfig(_Model):
-    """How ranks reach each other and what runs the kernels."""
+    """How ranks reach each other, and which kernels they run."""
 
     transport: Literal["auto", "nvshmem", "shared", "collective", "private"] = Field(
         default="auto",
@@ -229,9 +254,9 @@ class ParallelConfig(_Model):
         "(torch.distributed), private (ranks within one process)",
     )
     engine: Literal["auto", "triton", "torch"] = Field(
-        default="auto", description="Triton kernels or their torch twins; auto is Triton on GPUs and torch on CPUs"
+        default="auto", description="Triton kernels or their torch reference; auto is Triton on GPUs and torch on CPUs"
     )
-    timeout_s: _Seconds = Field(default=30.0, description="seconds that a rank waits for a silent peer")
+    timeout_s: _Seconds = Field(default=30.0, description="seconds a step waits for a silent peer")
     startup_timeout_s: _Seconds = Field(default=120.0, description="the same limit while ranks start up")
 
 
@@ -243,23 +268,22 @@ class CheckpointConfig(_Model):
 
 
 class PlacementConfig(_Model):
-    """Which rank holds which experts: read from a file, or planned from their load, as
-    `moe_runtime.placement.plan_placement` does."""
+    """Which rank holds which experts: read from a file, or planned from load (`plan_placement`)."""
 
     spare_slots: Annotated[int, Field(ge=0)] = Field(default=0, description="slots for replicas, over all ranks")
     load: str | None = Field(
         default=None,
         min_length=1,
-        description="JSON file with a number for each expert, such as its tokens; all alike when not given",
+        description="JSON file with a number for each expert, such as its tokens; equal when not given",
     )
     file: str | None = Field(
-        default=None, min_length=1, description="JSON file with all of a placement (Placement.to_json) instead of both"
+        default=None, min_length=1, description="JSON file with a whole placement (Placement.to_json), instead of both"
     )
 
     @model_validator(mode="after")
     def _check(self) -> PlacementConfig:
         if self.file is not None and (self.spare_slots or self.load is not None):
-            raise ValueError("file: expected neither spare_slots nor load beside it, it has all of a placement")
+            raise ValueError("file: expected neither spare_slots nor load with it, it holds a whole placement")
         return self
 
 
@@ -267,13 +291,15 @@ class RunConfig(_Model):
     """A whole YAML file."""
 
     layer: MoELayerConfig
-    placement: PlacementConfig | None = Field(default=None, description="contiguous ids, each expert once, when absent")
+    placement: PlacementConfig | None = Field(
+        default=None, description="contiguous ids, each expert once, when not given"
+    )
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
     tokens_per_rank: Annotated[int, Field(ge=0)] = Field(
-        default=0, description="tokens each rank brings to a step; layer.max_tokens_per_rank when 0"
+        default=0, description="tokens of each rank in a step; layer.max_tokens_per_rank when 0"
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=0, description="of weights and tokens")
-    checkpoint: CheckpointConfig | None = Field(default=None, description="random weights from the seed when absent")
+    checkpoint: CheckpointConfig | None = Field(default=None, description="random weights from the seed when not given")
 
     @model_validator(mode="after")
     def _check(self) -> RunConfig:
@@ -298,7 +324,7 @@ def load_config(path: str | Path) -> RunConfig:
     """Read and validate a YAML file, given by path or by the bare name of a packaged config.
 
     Raises:
-        ValueError: naming the file and every key that is wrong (or where the YAML itself breaks off).
+        ValueError: naming the file and every wrong key, or the line where the YAML is broken.
     """
     file = Path(path)
     if not file.is_file():
@@ -323,7 +349,7 @@ def complaints(error: ValidationError) -> list[str]:
     for problem in error.errors(include_url=False):
         key = ".".join(str(part) for part in problem["loc"])
         if problem["type"] == "default_factory_not_called":
-            continue  # a default that depends on a key which has its own line
+            continue  # a default that depends on a key with a line of its own
         if problem["type"] == "value_error":
             lines.append(f"{key}.{problem['ctx']['error']}" if key else str(problem["ctx"]["error"]))
         elif problem["type"] == "extra_forbidden":
@@ -343,14 +369,14 @@ def _flatten(data: dict[str, Any], prefix: str) -> dict[str, int | float | str |
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """`yaml.safe_load` that refuses a key written twice, of which YAML would silently keep the last."""
+    """`yaml.safe_load` that refuses duplicate keys, of which YAML silently keeps the last."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._checked: set[yaml.MappingNode] = set()
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
-        """Put what `<<` names into `node`, in which the keys that were written may be there again afterwards."""
+        """Check the written keys of `node`, then merge what `<<` names, which may repeat them."""
         if node not in self._checked:
             self._checked.add(node)
             own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]

@@ -1,8 +1,8 @@
-"""Converts a checkpoint: its routed experts into another format, other tensors copied byte for byte.
+"""Converts the routed experts of a checkpoint into another format. Other tensors are copied byte for byte.
 
-Each shard of the source becomes one of the target, under the same name. An expert goes into the shard that its gate
-was in, alone or stacked. Whatever ends a conversion, the next one goes on behind the last whole shard; `config.json`
-comes last.
+Each shard of the source becomes one of the target, under the same name. An expert goes into the shard of its gate
+projection (or of its stack). An interrupted conversion can be resumed after the last complete shard. `config.json`
+is written last.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ from moe_runtime.tensor_files import DTYPES, INDEX_FILE, SINGLE_FILE, Safetensor
 from moe_runtime.tensor_writer import TensorWriter, sync_folder, write_whole
 
 PLAN_KEY = "moe_runtime.conversion"
-"""Key of a shard's metadata that tells which conversion wrote it."""
+"""Key of a shard's metadata that identifies the conversion that wrote it."""
 
 _SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
-"""Ends of the names of scales that some quantized linear has in every layout."""
+"""Ends of names of scales. In every layout, some tensor of a quantized linear has one."""
 _CACHE_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
-"""How a `quantization_config` speaks of the attention's cache."""
+"""Keys of a `quantization_config` that describe the KV cache."""
 
 _COPIED = (".json", ".jinja", ".md", ".model", ".py", ".tiktoken", ".txt")
 
@@ -74,37 +74,36 @@ def convert_checkpoint(
 ) -> None:
     """Write `source` to the folder `target` with the routed experts of every layer in `weight_format`.
 
-    `nvfp4` has one second-level scale for gate and up together, as other readers want it. Without `calibrations` it is
-    meant for bf16 tokens, and readers here default to these; with them, activations are NVFP4 too, and the scale of
-    the intermediate is stored. Where the source's other linears are quantized, its `quantization_config` stays and
-    the experts have one of their own (`EXPERTS_KEY`), which this project alone reads.
+    `nvfp4` gets one second-level scale for gate and up together, which other readers expect. Without `calibrations`
+    the result is meant for bf16 tokens, the default of readers here. With them, activations are NVFP4 too, and the
+    scale of the intermediate is stored. If other linears of the source are quantized, its `quantization_config` stays,
+    and the experts get one of their own (`EXPERTS_KEY`) that only this project reads.
 
-    Stacked experts, as of gpt-oss, stay stacked in `mxfp4`, in that model's own layout, and become linears of their own
-    in other formats. Their rows of gate and up alternate in a layer: 128x128 blocks of `fp8_block`, of gate and of up
-    apart, are quantized again where it is to have them.
+    Stacked experts, as in gpt-oss, stay stacked in `mxfp4`, in that model's own layout, and become separate linears in
+    other formats. Since a layer interleaves their rows of gate and up, it dequantizes 128x128 blocks of `fp8_block`
+    and quantizes them again.
 
-    Copied are the other tensors that the index (or the single file) names, and the files beside it that end in
-    `.json`, `.jinja`, `.md`, `.model`, `.py`, `.tiktoken` or `.txt`. Tensors of a shard that the index does not name,
-    other files and folders are left out.
+    Copied are the other tensors that the index (or the single file) names, and files in the folder that end in
+    `.json`, `.jinja`, `.md`, `.model`, `.py`, `.tiktoken` or `.txt`. Tensors that the index does not name, and other
+    files and folders, are left out.
 
-    A conversion that goes on takes a source for the same by its JSON files and the dtype, shape and first 4096 bytes of
-    each tensor, so that it may be another copy. What was changed behind these bytes meanwhile is not seen: shards of
-    before and after would be mixed.
+    A resumed conversion recognizes its source by the JSON files and by the dtype, shape and first 4096 bytes of each
+    tensor, so another copy will do. A change after these bytes goes unnoticed and mixes old and new shards.
 
     Args:
-        source: a folder that `Checkpoint` reads, without fused experts (`PLAIN_FUSED`); nobody may write to it until
-            the conversion is whole.
-        target: made if it is not there. Whole shards that the same conversion has written are left as they are.
-        weight_format: `nvfp4`, `mxfp4`, `mxfp8` or `fp8_block`; not what a layer of the source holds.
-        calibrations: by layer, of every layer with experts; for `nvfp4` only. Layers for multi-token prediction may be
-            left out, and stay meant for bf16 tokens.
+        source: a folder that `Checkpoint` reads, without fused experts (`PLAIN_FUSED`). Nobody may write to it until
+            the conversion ends.
+        target: created if missing. Complete shards of the same conversion are left as they are.
+        weight_format: `nvfp4`, `mxfp4`, `mxfp8` or `fp8_block`; not the format of a layer of the source.
+        calibrations: by layer, for every layer with experts; `nvfp4` only. Layers for multi-token prediction may be
+            left out, and are then meant for bf16 tokens.
         device: where to quantize.
-        progress: takes an iterator over the experts (and, once, each shard's other tensors), and how many there are.
+        progress: wraps an iterator over the experts and, once per shard, its other tensors; gets their number too.
 
     Raises:
-        ValueError: as `Checkpoint`, naming file and tensor, also where an expert's weight is NaN or infinite; another
-            format; sizes that the format cannot block; calibrations of other layers; a `target` that holds something
-            else, or that another process writes to.
+        ValueError: as `Checkpoint`, and for a NaN or infinite weight (names file and tensor); another format; sizes
+            that the format cannot block; calibrations of other layers; a `target` with other contents, or that another
+            process writes to.
     """
     if weight_format not in TARGET_LAYOUTS:
         raise ValueError(f"weight_format: expected one of {', '.join(TARGET_LAYOUTS)}, got {weight_format!r}")
@@ -119,7 +118,7 @@ def convert_checkpoint(
         with locked_folder(folder):
             shards = conversion.check_target()
             total = sum(len(conversion.experts[shard]) + 1 for shard in shards)
-            # Closed before the lock goes: an error's traceback keeps the generator alive, and with it an open shard.
+            # Closed before the lock is released: an error's traceback keeps the generator, and with it a shard, open.
             with closing(conversion.run(shards)) as steps:
                 for _ in steps if progress is None else progress(steps, total):
                     pass
@@ -137,7 +136,7 @@ def check_calibrated(checkpoint: Checkpoint, weight_format: str, layers: Collect
 
 
 def _layers_with_experts(checkpoint: Checkpoint) -> list[int]:
-    """Those for multi-token prediction count where their experts are there."""
+    """Layers for multi-token prediction count only if the checkpoint has their experts."""
     config = checkpoint.config
     return [n for n in checkpoint.moe_layers() if n < config["num_hidden_layers"] or checkpoint.has_experts(n)]
 
@@ -172,7 +171,7 @@ class _Conversion:
         self.plan = self._digest()
 
     def _readers(self) -> dict[int, ExpertReader]:
-        """Of the layers that have experts, each checked."""
+        """Readers of the layers with experts, each checked."""
         checkpoint, fmt, readers = self.checkpoint, self.layout.format, {}
         for layer in _layers_with_experts(checkpoint):
             reader = checkpoint.reader(layer)
@@ -193,13 +192,13 @@ class _Conversion:
 
     def _digest(self) -> str:
         scales = {layer: [c.token_gsf, c.intermediate_gsf] for layer, c in sorted(self.calibrations.items())}
-        # Two trainings of one model have the same JSON files, and often the same gates.
+        # Two trainings of one model have the same JSON files, and often the same routers.
         source = [self.checkpoint.digests(), self.shards, self.checkpoint.files.beginnings()]
         what = [self.layout.name, source, scales]
         return hashlib.sha256(json.dumps(what).encode()).hexdigest()
 
     def check_target(self) -> list[str]:
-        """The shards that are still to be written; `ValueError` where the target has what would be read with them."""
+        """The shards that are not written yet. Raises `ValueError` if the target holds files of anything else."""
         modelopt = [] if (self.checkpoint.folder / MODELOPT_FILE).is_file() else [self.target / MODELOPT_FILE]
         for path in [*modelopt, *sorted(self.target.glob("*.safetensors"))]:
             if path.exists() and path.name not in self.shards:
@@ -222,17 +221,17 @@ class _Conversion:
         for path in self._copied():
             there = self.target / path.name
             if there.exists() and not (there.is_file() and there.read_bytes() == path.read_bytes()):
-                raise ValueError(f"{there}: expected nothing, or what the source has: it would be written over")
+                raise ValueError(f"{there}: expected nothing, or what the source has: it would be overwritten")
         return left
 
     def _copied(self) -> list[Path]:
-        """The source's files that the target gets as they are."""
+        """The source's files that are copied as they are."""
         made = (CONFIG_FILE, INDEX_FILE)
         paths = sorted(self.checkpoint.folder.iterdir())
         return [path for path in paths if path.is_file() and path.suffix in _COPIED and path.name not in made]
 
     def run(self, shards: list[str]) -> Generator[None, None, None]:
-        """Write the shards, yielding after each expert and after the other tensors of each."""
+        """Write the shards. Yields after each expert and after the other tensors of each shard."""
         files = self.checkpoint.files
         for shard in shards:
             copied = [name for name in self.shards[shard] if name not in self.replaced]
@@ -257,7 +256,7 @@ class _Conversion:
                     yield
 
     def finish(self) -> None:
-        """Index and the other files, `config.json` last."""
+        """Write the index and the other files, `config.json` last."""
         entries: dict[str, TensorEntry] = {}
         weight_map: dict[str, str] = {}
         for shard in self.shards:
@@ -270,7 +269,7 @@ class _Conversion:
             index = {"metadata": {"total_size": total}, "weight_map": weight_map}
             write_whole(self.target / INDEX_FILE, json_bytes(index))
         else:
-            # Some readers go by an index before they look for a single file, others after it.
+            # Some readers prefer an index to a single file.
             (self.target / INDEX_FILE).unlink(missing_ok=True)
         for path in self._copied():
             write_whole(self.target / path.name, path.read_bytes())
@@ -292,10 +291,10 @@ class _Conversion:
         return config | {"quantization_config" if self._rest_is_plain() else EXPERTS_KEY: experts}
 
     def _rest_is_plain(self) -> bool:
-        """Whether the source says nothing of other linears, nor of a cache, that would be lost with what it says."""
+        """Whether the source's `quantization_config` may go: it describes no other linear, and no KV cache."""
         checkpoint = self.checkpoint
-        said = checkpoint.config.get("quantization_config") or {}
-        if (checkpoint.folder / MODELOPT_FILE).is_file() or any(said.get(key) for key in _CACHE_KEYS):
+        quant_config = checkpoint.config.get("quantization_config") or {}
+        if (checkpoint.folder / MODELOPT_FILE).is_file() or any(quant_config.get(key) for key in _CACHE_KEYS):
             return False
         others = (name for name in checkpoint.files.names() if name not in self.replaced)
         return not any(name.endswith(_SCALE_NAMES) for name in others)

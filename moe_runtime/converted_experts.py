@@ -1,7 +1,7 @@
-"""What converted experts are written as: layouts that other programs read too, their tensors, and what describes them.
+"""How converted experts are written: layouts that other programs read too, their tensors, and their description.
 
-Experts that are stacked, as in gpt-oss, stay so where they become MXFP4, in that model's own layout. In other formats
-they become linears of their own, gate and up apart, each with its bias.
+Stacked experts, as in gpt-oss, stay stacked in MXFP4, in that model's own layout. In other formats they become separate
+linears of gate, up and down, each with its bias.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from moe_runtime.checkpoint_layouts import (
 from moe_runtime.expert_readers import ExpertReader, dense
 from moe_runtime.formats import WEIGHT_BLOCK_N, ceil_div
 from moe_runtime.kernels.quantize import quantize_rows
-from moe_runtime.op_inputs import nvfp4_encode_scale
+from moe_runtime.kernels.reference_quantize import token_gsf
 from moe_runtime.tensor_files import DTYPES
 from moe_runtime.weights import ExpertWeights
 
@@ -33,14 +33,14 @@ TARGET_LAYOUTS: dict[str, WeightLayout] = {
     "mxfp8": COMPRESSED_MXFP8,
     "fp8_block": FP8_BLOCKS,
 }
-"""What each format is written as; stacked experts in `mxfp4` as `GPT_OSS_MXFP4`."""
+"""The layout of each format; stacked experts in `mxfp4` have `GPT_OSS_MXFP4` instead."""
 
 Shapes = dict[str, tuple[str, tuple[int, ...]]]
-"""Dtype, in the words of safetensors, and shape of tensors by name."""
+"""Dtype, as safetensors names it, and shape of tensors by name."""
 
 
 class Part(NamedTuple):
-    """A tensor to write, or the `item` of its first dimension."""
+    """A tensor to write, or item `item` of its first dimension."""
 
     name: str
     tensor: torch.Tensor
@@ -48,13 +48,13 @@ class Part(NamedTuple):
 
 
 def replaced_tensors(reader: ExpertReader, expert: int, layout: WeightLayout) -> list[str]:
-    """Names of the tensors of an expert (where they are stacked, of all) that the converted one has no use for."""
+    """Names of the tensors of an expert (of all, if stacked) that the converted expert replaces."""
     moved = reader.layout.stacked and not layout.stacked
     return reader.tensors(expert) + (reader.biases(expert) if moved else [])
 
 
 def converted_shapes(reader: ExpertReader, expert: int, layout: WeightLayout, *, calibrated: bool) -> Shapes:
-    """The tensors that an expert becomes, or is a part of."""
+    """The tensors that an expert becomes, or becomes a part of."""
     fmt, shapes, sizes = layout.format, Shapes(), (reader.hidden, reader.inner)
     if layout.stacked:
         for prefix, rows, columns in zip(reader.names.stacks, (2 * reader.inner, reader.hidden), sizes, strict=True):
@@ -81,9 +81,9 @@ def converted_shapes(reader: ExpertReader, expert: int, layout: WeightLayout, *,
 def converted_parts(
     reader: ExpertReader, expert: int, layout: WeightLayout, calibration: Calibration | None, device: torch.device
 ) -> Iterator[Part]:
-    """Read an expert, quantize it on `device` and give the tensors of `converted_shapes`, or its part of them.
+    """Read an expert, quantize it on `device` and yield the tensors of `converted_shapes`, or its items of them.
 
-    Raises `ValueError` naming file and tensor where one of its weights is NaN or infinite: no scale fits it.
+    Raises `ValueError` naming file and tensor if a weight is NaN or infinite, for which no scale exists.
     """
     stored = reader.expert(expert)
     gate_up, down = (dense(weight).to(device) for weight in (stored.gate_up, stored.down))
@@ -106,14 +106,14 @@ def converted_parts(
             gsf = calibration.intermediate_gsf if shared is down else calibration.token_gsf
             yield Part(f"{prefix}.{layout.input_scale.suffix}", torch.tensor([gsf], dtype=torch.float32, device="cpu"))
         if bias is not None and name is not None:
-            # fp32 of what is stored: nothing is rounded on the way back.
+            # fp32 of the stored value, so the cast back rounds nothing.
             yield Part(f"{prefix}.bias", bias[part].to(DTYPES[reader.files.entry(name).dtype]))
 
 
 def quantized_linear(w_NK: torch.Tensor, shared: torch.Tensor, layout: WeightLayout) -> dict[str, torch.Tensor]:
-    """The tensors of one linear in a layout that is written, by the last part of their names.
+    """The tensors of one linear in a layout of `TARGET_LAYOUTS`, by the last part of their names.
 
-    The second-level scale, where there is one, is that of `shared`, of which `w_NK` is a part.
+    A second-level scale is that of `shared`, of which `w_NK` is a part.
     """
     fmt = layout.format
     assert layout.scale is not None
@@ -121,7 +121,7 @@ def quantized_linear(w_NK: torch.Tensor, shared: torch.Tensor, layout: WeightLay
         one = ExpertWeights.quantize(w_NK[None], fmt)
         assert one.scales is not None
         return {layout.weight: one.quants[0], layout.scale: one.scales[0]}
-    gsf = nvfp4_encode_scale(shared) if fmt.has_row_scale else None
+    gsf = token_gsf(shared.float().abs().amax().reshape(1)) if fmt.has_row_scale else None
     rows = quantize_rows(w_NK.contiguous(), fmt, gsf=gsf)
     assert rows.scales_RV is not None
     tensors = {layout.weight: rows.quants_RK, layout.scale: rows.scales_RV}
@@ -129,8 +129,10 @@ def quantized_linear(w_NK: torch.Tensor, shared: torch.Tensor, layout: WeightLay
 
 
 def quantization_config(layout: WeightLayout, targets: Mapping[str, bool], others: Sequence[str]) -> dict[str, Any]:
-    """What `config.json` says where linears that one of `targets` matches are quantized, with whether their inputs were
-    calibrated, and `others` are not."""
+    """The `quantization_config` for linears that match one of `targets`.
+
+    `targets` also says whether their inputs were calibrated. The linears `others` are not quantized.
+    """
     if layout is GPT_OSS_MXFP4:
         return {"quant_method": "mxfp4", "modules_to_not_convert": list(others)}
     if layout is FP8_BLOCKS:
@@ -186,7 +188,7 @@ def _check_finite(reader: ExpertReader, expert: int, gate_up: torch.Tensor, down
 
 
 def _stacked_biases(reader: ExpertReader) -> tuple[str | None, str | None, str | None]:
-    """Names of the biases that those of gate, up and down are taken from; None where biases stay as they are."""
+    """Names of the stacked biases that those of gate, up and down come from; None if biases stay as they are."""
     if not reader.layout.stacked:
         return None, None, None
     gate_up, down = reader.biases(0)

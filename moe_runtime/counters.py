@@ -1,7 +1,7 @@
 """What a layer has done, for a serving engine to read while it runs: tokens per expert, rows, bytes moved.
 
-Counting is one small kernel in each step and is captured with it; reading takes a copy to pinned memory, which nobody
-waits for.
+Each step counts with one small kernel, which a CUDA graph captures with the step. Reading copies the counts to pinned
+memory without waiting.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from moe_runtime.kernels.step_counts import HEAD, ROWS, SENT, STEPS, TOKENS, cou
 
 @dataclass(frozen=True)
 class LayerCounts:
-    """Counts of one layer on one rank since counting began; differences of two are those of the time between them.
+    """Counts of one layer on one rank since counting began; subtract two of them for the time in between.
 
     Attributes:
-        steps: that were done, also without tokens here.
-        tokens: that this rank brought.
-        expert_tokens: of these, those that were routed to each expert, by id.
+        steps: number of steps, those without tokens of this rank included.
+        tokens: tokens that this rank brought.
+        expert_tokens: how many of them were routed to each expert, by id.
         rows: (token, expert) rows that this rank's experts got, from all ranks.
-        dispatch_bytes: that this rank sent to other ranks in dispatch.
-        combine_bytes: that came home to this rank from other ranks in combine.
+        dispatch_bytes: bytes that this rank sent to other ranks in dispatch.
+        combine_bytes: bytes that this rank received from other ranks in combine.
     """
 
     steps: int
@@ -54,7 +54,7 @@ def imbalance(ranks: Sequence[LayerCounts]) -> float:
 
 
 def most_over_mean(rows: Sequence[float]) -> float:
-    """The largest of numbers that are not negative over the mean of all; 1 where all are 0."""
+    """The largest number over the mean of all, for numbers that are not negative; 1 where all are 0."""
     return max(rows) * len(rows) / sum(rows) if any(rows) else 1.0
 
 
@@ -63,7 +63,7 @@ class LayerCounters:
 
     Args:
         geometry: of the layer's exchange.
-        num_experts: experts of the layer, by whose ids tokens are counted whatever the placement.
+        num_experts: experts of the layer; tokens are counted by expert id, whatever the placement.
         device: of the layer.
         engine: of its context.
     """
@@ -72,7 +72,7 @@ class LayerCounters:
         on_gpu = device.type == "cuda"
         self._geometry = geometry
         self._engine = resolve_engine(engine, device)
-        # Written to by steps and by `poll`, of which only one may be in inference mode.
+        # Steps and `poll` write them, and only one of the two may run in inference mode.
         with torch.inference_mode(False):
             self._words = torch.zeros(HEAD + num_experts, dtype=torch.int64, device=device)
             self._copy = torch.zeros(HEAD + num_experts, dtype=torch.int64, pin_memory=on_gpu, device="cpu")
@@ -91,11 +91,11 @@ class LayerCounters:
         count_step(self._words, *ids, num_parts, group_offsets, own, engine=self._engine)
 
     def poll(self) -> LayerCounts:
-        """The newest counts that have come to the host, all of the same step. Never waits.
+        """The newest counts that have reached the host, all of the same step. Never waits.
 
-        On a GPU they are those of an earlier call, whose copy has ended since: each call starts the next one, behind
-        what is queued on the current stream, unless one is under way. Call it between steps from the thread that
-        queues them; while that captures a graph nothing is copied. On a CPU the counts are those of now.
+        On a GPU each call starts a copy behind what is queued on the current stream, unless one is under way. It
+        returns the counts of the last copy that has ended. Call it between steps, from the thread that queues them.
+        While that thread captures a graph nothing is copied. On a CPU the counts are current.
         """
         if self._copied is None:
             return self.read()
@@ -111,7 +111,7 @@ class LayerCounters:
         return self._latest
 
     def read(self) -> LayerCounts:
-        """The counts of now: waits for the device, to the end of what is queued on the current stream."""
+        """The current counts. Waits for the work that is queued on the current stream."""
         return self._counts(self._words)
 
     def _counts(self, words: torch.Tensor) -> LayerCounts:

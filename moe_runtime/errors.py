@@ -18,24 +18,24 @@ class ErrorCode(IntEnum):
 
 
 class Phase(IntEnum):
-    """Where a step was when an error was recorded."""
+    """The phase of a step in which an error was recorded."""
 
     START_UP = 0
     DISPATCH_SEND = 1
-    DISPATCH_WAIT = 2
+    DISPATCH_RECV = 2
     COMBINE_SEND = 3
-    COMBINE_WAIT = 4
+    COMBINE_RECV = 4
     HOST = 5
     REPLACEMENT = 6
     """Experts move from rank to rank."""
 
 
 REFUSED_ID = 1 << 30
-"""Added to an expert id that a placement refuses, so that dispatch refuses it too; messages take it off again."""
+"""Added to an expert id that a placement refuses, so that dispatch refuses it too; messages subtract it again."""
 
 
 class MoERuntimeError(RuntimeError):
-    """Base of what goes wrong between ranks. `rank` is the rank it happened on, or that is missing."""
+    """Base of errors between ranks. `rank` is the rank that it happened on, or that is missing."""
 
     def __init__(self, message: str, rank: int = -1, phase: Phase = Phase.HOST) -> None:
         super().__init__(message)
@@ -63,7 +63,7 @@ class PeerAbortedError(MoERuntimeError):
 
 
 class StepMismatchError(MoERuntimeError):
-    """Rank `rank` was in a step of another layer, or of another size, than the rank that its tokens came to."""
+    """Rank `rank` was in a step of another layer, or of another size, than the rank that got its tokens."""
 
 
 class StaleHandleError(MoERuntimeError):
@@ -71,7 +71,7 @@ class StaleHandleError(MoERuntimeError):
 
 
 def reason_of(error: BaseException) -> str:
-    """What peers are told of an error: a `ValueError` by its text, which names an argument, others with their type.
+    """The reason that peers get for an error: the text of a `ValueError`, else type and text.
 
     >>> reason_of(ValueError("x: expected a tensor")), reason_of(KeyError("w1"))
     ('x: expected a tensor', "KeyError: 'w1'")

@@ -1,8 +1,8 @@
 """Reads the weights of linears and experts from the files of a checkpoint, as they are stored.
 
-A weight comes back bf16 (or fp32) where it is, else as `ExpertWeights` of one expert: the same quants and scales, block
-scales in the order that the GEMM reads. Nothing is rounded. Every tensor is checked for dtype, shape and, where it
-holds scales, for NaN; the error names file and tensor.
+A bf16 or fp32 weight comes back as a tensor. A quantized one comes back as `ExpertWeights` of one expert, with the same
+quants and scales, block scales in the order that the GEMM reads. Nothing is rounded. Every tensor is checked for dtype
+and shape, and scales for NaN; errors name file and tensor.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 from moe_runtime.checkpoint_layouts import PLAIN, ScaleName, WeightLayout
 from moe_runtime.formats import MAX_ENCODE_SCALE, WEIGHT_BLOCK_N, TokenFormat, ceil_div
 from moe_runtime.kernels.swizzle import swizzle_scales
-from moe_runtime.loading import FRESH, ExpertTensors, Rooms
+from moe_runtime.loading import FRESH, ExpertTensors, QuantBuffers
 from moe_runtime.progress import one_ahead
 from moe_runtime.tensor_files import DTYPES, TensorFiles
 from moe_runtime.weights import ExpertWeights, GateUpOrder
@@ -27,13 +27,13 @@ from moe_runtime.weights import ExpertWeights, GateUpOrder
 
 @dataclass(frozen=True)
 class ExpertNames:
-    """Where a model keeps the experts of a layer.
+    """Names of the experts of a layer in a checkpoint.
 
     Attributes:
-        block: prefix of all of them, such as `model.layers.3.mlp.experts`.
-        gate, up, down: names of the projections of one expert, where they are not stacked.
-        order: in which the model has rows of gate and up; stacked ones are stored so too.
-        biases: each projection has one.
+        block: their common prefix, such as `model.layers.3.mlp.experts`.
+        gate, up, down: names of the projections of one expert, if experts are not stacked.
+        order: order of the rows of gate and up in the model, and in stacked tensors.
+        biases: whether each projection has a bias.
     """
 
     block: str
@@ -50,7 +50,7 @@ class ExpertNames:
 
     @property
     def stacks(self) -> tuple[str, str]:
-        """Prefixes of gate-and-up and of down where all experts are stacked."""
+        """Prefixes of gate-and-up and of down if experts are stacked."""
         return f"{self.block}.gate_up_proj", f"{self.block}.down_proj"
 
 
@@ -59,9 +59,9 @@ class ExpertReader:
     """The routed experts of one layer.
 
     Attributes:
-        files: the checkpoint's.
-        names: of the layer's experts.
-        layout: of their weights.
+        files: the checkpoint's tensors.
+        names: names of the layer's experts.
+        layout: layout of their weights.
         hidden, inner: `H` and `I`.
         num_experts: `E`.
     """
@@ -73,35 +73,35 @@ class ExpertReader:
     inner: int
     num_experts: int
 
-    def experts(self, expert_ids: Sequence[int], rooms: Rooms = FRESH) -> Iterator[ExpertTensors]:
+    def experts(self, expert_ids: Sequence[int], buffers: QuantBuffers = FRESH) -> Iterator[ExpertTensors]:
         """Experts one by one, in the order of `expert_ids`.
 
-        `rooms` make memory for the quants of gate-and-up and of down; with others than `FRESH` a thread reads the next
-        expert while one is in use.
+        `buffers` allocate the quants of gate-and-up and of down. With any but `FRESH`, a thread reads the next expert
+        while one is in use.
         """
-        if rooms is FRESH:
+        if buffers is FRESH:
             return (self.expert(expert) for expert in expert_ids)
-        return self._read_ahead(expert_ids, rooms)
+        return self._read_ahead(expert_ids, buffers)
 
-    def _read_ahead(self, expert_ids: Sequence[int], rooms: Rooms) -> Iterator[ExpertTensors]:
-        # Closed before an error goes on, whose traceback keeps it alive: the thread would open closed files again.
-        with closing(one_ahead(self._begin(expert, rooms) for expert in expert_ids)) as begun:
+    def _read_ahead(self, expert_ids: Sequence[int], buffers: QuantBuffers) -> Iterator[ExpertTensors]:
+        # Closed before an error propagates: its traceback would keep the thread alive, which would reopen closed files.
+        with closing(one_ahead(self._begin(expert, buffers) for expert in expert_ids)) as begun:
             for finish in begun:
                 yield finish()
 
-    def expert(self, expert: int, rooms: Rooms = FRESH) -> ExpertTensors:
+    def expert(self, expert: int, buffers: QuantBuffers = FRESH) -> ExpertTensors:
         """One expert, as it is stored."""
-        return self._begin(expert, rooms)()
+        return self._begin(expert, buffers)()
 
-    def _begin(self, expert: int, rooms: Rooms) -> Callable[[], ExpertTensors]:
-        """Read an expert; what is left to do without the disk is left to the result."""
+    def _begin(self, expert: int, buffers: QuantBuffers) -> Callable[[], ExpertTensors]:
+        """Read an expert from disk. Calling the result does the rest of the work."""
         if self.layout.stacked:
-            one = self._stacked(expert, rooms)
+            one = self._stacked(expert, buffers)
             return lambda: one
         gate, up, down = self.names.linears(expert)
         order, inner, hidden = self.names.order, self.inner, self.hidden
-        first = begin_linears(self.files, self.layout, (gate, up), inner, hidden, rooms[0], order)
-        second = begin_linears(self.files, self.layout, (down,), hidden, inner, rooms[1])
+        first = begin_linears(self.files, self.layout, (gate, up), inner, hidden, buffers[0], order)
+        second = begin_linears(self.files, self.layout, (down,), hidden, inner, buffers[1])
         biases: tuple[torch.Tensor, ...] = ()
         if self.names.biases:
             parts = [self._bias(gate, inner), self._bias(up, inner)]
@@ -112,7 +112,7 @@ class ExpertReader:
         return self.files.read(f"{prefix}.bias", (rows,), ("BF16", "F32")).float()
 
     def holds(self, fmt: TokenFormat) -> bool:
-        """Whether the quants are stored as weights in `fmt` have them in memory."""
+        """Whether quants are stored in the form that weights in `fmt` have in memory."""
         if self.layout != PLAIN:
             sizes = (2 * self.inner, self.hidden, self.names.order), (self.hidden, self.inner, None)
             whole = self.layout.stacked or all(has_whole_blocks(fmt, *each) for each in sizes)
@@ -121,7 +121,7 @@ class ExpertReader:
         return fmt is self.layout.format and self.files.entry(first).dtype == "BF16"
 
     def check_names(self) -> None:
-        """Raise `ValueError` naming the tensor if the layer has one that does not belong to its experts."""
+        """Raise `ValueError` naming the first tensor of the block that does not belong to an expert."""
         expected = {name for expert in range(self.num_experts) for name in self.tensors(expert) + self.biases(expert)}
         for name in self.files.names():
             if name.startswith(f"{self.names.block}.") and name not in expected:
@@ -131,16 +131,16 @@ class ExpertReader:
                 )
 
     def smallest_input_gsf(self) -> float | None:
-        """The encode scale for the inputs of all down projections: the least of those stored; None where none is.
+        """The smallest stored encode scale for the inputs of all down projections; None if none is stored.
 
-        With a larger one, numbers of an expert that has the least could saturate; with a smaller one nothing gains. It
-        is the same on every rank, whichever experts it has.
+        A larger one could saturate the inputs of some expert, and a smaller one would gain nothing. All ranks get the
+        same, whichever experts they hold.
 
-        Experts that calibration never reached do not count: theirs is missing, or, where encode scales are stored,
-        infinite or exactly 1 (what compressed-tensors writes for inputs that were all zero), which counts where all
-        others are so too.
+        Experts that calibration never reached do not count. Their scale is missing or, in layouts that store encode
+        scales, infinite or exactly 1, which is what compressed-tensors writes for all-zero inputs; a 1 counts only if
+        all others are 1.
 
-        Raises `ValueError` where some are stored and all of those are infinite.
+        Raises `ValueError` if all stored ones are infinite.
         """
         scale = self.layout.input_scale
         if scale is None:
@@ -162,8 +162,7 @@ class ExpertReader:
         return float(reached.min().clamp(max=MAX_ENCODE_SCALE))
 
     def tensors(self, expert: int) -> list[str]:
-        """Names of the tensors that the weights of an expert may have, those of gate first; where experts are stacked,
-        of all of them."""
+        """Names of the tensors that an expert's weights may have, gate first; of all experts if stacked."""
         if self.layout.stacked:
             parts = [""] if self.layout.scale is None else [f"_{self.layout.weight}", f"_{self.layout.scale}"]
             return [f"{prefix}{part}" for prefix in self.names.stacks for part in parts]
@@ -171,25 +170,24 @@ class ExpertReader:
         return [f"{prefix}.{part}" for prefix in self.names.linears(expert) for part in suffixes if part is not None]
 
     def biases(self, expert: int) -> list[str]:
-        """Names of the biases of an expert (gate, up, down; of all experts where they are stacked: gate-and-up, down);
-        none where the model has none."""
+        """Names of the biases of an expert (gate, up, down), or of all stacked ones (gate-and-up, down)."""
         if not self.names.biases:
             return []
         if self.layout.stacked:
             return [f"{prefix}_bias" for prefix in self.names.stacks]
         return [f"{prefix}.bias" for prefix in self.names.linears(expert)]
 
-    def _stacked(self, expert: int, rooms: Rooms) -> ExpertTensors:
+    def _stacked(self, expert: int, buffers: QuantBuffers) -> ExpertTensors:
         weights: list[torch.Tensor | ExpertWeights] = []
         biases = []
         sizes = ((2 * self.inner, self.hidden), (self.hidden, self.inner))
         orders = (self.names.order, None)
-        for prefix, (rows, columns), order, empty in zip(self.names.stacks, sizes, orders, rooms, strict=True):
+        for prefix, (rows, columns), order, empty in zip(self.names.stacks, sizes, orders, buffers, strict=True):
             if self.names.biases:
                 bias = self.files.read(f"{prefix}_bias", (self.num_experts, rows), ("BF16", "F32"), item=expert)
                 biases.append(bias.float())
             if self.layout.scale is None:
-                # Transposed, it is the right-hand side of `x @ w`.
+                # A transposed one is the right-hand side of `x @ w`.
                 shape = (columns, rows) if self.layout.transposed else (rows, columns)
                 stored = self.files.read(prefix, (self.num_experts, *shape), self.layout.quant_dtypes, item=expert)
                 weights.append(stored.T.contiguous() if self.layout.transposed else stored)
@@ -221,7 +219,7 @@ class ExpertReader:
 def read_linear(
     files: TensorFiles, layout: WeightLayout, prefix: str, rows: int, columns: int
 ) -> torch.Tensor | ExpertWeights:
-    """One linear `[rows, columns]`: bf16 or fp32, or weights of one expert; fp32 too where `begin_linears` says so."""
+    """One linear `[rows, columns]`: bf16 or fp32, or weights of one expert; see `begin_linears`."""
     return begin_linears(files, layout, (prefix,), rows, columns)()
 
 
@@ -234,11 +232,11 @@ def begin_linears(
     empty: Callable[..., torch.Tensor] = FRESH[0],
     order: GateUpOrder | None = None,
 ) -> Callable[[], torch.Tensor | ExpertWeights]:
-    """Read one linear `[rows, columns]`, or gate and up, each with its own second-level scale; `empty` makes room for
-    the quants.
+    """Read one linear `[rows, columns]`, or gate and up, each with its own second-level scale.
 
-    The result gives `[len(prefixes) * rows, columns]`, gate and up in `order`: bf16 or fp32, or weights of one expert;
-    fp32 too where 128x128 blocks are not those of such weights (`has_whole_blocks`).
+    `empty` allocates the quants. Calling the result gives `[len(prefixes) * rows, columns]`, gate and up in `order`:
+    bf16 or fp32, or weights of one expert. Weights in 128x128 blocks that do not fit together (`has_whole_blocks`)
+    come back dequantized to fp32.
     """
     fmt = layout.format
     if fmt.scale_dtype is not torch.float32:
@@ -273,8 +271,10 @@ def stack_rows(parts: torch.Tensor, order: GateUpOrder | None) -> torch.Tensor:
 
 
 def has_whole_blocks(fmt: TokenFormat, rows: int, columns: int, order: GateUpOrder | None) -> bool:
-    """Whether scales of linears, stored one by one, are those of their `rows` together: 128x128 blocks are not where
-    they are cut off along K, or would hold rows of gate and of up."""
+    """Whether the scales of separately stored linears are valid for their `rows` together.
+
+    128x128 blocks are not if K cuts a block off, or if a block would hold rows of both gate and up.
+    """
     if fmt.scale_dtype is not torch.float32:
         return True
     apart = order is None or (order is not GateUpOrder.INTERLEAVED and rows % (2 * WEIGHT_BLOCK_N) == 0)
@@ -290,7 +290,7 @@ def _assemble(
     second: torch.Tensor | None,
     order: GateUpOrder | None,
 ) -> torch.Tensor | ExpertWeights:
-    """One weight of the quants, block scales (of these `names`, as stored) and second-level scales of its linears."""
+    """Assemble a weight from the quants, block scales (called `names`) and second-level scales of linears."""
     for name, part in zip(names, scales, strict=True):
         check_no_nan(files, name, part)
     fmt = layout.format
@@ -309,7 +309,7 @@ def _assemble(
 
 
 def layout_of(files: TensorFiles, layout: WeightLayout, prefixes: Iterable[str]) -> WeightLayout:
-    """`layout`, or that of plain weights where these linears are stored so: none of them has scales."""
+    """`layout`, or `PLAIN` if these linears are stored without scales."""
     names = list(prefixes)
     if layout.scale is not None and any(f"{prefix}.{layout.scale}" in files for prefix in names):
         return layout
@@ -317,7 +317,7 @@ def layout_of(files: TensorFiles, layout: WeightLayout, prefixes: Iterable[str])
 
 
 def dense(weight: torch.Tensor | ExpertWeights) -> torch.Tensor:
-    """`[N, K]`, bf16 or fp32, of what a reader gives."""
+    """What a reader gives, as a tensor `[N, K]`, bf16 or fp32."""
     return weight.dequantize()[0] if isinstance(weight, ExpertWeights) else weight
 
 
@@ -328,7 +328,7 @@ def _suffixes(layout: WeightLayout) -> list[str]:
 def _read_scales(
     files: TensorFiles, layout: WeightLayout, prefixes: tuple[str, ...], rows: int, columns: int
 ) -> torch.Tensor:
-    """Linear block scales of the linears, one after the other, as they are stored."""
+    """Linear block scales of the linears, stacked, as they are stored."""
     fmt = layout.format
     shape = (rows if fmt.swizzled else ceil_div(rows, WEIGHT_BLOCK_N), fmt.scale_columns(columns))
     names = [f"{prefix}.{layout.scale}" for prefix in prefixes]
@@ -341,13 +341,13 @@ def _read_scales(
 
 
 def check_no_nan(files: TensorFiles, name: str, scales: torch.Tensor) -> None:
-    """Raise `ValueError` naming file and tensor where a scale is NaN (fp32 and bf16: or infinite)."""
+    """Raise `ValueError` naming file and tensor if a scale is NaN, or infinite in fp32 and bf16."""
     if scales.element_size() > 1:
         bad = (~scales.isfinite()).numpy()
     else:
         # numpy: torch would wake its threads for each of these small tensors.
         raw, signed = scales.view(torch.uint8).numpy(), scales.dtype == torch.float8_e4m3fn
-        # NaN is the largest byte there is, in e4m3 also the largest without a sign. Maxima need no memory.
+        # NaN is the largest byte, in e4m3 also the largest without a sign. A maximum needs no memory.
         if raw.max(initial=0) < 0xFF and not (signed and raw.view(np.int8).max(initial=0) == 0x7F):
             return
         bad = raw & 0x7F == 0x7F if signed else raw == 0xFF
@@ -359,7 +359,7 @@ def check_no_nan(files: TensorFiles, name: str, scales: torch.Tensor) -> None:
 
 
 def _second_level(files: TensorFiles, prefix: str, scale: ScaleName, *, infinite: bool = False) -> torch.Tensor:
-    """A second-level scale as it is stored, fp32 `[]`; `infinite` where it may be so."""
+    """A second-level scale as it is stored, fp32 `[]`. Only with `infinite` may it be infinite."""
     name = f"{prefix}.{scale.suffix}"
     shape = files.entry(name).shape
     value = files.read(name, shape if shape == (1,) else (), ("F32",)).view(())
@@ -369,5 +369,5 @@ def _second_level(files: TensorFiles, prefix: str, scale: ScaleName, *, infinite
 
 
 def _reciprocal(x: torch.Tensor) -> torch.Tensor:
-    """`1 / x`, one IEEE division: `number / tensor` may be another."""
+    """`1 / x` by one IEEE division, which `number / tensor` need not be."""
     return torch.ones_like(x) / x

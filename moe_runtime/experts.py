@@ -8,7 +8,7 @@ from typing import TypeGuard
 import torch
 
 from moe_runtime.config import ActivationConfig
-from moe_runtime.formats import TokenFormat, token_format, token_formats_for
+from moe_runtime.formats import TokenFormat, format_named, token_formats_for
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.gemm_arguments import check_activation, check_formats, encode_scale
 from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
@@ -73,7 +73,7 @@ class Experts:
         if down.device != gate_up.device:
             raise ValueError(f"down: expected device {gate_up.device} as gate_up, got {down.device}")
         usual = token_formats_for(down.format.name)[0]
-        fmt = token_format(usual if self.intermediate_format is None else self.intermediate_format)
+        fmt = format_named(usual if self.intermediate_format is None else self.intermediate_format)
         fmt.check_columns(down.num_columns, "I of gate_up")
         check_formats(fmt, down.format, "intermediate_format")
         object.__setattr__(self, "intermediate_format", fmt)

@@ -1,7 +1,7 @@
-"""Model families as data: what a `config.json` says about the MoE layers of a model.
+"""Model families as data: how the `config.json` of each kind of model describes its MoE layers.
 
-Each `Family` is how the models of some `model_type` write their layers down and what is the same in all of them. Key
-names are those of published files and those that transformers 5 writes, which differ in places.
+A `Family` holds the keys that models of some `model_type` use, and what is the same in all of them. Published files and
+those that transformers 5 writes differ in some keys; both are read. To add a family, add a `Family` to `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ class Family:
 
     Attributes:
         name: `mixtral`, `qwen2_moe`, `qwen3_moe`, `deepseek_v3` or `gpt_oss`.
-        model_types: values of `model_type` that mean this family.
-        num_experts_keys: names of the number of routed experts; the first that is there counts.
-        intermediate_size_key: name of `I` of one routed expert.
+        model_types: values of `model_type` of this family.
+        num_experts_keys: keys of the number of routed experts; the first one present counts.
+        intermediate_size_key: key of `I` of one routed expert.
         router: kind of `RouterConfig`.
-        renormalize: whether the chosen weights are divided by their sum; None where the config says (`norm_topk_prob`).
-        default_renormalize: what a config without `norm_topk_prob` means, as in transformers.
+        renormalize: whether the top-k weights are divided by their sum; None reads `norm_topk_prob`.
+        default_renormalize: value for a config without `norm_topk_prob`, as in transformers.
         router_bias: the linear gate has a bias.
         group_limited: the router has groups, a correction bias and a scaling factor, as in DeepSeek-V3.
         clamped_swiglu: interleaved gate and up, and the activation of gpt-oss; else SwiGLU with gate above up.
         expert_bias: both projections of an expert have biases.
-        shared: how the shared expert is sized: by `shared_expert_intermediate_size`, with a sigmoid gate, as
-            `n_shared_experts` of the routed ones' size, or not at all.
-        dense_layers: how layers without experts are told: by `mlp_only_layers` and `decoder_sparse_step`, by
-            `first_k_dense_replace` and `moe_layer_freq`, or there are none.
+        shared: `gated` for a shared expert of `shared_expert_intermediate_size` with a sigmoid gate, `counted` for one
+            of `n_shared_experts` times the size of a routed expert, None for none.
+        dense_layers: which layers have no experts: `sparse_step` reads `mlp_only_layers` and `decoder_sparse_step`,
+            `first_k` reads `first_k_dense_replace` and `moe_layer_freq`, None means that all have experts.
     """
 
     name: str
@@ -98,7 +98,7 @@ FAMILIES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS)
 
 
 def family_of(config: Mapping[str, Any], *, source: str = "config") -> Family:
-    """The family that `model_type` means. Raises `ValueError` naming `source` and the known ones if there is none."""
+    """The family of `model_type`. Raises `ValueError` naming `source` and the known ones if it is unknown."""
     model_type = config.get("model_type")
     for family in FAMILIES:
         if model_type in family.model_types:
@@ -108,18 +108,18 @@ def family_of(config: Mapping[str, Any], *, source: str = "config") -> Family:
 
 
 def layer_config(config: Mapping[str, Any], *, source: str = "config", **overrides: Any) -> MoELayerConfig:
-    """The MoE layers that a `config.json` describes; the rest comes from `overrides`.
+    """The MoE layers that a `config.json` describes. `overrides` set the other fields.
 
-    `max_tokens_per_rank` has no default and must be among the overrides. A whole config may be given
-    (`**config.model_dump()`) to check that it fits the model.
+    They must have `max_tokens_per_rank`, which has no default. A whole config (`**config.model_dump()`) checks that it
+    fits the model.
 
     Args:
         config: the parsed file, or `to_dict()` of a transformers config.
-        source: what error messages call it, such as the path of the file.
+        source: its name in error messages, such as the path of the file.
 
     Raises:
-        ValueError: for another kind of model, a key that is missing or out of range, values that `MoELayerConfig`
-            refuses, and overrides that contradict the config; names `source` and key.
+        ValueError: an unknown family, a key that is missing or out of range, values that `MoELayerConfig` refuses,
+            or overrides that contradict the config; names `source` and key.
     """
     family = family_of(config, source=source)
     keys = _Keys(config, source)
@@ -146,7 +146,7 @@ def layer_config(config: Mapping[str, Any], *, source: str = "config", **overrid
 
 
 def shared_expert(config: Mapping[str, Any], *, source: str = "config") -> SharedExpertConfig | None:
-    """Size and gate of the shared expert of every MoE layer; None where there is none. Raises as `layer_config`."""
+    """Size and gate of the shared expert of the MoE layers; None if there is none. Raises as `layer_config`."""
     family, keys = family_of(config, source=source), _Keys(config, source)
     if family.shared == "gated":
         size = keys.count("shared_expert_intermediate_size")
@@ -158,14 +158,14 @@ def shared_expert(config: Mapping[str, Any], *, source: str = "config") -> Share
 
 
 def moe_layers(config: Mapping[str, Any], *, source: str = "config") -> list[int]:
-    """The decoder layers that have experts, as `is_moe_layer` tells."""
+    """The decoder layers that have experts (`is_moe_layer`)."""
     return [layer for layer in range(_num_layers(config, source)) if is_moe_layer(config, layer, source=source)]
 
 
 def is_moe_layer(config: Mapping[str, Any], layer_index: int, *, source: str = "config") -> bool:
     """Whether decoder layer `layer_index` has experts (the others have one dense MLP).
 
-    The layers for multi-token prediction, which follow `num_hidden_layers` in DeepSeek-V3, count as layers.
+    Layers for multi-token prediction, which follow the `num_hidden_layers` in DeepSeek-V3, count as layers.
 
     Raises `ValueError` as `layer_config`, and for a layer that the model does not have.
     """
@@ -224,7 +224,7 @@ def _activation(family: Family, keys: _Keys) -> ActivationConfig:
 
 @dataclass(frozen=True)
 class _Keys:
-    """The values of a config, each checked where it is read; a default stands for a key that is not there."""
+    """Reads the values of a config with checks. A missing key has its default, if one is given."""
 
     config: Mapping[str, Any]
     source: str

@@ -1,4 +1,4 @@
-"""Modules whose parameters and buffers keep their dtypes, and how those are given values of any dtype."""
+"""Modules whose parameters and buffers keep their dtypes, and a checked copy of values into them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 
 class FixedDtypes(nn.Module):
-    """`.to(torch.bfloat16)`, `.half()` and so on change the dtype of nothing in it; devices change as in any module."""
+    """A module that ignores dtypes in `.to(torch.bfloat16)`, `.half()` and so on, but follows devices as usual."""
 
     def _apply(self, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> Any:
         def without_cast(tensor: torch.Tensor) -> torch.Tensor:
@@ -21,12 +21,12 @@ class FixedDtypes(nn.Module):
 
 
 def copy_checked(pairs: dict[str, tuple[torch.Tensor | None, torch.Tensor | None]]) -> None:
-    """Copy each source into its target; where there is no target there must be no source.
+    """Copy each source into its target. A missing target needs a missing source.
 
     Args:
-        pairs: `(target, source)` by the name that errors give.
+        pairs: `(target, source)` by their name in error messages.
 
-    Raises `ValueError` naming the first pair whose shapes differ, before anything is copied.
+    Raises `ValueError` naming the first pair with different shapes, before it copies anything.
     """
     for name, (target, source) in pairs.items():
         expected, got = ("none" if t is None else f"shape {list(t.shape)}" for t in (target, source))

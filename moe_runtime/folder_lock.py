@@ -1,4 +1,4 @@
-"""Keeps a folder to one writing process at a time."""
+"""A lock that lets only one process at a time write to a folder."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ LOCK_FILE = ".moe_runtime.lock"
 
 @contextmanager
 def locked_folder(folder: Path) -> Iterator[None]:
-    """Inside, no other process is inside for the same folder. The system lets go of the lock of one that is killed;
-    the file that it leaves behind does not count, whoever's it is. A child that was forked inside keeps the lock of a
-    process that is killed until it ends too.
+    """Hold the lock of a folder. If the process is killed, the system releases it.
 
-    Raises `ValueError` naming the folder where another process is inside, or where its file system has no locks; naming
-    the file where that may not be opened.
+    A lock file that is left behind does not count, whoever owns it. A child forked while the lock is held keeps it
+    until the child ends too.
+
+    Raises `ValueError` naming the folder if another process holds the lock or the file system has no locks, and naming
+    the lock file if it cannot be opened.
     """
     path = folder / LOCK_FILE
     with _opened(path) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # The last one inside may have removed the file after it was opened here: another may lock a new one.
+            # The last holder may have removed the file after it was opened here, and another may lock a new one.
             mine = os.path.samestat(os.fstat(file.fileno()), path.stat())
         except (BlockingIOError, FileNotFoundError):
             mine = False
@@ -46,7 +47,7 @@ def _opened(path: Path) -> FileIO:
     except PermissionError as error:
         advice = "; the file may be removed if no process writes to its folder" if path.exists() else ""
         raise ValueError(f"{path}: cannot be opened: {error.strerror}{advice}") from error
-    # The umask of one user would keep others from the file, which a killed process leaves to them.
+    # Other users must be able to open a file that a killed process left, whatever the umask.
     with suppress(OSError):
         os.fchmod(descriptor, 0o666)
     return FileIO(descriptor, "r+")

@@ -1,4 +1,4 @@
-"""Number formats as frozen data: the only place that knows element width, block size, scale type and sizes.
+"""Number formats as frozen data: the only module that knows element width, block size, scale type and sizes.
 
 Shape letters used across the project: `T` tokens of one rank, `H` hidden size, `I` intermediate size, `E` experts
 of one rank, `G` groups, `R` rows of a grouped GEMM, `N`/`K` GEMM dimensions, `V = ceil(K / block)` scale columns.
@@ -13,7 +13,7 @@ import torch
 
 
 class FormatCode(IntEnum):
-    """The `tl.constexpr` by which kernels select a format's arithmetic."""
+    """The `tl.constexpr` by which kernels select the arithmetic of a format."""
 
     BF16 = 0
     FP8_BLOCK = 1
@@ -23,7 +23,7 @@ class FormatCode(IntEnum):
 
 
 class ScaleLayout(IntEnum):
-    """Where the scale of row `r`, block `v` lies, as kernels branch on it; `ld` is the leading dimension."""
+    """Position of the scale of row `r`, block `v`, which kernels branch on; `ld` is the leading dimension."""
 
     SWIZZLED = 0
     """The 128x4 swizzle, one byte each."""
@@ -39,7 +39,7 @@ NVFP4_FULL_SCALE = 2688.0
 """Largest `e2m1 * e4m3` magnitude, 6 * 448."""
 
 MAX_ENCODE_SCALE = 2.0**100
-"""What an NVFP4 encode scale is clamped to."""
+"""Upper bound of an NVFP4 encode scale."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -58,11 +58,11 @@ class TokenFormat:
 
     Attributes:
         name: the name used in YAML and in every API.
-        code: what kernels branch on.
+        code: the code that kernels branch on.
         element_bits: bits of one element.
-        block: elements of K that share one block scale; 1 where there are no block scales.
+        block: elements of K that share one block scale; 1 if there are no block scales.
         quant_dtype: torch dtype of the quants as the GEMM takes them (`uint8` holds two e2m1 codes).
-        scale_dtype: torch dtype of a block scale (`uint8` holds a UE8M0 byte); None where there is none.
+        scale_dtype: torch dtype of a block scale (`uint8` holds a UE8M0 byte); None if there is none.
         swizzled: block scales reach the GEMM in the 128x4 swizzle and the `dense_128` convention;
             otherwise they are K-major, one row of scales per row of quants.
         has_row_scale: each row carries an fp32 decode scale, applied to the fp32 accumulator.
@@ -79,7 +79,7 @@ class TokenFormat:
 
     @property
     def scale_layout(self) -> ScaleLayout:
-        """Where block scales lie inside a layer."""
+        """Layout of block scales inside a layer."""
         return ScaleLayout.SWIZZLED if self.swizzled else ScaleLayout.K_MAJOR
 
     @property
@@ -128,42 +128,41 @@ FORMATS: dict[str, TokenFormat] = {f.name: f for f in (BF16, FP8_BLOCK, MXFP8, N
 WEIGHT_FORMATS: dict[str, TokenFormat] = FORMATS | {MXFP4.name: MXFP4}
 """Formats of weights. `mxfp4` is e2m1 with a UE8M0 scale for 32 of K, for weights alone."""
 
-TOKENS_BESIDE = {NVFP4.name: (BF16.name,), MXFP4.name: (BF16.name, MXFP8.name)}
-"""By format of weights: tokens in other formats that they are multiplied with, decoded exactly; the usual one first."""
+OTHER_TOKEN_FORMATS = {NVFP4.name: (BF16.name,), MXFP4.name: (BF16.name, MXFP8.name)}
+"""By weight format: other token formats that the GEMM multiplies it with, after an exact dequantization; the usual one
+first."""
 
 COMBINE_FORMATS = tuple(name for name, fmt in FORMATS.items() if not fmt.has_row_scale)
-"""Formats that a partial result may travel home in: those that need no second pass over the row."""
+"""Formats in which combine may send partial sums: those that need no second pass over the row."""
 
 WEIGHT_BLOCK_N = 128
 """Rows of N that share a block scale in an `fp8_block` weight (128x128 blocks); 1 row in the other formats."""
 
 
-def token_format(name: str | TokenFormat, argument: str = "format") -> TokenFormat:
-    """The descriptor called `name`; a descriptor is returned as it is. `ValueError` names `argument` if unknown."""
-    return _format_among(FORMATS, name, argument)
-
-
-def weight_format(name: str | TokenFormat, argument: str = "format") -> TokenFormat:
-    """As `token_format`, among the formats of weights."""
-    return _format_among(WEIGHT_FORMATS, name, argument)
-
-
-def _format_among(formats: dict[str, TokenFormat], name: str | TokenFormat, argument: str) -> TokenFormat:
+def format_named(
+    name: str | TokenFormat, argument: str = "format", among: dict[str, TokenFormat] = FORMATS
+) -> TokenFormat:
+    """The format called `name`; a descriptor is returned as it is. `ValueError` names `argument` if it is unknown."""
     if isinstance(name, TokenFormat):
         return name
-    if not isinstance(name, str) or name not in formats:
-        raise ValueError(f"{argument}: expected one of {sorted(formats)}, got {name!r}")
-    return formats[name]
+    if not isinstance(name, str) or name not in among:
+        raise ValueError(f"{argument}: expected one of {sorted(among)}, got {name!r}")
+    return among[name]
+
+
+def weight_format_named(name: str | TokenFormat, argument: str = "format") -> TokenFormat:
+    """`format_named` among the formats of weights."""
+    return format_named(name, argument, WEIGHT_FORMATS)
 
 
 def token_formats_for(weights: str) -> tuple[str, ...]:
-    """Names of the formats in which tokens can be multiplied with weights in the format `weights`, the usual one first.
+    """Names of the token formats that go with weights in format `weights`, the usual one first.
 
     >>> token_formats_for("nvfp4"), token_formats_for("mxfp4"), token_formats_for("mxfp8")
     (('nvfp4', 'bf16'), ('bf16', 'mxfp8'), ('mxfp8',))
     """
     own = (weights,) if weights in FORMATS else ()
-    return own + TOKENS_BESIDE.get(weights, ())
+    return own + OTHER_TOKEN_FORMATS.get(weights, ())
 
 
 @dataclass(frozen=True)

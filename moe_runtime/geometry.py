@@ -13,7 +13,7 @@ from functools import cached_property
 from moe_runtime.comm.signals import COUNT_BITS, EXCHANGES
 from moe_runtime.formats import FORMATS, TokenFormat, align, ceil_div
 from moe_runtime.plan import expert_starts
-from moe_runtime.token_format import RecordLayout
+from moe_runtime.record import RecordLayout
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class ExchangeGeometry:
         packed: rows are copied to packed positions on arrival (otherwise found through `row_index`).
         row_capacity: (token, expert) rows that may arrive here in a step.
         num_sms: most SMs of a GPU that the exchange takes at a time; None where it may take all.
-        number: of the exchange in its context, equal on all ranks. Kernels are the same for all.
+        exchange_id: of the exchange in its context, equal on all ranks. Kernels are the same for all.
     """
 
     rank: int
@@ -40,12 +40,12 @@ class ExchangeGeometry:
     packed: bool
     row_capacity: int
     num_sms: int | None = None
-    number: int = field(default=0, compare=False)
+    exchange_id: int = field(default=0, compare=False)
 
     @cached_property
     def count_tag(self) -> int:
         """What signal word `token_count` has beside the number of tokens."""
-        return self.number % EXCHANGES << COUNT_BITS
+        return self.exchange_id % EXCHANGES << COUNT_BITS
 
     @cached_property
     def starts(self) -> tuple[int, ...]:

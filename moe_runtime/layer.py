@@ -2,48 +2,59 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable, Sequence
-from contextlib import closing
-from functools import partial
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing, contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.checkpoint import Checkpoint, opened
 from moe_runtime.compiling import not_compiled
-from moe_runtime.config import MoELayerConfig, ParallelConfig, RunConfig, load_config
-from moe_runtime.context import ExpertParallelContext, by_one_thread
+from moe_runtime.config import MoELayerConfig, RunConfig, load_config
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.context_threads import by_one_thread
 from moe_runtime.counters import LayerCounters
+from moe_runtime.deprecation import warn_removed, warn_renamed
+from moe_runtime.dispatch_handle import CombineSink
 from moe_runtime.dispatcher import TokenDispatcher
-from moe_runtime.experts import Experts, swiglu_of
-from moe_runtime.formats import token_format
-from moe_runtime.loading import FRESH, ExpertTensors, Rooms, quantize_experts
+from moe_runtime.errors import reason_of
+from moe_runtime.experts import Experts
+from moe_runtime.layer_arguments import flat_shared, flat_tokens
+from moe_runtime.layer_build import (
+    built_over,
+    check_context,
+    checkpoint_overrides,
+    fill_dense,
+    load_dense,
+    make_experts,
+    random_expert,
+)
+from moe_runtime.loading import FRESH, ExpertTensors, QuantBuffers
 from moe_runtime.memory import staging_bytes
 from moe_runtime.metrics import PhaseTimes, phase
-from moe_runtime.peers import collective_step, told_to_peers
+from moe_runtime.mover import move_experts
+from moe_runtime.peers import abort_peers_on_error, collective_step
 from moe_runtime.placement import Placement, placement_from_config
 from moe_runtime.plan import expert_starts
 from moe_runtime.progress import with_progress
-from moe_runtime.replacement import replace_experts
+from moe_runtime.replacement import Replacement, agree_on_replacement
 from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
 from moe_runtime.slots import SlotTable
-from moe_runtime.step import LayerStep, advance
-from moe_runtime.warming import warm_up
+from moe_runtime.step import ComputedRows, LayerStep, SentTokens
+from moe_runtime.warming import WarmUpStep, warm_up_steps
 
 
 class MoELayer(nn.Module):
     """One expert-parallel MoE layer, for inference.
 
-    Every rank of the context's group makes the layer with an equal config and calls it in the same order, each with
-    its own tokens. The experts' weights are set by `load_experts` (or by `from_checkpoint` and `from_yaml`). While one
-    thread is in a call of it, or of another layer of its context, calls of other threads are refused. What
-    `torch.compile` makes of a model leaves its steps as they are.
+    Every rank of the context's group makes the layer with an equal config. All ranks call the layers in the same order,
+    each with its own tokens. `load_experts`, `from_checkpoint` or `from_yaml` set the weights of the experts. While one
+    thread is in a call of a layer, calls of other threads to layers of the same context are refused. `torch.compile`
+    leaves the steps as they are.
 
     `close()`, or the end of a `with`, closes a context that was made for the layer alone, and no other.
 
@@ -52,19 +63,19 @@ class MoELayer(nn.Module):
         context: the group's memory and signals, shared by all layers of a group; None makes one for the default group
             (one rank where torch.distributed is not initialised; torchrun's ranks call `init_from_env` before).
         placement: which rank holds which experts, equal on all ranks; None is contiguous ids, each expert once.
-        router: False for a layer whose every call brings a router's answer: no weights are kept for it.
+        router: False for a layer whose callers always pass `topk_idx` and `topk_weights`: it keeps no router weights.
 
     Attributes:
         placement: the present one; None as above.
         slots: the `SlotTable` of the placement; None without one.
         router: `moe_runtime.router.Router`; None where there is none.
-        dispatchers: a `moe_runtime.dispatcher.TokenDispatcher` for each of `config.all_step_sizes`, ascending.
+        dispatchers: a `moe_runtime.dispatcher.TokenDispatcher` for each of `config.all_token_buckets`, ascending.
         dispatcher: the last of them, for steps of any size.
         experts: `moe_runtime.experts.Experts`, None until weights are loaded.
         shared_expert: `moe_runtime.shared_expert.SharedExpert`; None where the config has none.
         times: set to a `PhaseTimes` to time each phase.
         counters: what `count_steps` made, None before.
-        number: tells layers of a context apart, equal on all ranks.
+        layer_id: of the layer in its context, equal on all ranks.
     """
 
     def __init__(
@@ -79,12 +90,12 @@ class MoELayer(nn.Module):
         if not isinstance(config, MoELayerConfig):
             way = "; of a RunConfig it is `layer`" if hasattr(config, "layer") else ""
             raise ValueError(f"config: expected a MoELayerConfig, got {type(config).__name__}{way}")
-        _check_context(context)
+        check_context(context)
         self.config = config
         self.context = context if context is not None else ExpertParallelContext()
         self._owns_context = context is None
         device = self.context.device
-        self.number = self.context.number_layer()
+        self.layer_id = self.context.next_layer_id()
         self.placement = placement
         self.slots: SlotTable | None = None
         agree: dict[str, object] = {**config.flat()}
@@ -92,7 +103,7 @@ class MoELayer(nn.Module):
             self._check_placement(placement)
             self.slots = SlotTable(placement, device)
             agree["placement"] = placement.fingerprint
-            if self.context.carrier is None:
+            if self.context.host_transport is None:
                 self.context.register(staging_bytes=staging_bytes(config, self.context.world_size))
         self.router: Router | None = None
         if router:
@@ -100,7 +111,7 @@ class MoELayer(nn.Module):
             self.router = Router(*sizes, config.router, device, engine=self.context.engine)
         num_slots = None if placement is None else placement.num_slots
         self.dispatchers = TokenDispatcher.of_all_sizes(self.context, config, num_slots=num_slots)
-        self.context.register(agree=agree, about=f"layer {self.number}")
+        self.context.register(agree=agree, about=f"layer {self.layer_id}")
         self.dispatcher = self.dispatchers[config.max_tokens_per_rank]
         self.experts: Experts | None = None
         self.shared_expert: SharedExpert | None = None
@@ -108,6 +119,137 @@ class MoELayer(nn.Module):
             self.shared_expert = SharedExpert(config.hidden_size, config.shared_expert, device)
         self.times: PhaseTimes | None = None
         self.counters: LayerCounters | None = None
+
+    @not_compiled
+    @by_one_thread
+    def forward(
+        self,
+        x: torch.Tensor,
+        *,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        shared: torch.Tensor | None = None,
+        max_tokens: int | None = None,
+    ) -> torch.Tensor:
+        """Run the layer on this rank's tokens. Collective.
+
+        Args:
+            x: bf16 `[..., H]`, at most `max_tokens_per_rank` tokens, 0 included.
+            topk_idx, topk_weights: int32 or int64, and fp32, `[T, K]`: a router's answer for the flattened tokens
+                (both or neither; without them the layer's own router is asked). -1 is unrouted.
+            shared: bf16 `[..., H]`, output of a shared expert, added first; only where the layer has no shared expert
+                of its own.
+            max_tokens: most tokens that any rank brings to this step; equal on all ranks. The step takes the smallest
+                of `config.all_token_buckets` that holds them, which changes its time and no bit. None is
+                `max_tokens_per_rank`; on a single rank, the tokens of `x`.
+
+        Returns:
+            bf16, the shape of `x`.
+
+        Raises:
+            ValueError: a wrong argument; the peers get `PeerAbortedError`.
+            MoERuntimeError: what went wrong between ranks (see `ExpertParallelContext.check`).
+        """
+        # A stage may run once all ranks have done the one before it; `VirtualRanks` calls them for all ranks in turn.
+        sent = self._send(x, topk_idx, topk_weights, shared, max_tokens)
+        computed = self._compute(sent)
+        return self._receive(computed)
+
+    def _send(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        shared: torch.Tensor | None = None,
+        max_tokens: int | None = None,
+    ) -> SentTokens:
+        """Route this rank's tokens and send them; the shared expert computes while they travel."""
+        with collective_step(self.context):
+            tokens_TH, topk_idx, topk_weights, shared_TH = self._route(x, topk_idx, topk_weights, shared)
+            dispatcher = self._dispatcher_for(tokens_TH.shape[0], max_tokens)
+            slots = topk_idx if self.slots is None else self.slots(topk_idx, tokens_TH)
+        with phase("dispatch_send", self.times):
+            scales_in_record = self._keeps_scales_in_record(dispatcher)
+            handle = dispatcher.dispatch_send(tokens_TH, slots, topk_weights, scales_in_record=scales_in_record)
+        if self.shared_expert is not None:
+            with collective_step(self.context), torch.no_grad(), phase("shared_expert", self.times):
+                shared_TH = self.shared_expert(tokens_TH)
+        return SentTokens(
+            dispatcher, handle, x.shape, tokens_TH, topk_idx, slots, topk_weights, shared_TH, self.placement
+        )
+
+    def _compute(self, sent: SentTokens) -> ComputedRows:
+        """Wait for the tokens of all ranks, run this rank's experts on them, and send the results home."""
+        dispatcher, handle = sent.dispatcher, sent.handle
+        if sent.placement != self.placement:
+            with collective_step(self.context):
+                raise ValueError("step: expected one that began after replace_experts, its tokens went to other slots")
+        with phase("dispatch_recv", self.times):
+            received = dispatcher.dispatch_recv(handle)
+        with collective_step(self.context), phase("experts", self.times):
+            assert self.experts is not None
+            output = CombineSink(handle)
+            self.experts(received, out=output.rows)
+        with phase("combine_send", self.times):
+            dispatcher.combine_send(output, handle)
+        if self.counters is not None:
+            # Now, while results travel.
+            with collective_step(self.context):
+                self.counters.add(sent.topk_idx, sent.slots, handle.num_parts, received.group_offsets)
+        return ComputedRows(sent, received, output)
+
+    def _receive(self, computed: ComputedRows) -> torch.Tensor:
+        """Wait for the results of all ranks and sum them: bf16, the shape of `x`."""
+        sent = computed.sent
+        with phase("combine_recv", self.times):
+            y_TH = sent.dispatcher.combine_recv(sent.handle, shared=sent.shared)
+        return y_TH.view(sent.shape)
+
+    def _route(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        shared: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        """Checked `x` and `shared` as `[T, H]`, and the router's answer in between."""
+        if self.experts is None:
+            raise ValueError("experts: no weights are loaded (load_experts, from_checkpoint or from_yaml)")
+        geometry, device = self.dispatcher.geometry, self.context.device
+        tokens_TH, shared_TH = flat_tokens(geometry, device, x), None
+        if (topk_idx is None) != (topk_weights is None):
+            raise ValueError("topk_idx: expected together with topk_weights")
+        if shared is not None:
+            if self.shared_expert is not None:
+                raise ValueError("shared: expected None, the layer has a shared expert of its own")
+            shared_TH = flat_shared(geometry, device, shared, x.shape)
+        if topk_idx is None or topk_weights is None:
+            if self.router is None:
+                raise ValueError("topk_idx: expected a router's answer, the layer was made without a router")
+            with phase("route", self.times):
+                topk_idx, topk_weights = self.router(tokens_TH)
+        return tokens_TH, topk_idx, topk_weights, shared_TH
+
+    def _dispatcher_for(self, num_tokens: int, max_tokens: int | None) -> TokenDispatcher:
+        """That of the smallest token bucket for a step in which no rank has more than `max_tokens`."""
+        limit = self.config.max_tokens_per_rank
+        if max_tokens is None:
+            # What is too much for any size is refused by the dispatcher.
+            max_tokens = min(num_tokens, limit) if self.context.world_size == 1 else limit
+        elif isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or not num_tokens <= max_tokens <= limit:
+            raise ValueError(
+                f"max_tokens: expected None or from {num_tokens}, the tokens of x, to max_tokens_per_rank = {limit}, "
+                f"got {max_tokens!r}"
+            )
+        return next(dispatcher for size, dispatcher in self.dispatchers.items() if size >= max_tokens)
+
+    @property
+    def scales_in_record(self) -> bool:
+        """Whether steps leave the block scales of tokens in the records that arrive; the experts read them there."""
+        return self._keeps_scales_in_record(self.dispatcher)
+
+    def _keeps_scales_in_record(self, dispatcher: TokenDispatcher) -> bool:
+        return dispatcher.can_keep_scales_in_record and self.experts is not None and self.experts.takes_scales_by_row
 
     @classmethod
     def from_yaml(cls, path: str | Path, *, context: ExpertParallelContext | None = None) -> MoELayer:
@@ -131,21 +273,18 @@ class MoELayer(nn.Module):
         """
         if not isinstance(run, RunConfig):
             raise ValueError(f"run: expected a RunConfig, got {type(run).__name__}")
-        _check_context(context)
-        if context is None:
-            return cls._over_own(context_from_config(run.parallel), partial(cls.from_run_config, run))
-        with told_to_peers(context):
+        with built_over(context, run.parallel) as used:
             placement = None
             if run.placement is not None:
-                placement = placement_from_config(run.placement, run.layer.num_experts, context.world_size)
+                placement = placement_from_config(run.placement, run.layer.num_experts, used.world_size)
             if run.checkpoint is None:
-                layer = cls(run.layer, context, placement=placement)
+                layer = cls(run.layer, used, placement=placement)
                 layer.load_random(run.seed)
-                return layer
-            asked = run.layer.model_fields_set
-            given = run.layer.model_dump()
-            given |= {name: None for name in ("token_format", "weight_format") if name not in asked}
-            return cls._of_checkpoint(run.checkpoint.path, run.checkpoint.layer, context, placement, given)
+            else:
+                overrides = checkpoint_overrides(run.layer)
+                layer = cls._of_checkpoint(run.checkpoint.path, run.checkpoint.layer, used, placement, overrides)
+        layer._owns_context = context is None
+        return layer
 
     @classmethod
     def from_checkpoint(
@@ -159,11 +298,11 @@ class MoELayer(nn.Module):
     ) -> MoELayer:
         """Layer `layer` of a safetensors checkpoint of a family in `moe_runtime.families`.
 
-        Sizes, router and activation come from the `config.json` beside the weights, and so do the formats of tokens and
+        Sizes, router and activation come from the checkpoint's `config.json`, and so do the formats of tokens and
         weights where they are not asked for (`moe_runtime.checkpoint.choose_formats`): weights that are stored in the
         format of the layer are taken as they are, others are converted, one by one. `overrides` set other fields of
-        `MoELayerConfig`, at least `max_tokens_per_rank`. Each rank reads only its own experts; that all ranks read the
-        same checkpoint is compared with their configs, before the first step.
+        `MoELayerConfig`, at least `max_tokens_per_rank`. Each rank reads only its own experts. Before the first step
+        ranks compare what they have read.
 
         NVFP4 tokens have a scale each, whatever `input_scale` the checkpoint has for them; that of the down projections
         becomes `intermediate_gsf`.
@@ -171,24 +310,10 @@ class MoELayer(nn.Module):
         Raises:
             ValueError: naming the file and the tensor that is missing or wrong; the peers get `PeerAbortedError`.
         """
-        _check_context(context)
-
-        def make(context: ExpertParallelContext) -> MoELayer:
-            with told_to_peers(context):
-                return cls._of_checkpoint(path, layer, context, placement, overrides)
-
-        return make(context) if context is not None else cls._over_own(ExpertParallelContext(), make)
-
-    @classmethod
-    def _over_own(cls, own: ExpertParallelContext, make: Callable[[ExpertParallelContext], MoELayer]) -> MoELayer:
-        """The layer that `make` makes over a context that is for it alone, and closed with it."""
-        try:
-            layer = make(own)
-        except BaseException:
-            own.close()
-            raise
-        layer._owns_context = True
-        return layer
+        with built_over(context) as used:
+            made = cls._of_checkpoint(path, layer, used, placement, overrides)
+        made._owns_context = context is None
+        return made
 
     @classmethod
     def _of_checkpoint(
@@ -217,85 +342,56 @@ class MoELayer(nn.Module):
     ) -> None:
         """Read router, shared expert and this rank's experts of decoder layer `layer`; on terminals with a bar.
 
-        A `checkpoint` that is given as a path is opened for this and closed. A layer without a shared expert, for a
-        checkpoint that has one, has to be told that the caller adds it (`shared_elsewhere`; see `shared` of `forward`).
+        A `checkpoint` that is given as a path is opened for this and closed. Where the checkpoint has a shared expert
+        and the layer has none, `shared_elsewhere` says that the caller adds it (see `shared` of `forward`).
 
         Raises `ValueError` as `Checkpoint` and `load_experts` do, and, naming the field, where the layer's config
         contradicts the checkpoint; the peers get `PeerAbortedError`. Formats may be others; a layer without a router
         may be of any `top_k`.
         """
-        with told_to_peers(self.context), opened(checkpoint) as files:
-            self._load_checkpoint(files, layer, shared_elsewhere)
-
-    def _load_checkpoint(self, checkpoint: Checkpoint, layer: int, shared_elsewhere: bool) -> None:
         elsewhere = set() if self.router is not None else {"router", "top_k"}
         if shared_elsewhere and self.shared_expert is None:
             elsewhere.add("shared_expert")
-        checkpoint.check_fits(self.config, but_for=elsewhere)
-        if self.router is not None:
-            router = checkpoint.router(layer)
-            self.router.load(router.weight, bias=router.bias, correction_bias=router.correction_bias)
-        shared = checkpoint.shared_expert(layer) if self.shared_expert is not None else None
-        if self.shared_expert is not None and shared is not None:
-            self.shared_expert.load(shared.gate_proj, shared.up_proj, shared.down_proj, shared.token_gate)
-        count = len(self.local_experts)
-        rooms = checkpoint.rooms(layer, self.config.weight_format, count, self.context.device)
-        text = f"rank {self.context.rank}: layer {layer} of {checkpoint.folder.name}"
-        # After an error too, its reader is done before anybody closes the files.
-        with closing(checkpoint.experts(layer, self.local_experts, rooms)) as experts:
-            self.load_experts(with_progress(experts, text, count, shown=self.context.rank == 0), rooms)
-        self.context.register(agree=checkpoint.digests(layer), about=f"layer {self.number}")
+        count, context = len(self.local_experts), self.context
+        with abort_peers_on_error(context), opened(checkpoint) as files:
+            files.check_fits(self.config, but_for=elsewhere)
+            load_dense(files, layer, self.router, self.shared_expert)
+            buffers = files.quant_buffers(layer, self.config.weight_format, count, context.device)
+            text = f"rank {context.rank}: layer {layer} of {files.folder.name}"
+            # Closed before `files`, also after an error: its reader uses them until then.
+            with closing(files.experts(layer, self.local_experts, buffers)) as experts:
+                self.load_experts(with_progress(experts, text, count, shown=context.rank == 0), buffers)
+            context.register(agree=files.digests(layer), about=f"layer {self.layer_id}")
 
     def load_random(self, seed: int) -> None:
-        """Random weights from `seed`, of the sizes that keep activations near unit variance; equal on any `ep_size`.
+        """Random weights from `seed`, of sizes that keep activations near unit variance; equal on any `ep_size`.
 
         Experts are drawn on the layer's device: the numbers differ by kind of device.
         """
-        hidden = self.config.hidden_size
-        generator = torch.Generator().manual_seed(seed)
-
-        def normal(rows: int, columns: int) -> torch.Tensor:
-            w_NK = torch.randn(rows, columns, generator=generator, dtype=torch.float32, device=generator.device)
-            return w_NK * columns**-0.5
-
-        weight = normal(self.config.num_experts, hidden)
-        if self.router is not None:
-            self.router.weight.data.copy_(weight)
+        fill_dense(self.config, seed, self.router, self.shared_expert)
         device = self.context.device
         self.load_experts(random_expert(self.config, seed, expert, device) for expert in self.local_experts)
-        if self.shared_expert is not None:
-            for parameter in self.shared_expert.parameters():
-                parameter.data.copy_(normal(*parameter.shape))
 
     def load_experts(
-        self, experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]], rooms: Rooms = FRESH
+        self, experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]], buffers: QuantBuffers = FRESH
     ) -> None:
         """Quantize this rank's experts, in order: for each, gate-and-up `[2I, H]` and down `[H, I]`, bf16 or fp32.
 
         Where the config says `expert_bias` each is an `ExpertTensors` with its biases; one may hold quantized weights.
-        `rooms` is for readers. Raises `ValueError` as `moe_runtime.loading.quantize_experts`, and what `experts`
+        `buffers` is for readers. Raises `ValueError` as `moe_runtime.loading.quantize_experts`, and what `experts`
         raises; the peers get `PeerAbortedError`.
         """
-        config = self.config
-        with told_to_peers(self.context):
-            gate_up, down = quantize_experts(experts, config, len(self.local_experts), self.context.device, rooms)
-            experts_of_rank = Experts(
-                gate_up,
-                down,
-                swiglu_of(config.activation),
-                intermediate_format=token_format(config.token_format),
-                intermediate_gsf=config.intermediate_gsf,
-                engine=self.context.gemm_engine,
-            )
-            self.experts = experts_of_rank.prepared()
+        with abort_peers_on_error(self.context):
+            self.experts = make_experts(experts, self.config, len(self.local_experts), self.context, buffers)
 
     @by_one_thread
+    @torch.inference_mode()  # weights that were loaded in this mode may not be changed outside it
     def replace_experts(self, placement: Placement) -> None:
         """Go over to another placement between two steps: experts move to their new slots, in place. Collective.
 
         Every rank calls it with an equal placement, at the same point of its steps and on their stream, with no step
         under way. Weights and the table of slots keep their addresses: a graph captured before goes on with the new
-        placement. A rank holds at most one expert beside its own meanwhile.
+        placement. Meanwhile a rank holds at most one expert more than its own.
 
         Args:
             placement: with as many experts, ranks and slots; `Placement.reordered_like` saves moves.
@@ -305,21 +401,60 @@ class MoELayer(nn.Module):
                 others get `PeerAbortedError`. Nothing has moved then, and the layer may be used as before.
             MoERuntimeError: a rank failed meanwhile, which ends the group as in a step.
         """
-        replace_experts([self], placement)
+        replacement = self._agree_on_replacement(placement)
+        with self._replacing(placement):
+            move_experts([replacement.mover], replacement.moves)
+
+    def _agree_on_replacement(self, placement: Placement) -> Replacement:
+        return agree_on_replacement(self.context, self.layer_id, self.placement, self.experts, placement)
+
+    @contextmanager
+    def _replacing(self, placement: Placement) -> Iterator[None]:
+        """Around the moves to `placement`: no step can run inside, nor after an error, which ends the group."""
+        experts, self.experts = self.experts, None
+        try:
+            yield
+            assert self.slots is not None
+            self.slots.update(placement)
+            self.placement, self.experts = placement, experts
+        except BaseException as error:
+            self.context.abort(reason_of(error))
+            raise
 
     @by_one_thread
     def warm_up(self) -> None:
-        """Run steps of every size whose tokens go nowhere, so that later ones compile and load no kernel. Collective.
+        """Run steps of every token bucket that route no token, so that later ones compile and load no kernel.
 
-        For a server before its first request, and before a graph is captured: without it the first step of each size
-        compiles what it launches. With weights loaded, and no step under way. Later steps give the bits that they had
-        given without it, and wait for peers no longer than `timeout_s`. Nothing of it is counted or timed. Waits for
+        Collective. For a server before its first request, and before a graph is captured: without it the first step of
+        each bucket compiles what it launches. With weights loaded, and no step under way. Later steps give the same
+        bits as without it, and wait for peers no longer than `timeout_s`. Nothing of it is counted or timed. Waits for
         the device.
 
         Raises as a step does.
         """
-        with told_to_peers(self.context):
-            warm_up([self])
+        with abort_peers_on_error(self.context), torch.no_grad():
+            with self._unobserved():
+                for arguments in self._warm_up_steps():
+                    self._receive(self._compute(self._send(*arguments)))
+            self.context.check_peers()
+
+    @contextmanager
+    def _unobserved(self) -> Iterator[None]:
+        """Steps inside launch the kernel that counts, but change no counts or times that the caller sees."""
+        counters, times = self.counters, self.times
+        self.counters = self.times = None
+        try:
+            self.count_steps()
+            yield
+        finally:
+            self.counters, self.times = counters, times
+
+    def _warm_up_steps(self) -> Iterator[WarmUpStep]:
+        """The arguments of each step of a warm-up, after the router has run on its token."""
+        for step in warm_up_steps(self.config, self.context.device, takes_shared=self.shared_expert is None):
+            if self.router is not None:
+                self.router(step.x)
+            yield step
 
     def count_steps(self) -> LayerCounters:
         """Count tokens, rows and bytes of each step from now on; what to `poll`, kept in `counters` too.
@@ -337,163 +472,6 @@ class MoELayer(nn.Module):
         expected, ranks = self.config.num_experts, self.context.world_size
         if (placement.num_experts, placement.num_ranks) != (expected, ranks):
             raise ValueError(f"placement: expected {expected} experts on {ranks} rank(s), got {placement.sizes}")
-
-    @not_compiled
-    @by_one_thread
-    def forward(
-        self,
-        x: torch.Tensor,
-        *,
-        topk_idx: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
-        shared: torch.Tensor | None = None,
-        max_tokens: int | None = None,
-    ) -> torch.Tensor:
-        """Run the layer on this rank's tokens. Collective.
-
-        Args:
-            x: bf16 `[..., H]`, at most `max_tokens_per_rank` tokens, 0 included.
-            topk_idx, topk_weights: int32 or int64, and fp32, `[T, K]`: a router's answer for the flattened tokens
-                (both or neither; without them the layer's own router is asked). -1 is unrouted.
-            shared: bf16 `[..., H]`, output of a shared expert, added first; only where the layer has none of its own,
-                which is added by itself.
-            max_tokens: no rank brings more tokens to this step; equal on all ranks. The step takes what is made for
-                the smallest of `config.all_step_sizes` with room for it, which changes its time and no bit. None is
-                `max_tokens_per_rank`; on a single rank, the tokens of `x`.
-
-        Returns:
-            bf16, the shape of `x`.
-
-        Raises:
-            ValueError: a wrong argument; the peers get `PeerAbortedError`.
-            MoERuntimeError: what went wrong between ranks (see `ExpertParallelContext.check`).
-        """
-        steps = self.stages(x, topk_idx=topk_idx, topk_weights=topk_weights, shared=shared, max_tokens=max_tokens)
-        while (y := advance(steps)) is None:
-            pass
-        return y
-
-    def stages(
-        self,
-        x: torch.Tensor,
-        *,
-        topk_idx: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
-        shared: torch.Tensor | None = None,
-        max_tokens: int | None = None,
-    ) -> Generator[None, None, torch.Tensor]:
-        """`forward` with stops, as many on every rank: wherever it goes on only once all ranks have come as far.
-
-        For ranks that take turns in one process (`VirtualRanks`), and for other work in between.
-        """
-        # Not `begin`, `compute` and `finish`: each takes the lock and leaves torch.compile once more.
-        step = self._begin(x, topk_idx, topk_weights, shared, max_tokens)
-        yield
-        step.compute()
-        yield
-        return step.gather().view(step.shape)
-
-    @not_compiled
-    @by_one_thread
-    def begin(
-        self,
-        x: torch.Tensor,
-        *,
-        topk_idx: torch.Tensor | None = None,
-        topk_weights: torch.Tensor | None = None,
-        shared: torch.Tensor | None = None,
-        max_tokens: int | None = None,
-    ) -> LayerStep:
-        """Route and send this rank's tokens; the shared expert takes them while they travel."""
-        return self._begin(x, topk_idx, topk_weights, shared, max_tokens)
-
-    def _begin(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        shared: torch.Tensor | None,
-        max_tokens: int | None,
-    ) -> LayerStep:
-        with collective_step(self.context):
-            tokens_TH, topk_idx, topk_weights, shared_TH = self._route(x, topk_idx, topk_weights, shared)
-            dispatcher = self._dispatcher_for(tokens_TH.shape[0], max_tokens)
-            slots = topk_idx if self.slots is None else self.slots(topk_idx, tokens_TH)
-        with phase("dispatch_send", self.times):
-            leave_scales = self._leaves_scales(dispatcher)
-            handle = dispatcher.dispatch_send(tokens_TH, slots, topk_weights, leave_scales=leave_scales)
-        if self.shared_expert is not None:
-            with collective_step(self.context), torch.no_grad(), phase("shared_expert", self.times):
-                shared_TH = self.shared_expert(tokens_TH)
-        routed, sent = (topk_idx, slots), (tokens_TH, topk_weights)
-        return LayerStep(self, dispatcher, x.shape, handle, shared_TH, self.placement, routed, sent)
-
-    @property
-    def leaves_scales(self) -> bool:
-        """Whether its steps leave the block scales of tokens where they were sent: its experts find them by row."""
-        return self._leaves_scales(self.dispatcher)
-
-    def _leaves_scales(self, dispatcher: TokenDispatcher) -> bool:
-        return dispatcher.can_leave_scales and self.experts is not None and self.experts.takes_scales_by_row
-
-    def _dispatcher_for(self, num_tokens: int, max_tokens: int | None) -> TokenDispatcher:
-        """That of the smallest size with room for a step in which no rank has more than `max_tokens`."""
-        limit = self.config.max_tokens_per_rank
-        if max_tokens is None:
-            # What is too much for any size is refused by the dispatcher.
-            max_tokens = min(num_tokens, limit) if self.context.world_size == 1 else limit
-        elif isinstance(max_tokens, bool) or not isinstance(max_tokens, int) or not num_tokens <= max_tokens <= limit:
-            raise ValueError(
-                f"max_tokens: expected None or from {num_tokens}, the tokens of x, to max_tokens_per_rank = {limit}, "
-                f"got {max_tokens!r}"
-            )
-        return next(dispatcher for size, dispatcher in self.dispatchers.items() if size >= max_tokens)
-
-    @not_compiled
-    @by_one_thread
-    def compute(self, step: LayerStep) -> None:
-        """Wait for the tokens of all ranks, run this rank's experts on them, and send the results back."""
-        step.compute()
-
-    @not_compiled
-    @by_one_thread
-    def finish(self, step: LayerStep) -> torch.Tensor:
-        """Wait for the results of all ranks and sum them: bf16, the shape of the step's `x`."""
-        return step.gather().view(step.shape)
-
-    def _route(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        shared: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Checked `x` and `shared` as `[T, H]`, and the router's answer in between."""
-        if self.experts is None:
-            raise ValueError("experts: no weights are loaded (load_experts, from_checkpoint or from_yaml)")
-        if not isinstance(x, torch.Tensor):
-            raise ValueError(f"x: expected a tensor, got {type(x).__name__}")
-        if x.device != self.context.device:
-            raise ValueError(f"x: expected device {self.context.device}, got {x.device}")
-        if x.ndim < 1 or x.shape[-1] != self.config.hidden_size:
-            raise ValueError(f"x: expected [..., {self.config.hidden_size}], got shape {list(x.shape)}")
-        if (topk_idx is None) != (topk_weights is None):
-            raise ValueError("topk_idx: expected together with topk_weights")
-        if shared is not None and self.shared_expert is not None:
-            raise ValueError("shared: expected None, the layer has a shared expert of its own")
-        if shared is not None and not isinstance(shared, torch.Tensor):
-            raise ValueError(f"shared: expected a tensor, got {type(shared).__name__}")
-        if shared is not None and shared.shape != x.shape:
-            raise ValueError(f"shared: expected the shape of x, {list(x.shape)}, got {list(shared.shape)}")
-        tokens_TH = x.reshape(-1, self.config.hidden_size)
-        shared_TH = None if shared is None else shared.reshape(-1, self.config.hidden_size)
-        self.dispatcher.check_shared(shared_TH, tokens_TH.shape[0])
-        if topk_idx is None or topk_weights is None:
-            if self.router is None:
-                raise ValueError("topk_idx: expected a router's answer, the layer was made without a router")
-            with phase("route", self.times):
-                topk_idx, topk_weights = self.router(tokens_TH)
-        return tokens_TH, topk_idx, topk_weights, shared_TH
 
     def close(self) -> None:
         """Close the context if it was made for this layer; one that was given is left alone. Safe to call twice.
@@ -519,40 +497,49 @@ class MoELayer(nn.Module):
             f"rank={self.context.rank} of {self.context.world_size}"
         )
 
+    @not_compiled
+    @by_one_thread
+    def begin(
+        self,
+        x: torch.Tensor,
+        *,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        shared: torch.Tensor | None = None,
+        max_tokens: int | None = None,
+    ) -> LayerStep:
+        """Deprecated: the first part of `forward`, which sends this rank's tokens."""
+        warn_removed("MoELayer.begin", _INSTEAD)
+        return LayerStep(self._send(x, topk_idx, topk_weights, shared, max_tokens))
 
-def _check_context(context: ExpertParallelContext | None) -> None:
-    if context is not None and not isinstance(context, ExpertParallelContext):
-        raise ValueError(f"context: expected an ExpertParallelContext or None, got {type(context).__name__}")
+    @not_compiled
+    @by_one_thread
+    def compute(self, step: LayerStep) -> None:
+        """Deprecated: the second part of `forward`, which runs this rank's experts."""
+        warn_removed("MoELayer.compute", _INSTEAD)
+        step.computed = self._compute(step.sent)
+
+    @not_compiled
+    @by_one_thread
+    def finish(self, step: LayerStep) -> torch.Tensor:
+        """Deprecated: the last part of `forward`, which sums the results: bf16, the shape of the step's `x`."""
+        warn_removed("MoELayer.finish", _INSTEAD)
+        with collective_step(self.context):
+            if step.computed is None:
+                raise ValueError("step: expected compute to be called with it before finish")
+        return self._receive(step.computed)
+
+    @property
+    def number(self) -> int:
+        """Deprecated: `layer_id`."""
+        warn_renamed("MoELayer.number", "layer_id")
+        return self.layer_id
+
+    @property
+    def leaves_scales(self) -> bool:
+        """Deprecated: `scales_in_record`."""
+        warn_renamed("MoELayer.leaves_scales", "scales_in_record")
+        return self.scales_in_record
 
 
-def context_from_config(
-    parallel: ParallelConfig,
-    group: dist.ProcessGroup | DeviceMesh | None = None,
-    device: torch.device | str | None = None,
-) -> ExpertParallelContext:
-    """The context that a `parallel` section describes; group and device as for `ExpertParallelContext`."""
-    if not isinstance(parallel, ParallelConfig):
-        raise ValueError(f"parallel: expected a ParallelConfig, got {type(parallel).__name__}")
-    return ExpertParallelContext(
-        group,
-        device=device,
-        transport=parallel.transport,
-        engine=parallel.engine,
-        timeout_s=parallel.timeout_s,
-        startup_timeout_s=parallel.startup_timeout_s,
-    )
-
-
-def random_expert(config: MoELayerConfig, seed: int, expert: int, device: torch.device | str = "cpu") -> ExpertTensors:
-    """One expert in bf16, from `seed`, its id and the kind of `device` alone; with biases where the config has them."""
-    generator = torch.Generator(device).manual_seed((seed * 65537 + expert + 1) % 2**63)
-
-    def normal(*shape: int, fan_in: int) -> torch.Tensor:
-        x = torch.randn(*shape, generator=generator, dtype=torch.float32, device=device)
-        return (x * fan_in**-0.5).to(torch.bfloat16)
-
-    hidden, inner = config.hidden_size, config.intermediate_size
-    gate_up, down = normal(2 * inner, hidden, fan_in=hidden), normal(hidden, inner, fan_in=inner)
-    if not config.expert_bias:
-        return ExpertTensors(gate_up, down)
-    return ExpertTensors(gate_up, down, normal(2 * inner, fan_in=hidden), normal(hidden, fan_in=inner))
+_INSTEAD = "forward runs a whole step; for work in between, call the halves of the layer's dispatcher"

@@ -1,4 +1,4 @@
-"""Weights into a layer: the experts of a rank, dense as they come one by one and quantized as they stay."""
+"""Loads the experts of a rank: they come one by one, dense or quantized, and are stored in the weight format."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 import torch
 
 from moe_runtime.config import MoELayerConfig
-from moe_runtime.formats import TokenFormat, align, weight_format
+from moe_runtime.formats import TokenFormat, align, weight_format_named
 from moe_runtime.weights import ExpertWeights, GateUpOrder
 
 MADV_HUGEPAGE = 14
@@ -26,8 +26,8 @@ _TENSORS = ("quants", "scales", "expert_scales", "bias")
 class ExpertTensors(NamedTuple):
     """One expert: `gate_up [2I, H]`, `down [H, I]`, bf16 or fp32, and its biases `[2I]` and `[H]`.
 
-    A weight may also be quantized, `ExpertWeights` of one expert without a bias. The rows of gate and up, in weight and
-    bias, lie as the layer's `activation.order` says.
+    A weight may also be quantized: `ExpertWeights` of one expert without a bias. The rows of gate and up, in weight and
+    bias, have the order `activation.order` of the layer.
     """
 
     gate_up: torch.Tensor | ExpertWeights
@@ -36,11 +36,11 @@ class ExpertTensors(NamedTuple):
     down_bias: torch.Tensor | None = None
 
 
-class QuantRoom:
-    """Memory on the CPU for the quants of `count` experts, which gives out that of one after the other.
+class QuantBuffer:
+    """Allocates the quants of `count` experts in one CPU tensor, one expert per call. Called as `torch.empty`.
 
-    Called as `torch.empty`. A reader that fills it spares a copy. Quants of another shape or dtype than the first ones
-    have no room here, as where a checkpoint stores some experts in fp32: they get memory of their own.
+    A reader that fills it saves a copy. Quants of another shape or dtype than the first, as in a checkpoint with some
+    experts in fp32, get memory of their own.
     """
 
     def __init__(self, count: int) -> None:
@@ -58,9 +58,9 @@ class QuantRoom:
 
 
 def _populated(tensor: torch.Tensor) -> torch.Tensor:
-    """`tensor`, in fresh memory; where that is much, a thread has the system make its pages, huge ones if it may.
+    """`tensor`, whose pages a thread faults in, huge ones if possible, unless it is small.
 
-    What fills it would wait for one page after the other.
+    Otherwise whoever fills it waits for one page fault after another.
     """
     if tensor.device.type != "cpu" or tensor.nbytes < HUGE_PAGE:
         return tensor
@@ -70,7 +70,7 @@ def _populated(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _make_pages(first: int, end: int, kept: torch.Tensor) -> None:
-    """Make the pages from address `first` to `end`, memory of the tensor `kept`."""
+    """Fault in the pages from address `first` to `end`, which the tensor `kept` owns."""
     libc = ctypes.CDLL(None)
 
     def advise(start: int, size: int, advice: int) -> int:
@@ -78,20 +78,20 @@ def _make_pages(first: int, end: int, kept: torch.Tensor) -> None:
 
     advise(first, end - first, MADV_HUGEPAGE)
     for start in range(first, end, HUGE_PAGE):  # in small steps: other threads cannot map memory during one
-        # Linux before 5.14 does not know it: pages are then made as they are touched.
+        # Linux before 5.14 does not know it; pages are then faulted in on first touch.
         if advise(start, min(HUGE_PAGE, end - start), MADV_POPULATE_WRITE):
             return
 
 
-Rooms = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
-"""What makes memory, as `torch.empty` does, for the quants of gate-and-up and for those of down."""
+QuantBuffers = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
+"""Allocators, called as `torch.empty`, of the quants of gate-and-up and of those of down."""
 
 
 def _fresh(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(*shape, dtype=dtype, device="cpu")
 
 
-FRESH: Rooms = (_fresh, _fresh)
+FRESH: QuantBuffers = (_fresh, _fresh)
 
 
 def quantize_experts(
@@ -99,18 +99,17 @@ def quantize_experts(
     config: MoELayerConfig,
     count: int,
     device: torch.device,
-    rooms: Rooms = FRESH,
+    buffers: QuantBuffers = FRESH,
 ) -> tuple[ExpertWeights, ExpertWeights]:
-    """Gate-and-up and down of `count` experts in the weight format of `config`; one more is held at a time.
+    """Gate-and-up and down of `count` experts in the weight format of `config`. Holds one more expert at a time.
 
-    Weights that are quantized already stay as they are where they have that format, bit for bit, and are dequantized
-    and quantized again where they have another. A pair is an expert without biases. Quants that a reader put into
-    `rooms` that are `QuantRoom`s stay there.
+    Weights that already have that format stay bit for bit. Those in another format are dequantized and quantized
+    again. A pair is an expert without biases. Quants that a reader put into a `QuantBuffer` of `buffers` stay there.
 
-    Raises `ValueError` naming the tensor and the number of the expert, in the order they come: a wrong shape or order
-    of gate and up, a bias that `config.expert_bias` does not expect, or misses; another number of experts.
+    Raises `ValueError` naming the tensor and the expert's position: a wrong shape or order of gate and up, a bias that
+    `config.expert_bias` excludes or requires; also for another number of experts.
     """
-    fmt, order = weight_format(config.weight_format), GateUpOrder(config.activation.order)
+    fmt, order = weight_format_named(config.weight_format), GateUpOrder(config.activation.order)
     whole: tuple[ExpertWeights, ExpertWeights] | None = None
     seen = 0
     for expert in _checked(experts, config, count):
@@ -119,20 +118,20 @@ def quantize_experts(
             _quantize(expert.down, expert.down_bias, fmt, None, device),
         )
         if whole is None:
-            whole = (_room_for(parts[0], count, rooms[0]), _room_for(parts[1], count, rooms[1]))
-        for room, part in zip(whole, parts, strict=True):
+            whole = (_empty_like(parts[0], count, buffers[0]), _empty_like(parts[1], count, buffers[1]))
+        for target, part in zip(whole, parts, strict=True):
             for name in _TENSORS:
                 if (value := getattr(part, name)) is not None:
-                    _put(getattr(room, name)[seen : seen + 1], value)
+                    _put(getattr(target, name)[seen : seen + 1], value)
         seen += 1
     if seen != count:
         raise ValueError(f"experts: expected {count} for this rank, got {seen}")
     if whole is None:
-        # A rank without experts still takes part in every step: weights of zero experts have the right shapes.
+        # A rank without experts still takes part in every step, with weights of zero experts in the right shapes.
         zeros = {name: _fresh(*shape, dtype=torch.bfloat16).zero_() for name, shape in _shapes(config).items()}
         gate_up = _quantize(zeros["gate_up"], zeros.get("gate_up_bias"), fmt, order, device)
         down = _quantize(zeros["down"], zeros.get("down_bias"), fmt, None, device)
-        whole = (_room_for(gate_up, 0), _room_for(down, 0))
+        whole = (_empty_like(gate_up, 0), _empty_like(down, 0))
     return whole
 
 
@@ -159,7 +158,7 @@ def _quantize(
 
 
 def _shapes(config: MoELayerConfig) -> dict[str, tuple[int, ...]]:
-    """The shapes of one expert's tensors, those of the biases only where there are any."""
+    """The shapes of one expert's tensors, with those of biases only if there are any."""
     hidden, inner = config.hidden_size, config.intermediate_size
     shapes: dict[str, tuple[int, ...]] = {"gate_up": (2 * inner, hidden), "down": (hidden, inner)}
     if config.expert_bias:
@@ -206,7 +205,7 @@ def _shape(tensor: torch.Tensor | ExpertWeights) -> list[int]:
 
 def _check_quantized(name: str, w: ExpertWeights, config: MoELayerConfig) -> None:
     if w.bias is not None:
-        raise ValueError(f"{name}: expected weights without a bias, which is given beside them")
+        raise ValueError(f"{name}: expected weights without a bias, which is given apart from them")
     order = GateUpOrder(config.activation.order) if name.startswith("gate_up") else None
     if w.gate_up not in (order, None):
         expected = "plain weights" if order is None else f"gate and up in order {order.value}"
@@ -216,16 +215,17 @@ def _check_quantized(name: str, w: ExpertWeights, config: MoELayerConfig) -> Non
         raise ValueError(f"{name}: expected {'' if w.format.has_row_scale else 'no '}expert_scales in {w.format.name}")
 
 
-def _room_for(one: ExpertWeights, count: int, room: Callable[..., torch.Tensor] = torch.empty) -> ExpertWeights:
-    """Uninitialised weights of `count` experts like the single one of `one`; quants in `room` where `one` has its."""
-    rooms: dict[str, Any] = {}
-    if isinstance(room, QuantRoom) and room.tensor is not None and room.tensor.data_ptr() == one.quants.data_ptr():
-        rooms["quants"] = room.tensor.view(count, *one.quants.shape[1:])
+def _empty_like(one: ExpertWeights, count: int, buffer: Callable[..., torch.Tensor] = torch.empty) -> ExpertWeights:
+    """Uninitialised weights of `count` experts like the one of `one`; quants in `buffer` if those of `one` are."""
+    tensors: dict[str, Any] = {}
+    whole = buffer.tensor if isinstance(buffer, QuantBuffer) else None
+    if whole is not None and whole.data_ptr() == one.quants.data_ptr():
+        tensors["quants"] = whole.view(count, *one.quants.shape[1:])
     for name in _TENSORS:
         tensor = getattr(one, name)
-        if name not in rooms and tensor is not None:
-            rooms[name] = _populated(tensor.new_empty((count, *tensor.shape[1:])))
-    return replace(one, **rooms)
+        if name not in tensors and tensor is not None:
+            tensors[name] = _populated(tensor.new_empty((count, *tensor.shape[1:])))
+    return replace(one, **tensors)
 
 
 def _put(target: torch.Tensor, value: torch.Tensor) -> None:
@@ -234,7 +234,7 @@ def _put(target: torch.Tensor, value: torch.Tensor) -> None:
         return
     target, value = target.view(torch.uint8), value.view(torch.uint8)
     if target.device.type == "cpu":
-        # torch would wake its threads, and wait for them, for each of these small tensors.
+        # For each of these small tensors torch would wake its threads and wait for them.
         np.copyto(target.numpy(), value.numpy())
     else:
         target.copy_(value)

@@ -6,65 +6,65 @@ With `W` ranks, `T = max_tokens_per_rank`, `K = top_k`, each region holds two ha
     stamps   2 * W * T * 4                the epoch of what lies in each slot of landing
     combine  2 * T * min(K, W) * partial  one partial sum per token and rank that holds one of its experts
     signals  small, see `moe_runtime.comm.signals`
-    staging  the weights of one expert in bf16, at most 16 MiB: only of layers with a placement
+    staging  the weights of one expert in bf16, at most 16 MiB: only for layers with a placement
 
 `record` and `partial` are the bytes of a token in `token_format` and of a partial sum in `combine_format`. Halves are
-aligned to 256 bytes. Layers of one context share these regions: the largest layer counts, not the sum.
-The collective transport stages one more copy of all this for each peer (`moe_runtime.comm.collective`).
+aligned to 256 bytes. Layers of one context share these regions, so the largest layer counts, not the sum.
+The collective transport holds one more copy of all this for each peer (`moe_runtime.comm.collective`).
 """
 
 from __future__ import annotations
 
 import math
 
-from moe_runtime.comm.heap import REGION_ALIGNMENT
+from moe_runtime.comm.heap import align_region
 from moe_runtime.comm.signals import SignalLayout
 from moe_runtime.config import MoELayerConfig, check_positive
-from moe_runtime.formats import align, ceil_div, token_format, weight_format
+from moe_runtime.formats import ceil_div, format_named, weight_format_named
 from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
-from moe_runtime.token_format import RecordLayout
+from moe_runtime.record import RecordLayout
 from moe_runtime.weights import scales_shape
 
 REGIONS = ("landing", "stamps", "combine", "signals")
 
 CHUNK_BYTES = 16 << 20
-"""Most bytes of an expert that travel at once when experts move."""
+"""Most bytes of an expert that move between ranks at once."""
 STAGING_WORDS = 5
-"""Words of each rank that region `staging` begins with; `moe_runtime.mover` has their meaning."""
+"""Words per rank at the start of region `staging`; `moe_runtime.mover` has their meaning."""
 
 
 def reserved_bytes(config: MoELayerConfig, world_size: int, *, placed: bool = False) -> dict[str, int]:
     """Bytes of each symmetric region that every rank of `world_size` reserves for one layer with `config`.
 
-    Region `staging` is among them for a layer with a placement (`placed`).
+    `placed` adds region `staging`, as for a layer with a placement.
 
-    Raises `ValueError` for a `world_size` that is no positive integer.
+    Raises `ValueError` unless `world_size` is a positive integer.
     """
     check_positive("world_size", world_size)
     geometry = ExchangeGeometry(
         rank=0,
         world_size=world_size,
-        record=RecordLayout(token_format(config.token_format), config.hidden_size, config.top_k),
-        combine_format=token_format(config.combine_format),
+        record=RecordLayout(format_named(config.token_format), config.hidden_size, config.top_k),
+        combine_format=format_named(config.combine_format),
         num_experts=config.num_experts,
         max_tokens=config.max_tokens_per_rank,
-        packed=config.resolved_mode == "packed",
+        packed=config.resolved_mode == "contiguous",
         row_capacity=config.expert_row_capacity
         or worst_case_rows(config.num_experts, world_size, config.top_k, config.max_tokens_per_rank),
     )
-    region_bytes = {name: 2 * align(size, REGION_ALIGNMENT) for name, size in geometry.half_bytes().items()}
-    region_bytes["signals"] = align(SignalLayout(world_size).num_bytes, REGION_ALIGNMENT)
+    region_bytes = {name: 2 * align_region(size) for name, size in geometry.half_bytes().items()}
+    region_bytes["signals"] = align_region(SignalLayout(world_size).num_bytes)
     regions = {name: region_bytes[name] for name in REGIONS}
     return regions | ({"staging": staging_bytes(config, world_size)} if placed else {})
 
 
 def expert_bytes(config: MoELayerConfig, world_size: int) -> int:
-    """Bytes of the quants and block scales of the experts of one layer, on the rank of `world_size` that has most.
+    """Bytes of the quants and block scales of the experts of one layer, on the rank with the most experts.
 
-    Raises `ValueError` for a `world_size` that is no positive integer.
+    Raises `ValueError` unless `world_size` is a positive integer.
     """
     check_positive("world_size", world_size)
-    fmt, total = weight_format(config.weight_format), 0
+    fmt, total = weight_format_named(config.weight_format), 0
     for rows, columns in (
         (2 * config.intermediate_size, config.hidden_size),
         (config.hidden_size, config.intermediate_size),
@@ -76,11 +76,11 @@ def expert_bytes(config: MoELayerConfig, world_size: int) -> int:
 
 
 def staging_bytes(config: MoELayerConfig, world_size: int) -> int:
-    """Bytes of region `staging`: its words, and one expert in bf16 or `CHUNK_BYTES`."""
-    expert_bytes = align(3 * config.hidden_size * config.intermediate_size * 2, REGION_ALIGNMENT)
+    """Bytes of region `staging`: its words, and one expert in bf16, of which at most `CHUNK_BYTES`."""
+    expert_bytes = align_region(3 * config.hidden_size * config.intermediate_size * 2)
     return staging_words_bytes(world_size) + min(expert_bytes, CHUNK_BYTES)
 
 
 def staging_words_bytes(world_size: int) -> int:
-    """Bytes of the words that region `staging` begins with, aligned."""
-    return align(STAGING_WORDS * world_size * 4, REGION_ALIGNMENT)
+    """Bytes of the words at the start of region `staging`, aligned."""
+    return align_region(STAGING_WORDS * world_size * 4)

@@ -1,4 +1,4 @@
-"""Where the time of a step goes: named phases, for profilers and for clocks, marked only while one is on."""
+"""Where the time of a step goes: named phases, marked only while a profiler or a `PhaseTimes` records them."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 import torch
 
 PREFIX = "moe_runtime::"
-"""What the names of phases begin with where profilers show them."""
+"""Prefix of the names of phases in a profile."""
 
 
 class PhaseTimes:
     """Times of named phases, one list of milliseconds per phase.
 
-    On GPUs a phase is the time between two events on the current stream, read when `milliseconds()` is called (which
-    waits for them); on CPUs it is wall-clock time.
+    On GPUs a phase is the time between two events on the current stream; `milliseconds()` waits for them. On CPUs it is
+    wall-clock time.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -32,13 +32,13 @@ class PhaseTimes:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time what happens inside under `name`."""
+        """Time the body as phase `name`."""
         start = self._mark()
         yield
         self._marks.setdefault(name, []).append((start, self._mark()))
 
     def milliseconds(self) -> dict[str, list[float]]:
-        """Every phase's times in the order they were taken."""
+        """The times of each phase, in the order they were taken."""
         if self._cuda:
             torch.cuda.synchronize()
         return {name: [self._between(*marks) for marks in pairs] for name, pairs in self._marks.items()}
@@ -54,9 +54,9 @@ _NOTHING = nullcontext()
 
 
 def phase(name: str, times: PhaseTimes | None = None) -> AbstractContextManager[None]:
-    """A range that a profiler of this thread shows as `moe_runtime::name`, timed into `times` if there is one.
+    """A range that a profiler of this thread shows as `moe_runtime::name`, and that `times` records if given.
 
-    Without both it costs next to nothing.
+    With neither it costs next to nothing.
     """
     profiled = torch.autograd._profiler_enabled()
     return _marked(name, times, profiled) if profiled or times is not None else _NOTHING

@@ -1,16 +1,16 @@
-"""How experts travel from rank to rank, in place: each rank fills its own slots, peers only send.
+"""How experts migrate between ranks, in place: each rank writes its own slots, peers only send to its staging area.
 
-Where peers are mapped, a chunk travels through region `staging`: the receiver grants it, the sender stores it and says
-so, the receiver copies it to the slot. No rank ever writes another's weights, and none holds more than one expert
-beside its own. Region `staging` begins with int32 words, each with one writer; they only ever grow:
+Where peers are mapped, a chunk goes through the region `staging`: the receiver grants it, the sender stores it and
+raises `sent`, the receiver copies it to the slot. No rank ever writes the weights of another, and none holds more than
+one expert in addition to its own. The region begins with int32 words. Each has one writer, and they only ever grow:
 
     grant [W]   how many chunks rank w lets this rank send to it
     sent  [W]   how many chunks rank w has stored here
     done  [W]   how many re-placements rank w has finished
-    asked [W]   1 once rank w, which has waited too long, asks who is there
-    here  [W]   1 once rank w, which waits itself, has answered
+    asked [W]   1 once rank w, which has waited too long, asks who is alive
+    here  [W]   1 once rank w, which is waiting too, has answered
 
-Other transports carry an expert at a time (`CollectiveTransport.carry_bytes`) and hold two more of them meanwhile.
+The host transport carries one expert at a time (`CollectiveTransport.carry_bytes`); two more are held meanwhile.
 """
 
 from __future__ import annotations
@@ -44,12 +44,12 @@ class _Words:
 
 
 class ExpertMover:
-    """One rank's experts as bytes, and their way to its peers.
+    """One rank's experts as bytes, and the moves that send and receive them.
 
     Args:
         context: allocated.
-        experts: of this rank. All their tensors are changed in place: their addresses stay.
-        needs_spare: make room for one more expert, as cycles of moves need.
+        experts: of this rank. All their tensors change in place and keep their addresses.
+        needs_spare: allocate memory for one more expert, which cycles of moves need.
     """
 
     def __init__(self, context: ExpertParallelContext, experts: Experts, *, needs_spare: bool) -> None:
@@ -75,7 +75,7 @@ class ExpertMover:
     def copy(self, move: Move) -> None:
         """A move within this rank."""
         if SPARE in (move.source_slot, move.target_slot):
-            # The spare place holds an expert in one piece, as a parcel does.
+            # The spare slot holds an expert as one flat tensor, as a parcel does.
             spare, slot = self._spare, max(move.source_slot, move.target_slot)
             self._store(slot, 0, spare) if move.source_slot == SPARE else self._load(slot, 0, spare)
             return
@@ -83,12 +83,12 @@ class ExpertMover:
             rows[move.target_slot].copy_(rows[move.source_slot])
 
     def grant(self, move: Move) -> None:
-        """At the receiver: nothing is in the staging any more, the sender may store the next chunk."""
+        """At the receiver: the staging area is free, the sender may store the next chunk."""
         self._granted = int(self._words(self.rank).sent[move.source_rank]) + 1
         self._words(move.source_rank).grant[self.rank] = self._granted
 
     def send(self, move: Move, start: int) -> None:
-        """At the sender: once granted, store the bytes from `start` on in the receiver's staging, and say so."""
+        """At the sender: once granted, store bytes from `start` on in the receiver's staging area and raise `sent`."""
         target = self._words(move.target_rank)
         number = int(target.sent[self.rank]) + 1
         self._wait(self._words(self.rank).grant, move.target_rank, number)
@@ -96,12 +96,12 @@ class ExpertMover:
         target.sent[self.rank] = number
 
     def take(self, move: Move, start: int) -> None:
-        """At the receiver: wait for a chunk and put it in its place."""
+        """At the receiver: wait for a chunk and copy it to its slot."""
         self._wait(self._words(self.rank).sent, move.source_rank, self._granted)
         self._store(move.target_slot, start, self._chunk(self.rank, start))
 
     def carry(self, move: Move) -> None:
-        """Any move between ranks where peers are not mapped. Every rank takes part."""
+        """A move between ranks through the host transport. Every rank takes part."""
         parcels = {}
         if move.source_rank == self.rank:
             parcel = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.context.device)
@@ -110,17 +110,17 @@ class ExpertMover:
         for came in self._carry(parcels).values():
             self._store(move.target_slot, 0, came)
 
-    def tell_done(self) -> None:
-        """Tell all ranks that this one has all its experts."""
-        if self.context.carrier is not None:
+    def announce_done(self) -> None:
+        """Signal to all ranks that this one has all its experts."""
+        if self.context.host_transport is not None:
             return
         number = int(self._words(self.rank).done[self.rank]) + 1
         for peer in range(self.context.world_size):
             self._words(peer).done[self.rank] = number
 
     def wait_done(self) -> None:
-        """Wait until all ranks have told so."""
-        if self.context.carrier is not None:
+        """Wait until all ranks have called `announce_done`."""
+        if self.context.host_transport is not None:
             self._carry({})
             return
         done = self._words(self.rank).done
@@ -129,14 +129,14 @@ class ExpertMover:
             self._wait(done, peer, number)
 
     def _carry(self, parcels: dict[int, torch.Tensor]) -> dict[int, torch.Tensor]:
-        assert self.context.carrier is not None
+        assert self.context.host_transport is not None
         epoch = int(self.context.epoch[0])
-        return self.context.carrier.carry_bytes(
+        return self.context.host_transport.carry_bytes(
             self.context, phase=Phase.REPLACEMENT, epoch=epoch, num_bytes=self.num_bytes, parcels=parcels
         )
 
     def _pieces(self, slot: int, start: int, num_bytes: int) -> Iterator[torch.Tensor]:
-        """Views that together are `num_bytes` bytes from `start` on of the expert in `slot`."""
+        """Views that together are the `num_bytes` bytes from `start` on of the expert in `slot`."""
         end = start + num_bytes
         if slot == SPARE:
             yield self._spare[start:end]
@@ -159,7 +159,7 @@ class ExpertMover:
             source = source[piece.shape[0] :]
 
     def _chunk(self, rank: int, start: int) -> torch.Tensor:
-        """Where the chunk of bytes from `start` on lies in the staging of `rank`."""
+        """The chunk of bytes from `start` on, in the staging area of `rank`."""
         first = staging_words_bytes(self.context.world_size)
         num_bytes = min(self.chunk_bytes, self.num_bytes - start)
         return self.context.heap.peer_tensor("staging", rank)[first : first + num_bytes]
@@ -170,7 +170,7 @@ class ExpertMover:
         return _Words(*words.view(STAGING_WORDS, world))
 
     def _wait(self, words: torch.Tensor, peer: int, number: int) -> None:
-        """Wait until the word of `peer` is `number`; raises what went wrong meanwhile, here or on a peer."""
+        """Wait until the word of `peer` has reached `number`; raises what fails meanwhile, here or on a peer."""
         context = self.context
         deadline = time.monotonic() + context.timeout_s
         spins = 0
@@ -186,14 +186,14 @@ class ExpertMover:
             time.sleep(0 if spins < SPINS_BEFORE_SLEEP else 2e-4)
 
     def _answer(self) -> None:
-        """Tell those that ask that this rank is there."""
-        # A list, since `nonzero` fails where a word changes meanwhile.
+        """Answer the ranks that ask whether this one is alive."""
+        # A list: `nonzero` fails when a word changes while it runs.
         for rank, asked in enumerate(self._words(self.rank).asked.tolist()):
             if asked:
                 self._words(rank).here[self.rank] = 1
 
     def _missing(self, peer: int) -> int:
-        """The rank to blame for `peer` not coming: one that is not there, for which `peer` may wait, or `peer`."""
+        """The rank to blame for a silent `peer`: one that does not answer, for which `peer` may wait, or `peer`."""
         for rank in range(self.context.world_size):
             self._words(rank).asked[self.rank] = 1
         deadline = time.monotonic() + min(ROLL_CALL_S, self.context.timeout_s)
@@ -207,10 +207,10 @@ class ExpertMover:
 
 
 def move_experts(movers: Sequence[ExpertMover], moves: Sequence[Move]) -> None:
-    """Make the moves on those ranks that live in this process: one, or all virtual ones. Collective.
+    """Make the moves on the ranks of this process: one, or all virtual ones. Collective.
 
-    All ranks have experts of one layout, and when it returns each has those that it is to have. Each rank keeps to the
-    order of `moves` and skips those of others, so that the first move which is not finished can always go on.
+    All ranks have experts of one layout. When it returns, each rank has the experts of its new placement. A rank makes
+    its moves in the order of `moves` and skips those of others, so the first unfinished move can always go on.
     """
     for move in moves:
         source = [mover for mover in movers if mover.rank == move.source_rank]
@@ -218,7 +218,7 @@ def move_experts(movers: Sequence[ExpertMover], moves: Sequence[Move]) -> None:
         if move.source_rank == move.target_rank:
             for mover in target:
                 mover.copy(move)
-        elif movers[0].context.carrier is not None:
+        elif movers[0].context.host_transport is not None:
             for mover in movers:
                 mover.carry(move)
         else:
@@ -230,6 +230,6 @@ def move_experts(movers: Sequence[ExpertMover], moves: Sequence[Move]) -> None:
                 for mover in target:
                     mover.take(move, start)
     for mover in movers:
-        mover.tell_done()
+        mover.announce_done()
     for mover in movers:
         mover.wait_done()

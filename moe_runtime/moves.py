@@ -1,4 +1,4 @@
-"""In which order experts move from one placement to another in place: nothing is overwritten that is still needed."""
+"""The order in which experts move from one placement to another in place, so that no move overwrites what is needed."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from moe_runtime.placement import Placement
 
 SPARE = -1
-"""A rank's place for one expert beside its slots, to break a cycle of moves with."""
+"""A rank's extra place for one expert, which breaks cycles of moves."""
 
 
 @dataclass(frozen=True)
@@ -22,13 +22,13 @@ class Move:
 
 
 def plan_moves(old: Placement, new: Placement) -> list[Move]:
-    """Copies that turn `old` into `new`, to be made in this order; the same list on every rank.
+    """Copies that turn `old` into `new` in this order; the same list on every rank.
 
-    It is enough that each rank keeps to the order among the moves that it takes part in: a slot is only ever read and
-    written by its own rank. A slot is overwritten once no later move needs what it holds, or another slot holds that
-    too. Where no slot is left that may be overwritten, the moves that remain are cycles of experts that lie in one slot
-    each: one of them is put into its rank's spare place. Only one spare place in the whole group is in use at a time.
-    A copy is taken from the own rank if it is there, else from the rank that has sent least.
+    Each rank only has to keep the order among its own moves, since only a rank itself reads and writes its slots. A
+    slot may be overwritten once no later move needs its expert, or another slot holds it too. If no slot may be, the
+    remaining moves are cycles of experts with one slot each: one of them moves to its rank's spare place. At most one
+    spare place of the group is in use at a time. A copy comes from the own rank if possible, else from the rank that
+    has sent least.
 
     Raises:
         ValueError: placements of other sizes.
@@ -43,7 +43,7 @@ def plan_moves(old: Placement, new: Placement) -> list[Move]:
     size = old.slots_per_rank
     held = dict(enumerate(old.slot_experts))
     places: list[set[tuple[int, int]]] = [{divmod(slot, size) for slot in slots} for slots in old.replicas]
-    # One slot of each rank in turn, so that ranks without a part in a move are at work on others.
+    # One slot of each rank in turn, so that ranks can work on different moves at the same time.
     pending = [slot for index in range(size) for slot in range(index, old.num_slots, size)]
     pending = [slot for slot in pending if new.slot_experts[slot] != held[slot]]
     needed = [0] * old.num_experts

@@ -35,6 +35,7 @@ from moe_runtime.kernels.op_gemm import OpProblem, ScaledOperand, op_gemm
 from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.kernels.swizzle import swizzle_scales, unswizzle_scales
+from moe_runtime.max_token_format import NVFP4TokenFormat
 from moe_runtime.op_arguments import (
     OUT_DTYPES_HALF,
     AtLeast,
@@ -81,7 +82,6 @@ from moe_runtime.op_scales import (
 )
 from moe_runtime.op_weights import prepare_mxfp8, prepare_nvfp4, readable
 from moe_runtime.prepared import PreparedWeights
-from moe_runtime.token_format import NVFP4TokenFormat
 
 __all__ = [
     "NVFP4TokenFormat",

@@ -1,7 +1,7 @@
-"""`apply_expert_parallel`: a transformers model whose experts are spread over ranks; all else is on every rank.
+"""`apply_expert_parallel` spreads the experts of a transformers model over ranks and replicates the rest.
 
-The MoE blocks keep their own router and shared expert, so what a model routes, records and returns stays its own; only
-their `experts` are replaced. Each rank calls the model with its own tokens.
+Only the `experts` of the MoE blocks are replaced. Routers and shared experts stay, so what a model routes, records and
+returns does not change. Each rank calls the model with its own tokens.
 """
 
 from __future__ import annotations
@@ -9,8 +9,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from importlib import import_module
-from pathlib import Path
 from types import TracebackType
 from typing import Any, NoReturn, cast
 
@@ -20,25 +18,26 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.checkpoint import Checkpoint
-from moe_runtime.checkpoint_layouts import COMPRESSED_NVFP4, EXPERTS_KEY, compressed_group
 from moe_runtime.compiling import not_compiled
 from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.counters import LayerCounts
 from moe_runtime.errors import reason_of
-from moe_runtime.families import GPT_OSS, MIXTRAL, Family, family_of, layer_config
+from moe_runtime.families import family_of, layer_config
 from moe_runtime.formats import ceil_div
-from moe_runtime.layer import MoELayer, context_from_config
+from moe_runtime.layer import MoELayer
+from moe_runtime.layer_build import context_from_config
 from moe_runtime.loading import ExpertTensors
-from moe_runtime.peers import agree_on, tell_peers, told_to_peers
+from moe_runtime.peers import abort_peers, abort_peers_on_error, agree_on
 from moe_runtime.placement import Placement
 from moe_runtime.replacement import check_replacement
+from moe_runtime.transformers_models import EXPERT_CLASSES, check_read, model_config_of, moe_blocks, own_experts
 
 DONE = -1
-"""What a rank tells the others instead of its number of tokens where it does not call the model any more."""
+"""Stands for the number of tokens of a rank that does not call the model any more."""
 
 ExpertSource = Checkpoint | Callable[[int, Sequence[int]], Iterable[ExpertTensors]] | None
-"""Where experts come from: a checkpoint, what gives those of a decoder layer by their ids, or the model itself."""
+"""Where experts come from: a checkpoint, a function of decoder layer and expert ids, or the model itself."""
 
 
 def apply_expert_parallel(
@@ -57,50 +56,50 @@ def apply_expert_parallel(
 ) -> ExpertParallel:
     """Spread the experts of a transformers model over ranks, in place. Collective.
 
-    Every rank brings the same model in bf16, of a family in `moe_runtime.families`, and keeps the weights of its own
-    experts, quantized; those of the others are dropped. From then on `model(...)` is collective: every rank calls it,
-    each with its own tokens. Inside `ExpertParallel.join`, and so in `model.generate(...)`, ranks may call it
-    different numbers of times and with any number of tokens. The model is for inference: its parameters no longer
-    require gradients, `state_dict` lacks the experts, and `save_pretrained` is refused.
+    Every rank passes the same model in bf16, of a family in `moe_runtime.families`. It keeps the weights of its own
+    experts, quantized, and drops the others. From then on `model(...)` is collective: every rank calls it with its own
+    tokens. Inside `ExpertParallel.join`, and so in `model.generate(...)`, ranks may call it different numbers of times
+    and with any number of tokens. The model is for inference: its parameters no longer require gradients, `state_dict`
+    has no experts, and `save_pretrained` raises.
 
     Args:
         model: such as `Qwen3MoeForCausalLM`; it need not be on `device` yet.
         mesh: a one-dimensional `DeviceMesh` or process group; None is the default group, or a single rank where
             torch.distributed is not initialised (torchrun's ranks call `init_from_env` before).
-        max_tokens_per_rank: most tokens (batch times sequence) of a rank that travel at once. A call with more is
-            split inside `join` and refused outside.
-        token_format, weight_format, combine_format: as in `MoELayerConfig`; `token_format` is bf16 if None, and
-            `weight_format` is `token_format`. With a `Checkpoint` they are what `MoELayer.from_checkpoint` takes.
-        experts: where experts come from in place of the model's own, which may then be missing (`without_experts`).
-            `experts(layer, ids)` gives the experts `ids` of decoder layer `layer` in turn. A `Checkpoint` also gives
-            each layer its formats and its `intermediate_gsf`, and is compared between ranks.
+        max_tokens_per_rank: most tokens (batch times sequence) of a rank in one step. A call with more is split inside
+            `join` and refused outside.
+        token_format, weight_format, combine_format: as in `MoELayerConfig`. `token_format` is bf16 if None, and
+            `weight_format` is `token_format`. With a `Checkpoint` they default as in `MoELayer.from_checkpoint`.
+        experts: where experts come from instead of the model, which may then have none (`without_experts`).
+            `experts(layer, ids)` yields the experts `ids` of decoder layer `layer` in order. A `Checkpoint` also sets
+            the formats and `intermediate_gsf` of each layer, and is compared between ranks.
         placement: which rank holds which experts, of every layer or by decoder layer, with replicas; equal on all
-            ranks. None, and layers that are left out: contiguous ids, each expert once.
+            ranks. None, and layers without one: contiguous ids, each expert once.
         parallel: transport, engine and time limits; the defaults of `ParallelConfig` if None.
-        device: where the experts shall lie; that of the model if None.
-        overrides: further fields of `MoELayerConfig`, such as `mode` or `intermediate_gsf`. Inside `join` each call
-            takes the smallest of its `step_sizes` that has room for the tokens of all ranks.
+        device: device of the experts; that of the model if None.
+        overrides: further fields of `MoELayerConfig`, such as `token_buckets` or `intermediate_gsf`. Inside `join` each
+            call takes the smallest bucket that holds the tokens of every rank.
 
     Returns:
-        What the layers share, to be closed in the end; it is also a context manager that does so.
+        The expert-parallel part of the model; close it in the end, or use it as a context manager.
 
     Raises:
-        ValueError: a model or an argument that does not fit; the peers get `PeerAbortedError`. The model is as it was
-            where it was refused. Blocks that were filled before `experts` or a peer failed have lost their experts.
+        ValueError: a model or an argument that does not fit; peers get `PeerAbortedError`. A refused model is
+            unchanged. If `experts` or a peer fails later, the blocks filled before have lost their experts.
     """
     if device is None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     context = context_from_config(ParallelConfig() if parallel is None else parallel, mesh, device)
     try:
-        with told_to_peers(context):
+        with abort_peers_on_error(context):
             if not (experts is None or isinstance(experts, Checkpoint) or callable(experts)):
                 kinds = "a Checkpoint, a callable or None"
                 raise ValueError(f"experts: expected {kinds}, got {type(experts).__name__}")
-            described = _described(model)
-            family = family_of(described, source="model.config")
-            blocks = _moe_blocks(model, None if experts is None else _EXPERTS_OF_TRANSFORMERS[family.name])
+            model_config = model_config_of(model)
+            family = family_of(model_config, source="model.config")
+            blocks = moe_blocks(model, None if experts is None else EXPERT_CLASSES[family.name])
             if experts is None:
-                _check_read(described, family, [number for number, _ in blocks])
+                check_read(model_config, family, [number for number, _ in blocks])
             placements = _by_layer(placement, [number for number, _ in blocks])
             settings = {
                 "max_tokens_per_rank": max_tokens_per_rank,
@@ -111,7 +110,7 @@ def apply_expert_parallel(
             }
             owner = ExpertParallel(context)
             for number, _ in blocks:
-                owner._add(number, _config_of(described, number, experts, settings), placements.get(number))
+                owner._add(number, _config_of(model_config, number, experts, settings), placements.get(number))
             # Before any block loses its experts.
             context.compare()
             for index, (number, block) in enumerate(blocks):
@@ -135,52 +134,13 @@ def _refuse_to_save(*args: Any, **named: Any) -> NoReturn:
     )
 
 
-@contextmanager
-def without_experts() -> Iterator[None]:
-    """Inside, transformers makes models of the known families without their experts, and loads none; nor do its
-    quantizers of FP8 and MXFP4 put any there.
-
-    For models that are too large for one rank: `from_pretrained` brings all but the experts, and
-    `apply_expert_parallel(..., experts=...)` those of each rank. It warns of the experts' tensors as unexpected.
-    """
-    swapped = []
-
-    def swap(module: Any, name: str, other: Any) -> None:
-        if hasattr(module, name):
-            swapped.append((module, name, getattr(module, name)))
-            setattr(module, name, other)
-
-    try:
-        for family, names in _EXPERTS_OF_TRANSFORMERS.items():
-            for name in names:
-                swap(import_module(f"transformers.models.{family}.modeling_{family}"), name, _NoExperts)
-        fp8 = import_module("transformers.integrations.finegrained_fp8")
-        if hasattr(fp8, "should_convert_module"):
-            swap(fp8, "should_convert_module", _unless_experts(fp8.should_convert_module))
-        for name in ("transformers.integrations", "transformers.integrations.mxfp4"):
-            swap(import_module(name), "replace_with_mxfp4_linear", lambda model, *args, **named: model)
-        yield
-    finally:
-        for module, name, original in reversed(swapped):
-            setattr(module, name, original)
-
-
-def _unless_experts(should_convert_module: Callable[..., bool]) -> Callable[..., bool]:
-    """The same answer for all but experts, which are not to be converted."""
-
-    def answer(full_name: str, *args: Any, **named: Any) -> bool:
-        return not full_name.endswith(".experts") and should_convert_module(full_name, *args, **named)
-
-    return answer
-
-
 class ExpertParallel:
-    """The experts of one model on this rank, and what its ranks agree on; made by `apply_expert_parallel`.
+    """The experts of one model on this rank, and what its ranks share; created by `apply_expert_parallel`.
 
     Attributes:
         context: the group's memory and signals.
         layers: one `MoELayer` for each MoE block, in the order of the model.
-        decoder_layers: the number of each one's decoder layer.
+        decoder_layers: index of the decoder layer of each.
     """
 
     def __init__(self, context: ExpertParallelContext) -> None:
@@ -192,26 +152,26 @@ class ExpertParallel:
         self._counted_from: list[LayerCounts] | None = None
 
     def _add(self, number: int, config: MoELayerConfig, placement: Placement | None) -> None:
-        """Make the layer of decoder layer `number`, which is still to be loaded."""
+        """Create the MoE layer of decoder layer `number`, without weights yet."""
         self.layers.append(MoELayer(config, self.context, placement=placement, router=False))
         self.decoder_layers.append(number)
 
     def warm_up(self) -> None:
-        """Run steps of every size in all layers, so that later calls compile and load no kernel of them. Collective.
+        """Run steps of every bucket in all layers, so that later calls compile and load no kernel. Collective.
 
-        Outside of `join`, by all ranks, before the first call of the model; see `MoELayer.warm_up`.
+        All ranks call it outside of `join`, before the first call of the model; see `MoELayer.warm_up`.
         """
         for layer in self.layers:
             layer.warm_up()
 
     def replace_experts(self, placement: Placement | Mapping[int, Placement]) -> None:
-        """Bring all layers, or those of a mapping from decoder layers, to other placements. Collective.
+        """Change the placement of all layers, or of those in a mapping from decoder layers. Collective.
 
-        Between two calls of the model, by all ranks with equal placements; see `MoELayer.replace_experts`.
+        All ranks call it between two calls of the model, with equal placements; see `MoELayer.replace_experts`.
 
         Raises:
-            ValueError: on every rank where ranks disagree; on the rank itself where its argument is wrong, while the
-                others get `PeerAbortedError`. No layer has changed then, and the model may be called as before.
+            ValueError: ranks disagree (raised on all), or this rank's argument is wrong (the others raise
+                `PeerAbortedError`). No layer has changed then, and the model may be called as before.
             MoERuntimeError: a rank failed meanwhile, which ends the group as in a step.
         """
         self.context.check()
@@ -221,7 +181,7 @@ class ExpertParallel:
             wanted = _by_layer(placement, self.decoder_layers)
             for number, layer in zip(self.decoder_layers, self.layers, strict=True):
                 if number in wanted:
-                    check_replacement(layer, wanted[number])
+                    check_replacement(layer.placement, wanted[number])
         except BaseException as error:
             problem = error
         proposal = {
@@ -234,15 +194,15 @@ class ExpertParallel:
                 layer.replace_experts(wanted[number])
 
     def count_tokens(self) -> None:
-        """From now on count the tokens of each expert in every layer, from zero: see `expert_loads`."""
+        """Count the tokens of each expert in every layer from now on, from zero; see `expert_loads`."""
         self._counted_from = [layer.count_steps().read() for layer in self.layers]
 
     def expert_loads(self) -> dict[int, list[int]]:
-        """By decoder layer, the tokens of each expert from all ranks since `count_tokens`. Collective.
+        """Tokens of each expert, summed over ranks since `count_tokens`, by decoder layer. Collective.
 
-        `plan_placement` makes a placement of the list of a layer.
+        `plan_placement` makes a placement from the list of a layer.
 
-        Raises `ValueError` on every rank where one of them does not count.
+        Raises `ValueError` on every rank if one of them does not count.
         """
         counts: list[tuple[int, ...]] | None = None
         if self._counted_from is not None:
@@ -261,12 +221,12 @@ class ExpertParallel:
     def join(self) -> Iterator[None]:
         """Inside, ranks may call the model different numbers of times. Collective: all ranks enter and leave.
 
-        Before each call of the model the ranks that are inside tell each other how many tokens they have. One that is
-        done takes part in the calls of the others, with no tokens, until all are done, and leaves with them. Costs an
-        exchange between the hosts for each call, which cannot be captured in a CUDA graph, and waits at most
-        `startup_timeout_s` for the slowest rank to call the model.
+        Before each call of the model the ranks exchange their numbers of tokens. A rank that is done takes part in the
+        calls of the others, without tokens, until all are done, and leaves with them. Each call costs an exchange
+        between hosts, which cannot be captured in a CUDA graph, and waits at most `startup_timeout_s` for the slowest
+        rank.
 
-        Raises `PeerAbortedError` where another rank left with an error and `PeerTimeoutError` where one does not come.
+        Raises `PeerAbortedError` if another rank leaves with an error, `PeerTimeoutError` if one does not come.
         """
         if self._joined:
             yield
@@ -276,9 +236,9 @@ class ExpertParallel:
             yield
             self._idle()
         except BaseException as error:
-            tell_peers(self.context, error)
+            abort_peers(self.context, error)
             if self.context.group is not None:
-                # They may wait for the next call of the model, also where this rank has failed before.
+                # Peers may wait for the next call of the model, also if this rank failed earlier.
                 self.context.group.leave(reason_of(error))
             raise
         finally:
@@ -295,12 +255,12 @@ class ExpertParallel:
         return call
 
     def _run(self, index: int, x_TH: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
-        """Layer `index` on this rank's tokens, in steps of the size that the ranks agreed on before the first layer."""
+        """Run layer `index` on this rank's tokens, in steps of the size agreed on before the first layer."""
         limit = self.layers[index].config.max_tokens_per_rank
         if not self._joined:
             self._most_tokens = None
             if x_TH.shape[0] > limit:
-                with told_to_peers(self.context):
+                with abort_peers_on_error(self.context):
                     raise ValueError(
                         f"max_tokens_per_rank: {limit}, got {x_TH.shape[0]} tokens; inside `ExpertParallel.join` they "
                         "would be split"
@@ -316,7 +276,7 @@ class ExpertParallel:
         return ys[0] if chunks == 1 else torch.cat(ys)
 
     def close(self) -> None:
-        """Free the memory that ranks share; see `ExpertParallelContext.close`. The model cannot be called any more."""
+        """Free the memory between ranks; see `ExpertParallelContext.close`. The model cannot be called afterwards."""
         self.context.close()
 
     def __enter__(self) -> ExpertParallel:
@@ -326,18 +286,18 @@ class ExpertParallel:
         self.context.__exit__(kind, error, tb)
 
     def _agree(self, num_tokens: int) -> int:
-        """The most tokens that any rank has in this call of the model; `DONE` where all are done."""
+        """Most tokens of any rank in this call of the model; `DONE` if all are done."""
         if self.context.group is None:
             return num_tokens
         return max(self.context.group.gather("call of the model", num_tokens))
 
     def _steps(self, most_tokens: int) -> tuple[int, int]:
-        """In how many steps a call goes through a layer, and the most tokens of a rank in each."""
+        """Number of steps of a layer in one call, and most tokens of a rank in each."""
         chunks = max(1, ceil_div(most_tokens, self.layers[0].config.max_tokens_per_rank))
         return chunks, ceil_div(most_tokens, chunks)
 
     def _idle(self) -> None:
-        """Take part in the calls of the others until all are done."""
+        """Take part in the calls of the other ranks until all are done."""
         device, config = self.context.device, self.layers[0].config
         top_k = config.top_k
         none = torch.empty(0, config.hidden_size, dtype=torch.bfloat16, device=device)
@@ -351,7 +311,9 @@ class ExpertParallel:
 
 
 class ParallelExperts(nn.Module):
-    """In the place of a block's experts: the same call, answered by the experts of all ranks."""
+    """Replaces the experts of a block: the same call, computed by the experts of all ranks."""
+
+    is_expert_parallel = True
 
     def __init__(self, owner: ExpertParallel, index: int) -> None:
         super().__init__()
@@ -362,7 +324,7 @@ class ParallelExperts(nn.Module):
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """Bf16 `[T, H]`: the weighted sum over each token's experts, for this rank's `T` tokens."""
+        """bf16 `[T, H]`: the weighted sum over each token's experts, for this rank's `T` tokens."""
         return self._owner._run(self._index, hidden_states, top_k_index, top_k_weights)
 
     def extra_repr(self) -> str:
@@ -370,7 +332,7 @@ class ParallelExperts(nn.Module):
 
 
 def _load(layer: MoELayer, number: int, block: Any, experts: ExpertSource) -> None:
-    """This rank's experts of decoder layer `number` into `layer`."""
+    """Load this rank's experts of decoder layer `number` into `layer`."""
     if isinstance(experts, Checkpoint):
         layer.load_checkpoint(experts, number, shared_elsewhere=True)
     elif experts is None:
@@ -379,47 +341,18 @@ def _load(layer: MoELayer, number: int, block: Any, experts: ExpertSource) -> No
         layer.load_experts(experts(number, layer.local_experts))
 
 
-def _described(model: nn.Module) -> dict[str, Any]:
-    """The config of a transformers model of a known family."""
-    config: Any = getattr(model, "config", None)
-    if not hasattr(config, "to_dict"):
-        raise ValueError(f"model: expected a transformers model with a config, got {type(model).__name__}")
-    described: dict[str, Any] = config.to_dict()
-    family_of(described, source="model.config")
-    return described
-
-
-def _check_read(described: dict[str, Any], family: Family, numbers: Sequence[int]) -> None:
-    """Raise `ValueError` where transformers has other experts than the model's checkpoint, of which it says nothing.
-
-    It drops the second-level scales of NVFP4, does not know `EXPERTS_KEY`, and has no experts of gpt-oss that are
-    linears of their own.
-    """
-    said, wrong = described.get("quantization_config") or {}, EXPERTS_KEY in described
-    if said.get("quant_method") == "compressed-tensors" and said.get("config_groups"):
-        linear = "block_sparse_moe.experts.0.w1" if family is MIXTRAL else "mlp.experts.0.gate_proj"
-        for number in numbers:
-            group, fmt = compressed_group(Path("model.config"), said, f"model.layers.{number}.{linear}")
-            wrong |= group is not None and (family is GPT_OSS or fmt == COMPRESSED_NVFP4.name)
-    if wrong:
-        raise ValueError(
-            "model: its experts are quantized in the checkpoint in a way that transformers misreads; load it inside "
-            "without_experts() and give experts=Checkpoint(path)"
-        )
-
-
 def _config_of(
-    described: dict[str, Any], number: int, experts: ExpertSource, settings: dict[str, Any]
+    model_config: dict[str, Any], number: int, experts: ExpertSource, settings: dict[str, Any]
 ) -> MoELayerConfig:
-    """What decoder layer `number` is. The shared expert stays in the block."""
+    """The config of decoder layer `number`, without the shared expert, which stays in the block."""
     if isinstance(experts, Checkpoint):
-        plain = layer_config(described, source="model.config", max_tokens_per_rank=1)
-        # What the model says must be what the checkpoint says.
+        plain = layer_config(model_config, source="model.config", max_tokens_per_rank=1)
+        # The model must agree with the checkpoint.
         stated = {key: getattr(plain, key) for key in plain.model_fields_set}
         made = experts.layer_config(number, **stated | settings)
     else:
         formats = {"token_format": settings["token_format"] or "bf16"}
-        made = layer_config(described, source="model.config", **settings | formats)
+        made = layer_config(model_config, source="model.config", **settings | formats)
     alone: MoELayerConfig = made.replace(shared_expert=None)
     return alone
 
@@ -437,81 +370,3 @@ def _by_layer(placement: Placement | Mapping[int, Placement] | None, numbers: Se
     if unknown := [number for number in placement if number not in numbers]:
         raise ValueError(f"placement: expected decoder layers with experts, {list(numbers)}, got {unknown[0]!r}")
     return dict(placement)
-
-
-def _moe_blocks(model: nn.Module, classes: Sequence[str] | None) -> list[tuple[int, Any]]:
-    """Decoder layer and block of what has experts, in the order of the model; all are checked before any is changed.
-
-    Experts may lack weights where `classes` are given; they are then of one of these of transformers, or left out.
-    """
-    blocks = [(name, module) for name, module in model.named_modules() if hasattr(module, "experts")]
-    if not blocks:
-        raise ValueError(f"model: expected MoE blocks with `experts`, found none in {type(model).__name__}")
-    found = []
-    for name, block in blocks:
-        if isinstance(block.experts, ParallelExperts):
-            raise ValueError(f"model: {name}.experts are expert-parallel already")
-        if classes is None:
-            _check_weights(f"{name}.experts", block.experts)
-        else:
-            _check_class(f"{name}.experts", block.experts, classes)
-        numbers = [int(part) for part in name.split(".") if part.isdigit()]
-        if len(numbers) != 1:
-            raise ValueError(f"model: expected the number of a decoder layer in the name of its block, got {name!r}")
-        found.append((numbers[0], block))
-    return found
-
-
-def _check_class(name: str, experts: Any, classes: Sequence[str]) -> None:
-    """Other experts, such as a list of modules or those of a quantizer, may not be called as `ParallelExperts` are."""
-    bases = [base for base in type(experts).__mro__ if base.__module__.startswith("transformers.models.")]
-    if not isinstance(experts, _NoExperts) and not any(base.__name__ in classes for base in bases):
-        raise ValueError(
-            f"model: {name}: expected {' or '.join(classes)} of transformers, or a model that was made inside "
-            f"without_experts(), got {type(experts).__name__}"
-        )
-
-
-def _check_weights(name: str, experts: Any) -> None:
-    for key in ("gate_up_proj", "down_proj"):
-        weight = getattr(experts, key, None)
-        if not isinstance(weight, torch.Tensor) or weight.ndim != 3:
-            raise ValueError(
-                f"model: {name}: expected {key} of all experts in one tensor, as transformers 5 has it, got "
-                f"{type(experts).__name__}"
-            )
-        if weight.is_meta or weight.dtype != torch.bfloat16:
-            place = "on the meta device" if weight.is_meta else f"{weight.dtype}"
-            raise ValueError(f"model: {name}.{key}: expected torch.bfloat16 with values, got {place}")
-
-
-def own_experts(experts: Any, ids: Sequence[int]) -> Iterator[ExpertTensors]:
-    """Experts `ids` of a block; gpt-oss stores them transposed and has biases."""
-    transposed, has_bias = getattr(experts, "is_transposed", False), hasattr(experts, "gate_up_proj_bias")
-    for expert in ids:
-        gate_up, down = experts.gate_up_proj[expert], experts.down_proj[expert]
-        yield ExpertTensors(
-            gate_up.mT if transposed else gate_up,
-            down.mT if transposed else down,
-            experts.gate_up_proj_bias[expert] if has_bias else None,
-            experts.down_proj_bias[expert] if has_bias else None,
-        )
-
-
-_EXPERTS_OF_TRANSFORMERS = {
-    "mixtral": ("MixtralExperts",),
-    "qwen2_moe": ("Qwen2MoeExperts",),
-    "qwen3_moe": ("Qwen3MoeExperts",),
-    "deepseek_v3": ("DeepseekV3Experts", "DeepseekV3NaiveMoe"),
-    "gpt_oss": ("GptOssExperts",),
-}
-"""Classes of the experts of each family; the last of two is that of older releases."""
-
-
-class _NoExperts(nn.Module):
-    """Stands where experts will be: tensors that transformers may initialise, and none that it would load."""
-
-    def __init__(self, config: Any) -> None:
-        super().__init__()
-        for name in ("gate_up_proj", "gate_up_proj_bias", "down_proj", "down_proj_bias"):
-            setattr(self, name, torch.empty(0))

@@ -1,4 +1,4 @@
-"""How ranks learn that one of them cannot go on: in one wording, at once, whatever it was interrupted by."""
+"""How a rank that gives up aborts its peers, so that none waits for it, and how ranks agree before they change."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import MoERuntimeError, PeerAbortedError, Phase, reason_of
 
 
-def tell_peers(context: ExpertParallelContext, error: BaseException) -> None:
-    """Tell the peers that this rank gives up. A rank without peers has no one to leave behind, and keeps its context.
+def abort_peers(context: ExpertParallelContext, error: BaseException) -> None:
+    """Abort the peers, with the reason of `error`. A rank without peers does nothing, and its context stays usable.
 
     Does nothing on a rank that has failed already.
     """
@@ -20,37 +20,37 @@ def tell_peers(context: ExpertParallelContext, error: BaseException) -> None:
 
 
 @contextmanager
-def told_to_peers(context: ExpertParallelContext) -> Iterator[None]:
-    """Around what only some ranks may fail at, such as reading their experts: the peers are told of an error within."""
+def abort_peers_on_error(context: ExpertParallelContext) -> Iterator[None]:
+    """Around work that may fail on some ranks only, such as reading their experts: an error inside aborts the peers."""
     try:
         yield
     except BaseException as error:
-        tell_peers(context, error)
+        abort_peers(context, error)
         raise
 
 
 @contextmanager
 def collective_step(context: ExpertParallelContext) -> Iterator[None]:
-    """Around work that peers wait for: raises what earlier steps recorded, and tells the peers of an error within.
+    """Around work that peers wait for: raises what earlier steps recorded, and aborts the peers on an error inside.
 
-    A rank without peers keeps its context: of a step that was left half done, later ones read nothing.
+    A rank without peers keeps its context: later steps read nothing of a step that was left half done.
     """
     context.allocate()
     context.check()
     context.follow_stream()
-    # Not `told_to_peers`: another context manager in each part of a step takes time of the host.
+    # Not `abort_peers_on_error`: one more context manager in each part of a step costs host time.
     try:
         yield
     except BaseException as error:
-        tell_peers(context, error)
+        abort_peers(context, error)
         raise
 
 
 def agree_on(context: ExpertParallelContext, proposal: Mapping[str, object], problem: BaseException | None) -> None:
-    """Find out together, before anything changes, whether all ranks want the same and none has a problem.
+    """Compare proposals before anything changes: all ranks must want the same, and none may have a problem. Collective.
 
-    Raises on every rank, each of which may go on with its steps as before: the `problem` where it is,
-    `PeerAbortedError` elsewhere, and `ValueError` where proposals differ. `PeerTimeoutError` ends the group.
+    Otherwise every rank raises, and may go on with its steps as before: a rank with a `problem` raises that, the others
+    `PeerAbortedError`, and all ranks `ValueError` where proposals differ. `PeerTimeoutError` ends the group.
     """
     text = None if problem is None else reason_of(problem)
     answers = [(proposal, text)]

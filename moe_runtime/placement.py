@@ -1,7 +1,7 @@
-"""Which expert lies where, as data: a placement gives each rank equally many slots and each slot an expert.
+"""Which rank holds which expert, as data: every rank has equally many slots, and every slot holds an expert.
 
-Hot experts may have several slots (replicas), at most one on each rank. With `S` slots on a rank, slot `s` is number
-`s % S` of rank `s // S`: to the exchange, slots are what experts are in a layer without a placement.
+Hot experts may have several slots (replicas), at most one per rank. With `S` slots on a rank, slot `s` is number
+`s % S` of rank `s // S`. The exchange routes tokens to slots, as it routes them to experts without a placement.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_runtime.formats import ceil_div
 
 @dataclass(frozen=True)
 class Placement:
-    """Experts of all slots. Equal on all ranks of a group; placements compare by value and travel as JSON.
+    """The expert of every slot. All ranks of a group need equal ones. Placements compare by value and travel as JSON.
 
     Attributes:
         num_experts: experts of the layer, `E`.
@@ -29,7 +29,7 @@ class Placement:
         slot_experts: expert of each slot, `W * S` ids, rank by rank.
 
     Raises:
-        ValueError: slots that cannot be dealt out evenly, an id out of range, an expert without a slot, or twice on a
+        ValueError: unequal numbers of slots per rank, an id out of range, an expert without a slot, or one twice on a
             rank.
 
     >>> Placement(3, 2, (0, 1, 2, 0)).rank_experts(1)
@@ -67,7 +67,7 @@ class Placement:
 
     @classmethod
     def contiguous(cls, num_experts: int, num_ranks: int) -> Placement:
-        """Each expert once, in the order of a layer without a placement. `num_ranks` must divide `num_experts`."""
+        """Each expert once, in ascending order, as without a placement. `num_ranks` must divide `num_experts`."""
         check_positive("num_experts", num_experts)
         check_positive("num_ranks", num_ranks)
         if num_experts % num_ranks:
@@ -85,7 +85,7 @@ class Placement:
         return self.num_slots // self.num_ranks
 
     def rank_experts(self, rank: int) -> tuple[int, ...]:
-        """Experts of the slots of `rank`, in the order of the slots. Raises `ValueError` if there is no such rank."""
+        """The expert of each slot of `rank`. Raises `ValueError` if there is no such rank."""
         if not 0 <= rank < self.num_ranks:
             raise ValueError(f"rank: expected 0 .. {self.num_ranks - 1}, got {rank}")
         return self.slot_experts[rank * self.slots_per_rank : (rank + 1) * self.slots_per_rank]
@@ -99,7 +99,7 @@ class Placement:
         return tuple(map(tuple, slots))
 
     def rank_loads(self, load: Sequence[float]) -> list[float]:
-        """Load of each rank where that of an expert is split evenly among its replicas.
+        """Load of each rank if every expert's load is split evenly among its replicas.
 
         Args:
             load: of each expert, any unit, such as the tokens it got. Raises `ValueError` as `plan_placement`.
@@ -114,9 +114,9 @@ class Placement:
         return [math.fsum(shares[expert] for expert in self.rank_experts(rank)) for rank in range(self.num_ranks)]
 
     def reordered_like(self, other: Placement) -> Placement:
-        """The same experts on each rank, in the slots that they have in `other` where they lie on that rank there.
+        """The same experts on each rank, those that `other` has on it too in the same slots.
 
-        What `MoELayer.replace_experts` has to move least for, coming from `other`.
+        `MoELayer.replace_experts` then moves as little as possible, coming from `other`.
 
         >>> Placement(3, 2, (0, 1, 2, 0)).reordered_like(Placement(3, 2, (1, 2, 0, 1))).slot_experts
         (1, 0, 0, 2)
@@ -134,12 +134,12 @@ class Placement:
 
     @property
     def sizes(self) -> str:
-        """Numbers of experts, slots and ranks in words: a layer can change to a placement with the same."""
+        """Numbers of experts, slots and ranks in words. A layer can only change to a placement with equal sizes."""
         return f"{self.num_experts} experts in {self.num_slots} slots on {self.num_ranks} rank(s)"
 
     @property
     def fingerprint(self) -> str:
-        """Its sizes and a hash, short enough for a message; equal exactly where placements are."""
+        """Sizes and a hash, short enough for a message; equal if and only if the placements are."""
         return f"{self.sizes}, sha256 {hashlib.sha256(self.to_json().encode()).hexdigest()[:16]}"
 
     def to_json(self) -> str:
@@ -162,20 +162,20 @@ class Placement:
 
 
 def plan_placement(load: Sequence[float], num_ranks: int, slots_per_rank: int) -> Placement:
-    """A placement under which ranks have about the same load, from the load of each expert. Deterministic.
+    """A placement that balances the load of ranks, from the load of each expert. Deterministic.
 
-    As the global policy of EPLB (github.com/deepseek-ai/EPLB) in two steps: slots beyond one for each expert go, one by
-    one, to the expert with the largest load per replica; then experts are packed, those with the largest load per
-    replica first, each replica onto the least loaded rank that has a slot left and does not hold that expert yet. Where
-    there is none, an expert that is already placed makes room. Ties go to the lowest id and rank.
+    The global policy of EPLB (github.com/deepseek-ai/EPLB) in two steps. First, each slot beyond one per expert goes to
+    the expert with the largest load per replica. Then replicas are packed, largest load first, each onto the least
+    loaded rank that has a free slot and not yet that expert. If there is none, an expert that is already placed moves.
+    Ties go to the lowest id and rank.
 
     Args:
-        load: of each expert, any unit; `MoELayer.count_steps` counts tokens, to be added up over ranks.
+        load: of each expert, in any unit, such as the tokens of `MoELayer.count_steps` summed over ranks.
         num_ranks: `W`.
-        slots_per_rank: `S`, of `ceil(E / W)` to `E`: there are `W * S - E` spare slots for replicas.
+        slots_per_rank: `S`, from `ceil(E / W)` to `E`, which leaves `W * S - E` slots for replicas.
 
     Returns:
-        A placement whose ranks hold their experts by ascending id.
+        A placement whose ranks hold experts by ascending id.
 
     Raises:
         ValueError: a load that is negative or not finite, or too few or too many slots.
@@ -202,8 +202,8 @@ def placement_from_config(section: PlacementConfig, num_experts: int, num_ranks:
     """The placement that a `placement` section asks for.
 
     Raises:
-        ValueError: spare slots that do not fill up ranks evenly, a file that does not hold the load of each expert, or
-            one that does not hold a placement of so many experts and ranks.
+        ValueError: spare slots that do not divide evenly, or a file without the load of each expert or without a
+            placement of as many experts and ranks.
     """
     if section.file is not None:
         try:
@@ -236,7 +236,7 @@ def placement_from_config(section: PlacementConfig, num_experts: int, num_ranks:
 
 
 def _replicate(loads: list[float], num_ranks: int, spare: int) -> list[int]:
-    """Replicas of each expert, one and at most one per rank, so that the largest load per replica is least."""
+    """Number of replicas of each expert, 1 to `num_ranks`, that minimizes the largest load per replica."""
     replicas = [1] * len(loads)
     if num_ranks > 1:
         heap = [(-value, expert) for expert, value in enumerate(loads)]
@@ -263,11 +263,11 @@ def _pack(shares: list[float], replicas: list[int], num_ranks: int, slots_per_ra
             without = [rank for rank in range(num_ranks) if expert not in held[rank]]
             open_ranks = [rank for rank in without if len(held[rank]) < slots_per_rank]
             if open_ranks:
-                # Among equals the emptier one: experts without load must not fill up one rank.
+                # Ties go to the emptier rank: experts without load must not fill up one rank.
                 put(expert, min(open_ranks, key=lambda rank: (total[rank], len(held[rank]), rank)))
                 continue
-            # Every rank with a slot left holds this expert. A full one without it has at least two experts that such
-            # a rank lacks; its lightest makes room.
+            # Every rank with a free slot holds this expert already. A full rank without it has at least two experts
+            # that such a rank does not hold. The lightest of them moves there.
             full = min(without, key=lambda rank: (total[rank], rank))
             roomy = min((r for r in range(num_ranks) if len(held[r]) < slots_per_rank), key=lambda r: (total[r], r))
             moved = min(held[full] - held[roomy], key=lambda other: (shares[other], other))

@@ -1,12 +1,12 @@
-"""Who owns which expert, and where the block scales of each group lie: pure integers, one named function each.
+"""Which rank owns which expert, and where the block scales of each group lie: one pure integer function each.
 
-Rows are never padded; scales are. `m_i` is the number of rows of group `i`, `row_offsets` (also called `m_indptr`)
-the `G + 1` prefix sums of `m_i` from 0, `R` the number of all rows. Four conventions place the scales; each has a name
-and none is ever inferred: for rows `[0, 100, 300, 400]`, `dense_128` starts the groups at 128-row blocks 0, 1, 3 and
+Rows are never padded; scales are. Group `i` has `m_i` rows. `row_offsets` (also called `m_indptr`) are the `G + 1`
+prefix sums of `m_i` from 0, and `R` is the number of all rows. Four conventions place the scales. Each has a name, and
+none is ever inferred: for rows `[0, 100, 300, 400]`, `dense_128` starts the groups at 128-row blocks 0, 1, 3 and
 `closed_form_128` at 0, 1, 4.
 
 Functions that take `row_offsets` accept a sequence of integers (and return a list) or a one-dimensional int32, uint32
-or int64 tensor on any device (and return an int32 tensor there, without a host sync). Those that compute from single
+or int64 tensor on any device (and return an int32 tensor there, without a host sync). Those that take single
 numbers are arithmetic only, so tensors pass through them element by element. The `check_*` functions read values on the
 host and therefore sync.
 """
@@ -89,7 +89,7 @@ def dense_128_offsets(row_offsets: Sequence[int] | torch.Tensor) -> list[int] | 
 
 
 def dense_128_blocks_needed(num_rows: int, num_groups: int) -> int:
-    """`dense_128`: scale blocks that are enough for any split of `num_rows` rows into `num_groups` groups.
+    """`dense_128`: scale blocks that suffice for any split of `num_rows` rows into `num_groups` groups.
 
     >>> dense_128_blocks_needed(400, 3)
     6
@@ -107,7 +107,7 @@ def dense_128_block(row_offset: Number, scale_offset: Number, local_row: Number)
 
 
 def closed_form_128_start(row_offset: Number, group: Number) -> Number:
-    """`closed_form_128`: first scale ROW of a group, a multiple of 128; row `l` of the group is `l` rows further.
+    """`closed_form_128`: first scale ROW of a group, a multiple of 128. Row `l` of the group lies `l` rows further.
 
     >>> [closed_form_128_start(row, i) for i, row in enumerate([0, 100, 300])]
     [0, 128, 512]
@@ -116,7 +116,7 @@ def closed_form_128_start(row_offset: Number, group: Number) -> Number:
 
 
 def closed_form_128_rows_needed(num_rows: int, num_groups: int) -> int:
-    """`closed_form_128`: scale rows of the whole container, the start that a further group would have.
+    """`closed_form_128`: scale rows of the whole container, which is where one more group would start.
 
     >>> closed_form_128_rows_needed(400, 3)
     768
@@ -125,7 +125,7 @@ def closed_form_128_rows_needed(num_rows: int, num_groups: int) -> int:
 
 
 def closed_form_4_start(row_offset: Number, group: Number) -> Number:
-    """`closed_form_4`: first scale ROW of a group, a multiple of 4; row `l` of the group is `l` rows further.
+    """`closed_form_4`: first scale ROW of a group, a multiple of 4. Row `l` of the group lies `l` rows further.
 
     >>> [closed_form_4_start(row, i) for i, row in enumerate([0, 1, 3])]
     [0, 4, 8]
@@ -161,7 +161,7 @@ def unpadded_rows_needed(num_rows: int, granularity_m: int) -> int:
 
 
 def swizzled_offset(row: Number, column: Number, num_columns: int) -> Number:
-    """Where the 128x4 swizzle puts the scale of `(row, column)`, counted in scales from the start of the container.
+    """Position of the scale of `(row, column)` in the 128x4 swizzle, counted in scales from the start of the container.
 
     >>> [swizzled_offset(r, v, 4) for r, v in [(0, 1), (1, 0), (32, 0), (128, 0)]]
     [1, 16, 4, 512]
@@ -216,8 +216,8 @@ def check_dense_128(
 def check_unpadded(row_offsets: Sequence[int] | torch.Tensor, granularity_m: int, argument: str = "m_indptr") -> None:
     """Raise `ValueError` where an `unpadded` group does not start at a multiple of `granularity_m`.
 
-    Two groups would then share a row of scales, and which row a group starts at would be ambiguous. The end of the
-    last group may lie anywhere, and so may groups without rows.
+    Otherwise two groups would share a row of scales. The end of the last group may lie anywhere, and so may groups
+    without rows.
     """
     if granularity_m < 1:
         raise ValueError(f"granularity_m: expected at least 1, got {granularity_m}")
@@ -229,7 +229,7 @@ def check_unpadded(row_offsets: Sequence[int] | torch.Tensor, granularity_m: int
 
 
 def _signed(offsets: torch.Tensor) -> torch.Tensor:
-    """uint32 lacks arithmetic in torch; offsets fit in int32."""
+    """The offsets with a dtype that torch computes with: not uint32, and offsets fit in int32."""
     if offsets.ndim != 1 or offsets.dtype not in (torch.int32, torch.uint32, torch.int64):
         raise ValueError(
             f"row_offsets: expected one dimension of int32, uint32 or int64, "

@@ -1,4 +1,4 @@
-"""The whole layer in one process in float64, and how far a layer in a given set of formats may be from it.
+"""The whole layer in one process in float64, and bounds on the error of a layer in given formats against it.
 
 Shape letters: `T` tokens, `H` hidden size, `I` intermediate size, `E` experts of the layer, `K` experts per token.
 """
@@ -9,8 +9,7 @@ import math
 
 import torch
 
-from moe_runtime import formats
-from moe_runtime.formats import BF16, TokenFormat
+from moe_runtime.formats import BF16, MXFP4, TokenFormat, weight_format_named
 from moe_runtime.weights import SwiGLU
 
 SWIGLU_GAIN = 1.5511
@@ -42,15 +41,13 @@ def moe_reference(
 ) -> torch.Tensor:
     """`y[t] = sum over k of topk_weights[t, k] * down[e] @ swiglu(gate_up[e] @ x[t])`, `e = topk_idx[t, k]`.
 
-    Biases, where there are any, are added to both products.
-
-    Every operand is taken as it is and converted to float64, one expert at a time.
+    Both products add their bias, if given. Operands are converted to float64, one expert at a time.
 
     Args:
         x: `[T, H]`, any float dtype.
         topk_idx: `[T, K]` ids, int32 or int64; -1 adds nothing.
         topk_weights: `[T, K]`, any float dtype.
-        gate_up: `[E, 2I, H]`, rows in the order that `activation` says.
+        gate_up: `[E, 2I, H]`, rows in the order `activation.order`.
         down: `[E, H, I]`.
         activation: None is `silu(gate) * up`, gate above up.
         gate_up_bias: `[E, 2I]`, rows in the same order.
@@ -97,7 +94,7 @@ def moe_reference(
 def relative_error(y: torch.Tensor, reference: torch.Tensor) -> tuple[float, float]:
     """`(|y - ref| / |ref|` in the Frobenius norm, `max |y - ref| / max |ref|)`; NaN in `y` gives NaN.
 
-    0 where both are empty or `y` equals a zero reference, infinity where only the reference is zero.
+    0 if both are empty or `y` equals a zero reference, infinity if only the reference is zero.
     """
     if y.shape != reference.shape:
         raise ValueError(f"y: expected shape {list(reference.shape)}, got {list(y.shape)}")
@@ -140,10 +137,10 @@ def rounding_error(fmt: str | TokenFormat) -> float:
 
         rounding_error^2 = (31 * 0.5^2 / 12 + 9 * e^2) / (31 * 0.5^2 / 3 + 9)      mxfp4 0.2571
     """
-    fmt = formats.weight_format(fmt)
+    fmt = weight_format_named(fmt)
     spacing = fmt.epsilon
     square = spacing**2 / (4 * (3 + 3 * spacing + spacing**2))
-    if fmt is formats.MXFP4:
+    if fmt is MXFP4:
         small = (fmt.block - 1) * 0.5**2
         square = (small / 12 + 9 * square) / (small / 3 + 9)
     return math.sqrt(square)
@@ -189,7 +186,7 @@ def error_bound(
         return 1 + rounding_error(fmt) ** 2
 
     def operand(fmt: str | TokenFormat) -> float:
-        return 1.0 if formats.weight_format(fmt) == BF16 else growth(fmt)
+        return 1.0 if weight_format_named(fmt) == BF16 else growth(fmt)
 
     token = operand(token_format)
     weight = operand(token_format if weight_format is None else weight_format)

@@ -1,84 +1,71 @@
-"""Live re-placement: between two steps experts change their ranks, or every rank raises; no step runs halfway."""
+"""Live re-placement (a rebalance of physical experts): experts move to other ranks between two steps.
+
+Ranks agree on it before anything changes.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
-import torch
-
-from moe_runtime.errors import reason_of
-from moe_runtime.mover import ExpertMover, move_experts
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.experts import Experts
+from moe_runtime.mover import ExpertMover
 from moe_runtime.moves import SPARE, Move, plan_moves
 from moe_runtime.peers import agree_on
 from moe_runtime.placement import Placement
 
-if TYPE_CHECKING:
-    from moe_runtime.layer import MoELayer
+
+@dataclass(frozen=True)
+class Replacement:
+    """What all ranks have agreed to move, and what moves it on this rank (`mover.move_experts`)."""
+
+    moves: list[Move]
+    mover: ExpertMover
 
 
-@torch.inference_mode()  # weights that were loaded in this mode may not be changed outside it
-def replace_experts(layers: Sequence[MoELayer], placement: Placement) -> None:
-    """Bring the experts of one layer to `placement`. Collective; see `MoELayer.replace_experts`.
+def agree_on_replacement(
+    context: ExpertParallelContext,
+    layer_id: int,
+    current: Placement | None,
+    experts: Experts | None,
+    placement: Placement,
+) -> Replacement:
+    """Agree with all ranks to bring the experts of layer `layer_id` from `current` to `placement`. Collective.
 
-    `layers` are those of the ranks that live in this process: one, or one for each virtual rank.
+    Raises as `MoELayer.replace_experts` where ranks do not agree; nothing has changed then.
     """
-    context = layers[0].context
-    for layer in layers:
-        layer.context.allocate()
-        layer.context.check()
-    moves: list[Move] = []
-    movers: list[ExpertMover] = []
+    context.allocate()
+    context.check()
+    replacement: Replacement | None = None
     proposal: dict[str, object] = {}
     problem: BaseException | None = None
     try:
-        moves = _moves_of(layers[0], placement)
-        movers = [_mover_of(layer, moves) for layer in layers]
-        proposal = {
-            "layer": layers[0].number,
-            "placement": placement.fingerprint,
-            "experts": movers[0].layout,
-        }
+        replacement = _plan(context, current, experts, placement)
+        layout = replacement.mover.layout
+        proposal = {"layer": layer_id, "placement": placement.fingerprint, "experts": layout}
     except BaseException as error:
         problem = error
     agree_on(context, proposal, problem)
-
-    experts = [layer.experts for layer in layers]
-    try:
-        for layer in layers:
-            # Whatever interrupts the moves, no step can run with half of them made.
-            layer.experts = None
-        move_experts(movers, moves)
-        for layer, moved in zip(layers, experts, strict=True):
-            assert layer.slots is not None
-            layer.slots.update(placement)
-            layer.placement = placement
-            layer.experts = moved
-    except BaseException as error:
-        for layer in layers:
-            layer.context.abort(reason_of(error))
-        raise
+    assert replacement is not None
+    return replacement
 
 
-def check_replacement(layer: MoELayer, placement: Placement) -> None:
-    """Raise `ValueError` unless `layer` can go over to `placement`."""
+def check_replacement(current: Placement | None, placement: Placement) -> Placement:
+    """`current`, if a layer can go over from it to `placement`; else `ValueError`."""
     if not isinstance(placement, Placement):
         raise ValueError(f"placement: expected a Placement, got {type(placement).__name__}")
-    if layer.placement is None:
+    if current is None:
         raise ValueError("placement: the layer was made without one; give it Placement.contiguous(...) or another")
-    if placement.sizes != layer.placement.sizes:
-        raise ValueError(f"placement: expected {layer.placement.sizes}, got {placement.sizes}")
+    if placement.sizes != current.sizes:
+        raise ValueError(f"placement: expected {current.sizes}, got {placement.sizes}")
+    return current
 
 
-def _moves_of(layer: MoELayer, placement: Placement) -> list[Move]:
-    check_replacement(layer, placement)
-    assert layer.placement is not None
-    return plan_moves(layer.placement, placement)
-
-
-def _mover_of(layer: MoELayer, moves: list[Move]) -> ExpertMover:
-    if layer.experts is None:
+def _plan(
+    context: ExpertParallelContext, current: Placement | None, experts: Experts | None, placement: Placement
+) -> Replacement:
+    moves = plan_moves(check_replacement(current, placement), placement)
+    if experts is None:
         raise ValueError("experts: no weights are loaded")
-    rank = layer.context.rank
-    needs_spare = any(move.target_slot == SPARE and move.target_rank == rank for move in moves)
-    return ExpertMover(layer.context, layer.experts, needs_spare=needs_spare)
+    needs_spare = any(move.target_slot == SPARE and move.target_rank == context.rank for move in moves)
+    return Replacement(moves, ExpertMover(context, experts, needs_spare=needs_spare))

@@ -1,4 +1,4 @@
-"""Top-k routing in fp32: the same logits give the same experts on every device, ties going to the lowest id.
+"""Top-k routing in fp32. Equal logits give equal experts on every device; ties go to the lowest id.
 
 (Sigmoid scores of two devices may differ in their last bit.) `moe_runtime.kernels.route` is the kernel for GPUs.
 
@@ -21,16 +21,16 @@ def softmax_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Softmax over all experts, then the `top_k` largest, as in Qwen3-MoE and Mixtral.
 
-    The choice is made on the logits: softmax is monotone, but rounds neighbours together and would blur a tie-break.
-    A NaN logit counts as the largest and gives NaN weights, with ids that are in range and differ.
+    The top-k is taken of the logits: softmax is monotone, but may round two of them to one value and create ties.
+    A NaN logit counts as the largest and gives NaN weights; ids are still distinct and in range.
 
     Args:
         logits_TE: any float dtype; computed in fp32.
-        renormalize: divide the chosen weights by their sum (`norm_topk_prob`).
+        renormalize: divide the top-k weights by their sum (`norm_topk_prob`).
         scaling_factor: multiplies the weights at the end.
 
     Returns:
-        ids int32 `[T, K]` and weights fp32 `[T, K]`, by falling logit.
+        ids int32 `[T, K]` and weights fp32 `[T, K]`, by descending logit.
     """
     _check_logits(logits_TE, top_k)
     logits_TE = logits_TE.float()
@@ -46,14 +46,14 @@ def topk_softmax(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The `top_k` largest logits, then softmax over these, as in gpt-oss.
 
-    The same numbers as `softmax_topk` with `renormalize`, but for their last bits: nothing is divided twice.
+    Equals `softmax_topk` with `renormalize` except for the last bits, since it divides only once.
 
     Args:
         logits_TE: any float dtype; computed in fp32. A NaN counts as the largest.
         scaling_factor: multiplies the weights at the end.
 
     Returns:
-        ids int32 `[T, K]` and weights fp32 `[T, K]`, by falling logit, ties to the lowest id.
+        ids int32 `[T, K]` and weights fp32 `[T, K]`, by descending logit, ties to the lowest id.
     """
     _check_logits(logits_TE, top_k)
     logits_TE = logits_TE.float()
@@ -73,17 +73,17 @@ def sigmoid_topk(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Sigmoid scores with correction bias and group limit, as in DeepSeek-V3.
 
-    Each expert is judged by `sigmoid(logit) + bias`, each of `num_groups` equal groups by the sum of its two best
-    experts; the `top_groups` best groups may be chosen from. Weights are the scores without bias, divided by their
-    sum + 1e-20 (`renormalize`), times `scaling_factor`. Ties, between groups too, go to the lowest id. A NaN counts
-    as the largest; ids are in range and differ whatever the logits are.
+    The score of an expert is `sigmoid(logit) + bias`, and that of each of `num_groups` equal groups is the sum of its
+    two best experts. Only experts of the `top_groups` best groups are eligible. Weights are scores without bias,
+    divided by their sum + 1e-20 (`renormalize`), times `scaling_factor`. Ties, also between groups, go to the lowest
+    id. A NaN counts as the largest; ids are distinct and in range whatever the logits are.
 
     Args:
         logits_TE: any float dtype; computed in fp32.
         correction_bias_E: fp32 `[E]` (`e_score_correction_bias`), or None for zeros.
 
     Returns:
-        ids int32 `[T, K]` and weights fp32 `[T, K]`, by falling biased score.
+        ids int32 `[T, K]` and weights fp32 `[T, K]`, by descending biased score.
     """
     _check_logits(logits_TE, top_k)
     tokens, experts = logits_TE.shape
@@ -99,7 +99,7 @@ def sigmoid_topk(
         best_two = choice_TE.view(tokens, num_groups, experts // num_groups).topk(2, dim=-1).values
         groups = _stable_topk(best_two.sum(dim=-1), top_groups)
         allowed = torch.zeros(tokens, num_groups, dtype=torch.bool, device=choice_TE.device).scatter_(1, groups, True)
-        # A bias may be -inf; NaN-free finite scores of allowed groups must still come before anything masked.
+        # A bias may be -inf. Scores of eligible groups must still come before masked ones.
         choice_TE = choice_TE.clamp(min=torch.finfo(torch.float32).min)
         choice_TE = choice_TE.masked_fill(~allowed.repeat_interleave(experts // num_groups, dim=1), float("-inf"))
     idx_TK = _stable_topk(choice_TE, top_k)
@@ -113,8 +113,8 @@ class Router(FixedDtypes):
     """Linear gate and top-k: `forward(x [T, H]) -> (topk_idx int32 [T, K], topk_weights fp32 [T, K])`.
 
     Args:
-        engine: "triton" sums in fp32 by a kernel, where it takes the tokens; "torch" in float64; "auto" is Triton on
-            GPUs. A token's answer does not depend on its neighbours with either.
+        engine: "triton" sums in fp32 in a kernel, if that supports the tokens; "torch" sums in float64; "auto" is
+            Triton on GPUs. With either, a token's result does not depend on the other tokens.
 
     Attributes:
         weight: fp32 `[E, H]`; a bf16 checkpoint fits in it exactly.
@@ -140,7 +140,7 @@ class Router(FixedDtypes):
         self.engine = engine
         self.top_k = top_k
         self.config = config
-        # Weights are loaded in place, which tensors made in inference mode allow nowhere else.
+        # Weights are loaded in place, which inference tensors allow in inference mode only.
         with torch.inference_mode(False):
             weight = torch.empty(num_experts, hidden_size, dtype=torch.float32, device=device)
             self.weight = nn.Parameter(weight.normal_(std=hidden_size**-0.5), requires_grad=False)
@@ -156,9 +156,9 @@ class Router(FixedDtypes):
         bias: torch.Tensor | None = None,
         correction_bias: torch.Tensor | None = None,
     ) -> None:
-        """Take the gate of a checkpoint: weight `[E, H]`, biases `[E]`, any float dtype that fits in fp32.
+        """Copy the router of a checkpoint: weight `[E, H]`, biases `[E]`, any float dtype that fits in fp32.
 
-        Raises `ValueError` for a wrong shape, for a bias that the config does not have, and where one is missing.
+        Raises `ValueError` for a wrong shape, and for a bias that is missing or that the config does not have.
         """
         copy_checked(
             {
@@ -172,7 +172,7 @@ class Router(FixedDtypes):
         """fp32 `[T, E]`. Raises `ValueError` for a wrong shape, an integer dtype, or an input that requires grad.
 
         Summed in float64 and rounded once: libraries choose the order of fp32 sums by the number of tokens, and a
-        token's weights must not depend on its neighbours.
+        token's weights must not depend on the other tokens.
         """
         self._check(x_TH)
         with torch.no_grad():

@@ -1,4 +1,4 @@
-"""The shared expert of a layer: each token goes through it on its own rank."""
+"""The shared expert of a layer, which each rank computes for its own tokens."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from moe_runtime.fixed_dtypes import FixedDtypes, copy_checked
 
 
 class SharedExpert(FixedDtypes):
-    """SwiGLU between bf16 linears, the whole of it on every rank: `down(silu(gate(x)) * up(x))`.
+    """SwiGLU between bf16 linears, replicated on every rank: `down(silu(gate(x)) * up(x))`.
 
-    Where `gated`, times `sigmoid(x @ token_gate)`, as in Qwen2-MoE; without, as in DeepSeek-V3. The operations and
-    their roundings are those of these models in bf16. They are torch's, so on GPUs the last bits of a token may
-    depend on how many there are.
+    A `gated` one, as in Qwen2-MoE, is multiplied by `sigmoid(x @ token_gate)`; DeepSeek-V3 has none. Operations and
+    roundings are those of these models in bf16. They are torch's, so on GPUs the last bits of a token may depend on the
+    number of tokens.
 
     Attributes:
         gate_proj, up_proj: bf16 `[S, H]`, `S` being `config.intermediate_size`.
@@ -27,7 +27,7 @@ class SharedExpert(FixedDtypes):
     def __init__(self, hidden_size: int, config: SharedExpertConfig, device: torch.device | None = None) -> None:
         super().__init__()
         inner = config.intermediate_size
-        # Weights are loaded in place, which tensors made in inference mode allow nowhere else.
+        # Weights are loaded in place, which inference tensors allow in inference mode only.
         with torch.inference_mode(False):
             self.gate_proj = _random(inner, hidden_size, device)
             self.up_proj = _random(inner, hidden_size, device)
@@ -41,9 +41,9 @@ class SharedExpert(FixedDtypes):
         down_proj: torch.Tensor,
         token_gate: torch.Tensor | None = None,
     ) -> None:
-        """Take the weights of a checkpoint, of the shapes above; they are rounded to bf16.
+        """Copy the weights of a checkpoint, with the shapes above, rounded to bf16.
 
-        Raises `ValueError` for a wrong shape, and for a gate that is missing or not expected.
+        Raises `ValueError` for a wrong shape, and for a gate that is missing or unexpected.
         """
         given = {"gate_proj": gate_proj, "up_proj": up_proj, "down_proj": down_proj, "token_gate": token_gate}
         copy_checked({name: (getattr(self, name), tensor) for name, tensor in given.items()})
@@ -58,8 +58,8 @@ class SharedExpert(FixedDtypes):
 
 
 def _without_autocast(device_type: str) -> AbstractContextManager[object]:
-    """Linears in the dtype of their weights, inside `torch.autocast` too. Nearly free outside of it."""
-    # Autocast knows no meta tensors, and refuses to say so.
+    """Runs linears in the dtype of their weights, also inside `torch.autocast`. Nearly free outside of it."""
+    # Autocast raises for meta tensors.
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return nullcontext()
     return torch.autocast(device_type, enabled=False)

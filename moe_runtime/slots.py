@@ -1,7 +1,9 @@
-"""From expert ids to slots on the device: which replica of an expert takes a token is settled by the token alone.
+"""From expert ids to slots on the device: the token alone decides which replica of an expert takes it.
 
-The first numbers of a token are hashed to one of `BUCKETS` buckets, and a table gives the slot for each expert and
-bucket. So replicas share tokens evenly (but equal tokens go the same way), and a token's answer depends neither on its
+A slot is the place of one physical expert: a replica on one rank.
+
+The first numbers of a token are hashed to one of `BUCKETS` buckets. A table gives the slot for each expert and bucket.
+So replicas share tokens evenly, except that equal tokens take the same slot. The slot depends neither on the token's
 place in the batch, nor on its neighbours, nor on the rank that brings it.
 """
 
@@ -15,23 +17,23 @@ from moe_runtime.placement import Placement
 
 BUCKET_BITS = 10
 BUCKETS = 1 << BUCKET_BITS
-"""`n` replicas get `floor(BUCKETS / n)` or one bucket more each. A table takes 4 KiB for each expert."""
+"""Each of `n` replicas gets `floor(BUCKETS / n)` buckets or one more. The table has 4 KiB for each expert."""
 
 HASHED = 8
-"""Numbers of a token that are hashed: 16 bytes. Every hidden size is a multiple of this."""
+"""How many numbers of a token are hashed: 16 bytes. Every hidden size is a multiple of it."""
 
 _MULTIPLIERS = (0x9E3779B97F4A7C15 - (1 << 64), 0xC2B2AE3D27D4EB4F - (1 << 64))
-"""Odd, their bits without a pattern: the golden ratio's, as in Fibonacci hashing, and a prime that xxHash uses."""
+"""Odd numbers whose bits have no pattern: the golden ratio, as in Fibonacci hashing, and a prime of xxHash."""
 
 _UNROUTED = 1
-"""Row of the table for -1; row 0 is for smaller ids, row `2 + e` for expert `e`, the last one for ids past them."""
+"""Row of the table for -1. Row 0 is for smaller ids, row `2 + e` for expert `e`, the last row for larger ids."""
 
 
 class SlotTable:
-    """The slots of a `Placement`, for a step. Its tensors keep their addresses, so that captured graphs see `update`.
+    """The slots of a `Placement`. Its tensors keep their addresses, so captured graphs see an `update`.
 
     Args:
-        placement: may be replaced by one with the same sizes.
+        placement: the first one; `update` takes others of the same sizes.
         device: of the ids and tokens.
     """
 
@@ -42,7 +44,7 @@ class SlotTable:
         self._device = self._table.device
 
     def update(self, placement: Placement) -> None:
-        """Take over another placement of as many experts, in place and on the current stream."""
+        """Change to another placement of as many experts, in place and on the current stream."""
         self._table.copy_(_table(placement))
 
     def __call__(self, topk_idx: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
@@ -53,8 +55,8 @@ class SlotTable:
             x: bf16 `[T, H]`, the tokens.
 
         Returns:
-            `[T, K]` of the dtype of `topk_idx`: a slot; -1 for -1; and for an id that is out of range, or twice in
-            its token (the second time), `REFUSED_ID` plus that id, which no dispatcher takes for a slot.
+            `[T, K]` of the dtype of `topk_idx`: a slot for each expert id, and -1 for -1. For an id that is out of
+            range, or repeats an earlier one of its token, it is `REFUSED_ID` plus the id, which no dispatcher accepts.
 
         Raises:
             ValueError: an argument of wrong type, shape, dtype or device.
@@ -63,13 +65,13 @@ class SlotTable:
         rows_TK = topk_idx.clamp(-_UNROUTED - 1, self._num_experts).long() + (_UNROUTED + 1)
         slots_TK = self._table[rows_TK, self._buckets(x)[:, None]].to(topk_idx.dtype)
         again = (topk_idx[:, :, None] == topk_idx[:, None, :]).tril(-1).any(2) & (topk_idx >= 0)
-        # Clamped, since adding to an id from far outside could bring it back among the slots.
+        # Clamped: adding `REFUSED_ID` to an id far out of range could wrap around to a slot.
         refused_TK = topk_idx.clamp(-REFUSED_ID // 2, REFUSED_ID // 2 - 1) + REFUSED_ID
         return torch.where((slots_TK < -1) | again, refused_TK, slots_TK)
 
     def _buckets(self, x: torch.Tensor) -> torch.Tensor:
-        """int64 `[T]` of `0 .. BUCKETS - 1`: the top bits of a sum of products that wraps around at 64 bits."""
-        # A copy, since a view would need an aligned address.
+        """int64 `[T]` of `0 .. BUCKETS - 1`: the top bits of a 64-bit sum of products, with wrap-around."""
+        # A copy: a view as int64 needs an aligned address.
         words_T2 = x.detach()[:, :HASHED].clone(memory_format=torch.contiguous_format).view(torch.int64)
         return (words_T2 * self._multipliers).sum(1) >> (64 - BUCKET_BITS) & (BUCKETS - 1)
 
@@ -92,8 +94,8 @@ class SlotTable:
 def _table(placement: Placement) -> torch.Tensor:
     """int32 `[E + 3, BUCKETS]`: the slot for each expert and bucket, -1 for unrouted and -2 for refused ids.
 
-    Each expert deals its buckets out in another order, else tokens that go to replica 0 of one hot expert would go to
-    replica 0 of all of them.
+    Each expert permutes the buckets in its own way. Otherwise the tokens of replica 0 of one hot expert would also take
+    replica 0 of all others.
     """
     table = torch.full((placement.num_experts + _UNROUTED + 2, BUCKETS), -2, dtype=torch.int32, device="cpu")
     table[_UNROUTED] = -1

@@ -1,91 +1,61 @@
-"""A step of a layer in its stages: tokens are sent, `compute` runs the experts, `gather` sums the results.
+"""What the stages of a layer's step hand on: tokens that were sent, then rows that the experts computed.
 
-The stages follow each other. Steps in parts, whose tokens travel while the experts of another part multiply, took
-longer, and without rests overlap saves hardly any time, since the time of a step is then its energy over what the GPU
-may draw. What was tried, and what step sizes gain: `kernels/exchange_notes.md`.
+The stages follow one another. Steps in parts, whose tokens travel while the experts of another part multiply, took
+longer. A GPU without pauses is limited by its power, so overlap saves hardly any time there. What was tried, and what
+token buckets gain: `kernels/exchange_notes.md`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, cast
+from typing import NamedTuple
 
 import torch
 
-from moe_runtime.dispatcher import CombineSink, DispatchedTokens, DispatchHandle, TokenDispatcher
-from moe_runtime.metrics import phase
-from moe_runtime.peers import collective_step
+from moe_runtime.dispatch_handle import CombineSink, DispatchedTokens, DispatchHandle
+from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.placement import Placement
 
-if TYPE_CHECKING:
-    from moe_runtime.layer import MoELayer
+
+class SentTokens(NamedTuple):
+    """A step whose tokens are on their way.
+
+    A kernel that reads a tensor may still run when later kernels begin, so all tensors are kept until the step ends.
+
+    Attributes:
+        dispatcher: for the size of the step.
+        handle: of its dispatch.
+        shape: of the layer's input `x`.
+        tokens: bf16 `[T, H]`.
+        topk_idx: `[T, K]`, ids of the experts.
+        slots: `[T, K]`, what holds those experts: `topk_idx` itself without a placement.
+        topk_weights: fp32 `[T, K]`.
+        shared: the shared expert's output, bf16 `[T, H]`, or None.
+        placement: of the layer when the tokens were sent.
+    """
+
+    dispatcher: TokenDispatcher
+    handle: DispatchHandle
+    shape: torch.Size
+    tokens: torch.Tensor
+    topk_idx: torch.Tensor
+    slots: torch.Tensor
+    topk_weights: torch.Tensor
+    shared: torch.Tensor | None
+    placement: Placement | None
+
+
+class ComputedRows(NamedTuple):
+    """A step whose results are on their way home: what was sent, what arrived here, and the experts' output."""
+
+    sent: SentTokens
+    received: DispatchedTokens
+    output: CombineSink
 
 
 @dataclass
 class LayerStep:
-    """A step of a layer whose tokens have been sent; `compute` comes next, then `gather`.
+    """Deprecated: a step between `MoELayer.begin` and `MoELayer.finish`."""
 
-    Before each of them every rank must have come as far.
-
-    Attributes:
-        dispatcher: of the size of the step.
-        shape: of the tokens that the step began with.
-        shared: the shared expert's output, `[T, H]`, if there is one.
-        placement: of the layer when the tokens were sent.
-        routed: ids of experts and the slots that take the tokens, `[T, K]`.
-        sent: tokens and weights as they were sent. Like `routed`, and like what comes in `compute`, kept until the step
-            ends: a kernel that reads them may run beside those after it.
-    """
-
-    layer: MoELayer
-    dispatcher: TokenDispatcher
-    shape: torch.Size
-    handle: DispatchHandle
-    shared: torch.Tensor | None
-    placement: Placement | None
-    routed: tuple[torch.Tensor, torch.Tensor]
-    sent: tuple[torch.Tensor, torch.Tensor]
-    _between: tuple[DispatchedTokens, CombineSink] | None = None
-
-    def compute(self) -> None:
-        """Wait for the tokens of all ranks, run this rank's experts on them, reduce the results and send them home."""
-        layer = self.layer
-        with collective_step(layer.context):
-            if self.placement != layer.placement:
-                raise ValueError("step: expected one that began after replace_experts, its tokens went to other slots")
-        with phase("dispatch_wait", layer.times):
-            arrived = self.dispatcher.dispatch_wait(self.handle)
-        with collective_step(layer.context), phase("experts", layer.times):
-            assert layer.experts is not None
-            sink = CombineSink(self.handle)
-            self._between = arrived, sink
-            layer.experts(arrived, out=sink.rows)
-        with phase("combine_send", layer.times):
-            self.dispatcher.combine_send(sink, self.handle)
-        if layer.counters is not None:
-            # Now, while results travel and those of the peers are waited for.
-            with collective_step(layer.context):
-                layer.counters.add(*self.routed, self.handle.num_parts, arrived.group_offsets)
-
-    def gather(self) -> torch.Tensor:
-        """Wait for the results of all ranks and sum them; bf16 `[T, H]`."""
-        with phase("combine_wait", self.layer.times):
-            return self.dispatcher.combine_wait(self.handle, shared=self.shared)
-
-
-def advance(step: Generator[None, None, torch.Tensor]) -> torch.Tensor | None:
-    """Run a step up to its next stop, or to its end: its result then."""
-    try:
-        next(step)
-    except StopIteration as end:
-        return cast(torch.Tensor, end.value)
-    return None
-
-
-def advance_all(steps: Sequence[Generator[None, None, torch.Tensor]]) -> list[torch.Tensor]:
-    """Run the same step of several ranks to its end, in turn from stop to stop: their results."""
-    while True:
-        ended = [advance(step) for step in steps]
-        if ended[0] is not None:
-            return [y for y in ended if y is not None]
+    sent: SentTokens
+    computed: ComputedRows | None = None

@@ -1,8 +1,8 @@
-"""Safetensors files of a folder: headers checked against the file, tensors read straight into memory of their own.
+"""Reads the safetensors files of a folder: headers are checked against the file, tensors are read into own memory.
 
-The format is that of github.com/huggingface/safetensors: eight bytes of length, a JSON header that gives each tensor a
-dtype, a shape and a range of bytes behind it, then these bytes. Files are read, not mapped: mapped pages would count as
-memory of the process on top of the tensors made from them, and come from a disk a few kilobytes at a time.
+The format is that of github.com/huggingface/safetensors: eight bytes of length, a JSON header with the dtype, shape and
+byte range of each tensor, then these bytes. Files are read, not mapped: mapped pages would count as memory of the
+process on top of the tensors made from them, and arrive a few kilobytes at a time from a disk.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ MAX_HEADER_BYTES = 100_000_000
 """As in the safetensors library."""
 
 DROPPED_BYTES = 1 << 20
-"""Reads of at least this many bytes leave the page cache again, where the files are too large to stay there."""
+"""Reads of at least this many bytes leave the page cache again, if the files are too large to stay there."""
 
 BEGINNING_BYTES = 4096
-"""How much of each tensor `TensorFiles.beginnings` reads."""
+"""Bytes of each tensor that `TensorFiles.beginnings` reads."""
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """Where a tensor lies: `num_bytes` bytes from `start` of its file."""
+    """Location of a tensor: `num_bytes` bytes from `start` of its file."""
 
     dtype: str
     shape: tuple[int, ...]
@@ -63,21 +63,21 @@ class TensorEntry:
 
 
 class SafetensorsFile:
-    """One file, open for reading until it is closed or nobody has it any more.
+    """One file, open for reading until it is closed or garbage collected.
 
     Args:
-        path: of the file.
-        wanted_for: what errors say it is for.
-        drop: whether large reads shall leave the system's page cache again.
+        path: path of the file.
+        wanted_for: what the file is needed for, in error messages.
+        drop: whether large reads leave the system's page cache again.
 
     Attributes:
-        path: of the file.
+        path: path of the file.
         entries: its tensors by name, in the order of the header.
         metadata: the strings of the header's `__metadata__`.
-        digest: beginning of the SHA-256 of the header with its length, which gives the file's size.
+        digest: beginning of the SHA-256 of the header and its length, which determines the file's size.
 
     Raises:
-        ValueError: naming the file: it is missing, cut off, longer than its header says, or no such file.
+        ValueError: a file that is missing, truncated, longer than its header says, or of another format; names it.
     """
 
     def __init__(self, path: Path, wanted_for: str = "the tensors of its index", *, drop: bool = False) -> None:
@@ -100,7 +100,7 @@ class SafetensorsFile:
         self._close()
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A whole tensor, on the CPU in memory of its own."""
+        """A whole tensor, on the CPU."""
         entry = self.entries[name]
         out = torch.empty(entry.shape, dtype=DTYPES[entry.dtype], device="cpu")
         self.read(name, out)
@@ -122,22 +122,22 @@ class SafetensorsFile:
 
 
 class TensorFiles:
-    """The tensors of a checkpoint by name, from one file or many; a shard is opened when it is first needed.
+    """The tensors of a checkpoint by name, from one file or several; opens each shard on first use.
 
     Attributes:
-        folder: where `model.safetensors` or `model.safetensors.index.json` lies.
+        folder: the folder of `model.safetensors` or `model.safetensors.index.json`.
         index: path of the index, or of the single file.
 
     Raises:
-        ValueError: neither is there, or the index is no index, or names other files than a `model.safetensors` beside
-            it; names the file.
+        ValueError: neither file is there, the index is broken, or there is a `model.safetensors` too that the index
+            does not name; names the file.
     """
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._open: dict[str, SafetensorsFile] = {}
-        # The cache would lose the beginning of such files before anybody reads them again, and each new page of it
-        # costs another one its place, which slows down whoever asks for memory: here, the weights.
+        # The page cache cannot hold files this large until the next read. Its new pages only evict others, which slows
+        # down every allocation, here that of the weights.
         memory = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
         self._drop = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file()) > memory // 2
         self._shard_of: dict[str, Any] | None = None
@@ -148,7 +148,7 @@ class TensorFiles:
                 raise ValueError(f"{self.index}: weight_map: expected a mapping from tensor to shard")
             others = any(shard != SINGLE_FILE for shard in shard_of.values())
             if others and (folder / SINGLE_FILE).is_file():
-                # Of both, transformers would read the single file.
+                # With both present, transformers reads the single file.
                 raise ValueError(
                     f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE} with its shards, found both: one is stale"
                 )
@@ -165,18 +165,18 @@ class TensorFiles:
         self.close()
 
     def close(self) -> None:
-        """Close the files that are open. Safe to call twice."""
+        """Close all open files. Safe to call twice."""
         while self._open:
             self._open.popitem()[1].close()
 
     def names(self) -> list[str]:
-        """Every tensor of the checkpoint, in the order of the index (of the single file's header)."""
+        """Every tensor of the checkpoint, in the order of the index or of the single file's header."""
         if self._shard_of is not None:
             return list(self._shard_of)
         return list(self._opened(SINGLE_FILE, "the names of its tensors").entries)
 
     def shards(self) -> dict[str, list[str]]:
-        """The tensors of each file by its name, both in the order of the index."""
+        """Names of tensors by file name, both in the order of the index."""
         found: dict[str, list[str]] = {}
         for name in self.names():
             found.setdefault(self.shard_of(name), []).append(name)
@@ -188,23 +188,22 @@ class TensorFiles:
         return name in self._opened(SINGLE_FILE, name).entries
 
     def shard_of(self, name: str) -> str:
-        """The file, beside the index, that holds a tensor. Raises `ValueError` where the index does not say."""
+        """Name of the file that holds a tensor. Raises `ValueError` if the index does not have it."""
         if self._shard_of is None:
             return SINGLE_FILE
         if name not in self._shard_of:
             raise ValueError(f"{self.index}: tensor {name} is missing")
         shard = self._shard_of[name]
         if not isinstance(shard, str) or os.path.basename(shard) != shard or shard in ("", ".", ".."):
-            raise ValueError(f"{self.index}: tensor {name}: expected the name of a file beside it, got {shard!r}")
+            raise ValueError(f"{self.index}: tensor {name}: expected the name of a file in its folder, got {shard!r}")
         return shard
 
     def entry(self, name: str) -> TensorEntry:
-        """Dtype and shape of a tensor, from the header of its file. Raises `ValueError` where it is missing."""
+        """Dtype and shape of a tensor, from the header of its file. Raises `ValueError` if it is missing."""
         return self._find(name)[1]
 
     def check(self, name: str, shape: tuple[int, ...], dtypes: Iterable[str]) -> TensorEntry:
-        """The entry of a tensor. Raises `ValueError` naming file and tensor unless it has this shape and a dtype of
-        `dtypes`."""
+        """The entry of a tensor. Raises `ValueError` naming file and tensor for another shape or dtype."""
         file, entry = self._find(name)
         if entry.dtype not in dtypes:
             raise ValueError(f"{file.path}: tensor {name}: expected {' or '.join(dtypes)}, got {entry.dtype}")
@@ -219,10 +218,10 @@ class TensorFiles:
     def read(
         self, name: str, shape: tuple[int, ...], dtypes: Iterable[str], *, item: int | None = None
     ) -> torch.Tensor:
-        """The tensor `name`, on the CPU in memory of its own; `item` reads only that one of its first dimension.
+        """The tensor `name`, on the CPU, or only `item` of its first dimension.
 
-        `shape` and `dtypes` are what the whole tensor must have, and are checked before a byte of it is read. Raises
-        `ValueError` as `check`, and where the file ends too early.
+        `shape` and `dtypes` must be those of the whole tensor, which is checked before a byte of it is read. Raises
+        `ValueError` as `check`, and if the file ends too early.
         """
         entry = self.check(name, shape, dtypes)
         out = torch.empty(shape if item is None else shape[1:], dtype=DTYPES[entry.dtype], device="cpu")
@@ -230,13 +229,13 @@ class TensorFiles:
         return out
 
     def read_into(self, name: str, out: torch.Tensor, *, item: int | None = None) -> None:
-        """As `read`, into a contiguous CPU tensor of the bytes that a call of `check` has found right."""
+        """As `read`, into a contiguous CPU tensor, after a call of `check`."""
         self._find(name)[0].read(name, out, 0 if item is None else item * out.nbytes)
 
     def beginnings(self) -> str:
-        """SHA-256 of dtype, shape and the first `BEGINNING_BYTES` of every tensor, which opens all shards.
+        """SHA-256 of dtype, shape and the first `BEGINNING_BYTES` of every tensor. Opens all shards.
 
-        Tells apart what `file_digests` does not: checkpoints of one model after different trainings.
+        Unlike `file_digests` it differs between trainings of one model.
         """
         digest = hashlib.sha256()
         for name in self.names():
@@ -247,18 +246,19 @@ class TensorFiles:
         return digest.hexdigest()
 
     def file_digests(self, json_files: Iterable[str]) -> dict[str, str]:
-        """Beginnings of the SHA-256 of those `json_files` that are in the folder, of the index or the single file's
-        header.
+        """Beginnings of the SHA-256 of the present `json_files`, and of the index or the single file's header.
 
-        They tell checkpoints apart without reading them. Shards that an index names need not be there and do not count.
+        They distinguish checkpoints without reading tensors. Shards do not count and need not be there.
         """
         files = [self.folder / name for name in (*json_files, INDEX_FILE)]
         digests = {f"sha256 of {file.name}": _digest(file.read_bytes()) for file in files if file.is_file()}
         return digests if self._shard_of is not None else digests | self._digest_of(SINGLE_FILE)
 
     def header_digests(self, names: Iterable[str]) -> dict[str, str]:
-        """Of each file that holds one of the tensors `names`: tells where it has other names, dtypes, shapes or places
-        of its tensors than a file of another rank, without reading them."""
+        """Digest of the header of each file that holds one of the tensors `names`.
+
+        They show whether names, dtypes, shapes and positions of tensors differ between ranks, without reading tensors.
+        """
         digests: dict[str, str] = {}
         for shard in dict.fromkeys(self.shard_of(name) for name in names):
             digests |= self._digest_of(shard)
@@ -280,7 +280,7 @@ class TensorFiles:
 
 
 def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises `ValueError` naming the file where it cannot be read or is something else."""
+    """The object in a JSON file. Raises `ValueError` naming the file if it cannot be read or holds no object."""
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
@@ -293,7 +293,7 @@ def read_json(file: Path) -> dict[str, Any]:
 
 
 def json_bytes(data: Mapping[str, Any]) -> bytes:
-    """What a JSON file of an object holds, indented."""
+    """An object as the bytes of an indented JSON file."""
     return (json.dumps(data, indent=2) + "\n").encode()
 
 
@@ -307,7 +307,7 @@ def _digest(data: bytes) -> str:
 
 
 def _header_bytes(file: int) -> bytes:
-    """The length and the header of an open file; `ValueError` where it has none."""
+    """The length and the header of an open file. Raises `ValueError` if it has none."""
     size = os.fstat(file).st_size
     length_bytes = os.pread(file, 8, 0)
     if len(length_bytes) < 8:
@@ -319,7 +319,7 @@ def _header_bytes(file: int) -> bytes:
 
 
 def _read_header(file: int, raw: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
-    """Entries and metadata of an open file with the `raw` header; `ValueError` says what is wrong with it."""
+    """Entries and metadata of an open file with the `raw` header. Raises `ValueError` for a broken one."""
     size, first = os.fstat(file).st_size, len(raw)
     try:
         header = json.loads(raw[8:])

@@ -1,6 +1,6 @@
-"""Writes a safetensors file tensor by tensor, or part by part, so that only what is being written need be in memory.
+"""Writes a safetensors file tensor by tensor, or item by item, so that only one of them need be in memory.
 
-The file has a name of its own until it is whole; under its final name there is never half of one.
+The file has a temporary name until it is complete. Under its final name it is always complete.
 """
 
 from __future__ import annotations
@@ -20,21 +20,21 @@ from moe_runtime.tensor_files import DTYPES
 
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 PARTIAL = ".partial"
-"""What the name of an unfinished file ends with."""
+"""End of the name of an unfinished file."""
 
 
 class TensorWriter:
-    """A context manager that writes `path`; tensors come in any order, whole or one item of the first dimension each.
+    """A context manager that writes `path`. Tensors come in any order, whole or by items of the first dimension.
 
     Args:
-        path: the final name. The file appears there when the block ends without an error and every tensor has come.
-        shapes: `(dtype, shape)` of each tensor by name, dtypes in the words of safetensors.
+        path: the final name. The file appears there when the block ends without an error and with every tensor.
+        shapes: `(dtype, shape)` of each tensor by name, dtypes as safetensors names them.
         metadata: strings for the header.
 
     Raises:
-        ValueError: naming the tensor: it is none of `shapes`, or came before, or is of another dtype or shape; or one
-            is missing at the end.
-        OSError: naming the file, which could not be written.
+        ValueError: a tensor that `shapes` does not have, or twice, or of another dtype or shape; a missing tensor at
+            the end; names the tensor.
+        OSError: a file that cannot be written; names it.
     """
 
     def __init__(
@@ -50,14 +50,14 @@ class TensorWriter:
             ends.append(ends[-1] + math.prod(shape) * DTYPES[dtype].itemsize)
             header[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": ends[-2:]}
         text = json.dumps(header, separators=(",", ":")).encode()
-        # The data begins at a multiple of 8, as the library writes it.
+        # The data begins at a multiple of 8, as in files of the library.
         text += b" " * (-len(text) % 8)
         self._header = len(text).to_bytes(8, "little") + text
         self._begins = {name: len(self._header) + begin for name, begin in zip(shapes, ends, strict=False)}
 
     def __enter__(self) -> TensorWriter:
         self._partial = self.path.with_name(self.path.name + PARTIAL)
-        # A file of its own: whoever still has the unfinished one open does not write into this one.
+        # A new file: a process that still has the old unfinished one open must not write into this one.
         self._partial.unlink(missing_ok=True)
         self._file: BinaryIO = self._partial.open("xb")
         return self
@@ -104,19 +104,19 @@ class TensorWriter:
                 self._file.close()
             os.replace(self._partial, self.path)
         finally:
-            # Where it failed, what is still in the buffer may fail again.
+            # After a failure, flushing the buffer may fail again.
             with suppress(OSError):
                 self._file.close()
             self._partial.unlink(missing_ok=True)
 
 
 def _num_items(shape: tuple[int, ...]) -> int:
-    """The items of the first dimension; one where there is nothing to count, so that it has to come too."""
+    """The items of the first dimension; 1 for scalars and empty tensors, which have to be written too."""
     return max(1, shape[0]) if shape else 1
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a small file that is never there by half, not even after a loss of power."""
+    """Write a small file atomically, also in case of a power loss."""
     partial = path.with_name(path.name + PARTIAL)
     try:
         with _naming(path), partial.open("wb") as file:
@@ -130,7 +130,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 @contextmanager
 def _naming(path: Path) -> Iterator[None]:
-    """An `OSError` of an open file does not name it; inside, it does."""
+    """Put `path` into an `OSError` raised inside, since that of an open file has no name."""
     try:
         yield
     except OSError as error:
@@ -139,7 +139,7 @@ def _naming(path: Path) -> Iterator[None]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Let the names in a folder outlast a loss of power, as the bytes of files written here do."""
+    """Make the names in a folder durable, as the files written here already are."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -7,6 +7,7 @@ bit for bit.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from types import TracebackType
 
 import torch
@@ -15,10 +16,11 @@ from moe_runtime.comm.private_heap import PrivateHeap
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.layer import MoELayer
+from moe_runtime.mover import move_experts
 from moe_runtime.placement import Placement
-from moe_runtime.replacement import replace_experts
-from moe_runtime.step import advance_all
-from moe_runtime.warming import warm_up
+
+StepArguments = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, int | None]
+"""Those of `MoELayer.forward`, in its order."""
 
 
 def virtual_contexts(
@@ -29,8 +31,18 @@ def virtual_contexts(
     return [ExpertParallelContext(heap=heap, engine=engine, timeout_s=timeout_s) for heap in heaps]
 
 
+@torch.inference_mode()  # as in `MoELayer.replace_experts`
+def replace_experts(layers: Sequence[MoELayer], placement: Placement) -> None:
+    """`MoELayer.replace_experts` of a layer whose virtual ranks are all in this process."""
+    replacements = [layer._agree_on_replacement(placement) for layer in layers]
+    with ExitStack() as replacing:
+        for layer in layers:
+            replacing.enter_context(layer._replacing(placement))
+        move_experts([replacement.mover for replacement in replacements], replacements[0].moves)
+
+
 class VirtualRanks:
-    """One `MoELayer` per virtual rank. Ranks take turns within a step, at the stops of `MoELayer.stages`.
+    """One `MoELayer` per virtual rank. Each stage of a step runs on all ranks before the next one begins.
 
     Args:
         config: of the layer.
@@ -71,15 +83,18 @@ class VirtualRanks:
         for name, given in {"xs": xs, "routing": xs if routing is None else routing}.items():
             if len(given) != len(self.layers):
                 raise ValueError(f"{name}: expected one for each of {len(self.layers)} ranks, got {len(given)}")
-        steps = []
-        for rank, (layer, x) in enumerate(zip(self.layers, xs, strict=True)):
-            topk_idx, topk_weights = routing[rank] if routing is not None else (None, None)
-            steps.append(layer.stages(x, topk_idx=topk_idx, topk_weights=topk_weights, max_tokens=max_tokens))
-        return advance_all(steps)
+        answers = [(None, None)] * len(xs) if routing is None else routing
+        return self._run([(x, *answer, None, max_tokens) for x, answer in zip(xs, answers, strict=True)])
 
     def warm_up(self) -> None:
         """`MoELayer.warm_up` on all ranks."""
-        warm_up(self.layers)
+        with torch.no_grad(), ExitStack() as unobserved:
+            for layer in self.layers:
+                unobserved.enter_context(layer._unobserved())
+            for steps in zip(*(layer._warm_up_steps() for layer in self.layers), strict=True):
+                self._run(steps)
+        for context in self.contexts:
+            context.check_peers()
 
     def replace_experts(self, placement: Placement) -> None:
         """`MoELayer.replace_experts` on all ranks."""
@@ -95,3 +110,9 @@ class VirtualRanks:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
         self.close()
+
+    def _run(self, steps: Sequence[StepArguments]) -> list[torch.Tensor]:
+        """`MoELayer.forward` on all ranks: each with its arguments, stage by stage."""
+        sent = [layer._send(*arguments) for layer, arguments in zip(self.layers, steps, strict=True)]
+        computed = [layer._compute(one) for layer, one in zip(self.layers, sent, strict=True)]
+        return [layer._receive(one) for layer, one in zip(self.layers, computed, strict=True)]

@@ -1,6 +1,6 @@
-"""Weights of the experts of one rank as the grouped GEMM reads them, and the activation between its two products.
+"""Weights of the experts of one rank as the grouped GEMM reads them, and the activation between its two GEMMs.
 
-A weight is quantized once, offline, along K; second-level scales stay out of the quants and are applied to the fp32
+A weight is quantized once, offline, along K. Second-level scales stay out of the quants and are applied to the fp32
 accumulator. `E` experts, `N x K` the weight of one, `I` rows of gate (and of up), `V = ceil(K / block)`.
 """
 
@@ -13,12 +13,14 @@ from enum import StrEnum
 import torch
 
 from moe_runtime.arguments import check_is_tensor
-from moe_runtime.formats import FP8_BLOCK, WEIGHT_BLOCK_N, QuantizedRows, TokenFormat, ceil_div, weight_format
+from moe_runtime.formats import FP8_BLOCK, WEIGHT_BLOCK_N, QuantizedRows, TokenFormat, ceil_div, weight_format_named
+from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.reference_quantize import quantize_fp8_blocks, token_gsf
+from moe_runtime.kernels.swizzle import swizzle_scales, unswizzle_scales
 
 
 class GateUpOrder(StrEnum):
-    """Where the rows of gate and up lie in the `2I` rows of the first weight.
+    """Order of the rows of gate and up in the `2I` rows of the first weight.
 
     For `I = 2` the rows are, top to bottom: `GATE_UP` g0 g1 u0 u1, `UP_GATE` u0 u1 g0 g1, `INTERLEAVED` g0 u0 g1 u1.
     """
@@ -33,7 +35,7 @@ class GateUpOrder(StrEnum):
 
     @property
     def code(self) -> int:
-        """What kernels branch on; 0 is left for weights that are not gate and up."""
+        """The code that kernels branch on; 0 is for weights that are not gate and up."""
         return 1 + list(GateUpOrder).index(self)
 
     def gate_rows(self, num_rows: int) -> slice:
@@ -51,15 +53,15 @@ class GateUpOrder(StrEnum):
 class SwiGLU:
     """The activation between the two products: `gate * sigmoid(alpha * gate) * (up + up_offset)`, in fp32.
 
-    With a `limit`, before that, gate is clamped to at most `limit` and up to `-limit .. limit`. The defaults are
-    `silu(gate) * up` (Shazeer, arXiv 2002.05202); `GPT_OSS` gives the activation of `swiglu` in
-    github.com/openai/gpt-oss, gpt_oss/torch/model.py. NaN goes through.
+    A `limit` first clamps gate to at most `limit` and up to `-limit .. limit`. The defaults are `silu(gate) * up`
+    (Shazeer, arXiv 2002.05202). `GPT_OSS` is `swiglu` in github.com/openai/gpt-oss, gpt_oss/torch/model.py. NaN stays
+    NaN.
 
     Attributes:
-        order: where the rows of gate and up lie in the first weight.
+        order: order of the rows of gate and up in the first weight.
         alpha: factor inside the sigmoid.
         limit: the clamp, positive; None for none.
-        up_offset: what is added to up, after the clamp.
+        up_offset: added to up after the clamp.
     """
 
     order: GateUpOrder = GateUpOrder.GATE_UP
@@ -78,7 +80,7 @@ class SwiGLU:
 
 
 def scales_shape(fmt: TokenFormat, num_experts: int, num_rows: int, num_columns: int) -> tuple[int, ...] | None:
-    """Shape of the block scales of weights `[E, N, K]` in a format, None where it has none."""
+    """Shape of the block scales of weights `[E, N, K]` in a format; None if it has none."""
     blocks, columns = ceil_div(num_rows, WEIGHT_BLOCK_N), fmt.scale_columns(num_columns)
     if fmt.scale_dtype is None:
         return None
@@ -86,7 +88,7 @@ def scales_shape(fmt: TokenFormat, num_experts: int, num_rows: int, num_columns:
 
 
 def one_of(expert: int, num_experts: int) -> slice:
-    """Where `expert` lies among so many. Raises `ValueError` if it does not."""
+    """The slice that selects `expert` among `num_experts`. Raises `ValueError` if it is out of range."""
     if not 0 <= expert < num_experts:
         raise ValueError(f"expert: expected 0 .. {num_experts - 1}, got {expert}")
     return slice(expert, expert + 1)
@@ -108,7 +110,7 @@ class ExpertWeights:
         expert_scales: fp32 `[E]`, or `[E, 2]` where gate (0) and up (1) differ, applied to the fp32 accumulator;
             None means 1.
         bias: fp32 `[E, N]`, added after the scales; None means 0.
-        gate_up: where gate and up lie among the `N` rows; None if the weight is not that of gate and up.
+        gate_up: order of gate and up among the `N` rows; None for other weights.
 
     Raises:
         ValueError: a tensor of the wrong shape, dtype, device or stride; the message names it.
@@ -122,7 +124,7 @@ class ExpertWeights:
     gate_up: GateUpOrder | None = None
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "format", weight_format(self.format))
+        object.__setattr__(self, "format", weight_format_named(self.format))
         if self.gate_up is not None:
             object.__setattr__(self, "gate_up", GateUpOrder(self.gate_up))
         if check_is_tensor("quants", self.quants).ndim != 3:
@@ -177,7 +179,7 @@ class ExpertWeights:
         return replace(self, quants=self.quants.to(device), scales=scales, expert_scales=expert_scales, bias=bias)
 
     def expert(self, expert: int) -> ExpertWeights:
-        """The weights of one expert. Raises `ValueError` if there is no such one."""
+        """The weights of one expert. Raises `ValueError` if it is out of range."""
         one = one_of(expert, self.num_experts)
         scales, expert_scales, bias = (
             None if t is None else t[one] for t in (self.scales, self.expert_scales, self.bias)
@@ -198,15 +200,15 @@ class ExpertWeights:
         bias: torch.Tensor | None = None,
         engine: str = "auto",
     ) -> ExpertWeights:
-        """Quantize weights `[E, N, K]`, bf16 or fp32; a parameter is taken without its gradient.
+        """Quantize weights `[E, N, K]`, bf16 or fp32; a parameter is detached.
 
-        `nvfp4`: encode scale `min(2688 / amax, 2^100)` of each expert, of gate and up apart where `gate_up` says so
-        (`True` is `GateUpOrder.GATE_UP`); the decode scales become `expert_scales`. `fp8_block`: 128x128 blocks,
+        `nvfp4`: encode scale `min(2688 / amax, 2^100)` of each expert, separate for gate and up if `gate_up` is given
+        (`True` is `GateUpOrder.GATE_UP`). The decode scales become `expert_scales`. `fp8_block`: 128x128 blocks,
         partial ones at the end of N. `mxfp8`, `mxfp4` and `nvfp4` blocks lie along K.
 
         Raises `ValueError` for a wrong shape or dtype and for sizes that the format cannot block.
         """
-        fmt = weight_format(fmt)
+        fmt = weight_format_named(fmt)
         order = (GateUpOrder.GATE_UP if gate_up else None) if isinstance(gate_up, bool) else GateUpOrder(gate_up)
         if check_is_tensor("w", w_ENK).ndim != 3:
             raise ValueError(f"w: expected [E, N, K], got shape {list(w_ENK.shape)}")
@@ -227,9 +229,6 @@ class ExpertWeights:
 
     def dequantize(self, *, engine: str = "auto") -> torch.Tensor:
         """fp32 `[E, N, K]`: `(quant * block scale) * expert scale`, in that order; without the bias."""
-        from moe_runtime.kernels.quantize import dequantize_rows
-        from moe_runtime.kernels.swizzle import unswizzle_scales
-
         experts, rows, columns = self.num_experts, self.num_rows, self.num_columns
         if self.scales is None:
             w_ENK = self.quants.float()
@@ -246,7 +245,7 @@ class ExpertWeights:
         return w_ENK if self.expert_scales is None else w_ENK * self.row_factors()[:, :, None]
 
     def row_factors(self) -> torch.Tensor:
-        """`expert_scales` of each row, fp32 `[E, N]`; ones where there are none."""
+        """`expert_scales` of each row, fp32 `[E, N]`; ones if there are none."""
         factors = torch.ones(self.num_experts, self.num_rows, dtype=torch.float32, device=self.device)
         if self.expert_scales is None:
             return factors
@@ -277,13 +276,7 @@ class ExpertWeights:
 def _quantize_along_k(
     w_ENK: torch.Tensor, fmt: TokenFormat, order: GateUpOrder | None, engine: str
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Quants, swizzled scales and decode scales of formats whose blocks lie along K.
-
-    The quantizers are imported late because the GEMM kernels, which lie between, know this module.
-    """
-    from moe_runtime.kernels.quantize import quantize_rows
-    from moe_runtime.kernels.swizzle import swizzle_scales
-
+    """Quants, swizzled scales and decode scales of formats whose blocks lie along K."""
     assert fmt.scale_dtype is not None
     experts, rows, columns = w_ENK.shape
     parts = [slice(None)] if order is None else [order.gate_rows(rows), order.up_rows(rows)]

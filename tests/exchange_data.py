@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from moe_runtime.config import MoELayerConfig
+from moe_runtime.config import GATHERED_MAX_TOKENS, ModeName, MoELayerConfig
+from moe_runtime.dispatcher import TokenDispatcher
+from moe_runtime.layer import MoELayer
 from moe_runtime.placement import Placement, plan_placement
 
 HIDDEN, EXPERTS, TOP_K, TOKENS = 256, 10, 3, 12
@@ -38,13 +40,21 @@ def placements(world: int, spare: int = 2) -> list[Placement]:
 
 
 LAYERS = [
-    config("nvfp4", mode="packed"),
-    config("bf16", mode="indexed"),
-    config("fp8_block", mode="packed", combine_format="fp8_block"),
-    config("mxfp8", mode="indexed", combine_format="mxfp8"),
-    config("bf16", weight_format="nvfp4", mode="packed"),
+    config("nvfp4"),
+    config("bf16"),
+    config("fp8_block", max_tokens_per_rank=GATHERED_MAX_TOKENS + 1, combine_format="fp8_block"),
+    config("mxfp8", combine_format="mxfp8"),
+    config("bf16", weight_format="nvfp4", max_tokens_per_rank=GATHERED_MAX_TOKENS + 1),
 ]
-"""What processes and virtual ranks are compared on: every format, both modes, every wire."""
+"""What processes and virtual ranks are compared on: every format, gathered and contiguous rows, every wire."""
+
+
+def set_mode(layer: MoELayer, mode: ModeName) -> MoELayer:
+    """`layer`, whose rows lie in `mode` whatever its config says; before its first step, on all ranks."""
+    slots = None if layer.placement is None else layer.placement.num_slots
+    layer.dispatchers = TokenDispatcher.of_all_sizes(layer.context, layer.config, num_slots=slots, mode=mode)
+    layer.dispatcher = layer.dispatchers[layer.config.max_tokens_per_rank]
+    return layer
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import ml_dtypes
 import numpy as np
 import torch
 
-from moe_runtime.formats import FORMATS, TokenFormat, token_format
+from moe_runtime.formats import FORMATS, TokenFormat, format_named
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels.quantize import quantize_rows
 from moe_runtime.launch.fp8_bound import fp8_mma_slack
@@ -111,7 +111,7 @@ def make_rows(
     `gather` scatters them in a wider, longer tensor of 0xFF bytes (NaN in bf16 and e4m3) behind a `row_index`; `spare`
     adds capacity behind the last group, `sparse_scales` leaves gaps between the scales of groups; padding is 0x7F.
     """
-    fmt = token_format(fmt)
+    fmt = format_named(fmt)
     count = sum(sizes)
     x = torch.randn(count, k, generator=rng) if x is None else x
     q = quantize_rows(x, fmt, engine="torch")

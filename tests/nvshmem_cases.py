@@ -14,11 +14,13 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_runtime.comm.bootstrap import RankGroup, choose_transport
+from moe_runtime.comm.bootstrap import RankGroup
 from moe_runtime.comm.nvshmem_heap import NvshmemHeap
-from moe_runtime.config import MoELayerConfig
+from moe_runtime.comm.transport import choose_transport
+from moe_runtime.config import GATHERED_MAX_TOKENS, ModeName, MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.dispatcher import DispatchedTokens, TokenDispatcher
+from moe_runtime.dispatch_handle import DispatchedTokens
+from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.errors import MoERuntimeError, PeerAbortedError
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels import hopper_exchange
@@ -26,18 +28,19 @@ from moe_runtime.kernels.exchange_plan import required_plan
 from moe_runtime.kernels.swizzle import unswizzle_scales
 from moe_runtime.layer import MoELayer
 from moe_runtime.virtual import VirtualRanks
-from tests.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, RankInput, config, placements, rank_input
+from tests.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, RankInput, config, placements, rank_input, set_mode
 from tests.token_parts import tokens_in_parts
 
 STEPS = 4
 TIMEOUT_S = 30.0
 """Of a step, where a case gives no other: what takes less was not ended by it."""
 
+MANY = GATHERED_MAX_TOKENS + 1
 LAYERS = [
-    *(config(fmt, mode=mode) for fmt in sorted(FORMATS) for mode in ("indexed", "packed")),
-    config("fp8_block", mode="packed", combine_format="fp8_block"),
-    config("mxfp8", mode="indexed", combine_format="mxfp8"),
-    config("bf16", weight_format="nvfp4", mode="packed"),
+    *(config(fmt, max_tokens_per_rank=most) for fmt in sorted(FORMATS) for most in (TOKENS, MANY)),
+    config("fp8_block", max_tokens_per_rank=MANY, combine_format="fp8_block"),
+    config("mxfp8", combine_format="mxfp8"),
+    config("bf16", weight_format="nvfp4", max_tokens_per_rank=MANY),
 ]
 
 
@@ -206,7 +209,7 @@ def replay_sizes(rank: int, world: int, seed: int) -> list[str]:
     wrong = []
     sizes = (1, TOKENS, 300)
     with open_context() as context:
-        configs = [c.replace(max_tokens_per_rank=sizes[-1], step_sizes=sizes[:-1]) for c in LAYERS]
+        configs = [c.replace(max_tokens_per_rank=sizes[-1], token_buckets=sizes[:-1]) for c in LAYERS]
         layers = [MoELayer(c, context) for c in configs]
         for number, layer in enumerate(layers):
             layer.load_random(seed)
@@ -275,7 +278,7 @@ def draw(generator: torch.Generator, kind: str, tokens: int, c: MoELayerConfig, 
 
 
 def replay_many(
-    rank: int, world: int, fmt: str, mode: str, steps: int, seed: int, in_parts: bool = False
+    rank: int, world: int, fmt: str, mode: ModeName, steps: int, seed: int, in_parts: bool = False
 ) -> tuple[int, int, float]:
     """One graph replayed with new inputs written in place; every result compared, on the device, with virtual ranks.
 
@@ -286,14 +289,14 @@ def replay_many(
     """
     sizes = {"hidden_size": 512, "intermediate_size": 256, "num_experts": 16, "top_k": 4}
     # Parts of 38 tokens and a last one of 36.
-    c = config(fmt, mode=mode, max_tokens_per_rank=150 if in_parts else 32, **sizes)
+    c = config(fmt, max_tokens_per_rank=150 if in_parts else 32, **sizes)
     device = gpu_of(rank)
     rows, chance = c.max_tokens_per_rank, torch.Generator().manual_seed(seed)
     with (
         open_context() as context,
-        VirtualRanks(c, world, lambda layer: layer.load_random(seed), device=device) as virtual,
+        VirtualRanks(c, world, lambda layer: set_mode(layer, mode).load_random(seed), device=device) as virtual,
     ):
-        layer = MoELayer(c, context)
+        layer = set_mode(MoELayer(c, context), mode)
         layer.load_random(seed)
         x = torch.zeros(rows, c.hidden_size, dtype=torch.bfloat16, device=device)
         ids = torch.full((rows, c.top_k), -1, dtype=torch.int64, device=device)
@@ -304,7 +307,7 @@ def replay_many(
 
         with tokens_in_parts() if in_parts else nullcontext():
             if in_parts:
-                assert layer.dispatcher._exchange is hopper_exchange
+                assert layer.dispatcher._backend is hopper_exchange
                 assert required_plan(layer.dispatcher.geometry).num_chunks > 1
             run()
             graph, y = captured(run)
@@ -502,7 +505,7 @@ def miss_a_replay(rank: int, world: int, seed: int) -> Failure:
 
 def ask_for_a_wrong_expert(rank: int, world: int, bad: int, seed: int) -> Failure:
     """Rank 0 routes a token to an expert that does not exist, or twice to one."""
-    layer, mine = good_step(seed, rank, config("nvfp4", mode="packed"))
+    layer, mine = good_step(seed, rank, config("fp8_block", max_tokens_per_rank=MANY))
     if rank == 0:
         mine.topk_idx[2] = torch.tensor([4, bad, 0], device=mine.x.device)
     return failure_of(layer.context, lambda: layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights))

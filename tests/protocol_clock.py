@@ -20,7 +20,7 @@ from moe_runtime.kernels import reference_exchange, runtime
 
 REGION = "progress"
 DEAD = -1
-AWAITED = (Phase.DISPATCH_SEND, Phase.DISPATCH_WAIT, Phase.COMBINE_WAIT)
+AWAITED = (Phase.DISPATCH_SEND, Phase.DISPATCH_RECV, Phase.COMBINE_RECV)
 
 
 class StandingClock:
@@ -78,9 +78,9 @@ class StandingClock:
         here = {name: getattr(layout, name) + (epoch & 1) * world for name in ("dispatch_flag", "combine_flag")}
 
         def has_come(peer: int) -> bool:
-            if phase == Phase.DISPATCH_WAIT:
+            if phase == Phase.DISPATCH_RECV:
                 return bool(words[here["dispatch_flag"] + peer] >= epoch)
-            if phase == Phase.COMBINE_WAIT:
+            if phase == Phase.COMBINE_RECV:
                 return bool(words[here["combine_flag"] + peer] >= epoch)
             return bool(words[layout.ready + peer] >= epoch) or bool(words[here["combine_flag"] + peer] >= epoch - 2)
 

@@ -12,13 +12,14 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.context import HALVED_REGIONS, ExpertParallelContext
+from moe_runtime.context import ExpertParallelContext
+from moe_runtime.context_regions import HALVED_REGIONS
 from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.kernels import reference_exchange, runtime
 
 OnStore = Callable[[str, int, int, int], None]
 """`(field, peer, half, value)`: `field` is that of `SignalLayout`, or a region; `value` of a region is 0."""
-PHASES = ("dispatch_send", "arrive", "combine_send", "combine_wait")
+PHASES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
 """Functions of an exchange, in the order of a step."""
 
 
@@ -95,13 +96,13 @@ def hooked(
         wait(ctx, awaited, *args)
 
     words, wait = reference_exchange._signals_of, reference_exchange._wait
-    exchange = dispatcher._exchange
+    exchange = dispatcher._backend
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
             dispatcher,
-            "_exchange",
+            "_backend",
             SimpleNamespace(
-                room_to_count=exchange.room_to_count,
+                allocate_counts=exchange.allocate_counts,
                 **{phase: wrapped(phase, getattr(exchange, phase)) for phase in PHASES},
             ),
         )

@@ -2,8 +2,8 @@
 
 `explore` takes every interleaving of the ranks' actions, breadth first, and finds the shortest one in which a rank
 reads what it must not, or in which nobody can go on. Actions are those of `kernels/reference_exchange.py`
-(`dispatch_send`, `arrive`, `combine_send`, `combine_wait`), which the kernels share; `tests/test_protocol_model.py`
-holds both to them.
+(`dispatch_send`, `dispatch_recv`, `combine_send`, `combine_recv`), which the kernels share;
+`tests/test_protocol_model.py` holds both to them.
 
 What is left out: timeouts and aborts, and stores seen in another order than they were made. All records of a rank, or
 all of its partial results, are stored at once: no one may look at them before a flag that comes later.

@@ -13,13 +13,14 @@ from dataclasses import dataclass, field
 import torch
 
 from moe_runtime.comm.signals import tag_of
-from moe_runtime.dispatcher import DispatchedTokens, DispatchHandle, TokenDispatcher
+from moe_runtime.dispatch_handle import DispatchedTokens, DispatchHandle
+from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.kernels.reference_exchange import owners_of
 
 POISON = 0xCD
 POINTS = (
-    *("before combine_send", "after combine_send", "before combine_wait", "after combine_wait", "combine"),
-    *("combine_flag", "before dispatch_send", "after dispatch_send", "before arrive", "after arrive"),
+    *("before combine_send", "after combine_send", "before combine_recv", "after combine_recv", "combine"),
+    *("combine_flag", "before dispatch_send", "after dispatch_send", "before dispatch_recv", "after dispatch_recv"),
     *("ready", "landing", "stamps", "token_count", "dispatch_flag"),
 )
 """Where a rank may be slow: around each phase, and before the first of each kind of store within."""
@@ -108,9 +109,9 @@ class Watch:
         self.combining = int(arrived.handle.epoch)
         self.dispatcher.combine_send(output, arrived.handle)
 
-    def combine_wait(self, arrived: DispatchedTokens) -> torch.Tensor:
+    def combine_recv(self, arrived: DispatchedTokens) -> torch.Tensor:
         self.combining = int(arrived.handle.epoch)
-        y = self.dispatcher.combine_wait(arrived.handle)
+        y = self.dispatcher.combine_recv(arrived.handle)
         partials, parts = self.partials(self.combining & 1), arrived.handle.num_parts
         for token in range(self.geometry.max_tokens):
             unused = partials[token, int(parts[token]) if token < parts.shape[0] else 0 :]
@@ -119,7 +120,7 @@ class Watch:
         return y
 
     def has_arrived(self, handle: DispatchHandle) -> DispatchedTokens:
-        arrived = self.dispatcher.dispatch_wait(handle)
+        arrived = self.dispatcher.dispatch_recv(handle)
         half = int(handle.epoch) & 1
         records, stamps = self.landing(half)
         fresh = (handle.positions >= 0).any(dim=1)

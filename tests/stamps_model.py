@@ -40,8 +40,8 @@ are not among the turns of a `Finding`:
     reads all         arrive.cu: the rest of `arrive_place`, with `check_sources`
     uses rows         a GEMM that gathers rows where they landed
     sends partial     combine.cu: `combine_send`, with COMBINE_FLAG
-    finds (a peer's)  combine.cu: `combine_wait` and its `await`, with the `Glance` after the flags
-    sums partial      combine.cu: the rest of `combine_wait`
+    finds (a peer's)  combine.cu: `combine_recv` and its `await`, with the `Glance` after the flags
+    sums partial      combine.cu: the rest of `combine_recv`
     fails             `record_failure`: what a rank finds wrong itself, in whatever it waits for or sends
     waits too long    `too_late`, where a rank is dead
     learns            `adopt_aborts`, and `record_failure_of` to all others
@@ -579,7 +579,7 @@ class Machine:
         yield f"reads all of {at.epoch}", self.go(state, at, DONE, good=good)
 
     def _home(self, state: State, at: At, step: int) -> Moves:
-        """`combine_wait` of combine.cu."""
+        """`combine_recv` of combine.cu."""
         yield from self._waiting(state, at, step, self._read_partials)
 
     def _partial_found(self, at: At, peer: int, state: State) -> Iterator[State]:

@@ -40,7 +40,7 @@ OPERATIONS = {
     "moe_gemm_mxfp8_nt_groupwise": ("mxfp8",),
     "group_gemm_fp8_nt_groupwise": ("fp8_block",),
     "combine_send": WIRE_FORMATS,
-    "combine_wait": WIRE_FORMATS,
+    "combine_recv": WIRE_FORMATS,
     "route_logits": ("bf16",),
     "route_choose": ("any",),
 }

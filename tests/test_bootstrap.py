@@ -20,15 +20,17 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_runtime.comm import bootstrap, store_calls
-from moe_runtime.comm.bootstrap import RankGroup, choose_transport, init_from_env, resolve_group
+from moe_runtime.comm import transport as transport_module
+from moe_runtime.comm.bootstrap import RankGroup, init_from_env, resolve_group
 from moe_runtime.comm.collective import CollectiveHeap
 from moe_runtime.comm.nvshmem_world import NvshmemWorld
 from moe_runtime.comm.private_heap import PrivateHeap
 from moe_runtime.comm.shared_heap import SharedHeap
+from moe_runtime.comm.transport import choose_transport
 from moe_runtime.config import ParallelConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError
-from moe_runtime.layer import context_from_config
+from moe_runtime.layer_build import context_from_config
 from tests.pool import PATIENCE_S, WITHOUT_ONE_S, run_once
 from tests.test_readme import FENCE, README
 
@@ -157,14 +159,14 @@ def test_exchange(get_pool) -> None:
 
 
 def choose_on_two_hosts(rank: int, world: int) -> tuple[str, str]:
-    original = bootstrap.host_identity
-    bootstrap.host_identity = lambda: f"host {rank // 2}"
+    original = transport_module.host_identity
+    transport_module.host_identity = lambda: f"host {rank // 2}"
     try:
         group = RankGroup(timeout_s=20.0)
         choice = choose_transport(group, CPU)
         return choice.name, choice.reasons["shared"]
     finally:
-        bootstrap.host_identity = original
+        transport_module.host_identity = original
 
 
 def test_two_hosts_take_the_collective_transport(get_pool) -> None:
@@ -192,18 +194,18 @@ def choose_among_gpus(
     """
     listener = Listener()
     logging.getLogger("moe_runtime").addHandler(listener)
-    original = bootstrap.host_identity
-    gpu_of, unreachable = bootstrap._gpu_of, bootstrap._unreachable
-    bootstrap.host_identity = lambda: f"host {rank % hosts}"
-    bootstrap._gpu_of = lambda device: bootstrap._Gpu(*gpus[rank])
-    bootstrap._unreachable = lambda device, uuids: 0 if rank == 1 and "far" in uuids else None
+    original = transport_module.host_identity
+    gpu_of, unreachable = transport_module._gpu_of, transport_module._unreachable
+    transport_module.host_identity = lambda: f"host {rank % hosts}"
+    transport_module._gpu_of = lambda device: transport_module._Gpu(*gpus[rank])
+    transport_module._unreachable = lambda device, uuids: 0 if rank == 1 and "far" in uuids else None
     try:
         choice = choose_transport(RankGroup(timeout_s=20.0), torch.device("cuda", 0), transport)
         return choice.name, choice.reasons.get("nvshmem"), listener.heard
     finally:
         logging.getLogger("moe_runtime").removeHandler(listener)
-        bootstrap.host_identity = original
-        bootstrap._gpu_of, bootstrap._unreachable = gpu_of, unreachable
+        transport_module.host_identity = original
+        transport_module._gpu_of, transport_module._unreachable = gpu_of, unreachable
 
 
 def joined(token: str, rank: int, num_ranks: int = 2) -> NvshmemWorld:
@@ -237,7 +239,7 @@ def test_gpus_use_nvshmem_unless_there_is_a_reason_not_to(
         else:
             assert name == "collective" and why_not.startswith(reason)
             warning = "transport: GPUs exchange by `collective`, which waits for the host: "
-            assert heard == ([f"moe_runtime.comm.bootstrap WARNING {warning}{why_not}"] if rank == 0 else [])
+            assert heard == ([f"moe_runtime.comm.transport WARNING {warning}{why_not}"] if rank == 0 else [])
 
 
 @pytest.mark.cpu_only

@@ -256,7 +256,7 @@ def test_an_index_that_is_wrong(tmp_path: Path) -> None:
         (json.dumps({"weight_map": {}}), f"tensor {DOWN_3.replace('down', 'gate')} is missing"),
         (
             json.dumps({"weight_map": good["weight_map"] | {DOWN_3: "../elsewhere.safetensors"}}),
-            f"tensor {DOWN_3}: expected the name of a file beside it",
+            f"tensor {DOWN_3}: expected the name of a file in its folder",
         ),
     ):
         index.write_text(text)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+import moe_runtime
 from moe_runtime.checkpoint import Checkpoint
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.conversion import convert_checkpoint
@@ -358,7 +359,7 @@ def test_layers_of_a_transformers_model_are_what_the_checkpoint_says_of_each(tmp
     rewrite(tmp_path, kept | {name: tensor for name, tensor in plain.items() if name.startswith(left_out)})
     generator = torch.Generator().manual_seed(seed)
     with Checkpoint(tmp_path) as checkpoint:
-        with parallel.without_experts():
+        with moe_runtime.without_experts():
             empty = transformers.Qwen3MoeForCausalLM(model.config).bfloat16()
         with parallel.apply_expert_parallel(empty, experts=checkpoint, max_tokens_per_rank=32) as owner:
             assert owner.decoder_layers == [0, 1, 2]

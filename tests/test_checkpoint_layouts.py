@@ -28,7 +28,7 @@ from moe_runtime.checkpoint_layouts import (
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.expert_readers import ExpertNames, ExpertReader, check_no_nan
 from moe_runtime.kernels.swizzle import unswizzle_scales
-from moe_runtime.loading import FRESH, ExpertTensors, QuantRoom
+from moe_runtime.loading import FRESH, ExpertTensors, QuantBuffer
 from moe_runtime.loading import quantize_experts as load_experts
 from moe_runtime.tensor_files import SINGLE_FILE, TensorFiles
 from moe_runtime.weights import ExpertWeights, GateUpOrder
@@ -401,29 +401,29 @@ def test_weights_that_stay_as_they_are_are_read_into_their_place(fmt: str, folde
     cpu = torch.device("cpu")
     with Checkpoint(folder) as checkpoint:
         config = checkpoint.layer_config(0, max_tokens_per_rank=1)
-        rooms = checkpoint.rooms(0, fmt, 3, cpu)
-        gate_up, down = load_experts(checkpoint.experts(0, range(3), rooms), config, 3, cpu, rooms)
+        buffers = checkpoint.quant_buffers(0, fmt, 3, cpu)
+        gate_up, down = load_experts(checkpoint.experts(0, range(3), buffers), config, 3, cpu, buffers)
         fresh = load_experts(checkpoint.experts(0, range(3)), config, 3, cpu)
-        for room, got, want in zip(rooms, (gate_up, down), fresh, strict=True):
-            assert isinstance(room, QuantRoom) and room.tensor is not None
-            assert got.quants.data_ptr() == room.tensor.data_ptr() != want.quants.data_ptr()
+        for buffer, got, want in zip(buffers, (gate_up, down), fresh, strict=True):
+            assert isinstance(buffer, QuantBuffer) and buffer.tensor is not None
+            assert got.quants.data_ptr() == buffer.tensor.data_ptr() != want.quants.data_ptr()
             assert_same_bits(got.quants, want.quants)
             assert_same_bits(got.dequantize(), want.dequantize())
-        assert checkpoint.rooms(0, "mxfp8", 3, cpu) == FRESH
-        assert checkpoint.rooms(0, fmt, 3, torch.device("cuda")) == FRESH
+        assert checkpoint.quant_buffers(0, "mxfp8", 3, cpu) == FRESH
+        assert checkpoint.quant_buffers(0, fmt, 3, torch.device("cuda")) == FRESH
 
 
 @pytest.mark.parametrize("wide", [[1], [2], [0, 2]])
 def test_experts_of_which_some_are_fp32(wide: list[int], folder: Path) -> None:
-    """What has another dtype than the first expert that is read does not get the room of that one's."""
+    """What has another dtype than the first expert that is read does not get a slice of the buffer of that one's."""
     originals = load_all(folder)
     names = [f".experts.{expert}." for expert in wide]
     rewrite(folder, {k: w.float() if any(name in k for name in names) else w for k, w in originals.items()})
     cpu, ids = torch.device("cpu"), (2, 0, 1)
     with Checkpoint(folder) as checkpoint:
         config = checkpoint.layer_config(0, max_tokens_per_rank=1)
-        rooms = (QuantRoom(3), QuantRoom(3))
-        gate_ups, downs = load_experts(checkpoint.experts(0, ids, rooms), config, 3, cpu, rooms)
+        buffers = (QuantBuffer(3), QuantBuffer(3))
+        gate_ups, downs = load_experts(checkpoint.experts(0, ids, buffers), config, 3, cpu, buffers)
     for expert, gate_up, down in zip(ids, gate_ups.quants, downs.quants, strict=True):
         prefix = f"model.layers.0.mlp.experts.{expert}"
         gate, up = (originals[f"{prefix}.{name}_proj.weight"] for name in ("gate", "up"))

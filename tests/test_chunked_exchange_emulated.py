@@ -65,7 +65,7 @@ def draw_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Draw]:
             "top_k": draw.randint(1, min(experts, 10)),
             "max_tokens_per_rank": draw.choice((fewest, draw.randint(fewest, 40), 150 if world < 3 else fewest + 1)),
             "token_format": draw.choice(("nvfp4", "fp8_block", "mxfp8", "bf16")),
-            "mode": draw.choice(("packed", "packed", "indexed")),
+            "mode": draw.choice(("contiguous", "contiguous", "gathered")),
             "num_sms": draw.choice((None, None, 2)),
         }
 
@@ -146,7 +146,7 @@ def test_ranks_differ_in_what_they_run(draw_sizes: Draw, emulator: Emulator, see
     settings = {**draw_sizes(draw), "world": 3}
     twins, mixed = ranks_of(settings, "torch"), ranks_of(settings, HOPPER)
     for dispatcher in mixed.dispatchers[1 :: 1 + seed % 2]:
-        dispatcher._exchange = reference_exchange
+        dispatcher._backend = reference_exchange
     steps, outputs = random_steps(draw, settings, 3), random_outputs(twins, seed)
     wanted = one_after_the_other(twins, steps, outputs)
     assert_same_results(one_after_the_other(mixed, steps, outputs), wanted)

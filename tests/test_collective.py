@@ -36,10 +36,10 @@ def prepare(context: ExpertParallelContext, landing_half: int) -> CollectiveTran
     world = context.world_size
     context.register(stamps=4 * world * MAX_TOKENS, landing=landing_half, combine=MAX_TOKENS * PARTS * ROW)
     context.allocate()
-    assert context.carrier is not None
+    assert context.host_transport is not None
     context.heap.tensor("landing").fill_(SENTINEL)
     context.heap.tensor("combine").fill_(SENTINEL)
-    return context.carrier
+    return context.host_transport
 
 
 def dice(seed: int, *place: int) -> torch.Generator:
@@ -82,7 +82,7 @@ def run_steps(rank: int, world: int, device: str, seed: int, num_epochs: int, od
     used = world * MAX_TOKENS * RECORD
     landing_half = used + 8 if odd_half else -(-used // 256) * 256
     with make_context(device) as context:
-        carrier = prepare(context, landing_half)
+        host_transport = prepare(context, landing_half)
         layout = context.signals_layout
         strides = context.half_bytes | {"landing": landing_half}
         shapes = {"landing": (world, MAX_TOKENS, RECORD), "combine": (MAX_TOKENS, PARTS, ROW)}
@@ -104,7 +104,7 @@ def run_steps(rank: int, world: int, device: str, seed: int, num_epochs: int, od
                 words[layout.ready + rank] = epoch - 1
                 words[layout.token_count + half * world + rank] = count
                 words[layout.dispatch_flag + half * world + rank] = epoch
-            carrier.carry_dispatch(
+            host_transport.carry_dispatch(
                 context,
                 epoch=epoch,
                 num_tokens=count,
@@ -133,7 +133,7 @@ def run_steps(rank: int, world: int, device: str, seed: int, num_epochs: int, od
                 combine[half, tokens.to(device), parts.to(device)] = rows.to(device)
                 part_index[source, tokens.to(device)] = parts.to(torch.int32).to(device)
                 signals_of(context, source)[layout.combine_flag + half * world + rank] = epoch
-            carrier.carry_combine(
+            host_transport.carry_combine(
                 context,
                 epoch=epoch,
                 max_tokens=MAX_TOKENS,
@@ -177,11 +177,11 @@ def properties(rank: int, world: int) -> None:
                 assert heap.peer_tensor("landing", peer).data_ptr() == int(context.landing_pointers[peer])
         part_index = torch.zeros(world, MAX_TOKENS, dtype=torch.int64)
         with pytest.raises(ValueError, match=r"part_index: expected int32 \[2, 7\], got torch.int64 \[2, 7\]"):
-            context.carrier.carry_combine(  # type: ignore[union-attr]
+            context.host_transport.carry_combine(  # type: ignore[union-attr]
                 context, epoch=1, max_tokens=MAX_TOKENS, parts=PARTS, row_bytes=ROW, part_index=part_index, timeout_ns=1
             )
         with pytest.raises(ValueError, match=r"stamps: half 1 of \[2, 1000\] ends at 8256 of 512 bytes"):
-            context.carrier.carry_dispatch(  # type: ignore[union-attr]
+            context.host_transport.carry_dispatch(  # type: ignore[union-attr]
                 context, epoch=1, num_tokens=0, max_tokens=1000, record_bytes=RECORD, timeout_ns=1
             )
 
@@ -196,9 +196,9 @@ def test_needs_torch_distributed() -> None:
 
 
 def carry_nothing(context: ExpertParallelContext, epoch: int) -> None:
-    assert context.carrier is not None
+    assert context.host_transport is not None
     limit = context.startup_timeout_ns if epoch == 1 else context.timeout_ns
-    context.carrier.carry_dispatch(
+    context.host_transport.carry_dispatch(
         context, epoch=epoch, num_tokens=0, max_tokens=MAX_TOKENS, record_bytes=RECORD, timeout_ns=limit
     )
 
@@ -260,7 +260,7 @@ def test_who_gives_up_between_steps_leaves_the_group_alone(how: str, get_pool) -
 
 def one_rank_fails(rank: int, world: int, device: str, how: str) -> float:
     with make_context(device) as context:
-        carrier = prepare(context, world * MAX_TOKENS * RECORD)
+        host_transport = prepare(context, world * MAX_TOKENS * RECORD)
         carry_nothing(context, 1)
         start = time.monotonic()
         if how == "abort":
@@ -285,7 +285,7 @@ def one_rank_fails(rank: int, world: int, device: str, how: str) -> float:
         elif rank == 1:
             part_index = torch.full((world, MAX_TOKENS), -1, dtype=torch.int32, device=device)
             with pytest.raises(MoERuntimeError, match="not at the same step"):
-                carrier.carry_combine(
+                host_transport.carry_combine(
                     context,
                     epoch=1,
                     max_tokens=MAX_TOKENS,
@@ -407,11 +407,11 @@ def test_giving_up_on_a_gpu_waits_for_nobody_forever() -> None:
 def exchanges_that_never_end(rank: int, world: int) -> None:
     """In place of NCCL: a group that counts how often it is aborted, and exchanges that end by that alone."""
     context = make_context(timeout_s=0.1)
-    carrier = prepare(context, world * MAX_TOKENS * RECORD)
+    host_transport = prepare(context, world * MAX_TOKENS * RECORD)
     carry_nothing(context, 1)
     aborts: list[int] = []
     work = SimpleNamespace(is_completed=lambda: bool(aborts), wait=lambda: None)
-    carrier._nccl = SimpleNamespace(abort=lambda: aborts.append(1))
+    host_transport._nccl = SimpleNamespace(abort=lambda: aborts.append(1))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_to_all_single", lambda *_, **__: work)
         if rank == 0:

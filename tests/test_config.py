@@ -223,16 +223,28 @@ def test_replace_validates_and_derives_defaults_again() -> None:
         config.replace(topk=2)
 
 
+def test_keys_of_the_last_release_count_with_a_warning() -> None:
+    config = MoELayerConfig.model_validate(LAYER)
+    with pytest.warns(DeprecationWarning, match="step_sizes is now token_buckets"):
+        assert MoELayerConfig(**LAYER, step_sizes=(2,)) == config.replace(token_buckets=(2,))
+    with pytest.warns(DeprecationWarning, match="mode of a layer has no effect"):
+        assert MoELayerConfig(**LAYER, mode="packed") == config
+    with pytest.warns(DeprecationWarning, match="mode 'indexed' is now 'gathered'"):
+        assert resolve_mode("indexed", 4096, "bf16") == "gathered"
+    with pytest.raises(ValidationError, match="step_sizes"):
+        MoELayerConfig(**LAYER, step_sizes=(2,), token_buckets=(2,))
+
+
 def test_sizes_of_steps_are_sorted_and_end_with_the_largest() -> None:
     """A YAML file has a list, and a config may be made for fewer tokens afterwards."""
-    config = MoELayerConfig.model_validate(LAYER | {"max_tokens_per_rank": 64, "step_sizes": [32, 8, 32]})
-    assert config.step_sizes == (32, 8, 32) and config.all_step_sizes == (8, 32, 64)
-    assert config.replace(max_tokens_per_rank=32).all_step_sizes == (8, 32)
-    assert config.replace(max_tokens_per_rank=4).all_step_sizes == (4,)
-    assert config.replace(step_sizes=()).all_step_sizes == (64,)
+    config = MoELayerConfig.model_validate(LAYER | {"max_tokens_per_rank": 64, "token_buckets": [32, 8, 32]})
+    assert config.token_buckets == (32, 8, 32) and config.all_token_buckets == (8, 32, 64)
+    assert config.replace(max_tokens_per_rank=32).all_token_buckets == (8, 32)
+    assert config.replace(max_tokens_per_rank=4).all_token_buckets == (4,)
+    assert config.replace(token_buckets=()).all_token_buckets == (64,)
     for wrong in ([0], [-8], ["8"], [8.0], [True], 8, "8", None):
-        with pytest.raises(ValidationError, match="step_sizes"):
-            config.replace(step_sizes=wrong)
+        with pytest.raises(ValidationError, match="token_buckets"):
+            config.replace(token_buckets=wrong)
 
 
 def test_flat_has_every_value_once() -> None:
@@ -252,9 +264,9 @@ def test_every_key_is_described() -> None:
 @given(st.integers(1, 10**6), st.sampled_from(sorted(FORMATS)))
 def test_resolve_mode(tokens: int, fmt: str) -> None:
     gathers = tokens <= 256 or fmt in ("nvfp4", "mxfp8")
-    assert resolve_mode("auto", tokens, fmt) == ("indexed" if gathers else "packed")
-    assert resolve_mode("indexed", tokens, fmt) == "indexed"
-    assert resolve_mode("packed", tokens, fmt) == "packed"
+    assert resolve_mode("auto", tokens, fmt) == ("gathered" if gathers else "contiguous")
+    assert resolve_mode("gathered", tokens, fmt) == "gathered"
+    assert resolve_mode("contiguous", tokens, fmt) == "contiguous"
 
 
 def test_examples_in_docstrings() -> None:

@@ -40,7 +40,7 @@ from moe_runtime.errors import (
     RoutingError,
     StaleHandleError,
 )
-from moe_runtime.peers import collective_step, told_to_peers
+from moe_runtime.peers import abort_peers_on_error, collective_step
 from tests.pool import PATIENCE_S, WITHOUT_ONE_S, run_once
 from tests.waiting import synchronize
 
@@ -63,7 +63,7 @@ def test_a_single_rank_needs_no_group(device: torch.device) -> None:
         assert context.engine == ("triton" if device.type == "cuda" else "torch")
         assert (context.timeout_ns, context.startup_timeout_ns) == (30 * 10**9, 120 * 10**9)
         assert "torch.distributed" in context.transport_reasons["collective"]
-        assert context.carrier is None
+        assert context.host_transport is None
         context.register(stamps=100, landing=1000)
         context.register(landing=900, combine=257, agree={"anything": 1})
         assert context.half_bytes == {"stamps": 256, "landing": 1024, "combine": 512}
@@ -174,14 +174,14 @@ CODES: list[tuple[ErrorCode, type[MoERuntimeError], str]] = [
 @pytest.mark.parametrize(("code", "kind", "text"), CODES)
 def test_a_recorded_error_is_raised_ever_after(code: ErrorCode, kind: type, text: str, device: torch.device) -> None:
     contexts = virtual(3, device)
-    contexts[0].error[:7] = torch.tensor([code, 1, Phase.DISPATCH_WAIT, 12, 77, 2, 5])
+    contexts[0].error[:7] = torch.tensor([code, 1, Phase.DISPATCH_RECV, 12, 77, 2, 5])
     for attempt in (contexts[0].check, contexts[0].check, contexts[0].check_peers, contexts[0].allocate):
         with pytest.raises(kind) as caught:
             attempt()
-        assert str(caught.value) == f"rank 2, dispatch_wait of epoch 12: {text}"
-        assert (caught.value.rank, caught.value.phase) == (1, Phase.DISPATCH_WAIT)
+        assert str(caught.value) == f"rank 2, dispatch_recv of epoch 12: {text}"
+        assert (caught.value.rank, caught.value.phase) == (1, Phase.DISPATCH_RECV)
         copy = pickle.loads(pickle.dumps(caught.value))
-        assert (str(copy), copy.rank, copy.phase) == (str(caught.value), 1, Phase.DISPATCH_WAIT)
+        assert (str(copy), copy.rank, copy.phase) == (str(caught.value), 1, Phase.DISPATCH_RECV)
     assert contexts[0].failed
     contexts[0].error.zero_()
     with pytest.raises(kind):
@@ -198,13 +198,13 @@ def test_abort_words_of_a_peer_say_the_same(code: ErrorCode, kind: type, text: s
     """What a kernel of rank 2 writes into the signals of rank 0."""
     contexts = virtual(3, device)
     start = contexts[0].signals_layout.abort + 2 * ABORT_WORDS
-    words = torch.tensor([code, Phase.DISPATCH_WAIT, 12, 1, 77, 5], dtype=torch.int32)
+    words = torch.tensor([code, Phase.DISPATCH_RECV, 12, 1, 77, 5], dtype=torch.int32)
     contexts[0].signals[start : start + 6] = words.to(device)
     if device.type == "cuda":
         contexts[0].check()  # It never looks at device memory.
     with pytest.raises(kind) as caught:
         contexts[0].check() if device.type == "cpu" else contexts[0].check_peers()
-    assert str(caught.value) == f"rank 2, dispatch_wait of epoch 12: {text}"
+    assert str(caught.value) == f"rank 2, dispatch_recv of epoch 12: {text}"
 
 
 @pytest.mark.parametrize(
@@ -245,7 +245,7 @@ def test_a_first_cause_goes_before_what_follows_from_it() -> None:
 
     # Rank 2 stopped because rank 3 had; this rank's own kernel stopped because rank 2 had.
     tell(2, ErrorCode.ABORTED, 3)
-    contexts[0].error[:6] = torch.tensor([ErrorCode.ABORTED, 2, Phase.COMBINE_WAIT, 4, 0, 0])
+    contexts[0].error[:6] = torch.tensor([ErrorCode.ABORTED, 2, Phase.COMBINE_RECV, 4, 0, 0])
     tell(3, ErrorCode.ROUTING, 3)
     with pytest.raises(RoutingError, match="of rank 3 is out of range") as caught:
         contexts[0].check()
@@ -292,7 +292,7 @@ def test_an_exception_in_the_block_aborts() -> None:
         contexts[1].check()
 
 
-@pytest.mark.parametrize("around", [told_to_peers, collective_step])
+@pytest.mark.parametrize("around", [abort_peers_on_error, collective_step])
 @pytest.mark.parametrize(
     ("error", "told"),
     [
@@ -469,14 +469,14 @@ def disagree_later(rank: int, world: int) -> None:
     with ExpertParallelContext(device="cpu", startup_timeout_s=PATIENCE_S) as context:
         context.register(landing=100, agree={"top_k": 2})
         context.allocate()
-        context.register(agree={"top_k": 3} if rank else {"top_k": 3, "mode": "packed"}, about="layer 1")
+        context.register(agree={"top_k": 3} if rank else {"top_k": 3, "top_p": 0.5}, about="layer 1")
         context.allocate()
 
 
 def test_layers_after_the_first_step_must_agree_too(get_pool) -> None:
     for outcome in get_pool(2).outcomes(disagree_later):
         assert isinstance(outcome.error, ValueError), outcome
-        assert str(outcome.error) == ("agree: ranks disagree on mode (layer 1): rank 0: 'packed', rank 1: 'not given'")
+        assert str(outcome.error) == "agree: ranks disagree on top_p (layer 1): rank 0: 0.5, rank 1: 'not given'"
 
 
 def fail_on_rank_1(rank: int, world: int, stage: str) -> float:
@@ -610,7 +610,7 @@ def test_closing_beside_a_dead_rank_ends() -> None:
 
 @pytest.mark.parametrize(("milliseconds", "limit"), [(120_000, "120 s"), (1_500, "1.5 s")])
 def test_a_timeout_names_the_limit_that_held(milliseconds: int, limit: str) -> None:
-    record = [ErrorCode.TIMEOUT, 1, Phase.DISPATCH_WAIT, 3, milliseconds, 0, 0, 0]
+    record = [ErrorCode.TIMEOUT, 1, Phase.DISPATCH_RECV, 3, milliseconds, 0, 0, 0]
     failure = find_failure(record, [], str)
     assert isinstance(failure, PeerTimeoutError) and str(failure).endswith(f"within {limit}")
 

@@ -17,10 +17,12 @@ from safetensors.torch import load_file, save_file
 from moe_runtime.checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.dispatcher import DispatchedTokens, DispatchHandle, TokenDispatcher
+from moe_runtime.dispatch_handle import DispatchedTokens, DispatchHandle
+from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.errors import MoERuntimeError, PeerTimeoutError, Phase
 from moe_runtime.formats import FORMATS
-from moe_runtime.layer import MoELayer, random_expert
+from moe_runtime.layer import MoELayer
+from moe_runtime.layer_build import random_expert
 from moe_runtime.loading import ExpertTensors
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks, virtual_contexts
@@ -93,7 +95,7 @@ def test_the_collective_transport_gives_the_same_bits(world: int, get_pool: Any,
 
 
 def make_dispatcher(context: ExpertParallelContext, fmt: str, mode: Any) -> TokenDispatcher:
-    return TokenDispatcher.from_config(context, config(fmt, mode=mode))
+    return TokenDispatcher.from_config(context, config(fmt), mode=mode)
 
 
 def foreseeable_output(arrived: DispatchedTokens, rank: int) -> torch.Tensor:
@@ -124,11 +126,14 @@ def test_the_first_step_of_each_layer_may_take_long(transport: str, get_pool: An
     get_pool(2).run(late_in_first_steps, transport)
 
 
+EXCHANGES = (("nvfp4", "contiguous"), ("mxfp8", "gathered"))
+
+
 def exchange_with_kernels(rank: int, world: int, seed: int) -> list[torch.Tensor]:
     """The interpreted exchange kernels over shared memory, two layers in turn."""
     with ExpertParallelContext(engine="triton", timeout_s=60) as context:
         assert context.transport == "shared"
-        dispatchers = [make_dispatcher(context, fmt, mode) for fmt, mode in (("nvfp4", "packed"), ("mxfp8", "indexed"))]
+        dispatchers = [make_dispatcher(context, fmt, mode) for fmt, mode in EXCHANGES]
         results = []
         for step in range(3):
             mine = step_inputs(seed, step, world)[rank]
@@ -142,7 +147,7 @@ def exchange_with_kernels(rank: int, world: int, seed: int) -> list[torch.Tensor
 def test_interpreted_kernels_in_processes_equal_twins_in_one_process(get_pool: Any, seed: int) -> None:
     world = 3
     results = get_pool(world).run(exchange_with_kernels, seed, timeout=150)
-    for number, (fmt, mode) in enumerate((("nvfp4", "packed"), ("mxfp8", "indexed"))):
+    for number, (fmt, mode) in enumerate(EXCHANGES):
         dispatchers = [make_dispatcher(context, fmt, mode) for context in virtual_contexts(world, engine="torch")]
         for dispatcher in dispatchers:
             dispatcher.context.allocate()
@@ -152,10 +157,10 @@ def test_interpreted_kernels_in_processes_equal_twins_in_one_process(get_pool: A
                 d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(dispatchers, inputs, strict=True)
             ]
             for rank, (d, handle) in enumerate(zip(dispatchers, handles, strict=True)):
-                arrived = d.dispatch_wait(handle)
+                arrived = d.dispatch_recv(handle)
                 d.combine_send(foreseeable_output(arrived, rank), handle)
             for rank, (d, handle) in enumerate(zip(dispatchers, handles, strict=True)):
-                assert_same_bits(results[rank][2 * step + number], d.combine_wait(handle), f"{fmt} step {step}")
+                assert_same_bits(results[rank][2 * step + number], d.combine_recv(handle), f"{fmt} step {step}")
 
 
 def dispatch_ahead(rank: int, world: int, engine: str) -> list[int]:
@@ -170,8 +175,8 @@ def dispatch_ahead(rank: int, world: int, engine: str) -> list[int]:
         handles = [send(4), send(4)]
         if rank == 0:
             time.sleep(1.0)
-        arrived = [dispatcher.dispatch_wait(handle) for handle in handles]
-        arrived.append(dispatcher.dispatch_wait(send(0 if rank == 1 else 4)))
+        arrived = [dispatcher.dispatch_recv(handle) for handle in handles]
+        arrived.append(dispatcher.dispatch_recv(send(0 if rank == 1 else 4)))
         return [int(a.group_offsets[-1]) for a in arrived]
 
 
@@ -382,7 +387,6 @@ def disagree(rank: int, world: int, change: dict[str, Any]) -> str:
         {"top_k": 2},
         {"token_format": "nvfp4"},
         {"max_tokens_per_rank": 13},
-        {"mode": "packed"},
         {"intermediate_size": 256},
         {"weight_format": "nvfp4"},
     ],
@@ -471,7 +475,7 @@ def test_weights_that_one_rank_cannot_load_are_told_to_the_others(kind: str, get
 def load_what_differs_second(rank: int, world: int, folders: list[str]) -> None:
     """The second of two layers, both of which are there before the weights of either."""
     with ExpertParallelContext(timeout_s=20.0) as context:
-        layers = [MoELayer(config(num_experts=6, step_sizes=(2,)), context) for _ in range(2)]
+        layers = [MoELayer(config(num_experts=6, token_buckets=(2,)), context) for _ in range(2)]
         layers[0].load_checkpoint(folders[0], 0)
         layers[1].load_checkpoint(folders[rank], 0)
         context.allocate()
@@ -529,13 +533,13 @@ def die_in(rank: int, world: int, phase: str, seed: int) -> tuple[str, int, floa
     try:
         if rank == 2 and phase == "before dispatch":
             os.kill(os.getpid(), signal.SIGKILL)
-        step = layer.begin(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
+        sent = layer._send(mine.x, mine.topk_idx, mine.topk_weights)
         if rank == 2 and phase == "after dispatch":
             os.kill(os.getpid(), signal.SIGKILL)
-        layer.compute(step)
+        computed = layer._compute(sent)
         if rank == 2 and phase == "after combine_send":
             os.kill(os.getpid(), signal.SIGKILL)
-        layer.finish(step)
+        layer._receive(computed)
         # Who dies after it has sent everything is missed in the next step.
         layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
     except PeerTimeoutError as error:

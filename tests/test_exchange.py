@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from moe_runtime.dispatcher import DispatchedTokens
+from moe_runtime.dispatch_handle import DispatchedTokens
 from moe_runtime.formats import FORMATS, MAX_ENCODE_SCALE, QuantizedRows
 from moe_runtime.kernels import exchange_plan, hopper_exchange
 from moe_runtime.kernels.reference_quantize import dequantize_rows, quantize_rows
@@ -33,7 +33,7 @@ from tests.virtual_exchange import (
 __all__ = ["emulator", "poisoned_memory"]
 
 
-@pytest.mark.parametrize("mode", ["indexed", "packed"])
+@pytest.mark.parametrize("mode", ["gathered", "contiguous"])
 @pytest.mark.parametrize("fmt", sorted(FORMATS))
 @pytest.mark.parametrize("engine", ENGINES)
 def test_arrival_and_combine_are_what_plain_loops_give(
@@ -53,7 +53,7 @@ def test_any_sizes_give_what_plain_loops_give(data: st.DataObject) -> None:
     most = data.draw(st.integers(1, 40), "max_tokens_per_rank")
     fmt = data.draw(st.sampled_from(sorted(FORMATS)), "format")
     hidden = max(FORMATS[fmt].block, 8) * data.draw(st.integers(1, 5), "blocks")
-    mode = data.draw(st.sampled_from(["indexed", "packed"]), "mode")
+    mode = data.draw(st.sampled_from(["gathered", "contiguous"]), "mode")
     settings = {"hidden_size": hidden, "num_experts": num_experts, "top_k": top_k, "max_tokens_per_rank": most}
     ranks = Ranks(world, torch.device("cpu"), "torch", token_format=fmt, mode=mode, **settings)
     for _ in range(2):
@@ -87,11 +87,11 @@ def test_tokens_and_ids_may_lie_apart(engine: str, device: torch.device, seed: i
 @pytest.mark.parametrize(
     ("world", "fmt", "wire", "mode"),
     [
-        (1, "bf16", "bf16", "packed"),
-        (2, "nvfp4", "mxfp8", "packed"),
-        (4, "mxfp8", "fp8_block", "indexed"),
-        (5, "fp8_block", "bf16", "packed"),
-        (8, "nvfp4", "bf16", "indexed"),  # more ranks than experts: some have none
+        (1, "bf16", "bf16", "contiguous"),
+        (2, "nvfp4", "mxfp8", "contiguous"),
+        (4, "mxfp8", "fp8_block", "gathered"),
+        (5, "fp8_block", "bf16", "contiguous"),
+        (8, "nvfp4", "bf16", "gathered"),  # more ranks than experts: some have none
     ],
 )
 def test_kernels_and_twins_give_the_same_bits(
@@ -149,7 +149,7 @@ def test_scales_of_many_rows_and_few_columns(
     monkeypatch.setattr(exchange_plan, "CHUNK", 32)
     forget_plans()
     settings = {"hidden_size": 96, "num_experts": 7, "top_k": 2, "max_tokens_per_rank": 70}
-    ranks = Ranks(2, device, engine, token_format=fmt, mode="packed", **settings)
+    ranks = Ranks(2, device, engine, token_format=fmt, mode="contiguous", **settings)
     if engine == HOPPER:
         assert exchange_plan.required_plan(ranks.dispatchers[0].geometry).tiled_scales == tiled
     inputs = [rank_input(seed, rank, 65, 96, 7, 2, "one") for rank in range(2)]
@@ -174,7 +174,7 @@ def test_results_are_nan_in_the_same_places(
     engine: str, wire: str, device: torch.device, seed: int, rng: torch.Generator
 ) -> None:
     """Of experts and of a shared expert that give NaN and infinities; all that is no NaN has the same bits."""
-    settings = {**SETTINGS, "combine_format": wire, "mode": "packed"}
+    settings = {**SETTINGS, "combine_format": wire, "mode": "contiguous"}
     inputs = [rank_input(seed, rank, 4, 256, 7, 3) for rank in range(2)]
     inputs[0].topk_weights[0] = 0
     shared = [data.x.clone() for data in inputs]
@@ -195,7 +195,7 @@ def test_results_are_nan_in_the_same_places(
 
 
 @needs_hopper
-@pytest.mark.parametrize("mode", ["indexed", "packed"])
+@pytest.mark.parametrize("mode", ["gathered", "contiguous"])
 @pytest.mark.parametrize("kernels_of", [(0,), (2,), (0, 1)], ids=str)
 def test_ranks_may_run_different_engines(
     kernels_of: tuple[int, ...], mode: str, device: torch.device, seed: int
@@ -205,7 +205,7 @@ def test_ranks_may_run_different_engines(
     ranks = Ranks(3, device, "torch", **settings)
     for rank in kernels_of:
         assert exchange_plan.required_plan(ranks.dispatchers[rank].geometry).per_token_flags
-        ranks.dispatchers[rank]._exchange = hopper_exchange
+        ranks.dispatchers[rank]._backend = hopper_exchange
     for step, tokens in enumerate(((5, 2, 0), (0, 5, 3), (1, 0, 5), (0, 0, 4))):
         routing = "one" if step == 2 else "random"
         inputs = [rank_input(seed + step, rank, t, 256, 7, 3, routing) for rank, t in enumerate(tokens)]
@@ -227,18 +227,18 @@ def test_scales_may_be_left_where_they_were_sent(
         "top_k": 3,
         "max_tokens_per_rank": max_tokens,
         "token_format": token,
-        "mode": "indexed",
+        "mode": "gathered",
     }
     monkeypatch.setattr(exchange_plan, "SMALL_CHUNK_BYTES", 4096)
     forget_plans()
     twins, kernels = Ranks(3, device, "torch", **settings), Ranks(3, device, HOPPER, **settings)
-    assert not twins.dispatchers[0].can_leave_scales and kernels.dispatchers[0].can_leave_scales
+    assert not twins.dispatchers[0].can_keep_scales_in_record and kernels.dispatchers[0].can_keep_scales_in_record
     for step, tokens in enumerate(((max_tokens, 0, 3), (1, max_tokens, 2), (0, 0, 0))):
         inputs = [rank_input(seed + step, r, t, 512, 7, 3).to(device) for r, t in enumerate(tokens)]
         wanted, handles = twins.dispatch(inputs), []
         for own, data in zip(kernels.dispatchers, inputs, strict=True):
-            handles.append(own.dispatch_send(data.x, data.topk_idx, data.topk_weights, leave_scales=True))
-        found = [own.dispatch_wait(handle) for own, handle in zip(kernels.dispatchers, handles, strict=True)]
+            handles.append(own.dispatch_send(data.x, data.topk_idx, data.topk_weights, scales_in_record=True))
+        found = [own.dispatch_recv(handle) for own, handle in zip(kernels.dispatchers, handles, strict=True)]
         for rank, (a, b) in enumerate(zip(found, wanted, strict=True)):
             assert a.scales_by_row and not b.scales_by_row
             assert_same_bits(a.group_offsets, b.group_offsets, f"offsets of rank {rank}")
@@ -277,11 +277,11 @@ def test_scales_cannot_be_left_by_other_engines(device: torch.device, seed: int)
     sizes = {"hidden_size": 64, "num_experts": 2, "top_k": 1, "max_tokens_per_rank": 4}
     ranks = Ranks(1, device, "torch", token_format="nvfp4", **sizes)
     data = rank_input(seed, 0, 2, 64, 2, 1).to(device)
-    with pytest.raises(ValueError, match=r"^leave_scales: expected False"):
-        ranks.dispatchers[0].dispatch_send(data.x, data.topk_idx, data.topk_weights, leave_scales=True)
+    with pytest.raises(ValueError, match=r"^scales_in_record: expected False"):
+        ranks.dispatchers[0].dispatch_send(data.x, data.topk_idx, data.topk_weights, scales_in_record=True)
 
 
-@pytest.mark.parametrize("mode", ["indexed", "packed"])
+@pytest.mark.parametrize("mode", ["gathered", "contiguous"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_slots_that_nobody_has_written_are_of_no_epoch(engine: str, mode: str, device: torch.device, seed: int) -> None:
     """Of 0 neither, which comes after 2^32 dispatches."""
@@ -328,7 +328,7 @@ def test_a_capacity_above_the_worst_case_is_that() -> None:
 
 @pytest.mark.parametrize("input_scale", [0.003, 1e-36])
 def test_a_static_input_scale_is_used_as_given(input_scale: float, device: torch.device, seed: int) -> None:
-    ranks = Ranks(1, device, "torch", token_format="nvfp4", mode="packed", input_scale=input_scale, **SETTINGS)
+    ranks = Ranks(1, device, "torch", token_format="nvfp4", mode="contiguous", input_scale=input_scale, **SETTINGS)
     data = rank_input(seed, 0, 5, 256, 7, 3)
     arrived = ranks.dispatch([data.to(device)])[0]
     gsf = (torch.ones(1) / torch.tensor([input_scale])).clamp(max=MAX_ENCODE_SCALE)
@@ -349,7 +349,7 @@ def test_rows_may_be_parts_of_longer_ones(engine: str, device: torch.device, see
         wide[:, 32:-32] = rows
         return wide[:, 32:-32]
 
-    settings = {**SETTINGS, "token_format": "nvfp4", "mode": "packed", "input_scale": 0.003}
+    settings = {**SETTINGS, "token_format": "nvfp4", "mode": "contiguous", "input_scale": 0.003}
     inputs = [rank_input(seed, rank, 4, 256, 7, 3).to(device) for rank in range(2)]
     shared = [rank_input(seed + 1, rank, 4, 256, 7, 3).x.to(device) for rank in range(2)]
     twins, ranks = Ranks(2, device, "torch", **settings), Ranks(2, device, engine, **settings)

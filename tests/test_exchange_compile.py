@@ -14,12 +14,12 @@ import torch
 from hypothesis import assume, given
 from hypothesis import strategies as st
 
-from moe_runtime.context import ExpertParallelContext
 from moe_runtime.formats import COMBINE_FORMATS, FORMATS, align
 from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels import hopper_exchange
+from moe_runtime.kernels.exchange_interface import ExchangeMemory, RecvBuffers
 from moe_runtime.kernels.exchange_plan import plan_exchange, required_plan
-from moe_runtime.token_format import RecordLayout
+from moe_runtime.record import RecordLayout
 from tests.test_decoded_compile import (
     REGISTERS_OF_A_BLOCK,
     SHARED_BYTES_OF_A_BLOCK,
@@ -64,9 +64,10 @@ def launches(geometry: ExchangeGeometry, *, mapped: bool = True, shared: bool = 
         counters=torch.empty(2),
         **dict.fromkeys(tables, none),
     )
-    context = cast(ExpertParallelContext, parts)
+    context = cast(ExchangeMemory, parts)
     x = torch.empty(geometry.max_tokens, geometry.hidden, dtype=torch.bfloat16, device="meta")
-    room = dict.fromkeys(("positions_SK", "group_offsets", "group_scale_offsets", "row_index_R", "counts"), none)
+    written = dict.fromkeys(("positions", "group_offsets", "group_scale_offsets", "row_index", "counts"), none)
+    buffers = RecvBuffers(**written, rows=None, scales=none, row_scale=None)
     found: list[Launch] = []
 
     def record(file: str, name: str, defines: dict[str, int | str], **more: Any) -> None:
@@ -77,9 +78,9 @@ def launches(geometry: ExchangeGeometry, *, mapped: bool = True, shared: bool = 
         patch.setattr(hopper_exchange, "launch", record)
         patch.setattr(hopper_exchange, "most_sms", lambda device, limit=None: min(132, limit or 132))
         hopper_exchange.dispatch_send(context, geometry, none, x, none, none, None, none, none, 1)
-        hopper_exchange.arrive(context, geometry, none, 1, **room, rows_RQ=None, scales=none, row_scale_R=None)
+        hopper_exchange.dispatch_recv(context, geometry, none, 1, buffers)
         hopper_exchange.combine_send(context, geometry, none, x, none, none)
-        hopper_exchange.combine_wait(context, geometry, none, none, x if shared else None, x, 1)
+        hopper_exchange.combine_recv(context, geometry, none, none, x if shared else None, x, 1)
     return found
 
 
@@ -178,4 +179,4 @@ def test_what_torch_carries_is_waited_for() -> None:
     geometry = geometry_of(*EDGES["deepseek_v3"])
     assert all(launch.early for launch in launches(geometry))
     early = {launch.name: launch.early for launch in launches(geometry, mapped=False)}
-    assert not early["arrive_count"] and not early["arrive_place"] and not early["combine_wait"]
+    assert not early["arrive_count"] and not early["arrive_place"] and not early["combine_recv"]

@@ -7,7 +7,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_runtime.dispatcher import CombineSink, DispatchHandle, TokenDispatcher
+from moe_runtime.dispatch_handle import CombineSink, DispatchHandle
+from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.errors import (
     CapacityError,
     PeerAbortedError,
@@ -28,7 +29,7 @@ __all__ = ["emulator", "poisoned_memory"]
 def test_two_dispatches_may_be_in_flight_and_a_third_makes_the_first_stale(
     engine: str, device: torch.device, seed: int
 ) -> None:
-    ranks = Ranks(1, device, engine, token_format="nvfp4", mode="indexed", **SETTINGS)
+    ranks = Ranks(1, device, engine, token_format="nvfp4", mode="gathered", **SETTINGS)
     dispatcher, context = ranks.dispatchers[0], ranks.contexts[0]
     data = [rank_input(seed + i, 0, 5, 256, 7, 3).to(device) for i in range(3)]
     first, second = (dispatcher.dispatch(d.x, d.topk_idx, d.topk_weights) for d in data[:2])
@@ -53,15 +54,15 @@ def test_a_third_dispatch_makes_the_first_stale_before_its_tokens_are_waited_for
     if engine == "triton" and device.type == "cpu" and max_tokens > 5:
         pytest.skip("a program for each slot, interpreted")
     settings = {**SETTINGS, "max_tokens_per_rank": max_tokens}
-    ranks = Ranks(1, device, engine, token_format="nvfp4", mode="indexed", **settings)
+    ranks = Ranks(1, device, engine, token_format="nvfp4", mode="gathered", **settings)
     data = [rank_input(seed + i, 0, max_tokens, 256, 7, 3).to(device) for i in range(3)]
     first, *_ = (ranks.dispatchers[0].dispatch_send(d.x, d.topk_idx, d.topk_weights) for d in data)
     with pytest.raises(StaleHandleError, match="rank 0") as caught:
-        arrived = ranks.dispatchers[0].dispatch_wait(first)
+        arrived = ranks.dispatchers[0].dispatch_recv(first)
         synchronize(device)
         assert arrived.group_offsets.tolist() == [0] * 8
         ranks.contexts[0].check()
-    assert caught.value.phase == Phase.DISPATCH_WAIT
+    assert caught.value.phase == Phase.DISPATCH_RECV
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -75,10 +76,10 @@ def test_the_first_step_of_a_layer_waits_longer_and_a_timeout_names_its_limit(
     first = ranks.dispatchers[0].dispatch_send(inputs[0].x, inputs[0].topk_idx, inputs[0].topk_weights)
     assert first.timeout_ns == 500_000_000
     with pytest.raises(PeerTimeoutError, match=r"rank 1 did not answer within 0\.5 s") as caught:
-        ranks.dispatchers[0].dispatch_wait(first)
+        ranks.dispatchers[0].dispatch_recv(first)
         synchronize(device)
         ranks.contexts[0].check()
-    assert (caught.value.rank, caught.value.phase) == (1, Phase.DISPATCH_WAIT)
+    assert (caught.value.rank, caught.value.phase) == (1, Phase.DISPATCH_RECV)
 
     ranks = Ranks(2, device, engine, **SETTINGS)
     arrived = ranks.dispatch(inputs)
@@ -97,12 +98,12 @@ def test_results_after_a_failure_are_nan(engine: str, device: torch.device, seed
     inputs[0].topk_idx[0] = -1
     arrived = ranks.dispatch(inputs)[0]
     ranks.dispatchers[0].combine_send(expert_rows(arrived, 256, seed, torch.bfloat16), arrived.handle)
-    y = arrived.handle._results["y"]
+    y = arrived.handle._progress.output
     with pytest.raises(PeerTimeoutError, match="rank 1"):
-        ranks.dispatchers[0].combine_wait(arrived.handle)
+        ranks.dispatchers[0].combine_recv(arrived.handle)
         synchronize(device)
         ranks.contexts[0].check()
-    assert y.isnan().all()
+    assert y is not None and y.isnan().all()
 
 
 def test_a_dispatcher_wants_a_context() -> None:
@@ -133,8 +134,8 @@ def test_on_one_rank_a_handle_is_good_after_a_wrong_argument(device: torch.devic
         dispatcher.combine_send(None, arrived.handle)  # type: ignore[arg-type]
     dispatcher.combine_send(sink, arrived.handle)
     with pytest.raises(ValueError, match="shared: expected a tensor, got list"):
-        dispatcher.combine_wait(arrived.handle, shared=[1])  # type: ignore[arg-type]
-    assert not dispatcher.combine_wait(arrived.handle).any()
+        dispatcher.combine_recv(arrived.handle, shared=[1])  # type: ignore[arg-type]
+    assert not dispatcher.combine_recv(arrived.handle).any()
 
 
 def test_no_expert_output_is_told_to_the_peers(device: torch.device, seed: int) -> None:
@@ -142,7 +143,7 @@ def test_no_expert_output_is_told_to_the_peers(device: torch.device, seed: int) 
     data = [rank_input(seed, rank, 5, 256, 7, 3).to(device) for rank in range(2)]
     pairs = list(zip(ranks.dispatchers, data, strict=True))
     handles = [dispatcher.dispatch_send(i.x, i.topk_idx, i.topk_weights) for dispatcher, i in pairs]
-    arrived = [dispatcher.dispatch_wait(h) for dispatcher, h in zip(ranks.dispatchers, handles, strict=True)]
+    arrived = [dispatcher.dispatch_recv(h) for dispatcher, h in zip(ranks.dispatchers, handles, strict=True)]
     with pytest.raises(ValueError, match="expert_output: expected a tensor, got NoneType"):
         ranks.dispatchers[0].combine(None, arrived[0].handle)  # type: ignore[arg-type]
     synchronize(device)
@@ -150,7 +151,7 @@ def test_no_expert_output_is_told_to_the_peers(device: torch.device, seed: int) 
         ranks.contexts[1].check_peers()
 
 
-@pytest.mark.parametrize("half", ["dispatch_send", "arrive", "combine_send", "combine_wait"])
+@pytest.mark.parametrize("half", ["dispatch_send", "dispatch_recv", "combine_send", "combine_recv"])
 @pytest.mark.parametrize("error", [MemoryError("no room"), KeyboardInterrupt()], ids=["memory", "interrupt"])
 def test_what_goes_wrong_in_the_exchange_itself_is_told_to_the_peers(
     half: str, error: BaseException, device: torch.device, seed: int
@@ -164,8 +165,8 @@ def test_what_goes_wrong_in_the_exchange_itself_is_told_to_the_peers(
         raise error
 
     own = ranks.dispatchers[0]
-    names = ("dispatch_send", "room_to_count", "arrive", "combine_send", "combine_wait", "LEAVES_SCALES")
-    own._exchange = SimpleNamespace(**{name: getattr(own._exchange, name) for name in names} | {half: fails})
+    names = ("dispatch_send", "allocate_counts", "dispatch_recv", "combine_send", "combine_recv")
+    own._backend = SimpleNamespace(**{name: getattr(own._backend, name) for name in names} | {half: fails})
     with pytest.raises(type(error)):
         arrived = ranks.dispatch(inputs)
         ranks.combine(arrived, [expert_rows(a, 256, seed, torch.bfloat16) for a in arrived])
@@ -181,19 +182,19 @@ def test_stages_come_in_order_and_a_sink_belongs_to_its_handle(device: torch.dev
         return dispatcher.dispatch_send(data.x, data.topk_idx, data.topk_weights)
 
     dispatcher = Ranks(1, device, "torch", **SETTINGS).dispatchers[0]
-    with pytest.raises(ValueError, match="handle: expected dispatch_wait to be called with it before combine_send"):
+    with pytest.raises(ValueError, match="handle: expected dispatch_recv to be called with it before combine_send"):
         handle = send(dispatcher)
         dispatcher.combine_send(CombineSink(handle), handle)
     dispatcher = Ranks(1, device, "torch", **SETTINGS).dispatchers[0]
-    with pytest.raises(ValueError, match="handle: expected combine_send to be called with it before combine_wait"):
-        dispatcher.combine_wait(dispatcher.dispatch_wait(send(dispatcher)).handle)
+    with pytest.raises(ValueError, match="handle: expected combine_send to be called with it before combine_recv"):
+        dispatcher.combine_recv(dispatcher.dispatch_recv(send(dispatcher)).handle)
     dispatcher = Ranks(1, device, "torch", **SETTINGS).dispatchers[0]
-    first, second = (dispatcher.dispatch_wait(send(dispatcher)).handle for _ in range(2))
+    first, second = (dispatcher.dispatch_recv(send(dispatcher)).handle for _ in range(2))
     with pytest.raises(ValueError, match="expert_output: expected a CombineSink of the same handle"):
         dispatcher.combine(CombineSink(first), second)
     ranks = Ranks(1, device, "torch", other_tokens=5, **SETTINGS)
     with pytest.raises(ValueError, match="handle: it belongs to another dispatcher"):
-        ranks.others[0].dispatch_wait(send(ranks.dispatchers[0]))
+        ranks.others[0].dispatch_recv(send(ranks.dispatchers[0]))
 
 
 @pytest.mark.parametrize("bad", [7, 99, -2, 2**40, "twice"])
@@ -235,11 +236,11 @@ def test_too_small_a_capacity_is_an_error_on_every_rank(engine: str, device: tor
     handles = [d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(ranks.dispatchers, inputs, strict=True)]
     told = "30 rows arrived at rank 1, more than its expert_row_capacity of 4"
     with pytest.raises(CapacityError, match=told):
-        ranks.dispatchers[1].dispatch_wait(handles[1])
+        ranks.dispatchers[1].dispatch_recv(handles[1])
         synchronize(device)
         ranks.contexts[1].check()
     with pytest.raises(CapacityError, match=told):
-        ranks.dispatchers[0].dispatch_wait(handles[0])
+        ranks.dispatchers[0].dispatch_recv(handles[0])
         synchronize(device)
         ranks.contexts[0].check()
 
@@ -303,7 +304,13 @@ def test_wrong_settings_are_named(change: dict[str, object], message: str) -> No
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize(
     ("max_tokens", "mode", "others"),
-    [(12, "packed", 12), (12, "indexed", 5), (5, "packed", 12), (600, "packed", 40), (600, "indexed", 600)],
+    [
+        (12, "contiguous", 12),
+        (12, "gathered", 5),
+        (5, "contiguous", 12),
+        (600, "contiguous", 40),
+        (600, "gathered", 600),
+    ],
 )
 def test_ranks_in_different_exchanges_are_told_of_it(
     max_tokens: int, mode: str, others: int, engine: str, device: torch.device, seed: int
@@ -319,10 +326,10 @@ def test_ranks_in_different_exchanges_are_told_of_it(
     dispatchers = [ranks.others[r] if r == 1 else ranks.dispatchers[r] for r in range(3)]
     handles = [d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(dispatchers, inputs, strict=True)]
     text = (
-        r"dispatch_wait of epoch 2: rank (1 was in exchange 1 of the context, rank [02] in 0|[02] .* rank 1 in 1): all"
+        r"dispatch_recv of epoch 2: rank (1 was in exchange 1 of the context, rank [02] in 0|[02] .* rank 1 in 1): all"
     )
     for dispatcher, handle, context in zip(dispatchers, handles, ranks.contexts, strict=True):
         with pytest.raises(StepMismatchError, match=text):
-            arrived_here = dispatcher.dispatch_wait(handle)
+            arrived_here = dispatcher.dispatch_recv(handle)
             assert int(arrived_here.group_offsets[-1]) <= arrived_here.capacity
             context.check_peers()

@@ -19,8 +19,8 @@ from moe_runtime.formats import (
     FormatCode,
     align,
     ceil_div,
-    token_format,
-    weight_format,
+    format_named,
+    weight_format_named,
 )
 
 
@@ -43,9 +43,9 @@ def test_bytes_of_a_row_of_7168(fmt, quant_bytes, scale_bytes, quant_columns, sc
 
 def test_names_and_codes_are_unique() -> None:
     assert {f.code for f in WEIGHT_FORMATS.values()} == set(FormatCode)
-    assert [weight_format(name).name for name in WEIGHT_FORMATS] == [*FORMATS, "mxfp4"]
-    assert [token_format(name).name for name in FORMATS] == list(FORMATS)
-    assert token_format(NVFP4) is NVFP4
+    assert [weight_format_named(name).name for name in WEIGHT_FORMATS] == [*FORMATS, "mxfp4"]
+    assert [format_named(name).name for name in FORMATS] == list(FORMATS)
+    assert format_named(NVFP4) is NVFP4
 
 
 def test_partial_blocks_round_up() -> None:
@@ -67,11 +67,11 @@ def test_columns_that_do_not_block(fmt, k: int) -> None:
 
 def test_unknown_format() -> None:
     with pytest.raises(ValueError, match=r"expected one of .*nvfp4.*got 'fp4'"):
-        token_format("fp4")
+        format_named("fp4")
     with pytest.raises(ValueError, match=r"expected one of .*nvfp4.*got 'mxfp4'"):
-        token_format("mxfp4")
+        format_named("mxfp4")
     with pytest.raises(ValueError, match=r"expected one of .*mxfp4.*got 'fp4'"):
-        weight_format("fp4")
+        weight_format_named("fp4")
 
 
 def test_examples_in_docstrings() -> None:

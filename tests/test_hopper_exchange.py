@@ -78,7 +78,7 @@ def test_what_a_warp_or_its_shared_memory_cannot_hold_is_left_to_triton() -> Non
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("mode", ["indexed", "packed"])
+@pytest.mark.parametrize("mode", ["gathered", "contiguous"])
 @pytest.mark.parametrize(
     ("fmt", "wire", "max_tokens"),
     [
@@ -110,7 +110,7 @@ def in_parts() -> Iterator[None]:
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("in_parts")
-@pytest.mark.parametrize("mode", ["indexed", "packed"])
+@pytest.mark.parametrize("mode", ["gathered", "contiguous"])
 @pytest.mark.parametrize(("fmt", "max_tokens"), [("nvfp4", 3), ("fp8_block", 130), ("nvfp4", 1030)])
 def test_bits_where_tokens_come_in_parts(fmt: str, max_tokens: int, mode: str, device: torch.device, seed: int) -> None:
     settings = {"hidden_size": 1024, "num_experts": EXPERTS, "top_k": TOP_K, "max_tokens_per_rank": max_tokens}
@@ -130,7 +130,7 @@ def test_parts_of_the_tokens(max_tokens: int, num_sms: int | None, expected: tup
 def test_many_packed_rows_are_counted_in_chunks() -> None:
     geometry = sample_geometry("fp8_block", max_tokens=4096, packed=True)
     assert required_plan(geometry).chunk_slots == 256
-    counts = hopper_exchange.room_to_count(geometry, torch.device("cpu"))
+    counts = hopper_exchange.allocate_counts(geometry, torch.device("cpu"))
     assert counts is not None and counts.shape == (128, 32)
 
 
@@ -158,7 +158,7 @@ def assert_same_steps(
             ]
             for dispatcher, a, output in zip(ranks.dispatchers, arrived, outputs, strict=True):
                 dispatcher.combine_send(output, a.handle)
-            y = [d.combine_wait(a.handle, shared=s) for d, a, s in zip(ranks.dispatchers, arrived, shared, strict=True)]
+            y = [d.combine_recv(a.handle, shared=s) for d, a, s in zip(ranks.dispatchers, arrived, shared, strict=True)]
             ys.append((arrived, y))
         (arrived_a, y_a), (arrived_b, y_b) = ys
         for rank, (a, b) in enumerate(zip(arrived_a, arrived_b, strict=True)):

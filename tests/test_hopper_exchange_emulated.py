@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 import pytest
 import torch
 
-from moe_runtime.dispatcher import DispatchedTokens
+from moe_runtime.dispatch_handle import DispatchedTokens
 from moe_runtime.errors import MoERuntimeError, PeerTimeoutError, Phase, RoutingError, StepMismatchError
 from moe_runtime.kernels import exchange_plan, hopper_exchange
 from tests.comparison import assert_same_bits
@@ -158,7 +158,7 @@ def test_steps_of_ranks_that_do_not_wait_for_each_other(
 
 def run_random_steps(settings: dict[str, Any], emulator: Emulator, seed: int, **of_kernels: Any) -> None:
     steps = random_steps(seed, 5)
-    settings = {**SETTINGS, "mode": "packed", **settings}
+    settings = {**SETTINGS, "mode": "contiguous", **settings}
     twins, kernels = Ranks(WORLD, CPU, "torch", **settings), Ranks(WORLD, CPU, HOPPER, **settings, **of_kernels)
     outputs = random_outputs(twins, seed)
     assert_same_results(all_at_once(kernels, steps, outputs, emulator), one_after_the_other(twins, steps, outputs))
@@ -185,7 +185,7 @@ def test_a_rank_that_stops_is_named_by_all_others(
 ) -> None:
     shrink(seed, **sizes)
     steps = [step._replace(combined=True) for step in random_steps(seed, 3)]
-    twins, kernels = twins_and_kernels(mode="packed", token_format="nvfp4")
+    twins, kernels = twins_and_kernels(mode="contiguous", token_format="nvfp4")
     outputs, lost = random_outputs(twins, seed), seed % WORLD
     found = all_at_once(kernels, steps, outputs, emulator, stops=(lost, 1, sends))
     assert_same_results(found[:1], one_after_the_other(twins, steps, outputs)[:1])
@@ -194,7 +194,7 @@ def test_a_rank_that_stops_is_named_by_all_others(
             with pytest.raises(PeerTimeoutError) as caught:
                 context.check()
             assert caught.value.rank == lost
-            assert caught.value.phase == (Phase.COMBINE_WAIT if sends else Phase.DISPATCH_WAIT)
+            assert caught.value.phase == (Phase.COMBINE_RECV if sends else Phase.DISPATCH_RECV)
 
 
 @pytest.mark.parametrize("sizes", [{}, ONE_CHUNK], ids=["drawn", "one_chunk"])
@@ -207,7 +207,7 @@ def test_a_bad_expert_id_is_told_to_ranks_that_are_at_work(
     bad = rank_input(seed, 1, 3, *list(SETTINGS.values())[:3])
     bad.topk_idx[1, 2] = SETTINGS["num_experts"]
     steps[1].inputs[1] = bad
-    twins, kernels = twins_and_kernels(mode="packed", token_format="fp8_block")
+    twins, kernels = twins_and_kernels(mode="contiguous", token_format="fp8_block")
     all_at_once(kernels, steps, random_outputs(twins, seed), emulator)
     for context in kernels.contexts:
         with pytest.raises(RoutingError, match="rank 1"):
@@ -312,7 +312,7 @@ def test_nothing_is_placed_among_tokens_for_another_exchange(
     settings = {**SETTINGS, "hidden_size": 256, "num_experts": 8, "top_k": 2, "max_tokens_per_rank": 64}
     for turn in range(2):
         shrink(seed + turn, RECV_WARPS=2, **sizes)
-        ranks = Ranks(2, CPU, HOPPER, **settings, mode="indexed", token_format="nvfp4", other_tokens=16)
+        ranks = Ranks(2, CPU, HOPPER, **settings, mode="gathered", token_format="nvfp4", other_tokens=16)
         alone = Ranks(1, CPU, HOPPER, **settings | {"max_tokens_per_rank": 8}).dispatchers[0]
         own, late = rank_input(seed + turn, 0, 64, 256, 8, 2), rank_input(seed + turn, 1, 16, 256, 8, 2)
         # The late ones go where there was nothing.
@@ -354,7 +354,7 @@ def run_unawaited_dispatches(emulator: Emulator, seed: int) -> None:
                 alone.dispatch(*tokens)
             for _ in range(3):
                 handle = dispatcher.dispatch_send(*tokens)
-            found.append(dispatcher.dispatch_wait(handle))
+            found.append(dispatcher.dispatch_recv(handle))
     for context in ranks.contexts:
         context.check_peers()
     assert [int(a.group_offsets[-1]) for a in found] == [sum(map(len, expected_groups(inputs, range(2)))), 0]

@@ -61,7 +61,7 @@ def test_run_under_torchrun_reports_every_rank(tiny: Path) -> None:
     (rank_1,) = (row for row in cells if row[:3] == ["1", "13", "39"])
     assert rank_1[-1] == "inside" and float(rank_1[3]) <= float(rank_1[4]) == pytest.approx(0.0907, rel=1e-3)
     phases = {row[0]: [float(cell) for cell in row[1:]] for row in cells if len(row) == 4}
-    assert list(phases) == ["route", "dispatch_send", "dispatch_wait", "experts", "combine_send", "combine_wait"]
+    assert list(phases) == ["route", "dispatch_send", "dispatch_recv", "experts", "combine_send", "combine_recv"]
     assert all(largest == max(ranks) for *ranks, largest in phases.values())
     bars = [line.split() for line in done.stdout.splitlines() if " expert " in line]
     assert [bar[3] for bar in bars] == list("01234") and [bar[1] for bar in bars] == list("00011")
@@ -145,10 +145,10 @@ def test_floors_by_the_links_of_another_gpu_are_told_of(
 @pytest.mark.parametrize("routing", ["zipf", "one"])
 def test_bench_of_one_rank(routing: str, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     config, file = tmp_path / "config.yaml", tmp_path / "bench.json"
-    config.write_text(TINY.format(layer="token_format: fp8_block, mode: packed"))
+    config.write_text(TINY.format(layer="token_format: fp8_block"))
     assert bench.main(["--config", str(config), "--routing", routing, "--steps", "1", "--json", str(file)]) == 0
     results = json.loads(file.read_text())["results"]
-    assert {result["mode"] for result in results} == {"packed"}
+    assert {result["mode"] for result in results} == {"gathered"}
     assert {result["tokens_per_rank"] for result in results} == {9}
     assert "FAILED" not in capsys.readouterr().out
 

@@ -13,7 +13,8 @@ from moe_runtime.formats import FORMATS
 from moe_runtime.kernels.quantize import quantize_rows
 from moe_runtime.launch import cases, checks, layer_operations, timing
 from moe_runtime.launch.timing import TOTAL, measure, steps_of_iteration
-from moe_runtime.layer import MoELayer, random_expert
+from moe_runtime.layer import MoELayer
+from moe_runtime.layer_build import random_expert
 from moe_runtime.reference import moe_reference
 from moe_runtime.virtual import virtual_contexts
 

@@ -14,19 +14,21 @@ import torch
 import yaml
 
 from moe_runtime.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
-from moe_runtime.config import MoELayerConfig, load_config
+from moe_runtime.config import ModeName, MoELayerConfig, load_config
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.families import layer_config
 from moe_runtime.formats import FORMATS
-from moe_runtime.layer import MoELayer, random_expert
+from moe_runtime.layer import MoELayer
+from moe_runtime.layer_build import random_expert
 from moe_runtime.loading import ExpertTensors
 from moe_runtime.metrics import PhaseTimes
-from moe_runtime.parallel import own_experts
 from moe_runtime.plan import expert_starts
 from moe_runtime.reference import error_bound, moe_reference, relative_error
+from moe_runtime.transformers_models import own_experts
 from moe_runtime.virtual import VirtualRanks
 from moe_runtime.weights import ExpertWeights, SwiGLU
 from tests.comparison import assert_same_bits
+from tests.exchange_data import set_mode
 from tests.waiting import synchronize
 
 SETTINGS: dict[str, Any] = {
@@ -192,12 +194,12 @@ def test_random_experts_are_all_others(seed: int) -> None:
     assert_same_bits(random_expert(c, seed, 2).down, drawn[2].down)
 
 
-@pytest.mark.parametrize("mode", ["indexed", "packed"])
+@pytest.mark.parametrize("mode", ["gathered", "contiguous"])
 def test_of_mxfp4_weights_mxfp8_tokens_lose_nothing(
-    mode: str, device: torch.device, rng: torch.Generator, seed: int
+    mode: ModeName, device: torch.device, rng: torch.Generator, seed: int
 ) -> None:
     """Three ranks, one without tokens, against float64 with the weights as they are stored."""
-    config = MoELayerConfig(**SETTINGS, token_format="mxfp8", weight_format="mxfp4", mode=mode)
+    config = MoELayerConfig(**SETTINGS, token_format="mxfp8", weight_format="mxfp4")
     plain = [random_expert(config, seed, e)[:2] for e in range(8)]
     stored = [[ExpertWeights.quantize(w[None], "mxfp4", engine="torch") for w in pair] for pair in plain]
     gate_up, down = (torch.stack([pair[i].dequantize(engine="torch")[0] for pair in stored]) for i in (0, 1))
@@ -206,7 +208,7 @@ def test_of_mxfp4_weights_mxfp8_tokens_lose_nothing(
     routes = [(best.indices.int(), best.values.softmax(1)) for best in scores]
 
     def load(layer: MoELayer) -> None:
-        layer.load_experts(ExpertTensors(*stored[e]) for e in layer.local_experts)
+        set_mode(layer, mode).load_experts(ExpertTensors(*stored[e]) for e in layer.local_experts)
 
     with VirtualRanks(config, 3, load, device=device) as ranks:
         ys = ranks([x.to(device) for x in xs], [(idx.to(device), weights.to(device)) for idx, weights in routes])
@@ -218,16 +220,16 @@ def test_of_mxfp4_weights_mxfp8_tokens_lose_nothing(
 @pytest.mark.parametrize(
     ("fmt", "weights"), [*((fmt, fmt) for fmt in sorted(FORMATS)), ("mxfp8", "mxfp4")], ids="-".join
 )
-@pytest.mark.parametrize("mode", ["indexed", "packed"])
+@pytest.mark.parametrize("mode", ["gathered", "contiguous"])
 def test_modes_repetitions_and_neighbours_do_not_change_a_bit(
-    fmt: str, weights: str, mode: str, device: torch.device, rng: torch.Generator
+    fmt: str, weights: str, mode: ModeName, device: torch.device, rng: torch.Generator
 ) -> None:
     formats = {"token_format": fmt, "weight_format": weights}
-    layer, packed = make_layer(device, **formats, mode=mode), make_layer(device, **formats, mode="packed")
+    layer, contiguous = (set_mode(make_layer(device, **formats), rows) for rows in (mode, "contiguous"))
     x = tokens(rng, 40).to(device)
     y = layer(x)
     assert_same_bits(layer(x), y, "the second time")
-    assert_same_bits(packed(x), y, "in packed mode")
+    assert_same_bits(contiguous(x), y, "with contiguous rows")
     assert_same_bits(layer(x[7:9]), y[7:9], "two tokens alone")
     assert_same_bits(layer(x.flip(0)).flip(0), y, "in another order")
 
@@ -366,7 +368,7 @@ def test_phases_are_timed_when_asked_for(device: torch.device, rng: torch.Genera
     for _ in range(2):
         layer(tokens(rng, 4).to(device))
     times = layer.times.milliseconds()
-    assert list(times) == ["route", "dispatch_send", "dispatch_wait", "experts", "combine_send", "combine_wait"]
+    assert list(times) == ["route", "dispatch_send", "dispatch_recv", "experts", "combine_send", "combine_recv"]
     assert all(len(values) == 2 and min(values) >= 0 for values in times.values())
 
 
@@ -444,9 +446,10 @@ def test_one_rank_goes_on_after_a_step_that_was_left_half_done(
         y = layer(x)
         for stages in range(3):
             for _ in range(3):
-                left = layer.stages(other)
-                for _ in range(stages):
-                    next(left)
+                # Nothing, or what was sent, or what the experts computed of it, is left behind.
+                left: Any = other
+                for stage in (layer._send, layer._compute)[:stages]:
+                    left = stage(left)
             assert_same_bits(layer(x), y)
         for part in (layer.shared_expert, layer.experts):
             with monkeypatch.context() as patch, pytest.raises(MemoryError):
@@ -486,7 +489,7 @@ def test_wrong_use_is_named(device: torch.device, rng: torch.Generator) -> None:
     with pytest.raises(ValueError, match="shared: expected the shape of x"):
         make_layer(device)(x, shared=x[:2])
     with pytest.raises(ValueError, match=r"shared: expected torch\.bfloat16"):
-        make_layer(device).begin(x, shared=x.float())
+        make_layer(device)(x, shared=x.float())
     with pytest.raises(ValueError, match="x: expected device"):
         make_layer(device)(x.to("meta"))
     with pytest.raises(ValueError, match="shared: expected a tensor, got list"):

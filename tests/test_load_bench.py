@@ -20,8 +20,8 @@ def test_what_it_writes_is_read(tmp_path: Path) -> None:
     with Checkpoint(tmp_path) as checkpoint:
         assert len(checkpoint.files.shards()) == 6
         experts = list(checkpoint.experts(1, range(63, 66)))
-        rooms = checkpoint.rooms(1, "nvfp4", 3, torch.device("cpu"))
-        placed = list(checkpoint.experts(1, range(63, 66), rooms))
+        buffers = checkpoint.quant_buffers(1, "nvfp4", 3, torch.device("cpu"))
+        placed = list(checkpoint.experts(1, range(63, 66), buffers))
     for expert in experts:
         assert isinstance(expert.gate_up, ExpertWeights)
         assert expert.gate_up.dequantize().isfinite().all()

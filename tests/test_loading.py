@@ -15,8 +15,9 @@ from moe_runtime.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.config import ActivationConfig, MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
 from moe_runtime.formats import FORMATS, WEIGHT_FORMATS, token_formats_for
-from moe_runtime.layer import MoELayer, random_expert
-from moe_runtime.loading import HUGE_PAGE, PAGES_THREAD, ExpertTensors, QuantRoom, quantize_experts
+from moe_runtime.layer import MoELayer
+from moe_runtime.layer_build import random_expert
+from moe_runtime.loading import HUGE_PAGE, PAGES_THREAD, ExpertTensors, QuantBuffer, quantize_experts
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.tensor_files import SafetensorsFile
 from moe_runtime.virtual import VirtualRanks
@@ -181,15 +182,15 @@ def test_quantized_experts_that_do_not_fit_are_named(rng: torch.Generator) -> No
 
 
 def test_memory_that_a_thread_makes_keeps_what_is_written_meanwhile() -> None:
-    room = QuantRoom(3)
-    parts = [room(1025, 2048, dtype=torch.uint8).fill_(number + 1) for number in range(3)]
+    buffer = QuantBuffer(3)
+    parts = [buffer(1025, 2048, dtype=torch.uint8).fill_(number + 1) for number in range(3)]
     for thread in threading.enumerate():
         if thread.name == PAGES_THREAD:
             thread.join(30.0)
             assert not thread.is_alive()
-    assert room.tensor is not None and room.tensor.nbytes > HUGE_PAGE
+    assert buffer.tensor is not None and buffer.tensor.nbytes > HUGE_PAGE
     for number, part in enumerate(parts):
-        assert (part == number + 1).all() and part.data_ptr() == room.tensor[number].data_ptr()
+        assert (part == number + 1).all() and part.data_ptr() == buffer.tensor[number].data_ptr()
 
 
 @pytest.mark.cpu_only

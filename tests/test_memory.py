@@ -58,10 +58,10 @@ def test_no_more_rows_than_this_can_arrive() -> None:
     assert worst_case_rows(7, 2, 8, 100) == 2 * 100 * 4
 
 
-def test_memory_does_not_depend_on_the_number_of_experts_or_on_the_mode() -> None:
+def test_memory_does_not_depend_on_the_number_of_experts_or_on_the_capacity() -> None:
     base = reserved_bytes(make_config(), 4)
     assert reserved_bytes(make_config(num_experts=64), 4) == base
-    assert reserved_bytes(make_config(mode="packed", expert_row_capacity=7), 4) == base
+    assert reserved_bytes(make_config(expert_row_capacity=7), 4) == base
     assert tuple(base) == REGIONS
 
 

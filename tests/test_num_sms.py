@@ -42,10 +42,10 @@ def grids(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 @pytest.mark.parametrize(
     ("num_sms", "fmt", "wire", "mode", "max_tokens"),
     [
-        (1, "nvfp4", "mxfp8", "packed", 5),
-        (2, "fp8_block", "bf16", "packed", 5),
-        (3, "mxfp8", "fp8_block", "indexed", 33),  # two chunks of slots from each of two ranks
-        (16, "bf16", "bf16", "indexed", 17),
+        (1, "nvfp4", "mxfp8", "contiguous", 5),
+        (2, "fp8_block", "bf16", "contiguous", 5),
+        (3, "mxfp8", "fp8_block", "gathered", 33),  # two chunks of slots from each of two ranks
+        (16, "bf16", "bf16", "gathered", 17),
     ],
 )
 def test_interpreted_kernels_give_the_same_bits(
@@ -64,14 +64,14 @@ def test_interpreted_kernels_give_the_same_bits(
 @pytest.mark.parametrize(
     ("engine", "num_sms", "fmt", "wire", "mode", "max_tokens"),
     [
-        ("auto", 1, "nvfp4", "mxfp8", "indexed", 128),
-        ("auto", 1, "fp8_block", "bf16", "packed", 700),
-        ("auto", 3, "mxfp8", "fp8_block", "packed", 700),
-        ("auto", 3, "bf16", "bf16", "packed", 128),
-        ("auto", 16, "nvfp4", "bf16", "packed", 700),
-        ("auto", 16, "fp8_block", "bf16", "indexed", 700),
-        ("triton", 3, "mxfp8", "fp8_block", "packed", 700),
-        ("triton", 16, "nvfp4", "bf16", "indexed", 700),
+        ("auto", 1, "nvfp4", "mxfp8", "gathered", 128),
+        ("auto", 1, "fp8_block", "bf16", "contiguous", 700),
+        ("auto", 3, "mxfp8", "fp8_block", "contiguous", 700),
+        ("auto", 3, "bf16", "bf16", "contiguous", 128),
+        ("auto", 16, "nvfp4", "bf16", "contiguous", 700),
+        ("auto", 16, "fp8_block", "bf16", "gathered", 700),
+        ("triton", 3, "mxfp8", "fp8_block", "contiguous", 700),
+        ("triton", 16, "nvfp4", "bf16", "gathered", 700),
     ],
 )
 def test_bits_on_a_gpu(
@@ -97,7 +97,7 @@ def test_launches_of_hopper_keep_to_the_limit(data: st.DataObject) -> None:
         data.draw(st.integers(1, 16), "ranks"),
         experts,
         data.draw(st.integers(1, 8192), "max_tokens"),
-        data.draw(st.booleans(), "packed"),
+        data.draw(st.booleans(), "contiguous"),
     )
     assume(plan_exchange(geometry) is not None)
     num_sms = data.draw(st.integers(1, 200), "num_sms")
@@ -129,11 +129,11 @@ def test_limited_launches_compile_to_what_can_be_launched(case: str) -> None:
 def test_few_sms_have_many_bytes_under_way() -> None:
     """At DeepSeek-V3's size, where a block has an SM for itself: 4 tokens to send, or 14 and 16 rows to add up."""
     found = {launch.name: launch for launch in launches(replace(geometry_of(*EDGES["deepseek_v3"]), num_sms=16))}
-    send, combine_send, combine_wait = (found[name] for name in ("dispatch_send", "combine_send", "combine_wait"))
+    send, combine_send, combine_recv = (found[name] for name in ("dispatch_send", "combine_send", "combine_recv"))
     assert (send.grid[0], send.block, send.defines["TEAMS"]) == (16, 4 * 224, 4)
     assert (combine_send.grid[0], combine_send.defines["PLACES"]) == (16, 14)
-    assert (combine_wait.grid[0], combine_wait.defines["PARTIALS"]) == (16, 16)
-    assert 14 * 14336 < combine_send.shared_bytes and 16 * 14336 == combine_wait.shared_bytes
+    assert (combine_recv.grid[0], combine_recv.defines["PARTIALS"]) == (16, 16)
+    assert 14 * 14336 < combine_send.shared_bytes and 16 * 14336 == combine_recv.shared_bytes
 
 
 @pytest.mark.parametrize("value", [0, -1, True, 2.0])

@@ -136,7 +136,12 @@ def test_graphs_go_on_through_replacements(ranks: Any, seed: int) -> None:
 @gpu
 @pytest.mark.parametrize(
     ("fmt", "mode", "steps"),
-    [("nvfp4", "packed", 1000), ("bf16", "indexed", 200), ("fp8_block", "packed", 200), ("mxfp8", "indexed", 200)],
+    [
+        ("nvfp4", "contiguous", 1000),
+        ("bf16", "gathered", 200),
+        ("fp8_block", "contiguous", 200),
+        ("mxfp8", "gathered", 200),
+    ],
 )
 def test_replays_with_new_tokens_and_routing_are_all_right(
     fmt: str, mode: str, steps: int, ranks: Any, seed: int
@@ -149,13 +154,13 @@ def test_replays_with_new_tokens_and_routing_are_all_right(
 @pytest.mark.skipif(not ON_HOPPER, reason="tokens come in parts on Hopper alone")
 @pytest.mark.parametrize(("fmt", "steps"), [("fp8_block", 400), ("nvfp4", 200), ("bf16", 200)])
 def test_replays_in_chunks_and_parts_are_all_right(fmt: str, steps: int, ranks: Any, seed: int) -> None:
-    results = ranks.run(cases.replay_many, fmt, "packed", steps, seed, True, timeout=170)
+    results = ranks.run(cases.replay_many, fmt, "contiguous", steps, seed, True, timeout=170)
     for rank, (wrong, first, _) in enumerate(results):
         assert wrong == 0, f"rank {rank}: {wrong} of {steps} replays are wrong, the first is {first}"
 
 
 @gpu
-@pytest.mark.parametrize("mode", ["indexed", "packed"])
+@pytest.mark.parametrize("mode", ["gathered", "contiguous"])
 @pytest.mark.parametrize(
     ("fmt", "wire"), [("nvfp4", "bf16"), ("bf16", "bf16"), ("fp8_block", "fp8_block"), ("mxfp8", "mxfp8")]
 )
@@ -171,12 +176,12 @@ def test_the_exchange_at_reference_size_equals_the_cpu_twins(
         inputs = [cases.reference_input(seed + step, r, count, WORLD) for r, count in enumerate(counts)]
         handles = [d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(dispatchers, inputs, strict=True)]
         for rank, (d, handle) in enumerate(zip(dispatchers, handles, strict=True)):
-            arrived = d.dispatch_wait(handle)
+            arrived = d.dispatch_recv(handle)
             for name, expected in cases.what_arrived(arrived).items():
                 assert_same_bits(results[rank][step][name], expected, f"{name} of rank {rank} in step {step}")
             d.combine_send(cases.foretold_rows(arrived, 7168, rank), handle)
         for rank, (d, handle) in enumerate(zip(dispatchers, handles, strict=True)):
-            assert_same_bits(results[rank][step]["y"], d.combine_wait(handle), f"y of rank {rank} in step {step}")
+            assert_same_bits(results[rank][step]["y"], d.combine_recv(handle), f"y of rank {rank} in step {step}")
 
 
 @gpu
@@ -191,7 +196,7 @@ def test_a_rank_that_misses_a_replay_is_named_by_the_others_in_time(ranks: Any, 
     for outcome in run_once(cases.miss_a_replay, WORLD, seed, gpus=True, timeout=120):
         assert outcome.error is None, outcome.trace
         name, about, phase, text, seconds = outcome.result
-        assert (name, about, phase) == ("PeerTimeoutError", WORLD - 1, int(Phase.DISPATCH_WAIT)), text
+        assert (name, about, phase) == ("PeerTimeoutError", WORLD - 1, int(Phase.DISPATCH_RECV)), text
         assert f"rank {WORLD - 1} did not answer within 2 s" in text
         assert seconds < cases.TIMEOUT_S
         assert outcome.exitcode == 0
@@ -229,7 +234,7 @@ def test_a_rank_that_dies_is_named_by_the_others_in_time(ranks: Any, seed: int) 
     for outcome in outcomes[:-1]:
         assert outcome.error is None, outcome.trace
         name, about, phase, _, seconds = outcome.result
-        assert (name, about, phase) == ("PeerTimeoutError", WORLD - 1, int(Phase.DISPATCH_WAIT))
+        assert (name, about, phase) == ("PeerTimeoutError", WORLD - 1, int(Phase.DISPATCH_RECV))
         assert seconds < cases.TIMEOUT_S
         assert outcome.exitcode == 0
 

@@ -18,9 +18,10 @@ from moe_runtime.checkpoint_layouts import EXPERTS_KEY
 from moe_runtime.config import MoELayerConfig, ParallelConfig
 from moe_runtime.conversion import convert_checkpoint
 from moe_runtime.errors import PeerAbortedError, PeerTimeoutError
-from moe_runtime.layer import random_expert
-from moe_runtime.parallel import ExpertParallel, apply_expert_parallel, own_experts, without_experts
+from moe_runtime.layer_build import random_expert
+from moe_runtime.parallel import ExpertParallel, apply_expert_parallel
 from moe_runtime.reference import error_bound
+from moe_runtime.transformers_models import own_experts, without_experts
 from moe_runtime.weights import ExpertWeights
 from tests.comparison import assert_same_bits
 
@@ -208,7 +209,7 @@ def sizes_of_rank(rank: int, world: int, path: Path, ids: list[Any]) -> Any:
     plain, parallel = spread(path, max_tokens_per_rank=32)
     with parallel, parallel.join():
         expected = [plain(x).logits for x in ids[rank]]
-    model, parallel = spread(path, max_tokens_per_rank=8, step_sizes=(2, 5))
+    model, parallel = spread(path, max_tokens_per_rank=8, token_buckets=(2, 5))
     parallel.warm_up()
     assert all(d._stepped for layer in parallel.layers for d in layer.dispatchers.values())
     taken = []

@@ -256,5 +256,5 @@ def test_a_section_of_a_config_may_name_a_placement(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"placement\.file: .*placement\.json: text: expected a JSON object"):
         placement_from_config(section, 3, 2)
     for other in ({"spare_slots": 1}, {"load": "load.json"}):
-        with pytest.raises(ValueError, match="file: expected neither spare_slots nor load beside it"):
+        with pytest.raises(ValueError, match="file: expected neither spare_slots nor load with it"):
             PlacementConfig(file=str(file), **other)  # type: ignore[arg-type]

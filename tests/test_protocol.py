@@ -13,7 +13,8 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.dispatcher import DispatchedTokens, TokenDispatcher
+from moe_runtime.dispatch_handle import DispatchedTokens
+from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.geometry import ExchangeGeometry
 from tests.comparison import assert_same_bits
 from tests.exchange_data import RankInput, config, expected_combine, expected_groups, rank_input
@@ -30,7 +31,7 @@ FIVE, THREE = (True, True, False, True, True), (True, False, True)
 
 def make_dispatcher(context: ExpertParallelContext, fmt: str, mode: Any, max_tokens: int) -> TokenDispatcher:
     sizes = {"hidden_size": HIDDEN, "num_experts": EXPERTS, "top_k": TOP_K, "max_tokens_per_rank": max_tokens}
-    return TokenDispatcher.from_config(context, config(fmt, mode=mode, intermediate_size=HIDDEN, **sizes))
+    return TokenDispatcher.from_config(context, config(fmt, intermediate_size=HIDDEN, **sizes), mode=mode)
 
 
 def step_inputs(seed: int, epoch: int, world: int, most: int) -> list[RankInput]:
@@ -94,7 +95,7 @@ def run_rounds(
                     check_arrival(arrived, steps[i], local)
                     if combined:
                         watch.combine_send(expert_rows(arrived, rank), arrived)
-                        y = watch.combine_wait(arrived)
+                        y = watch.combine_recv(arrived)
                         assert_same_bits(y, expected_y(steps[i], dispatcher.geometry), f"y of round {number}")
                         ys.append(y)
                 if slow and not combined and rank == 0:
@@ -107,10 +108,10 @@ def run_rounds(
 @pytest.mark.parametrize(
     ("world", "engine", "fmt", "mode", "most", "rounds"),
     [
-        (2, "triton", "bf16", "indexed", 2, THREE),
-        (3, "torch", "mxfp8", "packed", 5, FIVE),
-        (8, "torch", "bf16", "indexed", 4, FIVE),
-        (8, "mixed", "nvfp4", "indexed", 1, THREE),
+        (2, "triton", "bf16", "gathered", 2, THREE),
+        (3, "torch", "mxfp8", "contiguous", 5, FIVE),
+        (8, "torch", "bf16", "gathered", 4, FIVE),
+        (8, "mixed", "nvfp4", "gathered", 1, THREE),
     ],
 )
 def test_slow_ranks_break_no_rule_and_change_no_bit(

@@ -23,20 +23,20 @@ pytestmark = pytest.mark.cpu_only
 MOST = 2
 PHASES = {
     "dispatch_send": Phase.DISPATCH_SEND,
-    "arrive": Phase.DISPATCH_WAIT,
+    "dispatch_recv": Phase.DISPATCH_RECV,
     "combine_send": Phase.COMBINE_SEND,
-    "combine_wait": Phase.COMBINE_WAIT,
+    "combine_recv": Phase.COMBINE_RECV,
 }
 DEATHS = {
-    "before dispatch_send": Phase.DISPATCH_WAIT,
+    "before dispatch_send": Phase.DISPATCH_RECV,
     "before dispatch_send, nothing combined": Phase.DISPATCH_SEND,
-    "before the 1st dispatch_flag": Phase.DISPATCH_WAIT,
-    "before the 2nd dispatch_flag": Phase.DISPATCH_WAIT,
-    "before arrive": Phase.COMBINE_WAIT,
-    "before combine_send": Phase.COMBINE_WAIT,
-    "before the 2nd combine_flag": Phase.COMBINE_WAIT,
-    "before combine_wait": Phase.DISPATCH_WAIT,
-    "after combine_wait": Phase.DISPATCH_WAIT,
+    "before the 1st dispatch_flag": Phase.DISPATCH_RECV,
+    "before the 2nd dispatch_flag": Phase.DISPATCH_RECV,
+    "before dispatch_recv": Phase.COMBINE_RECV,
+    "before combine_send": Phase.COMBINE_RECV,
+    "before the 2nd combine_flag": Phase.COMBINE_RECV,
+    "before combine_recv": Phase.DISPATCH_RECV,
+    "after combine_recv": Phase.DISPATCH_RECV,
 }
 """Where a rank dies, and the phase in which the others miss it. Its first flag goes to rank 0, which is then told of
 the failure by those that got none."""
@@ -48,7 +48,7 @@ def missed_in(death: str, world: int) -> Phase:
     """The phase in which the ranks that are left miss the last of `world`."""
     if world == 2 and "2nd" in death:
         # The one flag went to the one that is left.
-        return Phase.COMBINE_WAIT if "dispatch" in death else Phase.DISPATCH_WAIT
+        return Phase.COMBINE_RECV if "dispatch" in death else Phase.DISPATCH_RECV
     return DEATHS[death]
 
 
@@ -59,7 +59,7 @@ def lose_one(group: dist.ProcessGroup, engine: str, death: str, seed: int) -> No
         # Who dies and who is left in the end: interpreted kernels take long.
         engine = "triton" if rank in (0, world - 1) else "torch"
     context = ExpertParallelContext(group, transport="shared", engine=engine, timeout_s=7.5)
-    dispatcher = make_dispatcher(context, "bf16", "indexed", MOST)
+    dispatcher = make_dispatcher(context, "bf16", "gathered", MOST)
     clock = StandingClock(context, dead=world - 1)
     doomed = rank == world - 1
     combined = "nothing combined" not in death

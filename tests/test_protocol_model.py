@@ -12,7 +12,8 @@ import torch
 
 from moe_runtime.comm.signals import tag_of
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.dispatcher import DispatchHandle, TokenDispatcher
+from moe_runtime.dispatch_handle import DispatchHandle
+from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.virtual import virtual_contexts
 from tests.protocol_hooks import hooked
 from tests.protocol_model import RIGHT, Program, explore
@@ -149,10 +150,10 @@ def test_the_model_is_what_ranks_do(engine: str, world: int, has_tokens: bool) -
 
     def step() -> None:
         handles = each(send)
-        arrived = each(lambda rank, dispatcher: dispatcher.dispatch_wait(handles[rank]))
+        arrived = each(lambda rank, dispatcher: dispatcher.dispatch_recv(handles[rank]))
         outputs = [torch.zeros(a.capacity, 64) for a in arrived]
         each(lambda rank, dispatcher: dispatcher.combine_send(outputs[rank], handles[rank]))
-        each(lambda rank, dispatcher: dispatcher.combine_wait(handles[rank]))
+        each(lambda rank, dispatcher: dispatcher.combine_recv(handles[rank]))
 
     last = 4
     for recorder.epoch in range(1, last + 1):

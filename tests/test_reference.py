@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.formats import WEIGHT_FORMATS, token_format
+from moe_runtime.formats import WEIGHT_FORMATS, format_named
 from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
 from moe_runtime.reference import (
     SWIGLU_GAIN,
@@ -245,7 +245,7 @@ BUGS = ["gate and up swapped", "scale twice too large", "expert dropped", "block
 @pytest.mark.parametrize("bug", BUGS)
 @pytest.mark.parametrize("case", CASES, ids="-".join)
 def test_broken_layers_are_outside_the_bound(case: tuple[str, str, str], bug: str, seed: int) -> None:
-    if bug == "block scale off by one" and token_format(case[0]).scale_dtype is None:
+    if bug == "block scale off by one" and format_named(case[0]).scale_dtype is None:
         pytest.skip("bf16 tokens have no block scales")
     layer = random_layer(seed)
     error, _ = relative_error(quantized_layer(layer, *case, bug=bug), moe_reference(*layer))

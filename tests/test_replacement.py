@@ -23,12 +23,12 @@ from moe_runtime.context import ExpertParallelContext
 from moe_runtime.errors import MoERuntimeError, PeerTimeoutError, RoutingError
 from moe_runtime.formats import FORMATS
 from moe_runtime.kernels import reference_exchange
-from moe_runtime.layer import MoELayer, random_expert
+from moe_runtime.layer import MoELayer
+from moe_runtime.layer_build import random_expert
 from moe_runtime.placement import Placement, plan_placement
 from moe_runtime.prepared import PreparedWeights
 from moe_runtime.reference import error_bound, moe_reference, relative_error
-from moe_runtime.replacement import replace_experts
-from moe_runtime.virtual import VirtualRanks, virtual_contexts
+from moe_runtime.virtual import VirtualRanks, replace_experts, virtual_contexts
 from moe_runtime.weights import ExpertWeights
 from tests.comparison import assert_same_bits
 from tests.exchange_data import EXPERTS, HIDDEN, LAYERS, TOKENS, TOP_K, RankInput, config, placements, rank_input
@@ -250,7 +250,7 @@ def test_a_routing_error_names_the_id_that_the_router_gave(
         layer.context.allocate()
     mine = rank_input(seed, 0, 4, HIDDEN, EXPERTS, TOP_K).to(device)
     mine.topk_idx[2] = torch.tensor([9, ids[kind], -1])
-    layers[0].begin(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
+    layers[0]._send(mine.x, mine.topk_idx, mine.topk_weights)
     for layer in layers:
         with pytest.raises(RoutingError, match=rf"expert id {ids[kind]} of token 2 of rank 0 is out of range or twice"):
             layer.context.check_peers()
@@ -261,10 +261,10 @@ def test_a_step_that_began_before_a_replacement_is_refused(device: torch.device,
     plans = placements(2)
     with VirtualRanks(config(), 2, random_weights(seed), device=device, placement=plans[0]) as ranks:
         mine = rank_input(seed, 0, 4, HIDDEN, EXPERTS, TOP_K).to(device)
-        steps = [layer.begin(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights) for layer in ranks.layers]
+        sent = [layer._send(mine.x, mine.topk_idx, mine.topk_weights) for layer in ranks.layers]
         ranks.replace_experts(plans[1])
         with pytest.raises(ValueError, match="step: expected one that began after replace_experts"):
-            ranks.layers[0].compute(steps[0])
+            ranks.layers[0]._compute(sent[0])
 
 
 def propose(rank: int, world: int, kind: str, seed: int) -> tuple[str, str, list[torch.Tensor]]:
@@ -371,7 +371,7 @@ def fail_in_the_middle(
     layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
     if rank == 2:
         break_after(3, kind)
-    elif kind != "raises" and context.carrier is None:
+    elif kind != "raises" and context.host_transport is None:
         context.timeout_s = WITHOUT_ONE_S
     dist.barrier()
     start = time.monotonic()

@@ -14,7 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from moe_runtime.comm import nvshmem_world
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.dispatcher import DispatchedTokens, DispatchHandle, TokenDispatcher
+from moe_runtime.dispatch_handle import DispatchedTokens, DispatchHandle
+from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.launch import soak
 from moe_runtime.launch.soak_steps import KINDS, StepPlan, expected_offsets, multiplying_experts
 from moe_runtime.virtual import virtual_contexts
@@ -46,8 +47,7 @@ def test_every_format_comes_home_bit_for_bit(get_pool: Any, seed: int) -> None:
 def test_replays_over_nvshmem(fmt: str, get_pool: Any, seed: int) -> None:
     if nvshmem_world.problem():
         pytest.skip(f"NVSHMEM: {nvshmem_world.problem()}")
-    layers = [config(fmt, mode=mode) for mode in ("indexed", "packed")]
-    layers.append(config(fmt, max_tokens_per_rank=300, step_sizes=(5, 12)))
+    layers = [config(fmt, max_tokens_per_rank=300, token_buckets=(5, 12)), config(fmt)]
     for results in get_pool(torch.cuda.device_count(), gpus=True).run(soak_layers, layers, 200, seed, timeout=170):
         assert all(result.passed and result.replays == 2 * 175 for result in results), results
 
@@ -99,15 +99,15 @@ class Faulty(TokenDispatcher):
         self.calls, self.done = -1, []
 
     def dispatch_send(
-        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, leave_scales: bool = False
+        self, x: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor, *, scales_in_record: bool = False
     ) -> DispatchHandle:
         self.calls += 1
         if self.fault == "tokens change places" and self.calls in self.at:
             x = x.roll(1, 0)
-        return super().dispatch_send(x, topk_idx, topk_weights, leave_scales=leave_scales)
+        return super().dispatch_send(x, topk_idx, topk_weights, scales_in_record=scales_in_record)
 
-    def dispatch_wait(self, handle: DispatchHandle) -> DispatchedTokens:
-        arrived = super().dispatch_wait(handle)
+    def dispatch_recv(self, handle: DispatchHandle) -> DispatchedTokens:
+        arrived = super().dispatch_recv(handle)
         if self.calls in self.at:
             total = int(arrived.group_offsets[-1])
             assert total > 0
@@ -124,7 +124,7 @@ def soak_with_a_fault(rank: int, world: int, fault: str, at: set[int], seed: int
     Faulty.fault, Faulty.at = fault, at if rank == 0 else set()
     with ExpertParallelContext(timeout_s=60) as context, pytest.MonkeyPatch.context() as patch:
         patch.setattr(soak, "TokenDispatcher", Faulty)
-        return soak.Soak(soak.make_dispatchers(config("bf16", mode="indexed"), context), seed, STEPS).run()
+        return soak.Soak(soak.make_dispatchers(config("bf16"), context), seed, STEPS).run()
 
 
 def busy_steps(seed: int, world: int, steps: int) -> list[int]:
@@ -161,11 +161,13 @@ def test_the_program_under_torchrun(tmp_path: Path) -> None:
     (tmp_path / "tiny.yaml").write_text(TINY.format(layer="token_format: mxfp8"))
     file = tmp_path / "soak.json"
     arguments = ("--config", tmp_path / "tiny.yaml", "--steps", 50, "--format", "nvfp4", "--combine-format", "mxfp8")
-    done = program("soak", *arguments, "--mode", "packed", "--step-sizes", 2, 9, "--json", file, launcher=TWO_RANKS)
+    done = program(
+        "soak", *arguments, "--mode", "contiguous", "--token-buckets", 2, 9, "--json", file, launcher=TWO_RANKS
+    )
     assert done.returncode == 0, done.stdout + done.stderr
     assert (
-        "tokens nvfp4, combine mxfp8, packed, steps of at most 2 or 9 or 16 tokens; 2 rank(s) on cpu, transport shared"
-        in done.stdout
+        "tokens nvfp4, combine mxfp8, contiguous rows, steps of at most 2 or 9 or 16 tokens; 2 rank(s) on cpu, "
+        "transport shared" in done.stdout
     )
     report = json.loads(file.read_text())
     assert report["kind"] == "soak", "what launch.tables knows other files by"
@@ -200,7 +202,7 @@ def test_the_program_of_one_rank_repeats_and_says_what_is_wrong(
         (("--steps", "0"), "--steps: expected at least 1, got 0"),
         (("--json", "no/such/folder/file.json"), "--json: no folder no/such/folder"),
         (("--tokens", "0"), "--tokens: expected at least 1, got 0"),
-        (("--step-sizes", "4", "0"), "--step-sizes: expected at least 1 each, got 0"),
+        (("--token-buckets", "4", "0"), "--token-buckets: expected at least 1 each, got 0"),
     ],
 )
 def test_mistakes_are_one_line(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:

@@ -15,7 +15,7 @@ from moe_runtime.conversion import convert_checkpoint
 from moe_runtime.converted_experts import TARGET_LAYOUTS
 from moe_runtime.expert_readers import dense
 from moe_runtime.formats import WEIGHT_FORMATS
-from moe_runtime.loading import QuantRoom, quantize_experts
+from moe_runtime.loading import QuantBuffer, quantize_experts
 from moe_runtime.reference import error_bound
 from moe_runtime.tensor_files import BEGINNING_BYTES, SafetensorsFile
 from moe_runtime.tensor_writer import TensorWriter
@@ -307,14 +307,14 @@ def test_rows_of_gate_and_up_are_read_into_their_place(fmt: str, tmp_path: Path,
     convert_checkpoint(source, target, fmt)
     with Checkpoint(target) as checkpoint:
         config = checkpoint.layer_config(0, max_tokens_per_rank=1)
-        rooms = checkpoint.rooms(0, fmt, EXPERTS, cpu)
-        found = quantize_experts(checkpoint.experts(0, range(EXPERTS), rooms), config, EXPERTS, cpu, rooms)
+        buffers = checkpoint.quant_buffers(0, fmt, EXPERTS, cpu)
+        found = quantize_experts(checkpoint.experts(0, range(EXPERTS), buffers), config, EXPERTS, cpu, buffers)
         fresh = quantize_experts(checkpoint.experts(0, range(EXPERTS)), config, EXPERTS, cpu)
         assert checkpoint.reader(0).holds(WEIGHT_FORMATS[fmt]) == (fmt != "fp8_block")
-        for room, got, want in zip(rooms, found, fresh, strict=True):
+        for buffer, got, want in zip(buffers, found, fresh, strict=True):
             if fmt != "fp8_block":
-                assert isinstance(room, QuantRoom) and room.tensor is not None
-                assert got.quants.data_ptr() == room.tensor.data_ptr()
+                assert isinstance(buffer, QuantBuffer) and buffer.tensor is not None
+                assert got.quants.data_ptr() == buffer.tensor.data_ptr()
             assert_same_bits(got.quants, want.quants)
             assert_same_bits(got.scales, want.scales)
             assert_same_bits(got.bias, want.bias)

@@ -207,11 +207,11 @@ SAFEGUARDS = [
         BOTH,
         FAILS,
     ),
-    # `combine_wait` may find the same beside it, have the latch, and not have told anyone yet.
+    # `combine_recv` may find the same beside it, have the latch, and not have told anyone yet.
     Safeguard(
         "stale_waits",
         COMBINE,
-        "// It may be `combine_wait` that has found it, and tells of it.\n      await_told(x);",
+        "// It may be `combine_recv` that has found it, and tells of it.\n      await_told(x);",
         "rank 1 takes partial of epoch 0 from rank 0 in 1",
         LATE,
         BOTH,

@@ -12,7 +12,7 @@ import torch
 
 from moe_runtime.config import MoELayerConfig, SharedExpertConfig
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.dispatcher import DispatchedTokens
+from moe_runtime.dispatch_handle import DispatchedTokens
 from moe_runtime.errors import PeerAbortedError
 from moe_runtime.layer import MoELayer
 from moe_runtime.metrics import PhaseTimes
@@ -29,23 +29,19 @@ def make(c: MoELayerConfig, seed: int, device: torch.device) -> VirtualRanks:
 
 
 def test_stages_one_by_one_are_the_whole(device: torch.device, seed: int) -> None:
-    """In whatever order ranks come to a stop; with a shared output, which is added where tokens come home."""
+    """In whatever order ranks take their turns; with a shared output, which is added where tokens come home."""
     inputs = [rank_input(seed, rank, (TOKENS, 0, 5)[rank], HIDDEN, EXPERTS, TOP_K).to(device) for rank in range(3)]
     found = []
     for order in ((0, 1, 2), (2, 0, 1)):
         with make(config("fp8_block"), seed, device) as ranks:
-            stages = [
-                layer.stages(i.x, topk_idx=i.topk_idx, topk_weights=i.topk_weights, shared=i.x.flip(0))
-                for layer, i in zip(ranks.layers, inputs, strict=True)
-            ]
-            ended: dict[int, torch.Tensor] = {}
-            while len(ended) < 3:
-                for rank in order:
-                    try:
-                        next(stages[rank])
-                    except StopIteration as end:
-                        ended[rank] = end.value
-            found.append([ended[rank] for rank in range(3)])
+            layers = ranks.layers
+            sent = {
+                r: layers[r]._send(inputs[r].x, inputs[r].topk_idx, inputs[r].topk_weights, inputs[r].x.flip(0))
+                for r in order
+            }
+            computed = {rank: layers[rank]._compute(sent[rank]) for rank in order}
+            ys = {rank: layers[rank]._receive(computed[rank]) for rank in order}
+            found.append([ys[rank] for rank in range(3)])
     with make(config("fp8_block"), seed, device) as ranks:
         # What comes home from each rank by itself.
         parts = []
@@ -74,7 +70,7 @@ def test_router_shared_expert_load_and_times_see_every_token(
         assert layer(x).shape == x.shape
         assert sum(counters.read().expert_tokens) == 10 * TOP_K
         times = layer.times.milliseconds()
-        for name in ("dispatch_send", "shared_expert", "dispatch_wait", "experts", "combine_send", "combine_wait"):
+        for name in ("dispatch_send", "shared_expert", "dispatch_recv", "experts", "combine_send", "combine_recv"):
             assert len(times[name]) == 1, name
 
 
@@ -84,10 +80,10 @@ def test_what_is_sent_is_kept_until_the_step_ends(device: torch.device, seed: in
         given = {name: getattr(mine, name).clone() for name in ("x", "topk_idx", "topk_weights")}
         addresses = {name: tensor.data_ptr() for name, tensor in given.items()}
         ends = [weakref.ref(given["topk_idx"]), weakref.ref(given["topk_weights"])]
-        begun = ranks.layers[0].begin(given.pop("x"), **given)
+        sent = ranks.layers[0]._send(given.pop("x"), **given)
         given.clear()
         assert all(end() is not None for end in ends)
-        assert begun.sent[0].data_ptr() == addresses["x"]
+        assert sent.tokens.data_ptr() == addresses["x"]
 
 
 def test_mistakes_are_named(device: torch.device, seed: int) -> None:
@@ -102,7 +98,7 @@ def test_mistakes_are_named(device: torch.device, seed: int) -> None:
         with make(config(), seed, device) as ranks:
             weights = torch.rand(topk_idx.shape, device=device)
             with pytest.raises(ValueError, match=message):
-                next(ranks.layers[0].stages(x, topk_idx=topk_idx, topk_weights=weights))
+                ranks.layers[0]._send(x, topk_idx, weights)
             with pytest.raises(PeerAbortedError, match=message.split(":")[0]):
                 ranks.layers[1](mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
                 # On a GPU it is kernels that hear of it, whenever they run.
@@ -117,7 +113,9 @@ def test_a_second_thread_is_refused_and_changes_nothing(seed: int) -> None:
         layer.load_random(seed)
         other.load_random(seed)
         wanted = layer(x)
-        step = other.begin(x)
+        with pytest.warns(DeprecationWarning, match="MoELayer.begin goes"):
+            step = other.begin(x)
+        handle = step.sent.handle
         routed = layer.router(x)
         calls = {
             "forward": lambda: layer(x),
@@ -128,10 +126,10 @@ def test_a_second_thread_is_refused_and_changes_nothing(seed: int) -> None:
             "replace_experts": lambda: layer.replace_experts(None),
             "dispatch": lambda: other.dispatcher.dispatch(x, *routed),
             "dispatch_send": lambda: other.dispatcher.dispatch_send(x, *routed),
-            "dispatch_wait": lambda: other.dispatcher.dispatch_wait(step.handle),
-            "combine": lambda: other.dispatcher.combine(x, step.handle),
-            "combine_send": lambda: other.dispatcher.combine_send(x, step.handle),
-            "combine_wait": lambda: other.dispatcher.combine_wait(step.handle),
+            "dispatch_recv": lambda: other.dispatcher.dispatch_recv(handle),
+            "combine": lambda: other.dispatcher.combine(x, handle),
+            "combine_send": lambda: other.dispatcher.combine_send(x, handle),
+            "combine_recv": lambda: other.dispatcher.combine_recv(handle),
         }
         refused: list[str] = []
         experts = layer.experts
@@ -203,11 +201,11 @@ def test_stages_may_differ_in_their_mode(device: torch.device, seed: int) -> Non
         wanted = layer(x)
         for inside in range(3):
             with torch.inference_mode(inside == 0):
-                step = layer.begin(x)
+                sent = layer._send(x)
             with torch.inference_mode(inside == 1):
-                layer.compute(step)
+                computed = layer._compute(sent)
             with torch.inference_mode(inside == 2):
-                assert_same_bits(layer.finish(step), wanted, f"stage {inside} in inference mode")
+                assert_same_bits(layer._receive(computed), wanted, f"stage {inside} in inference mode")
 
 
 @pytest.mark.gpu

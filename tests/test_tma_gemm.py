@@ -12,7 +12,7 @@ import pytest
 import torch
 import triton
 
-from moe_runtime.formats import BF16, FORMATS, FP8_BLOCK, token_format
+from moe_runtime.formats import BF16, FORMATS, FP8_BLOCK, format_named
 from moe_runtime.grouped import GroupedRows
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels import tma_gemm as tma
@@ -429,5 +429,5 @@ def test_unsupported_operands_are_refused(rng: torch.Generator, device: torch.de
     w = random_weights("bf16", 2, 64, 128, rng, device, gate_up=True)
     a = make_rows("bf16", [3], 128, rng, device, num_experts=2)
     with pytest.raises(ValueError, match="out_format"):
-        tma.grouped_gemm_swiglu(a, w, SwiGLU(), out_format=token_format("mxfp8"))
+        tma.grouped_gemm_swiglu(a, w, SwiGLU(), out_format=format_named("mxfp8"))
     assert bits(tma.grouped_gemm(a, w)).shape == (3, 64)

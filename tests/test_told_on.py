@@ -7,7 +7,7 @@ import torch
 
 from moe_runtime.comm.failures import encode_abort, find_failure, write_abort
 from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, REASON_WORDS
-from moe_runtime.dispatcher import DispatchHandle
+from moe_runtime.dispatch_handle import DispatchHandle
 from moe_runtime.errors import ErrorCode, PeerAbortedError, Phase
 from moe_runtime.kernels import exchange_plan, hopper_exchange
 from tests.emulator import Emulator, needs_emulator
@@ -21,7 +21,7 @@ SETTINGS = {"hidden_size": 128, "num_experts": 5, "top_k": 2, "max_tokens_per_ra
 REASON = "x: expected at most 4 tokens, got 5"
 
 
-@pytest.mark.parametrize("mode", ["packed", "indexed"])
+@pytest.mark.parametrize("mode", ["contiguous", "gathered"])
 @pytest.mark.parametrize("engine", ENGINES)
 def test_ranks_that_are_told_tell_it_on(
     engine: str, mode: str, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
@@ -55,9 +55,9 @@ def test_ranks_that_are_told_tell_it_on(
 
 def test_what_is_told_on_reads_as_from_whom_it_came() -> None:
     quiet = [0] * ABORT_WORDS
-    told_on = [int(ErrorCode.TIMEOUT), int(Phase.COMBINE_WAIT), 7, 1, 5000, 0, 1 + 3, 0]
+    told_on = [int(ErrorCode.TIMEOUT), int(Phase.COMBINE_RECV), 7, 1, 5000, 0, 1 + 3, 0]
     failure = find_failure([0] * ERROR_WORDS, [quiet, quiet, told_on, quiet], str)
-    assert str(failure) == "rank 3, combine_wait of epoch 7: rank 1 did not answer within 5 s"
+    assert str(failure) == "rank 3, combine_recv of epoch 7: rank 1 did not answer within 5 s"
 
 
 TELLS_LATE = "store_release(x.error, code);"
@@ -80,7 +80,7 @@ def used_too_late(seed: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(hopper_exchange, "most_sms", lambda device, limit=None: min(3, limit or 3))
     forget_plans()
     settings = {"hidden_size": 1152, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 33}
-    settings |= {"token_format": "bf16", "mode": "packed"}
+    settings |= {"token_format": "bf16", "mode": "contiguous"}
     cpu = torch.device("cpu")
     twins, kernels = Ranks(2, cpu, "torch", **settings), Ranks(2, cpu, HOPPER, **settings)
     inputs = [rank_input(seed, rank, 33, 1152, 4, 2) for rank in range(2)]
@@ -91,7 +91,7 @@ def used_too_late(seed: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
             tokens = (data.x, data.topk_idx, data.topk_weights)
             handles = [dispatcher.dispatch_send(*(tensor[:0] for tensor in tokens)) for _ in range(3)]
             handles.append(dispatcher.dispatch_send(*tokens))
-            found.append(dispatcher.dispatch_wait(handles[0 if rank == 1 else 3]))
+            found.append(dispatcher.dispatch_recv(handles[0 if rank == 1 else 3]))
     assert int(kernels.contexts[1].error[0]) == ErrorCode.STALE_HANDLE
     if int(kernels.contexts[0].error[0]) == 0:
         wanted = twins.dispatch(inputs)[0]
@@ -127,7 +127,7 @@ def test_flags_come_after_a_failure_of_arrival(
 
 def fails_ahead(seed: int, emulator: Emulator) -> None:
     """Rank 0 fails in its third step while rank 1 takes the tokens of the first, which lie in the same half."""
-    settings = {**SETTINGS, "token_format": "nvfp4", "mode": "packed"}
+    settings = {**SETTINGS, "token_format": "nvfp4", "mode": "contiguous"}
     cpu = torch.device("cpu")
     twins, kernels = Ranks(2, cpu, "torch", **settings), Ranks(2, cpu, HOPPER, **settings)
     steps = [[rank_input(seed + 2 * step + rank, rank, 4, 128, 5, 2) for rank in range(2)] for step in range(3)]
@@ -139,12 +139,12 @@ def fails_ahead(seed: int, emulator: Emulator) -> None:
 
     first = [send(rank, 0) for rank in range(2)]
     send(0, 1)
-    kernels.dispatchers[0].dispatch_wait(first[0])
+    kernels.dispatchers[0].dispatch_recv(first[0])
     with emulator.together() as choose:
         choose(0)
         send(0, 2)
         choose(1)
-        found = kernels.dispatchers[1].dispatch_wait(first[1])
+        found = kernels.dispatchers[1].dispatch_recv(first[1])
     error = kernels.contexts[1].error.tolist()
     if error[0] != 0:
         assert error[:3] == [ErrorCode.ROUTING, 0, Phase.DISPATCH_SEND], error

@@ -141,6 +141,7 @@ def test_a_router_that_was_moved_away_is_named(device: torch.device) -> None:
         layer(x)
 
 
+@pytest.mark.filterwarnings("ignore:MoELayer:DeprecationWarning")
 def test_a_compiled_model_takes_any_number_of_tokens(device: torch.device) -> None:
     """Dynamo, inside of a step, made a tensor too small from the second number of tokens on."""
     layer = made(device, shared_expert=None)

@@ -36,7 +36,7 @@ def check_trace(found: dict[str, Any], recordings: int, results: list[dict[str, 
     names = {e["pid"]: e["args"]["name"] for e in found["traceEvents"] if e["name"] == "process_name"}
     assert sorted(names.values()) == ["rank 0: host", "rank 0: layer", "rank 1: host", "rank 1: layer"]
     events = [event | {"by": names[event["pid"]]} for event in found["traceEvents"] if event["ph"] == "X"]
-    phases = ["dispatch_send", "dispatch_wait", "experts", "gate_up", "down", "combine_send", "combine_wait"]
+    phases = ["dispatch_send", "dispatch_recv", "experts", "gate_up", "down", "combine_send", "combine_recv"]
     wholes = {rank: [e for e in events if e["by"] == f"rank {rank}: layer"] for rank in (0, 1)}
     layers = [r for r in results if r["phases"]]
     assert len(layers) == recordings

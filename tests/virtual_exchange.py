@@ -12,7 +12,8 @@ import torch
 
 from moe_runtime.comm.private_heap import PrivateHeap
 from moe_runtime.context import ExpertParallelContext
-from moe_runtime.dispatcher import DispatchedTokens, TokenDispatcher
+from moe_runtime.dispatch_handle import DispatchedTokens
+from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.kernels import hopper_exchange
 from moe_runtime.kernels.reference_quantize import quantize_rows
 from tests.comparison import assert_same_bits
@@ -84,7 +85,7 @@ class Ranks:
             self.others = [TokenDispatcher(context, **settings) for context in self.contexts]  # type: ignore[arg-type]
         for dispatcher in (*self.dispatchers, *self.others):
             if engine == HOPPER and device.type == "cpu":
-                dispatcher._exchange = hopper_exchange
+                dispatcher._backend = hopper_exchange
         for context in self.contexts:
             context.allocate()
         for heap in heaps:
@@ -96,7 +97,7 @@ class Ranks:
         handles = [
             d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(self.dispatchers, inputs, strict=True)
         ]
-        return [d.dispatch_wait(handle) for d, handle in zip(self.dispatchers, handles, strict=True)]
+        return [d.dispatch_recv(handle) for d, handle in zip(self.dispatchers, handles, strict=True)]
 
     def combine(
         self, arrived: list[DispatchedTokens], outputs: list[torch.Tensor], shared: list[torch.Tensor] | None = None
@@ -104,7 +105,7 @@ class Ranks:
         for d, a, output in zip(self.dispatchers, arrived, outputs, strict=True):
             d.combine_send(output, a.handle)
         return [
-            d.combine_wait(a.handle, shared=None if shared is None else shared[rank])
+            d.combine_recv(a.handle, shared=None if shared is None else shared[rank])
             for rank, (d, a) in enumerate(zip(self.dispatchers, arrived, strict=True))
         ]
 

@@ -23,13 +23,13 @@ from tests.waiting import synchronize
 
 SIZES = (3, 20)
 LARGEST = 270
-"""Above `INDEXED_MAX_TOKENS`: mode `auto` is `packed` for some formats, and never for the smaller sizes."""
+"""Above `GATHERED_MAX_TOKENS`: rows are contiguous in some formats, and never in the smaller buckets."""
 
 CASES = [
-    config("nvfp4", max_tokens_per_rank=LARGEST, step_sizes=SIZES),
-    config("fp8_block", max_tokens_per_rank=LARGEST, step_sizes=SIZES, combine_format="fp8_block"),
-    config("mxfp8", max_tokens_per_rank=LARGEST, step_sizes=(1, LARGEST, *SIZES, 999), mode="packed"),
-    config("bf16", max_tokens_per_rank=LARGEST, step_sizes=SIZES, weight_format="nvfp4", expert_row_capacity=200),
+    config("nvfp4", max_tokens_per_rank=LARGEST, token_buckets=SIZES),
+    config("fp8_block", max_tokens_per_rank=LARGEST, token_buckets=SIZES, combine_format="fp8_block"),
+    config("mxfp8", max_tokens_per_rank=LARGEST, token_buckets=(1, LARGEST, *SIZES, 999)),
+    config("bf16", max_tokens_per_rank=LARGEST, token_buckets=SIZES, weight_format="nvfp4", expert_row_capacity=200),
 ]
 COUNTS = ((20, 0, 7), (3, 3, 0), (21, 1, 0), (0, 0, 0), (0, 2, 1), (4, 20, 5), (1, 0, 0))
 """Tokens of each rank, step by step: sizes change from each to the next."""
@@ -78,7 +78,7 @@ def virtual_results(
 @pytest.mark.parametrize("c", CASES, ids=lambda c: c.token_format)
 def test_no_bit_depends_on_the_size_of_the_step(c: MoELayerConfig, world: int, device: torch.device, seed: int) -> None:
     """Beside a layer that has no sizes, as its memory begins with what its largest steps left there."""
-    plain = c.replace(step_sizes=())
+    plain = c.replace(token_buckets=())
     expected = virtual_results(plain, world, seed, told=False, device=device)
     for ys, wanted in zip(virtual_results(c, world, seed, told=True, device=device), expected, strict=True):
         for y, want in zip(ys, wanted, strict=True):
@@ -87,9 +87,9 @@ def test_no_bit_depends_on_the_size_of_the_step(c: MoELayerConfig, world: int, d
 
 def test_no_bit_depends_on_it_with_kernels(device: torch.device, seed: int) -> None:
     """Interpreted where there is no GPU: few tokens."""
-    c = config("nvfp4", max_tokens_per_rank=5, step_sizes=(2,))
+    c = config("nvfp4", max_tokens_per_rank=5, token_buckets=(2,))
     settings: dict[str, Any] = {"counts": ((5, 0, 2), (1, 2, 2), (0, 1, 3)), "device": device, "engine": "triton"}
-    expected = virtual_results(c.replace(step_sizes=()), 2, seed, told=False, **settings)
+    expected = virtual_results(c.replace(token_buckets=()), 2, seed, told=False, **settings)
     found = virtual_results(c, 2, seed, told=True, **settings)
     for y, want in zip(itertools.chain(*found), itertools.chain(*expected), strict=True):
         assert_same_bits(y, want)
@@ -106,13 +106,13 @@ def test_no_bit_depends_on_a_warm_up(c: MoELayerConfig, device: torch.device, se
 
 
 def test_a_warm_up_steps_in_every_size_and_is_not_counted(device: torch.device, seed: int) -> None:
-    c = config("nvfp4", max_tokens_per_rank=6, step_sizes=(2, 3), expert_row_capacity=1)
+    c = config("nvfp4", max_tokens_per_rank=6, token_buckets=(2, 3), expert_row_capacity=1)
     with VirtualRanks(c, 2, lambda layer: layer.load_random(seed), device=device) as ranks:
         layer = ranks.layers[0]
         counters, times = layer.count_steps(), PhaseTimes(device)
         layer.times = times
         ranks.warm_up()
-        assert int(layer.context.epoch) == 3 * len(c.all_step_sizes)
+        assert int(layer.context.epoch) == 3 * len(c.all_token_buckets)
         assert all(dispatcher._stepped for dispatcher in layer.dispatchers.values())
         assert (layer.counters, layer.times) == (counters, times)
         assert counters.read().steps == 0 and times.milliseconds() == {}
@@ -150,7 +150,7 @@ def test_after_a_warm_up_nothing_is_compiled(
         layer.warm_up()
         loaded = nvrtc._loaded.cache_info().misses
         monkeypatch.setattr(triton.knobs.runtime, "jit_cache_hook", note)
-        for counted, count in itertools.product((False, True), (1, *c.all_step_sizes)):
+        for counted, count in itertools.product((False, True), (1, *c.all_token_buckets)):
             if counted:
                 layer.count_steps()
             data, graph = rank_input(seed, 0, count, HIDDEN, EXPERTS, TOP_K).to(device), torch.cuda.CUDAGraph()
@@ -167,38 +167,35 @@ def test_after_a_warm_up_nothing_is_compiled(
 
 
 def test_the_smallest_size_with_room_is_taken(device: torch.device, seed: int) -> None:
-    assert CASES[2].all_step_sizes == (1, 3, 20, LARGEST)
+    assert CASES[2].all_token_buckets == (1, 3, 20, LARGEST)
     with VirtualRanks(CASES[2], 2, lambda layer: layer.load_random(seed), device=device) as ranks:
         layer = ranks.layers[0]
-        assert tuple(layer.dispatchers) == CASES[2].all_step_sizes
+        assert tuple(layer.dispatchers) == CASES[2].all_token_buckets
         wanted = {0: 1, 1: 1, 2: 3, 3: 3, 4: 20, 20: 20, 21: LARGEST, LARGEST: LARGEST, None: LARGEST}
         for max_tokens, size in wanted.items():
-            begun = [
-                rank.begin(torch.zeros(0, HIDDEN, dtype=torch.bfloat16, device=device), max_tokens=max_tokens)
-                for rank in ranks.layers
-            ]
-            assert begun[0].handle.geometry.max_tokens == size
-            assert begun[0].dispatcher is layer.dispatchers[size]
-            for step in begun:
-                step.compute()
-            for step in begun:
-                step.gather()
+            none = torch.zeros(0, HIDDEN, dtype=torch.bfloat16, device=device)
+            sent = [rank._send(none, max_tokens=max_tokens) for rank in ranks.layers]
+            assert sent[0].handle.geometry.max_tokens == size
+            assert sent[0].dispatcher is layer.dispatchers[size]
+            computed = [rank._compute(one) for rank, one in zip(ranks.layers, sent, strict=True)]
+            for rank, one in zip(ranks.layers, computed, strict=True):
+                rank._receive(one)
         largest = max(dispatcher.geometry.half_bytes()["landing"] for dispatcher in layer.dispatchers.values())
         assert largest == layer.dispatcher.geometry.half_bytes()["landing"]
 
 
 def test_on_one_rank_the_tokens_of_a_step_are_known(device: torch.device, seed: int) -> None:
-    c = config("nvfp4", max_tokens_per_rank=LARGEST, step_sizes=SIZES)
+    c = config("nvfp4", max_tokens_per_rank=LARGEST, token_buckets=SIZES)
     with ExpertParallelContext(device=device, transport="private") as context:
-        layer, plain = MoELayer(c, context), MoELayer(c.replace(step_sizes=()), context)
+        layer, plain = MoELayer(c, context), MoELayer(c.replace(token_buckets=()), context)
         for made in (layer, plain):
             made.load_random(seed)
         for count, size in ((0, 3), (3, 3), (4, 20), (20, 20), (21, LARGEST)):
             data = rank_input(seed, 0, count, HIDDEN, EXPERTS, TOP_K).to(device)
-            step = layer.begin(data.x, topk_idx=data.topk_idx, topk_weights=data.topk_weights)
-            assert step.dispatcher is layer.dispatchers[size]
-            layer.compute(step)
-            assert_same_bits(layer.finish(step), plain(data.x, topk_idx=data.topk_idx, topk_weights=data.topk_weights))
+            sent = layer._send(data.x, data.topk_idx, data.topk_weights)
+            assert sent.dispatcher is layer.dispatchers[size]
+            y = layer._receive(layer._compute(sent))
+            assert_same_bits(y, plain(data.x, topk_idx=data.topk_idx, topk_weights=data.topk_weights))
 
 
 @pytest.mark.parametrize("wrong", [2, -1, LARGEST + 1, 20.0, True, "20"])
@@ -217,17 +214,17 @@ def test_a_wrong_number_of_tokens_is_named_and_told_to_the_peers(wrong: Any, dev
 
 @pytest.mark.parametrize("engine", ["auto", "triton"])
 def test_ranks_that_say_other_sizes_are_told_so(engine: str, device: torch.device, seed: int) -> None:
-    c = config("nvfp4", max_tokens_per_rank=6, step_sizes=(2,))
+    c = config("nvfp4", max_tokens_per_rank=6, token_buckets=(2,))
     with VirtualRanks(c, 2, lambda layer: layer.load_random(seed), device=device, engine=engine) as ranks:
         inputs = [rank_input(seed, r, 2, HIDDEN, EXPERTS, TOP_K).to(device) for r in range(2)]
         parts = [{"topk_idx": data.topk_idx, "topk_weights": data.topk_weights} for data in inputs]
-        begun = [
-            layer.begin(data.x, **part, max_tokens=most)
+        sent = [
+            layer._send(data.x, **part, max_tokens=most)
             for layer, data, part, most in zip(ranks.layers, inputs, parts, (2, 3), strict=True)
         ]
-        for step in begun:
+        for layer, one in zip(ranks.layers, sent, strict=True):
             with pytest.raises(StepMismatchError, match=r"in exchange .* same order, with equal max_tokens"):
-                step.compute()
+                layer._compute(one)
                 ranks.contexts[0].check_peers()
         synchronize(device)
         with pytest.raises(StepMismatchError):
@@ -241,7 +238,7 @@ def test_what_belongs_to_the_layer_is_that_of_all_sizes(device: torch.device, se
     with (
         VirtualRanks(c, 2, lambda layer: layer.load_random(seed), device=device, placement=first) as ranks,
         VirtualRanks(
-            c.replace(step_sizes=()), 2, lambda layer: layer.load_random(seed), device=device, placement=first
+            c.replace(token_buckets=()), 2, lambda layer: layer.load_random(seed), device=device, placement=first
         ) as plain,
     ):
         counters = [[layer.count_steps() for layer in made.layers] for made in (ranks, plain)]
@@ -279,14 +276,14 @@ def run_layers(rank: int, world: int, configs: list[MoELayerConfig], seed: int, 
 def test_processes_give_the_same_bits(transport: str, get_pool: Any, seed: int) -> None:
     results = get_pool(3).run(run_layers, CASES, seed, transport, timeout=120)
     for number, c in enumerate(CASES):
-        for step, wanted in enumerate(virtual_results(c.replace(step_sizes=()), 3, seed, told=False)):
+        for step, wanted in enumerate(virtual_results(c.replace(token_buckets=()), 3, seed, told=False)):
             for rank, want in enumerate(wanted):
                 assert_same_bits(results[rank][number][step], want, f"layer {number}, step {step}, rank {rank}")
 
 
 def disagree(rank: int, world: int) -> str:
     with ExpertParallelContext(timeout_s=30) as context:
-        MoELayer(config(max_tokens_per_rank=40, step_sizes=(8,) if rank else (9,)), context)
+        MoELayer(config(max_tokens_per_rank=40, token_buckets=(8,) if rank else (9,)), context)
         try:
             context.allocate()
         except ValueError as error:
@@ -297,4 +294,4 @@ def disagree(rank: int, world: int) -> str:
 @pytest.mark.cpu_only
 def test_ranks_with_other_sizes_are_told_so(get_pool: Any) -> None:
     for text in get_pool(2).run(disagree):
-        assert text == "agree: ranks disagree on step_sizes (layer 0): rank 0: (9,), rank 1: (8,)"
+        assert text == "agree: ranks disagree on token_buckets (layer 0): rank 0: (9,), rank 1: (8,)"

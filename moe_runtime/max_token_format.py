@@ -1,104 +1,22 @@
-"""How a token travels: byte layouts of messages, in any format, whose fields never overlap and are each aligned.
+"""The token message of MAX's `NVFP4TokenFormat`, generalised to the other formats, with the names of MAX.
 
-`RecordLayout` is what the dispatcher sends. `TokenMessage` is the message of MAX's `NVFP4TokenFormat`, generalised
-to the other formats, with the names it has there: written and read with tensor operations, one or many at a time.
+Messages are written and read with tensor operations, one or many at a time. The dispatcher does not use them: its wire
+record is `moe_runtime.record.RecordLayout`.
 """
 
 from __future__ import annotations
-
-from dataclasses import dataclass
-from functools import cached_property
 
 import torch
 
 from moe_runtime import plan
 from moe_runtime.arguments import check_is_tensor
-from moe_runtime.formats import MAX_ENCODE_SCALE, NVFP4, QuantizedRows, TokenFormat, align, ceil_div, token_format
+from moe_runtime.formats import MAX_ENCODE_SCALE, NVFP4, QuantizedRows, TokenFormat, align, ceil_div, format_named
 from moe_runtime.kernels.quantize import check_gsf, quantize_rows
 from moe_runtime.kernels.reference_quantize import copy_as, raw_bits
-
-DEFAULT_ALIGNMENT = 16
-RECORD_ALIGNMENT = 128
-NO_EXPERT = 65535
-"""The uint16 that stands for the expert id -1."""
+from moe_runtime.record import DEFAULT_ALIGNMENT, NO_EXPERT, check_alignment, check_is_int, check_top_k
 
 INTEGERS = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.int64)
 """Dtypes of indices that int64 holds."""
-
-
-@dataclass(frozen=True)
-class RecordLayout:
-    """Byte offsets of the fields of the dispatcher's record of one token, each a multiple of `alignment`.
-
-    Record: `[quants | scales, linear | row scale f32 | source i32 | top-k ids u16 | top-k weights f32]`, in whole
-    multiples of 128 bytes. The row scale is there only in formats that have one; in the others its field is empty
-    (`row_scale_offset == source_offset`), as is the field of the scales in bf16. An id of 65535 means none.
-
-    >>> layout = RecordLayout(NVFP4, hidden=64, top_k=2)
-    >>> layout.scales_offset, layout.row_scale_offset, layout.source_offset, layout.ids_offset, layout.weights_offset
-    (32, 48, 64, 80, 96)
-    >>> layout.record_bytes
-    128
-
-    Attributes:
-        format: number format of the token (a name is looked up).
-        hidden: numbers in a token, whole blocks of the format.
-        top_k: experts of a token.
-        alignment: bytes, a power of two from 4 to 128.
-    """
-
-    format: TokenFormat
-    hidden: int
-    top_k: int
-    alignment: int = DEFAULT_ALIGNMENT
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "format", token_format(self.format))
-        for name in ("hidden", "top_k", "alignment"):
-            _check_is_int(name, getattr(self, name))
-        self.format.check_columns(self.hidden, "hidden")
-        _check_top_k(self.top_k)
-        _check_alignment(self.alignment, RECORD_ALIGNMENT)
-
-    @cached_property
-    def quants_offset(self) -> int:
-        return 0
-
-    @cached_property
-    def scales_offset(self) -> int:
-        return align(self.format.quant_bytes(self.hidden), self.alignment)
-
-    @cached_property
-    def row_scale_offset(self) -> int:
-        return self.scales_offset + align(self.format.scale_bytes(self.hidden), self.alignment)
-
-    @cached_property
-    def source_offset(self) -> int:
-        return self.row_scale_offset + (align(4, self.alignment) if self.format.has_row_scale else 0)
-
-    @cached_property
-    def ids_offset(self) -> int:
-        return self.source_offset + align(4, self.alignment)
-
-    @cached_property
-    def weights_offset(self) -> int:
-        return self.ids_offset + align(2 * self.top_k, self.alignment)
-
-    @cached_property
-    def record_bytes(self) -> int:
-        return align(self.weights_offset + 4 * self.top_k, RECORD_ALIGNMENT)
-
-    @cached_property
-    def constants(self) -> dict[str, int]:
-        """Bytes of a record and where its fields lie, by the names that kernels have for them."""
-        return {
-            "RECORD_BYTES": self.record_bytes,
-            "SCALES_AT": self.scales_offset,
-            "ROW_SCALE_AT": self.row_scale_offset,
-            "SOURCE_AT": self.source_offset,
-            "IDS_AT": self.ids_offset,
-            "WEIGHTS_AT": self.weights_offset,
-        }
 
 
 class TokenMessage:
@@ -106,16 +24,16 @@ class TokenMessage:
 
     Args:
         fmt: number format, by name or descriptor.
-        hid_dim: numbers in a token, whole blocks of the format.
+        hid_dim: width of a token, whole blocks of the format.
         top_k: experts of a token.
         alignment: bytes, a power of two from 4 on; 0 means 16.
-        output_tokens: where `copy_msg_to_output_tensor` puts quants, `[R, quant_columns(hid_dim)]`.
-        output_scales: where it puts scales: for swizzled formats a contiguous `[blocks, ceil(V/4), 32, 4, 4]`,
+        output_tokens: `copy_msg_to_output_tensor` writes quants there, `[R, quant_columns(hid_dim)]`.
+        output_scales: it writes scales there: for swizzled formats a contiguous `[blocks, ceil(V/4), 32, 4, 4]`,
             otherwise `[R, V]`; None for bf16.
         output_scales_offset: int32 or uint32 `[>= G]` that `pad_expert_offsets` fills in.
 
     Raises:
-        ValueError: for any of them that does not fit.
+        ValueError: an argument that does not fit.
     """
 
     def __init__(
@@ -129,19 +47,19 @@ class TokenMessage:
         output_scales: torch.Tensor | None = None,
         output_scales_offset: torch.Tensor | None = None,
     ) -> None:
-        self.format = token_format(fmt)
+        self.format = format_named(fmt)
         for name, value in (("hid_dim", hid_dim), ("top_k", top_k), ("alignment", alignment)):
-            _check_is_int(name, value)
+            check_is_int(name, value)
         outputs = (output_tokens, output_scales, output_scales_offset)
         for name, output in zip(("output_tokens", "output_scales", "output_scales_offset"), outputs, strict=True):
             if output is not None:
                 check_is_tensor(name, output)
         self.format.check_columns(hid_dim, "hid_dim")
-        _check_top_k(top_k)
+        check_top_k(top_k)
         self.hid_dim = hid_dim
         self.top_k = top_k
         self.alignment = alignment or DEFAULT_ALIGNMENT
-        _check_alignment(self.alignment)
+        check_alignment(self.alignment)
         self.output_tokens = output_tokens
         self.output_scales = output_scales
         self.output_scales_offset = output_scales_offset
@@ -195,14 +113,14 @@ class TokenMessage:
         *,
         engine: str = "auto",
     ) -> None:
-        """Quantize a token into the quants and scales of a message; the rest of `buf` keeps what it held.
+        """Quantize a token into the quants and scales of a message; the rest of `buf` is unchanged.
 
         Args:
             buf: uint8 `[>= token_size()]`, or `[T, >= token_size()]` for `T` tokens.
             src: bf16 or fp32 `[hid_dim]` or `[T, hid_dim]`.
-            input_scale: NVFP4's ENCODE scale (1 / the checkpoint's `input_scale`), for the message does not carry one;
+            input_scale: NVFP4's ENCODE scale (1 / the checkpoint's `input_scale`), which the message does not carry;
                 None in the other formats.
-            engine: "auto", "triton" or "torch", of the quantizer.
+            engine: "auto", "triton" or "torch", for the quantizer.
         """
         check_is_tensor("buf", buf)
         check_is_tensor("src", src)
@@ -223,7 +141,7 @@ class TokenMessage:
             buf[:, start : start + self.format.scale_bytes(self.hid_dim)] = rows.scales_RV.view(torch.uint8)
 
     def write_info(self, buf: torch.Tensor, source: torch.Tensor, topk_idx: torch.Tensor) -> None:
-        """Write source index and top-k ids into messages. Checks their values on the host.
+        """Write source index and top-k ids into messages. Checks the values on the host.
 
         Args:
             buf: uint8 `[T, >= msg_size()]` or `[>= msg_size()]`.
@@ -256,9 +174,9 @@ class TokenMessage:
         return source.reshape(buf.shape[:-1]), ids.reshape(*buf.shape[:-1], self.top_k)
 
     def read_token(self, buf: torch.Tensor, input_scale: float | torch.Tensor | None = None) -> QuantizedRows:
-        """The quantized rows of messages `[T, >= token_size()]` (or one), scales linear, in memory of their own.
+        """The quantized rows of messages `[T, >= token_size()]` (or one), scales linear, as a copy.
 
-        `input_scale` is the encode scale that they were written with; `row_scale_R` is its inverse.
+        `input_scale` is the encode scale they were written with; `row_scale_R` is its inverse.
         """
         rows = self._messages(buf, self.token_size(), check_is_tensor("buf", buf).shape[:-1])
         fmt = self.format
@@ -278,9 +196,9 @@ class TokenMessage:
     def pad_expert_offsets(self, row_offsets: torch.Tensor) -> torch.Tensor:
         """`dense_128` scale offsets of groups whose rows start at `row_offsets` `[G + 1]`: int32 `[G]`.
 
-        They are written to `output_scales_offset` too, where there is one, and `copy_msg_to_output_tensor` goes by
-        them: what `row_offsets` holds later does not matter. The scales of group `i` start at block
-        `row_offsets[i] // 128 + result[i]`. The values are checked here on a CPU, by the copies on a GPU.
+        Also writes them to `output_scales_offset`, if given. `copy_msg_to_output_tensor` uses a copy of
+        `row_offsets`, so later changes to it have no effect. The scales of group `i` start at block
+        `row_offsets[i] // 128 + result[i]`. On a CPU the values are checked here, on a GPU by the copies.
 
         >>> NVFP4TokenFormat(64, 2).pad_expert_offsets(torch.tensor([0, 100, 300, 400]))
         tensor([0, 1, 1], dtype=torch.int32)
@@ -301,10 +219,10 @@ class TokenMessage:
         return offsets
 
     def copy_msg_to_output_tensor(self, buf: torch.Tensor, token_index: int | torch.Tensor) -> None:
-        """Take messages apart: quants to `output_tokens[token_index]`, scales to `output_scales`.
+        """Copy the quants of messages to `output_tokens[token_index]` and their scales to `output_scales`.
 
-        In swizzled formats the scales go to the `dense_128` place of row `token_index`, by the row offsets last given
-        to `pad_expert_offsets`; otherwise to row `token_index`. Checks the values of `token_index` on the host.
+        In swizzled formats the scales go to the `dense_128` position of row `token_index`, by the row offsets of the
+        last `pad_expert_offsets`; otherwise to row `token_index`. Checks the values of `token_index` on the host.
 
         Args:
             buf: uint8 `[>= token_size()]`, or `[T, >= token_size()]`.
@@ -331,7 +249,7 @@ class TokenMessage:
             num_rows = self.output_tokens.shape[0]
         if index.numel() and not 0 <= int(index.min()) <= int(index.max()) < num_rows:
             raise ValueError(f"token_index: expected 0..{num_rows - 1}, got {token_index}")
-        # First, since it raises where the scales have no room.
+        # First, since it raises if the scales do not fit.
         scale_rows = self._scale_rows(index) if self.format.swizzled else index
         quants = copy_as(rows[:, : self.format.quant_bytes(self.hid_dim)], self.output_tokens.dtype)
         raw_bits(self.output_tokens)[index] = raw_bits(quants)
@@ -352,7 +270,7 @@ class TokenMessage:
         plan.check_row_offsets(row_offsets, int(rows))
 
     def _scale_rows(self, index: torch.Tensor) -> torch.Tensor:
-        """Row of the scale container, in `dense_128`, of each packed row."""
+        """Row of the scale container, in `dense_128`, of each contiguous row."""
         assert self.row_offsets is not None and self.output_scales is not None
         offsets = self.row_offsets.to(torch.int64)
         group = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
@@ -410,38 +328,16 @@ class NVFP4TokenFormat(TokenMessage):
     (16, 3584, 448, 4032, 4064)
     """
 
-    def __init__(
-        self,
-        hid_dim: int,
-        top_k: int,
-        alignment: int = 0,
-        *,
-        output_tokens: torch.Tensor | None = None,
-        output_scales: torch.Tensor | None = None,
-        output_scales_offset: torch.Tensor | None = None,
-    ) -> None:
-        super().__init__(
-            NVFP4,
-            hid_dim,
-            top_k,
-            alignment,
-            output_tokens=output_tokens,
-            output_scales=output_scales,
-            output_scales_offset=output_scales_offset,
-        )
+    def __init__(self, hid_dim: int, top_k: int, alignment: int = 0, **outputs: torch.Tensor | None) -> None:
+        super().__init__(NVFP4, hid_dim, top_k, alignment, **outputs)
 
     def fp4_quant_size(self) -> int:
         """Bytes of the field of the quants."""
         return self.quant_size()
 
 
-def _check_is_int(argument: str, value: object) -> None:
-    if type(value) is not int:
-        raise ValueError(f"{argument}: expected an int, got {value!r}")
-
-
 def _check_integers(argument: str, values: torch.Tensor, low: int, high: int, buf: torch.Tensor) -> torch.Tensor:
-    """`values` as int64, which torch computes with; it does not with most unsigned integers."""
+    """`values` as int64, since torch cannot compute with most unsigned integers."""
     if check_is_tensor(argument, values).dtype not in INTEGERS:
         raise ValueError(f"{argument}: expected integers that fit in int64, got {values.dtype}")
     _check_device(argument, values, buf)
@@ -454,14 +350,3 @@ def _check_integers(argument: str, values: torch.Tensor, low: int, high: int, bu
 def _check_device(argument: str, tensor: torch.Tensor, other: torch.Tensor) -> None:
     if tensor.device != other.device:
         raise ValueError(f"{argument}: expected device {other.device}, got {tensor.device}")
-
-
-def _check_top_k(top_k: int) -> None:
-    if top_k < 1:
-        raise ValueError(f"top_k: expected at least 1, got {top_k}")
-
-
-def _check_alignment(alignment: int, largest: int | None = None) -> None:
-    if alignment < 4 or alignment & (alignment - 1) or (largest is not None and alignment > largest):
-        limit = "on" if largest is None else f"to {largest}"
-        raise ValueError(f"alignment: expected a power of two from 4 {limit}, got {alignment}")

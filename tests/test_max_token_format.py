@@ -1,4 +1,4 @@
-"""Byte layouts of records and messages; messages are written, read and taken apart."""
+"""MAX's token messages are written, read and taken apart."""
 
 from __future__ import annotations
 
@@ -7,58 +7,21 @@ import doctest
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from moe_runtime import plan, token_format
+from moe_runtime import max_token_format, plan
 from moe_runtime.formats import FORMATS, FP8_BLOCK, NVFP4, TokenFormat
 from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.swizzle import swizzle_scales, unswizzle_scales
-from moe_runtime.token_format import NVFP4TokenFormat, RecordLayout, TokenMessage
+from moe_runtime.max_token_format import NVFP4TokenFormat, TokenMessage
 from tests.comparison import assert_same_bits
 
 GSF = 300.0
 
 
 def test_worked_examples() -> None:
-    results = doctest.testmod(token_format)
-    assert results.attempted >= 6
+    results = doctest.testmod(max_token_format)
+    assert results.attempted >= 3
     assert results.failed == 0
-
-
-@given(
-    fmt=st.sampled_from(list(FORMATS.values())),
-    blocks=st.integers(1, 70),
-    top_k=st.integers(1, 40),
-    alignment=st.sampled_from([4, 8, 16, 32, 64, 128]),
-)
-def test_record_fields_are_aligned_and_apart(fmt: TokenFormat, blocks: int, top_k: int, alignment: int) -> None:
-    hidden = blocks * max(fmt.block, 8)
-    layout = RecordLayout(fmt, hidden, top_k, alignment)
-    fields = [
-        (layout.quants_offset, fmt.quant_bytes(hidden)),
-        (layout.scales_offset, fmt.scale_bytes(hidden)),
-        (layout.row_scale_offset, 4 if fmt.has_row_scale else 0),
-        (layout.source_offset, 4),
-        (layout.ids_offset, 2 * top_k),
-        (layout.weights_offset, 4 * top_k),
-    ]
-    end = 0
-    for offset, size in fields:
-        assert offset % alignment == 0
-        assert 0 <= offset - end < alignment  # no more room than alignment asks for
-        end = offset + size
-    assert layout.record_bytes % 128 == 0
-    assert 0 <= layout.record_bytes - end < 128
-
-
-def test_record_of_a_real_model() -> None:
-    layout = RecordLayout("nvfp4", hidden=7168, top_k=8)
-    assert layout.format is NVFP4
-    assert (layout.scales_offset, layout.row_scale_offset, layout.source_offset) == (3584, 4032, 4048)
-    assert (layout.ids_offset, layout.weights_offset, layout.record_bytes) == (4064, 4080, 4224)
-    assert layout == RecordLayout(NVFP4, 7168, 8)
-    assert hash(layout) == hash(RecordLayout(NVFP4, 7168, 8))
 
 
 def test_the_sizes_of_an_nvfp4_message() -> None:
@@ -330,12 +293,6 @@ def test_copy_msg_to_output_tensor_without_swizzle(device: torch.device, rng) ->
         (lambda: NVFP4TokenFormat(64, 2, 24), "alignment"),
         (lambda: NVFP4TokenFormat(64, 2, 2), "alignment"),
         (lambda: TokenMessage("fp4", 64, 2), "format"),
-        (lambda: RecordLayout(NVFP4, 24, 2), "hidden"),
-        (lambda: RecordLayout(NVFP4, 64, 0), "top_k"),
-        (lambda: RecordLayout(NVFP4, 64, 2, 256), "alignment"),
-        (lambda: RecordLayout(NVFP4, "64", 2), "^hidden: expected an int, got '64'"),  # type: ignore[arg-type]
-        (lambda: RecordLayout(NVFP4, 64, 2.0), "^top_k: expected an int"),  # type: ignore[arg-type]
-        (lambda: RecordLayout(NVFP4, 64, 2, None), "^alignment: expected an int"),  # type: ignore[arg-type]
         (lambda: NVFP4TokenFormat(64, 2, output_tokens=torch.zeros(4, 64, dtype=torch.uint8)), "output_tokens"),
         (lambda: NVFP4TokenFormat(64, 2, output_scales=torch.zeros(1, 1, 32, 4, 4)), "output_scales"),
         (lambda: NVFP4TokenFormat(64, 2, output_scales_offset=torch.zeros(3)), "output_scales_offset"),

@@ -1,0 +1,131 @@
+"""Which transport ranks use: the first of `TRANSPORTS` that all of them can, and why they cannot use the others."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import torch
+
+from moe_runtime.comm import nvshmem_world
+from moe_runtime.comm.bootstrap import RankGroup, describe_ranks, host_identity
+
+TRANSPORTS = ("nvshmem", "shared", "private", "collective")
+
+_LOG = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class TransportChoice:
+    """The transport of a context.
+
+    Attributes:
+        name: one of `TRANSPORTS`.
+        reasons: why not, for each transport that comes before it or cannot be used.
+    """
+
+    name: str
+    reasons: dict[str, str]
+
+
+def choose_transport(group: RankGroup, device: torch.device, requested: str = "auto") -> TransportChoice:
+    """The first of `TRANSPORTS` that can be used, or the `requested` one. Collective.
+
+    Raises `ValueError` with the reason if the requested one cannot be used, and on every rank if ranks ask for
+    different transports or kinds of device.
+    """
+    if requested not in ("auto", *TRANSPORTS):
+        raise ValueError(f"transport: expected auto or one of {TRANSPORTS}, got {requested!r}")
+    answers = group.gather("choose_transport", (requested, device.type, host_identity()))
+    for index, name in enumerate(("transport", "device")):
+        values = [answer[index] for answer in answers]
+        if len(set(values)) > 1:
+            raise ValueError(f"{name}: ranks disagree, {describe_ranks(values)}")
+    hosts = {answer[2] for answer in answers}
+    unusable: dict[str, str] = {}
+    if device.type != "cuda":
+        unusable["nvshmem"] = f"needs GPUs, the device is {device.type}"
+    elif problem := _nvshmem_problem(group, device, len(hosts)):
+        unusable["nvshmem"] = problem
+    if device.type != "cpu":
+        unusable["shared"] = f"shares CPU memory only, the device is {device.type}"
+    elif len(hosts) > 1:
+        unusable["shared"] = f"the ranks are on {len(hosts)} hosts (or containers)"
+    if group.world_size > 1:
+        unusable["private"] = f"one rank only, the group has {group.world_size}"
+    if group.group is None:
+        unusable["collective"] = "torch.distributed is not initialised"
+    if requested != "auto":
+        if requested in unusable:
+            raise ValueError(f"transport: {requested} cannot be used: {unusable[requested]}")
+        return TransportChoice(requested, unusable)
+    # A single rank has no peers: private memory does the same without a file.
+    order = ("private", "collective") if group.world_size == 1 else TRANSPORTS
+    name = next(name for name in order if name not in unusable)
+    if name == "collective" and device.type == "cuda" and group.rank == 0:
+        _LOG.warning("transport: GPUs exchange by `collective`, which waits for the host: %s", unusable["nvshmem"])
+    if name == "private":
+        unusable.setdefault("shared", "one rank has nobody to share memory with")
+        unusable.setdefault("nvshmem", "one rank has no peers")
+    return TransportChoice(name, unusable)
+
+
+@dataclass(frozen=True)
+class _Gpu:
+    """A rank's GPU: why it cannot use NVSHMEM, which GPU it is, and which ranks the process joined before."""
+
+    problem: str | None
+    uuid: str
+    world: nvshmem_world.NvshmemWorld | None
+
+
+def _nvshmem_problem(group: RankGroup, device: torch.device, num_hosts: int) -> str | None:
+    """Why these ranks cannot share GPU memory through NVSHMEM, equal on every rank; None if they can. Collective."""
+    gpus: list[_Gpu] = group.gather("choose_transport: GPUs", _gpu_of(device))
+    hidden = group.gather("choose_transport: peer access", _unreachable(device, [gpu.uuid for gpu in gpus]))
+    for rank, gpu in enumerate(gpus):
+        if gpu.problem:
+            return gpu.problem if group.world_size == 1 else f"rank {rank}: {gpu.problem}"
+    if num_hosts > 1:
+        return f"the ranks are on {num_hosts} hosts (or containers), whose GPUs are not mapped to each other"
+    for rank, gpu in enumerate(gpus):
+        first = next(peer for peer, other in enumerate(gpus) if other.uuid == gpu.uuid)
+        if first != rank:
+            return f"ranks {first} and {rank} share a GPU, each rank needs its own"
+    for rank, peer in enumerate(hidden):
+        if peer is not None:
+            return f"the GPU of rank {rank} cannot access that of rank {peer} (no peer access)"
+    worlds = [gpu.world for gpu in gpus]
+    if any(worlds):
+        tokens = {world.token if world else "" for world in worlds}
+        ranks = [world.rank if world else -1 for world in worlds]
+        sizes = {world.num_ranks if world else -1 for world in worlds}
+        if len(tokens) > 1 or ranks != list(range(group.world_size)) or sizes != {group.world_size}:
+            return (
+                "a rank has joined other ranks in NVSHMEM before, which a process can do once only; "
+                "give all contexts of a process the same group, or transport='collective'"
+            )
+    return None
+
+
+def _gpu_of(device: torch.device) -> _Gpu:
+    if not torch.cuda.is_available():
+        return _Gpu("no GPU can be seen", "", None)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    problem, world = nvshmem_world.problem(), nvshmem_world.joined()
+    if problem is None and world is not None and world.device_index != index:
+        problem = f"NVSHMEM of this process is on cuda:{world.device_index}, the context on cuda:{index}"
+    return _Gpu(problem, str(torch.cuda.get_device_properties(index).uuid), world)
+
+
+def _unreachable(device: torch.device, uuids: list[str]) -> int | None:
+    """First rank whose GPU this rank sees but cannot access. Mapping checks GPUs that it does not see."""
+    if not torch.cuda.is_available():
+        return None
+    mine = torch.cuda.current_device() if device.index is None else device.index
+    visible = {str(torch.cuda.get_device_properties(i).uuid): i for i in range(torch.cuda.device_count())}
+    for rank, uuid in enumerate(uuids):
+        index = visible.get(uuid, mine)
+        if index != mine and not torch.cuda.can_device_access_peer(mine, index):
+            return rank
+    return None
