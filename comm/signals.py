@@ -14,10 +14,6 @@ ever reset; those with two halves use the half `epoch % 2`. With `W` ranks, in w
     reason        [W][64]  UTF-8 text (256 bytes, zero padded) of rank w's failure; host-written
     progress      [2][3][W]  of rank w's partial results of this epoch, those for tokens below a fourth of `max_tokens`
                              have landed, below two, three; before combine_flag, by kernels that tell of it
-    routed        [2][W]   token_count, stamps and expert ids of rank w's tokens of this epoch have landed here; before
-                           dispatch_flag, by kernels that send them first
-    sent          [2][3][W]  rank w's tokens of this epoch below a fourth of `max_tokens` have landed here, below two,
-                             three; before dispatch_flag, by the same kernels
 """
 
 from __future__ import annotations
@@ -34,19 +30,14 @@ WITHOUT_SIGN = 0x7FFFFFFF
 """The bits of a `token_count` that do not depend on which kernels wrote it."""
 PROGRESS_PARTS = 3
 """Parts of the tokens that a rank may tell of before it has sent all partial results."""
-SENT_PARTS = 3
-"""Parts of its tokens that a rank may tell of before it has sent all of them."""
 REASON_WORDS = 64
 ERROR_WORDS = 8
 """Words of a rank's own error record in host-visible memory, code written last:
 (code, rank it is about, phase, epoch, detail, origin rank, detail2, 0)."""
 COMBINED = 1
-ROUTED = COMBINED + 1 + PROGRESS_PARTS
-SENT = ROUTED + 1
-COUNTED = SENT + SENT_PARTS
-NUM_COUNTERS = COUNTED + 3
-"""Words of a rank's own by which the blocks of a kernel count each other, and the first of those that each kernel has:
-`dispatch_send` the first of all too, `combine_send` those from `COMBINED` on, `arrive` those from `COUNTED` on."""
+NUM_COUNTERS = COMBINED + 1 + PROGRESS_PARTS
+"""Words of a rank's own by which the blocks of a kernel count each other: `dispatch_send` has the first, `combine_send`
+those from `COMBINED` on."""
 
 
 def tag_of(count_tag: int, epoch: int) -> int:
@@ -94,16 +85,8 @@ class SignalLayout:
         return self.reason + REASON_WORDS * self.world_size
 
     @property
-    def routed(self) -> int:
-        return self.progress + 2 * PROGRESS_PARTS * self.world_size
-
-    @property
-    def sent(self) -> int:
-        return self.routed + 2 * self.world_size
-
-    @property
     def num_words(self) -> int:
-        return self.sent + 2 * SENT_PARTS * self.world_size
+        return self.progress + 2 * PROGRESS_PARTS * self.world_size
 
     @property
     def num_bytes(self) -> int:

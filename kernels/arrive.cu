@@ -11,17 +11,14 @@
 // Whatever comes from this rank itself comes by its flag, as from any other, so the first of these kernels does not wait
 // for `dispatch_send` to end: it does so at its own end, for those that wait for it.
 //
-// With IDS_FIRST, as `dispatch_send.cu` has it, all this goes on while tokens are being sent: chunks are of one part of one
-// source's tokens, they are counted as soon as the ids are there, and the parts are placed one after the other as they come.
-//
 // With STAMPED, where all slots are one chunk, each is waited for by itself, by the lane that looks into it: by its stamp,
 // or, from kernels that store stamps before records have landed, by the flag of its source.
 //
 // Macros: those of signalling.cuh, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a multiple of 32),
 // WARPS (of a block), LOOPED (whether blocks take several chunks, one after the other, or shares of them), PLACES_BYTES
-// (shared memory of `arrive_place`), TILED (whether `arrive_scales` is launched), PACKED, IDS_FIRST, STAMPED, QUANT_BYTES,
+// (shared memory of `arrive_place`), PACKED, STAMPED, QUANT_BYTES,
 // SCALE_COLUMNS (0 where scales stay in the records), RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout,
-// SENT_PARTS, COUNT_BITS, TURN_BIT, STALE_HANDLE, MISMATCH and CAPACITY (ErrorCode), DISPATCH_RECV (Phase).
+// COUNT_BITS, TURN_BIT, STALE_HANDLE, MISMATCH and CAPACITY (ErrorCode), DISPATCH_RECV (Phase).
 
 #include "signalling.cuh"
 
@@ -32,7 +29,7 @@ constexpr int ID_WORDS = (2 * K + 15) / 16;  // of 16 bytes; fields of a record 
 constexpr int NONE = 0xFFFF;
 constexpr int SCALE_WORDS = FMT == FP8_BLOCK ? SCALE_COLUMNS : (SCALE_COLUMNS + 3) / 4;
 constexpr int LANE_SCALES = (SCALE_WORDS + 31) / 32;
-constexpr bool TILED_SCALES = SCALE_WORDS > 0 && FMT != FP8_BLOCK && TILED;
+constexpr bool TILED_SCALES = SCALE_WORDS > 0 && FMT != FP8_BLOCK && !STAMPED;
 
 // What a block does: one task, or, where there may be fewer blocks, each its next one a whole grid further on.
 #if LOOPED
@@ -135,19 +132,15 @@ __device__ __forceinline__ bool await_slots(const Exchange& x, const int* own, c
   }
 }
 
-// Waits for the tokens of sources `first` to `last`, or, with `early`, for what word `early` of theirs stands for, and tells
-// whether this rank has not failed. For a whole block.
+// Waits for the tokens of sources `first` to `last`, and tells whether this rank has not failed. For a whole block.
 __device__ __forceinline__ bool await_tokens(const Exchange& x, const int* own, const int* epoch_ptr, int epoch, int first,
-                                             int last, int early = 0) {
+                                             int last) {
   bool failed = false;
   if (threadIdx.x < 32) {
     const int lane = threadIdx.x;
     check_handle(x, epoch_ptr, epoch);
     const int* flag = own + DISPATCH_FLAG + (epoch & 1) * WORLD + min(lane, WORLD - 1);
-    // Words that nobody has written are those of epoch 0.
-    const bool exact = early != 0 && epoch != 0;
-    const int* word = exact ? own + early + min(lane, WORLD - 1) : flag;
-    failed = await(x, own, lane >= first && lane <= last, word, epoch, flag, epoch, DISPATCH_RECV, epoch, exact);
+    failed = await(x, own, lane >= first && lane <= last, flag, epoch, flag, epoch, DISPATCH_RECV, epoch);
   }
   // One warp has looked, so that a block is of one mind.
   return __syncthreads_or(failed) == 0;
@@ -159,89 +152,6 @@ __device__ __forceinline__ void count_rows(int* counts, const Landing& arrived, 
     arrived.each_expert(first_slot + s, [&](int k, int expert) { atomicAdd(&counts[expert], 1); });
   __syncthreads();
 }
-
-// All that differs with IDS_FIRST: a chunk, `arrive_count`, and for what `arrive_place` waits.
-#if IDS_FIRST
-
-// `counted`: blocks of `arrive_count` that are done, whether all are, and blocks of `arrive_place` that know it; 0 between
-// steps.
-#define COUNTED_PARAMETER , int* counted
-#define COUNTED counted
-
-// The slots of a task: of one part of a source's tokens, and one part of all sources after the other.
-struct Chunk {
-  int part, source, number, first_slot, size;  // numbered by their slots; of those there may be none
-
-  __device__ __forceinline__ Chunk(int task, int max_tokens) {
-    const int tokens = part_tokens(max_tokens), chunks = (tokens + CHUNK - 1) / CHUNK;
-    const int before = task % chunks * CHUNK;
-    part = task / chunks / WORLD, source = task / chunks % WORLD;
-    const int token = part * tokens + before;
-    number = (source * (SENT_PARTS + 1) + part) * chunks + task % chunks;
-    first_slot = source * max_tokens + token;
-    size = min(min(CHUNK, tokens - before), max_tokens - token);
-  }
-
-  __device__ __forceinline__ int slots() const { return size; }
-};
-
-extern "C" __global__ void __launch_bounds__(THREADS)
-    arrive_count(int* chunk_counts, const u64* landing, const u64* stamps, const u64* signals, const int* epoch_ptr,
-                 const int* handle_epoch, int* error, int* latch, int rank, int max_tokens, int count_tag, int num_slots,
-                 int first_expert, int num_local, long long landing_half, long long stamps_half,
-                 long long timeout_ns, int* counted) {
-  __shared__ int counts[EXPERTS];
-  const Exchange x{signals, error, latch, rank, timeout_ns};
-  const int* own = x.words(rank);
-  const u64 landed = landing[rank], stamped = stamps[rank];
-  asm volatile("griddepcontrol.launch_dependents;");
-  const int epoch = load_relaxed(handle_epoch);
-  const Chunk chunk(blockIdx.x, max_tokens);
-  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
-  const bool good = await_tokens(x, own, epoch_ptr, epoch, chunk.source, chunk.source, ROUTED + (epoch & 1) * WORLD);
-  const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, count_tag, first_expert, num_local,
-                        epoch);
-  count_rows(counts, arrived, chunk.first_slot, chunk.slots(), good);
-  for (int e = threadIdx.x; e < EXPERTS; e += THREADS) chunk_counts[chunk.number * EXPERTS + e] = counts[e];
-  __syncthreads();
-  __syncthreads();  // One would do; what has been measured had two.
-  if (threadIdx.x == 0 && last_to_arrive(counted)) store_release(counted + 1, 1);
-  // A kernel that waits for this one waits for what came before, too. One block sees to it, for all take room on SMs.
-  if (blockIdx.x == 0) asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-// Until all chunks are counted. For a whole block.
-__device__ __forceinline__ void await_counts(int* counted) {
-  // Blocks of `arrive_count` have all begun, and each comes to its end. The last one here leaves all as it was before the
-  // next `arrive_count` may begin.
-  if (threadIdx.x == 0) {
-    while (load_acquire(counted + 1) == 0) {}
-    if (last_to_arrive(counted + 2)) store_release(counted + 1, 0);
-  }
-  __syncthreads();
-}
-
-// Waits for the tokens of a chunk, and tells whether this rank has not failed. For a whole block.
-__device__ __forceinline__ bool await_rows(const Exchange& x, const int* own, const int* epoch_ptr, int epoch,
-                                           const Chunk& chunk) {
-  // The last part of each source, without tokens too, is there with all else that the source tells of.
-  const int early = chunk.part < SENT_PARTS ? SENT + ((epoch & 1) * SENT_PARTS + chunk.part) * WORLD : 0;
-  return await_tokens(x, own, epoch_ptr, epoch, chunk.source, chunk.source, early);
-}
-
-#else
-
-#define COUNTED_PARAMETER
-#define COUNTED nullptr
-
-// The slots of a task, the last of which may not be there.
-struct Chunk {
-  int number, first_slot;
-
-  __device__ __forceinline__ Chunk(int task, int max_tokens) : number(task), first_slot(task * CHUNK) {}
-
-  __device__ __forceinline__ int slots() const { return CHUNK; }
-};
 
 extern "C" __global__ void __launch_bounds__(THREADS)
     arrive_count(int* chunk_counts, const u64* landing, const u64* stamps, const u64* signals, const int* epoch_ptr,
@@ -267,19 +177,6 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// Until all chunks are counted.
-__device__ __forceinline__ void await_counts(int* counted) {
-  if (!STAMPED) asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-// All tokens have been waited for.
-__device__ __forceinline__ bool await_rows(const Exchange& x, const int* own, const int* epoch_ptr, int epoch,
-                                           const Chunk& chunk) {
-  return true;
-}
-
-#endif
-
 // Shared memory of `arrive_place`.
 struct Places {
   u32 bits[EXPERTS][CHUNK_WORDS];     // slots of the chunk that go to an expert
@@ -301,24 +198,23 @@ __host__ __device__ constexpr int lanes_of(int words) {
   return lanes;
 }
 
-extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS, IDS_FIRST ? 1 : 2)
+extern "C" __global__ void __launch_bounds__(THREADS, 2)
     arrive_place(const int* chunk_counts, int* group_offsets, int* group_scale_offsets, int* row_index, int* positions,
                  u8* rows, u8* scales, float* row_scale, const u64* landing, const u64* stamps, const u64* signals,
                  const int* epoch_ptr, const int* handle_epoch, int* error, int* latch, int rank, int max_tokens,
                  int count_tag, int num_slots, int chunks, int split, int shares, int first_expert, int num_local,
                  int capacity, int first_row, long long landing_half, long long stamps_half,
-                 long long timeout_ns COUNTED_PARAMETER) {
+                 long long timeout_ns) {
   extern __shared__ __align__(16) u8 shared[];
   Places& places = *reinterpret_cast<Places*>(shared);
   const Exchange x{signals, error, latch, rank, timeout_ns};
   const int* own = x.words(rank);
   const u64 landed = landing[rank], stamped = stamps[rank];
-  await_counts(COUNTED);
+  if (!STAMPED) asm volatile("griddepcontrol.wait;" ::: "memory");  // until all chunks are counted
   asm volatile("griddepcontrol.launch_dependents;");
   const int epoch = load_relaxed(handle_epoch), warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   EACH_TASK(task, chunks * split) {
-    const Chunk chunk(task / split, max_tokens);
-    const int part = task % split;
+    const int chunk = task / split, first_slot = chunk * CHUNK, part = task % split;
     u32* const bits = reinterpret_cast<u32*>(places.bits);
     u16* const local = reinterpret_cast<u16*>(places.local);
     for (int i = threadIdx.x; i < EXPERTS * CHUNK_WORDS; i += THREADS) bits[i] = 0;
@@ -354,10 +250,10 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS, 
     for (int i = threadIdx.x; i < chunks * EXPERTS; i += THREADS) {
       const int count = chunk_counts[i];
       atomicAdd(&places.totals[i % EXPERTS], count);
-      if (i / EXPERTS < chunk.number) atomicAdd(&places.first[i % EXPERTS], count);
+      if (i / EXPERTS < chunk) atomicAdd(&places.first[i % EXPERTS], count);
     }
-    for (int s = threadIdx.x; good && s < chunk.slots(); s += THREADS)
-      arrived.each_expert(chunk.first_slot + s, [&](int k, int expert) { mark(s, k, expert); });
+    for (int s = threadIdx.x; good && s < CHUNK; s += THREADS)
+      arrived.each_expert(first_slot + s, [&](int k, int expert) { mark(s, k, expert); });
     __syncthreads();
 #endif
     // One warp goes on with the totals, the others count the rows of this chunk.
@@ -405,10 +301,10 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS, 
     }
     __syncthreads();
     good = good && !places.others;
-    if (good && places.rows > capacity && blockIdx.x == 0 && threadIdx.x == 0)
+    const bool fits = places.rows <= capacity;  // said once: nvcc takes 40 registers then, else 48
+    if (good && !fits && blockIdx.x == 0 && threadIdx.x == 0)
       record_failure(x, CAPACITY, rank, DISPATCH_RECV, epoch, places.rows, capacity);
-    good = good && places.rows <= capacity;
-    good = await_rows(x, own, epoch_ptr, epoch, chunk) && good;
+    good = good && fits;
     if (blockIdx.x == 0) {
       for (int e = threadIdx.x; e < num_local; e += THREADS) {
         group_offsets[e] = good ? places.offset[e] : 0;
@@ -423,8 +319,8 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS, 
     const int landing_row = first_row * (epoch & 1);
     // Unit `share * CHUNK + s`: of the rows of slot s, those whose number is `share` modulo `shares`.
     for (int unit = warp * split + part; unit < CHUNK * shares; unit += split * WARPS) {
-      const int share = unit / CHUNK, s = unit % CHUNK, slot = chunk.first_slot + s;
-      if (IDS_FIRST ? s >= chunk.slots() : slot >= num_slots) continue;
+      const int share = unit / CHUNK, s = unit % CHUNK, slot = first_slot + s;
+      if (slot >= num_slots) continue;
       int position = -1;
       long long at_scales = 0;
       if (lane < K) {
@@ -491,7 +387,7 @@ extern "C" __global__ void __launch_bounds__(IDS_FIRST ? 2 * THREADS : THREADS, 
     if (LOOPED) __syncthreads();
   }
   // A kernel that waits for this one waits for what came before, too.
-  if (IDS_FIRST || STAMPED) asm volatile("griddepcontrol.wait;" ::: "memory");
+  if (STAMPED) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
 // Swizzled scales of the arrived rows, in the order of the swizzle: a warp takes 128 rows (lane l those of l, l + 32, l + 64

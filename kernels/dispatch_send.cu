@@ -4,19 +4,14 @@
 // made in shared memory and sent whole by the copy engine, one copy for each rank, while the team goes on to the next.
 // The last block raises the flags, so a flag means that all records of this rank have landed.
 //
-// With IDS_FIRST, stamps and expert ids of all tokens are stored before the first record is made, and peers are told: where
-// their packed rows go depends on all of them. Then they are told of each part of the tokens as it has landed, so that they
-// place these rows while the rest is on its way. Blocks are then few enough for theirs to have room beside.
-//
 // With STAMPED, peers find out of each token by itself: its stamp is stored once its record has landed, on all ranks, with
 // expert ids of others where it does not go. They then wait for no block that comes last. The number of tokens tells by
 // itself of which epoch it is. Flags are raised all the same: for a rank without tokens, one that fails, and for kernels
 // that look at nothing else.
 //
 // Macros: those of signalling.cuh, FMT (FormatCode), HIDDEN, K, IDS (type of the expert ids), TEAM (threads), TEAMS (of a
-// block), STATIC_GSF, AWAIT_READY, IDS_FIRST, STAMPED, COUNT_BITS, TURN_BIT, ROUTED_COUNTER and SENT_COUNTERS (which of
-// `counter`), RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, SENT_PARTS, ROUTING (ErrorCode),
-// DISPATCH_SEND (Phase).
+// block), STATIC_GSF, AWAIT_READY, STAMPED, COUNT_BITS, TURN_BIT, RECORD_BYTES and the *_AT of RecordLayout, words of
+// SignalLayout, ROUTING (ErrorCode), DISPATCH_SEND (Phase).
 
 #include "signalling.cuh"
 #include "quantize.cuh"
@@ -26,8 +21,6 @@ constexpr int LOADS = UNIT / 8;  // of 16 bytes
 constexpr int SENT_BYTES = (WEIGHTS_AT + 4 * K + 15) / 16 * 16;
 constexpr int STAGES = 2;
 constexpr int ID_WORDS = (2 * K + 15) / 16;  // of 16 bytes; fields of a record are that far apart
-static_assert(!IDS_FIRST || TEAMS == 1);
-static_assert(!IDS_FIRST || !STAMPED);
 constexpr int MAX_THREADS = 896;  // of an SM, of one block or of several: few enough for 72 registers each
 
 // What a lane knows of entry `lane` of a token's routing, loaded.
@@ -118,7 +111,7 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
     failed = __any_sync(ALL, failed) != 0;
     // Early: it is waited for beside the stamps, and a flag that comes right behind it would wait until it has landed.
     // Not after a failure: who has failed does not wait for readers of the number that was there before.
-    if (!failed && !IDS_FIRST && first && blockIdx.x == 0 && team == 0 && lane < WORLD) {
+    if (!failed && first && blockIdx.x == 0 && team == 0 && lane < WORLD) {
       const int count = num_tokens + tag_of(count_tag, epoch);
       store_relaxed(words_of_lane + half * WORLD + rank + TOKEN_COUNT, STAMPED ? with_sign(count) : count);
     }
@@ -127,45 +120,6 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
     return failed;
   };
   if (num_tokens == 0 && warp == 0) failed_or_ready(everyone, true);
-
-  if constexpr (IDS_FIRST) {
-    // A warp takes a token, and a lane of it stores to its peer.
-    for (int token = blockIdx.x * (TEAM / 32) + warp; token < num_tokens; token += gridDim.x * (TEAM / 32)) {
-      const Entry entry(topk_idx, topk_weights, token);
-      int expert;
-      const u32 targets = route(x, entry, end_of_lane, num_experts, token, epoch, expert);
-      const bool goes = !failed_or_ready(targets, ready == 0) && lane < WORLD && (targets >> lane & 1);
-      const long long slot = static_cast<long long>(rank) * max_tokens + token;
-      uint4* ids = reinterpret_cast<uint4*>(landing_of_lane + half * landing_half + slot * RECORD_BYTES + IDS_AT);
-      const u32 pair = (expert & 0xFFFF) | static_cast<u32>(__shfl_down_sync(ALL, expert, 1)) << 16;
-#pragma unroll
-      for (int i = 0; i < ID_WORDS; ++i) {
-        const uint4 eight = make_uint4(__shfl_sync(ALL, pair, 8 * i), __shfl_sync(ALL, pair, 8 * i + 2),
-                                       __shfl_sync(ALL, pair, 8 * i + 4), __shfl_sync(ALL, pair, 8 * i + 6));
-        if (goes) ids[i] = eight;
-      }
-      if (goes) store_relaxed(reinterpret_cast<int*>(stamps_of_lane + half * stamps_half) + slot, epoch);
-    }
-    fence_system();
-    __syncthreads();
-    if (threadIdx.x < 32 && last_at(lane == 0 ? counter + ROUTED_COUNTER : nullptr) && lane < WORLD) {
-      int* words = words_of_lane + half * WORLD + rank;
-      if (x.failed()) await_told(x);
-      else store_relaxed(words + TOKEN_COUNT, num_tokens + tag_of(count_tag, epoch));
-      store_release(words + ROUTED, epoch);
-    }
-    __syncwarp();
-  }
-
-  // Of the parts before `upto`, this block has sent its tokens. For warp 0 of the block.
-  int told = 0;
-  auto tell_parts = [&](int upto) {
-    for (u32 left = last_at(lane >= told && lane < upto ? counter + SENT_COUNTERS + lane : nullptr); left; left &= left - 1) {
-      const int part = __ffs(left) - 1;
-      if (lane < WORLD) store_release(words_of_lane + SENT + (half * SENT_PARTS + part) * WORLD + rank, epoch);
-    }
-    told = upto;
-  };
 
   bool lost = false;
   int stage = 0;
@@ -189,7 +143,7 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
       int expert;
       targets = route(x, entry, end_of_lane, num_experts, token, epoch, expert);
       if (lane == 0) num_parts[token] = __popc(targets);
-      lost |= failed_or_ready(targets, IDS_FIRST ? ready == 0 : token == first_token);
+      lost |= failed_or_ready(targets, token == first_token);
       if (lost) targets = 0;
       bulk_await_read<STAGES - 1>();
       __syncwarp();
@@ -247,7 +201,7 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
         for (int i = 0; i < ID_WORDS; ++i)
           reinterpret_cast<uint4*>(to + IDS_AT)[i] = reinterpret_cast<const uint4*>(record + IDS_AT)[i];
       }
-      if (!IDS_FIRST && !STAMPED && lane < WORLD && (targets >> lane & 1))
+      if (!STAMPED && lane < WORLD && (targets >> lane & 1))
         store_relaxed(reinterpret_cast<int*>(stamps_of_lane + half * stamps_half) + slot, epoch);
       // One lane starts all copies, which wants its operands in uniform registers.
       for (u32 left = targets; left; left &= left - 1) {
@@ -255,17 +209,11 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
         if (lane == 0) bulk_store(at, record, SENT_BYTES);
       }
       bulk_commit();
-      // What comes before this token has had the time that it took to land.
-      if (IDS_FIRST && told < token / part_tokens(max_tokens)) {
-        bulk_await<1>();
-        tell_parts(token / part_tokens(max_tokens));
-      }
     }
   }
 
   if (warp == 0) {
     bulk_await();
-    if (IDS_FIRST && told < SENT_PARTS) tell_parts(SENT_PARTS);
     if (STAMPED) __syncwarp();  // one lane has awaited its copies, all tell of them
     fence_system();
     int* stamp = reinterpret_cast<int*>(stamps_of_lane + half * stamps_half) + static_cast<long long>(rank) * max_tokens;

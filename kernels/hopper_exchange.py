@@ -1,37 +1,37 @@
-"""The exchange on Hopper, in CUDA C++: an `ExchangeBackend` with the memory and the bits of the others.
+"""The exchange in CUDA C++, for Hopper: an `ExchangeBackend` with the memory and the bits of the others.
 
-Ranks may therefore differ in which backend they run. `hopper_shapes.py` says which layers it takes, and what its
-kernels are compiled with and launched over.
+Ranks may therefore differ in which backend they run. `exchange_plan.py` says which layers the kernels take and chooses
+their sizes.
 
-The way of the data. `dispatch_send` quantizes a token, puts its record together in shared memory and copies it, whole,
-to each rank that holds one of its experts. `arrive_count`, `arrive_place` and `arrive_scales` wait for tokens, group
-their rows by expert, and copy rows and scales unless the GEMM finds them where they landed. `combine_send` sums the
-rows of a token that this rank has and copies the partial result home; `combine_recv` sums over ranks in a fixed order.
-A kernel may begin while the one before it drains, unless it is to leave SMs free.
+`dispatch_send` quantizes a token, builds its record in shared memory and copies it, whole, to each rank that holds one
+of its experts. `arrive_count`, `arrive_place` and `arrive_scales` wait for tokens, group their rows by expert, and copy
+rows and scales unless the GEMM reads them where they landed. `combine_send` sums the rows of a token on this rank and
+copies the partial result home. `combine_recv` sums over ranks in a fixed order. A kernel may begin while the one before
+it drains, unless SMs are to be left free (`num_sms`).
 
-The number is that of bytes over the links: `record_bytes` for each (token, rank that holds one of its experts), and
-`partial_bytes` for each of those on the way home. 4 H200s give 263 GB/s out of a rank with 1 MB for each peer and 350
-with 40 MB; below 0.25 MB latency is all there is (launch/results/links_h200x4.json).
+Bytes over the links decide the time from 1 MB a peer on: `record_bytes` for each (token, rank that holds one of its
+experts), and `partial_bytes` for each of those on the way home. 4 H200s give 263 GB/s out of a rank with 1 MB for each
+peer and 350 GB/s with 40 MB. Below 0.25 MB latency is all there is (launch/results/links_h200x4.json).
 
 Measured, dispatch + combine of NVFP4 tokens and bf16 partial results, us at 8 / 128 / 4096 tokens a rank:
 
     2 H200s, half of 256 experts    9.4 + 9.2 / 13.5 + 15.9 / 79.6 + 226     (launch/results/h200x2.json)
     8 H200s, older kernels          17.3 + 11.2 / 31.7 + 37.9 / 367 + 847    (launch/results/h200x8.json)
 
-What each version brought, what was tried, what is left, and why sizes are as they are: `kernels/exchange_notes.md`.
+What was tried and what it gave, and why sizes are as they are: `kernels/exchange_notes.md`.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import Any
 
 import torch
 
-from moe_runtime.comm.signals import COMBINED, COUNTED
+from moe_runtime.comm.signals import COMBINED
 from moe_runtime.geometry import ExchangeGeometry
-from moe_runtime.kernels import hopper_shapes
 from moe_runtime.kernels.exchange_interface import ExchangeMemory, RecvBuffers
+from moe_runtime.kernels.exchange_macros import arrive_macros, combine_macros, dispatch_macros
+from moe_runtime.kernels.exchange_plan import WARP, required_plan
 from moe_runtime.kernels.nvrtc import int64, launch, most_sms
 
 
@@ -42,7 +42,7 @@ def can_keep_scales_in_record(geometry: ExchangeGeometry) -> bool:
 
 def allocate_counts(geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor | None:
     """Int32 `[chunks, E]`, the rows of each chunk and expert; None where there is one chunk."""
-    chunks, experts = hopper_shapes.num_chunks(geometry)[0], max(geometry.num_local_experts, 1)
+    chunks, experts = required_plan(geometry).num_chunks, max(geometry.num_local_experts, 1)
     return torch.empty((chunks, experts), dtype=torch.int32, device=device) if chunks > 1 else None
 
 
@@ -57,10 +57,10 @@ def _counter(context: ExchangeMemory, number: int) -> ctypes.c_int64:
     return int64(context.counters.data_ptr() + number * context.counters.element_size())
 
 
-def _flags_say_all(context: ExchangeMemory) -> bool:
-    """Whether all that a flag stands for can be seen with it, so that its waiter may begin beside the kernel before.
+def _flags_come_last(context: ExchangeMemory) -> bool:
+    """Whether a flag is seen after all that it stands for, so that its waiter may begin before the sender has ended.
 
-    What the collective transport carries is stored by torch's kernels, flags and counts in no order.
+    The collective transport stores by torch's kernels, flags and counts in no order.
     """
     return context.heap.directly_mapped
 
@@ -78,21 +78,20 @@ def dispatch_send(
     timeout_ns: int,
 ) -> None:
     """See `exchange_interface.ExchangeBackend`."""
-    num_tokens, x_TH = x_TH.shape[0], _aligned(x_TH)
-    defines = hopper_shapes.dispatch_defines(
+    plan, num_tokens, x_TH = required_plan(geometry), x_TH.shape[0], _aligned(x_TH)
+    macros = dispatch_macros(
         geometry,
         ids_64=topk_idx_TK.dtype == torch.int64,
         static_gsf=gsf is not None,
         await_ready=context.heap.directly_mapped,
     )
-    teams, sms = int(defines["TEAMS"]), most_sms(context.device)
     launch(
         "dispatch_send.cu",
         "dispatch_send",
-        defines,
-        grid=(hopper_shapes.sending_blocks(geometry, num_tokens, teams, sms), 1, 1),
-        block=int(defines["TEAM"]) * teams,
-        shared_bytes=teams * hopper_shapes.STAGES * geometry.record.record_bytes,
+        macros,
+        grid=(plan.send_blocks(num_tokens, most_sms(context.device)), 1, 1),
+        block=plan.team_threads * plan.teams,
+        shared_bytes=plan.send_shared_bytes,
         arguments=[
             x_TH,
             int64(x_TH.stride(0)),
@@ -119,7 +118,7 @@ def dispatch_send(
             int64(timeout_ns),
         ],
         device=context.device,
-        early=hopper_shapes.may_overlap(geometry),
+        early=plan.overlaps,
     )
 
 
@@ -131,14 +130,11 @@ def dispatch_recv(
     buffers: RecvBuffers,
 ) -> None:
     """See `exchange_interface.ExchangeBackend`."""
-    counts = buffers.counts
-    with_scales = buffers.scales is not None or geometry.token_format.scale_dtype is None
-    defines = hopper_shapes.arrive_defines(geometry, scales=with_scales)
-    in_parts = hopper_shapes.ids_first(geometry)
-    chunks, at_once = hopper_shapes.num_chunks(geometry)
-    sms = most_sms(context.device, geometry.num_sms)
+    plan, scales = required_plan(geometry), buffers.scales
+    copies_scales = scales is not None and geometry.token_format.scale_dtype is not None
+    macros, sms, block = arrive_macros(geometry, scales=copies_scales), most_sms(context.device), plan.recv_warps * WARP
     landing_half = geometry.landing_half(context.half_bytes["landing"])
-    early = _flags_say_all(context) and hopper_shapes.may_overlap(geometry)
+    early = _flags_come_last(context) and plan.overlaps
     # What both kernels begin and end with.
     memory = [
         context.landing_pointers,
@@ -153,56 +149,58 @@ def dispatch_recv(
         geometry.count_tag,
         geometry.num_slots,
     ]
-    limits: list[Any] = [int64(landing_half), int64(context.half_bytes["stamps"]), int64(timeout_ns)]
+    limits = [int64(landing_half), int64(context.half_bytes["stamps"]), int64(timeout_ns)]
     local = [geometry.first_expert, geometry.num_local_experts]
-    if in_parts:
-        limits.append(_counter(context, COUNTED))
-    if chunks > 1:
+    if plan.num_chunks > 1:
         launch(
             "arrive.cu",
             "arrive_count",
-            defines,
-            grid=(geometry.programs(chunks), 1, 1),
-            block=hopper_shapes.ARRIVE_WARPS * hopper_shapes.WARP,
-            arguments=[counts, *memory, *local, *limits],
+            macros,
+            grid=(plan.count_blocks(), 1, 1),
+            block=block,
+            arguments=[buffers.counts, *memory, *local, *limits],
             device=context.device,
             early=early,
         )
-    # In parts, an SM is left to the block of `arrive_count` that waits for the end of `dispatch_send`.
-    others = max(1, sms - 1)
-    shares, split = hopper_shapes.arrive_shares(geometry, others if in_parts else sms, bool(defines["SCALE_COLUMNS"]))
-    blocks = min(at_once * split, others) if in_parts else geometry.programs(at_once * split)
-    written: list[torch.Tensor | None] = [buffers.group_offsets, buffers.group_scale_offsets, buffers.row_index]
-    written += [buffers.positions, buffers.rows, buffers.scales, buffers.row_scale]
-    first_row = landing_half // geometry.record.record_bytes
+    shares, split = plan.place_split(sms, copies_scales)
+    written = [buffers.group_offsets, buffers.group_scale_offsets, buffers.row_index, buffers.positions]
+    copies = [buffers.rows, scales, buffers.row_scale]
+    sizes = [
+        plan.num_chunks,
+        split,
+        shares,
+        *local,
+        geometry.row_capacity,
+        landing_half // geometry.record.record_bytes,
+    ]
     launch(
         "arrive.cu",
         "arrive_place",
-        defines,
-        grid=(blocks, 1, 1),
-        block=hopper_shapes.ARRIVE_WARPS * hopper_shapes.WARP,
-        shared_bytes=int(defines["PLACES_BYTES"]),
-        arguments=[counts, *written, *memory, chunks, split, shares, *local, geometry.row_capacity, first_row, *limits],
+        macros,
+        grid=(plan.place_blocks(split), 1, 1),
+        block=block,
+        shared_bytes=plan.place_shared_bytes,
+        arguments=[buffers.counts, *written, *copies, *memory, *sizes, *limits],
         device=context.device,
         early=early,
     )
-    if defines["TILED"]:
+    if plan.tiled_scales and scales is not None:
         launch(
             "arrive.cu",
             "arrive_scales",
-            defines,
-            grid=(geometry.programs(2 * sms), 1, 1),
-            block=hopper_shapes.ARRIVE_WARPS * hopper_shapes.WARP,
+            macros,
+            grid=(plan.scales_blocks(sms), 1, 1),
+            block=block,
             arguments=[
                 buffers.group_offsets,
                 buffers.row_index,
-                buffers.scales,
+                scales,
                 context.landing_pointers,
                 geometry.rank,
                 geometry.num_local_experts,
             ],
             device=context.device,
-            early=hopper_shapes.may_overlap(geometry),
+            early=plan.overlaps,
         )
 
 
@@ -215,16 +213,15 @@ def combine_send(
     handle_epoch: torch.Tensor,
 ) -> None:
     """See `exchange_interface.ExchangeBackend`."""
-    output_RH = _aligned(output_RH)
-    defines = hopper_shapes.combine_defines(geometry, output_bf16=output_RH.dtype == torch.bfloat16, has_shared=False)
-    places, row_bytes = int(defines["PLACES"]), geometry.hidden * output_RH.element_size()
+    plan, output_RH = required_plan(geometry), _aligned(output_RH)
+    is_bf16 = output_RH.dtype == torch.bfloat16
     launch(
         "combine.cu",
         "combine_send",
-        defines,
-        grid=(min(geometry.programs(geometry.num_slots), most_sms(context.device)), 1, 1),
-        block=(int(defines["READERS"]) + 2) * hopper_shapes.WARP,
-        shared_bytes=places * hopper_shapes.pitch(row_bytes) + hopper_shapes.STAGES * geometry.partial_bytes,
+        combine_macros(geometry, output_bf16=is_bf16, has_shared=False),
+        grid=(plan.combine_send_blocks(most_sms(context.device)), 1, 1),
+        block=(plan.output_readers + 2) * WARP,
+        shared_bytes=plan.output_ring(is_bf16).shared_bytes + plan.combine_shared_bytes,
         arguments=[
             output_RH,
             int64(output_RH.stride(0) * output_RH.element_size()),
@@ -241,12 +238,13 @@ def combine_send(
             geometry.rank,
             geometry.max_tokens,
             geometry.num_slots,
-            *hopper_shapes.parts_of_tokens(geometry),
+            plan.num_parts,
+            plan.part_tokens,
             int64(geometry.landing_half(context.half_bytes["landing"])),
             int64(context.half_bytes["combine"]),
         ],
         device=context.device,
-        early=hopper_shapes.may_overlap(geometry),
+        early=plan.overlaps,
     )
 
 
@@ -260,18 +258,15 @@ def combine_recv(
     timeout_ns: int,
 ) -> None:
     """See `exchange_interface.ExchangeBackend`."""
-    num_tokens = y_TH.shape[0]
+    plan, num_tokens, has_shared = required_plan(geometry), y_TH.shape[0], shared_TH is not None
     shared_TH = None if shared_TH is None else _aligned(shared_TH)
-    defines = hopper_shapes.combine_defines(geometry, output_bf16=True, has_shared=shared_TH is not None)
-    row_bytes = hopper_shapes.waited_bytes(geometry, shared_TH is not None)
     launch(
         "combine.cu",
         "combine_recv",
-        defines,
-        # A rank without tokens waits too, so that it learns of a peer's failure in the same step.
-        grid=(min(geometry.programs(num_tokens), most_sms(context.device)), 1, 1),
-        block=(int(defines["WAITING"]) + 1) * hopper_shapes.WARP,
-        shared_bytes=int(defines["PARTIALS"]) * hopper_shapes.pitch(row_bytes),
+        combine_macros(geometry, output_bf16=True, has_shared=has_shared),
+        grid=(plan.combine_recv_blocks(num_tokens, most_sms(context.device)), 1, 1),
+        block=(plan.partial_readers + 1) * WARP,
+        shared_bytes=plan.partial_ring(has_shared).shared_bytes,
         arguments=[
             y_TH,
             shared_TH,
@@ -285,10 +280,11 @@ def combine_recv(
             context.error,
             context.latch,
             geometry.rank,
-            *hopper_shapes.parts_of_tokens(geometry),
+            plan.num_parts,
+            plan.part_tokens,
             int64(context.half_bytes["combine"]),
             int64(timeout_ns),
         ],
         device=context.device,
-        early=_flags_say_all(context) and hopper_shapes.may_overlap(geometry),
+        early=_flags_come_last(context) and plan.overlaps,
     )

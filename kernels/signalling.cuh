@@ -1,7 +1,7 @@
 // How kernels wait for peers and tell them of failures, for inclusion; `kernels/signalling.py` has it for Triton, and
 // `comm/signals.py` the words. Every wait ends, by the flag, a failure or the clock; lane p of a warp waits for rank p.
 //
-// Macros: WORLD (at most 32), ABORT, ABORT_WORDS, TIMEOUT (ErrorCode); SENT_PARTS, TURN_BIT and COUNT_BITS where asked for.
+// Macros: WORLD (at most 32), ABORT, ABORT_WORDS, TIMEOUT (ErrorCode); TURN_BIT and COUNT_BITS where asked for.
 
 #include "bulk_store.cuh"
 #include "clock.cuh"
@@ -187,23 +187,6 @@ __device__ __forceinline__ bool last_to_arrive(int* counter) {
   if (last) *counter = 0;
   return last;
 }
-
-// The same for a warp that tells of what its lanes have stored, or have copied and awaited: in each lane with `counter`, its
-// counter. Bit l: for that of lane l this block comes last, and any lane may tell.
-__device__ __forceinline__ u32 last_at(int* counter) {
-  fence_system();
-  __syncwarp();
-  bool last = false;
-  if (counter != nullptr) last = last_to_arrive(counter);
-  const u32 complete = __ballot_sync(ALL, last);
-  __syncwarp();
-  return complete;
-}
-
-#ifdef SENT_PARTS
-// Tokens of each part that peers are told of before the rest has landed.
-__device__ __forceinline__ int part_tokens(int max_tokens) { return (max_tokens + SENT_PARTS) / (SENT_PARTS + 1); }
-#endif
 
 // Rank that owns an expert; lane p has the first expert after rank p's. For a whole warp.
 __device__ __forceinline__ int owner_of(int expert, int end_of_lane) {

@@ -13,8 +13,9 @@ def choose_backend(context: ExpertParallelContext, geometry: ExchangeGeometry) -
         from moe_runtime.kernels import reference_exchange
 
         return reference_exchange
-    from moe_runtime.kernels import hopper_exchange, hopper_shapes, triton_exchange
+    from moe_runtime.kernels import hopper_exchange, triton_exchange
+    from moe_runtime.kernels.exchange_plan import plan_exchange
 
-    if context.engine == "cuda" and hopper_shapes.fits(geometry):
+    if context.engine == "cuda" and plan_exchange(geometry) is not None:
         return hopper_exchange
     return triton_exchange

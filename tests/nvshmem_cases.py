@@ -23,7 +23,8 @@ from moe_runtime.dispatch_handle import DispatchedTokens
 from moe_runtime.dispatcher import TokenDispatcher
 from moe_runtime.errors import MoERuntimeError, PeerAbortedError
 from moe_runtime.formats import FORMATS
-from moe_runtime.kernels import hopper_exchange, hopper_shapes
+from moe_runtime.kernels import hopper_exchange
+from moe_runtime.kernels.exchange_plan import required_plan
 from moe_runtime.kernels.swizzle import unswizzle_scales
 from moe_runtime.layer import MoELayer
 from moe_runtime.virtual import VirtualRanks
@@ -281,13 +282,13 @@ def replay_many(
 ) -> tuple[int, int, float]:
     """One graph replayed with new inputs written in place; every result compared, on the device, with virtual ranks.
 
-    `in_parts` is for packed rows on Hopper. The graph then sends expert ids first and places rows part by part as their
-    tokens arrive; virtual ranks do not, so that one way is held to the other.
+    `in_parts` is for packed rows on Hopper: slots are counted in chunks and tokens combined in parts, as in layers of
+    many tokens. Virtual ranks do neither, so that one way is held to the other.
 
     Returns how many steps were wrong, the first of them, and milliseconds per step, comparison included.
     """
     sizes = {"hidden_size": 512, "intermediate_size": 256, "num_experts": 16, "top_k": 4}
-    # Parts of 38 tokens and a last one of 36, each of more than one word of a bitmap.
+    # Parts of 38 tokens and a last one of 36.
     c = config(fmt, max_tokens_per_rank=150 if in_parts else 32, **sizes)
     device = gpu_of(rank)
     rows, chance = c.max_tokens_per_rank, torch.Generator().manual_seed(seed)
@@ -307,10 +308,10 @@ def replay_many(
         with tokens_in_parts() if in_parts else nullcontext():
             if in_parts:
                 assert layer.dispatcher._backend is hopper_exchange
-                assert hopper_shapes.ids_first(layer.dispatcher.geometry)
+                assert required_plan(layer.dispatcher.geometry).num_chunks > 1
             run()
             graph, y = captured(run)
-        assert not hopper_shapes.ids_first(virtual.layers[rank].dispatcher.geometry)
+        assert required_plan(virtual.layers[rank].dispatcher.geometry).num_chunks == 1
         wrong = torch.zeros((), dtype=torch.int64, device=device)
         first = torch.full((), steps, dtype=torch.int64, device=device)
         generator = torch.Generator(device)

@@ -11,12 +11,12 @@ from hypothesis import strategies as st
 
 from moe_runtime.dispatch_handle import DispatchedTokens
 from moe_runtime.formats import FORMATS, MAX_ENCODE_SCALE, QuantizedRows
-from moe_runtime.kernels import hopper_exchange, hopper_shapes
+from moe_runtime.kernels import exchange_plan, hopper_exchange
 from moe_runtime.kernels.reference_quantize import dequantize_rows, quantize_rows
 from moe_runtime.launch.benchmarks.checks import ungrouped
 from tests.comparison import assert_same_bits
 from tests.exchange_data import RankInput, expected_groups, rank_input
-from tests.token_parts import forget_defines
+from tests.token_parts import forget_plans
 from tests.virtual_exchange import (
     ENGINES,
     HOPPER,
@@ -145,13 +145,13 @@ def test_scales_of_many_rows_and_few_columns(
 ) -> None:
     """Two groups of 130 rows, with 3 or 6 scales in words of 4, where zeros lie behind them. `tiled` is a kernel of its
     own that fills them in."""
-    monkeypatch.setattr(hopper_shapes, "SMALL_CHUNK_BYTES", 0 if tiled else 1 << 20)
-    monkeypatch.setattr(hopper_shapes, "CHUNK", 32)
-    forget_defines()
+    monkeypatch.setattr(exchange_plan, "SMALL_CHUNK_BYTES", 0 if tiled else 1 << 20)
+    monkeypatch.setattr(exchange_plan, "CHUNK", 32)
+    forget_plans()
     settings = {"hidden_size": 96, "num_experts": 7, "top_k": 2, "max_tokens_per_rank": 70}
     ranks = Ranks(2, device, engine, token_format=fmt, mode="contiguous", **settings)
     if engine == HOPPER:
-        assert hopper_shapes.tiled_scales(ranks.dispatchers[0].geometry) == tiled
+        assert exchange_plan.required_plan(ranks.dispatchers[0].geometry).tiled_scales == tiled
     inputs = [rank_input(seed, rank, 65, 96, 7, 2, "one") for rank in range(2)]
     for rank, arrived in enumerate(ranks.dispatch([data.to(device) for data in inputs])):
         check_arrival(arrived, inputs, range(*ranks.dispatchers[0].geometry.starts[rank : rank + 2]))
@@ -204,7 +204,7 @@ def test_ranks_may_run_different_engines(
     settings = {**SETTINGS, "token_format": "nvfp4", "mode": mode}
     ranks = Ranks(3, device, "torch", **settings)
     for rank in kernels_of:
-        assert hopper_shapes.stamped(ranks.dispatchers[rank].geometry)
+        assert exchange_plan.required_plan(ranks.dispatchers[rank].geometry).per_token_flags
         ranks.dispatchers[rank]._backend = hopper_exchange
     for step, tokens in enumerate(((5, 2, 0), (0, 5, 3), (1, 0, 5), (0, 0, 4))):
         routing = "one" if step == 2 else "random"
@@ -229,8 +229,8 @@ def test_scales_may_be_left_where_they_were_sent(
         "token_format": token,
         "mode": "gathered",
     }
-    monkeypatch.setattr(hopper_shapes, "SMALL_CHUNK_BYTES", 4096)
-    forget_defines()
+    monkeypatch.setattr(exchange_plan, "SMALL_CHUNK_BYTES", 4096)
+    forget_plans()
     twins, kernels = Ranks(3, device, "torch", **settings), Ranks(3, device, HOPPER, **settings)
     assert not twins.dispatchers[0].can_keep_scales_in_record and kernels.dispatchers[0].can_keep_scales_in_record
     for step, tokens in enumerate(((max_tokens, 0, 3), (1, max_tokens, 2), (0, 0, 0))):
@@ -255,7 +255,7 @@ def test_scales_may_be_left_where_they_were_sent(
         ]
         for y, want in zip(kernels.combine(found, outputs), twins.combine(wanted, outputs), strict=True):
             assert_same_bits(y, want, "combined")
-    forget_defines()
+    forget_plans()
 
 
 def test_rows_that_are_expected_are_those_of_experts_chosen_alike(device: torch.device) -> None:

@@ -10,7 +10,8 @@ import torch
 
 from moe_runtime.formats import COMBINE_FORMATS, FORMATS
 from moe_runtime.geometry import sample_geometry
-from moe_runtime.kernels import hopper_exchange, hopper_shapes
+from moe_runtime.kernels import exchange_plan, hopper_exchange
+from moe_runtime.kernels.exchange_plan import plan_exchange, required_plan
 from tests.comparison import assert_same_bits
 from tests.exchange_data import rank_input
 from tests.token_parts import tokens_in_parts
@@ -23,17 +24,16 @@ WORLD, HIDDEN, EXPERTS, TOP_K = 4, 7168, 64, 8
 
 def test_all_slots_are_one_chunk_where_their_bitmaps_are_small() -> None:
     geometry = sample_geometry("nvfp4")
-    assert hopper_shapes.chunk_slots(geometry) == geometry.num_slots == 1024
-    assert hopper_shapes.chunk_slots(replace(geometry, max_tokens=4096)) == hopper_shapes.CHUNK
-    assert hopper_shapes.chunk_slots(replace(geometry, max_tokens=3)) == 32, "whole words of 32 slots"
+    assert required_plan(geometry).chunk_slots == geometry.num_slots == 1024
+    assert required_plan(replace(geometry, max_tokens=4096)).chunk_slots == exchange_plan.CHUNK
+    assert required_plan(replace(geometry, max_tokens=3)).chunk_slots == 32, "whole words of 32 slots"
 
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(1, (8, 132)), (128, (2, 132)), (4096, (1, 1))])
 def test_few_slots_are_shared_by_warps_of_more_blocks(max_tokens: int, expected: tuple[int, int]) -> None:
     for geometry in (sample_geometry("nvfp4"), sample_geometry("nvfp4", packed=True)):
         sized = replace(geometry, max_tokens=max_tokens)
-        if not hopper_shapes.ids_first(sized):
-            assert hopper_shapes.arrive_shares(sized, 132, scales=True) == expected
+        assert required_plan(sized).place_split(132, scales=True) == expected
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_few_slots_are_shared_by_warps_of_more_blocks(max_tokens: int, expected:
 )
 def test_few_blocks_wait_for_rows_that_are_not_copied(fmt: str, max_tokens: int, expected: tuple[int, int]) -> None:
     geometry = replace(sample_geometry(fmt), max_tokens=max_tokens)
-    assert hopper_shapes.arrive_shares(geometry, 132, scales=fmt == "fp8_block") == expected
+    assert required_plan(geometry).place_split(132, scales=fmt == "fp8_block") == expected
 
 
 @pytest.mark.parametrize("scales", [False, True])
@@ -58,21 +58,23 @@ def test_few_blocks_wait_for_rows_that_are_not_copied(fmt: str, max_tokens: int,
 def test_arrival_is_one_round_of_blocks(sms: int, scales: bool, rng: torch.Generator) -> None:
     for max_tokens in torch.randint(1, 5000, (50,), generator=rng).tolist():
         geometry = replace(sample_geometry("nvfp4"), max_tokens=max_tokens)
-        shares, split = hopper_shapes.arrive_shares(geometry, sms, scales)
-        chunk = hopper_shapes.chunk_slots(geometry)
+        plan = required_plan(geometry)
+        shares, split = plan.place_split(sms, scales)
+        chunk = plan.chunk_slots
         chunks = -(-geometry.num_slots // chunk)
+        assert plan.num_chunks == chunks
         assert 1 <= shares <= geometry.top_k and 1 <= split <= chunk * shares
         assert split == 1 or chunks * split <= sms
-        assert shares == 1 or chunks * chunk * shares <= sms * hopper_shapes.ARRIVE_WARPS
+        assert shares == 1 or chunks * chunk * shares <= sms * plan.recv_warps
 
 
 def test_what_a_warp_or_its_shared_memory_cannot_hold_is_left_to_triton() -> None:
     geometry = sample_geometry("nvfp4")
-    assert hopper_shapes.fits(geometry)
-    assert not hopper_shapes.fits(replace(geometry, world_size=33, rank=0))
-    assert not hopper_shapes.fits(replace(geometry, record=replace(geometry.record, top_k=33)))
-    assert not hopper_shapes.fits(replace(geometry, num_experts=65000))
-    assert not hopper_shapes.fits(replace(geometry, record=replace(geometry.record, format=FORMATS["bf16"], hidden=72)))
+    assert plan_exchange(geometry) is not None
+    assert plan_exchange(replace(geometry, world_size=33, rank=0)) is None
+    assert plan_exchange(replace(geometry, record=replace(geometry.record, top_k=33))) is None
+    assert plan_exchange(replace(geometry, num_experts=65000)) is None
+    assert plan_exchange(replace(geometry, record=replace(geometry.record, format=FORMATS["bf16"], hidden=72))) is None
 
 
 @pytest.mark.gpu
@@ -116,32 +118,20 @@ def test_bits_where_tokens_come_in_parts(fmt: str, max_tokens: int, mode: str, d
     assert_same_steps(both, seed)
 
 
-def test_parts_of_the_tokens() -> None:
-    geometry = sample_geometry("nvfp4")
-    assert hopper_shapes.parts_of_tokens(replace(geometry, max_tokens=4096)) == (3, 1024)
-    assert hopper_shapes.parts_of_tokens(replace(geometry, max_tokens=1025)) == (3, 257)
-    assert hopper_shapes.parts_of_tokens(replace(geometry, max_tokens=1023)) == (0, 1023)
-    assert hopper_shapes.parts_of_tokens(replace(geometry, max_tokens=4096, num_sms=16)) == (0, 4096)
+@pytest.mark.parametrize(
+    ("max_tokens", "num_sms", "expected"),
+    [(4096, None, (3, 1024)), (1025, None, (3, 257)), (1023, None, (0, 1023)), (4096, 16, (0, 4096))],
+)
+def test_parts_of_the_tokens(max_tokens: int, num_sms: int | None, expected: tuple[int, int]) -> None:
+    plan = required_plan(sample_geometry("nvfp4", max_tokens=max_tokens, num_sms=num_sms))
+    assert (plan.num_parts, plan.part_tokens) == expected
 
 
-def test_expert_ids_come_first_where_many_rows_are_packed() -> None:
+def test_many_packed_rows_are_counted_in_chunks() -> None:
     geometry = sample_geometry("fp8_block", max_tokens=4096, packed=True)
-    assert hopper_shapes.ids_first(geometry)
-    for other in (
-        replace(geometry, packed=False),
-        replace(geometry, max_tokens=1023),
-        replace(geometry, num_sms=16),
-        # A sending block takes more than half of the threads that an SM has registers for.
-        replace(geometry, record=replace(geometry.record, hidden=14464)),
-    ):
-        assert not hopper_shapes.ids_first(other)
-    # 8 sources and 4 parts of 1024 tokens; 4 chunks of each go to 4 blocks.
-    assert hopper_shapes.chunk_slots(geometry) == 256
-    assert hopper_shapes.arrive_shares(geometry, 131, scales=True) == (1, 4)
+    assert required_plan(geometry).chunk_slots == 256
     counts = hopper_exchange.allocate_counts(geometry, torch.device("cpu"))
     assert counts is not None and counts.shape == (128, 32)
-    # Parts of 257 tokens are 160 and 97.
-    assert hopper_shapes.chunk_slots(replace(geometry, max_tokens=1025)) == 160
 
 
 def assert_same_steps(

@@ -12,11 +12,11 @@ import torch
 
 from moe_runtime.dispatch_handle import DispatchedTokens
 from moe_runtime.errors import MoERuntimeError, PeerTimeoutError, Phase, RoutingError, StepMismatchError
-from moe_runtime.kernels import hopper_exchange, hopper_shapes
+from moe_runtime.kernels import exchange_plan, hopper_exchange
 from tests.comparison import assert_same_bits
 from tests.emulator import Emulator, needs_emulator
 from tests.exchange_data import RankInput, expected_groups, rank_input
-from tests.token_parts import forget_defines
+from tests.token_parts import forget_plans
 from tests.virtual_exchange import HOPPER, Ranks, emulator, poisoned_memory
 
 __all__ = ["emulator", "poisoned_memory"]
@@ -43,19 +43,19 @@ def shrink(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Shrink]:
         sizes = {
             "MAX_PLACES": draw.choice((2, 3)),
             "BLOCKS_PER_SM": 1,
-            "ARRIVE_WARPS": draw.choice((1, 2, 4)),
+            "RECV_WARPS": draw.choice((1, 2, 4)),
             "TOKENS_IN_PARTS": draw.choice((1, 1024)),
             "SMALL_CHUNK_BYTES": draw.choice((0, 1 << 20)),
             "CHUNK": 32,
         }
         for name, value in (sizes | given).items():
-            monkeypatch.setattr(hopper_shapes, name, value)
+            monkeypatch.setattr(exchange_plan, name, value)
         monkeypatch.setattr(hopper_exchange, "most_sms", lambda device, limit=None: min(sms, limit or sms))
-        forget_defines()
+        forget_plans()
 
     shrink(seed)
     yield shrink
-    forget_defines()
+    forget_plans()
 
 
 def twins_and_kernels(**settings: Any) -> list[Ranks]:
@@ -231,13 +231,18 @@ WRONG_STAMPS = {
 """The same, of what tells of each token."""
 
 
-def assert_is_found(edits: tuple[str, str], emulator: Emulator, run: Callable[[int], None]) -> None:
-    """Some of 20 runs fails where a regular expression is replaced in translated kernels."""
+def assert_is_found(
+    edits: tuple[str, str],
+    emulator: Emulator,
+    run: Callable[[int], None],
+    slowed: Callable[[str], str] = lambda text: text,
+) -> None:
+    """Some of 20 runs fails where a regular expression is replaced in translated kernels, `slowed` before."""
     edited = 0
 
     def edit(text: str) -> str:
         nonlocal edited
-        text, times = re.subn(*edits, text)
+        text, times = re.subn(*edits, slowed(text))
         edited += times
         return text
 
@@ -266,8 +271,15 @@ def test_tokens_that_are_told_of_wrongly_are_found(what: str, emulator: Emulator
     assert_is_found(WRONG_STAMPS[what], emulator, run)
 
 
-IN_PARTS_OR_NOT = {"SMALL_CHUNK_BYTES": 1 << 20, "TOKENS_IN_PARTS": 1}
-"""Ranks that may take all SMs tell of parts of their tokens and store stamps first; others tell of each token."""
+@pytest.fixture
+def mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that may take all SMs take slots in chunks and store stamps first; others tell of each token."""
+    monkeypatch.setattr(exchange_plan, "_chunk_slots", lambda geometry: 32 if geometry.num_sms is None else 64)
+
+
+def slow_records(text: str) -> str:
+    """Records that are sent long after their stamps have been stored."""
+    return text.replace("+ slot, epoch);", "+ slot, epoch); for (int i = 0; i < 100; ++i) load_relaxed(x.latch);")
 
 
 def run_mixed_steps(emulator: Emulator, seed: int) -> None:
@@ -275,18 +287,21 @@ def run_mixed_steps(emulator: Emulator, seed: int) -> None:
     run_random_steps({"token_format": "nvfp4"}, emulator, seed, sms_of_ranks=sms)
 
 
+@pytest.mark.usefixtures("mixed")
 def test_ranks_that_wait_for_stamps_know_whose_say_nothing(emulator: Emulator, seed: int, shrink: Shrink) -> None:
+    emulator.edit = slow_records
     for turn in range(3):
-        shrink(seed + turn, **IN_PARTS_OR_NOT)
+        shrink(seed + turn)
         run_mixed_steps(emulator, seed + turn)
 
 
+@pytest.mark.usefixtures("mixed")
 def test_stamps_that_say_nothing_taken_for_others_are_found(emulator: Emulator, seed: int, shrink: Shrink) -> None:
     def run(turn: int) -> None:
-        shrink(seed + turn, **IN_PARTS_OR_NOT)
+        shrink(seed + turn)
         run_mixed_steps(emulator, seed + turn)
 
-    assert_is_found((r"is_stamped\(word\)", "true"), emulator, run)
+    assert_is_found((r"is_stamped\(word\)", "true"), emulator, run, slow_records)
 
 
 @pytest.mark.parametrize("sizes", [SEVERAL_CHUNKS, ONE_CHUNK], ids=["several_chunks", "one_chunk"])
@@ -296,7 +311,7 @@ def test_nothing_is_placed_among_tokens_for_another_exchange(
     """A peer's tokens, of a step of another size, come to slots of this rank's own between two looks at them."""
     settings = {**SETTINGS, "hidden_size": 256, "num_experts": 8, "top_k": 2, "max_tokens_per_rank": 64}
     for turn in range(2):
-        shrink(seed + turn, ARRIVE_WARPS=2, **sizes)
+        shrink(seed + turn, RECV_WARPS=2, **sizes)
         ranks = Ranks(2, CPU, HOPPER, **settings, mode="gathered", token_format="nvfp4", other_tokens=16)
         alone = Ranks(1, CPU, HOPPER, **settings | {"max_tokens_per_rank": 8}).dispatchers[0]
         own, late = rank_input(seed + turn, 0, 64, 256, 8, 2), rank_input(seed + turn, 1, 16, 256, 8, 2)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from moe_runtime.config import load_config
 from moe_runtime.formats import COMBINE_FORMATS, FORMATS
-from moe_runtime.kernels import hopper_shapes
+from moe_runtime.kernels.exchange_plan import plan_exchange
 from moe_runtime.layer import MoELayer
 from moe_runtime.virtual import virtual_contexts
 from tests.test_decoded_compile import REGISTERS_OF_A_BLOCK, SHARED_BYTES_OF_A_BLOCK, SPILL_BYTES, compile_recorded
@@ -99,11 +99,10 @@ def test_launches_of_hopper_keep_to_the_limit(data: st.DataObject) -> None:
         data.draw(st.integers(1, 8192), "max_tokens"),
         data.draw(st.booleans(), "contiguous"),
     )
-    assume(hopper_shapes.fits(geometry))
+    assume(plan_exchange(geometry) is not None)
     num_sms = data.draw(st.integers(1, 200), "num_sms")
     found = launches(replace(geometry, num_sms=num_sms))
-    if not hopper_shapes.ids_first(geometry):
-        assert [launch.name for launch in found] == [launch.name for launch in launches(geometry)]
+    assert [launch.name for launch in found] == [launch.name for launch in launches(geometry)]
     for launch in found:
         assert 1 <= launch.grid[0] <= num_sms, launch.name
         assert launch.block % 32 == 0 and launch.block <= 1024, launch.name

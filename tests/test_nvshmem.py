@@ -153,7 +153,7 @@ def test_replays_with_new_tokens_and_routing_are_all_right(
 @gpu
 @pytest.mark.skipif(not ON_HOPPER, reason="tokens come in parts on Hopper alone")
 @pytest.mark.parametrize(("fmt", "steps"), [("fp8_block", 400), ("nvfp4", 200), ("bf16", 200)])
-def test_replays_with_rows_placed_as_they_arrive_are_all_right(fmt: str, steps: int, ranks: Any, seed: int) -> None:
+def test_replays_in_chunks_and_parts_are_all_right(fmt: str, steps: int, ranks: Any, seed: int) -> None:
     results = ranks.run(cases.replay_many, fmt, "contiguous", steps, seed, True, timeout=170)
     for rank, (wrong, first, _) in enumerate(results):
         assert wrong == 0, f"rank {rank}: {wrong} of {steps} replays are wrong, the first is {first}"

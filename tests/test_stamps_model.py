@@ -201,7 +201,7 @@ SAFEGUARDS = [
     Safeguard(
         "failed_without_count",
         SEND,
-        "if (!failed && !IDS_FIRST && first && blockIdx.x == 0 && team == 0 && lane < WORLD) {",
+        "if (!failed && first && blockIdx.x == 0 && team == 0 && lane < WORLD) {",
         "takes count of epoch 3 from rank 0 in 1",
         [SENT_AHEAD] * 2,
         BOTH,

@@ -9,10 +9,10 @@ from moe_runtime.comm.failures import encode_abort, find_failure, write_abort
 from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, REASON_WORDS
 from moe_runtime.dispatch_handle import DispatchHandle
 from moe_runtime.errors import ErrorCode, PeerAbortedError, Phase
-from moe_runtime.kernels import hopper_exchange, hopper_shapes
+from moe_runtime.kernels import exchange_plan, hopper_exchange
 from tests.emulator import Emulator, needs_emulator
-from tests.exchange_data import RankInput, rank_input
-from tests.token_parts import forget_defines
+from tests.exchange_data import rank_input
+from tests.token_parts import forget_plans
 from tests.virtual_exchange import ENGINES, HOPPER, Ranks, emulator, poisoned_memory
 
 __all__ = ["emulator", "poisoned_memory"]
@@ -72,32 +72,32 @@ def slow_after(place: str, text: str) -> str:
     return text.replace(place, f"{place} for (int i = 0; i < 3000; ++i) load_relaxed(x.latch);")
 
 
-def too_many_rows(seed: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
-    """More rows arrive at rank 1 than it has room for, which its `arrive` finds while it still sends."""
-    sizes = {"TOKENS_IN_PARTS": 1, "ARRIVE_WARPS": 1, "CHUNK": 32, "THREADS_BESIDE": 64}
+def used_too_late(seed: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rank 1 waits for its first dispatch during its fourth, which its `arrive` finds while it still sends."""
+    sizes = {"RECV_WARPS": 1, "CHUNK": 32, "SMALL_CHUNK_BYTES": 0, "BLOCKS_PER_SM": 1}
     for name, value in sizes.items():
-        monkeypatch.setattr(hopper_shapes, name, value)
+        monkeypatch.setattr(exchange_plan, name, value)
     monkeypatch.setattr(hopper_exchange, "most_sms", lambda device, limit=None: min(3, limit or 3))
-    forget_defines()
+    forget_plans()
     settings = {"hidden_size": 1152, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 33}
     settings |= {"token_format": "bf16", "mode": "contiguous"}
     cpu = torch.device("cpu")
-    twins, kernels = Ranks(2, cpu, "torch", **settings), Ranks(2, cpu, HOPPER, **settings, expert_row_capacity=60)
-    ids = torch.tensor([[2, 3] if token % 2 == 0 else [0, 3] for token in range(33)])
-    inputs = []
-    for rank in range(2):
-        data = rank_input(seed, rank, 33, 1152, 4, 2)
-        inputs.append(RankInput(data.x, ids, data.topk_weights))
+    twins, kernels = Ranks(2, cpu, "torch", **settings), Ranks(2, cpu, HOPPER, **settings)
+    inputs = [rank_input(seed, rank, 33, 1152, 4, 2) for rank in range(2)]
+    found = []
     with emulator.together() as choose:
-        found = []
         for rank, (dispatcher, data) in enumerate(zip(kernels.dispatchers, inputs, strict=True)):
             choose(rank)
-            found.append(dispatcher.dispatch(data.x, data.topk_idx, data.topk_weights))
-    assert int(kernels.contexts[1].error[0]) == ErrorCode.CAPACITY
+            tokens = (data.x, data.topk_idx, data.topk_weights)
+            handles = [dispatcher.dispatch_send(*(tensor[:0] for tensor in tokens)) for _ in range(3)]
+            handles.append(dispatcher.dispatch_send(*tokens))
+            found.append(dispatcher.dispatch_recv(handles[0 if rank == 1 else 3]))
+    assert int(kernels.contexts[1].error[0]) == ErrorCode.STALE_HANDLE
     if int(kernels.contexts[0].error[0]) == 0:
         wanted = twins.dispatch(inputs)[0]
-        assert found[0].group_offsets.tolist() == wanted.group_offsets.tolist() == [0, 32, 32]
-        assert torch.equal(found[0].rows[:32].view(torch.int16), wanted.rows[:32].view(torch.int16))
+        rows = int(wanted.group_offsets[-1])
+        assert found[0].group_offsets.tolist() == wanted.group_offsets.tolist()
+        assert torch.equal(found[0].rows[:rows].view(torch.int16), wanted.rows[:rows].view(torch.int16))
 
 
 @needs_emulator
@@ -116,13 +116,13 @@ def test_flags_come_after_a_failure_of_arrival(
     try:
         if waits:
             for turn in range(6):
-                too_many_rows(seed + turn, emulator, monkeypatch)
+                used_too_late(seed + turn, emulator, monkeypatch)
         else:
             with pytest.raises(AssertionError):
                 for turn in range(40):
-                    too_many_rows(seed + turn, emulator, monkeypatch)
+                    used_too_late(seed + turn, emulator, monkeypatch)
     finally:
-        forget_defines()
+        forget_plans()
 
 
 def fails_ahead(seed: int, emulator: Emulator) -> None:

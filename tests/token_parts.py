@@ -1,4 +1,4 @@
-"""Small layers whose tokens come and go in parts on Hopper, as those of large ones do."""
+"""Small layers that the CUDA exchange takes like large ones: slots counted in chunks, tokens combined in parts."""
 
 from __future__ import annotations
 
@@ -7,23 +7,25 @@ from contextlib import contextmanager
 
 import pytest
 
-from moe_runtime.kernels import hopper_shapes
+from moe_runtime.kernels import exchange_macros, exchange_plan
 
 
-def forget_defines() -> None:
-    """Macros of Hopper's kernels, which are made once for a geometry; for tests that change what they are made from."""
-    hopper_shapes.dispatch_defines.cache_clear()
-    hopper_shapes.arrive_defines.cache_clear()
-    hopper_shapes.combine_defines.cache_clear()
+def forget_plans() -> None:
+    """Plans and macros of the CUDA exchange, made once for a geometry; for tests that change their constants."""
+    exchange_plan.plan_exchange.cache_clear()
+    exchange_macros.dispatch_macros.cache_clear()
+    exchange_macros.arrive_macros.cache_clear()
+    exchange_macros.combine_macros.cache_clear()
 
 
 @contextmanager
 def tokens_in_parts() -> Iterator[None]:
-    """What is launched or captured within takes tokens in parts, however few there can be."""
+    """What is launched or captured within takes tokens in parts and slots in chunks, however few there can be."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(hopper_shapes, "TOKENS_IN_PARTS", 1)
-        forget_defines()
+        for name, value in {"TOKENS_IN_PARTS": 1, "SMALL_CHUNK_BYTES": 0, "CHUNK": 32}.items():
+            patch.setattr(exchange_plan, name, value)
+        forget_plans()
         try:
             yield
         finally:
-            forget_defines()
+            forget_plans()

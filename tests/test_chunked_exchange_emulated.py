@@ -1,4 +1,8 @@
-"""Hopper's arrival beside the sending, emulated: rows placed part by part, with the bits of the twins at any pace."""
+"""The CUDA exchange of many tokens, emulated: rows counted in chunks and combined in parts, at any pace of the ranks.
+
+Layers, formats and GPUs are drawn at random, epochs also around the wrap of int32; the bits are those of the torch
+reference.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +13,9 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime import context as context_module
-from moe_runtime.comm import signals
-from moe_runtime.comm.signals import SENT_PARTS
-from moe_runtime.errors import PeerTimeoutError, Phase, RoutingError, StepMismatchError
-from moe_runtime.kernels import hopper_exchange, hopper_shapes, reference_exchange
+from moe_runtime.comm.signals import NUM_COUNTERS
+from moe_runtime.errors import RoutingError, StepMismatchError
+from moe_runtime.kernels import exchange_plan, hopper_exchange, reference_exchange
 from tests.emulator import Emulator, needs_emulator
 from tests.exchange_data import rank_input
 from tests.test_hopper_exchange_emulated import (
@@ -23,7 +25,7 @@ from tests.test_hopper_exchange_emulated import (
     assert_same_results,
     one_after_the_other,
 )
-from tests.token_parts import forget_defines
+from tests.token_parts import forget_plans
 from tests.virtual_exchange import HOPPER, Ranks, emulator, poisoned_memory
 
 __all__ = ["emulator", "poisoned_memory"]
@@ -32,35 +34,28 @@ pytestmark = [needs_emulator, pytest.mark.cpu_only]
 
 CPU = torch.device("cpu")
 Settings = dict[str, Any]
-Draw = Callable[[random.Random, bool], Settings]
+Draw = Callable[[random.Random], Settings]
 
 
 @pytest.fixture
 def draw_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Draw]:
-    """Draws a packed layer whose rows are placed part by part, and a GPU of few SMs; `busy` ones send for long."""
+    """Draws a layer of several chunks of slots, and a GPU of few SMs."""
 
-    def drawn(draw: random.Random, busy: bool) -> Settings:
-        sms, parts = (3, 3) if busy else (draw.choice((1, 2, 3, 9)), draw.choice((1, 3, 7)))
+    def drawn(draw: random.Random) -> Settings:
+        sms = draw.choice((1, 2, 3, 9))
         sizes = {
-            "TOKENS_IN_PARTS": 1,
-            "ARRIVE_WARPS": 1 if busy else draw.choice((1, 2, 4)),
+            "MAX_PLACES": draw.choice((2, 3)),
+            "TOKENS_IN_PARTS": draw.choice((1, 1, 1024)),
+            "SMALL_CHUNK_BYTES": 0,
+            "RECV_WARPS": draw.choice((1, 2, 4)),
             "CHUNK": 32,
-            # One sending block of an SM, or as many as fit.
-            "THREADS_BESIDE": 64 if busy else draw.choice((64, 448)),
-            "SENT_PARTS": parts,
         }
         for name, value in sizes.items():
-            monkeypatch.setattr(hopper_shapes, name, value)
+            monkeypatch.setattr(exchange_plan, name, value)
         monkeypatch.setattr(hopper_exchange, "most_sms", lambda device, limit=None: min(sms, limit or sms))
-        monkeypatch.setattr(signals, "SENT_PARTS", parts)
-        monkeypatch.setattr(hopper_exchange, "COUNTED", signals.SENT + parts)
-        monkeypatch.setattr(context_module, "NUM_COUNTERS", signals.SENT + parts + 3)
-        forget_defines()
-        if busy:
-            sizes = {"hidden_size": 1152, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 33}
-            return {"world": 2, "token_format": "bf16", **sizes}
+        forget_plans()
         world, experts = draw.choice((1, 2, 3, 4)), draw.randint(1, 12)
-        most = draw.choice((1, 3, draw.randint(4, 40), 40, 150 if world < 3 else 17))
+        fewest = -(-33 // world)
         return {
             "world": world,
             # Teams of one warp and of two.
@@ -68,42 +63,44 @@ def draw_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Draw]:
             "num_experts": experts,
             # Ids of more than one store of 16 bytes among them.
             "top_k": draw.randint(1, min(experts, 10)),
-            "max_tokens_per_rank": most,
+            "max_tokens_per_rank": draw.choice((fewest, draw.randint(fewest, 40), 150 if world < 3 else fewest + 1)),
             "token_format": draw.choice(("nvfp4", "fp8_block", "mxfp8", "bf16")),
+            "mode": draw.choice(("contiguous", "contiguous", "gathered")),
+            "num_sms": draw.choice((None, None, 2)),
         }
 
     yield drawn
-    forget_defines()
+    forget_plans()
 
 
 def ranks_of(settings: Settings, engine: str) -> Ranks:
     settings = dict(settings)
-    return Ranks(settings.pop("world"), CPU, engine, mode="contiguous", **settings)
+    ranks = Ranks(settings.pop("world"), CPU, engine, **settings)
+    assert exchange_plan.required_plan(ranks.dispatchers[0].geometry).num_chunks > 1
+    return ranks
 
 
-def random_steps(draw: random.Random, settings: Settings, count: int, busy: bool = False) -> list[Step]:
-    """Steps with tokens of all numbers on all ranks and every kind of routing; all they can have if `busy`."""
+def random_steps(draw: random.Random, settings: Settings, count: int) -> list[Step]:
+    """Steps with tokens of all numbers on all ranks and every kind of routing."""
     most, sizes = settings["max_tokens_per_rank"], [settings[n] for n in ("hidden_size", "num_experts", "top_k")]
     steps = []
     for _ in range(count):
-        tokens = [most if busy else draw.choice((0, 1, most, draw.randint(0, most))) for _ in range(settings["world"])]
-        routing = "random" if busy else draw.choice(("random", "random", "one", "none"))
-        seed = draw.randrange(2**20)
+        tokens = [draw.choice((0, 1, most, draw.randint(0, most))) for _ in range(settings["world"])]
+        routing, seed = draw.choice(("random", "random", "one", "none")), draw.randrange(2**20)
         inputs = [rank_input(seed, rank, count, *sizes, routing) for rank, count in enumerate(tokens)]
-        steps.append(Step(inputs, combined=not busy and draw.random() < 0.5, shared=False))
+        steps.append(Step(inputs, combined=draw.random() < 0.6, shared=False))
     return steps
 
 
 def random_outputs(ranks: Ranks, seed: int) -> list[torch.Tensor]:
     """What experts give for as many rows as there can be, whatever arrives."""
     generator, geometry = torch.Generator().manual_seed(seed), ranks.dispatchers[0].geometry
-    assert hopper_shapes.ids_first(geometry)
     shape = (geometry.row_capacity, geometry.hidden)
     return [torch.randn(shape, generator=generator).bfloat16() for _ in ranks.contexts]
 
 
 def begin_at(ranks: Ranks, epoch: int) -> None:
-    """As after `epoch` steps, the last of which were of layers that place no rows part by part."""
+    """As after `epoch` steps, the last of which were of layers that combine no tokens in parts."""
     world, layout = len(ranks.contexts), ranks.contexts[0].signals_layout
     for context in ranks.contexts:
         context.epoch.fill_(epoch)
@@ -116,18 +113,22 @@ def begin_at(ranks: Ranks, epoch: int) -> None:
 
 def assert_counters_are_zero(ranks: Ranks) -> None:
     for context in ranks.contexts:
-        assert context.counters.tolist() == [0] * context_module.NUM_COUNTERS
+        assert context.counters.tolist() == [0] * NUM_COUNTERS
 
 
-def run_random_steps(draw_sizes: Draw, emulator: Emulator, seed: int, busy: bool = False) -> None:
+def run_random_steps(
+    draw_sizes: Draw, emulator: Emulator, seed: int, epoch: int | None = None, combined: bool | None = None
+) -> None:
     draw = random.Random(seed)
-    settings = draw_sizes(draw, busy)
+    settings = draw_sizes(draw)
     twins, kernels = ranks_of(settings, "torch"), ranks_of(settings, HOPPER)
     # After the last of these, words that nobody has written seem to be of an epoch to come.
-    epoch = 1 - 2**31 if busy else draw.choice((0, -2, 2**31 - 3, 1 - 2**31))
+    epoch = draw.choice((0, -2, 2**31 - 3, 1 - 2**31)) if epoch is None else epoch
     for ranks in (twins, kernels) if epoch else ():
         begin_at(ranks, epoch)
-    steps, outputs = random_steps(draw, settings, 3, busy), random_outputs(twins, seed)
+    steps, outputs = random_steps(draw, settings, 3), random_outputs(twins, seed)
+    if combined is not None:
+        steps = [step._replace(combined=combined) for step in steps]
     found = all_at_once(kernels, steps, outputs, emulator)
     assert_same_results(found, one_after_the_other(twins, steps, outputs))
     for context in kernels.contexts:
@@ -135,15 +136,14 @@ def run_random_steps(draw_sizes: Draw, emulator: Emulator, seed: int, busy: bool
     assert_counters_are_zero(kernels)
 
 
-def test_rows_are_placed_as_they_arrive(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
-    for turn in range(4):
+def test_steps_of_ranks_that_do_not_wait_for_each_other(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
+    for turn in range(6):
         run_random_steps(draw_sizes, emulator, seed + turn)
 
 
 def test_ranks_differ_in_what_they_run(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
-    """A rank that sends its ids first, and ranks that do not and tell of no part."""
     draw = random.Random(seed)
-    settings = {**draw_sizes(draw, False), "world": 3}
+    settings = {**draw_sizes(draw), "world": 3}
     twins, mixed = ranks_of(settings, "torch"), ranks_of(settings, HOPPER)
     for dispatcher in mixed.dispatchers[1 :: 1 + seed % 2]:
         dispatcher._backend = reference_exchange
@@ -152,33 +152,9 @@ def test_ranks_differ_in_what_they_run(draw_sizes: Draw, emulator: Emulator, see
     assert_same_results(one_after_the_other(mixed, steps, outputs), wanted)
 
 
-@pytest.mark.parametrize("parts", [None, 0, SENT_PARTS])
-def test_a_peer_that_stops_on_the_way_is_named(
-    parts: int | None, draw_sizes: Draw, emulator: Emulator, seed: int
-) -> None:
-    """It has told of its ids and then of so many parts of its tokens, or of nothing; there need not be any token."""
-    settings = {**draw_sizes(random.Random(seed), False), "world": 2}
-    kernels = ranks_of(settings, HOPPER)
-    context, dispatcher = kernels.contexts[0], kernels.dispatchers[0]
-    sizes = [settings[name] for name in ("hidden_size", "num_experts", "top_k")]
-    data = rank_input(seed, 0, seed % 2, *sizes)
-    handle = dispatcher.dispatch_send(data.x, data.topk_idx, data.topk_weights)
-    if parts is not None:
-        layout, half = context.signals_layout, 1
-        context.signals[layout.token_count + half * 2 + 1] = signals.tag_of(0, 1)
-        context.signals[layout.routed + half * 2 + 1] = 1
-        of_half = layout.sent + half * 2 * hopper_shapes.SENT_PARTS
-        context.signals[of_half : of_half + 2 * min(parts, hopper_shapes.SENT_PARTS)] = 1
-    with pytest.raises(PeerTimeoutError) as caught:
-        dispatcher.dispatch_recv(handle)
-        context.check()
-    assert (caught.value.rank, caught.value.phase) == (1, Phase.DISPATCH_RECV)
-    assert_counters_are_zero(kernels)
-
-
 def test_a_bad_id_leaves_counters_as_they_were(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
     draw = random.Random(seed)
-    settings = {**draw_sizes(draw, False), "world": 3}
+    settings = {**draw_sizes(draw), "world": 3}
     steps = [step._replace(combined=True) for step in random_steps(draw, settings, 2)]
     sizes = [settings[name] for name in ("hidden_size", "num_experts", "top_k")]
     bad = rank_input(seed, 1, settings["max_tokens_per_rank"], *sizes)
@@ -194,7 +170,7 @@ def test_a_bad_id_leaves_counters_as_they_were(draw_sizes: Draw, emulator: Emula
 
 def test_a_rank_in_another_exchange_is_named(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
     draw = random.Random(seed)
-    settings = {**draw_sizes(draw, False), "world": 3, "max_tokens_per_rank": 17}
+    settings = {**draw_sizes(draw), "world": 3, "max_tokens_per_rank": 17}
     kernels = ranks_of({**settings, "other_tokens": draw.choice((1, 16, 17, 18))}, HOPPER)
     sizes = [settings[name] for name in ("hidden_size", "num_experts", "top_k")]
     with emulator.together() as choose:
@@ -209,19 +185,18 @@ def test_a_rank_in_another_exchange_is_named(draw_sizes: Draw, emulator: Emulato
 
 
 WRONG = {
-    "told before the last token of a part": (
-        r"\btoken / (part_tokens\(max_tokens\))",
-        r"min(int(token + 2 * gridDim.x) / \1, 3)",
-    ),
-    "told before the ids are there": (r"last_at\(lane == 0 \? counter \+ \d+ : nullptr\)", r"(\g<0>, true)"),
     "a counter that stays": (r"if \(last\) \*counter = 0;", ""),
-    "rows before they have come": (r"return await_tokens\([^;]*, early\);", "return true;"),
-    "places before all is counted": (r"while \(load_acquire\(counted \+ 1\) == 0\) \{\}", ""),
-    "words of long ago": (r"(await\([^;]*), exact\);", r"\1, false);"),
+    "rows before they have come": (r"failed = await\(x, own, lane >= first[^;]*;", ""),
+    "places before all is counted": (r"if \(!0\) ptx::griddepcontrol_wait\(\);", ""),
+    "words of long ago": (r"(await\([^;]*), early\);", r"\1, false);"),
 }
 """What is written instead in translated kernels, as regular expressions."""
 
 
 @pytest.mark.parametrize("what", WRONG)
 def test_kernels_that_are_wrong_are_found(what: str, draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
-    assert_is_found(WRONG[what], emulator, lambda turn: run_random_steps(draw_sizes, emulator, seed + turn, busy=True))
+    assert_is_found(
+        WRONG[what],
+        emulator,
+        lambda turn: run_random_steps(draw_sizes, emulator, seed + turn, epoch=1 - 2**31, combined=True),
+    )
