@@ -133,8 +133,8 @@ class CollectiveTransport:
         """Bring the records staged by the send kernel of dispatch `epoch` to their ranks.
 
         Carries rows `t < num_tokens` of this rank's part of `landing` in the staging of each peer (half `epoch % 2`,
-        `[W][max_tokens][record_bytes]`), if their stamp (`[W][max_tokens]` int32) is `epoch`. At the peer the record
-        appears first, then its stamp, then the signal words (dispatch_flag, token_count, ready, abort).
+        `[W][max_tokens][record_bytes]`), if their token flag (`[W][max_tokens]` int32) is `epoch`. At the peer the
+        record appears first, then its token flag, then the signal words (dispatch_flag, token_count, ready, abort).
         `landing_half` is where the second half of `landing` starts; default `context.half_bytes["landing"]`.
 
         Raises the error in a peer's abort words, and `PeerTimeoutError` if a peer does not take part within
@@ -144,22 +144,22 @@ class CollectiveTransport:
         rank, world = self.heap.rank, self.heap.world_size
         indices, rows = [], []
         for peer in range(world):
-            stamps = self._half(context, "stamps", peer, half, torch.int32, (world, max_tokens))
+            token_flags = self._half(context, "token_flags", peer, half, torch.int32, (world, max_tokens))
             landing = self._half(
                 context, "landing", peer, half, torch.uint8, (world, max_tokens, record_bytes), landing_half
             )
-            sent = (stamps[rank, :num_tokens] == epoch) & (peer != rank)
+            sent = (token_flags[rank, :num_tokens] == epoch) & (peer != rank)
             tokens = sent.nonzero().to(torch.int32)
             indices.append(tokens)
             rows.append(landing[rank, tokens[:, 0].long()])
-        stamps = self._half(context, "stamps", rank, half, torch.int32, (world, max_tokens))
+        token_flags = self._half(context, "token_flags", rank, half, torch.int32, (world, max_tokens))
         landing = self._half(
             context, "landing", rank, half, torch.uint8, (world, max_tokens, record_bytes), landing_half
         )
         header, came = self._exchange(context, Phase.DISPATCH_SEND, epoch, indices, rows, timeout_ns * 1e-9)
         for source, (tokens, records) in enumerate(came):
             landing[source, tokens[:, 0].long()] = records
-            stamps[source, tokens[:, 0].long()] = epoch
+            token_flags[source, tokens[:, 0].long()] = epoch
         self._write_signals(header)
 
     def carry_combine(

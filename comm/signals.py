@@ -4,16 +4,16 @@ Every word has one writer. Flags hold the epoch (number of the dispatch, from 1)
 ever reset; those with two halves use the half `epoch % 2`. With `W` ranks, in words:
 
     dispatch_flag [2][W]   rank w's tokens of this epoch have landed here
-    token_count   [2][W]   how many tokens rank w had, and in the bits from `COUNT_BITS` on for which exchange they are
-                           and, in `TURN_BIT`, of which epoch (written before dispatch_flag); the sign is set by kernels
-                           that write a token's stamp once it has landed, on all ranks
+    token_count   [2][W]   how many tokens rank w had, from bit `COUNT_BITS` on the number of the exchange, and in
+                           `TURN_BIT` the turn of the epoch (written before dispatch_flag); the sign is set by kernels
+                           that store the flag of each token on all ranks after its record has landed
     combine_flag  [2][W]   rank w's partial results of this epoch have landed here
     ready         [W]      rank w no longer reads what lies in the half of this epoch
-    abort         [W][8]   (code, phase, epoch, rank it is about, detail, detail2, 1 + rank that told rank w of it or 0,
-                           0) of rank w's failure; code is last
+    abort         [W][8]   (code, phase, epoch, rank it is about, detail, detail2, 1 + the rank that informed rank w of
+                           it, or 0, 0) of rank w's failure; code is written last
     reason        [W][64]  UTF-8 text (256 bytes, zero padded) of rank w's failure; host-written
-    progress      [2][3][W]  of rank w's partial results of this epoch, those for tokens below a fourth of `max_tokens`
-                             have landed, below two, three; before combine_flag, by kernels that tell of it
+    progress      [2][3][W]  rank w's partial results of this epoch have landed for the first fourth of `max_tokens`
+                             tokens, two fourths, three; before combine_flag, by kernels that signal parts
 """
 
 from __future__ import annotations
@@ -23,21 +23,21 @@ from dataclasses import dataclass
 ABORT_WORDS = 8
 COUNT_BITS = 22
 EXCHANGES = 256
-"""Exchanges of a context are numbered, modulo this: what a rank has for another is not taken for the tokens of this."""
+"""Exchanges of a context are numbered, modulo this, so that tokens for another exchange are recognised."""
 TURN_BIT = 30
 """This bit alternates between epochs of one half, and is set in the first epoch of each."""
 WITHOUT_SIGN = 0x7FFFFFFF
 """The bits of a `token_count` that do not depend on which kernels wrote it."""
 PROGRESS_PARTS = 3
-"""Parts of the tokens that a rank may tell of before it has sent all partial results."""
+"""Parts of the tokens that a rank may signal before it has sent all partial results."""
 REASON_WORDS = 64
 ERROR_WORDS = 8
 """Words of a rank's own error record in host-visible memory, code written last:
 (code, rank it is about, phase, epoch, detail, origin rank, detail2, 0)."""
 COMBINED = 1
 NUM_COUNTERS = COMBINED + 1 + PROGRESS_PARTS
-"""Words of a rank's own by which the blocks of a kernel count each other: `dispatch_send` has the first, `combine_send`
-those from `COMBINED` on."""
+"""Words in a rank's own memory by which the last block of a kernel knows itself: `dispatch_send` uses the first,
+`combine_send` those from `COMBINED` on."""
 
 
 def tag_of(count_tag: int, epoch: int) -> int:

@@ -1,24 +1,26 @@
-// Arrival: turns the records that landed here into groups of rows by expert, in an order that depends on nothing else.
+// Arrival (dispatch_recv, permute): groups the records that landed here by expert, in an order that depends on nothing else.
 //
-// The sibling of `kernels/arrive.py` for Hopper. Slots are worked on in chunks of CHUNK: for each expert a chunk has a
-// bitmap of the slots that go to it, so that the place of a row is a count of bits. Where all slots are one chunk, every
-// block makes the bitmaps for itself and nothing is launched before; else `arrive_count` counts the rows of each chunk
-// first. A block then copies scales (and, when packed, rows) of its share of a chunk's slots, a warp to a slot, or, where
-// slots are few, several warps of different blocks to the rows of one: swizzled scales of a row are words in sectors of
-// their own, which an SM stores one by one. Those of many rows are left to `arrive_scales`, which fills the swizzle in its
-// own order.
+// Slots of the landing region are worked on in chunks of CHUNK. For each expert a chunk has a bitmap of the slots that go to
+// it, so that the place of a row is a count of bits.
 //
-// Whatever comes from this rank itself comes by its flag, as from any other, so the first of these kernels does not wait
-// for `dispatch_send` to end: it does so at its own end, for those that wait for it.
+//   arrive_count   counts the rows of each chunk by expert. Launched only where there are several chunks.
+//   arrive_place   makes the bitmaps of its chunk, finds the place of each row, and copies row scales, and, as the layer asks
+//                  for, block scales and quants. A warp takes a slot. Where slots are few, several warps of different blocks
+//                  share the rows of one: an SM stores each word of a swizzled row into a sector of its own.
+//   arrive_scales  copies swizzled scales where there are several chunks, in the order of the swizzle.
 //
-// With STAMPED, where all slots are one chunk, each is waited for by itself, by the lane that looks into it: by its stamp,
-// or, from kernels that store stamps before records have landed, by the flag of its source.
+// How tokens are awaited:
+// - PER_TOKEN_FLAGS (one chunk): each lane awaits its own slot, by the token flag or, from senders that store token flags
+//   before the records have landed, by the flag of the source.
+// - otherwise: `arrive_count` awaits the flag of each source.
+// This rank's own tokens come by its flag like those of peers. Hence the first of these kernels need not await the end of
+// `dispatch_send`. It does so at its own end, for kernels that wait for it.
 //
-// Macros: those of signalling.cuh, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a multiple of 32),
-// WARPS (of a block), LOOPED (whether blocks take several chunks, one after the other, or shares of them), PLACES_BYTES
-// (shared memory of `arrive_place`), PACKED, STAMPED, QUANT_BYTES,
-// SCALE_COLUMNS (0 where scales stay in the records), RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout,
-// COUNT_BITS, TURN_BIT, STALE_HANDLE, MISMATCH and CAPACITY (ErrorCode), DISPATCH_RECV (Phase).
+// Macros: those of signalling.cuh, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a multiple of 32), WARPS
+// (of a block), LOOPED (a block takes several tasks; for few SMs), PLACES_BYTES (shared memory of `arrive_place`), PACKED
+// (quants are copied), PER_TOKEN_FLAGS (all slots are one chunk), QUANT_BYTES, SCALE_COLUMNS (0 where scales stay in the
+// records), RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, COUNT_BITS, TURN_BIT, STALE_HANDLE, MISMATCH and
+// CAPACITY (ErrorCode), DISPATCH_RECV (Phase).
 
 #include "signalling.cuh"
 
@@ -29,9 +31,9 @@ constexpr int ID_WORDS = (2 * K + 15) / 16;  // of 16 bytes; fields of a record 
 constexpr int NONE = 0xFFFF;
 constexpr int SCALE_WORDS = FMT == FP8_BLOCK ? SCALE_COLUMNS : (SCALE_COLUMNS + 3) / 4;
 constexpr int LANE_SCALES = (SCALE_WORDS + 31) / 32;
-constexpr bool TILED_SCALES = SCALE_WORDS > 0 && FMT != FP8_BLOCK && !STAMPED;
+constexpr bool TILED_SCALES = SCALE_WORDS > 0 && FMT != FP8_BLOCK && !PER_TOKEN_FLAGS;
 
-// What a block does: one task, or, where there may be fewer blocks, each its next one a whole grid further on.
+// A block takes one task, or, with LOOPED, each task a whole grid further on.
 #if LOOPED
 #define EACH_TASK(task, tasks) for (u32 task = blockIdx.x; task < static_cast<u32>(tasks); task += gridDim.x)
 #else
@@ -47,16 +49,17 @@ struct Wide<8> {
   using type = uint2;
 };
 
+// What has landed here, in the half of one epoch.
 struct Landing {
-  const u8* records;  // of this epoch's half
-  const int* stamps;
-  const int* counts;  // tokens of each source, and `tag` if they are for this exchange, of this epoch
+  const u8* records;
+  const int* token_flags;
+  const int* counts;  // of each source: its number of tokens, plus `tag` if they are for this exchange and epoch
   int max_tokens, tag, first_expert, num_local, epoch;
 
-  __device__ Landing(const u64 landing, const u64 stamps, const int* own, long long landing_half, long long stamps_half,
+  __device__ Landing(const u64 landing, const u64 flags, const int* own, long long landing_half, long long token_flags_half,
                      int max_tokens, int count_tag, int first_expert, int num_local, int epoch)
       : records(reinterpret_cast<const u8*>(landing) + (epoch & 1) * landing_half),
-        stamps(reinterpret_cast<const int*>(stamps + (epoch & 1) * stamps_half)),
+        token_flags(reinterpret_cast<const int*>(flags + (epoch & 1) * token_flags_half)),
         counts(own + TOKEN_COUNT + (epoch & 1) * WORLD),
         max_tokens(max_tokens), tag(tag_of(count_tag, epoch)), first_expert(first_expert), num_local(num_local),
         epoch(epoch) {}
@@ -65,8 +68,8 @@ struct Landing {
 
   __device__ float row_scale(int slot) const { return __ldcg(reinterpret_cast<const float*>(record(slot) + ROW_SCALE_AT)); }
 
-  // Whether a source's tokens are for another exchange, which the first block records. Numbers of tokens do not change any
-  // more, so that all blocks find the same, while such tokens may still come to slots of others. For a whole warp.
+  // Whether a source's tokens are for another exchange; the first block records it. The answer is the same in all blocks:
+  // counts no longer change, although such tokens may still land in slots of other sources. For a whole warp.
   __device__ __forceinline__ bool check_sources(const Exchange& x) const {
     const int lane = threadIdx.x & 31, word = lane < WORLD ? without_sign(__ldcg(counts + lane)) : tag;
     const u32 others = __ballot_sync(ALL, word < tag || word - tag > max_tokens);
@@ -75,16 +78,16 @@ struct Landing {
     return others != 0;
   }
 
-  // Calls `found(k, expert of this rank)` for each expert of this rank that the token in `slot` goes to.
+  // Calls `found(k, local expert)` for each expert of this rank that the token in `slot` goes to.
   template <class Found>
   __device__ __forceinline__ void each_expert(int slot, Found found) const {
     const int source = slot / max_tokens, token = slot - source * max_tokens;
     if (source >= WORLD) return;
-    const int stamp = __ldcg(stamps + slot), count = without_sign(__ldcg(counts + source)) - tag;
+    const int token_flag = __ldcg(token_flags + slot), count = without_sign(__ldcg(counts + source)) - tag;
     uint4 words[ID_WORDS];
 #pragma unroll
     for (int i = 0; i < ID_WORDS; ++i) words[i] = __ldcg(reinterpret_cast<const uint4*>(record(slot) + IDS_AT) + i);
-    if (stamp != epoch || token >= count || count > max_tokens) return;
+    if (token_flag != epoch || token >= count || count > max_tokens) return;
 #pragma unroll
     for (int k = 0; k < K; ++k) {
       const uint4 four = words[k / 8];
@@ -95,28 +98,28 @@ struct Landing {
   }
 };
 
-// Records a handle whose half is another's by now. For the first warp at least.
+// Records a stale handle: its half belongs to a later dispatch. For the first warp at least.
 __device__ __forceinline__ void check_handle(const Exchange& x, const int* epoch_ptr, int epoch) {
   if (threadIdx.x == 0 && is_stale(epoch_ptr, epoch))
     record_failure(x, STALE_HANDLE, x.rank, DISPATCH_RECV, epoch, 0, 0);
   __syncwarp();
 }
 
-// Waits until each lane may look into its slot: its record has landed, or no more is to come there. Answers whether a lane
-// was late, or this rank has failed before. For a whole warp.
+// Waits until each lane may read its slot: its record has landed, or none will come. Returns whether the wait ended by a
+// timeout or a failure. For a whole warp.
 __device__ __forceinline__ bool await_slots(const Exchange& x, const int* own, const Landing& arrived, int slot) {
   const int source = slot / arrived.max_tokens, token = slot - source * arrived.max_tokens, epoch = arrived.epoch;
   const int* flag = own + DISPATCH_FLAG + (epoch & 1) * WORLD + min(source, WORLD - 1);
   const int* counts = arrived.counts + min(source, WORLD - 1);
-  // A number of tokens is of this epoch, or of the one before that used this half, once that one's flag has been seen.
+  // Once the flag of epoch - 2 has been seen, the count in this half is that of epoch - 2 or of this epoch, no older one.
   bool recent = ahead(load_acquire(flag), epoch - 2) >= 0;
   auto behind = [&] {
-    // All are under way at once. The number of tokens tells by itself whether it is of this epoch.
-    const int flagged = load_relaxed(flag), word = load_relaxed(counts), stamp = load_acquire(arrived.stamps + slot);
+    // Three loads in flight at once. The turn bit of the count says whether it is of this epoch.
+    const int flagged = load_relaxed(flag), word = load_relaxed(counts), token_flag = load_acquire(arrived.token_flags + slot);
     const int count = without_sign(word) - arrived.tag;
-    // A number of tokens for another exchange is too small or too large. A stamp of zeros is of epoch 0.
-    if (recent && same_turn(word, arrived.tag) && is_stamped(word) &&
-        (token >= count || count > arrived.max_tokens || (stamp == epoch && epoch != 0)))
+    // The count of another exchange is too small or too large. Token flags that nobody has written are those of epoch 0.
+    if (recent && same_turn(word, arrived.tag) && has_token_flags(word) &&
+        (token >= count || count > arrived.max_tokens || (token_flag == epoch && epoch != 0)))
       return false;
     if (!recent) recent = ahead(load_acquire(flag), epoch - 2) >= 0;
     return ahead(flagged, epoch) < 0 || ahead(load_acquire(flag), epoch) < 0;
@@ -132,7 +135,7 @@ __device__ __forceinline__ bool await_slots(const Exchange& x, const int* own, c
   }
 }
 
-// Waits for the tokens of sources `first` to `last`, and tells whether this rank has not failed. For a whole block.
+// Waits for the tokens of sources `first` to `last`. Returns whether this rank has not failed. For a whole block.
 __device__ __forceinline__ bool await_tokens(const Exchange& x, const int* own, const int* epoch_ptr, int epoch, int first,
                                              int last) {
   bool failed = false;
@@ -142,25 +145,18 @@ __device__ __forceinline__ bool await_tokens(const Exchange& x, const int* own, 
     const int* flag = own + DISPATCH_FLAG + (epoch & 1) * WORLD + min(lane, WORLD - 1);
     failed = await(x, own, lane >= first && lane <= last, flag, epoch, flag, epoch, DISPATCH_RECV, epoch);
   }
-  // One warp has looked, so that a block is of one mind.
+  // One warp has looked: the answer is block-uniform.
   return __syncthreads_or(failed) == 0;
 }
 
-// Counts rows by expert in `slots` slots, in shared memory that is zero. For a whole block.
-__device__ __forceinline__ void count_rows(int* counts, const Landing& arrived, int first_slot, int slots, bool good) {
-  for (int s = threadIdx.x; good && s < slots; s += THREADS)
-    arrived.each_expert(first_slot + s, [&](int k, int expert) { atomicAdd(&counts[expert], 1); });
-  __syncthreads();
-}
-
 extern "C" __global__ void __launch_bounds__(THREADS)
-    arrive_count(int* chunk_counts, const u64* landing, const u64* stamps, const u64* signals, const int* epoch_ptr,
+    arrive_count(int* chunk_counts, const u64* landing, const u64* token_flags, const u64* signals, const int* epoch_ptr,
                  const int* handle_epoch, int* error, int* latch, int rank, int max_tokens, int count_tag, int num_slots,
-                 int first_expert, int num_local, long long landing_half, long long stamps_half, long long timeout_ns) {
+                 int first_expert, int num_local, long long landing_half, long long token_flags_half, long long timeout_ns) {
   __shared__ int counts[EXPERTS];
   const Exchange x{signals, error, latch, rank, timeout_ns};
   const int* own = x.words(rank);
-  const u64 landed = landing[rank], stamped = stamps[rank];
+  const u64 landed = landing[rank], flags = token_flags[rank];
   asm volatile("griddepcontrol.launch_dependents;");
   const int epoch = load_relaxed(handle_epoch);
   EACH_TASK(chunk, (num_slots + CHUNK - 1) / CHUNK) {
@@ -168,9 +164,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) counts[e] = 0;
     const int last_source = min(first_slot + CHUNK, num_slots) - 1;
     const bool good = await_tokens(x, own, epoch_ptr, epoch, first_slot / max_tokens, last_source / max_tokens);
-    const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, count_tag, first_expert, num_local,
+    const Landing arrived(landed, flags, own, landing_half, token_flags_half, max_tokens, count_tag, first_expert, num_local,
                           epoch);
-    count_rows(counts, arrived, first_slot, CHUNK, good);
+    for (int s = threadIdx.x; good && s < CHUNK; s += THREADS)
+      arrived.each_expert(first_slot + s, [&](int k, int expert) { atomicAdd(&counts[expert], 1); });
+    __syncthreads();
     asm volatile("griddepcontrol.wait;" ::: "memory");
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) chunk_counts[chunk * EXPERTS + e] = counts[e];
     if (LOOPED) __syncthreads();
@@ -185,9 +183,9 @@ struct Places {
   int first[EXPERTS];                 // packed position of the expert's first row in the chunk
   int offset[EXPERTS], block[EXPERTS];  // of the group and of its scales
   int totals[EXPERTS];
-  float row_scale[STAMPED && FMT == NVFP4 ? CHUNK : 1];
+  float row_scale[PER_TOKEN_FLAGS && FMT == NVFP4 ? CHUNK : 1];
   int rows;
-  bool others;  // tokens of a source are for another exchange
+  bool others;  // the tokens of a source are for another exchange
 };
 static_assert(sizeof(Places) <= PLACES_BYTES);
 
@@ -200,17 +198,17 @@ __host__ __device__ constexpr int lanes_of(int words) {
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
     arrive_place(const int* chunk_counts, int* group_offsets, int* group_scale_offsets, int* row_index, int* positions,
-                 u8* rows, u8* scales, float* row_scale, const u64* landing, const u64* stamps, const u64* signals,
+                 u8* rows, u8* scales, float* row_scale, const u64* landing, const u64* token_flags, const u64* signals,
                  const int* epoch_ptr, const int* handle_epoch, int* error, int* latch, int rank, int max_tokens,
                  int count_tag, int num_slots, int chunks, int split, int shares, int first_expert, int num_local,
-                 int capacity, int first_row, long long landing_half, long long stamps_half,
+                 int capacity, int first_row, long long landing_half, long long token_flags_half,
                  long long timeout_ns) {
   extern __shared__ __align__(16) u8 shared[];
   Places& places = *reinterpret_cast<Places*>(shared);
   const Exchange x{signals, error, latch, rank, timeout_ns};
   const int* own = x.words(rank);
-  const u64 landed = landing[rank], stamped = stamps[rank];
-  if (!STAMPED) asm volatile("griddepcontrol.wait;" ::: "memory");  // until all chunks are counted
+  const u64 landed = landing[rank], flags = token_flags[rank];
+  if (!PER_TOKEN_FLAGS) asm volatile("griddepcontrol.wait;" ::: "memory");  // all chunks have been counted
   asm volatile("griddepcontrol.launch_dependents;");
   const int epoch = load_relaxed(handle_epoch), warp = threadIdx.x / 32, lane = threadIdx.x & 31;
   EACH_TASK(task, chunks * split) {
@@ -220,13 +218,13 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     for (int i = threadIdx.x; i < EXPERTS * CHUNK_WORDS; i += THREADS) bits[i] = 0;
     for (int i = threadIdx.x; i < CHUNK * K; i += THREADS) local[i] = NONE;
     for (int e = threadIdx.x; e < EXPERTS; e += THREADS) places.totals[e] = places.first[e] = 0;
-    const Landing arrived(landed, stamped, own, landing_half, stamps_half, max_tokens, count_tag, first_expert, num_local,
+    const Landing arrived(landed, flags, own, landing_half, token_flags_half, max_tokens, count_tag, first_expert, num_local,
                           epoch);
     const auto mark = [&](int s, int k, int expert) {
       places.local[s][k] = static_cast<u16>(expert);
       atomicOr(&places.bits[expert][s / 32], 1u << s % 32);
     };
-#if STAMPED
+#if PER_TOKEN_FLAGS
     __syncthreads();
     check_handle(x, epoch_ptr, epoch);
     bool failed = false;
@@ -241,10 +239,10 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       __syncwarp();
       if (glance.trouble()) adopt_aborts(x), failed = true;
     }
-    // All warps have looked, and a block is of one mind.
+    // All warps have looked; the answer is block-uniform.
     bool good = __syncthreads_or(failed) == 0;
 #else
-    // Counted chunks have been waited for.
+    // `arrive_count` has awaited all sources; failures are still looked for.
     bool good = await_tokens(x, own, epoch_ptr, epoch, 0, -1);
 #pragma unroll 4
     for (int i = threadIdx.x; i < chunks * EXPERTS; i += THREADS) {
@@ -256,7 +254,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       arrived.each_expert(first_slot + s, [&](int k, int expert) { mark(s, k, expert); });
     __syncthreads();
 #endif
-    // One warp goes on with the totals, the others count the rows of this chunk.
+    // The first warp sums the totals, the others count the rows of this chunk.
     constexpr int LANES = lanes_of(CHUNK_WORDS), AT_ONCE = 32 / LANES, COUNTING = WARPS > 1 ? WARPS - 1 : 1;
     for (int first = (WARPS > 1 ? warp - 1 : warp) * AT_ONCE; first >= 0 && first < EXPERTS; first += COUNTING * AT_ONCE) {
       const int e = first + lane / LANES;
@@ -301,7 +299,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     }
     __syncthreads();
     good = good && !places.others;
-    const bool fits = places.rows <= capacity;  // said once: nvcc takes 40 registers then, else 48
+    const bool fits = places.rows <= capacity;  // a variable: nvcc takes 40 registers, else 48
     if (good && !fits && blockIdx.x == 0 && threadIdx.x == 0)
       record_failure(x, CAPACITY, rank, DISPATCH_RECV, epoch, places.rows, capacity);
     good = good && fits;
@@ -312,7 +310,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       }
       if (threadIdx.x == 0) group_offsets[num_local] = good ? places.rows : 0;
     }
-    // Another block may have seen no failure yet: whatever it claims, rows must be ones that exist.
+    // Another block may not have seen the failure yet: whatever it writes, row_index must point to rows that exist.
     if (!good)
       for (int r = threadIdx.x; r < capacity; r += THREADS) row_index[r] = 0;
 
@@ -340,8 +338,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       if (present == 0) continue;
       const u8* record = arrived.record(slot);
       if (mine) row_index[position] = landing_row + slot;
-      // Loaded with the scales, stored after them.
-      const float decode = FMT != NVFP4 ? 0.0f : STAMPED ? places.row_scale[s] : arrived.row_scale(slot);
+      // Loaded with the block scales, stored after them.
+      const float decode = FMT != NVFP4 ? 0.0f : PER_TOKEN_FLAGS ? places.row_scale[s] : arrived.row_scale(slot);
       if constexpr (SCALE_WORDS > 0 && !TILED_SCALES) {
         u32 words[LANE_SCALES > 0 ? LANE_SCALES : 1];
 #pragma unroll
@@ -386,12 +384,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     }
     if (LOOPED) __syncthreads();
   }
-  // A kernel that waits for this one waits for what came before, too.
-  if (STAMPED) asm volatile("griddepcontrol.wait;" ::: "memory");
+  // So that a kernel that waits for this one also waits for `dispatch_send`.
+  if (PER_TOKEN_FLAGS) asm volatile("griddepcontrol.wait;" ::: "memory");
 }
 
-// Swizzled scales of the arrived rows, in the order of the swizzle: a warp takes 128 rows (lane l those of l, l + 32, l + 64
-// and l + 96, which lie side by side) and COLUMN_WORDS words of 4 columns.
+// Swizzled scales of the arrived rows, in the order of the swizzle: a warp takes 128 rows and COLUMN_WORDS words of 4 columns.
+// Lane l takes rows l, l + 32, l + 64 and l + 96, which lie side by side.
 constexpr int COLUMN_WORDS = 16;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -431,7 +429,7 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       }
     }
     u8* to = scales + static_cast<long long>(block) * SCALE_WORDS * 512 + lane * 16;
-    // 16 bytes of a row at a time: rows lie far apart, and each load of one costs the same.
+    // 16 bytes of a row at a time: rows lie far apart, and each load costs the same.
     for (int word = first_word; word < min(first_word + COLUMN_WORDS, SCALE_WORDS); word += 4) {
       uint4 of_rows[4];
 #pragma unroll

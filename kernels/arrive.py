@@ -41,7 +41,7 @@ FP8_BLOCK = tl.constexpr(int(FormatCode.FP8_BLOCK))
 NVFP4 = tl.constexpr(int(FormatCode.NVFP4))
 
 _GEOMETRY_ARGUMENTS = [
-    *("rank", "max_tokens", "count_tag", "chunks", "first_expert", "num_local", "landing_half", "stamps_half")
+    *("rank", "max_tokens", "count_tag", "chunks", "first_expert", "num_local", "landing_half", "token_flags_half")
 ]
 
 SLOTS = 32
@@ -53,7 +53,7 @@ EXPERTS = 32
 @triton.jit
 def arrived_experts(
     landing_ptrs,
-    stamps_ptrs,
+    token_flags_ptrs,
     signal_ptrs,
     latch_ptr,
     epoch,
@@ -65,7 +65,7 @@ def arrived_experts(
     first_expert,
     num_local,
     landing_half,
-    stamps_half,
+    token_flags_half,
     K: tl.constexpr,
     K_PAD: tl.constexpr,
     WORLD: tl.constexpr,
@@ -83,9 +83,9 @@ def arrived_experts(
     count = (tl.load(count_at, volatile=True) & WITHOUT_SIGN) - tag_of(count_tag, epoch)
     count = tl.where(tl.load(latch_ptr, volatile=True) == 0, count, 0)
     slot = source * max_tokens + token_S
-    stamps = (tl.load(stamps_ptrs + rank) + half * stamps_half).to(tl.pointer_type(tl.int32))
+    token_flags = (tl.load(token_flags_ptrs + rank) + half * token_flags_half).to(tl.pointer_type(tl.int32))
     valid = (token_S < count) & (token_S < max_tokens) & (count <= max_tokens)
-    fresh = valid & (tl.load(stamps + slot, mask=valid, other=0) == epoch)
+    fresh = valid & (tl.load(token_flags + slot, mask=valid, other=0) == epoch)
     k = tl.arange(0, K_PAD)
     landing = (tl.load(landing_ptrs + rank) + half * landing_half).to(tl.pointer_type(tl.uint8))
     id_at = landing + slot.to(tl.int64)[:, None] * RECORD_BYTES + IDS_AT + k[None, :] * 2
@@ -100,7 +100,7 @@ def arrived_experts(
 def _arrive_count_kernel(
     counts_ptr,
     landing_ptrs,
-    stamps_ptrs,
+    token_flags_ptrs,
     signal_ptrs,
     epoch_ptr,
     handle_epoch_ptr,
@@ -113,7 +113,7 @@ def _arrive_count_kernel(
     first_expert,
     num_local,
     landing_half,
-    stamps_half,
+    token_flags_half,
     timeout_ns,
     K: tl.constexpr,
     K_PAD: tl.constexpr,
@@ -155,8 +155,8 @@ def _arrive_count_kernel(
                 exchange_of(word), exchange_of(tag), rank, ABORT, WORLD,
             )  # fmt: skip
         local = arrived_experts(
-            landing_ptrs, stamps_ptrs, signal_ptrs, latch_ptr, epoch, rank, source, token, max_tokens,
-            count_tag, first_expert, num_local, landing_half, stamps_half, K, K_PAD, WORLD, RECORD_BYTES, IDS_AT,
+            landing_ptrs, token_flags_ptrs, signal_ptrs, latch_ptr, epoch, rank, source, token, max_tokens,
+            count_tag, first_expert, num_local, landing_half, token_flags_half, K, K_PAD, WORLD, RECORD_BYTES, IDS_AT,
             TOKEN_COUNT,
         )  # fmt: skip
         for start in range(0, E_PAD, EXPERTS):
@@ -222,7 +222,7 @@ def _arrive_place_kernel(
     row_index_ptr,
     positions_ptr,
     landing_ptrs,
-    stamps_ptrs,
+    token_flags_ptrs,
     signal_ptrs,
     handle_epoch_ptr,
     latch_ptr,
@@ -233,7 +233,7 @@ def _arrive_place_kernel(
     first_expert,
     num_local,
     landing_half,
-    stamps_half,
+    token_flags_half,
     first_row,
     K: tl.constexpr,
     K_PAD: tl.constexpr,
@@ -257,8 +257,8 @@ def _arrive_place_kernel(
         slot = source * max_tokens + token
         k = tl.arange(0, K_PAD)
         local = arrived_experts(
-            landing_ptrs, stamps_ptrs, signal_ptrs, latch_ptr, epoch, rank, source, token, max_tokens,
-            count_tag, first_expert, num_local, landing_half, stamps_half, K, K_PAD, WORLD, RECORD_BYTES, IDS_AT,
+            landing_ptrs, token_flags_ptrs, signal_ptrs, latch_ptr, epoch, rank, source, token, max_tokens,
+            count_tag, first_expert, num_local, landing_half, token_flags_half, K, K_PAD, WORLD, RECORD_BYTES, IDS_AT,
             TOKEN_COUNT,
         )  # fmt: skip
         position = tl.full([SLOTS, K_PAD], -1, tl.int32)
@@ -367,7 +367,7 @@ def dispatch_recv(
     _arrive_count_kernel[(geometry.programs(num_chunks),)](
         counts,
         context.landing_pointers,
-        context.stamps_pointers,
+        context.token_flags_pointers,
         context.signal_pointers,
         context.epoch,
         handle_epoch,
@@ -380,7 +380,7 @@ def dispatch_recv(
         geometry.first_expert,
         geometry.num_local_experts,
         landing_half,
-        context.half_bytes["stamps"],
+        context.half_bytes["token_flags"],
         timeout_ns,
         **constexprs["count"],
     )
@@ -405,7 +405,7 @@ def dispatch_recv(
         buffers.row_index,
         buffers.positions,
         context.landing_pointers,
-        context.stamps_pointers,
+        context.token_flags_pointers,
         context.signal_pointers,
         handle_epoch,
         context.latch,
@@ -416,7 +416,7 @@ def dispatch_recv(
         geometry.first_expert,
         geometry.num_local_experts,
         landing_half,
-        context.half_bytes["stamps"],
+        context.half_bytes["token_flags"],
         landing_half // geometry.record.record_bytes,
         **constexprs["place"],
     )

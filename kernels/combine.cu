@@ -1,17 +1,16 @@
 // Combine: reduces the experts of a rank for each token, sends one partial result home, and sums over ranks.
 //
-// The sibling of `kernels/combine.py` for Hopper, over the same memory and with the same order of sums. Both kernels bring
-// rows through a ring of shared memory (row_ring.cuh), so that few SMs have as much under way as their memory holds: one
-// warp knows which rows come next, the others read them. A partial result is made in shared memory and sent whole by the
-// copy engine.
+// Both kernels bring rows through a ring of shared memory (row_ring.cuh), so that few SMs have as many bytes in flight as
+// their memory holds: one warp pushes the rows that come next, the others read them. A partial result is made in shared
+// memory and sent whole by the copy engine. Sums are in a fixed order.
 //
-// Where combine_recv runs beside combine_send, tokens are summed part by part, as the parts come from all ranks: of so
-// many parts of `part_tokens` tokens peers are told before the rest has landed.
+// Where combine_recv runs concurrently with combine_send, tokens are summed in parts, as the parts arrive from all ranks:
+// `early_parts` parts of `part_tokens` tokens are signalled before the rest has landed.
 //
-// Macros: those of signalling.cuh, HIDDEN, WIRE (FormatCode), PARTS, PARTIAL_BYTES, PARTIAL_SCALES_AT, COMBINE_FLAG, K,
-// READERS (warps of combine_send that read rows), PLACES (of its ring), WAITING (warps of combine_recv that do), PARTIALS
-// (places of its ring), OUTPUT_BF16, RECORD_BYTES, IDS_AT, WEIGHTS_AT, HAS_SHARED, STALE_HANDLE (ErrorCode), COMBINE_SEND
-// and COMBINE_RECV (Phase).
+// Macros: those of signalling.cuh, HIDDEN, WIRE (FormatCode), PARTS (partial results of a token), PARTIAL_BYTES,
+// PARTIAL_SCALES_AT, COMBINE_FLAG, PROGRESS, PROGRESS_PARTS, K, READERS (warps of combine_send that read rows), PLACES (of its
+// ring), WAITING (warps of combine_recv that read rows), PARTIALS (places of its ring), OUTPUT_BF16, RECORD_BYTES, IDS_AT,
+// WEIGHTS_AT, HAS_SHARED, STALE_HANDLE (ErrorCode), COMBINE_SEND and COMBINE_RECV (Phase).
 
 #include "signalling.cuh"
 #include "quantize.cuh"
@@ -22,12 +21,12 @@
 constexpr int UNIT = unit_numbers(WIRE), UNITS = HIDDEN / UNIT, PER_THREAD = (UNITS + 32 * READERS - 1) / (32 * READERS);
 constexpr int SCALE_BYTES = WIRE == BF16 ? 0 : WIRE == MXFP8 ? HIDDEN / 32 : HIDDEN / 128 * 4;
 constexpr int SENT_BYTES = (PARTIAL_SCALES_AT + SCALE_BYTES + 15) / 16 * 16;
-constexpr int STAGES = 2;  // partial results that are made or sent
+constexpr int STAGES = 2;  // partial results in the making or being sent
 constexpr int OUTPUT_BYTES = OUTPUT_BF16 ? 2 : 4;
 constexpr int LOADS = UNIT * OUTPUT_BYTES / 16;
-// Marks of a row: what it is, whether the token is done with it, and whether that failed.
+// Marks of a row: what it is, whether it is the token's last, and whether the step has failed.
 constexpr u32 OUTPUT = 1, PARTIAL = 2, SHARED = 4, LAST = 8, FAILED = 16;
-constexpr u64 END = 0, TELL = 1;  // in place of where a row goes; both come without a row and with LAST
+constexpr u64 END = 0, SIGNAL = 1;  // in place of a row's address at home; both come without a row and with LAST
 
 // Number `n` of a unit of an expert's row, rounded to bf16.
 __device__ __forceinline__ float output_number(const uint4 (&raw)[LOADS], int n) {
@@ -37,13 +36,13 @@ __device__ __forceinline__ float output_number(const uint4 (&raw)[LOADS], int n)
   return bf16_value(OUTPUT_BF16 ? bits >> 16 * (n % 2) & 0xFFFF : bf16_bits(__uint_as_float(bits)));
 }
 
-// A unit that is there, for threads that have none.
+// A valid unit, also for threads that have none.
 __device__ __forceinline__ int inside(int unit, int units) { return min(unit, units - 1); }
 
 extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
     combine_send(const u8* output, long long row_bytes, const int* positions, const int* starts, const u64* landing,
                  const u64* combine, const u64* signals, const int* epoch_ptr, const int* handle_epoch, int* error,
-                 int* latch, int* counter, int rank, int max_tokens, int num_slots, int parts, int part_tokens,
+                 int* latch, int* counter, int rank, int max_tokens, int num_slots, int early_parts, int part_tokens,
                  long long landing_half, long long combine_half) {
   using Rows = Ring<PLACES, HIDDEN * OUTPUT_BYTES>;
   extern __shared__ __align__(128) u8 shared[];  // rows, then STAGES partial results
@@ -74,18 +73,18 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
     const bool stale = ahead(load_relaxed(epoch_ptr), epoch) >= 2;
     if (stale) {
       if (lane == 0) record_failure(x, STALE_HANDLE, rank, COMBINE_SEND, epoch, 0, 0);
-      // It may be `combine_recv` that has found it, and tells of it.
-      await_told(x);
+      // `combine_recv` may have found it first and still be sending the abort messages.
+      await_abort_sent(x);
     }
     __syncwarp();
-    // A lane looks into a slot, all at once. Tokens of all ranks in turn, first a neighbour's: all links are busy all the
-    // time, and no rank is where all others send to.
+    // Each lane looks into a slot, 32 loads in flight at once. Tokens of all ranks take turns, beginning with a neighbour's: so
+    // all links are busy all the time, and not all ranks send to the same one.
     const int everything = stale ? 0 : num_slots;
-    int told = 0;
+    int signalled = 0;
     for (int first = blockIdx.x; first < everything; first += 32 * gridDim.x) {
       const int turn = first + lane * gridDim.x;
       const bool there = turn < num_slots;
-      // Nor is a block's a rank that is near or far all the time.
+      // Nor does a block send to the same rank all the time.
       const int lap = gridDim.x % WORLD == 0 ? turn / gridDim.x : 0;
       const int source = (rank + 1 + turn + lap) % WORLD, token = there ? turn / WORLD : 0;
       const long long entry = static_cast<long long>(source) * max_tokens + token;
@@ -112,8 +111,8 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
         const int from = __ffs(left) - 1;
         const u32 chosen = __shfl_sync(ALL, present, from);
         const u64 home = __shfl_sync(ALL, to, from);
-        const int before = min(__shfl_sync(ALL, token, from) / part_tokens, parts);
-        for (; told < before; ++told) rows.push(nullptr, 0, {TELL, 0.0f, LAST});
+        const int before = min(__shfl_sync(ALL, token, from) / part_tokens, early_parts);
+        for (; signalled < before; ++signalled) rows.push(nullptr, 0, {SIGNAL, 0.0f, LAST});
 #pragma unroll
         for (int k = 0; k < K; ++k) {
           const int at = __shfl_sync(ALL, position[k], from);
@@ -122,7 +121,7 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
         }
       }
     }
-    for (; told < parts; ++told) rows.push(nullptr, 0, {TELL, 0.0f, LAST});
+    for (; signalled < early_parts; ++signalled) rows.push(nullptr, 0, {SIGNAL, 0.0f, LAST});
     rows.push(nullptr, 0, {END, 0.0f, LAST});
   } else if (warp < READERS) {
     float total[PER_THREAD][UNIT] = {};
@@ -161,8 +160,8 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
       if (note.to == END) break;
     }
   } else {
-    // Tells all ranks by `word` of their signals once all blocks are so far. What `lane 0` has copied has landed.
-    auto tell = [&](int word, int* so_far) {
+    // The last block to come here stores the epoch to `word` of all ranks, after all that lane 0 of each block has copied.
+    auto signal = [&](int word, int* so_far) {
       bool last = false;
       if (lane == 0) {
         bulk_await();
@@ -174,16 +173,16 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
       if (last && lane < WORLD) store_release(words_of_lane + word + rank, epoch);
       __syncwarp();
     };
-    int told = 0;
+    int signalled = 0;
     bool first = true;
     for (;; first = false, stage.advance()) {
       barrier_wait(shared_address(made + stage.index), stage.parity);
       const u64 to = to_of[stage.index];
-      __syncwarp();  // all have read it before lane 0 gives the place back
+      __syncwarp();  // all lanes have read it before lane 0 releases the place
       if (to == END) break;
-      if (to == TELL) {
-        tell(PROGRESS + (half * PROGRESS_PARTS + told) * WORLD, counter + 1 + told);
-        ++told;
+      if (to == SIGNAL) {
+        signal(PROGRESS + (half * PROGRESS_PARTS + signalled) * WORLD, counter + 1 + signalled);
+        ++signalled;
       } else if (lane == 0) {
         bulk_store(to, partials + stage.index * PARTIAL_BYTES, SENT_BYTES);
         bulk_commit();
@@ -191,11 +190,11 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
       }
       if (!first) barrier_arrive_warp(shared_address(taken + (stage.index ^ 1)));
     }
-    tell(COMBINE_FLAG + half * WORLD, counter);
+    signal(COMBINE_FLAG + half * WORLD, counter);
   }
 }
 
-// 8 numbers of a partial result as they came, and their scale.
+// 8 numbers of a partial result in the wire format, and their scale.
 struct Partial {
 #if WIRE_BF16
   uint4 raw;
@@ -230,7 +229,7 @@ struct Partial {
 extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
     combine_recv(u16* y_TH, const u16* shared_TH, long long shared_stride, const int* num_parts, int num_tokens,
                  const u64* combine, const u64* signals, const int* epoch_ptr, const int* handle_epoch, int* error,
-                 int* latch, int rank, int told, int part_tokens, long long combine_half, long long timeout_ns) {
+                 int* latch, int rank, int early_parts, int part_tokens, long long combine_half, long long timeout_ns) {
   using Rows = Ring<PARTIALS, (HAS_SHARED && HIDDEN * 2 > PARTIAL_BYTES) ? HIDDEN * 2 : PARTIAL_BYTES>;
   extern __shared__ __align__(128) u8 shared[];
   __shared__ Note notes[PARTIALS];
@@ -242,8 +241,8 @@ extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
   const int* own = x.words(rank);
   const u8* landed = reinterpret_cast<const u8*>(combine[rank]);
   __syncthreads();
-  // What comes from this rank itself comes by its flag, as from any other: `combine_send` need not have ended. What a
-  // shared expert gives may be of any kernel before.
+  // This rank's own partial results come by its flag like those of peers: `combine_send` need not have ended. The output of a
+  // shared expert may come from any kernel before.
   if (HAS_SHARED) asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
 
@@ -256,15 +255,15 @@ extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
     const int* flag = own + COMBINE_FLAG + half * WORLD + peer;
     const int* progress = own + PROGRESS + half * PROGRESS_PARTS * WORLD + peer;
     bool failed = false;
-    int come = 0;  // parts of the tokens
+    int arrived = 0;  // parts of the tokens
     auto await_part = [&](int part) {
       // Words that nobody has written are those of epoch 0.
-      const bool early = part < told && epoch != 0;
+      const bool early = part < early_parts && epoch != 0;
       const int* a = early ? progress + part * WORLD : flag;
       failed = await(x, own, lane < WORLD, a, epoch, flag, epoch, COMBINE_RECV, epoch, early);
-      // What the flags stand for is there for the copy engine, too.
+      // What the flags stand for must be visible to the copy engine, too.
       asm volatile("fence.proxy.async.global;" ::: "memory");
-      come = part + 1;
+      arrived = part + 1;
     };
     await_part(0);
     const u8* partials = landed + half * combine_half;
@@ -272,8 +271,8 @@ extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
       const int mine = first + lane * gridDim.x;
       const int parts_of_lane = mine < num_tokens ? num_parts[mine] : 0;
       for (int i = 0; i < 32 && first + i * gridDim.x < num_tokens; ++i) {
-        const int token = first + i * gridDim.x, part = min(token / part_tokens, told);
-        if (part >= come && !failed) await_part(part);
+        const int token = first + i * gridDim.x, part = min(token / part_tokens, early_parts);
+        if (part >= arrived && !failed) await_part(part);
         const int parts = failed ? 0 : __shfl_sync(ALL, parts_of_lane, i);
         const u64 number = token;
         const u8* from = partials + static_cast<long long>(token) * PARTS * PARTIAL_BYTES;
@@ -285,8 +284,8 @@ extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
           rows.push(nullptr, 0, {number, 0.0f, LAST | (failed ? FAILED : 0)});
       }
     }
-    // A rank with few tokens, too, ends when all have come, or learns that they do not.
-    if (come <= told && !failed) await_part(told);
+    // A rank with few tokens also waits for all parts, or learns of a failure.
+    if (arrived <= early_parts && !failed) await_part(early_parts);
     rows.push(nullptr, 0, {END, 0.0f, 0});
   } else {
     constexpr int EIGHTS = HIDDEN / 8, PER_READER = (EIGHTS + 32 * WAITING - 1) / (32 * WAITING);
@@ -323,6 +322,6 @@ extern "C" __global__ void __launch_bounds__(32 * WAITING + 32, 1)
       }
     }
   }
-  // A kernel that waits for this one waits for what came before, too.
+  // So that a kernel that waits for this one also waits for `combine_send`.
   if (!HAS_SHARED) asm volatile("griddepcontrol.wait;" ::: "memory");
 }

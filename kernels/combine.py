@@ -24,7 +24,7 @@ from moe_runtime.kernels.quantize import quantize_tile
 from moe_runtime.kernels.runtime import AotCase
 from moe_runtime.kernels.signalling import (
     agreed,
-    await_told,
+    await_abort_sent,
     exchange_aot_case,
     has_failed,
     last_to_arrive,
@@ -124,7 +124,7 @@ def _combine_send_kernel(
 
     if last_to_arrive(counter_ptr, tl.num_programs(0)):
         if has_failed(latch_ptr):
-            await_told(latch_ptr)
+            await_abort_sent(latch_ptr)
         for peer in range(WORLD):
             flag = signals_of(signal_ptrs, peer) + COMBINE_FLAG + half * WORLD + rank
             tl.atomic_xchg(flag, epoch, sem="release", scope="sys")

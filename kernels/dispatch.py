@@ -1,8 +1,9 @@
 """Dispatch: quantize each token once, in registers, and store its record to every rank that holds one of its experts.
 
 A token goes once to a rank, whatever the number of its experts there, and always to the slot of its own index in the
-region of its source rank. The stamp beside the slot is the epoch, by which the receiver tells a fresh record from an
-old one. The last program of a launch raises the flags, so a flag means that all records of this rank have landed.
+part of the landing region that belongs to its source rank. Each slot has a token flag, the epoch, which tells a fresh
+record from an old one. The last program of a launch raises the flags: a flag means that all records of this rank have
+landed.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from moe_runtime.kernels.quantize import quantize_tile, token_gsf
 from moe_runtime.kernels.runtime import AotCase
 from moe_runtime.kernels.signalling import (
     adopt_aborts,
-    await_told,
+    await_abort_sent,
     exchange_aot_case,
     has_failed,
     last_to_arrive,
@@ -77,7 +78,7 @@ def checked_ids(raw_K, k, num_experts, K: tl.constexpr):
         "num_experts",
         "max_tokens",
         "landing_half",
-        "stamps_half",
+        "token_flags_half",
         "timeout_ns",
     ]
 )
@@ -91,7 +92,7 @@ def _dispatch_send_kernel(
     count_tag,
     starts_ptr,
     landing_ptrs,
-    stamps_ptrs,
+    token_flags_ptrs,
     signal_ptrs,
     epoch_ptr,
     handle_epoch_ptr,
@@ -103,7 +104,7 @@ def _dispatch_send_kernel(
     num_experts,
     max_tokens,
     landing_half,
-    stamps_half,
+    token_flags_half,
     timeout_ns,
     HIDDEN: tl.constexpr,
     K: tl.constexpr,
@@ -152,8 +153,8 @@ def _dispatch_send_kernel(
             )  # fmt: skip
         owners = ranks_of(ids, starts_ptr, WORLD, WORLD_PAD)
 
-        # A half may be written once its reader is done with it: it has entered this epoch, or has combined the epoch
-        # that used this half before. Count and flag are written on every peer, so the first program waits for all.
+        # A half may be written once its reader has entered this epoch, or has combined the epoch that used this half
+        # before. The first program waits for all peers: it writes count and flag on each.
         parts = 0
         for peer in range(WORLD):
             goes = tl.max((owners == peer).to(tl.int32), axis=0)
@@ -217,18 +218,20 @@ def _dispatch_send_kernel(
                     tl.store((record + SOURCE_AT).to(tl.pointer_type(tl.int32)), token)
                     tl.store((record + IDS_AT).to(tl.pointer_type(tl.uint16)) + k, ids.to(tl.uint16), mask=k < K)
                     tl.store((record + WEIGHTS_AT).to(tl.pointer_type(tl.float32)) + k, weights, mask=k < K)
-                    stamp = tl.load(stamps_ptrs + peer).to(tl.pointer_type(tl.uint8)) + half * stamps_half
-                    tl.store(stamp.to(tl.pointer_type(tl.int32)) + slot, epoch)
+                    token_flag = (
+                        tl.load(token_flags_ptrs + peer).to(tl.pointer_type(tl.uint8)) + half * token_flags_half
+                    )
+                    tl.store(token_flag.to(tl.pointer_type(tl.int32)) + slot, epoch)
 
     if last_to_arrive(counter_ptr, tl.num_programs(0)):
         tl.store(epoch_ptr, epoch)
         tl.store(handle_epoch_ptr, epoch)
         failed = has_failed(latch_ptr)
         if failed:
-            await_told(latch_ptr)
+            await_abort_sent(latch_ptr)
         for peer in range(WORLD):
             words = signals_of(signal_ptrs, peer) + half * WORLD + rank
-            # Who has failed has not waited for readers of the number that was there before.
+            # After a failure, readers of the half's last count have not been awaited.
             if failed == 0:
                 tl.store(words + TOKEN_COUNT, num_tokens + tag_of(count_tag, epoch))
             tl.debug_barrier()
@@ -327,7 +330,7 @@ def dispatch_send(
         geometry.count_tag,
         starts,
         context.landing_pointers,
-        context.stamps_pointers,
+        context.token_flags_pointers,
         context.signal_pointers,
         context.epoch,
         handle_epoch,
@@ -339,7 +342,7 @@ def dispatch_send(
         geometry.num_experts,
         geometry.max_tokens,
         geometry.landing_half(context.half_bytes["landing"]),
-        context.half_bytes["stamps"],
+        context.half_bytes["token_flags"],
         timeout_ns,
         STATIC_GSF=gsf is not None,
         AWAIT_READY=context.heap.directly_mapped,

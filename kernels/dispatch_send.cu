@@ -1,17 +1,17 @@
 // Dispatch: quantizes each token once, in registers, and copies its record to every rank that holds one of its experts.
 //
-// The sibling of `kernels/dispatch.py` for Hopper, over the same memory. A team of threads takes a token: its record is
-// made in shared memory and sent whole by the copy engine, one copy for each rank, while the team goes on to the next.
-// The last block raises the flags, so a flag means that all records of this rank have landed.
+// A team of threads takes a token. It builds the record in shared memory, the copy engine sends it whole, one copy for each
+// rank, and the team goes on to the next token. The last block raises the flags, so a flag means that all records of this
+// rank have landed.
 //
-// With STAMPED, peers find out of each token by itself: its stamp is stored once its record has landed, on all ranks, with
-// expert ids of others where it does not go. They then wait for no block that comes last. The number of tokens tells by
-// itself of which epoch it is. Flags are raised all the same: for a rank without tokens, one that fails, and for kernels
-// that look at nothing else.
+// With PER_TOKEN_FLAGS the token flag of each token is stored on all ranks once its record has landed; ranks that it does not
+// go to get its expert ids alone. Receivers then need not wait for the last block. The turn bit of the token count says of
+// which epoch it is. The flags are raised too: for ranks without tokens, for failures, and for receivers that await nothing
+// else. Without PER_TOKEN_FLAGS the token flag is stored before the record has landed and says only that the slot is used.
 //
 // Macros: those of signalling.cuh, FMT (FormatCode), HIDDEN, K, IDS (type of the expert ids), TEAM (threads), TEAMS (of a
-// block), STATIC_GSF, AWAIT_READY, STAMPED, COUNT_BITS, TURN_BIT, RECORD_BYTES and the *_AT of RecordLayout, words of
-// SignalLayout, ROUTING (ErrorCode), DISPATCH_SEND (Phase).
+// block), STATIC_GSF, AWAIT_READY (this kernel writes to its peers itself), PER_TOKEN_FLAGS, COUNT_BITS, TURN_BIT,
+// RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, ROUTING (ErrorCode), DISPATCH_SEND (Phase).
 
 #include "signalling.cuh"
 #include "quantize.cuh"
@@ -21,9 +21,9 @@ constexpr int LOADS = UNIT / 8;  // of 16 bytes
 constexpr int SENT_BYTES = (WEIGHTS_AT + 4 * K + 15) / 16 * 16;
 constexpr int STAGES = 2;
 constexpr int ID_WORDS = (2 * K + 15) / 16;  // of 16 bytes; fields of a record are that far apart
-constexpr int MAX_THREADS = 896;  // of an SM, of one block or of several: few enough for 72 registers each
+constexpr int MAX_THREADS = 896;  // of an SM, in one block or several: few enough for 72 registers each
 
-// What a lane knows of entry `lane` of a token's routing, loaded.
+// Entry `lane` of a token's routing.
 struct Entry {
   long long id;
   float weight;
@@ -35,7 +35,8 @@ struct Entry {
   }
 };
 
-// Bit p of the answer: the token goes to rank p; `expert` is -1 where the id is none that counts. For a whole warp.
+// Returns the ranks that the token goes to, bit p for rank p. `expert` becomes -1 for an id that is unrouted, out of range or
+// repeated. For a whole warp.
 __device__ __forceinline__ u32 route(const Exchange& x, const Entry& entry, int end_of_lane, int num_experts, int token,
                                      int epoch, int& expert) {
   const int lane = threadIdx.x & 31;
@@ -55,9 +56,9 @@ __device__ __forceinline__ u32 route(const Exchange& x, const Entry& entry, int 
 extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * TEAMS))
     dispatch_send(const u16* x_TH, long long x_stride, const IDS* topk_idx, const float* topk_weights,
                   const float* static_gsf, int num_tokens, int count_tag, const int* starts, const u64* landing,
-                  const u64* stamps, const u64* signals, int* epoch_ptr, int* handle_epoch, int* num_parts,
+                  const u64* token_flags, const u64* signals, int* epoch_ptr, int* handle_epoch, int* num_parts,
                   int* error, int* latch, int* counter, int rank, int num_experts, int max_tokens, long long landing_half,
-                  long long stamps_half, long long timeout_ns) {
+                  long long token_flags_half, long long timeout_ns) {
   extern __shared__ __align__(128) u8 records[];  // [TEAMS][STAGES][RECORD_BYTES]
   __shared__ u32 maxima[TEAMS][TEAM / 32];
   const int team = threadIdx.x / TEAM, thread = threadIdx.x % TEAM, warp = thread / 32, lane = threadIdx.x & 31;
@@ -66,17 +67,17 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
   // Tables that never change are read while the kernel before still runs.
   const int* own = x.words(rank);
   int* const words_of_lane = x.words(peer);
-  const u64 landing_of_lane = landing[peer], stamps_of_lane = stamps[peer];
+  const u64 landing_of_lane = landing[peer], token_flags_of_lane = token_flags[peer];
   const int end_of_lane = starts[peer + 1];
   asm volatile("griddepcontrol.wait;" ::: "memory");
-  // All loads of this warp are under way before the first is waited for.
+  // All loads of this warp are in flight before the first is awaited.
   const int last_epoch = load_relaxed(epoch_ptr);
   const Glance glance(x, own);
   const int entered = load_relaxed(own + READY + peer);
   const int combined[2] = {load_relaxed(own + COMBINE_FLAG + peer), load_relaxed(own + COMBINE_FLAG + WORLD + peer)};
   if (threadIdx.x >= TEAM * TEAMS - 32) {
     if (blockIdx.x == 0) {
-      // `arrive` may start before this kernel has ended, but has to know what it waits for.
+      // Arrival may start before this kernel has ended and must know the epoch that it waits for.
       if (lane == 0) {
         store_relaxed(handle_epoch, last_epoch + 1);
         __threadfence();
@@ -88,20 +89,20 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
   }
 
   const int epoch = last_epoch + 1, half = epoch & 1;
-  // A half may be written once its reader is done with it: it has entered this epoch, or has combined the epoch that
-  // used this half before. Bit p: rank p is.
+  // Bit p: rank p no longer reads this half, which may be written. It has entered this epoch, or has combined the epoch that
+  // used this half before.
   u32 ready = 0;
   const u32 everyone = WORLD == 32 ? ALL : (1u << WORLD) - 1;
-  // Whether this rank has failed, after waiting for `peers`. For warp 0 of a team.
+  // Waits until all `peers` are ready, and returns whether this rank has failed. For warp 0 of a team.
   auto failed_or_ready = [&](u32 peers, bool first) {
     bool failed = x.failed();
     if (first) {
       if (glance.trouble()) adopt_aborts(x), failed = true;
       ready = __ballot_sync(ALL, !AWAIT_READY || ahead(entered, epoch) >= 0 || ahead(combined[half], epoch - 2) >= 0);
-      // Count and flag are written on every peer.
+      // This block writes count and flag on every peer.
       if (blockIdx.x == 0 && team == 0) peers = everyone;
     }
-    if (STAMPED) peers = everyone;
+    if (PER_TOKEN_FLAGS) peers = everyone;
     const u32 wanted = peers & ~ready;
     if (wanted != 0) {
       failed |= await(x, own, wanted >> lane & 1, own + READY + peer, epoch, own + COMBINE_FLAG + half * WORLD + peer,
@@ -109,14 +110,14 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
       ready |= wanted;
     }
     failed = __any_sync(ALL, failed) != 0;
-    // Early: it is waited for beside the stamps, and a flag that comes right behind it would wait until it has landed.
-    // Not after a failure: who has failed does not wait for readers of the number that was there before.
+    // The count is stored early: receivers await it together with token flags, and a flag stored right after it would have to
+    // wait until it has landed. Not after a failure: then readers of the half's last count have not been awaited.
     if (!failed && first && blockIdx.x == 0 && team == 0 && lane < WORLD) {
       const int count = num_tokens + tag_of(count_tag, epoch);
-      store_relaxed(words_of_lane + half * WORLD + rank + TOKEN_COUNT, STAMPED ? with_sign(count) : count);
+      store_relaxed(words_of_lane + half * WORLD + rank + TOKEN_COUNT, PER_TOKEN_FLAGS ? with_sign(count) : count);
     }
-    // It may be `arrive` that has failed meanwhile. Flags with nothing behind them come after what tells of that.
-    if (failed) await_told(x);
+    // Arrival may have failed meanwhile. Flags raised without data must come after the abort messages.
+    if (failed) await_abort_sent(x);
     return failed;
   };
   if (num_tokens == 0 && warp == 0) failed_or_ready(everyone, true);
@@ -196,14 +197,14 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
     if (warp == 0) {
       const long long slot = static_cast<long long>(rank) * max_tokens + token;
       const u64 to = landing_of_lane + half * landing_half + slot * RECORD_BYTES;
-      if (STAMPED && !lost && lane < WORLD && !(targets >> lane & 1)) {
+      if (PER_TOKEN_FLAGS && !lost && lane < WORLD && !(targets >> lane & 1)) {
 #pragma unroll
         for (int i = 0; i < ID_WORDS; ++i)
           reinterpret_cast<uint4*>(to + IDS_AT)[i] = reinterpret_cast<const uint4*>(record + IDS_AT)[i];
       }
-      if (!STAMPED && lane < WORLD && (targets >> lane & 1))
-        store_relaxed(reinterpret_cast<int*>(stamps_of_lane + half * stamps_half) + slot, epoch);
-      // One lane starts all copies, which wants its operands in uniform registers.
+      if (!PER_TOKEN_FLAGS && lane < WORLD && (targets >> lane & 1))
+        store_relaxed(reinterpret_cast<int*>(token_flags_of_lane + half * token_flags_half) + slot, epoch);
+      // One lane starts all copies: the instruction needs its operands in uniform registers.
       for (u32 left = targets; left; left &= left - 1) {
         const u64 at = __shfl_sync(ALL, to, __ffs(left) - 1);
         if (lane == 0) bulk_store(at, record, SENT_BYTES);
@@ -214,11 +215,12 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
 
   if (warp == 0) {
     bulk_await();
-    if (STAMPED) __syncwarp();  // one lane has awaited its copies, all tell of them
+    if (PER_TOKEN_FLAGS) __syncwarp();  // one lane has awaited the copies, all store token flags
     fence_system();
-    int* stamp = reinterpret_cast<int*>(stamps_of_lane + half * stamps_half) + static_cast<long long>(rank) * max_tokens;
-    for (int token = first_token; STAMPED && !lost && token < num_tokens; token += gridDim.x * TEAMS)
-      if (lane < WORLD) store_relaxed(stamp + token, epoch);
+    int* token_flag = reinterpret_cast<int*>(token_flags_of_lane + half * token_flags_half);
+    token_flag += static_cast<long long>(rank) * max_tokens;
+    for (int token = first_token; PER_TOKEN_FLAGS && !lost && token < num_tokens; token += gridDim.x * TEAMS)
+      if (lane < WORLD) store_relaxed(token_flag + token, epoch);
   }
   if (TEAMS > 1) __syncthreads();
   if (threadIdx.x < 32) {

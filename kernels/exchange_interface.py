@@ -23,11 +23,11 @@ class ExchangeMemory(Protocol):
     Attributes:
         rank, world_size: this process in the group.
         device: where the memory lies.
-        heap: the symmetric memory of the regions `signals`, `stamps`, `landing` and `combine`.
+        heap: the symmetric memory of the regions `signals`, `token_flags`, `landing` and `combine`.
         half_bytes: bytes from one half of a region to the other, by region.
         signals_layout: word offsets in the region `signals`.
-        signal_pointers, stamps_pointers, landing_pointers, combine_pointers: int64 `[W]`, the address of each rank's
-            copy of a region.
+        signal_pointers, token_flags_pointers, landing_pointers, combine_pointers: int64 `[W]`, the address of each
+            rank's copy of a region.
         epoch: int32 `[1]`, number of the last dispatch.
         error: int32 `[8]` in host-visible memory, the error record of this rank.
         latch: int32 `[2]`: the code of the first error, and whether all peers know of it.
@@ -41,7 +41,7 @@ class ExchangeMemory(Protocol):
     half_bytes: dict[str, int]
     signals_layout: SignalLayout
     signal_pointers: torch.Tensor
-    stamps_pointers: torch.Tensor
+    token_flags_pointers: torch.Tensor
     landing_pointers: torch.Tensor
     combine_pointers: torch.Tensor
     epoch: torch.Tensor

@@ -102,7 +102,7 @@ def dispatch_send(
             geometry.count_tag,
             starts,
             context.landing_pointers,
-            context.stamps_pointers,
+            context.token_flags_pointers,
             context.signal_pointers,
             context.epoch,
             handle_epoch,
@@ -114,7 +114,7 @@ def dispatch_send(
             geometry.num_experts,
             geometry.max_tokens,
             int64(geometry.landing_half(context.half_bytes["landing"])),
-            int64(context.half_bytes["stamps"]),
+            int64(context.half_bytes["token_flags"]),
             int64(timeout_ns),
         ],
         device=context.device,
@@ -138,7 +138,7 @@ def dispatch_recv(
     # What both kernels begin and end with.
     memory = [
         context.landing_pointers,
-        context.stamps_pointers,
+        context.token_flags_pointers,
         context.signal_pointers,
         context.epoch,
         handle_epoch,
@@ -149,7 +149,7 @@ def dispatch_recv(
         geometry.count_tag,
         geometry.num_slots,
     ]
-    limits = [int64(landing_half), int64(context.half_bytes["stamps"]), int64(timeout_ns)]
+    limits = [int64(landing_half), int64(context.half_bytes["token_flags"]), int64(timeout_ns)]
     local = [geometry.first_expert, geometry.num_local_experts]
     if plan.num_chunks > 1:
         launch(

@@ -35,9 +35,9 @@ def _landing(context: ExchangeMemory, geometry: ExchangeGeometry, rank: int, hal
     return _half(context, "landing", rank, offset, num_bytes).view(geometry.num_slots, geometry.record.record_bytes)
 
 
-def _stamps(context: ExchangeMemory, geometry: ExchangeGeometry, rank: int, half: int) -> torch.Tensor:
-    offset = half * context.half_bytes["stamps"]
-    return _half(context, "stamps", rank, offset, 4 * geometry.num_slots).view(torch.int32)
+def _token_flags(context: ExchangeMemory, geometry: ExchangeGeometry, rank: int, half: int) -> torch.Tensor:
+    offset = half * context.half_bytes["token_flags"]
+    return _half(context, "token_flags", rank, offset, 4 * geometry.num_slots).view(torch.int32)
 
 
 def _partials(context: ExchangeMemory, geometry: ExchangeGeometry, rank: int, half: int) -> torch.Tensor:
@@ -86,7 +86,7 @@ def record_failure(
 
 
 def _adopt_aborts(context: ExchangeMemory) -> None:
-    """Take over the failure of a peer, if one has told of any, and tell it on, as `signalling.adopt_aborts`."""
+    """Adopt the failure of a peer, if there is an abort message, and forward it, as `signalling.adopt_aborts`."""
     start = context.signals_layout.abort
     aborts = _signals_of(context, context.rank)[start : start + ABORT_WORDS * context.world_size]
     aborts = aborts.view(context.world_size, ABORT_WORDS)
@@ -203,13 +203,13 @@ def dispatch_send(
             tokens = goes_to[:, peer].nonzero().flatten()
             slots = tokens + rank * geometry.max_tokens
             _landing(context, geometry, peer, half)[slots] = records[tokens]
-            _stamps(context, geometry, peer, half)[slots] = epoch
+            _token_flags(context, geometry, peer, half)[slots] = epoch
 
     context.epoch[0] = epoch
     handle_epoch[0] = epoch
     for peer in range(geometry.world_size):
         words = _signals_of(context, peer)
-        # Who has failed has not waited for readers of the number that was there before.
+        # After a failure, readers of the half's last count have not been awaited.
         if int(context.latch[0]) == 0 or not context.heap.directly_mapped:
             count = num_tokens + tag_of(geometry.count_tag, epoch)
             words[layout.token_count + half * geometry.world_size + rank] = count
@@ -252,7 +252,7 @@ def dispatch_recv(
         numbers = (exchange_of(int(words[first + source])), exchange_of(tag))
         record_failure(context, ErrorCode.MISMATCH, source, Phase.DISPATCH_RECV, epoch, *numbers)
     in_step = (torch.arange(geometry.max_tokens, device=device)[None, :] < tokens[:, None]).flatten()
-    fresh = in_step & (_stamps(context, geometry, geometry.rank, half) == epoch) & (int(context.latch[0]) == 0)
+    fresh = in_step & (_token_flags(context, geometry, geometry.rank, half) == epoch) & (int(context.latch[0]) == 0)
     ids = _ids(context, geometry, half)
     local = ids - geometry.first_expert
     local = torch.where(

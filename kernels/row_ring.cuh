@@ -3,7 +3,7 @@
 
 #include "mbarrier.cuh"
 
-// What the readers are told with a row.
+// What goes to the readers with a row.
 struct Note {
   u64 to;
   float weight;

@@ -1,7 +1,8 @@
-// How kernels wait for peers and tell them of failures, for inclusion; `kernels/signalling.py` has it for Triton, and
-// `comm/signals.py` the words. Every wait ends, by the flag, a failure or the clock; lane p of a warp waits for rank p.
+// Waiting for peers and signalling failures, for inclusion by CUDA kernels. `kernels/signalling.py` is the same for Triton;
+// `comm/signals.py` has the layout of the words. Every wait ends, by the flag, by a failure or by the clock. Lane p of a warp
+// waits for rank p.
 //
-// Macros: WORLD (at most 32), ABORT, ABORT_WORDS, TIMEOUT (ErrorCode); TURN_BIT and COUNT_BITS where asked for.
+// Macros: WORLD (at most 32), ABORT, ABORT_WORDS, TIMEOUT (ErrorCode); TURN_BIT and COUNT_BITS for token counts.
 
 #include "bulk_store.cuh"
 #include "clock.cuh"
@@ -29,11 +30,11 @@ __device__ __forceinline__ void store_release(int* at, int value) {
   asm volatile("st.release.sys.global.s32 [%0], %1;" ::"l"(at), "r"(value) : "memory");
 }
 
-// What every kernel of an exchange is told.
+// Common arguments of the exchange kernels.
 struct Exchange {
   const u64* signals;  // signal region of each rank
-  int* error;          // host-visible record
-  int* latch;          // not zero after the first failure; the word behind it: all peers have been told of that
+  int* error;          // error record in host-visible memory
+  int* latch;          // not zero after the first failure; the next word: the abort messages to all peers have been sent
   int rank;
   long long timeout_ns;
 
@@ -46,8 +47,8 @@ __device__ __forceinline__ int ahead(int epoch, int of) {
   return static_cast<int>(static_cast<u32>(epoch) - static_cast<u32>(of));
 }
 
-// Records the first failure that this rank has, or that rank `origin` has told it of, on the host-visible record and on every
-// peer; later ones change nothing.
+// Records the first failure of this rank, its own or one learned from rank `origin`, in the error record, and sends an abort
+// message to every peer. Later failures change nothing.
 __device__ __forceinline__ void record_failure_of(const Exchange& x, int code, int about, int phase, int epoch, int detail,
                                                   int detail2, int origin) {
   if (atomicCAS(x.latch, 0, code) != 0) return;
@@ -57,41 +58,41 @@ __device__ __forceinline__ void record_failure_of(const Exchange& x, int code, i
   for (int peer = 0; peer < WORLD; ++peer) {
     if (peer == x.rank) continue;
     int* words = x.words(peer) + ABORT + x.rank * ABORT_WORDS;
-    const int told[6] = {phase, epoch, about, detail, detail2, origin == x.rank ? 0 : origin + 1};
-    for (int i = 0; i < 6; ++i) store_relaxed(words + 1 + i, told[i]);
+    const int message[6] = {phase, epoch, about, detail, detail2, origin == x.rank ? 0 : origin + 1};
+    for (int i = 0; i < 6; ++i) store_relaxed(words + 1 + i, message[i]);
     store_release(words, code);
   }
   store_release(x.latch + 1, 1);
 }
 
-// Calls, since they are rare and would hold registers where they are made.
+// Not inlined: failures are rare, and inlined code would hold registers.
 __device__ __noinline__ void record_failure(const Exchange x, int code, int about, int phase, int epoch, int detail,
                                             int detail2) {
   record_failure_of(x, code, about, phase, epoch, detail, detail2, x.rank);
 }
 
-// Until all peers have been told of this rank's failure, which another of its kernels may be about to do.
-__device__ __forceinline__ void await_told(const Exchange& x) {
+// Waits until the abort messages of this rank's failure have been sent: another of its kernels may still be sending them.
+__device__ __forceinline__ void await_abort_sent(const Exchange& x) {
   while (load_acquire(x.latch + 1) == 0) {}
 }
 
 __device__ __noinline__ void adopt_abort(const Exchange x, int peer) {
   const int* words = x.words(x.rank) + ABORT + peer * ABORT_WORDS;
-  const int code = load_acquire(words), told_by = words[6];
-  record_failure_of(x, code, words[3], words[1], words[2], words[4], words[5], told_by == 0 ? peer : told_by - 1);
+  const int code = load_acquire(words), origin = words[6];
+  record_failure_of(x, code, words[3], words[1], words[2], words[4], words[5], origin == 0 ? peer : origin - 1);
 }
 
-// Takes over the failure of a peer, if one has told of any, and tells it on: this rank raises its flags with nothing behind
-// them then, maybe before the peer has told all others. For a whole warp.
+// Adopts the failure of a peer, if there is an abort message, and forwards it: this rank is about to raise flags without data,
+// maybe before that peer has sent its message to all others. For a whole warp.
 __device__ __forceinline__ void adopt_aborts(const Exchange& x) {
   const int lane = threadIdx.x & 31;
   const int* words = x.words(x.rank) + ABORT + lane * ABORT_WORDS;
-  const u32 told = __ballot_sync(ALL, lane < WORLD && load_relaxed(words) != 0);
-  if (told && lane == __ffs(told) - 1) adopt_abort(x, lane);
+  const u32 aborted = __ballot_sync(ALL, lane < WORLD && load_relaxed(words) != 0);
+  if (aborted && lane == __ffs(aborted) - 1) adopt_abort(x, lane);
   __syncwarp();
 }
 
-// What a lane has seen of its peer and of failures, with all loads under way at once.
+// What a lane sees of failures, its peer's and this rank's, with both loads in flight at once.
 struct Glance {
   int aborted, latched;
 
@@ -105,7 +106,7 @@ struct Glance {
   __device__ __forceinline__ bool trouble() const { return __any_sync(ALL, aborted != 0 || latched != 0); }
 };
 
-// Whether a lane has waited for too long since `start`; then the lowest such lane records its `peer`. For a whole warp.
+// Whether a lane has waited longer than the timeout since `start`; the lowest such lane records its `peer`. For a whole warp.
 __device__ __forceinline__ bool too_late(const Exchange& x, bool waiting, int peer, long long start, int phase, int epoch) {
   const u32 late = __ballot_sync(ALL, waiting && clock_ns() - start > x.timeout_ns);
   if (late == 0) return false;
@@ -115,9 +116,9 @@ __device__ __forceinline__ bool too_late(const Exchange& x, bool waiting, int pe
   return true;
 }
 
-// Waits, in each lane with `wants`, until flag `a` has reached `of_a` or flag `b` has reached `of_b`, and answers whether
-// this rank has failed. `exact` is for a flag `a` that not all raise: of an epoch long ago it may seem to be ahead. A peer
-// that is late is recorded, the lowest first; an abort is adopted; after a failure there is no waiting. For a whole warp.
+// Waits, in each lane with `wants`, until flag `a` has reached `of_a` or flag `b` has reached `of_b`. Returns whether this rank
+// has failed. `exact` is for a flag `a` that not all kernels raise: its value of long ago may seem to be ahead. A late peer is
+// recorded, the lowest first; an abort is adopted; after a failure there is no waiting. For a whole warp.
 __device__ __forceinline__ bool await(const Exchange& x, const int* own, bool wants, const int* a, int of_a, const int* b,
                                       int of_b, int phase, int epoch, bool exact = false) {
   const int lane = threadIdx.x & 31;
@@ -126,7 +127,7 @@ __device__ __forceinline__ bool await(const Exchange& x, const int* own, bool wa
     return (exact ? seen != of_a : ahead(seen, of_a) < 0) && (a == b || ahead(load_acquire(b), of_b) < 0);
   };
   bool waiting = wants && behind();
-  // A peer that fails tells of it and then raises its flag with nothing behind it: failures are looked for after the
+  // A peer that fails sends its abort message and then raises its flag without data. So failures are looked for after the
   // flags.
   bool trouble = Glance(x, own).trouble();
   if (!trouble && __any_sync(ALL, waiting)) {
@@ -134,7 +135,7 @@ __device__ __forceinline__ bool await(const Exchange& x, const int* own, bool wa
     for (int spin = 1;; ++spin) {
       if (waiting) waiting = behind();
       const bool done = !__any_sync(ALL, waiting);
-      // Flags are looked at often, all else now and then and at the end.
+      // Flags are polled often, failures and the clock every 16th time and at the end.
       if (!done && spin % 16 != 0) continue;
       trouble = Glance(x, own).trouble();
       if (trouble || done) break;
@@ -149,8 +150,8 @@ __device__ __forceinline__ bool await(const Exchange& x, const int* own, bool wa
   return trouble;
 }
 
-// Whether two dispatches have begun since that of `epoch`, so that its half is another's. The kernel before may be the
-// second of them and not have said so yet: where it could be, it is waited for.
+// Whether two dispatches have begun since that of `epoch`, so that its half belongs to a later one. The kernel before may be
+// the second of them and not have stored its epoch yet: where that is possible, its end is awaited.
 __device__ __forceinline__ bool is_stale(const int* epoch_ptr, int epoch) {
   int last = load_relaxed(epoch_ptr);
   if (ahead(last, epoch) == 1) {
@@ -161,25 +162,26 @@ __device__ __forceinline__ bool is_stale(const int* epoch_ptr, int epoch) {
 }
 
 #ifdef TURN_BIT
-// What is stored with a number of tokens: for which exchange they are, and whose turn of its half the epoch is.
+// What is stored with a token count: the number of the exchange, and the turn of the epoch in its half.
 __device__ __forceinline__ int tag_of(int count_tag, int epoch) { return count_tag | ((epoch >> 1 ^ epoch) & 1) << TURN_BIT; }
 
 __device__ __forceinline__ int exchange_of(int word) { return (word & (1 << TURN_BIT) - 1) >> COUNT_BITS; }
 
 __device__ __forceinline__ bool same_turn(int word, int tag) { return ((word ^ tag) >> TURN_BIT & 1) == 0; }
 
-// The sign of the word: stamps of these tokens say that they have landed.
-__device__ __forceinline__ bool is_stamped(int word) { return word < 0; }
+// The sign of the word: a token flag of this source means that the record has landed.
+__device__ __forceinline__ bool has_token_flags(int word) { return word < 0; }
 
 __device__ __forceinline__ int with_sign(int word) { return static_cast<int>(static_cast<u32>(word) | 0x80000000u); }
 
 __device__ __forceinline__ int without_sign(int word) { return word & 0x7FFFFFFF; }
 #endif
 
-// Before other threads, or ranks, are told: what this thread has stored, and has seen, comes first.
+// What this thread has stored, and has seen, is visible before what it stores next.
 __device__ __forceinline__ void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 
-// True in the block that comes last, which sees all that the others stored before; resets the counter. One thread.
+// Returns true in the last block to call it, which sees all that the others stored before, and resets the counter. For one
+// thread.
 __device__ __forceinline__ bool last_to_arrive(int* counter) {
   int before;
   asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
@@ -188,7 +190,7 @@ __device__ __forceinline__ bool last_to_arrive(int* counter) {
   return last;
 }
 
-// Rank that owns an expert; lane p has the first expert after rank p's. For a whole warp.
+// Rank that owns an expert; lane p holds the end of rank p's experts. For a whole warp.
 __device__ __forceinline__ int owner_of(int expert, int end_of_lane) {
   int owner = 0;
 #pragma unroll

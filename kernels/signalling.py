@@ -1,7 +1,7 @@
-"""How kernels wait for peers and tell them of failures: every wait ends, by the flag, a failure or the clock.
+"""Waiting for peers and signalling failures in Triton kernels. Every wait ends, by the flag, a failure or the clock.
 
 The words are those of `comm/signals.py`; `own_ptr` is this rank's signal region as an int32 pointer. The first
-failure of a rank wins the latch; it writes the rank's error record and the abort words of every peer, so that nobody
+failure of a rank takes the latch; it writes the rank's error record and the abort words of every peer, so that nobody
 waits for a rank that has given up. Epochs are compared by difference, which holds across the wrap of int32.
 """
 
@@ -36,7 +36,7 @@ def signals_of(signal_ptrs, rank):
 
 @triton.jit
 def tag_of(count_tag, epoch):
-    """What `token_count` has in `epoch` beside the number of tokens, as `comm.signals.tag_of`."""
+    """The bits of `token_count` in `epoch` above the number of tokens, as `comm.signals.tag_of`."""
     return count_tag | (((epoch >> 1) ^ epoch) & 1) << TURN_BIT
 
 
@@ -99,7 +99,7 @@ def record_failure_of(
     ABORT: tl.constexpr,
     WORLD: tl.constexpr,
 ):
-    """The same for a failure that rank `origin` has told this one of, too."""
+    """The same, also for a failure learned from rank `origin`."""
     if tl.atomic_cas(latch_ptr, 0, code, sem="acq_rel", scope="gpu") == 0:
         tl.store(error_ptr + 1, about)
         tl.store(error_ptr + 2, phase)
@@ -125,8 +125,8 @@ def record_failure_of(
 
 
 @triton.jit
-def await_told(latch_ptr):
-    """Until all peers have been told of this rank's failure, which another of its kernels may be about to do."""
+def await_abort_sent(latch_ptr):
+    """Wait until the abort messages of this rank's failure have been sent: another kernel may still be sending them."""
     while tl.atomic_add(latch_ptr + 1, 0, sem="acquire", scope="gpu") == 0:
         pass
 
@@ -135,9 +135,9 @@ def await_told(latch_ptr):
 def adopt_aborts(
     error_ptr, latch_ptr, signal_ptrs, rank, ABORT: tl.constexpr, WORLD: tl.constexpr, WORLD_PAD: tl.constexpr
 ):
-    """Take over the failure of a peer, if one has told of any, and tell it on.
+    """Adopt the failure of a peer, if there is an abort message, and forward it.
 
-    This rank raises its flags with nothing behind them then, maybe before the peer has told all others.
+    This rank is about to raise flags without data, maybe before that peer has sent its message to all others.
     """
     own_ptr = signals_of(signal_ptrs, rank)
     peers = tl.arange(0, WORLD_PAD)
@@ -147,12 +147,12 @@ def adopt_aborts(
             words = own_ptr + ABORT + peer * ABORT_WORDS
             code = tl.atomic_add(words, 0, sem="acquire", scope="sys")
             if code != 0:
-                told = tl.load(words + 6, volatile=True)
+                origin = tl.load(words + 6, volatile=True)
                 record_failure_of(
                     error_ptr, latch_ptr, signal_ptrs, code,
                     tl.load(words + 3, volatile=True), tl.load(words + 1, volatile=True),
                     tl.load(words + 2, volatile=True), tl.load(words + 4, volatile=True),
-                    tl.load(words + 5, volatile=True), tl.where(told == 0, peer, told - 1), rank, ABORT, WORLD,
+                    tl.load(words + 5, volatile=True), tl.where(origin == 0, peer, origin - 1), rank, ABORT, WORLD,
                 )  # fmt: skip
 
 
@@ -214,7 +214,7 @@ def wait_for_peer(
     WORLD: tl.constexpr,
     WORLD_PAD: tl.constexpr,
 ):
-    """Wait for a flag of `peer`; a late peer is recorded as `TIMEOUT`, an abort is adopted. The latch tells of both."""
+    """Wait for a flag of `peer`; a late peer is recorded as `TIMEOUT`, an abort is adopted. Both set the latch."""
     own = signals_of(signal_ptrs, rank)
     if has_failed(latch_ptr) == 0:
         if wait_either(flag, value, flag, value, latch_ptr, own, timeout_ns, ABORT, WORLD, WORLD_PAD):
@@ -227,7 +227,7 @@ def wait_for_peer(
 
 @triton.jit
 def turns_of(items):
-    """How many of `items` this program takes: that of its own number, then each a whole grid further on.
+    """How many of `items` this program takes: its own number, then each a whole grid further on.
 
     Example: of 5 items, programs 0 and 1 take 3 and 2.
     """
@@ -236,7 +236,7 @@ def turns_of(items):
 
 @triton.jit
 def last_to_arrive(counter_ptr, num_programs):
-    """True in the program that comes last, which sees all that the others stored before; resets the counter."""
+    """True in the last program, which sees all that the others stored before; resets the counter."""
     tl.debug_barrier()
     last = tl.atomic_add(counter_ptr, 1, sem="acq_rel", scope="gpu") == num_programs - 1
     if last:
@@ -256,7 +256,7 @@ _AOT_TYPES = {
     "scales_ptr": "*u8",
     "row_scale_ptr": "*fp32",
     "landing_half": "i64",
-    "stamps_half": "i64",
+    "token_flags_half": "i64",
     "combine_half": "i64",
     "timeout_ns": "i64",
 }

@@ -69,7 +69,7 @@ class ExpertParallelContext:
         thread_lock: held by the thread that is in a step (`context_threads.by_one_thread`).
         allocated, failed, closed: the state.
         signals: int32 view of the own signal region (after `allocate()`, like all below).
-        signal_pointers, stamps_pointers, landing_pointers, combine_pointers: int64 `[W]` for kernels.
+        signal_pointers, token_flags_pointers, landing_pointers, combine_pointers: int64 `[W]` for kernels.
         epoch: int32 `[1]`, number of the last dispatch.
         error: int32 `[8]` in host-visible memory, `comm.signals.ERROR_WORDS`.
         latch: int32 `[2]` on the device: the first error, which alone is recorded, and whether all peers know of it.
@@ -78,7 +78,7 @@ class ExpertParallelContext:
 
     signals: torch.Tensor
     signal_pointers: torch.Tensor
-    stamps_pointers: torch.Tensor
+    token_flags_pointers: torch.Tensor
     landing_pointers: torch.Tensor
     combine_pointers: torch.Tensor
     epoch: torch.Tensor
@@ -147,7 +147,7 @@ class ExpertParallelContext:
         staging_bytes: int = 0,
         **half_bytes: int,
     ) -> None:
-        """Ask for at least `half_bytes` bytes in each of the two halves of regions `stamps`, `landing`, `combine`.
+        """Ask for at least `half_bytes` bytes in each of the two halves of regions `token_flags`, `landing`, `combine`.
 
         Args:
             agree: values (picklable, comparable) that must be equal on all ranks; `allocate()` compares them.
@@ -226,8 +226,8 @@ class ExpertParallelContext:
         self._allocate_words()
         self.heap.allocate()
         self.signals = self.heap.tensor("signals").view(torch.int32)
-        self.signal_pointers, self.stamps_pointers, self.landing_pointers, self.combine_pointers = (
-            self.heap.peer_pointers(region) for region in ("signals", "stamps", "landing", "combine")
+        self.signal_pointers, self.token_flags_pointers, self.landing_pointers, self.combine_pointers = (
+            self.heap.peer_pointers(region) for region in ("signals", "token_flags", "landing", "combine")
         )
         if self.device.type == "cpu":
             self._abort_codes = abort_words(self.signals, self.signals_layout)[:, 0].numpy()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from moe_runtime.comm.heap import REGION_ALIGNMENT, SymmetricHeap, align_region
 from moe_runtime.comm.signals import SignalLayout
 
-HALVED_REGIONS = ("stamps", "landing", "combine")
+HALVED_REGIONS = ("token_flags", "landing", "combine")
 """Regions of two halves, used in turn; `moe_runtime.memory` has them all."""
 
 
@@ -56,6 +56,6 @@ class Regions:
         for region, num_bytes in self.half_bytes.items():
             # The first half is for even epochs. Its flags start odd, so that no token is taken for written when the
             # epoch is 0 again after 2^32 dispatches.
-            heap.reserve(region, 2 * num_bytes, ones=num_bytes if region == "stamps" else 0)
+            heap.reserve(region, 2 * num_bytes, ones=num_bytes if region == "token_flags" else 0)
         if self.staging_bytes:
             heap.reserve("staging", self.staging_bytes)

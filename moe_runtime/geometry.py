@@ -1,8 +1,8 @@
-"""Sizes and offsets of one layer's exchange, worked out once from values that are equal on all ranks.
+"""Sizes and offsets of one layer's exchange, computed once from values that are equal on all ranks.
 
 Letters: `W` ranks, `T` tokens of a rank (at most `max_tokens`), `K` top-k, `E` experts of this rank,
-`S = W * max_tokens` landing slots. Token `t` of source rank `s` always lands in slot `s * max_tokens + t`, so that
-no rank has to learn where its rows may go.
+`S = W * max_tokens` landing slots. Token `t` of source rank `s` always lands in slot `s * max_tokens + t`: no rank has
+to be told where its rows may go.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ExchangeGeometry:
         combine_format: how a partial result travels home.
         num_experts: experts of all ranks; rank `r` owns ids `starts[r] .. starts[r + 1]`.
         max_tokens: most tokens that any rank dispatches in a step.
-        packed: rows are copied to packed positions on arrival (otherwise found through `row_index`).
+        packed: rows are copied to contiguous positions on arrival (otherwise gathered through `row_index`).
         row_capacity: (token, expert) rows that may arrive here in a step.
         num_sms: most SMs of a GPU that the exchange takes at a time; None where it may take all.
         exchange_id: of the exchange in its context, equal on all ranks. Kernels are the same for all.
@@ -44,7 +44,7 @@ class ExchangeGeometry:
 
     @cached_property
     def count_tag(self) -> int:
-        """What signal word `token_count` has beside the number of tokens."""
+        """The bits of signal word `token_count` above the number of tokens, but for the turn of the epoch."""
         return self.exchange_id % EXCHANGES << COUNT_BITS
 
     @cached_property
@@ -102,9 +102,9 @@ class ExchangeGeometry:
         return self.row_capacity // 128 + self.num_local_experts
 
     def programs(self, items: int) -> int:
-        """Programs of a launch over `items`: one for each, at least one, and never more than SMs that may be taken.
+        """Programs of a launch over `items`: one for each, at least one, and at most `num_sms`.
 
-        As many programs as SMs are what keeps a launch off the others, however few of them an SM could hold.
+        A launch of as many programs as SMs leaves the other SMs free, however few programs an SM could hold.
         """
         return max(1, items if self.num_sms is None else min(items, self.num_sms))
 
@@ -115,7 +115,7 @@ class ExchangeGeometry:
         a region that is shared with layers of other record sizes (see `landing_half`).
         """
         return {
-            "stamps": 4 * self.num_slots,
+            "token_flags": 4 * self.num_slots,
             "landing": (self.num_slots + 1) * self.record.record_bytes,
             "combine": self.max_tokens * self.parts * self.partial_bytes,
         }

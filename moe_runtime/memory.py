@@ -2,11 +2,11 @@
 
 With `W` ranks, `T = max_tokens_per_rank`, `K = top_k`, each region holds two halves, used in turn:
 
-    landing  2 * (W * T + 1) * record     one record per token of every rank, however many experts share it
-    stamps   2 * W * T * 4                the epoch of what lies in each slot of landing
-    combine  2 * T * min(K, W) * partial  one partial sum per token and rank that holds one of its experts
-    signals  small, see `moe_runtime.comm.signals`
-    staging  the weights of one expert in bf16, at most 16 MiB: only for layers with a placement
+    landing      2 * (W * T + 1) * record     one record per token of every rank, however many experts share it
+    token_flags  2 * W * T * 4                the epoch of what lies in each slot of landing
+    combine      2 * T * min(K, W) * partial  one partial sum per token and rank that holds one of its experts
+    signals      small, see `moe_runtime.comm.signals`
+    staging      the weights of one expert in bf16, at most 16 MiB: only for layers with a placement
 
 `record` and `partial` are the bytes of a token in `token_format` and of a partial sum in `combine_format`. Halves are
 aligned to 256 bytes. Layers of one context share these regions, so the largest layer counts, not the sum.
@@ -25,7 +25,7 @@ from moe_runtime.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.record import RecordLayout
 from moe_runtime.weights import scales_shape
 
-REGIONS = ("landing", "stamps", "combine", "signals")
+REGIONS = ("landing", "token_flags", "combine", "signals")
 
 CHUNK_BYTES = 16 << 20
 """Most bytes of an expert that move between ranks at once."""

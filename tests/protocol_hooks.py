@@ -111,7 +111,7 @@ def hooked(
             patch.setattr(reference_exchange, "_wait", twin_wait)
             for region, phase in (
                 ("landing", "dispatch_send"),
-                ("stamps", "dispatch_send"),
+                ("token_flags", "dispatch_send"),
                 ("partials", "combine_send"),
             ):
                 view = getattr(reference_exchange, f"_{region}")

@@ -21,7 +21,7 @@ POISON = 0xCD
 POINTS = (
     *("before combine_send", "after combine_send", "before combine_recv", "after combine_recv", "combine"),
     *("combine_flag", "before dispatch_send", "after dispatch_send", "before dispatch_recv", "after dispatch_recv"),
-    *("ready", "landing", "stamps", "token_count", "dispatch_flag"),
+    *("ready", "landing", "token_flags", "token_count", "dispatch_flag"),
 )
 """Where a rank may be slow: around each phase, and before the first of each kind of store within."""
 POINTS_OF_ROUND = 6
@@ -51,7 +51,7 @@ class Watch:
         delays: where to be slow; None is nowhere.
         epoch: that of the last dispatch; `combining` that of the last combine.
         sent: by half, ids `[T, K]` of this rank's tokens in the last epoch that used it.
-        arrived: by half, a copy of records and stamps from their arrival until this rank is done with them.
+        arrived: by half, a copy of records and token flags from their arrival until this rank is done with them.
         done: by half, the last epoch that this rank is done with.
         delayed: (round, point) where it has been slow.
     """
@@ -74,15 +74,15 @@ class Watch:
                 memory.fill_(POISON)
 
     def landing(self, half: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Records and stamps of one half of this rank's memory, as bytes by slot."""
+        """Records and token flags of one half of this rank's memory, as bytes by slot."""
         slots, size = self.geometry.num_slots, self.geometry.record.record_bytes
         at = half * self.geometry.landing_half(self.context.half_bytes["landing"])
         records = self.context.heap.tensor("landing")[at : at + slots * size].view(slots, size)
-        return records, self.stamps(self.rank, half)
+        return records, self.token_flags(self.rank, half)
 
-    def stamps(self, peer: int, half: int) -> torch.Tensor:
-        at, slots = half * self.context.half_bytes["stamps"], self.geometry.num_slots
-        return self.context.heap.peer_tensor("stamps", peer)[at : at + 4 * slots].view(slots, 4)
+    def token_flags(self, peer: int, half: int) -> torch.Tensor:
+        at, slots = half * self.context.half_bytes["token_flags"], self.geometry.num_slots
+        return self.context.heap.peer_tensor("token_flags", peer)[at : at + 4 * slots].view(slots, 4)
 
     def partials(self, half: int) -> torch.Tensor:
         geometry, at = self.geometry, half * self.context.half_bytes["combine"]
@@ -122,10 +122,12 @@ class Watch:
     def has_arrived(self, handle: DispatchHandle) -> DispatchedTokens:
         arrived = self.dispatcher.dispatch_recv(handle)
         half = int(handle.epoch) & 1
-        records, stamps = self.landing(half)
+        records, token_flags = self.landing(half)
         fresh = (handle.positions >= 0).any(dim=1)
-        assert bool((records[~fresh] == POISON).all() and (stamps[~fresh] == POISON).all()), "a slot no token goes to"
-        self.arrived[half] = (records.clone(), stamps.clone())
+        assert bool((records[~fresh] == POISON).all() and (token_flags[~fresh] == POISON).all()), (
+            "a slot no token goes to"
+        )
+        self.arrived[half] = (records.clone(), token_flags.clone())
         return arrived
 
     def hold(self) -> None:
@@ -152,7 +154,7 @@ class Watch:
         """Assert that the store is this rank's to make, and now."""
         world, rank, layout = self.world, self.rank, self.layout
         self.delay(name)
-        if name in ("landing", "stamps", "token_count", "dispatch_flag"):
+        if name in ("landing", "token_flags", "token_count", "dispatch_flag"):
             assert half == self.epoch & 1
         elif name in ("combine", "combine_flag"):
             assert half == self.combining & 1
@@ -166,14 +168,16 @@ class Watch:
             assert self.word(peer, count) == self.counted(half), "the count is there before the flag"
             starts = torch.tensor(self.geometry.starts)
             goes = (owners_of(self.sent[half].long(), starts) == peer).any(dim=1).nonzero().flatten()
-            stamps = self.stamps(peer, half)[rank * self.geometry.max_tokens + goes].contiguous().view(torch.int32)
-            assert bool((stamps == value).all()), "all records have landed before the flag"
+            token_flags = (
+                self.token_flags(peer, half)[rank * self.geometry.max_tokens + goes].contiguous().view(torch.int32)
+            )
+            assert bool((token_flags == value).all()), "all records have landed before the flag"
         elif name == "combine_flag":
             before = self.word(peer, layout.combine_flag + half * world + rank)
             assert value == self.combining and before in (0, *range(value - 2, 0, -2)), "flags advance by twos"
             self.finish(half)
         else:
-            assert name in ("landing", "stamps", "combine"), f"a store to {name} of rank {peer}"
+            assert name in ("landing", "token_flags", "combine"), f"a store to {name} of rank {peer}"
 
     def finish(self, half: int) -> None:
         """This rank reads a half no more: it is as it was when all had arrived, and poisoned now."""

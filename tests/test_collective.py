@@ -34,7 +34,7 @@ def make_context(device: str = "cpu", timeout_s: float = PATIENCE_S) -> ExpertPa
 
 def prepare(context: ExpertParallelContext, landing_half: int) -> CollectiveTransport:
     world = context.world_size
-    context.register(stamps=4 * world * MAX_TOKENS, landing=landing_half, combine=MAX_TOKENS * PARTS * ROW)
+    context.register(token_flags=4 * world * MAX_TOKENS, landing=landing_half, combine=MAX_TOKENS * PARTS * ROW)
     context.allocate()
     assert context.host_transport is not None
     context.heap.tensor("landing").fill_(SENTINEL)
@@ -86,20 +86,22 @@ def run_steps(rank: int, world: int, device: str, seed: int, num_epochs: int, od
         layout = context.signals_layout
         strides = context.half_bytes | {"landing": landing_half}
         shapes = {"landing": (world, MAX_TOKENS, RECORD), "combine": (MAX_TOKENS, PARTS, ROW)}
-        stamp_shape = (world, MAX_TOKENS * 4)
+        token_flag_shape = (world, MAX_TOKENS * 4)
         expected = {name: halves(context, name, rank, strides[name], shapes[name]).cpu() for name in shapes}
         expected = {name: tensor.clone() for name, tensor in expected.items()}
         # What nobody has written is of no epoch.
-        expected_stamps = torch.zeros(2, world, MAX_TOKENS, dtype=torch.int32)
-        expected_stamps[0] = 0x01010101
+        expected_token_flags = torch.zeros(2, world, MAX_TOKENS, dtype=torch.int32)
+        expected_token_flags[0] = 0x01010101
         for epoch in range(1, num_epochs + 1):
             half = epoch % 2
             for peer in range(world):  # The send kernel.
                 count, tokens, records = sent_tokens(seed, epoch, rank, peer)
                 landing = halves(context, "landing", peer, strides["landing"], shapes["landing"])
                 landing[half, rank, tokens.to(device)] = records.to(device)
-                stamps = halves(context, "stamps", peer, strides["stamps"], stamp_shape).view(torch.int32)
-                stamps[half, rank, tokens.to(device)] = epoch
+                token_flags = halves(context, "token_flags", peer, strides["token_flags"], token_flag_shape).view(
+                    torch.int32
+                )
+                token_flags[half, rank, tokens.to(device)] = epoch
                 words = signals_of(context, peer)
                 words[layout.ready + rank] = epoch - 1
                 words[layout.token_count + half * world + rank] = count
@@ -116,12 +118,14 @@ def run_steps(rank: int, world: int, device: str, seed: int, num_epochs: int, od
             for source in range(world):
                 count, tokens, records = sent_tokens(seed, epoch, source, rank)
                 expected["landing"][half, source, tokens] = records
-                expected_stamps[half, source, tokens] = epoch
+                expected_token_flags[half, source, tokens] = epoch
                 assert context.signals[layout.token_count + half * world + source] == count
             landing = halves(context, "landing", rank, strides["landing"], shapes["landing"])
-            stamps = halves(context, "stamps", rank, strides["stamps"], stamp_shape).view(torch.int32)
+            token_flags = halves(context, "token_flags", rank, strides["token_flags"], token_flag_shape).view(
+                torch.int32
+            )
             assert torch.equal(landing.cpu(), expected["landing"])
-            assert torch.equal(stamps.cpu(), expected_stamps)
+            assert torch.equal(token_flags.cpu(), expected_token_flags)
             flags = context.signals[layout.dispatch_flag + half * world :][:world]
             assert flags.tolist() == [epoch] * world
             assert context.signals[layout.ready :][:world].tolist() == [epoch - 1] * world
@@ -180,7 +184,7 @@ def properties(rank: int, world: int) -> None:
             context.host_transport.carry_combine(  # type: ignore[union-attr]
                 context, epoch=1, max_tokens=MAX_TOKENS, parts=PARTS, row_bytes=ROW, part_index=part_index, timeout_ns=1
             )
-        with pytest.raises(ValueError, match=r"stamps: half 1 of \[2, 1000\] ends at 8256 of 512 bytes"):
+        with pytest.raises(ValueError, match=r"token_flags: half 1 of \[2, 1000\] ends at 8256 of 512 bytes"):
             context.host_transport.carry_dispatch(  # type: ignore[union-attr]
                 context, epoch=1, num_tokens=0, max_tokens=1000, record_bytes=RECORD, timeout_ns=1
             )

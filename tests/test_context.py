@@ -49,7 +49,7 @@ from tests.waiting import synchronize
 def virtual(world: int, device: torch.device | str = "cpu") -> list[ExpertParallelContext]:
     contexts = [ExpertParallelContext(heap=heap) for heap in PrivateHeap.group(world, device)]
     for context in contexts:
-        context.register(stamps=100, landing=1000, combine=300)
+        context.register(token_flags=100, landing=1000, combine=300)
     for context in contexts:
         context.allocate()
     return contexts
@@ -66,9 +66,9 @@ def test_a_single_rank_needs_no_group(device: torch.device) -> None:
         assert (context.timeout_ns, context.startup_timeout_ns) == (30 * 10**9, 120 * 10**9)
         assert "torch.distributed" in context.transport_reasons["collective"]
         assert context.host_transport is None
-        context.register(stamps=100, landing=1000)
+        context.register(token_flags=100, landing=1000)
         context.register(landing=900, combine=257, agree={"anything": 1})
-        assert context.half_bytes == {"stamps": 256, "landing": 1024, "combine": 512}
+        assert context.half_bytes == {"token_flags": 256, "landing": 1024, "combine": 512}
         assert not context.allocated
         context.allocate()
         assert context.allocated and not context.failed
@@ -78,14 +78,14 @@ def test_a_single_rank_needs_no_group(device: torch.device) -> None:
         assert context.signals.device == context.device
         for region, pointers in [
             ("signals", context.signal_pointers),
-            ("stamps", context.stamps_pointers),
+            ("token_flags", context.token_flags_pointers),
             ("landing", context.landing_pointers),
             ("combine", context.combine_pointers),
         ]:
             assert pointers.dtype == torch.int64 and pointers.device == context.device
             assert pointers.tolist() == [context.heap.tensor(region).data_ptr()]
         assert context.heap.tensor("landing").shape == (2 * 1024,)
-        sizes = [context.heap.region(name) for name in ("signals", "stamps", "landing", "combine")]
+        sizes = [context.heap.region(name) for name in ("signals", "token_flags", "landing", "combine")]
         assert context.reserved_bytes == context.heap.total_bytes == sum(-(-size // 256) * 256 for _, size in sizes)
         for words, count in [(context.epoch, 1), (context.latch, 2), (context.counters, NUM_COUNTERS)]:
             assert words.dtype == torch.int32 and words.device == context.device and words.tolist() == [0] * count
@@ -103,14 +103,14 @@ def test_a_single_rank_needs_no_group(device: torch.device) -> None:
 def test_nothing_needs_to_be_registered() -> None:
     with ExpertParallelContext(device="cpu") as context:
         context.allocate()
-        assert context.half_bytes == {"stamps": 256, "landing": 256, "combine": 256}
+        assert context.half_bytes == {"token_flags": 256, "landing": 256, "combine": 256}
 
 
 def test_a_later_layer_must_fit() -> None:
     with ExpertParallelContext(device="cpu") as context:
         context.register(landing=1000)
         context.allocate()
-        context.register(landing=1024, stamps=10)
+        context.register(landing=1024, token_flags=10)
         with pytest.raises(ValueError, match="landing: 1025 bytes needed, but the context is allocated with 1024"):
             context.register(landing=1025)
 

@@ -56,7 +56,15 @@ def half_bytes(geometry: ExchangeGeometry) -> dict[str, int]:
 def launches(geometry: ExchangeGeometry, *, mapped: bool = True, shared: bool = False) -> list[Launch]:
     """What a step of full ranks launches on a GPU like an H200; memory is not looked at."""
     none = torch.empty(0)
-    tables = ("landing_pointers", "stamps_pointers", "signal_pointers", "combine_pointers", "epoch", "error", "latch")
+    tables = (
+        "landing_pointers",
+        "token_flags_pointers",
+        "signal_pointers",
+        "combine_pointers",
+        "epoch",
+        "error",
+        "latch",
+    )
     parts = SimpleNamespace(
         heap=SimpleNamespace(directly_mapped=mapped),
         device=torch.device("cpu"),

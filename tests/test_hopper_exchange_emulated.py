@@ -218,13 +218,13 @@ WRONG = {
     "a row is overwritten while it is read": (r"barrier_wait\(empty \+ 8 \* place\.index, place\.parity \^ 1\);", ""),
     "lanes wait for another round": (r"(index, place\.parity \^ 1\);\n)    __syncwarp\(\);", r"\1"),
     "fewer readers than there are": (r"rows\.init\((\w+)\);", r"rows.init(\1 - 1);"),
-    "the flag of another step": (r"tell\((\w+) \+ half \* \w+, counter", r"tell(\1, counter"),
+    "the flag of another step": (r"signal\((\w+) \+ half \* \w+, counter", r"signal(\1, counter"),
 }
 """What is written instead in translated kernels, as regular expressions."""
-WRONG_STAMPS = {
+WRONG_TOKEN_FLAGS = {
     "a token is told of before it has landed": (r"(if \(warp == 0\) \{\s*)bulk_await\(\);", r"\1"),
     "nothing says that a token goes elsewhere": (r"(reinterpret_cast<uint4\*>\(to \+ \d+\))\[i\] =", r"\1;"),
-    "all tokens are there with the first": (r"(load_acquire\(arrived\.stamps \+ slot)", r"\1 - token"),
+    "all tokens are there with the first": (r"(load_acquire\(arrived\.token_flags \+ slot)", r"\1 - token"),
     "the number of tokens may be of an epoch before": (r"same_turn\(word, arrived\.tag\)", "true"),
     "the number of tokens is that of another step": (r"(int count = )num_tokens", r"\1num_tokens - 1"),
 }
@@ -262,24 +262,24 @@ def test_kernels_that_are_wrong_are_found(what: str, emulator: Emulator, seed: i
     assert_is_found(WRONG[what], emulator, run)
 
 
-@pytest.mark.parametrize("what", WRONG_STAMPS)
+@pytest.mark.parametrize("what", WRONG_TOKEN_FLAGS)
 def test_tokens_that_are_told_of_wrongly_are_found(what: str, emulator: Emulator, seed: int, shrink: Shrink) -> None:
     def run(turn: int) -> None:
         shrink(seed + turn, **ONE_CHUNK)
         run_random_steps({"token_format": "nvfp4"}, emulator, seed + turn)
 
-    assert_is_found(WRONG_STAMPS[what], emulator, run)
+    assert_is_found(WRONG_TOKEN_FLAGS[what], emulator, run)
 
 
 @pytest.fixture
 def mixed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that may take all SMs take slots in chunks and store stamps first; others tell of each token."""
+    """Ranks that may take all SMs take slots in chunks and store token flags first; others tell of each token."""
     monkeypatch.setattr(exchange_plan, "_chunk_slots", lambda geometry: 32 if geometry.num_sms is None else 64)
 
 
 def slow_records(text: str) -> str:
-    """Records that are sent long after their stamps have been stored."""
-    return text.replace("+ slot, epoch);", "+ slot, epoch); for (int i = 0; i < 100; ++i) load_relaxed(x.latch);")
+    """Records that are sent long after their token flags have been stored."""
+    return text.replace("+ slot, epoch);", "+ slot, epoch); for (int i = 0; i < 10; ++i) load_relaxed(x.latch);")
 
 
 def run_mixed_steps(emulator: Emulator, seed: int) -> None:
@@ -288,7 +288,7 @@ def run_mixed_steps(emulator: Emulator, seed: int) -> None:
 
 
 @pytest.mark.usefixtures("mixed")
-def test_ranks_that_wait_for_stamps_know_whose_say_nothing(emulator: Emulator, seed: int, shrink: Shrink) -> None:
+def test_ranks_that_wait_for_token_flags_know_whose_say_nothing(emulator: Emulator, seed: int, shrink: Shrink) -> None:
     emulator.edit = slow_records
     for turn in range(3):
         shrink(seed + turn)
@@ -296,12 +296,12 @@ def test_ranks_that_wait_for_stamps_know_whose_say_nothing(emulator: Emulator, s
 
 
 @pytest.mark.usefixtures("mixed")
-def test_stamps_that_say_nothing_taken_for_others_are_found(emulator: Emulator, seed: int, shrink: Shrink) -> None:
+def test_token_flags_that_say_nothing_taken_for_others_are_found(emulator: Emulator, seed: int, shrink: Shrink) -> None:
     def run(turn: int) -> None:
         shrink(seed + turn)
         run_mixed_steps(emulator, seed + turn)
 
-    assert_is_found((r"is_stamped\(word\)", "true"), emulator, run, slow_records)
+    assert_is_found((r"has_token_flags\(word\)", "true"), emulator, run, slow_records)
 
 
 @pytest.mark.parametrize("sizes", [SEVERAL_CHUNKS, ONE_CHUNK], ids=["several_chunks", "one_chunk"])

@@ -88,7 +88,7 @@ class Recorder:
         self.waits: Trace = []
 
     def on_store(self, field: str, peer: int, half: int, value: int) -> None:
-        name = {"landing": "records", "stamps": "records", "combine": "partials"}.get(field, field)
+        name = {"landing": "records", "token_flags": "records", "combine": "partials"}.get(field, field)
         cell = (name, peer, half, 0)
         if name in ("records", "partials"):
             # All that goes to any peer is one action.

@@ -89,8 +89,8 @@ class Ranks:
         for context in self.contexts:
             context.allocate()
         for heap in heaps:
-            for region in () if fresh else ("stamps", "landing", "combine"):
-                # Stamps of epochs that have not been are the worst thing to find in memory; these are far behind.
+            for region in () if fresh else ("token_flags", "landing", "combine"):
+                # Token flags of epochs that have not been are the worst thing to find in memory; these are far behind.
                 heap.tensor(region).fill_(0xCD)
 
     def dispatch(self, inputs: list[RankInput]) -> list[DispatchedTokens]:

@@ -1,4 +1,4 @@
-"""The model of stamped arrival: right whatever is seen when and whoever fails, wrong with any safeguard left out."""
+"""The model of arrival by token flags: right whatever is seen when and whoever fails, wrong without any safeguard."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 
 from moe_runtime.comm.signals import TURN_BIT, tag_of
 from tests.exploration import Finding
-from tests.stamps_model import RIGHT, Machine, Rules, explore, turn_of
+from tests.token_flags_model import RIGHT, Machine, Rules, explore, turn_of
 
 pytestmark = pytest.mark.cpu_only
 
@@ -34,8 +34,8 @@ def test_two_ranks(script: str, tokens: list[str]) -> None:
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
-def test_one_of_two_ranks_stores_stamps_first(script: str) -> None:
-    found = explore(Machine([script] * 2, ["an"] * 2, stamped=(True, False)))
+def test_one_of_two_ranks_stores_token_flags_first(script: str) -> None:
+    found = explore(Machine([script] * 2, ["an"] * 2, per_token_flags=(True, False)))
     assert found.what == "right" and found.states > 200, found
 
 
@@ -45,9 +45,9 @@ def test_one_of_two_ranks_stores_stamps_first(script: str) -> None:
 )
 def test_a_rank_that_fails_or_dies(script: str, epoch: int) -> None:
     """Wherever it is in that epoch. If it lives, it goes on to the last one, without waiting for anyone."""
-    for stamped in ((True, True), (True, False))[: 1 + (epoch == 3)]:
+    for per_token_flags in ((True, True), (True, False))[: 1 + (epoch == 3)]:
         for fails, dies in ((((0, epoch),), ()), ((), ((0, epoch),))):
-            found = explore(Machine([script] * 2, ["a"] * 2, stamped=stamped, fails=fails, dies=dies))
+            found = explore(Machine([script] * 2, ["a"] * 2, per_token_flags=per_token_flags, fails=fails, dies=dies))
             assert found.what == "right" and found.states > 150, found
 
 
@@ -62,8 +62,8 @@ def test_blocks_that_have_not_noticed_a_failure() -> None:
 
 
 def test_tokens_for_another_exchange_are_a_failure() -> None:
-    for stamped in ((True, True), (False, True)):
-        found = explore(Machine([IN_TURN] * 2, ["a"] * 2, stamped=stamped, foreign=((0, 3),)))
+    for per_token_flags in ((True, True), (False, True)):
+        found = explore(Machine([IN_TURN] * 2, ["a"] * 2, per_token_flags=per_token_flags, foreign=((0, 3),)))
         assert found.what == "right" and found.states > 100, found
 
 
@@ -73,7 +73,7 @@ def test_three_ranks() -> None:
 
 
 def test_a_failure_among_three_ranks_that_wait_for_flags() -> None:
-    found = explore(Machine(ONE_STEP, ["."] * 3, stamped=(False,) * 3, fails=((0, 1),)))
+    found = explore(Machine(ONE_STEP, ["."] * 3, per_token_flags=(False,) * 3, fails=((0, 1),)))
     assert found.what == "right" and found.states > 10000, found
 
 
@@ -90,7 +90,7 @@ class Safeguard(NamedTuple):
 
 
 TWO, BOTH = [IN_TURN] * 2, ["a"] * 2
-FAILS, MIXED = {"fails": ((0, 3),)}, {"stamped": (True, False)}
+FAILS, MIXED = {"fails": ((0, 3),)}, {"per_token_flags": (True, False)}
 ANY = {"fails": ((0, 1),)}
 LATE = ["s1 w1 s2 s3 c1", "s1 w1 c1 s2 s3"]
 """The first uses a handle too late, for which the second waits."""
@@ -105,9 +105,11 @@ SAFEGUARDS = [
         [". a a a a", "a"],
     ),
     Safeguard("turn", ARRIVE, "same_turn(word, arrived.tag)", "takes count of epoch 1", TWO, BOTH),
-    Safeguard("sign", ARRIVE, "is_stamped(word)", "takes ids of epoch 0 from rank 1 in 1", TWO, BOTH, MIXED),
-    Safeguard("epoch_of_stamp", ARRIVE, "stamp == epoch && epoch != 0", "takes stamp of epoch 1", TWO, BOTH),
-    Safeguard("stamp_last", SEND, "fence_system();\n    int* stamp =", "takes ids of epoch 0", TWO, BOTH),
+    Safeguard("sign", ARRIVE, "has_token_flags(word)", "takes ids of epoch 0 from rank 1 in 1", TWO, BOTH, MIXED),
+    Safeguard(
+        "epoch_of_token_flag", ARRIVE, "token_flag == epoch && epoch != 0", "takes token_flag of epoch 1", TWO, BOTH
+    ),
+    Safeguard("token_flag_last", SEND, "fence_system();\n    int* token_flag =", "takes ids of epoch 0", TWO, BOTH),
     Safeguard(
         "flag_last",
         SEND,
@@ -127,7 +129,7 @@ SAFEGUARDS = [
     Safeguard(
         "ids_everywhere",
         SEND,
-        "if (STAMPED && !lost && lane < WORLD && !(targets >> lane & 1))",
+        "if (PER_TOKEN_FLAGS && !lost && lane < WORLD && !(targets >> lane & 1))",
         "takes ids of epoch 0",
         TWO,
         ["n", "a"],
@@ -143,7 +145,7 @@ SAFEGUARDS = [
     Safeguard(
         "await_everyone",
         SEND,
-        "if (STAMPED) peers = everyone;",
+        "if (PER_TOKEN_FLAGS) peers = everyone;",
         "of epoch 3 from rank 1 in 1",
         [SENT_AHEAD] * 2,
         ["a", "n"],
@@ -151,12 +153,20 @@ SAFEGUARDS = [
     Safeguard(
         "count_waits",
         SEND,
-        "ready |= wanted;\n    }\n    failed = __any_sync(ALL, failed) != 0;\n    // Early:",
+        "ready |= wanted;\n    }\n    failed = __any_sync(ALL, failed) != 0;\n    // The count is stored early:",
         "takes count of epoch 3 from rank 0 in 1",
         [SENT_AHEAD] * 2,
         BOTH,
     ),
-    Safeguard("failed_without_stamps", SEND, "STAMPED && !lost && token < num_tokens", "takes ids", TWO, BOTH, FAILS),
+    Safeguard(
+        "failed_without_token_flags",
+        SEND,
+        "PER_TOKEN_FLAGS && !lost && token < num_tokens",
+        "takes ids",
+        TWO,
+        BOTH,
+        FAILS,
+    ),
     Safeguard(
         "check_sources",
         ARRIVE,
@@ -167,15 +177,15 @@ SAFEGUARDS = [
         {"foreign": ((0, 3),)},
     ),
     Safeguard("clock", SIGNALS, "if (too_late(x, waiting,", "waits for ever", TWO, BOTH, {"dies": ((0, 3),)}),
-    Safeguard("tell", SIGNALS, "store_release(words, code);", "of epoch 1 from rank 0 in 3", TWO, BOTH, FAILS),
+    Safeguard("send_aborts", SIGNALS, "store_release(words, code);", "of epoch 1 from rank 0 in 3", TWO, BOTH, FAILS),
     Safeguard(
-        "tell_on",
+        "forward_aborts",
         SIGNALS,
         "if (trouble) adopt_aborts(x);",
-        "rank 2 takes stamp of epoch 0 from rank 1 in 1",
+        "rank 2 takes token_flag of epoch 0 from rank 1 in 1",
         ONE_STEP,
         [".", "a", "."],
-        ANY | {"stamped": (False,) * 3},
+        ANY | {"per_token_flags": (False,) * 3},
     ),
     Safeguard(
         "name_first",
@@ -195,8 +205,12 @@ SAFEGUARDS = [
         BOTH,
         FAILS,
     ),
-    Safeguard("await_told", SEND, "if (failed) await_told(x);", "of epoch 1 from rank 0 in 3", TWO, BOTH, FAILS),
-    Safeguard("told_last", SIGNALS, "store_release(x.latch + 1, 1);", "of epoch 1 from rank 0 in 3", TWO, BOTH, FAILS),
+    Safeguard(
+        "await_abort_sent", SEND, "if (failed) await_abort_sent(x);", "of epoch 1 from rank 0 in 3", TWO, BOTH, FAILS
+    ),
+    Safeguard(
+        "abort_sent_last", SIGNALS, "store_release(x.latch + 1, 1);", "of epoch 1 from rank 0 in 3", TWO, BOTH, FAILS
+    ),
     # Who has failed does not wait: a slower rank may still read the number of two epochs before.
     Safeguard(
         "failed_without_count",
@@ -211,7 +225,7 @@ SAFEGUARDS = [
     Safeguard(
         "stale_waits",
         COMBINE,
-        "// It may be `combine_recv` that has found it, and tells of it.\n      await_told(x);",
+        "sending the abort messages.\n      await_abort_sent(x);",
         "rank 1 takes partial of epoch 0 from rank 0 in 1",
         LATE,
         BOTH,

@@ -1,4 +1,4 @@
-"""A failure is told on before anyone goes on as if nothing had come: flags with nothing behind them come later."""
+"""Peers learn of a failure before they see flags that were raised without data; whoever learns of it forwards it."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ REASON = "x: expected at most 4 tokens, got 5"
 
 @pytest.mark.parametrize("mode", ["contiguous", "gathered"])
 @pytest.mark.parametrize("engine", ENGINES)
-def test_ranks_that_are_told_tell_it_on(
+def test_a_rank_that_learns_of_a_failure_forwards_it(
     engine: str, mode: str, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 2 gives up, and has told rank 0 alone when that one raises its flags: nobody takes old partial results."""
+    """Rank 2 gives up, and only rank 0 knows when it raises its flags: nobody takes old partial results."""
     ranks = Ranks(3, device, engine, token_format="nvfp4", mode=mode, **SETTINGS)
     generator = torch.Generator().manual_seed(seed)
     rows = torch.randn(ranks.dispatchers[0].geometry.row_capacity, 128, generator=generator).bfloat16().to(device)
@@ -53,17 +53,17 @@ def test_ranks_that_are_told_tell_it_on(
         assert (caught.value.rank, caught.value.phase) == (2, Phase.HOST)
 
 
-def test_what_is_told_on_reads_as_from_whom_it_came() -> None:
+def test_a_forwarded_failure_names_its_origin() -> None:
     quiet = [0] * ABORT_WORDS
-    told_on = [int(ErrorCode.TIMEOUT), int(Phase.COMBINE_RECV), 7, 1, 5000, 0, 1 + 3, 0]
-    failure = find_failure([0] * ERROR_WORDS, [quiet, quiet, told_on, quiet], str)
+    forwarded = [int(ErrorCode.TIMEOUT), int(Phase.COMBINE_RECV), 7, 1, 5000, 0, 1 + 3, 0]
+    failure = find_failure([0] * ERROR_WORDS, [quiet, quiet, forwarded, quiet], str)
     assert str(failure) == "rank 3, combine_recv of epoch 7: rank 1 did not answer within 5 s"
 
 
-TELLS_LATE = "store_release(x.error, code);"
-"""Behind it a rank tells its peers of a failure."""
+SENDS_LATE = "store_release(x.error, code);"
+"""After it a rank sends abort messages to its peers."""
 READS_LATE = "const Glance glance(x, own);"
-"""Behind it a rank that has seen stamps and no failure reads ids and counts."""
+"""After it a rank that has seen token flags and no failure reads ids and counts."""
 
 
 def slow_after(place: str, text: str) -> str:
@@ -106,11 +106,11 @@ def used_too_late(seed: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
 def test_flags_come_after_a_failure_of_arrival(
     waits: bool, emulator: Emulator, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A peer gets all that was sent, or knows of the failure; where the sender does not wait, neither."""
+    """A peer gets all tokens or learns of the failure; where the sender does not wait, neither."""
 
     def edit(text: str) -> str:
-        text = slow_after(TELLS_LATE, text)
-        return text if waits else text.replace("if (failed) await_told(x);", "")
+        text = slow_after(SENDS_LATE, text)
+        return text if waits else text.replace("if (failed) await_abort_sent(x);", "")
 
     emulator.edit = edit
     try:
@@ -158,8 +158,8 @@ def fails_ahead(seed: int, emulator: Emulator) -> None:
 @needs_emulator
 @pytest.mark.cpu_only
 @pytest.mark.parametrize("holds_back", [True, False])
-def test_who_has_failed_leaves_the_number_of_tokens_alone(holds_back: bool, emulator: Emulator, seed: int) -> None:
-    """It has not waited for readers of the number of two steps before, which its own would replace."""
+def test_a_failed_rank_leaves_the_token_count_alone(holds_back: bool, emulator: Emulator, seed: int) -> None:
+    """It has not waited for readers of the count of two steps before, which its own would replace."""
 
     def edit(text: str) -> str:
         if "each_expert" in text:

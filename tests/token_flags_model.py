@@ -1,42 +1,42 @@
-"""The exchange of few tokens as a small machine: each token tells of itself, memory is weak, and ranks fail.
+"""The exchange of few tokens as a small machine: each token has a flag, memory is weak, and ranks fail.
 
 `protocol_model` has the two halves and their flags, where nothing fails and stores are seen in their order. Here is
-what Hopper's kernels do where each token is told of by itself (`dispatch_send.cu` and `arrive.cu` with STAMPED), and
-what all engines do when a rank fails (`signalling.cuh`). `explore` takes every interleaving of the ranks' kernels,
-every order in which their stores may be seen and every point at which a rank may fail or die.
+what the CUDA kernels do where each token is awaited by itself (`dispatch_send.cu` and `arrive.cu` with
+PER_TOKEN_FLAGS), and what all engines do when a rank fails (`signalling.cuh`). `explore` takes every interleaving of
+the ranks' kernels, every order in which their stores may be seen and every point at which a rank may fail or die.
 
 **A token's way** from a rank to a peer in epoch `e`, in memory of the peer that epochs `e - 2` and `e + 2` use, too:
 
 1. The rank stores `ready`: it has entered `e`, so that peers may write over what it has of `e - 2`. It waits until
    all of them have entered `e`, too, or have combined `e - 2`.
 2. It stores `count`, the number of its tokens, in no order with what follows. That word also says whose turn of the
-   half it is (a bit that changes from `e - 2` to `e`, and is the same in `e - 4`), and has a sign if stamps can be
+   half it is (a bit that changes from `e - 2` to `e`, and is the same in `e - 4`), and has a sign if token flags can be
    relied on.
 3. It stores the token's `ids` and `row`, or, to peers that it does not go to, its `ids` alone; behind a fence after
-   them the token's `stamp`, which is `e`.
+   them the token's `token_flag`, which is `e`.
 4. When all that is done it raises `flag`, by a release.
 
 The peer looks at each slot by itself. It may read what lies there once `flag` is `e`. It may as well once `flag` is
 `e - 2` at least, `count` is of this turn and has a sign, and the slot either lies behind that number of tokens or has
-stamp `e`.
+token flag `e`.
 
 **A failure** takes the rank's latch, is written to `abort` of all peers, by releases, and then to the second word of
-the latch, `told`. From then on the rank waits for nothing and sends nothing, but goes on raising flags, with nothing
-behind them, so that nobody waits for it. Before its next flag it waits until all have been told, since another kernel
-of its own may be about to do that. A peer looks for failures after it has seen flags. The first that it sees it makes
-its own and tells on: who told it may not have told others yet, and they are about to see its own flags. `abort` names
-who failed first.
+the latch. From then on the rank waits for nothing and sends nothing, but goes on raising flags, with nothing behind
+them, so that nobody waits for it. Before its next flag it waits until all abort messages have been sent, since another
+kernel of its own may still be sending them. A peer looks for failures after it has seen flags. It adopts the first that
+it sees and forwards it: the sender may not have informed others yet, and they are about to see its own flags. `abort`
+names who failed first.
 
 **What stands for what.** Turns are named after what they stand for; those that are made at once (`Machine.settled`)
 are not among the turns of a `Finding`:
 
     enters            dispatch_send.cu: from the start to `launch_dependents`
-    tells how many    dispatch_send.cu: `failed_or_ready` of block 0, with `await` of signalling.cuh and TOKEN_COUNT
-    sends token       dispatch_send.cu: the loop over tokens and, after `bulk_await` and `fence_system`, their stamps
-    holds back        dispatch_send.cu: `failed_or_ready` where it answers yes, with `await_told`; then the last block
+    stores the count  dispatch_send.cu: `failed_or_ready` of block 0, with `await` of signalling.cuh and TOKEN_COUNT
+    sends token       dispatch_send.cu: the loop over tokens and, after `bulk_await` and `fence_system`, their flags
+    holds back        dispatch_send.cu: `failed_or_ready` where it returns true, with `await_abort_sent`; the last block
     raises its flags  dispatch_send.cu: the block that is `last_to_arrive`, with DISPATCH_FLAG
-    finds (a slot)    arrive.cu: `await_slots`, the `Glance` behind it and `each_expert`; of ranks that tell of no token
-                      by itself `await_tokens` and `count_rows`, or `_arrive_count_kernel` of arrive.py
+    finds (a slot)    arrive.cu: `await_slots`, the `Glance` behind it and `each_expert`; of ranks without
+                      token flags `await_tokens` and `arrive_count`, or `_arrive_count_kernel` of arrive.py
     reads all         arrive.cu: the rest of `arrive_place`, with `check_sources`
     uses rows         a GEMM that gathers rows where they landed
     sends partial     combine.cu: `combine_send`, with COMBINE_FLAG
@@ -56,8 +56,8 @@ any GPU.
 Each rank's blocks are one, but for this: after a failure those that have not noticed go on with tokens of their own;
 and a slot is read as soon as it is found, whatever has become of others.
 
-**What is left out**: what a rank sends to itself, which goes the same way; parts of tokens
-(PROGRESS); hosts that give up; epochs that wrap; several failures of a rank, of which the latch takes one.
+**What is left out**: what a rank sends to itself, which goes the same way; parts of tokens (PROGRESS); hosts that
+give up; epochs that wrap; several failures of a rank, of which the latch takes one.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class State(NamedTuple):
 
 class TokenStores(NamedTuple):
     records: list[Store]
-    stamps: list[Store]
+    token_flags: list[Store]
 
 
 class SendStores(NamedTuple):
@@ -183,31 +183,31 @@ class Rules:
     Attributes:
         recent: `count` is looked at only once the flag of the epoch before has been seen.
         turn: it has to be of this turn of its half.
-        sign: it has to say that stamps can be relied on.
-        epoch_of_stamp: a stamp has to be of this epoch, and not of any.
-        stamp_last, flag_last, combined_last: what tells of something is seen after it.
+        sign: it has to say that token flags can be relied on.
+        epoch_of_token_flag: a token flag has to be of this epoch, and not of any.
+        token_flag_last, flag_last, combined_last: what tells of something is seen after it.
         ids_everywhere: peers that a token does not go to get its expert ids.
         ready_in_time: a rank says that it has entered an epoch once it has, and not one before.
         await_everyone: a rank waits until it may write to all, not only to where its tokens go.
         count_waits: `count`, too, is stored after that wait.
         failed_without_count: a rank that has failed does not store it.
-        failed_without_stamps: nor the stamps of tokens that it holds back.
+        failed_without_token_flags: nor the token flags of tokens that it holds back.
         check_sources: tokens for another exchange are a failure.
         clock: nobody waits longer than for a time.
-        tell: a rank that fails tells all others.
-        tell_on: whoever learns of a failure tells the others.
+        send_aborts: a rank that fails sends an abort message to all others.
+        forward_aborts: whoever learns of a failure forwards it to the others.
         name_first: and names the rank that has failed first.
         look_for_failures: after flags have been seen.
-        await_told: a rank that holds something back waits until another of its kernels has told all.
-        told_last: the second word of the latch comes after what it tells of.
-        stale_waits: `await_told` also in `combine_send` where a handle is used too late.
+        await_abort_sent: a rank that holds something back waits until all of its abort messages have been sent.
+        abort_sent_last: the second word of the latch comes after those messages.
+        stale_waits: `await_abort_sent` also in `combine_send` where a handle is used too late.
     """
 
     recent: bool = True
     turn: bool = True
     sign: bool = True
-    epoch_of_stamp: bool = True
-    stamp_last: bool = True
+    epoch_of_token_flag: bool = True
+    token_flag_last: bool = True
     flag_last: bool = True
     combined_last: bool = True
     ids_everywhere: bool = True
@@ -215,15 +215,15 @@ class Rules:
     await_everyone: bool = True
     count_waits: bool = True
     failed_without_count: bool = True
-    failed_without_stamps: bool = True
+    failed_without_token_flags: bool = True
     check_sources: bool = True
     clock: bool = True
-    tell: bool = True
-    tell_on: bool = True
+    send_aborts: bool = True
+    forward_aborts: bool = True
     name_first: bool = True
     look_for_failures: bool = True
-    await_told: bool = True
-    told_last: bool = True
+    await_abort_sent: bool = True
+    abort_sent_last: bool = True
     stale_waits: bool = True
 
 
@@ -243,7 +243,7 @@ class Machine:
         scripts: of each rank, such as `s1 w1 c1 s2 w2 u2`: send, wait for arrivals, combine, use rows in place.
         tokens: of each rank, a word for each epoch, repeated: a letter for each token, `a` for one that goes to all
             peers, `n` to none, a digit to that rank; or `.` for no token.
-        stamped: ranks that tell of each token by itself. Others store stamps first, and wait for flags alone.
+        per_token_flags: ranks that store token flags last. Others store them first, and wait for flags alone.
         fails: ranks and epochs in which one of them may fail by itself, beside what follows from that.
         dies: the same, of a rank that does nothing more from some point on.
         foreign: ranks and epochs in which their tokens are for another exchange.
@@ -255,7 +255,7 @@ class Machine:
         tokens: list[str],
         rules: Rules = RIGHT,
         *,
-        stamped: tuple[bool, ...] = (),
+        per_token_flags: tuple[bool, ...] = (),
         fails: tuple[tuple[int, int], ...] = (),
         dies: tuple[tuple[int, int], ...] = (),
         foreign: tuple[tuple[int, int], ...] = (),
@@ -263,13 +263,13 @@ class Machine:
         self.world, self.rules, self.foreign = len(scripts), rules, foreign
         self.tokens = [["" if word == "." else word for word in words.split()] for words in tokens]
         self.slots = max(1, *(len(word) for words in self.tokens for word in words))
-        self.stamped = stamped or (True,) * self.world
+        self.per_token_flags = per_token_flags or (True,) * self.world
         kernels = {"s": ("send",), "w": ("arrive",), "c": ("combine", "home"), "u": ("use",)}
         self.programs = [[(kind, int(w[1:])) for w in s.split() for kind in kernels[w[0]]] for s in scripts]
         self.may_fail, self.may_die = (self._kernels(which) for which in (fails, dies))
         self.kinds = {kind: getattr(self, f"_{kind}") for kind in ("send", "arrive", "combine", "home", "use")}
         halved = [(f, h, 0) for f in ("count", "flag", "partial", "combined") for h in (0, 1)]
-        of_slots = [(f, h, t) for f in ("ids", "row", "stamp") for h in (0, 1) for t in range(self.slots)]
+        of_slots = [(f, h, t) for f in ("ids", "row", "token_flag") for h in (0, 1) for t in range(self.slots)]
         everyone, fields = range(self.world), [("ready", 0, 0), ("abort", 0, 0), *halved, *of_slots]
         self.cells = [(f, o, w, h, t) for f, h, t in fields for o in everyone for w in everyone if o != w]
         self.number = {cell: number for number, cell in enumerate(self.cells)}
@@ -401,8 +401,8 @@ class Machine:
         if ranks[first].failure != 1 + first:
             raise Violation(f"rank {at.rank} says that rank {first} failed first")
         named = first if self.rules.name_first else at.rank
-        tells = self.rules.tell if first == at.rank else self.rules.tell_on
-        cells = [self.cell("abort", peer, at.rank) for peer in self.others(at.rank) if tells]
+        sends = self.rules.send_aborts if first == at.rank else self.rules.forward_aborts
+        cells = [self.cell("abort", peer, at.rank) for peer in self.others(at.rank) if sends]
         return self.store(state._replace(ranks=ranks), at.rank, [Store(cell, 1 + named, at.kernel) for cell in cells])
 
     def adopted(self, state: State, at: At) -> Moves:
@@ -421,9 +421,9 @@ class Machine:
         elif waits and self.rules.clock and any(rank.dead for rank in state.ranks):
             yield "has waited for too long", self.fail(state, at, at.rank)
 
-    def told(self, at: At) -> int:
-        """The last kernel whose stores come before an empty flag: `await_told` sees those of the next, too."""
-        return at.kernel + (self.rules.await_told and self.rules.told_last)
+    def informed(self, at: At) -> int:
+        """The last kernel whose stores come before an empty flag: `await_abort_sent` sees those of the next, too."""
+        return at.kernel + (self.rules.await_abort_sent and self.rules.abort_sent_last)
 
     # --- kernels: what may happen next in `step` of one
 
@@ -443,9 +443,9 @@ class Machine:
         if own.failure:
             # Who notices that stores none of what is left, whatever other blocks have stored.
             left = stores.counts if step in (AWAIT, WITHOUT_COUNT) and not rules.failed_without_count else []
-            if not rules.failed_without_stamps:
-                left = left + [store for token in stores.tokens for store in token.stamps]
-            empty = [flag._replace(upto=self.told(at)) if flag.upto != NOWHERE else flag for flag in stores.flags]
+            if not rules.failed_without_token_flags:
+                left = left + [store for token in stores.tokens for store in token.token_flags]
+            empty = [flag._replace(upto=self.informed(at)) if flag.upto != NOWHERE else flag for flag in stores.flags]
             yield f"holds tokens of {epoch} back", self.go(self.store(state, rank, left + empty), at, DONE)
             if not own.unnoticed:
                 return
@@ -453,12 +453,12 @@ class Machine:
             for shown in self._awaited(state, at):
                 if step == AWAIT:
                     stored = self.store(shown, rank, stores.counts if rules.count_waits else [])
-                    yield f"tells how many tokens it has in {epoch}", self.go(stored, at, TOKENS)
+                    yield f"stores the count of {epoch}", self.go(stored, at, TOKENS)
                 elif last > TOKENS + 1:
                     yield "has blocks that have not failed", self.go(shown, at, TOKENS + 1)
         else:
             token = stores.tokens[step - TOKENS]
-            stored = self.store(state, rank, token.records + token.stamps)
+            stored = self.store(state, rank, token.records + token.token_flags)
             yield f"sends token {step - TOKENS} of {epoch}", self.go(stored, at, step + 1)
         if not own.failure:
             # The block that fails sends nothing; others may not have noticed, if there are any.
@@ -471,26 +471,26 @@ class Machine:
                     yield what, failed._replace(ranks=ranks)
 
     def stores_of(self, at: At) -> SendStores:
-        """What `dispatch_send` stores: some to all, and of each token its record and its stamp."""
+        """What `dispatch_send` stores: some to all, and of each token its record and its token flag."""
         if at in self.sends:
             return self.sends[at]
         rank, kernel, epoch = at
-        rules, peers, stamped = self.rules, self.others(rank), self.stamped[rank]
+        rules, peers, per_token_flags = self.rules, self.others(rank), self.per_token_flags[rank]
         entered = epoch + (not rules.ready_in_time)
         number = epoch + FOREIGN * ((rank, epoch) in self.foreign)
         tokens = []
         for token in range(len(self.sent(rank, epoch))):
-            records, stamps = [], []
+            records, token_flags = [], []
             for peer in peers:
                 goes = self.goes(rank, epoch, token, peer)
-                fields = ("ids", "row") if goes else ("ids",) if stamped and rules.ids_everywhere else ()
+                fields = ("ids", "row") if goes else ("ids",) if per_token_flags and rules.ids_everywhere else ()
                 records += [Store(self.cell(field, peer, rank, epoch, token), epoch, kernel) for field in fields]
-                if stamped or goes:
+                if per_token_flags or goes:
                     # After `fence_system`; of a rank that stores them first in no order.
                     record = tuple(self.cell(field, peer, rank, epoch, token) for field in ("ids", "row"))
-                    after = record if stamped and rules.stamp_last else ()
-                    stamps.append(Store(self.cell("stamp", peer, rank, epoch, token), epoch, kernel, after))
-            tokens.append(TokenStores(records, stamps))
+                    after = record if per_token_flags and rules.token_flag_last else ()
+                    token_flags.append(Store(self.cell("token_flag", peer, rank, epoch, token), epoch, kernel, after))
+            tokens.append(TokenStores(records, token_flags))
         upto = kernel if rules.flag_last else NOWHERE
         self.sends[at] = SendStores(
             [Store(self.cell("ready", peer, rank), entered, kernel, (), kernel) for peer in peers],
@@ -537,20 +537,20 @@ class Machine:
         if flagged is not None:
             yield flagged
         recent = self.see(state, flag, epoch - 2) if rules.recent else state
-        if not self.stamped[at.rank] or recent is None:
+        if not self.per_token_flags[at.rank] or recent is None:
             return
         for word, shown in self.sights(recent, self.cell("count", at.rank, source, epoch)):
             if rules.turn and turn_of(word % FOREIGN) != turn_of(epoch):
                 continue
-            if rules.sign and not (word and self.stamped[source]):
+            if rules.sign and not (word and self.per_token_flags[source]):
                 continue
             if word >= FOREIGN or token >= len(self.sent(source, word)):
                 yield shown
             else:
-                least = epoch if rules.epoch_of_stamp else 1
-                stamped = self.see(shown, self.cell("stamp", at.rank, source, epoch, token), least)
-                if stamped is not None:
-                    yield stamped
+                least = epoch if rules.epoch_of_token_flag else 1
+                seen = self.see(shown, self.cell("token_flag", at.rank, source, epoch, token), least)
+                if seen is not None:
+                    yield seen
 
     def _of_slot(self, at: At, source: int, token: int) -> list[int]:
         """What `each_expert` reads, and all that is read later of a row that it finds."""
@@ -559,8 +559,8 @@ class Machine:
         if token >= len(self.sent(source, epoch)) or (source, epoch) in self.foreign:
             return [count]
         goes = self.goes(source, epoch, token, rank)
-        # Where a token does not go, its stamp tells, or the ids beside it.
-        fields = ("stamp", "ids", "row") if goes else ("stamp", "ids") if self.stamped[source] else ()
+        # Where a token does not go, its token flag tells, or the ids beside it.
+        fields = ("token_flag", "ids", "row") if goes else ("token_flag", "ids") if self.per_token_flags[source] else ()
         return [count, *(self.cell(field, rank, source, epoch, token) for field in fields)]
 
     def _read_arrival(self, state: State, at: At) -> Moves:
@@ -655,7 +655,9 @@ class Machine:
             self._check_rows(state, at)
             homes = [source for source in self.others(rank) if self.goes_any(source, epoch, rank)]
             partials = [Store(self.cell("partial", source, rank, epoch), epoch, kernel) for source in homes]
-        upto = (self.told(at) if stale and self.rules.stale_waits else kernel) if self.rules.combined_last else NOWHERE
+        upto = (
+            (self.informed(at) if stale and self.rules.stale_waits else kernel) if self.rules.combined_last else NOWHERE
+        )
         cells = [self.cell("combined", peer, rank, epoch) for peer in self.others(rank)]
         flags = [Store(cell, epoch, kernel, (), upto) for cell in cells]
         yield f"sends partial results of {epoch}", self.go(self.store(state, rank, partials + flags), at, DONE)
