@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib import import_module
 
 import pytest
 import torch
@@ -60,7 +61,11 @@ def test_the_halves_of_the_dispatcher(device: torch.device, seed: int) -> None:
             assert dispatcher.can_leave_scales == dispatcher.can_keep_scales_in_record
 
 
-def test_the_parts_of_a_step(device: torch.device, seed: int) -> None:
+@pytest.mark.parametrize("compiled", [False, True])
+def test_the_parts_of_a_step(compiled: bool, device: torch.device, seed: int) -> None:
+    """Also once `torch._dynamo` is loaded, through whose frames calls then go."""
+    if compiled:
+        import_module("torch._dynamo")
     x = rank_input(seed, 0, 5, HIDDEN, EXPERTS, TOP_K).x.to(device)
     instead = "forward runs a whole step; for work in between, call the halves of the layer's dispatcher"
     with ExpertParallelContext(device=device) as context:
