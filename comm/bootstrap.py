@@ -21,8 +21,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase
 from moe_runtime.comm.store_calls import StoreSilentError, calls_of
-from moe_runtime.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase
 
 ROLL_CALL_S = 3.0
 """How long ranks have to report themselves, once one of them has waited too long."""

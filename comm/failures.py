@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from moe_runtime.comm.signals import ABORT_WORDS, REASON_WORDS, SignalLayout
-from moe_runtime.errors import (
+from moe_runtime.comm.errors import (
     REFUSED_ID,
     CapacityError,
     ErrorCode,
@@ -19,6 +18,7 @@ from moe_runtime.errors import (
     StaleHandleError,
     StepMismatchError,
 )
+from moe_runtime.comm.signals import ABORT_WORDS, REASON_WORDS, SignalLayout
 
 
 def describe_failure(

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_runtime.comm import nvshmem_world
 from moe_runtime.comm.bootstrap import RankGroup, describe_ranks, host_identity
+from moe_runtime.comm.heaps import nvshmem_world
 
 TRANSPORTS = ("nvshmem", "shared", "private", "collective")
 

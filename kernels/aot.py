@@ -6,7 +6,7 @@ or lacks the instruction it is meant to use. It must run without `TRITON_INTERPR
 nothing to compile.
 
 The cases are those of every module's `AOT_CASES`; here are those of the grouped GEMM: every pair of formats, every form
-of the epilogue, each architecture's MMA, and the operations of `moe_runtime.ops`.
+of the epilogue, each architecture's MMA, and the operations of `moe_runtime.ops.operations`.
 
 Half of the time is ptxas. With `--assemble-once` Blackwell's cases go down to PTX, in which the instructions are looked
 for, and one of each operation and instruction to a binary; those of Hopper, where kernels run, all do.
@@ -37,12 +37,23 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.compiler.compiler import make_backend
 
-from moe_runtime.formats import BF16, FORMATS, FP8_BLOCK, MXFP4, MXFP8, NVFP4, ScaleLayout, TokenFormat
-from moe_runtime.kernels import decode_tokens, decoded_gemm, nvrtc, tma_gemm
-from moe_runtime.kernels.decoded_layout import unit_columns
-from moe_runtime.kernels.gemm_operands import NativeForm
-from moe_runtime.kernels.gemm_plan import choose_op_tile, choose_tile, keeps_tokens
-from moe_runtime.kernels.gemm_shapes import (
+from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.formats.number_formats import (
+    BF16,
+    FORMATS,
+    FP8_BLOCK,
+    MXFP4,
+    MXFP8,
+    NVFP4,
+    ScaleLayout,
+    TokenFormat,
+)
+from moe_runtime.kernels.gemm import dequant_gemm, dequant_tokens, tma_gemm
+from moe_runtime.kernels.gemm.dequant_layout import unit_columns
+from moe_runtime.kernels.gemm.grouped_gemm import _grouped_gemm_kernel, tile_options
+from moe_runtime.kernels.gemm.operands import NativeForm
+from moe_runtime.kernels.gemm.plan import choose_op_tile, choose_tile, keeps_tokens
+from moe_runtime.kernels.gemm.shapes import (
     DEQUANT_DECODE,
     DEQUANT_MIDDLE,
     DEQUANT_PREFILL,
@@ -52,9 +63,8 @@ from moe_runtime.kernels.gemm_shapes import (
     TmaShape,
     overlapped_token_shape,
 )
-from moe_runtime.kernels.grouped_gemm import _grouped_gemm_kernel, tile_options
+from moe_runtime.kernels.gemm.weights import GPT_OSS, SILU, GateUpOrder, SwiGLU
 from moe_runtime.kernels.runtime import ALL_ARCHS, INTERPRET, AotCase, CudaCase
-from moe_runtime.weights import GPT_OSS, SILU, GateUpOrder, SwiGLU
 
 INTERPRETED = "ahead-of-time compilation needs a process without TRITON_INTERPRET; unset it and run again"
 MATRIX_INSTRUCTION = re.compile(r"\b(?:tcgen05\.mma|wgmma\.mma_async|mma\.sync)[\w.:]*")
@@ -102,7 +112,7 @@ def _triton(
 ) -> AotCase:
     """A case with every optional tensor that the formats allow, less those in `absent`, for `n` output columns.
 
-    `operation` is one of `moe_runtime.ops`; without it, the case is a layer's. `constants` are constexprs.
+    `operation` is one of `moe_runtime.ops.operations`; without it, the case is a layer's. `constants` are constexprs.
     """
     if operation is None:
         tile = choose_tile(n, a, out_block=0 if out is None else out.block, native=native)
@@ -171,7 +181,7 @@ def _layer_cases() -> Iterator[AotCase]:
 
 
 def _op_cases() -> Iterator[AotCase]:
-    """Each layout of scales, element and width of tile of `moe_runtime.ops`, in the form that an architecture takes."""
+    """Each layout of scales, element and width of tile of `moe_runtime.ops.operations`, in the form that an architecture takes."""
     common: dict[str, Any]
     for archs, native, max_tile_n in (((90,), NativeForm.NONE, 128), ((100, 120), _STORED, 64)):
         common = {"layout": ScaleLayout.SWIZZLED, "archs": archs, "native": native}
@@ -200,8 +210,8 @@ FP8_WGMMA = {90: r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k32\.f32\.e4m3\.e4m3"
 def _dequant(operation: str, fmt: TokenFormat, shape: DequantShape, out_dtype: torch.dtype, **more: Any) -> CudaCase:
     gated = operation == GATED
     arguments = fmt, fmt, shape, unit_columns(HIDDEN), fmt if gated else None, out_dtype, SILU if gated else None
-    defines, _ = decoded_gemm.macros(*arguments, **more)
-    return CudaCase(operation, fmt.name, "decoded_gemm.cu", "decoded_gemm", defines, instruction=BF16_WGMMA)
+    defines, _ = dequant_gemm.macros(*arguments, **more)
+    return CudaCase(operation, fmt.name, "dequant_gemm.cu", "decoded_gemm", defines, instruction=BF16_WGMMA)
 
 
 def _tma(
@@ -215,7 +225,7 @@ def _tma(
 
 
 def _hopper_cases() -> Iterator[CudaCase]:
-    """Each format in every regime, plain and gated, and what the operations of `moe_runtime.ops` run."""
+    """Each format in every regime, plain and gated, and what the operations of `moe_runtime.ops.operations` run."""
     for operation, fmt in ((OP_MAX, NVFP4), (OP_NVFP4, NVFP4), (OP_MXFP8, MXFP8)):
         for out_dtype in (torch.bfloat16, torch.float16):
             yield _dequant(operation, fmt, DEQUANT_DECODE, out_dtype)
@@ -240,8 +250,8 @@ def _hopper_cases() -> Iterator[CudaCase]:
         overlapped_shape = overlapped_token_shape(unit_columns(HIDDEN))
         layouts: list[dict[str, Any]] = [{}, {"packed": True}, {"shape": overlapped_shape}]
         for layout in layouts + ([{"scales_in_record": True}] if fmt.swizzled else []):
-            defines = decode_tokens.token_macros(fmt, **layout)
-            yield CudaCase("decode_tokens", fmt.name, "decode_tokens.cu", "decode_tokens", defines)
+            defines = dequant_tokens.token_macros(fmt, **layout)
+            yield CudaCase("decode_tokens", fmt.name, "dequant_tokens.cu", "decode_tokens", defines)
 
 
 AOT_CASES: tuple[AotCase | CudaCase, ...] = (*_hopper_cases(), *_layer_cases(), *_op_cases())

@@ -17,9 +17,9 @@ import triton
 import triton.language as tl
 
 from moe_runtime.config import RouterConfig
-from moe_runtime.formats import ceil_div
-from moe_runtime.kernels.bits import bf16_bits_to_f32, f32_bits, f32_to_bf16_bits, magnitude_bits
-from moe_runtime.kernels.reference_quantize import raw_bits
+from moe_runtime.kernels.formats.bits import bf16_bits_to_f32, f32_bits, f32_to_bf16_bits, magnitude_bits
+from moe_runtime.kernels.formats.number_formats import ceil_div
+from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.runtime import INTERPRET, AotCase
 
 BLOCK_T, BLOCK_E, BLOCK_K = 64, 64, 64

@@ -3,7 +3,7 @@
 `[torchrun --nproc-per-node=N] -m moe_runtime.launch.bench [dispatch|combine|gemm|layer ...] --config NAME` prints a
 table and writes JSON. A result that fails its check is not timed and makes the exit code 1. With `--trace` the layer is
 checked and recorded, and nothing is timed. `bench gemm` without `--config` runs the cases of the grouped GEMM, and
-`bench ops` the operations of `moe_runtime.ops`, both on one GPU.
+`bench ops` the operations of `moe_runtime.ops.operations`, both on one GPU.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Any, get_args
 
 from rich.console import Console
 
+from moe_runtime.build import context_from_config
 from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, RunConfig
 from moe_runtime.launch.benchmarks import gemm_bench, layer_operations, link_rate, ops_bench
 from moe_runtime.launch.benchmarks.layer_bench import Baselines, Bench, Settings
@@ -24,8 +25,7 @@ from moe_runtime.launch.common import cases, environment
 from moe_runtime.launch.reporting.plot import check_can_draw, draw_roofline
 from moe_runtime.launch.reporting.show import show
 from moe_runtime.layer import MoELayer
-from moe_runtime.layer_build import context_from_config
-from moe_runtime.progress import with_progress
+from moe_runtime.support.progress import with_progress
 
 OPERATIONS = ("dispatch", "combine", "gemm", "layer")
 WITH_CONFIG = (

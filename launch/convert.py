@@ -15,12 +15,12 @@ import torch
 from rich.console import Console
 from rich.progress import track
 
-from moe_runtime.calibration import Calibration, calibrate
-from moe_runtime.checkpoint import Checkpoint
-from moe_runtime.conversion import check_calibrated, convert_checkpoint
-from moe_runtime.converted_experts import TARGET_LAYOUTS
+from moe_runtime.checkpoints.calibration import Calibration, calibrate
+from moe_runtime.checkpoints.checkpoint import Checkpoint
+from moe_runtime.checkpoints.conversion import check_calibrated, convert_checkpoint
+from moe_runtime.checkpoints.converted_experts import TARGET_LAYOUTS
+from moe_runtime.checkpoints.files import SafetensorsFile
 from moe_runtime.launch.common import environment
-from moe_runtime.tensor_files import SafetensorsFile
 
 
 def read_calibrations(

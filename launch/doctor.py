@@ -5,7 +5,7 @@ devices, the engine and the transport that would be used and why not the others,
 that each rank would reserve in every token format, and the kernels that would multiply the experts (`--hopper`: on an
 H100 or H200, wherever this runs). Under torchrun all ranks agree on the transport and rank 0 speaks.
 
-`--kernels` checks the operations of `moe_runtime.ops` instead: it runs them in torch and interpreted, compiles their
+`--kernels` checks the operations of `moe_runtime.ops.operations` instead: it runs them in torch and interpreted, compiles their
 kernels for each architecture, and prints the result with the committed run on a GPU.
 """
 
@@ -29,19 +29,19 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from moe_runtime.comm import nvshmem_world
 from moe_runtime.comm.bootstrap import RankGroup, init_from_env, shared_memory_directory
+from moe_runtime.comm.heaps import nvshmem_world
 from moe_runtime.comm.transport import choose_transport
 from moe_runtime.config import MoELayerConfig, ParallelConfig, complaints, load_config
+from moe_runtime.context.memory import REGIONS, expert_bytes, layer_geometry, reserved_bytes
 from moe_runtime.experts import plan_experts
-from moe_runtime.formats import FORMATS
 from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.runtime import INTERPRET, Engine, capability, missing_for_cuda, resolve_engine
 from moe_runtime.launch.benchmarks import ops_check
 from moe_runtime.launch.common.environment import gpu_records, memory_bytes, package_versions
 from moe_runtime.launch.reporting import runs
 from moe_runtime.launch.reporting.operations import print_operations
-from moe_runtime.memory import REGIONS, expert_bytes, layer_geometry, reserved_bytes
 
 PLANNED_TOKENS = (1, 8, 128, 1024, 4096)
 """Tokens of a rank for which the experts' GEMMs are planned."""

@@ -31,21 +31,22 @@ from unittest.mock import patch
 
 import torch
 
+from moe_runtime.comm.errors import RoutingError
 from moe_runtime.config import MoELayerConfig
-from moe_runtime.context import ExpertParallelContext
-from moe_runtime.dispatcher import TokenDispatcher
-from moe_runtime.errors import RoutingError
-from moe_runtime.formats import FORMATS
-from moe_runtime.kernels import gemm_plan, nvrtc
-from moe_runtime.kernels.gemm_plan import DequantOverlap
-from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
+from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.formats.number_formats import FORMATS
+from moe_runtime.kernels.gemm import plan
+from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from moe_runtime.kernels.gemm.plan import DequantOverlap
+from moe_runtime.kernels.gemm.weights import SILU
 from moe_runtime.launch.benchmarks.gemm_cases import GemmCase
 from moe_runtime.launch.benchmarks.gemm_data import make_rows, make_weights
 from moe_runtime.launch.common import cases as random_cases
 from moe_runtime.launch.common import environment
 from moe_runtime.layer import MoELayer
 from moe_runtime.virtual import VirtualRanks
-from moe_runtime.weights import SILU
 
 TOOLS = ("memcheck", "racecheck")
 KIND = "sanitizer"
@@ -147,15 +148,15 @@ def run_gemms(engine: str) -> None:
             rows = make_rows(case, SEED, rng, engine)
             first, last = (make_weights(case, product, rng, engine) for product in case.products)
             overlap = DequantOverlap(first=2, sms=3) if OVERLAPPED in case.name else None
-            with patch.object(gemm_plan, "plan_dequant_overlap", lambda *_, overlap=overlap: overlap):
-                gemm_plan.plan_gemm.cache_clear()
+            with patch.object(plan, "plan_dequant_overlap", lambda *_, overlap=overlap: overlap):
+                plan.plan_gemm.cache_clear()
                 for then in (None, last):
                     hidden = grouped_gemm_swiglu(rows, first, SILU, out_format=rows.format, then=then, engine=engine)
                     out = grouped_gemm(hidden, last, engine=engine)
                     if not bool(out[: int(rows.group_offsets[-1])].isfinite().all()):
                         raise RuntimeError(f"{case.name}: results that are not finite")
             print(case.name, flush=True)
-    gemm_plan.plan_gemm.cache_clear()
+    plan.plan_gemm.cache_clear()
 
 
 def findings(output: str) -> int | None:

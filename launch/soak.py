@@ -20,12 +20,12 @@ from typing import Any, NamedTuple, get_args
 import torch
 from rich.console import Console
 
+from moe_runtime.build import context_from_config
 from moe_runtime.config import CombineFormatName, FormatName, ModeName, MoELayerConfig, resolve_mode
-from moe_runtime.context import ExpertParallelContext
-from moe_runtime.dispatcher import TokenDispatcher
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.launch.benchmarks.soak_steps import StepPlan, expected_offsets, expected_output, multiplying_experts
 from moe_runtime.launch.common import cases, environment
-from moe_runtime.layer_build import context_from_config
 
 KIND = "soak"
 """What the JSON says it is."""

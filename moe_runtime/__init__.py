@@ -30,12 +30,7 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from moe_runtime.comm.bootstrap import init_from_env
-    from moe_runtime.config import MoELayerConfig, ParallelConfig, RouterConfig, RunConfig, load_config
-    from moe_runtime.context import ExpertParallelContext
-    from moe_runtime.counters import LayerCounters, LayerCounts, imbalance
-    from moe_runtime.dispatch_handle import CombineSink, DispatchedTokens, DispatchHandle
-    from moe_runtime.dispatcher import TokenDispatcher
-    from moe_runtime.errors import (
+    from moe_runtime.comm.errors import (
         CapacityError,
         MoERuntimeError,
         PeerAbortedError,
@@ -44,20 +39,25 @@ if TYPE_CHECKING:
         StaleHandleError,
         StepMismatchError,
     )
+    from moe_runtime.config import MoELayerConfig, ParallelConfig, RouterConfig, RunConfig, load_config
+    from moe_runtime.context.expert_parallel import ExpertParallelContext
+    from moe_runtime.context.memory import reserved_bytes
+    from moe_runtime.counters import LayerCounters, LayerCounts, imbalance
+    from moe_runtime.dispatcher.handle import CombineSink, DispatchedTokens, DispatchHandle
+    from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
     from moe_runtime.experts import Experts
-    from moe_runtime.formats import FORMATS, QuantizedRows, TokenFormat
-    from moe_runtime.grouped import GroupedRows
-    from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
+    from moe_runtime.integrations.transformers import ExpertParallel, apply_expert_parallel
+    from moe_runtime.integrations.transformers_models import without_experts
+    from moe_runtime.kernels.exchange.record import RecordLayout
+    from moe_runtime.kernels.formats.number_formats import FORMATS, QuantizedRows, TokenFormat
+    from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
+    from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+    from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+    from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
     from moe_runtime.layer import MoELayer
-    from moe_runtime.max_token_format import NVFP4TokenFormat
-    from moe_runtime.memory import reserved_bytes
-    from moe_runtime.parallel import ExpertParallel, apply_expert_parallel
-    from moe_runtime.placement import Placement, plan_placement
-    from moe_runtime.prepared import PreparedWeights
-    from moe_runtime.record import RecordLayout
+    from moe_runtime.ops.token_format import NVFP4TokenFormat
+    from moe_runtime.placement.placement import Placement, plan_placement
     from moe_runtime.router import Router
-    from moe_runtime.transformers_models import without_experts
-    from moe_runtime.weights import ExpertWeights, GateUpOrder, SwiGLU
 
 __version__ = "0.1.0"
 

@@ -14,8 +14,8 @@ from typing import Annotated, Any, Literal, cast, get_args
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
-from moe_runtime.deprecation import warn_renamed
-from moe_runtime.formats import WEIGHT_FORMATS, token_formats_for, weight_format_named
+from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS, token_formats_for, weight_format_named
+from moe_runtime.support.deprecation import warn_renamed
 
 FormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4"]
 WeightFormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4", "mxfp4"]

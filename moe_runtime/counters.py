@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_runtime.geometry import ExchangeGeometry
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.kernels.step_counts import HEAD, ROWS, SENT, STEPS, TOKENS, count_step
 

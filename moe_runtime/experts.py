@@ -8,17 +8,17 @@ from typing import TypeGuard
 import torch
 
 from moe_runtime.config import ActivationConfig, MoELayerConfig
-from moe_runtime.formats import TokenFormat, format_named, token_formats_for, weight_format_named
-from moe_runtime.geometry import ExchangeGeometry
-from moe_runtime.grouped import GroupedRows
-from moe_runtime.kernels.decoded_layout import DECODED_FORMATS, UNIT, unit_columns
-from moe_runtime.kernels.gemm_arguments import check_activation, check_formats, encode_scale
-from moe_runtime.kernels.gemm_plan import GemmPlan, GemmProblem, plan_gemm
-from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
+from moe_runtime.kernels.formats.number_formats import TokenFormat, format_named, token_formats_for, weight_format_named
+from moe_runtime.kernels.gemm.arguments import check_activation, check_formats, encode_scale
+from moe_runtime.kernels.gemm.dequant_layout import DECODED_FORMATS, UNIT, unit_columns
+from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.gemm.plan import GemmPlan, GemmProblem, plan_gemm
+from moe_runtime.kernels.gemm.prepacked import MAX_PREPARED_EXPERTS, RESULT_FORMATS, PreparedWeights
+from moe_runtime.kernels.gemm.weights import SILU, ExpertWeights, GateUpOrder, SwiGLU
 from moe_runtime.kernels.runtime import Engine, resolve_engine
 from moe_runtime.metrics import phase
-from moe_runtime.prepared import MAX_PREPARED_EXPERTS, RESULT_FORMATS, PreparedWeights
-from moe_runtime.weights import SILU, ExpertWeights, GateUpOrder, SwiGLU
 
 
 def swiglu_of(activation: ActivationConfig) -> SwiGLU:
@@ -44,7 +44,7 @@ class Experts:
         engine: "auto", "cuda", "triton" or "torch".
         num_sms: most SMs that Hopper's GEMMs take, for experts that run at the same time as other kernels; None means
             all. Blocks of FP8 and bf16 GEMMs come in clusters of two: give 8 less than the others leave, one for each
-            GPC (what that saves: `kernels/grouped_gemm_notes.md`).
+            GPC (what that saves: `kernels/gemm/notes.md`).
 
     Raises:
         ValueError: weights that do not belong together; the message names the argument.

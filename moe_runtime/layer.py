@@ -11,19 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from moe_runtime.checkpoint import Checkpoint, opened
-from moe_runtime.compiling import not_compiled
-from moe_runtime.config import MoELayerConfig, RunConfig, load_config
-from moe_runtime.context import ExpertParallelContext
-from moe_runtime.context_threads import by_one_thread
-from moe_runtime.counters import LayerCounters
-from moe_runtime.deprecation import warn_removed, warn_renamed
-from moe_runtime.dispatch_handle import CombineSink
-from moe_runtime.dispatcher import TokenDispatcher
-from moe_runtime.errors import reason_of
-from moe_runtime.experts import Experts
-from moe_runtime.layer_arguments import flat_shared, flat_tokens
-from moe_runtime.layer_build import (
+from moe_runtime.build import (
     built_over,
     check_context,
     checkpoint_overrides,
@@ -32,19 +20,31 @@ from moe_runtime.layer_build import (
     make_experts,
     random_expert,
 )
-from moe_runtime.loading import FRESH, ExpertTensors, QuantBuffers
-from moe_runtime.memory import staging_bytes
+from moe_runtime.checkpoints.checkpoint import Checkpoint, opened
+from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers
+from moe_runtime.comm.errors import reason_of
+from moe_runtime.config import MoELayerConfig, RunConfig, load_config
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.context.memory import staging_bytes
+from moe_runtime.context.peers import abort_peers_on_error, collective_step
+from moe_runtime.context.threads import by_one_thread
+from moe_runtime.counters import LayerCounters
+from moe_runtime.dispatcher.handle import CombineSink
+from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
+from moe_runtime.experts import Experts
+from moe_runtime.kernels.formats.offsets import expert_starts
+from moe_runtime.layer_arguments import flat_shared, flat_tokens
 from moe_runtime.metrics import PhaseTimes, phase
-from moe_runtime.mover import move_experts
-from moe_runtime.peers import abort_peers_on_error, collective_step
-from moe_runtime.placement import Placement, placement_from_config
-from moe_runtime.plan import expert_starts
-from moe_runtime.progress import with_progress
-from moe_runtime.replacement import Replacement, agree_on_replacement
+from moe_runtime.placement.migration import move_experts
+from moe_runtime.placement.physical_experts import SlotTable
+from moe_runtime.placement.placement import Placement, placement_from_config
+from moe_runtime.placement.rebalance import Replacement, agree_on_replacement
 from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
-from moe_runtime.slots import SlotTable
 from moe_runtime.step import ComputedRows, LayerStep, SentTokens
+from moe_runtime.support.compiling import not_compiled
+from moe_runtime.support.deprecation import warn_removed, warn_renamed
+from moe_runtime.support.progress import with_progress
 from moe_runtime.warming import WarmUpStep, warm_up_steps
 
 
@@ -69,7 +69,7 @@ class MoELayer(nn.Module):
         placement: the present one; None as above.
         slots: the `SlotTable` of the placement; None without one.
         router: `moe_runtime.router.Router`; None where there is none.
-        dispatchers: a `moe_runtime.dispatcher.TokenDispatcher` for each of `config.all_token_buckets`, ascending.
+        dispatchers: a `moe_runtime.dispatcher.token_dispatcher.TokenDispatcher` for each of `config.all_token_buckets`, ascending.
         dispatcher: the last of them, for steps of any size.
         experts: `moe_runtime.experts.Experts`, None until weights are loaded.
         shared_expert: `moe_runtime.shared_expert.SharedExpert`; None where the config has none.
@@ -296,10 +296,10 @@ class MoELayer(nn.Module):
         placement: Placement | None = None,
         **overrides: object,
     ) -> MoELayer:
-        """Layer `layer` of a safetensors checkpoint of a family in `moe_runtime.families`.
+        """Layer `layer` of a safetensors checkpoint of a family in `moe_runtime.checkpoints.families`.
 
         Sizes, router and activation come from the checkpoint's `config.json`, and so do the formats of tokens and
-        weights where they are not asked for (`moe_runtime.checkpoint.choose_formats`): weights that are stored in the
+        weights where they are not asked for (`moe_runtime.checkpoints.checkpoint.choose_formats`): weights that are stored in the
         format of the layer are taken as they are, others are converted, one by one. `overrides` set other fields of
         `MoELayerConfig`, at least `max_tokens_per_rank`. Each rank reads only its own experts. Before the first step
         ranks compare what they have read.
@@ -378,7 +378,7 @@ class MoELayer(nn.Module):
         """Quantize this rank's experts, in order: for each, gate-and-up `[2I, H]` and down `[H, I]`, bf16 or fp32.
 
         Where the config says `expert_bias` each is an `ExpertTensors` with its biases; one may hold quantized weights.
-        `buffers` is for readers. Raises `ValueError` as `moe_runtime.loading.quantize_experts`, and what `experts`
+        `buffers` is for readers. Raises `ValueError` as `moe_runtime.checkpoints.loading.quantize_experts`, and what `experts`
         raises; the peers get `PeerAbortedError`.
         """
         with abort_peers_on_error(self.context):

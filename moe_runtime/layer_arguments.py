@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.arguments import check_is_tensor
-from moe_runtime.exchange_arguments import check_shared
-from moe_runtime.geometry import ExchangeGeometry
+from moe_runtime.dispatcher.arguments import check_shared
+from moe_runtime.kernels.arguments import check_is_tensor
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 
 
 def flat_tokens(geometry: ExchangeGeometry, device: torch.device, x: torch.Tensor) -> torch.Tensor:

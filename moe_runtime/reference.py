@@ -9,8 +9,8 @@ import math
 
 import torch
 
-from moe_runtime.formats import BF16, MXFP4, TokenFormat, weight_format_named
-from moe_runtime.weights import SwiGLU
+from moe_runtime.kernels.formats.number_formats import BF16, MXFP4, TokenFormat, weight_format_named
+from moe_runtime.kernels.gemm.weights import SwiGLU
 
 SWIGLU_GAIN = 1.5511
 """The largest `(s^2 + (1-s)^2) / (p^2 + (1-p)^2)` for `a >= 0`, `p = sigmoid(a)`, `s = p + a*p*(1-p)`, rounded up."""

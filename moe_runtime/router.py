@@ -10,10 +10,10 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from moe_runtime.arguments import check_no_grad
 from moe_runtime.config import RouterConfig, check_positive
-from moe_runtime.fixed_dtypes import FixedDtypes, copy_checked
+from moe_runtime.kernels.arguments import check_no_grad
 from moe_runtime.kernels.runtime import resolve_engine
+from moe_runtime.support.fixed_dtypes import FixedDtypes, copy_checked
 
 
 def softmax_topk(

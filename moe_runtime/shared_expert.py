@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from moe_runtime.config import SharedExpertConfig
-from moe_runtime.fixed_dtypes import FixedDtypes, copy_checked
+from moe_runtime.support.fixed_dtypes import FixedDtypes, copy_checked
 
 
 class SharedExpert(FixedDtypes):

@@ -2,7 +2,7 @@
 
 The stages follow one another. Steps in parts, whose tokens travel while the experts of another part multiply, took
 longer. A GPU without pauses is limited by its power, so overlap saves hardly any time there. What was tried, and what
-token buckets gain: `kernels/exchange_notes.md`.
+token buckets gain: `kernels/exchange/notes.md`.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from typing import NamedTuple
 
 import torch
 
-from moe_runtime.dispatch_handle import CombineSink, DispatchedTokens, DispatchHandle
-from moe_runtime.dispatcher import TokenDispatcher
-from moe_runtime.placement import Placement
+from moe_runtime.dispatcher.handle import CombineSink, DispatchedTokens, DispatchHandle
+from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
+from moe_runtime.placement.placement import Placement
 
 
 class SentTokens(NamedTuple):

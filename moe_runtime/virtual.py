@@ -12,12 +12,12 @@ from types import TracebackType
 
 import torch
 
-from moe_runtime.comm.private_heap import PrivateHeap
+from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.config import MoELayerConfig
-from moe_runtime.context import ExpertParallelContext
+from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.layer import MoELayer
-from moe_runtime.mover import move_experts
-from moe_runtime.placement import Placement
+from moe_runtime.placement.migration import move_experts
+from moe_runtime.placement.placement import Placement
 
 StepArguments = tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, int | None]
 """Those of `MoELayer.forward`, in its order."""

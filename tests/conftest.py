@@ -25,13 +25,13 @@ else:
     if "triton" in sys.modules:
         raise RuntimeError("triton was imported before tests/conftest.py could choose the interpreter")
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    from tests.interpreter import quicken
+    from tests.support.interpreter import quicken
 
     quicken()
 torch.set_num_threads(1)
 
 # The fixture `get_pool`.
-pytest_plugins = ["tests.pool"]
+pytest_plugins = ["tests.support.pool"]
 
 settings.register_profile(
     "moe_runtime",

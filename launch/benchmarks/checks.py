@@ -13,16 +13,16 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_runtime.dispatch_handle import DispatchedTokens
-from moe_runtime.formats import FormatCode, QuantizedRows, TokenFormat
-from moe_runtime.geometry import ExchangeGeometry
-from moe_runtime.grouped import GroupedRows
-from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
-from moe_runtime.kernels.reference_quantize import raw_bits
+from moe_runtime.dispatcher.handle import DispatchedTokens
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
+from moe_runtime.kernels.formats.number_formats import FormatCode, QuantizedRows, TokenFormat
+from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
+from moe_runtime.kernels.formats.reference_quantize import raw_bits
+from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
 from moe_runtime.launch.benchmarks.fp8_bound import FP8_MMA_GAIN
-from moe_runtime.prepared import PreparedWeights
 from moe_runtime.reference import relative_error, rounding_error, swiglu_reference
-from moe_runtime.weights import ExpertWeights, SwiGLU
 
 FP32_GAIN = 2.0**-23
 """Per 16 of K: error of an fp32 sum, or of a bf16 MMA, over the sum of the products' magnitudes."""

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.formats import ceil_div
+from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.runtime import resolve_engine
 
 FP8_MMA_BITS = 13

@@ -15,11 +15,13 @@ from typing import Any
 
 import torch
 
-from moe_runtime.context import ExpertParallelContext
-from moe_runtime.formats import NVFP4
-from moe_runtime.grouped import GroupedRows
-from moe_runtime.kernels.gemm_arguments import encode_scale
-from moe_runtime.kernels.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.kernels.formats.number_formats import NVFP4
+from moe_runtime.kernels.gemm.arguments import encode_scale
+from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
+from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.weights import SILU
 from moe_runtime.kernels.runtime import has_nvrtc
 from moe_runtime.launch.benchmarks.checks import Check
 from moe_runtime.launch.benchmarks.gemm_cases import CASES, CEILINGS, GemmCase, Goal, Product
@@ -28,8 +30,6 @@ from moe_runtime.launch.benchmarks.gemm_data import Weights, clone_rows, make_ro
 from moe_runtime.launch.benchmarks.gemm_peers import Peers
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, Timing, measure, times_record
 from moe_runtime.launch.common import environment
-from moe_runtime.prepared import PreparedWeights
-from moe_runtime.weights import SILU
 
 KIND = "gemm"
 """`kind` of the JSON."""

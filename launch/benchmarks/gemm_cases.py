@@ -12,8 +12,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moe_runtime.formats import FORMATS, TokenFormat
-from moe_runtime.kernels.grouped_gemm import gemm_bytes, gemm_flops
+from moe_runtime.kernels.formats.number_formats import FORMATS, TokenFormat
+from moe_runtime.kernels.gemm.grouped_gemm import gemm_bytes, gemm_flops
 from moe_runtime.launch.benchmarks.checks import format_bytes
 from moe_runtime.launch.common.cases import routing
 

@@ -17,15 +17,15 @@ from typing import Any
 
 import torch
 
-from moe_runtime.formats import FormatCode, QuantizedRows, ceil_div
-from moe_runtime.grouped import GroupedRows
-from moe_runtime.kernels.quantize import dequantize_rows
-from moe_runtime.kernels.reference_quantize import e8m0_to_f32, raw_bits
+from moe_runtime.kernels.formats.number_formats import FormatCode, QuantizedRows, ceil_div
+from moe_runtime.kernels.formats.quantize import dequantize_rows
+from moe_runtime.kernels.formats.reference_quantize import e8m0_to_f32, raw_bits
+from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.weights import SILU
 from moe_runtime.launch.benchmarks.checks import FP32_GAIN, Check, ungrouped
 from moe_runtime.launch.benchmarks.fp8_bound import fp8_mma_slack
 from moe_runtime.launch.benchmarks.gemm_data import Weights
-from moe_runtime.prepared import PreparedWeights
-from moe_runtime.weights import SILU
 
 SAMPLE = 32
 """Rows of a group that are compared: first, last, and others at random."""

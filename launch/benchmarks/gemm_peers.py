@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from moe_runtime.context import ExpertParallelContext
+from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.launch.benchmarks.gemm_cases import BF16_PEER, FP8_PEER, GemmCase
 from moe_runtime.launch.benchmarks.gemm_data import num_copies
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, measure, times_record

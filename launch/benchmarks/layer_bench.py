@@ -15,6 +15,7 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.config import RunConfig
+from moe_runtime.context.memory import reserved_bytes
 from moe_runtime.experts import Experts
 from moe_runtime.launch.benchmarks import bounds, checks
 from moe_runtime.launch.benchmarks.layer_report import OURS
@@ -23,7 +24,6 @@ from moe_runtime.launch.benchmarks.torch_layer import TorchLayer
 from moe_runtime.launch.benchmarks.trace import TraceFile
 from moe_runtime.launch.common import cases, environment
 from moe_runtime.layer import MoELayer
-from moe_runtime.memory import reserved_bytes
 
 TURNS = 5
 """Different inputs that steps take in turn, at least."""

@@ -12,16 +12,16 @@ import torch
 import torch.distributed as dist
 
 from moe_runtime.experts import Experts
-from moe_runtime.grouped import GroupedRows
-from moe_runtime.kernels.grouped_gemm import gemm_bytes, gemm_flops, grouped_gemm, grouped_gemm_swiglu
+from moe_runtime.kernels.gemm.grouped_gemm import gemm_bytes, gemm_flops, grouped_gemm, grouped_gemm_swiglu
+from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.launch.benchmarks import bounds, checks, gemm_peers, torch_layer
 from moe_runtime.launch.benchmarks.layer_bench import Bench, Measured, Work
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, Step, copies_to_rotate
 from moe_runtime.launch.benchmarks.trace import record
 from moe_runtime.launch.common import cases, environment
-from moe_runtime.prepared import PreparedWeights
 from moe_runtime.reference import relative_error
-from moe_runtime.weights import ExpertWeights
 
 
 def run(bench: Bench) -> list[dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""`bench ops`: checks each operation of `moe_runtime.ops` against its bound, and times it on a GPU.
+"""`bench ops`: checks each operation of `moe_runtime.ops.operations` against its bound, and times it on a GPU.
 
 On a GPU the shapes are those of large models; on a CPU they are small and reach every branch. `--engine torch` runs
 the torch reference; `triton` on a CPU needs `TRITON_INTERPRET=1`. A result outside its bound is not timed.
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from moe_runtime.context import ExpertParallelContext
+from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.launch.benchmarks.op_problems import (
     OpCall,
     Shape,

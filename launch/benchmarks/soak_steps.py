@@ -1,7 +1,7 @@
 """The steps of a soak: any of them can be made on any rank from seed and number alone, with what must come out.
 
 The experts of a soak only multiply: the row of expert `e` is its token, quantized, times a factor of `e`. So what a
-rank's own tokens must come home as follows from them and their routing, in the order of sums that `kernels/combine.py`
+rank's own tokens must come home as follows from them and their routing, in the order of sums that `kernels/exchange/combine.py`
 states, bit for bit. Every token of every rank and step is another, so a row that is wrong, old or another's shows.
 
 Shape letters: `T` tokens of a rank, `H` hidden size, `K` experts per token, `R` packed rows.
@@ -16,10 +16,10 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_runtime.dispatch_handle import DispatchedTokens
-from moe_runtime.geometry import ExchangeGeometry
-from moe_runtime.kernels.quantize import dequantize_rows, quantize_rows
-from moe_runtime.kernels.reference_exchange import owners_of
+from moe_runtime.dispatcher.handle import DispatchedTokens
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
+from moe_runtime.kernels.exchange.reference import owners_of
+from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
 from moe_runtime.launch.benchmarks.checks import expert_factor, first_rows
 from moe_runtime.launch.common import cases
 

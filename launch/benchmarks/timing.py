@@ -20,9 +20,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_runtime.context import ExpertParallelContext
-from moe_runtime.formats import ceil_div
+from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.clock import write_clock
+from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.launch.common.environment import gather
 
 STEPS_PER_GRAPH, FEWEST_STEPS, WARM_UP_STEPS = 20, 3, 3

@@ -20,12 +20,12 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional
 
-from moe_runtime.context import ExpertParallelContext
-from moe_runtime.expert_readers import dense
-from moe_runtime.kernels.activation import swiglu
+from moe_runtime.checkpoints.readers import dense
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.kernels.gemm.activation import swiglu
+from moe_runtime.kernels.gemm.weights import SwiGLU
 from moe_runtime.launch.common.cases import ExpertSource
 from moe_runtime.reference import SWIGLU_GAIN, rounding_error
-from moe_runtime.weights import SwiGLU
 
 NAME = "torch all_to_all_single + grouped_mm bf16"
 

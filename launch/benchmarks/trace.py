@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from moe_runtime.context import ExpertParallelContext
+from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.launch.common import environment
 from moe_runtime.metrics import PREFIX
 

@@ -10,12 +10,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from moe_runtime.checkpoint import Checkpoint
+from moe_runtime.build import random_expert
+from moe_runtime.checkpoints.checkpoint import Checkpoint
+from moe_runtime.checkpoints.loading import ExpertTensors
+from moe_runtime.checkpoints.readers import dense
 from moe_runtime.config import MoELayerConfig, RunConfig
-from moe_runtime.expert_readers import dense
 from moe_runtime.layer import MoELayer
-from moe_runtime.layer_build import random_expert
-from moe_runtime.loading import ExpertTensors
 from moe_runtime.reference import error_bound, moe_reference
 
 ROUTINGS = ("router", "uniform", "zipf", "half", "one")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from moe_runtime.context import ExpertParallelContext
+from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.nvrtc import Defines, int64, launch
 
 SOURCE = str(Path(__file__).with_suffix(".cu").resolve())

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from moe_runtime.comm.bootstrap import init_from_env
-from moe_runtime.context import ExpertParallelContext
+from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.launch.benchmarks.link_rate import KIND
 from moe_runtime.launch.benchmarks.timing import TOTAL, Lap, measure, times_record
 from moe_runtime.launch.common import environment

@@ -25,15 +25,15 @@ from typing import Any
 import torch
 from rich.console import Console
 
-from moe_runtime.checkpoint import Checkpoint
-from moe_runtime.checkpoint_layouts import CONFIG_FILE
-from moe_runtime.formats import NVFP4
+from moe_runtime.checkpoints.checkpoint import Checkpoint
+from moe_runtime.checkpoints.files import INDEX_FILE, SafetensorsFile, write_json
+from moe_runtime.checkpoints.layouts import CONFIG_FILE
+from moe_runtime.checkpoints.loading import quantize_experts
+from moe_runtime.checkpoints.writer import TensorWriter
+from moe_runtime.kernels.formats.number_formats import NVFP4
+from moe_runtime.kernels.formats.offsets import expert_starts
 from moe_runtime.launch.common import environment
-from moe_runtime.loading import quantize_experts
-from moe_runtime.plan import expert_starts
-from moe_runtime.progress import with_progress
-from moe_runtime.tensor_files import INDEX_FILE, SafetensorsFile, write_json
-from moe_runtime.tensor_writer import TensorWriter
+from moe_runtime.support.progress import with_progress
 
 KIND = "loading"
 READ_BYTES = 16 << 20

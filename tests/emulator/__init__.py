@@ -27,7 +27,7 @@ import pytest
 import torch
 
 from moe_runtime.kernels import nvrtc
-from tests.on_host import COMPILER
+from tests.support.on_host import COMPILER
 
 HERE = Path(__file__).parent
 CAN_EMULATE = COMPILER is not None and platform.machine() == "x86_64"

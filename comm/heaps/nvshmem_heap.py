@@ -1,0 +1,126 @@
+"""Symmetric memory between GPUs of one host, through NVSHMEM: every peer's memory is mapped here, or it is refused.
+
+NVSHMEM (3.x) grows its heap as it is asked to, in steps of 512 MiB of GPU memory (`NVSHMEM_CUMEM_GRANULARITY`), so no
+size is given beforehand. Where its virtual memory management is switched off (`NVSHMEM_DISABLE_CUDA_VMM=1`) the heap is
+fixed at `NVSHMEM_SYMMETRIC_SIZE`, which then has to be large enough.
+"""
+
+from __future__ import annotations
+
+import errno
+
+import torch
+
+from moe_runtime.comm.bootstrap import RankGroup
+from moe_runtime.comm.heaps.heap import REGION_ALIGNMENT, SymmetricHeap
+from moe_runtime.comm.heaps.nvshmem_world import join, load_nvshmem
+
+
+class NvshmemHeap(SymmetricHeap):
+    """A heap of NVSHMEM for GPU ranks of one host, each with a GPU of its own.
+
+    `allocate()` raises `OSError` on every rank, naming bytes needed and free, where the memory does not suffice;
+    `PeerTimeoutError` naming a rank that does not come within the group's timeout; and `ValueError` where a peer's
+    memory cannot be mapped. Several heaps of one process may live side by side, over the same ranks.
+
+    `close()` gives the memory back to NVSHMEM, for later heaps. That is collective: after a failure the memory stays
+    taken until the process ends.
+    """
+
+    name = "nvshmem"
+
+    def __init__(self, group: RankGroup, device: torch.device) -> None:
+        if device.type != "cuda" or device.index is None:
+            raise ValueError(f"device: expected one GPU such as cuda:0, got {device}")
+        super().__init__(group.rank, group.world_size, device)
+        self._group = group
+        self._own: torch.Tensor | None = None
+        self._bases: list[torch.Tensor] = []
+
+    def barrier(self) -> None:
+        self._check_open()
+        self._group.barrier("NvshmemHeap.barrier")
+
+    def _allocate(self, num_bytes: int) -> None:
+        room = num_bytes + REGION_ALIGNMENT
+        free = _free_bytes(self.device, room)
+        answers = self._group.gather("NvshmemHeap.allocate: size", (num_bytes, free))
+        sizes = [answer[0] for answer in answers]
+        if len(set(sizes)) > 1:
+            raise ValueError(f"region: ranks reserved different sizes, {sizes} bytes")
+        # Found out together and beforehand: a rank that fails within a collective of NVSHMEM leaves the others in it.
+        for rank, (_, available) in enumerate(answers):
+            if available < room:
+                text = f"GPU memory of rank {rank}: {room} bytes needed for the symmetric heap, {available} free"
+                raise OSError(errno.ENOMEM, f"{text}; configure fewer tokens")
+        join(self._group, self.device)
+        self._raise_first("NvshmemHeap.allocate: allocate", self._take(room))
+        self._raise_first("NvshmemHeap.allocate: map", self._map(num_bytes))
+
+    def _take(self, room: int) -> Exception | None:
+        try:
+            with torch.cuda.device(self.device):
+                self._own = load_nvshmem().tensor((room,), dtype=torch.uint8, except_on_del=False)
+                self._own.zero_()
+                self._write_ones(self._own[self._skip(self._own) :])
+                torch.cuda.synchronize(self.device)
+        except Exception as error:
+            return OSError(
+                errno.ENOMEM,
+                f"NVSHMEM gave rank {self.rank} no {room} bytes ({error}); NVSHMEM_MAX_MEMORY_PER_GPU, or with "
+                "NVSHMEM_DISABLE_CUDA_VMM=1 NVSHMEM_SYMMETRIC_SIZE, may be too small",
+            )
+        return None
+
+    def _map(self, num_bytes: int) -> Exception | None:
+        assert self._own is not None
+        skip = self._skip(self._own)
+        for rank in range(self.world_size):
+            whole = self._own
+            if rank != self.rank:
+                try:
+                    # Not for the own rank: that would count as a second owner, and the memory never be freed.
+                    whole = load_nvshmem().get_peer_tensor(self._own, rank)
+                except Exception as error:
+                    return ValueError(
+                        f"transport: rank {self.rank} cannot map the GPU memory of rank {rank} ({error}); "
+                        "use transport='collective'"
+                    )
+            self._bases.append(whole[skip : skip + num_bytes])
+        return None
+
+    @staticmethod
+    def _skip(own: torch.Tensor) -> int:
+        """Bytes before the first region: as many on every rank, whose heaps start at multiples of far more."""
+        return -own.data_ptr() % REGION_ALIGNMENT
+
+    def _raise_first(self, what: str, problem: Exception | None) -> None:
+        """Raise what the first rank with a problem says, on every rank."""
+        for answer in self._group.gather(what, problem):
+            if answer is not None:
+                raise answer
+
+    def _peer_base(self, rank: int) -> torch.Tensor:
+        return self._bases[rank]
+
+    def _close(self, *, failed: bool) -> None:
+        try:
+            if self._own is not None and self.allocated and not failed:
+                torch.cuda.synchronize(self.device)
+                # Without the others it would not end.
+                if self._group.part("NvshmemHeap.close"):
+                    load_nvshmem().free_tensor(self._own)
+            else:
+                self._group.leave("it closed its heap" + (" after a failure" if failed else ""))
+        finally:
+            self._bases.clear()
+            self._own = None
+
+
+def _free_bytes(device: torch.device, wanted: int) -> int:
+    """Free bytes of a GPU; memory that torch holds in reserve is given back first, if `wanted` asks for it."""
+    free, _ = torch.cuda.mem_get_info(device)
+    if free < wanted:
+        torch.cuda.empty_cache()
+        free, _ = torch.cuda.mem_get_info(device)
+    return free

@@ -1,0 +1,290 @@
+"""The exchange in CUDA C++, for Hopper: an `ExchangeBackend` with the memory and the bits of the others.
+
+Ranks may therefore differ in which backend they run. `plan.py` says which layers the kernels take and chooses
+their sizes.
+
+`dispatch_send` quantizes a token, builds its record in shared memory and copies it, whole, to each rank that holds one
+of its experts. `arrive_count`, `arrive_place` and `arrive_scales` wait for tokens, group their rows by expert, and copy
+rows and scales unless the GEMM reads them where they landed. `combine_send` sums the rows of a token on this rank and
+copies the partial result home. `combine_recv` sums over ranks in a fixed order. A kernel may begin while the one before
+it drains, unless SMs are to be left free (`num_sms`).
+
+Bytes over the links decide the time from 1 MB a peer on: `record_bytes` for each (token, rank that holds one of its
+experts), and `partial_bytes` for each of those on the way home. 4 H200s give 263 GB/s out of a rank with 1 MB for each
+peer and 350 GB/s with 40 MB. Below 0.25 MB latency is all there is (launch/results/links_h200x4.json).
+
+Measured, dispatch + combine of NVFP4 tokens and bf16 partial results, us at 8 / 128 / 4096 tokens a rank:
+
+    2 H200s, half of 256 experts    9.4 + 9.2 / 13.5 + 15.9 / 79.6 + 226     (launch/results/h200x2.json)
+    8 H200s, older kernels          17.3 + 11.2 / 31.7 + 37.9 / 367 + 847    (launch/results/h200x8.json)
+
+What was tried and what it gave, and why sizes are as they are: `kernels/exchange/notes.md`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+from moe_runtime.comm.signals import COMBINED
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
+from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
+from moe_runtime.kernels.exchange.macros import arrive_macros, combine_macros, dispatch_macros
+from moe_runtime.kernels.exchange.plan import WARP, required_plan
+from moe_runtime.kernels.nvrtc import int64, launch, most_sms
+
+
+def can_keep_scales_in_record(geometry: ExchangeGeometry) -> bool:
+    """For formats with a scale byte per block, where rows stay in their records too."""
+    return geometry.token_format.swizzled and not geometry.packed
+
+
+def allocate_counts(geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor | None:
+    """Int32 `[chunks, E]`, the rows of each chunk and expert; None where there is one chunk."""
+    chunks, experts = required_plan(geometry).num_chunks, max(geometry.num_local_experts, 1)
+    return torch.empty((chunks, experts), dtype=torch.int32, device=device) if chunks > 1 else None
+
+
+def _aligned(rows: torch.Tensor) -> torch.Tensor:
+    """The rows where each starts at a multiple of 16 bytes: themselves, or a copy."""
+    fits_already = rows.data_ptr() % 16 == 0 and rows.stride(0) * rows.element_size() % 16 == 0
+    return rows if fits_already else rows.clone(memory_format=torch.contiguous_format)
+
+
+def _counter(context: ExchangeMemory, number: int) -> ctypes.c_int64:
+    """Where one of the context's counters lies; making a tensor of it in every step takes ten times as long."""
+    return int64(context.counters.data_ptr() + number * context.counters.element_size())
+
+
+def _flags_come_last(context: ExchangeMemory) -> bool:
+    """Whether a flag is seen after all that it stands for, so that its waiter may begin before the sender has ended.
+
+    The collective transport stores by torch's kernels, flags and counts in no order.
+    """
+    return context.heap.directly_mapped
+
+
+def dispatch_send(
+    context: ExchangeMemory,
+    geometry: ExchangeGeometry,
+    starts: torch.Tensor,
+    x_TH: torch.Tensor,
+    topk_idx_TK: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    gsf: torch.Tensor | None,
+    handle_epoch: torch.Tensor,
+    num_parts_T: torch.Tensor,
+    timeout_ns: int,
+) -> None:
+    """See `exchange_interface.ExchangeBackend`."""
+    plan, num_tokens, x_TH = required_plan(geometry), x_TH.shape[0], _aligned(x_TH)
+    macros = dispatch_macros(
+        geometry,
+        ids_64=topk_idx_TK.dtype == torch.int64,
+        static_gsf=gsf is not None,
+        await_ready=context.heap.directly_mapped,
+    )
+    launch(
+        "dispatch_send.cu",
+        "dispatch_send",
+        macros,
+        grid=(plan.send_blocks(num_tokens, most_sms(context.device)), 1, 1),
+        block=plan.team_threads * plan.teams,
+        shared_bytes=plan.send_shared_bytes,
+        arguments=[
+            x_TH,
+            int64(x_TH.stride(0)),
+            topk_idx_TK,
+            topk_weights_TK,
+            gsf,
+            num_tokens,
+            geometry.count_tag,
+            starts,
+            context.landing_pointers,
+            context.token_flags_pointers,
+            context.signal_pointers,
+            context.epoch,
+            handle_epoch,
+            num_parts_T,
+            context.error,
+            context.latch,
+            context.counters,
+            geometry.rank,
+            geometry.num_experts,
+            geometry.max_tokens,
+            int64(geometry.landing_half(context.half_bytes["landing"])),
+            int64(context.half_bytes["token_flags"]),
+            int64(timeout_ns),
+        ],
+        device=context.device,
+        early=plan.overlaps,
+    )
+
+
+def dispatch_recv(
+    context: ExchangeMemory,
+    geometry: ExchangeGeometry,
+    handle_epoch: torch.Tensor,
+    timeout_ns: int,
+    buffers: RecvBuffers,
+) -> None:
+    """See `exchange_interface.ExchangeBackend`."""
+    plan, scales = required_plan(geometry), buffers.scales
+    copies_scales = scales is not None and geometry.token_format.scale_dtype is not None
+    macros, sms, block = arrive_macros(geometry, scales=copies_scales), most_sms(context.device), plan.recv_warps * WARP
+    landing_half = geometry.landing_half(context.half_bytes["landing"])
+    early = _flags_come_last(context) and plan.overlaps
+    # What both kernels begin and end with.
+    memory = [
+        context.landing_pointers,
+        context.token_flags_pointers,
+        context.signal_pointers,
+        context.epoch,
+        handle_epoch,
+        context.error,
+        context.latch,
+        geometry.rank,
+        geometry.max_tokens,
+        geometry.count_tag,
+        geometry.num_slots,
+    ]
+    limits = [int64(landing_half), int64(context.half_bytes["token_flags"]), int64(timeout_ns)]
+    local = [geometry.first_expert, geometry.num_local_experts]
+    if plan.num_chunks > 1:
+        launch(
+            "dispatch_recv.cu",
+            "arrive_count",
+            macros,
+            grid=(plan.count_blocks(), 1, 1),
+            block=block,
+            arguments=[buffers.counts, *memory, *local, *limits],
+            device=context.device,
+            early=early,
+        )
+    shares, split = plan.place_split(sms, copies_scales)
+    written = [buffers.group_offsets, buffers.group_scale_offsets, buffers.row_index, buffers.positions]
+    copies = [buffers.rows, scales, buffers.row_scale]
+    sizes = [
+        plan.num_chunks,
+        split,
+        shares,
+        *local,
+        geometry.row_capacity,
+        landing_half // geometry.record.record_bytes,
+    ]
+    launch(
+        "dispatch_recv.cu",
+        "arrive_place",
+        macros,
+        grid=(plan.place_blocks(split), 1, 1),
+        block=block,
+        shared_bytes=plan.place_shared_bytes,
+        arguments=[buffers.counts, *written, *copies, *memory, *sizes, *limits],
+        device=context.device,
+        early=early,
+    )
+    if plan.tiled_scales and scales is not None:
+        launch(
+            "dispatch_recv.cu",
+            "arrive_scales",
+            macros,
+            grid=(plan.scales_blocks(sms), 1, 1),
+            block=block,
+            arguments=[
+                buffers.group_offsets,
+                buffers.row_index,
+                scales,
+                context.landing_pointers,
+                geometry.rank,
+                geometry.num_local_experts,
+            ],
+            device=context.device,
+            early=plan.overlaps,
+        )
+
+
+def combine_send(
+    context: ExchangeMemory,
+    geometry: ExchangeGeometry,
+    starts: torch.Tensor,
+    output_RH: torch.Tensor,
+    positions_SK: torch.Tensor,
+    handle_epoch: torch.Tensor,
+) -> None:
+    """See `exchange_interface.ExchangeBackend`."""
+    plan, output_RH = required_plan(geometry), _aligned(output_RH)
+    is_bf16 = output_RH.dtype == torch.bfloat16
+    launch(
+        "combine.cu",
+        "combine_send",
+        combine_macros(geometry, output_bf16=is_bf16, has_shared=False),
+        grid=(plan.combine_send_blocks(most_sms(context.device)), 1, 1),
+        block=(plan.output_readers + 2) * WARP,
+        shared_bytes=plan.output_ring(is_bf16).shared_bytes + plan.combine_shared_bytes,
+        arguments=[
+            output_RH,
+            int64(output_RH.stride(0) * output_RH.element_size()),
+            positions_SK,
+            starts,
+            context.landing_pointers,
+            context.combine_pointers,
+            context.signal_pointers,
+            context.epoch,
+            handle_epoch,
+            context.error,
+            context.latch,
+            _counter(context, COMBINED),
+            geometry.rank,
+            geometry.max_tokens,
+            geometry.num_slots,
+            plan.num_parts,
+            plan.part_tokens,
+            int64(geometry.landing_half(context.half_bytes["landing"])),
+            int64(context.half_bytes["combine"]),
+        ],
+        device=context.device,
+        early=plan.overlaps,
+    )
+
+
+def combine_recv(
+    context: ExchangeMemory,
+    geometry: ExchangeGeometry,
+    handle_epoch: torch.Tensor,
+    num_parts_T: torch.Tensor,
+    shared_TH: torch.Tensor | None,
+    y_TH: torch.Tensor,
+    timeout_ns: int,
+) -> None:
+    """See `exchange_interface.ExchangeBackend`."""
+    plan, num_tokens, has_shared = required_plan(geometry), y_TH.shape[0], shared_TH is not None
+    shared_TH = None if shared_TH is None else _aligned(shared_TH)
+    launch(
+        "combine.cu",
+        "combine_recv",
+        combine_macros(geometry, output_bf16=True, has_shared=has_shared),
+        grid=(plan.combine_recv_blocks(num_tokens, most_sms(context.device)), 1, 1),
+        block=(plan.partial_readers + 1) * WARP,
+        shared_bytes=plan.partial_ring(has_shared).shared_bytes,
+        arguments=[
+            y_TH,
+            shared_TH,
+            int64(shared_TH.stride(0) if shared_TH is not None else 0),
+            num_parts_T,
+            num_tokens,
+            context.combine_pointers,
+            context.signal_pointers,
+            context.epoch,
+            handle_epoch,
+            context.error,
+            context.latch,
+            geometry.rank,
+            plan.num_parts,
+            plan.part_tokens,
+            int64(context.half_bytes["combine"]),
+            int64(timeout_ns),
+        ],
+        device=context.device,
+        early=_flags_come_last(context) and plan.overlaps,
+    )

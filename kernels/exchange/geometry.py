@@ -1,0 +1,145 @@
+"""Sizes and offsets of one layer's exchange, computed once from values that are equal on all ranks.
+
+Letters: `W` ranks, `T` tokens of a rank (at most `max_tokens`), `K` top-k, `E` experts of this rank,
+`S = W * max_tokens` landing slots. Token `t` of source rank `s` always lands in slot `s * max_tokens + t`: no rank has
+to be told where its rows may go.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from moe_runtime.comm.signals import COUNT_BITS, EXCHANGES
+from moe_runtime.kernels.exchange.record import RecordLayout
+from moe_runtime.kernels.formats.number_formats import FORMATS, TokenFormat, align, ceil_div
+from moe_runtime.kernels.formats.offsets import expert_starts
+
+
+@dataclass(frozen=True)
+class ExchangeGeometry:
+    """What dispatch and combine of one layer look like on rank `rank` of `world_size`.
+
+    Attributes:
+        record: layout of a token on the wire.
+        combine_format: how a partial result travels home.
+        num_experts: experts of all ranks; rank `r` owns ids `starts[r] .. starts[r + 1]`.
+        max_tokens: most tokens that any rank dispatches in a step.
+        packed: rows are copied to contiguous positions on arrival (otherwise gathered through `row_index`).
+        row_capacity: (token, expert) rows that may arrive here in a step.
+        num_sms: most SMs of a GPU that the exchange takes at a time; None where it may take all.
+        exchange_id: of the exchange in its context, equal on all ranks. Kernels are the same for all.
+    """
+
+    rank: int
+    world_size: int
+    record: RecordLayout
+    combine_format: TokenFormat
+    num_experts: int
+    max_tokens: int
+    packed: bool
+    row_capacity: int
+    num_sms: int | None = None
+    exchange_id: int = field(default=0, compare=False)
+
+    @cached_property
+    def count_tag(self) -> int:
+        """The bits of signal word `token_count` above the number of tokens, but for the turn of the epoch."""
+        return self.exchange_id % EXCHANGES << COUNT_BITS
+
+    @cached_property
+    def starts(self) -> tuple[int, ...]:
+        return expert_starts(self.num_experts, self.world_size)
+
+    @cached_property
+    def first_expert(self) -> int:
+        return self.starts[self.rank]
+
+    @cached_property
+    def num_local_experts(self) -> int:
+        return self.starts[self.rank + 1] - self.first_expert
+
+    @cached_property
+    def token_format(self) -> TokenFormat:
+        return self.record.format
+
+    @cached_property
+    def hidden(self) -> int:
+        return self.record.hidden
+
+    @cached_property
+    def top_k(self) -> int:
+        return self.record.top_k
+
+    @cached_property
+    def num_slots(self) -> int:
+        return self.world_size * self.max_tokens
+
+    @cached_property
+    def parts(self) -> int:
+        """Partial results that a token can get: one from each rank that holds one of its experts."""
+        return min(self.top_k, self.world_size)
+
+    @cached_property
+    def partial_scales_offset(self) -> int:
+        """Bytes from the start of a partial result to its block scales."""
+        return align(self.combine_format.quant_bytes(self.hidden), 16)
+
+    @cached_property
+    def partial_bytes(self) -> int:
+        """Bytes of one partial result on the wire."""
+        return align(self.partial_scales_offset + self.combine_format.scale_bytes(self.hidden), 128)
+
+    @cached_property
+    def expected_rows(self) -> int:
+        """(token, expert) rows that arrive here if all ranks dispatch `max_tokens` and all experts are chosen alike."""
+        share = self.num_local_experts / self.num_experts
+        return min(round(self.num_slots * self.top_k * share), self.row_capacity)
+
+    @cached_property
+    def scale_blocks(self) -> int:
+        """128-row blocks of consumer-layout scales that `row_capacity` rows need, however they are grouped."""
+        return self.row_capacity // 128 + self.num_local_experts
+
+    def programs(self, items: int) -> int:
+        """Programs of a launch over `items`: one for each, at least one, and at most `num_sms`.
+
+        A launch of as many programs as SMs leaves the other SMs free, however few programs an SM could hold.
+        """
+        return max(1, items if self.num_sms is None else min(items, self.num_sms))
+
+    def half_bytes(self) -> dict[str, int]:
+        """Bytes that one half of each region needs.
+
+        The landing half has room for one record more, so that a half can start at a multiple of `record_bytes` in
+        a region that is shared with layers of other record sizes (see `landing_half`).
+        """
+        return {
+            "token_flags": 4 * self.num_slots,
+            "landing": (self.num_slots + 1) * self.record.record_bytes,
+            "combine": self.max_tokens * self.parts * self.partial_bytes,
+        }
+
+    def landing_half(self, region_half_bytes: int) -> int:
+        """Bytes from the first half of the landing region to the second: whole records, not less than the half."""
+        return ceil_div(region_half_bytes, self.record.record_bytes) * self.record.record_bytes
+
+
+def sample_geometry(
+    token_format: str,
+    *,
+    combine_format: str = "bf16",
+    max_tokens: int = 128,
+    packed: bool = False,
+    num_sms: int | None = None,
+) -> ExchangeGeometry:
+    """Rank 3 of 8 in a layer of DeepSeek-V3's size: what kernels are compiled ahead of time for."""
+    record = RecordLayout(FORMATS[token_format], 7168, 8)
+    rows = worst_case_rows(256, 8, 8, max_tokens)
+    return ExchangeGeometry(3, 8, record, FORMATS[combine_format], 256, max_tokens, packed, rows, num_sms)
+
+
+def worst_case_rows(num_experts: int, world_size: int, top_k: int, max_tokens: int) -> int:
+    """(token, expert) rows that arrive at one rank at most: every token of every rank, on all its local experts."""
+    most_local = ceil_div(num_experts, world_size)
+    return world_size * max_tokens * min(top_k, most_local)

@@ -1,0 +1,171 @@
+"""The seam between the dispatcher and the kernels of the exchange: what a backend does, and the memory it works on.
+
+Shape letters: `W` ranks, `T` tokens of this rank, `K` top-k, `E` experts of this rank, `H` hidden size,
+`S = W * max_tokens` landing slots, `R = row_capacity` rows of experts, `Q` bytes of a row's quants, `V` block scales of
+a row.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from moe_runtime.comm.heaps.heap import SymmetricHeap
+from moe_runtime.comm.signals import SignalLayout
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
+
+
+class ExchangeMemory(Protocol):
+    """One rank's share of the memory through which a group exchanges tokens; `ExpertParallelContext` is one.
+
+    Attributes:
+        rank, world_size: this process in the group.
+        device: where the memory lies.
+        heap: the symmetric memory of the regions `signals`, `token_flags`, `landing` and `combine`.
+        half_bytes: bytes from one half of a region to the other, by region.
+        signals_layout: word offsets in the region `signals`.
+        signal_pointers, token_flags_pointers, landing_pointers, combine_pointers: int64 `[W]`, the address of each
+            rank's copy of a region.
+        epoch: int32 `[1]`, number of the last dispatch.
+        error: int32 `[8]` in host-visible memory, the error record of this rank.
+        latch: int32 `[2]`: the code of the first error, and whether all peers know of it.
+        counters: int32, zero between kernels.
+    """
+
+    rank: int
+    world_size: int
+    device: torch.device
+    heap: SymmetricHeap
+    half_bytes: dict[str, int]
+    signals_layout: SignalLayout
+    signal_pointers: torch.Tensor
+    token_flags_pointers: torch.Tensor
+    landing_pointers: torch.Tensor
+    combine_pointers: torch.Tensor
+    epoch: torch.Tensor
+    error: torch.Tensor
+    latch: torch.Tensor
+    counters: torch.Tensor
+
+
+@dataclass(frozen=True)
+class RecvBuffers:
+    """Uninitialised memory that `dispatch_recv` writes.
+
+    It is allocated before this rank sends. A kernel that waits for peers may begin while the kernel before it runs, so
+    its output must not lie in memory that the earlier kernel still uses.
+
+    Attributes:
+        positions: int32 `[S, K]`, the packed position of each (landing slot, k); -1 for none.
+        group_offsets: int32 `[E + 1]`, the first packed position of each expert's rows, and the end of the last.
+        group_scale_offsets: int32 `[E]`, by the `dense_128` convention of `GroupedRows`.
+        row_index: int32 `[R]`, the landing row of each packed position.
+        rows: uint8 `[R, Q]`, quants by packed position; None where rows stay in their records.
+        scales: block scales in the consumer's layout: uint8 `[blocks, ceil(V / 4), 32, 4, 4]` for swizzled formats,
+            fp32 `[R, V]` for `fp8_block`; None for bf16, and where scales stay in their records.
+        row_scale: fp32 `[R]` by packed position; None for formats without row scales.
+        counts: scratch memory of `ExchangeBackend.allocate_counts`.
+    """
+
+    positions: torch.Tensor
+    group_offsets: torch.Tensor
+    group_scale_offsets: torch.Tensor
+    row_index: torch.Tensor
+    rows: torch.Tensor | None
+    scales: torch.Tensor | None
+    row_scale: torch.Tensor | None
+    counts: torch.Tensor | None
+
+
+class ExchangeBackend(Protocol):
+    """Dispatch and combine of one engine. All engines write the same bits, so ranks may differ in their engine.
+
+    No function waits for the host on a GPU. What goes wrong on the device is recorded in `context.error` and on all
+    peers; every wait for a peer ends by its flag, by a failure or after `timeout_ns`.
+    """
+
+    def can_keep_scales_in_record(self, geometry: ExchangeGeometry) -> bool:
+        """Whether `dispatch_recv` takes `scales=None` for a format that has block scales."""
+
+    def allocate_counts(self, geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor | None:
+        """Uninitialised int32 scratch memory of `dispatch_recv`; None where it needs none."""
+
+    def dispatch_send(
+        self,
+        context: ExchangeMemory,
+        geometry: ExchangeGeometry,
+        starts: torch.Tensor,
+        x_TH: torch.Tensor,
+        topk_idx_TK: torch.Tensor,
+        topk_weights_TK: torch.Tensor,
+        gsf: torch.Tensor | None,
+        handle_epoch: torch.Tensor,
+        num_parts_T: torch.Tensor,
+        timeout_ns: int,
+    ) -> None:
+        """Quantize and send this rank's tokens, begin the next epoch, and raise this rank's flag on every peer.
+
+        Args:
+            starts: int32 `[W + 1]`, first expert id of each rank.
+            x_TH: bf16 `[T, H]`, last dimension contiguous.
+            topk_idx_TK: int32 or int64 `[T, K]`, contiguous; -1 is unrouted. An id out of range or repeated within a
+                token counts as unrouted and is recorded as `RoutingError`.
+            topk_weights_TK: fp32 `[T, K]`, contiguous.
+            gsf: fp32 `[1]` static NVFP4 encode scale, or None for one per token.
+            handle_epoch: int32 `[1]`, receives the epoch of this dispatch.
+            num_parts_T: int32 `[T]`, receives the number of ranks that each token goes to.
+            timeout_ns: how long to wait for a peer.
+        """
+
+    def dispatch_recv(
+        self,
+        context: ExchangeMemory,
+        geometry: ExchangeGeometry,
+        handle_epoch: torch.Tensor,
+        timeout_ns: int,
+        buffers: RecvBuffers,
+    ) -> None:
+        """Wait for all ranks' tokens of epoch `handle_epoch` (int32 `[1]`) and group them by expert into `buffers`.
+
+        More rows than `row_capacity` are recorded as `CapacityError`. After any failure all groups are empty.
+        """
+
+    def combine_send(
+        self,
+        context: ExchangeMemory,
+        geometry: ExchangeGeometry,
+        starts: torch.Tensor,
+        output_RH: torch.Tensor,
+        positions_SK: torch.Tensor,
+        handle_epoch: torch.Tensor,
+    ) -> None:
+        """Weight and reduce this rank's expert rows of each token, send the partial results home, raise the flags.
+
+        Args:
+            starts: int32 `[W + 1]`, first expert id of each rank.
+            output_RH: bf16 or fp32 `[R, H]` by packed position; fp32 is rounded to bf16 first.
+            positions_SK: int32 `[S, K]` from `dispatch_recv`.
+            handle_epoch: int32 `[1]`, the epoch of the dispatch.
+        """
+
+    def combine_recv(
+        self,
+        context: ExchangeMemory,
+        geometry: ExchangeGeometry,
+        handle_epoch: torch.Tensor,
+        num_parts_T: torch.Tensor,
+        shared_TH: torch.Tensor | None,
+        y_TH: torch.Tensor,
+        timeout_ns: int,
+    ) -> None:
+        """Wait for all ranks' partial results and sum them, ranks ascending, into `y_TH`; NaN after any failure.
+
+        Args:
+            handle_epoch: int32 `[1]`, the epoch of the dispatch.
+            num_parts_T: int32 `[T]` from `dispatch_send`.
+            shared_TH: bf16 `[T, H]`, last dimension contiguous, added first; None where there is no shared expert.
+            y_TH: bf16 `[T, H]`, contiguous, written.
+            timeout_ns: how long to wait for a peer.
+        """

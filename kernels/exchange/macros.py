@@ -1,0 +1,157 @@
+"""Macros that the CUDA exchange is compiled with, from a geometry and its plan, and what is compiled ahead of time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+from moe_runtime.comm.errors import ErrorCode, Phase
+from moe_runtime.comm.signals import ABORT_WORDS, COUNT_BITS, PROGRESS_PARTS, TURN_BIT, SignalLayout
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, sample_geometry
+from moe_runtime.kernels.exchange.plan import required_plan
+from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS, FORMATS
+from moe_runtime.kernels.nvrtc import Defines
+from moe_runtime.kernels.runtime import CudaCase
+
+
+def _shared_macros(geometry: ExchangeGeometry) -> dict[str, int | str]:
+    """Of signalling.cuh, and the record's layout."""
+    return {
+        "WORLD": geometry.world_size,
+        "ABORT": SignalLayout(geometry.world_size).abort,
+        "ABORT_WORDS": ABORT_WORDS,
+        "TIMEOUT": int(ErrorCode.TIMEOUT),
+        "K": geometry.top_k,
+        **geometry.record.constants,
+    }
+
+
+def _token_macros(geometry: ExchangeGeometry) -> dict[str, int | str]:
+    """Of kernels that send tokens or wait for them."""
+    signals = SignalLayout(geometry.world_size)
+    return {
+        "FMT": int(geometry.token_format.code),
+        "DISPATCH_FLAG": signals.dispatch_flag,
+        "TOKEN_COUNT": signals.token_count,
+        "COUNT_BITS": COUNT_BITS,
+        "TURN_BIT": TURN_BIT,
+    }
+
+
+@cache
+def dispatch_macros(geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: bool, await_ready: bool) -> Defines:
+    """Macros of `dispatch_send.cu`; `await_ready` where this kernel stores to its peers itself."""
+    plan, signals = required_plan(geometry), SignalLayout(geometry.world_size)
+    return Defines(
+        {
+            **_shared_macros(geometry),
+            **_token_macros(geometry),
+            "HIDDEN": geometry.hidden,
+            "IDS": "long long" if ids_64 else "int",
+            "TEAM": plan.team_threads,
+            "TEAMS": plan.teams,
+            "STATIC_GSF": int(static_gsf),
+            "AWAIT_READY": int(await_ready),
+            "PER_TOKEN_FLAGS": int(await_ready and plan.per_token_flags),
+            "READY": signals.ready,
+            "COMBINE_FLAG": signals.combine_flag,
+            "ROUTING": int(ErrorCode.ROUTING),
+            "DISPATCH_SEND": int(Phase.DISPATCH_SEND),
+        }
+    )
+
+
+@cache
+def arrive_macros(geometry: ExchangeGeometry, *, scales: bool = True) -> Defines:
+    """Macros of `dispatch_recv.cu`; without `scales` those stay in the records."""
+    plan, fmt = required_plan(geometry), geometry.token_format
+    return Defines(
+        {
+            **_shared_macros(geometry),
+            **_token_macros(geometry),
+            "EXPERTS": max(geometry.num_local_experts, 1),
+            "CHUNK": plan.chunk_slots,
+            "WARPS": plan.recv_warps,
+            "LOOPED": int(geometry.num_sms is not None),
+            "PLACES_BYTES": plan.place_shared_bytes,
+            "PACKED": int(geometry.packed),
+            "PER_TOKEN_FLAGS": int(plan.per_token_flags),
+            "QUANT_BYTES": fmt.quant_bytes(geometry.hidden),
+            "SCALE_COLUMNS": fmt.scale_columns(geometry.hidden) if scales else 0,
+            "STALE_HANDLE": int(ErrorCode.STALE_HANDLE),
+            "MISMATCH": int(ErrorCode.MISMATCH),
+            "CAPACITY": int(ErrorCode.CAPACITY),
+            "DISPATCH_RECV": int(Phase.DISPATCH_RECV),
+        }
+    )
+
+
+@cache
+def combine_macros(geometry: ExchangeGeometry, *, output_bf16: bool, has_shared: bool) -> Defines:
+    """Macros of `combine.cu`."""
+    plan, signals = required_plan(geometry), SignalLayout(geometry.world_size)
+    return Defines(
+        {
+            **_shared_macros(geometry),
+            "HIDDEN": geometry.hidden,
+            "WIRE": int(geometry.combine_format.code),
+            "PARTS": geometry.parts,
+            "PARTIAL_BYTES": geometry.partial_bytes,
+            "PARTIAL_SCALES_AT": geometry.partial_scales_offset,
+            "READERS": plan.output_readers,
+            "PLACES": plan.output_ring(output_bf16).places,
+            "WAITING": plan.partial_readers,
+            "PARTIALS": plan.partial_ring(has_shared).places,
+            "OUTPUT_BF16": int(output_bf16),
+            "HAS_SHARED": int(has_shared),
+            "COMBINE_FLAG": signals.combine_flag,
+            "PROGRESS": signals.progress,
+            "PROGRESS_PARTS": PROGRESS_PARTS,
+            "STALE_HANDLE": int(ErrorCode.STALE_HANDLE),
+            "COMBINE_SEND": int(Phase.COMBINE_SEND),
+            "COMBINE_RECV": int(Phase.COMBINE_RECV),
+        }
+    )
+
+
+BULK_STORE = {90: r"cp\.async\.bulk\.global\.shared::cta\.bulk_group"}
+
+
+def _send_case(fmt: str, geometry: ExchangeGeometry, static_gsf: bool = False) -> CudaCase:
+    defines = dispatch_macros(geometry, ids_64=True, static_gsf=static_gsf, await_ready=True)
+    return CudaCase("dispatch_send", fmt, "dispatch_send.cu", "dispatch_send", defines, instruction=BULK_STORE)
+
+
+def _arrive_cases(fmt: str, geometry: ExchangeGeometry, scales: bool = True) -> Iterator[CudaCase]:
+    for kernel in ("arrive_count", "arrive_place", "arrive_scales"):
+        yield CudaCase(kernel, fmt, "dispatch_recv.cu", kernel, arrive_macros(geometry, scales=scales))
+
+
+def _combine_case(fmt: str, kernel: str, output_bf16: bool, has_shared: bool, num_sms: int | None = None) -> CudaCase:
+    geometry = sample_geometry("nvfp4", combine_format=fmt, num_sms=num_sms)
+    defines = combine_macros(geometry, output_bf16=output_bf16, has_shared=has_shared)
+    return CudaCase(kernel, fmt, "combine.cu", kernel, defines, instruction=BULK_STORE if "send" in kernel else {})
+
+
+def _aot_cases(fmt: str) -> Iterator[CudaCase]:
+    """Few tokens and many, packed or not, and few SMs."""
+    yield from _arrive_cases(fmt, sample_geometry(fmt))
+    for geometry in (
+        sample_geometry(fmt, packed=True),
+        sample_geometry(fmt, packed=True, max_tokens=4096),
+        sample_geometry(fmt, packed=True, num_sms=16),
+    ):
+        yield from _arrive_cases(fmt, geometry)
+        yield _send_case(fmt, geometry)
+    if FORMATS[fmt].swizzled:
+        yield from _arrive_cases(fmt, sample_geometry(fmt), scales=False)
+    if FORMATS[fmt].has_row_scale:
+        yield _send_case(fmt, sample_geometry(fmt), static_gsf=True)
+    if fmt in COMBINE_FORMATS:
+        for output_bf16 in (True, False):
+            yield _combine_case(fmt, "combine_send", output_bf16, True)
+        yield _combine_case(fmt, "combine_recv", True, True)
+        yield _combine_case(fmt, "combine_send", True, False, num_sms=16)
+
+
+AOT_CASES: tuple[CudaCase, ...] = tuple(case for fmt in FORMATS for case in _aot_cases(fmt))

@@ -1,0 +1,265 @@
+"""Every size of the CUDA exchange, chosen in one place: `plan_exchange`, from a layer's geometry alone.
+
+`macros.py` turns a plan into macros for the compiler, `cuda.py` launches by it. Why the constants
+are as they are, with measurements, is in `kernels/exchange/notes.md`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+from moe_runtime.comm.signals import PROGRESS_PARTS
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
+from moe_runtime.kernels.formats.number_formats import align, ceil_div
+
+WARP = 32
+MAX_THREADS = 1024
+MAX_SHARED_BYTES = 227 * 1024
+SHARED_BYTES_OF_TWO = 113 * 1024
+"""Shared memory of a block such that an SM takes two."""
+
+RECORD_STAGES = 2
+"""Records that a team of `dispatch_send` has in shared memory: one in the making, one being copied."""
+PARTIAL_STAGES = 2
+"""Partial results that a block of `combine_send` has in shared memory, likewise."""
+BLOCKS_PER_SM = 8
+"""Of `dispatch_send`: more than fit, so that one SM's blocks do not wait for another's."""
+MAX_SEND_THREADS = 896
+"""Of a block of several teams: with more, ptxas has too few registers for a thread."""
+MAX_TEAMS = 15
+"""Named barriers of a block, less the one of all its threads."""
+
+RECV_WARPS = 16
+"""Of a block that counts or places arrived rows."""
+SMALL_CHUNK_BYTES, FEW_ROWS = 32 * 1024, 3072
+"""Shared memory of a block, and rows of a rank on average, up to which all slots are one chunk.
+
+Dispatch of NVFP4 takes 20 us as one chunk and 24 in several for 384 tokens of 2 ranks, 29 and 27 for 512.
+"""
+CHUNK = 256
+"""Slots of a chunk at most, where there are several."""
+POLLING_BLOCKS = 32
+"""Blocks of `arrive_place` at most, where each looks at the flags of all tokens and copies little.
+
+8, 128 and 256 tokens of 2 ranks take 9.8, 14.4 and 16.8 us with 32 blocks, 10.4, 17.4 and 23.3 with 132.
+"""
+
+MAX_READERS = 14
+"""Warps that read rows of a ring: more have nothing to do but wait for rows."""
+MAX_PLACES = 24
+RING_BARRIERS_BYTES = 2048
+"""Shared memory for what goes with a ring: barriers and notes."""
+TOKENS_IN_PARTS = 1024
+"""`max_tokens` from which on tokens are combined in parts."""
+
+
+@dataclass(frozen=True)
+class RowRing:
+    """Places in shared memory that rows pass through, `places` of them for rows of `row_bytes`."""
+
+    places: int
+    row_bytes: int
+
+    @property
+    def shared_bytes(self) -> int:
+        return self.places * _place_bytes(self.row_bytes)
+
+
+@dataclass(frozen=True)
+class ExchangePlan:
+    """What the kernels are compiled with and launched over; equal on all ranks.
+
+    Attributes:
+        num_sms: most SMs that a kernel takes; None for all.
+        num_slots, top_k, packed, swizzled: of the geometry and its token format.
+        team_threads: threads of `dispatch_send` that take a token together, 32 numbers each.
+        teams: teams of a block: one, or as many as an SM holds where blocks are few.
+        send_shared_bytes: shared memory of a block of `dispatch_send`.
+        recv_warps: of a block that counts or places arrived rows.
+        chunk_slots: slots whose rows are counted together.
+        num_chunks: chunks of all slots.
+        per_token_flags: each token is waited for by itself; otherwise the receiver waits for all tokens of a source.
+        tiled_scales: `arrive_scales` fills in swizzled scales, in the order of the swizzle.
+        place_shared_bytes: shared memory of a block of `arrive_place`.
+        num_parts: parts of the tokens whose combined rows are signalled before the rest.
+        part_tokens: tokens of such a part.
+        output_readers, partial_readers: warps of `combine_send` and of `combine_recv` that read rows.
+        output_rings: rows of `combine_send`, fp32 and bf16.
+        partial_rings: rows of `combine_recv`, without and with a shared expert.
+        combine_shared_bytes: what `combine_send` has beside its ring.
+    """
+
+    num_sms: int | None
+    num_slots: int
+    top_k: int
+    packed: bool
+    swizzled: bool
+    team_threads: int
+    teams: int
+    send_shared_bytes: int
+    recv_warps: int
+    chunk_slots: int
+    num_chunks: int
+    per_token_flags: bool
+    tiled_scales: bool
+    place_shared_bytes: int
+    num_parts: int
+    part_tokens: int
+    output_readers: int
+    partial_readers: int
+    output_rings: tuple[RowRing, RowRing]
+    partial_rings: tuple[RowRing, RowRing]
+    combine_shared_bytes: int
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether a kernel may begin while the one before it drains, on SMs that are free already."""
+        return self.num_sms is None
+
+    def output_ring(self, bf16: bool) -> RowRing:
+        """Of `combine_send`, for expert outputs in bf16 or in fp32."""
+        return self.output_rings[bf16]
+
+    def partial_ring(self, has_shared: bool) -> RowRing:
+        """Of `combine_recv`."""
+        return self.partial_rings[has_shared]
+
+    # Blocks of each kernel on a GPU of `sms` SMs.
+
+    def send_blocks(self, num_tokens: int, sms: int) -> int:
+        blocks = self._limited(ceil_div(num_tokens, self.teams))
+        return blocks if self.num_sms is not None else min(blocks, BLOCKS_PER_SM * sms)
+
+    def count_blocks(self) -> int:
+        return self._limited(self.num_chunks)
+
+    def place_split(self, sms: int, scales: bool) -> tuple[int, int]:
+        """Warps that share a slot's rows, and blocks that share a chunk: one wave of blocks.
+
+        Few slots are spread over more SMs, each with fewer rows; where slots are more than warps, a warp takes a slot.
+        Where nothing is copied but row scales, or linear scales, few blocks do: all of them look at the same flags.
+
+        Args:
+            scales: whether the scales of a format that has block scales are copied.
+        """
+        sms = self._sms(sms)
+        if self.per_token_flags and not self.packed and not (scales and self.swizzled):
+            sms = min(sms, POLLING_BLOCKS)
+            if not scales:
+                return 1, min(sms, ceil_div(self.num_slots, self.recv_warps))
+        slots = self.num_chunks * self.chunk_slots
+        shares = max(1, min(self.top_k, sms * self.recv_warps // slots))
+        return shares, max(1, min(sms // self.num_chunks, self.chunk_slots * shares))
+
+    def place_blocks(self, split: int) -> int:
+        return self._limited(self.num_chunks * split)
+
+    def scales_blocks(self, sms: int) -> int:
+        return self._limited(2 * sms)
+
+    def combine_send_blocks(self, sms: int) -> int:
+        return self._limited(min(self.num_slots, sms))
+
+    def combine_recv_blocks(self, num_tokens: int, sms: int) -> int:
+        """One at least: a rank without tokens learns of a peer's failure in the same step."""
+        return self._limited(min(num_tokens, sms))
+
+    def _sms(self, sms: int) -> int:
+        return sms if self.num_sms is None else min(sms, self.num_sms)
+
+    def _limited(self, blocks: int) -> int:
+        """One at least; as many as SMs at most where those are limited, whatever an SM could hold."""
+        return max(1, self._sms(blocks))
+
+
+def required_plan(geometry: ExchangeGeometry) -> ExchangePlan:
+    """The plan of a layer that the kernels take."""
+    plan = plan_exchange(geometry)
+    assert plan is not None
+    return plan
+
+
+@cache
+def plan_exchange(geometry: ExchangeGeometry) -> ExchangePlan | None:
+    """The sizes for a layer, or None where the kernels do not take it: a warp spans the ranks and a token's experts."""
+    g, fmt = geometry, geometry.token_format
+    team_threads = align(ceil_div(g.hidden, 32), WARP)
+    if (
+        g.world_size > WARP
+        or g.top_k > WARP
+        or g.hidden % 16 != 0
+        or team_threads > MAX_THREADS
+        or RECORD_STAGES * g.record.record_bytes > MAX_SHARED_BYTES
+        or _ring(g.hidden * 4, PARTIAL_STAGES * g.partial_bytes).places <= 0
+        or _place_shared_bytes(g, CHUNK) > MAX_SHARED_BYTES
+    ):
+        return None
+    teams = 1
+    if g.num_sms is not None:
+        by_memory = MAX_SHARED_BYTES // (RECORD_STAGES * g.record.record_bytes)
+        teams = max(1, min(MAX_SEND_THREADS // team_threads, by_memory, MAX_TEAMS))
+    chunk_slots = _chunk_slots(g)
+    num_parts = PROGRESS_PARTS if g.num_sms is None and g.max_tokens >= TOKENS_IN_PARTS else 0
+    # Two blocks of an SM, where one kernel begins while the other drains.
+    half = g.num_sms is None
+    combine_shared_bytes = PARTIAL_STAGES * g.partial_bytes
+    return ExchangePlan(
+        num_sms=g.num_sms,
+        num_slots=g.num_slots,
+        top_k=g.top_k,
+        packed=g.packed,
+        swizzled=fmt.swizzled,
+        team_threads=team_threads,
+        teams=teams,
+        send_shared_bytes=teams * RECORD_STAGES * g.record.record_bytes,
+        recv_warps=RECV_WARPS,
+        chunk_slots=chunk_slots,
+        num_chunks=ceil_div(g.num_slots, chunk_slots),
+        per_token_flags=chunk_slots >= g.num_slots,
+        tiled_scales=fmt.swizzled and chunk_slots < g.num_slots,
+        place_shared_bytes=_place_shared_bytes(g, chunk_slots),
+        num_parts=num_parts,
+        part_tokens=ceil_div(g.max_tokens, num_parts + 1),
+        output_readers=_readers(g.hidden // (8 if g.combine_format.name == "bf16" else 16)),
+        partial_readers=_readers(g.hidden // 8),
+        output_rings=(
+            _ring(g.hidden * 4, combine_shared_bytes, half),
+            _ring(g.hidden * 2, combine_shared_bytes, half),
+        ),
+        partial_rings=(
+            _ring(g.partial_bytes, 0, half),
+            _ring(max(g.partial_bytes, 2 * g.hidden), 0, half),
+        ),
+        combine_shared_bytes=combine_shared_bytes,
+    )
+
+
+def _readers(units: int) -> int:
+    """Warps that read a row of `units` units together, each thread as many as the others."""
+    return ceil_div(ceil_div(units, ceil_div(units, MAX_READERS * WARP)), WARP)
+
+
+def _place_bytes(row_bytes: int) -> int:
+    return align(row_bytes, 128)
+
+
+def _ring(row_bytes: int, other_bytes: int, half: bool = False) -> RowRing:
+    """What fits into the shared memory of an SM beside `other_bytes`, or, with `half`, twice if two places do."""
+    places = (SHARED_BYTES_OF_TWO - RING_BARRIERS_BYTES - other_bytes) // _place_bytes(row_bytes)
+    if not half or places < 2:
+        places = (MAX_SHARED_BYTES - RING_BARRIERS_BYTES - other_bytes) // _place_bytes(row_bytes)
+    return RowRing(min(MAX_PLACES, places), row_bytes)
+
+
+def _place_shared_bytes(geometry: ExchangeGeometry, chunk: int) -> int:
+    """Shared memory of `arrive_place` on the rank with most experts, with room to align its arrays."""
+    experts = ceil_div(geometry.num_experts, geometry.world_size)
+    return experts * (chunk // 32 * 6 + 16) + chunk * (geometry.top_k * 2 + 4) + 32
+
+
+def _chunk_slots(geometry: ExchangeGeometry) -> int:
+    """Slots that are counted together, a multiple of 32: all where they are few."""
+    everything = align(geometry.num_slots, 32)
+    small = _place_shared_bytes(geometry, everything) <= SMALL_CHUNK_BYTES
+    return everything if small and geometry.max_tokens * geometry.top_k <= FEW_ROWS else min(CHUNK, everything)

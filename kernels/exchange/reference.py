@@ -1,0 +1,418 @@
+"""The exchange in torch: an `ExchangeBackend` with the same regions, words and bits as the kernels.
+
+The kernels are tested against it, and it runs where there is no GPU. Ranks that share a heap may mix it with
+interpreted kernels.
+"""
+
+from __future__ import annotations
+
+import time
+
+import torch
+
+from moe_runtime.comm.errors import ErrorCode, Phase
+from moe_runtime.comm.signals import ABORT_WORDS, WITHOUT_SIGN, exchange_of, tag_of
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
+from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
+from moe_runtime.kernels.formats.number_formats import FormatCode, QuantizedRows
+from moe_runtime.kernels.formats.reference_quantize import dequantize_rows, f32_to_bf16_bits, quantize_rows
+
+SPINS_BEFORE_SLEEP = 200
+
+
+def _signals_of(context: ExchangeMemory, rank: int) -> torch.Tensor:
+    return context.heap.peer_tensor("signals", rank).view(torch.int32)
+
+
+def _half(context: ExchangeMemory, region: str, rank: int, offset: int, num_bytes: int) -> torch.Tensor:
+    return context.heap.peer_tensor(region, rank)[offset : offset + num_bytes]
+
+
+def _landing(context: ExchangeMemory, geometry: ExchangeGeometry, rank: int, half: int) -> torch.Tensor:
+    """uint8 `[S, record_bytes]`: the landing slots of `rank` in one half."""
+    num_bytes = geometry.num_slots * geometry.record.record_bytes
+    offset = half * geometry.landing_half(context.half_bytes["landing"])
+    return _half(context, "landing", rank, offset, num_bytes).view(geometry.num_slots, geometry.record.record_bytes)
+
+
+def _token_flags(context: ExchangeMemory, geometry: ExchangeGeometry, rank: int, half: int) -> torch.Tensor:
+    offset = half * context.half_bytes["token_flags"]
+    return _half(context, "token_flags", rank, offset, 4 * geometry.num_slots).view(torch.int32)
+
+
+def _partials(context: ExchangeMemory, geometry: ExchangeGeometry, rank: int, half: int) -> torch.Tensor:
+    """uint8 `[max_tokens, parts, partial_bytes]`: partial results that came home to `rank`."""
+    num_bytes = geometry.max_tokens * geometry.parts * geometry.partial_bytes
+    flat = _half(context, "combine", rank, half * context.half_bytes["combine"], num_bytes)
+    return flat.view(geometry.max_tokens, geometry.parts, geometry.partial_bytes)
+
+
+def _ahead(word: int, epoch: int) -> bool:
+    """`word - epoch >= 0` in wrapping int32 arithmetic."""
+    return ((word - epoch) & 0xFFFFFFFF) < 0x80000000
+
+
+def _next_epoch(epoch: int) -> int:
+    """`epoch + 1` in wrapping int32 arithmetic."""
+    return (epoch + 1 + 0x80000000) % (1 << 32) - 0x80000000
+
+
+def record_failure(
+    context: ExchangeMemory,
+    code: int,
+    about: int,
+    phase: int,
+    epoch: int,
+    detail: int = 0,
+    detail2: int = 0,
+    origin: int | None = None,
+) -> None:
+    """Record the first failure of this rank, or of rank `origin`, here and on every peer; later ones change nothing."""
+    if int(context.latch[0]) == 0:
+        context.latch[0] = int(code)
+        whose = context.rank if origin is None else origin
+        own = [about, int(phase), epoch, detail, whose, detail2]
+        context.error[1:7] = torch.tensor(own, dtype=torch.int32, device="cpu")
+        context.error[0] = int(code)
+        for peer in range(context.world_size):
+            if peer != context.rank:
+                start = context.signals_layout.abort + context.rank * ABORT_WORDS
+                words = _signals_of(context, peer)[start : start + ABORT_WORDS]
+                told_by = 0 if whose == context.rank else whose + 1
+                told = [int(phase), epoch, about, detail, detail2, told_by]
+                words[1:7] = torch.tensor(told, dtype=torch.int32, device="cpu")
+                words[0] = int(code)
+        context.latch[1] = 1
+
+
+def _adopt_aborts(context: ExchangeMemory) -> None:
+    """Adopt the failure of a peer, if there is an abort message, and forward it, as `signalling.adopt_aborts`."""
+    start = context.signals_layout.abort
+    aborts = _signals_of(context, context.rank)[start : start + ABORT_WORDS * context.world_size]
+    aborts = aborts.view(context.world_size, ABORT_WORDS)
+    # A list, since `nonzero` fails where a word changes meanwhile.
+    told = [peer for peer, code in enumerate(aborts[:, 0].tolist()) if code]
+    if int(context.latch[0]) == 0 and told:
+        peer = told[0]
+        code, phase, epoch, about, detail, detail2, told_by = aborts[peer, :7].tolist()
+        record_failure(context, code, about, phase, epoch, detail, detail2, origin=told_by - 1 if told_by else peer)
+
+
+def _wait(
+    context: ExchangeMemory,
+    words: list[tuple[int, int]],
+    peer: int,
+    phase: Phase,
+    epoch: int,
+    timeout_ns: int,
+) -> None:
+    """Wait until one of `(word, epoch)` is reached, an abort comes, or the clock runs out (recorded as a timeout)."""
+    own = _signals_of(context, context.rank)
+    deadline = time.monotonic_ns() + timeout_ns
+    spins = 0
+    while int(context.latch[0]) == 0 and not any(_ahead(int(own[word]), value) for word, value in words):
+        _adopt_aborts(context)
+        if time.monotonic_ns() > deadline:
+            record_failure(context, ErrorCode.TIMEOUT, peer, phase, epoch, min(timeout_ns // 1000000, 2**31 - 1))
+        spins += 1
+        time.sleep(0 if spins < SPINS_BEFORE_SLEEP else 2e-4)
+    _adopt_aborts(context)
+
+
+def checked_ids(topk_idx_TK: torch.Tensor, num_experts: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(ids, bad)`: int64 ids, -1 where unrouted, out of range or repeated in the token; `bad` marks the last two."""
+    ids = topk_idx_TK.to(torch.int64)
+    in_range = (ids >= 0) & (ids < num_experts)
+    ids = torch.where(in_range, ids, torch.full_like(ids, -1))
+    same = (ids[:, :, None] == ids[:, None, :]) & (ids >= 0)[:, :, None]
+    repeated = torch.tril(same, diagonal=-1).any(dim=2)
+    bad = (~in_range & (topk_idx_TK != -1)) | repeated
+    return torch.where(repeated, torch.full_like(ids, -1), ids), bad
+
+
+def owners_of(ids: torch.Tensor, starts: torch.Tensor) -> torch.Tensor:
+    """Rank that owns each expert id, -1 for the id -1."""
+    owners = torch.searchsorted(starts[1:].to(torch.int64).contiguous(), ids.contiguous(), right=True)
+    return torch.where(ids >= 0, owners, torch.full_like(ids, -1))
+
+
+def build_records(
+    geometry: ExchangeGeometry, rows: QuantizedRows, ids_TK: torch.Tensor, weights_TK: torch.Tensor
+) -> torch.Tensor:
+    """uint8 `[T, record_bytes]`: the record of each token, padding bytes 0."""
+    record, num_tokens = geometry.record, ids_TK.shape[0]
+    out = torch.zeros(num_tokens, record.record_bytes, dtype=torch.uint8, device=ids_TK.device)
+
+    def put(offset: int, values: torch.Tensor) -> None:
+        data = values.contiguous().view(torch.uint8).reshape(num_tokens, -1)
+        out[:, offset : offset + data.shape[1]] = data
+
+    if num_tokens:
+        put(record.quants_offset, rows.quants_RK)
+        if rows.scales_RV is not None:
+            put(record.scales_offset, rows.scales_RV)
+        if rows.row_scale_R is not None:
+            put(record.row_scale_offset, rows.row_scale_R[:, None])
+        put(record.source_offset, torch.arange(num_tokens, dtype=torch.int32, device=ids_TK.device)[:, None])
+        put(record.ids_offset, ids_TK.to(torch.int16))
+        put(record.weights_offset, weights_TK)
+    return out
+
+
+def dispatch_send(
+    context: ExchangeMemory,
+    geometry: ExchangeGeometry,
+    starts: torch.Tensor,
+    x_TH: torch.Tensor,
+    topk_idx_TK: torch.Tensor,
+    topk_weights_TK: torch.Tensor,
+    gsf: torch.Tensor | None,
+    handle_epoch: torch.Tensor,
+    num_parts_T: torch.Tensor,
+    timeout_ns: int,
+) -> None:
+    """See `exchange_interface.ExchangeBackend`."""
+    rank, layout = geometry.rank, context.signals_layout
+    epoch = _next_epoch(int(context.epoch[0]))
+    half = epoch & 1
+    num_tokens = x_TH.shape[0]
+    for peer in range(geometry.world_size):
+        _signals_of(context, peer)[layout.ready + rank] = epoch
+
+    ids, bad = checked_ids(topk_idx_TK, geometry.num_experts)
+    if bool(bad.any()):
+        token, entry = bad.nonzero()[0].tolist()
+        bad_id = int(topk_idx_TK[token, entry]) & 0xFFFFFFFF
+        bad_id = bad_id - (1 << 32) if bad_id >= 1 << 31 else bad_id
+        record_failure(context, ErrorCode.ROUTING, rank, Phase.DISPATCH_SEND, epoch, bad_id, token)
+    owners = owners_of(ids, starts)
+    goes_to = torch.stack([(owners == peer).any(dim=1) for peer in range(geometry.world_size)], dim=1)
+    num_parts_T.copy_(goes_to.sum(dim=1))
+
+    if context.heap.directly_mapped:
+        # Peers that get no token too: the count and the flag of this epoch replace those of the half's last one.
+        for peer in range(geometry.world_size):
+            ready = (layout.ready + peer, epoch)
+            combined = (layout.combine_flag + half * geometry.world_size + peer, epoch - 2)
+            _wait(context, [ready, combined], peer, Phase.DISPATCH_SEND, epoch, timeout_ns)
+    _adopt_aborts(context)
+    if int(context.latch[0]) == 0 and num_tokens:
+        rows = quantize_rows(x_TH, geometry.token_format, gsf=gsf)
+        records = build_records(geometry, rows, ids, topk_weights_TK)
+        for peer in range(geometry.world_size):
+            tokens = goes_to[:, peer].nonzero().flatten()
+            slots = tokens + rank * geometry.max_tokens
+            _landing(context, geometry, peer, half)[slots] = records[tokens]
+            _token_flags(context, geometry, peer, half)[slots] = epoch
+
+    context.epoch[0] = epoch
+    handle_epoch[0] = epoch
+    for peer in range(geometry.world_size):
+        words = _signals_of(context, peer)
+        # After a failure, readers of the half's last count have not been awaited.
+        if int(context.latch[0]) == 0 or not context.heap.directly_mapped:
+            count = num_tokens + tag_of(geometry.count_tag, epoch)
+            words[layout.token_count + half * geometry.world_size + rank] = count
+        words[layout.dispatch_flag + half * geometry.world_size + rank] = epoch
+
+
+def can_keep_scales_in_record(geometry: ExchangeGeometry) -> bool:
+    """Never: scales are copied into the layout of the consumer."""
+    return False
+
+
+def allocate_counts(geometry: ExchangeGeometry, device: torch.device) -> None:
+    """None: torch counts rows by itself."""
+
+
+def dispatch_recv(
+    context: ExchangeMemory,
+    geometry: ExchangeGeometry,
+    handle_epoch: torch.Tensor,
+    timeout_ns: int,
+    buffers: RecvBuffers,
+) -> None:
+    """See `exchange_interface.ExchangeBackend`."""
+    record, layout, experts = geometry.record, context.signals_layout, geometry.num_local_experts
+    epoch = int(handle_epoch[0])
+    half, device = epoch & 1, context.device
+    _check_fresh(context, epoch, Phase.DISPATCH_RECV)
+    for source in range(geometry.world_size):
+        word = layout.dispatch_flag + half * geometry.world_size + source
+        _wait(context, [(word, epoch)], source, Phase.DISPATCH_RECV, epoch, timeout_ns)
+
+    landed = _landing(context, geometry, geometry.rank, half)
+    words = _signals_of(context, geometry.rank)
+    first = layout.token_count + half * geometry.world_size
+    tag = tag_of(geometry.count_tag, epoch)
+    tokens = (words[first : first + geometry.world_size] & WITHOUT_SIGN) - tag
+    other = (tokens < 0) | (tokens > geometry.max_tokens)
+    if int(context.latch[0]) == 0 and bool(other.any()):
+        source = int(other.nonzero()[0])
+        numbers = (exchange_of(int(words[first + source])), exchange_of(tag))
+        record_failure(context, ErrorCode.MISMATCH, source, Phase.DISPATCH_RECV, epoch, *numbers)
+    in_step = (torch.arange(geometry.max_tokens, device=device)[None, :] < tokens[:, None]).flatten()
+    fresh = in_step & (_token_flags(context, geometry, geometry.rank, half) == epoch) & (int(context.latch[0]) == 0)
+    ids = _ids(context, geometry, half)
+    local = ids - geometry.first_expert
+    local = torch.where(
+        fresh[:, None] & (ids >= 0) & (local >= 0) & (local < experts), local, torch.full_like(local, -1)
+    )
+
+    slot_of, entry_of = (local >= 0).nonzero(as_tuple=True)
+    expert_of = local[slot_of, entry_of]
+    order = torch.argsort(expert_of, stable=True)
+    total = int(order.shape[0])
+    if total > geometry.row_capacity:
+        record_failure(
+            context, ErrorCode.CAPACITY, geometry.rank, Phase.DISPATCH_RECV, epoch, total, geometry.row_capacity
+        )
+        order, total = order[:0], 0
+    slot_of, entry_of, expert_of = slot_of[order], entry_of[order], expert_of[order]
+    rows = torch.bincount(expert_of, minlength=experts)[:experts]
+    ends = rows.cumsum(0)
+    blocks = (rows + 127) // 128
+    first_block = blocks.cumsum(0) - blocks
+    buffers.group_offsets[0] = 0
+    buffers.group_offsets[1:] = ends
+    buffers.group_scale_offsets.copy_(first_block - (ends - rows) // 128)
+    buffers.positions.fill_(-1)
+    buffers.positions[slot_of, entry_of] = torch.arange(total, dtype=torch.int32, device=device)
+    first_row = half * geometry.landing_half(context.half_bytes["landing"]) // record.record_bytes
+    buffers.row_index[:total] = (first_row + slot_of).to(torch.int32)
+
+    def field(offset: int, num_bytes: int) -> torch.Tensor:
+        return landed[slot_of, offset : offset + num_bytes]
+
+    if buffers.rows is not None:
+        buffers.rows[:total] = field(record.quants_offset, buffers.rows.shape[1])
+    if buffers.row_scale is not None:
+        buffers.row_scale[:total] = field(record.row_scale_offset, 4).view(torch.float32).flatten()
+    scales = buffers.scales
+    if scales is not None:
+        columns = geometry.token_format.scale_columns(geometry.hidden)
+        wire = field(record.scales_offset, geometry.token_format.scale_bytes(geometry.hidden))
+        if geometry.token_format.code == FormatCode.FP8_BLOCK:
+            scales[:total] = wire.view(torch.float32)
+        else:
+            local_row = torch.arange(total, device=device) - (ends - rows)[expert_of]
+            block = first_block[expert_of] + local_row // 128
+            padded = torch.zeros(total, scales.shape[1] * 4, dtype=torch.uint8, device=device)
+            padded[:, :columns] = wire
+            scales[block, :, local_row % 32, (local_row % 128) // 32, :] = padded.view(total, scales.shape[1], 4)
+
+
+def part_index(
+    context: ExchangeMemory,
+    geometry: ExchangeGeometry,
+    starts: torch.Tensor,
+    positions_SK: torch.Tensor,
+    epoch: int,
+) -> torch.Tensor:
+    """int32 `[W, max_tokens]`: which of a token's partial results comes from this rank, -1 where none does.
+
+    Partial results of a token are numbered by rank, ascending, over the ranks that hold one of its experts.
+    """
+    ids = _ids(context, geometry, epoch & 1)
+    owners = owners_of(ids, starts)
+    part = torch.zeros(geometry.num_slots, dtype=torch.int32, device=context.device)
+    for peer in range(geometry.rank):
+        part += (owners == peer).any(dim=1).to(torch.int32)
+    part = torch.where((positions_SK >= 0).any(dim=1), part, torch.full_like(part, -1))
+    return part.view(geometry.world_size, geometry.max_tokens)
+
+
+def _ids(context: ExchangeMemory, geometry: ExchangeGeometry, half: int) -> torch.Tensor:
+    """int64 `[S, K]`: expert ids of all landing slots, -1 for none; old records' where a slot was not written."""
+    record = geometry.record
+    field = _landing(context, geometry, geometry.rank, half)[
+        :, record.ids_offset : record.ids_offset + 2 * record.top_k
+    ]
+    ids = field.contiguous().view(torch.int16).to(torch.int64) & 0xFFFF
+    return torch.where(ids == 0xFFFF, torch.full_like(ids, -1), ids)
+
+
+def combine_send(
+    context: ExchangeMemory,
+    geometry: ExchangeGeometry,
+    starts: torch.Tensor,
+    output_RH: torch.Tensor,
+    positions_SK: torch.Tensor,
+    handle_epoch: torch.Tensor,
+) -> None:
+    """See `exchange_interface.ExchangeBackend`."""
+    record, layout = geometry.record, context.signals_layout
+    epoch = int(handle_epoch[0])
+    half = epoch & 1
+    fresh = _check_fresh(context, epoch, Phase.COMBINE_SEND)
+    slots = (
+        (positions_SK >= 0).any(dim=1).nonzero().flatten() if fresh else positions_SK.new_empty(0, dtype=torch.int64)
+    )
+    if slots.numel():
+        landed = _landing(context, geometry, geometry.rank, half)[slots]
+        positions = positions_SK[slots]
+        weights = landed[:, record.weights_offset : record.weights_offset + 4 * geometry.top_k]
+        weights = weights.contiguous().view(torch.float32)
+        total = torch.zeros(slots.numel(), geometry.hidden, dtype=torch.float32, device=context.device)
+        for entry in range(geometry.top_k):
+            has = (positions[:, entry] >= 0).nonzero().flatten()
+            rows = output_RH[positions[has, entry].to(torch.int64)].to(torch.bfloat16).to(torch.float32)
+            total[has] += weights[has, entry, None] * rows
+        part = part_index(context, geometry, starts, positions_SK, epoch).flatten()[slots].to(torch.int64)
+        wire = quantize_rows(total, geometry.combine_format)
+        data = torch.zeros(slots.numel(), geometry.partial_bytes, dtype=torch.uint8, device=context.device)
+        quants = wire.quants_RK.contiguous().view(torch.uint8)
+        data[:, : quants.shape[1]] = quants
+        if wire.scales_RV is not None:
+            scales = wire.scales_RV.contiguous().view(torch.uint8)
+            data[:, geometry.partial_scales_offset : geometry.partial_scales_offset + scales.shape[1]] = scales
+        source, token = slots // geometry.max_tokens, slots % geometry.max_tokens
+        for peer in range(geometry.world_size):
+            mine = source == peer
+            _partials(context, geometry, peer, half)[token[mine], part[mine]] = data[mine]
+    for peer in range(geometry.world_size):
+        _signals_of(context, peer)[layout.combine_flag + half * geometry.world_size + geometry.rank] = epoch
+
+
+def combine_recv(
+    context: ExchangeMemory,
+    geometry: ExchangeGeometry,
+    handle_epoch: torch.Tensor,
+    num_parts_T: torch.Tensor,
+    shared_TH: torch.Tensor | None,
+    y_TH: torch.Tensor,
+    timeout_ns: int,
+) -> None:
+    """See `exchange_interface.ExchangeBackend`."""
+    epoch = int(handle_epoch[0])
+    half = epoch & 1
+    _check_fresh(context, epoch, Phase.COMBINE_RECV)
+    for peer in range(geometry.world_size):
+        word = context.signals_layout.combine_flag + half * geometry.world_size + peer
+        _wait(context, [(word, epoch)], peer, Phase.COMBINE_RECV, epoch, timeout_ns)
+    if int(context.latch[0]) != 0:
+        y_TH.fill_(float("nan"))
+        return
+    num_tokens, wire = y_TH.shape[0], geometry.combine_format
+    total = torch.zeros(num_tokens, geometry.hidden, dtype=torch.float32, device=context.device)
+    if shared_TH is not None:
+        total = shared_TH.to(torch.float32)
+    partials = _partials(context, geometry, geometry.rank, half)
+    for part in range(geometry.parts):
+        tokens = (num_parts_T > part).nonzero().flatten()
+        data = partials[tokens, part]
+        quants = data[:, : wire.quant_bytes(geometry.hidden)].contiguous().view(wire.quant_dtype)
+        scales = None
+        if wire.scale_dtype is not None:
+            at = geometry.partial_scales_offset
+            scales = data[:, at : at + wire.scale_bytes(geometry.hidden)].contiguous().view(wire.scale_dtype)
+        total[tokens] += dequantize_rows(QuantizedRows(wire, quants, scales))
+    y_TH.view(torch.int16).copy_(f32_to_bf16_bits(total).view(torch.int16))
+
+
+def _check_fresh(context: ExchangeMemory, epoch: int, phase: Phase) -> bool:
+    """False, and recorded, where a handle's half has been given to a later dispatch."""
+    if ((int(context.epoch[0]) - epoch) & 0xFFFFFFFF) >= 2:
+        record_failure(context, ErrorCode.STALE_HANDLE, context.rank, phase, epoch)
+        return False
+    return True

@@ -1,0 +1,219 @@
+"""What all kernels of the grouped GEMM share: checks of the arguments, and the empty result to be filled."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_runtime.kernels.arguments import check_no_grad
+from moe_runtime.kernels.formats.number_formats import (
+    MAX_ENCODE_SCALE,
+    TokenFormat,
+    ceil_div,
+    format_named,
+    token_formats_for,
+)
+from moe_runtime.kernels.formats.offsets import dense_128_blocks_needed, dense_128_offsets
+from moe_runtime.kernels.formats.quantize import check_gsf
+from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
+
+OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+DEFAULT_INTERMEDIATE_GSF = 16.0
+"""Encode scale of an NVFP4 intermediate where neither checkpoint nor config gives one.
+
+A tile of the epilogue cannot see a whole row, so this is a constant. Block maxima from `6 * 2^-6 / 16 = 0.006` to
+`2688 / 16 = 168` keep the full precision of their e4m3 block scale. Below that the scale is a multiple of 2^-9, off by
+at most 2^-10, which adds at most `6 * 2^-10 / 16 = 0.0004` to the error of a number; a block whose maximum is under
+0.0004 becomes zeros. Above 168 numbers saturate. A calibrated scale is better where there is one.
+"""
+
+
+def check_formats(a: TokenFormat, w: TokenFormat, argument: str) -> None:
+    """Raise `ValueError` naming `argument` unless rows in format `a` can be multiplied with weights in `w`."""
+    allowed = token_formats_for(w.name)
+    if a.name not in allowed:
+        raise ValueError(f"{argument}: expected {' or '.join(allowed)} with {w.name} weights, got {a.name}")
+
+
+def check_operands(a: GroupedRows, w: ExpertWeights | PreparedWeights) -> None:
+    """Raise `ValueError` naming the argument unless `a` and `w` can be multiplied."""
+    check_formats(a.format, w.format, "a.format")
+    if a.num_columns != w.num_columns:
+        raise ValueError(f"w: expected K = {a.num_columns} as in a, got {w.num_columns}")
+    if a.rows.device != w.device:
+        raise ValueError(f"w: expected device {a.rows.device} as a.rows, got {w.device}")
+    a.format.check_columns(a.num_columns, "a.num_columns")
+    columns = a.format.quant_columns(a.num_columns)
+    check_no_grad("a.rows", a.rows)
+    if a.rows.ndim != 2 or a.rows.shape[1] != columns or a.rows.dtype != a.format.quant_dtype:
+        raise ValueError(
+            f"a.rows: expected [*, {columns}] of {a.format.quant_dtype}, got {list(a.rows.shape)} of {a.rows.dtype}"
+        )
+    if a.rows.numel() and a.rows.stride(1) != 1:
+        raise ValueError(f"a.rows: expected the last dimension contiguous, got strides {list(a.rows.stride())}")
+    if a.capacity < 0:
+        raise ValueError(f"a.capacity: expected at least 0, got {a.capacity}")
+    if a.expected_rows is not None and a.expected_rows < 0:
+        raise ValueError(f"a.expected_rows: expected at least 0, got {a.expected_rows}")
+    if a.decoded is None and a.row_index is None and a.rows.shape[0] < a.capacity:
+        raise ValueError(f"a.rows: expected at least capacity = {a.capacity} rows, got {a.rows.shape[0]}")
+    if a.expert_ids.ndim != 1:
+        raise ValueError(f"a.expert_ids: expected one dimension, got shape {list(a.expert_ids.shape)}")
+    groups = a.num_groups
+    _check(a, "expert_ids", a.expert_ids, torch.int32, groups)
+    _check(a, "group_offsets", a.group_offsets, torch.int32, groups + 1)
+    _check(a, "row_index", a.row_index, torch.int32, a.capacity)
+    _check(a, "row_scale", a.row_scale, torch.float32, a.capacity)
+    if a.format.has_row_scale and a.row_scale is None:
+        raise ValueError(f"a.row_scale: expected one for {a.format.name}, got None")
+    active = a.num_active_experts
+    if isinstance(active, torch.Tensor):
+        if active.numel() != 1:
+            raise ValueError(f"a.num_active_experts: expected one element, got shape {list(active.shape)}")
+        _check(a, "num_active_experts", active.reshape(1), torch.int32, 1)
+    elif active is not None and not isinstance(active, int):
+        raise ValueError(f"a.num_active_experts: expected an int or an int32 tensor, got {active!r}")
+    if a.decoded is not None:
+        return
+    scale_columns = a.format.scale_columns(a.num_columns)
+    if a.scales_in_record:
+        _check_scales_in_record(a, scale_columns)
+    elif a.format.swizzled:
+        if a.group_scale_offsets is None:
+            raise ValueError(f"a.group_scale_offsets: expected int32 [{groups}] for {a.format.name}, got None")
+        _check(a, "group_scale_offsets", a.group_scale_offsets, torch.int32, groups)
+        _check_scales(a, "[*, {}, {}, {}, {}]", (ceil_div(scale_columns, 4), 32, 4, 4))
+    elif a.format.scale_dtype is not None:
+        _check_scales(a, "[*, {}]", (scale_columns,), at_least=a.capacity)
+
+
+def _check(a: GroupedRows, name: str, tensor: torch.Tensor | None, dtype: torch.dtype, size: int) -> None:
+    if tensor is None:
+        return
+    if tensor.dtype != dtype:
+        raise ValueError(f"a.{name}: expected {dtype}, got {tensor.dtype}")
+    if tensor.ndim != 1 or tensor.shape[0] < size:
+        raise ValueError(f"a.{name}: expected [at least {size}], got shape {list(tensor.shape)}")
+    if tensor.device != a.rows.device:
+        raise ValueError(f"a.{name}: expected device {a.rows.device}, got {tensor.device}")
+    if not tensor.is_contiguous():
+        raise ValueError(f"a.{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
+
+
+def _check_scales(a: GroupedRows, pattern: str, tail: tuple[int, ...], at_least: int = 0) -> None:
+    expected = f"{pattern.format(*tail)} of {a.format.scale_dtype}"
+    if a.scales is None or tuple(a.scales.shape[1:]) != tail or a.scales.dtype != a.format.scale_dtype:
+        found = "None" if a.scales is None else f"{list(a.scales.shape)} of {a.scales.dtype}"
+        raise ValueError(f"a.scales: expected {expected} for {a.format.name}, got {found}")
+    if a.scales.shape[0] < at_least:
+        raise ValueError(f"a.scales: expected [at least {at_least}, {tail[0]}], got {list(a.scales.shape)}")
+    if a.scales.device != a.rows.device or not a.scales.is_contiguous():
+        raise ValueError(f"a.scales: expected a contiguous tensor on {a.rows.device}, got one on {a.scales.device}")
+
+
+def _check_scales_in_record(a: GroupedRows, columns: int) -> None:
+    scales = a.scales
+    if scales is None or scales.dtype != a.format.scale_dtype or scales.element_size() != 1:
+        kind = None if scales is None else scales.dtype
+        raise ValueError(f"a.scales: expected {a.format.scale_dtype} of one byte by row, got {kind}")
+    if scales.shape != (a.rows.shape[0], columns) or scales.stride(1) != 1 or scales.device != a.rows.device:
+        found = f"{list(scales.shape)} with strides {list(scales.stride())} on {scales.device}"
+        raise ValueError(f"a.scales: expected {[a.rows.shape[0], columns]} on {a.rows.device}, got {found}")
+
+
+def check_out(
+    a: GroupedRows, w: ExpertWeights | PreparedWeights, out: torch.Tensor | None, out_dtype: torch.dtype
+) -> torch.Tensor:
+    """`out`, or an uninitialized `[capacity, N]`; raises `ValueError` naming the argument."""
+    if out is not None:
+        out_dtype = out.dtype
+    if out_dtype not in OUT_DTYPES:
+        raise ValueError(f"{'out_dtype' if out is None else 'out'}: expected one of {OUT_DTYPES}, got {out_dtype}")
+    if out is None:
+        return torch.empty(a.capacity, w.num_rows, dtype=out_dtype, device=w.device)
+    if out.ndim != 2 or out.shape[0] < a.capacity or out.shape[1] != w.num_rows:
+        raise ValueError(f"out: expected [at least {a.capacity}, {w.num_rows}], got {list(out.shape)}")
+    if out.device != w.device:
+        raise ValueError(f"out: expected device {w.device}, got {out.device}")
+    if out.numel() and out.stride(1) != 1:
+        raise ValueError(f"out: expected the last dimension contiguous, got strides {list(out.stride())}")
+    if out.shape[0] > 1 and out.stride(0) < out.shape[1]:
+        raise ValueError(f"out: expected rows that do not overlap, got strides {list(out.stride())}")
+    return out
+
+
+def check_activation(w: ExpertWeights | PreparedWeights, activation: SwiGLU) -> None:
+    """Raise `ValueError` unless `w` is a weight of gate and up in the order of `activation`."""
+    if w.gate_up is None and w.num_rows % 16:
+        raise ValueError(f"w: expected N = 2I with I a multiple of 8, got N = {w.num_rows}")
+    if w.gate_up is not None and w.gate_up is not activation.order:
+        raise ValueError(f"activation.order: expected {w.gate_up.value} as in w, got {activation.order.value}")
+
+
+def empty_intermediate(
+    a: GroupedRows,
+    w: ExpertWeights | PreparedWeights,
+    out_format: str | TokenFormat,
+    out_gsf: float | torch.Tensor | None,
+    finished: bool = True,
+    stored: bool = True,
+) -> tuple[GroupedRows, torch.Tensor | None]:
+    """Uninitialized rows `[capacity, I]` of the same groups in `out_format`, and their encode scale, fp32 `[1]`.
+
+    Swizzled scales use the offsets of `a` where its own scales do (they may be sparser than `dense_128` makes them),
+    else those of `dense_128`. `row_scale` is filled with `1 / gsf`; formats without one have neither. Unless
+    `finished`, a kernel is to fill it and to clamp the encode scale; unless `stored`, rows and scales are left out.
+    """
+    fmt, num_columns = format_named(out_format), w.num_rows // 2
+    fmt.check_columns(num_columns, "I of w")
+    device, columns = a.rows.device, fmt.scale_columns(num_columns)
+    gsf = encode_scale(fmt, out_gsf, device, "out_gsf", clamped=finished)
+    row_scale = None
+    if gsf is not None:
+        row_scale = torch.empty(a.capacity, dtype=torch.float32, device=device)
+        if finished:
+            torch.reciprocal(gsf.expand(a.capacity), out=row_scale)
+    scales, scale_offsets = None, None
+    if fmt.swizzled and stored:
+        if a.format.swizzled and not a.scales_in_record:
+            assert a.scales is not None
+            scale_offsets, blocks = a.group_scale_offsets, a.scales.shape[0]
+        else:
+            scale_offsets = dense_128_offsets(a.group_offsets[: a.num_groups + 1])
+            blocks = dense_128_blocks_needed(a.capacity, a.num_groups)
+        scales = torch.empty(blocks, ceil_div(columns, 4), 32, 4, 4, dtype=fmt.scale_dtype, device=device)
+    elif fmt.scale_dtype is not None and stored:
+        scales = torch.empty(a.capacity, columns, dtype=fmt.scale_dtype, device=device)
+    rows = GroupedRows(
+        format=fmt,
+        rows=torch.empty(a.capacity * stored, fmt.quant_columns(num_columns), dtype=fmt.quant_dtype, device=device),
+        scales=scales,
+        row_scale=row_scale,
+        row_index=None,
+        group_offsets=a.group_offsets,
+        group_scale_offsets=scale_offsets,
+        expert_ids=a.expert_ids,
+        capacity=a.capacity,
+        num_columns=num_columns,
+        num_active_experts=a.num_active_experts,
+        expected_rows=a.expected_rows,
+    )
+    return rows, gsf
+
+
+def encode_scale(
+    fmt: TokenFormat, gsf: float | torch.Tensor | None, device: torch.device, argument: str, *, clamped: bool = True
+) -> torch.Tensor | None:
+    """The static encode scale as fp32 `[1]` on `device`, clamped to 2^100; None for formats that have none.
+
+    `gsf` None means the default; without `clamped` a tensor is left as it is. Raises `ValueError` naming `argument` for
+    one that is no positive number, or given to a format without.
+    """
+    if fmt.has_row_scale and gsf is None:
+        gsf = DEFAULT_INTERMEDIATE_GSF
+    scale = check_gsf(gsf, fmt, device, argument)
+    if scale is None or not isinstance(gsf, torch.Tensor) or not clamped:
+        return scale
+    return scale.clamp(max=MAX_ENCODE_SCALE)

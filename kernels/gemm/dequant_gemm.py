@@ -1,0 +1,274 @@
+"""Grouped GEMM of Hopper for weights that are dequantized to bf16 in registers (`nvfp4`, `mxfp8`): host side.
+
+`decode_tokens` gathers the rows once and dequantizes them to bf16. `decoded_gemm` streams the weights, which it reads
+once for up to 64, 128 or 160 tokens of a group, by its shape (`plan.py` chooses). With many tokens, a few SMs
+dequantize most of them while the others multiply; the product waits for each 8 tokens by a counter, and fails after
+half a minute. Gated results for another product with prepared weights are requantized, and stored as `decode_tokens`
+would dequantize them. That product starts before the first has ended, unless it is to leave SMs free. See the `.cu`
+files for the way of the data, `dequant_tokens.py` for the tokens, and `dequant_layout.py` for the order of the weights.
+The Triton kernel of `grouped_gemm.py` does the same on other architectures.
+
+The order in which K is summed is that of `wgmma` over 16 columns at a time, in the order of `decoded_layout`: the same
+in all shapes, for every number of rows and whatever the neighbours.
+
+Least times of NVFP4, both products of the reference model (32 experts of 44.0 M parameters): 0.79 GB of weights take
+184 us at 4.3 TB/s; at 32 x 1024 rows 2.89e12 flops take 3.73 ms at 773 TFLOP/s.
+
+Measured on one H200 (launch/results/gemm_h200.json of commit 2dbcdbe), us; in parentheses torch's grouped_mm in bf16:
+
+    8 x 16, 32, 48 rows, (4096, 7168)                 35.9, 40.4, 45.6 (164, 164, 162)
+    8 x 16, 32, 48 rows, (7168, 2048)                 21.8, 24.4, 26.9 (89, 93, 83)
+    32 x 1, 4, 16, 32 rows, both, SwiGLU between      191, 190, 203, 228 (1009, 978, 909, 948)
+    32 groups as 128 tokens a rank give, the same     240 (926)
+
+Many rows, with overlapped dequantization, on a slower one (launch/results/gemm_h200.json); behind the
+semicolons without rests:
+
+    32 x 1024 rows, both, SwiGLU between              3613 (3889, without SwiGLU); 4189 (4486)
+    MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       2448 / 1248 (2527 / 1281); 2915 / 1437 (2908 / 1502)
+    BF16 8 x 4096 by `tma_gemm`, the same             2465 / 1249; 2826 / 1447
+
+What bounds it, what each version gained, what was dropped and what is left: `kernels/gemm/notes.md`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+
+import torch
+
+from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.formats.number_formats import NVFP4, TokenFormat
+from moe_runtime.kernels.gemm.dequant_layout import UNIT, chunk_units, unit_columns, unit_rows
+from moe_runtime.kernels.gemm.dequant_tokens import decode_tokens, decode_tokens_overlapped
+from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.gemm.plan import GemmPlan
+from moe_runtime.kernels.gemm.prepacked import MAX_PREPARED_EXPERTS, RESULT_FORMATS, PreparedWeights
+from moe_runtime.kernels.gemm.shapes import DequantShape, overlapped_token_shape
+from moe_runtime.kernels.gemm.weights import SwiGLU
+from moe_runtime.kernels.runtime import is_hopper
+
+MAX_UNIT_ROWS = 2**20
+"""Bound of the rows of a weight / 64, up to which the kernel divides exactly."""
+OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+
+
+def takes_decoded(w: object) -> bool:
+    """Whether the kernel that makes rows for `w` may dequantize them: prepared weights whose K is whole units."""
+    return isinstance(w, PreparedWeights) and unit_columns(w.num_columns) * UNIT == w.num_columns
+
+
+def decoded_gemm(
+    a: GroupedRows,
+    w: PreparedWeights,
+    out: torch.Tensor,
+    plan: GemmPlan,
+    *,
+    packed_ld: int | None = None,
+    scale_block: int | None = None,
+) -> None:
+    """`grouped_gemm` into `out`, whose rows start at multiples of two numbers.
+
+    Scales of `a` that are `ScaleLayout.PACKED` come with their leading dimension `packed_ld` and the first scale row of
+    each group in `group_scale_offsets`; `scale_block` is the block of the scales of `a`, None that of its format.
+    """
+    _launch(a, w, out, plan, packed_ld=packed_ld, scale_block=scale_block)
+
+
+def decoded_gemm_swiglu(
+    a: GroupedRows,
+    w: PreparedWeights,
+    activation: SwiGLU,
+    out: GroupedRows,
+    gsf: torch.Tensor | None,
+    plan: GemmPlan,
+) -> None:
+    """`grouped_gemm_swiglu` into the rows and all scales of `out`, or into its `decoded` where it has that.
+
+    `gsf` may be more than it is clamped to. After dequantized results comes the product that takes them.
+    """
+    _launch(a, w, out.rows, plan, activation=activation, gsf=gsf, result=out)
+
+
+@cache
+def macros(
+    w_format: TokenFormat,
+    a_format: TokenFormat,
+    shape: DequantShape,
+    units: int,
+    out_format: TokenFormat | None,
+    out_dtype: torch.dtype,
+    activation: SwiGLU | None,
+    *,
+    out_dequantized: bool = False,
+    row_scales: bool = True,
+    expert_scales: bool = True,
+    bias: bool = False,
+    keep_tokens: bool = False,
+    overlapped: bool = False,
+) -> tuple[nvrtc.Defines, int]:
+    """Macros of `dequant_gemm.cu`, and the dynamic shared memory of a block.
+
+    `units` is K in units; `out_format` is that of a gated result, None for a plain one of `out_dtype`;
+    `out_dequantized` leaves a gated one dequantized; `row_scales`, `expert_scales` and `bias` say what exists;
+    `keep_tokens` and `overlapped` are of the plan.
+    """
+    stages, stage_k64, ring_bytes = shape.ring(w_format, units)
+    defines: dict[str, int | str] = {
+        "W_FMT": int(w_format.code),
+        "OUT_FMT": 0 if out_format is None else int(out_format.code),
+        "OUT_TYPE": OUT_TYPES[out_dtype] if out_format is None else 0,
+        "GATED": int(out_format is not None),
+        "OUT_DEQUANTIZED": int(out_dequantized),
+        "ROW_SCALES": int(row_scales),
+        "EXPERT_SCALES": int(expert_scales),
+        "BIAS": int(bias),
+        "WARPGROUPS": shape.warpgroups,
+        "STAGES": stages,
+        "STAGE_K64": stage_k64,
+        "CHUNK": chunk_units(units),
+        "BATCH": shape.batch,
+        "BUFFERS": shape.buffers if a_format is NVFP4 else shape.other_buffers,
+        "ROLLING": int(shape.rolling),
+        "SCALED_TOKENS": int(a_format.name == "nvfp4"),
+        "KEEP_TOKENS": int(keep_tokens),
+        "OVERLAPPED": int(overlapped),
+        "MAX_BLOCKS": shape.max_blocks,
+        "CASES": " ".join(f"CASE({blocks})" for blocks in shape.cases),
+        "MAX_GROUPS": MAX_PREPARED_EXPERTS,
+        "ALPHA": _literal(1.0 if activation is None else activation.alpha),
+        "UP_OFFSET": _literal(0.0 if activation is None else activation.up_offset),
+    }
+    if activation is not None and activation.limit is not None:
+        defines["LIMIT"] = _literal(activation.limit)
+    return nvrtc.Defines(defines), ring_bytes
+
+
+def _launch(
+    a: GroupedRows,
+    w: PreparedWeights,
+    out: torch.Tensor,
+    plan: GemmPlan,
+    *,
+    activation: SwiGLU | None = None,
+    gsf: torch.Tensor | None = None,
+    result: GroupedRows | None = None,
+    packed_ld: int | None = None,
+    scale_block: int | None = None,
+) -> None:
+    _check(a, w, out, result)
+    if a.capacity == 0 or a.num_groups == 0 or w.num_experts == 0:
+        return
+    how = plan.dequant
+    assert how is not None
+    shape, units = how.shape, unit_columns(w.num_columns)
+    decoded = None if result is None else result.decoded
+    defines, shared_bytes = macros(
+        w.format,
+        a.format,
+        shape,
+        units,
+        None if result is None else result.format,
+        out.dtype,
+        activation,
+        out_dequantized=decoded is not None,
+        row_scales=a.row_scale is not None,
+        expert_scales=w.expert_scales is not None,
+        bias=w.bias is not None,
+        keep_tokens=how.keep_tokens,
+        overlapped=how.overlap is not None,
+    )
+    columns = w.num_rows // 2 if result is not None else w.num_rows
+    counters, first, team = None, 0, 0
+    if how.tokens is None:
+        assert a.decoded is not None
+        tokens = a.decoded
+    elif how.overlap is None:
+        tokens = decode_tokens(a, w.num_experts, how.tokens, packed_ld, scale_block)
+    else:
+        tokens, counters = decode_tokens_overlapped(a, w.num_experts, how.tokens, how.overlap, packed_ld, scale_block)
+        first, team = how.overlap.first, overlapped_token_shape(units).team_warps
+    nvrtc.launch(
+        "dequant_gemm.cu",
+        "decoded_gemm",
+        defines,
+        grid=(plan.blocks, 1, 1),
+        block=128 * (shape.warpgroups + 1),
+        arguments=[
+            tokens,
+            w.units,
+            a.row_scale,
+            w.expert_scales,
+            w.bias,
+            a.group_offsets,
+            a.expert_ids,
+            a.active_on_device,
+            out if decoded is None else decoded,
+            None if result is None else result.scales,
+            gsf,
+            None if result is None else result.row_scale,
+            None if result is None else result.group_scale_offsets,
+            a.max_active_groups,
+            w.num_experts,
+            a.capacity,
+            columns,
+            units,
+            unit_rows(w.num_rows),
+            int(tokens.shape[1]),
+            nvrtc.int64(out.stride(0)),
+            0 if w.expert_scales is None else w.expert_scales.ndim,
+            0 if w.gate_up is None else w.gate_up.code,
+            w.has_special_values,
+            counters,
+            first,
+            team,
+        ],
+        device=w.device,
+        shared_bytes=shared_bytes,
+        early=how.starts_early,
+    )
+
+
+def fits(rows: torch.Tensor, fmt: TokenFormat, out: torch.Tensor, num_groups: int) -> bool:
+    """Whether `decoded_gemm` takes these: rows and results aligned as it loads and stores them, not too many groups."""
+    return num_groups <= MAX_PREPARED_EXPERTS and _rows_aligned(rows, fmt) and _out_aligned(out)
+
+
+def _row_align(fmt: TokenFormat) -> int:
+    return 8 if fmt.element_bits == 4 else 16
+
+
+def _rows_aligned(rows: torch.Tensor, fmt: TokenFormat) -> bool:
+    align = _row_align(fmt)
+    return rows.data_ptr() % align == 0 and rows.stride(0) * rows.element_size() % align == 0
+
+
+def _out_aligned(out: torch.Tensor) -> bool:
+    return out.data_ptr() % (2 * out.element_size()) == 0 and out.stride(0) % 2 == 0
+
+
+def _check(a: GroupedRows, w: PreparedWeights, out: torch.Tensor, result: GroupedRows | None) -> None:
+    """What these kernels ask beyond the other engines: aligned rows, a Hopper GPU."""
+    if not is_hopper(w.device):
+        raise ValueError(f"w: prepared for Hopper, got {torch.cuda.get_device_name(w.device)}; use w.restore()")
+    if unit_rows(w.num_rows) >= MAX_UNIT_ROWS:
+        raise ValueError(f"w: expected N < {MAX_UNIT_ROWS * UNIT}, got {w.num_rows}")
+    if w.units.data_ptr() % 16:
+        raise ValueError("w.units: expected 16-byte alignment")
+    if a.num_groups > MAX_PREPARED_EXPERTS:
+        most = f"{MAX_PREPARED_EXPERTS} for prepared weights"
+        raise ValueError(f"a.expert_ids: expected at most {most}, got {a.num_groups}")
+    if not _rows_aligned(a.rows, a.format):
+        strides = list(a.rows.stride())
+        raise ValueError(f"a.rows: expected rows on {_row_align(a.format)}-byte boundaries, got strides {strides}")
+    if result is not None and result.format.name not in RESULT_FORMATS:
+        raise ValueError(f"out_format: expected bf16, nvfp4 or mxfp8 with prepared weights, got {result.format.name}")
+    if result is None and not _out_aligned(out):
+        align = 2 * out.element_size()
+        raise ValueError(f"out: expected rows on {align}-byte boundaries, got strides {list(out.stride())}")
+
+
+def _literal(value: float) -> str:
+    """A C literal of the fp32 number next to `value`."""
+    number = torch.tensor(value, dtype=torch.float32, device="cpu")
+    return f"{float(number).hex()}f" if number.isfinite() else f"__int_as_float({int(number.view(torch.int32))})"

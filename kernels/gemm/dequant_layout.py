@@ -1,0 +1,252 @@
+"""The order in which `decoded_gemm` reads weights: quants and scales of 64 rows and 64 columns together, one unit.
+
+Units lie by chunks of two or three of K, in a chunk by rows: those of a tile's rows, whichever they are, are one piece.
+
+Thread `32 * warp + 4 * row + t` of a warpgroup holds, of MMA rows `16 * warp + row` (half 0) and `+ 8` (half 1), the
+columns `16 * t + 4 * step + pair * 2 + i` of the unit: what `wgmma` wants in its A registers at step `step`, register
+`half + 2 * pair`, is then a contiguous word, and a thread needs one NVFP4 scale per row. Tokens take the same columns
+in the same order.
+
+A unit of `nvfp4` is 2048 bytes of quants, 16 per thread, then 256 of scales, 2 per thread. Two words are the 16 numbers
+of an even step and the next, bit by bit where `SLOTS` says, so that shifts or rotations and masks put each of the eight
+registers where bf16 has its sign and its lowest exponent bits. A unit of `mxfp8` is 4096 bytes, steps 0 and 1 of all
+threads first, then 2 and 3, and 128 of scales. One word has both registers of a half and step, by `BYTE_SLOTS`.
+
+A unit holds 64 rows of a plain weight, `16 * warp + 2 * row + half`, or 32 of gate and of up, `8 * warp + row`, gate in
+half 0 and up in half 1: the SwiGLU is then within a thread.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from moe_runtime.kernels.formats.number_formats import MXFP8, NVFP4, TokenFormat, ceil_div
+from moe_runtime.kernels.gemm.weights import GateUpOrder
+
+SLOTS = (
+    (
+        ((13, 6, 5, 4), (29, 22, 21, 20)),
+        ((9, 2, 1, 0), (25, 18, 17, 16)),
+        ((19, 12, 11, 10), (3, 28, 27, 26)),
+        ((15, 8, 7, 38), (31, 24, 23, 54)),
+    ),
+    (
+        ((43, 36, 35, 34), (59, 52, 51, 50)),
+        ((39, 32, 63, 62), (55, 48, 47, 46)),
+        ((49, 42, 41, 40), (33, 58, 57, 56)),
+        ((53, 14, 45, 44), (37, 30, 61, 60)),
+    ),
+)
+"""Where the bits `s e e m` of the numbers `i` = 0 and 1 of register 0, 1, 2, 3 lie in two words, the first of which has
+the lower 32 bits: of an even step, and of the next.
+
+A shift or a rotation brings those of one register to bits 15, 8, 7, 6 and 31, 24, 23, 22, where a bf16 has them. In
+each step, three registers come from one word. The fourth comes from a combination of both words, which takes one
+instruction, and in the even step no shift. Of all placements of this kind this one takes the fewest instructions: 16
+for two words, without the multiplications by scales (9 for one word where each has bits of its own step alone).
+"""
+
+BYTE_SLOTS = ((15, 10, 9, 8, 7, 6, 5, 4), (11, 14, 13, 12, 3, 2, 1, 0))
+"""Where the bits `s eeee mmm` of `mxfp8` numbers lie in the halves of a word: of pair 0, and of pair 1.
+
+A bf16 that has them where pair 0 does is `2^-120` times the number, denormal ones too. Those of pair 1 come there by a
+shift to the left of sign, lowest exponent bit and mantissa, and one to the right of the other exponent bits.
+"""
+
+LARGEST_FAST_SCALE = 134
+"""Byte of an `mxfp8` scale up to which `2^120` times the scale is a bf16 number, so that one multiplication
+dequantizes. Rows with larger scales, or with NaN among their numbers or scales, have special values and take more
+steps."""
+
+UNIT = 64
+DECODED_FORMATS = (NVFP4, MXFP8)
+
+
+def _scale_code(e4m3: int) -> int:
+    exponent, mantissa = e4m3 >> 3, e4m3 & 7
+    if exponent == 0 and mantissa:
+        exponent = mantissa.bit_length() - 3
+        mantissa = mantissa << 1 - exponent & 7
+    return (exponent + 14) << 3 | mantissa if e4m3 else 0
+
+
+SCALE_CODES = tuple(_scale_code(e4m3) for e4m3 in range(127))
+"""What is stored for each e4m3 scale: its exponent moved so that no number but 0 is denormal.
+
+Shifted to the left by 4 a code is the bf16 number `2^-106 * scale`. As integers of 16 bits, that and `0x3A00` are the
+bf16 number `2^10 * scale`, and for 0 `2^-11`: a product of that with an e2m1 number that lies in a bf16's lowest
+exponent bits, `2^-126` times its value, is less than half of the smallest bf16 number and rounds to 0.
+"""
+
+
+def unit_bytes(fmt: TokenFormat) -> int:
+    """Bytes of 64 x 64 numbers with their scales."""
+    return UNIT * (fmt.quant_bytes(UNIT) + fmt.scale_bytes(UNIT))
+
+
+def unit_rows(num_rows: int) -> int:
+    """Units that a weight of `num_rows` rows is high."""
+    return ceil_div(num_rows, UNIT)
+
+
+def chunk_units(units: int) -> int:
+    """Units of K in a chunk: the smaller of 2 and 3 that divides `units`; 0 if neither does."""
+    return next((size for size in (2, 3) if units % size == 0), 0)
+
+
+def stage_units(units: int, most: int = 4) -> int:
+    """Units of K that the kernel takes in one stage: a chunk, or two chunks of 2 where `most` and `units` allow it."""
+    return 4 if most >= 4 and units % 4 == 0 else chunk_units(units)
+
+
+def unit_columns(num_columns: int) -> int:
+    """Units that a weight of `num_columns` columns is wide: whole chunks, at most one unit of zeros."""
+    units = ceil_div(num_columns, UNIT)
+    return units if chunk_units(units) else units + 1
+
+
+def units_shape(num_rows: int, num_columns: int, fmt: TokenFormat) -> tuple[int, int, int, int]:
+    """Of one expert: chunks of K, units of rows, units of a chunk, bytes of a unit."""
+    columns = unit_columns(num_columns)
+    chunk = chunk_units(columns)
+    return columns // chunk, unit_rows(num_rows), chunk, unit_bytes(fmt)
+
+
+def source_rows(num_rows: int, order: GateUpOrder | None) -> torch.Tensor:
+    """int64 `[units, 4 warps, 8 rows, 2 halves]`: the row of the weight that lies there; -1 for padding.
+
+    `order` None is a plain weight, otherwise gate and up are brought together.
+    """
+    places = [torch.arange(n, device="cpu") for n in (unit_rows(num_rows), 4, 8, 2)]
+    unit, warp, row, half = torch.meshgrid(*places, indexing="ij")
+    if order is None:
+        found = unit * UNIT + warp * 16 + row * 2 + half
+        return torch.where(found < num_rows, found, -1)
+    column = unit * (UNIT // 2) + warp * 8 + row
+    halves = [torch.arange(num_rows, device="cpu")[part(num_rows)] for part in (order.gate_rows, order.up_rows)]
+    found = torch.stack(halves)[half, column.clamp(max=num_rows // 2 - 1)]
+    return torch.where(column < num_rows // 2, found, -1)
+
+
+def pack_units(quants_NK: torch.Tensor, scales_NV: torch.Tensor, fmt: TokenFormat, rows: torch.Tensor) -> torch.Tensor:
+    """One expert as units.
+
+    Args:
+        quants_NK: uint8 `[N, bytes]` of quants.
+        scales_NV: uint8 `[N, V]`, linear; `nvfp4`: no negative number and no NaN.
+        fmt: `nvfp4` or `mxfp8`.
+        rows: of `source_rows`.
+
+    Returns:
+        uint8 of `units_shape`; padding is zeros.
+    """
+    columns = unit_columns(quants_NK.shape[1] * 8 // fmt.element_bits)
+    index = rows.to(quants_NK.device)
+    # One row of zeros at the end for the padding, which has index -1.
+    quants = _padded(quants_NK, columns * fmt.quant_bytes(UNIT))[index].unflatten(-1, (columns, -1))
+    scales = _padded(scales_NV, columns * fmt.scale_columns(UNIT))[index].unflatten(-1, (columns, -1))
+    # [units, columns, ...] from [units, warp, row, half, columns, ...].
+    quants, scales = (part.permute(0, 4, 1, 2, 3, 5) for part in (quants, scales))
+    if fmt is NVFP4:
+        # t, step, pair bytes; each byte i = 0 in the low nibble.
+        codes = torch.stack((quants & 15, quants >> 4), -1).unflatten(-2, (4, 4, 2))
+        words = _place(codes.permute(0, 1, 2, 3, 5, 6, 4, 7, 8).int().unflatten(5, (2, 2)))
+        packed = words.contiguous().view(torch.uint8)
+    else:
+        # [t, early or late steps, step, pair, i] to [late][warp, row, t][step, half, i, pair].
+        parts = quants.unflatten(-1, (4, 2, 2, 2, 2))
+        packed = _place_bytes(parts.permute(0, 1, 6, 2, 3, 5, 7, 4, 9, 8).int()).contiguous().view(torch.uint8)
+    if fmt is NVFP4:
+        scales = torch.tensor(SCALE_CODES, dtype=torch.uint8, device=scales.device)[scales.int()]
+    packed_scales = scales.transpose(-1, -2)
+    units = torch.cat((packed.flatten(2), packed_scales.flatten(2)), dim=2)
+    return units.unflatten(1, (-1, chunk_units(columns))).transpose(0, 1).contiguous()
+
+
+def unpack_units(
+    units: torch.Tensor, fmt: TokenFormat, rows: torch.Tensor, num_rows: int, num_columns: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`(quants, scales)` of one expert, as `pack_units` took them."""
+    units = units.transpose(0, 1).flatten(1, 2)
+    count, columns, _ = units.shape
+    split = UNIT * fmt.quant_bytes(UNIT)
+    packed, packed_scales = units[..., :split].contiguous(), units[..., split:]
+    if fmt is NVFP4:
+        codes = _codes(packed.view(torch.int64).view(count, columns, 4, 8, 4, 2)).flatten(5, 6)
+        codes = codes.permute(0, 1, 2, 3, 6, 4, 5, 7, 8)
+        quants = (codes[..., 0] | codes[..., 1] << 4).to(torch.uint8).flatten(-3)
+    else:
+        parts = _bytes(packed.view(torch.int16)).view(count, columns, 2, 4, 8, 4, 2, 2, 2, 2)
+        quants = parts.permute(0, 1, 3, 4, 7, 5, 2, 6, 9, 8).flatten(-5)
+    scales = packed_scales.unflatten(-1, (4, 8, -1, 2)).transpose(-1, -2)
+    if fmt is NVFP4:
+        back = torch.zeros(256, dtype=torch.uint8, device="cpu")
+        back[list(SCALE_CODES)] = torch.arange(127, dtype=torch.uint8, device="cpu")
+        scales = back.to(scales.device)[scales.int()]
+    found = []
+    for part, width in ((quants, fmt.quant_bytes(num_columns)), (scales, fmt.scale_columns(num_columns))):
+        by_row = part.permute(0, 2, 3, 4, 1, 5).flatten(4)
+        whole = torch.zeros(num_rows + 1, by_row.shape[-1], dtype=torch.uint8, device=units.device)
+        whole[rows.to(units.device)] = by_row
+        found.append(whole[:num_rows, :width].contiguous())
+    return found[0], found[1]
+
+
+def units_with_special_values(quants_NK: torch.Tensor, scales_NV: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    """uint8 `[units of N]` of one `mxfp8` expert, for what `pack_units` takes: 1 where rows have special values."""
+    nan = ((quants_NK & 127) == 127).any(1) | (scales_NV > LARGEST_FAST_SCALE).any(1)
+    of_row = torch.nn.functional.pad(nan, (0, 1))  # none in the padding
+    return of_row[rows.to(nan.device)].flatten(1).any(1).to(torch.uint8)
+
+
+def _padded(bytes_NB: torch.Tensor, width: int) -> torch.Tensor:
+    return torch.nn.functional.pad(bytes_NB, (0, width - bytes_NB.shape[1], 0, 1))
+
+
+def _place(codes: torch.Tensor) -> torch.Tensor:
+    """int64 pairs of words from e2m1 codes int32 `[..., odd step, half, pair, i]`, by `SLOTS`."""
+    words = torch.zeros(codes.shape[:-4], dtype=torch.int64, device=codes.device)
+    for odd, slots in enumerate(SLOTS):
+        for register, slot in enumerate(slots):
+            code = codes[..., odd, register % 2, register // 2, :]
+            for i in range(2):
+                for bit, position in zip((3, 2, 1, 0), slot[i], strict=True):
+                    words |= (code[..., i] >> bit & 1).long() << position
+    return words
+
+
+def _codes(words: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_place`: int32 `[..., odd step, half, pair, i]`."""
+    steps = []
+    for slots in SLOTS:
+        registers = []
+        for slot in slots:
+            halves = []
+            for positions in slot:
+                code = torch.zeros_like(words, dtype=torch.int32)
+                for bit, position in zip((3, 2, 1, 0), positions, strict=True):
+                    code |= (words >> position & 1).int() << bit
+                halves.append(code)
+            registers.append(torch.stack(halves, -1))
+        steps.append(torch.stack(registers, -2).unflatten(-2, (2, 2)).transpose(-3, -2))
+    return torch.stack(steps, -4)
+
+
+def _place_bytes(codes: torch.Tensor) -> torch.Tensor:
+    """int16 words of two e4m3 numbers int32 `[..., pair]`, by `BYTE_SLOTS`."""
+    words = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=codes.device)
+    for pair, slot in enumerate(BYTE_SLOTS):
+        for bit, position in enumerate(reversed(slot)):
+            words |= (codes[..., pair] >> bit & 1) << position
+    return words.to(torch.int16)
+
+
+def _bytes(words: torch.Tensor) -> torch.Tensor:
+    """The inverse of `_place_bytes`, uint8."""
+    pairs = []
+    for slot in BYTE_SLOTS:
+        code = torch.zeros_like(words)
+        for bit, position in enumerate(reversed(slot)):
+            code |= (words >> position & 1) << bit
+        pairs.append(code.to(torch.uint8))
+    return torch.stack(pairs, -1)

@@ -1,0 +1,214 @@
+// Gathers the rows of a grouped GEMM and dequantizes them to bf16, once, in the order in which wgmma reads them.
+//
+// The result is [K / 64][blocks of 8 tokens][8 pieces of columns][8 tokens][8 numbers], so that 64 columns of a tile are
+// contiguous. Within the 64, columns are in the order of dequant_layout.py.
+// A group starts at block (group_offsets[g] + 7 * g) / 8. A warp takes such a block and 64 columns, so that it stores whole
+// lines: lane = row * 4 + t has the columns 16 * t .. 16 * t + 15. Columns past K are zeros. NVFP4 numbers are 2^100 times
+// their value. Thread blocks loop over blocks of 8 tokens up to the last token: of a capacity, which is a worst case, most
+// may be empty.
+//
+// Two kernels dequantize many tokens. The first runs on all SMs. The second takes the rest on few SMs, OVERLAPPED with the
+// product that takes them, which waits by `counters`: the first counts tiles that its blocks have taken, the others, for
+// each block of 8 tokens from `begin` on, warps that have dequantized their part of it.
+//
+// Macros:
+//   OVERLAPPED, TEAM (warps of a thread block that take a block of tokens together), THREADS of a block,
+//   MIN_BLOCKS (of an SM, for which registers are kept few; 0 leaves them to the compiler), AHEAD (pieces of a row that a
+//   thread loads before it dequantizes the first), FMT (FormatCode), MAX_GROUPS, SCALE_BLOCK, PACKED (ScaleLayout of the
+//   scales, else swizzled), SCALES_IN_RECORD (scales lie as the rows do, instead of either).
+// `scale_ld` is the leading dimension of packed scales, or the bytes from one row's scales in a record to the next.
+
+#include "bulk_store.cuh"
+#include "numbers.cuh"
+
+constexpr bool GROUP_SCALES = FMT != BF16 && !SCALES_IN_RECORD;
+constexpr int NUMBER_BITS = FMT == BF16 ? 16 : FMT == NVFP4 ? 4 : 8;
+constexpr int TEAMS = THREADS / 32 / TEAM;
+constexpr int BLOCK_BYTES = 1024;  // of 8 tokens and 64 columns
+
+// 16 columns of a row as they are stored; zeros where nothing was loaded.
+struct Piece {
+  u32 words[FMT == BF16 ? 8 : FMT == NVFP4 ? 2 : 4] = {};
+  u32 scale = 0;
+
+  __device__ __forceinline__ void load(const u8* at) {
+    if (FMT == NVFP4) {
+      const uint2 quants = *reinterpret_cast<const uint2*>(at);
+      words[0] = quants.x, words[1] = quants.y;
+    } else {
+#pragma unroll
+      for (int i = 0; i < (FMT == BF16 ? 2 : 1); ++i) {
+        const uint4 part = reinterpret_cast<const uint4*>(at)[i];
+        words[4 * i] = part.x, words[4 * i + 1] = part.y, words[4 * i + 2] = part.z, words[4 * i + 3] = part.w;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void dequantize(u32 (&pairs)[8]) const {
+    float low = 0.0f, high;
+    if (FMT == NVFP4) e4m3_pair(scale, low, high);
+    const u32 factor = FMT == NVFP4 ? e4m3_factor(low) : e8m0_pair(scale);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      if (FMT == BF16) {
+        pairs[i] = words[i];
+      } else if (FMT == NVFP4) {
+        pairs[i] = e2m1_pair(__byte_perm(words[i / 4], 0, 0x4440 + (i & 3)), factor);
+      } else {
+        // Only with such a move does the compiler use halves of a register as operands of conversions.
+        u16 halves[2];
+        asm("mov.b32 {%0, %1}, %2;" : "=h"(halves[0]), "=h"(halves[1]) : "r"(words[i / 2]));
+        pairs[i] = e4m3_decoded(halves[i & 1], factor);
+      }
+    }
+  }
+};
+
+// AHEAD blocks of a warp in shared memory that the copy engine stores, and the counter to add to when they are stored.
+struct Outbox {
+  u8* blocks;
+  u32* pending = nullptr;  // of a block of tokens whose last parts the copy engine is still storing
+
+  // Waits until the blocks may be filled again.
+  __device__ __forceinline__ void empty() {
+    if (pending) return count();
+    bulk_await_read<0>();
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void count() {
+    bulk_await();
+    __syncwarp();
+    if (pending && (threadIdx.x & 31) == 0) {
+      asm volatile("fence.acq_rel.gpu;" ::: "memory");
+      atomicAdd(pending, 1);
+    }
+    pending = nullptr;
+  }
+
+  __device__ __forceinline__ void fill(int number, const u32 (&pairs)[8]) {
+    const u32 to = shared_address(blocks) + number * BLOCK_BYTES + (threadIdx.x & 31) * 16;
+#pragma unroll
+    for (int j = 0; j < 8; j += 4) {
+      asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(to + j * 128), "r"(pairs[j]),
+                   "r"(pairs[j + 1]), "r"(pairs[j + 2]), "r"(pairs[j + 3])
+                   : "memory");
+    }
+  }
+
+  // Starts the stores of the first `blocks_sent` blocks, `stride` bytes from each other.
+  __device__ __forceinline__ void send(u8* to, long long stride, int blocks_sent) {
+    bulk_fence();
+    __syncwarp();
+    const int i = threadIdx.x & 31;
+    if (i < min(blocks_sent, AHEAD)) bulk_store(reinterpret_cast<u64>(to + i * stride), blocks + i * BLOCK_BYTES, BLOCK_BYTES);
+    bulk_commit();
+  }
+};
+
+extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
+    decode_tokens(const u8* rows, const u8* scales, const int* row_index, const int* group_offsets,
+                  const int* group_scale_offsets, const int* expert_ids, const int* num_active, u8* out, int num_groups,
+                  int num_experts, int capacity, int columns, int units, int token_blocks, int scale_ld, long long row_bytes,
+                  int begin, int end, u32* counters) {
+  extern __shared__ __align__(128) u8 memory[];
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+  asm volatile("griddepcontrol.launch_dependents;");
+  if (num_active) num_groups = min(num_groups, max(*num_active, 0));
+  // The shuffle tells the compiler that the number is warp-uniform, so that it computes shared values once.
+  const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), lane = threadIdx.x & 31, t = lane & 3;
+  __shared__ int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS], scale_offsets[GROUP_SCALES ? MAX_GROUPS : 1];
+  for (int g = threadIdx.x; g <= num_groups; g += blockDim.x) {
+    offsets[g] = min(max(group_offsets[g], 0), capacity);
+    if (g == num_groups) continue;
+    experts[g] = expert_ids[g];
+    if (GROUP_SCALES) scale_offsets[g] = group_scale_offsets[g];
+  }
+  __syncthreads();
+  if (num_groups == 0) return;
+  auto first_block = [&](int group) { return (offsets[group] + 7 * group) / 8; };
+  const int past = first_block(num_groups);
+  if (!OVERLAPPED && counters) {
+    const int thread = (blockIdx.y * gridDim.x + blockIdx.x) * THREADS + threadIdx.x;
+    for (int i = thread; i <= max(past - end, 0); i += gridDim.x * gridDim.y * THREADS) counters[i] = 0;
+  }
+  Outbox outbox = {OVERLAPPED ? memory + warp * AHEAD * BLOCK_BYTES : nullptr};
+  const long long unit_stride = static_cast<long long>(token_blocks) * BLOCK_BYTES;
+  int group = 0;
+  for (int number = begin + blockIdx.x * TEAMS + warp / TEAM; number < min(past, end); number += gridDim.x * TEAMS) {
+    // Find the last group that starts at or before the block: of those at the same block, the one that is not empty.
+    for (int high = group + 1 < num_groups && first_block(group + 1) <= number ? num_groups : 0; high - group > 1;) {
+      const int middle = (group + high) / 2;
+      if (first_block(middle) <= number) group = middle;
+      else high = middle;
+    }
+    const int start = offsets[group], last = offsets[group + 1] - start - 1;
+    int local = (number - first_block(group)) * 8 + lane / 4;
+    // Rows of a skipped group are not read.
+    if (static_cast<u32>(experts[group]) >= static_cast<u32>(num_experts)) continue;
+    if (local > last) {
+      if (!OVERLAPPED || last < 0) continue;
+      local = last;  // nobody reads what the lane stores there
+    }
+    const long long source = row_index ? row_index[start + local] : start + local;
+    long long row = source * row_bytes + t * 16 * NUMBER_BITS / 8;
+    // The scale of column block v is at (v / 4) * of_four + v % 4.
+    long long row_scales = 0;
+    int of_four = 4;
+    if (SCALES_IN_RECORD) {
+      row_scales = source * scale_ld;
+    } else if (GROUP_SCALES) {
+      const long long first = scale_offsets[group];
+      const long long scale_row = PACKED ? first + local : (start / 128 + first) * 128 + local;
+      row_scales = PACKED ? scale_row * 4 : swizzled_offset(scale_row, 0, ceil_div(columns, SCALE_BLOCK));
+      of_four = PACKED ? scale_ld * 4 : 512;
+    }
+    // This keeps both offsets in registers; otherwise the compiler computes them again for each piece.
+    asm("" : "+l"(row), "+l"(row_scales));
+    u8* block = out + static_cast<long long>(number) * BLOCK_BYTES;
+    // One warp takes neighbouring units, so that it reads as much of a row as memory moves at a time. NVFP4 lost by it where
+    // all SMs dequantize.
+    constexpr bool NEIGHBOURS = FMT == MXFP8 || OVERLAPPED;
+    const int warps = gridDim.y * TEAM, step = NEIGHBOURS ? 1 : warps, distance = NEIGHBOURS ? AHEAD : 1;
+    int first_unit = (blockIdx.y * TEAM + warp % TEAM) * distance;
+    for (; first_unit < units; first_unit += warps * AHEAD) {
+      Piece pieces[AHEAD];
+      auto load = [&](int i) {
+        const u32 unit = first_unit + i * step, v = (unit * 64 + t * 16) / SCALE_BLOCK;
+        pieces[i].load(rows + row + unit * (8 * NUMBER_BITS));
+        if (FMT != BF16) pieces[i].scale = scales[row_scales + static_cast<long long>(v / 4) * of_four + v % 4];
+      };
+      if (((first_unit + (AHEAD - 1) * step) + 1) * 64 <= columns) {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) load(i);
+      } else {
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+          if ((first_unit + i * step) * 64 + t * 16 < columns) load(i);
+        }
+      }
+      if (OVERLAPPED) outbox.empty();
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) {
+        const int unit = first_unit + i * step;
+        if (unit >= units) break;
+        u32 pairs[8];
+        pieces[i].dequantize(pairs);
+        if (OVERLAPPED) {
+          outbox.fill(i, pairs);
+        } else {
+          u8* to = block + unit * unit_stride + lane * 4;
+#pragma unroll
+          for (int j = 0; j < 8; ++j) *reinterpret_cast<u32*>(to + j * 128) = pairs[j];
+        }
+      }
+      if (OVERLAPPED) outbox.send(block + first_unit * unit_stride, step * unit_stride, (units - first_unit + step - 1) / step);
+    }
+    if (OVERLAPPED) {
+      // A warp without a part of the block counts it when its block before is stored.
+      if (outbox.pending) outbox.count();
+      outbox.pending = counters + 1 + number - begin;
+    }
+  }
+  if (OVERLAPPED) outbox.count();
+}

@@ -1,0 +1,478 @@
+"""Grouped GEMM over quantized rows: `C[rows of group] = A[rows of group] @ B[expert]^T`, and its SwiGLU form.
+
+Both functions validate, ask `gemm_plan.plan_gemm` for the kernel and launch it. Hopper has kernels of its own, in CUDA
+C++: `tma_gemm.py` for weights that tensor cores read as they are stored, `dequant_gemm.py` for prepared weights. Here
+is the Triton kernel for every GPU. It is one kernel for all formats, which are constexpr data. Groups, row indices and
+scale offsets are read on the device; the grid comes from the capacity, and programs past the last tile leave. The
+order in which a row's K is summed depends on (N, K, formats) only, never on how many rows or which neighbours it has.
+The torch references are in `reference.py`.
+
+Epilogue, in fp32: `c = acc * row_scale[row] * expert_scales[expert] + bias[expert]`, then the activation.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.formats.number_formats import TokenFormat, ceil_div, format_named
+from moe_runtime.kernels.formats.quantize import CODE_BF16, CODE_MXFP4, CODE_MXFP8, CODE_NVFP4
+from moe_runtime.kernels.formats.reference_quantize import raw_bits
+from moe_runtime.kernels.gemm import dequant_gemm, dequant_tokens, plan, reference, tma_gemm
+from moe_runtime.kernels.gemm.activation import swiglu_tile
+from moe_runtime.kernels.gemm.arguments import check_activation, check_operands, check_out, empty_intermediate
+from moe_runtime.kernels.gemm.epilogue import half_rows, scaled, store_plain, store_quantized
+from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.gemm.operands import (
+    NVFP4_GAIN,
+    NativeForm,
+    dense_scale_rows,
+    dot_step,
+    find_tile,
+    load_operand,
+    native_step,
+    row_scale_rows,
+    weight_scale_rows,
+)
+from moe_runtime.kernels.gemm.plan import GemmKernel, GemmPlan, GemmProblem
+from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.shapes import GemmTile
+from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
+from moe_runtime.kernels.runtime import INTERPRET, capability, resolve_engine
+
+_LOG = logging.getLogger(__name__)
+
+
+@triton.jit
+def _grouped_gemm_kernel(
+    a_ptr,
+    a_scales_ptr,
+    row_scale_ptr,
+    row_index_ptr,
+    w_ptr,
+    w_scales_ptr,
+    expert_scales_ptr,
+    bias_ptr,
+    out_ptr,
+    out_scales_ptr,
+    out_gsf_ptr,
+    group_offsets_ptr,
+    a_scale_offsets_ptr,
+    out_scale_offsets_ptr,
+    expert_ids_ptr,
+    num_active_ptr,
+    num_groups,
+    num_experts,
+    capacity,
+    columns,
+    K,
+    a_stride,
+    out_stride,
+    a_scale_ld,
+    w_scale_ld,
+    A_FMT: tl.constexpr,
+    W_FMT: tl.constexpr,
+    OUT_FMT: tl.constexpr,
+    A_LAYOUT: tl.constexpr,
+    W_LAYOUT: tl.constexpr,
+    SCALE_BLOCK: tl.constexpr,
+    ROWS_PER_SCALE: tl.constexpr,
+    E5M2: tl.constexpr,
+    NATIVE: tl.constexpr,
+    ORDER: tl.constexpr,
+    SCALES_PER_EXPERT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    EVEN_K: tl.constexpr,
+    INTERPRET: tl.constexpr,
+):
+    """One `BLOCK_M x BLOCK_N` tile of the output of one group.
+
+    `columns` counts those of the output: `N`, or `I` where ACTIVATION `(alpha, limit, up_offset)` makes one number of
+    two. `a_stride` is in the words that a row is loaded in. `num_groups` counts the groups that may be active.
+    `A_LAYOUT` and `W_LAYOUT` (`ScaleLayout`) say where scales lie: one for SCALE_BLOCK numbers of K, and for `unpadded`
+    rows one for ROWS_PER_SCALE rows. E5M2 matters to the interpreter alone: compiled kernels know it from the pointers.
+    NATIVE (`NativeForm`) takes the block-scaled MMA of Blackwell instead of dequantizing to bf16.
+    """
+    GATED: tl.constexpr = ACTIVATION is not None
+    PAIRS: tl.constexpr = (W_FMT == CODE_NVFP4) or (W_FMT == CODE_MXFP4)
+    OUT_SWIZZLED: tl.constexpr = GATED and ((OUT_FMT == CODE_MXFP8) or (OUT_FMT == CODE_NVFP4))
+    A_GAIN: tl.constexpr = NVFP4_GAIN if A_FMT == CODE_NVFP4 and not NATIVE else 1.0
+    W_GAIN: tl.constexpr = NVFP4_GAIN if W_FMT == CODE_NVFP4 and not NATIVE else 1.0
+    GAIN: tl.constexpr = A_GAIN * W_GAIN
+    tiles_n = tl.cdiv(columns, BLOCK_N)
+    tile_n = tl.program_id(0) % tiles_n
+    if num_active_ptr is not None:
+        num_groups = tl.minimum(num_groups, tl.load(num_active_ptr))
+    expert, group, start, group_rows, block = find_tile(
+        group_offsets_ptr, expert_ids_ptr, num_groups, num_experts, tl.program_id(0) // tiles_n, BLOCK_M, BLOCK_G
+    )
+    if expert < 0:
+        return
+    local = block * BLOCK_M + tl.arange(0, BLOCK_M)
+    position = start + local
+    row_ok = (local < group_rows) & (position < capacity)
+    source = position
+    if row_index_ptr is not None:
+        source = tl.load(row_index_ptr + position, mask=row_ok, other=0)
+    position = position.to(tl.int64)
+    a_offset = source.to(tl.int64) * a_stride
+    a_scale_row = position
+    if A_FMT != CODE_BF16:
+        a_scale_row = row_scale_rows(a_scale_offsets_ptr, group, start, local, A_LAYOUT, ROWS_PER_SCALE)
+
+    n = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    n_ok = n < columns
+    num_rows = columns * 2 if GATED else columns
+    words = K // 2 if PAIRS else K
+    row = half_rows(n, columns, 0, ORDER) if GATED else n
+    w_offset = (expert.to(tl.int64) * num_rows + row) * words
+    w_scale_row = weight_scale_rows(expert, row, num_rows, K, w_scale_ld, W_FMT, W_LAYOUT, SCALE_BLOCK)
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    if GATED:
+        up_row = half_rows(n, columns, 1, ORDER)
+        up_offset = (expert.to(tl.int64) * num_rows + up_row) * words
+        up_scale_row = weight_scale_rows(expert, up_row, num_rows, K, w_scale_ld, W_FMT, W_LAYOUT, SCALE_BLOCK)
+        up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    w_ok = n_ok
+    if GATED and NATIVE:
+        # One product with gate and up columns interleaved: Triton 3.6 cannot give the scales of the rows to two
+        # products.
+        w_offset = tl.interleave(w_offset, up_offset)
+        w_scale_row = tl.interleave(w_scale_row, up_scale_row)
+        w_ok = tl.interleave(n_ok, n_ok)
+        acc = tl.zeros([BLOCK_M, 2 * BLOCK_N], tl.float32)
+
+    for k in range(0, K, BLOCK_K):
+        if NATIVE:
+            acc = native_step(
+                acc, a_ptr, a_scales_ptr, a_offset, a_scale_row, row_ok, a_scale_ld,
+                w_ptr, w_scales_ptr, w_offset, w_scale_row, w_ok, w_scale_ld, k, K,
+                W_FMT, W_LAYOUT, SCALE_BLOCK, NATIVE, BLOCK_K, EVEN_K,
+            )  # fmt: skip
+        else:
+            a_even, a_odd, a_s = load_operand(
+                a_ptr, a_scales_ptr, a_offset, a_scale_row, row_ok, k, K, a_scale_ld,
+                A_FMT, A_LAYOUT, SCALE_BLOCK, PAIRS, E5M2, BLOCK_K, EVEN_K, INTERPRET,
+            )  # fmt: skip
+            w_even, w_odd, w_s = load_operand(
+                w_ptr, w_scales_ptr, w_offset, w_scale_row, n_ok, k, K, w_scale_ld,
+                W_FMT, W_LAYOUT, SCALE_BLOCK, PAIRS, E5M2, BLOCK_K, EVEN_K, INTERPRET,
+            )  # fmt: skip
+            acc = dot_step(acc, a_even, a_odd, a_s, w_even, w_odd, w_s, W_FMT, PAIRS)
+            if GATED:
+                w_even, w_odd, w_s = load_operand(
+                    w_ptr, w_scales_ptr, up_offset, up_scale_row, n_ok, k, K, w_scale_ld,
+                    W_FMT, W_LAYOUT, SCALE_BLOCK, PAIRS, E5M2, BLOCK_K, EVEN_K, INTERPRET,
+                )  # fmt: skip
+                up_acc = dot_step(up_acc, a_even, a_odd, a_s, w_even, w_odd, w_s, W_FMT, PAIRS)
+
+    if GATED and NATIVE:
+        acc, up_acc = tl.split(tl.reshape(acc, [BLOCK_M, BLOCK_N, 2]))
+    row_scale = None
+    if row_scale_ptr is not None:
+        row_scale = tl.load(row_scale_ptr + position, mask=row_ok, other=0.0)
+    c = scaled(acc, row_scale, expert_scales_ptr, bias_ptr, expert, row, n_ok, num_rows, GAIN, SCALES_PER_EXPERT, ORDER)
+    if GATED:
+        up = scaled(
+            up_acc,
+            row_scale,
+            expert_scales_ptr,
+            bias_ptr,
+            expert,
+            up_row,
+            n_ok,
+            num_rows,
+            GAIN,
+            SCALES_PER_EXPERT,
+            ORDER,
+        )
+        h = swiglu_tile(c, up, ACTIVATION[0], ACTIVATION[1], ACTIVATION[2])
+        out_scale_row = position
+        if OUT_SWIZZLED:
+            out_scale_row = dense_scale_rows(out_scale_offsets_ptr, group, start, local)
+        store_quantized(
+            out_ptr, out_scales_ptr, out_gsf_ptr, position, out_scale_row, row_ok, tile_n, columns, h, OUT_FMT
+        )
+    else:
+        store_plain(out_ptr, position, row_ok, n, n_ok, out_stride, c)
+
+
+def gemm_flops(rows: int, n: int, k: int) -> int:
+    """Floating-point operations of `rows` rows times an `[n, k]` weight (`n = 2I` for gate and up)."""
+    return 2 * rows * n * k
+
+
+def gemm_bytes(
+    rows: int,
+    n: int,
+    k: int,
+    *,
+    a_format: TokenFormat,
+    w_format: TokenFormat,
+    active_experts: int,
+    out_bytes_per_row: int,
+) -> int:
+    """Least bytes between memory and the GEMM: each row and each active expert's weight read once, each output written.
+
+    The scales of an `fp8_block` weight are counted as its 128x128 blocks; padding of swizzled scales is not counted.
+    """
+    a_row = a_format.quant_bytes(k) + a_format.scale_bytes(k) + 4 * a_format.has_row_scale
+    scale_rows = ceil_div(n, 128) if w_format.scale_dtype == torch.float32 else n
+    w_expert = n * w_format.quant_bytes(k) + scale_rows * w_format.scale_bytes(k)
+    return rows * (a_row + out_bytes_per_row) + active_experts * w_expert
+
+
+def grouped_gemm(
+    a: GroupedRows,
+    w: ExpertWeights | PreparedWeights,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    engine: str = "auto",
+    num_sms: int | None = None,
+) -> torch.Tensor:
+    """Multiply the rows of each group by the weight of its expert: `acc * row_scale * expert_scale + bias`.
+
+    Args:
+        a: the rows; formats as in `w`, or bf16 rows with `nvfp4` and `mxfp4` weights, or `mxfp8` rows with `mxfp4`.
+        w: the weights `[E, N, K]`; prepared ones must be plain (without `gate_up`).
+        out: bf16, fp16 or fp32 `[>= capacity, N]`, last dimension contiguous; made when None.
+        out_dtype: of a new output.
+        engine: "auto", "cuda", "triton" or "torch" (`runtime.resolve_engine`).
+        num_sms: most SMs that the GEMM of Hopper takes; None means all. Other kernels ignore it.
+
+    Returns:
+        The output. Rows past the last group, of groups with an expert outside `0 .. E-1`, and of groups past
+        `num_active_experts` are not written.
+
+    Raises:
+        ValueError: a shape, dtype, device, stride or format that does not fit; the message names the argument.
+    """
+    check_operands(a, w)
+    if isinstance(w, PreparedWeights) and w.gate_up is not None:
+        raise ValueError("w.gate_up: expected None in prepared weights, which are reordered for SwiGLU otherwise")
+    out = check_out(a, w, out, out_dtype)
+    plan = _plan(a, w, engine, num_sms, out=out)
+    if plan.kernel is GemmKernel.DEQUANT:
+        assert isinstance(w, PreparedWeights)
+        dequant_gemm.decoded_gemm(a, w, out, plan)
+        return out
+    raw = _restored(w) if isinstance(w, PreparedWeights) else w
+    if plan.kernel is GemmKernel.TMA:
+        tma_gemm.multiply(a, raw, out, plan)
+    elif plan.kernel is GemmKernel.TORCH:
+        reference.grouped_gemm(a, raw, out=out)
+    else:
+        target = raw_bits(out) if out.dtype == torch.bfloat16 else out
+        _launch(a, raw, plan, w.num_rows, (target, None, None, None), out.stride(0), 0, None)
+    return out
+
+
+def grouped_gemm_swiglu(
+    a: GroupedRows,
+    w: ExpertWeights | PreparedWeights,
+    activation: SwiGLU,
+    *,
+    out_format: str | TokenFormat,
+    out_gsf: float | torch.Tensor | None = None,
+    then: ExpertWeights | PreparedWeights | None = None,
+    engine: str = "auto",
+    num_sms: int | None = None,
+) -> GroupedRows:
+    """Multiply by gate and up, apply the activation in fp32, and quantize it without another rounding.
+
+    Args:
+        a: the rows, as for `grouped_gemm`.
+        w: the weights `[E, 2I, K]` of gate and up; prepared ones must have `gate_up`.
+        activation: formula and order of gate and up; must be the order of `w` where that has one.
+        out_format: format of the result; `I` must be a multiple of its block.
+        out_gsf: encode scale of an `nvfp4` result, a positive number or one fp32 element on the device, clamped to
+            2^100; None means `gemm_arguments.DEFAULT_INTERMEDIATE_GSF`. Must be None for other formats.
+        then: weights of the product that takes the result and is launched next. Where both are prepared and multiplied
+            by Hopper's kernels, the result is dequantized for it (`GroupedRows.decoded`), and no other takes it.
+        engine: "auto", "cuda", "triton" or "torch" (`runtime.resolve_engine`).
+        num_sms: most SMs that the GEMM of Hopper takes; None means all. Other kernels ignore it.
+
+    Returns:
+        Rows `[capacity, I]` of the same groups, packed by position, `row_index` None, scales in the consumer's layout;
+        `row_scale` is `1 / out_gsf` for `nvfp4`. What `grouped_gemm` would not write is uninitialized here.
+
+    Raises:
+        ValueError: a shape, dtype, device, stride or format that does not fit; the message names the argument.
+    """
+    check_operands(a, w)
+    check_activation(w, activation)
+    if isinstance(w, PreparedWeights) and w.gate_up is None:
+        raise ValueError("w.gate_up: expected prepared weights of gate and up, got plain ones")
+    plan = _plan(a, w, engine, num_sms, out_format=format_named(out_format))
+    if plan.kernel is GemmKernel.DEQUANT:
+        assert isinstance(w, PreparedWeights)
+        decoded = dequant_gemm.takes_decoded(then)
+        out, gsf = empty_intermediate(a, w, out_format, out_gsf, finished=False, stored=not decoded)
+        if decoded:
+            out = replace(out, decoded=dequant_tokens.empty_decoded(a, out.num_columns))
+        dequant_gemm.decoded_gemm_swiglu(a, w, activation, out, gsf, plan)
+        return out
+    raw = _restored(w) if isinstance(w, PreparedWeights) else w
+    if plan.kernel is GemmKernel.TORCH:
+        return reference.grouped_gemm_swiglu(a, raw, activation, out_format=out_format, out_gsf=out_gsf)
+    out, gsf = empty_intermediate(a, raw, out_format, out_gsf)
+    if plan.kernel is GemmKernel.TMA:
+        tma_gemm.multiply_swiglu(a, raw, activation, out, plan)
+        return out
+    scales = None if out.scales is None else raw_bits(out.scales)
+    target = (raw_bits(out.rows), scales, gsf, out.group_scale_offsets)
+    _launch(a, raw, plan, out.num_columns, target, 0, int(out.format.code), activation)
+    return out
+
+
+def _plan(
+    a: GroupedRows,
+    w: ExpertWeights | PreparedWeights,
+    engine: str,
+    num_sms: int | None,
+    *,
+    out: torch.Tensor | None = None,
+    out_format: TokenFormat | None = None,
+) -> GemmPlan:
+    """The plan for operands that were checked, with the output of a plain product or the format of a gated one."""
+    device, resolved = a.rows.device, resolve_engine(engine, a.rows.device)
+    aligned = scales_aligned = True
+    if resolved == "cuda" and isinstance(w, ExpertWeights):
+        aligned = tma_gemm.aligned(a.rows, w.quants, out)
+        scales_aligned = tma_gemm.scales_aligned(a.scales, w.scales)
+    return plan.plan_gemm(
+        GemmProblem(
+            resolved,
+            capability(device),
+            nvrtc.most_sms(device) if resolved == "cuda" else 0,
+            weight_format=w.format,
+            token_format=a.format,
+            experts=w.num_experts,
+            n=w.num_rows,
+            k=w.num_columns,
+            rows=a.likely_rows,
+            capacity=a.capacity,
+            groups=a.num_groups,
+            active_groups=a.max_active_groups,
+            out_format=out_format,
+            prepacked=isinstance(w, PreparedWeights),
+            gathered=a.row_index is not None,
+            scales_in_record=a.scales_in_record,
+            dequantized=a.decoded is not None,
+            sm_limit=num_sms,
+            aligned=aligned,
+            scales_aligned=scales_aligned,
+        )
+    )
+
+
+def _restored(w: PreparedWeights) -> ExpertWeights:
+    """The weights as kernels read them that are not those of Hopper."""
+    _warn_of_restoring()
+    return w.restore()
+
+
+@cache
+def _warn_of_restoring() -> None:
+    """Warn, once in a process."""
+    _LOG.warning(
+        "prepared weights are restored in every call, which is slow: only Hopper's own kernels multiply them as they "
+        'are, with engine "auto" or "cuda" on a Hopper GPU that has NVRTC; elsewhere give weights that are not prepared'
+    )
+
+
+_WORDS = {torch.bfloat16: torch.int32, torch.float8_e4m3fn: torch.int16}
+"""Words of two numbers."""
+
+
+def _operand(t: torch.Tensor, pairs: bool) -> torch.Tensor:
+    """Quants as the kernel loads them: bits under the interpreter, words of two numbers where both halves are used."""
+    if pairs and t.dtype in _WORDS:
+        word = _WORDS[t.dtype]
+        if t.stride(0) % 2 or t.data_ptr() % word.itemsize:
+            unit = f"{word.itemsize}-byte boundaries"
+            raise ValueError(f"a.rows: expected rows on {unit}, got strides {list(t.stride())}")
+        return t.view(word)
+    return raw_bits(t) if INTERPRET else t
+
+
+def _launch(
+    a: GroupedRows,
+    w: ExpertWeights,
+    plan: GemmPlan,
+    columns: int,
+    out: tuple[torch.Tensor | None, ...],
+    out_stride: int,
+    out_code: int,
+    activation: SwiGLU | None,
+) -> None:
+    if a.capacity == 0 or a.num_groups == 0 or w.num_experts == 0:
+        return
+    assert plan.triton is not None
+    rows = _operand(a.rows, w.format.element_bits == 4 and not plan.native)
+    order = w.gate_up if activation is None else activation.order
+    _grouped_gemm_kernel[(plan.blocks,)](
+        rows,
+        None if a.scales is None else raw_bits(a.scales),
+        a.row_scale,
+        a.row_index,
+        _operand(w.quants, False),
+        None if w.scales is None else raw_bits(w.scales),
+        w.expert_scales,
+        w.bias,
+        *out[:3],
+        a.group_offsets,
+        a.group_scale_offsets if a.format.swizzled else None,
+        out[3],
+        a.expert_ids,
+        a.active_on_device,
+        a.max_active_groups,
+        w.num_experts,
+        a.capacity,
+        columns,
+        a.num_columns,
+        rows.stride(0),
+        out_stride,
+        None,
+        None,
+        A_FMT=int(a.format.code),
+        W_FMT=int(w.format.code),
+        OUT_FMT=out_code,
+        A_LAYOUT=int(a.format.scale_layout),
+        W_LAYOUT=int(w.format.scale_layout),
+        SCALE_BLOCK=w.format.block,
+        ROWS_PER_SCALE=1,
+        E5M2=False,
+        ORDER=0 if order is None else order.code,
+        SCALES_PER_EXPERT=0 if w.expert_scales is None else w.expert_scales.ndim,
+        ACTIVATION=None if activation is None else (activation.alpha, activation.limit, activation.up_offset),
+        **tile_options(plan.triton, plan.native, a.num_groups, a.num_columns),
+    )
+
+
+def tile_options(tile: GemmTile, native: NativeForm, num_groups: int, k: int) -> dict[str, Any]:
+    """What a launch of the kernel takes from its plan."""
+    return {
+        "NATIVE": int(native),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "BLOCK_K": tile.block_k,
+        "BLOCK_G": max(16, triton.next_power_of_2(num_groups)),
+        "EVEN_K": k % tile.block_k == 0,
+        "INTERPRET": INTERPRET,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        "enable_fp_fusion": False,
+    }

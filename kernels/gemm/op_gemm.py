@@ -1,0 +1,218 @@
+"""The grouped GEMM behind `moe_runtime.ops.operations`: one problem record for all operations, on the kernel that layers use.
+
+An operation differs from a layer in data alone: the layout of its scales, their block along K, and where those of a
+group start. On Blackwell, NVFP4 and MXFP8 take the block-scaled MMA instead of bf16.
+
+`R` rows, `E` experts, `G` groups, `N`/`K` the weight of one expert, `V = ceil(K / block)`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.formats.number_formats import ScaleLayout, TokenFormat, ceil_div
+from moe_runtime.kernels.formats.reference_quantize import raw_bits
+from moe_runtime.kernels.gemm import dequant_gemm, op_reference, plan, tma_gemm
+from moe_runtime.kernels.gemm.grouped_gemm import _grouped_gemm_kernel, tile_options
+from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.gemm.plan import GemmKernel, GemmPlan, GemmProblem
+from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.weights import ExpertWeights
+from moe_runtime.kernels.runtime import INTERPRET, capability, resolve_engine
+
+
+@dataclass(frozen=True)
+class ScaledOperand:
+    """Quants and their block scales.
+
+    Attributes:
+        quants: contiguous `[R, quant_columns(K)]`, or `[E, N, quant_columns(K)]`.
+        scales: one-dimensional and contiguous: fp32, or bytes.
+        layout: where a scale lies among them.
+        ld: leading dimension of the layouts that have one, in scale rows; else None.
+    """
+
+    quants: torch.Tensor
+    scales: torch.Tensor
+    layout: ScaleLayout
+    ld: int | None = None
+
+
+@dataclass(frozen=True)
+class OpProblem:
+    """`out[rows of group] = (a[rows of group] @ b[expert]^T) * expert_scales[expert]`.
+
+    Attributes:
+        format: of both operands (e5m2 quants count as `fp8_block`).
+        a: rows.
+        b: weights; prepared ones on a Hopper GPU alone.
+        group_offsets: int32 `[>= num_groups + 1]`.
+        scale_offsets: int32 `[>= num_groups]`: the shift of `dense_128` for swizzled scales, the first scale row for
+            packed ones; None for `unpadded` ones.
+        expert_ids: int32 `[>= num_groups]`; an id outside `0 .. E-1` skips the group.
+        num_groups: groups that may be active.
+        num_active: how many of them are, one int32 on the device; None means all.
+        expert_scales: fp32 `[E]`, or None for 1.
+        num_columns: `K`.
+        block: numbers of K that share a scale.
+        rows_per_scale: rows that share a scale of `a`, where those are `unpadded`.
+        max_tile_n: largest tile along N.
+    """
+
+    format: TokenFormat
+    a: ScaledOperand
+    b: ScaledOperand | PreparedWeights
+    group_offsets: torch.Tensor
+    scale_offsets: torch.Tensor | None
+    expert_ids: torch.Tensor
+    num_groups: int
+    num_active: torch.Tensor | None
+    expert_scales: torch.Tensor | None
+    num_columns: int
+    block: int
+    rows_per_scale: int = 1
+    max_tile_n: int = 128
+
+    @property
+    def num_rows(self) -> int:
+        """`R`."""
+        return int(self.a.quants.shape[0])
+
+    @property
+    def num_experts(self) -> int:
+        """`E`."""
+        return self.b.num_experts if isinstance(self.b, PreparedWeights) else int(self.b.quants.shape[0])
+
+    @property
+    def num_outputs(self) -> int:
+        """`N`."""
+        return self.b.num_rows if isinstance(self.b, PreparedWeights) else int(self.b.quants.shape[1])
+
+
+def plan_op(p: OpProblem, out: torch.Tensor, engine: str) -> GemmPlan:
+    """The plan for a problem; one that restores prepacked weights leaves that to the caller."""
+    device, resolved = out.device, resolve_engine(engine, out.device)
+    cuda, aligned, scales_aligned = resolved == "cuda", True, True
+    if cuda and isinstance(p.b, PreparedWeights):
+        aligned = dequant_gemm.fits(p.a.quants, p.format, out, p.num_groups)
+    elif cuda and isinstance(p.b, ScaledOperand):
+        aligned = tma_gemm.aligned(p.a.quants, p.b.quants, out)
+        # Transposed scales are new memory, but those of a weight that has one block of rows, which stay as they are.
+        copied = p.a.layout is ScaleLayout.MN_MAJOR
+        scales_aligned = (copied or p.a.scales.data_ptr() % 16 == 0) and (
+            (copied and p.num_outputs > 128) or p.b.scales.data_ptr() % 16 == 0
+        )
+    return plan.plan_gemm(
+        GemmProblem(
+            resolved,
+            capability(device),
+            nvrtc.most_sms(device) if cuda else 0,
+            weight_format=p.format,
+            token_format=p.format,
+            experts=p.num_experts,
+            n=p.num_outputs,
+            k=p.num_columns,
+            rows=p.num_rows,
+            capacity=p.num_rows,
+            groups=p.num_groups,
+            active_groups=p.num_groups,
+            prepacked=isinstance(p.b, PreparedWeights),
+            aligned=aligned,
+            scales_aligned=scales_aligned,
+            operation=True,
+            max_tile_n=p.max_tile_n,
+            rows_per_scale=p.rows_per_scale,
+            e5m2=p.a.quants.dtype == torch.float8_e5m2,
+        )
+    )
+
+
+def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> None:
+    """Fill `out` `[R, N]`, bf16, fp16 or fp32; rows that no active group with an expert owns are not written."""
+    p, plan = problem, plan_op(problem, out, engine)
+    if isinstance(p.b, PreparedWeights):
+        assert plan.kernel is GemmKernel.DEQUANT
+        w = replace(p.b, expert_scales=p.expert_scales)
+        dequant_gemm.decoded_gemm(_grouped_rows(p), w, out, plan, packed_ld=p.a.ld, scale_block=p.block)
+        return
+    if plan.kernel is GemmKernel.TORCH:
+        op_reference.op_gemm(p, out)
+        return
+    if p.num_rows == 0 or p.num_groups == 0 or p.num_experts == 0:
+        return
+    if plan.kernel is GemmKernel.TMA:
+        _tma_gemm(p, p.b, out, plan)
+        return
+    assert plan.triton is not None
+    a, b = (raw_bits(t) if INTERPRET else t for t in (p.a.quants, p.b.quants))
+    _grouped_gemm_kernel[(plan.blocks,)](
+        a,
+        raw_bits(p.a.scales),
+        None,
+        None,
+        b,
+        raw_bits(p.b.scales),
+        p.expert_scales,
+        None,
+        raw_bits(out) if out.dtype == torch.bfloat16 else out,
+        None,
+        None,
+        p.group_offsets,
+        p.scale_offsets,
+        None,
+        p.expert_ids,
+        p.num_active,
+        p.num_groups,
+        p.num_experts,
+        p.num_rows,
+        p.num_outputs,
+        p.num_columns,
+        a.stride(0),
+        out.stride(0),
+        p.a.ld,
+        p.b.ld,
+        A_FMT=int(p.format.code),
+        W_FMT=int(p.format.code),
+        OUT_FMT=0,
+        A_LAYOUT=int(p.a.layout),
+        W_LAYOUT=int(p.b.layout),
+        SCALE_BLOCK=p.block,
+        ROWS_PER_SCALE=p.rows_per_scale,
+        E5M2=p.a.quants.dtype == torch.float8_e5m2,
+        ORDER=0,
+        SCALES_PER_EXPERT=0 if p.expert_scales is None else 1,
+        ACTIVATION=None,
+        **tile_options(plan.triton, plan.native, p.num_groups, p.num_columns),
+    )
+
+
+def _grouped_rows(p: OpProblem, scales: torch.Tensor | None = None) -> GroupedRows:
+    """The rows as layers have them; `scales` in place of those of the problem."""
+    return GroupedRows(
+        format=p.format,
+        rows=p.a.quants,
+        scales=p.a.scales if scales is None else scales,
+        row_scale=None,
+        row_index=None,
+        group_offsets=p.group_offsets,
+        group_scale_offsets=p.scale_offsets,
+        expert_ids=p.expert_ids[: p.num_groups],
+        capacity=p.num_rows,
+        num_columns=p.num_columns,
+        num_active_experts=p.num_groups if p.num_active is None else p.num_active,
+    )
+
+
+def _tma_gemm(p: OpProblem, b: ScaledOperand, out: torch.Tensor, plan: GemmPlan) -> None:
+    """FP8 on Hopper's kernel, with the scales K-major."""
+    columns, blocks = p.num_columns // 128, ceil_div(p.num_outputs, 128)
+    a_scales, b_scales = p.a.scales, b.scales
+    if p.a.layout is ScaleLayout.MN_MAJOR:
+        a_scales = a_scales.view(columns, -1)[:, : p.num_rows].T.contiguous()
+        b_scales = b_scales.view(p.num_experts, columns, blocks).transpose(1, 2).contiguous()
+    rows = _grouped_rows(p, a_scales.view(-1, columns))
+    w = ExpertWeights(p.format, b.quants, b_scales.view(p.num_experts, blocks, columns))
+    tma_gemm.multiply(rows, w, out, plan)

@@ -1,0 +1,189 @@
+"""Expert weights in the order that the kernels of an architecture read: made once at load, invertible bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields, replace
+from typing import Any, ClassVar
+
+import torch
+
+from moe_runtime.kernels.formats.number_formats import NVFP4, TokenFormat
+from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, one_of
+
+E4M3_MAX_CODE = 0x7E
+RESULT_FORMATS = ("bf16", "mxfp8", "nvfp4")
+"""Formats of a gated result of the GEMM of prepared weights."""
+
+MAX_PREPARED_EXPERTS = 512
+"""Groups that the GEMM of prepared weights takes."""
+
+
+@dataclass(frozen=True)
+class PreparedWeights:
+    """`ExpertWeights` in the layout of `kernels/gemm/dequant_layout.py`, for the GEMM of Hopper (`arch` 90) that dequantizes
+    weights in registers.
+
+    One copy serves every number of rows. `E` experts, `N x K` the weight of one. Where the engine is not `cuda` (no
+    Hopper GPU, no NVRTC, another one asked for), `restore` turns them back in each call: slow, and not to be captured
+    in a graph.
+
+    Attributes:
+        format: `nvfp4` or `mxfp8`.
+        units: uint8 `[E, chunks of K, units of N, units of a chunk, unit bytes]`, quants and scales.
+        num_rows: `N`.
+        num_columns: `K`.
+        expert_scales: fp32 `[E]`, or `[E, 2]` for gate and up apart; None means 1.
+        bias: fp32 `[E, N]`; None means 0.
+        gate_up: where gate and up lay; such weights are for `grouped_gemm_swiglu` alone. None for plain weights.
+        has_special_values: uint8 `[E, units of N]` of `mxfp8`: 1 where rows hold a NaN or a scale above `2^7`, whose
+            dequantization takes more steps. None for `nvfp4`.
+    """
+
+    format: TokenFormat
+    units: torch.Tensor
+    num_rows: int
+    num_columns: int
+    expert_scales: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    gate_up: GateUpOrder | None = None
+    has_special_values: torch.Tensor | None = None
+    arch: ClassVar[int] = 90
+
+    def __post_init__(self) -> None:
+        from moe_runtime.kernels.gemm.dequant_layout import DECODED_FORMATS, unit_rows, units_shape
+
+        if self.format not in DECODED_FORMATS:
+            names = " or ".join(fmt.name for fmt in DECODED_FORMATS)
+            raise ValueError(f"format: expected {names}, got {self.format.name}")
+        experts = int(self.units.shape[0])
+        sizes = (experts, *units_shape(self.num_rows, self.num_columns, self.format))
+        self._check("units", self.units, torch.uint8, (sizes,))
+        scales = ((experts,),) + (((experts, 2),) if self.gate_up is not None else ())
+        self._check("expert_scales", self.expert_scales, torch.float32, scales)
+        self._check("bias", self.bias, torch.float32, ((experts, self.num_rows),))
+        if (self.has_special_values is None) != (self.format is NVFP4):
+            expected = "None" if self.format is NVFP4 else "a tensor"
+            raise ValueError(f"has_special_values: expected {expected} for {self.format.name}")
+        self._check("has_special_values", self.has_special_values, torch.uint8, ((experts, unit_rows(self.num_rows)),))
+
+    def _check(
+        self, name: str, tensor: torch.Tensor | None, dtype: torch.dtype, shapes: tuple[tuple[int, ...], ...]
+    ) -> None:
+        if tensor is None:
+            return
+        if tuple(tensor.shape) not in shapes or tensor.dtype != dtype or not tensor.is_contiguous():
+            expected = " or ".join(str(list(shape)) for shape in shapes)
+            raise ValueError(f"{name}: expected contiguous {dtype} {expected}, got {tensor.dtype} {list(tensor.shape)}")
+        if tensor.device != self.units.device:
+            raise ValueError(f"{name}: expected device {self.units.device}, got {tensor.device}")
+
+    @classmethod
+    def prepare(cls, w: ExpertWeights, *, engine: str = "auto", argument: str = "w.scales") -> PreparedWeights:
+        """Reorder `w`, one expert after the other; weights with `gate_up` are prepared for SwiGLU.
+
+        Raises `ValueError` for a format that is not dequantized in registers, and, naming `argument`, for `nvfp4` block
+        scales that are negative or NaN. Waits for the device.
+        """
+        from moe_runtime.kernels.formats.swizzle import unswizzle_scales
+        from moe_runtime.kernels.gemm.dequant_layout import (
+            DECODED_FORMATS,
+            pack_units,
+            source_rows,
+            unit_rows,
+            units_shape,
+            units_with_special_values,
+        )
+
+        if w.format not in DECODED_FORMATS:
+            names = " or ".join(fmt.name for fmt in DECODED_FORMATS)
+            raise ValueError(f"w.format: expected {names}, got {w.format.name}")
+        assert w.scales is not None
+        rows = source_rows(w.num_rows, w.gate_up).to(w.device)
+        columns = w.format.scale_columns(w.num_columns)
+        shape = (w.num_experts, *units_shape(w.num_rows, w.num_columns, w.format))
+        all_units = torch.empty(shape, dtype=torch.uint8, device=w.device)
+        marks = None
+        if w.format is not NVFP4:
+            marks = torch.empty(w.num_experts, unit_rows(w.num_rows), dtype=torch.uint8, device=w.device)
+        for expert, (units, quants, scales) in enumerate(zip(all_units, w.quants, w.scales, strict=True)):
+            linear = unswizzle_scales(scales[None], w.num_rows, columns, engine=engine)[0].view(torch.uint8)
+            if w.format is NVFP4 and int(linear.max()) > E4M3_MAX_CODE:
+                raise ValueError(
+                    f"{argument}: expected e4m3 numbers that are not negative, got a NaN or a negative one"
+                )
+            units.copy_(pack_units(quants.view(torch.uint8), linear, w.format, rows))
+            if marks is not None:
+                marks[expert] = units_with_special_values(quants.view(torch.uint8), linear, rows)
+        return cls(w.format, all_units, w.num_rows, w.num_columns, w.expert_scales, w.bias, w.gate_up, marks)
+
+    @staticmethod
+    def wanted(w: ExpertWeights, engine: str = "auto") -> bool:
+        """Whether the GEMM is faster with `w` prepared: on Hopper, dequantized in registers, of few enough experts."""
+        from moe_runtime.kernels.gemm.dequant_layout import DECODED_FORMATS
+        from moe_runtime.kernels.runtime import resolve_engine
+
+        can = w.format in DECODED_FORMATS and w.num_experts <= MAX_PREPARED_EXPERTS
+        return can and resolve_engine(engine, w.device) == "cuda"
+
+    def expert(self, expert: int) -> PreparedWeights:
+        """The weights of one expert. Raises `ValueError` if there is no such one."""
+        one = one_of(expert, self.num_experts)
+        return self._each(lambda t: t[one])
+
+    def clone(self) -> PreparedWeights:
+        """A copy of the quants and scales in other memory."""
+        return replace(self, units=self.units.clone())
+
+    def restore(self, *, engine: str = "auto") -> ExpertWeights:
+        """The weights that `prepare` was given."""
+        from moe_runtime.kernels.formats.swizzle import swizzle_scales
+        from moe_runtime.kernels.gemm.dequant_layout import source_rows, unpack_units
+
+        rows = source_rows(self.num_rows, self.gate_up).to(self.device)
+        sizes = self.num_rows, self.num_columns
+        quants, scales = (
+            torch.empty(self.num_experts, self.num_rows, width, dtype=torch.uint8, device=self.device)
+            for width in (self.format.quant_bytes(self.num_columns), self.format.scale_columns(self.num_columns))
+        )
+        for expert, units in enumerate(self.units):
+            quants[expert], scales[expert] = unpack_units(units, self.format, rows, *sizes)
+        return ExpertWeights(
+            self.format,
+            quants.view(self.format.quant_dtype),
+            swizzle_scales(
+                scales if self.format.scale_dtype is None else scales.view(self.format.scale_dtype), engine=engine
+            ),
+            self.expert_scales,
+            self.bias,
+            self.gate_up,
+        )
+
+    @property
+    def num_experts(self) -> int:
+        """`E`."""
+        return int(self.units.shape[0])
+
+    @property
+    def device(self) -> torch.device:
+        return self.units.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(t.numel() * t.element_size() for t in self._tensors.values())
+
+    def to(self, device: torch.device | str) -> PreparedWeights:
+        """The same weights on `device`."""
+        return self._each(lambda t: t.to(device))
+
+    @property
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        """By field; those that are None are left out."""
+        found = ((field.name, getattr(self, field.name)) for field in fields(self))
+        return {name: value for name, value in found if isinstance(value, torch.Tensor)}
+
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PreparedWeights:
+        """With `change` of every tensor."""
+        changed: dict[str, Any] = {name: change(tensor) for name, tensor in self._tensors.items()}
+        return replace(self, **changed)

@@ -1,0 +1,248 @@
+"""Grouped GEMM on Hopper for weights that tensor cores read as they are stored: `fp8_block` and `bf16`.
+
+The host side of `tma_gemm.cu`: tensor maps, launches. `plan.py` says what it takes and in which shape. The
+contract is that of `grouped_gemm.py`, whose Triton kernel takes everything else. `fp8_block` sums each 128 of K from
+zero in the tensor cores and adds `partial * (row scale * weight scale)` in fp32, or, where that product of scales is
+not a normal number, `(partial * row scale) * weight scale`; `bf16` sums in the tensor cores. Every row sums its K in
+the order of K, whatever the shape, its tile and its neighbours: both shapes give the same bits.
+
+Least times on one H200. Prefill, FP8, 8 groups x 4096 rows, (N, K) = (4096, 7168): 1.92e12 flops take 1.34 ms at the
+1437 TFLOP/s of torch's dense 8192^3, 0.74 GB take 0.17 ms. Decode, FP8, 32 groups x 32 rows, both products of the
+reference model: 1.41 GB of weights take 328 us at 4.3 TB/s.
+
+Measured after rests, and without them (launch/results/gemm_h200.json of commit 2dbcdbe; TFLOP/s, in parentheses torch's
+row-wise _scaled_grouped_mm or _grouped_mm; see `launch/benchmarks/timing.py`):
+
+    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1427 / 1342 (1403 / 1280); (4096, 7168) without rests 1217 (1203)
+    FP8  4 x 8192, the same                           1432 / 1335 (1377 / 1276); 1220 (1166)
+    BF16 8 x 4096, the same                           810 / 792 (792 / 774); without rests 693 / 670 (675 / 658)
+    FP8  8 x 16, 32, 48 rows                          60.0, 60.6, 61.5 us / 33.8, 34.4, 35.1 us
+    FP8  32 x 32 rows, gate_up and down               345 us
+
+What bounds it (power), what each version gained and what was dropped: `kernels/gemm/notes.md`.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import cache, lru_cache
+from typing import Any
+
+import torch
+
+from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.formats.number_formats import FormatCode, TokenFormat, ceil_div
+from moe_runtime.kernels.gemm.arguments import OUT_DTYPES
+from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.gemm.plan import GemmPlan
+from moe_runtime.kernels.gemm.shapes import HALF, MAX_STAGES, TILE_ROWS, TmaShape
+from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
+
+SOURCE = "tma_gemm.cu"
+THREADS = 384
+MAPS_KEPT = 1024
+"""Tensor maps that are kept, by address and shape."""
+
+
+def aligned(rows: torch.Tensor, quants: torch.Tensor, out: torch.Tensor | None = None) -> bool:
+    """Whether the kernel can load these rows and weights, and store `out`: in rows that begin at 16-byte boundaries."""
+    return _aligned(rows) and quants.data_ptr() % 16 == 0 and (out is None or _aligned(out))
+
+
+def _aligned(t: torch.Tensor) -> bool:
+    stride = t.stride(0) * t.element_size()
+    return t.data_ptr() % 16 == 0 and stride % 16 == 0 and 0 < stride < 2**40
+
+
+def scales_aligned(a: torch.Tensor | None, w: torch.Tensor | None) -> bool:
+    """Whether TMA can bring the scales of rows and weights."""
+    return a is not None and w is not None and a.data_ptr() % 16 == w.data_ptr() % 16 == 0
+
+
+def multiply(a: GroupedRows, w: ExpertWeights, out: torch.Tensor, plan: GemmPlan) -> None:
+    """`grouped_gemm` into `out`, of what has been checked."""
+    _launch(a, w, plan, w.num_rows, out, out.stride(0), None, OUT_DTYPES.index(out.dtype), None)
+
+
+def multiply_swiglu(a: GroupedRows, w: ExpertWeights, activation: SwiGLU, out: GroupedRows, plan: GemmPlan) -> None:
+    """`grouped_gemm_swiglu` into `out`, of what has been checked."""
+    code = 0 if out.scales is None else 3
+    _launch(a, w, plan, out.num_columns, out.rows, out.num_columns, out.scales, code, activation)
+
+
+class _Extras(ctypes.Structure):
+    _fields_ = (
+        ("row_scale", ctypes.c_void_p),
+        ("expert_scales", ctypes.c_void_p),
+        ("bias", ctypes.c_void_p),
+        ("scales_per_expert", ctypes.c_int32),
+    )
+
+
+@cache
+def macros(
+    fmt: TokenFormat,
+    shape: TmaShape,
+    num_groups: int,
+    *,
+    gather: bool,
+    gated: bool,
+    order: GateUpOrder | None,
+    out_code: int,
+    extras: bool,
+    copied_scales: bool = False,
+) -> nvrtc.Defines:
+    """Macros of `tma_gemm.cu`; `out_code` is 0 bf16, 1 fp16, 2 fp32, 3 e4m3 with block scales."""
+    return nvrtc.Defines(
+        {
+            "FP8": int(fmt.code == FormatCode.FP8_BLOCK),
+            "STAGES": shape.stages(num_groups),
+            "CLUSTER": shape.cluster,
+            "A_BOX": shape.box_rows,
+            "GATHER": int(gather),
+            "GATED": int(gated),
+            "ORDER": 0 if order is None else order.code,
+            "OUT": out_code,
+            "EXTRAS": int(extras),
+            "TMA_SCALES": int(copied_scales),
+        }
+    )
+
+
+def _launch(
+    a: GroupedRows,
+    w: ExpertWeights,
+    plan: GemmPlan,
+    columns: int,
+    out: torch.Tensor,
+    out_stride: int,
+    out_scales: torch.Tensor | None,
+    out_code: int,
+    activation: SwiGLU | None,
+) -> None:
+    assert plan.tma is not None
+    shape, copied_scales = plan.tma.shape, plan.tma.copies_scales
+    device, groups = a.rows.device, a.num_groups
+    scales_per_expert = 0 if w.expert_scales is None else w.expert_scales.ndim
+    order = activation.order if activation is not None else (w.gate_up if scales_per_expert == 2 else None)
+    gather = a.row_index is not None
+    defines = macros(
+        a.format,
+        shape,
+        groups,
+        gather=gather,
+        gated=activation is not None,
+        order=order,
+        out_code=out_code,
+        extras=not (a.row_scale is None and w.expert_scales is None and w.bias is None),
+        copied_scales=copied_scales,
+    )
+    extras = _Extras(_pointer(a.row_scale), _pointer(w.expert_scales), _pointer(w.bias), scales_per_expert)
+    w_map = _weight_map(w, None if activation is None else activation.order)
+    a_map = w_map if gather else _rows_map(a.rows, a.num_columns, shape.box_rows)
+    row_bytes = a.num_columns * a.rows.element_size()
+    formula = activation or SwiGLU()
+    nvrtc.launch(
+        SOURCE,
+        "tma_gemm",
+        defines,
+        grid=(plan.blocks, 1, 1),
+        block=THREADS,
+        arguments=[
+            a_map,
+            w_map,
+            _scales_map(a.scales) if copied_scales and a.scales is not None else w_map,
+            a.rows,
+            ctypes.c_int64(a.rows.stride(0) * a.rows.element_size()),
+            a.row_index,
+            a.scales,
+            w.scales,
+            extras,
+            out,
+            ctypes.c_int64(out_stride),
+            out_scales,
+            a.group_offsets,
+            a.expert_ids,
+            a.active_on_device,
+            a.max_active_groups,
+            w.num_experts,
+            a.capacity,
+            columns,
+            ceil_div(row_bytes, 128),
+            row_bytes,
+            shape.band,
+            ctypes.c_float(formula.alpha),
+            ctypes.c_float(float("inf") if formula.limit is None else formula.limit),
+            # Adding -0 changes no number.
+            ctypes.c_float(formula.up_offset or -0.0),
+        ],
+        device=device,
+        shared_bytes=shape.shared_bytes(groups),
+    )
+
+
+def _pointer(t: torch.Tensor | None) -> int | None:
+    return None if t is None else t.data_ptr()
+
+
+def _rows_map(rows: torch.Tensor, k: int, box_rows: int) -> Any:
+    """Map of `[rows, K]`: boxes of 128 bytes of K times `box_rows`; zeros outside."""
+    stride = rows.stride(0) * rows.element_size()
+    return _tensor_map(
+        rows.data_ptr(),
+        rows.element_size(),
+        (k, max(rows.shape[0], 1)),
+        (stride,),
+        (128 // rows.element_size(), box_rows),
+    )
+
+
+def _scales_map(scales: torch.Tensor) -> Any:
+    """Map of `[rows, K / 128]` fp32: boxes of 4 columns times 128 rows; zeros outside."""
+    rows, v = scales.shape
+    return _tensor_map(scales.data_ptr(), 4, (v, rows), (4 * v,), (MAX_STAGES, TILE_ROWS))
+
+
+def _weight_map(w: ExpertWeights, order: GateUpOrder | None) -> Any:
+    """Map of `[E, halves, rows, K]`, or `[E, rows, halves, K]` where gate and up alternate: boxes of 128 rows."""
+    size = w.quants.element_size()
+    experts, n, k = w.quants.shape
+    row, expert, box_k = k * size, n * k * size, 128 // size
+    if order is None:
+        dims, strides, box = (k, n, 1, experts), (row, expert, expert), (box_k, HALF, 1, 1)
+    elif order is GateUpOrder.INTERLEAVED:
+        dims, strides, box = (k, 2, n // 2, experts), (row, 2 * row, expert), (box_k, 1, HALF, 1)
+    else:
+        dims, strides, box = (k, n // 2, 2, experts), (row, n // 2 * row, expert), (box_k, HALF, 1, 1)
+    return _tensor_map(w.quants.data_ptr(), size, dims, strides, box)
+
+
+@lru_cache(MAPS_KEPT)
+def _tensor_map(
+    address: int, element_size: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
+) -> Any:
+    """A tensor map, in the 128-byte swizzle unless of fp32; kept, since encoding one takes longer than a launch."""
+    from cuda.bindings import driver
+
+    kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
+    kind, swizzle = {
+        1: (kinds.CU_TENSOR_MAP_DATA_TYPE_UINT8, swizzles.CU_TENSOR_MAP_SWIZZLE_128B),
+        2: (kinds.CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, swizzles.CU_TENSOR_MAP_SWIZZLE_128B),
+        4: (kinds.CU_TENSOR_MAP_DATA_TYPE_FLOAT32, swizzles.CU_TENSOR_MAP_SWIZZLE_NONE),
+    }[element_size]
+    status, tensor_map = driver.cuTensorMapEncodeTiled(
+        kind,
+        len(dims),
+        address,
+        [driver.cuuint64_t(size) for size in dims],
+        [driver.cuuint64_t(stride) for stride in strides],
+        [driver.cuuint32_t(size) for size in box],
+        [driver.cuuint32_t(1)] * len(dims),
+        driver.CUtensorMapInterleave.CU_TENSOR_MAP_INTERLEAVE_NONE,
+        swizzle,
+        driver.CUtensorMapL2promotion.CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+        driver.CUtensorMapFloatOOBfill.CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE,
+    )
+    if int(status) != 0:
+        raise nvrtc.NvrtcError(f"cuTensorMapEncodeTiled {dims} {strides} {box}: {status.name}")
+    return tensor_map

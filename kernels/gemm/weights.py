@@ -1,0 +1,310 @@
+"""Weights of the experts of one rank as the grouped GEMM reads them, and the activation between its two GEMMs.
+
+A weight is quantized once, offline, along K. Second-level scales stay out of the quants and are applied to the fp32
+accumulator. `E` experts, `N x K` the weight of one, `I` rows of gate (and of up), `V = ceil(K / block)`.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from enum import StrEnum
+
+import torch
+
+from moe_runtime.kernels.arguments import check_is_tensor
+from moe_runtime.kernels.formats.number_formats import (
+    FP8_BLOCK,
+    WEIGHT_BLOCK_N,
+    QuantizedRows,
+    TokenFormat,
+    ceil_div,
+    weight_format_named,
+)
+from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
+from moe_runtime.kernels.formats.reference_quantize import quantize_fp8_blocks, token_gsf
+from moe_runtime.kernels.formats.swizzle import swizzle_scales, unswizzle_scales
+
+
+class GateUpOrder(StrEnum):
+    """Order of the rows of gate and up in the `2I` rows of the first weight.
+
+    For `I = 2` the rows are, top to bottom: `GATE_UP` g0 g1 u0 u1, `UP_GATE` u0 u1 g0 g1, `INTERLEAVED` g0 u0 g1 u1.
+    """
+
+    GATE_UP = "gate_up"
+    UP_GATE = "up_gate"
+    INTERLEAVED = "interleaved"
+
+    @classmethod
+    def _missing_(cls, value: object) -> None:
+        raise ValueError(f"order of gate and up: expected one of {[order.value for order in cls]}, got {value!r}")
+
+    @property
+    def code(self) -> int:
+        """The code that kernels branch on; 0 is for weights that are not gate and up."""
+        return 1 + list(GateUpOrder).index(self)
+
+    def gate_rows(self, num_rows: int) -> slice:
+        """The rows of gate among `num_rows = 2I`."""
+        half = num_rows // 2
+        return (slice(0, half), slice(half, num_rows), slice(0, num_rows, 2))[self.code - 1]
+
+    def up_rows(self, num_rows: int) -> slice:
+        """The rows of up among `num_rows = 2I`."""
+        half = num_rows // 2
+        return (slice(half, num_rows), slice(0, half), slice(1, num_rows, 2))[self.code - 1]
+
+
+@dataclass(frozen=True)
+class SwiGLU:
+    """The activation between the two products: `gate * sigmoid(alpha * gate) * (up + up_offset)`, in fp32.
+
+    A `limit` first clamps gate to at most `limit` and up to `-limit .. limit`. The defaults are `silu(gate) * up`
+    (Shazeer, arXiv 2002.05202). `GPT_OSS` is `swiglu` in github.com/openai/gpt-oss, gpt_oss/torch/model.py. NaN stays
+    NaN.
+
+    Attributes:
+        order: order of the rows of gate and up in the first weight.
+        alpha: factor inside the sigmoid.
+        limit: the clamp, positive; None for none.
+        up_offset: added to up after the clamp.
+    """
+
+    order: GateUpOrder = GateUpOrder.GATE_UP
+    alpha: float = 1.0
+    limit: float | None = None
+    up_offset: float = 0.0
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "order", GateUpOrder(self.order))
+        for name in ("alpha", "up_offset"):
+            value = getattr(self, name)
+            if not (isinstance(value, (int, float)) and math.isfinite(value)):
+                raise ValueError(f"{name}: expected a finite number, got {value!r}")
+        if self.limit is not None and not (isinstance(self.limit, (int, float)) and self.limit > 0):
+            raise ValueError(f"limit: expected a positive number or None, got {self.limit!r}")
+
+
+def scales_shape(fmt: TokenFormat, num_experts: int, num_rows: int, num_columns: int) -> tuple[int, ...] | None:
+    """Shape of the block scales of weights `[E, N, K]` in a format; None if it has none."""
+    blocks, columns = ceil_div(num_rows, WEIGHT_BLOCK_N), fmt.scale_columns(num_columns)
+    if fmt.scale_dtype is None:
+        return None
+    return (num_experts, blocks, ceil_div(columns, 4), 32, 4, 4) if fmt.swizzled else (num_experts, blocks, columns)
+
+
+def one_of(expert: int, num_experts: int) -> slice:
+    """The slice that selects `expert` among `num_experts`. Raises `ValueError` if it is out of range."""
+    if not 0 <= expert < num_experts:
+        raise ValueError(f"expert: expected 0 .. {num_experts - 1}, got {expert}")
+    return slice(expert, expert + 1)
+
+
+SILU = SwiGLU()
+GPT_OSS = SwiGLU(GateUpOrder.INTERLEAVED, alpha=1.702, limit=7.0, up_offset=1.0)
+
+
+@dataclass(frozen=True)
+class ExpertWeights:
+    """`E` weights `[N, K]` in one format, each reading back as `quants * scales * expert_scales`.
+
+    Attributes:
+        format: number format of the weights (a name is looked up).
+        quants: `[E, N, quant_columns(K)]` of `format.quant_dtype`, contiguous; `N` a multiple of 8.
+        scales: block scales; `nvfp4`, `mxfp4` and `mxfp8`: `[E, ceil(N/128), ceil(V/4), 32, 4, 4]`, the 128x4 swizzle;
+            `fp8_block`: fp32 `[E, ceil(N/128), ceil(K/128)]`, blocks of 128x128; None for bf16.
+        expert_scales: fp32 `[E]`, or `[E, 2]` where gate (0) and up (1) differ, applied to the fp32 accumulator;
+            None means 1.
+        bias: fp32 `[E, N]`, added after the scales; None means 0.
+        gate_up: order of gate and up among the `N` rows; None for other weights.
+
+    Raises:
+        ValueError: a tensor of the wrong shape, dtype, device or stride; the message names it.
+    """
+
+    format: TokenFormat
+    quants: torch.Tensor
+    scales: torch.Tensor | None = None
+    expert_scales: torch.Tensor | None = None
+    bias: torch.Tensor | None = None
+    gate_up: GateUpOrder | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "format", weight_format_named(self.format))
+        if self.gate_up is not None:
+            object.__setattr__(self, "gate_up", GateUpOrder(self.gate_up))
+        if check_is_tensor("quants", self.quants).ndim != 3:
+            raise ValueError(f"quants: expected [E, N, columns], got shape {list(self.quants.shape)}")
+        self._check("quants", self.quants, self.quants.shape, self.format.quant_dtype)
+        self.format.check_columns(self.num_columns, "K of quants")
+        unit = 8 if self.gate_up is None else 16
+        if self.num_rows <= 0 or self.num_rows % unit:
+            raise ValueError(f"N of quants: expected a positive multiple of {unit}, got {self.num_rows}")
+        shape = scales_shape(self.format, self.num_experts, self.num_rows, self.num_columns)
+        self._check("scales", self.scales, shape, self.format.scale_dtype)
+        if self.expert_scales is not None:
+            check_is_tensor("expert_scales", self.expert_scales)
+            shapes = [(self.num_experts,)] + ([(self.num_experts, 2)] if self.gate_up is not None else [])
+            if tuple(self.expert_scales.shape) not in shapes:
+                expected = " or ".join(str(list(shape)) for shape in shapes)
+                raise ValueError(f"expert_scales: expected shape {expected}, got {list(self.expert_scales.shape)}")
+            self._check("expert_scales", self.expert_scales, self.expert_scales.shape, torch.float32)
+        if self.bias is not None:
+            self._check("bias", self.bias, (self.num_experts, self.num_rows), torch.float32)
+
+    @property
+    def num_experts(self) -> int:
+        """`E`."""
+        return int(self.quants.shape[0])
+
+    @property
+    def num_rows(self) -> int:
+        """`N`."""
+        return int(self.quants.shape[1])
+
+    @property
+    def num_columns(self) -> int:
+        """`K`."""
+        return int(self.quants.shape[2]) * 8 * self.quants.element_size() // self.format.element_bits
+
+    @property
+    def device(self) -> torch.device:
+        return self.quants.device
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of all tensors."""
+        tensors = (self.quants, self.scales, self.expert_scales, self.bias)
+        return sum(t.numel() * t.element_size() for t in tensors if t is not None)
+
+    def to(self, device: torch.device | str) -> ExpertWeights:
+        """The same weights on `device`."""
+        scales, expert_scales, bias = (
+            None if t is None else t.to(device) for t in (self.scales, self.expert_scales, self.bias)
+        )
+        return replace(self, quants=self.quants.to(device), scales=scales, expert_scales=expert_scales, bias=bias)
+
+    def expert(self, expert: int) -> ExpertWeights:
+        """The weights of one expert. Raises `ValueError` if it is out of range."""
+        one = one_of(expert, self.num_experts)
+        scales, expert_scales, bias = (
+            None if t is None else t[one] for t in (self.scales, self.expert_scales, self.bias)
+        )
+        return replace(self, quants=self.quants[one], scales=scales, expert_scales=expert_scales, bias=bias)
+
+    def clone(self) -> ExpertWeights:
+        """A copy of the quants and scales in other memory."""
+        return replace(self, quants=self.quants.clone(), scales=None if self.scales is None else self.scales.clone())
+
+    @classmethod
+    def quantize(
+        cls,
+        w_ENK: torch.Tensor,
+        fmt: str | TokenFormat,
+        *,
+        gate_up: GateUpOrder | bool = False,
+        bias: torch.Tensor | None = None,
+        engine: str = "auto",
+    ) -> ExpertWeights:
+        """Quantize weights `[E, N, K]`, bf16 or fp32; a parameter is detached.
+
+        `nvfp4`: encode scale `min(2688 / amax, 2^100)` of each expert, separate for gate and up if `gate_up` is given
+        (`True` is `GateUpOrder.GATE_UP`). The decode scales become `expert_scales`. `fp8_block`: 128x128 blocks,
+        partial ones at the end of N. `mxfp8`, `mxfp4` and `nvfp4` blocks lie along K.
+
+        Raises `ValueError` for a wrong shape or dtype and for sizes that the format cannot block.
+        """
+        fmt = weight_format_named(fmt)
+        order = (GateUpOrder.GATE_UP if gate_up else None) if isinstance(gate_up, bool) else GateUpOrder(gate_up)
+        if check_is_tensor("w", w_ENK).ndim != 3:
+            raise ValueError(f"w: expected [E, N, K], got shape {list(w_ENK.shape)}")
+        if w_ENK.dtype not in (torch.bfloat16, torch.float32):
+            raise ValueError(f"w: expected bfloat16 or float32, got {w_ENK.dtype}")
+        fmt.check_columns(w_ENK.shape[2], "K of w")
+        unit = 8 if order is None else 16
+        if w_ENK.shape[1] <= 0 or w_ENK.shape[1] % unit:
+            raise ValueError(f"N of w: expected a positive multiple of {unit}, got {w_ENK.shape[1]}")
+        w_ENK = w_ENK.detach().contiguous()
+        bias = None if bias is None else bias.detach().float().contiguous()
+        if fmt.scale_dtype is None:
+            return cls(fmt, w_ENK.to(fmt.quant_dtype), bias=bias, gate_up=order)
+        if fmt.scale_dtype == torch.float32:
+            blocks = quantize_fp8_blocks(w_ENK.float(), WEIGHT_BLOCK_N, FP8_BLOCK.quant_dtype)
+            return cls(fmt, *blocks, bias=bias, gate_up=order)
+        return cls(fmt, *_quantize_along_k(w_ENK, fmt, order, engine), bias=bias, gate_up=order)
+
+    def dequantize(self, *, engine: str = "auto") -> torch.Tensor:
+        """fp32 `[E, N, K]`: `(quant * block scale) * expert scale`, in that order; without the bias."""
+        experts, rows, columns = self.num_experts, self.num_rows, self.num_columns
+        if self.scales is None:
+            w_ENK = self.quants.float()
+        elif self.scales.dtype == torch.float32:
+            blocks = self.scales.repeat_interleave(WEIGHT_BLOCK_N, 1)[:, :rows]
+            w_ENK = self.quants.float() * blocks.repeat_interleave(self.format.block, 2)[:, :, :columns]
+        else:
+            scales = unswizzle_scales(self.scales, rows, self.format.scale_columns(columns), engine=engine)
+            ones = None
+            if self.format.has_row_scale:
+                ones = torch.ones(experts * rows, dtype=torch.float32, device=self.device)
+            rows_RK = QuantizedRows(self.format, self.quants.flatten(0, 1), scales.flatten(0, 1), ones)
+            w_ENK = dequantize_rows(rows_RK, engine=engine).view(experts, rows, columns)
+        return w_ENK if self.expert_scales is None else w_ENK * self.row_factors()[:, :, None]
+
+    def row_factors(self) -> torch.Tensor:
+        """`expert_scales` of each row, fp32 `[E, N]`; ones if there are none."""
+        factors = torch.ones(self.num_experts, self.num_rows, dtype=torch.float32, device=self.device)
+        if self.expert_scales is None:
+            return factors
+        if self.expert_scales.ndim == 1 or self.gate_up is None:
+            return factors * self.expert_scales[:, None]
+        factors[:, self.gate_up.gate_rows(self.num_rows)] = self.expert_scales[:, :1]
+        factors[:, self.gate_up.up_rows(self.num_rows)] = self.expert_scales[:, 1:]
+        return factors
+
+    def _check(
+        self, name: str, tensor: torch.Tensor | None, shape: tuple[int, ...] | None, dtype: torch.dtype | None
+    ) -> None:
+        if shape is None or tensor is None:
+            if (shape is None) != (tensor is None):
+                expected = "None" if shape is None else f"a tensor of shape {list(shape)}"
+                raise ValueError(f"{name}: expected {expected} for {self.format.name}, got {type(tensor).__name__}")
+            return
+        if tuple(check_is_tensor(name, tensor).shape) != tuple(shape):
+            raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+        if tensor.dtype != dtype:
+            raise ValueError(f"{name}: expected {dtype}, got {tensor.dtype}")
+        if tensor.device != self.quants.device:
+            raise ValueError(f"{name}: expected device {self.quants.device}, got {tensor.device}")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{name}: expected a contiguous tensor, got strides {list(tensor.stride())}")
+
+
+def _quantize_along_k(
+    w_ENK: torch.Tensor, fmt: TokenFormat, order: GateUpOrder | None, engine: str
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Quants, swizzled scales and decode scales of formats whose blocks lie along K."""
+    assert fmt.scale_dtype is not None
+    experts, rows, columns = w_ENK.shape
+    parts = [slice(None)] if order is None else [order.gate_rows(rows), order.up_rows(rows)]
+    quants = w_ENK.new_empty((experts, rows, fmt.quant_columns(columns)), dtype=fmt.quant_dtype)
+    scales = w_ENK.new_empty((experts, rows, fmt.scale_columns(columns)), dtype=fmt.scale_dtype)
+    expert_scales = None
+    if fmt.has_row_scale:
+        encode = torch.stack([token_gsf(w_ENK[:, part].float().abs().amax((1, 2))) for part in parts], 1)
+        expert_scales = (1.0 / encode).contiguous() if order is not None else (1.0 / encode[:, 0]).contiguous()
+        for expert in range(experts):
+            for index, part in enumerate(parts):
+                gsf = encode[expert, index : index + 1].contiguous()
+                q = quantize_rows(w_ENK[expert, part].contiguous(), fmt, gsf=gsf, engine=engine)
+                quants[expert, part] = q.quants_RK
+                scales[expert, part] = _present(q.scales_RV)
+    else:
+        q = quantize_rows(w_ENK.flatten(0, 1), fmt, engine=engine)
+        quants, scales = q.quants_RK.view(quants.shape), _present(q.scales_RV).view(scales.shape)
+    return quants, swizzle_scales(scales, engine=engine), expert_scales
+
+
+def _present(tensor: torch.Tensor | None) -> torch.Tensor:
+    assert tensor is not None
+    return tensor

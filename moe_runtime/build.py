@@ -1,0 +1,135 @@
+"""What a layer is built of: the context it runs over, and weights from a checkpoint or from a seed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_runtime.checkpoints.checkpoint import Checkpoint
+from moe_runtime.checkpoints.loading import ExpertTensors, QuantBuffers, quantize_experts
+from moe_runtime.config import MoELayerConfig, ParallelConfig
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.context.peers import abort_peers_on_error
+from moe_runtime.experts import Experts, swiglu_of
+from moe_runtime.kernels.formats.number_formats import format_named
+from moe_runtime.router import Router
+from moe_runtime.shared_expert import SharedExpert
+
+
+def check_context(context: ExpertParallelContext | None) -> None:
+    """Raise `ValueError` unless `context` is one, or None."""
+    if context is not None and not isinstance(context, ExpertParallelContext):
+        raise ValueError(f"context: expected an ExpertParallelContext or None, got {type(context).__name__}")
+
+
+def context_from_config(
+    parallel: ParallelConfig,
+    group: dist.ProcessGroup | DeviceMesh | None = None,
+    device: torch.device | str | None = None,
+) -> ExpertParallelContext:
+    """The context that a `parallel` section describes; group and device as for `ExpertParallelContext`."""
+    if not isinstance(parallel, ParallelConfig):
+        raise ValueError(f"parallel: expected a ParallelConfig, got {type(parallel).__name__}")
+    return ExpertParallelContext(
+        group,
+        device=device,
+        transport=parallel.transport,
+        engine=parallel.engine,
+        timeout_s=parallel.timeout_s,
+        startup_timeout_s=parallel.startup_timeout_s,
+    )
+
+
+@contextmanager
+def built_over(
+    context: ExpertParallelContext | None, parallel: ParallelConfig | None = None
+) -> Iterator[ExpertParallelContext]:
+    """Around the construction of a layer: yields `context`, or a new one as `parallel` describes it.
+
+    After an error inside, the peers get `PeerAbortedError` and a new context is closed.
+    """
+    check_context(context)
+    used = context_from_config(parallel or ParallelConfig()) if context is None else context
+    try:
+        with abort_peers_on_error(used):
+            yield used
+    except BaseException:
+        if context is None:
+            used.close()
+        raise
+
+
+def checkpoint_overrides(config: MoELayerConfig) -> dict[str, Any]:
+    """The fields of a layer's config that its checkpoint must match; formats that are not set follow the checkpoint."""
+    unset = {name for name in ("token_format", "weight_format") if name not in config.model_fields_set}
+    return config.model_dump() | dict.fromkeys(unset)
+
+
+def load_dense(checkpoint: Checkpoint, layer: int, router: Router | None, shared_expert: SharedExpert | None) -> None:
+    """Fill `router` and `shared_expert` from decoder layer `layer`, where the checkpoint has them."""
+    if router is not None:
+        gate = checkpoint.router(layer)
+        router.load(gate.weight, bias=gate.bias, correction_bias=gate.correction_bias)
+    shared = checkpoint.shared_expert(layer) if shared_expert is not None else None
+    if shared_expert is not None and shared is not None:
+        shared_expert.load(shared.gate_proj, shared.up_proj, shared.down_proj, shared.token_gate)
+
+
+def fill_dense(config: MoELayerConfig, seed: int, router: Router | None, shared_expert: SharedExpert | None) -> None:
+    """Fill `router` and `shared_expert` at random from `seed`, of sizes that keep activations near unit variance."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(rows: int, columns: int) -> torch.Tensor:
+        w_NK = torch.randn(rows, columns, generator=generator, dtype=torch.float32, device=generator.device)
+        return w_NK * columns**-0.5
+
+    # Drawn without a router too: the numbers of the shared expert do not depend on it.
+    gate = normal(config.num_experts, config.hidden_size)
+    if router is not None:
+        router.weight.data.copy_(gate)
+    if shared_expert is not None:
+        for parameter in shared_expert.parameters():
+            parameter.data.copy_(normal(*parameter.shape))
+
+
+def random_expert(config: MoELayerConfig, seed: int, expert: int, device: torch.device | str = "cpu") -> ExpertTensors:
+    """One expert in bf16, from `seed`, its id and the kind of `device` alone; with biases where the config has them."""
+    generator = torch.Generator(device).manual_seed((seed * 65537 + expert + 1) % 2**63)
+
+    def normal(*shape: int, fan_in: int) -> torch.Tensor:
+        x = torch.randn(*shape, generator=generator, dtype=torch.float32, device=device)
+        return (x * fan_in**-0.5).to(torch.bfloat16)
+
+    hidden, inner = config.hidden_size, config.intermediate_size
+    gate_up, down = normal(2 * inner, hidden, fan_in=hidden), normal(hidden, inner, fan_in=inner)
+    if not config.expert_bias:
+        return ExpertTensors(gate_up, down)
+    return ExpertTensors(gate_up, down, normal(2 * inner, fan_in=hidden), normal(hidden, fan_in=inner))
+
+
+def make_experts(
+    experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]],
+    config: MoELayerConfig,
+    count: int,
+    context: ExpertParallelContext,
+    buffers: QuantBuffers,
+) -> Experts:
+    """The `count` experts of a rank, quantized and in the order that the GPU's kernels read.
+
+    Raises `ValueError` as `moe_runtime.checkpoints.loading.quantize_experts`, and what `experts` raises.
+    """
+    gate_up, down = quantize_experts(experts, config, count, context.device, buffers)
+    made = Experts(
+        gate_up,
+        down,
+        swiglu_of(config.activation),
+        intermediate_format=format_named(config.token_format),
+        intermediate_gsf=config.intermediate_gsf,
+        engine=context.engine,
+    )
+    return made.prepared()

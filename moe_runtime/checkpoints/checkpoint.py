@@ -1,0 +1,389 @@
+"""Reads the MoE layers of checkpoints in HuggingFace folders, in the names and layouts that model makers use.
+
+A folder holds `config.json` and either `model.safetensors` or shards with `model.safetensors.index.json`. The family of
+the model (`moe_runtime.checkpoints.families`) and the layout of its experts (`moe_runtime.checkpoints.layouts`) follow from
+`config.json` and, if present, `hf_quant_config.json`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Collection, Generator, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save_file
+
+from moe_runtime.checkpoints.families import (
+    DEEPSEEK_V3,
+    GPT_OSS,
+    MIXTRAL,
+    Family,
+    family_of,
+    is_moe_layer,
+    layer_config,
+    moe_layers,
+)
+from moe_runtime.checkpoints.files import INDEX_FILE, SINGLE_FILE, TensorFiles, read_json, write_json
+from moe_runtime.checkpoints.layouts import (
+    CONFIG_FILE,
+    EXPERTS_KEY,
+    MODELOPT_FILE,
+    PLAIN_FUSED,
+    PLAIN_STACKED,
+    Quantization,
+    StoredExperts,
+)
+from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer, QuantBuffers
+from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, dense, layout_of, read_linear
+from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
+from moe_runtime.kernels.formats.number_formats import (
+    WEIGHT_FORMATS,
+    format_named,
+    token_formats_for,
+    weight_format_named,
+)
+from moe_runtime.kernels.gemm.weights import GateUpOrder
+
+
+@dataclass(frozen=True)
+class RouterTensors:
+    """The router of a layer: weight `[E, H]`, and the biases `[E]` of its family; bf16 or fp32."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None = None
+    correction_bias: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class SharedExpertTensors:
+    """A shared expert: `gate_proj` and `up_proj` `[S, H]`, `down_proj` `[H, S]`, and the gate `[1, H]` of gated ones.
+
+    bf16; fp32 if they are stored so, or quantized.
+    """
+
+    gate_proj: torch.Tensor
+    up_proj: torch.Tensor
+    down_proj: torch.Tensor
+    token_gate: torch.Tensor | None = None
+
+
+class Checkpoint:
+    """A checkpoint folder, open for reading; a context manager. Tensors are read only on request.
+
+    Attributes:
+        folder: its path.
+        config: the parsed `config.json`.
+        family: the family of the model.
+        quantization: how its routed experts are quantized.
+        files: its tensors.
+
+    Raises:
+        ValueError: a JSON file that is missing or broken, an unknown family or quantization method; names file and
+            key. All methods raise it too: for linears of the layer with an unknown quantization (names file, key and
+            linear); for a missing tensor or shard, a truncated file, a shape or dtype other than in `config.json`,
+            or a NaN scale (names file and tensor).
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.folder = Path(path)
+        self._source = str(self.folder / CONFIG_FILE)
+        self.config = read_json(self.folder / CONFIG_FILE)
+        self.family: Family = family_of(self.config, source=self._source)
+        self.quantization = Quantization.of(self.folder, self.config, stacked=self.family is GPT_OSS)
+        self.files = TensorFiles(self.folder)
+        self._stored: dict[int, StoredExperts] = {}
+
+    def __enter__(self) -> Checkpoint:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Close the files. Safe to call twice."""
+        self.files.close()
+
+    @cached_property
+    def rest(self) -> Quantization:
+        """How its other linears are quantized, shared experts among them."""
+        others = {key: value for key, value in self.config.items() if key != EXPERTS_KEY}
+        return Quantization.of(self.folder, others, stacked=self.family is GPT_OSS)
+
+    def layer_config(self, layer: int, **overrides: Any) -> MoELayerConfig:
+        """Decoder layer `layer` as the JSON files describe it. `overrides` set the other fields.
+
+        They must have `max_tokens_per_rank`, which has no default. Formats default to `choose_formats`, and
+        `intermediate_gsf` to the smallest one stored for the layer's experts. A whole config
+        (`**config.model_dump()`) checks that it fits the checkpoint.
+
+        Raises:
+            ValueError: a layer without experts, values that `MoELayerConfig` refuses, or overrides that contradict the
+                checkpoint; names file and key.
+        """
+        self.check_layer(layer)
+        asked = overrides.get("token_format"), overrides.get("weight_format")
+        token, weight = choose_formats(self.stored_of(layer), *asked)
+        if token == "nvfp4" and overrides.get("intermediate_gsf") is None:
+            overrides["intermediate_gsf"] = self.reader(layer).smallest_input_gsf()
+        return layer_config(
+            self.config, source=self._source, **overrides | {"token_format": token, "weight_format": weight}
+        )
+
+    def check_fits(self, config: MoELayerConfig, *, but_for: Collection[str] = ()) -> None:
+        """Raise `ValueError` naming the field if `config` contradicts `config.json`, except in the fields `but_for`.
+
+        Formats and `intermediate_gsf` may differ from the checkpoint's.
+        """
+        fields = {name: value for name, value in config.model_dump().items() if name not in but_for}
+        layer_config(self.config, source=self._source, **fields)
+
+    def digests(self, layer: int | None = None) -> dict[str, str]:
+        """Hashes that must be equal on ranks that read one checkpoint (`TensorFiles.file_digests`).
+
+        A `layer` adds the hash of its router, which differs between trainings of one model, and those of the headers
+        of the files with its experts, which must all be there.
+        """
+        found = self.files.file_digests((CONFIG_FILE, MODELOPT_FILE))
+        if layer is not None:
+            raw = self.router(layer).weight.view(torch.uint8).numpy().tobytes()
+            found[f"sha256 of {self._gate(layer)}.weight"] = hashlib.sha256(raw).hexdigest()[:16]
+            block = f"{self.names(layer).block}."
+            found |= self.files.header_digests(name for name in self.files.names() if name.startswith(block))
+        return found
+
+    def check_layer(self, layer: int) -> None:
+        """Raise `ValueError` unless decoder layer `layer` has routed experts."""
+        if not is_moe_layer(self.config, layer, source=self._source):
+            raise ValueError(f"layer: {self._source} says that layer {layer} has no experts")
+
+    def stored_of(self, layer: int) -> StoredExperts:
+        """How the experts of a layer are stored: as the JSON files say, or plain if not quantized."""
+        if layer not in self._stored:
+            self._stored[layer] = self._find_stored(layer)
+        return self._stored[layer]
+
+    def _find_stored(self, layer: int) -> StoredExperts:
+        names, experts = self.names(layer), range(self._sizes().num_experts)
+        stored = self.quantization.stored(names.linears(0))
+        if stored.layout.stacked and names.stacks[0] in self.files:
+            return StoredExperts(PLAIN_STACKED, "bf16")
+        if self.family is not GPT_OSS and names.stacks[0] in self.files:
+            return StoredExperts(PLAIN_FUSED, "bf16")
+        linears = [prefix for expert in experts for prefix in names.linears(expert)]
+        layout = layout_of(self.files, stored.layout, linears)
+        if layout is not stored.layout:
+            return StoredExperts(layout, "bf16")
+        if layout.scale is not None:
+            self.quantization.check_block(linears, names.block)
+        return stored
+
+    def moe_layers(self) -> list[int]:
+        """Decoder layers with routed experts, those for multi-token prediction included."""
+        return moe_layers(self.config, source=self._source)
+
+    def has_experts(self, layer: int) -> bool:
+        """Whether the checkpoint holds a layer's experts; layers for multi-token prediction may be left out."""
+        block = f"{self.names(layer).block}."
+        return any(name.startswith(block) for name in self.files.names())
+
+    def names(self, layer: int) -> ExpertNames:
+        """The names of a layer's experts."""
+        block = f"{self._block(layer)}.experts"
+        if self.family is MIXTRAL:
+            return ExpertNames(block, "w1", "w3", "w2")
+        if self.family is GPT_OSS:
+            return ExpertNames(block, order=GateUpOrder.INTERLEAVED, biases=True)
+        return ExpertNames(block)
+
+    def reader(self, layer: int) -> ExpertReader:
+        """A reader of the experts of a layer."""
+        self.check_layer(layer)
+        sizes = self._sizes()
+        layout = self.stored_of(layer).layout
+        return ExpertReader(
+            self.files, self.names(layer), layout, sizes.hidden_size, sizes.intermediate_size, sizes.num_experts
+        )
+
+    def experts(
+        self, layer: int, expert_ids: Sequence[int], buffers: QuantBuffers = FRESH
+    ) -> Generator[ExpertTensors, None, None]:
+        """Experts of a layer one by one, in the order of `expert_ids`, as they are stored.
+
+        `buffers` allocate the quants of gate-and-up and of down, as `torch.empty` does.
+
+        Raises `ValueError` also for an expert that `config.json` does not have, and for unexpected tensors.
+        """
+        reader = self.reader(layer)
+        for expert in expert_ids:
+            if not 0 <= expert < reader.num_experts:
+                raise ValueError(
+                    f"expert_ids: {self._source} says {reader.num_experts} experts, asked for expert {expert}"
+                )
+        reader.check_names()
+        yield from reader.experts(expert_ids, buffers)
+
+    def quant_buffers(self, layer: int, weight_format: str, count: int, device: torch.device) -> QuantBuffers:
+        """Allocators for the quants of `count` experts.
+
+        If a layer with `weight_format` on `device` keeps quants as they are stored, they are read into their final
+        place.
+        """
+        if device.type != "cpu" or not self.reader(layer).holds(WEIGHT_FORMATS[weight_format]):
+            return FRESH
+        return QuantBuffer(count), QuantBuffer(count)
+
+    def router(self, layer: int) -> RouterTensors:
+        """The router of a layer, with its biases."""
+        self.check_layer(layer)
+        sizes = self._sizes()
+        gate = self._gate(layer)
+        experts, floats = sizes.num_experts, ("BF16", "F32")
+        router = sizes.router
+        return RouterTensors(
+            self.files.read(f"{gate}.weight", (experts, sizes.hidden_size), floats),
+            self.files.read(f"{gate}.bias", (experts,), floats) if router.bias else None,
+            self.files.read(f"{gate}.e_score_correction_bias", (experts,), floats) if router.correction_bias else None,
+        )
+
+    def shared_expert(self, layer: int) -> SharedExpertTensors | None:
+        """The shared expert of a layer; None if the model has none."""
+        self.check_layer(layer)
+        sizes = self._sizes()
+        shared: SharedExpertConfig | None = sizes.shared_expert
+        if shared is None:
+            return None
+        block, hidden, inner = self._block(layer), sizes.hidden_size, shared.intermediate_size
+        linears = self._shared_linears(layer)
+        layout = layout_of(self.files, self.rest.stored(linears).layout, linears)
+        shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+        gate, up, down = (
+            dense(read_linear(self.files, layout, name, *shape)) for name, shape in zip(linears, shapes, strict=True)
+        )
+        return SharedExpertTensors(
+            gate,
+            up,
+            down,
+            self.files.read(f"{block}.shared_expert_gate.weight", (1, hidden), ("BF16", "F32"))
+            if shared.gated
+            else None,
+        )
+
+    def _shared_linears(self, layer: int) -> list[str]:
+        prefix = f"{self._block(layer)}.{'shared_experts' if self.family is DEEPSEEK_V3 else 'shared_expert'}"
+        return [f"{prefix}.{name}_proj" for name in ("gate", "up", "down")]
+
+    def _gate(self, layer: int) -> str:
+        return f"{self._block(layer)}.{'router' if self.family is GPT_OSS else 'gate'}"
+
+    def _block(self, layer: int) -> str:
+        block = f"model.layers.{layer}.mlp"
+        if self.family is MIXTRAL and f"{block}.experts.gate_up_proj" not in self.files:
+            return f"model.layers.{layer}.block_sparse_moe"
+        return block
+
+    def _sizes(self) -> MoELayerConfig:
+        return layer_config(self.config, source=self._source, max_tokens_per_rank=1)
+
+
+def choose_formats(
+    stored: StoredExperts, token_format: str | None = None, weight_format: str | None = None
+) -> tuple[str, str]:
+    """Formats of tokens and weights, where None asks for the checkpoint's if possible.
+
+    Weights stay as stored if they go with `token_format`, else they take that format. Tokens take the format that the
+    checkpoint is meant for if it goes with `weight_format`, else one that does. Weight-only quantization keeps bf16
+    tokens.
+
+    Raises `ValueError` naming the argument that is no format.
+    """
+    if token_format is not None:
+        format_named(token_format, "token_format")
+    if weight_format is not None:
+        weight_format_named(weight_format, "weight_format")
+    held = stored.layout.format.name
+    if weight_format is None:
+        token_format = token_format or stored.token_format
+        return token_format, held if token_format in token_formats_for(held) else token_format
+    if token_format is None:
+        possible = token_formats_for(weight_format)
+        token_format = stored.token_format if stored.token_format in possible else (*possible, "bf16")[0]
+    return token_format, weight_format
+
+
+def opened(checkpoint: Checkpoint | str | Path) -> AbstractContextManager[Checkpoint]:
+    """For a `with` statement: opens and closes the checkpoint at a path; an open checkpoint is left open.
+
+    Raises `ValueError` for anything else, and as `Checkpoint`.
+    """
+    if isinstance(checkpoint, Checkpoint):
+        return nullcontext(checkpoint)
+    if not isinstance(checkpoint, (str, Path)):
+        raise ValueError(f"checkpoint: expected a Checkpoint or a path, got {type(checkpoint).__name__}")
+    return Checkpoint(checkpoint)
+
+
+def write_qwen3_moe_checkpoint(
+    path: str | Path, config: MoELayerConfig, seed: int, num_layers: int = 1, num_shards: int = 1
+) -> None:
+    """Write a synthetic checkpoint of `num_layers` MoE layers, without attention and embeddings.
+
+    Weights are normal with variance 1 / fan-in, close to trained ones, so that unit tokens give logits, gates and
+    outputs of order 1. One shard makes `model.safetensors`; several make an index too.
+    """
+    plain = config.router == RouterConfig(renormalize=config.router.renormalize)
+    if not plain or config.activation != ActivationConfig() or config.expert_bias or config.shared_expert is not None:
+        raise ValueError(
+            "config: a Qwen3-MoE checkpoint has a plain softmax router, plain SwiGLU with gate above up, no biases and "
+            "no shared expert"
+        )
+    folder = Path(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    generator = torch.Generator().manual_seed(seed)
+
+    def weight(rows: int, columns: int) -> torch.Tensor:
+        w_NK = torch.randn(rows, columns, generator=generator, dtype=torch.float32, device="cpu")
+        return (w_NK * columns**-0.5).to(torch.bfloat16)
+
+    hidden, intermediate = config.hidden_size, config.intermediate_size
+    tensors: dict[str, torch.Tensor] = {}
+    for layer in range(num_layers):
+        prefix = f"model.layers.{layer}.mlp"
+        tensors[f"{prefix}.gate.weight"] = weight(config.num_experts, hidden)
+        for expert in range(config.num_experts):
+            tensors[f"{prefix}.experts.{expert}.gate_proj.weight"] = weight(intermediate, hidden)
+            tensors[f"{prefix}.experts.{expert}.up_proj.weight"] = weight(intermediate, hidden)
+            tensors[f"{prefix}.experts.{expert}.down_proj.weight"] = weight(hidden, intermediate)
+    write_json(
+        folder / "config.json",
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "model_type": "qwen3_moe",
+            "dtype": "bfloat16",
+            "hidden_act": "silu",
+            "hidden_size": hidden,
+            "moe_intermediate_size": intermediate,
+            "num_experts": config.num_experts,
+            "num_experts_per_tok": config.top_k,
+            "norm_topk_prob": config.router.renormalize,
+            "num_hidden_layers": num_layers,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        },
+    )
+    if num_shards == 1:
+        save_file(tensors, folder / SINGLE_FILE, metadata={"format": "pt"})
+        return
+    names = list(tensors)
+    weight_map: dict[str, str] = {}
+    for shard in range(num_shards):
+        part = names[shard * len(names) // num_shards : (shard + 1) * len(names) // num_shards]
+        file = f"model-{shard + 1:05d}-of-{num_shards:05d}.safetensors"
+        save_file({name: tensors[name] for name in part}, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(part, file)
+    total_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    write_json(folder / INDEX_FILE, {"metadata": {"total_size": total_bytes}, "weight_map": weight_map})

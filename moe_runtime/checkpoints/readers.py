@@ -1,0 +1,373 @@
+"""Reads the weights of linears and experts from the files of a checkpoint, as they are stored.
+
+A bf16 or fp32 weight comes back as a tensor. A quantized one comes back as `ExpertWeights` of one expert, with the same
+quants and scales, block scales in the order that the GEMM reads. Nothing is rounded. Every tensor is checked for dtype
+and shape, and scales for NaN; errors name file and tensor.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from moe_runtime.checkpoints.files import DTYPES, TensorFiles
+from moe_runtime.checkpoints.layouts import PLAIN, ScaleName, WeightLayout
+from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers
+from moe_runtime.kernels.formats.number_formats import MAX_ENCODE_SCALE, WEIGHT_BLOCK_N, TokenFormat, ceil_div
+from moe_runtime.kernels.formats.swizzle import swizzle_scales
+from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder
+from moe_runtime.support.progress import one_ahead
+
+
+@dataclass(frozen=True)
+class ExpertNames:
+    """Names of the experts of a layer in a checkpoint.
+
+    Attributes:
+        block: their common prefix, such as `model.layers.3.mlp.experts`.
+        gate, up, down: names of the projections of one expert, if experts are not stacked.
+        order: order of the rows of gate and up in the model, and in stacked tensors.
+        biases: whether each projection has a bias.
+    """
+
+    block: str
+    gate: str = "gate_proj"
+    up: str = "up_proj"
+    down: str = "down_proj"
+    order: GateUpOrder = GateUpOrder.GATE_UP
+    biases: bool = False
+
+    def linears(self, expert: int) -> tuple[str, str, str]:
+        """Prefixes of gate, up and down of an expert that is not stacked."""
+        prefix = f"{self.block}.{expert}"
+        return f"{prefix}.{self.gate}", f"{prefix}.{self.up}", f"{prefix}.{self.down}"
+
+    @property
+    def stacks(self) -> tuple[str, str]:
+        """Prefixes of gate-and-up and of down if experts are stacked."""
+        return f"{self.block}.gate_up_proj", f"{self.block}.down_proj"
+
+
+@dataclass(frozen=True)
+class ExpertReader:
+    """The routed experts of one layer.
+
+    Attributes:
+        files: the checkpoint's tensors.
+        names: names of the layer's experts.
+        layout: layout of their weights.
+        hidden, inner: `H` and `I`.
+        num_experts: `E`.
+    """
+
+    files: TensorFiles
+    names: ExpertNames
+    layout: WeightLayout
+    hidden: int
+    inner: int
+    num_experts: int
+
+    def experts(self, expert_ids: Sequence[int], buffers: QuantBuffers = FRESH) -> Iterator[ExpertTensors]:
+        """Experts one by one, in the order of `expert_ids`.
+
+        `buffers` allocate the quants of gate-and-up and of down. With any but `FRESH`, a thread reads the next expert
+        while one is in use.
+        """
+        if buffers is FRESH:
+            return (self.expert(expert) for expert in expert_ids)
+        return self._read_ahead(expert_ids, buffers)
+
+    def _read_ahead(self, expert_ids: Sequence[int], buffers: QuantBuffers) -> Iterator[ExpertTensors]:
+        # Closed before an error propagates: its traceback would keep the thread alive, which would reopen closed files.
+        with closing(one_ahead(self._begin(expert, buffers) for expert in expert_ids)) as begun:
+            for finish in begun:
+                yield finish()
+
+    def expert(self, expert: int, buffers: QuantBuffers = FRESH) -> ExpertTensors:
+        """One expert, as it is stored."""
+        return self._begin(expert, buffers)()
+
+    def _begin(self, expert: int, buffers: QuantBuffers) -> Callable[[], ExpertTensors]:
+        """Read an expert from disk. Calling the result does the rest of the work."""
+        if self.layout.stacked:
+            one = self._stacked(expert, buffers)
+            return lambda: one
+        gate, up, down = self.names.linears(expert)
+        order, inner, hidden = self.names.order, self.inner, self.hidden
+        first = begin_linears(self.files, self.layout, (gate, up), inner, hidden, buffers[0], order)
+        second = begin_linears(self.files, self.layout, (down,), hidden, inner, buffers[1])
+        biases: tuple[torch.Tensor, ...] = ()
+        if self.names.biases:
+            parts = [self._bias(gate, inner), self._bias(up, inner)]
+            biases = stack_rows(torch.stack(parts), order), self._bias(down, hidden)
+        return lambda: ExpertTensors(first(), second(), *biases)
+
+    def _bias(self, prefix: str, rows: int) -> torch.Tensor:
+        return self.files.read(f"{prefix}.bias", (rows,), ("BF16", "F32")).float()
+
+    def holds(self, fmt: TokenFormat) -> bool:
+        """Whether quants are stored in the form that weights in `fmt` have in memory."""
+        if self.layout != PLAIN:
+            sizes = (2 * self.inner, self.hidden, self.names.order), (self.hidden, self.inner, None)
+            whole = self.layout.stacked or all(has_whole_blocks(fmt, *each) for each in sizes)
+            return self.layout.format is fmt and self.layout.scale is not None and whole
+        first = f"{self.names.linears(0)[0]}.{self.layout.weight}"
+        return fmt is self.layout.format and self.files.entry(first).dtype == "BF16"
+
+    def check_names(self) -> None:
+        """Raise `ValueError` naming the first tensor of the block that does not belong to an expert."""
+        expected = {name for expert in range(self.num_experts) for name in self.tensors(expert) + self.biases(expert)}
+        for name in self.files.names():
+            if name.startswith(f"{self.names.block}.") and name not in expected:
+                raise ValueError(
+                    f"{self.files.index}: tensor {name} is not expected: {self.num_experts} experts in layout "
+                    f"{self.layout.name}"
+                )
+
+    def smallest_input_gsf(self) -> float | None:
+        """The smallest stored encode scale for the inputs of all down projections; None if none is stored.
+
+        A larger one could saturate the inputs of some expert, and a smaller one would gain nothing. All ranks get the
+        same, whichever experts they hold.
+
+        Experts that calibration never reached do not count. Their scale is missing or, in layouts that store encode
+        scales, infinite or exactly 1, which is what compressed-tensors writes for all-zero inputs; a 1 counts only if
+        all others are 1.
+
+        Raises `ValueError` if all stored ones are infinite.
+        """
+        scale = self.layout.input_scale
+        if scale is None:
+            return None
+        linears = (self.names.linears(expert)[2] for expert in range(self.num_experts))
+        prefixes = [prefix for prefix in linears if f"{prefix}.{scale.suffix}" in self.files]
+        if not prefixes:
+            return None
+        stored = torch.stack([_second_level(self.files, prefix, scale, infinite=scale.divides) for prefix in prefixes])
+        if not scale.divides:
+            return float(_reciprocal(stored).min().clamp(max=MAX_ENCODE_SCALE))
+        reached = stored[stored.isfinite()]
+        if len(reached) == 0:
+            raise ValueError(
+                f"{self.files.index}: expected one of the {scale.suffix} of the down projections in {self.names.block} "
+                "to be finite, got none; give intermediate_gsf"
+            )
+        reached = reached[reached != 1] if (reached != 1).any() else reached
+        return float(reached.min().clamp(max=MAX_ENCODE_SCALE))
+
+    def tensors(self, expert: int) -> list[str]:
+        """Names of the tensors that an expert's weights may have, gate first; of all experts if stacked."""
+        if self.layout.stacked:
+            parts = [""] if self.layout.scale is None else [f"_{self.layout.weight}", f"_{self.layout.scale}"]
+            return [f"{prefix}{part}" for prefix in self.names.stacks for part in parts]
+        suffixes = [self.layout.weight, self.layout.scale, *_suffixes(self.layout)]
+        return [f"{prefix}.{part}" for prefix in self.names.linears(expert) for part in suffixes if part is not None]
+
+    def biases(self, expert: int) -> list[str]:
+        """Names of the biases of an expert (gate, up, down), or of all stacked ones (gate-and-up, down)."""
+        if not self.names.biases:
+            return []
+        if self.layout.stacked:
+            return [f"{prefix}_bias" for prefix in self.names.stacks]
+        return [f"{prefix}.bias" for prefix in self.names.linears(expert)]
+
+    def _stacked(self, expert: int, buffers: QuantBuffers) -> ExpertTensors:
+        weights: list[torch.Tensor | ExpertWeights] = []
+        biases = []
+        sizes = ((2 * self.inner, self.hidden), (self.hidden, self.inner))
+        orders = (self.names.order, None)
+        for prefix, (rows, columns), order, empty in zip(self.names.stacks, sizes, orders, buffers, strict=True):
+            if self.names.biases:
+                bias = self.files.read(f"{prefix}_bias", (self.num_experts, rows), ("BF16", "F32"), item=expert)
+                biases.append(bias.float())
+            if self.layout.scale is None:
+                # A transposed one is the right-hand side of `x @ w`.
+                shape = (columns, rows) if self.layout.transposed else (rows, columns)
+                stored = self.files.read(prefix, (self.num_experts, *shape), self.layout.quant_dtypes, item=expert)
+                weights.append(stored.T.contiguous() if self.layout.transposed else stored)
+            else:
+                weights.append(self._stacked_weight(prefix, rows, columns, order, expert, empty))
+        return ExpertTensors(weights[0], weights[1], *biases)
+
+    def _stacked_weight(
+        self,
+        prefix: str,
+        rows: int,
+        columns: int,
+        order: GateUpOrder | None,
+        expert: int,
+        empty: Callable[..., torch.Tensor],
+    ) -> ExpertWeights:
+        fmt, name, scale = self.layout.format, f"{prefix}_{self.layout.weight}", f"{prefix}_{self.layout.scale}"
+        fmt.check_columns(columns, f"{self.files.index}: columns of {prefix}")
+        shape = (self.num_experts, rows, columns // fmt.block)
+        blocks = (*shape, fmt.quant_bytes(fmt.block))
+        self.files.check(name, blocks, self.layout.quant_dtypes)
+        quants = empty(*blocks[1:], dtype=fmt.quant_dtype)
+        self.files.read_into(name, quants, item=expert)
+        scales = self.files.read(scale, shape, self.layout.scale_dtypes, item=expert)
+        check_no_nan(self.files, scale, scales)
+        return ExpertWeights(fmt, quants.view(1, rows, -1), swizzle_scales(scales[None]), gate_up=order)
+
+
+def read_linear(
+    files: TensorFiles, layout: WeightLayout, prefix: str, rows: int, columns: int
+) -> torch.Tensor | ExpertWeights:
+    """One linear `[rows, columns]`: bf16 or fp32, or weights of one expert; see `begin_linears`."""
+    return begin_linears(files, layout, (prefix,), rows, columns)()
+
+
+def begin_linears(
+    files: TensorFiles,
+    layout: WeightLayout,
+    prefixes: tuple[str, ...],
+    rows: int,
+    columns: int,
+    empty: Callable[..., torch.Tensor] = FRESH[0],
+    order: GateUpOrder | None = None,
+) -> Callable[[], torch.Tensor | ExpertWeights]:
+    """Read one linear `[rows, columns]`, or gate and up, each with its own second-level scale.
+
+    `empty` allocates the quants. Calling the result gives `[len(prefixes) * rows, columns]`, gate and up in `order`:
+    bf16 or fp32, or weights of one expert. Weights in 128x128 blocks that do not fit together (`has_whole_blocks`)
+    come back dequantized to fp32.
+    """
+    fmt = layout.format
+    if fmt.scale_dtype is not torch.float32:
+        fmt.check_columns(columns, f"{files.index}: columns of {prefixes[0]}")
+    shape, dtypes = (rows, fmt.quant_columns(columns)), layout.quant_dtypes
+    first = files.check(f"{prefixes[0]}.{layout.weight}", shape, dtypes)
+    if order is GateUpOrder.INTERLEAVED:
+        quants = empty(rows, len(prefixes), shape[1], dtype=DTYPES[first.dtype]).transpose(0, 1)
+    else:
+        quants = empty(len(prefixes), *shape, dtype=DTYPES[first.dtype])
+    for prefix, part in zip(prefixes, quants, strict=True):
+        name = f"{prefix}.{layout.weight}"
+        files.check(name, shape, (first.dtype,))
+        if part.is_contiguous():
+            files.read_into(name, part)
+        else:
+            part.copy_(files.read(name, shape, (first.dtype,)))
+    if layout.scale is None:
+        return lambda: stack_rows(quants, order)
+    scales = _read_scales(files, layout, prefixes, rows, columns)
+    second = None
+    if layout.weight_scale is not None:
+        second = torch.stack([_second_level(files, prefix, layout.weight_scale) for prefix in prefixes])
+        second = _reciprocal(second) if layout.weight_scale.divides else second
+    names = [f"{prefix}.{layout.scale}" for prefix in prefixes]
+    return functools.partial(_assemble, files, layout, names, quants, scales, second, order)
+
+
+def stack_rows(parts: torch.Tensor, order: GateUpOrder | None) -> torch.Tensor:
+    """`[P, N, ...]`, one linear or gate and up, as `[P * N, ...]` with their rows in `order`."""
+    return (parts.transpose(0, 1) if order is GateUpOrder.INTERLEAVED else parts).flatten(0, 1)
+
+
+def has_whole_blocks(fmt: TokenFormat, rows: int, columns: int, order: GateUpOrder | None) -> bool:
+    """Whether the scales of separately stored linears are valid for their `rows` together.
+
+    128x128 blocks are not if K cuts a block off, or if a block would hold rows of both gate and up.
+    """
+    if fmt.scale_dtype is not torch.float32:
+        return True
+    apart = order is None or (order is not GateUpOrder.INTERLEAVED and rows % (2 * WEIGHT_BLOCK_N) == 0)
+    return columns % fmt.block == 0 and apart
+
+
+def _assemble(
+    files: TensorFiles,
+    layout: WeightLayout,
+    names: list[str],
+    quants: torch.Tensor,
+    scales: torch.Tensor,
+    second: torch.Tensor | None,
+    order: GateUpOrder | None,
+) -> torch.Tensor | ExpertWeights:
+    """Assemble a weight from the quants, block scales (called `names`) and second-level scales of linears."""
+    for name, part in zip(names, scales, strict=True):
+        check_no_nan(files, name, part)
+    fmt = layout.format
+    assert fmt.scale_dtype is not None
+    scales = scales.view(fmt.scale_dtype) if fmt.scale_dtype.itemsize == 1 else scales.to(fmt.scale_dtype)
+    if scales.dtype == torch.float32:
+        parts, rows, columns = quants.shape
+        if not has_whole_blocks(fmt, parts * rows, columns, order):
+            factors = scales.repeat_interleave(WEIGHT_BLOCK_N, 1).repeat_interleave(fmt.block, 2)
+            return stack_rows(quants.float() * factors[:, :rows, :columns], order)
+        return ExpertWeights(fmt, quants.view(1, -1, columns), scales.view(1, -1, scales.shape[2]), gate_up=order)
+    if second is not None and order is not None:
+        second = second[None]
+    blocks = swizzle_scales(stack_rows(scales, order)[None])
+    return ExpertWeights(fmt, stack_rows(quants, order)[None], blocks, second, gate_up=order)
+
+
+def layout_of(files: TensorFiles, layout: WeightLayout, prefixes: Iterable[str]) -> WeightLayout:
+    """`layout`, or `PLAIN` if these linears are stored without scales."""
+    names = list(prefixes)
+    if layout.scale is not None and any(f"{prefix}.{layout.scale}" in files for prefix in names):
+        return layout
+    return PLAIN if all(f"{prefix}.{PLAIN.weight}" in files for prefix in names) else layout
+
+
+def dense(weight: torch.Tensor | ExpertWeights) -> torch.Tensor:
+    """What a reader gives, as a tensor `[N, K]`, bf16 or fp32."""
+    return weight.dequantize()[0] if isinstance(weight, ExpertWeights) else weight
+
+
+def _suffixes(layout: WeightLayout) -> list[str]:
+    return [scale.suffix for scale in (layout.weight_scale, layout.input_scale) if scale is not None]
+
+
+def _read_scales(
+    files: TensorFiles, layout: WeightLayout, prefixes: tuple[str, ...], rows: int, columns: int
+) -> torch.Tensor:
+    """Linear block scales of the linears, stacked, as they are stored."""
+    fmt = layout.format
+    shape = (rows if fmt.swizzled else ceil_div(rows, WEIGHT_BLOCK_N), fmt.scale_columns(columns))
+    names = [f"{prefix}.{layout.scale}" for prefix in prefixes]
+    first = files.check(names[0], shape, layout.scale_dtypes)
+    scales = torch.empty(len(names), *shape, dtype=DTYPES[first.dtype], device="cpu")
+    for name, part in zip(names, scales, strict=True):
+        files.check(name, shape, (first.dtype,))
+        files.read_into(name, part)
+    return scales
+
+
+def check_no_nan(files: TensorFiles, name: str, scales: torch.Tensor) -> None:
+    """Raise `ValueError` naming file and tensor if a scale is NaN, or infinite in fp32 and bf16."""
+    if scales.element_size() > 1:
+        bad = (~scales.isfinite()).numpy()
+    else:
+        # numpy: torch would wake its threads for each of these small tensors.
+        raw, signed = scales.view(torch.uint8).numpy(), scales.dtype == torch.float8_e4m3fn
+        # NaN is the largest byte, in e4m3 also the largest without a sign. A maximum needs no memory.
+        if raw.max(initial=0) < 0xFF and not (signed and raw.view(np.int8).max(initial=0) == 0x7F):
+            return
+        bad = raw & 0x7F == 0x7F if signed else raw == 0xFF
+    if bad.any():
+        place = np.argwhere(bad)[0].tolist()
+        raise ValueError(
+            f"{files.path_of(name)}: tensor {name}: expected finite scales, got one that is not at {place}"
+        )
+
+
+def _second_level(files: TensorFiles, prefix: str, scale: ScaleName, *, infinite: bool = False) -> torch.Tensor:
+    """A second-level scale as it is stored, fp32 `[]`. Only with `infinite` may it be infinite."""
+    name = f"{prefix}.{scale.suffix}"
+    shape = files.entry(name).shape
+    value = files.read(name, shape if shape == (1,) else (), ("F32",)).view(())
+    if not (0 < value.item() < math.inf or (infinite and value.item() == math.inf)):
+        raise ValueError(f"{files.path_of(name)}: tensor {name}: expected a positive number, got {float(value)}")
+    return value
+
+
+def _reciprocal(x: torch.Tensor) -> torch.Tensor:
+    """`1 / x` by one IEEE division, which `number / tensor` need not be."""
+    return torch.ones_like(x) / x

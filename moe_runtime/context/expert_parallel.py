@@ -1,0 +1,368 @@
+"""What all layers of a group share: one heap, one epoch counter, one error record and one signal area.
+
+Layers `register` what they need, then `allocate()` makes it once; `check()` raises what kernels or peers recorded.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from types import TracebackType
+from typing import NoReturn
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_runtime.comm.bootstrap import RankGroup
+from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, Phase, reason_of
+from moe_runtime.comm.failures import abort_words, encode_abort, find_failure, reason_text, write_abort
+from moe_runtime.comm.heaps.collective import CollectiveHeap, CollectiveTransport
+from moe_runtime.comm.heaps.heap import SymmetricHeap
+from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, NUM_COUNTERS, REASON_WORDS, SignalLayout
+from moe_runtime.context.agreement import Agreement
+from moe_runtime.context.regions import Regions
+from moe_runtime.context.threads import StreamOrder
+from moe_runtime.context.transport import check_heap, make_heap, resolve_device
+from moe_runtime.kernels.runtime import resolve_engine
+
+MAX_SECONDS = 1e9
+"""Kernels count nanoseconds in int64."""
+
+_LOG = logging.getLogger(__name__)
+
+
+class ExpertParallelContext:
+    """One rank's part of a group that runs expert layers together. Constructing it is collective.
+
+    Only one thread at a time may be in a call of a layer or dispatcher over it; a second one is refused. On a GPU,
+    steps on different streams run one after another, but both halves of one step belong on the same stream. A CUDA
+    graph that holds steps is not ordered for you: replay graphs on the stream that runs the other steps, or order them
+    with events.
+
+    As a context manager it closes itself, and raises what the last step recorded unless another error is on its way.
+
+    Args:
+        group: a process group or a one-dimensional `DeviceMesh`; it may be a part of the world. None is the default
+            group, or a single rank where torch.distributed is not initialised (`init_from_env`). Where torchrun has
+            started several ranks, that single rank is refused unless the transport is `private`.
+        device: where the heap lies; default the current GPU, or the CPU where there is none. Layers need the current
+            GPU (`torch.cuda.set_device`), since Triton launches there.
+        heap: a ready-made heap that is not allocated yet, such as a member of `PrivateHeap.group`. It excludes
+            `group`, and configurations are not compared.
+        transport: `auto`, `nvshmem`, `shared`, `private` or `collective` (`comm.transport.choose_transport`).
+        engine: `auto`, `cuda`, `triton` or `torch` (`kernels.runtime.resolve_engine`).
+        timeout_s: how long a step waits for a peer.
+        startup_timeout_s: how long construction, `allocate()`, the first step and `close()` wait for a peer.
+
+    Attributes:
+        rank, world_size, device, heap: as they are.
+        engine: `cuda`, `triton` or `torch`, resolved.
+        transport: name of the transport in use; `transport_reasons` says why not the others.
+        host_transport: the `CollectiveTransport`; None where peers are mapped.
+        timeout_ns, startup_timeout_ns: the limits for kernels.
+        signals_layout: word offsets in `signals`.
+        half_bytes: bytes from one half of a region to the other, by region.
+        thread_lock: held by the thread that is in a step (`context_threads.by_one_thread`).
+        allocated, failed, closed: the state.
+        signals: int32 view of the own signal region (after `allocate()`, like all below).
+        signal_pointers, token_flags_pointers, landing_pointers, combine_pointers: int64 `[W]` for kernels.
+        epoch: int32 `[1]`, number of the last dispatch.
+        error: int32 `[8]` in host-visible memory, `comm.signals.ERROR_WORDS`.
+        latch: int32 `[2]` on the device: the first error, which alone is recorded, and whether all peers know of it.
+        counters: int32 `[NUM_COUNTERS]` of `comm.signals` on the device, zero between kernels.
+    """
+
+    signals: torch.Tensor
+    signal_pointers: torch.Tensor
+    token_flags_pointers: torch.Tensor
+    landing_pointers: torch.Tensor
+    combine_pointers: torch.Tensor
+    epoch: torch.Tensor
+    error: torch.Tensor
+    latch: torch.Tensor
+    counters: torch.Tensor
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | DeviceMesh | None = None,
+        *,
+        device: torch.device | str | None = None,
+        heap: SymmetricHeap | None = None,
+        transport: str = "auto",
+        engine: str = "auto",
+        timeout_s: float = 30.0,
+        startup_timeout_s: float = 120.0,
+    ) -> None:
+        for name, limit in (("timeout_s", timeout_s), ("startup_timeout_s", startup_timeout_s)):
+            number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+            if not (number and 0 < limit <= MAX_SECONDS):
+                raise ValueError(f"{name}: expected a positive number of seconds, at most 1e9, got {limit!r}")
+        self.timeout_s = timeout_s
+        self.startup_timeout_s = startup_timeout_s
+        self.timeout_ns = int(timeout_s * 1e9)
+        self.startup_timeout_ns = int(startup_timeout_s * 1e9)
+        self.group: RankGroup | None = None
+        self.transport_reasons: dict[str, str] = {}
+        if heap is None:
+            self.group = RankGroup(group, timeout_s=startup_timeout_s, alone=transport == "private")
+            try:
+                self.device = resolve_device(device)
+                self.engine = resolve_engine(engine, self.device)
+                self.heap, self.transport_reasons = make_heap(self.group, self.device, transport)
+            except BaseException as error:
+                self.group.leave(reason_of(error))
+                raise
+        else:
+            check_heap(heap, group, device, transport)
+            self.heap, self.device = heap, heap.device
+            self.engine = resolve_engine(engine, self.device)
+        self.transport = self.heap.name
+        self.host_transport = CollectiveTransport(self.heap) if isinstance(self.heap, CollectiveHeap) else None
+        self.rank = self.heap.rank
+        self.world_size = self.heap.world_size
+        self.signals_layout = SignalLayout(self.world_size)
+        self.allocated = False
+        self.failed = False
+        self.closed = False
+        self.thread_lock = threading.RLock()
+        self._regions = Regions(self.signals_layout)
+        self.half_bytes = self._regions.half_bytes
+        self._agreement = Agreement()
+        self._exchanges = 0
+        self._layers = 0
+        self._failure: Exception | None = None
+        self._abort_codes: np.ndarray | None = None
+        self._side_stream: torch.cuda.Stream | None = None
+        self._streams = StreamOrder(self.device)
+
+    def register(
+        self,
+        *,
+        agree: Mapping[str, object] | None = None,
+        about: str | None = None,
+        staging_bytes: int = 0,
+        **half_bytes: int,
+    ) -> None:
+        """Ask for at least `half_bytes` bytes in each of the two halves of regions `token_flags`, `landing`, `combine`.
+
+        Args:
+            agree: values (picklable, comparable) that must be equal on all ranks; `allocate()` compares them.
+            about: what they belong to, such as `layer 3`, for messages; None numbers the registration.
+            staging_bytes: least size of region `staging`, through which experts move between ranks.
+
+        Raises `ValueError` for an unknown region, and after `allocate()` for more than there is.
+        """
+        self._regions.grow(half_bytes, staging_bytes, allocated=self.allocated)
+        if agree is not None:
+            self._agreement.add(agree, about)
+
+    def next_exchange_id(self) -> int:
+        """The id of the next exchange. All ranks must create exchanges in the same order."""
+        self._exchanges += 1
+        return self._exchanges - 1
+
+    def next_layer_id(self) -> int:
+        """The id of the next layer. All ranks must create layers in the same order."""
+        self._layers += 1
+        return self._layers - 1
+
+    @property
+    def staging_bytes(self) -> int:
+        """Bytes of region `staging`, through which experts move between ranks; 0 where no layer asks for it."""
+        return self._regions.staging_bytes
+
+    @property
+    def reserved_bytes(self) -> int:
+        """Bytes of this rank's heap: two halves of each region, the signals, and the staging of moving experts."""
+        return self._regions.num_bytes
+
+    def allocate(self) -> None:
+        """Compare configurations and allocate the heap. Collective; later calls compare what was registered since.
+
+        Raises on every rank: `ValueError` naming the keys on which ranks disagree and each rank's value; `OSError`
+        where memory does not suffice; `PeerTimeoutError` naming a rank that does not come within `startup_timeout_s`.
+        """
+        self._check_usable()
+        if self.allocated and self._agreement.complete:
+            return
+        self.compare()
+        if not self.allocated:
+            # The first step may run in inference mode, and a later writer of this memory may not.
+            with self._fails_for_good(), torch.inference_mode(False):
+                self._allocate()
+
+    def compare(self) -> None:
+        """Only the comparison of `allocate()`, for what must wait until ranks agree. Collective; raises as it does."""
+        self.check()
+        with self._fails_for_good():
+            self._agreement.compare(self.group, self._regions.sizes)
+
+    @contextmanager
+    def _fails_for_good(self) -> Iterator[None]:
+        """For collective work on the host: after an error in it ranks are no longer at the same step.
+
+        Later calls raise the same error, and peers do not wait for this rank.
+        """
+        try:
+            yield
+        except Exception as error:
+            self._failure = error
+            self.failed = True
+            if self.group is not None:
+                self.group.leave(reason_of(error))
+            raise
+        except BaseException as error:
+            # An interrupt, which later calls do not raise again.
+            self.abort(reason_of(error))
+            raise
+
+    def _allocate(self) -> None:
+        self._regions.reserve(self.heap)
+        # The words that this rank's kernels write must exist before a peer can store here.
+        self._allocate_words()
+        self.heap.allocate()
+        self.signals = self.heap.tensor("signals").view(torch.int32)
+        self.signal_pointers, self.token_flags_pointers, self.landing_pointers, self.combine_pointers = (
+            self.heap.peer_pointers(region) for region in ("signals", "token_flags", "landing", "combine")
+        )
+        if self.device.type == "cpu":
+            self._abort_codes = abort_words(self.signals, self.signals_layout)[:, 0].numpy()
+        self.allocated = True
+        if self.rank == 0:
+            sizes = self.world_size, self.transport, self.engine, self.reserved_bytes
+            _LOG.info("%d rank(s): transport %s, engine %s, %d bytes reserved on each", *sizes)
+
+    def _allocate_words(self) -> None:
+        on_gpu = self.device.type == "cuda"
+        self.epoch = torch.zeros(1, dtype=torch.int32, device=self.device)
+        self.latch = torch.zeros(2, dtype=torch.int32, device=self.device)
+        self.counters = torch.zeros(NUM_COUNTERS, dtype=torch.int32, device=self.device)
+        self.error = torch.zeros(ERROR_WORDS, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        self._error_view = self.error.numpy()
+        # Neither pinned memory nor a stream can be created while a kernel waits for a peer.
+        num_words = ABORT_WORDS + REASON_WORDS
+        self._abort_message = torch.zeros(num_words, dtype=torch.int32, device="cpu", pin_memory=on_gpu)
+        self._side_stream = torch.cuda.Stream(self.device) if on_gpu else None
+
+    def check(self) -> None:
+        """Raise what went wrong here or, as far as the host sees it without waiting, on a peer; the same ever after.
+
+        On a CPU that includes the peers' abort words. On a GPU it reads only the host-visible error record, which has
+        what the kernels here have seen. Cheap enough for every step.
+
+        Raises `RoutingError`, `CapacityError`, `PeerTimeoutError`, `PeerAbortedError`, `StaleHandleError` or
+        `StepMismatchError`, or what `allocate()` raised; `ValueError` if the context is closed.
+        """
+        if self._failure is None and self.allocated and not self.closed:
+            aborted = self._abort_codes is not None and self._abort_codes.any()
+            if aborted or self._error_view[0]:
+                with torch.cuda.stream(self._side_stream):
+                    self._find_failure()
+        self._check_usable()
+
+    def check_peers(self) -> None:
+        """`check()` including the peers' abort words on a GPU: waits for the work queued on the current stream."""
+        if self._failure is None and self.allocated and not self.closed:
+            self._find_failure()
+        self._check_usable()
+
+    def fail(self, error: MoERuntimeError) -> Exception:
+        """Record `error` as this rank's failure unless it has one already; returns the one to raise."""
+        if self._failure is None:
+            self._failure = error
+        self.failed = True
+        return self._failure.with_traceback(None)
+
+    def abort(self, reason: str) -> None:
+        """Tell all peers that this rank gives up, without waiting: they raise `PeerAbortedError` with `reason`.
+
+        For host-side errors inside a collective step. Peers get the first 256 bytes of `reason`. Does nothing on a
+        rank that has failed already.
+        """
+        if self.closed or self._failure is not None:
+            return
+        self.fail(PeerAbortedError(f"rank {self.rank} gave up: {reason}", self.rank, Phase.HOST))
+        if self.allocated:
+            encode_abort(self._abort_message, self.rank, reason)
+            with torch.cuda.stream(self._side_stream):
+                peers = [self.heap.peer_tensor("signals", peer).view(torch.int32) for peer in range(self.world_size)]
+                write_abort(self._abort_message, peers, self.signals_layout, self.rank)
+                if self.host_transport is not None:
+                    self.host_transport.post_abort(max(self.timeout_s, self.startup_timeout_s))
+        if self.group is not None:
+            # Peers may wait on the host: for another layer, or in `close()`.
+            self.group.leave(reason)
+
+    def follow_stream(self) -> None:
+        """On a GPU, order what is launched from now on behind the steps of other streams (`StreamOrder.follow`)."""
+        self._streams.follow()
+
+    def close(self) -> None:
+        """Free the heap; collective and in order, unless something has failed: then no peer is waited for.
+
+        Waits for another thread that is in a step. Tensors and pointers of the heap must not be used afterwards. Safe
+        to call twice.
+
+        Raises `ValueError` if the step of another thread does not end within `startup_timeout_s`.
+        """
+        if not self.thread_lock.acquire(timeout=self.startup_timeout_s):
+            raise ValueError("context: another thread is in a step of it")
+        try:
+            self._close()
+        finally:
+            self.thread_lock.release()
+
+    def _close(self) -> None:
+        if self.closed:
+            return
+        if self.host_transport is not None:
+            self.host_transport.settle(self.timeout_s)
+        if self._side_stream is not None:
+            # Ends, since every wait of a kernel does. Afterwards everything that peers reported is visible.
+            torch.cuda.synchronize(self.device)
+        if self._failure is None and self.allocated:
+            self._find_failure()
+        self.closed = True
+        if self.allocated:
+            del self.signals
+        self._abort_codes = None
+        self.heap.close(failed=self.failed)
+
+    def __enter__(self) -> ExpertParallelContext:
+        return self
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        """Refuse copies and pickles, also deep copies of layers: peers hold pointers to this memory."""
+        raise TypeError(
+            "ExpertParallelContext: cannot be copied or pickled, nor can a layer over it; make and load another layer"
+            " over the same context"
+        )
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        raised = error is not None or self._failure is not None
+        try:
+            if error is not None:
+                self.abort(reason_of(error))
+                self.failed = True
+        finally:
+            self.close()
+        # On a GPU the last step may have failed since the last call.
+        if not raised and self._failure is not None and self._error_view[0]:
+            raise self._failure.with_traceback(None)
+
+    def _find_failure(self) -> None:
+        layout = self.signals_layout
+        aborts = abort_words(self.signals, layout).tolist()
+        failure = find_failure(self.error.tolist(), aborts, lambda rank: reason_text(self.signals, layout, rank))
+        if failure is not None:
+            self.fail(failure)
+
+    def _check_usable(self) -> None:
+        if self._failure is not None:
+            raise self._failure.with_traceback(None)
+        if self.closed:
+            raise ValueError("context: it is closed")

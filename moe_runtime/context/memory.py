@@ -1,0 +1,94 @@
+"""Symmetric memory that a rank reserves for a layer: a pure function of the config and the number of ranks.
+
+With `W` ranks, `T = max_tokens_per_rank`, `K = top_k`, each region holds two halves, used in turn:
+
+    landing      2 * (W * T + 1) * record     one record per token of every rank, however many experts share it
+    token_flags  2 * W * T * 4                the epoch of what lies in each slot of landing
+    combine      2 * T * min(K, W) * partial  one partial sum per token and rank that holds one of its experts
+    signals      small, see `moe_runtime.comm.signals`
+    staging      the weights of one expert in bf16, at most 16 MiB: only for layers with a placement
+
+`record` and `partial` are the bytes of a token in `token_format` and of a partial sum in `combine_format`. Halves are
+aligned to 256 bytes. Layers of one context share these regions, so the largest layer counts, not the sum.
+The collective transport holds one more copy of all this for each peer (`moe_runtime.comm.heaps.collective`).
+"""
+
+from __future__ import annotations
+
+import math
+
+from moe_runtime.comm.heaps.heap import align_region
+from moe_runtime.comm.signals import SignalLayout
+from moe_runtime.config import MoELayerConfig, check_positive
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
+from moe_runtime.kernels.exchange.record import RecordLayout
+from moe_runtime.kernels.formats.number_formats import ceil_div, format_named, weight_format_named
+from moe_runtime.kernels.gemm.weights import scales_shape
+
+REGIONS = ("landing", "token_flags", "combine", "signals")
+
+CHUNK_BYTES = 16 << 20
+"""Most bytes of an expert that move between ranks at once."""
+STAGING_WORDS = 5
+"""Words per rank at the start of region `staging`; `moe_runtime.placement.migration` has their meaning."""
+
+
+def layer_geometry(config: MoELayerConfig, world_size: int) -> ExchangeGeometry:
+    """What rank 0 of `world_size` exchanges for a layer with `config`, without a placement.
+
+    Raises `ValueError` unless `world_size` is a positive integer.
+    """
+    check_positive("world_size", world_size)
+    return ExchangeGeometry(
+        rank=0,
+        world_size=world_size,
+        record=RecordLayout(format_named(config.token_format), config.hidden_size, config.top_k),
+        combine_format=format_named(config.combine_format),
+        num_experts=config.num_experts,
+        max_tokens=config.max_tokens_per_rank,
+        packed=config.resolved_mode == "contiguous",
+        row_capacity=config.expert_row_capacity
+        or worst_case_rows(config.num_experts, world_size, config.top_k, config.max_tokens_per_rank),
+    )
+
+
+def reserved_bytes(config: MoELayerConfig, world_size: int, *, placed: bool = False) -> dict[str, int]:
+    """Bytes of each symmetric region that every rank of `world_size` reserves for one layer with `config`.
+
+    `placed` adds region `staging`, as for a layer with a placement.
+
+    Raises `ValueError` unless `world_size` is a positive integer.
+    """
+    geometry = layer_geometry(config, world_size)
+    region_bytes = {name: 2 * align_region(size) for name, size in geometry.half_bytes().items()}
+    region_bytes["signals"] = align_region(SignalLayout(world_size).num_bytes)
+    regions = {name: region_bytes[name] for name in REGIONS}
+    return regions | ({"staging": staging_bytes(config, world_size)} if placed else {})
+
+
+def expert_bytes(config: MoELayerConfig, world_size: int) -> int:
+    """Bytes of the quants and block scales of the experts of one layer, on the rank with the most experts.
+
+    Raises `ValueError` unless `world_size` is a positive integer.
+    """
+    check_positive("world_size", world_size)
+    fmt, total = weight_format_named(config.weight_format), 0
+    for rows, columns in (
+        (2 * config.intermediate_size, config.hidden_size),
+        (config.hidden_size, config.intermediate_size),
+    ):
+        total += rows * fmt.quant_bytes(columns)
+        if (shape := scales_shape(fmt, 1, rows, columns)) is not None and fmt.scale_dtype is not None:
+            total += math.prod(shape) * fmt.scale_dtype.itemsize
+    return ceil_div(config.num_experts, world_size) * total
+
+
+def staging_bytes(config: MoELayerConfig, world_size: int) -> int:
+    """Bytes of region `staging`: its words, and one expert in bf16, of which at most `CHUNK_BYTES`."""
+    expert_bytes = align_region(3 * config.hidden_size * config.intermediate_size * 2)
+    return staging_words_bytes(world_size) + min(expert_bytes, CHUNK_BYTES)
+
+
+def staging_words_bytes(world_size: int) -> int:
+    """Bytes of the words at the start of region `staging`, aligned."""
+    return align_region(STAGING_WORDS * world_size * 4)

@@ -1,0 +1,70 @@
+"""How a rank that gives up aborts its peers, so that none waits for it, and how ranks agree before they change."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+
+from moe_runtime.comm.bootstrap import describe_ranks
+from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, Phase, reason_of
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+
+
+def abort_peers(context: ExpertParallelContext, error: BaseException) -> None:
+    """Abort the peers, with the reason of `error`. A rank without peers does nothing, and its context stays usable.
+
+    Does nothing on a rank that has failed already.
+    """
+    if context.world_size > 1:
+        context.abort(reason_of(error))
+
+
+@contextmanager
+def abort_peers_on_error(context: ExpertParallelContext) -> Iterator[None]:
+    """Around work that may fail on some ranks only, such as reading their experts: an error inside aborts the peers."""
+    try:
+        yield
+    except BaseException as error:
+        abort_peers(context, error)
+        raise
+
+
+@contextmanager
+def collective_step(context: ExpertParallelContext) -> Iterator[None]:
+    """Around work that peers wait for: raises what earlier steps recorded, and aborts the peers on an error inside.
+
+    A rank without peers keeps its context: later steps read nothing of a step that was left half done.
+    """
+    context.allocate()
+    context.check()
+    context.follow_stream()
+    # Not `abort_peers_on_error`: one more context manager in each part of a step costs host time.
+    try:
+        yield
+    except BaseException as error:
+        abort_peers(context, error)
+        raise
+
+
+def agree_on(context: ExpertParallelContext, proposal: Mapping[str, object], problem: BaseException | None) -> None:
+    """Compare proposals before anything changes: all ranks must want the same, and none may have a problem. Collective.
+
+    Otherwise every rank raises, and may go on with its steps as before: a rank with a `problem` raises that, the others
+    `PeerAbortedError`, and all ranks `ValueError` where proposals differ. `PeerTimeoutError` ends the group.
+    """
+    text = None if problem is None else reason_of(problem)
+    answers = [(proposal, text)]
+    if context.group is not None:
+        try:
+            answers = context.group.gather("replace_experts", (proposal, text), timeout_s=context.timeout_s)
+        except MoERuntimeError as error:
+            raise context.fail(error) from None
+    if problem is not None:
+        raise problem
+    for rank, (_, reason) in enumerate(answers):
+        if reason is not None:
+            raise PeerAbortedError(f"replace_experts: rank {rank} gave up: {reason}", rank, Phase.REPLACEMENT)
+    for key, value in proposal.items():
+        values = [answer[key] for answer, _ in answers]
+        if any(other != value for other in values):
+            raise ValueError(f"{key}: ranks disagree, {describe_ranks(values)}")

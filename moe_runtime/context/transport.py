@@ -1,0 +1,67 @@
+"""The memory between ranks: which device, which transport, and the heap over both."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_runtime.comm.bootstrap import RankGroup
+from moe_runtime.comm.heaps.collective import CollectiveHeap
+from moe_runtime.comm.heaps.heap import SymmetricHeap
+from moe_runtime.comm.heaps.nvshmem_heap import NvshmemHeap
+from moe_runtime.comm.heaps.private_heap import PrivateHeap
+from moe_runtime.comm.heaps.shared_heap import SharedHeap
+from moe_runtime.comm.transport import choose_transport
+
+
+def make_heap(group: RankGroup, device: torch.device, transport: str) -> tuple[SymmetricHeap, dict[str, str]]:
+    """A heap on `device` over the transport that the ranks choose, and why they did not choose the others. Collective.
+
+    Raises as `comm.transport.choose_transport`.
+    """
+    choice = choose_transport(group, device, transport)
+    if choice.name == "private":
+        return PrivateHeap(device), choice.reasons
+    if choice.name == "shared":
+        return SharedHeap(group), choice.reasons
+    kind = NvshmemHeap if choice.name == "nvshmem" else CollectiveHeap
+    return kind(group, device), choice.reasons
+
+
+def check_heap(heap: SymmetricHeap, group: object, device: torch.device | str | None, transport: str) -> None:
+    """Raise `ValueError` where a ready-made heap does not fit the other arguments of a context."""
+    if group is not None:
+        raise ValueError("group: expected None together with heap, which brings its own ranks")
+    if transport not in ("auto", heap.name):
+        raise ValueError(f"transport: expected auto or {heap.name} together with this heap, got {transport!r}")
+    if device is not None and _named_device(device) != heap.device:
+        raise ValueError(f"device: expected that of heap, {heap.device}, got {device}")
+    if heap.allocated:
+        raise ValueError("heap: expected one that is not allocated yet")
+
+
+def resolve_device(device: torch.device | str | None) -> torch.device:
+    """The device meant by `device`: with its index on a GPU; None is the current GPU, or the CPU where there is none.
+
+    Raises `ValueError` for a device of another kind, and a GPU that does not exist.
+    """
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    place = _named_device(device)
+    if place.type == "cuda":
+        count = torch.cuda.device_count()
+        if (place.index or 0) >= count:
+            raise ValueError(f"device: expected a CPU or one of {count} GPUs, got {place}")
+        if place.index is None:
+            place = torch.device("cuda", torch.cuda.current_device())
+    return place
+
+
+def _named_device(device: torch.device | str) -> torch.device:
+    """`device` as tensors name it: `cpu:0` is `cpu`."""
+    try:
+        place = torch.device(device)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"device: expected a CPU or a CUDA device, got {device!r}") from None
+    if place.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: expected a CPU or a CUDA device, got {place}")
+    return torch.device("cpu") if place.type == "cpu" else place

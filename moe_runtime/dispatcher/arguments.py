@@ -1,0 +1,130 @@
+"""What a dispatcher accepts: each wrong argument is a `ValueError` with its name, what was expected and what came."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_runtime.comm.signals import COUNT_BITS
+from moe_runtime.config import MAX_EXPERTS, ModeName, check_positive, resolve_mode
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.kernels.arguments import check_is_tensor, check_no_grad
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
+from moe_runtime.kernels.exchange.record import RecordLayout
+from moe_runtime.kernels.formats.number_formats import TokenFormat, format_named
+
+BF16 = (torch.bfloat16,)
+
+
+def exchange_geometry(
+    context: ExpertParallelContext,
+    *,
+    hidden_size: int,
+    num_experts: int,
+    top_k: int,
+    max_tokens_per_rank: int,
+    token_format: str | TokenFormat,
+    combine_format: str | TokenFormat,
+    mode: ModeName,
+    expert_row_capacity: int | None,
+    num_sms: int | None,
+    input_scale: float | None,
+) -> ExchangeGeometry:
+    """The geometry of the next exchange of `context`, from the checked arguments of `TokenDispatcher`."""
+    fmt, wire = format_named(token_format, "token_format"), format_named(combine_format, "combine_format")
+    check_positive("hidden_size", hidden_size)
+    check_positive("num_experts", num_experts)
+    check_positive("max_tokens_per_rank", max_tokens_per_rank)
+    check_positive("top_k", top_k)
+    if num_experts > MAX_EXPERTS:
+        raise ValueError(f"num_experts: expected at most {MAX_EXPERTS} (ids travel as u16), got {num_experts}")
+    if top_k > num_experts:
+        raise ValueError(f"top_k: expected at most num_experts = {num_experts}, got {top_k}")
+    rows = resolve_mode(mode, max_tokens_per_rank, fmt.name)
+    fmt.check_columns(hidden_size, "hidden_size")
+    wire.check_columns(hidden_size, "hidden_size")
+    if wire.has_row_scale:
+        raise ValueError(f"combine_format: expected bf16, fp8_block or mxfp8, got {wire.name}")
+    most = min((2**31 - 1) // (context.world_size * top_k), 2**COUNT_BITS - 1)
+    if max_tokens_per_rank > most:
+        raise ValueError(
+            f"max_tokens_per_rank: expected at most {most}, with {context.world_size} ranks and top_k = {top_k} "
+            f"(rows are counted in int32, tokens in {COUNT_BITS} bits), got {max_tokens_per_rank}"
+        )
+    worst = worst_case_rows(num_experts, context.world_size, top_k, max_tokens_per_rank)
+    if expert_row_capacity is not None:
+        check_positive("expert_row_capacity", expert_row_capacity)
+    if num_sms is not None:
+        check_positive("num_sms", num_sms)
+    if input_scale is not None:
+        is_number = isinstance(input_scale, (int, float)) and not isinstance(input_scale, bool)
+        if not (is_number and fmt.has_row_scale and 0 < input_scale < float("inf")):
+            raise ValueError(f"input_scale: expected a positive number, with nvfp4 tokens, got {input_scale!r}")
+    return ExchangeGeometry(
+        rank=context.rank,
+        world_size=context.world_size,
+        record=RecordLayout(fmt, hidden_size, top_k),
+        combine_format=wire,
+        num_experts=num_experts,
+        max_tokens=max_tokens_per_rank,
+        packed=rows == "contiguous",
+        row_capacity=min(worst, expert_row_capacity or worst),
+        num_sms=num_sms,
+        exchange_id=context.next_exchange_id(),
+    )
+
+
+def check_tokens(
+    geometry: ExchangeGeometry,
+    device: torch.device,
+    x: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+) -> None:
+    """Tokens and routing are what `TokenDispatcher.dispatch` takes."""
+    _check_place("x", x, device)
+    if x.ndim != 2:
+        raise ValueError(f"x: expected [T, {geometry.hidden}], got shape {list(x.shape)}")
+    _check_matrix("x", x, (x.shape[0], geometry.hidden), BF16)
+    if x.shape[0] > geometry.max_tokens:
+        raise ValueError(f"x: expected at most max_tokens_per_rank = {geometry.max_tokens} tokens, got {x.shape[0]}")
+    expected = (x.shape[0], geometry.top_k)
+    _check_place("topk_idx", topk_idx, device)
+    _check_shape("topk_idx", topk_idx, expected, (torch.int32, torch.int64))
+    _check_place("topk_weights", topk_weights, device)
+    _check_shape("topk_weights", topk_weights, expected, (torch.float32,))
+
+
+def check_expert_output(geometry: ExchangeGeometry, device: torch.device, output: torch.Tensor) -> None:
+    """`output` is bf16 or fp32 `[row_capacity, H]`."""
+    _check_place("expert_output", output, device)
+    shape = (geometry.row_capacity, geometry.hidden)
+    _check_matrix("expert_output", output, shape, (torch.bfloat16, torch.float32))
+
+
+def check_shared(
+    geometry: ExchangeGeometry, device: torch.device, shared: torch.Tensor | None, num_tokens: int
+) -> None:
+    """`shared` is None or bf16 `[num_tokens, H]`."""
+    if shared is not None:
+        _check_place("shared", shared, device)
+        _check_matrix("shared", shared, (num_tokens, geometry.hidden), BF16)
+
+
+def _check_matrix(name: str, tensor: torch.Tensor, shape: tuple[int, int], dtypes: tuple[torch.dtype, ...]) -> None:
+    _check_shape(name, tensor, shape, dtypes)
+    if tensor.shape[0] > 0 and tensor.stride(1) != 1:
+        raise ValueError(f"{name}: expected a contiguous last dimension, got strides {list(tensor.stride())}")
+
+
+def _check_shape(name: str, tensor: torch.Tensor, shape: tuple[int, int], dtypes: tuple[torch.dtype, ...]) -> None:
+    if tuple(tensor.shape) != shape:
+        raise ValueError(f"{name}: expected shape {list(shape)}, got {list(tensor.shape)}")
+    if tensor.dtype not in dtypes:
+        raise ValueError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+
+
+def _check_place(name: str, tensor: torch.Tensor, device: torch.device) -> None:
+    check_is_tensor(name, tensor)
+    if tensor.device != device:
+        raise ValueError(f"{name}: expected device {device}, got {tensor.device}")
+    check_no_grad(name, tensor)

@@ -1,0 +1,172 @@
+"""What dispatch hands to combine: the handle of a step, the rows that arrived, and where experts write results."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import torch
+
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
+from moe_runtime.kernels.exchange.interface import ExchangeBackend, RecvBuffers
+from moe_runtime.kernels.formats.number_formats import ceil_div
+from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.support.deprecation import warn_renamed
+
+STAGES = ("dispatch_recv", "combine_send", "combine_recv")
+"""What follows `dispatch_send` with its handle, in this order."""
+
+
+@dataclass
+class _Progress:
+    """How far a step has come, and the memory that its next stage writes.
+
+    Attributes:
+        stages_done: how many of `STAGES` were called.
+        recv_buffers: for `dispatch_recv`, until it has run.
+        output: bf16 `[T, H]` for `combine_recv`, between `combine_send` and itself.
+    """
+
+    recv_buffers: RecvBuffers | None
+    output: torch.Tensor | None = None
+    stages_done: int = 0
+
+
+@dataclass(frozen=True)
+class DispatchHandle:
+    """What `combine` needs to know of a dispatch. Good for one combine, until the second next dispatch of its context.
+
+    Attributes:
+        geometry: of the layer that dispatched.
+        epoch: int32 `[1]` on the device: the number of the dispatch in its context.
+        positions: int32 `[W * max_tokens, K]`: packed position of each (landing slot, k), -1 for none.
+        num_parts: int32 `[T]`: partial results that come home for each of this rank's tokens.
+        num_tokens: `T`.
+        timeout_ns: how long its kernels wait for a peer: longer in the first step of a layer, which may compile them.
+        scales_in_record: whether block scales stay in the records that arrive (`GroupedRows.scales_by_row`).
+    """
+
+    geometry: ExchangeGeometry
+    epoch: torch.Tensor
+    positions: torch.Tensor
+    num_parts: torch.Tensor
+    num_tokens: int
+    timeout_ns: int
+    scales_in_record: bool
+    _progress: _Progress = field(repr=False, compare=False)
+
+    @classmethod
+    def allocate(
+        cls,
+        geometry: ExchangeGeometry,
+        backend: ExchangeBackend,
+        device: torch.device,
+        *,
+        num_tokens: int,
+        timeout_ns: int,
+        scales_in_record: bool,
+    ) -> DispatchHandle:
+        """The handle of a new step, with memory for all that `dispatch_send` and `dispatch_recv` write.
+
+        Later stages may write it outside of the inference mode of now, so it is made outside of that mode.
+        """
+        with torch.inference_mode(False):
+            buffers = allocate_recv_buffers(geometry, backend, device, scales_in_record=scales_in_record)
+            return cls(
+                geometry,
+                torch.empty(1, dtype=torch.int32, device=device),
+                buffers.positions,
+                torch.empty(num_tokens, dtype=torch.int32, device=device),
+                num_tokens,
+                timeout_ns,
+                scales_in_record,
+                _Progress(buffers),
+            )
+
+    @property
+    def leave_scales(self) -> bool:
+        """Deprecated: `scales_in_record`."""
+        warn_renamed("leave_scales", "scales_in_record")
+        return self.scales_in_record
+
+    def enter(self, stage: str) -> None:
+        """Note that `stage` of `STAGES` begins. Raises `ValueError` unless it is the next one."""
+        index, done = STAGES.index(stage), self._progress.stages_done
+        if index < done:
+            raise ValueError(f"handle: {stage} was already called with it")
+        if index > done:
+            raise ValueError(f"handle: expected {STAGES[index - 1]} to be called with it before {stage}")
+        self._progress.stages_done += 1
+
+    def take_recv_buffers(self) -> RecvBuffers:
+        """The buffers for `dispatch_recv`; from now on they live as long as whoever took them keeps them."""
+        buffers, self._progress.recv_buffers = self._progress.recv_buffers, None
+        assert buffers is not None
+        return buffers
+
+    def allocate_output(self) -> None:
+        """Memory for the sum of `combine_recv`, bf16 `[T, H]`, made before this rank sends (see `RecvBuffers`)."""
+        shape = (self.num_tokens, self.geometry.hidden)
+        with torch.inference_mode(False):
+            self._progress.output = torch.empty(shape, dtype=torch.bfloat16, device=self.epoch.device)
+
+    def take_output(self) -> torch.Tensor:
+        """What `allocate_output` made, once."""
+        output, self._progress.output = self._progress.output, None
+        assert output is not None
+        return output
+
+
+@dataclass(frozen=True, kw_only=True)
+class DispatchedTokens(GroupedRows):
+    """The rows that arrived at this rank, grouped by local expert, ascending, empty groups included; see `GroupedRows`.
+
+    In swizzled `scales`, columns behind the last scale of a row are 0; rows and blocks that no group has hold what the
+    memory held before. Nothing reads either.
+
+    Attributes:
+        handle: to be given to `combine`.
+    """
+
+    handle: DispatchHandle
+
+
+class CombineSink:
+    """Where a down projection writes the rows that `combine` will take, by packed position.
+
+    Attributes:
+        rows: bf16 `[row_capacity, H]`; rows past `group_offsets[G]` are not read.
+    """
+
+    def __init__(self, handle: DispatchHandle) -> None:
+        geometry = handle.geometry
+        self.handle = handle
+        self.rows = torch.empty(
+            (geometry.row_capacity, geometry.hidden), dtype=torch.bfloat16, device=handle.positions.device
+        )
+
+
+def allocate_recv_buffers(
+    geometry: ExchangeGeometry, backend: ExchangeBackend, device: torch.device, *, scales_in_record: bool
+) -> RecvBuffers:
+    """Uninitialised buffers for a step of `geometry`."""
+    fmt, capacity, experts = geometry.token_format, geometry.row_capacity, geometry.num_local_experts
+    rows = scales = row_scale = None
+    if geometry.packed:
+        rows = torch.empty((capacity, fmt.quant_bytes(geometry.hidden)), dtype=torch.uint8, device=device)
+    if fmt.has_row_scale:
+        row_scale = torch.empty(capacity, dtype=torch.float32, device=device)
+    if fmt.swizzled and not scales_in_record:
+        columns4 = ceil_div(fmt.scale_columns(geometry.hidden), 4)
+        scales = torch.empty((geometry.scale_blocks, columns4, 32, 4, 4), dtype=torch.uint8, device=device)
+    elif fmt.scale_dtype is not None and not scales_in_record:
+        scales = torch.empty((capacity, fmt.scale_columns(geometry.hidden)), dtype=fmt.scale_dtype, device=device)
+    return RecvBuffers(
+        positions=torch.empty((geometry.num_slots, geometry.top_k), dtype=torch.int32, device=device),
+        group_offsets=torch.empty(experts + 1, dtype=torch.int32, device=device),
+        group_scale_offsets=torch.empty(experts, dtype=torch.int32, device=device),
+        row_index=torch.empty(capacity, dtype=torch.int32, device=device),
+        rows=rows,
+        scales=scales,
+        row_scale=row_scale,
+        counts=backend.allocate_counts(geometry, device),
+    )

@@ -1,0 +1,390 @@
+"""`TokenDispatcher`: tokens out to the ranks of their experts and back; none is dropped, nothing waits for the host."""
+
+from __future__ import annotations
+
+import torch
+
+from moe_runtime.config import ModeName, MoELayerConfig
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.context.peers import collective_step
+from moe_runtime.context.threads import by_one_thread
+from moe_runtime.dispatcher.arguments import check_expert_output, check_shared, check_tokens, exchange_geometry
+from moe_runtime.dispatcher.backend import choose_backend
+from moe_runtime.dispatcher.handle import CombineSink, DispatchedTokens, DispatchHandle
+from moe_runtime.kernels.exchange.reference import part_index
+from moe_runtime.kernels.formats.number_formats import MAX_ENCODE_SCALE, TokenFormat
+from moe_runtime.support.compiling import not_compiled
+from moe_runtime.support.deprecation import warn_renamed
+
+
+class TokenDispatcher:
+    """Dispatch and combine of one layer. While one thread is in a call, calls of other threads are refused.
+
+    `torch.compile` leaves `dispatch` and `combine` as they are; their halves are not for compiled code.
+
+    Args:
+        context: the group's memory and signals; shared by all layers.
+        hidden_size: `H`, a multiple of the block of both formats.
+        num_experts: experts of all ranks; rank `r` owns `E // W + (r < E % W)` of them, contiguous.
+        top_k: expert ids per token.
+        max_tokens_per_rank: most tokens a rank brings to a step.
+        token_format: on the wire and into the GEMM.
+        combine_format: of partial results on their way home: `bf16`, `fp8_block` or `mxfp8`.
+        mode: `gathered`, `contiguous` or `auto` (`moe_runtime.config.resolve_mode`).
+        expert_row_capacity: (token, expert) rows that may arrive at a rank in a step; None is the worst case, which
+            cannot overflow. An overflow is found on the device and raises `CapacityError` on every rank.
+        num_sms: most SMs of a GPU that dispatch and combine take at a time, so that other kernels may run on the rest;
+            None is all. Changes no bit; without a meaning for the torch engine.
+        input_scale: static NVFP4 decode scale of the tokens (`gsf = 1 / input_scale`); None is one scale per token.
+        agreed: whether the arguments are known to be equal on all ranks; else they are compared at start-up.
+
+    Raises:
+        ValueError: an argument that is out of range; it is named.
+    """
+
+    def __init__(
+        self,
+        context: ExpertParallelContext,
+        *,
+        hidden_size: int,
+        num_experts: int,
+        top_k: int,
+        max_tokens_per_rank: int,
+        token_format: str | TokenFormat = "bf16",
+        combine_format: str | TokenFormat = "bf16",
+        mode: ModeName = "auto",
+        expert_row_capacity: int | None = None,
+        num_sms: int | None = None,
+        input_scale: float | None = None,
+        agreed: bool = False,
+    ) -> None:
+        if not isinstance(context, ExpertParallelContext):
+            raise ValueError(f"context: expected an ExpertParallelContext, got {type(context).__name__}")
+        self.context = context
+        self.geometry = geometry = exchange_geometry(
+            context,
+            hidden_size=hidden_size,
+            num_experts=num_experts,
+            top_k=top_k,
+            max_tokens_per_rank=max_tokens_per_rank,
+            token_format=token_format,
+            combine_format=combine_format,
+            mode=mode,
+            expert_row_capacity=expert_row_capacity,
+            num_sms=num_sms,
+            input_scale=input_scale,
+        )
+        self._backend = choose_backend(context, geometry)
+        self._stepped = False
+        device = context.device
+        self._starts = torch.tensor(geometry.starts, dtype=torch.int32, device=device)
+        self._expert_ids = torch.arange(geometry.num_local_experts, dtype=torch.int32, device=device)
+        self._gsf: torch.Tensor | None = None
+        if input_scale is not None:
+            one = torch.ones(1, dtype=torch.float32, device=device)
+            self._gsf = (one / torch.full_like(one, input_scale)).clamp(max=MAX_ENCODE_SCALE)
+        arguments = {
+            "hidden_size": hidden_size,
+            "num_experts": num_experts,
+            "top_k": top_k,
+            "max_tokens_per_rank": max_tokens_per_rank,
+            "token_format": geometry.token_format.name,
+            "combine_format": geometry.combine_format.name,
+            "mode": "contiguous" if geometry.packed else "gathered",
+            "expert_row_capacity": geometry.row_capacity,
+            "input_scale": input_scale,
+        }
+        about = f"exchange {geometry.exchange_id}"
+        context.register(agree=None if agreed else arguments, about=about, **geometry.half_bytes())
+
+    @classmethod
+    def from_config(
+        cls,
+        context: ExpertParallelContext,
+        config: MoELayerConfig,
+        *,
+        max_tokens: int | None = None,
+        num_slots: int | None = None,
+        mode: ModeName = "auto",
+        agreed: bool = False,
+    ) -> TokenDispatcher:
+        """The exchange of the layer that `config` describes, for steps of `max_tokens` if given.
+
+        With a placement there are `num_slots` instead of its experts.
+        """
+        return cls(
+            context,
+            hidden_size=config.hidden_size,
+            num_experts=config.num_experts if num_slots is None else num_slots,
+            top_k=config.top_k,
+            max_tokens_per_rank=config.max_tokens_per_rank if max_tokens is None else max_tokens,
+            token_format=config.token_format,
+            combine_format=config.combine_format,
+            mode=mode,
+            expert_row_capacity=config.expert_row_capacity,
+            num_sms=config.num_sms,
+            agreed=agreed,
+        )
+
+    @classmethod
+    def of_all_sizes(
+        cls,
+        context: ExpertParallelContext,
+        config: MoELayerConfig,
+        *,
+        num_slots: int | None = None,
+        mode: ModeName = "auto",
+    ) -> dict[int, TokenDispatcher]:
+        """The exchanges of the layer that `config` describes, for each of its `all_token_buckets`, ascending.
+
+        A step may take any that is large enough for its tokens, and all ranks must take the same. The layer compares
+        `config` and `num_slots` between ranks.
+        """
+        # The largest first: memory that suffices for it suffices for all.
+        of_size = {
+            size: cls.from_config(context, config, max_tokens=size, num_slots=num_slots, mode=mode, agreed=True)
+            for size in reversed(config.all_token_buckets)
+        }
+        return dict(sorted(of_size.items()))
+
+    @property
+    def can_keep_scales_in_record(self) -> bool:
+        """Whether block scales may stay in their records: those of `nvfp4` and `mxfp8`, rows gathered, on Hopper."""
+        return self._backend.can_keep_scales_in_record(self.geometry)
+
+    @not_compiled
+    @by_one_thread
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        scales_in_record: bool = False,
+        leave_scales: bool | None = None,
+    ) -> DispatchedTokens:
+        """Quantize this rank's tokens, send them to the ranks of their experts, and group what arrives here.
+
+        Collective: every rank calls it, with its own `T` (0 too).
+
+        Args:
+            x: bf16 `[T, H]`, last dimension contiguous, `T <= max_tokens_per_rank`.
+            topk_idx: int32 or int64 `[T, K]`; -1 is unrouted.
+            topk_weights: fp32 `[T, K]`.
+            scales_in_record: leave block scales in the records that arrive instead of copying them into the layout of
+                the consumer. For `grouped_gemm` with prepared weights, which reads them there. Only where
+                `can_keep_scales_in_record`; ranks may differ in it.
+            leave_scales: deprecated name of `scales_in_record`.
+
+        Raises:
+            ValueError: an argument of wrong shape, dtype, device or stride; the peers get `PeerAbortedError`.
+            MoERuntimeError: what an earlier step, or on CPUs this step, recorded (see `ExpertParallelContext.check`).
+        """
+        keep = _scales_in_record(scales_in_record, leave_scales)
+        return self.dispatch_recv(self.dispatch_send(x, topk_idx, topk_weights, scales_in_record=keep))
+
+    @not_compiled
+    @by_one_thread
+    def combine(
+        self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle, *, shared: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Weight and sum the experts' rows of each token and bring them home: bf16 `[T, H]`. Collective.
+
+        All engines give the same bits, except that sign and payload of a NaN depend on the machine.
+
+        Args:
+            expert_output: bf16 or fp32 `[row_capacity, H]` by packed position, last dimension contiguous, or a
+                `CombineSink` of the same handle; each row is rounded to bf16 first.
+            handle: of the dispatch that the rows came from.
+            shared: bf16 `[T, H]` output of a shared expert, added first.
+
+        Raises: as `dispatch`.
+        """
+        self.combine_send(expert_output, handle)
+        return self.combine_recv(handle, shared=shared)
+
+    @by_one_thread
+    def dispatch_send(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        *,
+        scales_in_record: bool = False,
+        leave_scales: bool | None = None,
+    ) -> DispatchHandle:
+        """First half of `dispatch`: everything that does not wait for the peers' tokens.
+
+        Memory has two halves, used in turn. Before it writes into a half, it waits until each peer has combined the
+        second last dispatch, or, where that is not combined, until each peer calls this. So ranks must agree in whether
+        they call this or the combine of the last dispatch first: otherwise each waits for the other until its timeout.
+        """
+        scales_in_record = _scales_in_record(scales_in_record, leave_scales)
+        context, geometry = self.context, self.geometry
+        with collective_step(context):
+            check_tokens(geometry, context.device, x, topk_idx, topk_weights)
+            if scales_in_record and not self.can_keep_scales_in_record:
+                raise ValueError("scales_in_record: expected False, this dispatcher copies scales as they arrive")
+            handle = DispatchHandle.allocate(
+                geometry,
+                self._backend,
+                context.device,
+                num_tokens=x.shape[0],
+                timeout_ns=context.timeout_ns if self._stepped else context.startup_timeout_ns,
+                scales_in_record=scales_in_record,
+            )
+            self._backend.dispatch_send(
+                context,
+                geometry,
+                self._starts,
+                x,
+                topk_idx.contiguous(),
+                topk_weights.contiguous(),
+                self._gsf,
+                handle.epoch,
+                handle.num_parts,
+                handle.timeout_ns,
+            )
+            if context.host_transport is not None:
+                context.host_transport.carry_dispatch(
+                    context,
+                    epoch=int(handle.epoch),
+                    num_tokens=handle.num_tokens,
+                    max_tokens=geometry.max_tokens,
+                    record_bytes=geometry.record.record_bytes,
+                    timeout_ns=handle.timeout_ns,
+                    landing_half=self._landing_half,
+                )
+        return handle
+
+    @by_one_thread
+    def dispatch_recv(self, handle: DispatchHandle) -> DispatchedTokens:
+        """Second half of `dispatch`: wait for the peers' tokens and group them."""
+        context, geometry = self.context, self.geometry
+        with collective_step(context):
+            self._check_handle(handle)
+            handle.enter("dispatch_recv")
+            buffers = handle.take_recv_buffers()
+            self._backend.dispatch_recv(context, geometry, handle.epoch, handle.timeout_ns, buffers)
+            self._stepped = True
+            self._raise_on_cpu()
+        fmt, scales = geometry.token_format, buffers.scales
+        if handle.scales_in_record:
+            scales = self._landing_scales()
+        elif scales is not None and fmt.scale_dtype is not None:
+            scales = scales.view(fmt.scale_dtype)
+        return DispatchedTokens(
+            format=fmt,
+            rows=self._landing_rows() if buffers.rows is None else buffers.rows.view(fmt.quant_dtype),
+            scales=scales,
+            row_scale=buffers.row_scale,
+            row_index=None if geometry.packed else buffers.row_index,
+            group_offsets=buffers.group_offsets,
+            group_scale_offsets=buffers.group_scale_offsets if fmt.swizzled else None,
+            expert_ids=self._expert_ids,
+            capacity=geometry.row_capacity,
+            num_columns=geometry.hidden,
+            num_active_experts=geometry.num_local_experts,
+            scales_in_record=handle.scales_in_record,
+            expected_rows=geometry.expected_rows,
+            handle=handle,
+        )
+
+    @by_one_thread
+    def combine_send(self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle) -> None:
+        """First half of `combine`: reduce here and send the partial results home."""
+        context, geometry = self.context, self.geometry
+        output = expert_output.rows if isinstance(expert_output, CombineSink) else expert_output
+        with collective_step(context):
+            self._check_handle(handle)
+            if isinstance(expert_output, CombineSink) and expert_output.handle is not handle:
+                raise ValueError("expert_output: expected a CombineSink of the same handle, got that of another")
+            check_expert_output(geometry, context.device, output)
+            handle.enter("combine_send")
+            handle.allocate_output()
+            self._backend.combine_send(context, geometry, self._starts, output, handle.positions, handle.epoch)
+            if context.host_transport is not None:
+                epoch = int(handle.epoch)
+                context.host_transport.carry_combine(
+                    context,
+                    epoch=epoch,
+                    max_tokens=geometry.max_tokens,
+                    parts=geometry.parts,
+                    row_bytes=geometry.partial_bytes,
+                    part_index=part_index(context, geometry, self._starts, handle.positions, epoch),
+                    timeout_ns=handle.timeout_ns,
+                )
+
+    @by_one_thread
+    def combine_recv(self, handle: DispatchHandle, *, shared: torch.Tensor | None = None) -> torch.Tensor:
+        """Second half of `combine`: wait for the partial results and sum them; bf16 `[T, H]`.
+
+        After a failure the result is NaN. Where partial results are awaited token by token, tokens that were complete
+        before the failure keep their sums.
+        """
+        context, geometry = self.context, self.geometry
+        with collective_step(context):
+            self._check_handle(handle)
+            check_shared(geometry, context.device, shared, handle.num_tokens)
+            handle.enter("combine_recv")
+            y = handle.take_output()
+            self._backend.combine_recv(context, geometry, handle.epoch, handle.num_parts, shared, y, handle.timeout_ns)
+            self._raise_on_cpu()
+        return y
+
+    def dispatch_wait(self, handle: DispatchHandle) -> DispatchedTokens:
+        """Deprecated: `dispatch_recv`."""
+        warn_renamed("dispatch_wait", "dispatch_recv")
+        return self.dispatch_recv(handle)
+
+    def combine_wait(self, handle: DispatchHandle, *, shared: torch.Tensor | None = None) -> torch.Tensor:
+        """Deprecated: `combine_recv`."""
+        warn_renamed("combine_wait", "combine_recv")
+        return self.combine_recv(handle, shared=shared)
+
+    @property
+    def can_leave_scales(self) -> bool:
+        """Deprecated: `can_keep_scales_in_record`."""
+        warn_renamed("can_leave_scales", "can_keep_scales_in_record")
+        return self.can_keep_scales_in_record
+
+    @property
+    def _landing_half(self) -> int:
+        return self.geometry.landing_half(self.context.half_bytes["landing"])
+
+    def _raise_on_cpu(self) -> None:
+        """On CPUs a stage is done when its call returns: raise at once what it recorded."""
+        if self.context.device.type == "cpu":
+            self.context.check()
+
+    def _landing_rows(self) -> torch.Tensor:
+        """The landing slots of both halves as rows of quants, one record apart."""
+        fmt = self.geometry.token_format
+        return self._landing_records()[:, : fmt.quant_bytes(self.geometry.hidden)].view(fmt.quant_dtype)
+
+    def _landing_scales(self) -> torch.Tensor:
+        """Their block scales, one record apart."""
+        record = self.geometry.record
+        assert record.format.scale_dtype is not None
+        first = record.scales_offset
+        scales = self._landing_records()[:, first : first + record.format.scale_bytes(self.geometry.hidden)]
+        return scales.view(record.format.scale_dtype)
+
+    def _landing_records(self) -> torch.Tensor:
+        stride = self.geometry.record.record_bytes
+        num_rows = self._landing_half // stride + self.geometry.num_slots
+        return self.context.heap.tensor("landing")[: num_rows * stride].view(num_rows, stride)
+
+    def _check_handle(self, handle: DispatchHandle) -> None:
+        if not isinstance(handle, DispatchHandle):
+            raise ValueError(f"handle: expected a DispatchHandle, got {type(handle).__name__}")
+        if handle.geometry is not self.geometry:
+            raise ValueError("handle: it belongs to another dispatcher")
+
+
+def _scales_in_record(asked: bool, leave_scales: bool | None) -> bool:
+    """What the caller asked for, by the new or by the old name of the argument."""
+    if leave_scales is None:
+        return asked
+    warn_renamed("leave_scales", "scales_in_record")
+    return leave_scales

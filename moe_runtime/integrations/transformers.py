@@ -1,0 +1,378 @@
+"""`apply_expert_parallel` spreads the experts of a transformers model over ranks and replicates the rest.
+
+Only the `experts` of the MoE blocks are replaced. Routers and shared experts stay, so what a model routes, records and
+returns does not change. Each rank calls the model with its own tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, NoReturn, cast
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from moe_runtime.build import context_from_config
+from moe_runtime.checkpoints.checkpoint import Checkpoint
+from moe_runtime.checkpoints.families import family_of, layer_config
+from moe_runtime.checkpoints.loading import ExpertTensors
+from moe_runtime.comm.errors import reason_of
+from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.context.peers import abort_peers, abort_peers_on_error, agree_on
+from moe_runtime.counters import LayerCounts
+from moe_runtime.integrations.transformers_models import (
+    EXPERT_CLASSES,
+    check_read,
+    model_config_of,
+    moe_blocks,
+    own_experts,
+)
+from moe_runtime.kernels.formats.number_formats import ceil_div
+from moe_runtime.layer import MoELayer
+from moe_runtime.placement.placement import Placement
+from moe_runtime.placement.rebalance import check_replacement
+from moe_runtime.support.compiling import not_compiled
+
+DONE = -1
+"""Stands for the number of tokens of a rank that does not call the model any more."""
+
+ExpertSource = Checkpoint | Callable[[int, Sequence[int]], Iterable[ExpertTensors]] | None
+"""Where experts come from: a checkpoint, a function of decoder layer and expert ids, or the model itself."""
+
+
+def apply_expert_parallel(
+    model: nn.Module,
+    mesh: DeviceMesh | dist.ProcessGroup | None = None,
+    *,
+    max_tokens_per_rank: int,
+    token_format: FormatName | None = None,
+    weight_format: WeightFormatName | None = None,
+    combine_format: CombineFormatName = "bf16",
+    experts: ExpertSource = None,
+    placement: Placement | Mapping[int, Placement] | None = None,
+    parallel: ParallelConfig | None = None,
+    device: torch.device | str | None = None,
+    **overrides: Any,
+) -> ExpertParallel:
+    """Spread the experts of a transformers model over ranks, in place. Collective.
+
+    Every rank passes the same model in bf16, of a family in `moe_runtime.checkpoints.families`. It keeps the weights of its own
+    experts, quantized, and drops the others. From then on `model(...)` is collective: every rank calls it with its own
+    tokens. Inside `ExpertParallel.join`, and so in `model.generate(...)`, ranks may call it different numbers of times
+    and with any number of tokens. The model is for inference: its parameters no longer require gradients, `state_dict`
+    has no experts, and `save_pretrained` raises.
+
+    Args:
+        model: such as `Qwen3MoeForCausalLM`; it need not be on `device` yet.
+        mesh: a one-dimensional `DeviceMesh` or process group; None is the default group, or a single rank where
+            torch.distributed is not initialised (torchrun's ranks call `init_from_env` before).
+        max_tokens_per_rank: most tokens (batch times sequence) of a rank in one step. A call with more is split inside
+            `join` and refused outside.
+        token_format, weight_format, combine_format: as in `MoELayerConfig`. `token_format` is bf16 if None, and
+            `weight_format` is `token_format`. With a `Checkpoint` they default as in `MoELayer.from_checkpoint`.
+        experts: where experts come from instead of the model, which may then have none (`without_experts`).
+            `experts(layer, ids)` yields the experts `ids` of decoder layer `layer` in order. A `Checkpoint` also sets
+            the formats and `intermediate_gsf` of each layer, and is compared between ranks.
+        placement: which rank holds which experts, of every layer or by decoder layer, with replicas; equal on all
+            ranks. None, and layers without one: contiguous ids, each expert once.
+        parallel: transport, engine and time limits; the defaults of `ParallelConfig` if None.
+        device: device of the experts; that of the model if None.
+        overrides: further fields of `MoELayerConfig`, such as `token_buckets` or `intermediate_gsf`. Inside `join` each
+            call takes the smallest bucket that holds the tokens of every rank.
+
+    Returns:
+        The expert-parallel part of the model; close it in the end, or use it as a context manager.
+
+    Raises:
+        ValueError: a model or an argument that does not fit; peers get `PeerAbortedError`. A refused model is
+            unchanged. If `experts` or a peer fails later, the blocks filled before have lost their experts.
+    """
+    if device is None:
+        device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
+    context = context_from_config(ParallelConfig() if parallel is None else parallel, mesh, device)
+    try:
+        with abort_peers_on_error(context):
+            if not (experts is None or isinstance(experts, Checkpoint) or callable(experts)):
+                kinds = "a Checkpoint, a callable or None"
+                raise ValueError(f"experts: expected {kinds}, got {type(experts).__name__}")
+            model_config = model_config_of(model)
+            family = family_of(model_config, source="model.config")
+            blocks = moe_blocks(model, None if experts is None else EXPERT_CLASSES[family.name])
+            if experts is None:
+                check_read(model_config, family, [number for number, _ in blocks])
+            placements = _by_layer(placement, [number for number, _ in blocks])
+            settings = {
+                "max_tokens_per_rank": max_tokens_per_rank,
+                "token_format": token_format,
+                "weight_format": weight_format,
+                "combine_format": combine_format,
+                **overrides,
+            }
+            owner = ExpertParallel(context)
+            for number, _ in blocks:
+                owner._add(number, _config_of(model_config, number, experts, settings), placements.get(number))
+            # Before any block loses its experts.
+            context.compare()
+            for index, (number, block) in enumerate(blocks):
+                _load(owner.layers[index], number, block, experts)
+                block.experts = ParallelExperts(owner, index)
+        context.allocate()
+    except BaseException:
+        context.close()
+        raise
+    model.requires_grad_(False)
+    if hasattr(model, "generate"):
+        model.generate = owner._inside_join(model.generate)
+    if hasattr(model, "save_pretrained"):
+        model.save_pretrained = cast(Any, _refuse_to_save)
+    return owner
+
+
+def _refuse_to_save(*args: Any, **named: Any) -> NoReturn:
+    raise ValueError(
+        "save_pretrained: the experts of this model are spread over ranks; save it before apply_expert_parallel"
+    )
+
+
+class ExpertParallel:
+    """The experts of one model on this rank, and what its ranks share; created by `apply_expert_parallel`.
+
+    Attributes:
+        context: the group's memory and signals.
+        layers: one `MoELayer` for each MoE block, in the order of the model.
+        decoder_layers: index of the decoder layer of each.
+    """
+
+    def __init__(self, context: ExpertParallelContext) -> None:
+        self.context = context
+        self.layers: list[MoELayer] = []
+        self.decoder_layers: list[int] = []
+        self._joined = False
+        self._most_tokens: int | None = None
+        self._counted_from: list[LayerCounts] | None = None
+
+    def _add(self, number: int, config: MoELayerConfig, placement: Placement | None) -> None:
+        """Create the MoE layer of decoder layer `number`, without weights yet."""
+        self.layers.append(MoELayer(config, self.context, placement=placement, router=False))
+        self.decoder_layers.append(number)
+
+    def warm_up(self) -> None:
+        """Run steps of every bucket in all layers, so that later calls compile and load no kernel. Collective.
+
+        All ranks call it outside of `join`, before the first call of the model; see `MoELayer.warm_up`.
+        """
+        for layer in self.layers:
+            layer.warm_up()
+
+    def replace_experts(self, placement: Placement | Mapping[int, Placement]) -> None:
+        """Change the placement of all layers, or of those in a mapping from decoder layers. Collective.
+
+        All ranks call it between two calls of the model, with equal placements; see `MoELayer.replace_experts`.
+
+        Raises:
+            ValueError: ranks disagree (raised on all), or this rank's argument is wrong (the others raise
+                `PeerAbortedError`). No layer has changed then, and the model may be called as before.
+            MoERuntimeError: a rank failed meanwhile, which ends the group as in a step.
+        """
+        self.context.check()
+        wanted: dict[int, Placement] = {}
+        problem: BaseException | None = None
+        try:
+            wanted = _by_layer(placement, self.decoder_layers)
+            for number, layer in zip(self.decoder_layers, self.layers, strict=True):
+                if number in wanted:
+                    check_replacement(layer.placement, wanted[number])
+        except BaseException as error:
+            problem = error
+        proposal = {
+            f"placement of layer {number}": wanted[number].fingerprint if problem is None and number in wanted else None
+            for number in self.decoder_layers
+        }
+        agree_on(self.context, proposal, problem)
+        for number, layer in zip(self.decoder_layers, self.layers, strict=True):
+            if number in wanted:
+                layer.replace_experts(wanted[number])
+
+    def count_tokens(self) -> None:
+        """Count the tokens of each expert in every layer from now on, from zero; see `expert_loads`."""
+        self._counted_from = [layer.count_steps().read() for layer in self.layers]
+
+    def expert_loads(self) -> dict[int, list[int]]:
+        """Tokens of each expert, summed over ranks since `count_tokens`, by decoder layer. Collective.
+
+        `plan_placement` makes a placement from the list of a layer.
+
+        Raises `ValueError` on every rank if one of them does not count.
+        """
+        counts: list[tuple[int, ...]] | None = None
+        if self._counted_from is not None:
+            pairs = zip(self.layers, self._counted_from, strict=True)
+            counts = [(layer.count_steps().read() - earlier).expert_tokens for layer, earlier in pairs]
+        answers = [counts] if self.context.group is None else self.context.group.gather("expert_loads", counts)
+        for rank, answer in enumerate(answers):
+            if answer is None:
+                raise ValueError(
+                    f"expert_loads: rank {rank} does not count; expected count_tokens before, on every rank"
+                )
+        sums = [[sum(column) for column in zip(*rows, strict=True)] for rows in zip(*answers, strict=True)]
+        return dict(zip(self.decoder_layers, sums, strict=True))
+
+    @contextmanager
+    def join(self) -> Iterator[None]:
+        """Inside, ranks may call the model different numbers of times. Collective: all ranks enter and leave.
+
+        Before each call of the model the ranks exchange their numbers of tokens. A rank that is done takes part in the
+        calls of the others, without tokens, until all are done, and leaves with them. Each call costs an exchange
+        between hosts, which cannot be captured in a CUDA graph, and waits at most `startup_timeout_s` for the slowest
+        rank.
+
+        Raises `PeerAbortedError` if another rank leaves with an error, `PeerTimeoutError` if one does not come.
+        """
+        if self._joined:
+            yield
+            return
+        self._joined = True
+        try:
+            yield
+            self._idle()
+        except BaseException as error:
+            abort_peers(self.context, error)
+            if self.context.group is not None:
+                # Peers may wait for the next call of the model, also if this rank failed earlier.
+                self.context.group.leave(reason_of(error))
+            raise
+        finally:
+            self._joined = False
+
+    def _inside_join(self, function: Any) -> Any:
+        """`function` called inside `join`."""
+
+        @functools.wraps(function)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with self.join():
+                return function(*args, **kwargs)
+
+        return call
+
+    def _run(self, index: int, x_TH: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor) -> torch.Tensor:
+        """Run layer `index` on this rank's tokens, in steps of the size agreed on before the first layer."""
+        limit = self.layers[index].config.max_tokens_per_rank
+        if not self._joined:
+            self._most_tokens = None
+            if x_TH.shape[0] > limit:
+                with abort_peers_on_error(self.context):
+                    raise ValueError(
+                        f"max_tokens_per_rank: {limit}, got {x_TH.shape[0]} tokens; inside `ExpertParallel.join` they "
+                        "would be split"
+                    )
+        elif index == 0:
+            self._most_tokens = self._agree(x_TH.shape[0])
+        layer, weights_TK = self.layers[index], topk_weights.float()
+        if self._most_tokens is None:
+            return layer(x_TH, topk_idx=topk_idx, topk_weights=weights_TK)
+        chunks, most = self._steps(self._most_tokens)
+        parts = zip(*(t.tensor_split(chunks) for t in (x_TH, topk_idx, weights_TK)), strict=True)
+        ys = [layer(x, topk_idx=idx, topk_weights=weights, max_tokens=most) for x, idx, weights in parts]
+        return ys[0] if chunks == 1 else torch.cat(ys)
+
+    def close(self) -> None:
+        """Free the memory between ranks; see `ExpertParallelContext.close`. The model cannot be called afterwards."""
+        self.context.close()
+
+    def __enter__(self) -> ExpertParallel:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, tb: TracebackType | None) -> None:
+        self.context.__exit__(kind, error, tb)
+
+    def _agree(self, num_tokens: int) -> int:
+        """Most tokens of any rank in this call of the model; `DONE` if all are done."""
+        if self.context.group is None:
+            return num_tokens
+        return max(self.context.group.gather("call of the model", num_tokens))
+
+    def _steps(self, most_tokens: int) -> tuple[int, int]:
+        """Number of steps of a layer in one call, and most tokens of a rank in each."""
+        chunks = max(1, ceil_div(most_tokens, self.layers[0].config.max_tokens_per_rank))
+        return chunks, ceil_div(most_tokens, chunks)
+
+    def _idle(self) -> None:
+        """Take part in the calls of the other ranks until all are done."""
+        device, config = self.context.device, self.layers[0].config
+        top_k = config.top_k
+        none = torch.empty(0, config.hidden_size, dtype=torch.bfloat16, device=device)
+        idx = torch.empty(0, top_k, dtype=torch.int32, device=device)
+        weights = torch.empty(0, top_k, dtype=torch.float32, device=device)
+        while (most_tokens := self._agree(DONE)) != DONE:
+            chunks, most = self._steps(most_tokens)
+            for layer in self.layers:
+                for _ in range(chunks):
+                    layer(none, topk_idx=idx, topk_weights=weights, max_tokens=most)
+
+
+class ParallelExperts(nn.Module):
+    """Replaces the experts of a block: the same call, computed by the experts of all ranks."""
+
+    is_expert_parallel = True
+
+    def __init__(self, owner: ExpertParallel, index: int) -> None:
+        super().__init__()
+        self._owner = owner
+        self._index = index
+
+    @not_compiled
+    def forward(
+        self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
+    ) -> torch.Tensor:
+        """bf16 `[T, H]`: the weighted sum over each token's experts, for this rank's `T` tokens."""
+        return self._owner._run(self._index, hidden_states, top_k_index, top_k_weights)
+
+    def extra_repr(self) -> str:
+        return self._owner.layers[self._index].extra_repr()
+
+
+def _load(layer: MoELayer, number: int, block: Any, experts: ExpertSource) -> None:
+    """Load this rank's experts of decoder layer `number` into `layer`."""
+    if isinstance(experts, Checkpoint):
+        layer.load_checkpoint(experts, number, shared_elsewhere=True)
+    elif experts is None:
+        layer.load_experts(own_experts(block.experts, layer.local_experts))
+    else:
+        layer.load_experts(experts(number, layer.local_experts))
+
+
+def _config_of(
+    model_config: dict[str, Any], number: int, experts: ExpertSource, settings: dict[str, Any]
+) -> MoELayerConfig:
+    """The config of decoder layer `number`, without the shared expert, which stays in the block."""
+    if isinstance(experts, Checkpoint):
+        plain = layer_config(model_config, source="model.config", max_tokens_per_rank=1)
+        # The model must agree with the checkpoint.
+        stated = {key: getattr(plain, key) for key in plain.model_fields_set}
+        made = experts.layer_config(number, **stated | settings)
+    else:
+        formats = {"token_format": settings["token_format"] or "bf16"}
+        made = layer_config(model_config, source="model.config", **settings | formats)
+    alone: MoELayerConfig = made.replace(shared_expert=None)
+    return alone
+
+
+def _by_layer(placement: Placement | Mapping[int, Placement] | None, numbers: Sequence[int]) -> dict[int, Placement]:
+    """The placement of each decoder layer that has one, among `numbers`."""
+    if placement is None:
+        return {}
+    if isinstance(placement, Placement):
+        return dict.fromkeys(numbers, placement)
+    if not isinstance(placement, Mapping):
+        raise ValueError(
+            f"placement: expected a Placement, a mapping from decoder layer or None, got {type(placement).__name__}"
+        )
+    if unknown := [number for number in placement if number not in numbers]:
+        raise ValueError(f"placement: expected decoder layers with experts, {list(numbers)}, got {unknown[0]!r}")
+    return dict(placement)

@@ -1,0 +1,71 @@
+"""Live re-placement (a rebalance of physical experts): experts move to other ranks between two steps.
+
+Ranks agree on it before anything changes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.context.peers import agree_on
+from moe_runtime.experts import Experts
+from moe_runtime.placement.migration import ExpertMover
+from moe_runtime.placement.migration_plan import SPARE, Move, plan_moves
+from moe_runtime.placement.placement import Placement
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """What all ranks have agreed to move, and what moves it on this rank (`mover.move_experts`)."""
+
+    moves: list[Move]
+    mover: ExpertMover
+
+
+def agree_on_replacement(
+    context: ExpertParallelContext,
+    layer_id: int,
+    current: Placement | None,
+    experts: Experts | None,
+    placement: Placement,
+) -> Replacement:
+    """Agree with all ranks to bring the experts of layer `layer_id` from `current` to `placement`. Collective.
+
+    Raises as `MoELayer.replace_experts` where ranks do not agree; nothing has changed then.
+    """
+    context.allocate()
+    context.check()
+    replacement: Replacement | None = None
+    proposal: dict[str, object] = {}
+    problem: BaseException | None = None
+    try:
+        replacement = _plan(context, current, experts, placement)
+        layout = replacement.mover.layout
+        proposal = {"layer": layer_id, "placement": placement.fingerprint, "experts": layout}
+    except BaseException as error:
+        problem = error
+    agree_on(context, proposal, problem)
+    assert replacement is not None
+    return replacement
+
+
+def check_replacement(current: Placement | None, placement: Placement) -> Placement:
+    """`current`, if a layer can go over from it to `placement`; else `ValueError`."""
+    if not isinstance(placement, Placement):
+        raise ValueError(f"placement: expected a Placement, got {type(placement).__name__}")
+    if current is None:
+        raise ValueError("placement: the layer was made without one; give it Placement.contiguous(...) or another")
+    if placement.sizes != current.sizes:
+        raise ValueError(f"placement: expected {current.sizes}, got {placement.sizes}")
+    return current
+
+
+def _plan(
+    context: ExpertParallelContext, current: Placement | None, experts: Experts | None, placement: Placement
+) -> Replacement:
+    moves = plan_moves(check_replacement(current, placement), placement)
+    if experts is None:
+        raise ValueError("experts: no weights are loaded")
+    needs_spare = any(move.target_slot == SPARE and move.target_rank == context.rank for move in moves)
+    return Replacement(moves, ExpertMover(context, experts, needs_spare=needs_spare))

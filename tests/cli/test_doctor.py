@@ -1,0 +1,154 @@
+"""The doctor's report is complete JSON, readable tables, one voice under torchrun, and a clear word on a bad config."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+import yaml
+
+from moe_runtime.config import load_config
+from moe_runtime.context.memory import reserved_bytes
+from moe_runtime.kernels.formats.number_formats import FORMATS
+from moe_runtime.launch import doctor
+from moe_runtime.launch.common import cases
+from tests.support.programs import ROOT, python_path, without_interpreter
+from tests.support.spawner import interpreter
+
+
+def run_doctor(*arguments: str, launcher: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
+    command = [interpreter(), *launcher, "-m", "moe_runtime.launch.doctor", *arguments]
+    environment = os.environ | {"PYTHONPATH": python_path(), "COLUMNS": "160"}
+    return subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+
+
+def test_json_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--config", "tiny_cpu", "--world-size", "4", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["limits"]["cores"] >= 1
+    assert 0 < report["limits"]["memory_bytes"]["available"] <= report["limits"]["memory_bytes"]["total"]
+    assert report["limits"]["shared_memory"]["free_bytes"] <= report["limits"]["shared_memory"]["total_bytes"]
+    assert report["packages"]["torch"] and report["packages"]["triton"] and report["packages"]["numpy"]
+    assert report["engine"]["name"] in ("torch", "triton", "cuda")
+    assert report["engine"]["grouped_gemm"].startswith(("torch", "Triton", "CUDA C++"))
+    assert report["transport"]["name"] and report["transport"]["name"] not in report["transport"]["why_not"]
+    layer = load_config("tiny_cpu").layer
+    (count, formats), *others = report["reserved_bytes"].items()
+    assert not others and int(count) == layer.max_tokens_per_rank and set(formats) == set(FORMATS)
+    assert formats[layer.token_format] == reserved_bytes(layer, 4)
+    assert set(report["gemm_plans"]) == {"1", "8", "128", "1024", "4096"}
+    for plans in report["gemm_plans"].values():
+        assert plans["engine"] == report["engine"]["name"]
+        assert plans["gate_up"]["kernel"] == plans["down"]["kernel"] == "torch reference" or plans["engine"] != "torch"
+
+
+@pytest.mark.cpu_only
+def test_plans_of_hopper_are_told_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config", "kimi_k2", "--world-size", "8", "--hopper"]
+    assert doctor.main([*arguments, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["engine"]["name"] in ("torch", "triton")
+    for count, plans in report["gemm_plans"].items():
+        assert plans["engine"] == "cuda" and plans["rows_per_expert"] == round(int(count) * 8 * 8 * 48 / 384) / 48
+        for product in ("gate_up", "down"):
+            assert plans[product]["kernel"].startswith("hopper") and plans[product]["blocks"] == 132
+            assert (plans[product]["regime"] == "few rows") == (plans["rows_per_expert"] <= 50)
+    assert doctor.main(arguments) == 0
+    assert "Grouped GEMMs of the experts on 8 rank(s)" in capsys.readouterr().out
+
+
+def test_tables_name_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--config", "tiny_cpu"]) == 0
+    out = capsys.readouterr().out
+    for word in ("engine", "transport", "not nvshmem", "shared memory", "locked memory", *FORMATS):
+        assert word in out
+
+
+def test_without_a_config_nothing_is_reserved(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["reserved_bytes"] == report["gemm_plans"] == {}
+
+
+def test_bytes_are_told_for_the_tokens_asked_for(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--config", "deepseek_v3", "--world-size", "8", "--tokens", "128", "4096", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["reserved_bytes"]
+    layer = load_config("deepseek_v3").layer
+    for count in (128, 4096):
+        changed = layer.replace(max_tokens_per_rank=count)
+        assert told[str(count)][layer.token_format] == reserved_bytes(changed, 8)
+    with pytest.raises(SystemExit):
+        doctor.main(["--tokens", "0"])
+
+
+def test_the_staging_of_a_placed_layer_is_told(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "placed.yaml"
+    run = load_config("tiny_cpu")
+    file.write_text(yaml.safe_dump(run.model_dump() | {"placement": {"spare_slots": 0}}))
+    assert doctor.main(["--config", str(file), "--json"]) == 0
+    (formats,) = json.loads(capsys.readouterr().out)["reserved_bytes"].values()
+    for name in FORMATS:
+        assert formats[name] == reserved_bytes(cases.with_token_format(run.layer, name), 1, placed=True)
+    assert doctor.main(["--config", str(file)]) == 0 and "staging" in capsys.readouterr().out
+    assert doctor.main(["--config", "tiny_cpu"]) == 0 and "staging" not in capsys.readouterr().out
+
+
+def test_a_format_that_does_not_fit_says_why() -> None:
+    layer = load_config("tiny_cpu").layer.replace(
+        token_format="bf16", weight_format=None, hidden_size=288, intermediate_size=96
+    )
+    reserved = doctor.reserved_by_format(layer, 2)
+    assert isinstance(reserved["mxfp8"], dict) and isinstance(reserved["nvfp4"], dict)
+    problem = reserved["fp8_block"]
+    assert isinstance(problem, str) and "fp8_block needs a positive multiple of 128, got 288" in problem
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("--config", "no_such_config"), "'no_such_config'"),
+        (("--config", "no/such/file.yaml"), "no/such/file.yaml"),
+        (("--world-size", "0"), "--world-size: expected at least 1, got 0"),
+    ],
+)
+def test_bad_arguments(arguments: tuple[str, ...], message: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as stop:
+        doctor.main(list(arguments))
+    assert stop.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_an_engine_that_cannot_run_is_a_line_of_the_report(tmp_path: Path) -> None:
+    file = tmp_path / "triton.yaml"
+    file.write_text((ROOT / "configs" / "tiny_cpu.yaml").read_text().replace("engine: auto", "engine: triton"))
+    command = [interpreter(), "-m", "moe_runtime.launch.doctor", "--config", str(file), "--json"]
+    environment = without_interpreter(PYTHONPATH=python_path(), CUDA_VISIBLE_DEVICES="")
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    engine = json.loads(done.stdout)["engine"]
+    assert engine["name"] is None and "TRITON_INTERPRET=1" in engine["problem"]
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(("transport", "copies"), [("auto", 1), ("collective", 2)])
+def test_under_torchrun_rank_0_speaks_for_all(transport: str, copies: int, tmp_path: Path) -> None:
+    file = tmp_path / "config.yaml"
+    text = (ROOT / "configs" / "tiny_cpu.yaml").read_text()
+    file.write_text(text.replace("transport: auto", f"transport: {transport}"))
+    launcher = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
+    done = run_doctor("--config", str(file), "--json", launcher=launcher)
+    assert done.returncode == 0, done.stderr
+    report = json.loads(done.stdout)
+    assert report["ranks"] == report["world_size"] == 2
+    assert report["transport"]["name"] == ("shared" if transport == "auto" else transport)
+    assert "one rank only" in report["transport"]["why_not"]["private"]
+    assert report["copies"] == copies
+
+
+def test_program_prints_tables() -> None:
+    done = run_doctor()
+    assert done.returncode == 0, done.stderr
+    assert "This machine" in done.stdout

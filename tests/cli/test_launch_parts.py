@@ -1,0 +1,204 @@
+"""Parts of `launch.run` and `launch.bench`: inputs from a seed, references, checks that find what is wrong, times."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+
+from moe_runtime.build import random_expert
+from moe_runtime.config import RunConfig, load_config
+from moe_runtime.kernels.formats.number_formats import FORMATS
+from moe_runtime.kernels.formats.quantize import quantize_rows
+from moe_runtime.launch.benchmarks import checks, layer_operations, timing
+from moe_runtime.launch.benchmarks.timing import TOTAL, measure, steps_of_iteration
+from moe_runtime.launch.common import cases
+from moe_runtime.layer import MoELayer
+from moe_runtime.reference import moe_reference
+from moe_runtime.virtual import virtual_contexts
+
+
+@pytest.mark.parametrize("kind", cases.ROUTINGS[1:])
+def test_routing_is_valid_and_repeats(kind: str, seed: int) -> None:
+    idx_TK, weights_TK = cases.routing(kind, seed, 1, 2, 50, 12, 3)
+    again = cases.routing(kind, seed, 1, 2, 50, 12, 3)
+    assert torch.equal(idx_TK, again[0]) and torch.equal(weights_TK, again[1])
+    assert idx_TK.dtype == torch.int32 and weights_TK.dtype == torch.float32
+    assert int(idx_TK.min()) >= -1 and int(idx_TK.max()) < 12
+    torch.testing.assert_close(weights_TK.sum(1), torch.ones(50))
+    for row in idx_TK.tolist():
+        routed = [expert for expert in row if expert >= 0]
+        assert len(set(routed)) == len(routed)
+    if kind == "one":
+        assert idx_TK.tolist() == [[0, -1, -1]] * 50
+    else:
+        other = cases.routing(kind, seed, 2, 2, 50, 12, 3)
+        assert not torch.equal(idx_TK, other[0])
+
+
+def test_zipf_favours_the_first_experts(seed: int) -> None:
+    idx_TK, _ = cases.routing("zipf", seed, 0, 0, 4000, 8, 1)
+    counts = torch.bincount(idx_TK.flatten(), minlength=8).double()
+    share = 1 / torch.arange(1, 9).double()
+    share /= share.sum()
+    # Six standard deviations of a binomial count.
+    assert ((counts - 4000 * share).abs() <= 6 * (4000 * share * (1 - share)).sqrt()).all()
+
+
+def test_tokens_differ_by_rank_and_step(seed: int) -> None:
+    first = cases.tokens(seed, 0, 0, 5, 64)
+    assert torch.equal(first, cases.tokens(seed, 0, 0, 5, 64))
+    assert not torch.equal(first, cases.tokens(seed, 1, 0, 5, 64))
+    assert not torch.equal(first, cases.tokens(seed, 0, 1, 5, 64))
+    assert cases.tokens(seed, 0, 0, 0, 64).shape == (0, 64)
+
+
+def test_reference_one_expert_at_a_time_is_the_reference(device: torch.device, seed: int) -> None:
+    config = load_config("tiny_cpu").layer.replace(num_experts=5, top_k=3, token_format="bf16", weight_format=None)
+    with virtual_contexts(1, device=device)[0] as context:
+        layer = MoELayer(config, context)
+        layer.load_random(seed)
+        x_TH, idx_TK, weights_TK = cases.step_inputs(layer, "uniform", seed, 0, 0, 7)
+        idx_TK[2, 1] = -1
+        experts = cases.expert_source(RunConfig(layer=config, seed=seed), context.device)
+        found = cases.layer_reference(layer, experts, x_TH, idx_TK, weights_TK)
+    gate_up, down = (
+        torch.stack(w) for w in zip(*(random_expert(config, seed, e, device)[:2] for e in range(5)), strict=True)
+    )
+    expected = moe_reference(x_TH.cpu(), idx_TK.cpu(), weights_TK.cpu(), gate_up.cpu(), down.cpu())
+    torch.testing.assert_close(found.cpu(), expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_checks_find_what_is_wrong(fmt: str, device: torch.device, seed: int) -> None:
+    """One wrong byte, one wrong element, one token from the wrong place: each makes its check fail."""
+    config = cases.with_token_format(load_config("tiny_cpu").layer, fmt)
+    with virtual_contexts(1, device=device)[0] as context:
+        layer = MoELayer(config, context)
+        layer.load_random(seed)
+        experts = layer.experts
+        assert experts is not None
+        parts = cases.step_inputs(layer, "uniform", seed, 0, 0, 40)
+        inputs = checks.Inputs(*([part] for part in parts))
+        arrived = layer.dispatcher.dispatch(*parts)
+        rows_RH = checks.combine_input(arrived, inputs)
+        assert checks.check_dispatch(arrived, inputs).passed
+        slot = int(arrived.row_index[17]) if arrived.row_index is not None else 17
+        arrived.rows.view(torch.uint8)[slot, 5] ^= 1
+        # The slot is read by every expert of its token.
+        assert checks.check_dispatch(arrived, inputs).error == config.top_k
+        arrived.rows.view(torch.uint8)[slot, 5] ^= 1
+
+        middle = layer_operations.grouped_gemm_swiglu(
+            arrived, experts.gate_up, experts.activation, out_format=fmt, out_gsf=experts.intermediate_gsf
+        )
+        assert checks.check_gate_up(middle, arrived, experts.gate_up, experts.activation).passed
+        shifted = replace(middle, rows=middle.rows.view(torch.uint8).roll(1, 0).view(middle.rows.dtype))
+        assert not checks.check_gate_up(shifted, arrived, experts.gate_up, experts.activation).passed
+        out_RH = layer_operations.grouped_gemm(middle, experts.down)
+        assert checks.check_down(out_RH, middle, experts.down).passed
+        # The bound of fp8 MMA is wide: what it must not let through is an element that is altogether wrong.
+        by_fp8_mma = device.type == "cuda" and fmt == "fp8_block"
+        # Of one that is small because its terms cancel, 2% would be inside the bound of their sum.
+        column = int(out_RH[3].abs().argmax())
+        out_RH[3, column] += out_RH.abs().max() if by_fp8_mma else 0.02 * out_RH[3, column]
+        assert not checks.check_down(out_RH, middle, experts.down).passed
+
+        y_TH = layer.dispatcher.combine(rows_RH, arrived.handle)
+        geometry = layer.dispatcher.geometry
+        assert checks.check_combine(y_TH, inputs, geometry).passed
+        assert not checks.check_combine(y_TH.roll(1, 0), inputs, geometry).passed
+
+
+@pytest.mark.parametrize("fmt", FORMATS)
+def test_ungrouped_rows_are_the_quantized_rows(fmt: str, device: torch.device, rng: torch.Generator) -> None:
+    """Dispatched to one expert of one rank, 300 rows come back in order, over several 128-row blocks of scales."""
+    with virtual_contexts(1, device=device)[0] as context:
+        config = load_config("tiny_cpu").layer.replace(
+            num_experts=1, top_k=1, max_tokens_per_rank=300, token_format=fmt, weight_format=None
+        )
+        layer = MoELayer(config, context)
+        x_TH = torch.randn(300, config.hidden_size, generator=rng).bfloat16()
+        ids_TK, weights_TK = torch.zeros(300, 1, dtype=torch.int32), torch.ones(300, 1)
+        arrived = layer.dispatcher.dispatch(*(part.to(context.device) for part in (x_TH, ids_TK, weights_TK)))
+        found, made = checks.ungrouped(arrived), quantize_rows(x_TH, fmt, engine="torch")
+        for name in ("quants_RK", "scales_RV", "row_scale_R"):
+            ours, theirs = getattr(found, name), getattr(made, name)
+            assert (ours is None) == (theirs is None)
+            if ours is not None:
+                assert torch.equal(ours.cpu().view(torch.uint8), theirs.view(torch.uint8)), name
+
+
+def test_measure_times_parts_and_the_whole() -> None:
+    calls: list[int] = []
+
+    def step(number: int, lap: object) -> None:
+        calls.append(number)
+        if callable(lap):
+            lap("first")
+            lap("second")
+
+    with virtual_contexts(1)[0] as context:
+        context.allocate()
+        whole = measure(context, step, iterations=4, capturable=False)
+        assert set(whole) == {TOTAL} and len(whole[TOTAL].iterations_us) == 4 and whole[TOTAL].sustained_us is None
+        assert set(measure(context, step, iterations=1, capturable=False, laps=True)) == {"first", "second"}
+    assert calls[3:7] == [0, 1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("step_us", "most", "steps"),
+    [(0.0, 20, 20), (999.0, 20, 20), (3300.0, 20, 6), (3300.0, 4, 4), (9e6, 20, 3), (9e6, 2, 2)],
+)
+def test_an_iteration_has_fewer_steps_where_they_are_long(step_us: float, most: int, steps: int) -> None:
+    assert steps_of_iteration(step_us, most) == steps
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capturable", [True, False])
+def test_long_steps_are_timed_without_rests_too(
+    capturable: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kernel that spins draws hardly any power: it takes as long with rests as without."""
+    monkeypatch.setattr(timing, "SUSTAINED_US", 20_000.0)
+    calls: list[int] = []
+
+    def step(number: int, lap: object) -> None:
+        calls.append(number)
+        torch.cuda._sleep(4_000_000)
+
+    with virtual_contexts(1, device=device)[0] as context:
+        context.allocate()
+        (whole,) = measure(context, step, iterations=5, capturable=capturable).values()
+        assert whole.sustained_us is not None and whole.median_us > timing.LONG_US
+        assert timing.FEWEST_STEPS <= whole.steps_per_iteration < timing.STEPS_PER_GRAPH
+        assert whole.sustained_us == pytest.approx(min(whole.iterations_us), rel=0.2)
+        # Five iterations, and what is sustained, twice.
+        assert len(calls) >= (whole.steps_per_iteration * (1 if capturable else 7))
+        (short,) = measure(
+            context, lambda number, lap: torch.cuda._sleep(100_000), iterations=2, capturable=True
+        ).values()
+        assert short.sustained_us is None and short.steps_per_iteration == timing.STEPS_PER_GRAPH
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("capturable", [True, False])
+def test_measure_tells_parts_apart_on_a_gpu(capturable: bool, device: torch.device) -> None:
+    """Kernels that spin for so many cycles: the parts are in their proportion, and together the whole."""
+    cycles = {"first": 200_000, "second": 600_000}
+
+    def step(number: int, lap: Callable[[str], None]) -> None:
+        for name, count in cycles.items():
+            torch.cuda._sleep(count)
+            lap(name)
+
+    with virtual_contexts(1, device=device)[0] as context:
+        context.allocate()
+        (whole,) = measure(context, step, iterations=30, capturable=capturable, steps=2).values()
+        parts = measure(context, step, iterations=30, capturable=capturable, steps=2, laps=True)
+    # The quickest of many: other programs may use the GPU meanwhile.
+    first, second = (min(parts[name].iterations_us) for name in cycles)
+    assert 2.5 < second / first < 3.5
+    assert first + second == pytest.approx(min(whole.iterations_us), rel=0.15)

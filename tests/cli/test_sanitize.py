@@ -1,0 +1,118 @@
+"""What runs under compute-sanitizer takes every kernel in both regimes, and its reports are read as they are meant."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
+from moe_runtime.kernels.exchange.plan import required_plan
+from moe_runtime.kernels.formats.number_formats import FORMATS
+from moe_runtime.kernels.gemm.dequant_layout import DECODED_FORMATS
+from moe_runtime.kernels.gemm.plan import choose_dequant_shape, choose_tma_shape
+from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL, TMA_DECODE, TMA_PREFILL
+from moe_runtime.launch import sanitize
+from moe_runtime.launch.benchmarks.gemm_data import make_rows
+from moe_runtime.virtual import virtual_contexts
+
+pytestmark = pytest.mark.cpu_only
+
+CLEAN = {
+    "memcheck": "========= ERROR SUMMARY: 0 errors",
+    "racecheck": "========= RACECHECK SUMMARY: 0 hazards displayed (0 errors, 0 warnings)",
+}
+
+
+def test_cases_take_both_regimes_of_each_kernel() -> None:
+    rng = torch.Generator().manual_seed(0)
+    seen: dict[str, set[Any]] = {name: set() for name in FORMATS}
+    gathers = set()
+    for case in sanitize.cases():
+        rows = make_rows(case, 0, rng, "torch")
+        sizes = rows.likely_rows, rows.num_groups
+        dequantized = rows.format in DECODED_FORMATS
+        seen[case.format].add(choose_dequant_shape(*sizes) if dequantized else choose_tma_shape(*sizes))
+        gathers.add((case.format, rows.row_index is not None))
+    for name, fmt in FORMATS.items():
+        dequant_shapes = {DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL}
+        assert seen[name] == (dequant_shapes if fmt in DECODED_FORMATS else {TMA_DECODE, TMA_PREFILL})
+        assert {(name, True), (name, False)} <= gathers
+
+
+@pytest.mark.parametrize("name", sanitize.EXCHANGES)
+def test_exchanges_end_with_an_expert_id_out_of_range(name: str) -> None:
+    sanitize.run_exchange(name, "torch", "cpu")
+
+
+def test_exchanges_count_slots_in_one_chunk_and_in_several() -> None:
+    counted = set()
+    for name in sanitize.EXCHANGES:
+        with virtual_contexts(sanitize.RANKS)[0] as context:
+            geometry = TokenDispatcher.from_config(context, sanitize.exchange_config(name)).geometry
+        counted.add(required_plan(geometry).num_chunks > 1)
+    assert counted == {False, True}
+
+
+@pytest.mark.parametrize("tool", sanitize.TOOLS)
+def test_summaries(tool: str) -> None:
+    assert sanitize.findings(CLEAN[tool]) == 0
+    assert sanitize.findings(CLEAN[tool].replace(": 0", ": 3")) == 3
+    assert sanitize.findings("========= COMPUTE-SANITIZER\n") is None
+
+
+def run_instead(monkeypatch: pytest.MonkeyPatch, program: str) -> list[list[str]]:
+    """Makes `check` run a program of Python instead of the tool; the commands that it would have run."""
+    commands: list[list[str]] = []
+    start = subprocess.Popen
+
+    def instead(command: list[str], **how: Any) -> subprocess.Popen[bytes]:
+        commands.append(command)
+        return start([sys.executable, "-c", program], **how)
+
+    monkeypatch.setattr(subprocess, "Popen", instead)
+    return commands
+
+
+@pytest.mark.parametrize(
+    ("code", "lost", "summary", "passed"),
+    [(0, 0, 0, True), (1, 0, 0, False), (0, 1, 0, False), (0, 0, 2, False), (0, 0, None, False)],
+)
+def test_a_run_passes_when_all_cases_ran_without_findings(
+    code: int, lost: int, summary: int | None, passed: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = sanitize.names()
+    lines = names[lost:] if summary is None else [*names[lost:], f"========= ERROR SUMMARY: {summary} errors"]
+
+    program = f"print({chr(10).join(lines)!r}); raise SystemExit({code})"
+    commands = run_instead(monkeypatch, program)
+    result = sanitize.check("memcheck", "auto", 30.0)
+    (command,) = commands
+    assert command[:3] == ["compute-sanitizer", "--tool", "memcheck"] and command[-2:] == ["--run", "auto"]
+    assert result["passed"] is passed and result["cases"] == names[lost:] and bool(result["output"]) is not passed
+
+
+def test_a_run_that_takes_too_long_is_ended_with_what_it_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    child = "import time; print('half a line', flush=True); time.sleep(600)"
+    run_instead(monkeypatch, f"import subprocess, sys; subprocess.run([sys.executable, '-c', {child!r}])")
+    # Ends only when nobody holds the pipe any more.
+    result = sanitize.check("racecheck", "triton", 5.0)
+    assert not result["passed"] and result["output"] == ["half a line"] and result["findings"] is None
+    assert result["exit_code"] == -signal.SIGKILL and result["seconds"] < 300
+
+
+def test_the_program_names_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sanitize.shutil, "which", lambda _: None)
+    assert sanitize.main([]) == 2
+    assert "expected compute-sanitizer on PATH" in capsys.readouterr().err
+    monkeypatch.setattr(sanitize.shutil, "which", lambda name: name)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert sanitize.main([]) == 2
+    assert "expected a CUDA GPU" in capsys.readouterr().err
+    assert sanitize.main(["--json", str(Path("no") / "such" / "file")]) == 2
+    assert "--json: no folder" in capsys.readouterr().err

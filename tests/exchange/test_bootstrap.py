@@ -1,0 +1,580 @@
+"""Start-up of a group: who takes part, what is exchanged, which transport is chosen and why not another."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import pickle
+import signal
+import threading
+import time
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+
+from moe_runtime.build import context_from_config
+from moe_runtime.comm import bootstrap, store_calls
+from moe_runtime.comm import transport as transport_module
+from moe_runtime.comm.bootstrap import RankGroup, init_from_env, resolve_group
+from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError
+from moe_runtime.comm.heaps.collective import CollectiveHeap
+from moe_runtime.comm.heaps.nvshmem_world import NvshmemWorld
+from moe_runtime.comm.heaps.private_heap import PrivateHeap
+from moe_runtime.comm.heaps.shared_heap import SharedHeap
+from moe_runtime.comm.transport import choose_transport
+from moe_runtime.config import ParallelConfig
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from tests.support.pool import PATIENCE_S, WITHOUT_ONE_S, run_once
+from tests.unit.test_readme import FENCE, README
+
+CPU = torch.device("cpu")
+HAS_GPU = torch.cuda.is_available()
+
+
+def test_without_torch_distributed_there_is_one_rank() -> None:
+    group = RankGroup()
+    assert (group.rank, group.world_size, group.group) == (0, 1, None)
+    assert group.gather("x", {"a": 1}) == [{"a": 1}]
+    group.barrier()
+    group.leave("nobody listens")
+    assert group.missing("event", 0.0) == []
+
+
+def test_single_rank_choices() -> None:
+    group = RankGroup()
+    choice = choose_transport(group, CPU)
+    assert choice.name == "private"
+    assert choice.reasons == {
+        "nvshmem": "needs GPUs, the device is cpu",
+        "shared": "one rank has nobody to share memory with",
+        "collective": "torch.distributed is not initialised",
+    }
+    assert choose_transport(group, CPU, "shared").name == "shared"
+    on_gpu = choose_transport(group, torch.device("cuda"))
+    assert on_gpu.name == "private"
+    # With a GPU it depends on whether nvshmem4py is installed; `auto` has no use for it in either case.
+    assert on_gpu.reasons["nvshmem"] if HAS_GPU else on_gpu.reasons["nvshmem"] == "no GPU can be seen"
+    with pytest.raises(ValueError, match="transport: nvshmem cannot be used: needs GPUs"):
+        choose_transport(group, CPU, "nvshmem")
+    with pytest.raises(ValueError, match=r"transport: expected auto or one of .*, got 'tcp'"):
+        choose_transport(group, CPU, "tcp")
+
+
+def test_environment_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert init_from_env("cpu") == CPU
+    assert not dist.is_initialized()
+    with pytest.raises(ValueError, match="device: expected cpu, cuda or None, got 'tpu'"):
+        init_from_env("tpu")
+    monkeypatch.setenv("LOCAL_RANK", "99")
+    with pytest.raises(ValueError, match="local rank 99 has no GPU"):
+        init_from_env("cuda")
+
+
+def test_without_torchrun_the_current_gpu_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    made_current: list[torch.device] = []
+    gpus = {"is_available": lambda: True, "device_count": lambda: 4, "current_device": lambda: 3}
+    for name, found in {**gpus, "set_device": made_current.append}.items():
+        monkeypatch.setattr(torch.cuda, name, found)
+    assert init_from_env() == torch.device("cuda", 3)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert init_from_env() == torch.device("cuda", 1)
+    assert made_current == [torch.device("cuda", 3), torch.device("cuda", 1)]
+
+
+def join_like_torchrun(rank: int, world: int, port: int) -> tuple[str, str, list[int]]:
+    dist.destroy_process_group()
+    numbers = {"RANK": rank, "WORLD_SIZE": world, "LOCAL_RANK": rank, "MASTER_PORT": port}
+    os.environ.update({name: str(number) for name, number in numbers.items()})
+    os.environ.update(MASTER_ADDR="127.0.0.1", TORCHELASTIC_USE_AGENT_STORE="True")
+    with pytest.raises(ValueError, match=rf"group: a launcher started {world} ranks .*init_from_env\(\) first"):
+        ExpertParallelContext(device="cpu")
+    # What README begins with makes one layer of all ranks.
+    first = next(block for block in FENCE.finditer(README) if block[1] == "python")
+    names: dict[str, Any] = {}
+    exec(first[2], names)
+    context, layer = names["context"], names["layer"]
+    assert (context.rank, context.world_size, list(layer.local_experts)) == (
+        rank,
+        2,
+        list(range(4 * rank, 4 * rank + 4)),
+    )
+    device = init_from_env("cpu")
+    assert init_from_env("cpu") == device, "a second call changes nothing"
+    ranks = RankGroup(timeout_s=20.0).gather("ranks", rank)
+    backend = dist.get_backend()
+    dist.destroy_process_group()
+    return device.type, backend, ranks
+
+
+def test_environment_of_torchrun() -> None:
+    # As its agent does, this process holds the store: a port that is only looked for may be another's when needed.
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    for outcome in run_once(join_like_torchrun, 2, store.port):
+        assert outcome.result == ("cpu", "gloo", [0, 1]), outcome
+
+
+def test_ranks_of_a_launcher_do_not_each_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    # As other programs set it, too; `init_from_env` finds no ranks either.
+    RankGroup()
+    monkeypatch.setenv("RANK", "3")
+    for make in (RankGroup, SharedHeap, ExpertParallelContext, lambda: context_from_config(ParallelConfig())):
+        with pytest.raises(ValueError, match=r"group: a launcher started 4 ranks .*init_from_env\(\) first"):
+            make()
+    with ExpertParallelContext(device="cpu", transport="private") as context:
+        assert context.world_size == 1
+    ExpertParallelContext(heap=PrivateHeap())
+    monkeypatch.setenv("WORLD_SIZE", "1")
+    assert RankGroup().world_size == 1
+
+
+def exchange(rank: int, world: int) -> None:
+    first, second = RankGroup(timeout_s=20.0), RankGroup(timeout_s=20.0)
+    for step in range(3):
+        assert first.gather("a", (rank, step)) == [(peer, step) for peer in range(world)]
+        assert second.gather("b", -rank) == [-peer for peer in range(world)]
+    first.barrier()
+    assert first.missing("all here", 20.0) == []
+    choice = choose_transport(first, CPU)
+    assert choice.name == "shared"
+    assert choice.reasons == {
+        "nvshmem": "needs GPUs, the device is cpu",
+        "private": f"one rank only, the group has {world}",
+    }
+
+
+def test_exchange(get_pool) -> None:
+    get_pool(2).run(exchange)
+
+
+def choose_on_two_hosts(rank: int, world: int) -> tuple[str, str]:
+    original = transport_module.host_identity
+    transport_module.host_identity = lambda: f"host {rank // 2}"
+    try:
+        group = RankGroup(timeout_s=20.0)
+        choice = choose_transport(group, CPU)
+        return choice.name, choice.reasons["shared"]
+    finally:
+        transport_module.host_identity = original
+
+
+def test_two_hosts_take_the_collective_transport(get_pool) -> None:
+    expected = ("collective", "the ranks are on 2 hosts (or containers)")
+    assert get_pool(4).run(choose_on_two_hosts) == [expected] * 4
+
+
+class Listener(logging.Handler):
+    """Keeps what is logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heard: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.heard.append(f"{record.name} {record.levelname} {record.getMessage()}")
+
+
+def choose_among_gpus(
+    rank: int, world: int, gpus: list[tuple], hosts: int, transport: str
+) -> tuple[str, str | None, list[str]]:
+    """The choice where rank `r` has the GPU `gpus[r]`: why not NVSHMEM, uuid, and the world joined before.
+
+    And what is logged of it.
+    """
+    listener = Listener()
+    logging.getLogger("moe_runtime").addHandler(listener)
+    original = transport_module.host_identity
+    gpu_of, unreachable = transport_module._gpu_of, transport_module._unreachable
+    transport_module.host_identity = lambda: f"host {rank % hosts}"
+    transport_module._gpu_of = lambda device: transport_module._Gpu(*gpus[rank])
+    transport_module._unreachable = lambda device, uuids: 0 if rank == 1 and "far" in uuids else None
+    try:
+        choice = choose_transport(RankGroup(timeout_s=20.0), torch.device("cuda", 0), transport)
+        return choice.name, choice.reasons.get("nvshmem"), listener.heard
+    finally:
+        logging.getLogger("moe_runtime").removeHandler(listener)
+        transport_module.host_identity = original
+        transport_module._gpu_of, transport_module._unreachable = gpu_of, unreachable
+
+
+def joined(token: str, rank: int, num_ranks: int = 2) -> NvshmemWorld:
+    return NvshmemWorld(token, rank, num_ranks, 0)
+
+
+GOOD = [(None, "a", None), (None, "b", None)]
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize(
+    ("gpus", "hosts", "reason"),
+    [
+        (GOOD, 1, None),
+        ([(None, "a", joined("x", 0)), (None, "b", joined("x", 1))], 1, None),
+        (GOOD, 2, "the ranks are on 2 hosts (or containers), whose GPUs are not mapped to each other"),
+        ([GOOD[0], ("nvshmem4py is not installed", "b", None)], 1, "rank 1: nvshmem4py is not installed"),
+        ([GOOD[0], GOOD[0]], 1, "ranks 0 and 1 share a GPU, each rank needs its own"),
+        ([(None, "far", None), GOOD[1]], 1, "the GPU of rank 1 cannot access that of rank 0 (no peer access)"),
+        ([(None, "a", joined("x", 0, 1)), (None, "b", joined("y", 0, 1))], 1, "a rank has joined other ranks"),
+        ([(None, "a", joined("x", 0, 3)), (None, "b", joined("x", 1, 3))], 1, "a rank has joined other ranks"),
+        ([(None, "a", joined("x", 0)), GOOD[1]], 1, "a rank has joined other ranks"),
+    ],
+)
+def test_gpus_use_nvshmem_unless_there_is_a_reason_not_to(
+    gpus: list[tuple], hosts: int, reason: str | None, get_pool
+) -> None:
+    for rank, (name, why_not, heard) in enumerate(get_pool(2).run(choose_among_gpus, gpus, hosts, "auto")):
+        if reason is None:
+            assert (name, why_not, heard) == ("nvshmem", None, [])
+        else:
+            assert name == "collective" and why_not.startswith(reason)
+            warning = "transport: GPUs exchange by `collective`, which waits for the host: "
+            assert heard == ([f"moe_runtime.comm.transport WARNING {warning}{why_not}"] if rank == 0 else [])
+
+
+@pytest.mark.cpu_only
+def test_a_transport_that_was_asked_for_is_no_surprise(get_pool) -> None:
+    for name, _, heard in get_pool(2).run(choose_among_gpus, GOOD, 1, "collective"):
+        assert (name, heard) == ("collective", [])
+
+
+def disagree(rank: int, world: int, what: str) -> None:
+    group = RankGroup(timeout_s=20.0)
+    if what == "transport":
+        choose_transport(group, CPU, "shared" if rank else "auto")
+    elif what == "device":
+        choose_transport(group, torch.device("cuda") if rank else CPU)
+    elif what == "step":
+        group.gather("one step" if rank else "another step", None)
+    elif rank == 0:
+        group.leave("no checkpoint")
+    else:
+        group.gather("any step", None)
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("transport", "transport: ranks disagree, rank 0: 'auto', rank 1: 'shared'"),
+        ("device", "device: ranks disagree, rank 0: 'cpu', rank 1: 'cuda'"),
+        ("step", "group: its ranks are not at the same step, rank 0: 'another step', rank 1: 'one step'"),
+    ],
+)
+def test_disagreement_is_an_error_on_every_rank(what: str, message: str, get_pool) -> None:
+    for outcome in get_pool(2).outcomes(disagree, what):
+        assert isinstance(outcome.error, ValueError) and str(outcome.error) == message
+
+
+def test_a_rank_that_leaves_is_heard(get_pool) -> None:
+    left, told = get_pool(2).outcomes(disagree, "leave")
+    assert left.error is None
+    assert isinstance(told.error, PeerAbortedError) and told.error.rank == 0
+    assert str(told.error) == "any step: rank 0 gave up: no checkpoint"
+
+
+def wait_for_nobody(rank: int, world: int) -> float:
+    group = RankGroup(timeout_s=1.0)
+    start = time.monotonic()
+    if rank == 0:
+        with pytest.raises(PeerTimeoutError, match=r"step: rank 1, 2 of 3 did not come within 1 s") as caught:
+            group.gather("step", None)
+        assert caught.value.rank == 1
+        assert group.missing("event", 0.1) == [1, 2]
+    return time.monotonic() - start
+
+
+def test_absent_ranks_are_named_in_time() -> None:
+    outcomes = run_once(wait_for_nobody, 3)
+    assert outcomes[0].error is None, outcomes[0].trace
+    # At most: what `run_once` waits, half of the limit that a group has if none is given.
+    assert outcomes[0].result > 0.9
+
+
+class LateStore:
+    """A store in which nobody but this rank has answered while all are waited for; then rank 1 leaves `answer`."""
+
+    def __init__(self, answer: object) -> None:
+        self.kept: dict[str, bytes] = {}
+        self.answer = answer
+
+    def set(self, key: str, value: bytes) -> None:
+        self.kept[key] = value
+
+    def get(self, key: str) -> bytes:
+        return self.kept[key]
+
+    def check(self, keys: list[str]) -> bool:
+        if len(keys) > 1:
+            time.sleep(1.0)
+            self.kept[keys[1]] = pickle.dumps(("step", self.answer))
+            return False
+        return keys[0] in self.kept
+
+
+class LostStore:
+    """A store that is gone once it has been looked into as often as it may be."""
+
+    def __init__(self, looks: int) -> None:
+        self.looks = looks
+
+    def set(self, key: str, value: bytes) -> None:
+        pass
+
+    def check(self, keys: list[str]) -> bool:
+        if self.looks == 0:
+            raise dist.DistNetworkError("Connection reset by peer")
+        self.looks -= 1
+        return keys[0].endswith("/0") and len(keys) == 1
+
+
+def group_of_two(store: object) -> RankGroup:
+    """Rank 0 of two that meet in `store`."""
+    group = RankGroup(timeout_s=1.0)
+    group.world_size, group._store = 2, store
+    return group
+
+
+def test_an_answer_that_comes_when_the_time_is_up_counts() -> None:
+    assert group_of_two(LateStore(7)).gather("step", 6) == [6, 7]
+    with pytest.raises(PeerAbortedError, match="step: rank 1 gave up: disk full") as caught:
+        group_of_two(LateStore(bootstrap._Left("disk full"))).gather("step", 6)
+    assert caught.value.rank == 1
+
+
+@pytest.mark.parametrize("transport", ["SharedHeap", "CollectiveHeap"])
+def test_a_store_whose_host_is_gone_is_named(transport: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    client = dist.TCPStore("127.0.0.1", host.port, is_master=False, wait_for_workers=False)
+    group = group_of_two(client)
+    del host
+    gone = "rank 0 cannot reach the group's store, the process that hosts it is gone: "
+    with pytest.raises(MoERuntimeError, match="step: " + gone):
+        group.gather("step", None)
+    assert group.missing("event", 0.1) == []
+    group.leave("nobody listens")
+    group.group = SimpleNamespace()  # type: ignore[assignment]
+    heap = SharedHeap(group) if transport == "SharedHeap" else CollectiveHeap(group)
+    heap.allocated = True
+    with pytest.raises(MoERuntimeError, match=f"{transport}.close: " + gone):
+        heap.close()
+    monkeypatch.setattr(bootstrap, "resolve_group", lambda group: SimpleNamespace(group_name="x"))
+    for name, value in {"get_rank": 0, "get_world_size": 2, "get_process_group_ranks": [0, 1]}.items():
+        monkeypatch.setattr(dist, name, lambda group, value=value: value)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
+    with pytest.raises(MoERuntimeError, match="group: " + gone):
+        RankGroup()
+
+
+def test_a_store_that_goes_while_ranks_part_is_no_error() -> None:
+    assert not group_of_two(LostStore(2)).part("end")
+    group = group_of_two(LostStore(2))
+    group.group = SimpleNamespace()  # type: ignore[assignment]
+    for heap in (SharedHeap(group), CollectiveHeap(group)):
+        heap.allocated = True
+        heap.close()
+    with pytest.raises(MoERuntimeError, match="step: rank 0 cannot reach the group's store"):
+        group_of_two(LostStore(2)).gather("step", None)
+
+
+def test_who_was_absent_is_known_when_the_store_goes() -> None:
+    assert group_of_two(LostStore(2)).missing("event", 60.0) == [1]
+
+
+class SlowStore(dist.TCPStore):
+    """A store from which it takes long to read."""
+
+    def get(self, key: str) -> bytes:
+        time.sleep(1.0)
+        return super().get(key)
+
+
+def part_from_the_host(rank: int, world: int) -> bool:
+    """Rank 0 hosts the store and ends at once, while the others still read what all have answered."""
+    group = RankGroup(timeout_s=PATIENCE_S)
+    port = [0]
+    if rank == 0:
+        group._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        port = [group._store.port]
+    dist.broadcast_object_list(port, 0)
+    if rank > 0:
+        group._store = SlowStore("127.0.0.1", port[0], is_master=False, wait_for_workers=False)
+    dist.barrier()
+    complete = group.part("end")
+    if rank == 0:
+        os._exit(0)
+    return complete
+
+
+def test_the_host_of_the_store_parts_last() -> None:
+    _, *others = run_once(part_from_the_host, 3)
+    assert [other.result for other in others] == [True, True], others
+
+
+def gather_in_two_threads(rank: int, world: int) -> list[list[int]]:
+    groups = [RankGroup(timeout_s=WITHOUT_ONE_S) for _ in range(2)]
+    told: list[list[int]] = [[], []]
+
+    def gather(number: int) -> None:
+        told[number] = groups[number].gather("step", 10 * number + rank)
+
+    threads = [threading.Thread(target=gather, args=(number,)) for number in (rank, 1 - rank)]
+    threads[0].start()
+    time.sleep(0.5)
+    threads[1].start()
+    for thread in threads:
+        thread.join(PATIENCE_S)
+    return told
+
+
+def test_a_thread_that_waits_leaves_the_store_to_others(get_pool) -> None:
+    assert get_pool(2).run(gather_in_two_threads) == [[[0, 1], [10, 11]]] * 2
+
+
+def connect_alone(rank: int, world: int) -> float:
+    group = RankGroup(timeout_s=1.0)
+    start = time.monotonic()
+    if rank == 0:
+        with pytest.raises(
+            PeerTimeoutError, match="step: rank 0 cannot connect to its peers, rank 1 did not"
+        ) as caught:
+            group.connect("step", "key")
+        assert caught.value.rank == 1
+    return time.monotonic() - start
+
+
+def test_connections_to_nobody_end_in_time() -> None:
+    outcomes = run_once(connect_alone, 2)
+    assert outcomes[0].error is None, outcomes[0].trace
+    assert outcomes[0].result < 20
+
+
+def stop_the_host(rank: int, world: int) -> list[str]:
+    """Rank 1 hosts a store and is stopped; what rank 0 raises meanwhile, which bounds each wait at half a second."""
+    group = RankGroup()
+    if rank == 1:
+        host = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+        dist.broadcast_object_list([host.port, os.getpid()], 1)
+        dist.barrier()
+        os.kill(os.getpid(), signal.SIGSTOP)
+        dist.barrier()
+        return []
+    told: list[int] = [0, 0]
+    dist.broadcast_object_list(told, 1)
+    port, pid = told
+    group._store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
+    dist.barrier()
+    stopped_by = time.monotonic() + 20
+    while state_of(pid) != "T":
+        assert time.monotonic() < stopped_by
+        time.sleep(0.01)
+    problems = []
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(store_calls, "ANSWER_S", 0.25)
+            threads = threading.active_count()
+            for attempt in range(20):
+                start = time.monotonic()
+                with pytest.raises(MoERuntimeError) as caught:
+                    group.gather("step", None, timeout_s=0.25)
+                problems.append(str(caught.value))
+                # The first is waited for; while it has no answer, later ones are refused.
+                assert attempt or time.monotonic() - start > 0.2
+                group.leave("nobody listens")
+                assert group.missing("event", 60.0) == []
+            assert threading.active_count() <= threads + 1
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    dist.barrier()
+    return problems
+
+
+def state_of(pid: int) -> str:
+    with open(f"/proc/{pid}/stat") as file:
+        return file.read().rpartition(")")[2].split()[0]
+
+
+def test_a_store_whose_host_is_stopped_is_not_waited_for(get_pool) -> None:
+    start = time.monotonic()
+    problems, _ = get_pool(2).run(stop_the_host)
+    silent = "step: rank 0 gets no answer from the group's store, the process that hosts it may be stopped"
+    assert problems == [silent] * 20
+    assert time.monotonic() - start < 60.0
+
+
+def test_the_thread_of_a_store_ends_with_it() -> None:
+    store = dist.HashStore()
+    group = group_of_two(store)
+    assert group.missing("event", 0.0) == [1]
+    thread = store_calls.calls_of(store).thread
+    with pytest.raises(PeerTimeoutError):
+        group.gather("step", None, timeout_s=0.01)
+    assert store_calls.calls_of(store).thread is thread and thread.is_alive()
+    kept = weakref.ref(store)
+    del store, group
+    gc.collect()
+    assert kept() is None
+    thread.join(20)
+    assert not thread.is_alive()
+
+
+def test_threads_that_come_at_once_get_the_same_calls_of_a_store(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of two would let a call through while one of the other has no answer."""
+
+    class Slow(store_calls.StoreCalls):
+        def __init__(self) -> None:
+            time.sleep(0.05)
+            super().__init__()
+
+    monkeypatch.setattr(store_calls, "StoreCalls", Slow)
+    store = dist.HashStore()
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(lambda _: store_calls.calls_of(store), range(4)))) == 1
+
+
+def in_subgroups(rank: int, world: int) -> None:
+    pairs = [dist.new_group([0, 1]), dist.new_group([2, 3])]
+    group = RankGroup(pairs[rank // 2], timeout_s=20.0)
+    assert (group.rank, group.world_size) == (rank % 2, 2)
+    for _ in range(1 + rank // 2):
+        assert group.gather("pair", rank) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    with pytest.raises(ValueError, match="group: this process is not a member"):
+        RankGroup(pairs[1 - rank // 2])
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    with pytest.raises(ValueError, match="expected a DeviceMesh of one dimension, got 2"):
+        resolve_group(mesh)
+    assert RankGroup(mesh["ep"], timeout_s=20.0).gather("row", rank) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert RankGroup(mesh["dp"], timeout_s=20.0).gather("column", rank) == [rank % 2, rank % 2 + 2]
+
+
+def test_subgroups_and_meshes(get_pool) -> None:
+    get_pool(4).run(in_subgroups)
+
+
+def test_a_group_of_the_wrong_type() -> None:
+    with pytest.raises(ValueError, match="group: expected a ProcessGroup, a DeviceMesh or None, got str"):
+        RankGroup("world")  # type: ignore[arg-type]
+
+
+def gather_often(rank: int, world: int) -> tuple[list[bool], list[int]]:
+    group = RankGroup(timeout_s=20.0)
+    sums = [sum(group.gather("number", rank + i)) for i in range(20)]
+    kept = [group._store.check([f"{group._prefix}/{call}/{rank}"]) for call in range(1, 21)]
+    group.barrier()
+    return kept, sums
+
+
+def test_answers_that_all_have_read_do_not_stay_in_the_store(get_pool) -> None:
+    """Else a model that is called a million times would fill it."""
+    for kept, sums in get_pool(3).run(gather_often):
+        assert kept == [False] * 19 + [True]
+        assert sums == [3 + 3 * i for i in range(20)]

@@ -1,0 +1,204 @@
+"""The CUDA exchange of many tokens, emulated: rows counted in chunks and combined in parts, at any pace of the ranks.
+
+Layers, formats and GPUs are drawn at random, epochs also around the wrap of int32; the bits are those of the torch
+reference.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any, Protocol
+
+import pytest
+import torch
+
+from moe_runtime.comm.errors import RoutingError, StepMismatchError
+from moe_runtime.comm.signals import NUM_COUNTERS
+from moe_runtime.kernels.exchange import cuda, plan, reference
+from tests.emulator import Emulator, needs_emulator
+from tests.exchange.test_cuda_exchange_emulated import (
+    Step,
+    all_at_once,
+    assert_is_found,
+    assert_same_results,
+    one_after_the_other,
+)
+from tests.support.exchange_data import rank_input
+from tests.support.token_parts import forget_plans
+from tests.support.virtual_exchange import HOPPER, Ranks, emulator, poisoned_memory
+
+__all__ = ["emulator", "poisoned_memory"]
+
+pytestmark = [needs_emulator, pytest.mark.cpu_only]
+
+CPU = torch.device("cpu")
+Settings = dict[str, Any]
+
+
+class Draw(Protocol):
+    def __call__(self, draw: random.Random, world: int | None = None) -> Settings: ...
+
+
+@pytest.fixture
+def draw_sizes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Draw]:
+    """Draws a layer of several chunks of slots, and a GPU of few SMs."""
+
+    def drawn(draw: random.Random, world: int | None = None) -> Settings:
+        sms = draw.choice((1, 2, 3, 9))
+        sizes = {
+            "MAX_PLACES": draw.choice((2, 3)),
+            "TOKENS_IN_PARTS": draw.choice((1, 1, 1024)),
+            "SMALL_CHUNK_BYTES": 0,
+            "RECV_WARPS": draw.choice((1, 2, 4)),
+            "CHUNK": 32,
+        }
+        for name, value in sizes.items():
+            monkeypatch.setattr(plan, name, value)
+        monkeypatch.setattr(cuda, "most_sms", lambda device, limit=None: min(sms, limit or sms))
+        forget_plans()
+        world, experts = world or draw.choice((1, 2, 3, 4)), draw.randint(1, 12)
+        fewest = -(-33 // world)
+        return {
+            "world": world,
+            # Teams of one warp and of two.
+            "hidden_size": draw.choice((128, 1152)),
+            "num_experts": experts,
+            # Ids of more than one store of 16 bytes among them.
+            "top_k": draw.randint(1, min(experts, 10)),
+            "max_tokens_per_rank": draw.choice((fewest, draw.randint(fewest, 40), 150 if world < 3 else fewest + 1)),
+            "token_format": draw.choice(("nvfp4", "fp8_block", "mxfp8", "bf16")),
+            "mode": draw.choice(("contiguous", "contiguous", "gathered")),
+            "num_sms": draw.choice((None, None, 2)),
+        }
+
+    yield drawn
+    forget_plans()
+
+
+def ranks_of(settings: Settings, engine: str) -> Ranks:
+    settings = dict(settings)
+    ranks = Ranks(settings.pop("world"), CPU, engine, **settings)
+    assert plan.required_plan(ranks.dispatchers[0].geometry).num_chunks > 1
+    return ranks
+
+
+def random_steps(draw: random.Random, settings: Settings, count: int) -> list[Step]:
+    """Steps with tokens of all numbers on all ranks and every kind of routing."""
+    most, sizes = settings["max_tokens_per_rank"], [settings[n] for n in ("hidden_size", "num_experts", "top_k")]
+    steps = []
+    for _ in range(count):
+        tokens = [draw.choice((0, 1, most, draw.randint(0, most))) for _ in range(settings["world"])]
+        routing, seed = draw.choice(("random", "random", "one", "none")), draw.randrange(2**20)
+        inputs = [rank_input(seed, rank, count, *sizes, routing) for rank, count in enumerate(tokens)]
+        steps.append(Step(inputs, combined=draw.random() < 0.6, shared=False))
+    return steps
+
+
+def random_outputs(ranks: Ranks, seed: int) -> list[torch.Tensor]:
+    """What experts give for as many rows as there can be, whatever arrives."""
+    generator, geometry = torch.Generator().manual_seed(seed), ranks.dispatchers[0].geometry
+    shape = (geometry.row_capacity, geometry.hidden)
+    return [torch.randn(shape, generator=generator).bfloat16() for _ in ranks.contexts]
+
+
+def begin_at(ranks: Ranks, epoch: int) -> None:
+    """As after `epoch` steps, the last of which were of layers that combine no tokens in parts."""
+    world, layout = len(ranks.contexts), ranks.contexts[0].signals_layout
+    for context in ranks.contexts:
+        context.epoch.fill_(epoch)
+        context.signals[layout.ready : layout.ready + world] = epoch
+        for half in (0, 1):
+            last = epoch if epoch % 2 == half else epoch - 1
+            for field in (layout.dispatch_flag, layout.combine_flag):
+                context.signals[field + half * world : field + (half + 1) * world] = last
+
+
+def assert_counters_are_zero(ranks: Ranks) -> None:
+    for context in ranks.contexts:
+        assert context.counters.tolist() == [0] * NUM_COUNTERS
+
+
+def run_random_steps(
+    draw_sizes: Draw, emulator: Emulator, seed: int, epoch: int | None = None, combined: bool | None = None
+) -> None:
+    draw = random.Random(seed)
+    settings = draw_sizes(draw)
+    twins, kernels = ranks_of(settings, "torch"), ranks_of(settings, HOPPER)
+    # After the last of these, words that nobody has written seem to be of an epoch to come.
+    epoch = draw.choice((0, -2, 2**31 - 3, 1 - 2**31)) if epoch is None else epoch
+    for ranks in (twins, kernels) if epoch else ():
+        begin_at(ranks, epoch)
+    steps, outputs = random_steps(draw, settings, 3), random_outputs(twins, seed)
+    if combined is not None:
+        steps = [step._replace(combined=combined) for step in steps]
+    found = all_at_once(kernels, steps, outputs, emulator)
+    assert_same_results(found, one_after_the_other(twins, steps, outputs))
+    for context in kernels.contexts:
+        context.check_peers()
+    assert_counters_are_zero(kernels)
+
+
+def test_steps_of_ranks_that_do_not_wait_for_each_other(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
+    for turn in range(6):
+        run_random_steps(draw_sizes, emulator, seed + turn)
+
+
+def test_ranks_differ_in_what_they_run(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
+    draw = random.Random(seed)
+    settings = draw_sizes(draw, world=3)
+    twins, mixed = ranks_of(settings, "torch"), ranks_of(settings, HOPPER)
+    for dispatcher in mixed.dispatchers[1 :: 1 + seed % 2]:
+        dispatcher._backend = reference
+    steps, outputs = random_steps(draw, settings, 3), random_outputs(twins, seed)
+    wanted = one_after_the_other(twins, steps, outputs)
+    assert_same_results(one_after_the_other(mixed, steps, outputs), wanted)
+
+
+def test_a_bad_id_leaves_counters_as_they_were(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
+    draw = random.Random(seed)
+    settings = draw_sizes(draw, world=3)
+    steps = [step._replace(combined=True) for step in random_steps(draw, settings, 2)]
+    sizes = [settings[name] for name in ("hidden_size", "num_experts", "top_k")]
+    bad = rank_input(seed, 1, settings["max_tokens_per_rank"], *sizes)
+    bad.topk_idx[-1, -1] = settings["num_experts"]
+    steps[1].inputs[1] = bad
+    kernels = ranks_of(settings, HOPPER)
+    all_at_once(kernels, steps, random_outputs(kernels, seed), emulator)
+    for context in kernels.contexts:
+        with pytest.raises(RoutingError, match="rank 1"):
+            context.check()
+    assert_counters_are_zero(kernels)
+
+
+def test_a_rank_in_another_exchange_is_named(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
+    draw = random.Random(seed)
+    settings = {**draw_sizes(draw, world=3), "max_tokens_per_rank": 17}
+    kernels = ranks_of({**settings, "other_tokens": draw.choice((1, 16, 17, 18))}, HOPPER)
+    sizes = [settings[name] for name in ("hidden_size", "num_experts", "top_k")]
+    with emulator.together() as choose:
+        for rank, (own, other) in enumerate(zip(kernels.dispatchers, kernels.others, strict=True)):
+            choose(rank)
+            data = rank_input(seed, rank, 1, *sizes)
+            (other if rank == 1 else own).dispatch(data.x, data.topk_idx, data.topk_weights)
+    for context in kernels.contexts:
+        with pytest.raises(StepMismatchError, match=r"rank 1 (was )?in (exchange )?1"):
+            context.check()
+    assert_counters_are_zero(kernels)
+
+
+WRONG = {
+    "a counter that stays": (r"if \(last\) \*counter = 0;", ""),
+    "rows before they have come": (r"failed = await\(x, own, lane >= first[^;]*;", ""),
+    "words of long ago": (r"(await\([^;]*), early\);", r"\1, false);"),
+}
+"""What is written instead in translated kernels, as regular expressions."""
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_kernels_that_are_wrong_are_found(what: str, draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
+    assert_is_found(
+        WRONG[what],
+        emulator,
+        lambda turn: run_random_steps(draw_sizes, emulator, seed + turn, epoch=1 - 2**31, combined=True),
+    )

@@ -1,0 +1,375 @@
+"""Hopper's exchange emulated on the CPU: the bits of the twins, in whatever order lanes, copies and ranks go on."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple, Protocol
+
+import pytest
+import torch
+
+from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase, RoutingError, StepMismatchError
+from moe_runtime.dispatcher.handle import DispatchedTokens
+from moe_runtime.kernels.exchange import cuda, plan
+from tests.emulator import Emulator, needs_emulator
+from tests.support.comparison import assert_same_bits
+from tests.support.exchange_data import RankInput, expected_groups, rank_input
+from tests.support.token_parts import forget_plans
+from tests.support.virtual_exchange import HOPPER, Ranks, emulator, poisoned_memory
+
+__all__ = ["emulator", "poisoned_memory"]
+
+pytestmark = [needs_emulator, pytest.mark.cpu_only]
+
+CPU = torch.device("cpu")
+WORLD = 3
+SETTINGS: dict[str, Any] = {"hidden_size": 512, "num_experts": 10, "top_k": 3, "max_tokens_per_rank": 12}
+
+
+class Shrink(Protocol):
+    def __call__(self, seed: int, **sizes: int) -> None: ...
+
+
+@pytest.fixture(autouse=True)
+def shrink(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Shrink]:
+    """Draws sizes, but for those that are given: rings that come round, blocks with several tokens, tokens in parts,
+    slots in one chunk or two."""
+
+    def shrink(seed: int, **given: int) -> None:
+        draw = random.Random(seed)
+        sms = draw.choice((1, 2, 3))
+        sizes = {
+            "MAX_PLACES": draw.choice((2, 3)),
+            "BLOCKS_PER_SM": 1,
+            "RECV_WARPS": draw.choice((1, 2, 4)),
+            "TOKENS_IN_PARTS": draw.choice((1, 1024)),
+            "SMALL_CHUNK_BYTES": draw.choice((0, 1 << 20)),
+            "CHUNK": 32,
+        }
+        for name, value in (sizes | given).items():
+            monkeypatch.setattr(plan, name, value)
+        monkeypatch.setattr(cuda, "most_sms", lambda device, limit=None: min(sms, limit or sms))
+        forget_plans()
+
+    shrink(seed)
+    yield shrink
+    forget_plans()
+
+
+def twins_and_kernels(**settings: Any) -> list[Ranks]:
+    return [Ranks(WORLD, CPU, engine, **{**SETTINGS, **settings}) for engine in ("torch", HOPPER)]
+
+
+ARRIVED = ("group_offsets", "group_scale_offsets", "scales", "row_scale", "rows")
+
+
+class Step(NamedTuple):
+    """What all ranks bring, and whether what arrives is combined, with a shared expert or without."""
+
+    inputs: list[RankInput]
+    combined: bool
+    shared: bool
+
+
+Found = tuple[DispatchedTokens, torch.Tensor | None]
+
+
+def one_after_the_other(ranks: Ranks, steps: list[Step], outputs: list[torch.Tensor]) -> list[list[Found]]:
+    """What arrives and would come home in each step, by rank."""
+    found: list[list[Found]] = []
+    for step in steps:
+        arrived = ranks.dispatch(step.inputs)
+        y = ranks.combine(arrived, outputs, [data.x for data in step.inputs] if step.shared else None)
+        found.append(list(zip(arrived, y, strict=True)))
+    return found
+
+
+def all_at_once(
+    ranks: Ranks,
+    steps: list[Step],
+    outputs: list[torch.Tensor],
+    emulator: Emulator,
+    stops: tuple[int, int, bool] | None = None,
+) -> list[list[Found]]:
+    """The same where ranks go on as they like, and kernels of one begin before those before have ended.
+
+    `stops` is a rank, the steps that it still does, and whether it sends its tokens of one more.
+    """
+    found: list[list[Found]] = [[] for _ in steps]
+    with emulator.together() as choose:
+        for rank, (own, output) in enumerate(zip(ranks.dispatchers, outputs, strict=True)):
+            choose(rank)
+            for number, step in enumerate(steps):
+                data, y = step.inputs[rank], None
+                if stops is not None and (rank, number) == stops[:2]:
+                    if stops[2]:
+                        own.dispatch_send(data.x, data.topk_idx, data.topk_weights)
+                    break
+                arrived = own.dispatch(data.x, data.topk_idx, data.topk_weights)
+                if step.combined:
+                    y = own.combine(output, arrived.handle, shared=data.x if step.shared else None)
+                found[number].append((arrived, y))
+    return found
+
+
+def assert_same_results(found: list[list[Found]], wanted: list[list[Found]]) -> None:
+    for step, (of_ranks, wanted_of_ranks) in enumerate(zip(found, wanted, strict=True)):
+        for rank, ((a, y), (b, wanted_y)) in enumerate(zip(of_ranks, wanted_of_ranks, strict=True)):
+            what = f"of rank {rank} in step {step}"
+            for name in ARRIVED:
+                if getattr(b, name) is not None:
+                    assert_same_bits(getattr(a, name), getattr(b, name), f"{name} {what}")
+            assert_same_bits(a.handle.positions, b.handle.positions, f"positions {what}")
+            if y is not None and wanted_y is not None:
+                assert_same_bits(y, wanted_y, f"y {what}")
+
+
+def random_steps(seed: int, count: int) -> list[Step]:
+    """Steps with tokens of all numbers on all ranks, and every kind of routing."""
+    draw = random.Random(seed)
+    hidden, experts, top_k, most = SETTINGS.values()
+    steps = []
+    for step in range(count):
+        routing = draw.choice(("random", "random", "one", "none"))
+        tokens = [draw.choice((0, 1, most, draw.randint(0, most))) for _ in range(WORLD)]
+        inputs = [rank_input(seed + step, r, t, hidden, experts, top_k, routing) for r, t in enumerate(tokens)]
+        steps.append(Step(inputs, combined=draw.random() < 0.7, shared=draw.random() < 0.5))
+    return steps
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"token_format": "nvfp4"},
+        {"token_format": "fp8_block", "combine_format": "mxfp8"},
+        {"token_format": "nvfp4", "num_sms": 2},
+    ],
+    ids=str,
+)
+def test_steps_of_ranks_that_do_not_wait_for_each_other(
+    settings: dict[str, Any], emulator: Emulator, seed: int, shrink: Shrink
+) -> None:
+    for turn in range(4):
+        shrink(seed + turn)
+        run_random_steps(settings, emulator, seed + turn)
+
+
+def run_random_steps(settings: dict[str, Any], emulator: Emulator, seed: int, **of_kernels: Any) -> None:
+    steps = random_steps(seed, 5)
+    settings = {**SETTINGS, "mode": "contiguous", **settings}
+    twins, kernels = Ranks(WORLD, CPU, "torch", **settings), Ranks(WORLD, CPU, HOPPER, **settings, **of_kernels)
+    outputs = random_outputs(twins, seed)
+    assert_same_results(all_at_once(kernels, steps, outputs, emulator), one_after_the_other(twins, steps, outputs))
+    for context in kernels.contexts:
+        context.check_peers()
+
+
+def random_outputs(ranks: Ranks, seed: int) -> list[torch.Tensor]:
+    """What experts give for as many rows as there can be, whatever arrives."""
+    generator = torch.Generator().manual_seed(seed)
+    shape = (ranks.dispatchers[0].geometry.row_capacity, SETTINGS["hidden_size"])
+    return [torch.randn(shape, generator=generator).bfloat16() for _ in range(WORLD)]
+
+
+ONE_CHUNK = {"SMALL_CHUNK_BYTES": 1 << 20, "TOKENS_IN_PARTS": 1024}
+SEVERAL_CHUNKS = {"SMALL_CHUNK_BYTES": 0, "TOKENS_IN_PARTS": 1024}
+"""Each token is told of by itself."""
+
+
+@pytest.mark.parametrize("sizes", [{}, ONE_CHUNK], ids=["drawn", "one_chunk"])
+@pytest.mark.parametrize("sends", [False, True])
+def test_a_rank_that_stops_is_named_by_all_others(
+    sends: bool, sizes: dict[str, int], emulator: Emulator, seed: int, shrink: Shrink
+) -> None:
+    shrink(seed, **sizes)
+    steps = [step._replace(combined=True) for step in random_steps(seed, 3)]
+    twins, kernels = twins_and_kernels(mode="contiguous", token_format="nvfp4")
+    outputs, lost = random_outputs(twins, seed), seed % WORLD
+    found = all_at_once(kernels, steps, outputs, emulator, stops=(lost, 1, sends))
+    assert_same_results(found[:1], one_after_the_other(twins, steps, outputs)[:1])
+    for rank, context in enumerate(kernels.contexts):
+        if rank != lost:
+            with pytest.raises(PeerTimeoutError) as caught:
+                context.check()
+            assert caught.value.rank == lost
+            assert caught.value.phase == (Phase.COMBINE_RECV if sends else Phase.DISPATCH_RECV)
+
+
+@pytest.mark.parametrize("sizes", [{}, ONE_CHUNK], ids=["drawn", "one_chunk"])
+def test_a_bad_expert_id_is_told_to_ranks_that_are_at_work(
+    sizes: dict[str, int], emulator: Emulator, seed: int, shrink: Shrink
+) -> None:
+    """A rank that fails tells of it and then raises its flag all the same; kernels that wait for it miss neither."""
+    shrink(seed, **sizes)
+    steps = [step._replace(combined=True) for step in random_steps(seed, 2)]
+    bad = rank_input(seed, 1, 3, *list(SETTINGS.values())[:3])
+    bad.topk_idx[1, 2] = SETTINGS["num_experts"]
+    steps[1].inputs[1] = bad
+    twins, kernels = twins_and_kernels(mode="contiguous", token_format="fp8_block")
+    all_at_once(kernels, steps, random_outputs(twins, seed), emulator)
+    for context in kernels.contexts:
+        with pytest.raises(RoutingError, match="rank 1"):
+            context.check()
+
+
+WRONG = {
+    "a row is overwritten while it is read": (r"barrier_wait\(empty \+ 8 \* place\.index, place\.parity \^ 1\);", ""),
+    "lanes wait for another round": (r"(index, place\.parity \^ 1\);\n)    __syncwarp\(\);", r"\1"),
+    "fewer readers than there are": (r"rows\.init\((\w+)\);", r"rows.init(\1 - 1);"),
+    "the flag of another step": (r"signal\((\w+) \+ half \* \w+, counter", r"signal(\1, counter"),
+}
+"""What is written instead in translated kernels, as regular expressions."""
+WRONG_TOKEN_FLAGS = {
+    "a token is told of before it has landed": (r"(if \(warp == 0\) \{\s*)bulk_await\(\);", r"\1"),
+    "nothing says that a token goes elsewhere": (r"(reinterpret_cast<uint4\*>\(to \+ \d+\))\[i\] =", r"\1;"),
+    "all tokens are there with the first": (r"(load_acquire\(arrived\.token_flags \+ slot)", r"\1 - token"),
+    "the number of tokens may be of an epoch before": (r"same_turn\(word, arrived\.tag\)", "true"),
+    "the number of tokens is that of another step": (r"(int count = )num_tokens", r"\1num_tokens - 1"),
+}
+"""The same, of what tells of each token."""
+
+
+def assert_is_found(
+    edits: tuple[str, str],
+    emulator: Emulator,
+    run: Callable[[int], None],
+    slowed: Callable[[str], str] = lambda text: text,
+) -> None:
+    """Some of 20 runs fails where a regular expression is replaced in translated kernels, `slowed` before."""
+    edited = 0
+
+    def edit(text: str) -> str:
+        nonlocal edited
+        text, times = re.subn(*edits, slowed(text))
+        edited += times
+        return text
+
+    emulator.edit = edit
+    with pytest.raises((AssertionError, MoERuntimeError)):
+        for turn in range(20):
+            run(turn)
+    assert edited > 0
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_kernels_that_are_wrong_are_found(what: str, emulator: Emulator, seed: int, shrink: Shrink) -> None:
+    def run(turn: int) -> None:
+        shrink(seed + turn)
+        run_random_steps({"token_format": "nvfp4"}, emulator, seed + turn)
+
+    assert_is_found(WRONG[what], emulator, run)
+
+
+@pytest.mark.parametrize("what", WRONG_TOKEN_FLAGS)
+def test_tokens_that_are_told_of_wrongly_are_found(what: str, emulator: Emulator, seed: int, shrink: Shrink) -> None:
+    def run(turn: int) -> None:
+        shrink(seed + turn, **ONE_CHUNK)
+        run_random_steps({"token_format": "nvfp4"}, emulator, seed + turn)
+
+    assert_is_found(WRONG_TOKEN_FLAGS[what], emulator, run)
+
+
+@pytest.fixture
+def mixed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ranks that may take all SMs take slots in chunks and store token flags first; others tell of each token."""
+    monkeypatch.setattr(plan, "_chunk_slots", lambda geometry: 32 if geometry.num_sms is None else 64)
+
+
+def slow_records(text: str) -> str:
+    """Records that are sent long after their token flags have been stored."""
+    return text.replace("+ slot, epoch);", "+ slot, epoch); for (int i = 0; i < 10; ++i) load_relaxed(x.latch);")
+
+
+def run_mixed_steps(emulator: Emulator, seed: int) -> None:
+    sms = random.Random(seed).sample([None, 2, None, 2], WORLD)
+    run_random_steps({"token_format": "nvfp4"}, emulator, seed, sms_of_ranks=sms)
+
+
+@pytest.mark.usefixtures("mixed")
+def test_ranks_that_wait_for_token_flags_know_whose_say_nothing(emulator: Emulator, seed: int, shrink: Shrink) -> None:
+    emulator.edit = slow_records
+    for turn in range(3):
+        shrink(seed + turn)
+        run_mixed_steps(emulator, seed + turn)
+
+
+@pytest.mark.usefixtures("mixed")
+def test_token_flags_that_say_nothing_taken_for_others_are_found(emulator: Emulator, seed: int, shrink: Shrink) -> None:
+    def run(turn: int) -> None:
+        shrink(seed + turn)
+        run_mixed_steps(emulator, seed + turn)
+
+    assert_is_found((r"has_token_flags\(word\)", "true"), emulator, run, slow_records)
+
+
+@pytest.mark.parametrize("sizes", [SEVERAL_CHUNKS, ONE_CHUNK], ids=["several_chunks", "one_chunk"])
+def test_nothing_is_placed_among_tokens_for_another_exchange(
+    sizes: dict[str, int], emulator: Emulator, seed: int, shrink: Shrink
+) -> None:
+    """A peer's tokens, of a step of another size, come to slots of this rank's own between two looks at them."""
+    settings = {**SETTINGS, "hidden_size": 256, "num_experts": 8, "top_k": 2, "max_tokens_per_rank": 64}
+    for turn in range(2):
+        shrink(seed + turn, RECV_WARPS=2, **sizes)
+        ranks = Ranks(2, CPU, HOPPER, **settings, mode="gathered", token_format="nvfp4", other_tokens=16)
+        alone = Ranks(1, CPU, HOPPER, **settings | {"max_tokens_per_rank": 8}).dispatchers[0]
+        own, late = rank_input(seed + turn, 0, 64, 256, 8, 2), rank_input(seed + turn, 1, 16, 256, 8, 2)
+        # The late ones go where there was nothing.
+        own.topk_idx[16:32] = -1
+        late.topk_idx[:, 0], late.topk_idx[:, 1] = 3, -1
+        with emulator.together() as choose:
+            choose(0)
+            arrived = ranks.dispatchers[0].dispatch(own.x, own.topk_idx, own.topk_weights)
+            choose(1)
+            for _ in range(6):
+                alone.dispatch(late.x[:8], late.topk_idx[:8], late.topk_weights[:8])
+            ranks.others[1].dispatch_send(late.x, late.topk_idx, late.topk_weights)
+        with pytest.raises(StepMismatchError, match=r"rank 1 was in exchange 1 of the context, rank 0 in 0"):
+            ranks.contexts[0].check()
+        assert arrived.group_scale_offsets is not None and not arrived.group_scale_offsets.any()
+        assert not arrived.group_offsets.any()
+        assert bool((arrived.handle.positions == -1).all())
+        assert arrived.row_index is not None and not arrived.row_index.any()
+
+
+def run_unawaited_dispatches(emulator: Emulator, seed: int) -> None:
+    """A rank waits for the last of three dispatches alone, while its peer may not have come to the first.
+
+    What the peer had stored two turns of the half before is all that there is then: that it has no tokens.
+    """
+    settings = {**SETTINGS, "hidden_size": 256, "top_k": 2, "num_experts": 4, "max_tokens_per_rank": 6}
+    ranks, alone = Ranks(2, CPU, HOPPER, **settings), Ranks(1, CPU, HOPPER, **settings).dispatchers[0]
+    # All go to the rank that is ahead.
+    inputs = [rank_input(seed, rank, 6, 256, 2, 2) for rank in range(2)]
+    rows, found = torch.zeros(ranks.dispatchers[0].geometry.row_capacity, 256).bfloat16(), []
+    with emulator.together() as choose:
+        for rank, (dispatcher, data) in enumerate(zip(ranks.dispatchers, inputs, strict=True)):
+            choose(rank)
+            tokens = (data.x, data.topk_idx, data.topk_weights)
+            for _ in range(4):
+                arrived = dispatcher.dispatch(*(tensor[:0] for tensor in tokens))
+                dispatcher.combine(rows, arrived.handle)
+            for _ in range(6 * rank):
+                alone.dispatch(*tokens)
+            for _ in range(3):
+                handle = dispatcher.dispatch_send(*tokens)
+            found.append(dispatcher.dispatch_recv(handle))
+    for context in ranks.contexts:
+        context.check_peers()
+    assert [int(a.group_offsets[-1]) for a in found] == [sum(map(len, expected_groups(inputs, range(2)))), 0]
+
+
+def test_dispatches_that_nobody_waits_for(emulator: Emulator, seed: int, shrink: Shrink) -> None:
+    """A number of tokens stored two turns of its half before looks like that of this one."""
+    for turn in range(4):
+        shrink(seed + turn, **ONE_CHUNK)
+        run_unawaited_dispatches(emulator, seed + turn)
+
+
+def test_a_number_of_tokens_of_long_ago_is_found(emulator: Emulator, seed: int, shrink: Shrink) -> None:
+    def run(turn: int) -> None:
+        shrink(seed + turn, **ONE_CHUNK)
+        run_unawaited_dispatches(emulator, seed + turn)
+
+    assert_is_found((r"bool recent = [^;]+;", "bool recent = true;"), emulator, run)

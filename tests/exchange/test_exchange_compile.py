@@ -1,0 +1,190 @@
+"""Hopper's exchange as it would be launched and as its compiler sees it, at the edges of the layers that it takes.
+
+Launches are recorded instead of made, so that nothing here repeats their sizes.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from moe_runtime.kernels.exchange import cuda
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
+from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
+from moe_runtime.kernels.exchange.plan import plan_exchange, required_plan
+from moe_runtime.kernels.exchange.record import RecordLayout
+from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS, FORMATS, align
+from tests.kernels.test_dequant_compile import (
+    REGISTERS_OF_A_BLOCK,
+    SHARED_BYTES_OF_A_BLOCK,
+    SPILL_BYTES,
+    Compiled,
+    Recorded,
+    compile_recorded,
+)
+
+pytestmark = pytest.mark.cpu_only
+
+
+@dataclass(frozen=True)
+class Launch(Recorded):
+    """A launch that did not happen, with its grid and whether it was to begin early."""
+
+    grid: tuple[int, int, int]
+    early: bool
+
+
+def geometry_of(
+    fmt: str, wire: str, hidden: int, top_k: int, world: int, experts: int, max_tokens: int, packed: bool
+) -> ExchangeGeometry:
+    """As the last rank sees it, which may have no experts."""
+    rows = worst_case_rows(experts, world, top_k, max_tokens)
+    record = RecordLayout(FORMATS[fmt], hidden, top_k)
+    return ExchangeGeometry(world - 1, world, record, FORMATS[wire], experts, max_tokens, packed, rows)
+
+
+def half_bytes(geometry: ExchangeGeometry) -> dict[str, int]:
+    return {name: align(size, 256) for name, size in geometry.half_bytes().items()}
+
+
+def launches(geometry: ExchangeGeometry, *, mapped: bool = True, shared: bool = False) -> list[Launch]:
+    """What a step of full ranks launches on a GPU like an H200; memory is not looked at."""
+    none = torch.empty(0)
+    tables = (
+        "landing_pointers",
+        "token_flags_pointers",
+        "signal_pointers",
+        "combine_pointers",
+        "epoch",
+        "error",
+        "latch",
+    )
+    parts = SimpleNamespace(
+        heap=SimpleNamespace(directly_mapped=mapped),
+        device=torch.device("cpu"),
+        half_bytes=half_bytes(geometry),
+        counters=torch.empty(2),
+        **dict.fromkeys(tables, none),
+    )
+    context = cast(ExchangeMemory, parts)
+    x = torch.empty(geometry.max_tokens, geometry.hidden, dtype=torch.bfloat16, device="meta")
+    written = dict.fromkeys(("positions", "group_offsets", "group_scale_offsets", "row_index", "counts"), none)
+    buffers = RecvBuffers(**written, rows=None, scales=none, row_scale=None)
+    found: list[Launch] = []
+
+    def record(file: str, name: str, defines: dict[str, int | str], **more: Any) -> None:
+        sizes = (more["block"], more.get("shared_bytes", 0), more["grid"], more["early"])
+        found.append(Launch(file, name, dict(defines), *sizes))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cuda, "launch", record)
+        patch.setattr(cuda, "most_sms", lambda device, limit=None: min(132, limit or 132))
+        cuda.dispatch_send(context, geometry, none, x, none, none, None, none, none, 1)
+        cuda.dispatch_recv(context, geometry, none, 1, buffers)
+        cuda.combine_send(context, geometry, none, x, none, none)
+        cuda.combine_recv(context, geometry, none, none, x if shared else None, x, 1)
+    return found
+
+
+@given(data=st.data())
+def test_launches_fit_and_copies_are_aligned(data: st.DataObject) -> None:
+    fmt = data.draw(st.sampled_from(sorted(FORMATS)), "format")
+    wire = data.draw(st.sampled_from(COMBINE_FORMATS), "combine format")
+    unit = max(FORMATS[fmt].block, FORMATS[wire].block, 16)
+    world = data.draw(st.integers(1, 32), "ranks")
+    experts = data.draw(st.integers(1, 4000), "experts")
+    geometry = geometry_of(
+        fmt,
+        wire,
+        unit * data.draw(st.integers(1, 40000 // unit), "blocks"),
+        data.draw(st.integers(1, min(experts, 32)), "top_k"),
+        world,
+        experts,
+        data.draw(st.one_of(st.integers(1, 300), st.integers(1, 65536)), "max_tokens"),
+        data.draw(st.booleans(), "packed"),
+    )
+    plan = plan_exchange(geometry)
+    assume(plan is not None)
+    assert plan is not None
+    found = launches(geometry)
+    for launch in found:
+        assert launch.block % 32 == 0 and 32 <= launch.block <= 1024, launch.name
+        assert launch.shared_bytes <= SHARED_BYTES_OF_A_BLOCK, launch.name
+        assert 1 <= launch.grid[0] < 2**31 and launch.grid[1:] == (1, 1), launch.name
+    names = [launch.name for launch in found]
+    defines = found[names.index("arrive_place")].defines
+    slots = -(-geometry.num_slots // int(defines["CHUNK"])) * int(defines["CHUNK"])
+    assert slots >= geometry.num_slots and int(defines["CHUNK"]) % 32 == 0
+    assert int(defines["CHUNK"]) < 65536, "counts before a word are u16"
+    assert ("arrive_count" in names) == (int(defines["CHUNK"]) < geometry.num_slots)
+    assert ("arrive_scales" in names) == plan.tiled_scales
+    # Copies by the engine take whole 16 bytes, from and to a multiple of 16; the region may be another layer's size.
+    region = align(half_bytes(geometry)["landing"] + data.draw(st.integers(0, 2**20), "other layer"), 256)
+    record = geometry.record
+    offsets = [record.record_bytes, record.scales_offset, record.ids_offset, record.weights_offset]
+    offsets += [geometry.partial_bytes, geometry.partial_scales_offset, geometry.landing_half(region)]
+    assert all(offset % 16 == 0 for offset in offsets)
+    assert geometry.landing_half(region) >= region
+    assert geometry.landing_half(region) + geometry.num_slots * record.record_bytes <= 2 * region
+
+
+@given(data=st.data())
+def test_ranks_choose_alike(data: st.DataObject) -> None:
+    """Where experts are not as many on each rank, too."""
+    world, experts = data.draw(st.integers(2, 32), "ranks"), data.draw(st.integers(1, 300), "experts")
+    top_k, most = data.draw(st.integers(1, min(experts, 8)), "top_k"), data.draw(st.integers(1, 600), "max_tokens")
+    last = geometry_of("nvfp4", "bf16", 7168, top_k, world, experts, most, data.draw(st.booleans(), "packed"))
+    assert len({required_plan(replace(last, rank=rank)) for rank in range(world)}) == 1
+
+
+EDGES = {
+    "smallest": ("bf16", "bf16", 16, 1, 1, 1, 1, False),
+    "a column of scales": ("nvfp4", "bf16", 16, 1, 2, 2, 5, True),
+    "no experts here": ("mxfp8", "mxfp8", 96, 1, 32, 7, 33, False),
+    "most ranks and ids": ("nvfp4", "bf16", 48, 32, 32, 33, 5, True),
+    "one block of 128": ("fp8_block", "fp8_block", 128, 7, 3, 7, 5, True),
+    "stages of 48 KiB": ("bf16", "bf16", 12224, 8, 4, 64, 4096, True),
+    "widest": ("nvfp4", "fp8_block", 32768, 8, 8, 512, 65536, False),
+    "widest records": ("bf16", "bf16", 28672, 32, 8, 512, 700, True),
+    "most experts": ("nvfp4", "mxfp8", 2880, 4, 1, 3500, 300, True),
+    "deepseek_v3": ("nvfp4", "bf16", 7168, 8, 8, 256, 4096, True),
+}
+
+KNOWN_SPILLS = {("deepseek_v3", "dispatch_send"): 68}
+"""A frame of 40 bytes, 28 of them spilled: NVFP4 with 72 registers, as measured."""
+
+
+def of_kernel(compiled: Compiled, name: str) -> Compiled:
+    """What ptxas says of one of the kernels of a source."""
+    _, _, after = compiled.log.partition(f"Compiling entry function '{name}'")
+    return Compiled(compiled.ptx, after.partition("Compiling entry function")[0])
+
+
+@pytest.mark.parametrize("case", sorted(EDGES))
+def test_edges_compile_to_what_can_be_launched(case: str) -> None:
+    geometry = geometry_of(*EDGES[case])
+    assert plan_exchange(geometry) is not None
+    sources: dict[str, Compiled] = {}
+    for launch in launches(geometry, shared=geometry.packed):
+        if launch.file not in sources:
+            sources[launch.file] = compile_recorded(launch)
+        kernel = of_kernel(sources[launch.file], launch.name)
+        assert launch.block * kernel.number(r"Used (\d+) registers") <= REGISTERS_OF_A_BLOCK, kernel.log
+        static = kernel.number(r"(\d+) bytes smem")
+        assert static + launch.shared_bytes <= SHARED_BYTES_OF_A_BLOCK
+        if launch.block < 1024:
+            assert kernel.spilled_bytes <= KNOWN_SPILLS.get((case, launch.name), SPILL_BYTES), kernel.log
+
+
+def test_what_torch_carries_is_waited_for() -> None:
+    """A kernel that began beside torch's could see a flag and not yet the count beside it."""
+    geometry = geometry_of(*EDGES["deepseek_v3"])
+    assert all(launch.early for launch in launches(geometry))
+    early = {launch.name: launch.early for launch in launches(geometry, mapped=False)}
+    assert not early["arrive_count"] and not early["arrive_place"] and not early["combine_recv"]

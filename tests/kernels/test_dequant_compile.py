@@ -1,0 +1,413 @@
+"""The CUDA C++ of the register-decoding GEMM as the library compiles it: instructions, registers, shared memory.
+
+What the host side would launch is recorded instead of launched, so that nothing here repeats its macros.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.formats.number_formats import BF16, FORMATS, MXFP8, NVFP4, TokenFormat, ceil_div
+from moe_runtime.kernels.gemm import dequant_gemm
+from moe_runtime.kernels.gemm.arguments import empty_intermediate
+from moe_runtime.kernels.gemm.dequant_layout import unit_bytes, unit_columns, unit_rows, units_shape
+from moe_runtime.kernels.gemm.dequant_tokens import decode_tokens, empty_decoded
+from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.gemm.plan import (
+    DEQUANT_DECODE_ROWS,
+    DequantOverlap,
+    choose_dequant_shape,
+    choose_token_shape,
+    keeps_tokens,
+    plan_dequant_overlap,
+)
+from moe_runtime.kernels.gemm.prepacked import MAX_PREPARED_EXPERTS, PreparedWeights
+from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE as DECODE
+from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
+from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
+from moe_runtime.kernels.gemm.shapes import FEW_TOKENS, MANY_TOKENS, DequantShape, TokenShape
+from moe_runtime.kernels.gemm.weights import GPT_OSS, GateUpOrder, SwiGLU
+from tests.support.gemm_checks import ROWS_OF_SHAPES, SHAPES
+from tests.support.gemm_plans import dequant_gemm, dequant_swiglu
+
+pytestmark = pytest.mark.cpu_only
+
+SHARED_BYTES_OF_A_BLOCK = 227 * 1024
+REGISTERS_OF_A_BLOCK = 65536
+SPILL_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Recorded:
+    """A launch that did not happen."""
+
+    file: str
+    name: str
+    defines: dict[str, int | str]
+    block: int
+    shared_bytes: int
+
+
+def rows_of(name: str, rows: int, k: int) -> GroupedRows:
+    """One group of zeros."""
+    fmt = FORMATS[name]
+    zero = torch.zeros(1, dtype=torch.int32)
+    scales = None
+    if fmt.swizzled:
+        shape = (ceil_div(rows, 128) + 1, ceil_div(fmt.scale_columns(k), 4), 32, 4, 4)
+        scales = torch.zeros(shape, dtype=torch.uint8).view(fmt.scale_dtype)
+    return GroupedRows(
+        format=fmt,
+        rows=torch.zeros(rows, fmt.quant_columns(k), dtype=fmt.quant_dtype),
+        scales=scales,
+        row_scale=torch.ones(rows) if fmt.has_row_scale else None,
+        row_index=None,
+        group_offsets=torch.tensor([0, rows], dtype=torch.int32),
+        group_scale_offsets=zero if fmt.swizzled else None,
+        expert_ids=zero,
+        capacity=rows,
+        num_columns=k,
+    )
+
+
+def weights_of(name: str, n: int, k: int, order: GateUpOrder | None) -> PreparedWeights:
+    fmt = FORMATS[name]
+    units = torch.zeros(1, *units_shape(n, k, fmt), dtype=torch.uint8)
+    marks = torch.zeros(1, unit_rows(n), dtype=torch.uint8) if name == "mxfp8" else None
+    return PreparedWeights(fmt, units, n, k, torch.ones(1), None, order, marks)
+
+
+@pytest.fixture
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
+    """What is launched from now on, on a machine that looks like one with an H200."""
+    found: list[Recorded] = []
+
+    def record(file: str, name: str, defines: dict[str, int | str], **more: Any) -> None:
+        found.append(Recorded(file, name, dict(defines), more["block"], more.get("shared_bytes", 0)))
+
+    monkeypatch.setattr(nvrtc, "launch", record)
+    monkeypatch.setattr(dequant_gemm, "is_hopper", lambda device: True)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
+    return found
+
+
+def launched(
+    recorded: list[Recorded], weight: str, token: str, k: int, rows: int, activation: SwiGLU | None, out: str
+) -> Recorded:
+    """The GEMM that is launched; `out` is a format where `activation` is one, `decoded` or not, otherwise a dtype."""
+    a = rows_of(token, rows, k)
+    w = weights_of(weight, 64, k, None if activation is None else activation.order)
+    if activation is None:
+        dequant_gemm(a, w, torch.empty(rows, 64, dtype=getattr(torch, out)))
+    else:
+        name, *decoded = out.split()
+        hidden, gsf = empty_intermediate(a, w, name, None)
+        if decoded:
+            hidden = replace(hidden, decoded=empty_decoded(a, hidden.num_columns))
+        dequant_swiglu(a, w, activation, hidden, gsf)
+    tokens, gemm = recorded
+    assert (tokens.name, gemm.name) == ("decode_tokens", "decoded_gemm")
+    return gemm
+
+
+@dataclass(frozen=True)
+class Compiled:
+    """What NVRTC makes of a launch, and what ptxas says of it."""
+
+    ptx: str
+    log: str
+
+    def number(self, pattern: str) -> int:
+        """The number that `pattern` finds in the log; 0 if it finds none."""
+        found = re.search(pattern, self.log)
+        return int(found[1]) if found else 0
+
+    @property
+    def spilled_bytes(self) -> int:
+        """Local memory of a thread."""
+        assert "bytes stack frame" in self.log, self.log
+        return self.number(r"(\d+) bytes stack frame") + self.number(r"(\d+) bytes spill stores")
+
+    @property
+    def moved_registers(self) -> tuple[int, int]:
+        """Registers of a thread that multiplies and of one that loads, after the loader has handed some over."""
+        found = dict(re.findall(r"setmaxnreg\.(inc|dec)\.sync\.aligned\.u32 (\d+);", self.ptx))
+        return int(found["inc"]), int(found["dec"])
+
+
+def compile_recorded(launch: Recorded) -> Compiled:
+    """As the launch would have compiled it."""
+    pytest.importorskip("cuda.bindings.nvrtc")
+    found = nvrtc.compile_with_log(launch.file, launch.defines)
+    return Compiled(found.ptx, found.log)
+
+
+# Every format of weights, tokens and result in DECODE and PREFILL, some in MIDDLE; widths of stages of 4, 3 and 2.
+VARIANTS = [
+    (DECODE, "nvfp4", "nvfp4", 7168, None, "bfloat16"),
+    (DECODE, "nvfp4", "nvfp4", 2880, GPT_OSS, "nvfp4"),
+    (DECODE, "nvfp4", "bf16", 128, SwiGLU(GateUpOrder.UP_GATE), "bf16"),
+    (DECODE, "mxfp8", "mxfp8", 2048, None, "float32"),
+    (DECODE, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8"),
+    (DECODE, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4 decoded"),
+    (DECODE, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8 decoded"),
+    (PREFILL, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4 decoded"),
+    (PREFILL, "nvfp4", "bf16", 2880, GPT_OSS, "bf16 decoded"),
+    (PREFILL, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8 decoded"),
+    (MIDDLE, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4 decoded"),
+    (MIDDLE, "nvfp4", "bf16", 2880, GPT_OSS, "bf16 decoded"),
+    (MIDDLE, "nvfp4", "nvfp4", 2048, None, "bfloat16"),
+    (MIDDLE, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8 decoded"),
+    (PREFILL, "nvfp4", "nvfp4", 2048, None, "bfloat16"),
+    (PREFILL, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4"),
+    (PREFILL, "nvfp4", "bf16", 2880, None, "float16"),
+    (PREFILL, "mxfp8", "mxfp8", 7168, None, "bfloat16"),
+    (PREFILL, "mxfp8", "mxfp8", 2880, SwiGLU(), "bf16"),
+    (PREFILL, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8"),
+]
+
+
+@pytest.mark.parametrize(
+    ("shape", "weight", "token", "k", "activation", "out"),
+    VARIANTS,
+    ids=[f"{v[0].max_blocks}-{v[1]}-{v[2]}-{v[3]}-{v[5]}" for v in VARIANTS],
+)
+def test_gemm_compiles_to_what_it_is_meant_for(
+    shape: DequantShape,
+    weight: str,
+    token: str,
+    k: int,
+    activation: SwiGLU | None,
+    out: str,
+    recorded: list[Recorded],
+) -> None:
+    launch = launched(recorded, weight, token, k, ROWS_OF_SHAPES[shape], activation, out)
+    assert launch.defines["OUT_DEQUANTIZED"] == out.endswith(" decoded")
+    assert launch.defines["MAX_BLOCKS"] == shape.max_blocks and launch.defines["WARPGROUPS"] == shape.warpgroups
+    compiled = compile_recorded(launch)
+    for blocks in (*shape.cases, shape.max_blocks):
+        assert f"wgmma.mma_async.sync.aligned.m64n{8 * blocks}k16.f32.bf16.bf16" in compiled.ptx
+    assert "cp.async.bulk.shared::cluster.global.mbarrier" in compiled.ptx
+    assert (
+        ("L2::cache_hint" in compiled.ptx)
+        == bool(launch.defines["KEEP_TOKENS"])
+        == (shape is DECODE and weight == "nvfp4")
+    )
+    assert "serialized" not in compiled.log and "Potential Performance Loss" not in compiled.log, compiled.log
+    assert compiled.spilled_bytes <= SPILL_BYTES, compiled.log
+    assert launch.shared_bytes + compiled.number(r"(\d+) bytes smem") <= SHARED_BYTES_OF_A_BLOCK
+    consumer, producer = compiled.moved_registers
+    assert launch.block * compiled.number(r"Used (\d+) registers") <= REGISTERS_OF_A_BLOCK
+    assert 128 * (shape.warpgroups * consumer + producer) <= REGISTERS_OF_A_BLOCK
+
+
+@pytest.mark.parametrize(("rows", "shape"), [(8, FEW_TOKENS), (8192, MANY_TOKENS)], ids=["few", "many"])
+@pytest.mark.parametrize("name", ["bf16", "nvfp4", "mxfp8"])
+def test_decoding_of_tokens_compiles(name: str, rows: int, shape: TokenShape, recorded: list[Recorded]) -> None:
+    a = rows_of(name, rows, 128)
+    assert choose_token_shape(rows, a.max_active_groups, unit_columns(128), a.format, 132) is shape
+    decode_tokens(a, 2, shape)
+    (launch,) = recorded
+    assert launch.block == launch.defines["THREADS"] == 32 * shape.warps
+    compiled = compile_recorded(launch)
+    assert compiled.spilled_bytes == 0 and "griddepcontrol.launch_dependents" in compiled.ptx
+
+
+@pytest.mark.parametrize(("weight", "token"), [("nvfp4", "nvfp4"), ("nvfp4", "bf16"), ("mxfp8", "mxfp8")])
+def test_few_tokens_leave_room_for_a_block_of_the_gemm(weight: str, token: str, recorded: list[Recorded]) -> None:
+    """An SM has room for a block of either, of the gated GEMM, which takes most."""
+    gemm = launched(recorded, weight, token, 7168, 8, SwiGLU(), f"{weight} decoded")
+    kernels = [(launch, compile_recorded(launch)) for launch in (recorded[0], gemm)]
+    assert recorded[0].defines["MIN_BLOCKS"] == FEW_TOKENS.min_blocks
+    registers = sum(launch.block * compiled.number(r"Used (\d+) registers") for launch, compiled in kernels)
+    shared = sum(launch.shared_bytes + compiled.number(r"(\d+) bytes smem") + 1024 for launch, compiled in kernels)
+    assert registers <= REGISTERS_OF_A_BLOCK and shared <= 228 * 1024
+
+
+@pytest.mark.parametrize(
+    ("weight", "token", "k", "rows"),
+    [
+        ("nvfp4", "nvfp4", 64, 8192),
+        ("nvfp4", "nvfp4", 7168, 8192),
+        ("nvfp4", "nvfp4", 7168, 128 * 32),
+        ("nvfp4", "nvfp4", 2880, 128 * 32),
+        ("mxfp8", "mxfp8", 2048, 8192),
+        ("mxfp8", "mxfp8", 7168, 8192),
+    ],
+)
+def test_dequantization_of_many_tokens_overlaps(
+    weight: str, token: str, k: int, rows: int, recorded: list[Recorded]
+) -> None:
+    """By blocks of which an SM has one, and none of the GEMM, so that these are as many as are asked for."""
+    a, w = replace(rows_of(token, 16, k), expected_rows=rows), weights_of(weight, 4096, k, None)
+    a = replace(a, group_offsets=torch.zeros(33, dtype=torch.int32), expert_ids=torch.zeros(32, dtype=torch.int32))
+    if a.group_scale_offsets is not None:
+        a = replace(a, group_scale_offsets=torch.zeros(32, dtype=torch.int32))
+    dequant_gemm(a, w, torch.empty(16, 4096))
+    first, rest, gemm = recorded
+    assert (gemm.defines["WARPGROUPS"] == MIDDLE.warpgroups) == (rows == 128 * 32)
+    assert [launch.defines.get("OVERLAPPED") for launch in recorded] == [0, 1, 1]
+    assert first.defines["MIN_BLOCKS"] == MANY_TOKENS.min_blocks and gemm.defines["OVERLAPPED"] == 1
+    team = int(rest.defines["TEAM"])
+    assert rest.block == rest.defines["THREADS"] <= 1024 and rest.block % (32 * team) == 0
+    assert rest.shared_bytes == rest.block // 32 * int(rest.defines["AHEAD"]) * 1024
+    kernels = [compile_recorded(launch) for launch in recorded]
+    assert "stmatrix" in kernels[1].ptx and "cp.async.bulk.global" in kernels[1].ptx
+    assert kernels[0].spilled_bytes == kernels[1].spilled_bytes == 0 and kernels[2].spilled_bytes <= SPILL_BYTES
+    assert "serialized" not in kernels[2].log and "Potential Performance Loss" not in kernels[2].log
+    assert 2 * rest.shared_bytes > 228 * 1024
+    assert rest.shared_bytes + gemm.shared_bytes > 228 * 1024
+    for launch, compiled in zip(recorded, kernels, strict=True):
+        assert launch.block * compiled.number(r"Used (\d+) registers") <= REGISTERS_OF_A_BLOCK
+        assert launch.shared_bytes + compiled.number(r"(\d+) bytes smem") <= SHARED_BYTES_OF_A_BLOCK
+
+
+def test_overlap_is_chosen_by_rows_and_columns() -> None:
+    def chosen(
+        rows: int,
+        n: int,
+        fmt: TokenFormat = MXFP8,
+        shape: DequantShape = PREFILL,
+        sms: int = 132,
+    ) -> DequantOverlap | None:
+        return plan_dequant_overlap(rows, n, fmt, shape, sms)
+
+    # Two rounds of tiles of 256 weight rows and 128 tokens; half of the rows at most.
+    assert chosen(8192, 4096) == DequantOverlap(first=2 * 9 * 16, sms=5) == chosen(2 * 8 * 288, 4096)
+    assert chosen(2 * 8 * 288 - 1, 4096) is None
+    assert chosen(8192, 7168) == DequantOverlap(first=2 * 5 * 16, sms=3)
+    assert chosen(32768, 1536) == DequantOverlap(first=2 * 22 * 16, sms=11)
+    # With fewer columns too many SMs would have to dequantize.
+    assert chosen(10**6, 986) == DequantOverlap(first=2 * 33 * 16, sms=16) and chosen(10**6, 985) is None
+    # Tiles of MIDDLE have 128 weight rows and 160 tokens.
+    assert chosen(4096, 4096, NVFP4, MIDDLE) == DequantOverlap(first=2 * 5 * 20, sms=5)
+    assert chosen(4096, 4096, MXFP8, MIDDLE) is chosen(8192, 4096, NVFP4, DECODE) is None
+    assert chosen(8192, 4096, BF16) is None
+    assert chosen(8192, 4096, sms=1) == DequantOverlap(first=2 * 16, sms=1)
+
+
+@pytest.mark.parametrize("limited", ["SMs", "decoded"])
+def test_nothing_overlaps_on_few_sms_or_where_rows_come_dequantized(limited: str, recorded: list[Recorded]) -> None:
+    a, w = replace(rows_of("nvfp4", 16, 64), expected_rows=8192), weights_of("nvfp4", 4096, 64, None)
+    if limited == "decoded":
+        a = replace(a, decoded=empty_decoded(a, 64))
+    dequant_gemm(a, w, torch.empty(16, 4096), num_sms=100 if limited == "SMs" else None)
+    assert [launch.defines.get("OVERLAPPED") for launch in recorded] == ([0, 0] if limited == "SMs" else [0])
+
+
+def test_shape_for_tokens_is_chosen_by_what_is_loaded_at_once() -> None:
+    def chosen(rows: int, groups: int, k: int, fmt: TokenFormat = NVFP4) -> TokenShape:
+        return choose_token_shape(rows, groups, unit_columns(k), fmt, 132)
+
+    assert chosen(128, 8, 2048) is FEW_TOKENS and chosen(128, 8, 7168) is MANY_TOKENS
+    # 33 blocks of 8 rows and 32 units are what 132 SMs load at once; of MXFP8 and BF16, half of it.
+    assert chosen(33 * 8, 1, 2048) is FEW_TOKENS and chosen(33 * 8 + 1, 1, 2048) is MANY_TOKENS
+    for fmt in (MXFP8, BF16):
+        assert chosen(16 * 8, 1, 2048, fmt) is FEW_TOKENS and chosen(16 * 8 + 1, 1, 2048, fmt) is MANY_TOKENS
+    assert chosen(1, 64, 128) is FEW_TOKENS and chosen(1, 65, 128) is MANY_TOKENS
+
+
+SIZES = [(shape, weight, k) for shape in SHAPES.values() for weight in ("nvfp4", "mxfp8") for k in (64, 2880, 7168)]
+
+
+@pytest.mark.parametrize(("shape", "weight", "k"), SIZES)
+def test_stages_fit(shape: DequantShape, weight: str, k: int, recorded: list[Recorded]) -> None:
+    """At least two stages, so that loading and multiplying overlap; whole stages of K; at most 1024 threads."""
+    launch = launched(recorded, weight, weight, k, ROWS_OF_SHAPES[shape], SwiGLU(), weight)
+    stages, stage_k64 = int(launch.defines["STAGES"]), int(launch.defines["STAGE_K64"])
+    assert stages >= 2 and launch.shared_bytes % stages == 0
+    assert stage_k64 > 0 and unit_columns(k) % stage_k64 == 0
+    weights = shape.warpgroups * unit_bytes(FORMATS[weight])
+    assert launch.shared_bytes == stages * stage_k64 * (weights + shape.max_blocks * 8 * 64 * 2)
+    assert launch.block == 128 * (shape.warpgroups + 1) <= 1024
+
+
+def test_tokens_are_kept_in_l2_where_weights_pass_it_once() -> None:
+    """Up to 16 MiB of bf16: 1170 rows of 7168."""
+    for rows, k, weight, shape, kept in (
+        (1, 7168, NVFP4, DECODE, True),
+        (1170, 7168, NVFP4, DECODE, True),
+        (1171, 7168, NVFP4, DECODE, False),
+        (4096, 2048, NVFP4, DECODE, True),
+        (1, 7168, NVFP4, PREFILL, False),
+        (1, 7168, NVFP4, MIDDLE, False),
+        (1, 7168, MXFP8, DECODE, False),
+    ):
+        assert keeps_tokens(rows, k, weight, shape) == kept
+
+
+def test_shape_is_chosen_by_rows_of_a_group() -> None:
+    assert (
+        choose_dequant_shape(DEQUANT_DECODE_ROWS * 32, 32) is DECODE
+        and choose_dequant_shape(DEQUANT_DECODE_ROWS * 32 + 1, 32) is PREFILL
+    )
+    assert choose_dequant_shape(1, 1) is DECODE and choose_dequant_shape(32 * 1024, 32) is PREFILL
+    for rows, shape in ((112, PREFILL), (113, MIDDLE), (148, MIDDLE), (149, PREFILL)):
+        assert choose_dequant_shape(32 * rows, 32) is shape
+    assert choose_dequant_shape(32 * 112 + 1, 32) is MIDDLE and choose_dequant_shape(32 * 148 + 1, 32) is PREFILL
+    for shape in SHAPES.values():
+        assert list(shape.cases) == sorted(set(shape.cases)) and shape.cases[-1] < shape.max_blocks
+        assert 4 % shape.batch == 0
+        for buffers in (shape.buffers, shape.other_buffers):
+            assert not shape.rolling or (4 // shape.batch) % buffers == 0
+
+
+@pytest.mark.parametrize(
+    ("change", "argument"),
+    [
+        ({"expert_ids": torch.zeros(MAX_PREPARED_EXPERTS + 1, dtype=torch.int32)}, "a.expert_ids"),
+        ({"rows": torch.zeros(4, 68, dtype=torch.uint8)[:, 4:]}, "a.rows"),
+        ({"rows": torch.zeros(4, 66, dtype=torch.uint8)[:, :64]}, "a.rows"),
+    ],
+)
+def test_rows_that_the_kernel_cannot_read(change: dict[str, Any], argument: str, recorded: list[Recorded]) -> None:
+    a, w = replace(rows_of("nvfp4", 4, 128), **change), weights_of("nvfp4", 64, 128, None)
+    with pytest.raises(ValueError, match=f"^{re.escape(argument)}: expected"):
+        dequant_gemm(a, w, torch.empty(4, 64))
+    assert not recorded
+
+
+def test_results_that_the_kernel_cannot_write(recorded: list[Recorded]) -> None:
+    a, w = rows_of("nvfp4", 4, 128), weights_of("nvfp4", 64, 128, None)
+    for out in (torch.empty(4, 65)[:, :64], torch.empty(4, 66)[:, 1:65]):
+        with pytest.raises(ValueError, match=r"^out: expected rows on 8-byte boundaries"):
+            dequant_gemm(a, w, out)
+    gated = weights_of("nvfp4", 256, 128, GateUpOrder.GATE_UP)
+    hidden, gsf = empty_intermediate(a, gated, "fp8_block", None)
+    with pytest.raises(ValueError, match=r"^out_format: expected bf16, nvfp4 or mxfp8"):
+        dequant_swiglu(a, gated, SwiGLU(), hidden, gsf)
+    assert not recorded
+
+
+def test_weights_too_high_for_the_kernel(recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dequant_gemm, "MAX_UNIT_ROWS", 2)
+    a, w = rows_of("nvfp4", 4, 128), weights_of("nvfp4", 65, 128, None)
+    with pytest.raises(ValueError, match=r"^w: expected N < 128, got 65"):
+        dequant_gemm(a, w, torch.empty(4, 66)[:, :65])
+    assert not recorded
+
+
+def test_other_gpus_are_refused(recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dequant_gemm, "is_hopper", lambda device: False)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "another GPU")
+    with pytest.raises(ValueError, match=r"^w: prepared for Hopper, got another GPU; use w\.restore"):
+        dequant_gemm(rows_of("nvfp4", 4, 128), weights_of("nvfp4", 64, 128, None), torch.empty(4, 64))
+    assert not recorded
+
+
+def test_the_kernel_clamps_and_inverts_the_encode_scale_itself(recorded: list[Recorded]) -> None:
+    """No kernel of torch's runs before it: a tensor goes to it as it is, with memory for `1 / gsf`."""
+    a, w, given = rows_of("nvfp4", 4, 128), weights_of("nvfp4", 64, 128, GateUpOrder.GATE_UP), torch.tensor([2.0**120])
+    hidden, gsf = empty_intermediate(a, w, "nvfp4", given, False)
+    assert gsf is not None and gsf.data_ptr() == given.data_ptr() and gsf.shape == (1,)
+    assert hidden.row_scale is not None and hidden.row_scale.shape == (4,)
+    finished, clamped = empty_intermediate(a, w, "nvfp4", given)
+    assert clamped is not None and float(clamped) == 2.0**100
+    assert finished.row_scale is not None and finished.row_scale.tolist() == [2.0**-100] * 4

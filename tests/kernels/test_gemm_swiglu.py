@@ -1,0 +1,107 @@
+"""SwiGLU and requantization in the epilogue of the grouped GEMM, against float64, code by code, on both engines."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+
+from moe_runtime.kernels.gemm.activation import swiglu
+from moe_runtime.kernels.gemm.arguments import DEFAULT_INTERMEDIATE_GSF
+from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm_swiglu
+from moe_runtime.kernels.gemm.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
+from tests.support.comparison import assert_same_bits
+from tests.support.gemm_cases import (
+    ENGINES,
+    PAIRS,
+    exact_gemm,
+    make_rows,
+    random_weights,
+    scale_rows,
+    swizzled,
+)
+from tests.support.gemm_checks import check_quantized, poison_intermediates
+
+ACTIVATIONS = [
+    SwiGLU(),
+    SwiGLU(GateUpOrder.UP_GATE, alpha=0.7),
+    SwiGLU(GateUpOrder.INTERLEAVED, limit=0.5),
+    GPT_OSS,
+]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("weight", "token"), PAIRS)
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=["silu", "up_gate", "limit", "gpt_oss"])
+def test_swiglu_requantized(
+    activation: SwiGLU, weight: str, token: str, engine: str, rng: torch.Generator, device: torch.device
+) -> None:
+    """Fused activation and requantization against float64; `I` is no multiple of the tile where the format allows."""
+    k = 128
+    inner = {"bf16": 40, "fp8_block": 256, "mxfp8": 160, "nvfp4": 144}[token]
+    w = torch.randn(2, 2 * inner, k, generator=rng) * 0.2
+    w[:, activation.order.up_rows(2 * inner)] *= 3
+    bias = torch.randn(2, 2 * inner, generator=rng) if activation.up_offset else None
+    weights = ExpertWeights.quantize(w, weight, gate_up=activation.order, bias=bias, engine="torch").to(device)
+    a = make_rows(token, [5, 0, 3, 66], k, rng, device, num_experts=2, expert_ids=[1, 0, -1, 0], gather=True, spare=2)
+    gsf = 11.0 if token == "nvfp4" else None
+    hidden = grouped_gemm_swiglu(a, weights, activation, out_format=token, out_gsf=gsf, engine=engine)
+    assert hidden.num_columns == inner and hidden.capacity == a.capacity and hidden.row_index is None
+    exact = exact_gemm(a, weights, device)
+    assert exact.written.sum() == 71
+    check_quantized(hidden, exact, activation, gsf or 1.0)
+    if token == "nvfp4":
+        assert hidden.row_scale is not None
+        assert_same_bits(hidden.row_scale, torch.full((a.capacity,), np.float32(1) / np.float32(11)), "row_scale")
+        huge = torch.tensor([2.0**120], device=device)
+        clamped = grouped_gemm_swiglu(a, weights, activation, out_format=token, out_gsf=huge, engine=engine)
+        assert clamped.row_scale is not None and (clamped.row_scale == 2.0**-100).all()
+        check_quantized(clamped, exact, activation, 2.0**100)
+        default = grouped_gemm_swiglu(a, weights, activation, out_format=token, engine=engine)
+        check_quantized(default, exact, activation, DEFAULT_INTERMEDIATE_GSF)
+
+
+@pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "nvfp4"])
+def test_nothing_but_the_result_is_written(
+    name: str, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The kernel leaves padding of scales, skipped groups and gaps as they were; tiles reach past the `I` columns."""
+    poison_intermediates(monkeypatch)
+    inner = {"fp8_block": 384, "mxfp8": 160, "nvfp4": 144}[name]
+    w = random_weights(name, 2, 2 * inner, 128, rng, device, gate_up=True)
+    sizes, ids = [130, 3, 0, 5], [0, -1, 1, 1]
+    a = make_rows(name, sizes, 128, rng, device, num_experts=2, expert_ids=ids, spare=2, sparse_scales=True)
+    hidden = grouped_gemm_swiglu(a, w, SwiGLU(), out_format=name, engine="triton")
+    written = exact_gemm(a, w, device).written
+    assert hidden.scales is not None
+    assert (hidden.rows.view(torch.uint8).cpu().numpy()[~written] == 0xA5).all()
+    raw = hidden.scales.view(torch.uint8).cpu().numpy().reshape(-1).copy()
+    columns = hidden.format.scale_columns(inner)
+    if hidden.format.swizzled:
+        places = swizzled(scale_rows(hidden)[written], columns)
+        raw[places] = 0xA5
+    else:
+        raw.reshape(hidden.capacity, -1)[written] = 0xA5
+    assert (raw == 0xA5).all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("out", ["mxfp8", "nvfp4"])
+def test_swizzled_result_of_unswizzled_rows(out: str, engine: str, rng: torch.Generator, device: torch.device) -> None:
+    """Rows without scale offsets: the result gets those of `dense_128`."""
+    w = random_weights("bf16", 3, 64, 64, rng, device, gate_up=True)
+    a = make_rows("bf16", [100, 20, 30], 64, rng, device, num_experts=3)
+    hidden = grouped_gemm_swiglu(a, w, SwiGLU(), out_format=out, engine=engine)
+    assert hidden.group_scale_offsets is not None and hidden.group_scale_offsets.tolist() == [0, 1, 2]
+    check_quantized(hidden, exact_gemm(a, w, device), SwiGLU(), DEFAULT_INTERMEDIATE_GSF)
+
+
+def test_gpt_oss_activation_is_that_of_transformers(rng: torch.Generator) -> None:
+    model = pytest.importorskip("transformers.models.gpt_oss.modeling_gpt_oss")
+    x = torch.randn(64, 128, generator=rng, dtype=torch.float64) * 8
+    want = model.GptOssExperts._apply_gate(SimpleNamespace(alpha=1.702, limit=7.0), x)
+    torch.testing.assert_close(swiglu(x[:, ::2], x[:, 1::2], GPT_OSS), want, rtol=1e-14, atol=1e-14)
+    want = torch.nn.functional.silu(x[:, ::2]) * x[:, 1::2]
+    torch.testing.assert_close(swiglu(x[:, ::2], x[:, 1::2], SwiGLU()), want, rtol=1e-14, atol=1e-14)

@@ -1,0 +1,237 @@
+"""The Hopper GEMM in CUDA C++ emulated on the CPU: the tests of `test_tma_gemm.py` that need a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from itertools import product
+from typing import Any
+
+import pytest
+import torch
+from cuda.bindings import driver
+
+from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.gemm import tma_gemm as tma
+from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_PREFILL, TmaShape
+from moe_runtime.kernels.gemm.weights import GPT_OSS, GateUpOrder, SwiGLU
+from tests.emulator import Emulator, needs_emulator
+from tests.emulator.tensor_maps import encode_tiled
+from tests.kernels import test_tma_gemm as on_gpu
+
+pytestmark = [needs_emulator, pytest.mark.cpu_only]
+
+CPU = torch.device("cpu")
+SCHEDULES = 2
+"""Of each case, all different."""
+
+MOST_SCHEDULES = 30
+"""In which a mistake has to show; most do at once."""
+
+MORE_TILES = 520
+"""Columns of several tiles for every SM."""
+
+gathers = pytest.mark.parametrize("gather", [False, True], ids=["packed", "gathered"])
+regimes = pytest.mark.parametrize("regime", on_gpu.REGIMES, ids=on_gpu.IDS)
+names = pytest.mark.parametrize("name", on_gpu.NAMES)
+
+
+@pytest.fixture
+def emulate(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Callable[..., Emulator]]:
+    """Makes an emulator that stands for the launches of CUDA kernels and for tensor maps, on a GPU of 2 SMs."""
+
+    def emulate(**more: Any) -> Emulator:
+        emulator = Emulator(seed, **more)
+        monkeypatch.setattr(nvrtc, "launch", emulator.launch)
+        return emulator
+
+    monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None: limit or 2)
+    monkeypatch.setattr(driver, "cuTensorMapEncodeTiled", encode_tiled)
+    tma._tensor_map.cache_clear()
+    yield emulate
+    tma._tensor_map.cache_clear()
+
+
+@pytest.fixture
+def emulator(emulate: Callable[..., Emulator]) -> Emulator:
+    """One that runs the kernels as they are."""
+    return emulate()
+
+
+def check_runs(emulator: Emulator, least: int) -> None:
+    """Raise unless the kernel ran as often: none of these tests may pass by another way."""
+    assert emulator.launched == {(tma.SOURCE, "tma_gemm")} and emulator.runs >= least
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "gather", "regime"),
+    [
+        *product(["fp8_block"], [640], [False, True], on_gpu.REGIMES),
+        *product(["bf16"], [200], [False, True], on_gpu.REGIMES),
+        ("fp8_block", 512, False, TMA_PREFILL),  # with scales that come by TMA
+    ],
+)
+def test_ragged_groups(
+    name: str, k: int, gather: bool, regime: TmaShape, emulator: Emulator, rng: torch.Generator
+) -> None:
+    for _ in range(SCHEDULES):
+        on_gpu.test_ragged_groups(name, k, gather, regime, rng, CPU)
+    check_runs(emulator, SCHEDULES)
+
+
+@gathers
+@regimes
+@names
+def test_tiles_that_end_with_any_stage(
+    name: str, gather: bool, regime: TmaShape, emulator: Emulator, rng: torch.Generator
+) -> None:
+    for blocks in range(1, 7):
+        for _ in range(SCHEDULES):
+            on_gpu.check_tiles_of_stages(name, blocks, gather, regime, MORE_TILES, rng, CPU)
+    check_runs(emulator, 6 * SCHEDULES)
+
+
+def test_bands_of_columns(emulator: Emulator, rng: torch.Generator) -> None:
+    on_gpu.test_bands_of_columns(rng, CPU)
+    check_runs(emulator, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "order", "dtype"),
+    [
+        ("bf16", None, torch.float32),
+        ("bf16", GateUpOrder.INTERLEAVED, torch.float16),
+        ("fp8_block", GateUpOrder.GATE_UP, torch.bfloat16),
+        ("fp8_block", GateUpOrder.UP_GATE, torch.float32),
+    ],
+)
+def test_epilogue(
+    name: str, order: GateUpOrder | None, dtype: torch.dtype, emulator: Emulator, rng: torch.Generator
+) -> None:
+    on_gpu.test_epilogue(order, dtype, name, rng, CPU)
+    check_runs(emulator, 1)
+
+
+@pytest.mark.parametrize(
+    ("name", "to", "activation", "regime"),
+    [
+        ("fp8_block", "fp8_block", SwiGLU(), TMA_PREFILL),
+        ("fp8_block", "fp8_block", SwiGLU(GateUpOrder.INTERLEAVED, limit=0.5), TMA_DECODE),
+        ("fp8_block", "bf16", SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), TMA_DECODE),
+        ("bf16", "bf16", GPT_OSS, TMA_PREFILL),
+    ],
+)
+def test_swiglu_requantized(
+    name: str, to: str, activation: SwiGLU, regime: TmaShape, emulator: Emulator, rng: torch.Generator
+) -> None:
+    on_gpu.test_swiglu_requantized(activation, name, to, regime, rng, CPU)
+    check_runs(emulator, 2)
+
+
+def test_requantization_is_that_of_the_quantizer(emulator: Emulator, rng: torch.Generator) -> None:
+    on_gpu.test_requantization_is_that_of_the_quantizer(rng, CPU)
+    check_runs(emulator, 2)
+
+
+def test_rows_have_the_same_bits_in_any_company(emulator: Emulator, rng: torch.Generator) -> None:
+    on_gpu.test_rows_have_the_same_bits_in_any_company("bf16", rng, CPU)
+    check_runs(emulator, 7)
+
+
+def test_scales_whose_product_leaves_fp32(emulator: Emulator, rng: torch.Generator) -> None:
+    on_gpu.test_scales_whose_product_leaves_fp32(rng, CPU)
+    check_runs(emulator, 3)
+
+
+@pytest.mark.parametrize("k", [256, 512])
+def test_far_scales_give_the_same_bits_in_both_regimes(k: int, emulator: Emulator, rng: torch.Generator) -> None:
+    on_gpu.test_far_scales_give_the_same_bits_in_both_regimes(k, rng, CPU)
+    check_runs(emulator, 2)
+
+
+def test_scales_past_the_last_row_may_be_anything(emulator: Emulator, rng: torch.Generator) -> None:
+    on_gpu.test_scales_past_the_last_row_may_be_anything(float("nan"), rng, CPU)
+    check_runs(emulator, 3)
+
+
+def test_nothing_to_do_and_rows_past_the_capacity(emulator: Emulator, rng: torch.Generator) -> None:
+    on_gpu.test_nothing_to_do_and_rows_past_the_capacity(rng, CPU)
+    check_runs(emulator, 5)
+
+
+def test_many_groups(emulator: Emulator, rng: torch.Generator) -> None:
+    on_gpu.test_many_groups(rng, CPU)
+    check_runs(emulator, 1)
+
+
+@pytest.mark.parametrize("wrong", [{"address": 8}, {"strides": (120,)}, {"box": (128, 16)}, {"box": (64, 257)}])
+def test_maps_that_the_driver_refuses(wrong: dict[str, Any], emulator: Emulator) -> None:
+    good: dict[str, Any] = {"address": 4096, "element_size": 2, "dims": (64, 5), "strides": (128,), "box": (64, 16)}
+    assert tma._tensor_map(**good) is tma._tensor_map(**good)
+    with pytest.raises(nvrtc.NvrtcError, match="cuTensorMapEncodeTiled"):
+        tma._tensor_map(**good | wrong)
+
+
+# --- mistakes that are found -----------------------------------------------------------------------------------------
+
+MISTAKES = {
+    "rows of the second stage are kept for the next tile": (
+        "kb == 0 && (u32)under_way <= 1",
+        "under_way == stage",
+        "nothing can go on",
+    ),
+    "a stage is given back under its products": (
+        "ptx::wgmma_wait_group_sync_aligned(LEFT)",
+        "ptx::wgmma_wait_group_sync_aligned(LEFT + 1)",
+        "changed while their product was under way",
+    ),
+    "a stage is free when all warps but one are through": (
+        "barrier_init(empty + 8 * s, MATH_WARPS * 2 * ARRIVALS_OF_WARP)",
+        "barrier_init(empty + 8 * s, MATH_WARPS * 2 - 1)",
+        "changed while their product was under way|waits for",
+    ),
+    "rows are handed over one stage early": (
+        "ptx::cp_async_wait_group(1)",
+        "ptx::cp_async_wait_group(2)",
+        "changed while their product was under way|outside",
+    ),
+    "one warp does not say that it has copied": (
+        "barrier_arrive_warp(full + 8 * under_way)",
+        "if (warp % 4 != 2) barrier_arrive_warp(full + 8 * under_way)",
+        "nothing can go on",
+    ),
+    "rows are there when all warps but one have copied": (
+        "barrier_init(full + 8 * s, 1 + OF_COPIES)",
+        "barrier_init(full + 8 * s, OF_COPIES)",
+        "changed while their product was under way|outside|waits for|nothing can go on",
+    ),
+    "a block ends before the other of its cluster": ("leave_cluster();\n}", "}", "of a block that has ended"),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_mistakes_are_found(mistake: str, emulate: Callable[..., Emulator], rng: torch.Generator) -> None:
+    right, wrong, found = MISTAKES[mistake]
+
+    def edit(text: str) -> str:
+        assert text.count(right) == 1
+        return text.replace(right, wrong)
+
+    emulate(edit=edit)
+    # The deadlock wants tiles that end with the second stage, the others a stage that is used again.
+    with pytest.raises(AssertionError, match=found):
+        for blocks in [2, *[5] * MOST_SCHEDULES]:
+            on_gpu.check_tiles_of_stages("fp8_block", blocks, True, TMA_PREFILL, MORE_TILES, rng, CPU)
+
+
+@gathers
+def test_every_lane_may_arrive(
+    gather: bool, emulator: Emulator, monkeypatch: pytest.MonkeyPatch, rng: torch.Generator
+) -> None:
+    """As `launch.sanitize` compiles it; of a cluster the emulator knows only warps that tell both blocks at once."""
+
+    def launch(file: str, name: str, defines: dict[str, Any], **more: Any) -> None:
+        emulator.launch(file, name, {**defines, "EACH_LANE_ARRIVES": 1}, **more)
+
+    monkeypatch.setattr(nvrtc, "launch", launch)
+    on_gpu.check_tiles_of_stages("fp8_block", 5, gather, TMA_DECODE, MORE_TILES, rng, CPU)
+    check_runs(emulator, 1)

@@ -1,0 +1,431 @@
+"""Quantized layouts: quants and scales come back as they were written, and read back as their writers say."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from moe_runtime.checkpoints.checkpoint import Checkpoint, choose_formats, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.files import SINGLE_FILE, TensorFiles
+from moe_runtime.checkpoints.layouts import (
+    COMPRESSED_MXFP4,
+    COMPRESSED_MXFP8,
+    COMPRESSED_NVFP4,
+    FP8_BLOCKS,
+    GPT_OSS_MXFP4,
+    MODELOPT_NVFP4,
+    PLAIN,
+    StoredExperts,
+    WeightLayout,
+)
+from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer
+from moe_runtime.checkpoints.loading import quantize_experts as load_experts
+from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, check_no_nan
+from moe_runtime.config import MoELayerConfig
+from moe_runtime.kernels.formats.swizzle import unswizzle_scales
+from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder
+from tests.support.checkpoint_writers import (
+    NVFP4_RTOL,
+    LibraryScheme,
+    compressed_config,
+    fp8_blocks,
+    layer_config_of,
+    load_all,
+    modelopt_nvfp4,
+    quantize_experts,
+    read_e2m1,
+    rewrite,
+)
+from tests.support.comparison import assert_same_bits
+
+CONFIG = MoELayerConfig(hidden_size=256, intermediate_size=128, num_experts=3, top_k=2, max_tokens_per_rank=8)
+PARTS = ("gate_proj", "up_proj", "down_proj")
+MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, seed: int) -> Path:
+    write_qwen3_moe_checkpoint(tmp_path, CONFIG, seed=seed)
+    return tmp_path
+
+
+def read(folder: Path) -> list[ExpertTensors]:
+    with Checkpoint(folder) as checkpoint:
+        return list(checkpoint.experts(0, range(3)))
+
+
+def linear(expert: int, part: str, suffix: str) -> str:
+    return f"model.layers.0.mlp.experts.{expert}.{part}.{suffix}"
+
+
+class Projection(NamedTuple):
+    """One linear as it was read: quants `[N, *]`, linear scales, second-level scale, and fp32 `[N, K]`."""
+
+    prefix: str
+    quants: torch.Tensor
+    scales: torch.Tensor
+    second: torch.Tensor | None
+    value: torch.Tensor
+
+
+def projections(folder: Path) -> list[Projection]:
+    """All of layer 0, gate and up apart."""
+    found = []
+    for number, expert in enumerate(read(folder)):
+        for part, w, half in zip(PARTS, (expert.gate_up, expert.gate_up, expert.down), (0, 1, None), strict=True):
+            assert isinstance(w, ExpertWeights) and w.scales is not None
+            assert w.gate_up == (None if half is None else GateUpOrder.GATE_UP)
+            scales, columns = w.scales[0], w.format.scale_columns(w.num_columns)
+            if w.format.swizzled:
+                scales = unswizzle_scales(w.scales, w.num_rows, columns)[0].view(torch.uint8)
+            halves = [t if half is None else t.chunk(2)[half] for t in (w.quants[0], scales, w.dequantize()[0])]
+            second = None if w.expert_scales is None else w.expert_scales.view(-1)[half or 0]
+            found.append(Projection(linear(number, part, ""), halves[0], halves[1], second, halves[2]))
+    assert len(found) == 9
+    return found
+
+
+def test_modelopt(folder: Path) -> None:
+    """Also found by `hf_quant_config.json` alone."""
+    tensors = quantize_experts(folder, modelopt_nvfp4)
+    quantization = {
+        "quant_algo": "NVFP4",
+        "kv_cache_quant_algo": None,
+        "group_size": 16,
+        "exclude_modules": ["lm_head"],
+    }
+    (folder / "hf_quant_config.json").write_text(json.dumps({"producer": {}, "quantization": quantization}))
+    for prefix, quants, scales, second, value in projections(folder):
+        weight, scale, scale_2 = (tensors[prefix + part] for part in ("weight", "weight_scale", "weight_scale_2"))
+        assert_same_bits(quants, weight)
+        assert_same_bits(scales, scale.view(torch.uint8))
+        assert second is not None and second.item() == scale_2.item()
+        exact = read_e2m1(weight) * scale.double().numpy().repeat(16, 1) * scale_2.double().item()
+        np.testing.assert_array_equal(value.numpy(), exact.astype(np.float32))
+    config = layer_config_of(folder, max_tokens_per_rank=1)
+    assert (config.token_format, config.weight_format) == ("nvfp4", "nvfp4")
+    largest = max(tensors[linear(e, "down_proj", "input_scale")] for e in range(3))
+    assert config.intermediate_gsf == (torch.ones(()) / largest).item()
+    (folder / "hf_quant_config.json").unlink()
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": MODELOPT}))
+    assert layer_config_of(folder, max_tokens_per_rank=1) == config
+
+
+def test_modelopt_value_for_value(folder: Path) -> None:
+    """What its own quantizer of NVFP4 makes, where it is installed, and its own dequantization."""
+    qtensor = pytest.importorskip("modelopt.torch.quantization.qtensor")
+    back: list[torch.Tensor] = []
+
+    def quantizer(w: torch.Tensor) -> dict[str, torch.Tensor]:
+        made, scale, second = qtensor.NVFP4QTensor.quantize(w.bfloat16(), 16)
+        sizes = {"dtype": torch.float32, "scale": scale, "double_scale": second, "block_sizes": {-1: 16}}
+        back.append(made.dequantize(**sizes))
+        stored = {"weight": made._quantized_data, "weight_scale": scale, "weight_scale_2": second.float().reshape(())}
+        return stored | {"input_scale": torch.tensor(0.01)}
+
+    tensors = quantize_experts(folder, quantizer, quantization_config=MODELOPT)
+    order = dict.fromkeys(key.rpartition(".")[0] + "." for key in tensors if ".experts." in key)
+    dequantized = dict(zip(order, back, strict=True))
+    for prefix, quants, scales, second, value in projections(folder):
+        assert_same_bits(quants, tensors[f"{prefix}weight"])
+        assert_same_bits(scales, tensors[f"{prefix}weight_scale"].view(torch.uint8))
+        assert second is not None and second == tensors[f"{prefix}weight_scale_2"]
+        # It rounds the product of the scales first.
+        torch.testing.assert_close(value, dequantized[prefix], rtol=2.0**-22, atol=0)
+
+
+def test_fp8_blocks(folder: Path) -> None:
+    tensors = quantize_experts(folder, fp8_blocks, quantization_config=FP8)
+    for prefix, quants, scales, _, _ in projections(folder):
+        assert_same_bits(quants.view(torch.uint8), tensors[f"{prefix}weight"].view(torch.uint8))
+        assert_same_bits(scales, tensors[f"{prefix}weight_scale_inv"])
+    config = layer_config_of(folder, max_tokens_per_rank=1)
+    assert (config.token_format, config.weight_format, config.intermediate_gsf) == ("fp8_block", "fp8_block", None)
+
+
+def test_fp8_blocks_that_are_not_whole_are_dequantized(tmp_path: Path, seed: int) -> None:
+    config = CONFIG.replace(intermediate_size=64)
+    write_qwen3_moe_checkpoint(tmp_path, config, seed=seed)
+    tensors = quantize_experts(tmp_path, fp8_blocks, quantization_config=FP8)
+    for number, expert in enumerate(read(tmp_path)):
+        for part, w in zip(PARTS, (*expert.gate_up.chunk(2), expert.down), strict=True):  # type: ignore[union-attr]
+            quants, scales = (tensors[linear(number, part, name)] for name in ("weight", "weight_scale_inv"))
+            for i, j in np.ndindex(*scales.shape):
+                block = slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1))
+                assert_same_bits(w[block], quants[block].float() * scales[i, j])
+
+
+@pytest.mark.parametrize("name", LibraryScheme.FORMATS)
+def test_compressed_tensors_value_for_value(name: str, folder: Path) -> None:
+    """Written by the library's own compressors from its own scales, and held to its own decompressors."""
+    pytest.importorskip("compressed_tensors")
+    library = LibraryScheme(name, "Linear")
+    tensors = quantize_experts(folder, library.compress, quantization_config=compressed_config(library.group))
+    for prefix, quants, scales, second, value in projections(folder):
+        weight = tensors[prefix + ("weight" if "FP8" in name else "weight_packed")]
+        assert_same_bits(quants.view(torch.uint8), weight.view(torch.uint8))
+        stored = tensors[f"{prefix}weight_scale"]
+        assert_same_bits(scales, stored if name == "FP8_BLOCK" else stored.view(torch.uint8))
+        back = library.decompress(prefix, tensors)
+        if name.startswith("NVFP4"):
+            assert second is not None and second == torch.ones(1) / tensors[f"{prefix}weight_global_scale"]
+            torch.testing.assert_close(value, back, rtol=NVFP4_RTOL, atol=0)
+        else:
+            assert_same_bits(value, back)
+    config = layer_config_of(folder, max_tokens_per_rank=1)
+    tokens = {"NVFP4": "nvfp4", "MXFP8": "mxfp8", "FP8_BLOCK": "fp8_block"}.get(name, "bf16")
+    weights = "fp8_block" if name == "FP8_BLOCK" else library.format.partition("-")[0]
+    assert (config.token_format, config.weight_format) == (tokens, weights)
+    if name == "NVFP4":
+        stored = [tensors[linear(e, "down_proj", "input_global_scale")].item() for e in range(3)]
+        assert config.intermediate_gsf == min(stored)
+    else:
+        assert config.intermediate_gsf is None
+
+
+def test_linears_that_quantization_left_out_are_plain(folder: Path) -> None:
+    """A whole layer in bf16 beside a quantized one."""
+    write_qwen3_moe_checkpoint(folder, CONFIG, seed=1, num_layers=2)
+    plain = load_file(folder / SINGLE_FILE)
+    quantized = {name: tensor for name, tensor in plain.items() if ".layers.1." in name}
+    save_file(quantized, folder / SINGLE_FILE)
+    made = quantize_experts(folder, modelopt_nvfp4, quantization_config=MODELOPT)
+    save_file(made | {name: tensor for name, tensor in plain.items() if name not in quantized}, folder / SINGLE_FILE)
+    for expert in read(folder):
+        assert isinstance(expert.down, torch.Tensor) and expert.down.dtype == torch.bfloat16
+    with Checkpoint(folder) as checkpoint:
+        (one,) = checkpoint.experts(1, range(1))
+        assert isinstance(one.down, ExpertWeights)
+        assert checkpoint.stored_of(0) == StoredExperts(PLAIN, "bf16")
+    assert layer_config_of(folder, 0, max_tokens_per_rank=1).token_format == "bf16"
+    assert layer_config_of(folder, 1, max_tokens_per_rank=1).token_format == "nvfp4"
+
+
+CASES: list[tuple[StoredExperts, tuple[str | None, str | None], tuple[str, str]]] = [
+    (StoredExperts(PLAIN, "bf16"), (None, None), ("bf16", "bf16")),
+    (StoredExperts(PLAIN, "bf16"), ("nvfp4", None), ("nvfp4", "nvfp4")),
+    (StoredExperts(PLAIN, "bf16"), (None, "nvfp4"), ("bf16", "nvfp4")),
+    (StoredExperts(PLAIN, "bf16"), (None, "mxfp8"), ("mxfp8", "mxfp8")),
+    (StoredExperts(MODELOPT_NVFP4, "nvfp4"), (None, None), ("nvfp4", "nvfp4")),
+    (StoredExperts(MODELOPT_NVFP4, "nvfp4"), ("bf16", None), ("bf16", "nvfp4")),
+    (StoredExperts(COMPRESSED_NVFP4, "bf16"), (None, None), ("bf16", "nvfp4")),
+    (StoredExperts(COMPRESSED_NVFP4, "bf16"), ("nvfp4", None), ("nvfp4", "nvfp4")),
+    (StoredExperts(COMPRESSED_MXFP8, "bf16"), (None, None), ("bf16", "bf16")),
+    (StoredExperts(COMPRESSED_MXFP8, "mxfp8"), (None, "mxfp4"), ("mxfp8", "mxfp4")),
+    (StoredExperts(COMPRESSED_MXFP4, "bf16"), (None, None), ("bf16", "mxfp4")),
+    (StoredExperts(COMPRESSED_MXFP4, "bf16"), ("mxfp8", None), ("mxfp8", "mxfp4")),
+    (StoredExperts(GPT_OSS_MXFP4, "bf16"), ("mxfp8", None), ("mxfp8", "mxfp4")),
+    (StoredExperts(GPT_OSS_MXFP4, "bf16"), ("nvfp4", None), ("nvfp4", "nvfp4")),
+    (StoredExperts(FP8_BLOCKS, "fp8_block"), (None, "nvfp4"), ("nvfp4", "nvfp4")),
+    (StoredExperts(FP8_BLOCKS, "fp8_block"), ("bf16", None), ("bf16", "bf16")),
+    (StoredExperts(FP8_BLOCKS, "fp8_block"), (None, "mxfp4"), ("bf16", "mxfp4")),
+    (StoredExperts(FP8_BLOCKS, "fp8_block"), ("mxfp8", "nvfp4"), ("mxfp8", "nvfp4")),
+]
+
+
+@pytest.mark.parametrize(("stored", "asked", "want"), CASES)
+def test_formats_are_those_of_the_checkpoint_unless_asked_otherwise(
+    stored: StoredExperts, asked: tuple[str | None, str | None], want: tuple[str, str]
+) -> None:
+    assert choose_formats(stored, *asked) == want
+
+
+@pytest.mark.parametrize("argument", ["token_format", "weight_format"])
+@pytest.mark.parametrize("bad", [["nvfp4"], "nvfp3", 4])
+def test_what_is_no_format_is_named(argument: str, bad: Any, folder: Path) -> None:
+    with pytest.raises(ValueError, match=rf"{argument}: expected one of \['bf16', .*got {re.escape(repr(bad))}"):
+        layer_config_of(folder, max_tokens_per_rank=1, **{argument: bad})
+
+
+def replaced(name: str, tensor: torch.Tensor | None) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / SINGLE_FILE)
+        del tensors[name]
+        save_file(tensors | ({} if tensor is None else {name: tensor}), folder / SINGLE_FILE)
+
+    return change
+
+
+def with_nan(name: str) -> Callable[[Path], None]:
+    def change(folder: Path) -> None:
+        tensors = load_file(folder / SINGLE_FILE)
+        scales = tensors[name].clone()
+        scales.view(torch.uint8).view(-1)[-1] = 0x7F
+        save_file(tensors | {name: scales}, folder / SINGLE_FILE)
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("change", "suffix", "message"),
+    [
+        (replaced, "weight", (torch.zeros(256, 64, dtype=torch.int8), "expected U8, got I8")),
+        (replaced, "weight", (torch.zeros(256, 128, dtype=torch.uint8), r"expected shape \[256, 64\], got")),
+        (replaced, "weight", (None, "is missing")),
+        (replaced, "weight_scale", (None, "is missing")),
+        (replaced, "weight_scale", (torch.zeros(256, 4).to(torch.float8_e4m3fn), r"expected shape \[256, 8\]")),
+        (with_nan, "weight_scale", (None, r"expected finite scales, got one that is not at \[255, 7\]")),
+        (replaced, "weight_scale_2", (None, "is missing")),
+        (replaced, "weight_scale_2", (torch.tensor(float("nan")), "expected a positive number, got nan")),
+        (replaced, "weight_scale_2", (torch.tensor(-1.0), "expected a positive number, got -1.0")),
+        (replaced, "weight_scale_2", (torch.ones(2), r"expected shape \[\], got \[2\]")),
+        (replaced, "weight_scale_2", (torch.ones((), dtype=torch.float64), "expected F32, got F64")),
+    ],
+)
+def test_bad_quantized_tensors_are_named(change: Any, suffix: str, message: tuple[Any, str], folder: Path) -> None:
+    quantize_experts(folder, modelopt_nvfp4, quantization_config=MODELOPT)
+    name = linear(2, "down_proj", suffix)
+    (change(name) if change is with_nan else change(name, message[0]))(folder)
+    with pytest.raises(ValueError, match=rf"{folder / SINGLE_FILE}: tensor {name}:? {message[1]}"):
+        read(folder)
+
+
+@pytest.mark.parametrize("code", [0x7F, 0xFF, 0x7E, 0xFE, 0x80])
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8])
+def test_every_nan_of_block_scales_is_found_and_nothing_else(code: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    scales = torch.full((3, 5), 0x30, dtype=torch.uint8)
+    scales[1, 2] = code
+    save_file({"x": scales}, tmp_path / SINGLE_FILE)
+    # Bytes without a type of their own are e8m0.
+    seen = scales.view(torch.float8_e8m0fnu if dtype == torch.uint8 else dtype).float()
+    with TensorFiles(tmp_path) as files:
+        if seen.isnan().any():
+            with pytest.raises(ValueError, match=r"tensor x: expected finite scales, got one that is not at \[1, 2\]"):
+                check_no_nan(files, "x", scales.view(dtype))
+        else:
+            check_no_nan(files, "x", scales.view(dtype))
+
+
+@pytest.mark.parametrize(("bad", "word"), [(0.0, "0.0"), (-1.0, "-1.0"), (float("nan"), "nan"), (float("inf"), "inf")])
+def test_a_bad_activation_scale_is_named(bad: float, word: str, folder: Path) -> None:
+    """On every rank, since all experts' count: the answer must not depend on how experts are spread."""
+    quantize_experts(folder, modelopt_nvfp4, quantization_config=MODELOPT)
+    name = linear(2, "down_proj", "input_scale")
+    replaced(name, torch.tensor(bad))(folder)
+    with pytest.raises(ValueError, match=f"tensor {name}: expected a positive number, got {word}"):
+        layer_config_of(folder, max_tokens_per_rank=1)
+    assert layer_config_of(folder, max_tokens_per_rank=1, intermediate_gsf=3.0).intermediate_gsf == 3.0
+
+
+@pytest.mark.parametrize(
+    ("layout", "stored", "want"),
+    [
+        (MODELOPT_NVFP4, (0.5, 0.25, None), 2.0),
+        (MODELOPT_NVFP4, (None, None, 0.25), 4.0),
+        (MODELOPT_NVFP4, (1.0, 0.25, 0.5), 1.0),
+        (MODELOPT_NVFP4, (None, None, None), None),
+        (COMPRESSED_NVFP4, (float("inf"), 8.0, 6.0), 6.0),
+        (COMPRESSED_NVFP4, (7.0, None, 8.0), 7.0),
+        (COMPRESSED_NVFP4, (1.0, 8.0, 6.0), 6.0),
+        (COMPRESSED_NVFP4, (1.0, 0.5, float("inf")), 0.5),
+        (COMPRESSED_NVFP4, (1.0, 1.0, float("inf")), 1.0),
+        (COMPRESSED_NVFP4, (float("inf"), None, float("inf")), "give intermediate_gsf"),
+        (COMPRESSED_NVFP4, (8.0, 0.0, 6.0), "expected a positive number, got 0.0"),
+        (COMPRESSED_NVFP4, (8.0, float("nan"), 6.0), "expected a positive number, got nan"),
+        (COMPRESSED_NVFP4, (-float("inf"), 8.0, 6.0), "expected a positive number, got -inf"),
+    ],
+)
+def test_experts_that_calibration_never_reached_do_not_count(
+    layout: WeightLayout, stored: tuple[float | None, ...], want: float | str | None, tmp_path: Path
+) -> None:
+    """Their scale is not there, or infinite or 1, by who wrote it. All of a layer count on every rank, so that ranks
+    agree whichever they have."""
+    assert layout.input_scale is not None
+    names = [linear(expert, "down_proj", layout.input_scale.suffix) for expert in range(3)]
+    scales = {name: torch.tensor(value) for name, value in zip(names, stored, strict=True) if value is not None}
+    save_file(scales | {"other": torch.ones(1)}, tmp_path / SINGLE_FILE)
+    with TensorFiles(tmp_path) as files:
+        reader = ExpertReader(files, ExpertNames("model.layers.0.mlp.experts"), layout, 256, 128, 3)
+        if not isinstance(want, str):
+            assert reader.smallest_input_gsf() == want
+            return
+        with pytest.raises(ValueError, match=want):
+            reader.smallest_input_gsf()
+
+
+def test_activation_scales_without_a_finite_reciprocal(folder: Path) -> None:
+    quantize_experts(
+        folder, lambda w: modelopt_nvfp4(w) | {"input_scale": torch.tensor(1e-40)}, quantization_config=MODELOPT
+    )
+    assert layer_config_of(folder, max_tokens_per_rank=1).intermediate_gsf == 2.0**100
+
+
+@pytest.mark.parametrize(
+    ("quantization", "message"),
+    [
+        ({"quant_method": "gptq"}, "quant_method: expected one of modelopt, compressed-tensors, fp8, got 'gptq'"),
+        ({"quant_method": "mxfp4"}, "quant_method: expected one of modelopt, compressed-tensors, fp8, got 'mxfp4'"),
+        ([], r"quantization_config: expected an object, got \[\]"),
+        (MODELOPT | {"quant_algo": "FP8"}, "quant_algo of model.*gate_proj: expected NVFP4 or W4A16_NVFP4, got 'FP8'"),
+        (MODELOPT | {"group_size": 32}, "group_size of model.*gate_proj: expected 16, got 32"),
+        (FP8 | {"weight_block_size": [64, 128]}, r"weight_block_size: expected \[128, 128\], got \[64, 128\]"),
+        (FP8 | {"weight_block_size": None}, r"weight_block_size: expected \[128, 128\], got None"),
+        (FP8 | {"activation_scheme": "static"}, "activation_scheme: expected 'dynamic', got 'static'"),
+        ({"quant_method": "compressed-tensors"}, "config_groups: expected an object, got None"),
+        (
+            {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": {}}},
+            r"format of model.*gate_proj: expected one of nvfp4-pack-quantized, .*, got 'pack-quantized'",
+        ),
+        (
+            {
+                "quant_method": "compressed-tensors",
+                "format": "nvfp4-pack-quantized",
+                "config_groups": {"a": {"weights": {"group_size": 32}}},
+            },
+            "group_size of model.*gate_proj: expected 16, got 32",
+        ),
+    ],
+)
+def test_a_quantization_that_is_not_read_is_named(quantization: Any, message: str, folder: Path) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
+    with pytest.raises(ValueError, match=f"{file}: {message}"), Checkpoint(folder) as checkpoint:
+        checkpoint.stored_of(0)
+
+
+@pytest.mark.parametrize("fmt", ["nvfp4", "bf16"])
+def test_weights_that_stay_as_they_are_are_read_into_their_place(fmt: str, folder: Path) -> None:
+    """One copy of the quants: what is read is the layer's memory, and where it is converted, it is not."""
+    if fmt == "nvfp4":
+        quantize_experts(folder, modelopt_nvfp4, quantization_config=MODELOPT)
+    cpu = torch.device("cpu")
+    with Checkpoint(folder) as checkpoint:
+        config = checkpoint.layer_config(0, max_tokens_per_rank=1)
+        buffers = checkpoint.quant_buffers(0, fmt, 3, cpu)
+        gate_up, down = load_experts(checkpoint.experts(0, range(3), buffers), config, 3, cpu, buffers)
+        fresh = load_experts(checkpoint.experts(0, range(3)), config, 3, cpu)
+        for buffer, got, want in zip(buffers, (gate_up, down), fresh, strict=True):
+            assert isinstance(buffer, QuantBuffer) and buffer.tensor is not None
+            assert got.quants.data_ptr() == buffer.tensor.data_ptr() != want.quants.data_ptr()
+            assert_same_bits(got.quants, want.quants)
+            assert_same_bits(got.dequantize(), want.dequantize())
+        assert checkpoint.quant_buffers(0, "mxfp8", 3, cpu) == FRESH
+        assert checkpoint.quant_buffers(0, fmt, 3, torch.device("cuda")) == FRESH
+
+
+@pytest.mark.parametrize("wide", [[1], [2], [0, 2]])
+def test_experts_of_which_some_are_fp32(wide: list[int], folder: Path) -> None:
+    """What has another dtype than the first expert that is read does not get a slice of the buffer of that one's."""
+    originals = load_all(folder)
+    names = [f".experts.{expert}." for expert in wide]
+    rewrite(folder, {k: w.float() if any(name in k for name in names) else w for k, w in originals.items()})
+    cpu, ids = torch.device("cpu"), (2, 0, 1)
+    with Checkpoint(folder) as checkpoint:
+        config = checkpoint.layer_config(0, max_tokens_per_rank=1)
+        buffers = (QuantBuffer(3), QuantBuffer(3))
+        gate_ups, downs = load_experts(checkpoint.experts(0, ids, buffers), config, 3, cpu, buffers)
+    for expert, gate_up, down in zip(ids, gate_ups.quants, downs.quants, strict=True):
+        prefix = f"model.layers.0.mlp.experts.{expert}"
+        gate, up = (originals[f"{prefix}.{name}_proj.weight"] for name in ("gate", "up"))
+        assert_same_bits(gate_up, torch.cat([gate, up]))
+        assert_same_bits(down, originals[f"{prefix}.down_proj.weight"])

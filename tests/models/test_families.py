@@ -1,0 +1,319 @@
+"""Families: what `config.json` files say, as published and as transformers writes them, and each way to be wrong."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from moe_runtime.checkpoints.families import FAMILIES, Family, family_of, is_moe_layer, layer_config, shared_expert
+from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig, load_config
+from moe_runtime.launch import run
+
+GPT_OSS_ACTIVATION = ActivationConfig(order="interleaved", alpha=1.702, limit=7.0, up_offset=1.0)
+
+# The keys of published files that speak of experts.
+PUBLISHED: dict[str, dict[str, Any]] = {
+    "Mixtral-8x7B": {
+        "model_type": "mixtral",
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 14336,
+        "num_experts_per_tok": 2,
+        "num_hidden_layers": 32,
+        "num_local_experts": 8,
+    },
+    "Qwen1.5-MoE-A2.7B": {
+        "model_type": "qwen2_moe",
+        "decoder_sparse_step": 1,
+        "hidden_act": "silu",
+        "hidden_size": 2048,
+        "intermediate_size": 5632,
+        "moe_intermediate_size": 1408,
+        "norm_topk_prob": False,
+        "num_experts": 60,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 24,
+        "shared_expert_intermediate_size": 5632,
+    },
+    "Qwen3-235B-A22B": {
+        "model_type": "qwen3_moe",
+        "decoder_sparse_step": 1,
+        "hidden_act": "silu",
+        "hidden_size": 4096,
+        "intermediate_size": 12288,
+        "mlp_only_layers": [],
+        "moe_intermediate_size": 1536,
+        "norm_topk_prob": True,
+        "num_experts": 128,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 94,
+    },
+    "DeepSeek-V3": {
+        "model_type": "deepseek_v3",
+        "first_k_dense_replace": 3,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 8,
+        "n_routed_experts": 256,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_nextn_predict_layers": 1,
+        "routed_scaling_factor": 2.5,
+        "scoring_func": "sigmoid",
+        "topk_group": 4,
+        "topk_method": "noaux_tc",
+    },
+    "Kimi-K2": {
+        "model_type": "kimi_k2",
+        "first_k_dense_replace": 1,
+        "hidden_act": "silu",
+        "hidden_size": 7168,
+        "intermediate_size": 18432,
+        "moe_intermediate_size": 2048,
+        "moe_layer_freq": 1,
+        "n_group": 1,
+        "n_routed_experts": 384,
+        "n_shared_experts": 1,
+        "norm_topk_prob": True,
+        "num_experts_per_tok": 8,
+        "num_hidden_layers": 61,
+        "num_nextn_predict_layers": 0,
+        "routed_scaling_factor": 2.827,
+        "scoring_func": "sigmoid",
+        "topk_group": 1,
+        "topk_method": "noaux_tc",
+    },
+    "gpt-oss-120b": {
+        "model_type": "gpt_oss",
+        "experts_per_token": 4,
+        "hidden_act": "silu",
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_experts_per_tok": 4,
+        "num_hidden_layers": 36,
+        "num_local_experts": 128,
+        "swiglu_limit": 7.0,
+    },
+}
+
+SIGMOID: dict[str, Any] = {"kind": "sigmoid", "correction_bias": True}
+EXPECTED = {
+    "Mixtral-8x7B": {"hidden_size": 4096, "intermediate_size": 14336, "num_experts": 8, "top_k": 2},
+    "Qwen1.5-MoE-A2.7B": {
+        "hidden_size": 2048,
+        "intermediate_size": 1408,
+        "num_experts": 60,
+        "top_k": 4,
+        "router": RouterConfig(renormalize=False),
+        "shared_expert": SharedExpertConfig(intermediate_size=5632, gated=True),
+    },
+    "Qwen3-235B-A22B": {"hidden_size": 4096, "intermediate_size": 1536, "num_experts": 128, "top_k": 8},
+    "DeepSeek-V3": {
+        "hidden_size": 7168,
+        "intermediate_size": 2048,
+        "num_experts": 256,
+        "top_k": 8,
+        "router": RouterConfig(**SIGMOID, num_groups=8, top_groups=4, scaling_factor=2.5),
+        "shared_expert": SharedExpertConfig(intermediate_size=2048),
+    },
+    "Kimi-K2": {
+        "hidden_size": 7168,
+        "intermediate_size": 2048,
+        "num_experts": 384,
+        "top_k": 8,
+        "router": RouterConfig(**SIGMOID, scaling_factor=2.827),
+        "shared_expert": SharedExpertConfig(intermediate_size=2048),
+    },
+    "gpt-oss-120b": {
+        "hidden_size": 2880,
+        "intermediate_size": 2880,
+        "num_experts": 128,
+        "top_k": 4,
+        "router": RouterConfig(kind="topk_softmax", bias=True),
+        "activation": GPT_OSS_ACTIVATION,
+        "expert_bias": True,
+    },
+}
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_published_configs(name: str) -> None:
+    assert layer_config(PUBLISHED[name], max_tokens_per_rank=8) == MoELayerConfig(
+        **EXPECTED[name], max_tokens_per_rank=8
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES, ids=lambda family: family.name)
+def test_what_transformers_writes_means_what_its_model_does(family: Family, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    from tests.support.tiny_models import gate_of, shared_of, tiny_config, tiny_model
+
+    changes = {"swiglu_alpha": 1.5, "swiglu_limit": 5.0} if family.name == "gpt_oss" else {}
+    tiny_config(family.name, **changes).save_pretrained(tmp_path)
+    data = json.loads((tmp_path / "config.json").read_text())
+    assert family_of(data) is family
+    model = tiny_model(family.name, 0, **changes)
+    got = layer_config(data, max_tokens_per_rank=8)
+    assert got == layer_config(model.config.to_dict(), max_tokens_per_rank=8)
+    for index, decoder in enumerate(model.model.layers):
+        block = decoder.mlp
+        assert is_moe_layer(data, index) == hasattr(block, "experts")
+        if not hasattr(block, "experts"):
+            continue
+        gate, experts, shared = gate_of(block), block.experts, shared_of(block)
+        rows = experts.gate_up_proj.mT if experts.is_transposed else experts.gate_up_proj
+        assert tuple(rows.shape) == (got.num_experts, 2 * got.intermediate_size, got.hidden_size)
+        assert (got.activation.order == "interleaved") != experts.is_concatenated
+        assert got.expert_bias == experts.has_bias
+        assert got.top_k == gate.top_k
+        assert got.router.bias == (getattr(gate, "bias", None) is not None)
+        assert got.router.correction_bias == hasattr(gate, "e_score_correction_bias")
+        assert got.router.renormalize == getattr(gate, "norm_topk_prob", True)
+        assert got.router.num_groups == getattr(gate, "num_group", 1)
+        assert got.router.top_groups == getattr(gate, "topk_group", 1)
+        assert got.router.scaling_factor == getattr(gate, "routed_scaling_factor", 1.0)
+        assert (got.shared_expert is None) == (shared is None)
+        if got.shared_expert is not None:
+            assert shared.gate_proj.out_features == got.shared_expert.intermediate_size
+            assert got.shared_expert.gated == hasattr(block, "shared_expert_gate")
+    if family.name == "gpt_oss":
+        assert got.activation == GPT_OSS_ACTIVATION.replace(alpha=1.5, limit=5.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "renormalize"),
+    [("Mixtral-8x7B", True), ("Qwen1.5-MoE-A2.7B", False), ("Qwen3-235B-A22B", False), ("DeepSeek-V3", True)],
+)
+def test_weights_are_divided_by_their_sum_where_transformers_does_by_default(name: str, renormalize: bool) -> None:
+    published = {key: value for key, value in PUBLISHED[name].items() if key != "norm_topk_prob"}
+    assert layer_config(published, max_tokens_per_rank=8).router.renormalize is renormalize
+
+
+def test_the_activation_of_gpt_oss_is_the_published_one_by_default() -> None:
+    published = {key: value for key, value in PUBLISHED["gpt-oss-120b"].items() if key != "swiglu_limit"}
+    assert layer_config(published, max_tokens_per_rank=8).activation == GPT_OSS_ACTIVATION
+
+
+CONFIGS = {
+    "mixtral_8x7b": "Mixtral-8x7B",
+    "qwen3_235b_a22b": "Qwen3-235B-A22B",
+    "deepseek_v3": "DeepSeek-V3",
+    "kimi_k2": "Kimi-K2",
+    "gpt_oss_120b": "gpt-oss-120b",
+}
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_packaged_configs_are_the_published_models(name: str) -> None:
+    layer = load_config(name).layer
+    assert layer == layer_config(PUBLISHED[CONFIGS[name]], **layer.model_dump())
+
+
+@pytest.mark.parametrize("name", ["mixtral_8x7b", "deepseek_v3", "gpt_oss_120b"])
+def test_packaged_configs_are_the_defaults_of_transformers(name: str) -> None:
+    """Their defaults are these models."""
+    pytest.importorskip("transformers")
+    from transformers import DeepseekV3Config, GptOssConfig, MixtralConfig
+
+    made = {"mixtral_8x7b": MixtralConfig, "deepseek_v3": DeepseekV3Config, "gpt_oss_120b": GptOssConfig}[name]()
+    layer = load_config(name).layer
+    assert layer == layer_config(made.to_dict(), **layer.model_dump())
+
+
+TINY = {"tiny_kimi_k2": "kimi_k2"} | {f"tiny_{family.name}": family.name for family in FAMILIES}
+
+
+@pytest.mark.parametrize("name", sorted(TINY))
+def test_tiny_configs_run_and_are_of_their_family(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Whatever the sizes, a config of the family has the same router, activation, biases and kind of shared expert."""
+    published = next(data for data in PUBLISHED.values() if data["model_type"] == TINY[name])
+    family, layer = layer_config(published, max_tokens_per_rank=8), load_config(name).layer
+    assert (layer.router, layer.activation, layer.expert_bias) == (family.router, family.activation, family.expert_bias)
+    assert (layer.shared_expert is None) == (family.shared_expert is None)
+    if layer.shared_expert is not None and family.shared_expert is not None:
+        assert layer.shared_expert.gated == family.shared_expert.gated
+    assert run.main(["--config", name, "--steps", "1"]) == 0
+    assert "inside" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("name", "dense"),
+    [("Mixtral-8x7B", 0), ("Qwen3-235B-A22B", 0), ("DeepSeek-V3", 3), ("Kimi-K2", 1), ("gpt-oss-120b", 0)],
+)
+def test_the_first_layers_of_published_models_are_dense_or_not(name: str, dense: int) -> None:
+    config = PUBLISHED[name]
+    layers = config["num_hidden_layers"] + config.get("num_nextn_predict_layers", 0)
+    assert [is_moe_layer(config, layer) for layer in range(layers)] == [False] * dense + [True] * (layers - dense)
+    for layer in (-1, layers):
+        with pytest.raises(ValueError, match=f"layer: config says {layers} layers, asked for layer {layer}"):
+            is_moe_layer(config, layer)
+
+
+def test_layers_between_may_be_dense() -> None:
+    config = PUBLISHED["DeepSeek-V3"] | {"moe_layer_freq": 2, "num_hidden_layers": 7, "num_nextn_predict_layers": 0}
+    assert [layer for layer in range(7) if is_moe_layer(config, layer)] == [4, 6]
+    config = PUBLISHED["Qwen3-235B-A22B"] | {"decoder_sparse_step": 3, "mlp_only_layers": [5], "num_hidden_layers": 9}
+    assert [layer for layer in range(9) if is_moe_layer(config, layer)] == [2, 8]
+
+
+def test_no_shared_expert() -> None:
+    assert shared_expert(PUBLISHED["DeepSeek-V3"] | {"n_shared_experts": 0}) is None
+    assert shared_expert(PUBLISHED["Qwen1.5-MoE-A2.7B"] | {"shared_expert_intermediate_size": 0}) is None
+    assert shared_expert(PUBLISHED["Mixtral-8x7B"]) is None
+
+
+@pytest.mark.parametrize(
+    ("name", "changes", "message"),
+    [
+        ("Mixtral-8x7B", {"model_type": "llama"}, "model_type: expected one of mixtral, .*kimi_k2, .*, got 'llama'"),
+        ("Mixtral-8x7B", {"model_type": None}, "model_type: .*got None"),
+        ("Mixtral-8x7B", {"hidden_act": "gelu"}, "hidden_act: expected silu, got 'gelu'"),
+        ("Mixtral-8x7B", {"num_local_experts": 0}, "num_local_experts: expected a positive integer, got 0"),
+        ("Mixtral-8x7B", {"num_experts_per_tok": True}, "num_experts_per_tok: expected a positive integer, got True"),
+        ("Qwen1.5-MoE-A2.7B", {"num_experts": "60"}, "num_experts or num_local_experts: .*, got '60'"),
+        ("Qwen1.5-MoE-A2.7B", {"norm_topk_prob": 1}, "norm_topk_prob: expected true or false, got 1"),
+        ("Qwen1.5-MoE-A2.7B", {"shared_expert_intermediate_size": -1}, "shared_expert_intermediate_size: .*got -1"),
+        ("DeepSeek-V3", {"scoring_func": "softmax"}, "scoring_func: expected sigmoid, got 'softmax'"),
+        ("DeepSeek-V3", {"topk_method": "greedy"}, "topk_method: expected noaux_tc, got 'greedy'"),
+        ("DeepSeek-V3", {"n_group": None}, "n_group: expected a positive integer, got None"),
+        ("DeepSeek-V3", {"routed_scaling_factor": float("inf")}, "routed_scaling_factor: .*positive number, got inf"),
+        ("gpt-oss-120b", {"swiglu_limit": 0}, "swiglu_limit: expected a positive number, got 0"),
+    ],
+)
+def test_a_config_that_is_wrong(name: str, changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"^file: {message}"):
+        layer_config(PUBLISHED[name] | changes, source="file", max_tokens_per_rank=8)
+
+
+def test_what_the_layer_refuses() -> None:
+    with pytest.raises(ValueError, match=r"num_groups: expected a divisor of num_experts = 256, got 7"):
+        layer_config(PUBLISHED["DeepSeek-V3"] | {"n_group": 7}, max_tokens_per_rank=8)
+    with pytest.raises(ValueError, match=r"mlp_only_layers: expected a list of layers, got 3"):
+        is_moe_layer(PUBLISHED["Qwen3-235B-A22B"] | {"mlp_only_layers": 3}, 0)
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_overrides_that_contradict(name: str) -> None:
+    config = layer_config(PUBLISHED[name], max_tokens_per_rank=8, combine_format="mxfp8", token_format="mxfp8")
+    assert layer_config(PUBLISHED[name], **config.model_dump()) == config
+    other_bias, other_shared = not config.expert_bias, SharedExpertConfig(intermediate_size=1)
+    for key, value in (("top_k", 1), ("expert_bias", other_bias), ("shared_expert", other_shared)):
+        with pytest.raises(ValueError, match=f"{key}: config says .*, got"):
+            layer_config(PUBLISHED[name], max_tokens_per_rank=8, **{key: value})
+
+
+def test_what_a_config_refuses_names_its_source() -> None:
+    described = PUBLISHED["gpt-oss-120b"] | {"num_experts_per_tok": 999, "experts_per_token": 999}
+    with pytest.raises(ValueError, match=r"^model/config\.json: top_k: expected at most") as caught:
+        layer_config(described, source="model/config.json", max_tokens_per_rank=8)
+    assert "\n" not in str(caught.value)
+    with pytest.raises(ValueError, match=r"^config: max_tokens_per_rank: [^;]*, got 0$"):
+        layer_config(PUBLISHED["gpt-oss-120b"], max_tokens_per_rank=0)

@@ -1,0 +1,520 @@
+"""`MoELayer` from the outside: against transformers' own block, from YAML and checkpoints, and used wrongly."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+
+from moe_runtime.build import random_expert
+from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.families import layer_config
+from moe_runtime.checkpoints.loading import ExpertTensors
+from moe_runtime.config import ModeName, MoELayerConfig, load_config
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.integrations.transformers_models import own_experts
+from moe_runtime.kernels.formats.number_formats import FORMATS
+from moe_runtime.kernels.formats.offsets import expert_starts
+from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
+from moe_runtime.layer import MoELayer
+from moe_runtime.metrics import PhaseTimes
+from moe_runtime.reference import error_bound, moe_reference, relative_error
+from moe_runtime.virtual import VirtualRanks
+from tests.support.comparison import assert_same_bits
+from tests.support.exchange_data import set_mode
+from tests.support.waiting import synchronize
+
+SETTINGS: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 128,
+    "num_experts": 8,
+    "top_k": 3,
+    "max_tokens_per_rank": 64,
+}
+
+
+def make_layer(device: torch.device, seed: int = 0, **changes: Any) -> MoELayer:
+    layer = MoELayer(MoELayerConfig(**{**SETTINGS, **changes}), ExpertParallelContext(device=device, timeout_s=10))
+    layer.load_random(seed)
+    return layer
+
+
+def tokens(rng: torch.Generator, *shape: int) -> torch.Tensor:
+    return torch.randn(*shape, 256, generator=rng).to(torch.bfloat16)
+
+
+@pytest.mark.parametrize("norm_topk_prob", [True, False])
+@pytest.mark.parametrize("world", [1, 3])
+def test_bf16_is_no_worse_than_transformers_own_block(
+    world: int, norm_topk_prob: bool, device: torch.device, rng: torch.Generator
+) -> None:
+    """Frobenius norm and largest element of the error against float64: at most the block's own plus 2^-8.
+
+    On several ranks also what rounding their partial results to the combine format adds.
+    """
+    modeling = pytest.importorskip("transformers.models.qwen3_moe.modeling_qwen3_moe")
+    from transformers import Qwen3MoeConfig
+
+    settings = Qwen3MoeConfig(
+        hidden_size=256,
+        moe_intermediate_size=128,
+        num_experts=8,
+        num_experts_per_tok=3,
+        norm_topk_prob=norm_topk_prob,
+        hidden_act="silu",
+    )
+    settings._experts_implementation = "eager"
+    block = modeling.Qwen3MoeSparseMoeBlock(settings).eval()
+    with torch.no_grad():
+        for parameter in block.parameters():
+            scale = parameter.shape[-1] ** -0.5
+            parameter.copy_(torch.randn(parameter.shape, generator=rng) * scale)
+    block = block.to(torch.bfloat16)
+    x = tokens(rng, 64)
+    state = block.state_dict()
+    gate_up, down = state["experts.gate_up_proj"], state["experts.down_proj"]
+    with torch.no_grad():
+        own = block(x[None])
+        own = (own[0] if isinstance(own, tuple) else own)[0]
+        routed = block.gate(x)
+    topk_weights, topk_idx = (t for t in routed[1:]) if routed[1].is_floating_point() else (routed[2], routed[1])
+
+    reference = moe_reference(x, topk_idx, topk_weights.float(), gate_up, down, SwiGLU())
+
+    def load(layer: MoELayer) -> None:
+        layer.load_experts((gate_up[e], down[e]) for e in layer.local_experts)
+
+    with VirtualRanks(MoELayerConfig(**SETTINGS), world, load, device=device) as ranks:
+        none = (x[:0].to(device), topk_idx[:0].to(device), topk_weights[:0].float().to(device))
+        mine = (x.to(device), topk_idx.to(device), topk_weights.float().to(device))
+        inputs = [mine] + [none] * (world - 1)
+        y = ranks([i[0] for i in inputs], [(i[1], i[2].contiguous()) for i in inputs])[0]
+    # One rank's partial result is the sum itself. Several ranks' are rounded to bf16 each, half a unit in the last
+    # place (2^-9 to 2^-8 of it), before they are added: by what that can come to at most, the layer may be worse.
+    rounding = torch.zeros_like(reference)
+    if world > 1:
+        starts = expert_starts(8, world)
+        for first, end in pairwise(starts):
+            here = torch.where((topk_idx >= first) & (topk_idx < end), topk_idx, -1)
+            rounding += 2.0**-8 * moe_reference(x, here, topk_weights.float(), gate_up, down, SwiGLU()).abs()
+    allowed = rounding.norm() / reference.norm(), rounding.max() / reference.abs().max()
+    found, own_error = relative_error(y.cpu(), reference), relative_error(own.cpu(), reference)
+    for ours, theirs, more in zip(found, own_error, allowed, strict=True):
+        assert ours <= theirs + 2.0**-8 + float(more)
+
+
+@pytest.mark.parametrize("family", ["mixtral", "qwen2_moe", "qwen3_moe", "deepseek_v3", "gpt_oss"])
+def test_a_layer_is_no_worse_than_the_block_of_its_family(
+    family: str, device: torch.device, rng: torch.Generator, seed: int
+) -> None:
+    """Router, shared expert and biases of the layer's own, loaded from a block of transformers.
+
+    Against the block in float64, over the tokens that both route alike: the error of the block in bf16, which is
+    given the float64 block's experts and weights, plus 2^-8, in the Frobenius norm.
+    """
+    pytest.importorskip("transformers")
+    from tests.support.parallel_models import hooked
+    from tests.support.tiny_models import gate_of, moe_blocks, shared_of, tiny_model
+
+    model = tiny_model(family, seed, num_hidden_layers=2)
+    config = layer_config(model.config.to_dict(), max_tokens_per_rank=200)
+    block = moe_blocks(model)[0]
+    gate, experts, shared = gate_of(block), block.experts, shared_of(block)
+    x = torch.randn(200, config.hidden_size, generator=rng).to(torch.bfloat16)
+    layer = MoELayer(config, ExpertParallelContext(device=device, timeout_s=10))
+    assert layer.router is not None
+    layer.router.load(
+        gate.weight,
+        bias=getattr(gate, "bias", None),
+        correction_bias=getattr(gate, "e_score_correction_bias", None),
+    )
+    layer.load_experts(own_experts(experts, layer.local_experts))
+    if layer.shared_expert is not None:
+        token_gate = getattr(block, "shared_expert_gate", None)
+        layer.shared_expert.load(
+            shared.gate_proj.weight,
+            shared.up_proj.weight,
+            shared.down_proj.weight,
+            None if token_gate is None else token_gate.weight,
+        )
+    y = layer(x.to(device)).cpu()
+    routed_alike = layer.router(x.to(device))[0].long().cpu().sort().values
+    routes: list[Any] = []
+
+    def whole(block: Any, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            output = block(x[None])
+        return (output[0] if isinstance(output, tuple) else output)[0]
+
+    def keep(module: Any, args: Any, output: Any) -> None:
+        routes.append(output)
+
+    def force(module: Any, args: Any, output: Any) -> Any:
+        return output[0], routes[0][1].to(output[1].dtype), routes[0][2]
+
+    with hooked([gate], lambda _: keep):
+        exact = whole(block.double(), x.double())
+    with hooked([gate], lambda _: force):
+        own = whole(block.to(torch.bfloat16), x)
+    alike = (routes[0][2].sort().values == routed_alike).all(dim=1)
+    assert alike.sum() >= 195
+    assert relative_error(y[alike], exact[alike])[0] <= relative_error(own[alike], exact[alike])[0] + 2.0**-8
+
+
+@pytest.mark.parametrize("fmt", sorted(FORMATS))
+def test_every_format_is_within_its_bound_of_float64(
+    fmt: str, device: torch.device, rng: torch.Generator, seed: int
+) -> None:
+    layer = make_layer(device, seed, token_format=fmt)
+    x = tokens(rng, 64)
+    y = layer(x.to(device))
+    topk_idx, topk_weights = layer.router(x.to(device))
+    experts = [random_expert(layer.config, seed, e, device) for e in range(8)]
+    gate_up, down = (torch.stack([pair[i] for pair in experts]) for i in (0, 1))
+    reference = moe_reference(x, topk_idx.cpu(), topk_weights.cpu(), gate_up.cpu(), down.cpu(), SwiGLU())
+    assert relative_error(y.cpu(), reference)[0] <= error_bound(fmt)
+
+
+def test_random_experts_are_all_others(seed: int) -> None:
+    """By expert and by seed, and the same again; gate and up apart."""
+    c = MoELayerConfig(**SETTINGS)
+    drawn = [random_expert(c, s, e) for s in (seed, seed + 1) for e in (0, 1, 2)]
+    for number, expert in enumerate(drawn):
+        gate, up = expert.gate_up.chunk(2)
+        assert not torch.equal(gate, up)
+        for other in drawn[:number]:
+            assert not torch.equal(expert.gate_up, other.gate_up) and not torch.equal(expert.down, other.down)
+    assert_same_bits(random_expert(c, seed, 2).down, drawn[2].down)
+
+
+@pytest.mark.parametrize("mode", ["gathered", "contiguous"])
+def test_of_mxfp4_weights_mxfp8_tokens_lose_nothing(
+    mode: ModeName, device: torch.device, rng: torch.Generator, seed: int
+) -> None:
+    """Three ranks, one without tokens, against float64 with the weights as they are stored."""
+    config = MoELayerConfig(**SETTINGS, token_format="mxfp8", weight_format="mxfp4")
+    plain = [random_expert(config, seed, e)[:2] for e in range(8)]
+    stored = [[ExpertWeights.quantize(w[None], "mxfp4", engine="torch") for w in pair] for pair in plain]
+    gate_up, down = (torch.stack([pair[i].dequantize(engine="torch")[0] for pair in stored]) for i in (0, 1))
+    xs = [tokens(rng, count) for count in (64, 0, 33)]
+    scores = [torch.randn(len(x), 8, generator=rng).topk(3) for x in xs]
+    routes = [(best.indices.int(), best.values.softmax(1)) for best in scores]
+
+    def load(layer: MoELayer) -> None:
+        set_mode(layer, mode).load_experts(ExpertTensors(*stored[e]) for e in layer.local_experts)
+
+    with VirtualRanks(config, 3, load, device=device) as ranks:
+        ys = ranks([x.to(device) for x in xs], [(idx.to(device), weights.to(device)) for idx, weights in routes])
+    reference = [moe_reference(x, *route, gate_up, down, SwiGLU()) for x, route in zip(xs, routes, strict=True)]
+    error, _ = relative_error(torch.cat(ys).cpu(), torch.cat(reference))
+    assert error_bound("bf16") < error <= error_bound("mxfp8", "bf16")
+
+
+@pytest.mark.parametrize(
+    ("fmt", "weights"), [*((fmt, fmt) for fmt in sorted(FORMATS)), ("mxfp8", "mxfp4")], ids="-".join
+)
+@pytest.mark.parametrize("mode", ["gathered", "contiguous"])
+def test_modes_repetitions_and_neighbours_do_not_change_a_bit(
+    fmt: str, weights: str, mode: ModeName, device: torch.device, rng: torch.Generator
+) -> None:
+    formats = {"token_format": fmt, "weight_format": weights}
+    layer, contiguous = (set_mode(make_layer(device, **formats), rows) for rows in (mode, "contiguous"))
+    x = tokens(rng, 40).to(device)
+    y = layer(x)
+    assert_same_bits(layer(x), y, "the second time")
+    assert_same_bits(contiguous(x), y, "with contiguous rows")
+    assert_same_bits(layer(x[7:9]), y[7:9], "two tokens alone")
+    assert_same_bits(layer(x.flip(0)).flip(0), y, "in another order")
+
+
+def test_any_leading_shape_and_no_tokens_at_all(device: torch.device, rng: torch.Generator) -> None:
+    layer = make_layer(device)
+    x = tokens(rng, 2, 5).to(device)
+    y = layer(x)
+    assert y.shape == x.shape and y.dtype == torch.bfloat16
+    assert_same_bits(y.view(10, 256), layer(x.view(10, 256)))
+    assert_same_bits(layer(x[0, 0]), y[0, 0])
+    assert layer(x[:, :0]).shape == (2, 0, 256)
+
+
+def test_a_shared_expert_is_added_first_and_an_unrouted_token_is_only_that(
+    device: torch.device, rng: torch.Generator
+) -> None:
+    layer = make_layer(device)
+    x, shared = tokens(rng, 4).to(device), tokens(rng, 4).to(device)
+    none = torch.full((4, 3), -1, device=device)
+    weights = torch.rand(4, 3, device=device)
+    assert_same_bits(layer(x, topk_idx=none, topk_weights=weights, shared=shared), shared)
+    assert_same_bits(layer(x, topk_idx=none, topk_weights=weights), torch.zeros_like(x))
+
+
+def test_a_nan_stays_in_its_token(device: torch.device, rng: torch.Generator) -> None:
+    for fmt in FORMATS:
+        layer = make_layer(device, token_format=fmt)
+        x = tokens(rng, 6).to(device)
+        topk_idx = torch.tensor([[0, 1, 2]] * 6, device=device)
+        topk_weights = torch.rand(6, 3, generator=rng).to(device)
+        clean = layer(x, topk_idx=topk_idx, topk_weights=topk_weights)
+        x[2, 100] = float("nan")
+        y = layer(x, topk_idx=topk_idx, topk_weights=topk_weights)
+        assert y[2].isnan().all(), fmt
+        keep = [0, 1, 3, 4, 5]
+        assert_same_bits(y[keep], clean[keep], fmt)
+
+
+def test_from_yaml_and_from_checkpoint_give_the_layer_that_was_written(
+    tmp_path: Path, device: torch.device, rng: torch.Generator
+) -> None:
+    config = MoELayerConfig(**SETTINGS)
+    write_qwen3_moe_checkpoint(tmp_path / "model", config, seed=5, num_layers=2)
+    context = ExpertParallelContext(device=device)
+    direct = MoELayer.from_checkpoint(
+        tmp_path / "model", layer=1, context=context, max_tokens_per_rank=64, token_format="mxfp8"
+    )
+    lines = ["layer:"] + [f"  {key}: {value}" for key, value in SETTINGS.items()]
+    lines += ["  token_format: mxfp8", "checkpoint:", f"  path: {tmp_path / 'model'}", "  layer: 1"]
+    (tmp_path / "run.yaml").write_text("\n".join(lines))
+    by_yaml = MoELayer.from_yaml(tmp_path / "run.yaml", context=context)
+    x = tokens(rng, 9).to(device)
+    assert_same_bits(by_yaml(x), direct(x))
+    other = MoELayer.from_checkpoint(
+        tmp_path / "model", layer=0, context=context, max_tokens_per_rank=64, token_format="mxfp8"
+    )
+    assert not torch.equal(other(x), direct(x))
+
+
+def test_a_layer_closes_the_context_that_was_made_for_it_and_no_other(tmp_path: Path, rng: torch.Generator) -> None:
+    config = MoELayerConfig(**SETTINGS)
+    write_qwen3_moe_checkpoint(tmp_path / "model", config, seed=5)
+    run = {"layer": SETTINGS, "checkpoint": {"path": str(tmp_path / "model")}, "parallel": {"timeout_s": 7.0}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    ways: list[Callable[[ExpertParallelContext | None], MoELayer]] = [
+        lambda context: MoELayer.from_yaml(tmp_path / "run.yaml", context=context),
+        lambda context: MoELayer.from_run_config(load_config(tmp_path / "run.yaml"), context),
+        lambda context: MoELayer.from_checkpoint(tmp_path / "model", context=context, max_tokens_per_rank=64),
+        lambda context: MoELayer(config, context),
+    ]
+    ys, x = [], tokens(rng, 3)
+    for number, way in enumerate(ways):
+        with way(None) as layer:
+            if number == 3:
+                layer.load_checkpoint(tmp_path / "model", 0)
+            ys.append(layer(x.to(layer.context.device)))
+            assert layer.context.timeout_s == (7.0 if number < 2 else 30.0)
+        assert layer.context.closed
+        layer.close()
+        assert_same_bits(ys[-1], ys[0])
+        with ExpertParallelContext() as context:
+            with way(context) as layer:
+                pass
+            layer.close()
+            assert not context.closed
+    left = MoELayer(config)
+    with pytest.raises(KeyError), left:
+        raise KeyError("a step")
+    assert left.context.closed and left.context.failed
+
+
+def test_a_checkpoint_is_loaded_from_a_path_or_one_that_is_open(tmp_path: Path, rng: torch.Generator) -> None:
+    write_qwen3_moe_checkpoint(tmp_path, MoELayerConfig(**SETTINGS), seed=5)
+    with Checkpoint(tmp_path) as checkpoint, MoELayer(MoELayerConfig(**SETTINGS)) as layer:
+        x = tokens(rng, 3).to(layer.context.device)
+        layer.load_checkpoint(checkpoint, 0)
+        y = layer(x)
+        assert checkpoint.files._open, "left open"
+        checkpoint.close()
+        assert not checkpoint.files._open
+        layer.load_random(0)
+        layer.load_checkpoint(str(tmp_path), 0)
+        assert_same_bits(layer(x), y)
+        with pytest.raises(ValueError, match="checkpoint: expected a Checkpoint or a path, got int"):
+            layer.load_checkpoint(3, 0)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"num_experts": 16}, "num_experts: .*config.json says 8, got 16"),
+        ({"hidden_size": 128}, "hidden_size: .*config.json says 256, got 128"),
+        ({"top_k": 2}, "top_k: .*config.json says 3, got 2"),
+        ({"router": {"renormalize": False}}, "router: .*config.json says"),
+        ({"activation": {"order": "interleaved"}}, "activation: .*config.json says .*order='gate_up'"),
+    ],
+)
+def test_a_yaml_that_contradicts_its_checkpoint_is_refused(
+    change: dict[str, Any], message: str, tmp_path: Path, device: torch.device
+) -> None:
+    write_qwen3_moe_checkpoint(tmp_path / "model", MoELayerConfig(**SETTINGS), seed=5)
+    run = {"layer": {**SETTINGS, **change}, "checkpoint": {"path": str(tmp_path / "model")}}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(run))
+    with pytest.raises(ValueError, match=message):
+        MoELayer.from_yaml(tmp_path / "run.yaml", context=ExpertParallelContext(device=device))
+
+
+def test_any_seed_that_a_config_may_have_gives_weights(device: torch.device) -> None:
+    make_layer(device, 2**63 - 1)
+
+
+def test_phases_are_timed_when_asked_for(device: torch.device, rng: torch.Generator) -> None:
+    layer = make_layer(device)
+    layer.times = PhaseTimes(device)
+    for _ in range(2):
+        layer(tokens(rng, 4).to(device))
+    times = layer.times.milliseconds()
+    assert list(times) == ["route", "dispatch_send", "dispatch_recv", "experts", "combine_send", "combine_recv"]
+    assert all(len(values) == 2 and min(values) >= 0 for values in times.values())
+
+
+@pytest.mark.parametrize("way", [copy.deepcopy, pickle.dumps])
+def test_a_layer_is_not_copied(way: Callable[[MoELayer], object], device: torch.device) -> None:
+    with pytest.raises(TypeError, match="ExpertParallelContext: cannot be copied or pickled, nor can a layer over it"):
+        way(make_layer(device))
+
+
+def test_steps_may_be_in_inference_mode_or_not(device: torch.device, rng: torch.Generator) -> None:
+    x = tokens(rng, 5).to(device)
+    for first in (True, False):
+        layer = make_layer(device)
+        ys = []
+        for inference in (first, not first, first):
+            with torch.inference_mode(inference):
+                counters = layer.count_steps()
+                ys.append(layer(x))
+                counters.poll()
+                synchronize(device)
+        assert counters.poll().steps >= 2
+        for y in ys:
+            assert_same_bits(y, ys[0], f"first in inference mode: {first}")
+        with pytest.raises(ValueError, match=r"x: expected torch\.bfloat16"):
+            layer(x.float())
+        layer.context.close()
+
+
+def test_a_later_layer_that_needs_more_memory_is_refused(device: torch.device, rng: torch.Generator) -> None:
+    context = ExpertParallelContext(device=device)
+    layer = MoELayer(MoELayerConfig(**SETTINGS), context)
+    layer.load_random(0)
+    layer(tokens(rng, 4).to(device))
+    smaller = MoELayer(MoELayerConfig(**{**SETTINGS, "max_tokens_per_rank": 8}), context)
+    smaller.load_random(1)
+    smaller(tokens(rng, 4).to(device))
+    with pytest.raises(ValueError, match=r"token_flags|landing"):
+        MoELayer(MoELayerConfig(**{**SETTINGS, "max_tokens_per_rank": 640}), context)
+
+
+def test_a_cpu_has_no_number(rng: torch.Generator) -> None:
+    layer = make_layer(torch.device("cpu:0"))
+    assert layer.context.device == torch.device("cpu")
+    assert layer(tokens(rng, 4)).isfinite().all()
+
+
+def test_one_rank_goes_on_after_a_wrong_call(device: torch.device, rng: torch.Generator) -> None:
+    x = tokens(rng, 4).to(device)
+    with ExpertParallelContext(device=device, timeout_s=10) as context:
+        layer, empty = (MoELayer(MoELayerConfig(**SETTINGS), context) for _ in range(2))
+        layer.load_random(0)
+        y = layer(x)
+        with pytest.raises(ValueError, match="x: expected"):
+            layer(x.float())
+        with pytest.raises(ValueError, match="experts: no weights are loaded"):
+            empty(x)
+        assert_same_bits(layer(x), y)
+
+
+@pytest.mark.parametrize("fmt", ["bf16", "nvfp4"])
+def test_one_rank_goes_on_after_a_step_that_was_left_half_done(
+    fmt: str, device: torch.device, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Wherever it was left, and with other tokens: nothing of it is read later."""
+    x, other = tokens(rng, 5).to(device), tokens(rng, 64).to(device)
+
+    def out_of_memory(*_: object, **__: object) -> None:
+        raise MemoryError("no room")
+
+    with ExpertParallelContext(device=device, timeout_s=10) as context:
+        config = MoELayerConfig(**{**SETTINGS, "token_format": fmt, "shared_expert": {"intermediate_size": 64}})
+        layer = MoELayer(config, context)
+        layer.load_random(0)
+        assert layer.experts is not None and layer.shared_expert is not None
+        y = layer(x)
+        for stages in range(3):
+            for _ in range(3):
+                # Nothing, or what was sent, or what the experts computed of it, is left behind.
+                left: Any = other
+                for stage in (layer._send, layer._compute)[:stages]:
+                    left = stage(left)
+            assert_same_bits(layer(x), y)
+        for part in (layer.shared_expert, layer.experts):
+            with monkeypatch.context() as patch, pytest.raises(MemoryError):
+                patch.setattr(type(part), "forward" if part is layer.shared_expert else "__call__", out_of_memory)
+                layer(other)
+            assert_same_bits(layer(x), y)
+
+
+def test_wrong_use_is_named(device: torch.device, rng: torch.Generator) -> None:
+    x = tokens(rng, 4).to(device)
+    with pytest.raises(
+        ValueError, match="config: expected a MoELayerConfig, got RunConfig; of a RunConfig it is `layer`"
+    ):
+        MoELayer(load_config("tiny_cpu"))
+    with pytest.raises(ValueError, match="run: expected a RunConfig, got MoELayerConfig"):
+        MoELayer.from_run_config(MoELayerConfig(**SETTINGS))  # type: ignore[arg-type]
+    for make in (
+        lambda: MoELayer(MoELayerConfig(**SETTINGS), "x"),  # type: ignore[arg-type]
+        lambda: MoELayer.from_run_config(load_config("tiny_cpu"), "x"),  # type: ignore[arg-type]
+        lambda: MoELayer.from_checkpoint("nowhere", context="x", max_tokens_per_rank=1),  # type: ignore[arg-type]
+    ):
+        with pytest.raises(ValueError, match="context: expected an ExpertParallelContext or None, got str"):
+            make()
+    with pytest.raises(ValueError, match="experts: no weights are loaded"):
+        MoELayer(MoELayerConfig(**SETTINGS), ExpertParallelContext(device=device))(x)
+    with pytest.raises(ValueError, match="topk_idx: expected together"):
+        make_layer(device)(x, topk_idx=torch.zeros(4, 3, dtype=torch.int32, device=device))
+    unrouted = MoELayer(MoELayerConfig(**SETTINGS), ExpertParallelContext(device=device), router=False)
+    unrouted.load_random(0)
+    assert unrouted.router is None and not list(unrouted.parameters())
+    with pytest.raises(ValueError, match="topk_idx: expected a router's answer, the layer was made without a router"):
+        unrouted(x)
+    with pytest.raises(ValueError, match="x: expected"):
+        make_layer(device)(x[:, :100])
+    with pytest.raises(ValueError, match="x: requires grad"):
+        make_layer(device)(x.clone().requires_grad_())
+    with pytest.raises(ValueError, match="shared: expected the shape of x"):
+        make_layer(device)(x, shared=x[:2])
+    with pytest.raises(ValueError, match=r"shared: expected torch\.bfloat16"):
+        make_layer(device)(x, shared=x.float())
+    with pytest.raises(ValueError, match="x: expected device"):
+        make_layer(device)(x.to("meta"))
+    with pytest.raises(ValueError, match="shared: expected a tensor, got list"):
+        make_layer(device)(x, shared=[1])
+    with pytest.raises(ValueError, match="x: expected a tensor, got list"):
+        make_layer(device)(x.tolist())
+    layer = make_layer(device)
+    with pytest.raises(ValueError, match="experts: expected 8 for this rank, got 7"):
+        layer.load_experts(random_expert(layer.config, 0, e) for e in range(7))
+    with pytest.raises(ValueError, match="experts: expected 8 for this rank, got more"):
+        layer.load_experts(random_expert(layer.config, 0, e) for e in range(9))
+    with pytest.raises(ValueError, match="down of expert 0: expected shape"):
+        layer.load_experts((a, a) for a, *_ in (random_expert(layer.config, 0, e) for e in range(8)))
+    with VirtualRanks(layer.config, 2, lambda one: one.load_random(0), device=device) as ranks:
+        routed = (torch.zeros(4, 3, dtype=torch.int32, device=device), torch.zeros(4, 3, device=device))
+        for count in (1, 3):
+            with pytest.raises(ValueError, match=f"xs: expected one for each of 2 ranks, got {count}"):
+                ranks([x] * count)
+        with pytest.raises(ValueError, match="routing: expected one for each of 2 ranks, got 1"):
+            ranks([x] * 2, [routed])
+        assert len(ranks([x] * 2)) == 2
+
+
+@pytest.mark.parametrize("number", ["0", 0.0, True, None])
+def test_the_number_of_a_decoder_layer_is_an_integer(number: Any, tmp_path: Path) -> None:
+    write_qwen3_moe_checkpoint(tmp_path, MoELayerConfig(**SETTINGS), seed=0)
+    with pytest.raises(ValueError, match=f"layer: expected an integer, got {number!r}"):
+        MoELayer.from_checkpoint(tmp_path, layer=number, max_tokens_per_rank=4)

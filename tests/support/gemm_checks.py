@@ -1,0 +1,161 @@
+"""What results of the grouped GEMM are checked with: float64 SwiGLU and codes, poison, operands with exact sums."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from moe_runtime.kernels.gemm import grouped_gemm as gemm_module
+from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.gemm.plan import DEQUANT_DECODE_ROWS, DEQUANT_MIDDLE_ROWS, choose_dequant_shape
+from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL, DequantShape
+from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
+from tests.support.comparison import assert_same_bits
+from tests.support.gemm_cases import UNIT, Array, Exact, bits, make_rows, scale_rows, swizzled
+
+
+def poisoned(rows: int, columns: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """NaN in every element, with a payload that no kernel makes."""
+    pattern = {2: 0x7FAB, 4: 0x7FABCDEF}[dtype.itemsize]
+    integer = {2: torch.int16, 4: torch.int32}[dtype.itemsize]
+    return torch.full((rows, columns), pattern, dtype=integer, device=device).view(dtype)
+
+
+def check_untouched(out: torch.Tensor, before: torch.Tensor, written: Array) -> None:
+    """Raise unless rows of `out` that are not `written`, or lie behind those, are as `before`."""
+    rest = torch.from_numpy(~np.pad(written, (0, out.shape[0] - len(written))))
+    assert_same_bits(out.cpu()[rest], before.cpu()[rest], "rows that no active group owns")
+
+
+SHAPES = {"decode": DEQUANT_DECODE, "middle": DEQUANT_MIDDLE, "prefill": DEQUANT_PREFILL}
+"""Of the GEMM that dequantizes in registers."""
+ROWS_OF_SHAPES = {
+    DEQUANT_DECODE: DEQUANT_DECODE_ROWS,
+    DEQUANT_MIDDLE: DEQUANT_MIDDLE_ROWS[0],
+    DEQUANT_PREFILL: DEQUANT_MIDDLE_ROWS[-1] + 1,
+}
+"""Rows of a group with which each is chosen."""
+in_each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
+
+
+def for_shape(a: GroupedRows, shape: DequantShape) -> GroupedRows:
+    """The same rows, of which so many are expected that the GEMM that dequantizes in registers takes `shape`."""
+    rows = ROWS_OF_SHAPES[shape] * a.num_groups
+    assert choose_dequant_shape(rows, a.num_groups) is shape
+    return replace(a, expected_rows=rows)
+
+
+def integer_operands(
+    name: str, rng: torch.Generator, device: torch.device, *, n: int = 40, order: GateUpOrder | None = None
+) -> tuple[GroupedRows, ExpertWeights, Array]:
+    """Operands whose every product and sum is an integer below 2^24 times one power of two, and the exact result."""
+    k, sizes = 256, [3, 68]
+    values = torch.tensor([0.0, 1.0, 2.0, 3.0, 4.0, 6.0])
+
+    def draw(*shape: int) -> torch.Tensor:
+        sign = torch.randint(0, 2, shape, generator=rng) * 2 - 1
+        return values[torch.randint(0, 6, shape, generator=rng)] * sign
+
+    x, m = draw(sum(sizes), k), draw(2, n, k)
+    x[:, ::16], m[:, :, ::16] = 6.0, 6.0
+    a = make_rows(name, sizes, k, rng, device, num_experts=2, x=x)
+    w = ExpertWeights.quantize(m, name, gate_up=order or False, engine="torch").to(device)
+    if name == "mxfp8":
+        # Far scales that cancel: byte 0 (2^-127, denormal in bf16) of the rows, 2^115 of the weights.
+        assert a.scales is not None and w.scales is not None
+        a, w = replace(a, scales=a.scales - 121), replace(w, scales=w.scales + 121)
+    exact = np.zeros((a.capacity, n))
+    rows, weights = x.double().numpy(), m.double().numpy()
+    for g, (first, last) in enumerate([(0, 3), (3, 71)]):
+        exact[first:last] = rows[first:last] @ weights[g].T
+    return a, w, exact
+
+
+def unit_scales(scales: torch.Tensor | None) -> torch.Tensor:
+    """e4m3 scales that are all 1."""
+    assert scales is not None
+    return torch.full_like(scales.view(torch.uint8), 0x38).view(scales.dtype)
+
+
+def _exact_swiglu(exact: Exact, activation: SwiGLU) -> tuple[Array, Array]:
+    """float64 activation `[capacity, I]` and how far the fp32 one may be from it.
+
+    With gate and up within `e`: `|d(g s(alpha g))/dg| <= 1.1`, `|g s| <= |g|`, clamping never widens; the fp32 steps
+    after it and `exp` (argument rounded to `|alpha g| * 2^-23`) add less than `(8 + 2 |alpha g|) * 2^-23 * |h|`.
+    """
+    columns = exact.value.shape[1]
+    error = UNIT[torch.float32] * np.abs(exact.value) + exact.slack
+    gate_rows, up_rows = activation.order.gate_rows(columns), activation.order.up_rows(columns)
+    gate, up = exact.value[:, gate_rows], exact.value[:, up_rows]
+    if activation.limit is not None:
+        gate, up = np.minimum(gate, activation.limit), np.clip(up, -activation.limit, activation.limit)
+    up = up + activation.up_offset
+    silu = gate / (1 + np.exp(-activation.alpha * gate))
+    h = silu * up
+    gate_error, up_error = error[:, gate_rows], error[:, up_rows]
+    steps = (8 + 2 * np.abs(activation.alpha * gate)) * 2.0**-23 * np.abs(h)
+    return h, 1.1 * gate_error * (np.abs(up) + up_error) + np.abs(silu) * up_error + steps
+
+
+def _round(x: Array, kind: Any, largest: float) -> Array:
+    return np.clip(x, -largest, largest).astype(np.float32).astype(kind).astype(np.float64)
+
+
+def check_quantized(hidden: GroupedRows, exact: Exact, activation: SwiGLU, gsf: float) -> None:
+    """Scale and code of each written number lie between those of the ends of its interval: rounding is monotone."""
+    h, error = _exact_swiglu(exact, activation)
+    fmt, written = hidden.format, exact.written
+    h, error = h[written], error[written] + 2.0**-22 * np.abs(h[written])
+    quants = bits(hidden.rows)[written]
+    if fmt.name == "bf16":
+        got = quants.view(ml_dtypes.bfloat16).astype(np.float64)
+        low, high = (_round(h + s * error, ml_dtypes.bfloat16, np.inf) for s in (-1, 1))
+        assert ((low <= got) & (got <= high)).all()
+        return
+    assert hidden.scales is not None
+    raw = bits(hidden.scales)
+    if fmt.swizzled:
+        raw = raw.reshape(-1)[swizzled(scale_rows(hidden), fmt.scale_columns(hidden.num_columns))]
+    raw = raw[: hidden.capacity][written]
+    magnitude = np.abs(h).reshape(len(h), -1, fmt.block)
+    blocks = error.reshape(magnitude.shape)
+    ends = [np.maximum(magnitude + s * blocks, 0).max(-1) for s in (-1, 1)]
+    if fmt.name == "nvfp4":
+        scale = raw.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
+        low, high = (_round(np.minimum(gsf * end / 6, 448), ml_dtypes.float8_e4m3fn, 448) for end in ends)
+        codes = np.stack([quants & 15, quants >> 4], -1).reshape(h.shape)
+        got, kind, largest = codes.view(ml_dtypes.float4_e2m1fn).astype(np.float64), ml_dtypes.float4_e2m1fn, 6.0
+        factor = np.divide(gsf, scale, out=np.zeros_like(scale), where=scale > 0)
+    else:
+        got, kind, largest = quants.view(ml_dtypes.float8_e4m3fn).astype(np.float64), ml_dtypes.float8_e4m3fn, 448.0
+        ideal = [np.maximum(end, 1e-4) / 448 for end in ends]
+        if fmt.name == "mxfp8":
+            scale = raw.view(ml_dtypes.float8_e8m0fnu).astype(np.float64)
+            low, high = (2.0 ** np.ceil(np.log2(end)) for end in ideal)
+        else:
+            scale = raw.view(np.float32).astype(np.float64)
+            low, high = ideal[0] * (1 - 2.0**-23), ideal[1] * (1 + 2.0**-23)
+        factor = 1 / scale
+    assert ((low <= scale) & (scale <= high)).all()
+    factor = factor.repeat(fmt.block, 1)
+    low, high = (_round((h + s * error) * factor, kind, largest) for s in (-1, 1))
+    assert ((low <= got) & (got <= high)).all()
+
+
+def poison_intermediates(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every byte of quants and scales that the gated GEMM is to fill holds 0xA5 before."""
+    fresh = gemm_module.empty_intermediate
+
+    def poisoned_intermediate(*args: Any, **more: Any) -> tuple[GroupedRows, torch.Tensor | None]:
+        rows, gsf = fresh(*args, **more)
+        assert rows.scales is not None
+        rows.rows.view(torch.uint8).fill_(0xA5)
+        rows.scales.view(torch.uint8).fill_(0xA5)
+        return rows, gsf
+
+    monkeypatch.setattr(gemm_module, "empty_intermediate", poisoned_intermediate)

@@ -1,0 +1,116 @@
+"""Launches of Hopper's grouped GEMMs as the library plans them, on any machine, or with another choice."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from inspect import unwrap
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from moe_runtime.kernels.formats.number_formats import TokenFormat, token_format
+from moe_runtime.kernels.gemm import dequant_gemm, plan, tma_gemm
+from moe_runtime.kernels.gemm import grouped_gemm as gemm_module
+from moe_runtime.kernels.gemm.arguments import check_operands, check_out, empty_intermediate
+from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.gemm.plan import GemmKernel, GemmPlan
+from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.shapes import TmaShape
+from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
+
+
+def choose(monkeypatch: pytest.MonkeyPatch, **choices: Callable[..., Any]) -> None:
+    """From now on these functions of `gemm_plan` are asked instead, and no plan is kept."""
+    monkeypatch.setattr(plan, "plan_gemm", unwrap(plan.plan_gemm))
+    for name, choice in choices.items():
+        monkeypatch.setattr(plan, name, choice)
+
+
+def planned(
+    a: GroupedRows,
+    w: ExpertWeights | PreparedWeights,
+    *,
+    out: torch.Tensor | None = None,
+    out_format: TokenFormat | None = None,
+    num_sms: int | None = None,
+    **choices: Callable[..., Any],
+) -> GemmPlan:
+    """The plan for engine `cuda`, whatever the machine; `choices` are those of `choose`."""
+    with ExitStack() as stack:
+        stack.enter_context(patch.object(gemm_module, "resolve_engine", lambda *_: "cuda"))
+        stack.enter_context(patch.object(plan, "plan_gemm", unwrap(plan.plan_gemm)))
+        for name, choice in choices.items():
+            stack.enter_context(patch.object(plan, name, choice))
+        return gemm_module._plan(a, w, "cuda", num_sms, out=out, out_format=out_format)
+
+
+def dequant_gemm(a: GroupedRows, w: PreparedWeights, out: torch.Tensor, *, num_sms: int | None = None) -> None:
+    """`grouped_gemm` by `dequant_gemm.cu`."""
+    dequant_gemm.decoded_gemm(a, w, out, planned(a, w, out=out, num_sms=num_sms))
+
+
+def dequant_swiglu(
+    a: GroupedRows,
+    w: PreparedWeights,
+    activation: SwiGLU,
+    out: GroupedRows,
+    gsf: torch.Tensor | None,
+    *,
+    num_sms: int | None = None,
+) -> None:
+    """`grouped_gemm_swiglu` by `dequant_gemm.cu`."""
+    plan = planned(a, w, out_format=out.format, num_sms=num_sms)
+    dequant_gemm.decoded_gemm_swiglu(a, w, activation, out, gsf, plan)
+
+
+def tma_plan(
+    a: GroupedRows,
+    w: ExpertWeights,
+    *,
+    out: torch.Tensor | None = None,
+    out_format: TokenFormat | None = None,
+    shape: TmaShape | None = None,
+    num_sms: int | None = None,
+) -> GemmPlan:
+    """The plan that takes `tma_gemm.cu`, in `shape` where that is given."""
+    choices = {} if shape is None else {"choose_tma_shape": lambda *_: shape}
+    plan = planned(a, w, out=out, out_format=out_format, num_sms=num_sms, **choices)
+    assert plan.kernel is GemmKernel.TMA
+    return plan
+
+
+def tma_grouped_gemm(
+    a: GroupedRows,
+    w: ExpertWeights,
+    *,
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+    shape: TmaShape | None = None,
+    num_sms: int | None = None,
+) -> torch.Tensor:
+    """`grouped_gemm` by `tma_gemm.cu`, in `shape` where that is given."""
+    check_operands(a, w)
+    out = check_out(a, w, out, out_dtype)
+    if a.capacity:
+        tma_gemm.multiply(a, w, out, tma_plan(a, w, out=out, shape=shape, num_sms=num_sms))
+    return out
+
+
+def tma_grouped_gemm_swiglu(
+    a: GroupedRows,
+    w: ExpertWeights,
+    activation: SwiGLU,
+    *,
+    out_format: str,
+    shape: TmaShape | None = None,
+    num_sms: int | None = None,
+) -> GroupedRows:
+    """`grouped_gemm_swiglu` by `tma_gemm.cu`, in `shape` where that is given."""
+    check_operands(a, w)
+    out, _ = empty_intermediate(a, w, out_format, None)
+    plan = tma_plan(a, w, out_format=token_format(out_format), shape=shape, num_sms=num_sms)
+    tma_gemm.multiply_swiglu(a, w, activation, out, plan)
+    return out

@@ -1,0 +1,322 @@
+"""Configs: what is written is what is meant, and every mistake is named with its file and key."""
+
+from __future__ import annotations
+
+import doctest
+import os
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import ValidationError
+
+from moe_runtime import config as config_module
+from moe_runtime.config import (
+    ActivationConfig,
+    MoELayerConfig,
+    ParallelConfig,
+    RouterConfig,
+    _UniqueKeyLoader,
+    find_config,
+    load_config,
+    resolve_mode,
+)
+from moe_runtime.kernels.formats.number_formats import FORMATS, WEIGHT_FORMATS
+from tests.support.programs import ROOT, python_path
+from tests.support.spawner import interpreter
+
+PACKAGED = (
+    *("deepseek_v3", "deepseek_v3_half", "gpt_oss_120b", "kimi_k2", "mixtral_8x7b", "qwen3_235b_a22b", "tiny_cpu"),
+    *(f"tiny_{family}" for family in ("deepseek_v3", "gpt_oss", "kimi_k2", "mixtral", "qwen2_moe", "qwen3_moe")),
+)
+LAYER: dict[str, Any] = {
+    "hidden_size": 256,
+    "intermediate_size": 128,
+    "num_experts": 8,
+    "top_k": 2,
+    "max_tokens_per_rank": 16,
+}
+
+
+def write(folder: Path, data: Any) -> Path:
+    file = folder / "run.yaml"
+    file.write_text(data if isinstance(data, str) else yaml.safe_dump(data))
+    return file
+
+
+def test_packaged_configs_are_all_valid_and_all_known() -> None:
+    assert sorted(path.stem for path in (ROOT / "configs").glob("*.yaml")) == sorted(PACKAGED)
+    for name in PACKAGED:
+        assert find_config(name).is_file()
+        assert load_config(name) == load_config(ROOT / "configs" / f"{name}.yaml")
+
+
+def test_bare_names_are_found_from_any_folder(tmp_path: Path) -> None:
+    (tmp_path / "tiny_cpu").mkdir()  # a folder of that name in the way is not a config
+    code = "from moe_runtime.config import load_config; print(load_config('tiny_cpu').layer.hidden_size)"
+    environment = {**os.environ, "PYTHONPATH": python_path()}
+    done = subprocess.run(
+        [interpreter(), "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "256"
+
+
+def test_what_is_absent_gets_its_default(tmp_path: Path) -> None:
+    config = load_config(write(tmp_path, {"layer": LAYER}))
+    assert config.layer.token_format == config.layer.weight_format == config.layer.combine_format == "bf16"
+    assert config.layer.router == RouterConfig()
+    assert config.layer.activation == ActivationConfig()
+    assert config.parallel == ParallelConfig()
+    assert (config.tokens_per_rank, config.seed, config.checkpoint) == (0, 0, None)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"hiden_size": 3}, r"layer\.hiden_size: unknown key"),
+        ({"hidden_size": None}, r"layer\.hidden_size: .*None"),
+        ({"hidden_size": 0}, r"layer\.hidden_size: .*greater than 0, got 0"),
+        ({"hidden_size": 252}, r"layer\.hidden_size: .*multiple of 8, got 252"),
+        ({"hidden_size": 264, "token_format": "nvfp4"}, r"layer\.hidden_size: format nvfp4 .*16, got 264"),
+        ({"hidden_size": 272, "combine_format": "mxfp8"}, r"layer\.hidden_size: format mxfp8 .*32, got 272"),
+        ({"intermediate_size": 192, "token_format": "fp8_block"}, r"layer\.intermediate_size: .*128, got 192"),
+        ({"top_k": 9}, r"layer\.top_k: expected at most num_experts = 8, got 9"),
+        ({"top_k": "2"}, r"layer\.top_k: .*integer, got '2'"),
+        ({"top_k": True}, r"layer\.top_k: .*integer, got True"),
+        ({"num_experts": 65536}, r"layer\.num_experts: .*65535, got 65536"),
+        ({"token_format": "fp4"}, r"layer\.token_format: .*nvfp4.*, got 'fp4'"),
+        ({"combine_format": "nvfp4"}, r"layer\.combine_format: .*got 'nvfp4'"),
+        ({"weight_format": "mxfp8"}, r"layer\.weight_format: expected bf16 .*got mxfp8 with bf16 tokens"),
+        ({"intermediate_gsf": 4.0}, r"layer\.intermediate_gsf: only nvfp4"),
+        ({"expert_row_capacity": 0}, r"layer\.expert_row_capacity: .*got 0"),
+        ({"router": {"kind": "softmax", "num_groups": 2}}, r"layer\.router\.num_groups: .*expected 1, got 2"),
+        ({"router": {"correction_bias": True}}, r"layer\.router\.correction_bias: only the sigmoid"),
+        ({"router": {"kind": "topk_softmax", "renormalize": False}}, r"layer\.router\.renormalize: .*expected true"),
+        ({"router": {"kind": "topk_softmax", "correction_bias": True}}, r"layer\.router\.correction_bias: .*topk_soft"),
+        ({"shared_expert": {}}, r"layer\.shared_expert\.intermediate_size: missing"),
+        ({"shared_expert": {"intermediate_size": 0}}, r"layer\.shared_expert\.intermediate_size: .*got 0"),
+        ({"expert_bias": 1}, r"layer\.expert_bias: .*got 1"),
+        ({"router": {"kind": "sigmoid", "num_groups": 2, "top_groups": 3}}, r"layer\.router\.top_groups: .*got 3"),
+        ({"router": {"kind": "sigmoid", "num_groups": 3}}, r"layer\.router\.num_groups: expected a divisor .*got 3"),
+        ({"router": {"kind": "sigmoid", "num_groups": 8}}, r"layer\.router\.num_groups: .*at most .*= 4, got 8"),
+        (
+            {"top_k": 3, "router": {"kind": "sigmoid", "num_groups": 4}},
+            r"layer\.router\.top_groups: 1 groups of 2 experts cannot give top_k = 3",
+        ),
+        ({"router": {"scaling_factor": float("nan")}}, r"layer\.router\.scaling_factor: .*got nan"),
+        ({"activation": {"limit": -1.0}}, r"layer\.activation\.limit: .*got -1\.0"),
+        ({"activation": {"order": "up"}}, r"layer\.activation\.order: .*got 'up'"),
+    ],
+)
+def test_a_bad_layer_key_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    file = write(tmp_path, {"layer": LAYER | change})
+    with pytest.raises(ValueError, match=message) as caught:
+        load_config(file)
+    assert str(file) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"tokens_per_rank": 17}, r"tokens_per_rank: expected at most layer\.max_tokens_per_rank = 16, got 17"),
+        ({"seed": -1}, r"seed: .*got -1"),
+        ({"parallel": {"timeout_s": float("inf")}}, r"parallel\.timeout_s: .*got inf"),
+        ({"parallel": {"engine": "nvcc"}}, r"parallel\.engine: .*got 'nvcc'"),
+        ({"checkpoint": {"layer": 0}}, r"checkpoint\.path: missing"),
+        ({"placement": {"spare_slots": -1}}, r"placement\.spare_slots: .*got -1"),
+        ({"placement": {"load": ""}}, r"placement\.load: .*got ''"),
+        ({"checkpoint": {"path": "x", "layer": -1}}, r"checkpoint\.layer: .*got -1"),
+        ({"layer": None}, r"layer: "),
+    ],
+)
+def test_a_bad_run_key_is_named(tmp_path: Path, change: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        load_config(write(tmp_path, {"layer": LAYER} | change))
+
+
+def test_all_mistakes_are_told_at_once(tmp_path: Path) -> None:
+    layer = {key: value for key, value in LAYER.items() if key != "top_k"} | {"token_format": "fp4", "hidden": 1}
+    with pytest.raises(ValueError) as caught:
+        load_config(write(tmp_path, {"layer": layer, "seed": "x"}))
+    lines = str(caught.value).splitlines()[1:]
+    assert [line.split(":")[0].strip() for line in lines] == [
+        "layer.top_k",
+        "layer.token_format",
+        "layer.hidden",
+        "seed",
+    ]
+
+
+def test_merge_keys_give_what_is_not_written(tmp_path: Path) -> None:
+    """Also where a mapping that merges one is merged in its turn, before it is read itself."""
+    text = """
+layer:
+  shared_expert: &shared {intermediate_size: 64, gated: true}
+  router: &router
+    <<: {kind: softmax, renormalize: true}
+    renormalize: false
+  <<: [{hidden_size: 512, num_experts: 8, top_k: 2}, {top_k: 3, intermediate_size: 128, max_tokens_per_rank: 64}]
+  hidden_size: 256
+seed: 7
+"""
+    run = load_config(write(tmp_path, text))
+    assert (run.layer.hidden_size, run.layer.num_experts, run.layer.top_k) == (256, 8, 2)
+    assert (run.layer.intermediate_size, run.layer.router.renormalize, run.seed) == (128, False, 7)
+    nested = "a: {b: {c: &one {<<: {x: 1, y: 2}, y: 3}}}\nd: {<<: *one, x: 4}\n"
+    expected = {"a": {"b": {"c": {"x": 1, "y": 3}}}, "d": {"x": 4, "y": 3}}
+    assert yaml.load(nested, Loader=_UniqueKeyLoader) == yaml.safe_load(nested) == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("layer: [", "not valid YAML"),
+        ("layer: " + "[" * 9000, "not valid YAML: maximum recursion depth"),
+        ("seed: 1\nseed: 2\n", "key 'seed' is there twice.*\n.*line 2"),
+        ("layer:\n  <<: {top_k: 1}\n  top_k: 2\n  top_k: 3\n", "key 'top_k' is there twice.*\n.*line 4"),
+        ("layer:\n  <<: {top_k: 1,\n    top_k: 2}\n", "key 'top_k' is there twice.*\n.*line 3"),
+        ("- 1\n", "expected a mapping"),
+        ("", "expected a mapping .*NoneType"),
+        ("layer: !!python/object/apply:os.getcwd []\n", "not valid YAML"),
+    ],
+)
+def test_bad_yaml_names_the_file(tmp_path: Path, text: str, message: str) -> None:
+    file = write(tmp_path, text)
+    with pytest.raises(ValueError, match=message) as caught:
+        load_config(file)
+    assert str(file) in str(caught.value)
+
+
+def test_a_missing_file_and_an_unknown_name_are_told_apart(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"no file .*nothing\.yaml"):
+        load_config(tmp_path / "nothing.yaml")
+    with pytest.raises(ValueError, match=r"tiny_cpu.*got 'tiny'"):
+        load_config("tiny")
+
+
+def test_bytes_that_are_not_text(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_bytes(b"layer: \xff\xfe")
+    with pytest.raises(ValueError, match=r"run\.yaml"):
+        load_config(file)
+
+
+def test_configs_are_frozen() -> None:
+    config = MoELayerConfig.model_validate(LAYER)
+    with pytest.raises(ValidationError):
+        config.top_k = 3
+
+
+def test_replace_validates_and_derives_defaults_again() -> None:
+    config = MoELayerConfig.model_validate(LAYER)
+    assert config.replace(token_format="nvfp4").weight_format == "nvfp4"
+    assert config.replace(weight_format="nvfp4").replace(top_k=3).weight_format == "nvfp4"
+    assert MoELayerConfig.model_validate(LAYER | {"weight_format": None}).weight_format == "bf16"
+    with pytest.raises(ValidationError, match="top_k"):
+        config.replace(top_k=9)
+    with pytest.raises(ValidationError, match="topk"):
+        config.replace(topk=2)
+
+
+def test_keys_of_the_last_release_count_with_a_warning() -> None:
+    config = MoELayerConfig.model_validate(LAYER)
+    with pytest.warns(DeprecationWarning, match="step_sizes is now token_buckets"):
+        assert MoELayerConfig(**LAYER, step_sizes=(2,)) == config.replace(token_buckets=(2,))
+    with pytest.warns(DeprecationWarning, match="mode of a layer has no effect"):
+        assert MoELayerConfig(**LAYER, mode="packed") == config
+    with pytest.warns(DeprecationWarning, match="mode 'indexed' is now 'gathered'"):
+        assert resolve_mode("indexed", 4096, "bf16") == "gathered"
+    with pytest.raises(ValidationError, match="step_sizes"):
+        MoELayerConfig(**LAYER, step_sizes=(2,), token_buckets=(2,))
+
+
+def test_sizes_of_steps_are_sorted_and_end_with_the_largest() -> None:
+    """A YAML file has a list, and a config may be made for fewer tokens afterwards."""
+    config = MoELayerConfig.model_validate(LAYER | {"max_tokens_per_rank": 64, "token_buckets": [32, 8, 32]})
+    assert config.token_buckets == (32, 8, 32) and config.all_token_buckets == (8, 32, 64)
+    assert config.replace(max_tokens_per_rank=32).all_token_buckets == (8, 32)
+    assert config.replace(max_tokens_per_rank=4).all_token_buckets == (4,)
+    assert config.replace(token_buckets=()).all_token_buckets == (64,)
+    for wrong in ([0], [-8], ["8"], [8.0], [True], 8, "8", None):
+        with pytest.raises(ValidationError, match="token_buckets"):
+            config.replace(token_buckets=wrong)
+
+
+def test_flat_has_every_value_once() -> None:
+    flat = MoELayerConfig.model_validate(LAYER | {"router": {"kind": "sigmoid"}}).flat()
+    assert flat["router.kind"] == "sigmoid" and flat["hidden_size"] == 256 and flat["activation.limit"] is None
+    assert len(flat) == len(MoELayerConfig.model_fields) - 2 + len(RouterConfig.model_fields) + len(
+        ActivationConfig.model_fields
+    )
+
+
+def test_every_key_is_described() -> None:
+    for model in (MoELayerConfig, RouterConfig, ActivationConfig, ParallelConfig):
+        for name, field in model.model_fields.items():
+            assert field.description or name in ("router", "activation"), f"{model.__name__}.{name}"
+
+
+@given(st.integers(1, 10**6), st.sampled_from(sorted(FORMATS)))
+def test_resolve_mode(tokens: int, fmt: str) -> None:
+    gathers = tokens <= 256 or fmt in ("nvfp4", "mxfp8")
+    assert resolve_mode("auto", tokens, fmt) == ("gathered" if gathers else "contiguous")
+    assert resolve_mode("gathered", tokens, fmt) == "gathered"
+    assert resolve_mode("contiguous", tokens, fmt) == "contiguous"
+
+
+def test_examples_in_docstrings() -> None:
+    outcome = doctest.testmod(config_module)
+    assert outcome.attempted > 0 and outcome.failed == 0
+
+
+@given(
+    hidden=st.integers(-8, 600),
+    intermediate=st.integers(-8, 600),
+    num_experts=st.integers(-1, 12),
+    top_k=st.integers(-1, 12),
+    token=st.sampled_from(sorted(FORMATS)),
+    weight=st.sampled_from([None, *sorted(WEIGHT_FORMATS)]),
+    combine=st.sampled_from(["bf16", "fp8_block", "mxfp8"]),
+)
+def test_a_layer_is_accepted_exactly_when_it_can_run(
+    hidden: int, intermediate: int, num_experts: int, top_k: int, token: str, weight: str | None, combine: str
+) -> None:
+    weights = weight or token
+    possible = (
+        hidden > 0
+        and intermediate > 0
+        and 0 < top_k <= num_experts
+        and (weights == token or (token, weights) in (("bf16", "nvfp4"), ("bf16", "mxfp4"), ("mxfp8", "mxfp4")))
+        and all(hidden % max(8, WEIGHT_FORMATS[name].block) == 0 for name in (token, weights, combine))
+        and all(intermediate % max(8, WEIGHT_FORMATS[name].block) == 0 for name in (token, weights))
+    )
+    data = {
+        "hidden_size": hidden,
+        "intermediate_size": intermediate,
+        "num_experts": num_experts,
+        "top_k": top_k,
+        "max_tokens_per_rank": 4,
+        "token_format": token,
+        "weight_format": weight,
+        "combine_format": combine,
+    }
+    if possible:
+        config = MoELayerConfig.model_validate(data)
+        assert config.weight_format == weights
+        assert MoELayerConfig.model_validate(config.model_dump()) == config
+    else:
+        with pytest.raises(ValueError):
+            MoELayerConfig.model_validate(data)
+
+
+def test_yaml_round_trip(tmp_path: Path) -> None:
+    for name in PACKAGED:
+        config = load_config(name)
+        assert load_config(write(tmp_path, config.model_dump())) == config
+    shutil.copy(find_config("tiny_cpu"), tmp_path / "mine.yaml")
+    assert load_config(tmp_path / "mine.yaml") == load_config("tiny_cpu")

@@ -1,0 +1,212 @@
+"""What is installed is exactly `moe_runtime`, importable from anywhere, and its modules never import upward."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import moe_runtime
+from tests.support.programs import ROOT
+
+pytestmark = pytest.mark.cpu_only
+
+LINKED = ("kernels", "comm", "configs", "launch")
+TOPS = {"moe_runtime": ROOT / "moe_runtime"} | {f"moe_runtime.{name}": ROOT / name for name in LINKED}
+FOLDERS = TOPS | {
+    f"{package}.{path.parent.relative_to(folder).as_posix().replace('/', '.')}": path.parent
+    for package, folder in TOPS.items()
+    for path in sorted(folder.rglob("*.py"))
+    if path.parent != folder and not any((folder / part).is_symlink() for part in path.relative_to(folder).parts[:1])
+}
+"""Every folder with code in it, by the name of its package."""
+MODULES = {
+    package if path.stem == "__init__" else f"{package}.{path.stem}": path
+    for package, folder in FOLDERS.items()
+    for path in sorted(folder.glob("*.py"))
+}
+
+
+def run(*command: str | Path, cwd: Path, **environment: str) -> str:
+    """Output of a command that must succeed, without what this process set for itself."""
+    clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "TRITON_INTERPRET")}
+    done = subprocess.run(
+        [str(part) for part in command], cwd=cwd, env=clean | environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, f"{command}\n{done.stdout}\n{done.stderr}"
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The wheel of this tree, built from a copy because setuptools leaves its work beside the sources."""
+    folder = tmp_path_factory.mktemp("wheel")
+    hidden = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
+    shutil.copytree(ROOT, folder / "tree", symlinks=True, ignore=hidden)
+    run(sys.executable, "-m", "build", "--no-isolation", "--wheel", "--outdir", folder, cwd=folder / "tree")
+    (built,) = folder.glob("*.whl")
+    return built
+
+
+@pytest.fixture(scope="module")
+def installed_python(wheel: Path) -> Path:
+    """Interpreter of a fresh environment with the wheel; what it depends on is borrowed from this one."""
+    folder = wheel.parent / "environment"
+    venv.create(folder, with_pip=False)
+    python = folder / "bin" / "python"
+    run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=wheel.parent)
+    site = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))", cwd=wheel.parent).strip())
+    # A path file is not read through another one, so an editable install of this tree stays behind.
+    borrowed = [path for path in sys.path if Path(path).name in ("site-packages", "dist-packages")]
+    (site / "borrowed.pth").write_text("\n".join(borrowed))
+    return python
+
+
+def test_wheel_holds_everything_and_nothing_beside_moe_runtime(wheel: Path) -> None:
+    names = set(zipfile.ZipFile(wheel).namelist())
+    tops = {name.split("/")[0] for name in names}
+    assert tops == {"moe_runtime", f"moe_runtime-{moe_runtime.__version__}.dist-info"}
+    expected = {
+        f"{package.replace('.', '/')}/{path.name}"
+        for package, folder in FOLDERS.items()
+        for path in (*folder.glob("*.py"), *folder.glob("*.cu*"), *folder.glob("*.yaml"), *folder.glob("py.typed"))
+    }
+    assert {name for name in names if name.startswith("moe_runtime/")} == expected
+    assert "moe_runtime/py.typed" in names
+    assert "moe_runtime/configs/tiny_cpu.yaml" in names
+    assert any(name.endswith("LICENSE") for name in names)
+
+
+def test_every_module_imports_from_an_installed_wheel(installed_python: Path, tmp_path: Path) -> None:
+    script = f"""
+import importlib, importlib.metadata, pathlib, sys
+import torch
+compiler = "torch._dynamo"
+loaded = compiler in sys.modules
+importlib.import_module("moe_runtime.layer")
+assert (compiler in sys.modules) == loaded, "it takes as long as torch"
+for name in {sorted(MODULES)!r}:
+    module = importlib.import_module(name)
+    assert pathlib.Path(module.__file__).is_relative_to(sys.prefix), module.__file__
+import moe_runtime
+assert importlib.metadata.version("moe_runtime") == moe_runtime.__version__
+for name in moe_runtime.__all__:
+    getattr(moe_runtime, name)
+print(moe_runtime.load_config("tiny_cpu").layer.hidden_size)
+"""
+    assert int(run(installed_python, "-c", script, cwd=tmp_path)) > 0
+
+
+def test_importing_the_package_loads_neither_torch_nor_triton(tmp_path: Path) -> None:
+    script = "import sys, moe_runtime; print(sorted({'torch', 'triton', 'pydantic'} & set(sys.modules)))"
+    assert run(sys.executable, "-c", script, cwd=tmp_path, PYTHONPATH=str(ROOT)) == "[]\n"
+
+
+def test_public_names_agree() -> None:
+    tree = ast.parse((ROOT / "moe_runtime" / "__init__.py").read_text())
+    imports = {
+        alias.name: node.module.removeprefix("moe_runtime.")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("moe_runtime.")
+        for alias in node.names
+    }
+    assert imports == moe_runtime._MODULE_OF
+    assert sorted(imports) == sorted(moe_runtime.__all__)
+    assert set(moe_runtime.__all__) <= set(dir(moe_runtime))
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = moe_runtime.nothing  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("name", LINKED)
+def test_linked_folders_are_never_packages_of_their_own(name: str) -> None:
+    link = ROOT / "moe_runtime" / name
+    assert link.is_symlink() and os.readlink(link) == f"../{name}"
+    assert not list((ROOT / name).rglob("__init__.py"))
+
+
+def test_every_folder_with_code_is_installed() -> None:
+    listed = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]
+    assert set(listed) == {*FOLDERS, "moe_runtime.configs"}
+
+
+def layers() -> dict[str, int]:
+    """Module (or `folder.*`) -> height, read from the docstring of `moe_runtime`; the lowest is 0."""
+    lines = [line.strip() for line in (moe_runtime.__doc__ or "").splitlines() if line.startswith("    ")]
+    return {name: height for height, line in enumerate(reversed(lines)) for name in line.split(", ")}
+
+
+def height_of(module: str, heights: dict[str, int]) -> int:
+    name = module.removeprefix("moe_runtime.")
+    key = f"{name.split('.')[0]}.*" if "." in name else name
+    assert key in heights, f"{module} has no place in the layers that the docstring of moe_runtime lists"
+    return heights[key]
+
+
+def imported_modules(tree: ast.AST) -> list[str]:
+    """Every module that code imports, deferred imports included; names for the type checker alone are not imports."""
+    found = []
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Import):
+            found += [alias.name for alias in node.names]
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0 and node.module, f"line {node.lineno}: relative import"
+            submodules = [f"{node.module}.{alias.name}" for alias in node.names]
+            found += [name if name in MODULES else node.module for name in submodules]
+        elif isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING":
+            found += [name for other in node.orelse for name in imported_modules(ast.Module([other], []))]
+        else:
+            found += imported_modules(node)
+    return found
+
+
+@pytest.mark.parametrize("module", sorted(set(MODULES) - {"moe_runtime"}))
+def test_nothing_imports_upward(module: str) -> None:
+    heights = layers()
+    own = height_of(module, heights)
+    for name in imported_modules(ast.parse(MODULES[module].read_text())):
+        assert name.split(".")[0] not in LINKED, f"{module} imports {name}: write moe_runtime.{name}"
+        if name == "moe_runtime" or name.startswith("moe_runtime."):
+            assert name in MODULES, f"{module} imports {name}: name the module it lives in"
+            assert name != "moe_runtime", f"{module} imports the public names: name the module they live in"
+            assert height_of(name, heights) <= own, f"{module} imports upward: {name}"
+
+
+def test_no_file_mentions_a_path_of_one_machine() -> None:
+    """A place below somebody's home or checkout is right on one machine only."""
+    listing = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, capture_output=True, text=True)
+    if listing.returncode:
+        pytest.skip("not a git checkout")
+    pattern = re.compile(rb"(?<![\w.-])/(?:home|root|Users|work|workspace)/\w")
+    found = []
+    for name in filter(None, listing.stdout.split("\0")):
+        path = ROOT / name
+        if path.is_file() and not path.is_symlink():
+            lines = path.read_bytes().splitlines()
+            found += [f"{name}:{i}" for i, line in enumerate(lines, 1) if b"\0" not in line and pattern.search(line)]
+    assert not found, found
+
+
+LAUNCH = ("common", "benchmarks", "reporting", "research")
+"""Parts of the programs, lowest first; programs lie in launch/ itself, above all but research."""
+
+
+@pytest.mark.parametrize("module", sorted(name for name in MODULES if name.startswith("moe_runtime.launch.")))
+def test_parts_of_programs_never_import_programs_nor_higher_parts(module: str) -> None:
+    own = module.split(".")[2]
+    for name in imported_modules(ast.parse(MODULES[module].read_text())):
+        if not name.startswith("moe_runtime.launch."):
+            continue
+        part = name.split(".")[2]
+        if own in LAUNCH:
+            assert part in LAUNCH and LAUNCH.index(part) <= LAUNCH.index(own), f"{module} imports upward: {name}"
+        else:
+            assert part in LAUNCH[:-1], f"{module} imports a program or research: {name}"
