@@ -6,7 +6,7 @@ or lacks the instruction it is meant to use. It must run without `TRITON_INTERPR
 nothing to compile.
 
 The cases are those of every module's `AOT_CASES`; here are those of the grouped GEMM: every pair of formats, every form
-of the epilogue, each architecture's MMA, and the operations of `moe_runtime.ops.operations`.
+of the epilogue, each architecture's MMA, and the operations of `moe_runtime.ops`.
 
 Half of the time is ptxas. With `--assemble-once` Blackwell's cases go down to PTX, in which the instructions are looked
 for, and one of each operation and instruction to a binary; those of Hopper, where kernels run, all do.
@@ -19,7 +19,6 @@ import importlib
 import json
 import multiprocessing
 import os
-import pkgutil
 import re
 import sys
 import time
@@ -112,7 +111,7 @@ def _triton(
 ) -> AotCase:
     """A case with every optional tensor that the formats allow, less those in `absent`, for `n` output columns.
 
-    `operation` is one of `moe_runtime.ops.operations`; without it, the case is a layer's. `constants` are constexprs.
+    `operation` is one of `moe_runtime.ops`; without it, the case is a layer's. `constants` are constexprs.
     """
     if operation is None:
         tile = choose_tile(n, a, out_block=0 if out is None else out.block, native=native)
@@ -181,7 +180,7 @@ def _layer_cases() -> Iterator[AotCase]:
 
 
 def _op_cases() -> Iterator[AotCase]:
-    """Each layout of scales, element and width of tile of `moe_runtime.ops.operations`, in the form that an architecture takes."""
+    """Each layout of scales, element and width of tile of `moe_runtime.ops`, in the form that an architecture takes."""
     common: dict[str, Any]
     for archs, native, max_tile_n in (((90,), NativeForm.NONE, 128), ((100, 120), _STORED, 64)):
         common = {"layout": ScaleLayout.SWIZZLED, "archs": archs, "native": native}
@@ -225,7 +224,7 @@ def _tma(
 
 
 def _hopper_cases() -> Iterator[CudaCase]:
-    """Each format in every regime, plain and gated, and what the operations of `moe_runtime.ops.operations` run."""
+    """Each format in every regime, plain and gated, and what the operations of `moe_runtime.ops` run."""
     for operation, fmt in ((OP_MAX, NVFP4), (OP_NVFP4, NVFP4), (OP_MXFP8, MXFP8)):
         for out_dtype in (torch.bfloat16, torch.float16):
             yield _dequant(operation, fmt, DEQUANT_DECODE, out_dtype)
@@ -279,8 +278,9 @@ class AotResult:
 
 def collect_cases() -> list[tuple[str, int, AotCase | CudaCase]]:
     """`(module, index, case)` of all `AOT_CASES` under `moe_runtime.kernels`."""
-    package = importlib.import_module("moe_runtime.kernels")
-    names = sorted(f"{package.__name__}.{info.name}" for info in pkgutil.iter_modules(package.__path__))
+    folder = Path(__file__).parent
+    files = sorted(path.relative_to(folder).with_suffix("") for path in folder.rglob("*.py"))
+    names = [f"moe_runtime.kernels.{'.'.join(file.parts)}" for file in files]
     found = ((name, getattr(importlib.import_module(name), "AOT_CASES", ())) for name in names)
     return [(name, index, case) for name, cases in found for index, case in enumerate(cases)]
 

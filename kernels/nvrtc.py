@@ -1,9 +1,10 @@
 """CUDA C++ kernels: compiled by NVRTC for one architecture, cached on disk, launched through the driver.
 
-Sources are the `.cu` files beside this one. They include the `.cuh` files there and nothing else, so that no CUDA
-toolkit is needed, and take their sizes as macros. Compiling needs no GPU, only the NVRTC library (`cuda-bindings` and
-`nvidia-cuda-nvrtc`, which CUDA builds of torch bring along). Each has a Triton sibling for other architectures and for
-CPUs; where there is no GPU, tests run the text of the sources itself, emulated (`tests/emulator`).
+Sources are the `.cu` files in this folder and those below it, named without their folder. They include the `.cuh`
+files there and nothing else, so that no CUDA toolkit is needed. Macros give them their sizes. Compiling needs no GPU,
+only the NVRTC library (`cuda-bindings` and `nvidia-cuda-nvrtc`, which CUDA builds of torch bring along). Each source
+has a Triton kernel for other architectures. Without a GPU, tests run the text of the sources in an emulator
+(`tests/emulator`).
 """
 
 from __future__ import annotations
@@ -106,9 +107,18 @@ def compile_with_log(file: str, defines: Mapping[str, int | str], arch: str = "s
     return _compiled_with_log(file, Defines(defines), arch)
 
 
+def source_path(name: str) -> Path:
+    """The file `name` (`*.cu` or `*.cuh`) in `FOLDER` or below it; an absolute path is itself."""
+    if os.path.isabs(name):
+        return Path(name)
+    (path,) = FOLDER.rglob(name)
+    return path
+
+
 def _headers() -> dict[bytes, bytes]:
     """What a source may include, by name."""
-    return {path.name.encode(): path.read_bytes() for path in sorted(FOLDER.glob("*.cuh"))}
+    paths = {path.name: path for path in FOLDER.rglob("*.cuh")}
+    return {name.encode(): paths[name].read_bytes() for name in sorted(paths)}
 
 
 def _options(defines: Defines, arch: str) -> list[str]:
@@ -119,7 +129,7 @@ def _file_name(file: str, defines: Defines, arch: str) -> str:
     """Of what is kept: another one for whatever changes the code."""
     from cuda.bindings import nvrtc
 
-    source, version = (FOLDER / file).read_bytes(), _checked(nvrtc.nvrtcVersion())
+    source, version = source_path(file).read_bytes(), _checked(nvrtc.nvrtcVersion())
     key = hashlib.sha256(repr((source, _headers(), _options(defines, arch), version)).encode()).hexdigest()[:32]
     return f"{Path(file).stem}-{key}.{'ptx' if arch.startswith('compute') else 'cubin'}"
 
@@ -155,7 +165,7 @@ def _compile(file: str, defines: Defines, arch: str) -> Compiled:
     # For the log; of the cubin it changes no more than the note of the options that it was made with.
     options = [*_options(defines, arch), "--ptxas-options=-v"]
     headers = _headers()
-    source = (FOLDER / file).read_bytes()
+    source = source_path(file).read_bytes()
     program = _checked(
         nvrtc.nvrtcCreateProgram(source, file.encode(), len(headers), list(headers.values()), list(headers))
     )

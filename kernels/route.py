@@ -12,11 +12,12 @@ with weights that are bf16, three times that with others.
 
 from __future__ import annotations
 
+from typing import Protocol
+
 import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.config import RouterConfig
 from moe_runtime.kernels.formats.bits import bf16_bits_to_f32, f32_bits, f32_to_bf16_bits, magnitude_bits
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
@@ -195,7 +196,22 @@ def _choose_kernel(
     tl.store(weights_ptr + token * TOP_K + j, weights * scaling_factor, mask=real)
 
 
-def supports(x_TH: torch.Tensor, num_experts: int, config: RouterConfig) -> bool:
+class RouterSettings(Protocol):
+    """What the kernels read of a router's settings; `moe_runtime.config.RouterConfig` is one and describes them."""
+
+    @property
+    def kind(self) -> str: ...
+    @property
+    def renormalize(self) -> bool: ...
+    @property
+    def num_groups(self) -> int: ...
+    @property
+    def top_groups(self) -> int: ...
+    @property
+    def scaling_factor(self) -> float: ...
+
+
+def supports(x_TH: torch.Tensor, num_experts: int, config: RouterSettings) -> bool:
     """Whether `route` takes these: bf16 tokens whose numbers lie side by side; groups of 2^n experts, 2^m of them."""
     grouped = config.top_groups < config.num_groups
     powers = triton.next_power_of_2(num_experts) == num_experts and config.num_groups & (config.num_groups - 1) == 0
@@ -209,7 +225,7 @@ def route(
     x_TH: torch.Tensor,
     weight_EH: torch.Tensor,
     top_k: int,
-    config: RouterConfig,
+    config: RouterSettings,
     *,
     bias_E: torch.Tensor | None = None,
     correction_bias_E: torch.Tensor | None = None,

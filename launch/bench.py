@@ -3,7 +3,7 @@
 `[torchrun --nproc-per-node=N] -m moe_runtime.launch.bench [dispatch|combine|gemm|layer ...] --config NAME` prints a
 table and writes JSON. A result that fails its check is not timed and makes the exit code 1. With `--trace` the layer is
 checked and recorded, and nothing is timed. `bench gemm` without `--config` runs the cases of the grouped GEMM, and
-`bench ops` the operations of `moe_runtime.ops.operations`, both on one GPU.
+`bench ops` the operations of `moe_runtime.ops`, both on one GPU.
 """
 
 from __future__ import annotations

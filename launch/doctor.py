@@ -5,7 +5,7 @@ devices, the engine and the transport that would be used and why not the others,
 that each rank would reserve in every token format, and the kernels that would multiply the experts (`--hopper`: on an
 H100 or H200, wherever this runs). Under torchrun all ranks agree on the transport and rank 0 speaks.
 
-`--kernels` checks the operations of `moe_runtime.ops.operations` instead: it runs them in torch and interpreted, compiles their
+`--kernels` checks the operations of `moe_runtime.ops` instead: it runs them in torch and interpreted, compiles their
 kernels for each architecture, and prints the result with the committed run on a GPU.
 """
 

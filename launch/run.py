@@ -22,7 +22,7 @@ from moe_runtime.config import FormatName, RunConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.counters import most_over_mean
 from moe_runtime.kernels.formats.number_formats import ceil_div
-from moe_runtime.kernels.formats.offsets import expert_starts
+from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.launch.common import cases, environment
 from moe_runtime.layer import MoELayer
 from moe_runtime.metrics import PhaseTimes

@@ -2,25 +2,28 @@
 
 Public names are imported when they are first used, so `import moe_runtime` costs nothing and does not load torch.
 
-Layers, from the top; a module imports from its own layer or from those below it, never upward:
+Layers, from the top. A module imports from its own layer or from those below it, never upward; the longest name counts.
 
-    parallel, virtual, launch.*
-    conversion
-    converted_experts
-    layer, calibration
-    layer_build, layer_arguments, step, warming, replacement
-    mover, slots
-    dispatcher, experts, checkpoint, transformers_models, router, shared_expert, reference, ops
-    dispatch_handle, exchange_arguments, exchange_backend
-    expert_readers
-    loading, checkpoint_layouts, folder_lock, fixed_dtypes
-    op_weights, op_inputs, op_scales, op_arguments, max_token_format
-    context, counters, memory, peers
-    context_agreement, context_regions, context_threads, context_transport
-    kernels.*, comm.*, prepared, weights, record, geometry
-    tensor_files, tensor_writer
-    moves, placement, grouped, plan, formats, families, config, errors, arguments, compiling, metrics, progress
-    deprecation
+    launch
+    launch.research
+    launch.reporting
+    launch.benchmarks
+    launch.common
+    virtual, integrations
+    layer, ops, checkpoints.conversion
+    build, placement.rebalance, checkpoints.converted_experts, checkpoints.calibration
+    experts, placement.migration
+    step, warming
+    dispatcher
+    context, checkpoints, router, shared_expert, counters, reference
+    placement
+    config, metrics, support
+    kernels.aot
+    kernels.gemm, kernels.exchange, kernels.route, kernels.step_counts, kernels.clock
+    kernels.formats
+    kernels
+    comm.heaps, comm.transport
+    comm
 """
 
 from __future__ import annotations

@@ -29,11 +29,11 @@ from moe_runtime.context.memory import staging_bytes
 from moe_runtime.context.peers import abort_peers_on_error, collective_step
 from moe_runtime.context.threads import by_one_thread
 from moe_runtime.counters import LayerCounters
+from moe_runtime.dispatcher.arguments import flat_shared, flat_tokens
 from moe_runtime.dispatcher.handle import CombineSink
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.experts import Experts
-from moe_runtime.kernels.formats.offsets import expert_starts
-from moe_runtime.layer_arguments import flat_shared, flat_tokens
+from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.metrics import PhaseTimes, phase
 from moe_runtime.placement.migration import move_experts
 from moe_runtime.placement.physical_experts import SlotTable

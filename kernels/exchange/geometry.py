@@ -13,7 +13,7 @@ from functools import cached_property
 from moe_runtime.comm.signals import COUNT_BITS, EXCHANGES
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import FORMATS, TokenFormat, align, ceil_div
-from moe_runtime.kernels.formats.offsets import expert_starts
+from moe_runtime.kernels.formats.scale_blocks import expert_starts
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from moe_runtime.kernels.formats.number_formats import (
     format_named,
     token_formats_for,
 )
-from moe_runtime.kernels.formats.offsets import dense_128_blocks_needed, dense_128_offsets
 from moe_runtime.kernels.formats.quantize import check_gsf
+from moe_runtime.kernels.formats.scale_blocks import dense_128_blocks_needed, dense_128_offsets
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PreparedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU

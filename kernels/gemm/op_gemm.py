@@ -1,4 +1,4 @@
-"""The grouped GEMM behind `moe_runtime.ops.operations`: one problem record for all operations, on the kernel that layers use.
+"""The grouped GEMM behind `moe_runtime.ops`: one problem record for all operations, on the kernel that layers use.
 
 An operation differs from a layer in data alone: the layout of its scales, their block along K, and where those of a
 group start. On Blackwell, NVFP4 and MXFP8 take the block-scaled MMA instead of bf16.
@@ -8,88 +8,21 @@ group start. On Blackwell, NVFP4 and MXFP8 take the block-scaled MMA instead of 
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 
 from moe_runtime.kernels import nvrtc
-from moe_runtime.kernels.formats.number_formats import ScaleLayout, TokenFormat, ceil_div
+from moe_runtime.kernels.formats.number_formats import ScaleLayout, ceil_div
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.gemm import dequant_gemm, op_reference, plan, tma_gemm
 from moe_runtime.kernels.gemm.grouped_gemm import _grouped_gemm_kernel, tile_options
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.gemm.op_problem import OpProblem, ScaledOperand
 from moe_runtime.kernels.gemm.plan import GemmKernel, GemmPlan, GemmProblem
 from moe_runtime.kernels.gemm.prepacked import PreparedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.kernels.runtime import INTERPRET, capability, resolve_engine
-
-
-@dataclass(frozen=True)
-class ScaledOperand:
-    """Quants and their block scales.
-
-    Attributes:
-        quants: contiguous `[R, quant_columns(K)]`, or `[E, N, quant_columns(K)]`.
-        scales: one-dimensional and contiguous: fp32, or bytes.
-        layout: where a scale lies among them.
-        ld: leading dimension of the layouts that have one, in scale rows; else None.
-    """
-
-    quants: torch.Tensor
-    scales: torch.Tensor
-    layout: ScaleLayout
-    ld: int | None = None
-
-
-@dataclass(frozen=True)
-class OpProblem:
-    """`out[rows of group] = (a[rows of group] @ b[expert]^T) * expert_scales[expert]`.
-
-    Attributes:
-        format: of both operands (e5m2 quants count as `fp8_block`).
-        a: rows.
-        b: weights; prepared ones on a Hopper GPU alone.
-        group_offsets: int32 `[>= num_groups + 1]`.
-        scale_offsets: int32 `[>= num_groups]`: the shift of `dense_128` for swizzled scales, the first scale row for
-            packed ones; None for `unpadded` ones.
-        expert_ids: int32 `[>= num_groups]`; an id outside `0 .. E-1` skips the group.
-        num_groups: groups that may be active.
-        num_active: how many of them are, one int32 on the device; None means all.
-        expert_scales: fp32 `[E]`, or None for 1.
-        num_columns: `K`.
-        block: numbers of K that share a scale.
-        rows_per_scale: rows that share a scale of `a`, where those are `unpadded`.
-        max_tile_n: largest tile along N.
-    """
-
-    format: TokenFormat
-    a: ScaledOperand
-    b: ScaledOperand | PreparedWeights
-    group_offsets: torch.Tensor
-    scale_offsets: torch.Tensor | None
-    expert_ids: torch.Tensor
-    num_groups: int
-    num_active: torch.Tensor | None
-    expert_scales: torch.Tensor | None
-    num_columns: int
-    block: int
-    rows_per_scale: int = 1
-    max_tile_n: int = 128
-
-    @property
-    def num_rows(self) -> int:
-        """`R`."""
-        return int(self.a.quants.shape[0])
-
-    @property
-    def num_experts(self) -> int:
-        """`E`."""
-        return self.b.num_experts if isinstance(self.b, PreparedWeights) else int(self.b.quants.shape[0])
-
-    @property
-    def num_outputs(self) -> int:
-        """`N`."""
-        return self.b.num_rows if isinstance(self.b, PreparedWeights) else int(self.b.quants.shape[1])
 
 
 def plan_op(p: OpProblem, out: torch.Tensor, engine: str) -> GemmPlan:

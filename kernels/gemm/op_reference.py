@@ -5,18 +5,14 @@ It reads offsets and expert ids on the host.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import torch
 
 from moe_runtime.kernels.formats.number_formats import WEIGHT_BLOCK_N, ScaleLayout, align, ceil_div
-from moe_runtime.kernels.formats.offsets import dense_128_block, swizzled_offset, unpadded_row
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
+from moe_runtime.kernels.formats.scale_blocks import dense_128_block, swizzled_offset, unpadded_row
+from moe_runtime.kernels.gemm.op_problem import OpProblem, ScaledOperand
 from moe_runtime.kernels.gemm.prepacked import PreparedWeights
 from moe_runtime.kernels.gemm.reference import dequantize_f64, multiply_f64
-
-if TYPE_CHECKING:
-    from moe_runtime.kernels.gemm.op_gemm import OpProblem, ScaledOperand
 
 
 def op_gemm(problem: OpProblem, out: torch.Tensor) -> None:

@@ -229,7 +229,7 @@ class GemmProblem(NamedTuple):
         sm_limit: most SMs that a kernel of Hopper may take; None means all.
         aligned: whether Hopper's kernel finds rows, weights and results on the boundaries that it loads and stores by.
         scales_aligned: the same of block scales that TMA would bring.
-        operation: an operation of `moe_runtime.ops.operations`, not of a layer: Blackwell's block-scaled MMA multiplies what a
+        operation: an operation of `moe_runtime.ops`, not of a layer: Blackwell's block-scaled MMA multiplies what a
             layer dequantizes to bf16, and prepacked weights that are not `aligned` are no error.
         max_tile_n: widest tile of an operation in Triton.
         rows_per_scale, e5m2: of an operation's FP8 operands.

@@ -12,16 +12,16 @@ from typing import Any
 import torch
 
 from moe_runtime.kernels.exchange.geometry import worst_case_rows
-from moe_runtime.kernels.formats.offsets import dense_128_blocks_needed
 from moe_runtime.kernels.formats.quantize import quantize_rows
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
+from moe_runtime.kernels.formats.scale_blocks import dense_128_blocks_needed
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.prepacked import PreparedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.launch.benchmarks.gemm_cases import RANKS, TOP_K, GemmCase, Product
 from moe_runtime.launch.benchmarks.timing import copies_to_rotate
-from moe_runtime.ops.operations import pack_dense_128
+from moe_runtime.ops import pack_dense_128
 
 Weights = ExpertWeights | PreparedWeights
 

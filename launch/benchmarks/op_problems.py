@@ -1,4 +1,4 @@
-"""Calls of the operations of `moe_runtime.ops.operations` with random operands, and how far each result is from its bound.
+"""Calls of the operations of `moe_runtime.ops` with random operands, and how far each result is from its bound.
 
 Results are compared with float64 products of the dequantized operands, element by element: `|error| <= u |c| +
 ceil(K/16) 2^-23 sum |a| |b|`, more for FP8 MMA on Hopper (`fp8_bound.py`). Rows outside of the groups must not change.
@@ -17,14 +17,14 @@ from typing import Any
 
 import torch
 
+from moe_runtime import ops
 from moe_runtime.kernels.formats.number_formats import ceil_div
-from moe_runtime.kernels.formats.offsets import dense_128_offsets
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
+from moe_runtime.kernels.formats.scale_blocks import dense_128_offsets
 from moe_runtime.kernels.gemm.grouped_gemm import gemm_flops
 from moe_runtime.kernels.gemm.prepacked import PreparedWeights
 from moe_runtime.launch.benchmarks.checks import FP32_GAIN
 from moe_runtime.launch.benchmarks.fp8_bound import fp8_mma_slack
-from moe_runtime.ops.operations import operations
 
 POISON = 0x7FAB
 """A NaN of bf16 that no kernel makes."""
@@ -55,7 +55,7 @@ class OpCall:
     """One call.
 
     Attributes:
-        operation: of `moe_runtime.ops.operations`.
+        operation: of `moe_runtime.ops`.
         arguments: by name, without the output.
         output: name of the output's argument.
         rows: dequantized, float64 `[R, K]`.
@@ -92,14 +92,14 @@ class OpCall:
         """The same call with prepared weights; None where the operation takes none of this shape."""
         (name,) = (name for name in self.arguments if name in ("b_scale", "b_scales"))
         b, scales, n, k = self.arguments["b"], self.arguments[name], self.shape.n, self.shape.k
-        if n % 8 or self.operation is operations.group_gemm_fp8_nt_groupwise:
+        if n % 8 or self.operation is ops.group_gemm_fp8_nt_groupwise:
             return None
-        if self.operation is operations.moe_gemm_mxfp8_nt_groupwise:
+        if self.operation is ops.moe_gemm_mxfp8_nt_groupwise:
             if k % 32:
                 return None
-            w = operations.prepare_mxfp8(b, scales, self.arguments["scale_granularity_mnk"])
+            w = ops.prepare_mxfp8(b, scales, self.arguments["scale_granularity_mnk"])
         else:
-            w = operations.prepare_nvfp4(b, scales)
+            w = ops.prepare_nvfp4(b, scales)
         return replace(self, arguments=self.arguments | {"b": w, name: None})
 
     def error(self, out: torch.Tensor) -> float:
@@ -141,81 +141,77 @@ class OpCall:
 
 def dynamic_scaled_nvfp4(shape: Shape, rng: torch.Generator) -> OpCall:
     """`grouped_matmul_dynamic_scaled_nvfp4` with `dense_128` scales."""
-    (a, a_scales), (b, b_scales) = (operations.quantize_nvfp4(x, GSF) for x in _operands(shape, rng))
+    (a, a_scales), (b, b_scales) = (ops.quantize_nvfp4(x, GSF) for x in _operands(shape, rng))
     offsets, device = shape.offsets, a.device
-    blocks, _ = operations.pack_dense_128(a_scales, offsets)
+    blocks, _ = ops.pack_dense_128(a_scales, offsets)
     factors, int32 = _factors(shape, rng), partial(torch.tensor, dtype=torch.int32, device=device)
     arguments = dict(
         a=a,
         b=b,
         a_scales=blocks,
-        b_scales=operations.swizzle_scales(b_scales),
+        b_scales=ops.swizzle_scales(b_scales),
         group_offsets=int32(offsets).view(torch.uint32),
         group_scale_offsets=int32(dense_128_offsets(offsets)).view(torch.uint32),
         expert_ids=int32(shape.experts),
         expert_scales=factors,
         num_active_experts=len(shape.groups),
     )
-    rows, weights = (operations.dequantize_nvfp4(*t, engine="torch").double() for t in ((a, a_scales), (b, b_scales)))
-    return OpCall(
-        operations.grouped_matmul_dynamic_scaled_nvfp4, arguments, "c", rows, weights, factors.double(), shape
-    )
+    rows, weights = (ops.dequantize_nvfp4(*t, engine="torch").double() for t in ((a, a_scales), (b, b_scales)))
+    return OpCall(ops.grouped_matmul_dynamic_scaled_nvfp4, arguments, "c", rows, weights, factors.double(), shape)
 
 
 def nvfp4_groupwise(shape: Shape, rng: torch.Generator) -> OpCall:
     """`group_gemm_nvfp4_nt_groupwise`."""
-    (a, a_scales), (b, b_scales) = (operations.quantize_nvfp4(x, GSF) for x in _operands(shape, rng))
+    (a, a_scales), (b, b_scales) = (ops.quantize_nvfp4(x, GSF) for x in _operands(shape, rng))
     factors = _factors(shape, rng)
     arguments = dict(
         a=a,
         b=b,
-        a_scale=operations.pack_closed_form_128(a_scales, shape.offsets),
-        b_scale=operations.pack_swizzled_weights(b_scales),
+        a_scale=ops.pack_closed_form_128(a_scales, shape.offsets),
+        b_scale=ops.pack_swizzled_weights(b_scales),
         m_indptr=_indptr(shape, a.device),
         alpha=factors,
     )
-    rows, weights = (operations.dequantize_nvfp4(*t, engine="torch").double() for t in ((a, a_scales), (b, b_scales)))
-    return OpCall(operations.group_gemm_nvfp4_nt_groupwise, arguments, "out", rows, weights, factors.double(), shape)
+    rows, weights = (ops.dequantize_nvfp4(*t, engine="torch").double() for t in ((a, a_scales), (b, b_scales)))
+    return OpCall(ops.group_gemm_nvfp4_nt_groupwise, arguments, "out", rows, weights, factors.double(), shape)
 
 
 def mxfp8_groupwise(shape: Shape, rng: torch.Generator, block: int) -> OpCall:
     """`moe_gemm_mxfp8_nt_groupwise`."""
-    (a, a_scales), (b, b_scales) = (operations.quantize_mxfp8(x, block) for x in _operands(shape, rng))
+    (a, a_scales), (b, b_scales) = (ops.quantize_mxfp8(x, block) for x in _operands(shape, rng))
     arguments = dict(
         a=a,
         b=b,
-        a_scale=operations.pack_ue8m0_rows(a_scales, shape.offsets),
-        b_scale=operations.pack_ue8m0_weights(b_scales),
+        a_scale=ops.pack_ue8m0_rows(a_scales, shape.offsets),
+        b_scale=ops.pack_ue8m0_weights(b_scales),
         m_indptr=_indptr(shape, a.device),
         scale_granularity_mnk=(1, 1, block),
     )
-    rows, weights = (operations.dequantize_mxfp8(*t, block).double() for t in ((a, a_scales), (b, b_scales)))
-    return OpCall(
-        operations.moe_gemm_mxfp8_nt_groupwise, arguments, "out", rows, weights, _ones(shape, a.device), shape
-    )
+    rows, weights = (ops.dequantize_mxfp8(*t, block).double() for t in ((a, a_scales), (b, b_scales)))
+    return OpCall(ops.moe_gemm_mxfp8_nt_groupwise, arguments, "out", rows, weights, _ones(shape, a.device), shape)
 
 
 def fp8_groupwise(shape: Shape, rng: torch.Generator, gm: int, major: str, dtype: torch.dtype) -> OpCall:
     """`group_gemm_fp8_nt_groupwise`."""
     a_float, b_float = _operands(shape, rng)
     (a, a_scales), (b, b_scales) = (
-        operations.quantize_fp8(a_float, gm, dtype),
-        operations.quantize_fp8(b_float, 128, dtype),
+        ops.quantize_fp8(a_float, gm, dtype),
+        ops.quantize_fp8(b_float, 128, dtype),
     )
     arguments = dict(
         a=a,
         b=b,
-        a_scale=operations.pack_scale_major(a_scales, major),
-        b_scale=operations.pack_scale_major(b_scales, major),
+        a_scale=ops.pack_scale_major(a_scales, major),
+        b_scale=ops.pack_scale_major(b_scales, major),
         m_indptr=_indptr(shape, a.device),
         scale_granularity_mnk=(gm, 128, 128),
         scale_major_mode=major,
     )
     rows, weights = (
-        operations.dequantize_fp8(a, a_scales, gm).double(),
-        operations.dequantize_fp8(b, b_scales, 128).double(),
+        ops.dequantize_fp8(a, a_scales, gm).double(),
+        ops.dequantize_fp8(b, b_scales, 128).double(),
     )
-    operation = operations.group_gemm_fp8_nt_groupwise
+    operation = ops.group_gemm_fp8_nt_groupwise
     return OpCall(operation, arguments, "out", rows, weights, _ones(shape, a.device), shape, fp8_mma=True)
 
 
@@ -227,14 +223,14 @@ def check_token_format(tokens: int, hidden: int, rng: torch.Generator, engine: s
     quants = torch.zeros(tokens, hidden // 2, dtype=torch.uint8, device=device)
     size = (tokens // 128 + 2, ceil_div(hidden // 16, 4), 32, 4, 4)
     scales = torch.zeros(size, dtype=torch.float8_e4m3fn, device=device)
-    message = operations.NVFP4TokenFormat(hidden, top_k, output_tokens=quants, output_scales=scales)
+    message = ops.NVFP4TokenFormat(hidden, top_k, output_tokens=quants, output_scales=scales)
     shifts = message.pad_expert_offsets(starts)
     buf = torch.zeros(tokens, message.msg_size(), dtype=torch.uint8, device=device)
     message.copy_token_to_send_buf(buf, x, GSF, engine=engine)
     message.copy_msg_to_output_tensor(buf, torch.arange(tokens, device=device))
-    wanted = operations.quantize_rows(x, "nvfp4", gsf=GSF, engine="torch")
+    wanted = ops.quantize_rows(x, "nvfp4", gsf=GSF, engine="torch")
     assert wanted.scales_RV is not None
-    found = operations.unpack_dense_128(scales, starts, shifts, hidden // 16)
+    found = ops.unpack_dense_128(scales, starts, shifts, hidden // 16)
     differing = (quants != wanted.quants_RK).sum() + (raw_bits(found) != raw_bits(wanted.scales_RV)).sum()
     return float(differing)
 

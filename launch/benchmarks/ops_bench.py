@@ -1,4 +1,4 @@
-"""`bench ops`: checks each operation of `moe_runtime.ops.operations` against its bound, and times it on a GPU.
+"""`bench ops`: checks each operation of `moe_runtime.ops` against its bound, and times it on a GPU.
 
 On a GPU the shapes are those of large models; on a CPU they are small and reach every branch. `--engine torch` runs
 the torch reference; `triton` on a CPU needs `TRITON_INTERPRET=1`. A result outside its bound is not timed.

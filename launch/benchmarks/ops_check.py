@@ -1,4 +1,4 @@
-"""Checks the operations of `moe_runtime.ops.operations` without a GPU: torch and interpreted kernels run, all kernels compile.
+"""Checks the operations of `moe_runtime.ops` without a GPU: torch and interpreted kernels run, all kernels compile.
 
 Each part runs in a process of its own, because a process either interprets Triton kernels or compiles them.
 """

@@ -1,4 +1,4 @@
-"""The table of `moe_runtime.ops.operations`: each operation in torch, interpreted, run on sm_90, compiled for other GPUs."""
+"""The table of `moe_runtime.ops`: each operation in torch, interpreted, run on sm_90, compiled for other GPUs."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def _instructions(record: Result | None) -> str:
 
 def print_operations(checked: Report, run: Report | None, console: Console) -> None:
     """The table; below it what failed to compile, and the machine of the run."""
-    table = Table(title="Operations of moe_runtime.ops.operations", show_lines=True)
+    table = Table(title="Operations of moe_runtime.ops", show_lines=True)
     for column in COLUMNS:
         table.add_column(column, overflow="fold")
     for line in cells(checked, run):

@@ -112,7 +112,7 @@ def gemm_table(found: Found) -> str:
 
 
 def operation_table(found: Found) -> str:
-    """The table of `moe_runtime.ops.operations`. Raises `ValueError` where one of its two files is missing."""
+    """The table of `moe_runtime.ops`. Raises `ValueError` where one of its two files is missing."""
     checked, run = found.get(runs.CHECKED), found.get(runs.OPERATIONS)
     if not checked or not run:
         raise ValueError(f"results: expected runs of kind {runs.CHECKED} and {runs.OPERATIONS}")

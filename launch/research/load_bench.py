@@ -31,7 +31,7 @@ from moe_runtime.checkpoints.layouts import CONFIG_FILE
 from moe_runtime.checkpoints.loading import quantize_experts
 from moe_runtime.checkpoints.writer import TensorWriter
 from moe_runtime.kernels.formats.number_formats import NVFP4
-from moe_runtime.kernels.formats.offsets import expert_starts
+from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.launch.common import environment
 from moe_runtime.support.progress import with_progress
 

@@ -18,10 +18,10 @@ from typing import Any
 
 import torch
 
+from moe_runtime import ops
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.launch.benchmarks.fp8_bound import CHUNK, FP8_MMA_BITS, FP8_MMA_GAIN, fp8_mma_slack
 from moe_runtime.launch.common import environment
-from moe_runtime.ops.operations import operations
 
 E4M3 = torch.float8_e4m3fn
 MOST_BITS = 15
@@ -38,7 +38,7 @@ def multiply(a_RK: torch.Tensor, b_K: torch.Tensor) -> torch.Tensor:
     b[0, :] = b_K
     ones = torch.ones(1, rows, device=device)
     indptr = torch.tensor([0, rows], dtype=torch.int32, device=device)
-    c = operations.group_gemm_fp8_nt_groupwise(a_RK.to(E4M3), b.to(E4M3), ones, ones[:, :1, None].contiguous(), indptr)
+    c = ops.group_gemm_fp8_nt_groupwise(a_RK.to(E4M3), b.to(E4M3), ones, ones[:, :1, None].contiguous(), indptr)
     return c[:, 0].float()
 
 

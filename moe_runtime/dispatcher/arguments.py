@@ -128,3 +128,25 @@ def _check_place(name: str, tensor: torch.Tensor, device: torch.device) -> None:
     if tensor.device != device:
         raise ValueError(f"{name}: expected device {device}, got {tensor.device}")
     check_no_grad(name, tensor)
+
+
+def flat_tokens(geometry: ExchangeGeometry, device: torch.device, x: torch.Tensor) -> torch.Tensor:
+    """`x` `[..., H]` as `[T, H]`; the dispatcher checks its dtype and the number of tokens."""
+    check_is_tensor("x", x)
+    if x.device != device:
+        raise ValueError(f"x: expected device {device}, got {x.device}")
+    if x.ndim < 1 or x.shape[-1] != geometry.hidden:
+        raise ValueError(f"x: expected [..., {geometry.hidden}], got shape {list(x.shape)}")
+    return x.reshape(-1, geometry.hidden)
+
+
+def flat_shared(
+    geometry: ExchangeGeometry, device: torch.device, shared: torch.Tensor, shape: torch.Size
+) -> torch.Tensor:
+    """`shared`, which has the `shape` of `x`, as bf16 `[T, H]`."""
+    check_is_tensor("shared", shared)
+    if shared.shape != shape:
+        raise ValueError(f"shared: expected the shape of x, {list(shape)}, got {list(shared.shape)}")
+    shared_TH = shared.reshape(-1, geometry.hidden)
+    check_shared(geometry, device, shared_TH, shared_TH.shape[0])
+    return shared_TH

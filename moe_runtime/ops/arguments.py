@@ -1,4 +1,4 @@
-"""Checks of the arguments of `moe_runtime.ops.operations`: every mistake is a `ValueError` that names the argument.
+"""Checks of the arguments of `moe_runtime.ops`: every mistake is a `ValueError` that names the argument.
 
 Shapes, dtypes, devices and strides are checked always. The `check_*_values` functions read offsets and ids on the host,
 which makes a GPU wait: operations call them under `validate` only.
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_runtime.kernels.arguments import check_is_tensor, check_no_grad
-from moe_runtime.kernels.formats import offsets
+from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.gemm.prepacked import PreparedWeights
 
@@ -233,8 +233,8 @@ def check_scale_signs(name: str, scales: torch.Tensor, live: Callable[[], torch.
 def check_indptr_values(m_indptr: torch.Tensor, num_rows: int, unit: int = 1, granularity_m: int = 1) -> None:
     """Raise unless `m_indptr` starts at 0, does not decrease, ends within the rows, and keeps to its multiples."""
     values = m_indptr.tolist()
-    offsets.check_row_offsets(values, num_rows, "m_indptr")
+    scale_blocks.check_row_offsets(values, num_rows, "m_indptr")
     for index, value in enumerate(values):
         if value % unit:
             raise ValueError(f"m_indptr: expected multiples of {unit}, got {value} at index {index}")
-    offsets.check_unpadded(values, granularity_m, "m_indptr")
+    scale_blocks.check_unpadded(values, granularity_m, "m_indptr")

@@ -1,4 +1,4 @@
-"""Float tensors to the operands of `moe_runtime.ops.operations` and back: quants, and block scales not yet laid out.
+"""Float tensors to the operands of `moe_runtime.ops` and back: quants, and block scales not yet laid out.
 
 Works on `[..., K]` in bf16 or fp32, so rows `[R, K]` and weights `[E, N, K]` alike. NVFP4 and MXFP8 use the fp32
 sequences of `kernels/formats/quantize.py`, bit for bit the same on every engine. `scales.py` lays the scales out.

@@ -18,7 +18,7 @@ Empty groups, zero rows and zero groups are legal. Rows of the output that no ac
 Where the scales of each group start differs between the operations, and two conventions look alike but are not. For
 groups of 100, 200 and 100 rows, these are the first 128-row blocks of each group:
 
->>> from moe_runtime.kernels.formats.offsets import closed_form_128_start, dense_128_starts
+>>> from moe_runtime.kernels.formats.scale_blocks import closed_form_128_start, dense_128_starts
 >>> dense_128_starts([0, 100, 300, 400])  # grouped_matmul_dynamic_scaled_nvfp4
 [0, 1, 3]
 >>> [closed_form_128_start(row, i) // 128 for i, row in enumerate([0, 100, 300])]  # group_gemm_nvfp4_nt_groupwise
@@ -29,12 +29,13 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.kernels.formats import offsets
+from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, MXFP8, NVFP4, ScaleLayout, align, ceil_div
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.formats.swizzle import swizzle_scales, unswizzle_scales
 from moe_runtime.kernels.gemm.arguments import OUT_DTYPES
-from moe_runtime.kernels.gemm.op_gemm import OpProblem, ScaledOperand, op_gemm
+from moe_runtime.kernels.gemm.op_gemm import op_gemm
+from moe_runtime.kernels.gemm.op_problem import OpProblem, ScaledOperand
 from moe_runtime.kernels.gemm.prepacked import PreparedWeights
 from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.ops.arguments import (
@@ -180,8 +181,8 @@ def grouped_matmul_dynamic_scaled_nvfp4(
     if resolve_validate(validate, device):
         count = check_active_values(active, groups)
         starts = offsets[: count + 1].tolist()
-        offsets.check_row_offsets(starts, o.rows, "group_offsets")
-        offsets.check_dense_128(starts, shifts[:count].tolist(), a_scales.shape[0])
+        scale_blocks.check_row_offsets(starts, o.rows, "group_offsets")
+        scale_blocks.check_dense_128(starts, shifts[:count].tolist(), a_scales.shape[0])
         check_expert_values(expert_ids, count, o.experts)
 
         def rows_scales() -> torch.Tensor:
@@ -252,7 +253,7 @@ def group_gemm_nvfp4_nt_groupwise(
         ValueError: naming the argument.
     """
     o = check_operands(a, b, (torch.uint8,), 8, 128, per_byte=2)
-    needed = offsets.closed_form_128_rows_needed(o.rows, o.experts)
+    needed = scale_blocks.closed_form_128_rows_needed(o.rows, o.experts)
     check_tensor("a_scale", a_scale, torch.uint8, (AtLeast(needed), o.k // 16), o.device)
     weights = _nvfp4_weights(b, "b_scale", b_scale, torch.uint8, (o.experts, align(o.n, 128), o.k // 16))
     if alpha is not None:
@@ -267,7 +268,7 @@ def group_gemm_nvfp4_nt_groupwise(
         check_scale_signs("a_scale", a_scale, lambda: unpack_closed_form_128(a_scale[:needed], m_indptr))
         _check_weight_signs("b_scale", b_scale, o)
     starts = m_indptr[:-1]
-    shifts = offsets.closed_form_128_start(starts, group) // 128 - starts // 128
+    shifts = scale_blocks.closed_form_128_start(starts, group) // 128 - starts // 128
     problem = OpProblem(
         format=NVFP4,
         a=ScaledOperand(a, a_scale.view(-1), ScaleLayout.SWIZZLED),
@@ -332,7 +333,7 @@ def moe_gemm_mxfp8_nt_groupwise(
     check_choice("scale_major_mode", scale_major_mode, ("MN",))
     check_choice("backend", backend, ("cute",))
     words, ld = ceil_div(o.k, 4 * block), align(o.n, 4)
-    m_padded = offsets.closed_form_4_rows_needed(o.rows, o.experts)
+    m_padded = scale_blocks.closed_form_4_rows_needed(o.rows, o.experts)
     check_tensor("a_scale", a_scale, torch.int32, (m_padded, words), o.device, strides=(1, m_padded))
     if isinstance(b, PreparedWeights):
         check_no_scales("b_scale", b_scale)
@@ -353,7 +354,7 @@ def moe_gemm_mxfp8_nt_groupwise(
         a=ScaledOperand(a, _bytes(a_scale, m_padded * words), ScaleLayout.PACKED, m_padded),
         b=weights,
         group_offsets=m_indptr,
-        scale_offsets=offsets.closed_form_4_start(m_indptr[:-1], group),
+        scale_offsets=scale_blocks.closed_form_4_start(m_indptr[:-1], group),
         expert_ids=group,
         num_groups=o.experts,
         num_active=None,
@@ -408,7 +409,7 @@ def group_gemm_fp8_nt_groupwise(
     gm, _, _ = check_granularity(scale_granularity_mnk, ((1, 128, 128), (128, 128, 128)))
     check_choice("scale_major_mode", scale_major_mode, ("MN", "K"))
     check_choice("mma_sm", mma_sm, (1, 2))
-    columns, m_scales, n_scales = o.k // 128, offsets.unpadded_rows_needed(o.rows, gm), ceil_div(o.n, 128)
+    columns, m_scales, n_scales = o.k // 128, scale_blocks.unpadded_rows_needed(o.rows, gm), ceil_div(o.n, 128)
     is_mn = scale_major_mode == "MN"
     a_shape = (columns, AtLeast(m_scales)) if is_mn else (AtLeast(m_scales), columns)
     b_shape = (o.experts, columns, n_scales) if is_mn else (o.experts, n_scales, columns)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 
 from moe_runtime.kernels.arguments import check_is_tensor
-from moe_runtime.kernels.formats import offsets
+from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.number_formats import align, ceil_div
 from moe_runtime.kernels.formats.reference_quantize import copy_as, raw_bits
 from moe_runtime.kernels.formats.swizzle import swizzle_scales, unswizzle_scales
@@ -36,11 +36,11 @@ def pack_dense_128(
     _check_bytes(scales_RV, "[R, V]", "scales_RV")
     rows = _offsets(group_offsets, scales_RV.shape[0], "group_offsets")
     if group_scale_offsets is None:
-        group_scale_offsets = offsets.dense_128_offsets(rows)
+        group_scale_offsets = scale_blocks.dense_128_offsets(rows)
     shifts = _host(group_scale_offsets, "group_scale_offsets")
-    blocks = max(num_blocks, offsets.dense_128_blocks_needed(scales_RV.shape[0], len(rows) - 1))
-    offsets.check_dense_128(rows, shifts, blocks)
-    starts = [128 * offsets.dense_128_block(row, shift, 0) for row, shift in zip(rows, shifts, strict=False)]
+    blocks = max(num_blocks, scale_blocks.dense_128_blocks_needed(scales_RV.shape[0], len(rows) - 1))
+    scale_blocks.check_dense_128(rows, shifts, blocks)
+    starts = [128 * scale_blocks.dense_128_block(row, shift, 0) for row, shift in zip(rows, shifts, strict=False)]
     packed = _pack_swizzled(scales_RV, rows, starts, 128 * blocks)
     return packed, torch.tensor(shifts[: len(rows) - 1], dtype=torch.int32, device=scales_RV.device)
 
@@ -54,9 +54,9 @@ def unpack_dense_128(
     if blocks.shape[1:] != (ceil_div(num_columns, 4), 32, 4, 4):
         raise ValueError(f"blocks: expected {axes}, got shape {tuple(blocks.shape)}")
     rows, shifts = _host(group_offsets, "group_offsets"), _host(group_scale_offsets, "group_scale_offsets")
-    offsets.check_row_offsets(rows, 128 * blocks.shape[0], "group_offsets")
-    offsets.check_dense_128(rows, shifts, blocks.shape[0])
-    starts = [128 * offsets.dense_128_block(row, shift, 0) for row, shift in zip(rows, shifts, strict=False)]
+    scale_blocks.check_row_offsets(rows, 128 * blocks.shape[0], "group_offsets")
+    scale_blocks.check_dense_128(rows, shifts, blocks.shape[0])
+    starts = [128 * scale_blocks.dense_128_block(row, shift, 0) for row, shift in zip(rows, shifts, strict=False)]
     return _unpack_swizzled(blocks.reshape(-1), rows, starts, num_columns)
 
 
@@ -65,7 +65,7 @@ def pack_closed_form_128(scales_RV: torch.Tensor, m_indptr: Offsets) -> torch.Te
     _check_bytes(scales_RV, "[R, V]", "scales_RV")
     _check_fours(scales_RV.shape[1], "scales_RV")
     rows = _offsets(m_indptr, scales_RV.shape[0], "m_indptr")
-    starts = [offsets.closed_form_128_start(row, group) for group, row in enumerate(rows)]
+    starts = [scale_blocks.closed_form_128_start(row, group) for group, row in enumerate(rows)]
     packed = _pack_swizzled(scales_RV, rows, starts, starts[-1])
     return raw_bits(packed).view(starts[-1], scales_RV.shape[1])
 
@@ -76,8 +76,8 @@ def unpack_closed_form_128(packed: torch.Tensor, m_indptr: Offsets, dtype: torch
     _check_one_byte(dtype)
     _check_fours(packed.shape[1], "packed")
     rows = _host(m_indptr, "m_indptr")
-    offsets.check_row_offsets(rows, packed.shape[0], "m_indptr")
-    starts = [offsets.closed_form_128_start(row, group) for group, row in enumerate(rows)]
+    scale_blocks.check_row_offsets(rows, packed.shape[0], "m_indptr")
+    starts = [scale_blocks.closed_form_128_start(row, group) for group, row in enumerate(rows)]
     _check_rows(packed.shape[0], starts[-1])
     return _unpack_swizzled(raw_bits(packed).reshape(-1), rows, starts, packed.shape[1]).view(dtype)
 
@@ -116,10 +116,10 @@ def pack_ue8m0_rows(scales_RV: torch.Tensor, m_indptr: Offsets) -> torch.Tensor:
     _check_axes(scales_RV, "[R, V]", "scales_RV")
     rows = _offsets(m_indptr, scales_RV.shape[0], "m_indptr")
     words = _words(scales_RV, "scales_RV")
-    m_padded = offsets.closed_form_4_rows_needed(rows[-1], len(rows) - 1)
+    m_padded = scale_blocks.closed_form_4_rows_needed(rows[-1], len(rows) - 1)
     packed = torch.zeros(words.shape[1], m_padded, dtype=torch.int32, device=words.device).t()
     for group, (start, end) in enumerate(itertools.pairwise(rows)):
-        first = offsets.closed_form_4_start(start, group)
+        first = scale_blocks.closed_form_4_start(start, group)
         packed[first : first + end - start] = words[start:end]
     return packed
 
@@ -128,12 +128,12 @@ def unpack_ue8m0_rows(packed: torch.Tensor, m_indptr: Offsets, num_columns: int)
     """UE8M0 bytes `[R, num_columns]`; the inverse of `pack_ue8m0_rows`."""
     _check_words(packed, "[rows, words]", num_columns)
     rows, parts = _host(m_indptr, "m_indptr"), [packed[:0]]
-    offsets.check_row_offsets(rows, packed.shape[0], "m_indptr")
-    least = offsets.closed_form_4_rows_needed(rows[-1], len(rows) - 1)
+    scale_blocks.check_row_offsets(rows, packed.shape[0], "m_indptr")
+    least = scale_blocks.closed_form_4_rows_needed(rows[-1], len(rows) - 1)
     if packed.shape[0] < least:
         raise ValueError(f"packed: expected at least {least} rows, got {packed.shape[0]}")
     for group, (start, end) in enumerate(itertools.pairwise(rows)):
-        first = offsets.closed_form_4_start(start, group)
+        first = scale_blocks.closed_form_4_start(start, group)
         parts.append(packed[first : first + end - start])
     return copy_as(torch.cat(parts), torch.uint8)[:, :num_columns].contiguous()
 
@@ -199,7 +199,7 @@ def _host(offsets: Offsets, argument: str) -> list[int]:
 
 def _offsets(offsets: Offsets, num_rows: int, argument: str) -> list[int]:
     values = _host(offsets, argument)
-    offsets.check_row_offsets(values, num_rows, argument)
+    scale_blocks.check_row_offsets(values, num_rows, argument)
     if values[-1] != num_rows:
         raise ValueError(f"{argument}: expected {num_rows} (the rows of the scales) at the end, got {values[-1]}")
     return values

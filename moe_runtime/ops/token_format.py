@@ -10,7 +10,7 @@ import torch
 
 from moe_runtime.kernels.arguments import check_is_tensor
 from moe_runtime.kernels.exchange.record import DEFAULT_ALIGNMENT, NO_EXPERT, check_alignment, check_is_int, check_top_k
-from moe_runtime.kernels.formats import offsets
+from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.number_formats import (
     MAX_ENCODE_SCALE,
     NVFP4,
@@ -212,7 +212,7 @@ class TokenMessage:
         tensor([0, 1, 1], dtype=torch.int32)
         """
         check_is_tensor("row_offsets", row_offsets)
-        offsets = offsets.dense_128_offsets(row_offsets)
+        offsets = scale_blocks.dense_128_offsets(row_offsets)
         if row_offsets.device.type == "cpu":
             self._check_row_offsets(row_offsets)
         bound = self.output_scales_offset
@@ -268,14 +268,14 @@ class TokenMessage:
         if self.format.swizzled:
             num_columns = self.format.scale_columns(self.hid_dim)
             column = torch.arange(num_columns, device=index.device)
-            place = offsets.swizzled_offset(scale_rows[:, None], column[None, :], num_columns)
+            place = scale_blocks.swizzled_offset(scale_rows[:, None], column[None, :], num_columns)
             raw_bits(self.output_scales).view(-1)[place] = raw_bits(scales)
         else:
             self.output_scales[scale_rows] = scales
 
     def _check_row_offsets(self, row_offsets: torch.Tensor) -> None:
         rows = row_offsets[-1] if self.output_tokens is None else self.output_tokens.shape[0]
-        offsets.check_row_offsets(row_offsets, int(rows))
+        scale_blocks.check_row_offsets(row_offsets, int(rows))
 
     def _scale_rows(self, index: torch.Tensor) -> torch.Tensor:
         """Row of the scale container, in `dense_128`, of each contiguous row."""
@@ -284,13 +284,13 @@ class TokenMessage:
         group = torch.searchsorted(offsets[1:].contiguous(), index, right=True)
         start = offsets[group]
         local = index - start
-        scale_offset = offsets.dense_128_offsets(self.row_offsets).to(torch.int64)[group]
-        block = offsets.dense_128_block(start, scale_offset, local)
+        scale_offset = scale_blocks.dense_128_offsets(self.row_offsets).to(torch.int64)[group]
+        block = scale_blocks.dense_128_block(start, scale_offset, local)
         if index.numel() and int(block.max()) >= self.output_scales.shape[0]:
             raise ValueError(
                 f"output_scales: expected more than {int(block.max())} blocks, got {self.output_scales.shape[0]}"
             )
-        return block * offsets.SCALE_BLOCK_ROWS + local % offsets.SCALE_BLOCK_ROWS
+        return block * scale_blocks.SCALE_BLOCK_ROWS + local % scale_blocks.SCALE_BLOCK_ROWS
 
     def _messages(self, buf: torch.Tensor, num_bytes: int, batch: torch.Size) -> torch.Tensor:
         """`buf` as `[T, >= num_bytes]`, checked to hold messages of shape `batch`."""

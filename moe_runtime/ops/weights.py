@@ -1,4 +1,4 @@
-"""Weights of `moe_runtime.ops.operations` prepared once: in the order that the kernels of Hopper read."""
+"""Weights of `moe_runtime.ops` prepared once: in the order that the kernels of Hopper read."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ import torch
 
 from moe_runtime.kernels.formats.number_formats import MXFP8, NVFP4, ScaleLayout, align, ceil_div
 from moe_runtime.kernels.formats.swizzle import swizzle_scales, unswizzle_scales
-from moe_runtime.kernels.gemm.op_gemm import OpProblem, ScaledOperand, plan_op
+from moe_runtime.kernels.gemm.op_gemm import plan_op
+from moe_runtime.kernels.gemm.op_problem import OpProblem, ScaledOperand
 from moe_runtime.kernels.gemm.prepacked import PreparedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.ops.arguments import check_granularity, check_operand, check_tensor

@@ -18,7 +18,7 @@ from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.config import MoELayerConfig, RunConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.experts import Experts
-from moe_runtime.kernels.formats.offsets import expert_starts
+from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.kernels.gemm.weights import GPT_OSS, SILU, SwiGLU
 from moe_runtime.launch.benchmarks import (
     bounds,

@@ -10,11 +10,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from moe_runtime import ops
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.launch import bench
 from moe_runtime.launch.benchmarks import ops_bench
 from moe_runtime.launch.benchmarks.op_problems import OpCall, check_token_format
-from moe_runtime.ops.operations import operations
 from tests.support.comparison import assert_same_bits
 
 
@@ -83,7 +83,7 @@ def test_bytes_and_products_of_a_call(device: torch.device) -> None:
 def test_messages_that_differ_are_counted(monkeypatch: pytest.MonkeyPatch, device: torch.device) -> None:
     rng = torch.Generator(device).manual_seed(1)
     assert check_token_format(150, 256, rng, "auto") == 0
-    message = operations.NVFP4TokenFormat
+    message = ops.NVFP4TokenFormat
     original = message.copy_token_to_send_buf
 
     def spoil(self: object, buf: torch.Tensor, *arguments: object, **more: object) -> None:

@@ -162,13 +162,13 @@ def _with_shared_variables(text: str) -> str:
 
 def _included(text: str) -> str:
     return re.sub(
-        r'^#include "(.*)"$', lambda match: _included((nvrtc.FOLDER / match.group(1)).read_text()), text, flags=re.M
+        r'^#include "(.*)"$', lambda match: _included(nvrtc.source_path(match.group(1)).read_text()), text, flags=re.M
     )
 
 
 def translated(file: str, defines: nvrtc.Defines) -> str:
     """A source of the kernels and what it includes, for a compiler of the host."""
-    text = _preprocessed(_included((nvrtc.FOLDER / file).read_text()), defines)
+    text = _preprocessed(_included(nvrtc.source_path(file).read_text()), defines)
     kernels = []
     for match in re.finditer(r'extern "C" __global__ void\s', text):
         at = match.end()

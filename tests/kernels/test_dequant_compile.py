@@ -35,7 +35,7 @@ from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
 from moe_runtime.kernels.gemm.shapes import FEW_TOKENS, MANY_TOKENS, DequantShape, TokenShape
 from moe_runtime.kernels.gemm.weights import GPT_OSS, GateUpOrder, SwiGLU
 from tests.support.gemm_checks import ROWS_OF_SHAPES, SHAPES
-from tests.support.gemm_plans import dequant_gemm, dequant_swiglu
+from tests.support.gemm_plans import dequant_swiglu, run_dequant_gemm
 
 pytestmark = pytest.mark.cpu_only
 
@@ -105,7 +105,7 @@ def launched(
     a = rows_of(token, rows, k)
     w = weights_of(weight, 64, k, None if activation is None else activation.order)
     if activation is None:
-        dequant_gemm(a, w, torch.empty(rows, 64, dtype=getattr(torch, out)))
+        run_dequant_gemm(a, w, torch.empty(rows, 64, dtype=getattr(torch, out)))
     else:
         name, *decoded = out.split()
         hidden, gsf = empty_intermediate(a, w, name, None)
@@ -250,7 +250,7 @@ def test_dequantization_of_many_tokens_overlaps(
     a = replace(a, group_offsets=torch.zeros(33, dtype=torch.int32), expert_ids=torch.zeros(32, dtype=torch.int32))
     if a.group_scale_offsets is not None:
         a = replace(a, group_scale_offsets=torch.zeros(32, dtype=torch.int32))
-    dequant_gemm(a, w, torch.empty(16, 4096))
+    run_dequant_gemm(a, w, torch.empty(16, 4096))
     first, rest, gemm = recorded
     assert (gemm.defines["WARPGROUPS"] == MIDDLE.warpgroups) == (rows == 128 * 32)
     assert [launch.defines.get("OVERLAPPED") for launch in recorded] == [0, 1, 1]
@@ -298,7 +298,7 @@ def test_nothing_overlaps_on_few_sms_or_where_rows_come_dequantized(limited: str
     a, w = replace(rows_of("nvfp4", 16, 64), expected_rows=8192), weights_of("nvfp4", 4096, 64, None)
     if limited == "decoded":
         a = replace(a, decoded=empty_decoded(a, 64))
-    dequant_gemm(a, w, torch.empty(16, 4096), num_sms=100 if limited == "SMs" else None)
+    run_dequant_gemm(a, w, torch.empty(16, 4096), num_sms=100 if limited == "SMs" else None)
     assert [launch.defines.get("OVERLAPPED") for launch in recorded] == ([0, 0] if limited == "SMs" else [0])
 
 
@@ -370,7 +370,7 @@ def test_shape_is_chosen_by_rows_of_a_group() -> None:
 def test_rows_that_the_kernel_cannot_read(change: dict[str, Any], argument: str, recorded: list[Recorded]) -> None:
     a, w = replace(rows_of("nvfp4", 4, 128), **change), weights_of("nvfp4", 64, 128, None)
     with pytest.raises(ValueError, match=f"^{re.escape(argument)}: expected"):
-        dequant_gemm(a, w, torch.empty(4, 64))
+        run_dequant_gemm(a, w, torch.empty(4, 64))
     assert not recorded
 
 
@@ -378,7 +378,7 @@ def test_results_that_the_kernel_cannot_write(recorded: list[Recorded]) -> None:
     a, w = rows_of("nvfp4", 4, 128), weights_of("nvfp4", 64, 128, None)
     for out in (torch.empty(4, 65)[:, :64], torch.empty(4, 66)[:, 1:65]):
         with pytest.raises(ValueError, match=r"^out: expected rows on 8-byte boundaries"):
-            dequant_gemm(a, w, out)
+            run_dequant_gemm(a, w, out)
     gated = weights_of("nvfp4", 256, 128, GateUpOrder.GATE_UP)
     hidden, gsf = empty_intermediate(a, gated, "fp8_block", None)
     with pytest.raises(ValueError, match=r"^out_format: expected bf16, nvfp4 or mxfp8"):
@@ -390,7 +390,7 @@ def test_weights_too_high_for_the_kernel(recorded: list[Recorded], monkeypatch: 
     monkeypatch.setattr(dequant_gemm, "MAX_UNIT_ROWS", 2)
     a, w = rows_of("nvfp4", 4, 128), weights_of("nvfp4", 65, 128, None)
     with pytest.raises(ValueError, match=r"^w: expected N < 128, got 65"):
-        dequant_gemm(a, w, torch.empty(4, 66)[:, :65])
+        run_dequant_gemm(a, w, torch.empty(4, 66)[:, :65])
     assert not recorded
 
 
@@ -398,7 +398,7 @@ def test_other_gpus_are_refused(recorded: list[Recorded], monkeypatch: pytest.Mo
     monkeypatch.setattr(dequant_gemm, "is_hopper", lambda device: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "another GPU")
     with pytest.raises(ValueError, match=r"^w: prepared for Hopper, got another GPU; use w\.restore"):
-        dequant_gemm(rows_of("nvfp4", 4, 128), weights_of("nvfp4", 64, 128, None), torch.empty(4, 64))
+        run_dequant_gemm(rows_of("nvfp4", 4, 128), weights_of("nvfp4", 64, 128, None), torch.empty(4, 64))
     assert not recorded
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from moe_runtime.kernels.formats.number_formats import ceil_div
-from moe_runtime.kernels.nvrtc import FOLDER
+from moe_runtime.kernels.nvrtc import source_path
 from tests.support.on_host import between, compile_on_host, needs_compiler
 
 pytestmark = [needs_compiler, pytest.mark.cpu_only]
@@ -30,7 +30,7 @@ def counted(request: pytest.FixtureRequest) -> bool:
 
 @pytest.fixture(scope="module")
 def binary(counted: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    text = (FOLDER / "dequant_gemm.cu").read_text()
+    text = source_path("dequant_gemm.cu").read_text()
     walk = between(text, "// One tile of the output", "// What the epilogue of a tile reads")
     path = tmp_path_factory.mktemp("walk") / "walk"
     compile_on_host("walk_on_host.cpp", "WALK", walk, path, "-O1", f"-DOVERLAPPED={int(counted)}")

@@ -20,7 +20,7 @@ from moe_runtime.kernels.gemm.weights import SwiGLU
 from tests.conftest import HAS_GPU
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import make_rows, random_weights
-from tests.support.gemm_plans import dequant_gemm, dequant_swiglu, tma_grouped_gemm, tma_grouped_gemm_swiglu
+from tests.support.gemm_plans import dequant_swiglu, run_dequant_gemm, tma_grouped_gemm, tma_grouped_gemm_swiglu
 
 SIZES = [200, 0, 1, 60]
 
@@ -43,7 +43,7 @@ def test_grids(limit: int | None, blocks: int, rng: torch.Generator, monkeypatch
     w = random_weights("nvfp4", 4, 256, 256, rng, cpu)
     a = make_rows("nvfp4", SIZES, 256, rng, cpu, num_experts=4)
     plain = PreparedWeights.prepare(w)
-    dequant_gemm(a, plain, torch.empty(a.capacity, 256), num_sms=limit)
+    run_dequant_gemm(a, plain, torch.empty(a.capacity, 256), num_sms=limit)
     gated = PreparedWeights.prepare(random_weights("nvfp4", 4, 256, 256, rng, cpu, gate_up=True))
     out, gsf = empty_intermediate(a, gated, "nvfp4", None)
     dequant_swiglu(a, gated, SwiGLU(), out, gsf, num_sms=limit)
@@ -74,7 +74,7 @@ def test_a_product_that_is_limited_does_not_start_beside_the_one_before(
         hidden, gsf = empty_intermediate(a, gate_up, "nvfp4", None)
         hidden = replace(hidden, decoded=dequant_tokens.empty_decoded(a, hidden.num_columns))
         dequant_swiglu(a, gate_up, SwiGLU(), hidden, gsf, num_sms=limit)
-        dequant_gemm(hidden, down, torch.empty(a.capacity, 256), num_sms=limit)
+        run_dequant_gemm(hidden, down, torch.empty(a.capacity, 256), num_sms=limit)
     first = [("decode_tokens", True), ("decoded_gemm", True)]
     assert early == [*first, ("decoded_gemm", True), *first, ("decoded_gemm", False)]
 

@@ -12,8 +12,8 @@ from typing import Any
 import pytest
 import torch
 
+from moe_runtime.ops import operations
 from moe_runtime.ops.arguments import check_choice, resolve_validate
-from moe_runtime.ops.operations import operations
 from tests.support.comparison import assert_same_bits
 from tests.support.op_cases import OpCase, fp8, mxfp8, nvfp4_closed, nvfp4_dense
 

@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+from moe_runtime import ops
 from moe_runtime.kernels.gemm.prepacked import PreparedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder
-from moe_runtime.ops.operations import operations
 from tests.support.comparison import assert_same_bits
 from tests.support.op_cases import OpCase, check, mxfp8, nvfp4_closed, nvfp4_dense
 
@@ -51,8 +51,8 @@ def test_rows_and_prepared_weights_of_different_blocks(
         rows, weights = (mxfp8([4, 0, 13, 3], n, k, rng, device, block=size) for size in (block, prepared_block))
         more = torch.randint(0, 8, (4, n, -(-k // prepared_block)), generator=rng).to(torch.uint8).to(device)
         b, scale = weights.arguments["b"], weights.arguments["b_scale"]
-        scale = operations.pack_ue8m0_weights(operations.unpack_ue8m0_weights(scale, more.shape[2]) + more)
-        w = operations.prepare_mxfp8(b, scale, (1, 1, prepared_block))
+        scale = ops.pack_ue8m0_weights(ops.unpack_ue8m0_weights(scale, more.shape[2]) + more)
+        w = ops.prepare_mxfp8(b, scale, (1, 1, prepared_block))
         exact = weights.weights * torch.exp2(more.double()).repeat_interleave(prepared_block, 2)[..., :k]
         check(replace(rows, arguments=rows.arguments | {"b": w, "b_scale": None}, weights=exact), engine)
 
@@ -100,11 +100,11 @@ def test_wrong_arguments(rng: torch.Generator, device: torch.device) -> None:
     other = ExpertWeights.quantize(torch.randn(2, 32, 64, generator=rng).to(device), "mxfp8")
     refused("^b: expected plain", b=PreparedWeights.prepare(other))
     with pytest.raises(ValueError, match=r"^b_scales: expected"):
-        operations.prepare_nvfp4(raw.arguments["b"], torch.full_like(raw.arguments["b_scales"], torch.nan))
+        ops.prepare_nvfp4(raw.arguments["b"], torch.full_like(raw.arguments["b_scales"], torch.nan))
     with pytest.raises(ValueError, match=r"^b: expected N"):
-        operations.prepare_nvfp4(raw.arguments["b"][:, :20].contiguous(), raw.arguments["b_scales"])
+        ops.prepare_nvfp4(raw.arguments["b"][:, :20].contiguous(), raw.arguments["b_scales"])
     with pytest.raises(ValueError, match=r"^b_scales"):
-        operations.prepare_nvfp4(raw.arguments["b"], raw.arguments["b_scales"][:1])
+        ops.prepare_nvfp4(raw.arguments["b"], raw.arguments["b_scales"][:1])
     with pytest.raises(ValueError, match=r"^expert_scales: expected"):
         replace(w, expert_scales=torch.ones(3, device=device))
     with pytest.raises(ValueError, match=r"^units: expected"):

@@ -17,7 +17,7 @@ from moe_runtime.kernels.formats import reference_quantize
 from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.gemm import op_reference
 from moe_runtime.kernels.gemm.plan import choose_op_tile, has_native_mma
-from moe_runtime.ops.operations import inputs, operations, scales
+from moe_runtime.ops import inputs, operations, scales
 from tests.support import op_cases
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import bits

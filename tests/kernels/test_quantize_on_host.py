@@ -14,7 +14,7 @@ import torch
 
 from moe_runtime.kernels.formats.number_formats import BF16, MAX_ENCODE_SCALE, NVFP4
 from moe_runtime.kernels.formats.reference_quantize import quantize_rows
-from moe_runtime.kernels.nvrtc import FOLDER
+from moe_runtime.kernels.nvrtc import source_path
 from tests.support.comparison import assert_same_bits
 from tests.support.on_host import between, compile_on_host, needs_compiler
 
@@ -25,7 +25,7 @@ pytestmark = needs_compiler
 
 def host_text() -> str:
     """quantize.cuh up to formats whose blocks span lanes, less what is an instruction, `divide` and `scale_code`."""
-    text = (FOLDER / "quantize.cuh").read_text()
+    text = source_path("quantize.cuh").read_text()
     text = between(text, "constexpr u32 MAGNITUDE", "// Quantizes unit `unit` of a row of any other format")
     for start, end in (
         ("// Numbers of a unit", "// bf16 bits;"),
@@ -33,9 +33,9 @@ def host_text() -> str:
         ("// The largest of `bits` over", "// e2m1 codes of 8"),
     ):
         text = text.replace(between(text, start, end), "")
-    numbers = (FOLDER / "numbers.cuh").read_text()
+    numbers = source_path("numbers.cuh").read_text()
     text += between(numbers, "// x / s rounded to nearest", "// bf16 2^(byte - 127)")
-    gemm = (FOLDER / "dequant_gemm.cu").read_text()
+    gemm = source_path("dequant_gemm.cu").read_text()
     text += between(gemm, "__device__ __forceinline__ bool is_finite", "// The larger magnitude")
     text += "struct Requantization {\n  float gsf;\n"
     text += between(gemm, "  __device__ __forceinline__ u32 scale_code", "\n};") + "\n};\n"

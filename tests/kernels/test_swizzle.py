@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.formats import offsets
+from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.swizzle import swizzle_scales, swizzled_offset, unswizzle_scales
 from tests.support.comparison import assert_same_bits
 
@@ -81,10 +81,10 @@ def test_offsets_of_kernel_and_host_are_one_formula(device: torch.device) -> Non
     rows, columns = 260, 7
     out = torch.full((rows, columns), -1, dtype=torch.int32, device=device)
     _offset_kernel[(triton.cdiv(rows * columns, 1024),)](out, rows, columns, BLOCK=1024)
-    expected = [[offsets.swizzled_offset(r, v, columns) for v in range(columns)] for r in range(rows)]
+    expected = [[scale_blocks.swizzled_offset(r, v, columns) for v in range(columns)] for r in range(rows)]
     assert out.tolist() == expected
     assert len(set(out.flatten().tolist())) == rows * columns
-    assert [offsets.swizzled_offset(r, v, 4) for r, v in [(0, 1), (1, 0), (32, 0), (128, 0)]] == [1, 16, 4, 512]
+    assert [scale_blocks.swizzled_offset(r, v, 4) for r, v in [(0, 1), (1, 0), (32, 0), (128, 0)]] == [1, 16, 4, 512]
 
 
 def test_bad_input(device: torch.device) -> None:

@@ -21,7 +21,7 @@ from moe_runtime.config import ModeName, MoELayerConfig, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.integrations.transformers_models import own_experts
 from moe_runtime.kernels.formats.number_formats import FORMATS
-from moe_runtime.kernels.formats.offsets import expert_starts
+from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
 from moe_runtime.layer import MoELayer
 from moe_runtime.metrics import PhaseTimes

@@ -20,13 +20,15 @@ from moe_runtime.checkpoints.checkpoint import write_qwen3_moe_checkpoint
 from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, RoutingError
 from moe_runtime.comm.failures import abort_words
 from moe_runtime.config import MoELayerConfig
-from moe_runtime.context.expert_parallel import ExpertParallelContext, memory
+from moe_runtime.context import memory
+from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.exchange import reference
 from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.gemm.prepacked import PreparedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.layer import MoELayer
-from moe_runtime.placement.placement import Placement, migration, plan_placement, rebalance
+from moe_runtime.placement import migration, rebalance
+from moe_runtime.placement.placement import Placement, plan_placement
 from moe_runtime.reference import error_bound, moe_reference, relative_error
 from moe_runtime.virtual import VirtualRanks, replace_experts, virtual_contexts
 from tests.support.comparison import assert_same_bits

@@ -14,7 +14,7 @@ from moe_runtime.comm.errors import PeerAbortedError
 from moe_runtime.config import MoELayerConfig, SharedExpertConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchedTokens
-from moe_runtime.kernels.formats.offsets import expert_starts
+from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.layer import MoELayer
 from moe_runtime.metrics import PhaseTimes
 from moe_runtime.virtual import VirtualRanks

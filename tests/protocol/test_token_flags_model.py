@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields, replace
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import pytest
 
 from moe_runtime.comm.signals import TURN_BIT, tag_of
+from moe_runtime.kernels.nvrtc import source_path
 from tests.support.exploration import Finding
 from tests.support.token_flags_model import RIGHT, Machine, Rules, explore, turn_of
 
@@ -22,7 +22,6 @@ NEVER_COMBINED = "s1 w1 s2 w2 u1 s3 w3 u2 s4 w4 u3 s5 w5 u4"
 SENT_AHEAD = "s1 s2 w1 u1 s3 w2 u2 s4 w3 u3 s5 w4 w5"
 UNAWAITED = "s1 w1 c1 s2 w2 c2 s3 s4 s5 w5"
 SCRIPTS = (IN_TURN, OVERLAPPING, NEVER_COMBINED, SENT_AHEAD, UNAWAITED)
-KERNELS_FOLDER = Path(__file__).parents[1] / "kernels"
 ONE_STEP = ["s1 w1"] * 3
 
 
@@ -249,7 +248,7 @@ def test_all_rules_are_left_out_once() -> None:
 
 @pytest.mark.parametrize("safeguard", SAFEGUARDS, ids=lambda safeguard: safeguard.rule)
 def test_kernels_are_as_the_model_says(safeguard: Safeguard) -> None:
-    text = (KERNELS_FOLDER / safeguard.source).read_text()
+    text = source_path(safeguard.source).read_text()
     assert safeguard.text in text, f"{safeguard.source} has changed: is {safeguard.rule} still what it does?"
 
 

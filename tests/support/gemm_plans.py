@@ -11,7 +11,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from moe_runtime.kernels.formats.number_formats import TokenFormat, token_format
+from moe_runtime.kernels.formats.number_formats import TokenFormat, format_named
 from moe_runtime.kernels.gemm import dequant_gemm, plan, tma_gemm
 from moe_runtime.kernels.gemm import grouped_gemm as gemm_module
 from moe_runtime.kernels.gemm.arguments import check_operands, check_out, empty_intermediate
@@ -47,7 +47,7 @@ def planned(
         return gemm_module._plan(a, w, "cuda", num_sms, out=out, out_format=out_format)
 
 
-def dequant_gemm(a: GroupedRows, w: PreparedWeights, out: torch.Tensor, *, num_sms: int | None = None) -> None:
+def run_dequant_gemm(a: GroupedRows, w: PreparedWeights, out: torch.Tensor, *, num_sms: int | None = None) -> None:
     """`grouped_gemm` by `dequant_gemm.cu`."""
     dequant_gemm.decoded_gemm(a, w, out, planned(a, w, out=out, num_sms=num_sms))
 
@@ -111,6 +111,6 @@ def tma_grouped_gemm_swiglu(
     """`grouped_gemm_swiglu` by `tma_gemm.cu`, in `shape` where that is given."""
     check_operands(a, w)
     out, _ = empty_intermediate(a, w, out_format, None)
-    plan = tma_plan(a, w, out_format=token_format(out_format), shape=shape, num_sms=num_sms)
+    plan = tma_plan(a, w, out_format=format_named(out_format), shape=shape, num_sms=num_sms)
     tma_gemm.multiply_swiglu(a, w, activation, out, plan)
     return out

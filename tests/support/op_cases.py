@@ -15,8 +15,8 @@ import ml_dtypes
 import numpy as np
 import torch
 
+from moe_runtime import ops
 from moe_runtime.launch.benchmarks.fp8_bound import fp8_mma_slack
-from moe_runtime.ops.operations import operations
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import Exact, check_inside, swizzled
 
@@ -56,7 +56,7 @@ class OpCase:
 
     @property
     def is_in_place(self) -> bool:
-        return self.operation is operations.grouped_matmul_dynamic_scaled_nvfp4
+        return self.operation is ops.grouped_matmul_dynamic_scaled_nvfp4
 
     def empty(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """An output of NaNs with a payload that no kernel makes."""
@@ -74,10 +74,10 @@ class OpCase:
     def prepared(self) -> OpCase:
         """The same call with `b` prepared and without its scales."""
         b, scales = self.arguments["b"], "b_scales" if self.is_in_place else "b_scale"
-        if self.operation is operations.moe_gemm_mxfp8_nt_groupwise:
-            w = operations.prepare_mxfp8(b, self.arguments[scales], self.arguments["scale_granularity_mnk"])
+        if self.operation is ops.moe_gemm_mxfp8_nt_groupwise:
+            w = ops.prepare_mxfp8(b, self.arguments[scales], self.arguments["scale_granularity_mnk"])
         else:
-            w = operations.prepare_nvfp4(b, self.arguments[scales])
+            w = ops.prepare_nvfp4(b, self.arguments[scales])
         return replace(self, arguments=self.arguments | {"b": w, scales: None})
 
     def exact(self) -> Exact:
@@ -87,7 +87,7 @@ class OpCase:
         written = torch.zeros(len(value), dtype=torch.bool, device=device)
         imprecise = (
             device.type == "cuda"
-            and self.operation is operations.group_gemm_fp8_nt_groupwise
+            and self.operation is ops.group_gemm_fp8_nt_groupwise
             and torch.cuda.get_device_capability()[0] == 9
         )
         groups = zip(self.offsets, self.offsets[1:], self.experts, self.factors, strict=False)
@@ -138,15 +138,15 @@ def nvfp4_dense(
         block += gaps
         shifts.append(block - start // 128)
         block += -(-size // 128)
-    blocks, _ = operations.pack_dense_128(a_linear, offsets, shifts, block)
-    used, _ = operations.pack_dense_128(torch.ones_like(a_linear, dtype=torch.uint8), offsets, shifts, block)
-    b_blocks = operations.swizzle_scales(b_linear)
+    blocks, _ = ops.pack_dense_128(a_linear, offsets, shifts, block)
+    used, _ = ops.pack_dense_128(torch.ones_like(a_linear, dtype=torch.uint8), offsets, shifts, block)
+    b_blocks = ops.swizzle_scales(b_linear)
     factors = _factors(experts, rng, integers)
     arguments = dict(
         a=a,
         b=b,
         a_scales=_poison(blocks, used),
-        b_scales=_poison(b_blocks, operations.swizzle_scales(torch.ones_like(b_linear, dtype=torch.uint8))),
+        b_scales=_poison(b_blocks, ops.swizzle_scales(torch.ones_like(b_linear, dtype=torch.uint8))),
         group_offsets=torch.tensor(offsets, dtype=torch.int32).view(offsets_dtype),
         group_scale_offsets=torch.tensor(shifts, dtype=torch.int32).view(offsets_dtype),
         expert_ids=torch.tensor(ids, dtype=torch.int32),
@@ -158,7 +158,7 @@ def nvfp4_dense(
     rows = _decode_swizzled(arguments["a_scales"], arguments["a"], _rows(offsets, starts))
     weights = _decode_nvfp4_weights(arguments["b_scales"], arguments["b"])
     by_group = [float(factors[e]) if 0 <= e < experts else 0.0 for e in ids]
-    operation = operations.grouped_matmul_dynamic_scaled_nvfp4
+    operation = ops.grouped_matmul_dynamic_scaled_nvfp4
     return OpCase(operation, arguments, rows, weights, offsets, ids, by_group)
 
 
@@ -168,13 +168,13 @@ def nvfp4_closed(
     """`group_gemm_nvfp4_nt_groupwise`."""
     offsets, experts = [0, *np.cumsum(sizes).tolist()], len(sizes)
     (a, a_linear), (b, b_linear) = _nvfp4((offsets[-1], k), rng, integers), _nvfp4((experts, n, k), rng, integers)
-    used = operations.pack_closed_form_128(torch.ones_like(a_linear, dtype=torch.uint8), offsets)
-    b_used = operations.pack_swizzled_weights(torch.ones_like(b_linear, dtype=torch.uint8))
+    used = ops.pack_closed_form_128(torch.ones_like(a_linear, dtype=torch.uint8), offsets)
+    b_used = ops.pack_swizzled_weights(torch.ones_like(b_linear, dtype=torch.uint8))
     arguments = dict(
         a=a,
         b=b,
-        a_scale=_poison(operations.pack_closed_form_128(a_linear, offsets), used),
-        b_scale=_poison(operations.pack_swizzled_weights(b_linear), b_used),
+        a_scale=_poison(ops.pack_closed_form_128(a_linear, offsets), used),
+        b_scale=_poison(ops.pack_swizzled_weights(b_linear), b_used),
         m_indptr=torch.tensor(offsets, dtype=torch.int32),
         alpha=_factors(experts, rng, integers),
     )
@@ -182,7 +182,7 @@ def nvfp4_closed(
     arguments = _to(arguments, device)
     rows = _decode_swizzled(arguments["a_scale"], arguments["a"], _rows(offsets, starts))
     weights = _decode_nvfp4_weights(arguments["b_scale"], arguments["b"])
-    factors, operation = arguments["alpha"].tolist(), operations.group_gemm_nvfp4_nt_groupwise
+    factors, operation = arguments["alpha"].tolist(), ops.group_gemm_nvfp4_nt_groupwise
     return OpCase(operation, arguments, rows, weights, offsets, list(range(experts)), factors)
 
 
@@ -205,11 +205,11 @@ def mxfp8(
             _randint(126, 129, s, rng).to(torch.uint8) for s in ((offsets[-1], columns), (experts, n, columns))
         )
     else:
-        a, a_linear = operations.quantize_mxfp8(_spread((offsets[-1], k), rng), block)
-        b, b_linear = operations.quantize_mxfp8(_spread((experts, n, k), rng), block)
-    used = operations.pack_ue8m0_rows(torch.full_like(a_linear, 255), offsets)
-    b_used = operations.pack_ue8m0_weights(torch.full_like(b_linear, 255))
-    packed, b_packed = operations.pack_ue8m0_rows(a_linear, offsets), operations.pack_ue8m0_weights(b_linear)
+        a, a_linear = ops.quantize_mxfp8(_spread((offsets[-1], k), rng), block)
+        b, b_linear = ops.quantize_mxfp8(_spread((experts, n, k), rng), block)
+    used = ops.pack_ue8m0_rows(torch.full_like(a_linear, 255), offsets)
+    b_used = ops.pack_ue8m0_weights(torch.full_like(b_linear, 255))
+    packed, b_packed = ops.pack_ue8m0_rows(a_linear, offsets), ops.pack_ue8m0_weights(b_linear)
     packed |= ~used
     b_packed |= ~b_used
     arguments = dict(
@@ -237,7 +237,7 @@ def mxfp8(
     rows *= factors(moved["a_scale"], _rows(offsets, starts))
     for e in range(experts):
         weights[e] *= factors(moved["b_scale"][e], torch.arange(n))
-    operation, ones = operations.moe_gemm_mxfp8_nt_groupwise, [1.0] * experts
+    operation, ones = ops.moe_gemm_mxfp8_nt_groupwise, [1.0] * experts
     return OpCase(operation, moved, rows, weights, offsets, list(range(experts)), ones)
 
 
@@ -263,14 +263,14 @@ def fp8(
             for s in ((-(-offsets[-1] // gm), k // 128), (experts, -(-n // 128), k // 128))
         )
     else:
-        a, a_linear = operations.quantize_fp8(_spread((offsets[-1], k), rng), gm, dtype)
-        b, b_linear = operations.quantize_fp8(_spread((experts, n, k), rng), 128, dtype)
+        a, a_linear = ops.quantize_fp8(_spread((offsets[-1], k), rng), gm, dtype)
+        b, b_linear = ops.quantize_fp8(_spread((experts, n, k), rng), 128, dtype)
     a_linear = torch.nn.functional.pad(a_linear, (0, 0, 0, spare), value=float("nan"))
     arguments = dict(
         a=a,
         b=b,
-        a_scale=operations.pack_scale_major(a_linear, major),
-        b_scale=operations.pack_scale_major(b_linear, major),
+        a_scale=ops.pack_scale_major(a_linear, major),
+        b_scale=ops.pack_scale_major(b_linear, major),
         m_indptr=torch.tensor(offsets, dtype=torch.int32),
         scale_granularity_mnk=(gm, 128, 128),
         scale_major_mode=major,
@@ -284,7 +284,7 @@ def fp8(
     rows *= a_scale[torch.tensor(place, dtype=torch.int64, device=device)].repeat_interleave(128, 1)
     for e in range(experts):
         weights[e] *= b_scale[e].repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)
-    operation, ones = operations.group_gemm_fp8_nt_groupwise, [1.0] * experts
+    operation, ones = ops.group_gemm_fp8_nt_groupwise, [1.0] * experts
     return OpCase(operation, arguments, rows, weights, offsets, list(range(experts)), ones)
 
 
@@ -303,7 +303,7 @@ def _spread(shape: tuple[int, ...], rng: torch.Generator) -> torch.Tensor:
 
 def _nvfp4(shape: tuple[int, ...], rng: torch.Generator, integers: bool) -> tuple[torch.Tensor, torch.Tensor]:
     if not integers:
-        return operations.quantize_nvfp4(_spread(shape, rng), 16.0)
+        return ops.quantize_nvfp4(_spread(shape, rng), 16.0)
     codes = torch.tensor([0, 2, 4, 5, 6, 7, 10, 12, 13, 14, 15], dtype=torch.uint8, device=rng.device)
     nibbles = codes[_randint(0, len(codes), shape, rng)]
     scales = 2.0 ** _randint(-1, 2, (*shape[:-1], shape[-1] // 16), rng)

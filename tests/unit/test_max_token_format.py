@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 
-from moe_runtime.kernels.formats import offsets
+from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.number_formats import FORMATS, FP8_BLOCK, NVFP4, TokenFormat
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.formats.swizzle import swizzle_scales, unswizzle_scales
-from moe_runtime.ops.operations import token_format
+from moe_runtime.ops import token_format
 from moe_runtime.ops.token_format import NVFP4TokenFormat, TokenMessage
 from tests.support.comparison import assert_same_bits
 
@@ -171,7 +171,7 @@ def test_copy_msg_to_output_tensor_swizzles_into_dense_128(device: torch.device,
     hidden = 96  # 6 scale columns: not a multiple of 4
     counts = [100, 0, 200, 1]
     rows = torch.tensor([0, 100, 100, 300, 301], dtype=torch.int32, device=device)
-    blocks = offsets.dense_128_blocks_needed(301, 4)
+    blocks = scale_blocks.dense_128_blocks_needed(301, 4)
     tokens = torch.full((310, hidden // 2), 0xA5, dtype=torch.uint8, device=device)
     scales = torch.full((blocks, 2, 32, 4, 4), 0xA5, dtype=torch.uint8, device=device).view(torch.float8_e4m3fn)
     token = NVFP4TokenFormat(hidden, 2, output_tokens=tokens, output_scales=scales)

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from moe_runtime.placement import migration_plan as moves_module
 from moe_runtime.placement.migration_plan import SPARE, Move, plan_moves
 from moe_runtime.placement.placement import Placement, plan_placement
-from moe_runtime.placement.placement import migration_plan as moves_module
 
 
 @st.composite

@@ -25,7 +25,7 @@ TOPS = {"moe_runtime": ROOT / "moe_runtime"} | {f"moe_runtime.{name}": ROOT / na
 FOLDERS = TOPS | {
     f"{package}.{path.parent.relative_to(folder).as_posix().replace('/', '.')}": path.parent
     for package, folder in TOPS.items()
-    for path in sorted(folder.rglob("*.py"))
+    for path in (*sorted(folder.rglob("*.py")), *sorted(folder.rglob("*.cuh")))
     if path.parent != folder and not any((folder / part).is_symlink() for part in path.relative_to(folder).parts[:1])
 }
 """Every folder with code in it, by the name of its package."""

@@ -15,9 +15,9 @@ from hypothesis import strategies as st
 
 from moe_runtime.config import PlacementConfig
 from moe_runtime.launch.common import cases
+from moe_runtime.placement import placement as placement_module
 from moe_runtime.placement.physical_experts import SlotTable
 from moe_runtime.placement.placement import Placement, placement_from_config, plan_placement
-from moe_runtime.placement.placement import placement as placement_module
 
 LOADS = st.lists(st.floats(0, 1e12), min_size=1, max_size=24)
 

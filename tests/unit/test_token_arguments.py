@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.ops.operations import operations
+from moe_runtime import ops
 from tests.kernels.test_op_arguments import NOT_TENSORS, OTHER_DTYPES
 
 WRONG_CALLS = 2000
@@ -48,7 +48,7 @@ def wrong_constructors(draw: random.Random) -> Iterator[Wrong]:
             yield "alignment", (HIDDEN, TOP_K, alignment)
 
 
-def wrong_sends(token: operations.NVFP4TokenFormat, draw: random.Random) -> Iterator[Wrong]:
+def wrong_sends(token: ops.NVFP4TokenFormat, draw: random.Random) -> Iterator[Wrong]:
     buf, src = torch.zeros(TOKENS, token.msg_size(), dtype=torch.uint8), torch.zeros(TOKENS, HIDDEN)
     for bad in NOT_TENSORS:
         yield "buf", (bad, src, 1.0)
@@ -70,7 +70,7 @@ def wrong_sends(token: operations.NVFP4TokenFormat, draw: random.Random) -> Iter
             yield "buf", (torch.zeros(size, dtype=torch.uint8), src, 1.0)
 
 
-def wrong_arrivals(token: operations.NVFP4TokenFormat, draw: random.Random) -> Iterator[Wrong]:
+def wrong_arrivals(token: ops.NVFP4TokenFormat, draw: random.Random) -> Iterator[Wrong]:
     buf, index = torch.zeros(TOKENS, token.msg_size(), dtype=torch.uint8), torch.arange(TOKENS)
     for bad in NOT_TENSORS:
         yield "buf", (bad, index)
@@ -106,7 +106,7 @@ def mark(name: str, arguments: tuple[Any, ...]) -> tuple[object, ...]:
 
 def test_wrong_calls_are_refused_by_name(seed: int) -> None:
     draw = random.Random(seed)
-    token = operations.NVFP4TokenFormat(
+    token = ops.NVFP4TokenFormat(
         HIDDEN,
         TOP_K,
         output_tokens=torch.zeros(ROWS, HIDDEN // 2, dtype=torch.uint8),
@@ -116,7 +116,7 @@ def test_wrong_calls_are_refused_by_name(seed: int) -> None:
     refused: Counter[str] = Counter()
     seen = set()
     callers: tuple[tuple[Callable[..., object], Iterator[Wrong], int], ...] = (
-        (operations.NVFP4TokenFormat, wrong_constructors(draw), 1200),
+        (ops.NVFP4TokenFormat, wrong_constructors(draw), 1200),
         (token.copy_token_to_send_buf, wrong_sends(token, draw), 700),
         (token.copy_msg_to_output_tensor, wrong_arrivals(token, draw), 900),
     )

@@ -17,7 +17,7 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.formats.number_formats import FORMATS, WEIGHT_FORMATS
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.layer import MoELayer
-from moe_runtime.ops.operations import inputs
+from moe_runtime.ops import inputs
 from moe_runtime.placement.placement import Placement
 from tests.support.comparison import assert_same_bits
 

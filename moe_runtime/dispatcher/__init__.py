@@ -1,0 +1,8 @@
+"""Tokens to the ranks of their experts and back."""
+
+from __future__ import annotations
+
+from moe_runtime.dispatcher.handle import CombineSink, DispatchedTokens, DispatchHandle
+from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
+
+__all__ = ["CombineSink", "DispatchHandle", "DispatchedTokens", "TokenDispatcher"]
