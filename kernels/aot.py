@@ -210,7 +210,7 @@ def _dequant(operation: str, fmt: TokenFormat, shape: DequantShape, out_dtype: t
     gated = operation == GATED
     arguments = fmt, fmt, shape, unit_columns(HIDDEN), fmt if gated else None, out_dtype, SILU if gated else None
     defines, _ = dequant_gemm.macros(*arguments, **more)
-    return CudaCase(operation, fmt.name, "dequant_gemm.cu", "decoded_gemm", defines, instruction=BF16_WGMMA)
+    return CudaCase(operation, fmt.name, "dequant_gemm.cu", "dequant_gemm", defines, instruction=BF16_WGMMA)
 
 
 def _tma(
@@ -250,7 +250,7 @@ def _hopper_cases() -> Iterator[CudaCase]:
         layouts: list[dict[str, Any]] = [{}, {"packed": True}, {"shape": overlapped_shape}]
         for layout in layouts + ([{"scales_in_record": True}] if fmt.swizzled else []):
             defines = dequant_tokens.token_macros(fmt, **layout)
-            yield CudaCase("decode_tokens", fmt.name, "dequant_tokens.cu", "decode_tokens", defines)
+            yield CudaCase("dequant_tokens", fmt.name, "dequant_tokens.cu", "dequant_tokens", defines)
 
 
 AOT_CASES: tuple[AotCase | CudaCase, ...] = (*_hopper_cases(), *_layer_cases(), *_op_cases())

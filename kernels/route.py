@@ -3,7 +3,7 @@
 `_logits_kernel` sums a part of K for a tile of tokens and experts; `_choose_kernel` adds the parts of a token in order,
 scores, and takes one expert after the other. A weight of fp32 is three numbers of bf16, which MMA multiplies exactly;
 where all of a tile are bf16 already the other two are left out, which changes no bit. Sums are fp32, in an order that
-depends on the sizes alone, so that a token's answer does not depend on its neighbours. The twin, in float64, is
+depends on the sizes alone, so that a token's answer does not depend on its neighbours. The reference, in float64, is
 `moe_runtime.router.Router`.
 
 The two numbers at H = 7168, E = 256: 7.3 MB of weights, 2 us at 4.3 TB/s, whatever the tokens; 15 GFLOP at 4096 tokens

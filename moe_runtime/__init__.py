@@ -31,6 +31,9 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING
 
+from moe_runtime.support import moved
+from moe_runtime.support.deprecation import warn_renamed
+
 if TYPE_CHECKING:
     from moe_runtime.comm.bootstrap import init_from_env
     from moe_runtime.comm.errors import (
@@ -55,14 +58,14 @@ if TYPE_CHECKING:
     from moe_runtime.kernels.formats.number_formats import FORMATS, QuantizedRows, TokenFormat
     from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
     from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
-    from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+    from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
     from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
     from moe_runtime.layer import MoELayer
     from moe_runtime.ops.token_format import NVFP4TokenFormat
     from moe_runtime.placement.placement import Placement, plan_placement
     from moe_runtime.router import Router
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "FORMATS",
@@ -86,7 +89,7 @@ __all__ = [
     "PeerAbortedError",
     "PeerTimeoutError",
     "Placement",
-    "PreparedWeights",
+    "PrepackedWeights",
     "QuantizedRows",
     "RecordLayout",
     "Router",
@@ -110,54 +113,60 @@ __all__ = [
 ]
 
 _MODULE_OF = {
-    "FORMATS": "formats",
-    "CapacityError": "errors",
-    "CombineSink": "dispatch_handle",
-    "DispatchHandle": "dispatch_handle",
-    "DispatchedTokens": "dispatch_handle",
-    "ExpertParallel": "parallel",
-    "ExpertParallelContext": "context",
-    "ExpertWeights": "weights",
+    "CapacityError": "comm.errors",
+    "CombineSink": "dispatcher.handle",
+    "DispatchHandle": "dispatcher.handle",
+    "DispatchedTokens": "dispatcher.handle",
+    "ExpertParallel": "integrations.transformers",
+    "ExpertParallelContext": "context.expert_parallel",
+    "ExpertWeights": "kernels.gemm.weights",
     "Experts": "experts",
-    "GateUpOrder": "weights",
-    "GroupedRows": "grouped",
+    "FORMATS": "kernels.formats.number_formats",
+    "GateUpOrder": "kernels.gemm.weights",
+    "GroupedRows": "kernels.gemm.grouped_rows",
     "LayerCounters": "counters",
     "LayerCounts": "counters",
     "MoELayer": "layer",
     "MoELayerConfig": "config",
-    "MoERuntimeError": "errors",
-    "NVFP4TokenFormat": "max_token_format",
+    "MoERuntimeError": "comm.errors",
+    "NVFP4TokenFormat": "ops.token_format",
     "ParallelConfig": "config",
-    "PeerAbortedError": "errors",
-    "PeerTimeoutError": "errors",
-    "Placement": "placement",
-    "PreparedWeights": "prepared",
-    "QuantizedRows": "formats",
-    "RecordLayout": "record",
+    "PeerAbortedError": "comm.errors",
+    "PeerTimeoutError": "comm.errors",
+    "Placement": "placement.placement",
+    "PrepackedWeights": "kernels.gemm.prepacked",
+    "QuantizedRows": "kernels.formats.number_formats",
+    "RecordLayout": "kernels.exchange.record",
     "Router": "router",
     "RouterConfig": "config",
-    "RoutingError": "errors",
+    "RoutingError": "comm.errors",
     "RunConfig": "config",
-    "StaleHandleError": "errors",
-    "StepMismatchError": "errors",
-    "SwiGLU": "weights",
-    "TokenDispatcher": "dispatcher",
-    "TokenFormat": "formats",
-    "apply_expert_parallel": "parallel",
-    "dequantize_rows": "kernels.quantize",
+    "StaleHandleError": "comm.errors",
+    "StepMismatchError": "comm.errors",
+    "SwiGLU": "kernels.gemm.weights",
+    "TokenDispatcher": "dispatcher.token_dispatcher",
+    "TokenFormat": "kernels.formats.number_formats",
+    "apply_expert_parallel": "integrations.transformers",
+    "dequantize_rows": "kernels.formats.quantize",
     "imbalance": "counters",
     "init_from_env": "comm.bootstrap",
     "load_config": "config",
-    "plan_placement": "placement",
-    "quantize_rows": "kernels.quantize",
-    "reserved_bytes": "memory",
-    "without_experts": "transformers_models",
+    "plan_placement": "placement.placement",
+    "quantize_rows": "kernels.formats.quantize",
+    "reserved_bytes": "context.memory",
+    "without_experts": "integrations.transformers_models",
 }
 
+_RENAMED = {"PreparedWeights": "PrepackedWeights"}
+
+moved.install()
 
 if not TYPE_CHECKING:  # a type checker would take it as a promise that every name exists
 
     def __getattr__(name: str) -> object:
+        if name in _RENAMED:
+            warn_renamed(f"{__name__}.{name}", _RENAMED[name])
+            name = _RENAMED[name]
         if name not in _MODULE_OF:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         value = getattr(import_module(f"{__name__}.{_MODULE_OF[name]}"), name)

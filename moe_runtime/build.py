@@ -132,4 +132,4 @@ def make_experts(
         intermediate_gsf=config.intermediate_gsf,
         engine=context.engine,
     )
-    return made.prepared()
+    return made.prepacked()

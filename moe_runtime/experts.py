@@ -11,11 +11,11 @@ from moe_runtime.config import ActivationConfig, MoELayerConfig
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.formats.number_formats import TokenFormat, format_named, token_formats_for, weight_format_named
 from moe_runtime.kernels.gemm.arguments import check_activation, check_formats, encode_scale
-from moe_runtime.kernels.gemm.dequant_layout import DECODED_FORMATS, UNIT, unit_columns
+from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS, UNIT, unit_columns
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmPlan, GemmProblem, plan_gemm
-from moe_runtime.kernels.gemm.prepacked import MAX_PREPARED_EXPERTS, RESULT_FORMATS, PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, RESULT_FORMATS, PrepackedWeights
 from moe_runtime.kernels.gemm.weights import SILU, ExpertWeights, GateUpOrder, SwiGLU
 from moe_runtime.kernels.runtime import Engine, resolve_engine
 from moe_runtime.metrics import phase
@@ -30,7 +30,7 @@ def swiglu_of(activation: ActivationConfig) -> SwiGLU:
 class Experts:
     """`down @ act(gate_up @ x)` of each row, by the expert of its group.
 
-    Nothing waits for the host, with one exception: where the engine is not `cuda`, prepared weights are restored in
+    Nothing waits for the host, with one exception: where the engine is not `cuda`, prepacked weights are restored in
     each call, and that waits for the host.
 
     Attributes:
@@ -50,8 +50,8 @@ class Experts:
         ValueError: weights that do not belong together; the message names the argument.
     """
 
-    gate_up: ExpertWeights | PreparedWeights
-    down: ExpertWeights | PreparedWeights
+    gate_up: ExpertWeights | PrepackedWeights
+    down: ExpertWeights | PrepackedWeights
     activation: SwiGLU = SILU
     intermediate_format: str | TokenFormat | None = None
     intermediate_gsf: float | torch.Tensor | None = None
@@ -63,10 +63,10 @@ class Experts:
         if self.num_sms is not None and (not isinstance(self.num_sms, int) or self.num_sms < 1):
             raise ValueError(f"num_sms: expected at least 1 or None, got {self.num_sms!r}")
         check_activation(gate_up, self.activation)
-        if isinstance(gate_up, PreparedWeights) and gate_up.gate_up is None:
-            raise ValueError("gate_up: expected weights prepared with gate_up, got plain ones")
-        if isinstance(down, PreparedWeights) and down.gate_up is not None:
-            raise ValueError("down: expected plain prepared weights, got some of gate and up")
+        if isinstance(gate_up, PrepackedWeights) and gate_up.gate_up is None:
+            raise ValueError("gate_up: expected weights prepacked with gate_up, got plain ones")
+        if isinstance(down, PrepackedWeights) and down.gate_up is not None:
+            raise ValueError("down: expected plain prepacked weights, got some of gate and up")
         if down.num_experts != gate_up.num_experts:
             raise ValueError(f"down: expected {gate_up.num_experts} experts as in gate_up, got {down.num_experts}")
         if down.num_columns != gate_up.num_rows // 2:
@@ -92,23 +92,23 @@ class Experts:
     @property
     def reads_scales_in_record(self) -> bool:
         """Whether the block scales of rows may lie as the rows do (`GroupedRows.scales_in_record`)."""
-        return isinstance(self.gate_up, PreparedWeights) and resolve_engine(self.engine, self.gate_up.device) == "cuda"
+        return isinstance(self.gate_up, PrepackedWeights) and resolve_engine(self.engine, self.gate_up.device) == "cuda"
 
-    def prepared(self) -> Experts:
+    def prepacked(self) -> Experts:
         """The same experts with weights in the order that the GPU's kernels read, where that is another.
 
-        Raises `ValueError` as `PreparedWeights.prepare` does. Waits for the device.
+        Raises `ValueError` as `PrepackedWeights.prepack` does. Waits for the device.
         """
         gate_up, down = self.gate_up, self.down
         assert isinstance(self.intermediate_format, TokenFormat)
         if self._wanted(gate_up) and self.intermediate_format.name in RESULT_FORMATS:
-            gate_up = PreparedWeights.prepare(replace(gate_up, gate_up=self.activation.order))
+            gate_up = PrepackedWeights.prepack(replace(gate_up, gate_up=self.activation.order))
         if self._wanted(down) and (down.expert_scales is None or down.expert_scales.ndim == 1):
-            down = PreparedWeights.prepare(replace(down, gate_up=None))
+            down = PrepackedWeights.prepack(replace(down, gate_up=None))
         return replace(self, gate_up=gate_up, down=down)
 
-    def _wanted(self, w: ExpertWeights | PreparedWeights) -> TypeGuard[ExpertWeights]:
-        return isinstance(w, ExpertWeights) and PreparedWeights.wanted(w, self.engine)
+    def _wanted(self, w: ExpertWeights | PrepackedWeights) -> TypeGuard[ExpertWeights]:
+        return isinstance(w, ExpertWeights) and PrepackedWeights.wanted(w, self.engine)
 
     def to(self, device: torch.device | str) -> Experts:
         """The same experts on `device`."""
@@ -121,7 +121,7 @@ class Experts:
         )
 
     def __call__(self, rows: GroupedRows, out: torch.Tensor | None = None) -> torch.Tensor:
-        """Expert outputs by packed position.
+        """Expert outputs by row position.
 
         Args:
             rows: `H` numbers each, in a format that goes with `gate_up`.
@@ -154,7 +154,7 @@ def plan_experts(
     `engine` is a resolved one, `sms` counts the SMs of the GPU of that `capability`.
     """
     weights, tokens = weight_format_named(config.weight_format), format_named(config.token_format)
-    prepacks = engine == "cuda" and weights in DECODED_FORMATS and geometry.num_local_experts <= MAX_PREPARED_EXPERTS
+    prepacks = engine == "cuda" and weights in DEQUANT_FORMATS and geometry.num_local_experts <= MAX_PREPACKED_EXPERTS
     hidden, inner, experts = config.hidden_size, config.intermediate_size, geometry.num_local_experts
     gate_up = GemmProblem(
         engine,
@@ -171,7 +171,7 @@ def plan_experts(
         active_groups=experts,
         out_format=tokens,
         prepacked=prepacks and tokens.name in RESULT_FORMATS,
-        gathered=not geometry.packed,
+        gathered=not geometry.contiguous,
     )
     dequantized = gate_up.prepacked and unit_columns(inner) * UNIT == inner
     down = gate_up._replace(

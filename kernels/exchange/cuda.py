@@ -4,7 +4,7 @@ Ranks may therefore differ in which backend they run. `plan.py` says which layer
 their sizes.
 
 `dispatch_send` quantizes a token, builds its record in shared memory and copies it, whole, to each rank that holds one
-of its experts. `arrive_count`, `arrive_place` and `arrive_scales` wait for tokens, group their rows by expert, and copy
+of its experts. `recv_count`, `recv_permute` and `recv_scales` wait for tokens, group their rows by expert, and copy
 rows and scales unless the GEMM reads them where they landed. `combine_send` sums the rows of a token on this rank and
 copies the partial result home. `combine_recv` sums over ranks in a fixed order. A kernel may begin while the one before
 it drains, unless SMs are to be left free (`num_sms`).
@@ -30,14 +30,14 @@ import torch
 from moe_runtime.comm.signals import COMBINED
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
-from moe_runtime.kernels.exchange.macros import arrive_macros, combine_macros, dispatch_macros
+from moe_runtime.kernels.exchange.macros import combine_macros, dispatch_macros, recv_macros
 from moe_runtime.kernels.exchange.plan import WARP, required_plan
 from moe_runtime.kernels.nvrtc import int64, launch, most_sms
 
 
 def can_keep_scales_in_record(geometry: ExchangeGeometry) -> bool:
     """For formats with a scale byte per block, where rows stay in their records too."""
-    return geometry.token_format.swizzled and not geometry.packed
+    return geometry.token_format.swizzled and not geometry.contiguous
 
 
 def allocate_counts(geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor | None:
@@ -132,7 +132,7 @@ def dispatch_recv(
     """See `exchange_interface.ExchangeBackend`."""
     plan, scales = required_plan(geometry), buffers.scales
     copies_scales = scales is not None and geometry.token_format.scale_dtype is not None
-    macros, sms, block = arrive_macros(geometry, scales=copies_scales), most_sms(context.device), plan.recv_warps * WARP
+    macros, sms, block = recv_macros(geometry, scales=copies_scales), most_sms(context.device), plan.recv_warps * WARP
     landing_half = geometry.landing_half(context.half_bytes["landing"])
     early = _flags_come_last(context) and plan.overlaps
     # What both kernels begin and end with.
@@ -154,7 +154,7 @@ def dispatch_recv(
     if plan.num_chunks > 1:
         launch(
             "dispatch_recv.cu",
-            "arrive_count",
+            "recv_count",
             macros,
             grid=(plan.count_blocks(), 1, 1),
             block=block,
@@ -175,7 +175,7 @@ def dispatch_recv(
     ]
     launch(
         "dispatch_recv.cu",
-        "arrive_place",
+        "recv_permute",
         macros,
         grid=(plan.place_blocks(split), 1, 1),
         block=block,
@@ -187,7 +187,7 @@ def dispatch_recv(
     if plan.tiled_scales and scales is not None:
         launch(
             "dispatch_recv.cu",
-            "arrive_scales",
+            "recv_scales",
             macros,
             grid=(plan.scales_blocks(sms), 1, 1),
             block=block,

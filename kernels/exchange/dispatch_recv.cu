@@ -3,21 +3,21 @@
 // Slots of the landing region are worked on in chunks of CHUNK. For each expert a chunk has a bitmap of the slots that go to
 // it, so that the place of a row is a count of bits.
 //
-//   arrive_count   counts the rows of each chunk by expert. Launched only where there are several chunks.
-//   arrive_place   makes the bitmaps of its chunk, finds the place of each row, and copies row scales, and, as the layer asks
+//   recv_count   counts the rows of each chunk by expert. Launched only where there are several chunks.
+//   recv_permute   makes the bitmaps of its chunk, finds the place of each row, and copies row scales, and, as the layer asks
 //                  for, block scales and quants. A warp takes a slot. Where slots are few, several warps of different blocks
 //                  share the rows of one: an SM stores each word of a swizzled row into a sector of its own.
-//   arrive_scales  copies swizzled scales where there are several chunks, in the order of the swizzle.
+//   recv_scales  copies swizzled scales where there are several chunks, in the order of the swizzle.
 //
 // How tokens are awaited:
 // - PER_TOKEN_FLAGS (one chunk): each lane awaits its own slot, by the token flag or, from senders that store token flags
 //   before the records have landed, by the flag of the source.
-// - otherwise: `arrive_count` awaits the flag of each source.
+// - otherwise: `recv_count` awaits the flag of each source.
 // This rank's own tokens come by its flag like those of peers. Hence the first of these kernels need not await the end of
 // `dispatch_send`. It does so at its own end, for kernels that wait for it.
 //
 // Macros: those of signalling.cuh, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a multiple of 32), WARPS
-// (of a block), LOOPED (a block takes several tasks; for few SMs), PLACES_BYTES (shared memory of `arrive_place`), PACKED
+// (of a block), LOOPED (a block takes several tasks; for few SMs), PLACES_BYTES (shared memory of `recv_permute`), CONTIGUOUS
 // (quants are copied), PER_TOKEN_FLAGS (all slots are one chunk), QUANT_BYTES, SCALE_COLUMNS (0 where scales stay in the
 // records), RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, COUNT_BITS, TURN_BIT, STALE_HANDLE, MISMATCH and
 // CAPACITY (ErrorCode), DISPATCH_RECV (Phase).
@@ -150,7 +150,7 @@ __device__ __forceinline__ bool await_tokens(const Exchange& x, const int* own, 
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    arrive_count(int* chunk_counts, const u64* landing, const u64* token_flags, const u64* signals, const int* epoch_ptr,
+    recv_count(int* chunk_counts, const u64* landing, const u64* token_flags, const u64* signals, const int* epoch_ptr,
                  const int* handle_epoch, int* error, int* latch, int rank, int max_tokens, int count_tag, int num_slots,
                  int first_expert, int num_local, long long landing_half, long long token_flags_half, long long timeout_ns) {
   __shared__ int counts[EXPERTS];
@@ -175,12 +175,12 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   }
 }
 
-// Shared memory of `arrive_place`.
+// Shared memory of `recv_permute`.
 struct Places {
   u32 bits[EXPERTS][CHUNK_WORDS];     // slots of the chunk that go to an expert
   u16 before[EXPERTS][CHUNK_WORDS];   // rows of the expert in the words before
   u16 local[CHUNK][K];                // expert of each entry, or NONE
-  int first[EXPERTS];                 // packed position of the expert's first row in the chunk
+  int first[EXPERTS];                 // row position of the expert's first row in the chunk
   int offset[EXPERTS], block[EXPERTS];  // of the group and of its scales
   int totals[EXPERTS];
   float row_scale[PER_TOKEN_FLAGS && FMT == NVFP4 ? CHUNK : 1];
@@ -197,7 +197,7 @@ __host__ __device__ constexpr int lanes_of(int words) {
 }
 
 extern "C" __global__ void __launch_bounds__(THREADS, 2)
-    arrive_place(const int* chunk_counts, int* group_offsets, int* group_scale_offsets, int* row_index, int* positions,
+    recv_permute(const int* chunk_counts, int* group_offsets, int* group_scale_offsets, int* row_index, int* positions,
                  u8* rows, u8* scales, float* row_scale, const u64* landing, const u64* token_flags, const u64* signals,
                  const int* epoch_ptr, const int* handle_epoch, int* error, int* latch, int rank, int max_tokens,
                  int count_tag, int num_slots, int chunks, int split, int shares, int first_expert, int num_local,
@@ -242,7 +242,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     // All warps have looked; the answer is block-uniform.
     bool good = __syncthreads_or(failed) == 0;
 #else
-    // `arrive_count` has awaited all sources; failures are still looked for.
+    // `recv_count` has awaited all sources; failures are still looked for.
     bool good = await_tokens(x, own, epoch_ptr, epoch, 0, -1);
 #pragma unroll 4
     for (int i = threadIdx.x; i < chunks * EXPERTS; i += THREADS) {
@@ -363,7 +363,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         }
       }
       if (FMT == NVFP4 && mine) row_scale[position] = decode;
-      if constexpr (PACKED) {
+      if constexpr (CONTIGUOUS) {
         constexpr int WIDTH = QUANT_BYTES % 16 == 0 ? 16 : 8, PIECES = QUANT_BYTES / WIDTH, AT_ONCE = 8;
         using Piece = typename Wide<WIDTH>::type;
         const Piece* from = reinterpret_cast<const Piece*>(record);
@@ -393,7 +393,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
 constexpr int COLUMN_WORDS = 16;
 
 extern "C" __global__ void __launch_bounds__(THREADS)
-    arrive_scales(const int* group_offsets, const int* row_index, u8* scales, const u64* landing, int rank, int num_local) {
+    recv_scales(const int* group_offsets, const int* row_index, u8* scales, const u64* landing, int rank, int num_local) {
   __shared__ int offsets[EXPERTS + 1], blocks[EXPERTS + 1];
   const u8* landed = reinterpret_cast<const u8*>(landing[rank]);
   asm volatile("griddepcontrol.wait;" ::: "memory");

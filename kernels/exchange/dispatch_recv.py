@@ -2,7 +2,7 @@
 
 Rows of a group are ordered by (source rank, token). Slots are worked on in chunks of `SLOTS`; a chunk never crosses
 a source rank. Four launches: count rows by (chunk, expert), prefix sums, places of all rows, and then the copy of
-scales (and, when packed, of rows) to where the grouped GEMM reads them. Nothing waits for the host.
+scales (and, when contiguous, of rows) to where the grouped GEMM reads them. Nothing waits for the host.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ def arrived_experts(
 
 
 @triton.jit(do_not_specialize=[*_GEOMETRY_ARGUMENTS, "timeout_ns"])
-def _arrive_count_kernel(
+def _recv_count_kernel(
     counts_ptr,
     landing_ptrs,
     token_flags_ptrs,
@@ -166,7 +166,7 @@ def _arrive_count_kernel(
 
 
 @triton.jit(do_not_specialize=["rank", "num_chunks", "num_local", "capacity"])
-def _arrive_offsets_kernel(
+def _recv_offsets_kernel(
     counts_ptr,
     group_offsets_ptr,
     group_scale_offsets_ptr,
@@ -216,7 +216,7 @@ def _arrive_offsets_kernel(
 
 
 @triton.jit(do_not_specialize=[*_GEOMETRY_ARGUMENTS, "first_row"])
-def _arrive_place_kernel(
+def _recv_place_kernel(
     counts_ptr,
     group_offsets_ptr,
     row_index_ptr,
@@ -246,7 +246,7 @@ def _arrive_place_kernel(
     IDS_AT: tl.constexpr,
     TOKEN_COUNT: tl.constexpr,
 ):
-    """Position of each (slot, k) among the packed rows, -1 where it has none, and the inverse, `row_index`."""
+    """Position of each (slot, k) among the contiguous rows, -1 where it has none, and the inverse, `row_index`."""
     first = tl.program_id(0)
     for turn in range(turns_of(WORLD * chunks) if LOOPED else 1):
         program = turn * tl.num_programs(0) + first
@@ -278,7 +278,7 @@ def _arrive_place_kernel(
 
 
 @triton.jit(do_not_specialize=["rank", "landing_half", "first_expert"])
-def _arrive_rows_kernel(
+def _recv_permute_kernel(
     positions_ptr,
     group_offsets_ptr,
     first_block_ptr,
@@ -293,7 +293,7 @@ def _arrive_rows_kernel(
     LOOPED_SLOTS: tl.constexpr,
     K: tl.constexpr,
     FMT: tl.constexpr,
-    PACKED: tl.constexpr,
+    CONTIGUOUS: tl.constexpr,
     QUANT_BYTES: tl.constexpr,
     SCALE_COLUMNS: tl.constexpr,
     BYTES: tl.constexpr,
@@ -302,7 +302,7 @@ def _arrive_rows_kernel(
     ROW_SCALE_AT: tl.constexpr,
     IDS_AT: tl.constexpr,
 ):
-    """Copy what one landed token carries to each of its positions: scales, row scale and, if `PACKED`, quants."""
+    """Copy what one landed token carries to each of its positions: scales, row scale and, if `CONTIGUOUS`, quants."""
     first = tl.program_id(0)
     for turn in range(turns_of(LOOPED_SLOTS) if LOOPED_SLOTS else 1):
         slot = turn * tl.num_programs(0) + first
@@ -313,7 +313,7 @@ def _arrive_rows_kernel(
         for k in range(K):
             position = tl.load(positions_ptr + slot * K + k)
             if position >= 0:
-                if PACKED:
+                if CONTIGUOUS:
                     row = rows_ptr + position.to(tl.int64) * QUANT_BYTES
                     for start in range(0, QUANT_BYTES, BYTES):
                         inside = start + lane < QUANT_BYTES
@@ -364,7 +364,7 @@ def dispatch_recv(
     first_block = counts[num_chunks]
     constexprs = _constexprs(geometry)
     landing_half = geometry.landing_half(context.half_bytes["landing"])
-    _arrive_count_kernel[(geometry.programs(num_chunks),)](
+    _recv_count_kernel[(geometry.programs(num_chunks),)](
         counts,
         context.landing_pointers,
         context.token_flags_pointers,
@@ -384,7 +384,7 @@ def dispatch_recv(
         timeout_ns,
         **constexprs["count"],
     )
-    _arrive_offsets_kernel[(1,)](
+    _recv_offsets_kernel[(1,)](
         counts,
         group_offsets,
         buffers.group_scale_offsets,
@@ -399,7 +399,7 @@ def dispatch_recv(
         geometry.row_capacity,
         **constexprs["offsets"],
     )
-    _arrive_place_kernel[(geometry.programs(num_chunks),)](
+    _recv_place_kernel[(geometry.programs(num_chunks),)](
         counts,
         group_offsets,
         buffers.row_index,
@@ -420,7 +420,7 @@ def dispatch_recv(
         landing_half // geometry.record.record_bytes,
         **constexprs["place"],
     )
-    _arrive_rows_kernel[(geometry.programs(geometry.num_slots),)](
+    _recv_permute_kernel[(geometry.programs(geometry.num_slots),)](
         buffers.positions,
         group_offsets,
         first_block,
@@ -476,7 +476,7 @@ def _constexprs(geometry: ExchangeGeometry) -> dict[str, dict[str, Any]]:
             "LOOPED_SLOTS": 0 if geometry.num_sms is None else geometry.num_slots,
             "K": geometry.top_k,
             "FMT": int(geometry.token_format.code),
-            "PACKED": geometry.packed,
+            "CONTIGUOUS": geometry.contiguous,
             "QUANT_BYTES": geometry.token_format.quant_bytes(geometry.hidden),
             "SCALE_COLUMNS": geometry.token_format.scale_columns(geometry.hidden),
             "BYTES": 512,
@@ -488,13 +488,13 @@ def _constexprs(geometry: ExchangeGeometry) -> dict[str, dict[str, Any]]:
     }
 
 
-def _aot_cases(fmt: str, packed: bool, num_sms: int | None = None) -> tuple[AotCase, ...]:
-    geometry = sample_geometry(fmt, packed=packed, num_sms=num_sms)
+def _aot_cases(fmt: str, contiguous: bool, num_sms: int | None = None) -> tuple[AotCase, ...]:
+    geometry = sample_geometry(fmt, contiguous=contiguous, num_sms=num_sms)
     kernels = {
-        "count": _arrive_count_kernel,
-        "offsets": _arrive_offsets_kernel,
-        "place": _arrive_place_kernel,
-        "rows": _arrive_rows_kernel,
+        "count": _recv_count_kernel,
+        "offsets": _recv_offsets_kernel,
+        "place": _recv_place_kernel,
+        "rows": _recv_permute_kernel,
     }
     scales = {"scales_ptr": "*fp32"} if fmt == "fp8_block" else {}
     return tuple(
@@ -504,6 +504,6 @@ def _aot_cases(fmt: str, packed: bool, num_sms: int | None = None) -> tuple[AotC
 
 
 AOT_CASES = (
-    *(case for fmt in FORMATS for packed in (False, True) for case in _aot_cases(fmt, packed)),
+    *(case for fmt in FORMATS for contiguous in (False, True) for case in _aot_cases(fmt, contiguous)),
     *_aot_cases("nvfp4", True, num_sms=16),
 )

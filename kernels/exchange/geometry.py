@@ -25,7 +25,7 @@ class ExchangeGeometry:
         combine_format: how a partial result travels home.
         num_experts: experts of all ranks; rank `r` owns ids `starts[r] .. starts[r + 1]`.
         max_tokens: most tokens that any rank dispatches in a step.
-        packed: rows are copied to contiguous positions on arrival (otherwise gathered through `row_index`).
+        contiguous: rows are copied to contiguous positions on arrival (otherwise gathered through `row_index`).
         row_capacity: (token, expert) rows that may arrive here in a step.
         num_sms: most SMs of a GPU that the exchange takes at a time; None where it may take all.
         exchange_id: of the exchange in its context, equal on all ranks. Kernels are the same for all.
@@ -37,7 +37,7 @@ class ExchangeGeometry:
     combine_format: TokenFormat
     num_experts: int
     max_tokens: int
-    packed: bool
+    contiguous: bool
     row_capacity: int
     num_sms: int | None = None
     exchange_id: int = field(default=0, compare=False)
@@ -130,13 +130,13 @@ def sample_geometry(
     *,
     combine_format: str = "bf16",
     max_tokens: int = 128,
-    packed: bool = False,
+    contiguous: bool = False,
     num_sms: int | None = None,
 ) -> ExchangeGeometry:
     """Rank 3 of 8 in a layer of DeepSeek-V3's size: what kernels are compiled ahead of time for."""
     record = RecordLayout(FORMATS[token_format], 7168, 8)
     rows = worst_case_rows(256, 8, 8, max_tokens)
-    return ExchangeGeometry(3, 8, record, FORMATS[combine_format], 256, max_tokens, packed, rows, num_sms)
+    return ExchangeGeometry(3, 8, record, FORMATS[combine_format], 256, max_tokens, contiguous, rows, num_sms)
 
 
 def worst_case_rows(num_experts: int, world_size: int, top_k: int, max_tokens: int) -> int:

@@ -58,14 +58,14 @@ class RecvBuffers:
     its output must not lie in memory that the earlier kernel still uses.
 
     Attributes:
-        positions: int32 `[S, K]`, the packed position of each (landing slot, k); -1 for none.
-        group_offsets: int32 `[E + 1]`, the first packed position of each expert's rows, and the end of the last.
+        positions: int32 `[S, K]`, the row position of each (landing slot, k); -1 for none.
+        group_offsets: int32 `[E + 1]`, the first row position of each expert's rows, and the end of the last.
         group_scale_offsets: int32 `[E]`, by the `dense_128` convention of `GroupedRows`.
-        row_index: int32 `[R]`, the landing row of each packed position.
-        rows: uint8 `[R, Q]`, quants by packed position; None where rows stay in their records.
+        row_index: int32 `[R]`, the landing row of each row position.
+        rows: uint8 `[R, Q]`, quants by row position; None where rows stay in their records.
         scales: block scales in the consumer's layout: uint8 `[blocks, ceil(V / 4), 32, 4, 4]` for swizzled formats,
             fp32 `[R, V]` for `fp8_block`; None for bf16, and where scales stay in their records.
-        row_scale: fp32 `[R]` by packed position; None for formats without row scales.
+        row_scale: fp32 `[R]` by row position; None for formats without row scales.
         counts: scratch memory of `ExchangeBackend.allocate_counts`.
     """
 
@@ -145,7 +145,7 @@ class ExchangeBackend(Protocol):
 
         Args:
             starts: int32 `[W + 1]`, first expert id of each rank.
-            output_RH: bf16 or fp32 `[R, H]` by packed position; fp32 is rounded to bf16 first.
+            output_RH: bf16 or fp32 `[R, H]` by row position; fp32 is rounded to bf16 first.
             positions_SK: int32 `[S, K]` from `dispatch_recv`.
             handle_epoch: int32 `[1]`, the epoch of the dispatch.
         """

@@ -62,7 +62,7 @@ def dispatch_macros(geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: boo
 
 
 @cache
-def arrive_macros(geometry: ExchangeGeometry, *, scales: bool = True) -> Defines:
+def recv_macros(geometry: ExchangeGeometry, *, scales: bool = True) -> Defines:
     """Macros of `dispatch_recv.cu`; without `scales` those stay in the records."""
     plan, fmt = required_plan(geometry), geometry.token_format
     return Defines(
@@ -74,7 +74,7 @@ def arrive_macros(geometry: ExchangeGeometry, *, scales: bool = True) -> Defines
             "WARPS": plan.recv_warps,
             "LOOPED": int(geometry.num_sms is not None),
             "PLACES_BYTES": plan.place_shared_bytes,
-            "PACKED": int(geometry.packed),
+            "CONTIGUOUS": int(geometry.contiguous),
             "PER_TOKEN_FLAGS": int(plan.per_token_flags),
             "QUANT_BYTES": fmt.quant_bytes(geometry.hidden),
             "SCALE_COLUMNS": fmt.scale_columns(geometry.hidden) if scales else 0,
@@ -122,9 +122,9 @@ def _send_case(fmt: str, geometry: ExchangeGeometry, static_gsf: bool = False) -
     return CudaCase("dispatch_send", fmt, "dispatch_send.cu", "dispatch_send", defines, instruction=BULK_STORE)
 
 
-def _arrive_cases(fmt: str, geometry: ExchangeGeometry, scales: bool = True) -> Iterator[CudaCase]:
-    for kernel in ("arrive_count", "arrive_place", "arrive_scales"):
-        yield CudaCase(kernel, fmt, "dispatch_recv.cu", kernel, arrive_macros(geometry, scales=scales))
+def _recv_cases(fmt: str, geometry: ExchangeGeometry, scales: bool = True) -> Iterator[CudaCase]:
+    for kernel in ("recv_count", "recv_permute", "recv_scales"):
+        yield CudaCase(kernel, fmt, "dispatch_recv.cu", kernel, recv_macros(geometry, scales=scales))
 
 
 def _combine_case(fmt: str, kernel: str, output_bf16: bool, has_shared: bool, num_sms: int | None = None) -> CudaCase:
@@ -134,17 +134,17 @@ def _combine_case(fmt: str, kernel: str, output_bf16: bool, has_shared: bool, nu
 
 
 def _aot_cases(fmt: str) -> Iterator[CudaCase]:
-    """Few tokens and many, packed or not, and few SMs."""
-    yield from _arrive_cases(fmt, sample_geometry(fmt))
+    """Few tokens and many, contiguous or not, and few SMs."""
+    yield from _recv_cases(fmt, sample_geometry(fmt))
     for geometry in (
-        sample_geometry(fmt, packed=True),
-        sample_geometry(fmt, packed=True, max_tokens=4096),
-        sample_geometry(fmt, packed=True, num_sms=16),
+        sample_geometry(fmt, contiguous=True),
+        sample_geometry(fmt, contiguous=True, max_tokens=4096),
+        sample_geometry(fmt, contiguous=True, num_sms=16),
     ):
-        yield from _arrive_cases(fmt, geometry)
+        yield from _recv_cases(fmt, geometry)
         yield _send_case(fmt, geometry)
     if FORMATS[fmt].swizzled:
-        yield from _arrive_cases(fmt, sample_geometry(fmt), scales=False)
+        yield from _recv_cases(fmt, sample_geometry(fmt), scales=False)
     if FORMATS[fmt].has_row_scale:
         yield _send_case(fmt, sample_geometry(fmt), static_gsf=True)
     if fmt in COMBINE_FORMATS:

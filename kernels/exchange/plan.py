@@ -40,7 +40,7 @@ Dispatch of NVFP4 takes 20 us as one chunk and 24 in several for 384 tokens of 2
 CHUNK = 256
 """Slots of a chunk at most, where there are several."""
 POLLING_BLOCKS = 32
-"""Blocks of `arrive_place` at most, where each looks at the flags of all tokens and copies little.
+"""Blocks of `recv_permute` at most, where each looks at the flags of all tokens and copies little.
 
 8, 128 and 256 tokens of 2 ranks take 9.8, 14.4 and 16.8 us with 32 blocks, 10.4, 17.4 and 23.3 with 132.
 """
@@ -72,7 +72,7 @@ class ExchangePlan:
 
     Attributes:
         num_sms: most SMs that a kernel takes; None for all.
-        num_slots, top_k, packed, swizzled: of the geometry and its token format.
+        num_slots, top_k, contiguous, swizzled: of the geometry and its token format.
         team_threads: threads of `dispatch_send` that take a token together, 32 numbers each.
         teams: teams of a block: one, or as many as an SM holds where blocks are few.
         send_shared_bytes: shared memory of a block of `dispatch_send`.
@@ -80,8 +80,8 @@ class ExchangePlan:
         chunk_slots: slots whose rows are counted together.
         num_chunks: chunks of all slots.
         per_token_flags: each token is waited for by itself; otherwise the receiver waits for all tokens of a source.
-        tiled_scales: `arrive_scales` fills in swizzled scales, in the order of the swizzle.
-        place_shared_bytes: shared memory of a block of `arrive_place`.
+        tiled_scales: `recv_scales` fills in swizzled scales, in the order of the swizzle.
+        place_shared_bytes: shared memory of a block of `recv_permute`.
         num_parts: parts of the tokens whose combined rows are signalled before the rest.
         part_tokens: tokens of such a part.
         output_readers, partial_readers: warps of `combine_send` and of `combine_recv` that read rows.
@@ -93,7 +93,7 @@ class ExchangePlan:
     num_sms: int | None
     num_slots: int
     top_k: int
-    packed: bool
+    contiguous: bool
     swizzled: bool
     team_threads: int
     teams: int
@@ -144,7 +144,7 @@ class ExchangePlan:
             scales: whether the scales of a format that has block scales are copied.
         """
         sms = self._sms(sms)
-        if self.per_token_flags and not self.packed and not (scales and self.swizzled):
+        if self.per_token_flags and not self.contiguous and not (scales and self.swizzled):
             sms = min(sms, POLLING_BLOCKS)
             if not scales:
                 return 1, min(sms, ceil_div(self.num_slots, self.recv_warps))
@@ -208,7 +208,7 @@ def plan_exchange(geometry: ExchangeGeometry) -> ExchangePlan | None:
         num_sms=g.num_sms,
         num_slots=g.num_slots,
         top_k=g.top_k,
-        packed=g.packed,
+        contiguous=g.contiguous,
         swizzled=fmt.swizzled,
         team_threads=team_threads,
         teams=teams,
@@ -253,7 +253,7 @@ def _ring(row_bytes: int, other_bytes: int, half: bool = False) -> RowRing:
 
 
 def _place_shared_bytes(geometry: ExchangeGeometry, chunk: int) -> int:
-    """Shared memory of `arrive_place` on the rank with most experts, with room to align its arrays."""
+    """Shared memory of `recv_permute` on the rank with most experts, with room to align its arrays."""
     experts = ceil_div(geometry.num_experts, geometry.world_size)
     return experts * (chunk // 32 * 6 + 16) + chunk * (geometry.top_k * 2 + 4) + 32
 

@@ -1,7 +1,7 @@
 """Number formats bit by bit in integer arithmetic, so that interpreted and compiled kernels give the same bits.
 
 Encoders take fp32 and round to nearest, ties to even; decoders are exact. Nothing here depends on how a device treats
-denormals, on fused multiply-adds, or on the casts of a library version. The twins are in `reference_quantize.py`.
+denormals, on fused multiply-adds, or on the casts of a library version. The references are in `reference_quantize.py`.
 
     1.0 -> bf16 0x3F80, e4m3 0x38, e2m1 0b0010;    448.0 -> e4m3 0x7E;    -6.0 -> e2m1 0b1111;    e8m0 127 -> 1.0
 """

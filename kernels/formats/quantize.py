@@ -2,7 +2,7 @@
 
 Block maxima are taken on integer bits, which order NaN above Inf above every number; a block that holds either gets
 scale NaN and codes 0, and poisons its own token and nothing else. Every division is `div_rn`; kernels that use these
-helpers are launched with `enable_fp_fusion=False`. The twins are in `reference_quantize.py`.
+helpers are launched with `enable_fp_fusion=False`. The references are in `reference_quantize.py`.
 
 `R` rows, `K` numbers in a row, `V = ceil(K / block)` block scales of a row, `M x N` a tile inside a kernel.
 """

@@ -1,4 +1,4 @@
-"""Torch twins of `bits.py`, `quantize.py` and `swizzle.py`: the same numbers bit for bit, on CPU and CUDA tensors.
+"""Torch references of `bits.py`, `quantize.py` and `swizzle.py`: the same numbers bit for bit, on CPU and CUDA tensors.
 
 They are what a CPU runs, and the oracle of the kernels' tests. Same names and meanings as the Triton functions; the
 public wrappers there validate the arguments.
@@ -206,7 +206,7 @@ def quantize_fp8_blocks(x_EMK: torch.Tensor, block_rows: int, dtype: torch.dtype
 
 
 def quantize_rows(x_RK: torch.Tensor, fmt: TokenFormat, *, gsf: torch.Tensor | None = None) -> QuantizedRows:
-    """Twin of `quantize.quantize_rows`; `gsf` is None (per row) or a one-element fp32 tensor."""
+    """Reference of `quantize.quantize_rows`; `gsf` is None (per row) or a one-element fp32 tensor."""
     num_rows, k = x_RK.shape
     out = empty_rows(fmt, num_rows, k, x_RK.device)
     step = max(1, CHUNK_ELEMENTS // k)
@@ -224,7 +224,7 @@ def quantize_rows(x_RK: torch.Tensor, fmt: TokenFormat, *, gsf: torch.Tensor | N
 
 
 def dequantize_rows(q: QuantizedRows) -> torch.Tensor:
-    """Twin of `quantize.dequantize_rows`: fp32 `[R, K]`, `(q * sf) * row_scale` in that order."""
+    """Reference of `quantize.dequantize_rows`: fp32 `[R, K]`, `(q * sf) * row_scale` in that order."""
     fmt = q.format
     if fmt.code == FormatCode.BF16:
         return q.quants_RK.to(torch.float32)
@@ -276,7 +276,7 @@ def copy_as(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def swizzle_scales(scales_ENV: torch.Tensor) -> torch.Tensor:
-    """Twin of `swizzle.swizzle_scales` on `[E, N, V]`, one-byte elements: `[E, ceil(N/128), ceil(V/4), 32, 4, 4]`."""
+    """Reference of `swizzle.swizzle_scales` on `[E, N, V]`, one-byte elements: `[E, ceil(N/128), ceil(V/4), 32, 4, 4]`."""
     e, n, v = scales_ENV.shape
     blocks, columns = ceil_div(n, 128), ceil_div(v, 4)
     if not scales_ENV.numel():
@@ -293,7 +293,7 @@ def swizzle_scales(scales_ENV: torch.Tensor) -> torch.Tensor:
 
 
 def unswizzle_scales(blocks: torch.Tensor, num_rows: int, num_columns: int) -> torch.Tensor:
-    """Twin of `swizzle.unswizzle_scales` on 6-D blocks: `[E, num_rows, num_columns]`."""
+    """Reference of `swizzle.unswizzle_scales` on 6-D blocks: `[E, num_rows, num_columns]`."""
     e, row_blocks, column_blocks = blocks.shape[:3]
     padded = raw_bits(blocks).permute(0, 1, 4, 3, 2, 5).reshape(e, row_blocks * 128, column_blocks * 4)
     return padded[:, :num_rows, :num_columns].contiguous().view(blocks.dtype)

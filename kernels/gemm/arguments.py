@@ -15,7 +15,7 @@ from moe_runtime.kernels.formats.number_formats import (
 from moe_runtime.kernels.formats.quantize import check_gsf
 from moe_runtime.kernels.formats.scale_blocks import dense_128_blocks_needed, dense_128_offsets
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
-from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
 
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -37,7 +37,7 @@ def check_formats(a: TokenFormat, w: TokenFormat, argument: str) -> None:
         raise ValueError(f"{argument}: expected {' or '.join(allowed)} with {w.name} weights, got {a.name}")
 
 
-def check_operands(a: GroupedRows, w: ExpertWeights | PreparedWeights) -> None:
+def check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None:
     """Raise `ValueError` naming the argument unless `a` and `w` can be multiplied."""
     check_formats(a.format, w.format, "a.format")
     if a.num_columns != w.num_columns:
@@ -57,7 +57,7 @@ def check_operands(a: GroupedRows, w: ExpertWeights | PreparedWeights) -> None:
         raise ValueError(f"a.capacity: expected at least 0, got {a.capacity}")
     if a.expected_rows is not None and a.expected_rows < 0:
         raise ValueError(f"a.expected_rows: expected at least 0, got {a.expected_rows}")
-    if a.decoded is None and a.row_index is None and a.rows.shape[0] < a.capacity:
+    if a.dequantized is None and a.row_index is None and a.rows.shape[0] < a.capacity:
         raise ValueError(f"a.rows: expected at least capacity = {a.capacity} rows, got {a.rows.shape[0]}")
     if a.expert_ids.ndim != 1:
         raise ValueError(f"a.expert_ids: expected one dimension, got shape {list(a.expert_ids.shape)}")
@@ -75,7 +75,7 @@ def check_operands(a: GroupedRows, w: ExpertWeights | PreparedWeights) -> None:
         _check(a, "num_active_experts", active.reshape(1), torch.int32, 1)
     elif active is not None and not isinstance(active, int):
         raise ValueError(f"a.num_active_experts: expected an int or an int32 tensor, got {active!r}")
-    if a.decoded is not None:
+    if a.dequantized is not None:
         return
     scale_columns = a.format.scale_columns(a.num_columns)
     if a.scales_in_record:
@@ -124,7 +124,7 @@ def _check_scales_in_record(a: GroupedRows, columns: int) -> None:
 
 
 def check_out(
-    a: GroupedRows, w: ExpertWeights | PreparedWeights, out: torch.Tensor | None, out_dtype: torch.dtype
+    a: GroupedRows, w: ExpertWeights | PrepackedWeights, out: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
     """`out`, or an uninitialized `[capacity, N]`; raises `ValueError` naming the argument."""
     if out is not None:
@@ -144,7 +144,7 @@ def check_out(
     return out
 
 
-def check_activation(w: ExpertWeights | PreparedWeights, activation: SwiGLU) -> None:
+def check_activation(w: ExpertWeights | PrepackedWeights, activation: SwiGLU) -> None:
     """Raise `ValueError` unless `w` is a weight of gate and up in the order of `activation`."""
     if w.gate_up is None and w.num_rows % 16:
         raise ValueError(f"w: expected N = 2I with I a multiple of 8, got N = {w.num_rows}")
@@ -154,7 +154,7 @@ def check_activation(w: ExpertWeights | PreparedWeights, activation: SwiGLU) -> 
 
 def empty_intermediate(
     a: GroupedRows,
-    w: ExpertWeights | PreparedWeights,
+    w: ExpertWeights | PrepackedWeights,
     out_format: str | TokenFormat,
     out_gsf: float | torch.Tensor | None,
     finished: bool = True,

@@ -1,14 +1,14 @@
 """Grouped GEMM of Hopper for weights that are dequantized to bf16 in registers (`nvfp4`, `mxfp8`): host side.
 
-`decode_tokens` gathers the rows once and dequantizes them to bf16. `decoded_gemm` streams the weights, which it reads
+`dequant_tokens` gathers the rows once and dequantizes them to bf16. `dequant_gemm` streams the weights, which it reads
 once for up to 64, 128 or 160 tokens of a group, by its shape (`plan.py` chooses). With many tokens, a few SMs
 dequantize most of them while the others multiply; the product waits for each 8 tokens by a counter, and fails after
-half a minute. Gated results for another product with prepared weights are requantized, and stored as `decode_tokens`
+half a minute. Gated results for another product with prepacked weights are requantized, and stored as `dequant_tokens`
 would dequantize them. That product starts before the first has ended, unless it is to leave SMs free. See the `.cu`
 files for the way of the data, `dequant_tokens.py` for the tokens, and `dequant_layout.py` for the order of the weights.
 The Triton kernel of `grouped_gemm.py` does the same on other architectures.
 
-The order in which K is summed is that of `wgmma` over 16 columns at a time, in the order of `decoded_layout`: the same
+The order in which K is summed is that of `wgmma` over 16 columns at a time, in the order of `dequant_layout`: the same
 in all shapes, for every number of rows and whatever the neighbours.
 
 Least times of NVFP4, both products of the reference model (32 experts of 44.0 M parameters): 0.79 GB of weights take
@@ -40,10 +40,10 @@ import torch
 from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.formats.number_formats import NVFP4, TokenFormat
 from moe_runtime.kernels.gemm.dequant_layout import UNIT, chunk_units, unit_columns, unit_rows
-from moe_runtime.kernels.gemm.dequant_tokens import decode_tokens, decode_tokens_overlapped
+from moe_runtime.kernels.gemm.dequant_tokens import dequant_tokens, dequant_tokens_overlapped
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmPlan
-from moe_runtime.kernels.gemm.prepacked import MAX_PREPARED_EXPERTS, RESULT_FORMATS, PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, RESULT_FORMATS, PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DequantShape, overlapped_token_shape
 from moe_runtime.kernels.gemm.weights import SwiGLU
 from moe_runtime.kernels.runtime import is_hopper
@@ -53,14 +53,14 @@ MAX_UNIT_ROWS = 2**20
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
-def takes_decoded(w: object) -> bool:
-    """Whether the kernel that makes rows for `w` may dequantize them: prepared weights whose K is whole units."""
-    return isinstance(w, PreparedWeights) and unit_columns(w.num_columns) * UNIT == w.num_columns
+def takes_dequantized(w: object) -> bool:
+    """Whether the kernel that makes rows for `w` may dequantize them: prepacked weights whose K is whole units."""
+    return isinstance(w, PrepackedWeights) and unit_columns(w.num_columns) * UNIT == w.num_columns
 
 
-def decoded_gemm(
+def dequant_gemm(
     a: GroupedRows,
-    w: PreparedWeights,
+    w: PrepackedWeights,
     out: torch.Tensor,
     plan: GemmPlan,
     *,
@@ -75,15 +75,15 @@ def decoded_gemm(
     _launch(a, w, out, plan, packed_ld=packed_ld, scale_block=scale_block)
 
 
-def decoded_gemm_swiglu(
+def dequant_gemm_swiglu(
     a: GroupedRows,
-    w: PreparedWeights,
+    w: PrepackedWeights,
     activation: SwiGLU,
     out: GroupedRows,
     gsf: torch.Tensor | None,
     plan: GemmPlan,
 ) -> None:
-    """`grouped_gemm_swiglu` into the rows and all scales of `out`, or into its `decoded` where it has that.
+    """`grouped_gemm_swiglu` into the rows and all scales of `out`, or into its `dequantized` where it has that.
 
     `gsf` may be more than it is clamped to. After dequantized results comes the product that takes them.
     """
@@ -135,7 +135,7 @@ def macros(
         "OVERLAPPED": int(overlapped),
         "MAX_BLOCKS": shape.max_blocks,
         "CASES": " ".join(f"CASE({blocks})" for blocks in shape.cases),
-        "MAX_GROUPS": MAX_PREPARED_EXPERTS,
+        "MAX_GROUPS": MAX_PREPACKED_EXPERTS,
         "ALPHA": _literal(1.0 if activation is None else activation.alpha),
         "UP_OFFSET": _literal(0.0 if activation is None else activation.up_offset),
     }
@@ -146,7 +146,7 @@ def macros(
 
 def _launch(
     a: GroupedRows,
-    w: PreparedWeights,
+    w: PrepackedWeights,
     out: torch.Tensor,
     plan: GemmPlan,
     *,
@@ -162,7 +162,7 @@ def _launch(
     how = plan.dequant
     assert how is not None
     shape, units = how.shape, unit_columns(w.num_columns)
-    decoded = None if result is None else result.decoded
+    dequantized = None if result is None else result.dequantized
     defines, shared_bytes = macros(
         w.format,
         a.format,
@@ -171,7 +171,7 @@ def _launch(
         None if result is None else result.format,
         out.dtype,
         activation,
-        out_dequantized=decoded is not None,
+        out_dequantized=dequantized is not None,
         row_scales=a.row_scale is not None,
         expert_scales=w.expert_scales is not None,
         bias=w.bias is not None,
@@ -181,16 +181,16 @@ def _launch(
     columns = w.num_rows // 2 if result is not None else w.num_rows
     counters, first, team = None, 0, 0
     if how.tokens is None:
-        assert a.decoded is not None
-        tokens = a.decoded
+        assert a.dequantized is not None
+        tokens = a.dequantized
     elif how.overlap is None:
-        tokens = decode_tokens(a, w.num_experts, how.tokens, packed_ld, scale_block)
+        tokens = dequant_tokens(a, w.num_experts, how.tokens, packed_ld, scale_block)
     else:
-        tokens, counters = decode_tokens_overlapped(a, w.num_experts, how.tokens, how.overlap, packed_ld, scale_block)
+        tokens, counters = dequant_tokens_overlapped(a, w.num_experts, how.tokens, how.overlap, packed_ld, scale_block)
         first, team = how.overlap.first, overlapped_token_shape(units).team_warps
     nvrtc.launch(
         "dequant_gemm.cu",
-        "decoded_gemm",
+        "dequant_gemm",
         defines,
         grid=(plan.blocks, 1, 1),
         block=128 * (shape.warpgroups + 1),
@@ -203,7 +203,7 @@ def _launch(
             a.group_offsets,
             a.expert_ids,
             a.active_on_device,
-            out if decoded is None else decoded,
+            out if dequantized is None else dequantized,
             None if result is None else result.scales,
             gsf,
             None if result is None else result.row_scale,
@@ -230,8 +230,8 @@ def _launch(
 
 
 def fits(rows: torch.Tensor, fmt: TokenFormat, out: torch.Tensor, num_groups: int) -> bool:
-    """Whether `decoded_gemm` takes these: rows and results aligned as it loads and stores them, not too many groups."""
-    return num_groups <= MAX_PREPARED_EXPERTS and _rows_aligned(rows, fmt) and _out_aligned(out)
+    """Whether `dequant_gemm` takes these: rows and results aligned as it loads and stores them, not too many groups."""
+    return num_groups <= MAX_PREPACKED_EXPERTS and _rows_aligned(rows, fmt) and _out_aligned(out)
 
 
 def _row_align(fmt: TokenFormat) -> int:
@@ -247,22 +247,22 @@ def _out_aligned(out: torch.Tensor) -> bool:
     return out.data_ptr() % (2 * out.element_size()) == 0 and out.stride(0) % 2 == 0
 
 
-def _check(a: GroupedRows, w: PreparedWeights, out: torch.Tensor, result: GroupedRows | None) -> None:
+def _check(a: GroupedRows, w: PrepackedWeights, out: torch.Tensor, result: GroupedRows | None) -> None:
     """What these kernels ask beyond the other engines: aligned rows, a Hopper GPU."""
     if not is_hopper(w.device):
-        raise ValueError(f"w: prepared for Hopper, got {torch.cuda.get_device_name(w.device)}; use w.restore()")
+        raise ValueError(f"w: prepacked for Hopper, got {torch.cuda.get_device_name(w.device)}; use w.restore()")
     if unit_rows(w.num_rows) >= MAX_UNIT_ROWS:
         raise ValueError(f"w: expected N < {MAX_UNIT_ROWS * UNIT}, got {w.num_rows}")
     if w.units.data_ptr() % 16:
         raise ValueError("w.units: expected 16-byte alignment")
-    if a.num_groups > MAX_PREPARED_EXPERTS:
-        most = f"{MAX_PREPARED_EXPERTS} for prepared weights"
+    if a.num_groups > MAX_PREPACKED_EXPERTS:
+        most = f"{MAX_PREPACKED_EXPERTS} for prepacked weights"
         raise ValueError(f"a.expert_ids: expected at most {most}, got {a.num_groups}")
     if not _rows_aligned(a.rows, a.format):
         strides = list(a.rows.stride())
         raise ValueError(f"a.rows: expected rows on {_row_align(a.format)}-byte boundaries, got strides {strides}")
     if result is not None and result.format.name not in RESULT_FORMATS:
-        raise ValueError(f"out_format: expected bf16, nvfp4 or mxfp8 with prepared weights, got {result.format.name}")
+        raise ValueError(f"out_format: expected bf16, nvfp4 or mxfp8 with prepacked weights, got {result.format.name}")
     if result is None and not _out_aligned(out):
         align = 2 * out.element_size()
         raise ValueError(f"out: expected rows on {align}-byte boundaries, got strides {list(out.stride())}")

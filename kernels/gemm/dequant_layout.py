@@ -1,4 +1,4 @@
-"""The order in which `decoded_gemm` reads weights: quants and scales of 64 rows and 64 columns together, one unit.
+"""The order in which `dequant_gemm` reads weights: quants and scales of 64 rows and 64 columns together, one unit.
 
 Units lie by chunks of two or three of K, in a chunk by rows: those of a tile's rows, whichever they are, are one piece.
 
@@ -59,7 +59,7 @@ dequantizes. Rows with larger scales, or with NaN among their numbers or scales,
 steps."""
 
 UNIT = 64
-DECODED_FORMATS = (NVFP4, MXFP8)
+DEQUANT_FORMATS = (NVFP4, MXFP8)
 
 
 def _scale_code(e4m3: int) -> int:

@@ -107,7 +107,7 @@ struct Outbox {
 };
 
 extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
-    decode_tokens(const u8* rows, const u8* scales, const int* row_index, const int* group_offsets,
+    dequant_tokens(const u8* rows, const u8* scales, const int* row_index, const int* group_offsets,
                   const int* group_scale_offsets, const int* expert_ids, const int* num_active, u8* out, int num_groups,
                   int num_experts, int capacity, int columns, int units, int token_blocks, int scale_ld, long long row_bytes,
                   int begin, int end, u32* counters) {

@@ -43,28 +43,28 @@ def token_macros(
     )
 
 
-def empty_decoded(a: GroupedRows, num_columns: int) -> torch.Tensor:
-    """What `decode_tokens` would fill for rows of `num_columns` numbers in the groups of `a`."""
+def empty_dequantized(a: GroupedRows, num_columns: int) -> torch.Tensor:
+    """What `dequant_tokens` would fill for rows of `num_columns` numbers in the groups of `a`."""
     blocks = (a.capacity + 7 * a.num_groups) // 8 + 1
     return torch.empty(unit_columns(num_columns), blocks, 8, 8, 16, dtype=torch.uint8, device=a.rows.device)
 
 
-def decode_tokens(
+def dequant_tokens(
     a: GroupedRows, num_experts: int, shape: TokenShape, packed_ld: int | None = None, scale_block: int | None = None
 ) -> torch.Tensor:
     """The rows as bf16 in blocks of 8 tokens, uint8 `[units of K, blocks, 8 column pieces, 8 tokens, 16 bytes]`.
 
     Rows of groups whose expert is not in `0 .. num_experts - 1` are left out. `packed_ld` and `scale_block` are those
-    of `decoded_gemm`. Every `shape` gives the same bits.
+    of `dequant_gemm`. Every `shape` gives the same bits.
     """
-    out = empty_decoded(a, a.num_columns)
+    out = empty_dequantized(a, a.num_columns)
     units, blocks = out.shape[:2]
     grid = _grid(shape, units, blocks, a.format, nvrtc.most_sms(a.rows.device))
     _launch_tokens(a, num_experts, packed_ld, scale_block, out, shape, grid)
     return out
 
 
-def decode_tokens_overlapped(
+def dequant_tokens_overlapped(
     a: GroupedRows,
     num_experts: int,
     shape: TokenShape,
@@ -72,11 +72,11 @@ def decode_tokens_overlapped(
     packed_ld: int | None = None,
     scale_block: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `decode_tokens` gives, complete when the product that is launched next has ended, and counters for it.
+    """What `dequant_tokens` gives, complete when the product that is launched next has ended, and counters for it.
 
     `shape` is that of the tokens dequantized before. The counters are int32 `[1 + blocks behind those]`.
     """
-    out = empty_decoded(a, a.num_columns)
+    out = empty_dequantized(a, a.num_columns)
     units, blocks = out.shape[:2]
     first = min(overlap.first, blocks)
     counters = torch.empty(1 + blocks - first, dtype=torch.int32, device=out.device)
@@ -114,7 +114,7 @@ def _launch_tokens(
     units, blocks = out.shape[:2]
     nvrtc.launch(
         "dequant_tokens.cu",
-        "decode_tokens",
+        "dequant_tokens",
         token_macros(a.format, packed_ld is not None, scale_block, a.scales_in_record, shape),
         grid=grid,
         block=32 * shape.warps,

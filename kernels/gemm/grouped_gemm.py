@@ -1,7 +1,7 @@
 """Grouped GEMM over quantized rows: `C[rows of group] = A[rows of group] @ B[expert]^T`, and its SwiGLU form.
 
 Both functions validate, ask `gemm_plan.plan_gemm` for the kernel and launch it. Hopper has kernels of its own, in CUDA
-C++: `tma_gemm.py` for weights that tensor cores read as they are stored, `dequant_gemm.py` for prepared weights. Here
+C++: `tma_gemm.py` for weights that tensor cores read as they are stored, `dequant_gemm.py` for prepacked weights. Here
 is the Triton kernel for every GPU. It is one kernel for all formats, which are constexpr data. Groups, row indices and
 scale offsets are read on the device; the grid comes from the capacity, and programs past the last tile leave. The
 order in which a row's K is summed depends on (N, K, formats) only, never on how many rows or which neighbours it has.
@@ -42,7 +42,7 @@ from moe_runtime.kernels.gemm.operands import (
     weight_scale_rows,
 )
 from moe_runtime.kernels.gemm.plan import GemmKernel, GemmPlan, GemmProblem
-from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import GemmTile
 from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
 from moe_runtime.kernels.runtime import INTERPRET, capability, resolve_engine
@@ -235,7 +235,7 @@ def gemm_bytes(
 
 def grouped_gemm(
     a: GroupedRows,
-    w: ExpertWeights | PreparedWeights,
+    w: ExpertWeights | PrepackedWeights,
     *,
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
@@ -246,7 +246,7 @@ def grouped_gemm(
 
     Args:
         a: the rows; formats as in `w`, or bf16 rows with `nvfp4` and `mxfp4` weights, or `mxfp8` rows with `mxfp4`.
-        w: the weights `[E, N, K]`; prepared ones must be plain (without `gate_up`).
+        w: the weights `[E, N, K]`; prepacked ones must be plain (without `gate_up`).
         out: bf16, fp16 or fp32 `[>= capacity, N]`, last dimension contiguous; made when None.
         out_dtype: of a new output.
         engine: "auto", "cuda", "triton" or "torch" (`runtime.resolve_engine`).
@@ -260,15 +260,15 @@ def grouped_gemm(
         ValueError: a shape, dtype, device, stride or format that does not fit; the message names the argument.
     """
     check_operands(a, w)
-    if isinstance(w, PreparedWeights) and w.gate_up is not None:
-        raise ValueError("w.gate_up: expected None in prepared weights, which are reordered for SwiGLU otherwise")
+    if isinstance(w, PrepackedWeights) and w.gate_up is not None:
+        raise ValueError("w.gate_up: expected None in prepacked weights, which are reordered for SwiGLU otherwise")
     out = check_out(a, w, out, out_dtype)
     plan = _plan(a, w, engine, num_sms, out=out)
     if plan.kernel is GemmKernel.DEQUANT:
-        assert isinstance(w, PreparedWeights)
-        dequant_gemm.decoded_gemm(a, w, out, plan)
+        assert isinstance(w, PrepackedWeights)
+        dequant_gemm.dequant_gemm(a, w, out, plan)
         return out
-    raw = _restored(w) if isinstance(w, PreparedWeights) else w
+    raw = _restored(w) if isinstance(w, PrepackedWeights) else w
     if plan.kernel is GemmKernel.TMA:
         tma_gemm.multiply(a, raw, out, plan)
     elif plan.kernel is GemmKernel.TORCH:
@@ -281,12 +281,12 @@ def grouped_gemm(
 
 def grouped_gemm_swiglu(
     a: GroupedRows,
-    w: ExpertWeights | PreparedWeights,
+    w: ExpertWeights | PrepackedWeights,
     activation: SwiGLU,
     *,
     out_format: str | TokenFormat,
     out_gsf: float | torch.Tensor | None = None,
-    then: ExpertWeights | PreparedWeights | None = None,
+    then: ExpertWeights | PrepackedWeights | None = None,
     engine: str = "auto",
     num_sms: int | None = None,
 ) -> GroupedRows:
@@ -294,13 +294,13 @@ def grouped_gemm_swiglu(
 
     Args:
         a: the rows, as for `grouped_gemm`.
-        w: the weights `[E, 2I, K]` of gate and up; prepared ones must have `gate_up`.
+        w: the weights `[E, 2I, K]` of gate and up; prepacked ones must have `gate_up`.
         activation: formula and order of gate and up; must be the order of `w` where that has one.
         out_format: format of the result; `I` must be a multiple of its block.
         out_gsf: encode scale of an `nvfp4` result, a positive number or one fp32 element on the device, clamped to
             2^100; None means `gemm_arguments.DEFAULT_INTERMEDIATE_GSF`. Must be None for other formats.
-        then: weights of the product that takes the result and is launched next. Where both are prepared and multiplied
-            by Hopper's kernels, the result is dequantized for it (`GroupedRows.decoded`), and no other takes it.
+        then: weights of the product that takes the result and is launched next. Where both are prepacked and multiplied
+            by Hopper's kernels, the result is dequantized for it (`GroupedRows.dequantized`), and no other takes it.
         engine: "auto", "cuda", "triton" or "torch" (`runtime.resolve_engine`).
         num_sms: most SMs that the GEMM of Hopper takes; None means all. Other kernels ignore it.
 
@@ -313,18 +313,18 @@ def grouped_gemm_swiglu(
     """
     check_operands(a, w)
     check_activation(w, activation)
-    if isinstance(w, PreparedWeights) and w.gate_up is None:
-        raise ValueError("w.gate_up: expected prepared weights of gate and up, got plain ones")
+    if isinstance(w, PrepackedWeights) and w.gate_up is None:
+        raise ValueError("w.gate_up: expected prepacked weights of gate and up, got plain ones")
     plan = _plan(a, w, engine, num_sms, out_format=format_named(out_format))
     if plan.kernel is GemmKernel.DEQUANT:
-        assert isinstance(w, PreparedWeights)
-        decoded = dequant_gemm.takes_decoded(then)
-        out, gsf = empty_intermediate(a, w, out_format, out_gsf, finished=False, stored=not decoded)
-        if decoded:
-            out = replace(out, decoded=dequant_tokens.empty_decoded(a, out.num_columns))
-        dequant_gemm.decoded_gemm_swiglu(a, w, activation, out, gsf, plan)
+        assert isinstance(w, PrepackedWeights)
+        dequantized = dequant_gemm.takes_dequantized(then)
+        out, gsf = empty_intermediate(a, w, out_format, out_gsf, finished=False, stored=not dequantized)
+        if dequantized:
+            out = replace(out, dequantized=dequant_tokens.empty_dequantized(a, out.num_columns))
+        dequant_gemm.dequant_gemm_swiglu(a, w, activation, out, gsf, plan)
         return out
-    raw = _restored(w) if isinstance(w, PreparedWeights) else w
+    raw = _restored(w) if isinstance(w, PrepackedWeights) else w
     if plan.kernel is GemmKernel.TORCH:
         return reference.grouped_gemm_swiglu(a, raw, activation, out_format=out_format, out_gsf=out_gsf)
     out, gsf = empty_intermediate(a, raw, out_format, out_gsf)
@@ -339,7 +339,7 @@ def grouped_gemm_swiglu(
 
 def _plan(
     a: GroupedRows,
-    w: ExpertWeights | PreparedWeights,
+    w: ExpertWeights | PrepackedWeights,
     engine: str,
     num_sms: int | None,
     *,
@@ -367,10 +367,10 @@ def _plan(
             groups=a.num_groups,
             active_groups=a.max_active_groups,
             out_format=out_format,
-            prepacked=isinstance(w, PreparedWeights),
+            prepacked=isinstance(w, PrepackedWeights),
             gathered=a.row_index is not None,
             scales_in_record=a.scales_in_record,
-            dequantized=a.decoded is not None,
+            dequantized=a.dequantized is not None,
             sm_limit=num_sms,
             aligned=aligned,
             scales_aligned=scales_aligned,
@@ -378,7 +378,7 @@ def _plan(
     )
 
 
-def _restored(w: PreparedWeights) -> ExpertWeights:
+def _restored(w: PrepackedWeights) -> ExpertWeights:
     """The weights as kernels read them that are not those of Hopper."""
     _warn_of_restoring()
     return w.restore()
@@ -388,8 +388,8 @@ def _restored(w: PreparedWeights) -> ExpertWeights:
 def _warn_of_restoring() -> None:
     """Warn, once in a process."""
     _LOG.warning(
-        "prepared weights are restored in every call, which is slow: only Hopper's own kernels multiply them as they "
-        'are, with engine "auto" or "cuda" on a Hopper GPU that has NVRTC; elsewhere give weights that are not prepared'
+        "prepacked weights are restored in every call, which is slow: only Hopper's own kernels multiply them as they "
+        'are, with engine "auto" or "cuda" on a Hopper GPU that has NVRTC; elsewhere give weights that are not prepacked'
     )
 
 

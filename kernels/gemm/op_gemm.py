@@ -20,7 +20,7 @@ from moe_runtime.kernels.gemm.grouped_gemm import _grouped_gemm_kernel, tile_opt
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.op_problem import OpProblem, ScaledOperand
 from moe_runtime.kernels.gemm.plan import GemmKernel, GemmPlan, GemmProblem
-from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.kernels.runtime import INTERPRET, capability, resolve_engine
 
@@ -29,7 +29,7 @@ def plan_op(p: OpProblem, out: torch.Tensor, engine: str) -> GemmPlan:
     """The plan for a problem; one that restores prepacked weights leaves that to the caller."""
     device, resolved = out.device, resolve_engine(engine, out.device)
     cuda, aligned, scales_aligned = resolved == "cuda", True, True
-    if cuda and isinstance(p.b, PreparedWeights):
+    if cuda and isinstance(p.b, PrepackedWeights):
         aligned = dequant_gemm.fits(p.a.quants, p.format, out, p.num_groups)
     elif cuda and isinstance(p.b, ScaledOperand):
         aligned = tma_gemm.aligned(p.a.quants, p.b.quants, out)
@@ -52,7 +52,7 @@ def plan_op(p: OpProblem, out: torch.Tensor, engine: str) -> GemmPlan:
             capacity=p.num_rows,
             groups=p.num_groups,
             active_groups=p.num_groups,
-            prepacked=isinstance(p.b, PreparedWeights),
+            prepacked=isinstance(p.b, PrepackedWeights),
             aligned=aligned,
             scales_aligned=scales_aligned,
             operation=True,
@@ -66,10 +66,10 @@ def plan_op(p: OpProblem, out: torch.Tensor, engine: str) -> GemmPlan:
 def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> None:
     """Fill `out` `[R, N]`, bf16, fp16 or fp32; rows that no active group with an expert owns are not written."""
     p, plan = problem, plan_op(problem, out, engine)
-    if isinstance(p.b, PreparedWeights):
+    if isinstance(p.b, PrepackedWeights):
         assert plan.kernel is GemmKernel.DEQUANT
         w = replace(p.b, expert_scales=p.expert_scales)
-        dequant_gemm.decoded_gemm(_grouped_rows(p), w, out, plan, packed_ld=p.a.ld, scale_block=p.block)
+        dequant_gemm.dequant_gemm(_grouped_rows(p), w, out, plan, packed_ld=p.a.ld, scale_block=p.block)
         return
     if plan.kernel is GemmKernel.TORCH:
         op_reference.op_gemm(p, out)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 from moe_runtime.kernels.formats.number_formats import ScaleLayout, TokenFormat
-from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class OpProblem:
     Attributes:
         format: of both operands (e5m2 quants count as `fp8_block`).
         a: rows.
-        b: weights; prepared ones on a Hopper GPU alone.
+        b: weights; prepacked ones on a Hopper GPU alone.
         group_offsets: int32 `[>= num_groups + 1]`.
         scale_offsets: int32 `[>= num_groups]`: the shift of `dense_128` for swizzled scales, the first scale row for
             packed ones; None for `unpadded` ones.
@@ -53,7 +53,7 @@ class OpProblem:
 
     format: TokenFormat
     a: ScaledOperand
-    b: ScaledOperand | PreparedWeights
+    b: ScaledOperand | PrepackedWeights
     group_offsets: torch.Tensor
     scale_offsets: torch.Tensor | None
     expert_ids: torch.Tensor
@@ -73,9 +73,9 @@ class OpProblem:
     @property
     def num_experts(self) -> int:
         """`E`."""
-        return self.b.num_experts if isinstance(self.b, PreparedWeights) else int(self.b.quants.shape[0])
+        return self.b.num_experts if isinstance(self.b, PrepackedWeights) else int(self.b.quants.shape[0])
 
     @property
     def num_outputs(self) -> int:
         """`N`."""
-        return self.b.num_rows if isinstance(self.b, PreparedWeights) else int(self.b.quants.shape[1])
+        return self.b.num_rows if isinstance(self.b, PrepackedWeights) else int(self.b.quants.shape[1])

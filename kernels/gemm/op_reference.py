@@ -1,4 +1,4 @@
-"""Torch twin of `op_gemm.py`: float64 products of the dequantized operands, rounded to fp32 once, then the scales.
+"""Torch reference of `op_gemm.py`: float64 products of the dequantized operands, rounded to fp32 once, then the scales.
 
 It reads offsets and expert ids on the host.
 """
@@ -11,15 +11,15 @@ from moe_runtime.kernels.formats.number_formats import WEIGHT_BLOCK_N, ScaleLayo
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.formats.scale_blocks import dense_128_block, swizzled_offset, unpadded_row
 from moe_runtime.kernels.gemm.op_problem import OpProblem, ScaledOperand
-from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.reference import dequantize_f64, multiply_f64
 
 
 def op_gemm(problem: OpProblem, out: torch.Tensor) -> None:
-    """Twin of `op_gemm.op_gemm`."""
+    """Reference of `op_gemm.op_gemm`."""
     p = problem
     b = p.b
-    assert not isinstance(b, PreparedWeights)
+    assert not isinstance(b, PrepackedWeights)
     num_active = p.num_groups if p.num_active is None else min(p.num_groups, int(p.num_active))
     offsets, experts = p.group_offsets.tolist(), p.expert_ids.tolist()
     for group in range(num_active):

@@ -222,10 +222,10 @@ class GemmProblem(NamedTuple):
         capacity: rows that there is room for.
         groups, active_groups: all, and those that may be active.
         out_format: of a gated result (SwiGLU, requantized); None for a plain product.
-        prepacked: whether the weights are `PreparedWeights`.
+        prepacked: whether the weights are `PrepackedWeights`.
         gathered: whether rows are found through an index.
         scales_in_record: whether the scales lie as the rows do (`GroupedRows.scales_in_record`).
-        dequantized: whether the rows come dequantized (`GroupedRows.decoded`).
+        dequantized: whether the rows come dequantized (`GroupedRows.dequantized`).
         sm_limit: most SMs that a kernel of Hopper may take; None means all.
         aligned: whether Hopper's kernel finds rows, weights and results on the boundaries that it loads and stores by.
         scales_aligned: the same of block scales that TMA would bring.
@@ -297,9 +297,9 @@ def plan_gemm(p: GemmProblem) -> GemmPlan:
     if p.engine == "cuda" and p.prepacked and (p.aligned or not p.operation):
         return _plan_dequant(p)
     if p.dequantized:
-        raise ValueError("a.decoded: expected None but for prepared weights and the kernels of Hopper")
+        raise ValueError("a.dequantized: expected None but for prepacked weights and the kernels of Hopper")
     if p.scales_in_record:
-        raise ValueError("a.scales_in_record: expected False but for prepared weights and the kernels of Hopper")
+        raise ValueError("a.scales_in_record: expected False but for prepacked weights and the kernels of Hopper")
     if p.engine == "cuda" and _tma_takes(p):
         return _plan_tma(p)
     if p.engine == "torch":

@@ -13,14 +13,14 @@ from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, one_of
 
 E4M3_MAX_CODE = 0x7E
 RESULT_FORMATS = ("bf16", "mxfp8", "nvfp4")
-"""Formats of a gated result of the GEMM of prepared weights."""
+"""Formats of a gated result of the GEMM of prepacked weights."""
 
-MAX_PREPARED_EXPERTS = 512
-"""Groups that the GEMM of prepared weights takes."""
+MAX_PREPACKED_EXPERTS = 512
+"""Groups that the GEMM of prepacked weights takes."""
 
 
 @dataclass(frozen=True)
-class PreparedWeights:
+class PrepackedWeights:
     """`ExpertWeights` in the layout of `kernels/gemm/dequant_layout.py`, for the GEMM of Hopper (`arch` 90) that dequantizes
     weights in registers.
 
@@ -51,10 +51,10 @@ class PreparedWeights:
     arch: ClassVar[int] = 90
 
     def __post_init__(self) -> None:
-        from moe_runtime.kernels.gemm.dequant_layout import DECODED_FORMATS, unit_rows, units_shape
+        from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS, unit_rows, units_shape
 
-        if self.format not in DECODED_FORMATS:
-            names = " or ".join(fmt.name for fmt in DECODED_FORMATS)
+        if self.format not in DEQUANT_FORMATS:
+            names = " or ".join(fmt.name for fmt in DEQUANT_FORMATS)
             raise ValueError(f"format: expected {names}, got {self.format.name}")
         experts = int(self.units.shape[0])
         sizes = (experts, *units_shape(self.num_rows, self.num_columns, self.format))
@@ -79,15 +79,15 @@ class PreparedWeights:
             raise ValueError(f"{name}: expected device {self.units.device}, got {tensor.device}")
 
     @classmethod
-    def prepare(cls, w: ExpertWeights, *, engine: str = "auto", argument: str = "w.scales") -> PreparedWeights:
-        """Reorder `w`, one expert after the other; weights with `gate_up` are prepared for SwiGLU.
+    def prepack(cls, w: ExpertWeights, *, engine: str = "auto", argument: str = "w.scales") -> PrepackedWeights:
+        """Reorder `w`, one expert after the other; weights with `gate_up` are prepacked for SwiGLU.
 
         Raises `ValueError` for a format that is not dequantized in registers, and, naming `argument`, for `nvfp4` block
         scales that are negative or NaN. Waits for the device.
         """
         from moe_runtime.kernels.formats.swizzle import unswizzle_scales
         from moe_runtime.kernels.gemm.dequant_layout import (
-            DECODED_FORMATS,
+            DEQUANT_FORMATS,
             pack_units,
             source_rows,
             unit_rows,
@@ -95,8 +95,8 @@ class PreparedWeights:
             units_with_special_values,
         )
 
-        if w.format not in DECODED_FORMATS:
-            names = " or ".join(fmt.name for fmt in DECODED_FORMATS)
+        if w.format not in DEQUANT_FORMATS:
+            names = " or ".join(fmt.name for fmt in DEQUANT_FORMATS)
             raise ValueError(f"w.format: expected {names}, got {w.format.name}")
         assert w.scales is not None
         rows = source_rows(w.num_rows, w.gate_up).to(w.device)
@@ -119,24 +119,24 @@ class PreparedWeights:
 
     @staticmethod
     def wanted(w: ExpertWeights, engine: str = "auto") -> bool:
-        """Whether the GEMM is faster with `w` prepared: on Hopper, dequantized in registers, of few enough experts."""
-        from moe_runtime.kernels.gemm.dequant_layout import DECODED_FORMATS
+        """Whether the GEMM is faster with `w` prepacked: on Hopper, dequantized in registers, of few enough experts."""
+        from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS
         from moe_runtime.kernels.runtime import resolve_engine
 
-        can = w.format in DECODED_FORMATS and w.num_experts <= MAX_PREPARED_EXPERTS
+        can = w.format in DEQUANT_FORMATS and w.num_experts <= MAX_PREPACKED_EXPERTS
         return can and resolve_engine(engine, w.device) == "cuda"
 
-    def expert(self, expert: int) -> PreparedWeights:
+    def expert(self, expert: int) -> PrepackedWeights:
         """The weights of one expert. Raises `ValueError` if there is no such one."""
         one = one_of(expert, self.num_experts)
         return self._each(lambda t: t[one])
 
-    def clone(self) -> PreparedWeights:
+    def clone(self) -> PrepackedWeights:
         """A copy of the quants and scales in other memory."""
         return replace(self, units=self.units.clone())
 
     def restore(self, *, engine: str = "auto") -> ExpertWeights:
-        """The weights that `prepare` was given."""
+        """The weights that `prepack` was given."""
         from moe_runtime.kernels.formats.swizzle import swizzle_scales
         from moe_runtime.kernels.gemm.dequant_layout import source_rows, unpack_units
 
@@ -173,7 +173,7 @@ class PreparedWeights:
         """Bytes of all tensors."""
         return sum(t.numel() * t.element_size() for t in self._tensors.values())
 
-    def to(self, device: torch.device | str) -> PreparedWeights:
+    def to(self, device: torch.device | str) -> PrepackedWeights:
         """The same weights on `device`."""
         return self._each(lambda t: t.to(device))
 
@@ -183,7 +183,7 @@ class PreparedWeights:
         found = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {name: value for name, value in found if isinstance(value, torch.Tensor)}
 
-    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PreparedWeights:
+    def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PrepackedWeights:
         """With `change` of every tensor."""
         changed: dict[str, Any] = {name: change(tensor) for name, tensor in self._tensors.items()}
         return replace(self, **changed)

@@ -1,7 +1,7 @@
-"""Torch twins of the grouped GEMM: products of the dequantized operands in float64, rounded to fp32 once.
+"""Torch references of the grouped GEMM: products of the dequantized operands in float64, rounded to fp32 once.
 
 Rows are multiplied `ROWS_AT_ONCE` at a time, so that the sums of a row do not depend on how many others its group has.
-Everything after them is the same fp32 sequence as in the kernel. These twins read offsets and expert ids on the host.
+Everything after them is the same fp32 sequence as in the kernel. These references read offsets and expert ids on the host.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def grouped_gemm(
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> torch.Tensor:
-    """Twin of `grouped_gemm.grouped_gemm`."""
+    """Reference of `grouped_gemm.grouped_gemm`."""
     check_operands(a, w)
     out = check_out(a, w, out, out_dtype)
     for _, rows, c in _products(a, w):
@@ -51,7 +51,7 @@ def grouped_gemm_swiglu(
     out_format: str | TokenFormat,
     out_gsf: float | torch.Tensor | None = None,
 ) -> GroupedRows:
-    """Twin of `grouped_gemm.grouped_gemm_swiglu`."""
+    """Reference of `grouped_gemm.grouped_gemm_swiglu`."""
     check_operands(a, w)
     check_activation(w, activation)
     out, gsf = empty_intermediate(a, w, out_format, out_gsf)

@@ -11,7 +11,7 @@ from enum import Enum
 
 from moe_runtime.kernels.formats.number_formats import NVFP4, TokenFormat, ceil_div
 from moe_runtime.kernels.gemm.dequant_layout import stage_units, unit_bytes
-from moe_runtime.kernels.gemm.prepacked import MAX_PREPARED_EXPERTS
+from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS
 
 SHARED_BYTES = 227 * 1024
 """Shared memory that a block of Hopper may have."""
@@ -203,7 +203,7 @@ class TokenShape:
         return 4 if self.min_blocks == 0 else 2 if fmt is NVFP4 else 1
 
 
-MANY_TOKENS = TokenShape(warps=8, max_groups=MAX_PREPARED_EXPERTS, min_blocks=0, blocks_per_sm=12)
+MANY_TOKENS = TokenShape(warps=8, max_groups=MAX_PREPACKED_EXPERTS, min_blocks=0, blocks_per_sm=12)
 """Twice as many blocks as an SM takes at a time: none ends much later than the others."""
 FEW_TOKENS = TokenShape(warps=4, max_groups=64, min_blocks=16, blocks_per_sm=1)
 """For what these warps load at once. A block has 128 threads of 32 registers, all that a block of the GEMM leaves of an
@@ -213,4 +213,4 @@ SM: the GEMM starts meanwhile and loads its weights. More loads of tokens would 
 def overlapped_token_shape(units: int) -> TokenShape:
     """Of the blocks that dequantize tokens `units` wide while the GEMM multiplies: one fills an SM."""
     team = min(MAX_TOKEN_WARPS, ceil_div(units, MANY_TOKENS.ahead(NVFP4) * TOKEN_STEPS))
-    return TokenShape(MAX_TOKEN_WARPS // team * team, MAX_PREPARED_EXPERTS, 0, 1, team, overlapped=True)
+    return TokenShape(MAX_TOKEN_WARPS // team * team, MAX_PREPACKED_EXPERTS, 0, 1, team, overlapped=True)

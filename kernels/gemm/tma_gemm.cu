@@ -18,13 +18,13 @@ struct alignas(64) TensorMap {
     u64 words[16];
 };
 
-// A group in shared memory: number of its first tile, first packed row, rows, expert.
+// A group in shared memory: number of its first tile, first row position, rows, expert.
 struct Group {
     int first, start, rows, expert;
 };
 
 struct Tile {
-    int start, rows, expert, column;  // first packed row, rows from there to the end of the group, first column
+    int start, rows, expert, column;  // first row position, rows from there to the end of the group, first column
     bool pair_rows;                   // the blocks of the cluster share the weights (else the rows)
 };
 

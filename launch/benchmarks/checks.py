@@ -19,7 +19,7 @@ from moe_runtime.kernels.formats.number_formats import FormatCode, QuantizedRows
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
-from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
 from moe_runtime.launch.benchmarks.fp8_bound import FP8_MMA_GAIN
 from moe_runtime.reference import relative_error, rounding_error, swiglu_reference
@@ -66,7 +66,7 @@ def sent_tokens(idx: Sequence[torch.Tensor], geometry: ExchangeGeometry) -> torc
 
 @dataclass(frozen=True)
 class Arrivals:
-    """What must arrive at a rank, by packed position: int64 `[R]` each, `token` counting through all ranks' tokens."""
+    """What must arrive at a rank, by row position: int64 `[R]` each, `token` counting through all ranks' tokens."""
 
     token: torch.Tensor
     entry: torch.Tensor
@@ -84,12 +84,12 @@ class Arrivals:
 
 
 def ungrouped(rows: GroupedRows) -> QuantizedRows:
-    """The rows by packed position with linear scales, as the quantizers give them. Reads offsets on the host."""
+    """The rows by row position with linear scales, as the quantizers give them. Reads offsets on the host."""
     return first_rows(rows, int(rows.group_offsets[-1]))
 
 
 def first_rows(rows: GroupedRows, count: int) -> QuantizedRows:
-    """As `ungrouped` the first `count` packed positions, without the host: past the last row is anything."""
+    """As `ungrouped` the first `count` row positions, without the host: past the last row is anything."""
     fmt, offsets = rows.format, rows.group_offsets.long()
     position = torch.arange(count, device=offsets.device)
     quants = raw_bits(rows.rows)
@@ -158,7 +158,9 @@ def check_combine(y_TH: torch.Tensor, inputs: Inputs, geometry: ExchangeGeometry
     return Check("combine: relative Frobenius error", error, math.sqrt(growth - 1))
 
 
-def check_gate_up(out: GroupedRows, rows: GroupedRows, w: ExpertWeights | PreparedWeights, activation: SwiGLU) -> Check:
+def check_gate_up(
+    out: GroupedRows, rows: GroupedRows, w: ExpertWeights | PrepackedWeights, activation: SwiGLU
+) -> Check:
     """Error of the quantized intermediate: what rounding it may add, as the operands are taken as they are."""
     expected = [swiglu_reference(c, activation) for _, c, _ in _products(rows, w)]
     values = dequantize_rows(ungrouped(out), engine="torch")
@@ -166,7 +168,7 @@ def check_gate_up(out: GroupedRows, rows: GroupedRows, w: ExpertWeights | Prepar
     return Check("gate and up: relative Frobenius error", error, rounding_error(out.format))
 
 
-def check_down(out_RH: torch.Tensor, rows: GroupedRows, w: ExpertWeights | PreparedWeights) -> Check:
+def check_down(out_RH: torch.Tensor, rows: GroupedRows, w: ExpertWeights | PrepackedWeights) -> Check:
     """The largest `|error| / (u |c| + g sum |a| |b|)` of an element; `u` is 2^-8 for bf16, `g` by the kind of MMA."""
     gain = math.ceil(rows.num_columns / 16) * FP32_GAIN
     if out_RH.device.type == "cuda" and w.format.code == FormatCode.FP8_BLOCK:
@@ -186,7 +188,7 @@ def expert_factor(experts: torch.Tensor, geometry: ExchangeGeometry) -> torch.Te
 
 
 def _products(
-    rows: GroupedRows, w: ExpertWeights | PreparedWeights
+    rows: GroupedRows, w: ExpertWeights | PrepackedWeights
 ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
     """`(place, a @ b^T + bias, |a| @ |b|^T + |bias|)` of each group that has rows: float64, of dequantized operands."""
     a_RK = dequantize_rows(ungrouped(rows), engine="torch").double()
@@ -195,7 +197,7 @@ def _products(
         place = slice(offsets[group], offsets[group + 1])
         if place.start < place.stop and expert >= 0:
             one = w.expert(expert)
-            one = one.restore(engine="torch") if isinstance(one, PreparedWeights) else one
+            one = one.restore(engine="torch") if isinstance(one, PrepackedWeights) else one
             b_NK = one.dequantize(engine="torch")[0].double()
             bias_N = b_NK.new_zeros(()) if one.bias is None else one.bias[0].double()
             yield place, a_RK[place] @ b_NK.T + bias_N, a_RK[place].abs() @ b_NK.T.abs() + bias_N.abs()

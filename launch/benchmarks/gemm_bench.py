@@ -20,7 +20,7 @@ from moe_runtime.kernels.formats.number_formats import NVFP4
 from moe_runtime.kernels.gemm.arguments import encode_scale
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
-from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import SILU
 from moe_runtime.kernels.runtime import has_nvrtc
 from moe_runtime.launch.benchmarks.checks import Check
@@ -86,7 +86,7 @@ class Runner:
             "largest_group": max(sizes),
             "active_groups": sum(size > 0 for size in sizes),
             "capacity": rows.capacity,
-            "prepared_weights": isinstance(weights, PreparedWeights),
+            "prepacked_weights": isinstance(weights, PrepackedWeights),
             "weight_copies": count,
             "row_bytes": row_bytes(rows),
             "weight_bytes": sum(part[0].num_bytes for part in copies.values()),

@@ -21,7 +21,7 @@ from moe_runtime.kernels.formats.number_formats import FormatCode, QuantizedRows
 from moe_runtime.kernels.formats.quantize import dequantize_rows
 from moe_runtime.kernels.formats.reference_quantize import e8m0_to_f32, raw_bits
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
-from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import SILU
 from moe_runtime.launch.benchmarks.checks import FP32_GAIN, Check, ungrouped
 from moe_runtime.launch.benchmarks.fp8_bound import fp8_mma_slack
@@ -43,7 +43,7 @@ class Sample:
     """Rows that are compared.
 
     Attributes:
-        positions: int64, packed positions, on the device of the rows.
+        positions: int64, row positions, on the device of the rows.
         groups: which of them belong to each group.
     """
 
@@ -120,7 +120,7 @@ def _products(rows: GroupedRows, w: Weights, sample: Sample) -> Iterator[tuple[s
         if place.start == place.stop:
             continue
         one = w.expert(expert)
-        one = one.restore(engine="torch") if isinstance(one, PreparedWeights) else one
+        one = one.restore(engine="torch") if isinstance(one, PrepackedWeights) else one
         b_NK = one.dequantize(engine="torch")[0].double()
         slack_SN = gain * (a_SK[place].abs() @ b_NK.abs().T)
         if on_hopper and rows.format.code == FormatCode.FP8_BLOCK:

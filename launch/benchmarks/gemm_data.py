@@ -16,14 +16,14 @@ from moe_runtime.kernels.formats.quantize import quantize_rows
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.formats.scale_blocks import dense_128_blocks_needed
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
-from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.launch.benchmarks.gemm_cases import RANKS, TOP_K, GemmCase, Product
 from moe_runtime.launch.benchmarks.timing import copies_to_rotate
 from moe_runtime.ops import pack_dense_128
 
-Weights = ExpertWeights | PreparedWeights
+Weights = ExpertWeights | PrepackedWeights
 
 
 def make_rows(case: GemmCase, seed: int, rng: torch.Generator, engine: str) -> GroupedRows:
@@ -48,7 +48,7 @@ def make_rows(case: GemmCase, seed: int, rng: torch.Generator, engine: str) -> G
     offsets = [0, *accumulate(sizes)]
     x_RK = torch.randn(stored, k, generator=rng, dtype=torch.float32, device=device).to(torch.bfloat16)
     q = quantize_rows(x_RK, fmt)
-    # Scales lie by packed position, quants by stored row.
+    # Scales lie by row position, quants by stored row.
     source = slice(None) if index is None else index[:total].to(device).long()
     by_row = index is not None and fmt.swizzled and resolve_engine(engine, device) == "cuda"
     scales, shifts = q.scales_RV, None
@@ -76,7 +76,7 @@ def make_rows(case: GemmCase, seed: int, rng: torch.Generator, engine: str) -> G
 
 
 def make_weights(case: GemmCase, product: Product, rng: torch.Generator, engine: str) -> Weights:
-    """Normal weights that keep the variance of a row, quantized one expert at a time; prepared where layers do that."""
+    """Normal weights that keep the variance of a row, quantized one expert at a time; prepacked where layers do that."""
     gate_up = case.product == "both" and product.name == "gate_up"
     parts = []
     for _ in range(case.groups):
@@ -90,7 +90,7 @@ def make_weights(case: GemmCase, product: Product, rng: torch.Generator, engine:
     )
     w = replace(parts[0], quants=quants, scales=scales, expert_scales=expert_scales)
     parts.clear()
-    return PreparedWeights.prepare(w) if PreparedWeights.wanted(w, engine) else w
+    return PrepackedWeights.prepack(w) if PrepackedWeights.wanted(w, engine) else w
 
 
 def num_copies(device: torch.device, num_bytes: int) -> int:

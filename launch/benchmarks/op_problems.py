@@ -22,7 +22,7 @@ from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.formats.scale_blocks import dense_128_offsets
 from moe_runtime.kernels.gemm.grouped_gemm import gemm_flops
-from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.launch.benchmarks.checks import FP32_GAIN
 from moe_runtime.launch.benchmarks.fp8_bound import fp8_mma_slack
 
@@ -88,8 +88,8 @@ class OpCall:
         copied = [{name: _clone(value) for name, value in self.arguments.items()} for _ in range(count - 1)]
         return [self, *(replace(self, arguments=arguments) for arguments in copied)]
 
-    def prepared(self) -> OpCall | None:
-        """The same call with prepared weights; None where the operation takes none of this shape."""
+    def prepacked(self) -> OpCall | None:
+        """The same call with prepacked weights; None where the operation takes none of this shape."""
         (name,) = (name for name in self.arguments if name in ("b_scale", "b_scales"))
         b, scales, n, k = self.arguments["b"], self.arguments[name], self.shape.n, self.shape.k
         if n % 8 or self.operation is ops.group_gemm_fp8_nt_groupwise:
@@ -97,9 +97,9 @@ class OpCall:
         if self.operation is ops.moe_gemm_mxfp8_nt_groupwise:
             if k % 32:
                 return None
-            w = ops.prepare_mxfp8(b, scales, self.arguments["scale_granularity_mnk"])
+            w = ops.prepack_mxfp8(b, scales, self.arguments["scale_granularity_mnk"])
         else:
-            w = ops.prepare_nvfp4(b, scales)
+            w = ops.prepack_nvfp4(b, scales)
         return replace(self, arguments=self.arguments | {"b": w, name: None})
 
     def error(self, out: torch.Tensor) -> float:
@@ -258,8 +258,8 @@ def _indptr(shape: Shape, device: torch.device) -> torch.Tensor:
 
 
 def _clone(value: Any) -> Any:
-    """A tensor elsewhere with the same strides; prepared weights elsewhere."""
-    if isinstance(value, PreparedWeights):
+    """A tensor elsewhere with the same strides; prepacked weights elsewhere."""
+    if isinstance(value, PrepackedWeights):
         return value.clone()
     if not isinstance(value, torch.Tensor):
         return value

@@ -34,7 +34,7 @@ KIND = "operations"
 TOKEN_FORMAT = "NVFP4TokenFormat"
 
 BOUND = "largest |error| / (u |c| + g), elementwise against float64"
-BYTES = "bytes that differ from the torch twins"
+BYTES = "bytes that differ from the torch references"
 
 
 @dataclass(frozen=True)
@@ -101,17 +101,17 @@ def run_all(context: ExpertParallelContext, engine: str, *, small: bool, iterati
         error, shape = problem.error(problem.run(problem.empty(), engine)), asdict(problem.shape)
         timed = time_problem(context, problem, engine, iterations) if timing and error <= 1 else {}
         results.append(_record(case.operation, case.format, case.variant, shape, error, 1.0, BOUND) | timed)
-        prepared = problem.prepared()
-        if prepared is None:
+        prepacked = problem.prepacked()
+        if prepacked is None:
             continue
-        error = prepared.error(prepared.run(prepared.empty(), engine))
+        error = prepacked.error(prepacked.run(prepacked.empty(), engine))
         # The other engines restore the weights in each call.
         if timed and error <= 1 and engine == "cuda":
-            timed = time_problem(context, prepared, engine, iterations, problem)
-            timed["prepare_us"] = time_preparing(problem)
+            timed = time_problem(context, prepacked, engine, iterations, problem)
+            timed["prepare_us"] = time_prepacking(problem)
         else:
             timed = {}
-        variant = ", ".join(filter(None, (case.variant, "prepared weights")))
+        variant = ", ".join(filter(None, (case.variant, "prepacked weights")))
         results.append(_record(case.operation, case.format, variant, shape, error, 1.0, BOUND) | timed)
     tokens, hidden = TOKENS[small]
     error = check_token_format(tokens, hidden, rng, engine)
@@ -151,13 +151,13 @@ def time_problem(
     }
 
 
-def time_preparing(problem: OpCall) -> float:
+def time_prepacking(problem: OpCall) -> float:
     """Microseconds to prepack all experts' weights, by the host's clock: the least of three."""
     taken = []
     for _ in range(3):
         torch.cuda.synchronize()
         start = time.perf_counter()
-        problem.prepared()
+        problem.prepacked()
         torch.cuda.synchronize()
         taken.append((time.perf_counter() - start) * 1e6)
     return min(taken)

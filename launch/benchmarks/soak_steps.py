@@ -4,7 +4,7 @@ The experts of a soak only multiply: the row of expert `e` is its token, quantiz
 rank's own tokens must come home as follows from them and their routing, in the order of sums that `kernels/exchange/combine.py`
 states, bit for bit. Every token of every rank and step is another, so a row that is wrong, old or another's shows.
 
-Shape letters: `T` tokens of a rank, `H` hidden size, `K` experts per token, `R` packed rows.
+Shape letters: `T` tokens of a rank, `H` hidden size, `K` experts per token, `R` contiguous rows.
 """
 
 from __future__ import annotations

@@ -73,17 +73,17 @@ def operations_markdown(checked: Report, run: Report, source: str) -> str:
     """The table in markdown; `source` is the path of the run's file."""
     lines = [f"| {' | '.join(COLUMNS)} |", "|" + "---|" * len(COLUMNS)]
     lines += [f"| {' | '.join([f'`{line[0]}`', *line[1:]])} |" for line in cells(checked, run)]
-    ratios, prepared = [], []
+    ratios, prepacked = [], []
     for raw, after in itertools.pairwise(run["results"]):
         if "prepare_us" in after:
             ratios.append(raw["median_us"] / after["median_us"])
             shape, ms = after["shape"], after["prepare_us"] / 1e3
             experts = f"{shape['num_experts']} x {shape['n']} x {shape['k']}"
-            prepared.append(f"{ms:.1f} ms for {experts} in {after['format']}")
+            prepacked.append(f"{ms:.1f} ms for {experts} in {after['format']}")
     text = f"Run on {where(run)} ([JSON]({source})); a time per variant, raw weights before prepacked ones."
     if ratios:
         text += f" Prepacked weights make operations {min(ratios):.1f} to {max(ratios):.1f} times as fast."
-        text += f" Prepacking takes {', '.join(prepared)}."
+        text += f" Prepacking takes {', '.join(prepacked)}."
     for result in run["results"]:
         if "layer_us" in result:
             text += f" `{result['operation']}` takes {result['median_us']:.0f} us with them; the same product takes"

@@ -66,7 +66,7 @@ def exchange_geometry(
         combine_format=wire,
         num_experts=num_experts,
         max_tokens=max_tokens_per_rank,
-        packed=rows == "contiguous",
+        contiguous=rows == "contiguous",
         row_capacity=min(worst, expert_row_capacity or worst),
         num_sms=num_sms,
         exchange_id=context.next_exchange_id(),

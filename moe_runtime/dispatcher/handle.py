@@ -38,11 +38,11 @@ class DispatchHandle:
     Attributes:
         geometry: of the layer that dispatched.
         epoch: int32 `[1]` on the device: the number of the dispatch in its context.
-        positions: int32 `[W * max_tokens, K]`: packed position of each (landing slot, k), -1 for none.
+        positions: int32 `[W * max_tokens, K]`: row position of each (landing slot, k), -1 for none.
         num_parts: int32 `[T]`: partial results that come home for each of this rank's tokens.
         num_tokens: `T`.
         timeout_ns: how long its kernels wait for a peer: longer in the first step of a layer, which may compile them.
-        scales_in_record: whether block scales stay in the records that arrive (`GroupedRows.scales_by_row`).
+        scales_in_record: whether block scales stay in the records that arrive (`GroupedRows.scales_in_record`).
     """
 
     geometry: ExchangeGeometry
@@ -131,7 +131,7 @@ class DispatchedTokens(GroupedRows):
 
 
 class CombineSink:
-    """Where a down projection writes the rows that `combine` will take, by packed position.
+    """Where a down projection writes the rows that `combine` will take, by row position.
 
     Attributes:
         rows: bf16 `[row_capacity, H]`; rows past `group_offsets[G]` are not read.
@@ -151,7 +151,7 @@ def allocate_recv_buffers(
     """Uninitialised buffers for a step of `geometry`."""
     fmt, capacity, experts = geometry.token_format, geometry.row_capacity, geometry.num_local_experts
     rows = scales = row_scale = None
-    if geometry.packed:
+    if geometry.contiguous:
         rows = torch.empty((capacity, fmt.quant_bytes(geometry.hidden)), dtype=torch.uint8, device=device)
     if fmt.has_row_scale:
         row_scale = torch.empty(capacity, dtype=torch.float32, device=device)

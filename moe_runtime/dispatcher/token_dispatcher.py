@@ -90,7 +90,7 @@ class TokenDispatcher:
             "max_tokens_per_rank": max_tokens_per_rank,
             "token_format": geometry.token_format.name,
             "combine_format": geometry.combine_format.name,
-            "mode": "contiguous" if geometry.packed else "gathered",
+            "mode": "contiguous" if geometry.contiguous else "gathered",
             "expert_row_capacity": geometry.row_capacity,
             "input_scale": input_scale,
         }
@@ -172,7 +172,7 @@ class TokenDispatcher:
             topk_idx: int32 or int64 `[T, K]`; -1 is unrouted.
             topk_weights: fp32 `[T, K]`.
             scales_in_record: leave block scales in the records that arrive instead of copying them into the layout of
-                the consumer. For `grouped_gemm` with prepared weights, which reads them there. Only where
+                the consumer. For `grouped_gemm` with prepacked weights, which reads them there. Only where
                 `can_keep_scales_in_record`; ranks may differ in it.
             leave_scales: deprecated name of `scales_in_record`.
 
@@ -193,7 +193,7 @@ class TokenDispatcher:
         All engines give the same bits, except that sign and payload of a NaN depend on the machine.
 
         Args:
-            expert_output: bf16 or fp32 `[row_capacity, H]` by packed position, last dimension contiguous, or a
+            expert_output: bf16 or fp32 `[row_capacity, H]` by row position, last dimension contiguous, or a
                 `CombineSink` of the same handle; each row is rounded to bf16 first.
             handle: of the dispatch that the rows came from.
             shared: bf16 `[T, H]` output of a shared expert, added first.
@@ -278,7 +278,7 @@ class TokenDispatcher:
             rows=self._landing_rows() if buffers.rows is None else buffers.rows.view(fmt.quant_dtype),
             scales=scales,
             row_scale=buffers.row_scale,
-            row_index=None if geometry.packed else buffers.row_index,
+            row_index=None if geometry.contiguous else buffers.row_index,
             group_offsets=buffers.group_offsets,
             group_scale_offsets=buffers.group_scale_offsets if fmt.swizzled else None,
             expert_ids=self._expert_ids,

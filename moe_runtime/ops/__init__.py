@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from moe_runtime.ops import operations
 from moe_runtime.ops.operations import (
     NVFP4TokenFormat,
-    PreparedWeights,
+    PrepackedWeights,
     dequantize_bf16,
     dequantize_fp8,
     dequantize_mxfp8,
@@ -21,8 +22,8 @@ from moe_runtime.ops.operations import (
     pack_swizzled_weights,
     pack_ue8m0_rows,
     pack_ue8m0_weights,
-    prepare_mxfp8,
-    prepare_nvfp4,
+    prepack_mxfp8,
+    prepack_nvfp4,
     quantize_bf16,
     quantize_fp8,
     quantize_mxfp8,
@@ -37,10 +38,11 @@ from moe_runtime.ops.operations import (
     unpack_ue8m0_weights,
     unswizzle_scales,
 )
+from moe_runtime.support.deprecation import warn_renamed
 
 __all__ = [
     "NVFP4TokenFormat",
-    "PreparedWeights",
+    "PrepackedWeights",
     "dequantize_bf16",
     "dequantize_fp8",
     "dequantize_mxfp8",
@@ -57,8 +59,8 @@ __all__ = [
     "pack_swizzled_weights",
     "pack_ue8m0_rows",
     "pack_ue8m0_weights",
-    "prepare_mxfp8",
-    "prepare_nvfp4",
+    "prepack_mxfp8",
+    "prepack_nvfp4",
     "quantize_bf16",
     "quantize_fp8",
     "quantize_mxfp8",
@@ -73,3 +75,16 @@ __all__ = [
     "unpack_ue8m0_weights",
     "unswizzle_scales",
 ]
+
+_RENAMED = {
+    "PreparedWeights": "PrepackedWeights",
+    "prepare_mxfp8": "prepack_mxfp8",
+    "prepare_nvfp4": "prepack_nvfp4",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _RENAMED:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    warn_renamed(f"{__name__}.{name}", _RENAMED[name])
+    return getattr(operations, _RENAMED[name])

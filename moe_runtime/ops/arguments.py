@@ -14,7 +14,7 @@ import torch
 from moe_runtime.kernels.arguments import check_is_tensor, check_no_grad
 from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
-from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 
 OUT_DTYPES_HALF = (torch.bfloat16, torch.float16)
 
@@ -100,7 +100,7 @@ def check_operand(
 
 def check_operands(
     a: torch.Tensor,
-    b: torch.Tensor | PreparedWeights,
+    b: torch.Tensor | PrepackedWeights,
     dtypes: Sequence[torch.dtype],
     unit_n: int,
     unit_k: int,
@@ -109,16 +109,16 @@ def check_operands(
 ) -> Operands:
     """Sizes of `a` and `b`, of one of `dtypes` both, N and K multiples of their units, `per_byte` numbers a byte.
 
-    Prepared weights are taken where `dtypes` is the one of their quants.
+    Prepacked weights are taken where `dtypes` is the one of their quants.
     """
     device = check_device("a", a)
     check_tensor("a", a, dtypes, ("R", "K" if per_byte == 1 else f"K/{per_byte}"), device)
     k = check_multiple("a", per_byte * a.shape[1], unit_k, "K" if per_byte == 1 else "K (twice the columns)")
-    if isinstance(b, PreparedWeights):
+    if isinstance(b, PrepackedWeights):
         if tuple(dtypes) != (b.format.quant_dtype,) or b.gate_up is not None:
-            raise ValueError(f"b: expected plain prepared weights of {dtypes}, got {b.format.name}, {b.gate_up}")
+            raise ValueError(f"b: expected plain prepacked weights of {dtypes}, got {b.format.name}, {b.gate_up}")
         if b.expert_scales is not None or b.bias is not None:
-            raise ValueError("b: expected prepared weights without expert_scales and bias, got some with them")
+            raise ValueError("b: expected prepacked weights without expert_scales and bias, got some with them")
         if b.num_columns != k or b.device != device:
             raise ValueError(f"b: expected K = {k} on {device}, got {b.num_columns} on {b.device}")
         return Operands(device, a.shape[0], b.num_experts, check_multiple("b", b.num_rows, unit_n, "N"), k)
@@ -127,9 +127,9 @@ def check_operands(
 
 
 def check_no_scales(name: str, scales: object) -> None:
-    """Raise unless `scales` is None: prepared weights hold theirs."""
+    """Raise unless `scales` is None: prepacked weights hold theirs."""
     if scales is not None:
-        raise ValueError(f"{name}: expected None with prepared weights, got {type(scales).__name__}")
+        raise ValueError(f"{name}: expected None with prepacked weights, got {type(scales).__name__}")
 
 
 def check_output(

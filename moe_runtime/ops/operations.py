@@ -4,7 +4,7 @@
 `V = ceil(K / block)` block scales of a row. All operations run on one Triton kernel (`kernels/gemm/grouped_gemm.py`) or,
 with `engine="torch"`, on a float64 reference; both read weights as they are given. On Hopper there are the faster
 kernels of layers: for e4m3 FP8 with a scale for each row (`kernels/gemm/tma_gemm.py`; MN-major scales are transposed for it
-in each call), and for NVFP4 and MXFP8 weights that `prepare_nvfp4` and `prepare_mxfp8` made once
+in each call), and for NVFP4 and MXFP8 weights that `prepack_nvfp4` and `prepack_mxfp8` made once
 (`kernels/gemm/dequant_gemm.py`). `kernels/gemm/plan.py` chooses.
 
 Every operation checks shapes, dtypes, devices and strides, and raises a `ValueError` that names the argument. The
@@ -36,7 +36,7 @@ from moe_runtime.kernels.formats.swizzle import swizzle_scales, unswizzle_scales
 from moe_runtime.kernels.gemm.arguments import OUT_DTYPES
 from moe_runtime.kernels.gemm.op_gemm import op_gemm
 from moe_runtime.kernels.gemm.op_problem import OpProblem, ScaledOperand
-from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.ops.arguments import (
     OUT_DTYPES_HALF,
@@ -83,11 +83,11 @@ from moe_runtime.ops.scales import (
     unpack_ue8m0_weights,
 )
 from moe_runtime.ops.token_format import NVFP4TokenFormat
-from moe_runtime.ops.weights import prepare_mxfp8, prepare_nvfp4, readable
+from moe_runtime.ops.weights import prepack_mxfp8, prepack_nvfp4, readable
 
 __all__ = [
     "NVFP4TokenFormat",
-    "PreparedWeights",
+    "PrepackedWeights",
     "dequantize_bf16",
     "dequantize_fp8",
     "dequantize_mxfp8",
@@ -104,8 +104,8 @@ __all__ = [
     "pack_swizzled_weights",
     "pack_ue8m0_rows",
     "pack_ue8m0_weights",
-    "prepare_mxfp8",
-    "prepare_nvfp4",
+    "prepack_mxfp8",
+    "prepack_nvfp4",
     "quantize_bf16",
     "quantize_fp8",
     "quantize_mxfp8",
@@ -128,7 +128,7 @@ E4M3 = torch.float8_e4m3fn
 def grouped_matmul_dynamic_scaled_nvfp4(
     c: torch.Tensor,
     a: torch.Tensor,
-    b: torch.Tensor | PreparedWeights,
+    b: torch.Tensor | PrepackedWeights,
     a_scales: torch.Tensor,
     b_scales: torch.Tensor | None,
     group_offsets: torch.Tensor,
@@ -147,10 +147,10 @@ def grouped_matmul_dynamic_scaled_nvfp4(
     Args:
         c: bf16, fp16 or fp32 `[R, N]`, last dimension contiguous.
         a: uint8 `[R, K/2]`, element `2j` in the low nibble of byte `j`; K a multiple of 16.
-        b: uint8 `[E, N, K/2]`; or what `prepare_nvfp4` made of it and its scales.
+        b: uint8 `[E, N, K/2]`; or what `prepack_nvfp4` made of it and its scales.
         a_scales: e4m3 `[blocks, ceil(V/4), 32, 4, 4]`, the 128x4 swizzle with `V = K/16`; row `l` of group `g` lies in
             block `group_offsets[g] // 128 + group_scale_offsets[g] + l // 128` (`dense_128`, or any without overlap).
-        b_scales: e4m3 `[E, ceil(N/128), ceil(V/4), 32, 4, 4]`; None with prepared weights.
+        b_scales: e4m3 `[E, ceil(N/128), ceil(V/4), 32, 4, 4]`; None with prepacked weights.
         group_offsets: uint32 or int32, at least `num_active_experts + 1`, from 0, not decreasing.
         group_scale_offsets: uint32 or int32, at least `num_active_experts`.
         expert_ids: int32, at least `num_active_experts`; -1 leaves the group's rows of `c` as they are.
@@ -210,7 +210,7 @@ def grouped_matmul_dynamic_scaled_nvfp4(
 
 def group_gemm_nvfp4_nt_groupwise(
     a: torch.Tensor,
-    b: torch.Tensor | PreparedWeights,
+    b: torch.Tensor | PrepackedWeights,
     a_scale: torch.Tensor,
     b_scale: torch.Tensor | None,
     m_indptr: torch.Tensor,
@@ -231,10 +231,10 @@ def group_gemm_nvfp4_nt_groupwise(
 
     Args:
         a: uint8 `[R, K/2]`, element `2j` in the low nibble of byte `j`; K a multiple of 128.
-        b: uint8 `[E, N, K/2]`; N a multiple of 8; or what `prepare_nvfp4` made of it and its scales.
+        b: uint8 `[E, N, K/2]`; N a multiple of 8; or what `prepack_nvfp4` made of it and its scales.
         a_scale: uint8 `[>= (R + 127 * E) // 128 * 128, K/16]`, bytes of e4m3 in the 128x4 swizzle; the two dimensions
             are a container. Group `i` starts at scale row `(m_indptr[i] + 127 * i) // 128 * 128` (`closed_form_128`).
-        b_scale: uint8 `[E, align(N, 128), K/16]`, the swizzle of each expert; None with prepared weights.
+        b_scale: uint8 `[E, align(N, 128), K/16]`, the swizzle of each expert; None with prepacked weights.
         m_indptr: int32 `[E + 1]`, from 0, not decreasing, multiples of 4.
         alpha: fp32 `[E]`, applied to the fp32 sums of each group, `1 / (gsf_a * gsf_b)`; None means 1.
         tile_m: 128.
@@ -289,7 +289,7 @@ def group_gemm_nvfp4_nt_groupwise(
 
 def moe_gemm_mxfp8_nt_groupwise(
     a: torch.Tensor,
-    b: torch.Tensor | PreparedWeights,
+    b: torch.Tensor | PrepackedWeights,
     a_scale: torch.Tensor,
     b_scale: torch.Tensor | None,
     m_indptr: torch.Tensor,
@@ -309,12 +309,12 @@ def moe_gemm_mxfp8_nt_groupwise(
 
     Args:
         a: e4m3 `[R, K]`; K a multiple of 16, the last block may be partial.
-        b: e4m3 `[E, N, K]`; or what `prepare_mxfp8` made of it and its scales.
+        b: e4m3 `[E, N, K]`; or what `prepack_mxfp8` made of it and its scales.
         a_scale: int32 `[m_padded, k_align]`, strides `(1, m_padded)`, `m_padded = (R + 3 * E) // 4 * 4`; group `i`
             starts at scale row `(m_indptr[i] + 3 * i) // 4 * 4` (`closed_form_4`).
-        b_scale: int32 `[E, N, k_align]`, strides `(k_align * align(N, 4), 1, align(N, 4))`; None with prepared weights.
+        b_scale: int32 `[E, N, k_align]`, strides `(k_align * align(N, 4), 1, align(N, 4))`; None with prepacked weights.
         m_indptr: int32 `[E + 1]`, from 0, not decreasing.
-        scale_granularity_mnk: (1, 1, 32) or (1, 1, 128); of `a_scale` alone with prepared weights, whatever theirs was.
+        scale_granularity_mnk: (1, 1, 32) or (1, 1, 128); of `a_scale` alone with prepacked weights, whatever theirs was.
         scale_major_mode: "MN".
         backend: "cute".
         out: bf16 `[R, N]`; made when None.
@@ -335,14 +335,14 @@ def moe_gemm_mxfp8_nt_groupwise(
     words, ld = ceil_div(o.k, 4 * block), align(o.n, 4)
     m_padded = scale_blocks.closed_form_4_rows_needed(o.rows, o.experts)
     check_tensor("a_scale", a_scale, torch.int32, (m_padded, words), o.device, strides=(1, m_padded))
-    if isinstance(b, PreparedWeights):
+    if isinstance(b, PrepackedWeights):
         check_no_scales("b_scale", b_scale)
     else:
         check_tensor("b_scale", b_scale, torch.int32, (o.experts, o.n, words), o.device, strides=(words * ld, 1, ld))
     result = make_output(out, out_dtype, (torch.bfloat16,), o)
     group = _check_groups(m_indptr, o, engine, validate)
-    weights: ScaledOperand | PreparedWeights
-    if isinstance(b, PreparedWeights):
+    weights: ScaledOperand | PrepackedWeights
+    if isinstance(b, PrepackedWeights):
         weights = b
     else:
         assert b_scale is not None
@@ -452,20 +452,20 @@ def _check_groups(
 
 
 def _nvfp4_weights(
-    b: torch.Tensor | PreparedWeights,
+    b: torch.Tensor | PrepackedWeights,
     name: str,
     scales: object,
     dtype: torch.dtype,
     shape: tuple[int, ...],
-) -> ScaledOperand | PreparedWeights:
-    if isinstance(b, PreparedWeights):
+) -> ScaledOperand | PrepackedWeights:
+    if isinstance(b, PrepackedWeights):
         check_no_scales(name, scales)
         return b
     return ScaledOperand(b, check_tensor(name, scales, dtype, shape, b.device).view(-1), ScaleLayout.SWIZZLED)
 
 
 def _check_weight_signs(name: str, scales: torch.Tensor | None, o: Operands) -> None:
-    """Of raw weights: prepared ones have no scale with a sign."""
+    """Of raw weights: prepacked ones have no scale with a sign."""
     if scales is not None:
         blocks = (o.experts, ceil_div(o.n, 128), ceil_div(o.k // 16, 4), 32, 4, 4)
         check_scale_signs(name, scales, lambda: unswizzle_scales(scales.view(blocks), o.n, o.k // 16))

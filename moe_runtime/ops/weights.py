@@ -1,4 +1,4 @@
-"""Weights of `moe_runtime.ops` prepared once: in the order that the kernels of Hopper read."""
+"""Weights of `moe_runtime.ops` prepacked once: in the order that the kernels of Hopper read."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from moe_runtime.kernels.formats.number_formats import MXFP8, NVFP4, ScaleLayout
 from moe_runtime.kernels.formats.swizzle import swizzle_scales, unswizzle_scales
 from moe_runtime.kernels.gemm.op_gemm import plan_op
 from moe_runtime.kernels.gemm.op_problem import OpProblem, ScaledOperand
-from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.ops.arguments import check_granularity, check_operand, check_tensor
 from moe_runtime.ops.scales import pack_ue8m0_weights, unpack_ue8m0_weights
 
 
-def prepare_nvfp4(b: torch.Tensor, b_scales: torch.Tensor) -> PreparedWeights:
+def prepack_nvfp4(b: torch.Tensor, b_scales: torch.Tensor) -> PrepackedWeights:
     """Weights of both NVFP4 operations, to be given as `b` with scales None.
 
     Args:
@@ -32,12 +32,12 @@ def prepare_nvfp4(b: torch.Tensor, b_scales: torch.Tensor) -> PreparedWeights:
         check_tensor("b_scales", b_scales, torch.uint8, (experts, align(n, 128), k // 16), b.device)
         b_scales = b_scales.view(torch.float8_e4m3fn).view(shape)
     check_tensor("b_scales", b_scales, torch.float8_e4m3fn, shape, b.device)
-    return PreparedWeights.prepare(ExpertWeights(NVFP4, b, b_scales), argument="b_scales")
+    return PrepackedWeights.prepack(ExpertWeights(NVFP4, b, b_scales), argument="b_scales")
 
 
-def prepare_mxfp8(
+def prepack_mxfp8(
     b: torch.Tensor, b_scale: torch.Tensor, scale_granularity_mnk: tuple[int, int, int] = (1, 1, 128)
-) -> PreparedWeights:
+) -> PrepackedWeights:
     """Weights of `moe_gemm_mxfp8_nt_groupwise`, to be given as `b` with scales None.
 
     Args:
@@ -52,13 +52,13 @@ def prepare_mxfp8(
     words, ld = ceil_div(k, 4 * block), align(n, 4)
     check_tensor("b_scale", b_scale, torch.int32, (experts, n, words), b.device, strides=(words * ld, 1, ld))
     linear = unpack_ue8m0_weights(b_scale, ceil_div(k, block)).repeat_interleave(block // 32, 2)[..., : k // 32]
-    return PreparedWeights.prepare(ExpertWeights(MXFP8, b, swizzle_scales(linear.contiguous())))
+    return PrepackedWeights.prepack(ExpertWeights(MXFP8, b, swizzle_scales(linear.contiguous())))
 
 
 def readable(problem: OpProblem, out: torch.Tensor, engine: str) -> OpProblem:
-    """The problem with weights that its kernel reads: prepared ones where Hopper's takes them, else restored."""
+    """The problem with weights that its kernel reads: prepacked ones where Hopper's takes them, else restored."""
     w, a = problem.b, problem.a
-    if not isinstance(w, PreparedWeights) or not plan_op(problem, out, engine).restores:
+    if not isinstance(w, PrepackedWeights) or not plan_op(problem, out, engine).restores:
         return problem
     raw = w.restore()
     assert raw.scales is not None
@@ -69,7 +69,7 @@ def readable(problem: OpProblem, out: torch.Tensor, engine: str) -> OpProblem:
     count = max(0, (w.num_experts * packed.shape[2] - 1) * ld + w.num_rows)
     scales = torch.as_strided(packed, (count,), (1,)).view(torch.uint8)
     b = ScaledOperand(raw.quants, scales, ScaleLayout.PACKED, ld)
-    # Prepared weights have a scale for each 32 of K, whatever the rows have.
+    # Prepacked weights have a scale for each 32 of K, whatever the rows have.
     return replace(problem, a=_in_blocks_of_32(a, problem.block, w.num_columns), b=b, block=32)
 
 

@@ -27,7 +27,7 @@ def small_problem(index: int, device: torch.device) -> OpCall:
 def test_every_operation_is_within_its_bound(engine: str) -> None:
     with ExpertParallelContext(engine=engine) as context:
         results = ops_bench.run_all(context, engine, small=True, iterations=0)
-    # One of the small shapes can have prepared weights too.
+    # One of the small shapes can have prepacked weights too.
     assert len(results) == len(ops_bench.CASES) + 2
     for result in results:
         assert result["check"]["passed"], result

@@ -14,7 +14,7 @@ import torch
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels.exchange.plan import required_plan
 from moe_runtime.kernels.formats.number_formats import FORMATS
-from moe_runtime.kernels.gemm.dequant_layout import DECODED_FORMATS
+from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS
 from moe_runtime.kernels.gemm.plan import choose_dequant_shape, choose_tma_shape
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL, TMA_DECODE, TMA_PREFILL
 from moe_runtime.launch import sanitize
@@ -36,12 +36,12 @@ def test_cases_take_both_regimes_of_each_kernel() -> None:
     for case in sanitize.cases():
         rows = make_rows(case, 0, rng, "torch")
         sizes = rows.likely_rows, rows.num_groups
-        dequantized = rows.format in DECODED_FORMATS
+        dequantized = rows.format in DEQUANT_FORMATS
         seen[case.format].add(choose_dequant_shape(*sizes) if dequantized else choose_tma_shape(*sizes))
         gathers.add((case.format, rows.row_index is not None))
     for name, fmt in FORMATS.items():
         dequant_shapes = {DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL}
-        assert seen[name] == (dequant_shapes if fmt in DECODED_FORMATS else {TMA_DECODE, TMA_PREFILL})
+        assert seen[name] == (dequant_shapes if fmt in DEQUANT_FORMATS else {TMA_DECODE, TMA_PREFILL})
         assert {(name, True), (name, False)} <= gathers
 
 

@@ -103,4 +103,4 @@ inline void mov_b32__cvt_f32_f16__cvt_f32_f16(float& low, float& high, unsigned 
 }  // namespace ptx
 
 #include "tma_instructions.h"
-#include "decoded_instructions.h"
+#include "dequant_instructions.h"

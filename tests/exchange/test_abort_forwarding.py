@@ -82,7 +82,7 @@ def used_too_late(seed: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
     settings = {"hidden_size": 1152, "num_experts": 4, "top_k": 2, "max_tokens_per_rank": 33}
     settings |= {"token_format": "bf16", "mode": "contiguous"}
     cpu = torch.device("cpu")
-    twins, kernels = Ranks(2, cpu, "torch", **settings), Ranks(2, cpu, HOPPER, **settings)
+    references, kernels = Ranks(2, cpu, "torch", **settings), Ranks(2, cpu, HOPPER, **settings)
     inputs = [rank_input(seed, rank, 33, 1152, 4, 2) for rank in range(2)]
     found = []
     with emulator.together() as choose:
@@ -94,7 +94,7 @@ def used_too_late(seed: int, emulator: Emulator, monkeypatch: pytest.MonkeyPatch
             found.append(dispatcher.dispatch_recv(handles[0 if rank == 1 else 3]))
     assert int(kernels.contexts[1].error[0]) == ErrorCode.STALE_HANDLE
     if int(kernels.contexts[0].error[0]) == 0:
-        wanted = twins.dispatch(inputs)[0]
+        wanted = references.dispatch(inputs)[0]
         rows = int(wanted.group_offsets[-1])
         assert found[0].group_offsets.tolist() == wanted.group_offsets.tolist()
         assert torch.equal(found[0].rows[:rows].view(torch.int16), wanted.rows[:rows].view(torch.int16))
@@ -129,7 +129,7 @@ def fails_ahead(seed: int, emulator: Emulator) -> None:
     """Rank 0 fails in its third step while rank 1 takes the tokens of the first, which lie in the same half."""
     settings = {**SETTINGS, "token_format": "nvfp4", "mode": "contiguous"}
     cpu = torch.device("cpu")
-    twins, kernels = Ranks(2, cpu, "torch", **settings), Ranks(2, cpu, HOPPER, **settings)
+    references, kernels = Ranks(2, cpu, "torch", **settings), Ranks(2, cpu, HOPPER, **settings)
     steps = [[rank_input(seed + 2 * step + rank, rank, 4, 128, 5, 2) for rank in range(2)] for step in range(3)]
     steps[2][0].topk_idx[0, 1] = 77
 
@@ -149,7 +149,7 @@ def fails_ahead(seed: int, emulator: Emulator) -> None:
     if error[0] != 0:
         assert error[:3] == [ErrorCode.ROUTING, 0, Phase.DISPATCH_SEND], error
     else:
-        wanted = twins.dispatch(steps[0])[1]
+        wanted = references.dispatch(steps[0])[1]
         assert found.group_offsets.tolist() == wanted.group_offsets.tolist()
         rows = int(wanted.group_offsets[-1])
         assert torch.equal(found.rows[:rows].view(torch.uint8), wanted.rows[:rows].view(torch.uint8))

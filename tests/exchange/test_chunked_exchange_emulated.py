@@ -124,16 +124,16 @@ def run_random_steps(
 ) -> None:
     draw = random.Random(seed)
     settings = draw_sizes(draw)
-    twins, kernels = ranks_of(settings, "torch"), ranks_of(settings, HOPPER)
+    references, kernels = ranks_of(settings, "torch"), ranks_of(settings, HOPPER)
     # After the last of these, words that nobody has written seem to be of an epoch to come.
     epoch = draw.choice((0, -2, 2**31 - 3, 1 - 2**31)) if epoch is None else epoch
-    for ranks in (twins, kernels) if epoch else ():
+    for ranks in (references, kernels) if epoch else ():
         begin_at(ranks, epoch)
-    steps, outputs = random_steps(draw, settings, 3), random_outputs(twins, seed)
+    steps, outputs = random_steps(draw, settings, 3), random_outputs(references, seed)
     if combined is not None:
         steps = [step._replace(combined=combined) for step in steps]
     found = all_at_once(kernels, steps, outputs, emulator)
-    assert_same_results(found, one_after_the_other(twins, steps, outputs))
+    assert_same_results(found, one_after_the_other(references, steps, outputs))
     for context in kernels.contexts:
         context.check_peers()
     assert_counters_are_zero(kernels)
@@ -147,11 +147,11 @@ def test_steps_of_ranks_that_do_not_wait_for_each_other(draw_sizes: Draw, emulat
 def test_ranks_differ_in_what_they_run(draw_sizes: Draw, emulator: Emulator, seed: int) -> None:
     draw = random.Random(seed)
     settings = draw_sizes(draw, world=3)
-    twins, mixed = ranks_of(settings, "torch"), ranks_of(settings, HOPPER)
+    references, mixed = ranks_of(settings, "torch"), ranks_of(settings, HOPPER)
     for dispatcher in mixed.dispatchers[1 :: 1 + seed % 2]:
         dispatcher._backend = reference
-    steps, outputs = random_steps(draw, settings, 3), random_outputs(twins, seed)
-    wanted = one_after_the_other(twins, steps, outputs)
+    steps, outputs = random_steps(draw, settings, 3), random_outputs(references, seed)
+    wanted = one_after_the_other(references, steps, outputs)
     assert_same_results(one_after_the_other(mixed, steps, outputs), wanted)
 
 

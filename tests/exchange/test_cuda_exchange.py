@@ -31,7 +31,7 @@ def test_all_slots_are_one_chunk_where_their_bitmaps_are_small() -> None:
 
 @pytest.mark.parametrize(("max_tokens", "expected"), [(1, (8, 132)), (128, (2, 132)), (4096, (1, 1))])
 def test_few_slots_are_shared_by_warps_of_more_blocks(max_tokens: int, expected: tuple[int, int]) -> None:
-    for geometry in (sample_geometry("nvfp4"), sample_geometry("nvfp4", packed=True)):
+    for geometry in (sample_geometry("nvfp4"), sample_geometry("nvfp4", contiguous=True)):
         sized = replace(geometry, max_tokens=max_tokens)
         assert required_plan(sized).place_split(132, scales=True) == expected
 
@@ -128,7 +128,7 @@ def test_parts_of_the_tokens(max_tokens: int, num_sms: int | None, expected: tup
 
 
 def test_many_packed_rows_are_counted_in_chunks() -> None:
-    geometry = sample_geometry("fp8_block", max_tokens=4096, packed=True)
+    geometry = sample_geometry("fp8_block", max_tokens=4096, contiguous=True)
     assert required_plan(geometry).chunk_slots == 256
     counts = cuda.allocate_counts(geometry, torch.device("cpu"))
     assert counts is not None and counts.shape == (128, 32)

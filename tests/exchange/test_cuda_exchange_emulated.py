@@ -1,4 +1,4 @@
-"""Hopper's exchange emulated on the CPU: the bits of the twins, in whatever order lanes, copies and ranks go on."""
+"""Hopper's exchange emulated on the CPU: the bits of the references, in whatever order lanes, copies and ranks go on."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def shrink(monkeypatch: pytest.MonkeyPatch, seed: int) -> Iterator[Shrink]:
     forget_plans()
 
 
-def twins_and_kernels(**settings: Any) -> list[Ranks]:
+def references_and_kernels(**settings: Any) -> list[Ranks]:
     return [Ranks(WORLD, CPU, engine, **{**SETTINGS, **settings}) for engine in ("torch", HOPPER)]
 
 
@@ -159,9 +159,9 @@ def test_steps_of_ranks_that_do_not_wait_for_each_other(
 def run_random_steps(settings: dict[str, Any], emulator: Emulator, seed: int, **of_kernels: Any) -> None:
     steps = random_steps(seed, 5)
     settings = {**SETTINGS, "mode": "contiguous", **settings}
-    twins, kernels = Ranks(WORLD, CPU, "torch", **settings), Ranks(WORLD, CPU, HOPPER, **settings, **of_kernels)
-    outputs = random_outputs(twins, seed)
-    assert_same_results(all_at_once(kernels, steps, outputs, emulator), one_after_the_other(twins, steps, outputs))
+    references, kernels = Ranks(WORLD, CPU, "torch", **settings), Ranks(WORLD, CPU, HOPPER, **settings, **of_kernels)
+    outputs = random_outputs(references, seed)
+    assert_same_results(all_at_once(kernels, steps, outputs, emulator), one_after_the_other(references, steps, outputs))
     for context in kernels.contexts:
         context.check_peers()
 
@@ -185,10 +185,10 @@ def test_a_rank_that_stops_is_named_by_all_others(
 ) -> None:
     shrink(seed, **sizes)
     steps = [step._replace(combined=True) for step in random_steps(seed, 3)]
-    twins, kernels = twins_and_kernels(mode="contiguous", token_format="nvfp4")
-    outputs, lost = random_outputs(twins, seed), seed % WORLD
+    references, kernels = references_and_kernels(mode="contiguous", token_format="nvfp4")
+    outputs, lost = random_outputs(references, seed), seed % WORLD
     found = all_at_once(kernels, steps, outputs, emulator, stops=(lost, 1, sends))
-    assert_same_results(found[:1], one_after_the_other(twins, steps, outputs)[:1])
+    assert_same_results(found[:1], one_after_the_other(references, steps, outputs)[:1])
     for rank, context in enumerate(kernels.contexts):
         if rank != lost:
             with pytest.raises(PeerTimeoutError) as caught:
@@ -207,8 +207,8 @@ def test_a_bad_expert_id_is_told_to_ranks_that_are_at_work(
     bad = rank_input(seed, 1, 3, *list(SETTINGS.values())[:3])
     bad.topk_idx[1, 2] = SETTINGS["num_experts"]
     steps[1].inputs[1] = bad
-    twins, kernels = twins_and_kernels(mode="contiguous", token_format="fp8_block")
-    all_at_once(kernels, steps, random_outputs(twins, seed), emulator)
+    references, kernels = references_and_kernels(mode="contiguous", token_format="fp8_block")
+    all_at_once(kernels, steps, random_outputs(references, seed), emulator)
     for context in kernels.contexts:
         with pytest.raises(RoutingError, match="rank 1"):
             context.check()

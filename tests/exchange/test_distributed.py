@@ -144,7 +144,7 @@ def exchange_with_kernels(rank: int, world: int, seed: int) -> list[torch.Tensor
 
 
 @pytest.mark.cpu_only
-def test_interpreted_kernels_in_processes_equal_twins_in_one_process(get_pool: Any, seed: int) -> None:
+def test_interpreted_kernels_in_processes_equal_references_in_one_process(get_pool: Any, seed: int) -> None:
     world = 3
     results = get_pool(world).run(exchange_with_kernels, seed, timeout=150)
     for number, (fmt, mode) in enumerate(EXCHANGES):

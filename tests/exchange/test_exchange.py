@@ -1,4 +1,4 @@
-"""Dispatch, arrive and combine, kernels and twins, over virtual ranks: against plain loops and against each other."""
+"""Dispatch and combine, kernels and references, over virtual ranks: against plain loops and against each other."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def test_tokens_and_ids_may_lie_apart(engine: str, device: torch.device, seed: i
         (8, "nvfp4", "bf16", "gathered"),  # more ranks than experts: some have none
     ],
 )
-def test_kernels_and_twins_give_the_same_bits(
+def test_kernels_and_references_give_the_same_bits(
     world: int, fmt: str, wire: str, mode: str, engine: str, device: torch.device, seed: int
 ) -> None:
     settings = {**SETTINGS, "token_format": fmt, "combine_format": wire, "mode": mode}
@@ -200,7 +200,7 @@ def test_results_are_nan_in_the_same_places(
 def test_ranks_may_run_different_engines(
     kernels_of: tuple[int, ...], mode: str, device: torch.device, seed: int
 ) -> None:
-    """Hopper's kernels tell of each token by itself, and take what the twins tell of by a flag alone."""
+    """Hopper's kernels tell of each token by itself, and take what the references tell of by a flag alone."""
     settings = {**SETTINGS, "token_format": "nvfp4", "mode": mode}
     ranks = Ranks(3, device, "torch", **settings)
     for rank in kernels_of:
@@ -220,7 +220,7 @@ def test_ranks_may_run_different_engines(
 def test_scales_may_be_left_where_they_were_sent(
     token: str, max_tokens: int, device: torch.device, seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The rows and scales that the twins group, found by index; results come home as ever."""
+    """The rows and scales that the references group, found by index; results come home as ever."""
     settings = {
         "hidden_size": 512,
         "num_experts": 7,
@@ -231,11 +231,11 @@ def test_scales_may_be_left_where_they_were_sent(
     }
     monkeypatch.setattr(plan, "SMALL_CHUNK_BYTES", 4096)
     forget_plans()
-    twins, kernels = Ranks(3, device, "torch", **settings), Ranks(3, device, HOPPER, **settings)
-    assert not twins.dispatchers[0].can_keep_scales_in_record and kernels.dispatchers[0].can_keep_scales_in_record
+    references, kernels = Ranks(3, device, "torch", **settings), Ranks(3, device, HOPPER, **settings)
+    assert not references.dispatchers[0].can_keep_scales_in_record and kernels.dispatchers[0].can_keep_scales_in_record
     for step, tokens in enumerate(((max_tokens, 0, 3), (1, max_tokens, 2), (0, 0, 0))):
         inputs = [rank_input(seed + step, r, t, 512, 7, 3).to(device) for r, t in enumerate(tokens)]
-        wanted, handles = twins.dispatch(inputs), []
+        wanted, handles = references.dispatch(inputs), []
         for own, data in zip(kernels.dispatchers, inputs, strict=True):
             handles.append(own.dispatch_send(data.x, data.topk_idx, data.topk_weights, scales_in_record=True))
         found = [own.dispatch_recv(handle) for own, handle in zip(kernels.dispatchers, handles, strict=True)]
@@ -253,7 +253,7 @@ def test_scales_may_be_left_where_they_were_sent(
             torch.randn(a.capacity, 512, generator=torch.Generator().manual_seed(rank)).bfloat16().to(device)
             for rank, a in enumerate(found)
         ]
-        for y, want in zip(kernels.combine(found, outputs), twins.combine(wanted, outputs), strict=True):
+        for y, want in zip(kernels.combine(found, outputs), references.combine(wanted, outputs), strict=True):
             assert_same_bits(y, want, "combined")
     forget_plans()
 
@@ -352,8 +352,8 @@ def test_rows_may_be_parts_of_longer_ones(engine: str, device: torch.device, see
     settings = {**SETTINGS, "token_format": "nvfp4", "mode": "contiguous", "input_scale": 0.003}
     inputs = [rank_input(seed, rank, 4, 256, 7, 3).to(device) for rank in range(2)]
     shared = [rank_input(seed + 1, rank, 4, 256, 7, 3).x.to(device) for rank in range(2)]
-    twins, ranks = Ranks(2, device, "torch", **settings), Ranks(2, device, engine, **settings)
-    wanted, found = twins.dispatch(inputs), ranks.dispatch([replace(data, x=part(data.x)) for data in inputs])
+    references, ranks = Ranks(2, device, "torch", **settings), Ranks(2, device, engine, **settings)
+    wanted, found = references.dispatch(inputs), ranks.dispatch([replace(data, x=part(data.x)) for data in inputs])
     outputs = [expert_rows(a, 256, seed, torch.float32) for a in wanted]
     for a, b in zip(wanted, found, strict=True):
         total = int(a.group_offsets[-1])
@@ -361,5 +361,5 @@ def test_rows_may_be_parts_of_longer_ones(engine: str, device: torch.device, see
         assert a.row_scale is not None and b.row_scale is not None
         assert_same_bits(b.row_scale[:total], a.row_scale[:total], "row scales")
     ys = ranks.combine(found, [part(rows) for rows in outputs], [part(rows) for rows in shared])
-    for y, want in zip(ys, twins.combine(wanted, outputs, shared), strict=True):
+    for y, want in zip(ys, references.combine(wanted, outputs, shared), strict=True):
         assert_same_bits(y, want, "y")

@@ -41,12 +41,12 @@ class Launch(Recorded):
 
 
 def geometry_of(
-    fmt: str, wire: str, hidden: int, top_k: int, world: int, experts: int, max_tokens: int, packed: bool
+    fmt: str, wire: str, hidden: int, top_k: int, world: int, experts: int, max_tokens: int, contiguous: bool
 ) -> ExchangeGeometry:
     """As the last rank sees it, which may have no experts."""
     rows = worst_case_rows(experts, world, top_k, max_tokens)
     record = RecordLayout(FORMATS[fmt], hidden, top_k)
-    return ExchangeGeometry(world - 1, world, record, FORMATS[wire], experts, max_tokens, packed, rows)
+    return ExchangeGeometry(world - 1, world, record, FORMATS[wire], experts, max_tokens, contiguous, rows)
 
 
 def half_bytes(geometry: ExchangeGeometry) -> dict[str, int]:
@@ -107,7 +107,7 @@ def test_launches_fit_and_copies_are_aligned(data: st.DataObject) -> None:
         world,
         experts,
         data.draw(st.one_of(st.integers(1, 300), st.integers(1, 65536)), "max_tokens"),
-        data.draw(st.booleans(), "packed"),
+        data.draw(st.booleans(), "contiguous"),
     )
     plan = plan_exchange(geometry)
     assume(plan is not None)
@@ -118,12 +118,12 @@ def test_launches_fit_and_copies_are_aligned(data: st.DataObject) -> None:
         assert launch.shared_bytes <= SHARED_BYTES_OF_A_BLOCK, launch.name
         assert 1 <= launch.grid[0] < 2**31 and launch.grid[1:] == (1, 1), launch.name
     names = [launch.name for launch in found]
-    defines = found[names.index("arrive_place")].defines
+    defines = found[names.index("recv_permute")].defines
     slots = -(-geometry.num_slots // int(defines["CHUNK"])) * int(defines["CHUNK"])
     assert slots >= geometry.num_slots and int(defines["CHUNK"]) % 32 == 0
     assert int(defines["CHUNK"]) < 65536, "counts before a word are u16"
-    assert ("arrive_count" in names) == (int(defines["CHUNK"]) < geometry.num_slots)
-    assert ("arrive_scales" in names) == plan.tiled_scales
+    assert ("recv_count" in names) == (int(defines["CHUNK"]) < geometry.num_slots)
+    assert ("recv_scales" in names) == plan.tiled_scales
     # Copies by the engine take whole 16 bytes, from and to a multiple of 16; the region may be another layer's size.
     region = align(half_bytes(geometry)["landing"] + data.draw(st.integers(0, 2**20), "other layer"), 256)
     record = geometry.record
@@ -139,7 +139,7 @@ def test_ranks_choose_alike(data: st.DataObject) -> None:
     """Where experts are not as many on each rank, too."""
     world, experts = data.draw(st.integers(2, 32), "ranks"), data.draw(st.integers(1, 300), "experts")
     top_k, most = data.draw(st.integers(1, min(experts, 8)), "top_k"), data.draw(st.integers(1, 600), "max_tokens")
-    last = geometry_of("nvfp4", "bf16", 7168, top_k, world, experts, most, data.draw(st.booleans(), "packed"))
+    last = geometry_of("nvfp4", "bf16", 7168, top_k, world, experts, most, data.draw(st.booleans(), "contiguous"))
     assert len({required_plan(replace(last, rank=rank)) for rank in range(world)}) == 1
 
 
@@ -171,7 +171,7 @@ def test_edges_compile_to_what_can_be_launched(case: str) -> None:
     geometry = geometry_of(*EDGES[case])
     assert plan_exchange(geometry) is not None
     sources: dict[str, Compiled] = {}
-    for launch in launches(geometry, shared=geometry.packed):
+    for launch in launches(geometry, shared=geometry.contiguous):
         if launch.file not in sources:
             sources[launch.file] = compile_recorded(launch)
         kernel = of_kernel(sources[launch.file], launch.name)
@@ -187,4 +187,4 @@ def test_what_torch_carries_is_waited_for() -> None:
     geometry = geometry_of(*EDGES["deepseek_v3"])
     assert all(launch.early for launch in launches(geometry))
     early = {launch.name: launch.early for launch in launches(geometry, mapped=False)}
-    assert not early["arrive_count"] and not early["arrive_place"] and not early["combine_recv"]
+    assert not early["recv_count"] and not early["recv_permute"] and not early["combine_recv"]

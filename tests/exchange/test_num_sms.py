@@ -115,7 +115,7 @@ def test_launches_of_hopper_keep_to_the_limit(data: st.DataObject) -> None:
         assert not launch.early, "beside the kernel before it, a kernel takes SMs of its own"
         teams = int(launch.defines.get("TEAMS", 0))
         assert teams <= 15, "named barriers"
-    place = next(launch for launch in found if launch.name == "arrive_place")
+    place = next(launch for launch in found if launch.name == "recv_permute")
     assert place.defines["LOOPED"] == 1
 
 

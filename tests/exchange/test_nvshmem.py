@@ -1,4 +1,4 @@
-"""The layer over NVSHMEM on all GPUs of this machine: bits of virtual ranks and of CPU twins, graphs, and failures."""
+"""The layer over NVSHMEM on all GPUs of this machine: bits of virtual ranks and of CPU references, graphs, and failures."""
 
 from __future__ import annotations
 
@@ -164,7 +164,7 @@ def test_replays_in_chunks_and_parts_are_all_right(fmt: str, steps: int, ranks: 
 @pytest.mark.parametrize(
     ("fmt", "wire"), [("nvfp4", "bf16"), ("bf16", "bf16"), ("fp8_block", "fp8_block"), ("mxfp8", "mxfp8")]
 )
-def test_the_exchange_at_reference_size_equals_the_cpu_twins(
+def test_the_exchange_at_reference_size_equals_the_cpu_references(
     fmt: str, wire: str, mode: str, ranks: Any, seed: int
 ) -> None:
     results = ranks.run(cases.exchange_at_reference_size, fmt, mode, wire, seed, timeout=170)

@@ -15,7 +15,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from moe_runtime.kernels.exchange.combine import AOT_CASES as COMBINE_CASES
-from moe_runtime.kernels.exchange.dispatch_recv import AOT_CASES as ARRIVE_CASES
+from moe_runtime.kernels.exchange.dispatch_recv import AOT_CASES as RECV_CASES
 from moe_runtime.kernels.exchange.dispatch_send import AOT_CASES as DISPATCH_CASES
 from moe_runtime.kernels.exchange.signalling import MAX_THREADS, agreed
 from moe_runtime.kernels.runtime import ALL_ARCHS, AotCase
@@ -53,7 +53,7 @@ def test_threads_agree_through_shared_memory() -> None:
 
 
 def test_all_warps_of_the_exchange_take_part() -> None:
-    cases = [case for case in (*DISPATCH_CASES, *ARRIVE_CASES, *COMBINE_CASES) if isinstance(case, AotCase)]
+    cases = [case for case in (*DISPATCH_CASES, *RECV_CASES, *COMBINE_CASES) if isinstance(case, AotCase)]
     assert cases and all(32 * case.options["num_warps"] <= THREADS for case in cases)
 
 

@@ -29,10 +29,10 @@ OPERATIONS = {
     "quantize": tuple(WEIGHT_FORMATS),
     "dequantize": tuple(WEIGHT_FORMATS),
     "dispatch_send": tuple(FORMATS),
-    "arrive_count": tuple(FORMATS),
-    "arrive_offsets": tuple(FORMATS),
-    "arrive_place": tuple(FORMATS),
-    "arrive_rows": tuple(FORMATS),
+    "recv_count": tuple(FORMATS),
+    "recv_offsets": tuple(FORMATS),
+    "recv_permute": tuple(FORMATS),
+    "recv_rows": tuple(FORMATS),
     "grouped_gemm": (*FORMATS, *MIXED),
     "grouped_gemm_swiglu": (*FORMATS, *MIXED),
     "grouped_matmul_dynamic_scaled_nvfp4": ("nvfp4",),
@@ -93,7 +93,7 @@ def test_every_operation_and_format_has_a_kernel_for_every_architecture(results:
     for result in results:
         archs[result["operation"], result["format"]].add(result["arch"])
     # Steps of Hopper's own kernels that the others have no need of, and what only a program times.
-    extra = {key for key in archs if key[0] in ("decode_tokens", "arrive_scales", "write_clock")}
+    extra = {key for key in archs if key[0] in ("dequant_tokens", "recv_scales", "write_clock")}
     wanted = {(operation, name) for operation, names in OPERATIONS.items() for name in names} | set(archs) - extra
     missing = {key: sorted(set(ALL_ARCHS) - archs[key]) for key in wanted if not archs[key] >= set(ALL_ARCHS)}
     assert not missing

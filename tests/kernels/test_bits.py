@@ -1,4 +1,4 @@
-"""Every codec, as kernel and as twin, against ml_dtypes: on all bit patterns, or on all bf16 numbers, the neighbours of
+"""Every codec, as kernel and as reference, against ml_dtypes: on all bit patterns, or on all bf16 numbers, the neighbours of
 every rounding boundary and millions of random fp32 patterns."""
 
 from __future__ import annotations
@@ -11,23 +11,23 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.formats import bits
-from moe_runtime.kernels.formats import reference_quantize as twins
+from moe_runtime.kernels.formats import reference_quantize as references
 from moe_runtime.kernels.runtime import INTERPRET
 from tests.support.comparison import assert_same_bits
 
 BLOCK = 1 << 18 if INTERPRET else 1024
 
 DECODERS = {
-    "e4m3": (bits.e4m3_bits_to_f32, twins.e4m3_bits_to_f32, ml_dtypes.float8_e4m3fn),
-    "e8m0": (bits.e8m0_to_f32, twins.e8m0_to_f32, ml_dtypes.float8_e8m0fnu),
-    "e2m1": (bits.e2m1_code_to_f32, twins.e2m1_code_to_f32, ml_dtypes.float4_e2m1fn),
-    "bf16": (bits.bf16_bits_to_f32, twins.bf16_bits_to_f32, ml_dtypes.bfloat16),
+    "e4m3": (bits.e4m3_bits_to_f32, references.e4m3_bits_to_f32, ml_dtypes.float8_e4m3fn),
+    "e8m0": (bits.e8m0_to_f32, references.e8m0_to_f32, ml_dtypes.float8_e8m0fnu),
+    "e2m1": (bits.e2m1_code_to_f32, references.e2m1_code_to_f32, ml_dtypes.float4_e2m1fn),
+    "bf16": (bits.bf16_bits_to_f32, references.bf16_bits_to_f32, ml_dtypes.bfloat16),
 }
-# kernel, twin, oracle, largest finite value (encoders to types without an Inf saturate there)
+# kernel, reference, oracle, largest finite value (encoders to types without an Inf saturate there)
 ENCODERS = {
-    "bf16": (bits.f32_to_bf16_bits, twins.f32_to_bf16_bits, ml_dtypes.bfloat16, None),
-    "e4m3": (bits.f32_to_e4m3_bits, twins.f32_to_e4m3_bits, ml_dtypes.float8_e4m3fn, 448.0),
-    "e2m1": (bits.f32_to_e2m1_code, twins.f32_to_e2m1_code, ml_dtypes.float4_e2m1fn, 6.0),
+    "bf16": (bits.f32_to_bf16_bits, references.f32_to_bf16_bits, ml_dtypes.bfloat16, None),
+    "e4m3": (bits.f32_to_e4m3_bits, references.f32_to_e4m3_bits, ml_dtypes.float8_e4m3fn, 448.0),
+    "e2m1": (bits.f32_to_e2m1_code, references.f32_to_e2m1_code, ml_dtypes.float4_e2m1fn, 6.0),
 }
 
 
@@ -51,7 +51,7 @@ def canonical(x: np.ndarray) -> np.ndarray:
 
 @pytest.mark.parametrize("name", DECODERS)
 def test_decoders_on_every_bit_pattern(name: str, device: torch.device) -> None:
-    kernel, twin, oracle = DECODERS[name]
+    kernel, reference, oracle = DECODERS[name]
     patterns = np.arange({"bf16": 65536, "e2m1": 16}.get(name, 256)).astype(np.uint16 if name == "bf16" else np.uint8)
     expected = patterns.view(oracle).astype(np.float32)
     if name == "bf16":
@@ -62,7 +62,7 @@ def test_decoders_on_every_bit_pattern(name: str, device: torch.device) -> None:
         expected = canonical(expected)
     x = torch.from_numpy(patterns).to(device)
     assert_same_bits(by_kernel(kernel, x, torch.float32), expected, "kernel")
-    assert_same_bits(twin(x), expected, "twin")
+    assert_same_bits(reference(x), expected, "reference")
 
 
 def test_e5m2_decoder_on_every_bit_pattern(device: torch.device) -> None:
@@ -73,9 +73,9 @@ def test_e5m2_decoder_on_every_bit_pattern(device: torch.device) -> None:
 
 def test_e2m1_decoder_looks_at_four_bits_only(device: torch.device) -> None:
     codes = torch.arange(256, dtype=torch.uint8, device=device)
-    expected = twins.e2m1_code_to_f32(codes & 15)
+    expected = references.e2m1_code_to_f32(codes & 15)
     assert_same_bits(by_kernel(bits.e2m1_code_to_f32, codes, torch.float32), expected)
-    assert_same_bits(twins.e2m1_code_to_f32(codes), expected)
+    assert_same_bits(references.e2m1_code_to_f32(codes), expected)
 
 
 def test_every_number_of_e2m1_is_one_of_e4m3(device: torch.device) -> None:
@@ -106,7 +106,7 @@ def encoder_inputs(oracle: type, seed: int) -> np.ndarray:
 
 @pytest.mark.parametrize("name", ENCODERS)
 def test_encoders_round_like_ml_dtypes(name: str, device: torch.device, seed: int) -> None:
-    kernel, twin, oracle, largest = ENCODERS[name]
+    kernel, reference, oracle, largest = ENCODERS[name]
     x = encoder_inputs(oracle, seed)
     nan = np.isnan(x)
     finite = np.where(nan, np.float32(0), x)
@@ -122,7 +122,7 @@ def test_encoders_round_like_ml_dtypes(name: str, device: torch.device, seed: in
     given = torch.from_numpy(x).to(device)
     dtype = torch.uint16 if name == "bf16" else torch.uint8
     assert_same_bits(by_kernel(kernel, given, dtype), expected, "kernel")
-    assert_same_bits(twin(given), expected, "twin")
+    assert_same_bits(reference(given), expected, "reference")
 
 
 def test_e2m1_ties_of_the_format_description(device: torch.device) -> None:
@@ -133,12 +133,12 @@ def test_e2m1_ties_of_the_format_description(device: torch.device) -> None:
 
 def test_docstring_example() -> None:
     one, minus_six, top = (torch.tensor([v]) for v in (1.0, -6.0, 448.0))
-    assert twins.f32_to_bf16_bits(one).view(torch.int16).item() == 0x3F80
-    assert twins.f32_to_e4m3_bits(one).item() == 0x38
-    assert twins.f32_to_e4m3_bits(top).item() == 0x7E
-    assert twins.f32_to_e2m1_code(one).item() == 0b0010
-    assert twins.f32_to_e2m1_code(minus_six).item() == 0b1111
-    assert twins.e8m0_to_f32(torch.tensor([127], dtype=torch.uint8)).item() == 1.0
+    assert references.f32_to_bf16_bits(one).view(torch.int16).item() == 0x3F80
+    assert references.f32_to_e4m3_bits(one).item() == 0x38
+    assert references.f32_to_e4m3_bits(top).item() == 0x7E
+    assert references.f32_to_e2m1_code(one).item() == 0b0010
+    assert references.f32_to_e2m1_code(minus_six).item() == 0b1111
+    assert references.e8m0_to_f32(torch.tensor([127], dtype=torch.uint8)).item() == 1.0
 
 
 def test_canonical_nan_and_magnitude_order(device: torch.device) -> None:
@@ -147,5 +147,5 @@ def test_canonical_nan_and_magnitude_order(device: torch.device) -> None:
     expected = patterns.clone()
     expected[5:] = 0x7FC00000
     assert_same_bits(by_kernel(bits.canonical_nan, x, torch.float32), expected.view(torch.float32))
-    assert_same_bits(twins.canonical_nan(x), expected.view(torch.float32))
+    assert_same_bits(references.canonical_nan(x), expected.view(torch.float32))
     assert by_kernel(bits.magnitude_bits, x, torch.int32).tolist() == (patterns & 0x7FFFFFFF).tolist()

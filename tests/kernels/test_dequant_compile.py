@@ -18,7 +18,7 @@ from moe_runtime.kernels.formats.number_formats import BF16, FORMATS, MXFP8, NVF
 from moe_runtime.kernels.gemm import dequant_gemm
 from moe_runtime.kernels.gemm.arguments import empty_intermediate
 from moe_runtime.kernels.gemm.dequant_layout import unit_bytes, unit_columns, unit_rows, units_shape
-from moe_runtime.kernels.gemm.dequant_tokens import decode_tokens, empty_decoded
+from moe_runtime.kernels.gemm.dequant_tokens import dequant_tokens, empty_dequantized
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import (
     DEQUANT_DECODE_ROWS,
@@ -28,7 +28,7 @@ from moe_runtime.kernels.gemm.plan import (
     keeps_tokens,
     plan_dequant_overlap,
 )
-from moe_runtime.kernels.gemm.prepacked import MAX_PREPARED_EXPERTS, PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE as DECODE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
@@ -77,11 +77,11 @@ def rows_of(name: str, rows: int, k: int) -> GroupedRows:
     )
 
 
-def weights_of(name: str, n: int, k: int, order: GateUpOrder | None) -> PreparedWeights:
+def weights_of(name: str, n: int, k: int, order: GateUpOrder | None) -> PrepackedWeights:
     fmt = FORMATS[name]
     units = torch.zeros(1, *units_shape(n, k, fmt), dtype=torch.uint8)
     marks = torch.zeros(1, unit_rows(n), dtype=torch.uint8) if name == "mxfp8" else None
-    return PreparedWeights(fmt, units, n, k, torch.ones(1), None, order, marks)
+    return PrepackedWeights(fmt, units, n, k, torch.ones(1), None, order, marks)
 
 
 @pytest.fixture
@@ -101,19 +101,19 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
 def launched(
     recorded: list[Recorded], weight: str, token: str, k: int, rows: int, activation: SwiGLU | None, out: str
 ) -> Recorded:
-    """The GEMM that is launched; `out` is a format where `activation` is one, `decoded` or not, otherwise a dtype."""
+    """The GEMM that is launched; `out` is a format where `activation` is one, `dequantized` or not, otherwise a dtype."""
     a = rows_of(token, rows, k)
     w = weights_of(weight, 64, k, None if activation is None else activation.order)
     if activation is None:
         run_dequant_gemm(a, w, torch.empty(rows, 64, dtype=getattr(torch, out)))
     else:
-        name, *decoded = out.split()
+        name, *dequantized = out.split()
         hidden, gsf = empty_intermediate(a, w, name, None)
-        if decoded:
-            hidden = replace(hidden, decoded=empty_decoded(a, hidden.num_columns))
+        if dequantized:
+            hidden = replace(hidden, dequantized=empty_dequantized(a, hidden.num_columns))
         dequant_swiglu(a, w, activation, hidden, gsf)
     tokens, gemm = recorded
-    assert (tokens.name, gemm.name) == ("decode_tokens", "decoded_gemm")
+    assert (tokens.name, gemm.name) == ("dequant_tokens", "dequant_gemm")
     return gemm
 
 
@@ -156,15 +156,15 @@ VARIANTS = [
     (DECODE, "nvfp4", "bf16", 128, SwiGLU(GateUpOrder.UP_GATE), "bf16"),
     (DECODE, "mxfp8", "mxfp8", 2048, None, "float32"),
     (DECODE, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8"),
-    (DECODE, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4 decoded"),
-    (DECODE, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8 decoded"),
-    (PREFILL, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4 decoded"),
-    (PREFILL, "nvfp4", "bf16", 2880, GPT_OSS, "bf16 decoded"),
-    (PREFILL, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8 decoded"),
-    (MIDDLE, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4 decoded"),
-    (MIDDLE, "nvfp4", "bf16", 2880, GPT_OSS, "bf16 decoded"),
+    (DECODE, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4 dequantized"),
+    (DECODE, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8 dequantized"),
+    (PREFILL, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4 dequantized"),
+    (PREFILL, "nvfp4", "bf16", 2880, GPT_OSS, "bf16 dequantized"),
+    (PREFILL, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8 dequantized"),
+    (MIDDLE, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4 dequantized"),
+    (MIDDLE, "nvfp4", "bf16", 2880, GPT_OSS, "bf16 dequantized"),
     (MIDDLE, "nvfp4", "nvfp4", 2048, None, "bfloat16"),
-    (MIDDLE, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8 decoded"),
+    (MIDDLE, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8 dequantized"),
     (PREFILL, "nvfp4", "nvfp4", 2048, None, "bfloat16"),
     (PREFILL, "nvfp4", "nvfp4", 7168, SwiGLU(), "nvfp4"),
     (PREFILL, "nvfp4", "bf16", 2880, None, "float16"),
@@ -189,7 +189,7 @@ def test_gemm_compiles_to_what_it_is_meant_for(
     recorded: list[Recorded],
 ) -> None:
     launch = launched(recorded, weight, token, k, ROWS_OF_SHAPES[shape], activation, out)
-    assert launch.defines["OUT_DEQUANTIZED"] == out.endswith(" decoded")
+    assert launch.defines["OUT_DEQUANTIZED"] == out.endswith(" dequantized")
     assert launch.defines["MAX_BLOCKS"] == shape.max_blocks and launch.defines["WARPGROUPS"] == shape.warpgroups
     compiled = compile_recorded(launch)
     for blocks in (*shape.cases, shape.max_blocks):
@@ -213,7 +213,7 @@ def test_gemm_compiles_to_what_it_is_meant_for(
 def test_decoding_of_tokens_compiles(name: str, rows: int, shape: TokenShape, recorded: list[Recorded]) -> None:
     a = rows_of(name, rows, 128)
     assert choose_token_shape(rows, a.max_active_groups, unit_columns(128), a.format, 132) is shape
-    decode_tokens(a, 2, shape)
+    dequant_tokens(a, 2, shape)
     (launch,) = recorded
     assert launch.block == launch.defines["THREADS"] == 32 * shape.warps
     compiled = compile_recorded(launch)
@@ -223,7 +223,7 @@ def test_decoding_of_tokens_compiles(name: str, rows: int, shape: TokenShape, re
 @pytest.mark.parametrize(("weight", "token"), [("nvfp4", "nvfp4"), ("nvfp4", "bf16"), ("mxfp8", "mxfp8")])
 def test_few_tokens_leave_room_for_a_block_of_the_gemm(weight: str, token: str, recorded: list[Recorded]) -> None:
     """An SM has room for a block of either, of the gated GEMM, which takes most."""
-    gemm = launched(recorded, weight, token, 7168, 8, SwiGLU(), f"{weight} decoded")
+    gemm = launched(recorded, weight, token, 7168, 8, SwiGLU(), f"{weight} dequantized")
     kernels = [(launch, compile_recorded(launch)) for launch in (recorded[0], gemm)]
     assert recorded[0].defines["MIN_BLOCKS"] == FEW_TOKENS.min_blocks
     registers = sum(launch.block * compiled.number(r"Used (\d+) registers") for launch, compiled in kernels)
@@ -293,11 +293,11 @@ def test_overlap_is_chosen_by_rows_and_columns() -> None:
     assert chosen(8192, 4096, sms=1) == DequantOverlap(first=2 * 16, sms=1)
 
 
-@pytest.mark.parametrize("limited", ["SMs", "decoded"])
+@pytest.mark.parametrize("limited", ["SMs", "dequantized"])
 def test_nothing_overlaps_on_few_sms_or_where_rows_come_dequantized(limited: str, recorded: list[Recorded]) -> None:
     a, w = replace(rows_of("nvfp4", 16, 64), expected_rows=8192), weights_of("nvfp4", 4096, 64, None)
-    if limited == "decoded":
-        a = replace(a, decoded=empty_decoded(a, 64))
+    if limited == "dequantized":
+        a = replace(a, dequantized=empty_dequantized(a, 64))
     run_dequant_gemm(a, w, torch.empty(16, 4096), num_sms=100 if limited == "SMs" else None)
     assert [launch.defines.get("OVERLAPPED") for launch in recorded] == ([0, 0] if limited == "SMs" else [0])
 
@@ -362,7 +362,7 @@ def test_shape_is_chosen_by_rows_of_a_group() -> None:
 @pytest.mark.parametrize(
     ("change", "argument"),
     [
-        ({"expert_ids": torch.zeros(MAX_PREPARED_EXPERTS + 1, dtype=torch.int32)}, "a.expert_ids"),
+        ({"expert_ids": torch.zeros(MAX_PREPACKED_EXPERTS + 1, dtype=torch.int32)}, "a.expert_ids"),
         ({"rows": torch.zeros(4, 68, dtype=torch.uint8)[:, 4:]}, "a.rows"),
         ({"rows": torch.zeros(4, 66, dtype=torch.uint8)[:, :64]}, "a.rows"),
     ],
@@ -397,7 +397,7 @@ def test_weights_too_high_for_the_kernel(recorded: list[Recorded], monkeypatch: 
 def test_other_gpus_are_refused(recorded: list[Recorded], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dequant_gemm, "is_hopper", lambda device: False)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda *_: "another GPU")
-    with pytest.raises(ValueError, match=r"^w: prepared for Hopper, got another GPU; use w\.restore"):
+    with pytest.raises(ValueError, match=r"^w: prepacked for Hopper, got another GPU; use w\.restore"):
         run_dequant_gemm(rows_of("nvfp4", 4, 128), weights_of("nvfp4", 64, 128, None), torch.empty(4, 64))
     assert not recorded
 

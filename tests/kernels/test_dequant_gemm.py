@@ -1,7 +1,7 @@
-"""The grouped GEMM with prepared weights against float64, element by element; on Hopper they are decoded in registers.
+"""The grouped GEMM with prepacked weights against float64, element by element; on Hopper they are dequantized in registers.
 
 On a GPU these tests run the kernels of `dequant_gemm.cu` in each shape (the rows that are expected choose it);
-without one, prepared weights go through the torch twin.
+without one, prepacked weights go through the torch reference.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from moe_runtime.kernels.gemm import grouped_gemm as gemm_module
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import DequantOverlap
-from moe_runtime.kernels.gemm.prepacked import MAX_PREPARED_EXPERTS, PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS, PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE as DECODE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
@@ -51,7 +51,7 @@ from tests.support.gemm_checks import (
 from tests.support.gemm_plans import choose
 
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.skipif(HAS_GPU and not IS_HOPPER, reason="prepared weights are for Hopper")
+pytestmark = pytest.mark.skipif(HAS_GPU and not IS_HOPPER, reason="prepacked weights are for Hopper")
 
 PAIRS = [("nvfp4", "nvfp4"), ("nvfp4", "bf16"), ("mxfp8", "mxfp8")]
 RAGGED_K = {"nvfp4": 336, "mxfp8": 160}
@@ -73,7 +73,7 @@ def test_ragged_groups(
     a = replace(for_shape(a, shape), num_active_experts=torch.tensor([7], dtype=torch.int32, device=device))
     out = poisoned(a.capacity + 2, n, torch.bfloat16, device)
     before = out.clone()
-    assert grouped_gemm(a, PreparedWeights.prepare(w), out=out) is out
+    assert grouped_gemm(a, PrepackedWeights.prepack(w), out=out) is out
     exact = exact_gemm(a, w, device)
     assert exact.written.sum() == 204
     check_inside(out, exact, UNIT[torch.bfloat16])
@@ -97,7 +97,7 @@ def test_group_shapes(sizes: list[int], ids: list[int], rng: torch.Generator, de
     a = make_rows("nvfp4", sizes, 64, rng, device, num_experts=2, expert_ids=ids)
     out = poisoned(a.capacity, 40, torch.float16, device)
     before = out.clone()
-    grouped_gemm(a, PreparedWeights.prepare(w), out=out)
+    grouped_gemm(a, PrepackedWeights.prepack(w), out=out)
     exact = exact_gemm(a, w, device)
     assert exact.written.sum() == sum(size for size, e in zip(sizes, ids, strict=True) if 0 <= e < 2)
     check_inside(out, exact, UNIT[torch.float16])
@@ -107,12 +107,12 @@ def test_group_shapes(sizes: list[int], ids: list[int], rng: torch.Generator, de
 def test_as_many_groups_as_there_may_be(rng: torch.Generator, device: torch.device) -> None:
     """Of zero to two rows each, some without an expert."""
     w = random_weights("nvfp4", 5, 40, 64, rng, device)
-    sizes = torch.randint(0, 3, (MAX_PREPARED_EXPERTS,), generator=rng).tolist()
-    ids = torch.randint(-1, 5, (MAX_PREPARED_EXPERTS,), generator=rng).tolist()
+    sizes = torch.randint(0, 3, (MAX_PREPACKED_EXPERTS,), generator=rng).tolist()
+    ids = torch.randint(-1, 5, (MAX_PREPACKED_EXPERTS,), generator=rng).tolist()
     a = make_rows("nvfp4", sizes, 64, rng, device, num_experts=5, expert_ids=ids)
     out = poisoned(a.capacity, 40, torch.bfloat16, device)
     before = out.clone()
-    grouped_gemm(a, PreparedWeights.prepare(w), out=out)
+    grouped_gemm(a, PrepackedWeights.prepack(w), out=out)
     exact = exact_gemm(a, w, device)
     check_inside(out, exact, UNIT[torch.bfloat16])
     check_untouched(out, before, exact.written)
@@ -120,7 +120,7 @@ def test_as_many_groups_as_there_may_be(rng: torch.Generator, device: torch.devi
 
 def test_nothing_to_do(rng: torch.Generator, device: torch.device) -> None:
     """No capacity, no groups, no experts, no active groups: all legal, nothing is written."""
-    w = PreparedWeights.prepare(random_weights("mxfp8", 2, 32, 64, rng, device))
+    w = PrepackedWeights.prepack(random_weights("mxfp8", 2, 32, 64, rng, device))
     empty = make_rows("mxfp8", [0, 0], 64, rng, device, num_experts=2)
     assert grouped_gemm(empty, w).shape == (0, 32)
     no_groups = make_rows("mxfp8", [], 64, rng, device, num_experts=2, spare=3)
@@ -136,7 +136,7 @@ def test_nothing_to_do(rng: torch.Generator, device: torch.device) -> None:
 def test_rows_past_the_capacity_are_left_alone(rng: torch.Generator, device: torch.device) -> None:
     """Offsets that go on behind the capacity: what fits is the same, nothing behind it is written."""
     plain, order = random_weights("mxfp8", 2, 64, 64, rng, device), GateUpOrder.GATE_UP
-    w, gated = PreparedWeights.prepare(plain), PreparedWeights.prepare(replace(plain, gate_up=order))
+    w, gated = PrepackedWeights.prepack(plain), PrepackedWeights.prepack(replace(plain, gate_up=order))
     a = make_rows("mxfp8", [3, 90, 5], 64, rng, device, num_experts=2)
     want = grouped_gemm(a, w)
     for capacity in (40, 3, 0):
@@ -153,7 +153,7 @@ def test_rows_past_the_capacity_are_left_alone(rng: torch.Generator, device: tor
 def test_active_groups_are_counted_alike_on_host_and_device(
     active: int, rng: torch.Generator, device: torch.device
 ) -> None:
-    w = PreparedWeights.prepare(random_weights("nvfp4", 2, 40, 64, rng, device))
+    w = PrepackedWeights.prepack(random_weights("nvfp4", 2, 40, 64, rng, device))
     a = make_rows("nvfp4", [3, 5], 64, rng, device, num_experts=2, spare=2)
     # What lies behind the two groups looks like two more, of one row each.
     offsets = torch.tensor([0, 3, 8, 9, 10], dtype=torch.int32, device=device)
@@ -171,7 +171,7 @@ def test_active_groups_are_counted_alike_on_host_and_device(
 def test_scales_that_lie_as_the_rows_do(name: str, rng: torch.Generator, device: torch.device) -> None:
     """The same bits as with swizzled ones, on Hopper; an error where other kernels would multiply."""
     k, sizes = 320, [5, 0, 3, 137]
-    w = PreparedWeights.prepare(random_weights(name, 2, 72, k, rng, device))
+    w = PrepackedWeights.prepack(random_weights(name, 2, 72, k, rng, device))
     a = make_rows(name, sizes, k, rng, device, num_experts=2, gather=True, spare=9)
     assert a.scales is not None and a.row_index is not None
     columns, count = a.format.scale_columns(k), sum(sizes)
@@ -206,7 +206,7 @@ def test_epilogue(name: str, dtype: torch.dtype, rng: torch.Generator, device: t
     wide = poisoned(71, n + 14, dtype, device)
     before = wide.clone()
     out = wide[:, 4 : 4 + n]
-    grouped_gemm(a, PreparedWeights.prepare(w), out=out)
+    grouped_gemm(a, PrepackedWeights.prepack(w), out=out)
     check_inside(out.contiguous(), exact_gemm(a, w, device), UNIT[dtype])
     for beside in (slice(0, 4), slice(4 + n, None)):
         assert_same_bits(wide[:, beside], before[:, beside], "columns beside the output")
@@ -219,7 +219,7 @@ def test_tokens_are_decoded_alike_in_both_shapes(
 ) -> None:
     """Also where a shape has far more to decode than it is chosen for."""
     k = 1040 if token != "mxfp8" else 1056
-    w = PreparedWeights.prepare(random_weights(weight, 2, 40, k, rng, device))
+    w = PrepackedWeights.prepack(random_weights(weight, 2, 40, k, rng, device))
     a = make_rows(token, [3, 0, 70, 41], k, rng, device, num_experts=2, gather=True, sparse_scales=True)
     results = []
     for shape in (FEW_TOKENS, MANY_TOKENS):
@@ -237,8 +237,8 @@ OVERLAPS = [(DequantOverlap(1, 1), 8), (DequantOverlap(3, 2), 1), (DequantOverla
 def as_both(monkeypatch: pytest.MonkeyPatch, multiply: Callable[[], torch.Tensor]) -> torch.Tensor:
     """What `multiply` gives where all tokens are dequantized before, the same bits as where most are meanwhile."""
     # Of a kernel that does not wait the product would read these.
-    empty = dequant_tokens.empty_decoded
-    monkeypatch.setattr(dequant_tokens, "empty_decoded", lambda *given: empty(*given).fill_(0xAB))
+    empty = dequant_tokens.empty_dequantized
+    monkeypatch.setattr(dequant_tokens, "empty_dequantized", lambda *given: empty(*given).fill_(0xAB))
     choose(monkeypatch, plan_dequant_overlap=lambda *_: None)
     want = multiply()
     for overlap, steps in OVERLAPS:
@@ -265,11 +265,11 @@ def test_dequantization_overlaps_with_the_product(
     sizes, ids = [3, 0, 70, 5, 1, 2, 130, 4], [2, 0, 0, -1, 1, 3, 2, 1]
     a = make_rows(token, sizes, k, rng, device, num_experts=3, expert_ids=ids, gather=True, spare=7, sparse_scales=True)
     a = replace(a, num_active_experts=torch.tensor([7], dtype=torch.int32, device=device))
-    prepared = PreparedWeights.prepare(w)
+    prepacked = PrepackedWeights.prepack(w)
 
     def multiply() -> torch.Tensor:
         out = poisoned(a.capacity, 136, torch.bfloat16, device)
-        return grouped_gemm(for_shape(a, shape), prepared, out=out)
+        return grouped_gemm(for_shape(a, shape), prepacked, out=out)
 
     out = as_both(monkeypatch, multiply)
     exact = exact_gemm(a, w, device)
@@ -284,14 +284,14 @@ def test_dequantization_of_many_tokens_overlaps_with_the_product(
 ) -> None:
     """As many as it takes for that to be chosen, again and again; one group has half of them."""
     sizes = [4000, 1, 0, 900, 1100, 77, 1200, 722]
-    prepared = PreparedWeights.prepare(random_weights(name, 8, 4096, 1056, rng, device))
+    prepacked = PrepackedWeights.prepack(random_weights(name, 8, 4096, 1056, rng, device))
     a = make_rows(name, sizes, 1056, rng, device, num_experts=8)
     real, chosen = plan.plan_dequant_overlap, []
     choose(monkeypatch, plan_dequant_overlap=lambda *given: chosen.append(real(*given)) or chosen[-1])
-    results = [grouped_gemm(a, prepared) for _ in range(20)]
+    results = [grouped_gemm(a, prepacked) for _ in range(20)]
     assert chosen and None not in chosen
     choose(monkeypatch, plan_dequant_overlap=lambda *_: None)
-    want = grouped_gemm(a, prepared)
+    want = grouped_gemm(a, prepacked)
     for result in results:
         assert_same_bits(result, want, "tokens dequantized meanwhile")
 
@@ -305,7 +305,7 @@ def test_small_integers_are_exact(name: str, shape: DequantShape, rng: torch.Gen
         a = replace(a, row_scale=torch.full((a.capacity,), 0.5, device=device), scales=unit_scales(a.scales))
         w = replace(w, expert_scales=torch.full((2,), 4.0, device=device), scales=unit_scales(w.scales))
         exact = exact * 2.0
-    out = grouped_gemm(for_shape(a, shape), PreparedWeights.prepare(w), out_dtype=torch.float32)
+    out = grouped_gemm(for_shape(a, shape), PrepackedWeights.prepack(w), out_dtype=torch.float32)
     assert_same_bits(out[:71], torch.from_numpy(exact).float(), name)
 
 
@@ -322,12 +322,12 @@ def test_a_scale_of_nan_is_nan_whatever_its_codes(name: str, rng: torch.Generato
     scales = a.scales.clone()
     # Row 3 lies at 3 * 16 in the swizzle.
     scales.view(torch.uint8).view(-1)[48] = 0x7F if name == "nvfp4" else 255
-    got = grouped_gemm(replace(a, scales=scales), PreparedWeights.prepare(w))
+    got = grouped_gemm(replace(a, scales=scales), PrepackedWeights.prepack(w))
     assert got[3].isnan().all() and got[[0, 1, 2, 4, 5]].isfinite().all()
     if name == "mxfp8":
         scales = w.scales.clone()
         scales.view(-1)[48] = 255
-        got = grouped_gemm(a, PreparedWeights.prepare(replace(w, scales=scales)))
+        got = grouped_gemm(a, PrepackedWeights.prepack(replace(w, scales=scales)))
         assert got[:, 3].isnan().all() and got.isnan().sum() == 6
 
 
@@ -351,7 +351,7 @@ def test_all_scales_are_decoded(
     if name == "mxfp8":
         assert a.scales is not None
         a = replace(a, scales=torch.full_like(a.scales, 127))
-    out = grouped_gemm(a, PreparedWeights.prepare(w), out_dtype=torch.float32)
+    out = grouped_gemm(a, PrepackedWeights.prepack(w), out_dtype=torch.float32)
     check_inside(out, exact_gemm(a, w, device), UNIT[torch.float32])
     assert not out[:, codes == 0].any()
 
@@ -363,7 +363,7 @@ def test_all_codes_of_mxfp8_are_decoded(
 ) -> None:
     """Row `n` of the weight has the one number of code `n`, zeros beside it; of the two NaNs alone there is NaN.
 
-    Codes 64 to 127 and 192 to 255 share rows with a NaN, which are decoded in more steps, all with scales above 2^7.
+    Codes 64 to 127 and 192 to 255 share rows with a NaN, which are dequantized in more steps, all with scales above 2^7.
     """
     k, n, rows = 160, 256, 70
     quants = torch.zeros(1, n, k, dtype=torch.uint8)
@@ -378,11 +378,11 @@ def test_all_codes_of_mxfp8_are_decoded(
         swizzle_scales(scales, engine="torch"),
     ).to(device)
     a = make_rows("mxfp8", [rows], k, rng, device, num_experts=1, x=torch.ones(rows, k))
-    prepared = PreparedWeights.prepare(w)
-    assert prepared.has_special_values is not None and prepared.has_special_values.tolist() == [
+    prepacked = PrepackedWeights.prepack(w)
+    assert prepacked.has_special_values is not None and prepacked.has_special_values.tolist() == [
         [1, 1, 1, 1] if large else [0, 1, 0, 1]
     ]
-    got = grouped_gemm(for_shape(a, shape), prepared, out_dtype=torch.float32)
+    got = grouped_gemm(for_shape(a, shape), prepacked, out_dtype=torch.float32)
     values = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
     factors = 2.0 ** (scales[0, torch.arange(n), column // 32].double().numpy() - 127)
     want = torch.from_numpy(values * factors).float().expand(rows, n).contiguous()
@@ -396,13 +396,15 @@ def test_special_rows_of_mxfp8_have_the_same_bits(
 ) -> None:
     """Marked though there is no special value in them, some or all units: the result does not change."""
     k, n = 320, 328
-    prepared = PreparedWeights.prepare(random_weights("mxfp8", 3, n, k, rng, device))
-    assert prepared.has_special_values is not None and not prepared.has_special_values.any()
+    prepacked = PrepackedWeights.prepack(random_weights("mxfp8", 3, n, k, rng, device))
+    assert prepacked.has_special_values is not None and not prepacked.has_special_values.any()
     a = for_shape(make_rows("mxfp8", [3, 70, 41], k, rng, device, num_experts=3), shape)
-    want = grouped_gemm(a, prepared)
-    some = torch.randint(0, 2, tuple(prepared.has_special_values.shape), generator=rng).to(torch.uint8).to(device)
+    want = grouped_gemm(a, prepacked)
+    some = torch.randint(0, 2, tuple(prepacked.has_special_values.shape), generator=rng).to(torch.uint8).to(device)
     for marks in (some, torch.ones_like(some)):
-        assert_same_bits(grouped_gemm(a, replace(prepared, has_special_values=marks)), want, "decoded in more steps")
+        assert_same_bits(
+            grouped_gemm(a, replace(prepacked, has_special_values=marks)), want, "dequantized in more steps"
+        )
 
 
 @pytest.mark.gpu
@@ -412,7 +414,7 @@ def test_rows_do_not_depend_on_neighbours_or_shape(
 ) -> None:
     """The first and the last row of groups of every kind of size: the bits that they have alone, in both shapes."""
     k, n = 1280, 136
-    w = PreparedWeights.prepare(random_weights(weight, 2, n, k, rng, device))
+    w = PrepackedWeights.prepack(random_weights(weight, 2, n, k, rng, device))
     x = torch.randn(2, k, generator=rng)
     alone = make_rows(token, [1, 1], k, rng, device, num_experts=2, expert_ids=[1, 1], x=x)
     want = grouped_gemm(alone, w, out_dtype=torch.float32)
@@ -434,7 +436,7 @@ def test_repeated_calls_give_the_same_bits(
     """More tiles than the GPU has processors, and stages enough that the ring goes round."""
     k, n, sizes = 2048, 2048, [33, 0, 64, 1, 20, 130, 31, 48]
     w = random_weights(weight, 8, n, k, rng, device, gate_up=GateUpOrder.GATE_UP)
-    gated, plain = PreparedWeights.prepare(w), PreparedWeights.prepare(replace(w, gate_up=None, expert_scales=None))
+    gated, plain = PrepackedWeights.prepack(w), PrepackedWeights.prepack(replace(w, gate_up=None, expert_scales=None))
     a = for_shape(make_rows(token, sizes, k, rng, device, num_experts=8, spare=7), shape)
     count = sum(sizes)
     first, hidden = grouped_gemm(a, plain), grouped_gemm_swiglu(a, gated, SwiGLU(), out_format=token)
@@ -452,7 +454,7 @@ def test_a_captured_graph_reads_the_groups_of_its_replay(
 ) -> None:
     """Offsets, experts, the number of active groups and the rows themselves change between replays."""
     k, n, w = 192, 136, random_weights("nvfp4", 4, 136, 192, rng, device)
-    prepared = PreparedWeights.prepare(w)
+    prepacked = PrepackedWeights.prepack(w)
     capacity = 400
 
     def rows_of(sizes: list[int], ids: list[int], active: int) -> GroupedRows:
@@ -463,10 +465,10 @@ def test_a_captured_graph_reads_the_groups_of_its_replay(
     first = rows_of([3, 80, 1, 0], [0, 1, 2, 3], 4)
     out = poisoned(capacity, n, torch.bfloat16, device)
     before = out.clone()
-    grouped_gemm(first, prepared, out=out)
+    grouped_gemm(first, prepacked, out=out)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        grouped_gemm(first, prepared, out=out)
+        grouped_gemm(first, prepacked, out=out)
     for sizes, ids, active in (
         ([0, 1, 140, 259], [3, 3, 1, 0], 4),
         ([130, 0, 0, 7], [2, -1, 4, 1], 4),
@@ -495,7 +497,7 @@ def test_widths_of_models(
     w = random_weights(weight, 2, 520, k, rng, device)
     sizes = [5, 40] if shape is DECODE else [70, 300]
     a = for_shape(make_rows(token, sizes, k, rng, device, num_experts=2, spare=7), shape)
-    out = grouped_gemm(a, PreparedWeights.prepare(w), out_dtype=torch.float32)
+    out = grouped_gemm(a, PrepackedWeights.prepack(w), out_dtype=torch.float32)
     exact = exact_gemm(a, w, device)
     tighter = np.asarray(exact.slack) * (2.0**-20 / (-(-k // 16) * 2.0**-23))
     check_inside(out, replace(exact, slack=tighter), UNIT[torch.float32])
@@ -505,7 +507,7 @@ def test_widths_of_models(
 def test_rows_weights_and_output_past_2_31_bytes(rng: torch.Generator, device: torch.device) -> None:
     """A gathered row, an expert, and output rows far away (the memory between is never touched)."""
     k, n, far_row, far_expert = 128, 64, 2**25 + 1, 2**19
-    near = PreparedWeights.prepare(random_weights("mxfp8", 1, n, k, rng, device))
+    near = PrepackedWeights.prepack(random_weights("mxfp8", 1, n, k, rng, device))
     a = make_rows("mxfp8", [2], k, rng, device, num_experts=1)
     want = grouped_gemm(a, near)
     rows = torch.empty(far_row + 1, k, dtype=torch.uint8, device=device)
@@ -526,17 +528,17 @@ def test_rows_weights_and_output_past_2_31_bytes(rng: torch.Generator, device: t
 
 
 def test_arguments(rng: torch.Generator, device: torch.device) -> None:
-    """Prepared weights are either plain or for SwiGLU, in one order."""
+    """Prepacked weights are either plain or for SwiGLU, in one order."""
     plain = random_weights("nvfp4", 2, 64, 64, rng, device)
-    gated = PreparedWeights.prepare(replace(plain, gate_up=GateUpOrder.INTERLEAVED))
+    gated = PrepackedWeights.prepack(replace(plain, gate_up=GateUpOrder.INTERLEAVED))
     a = make_rows("nvfp4", [2, 3], 64, rng, device, num_experts=2)
     with pytest.raises(ValueError, match=r"^w\.gate_up: expected None"):
         grouped_gemm(a, gated)
-    with pytest.raises(ValueError, match=r"^w\.gate_up: expected prepared weights of gate and up"):
-        grouped_gemm_swiglu(a, PreparedWeights.prepare(plain), SwiGLU(), out_format="nvfp4")
+    with pytest.raises(ValueError, match=r"^w\.gate_up: expected prepacked weights of gate and up"):
+        grouped_gemm_swiglu(a, PrepackedWeights.prepack(plain), SwiGLU(), out_format="nvfp4")
     with pytest.raises(ValueError, match=r"^activation\.order: expected interleaved"):
         grouped_gemm_swiglu(a, gated, SwiGLU(), out_format="nvfp4")
     with pytest.raises(ValueError, match=r"^w: expected K = 64"):
-        grouped_gemm(a, PreparedWeights.prepare(random_weights("nvfp4", 2, 64, 80, rng, device)))
+        grouped_gemm(a, PrepackedWeights.prepack(random_weights("nvfp4", 2, 64, 80, rng, device)))
     with pytest.raises(ValueError, match=r"^a\.format: expected mxfp8"):
-        grouped_gemm(a, PreparedWeights.prepare(random_weights("mxfp8", 2, 64, 64, rng, device)))
+        grouped_gemm(a, PrepackedWeights.prepack(random_weights("mxfp8", 2, 64, 64, rng, device)))

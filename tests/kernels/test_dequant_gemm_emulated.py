@@ -1,4 +1,4 @@
-"""The GEMM with weights decoded in registers emulated on the CPU: what it must do on a GPU, in any order of threads.
+"""The GEMM with weights dequantized in registers emulated on the CPU: what it must do on a GPU, in any order of threads.
 
 The cases and their oracles are those of the tests on a GPU; each is run under several schedules.
 """
@@ -18,7 +18,7 @@ from moe_runtime.kernels.gemm import dequant_gemm, op_gemm
 from moe_runtime.kernels.gemm import grouped_gemm as gemm
 from moe_runtime.kernels.gemm.arguments import DEFAULT_INTERMEDIATE_GSF
 from moe_runtime.kernels.gemm.plan import DequantOverlap
-from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE as DECODE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
@@ -99,7 +99,7 @@ def _name(case: Case) -> str:
 def emulator(monkeypatch: pytest.MonkeyPatch, seed: int) -> Emulator:
     """What stands for the launches of CUDA kernels, on a Hopper GPU of one to five SMs.
 
-    The GEMM is started as early as it asks for, while its rows are decoded.
+    The GEMM is started as early as it asks for, while its rows are dequantized.
     """
     emulator = Emulator(seed)
 
@@ -122,7 +122,7 @@ def three_units_of_k(rng: torch.Generator) -> None:
     w = random_weights("nvfp4", 2, 72, 15 * 64, rng, CPU)
     a = make_rows("nvfp4", [9, 33], 15 * 64, rng, CPU, num_experts=2)
     out = poisoned(a.capacity, 72, torch.bfloat16, CPU)
-    gemm.grouped_gemm(a, PreparedWeights.prepare(w), out=out)
+    gemm.grouped_gemm(a, PrepackedWeights.prepack(w), out=out)
     check_inside(out, exact_gemm(a, w, CPU), UNIT[torch.bfloat16])
 
 
@@ -153,13 +153,13 @@ def test_as_on_a_gpu(
     if "monkeypatch" in signature(test).parameters:
         arguments = arguments | {"monkeypatch": monkeypatch}
     test(**arguments, rng=rng, device=CPU)
-    assert {("dequant_tokens.cu", "decode_tokens"), ("dequant_gemm.cu", "decoded_gemm")} <= emulator.launched
+    assert {("dequant_tokens.cu", "dequant_tokens"), ("dequant_gemm.cu", "dequant_gemm")} <= emulator.launched
 
 
 @pytest.mark.parametrize(
     ("inner", "overlapped"),
     [(144, False), (192, False), (144, True), (192, True)],
-    ids=["plain", "decoded", "plain-overlapped", "decoded-overlapped"],
+    ids=["plain", "dequantized", "plain-overlapped", "dequantized-overlapped"],
 )
 @pytest.mark.parametrize("schedule", range(SCHEDULES))
 def test_both_products_of_a_layer(
@@ -178,12 +178,12 @@ def test_both_products_of_a_layer(
     gate_up = random_weights("nvfp4", 2, 2 * inner, k, rng, CPU, gate_up=True)
     down = random_weights("nvfp4", 2, 136, inner, rng, CPU)
     a = make_rows("nvfp4", [3, 0, 70, 9], k, rng, CPU, num_experts=2, expert_ids=[1, 0, 0, -1], gather=True)
-    first, second = PreparedWeights.prepare(gate_up), PreparedWeights.prepare(down)
+    first, second = PrepackedWeights.prepack(gate_up), PrepackedWeights.prepack(down)
     out = poisoned(a.capacity, 136, torch.bfloat16, CPU)
     with emulator.together():
         chained = gemm.grouped_gemm_swiglu(a, first, SwiGLU(), out_format="nvfp4", then=second)
         gemm.grouped_gemm(chained, second, out=out)
-    assert (chained.decoded is None) == (inner == 144)
+    assert (chained.dequantized is None) == (inner == 144)
     with emulator.together():
         hidden = gemm.grouped_gemm_swiglu(a, first, SwiGLU(), out_format="nvfp4")
     check_quantized(hidden, exact_gemm(a, gate_up, CPU), SwiGLU(), DEFAULT_INTERMEDIATE_GSF)
@@ -197,12 +197,12 @@ def test_bits_are_the_same_however_tiles_are_cut(
     """13 units of weight rows on 1 to 14 SMs: blocks take tiles in turn, or one cut of 2 to 13 units each."""
     n = 13 * 64 - 8
     w = random_weights("nvfp4", 3, n, 128, rng, CPU)
-    a, prepared = make_rows("nvfp4", rows, 128, rng, CPU, num_experts=3), PreparedWeights.prepare(w)
+    a, prepacked = make_rows("nvfp4", rows, 128, rng, CPU, num_experts=3), PrepackedWeights.prepack(w)
     results = []
     for sms in (1, 2, 3, 4, 5, 7, 14):
         monkeypatch.setattr(nvrtc, "most_sms", lambda device, limit=None, sms=sms: sms)
         results.append(poisoned(a.capacity, n, torch.bfloat16, CPU))
-        gemm.grouped_gemm(a, prepared, out=results[-1])
+        gemm.grouped_gemm(a, prepacked, out=results[-1])
         assert_same_bits(results[0], results[-1], f"{sms} SMs")
     check_inside(results[0], exact_gemm(a, w, CPU), UNIT[torch.bfloat16])
 

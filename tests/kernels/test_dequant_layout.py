@@ -320,4 +320,4 @@ def test_units_with_special_values(order: GateUpOrder | None, rng: torch.Generat
 
 
 def test_decoded_formats_are_those_tested_here() -> None:
-    assert [fmt.name for fmt in dequant_layout.DECODED_FORMATS] == list(QUANT_BYTES)
+    assert [fmt.name for fmt in dequant_layout.DEQUANT_FORMATS] == list(QUANT_BYTES)

@@ -1,4 +1,4 @@
-"""SwiGLU and requantization after weights decoded in registers: against float64, and against the Triton kernel."""
+"""SwiGLU and requantization after weights dequantized in registers: against float64, and against the Triton kernel."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from moe_runtime.kernels.gemm import dequant_tokens
 from moe_runtime.kernels.gemm.arguments import DEFAULT_INTERMEDIATE_GSF
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
-from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import DEQUANT_DECODE as DECODE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_MIDDLE as MIDDLE
 from moe_runtime.kernels.gemm.shapes import DEQUANT_PREFILL as PREFILL
@@ -46,7 +46,7 @@ from tests.support.gemm_checks import (
 )
 
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
-pytestmark = pytest.mark.skipif(HAS_GPU and not IS_HOPPER, reason="prepared weights are for Hopper")
+pytestmark = pytest.mark.skipif(HAS_GPU and not IS_HOPPER, reason="prepacked weights are for Hopper")
 
 INNER = {"bf16": 40, "mxfp8": 160, "nvfp4": 144}
 """Columns of the result: no multiple of the 32 of a unit where the format allows."""
@@ -95,14 +95,14 @@ def test_swiglu_requantized(case: Case, rng: torch.Generator, device: torch.devi
     sizes = [5, 0, 3, 66]
     a = make_rows(case.token, sizes, k, rng, device, num_experts=2, expert_ids=[1, 0, -1, 0], gather=True, spare=7)
     a = for_shape(a, case.shape)
-    prepared, exact = PreparedWeights.prepare(w), exact_gemm(a, w, device)
+    prepacked, exact = PrepackedWeights.prepack(w), exact_gemm(a, w, device)
     assert exact.written.sum() == 71
     if case.out != "nvfp4":
-        check_quantized(grouped_gemm_swiglu(a, prepared, activation, out_format=case.out), exact, activation, 1.0)
+        check_quantized(grouped_gemm_swiglu(a, prepacked, activation, out_format=case.out), exact, activation, 1.0)
         return
     tensor = torch.tensor([2.0**120], device=device)
     for given, gsf in ((None, DEFAULT_INTERMEDIATE_GSF), (11.0, 11.0), (tensor, 2.0**100)):
-        hidden = grouped_gemm_swiglu(a, prepared, activation, out_format="nvfp4", out_gsf=given)
+        hidden = grouped_gemm_swiglu(a, prepacked, activation, out_format="nvfp4", out_gsf=given)
         assert hidden.num_columns == inner and hidden.capacity == a.capacity and hidden.row_index is None
         check_quantized(hidden, exact, activation, gsf)
         assert hidden.row_scale is not None
@@ -115,8 +115,8 @@ def test_a_negative_encode_scale_turns_the_signs_of_codes(rng: torch.Generator, 
     if not IS_HOPPER:
         pytest.skip("what others make of it is theirs")
     sizes, inner = [5, 9], 128
-    w = PreparedWeights.prepare(random_weights("nvfp4", 2, 2 * inner, 128, rng, device, gate_up=True))
-    down = PreparedWeights.prepare(random_weights("nvfp4", 2, 64, inner, rng, device))
+    w = PrepackedWeights.prepack(random_weights("nvfp4", 2, 2 * inner, 128, rng, device, gate_up=True))
+    down = PrepackedWeights.prepack(random_weights("nvfp4", 2, 64, inner, rng, device))
     a = make_rows("nvfp4", sizes, 128, rng, device, num_experts=2)
     for then in (None, down):
         found = []
@@ -137,7 +137,7 @@ def test_a_negative_encode_scale_turns_the_signs_of_codes(rng: torch.Generator, 
         assert_same_bits(got.rows[:count].view(torch.uint8), want.rows[:count].view(torch.uint8) ^ 0x88, "codes")
     results = [poisoned(a.capacity, 64, torch.bfloat16, device) for _ in found]
     for hidden, result in zip(found, results, strict=True):
-        assert hidden.decoded is not None
+        assert hidden.dequantized is not None
         grouped_gemm(hidden, down, out=result)
     # Sums that are 0 are +0 either way, and then have the sign of the row's scale; to add 0 takes that away.
     assert_same_bits(*(result + 0.0 for result in results), "second product")
@@ -150,7 +150,7 @@ def test_expert_scales_of_gate_and_up_alike(order: GateUpOrder, rng: torch.Gener
     a = make_rows("nvfp4", [9, 3], 64, rng, device, num_experts=2)
     scales = torch.tensor([0.01, 0.03], device=device)
     one, two = (
-        grouped_gemm_swiglu(a, PreparedWeights.prepare(replace(w, expert_scales=s)), SwiGLU(order), out_format="nvfp4")
+        grouped_gemm_swiglu(a, PrepackedWeights.prepack(replace(w, expert_scales=s)), SwiGLU(order), out_format="nvfp4")
         for s in (scales, scales[:, None].expand(2, 2).contiguous())
     )
     assert_same_bits(one.rows, two.rows, "rows")
@@ -166,14 +166,14 @@ def test_nothing_but_the_result_is_written(
 ) -> None:
     """Padding of scales, skipped groups and gaps stay as they were; units reach past the `I` columns."""
     if not IS_HOPPER:
-        pytest.skip("the twin writes whole blocks of scales")
+        pytest.skip("the reference writes whole blocks of scales")
     poison_intermediates(monkeypatch)
     inner = INNER[name]
     w = random_weights(name, 2, 2 * inner, 128, rng, device, gate_up=True)
     sizes, ids = [130, 3, 0, 5], [0, -1, 1, 1]
     a = make_rows(name, sizes, 128, rng, device, num_experts=2, expert_ids=ids, spare=7, sparse_scales=True)
     a = for_shape(a, shape)
-    hidden = grouped_gemm_swiglu(a, PreparedWeights.prepare(w), SwiGLU(), out_format=name)
+    hidden = grouped_gemm_swiglu(a, PrepackedWeights.prepack(w), SwiGLU(), out_format=name)
     exact = exact_gemm(a, w, device)
     check_quantized(hidden, exact, SwiGLU(), DEFAULT_INTERMEDIATE_GSF if name == "nvfp4" else 1.0)
     assert (bits(hidden.rows)[~exact.written] == 0xA5).all()
@@ -220,7 +220,7 @@ def test_exact_sums_become_the_codes_of_the_triton_kernel(
     on the other side of the border of a code.
     """
     a, w = _exact_sums(name, INNER[name], activation.order, rng, device)
-    found = grouped_gemm_swiglu(a, PreparedWeights.prepare(w), activation, out_format=name)
+    found = grouped_gemm_swiglu(a, PrepackedWeights.prepack(w), activation, out_format=name)
     wanted = grouped_gemm_swiglu(a, w, activation, out_format=name, engine="triton")
     everything = np.ones(a.capacity, bool)
     codes, got = _codes_and_scales(found, everything)
@@ -243,7 +243,7 @@ def test_nearly_all_codes_are_those_of_the_triton_kernel(out: str, rng: torch.Ge
     x = replace(w, expert_scales=None if w.expert_scales is None else w.expert_scales * 0.05)
     written = np.ones(a.capacity, bool)
     got, got_scales = _codes_and_scales(
-        grouped_gemm_swiglu(a, PreparedWeights.prepare(x), SwiGLU(), out_format=out), written
+        grouped_gemm_swiglu(a, PrepackedWeights.prepack(x), SwiGLU(), out_format=out), written
     )
     want, want_scales = _codes_and_scales(grouped_gemm_swiglu(a, x, SwiGLU(), out_format=out, engine="triton"), written)
     other_scale = got_scales != want_scales
@@ -256,12 +256,12 @@ def test_nearly_all_codes_are_those_of_the_triton_kernel(out: str, rng: torch.Ge
     assert (difference > 0).mean() < (1e-2 if out == "bf16" else 1e-3)
 
 
-def _blocks(decoded: torch.Tensor, a: GroupedRows) -> torch.Tensor:
+def _blocks(dequantized: torch.Tensor, a: GroupedRows) -> torch.Tensor:
     """The rows that groups own, out of their blocks of 8, uint8 `[rows, units of K, 8, 16]`."""
     offsets = a.group_offsets.tolist()
     owned = [(group, row) for group, (first, last) in enumerate(pairwise(offsets)) for row in range(last - first)]
     blocks = torch.tensor([(offsets[group] + 7 * group) // 8 + row // 8 for group, row in owned])
-    return decoded.cpu().transpose(0, 1)[blocks, :, :, torch.tensor([row % 8 for _, row in owned])]
+    return dequantized.cpu().transpose(0, 1)[blocks, :, :, torch.tensor([row % 8 for _, row in owned])]
 
 
 @in_each_shape
@@ -277,22 +277,22 @@ def test_a_result_is_decoded_for_the_product_that_follows(
 ) -> None:
     """Where Hopper's kernels run: the bits that decoding the requantized rows gives, and the same second product."""
     inner, columns, sizes = 192, 72, [5, 0, 3, 66, 137]
-    gate_up = PreparedWeights.prepare(random_weights(name, 2, 2 * inner, 128, rng, device, gate_up=True))
-    down = PreparedWeights.prepare(random_weights(name, 2, columns, inner, rng, device))
+    gate_up = PrepackedWeights.prepack(random_weights(name, 2, 2 * inner, 128, rng, device, gate_up=True))
+    down = PrepackedWeights.prepack(random_weights(name, 2, columns, inner, rng, device))
     a = for_shape(make_rows(token, sizes, 128, rng, device, num_experts=2, spare=7, gather=True), shape)
     a = replace(a, row_scale=None if a.row_scale is None else a.row_scale * 0.02)
     a.rows[0] = 0x7F if token == "nvfp4" else a.rows[0]
-    empty = dequant_tokens.empty_decoded
-    monkeypatch.setattr(dequant_tokens, "empty_decoded", lambda *given: empty(*given).fill_(0xAB))
+    empty = dequant_tokens.empty_dequantized
+    monkeypatch.setattr(dequant_tokens, "empty_dequantized", lambda *given: empty(*given).fill_(0xAB))
     hidden = grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format=out)
     chained = grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format=out, then=down)
-    assert hidden.decoded is None and (chained.decoded is not None) == IS_HOPPER
-    if chained.decoded is not None:
+    assert hidden.dequantized is None and (chained.dequantized is not None) == IS_HOPPER
+    if chained.dequantized is not None:
         assert chained.scales is None and chained.rows.shape[0] == 0
-        want = _blocks(dequant_tokens.decode_tokens(hidden, 2, MANY_TOKENS), a)
+        want = _blocks(dequant_tokens.dequant_tokens(hidden, 2, MANY_TOKENS), a)
         assert want.unique().numel() > 20
-        assert_same_bits(_blocks(chained.decoded, a), want, "decoded rows")
-        with pytest.raises(ValueError, match=r"^a\.decoded: expected None but for prepared weights"):
+        assert_same_bits(_blocks(chained.dequantized, a), want, "dequantized rows")
+        with pytest.raises(ValueError, match=r"^a\.dequantized: expected None but for prepacked weights"):
             grouped_gemm(chained, down, engine="torch")
     results = [poisoned(a.capacity, columns, torch.bfloat16, device) for _ in range(2)]
     for rows, result in zip((hidden, chained), results, strict=True):
@@ -305,10 +305,10 @@ def test_a_result_is_not_decoded_where_units_would_need_zeros(
     inner: int, rng: torch.Generator, device: torch.device
 ) -> None:
     """320 columns are five units, which no number of them in a stage divides: there is a sixth."""
-    gate_up = PreparedWeights.prepare(random_weights("nvfp4", 2, 2 * inner, 64, rng, device, gate_up=True))
-    down = PreparedWeights.prepare(random_weights("nvfp4", 2, 64, inner, rng, device))
+    gate_up = PrepackedWeights.prepack(random_weights("nvfp4", 2, 2 * inner, 64, rng, device, gate_up=True))
+    down = PrepackedWeights.prepack(random_weights("nvfp4", 2, 64, inner, rng, device))
     a = make_rows("nvfp4", [3, 9], 64, rng, device, num_experts=2)
-    assert grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format="nvfp4", then=down).decoded is None
+    assert grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format="nvfp4", then=down).dequantized is None
 
 
 @pytest.mark.gpu
@@ -319,13 +319,13 @@ def test_experts_prepare_themselves(name: str, rng: torch.Generator, device: tor
     a, gate_up = _exact_sums(name, inner, GateUpOrder.GATE_UP, rng, device)
     down = random_weights(name, 2, k, inner, rng, device)
     experts = Experts(gate_up, down)
-    prepared = experts.prepared()
-    assert isinstance(prepared.gate_up, PreparedWeights) and isinstance(prepared.down, PreparedWeights)
-    assert prepared.prepared().gate_up is prepared.gate_up
-    for each in (experts, prepared):
+    prepacked = experts.prepacked()
+    assert isinstance(prepacked.gate_up, PrepackedWeights) and isinstance(prepacked.down, PrepackedWeights)
+    assert prepacked.prepacked().gate_up is prepacked.gate_up
+    for each in (experts, prepacked):
         hidden = grouped_gemm_swiglu(a, each.gate_up, SwiGLU(), out_format=name)
         check_inside(each(a), exact_gemm(hidden, down, device), UNIT[torch.bfloat16])
-    kept = replace(experts, engine="torch").prepared()
+    kept = replace(experts, engine="torch").prepacked()
     assert kept.gate_up is gate_up and kept.down is down
 
 
@@ -359,7 +359,7 @@ def test_requantization_is_that_of_the_quantizer(
     # Zero weights times NaN are NaN too.
     h[17] = torch.nan
     encode = gsf if out == "nvfp4" else None
-    hidden = grouped_gemm_swiglu(a, PreparedWeights.prepare(w), SwiGLU(), out_format=out, out_gsf=encode)
+    hidden = grouped_gemm_swiglu(a, PrepackedWeights.prepack(w), SwiGLU(), out_format=out, out_gsf=encode)
     want = quantize_rows(h, out, gsf=encode, engine="torch")
     got = hidden.rows[:count].cpu()
     if out == "bf16":

@@ -58,7 +58,7 @@ def test_bad_rows_are_named(name: str, change: dict[str, Any], rng: torch.Genera
 def test_rows_that_are_no_whole_words_are_named(
     token: str, boundary: int, rng: torch.Generator, device: torch.device
 ) -> None:
-    """Beside weights of two numbers a byte the kernel loads two of a row at a time; the twin takes any rows."""
+    """Beside weights of two numbers a byte the kernel loads two of a row at a time; the reference takes any rows."""
     w = random_weights("mxfp4", 1, 32, 64, rng, device)
     a = make_rows(token, [3], 64, rng, device, num_experts=1)
     want = grouped_gemm(a, w, engine="torch")

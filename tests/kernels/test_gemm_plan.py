@@ -237,7 +237,7 @@ def test_few_tokens_leave_room_for_the_product() -> None:
 @pytest.mark.parametrize("form", ["dequantized", "scales_in_record"])
 def test_rows_that_only_prepacked_weights_take(form: str) -> None:
     assert plan(NVFP4, 8, 512, 512, 128, **{form: True}).kernel is GemmKernel.DEQUANT
-    name = {"dequantized": "a.decoded", "scales_in_record": "a.scales_in_record"}[form]
+    name = {"dequantized": "a.dequantized", "scales_in_record": "a.scales_in_record"}[form]
     for more in ({"engine": "triton"}, {"engine": "torch"}, {"prepacked": False}):
         with pytest.raises(ValueError, match=rf"^{name}: expected "):
             plan(NVFP4, 8, 512, 512, 128, **{form: True}, **more)

@@ -14,7 +14,7 @@ from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.gemm import dequant_gemm, dequant_tokens
 from moe_runtime.kernels.gemm import tma_gemm as tma
 from moe_runtime.kernels.gemm.arguments import empty_intermediate
-from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_PREFILL
 from moe_runtime.kernels.gemm.weights import SwiGLU
 from tests.conftest import HAS_GPU
@@ -32,7 +32,7 @@ def test_grids(limit: int | None, blocks: int, rng: torch.Generator, monkeypatch
     grids: list[int] = []
 
     def record(file: str, name: str, *_: Any, grid: tuple[int, int, int], **more: Any) -> None:
-        if name != "decode_tokens":
+        if name != "dequant_tokens":
             grids.append(grid[0])
 
     monkeypatch.setattr(nvrtc, "launch", record)
@@ -42,9 +42,9 @@ def test_grids(limit: int | None, blocks: int, rng: torch.Generator, monkeypatch
     cpu = torch.device("cpu")
     w = random_weights("nvfp4", 4, 256, 256, rng, cpu)
     a = make_rows("nvfp4", SIZES, 256, rng, cpu, num_experts=4)
-    plain = PreparedWeights.prepare(w)
+    plain = PrepackedWeights.prepack(w)
     run_dequant_gemm(a, plain, torch.empty(a.capacity, 256), num_sms=limit)
-    gated = PreparedWeights.prepare(random_weights("nvfp4", 4, 256, 256, rng, cpu, gate_up=True))
+    gated = PrepackedWeights.prepack(random_weights("nvfp4", 4, 256, 256, rng, cpu, gate_up=True))
     out, gsf = empty_intermediate(a, gated, "nvfp4", None)
     dequant_swiglu(a, gated, SwiGLU(), out, gsf, num_sms=limit)
     assert grids == [blocks, blocks]
@@ -61,22 +61,22 @@ def test_grids(limit: int | None, blocks: int, rng: torch.Generator, monkeypatch
 def test_a_product_that_is_limited_does_not_start_beside_the_one_before(
     rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It would take the SMs that both are to leave free; after `decode_tokens`, which has no limit, it does."""
+    """It would take the SMs that both are to leave free; after `dequant_tokens`, which has no limit, it does."""
     early: list[tuple[str, bool]] = []
     monkeypatch.setattr(nvrtc, "launch", lambda _, name, *__, **more: early.append((name, more["early"])))
     monkeypatch.setattr(dequant_gemm, "is_hopper", lambda device: True)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: SimpleNamespace(multi_processor_count=132))
     cpu = torch.device("cpu")
-    gate_up = PreparedWeights.prepare(random_weights("nvfp4", 4, 256, 256, rng, cpu, gate_up=True))
-    down = PreparedWeights.prepare(random_weights("nvfp4", 4, 256, 128, rng, cpu))
+    gate_up = PrepackedWeights.prepack(random_weights("nvfp4", 4, 256, 256, rng, cpu, gate_up=True))
+    down = PrepackedWeights.prepack(random_weights("nvfp4", 4, 256, 128, rng, cpu))
     a = make_rows("nvfp4", SIZES, 256, rng, cpu, num_experts=4)
     for limit in (None, 116):
         hidden, gsf = empty_intermediate(a, gate_up, "nvfp4", None)
-        hidden = replace(hidden, decoded=dequant_tokens.empty_decoded(a, hidden.num_columns))
+        hidden = replace(hidden, dequantized=dequant_tokens.empty_dequantized(a, hidden.num_columns))
         dequant_swiglu(a, gate_up, SwiGLU(), hidden, gsf, num_sms=limit)
         run_dequant_gemm(hidden, down, torch.empty(a.capacity, 256), num_sms=limit)
-    first = [("decode_tokens", True), ("decoded_gemm", True)]
-    assert early == [*first, ("decoded_gemm", True), *first, ("decoded_gemm", False)]
+    first = [("dequant_tokens", True), ("dequant_gemm", True)]
+    assert early == [*first, ("dequant_gemm", True), *first, ("dequant_gemm", False)]
 
 
 @pytest.mark.parametrize("fmt", ["bf16", "fp8_block", "mxfp8", "nvfp4"])
@@ -85,9 +85,9 @@ def test_experts_give_the_same_bits_on_any_number_of_sms(fmt: str, rng: torch.Ge
     gate_up = random_weights(fmt, 4, 512, 256, rng, device, gate_up=True)
     down = random_weights(fmt, 4, 256, 256, rng, device)
     total = sum(SIZES)
-    want = Experts(gate_up, down).prepared()(a)[:total]
+    want = Experts(gate_up, down).prepacked()(a)[:total]
     for limit in (1, 2, 3, 16, 500) if HAS_GPU else (1,):
-        assert_same_bits(Experts(gate_up, down, num_sms=limit).prepared()(a)[:total], want, f"{limit} SMs")
+        assert_same_bits(Experts(gate_up, down, num_sms=limit).prepacked()(a)[:total], want, f"{limit} SMs")
 
 
 def test_a_limit_below_one_is_refused(rng: torch.Generator, device: torch.device) -> None:

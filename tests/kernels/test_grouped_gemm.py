@@ -24,7 +24,7 @@ from tests.support.gemm_cases import (
     UNIT,
     check_inside,
     decode_rows,
-    decode_weights,
+    dequant_weights,
     exact_gemm,
     make_rows,
     random_weights,
@@ -160,7 +160,7 @@ def test_mxfp4_weights_of_every_code_and_scale_are_exact(engine: str, device: to
     w = ExpertWeights(MXFP4, quants.to(device), scales.to(device))
     a = make_rows("bf16", [32], 32, torch.Generator(), device, num_experts=1, x=torch.eye(32))
     out = grouped_gemm(a, w, out_dtype=torch.float32, engine=engine).cpu()
-    exact = torch.from_numpy(decode_weights(w)[0].T)
+    exact = torch.from_numpy(dequant_weights(w)[0].T)
     assert out[:, 255].isnan().all() and exact[:, 255].isnan().all()
     assert torch.equal(out[:, :253].double(), exact[:, :253])
 
@@ -180,7 +180,7 @@ def test_mxfp8_rows_of_every_code_and_scale_are_exact_with_mxfp4_weights(engine:
         scales=swizzle_scales(linear)[0].to(device),
     )
     w = ExpertWeights.quantize(torch.eye(32)[None], "mxfp4", engine="torch").to(device)
-    assert np.array_equal(decode_weights(w)[0], np.eye(32))
+    assert np.array_equal(dequant_weights(w)[0], np.eye(32))
     out = grouped_gemm(a, w, out_dtype=torch.float32, engine=engine).cpu()
     exact = torch.from_numpy(decode_rows(a))
     assert out[-8:].isnan().all() and exact[-8:].isnan().all()
@@ -224,7 +224,7 @@ def test_rows_do_not_depend_on_neighbours(weight: str, token: str, rng: torch.Ge
     assert_same_bits(grouped_gemm(one, w, out_dtype=torch.float32, engine="triton")[0], together[row], token)
 
 
-def test_twin_does_not_depend_on_the_size_of_groups(rng: torch.Generator) -> None:
+def test_reference_does_not_depend_on_the_size_of_groups(rng: torch.Generator) -> None:
     """Sums that cancel show their order, even in float64: BLAS has others for products of few rows."""
     m, k, n = 70, 384, 40
     cpu = torch.device("cpu")

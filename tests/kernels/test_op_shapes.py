@@ -37,7 +37,7 @@ def test_dynamic_scaled_nvfp4(
     ids = None if ids is None else ids[: len(sizes)]
     case = nvfp4_dense(sizes, 4096, 7168, gpu_rng, device, ids=ids, num_experts=6, offsets_dtype=offsets_dtype)
     check(case, "triton")
-    check(case.prepared(), "auto")
+    check(case.prepacked(), "auto")
 
 
 @pytest.mark.parametrize(
@@ -50,7 +50,7 @@ def test_dynamic_scaled_nvfp4_of_other_models(
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         case = nvfp4_dense(sizes, n, k, gpu_rng, device, num_experts=experts, gaps=dtype == torch.float16)
         check(case, "triton", dtype, num_active_experts=active, validate=True)
-        check(case.prepared(), "auto", dtype, num_active_experts=active, validate=True)
+        check(case.prepacked(), "auto", dtype, num_active_experts=active, validate=True)
 
 
 @pytest.mark.parametrize("m", [4, 128, 512])
@@ -59,7 +59,7 @@ def test_nvfp4_groupwise(m: int, groups: int, gpu_rng: torch.Generator, device: 
     """All tile and swap arguments give the same bits."""
     for n, k in itertools.product((128, 256, 512), repeat=2):
         case = nvfp4_closed([m] * groups, n, k, gpu_rng, device)
-        check(case.prepared(), "auto")
+        check(case.prepacked(), "auto")
         check(case, "triton", torch.float16)
         expected = check(case, "triton")
         for tile_n, tile_k, swap in itertools.product((32, 64, 128), (128, 256), (True, False)):
@@ -70,13 +70,13 @@ def test_nvfp4_groupwise(m: int, groups: int, gpu_rng: torch.Generator, device: 
 @pytest.mark.parametrize("block", [32, 128])
 @pytest.mark.parametrize(("n", "k"), [(4096, 7168), (256, 2176), (3008, 2960)])
 def test_mxfp8(n: int, k: int, block: int, gpu_rng: torch.Generator, device: torch.device) -> None:
-    """Groups are the seed's alone, with a single row between, and all at once; prepared weights want whole blocks."""
+    """Groups are the seed's alone, with a single row between, and all at once; prepacked weights want whole blocks."""
     rows = (0, 1, 8, 12, 15, 16, 32, 64, 376)
     for sizes in (*([m, 1, m] for m in rows), [376], list(rows)):
         case = mxfp8(sizes, n, k, gpu_rng, device, block=block)
         check(case, "triton")
         if k % 32 == 0:
-            check(case.prepared(), "auto")
+            check(case.prepacked(), "auto")
 
 
 @pytest.mark.parametrize("n", POWERS)

@@ -161,7 +161,7 @@ def test_a_row_of_nan_stays_alone(engine: str, rng: torch.Generator, device: tor
 
 @pytest.mark.parametrize("sizes", [*SEED_GROUPS, [3, 1, 5, 2], [0, 256, 0, 512]], ids=str)
 def test_shapes_of_the_seeds_scaled_down(sizes: list[int], rng: torch.Generator, device: torch.device) -> None:
-    """N and K of (6,4096,7168), (8,1856,2688), (4,2048,1024) divided by 16, so that the twin takes them."""
+    """N and K of (6,4096,7168), (8,1856,2688), (4,2048,1024) divided by 16, so that the reference takes them."""
     ids = [0, 3, 2, 4] if len(sizes) == 4 else [-1, 0, 2]
     experts, n, k = {11: (8, 116, 176), 768: (4, 128, 64)}.get(sum(sizes), (6, 256, 448))
     ids = [min(e, experts - 1) for e in ids]
@@ -211,7 +211,7 @@ def test_block_scaled_mma_is_for_blackwell_only() -> None:
 @given(data=st.data())
 @pytest.mark.parametrize("name", VARIANTS)
 def test_any_shape(name: str, data: st.DataObject) -> None:
-    """Random ragged groups on the twin (on a GPU: the kernel, and larger ones)."""
+    """Random ragged groups on the reference (on a GPU: the kernel, and larger ones)."""
     make, options = VARIANTS[name]
     device, largest = torch.device("cpu"), 256
     if torch.cuda.is_available():

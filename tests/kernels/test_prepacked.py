@@ -1,4 +1,4 @@
-"""Weights prepared for the register-decoding GEMM: what is kept, what comes back, what is refused."""
+"""Weights prepacked for the register-decoding GEMM: what is kept, what comes back, what is refused."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.formats.swizzle import swizzle_scales
 from moe_runtime.kernels.gemm import grouped_gemm
 from moe_runtime.kernels.gemm.dequant_layout import pack_units, source_rows, units_with_special_values
-from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
 from moe_runtime.kernels.runtime import has_nvrtc, resolve_engine
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import make_rows, random_weights
 
-DECODED = ("nvfp4", "mxfp8")
+DEQUANTIZED = ("nvfp4", "mxfp8")
 
 
 def random_bytes(
@@ -51,37 +51,37 @@ def assert_same_weights(actual: ExpertWeights, expected: ExpertWeights) -> None:
             assert_same_bits(found, wanted, name)
 
 
-@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize("name", DEQUANTIZED)
 @pytest.mark.parametrize("order", [None, *GateUpOrder])
-def test_restored_is_what_was_prepared(
+def test_restored_is_what_was_prepacked(
     order: GateUpOrder | None, name: str, rng: torch.Generator, device: torch.device
 ) -> None:
     w, linear = random_bytes(name, 3, 144, 160, rng, device, order)
-    prepared = PreparedWeights.prepare(w)
-    assert prepared.num_experts == 3 and prepared.device == w.device
-    assert (prepared.num_rows, prepared.num_columns, prepared.gate_up) == (144, 160, order)
+    prepacked = PrepackedWeights.prepack(w)
+    assert prepacked.num_experts == 3 and prepacked.device == w.device
+    assert (prepacked.num_rows, prepacked.num_columns, prepacked.gate_up) == (144, 160, order)
     rows = source_rows(144, order)
     for expert in range(3):
         want = pack_units(w.quants[expert].cpu().view(torch.uint8), linear[expert], w.format, rows)
-        assert_same_bits(prepared.units[expert], want, f"expert {expert}")
+        assert_same_bits(prepacked.units[expert], want, f"expert {expert}")
         if name == "mxfp8":
             want = units_with_special_values(w.quants[expert].cpu().view(torch.uint8), linear[expert], rows)
-            assert prepared.has_special_values is not None
-            assert_same_bits(prepared.has_special_values[expert], want, f"marks of expert {expert}")
-    assert (prepared.has_special_values is None) == (name == "nvfp4")
-    assert_same_weights(prepared.restore(), w)
+            assert prepacked.has_special_values is not None
+            assert_same_bits(prepacked.has_special_values[expert], want, f"marks of expert {expert}")
+    assert (prepacked.has_special_values is None) == (name == "nvfp4")
+    assert_same_weights(prepacked.restore(), w)
 
 
-@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize("name", DEQUANTIZED)
 def test_quantized_weights_come_back(name: str, rng: torch.Generator, device: torch.device) -> None:
     """Real quantizers, no bias; `mxfp8` has no scales of experts either."""
     w = random_weights(name, 2, 40, 64, rng, device, gate_up=False)
-    prepared = PreparedWeights.prepare(w)
-    assert_same_weights(prepared.restore(), w)
-    assert prepared.has_special_values is None or not prepared.has_special_values.any()
+    prepacked = PrepackedWeights.prepack(w)
+    assert_same_weights(prepacked.restore(), w)
+    assert prepacked.has_special_values is None or not prepacked.has_special_values.any()
 
 
-@pytest.mark.parametrize("name", DECODED)
+@pytest.mark.parametrize("name", DEQUANTIZED)
 def test_bytes_between_scales_do_not_matter(name: str, rng: torch.Generator, device: torch.device) -> None:
     """The padding of swizzled scales is not read: it is no NaN, and zeros come back."""
     w, _ = random_bytes(name, 2, 72, 96, rng, device, None)
@@ -90,14 +90,14 @@ def test_bytes_between_scales_do_not_matter(name: str, rng: torch.Generator, dev
     used = swizzle_scales(everything, engine="torch").to(device) == 255
     assert not used.all()
     dirty = torch.where(used, w.scales.view(torch.uint8), 255).view(w.scales.dtype)
-    prepared = PreparedWeights.prepare(replace(w, scales=dirty))
-    assert_same_bits(prepared.units, PreparedWeights.prepare(w).units, "units")
-    assert_same_weights(prepared.restore(), w)
+    prepacked = PrepackedWeights.prepack(replace(w, scales=dirty))
+    assert_same_bits(prepacked.units, PrepackedWeights.prepack(w).units, "units")
+    assert_same_weights(prepacked.restore(), w)
 
 
 def test_engines_prepare_the_same(rng: torch.Generator, device: torch.device) -> None:
     w, _ = random_bytes("nvfp4", 1, 40, 48, rng, device, None)
-    one, other = (PreparedWeights.prepare(w, engine=engine) for engine in ("torch", "triton"))
+    one, other = (PrepackedWeights.prepack(w, engine=engine) for engine in ("torch", "triton"))
     assert_same_bits(one.units, other.units, "units")
     assert_same_weights(one.restore(engine="triton"), other.restore(engine="torch"))
 
@@ -105,32 +105,32 @@ def test_engines_prepare_the_same(rng: torch.Generator, device: torch.device) ->
 def test_bytes(rng: torch.Generator, device: torch.device) -> None:
     """DeepSeek's ratio: whole units cost what quants and scales do. Partial ones are counted as they lie."""
     w, _ = random_bytes("nvfp4", 2, 128, 256, rng, device, GateUpOrder.GATE_UP)
-    prepared = PreparedWeights.prepare(w)
-    assert prepared.num_bytes == 2 * 128 * (128 + 16) + 4 * (2 * 2 + 2 * 128) == w.num_bytes
+    prepacked = PrepackedWeights.prepack(w)
+    assert prepacked.num_bytes == 2 * 128 * (128 + 16) + 4 * (2 * 2 + 2 * 128) == w.num_bytes
     w, _ = random_bytes("mxfp8", 1, 72, 96, rng, device, None)
-    plain = replace(PreparedWeights.prepare(w), expert_scales=None, bias=None)
+    plain = replace(PrepackedWeights.prepack(w), expert_scales=None, bias=None)
     assert plain.num_bytes == 2 * 2 * (4096 + 128) + 2
 
 
 def test_to_moves_every_tensor(rng: torch.Generator, device: torch.device) -> None:
-    prepared = PreparedWeights.prepare(random_bytes("nvfp4", 1, 32, 64, rng, device, GateUpOrder.INTERLEAVED)[0])
-    moved = prepared.to("meta")
+    prepacked = PrepackedWeights.prepack(random_bytes("nvfp4", 1, 32, 64, rng, device, GateUpOrder.INTERLEAVED)[0])
+    moved = prepacked.to("meta")
     assert moved.expert_scales is not None and moved.bias is not None
     assert {t.device.type for t in (moved.units, moved.expert_scales, moved.bias)} == {"meta"}
     assert moved.device.type == "meta" and moved.gate_up is GateUpOrder.INTERLEAVED
-    assert (moved.num_rows, moved.num_columns, moved.format) == (32, 64, prepared.format)
-    bare = replace(prepared, expert_scales=None, bias=None).to("meta")
+    assert (moved.num_rows, moved.num_columns, moved.format) == (32, 64, prepacked.format)
+    bare = replace(prepacked, expert_scales=None, bias=None).to("meta")
     assert bare.expert_scales is None and bare.bias is None
-    assert_same_weights(prepared.to(device).to("cpu").restore(), prepared.restore().to("cpu"))
+    assert_same_weights(prepacked.to(device).to("cpu").restore(), prepacked.restore().to("cpu"))
 
 
 def test_one_expert_and_a_copy(rng: torch.Generator, device: torch.device) -> None:
     w, _ = random_bytes("nvfp4", 3, 48, 64, rng, device, GateUpOrder.UP_GATE)
-    prepared = PreparedWeights.prepare(w)
-    assert_same_weights(prepared.expert(2).restore(), w.expert(2))
-    copy = prepared.clone()
+    prepacked = PrepackedWeights.prepack(w)
+    assert_same_weights(prepacked.expert(2).restore(), w.expert(2))
+    copy = prepacked.clone()
     assert_same_weights(copy.restore(), w)
-    assert copy.units.data_ptr() != prepared.units.data_ptr()
+    assert copy.units.data_ptr() != prepacked.units.data_ptr()
     plain = w.clone()
     assert_same_weights(plain, w)
     assert plain.scales is not None and w.scales is not None
@@ -144,9 +144,13 @@ def test_marks_of_special_values_go_with_their_weights(rng: torch.Generator, dev
     linear.fill_(127)
     linear[1, 70, 1] = 135
     usual = replace(w, quants=quants.view(w.quants.dtype), scales=swizzle_scales(linear, engine="torch").to(device))
-    prepared = PreparedWeights.prepare(usual)
-    assert prepared.has_special_values is not None and prepared.has_special_values.tolist() == [[0, 0], [0, 1], [0, 0]]
-    one, copy, moved = prepared.expert(1), prepared.clone(), prepared.to("meta")
+    prepacked = PrepackedWeights.prepack(usual)
+    assert prepacked.has_special_values is not None and prepacked.has_special_values.tolist() == [
+        [0, 0],
+        [0, 1],
+        [0, 0],
+    ]
+    one, copy, moved = prepacked.expert(1), prepacked.clone(), prepacked.to("meta")
     assert (
         one.has_special_values is not None
         and copy.has_special_values is not None
@@ -154,28 +158,28 @@ def test_marks_of_special_values_go_with_their_weights(rng: torch.Generator, dev
     )
     assert (
         one.has_special_values.tolist() == [[0, 1]]
-        and copy.has_special_values.tolist() == prepared.has_special_values.tolist()
+        and copy.has_special_values.tolist() == prepacked.has_special_values.tolist()
     )
     assert moved.has_special_values.device.type == "meta"
     with pytest.raises(ValueError, match=r"^has_special_values: expected a tensor for mxfp8"):
-        replace(prepared, has_special_values=None)
+        replace(prepacked, has_special_values=None)
     with pytest.raises(ValueError, match=r"^has_special_values: expected contiguous torch.uint8 \[3, 2\]"):
-        replace(prepared, has_special_values=prepared.has_special_values[:, :1])
-    nvfp4 = PreparedWeights.prepare(random_bytes("nvfp4", 3, 72, 64, rng, device, None)[0])
+        replace(prepacked, has_special_values=prepacked.has_special_values[:, :1])
+    nvfp4 = PrepackedWeights.prepack(random_bytes("nvfp4", 3, 72, 64, rng, device, None)[0])
     with pytest.raises(ValueError, match=r"^has_special_values: expected None for nvfp4"):
-        replace(nvfp4, has_special_values=prepared.has_special_values)
+        replace(nvfp4, has_special_values=prepacked.has_special_values)
 
 
-def test_which_weights_are_better_prepared(rng: torch.Generator, device: torch.device) -> None:
-    """Those of a decoded format on a Hopper GPU, unless an engine is asked for by its name."""
+def test_which_weights_are_better_prepacked(rng: torch.Generator, device: torch.device) -> None:
+    """Those of a dequantized format on a Hopper GPU, unless an engine is asked for by its name."""
     on_hopper = device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
     for name in FORMATS:
         w = random_weights(name, 1, 32, 128, rng, device)
-        assert PreparedWeights.wanted(w) == (on_hopper and name in DECODED)
-        assert not PreparedWeights.wanted(w, "torch")
+        assert PrepackedWeights.wanted(w) == (on_hopper and name in DEQUANTIZED)
+        assert not PrepackedWeights.wanted(w, "torch")
         if device.type == "cuda":
-            assert not PreparedWeights.wanted(w, "triton")
-        assert not PreparedWeights.wanted(w.to("cpu"))
+            assert not PrepackedWeights.wanted(w, "triton")
+        assert not PrepackedWeights.wanted(w.to("cpu"))
 
 
 def test_no_experts(rng: torch.Generator, device: torch.device) -> None:
@@ -183,16 +187,16 @@ def test_no_experts(rng: torch.Generator, device: torch.device) -> None:
     w = random_bytes("nvfp4", 1, 32, 64, rng, device, None)[0]
     assert w.scales is not None and w.expert_scales is not None and w.bias is not None
     none = replace(w, quants=w.quants[:0], scales=w.scales[:0], expert_scales=w.expert_scales[:0], bias=w.bias[:0])
-    prepared = PreparedWeights.prepare(none)
-    assert prepared.num_experts == 0
-    assert_same_weights(prepared.restore(), none)
+    prepacked = PrepackedWeights.prepack(none)
+    assert prepacked.num_experts == 0
+    assert_same_weights(prepacked.restore(), none)
 
 
 @pytest.mark.parametrize("name", ["bf16", "fp8_block"])
 def test_other_formats_are_refused(name: str, rng: torch.Generator, device: torch.device) -> None:
     w = random_weights(name, 1, 32, 128, rng, device)
     with pytest.raises(ValueError, match=rf"^w\.format: expected nvfp4 or mxfp8, got {name}$"):
-        PreparedWeights.prepare(w)
+        PrepackedWeights.prepack(w)
 
 
 @pytest.mark.parametrize("scale", [0x7F, 0x80, 0x81, 0xB8, 0xFF])
@@ -202,7 +206,7 @@ def test_nvfp4_scales_that_have_no_code_are_refused(scale: int, rng: torch.Gener
     linear[1, 39, 2] = scale
     bad = replace(w, scales=swizzle_scales(linear, engine="torch").view(torch.float8_e4m3fn).to(device))
     with pytest.raises(ValueError, match=r"^w\.scales: expected .*not negative"):
-        PreparedWeights.prepare(bad)
+        PrepackedWeights.prepack(bad)
 
 
 def test_mxfp8_scales_may_be_any_byte(rng: torch.Generator, device: torch.device) -> None:
@@ -210,7 +214,7 @@ def test_mxfp8_scales_may_be_any_byte(rng: torch.Generator, device: torch.device
     w, linear = random_bytes("mxfp8", 1, 40, 64, rng, device, None)
     linear[0, ::2] = 255
     w = replace(w, scales=swizzle_scales(linear, engine="torch").to(device))
-    assert_same_weights(PreparedWeights.prepare(w).restore(), w)
+    assert_same_weights(PrepackedWeights.prepack(w).restore(), w)
 
 
 @pytest.mark.gpu
@@ -304,7 +308,7 @@ def test_weights_that_are_restored_in_each_call_are_told_of_once(
     cpu = torch.device("cpu")
     raw = random_weights("nvfp4", 1, 64, 64, rng, cpu, gate_up=True), random_weights("nvfp4", 1, 64, 64, rng, cpu)
     a = make_rows("nvfp4", [3], 64, rng, cpu, num_experts=1)
-    gate_up, down = (PreparedWeights.prepare(w) for w in raw)
+    gate_up, down = (PrepackedWeights.prepack(w) for w in raw)
     grouped_gemm._warn_of_restoring.cache_clear()
     grouped_gemm.grouped_gemm(a, raw[1], engine="torch")
     assert not caplog.records
@@ -313,7 +317,7 @@ def test_weights_that_are_restored_in_each_call_are_told_of_once(
         grouped_gemm.grouped_gemm_swiglu(a, gate_up, SwiGLU(), out_format="nvfp4", engine="torch")
     (record,) = caplog.records
     assert record.name == "moe_runtime.kernels.gemm.grouped_gemm" and record.levelname == "WARNING"
-    assert record.getMessage().startswith("prepared weights are restored in every call, which is slow")
+    assert record.getMessage().startswith("prepacked weights are restored in every call, which is slow")
 
 
 def forget_devices() -> None:

@@ -1,4 +1,4 @@
-"""Quantizers: kernels and twins bit for bit against each other and against oracles written in numpy and ml_dtypes.
+"""Quantizers: kernels and references bit for bit against each other and against oracles written in numpy and ml_dtypes.
 
 The oracles compute each step in float64 and round it to fp32, which gives the IEEE product or quotient of fp32 numbers.
 """
@@ -171,7 +171,7 @@ def test_against_numpy_oracles(engine: str, dtype: torch.dtype, k: int, device: 
 
 @pytest.mark.parametrize("fmt", FORMATS.values(), ids=FORMATS)
 @pytest.mark.usefixtures("poisoned_outputs")
-def test_kernel_and_twin_agree_bit_for_bit(fmt: TokenFormat, device: torch.device, rng) -> None:
+def test_kernel_and_reference_agree_bit_for_bit(fmt: TokenFormat, device: torch.device, rng) -> None:
     static = [1.0, torch.tensor([17.5]), torch.tensor(float("nan")), torch.tensor(0.0), torch.tensor(float("inf"))]
     for k in (128, 384, 2304):
         x = hostile_rows(k, rng)
@@ -180,10 +180,10 @@ def test_kernel_and_twin_agree_bit_for_bit(fmt: TokenFormat, device: torch.devic
         for given in (x, x.bfloat16(), wide[:, :k], x[:1], x[:0], x[:1].expand(35, k), x[3:17:3]):
             for gsf in (None, *static) if fmt.has_row_scale and k == 384 else (None,):
                 gsf = gsf.to(device) if isinstance(gsf, torch.Tensor) else gsf
-                twin = quantize_rows(given, fmt, gsf=gsf, engine="torch")
-                assert_same_rows(quantize_rows(given, fmt, gsf=gsf, engine="triton"), twin, f"K={k} gsf={gsf}")
-                back = dequantize_rows(twin, engine="torch")
-                assert_same_bits(dequantize_rows(twin, engine="triton"), back, f"dequantize K={k} gsf={gsf}")
+                reference = quantize_rows(given, fmt, gsf=gsf, engine="torch")
+                assert_same_rows(quantize_rows(given, fmt, gsf=gsf, engine="triton"), reference, f"K={k} gsf={gsf}")
+                back = dequantize_rows(reference, engine="torch")
+                assert_same_bits(dequantize_rows(reference, engine="triton"), back, f"dequantize K={k} gsf={gsf}")
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -337,7 +337,7 @@ def test_a_row_does_not_depend_on_its_neighbours(device: torch.device, rng) -> N
             assert_same_bits(together.quants_RK[row : row + 1], alone.quants_RK)
 
 
-def test_twin_in_chunks(monkeypatch: pytest.MonkeyPatch, rng) -> None:
+def test_reference_in_chunks(monkeypatch: pytest.MonkeyPatch, rng) -> None:
     x = hostile_rows(256, rng)
     clean, seen = reference_quantize.canonical_nan, []
 

@@ -1,4 +1,4 @@
-"""The 128x4 swizzle, kernel and twin, against its formula written out as a loop; and back."""
+"""The 128x4 swizzle, kernel and reference, against its formula written out as a loop; and back."""
 
 from __future__ import annotations
 

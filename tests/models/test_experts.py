@@ -11,14 +11,14 @@ import torch
 from moe_runtime.experts import Experts
 from moe_runtime.kernels.gemm.activation import swiglu
 from moe_runtime.kernels.gemm.grouped_gemm import grouped_gemm, grouped_gemm_swiglu
-from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import (
     PAIRS,
     check_inside,
     decode_rows,
-    decode_weights,
+    dequant_weights,
     exact_gemm,
     make_rows,
     random_weights,
@@ -75,7 +75,7 @@ def test_bf16_experts_against_float64(activation: SwiGLU, rng: torch.Generator, 
     """Two roundings to bf16, 2^-8 of the intermediate and of the result; fp32 sums add far less than 2^-12."""
     experts = _experts("bf16", "bf16", rng, device, "auto", activation)
     rows = make_rows("bf16", SIZES, HIDDEN, rng, device, num_experts=EXPERTS)
-    x, gate_up, down = decode_rows(rows), decode_weights(experts.gate_up), decode_weights(experts.down)
+    x, gate_up, down = decode_rows(rows), dequant_weights(experts.gate_up), dequant_weights(experts.down)
     got = experts(rows).cpu().double().numpy()
     order = activation.order
     for e, span in ((0, slice(0, 4)), (2, slice(4, 71))):
@@ -132,19 +132,19 @@ def test_weights_that_do_not_belong_together(rng: torch.Generator) -> None:
 
 @pytest.mark.parametrize("order", [None, GateUpOrder.GATE_UP])
 @pytest.mark.parametrize("middle", ["nvfp4", "bf16"])
-def test_prepared_experts(
+def test_prepacked_experts(
     middle: str,
     order: GateUpOrder | None,
     rng: torch.Generator,
     device: torch.device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Prepared where a GPU asks for it; gate and up that do not say so are prepared in the activation's order."""
+    """Prepacked where a GPU asks for it; gate and up that do not say so are prepacked in the activation's order."""
     gate_up = random_weights("nvfp4", 2, 64, 64, rng, device, gate_up=order or False)
     raw = Experts(gate_up, random_weights("nvfp4", 2, 64, 32, rng, device), intermediate_format=middle)
-    monkeypatch.setattr(PreparedWeights, "wanted", staticmethod(lambda w, engine="auto": True))
-    experts = raw.prepared()
-    assert isinstance(experts.gate_up, PreparedWeights) and isinstance(experts.down, PreparedWeights)
+    monkeypatch.setattr(PrepackedWeights, "wanted", staticmethod(lambda w, engine="auto": True))
+    experts = raw.prepacked()
+    assert isinstance(experts.gate_up, PrepackedWeights) and isinstance(experts.down, PrepackedWeights)
     assert experts.gate_up.gate_up is GateUpOrder.GATE_UP and experts.down.gate_up is None
     rows = make_rows("nvfp4", [3, 0, 9], 64, rng, device, num_experts=2)
     got = experts(rows)
@@ -158,11 +158,11 @@ def test_prepared_experts(
     check_inside(got, exact_gemm(hidden, raw.down, device), 2.0**-8)
 
 
-def test_prepared_weights_in_the_wrong_place(rng: torch.Generator, device: torch.device) -> None:
-    gate_up = PreparedWeights.prepare(random_weights("nvfp4", 2, 64, 64, rng, device, gate_up=True))
-    down = PreparedWeights.prepare(random_weights("nvfp4", 2, 64, 32, rng, device))
+def test_prepacked_weights_in_the_wrong_place(rng: torch.Generator, device: torch.device) -> None:
+    gate_up = PrepackedWeights.prepack(random_weights("nvfp4", 2, 64, 64, rng, device, gate_up=True))
+    down = PrepackedWeights.prepack(random_weights("nvfp4", 2, 64, 32, rng, device))
     Experts(gate_up, down)
-    with pytest.raises(ValueError, match=r"^gate_up: expected weights prepared"):
+    with pytest.raises(ValueError, match=r"^gate_up: expected weights prepacked"):
         Experts(replace(gate_up, gate_up=None, expert_scales=None), down)
-    with pytest.raises(ValueError, match=r"^down: expected plain prepared"):
+    with pytest.raises(ValueError, match=r"^down: expected plain prepacked"):
         Experts(gate_up, replace(down, gate_up=GateUpOrder.GATE_UP))

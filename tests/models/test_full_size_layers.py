@@ -1,7 +1,7 @@
 """One layer of DeepSeek-V3 in ModelOpt's NVFP4 and one of gpt-oss-120b in MXFP4, from files on all ranks.
 
 Small ones on CPUs, of full size on the GPUs that are there; the files hold random bytes that any reader would take.
-What comes out is held to a float64 product of what the files say, decoded here by ml_dtypes.
+What comes out is held to a float64 product of what the files say, dequantized here by ml_dtypes.
 """
 
 from __future__ import annotations

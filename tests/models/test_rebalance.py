@@ -24,7 +24,7 @@ from moe_runtime.context import memory
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.exchange import reference
 from moe_runtime.kernels.formats.number_formats import FORMATS
-from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.layer import MoELayer
 from moe_runtime.placement import migration, rebalance
@@ -178,7 +178,7 @@ def test_weights_of_a_checkpoint_are_read_in_the_order_of_slots_and_move(tmp_pat
 
 
 @pytest.mark.parametrize("fmt", ["nvfp4", "mxfp8"])
-def test_biases_and_prepared_weights_move_too(fmt: str, rng: torch.Generator, seed: int) -> None:
+def test_biases_and_prepacked_weights_move_too(fmt: str, rng: torch.Generator, seed: int) -> None:
     """Layers prepare weights on Hopper only, and have no biases yet: given to them by hand here. Every other expert has
     a NaN, of which its MXFP8 weights have a mark.
     """
@@ -193,7 +193,7 @@ def test_biases_and_prepared_weights_move_too(fmt: str, rng: torch.Generator, se
         quants = experts.down.quants.view(torch.uint8).clone()
         quants[[slot for slot, e in enumerate(layer.local_experts) if e % 2], 0, 0] = 127
         changed = replace(experts.down, quants=quants.view(experts.down.quants.dtype), bias=bias)
-        down = PreparedWeights.prepare(changed)
+        down = PrepackedWeights.prepack(changed)
         layer.experts = replace(experts, down=down)
 
     with VirtualRanks(c, 2, load, placement=plans[0]) as ranks:

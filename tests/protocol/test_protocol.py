@@ -42,7 +42,7 @@ def step_inputs(seed: int, epoch: int, world: int, most: int) -> list[RankInput]
 
 
 def expert_row(holder: int, position: int) -> torch.Tensor:
-    """fp32 `[HIDDEN]`, exact in bf16: what the experts of rank `holder` make of a packed position."""
+    """fp32 `[HIDDEN]`, exact in bf16: what the experts of rank `holder` make of a row position."""
     return ((3 * position + torch.arange(HIDDEN) + 17 * holder) % 101).float() / 8 - 6
 
 

@@ -79,7 +79,7 @@ Trace = list[tuple[object, ...]]
 
 
 class Recorder:
-    """What rank 0 stores and, in the torch twin, waits for, as the actions of the model."""
+    """What rank 0 stores and, in the torch reference, waits for, as the actions of the model."""
 
     def __init__(self, context: ExpertParallelContext) -> None:
         self.layout, self.world = context.signals_layout, context.world_size

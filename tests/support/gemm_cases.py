@@ -56,7 +56,7 @@ def swizzled(rows: Array, columns: int) -> Array:
 
 
 def scale_rows(a: GroupedRows) -> Array:
-    """Row in the swizzled scales of each packed position `[capacity]` (0 where none is)."""
+    """Row in the swizzled scales of each row position `[capacity]` (0 where none is)."""
     assert a.group_scale_offsets is not None
     offsets, shifts = a.group_offsets.cpu().numpy(), a.group_scale_offsets.cpu().numpy()
     rows = np.zeros(a.capacity, np.int64)
@@ -67,7 +67,7 @@ def scale_rows(a: GroupedRows) -> Array:
 
 
 def decode_rows(a: GroupedRows) -> Array:
-    """float64 `[capacity, K]` by packed position; rows that no group owns hold anything."""
+    """float64 `[capacity, K]` by row position; rows that no group owns hold anything."""
     source = np.arange(a.capacity) if a.row_index is None else a.row_index.cpu().numpy()[: a.capacity]
     scales = None if a.scales is None else bits(a.scales)
     if scales is not None and a.format.swizzled:
@@ -77,7 +77,7 @@ def decode_rows(a: GroupedRows) -> Array:
     return decode(a.format, bits(a.rows)[source], scales)
 
 
-def decode_weights(w: ExpertWeights) -> Array:
+def dequant_weights(w: ExpertWeights) -> Array:
     """float64 `[E, N, K]` without `expert_scales`."""
     e, n, columns = w.num_experts, w.num_rows, w.format.scale_columns(w.num_columns)
     scales = None if w.scales is None else bits(w.scales)
@@ -165,7 +165,7 @@ def _padded(t: torch.Tensor, rows: int) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Exact:
-    """float64 results by packed position, and how far fp32 sums may be from them.
+    """float64 results by row position, and how far fp32 sums may be from them.
 
     Attributes:
         value: `[capacity, N]`, scales and bias applied; 0 where no active group is.
@@ -181,7 +181,7 @@ class Exact:
 
 def exact_gemm(a: GroupedRows, w: ExpertWeights, device: torch.device) -> Exact:
     """The product of the dequantized operands of each group in float64."""
-    rows, weights = decode_rows(a), decode_weights(w)
+    rows, weights = decode_rows(a), dequant_weights(w)
     factors = w.row_factors().cpu().double().numpy()
     value, slack = np.zeros((a.capacity, w.num_rows)), np.zeros((a.capacity, w.num_rows))
     written = np.zeros(a.capacity, bool)

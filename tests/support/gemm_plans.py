@@ -17,7 +17,7 @@ from moe_runtime.kernels.gemm import grouped_gemm as gemm_module
 from moe_runtime.kernels.gemm.arguments import check_operands, check_out, empty_intermediate
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmKernel, GemmPlan
-from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import TmaShape
 from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
 
@@ -31,7 +31,7 @@ def choose(monkeypatch: pytest.MonkeyPatch, **choices: Callable[..., Any]) -> No
 
 def planned(
     a: GroupedRows,
-    w: ExpertWeights | PreparedWeights,
+    w: ExpertWeights | PrepackedWeights,
     *,
     out: torch.Tensor | None = None,
     out_format: TokenFormat | None = None,
@@ -47,14 +47,14 @@ def planned(
         return gemm_module._plan(a, w, "cuda", num_sms, out=out, out_format=out_format)
 
 
-def run_dequant_gemm(a: GroupedRows, w: PreparedWeights, out: torch.Tensor, *, num_sms: int | None = None) -> None:
+def run_dequant_gemm(a: GroupedRows, w: PrepackedWeights, out: torch.Tensor, *, num_sms: int | None = None) -> None:
     """`grouped_gemm` by `dequant_gemm.cu`."""
-    dequant_gemm.decoded_gemm(a, w, out, planned(a, w, out=out, num_sms=num_sms))
+    dequant_gemm.dequant_gemm(a, w, out, planned(a, w, out=out, num_sms=num_sms))
 
 
 def dequant_swiglu(
     a: GroupedRows,
-    w: PreparedWeights,
+    w: PrepackedWeights,
     activation: SwiGLU,
     out: GroupedRows,
     gsf: torch.Tensor | None,
@@ -63,7 +63,7 @@ def dequant_swiglu(
 ) -> None:
     """`grouped_gemm_swiglu` by `dequant_gemm.cu`."""
     plan = planned(a, w, out_format=out.format, num_sms=num_sms)
-    dequant_gemm.decoded_gemm_swiglu(a, w, activation, out, gsf, plan)
+    dequant_gemm.dequant_gemm_swiglu(a, w, activation, out, gsf, plan)
 
 
 def tma_plan(

@@ -292,7 +292,7 @@ def replay_many(
 ) -> tuple[int, int, float]:
     """One graph replayed with new inputs written in place; every result compared, on the device, with virtual ranks.
 
-    `in_parts` is for packed rows on Hopper: slots are counted in chunks and tokens combined in parts, as in layers of
+    `in_parts` is for contiguous rows on Hopper: slots are counted in chunks and tokens combined in parts, as in layers of
     many tokens. Virtual ranks do neither, so that one way is held to the other.
 
     Returns how many steps were wrong, the first of them, and milliseconds per step, comparison included.
@@ -360,7 +360,7 @@ def foretold_rows(arrived: DispatchedTokens, hidden: int, rank: int) -> torch.Te
 
 
 def what_arrived(arrived: DispatchedTokens) -> dict[str, torch.Tensor]:
-    """All that arrived, row by row in packed order and with linear scales, on the CPU."""
+    """All that arrived, row by row in contiguous order and with linear scales, on the CPU."""
     total = int(arrived.group_offsets[-1])
     rows = torch.arange(total, device=arrived.rows.device) if arrived.row_index is None else arrived.row_index[:total]
     found = {

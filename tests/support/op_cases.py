@@ -1,6 +1,6 @@
 """Calls of the operations with random operands, and their float64 results from tables of ml_dtypes alone.
 
-What a call multiplies is decoded from the packed arguments themselves, by the formulas of each layout written out.
+What a call multiplies is dequantized from the packed arguments themselves, by the formulas of each layout written out.
 Numbers are drawn and packed where the generator is: on a GPU for the large shapes.
 """
 
@@ -71,13 +71,13 @@ class OpCase:
         assert result is (None if self.is_in_place else out)
         return out
 
-    def prepared(self) -> OpCase:
-        """The same call with `b` prepared and without its scales."""
+    def prepacked(self) -> OpCase:
+        """The same call with `b` prepacked and without its scales."""
         b, scales = self.arguments["b"], "b_scales" if self.is_in_place else "b_scale"
         if self.operation is ops.moe_gemm_mxfp8_nt_groupwise:
-            w = ops.prepare_mxfp8(b, self.arguments[scales], self.arguments["scale_granularity_mnk"])
+            w = ops.prepack_mxfp8(b, self.arguments[scales], self.arguments["scale_granularity_mnk"])
         else:
-            w = ops.prepare_nvfp4(b, self.arguments[scales])
+            w = ops.prepack_nvfp4(b, self.arguments[scales])
         return replace(self, arguments=self.arguments | {"b": w, scales: None})
 
     def exact(self) -> Exact:
@@ -155,8 +155,8 @@ def nvfp4_dense(
     )
     starts = [(row // 128 + shift) * 128 for row, shift in zip(offsets, shifts, strict=False)]
     arguments = _to(arguments, device)
-    rows = _decode_swizzled(arguments["a_scales"], arguments["a"], _rows(offsets, starts))
-    weights = _decode_nvfp4_weights(arguments["b_scales"], arguments["b"])
+    rows = _dequant_swizzled(arguments["a_scales"], arguments["a"], _rows(offsets, starts))
+    weights = _dequant_nvfp4_weights(arguments["b_scales"], arguments["b"])
     by_group = [float(factors[e]) if 0 <= e < experts else 0.0 for e in ids]
     operation = ops.grouped_matmul_dynamic_scaled_nvfp4
     return OpCase(operation, arguments, rows, weights, offsets, ids, by_group)
@@ -180,8 +180,8 @@ def nvfp4_closed(
     )
     starts = [(row + 127 * i) // 128 * 128 for i, row in enumerate(offsets)]
     arguments = _to(arguments, device)
-    rows = _decode_swizzled(arguments["a_scale"], arguments["a"], _rows(offsets, starts))
-    weights = _decode_nvfp4_weights(arguments["b_scale"], arguments["b"])
+    rows = _dequant_swizzled(arguments["a_scale"], arguments["a"], _rows(offsets, starts))
+    weights = _dequant_nvfp4_weights(arguments["b_scale"], arguments["b"])
     factors, operation = arguments["alpha"].tolist(), ops.group_gemm_nvfp4_nt_groupwise
     return OpCase(operation, arguments, rows, weights, offsets, list(range(experts)), factors)
 
@@ -330,7 +330,7 @@ def _values(quants: torch.Tensor) -> torch.Tensor:
     return VALUES[quants.dtype].to(quants.device)[quants.view(torch.uint8).int()]
 
 
-def _decode_swizzled(scales: torch.Tensor, quants: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _dequant_swizzled(scales: torch.Tensor, quants: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """float64 `[M, K]` of packed e2m1 and the e4m3 scales of scale rows `rows` `[M]`."""
     device, columns = quants.device, quants.shape[-1] // 8
     places = torch.from_numpy(swizzled(rows.numpy(), columns)).to(device)
@@ -339,11 +339,11 @@ def _decode_swizzled(scales: torch.Tensor, quants: torch.Tensor, rows: torch.Ten
     return VALUES["e2m1"].to(device)[codes.int()] * factors.repeat_interleave(16, 1)
 
 
-def _decode_nvfp4_weights(scales: torch.Tensor, quants: torch.Tensor) -> torch.Tensor:
+def _dequant_nvfp4_weights(scales: torch.Tensor, quants: torch.Tensor) -> torch.Tensor:
     experts, n, columns = quants.shape
     out = torch.zeros(experts, n, 2 * columns, dtype=torch.float64, device=quants.device)
     for e in range(experts):
-        out[e] = _decode_swizzled(scales[e], quants[e], torch.arange(n))
+        out[e] = _dequant_swizzled(scales[e], quants[e], torch.arange(n))
     return out
 
 

@@ -1,4 +1,4 @@
-"""Every store of a rank into symmetric memory, told of before it is made: in torch twins and interpreted kernels."""
+"""Every store of a rank into symmetric memory, told of before it is made: in torch references and interpreted kernels."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def hooked(
 ) -> Iterator[None]:
     """Tell of this rank's stores, and of the begin (False) and end (True) of each phase, while steps run.
 
-    `on_wait` hears what the torch twin waits for: `(word, epoch)`, of which one suffices.
+    `on_wait` hears what the torch reference waits for: `(word, epoch)`, of which one suffices.
     """
     context, geometry = dispatcher.context, dispatcher.geometry
     running = [""]
@@ -77,7 +77,7 @@ def hooked(
 
         return run_phase
 
-    def twin_region(region: str, phase: str, view: Callable[..., torch.Tensor]) -> Callable[..., Any]:
+    def reference_region(region: str, phase: str, view: Callable[..., torch.Tensor]) -> Callable[..., Any]:
         def viewed(context: Any, geometry: Any, peer: int, half: int) -> Any:
             def tell(at: Any, value: Any) -> None:
                 # Slots, or tokens and parts; there may be none for this peer.
@@ -89,10 +89,10 @@ def hooked(
 
         return viewed
 
-    def twin_words(ctx: ExpertParallelContext, peer: int) -> Told:
+    def reference_words(ctx: ExpertParallelContext, peer: int) -> Told:
         return Told(words(ctx, peer), lambda at, value: signal(peer, at, int(value)))
 
-    def twin_wait(ctx: Any, awaited: list[tuple[int, int]], *args: Any) -> None:
+    def reference_wait(ctx: Any, awaited: list[tuple[int, int]], *args: Any) -> None:
         on_wait(awaited)
         wait(ctx, awaited, *args)
 
@@ -108,8 +108,8 @@ def hooked(
             ),
         )
         if exchange is reference:
-            patch.setattr(reference, "_signals_of", twin_words)
-            patch.setattr(reference, "_wait", twin_wait)
+            patch.setattr(reference, "_signals_of", reference_words)
+            patch.setattr(reference, "_wait", reference_wait)
             for region, phase in (
                 ("landing", "dispatch_send"),
                 ("token_flags", "dispatch_send"),
@@ -117,7 +117,7 @@ def hooked(
             ):
                 view = getattr(reference, f"_{region}")
                 name = "combine" if region == "partials" else region
-                patch.setattr(reference, f"_{region}", twin_region(name, phase, view))
+                patch.setattr(reference, f"_{region}", reference_region(name, phase, view))
         else:
             _hook_interpreter(patch, context, geometry.landing_half(context.half_bytes["landing"]), signal, on_store)
         yield

@@ -36,8 +36,8 @@ are not among the turns of a `Finding`:
     holds back        dispatch_send.cu: `failed_or_ready` where it returns true, with `await_abort_sent`; the last block
     raises its flags  dispatch_send.cu: the block that is `last_to_arrive`, with DISPATCH_FLAG
     finds (a slot)    dispatch_recv.cu: `await_slots`, the `Glance` behind it and `each_expert`; of ranks without
-                      token flags `await_tokens` and `arrive_count`, or `_arrive_count_kernel` of dispatch_recv.py
-    reads all         dispatch_recv.cu: the rest of `arrive_place`, with `check_sources`
+                      token flags `await_tokens` and `recv_count`, or `_recv_count_kernel` of dispatch_recv.py
+    reads all         dispatch_recv.cu: the rest of `recv_permute`, with `check_sources`
     uses rows         a GEMM that gathers rows where they landed
     sends partial     combine.cu: `combine_send`, with COMBINE_FLAG
     finds (a peer's)  combine.cu: `combine_recv` and its `await`, with the `Glance` after the flags
@@ -512,7 +512,7 @@ class Machine:
         return states
 
     def _arrive(self, state: State, at: At, step: int) -> Moves:
-        """`arrive_place` of dispatch_recv.cu."""
+        """`recv_permute` of dispatch_recv.cu."""
         yield from self._waiting(state, at, step, self._read_arrival)
 
     def waits_of(self, at: At) -> list[Wait]:

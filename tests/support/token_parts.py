@@ -14,7 +14,7 @@ def forget_plans() -> None:
     """Plans and macros of the CUDA exchange, made once for a geometry; for tests that change their constants."""
     plan.plan_exchange.cache_clear()
     macros.dispatch_macros.cache_clear()
-    macros.arrive_macros.cache_clear()
+    macros.recv_macros.cache_clear()
     macros.combine_macros.cache_clear()
 
 

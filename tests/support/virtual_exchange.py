@@ -111,7 +111,7 @@ class Ranks:
 
 
 def scale_row(arrived: DispatchedTokens, group: int, local_row: int, position: int) -> torch.Tensor:
-    """The linear scales of one packed position, read through the consumer's layout."""
+    """The linear scales of one row position, read through the consumer's layout."""
     assert arrived.scales is not None
     if arrived.group_scale_offsets is None:
         return arrived.scales[position]

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -9,11 +11,16 @@ from importlib import import_module
 import pytest
 import torch
 
+import moe_runtime
+from moe_runtime import ops
 from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.layer import MoELayer
 from moe_runtime.support.deprecation import warn_renamed
+from moe_runtime.support.moved import MOVED
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import EXPERTS, HIDDEN, TOP_K, config, rank_input
+from tests.support.programs import ROOT, python_path, without_interpreter
 
 
 @contextmanager
@@ -84,3 +91,41 @@ def test_the_parts_of_a_step(compiled: bool, device: torch.device, seed: int) ->
             assert layer.number == layer.layer_id == 0
         with warned(renamed("MoELayer.leaves_scales", "scales_in_record")):
             assert layer.leaves_scales == layer.scales_in_record
+
+
+def test_names_of_prepacked_weights() -> None:
+    with warned(renamed("moe_runtime.PreparedWeights", "PrepackedWeights")):
+        assert moe_runtime.PreparedWeights is PrepackedWeights  # type: ignore[attr-defined]
+    for old, new in {"prepare_nvfp4": "prepack_nvfp4", "prepare_mxfp8": "prepack_mxfp8"}.items():
+        with warned(renamed(f"moe_runtime.ops.{old}", new)):
+            assert getattr(ops, old) is getattr(ops, new)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        _ = ops.nothing  # type: ignore[attr-defined]
+
+
+@pytest.mark.cpu_only
+def test_modules_that_moved_are_found_by_their_old_names() -> None:
+    """In a process of its own, in which none of them has been imported yet."""
+    script = f"""
+import importlib, sys, warnings
+import moe_runtime
+for old, new in {MOVED!r}.items():
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = importlib.import_module("moe_runtime." + old)
+    assert module is sys.modules["moe_runtime." + new], old
+    assert module.__name__ == module.__spec__.name == "moe_runtime." + new, old
+    text = f"moe_runtime.{{old}} is now moe_runtime.{{new}}; the old name goes with release 0.3"
+    assert text in [str(warning.message) for warning in caught], (old, caught)
+from moe_runtime.prepared import PrepackedWeights
+"""
+    subprocess.run(
+        [sys.executable, "-c", script], check=True, timeout=120, env=without_interpreter(PYTHONPATH=python_path())
+    )
+
+
+@pytest.mark.cpu_only
+def test_no_module_that_moved_is_still_there() -> None:
+    for old, new in MOVED.items():
+        assert not (ROOT / "moe_runtime" / f"{old.replace('.', '/')}.py").exists()
+        assert (ROOT / "moe_runtime" / f"{new.replace('.', '/')}.py").exists()

@@ -11,10 +11,10 @@ import pytest
 import torch
 
 from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS as FORMATS
-from moe_runtime.kernels.gemm.prepacked import PreparedWeights
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
 from tests.support.comparison import assert_same_bits
-from tests.support.gemm_cases import bits, decode_weights
+from tests.support.gemm_cases import bits, dequant_weights
 
 ORDERS = {
     GateUpOrder.GATE_UP: ([0, 1, 2], [3, 4, 5]),
@@ -48,8 +48,8 @@ def test_quantize_reads_back(
     assert (weights.num_experts, weights.num_rows, weights.num_columns) == (2, n, k)
     back = weights.dequantize(engine=engine)
     factors = weights.row_factors().cpu().double().numpy()[:, :, None]
-    decoded = decode_weights(weights).astype(np.float32) * factors.astype(np.float32)
-    assert_same_bits(back, decoded, name)
+    dequantized = dequant_weights(weights).astype(np.float32) * factors.astype(np.float32)
+    assert_same_bits(back, dequantized, name)
     bound = _rounding_bound(name, np.abs(w.numpy()))
     assert (np.abs(back.cpu().numpy() - w.numpy()) <= bound).all()
 
@@ -204,7 +204,7 @@ def test_bad_arguments_are_named() -> None:
 @pytest.mark.parametrize("expert", [-1, 2])
 def test_an_expert_that_is_not_there_is_named(expert: int) -> None:
     w = ExpertWeights.quantize(torch.randn(2, 64, 256), "nvfp4")
-    for weights in (w, PreparedWeights.prepare(w)):
+    for weights in (w, PrepackedWeights.prepack(w)):
         assert weights.expert(1).num_experts == 1
         with pytest.raises(ValueError, match=rf"^expert: expected 0 \.\. 1, got {expert}$"):
             weights.expert(expert)
