@@ -69,7 +69,8 @@ class MoELayer(nn.Module):
         placement: the present one; None as above.
         slots: the `SlotTable` of the placement; None without one.
         router: `moe_runtime.router.Router`; None where there is none.
-        dispatchers: a `moe_runtime.dispatcher.token_dispatcher.TokenDispatcher` for each of `config.all_token_buckets`, ascending.
+        dispatchers: a `moe_runtime.dispatcher.token_dispatcher.TokenDispatcher` for each of `config.all_token_buckets`,
+            ascending.
         dispatcher: the last of them, for steps of any size.
         experts: `moe_runtime.experts.Experts`, None until weights are loaded.
         shared_expert: `moe_runtime.shared_expert.SharedExpert`; None where the config has none.
@@ -299,8 +300,9 @@ class MoELayer(nn.Module):
         """Layer `layer` of a safetensors checkpoint of a family in `moe_runtime.checkpoints.families`.
 
         Sizes, router and activation come from the checkpoint's `config.json`, and so do the formats of tokens and
-        weights where they are not asked for (`moe_runtime.checkpoints.checkpoint.choose_formats`): weights that are stored in the
-        format of the layer are taken as they are, others are converted, one by one. `overrides` set other fields of
+        weights where they are not asked for (`moe_runtime.checkpoints.checkpoint.choose_formats`): weights that are
+        stored in the format of the layer are taken as they are, others are converted, one by one. `overrides` set other
+        fields of
         `MoELayerConfig`, at least `max_tokens_per_rank`. Each rank reads only its own experts. Before the first step
         ranks compare what they have read.
 
@@ -378,8 +380,8 @@ class MoELayer(nn.Module):
         """Quantize this rank's experts, in order: for each, gate-and-up `[2I, H]` and down `[H, I]`, bf16 or fp32.
 
         Where the config says `expert_bias` each is an `ExpertTensors` with its biases; one may hold quantized weights.
-        `buffers` is for readers. Raises `ValueError` as `moe_runtime.checkpoints.loading.quantize_experts`, and what `experts`
-        raises; the peers get `PeerAbortedError`.
+        `buffers` is for readers. Raises `ValueError` as `moe_runtime.checkpoints.loading.quantize_experts`, and what
+        `experts` raises; the peers get `PeerAbortedError`.
         """
         with abort_peers_on_error(self.context):
             self.experts = make_experts(experts, self.config, len(self.local_experts), self.context, buffers)

@@ -276,7 +276,7 @@ def copy_as(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 
 
 def swizzle_scales(scales_ENV: torch.Tensor) -> torch.Tensor:
-    """Reference of `swizzle.swizzle_scales` on `[E, N, V]`, one-byte elements: `[E, ceil(N/128), ceil(V/4), 32, 4, 4]`."""
+    """Reference of `swizzle.swizzle_scales` on `[E, N, V]`, one byte each: `[E, ceil(N/128), ceil(V/4), 32, 4, 4]`."""
     e, n, v = scales_ENV.shape
     blocks, columns = ceil_div(n, 128), ceil_div(v, 4)
     if not scales_ENV.numel():

@@ -1,7 +1,7 @@
 """SwiGLU on fp32 tiles, the step between the two products of an expert; NaN goes through every clamp.
 
-`swiglu_tile` is for kernels, `swiglu` is its reference on tensors. Both do the same fp32 operations in the same order and
-differ only in the last bits of `exp` and of the quotient.
+`swiglu_tile` is for kernels, `swiglu` is its reference on tensors. Both do the same fp32 operations in the same order
+and differ only in the last bits of `exp` and of the quotient.
 """
 
 from __future__ import annotations

@@ -389,7 +389,7 @@ def _warn_of_restoring() -> None:
     """Warn, once in a process."""
     _LOG.warning(
         "prepacked weights are restored in every call, which is slow: only Hopper's own kernels multiply them as they "
-        'are, with engine "auto" or "cuda" on a Hopper GPU that has NVRTC; elsewhere give weights that are not prepacked'
+        'are, with engine "auto" or "cuda" on a Hopper GPU that has NVRTC; elsewhere give weights as they were'
     )
 
 

@@ -21,8 +21,8 @@ MAX_PREPACKED_EXPERTS = 512
 
 @dataclass(frozen=True)
 class PrepackedWeights:
-    """`ExpertWeights` in the layout of `kernels/gemm/dequant_layout.py`, for the GEMM of Hopper (`arch` 90) that dequantizes
-    weights in registers.
+    """`ExpertWeights` in the layout of `kernels/gemm/dequant_layout.py`, for the GEMM of Hopper (`arch` 90) that
+    dequantizes weights in registers.
 
     One copy serves every number of rows. `E` experts, `N x K` the weight of one. Where the engine is not `cuda` (no
     Hopper GPU, no NVRTC, another one asked for), `restore` turns them back in each call: slow, and not to be captured

@@ -1,7 +1,8 @@
 """Torch references of the grouped GEMM: products of the dequantized operands in float64, rounded to fp32 once.
 
 Rows are multiplied `ROWS_AT_ONCE` at a time, so that the sums of a row do not depend on how many others its group has.
-Everything after them is the same fp32 sequence as in the kernel. These references read offsets and expert ids on the host.
+Everything after them is the same fp32 sequence as in the kernel. These references read offsets and expert ids on the
+host.
 """
 
 from __future__ import annotations

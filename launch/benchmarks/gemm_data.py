@@ -76,7 +76,7 @@ def make_rows(case: GemmCase, seed: int, rng: torch.Generator, engine: str) -> G
 
 
 def make_weights(case: GemmCase, product: Product, rng: torch.Generator, engine: str) -> Weights:
-    """Normal weights that keep the variance of a row, quantized one expert at a time; prepacked where layers do that."""
+    """Normal weights that keep the variance of a row, quantized expert by expert; prepacked where layers prepack."""
     gate_up = case.product == "both" and product.name == "gate_up"
     parts = []
     for _ in range(case.groups):

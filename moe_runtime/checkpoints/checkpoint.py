@@ -1,7 +1,8 @@
 """Reads the MoE layers of checkpoints in HuggingFace folders, in the names and layouts that model makers use.
 
 A folder holds `config.json` and either `model.safetensors` or shards with `model.safetensors.index.json`. The family of
-the model (`moe_runtime.checkpoints.families`) and the layout of its experts (`moe_runtime.checkpoints.layouts`) follow from
+the model (`moe_runtime.checkpoints.families`) and the layout of its experts (`moe_runtime.checkpoints.layouts`) follow
+from
 `config.json` and, if present, `hf_quant_config.json`.
 """
 

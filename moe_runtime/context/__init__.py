@@ -1,4 +1,4 @@
-"""What the layers of a group share: symmetric memory, signals, the agreement of ranks, and how they learn of failures."""
+"""What the layers of a group share: symmetric memory, signals, the agreement of ranks, and news of failures."""
 
 from __future__ import annotations
 

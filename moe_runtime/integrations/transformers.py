@@ -62,11 +62,11 @@ def apply_expert_parallel(
 ) -> ExpertParallel:
     """Spread the experts of a transformers model over ranks, in place. Collective.
 
-    Every rank passes the same model in bf16, of a family in `moe_runtime.checkpoints.families`. It keeps the weights of its own
-    experts, quantized, and drops the others. From then on `model(...)` is collective: every rank calls it with its own
-    tokens. Inside `ExpertParallel.join`, and so in `model.generate(...)`, ranks may call it different numbers of times
-    and with any number of tokens. The model is for inference: its parameters no longer require gradients, `state_dict`
-    has no experts, and `save_pretrained` raises.
+    Every rank passes the same model in bf16, of a family in `moe_runtime.checkpoints.families`. It keeps the weights of
+    its own experts, quantized, and drops the others. From then on `model(...)` is collective: every rank calls it with
+    its own tokens. Inside `ExpertParallel.join`, and so in `model.generate(...)`, ranks may call it different numbers
+    of times and with any number of tokens. The model is for inference: its parameters no longer require gradients,
+    `state_dict` has no experts, and `save_pretrained` raises.
 
     Args:
         model: such as `Qwen3MoeForCausalLM`; it need not be on `device` yet.

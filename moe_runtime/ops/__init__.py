@@ -1,4 +1,4 @@
-"""Operations of other libraries: grouped GEMMs and token formats with the names, arguments and layouts of FlashInfer and MAX."""
+"""Operations of other libraries: grouped GEMMs and a token format with the names and layouts of FlashInfer and MAX."""
 
 from __future__ import annotations
 

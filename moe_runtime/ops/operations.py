@@ -1,10 +1,10 @@
 """Grouped GEMMs with the names, arguments and layouts of FlashInfer's and MAX's, on any GPU from Hopper on and on CPUs.
 
 `C[rows of group] = A[rows of group] @ B[expert]^T`: `R` rows in groups, `E` experts, `N x K` the weight of each,
-`V = ceil(K / block)` block scales of a row. All operations run on one Triton kernel (`kernels/gemm/grouped_gemm.py`) or,
-with `engine="torch"`, on a float64 reference; both read weights as they are given. On Hopper there are the faster
-kernels of layers: for e4m3 FP8 with a scale for each row (`kernels/gemm/tma_gemm.py`; MN-major scales are transposed for it
-in each call), and for NVFP4 and MXFP8 weights that `prepack_nvfp4` and `prepack_mxfp8` made once
+`V = ceil(K / block)` block scales of a row. All operations run on one Triton kernel (`kernels/gemm/grouped_gemm.py`)
+or, with `engine="torch"`, on a float64 reference; both read weights as they are given. On Hopper there are the faster
+kernels of layers: for e4m3 FP8 with a scale for each row (`kernels/gemm/tma_gemm.py`; MN-major scales are transposed
+for it in each call), and for NVFP4 and MXFP8 weights that `prepack_nvfp4` and `prepack_mxfp8` made once
 (`kernels/gemm/dequant_gemm.py`). `kernels/gemm/plan.py` chooses.
 
 Every operation checks shapes, dtypes, devices and strides, and raises a `ValueError` that names the argument. The
@@ -312,9 +312,11 @@ def moe_gemm_mxfp8_nt_groupwise(
         b: e4m3 `[E, N, K]`; or what `prepack_mxfp8` made of it and its scales.
         a_scale: int32 `[m_padded, k_align]`, strides `(1, m_padded)`, `m_padded = (R + 3 * E) // 4 * 4`; group `i`
             starts at scale row `(m_indptr[i] + 3 * i) // 4 * 4` (`closed_form_4`).
-        b_scale: int32 `[E, N, k_align]`, strides `(k_align * align(N, 4), 1, align(N, 4))`; None with prepacked weights.
+        b_scale: int32 `[E, N, k_align]`, strides `(k_align * align(N, 4), 1, align(N, 4))`; None with prepacked
+            weights.
         m_indptr: int32 `[E + 1]`, from 0, not decreasing.
-        scale_granularity_mnk: (1, 1, 32) or (1, 1, 128); of `a_scale` alone with prepacked weights, whatever theirs was.
+        scale_granularity_mnk: (1, 1, 32) or (1, 1, 128); of `a_scale` alone with prepacked weights, whatever theirs
+            was.
         scale_major_mode: "MN".
         backend: "cute".
         out: bf16 `[R, N]`; made when None.

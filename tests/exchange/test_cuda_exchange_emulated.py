@@ -1,4 +1,4 @@
-"""Hopper's exchange emulated on the CPU: the bits of the references, in whatever order lanes, copies and ranks go on."""
+"""Hopper's exchange emulated on the CPU: the bits of the references, in any order of lanes, copies and ranks."""
 
 from __future__ import annotations
 

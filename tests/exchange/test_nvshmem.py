@@ -1,4 +1,4 @@
-"""The layer over NVSHMEM on all GPUs of this machine: bits of virtual ranks and of CPU references, graphs, and failures."""
+"""The layer over NVSHMEM on all GPUs of this machine: bits of virtual ranks and references, graphs, and failures."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""Every codec, as kernel and as reference, against ml_dtypes: on all bit patterns, or on all bf16 numbers, the neighbours of
-every rounding boundary and millions of random fp32 patterns."""
+"""Every codec, as kernel and as reference, against ml_dtypes: on all bit patterns, or on all bf16 numbers, the
+neighbours of every rounding boundary and millions of random fp32 patterns."""
 
 from __future__ import annotations
 

@@ -101,7 +101,7 @@ def recorded(monkeypatch: pytest.MonkeyPatch) -> list[Recorded]:
 def launched(
     recorded: list[Recorded], weight: str, token: str, k: int, rows: int, activation: SwiGLU | None, out: str
 ) -> Recorded:
-    """The GEMM that is launched; `out` is a format where `activation` is one, `dequantized` or not, otherwise a dtype."""
+    """The GEMM that is launched; `out` is a format where `activation` is one, `dequantized` or not, else a dtype."""
     a = rows_of(token, rows, k)
     w = weights_of(weight, 64, k, None if activation is None else activation.order)
     if activation is None:

@@ -1,4 +1,5 @@
-"""The grouped GEMM with prepacked weights against float64, element by element; on Hopper they are dequantized in registers.
+"""The grouped GEMM with prepacked weights against float64, element by element; on Hopper they are dequantized in
+registers.
 
 On a GPU these tests run the kernels of `dequant_gemm.cu` in each shape (the rows that are expected choose it);
 without one, prepacked weights go through the torch reference.
@@ -363,7 +364,8 @@ def test_all_codes_of_mxfp8_are_decoded(
 ) -> None:
     """Row `n` of the weight has the one number of code `n`, zeros beside it; of the two NaNs alone there is NaN.
 
-    Codes 64 to 127 and 192 to 255 share rows with a NaN, which are dequantized in more steps, all with scales above 2^7.
+    Codes 64 to 127 and 192 to 255 share rows with a NaN, which are dequantized in more steps, all with scales above
+    2^7.
     """
     k, n, rows = 160, 256, 70
     quants = torch.zeros(1, n, k, dtype=torch.uint8)

@@ -1,4 +1,5 @@
-"""The GEMM with weights dequantized in registers emulated on the CPU: what it must do on a GPU, in any order of threads.
+"""The GEMM with weights dequantized in registers emulated on the CPU: what it must do on a GPU, in any order of
+threads.
 
 The cases and their oracles are those of the tests on a GPU; each is run under several schedules.
 """

@@ -292,8 +292,8 @@ def replay_many(
 ) -> tuple[int, int, float]:
     """One graph replayed with new inputs written in place; every result compared, on the device, with virtual ranks.
 
-    `in_parts` is for contiguous rows on Hopper: slots are counted in chunks and tokens combined in parts, as in layers of
-    many tokens. Virtual ranks do neither, so that one way is held to the other.
+    `in_parts` is for contiguous rows on Hopper: slots are counted in chunks and tokens combined in parts, as in layers
+        of many tokens. Virtual ranks do neither, so that one way is held to the other.
 
     Returns how many steps were wrong, the first of them, and milliseconds per step, comparison included.
     """

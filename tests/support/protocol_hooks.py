@@ -1,4 +1,4 @@
-"""Every store of a rank into symmetric memory, told of before it is made: in torch references and interpreted kernels."""
+"""Hooks before every store of a rank into symmetric memory, in torch references and interpreted kernels."""
 
 from __future__ import annotations
 

@@ -132,7 +132,7 @@ def test_folders_stand_on_each_other(texts: dict[str, str]) -> None:
         ("moe_runtime.placement.rebalance", "def f() -> None:\n    import moe_runtime.layer"),
         (
             "moe_runtime.kernels.exchange.interface",
-            "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from moe_runtime.context import ExpertParallelContext",
+            "if TYPE_CHECKING:\n    from moe_runtime.context import ExpertParallelContext",
         ),
     ],
 )
