@@ -1,7 +1,7 @@
-"""SwiGLU on fp32 tiles, the step between the two products of an expert; NaN goes through every clamp.
+"""SwiGLU on fp32 tiles, between the two products of an expert. NaN passes through every clamp.
 
-`swiglu_tile` is for kernels, `swiglu` is its reference on tensors. Both do the same fp32 operations in the same order
-and differ only in the last bits of `exp` and of the quotient.
+`swiglu_tile` is for kernels, `swiglu` is its reference on tensors. Both do the same fp32 operations in the same order;
+they differ only in the last bits of `exp` and of the quotient.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from moe_runtime.kernels.gemm.weights import SwiGLU
 
 @triton.jit
 def swiglu_tile(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):
-    """`gate * sigmoid(ALPHA * gate) * (up + UP_OFFSET)` of fp32 tiles; `LIMIT` None or the clamp (see `SwiGLU`)."""
+    """`gate * sigmoid(ALPHA * gate) * (up + UP_OFFSET)` of fp32 tiles; `LIMIT` is the clamp or None (`SwiGLU`)."""
     if LIMIT is not None:
         # `tl.minimum` would drop a NaN.
         gate = tl.where(gate > LIMIT, LIMIT, gate)

@@ -1,11 +1,13 @@
 """Grouped GEMM over quantized rows: `C[rows of group] = A[rows of group] @ B[expert]^T`, and its SwiGLU form.
 
-Both functions validate, ask `gemm_plan.plan_gemm` for the kernel and launch it. Hopper has kernels of its own, in CUDA
-C++: `tma_gemm.py` for weights that tensor cores read as they are stored, `dequant_gemm.py` for prepacked weights. Here
-is the Triton kernel for every GPU. It is one kernel for all formats, which are constexpr data. Groups, row indices and
-scale offsets are read on the device; the grid comes from the capacity, and programs past the last tile leave. The
-order in which a row's K is summed depends on (N, K, formats) only, never on how many rows or which neighbours it has.
-The torch references are in `reference.py`.
+Both functions validate, ask `plan.plan_gemm` for the kernel and launch it. Hopper has its own kernels in CUDA C++:
+`tma_gemm.py` for weights that tensor cores read as they are stored, `dequant_gemm.py` for prepacked weights. This file
+has the Triton kernel for every GPU: one kernel, with the formats as constexprs. The torch references are in
+`reference.py`.
+
+The device reads groups, row indices and scale offsets. The grid comes from the capacity; programs past the last tile
+return at once. The order in which a row's K is summed depends on N, K and the formats only, not on the number of rows
+or on a row's neighbours.
 
 Epilogue, in fp32: `c = acc * row_scale[row] * expert_scales[expert] + bias[expert]`, then the activation.
 """
@@ -98,11 +100,11 @@ def _grouped_gemm_kernel(
 ):
     """One `BLOCK_M x BLOCK_N` tile of the output of one group.
 
-    `columns` counts those of the output: `N`, or `I` where ACTIVATION `(alpha, limit, up_offset)` makes one number of
-    two. `a_stride` is in the words that a row is loaded in. `num_groups` counts the groups that may be active.
-    `A_LAYOUT` and `W_LAYOUT` (`ScaleLayout`) say where scales lie: one for SCALE_BLOCK numbers of K, and for `unpadded`
-    rows one for ROWS_PER_SCALE rows. E5M2 matters to the interpreter alone: compiled kernels know it from the pointers.
-    NATIVE (`NativeForm`) takes the block-scaled MMA of Blackwell instead of dequantizing to bf16.
+    `columns` are those of the output: `N`, or `I` where ACTIVATION `(alpha, limit, up_offset)` combines gate and up.
+    `a_stride` counts the words in which a row is loaded. `num_groups` counts the groups that may be active. `A_LAYOUT`
+    and `W_LAYOUT` (`ScaleLayout`) give the positions of scales. A scale covers SCALE_BLOCK values of K, and
+    ROWS_PER_SCALE rows if the scales are `unpadded`. Only the interpreter needs E5M2; compiled kernels know it from the
+    pointers. NATIVE (`NativeForm`) uses Blackwell's block-scaled MMA instead of dequantizing to bf16.
     """
     GATED: tl.constexpr = ACTIVATION is not None
     PAIRS: tl.constexpr = (W_FMT == CODE_NVFP4) or (W_FMT == CODE_MXFP4)
@@ -146,8 +148,7 @@ def _grouped_gemm_kernel(
         up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     w_ok = n_ok
     if GATED and NATIVE:
-        # One product with gate and up columns interleaved: Triton 3.6 cannot give the scales of the rows to two
-        # products.
+        # One product with gate and up columns interleaved: in Triton 3.6 two products cannot share the row scales.
         w_offset = tl.interleave(w_offset, up_offset)
         w_scale_row = tl.interleave(w_scale_row, up_scale_row)
         w_ok = tl.interleave(n_ok, n_ok)
@@ -223,9 +224,9 @@ def gemm_bytes(
     active_experts: int,
     out_bytes_per_row: int,
 ) -> int:
-    """Least bytes between memory and the GEMM: each row and each active expert's weight read once, each output written.
+    """Least memory traffic of a GEMM: each row and each active expert's weight read once, each output written once.
 
-    The scales of an `fp8_block` weight are counted as its 128x128 blocks; padding of swizzled scales is not counted.
+    An `fp8_block` weight has one scale per 128x128 block. Padding of swizzled scales is not counted.
     """
     a_row = a_format.quant_bytes(k) + a_format.scale_bytes(k) + 4 * a_format.has_row_scale
     scale_rows = ceil_div(n, 128) if w_format.scale_dtype == torch.float32 else n
@@ -247,21 +248,21 @@ def grouped_gemm(
     Args:
         a: the rows; formats as in `w`, or bf16 rows with `nvfp4` and `mxfp4` weights, or `mxfp8` rows with `mxfp4`.
         w: the weights `[E, N, K]`; prepacked ones must be plain (without `gate_up`).
-        out: bf16, fp16 or fp32 `[>= capacity, N]`, last dimension contiguous; made when None.
-        out_dtype: of a new output.
+        out: bf16, fp16 or fp32 `[>= capacity, N]`, last dimension contiguous; allocated if None.
+        out_dtype: dtype of a new output.
         engine: "auto", "cuda", "triton" or "torch" (`runtime.resolve_engine`).
-        num_sms: most SMs that the GEMM of Hopper takes; None means all. Other kernels ignore it.
+        num_sms: most SMs that Hopper's GEMM uses; None means all. Other kernels ignore it.
 
     Returns:
-        The output. Rows past the last group, of groups with an expert outside `0 .. E-1`, and of groups past
-        `num_active_experts` are not written.
+        The output. Not written: rows past the last group, of groups with an expert outside `0 .. E-1`, and of groups
+        past `num_active_experts`.
 
     Raises:
         ValueError: a shape, dtype, device, stride or format that does not fit; the message names the argument.
     """
     check_operands(a, w)
     if isinstance(w, PrepackedWeights) and w.gate_up is not None:
-        raise ValueError("w.gate_up: expected None in prepacked weights, which are reordered for SwiGLU otherwise")
+        raise ValueError("w.gate_up: expected None: prepacked weights with gate_up are in the order of SwiGLU")
     out = check_out(a, w, out, out_dtype)
     plan = _plan(a, w, engine, num_sms, out=out)
     if plan.kernel is GemmKernel.DEQUANT:
@@ -290,23 +291,24 @@ def grouped_gemm_swiglu(
     engine: str = "auto",
     num_sms: int | None = None,
 ) -> GroupedRows:
-    """Multiply by gate and up, apply the activation in fp32, and quantize it without another rounding.
+    """Multiply by gate and up, apply the activation in fp32 and quantize, with no other rounding between.
 
     Args:
         a: the rows, as for `grouped_gemm`.
         w: the weights `[E, 2I, K]` of gate and up; prepacked ones must have `gate_up`.
-        activation: formula and order of gate and up; must be the order of `w` where that has one.
+        activation: formula and order of gate and up; the order must be that of `w`, if `w` has one.
         out_format: format of the result; `I` must be a multiple of its block.
         out_gsf: encode scale of an `nvfp4` result, a positive number or one fp32 element on the device, clamped to
-            2^100; None means `gemm_arguments.DEFAULT_INTERMEDIATE_GSF`. Must be None for other formats.
-        then: weights of the product that takes the result and is launched next. Where both are prepacked and multiplied
-            by Hopper's kernels, the result is dequantized for it (`GroupedRows.dequantized`), and no other takes it.
+            2^100; None means `arguments.DEFAULT_INTERMEDIATE_GSF`. Must be None for other formats.
+        then: weights of the product that reads the result and is launched next. If both weights are prepacked and
+            Hopper's kernels run, the result is stored dequantized (`GroupedRows.dequantized`) for that product only.
         engine: "auto", "cuda", "triton" or "torch" (`runtime.resolve_engine`).
-        num_sms: most SMs that the GEMM of Hopper takes; None means all. Other kernels ignore it.
+        num_sms: most SMs that Hopper's GEMM uses; None means all. Other kernels ignore it.
 
     Returns:
-        Rows `[capacity, I]` of the same groups, packed by position, `row_index` None, scales in the consumer's layout;
-        `row_scale` is `1 / out_gsf` for `nvfp4`. What `grouped_gemm` would not write is uninitialized here.
+        Contiguous rows `[capacity, I]` of the same groups by row position, `row_index` None, scales in the consumer's
+        layout; `row_scale` is `1 / out_gsf` for `nvfp4`. Rows that `grouped_gemm` would not write are
+        uninitialized.
 
     Raises:
         ValueError: a shape, dtype, device, stride or format that does not fit; the message names the argument.
@@ -346,7 +348,7 @@ def _plan(
     out: torch.Tensor | None = None,
     out_format: TokenFormat | None = None,
 ) -> GemmPlan:
-    """The plan for operands that were checked, with the output of a plain product or the format of a gated one."""
+    """The plan for checked operands; `out` is the output of a plain product, `out_format` the format of a gated one."""
     device, resolved = a.rows.device, resolve_engine(engine, a.rows.device)
     aligned = scales_aligned = True
     if resolved == "cuda" and isinstance(w, ExpertWeights):
@@ -379,26 +381,26 @@ def _plan(
 
 
 def _restored(w: PrepackedWeights) -> ExpertWeights:
-    """The weights as kernels read them that are not those of Hopper."""
+    """The weights for the other kernels, which cannot read prepacked ones."""
     _warn_of_restoring()
     return w.restore()
 
 
 @cache
 def _warn_of_restoring() -> None:
-    """Warn, once in a process."""
+    """Warn once per process."""
     _LOG.warning(
-        "prepacked weights are restored in every call, which is slow: only Hopper's own kernels multiply them as they "
-        'are, with engine "auto" or "cuda" on a Hopper GPU that has NVRTC; elsewhere give weights as they were'
+        "prepacked weights are restored in every call, which is slow: only Hopper's CUDA C++ kernels read them, with "
+        'engine "auto" or "cuda" on a Hopper GPU that has NVRTC; elsewhere pass weights that are not prepacked'
     )
 
 
 _WORDS = {torch.bfloat16: torch.int32, torch.float8_e4m3fn: torch.int16}
-"""Words of two numbers."""
+"""Integer types of two values."""
 
 
 def _operand(t: torch.Tensor, pairs: bool) -> torch.Tensor:
-    """Quants as the kernel loads them: bits under the interpreter, words of two numbers where both halves are used."""
+    """Quants as the kernel loads them: words of two values if `pairs`; bits under the interpreter."""
     if pairs and t.dtype in _WORDS:
         word = _WORDS[t.dtype]
         if t.stride(0) % 2 or t.data_ptr() % word.itemsize:
@@ -463,7 +465,7 @@ def _launch(
 
 
 def tile_options(tile: GemmTile, native: NativeForm, num_groups: int, k: int) -> dict[str, Any]:
-    """What a launch of the kernel takes from its plan."""
+    """The constexprs and options of a launch that come from its plan."""
     return {
         "NATIVE": int(native),
         "BLOCK_M": tile.block_m,

@@ -1,4 +1,4 @@
-"""Rows grouped by expert, as the grouped GEMM reads them: one frozen record handed from dispatch to experts."""
+"""Rows grouped by expert, as the grouped GEMM reads them: one frozen record, passed from dispatch to the experts."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moe_runtime.kernels.formats.number_formats import TokenFormat
 class GroupedRows:
     """`G` groups of rows in one format; group `g` owns row positions `group_offsets[g] .. group_offsets[g+1]`.
 
-    All tensors are on one device; the VALUES of offsets and indices are read on the device only.
+    All tensors are on one device. The VALUES of offsets and indices are read only on the device.
 
     Attributes:
         format: number format of the rows.
@@ -22,21 +22,21 @@ class GroupedRows:
             `[blocks, ceil(V/4), 32, 4, 4]` tensor in the `dense_128` convention; for `fp8_block` `[R, V]` fp32;
             None for bf16.
         row_scale: fp32 `[R]` by row position, applied to the fp32 accumulator; None where the format has none.
-        row_index: int32 `[R]`, the row of `rows` that row position `p` reads; None where that is `p` itself.
+        row_index: int32 `[R]`, the row of `rows` that row position `p` reads; None if that is `p` itself.
         group_offsets: int32 `[G + 1]`, from 0, not decreasing.
-        group_scale_offsets: int32 `[G]`: scale block of a row is
+        group_scale_offsets: int32 `[G]`: the scale block of a row is
             `group_offsets[g] // 128 + group_scale_offsets[g] + local_row // 128`; None for formats not swizzled.
         expert_ids: int32 `[G]`, the expert (index into the weights) of each group; -1 skips the group.
-        capacity: `R`, row positions that outputs must have room for (rows past `group_offsets[G]` are not written).
-        num_columns: `K`, numbers in a row.
-        num_active_experts: groups that count, an int or a one-element int32 tensor; None means all `G`.
-        dequantized: the rows dequantized, as the GEMM of prepacked weights multiplies them
-            (`kernels.gemm.dequant_tokens`), where the kernel that made them stored them so; then `rows` is empty, `scales`
-            and `group_scale_offsets` are None.
-        scales_in_record: the scales lie as the rows do, one byte each: `[*, V]` with any row stride, to which
-            `row_index` applies. For prepacked weights multiplied by Hopper's kernels, which gather the rows anyway.
-        expected_rows: rows of all groups that come on average, as far as the host knows; None where `capacity` is about
-            that. Kernels are chosen by it; results are the same for any number.
+        capacity: `R`, the least rows of an output (rows past `group_offsets[G]` are not written).
+        num_columns: `K`, values in a row.
+        num_active_experts: active groups, an int or a one-element int32 tensor; None means all `G`.
+        dequantized: the dequantized rows that the GEMM of prepacked weights reads (`kernels.gemm.dequant_tokens`), if
+            the kernel that made the rows stored them in this form. Then `rows` is empty, and `scales` and
+            `group_scale_offsets` are None.
+        scales_in_record: scales lie with their rows in the records: `[*, V]` of one byte each, any row stride, found
+            through `row_index`. Only for prepacked weights and Hopper's kernels, which gather the rows anyway.
+        expected_rows: the host's estimate of the rows of all groups; None stands for `capacity`. It chooses the kernel;
+            results do not depend on it.
     """
 
     format: TokenFormat
@@ -60,16 +60,16 @@ class GroupedRows:
 
     @property
     def likely_rows(self) -> int:
-        """`expected_rows`, or what stands for it."""
+        """`expected_rows`, or `capacity` if that is None."""
         return self.capacity if self.expected_rows is None else self.expected_rows
 
     @property
     def max_active_groups(self) -> int:
-        """Groups that may be active, as far as the host knows."""
+        """Most groups that may be active by what the host knows."""
         active = self.num_active_experts
         return max(0, min(active, self.num_groups)) if isinstance(active, int) else self.num_groups
 
     @property
     def active_on_device(self) -> torch.Tensor | None:
-        """`num_active_experts` where only the device knows it."""
+        """`num_active_experts` if it is a tensor, else None."""
         return self.num_active_experts if isinstance(self.num_active_experts, torch.Tensor) else None

@@ -1,4 +1,4 @@
-"""One problem record for all operations of `moe_runtime.ops`, as `op_gemm` takes it.
+"""`OpProblem`, the argument of `op_gemm`: one record for all operations of `moe_runtime.ops`.
 
 `R` rows, `E` experts, `G` groups, `N`/`K` the weight of one expert, `V = ceil(K / block)`.
 """
@@ -20,8 +20,8 @@ class ScaledOperand:
     Attributes:
         quants: contiguous `[R, quant_columns(K)]`, or `[E, N, quant_columns(K)]`.
         scales: one-dimensional and contiguous: fp32, or bytes.
-        layout: where a scale lies among them.
-        ld: leading dimension of the layouts that have one, in scale rows; else None.
+        layout: position of a scale among them.
+        ld: leading dimension in scale rows, of layouts that have one; else None.
     """
 
     quants: torch.Tensor
@@ -35,19 +35,19 @@ class OpProblem:
     """`out[rows of group] = (a[rows of group] @ b[expert]^T) * expert_scales[expert]`.
 
     Attributes:
-        format: of both operands (e5m2 quants count as `fp8_block`).
+        format: format of both operands (e5m2 quants count as `fp8_block`).
         a: rows.
-        b: weights; prepacked ones on a Hopper GPU alone.
+        b: weights; prepacked ones only on Hopper GPUs.
         group_offsets: int32 `[>= num_groups + 1]`.
         scale_offsets: int32 `[>= num_groups]`: the shift of `dense_128` for swizzled scales, the first scale row for
-            packed ones; None for `unpadded` ones.
+            `PACKED` ones; None for `unpadded` ones.
         expert_ids: int32 `[>= num_groups]`; an id outside `0 .. E-1` skips the group.
         num_groups: groups that may be active.
-        num_active: how many of them are, one int32 on the device; None means all.
+        num_active: how many of these are active, one int32 on the device; None means all.
         expert_scales: fp32 `[E]`, or None for 1.
         num_columns: `K`.
-        block: numbers of K that share a scale.
-        rows_per_scale: rows that share a scale of `a`, where those are `unpadded`.
+        block: values of K that share a scale.
+        rows_per_scale: rows that share a scale of `a`, for `unpadded` scales.
         max_tile_n: largest tile along N.
     """
 

@@ -1,10 +1,10 @@
 """The kernel choice of the grouped GEMM: one pure function from what the host knows to a frozen plan.
 
-`plan_gemm` reads nothing but its argument, so a plan can be made, printed (`python -m moe_runtime.launch.doctor
---config NAME`) and tested without a GPU. `grouped_gemm.py` and `op_gemm.py` validate, plan and launch.
+`plan_gemm` reads only its argument, so a plan can be made, printed (`python -m moe_runtime.launch.doctor --config
+NAME`) and tested without a GPU. `grouped_gemm.py` and `op_gemm.py` validate, plan and launch.
 
-The number of rows only chooses between forms that give the same bits: a row's sum over K is in an order that depends on
-the weight's size, the formats and the kernel, never on how many rows there are or on their neighbours.
+The number of rows only chooses between forms that give the same bits. The order in which a row's K is summed depends on
+the size of the weight, the formats and the kernel. It does not depend on the number of rows or on a row's neighbours.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from moe_runtime.kernels.gemm.shapes import (
 from moe_runtime.kernels.runtime import Engine
 
 MAX_PLANS = 4096
-"""Plans that are kept; a layer needs two for each of its largest numbers of tokens."""
+"""Size of the plan cache; a layer needs two plans for each of its token buckets."""
 
 
 class GemmKernel(Enum):
-    """What multiplies."""
+    """The kernel that runs a product."""
 
     TORCH = "torch reference"
     TRITON = "triton"
     TMA = "hopper tma"
-    """`tma_gemm.cu`: tensor cores read the weights as they are stored, `fp8_block` and `bf16`."""
+    """`tma_gemm.cu`: tensor cores read `fp8_block` and `bf16` weights as they are stored."""
     DEQUANT = "hopper dequant"
-    """`dequant_gemm.cu`: prepacked weights, dequantized in registers, `nvfp4` and `mxfp8`."""
+    """`dequant_gemm.cu`: prepacked `nvfp4` and `mxfp8` weights are dequantized in registers."""
 
 
 # --- The Triton kernel ---
 
 
 def choose_tile(n: int, a_format: TokenFormat, *, out_block: int = 0, native: NativeForm = NativeForm.NONE) -> GemmTile:
-    """The tile for `n` output columns; `out_block` is the scale block of the result where it is gated, else 0.
+    """The tile for `n` output columns; `out_block` is the scale block of a gated result, 0 for a plain product.
 
-    It depends on sizes and formats that are fixed for a layer, never on the number of rows: with it goes the order of
-    sums. Shared memory stays under the 99 KiB of sm_120. Block-scaled MMA on sm_100 wants 128 rows.
+    The tile fixes the order of sums, so it depends on sizes and formats that are constant in a layer, never on the
+    number of rows. Shared memory stays under the 99 KiB of sm_120. Block-scaled MMA on sm_100 needs 128 rows.
     """
     block_n = min(128, max(triton.next_power_of_2(n), 32, out_block))
     block_k = 64 if a_format.element_bits == 16 else 128
@@ -71,9 +71,9 @@ def choose_tile(n: int, a_format: TokenFormat, *, out_block: int = 0, native: Na
 
 
 def choose_op_tile(n: int, fmt: TokenFormat, max_tile_n: int, native: bool = False) -> GemmTile:
-    """The tile of a layer's GEMM, not wider than `max_tile_n`. The order of sums along K does not depend on it.
+    """The tile of a layer's GEMM, at most `max_tile_n` wide. The width does not change the order of sums along K.
 
-    Block-scaled MMA on sm_100 wants 128 rows; two stages of MXFP8 keep to the 99 KiB of sm_120.
+    Block-scaled MMA on sm_100 needs 128 rows. Two stages of MXFP8 fit into the 99 KiB of sm_120.
     """
     tile = choose_tile(n, fmt)
     tile = replace(tile, block_n=min(tile.block_n, max_tile_n))
@@ -83,8 +83,8 @@ def choose_op_tile(n: int, fmt: TokenFormat, max_tile_n: int, native: bool = Fal
 def native_form(a: TokenFormat, w: TokenFormat, capability: tuple[int, int] | None) -> NativeForm:
     """How block-scaled MMA multiplies a layer's rows in `a` with weights in `w`.
 
-    `mxfp8` rows and `mxfp4` weights are taken as they are stored on sm_100; for sm_120 Triton 3.6 would take a product
-    of e4m3 and e2m1 apart into bf16 MMA. Other formats, and those on other GPUs, are dequantized.
+    sm_100 multiplies `mxfp8` rows and `mxfp4` weights as they are stored. On sm_120 the weights are widened, because
+    Triton 3.6 would lower a product of e4m3 and e2m1 to bf16 MMA. Other formats and other GPUs dequantize.
     """
     if capability is None or (a, w) != (MXFP8, MXFP4):
         return NativeForm.NONE
@@ -93,7 +93,7 @@ def native_form(a: TokenFormat, w: TokenFormat, capability: tuple[int, int] | No
 
 
 def has_native_mma(fmt: TokenFormat, capability: tuple[int, int] | None) -> bool:
-    """Whether block-scaled MMA multiplies an operation's `fmt`: NVFP4 and MXFP8 on GPUs from sm_100 on."""
+    """Whether block-scaled MMA multiplies `fmt` in an operation: NVFP4 and MXFP8 on sm_100 and later."""
     return capability is not None and capability[0] >= 10 and fmt in (NVFP4, MXFP8)
 
 
@@ -102,19 +102,19 @@ def has_native_mma(fmt: TokenFormat, capability: tuple[int, int] | None) -> bool
 MAX_TMA_GROUPS = 1024
 MAX_INDEX = 2**31 - 1
 TMA_DECODE_ROWS = 64
-"""Rows of a group, on average, up to which a launch takes TMA_DECODE."""
+"""Average rows of a group up to which a launch uses TMA_DECODE."""
 
 
 @dataclass(frozen=True)
 class TmaPlan:
-    """A launch of `tma_gemm.cu`; `copies_scales`: TMA brings the scales, those of MAX_STAGES stages at once."""
+    """A launch of `tma_gemm.cu`; with `copies_scales`, TMA copies the scales of MAX_STAGES stages at once."""
 
     shape: TmaShape
     copies_scales: bool
 
 
 def choose_tma_shape(rows: int, num_groups: int) -> TmaShape:
-    """The shape for `rows` that come on average; both give the same bits for any number."""
+    """The shape for `rows` expected rows; both shapes give the same bits for any number of rows."""
     return TMA_DECODE if rows <= TMA_DECODE_ROWS * num_groups else TMA_PREFILL
 
 
@@ -122,29 +122,29 @@ def choose_tma_shape(rows: int, num_groups: int) -> TmaShape:
 
 
 DEQUANT_DECODE_ROWS = 50
-"""Rows of a group, on average, up to which a launch takes DEQUANT_DECODE. With more, some groups have more than the 64
+"""Average rows of a group up to which a launch uses DEQUANT_DECODE. With more, some groups have more than the 64 rows
 of a tile."""
 DEQUANT_MIDDLE_ROWS = range(113, 149)
-"""Rows of a group, on average, with which it takes DEQUANT_MIDDLE: then half of the groups that random routing gives
-have more than 128."""
+"""Average rows of a group for which a launch uses DEQUANT_MIDDLE: with random routing, half of the groups then have
+more than 128 rows."""
 KEPT_BYTES = 16 * 2**20
-"""Dequantized tokens, on average, up to which L2 is asked to keep them and to give up weights first: a part of L2 that
-others can spare. NVFP4 alone gained by it."""
+"""Expected bytes of dequantized tokens up to which L2 is asked to keep them and to evict weights first: a part of L2
+that others can spare. Only NVFP4 gained by it."""
 OVERLAP_COLUMNS = 136
-"""Columns of a product that take an SM as long as one dequantizes the same tokens meanwhile, where memory has little
-else to do: measured with 7168 and 2048 columns of K, of both formats."""
+"""Output columns that keep an SM busy as long as dequantizing the same tokens does, where memory has little else to do.
+Measured with K of 7168 and 2048, for both formats."""
 MAX_OVERLAP_SMS = 16
 ROUNDS_BEFORE = 2
-"""Rounds of tiles whose tokens are dequantized before the GEMM begins, so that the overlapped ones stay ahead of it."""
+"""Rounds of tiles whose tokens are dequantized before the GEMM. Overlapped dequantization then stays ahead of it."""
 
 
 @dataclass(frozen=True)
 class DequantOverlap:
-    """How most tokens are dequantized while the product that takes them multiplies.
+    """How most tokens are dequantized while the product that reads them runs.
 
     Attributes:
-        first: blocks of 8 tokens that all SMs dequantize before it.
-        sms: that dequantize the others; then they help with the product.
+        first: blocks of 8 tokens that all SMs dequantize before the product.
+        sms: SMs that dequantize the other blocks; they help with the product afterwards.
     """
 
     first: int
@@ -158,9 +158,9 @@ class DequantPlan:
     Attributes:
         shape: tile and pipeline.
         keep_tokens: whether L2 is asked to keep the tokens.
-        tokens: how they are dequantized before; None where they come dequantized.
-        overlap: how the rest of them is dequantized meanwhile; None for none.
-        starts_early: whether it may start before the kernel before it has ended.
+        tokens: how tokens are dequantized before the product; None where they come dequantized.
+        overlap: how the other tokens are dequantized while the product runs; None if all are dequantized before it.
+        starts_early: whether the product may start before the previous kernel has ended.
     """
 
     shape: DequantShape
@@ -171,19 +171,19 @@ class DequantPlan:
 
 
 def choose_dequant_shape(rows: int, num_groups: int) -> DequantShape:
-    """The shape for `rows` that come on average; all give the same bits for any number."""
+    """The shape for `rows` expected rows; all shapes give the same bits for any number of rows."""
     if rows <= DEQUANT_DECODE_ROWS * num_groups or num_groups == 0:
         return DEQUANT_DECODE
     return DEQUANT_MIDDLE if ceil_div(rows, num_groups) in DEQUANT_MIDDLE_ROWS else DEQUANT_PREFILL
 
 
 def keeps_tokens(rows: int, k: int, weight_format: TokenFormat, shape: DequantShape) -> bool:
-    """Whether L2 is to keep `rows` that come on average, of `k` numbers: where a launch reads each weight once."""
+    """Whether L2 keeps the `rows` expected rows of `k` values: where a launch reads each weight once."""
     return weight_format is NVFP4 and shape is DEQUANT_DECODE and 2 * rows * k <= KEPT_BYTES
 
 
 def choose_token_shape(rows: int, num_groups: int, units: int, fmt: TokenFormat, sms: int) -> TokenShape:
-    """The shape for `rows` that come on average, `units` wide; both give the same bits for any number."""
+    """The shape for `rows` expected rows, `units` wide; both shapes give the same bits for any number of rows."""
     blocks = (rows + 7 * num_groups) // 8
     few = blocks * units <= sms * FEW_TOKENS.warps * FEW_TOKENS.ahead(fmt)
     return FEW_TOKENS if few and num_groups <= FEW_TOKENS.max_groups else MANY_TOKENS
@@ -192,17 +192,17 @@ def choose_token_shape(rows: int, num_groups: int, units: int, fmt: TokenFormat,
 def plan_dequant_overlap(
     rows: int, n: int, token_format: TokenFormat, shape: DequantShape, sms: int
 ) -> DequantOverlap | None:
-    """For `rows` that come on average and weights of `n` rows; None dequantizes all before, with the same bits.
+    """The overlap for `rows` expected rows and weights of `n` rows. None dequantizes all before, with the same bits.
 
-    In DEQUANT_MIDDLE, where the last tiles take a larger part of the time, MXFP8 lost by it. BF16 tokens, which are
-    only put in order, were not timed so.
+    In DEQUANT_MIDDLE the last tiles are a larger part of the time, and MXFP8 lost by the overlap. BF16 tokens are only
+    reordered; their overlap was not timed.
     """
     if shape is DEQUANT_DECODE or token_format is BF16 or (shape is DEQUANT_MIDDLE and token_format is not NVFP4):
         return None
     n_tiles = ceil_div(unit_rows(n), shape.warpgroups)
     first = ROUNDS_BEFORE * ceil_div(sms, n_tiles) * shape.max_blocks
     overlap_sms = ceil_div(sms * OVERLAP_COLUMNS, n + OVERLAP_COLUMNS)
-    # At least half of the rows are left for these.
+    # At least half of the rows must remain for these SMs.
     return None if rows < 2 * 8 * first or overlap_sms > MAX_OVERLAP_SMS else DequantOverlap(first, overlap_sms)
 
 
@@ -210,28 +210,29 @@ def plan_dequant_overlap(
 
 
 class GemmProblem(NamedTuple):
-    """What the host knows of one grouped GEMM: `rows` of `k` numbers in groups, times `[experts, n, k]`.
+    """What the host knows of one grouped GEMM: grouped rows `[rows, k]` times weights `[experts, n, k]`.
 
     Attributes:
-        engine: a resolved one.
-        capability: of the GPU; None on a CPU.
-        sms: of the GPU; 0 where no kernel of Hopper may be taken.
-        weight_format, token_format: of the operands.
-        experts, n, k: of the weight; `n` counts gate and up where the product is gated.
-        rows: that come on average.
-        capacity: rows that there is room for.
-        groups, active_groups: all, and those that may be active.
-        out_format: of a gated result (SwiGLU, requantized); None for a plain product.
+        engine: the resolved engine.
+        capability: compute capability of the GPU; None on a CPU.
+        sms: SMs of the GPU; 0 where no Hopper kernel may be used.
+        weight_format, token_format: formats of the operands.
+        experts, n, k: shape of the weight; `n` counts gate and up rows of a gated product.
+        rows: expected rows.
+        capacity: most rows.
+        groups, active_groups: all groups, and those that may be active.
+        out_format: format of a gated result (SwiGLU, requantized); None for a plain product.
         prepacked: whether the weights are `PrepackedWeights`.
         gathered: whether rows are found through an index.
-        scales_in_record: whether the scales lie as the rows do (`GroupedRows.scales_in_record`).
+        scales_in_record: whether scales lie with their rows in the records (`GroupedRows.scales_in_record`).
         dequantized: whether the rows come dequantized (`GroupedRows.dequantized`).
-        sm_limit: most SMs that a kernel of Hopper may take; None means all.
-        aligned: whether Hopper's kernel finds rows, weights and results on the boundaries that it loads and stores by.
-        scales_aligned: the same of block scales that TMA would bring.
-        operation: an operation of `moe_runtime.ops`, not of a layer: Blackwell's block-scaled MMA multiplies what a
-            layer dequantizes to bf16, and prepacked weights that are not `aligned` are no error.
-        max_tile_n: widest tile of an operation in Triton.
+        sm_limit: most SMs that a Hopper kernel may use; None means all.
+        aligned: whether rows, weights and results have the alignment that Hopper's kernel needs.
+        scales_aligned: whether block scales have the alignment that TMA needs.
+        operation: True for an operation of `moe_runtime.ops`, False for a layer. In an operation, Blackwell's
+            block-scaled MMA multiplies formats that a layer dequantizes to bf16, and operands of prepacked weights may
+            be unaligned.
+        max_tile_n: widest Triton tile of an operation.
         rows_per_scale, e5m2: of an operation's FP8 operands.
     """
 
@@ -262,22 +263,23 @@ class GemmProblem(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Of the result."""
+        """Columns of the result."""
         return self.n if self.out_format is None else self.n // 2
 
 
 @dataclass(frozen=True)
 class GemmPlan:
-    """What multiplies, and how.
+    """The kernel of a grouped GEMM and its launch.
 
     Attributes:
         kernel: the kernel.
-        regime: for how many rows its form is made.
-        tile: rows, columns and K of a tile; zeros for the reference. A gated tile of Hopper has half its columns of
-            gate and half of up.
-        blocks: thread blocks that are launched; 0 for the reference.
-        restores: whether prepacked weights are turned back into raw ones first, in each call.
-        triton, native, tma, dequant: the launch of that kernel, else None.
+        regime: the number of rows that its form is made for.
+        tile: rows, columns and K of a tile; zeros for the reference. Half of the columns of a gated Hopper tile are
+            gate, half are up.
+        blocks: thread blocks of the launch; 0 for the reference.
+        restores: whether every call first restores the raw weights from prepacked ones.
+        triton, native: launch of the Triton kernel, else None and `NativeForm.NONE`.
+        tma, dequant: launch of that Hopper kernel, else None.
     """
 
     kernel: GemmKernel
@@ -293,13 +295,13 @@ class GemmPlan:
 
 @lru_cache(MAX_PLANS)
 def plan_gemm(p: GemmProblem) -> GemmPlan:
-    """The plan for a problem. Raises `ValueError` for rows in a form that the kernel for them does not read."""
+    """The plan for a problem. Raises `ValueError` for rows in a form that the chosen kernel does not read."""
     if p.engine == "cuda" and p.prepacked and (p.aligned or not p.operation):
         return _plan_dequant(p)
     if p.dequantized:
-        raise ValueError("a.dequantized: expected None but for prepacked weights and the kernels of Hopper")
+        raise ValueError("a.dequantized: expected None except for prepacked weights with Hopper's kernels")
     if p.scales_in_record:
-        raise ValueError("a.scales_in_record: expected False but for prepacked weights and the kernels of Hopper")
+        raise ValueError("a.scales_in_record: expected False except for prepacked weights with Hopper's kernels")
     if p.engine == "cuda" and _tma_takes(p):
         return _plan_tma(p)
     if p.engine == "torch":
@@ -312,7 +314,7 @@ def _plan_dequant(p: GemmProblem) -> GemmPlan:
     units, sms = unit_columns(p.k), _limited(p)
     overlap = tokens = None
     if not p.dequantized:
-        # Where SMs are left free, blocks that dequantize meanwhile could take those.
+        # With an SM limit, overlapped dequantization could occupy the SMs that must stay free.
         if p.sm_limit is None:
             overlap = plan_dequant_overlap(p.rows, p.n, p.token_format, shape, sms)
         all_before = choose_token_shape(p.rows, p.active_groups, units, p.token_format, p.sms)
@@ -322,7 +324,7 @@ def _plan_dequant(p: GemmProblem) -> GemmPlan:
         keep_tokens=keeps_tokens(p.rows, p.k, p.weight_format, shape),
         tokens=tokens,
         overlap=overlap,
-        # After a product that leaves SMs free, the one that takes its results would take those.
+        # An early start would occupy the SMs that the previous product leaves free.
         starts_early=not p.dequantized or p.sm_limit is None,
     )
     _, stage, _ = shape.ring(p.weight_format, units)
@@ -337,19 +339,19 @@ def _tma_takes(p: GemmProblem) -> bool:
     if p.out_format is not None:
         if p.out_format not in (BF16, FP8_BLOCK):
             return False
-        # Blocks of 128 rows of the weight's scales must not straddle gate and up in one tile.
+        # A 128-row block of weight scales must not straddle gate and up.
         if fmt == FP8_BLOCK and p.columns % HALF:
             return False
     if not 0 < p.groups <= MAX_TMA_GROUPS or p.experts == 0 or p.capacity == 0:
         return False
-    # Scales are found by 32-bit numbers.
+    # Scale indices have 32 bits.
     last = max(p.capacity, p.experts * (ceil_div(p.n, HALF) + 1)) * ceil_div(p.k, HALF)
     return last <= MAX_INDEX and p.aligned
 
 
 def _plan_tma(p: GemmProblem) -> GemmPlan:
     shape = choose_tma_shape(p.rows, p.groups)
-    # For many rows that lie in order: of few, a copy of 128 rows' scales brings more of others' than of theirs.
+    # For many contiguous rows only: with few rows, most of the 128 scales of a copy would belong to other groups.
     copies_scales = (
         p.token_format == FP8_BLOCK
         and shape is TMA_PREFILL

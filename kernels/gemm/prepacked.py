@@ -1,4 +1,4 @@
-"""Expert weights in the order that the kernels of an architecture read: made once at load, invertible bit for bit."""
+"""Expert weights in the order in which an architecture's kernels read them: made at load, invertible bit for bit."""
 
 from __future__ import annotations
 
@@ -16,28 +16,28 @@ RESULT_FORMATS = ("bf16", "mxfp8", "nvfp4")
 """Formats of a gated result of the GEMM of prepacked weights."""
 
 MAX_PREPACKED_EXPERTS = 512
-"""Groups that the GEMM of prepacked weights takes."""
+"""Most groups of a GEMM of prepacked weights."""
 
 
 @dataclass(frozen=True)
 class PrepackedWeights:
-    """`ExpertWeights` in the layout of `kernels/gemm/dequant_layout.py`, for the GEMM of Hopper (`arch` 90) that
-    dequantizes weights in registers.
+    """`ExpertWeights` in the layout of `kernels/gemm/dequant_layout.py`, which Hopper's GEMM dequantizes in registers.
 
-    One copy serves every number of rows. `E` experts, `N x K` the weight of one. Where the engine is not `cuda` (no
-    Hopper GPU, no NVRTC, another one asked for), `restore` turns them back in each call: slow, and not to be captured
-    in a graph.
+    One copy serves every number of rows. `E` experts, `N x K` the weight of one. If the engine is not `cuda` (no Hopper
+    GPU, no NVRTC, another engine asked for), every call restores the original weights. That is slow and must not be
+    captured in a graph.
 
     Attributes:
         format: `nvfp4` or `mxfp8`.
         units: uint8 `[E, chunks of K, units of N, units of a chunk, unit bytes]`, quants and scales.
         num_rows: `N`.
         num_columns: `K`.
-        expert_scales: fp32 `[E]`, or `[E, 2]` for gate and up apart; None means 1.
+        expert_scales: fp32 `[E]`, or `[E, 2]` with gate (0) and up (1) apart; None means 1.
         bias: fp32 `[E, N]`; None means 0.
-        gate_up: where gate and up lay; such weights are for `grouped_gemm_swiglu` alone. None for plain weights.
+        gate_up: the original order of gate and up, for `grouped_gemm_swiglu` only; None for plain weights.
         has_special_values: uint8 `[E, units of N]` of `mxfp8`: 1 where rows hold a NaN or a scale above `2^7`, whose
-            dequantization takes more steps. None for `nvfp4`.
+            dequantization needs more steps. None for `nvfp4`.
+        arch: 90, Hopper.
     """
 
     format: TokenFormat
@@ -82,8 +82,8 @@ class PrepackedWeights:
     def prepack(cls, w: ExpertWeights, *, engine: str = "auto", argument: str = "w.scales") -> PrepackedWeights:
         """Reorder `w`, one expert after the other; weights with `gate_up` are prepacked for SwiGLU.
 
-        Raises `ValueError` for a format that is not dequantized in registers, and, naming `argument`, for `nvfp4` block
-        scales that are negative or NaN. Waits for the device.
+        Waits for the device. Raises `ValueError` for formats other than `nvfp4` and `mxfp8`, and one that names
+        `argument` for `nvfp4` block scales that are negative or NaN.
         """
         from moe_runtime.kernels.formats.swizzle import unswizzle_scales
         from moe_runtime.kernels.gemm.dequant_layout import (
@@ -110,7 +110,7 @@ class PrepackedWeights:
             linear = unswizzle_scales(scales[None], w.num_rows, columns, engine=engine)[0].view(torch.uint8)
             if w.format is NVFP4 and int(linear.max()) > E4M3_MAX_CODE:
                 raise ValueError(
-                    f"{argument}: expected e4m3 numbers that are not negative, got a NaN or a negative one"
+                    f"{argument}: expected e4m3 values that are not negative, got a NaN or a negative one"
                 )
             units.copy_(pack_units(quants.view(torch.uint8), linear, w.format, rows))
             if marks is not None:
@@ -119,7 +119,7 @@ class PrepackedWeights:
 
     @staticmethod
     def wanted(w: ExpertWeights, engine: str = "auto") -> bool:
-        """Whether the GEMM is faster with `w` prepacked: on Hopper, dequantized in registers, of few enough experts."""
+        """Whether the GEMM is faster with `w` prepacked: engine `cuda`, format and number of experts allow it."""
         from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS
         from moe_runtime.kernels.runtime import resolve_engine
 
@@ -127,16 +127,16 @@ class PrepackedWeights:
         return can and resolve_engine(engine, w.device) == "cuda"
 
     def expert(self, expert: int) -> PrepackedWeights:
-        """The weights of one expert. Raises `ValueError` if there is no such one."""
+        """The weights of one expert. Raises `ValueError` if it is out of range."""
         one = one_of(expert, self.num_experts)
         return self._each(lambda t: t[one])
 
     def clone(self) -> PrepackedWeights:
-        """A copy of the quants and scales in other memory."""
+        """The same weights with quants and scales copied to new memory."""
         return replace(self, units=self.units.clone())
 
     def restore(self, *, engine: str = "auto") -> ExpertWeights:
-        """The weights that `prepack` was given."""
+        """The weights from which `prepack` made these."""
         from moe_runtime.kernels.formats.swizzle import swizzle_scales
         from moe_runtime.kernels.gemm.dequant_layout import source_rows, unpack_units
 
@@ -179,11 +179,11 @@ class PrepackedWeights:
 
     @property
     def _tensors(self) -> dict[str, torch.Tensor]:
-        """By field; those that are None are left out."""
+        """The tensors by field, without those that are None."""
         found = ((field.name, getattr(self, field.name)) for field in fields(self))
         return {name: value for name, value in found if isinstance(value, torch.Tensor)}
 
     def _each(self, change: Callable[[torch.Tensor], torch.Tensor]) -> PrepackedWeights:
-        """With `change` of every tensor."""
+        """The same weights with `change` applied to every tensor."""
         changed: dict[str, Any] = {name: change(tensor) for name, tensor in self._tensors.items()}
         return replace(self, **changed)

@@ -1,7 +1,7 @@
-"""Weights of the experts of one rank as the grouped GEMM reads them, and the activation between its two GEMMs.
+"""Weights of one rank's experts as the grouped GEMM reads them, and the activation between the two GEMMs.
 
-A weight is quantized once, offline, along K. Second-level scales stay out of the quants and are applied to the fp32
-accumulator. `E` experts, `N x K` the weight of one, `I` rows of gate (and of up), `V = ceil(K / block)`.
+A weight is quantized once, offline, along K. Second-level scales are not in the quants; the GEMM applies them to the
+fp32 accumulator. `E` experts, `N x K` the weight of one, `I` rows of gate (and of up), `V = ceil(K / block)`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class GateUpOrder(StrEnum):
 
     @property
     def code(self) -> int:
-        """The code that kernels branch on; 0 is for weights that are not gate and up."""
+        """The code that kernels branch on, from 1; 0 means weights without gate and up."""
         return 1 + list(GateUpOrder).index(self)
 
     def gate_rows(self, num_rows: int) -> slice:
@@ -60,9 +60,9 @@ class GateUpOrder(StrEnum):
 class SwiGLU:
     """The activation between the two products: `gate * sigmoid(alpha * gate) * (up + up_offset)`, in fp32.
 
-    A `limit` first clamps gate to at most `limit` and up to `-limit .. limit`. The defaults are `silu(gate) * up`
-    (Shazeer, arXiv 2002.05202). `GPT_OSS` is `swiglu` in github.com/openai/gpt-oss, gpt_oss/torch/model.py. NaN stays
-    NaN.
+    A `limit` first clamps gate to at most `limit` and up to `-limit .. limit`. NaN stays NaN. The defaults are
+    `silu(gate) * up` (Shazeer, arXiv 2002.05202). `GPT_OSS` is `swiglu` in github.com/openai/gpt-oss,
+    gpt_oss/torch/model.py.
 
     Attributes:
         order: order of the rows of gate and up in the first weight.
@@ -107,15 +107,15 @@ GPT_OSS = SwiGLU(GateUpOrder.INTERLEAVED, alpha=1.702, limit=7.0, up_offset=1.0)
 
 @dataclass(frozen=True)
 class ExpertWeights:
-    """`E` weights `[N, K]` in one format, each reading back as `quants * scales * expert_scales`.
+    """`E` weights `[N, K]` in one format; a value is `quants * scales * expert_scales`.
 
     Attributes:
         format: number format of the weights (a name is looked up).
         quants: `[E, N, quant_columns(K)]` of `format.quant_dtype`, contiguous; `N` a multiple of 8.
         scales: block scales; `nvfp4`, `mxfp4` and `mxfp8`: `[E, ceil(N/128), ceil(V/4), 32, 4, 4]`, the 128x4 swizzle;
             `fp8_block`: fp32 `[E, ceil(N/128), ceil(K/128)]`, blocks of 128x128; None for bf16.
-        expert_scales: fp32 `[E]`, or `[E, 2]` where gate (0) and up (1) differ, applied to the fp32 accumulator;
-            None means 1.
+        expert_scales: fp32 `[E]`, or `[E, 2]` with gate (0) and up (1) apart, applied to the fp32 accumulator; None
+            means 1.
         bias: fp32 `[E, N]`, added after the scales; None means 0.
         gate_up: order of gate and up among the `N` rows; None for other weights.
 
@@ -194,7 +194,7 @@ class ExpertWeights:
         return replace(self, quants=self.quants[one], scales=scales, expert_scales=expert_scales, bias=bias)
 
     def clone(self) -> ExpertWeights:
-        """A copy of the quants and scales in other memory."""
+        """The same weights with quants and scales copied to new memory."""
         return replace(self, quants=self.quants.clone(), scales=None if self.scales is None else self.scales.clone())
 
     @classmethod
@@ -209,11 +209,11 @@ class ExpertWeights:
     ) -> ExpertWeights:
         """Quantize weights `[E, N, K]`, bf16 or fp32; a parameter is detached.
 
-        `nvfp4`: encode scale `min(2688 / amax, 2^100)` of each expert, separate for gate and up if `gate_up` is given
-        (`True` is `GateUpOrder.GATE_UP`). The decode scales become `expert_scales`. `fp8_block`: 128x128 blocks,
+        `nvfp4`: each expert has the encode scale `min(2688 / amax, 2^100)`, separate for gate and up if `gate_up` is
+        given (`True` is `GateUpOrder.GATE_UP`). The decode scales become `expert_scales`. `fp8_block`: 128x128 blocks,
         partial ones at the end of N. `mxfp8`, `mxfp4` and `nvfp4` blocks lie along K.
 
-        Raises `ValueError` for a wrong shape or dtype and for sizes that the format cannot block.
+        Raises `ValueError` for a wrong shape or dtype and for sizes that are not whole blocks of the format.
         """
         fmt = weight_format_named(fmt)
         order = (GateUpOrder.GATE_UP if gate_up else None) if isinstance(gate_up, bool) else GateUpOrder(gate_up)

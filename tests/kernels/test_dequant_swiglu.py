@@ -292,7 +292,7 @@ def test_a_result_is_decoded_for_the_product_that_follows(
         want = _blocks(dequant_tokens.dequant_tokens(hidden, 2, MANY_TOKENS), a)
         assert want.unique().numel() > 20
         assert_same_bits(_blocks(chained.dequantized, a), want, "dequantized rows")
-        with pytest.raises(ValueError, match=r"^a\.dequantized: expected None but for prepacked weights"):
+        with pytest.raises(ValueError, match=r"^a\.dequantized: expected None except for prepacked weights"):
             grouped_gemm(chained, down, engine="torch")
     results = [poisoned(a.capacity, columns, torch.bfloat16, device) for _ in range(2)]
     for rows, result in zip((hidden, chained), results, strict=True):
