@@ -1,4 +1,4 @@
-"""What all kernels of the grouped GEMM share: checks of the arguments, and the empty result to be filled."""
+"""Shared by all kernels of the grouped GEMM: argument checks and allocation of results."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
 OUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 DEFAULT_INTERMEDIATE_GSF = 16.0
-"""Encode scale of an NVFP4 intermediate where neither checkpoint nor config gives one.
+"""Encode scale of an NVFP4 intermediate if neither checkpoint nor config gives one.
 
 A tile of the epilogue cannot see a whole row, so this is a constant. Block maxima from `6 * 2^-6 / 16 = 0.006` to
 `2688 / 16 = 168` keep the full precision of their e4m3 block scale. Below that the scale is a multiple of 2^-9, off by
-at most 2^-10, which adds at most `6 * 2^-10 / 16 = 0.0004` to the error of a number; a block whose maximum is under
-0.0004 becomes zeros. Above 168 numbers saturate. A calibrated scale is better where there is one.
+at most 2^-10, which adds at most `6 * 2^-10 / 16 = 0.0004` to the error of a value; a block whose maximum is under
+0.0004 becomes zeros. Values above 168 saturate. A calibrated scale is better.
 """
 
 
@@ -126,7 +126,7 @@ def _check_scales_in_record(a: GroupedRows, columns: int) -> None:
 def check_out(
     a: GroupedRows, w: ExpertWeights | PrepackedWeights, out: torch.Tensor | None, out_dtype: torch.dtype
 ) -> torch.Tensor:
-    """`out`, or an uninitialized `[capacity, N]`; raises `ValueError` naming the argument."""
+    """`out`, or an uninitialized `[capacity, N]`. Raises `ValueError` naming the argument."""
     if out is not None:
         out_dtype = out.dtype
     if out_dtype not in OUT_DTYPES:
@@ -162,9 +162,10 @@ def empty_intermediate(
 ) -> tuple[GroupedRows, torch.Tensor | None]:
     """Uninitialized rows `[capacity, I]` of the same groups in `out_format`, and their encode scale, fp32 `[1]`.
 
-    Swizzled scales use the offsets of `a` where its own scales do (they may be sparser than `dense_128` makes them),
-    else those of `dense_128`. `row_scale` is filled with `1 / gsf`; formats without one have neither. Unless
-    `finished`, a kernel is to fill it and to clamp the encode scale; unless `stored`, rows and scales are left out.
+    Swizzled scales use the scale offsets of `a` if `a` has swizzled scales (they may leave larger gaps than
+    `dense_128`), else those of `dense_128`. `row_scale` is filled with `1 / gsf`. Formats without a row scale have
+    neither. With `finished=False` the kernel fills `row_scale` and clamps the encode scale. With `stored=False` rows
+    and scales are left out.
     """
     fmt, num_columns = format_named(out_format), w.num_rows // 2
     fmt.check_columns(num_columns, "I of w")
@@ -206,10 +207,10 @@ def empty_intermediate(
 def encode_scale(
     fmt: TokenFormat, gsf: float | torch.Tensor | None, device: torch.device, argument: str, *, clamped: bool = True
 ) -> torch.Tensor | None:
-    """The static encode scale as fp32 `[1]` on `device`, clamped to 2^100; None for formats that have none.
+    """The static encode scale as fp32 `[1]` on `device`, clamped to 2^100; None for formats without one.
 
-    `gsf` None means the default; without `clamped` a tensor is left as it is. Raises `ValueError` naming `argument` for
-    one that is no positive number, or given to a format without.
+    `gsf` None means the default. With `clamped=False` a tensor is returned unchanged. Raises `ValueError` naming
+    `argument` for a `gsf` that is not a positive number, or one for a format without an encode scale.
     """
     if fmt.has_row_scale and gsf is None:
         gsf = DEFAULT_INTERMEDIATE_GSF

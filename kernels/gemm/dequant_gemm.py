@@ -1,15 +1,16 @@
-"""Grouped GEMM of Hopper for weights that are dequantized to bf16 in registers (`nvfp4`, `mxfp8`): host side.
+"""Host side of Hopper's grouped GEMM for weights that are dequantized to bf16 in registers (`nvfp4`, `mxfp8`).
 
-`dequant_tokens` gathers the rows once and dequantizes them to bf16. `dequant_gemm` streams the weights, which it reads
-once for up to 64, 128 or 160 tokens of a group, by its shape (`plan.py` chooses). With many tokens, a few SMs
-dequantize most of them while the others multiply; the product waits for each 8 tokens by a counter, and fails after
-half a minute. Gated results for another product with prepacked weights are requantized, and stored as `dequant_tokens`
-would dequantize them. That product starts before the first has ended, unless it is to leave SMs free. See the `.cu`
-files for the way of the data, `dequant_tokens.py` for the tokens, and `dequant_layout.py` for the order of the weights.
-The Triton kernel of `grouped_gemm.py` does the same on other architectures.
+`dequant_tokens` gathers the rows once and dequantizes them to bf16. `dequant_gemm` streams the weights and reads them
+once for up to 64, 128 or 160 tokens of a group, depending on its shape (chosen by `plan.py`). With many tokens, a few
+SMs dequantize most of them while the other SMs multiply. The product waits for each 8 tokens on a counter, and fails
+after half a minute. Gated results for another product with prepacked weights are requantized and stored as
+`dequant_tokens` would dequantize them. That product starts before the first has ended, unless it must leave SMs free.
 
-The order in which K is summed is that of `wgmma` over 16 columns at a time, in the order of `dequant_layout`: the same
-in all shapes, for every number of rows and whatever the neighbours.
+The `.cu` files describe the data flow, `dequant_tokens.py` the tokens, `dequant_layout.py` the order of the weights. On
+other architectures the Triton kernel of `grouped_gemm.py` does the same.
+
+K is summed by `wgmma` 16 columns at a time, in the order of `dequant_layout`. The order is the same in all shapes, for
+any number of rows and any neighbours.
 
 Least times of NVFP4, both products of the reference model (32 experts of 44.0 M parameters): 0.79 GB of weights take
 184 us at 4.3 TB/s; at 32 x 1024 rows 2.89e12 flops take 3.73 ms at 773 TFLOP/s.
@@ -19,16 +20,16 @@ Measured on one H200 (launch/results/gemm_h200.json of commit 2dbcdbe), us; in p
     8 x 16, 32, 48 rows, (4096, 7168)                 35.9, 40.4, 45.6 (164, 164, 162)
     8 x 16, 32, 48 rows, (7168, 2048)                 21.8, 24.4, 26.9 (89, 93, 83)
     32 x 1, 4, 16, 32 rows, both, SwiGLU between      191, 190, 203, 228 (1009, 978, 909, 948)
-    32 groups as 128 tokens a rank give, the same     240 (926)
+    32 groups at 128 tokens per rank, the same        240 (926)
 
-Many rows, with overlapped dequantization, on a slower one (launch/results/gemm_h200.json); behind the
-semicolons without rests:
+Many rows, with overlapped dequantization, on a slower H200 (launch/results/gemm_h200.json); after the semicolons
+without rests between the runs:
 
     32 x 1024 rows, both, SwiGLU between              3613 (3889, without SwiGLU); 4189 (4486)
     MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       2448 / 1248 (2527 / 1281); 2915 / 1437 (2908 / 1502)
     BF16 8 x 4096 by `tma_gemm`, the same             2465 / 1249; 2826 / 1447
 
-What bounds it, what each version gained, what was dropped and what is left: `kernels/gemm/notes.md`.
+Bottlenecks, gains of each version, dropped ideas and open work: `kernels/gemm/notes.md`.
 """
 
 from __future__ import annotations
@@ -49,12 +50,12 @@ from moe_runtime.kernels.gemm.weights import SwiGLU
 from moe_runtime.kernels.runtime import is_hopper
 
 MAX_UNIT_ROWS = 2**20
-"""Bound of the rows of a weight / 64, up to which the kernel divides exactly."""
+"""Bound on the rows of a weight / 64, below which the kernel's division is exact."""
 OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 def takes_dequantized(w: object) -> bool:
-    """Whether the kernel that makes rows for `w` may dequantize them: prepacked weights whose K is whole units."""
+    """Whether rows for `w` may be stored dequantized: `w` is prepacked and K is whole units."""
     return isinstance(w, PrepackedWeights) and unit_columns(w.num_columns) * UNIT == w.num_columns
 
 
@@ -67,10 +68,11 @@ def dequant_gemm(
     packed_ld: int | None = None,
     scale_block: int | None = None,
 ) -> None:
-    """`grouped_gemm` into `out`, whose rows start at multiples of two numbers.
+    """`grouped_gemm` into `out`, whose rows start at multiples of two elements.
 
-    Scales of `a` that are `ScaleLayout.PACKED` come with their leading dimension `packed_ld` and the first scale row of
-    each group in `group_scale_offsets`; `scale_block` is the block of the scales of `a`, None that of its format.
+    With `packed_ld`, the scales of `a` are `ScaleLayout.PACKED` with this leading dimension, and `group_scale_offsets`
+    holds the first scale row of each group. `scale_block` is the block of the scales of `a`; None means that of its
+    format.
     """
     _launch(a, w, out, plan, packed_ld=packed_ld, scale_block=scale_block)
 
@@ -83,9 +85,9 @@ def dequant_gemm_swiglu(
     gsf: torch.Tensor | None,
     plan: GemmPlan,
 ) -> None:
-    """`grouped_gemm_swiglu` into the rows and all scales of `out`, or into its `dequantized` where it has that.
+    """`grouped_gemm_swiglu` into the rows and all scales of `out`, or into its `dequantized` if that is not None.
 
-    `gsf` may be more than it is clamped to. After dequantized results comes the product that takes them.
+    The kernel clamps `gsf`. If results are dequantized, the next launch must be the product that reads them.
     """
     _launch(a, w, out.rows, plan, activation=activation, gsf=gsf, result=out)
 
@@ -109,9 +111,9 @@ def macros(
 ) -> tuple[nvrtc.Defines, int]:
     """Macros of `dequant_gemm.cu`, and the dynamic shared memory of a block.
 
-    `units` is K in units; `out_format` is that of a gated result, None for a plain one of `out_dtype`;
-    `out_dequantized` leaves a gated one dequantized; `row_scales`, `expert_scales` and `bias` say what exists;
-    `keep_tokens` and `overlapped` are of the plan.
+    `units` is K in units. `out_format` is the format of a gated result; None means a plain result of `out_dtype`.
+    `out_dequantized` stores a gated result dequantized. `row_scales`, `expert_scales` and `bias` say which exist.
+    `keep_tokens` and `overlapped` come from the plan.
     """
     stages, stage_k64, ring_bytes = shape.ring(w_format, units)
     defines: dict[str, int | str] = {
@@ -230,7 +232,7 @@ def _launch(
 
 
 def fits(rows: torch.Tensor, fmt: TokenFormat, out: torch.Tensor, num_groups: int) -> bool:
-    """Whether `dequant_gemm` takes these: rows and results aligned as it loads and stores them, not too many groups."""
+    """Whether `dequant_gemm` supports these operands: aligned rows and results, not too many groups."""
     return num_groups <= MAX_PREPACKED_EXPERTS and _rows_aligned(rows, fmt) and _out_aligned(out)
 
 
@@ -248,7 +250,7 @@ def _out_aligned(out: torch.Tensor) -> bool:
 
 
 def _check(a: GroupedRows, w: PrepackedWeights, out: torch.Tensor, result: GroupedRows | None) -> None:
-    """What these kernels ask beyond the other engines: aligned rows, a Hopper GPU."""
+    """Raise `ValueError` where these kernels need more than other engines: a Hopper GPU, aligned rows, few groups."""
     if not is_hopper(w.device):
         raise ValueError(f"w: prepacked for Hopper, got {torch.cuda.get_device_name(w.device)}; use w.restore()")
     if unit_rows(w.num_rows) >= MAX_UNIT_ROWS:
@@ -269,6 +271,6 @@ def _check(a: GroupedRows, w: PrepackedWeights, out: torch.Tensor, result: Group
 
 
 def _literal(value: float) -> str:
-    """A C literal of the fp32 number next to `value`."""
+    """A C literal of the fp32 value nearest to `value`."""
     number = torch.tensor(value, dtype=torch.float32, device="cpu")
     return f"{float(number).hex()}f" if number.isfinite() else f"__int_as_float({int(number.view(torch.int32))})"

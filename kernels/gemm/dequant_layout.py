@@ -1,19 +1,21 @@
-"""The order in which `dequant_gemm` reads weights: quants and scales of 64 rows and 64 columns together, one unit.
+"""The order in which `dequant_gemm` reads weights: a unit holds the quants and scales of 64 rows and 64 columns.
 
-Units lie by chunks of two or three of K, in a chunk by rows: those of a tile's rows, whichever they are, are one piece.
+Units are ordered by chunks of two or three units of K, and within a chunk by rows. The units of the rows of any tile
+are therefore contiguous.
 
-Thread `32 * warp + 4 * row + t` of a warpgroup holds, of MMA rows `16 * warp + row` (half 0) and `+ 8` (half 1), the
-columns `16 * t + 4 * step + pair * 2 + i` of the unit: what `wgmma` wants in its A registers at step `step`, register
-`half + 2 * pair`, is then a contiguous word, and a thread needs one NVFP4 scale per row. Tokens take the same columns
+Thread `32 * warp + 4 * row + t` of a warpgroup holds MMA rows `16 * warp + row` (half 0) and `+ 8` (half 1), and in
+them the columns `16 * t + 4 * step + pair * 2 + i` of the unit. The operand of `wgmma` at step `step`, A register
+`half + 2 * pair`, is then a contiguous word, and a thread needs one NVFP4 scale per row. Tokens have the same columns
 in the same order.
 
-A unit of `nvfp4` is 2048 bytes of quants, 16 per thread, then 256 of scales, 2 per thread. Two words are the 16 numbers
-of an even step and the next, bit by bit where `SLOTS` says, so that shifts or rotations and masks put each of the eight
-registers where bf16 has its sign and its lowest exponent bits. A unit of `mxfp8` is 4096 bytes, steps 0 and 1 of all
-threads first, then 2 and 3, and 128 of scales. One word has both registers of a half and step, by `BYTE_SLOTS`.
+A unit of `nvfp4` is 2048 bytes of quants, 16 per thread, then 256 of scales, 2 per thread. Two words hold the 16 values
+of an even step and the next, bit by bit in the positions of `SLOTS`. Shifts or rotations and masks then put each of the
+eight registers where bf16 has its sign and its lowest exponent bits. A unit of `mxfp8` is 4096 bytes of quants, steps 0
+and 1 of all threads first, then 2 and 3, then 128 of scales. One word has both registers of a half and step, in the
+positions of `BYTE_SLOTS`.
 
-A unit holds 64 rows of a plain weight, `16 * warp + 2 * row + half`, or 32 of gate and of up, `8 * warp + row`, gate in
-half 0 and up in half 1: the SwiGLU is then within a thread.
+A unit holds 64 rows of a plain weight, `16 * warp + 2 * row + half`, or 32 rows of gate and 32 of up, `8 * warp + row`,
+with gate in half 0 and up in half 1. SwiGLU then stays within a thread.
 """
 
 from __future__ import annotations
@@ -37,25 +39,25 @@ SLOTS = (
         ((53, 14, 45, 44), (37, 30, 61, 60)),
     ),
 )
-"""Where the bits `s e e m` of the numbers `i` = 0 and 1 of register 0, 1, 2, 3 lie in two words, the first of which has
-the lower 32 bits: of an even step, and of the next.
+"""Positions of the bits `s e e m` of values `i` = 0 and 1 of registers 0, 1, 2, 3 in two words, for an even step and
+the next. The first word has the lower 32 bits.
 
-A shift or a rotation brings those of one register to bits 15, 8, 7, 6 and 31, 24, 23, 22, where a bf16 has them. In
-each step, three registers come from one word. The fourth comes from a combination of both words, which takes one
-instruction, and in the even step no shift. Of all placements of this kind this one takes the fewest instructions: 16
-for two words, without the multiplications by scales (9 for one word where each has bits of its own step alone).
+A shift or a rotation brings the bits of a register to positions 15, 8, 7, 6 and 31, 24, 23, 22, where a bf16 has them.
+In each step, three registers come from one word. The fourth comes from a combination of both words, which needs one
+instruction, and no shift in the even step. This placement needs the fewest instructions of its kind: 16 for two words
+without the multiplications by scales (9 for one word if each word has only bits of its own step).
 """
 
 BYTE_SLOTS = ((15, 10, 9, 8, 7, 6, 5, 4), (11, 14, 13, 12, 3, 2, 1, 0))
-"""Where the bits `s eeee mmm` of `mxfp8` numbers lie in the halves of a word: of pair 0, and of pair 1.
+"""Positions of the bits `s eeee mmm` of `mxfp8` values in the halves of a word: of pair 0, and of pair 1.
 
-A bf16 that has them where pair 0 does is `2^-120` times the number, denormal ones too. Those of pair 1 come there by a
-shift to the left of sign, lowest exponent bit and mantissa, and one to the right of the other exponent bits.
+A bf16 with the bits in the positions of pair 0 is `2^-120` times the value, also for denormals. Pair 1 gets there by a
+left shift of sign, lowest exponent bit and mantissa, and a right shift of the other exponent bits.
 """
 
 LARGEST_FAST_SCALE = 134
-"""Byte of an `mxfp8` scale up to which `2^120` times the scale is a bf16 number, so that one multiplication
-dequantizes. Rows with larger scales, or with NaN among their numbers or scales, have special values and take more
+"""Largest byte of an `mxfp8` scale for which `2^120` times the scale is a bf16 value, so that one multiplication
+dequantizes. Rows with larger scales, or with NaN among their values or scales, have special values and need more
 steps."""
 
 UNIT = 64
@@ -71,21 +73,21 @@ def _scale_code(e4m3: int) -> int:
 
 
 SCALE_CODES = tuple(_scale_code(e4m3) for e4m3 in range(127))
-"""What is stored for each e4m3 scale: its exponent moved so that no number but 0 is denormal.
+"""The stored code of each e4m3 scale: its exponent is rebiased so that no scale but 0 is denormal.
 
-Shifted to the left by 4 a code is the bf16 number `2^-106 * scale`. As integers of 16 bits, that and `0x3A00` are the
-bf16 number `2^10 * scale`, and for 0 `2^-11`: a product of that with an e2m1 number that lies in a bf16's lowest
-exponent bits, `2^-126` times its value, is less than half of the smallest bf16 number and rounds to 0.
+A code shifted left by 4 is the bf16 value `2^-106 * scale`. Added to `0x3A00` as 16-bit integers, it is the bf16 value
+`2^10 * scale`, and `2^-11` for 0. An e2m1 value in the lowest exponent bits of a bf16 is `2^-126` times its value; its
+product with `2^-11` is less than half of the smallest bf16 and rounds to 0.
 """
 
 
 def unit_bytes(fmt: TokenFormat) -> int:
-    """Bytes of 64 x 64 numbers with their scales."""
+    """Bytes of 64 x 64 values with their scales."""
     return UNIT * (fmt.quant_bytes(UNIT) + fmt.scale_bytes(UNIT))
 
 
 def unit_rows(num_rows: int) -> int:
-    """Units that a weight of `num_rows` rows is high."""
+    """Units of N in a weight of `num_rows` rows."""
     return ceil_div(num_rows, UNIT)
 
 
@@ -95,27 +97,27 @@ def chunk_units(units: int) -> int:
 
 
 def stage_units(units: int, most: int = 4) -> int:
-    """Units of K that the kernel takes in one stage: a chunk, or two chunks of 2 where `most` and `units` allow it."""
+    """Units of K in a stage of the kernel: a chunk, or two chunks of 2 if `most` and `units` allow it."""
     return 4 if most >= 4 and units % 4 == 0 else chunk_units(units)
 
 
 def unit_columns(num_columns: int) -> int:
-    """Units that a weight of `num_columns` columns is wide: whole chunks, at most one unit of zeros."""
+    """Units of K in a weight of `num_columns` columns: whole chunks, with at most one unit of zeros."""
     units = ceil_div(num_columns, UNIT)
     return units if chunk_units(units) else units + 1
 
 
 def units_shape(num_rows: int, num_columns: int, fmt: TokenFormat) -> tuple[int, int, int, int]:
-    """Of one expert: chunks of K, units of rows, units of a chunk, bytes of a unit."""
+    """Shape of one expert: chunks of K, units of N, units of a chunk, bytes of a unit."""
     columns = unit_columns(num_columns)
     chunk = chunk_units(columns)
     return columns // chunk, unit_rows(num_rows), chunk, unit_bytes(fmt)
 
 
 def source_rows(num_rows: int, order: GateUpOrder | None) -> torch.Tensor:
-    """int64 `[units, 4 warps, 8 rows, 2 halves]`: the row of the weight that lies there; -1 for padding.
+    """int64 `[units, 4 warps, 8 rows, 2 halves]`: the weight row at each place; -1 for padding.
 
-    `order` None is a plain weight, otherwise gate and up are brought together.
+    `order` None means a plain weight; otherwise gate and up share units.
     """
     places = [torch.arange(n, device="cpu") for n in (unit_rows(num_rows), 4, 8, 2)]
     unit, warp, row, half = torch.meshgrid(*places, indexing="ij")
@@ -133,12 +135,12 @@ def pack_units(quants_NK: torch.Tensor, scales_NV: torch.Tensor, fmt: TokenForma
 
     Args:
         quants_NK: uint8 `[N, bytes]` of quants.
-        scales_NV: uint8 `[N, V]`, linear; `nvfp4`: no negative number and no NaN.
+        scales_NV: uint8 `[N, V]`, linear; `nvfp4`: neither negative nor NaN.
         fmt: `nvfp4` or `mxfp8`.
-        rows: of `source_rows`.
+        rows: the result of `source_rows`.
 
     Returns:
-        uint8 of `units_shape`; padding is zeros.
+        uint8 of shape `units_shape`; padding is zeros.
     """
     columns = unit_columns(quants_NK.shape[1] * 8 // fmt.element_bits)
     index = rows.to(quants_NK.device)
@@ -166,7 +168,7 @@ def pack_units(quants_NK: torch.Tensor, scales_NV: torch.Tensor, fmt: TokenForma
 def unpack_units(
     units: torch.Tensor, fmt: TokenFormat, rows: torch.Tensor, num_rows: int, num_columns: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(quants, scales)` of one expert, as `pack_units` took them."""
+    """The inverse of `pack_units`: `(quants, scales)` of one expert."""
     units = units.transpose(0, 1).flatten(1, 2)
     count, columns, _ = units.shape
     split = UNIT * fmt.quant_bytes(UNIT)
@@ -193,7 +195,7 @@ def unpack_units(
 
 
 def units_with_special_values(quants_NK: torch.Tensor, scales_NV: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """uint8 `[units of N]` of one `mxfp8` expert, for what `pack_units` takes: 1 where rows have special values."""
+    """uint8 `[units of N]` of one `mxfp8` expert: 1 where rows have special values. Arguments as in `pack_units`."""
     nan = ((quants_NK & 127) == 127).any(1) | (scales_NV > LARGEST_FAST_SCALE).any(1)
     of_row = torch.nn.functional.pad(nan, (0, 1))  # none in the padding
     return of_row[rows.to(nan.device)].flatten(1).any(1).to(torch.uint8)
@@ -204,7 +206,7 @@ def _padded(bytes_NB: torch.Tensor, width: int) -> torch.Tensor:
 
 
 def _place(codes: torch.Tensor) -> torch.Tensor:
-    """int64 pairs of words from e2m1 codes int32 `[..., odd step, half, pair, i]`, by `SLOTS`."""
+    """int64 pairs of words of e2m1 codes, int32 `[..., odd step, half, pair, i]`, by `SLOTS`."""
     words = torch.zeros(codes.shape[:-4], dtype=torch.int64, device=codes.device)
     for odd, slots in enumerate(SLOTS):
         for register, slot in enumerate(slots):
@@ -233,7 +235,7 @@ def _codes(words: torch.Tensor) -> torch.Tensor:
 
 
 def _place_bytes(codes: torch.Tensor) -> torch.Tensor:
-    """int16 words of two e4m3 numbers int32 `[..., pair]`, by `BYTE_SLOTS`."""
+    """int16 words of two e4m3 codes, int32 `[..., pair]`, by `BYTE_SLOTS`."""
     words = torch.zeros(codes.shape[:-1], dtype=torch.int32, device=codes.device)
     for pair, slot in enumerate(BYTE_SLOTS):
         for bit, position in enumerate(reversed(slot)):

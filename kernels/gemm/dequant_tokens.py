@@ -1,7 +1,7 @@
-"""Tokens for the GEMM that dequantizes weights in registers: gathered, dequantized to bf16, in the order of its reads.
+"""Host side of `dequant_tokens.cu`: gathers tokens and dequantizes them to bf16 in the order that the GEMM reads.
 
-The host side of `dequant_tokens.cu`. All are dequantized before the product that takes them, or most of them while it
-multiplies (`gemm_plan.DequantOverlap`), with the same bits. `dequant_gemm.py` is that product.
+Either all tokens are dequantized before the product, or most of them while it runs (`plan.DequantOverlap`), with the
+same bits. `dequant_gemm.py` is that product.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def token_macros(
 
 
 def empty_dequantized(a: GroupedRows, num_columns: int) -> torch.Tensor:
-    """What `dequant_tokens` would fill for rows of `num_columns` numbers in the groups of `a`."""
+    """Uninitialized output of `dequant_tokens` for rows of `num_columns` values in the groups of `a`."""
     blocks = (a.capacity + 7 * a.num_groups) // 8 + 1
     return torch.empty(unit_columns(num_columns), blocks, 8, 8, 16, dtype=torch.uint8, device=a.rows.device)
 
@@ -54,7 +54,7 @@ def dequant_tokens(
 ) -> torch.Tensor:
     """The rows as bf16 in blocks of 8 tokens, uint8 `[units of K, blocks, 8 column pieces, 8 tokens, 16 bytes]`.
 
-    Rows of groups whose expert is not in `0 .. num_experts - 1` are left out. `packed_ld` and `scale_block` are those
+    Rows of groups with an expert outside `0 .. num_experts - 1` are left out. `packed_ld` and `scale_block` are those
     of `dequant_gemm`. Every `shape` gives the same bits.
     """
     out = empty_dequantized(a, a.num_columns)
@@ -72,9 +72,10 @@ def dequant_tokens_overlapped(
     packed_ld: int | None = None,
     scale_block: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What `dequant_tokens` gives, complete when the product that is launched next has ended, and counters for it.
+    """The result of `dequant_tokens`, and the counters by which the product waits for it.
 
-    `shape` is that of the tokens dequantized before. The counters are int32 `[1 + blocks behind those]`.
+    The product must be launched next; the result is complete when it has ended. `shape` is for the tokens that are
+    dequantized before it. The counters are int32 `[1 + blocks dequantized while it runs]`.
     """
     out = empty_dequantized(a, a.num_columns)
     units, blocks = out.shape[:2]
@@ -88,7 +89,7 @@ def dequant_tokens_overlapped(
 
 
 def _grid(shape: TokenShape, units: int, blocks: int, fmt: TokenFormat, sms: int) -> tuple[int, int, int]:
-    """Blocks of threads for so many of 8 tokens."""
+    """Grid for `blocks` blocks of 8 tokens."""
     parts = ceil_div(units, shape.warps * shape.ahead(fmt))
     return min(blocks, max(1, shape.blocks_per_sm * sms // parts)), parts, 1
 

@@ -1,4 +1,4 @@
-"""What a tile of the grouped GEMM does after its sums, in fp32: scales, bias, rounding or requantization, stores."""
+"""Epilogue of a tile of the grouped GEMM, in fp32: scales, bias, rounding or requantization, stores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ INTERLEAVED = tl.constexpr(GateUpOrder.INTERLEAVED.code)
 
 @triton.jit
 def half_rows(n, columns, UP: tl.constexpr, ORDER: tl.constexpr):
-    """Weight rows of columns `n` of gate (`UP` 0) or up (1), where each has `columns`; `n` itself without an order."""
+    """Weight rows of columns `n` of gate (`UP` 0) or up (1), each `columns` wide; `n` itself without an order."""
     if ORDER == NO_ORDER:
         row = n
     elif ORDER == INTERLEAVED:
@@ -32,7 +32,7 @@ def half_rows(n, columns, UP: tl.constexpr, ORDER: tl.constexpr):
 
 @triton.jit
 def is_up(row, num_rows, ORDER: tl.constexpr):
-    """1 for the weight rows of up, 0 for those of gate (and for all without an order)."""
+    """1 for weight rows of up, 0 for those of gate; 0 for all without an order."""
     if ORDER == INTERLEAVED:
         up = row % 2
     elif ORDER == GATE_UP:
@@ -58,7 +58,7 @@ def scaled(
     SCALES_PER_EXPERT: tl.constexpr,
     ORDER: tl.constexpr,
 ):
-    """`acc * row_scale * expert_scale + bias` of one accumulator; `row` are the weight rows of its columns."""
+    """`acc * row_scale * expert_scale + bias`; `row` holds the weight row of each column of `acc`."""
     if GAIN != 1.0:
         acc = acc * GAIN
     if row_scale is not None:
@@ -74,7 +74,7 @@ def scaled(
 
 @triton.jit
 def store_plain(out_ptr, position, row_ok, column, column_ok, stride, c):
-    """Round fp32 to the type of `out_ptr` and store; bf16 is given as its uint16 bits."""
+    """Round fp32 to the type of `out_ptr` and store; an int16 pointer means bf16 bits."""
     if out_ptr.dtype.element_ty == tl.int16:
         value = f32_to_bf16_bits(c).to(tl.int16, bitcast=True)
     else:
@@ -85,7 +85,7 @@ def store_plain(out_ptr, position, row_ok, column, column_ok, stride, c):
 
 @triton.jit
 def store_quantized(out_ptr, scales_ptr, gsf_ptr, position, scale_row, row_ok, tile_n, columns, h, FMT: tl.constexpr):
-    """Quantize the fp32 tile and store quants packed by position, scales in the layout that the next GEMM reads."""
+    """Quantize the fp32 tile; store contiguous rows of quants, and scales in the layout that the next GEMM reads."""
     M: tl.constexpr = h.shape[0]
     N: tl.constexpr = h.shape[1]
     gsf = tl.full([M], 1.0, tl.float32)

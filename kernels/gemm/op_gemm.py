@@ -1,7 +1,7 @@
-"""The grouped GEMM behind `moe_runtime.ops`: one problem record for all operations, on the kernel that layers use.
+"""The grouped GEMM behind `moe_runtime.ops`: one problem record for all operations, on the kernels of layers.
 
-An operation differs from a layer in data alone: the layout of its scales, their block along K, and where those of a
-group start. On Blackwell, NVFP4 and MXFP8 take the block-scaled MMA instead of bf16.
+An operation differs from a layer only in data: the layout of its scales, their block along K, and where the scales of a
+group start. On Blackwell, NVFP4 and MXFP8 use block-scaled MMA instead of bf16 MMA.
 
 `R` rows, `E` experts, `G` groups, `N`/`K` the weight of one expert, `V = ceil(K / block)`.
 """
@@ -26,14 +26,14 @@ from moe_runtime.kernels.runtime import INTERPRET, capability, resolve_engine
 
 
 def plan_op(p: OpProblem, out: torch.Tensor, engine: str) -> GemmPlan:
-    """The plan for a problem; one that restores prepacked weights leaves that to the caller."""
+    """The plan for a problem. If it restores prepacked weights, the caller must do that."""
     device, resolved = out.device, resolve_engine(engine, out.device)
     cuda, aligned, scales_aligned = resolved == "cuda", True, True
     if cuda and isinstance(p.b, PrepackedWeights):
         aligned = dequant_gemm.fits(p.a.quants, p.format, out, p.num_groups)
     elif cuda and isinstance(p.b, ScaledOperand):
         aligned = tma_gemm.aligned(p.a.quants, p.b.quants, out)
-        # Transposed scales are new memory, but those of a weight that has one block of rows, which stay as they are.
+        # Transposing allocates new memory, except for a weight with one block of rows, whose scales stay in place.
         copied = p.a.layout is ScaleLayout.MN_MAJOR
         scales_aligned = (copied or p.a.scales.data_ptr() % 16 == 0) and (
             (copied and p.num_outputs > 128) or p.b.scales.data_ptr() % 16 == 0
@@ -123,7 +123,7 @@ def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> N
 
 
 def _grouped_rows(p: OpProblem, scales: torch.Tensor | None = None) -> GroupedRows:
-    """The rows as layers have them; `scales` in place of those of the problem."""
+    """The rows as a layer has them; `scales` replaces those of the problem."""
     return GroupedRows(
         format=p.format,
         rows=p.a.quants,
@@ -140,7 +140,7 @@ def _grouped_rows(p: OpProblem, scales: torch.Tensor | None = None) -> GroupedRo
 
 
 def _tma_gemm(p: OpProblem, b: ScaledOperand, out: torch.Tensor, plan: GemmPlan) -> None:
-    """FP8 on Hopper's kernel, with the scales K-major."""
+    """FP8 on Hopper's kernel, with scales made K-major."""
     columns, blocks = p.num_columns // 128, ceil_div(p.num_outputs, 128)
     a_scales, b_scales = p.a.scales, b.scales
     if p.a.layout is ScaleLayout.MN_MAJOR:

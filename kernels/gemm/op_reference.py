@@ -1,4 +1,4 @@
-"""Torch reference of `op_gemm.py`: float64 products of the dequantized operands, rounded to fp32 once, then the scales.
+"""Torch reference of `op_gemm.py`: float64 products of dequantized operands, rounded to fp32 once, then scaled.
 
 It reads offsets and expert ids on the host.
 """
@@ -35,7 +35,7 @@ def op_gemm(problem: OpProblem, out: torch.Tensor) -> None:
 
 
 def scale_places(layout: ScaleLayout, rows: torch.Tensor, num_columns: int, ld: int | None) -> torch.Tensor:
-    """Index `[M, V]` of the scales of scale rows `rows` `[M]` (int64) among all of an operand.
+    """Index `[M, V]` of the scales of scale rows `rows` (int64 `[M]`) among all scales of an operand.
 
     >>> rows = torch.tensor([0, 1])
     >>> scale_places(ScaleLayout.K_MAJOR, rows, 3, None).tolist()

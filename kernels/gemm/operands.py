@@ -1,9 +1,9 @@
-"""What a tile of the grouped GEMM reads: its group, found on the device, and its operands, dequantized in registers.
+"""Inputs of a tile of the grouped GEMM: its group, found on the device, and its operands, dequantized in registers.
 
-Every format but `fp8_block` is dequantized to bf16 and multiplied by bf16 MMA with fp32 accumulation, which is exact up
-to that accumulation: `e2m1 * e4m3` has at most 6 significant bits, `e4m3 * 2^k` has 4, `e2m1 * 2^k` has 2. `fp8_block`
-is multiplied as it is, and each 128 of K is promoted to an fp32 sum with its scales. Tokens and weights go through the
-same code.
+Every format but `fp8_block` is dequantized to bf16 and multiplied by bf16 MMA with fp32 accumulation. This is exact up
+to the accumulation: `e2m1 * e4m3` has at most 6 significant bits, `e4m3 * 2^k` has 4, `e2m1 * 2^k` has 2. `fp8_block`
+is multiplied as it is; the partial sum of each 128 of K is scaled and added in fp32. Tokens and weights use the same
+code.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from moe_runtime.kernels.formats.swizzle import swizzled_offset
 
 
 class NativeForm(IntEnum):
-    """What the block-scaled MMA of Blackwell takes, as the kernel branches on it."""
+    """Form of the operands of Blackwell's block-scaled MMA; the kernel branches on it."""
 
     NONE = 0
-    """Nothing: operands are dequantized to bf16."""
+    """No block-scaled MMA: operands are dequantized to bf16."""
     AS_STORED = 1
     WIDENED = 2
-    """e2m1 as e4m3, which has all its numbers, where an instruction for both is not compiled."""
+    """e2m1 widened to e4m3 without loss, where Triton compiles no instruction for the mixed pair."""
 
 
 WIDENED = tl.constexpr(int(NativeForm.WIDENED))
@@ -41,8 +41,8 @@ MN_MAJOR = tl.constexpr(int(ScaleLayout.MN_MAJOR))
 PACKED = tl.constexpr(int(ScaleLayout.PACKED))
 
 NVFP4_GAIN = tl.constexpr(2.0**8)
-"""Dequantized NVFP4 operands are `2^-8` times their value: e2m1 bits placed in a bf16 are `2^-126` times theirs, and
-`2^118` is the largest power of two that an e4m3 scale can carry in bf16."""
+"""Dequantized NVFP4 operands are `2^-8` times their value: e2m1 bits placed in a bf16 are `2^-126` times their value,
+and an e4m3 scale in bf16 can carry a power of two of at most `2^118`."""
 
 SCALE_GAIN = tl.constexpr(2.0**118)
 E2M1_GAIN = tl.constexpr(2.0**126)
@@ -52,11 +52,11 @@ E2M1_GAIN = tl.constexpr(2.0**126)
 def find_tile(
     group_offsets_ptr, expert_ids_ptr, num_groups, num_experts, tile, BLOCK_M: tl.constexpr, BLOCK_G: tl.constexpr
 ):
-    """`(expert, group, start, rows, block)` of m tile number `tile`; `expert` is -1 past the last tile.
+    """`(expert, group, start, rows, block)` of row tile number `tile`; `expert` is -1 past the last tile.
 
-    Tiles are counted group by group, `ceil(rows / BLOCK_M)` each, none for a group whose expert is not in
-    `0 .. num_experts - 1`. With offsets `[0, 100, 100, 130]`, experts `[2, 0, 1]` and BLOCK_M 64: tiles 0 and 1 are
-    blocks 0 and 1 of group 0, tile 2 is block 0 of group 2 (start 100, rows 30), tile 3 is none.
+    Tiles are counted group by group: `ceil(rows / BLOCK_M)` for a group whose expert is in `0 .. num_experts - 1`, else
+    none. With offsets `[0, 100, 100, 130]`, experts `[2, 0, 1]` and BLOCK_M 64: tiles 0 and 1 are
+    blocks 0 and 1 of group 0, tile 2 is block 0 of group 2 (start 100, rows 30), tile 3 is past the last.
     """
     g = tl.arange(0, BLOCK_G)
     live = g < num_groups
@@ -82,10 +82,10 @@ def dense_scale_rows(scale_offsets_ptr, group, start, local):
 
 @triton.jit
 def row_scale_rows(offsets_ptr, group, start, local, LAYOUT: tl.constexpr, ROWS_PER_SCALE: tl.constexpr):
-    """int64 scale rows of rows `local` of a group, by the convention that goes with the layout of the scales.
+    """int64 scale rows of rows `local` of a group, by the convention of the scale layout.
 
-    `offsets_ptr` holds for each group the shift of `dense_128` where scales are swizzled, the first scale row where
-    they are packed; otherwise (`unpadded`) it is not read.
+    `offsets_ptr` holds one number per group: the shift of `dense_128` for `SWIZZLED` scales, the first scale row for
+    `PACKED` ones. For `unpadded` scales it is not read.
     """
     if LAYOUT == SWIZZLED:
         scale_row = dense_scale_rows(offsets_ptr, group, start, local)
@@ -100,9 +100,9 @@ def row_scale_rows(offsets_ptr, group, start, local, LAYOUT: tl.constexpr, ROWS_
 
 @triton.jit
 def weight_scale_rows(expert, row, num_rows, K, ld, FMT: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr):
-    """int64 scale rows of weight rows `row` of an expert: swizzled ones are padded to 128, 128x128 blocks shared.
+    """int64 scale rows of weight rows `row` of an expert: swizzled rows are padded to 128, 128x128 blocks are shared.
 
-    Where rows lie next to each other, an expert is as many rows as its scales are numbers (words).
+    In `MN_MAJOR` and `PACKED` layouts, an expert spans as many scale rows as it has scales (or words of scales).
     """
     if LAYOUT == MN_MAJOR:
         scale_row = expert.to(tl.int64) * tl.cdiv(K, BLOCK) * ld + row // 128
@@ -117,7 +117,7 @@ def weight_scale_rows(expert, row, num_rows, K, ld, FMT: tl.constexpr, LAYOUT: t
 
 @triton.jit
 def bf16_value(bits, INTERPRET: tl.constexpr):
-    """The numbers of bf16 bits (uint16) as bf16; as fp32 where bf16 arithmetic is not to be trusted."""
+    """bf16 values of uint16 bits; fp32 under the interpreter, whose bf16 arithmetic is wrong."""
     if INTERPRET:
         value = bf16_bits_to_f32(bits)
     else:
@@ -127,7 +127,7 @@ def bf16_value(bits, INTERPRET: tl.constexpr):
 
 @triton.jit
 def e8m0_to_bf16(scales, INTERPRET: tl.constexpr):
-    """`2^(byte - 127)` of UE8M0 bytes, as `bf16_value` gives it: 2^-127 is a denormal, 255 is NaN."""
+    """`2^(byte - 127)` of UE8M0 bytes, in the type of `bf16_value`: 2^-127 is a denormal, 255 is NaN."""
     byte = scales.to(tl.uint16)
     return bf16_value(tl.where(byte == 0, 0x40, tl.where(byte == 255, 0x7FC0, byte << 7)).to(tl.uint16), INTERPRET)
 
@@ -142,7 +142,7 @@ def spread(scales, REPEAT: tl.constexpr):
 
 @triton.jit
 def load_quants(ptr, row_offset, ok, k, K, PAIRS: tl.constexpr, BLOCK_K: tl.constexpr, EVEN_K: tl.constexpr):
-    """Words `[M, BLOCK_K]` of rows at `row_offset`, from column `k`; `[M, BLOCK_K / 2]` where a word holds two."""
+    """Words `[M, BLOCK_K]` of rows at `row_offset` from column `k`; `[M, BLOCK_K / 2]` if a word holds two values."""
     PER_WORD: tl.constexpr = 2 if PAIRS else 1
     column = k // PER_WORD + tl.arange(0, BLOCK_K // PER_WORD)
     mask = ok[:, None]
@@ -153,12 +153,12 @@ def load_quants(ptr, row_offset, ok, k, K, PAIRS: tl.constexpr, BLOCK_K: tl.cons
 
 @triton.jit
 def load_scales(ptr, scale_row, ok, k, K, ld, LAYOUT: tl.constexpr, BLOCK: tl.constexpr, BLOCK_K: tl.constexpr):
-    """Block scales of columns `k .. k + BLOCK_K`: `[M, BLOCK_K / BLOCK]` bytes; `[M]` fp32 where not in words."""
+    """Block scales of columns `k .. k + BLOCK_K`: `[M, BLOCK_K / BLOCK]` bytes, or fp32 `[M]` in fp32 layouts."""
     columns = tl.cdiv(K, BLOCK)
     if LAYOUT == K_MAJOR:
         scales = tl.load(ptr + scale_row * columns + k // BLOCK, mask=ok, other=0.0)
     elif LAYOUT == MN_MAJOR:
-        # Through the rows, so that the product is of 64 bits.
+        # Adding the int64 rows makes the product 64-bit.
         column = scale_row * 0 + k // BLOCK
         scales = tl.load(ptr + column * ld + scale_row, mask=ok, other=0.0)
     else:
@@ -173,7 +173,7 @@ def load_scales(ptr, scale_row, ok, k, K, ld, LAYOUT: tl.constexpr, BLOCK: tl.co
 
 @triton.jit
 def e4m3_value(bits, INTERPRET: tl.constexpr):
-    """The numbers of e4m3 bits (or of e4m3 numbers, compiled), as `bf16_value` gives them."""
+    """Values of e4m3 bits (compiled also of e4m3 values), in the type of `bf16_value`."""
     if INTERPRET:
         value = e4m3_bits_to_f32(bits)
     else:
@@ -193,10 +193,9 @@ def dequantize(
 ):
     """`(even, odd)` operand tiles; without `PAIRS` both are the one tile of all columns.
 
-    PAIRS keeps even and odd columns apart, as they lie in bytes of e2m1: K is summed in that order then, and nothing
-    is interleaved. `mxfp4` is exact wherever its number is one of fp32. `mxfp8` scales are exact in bf16 from 2^-124
-    to 2^119; smaller ones lose denormal bits below 2^-133, larger ones overflow where the dequantized number leaves
-    the range of bf16.
+    PAIRS keeps the even and odd columns of e2m1 bytes apart: K is summed in that order, and nothing is interleaved.
+    `mxfp4` is exact wherever its value is an fp32 value. `mxfp8` scales are exact in bf16 from 2^-124 to 2^119; smaller
+    ones lose denormal bits below 2^-133, larger ones overflow where the dequantized value leaves the range of bf16.
     """
     if FMT == CODE_NVFP4 or FMT == CODE_MXFP4:
         bits = quants.to(tl.uint16)
@@ -209,7 +208,7 @@ def dequantize(
         scale = spread(scale, BLOCK // 2)
         even = bf16_value(((bits & 7) << 6) | ((bits & 8) << 12), INTERPRET)
         if FMT == CODE_MXFP4:
-            # The whole gain first: with the scale it may pass the largest bf16.
+            # The gain first: gain times scale may exceed the largest bf16.
             even = even * tl.full([1, 1], E2M1_GAIN, even.dtype)
         even = even * scale
         odd = bf16_value(((bits & 0x70) << 2) | ((bits & 0x80) << 8), INTERPRET)
@@ -262,11 +261,10 @@ def load_operand(
     EVEN_K: tl.constexpr,
     INTERPRET: tl.constexpr,
 ):
-    """`(even, odd, scales)` of `BLOCK_K` columns from `k`: dequantized tiles, and the scales of those that are scaled
-    later.
+    """`(even, odd, scales)` of `BLOCK_K` columns from `k`: dequantized tiles, and scales to apply after the product.
 
-    `row_offset` (int64): first words of the rows; `scale_row` (int64): their rows in the scales; `ok`: which exist;
-    `ld`: leading dimension of scales whose rows lie next to each other.
+    `row_offset` (int64): first words of the rows; `scale_row` (int64): their scale rows; `ok`: which rows exist; `ld`:
+    leading dimension of `MN_MAJOR` and `PACKED` scales.
     """
     quants = load_quants(ptr, row_offset, ok, k, K, PAIRS, BLOCK_K, EVEN_K)
     if FMT == CODE_BF16:
@@ -279,11 +277,11 @@ def load_operand(
 
 @triton.jit
 def dot_step(acc, a_even, a_odd, a_scales, w_even, w_odd, w_scales, FMT: tl.constexpr, PAIRS: tl.constexpr):
-    """`acc + a @ w^T` over one `BLOCK_K`; `FMT` is that of the weights."""
+    """`acc + a @ w^T` over one `BLOCK_K`; `FMT` is the format of the weights."""
     if FMT == CODE_FP8_BLOCK:
-        # fp8 MMA keeps few bits of its sums: each 128 of K starts anew and is added in fp32.
+        # FP8 MMA accumulates with few bits: each 128 of K starts from zero and is added in fp32.
         partial = tl.dot(a_even, tl.trans(w_even), out_dtype=tl.float32)
-        # One scale after the other: their product alone may leave the range of fp32 where the result does not.
+        # One scale after the other: their product may leave the range of fp32 where the result does not.
         acc += (partial * a_scales[:, None]) * w_scales[None, :]
     else:
         acc = tl.dot(a_even, tl.trans(w_even), acc)
@@ -316,9 +314,10 @@ def native_step(
     BLOCK_K: tl.constexpr,
     EVEN_K: tl.constexpr,
 ):
-    """`acc + a @ w^T` over one `BLOCK_K` by block-scaled MMA, which takes quants and scales as they are stored.
+    """`acc + a @ w^T` over one `BLOCK_K` by block-scaled MMA on quants and scales as they are stored.
 
-    `FMT` is that of the weights; rows are in it too, `mxfp8` with `mxfp4` weights, which `FORM` may widen.
+    `FMT` is the format of the weights. Rows have the same format, except `mxfp8` rows with `mxfp4` weights, which
+    `FORM` may widen.
     """
     PAIRS: tl.constexpr = FMT == CODE_NVFP4 or FMT == CODE_MXFP4
     a = load_quants(a_ptr, a_offset, a_ok, k, K, FMT == CODE_NVFP4, BLOCK_K, EVEN_K)
@@ -335,7 +334,7 @@ def native_step(
     elif FMT == CODE_MXFP4:
         acc = tl.dot_scaled(a, a_s, "e4m3", tl.trans(w), w_s, "e2m1", acc)
     else:
-        # The instruction wants a scale for each 32 of K.
+        # The instruction needs a scale for each 32 of K.
         a_s = spread(a_s, BLOCK // 32)
         w_s = spread(w_s, BLOCK // 32)
         acc = tl.dot_scaled(a, a_s, "e4m3", tl.trans(w), w_s, "e4m3", acc)

@@ -1,8 +1,8 @@
 """Torch references of the grouped GEMM: products of the dequantized operands in float64, rounded to fp32 once.
 
-Rows are multiplied `ROWS_AT_ONCE` at a time, so that the sums of a row do not depend on how many others its group has.
-Everything after them is the same fp32 sequence as in the kernel. These references read offsets and expert ids on the
-host.
+Rows are multiplied `ROWS_AT_ONCE` at a time, so that the sums of a row do not depend on the number of rows of its
+group. Everything after the sums is the same fp32 sequence as in the kernel. These references read offsets and expert
+ids on the host.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
 
 ROWS_AT_ONCE = 32
-"""Rows of every float64 product, zeros behind the last ones: for a few rows BLAS takes another order of sums, which
-shows wherever they cancel. A multiple of the tiles of its kernels, so that all rows go through the same one. (Of a long
-K it may still give each thread a part: sums that cancel may then tell the number of threads.)"""
+"""Rows of every float64 product; the last one is padded with zeros. For few rows BLAS sums in another order, which
+shows where sums cancel. This is a multiple of BLAS's tiles, so that all rows use the same kernel. BLAS may still split a long
+K among threads; sums that cancel may then depend on the number of threads."""
 
 
 def grouped_gemm(
@@ -76,9 +76,9 @@ def grouped_gemm_swiglu(
 def dequantize_f64(
     fmt: TokenFormat, quants: torch.Tensor, scales: torch.Tensor | None, block: int | None = None
 ) -> torch.Tensor:
-    """Exact float64 `[M, K]` of quants `[M, quant_columns(K)]` and linear scales `[M, V]`, no second-level scale.
+    """Exact float64 `[M, K]` of quants `[M, quant_columns(K)]` and linear scales `[M, V]`; no second-level scale.
 
-    `block` is that of the format when None; the last one may be partial.
+    `block` None means that of the format. The last block may be partial.
     """
     if fmt.element_bits == 4:
         codes = torch.arange(256, dtype=torch.uint8, device=quants.device)[:, None]
@@ -96,7 +96,7 @@ def dequantize_f64(
 
 
 def _products(a: GroupedRows, w: ExpertWeights) -> Iterator[tuple[int, slice, torch.Tensor]]:
-    """`(group, packed rows, c)` of each group that has rows; `c` fp32 `[rows, N]`, scales and bias applied."""
+    """`(group, row positions, c)` of each group with rows; `c` is fp32 `[rows, N]` with scales and bias applied."""
     factors = None if w.expert_scales is None else w.row_factors()
     num_active = a.num_groups if a.num_active_experts is None else int(a.num_active_experts)
     offsets, experts = a.group_offsets.tolist(), a.expert_ids.tolist()

@@ -1,7 +1,7 @@
-"""The forms that the kernels of the grouped GEMM are compiled in: tiles, rings of stages, teams of warps.
+"""The forms in which the kernels of the grouped GEMM are compiled: tiles, rings of stages, teams of warps.
 
-`plan.py` chooses among them. The forms of one kernel of Hopper give the same bits for any number of rows. What
-they were measured against is in `kernels/gemm/notes.md`.
+`plan.py` chooses among them. All forms of a Hopper kernel give the same bits for any number of rows. Alternatives that
+were measured are in `kernels/gemm/notes.md`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from moe_runtime.kernels.gemm.dequant_layout import stage_units, unit_bytes
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS
 
 SHARED_BYTES = 227 * 1024
-"""Shared memory that a block of Hopper may have."""
+"""Most shared memory of a block on Hopper."""
 
 
 class Regime(Enum):
@@ -45,24 +45,24 @@ TILE_ROWS = 128
 STAGE_BYTES = (TILE_ROWS + 2 * HALF) * 128
 """Bytes of one stage of the ring: 128 bytes of K of each row of a tile."""
 STAGING_BYTES = 2048
-"""Shared memory in which each warp turns its results into rows."""
+"""Shared memory in which a warp transposes its results into rows."""
 SCALE_BYTES = 1088
-"""Shared memory for the scales of a stage: as much as they take where a copy brings those of four stages."""
+"""Shared memory for the scales of a stage. TMA copies the scales of four stages at once; four stages hold two copies."""
 MAX_STAGES = 4
 TILES_AHEAD = 8
-"""Tiles that the producers of a block announce to its math warps at a time."""
+"""Tiles that the producers of a block may announce to its math warps in advance."""
 
 
 @dataclass(frozen=True, eq=False)
 class TmaShape:
-    """How `tma_gemm.cu` cuts its work.
+    """Clusters, TMA boxes and tile order of `tma_gemm.cu`.
 
     Attributes:
-        regime: what it is for.
+        regime: the number of rows that it is for.
         cluster: blocks that share loads by multicast.
-        box_rows: rows that one copy of the rows' tensor map brings; where there is no cluster, boxes without rows of
-            the group are left out.
-        band: column tiles that are walked together, all row tiles of them before the next; even with a cluster.
+        box_rows: rows of one TMA box of the rows' tensor map; without a cluster, boxes without rows of the group are
+            skipped.
+        band: column tiles of a band; all row tiles of a band come before the next band. Even if there is a cluster.
     """
 
     regime: Regime
@@ -71,7 +71,7 @@ class TmaShape:
     band: int
 
     def stages(self, num_groups: int) -> int:
-        """Stages of the ring: as many as the rest of shared memory leaves room for."""
+        """Stages of the ring: as many as fit into the rest of shared memory."""
         return (SHARED_BYTES - _bytes_without_ring(num_groups)) // STAGE_BYTES
 
     def shared_bytes(self, num_groups: int) -> int:
@@ -80,12 +80,12 @@ class TmaShape:
 
 
 def _bytes_without_ring(num_groups: int) -> int:
-    """Staging, scales and barriers of the stages, tiles, the table of groups."""
+    """Staging, scales and barriers of the stages, announced tiles, the table of groups."""
     return 8 * STAGING_BYTES + MAX_STAGES * (SCALE_BYTES + 16) + TILES_AHEAD * (8 + 16) + 16 * (num_groups + 1)
 
 
 TMA_DECODE = TmaShape(Regime.DECODE, cluster=1, box_rows=16, band=1)
-# 66 clusters at a time, 8 columns by 8 pairs of rows, read least: as many rows as weights.
+# 66 clusters run at a time. 8 column tiles by 8 pairs of row tiles read least: as many rows as weights.
 TMA_PREFILL = TmaShape(Regime.PREFILL, cluster=2, box_rows=TILE_ROWS, band=8)
 
 
@@ -97,16 +97,17 @@ class DequantShape:
     """Tile and pipeline of `dequant_gemm.cu`.
 
     Attributes:
-        regime: what it is for.
-        warpgroups: each dequantizes and multiplies 64 weight rows of a tile; one more warpgroup loads.
+        regime: the number of rows that it is for.
+        warpgroups: warpgroups that each dequantize and multiply 64 weight rows of a tile; one more warpgroup loads.
         stage_units: most units of 64 columns in a stage of the ring.
         batch: steps of 16 columns that are dequantized before they are multiplied.
-        buffers, other_buffers: for so many steps, of NVFP4 weights and tokens and of other pairs, which leave fewer
-            registers. When all are full, dequantizing waits for the tensor cores and other warpgroups go on.
-        rolling: wait for the oldest buffer alone, so that one is dequantized while another is multiplied, always;
-            otherwise for all.
+        buffers: batches that are held dequantized, for NVFP4 weights and tokens. When all are full, a warpgroup waits
+            for the tensor cores, and other warpgroups go on.
+        other_buffers: the same for other format pairs, which leave fewer registers.
+        rolling: wait only for the oldest buffer, so that one is always dequantized while another is multiplied;
+            otherwise wait for all.
         max_blocks: tokens of a tile / 8.
-        cases: smaller numbers of blocks that have code of their own.
+        cases: smaller numbers of token blocks that have specialized code.
     """
 
     regime: Regime
@@ -120,9 +121,9 @@ class DequantShape:
     cases: tuple[int, ...]
 
     def ring(self, w_format: TokenFormat, units: int) -> tuple[int, int, int]:
-        """Stages, units of K in each, and bytes of all, for a weight `units` wide.
+        """Number of stages, units of K in each, and bytes of all, for a weight `units` wide.
 
-        At least two stages, so that one is loaded while the other is multiplied.
+        There are at least two stages, so that one is loaded while another is multiplied.
         """
         unit_stage = self.warpgroups * unit_bytes(w_format) + self.max_blocks * 1024
         size = stage_units(units, min(self.stage_units, RING_BYTES // (2 * unit_stage)))
@@ -166,25 +167,26 @@ DEQUANT_MIDDLE = DequantShape(
     max_blocks=20,
     cases=(4, 8, 10, 12, 14, 16, 18),
 )
-"""Where most groups have more tokens than a tile of DEQUANT_PREFILL takes, and few more than one of these."""
+"""For when most groups have more tokens than a tile of DEQUANT_PREFILL, and few have more than a tile of this shape."""
 
 
 MAX_TOKEN_WARPS = 32
 TOKEN_STEPS = 8
-"""Steps of a warp for 8 tokens where dequantization is overlapped: what it does once for these counts little then."""
+"""Steps of a warp for 8 tokens in overlapped dequantization: enough that the fixed work per 8 tokens costs little."""
 
 
 @dataclass(frozen=True)
 class TokenShape:
-    """How `dequant_tokens.cu` is cut.
+    """Launch shape of `dequant_tokens.cu`.
 
     Attributes:
-        warps: of a block.
-        max_groups: for which there is shared memory.
-        min_blocks: of an SM, for which registers are kept few; 0 leaves them to the compiler.
-        blocks_per_sm: that are launched, at most.
-        team: warps that take 8 tokens together; None for all of a block.
-        overlapped: runs while the product multiplies that takes the tokens, from shared memory by the copy engine.
+        warps: warps of a block.
+        max_groups: most groups for which there is shared memory.
+        min_blocks: blocks that must fit on an SM, which limits registers; 0 leaves registers to the compiler.
+        blocks_per_sm: most blocks launched per SM.
+        team: warps that share 8 tokens; None for all of a block.
+        overlapped: whether it runs while the product that reads the tokens runs; the copy engine then stores from
+            shared memory.
     """
 
     warps: int
@@ -199,18 +201,19 @@ class TokenShape:
         return self.team or self.warps
 
     def ahead(self, fmt: TokenFormat) -> int:
-        """Pieces of a row that a thread loads before it dequantizes the first: 32 registers hold few."""
+        """Pieces of a row that a thread loads before it dequantizes the first; few fit into 32 registers."""
         return 4 if self.min_blocks == 0 else 2 if fmt is NVFP4 else 1
 
 
 MANY_TOKENS = TokenShape(warps=8, max_groups=MAX_PREPACKED_EXPERTS, min_blocks=0, blocks_per_sm=12)
-"""Twice as many blocks as an SM takes at a time: none ends much later than the others."""
+"""Twice as many blocks as fit on an SM at a time, so that none ends much later than the others."""
 FEW_TOKENS = TokenShape(warps=4, max_groups=64, min_blocks=16, blocks_per_sm=1)
-"""For what these warps load at once. A block has 128 threads of 32 registers, all that a block of the GEMM leaves of an
-SM: the GEMM starts meanwhile and loads its weights. More loads of tokens would wait behind those of weights."""
+"""For as many tokens as these warps load at once. A block has 128 threads of 32 registers, all that a block of the GEMM
+leaves of an SM. The GEMM therefore starts meanwhile and loads its weights. Further loads of tokens would wait behind
+those of weights."""
 
 
 def overlapped_token_shape(units: int) -> TokenShape:
-    """Of the blocks that dequantize tokens `units` wide while the GEMM multiplies: one fills an SM."""
+    """The shape that dequantizes tokens `units` wide while the GEMM runs: one block fills an SM."""
     team = min(MAX_TOKEN_WARPS, ceil_div(units, MANY_TOKENS.ahead(NVFP4) * TOKEN_STEPS))
     return TokenShape(MAX_TOKEN_WARPS // team * team, MAX_PREPACKED_EXPERTS, 0, 1, team, overlapped=True)

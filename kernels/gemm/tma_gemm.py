@@ -1,17 +1,17 @@
 """Grouped GEMM on Hopper for weights that tensor cores read as they are stored: `fp8_block` and `bf16`.
 
-The host side of `tma_gemm.cu`: tensor maps, launches. `plan.py` says what it takes and in which shape. The
-contract is that of `grouped_gemm.py`, whose Triton kernel takes everything else. `fp8_block` sums each 128 of K from
-zero in the tensor cores and adds `partial * (row scale * weight scale)` in fp32, or, where that product of scales is
-not a normal number, `(partial * row scale) * weight scale`; `bf16` sums in the tensor cores. Every row sums its K in
-the order of K, whatever the shape, its tile and its neighbours: both shapes give the same bits.
+The host side of `tma_gemm.cu`: tensor maps and launches. `plan.py` chooses when it runs and in which shape. The
+contract is that of `grouped_gemm.py`, whose Triton kernel runs everything else. `fp8_block` sums each 128 of K from
+zero in the tensor cores and adds `partial * (row scale * weight scale)` in fp32. Where that product of scales is not a
+normal number, it adds `(partial * row scale) * weight scale`. `bf16` sums in the tensor cores. Every row sums K in
+ascending order, in any shape, tile and neighbourhood, so both shapes give the same bits.
 
 Least times on one H200. Prefill, FP8, 8 groups x 4096 rows, (N, K) = (4096, 7168): 1.92e12 flops take 1.34 ms at the
 1437 TFLOP/s of torch's dense 8192^3, 0.74 GB take 0.17 ms. Decode, FP8, 32 groups x 32 rows, both products of the
 reference model: 1.41 GB of weights take 328 us at 4.3 TB/s.
 
-Measured after rests, and without them (launch/results/gemm_h200.json of commit 2dbcdbe; TFLOP/s, in parentheses torch's
-row-wise _scaled_grouped_mm or _grouped_mm; see `launch/benchmarks/timing.py`):
+Measured after rests, and without them (launch/results/gemm_h200.json of commit 2dbcdbe; `launch/benchmarks/timing.py`
+explains rests). TFLOP/s, in parentheses torch's row-wise _scaled_grouped_mm or _grouped_mm:
 
     FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1427 / 1342 (1403 / 1280); (4096, 7168) without rests 1217 (1203)
     FP8  4 x 8192, the same                           1432 / 1335 (1377 / 1276); 1220 (1166)
@@ -19,7 +19,7 @@ row-wise _scaled_grouped_mm or _grouped_mm; see `launch/benchmarks/timing.py`):
     FP8  8 x 16, 32, 48 rows                          60.0, 60.6, 61.5 us / 33.8, 34.4, 35.1 us
     FP8  32 x 32 rows, gate_up and down               345 us
 
-What bounds it (power), what each version gained and what was dropped: `kernels/gemm/notes.md`.
+It is bound by power. Gains of each version and dropped ideas: `kernels/gemm/notes.md`.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
 SOURCE = "tma_gemm.cu"
 THREADS = 384
 MAPS_KEPT = 1024
-"""Tensor maps that are kept, by address and shape."""
+"""Size of the cache of tensor maps, by address and shape."""
 
 
 def aligned(rows: torch.Tensor, quants: torch.Tensor, out: torch.Tensor | None = None) -> bool:
-    """Whether the kernel can load these rows and weights, and store `out`: in rows that begin at 16-byte boundaries."""
+    """Whether rows, weights and `out` start their rows at 16-byte boundaries, as the kernel needs."""
     return _aligned(rows) and quants.data_ptr() % 16 == 0 and (out is None or _aligned(out))
 
 
@@ -55,17 +55,17 @@ def _aligned(t: torch.Tensor) -> bool:
 
 
 def scales_aligned(a: torch.Tensor | None, w: torch.Tensor | None) -> bool:
-    """Whether TMA can bring the scales of rows and weights."""
+    """Whether the scales of rows and weights have the 16-byte alignment that TMA needs."""
     return a is not None and w is not None and a.data_ptr() % 16 == w.data_ptr() % 16 == 0
 
 
 def multiply(a: GroupedRows, w: ExpertWeights, out: torch.Tensor, plan: GemmPlan) -> None:
-    """`grouped_gemm` into `out`, of what has been checked."""
+    """`grouped_gemm` of checked operands into `out`."""
     _launch(a, w, plan, w.num_rows, out, out.stride(0), None, OUT_DTYPES.index(out.dtype), None)
 
 
 def multiply_swiglu(a: GroupedRows, w: ExpertWeights, activation: SwiGLU, out: GroupedRows, plan: GemmPlan) -> None:
-    """`grouped_gemm_swiglu` into `out`, of what has been checked."""
+    """`grouped_gemm_swiglu` of checked operands into `out`."""
     code = 0 if out.scales is None else 3
     _launch(a, w, plan, out.num_columns, out.rows, out.num_columns, out.scales, code, activation)
 
@@ -173,7 +173,7 @@ def _launch(
             shape.band,
             ctypes.c_float(formula.alpha),
             ctypes.c_float(float("inf") if formula.limit is None else formula.limit),
-            # Adding -0 changes no number.
+            # Adding -0 changes no value.
             ctypes.c_float(formula.up_offset or -0.0),
         ],
         device=device,
@@ -221,7 +221,7 @@ def _weight_map(w: ExpertWeights, order: GateUpOrder | None) -> Any:
 def _tensor_map(
     address: int, element_size: int, dims: tuple[int, ...], strides: tuple[int, ...], box: tuple[int, ...]
 ) -> Any:
-    """A tensor map, in the 128-byte swizzle unless of fp32; kept, since encoding one takes longer than a launch."""
+    """A tensor map, in the 128-byte swizzle unless fp32. Cached: encoding one takes longer than a launch."""
     from cuda.bindings import driver
 
     kinds, swizzles = driver.CUtensorMapDataType, driver.CUtensorMapSwizzle
