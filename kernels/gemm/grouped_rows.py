@@ -31,8 +31,8 @@ class GroupedRows:
         num_columns: `K`, numbers in a row.
         num_active_experts: groups that count, an int or a one-element int32 tensor; None means all `G`.
         dequantized: the rows dequantized, as the GEMM of prepacked weights multiplies them
-            (`kernels.gemm.dequant_tokens`), where the kernel that made them stored them so; then `rows` is empty, `scales`
-            and `group_scale_offsets` are None.
+            (`kernels.gemm.dequant_tokens`), where the kernel that made them stored them so. Then `rows` is empty;
+            `scales` and `group_scale_offsets` are None.
         scales_in_record: the scales lie as the rows do, one byte each: `[*, V]` with any row stride, to which
             `row_index` applies. For prepacked weights multiplied by Hopper's kernels, which gather the rows anyway.
         expected_rows: rows of all groups that come on average, as far as the host knows; None where `capacity` is about

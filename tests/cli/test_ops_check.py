@@ -95,7 +95,7 @@ def test_every_line_is_an_operation_with_a_case_and_a_kernel() -> None:
     run = {case.operation for case in ops_bench.CASES} | {"NVFP4TokenFormat"}
     assert run == set(ops_check.OPERATIONS)
     for operation, fmt in ops_check.FORMATS.items():
-        assert hasattr(operations, operation)
+        assert hasattr(ops, operation)
         assert (ops_check.kernel_operation(operation), fmt) in cases
 
 

@@ -533,13 +533,16 @@ def die_in(rank: int, world: int, phase: str, seed: int) -> tuple[str, int, floa
     try:
         if rank == 2 and phase == "before dispatch":
             os.kill(os.getpid(), signal.SIGKILL)
-        sent = layer._send(mine.x, mine.topk_idx, mine.topk_weights)
+        step = layer._route(mine.x, mine.topk_idx, mine.topk_weights)
+        layer._dispatch_send(step)
         if rank == 2 and phase == "after dispatch":
             os.kill(os.getpid(), signal.SIGKILL)
-        computed = layer._compute(sent)
+        layer._dispatch_recv(step)
+        layer._run_experts(step)
+        layer._combine_send(step)
         if rank == 2 and phase == "after combine_send":
             os.kill(os.getpid(), signal.SIGKILL)
-        layer._receive(computed)
+        layer._combine_recv(step)
         # Who dies after it has sent everything is missed in the next step.
         layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
     except PeerTimeoutError as error:
