@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from moe_runtime import ops
 from moe_runtime.kernels import aot
 from moe_runtime.launch import doctor
 from moe_runtime.launch.benchmarks import ops_bench, ops_check

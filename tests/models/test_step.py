@@ -21,6 +21,7 @@ from moe_runtime.virtual import VirtualRanks
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, config, rank_input
 from tests.support.pool import PATIENCE_S
+from tests.support.stages import compute, receive, send
 from tests.support.waiting import synchronize
 
 
@@ -82,9 +83,8 @@ def test_what_is_sent_is_kept_until_the_step_ends(device: torch.device, seed: in
         given = {name: getattr(mine, name).clone() for name in ("x", "topk_idx", "topk_weights")}
         addresses = {name: tensor.data_ptr() for name, tensor in given.items()}
         ends = [weakref.ref(given["topk_idx"]), weakref.ref(given["topk_weights"])]
-        sent = ranks.layers[0]._route(given.pop("x"), **given)
+        sent = send(ranks.layers[0], given.pop("x"), **given)
         given.clear()
-        ranks.layers[0]._dispatch_send(sent)
         assert all(end() is not None for end in ends)
         assert sent.tokens.data_ptr() == addresses["x"]
 
@@ -101,7 +101,7 @@ def test_mistakes_are_named(device: torch.device, seed: int) -> None:
         with make(config(), seed, device) as ranks:
             weights = torch.rand(topk_idx.shape, device=device)
             with pytest.raises(ValueError, match=message):
-                ranks.layers[0]._dispatch_send(ranks.layers[0]._route(x, topk_idx, weights))
+                send(ranks.layers[0], x, topk_idx, weights)
             with pytest.raises(PeerAbortedError, match=message.split(":")[0]):
                 ranks.layers[1](mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
                 # On a GPU it is kernels that hear of it, whenever they run.
@@ -204,14 +204,11 @@ def test_stages_may_differ_in_their_mode(device: torch.device, seed: int) -> Non
         wanted = layer(x)
         for inside in range(3):
             with torch.inference_mode(inside == 0):
-                step = layer._route(x)
-                layer._dispatch_send(step)
+                step = send(layer, x)
             with torch.inference_mode(inside == 1):
-                layer._dispatch_recv(step)
-                layer._run_experts(step)
-                layer._combine_send(step)
+                compute(layer, step)
             with torch.inference_mode(inside == 2):
-                assert_same_bits(layer._combine_recv(step), wanted, f"stage {inside} in inference mode")
+                assert_same_bits(receive(layer, step), wanted, f"stage {inside} in inference mode")
 
 
 @pytest.mark.gpu
