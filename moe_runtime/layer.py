@@ -41,7 +41,7 @@ from moe_runtime.placement.placement import Placement, placement_from_config
 from moe_runtime.placement.rebalance import Replacement, agree_on_replacement
 from moe_runtime.router import Router
 from moe_runtime.shared_expert import SharedExpert
-from moe_runtime.step import ComputedRows, LayerStep, SentTokens
+from moe_runtime.step import LayerStep
 from moe_runtime.support.compiling import not_compiled
 from moe_runtime.support.deprecation import warn_removed, warn_renamed
 from moe_runtime.support.progress import with_progress
@@ -151,85 +151,91 @@ class MoELayer(nn.Module):
             ValueError: a wrong argument; the peers get `PeerAbortedError`.
             MoERuntimeError: what went wrong between ranks (see `ExpertParallelContext.check`).
         """
-        # A stage may run once all ranks have done the one before it; `VirtualRanks` calls them for all ranks in turn.
-        sent = self._send(x, topk_idx, topk_weights, shared, max_tokens)
-        computed = self._compute(sent)
-        return self._receive(computed)
+        step = self._route(x, topk_idx, topk_weights, shared, max_tokens)
+        self._dispatch_send(step)
+        self._run_shared_expert(step)
+        self._dispatch_recv(step)
+        self._run_experts(step)
+        self._combine_send(step)
+        return self._combine_recv(step)
 
-    def _send(
+    def _route(
         self,
         x: torch.Tensor,
         topk_idx: torch.Tensor | None = None,
         topk_weights: torch.Tensor | None = None,
         shared: torch.Tensor | None = None,
         max_tokens: int | None = None,
-    ) -> SentTokens:
-        """Route this rank's tokens and send them; the shared expert computes while they travel."""
+    ) -> LayerStep:
+        """Check the arguments of `forward`, and choose the experts of each token."""
         with collective_step(self.context):
-            tokens_TH, topk_idx, topk_weights, shared_TH = self._route(x, topk_idx, topk_weights, shared)
+            if self.experts is None:
+                raise ValueError("experts: no weights are loaded (load_experts, from_checkpoint or from_yaml)")
+            geometry, device = self.dispatcher.geometry, self.context.device
+            tokens_TH, shared_TH = flat_tokens(geometry, device, x), None
+            if (topk_idx is None) != (topk_weights is None):
+                raise ValueError("topk_idx: expected together with topk_weights")
+            if shared is not None:
+                if self.shared_expert is not None:
+                    raise ValueError("shared: expected None, the layer has a shared expert of its own")
+                shared_TH = flat_shared(geometry, device, shared, x.shape)
+            if topk_idx is None or topk_weights is None:
+                if self.router is None:
+                    raise ValueError("topk_idx: expected a router's answer, the layer was made without a router")
+                with phase("route", self.times):
+                    topk_idx, topk_weights = self.router(tokens_TH)
             dispatcher = self._dispatcher_for(tokens_TH.shape[0], max_tokens)
             slots = topk_idx if self.slots is None else self.slots(topk_idx, tokens_TH)
+        return LayerStep(dispatcher, x.shape, tokens_TH, topk_idx, slots, topk_weights, shared_TH, self.placement)
+
+    def _dispatch_send(self, step: LayerStep) -> None:
+        """Quantize this rank's tokens and send them to the ranks of their experts."""
         with phase("dispatch_send", self.times):
-            scales_in_record = self._keeps_scales_in_record(dispatcher)
-            handle = dispatcher.dispatch_send(tokens_TH, slots, topk_weights, scales_in_record=scales_in_record)
+            keep = self._keeps_scales_in_record(step.dispatcher)
+            tokens = step.tokens, step.slots, step.topk_weights
+            step.handle = step.dispatcher.dispatch_send(*tokens, scales_in_record=keep)
+
+    def _run_shared_expert(self, step: LayerStep) -> None:
+        """Run the shared expert, if there is one, on this rank's tokens while they travel."""
         if self.shared_expert is not None:
             with collective_step(self.context), torch.no_grad(), phase("shared_expert", self.times):
-                shared_TH = self.shared_expert(tokens_TH)
-        return SentTokens(
-            dispatcher, handle, x.shape, tokens_TH, topk_idx, slots, topk_weights, shared_TH, self.placement
-        )
+                step.shared = self.shared_expert(step.tokens)
 
-    def _compute(self, sent: SentTokens) -> ComputedRows:
-        """Wait for the tokens of all ranks, run this rank's experts on them, and send the results home."""
-        dispatcher, handle = sent.dispatcher, sent.handle
-        if sent.placement != self.placement:
+    def _dispatch_recv(self, step: LayerStep) -> None:
+        """Wait for the tokens of all ranks and group them by expert."""
+        assert step.handle is not None
+        if step.placement != self.placement:
             with collective_step(self.context):
                 raise ValueError("step: expected one that began after replace_experts, its tokens went to other slots")
         with phase("dispatch_recv", self.times):
-            received = dispatcher.dispatch_recv(handle)
+            step.received = step.dispatcher.dispatch_recv(step.handle)
+
+    def _run_experts(self, step: LayerStep) -> None:
+        """Run this rank's experts on the rows that arrived."""
         with collective_step(self.context), phase("experts", self.times):
-            assert self.experts is not None
-            output = CombineSink(handle)
-            self.experts(received, out=output.rows)
+            assert self.experts is not None and step.handle is not None and step.received is not None
+            step.output = CombineSink(step.handle)
+            self.experts(step.received, out=step.output.rows)
+
+    def _combine_send(self, step: LayerStep) -> None:
+        """Weight and sum this rank's rows of each token, and send the sums to the token's rank."""
+        assert step.handle is not None and step.received is not None and step.output is not None
         with phase("combine_send", self.times):
-            dispatcher.combine_send(output, handle)
+            step.dispatcher.combine_send(step.output, step.handle)
         if self.counters is not None:
             # Now, while results travel.
             with collective_step(self.context):
-                self.counters.add(sent.topk_idx, sent.slots, handle.num_parts, received.group_offsets)
-        return ComputedRows(sent, received, output)
+                self.counters.add(step.topk_idx, step.slots, step.handle.num_parts, step.received.group_offsets)
 
-    def _receive(self, computed: ComputedRows) -> torch.Tensor:
+    def _combine_recv(self, step: LayerStep) -> torch.Tensor:
         """Wait for the results of all ranks and sum them: bf16, the shape of `x`."""
-        sent = computed.sent
+        assert step.handle is not None
         with phase("combine_recv", self.times):
-            y_TH = sent.dispatcher.combine_recv(sent.handle, shared=sent.shared)
-        return y_TH.view(sent.shape)
+            y_TH = step.dispatcher.combine_recv(step.handle, shared=step.shared)
+        return y_TH.view(step.shape)
 
-    def _route(
-        self,
-        x: torch.Tensor,
-        topk_idx: torch.Tensor | None,
-        topk_weights: torch.Tensor | None,
-        shared: torch.Tensor | None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """Checked `x` and `shared` as `[T, H]`, and the router's answer in between."""
-        if self.experts is None:
-            raise ValueError("experts: no weights are loaded (load_experts, from_checkpoint or from_yaml)")
-        geometry, device = self.dispatcher.geometry, self.context.device
-        tokens_TH, shared_TH = flat_tokens(geometry, device, x), None
-        if (topk_idx is None) != (topk_weights is None):
-            raise ValueError("topk_idx: expected together with topk_weights")
-        if shared is not None:
-            if self.shared_expert is not None:
-                raise ValueError("shared: expected None, the layer has a shared expert of its own")
-            shared_TH = flat_shared(geometry, device, shared, x.shape)
-        if topk_idx is None or topk_weights is None:
-            if self.router is None:
-                raise ValueError("topk_idx: expected a router's answer, the layer was made without a router")
-            with phase("route", self.times):
-                topk_idx, topk_weights = self.router(tokens_TH)
-        return tokens_TH, topk_idx, topk_weights, shared_TH
+    _STAGES = (_dispatch_send, _run_shared_expert, _dispatch_recv, _run_experts, _combine_send)
+    """What `forward` calls between `_route` and `_combine_recv`, each only once all ranks have done the one before."""
 
     def _dispatcher_for(self, num_tokens: int, max_tokens: int | None) -> TokenDispatcher:
         """That of the smallest token bucket for a step in which no rank has more than `max_tokens`."""
@@ -437,7 +443,10 @@ class MoELayer(nn.Module):
         with abort_peers_on_error(self.context), torch.no_grad():
             with self._unobserved():
                 for arguments in self._warm_up_steps():
-                    self._receive(self._compute(self._send(*arguments)))
+                    step = self._route(*arguments)
+                    for stage in self._STAGES:
+                        stage(self, step)
+                    self._combine_recv(step)
             self.context.check_peers()
 
     @contextmanager
@@ -512,14 +521,19 @@ class MoELayer(nn.Module):
     ) -> LayerStep:
         """Deprecated: the first part of `forward`, which sends this rank's tokens."""
         warn_removed("MoELayer.begin", _INSTEAD)
-        return LayerStep(self._send(x, topk_idx, topk_weights, shared, max_tokens))
+        step = self._route(x, topk_idx, topk_weights, shared, max_tokens)
+        self._dispatch_send(step)
+        self._run_shared_expert(step)
+        return step
 
     @not_compiled
     @by_one_thread
     def compute(self, step: LayerStep) -> None:
         """Deprecated: the second part of `forward`, which runs this rank's experts."""
         warn_removed("MoELayer.compute", _INSTEAD)
-        step.computed = self._compute(step.sent)
+        self._dispatch_recv(step)
+        self._run_experts(step)
+        self._combine_send(step)
 
     @not_compiled
     @by_one_thread
@@ -527,9 +541,9 @@ class MoELayer(nn.Module):
         """Deprecated: the last part of `forward`, which sums the results: bf16, the shape of the step's `x`."""
         warn_removed("MoELayer.finish", _INSTEAD)
         with collective_step(self.context):
-            if step.computed is None:
+            if step.output is None:
                 raise ValueError("step: expected compute to be called with it before finish")
-        return self._receive(step.computed)
+        return self._combine_recv(step)
 
     @property
     def number(self) -> int:

@@ -112,7 +112,9 @@ class VirtualRanks:
         self.close()
 
     def _run(self, steps: Sequence[StepArguments]) -> list[torch.Tensor]:
-        """`MoELayer.forward` on all ranks: each with its arguments, stage by stage."""
-        sent = [layer._send(*arguments) for layer, arguments in zip(self.layers, steps, strict=True)]
-        computed = [layer._compute(one) for layer, one in zip(self.layers, sent, strict=True)]
-        return [layer._receive(one) for layer, one in zip(self.layers, computed, strict=True)]
+        """`MoELayer.forward` on all ranks: each with its arguments, all in one stage before the next one begins."""
+        routed = [layer._route(*arguments) for layer, arguments in zip(self.layers, steps, strict=True)]
+        for stage in MoELayer._STAGES:
+            for layer, step in zip(self.layers, routed, strict=True):
+                stage(layer, step)
+        return [layer._combine_recv(step) for layer, step in zip(self.layers, routed, strict=True)]

@@ -216,7 +216,7 @@ def _recv_offsets_kernel(
 
 
 @triton.jit(do_not_specialize=[*_GEOMETRY_ARGUMENTS, "first_row"])
-def _recv_place_kernel(
+def _recv_permute_kernel(
     counts_ptr,
     group_offsets_ptr,
     row_index_ptr,
@@ -278,7 +278,7 @@ def _recv_place_kernel(
 
 
 @triton.jit(do_not_specialize=["rank", "landing_half", "first_expert"])
-def _recv_permute_kernel(
+def _recv_rows_kernel(
     positions_ptr,
     group_offsets_ptr,
     first_block_ptr,
@@ -399,7 +399,7 @@ def dispatch_recv(
         geometry.row_capacity,
         **constexprs["offsets"],
     )
-    _recv_place_kernel[(geometry.programs(num_chunks),)](
+    _recv_permute_kernel[(geometry.programs(num_chunks),)](
         counts,
         group_offsets,
         buffers.row_index,
@@ -418,9 +418,9 @@ def dispatch_recv(
         landing_half,
         context.half_bytes["token_flags"],
         landing_half // geometry.record.record_bytes,
-        **constexprs["place"],
+        **constexprs["permute"],
     )
-    _recv_permute_kernel[(geometry.programs(geometry.num_slots),)](
+    _recv_rows_kernel[(geometry.programs(geometry.num_slots),)](
         buffers.positions,
         group_offsets,
         first_block,
@@ -471,7 +471,7 @@ def _constexprs(geometry: ExchangeGeometry) -> dict[str, dict[str, Any]]:
             "CHUNKS": max(1, 4096 // e_pad),
             "ABORT": signals.abort,
         },
-        "place": place,
+        "permute": place,
         "rows": {
             "LOOPED_SLOTS": 0 if geometry.num_sms is None else geometry.num_slots,
             "K": geometry.top_k,
@@ -493,12 +493,12 @@ def _aot_cases(fmt: str, contiguous: bool, num_sms: int | None = None) -> tuple[
     kernels = {
         "count": _recv_count_kernel,
         "offsets": _recv_offsets_kernel,
-        "place": _recv_place_kernel,
-        "rows": _recv_permute_kernel,
+        "permute": _recv_permute_kernel,
+        "rows": _recv_rows_kernel,
     }
     scales = {"scales_ptr": "*fp32"} if fmt == "fp8_block" else {}
     return tuple(
-        exchange_aot_case(f"arrive_{name}", fmt, kernels[name], values, scales)
+        exchange_aot_case(f"recv_{name}", fmt, kernels[name], values, scales)
         for name, values in _constexprs(geometry).items()
     )
 

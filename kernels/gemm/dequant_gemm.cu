@@ -739,7 +739,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
     walk.offsets[g] = min(max(group_offsets[g], 0), capacity);
     if (g < num_groups) walk.experts[g] = expert_ids[g] < num_experts ? expert_ids[g] : -1;
   }
-  if (threadIdx.x == WARPGROUPS * 128) walk.prepack(unit_rows, counters);
+  if (threadIdx.x == WARPGROUPS * 128) walk.prepare(unit_rows, counters);
   if (threadIdx.x == 0) {
     for (int s = 0; s < STAGES; ++s) {
       barrier_init(full + s * 8, 1);
@@ -837,7 +837,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
       const float gsf = clamped(*out_gsf), scale = __frcp_rn(gsf);
       constexpr int THREADS = WARPGROUPS * 128;
       with.gsf = gsf;
-      if (threadIdx.x < 128) with.prepack(gsf, threadIdx.x);
+      if (threadIdx.x < 128) with.prepare(gsf, threadIdx.x);
       asm volatile("bar.sync %0, %1;" ::"n"(1 + WARPGROUPS), "n"(THREADS) : "memory");
       for (int i = blockIdx.x * THREADS + threadIdx.x; i < capacity; i += gridDim.x * THREADS) out_row_scale[i] = scale;
     }

@@ -9,7 +9,18 @@ from typing import Any, ClassVar
 import torch
 
 from moe_runtime.kernels.formats.number_formats import NVFP4, TokenFormat
+from moe_runtime.kernels.formats.swizzle import swizzle_scales, unswizzle_scales
+from moe_runtime.kernels.gemm.dequant_layout import (
+    DEQUANT_FORMATS,
+    pack_units,
+    source_rows,
+    unit_rows,
+    units_shape,
+    units_with_special_values,
+    unpack_units,
+)
 from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, one_of
+from moe_runtime.kernels.runtime import resolve_engine
 
 E4M3_MAX_CODE = 0x7E
 RESULT_FORMATS = ("bf16", "mxfp8", "nvfp4")
@@ -51,8 +62,6 @@ class PrepackedWeights:
     arch: ClassVar[int] = 90
 
     def __post_init__(self) -> None:
-        from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS, unit_rows, units_shape
-
         if self.format not in DEQUANT_FORMATS:
             names = " or ".join(fmt.name for fmt in DEQUANT_FORMATS)
             raise ValueError(f"format: expected {names}, got {self.format.name}")
@@ -85,16 +94,6 @@ class PrepackedWeights:
         Waits for the device. Raises `ValueError` for formats other than `nvfp4` and `mxfp8`, and one that names
         `argument` for `nvfp4` block scales that are negative or NaN.
         """
-        from moe_runtime.kernels.formats.swizzle import unswizzle_scales
-        from moe_runtime.kernels.gemm.dequant_layout import (
-            DEQUANT_FORMATS,
-            pack_units,
-            source_rows,
-            unit_rows,
-            units_shape,
-            units_with_special_values,
-        )
-
         if w.format not in DEQUANT_FORMATS:
             names = " or ".join(fmt.name for fmt in DEQUANT_FORMATS)
             raise ValueError(f"w.format: expected {names}, got {w.format.name}")
@@ -109,9 +108,7 @@ class PrepackedWeights:
         for expert, (units, quants, scales) in enumerate(zip(all_units, w.quants, w.scales, strict=True)):
             linear = unswizzle_scales(scales[None], w.num_rows, columns, engine=engine)[0].view(torch.uint8)
             if w.format is NVFP4 and int(linear.max()) > E4M3_MAX_CODE:
-                raise ValueError(
-                    f"{argument}: expected e4m3 values that are not negative, got a NaN or a negative one"
-                )
+                raise ValueError(f"{argument}: expected e4m3 values that are not negative, got a NaN or a negative one")
             units.copy_(pack_units(quants.view(torch.uint8), linear, w.format, rows))
             if marks is not None:
                 marks[expert] = units_with_special_values(quants.view(torch.uint8), linear, rows)
@@ -120,9 +117,6 @@ class PrepackedWeights:
     @staticmethod
     def wanted(w: ExpertWeights, engine: str = "auto") -> bool:
         """Whether the GEMM is faster with `w` prepacked: engine `cuda`, format and number of experts allow it."""
-        from moe_runtime.kernels.gemm.dequant_layout import DEQUANT_FORMATS
-        from moe_runtime.kernels.runtime import resolve_engine
-
         can = w.format in DEQUANT_FORMATS and w.num_experts <= MAX_PREPACKED_EXPERTS
         return can and resolve_engine(engine, w.device) == "cuda"
 
@@ -137,9 +131,6 @@ class PrepackedWeights:
 
     def restore(self, *, engine: str = "auto") -> ExpertWeights:
         """The weights from which `prepack` made these."""
-        from moe_runtime.kernels.formats.swizzle import swizzle_scales
-        from moe_runtime.kernels.gemm.dequant_layout import source_rows, unpack_units
-
         rows = source_rows(self.num_rows, self.gate_up).to(self.device)
         sizes = self.num_rows, self.num_columns
         quants, scales = (

@@ -25,8 +25,8 @@ from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
 
 ROWS_AT_ONCE = 32
 """Rows of every float64 product; the last one is padded with zeros. For few rows BLAS sums in another order, which
-shows where sums cancel. This is a multiple of BLAS's tiles, so that all rows use the same kernel. BLAS may still split a long
-K among threads; sums that cancel may then depend on the number of threads."""
+shows where sums cancel. This is a multiple of BLAS's tiles, so that all rows use the same kernel. BLAS may still split
+a long K among threads; sums that cancel may then depend on the number of threads."""
 
 
 def grouped_gemm(

@@ -47,7 +47,7 @@ STAGE_BYTES = (TILE_ROWS + 2 * HALF) * 128
 STAGING_BYTES = 2048
 """Shared memory in which a warp transposes its results into rows."""
 SCALE_BYTES = 1088
-"""Shared memory for the scales of a stage. TMA copies the scales of four stages at once; four stages hold two copies."""
+"""Shared memory for the scales of a stage. TMA copies scales of four stages at once; four stages hold two copies."""
 MAX_STAGES = 4
 TILES_AHEAD = 8
 """Tiles that the producers of a block may announce to its math warps in advance."""

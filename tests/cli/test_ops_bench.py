@@ -123,7 +123,7 @@ def test_bad_arguments(arguments: tuple[str, str], capsys: pytest.CaptureFixture
 @pytest.mark.gpu
 def test_results_on_a_gpu_are_timed() -> None:
     with ExpertParallelContext() as context:
-        results = ops_bench.run_all(context, "auto", small=True, iterations=2)
+        results = ops_bench.run_all(context, context.engine, small=True, iterations=2)
     for result in results[:-1]:
         assert 0 < result["smallest_us"] <= result["median_us"] <= result["largest_us"]
         assert result["method"] == "cuda_graph"

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
+from moe_runtime import ops
 from moe_runtime.kernels import aot
 from moe_runtime.launch import doctor
 from moe_runtime.launch.benchmarks import ops_bench, ops_check
@@ -95,7 +96,7 @@ def test_every_line_is_an_operation_with_a_case_and_a_kernel() -> None:
     run = {case.operation for case in ops_bench.CASES} | {"NVFP4TokenFormat"}
     assert run == set(ops_check.OPERATIONS)
     for operation, fmt in ops_check.FORMATS.items():
-        assert hasattr(operations, operation)
+        assert hasattr(ops, operation)
         assert (ops_check.kernel_operation(operation), fmt) in cases
 
 

@@ -30,6 +30,7 @@ from moe_runtime.virtual import VirtualRanks, virtual_contexts
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import EXPERTS, HIDDEN, LAYERS, TOKENS, TOP_K, RankInput, config, rank_input
 from tests.support.pool import PATIENCE_S, WITHOUT_ONE_S, run_once
+from tests.support.stages import compute, receive, send
 
 
 def step_inputs(seed: int, step: int, world: int) -> list[RankInput]:
@@ -533,13 +534,13 @@ def die_in(rank: int, world: int, phase: str, seed: int) -> tuple[str, int, floa
     try:
         if rank == 2 and phase == "before dispatch":
             os.kill(os.getpid(), signal.SIGKILL)
-        sent = layer._send(mine.x, mine.topk_idx, mine.topk_weights)
+        step = send(layer, mine.x, mine.topk_idx, mine.topk_weights)
         if rank == 2 and phase == "after dispatch":
             os.kill(os.getpid(), signal.SIGKILL)
-        computed = layer._compute(sent)
+        compute(layer, step)
         if rank == 2 and phase == "after combine_send":
             os.kill(os.getpid(), signal.SIGKILL)
-        layer._receive(computed)
+        receive(layer, step)
         # Who dies after it has sent everything is missed in the next step.
         layer(mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
     except PeerTimeoutError as error:

@@ -274,7 +274,7 @@ def test_processes_end_by_themselves_and_quietly(ranks: Any, tmp_path: Path, see
     script.write_text(
         "import sys\n"
         "from moe_runtime.comm.bootstrap import init_from_env\n"
-        "from tests import nvshmem_cases as cases\n"
+        "from tests.support import nvshmem_cases as cases\n"
         "import torch.distributed as dist\n"
         "init_from_env()\n"
         "rank, world = dist.get_rank(), dist.get_world_size()\n"

@@ -57,7 +57,7 @@ def run_nodes(*command: object) -> list[str]:
 
 
 def test_two_nodes_give_the_one_process_answer(tmp_path: Path, seed: int) -> None:
-    run_nodes(ROOT / "tests" / "two_nodes_worker.py", tmp_path, seed)
+    run_nodes(ROOT / "tests" / "support" / "two_nodes_worker.py", tmp_path, seed)
     world = NODES * RANKS_PER_NODE
     expected = [virtual_results(world, config, seed) for config in LAYERS]
     for rank in range(world):

@@ -135,13 +135,13 @@ def test_a_kernel_that_cannot_do_with_a_constant_is_found(tmp_path: Path) -> Non
 def test_no_kernel_is_left_out() -> None:
     kernels = {
         node.name
-        for path in (ROOT / "kernels").glob("*.py")
+        for path in (ROOT / "kernels").rglob("*.py")
         for node in ast.parse(path.read_text()).body
         if isinstance(node, ast.FunctionDef) and re.fullmatch(r"_\w+_kernel", node.name)
     }
     cases = [case for _, _, case in aot.collect_cases()]
     assert kernels == {case.kernel.__name__ for case in cases if isinstance(case, AotCase)}
-    sources = {path.name for path in (ROOT / "kernels").glob("*.cu")}
+    sources = {path.name for path in (ROOT / "kernels").rglob("*.cu")}
     assert sources == {case.file for case in cases if isinstance(case, CudaCase)}
 
 

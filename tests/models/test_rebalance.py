@@ -44,6 +44,7 @@ from tests.support.exchange_data import (
     rank_input,
 )
 from tests.support.pool import PATIENCE_S, WITHOUT_ONE_S, run_once
+from tests.support.stages import compute, send
 
 Load = Callable[[MoELayer], None]
 LOOK_S = 1.0
@@ -261,7 +262,7 @@ def test_a_routing_error_names_the_id_that_the_router_gave(
         layer.context.allocate()
     mine = rank_input(seed, 0, 4, HIDDEN, EXPERTS, TOP_K).to(device)
     mine.topk_idx[2] = torch.tensor([9, ids[kind], -1])
-    layers[0]._send(mine.x, mine.topk_idx, mine.topk_weights)
+    send(layers[0], mine.x, mine.topk_idx, mine.topk_weights)
     for layer in layers:
         with pytest.raises(RoutingError, match=rf"expert id {ids[kind]} of token 2 of rank 0 is out of range or twice"):
             layer.context.check_peers()
@@ -272,10 +273,10 @@ def test_a_step_that_began_before_a_replacement_is_refused(device: torch.device,
     plans = placements(2)
     with VirtualRanks(config(), 2, random_weights(seed), device=device, placement=plans[0]) as ranks:
         mine = rank_input(seed, 0, 4, HIDDEN, EXPERTS, TOP_K).to(device)
-        sent = [layer._send(mine.x, mine.topk_idx, mine.topk_weights) for layer in ranks.layers]
+        sent = [send(layer, mine.x, mine.topk_idx, mine.topk_weights) for layer in ranks.layers]
         ranks.replace_experts(plans[1])
         with pytest.raises(ValueError, match="step: expected one that began after replace_experts"):
-            ranks.layers[0]._compute(sent[0])
+            compute(ranks.layers[0], sent[0])
 
 
 def propose(rank: int, world: int, kind: str, seed: int) -> tuple[str, str, list[torch.Tensor]]:

@@ -21,6 +21,7 @@ from moe_runtime.virtual import VirtualRanks
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import EXPERTS, HIDDEN, TOKENS, TOP_K, config, rank_input
 from tests.support.pool import PATIENCE_S
+from tests.support.stages import compute, receive, send
 from tests.support.waiting import synchronize
 
 
@@ -35,12 +36,14 @@ def test_stages_one_by_one_are_the_whole(device: torch.device, seed: int) -> Non
     for order in ((0, 1, 2), (2, 0, 1)):
         with make(config("fp8_block"), seed, device) as ranks:
             layers = ranks.layers
-            sent = {
-                r: layers[r]._send(inputs[r].x, inputs[r].topk_idx, inputs[r].topk_weights, inputs[r].x.flip(0))
+            steps = {
+                r: layers[r]._route(inputs[r].x, inputs[r].topk_idx, inputs[r].topk_weights, inputs[r].x.flip(0))
                 for r in order
             }
-            computed = {rank: layers[rank]._compute(sent[rank]) for rank in order}
-            ys = {rank: layers[rank]._receive(computed[rank]) for rank in order}
+            for stage in MoELayer._STAGES:
+                for rank in order:
+                    stage(layers[rank], steps[rank])
+            ys = {rank: layers[rank]._combine_recv(steps[rank]) for rank in order}
             found.append([ys[rank] for rank in range(3)])
     with make(config("fp8_block"), seed, device) as ranks:
         # What comes home from each rank by itself.
@@ -80,7 +83,7 @@ def test_what_is_sent_is_kept_until_the_step_ends(device: torch.device, seed: in
         given = {name: getattr(mine, name).clone() for name in ("x", "topk_idx", "topk_weights")}
         addresses = {name: tensor.data_ptr() for name, tensor in given.items()}
         ends = [weakref.ref(given["topk_idx"]), weakref.ref(given["topk_weights"])]
-        sent = ranks.layers[0]._send(given.pop("x"), **given)
+        sent = send(ranks.layers[0], given.pop("x"), **given)
         given.clear()
         assert all(end() is not None for end in ends)
         assert sent.tokens.data_ptr() == addresses["x"]
@@ -98,7 +101,7 @@ def test_mistakes_are_named(device: torch.device, seed: int) -> None:
         with make(config(), seed, device) as ranks:
             weights = torch.rand(topk_idx.shape, device=device)
             with pytest.raises(ValueError, match=message):
-                ranks.layers[0]._send(x, topk_idx, weights)
+                send(ranks.layers[0], x, topk_idx, weights)
             with pytest.raises(PeerAbortedError, match=message.split(":")[0]):
                 ranks.layers[1](mine.x, topk_idx=mine.topk_idx, topk_weights=mine.topk_weights)
                 # On a GPU it is kernels that hear of it, whenever they run.
@@ -115,7 +118,7 @@ def test_a_second_thread_is_refused_and_changes_nothing(seed: int) -> None:
         wanted = layer(x)
         with pytest.warns(DeprecationWarning, match="MoELayer.begin goes"):
             step = other.begin(x)
-        handle = step.sent.handle
+        handle = step.handle
         routed = layer.router(x)
         calls = {
             "forward": lambda: layer(x),
@@ -201,11 +204,11 @@ def test_stages_may_differ_in_their_mode(device: torch.device, seed: int) -> Non
         wanted = layer(x)
         for inside in range(3):
             with torch.inference_mode(inside == 0):
-                sent = layer._send(x)
+                step = send(layer, x)
             with torch.inference_mode(inside == 1):
-                computed = layer._compute(sent)
+                compute(layer, step)
             with torch.inference_mode(inside == 2):
-                assert_same_bits(layer._receive(computed), wanted, f"stage {inside} in inference mode")
+                assert_same_bits(receive(layer, step), wanted, f"stage {inside} in inference mode")
 
 
 @pytest.mark.gpu

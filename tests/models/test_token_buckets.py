@@ -19,6 +19,7 @@ from moe_runtime.metrics import PhaseTimes
 from moe_runtime.virtual import VirtualRanks, virtual_contexts
 from tests.support.comparison import assert_same_bits
 from tests.support.exchange_data import EXPERTS, HIDDEN, TOP_K, RankInput, config, placements, rank_input
+from tests.support.stages import compute, receive, send
 from tests.support.waiting import synchronize
 
 SIZES = (3, 20)
@@ -174,12 +175,13 @@ def test_the_smallest_size_with_room_is_taken(device: torch.device, seed: int) -
         wanted = {0: 1, 1: 1, 2: 3, 3: 3, 4: 20, 20: 20, 21: LARGEST, LARGEST: LARGEST, None: LARGEST}
         for max_tokens, size in wanted.items():
             none = torch.zeros(0, HIDDEN, dtype=torch.bfloat16, device=device)
-            sent = [rank._send(none, max_tokens=max_tokens) for rank in ranks.layers]
+            sent = [send(rank, none, max_tokens=max_tokens) for rank in ranks.layers]
             assert sent[0].handle.geometry.max_tokens == size
             assert sent[0].dispatcher is layer.dispatchers[size]
-            computed = [rank._compute(one) for rank, one in zip(ranks.layers, sent, strict=True)]
-            for rank, one in zip(ranks.layers, computed, strict=True):
-                rank._receive(one)
+            for rank, one in zip(ranks.layers, sent, strict=True):
+                compute(rank, one)
+            for rank, one in zip(ranks.layers, sent, strict=True):
+                receive(rank, one)
         largest = max(dispatcher.geometry.half_bytes()["landing"] for dispatcher in layer.dispatchers.values())
         assert largest == layer.dispatcher.geometry.half_bytes()["landing"]
 
@@ -192,9 +194,10 @@ def test_on_one_rank_the_tokens_of_a_step_are_known(device: torch.device, seed: 
             made.load_random(seed)
         for count, size in ((0, 3), (3, 3), (4, 20), (20, 20), (21, LARGEST)):
             data = rank_input(seed, 0, count, HIDDEN, EXPERTS, TOP_K).to(device)
-            sent = layer._send(data.x, data.topk_idx, data.topk_weights)
+            sent = send(layer, data.x, data.topk_idx, data.topk_weights)
             assert sent.dispatcher is layer.dispatchers[size]
-            y = layer._receive(layer._compute(sent))
+            compute(layer, sent)
+            y = receive(layer, sent)
             assert_same_bits(y, plain(data.x, topk_idx=data.topk_idx, topk_weights=data.topk_weights))
 
 
@@ -219,12 +222,12 @@ def test_ranks_that_say_other_sizes_are_told_so(engine: str, device: torch.devic
         inputs = [rank_input(seed, r, 2, HIDDEN, EXPERTS, TOP_K).to(device) for r in range(2)]
         parts = [{"topk_idx": data.topk_idx, "topk_weights": data.topk_weights} for data in inputs]
         sent = [
-            layer._send(data.x, **part, max_tokens=most)
+            send(layer, data.x, **part, max_tokens=most)
             for layer, data, part, most in zip(ranks.layers, inputs, parts, (2, 3), strict=True)
         ]
         for layer, one in zip(ranks.layers, sent, strict=True):
             with pytest.raises(StepMismatchError, match=r"in exchange .* same order, with equal max_tokens"):
-                layer._compute(one)
+                compute(layer, one)
                 ranks.contexts[0].check_peers()
         synchronize(device)
         with pytest.raises(StepMismatchError):

@@ -43,7 +43,7 @@ int main() {
     Walk& walk = walks[blockIdx.x];
     int parts = 0;
     for (int g = 0; g < num_groups; ++g) parts += walk.parts_of(g);
-    walk.prepack(unit_rows, &taken);
+    walk.prepare(unit_rows, &taken);
     walk.begin(parts, num_groups, unit_rows);
     free.insert({0, blockIdx.x});
   }

@@ -37,6 +37,9 @@ def imports_of(text: str, module: str, modules: Mapping[str, object]) -> frozens
     for node in ast.walk(ast.parse(text)):
         if isinstance(node, ast.ImportFrom):
             assert node.level == 0, f"{module}: a relative import"
+            assert node.module != "moe_runtime" or all(
+                f"moe_runtime.{alias.name}" in modules for alias in node.names
+            ), f"{module} imports a public name of moe_runtime: name the module that it lives in"
             for alias in node.names:
                 inner = f"{node.module}.{alias.name}"
                 found.add(inner if inner in modules else str(node.module))
