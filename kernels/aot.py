@@ -1,15 +1,15 @@
-"""Compile every kernel for every architecture it declares, on a machine that needs no GPU.
+"""Compile every kernel for every architecture it declares. No GPU is needed.
 
 `python -m moe_runtime.kernels.aot [--json FILE] [--jobs N] [--operations NAME ...] [--assemble-once]` prints a table
-operation x format x architecture with the matrix instructions found in the PTX, and fails if a kernel does not compile
-or lacks the instruction it is meant to use. It must run without `TRITON_INTERPRET`: under the interpreter there is
-nothing to compile.
+operation x format x architecture with the matrix instructions found in the PTX. It fails if a kernel does not compile
+or lacks its declared instruction. It must run without `TRITON_INTERPRET`: the interpreter compiles nothing.
 
-The cases are those of every module's `AOT_CASES`; here are those of the grouped GEMM: every pair of formats, every form
-of the epilogue, each architecture's MMA, and the operations of `moe_runtime.ops`.
+The cases are the `AOT_CASES` of every module. Those of the grouped GEMM are in this file: every pair of formats, every
+form of the epilogue, each architecture's MMA, and the operations of `moe_runtime.ops`.
 
-Half of the time is ptxas. With `--assemble-once` Blackwell's cases go down to PTX, in which the instructions are looked
-for, and one of each operation and instruction to a binary; those of Hopper, where kernels run, all do.
+Half of the time is ptxas. With `--assemble-once`, Blackwell's cases are compiled to PTX, which suffices to look for the
+instructions, and only one case of each operation and instruction to a binary. Hopper's cases are all compiled to
+binaries, because kernels run there.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ OP_FP8 = "group_gemm_fp8_nt_groupwise"
 MMA = {90: r"wgmma\.mma_async", 100: r"tcgen05\.mma", 120: r"mma\.sync"}
 BLOCK_SCALED = {100: r"tcgen05\.mma\S*{}\S*block_scale", 120: r"mma\.sync\S*{}\S*block_scale"}
 WIDE, NARROW = 2048, 32
-"""Output columns with the widest tile and with the narrowest, which compiles in half the time."""
+"""Output columns that give the widest tile and the narrowest one, which compiles in half the time."""
 
 _TYPES = """
     a_ptr:*bf16 a_scales_ptr:*u8 row_scale_ptr:*fp32 row_index_ptr:*i32 w_ptr:*bf16 w_scales_ptr:*u8
@@ -89,7 +89,7 @@ _TYPES = """
 """
 _QUANTS = {BF16: "*bf16", FP8_BLOCK: "*fp8e4nv", MXFP8: "*fp8e4nv", NVFP4: "*u8", MXFP4: "*u8"}
 _PAIRS = {BF16: "*i32", MXFP8: "*i16", NVFP4: "*u8"}
-"""Words of two numbers of the rows."""
+"""Types of words that hold two values of a row."""
 _RESULTS = {BF16: "*i16", FP8_BLOCK: "*u8", MXFP8: "*u8", NVFP4: "*u8"}
 
 
@@ -109,9 +109,9 @@ def _triton(
     layout: ScaleLayout | None = None,
     **constants: Any,
 ) -> AotCase:
-    """A case with every optional tensor that the formats allow, less those in `absent`, for `n` output columns.
+    """A case with every optional tensor that the formats allow except those in `absent`, for `n` output columns.
 
-    `operation` is one of `moe_runtime.ops`; without it, the case is a layer's. `constants` are constexprs.
+    `operation` is one of `moe_runtime.ops`; None means a layer. `constants` are constexprs.
     """
     if operation is None:
         tile = choose_tile(n, a, out_block=0 if out is None else out.block, native=native)
@@ -161,7 +161,7 @@ _ODD_K: dict[str, Any] = {"EVEN_K": False}
 
 
 def _layer_cases() -> Iterator[AotCase]:
-    """Every format with the widest tile in both operations, those of 4-bit weights alone in one; else the narrowest."""
+    """Every format with the widest tile, token formats in both operations. Other forms have the narrowest tile."""
     for f in FORMATS.values():
         yield _triton(f, f, absent=() if f.has_row_scale else ("row_scale_ptr",))
         yield _triton(f, f, out=f, activation=SwiGLU(), **_TWO)
@@ -180,7 +180,7 @@ def _layer_cases() -> Iterator[AotCase]:
 
 
 def _op_cases() -> Iterator[AotCase]:
-    """Each layout of scales, element and width of tile of `moe_runtime.ops`, in the form that an architecture takes."""
+    """Each layout of scales, element type and tile width of `moe_runtime.ops`, in the form for each architecture."""
     common: dict[str, Any]
     for archs, native, max_tile_n in (((90,), NativeForm.NONE, 128), ((100, 120), _STORED, 64)):
         common = {"layout": ScaleLayout.SWIZZLED, "archs": archs, "native": native}
@@ -199,7 +199,7 @@ def _op_cases() -> Iterator[AotCase]:
     yield _triton(FP8_BLOCK, FP8_BLOCK, layout=ScaleLayout.K_MAJOR, n=NARROW, **e5m2, **common)
 
 
-# --- Hopper's grouped GEMM in CUDA C++; the tests of each kernel compile more of their variants ---
+# --- Hopper's grouped GEMM in CUDA C++; the tests of each kernel compile more variants ---
 
 HIDDEN, GROUPS = 7168, 32
 BF16_WGMMA = {90: r"wgmma\.mma_async\.sync\.aligned\.m64n\d+k16\.f32\.bf16\.bf16"}
@@ -224,7 +224,7 @@ def _tma(
 
 
 def _hopper_cases() -> Iterator[CudaCase]:
-    """Each format in every regime, plain and gated, and what the operations of `moe_runtime.ops` run."""
+    """Each format in every regime, plain and gated, and the kernels of the operations of `moe_runtime.ops`."""
     for operation, fmt in ((OP_MAX, NVFP4), (OP_NVFP4, NVFP4), (OP_MXFP8, MXFP8)):
         for out_dtype in (torch.bfloat16, torch.float16):
             yield _dequant(operation, fmt, DEQUANT_DECODE, out_dtype)
@@ -260,9 +260,9 @@ AOT_CASES: tuple[AotCase | CudaCase, ...] = (*_hopper_cases(), *_layer_cases(), 
 
 @dataclass(frozen=True)
 class AotResult:
-    """What came of one case on one architecture, its compute capability times ten; `error` is empty if all is well.
+    """Result of one case on one architecture (compute capability times ten); `error` is empty on success.
 
-    `instructions` are the distinct matrix instructions of the PTX; `assembled` says whether it went on to a binary.
+    `instructions` are the distinct matrix instructions of the PTX. `assembled` says whether a binary was made.
     """
 
     operation: str
@@ -286,9 +286,9 @@ def collect_cases() -> list[tuple[str, int, AotCase | CudaCase]]:
 
 
 def check_ones(case: AotCase) -> None:
-    """Lower `case` once more with 1 for every integer, which a launch turns into a constant: it has to do for both.
+    """Lower `case` again with 1 for every integer argument, because a launch makes a constant of an argument 1.
 
-    Raises what the front end of the compiler does, e.g. for `.to` of an argument.
+    Raises the errors of the compiler's front end, e.g. for `.to` of a constant argument.
     """
     ones = {name: 1 for name, kind in case.signature.items() if kind in ("i32", "i64")}
     signature = {**case.signature, **dict.fromkeys(ones, "constexpr")}
@@ -309,10 +309,10 @@ def _without_assembler(backend: Any, stages: dict[str, Any], *_: Any) -> None:
 def _compile_triton(case: AotCase, arch: int, assemble: bool) -> tuple[str, int]:
     """The PTX, and the bytes of shared memory."""
     source = ASTSource(case.kernel, signature=dict(case.signature), constexprs=dict(case.constexprs))
-    # Nobody runs the binary, so ptxas may do less about it: a tenth of the time. Options are part of the cache's key.
+    # The binary is never run, so ptxas need not optimize fully: a tenth of the time. Options are in the cache's key.
     options = {**case.options, "ptx_options": "-O1" if assemble else "not assembled"}
     with triton.knobs.compilation.scope(), triton.knobs.runtime.scope():
-        # A fifth of the time would go into lines of a source that nobody steps through.
+        # Line information would take a fifth of the time.
         triton.knobs.compilation.disable_line_info = True
         if not assemble:
             triton.knobs.runtime.add_stages_inspection_hook = _without_assembler
@@ -321,9 +321,9 @@ def _compile_triton(case: AotCase, arch: int, assemble: bool) -> tuple[str, int]
 
 
 def compile_case(case: AotCase | CudaCase, arch: int, assemble: bool = True) -> AotResult:
-    """Compile `case` for `arch` and look for its instruction; failures are recorded, not raised.
+    """Compile `case` for `arch` and look for its instruction. Failures are recorded, not raised.
 
-    Down to a binary, or, unless `assemble`, a Triton kernel to PTX.
+    The result is a binary. With `assemble=False`, a Triton kernel is compiled only to PTX.
     """
     kernel = case.kernel if isinstance(case, CudaCase) else getattr(case.kernel, "__name__", str(case.kernel))
     start = time.perf_counter()
@@ -339,7 +339,7 @@ def compile_case(case: AotCase | CudaCase, arch: int, assemble: bool = True) -> 
         if wanted and not re.search(wanted, ptx):
             error = f"no instruction matches {wanted!r}"
     except Exception as failure:
-        # Any failure of the compiler is a row of the table, so that one bad kernel does not hide the others.
+        # Any failure becomes a row of the table, so that one bad kernel does not hide the others.
         error = f"{type(failure).__name__}: {failure}".strip()
     instructions = tuple(sorted(set(MATRIX_INSTRUCTION.findall(ptx))))
     seconds = time.perf_counter() - start
@@ -366,7 +366,7 @@ def _code_of(case: AotCase | CudaCase, arch: int) -> str:
 def compile_all(jobs: int = 1, operations: Sequence[str] | None = None, assemble_once: bool = False) -> list[AotResult]:
     """Compile all cases (of `operations`, where given) for all their architectures in `jobs` processes.
 
-    With `assemble_once`, of those for Blackwell only one of each operation and instruction down to a binary.
+    With `assemble_once`, only one Blackwell case of each operation and instruction is compiled to a binary.
 
     Raises `RuntimeError` under `TRITON_INTERPRET=1`, where `triton.jit` functions cannot be compiled.
     """
@@ -378,12 +378,12 @@ def compile_all(jobs: int = 1, operations: Sequence[str] | None = None, assemble
         if operations is None or case.operation in operations
         for arch in case.archs
     ]
-    first: dict[tuple[str, int, str | None], str] = {}  # of each operation and instruction, the code
+    first: dict[tuple[str, int, str | None], str] = {}  # code of the first case of each operation and instruction
     for _, _, case, arch in cases:
         first.setdefault((case.operation, arch, case.instruction.get(arch)), _code_of(case, arch))
     assembled = set(first.values())
-    # Equal code is compiled by one process: two would begin at once, before either has anything to share. CUDA C++ is
-    # last: what others compile meanwhile, such as tests, is in the cache then.
+    # One process compiles all equal code: two processes would start at once and share nothing. CUDA C++ is last: by
+    # then the cache has what others compile meanwhile, such as tests.
     same: dict[str, list[_Task]] = defaultdict(list)
     for module, index, case, arch in sorted(cases, key=lambda entry: isinstance(entry[2], CudaCase)):
         code = _code_of(case, arch)
@@ -408,7 +408,7 @@ def _print_table(results: list[AotResult]) -> None:
     cells: dict[tuple[str, str, str], dict[int, set[str]]] = defaultdict(lambda: defaultdict(set))
     for result in results:
         short = [text.replace(".sync.aligned", "").replace(".row.col", "") for text in result.instructions]
-        # Widths of one instruction in one line.
+        # One line for all widths of an instruction.
         short = [re.sub(r"(wgmma\S*\.m64n)\d+", r"\1*", text) for text in short]
         found = ["[red]failed[/red]"] if result.error else short or ["ok"]
         cells[result.operation, result.format, result.kernel][result.arch].update(found)
@@ -425,10 +425,9 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.kernels.aot", description="Compile all kernels.")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the results there")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: all cores)")
-    parser.add_argument(
-        "--assemble-once", action="store_true", help="of Blackwell's cases only one of each operation and instruction"
-    )
-    parser.add_argument("--operations", nargs="+", metavar="NAME", help="kernels of these alone (default: all)")
+    once = "assemble only one Blackwell case of each operation and instruction"
+    parser.add_argument("--assemble-once", action="store_true", help=once)
+    parser.add_argument("--operations", nargs="+", metavar="NAME", help="only kernels of these (default: all)")
     options = parser.parse_args(arguments)
     if INTERPRET:
         parser.error(INTERPRETED)

@@ -1,4 +1,4 @@
-"""Argument checks for all modules. A mistake is a `ValueError` that names the argument."""
+"""Argument checks for all modules. They raise a `ValueError` that names the argument."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import torch
 
 
 def check_is_tensor(name: str, value: object) -> torch.Tensor:
-    """`value`, if it is a tensor."""
+    """`value` if it is a tensor; else raise `ValueError`."""
     if not isinstance(value, torch.Tensor):
         raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
     return value

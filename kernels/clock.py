@@ -11,9 +11,9 @@ DEFINES = Defines({})
 
 
 def write_clock(at: torch.Tensor) -> None:
-    """Store nanoseconds of the GPU's global timer in `at`, int64 `[1]`, once all kernels before have ended.
+    """Store nanoseconds of the GPU's global timer in `at`, int64 `[1]`, once all previous kernels have ended.
 
-    The kernel after may begin meanwhile, up to its own wait, if it is launched to do so.
+    The next kernel may begin before that, up to its own wait, if it is launched with `early`.
     """
     launch("clock.cu", "write_clock", DEFINES, grid=(1, 1, 1), block=1, arguments=[at], device=at.device, early=True)
 

@@ -1,10 +1,9 @@
 """CUDA C++ kernels: compiled by NVRTC for one architecture, cached on disk, launched through the driver.
 
-Sources are the `.cu` files in this folder and those below it, named without their folder. They include the `.cuh`
-files there and nothing else, so that no CUDA toolkit is needed. Macros give them their sizes. Compiling needs no GPU,
-only the NVRTC library (`cuda-bindings` and `nvidia-cuda-nvrtc`, which CUDA builds of torch bring along). Each source
-has a Triton kernel for other architectures. Without a GPU, tests run the text of the sources in an emulator
-(`tests/emulator`).
+Sources are the `.cu` files in this folder and below it, named without their folder. They include only the `.cuh` files
+there, so no CUDA toolkit is needed. Macros set their sizes. Compiling needs no GPU, only the NVRTC library
+(`cuda-bindings` and `nvidia-cuda-nvrtc`, which come with CUDA builds of torch). Other architectures run a Triton kernel
+instead. Without a GPU, tests run the sources in an emulator (`tests/emulator`).
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ CACHE_VARIABLE = "MOE_RUNTIME_CACHE_DIR"
 Argument = torch.Tensor | int | None | ctypes._SimpleCData
 
 EVERY_PROGRAM: dict[str, int | str] = {}
-"""Extra macros for every program that is loaded from now on; `launch.sanitize` sets EACH_LANE_ARRIVES."""
+"""Extra macros of every program that is loaded later; `launch.sanitize` sets EACH_LANE_ARRIVES."""
 
 int64 = ctypes.c_int64
-"""Marks an argument of 64 bits."""
+"""Marks a 64-bit argument."""
 
 
 class Defines(Mapping[str, int | str]):
-    """Macros of a program in the order of their names, which nobody changes. They are hashed once, not in each launch.
+    """Immutable macros of a program, sorted by name. They are hashed once, not in each launch.
 
     >>> Defines({"WORLD": 8, "K": 2})
     Defines({'K': 2, 'WORLD': 8})
@@ -64,12 +63,12 @@ class Defines(Mapping[str, int | str]):
 
 @dataclass(frozen=True)
 class Compiled:
-    """What one run of the compiler gives.
+    """Result of one run of the compiler.
 
     Attributes:
-        cubin: the binary; empty for an architecture that has none.
-        ptx: what it was assembled from.
-        log: what the assembler says of each kernel, among it registers, shared and local memory.
+        cubin: the binary; empty for `compute_*` architectures.
+        ptx: the PTX of the binary.
+        log: the assembler's report on each kernel, with registers, shared and local memory.
     """
 
     cubin: bytes
@@ -78,11 +77,11 @@ class Compiled:
 
 
 class NvrtcError(RuntimeError):
-    """A source that does not compile, with the compiler's log, or a call that the driver refuses."""
+    """A source does not compile (with the compiler's log), or the driver refuses a call."""
 
 
 def cache_dir() -> Path:
-    """Where compiled kernels are kept: `$MOE_RUNTIME_CACHE_DIR`, else `~/.cache/moe_runtime`."""
+    """Folder of compiled kernels: `$MOE_RUNTIME_CACHE_DIR`, else `~/.cache/moe_runtime`."""
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "moe_runtime")
 
 
@@ -90,8 +89,8 @@ def compile_source(file: str, defines: Mapping[str, int | str], arch: str = "sm_
     """Compile `file` with macros `defines`.
 
     Args:
-        file: name of a source beside this module.
-        defines: macros; their values are written as they print.
+        file: name of a source in the folder of this module or below it.
+        defines: macros; values are written as `str` prints them.
         arch: `sm_90a` gives a cubin, `compute_90a` its PTX.
 
     Raises `NvrtcError` with the compiler's log for a source that does not compile.
@@ -100,7 +99,7 @@ def compile_source(file: str, defines: Mapping[str, int | str], arch: str = "sm_
 
 
 def compile_with_log(file: str, defines: Mapping[str, int | str], arch: str = "sm_90a") -> Compiled:
-    """Compile as `compile_source` does, and keep the PTX and the log of the assembler beside the cubin.
+    """Compile as `compile_source` does; return the cubin with its PTX and the assembler's log.
 
     Raises `NvrtcError` as `compile_source` does.
     """
@@ -108,7 +107,7 @@ def compile_with_log(file: str, defines: Mapping[str, int | str], arch: str = "s
 
 
 def source_path(name: str) -> Path:
-    """The file `name` (`*.cu` or `*.cuh`) in `FOLDER` or below it; an absolute path is itself."""
+    """The file `name` (`*.cu` or `*.cuh`) in `FOLDER` or below it; an absolute path is returned unchanged."""
     if os.path.isabs(name):
         return Path(name)
     (path,) = FOLDER.rglob(name)
@@ -116,7 +115,7 @@ def source_path(name: str) -> Path:
 
 
 def _headers() -> dict[bytes, bytes]:
-    """What a source may include, by name."""
+    """Contents of all headers by name."""
     paths = {path.name: path for path in FOLDER.rglob("*.cuh")}
     return {name.encode(): paths[name].read_bytes() for name in sorted(paths)}
 
@@ -126,7 +125,7 @@ def _options(defines: Defines, arch: str) -> list[str]:
 
 
 def _file_name(file: str, defines: Defines, arch: str) -> str:
-    """Of what is kept: another one for whatever changes the code."""
+    """Name of the cache file. It depends on everything that changes the code."""
     from cuda.bindings import nvrtc
 
     source, version = source_path(file).read_bytes(), _checked(nvrtc.nvrtcVersion())
@@ -162,7 +161,7 @@ def _compiled_with_log(file: str, defines: Defines, arch: str) -> Compiled:
 def _compile(file: str, defines: Defines, arch: str) -> Compiled:
     from cuda.bindings import nvrtc
 
-    # For the log; of the cubin it changes no more than the note of the options that it was made with.
+    # For the log; in the cubin it changes only the note of the compiler options.
     options = [*_options(defines, arch), "--ptxas-options=-v"]
     headers = _headers()
     source = source_path(file).read_bytes()
@@ -182,15 +181,15 @@ def _compile(file: str, defines: Defines, arch: str) -> Compiled:
 
 
 def _output(program: Any, size_of: Callable[[Any], Any], read: Callable[[Any, bytearray], Any]) -> bytes:
-    """What `read` writes of a program, in as many bytes as `size_of` says."""
-    # Not into `bytes`: those of length 1 are the interpreter's own, and an empty log has one byte.
+    """The output of a program that `read` writes, `size_of` bytes."""
+    # Not into a `bytes` object: Python shares those of length 1, the size of an empty log.
     output = bytearray(_checked(size_of(program)))
     _checked(read(program, output))
     return bytes(output)
 
 
 def _kept(name: str) -> bytes | None:
-    """A file of the cache; a cache that cannot be is no error."""
+    """A file of the cache, or None. An unusable cache is no error."""
     try:
         return (cache_dir() / name).read_bytes()
     except (OSError, RuntimeError):
@@ -198,7 +197,7 @@ def _kept(name: str) -> bytes | None:
 
 
 def _keep(name: str, binary: bytes) -> None:
-    """Write a file of the cache so that other processes see all of it or none; a cache that cannot be is no error."""
+    """Write a file of the cache atomically. An unusable cache is no error."""
     try:
         path = cache_dir() / name
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -225,17 +224,17 @@ _THREAD = _Thread()
 
 
 def _ensure_context(device: int) -> None:
-    """Make the context of `device`, the current one, current for the driver too, in a thread that has none.
+    """Make the context of `device`, the current device, current for the driver in a thread that has no context.
 
-    CUDA's runtime sees to that when it is called first, but `torch.cuda.device(0)` calls nothing where 0 is current
-    already (https://github.com/pytorch/pytorch/issues/195256).
+    The first call of CUDA's runtime does that, but `torch.cuda.device(0)` makes no call if device 0 is already current
+    (https://github.com/pytorch/pytorch/issues/195256).
     """
     if _THREAD.has_context:
         return
     from cuda.bindings import driver
 
     if not int(_checked(driver.cuCtxGetCurrent())):
-        # The one that the runtime takes; it stays for as long as the process does.
+        # The primary context, as in CUDA's runtime; it is kept until the process ends.
         context = _checked(driver.cuDevicePrimaryCtxRetain(_checked(driver.cuDeviceGet(device))))
         _checked(driver.cuCtxSetCurrent(context))
     _THREAD.has_context = True
@@ -250,7 +249,7 @@ def _loaded(file: str, name: str, defines: Defines, device: int, shared_bytes: i
     module = _checked(driver.cuModuleLoadData(binary))
     function = _checked(driver.cuModuleGetFunction(module, name.encode()))
     if shared_bytes > 0:
-        # More than 48 KiB have to be asked for, those that the kernel declares among them.
+        # More than 48 KiB, static shared memory included, must be requested.
         limit = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
         _checked(driver.cuFuncSetAttribute(function, limit, shared_bytes))
     return function
@@ -271,14 +270,15 @@ def launch(
     """Launch an `extern "C"` kernel on the current stream of `device`; compiled and loaded at the first call.
 
     Args:
-        file, name, defines: source, kernel and macros; a caller keeps those of what it launches often.
-        grid, block: blocks, and threads of one.
-        arguments: tensors and None become pointers, ints `int`; other types as ctypes objects, and descriptors of the
-            driver (`CUtensorMap`), which are passed by value.
+        file, name, defines: source, kernel and macros; keep the `Defines` of frequent launches.
+        grid, block: blocks, and threads of a block.
+        arguments: tensors and None become pointers, ints `int`. Other types are passed as ctypes objects. Descriptors
+            of the driver (`CUtensorMap`) are passed by value.
         device: a CUDA device.
         shared_bytes: dynamic shared memory of a block.
-        early: may start when every block of the kernel before has called `griddepcontrol.launch_dependents`; it calls
-            `griddepcontrol.wait` before it reads what that kernel writes.
+        early: whether the kernel may start when every block of the previous kernel has called
+            `griddepcontrol.launch_dependents`. It must call `griddepcontrol.wait` before it reads the results of that
+            kernel.
 
     Raises `NvrtcError` where the source does not compile or the driver refuses the launch.
     """
@@ -286,7 +286,7 @@ def launch(
 
     current = torch.cuda.current_device()
     index = current if device.index is None else device.index
-    # Entering a device takes as long as the launch, also if it is current already.
+    # Entering a device takes as long as the launch, even if it is already current.
     with nullcontext() if index == current else torch.cuda.device(index):
         stream = raw_stream(index)
         _ensure_context(index)
@@ -312,7 +312,7 @@ def _early() -> Any:
 
 
 def raw_stream(index: int) -> int:
-    """The current stream of a GPU, as the driver has it: `torch.cuda.current_stream` makes an object of it first."""
+    """The driver's handle of a GPU's current stream, without the object of `torch.cuda.current_stream`."""
     return int(torch._C._cuda_getCurrentRawStream(index))
 
 
@@ -322,14 +322,14 @@ def _sms(device: torch.device) -> int:
 
 
 def most_sms(device: torch.device, limit: int | None = None) -> int:
-    """How many SMs a kernel may take: those of `device`, `limit` at most."""
+    """Most SMs that a kernel may use: those of `device`, at most `limit`."""
     return _sms(device) if limit is None else min(_sms(device), limit)
 
 
 def pointers_to(arguments: Sequence[Argument | Any]) -> tuple[Any, Any]:
-    """What the driver takes as the arguments of a kernel: pointers to their values; and what holds those of its own."""
+    """Pointers to the values of kernel arguments, and the array that holds the values and must outlive the launch."""
     count = len(arguments)
-    # 8 bytes each, little-endian: of a narrower one the first.
+    # 8 bytes each, little-endian: a narrower argument has the first bytes.
     values = (ctypes.c_int64 * count)()
     first = ctypes.addressof(values)
     pointers = (ctypes.c_void_p * count)(*range(first, first + 8 * count, 8))

@@ -1,13 +1,13 @@
-"""Router on the GPU: logits, scores and the choice of experts in two kernels, without the host.
+"""Router on the GPU: logits, scores and the choice of experts in two kernels, without a host sync.
 
-`_logits_kernel` sums a part of K for a tile of tokens and experts; `_choose_kernel` adds the parts of a token in order,
-scores, and takes one expert after the other. A weight of fp32 is three numbers of bf16, which MMA multiplies exactly;
-where all of a tile are bf16 already the other two are left out, which changes no bit. Sums are fp32, in an order that
-depends on the sizes alone, so that a token's answer does not depend on its neighbours. The reference, in float64, is
-`moe_runtime.router.Router`.
+`_logits_kernel` sums a part of K for a tile of tokens and experts. `_choose_kernel` adds the parts of a token in order,
+computes scores, and chooses one expert after the other. An fp32 weight is split into three bf16 values, which MMA
+multiplies exactly. If all weights of a tile are bf16 values, the other two are zero and are skipped, which changes no
+bit. Sums are fp32, in an order that depends only on the sizes, so a token's result does not depend on its neighbours.
+The reference, in float64, is `moe_runtime.router.Router`.
 
-The two numbers at H = 7168, E = 256: 7.3 MB of weights, 2 us at 4.3 TB/s, whatever the tokens; 15 GFLOP at 4096 tokens
-with weights that are bf16, three times that with others.
+Cost at H = 7168, E = 256: 7.3 MB of weights, 2 us at 4.3 TB/s for any number of tokens; 15 GFLOP at 4096 tokens with
+bf16-valued weights, three times that with others.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from moe_runtime.kernels.runtime import INTERPRET, AotCase
 
 BLOCK_T, BLOCK_E, BLOCK_K = 64, 64, 64
 SPLITS = 8
-"""Parts that K is summed in: at few tokens there are else fewer programs than SMs."""
+"""Parts into which the sum over K is split: with few tokens there would otherwise be fewer programs than SMs."""
 MAX_ROUTED_EXPERTS = 4096
 
 KINDS = ("softmax", "topk_softmax", "sigmoid")
@@ -38,10 +38,10 @@ LOWEST = tl.constexpr(-3.4028234663852886e38)
 
 @triton.jit
 def _dot(acc, x, w, INTERPRET: tl.constexpr):
-    """`acc + x @ w^T` for fp32 `w` that is rounded to bf16, and what the rounding leaves."""
+    """`acc + x @ bf16(w)^T` for fp32 `w`, and the rounding error `w - bf16(w)`."""
     if INTERPRET:
         rounded = bf16_bits_to_f32(f32_to_bf16_bits(w))
-        # Not tl.dot: what a BLAS makes of a row may depend on where in the block the row lies.
+        # Not tl.dot: a BLAS result may depend on the row's position in the block.
         acc += tl.sum(x[:, None, :] * rounded[None, :, :], axis=2)
         rest = w - rounded
     else:
@@ -90,26 +90,26 @@ def _logits_kernel(
 
 @triton.jit
 def _key(x):
-    """int32 in the order of fp32 `x`: NaN above everything, zeros equal."""
+    """int32 keys in the order of fp32 `x`: NaN above everything, zeros equal."""
     bits = f32_bits(x + 0.0)
     return tl.where(magnitude_bits(x) > INF_BITS, NAN_KEY, bits ^ ((bits >> 31) & 0x7FFFFFFF))
 
 
 @triton.jit
 def _ranked(x, ids, ok):
-    """int64 that is larger for larger `x`, and for the lower id where `x` is equal."""
+    """int64 keys, larger for larger `x`, and for the lower id if `x` is equal."""
     return tl.where(ok, (_key(x).to(tl.int64) << 32) | (0xFFFFFFFF - ids.to(tl.int64)), NO_KEY)
 
 
 @triton.jit
 def _best(ranked):
-    """Id of the first in the order of `_ranked`."""
+    """Id of the largest key of `_ranked`."""
     return (0xFFFFFFFF - (tl.max(ranked, axis=0) & 0xFFFFFFFF)).to(tl.int32)
 
 
 @triton.jit
 def _of_best_groups(choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOCK: tl.constexpr):
-    """`choice` with -inf for experts outside the TOP_GROUPS groups whose two best add up to most."""
+    """`choice` with -inf for experts outside the TOP_GROUPS groups with the largest sum of their two best."""
     SIZE: tl.constexpr = BLOCK // GROUPS
     grouped = tl.reshape(choice, [GROUPS, SIZE])
     within = tl.broadcast_to(tl.arange(0, SIZE)[None, :], [GROUPS, SIZE])
@@ -126,7 +126,7 @@ def _of_best_groups(choice, GROUPS: tl.constexpr, TOP_GROUPS: tl.constexpr, BLOC
         allowed = allowed | (g == chosen)
         groups = tl.where(g == chosen, NO_KEY, groups)
     kept = tl.reshape(tl.broadcast_to(allowed.to(tl.int32)[:, None], [GROUPS, SIZE]), [BLOCK])
-    # A bias may be -inf; what is allowed comes before anything masked all the same.
+    # A bias may be -inf. Allowed experts must still rank above masked ones.
     return tl.where(kept > 0, tl.where(choice < LOWEST, LOWEST, choice), float("-inf"))
 
 
@@ -169,7 +169,7 @@ def _choose_kernel(
         if TOP_GROUPS < GROUPS:
             choice = _of_best_groups(choice, GROUPS, TOP_GROUPS, BLOCK)
     elif KIND == SOFTMAX:
-        # NaN is in the sum, if not in the maximum.
+        # The maximum may drop a NaN, the sum keeps it.
         powers = tl.where(ok, tl.exp(logits - tl.max(tl.where(ok, logits, float("-inf")), axis=0)), 0.0)
         scores = powers / tl.sum(powers, axis=0)
 
@@ -197,7 +197,7 @@ def _choose_kernel(
 
 
 class RouterSettings(Protocol):
-    """What the kernels read of a router's settings; `moe_runtime.config.RouterConfig` is one and describes them."""
+    """The settings of a router that the kernels read, as in `moe_runtime.config.RouterConfig`, which describes them."""
 
     @property
     def kind(self) -> str: ...
@@ -212,7 +212,10 @@ class RouterSettings(Protocol):
 
 
 def supports(x_TH: torch.Tensor, num_experts: int, config: RouterSettings) -> bool:
-    """Whether `route` takes these: bf16 tokens whose numbers lie side by side; groups of 2^n experts, 2^m of them."""
+    """Whether `route` supports this input: bf16 tokens with contiguous rows, at most `MAX_ROUTED_EXPERTS` experts.
+
+    With group selection, numbers of groups and of experts must be powers of two.
+    """
     grouped = config.top_groups < config.num_groups
     powers = triton.next_power_of_2(num_experts) == num_experts and config.num_groups & (config.num_groups - 1) == 0
     side_by_side = x_TH.shape[0] == 0 or x_TH.stride(1) == 1
@@ -230,7 +233,7 @@ def route(
     bias_E: torch.Tensor | None = None,
     correction_bias_E: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The answer of a router to tokens that `supports` takes.
+    """Expert ids and weights of tokens, for input that `supports` accepts.
 
     Args:
         x_TH: bf16 `[T, H]`.
@@ -239,7 +242,7 @@ def route(
         correction_bias_E: fp32 `[E]`, added to sigmoid scores for the choice.
 
     Returns:
-        ids int32 `[T, K]` and weights fp32 `[T, K]`, by falling score, ties to the lowest id, NaN first.
+        ids int32 `[T, K]` and weights fp32 `[T, K]`, by descending score, ties to the lowest id, NaN first.
     """
     (tokens, hidden), experts, device = x_TH.shape, weight_EH.shape[0], x_TH.device
     idx_TK = torch.empty(tokens, top_k, dtype=torch.int32, device=device)

@@ -1,7 +1,7 @@
-"""What differs between a compiled kernel and an interpreted one, in one place.
+"""Engines, ahead-of-time cases, and the differences between compiled and interpreted kernels.
 
-Under `TRITON_INTERPRET=1` (set before this module is imported) kernels run on CPU tensors; `INTERPRET` is then True
-and is passed to kernels that need it as a `tl.constexpr`.
+Under `TRITON_INTERPRET=1` (set before this module is imported) kernels run on CPU tensors. `INTERPRET` is then True;
+kernels that need it get it as a `tl.constexpr`.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ INTERPRET: bool = bool(triton.knobs.runtime.interpret)
 if INTERPRET:
 
     def clock_ns() -> int:
-        """Nanoseconds of a clock that only grows; gives way to other processes, for it is called in spin loops."""
+        """Nanoseconds of a monotonic clock. Yields to other processes, because spin loops call it."""
         os.sched_yield()
         return time.monotonic_ns()
 
     @triton.jit
     def store_release(ptr, value):
-        """Store an int32 word that the host, or a peer, must not see before what was stored until now."""
+        """Store an int32 word that the host or a peer must not see before all earlier stores."""
         tl.atomic_xchg(ptr, value, sem="release", scope="sys")
 
 else:
@@ -43,9 +43,9 @@ else:
 
     @triton.jit
     def store_release(ptr, value):
-        """Store an int32 word that the host, or a peer, must not see before what was stored until now.
+        """Store an int32 word that the host or a peer must not see before all earlier stores.
 
-        A store and not an exchange: few machines have atomic operations of a GPU on host memory, and memory checkers
+        A store, not an exchange: few machines support atomic operations of a GPU on host memory, and memory checkers
         report them. Every thread of the program stores the same word.
         """
         tl.inline_asm_elementwise(
@@ -59,16 +59,16 @@ else:
 
 
 Engine = Literal["cuda", "triton", "torch"]
-"""What runs an operation: CUDA C++ kernels where it has them, else Triton's; Triton alone; the torch references."""
+"""`cuda`: an operation's CUDA C++ kernel, or Triton's if it has none. `triton`: Triton only. `torch`: references."""
 
 ENGINES = ("auto", "cuda", "triton", "torch")
 
 
 def resolve_engine(engine: str, device: torch.device) -> Engine:
-    """The engine that runs operations on `device`; a resolved one is returned as it is.
+    """The engine that runs operations on `device`; a resolved engine is returned unchanged.
 
-    `"auto"` is `"cuda"` on a Hopper GPU with NVRTC, `"triton"` on other GPUs and under the interpreter there, and
-    `"torch"` on CPUs. Of a Hopper GPU that lacks only NVRTC it warns, once.
+    `"auto"` is `"cuda"` on a Hopper GPU with NVRTC, `"triton"` on other GPUs and on GPUs under the interpreter, and
+    `"torch"` on CPUs. It warns once if a Hopper GPU lacks only NVRTC.
 
     Raises `ValueError` for an unknown engine, for `"cuda"` where its kernels cannot run, and for `"triton"` on a CPU
     without the interpreter.
@@ -80,7 +80,7 @@ def resolve_engine(engine: str, device: torch.device) -> Engine:
 
 @cache
 def _resolved(engine: str, device: torch.device) -> Engine:
-    """Every call of an operation asks, and asking CUDA takes microseconds."""
+    """Cached, because every operation asks, and asking CUDA takes microseconds."""
     if engine == "torch":
         return "torch"
     if engine == "triton":
@@ -98,7 +98,7 @@ def _resolved(engine: str, device: torch.device) -> Engine:
     if device.type != "cuda":
         return "torch"
     if missing == NO_NVRTC:
-        _LOG.warning("%s: %s; slower Triton kernels are taken instead of Hopper's own", device, missing)
+        _LOG.warning("%s: %s; slower Triton kernels run instead of Hopper's CUDA C++ kernels", device, missing)
     return "triton"
 
 
@@ -106,7 +106,7 @@ NO_NVRTC = "cuda-bindings finds no NVRTC, install the extra gpu"
 
 
 def missing_for_cuda(device: torch.device) -> str | None:
-    """Why kernels in CUDA C++ cannot run on `device`; None where they can."""
+    """Why CUDA C++ kernels cannot run on `device`; None if they can."""
     if not is_hopper(device):
         return "the CUDA C++ kernels are for Hopper GPUs"
     if INTERPRET:
@@ -116,7 +116,7 @@ def missing_for_cuda(device: torch.device) -> str | None:
 
 @cache
 def has_nvrtc() -> bool:
-    """Whether kernels in CUDA C++ can be compiled: `cuda-bindings` (extra `gpu`) finds the NVRTC library."""
+    """Whether CUDA C++ kernels can be compiled: `cuda-bindings` (extra `gpu`) finds the NVRTC library."""
     try:
         from cuda.bindings import nvrtc
 
@@ -127,12 +127,12 @@ def has_nvrtc() -> bool:
 
 @cache
 def capability(device: torch.device) -> tuple[int, int] | None:
-    """Compute capability of a GPU named with its number; None for other devices. CUDA is asked once."""
+    """Compute capability of a GPU whose `device` has an index; None for other devices. Cached."""
     return torch.cuda.get_device_capability(device) if device.type == "cuda" else None
 
 
 def is_hopper(device: torch.device) -> bool:
-    """Whether `device` has compute capability 9.0, which the CUDA C++ kernels are for."""
+    """Whether `device` has compute capability 9.0, for which the CUDA C++ kernels are written."""
     return capability(device) == (9, 0)
 
 
@@ -141,16 +141,16 @@ ALL_ARCHS = (90, 100, 120)
 
 @dataclass(frozen=True)
 class AotCase:
-    """One way to compile a kernel ahead of time; a kernel module lists its own in `AOT_CASES`.
+    """One way to compile a Triton kernel ahead of time; a kernel module lists its cases in `AOT_CASES`.
 
     Attributes:
-        operation, format: what the table of kernels calls it, e.g. `("quantize", "nvfp4")`.
+        operation, format: row of the printed table, e.g. `("quantize", "nvfp4")`.
         kernel: the `triton.jit` function.
         signature: argument name -> Triton type such as `*bf16`, `*i64`, `i32`, or `constexpr`.
         constexprs: values of the arguments typed `constexpr`.
         options: compile options, e.g. `{"num_warps": 8, "enable_fp_fusion": False}`.
         archs: compute capabilities it is for, times ten.
-        instruction: regular expression that the PTX must contain, per arch; missing means nothing is asked.
+        instruction: by arch, a regular expression that the PTX must contain; none is required of other archs.
     """
 
     operation: str
@@ -165,12 +165,12 @@ class AotCase:
 
 @dataclass(frozen=True)
 class CudaCase:
-    """One way to compile a kernel in CUDA C++ ahead of time, for Hopper; listed in `AOT_CASES` too.
+    """One way to compile a CUDA C++ kernel for Hopper ahead of time, also listed in `AOT_CASES`.
 
     Attributes:
         operation, format: as in `AotCase`.
-        file: the source, in the folder of this module.
-        kernel: its name there.
+        file: name of the source, in the folder of this module or below it.
+        kernel: name of the kernel in the source.
         defines: macros.
         archs: compute capabilities it is for, times ten.
         instruction: as in `AotCase`.

@@ -1,7 +1,7 @@
-"""Counts of a layer's step, added up on the device in one launch: what `moe_runtime.counters` lets a host read.
+"""Counters of a layer's steps, updated on the device in one launch. `moe_runtime.counters` reads them on the host.
 
 `words` is int64 `[HEAD + E]`: steps, tokens, tokens sent to other ranks (once for each rank), (token, expert) rows that
-came here, then the tokens of each expert by id.
+this rank received, then the tokens of each expert by id.
 """
 
 from __future__ import annotations
@@ -51,15 +51,15 @@ def count_step(
     *,
     engine: str,
 ) -> None:
-    """Add a step of this rank to `words`; nothing waits for the host.
+    """Add a step of this rank to `words`, without a host sync.
 
     Args:
-        words: as the module says.
-        topk_idx_TK: int32 or int64 `[T, K]`, contiguous: experts by id; those out of range are left out.
-        slots_TK: the same by the slot that takes each token (equal to the ids without a placement).
-        num_parts_T: int32 `[T]`, ranks that each token went to.
-        group_offsets: int32 `[G + 1]` of what arrived.
-        own_slots: first slot of this rank and the one after its last.
+        words: the counters, as in the module docstring.
+        topk_idx_TK: int32 or int64 `[T, K]`, contiguous: expert ids; ids out of range are not counted.
+        slots_TK: like `topk_idx_TK`, with ids of physical experts (equal to the expert ids without a placement).
+        num_parts_T: int32 `[T]`, number of ranks that each token was sent to, this rank included.
+        group_offsets: int32 `[G + 1]` of the received rows.
+        own_slots: first physical expert of this rank, and the one after its last.
         engine: "cuda", "triton" or "torch".
     """
     num_tokens, top_k = topk_idx_TK.shape

@@ -1,7 +1,8 @@
 """Number formats bit by bit in integer arithmetic, so that interpreted and compiled kernels give the same bits.
 
-Encoders take fp32 and round to nearest, ties to even; decoders are exact. Nothing here depends on how a device treats
-denormals, on fused multiply-adds, or on the casts of a library version. The references are in `reference_quantize.py`.
+Conversions from fp32 round to nearest, ties to even; conversions to fp32 are exact. Nothing here depends on a device's
+handling of denormals, on fused multiply-adds, or on the casts of a library version. The references are in
+`reference_quantize.py`.
 
     1.0 -> bf16 0x3F80, e4m3 0x38, e2m1 0b0010;    448.0 -> e4m3 0x7E;    -6.0 -> e2m1 0b1111;    e8m0 127 -> 1.0
 """
@@ -26,19 +27,19 @@ def f32_bits(x):
 
 @triton.jit
 def bits_f32(bits):
-    """The fp32 number whose bits are the int32 `bits`."""
+    """The fp32 value whose bits are the int32 `bits`."""
     return bits.to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def magnitude_bits(x):
-    """`|x|` of fp32 as int32 bits: ordered like the magnitudes, with Inf above the numbers and NaN above Inf."""
+    """`|x|` of fp32 as int32 bits: ordered like the magnitudes, with Inf above finite values and NaN above Inf."""
     return f32_bits(x) & ABS_MASK
 
 
 @triton.jit
 def canonical_nan(x):
-    """fp32 `x` with every NaN replaced by 0x7FC00000: devices return different payloads."""
+    """fp32 `x` with every NaN replaced by 0x7FC00000, because devices return different payloads."""
     return bits_f32(tl.where(magnitude_bits(x) > INF_BITS, NAN_BITS, f32_bits(x)))
 
 
@@ -86,7 +87,7 @@ def e4m3_bits_to_f32(u8):
 
 @triton.jit
 def e5m2_bits_to_f32(u8):
-    """fp32 of e5m2 bits, which are the upper half of an fp16; Inf is kept, every NaN becomes 0x7FC00000."""
+    """fp32 of e5m2 bits (the upper half of an fp16); Inf is kept, every NaN becomes 0x7FC00000."""
     return canonical_nan((u8.to(tl.uint16) << 8).to(tl.float16, bitcast=True).to(tl.float32))
 
 
@@ -104,7 +105,7 @@ def f32_to_e2m1_code(x):
 
 @triton.jit
 def e2m1_code_to_f32(code):
-    """fp32 of an e2m1 code (only its low four bits are looked at)."""
+    """fp32 of an e2m1 code; only its low four bits are read."""
     c = code.to(tl.int32)
     sign = (c & 8) << 28
     normal = (((c >> 1) & 3) + 126) << 23 | ((c & 1) << 22)
@@ -114,7 +115,7 @@ def e2m1_code_to_f32(code):
 
 @triton.jit
 def e2m1_code_to_e4m3_bits(code):
-    """uint8 bits of e4m3fn of a uint8 e2m1 code (its upper four bits 0): every number of e2m1 is one of e4m3."""
+    """uint8 bits of e4m3fn of a uint8 e2m1 code with upper bits 0. Exact: e4m3 has every value of e2m1."""
     magnitude = code & 7
     bits = tl.where(magnitude < 2, magnitude * 0x30, magnitude * 4 + 0x30)
     return (bits | ((code & 8) << 4)).to(tl.uint8)

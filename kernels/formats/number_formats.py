@@ -13,7 +13,7 @@ import torch
 
 
 class FormatCode(IntEnum):
-    """The `tl.constexpr` by which kernels select the arithmetic of a format."""
+    """The code of a format; kernels branch on it as a `tl.constexpr`."""
 
     BF16 = 0
     FP8_BLOCK = 1
@@ -23,7 +23,7 @@ class FormatCode(IntEnum):
 
 
 class ScaleLayout(IntEnum):
-    """Position of the scale of row `r`, block `v`, which kernels branch on; `ld` is the leading dimension."""
+    """Position of the scale of row `r`, block `v`; kernels branch on it. `ld` is the leading dimension."""
 
     SWIZZLED = 0
     """The 128x4 swizzle, one byte each."""
@@ -54,17 +54,17 @@ def align(a: int, b: int) -> int:
 
 @dataclass(frozen=True)
 class TokenFormat:
-    """How a row of `K` numbers is stored: quants, block scales along K, and an optional fp32 scale of the row.
+    """How a row of `K` values is stored: quants, block scales along K, and an optional fp32 scale of the row.
 
     Attributes:
-        name: the name used in YAML and in every API.
+        name: the name in YAML and in every API.
         code: the code that kernels branch on.
         element_bits: bits of one element.
-        block: elements of K that share one block scale; 1 if there are no block scales.
-        quant_dtype: torch dtype of the quants as the GEMM takes them (`uint8` holds two e2m1 codes).
+        block: elements of K that share a block scale; 1 if there are no block scales.
+        quant_dtype: torch dtype of the quants in the GEMM (`uint8` holds two e2m1 codes).
         scale_dtype: torch dtype of a block scale (`uint8` holds a UE8M0 byte); None if there is none.
-        swizzled: block scales reach the GEMM in the 128x4 swizzle and the `dense_128` convention;
-            otherwise they are K-major, one row of scales per row of quants.
+        swizzled: whether block scales reach the GEMM in the 128x4 swizzle and the `dense_128` convention; otherwise
+            they are K-major, one row of scales per row of quants.
         has_row_scale: each row carries an fp32 decode scale, applied to the fp32 accumulator.
     """
 
@@ -78,7 +78,7 @@ class TokenFormat:
     has_row_scale: bool
 
     def __hash__(self) -> int:
-        """Of the name alone: formats are part of the keys by which plans and macros are looked up in every launch."""
+        """Hash only the name, for speed: every launch looks up plans and macros by keys that contain formats."""
         return hash(self.name)
 
     @property
@@ -92,23 +92,23 @@ class TokenFormat:
         return torch.finfo(self.quant_dtype).eps if self.quant_dtype.is_floating_point else 0.5
 
     def quant_columns(self, k: int) -> int:
-        """Elements of `quant_dtype` that hold a row of `k` numbers."""
+        """Elements of `quant_dtype` that hold a row of `k` values."""
         return k * self.element_bits // (8 * self.quant_dtype.itemsize)
 
     def quant_bytes(self, k: int) -> int:
-        """Bytes of the quants of a row of `k` numbers."""
+        """Bytes of the quants of a row of `k` values."""
         return k * self.element_bits // 8
 
     def scale_columns(self, k: int) -> int:
-        """`V`, the block scales of a row of `k` numbers."""
+        """`V`, the number of block scales of a row of `k` values."""
         return ceil_div(k, self.block) if self.scale_dtype is not None else 0
 
     def scale_bytes(self, k: int) -> int:
-        """Bytes of the linear block scales of a row of `k` numbers."""
+        """Bytes of the linear block scales of a row of `k` values."""
         return self.scale_columns(k) * self.scale_dtype.itemsize if self.scale_dtype is not None else 0
 
     def check_columns(self, k: int, argument: str) -> None:
-        """Raise `ValueError` naming `argument` unless rows of `k` numbers can be stored in whole blocks."""
+        """Raise `ValueError` naming `argument` unless rows of `k` values can be stored in whole blocks."""
         unit = max(self.block, 8)
         if k <= 0 or k % unit:
             raise ValueError(f"{argument}: format {self.name} needs a positive multiple of {unit}, got {k}")
@@ -127,14 +127,14 @@ NVFP4 = TokenFormat(
 MXFP4 = TokenFormat("mxfp4", FormatCode.MXFP4, 4, 32, torch.uint8, torch.uint8, swizzled=True, has_row_scale=False)
 
 FORMATS: dict[str, TokenFormat] = {f.name: f for f in (BF16, FP8_BLOCK, MXFP8, NVFP4)}
-"""Formats of tokens; weights have these and more."""
+"""Formats of tokens. Weights may have these too."""
 
 WEIGHT_FORMATS: dict[str, TokenFormat] = FORMATS | {MXFP4.name: MXFP4}
-"""Formats of weights. `mxfp4` is e2m1 with a UE8M0 scale for 32 of K, for weights alone."""
+"""Formats of weights. `mxfp4`, e2m1 with one UE8M0 scale per 32 of K, is for weights only."""
 
 OTHER_TOKEN_FORMATS = {NVFP4.name: (BF16.name,), MXFP4.name: (BF16.name, MXFP8.name)}
-"""By weight format: other token formats that the GEMM multiplies it with, after an exact dequantization; the usual one
-first."""
+"""By weight format: other token formats that the GEMM multiplies with it after an exact dequantization. The usual one
+comes first."""
 
 COMBINE_FORMATS = tuple(name for name, fmt in FORMATS.items() if not fmt.has_row_scale)
 """Formats in which combine may send partial sums: those that need no second pass over the row."""
@@ -146,7 +146,7 @@ WEIGHT_BLOCK_N = 128
 def format_named(
     name: str | TokenFormat, argument: str = "format", among: dict[str, TokenFormat] = FORMATS
 ) -> TokenFormat:
-    """The format called `name`; a descriptor is returned as it is. `ValueError` names `argument` if it is unknown."""
+    """The format called `name`; a `TokenFormat` is returned unchanged. Raises `ValueError` naming `argument`."""
     if isinstance(name, TokenFormat):
         return name
     if not isinstance(name, str) or name not in among:
@@ -160,7 +160,7 @@ def weight_format_named(name: str | TokenFormat, argument: str = "format") -> To
 
 
 def token_formats_for(weights: str) -> tuple[str, ...]:
-    """Names of the token formats that go with weights in format `weights`, the usual one first.
+    """Names of the token formats that can be multiplied with weights in format `weights`, the usual one first.
 
     >>> token_formats_for("nvfp4"), token_formats_for("mxfp4"), token_formats_for("mxfp8")
     (('nvfp4', 'bf16'), ('bf16', 'mxfp8'), ('mxfp8',))

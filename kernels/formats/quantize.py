@@ -1,10 +1,10 @@
 """Quantize and dequantize rows: each format is ONE fp32 sequence, so that every engine gives the same bits.
 
-Block maxima are taken on integer bits, which order NaN above Inf above every number; a block that holds either gets
-scale NaN and codes 0, and poisons its own token and nothing else. Every division is `div_rn`; kernels that use these
-helpers are launched with `enable_fp_fusion=False`. The references are in `reference_quantize.py`.
+Block maxima are taken on integer bits, which order NaN above Inf above every finite value. A block with NaN or Inf gets
+scale NaN and codes 0, and poisons only its own token. Every division is `div_rn`. Kernels that use these helpers are
+launched with `enable_fp_fusion=False`. The references are in `reference_quantize.py`.
 
-`R` rows, `K` numbers in a row, `V = ceil(K / block)` block scales of a row, `M x N` a tile inside a kernel.
+`R` rows, `K` values in a row, `V = ceil(K / block)` block scales of a row, `M x N` a tile inside a kernel.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ MXFP4_FLOOR_BITS = tl.constexpr(reference_quantize.MXFP4_FLOOR_BITS)
 
 @triton.jit
 def clamp_gsf(gsf):
-    """An encode scale kept to at most 2^100; NaN stays NaN."""
+    """An encode scale clamped to at most 2^100; NaN stays NaN."""
     return tl.where(gsf > MAX_GSF, MAX_GSF, gsf)
 
 
@@ -72,13 +72,13 @@ def row_amax_bits(x):
 
 @triton.jit
 def token_gsf(amax):
-    """Encode scale of NVFP4 rows from their fp32 maxima `[M]`: `min(div_rn(2688, amax), 2^100)`, 1 if 0 or not finite.
+    """Encode scale of NVFP4 rows with fp32 maxima `[M]`: `min(div_rn(2688, amax), 2^100)`; 1 if 0 or not finite.
 
-    Take `amax` from `bits_f32(row_amax_bits(x))`: `tl.max` on floats may drop a NaN.
+    Compute `amax` by `bits_f32(row_amax_bits(x))`: `tl.max` on floats may drop a NaN.
     """
     bits = magnitude_bits(amax)
     usable = (bits > 0) & (bits < INF_BITS)
-    # 2688 / 2^-89 is already above 2^100, so the quotient of anything smaller need not (over)flow.
+    # 2688 / 2^-89 is already above 2^100: a smaller divisor would not change the result but could overflow.
     divisor = tl.where(usable, tl.where(amax < SMALLEST_DIVISOR, SMALLEST_DIVISOR, amax), 1.0)
     return tl.where(usable, clamp_gsf(tl.div_rn(tl.full(divisor.shape, FULL_SCALE, tl.float32), divisor)), 1.0)
 
@@ -122,10 +122,10 @@ def quantize_tile(x, gsf, FMT: tl.constexpr):
             ideal = tl.div_rn(floored, tl.full([M, N // BLOCK], LARGEST, tl.float32))
             clean = tl.where(poisoned[:, :, None], 0.0, blocks)
             if FMT != CODE_FP8_BLOCK:
-                # The floor and the range of fp32 keep the byte within 105..247 (mxfp4: 1..253), as the format wants.
+                # The floor and the range of fp32 keep the byte within 105..247 (mxfp4: 1..253), all valid scales.
                 byte = (f32_bits(ideal) + 0x7FFFFF) >> 23
                 s = tl.where(poisoned, 255, byte).to(tl.uint8)
-                # Multiplying by the inverse power of two is the same number as dividing, and cheaper.
+                # Multiplying by the inverse power of two gives the same value as dividing, and is cheaper.
                 values = clean * bits_f32((254 - byte) << 23)[:, :, None]
             else:
                 s = bits_f32(tl.where(poisoned, NAN_BITS, f32_bits(ideal)))
@@ -217,7 +217,7 @@ def _dequantize_kernel(
     tl.store(out_ptr + row[:, None] * k + column[None, :], value, inside)
 
 
-# Interpreted, a program costs by its operations and hardly by its rows.
+# The interpreter's cost of a program depends on the number of operations and hardly on the number of rows.
 BLOCK_R = 32 if INTERPRET else 4
 BLOCK_K = 1024
 
@@ -233,9 +233,9 @@ def quantize_rows(
 
     Args:
         x_RK: bf16 or fp32 `[R, K]`, last dimension contiguous, any row stride; `R` may be 0, with any strides.
-        fmt: format of the result, also one of weights alone; `K` must be a multiple of its block (of 8 for bf16).
-        gsf: NVFP4's encode scale: None for one per row, `min(2688 / amax, 2^100)`; or a static one, a positive
-            number or a one-element fp32 tensor on the same device (its value is not checked), clamped to 2^100.
+        fmt: format of the result, any weight format too; `K` must be a multiple of its block (of 8 for bf16).
+        gsf: encode scale of NVFP4. None: one per row, `min(2688 / amax, 2^100)`. Else a static one, clamped to 2^100: a
+            positive number, or a one-element fp32 tensor on the same device (its value is not checked).
         engine: "auto", "cuda", "triton" or "torch".
 
     Returns:
@@ -275,9 +275,9 @@ def quantize_rows(
 
 
 def dequantize_rows(q: QuantizedRows, *, engine: str = "auto") -> torch.Tensor:
-    """fp32 `[R, K]` that quantized rows stand for: `(q * sf) * row_scale`, rounded in that order; NaN is 0x7FC00000.
+    """fp32 `[R, K]` of quantized rows: `(q * sf) * row_scale`, rounded in that order; NaN is 0x7FC00000.
 
-    Raises `ValueError` when a tensor of `q` is missing or of the wrong shape, dtype, device or stride.
+    Raises `ValueError` if a tensor of `q` is missing or has the wrong shape, dtype, device or stride.
     """
     _check_rows(q)
     if resolve_engine(engine, q.quants_RK.device) == "torch":
@@ -320,9 +320,9 @@ def _check_input(x_RK: torch.Tensor, fmt: TokenFormat) -> None:
 def check_gsf(
     gsf: float | torch.Tensor | None, fmt: TokenFormat, device: torch.device, argument: str = "gsf"
 ) -> torch.Tensor | None:
-    """The encode scale as fp32 `[1]` on `device`, or None; `ValueError` naming `argument` if it is wrong.
+    """The encode scale as fp32 `[1]` on `device`, or None. Raises `ValueError` naming `argument`.
 
-    A number is clamped to 2^100, a tensor is left as it is.
+    A number is clamped to 2^100. A tensor is returned unclamped.
     """
     if gsf is None:
         return None
@@ -333,7 +333,7 @@ def check_gsf(
             found = f"{gsf.dtype} {list(gsf.shape)} on {gsf.device}"
             raise ValueError(f"{argument}: expected one float32 element on {device}, got {found}")
         return gsf.reshape(1)
-    # Below the smallest normal fp32 it would lose its meaning.
+    # A denormal fp32 scale has lost precision.
     if not (isinstance(gsf, int | float) and torch.finfo(torch.float32).tiny <= gsf < math.inf):
         raise ValueError(f"{argument}: expected a positive finite number (at least 2^-126), got {gsf!r}")
     return torch.full((1,), min(float(gsf), MAX_ENCODE_SCALE), dtype=torch.float32, device=device)

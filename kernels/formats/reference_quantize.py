@@ -1,7 +1,7 @@
-"""Torch references of `bits.py`, `quantize.py` and `swizzle.py`: the same numbers bit for bit, on CPU and CUDA tensors.
+"""Torch references of `bits.py`, `quantize.py` and `swizzle.py`: the same results bit for bit, on CPU and CUDA tensors.
 
-They are what a CPU runs, and the oracle of the kernels' tests. Same names and meanings as the Triton functions; the
-public wrappers there validate the arguments.
+CPUs run them, and tests compare the kernels with them. Names and meanings are those of the Triton functions. The public
+wrappers there validate the arguments.
 """
 
 from __future__ import annotations
@@ -35,17 +35,17 @@ def f32_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def bits_f32(bits: torch.Tensor) -> torch.Tensor:
-    """The fp32 number whose bits are the int32 `bits`."""
+    """The fp32 value whose bits are the int32 `bits`."""
     return bits.view(torch.float32)
 
 
 def magnitude_bits(x: torch.Tensor) -> torch.Tensor:
-    """`|x|` of fp32 as int32 bits: ordered like the magnitudes, with Inf above the numbers and NaN above Inf."""
+    """`|x|` of fp32 as int32 bits: ordered like the magnitudes, with Inf above finite values and NaN above Inf."""
     return f32_bits(x) & ABS_MASK
 
 
 def canonical_nan(x: torch.Tensor) -> torch.Tensor:
-    """fp32 `x` with every NaN replaced by 0x7FC00000: devices return different payloads."""
+    """fp32 `x` with every NaN replaced by 0x7FC00000, because devices return different payloads."""
     return bits_f32(f32_bits(x).masked_fill(magnitude_bits(x) > INF_BITS, NAN_BITS))
 
 
@@ -104,7 +104,7 @@ def f32_to_e2m1_code(x: torch.Tensor) -> torch.Tensor:
 
 
 def e2m1_code_to_f32(code: torch.Tensor) -> torch.Tensor:
-    """fp32 of an e2m1 code (only its low four bits are looked at)."""
+    """fp32 of an e2m1 code; only its low four bits are read."""
     c = code.to(torch.int32)
     sign = (c & 8) << 28
     normal = ((((c >> 1) & 3) + 126) << 23) | ((c & 1) << 22)
@@ -129,7 +129,7 @@ def row_amax_bits(x: torch.Tensor) -> torch.Tensor:
 
 
 def token_gsf(amax: torch.Tensor) -> torch.Tensor:
-    """Encode scale of NVFP4 rows of fp32 maxima `[M]`: `min(div_rn(2688, amax), 2^100)`, 1 if 0 or not finite."""
+    """Encode scale of NVFP4 rows with fp32 maxima `[M]`: `min(div_rn(2688, amax), 2^100)`; 1 if 0 or not finite."""
     bits = magnitude_bits(amax)
     usable = (bits > 0) & (bits < INF_BITS)
     divisor = amax.clamp(min=2.0**-89).masked_fill_(~usable, 1.0)
@@ -151,9 +151,8 @@ def quantize_tile(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Quantize fp32 `[M, N]`, `N` a multiple of the block; `gsf` fp32 `[M]` is read for NVFP4 only.
 
-    `block` is that of the format when None.
-
-    Returns `(q, s)` as raw bits, exactly as the jit function `quantize.quantize_tile` does.
+    `block` None means that of the format. Returns `(q, s)` as raw bits, exactly as the jit function
+    `quantize.quantize_tile` does.
     """
     if code == FormatCode.BF16:
         q = f32_to_bf16_bits(x)
@@ -189,8 +188,8 @@ def quantize_tile(
 def quantize_fp8_blocks(x_EMK: torch.Tensor, block_rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Quants `[E, M, K]` of an fp8 dtype and fp32 scales `[E, ceil(M / block_rows), K / 128]` of fp32 `[E, M, K]`.
 
-    Blocks are `block_rows x 128`, partial at the end of M; their scale is `max(amax, 1e-4) / largest`. A block that is
-    not finite gets scale NaN and quants 0.
+    Blocks are `block_rows x 128`, partial at the end of M. The scale is `max(amax, 1e-4) / largest`. A block with NaN
+    or Inf gets scale NaN and quants 0.
     """
     experts, m, k = x_EMK.shape
     padded = torch.nn.functional.pad(x_EMK, (0, 0, 0, align(m, block_rows) - m))
@@ -198,7 +197,7 @@ def quantize_fp8_blocks(x_EMK: torch.Tensor, block_rows: int, dtype: torch.dtype
     amax = tiles.abs().amax((2, 4))
     usable = amax.isfinite()
     largest = torch.finfo(dtype).max
-    # On GPUs dividing by a number multiplies by its rounded reciprocal; dividing by a tensor divides.
+    # On GPUs torch divides by a Python number as a multiplication by the rounded reciprocal; by a tensor it divides.
     scales = amax.clamp(min=AMAX_FLOOR) / torch.full_like(amax, largest)
     values = torch.where(usable[:, :, None, :, None], tiles / scales[:, :, None, :, None], 0.0)
     quants = values.clamp(-largest, largest).reshape(padded.shape)[:, :m].to(dtype)
@@ -249,7 +248,7 @@ def dequantize_rows(q: QuantizedRows) -> torch.Tensor:
 
 
 def empty_rows(fmt: TokenFormat, num_rows: int, k: int, device: torch.device) -> QuantizedRows:
-    """Uninitialised `QuantizedRows` of `num_rows` rows of `k` numbers."""
+    """Uninitialized `QuantizedRows` of `num_rows` rows of `k` values."""
 
     def new(columns: int, dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(num_rows, columns, dtype=dtype, device=device)
@@ -263,14 +262,15 @@ def empty_rows(fmt: TokenFormat, num_rows: int, k: int, device: torch.device) ->
 
 
 def raw_bits(t: torch.Tensor) -> torch.Tensor:
-    """`t` seen as integers of its width (uint8 or int16; fp32 stays): fp8 and bf16 tensors lack most operations."""
+    """`t` viewed as integers of its width (uint8 or int16; fp32 stays): fp8 and bf16 tensors lack most operations."""
     return t if t.dtype == torch.float32 else t.view({1: torch.uint8, 2: torch.int16}[t.dtype.itemsize])
 
 
 def copy_as(t: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """The bits of `t` as numbers of `dtype` along the last dimension, in memory of their own.
+    """A copy of the bits of `t`, viewed as `dtype` along the last dimension.
 
-    `contiguous` leaves one row or none as they are, with strides and an offset that a wider dtype cannot have.
+    `contiguous` would return a tensor of one row or none uncopied, with strides and an offset that a wider dtype cannot
+    have.
     """
     return t.clone(memory_format=torch.contiguous_format).view(dtype)
 

@@ -1,14 +1,13 @@
-"""Which rank owns which expert, and where the block scales of each group lie: one pure integer function each.
+"""Which rank owns which expert, and where the block scales of each group lie, as pure integer functions.
 
 Rows are never padded; scales are. Group `i` has `m_i` rows. `row_offsets` (also called `m_indptr`) are the `G + 1`
-prefix sums of `m_i` from 0, and `R` is the number of all rows. Four conventions place the scales. Each has a name, and
-none is ever inferred: for rows `[0, 100, 300, 400]`, `dense_128` starts the groups at 128-row blocks 0, 1, 3 and
-`closed_form_128` at 0, 1, 4.
+prefix sums of `m_i` from 0. `R` is the number of all rows. Four conventions place the scales. Callers name one; none is
+inferred. For rows `[0, 100, 300, 400]`, `dense_128` starts the groups at 128-row blocks 0, 1, 3 and `closed_form_128`
+at 0, 1, 4.
 
-Functions that take `row_offsets` accept a sequence of integers (and return a list) or a one-dimensional int32, uint32
-or int64 tensor on any device (and return an int32 tensor there, without a host sync). Those that take single
-numbers are arithmetic only, so tensors pass through them element by element. The `check_*` functions read values on the
-host and therefore sync.
+`row_offsets` may be a sequence of integers (the result is a list) or a one-dimensional int32, uint32 or int64 tensor on
+any device (the result is an int32 tensor there, without a host sync). Functions of single numbers are arithmetic only,
+so they also work elementwise on tensors. The `check_*` functions read values on the host and therefore sync.
 """
 
 from __future__ import annotations
@@ -28,9 +27,9 @@ SCALE_BLOCK_ROWS = 128
 
 
 def expert_starts(num_experts: int, world_size: int) -> tuple[int, ...]:
-    """First expert of each rank, and `num_experts` at the end: `world_size + 1` integers.
+    """First expert of each rank, then `num_experts`: `world_size + 1` integers.
 
-    Experts are contiguous; rank `r` owns `num_experts // world_size + (r < num_experts % world_size)`.
+    The experts of a rank are contiguous; rank `r` owns `num_experts // world_size + (r < num_experts % world_size)`.
 
     >>> expert_starts(8, 4)
     (0, 2, 4, 6, 8)
@@ -52,7 +51,7 @@ def dense_128_starts(row_offsets: Sequence[int]) -> list[int]: ...
 @overload
 def dense_128_starts(row_offsets: torch.Tensor) -> torch.Tensor: ...
 def dense_128_starts(row_offsets: Sequence[int] | torch.Tensor) -> list[int] | torch.Tensor:
-    """`dense_128`: first scale block of each group, `sum_{j<i} ceil(m_j / 128)`. `G` numbers.
+    """`dense_128`: first scale block of each group, `sum_{j<i} ceil(m_j / 128)`; `G` integers.
 
     >>> dense_128_starts([0, 100, 300, 400])
     [0, 1, 3]
@@ -72,10 +71,10 @@ def dense_128_offsets(row_offsets: Sequence[int]) -> list[int]: ...
 @overload
 def dense_128_offsets(row_offsets: torch.Tensor) -> torch.Tensor: ...
 def dense_128_offsets(row_offsets: Sequence[int] | torch.Tensor) -> list[int] | torch.Tensor:
-    """`dense_128`: `off[i]` such that group `i` starts at scale block `row_offsets[i] // 128 + off[i]`. `G` numbers.
+    """`dense_128`: `off[i]` such that group `i` starts at scale block `row_offsets[i] // 128 + off[i]`; `G` integers.
 
     Groups 0, 1, 2 of the example have 100, 200, 100 rows in 1, 2, 1 blocks; they start at blocks
-    `0 + 0`, `100 // 128 + 1 = 1` and `300 // 128 + 1 = 3`. Never negative. The seed calls it `pad_expert_offsets`.
+    `0 + 0`, `100 // 128 + 1 = 1` and `300 // 128 + 1 = 3`. Offsets are never negative.
 
     >>> dense_128_offsets([0, 100, 300, 400])
     [0, 1, 1]
@@ -98,7 +97,7 @@ def dense_128_blocks_needed(num_rows: int, num_groups: int) -> int:
 
 
 def dense_128_block(row_offset: Number, scale_offset: Number, local_row: Number) -> Number:
-    """`dense_128`: the scale block of row `local_row` of a group; inside the block it is row `local_row % 128`.
+    """`dense_128`: the scale block of row `local_row` of a group. In the block it is row `local_row % 128`.
 
     >>> dense_128_block(300, 1, 99)
     3
@@ -107,7 +106,7 @@ def dense_128_block(row_offset: Number, scale_offset: Number, local_row: Number)
 
 
 def closed_form_128_start(row_offset: Number, group: Number) -> Number:
-    """`closed_form_128`: first scale ROW of a group, a multiple of 128. Row `l` of the group lies `l` rows further.
+    """`closed_form_128`: first scale ROW of a group, a multiple of 128. Row `l` of the group is `l` rows after it.
 
     >>> [closed_form_128_start(row, i) for i, row in enumerate([0, 100, 300])]
     [0, 128, 512]
@@ -116,7 +115,7 @@ def closed_form_128_start(row_offset: Number, group: Number) -> Number:
 
 
 def closed_form_128_rows_needed(num_rows: int, num_groups: int) -> int:
-    """`closed_form_128`: scale rows of the whole container, which is where one more group would start.
+    """`closed_form_128`: scale rows of the whole container, where one more group would start.
 
     >>> closed_form_128_rows_needed(400, 3)
     768
@@ -125,7 +124,7 @@ def closed_form_128_rows_needed(num_rows: int, num_groups: int) -> int:
 
 
 def closed_form_4_start(row_offset: Number, group: Number) -> Number:
-    """`closed_form_4`: first scale ROW of a group, a multiple of 4. Row `l` of the group lies `l` rows further.
+    """`closed_form_4`: first scale ROW of a group, a multiple of 4. Row `l` of the group is `l` rows after it.
 
     >>> [closed_form_4_start(row, i) for i, row in enumerate([0, 1, 3])]
     [0, 4, 8]
@@ -143,7 +142,7 @@ def closed_form_4_rows_needed(num_rows: int, num_groups: int) -> int:
 
 
 def unpadded_row(row_offset: Number, local_row: Number, granularity_m: int) -> Number:
-    """`unpadded`: the scale row of row `local_row` of a group, with one row of scales per `granularity_m` rows.
+    """`unpadded`: the scale row of row `local_row` of a group, with one scale row per `granularity_m` rows.
 
     >>> unpadded_row(256, 130, 128), unpadded_row(300, 5, 1)
     (3, 305)
@@ -189,9 +188,9 @@ def check_dense_128(
     num_blocks: int,
     argument: str = "group_scale_offsets",
 ) -> None:
-    """Raise `ValueError` if groups' scale blocks overlap or leave `[0, num_blocks)`; gaps are legal.
+    """Raise `ValueError` if the scale blocks of groups overlap or leave `[0, num_blocks)`. Gaps are allowed.
 
-    `row_offsets` has `G + 1` entries, `scale_offsets` at least `G`; groups without rows have no blocks.
+    `row_offsets` has `G + 1` entries, `scale_offsets` at least `G`. Groups without rows have no blocks.
     """
     rows, offsets = _host(row_offsets), _host(scale_offsets)
     num_groups = len(rows) - 1
@@ -214,10 +213,9 @@ def check_dense_128(
 
 
 def check_unpadded(row_offsets: Sequence[int] | torch.Tensor, granularity_m: int, argument: str = "m_indptr") -> None:
-    """Raise `ValueError` where an `unpadded` group does not start at a multiple of `granularity_m`.
+    """Raise `ValueError` if an `unpadded` group does not start at a multiple of `granularity_m`.
 
-    Otherwise two groups would share a row of scales. The end of the last group may lie anywhere, and so may groups
-    without rows.
+    Two groups would then share a scale row. The end of the last group and groups without rows may lie anywhere.
     """
     if granularity_m < 1:
         raise ValueError(f"granularity_m: expected at least 1, got {granularity_m}")
@@ -229,7 +227,7 @@ def check_unpadded(row_offsets: Sequence[int] | torch.Tensor, granularity_m: int
 
 
 def _signed(offsets: torch.Tensor) -> torch.Tensor:
-    """The offsets with a dtype that torch computes with: not uint32, and offsets fit in int32."""
+    """The offsets in a dtype that torch computes with: uint32 becomes int32, into which offsets fit."""
     if offsets.ndim != 1 or offsets.dtype not in (torch.int32, torch.uint32, torch.int64):
         raise ValueError(
             f"row_offsets: expected one dimension of int32, uint32 or int64, "

@@ -1,10 +1,10 @@
 """The 128x4 scale swizzle, `[ceil(R/128), ceil(V/4), 32, 4, 4]` bytes; padding is 0 and never read.
 
-FlashInfer's 128x4 layout and the tcgen05 "5D" layout are the same bytes; the scale of row `r`, column `v` lies at
+FlashInfer's 128x4 layout and the tcgen05 "5D" layout are the same bytes. The scale of row `r`, column `v` lies at
 
     (r//128)*ceil(V/4)*512 + (v//4)*512 + (r%32)*16 + ((r%128)//32)*4 + v%4
 
-so with V = 4: (0, 1) at 1, (1, 0) at 16, (32, 0) at 4, (128, 0) at 512. The "6D" form of weights prepends the expert.
+With V = 4: (0, 1) at 1, (1, 0) at 16, (32, 0) at 4, (128, 0) at 512. The "6D" form of weights prepends the expert.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from moe_runtime.kernels.runtime import AotCase, resolve_engine
 
 @triton.jit
 def swizzled_offset(r, v, V):
-    """Offset of the scale of row `r`, column `v` among `V` columns; give `r` as int64 where it may pass 2^31.
+    """Offset of the scale of row `r`, column `v` of `V` columns; `r` must be int64 if the offset may exceed 2^31.
 
-    The same formula on the host is `plan.swizzled_offset`.
+    `scale_blocks.swizzled_offset` is the same formula on the host.
     """
     return (r // 128) * ((V + 3) // 4 * 512) + (v // 4) * 512 + (r % 32) * 16 + ((r % 128) // 32) * 4 + v % 4
 
