@@ -1,6 +1,6 @@
 """What this machine has, and what the runtime would make of it; looks only, and reserves nothing.
 
-`[torchrun …] -m moe_runtime.launch.doctor [--config NAME] [--world-size N] [--hopper] [--json]` tells versions,
+`[torchrun …] -m moe_runtime.launch.doctor [--config NAME] [--world-size N] [--hopper] [--json]` shows versions,
 devices, the engine and the transport that would be used and why not the others, limits on shared memory, the bytes
 that each rank would reserve in every token format, and the kernels that would multiply the experts (`--hopper`: on an
 H100 or H200, wherever this runs). Under torchrun all ranks agree on the transport and rank 0 speaks.

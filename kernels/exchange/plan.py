@@ -87,7 +87,7 @@ class ExchangePlan:
         output_readers, partial_readers: warps of `combine_send` and of `combine_recv` that read rows.
         output_rings: rows of `combine_send`, fp32 and bf16.
         partial_rings: rows of `combine_recv`, without and with a shared expert.
-        combine_shared_bytes: what `combine_send` has beside its ring.
+        combine_shared_bytes: what `combine_send` needs in addition to its ring.
     """
 
     num_sms: int | None
@@ -245,7 +245,7 @@ def _place_bytes(row_bytes: int) -> int:
 
 
 def _ring(row_bytes: int, other_bytes: int, half: bool = False) -> RowRing:
-    """What fits into the shared memory of an SM beside `other_bytes`, or, with `half`, twice if two places do."""
+    """What fits into the shared memory of an SM with `other_bytes`, or, with `half`, twice if two places do."""
     places = (SHARED_BYTES_OF_TWO - RING_BARRIERS_BYTES - other_bytes) // _place_bytes(row_bytes)
     if not half or places < 2:
         places = (MAX_SHARED_BYTES - RING_BARRIERS_BYTES - other_bytes) // _place_bytes(row_bytes)

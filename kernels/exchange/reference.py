@@ -79,8 +79,8 @@ def record_failure(
                 start = context.signals_layout.abort + context.rank * ABORT_WORDS
                 words = _signals_of(context, peer)[start : start + ABORT_WORDS]
                 told_by = 0 if whose == context.rank else whose + 1
-                told = [int(phase), epoch, about, detail, detail2, told_by]
-                words[1:7] = torch.tensor(told, dtype=torch.int32, device="cpu")
+                record = [int(phase), epoch, about, detail, detail2, told_by]
+                words[1:7] = torch.tensor(record, dtype=torch.int32, device="cpu")
                 words[0] = int(code)
         context.latch[1] = 1
 
@@ -91,9 +91,9 @@ def _adopt_aborts(context: ExchangeMemory) -> None:
     aborts = _signals_of(context, context.rank)[start : start + ABORT_WORDS * context.world_size]
     aborts = aborts.view(context.world_size, ABORT_WORDS)
     # A list, since `nonzero` fails where a word changes meanwhile.
-    told = [peer for peer, code in enumerate(aborts[:, 0].tolist()) if code]
-    if int(context.latch[0]) == 0 and told:
-        peer = told[0]
+    aborted = [peer for peer, code in enumerate(aborts[:, 0].tolist()) if code]
+    if int(context.latch[0]) == 0 and aborted:
+        peer = aborted[0]
         code, phase, epoch, about, detail, detail2, told_by = aborts[peer, :7].tolist()
         record_failure(context, code, about, phase, epoch, detail, detail2, origin=told_by - 1 if told_by else peer)
 

@@ -110,7 +110,7 @@ def measure(
             ends, which has begun at the start of the step or at the lap before. Must not wait for the device.
         iterations: how many are timed.
         capturable: whether a GPU may capture the step in a graph.
-        laps: time the parts instead of the whole step. What tells them apart takes time itself: on Hopper a kernel that
+        laps: time the parts instead of the whole step. Telling them apart takes time itself: on Hopper a kernel that
             writes the clock and lets the next one begin early, else an event, in graphs a node of its own.
         steps: of an iteration on a GPU, at most; fewer where they are long.
 
