@@ -1,4 +1,4 @@
-// The clock by which waits end, for inclusion.
+// The clock that bounds waits, for inclusion.
 
 #ifndef MOE_RUNTIME_CLOCK
 #define MOE_RUNTIME_CLOCK

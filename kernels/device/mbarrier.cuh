@@ -1,5 +1,4 @@
-// Barriers in shared memory at which threads and copies of the engine arrive, for inclusion. They go by addresses of
-// shared memory.
+// Barriers in shared memory at which threads and bulk copies arrive, for inclusion. Functions use shared-memory addresses.
 
 #ifndef MOE_RUNTIME_MBARRIER
 #define MOE_RUNTIME_MBARRIER
@@ -16,8 +15,8 @@ __device__ __forceinline__ void barrier_arrive(u32 barrier, u32 count = 1) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
 
-// A warp arrives for what its lanes have done before. racecheck sees what a thread has done before it arrives, and not that
-// `__syncwarp` puts the other lanes before it: with EACH_LANE_ARRIVES, which `launch.sanitize` asks for, all arrive.
+// One lane arrives for the whole warp, ordered after the other lanes by `__syncwarp`. racecheck does not see that order and
+// knows only what the arriving thread did before. With EACH_LANE_ARRIVES, set by `launch.sanitize`, all lanes arrive.
 #ifdef EACH_LANE_ARRIVES
 constexpr u32 ARRIVALS_OF_WARP = 32;
 #else
@@ -29,12 +28,12 @@ __device__ __forceinline__ void barrier_arrive_warp(u32 barrier) {
   if (ARRIVALS_OF_WARP == 32 || (threadIdx.x & 31) == 0) barrier_arrive(barrier);
 }
 
-// Arrives, and says how many bytes of copies belong to the phase.
+// Arrives, and adds `bytes` of copies to those that the phase expects.
 __device__ __forceinline__ void barrier_expect(u32 barrier, u32 bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
 }
 
-// Until the phase of `parity` has ended; that of parity 1 has before the first.
+// Waits until the phase of `parity` has ended. Before the first phase, parity 1 counts as ended.
 __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   u32 done;
   do {
@@ -45,14 +44,14 @@ __device__ __forceinline__ void barrier_wait(u32 barrier, u32 parity) {
   } while (!done);
 }
 
-// A copy by the engine into shared memory, of the phase of `barrier`: 16-byte aligned, whole 16 bytes.
+// Starts a bulk copy into shared memory that belongs to the phase of `barrier`. Addresses and size are multiples of 16 bytes.
 __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier) {
   asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to),
                "l"(from), "r"(bytes), "r"(barrier)
                : "memory");
 }
 
-// The same with a policy of what L2 keeps.
+// The same with an L2 cache policy.
 __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u32 barrier, u64 policy) {
   asm volatile(
       "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes.L2::cache_hint [%0], [%1], %2, [%3], %4;" ::"r"(to),
@@ -60,7 +59,7 @@ __device__ __forceinline__ void bulk_load(u32 to, const void* from, u32 bytes, u
       : "memory");
 }
 
-// L2 gives these lines up before all others, or after all others.
+// L2 policies: evict these lines before all others, or after all others.
 __device__ __forceinline__ u64 policy_of_first_out() {
   u64 policy;
   asm("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));

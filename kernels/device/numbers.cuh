@@ -1,4 +1,4 @@
-// Number formats and scale layout of the kernels that decode, for inclusion; `kernels/formats/bits.py` has them for Triton.
+// Number formats and the scale layout for kernels that dequantize, for inclusion; `kernels/formats/bits.py` is for Triton.
 
 #ifndef MOE_RUNTIME_NUMBERS
 #define MOE_RUNTIME_NUMBERS
@@ -25,7 +25,7 @@ __device__ __forceinline__ u32 pack_bf16(float low, float high) {
   return d;
 }
 
-// Two e4m3 numbers as fp32.
+// Two e4m3 values as fp32.
 __device__ __forceinline__ void e4m3_pair(u16 bytes, float& low, float& high) {
   u32 halves;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(bytes));
@@ -34,11 +34,11 @@ __device__ __forceinline__ void e4m3_pair(u16 bytes, float& low, float& high) {
       : "r"(halves));
 }
 
-// x / s rounded to nearest, `inverse` being 1 / s rounded; exact while neither the quotient nor the remainder is denormal,
-// below which a code of e4m3 is 0 anyway.
+// x / s rounded to nearest, given `inverse`, 1 / s rounded. Exact unless the quotient or the remainder is denormal; the e4m3
+// code is 0 then anyway.
 __device__ __forceinline__ float divide(float x, float s, float inverse) {
   float q = __fmul_rn(x, inverse);
-  q = __fmaf_rn(__fmaf_rn(q, s, -x), -inverse, q);  // this way round -0 stays -0
+  q = __fmaf_rn(__fmaf_rn(q, s, -x), -inverse, q);  // this sign order keeps -0
   return __fmaf_rn(__fmaf_rn(q, s, -x), -inverse, q);
 }
 
@@ -53,17 +53,17 @@ __device__ __forceinline__ long long swizzled_offset(long long row, int column, 
   return row / 128 * ((columns + 3) / 4 * 512) + column / 4 * 512 + row % 32 * 16 + row % 128 / 32 * 4 + column % 4;
 }
 
-// What e2m1 numbers that lie as bf16 bits are multiplied by, of a scale: they are 2^-126 times their value, and 2^118 is the
-// most that a scale can carry.
+// Factor for e2m1 codes placed as bf16 bits, from their scale: scale * 2^118. Placed codes are 2^-126 times their value, and
+// 2^118 is the largest power of two that a scale in bf16 can carry.
 __device__ __forceinline__ u32 e4m3_factor(float scale) { return pack_bf16(scale * 0x1p118f, scale * 0x1p118f); }
 
-// The two e2m1 numbers of a byte (nothing above it) with a factor of `e4m3_factor`, 2^100 times their value.
+// The two e2m1 values of a byte (upper bits 0) times a factor of `e4m3_factor`: bf16 pairs of 2^100 times their value.
 __device__ __forceinline__ u32 e2m1_pair(u32 byte, u32 factor) {
   const u32 placed = (byte * (1u << 6 | 1u << 18) & 0x01C001C0) | (byte * (1u << 12 | 1u << 24) & 0x80008000);
   return multiply(multiply(placed, factor), 0x75807580);  // 2^108
 }
 
-// Two e4m3 numbers, times a pair of bf16.
+// Two e4m3 values times a pair of bf16.
 __device__ __forceinline__ u32 e4m3_decoded(u16 bytes, u32 scale) {
   float low, high;
   e4m3_pair(bytes, low, high);

@@ -1,20 +1,20 @@
-// Grouped GEMM that dequantizes its weights in registers, for sm_90a; see dequant_gemm.py for layouts and measurements.
+// Grouped GEMM that dequantizes its weights in registers, for sm_90a. dequant_layout.py has the layout, dequant_gemm.py the
+// measurements.
 //
-// The weights are the M side of wgmma. Each thread reads its own 16 bytes of quants, in the order in which wgmma wants its
-// A operand, dequantizes them to bf16 in registers, and multiplies by tokens that lie in shared memory as bf16.
-// One producer warp walks the tiles and streams weights and tokens through a ring of stages. Each consumer warpgroup owns
-// its weight rows.
+// The weights are the M side of wgmma. Each thread reads its 16 bytes of quants in the order of wgmma's A operand,
+// dequantizes them to bf16 in registers, and multiplies by bf16 tokens in shared memory. One producer warp walks the tiles
+// and streams weights and tokens through a ring of stages. Each consumer warpgroup owns its weight rows.
 //
 // Macros:
 //   W_FMT, OUT_FMT (FormatCode), OUT_TYPE (0 bf16, 1 fp16, 2 fp32; not gated), GATED,
 //   OUT_DEQUANTIZED (gated results as dequant_tokens.cu would make them), ROW_SCALES, EXPERT_SCALES, BIAS (which exist),
 //   WARPGROUPS (64 weight rows of a tile each), STAGES, STAGE_K64 (columns of a stage / 64; divides `units`),
 //   CHUNK (columns of a chunk of weights / 64; divides STAGE_K64), BATCH (steps of 16 columns that are dequantized before
-//   they are multiplied), BUFFERS (for so many batches), ROLLING (wait for the oldest buffer; otherwise the last of BUFFERS
-//   and of a stage waits for all), MAX_BLOCKS (tokens of a tile / 8), CASES (smaller numbers of blocks with code of their
-//   own), MAX_GROUPS, SCALED_TOKENS (tokens are 2^100 times their value), KEEP_TOKENS (in L2, through which weights only
-//   pass), OVERLAPPED (dequant_tokens.cu dequantizes tokens while this kernel runs, and counts them), ALPHA, LIMIT,
-//   UP_OFFSET.
+//   they are multiplied), BUFFERS (dequantized batches that are held), ROLLING (wait for the oldest buffer; otherwise the
+//   last of BUFFERS and of a stage waits for all), MAX_BLOCKS (tokens of a tile / 8), CASES (smaller numbers of blocks with
+//   specialized code), MAX_GROUPS, SCALED_TOKENS (tokens are 2^100 times their value), KEEP_TOKENS (L2 keeps tokens and
+//   evicts weights first), OVERLAPPED (dequant_tokens.cu dequantizes tokens while this kernel runs, and counts them), ALPHA,
+//   LIMIT, UP_OFFSET.
 
 #include "clock.cuh"
 #include "mbarrier.cuh"
@@ -28,11 +28,11 @@ constexpr int BLOCK_BYTES = 64 * 8 * 2;  // of 8 tokens and 64 columns
 constexpr int TOKEN_BYTES = MAX_BLOCKS * BLOCK_BYTES;
 constexpr int WEIGHT_STAGE = TILE_UNITS * STAGE_K64 * UNIT_BYTES;
 constexpr int STAGE_BYTES = WEIGHT_STAGE + STAGE_K64 * TOKEN_BYTES;
-constexpr int TURNED_COLUMNS = 36;  // of 32, so that rows start in other banks
-constexpr int MOST_AT_A_TIME = MAX_BLOCKS > 8 ? 4 : 2;  // blocks of tokens that are turned at a time
-constexpr int TILES_AHEAD = 8;  // tiles that the producer announces at a time
+constexpr int TURNED_COLUMNS = 36;  // 32 and padding, so that rows start in different banks
+constexpr int MOST_AT_A_TIME = MAX_BLOCKS > 8 ? 4 : 2;  // blocks of tokens that are transposed at a time
+constexpr int TILES_AHEAD = 8;  // tiles that the producer may announce in advance
 constexpr long long PATIENCE_NS = 30'000'000'000;
-constexpr u32 LANES = 0x81C081C0;  // sign and magnitude of an e2m1 number in both bf16 halves
+constexpr u32 LANES = 0x81C081C0;  // sign and magnitude of an e2m1 value in both bf16 halves
 
 __device__ __forceinline__ uint4 load_16(u32 address) {
   uint4 v;
@@ -102,7 +102,7 @@ WGMMA(16, "128", R64, "%64, %65, %66, %67", "%68", D64(0))
 WGMMA(18, "144", R72, "%72, %73, %74, %75", "%76", D64(0), D8(64))
 WGMMA(20, "160", R80, "%80, %81, %82, %83", "%84", D64(0), D16(64))
 
-// Copies one number into shared memory while the tile is summed; `finish_copies` waits for all of a thread's.
+// Starts the copy of one value into shared memory while the tile is summed; `finish_copies` waits for a thread's copies.
 __device__ __forceinline__ void copy_ahead(float* to, const float* from) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from) : "memory");
 }
@@ -112,21 +112,21 @@ __device__ __forceinline__ void finish_copies(int barrier) {
   asm volatile("bar.sync %0, 128;" ::"r"(barrier) : "memory");
 }
 
-// Combines the bits of two words that SLOTS of dequant_layout.py wants together. Written as operators, ptxas would take the
-// mask apart again for each use.
+// Combines the bits of two words as SLOTS of dequant_layout.py needs them. Written with operators, ptxas would split the mask
+// again for each use.
 __device__ __forceinline__ u32 selected(u32 even, u32 odd) {
   u32 both;
-  asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(both) : "r"(even), "r"(odd), "n"(0xC180C180));  // even where the mask has ones
+  asm("lop3.b32 %0, %1, %2, %3, 0xE4;" : "=r"(both) : "r"(even), "r"(odd), "n"(0xC180C180));  // `even` where the mask has ones
   return both;
 }
 
-// Scales pairs of e4m3 numbers, given as bf16 bits 2^-120 times their value, to their value. Keeps NaN.
+// Multiplies a pair of e4m3 values, given as bf16 bits of 2^-120 times their value, by 2^120. Keeps NaN.
 __device__ __forceinline__ u32 any_e4m3(u32 pair) {
-  const u32 nan = ((pair & 0x07F007F0) + 0x00100010) & 0x08000800;  // a bit for each that has all bits
+  const u32 nan = ((pair & 0x07F007F0) + 0x00100010) & 0x08000800;  // a bit for each value with all bits set
   return multiply(pair, 0x7B807B80) | ((nan << 4) - (nan >> 4));
 }
 
-// The A operands of one wgmma from the quants of 64 columns (16 numbers of row r and of row r + 8 of each thread). Without
+// The A operands of wgmma from the quants of 64 columns: 16 values of row r and of row r + 8 for each thread. Without
 // SPECIAL_VALUES, MXFP8 weights and scales hold no NaN, and scales are at most 2^7.
 template <bool SPECIAL_VALUES>
 struct Unit {
@@ -138,9 +138,9 @@ struct Unit {
     u16 bytes;
     asm volatile("ld.shared.u16 %0, [%1];" : "=h"(bytes) : "r"(scales_at));
     if (W_FMT == NVFP4) {
-      // SCALE_CODES of dequant_layout.py, 4 to the left: bf16 bits of 2^-106 times the scale.
+      // SCALE_CODES of dequant_layout.py, shifted left by 4: bf16 bits of 2^-106 times the scale.
       const u32 codes = __byte_perm(bytes, 0, 0x4140) * 16;
-      // 2^10 times the scale. 2^-11 stands for 0: its products are less than half of the smallest bf16 number.
+      // 2^10 times the scale. 2^-11 stands for 0: its products are less than half of the smallest bf16 value.
       u32 pair = codes + 0x3A003A00;
       if (!SCALED_TOKENS) pair = multiply(multiply(codes, 0x77807780), 0x77807780);  // 2^118 times the scale, by 2^112 twice
       asm("mov.b32 {%0, %1}, %2;" : "=h"(scales[0]), "=h"(scales[1]) : "r"(pair));
@@ -156,12 +156,12 @@ struct Unit {
 
   // Columns 4 * step .. 4 * step + 3 of the 16 of each thread.
   __device__ __forceinline__ void dequantize(int step, u32 (&a)[4]) const {
-    // Only with such moves does the compiler use halves of a register as operands of multiplications.
+    // Only with these moves does the compiler use halves of a register as operands of multiplications.
     u32 scale[2];
     for (int half = 0; half < 2; ++half) asm("mov.b32 %0, {%1, %1};" : "=r"(scale[half]) : "h"(scales[half]));
     if (W_FMT == NVFP4) {
-      // SLOTS of dequant_layout.py says where the bits of the four numbers of each half lie: in the words of an even and an odd
-      // step, and in `both`, which has bits of either.
+      // SLOTS of dequant_layout.py gives the positions of the bits of the four values of each half: in the words of an even
+      // and an odd step, and in `both`, which has bits of either.
       const u32 even = step < 2 ? quants[0].x : quants[0].z, odd = step < 2 ? quants[0].y : quants[0].w;
       const u32 both = selected(even, odd);
       if (step % 2 == 0) {
@@ -198,17 +198,17 @@ struct Problem {
   u8* out_scales;
   const int* out_scale_offsets;
   int columns;  // of the output
-  int num_rows;  // of a weight: twice as many where gated
+  int num_rows;  // of a weight: twice `columns` if gated
   int units;  // of 64 columns
   int unit_rows;
-  int token_blocks;  // of all groups, in dequantized rows
+  int token_blocks;  // of all groups, in the dequantized tokens
   long long out_stride;
   int scales_per_expert;
-  int gate_up_order;  // 1 gate | up, 2 up | gate, 3 interleaved; not read where not gated
+  int gate_up_order;  // 1 gate | up, 2 up | gate, 3 interleaved; not read unless gated
 };
 
-// Waits until the overlapped kernel has dequantized `blocks` of 8 tokens from `first` on. That kernel counts, for each
-// block, the warps that are done, of `team`. A whole warp calls this. After PATIENCE_NS the kernel ends in an error.
+// Waits until the overlapped kernel has dequantized `blocks` blocks of 8 tokens from `first` on. For each block, that kernel
+// counts the warps of `team` that are done. A whole warp calls this. After PATIENCE_NS the kernel ends in an error.
 __device__ __forceinline__ void await_tokens(const u32* counters, int first, int blocks, u32 team) {
   const int lane = threadIdx.x & 31;
   if (lane < blocks && first + lane >= 0) {
@@ -222,10 +222,10 @@ __device__ __forceinline__ void await_tokens(const u32* counters, int first, int
     }
   }
   __syncwarp();
-  asm volatile("fence.proxy.async.global;" ::: "memory");  // the copy engine is to see what the warps saw
+  asm volatile("fence.proxy.async.global;" ::: "memory");  // makes what this warp saw visible to the copy engine
 }
 
-// One tile of the output: `rows` tokens of a group from its token `local`, and `high` units of weight rows from `unit`.
+// A tile of the output: `rows` tokens of a group from its token `local`, and `high` units of weight rows from `unit`.
 struct Tile {
   int group, start, local, rows, expert, unit, high;
   u32 special_values;  // a bit for each unit of rows
@@ -233,23 +233,23 @@ struct Tile {
   __device__ __forceinline__ long long token_block() const { return (start + 7 * group) / 8 + local / 8; }
 };
 
-// a / b, for 0 <= a < 2^20 and b > 0: the quotient of the instruction is off by less than 2^-21 of it.
+// a / b for 0 <= a < 2^20 and b > 0: the instruction's quotient has a relative error below 2^-21.
 __device__ __forceinline__ int fast_divided(int a, int b) { return static_cast<int>(__fdividef(a + 0.5f, b)); }
 
-// Walks the tiles of a block. One thread of the producer does, and announces the tiles to the consumers.
+// Walks the tiles of a block. One thread of the producer calls it and announces the tiles to the consumers.
 //
-// The tokens of a group are cut into parts, and the weight rows of each part into cuts, as evenly as whole units allow.
-// Blocks take the cuts in turn, each a tile. With OVERLAPPED a free block takes the next cut, since some begin late.
-// Where there are no more parts than blocks, and the busiest block has fewer weight rows that way, a block takes at most
-// one cut, of several tiles. Where the last round has cuts for at most a third of the blocks, the blocks take pieces of
-// them.
+// The tokens of a group are split into parts, and the weight rows of each part into cuts, as evenly as whole units allow.
+// Blocks process the cuts in turn; each cut is a tile. With OVERLAPPED a free block gets the next cut, because some blocks
+// start late. If there are at most as many parts as blocks, and the busiest block then has fewer weight rows, a block gets
+// at most one cut, of several tiles. If the last round has cuts for at most a third of the blocks, they are split into
+// pieces.
 struct Walk {
   int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS];
   int num_groups, cuts, units, larger;  // `larger` cuts have a unit more than `units`
-  int whole, pieces;                    // cuts before the last round, and pieces of each in that
-  int number, group, before;            // of the next cut or, from `whole` on, piece, and cuts of the groups before `group`
-  u32* taken;                           // cuts and pieces, by all blocks
-  int left;                             // units that the cut of `tile` has further tiles for
+  int whole, pieces;                    // cuts before the last round, and pieces of each cut in the last round
+  int number, group, before;            // next cut (piece from `whole` on), group where its search starts, cuts before that group
+  u32* taken;                           // cuts and pieces that all blocks have begun
+  int left;                             // units of the cut of `tile` that are left for further tiles
   Tile tile;
 
   __device__ __forceinline__ int parts_of(int group) const {
@@ -265,7 +265,7 @@ struct Walk {
     return OVERLAPPED ? static_cast<int>(atomicAdd(taken, 1)) : number + static_cast<int>(gridDim.x);
   }
 
-  // Before anything is known of the groups.
+  // Called before the groups are known.
   __device__ __forceinline__ void prepare(int unit_rows, u32* taken) {
     this->taken = taken;
     group = before = left = 0;
@@ -279,7 +279,7 @@ struct Walk {
     this->num_groups = num_groups;
     const int blocks = gridDim.x;
     if (parts == 0) return;
-    // Not with OVERLAPPED: the tokens that are dequantized last would be wanted at once.
+    // Not with OVERLAPPED: the tokens that are dequantized last would be needed at once.
     if (!OVERLAPPED && parts <= blocks) {
       const int most = fast_divided(blocks, parts), high = fast_divided(unit_rows + most - 1, most);
       if (high < TILE_UNITS * fast_divided(parts * cuts + blocks - 1, blocks)) {
@@ -301,7 +301,7 @@ struct Walk {
       if (wanted < before + parts * cuts) {
         const int within = wanted - before, part = parts == 1 ? 0 : within / cuts, cut = within - part * cuts;
         const int start = offsets[group], rows = offsets[group + 1] - start;
-        // Cut evenly: a tile of few tokens dequantizes as many weights as one of many.
+        // Split evenly: a tile of few tokens dequantizes as many weights as one of many.
         const int tokens = parts == 1 ? rows : ceil_div(ceil_div(rows, parts), 8) * 8;
         const int local = part * tokens, unit = cut * units + min(cut, larger);
         tile = {group, start, local, min(rows - local, tokens), experts[group], unit, 0, 0};
@@ -319,7 +319,7 @@ struct Walk {
     return false;
   }
 
-  // The next tile; one without rows behind the last.
+  // The next tile; after the last, one without rows.
   __device__ __forceinline__ void next(Tile& next) {
     tile.unit += tile.high;
     if (left == 0 && !find()) {
@@ -332,13 +332,13 @@ struct Walk {
   }
 };
 
-// What the epilogue of a tile reads, one for each warpgroup.
+// Scales that the epilogue of a tile reads, one for each warpgroup.
 struct alignas(8) TileScales {
   float rows[TILE_TOKENS];
   float experts[2];
   int scale_offset;
 
-  // Of the two tokens of this thread in a block of 8.
+  // Row scales of this thread's two tokens in a block of 8.
   __device__ __forceinline__ float2 of_block(int block) const {
     return reinterpret_cast<const float2*>(rows)[4 * block + (threadIdx.x & 3)];
   }
@@ -358,7 +358,7 @@ struct alignas(8) TileScales {
 };
 
 __device__ __forceinline__ float finished(const Problem& p, float acc, float row_scale, float expert_scale, int bias_at) {
-  // Weights are 2^-126 times their value; scales and tokens carry factors that undo most of it.
+  // Weights are 2^-126 times their value; scales and tokens carry factors that cancel most of that.
   if (W_FMT == NVFP4) acc = __fmul_rn(acc, SCALED_TOKENS ? 0x1p16f : 0x1p8f);
   if (ROW_SCALES) acc = __fmul_rn(acc, row_scale);
   if (EXPERT_SCALES) acc = __fmul_rn(acc, expert_scale);
@@ -371,14 +371,14 @@ __device__ __forceinline__ float swiglu(float gate, float up) {
   up = up > LIMIT ? LIMIT : (up < -LIMIT ? -LIMIT : up);
 #endif
   if (UP_OFFSET != 0.0f) up = __fadd_rn(up, UP_OFFSET);
-  float power, inverse;  // e^(-alpha * gate), by the instruction that gives 0 for what is denormal
+  float power, inverse;  // e^(-alpha * gate); the instruction flushes denormals to 0
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(power) : "f"(__fmul_rn(gate, -ALPHA * 0x1.715476p+0f)));
-  // This one gives 0 below 2^-126, too: a gate under -87.3 / ALPHA gives 0, where the exact result is about -5e-37 * up.
+  // This instruction flushes below 2^-126, too: a gate under -87.3 / ALPHA gives 0; exact would be about -5e-37 * up.
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(__fadd_rn(1.0f, power)));
   return __fmul_rn(__fmul_rn(gate, inverse), up);
 }
 
-// An encode scale, at most MAX_ENCODE_SCALE of weights.py.
+// An encode scale clamped to MAX_ENCODE_SCALE of number_formats.py.
 __device__ __forceinline__ float clamped(float gsf) { return gsf > 0x1p100f ? 0x1p100f : gsf; }
 
 // Bits of e4m3, rounded to nearest even; x is finite and at most 448.
@@ -397,14 +397,14 @@ __device__ __forceinline__ u32 e2m1_code(float x) {
 
 __device__ __forceinline__ bool is_finite(float magnitude) { return __float_as_uint(magnitude) < 0x7F800000u; }
 
-// The larger magnitude; NaN if one is NaN.
+// The larger magnitude; NaN if either is NaN.
 __device__ __forceinline__ float larger_magnitude(float a, float b) {
   float d;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(d) : "f"(fabsf(a)), "f"(fabsf(b)));
   return d;
 }
 
-// The largest magnitude of the numbers that share a scale: four each of LANES neighbouring lanes.
+// The largest magnitude of the values that share a scale: four in each of LANES neighbouring lanes.
 template <int LANES>
 __device__ __forceinline__ float largest_magnitude(const float4& h) {
   float amax = larger_magnitude(larger_magnitude(h.x, h.y), larger_magnitude(h.z, h.w));
@@ -413,13 +413,13 @@ __device__ __forceinline__ float largest_magnitude(const float4& h) {
   return amax;
 }
 
-// An e8m0 scale of MXFP8, of numbers up to `amax`.
+// The e8m0 scale of MXFP8 for values up to `amax`.
 struct MxScale {
   u32 byte;
   bool finite;
 
   __device__ __forceinline__ MxScale(float amax) : finite(is_finite(amax)) {
-    const float ideal = divide(fmaxf(finite ? amax : 0.0f, 0x1.a36e2ep-14f), 448.0f, 1.0f / 448.0f);  // of at least 1e-4
+    const float ideal = divide(fmaxf(finite ? amax : 0.0f, 0x1.a36e2ep-14f), 448.0f, 1.0f / 448.0f);  // amax at least 1e-4
     byte = finite ? (__float_as_uint(ideal) + 0x7FFFFF) >> 23 : 255;
   }
 
@@ -431,38 +431,38 @@ struct MxScale {
   }
 };
 
-// How the numbers of a block with one e4m3 scale of NVFP4 are quantized, and dequantized again.
+// How NVFP4 values of a block with a given e4m3 scale are quantized and dequantized again.
 struct alignas(16) OfScale {
-  float factor;       // to multiply numbers by before they are rounded to e2m1
-  float dequantized;  // to multiply those by to get tokens, 2^100 times their value
+  float factor;       // applied to values before they are rounded to e2m1
+  float dequantized;  // factor of e2m1 values that gives tokens, 2^100 times their value
   u32 sign;           // mask of the sign bit
   u32 unused;
 };
 
-// Shared by all results, in shared memory: their encode scale, and an entry for each scale that a block can have.
+// In shared memory, for all results: their encode scale, and an entry for each scale that a block can have.
 struct Requantization {
   float gsf;
   OfScale of_scale[OUT_FMT == NVFP4 && GATED ? 128 : 1];
 
   __device__ __forceinline__ void prepare(float gsf, int code) {
     float scale, unused;
-    e4m3_pair(code, scale, unused);  // 127 is NaN, of numbers that are not finite
-    // Numbers below every scale become zeros, without signs.
+    e4m3_pair(code, scale, unused);  // 127 is NaN, for values that are not finite
+    // Values too small for any scale become zeros without signs.
     const bool none = code == 0 || code == 127;
     of_scale[code] = {none ? 0.0f : __fdiv_rn(gsf, scale), __fmul_rn(scale, 0x1p100f), none ? 0u : 0x80000000u, 0u};
   }
 
-  // The code of the scale of numbers up to `amax`, without the sign that a negative encode scale gives it: then the codes of
-  // numbers have the other sign, as their row has.
+  // The scale code for values up to `amax`, without the sign of a negative encode scale. With a negative one, the codes of
+  // the values have the opposite sign, as does the row scale.
   __device__ __forceinline__ u32 scale_code(float amax) const {
     const u32 code = e4m3_code(fminf(divide(__fmul_rn(gsf, amax), 6.0f, 1.0f / 6.0f), 448.0f)) & 127;
     return is_finite(amax) ? code : 127;
   }
 };
 
-// The e2m1 number next to x, ties to the even one, times OfScale::dequantized.
+// x rounded to e2m1, ties to even, times OfScale::dequantized.
 __device__ __forceinline__ float rounded_to_e2m1(float x, const OfScale& of_scale) {
-  // Numbers from 2^e on lie 2^(e-1) apart, and below 1 as from there: as those from 2^(e+22) on in fp32.
+  // e2m1 values from 2^e on are 2^(e-1) apart, those below 1 as far apart as from 1 on: like fp32 values from 2^(e+22) on.
   const float magnitude = fminf(fabsf(x), 6.0f);
   const float power = __uint_as_float(max(__float_as_uint(magnitude) & 0x7F800000u, 0x3F800000u));
   const float rounded = __fmaf_rn(power, -0x1.8p22f, __fmaf_rn(power, 0x1.8p22f, magnitude));
@@ -476,7 +476,7 @@ __device__ __forceinline__ void store_dequantized(u8* to, bool live, u32 low, u3
   *reinterpret_cast<u32*>(to + 128) = high;
 }
 
-// Quantizes four columns of a token and stores them dequantized at `to`. Lanes of one scale are neighbours.
+// Quantizes four columns of a token and stores them dequantized at `to`. Lanes that share a scale are neighbours.
 __device__ __forceinline__ void requantize_and_dequantize(const Requantization& with, u8* to, bool live, float4 h) {
   if (OUT_FMT == BF16) {
     store_dequantized(to, live, pack_bf16(h.x, h.y), pack_bf16(h.z, h.w));
@@ -540,12 +540,12 @@ __device__ __forceinline__ void store_plain(void* to, float c0, float c1) {
   }
 }
 
-// The first of a thread's two tokens in a block of 8. Of the accumulators, c[0] and c[1] belong to these tokens and one
-// weight row, c[2] and c[3] to the same tokens and the next row of a plain weight, or to up where the others are of gate.
+// The first of a thread's two tokens in a block of 8. Accumulators c[0] and c[1] belong to these tokens and one weight row.
+// c[2] and c[3] belong to the same tokens and the next row of a plain weight, or to up where c[0] and c[1] belong to gate.
 __device__ __forceinline__ int first_token() { return (threadIdx.x & 3) * 2; }
 
-// All loops are unrolled: in a real loop accumulators would have to move between registers. There is little code for each
-// number, so that all of it fits into the instruction cache.
+// All loops are unrolled, because in a real loop accumulators would have to move between registers. The code for each value
+// is short, so that all of it fits into the instruction cache.
 template <int BLOCKS>
 __device__ __forceinline__ void finish_plain(const Problem& p, const Tile& tile, const TileScales& scales, int unit,
                                              const float (&acc)[4 * BLOCKS]) {
@@ -585,7 +585,7 @@ __device__ __forceinline__ void finish_gated(const Problem& p, const Tile& tile,
   if (p.gate_up_order == 2) gate_row += p.columns;
   if (column >= p.columns) gate_row = up_row = 0;
   float* turned_to = turned[first_token()] + warp * 8 + lane / 4;
-  // The columns that a thread has after the transposition.
+  // The columns of this thread after the transposition.
   const int token = thread / 8, first = unit * 32 + thread % 8 * 4, live = first < p.columns ? tile.rows - token : 0;
   const float4* of_token = reinterpret_cast<const float4*>(turned[token] + thread % 8 * 4);
   const long long out_block = static_cast<long long>(first / 64) * p.token_blocks + tile.token_block() + token / 8;
@@ -647,8 +647,8 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
   static_assert(!ROLLING || PART_BATCHES % BUFFERS == 0, "buffers must come in turn from stage to stage");
   u32 a[BUFFERS][BATCH][4];
   int last = -1;
-  Unit<SPECIAL_VALUES> ahead;  // quants of the next part of the stage, on their way while this one is multiplied
-  // Of this thread in the first part of the stage.
+  Unit<SPECIAL_VALUES> ahead;  // quants of the next part of the stage, loaded while this one is multiplied
+  // Addresses of this thread in the first part of the stage.
   const u32 first_quants = stages + warpgroup * CHUNK * UNIT_BYTES + thread * 16;
   const u64 first_tokens = token_descriptor(stages + WEIGHT_STAGE);
   const int to_scales = QUANT_BYTES + (W_FMT == NVFP4 ? thread * 2 : thread / 2 * 2) - thread * 16;
@@ -657,14 +657,14 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
     if (part == 0) {
       quants_at = first_quants + stage * STAGE_BYTES;
       scales_at = quants_at + to_scales;
-      // This keeps both sums in registers; otherwise ptxas adds everything up again for each part.
+      // Keeps both sums in registers; otherwise ptxas recomputes them for each part.
       asm("" : "+r"(quants_at), "+r"(scales_at));
     }
     const int distance = (part / CHUNK * WARPGROUPS * CHUNK + part % CHUNK) * UNIT_BYTES;
     ahead.load(quants_at + distance, scales_at + distance);
   };
   auto multiply_part = [&](int part) {
-    // The address is in the lower word, and does not overflow.
+    // The address is in the lower word and does not overflow.
     const u64 tokens = (first_tokens & ~0xFFFFFFFFull) | (static_cast<u32>(first_tokens) + stage * (STAGE_BYTES >> 4));
     const Unit<SPECIAL_VALUES> unit = ahead;
 #pragma unroll
@@ -682,7 +682,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
       if (batch == PART_BATCHES - 1 && part + 1 < STAGE_K64) load_part(part + 1);
       if (ROLLING) {
         wgmma_wait<BUFFERS - 1>();
-        // The products of the stage before are done only now.
+        // The products of the previous stage are done only now.
         if (number == BUFFERS - 1 && last >= 0) barrier_arrive_warp(empty + last * 8);
       } else if (number % BUFFERS == BUFFERS - 1 || number == STAGE_K64 * PART_BATCHES - 1) {
         wgmma_wait<0>();
@@ -727,12 +727,12 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
   __shared__ Requantization with;
   __shared__ Walk walk;
   __shared__ Tile tiles[TILES_AHEAD];
-  // An announcement overwrites that of TILES_AHEAD tiles ago: a warp that still reads that one holds the stages of the tiles
-  // since.
+  // An announcement overwrites the one of TILES_AHEAD tiles ago. That is safe: a warp that still reads it holds the stages of
+  // the later tiles.
   static_assert(TILES_AHEAD >= STAGES + 2, "tiles that a block may be ahead");
   const u32 full = shared_address(barriers), empty = full + STAGES * 8, announced = empty + STAGES * 8;
   const u32 stages = shared_address(memory);
-  // The next kernel is the product that takes these results: it waits for them, and may load its weights before.
+  // The next kernel is the product that reads these results. It waits for them, and may load its weights before.
   if (OUT_DEQUANTIZED) asm volatile("griddepcontrol.launch_dependents;");
   if (num_active) num_groups = min(num_groups, max(*num_active, 0));
   for (int g = threadIdx.x; g <= num_groups; g += blockDim.x) {
@@ -780,7 +780,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
         }
         pending = false;
       };
-      // The load of the marks is in flight until the first loads of the tile have been started.
+      // The load of the marks stays in flight until the first loads of the tile have started.
       if (W_FMT == NVFP4 || tile.rows == 0) announce();
       if (tile.rows == 0) break;
       const int blocks = (tile.rows + 7) / 8;
@@ -808,7 +808,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
       int k64 = 0;
       if (OVERLAPPED) await_tokens(counters, static_cast<int>(tile.token_block()) - first_overlapped, blocks, team);
       if (!OVERLAPPED && early) {
-        // Weights do not depend on the kernel before, which may still be dequantizing the tokens.
+        // Weights do not depend on the previous kernel, which may still be dequantizing the tokens.
         const int ahead = min(STAGES, units / STAGE_K64);
         for (int s = 0; s < ahead; ++s) load_weights(s * STAGE_K64, s);
         if (pending) announce();
@@ -825,15 +825,15 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
         if (++stage == STAGES) stage = 0, parity ^= 1;
       }
     }
-    // Also without a tile: this kernel must not end before the one that it overlaps. With OVERLAPPED that kernel began when all
-    // before it had ended, and only its end is waited for.
+    // Even without a tile, this kernel must not end before the one that it overlaps. With OVERLAPPED, that kernel started
+    // after all kernels before it had ended, so waiting for its end is enough.
     if (early) asm volatile("griddepcontrol.wait;" ::: "memory");
   } else {
     asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(WARPGROUPS == 2 ? 232 : 112));
-    // The kernel before may write the scales of the rows.
+    // The previous kernel may write the scales of the rows.
     if (!OVERLAPPED) asm volatile("griddepcontrol.wait;" ::: "memory");
     if (GATED && OUT_FMT == NVFP4) {
-      // Row scales of all rows, while the loads of tokens are in flight.
+      // Write the row scales of all rows while the loads of tokens are in flight.
       const float gsf = clamped(*out_gsf), scale = __frcp_rn(gsf);
       constexpr int THREADS = WARPGROUPS * 128;
       with.gsf = gsf;
@@ -841,7 +841,7 @@ extern "C" __global__ void __launch_bounds__(WARPGROUPS * 128 + 128, 1)
       asm volatile("bar.sync %0, %1;" ::"n"(1 + WARPGROUPS), "n"(THREADS) : "memory");
       for (int i = blockIdx.x * THREADS + threadIdx.x; i < capacity; i += gridDim.x * THREADS) out_row_scale[i] = scale;
     }
-    // The shuffle tells the compiler that the number is warp-uniform, so that it uses uniform registers.
+    // The shuffle makes the value warp-uniform for the compiler, which then uses uniform registers.
     const int warpgroup = __shfl_sync(0xFFFFFFFF, threadIdx.x / 128, 0);
     for (int number = 0;; ++number) {
       barrier_wait(announced + number % TILES_AHEAD * 8, number / TILES_AHEAD & 1);

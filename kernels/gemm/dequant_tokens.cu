@@ -1,22 +1,22 @@
-// Gathers the rows of a grouped GEMM and dequantizes them to bf16, once, in the order in which wgmma reads them.
+// Gathers the rows of a grouped GEMM and dequantizes them once to bf16, in the order in which wgmma reads them.
 //
-// The result is [K / 64][blocks of 8 tokens][8 pieces of columns][8 tokens][8 numbers], so that 64 columns of a tile are
-// contiguous. Within the 64, columns are in the order of dequant_layout.py.
-// A group starts at block (group_offsets[g] + 7 * g) / 8. A warp takes such a block and 64 columns, so that it stores whole
-// lines: lane = row * 4 + t has the columns 16 * t .. 16 * t + 15. Columns past K are zeros. NVFP4 numbers are 2^100 times
-// their value. Thread blocks loop over blocks of 8 tokens up to the last token: of a capacity, which is a worst case, most
-// may be empty.
+// The result is [K / 64][blocks of 8 tokens][8 pieces of columns][8 tokens][8 values], so that 64 columns of a tile are
+// contiguous. Within the 64, columns are in the order of dequant_layout.py. Columns past K are zeros. NVFP4 values are stored
+// times 2^100.
+// A group starts at block (group_offsets[g] + 7 * g) / 8. A warp handles a block of 8 tokens and 64 columns, so that it
+// stores whole lines: lane = row * 4 + t has the columns 16 * t .. 16 * t + 15. Thread blocks loop over blocks of 8 tokens
+// up to the last token, because a capacity is a worst case and most of it may be empty.
 //
-// Two kernels dequantize many tokens. The first runs on all SMs. The second takes the rest on few SMs, OVERLAPPED with the
-// product that takes them, which waits by `counters`: the first counts tiles that its blocks have taken, the others, for
-// each block of 8 tokens from `begin` on, warps that have dequantized their part of it.
+// Two kernels dequantize many tokens. The first runs on all SMs. The second does the rest on few SMs, OVERLAPPED with the
+// product that reads them. The product waits on `counters`: the first counts the tiles that the product's blocks have taken;
+// the others count, for each block of 8 tokens from `begin` on, the warps that have dequantized their part of it.
 //
 // Macros:
-//   OVERLAPPED, TEAM (warps of a thread block that take a block of tokens together), THREADS of a block,
-//   MIN_BLOCKS (of an SM, for which registers are kept few; 0 leaves them to the compiler), AHEAD (pieces of a row that a
-//   thread loads before it dequantizes the first), FMT (FormatCode), MAX_GROUPS, SCALE_BLOCK, PACKED (ScaleLayout of the
-//   scales, else swizzled), SCALES_IN_RECORD (scales lie as the rows do, instead of either).
-// `scale_ld` is the leading dimension of packed scales, or the bytes from one row's scales in a record to the next.
+//   OVERLAPPED, TEAM (warps of a thread block that share a block of tokens), THREADS of a block,
+//   MIN_BLOCKS (blocks that must fit on an SM, which limits registers; 0 leaves registers to the compiler), AHEAD (pieces of
+//   a row that a thread loads before it dequantizes the first), FMT (FormatCode), MAX_GROUPS, SCALE_BLOCK, PACKED
+//   (ScaleLayout of the scales, else swizzled), SCALES_IN_RECORD (scales lie with their rows, in neither layout).
+// `scale_ld` is the leading dimension of PACKED scales, or the bytes from one row's scales in a record to the next.
 
 #include "bulk_store.cuh"
 #include "numbers.cuh"
@@ -26,7 +26,7 @@ constexpr int NUMBER_BITS = FMT == BF16 ? 16 : FMT == NVFP4 ? 4 : 8;
 constexpr int TEAMS = THREADS / 32 / TEAM;
 constexpr int BLOCK_BYTES = 1024;  // of 8 tokens and 64 columns
 
-// 16 columns of a row as they are stored; zeros where nothing was loaded.
+// 16 columns of a row as they are stored; zeros if nothing was loaded.
 struct Piece {
   u32 words[FMT == BF16 ? 8 : FMT == NVFP4 ? 2 : 4] = {};
   u32 scale = 0;
@@ -64,7 +64,7 @@ struct Piece {
   }
 };
 
-// AHEAD blocks of a warp in shared memory that the copy engine stores, and the counter to add to when they are stored.
+// AHEAD blocks of a warp in shared memory, stored by the copy engine, and the counter to increment when they are stored.
 struct Outbox {
   u8* blocks;
   u32* pending = nullptr;  // of a block of tokens whose last parts the copy engine is still storing
@@ -96,7 +96,7 @@ struct Outbox {
     }
   }
 
-  // Starts the stores of the first `blocks_sent` blocks, `stride` bytes from each other.
+  // Starts the stores of the first `blocks_sent` blocks, `stride` bytes apart.
   __device__ __forceinline__ void send(u8* to, long long stride, int blocks_sent) {
     bulk_fence();
     __syncwarp();
@@ -115,7 +115,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   asm volatile("griddepcontrol.wait;" ::: "memory");
   asm volatile("griddepcontrol.launch_dependents;");
   if (num_active) num_groups = min(num_groups, max(*num_active, 0));
-  // The shuffle tells the compiler that the number is warp-uniform, so that it computes shared values once.
+  // The shuffle makes the value warp-uniform for the compiler, which then computes shared values once.
   const int warp = __shfl_sync(0xFFFFFFFF, threadIdx.x / 32, 0), lane = threadIdx.x & 31, t = lane & 3;
   __shared__ int offsets[MAX_GROUPS + 1], experts[MAX_GROUPS], scale_offsets[GROUP_SCALES ? MAX_GROUPS : 1];
   for (int g = threadIdx.x; g <= num_groups; g += blockDim.x) {
@@ -136,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
   const long long unit_stride = static_cast<long long>(token_blocks) * BLOCK_BYTES;
   int group = 0;
   for (int number = begin + blockIdx.x * TEAMS + warp / TEAM; number < min(past, end); number += gridDim.x * TEAMS) {
-    // Find the last group that starts at or before the block: of those at the same block, the one that is not empty.
+    // Find the last group that starts at or before the block. Of groups with the same first block, the last is not empty.
     for (int high = group + 1 < num_groups && first_block(group + 1) <= number ? num_groups : 0; high - group > 1;) {
       const int middle = (group + high) / 2;
       if (first_block(middle) <= number) group = middle;
@@ -163,11 +163,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       row_scales = PACKED ? scale_row * 4 : swizzled_offset(scale_row, 0, ceil_div(columns, SCALE_BLOCK));
       of_four = PACKED ? scale_ld * 4 : 512;
     }
-    // This keeps both offsets in registers; otherwise the compiler computes them again for each piece.
+    // Keeps both offsets in registers; otherwise the compiler recomputes them for each piece.
     asm("" : "+l"(row), "+l"(row_scales));
     u8* block = out + static_cast<long long>(number) * BLOCK_BYTES;
-    // One warp takes neighbouring units, so that it reads as much of a row as memory moves at a time. NVFP4 lost by it where
-    // all SMs dequantize.
+    // A warp handles neighbouring units, so that it reads whole memory transactions of a row. NVFP4 lost by it when all SMs
+    // dequantize.
     constexpr bool NEIGHBOURS = FMT == MXFP8 || OVERLAPPED;
     const int warps = gridDim.y * TEAM, step = NEIGHBOURS ? 1 : warps, distance = NEIGHBOURS ? AHEAD : 1;
     int first_unit = (blockIdx.y * TEAM + warp % TEAM) * distance;
@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, MIN_BLOCKS)
       if (OVERLAPPED) outbox.send(block + first_unit * unit_stride, step * unit_stride, (units - first_unit + step - 1) / step);
     }
     if (OVERLAPPED) {
-      // A warp without a part of the block counts it when its block before is stored.
+      // A warp without a part of this block counts it when its previous block is stored.
       if (outbox.pending) outbox.count();
       outbox.pending = counters + 1 + number - begin;
     }

@@ -1,16 +1,16 @@
-// Grouped GEMM for Hopper whose operands go from memory to the tensor cores as they are stored: TMA (or cp.async, where
-// rows are gathered) fills a ring of shared memory, one warpgroup of producers, two warpgroups of wgmma.
+// Grouped GEMM for Hopper that feeds operands to the tensor cores as they are stored. One warpgroup of producers fills a
+// ring in shared memory by TMA (by cp.async for gathered rows); two warpgroups multiply by wgmma.
 //
 // A tile is 128 rows times two halves of 128 weight rows: 256 columns of a plain result, or gate and up of the same 128
-// columns of a gated one. Each math warpgroup takes 64 of the rows; tiles of at most 64 rows are taken by the two in
-// turn, one multiplying while the other stores. With CLUSTER 2, the two blocks of a cluster work on two row tiles of
-// the same columns and share the weights, or, for the odd row tile of a group, on two column tiles and share the rows.
-// Where the last round of plain tiles has work for no more than half of the clusters, each takes half of the columns.
+// columns of a gated one. Each math warpgroup multiplies 64 of the rows. Tiles of at most 64 rows alternate between the two
+// warpgroups: one multiplies while the other stores. With CLUSTER 2, the two blocks of a cluster work on two row tiles of
+// the same columns and share the weights. For the odd row tile of a group they work on two column tiles and share the rows.
+// If the last round of plain tiles has work for at most half of the clusters, its tiles are halved along the columns.
 //
 // Macros: FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2, GATHER (rows through
 // row_index), GATED, ORDER (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3 with 1x128 scales),
-// EXTRAS (row scale, expert scales or bias are there), A_BOX (rows of a box of the rows' tensor map), TMA_SCALES (FP8
-// without GATHER, 4 stages, K a multiple of 4 * 128: scales come by TMA, too, so that one thread produces).
+// EXTRAS (row scale, expert scales or bias exist), A_BOX (rows of a box of the rows' tensor map), TMA_SCALES (TMA copies the
+// scales too, so that one thread produces; needs FP8 without GATHER, 4 stages, K a multiple of 4 * 128).
 
 #include "mbarrier.cuh"
 
@@ -31,33 +31,33 @@ struct Tile {
 constexpr int BM = 128, MATH_WGS = 2;
 constexpr int HALF = 128;
 constexpr int TILE_COLUMNS = GATED ? HALF : 2 * HALF;
-constexpr int BK = FP8 ? 128 : 64;  // numbers of K in a stage: 128 bytes, the span of the swizzle
+constexpr int BK = FP8 ? 128 : 64;  // columns of K in a stage: 128 bytes, the span of the swizzle
 constexpr int A_BYTES = BM * 128;
 constexpr int HALF_BYTES = HALF * 128;
 constexpr int STAGE_BYTES = A_BYTES + 2 * HALF_BYTES;
 constexpr int WARP_STAGING = 2048;  // 16 rows of 128 bytes
-// Scales of a stage: those of 128 rows, then of two halves. TMA brings them for the 4 stages of a round at once, 4 to a
-// row; those of two rounds lie in the memory of all stages.
-constexpr int ROUND_BYTES = (128 + 2) * 16 + 96;  // whole 128 bytes
+// Scales of a stage: those of 128 rows, then of two halves. TMA copies them for the 4 stages of a round at once, 4 for each
+// row. The memory of all stages holds the scales of two rounds.
+constexpr int ROUND_BYTES = (128 + 2) * 16 + 96;  // a multiple of 128
 constexpr int SCALE_BYTES = TMA_SCALES ? 2 * ROUND_BYTES / STAGES : FP8 ? 544 : 0;
 static_assert(!TMA_SCALES || (FP8 && !GATHER && STAGES == 4), "one copy brings the scales of 4 stages");
-constexpr int TILES_AHEAD = 8;         // tiles that the producers announce to the math warps at a time
-constexpr int FEW_PAIRS = 2;           // pairs of row tiles of a group, up to which its odd one comes within bands
-constexpr int NO_MORE = -0x7FFFFFFF;   // rows of what comes after the last tile
+constexpr int TILES_AHEAD = 8;         // tiles that the producers may announce to the math warps in advance
+constexpr int FEW_PAIRS = 2;           // most pairs of row tiles of a group whose odd tile comes after each band
+constexpr int NO_MORE = -0x7FFFFFFF;   // rows of the announcement after the last tile
 constexpr bool HALVES = !GATED && CLUSTER > 1;  // whether there are tiles of one half
-constexpr int ONE_HALF = 1 << 30;      // marks such a tile in the column that is announced
-constexpr int SUMS = 128, PARTIAL_SUMS = 64;  // of a thread: of a tile, and of the half that FP8 takes at a time
-constexpr int PRODUCER_REGISTERS = FP8 && !GATHER ? 24 : 40;  // what is left goes to the math warpgroups
+constexpr int ONE_HALF = 1 << 30;      // marks a tile of one half in the announced column
+constexpr int SUMS = 128, PARTIAL_SUMS = 64;  // sums of a thread: of a tile, and of the half that FP8 multiplies at a time
+constexpr int PRODUCER_REGISTERS = FP8 && !GATHER ? 24 : 40;  // the rest goes to the math warpgroups
 constexpr int MATH_REGISTERS = FP8 && !GATHER ? 240 : 232;
 constexpr int MATH_WARPS = 4 * MATH_WGS;
-// Arrivals at a stage for what threads copy: warps arrive for rows and scales that are gathered, threads for scales alone.
+// Arrivals at a stage for copies by threads: one per warp for gathered rows and their scales, one per thread for scales only.
 constexpr int OF_COPIES = GATHER ? 4 * ARRIVALS_OF_WARP : FP8 && !TMA_SCALES ? 128 : 0;
 constexpr float SMALLEST = 1.17549435e-38f, LARGEST = 3.40282347e38f;  // normal numbers
 constexpr int GATE_UP = 1, UP_GATE = 2, INTERLEAVED = 3;
 
 // --- shared memory, barriers, copies --------------------------------------------------------------------------------
 
-// Tells the compiler that a number is warp-uniform: tensor core instructions want uniform registers.
+// Makes a value warp-uniform for the compiler: tensor core instructions need uniform registers.
 __device__ __forceinline__ u32 uniform(u32 x) { return __shfl_sync(~0u, x, 0); }
 
 __device__ __forceinline__ u32 cluster_rank() {
@@ -79,14 +79,14 @@ __device__ __forceinline__ void leave_cluster() {
     }
 }
 
-// The address in the cluster of what is at `address` in the shared memory of block `rank`.
+// The cluster address of `address` in the shared memory of block `rank`.
 __device__ __forceinline__ u32 address_at(u32 address, u32 rank) {
     u32 there;
     asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(rank));
     return there;
 }
 
-// No data of generic stores is handed over, so the arrival needs no cluster fence, which would cost a quarter.
+// The arrival publishes no generic stores, so it needs no cluster fence, which would cost a quarter.
 __device__ __forceinline__ void barrier_arrive_there(u32 barrier, u32 count) {
     asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
@@ -132,8 +132,8 @@ __device__ __forceinline__ void load_half(
 
 // --- tiles ----------------------------------------------------------------------------------------------------------
 
-// Called by a warp that has consumed a stage. Lane r arrives at `barrier` in the memory of block r, since the other block of
-// the cluster may load into the stage, too. `share` is 2 where the warp also arrives for the other warpgroup.
+// Called by a warp that has consumed a stage. Lane r arrives at `barrier` in the memory of block r, because the other block
+// of the cluster may also load into the stage. `share` is 2 if the warp also arrives for the other warpgroup.
 __device__ __forceinline__ void release(u32 barrier, u32 share) {
 #ifdef EACH_LANE_ARRIVES
     for (u32 r = 0; r < CLUSTER; ++r) barrier_arrive_there(address_at(barrier, r), share);
@@ -148,8 +148,8 @@ __device__ __forceinline__ void copy_word(u32 to, const float* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
-// Row of the weight's scales, counted over all experts, for half 0 or 1 of a tile (128 rows share one). Interleaved,
-// both halves take both rows: the first for the first 64 columns.
+// Row of the weight's scales, counted over all experts, for half 0 or 1 of a tile (128 rows share one). If gate and up are
+// interleaved, both halves use both rows, the first one for the first 64 columns.
 __device__ __forceinline__ long long weight_scales(int expert, int column, int columns, int half) {
     int blocks = (GATED ? 2 * columns : columns) + 127 >> 7, block = column / 128 + (half > 0);
     if (GATED) block = column / 128 + ((half > 0) == (ORDER == GATE_UP) ? columns / 128 : 0);
@@ -162,7 +162,7 @@ __device__ __forceinline__ long long weight_scales(int expert, int column, int c
 __device__ __forceinline__ void wait_turn(int wg) { asm volatile("bar.sync %0, 256;" ::"r"(1 + wg) : "memory"); }
 __device__ __forceinline__ void give_turn(int wg) { asm volatile("bar.arrive %0, 256;" ::"r"(2 - wg) : "memory"); }
 
-// Whether `value` holds in all threads of the warpgroup. All its warps branch alike: products want all of them.
+// Whether `value` holds in all threads of the warpgroup. The branch is uniform, because a product needs all its warps.
 __device__ __forceinline__ bool all_of_warpgroup(int wg, bool value) {
     u32 all;
     asm volatile(
@@ -170,17 +170,17 @@ __device__ __forceinline__ bool all_of_warpgroup(int wg, bool value) {
         : "=r"(all)
         : "r"((u32)value), "r"(3 + wg)
         : "memory");
-    return __all_sync(~0u, all);  // tells the compiler, as `uniform` does
+    return __all_sync(~0u, all);  // makes it warp-uniform for the compiler, like `uniform`
 }
 
-// The number of work items of a group; a cluster works on one at a time.
+// Number of work items of a group; a cluster works on one at a time.
 __device__ __forceinline__ int tiles_of(int rows, int tiles_n) {
     int tiles_m = ceil_div(rows, BM);
     if (CLUSTER == 1) return tiles_m * tiles_n;
     return tiles_m / 2 * tiles_n + tiles_m % 2 * ceil_div(tiles_n, 2);
 }
 
-// One warp: counts the tiles of each group, none for groups that are not to be computed.
+// Called by one warp: counts the tiles of each group, none for groups that are not computed.
 __device__ void count_tiles(Group* groups, const int* offsets, const int* expert_ids, const int* num_active,
                             int num_groups, int num_experts, int capacity, int tiles_n) {
     int lane = threadIdx.x % 32, total = 0;
@@ -204,7 +204,8 @@ __device__ void count_tiles(Group* groups, const int* offsets, const int* expert
     if (lane == 0) groups[num_groups].first = total;
 }
 
-// The tile of this block in work item `index`. `g` is a group at or before the tile's and moves on. False past the last.
+// The tile of this block in work item `index`. `g` is a group at or before the tile's, and advances to it. False past the
+// last item.
 __device__ __forceinline__ bool find_tile(
     const Group* groups, int num_groups, int index, int tiles_n, int band_width, u32 rank, int& g, Tile& tile) {
     if (index >= groups[num_groups].first) return false;
@@ -237,8 +238,8 @@ __device__ __forceinline__ bool find_tile(
 
 // --- tensor cores ---------------------------------------------------------------------------------------------------
 
-// Lower word of the descriptor of a K-major operand in the 128-byte swizzle; 32 bytes of K are 2 further. The upper
-// word says that groups of 8 rows lie 1024 bytes apart.
+// Lower word of the descriptor of a K-major operand in the 128-byte swizzle; 32 bytes of K advance it by 2. The upper word
+// encodes that groups of 8 rows lie 1024 bytes apart.
 __device__ __forceinline__ u32 descriptor(u32 address) { return (address & 0x3FFFF) >> 4 | 1 << 16; }
 
 template <int N>
@@ -269,7 +270,7 @@ __device__ __forceinline__ void mma_wait() {
     "%102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, %117, %118," \
     "%119, %120, %121, %122, %123, %124, %125, %126, %127"
 
-// Of a wgmma whose operands have descriptors with the lower words `a` and `b`.
+// Operands of a wgmma with descriptors of the lower words `a` and `b`.
 #define DESCRIPTORS(a, b, add)                                     \
     "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, " add ", 0;\n" \
     "mov.b64 a, {" a ", 0x40000040};\nmov.b64 b, {" b ", 0x40000040};\n"
@@ -282,7 +283,7 @@ __device__ __forceinline__ void mma_fp8(float (&d)[64], u32 a, u32 b, int add) {
                  : "r"(a), "r"(b), "r"(add));
 }
 
-// A word of shared memory, or nothing. Without a branch, after which the compiler would assume a diverged warp.
+// Loads a word of shared memory, or nothing, without a branch: after one, the compiler would assume a diverged warp.
 __device__ __forceinline__ void load_word(float& to, u32 from, bool now) {
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\n@p ld.shared.f32 %0, [%1];\n}"
                  : "+f"(to)
@@ -299,7 +300,7 @@ __device__ __forceinline__ void multiply(float (&part)[PARTIAL_SUMS], u32 a, u32
     mma_commit();
 }
 
-// The same as `mma_fp8` of bf16, into the first 64 sums.
+// Like `mma_fp8` for bf16, into the first 64 sums.
 __device__ __forceinline__ void mma_bf16_half(float (&d)[128], u32 a, u32 b, int add) {
     asm volatile(DESCRIPTORS("%64", "%65", "%66")
                  "wgmma.mma_async.sync.aligned.m64n128k16.f32.bf16.bf16 {" SUMS_64 "}, a, b, p, 1, 1, 0, 0;\n}"
@@ -307,7 +308,7 @@ __device__ __forceinline__ void mma_bf16_half(float (&d)[128], u32 a, u32 b, int
                  : "r"(a), "r"(b), "r"(add));
 }
 
-// Of 256 rows of b.
+// With 256 rows of b.
 __device__ __forceinline__ void mma_bf16(float (&d)[128], u32 a, u32 b, int add) {
     asm volatile(DESCRIPTORS("%128", "%129", "%130")
                  "wgmma.mma_async.sync.aligned.m64n256k16.f32.bf16.bf16 {" SUMS_128 "}, a, b, p, 1, 1, 0, 0;\n}"
@@ -315,17 +316,17 @@ __device__ __forceinline__ void mma_bf16(float (&d)[128], u32 a, u32 b, int add)
                  : "r"(a), "r"(b), "r"(add));
 }
 
-// What the partial sums of a thread's two rows are multiplied with in both halves: the product of both scales where
-// that is a normal number. Else (`apart`) the scale of the row comes first and then that of the weight.
+// Factors of the partial sums of a thread's two rows in both halves: the product of both scales if that is a normal number.
+// Else (`apart`) the scale of the row is applied first, then that of the weight.
 struct Factors {
     float a[2], w[2], product[2][2];
 
     __device__ __forceinline__ bool apart(int r, int h) const {
         float size = fabsf(product[r][h]);
-        return size < SMALLEST || size > LARGEST;  // a NaN stays one either way
+        return size < SMALLEST || size > LARGEST;  // NaN gives NaN either way
     }
 
-    // Computes the products; whether all of them and `least` are normal.
+    // Computes the products. Returns whether all of them and `least` are normal.
     __device__ __forceinline__ bool multiply(float least) {
         float most = 0.0f;
 #pragma unroll
@@ -337,8 +338,8 @@ struct Factors {
     }
 };
 
-// acc += part * factors, for the half whose sums start at FIRST. Without PLAIN a product of scales may not be normal. Rows and
-// halves for which it is get the same bits: they multiply by 1 first.
+// acc += part * factors, for the half whose sums start at FIRST. Without PLAIN, products of scales may be not normal. Rows
+// and halves with normal ones get the same bits: they multiply by 1 first.
 template <int FIRST, bool PLAIN>
 __device__ __forceinline__ void add_up(float (&acc)[SUMS], float (&part)[PARTIAL_SUMS], const Factors& factors) {
     keep(part);
@@ -349,7 +350,7 @@ __device__ __forceinline__ void add_up(float (&acc)[SUMS], float (&part)[PARTIAL
         float first = PLAIN ? part[i] : __fmul_rn(part[i], apart ? factors.a[r] : 1.0f);
         acc[FIRST + i] = __fmaf_rn(first, apart ? factors.w[h] : factors.product[r][h], acc[FIRST + i]);
     }
-    keep(acc);  // done before the next products overwrite `part`
+    keep(acc);  // finish before the next products overwrite `part`
 }
 
 // --- epilogue -------------------------------------------------------------------------------------------------------
@@ -372,16 +373,16 @@ __device__ __forceinline__ float swiglu(float gate, float up, float alpha, float
     return __fmul_rn(__fmul_rn(gate, inverse), __fadd_rn(up, up_offset));
 }
 
-// The largest word of the four lanes that hold a row.
+// The largest word in the four lanes that hold a row.
 __device__ __forceinline__ u32 max_of_row(u32 x) {
     x = max(x, __shfl_xor_sync(~0u, x, 1));
     return max(x, __shfl_xor_sync(~0u, x, 2));
 }
 
-// A thread of a math warpgroup holds, of rows `lane / 4` and that plus 8 of its warp's 16, two columns of each 8:
+// A thread of a math warpgroup holds rows `lane / 4` and `lane / 4 + 8` of its warp's 16, and two columns of each 8:
 // r[4j], r[4j + 1] of the first row, r[4j + 2], r[4j + 3] of the second, columns 8j + lane % 4 * 2 and the next.
 
-// Writes 16 rows of 128 bytes from the staging memory of a warp; `bytes` of a row belong to the result.
+// Writes 16 rows of 128 bytes from a warp's staging memory; only `bytes` of a row belong to the result.
 __device__ __forceinline__ void write_rows(const u8* staging, u8* out, long long stride, int rows, int bytes) {
     int lane = threadIdx.x % 32, chunk = lane % 8;
     __syncwarp();
@@ -435,7 +436,7 @@ __device__ __forceinline__ void store_quantized(
         bits = max_of_row(bits);
         bool poisoned = bits >= 0x7F800000;  // NaN or Inf
         u32 amax = poisoned ? 0 : bits;
-        float scale = __fdiv_rn(__uint_as_float(max(amax, 0x38D1B717)), 448.0f);  // of at least 1e-4
+        float scale = __fdiv_rn(__uint_as_float(max(amax, 0x38D1B717)), 448.0f);  // amax at least 1e-4
         float inverse = __frcp_rn(scale);
         int row = lane / 4 + 8 * second;
         if (quad == 0 && row < rows) scales[row * scale_stride] = poisoned ? __uint_as_float(0x7FC00000) : scale;
@@ -525,20 +526,20 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     __syncthreads();
     sync_cluster();
 
-    // A tile takes the stages from the first on, as often as K asks for. Bit s of `phases`: whether all tiles before
-    // have used stage s an odd number of times; of `used`: whether one tile does.
+    // A tile starts at the first stage and goes round the ring until K is done. Bit s of `phases`: whether all previous tiles
+    // used stage s an odd number of times. Bit s of `used`: whether one tile does.
     int g = 0;
     u32 phases = 0, used = 0;
     for (int s = 0; s < STAGES; ++s) used |= (u32)((k_blocks - s + STAGES - 1) / STAGES & 1) << s;
     Tile tile;
     if (wg == MATH_WGS) {
         asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(PRODUCER_REGISTERS));
-        // One thread starts the TMA copies. All threads copy scales that TMA does not bring, and rows that are gathered.
+        // One thread starts the TMA copies. All threads copy gathered rows, and scales that TMA does not copy.
         int thread = threadIdx.x % 128, chunk = thread % 8, first = thread / 8, under_way = -1;
         bool leader = thread == 0;
         int announced = 0;
-        // An announcement overwrites that of TILES_AHEAD tiles ago. A warp that had not read that one would hold the stages of
-        // the tiles since.
+        // An announcement overwrites the one of TILES_AHEAD tiles ago. That is safe: a warp that had not read it would still
+        // hold the stages of the later tiles.
         auto announce = [&](int4 what) {
             if (leader) {
                 tiles[announced % TILES_AHEAD] = what;
@@ -548,11 +549,11 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
         };
         u32 round = 0;
         u32 to = first * 128 + ((chunk ^ first % 8) << 4);
-        // This thread handles the tiles below `last`. Where one thread sends, its whole warp loops, so that numbers stay
-        // uniform.
+        // This thread handles the tiles below `last`. If one thread copies, its whole warp loops, so that values stay
+        // warp-uniform.
         bool idle = TMA_SCALES ? warp != MATH_WARPS : !FP8 && !GATHER && !leader;
         int last = idle ? 0 : 0x7FFFFFFF;
-        // Gathered rows of a stage are handed over once those of the next are begun, or where there is no next.
+        // Gathered rows of a stage are handed over when the copies of the next stage have started, or if there is no next.
         auto hand_over = [&] {
             asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
             barrier_arrive_warp(full + 8 * under_way);
@@ -562,7 +563,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             asm volatile("cp.async.wait_group 0;" ::: "memory");
             hand_over();
         };
-        // From `whole` on tiles are taken by halves.
+        // From `whole` on, tiles are halved.
         int total = groups[num_groups].first, rest = total % step;
         int whole = HALVES && 2 * rest <= step ? total - rest : total;
         for (int t = blockIdx.x / CLUSTER; t < last; t += step) {
@@ -589,11 +590,11 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             phases ^= used;
             for (int kb = 0; kb < k_blocks; ++kb) {
                 u32 a = ring + stage * STAGE_BYTES, b = a + A_BYTES, ready = full + 8 * stage;
-                // A tile may end with the stage that the next begins with, which nobody frees before it was filled, or
-                // with the one after, which math warps wait for before they free the one before.
+                // A tile may end with the first stage of the next tile, which cannot be freed before it was filled, or with
+                // the stage after it, for which math warps wait before they free the first.
                 if (GATHER && kb == 0 && (u32)under_way <= 1) hand_over_last();
                 barrier_wait(empty + 8 * stage, ~phase >> stage & 1);
-                if (TMA_SCALES) __syncwarp();  // a lane that comes late would wait for the round after
+                if (TMA_SCALES) __syncwarp();  // a late lane would wait for the following round
                 if (leader) {
                     bool scales_too = TMA_SCALES && stage == 0;
                     barrier_expect(ready, boxes * A_BOX * 128 + halves * HALF_BYTES + (scales_too ? (BM + 2) * 16 : 0));
@@ -618,7 +619,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 if (FP8 && !TMA_SCALES && !GATHER)
                     asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];" ::"r"(ready) : "memory");
                 if (GATHER) {
-                    // Nothing is read past the end of a row: zeros are written there.
+                    // Past the end of a row nothing is read and zeros are written.
                     int bytes = kb * 128 + chunk * 16 < row_bytes ? 16 : 0;
 #pragma unroll
                     for (int i = 0; i < BM / 16; ++i) {
@@ -642,11 +643,11 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
     } else {
         asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(MATH_REGISTERS));
         float acc[SUMS];
-        // Where the scales of the next round of stages are, and whether a tile leaves them at the other place.
+        // Position of the scales of the next round of stages, and whether a tile swaps the two positions.
         u32 round = 0;
         bool turned = TMA_SCALES && k_blocks / STAGES % 2;
         auto other = [](u32 of_round) { return TMA_SCALES ? ROUND_BYTES - of_round : 0; };
-        int turn = 0;  // the warpgroup that takes the next tile of its own
+        int turn = 0;  // the warpgroup that gets the next tile of at most 64 rows
         bool waits = false;
         u8* warp_staging = staging + warp * WARP_STAGING;
         u32 freed = CLUSTER > 1 && ARRIVALS_OF_WARP == 1 ? address_at(empty, lane % CLUSTER) : empty;
@@ -661,7 +662,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             if (alone) {
                 turn ^= 1;
                 if (turn == wg) {
-                    // The other's tile.
+                    // The tile of the other warpgroup.
                     phases ^= used;
                     round = turned ? other(round) : round;
                     waits = true;
@@ -680,10 +681,10 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             Factors factors;
             float part[PARTIAL_SUMS];
             int left = k_blocks, odd = 0;
-            // Zero, but the compiler must not know it: it moves loads from uniform addresses to uniform registers.
+            // Zero, hidden from the compiler, which would move loads from uniform addresses to uniform registers.
             u32 zero;
             asm("{\n.reg .u32 t;\nmov.u32 t, %%laneid;\nshr.u32 %0, t, 5;\n}" : "=r"(zero));
-            // Bytes from a row to the next, from a half to the other, and from a stage to the next.
+            // Bytes between rows, between the halves, and between stages.
             constexpr u32 OF_ROW = TMA_SCALES ? 16 : 4, OF_STAGE = TMA_SCALES ? 4 : SCALE_BYTES;
             u32 row_scales = shared_address(scales) + (row_of_warp + lane / 4) * OF_ROW;
             u32 half_scales = shared_address(scales) + BM * OF_ROW + zero, of_round = round;
@@ -698,10 +699,10 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             auto products = [&](int s, int half) {
                 multiply(part, a + s * STEP, b + s * STEP + half * SECOND);
             };
-            // Unrolled over the stages, so that their addresses are constants: other work of a warpgroup keeps the tensor
-            // cores waiting as soon as the other warpgroup does such work, too. The wait for the next stage overlaps with
-            // the products of this one, and its scales are read between the last multiply-adds.
-            // A tile of one half takes the slow path, too; the test of the scales finds it without another instruction.
+            // Unrolled over the stages, so that their addresses are constants: work outside the tensor cores leaves them idle
+            // whenever both warpgroups do such work. The wait for the next stage overlaps with the products of this one, and
+            // the next scales are read between the last multiply-adds.
+            // A tile of one half uses the slow path, too; the test of the scales detects it without another instruction.
             barrier_wait(full, phase & 1);
             load_scales(0, of_round, true);
             for (;; left -= STAGES, phase = ~phase, of_round = other(of_round)) {
@@ -725,7 +726,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 }
             }
         special_values:
-            // The rest of the tile, or a tile of one half. The products of the first half of stage `odd` are under way.
+            // The rest of the tile, or a tile of one half. The products of the first half of stage `odd` are in flight.
             left -= odd;
             for (bool narrow = HALVES && uniform(one_half);;) {
                 mma_wait<0>();
@@ -756,7 +757,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 if (narrow) {
 #pragma unroll
                     for (int k = 0; k < 4; ++k) mma_bf16_half(acc, a + at + 2 * k, b + at + 2 * k, kb > 0 || k > 0);
-                    mma_commit();  // in both branches: after them, the compiler would insert an empty product
+                    mma_commit();  // in both branches: after their join, the compiler would insert an empty product
                 } else {
 #pragma unroll
                     for (int k = 0; k < 4; ++k) mma_bf16(acc, a + at + 2 * k, b + at + 2 * k, kb > 0 || k > 0);
@@ -774,7 +775,7 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
             if (alone) give_turn(wg);
             if (EXTRAS) apply_extras(acc, extras, row, capacity - 1, tile.expert, tile.column, columns);
             constexpr int SIZE = OUT == 3 ? 1 : (OUT == 2 ? 4 : 2);
-            // A cluster that takes an odd row tile may reach past the last column tile, which is not stored.
+            // For an odd row tile, a cluster may reach past the last column tile; that is not stored.
             int width = min(columns - tile.column, one_half ? HALF : TILE_COLUMNS);
             int rows = width > 0 ? tile.rows - row_of_warp : 0;
             long long position = tile.start + row_of_warp;

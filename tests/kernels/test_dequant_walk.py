@@ -31,7 +31,7 @@ def counted(request: pytest.FixtureRequest) -> bool:
 @pytest.fixture(scope="module")
 def binary(counted: bool, tmp_path_factory: pytest.TempPathFactory) -> Path:
     text = source_path("dequant_gemm.cu").read_text()
-    walk = between(text, "// One tile of the output", "// What the epilogue of a tile reads")
+    walk = between(text, "// A tile of the output", "// Scales that the epilogue of a tile reads")
     path = tmp_path_factory.mktemp("walk") / "walk"
     compile_on_host("walk_on_host.cpp", "WALK", walk, path, "-O1", f"-DOVERLAPPED={int(counted)}")
     return path

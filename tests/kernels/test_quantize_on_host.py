@@ -28,9 +28,9 @@ def host_text() -> str:
     text = source_path("quantize.cuh").read_text()
     text = between(text, "constexpr u32 MAGNITUDE", "// Quantizes unit `unit` of a row of any other format")
     for start, end in (
-        ("// Numbers of a unit", "// bf16 bits;"),
-        ("// e4m3 bits of two numbers", "// Largest magnitude of 16"),
-        ("// The largest of `bits` over", "// e2m1 codes of 8"),
+        ("// Values of a unit", "// bf16 bits;"),
+        ("// e4m3 bits of two values", "// Largest magnitude of 16"),
+        ("// The largest `bits` of", "// e2m1 codes of 8"),
     ):
         text = text.replace(between(text, start, end), "")
     numbers = source_path("numbers.cuh").read_text()
