@@ -158,7 +158,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--routing", nargs="+", choices=cases.ROUTINGS, help=routing)
     parser.add_argument("--num-sms", type=int, metavar="N", help="of the exchange, instead of the config's")
     parser.add_argument("--steps", type=int, default=20, metavar="N", help="timed iterations (default: 20)")
-    checked = "tokens of each rank that the layer's check takes"
+    checked = "tokens of each rank that the check of the layer compares"
     parser.add_argument("--check-tokens", type=int, metavar="N", help=checked)
     link_rate.add_options(parser)
     environment.add_json_option(parser)

@@ -50,8 +50,8 @@ PHASES = {
     "dispatch_send": "tokens are quantized and stored in their experts' ranks",
     "dispatch_recv": "rows are awaited and grouped, scales laid out for the GEMM",
     "experts": "GEMM gate and up, SwiGLU and requantize, GEMM down",
-    "combine_send": "a rank's rows of a token are summed and stored at its home",
-    "combine_recv": "the rows that came home are awaited and summed",
+    "combine_send": "a rank's rows of a token are summed and stored on its rank",
+    "combine_recv": "partial sums of all ranks are awaited and summed",
 }
 
 
@@ -185,8 +185,8 @@ def print_results(reports: list[RankReport], console: Console) -> None:
     """The table, what its columns mean, and the memory of all ranks."""
     console.print(result_table(reports))
     console.print(
-        "error: Frobenius norm, relative to a reference that takes the checkpoint's weights unquantized; bound: "
-        "follows from the format; max: largest error, relative to the reference's largest number; ms: median over steps"
+        "error: Frobenius norm, relative to a reference with the checkpoint's unquantized weights; bound: "
+        "follows from the format; max: largest error, relative to the reference's largest value; ms: median over steps"
     )
     sizes = [report.pss_bytes for report in reports if report.pss_bytes is not None]
     if len(sizes) == len(reports):

@@ -1,9 +1,9 @@
-"""What this machine has, and what the runtime would make of it; looks only, and reserves nothing.
+"""What this machine has, and what the runtime would use of it; reserves nothing.
 
 `[torchrun …] -m moe_runtime.launch.doctor [--config NAME] [--world-size N] [--hopper] [--json]` shows versions,
 devices, the engine and the transport that would be used and why not the others, limits on shared memory, the bytes
 that each rank would reserve in every token format, and the kernels that would multiply the experts (`--hopper`: on an
-H100 or H200, wherever this runs). Under torchrun all ranks agree on the transport and rank 0 speaks.
+H100 or H200, wherever this runs). Under torchrun all ranks agree on the transport and rank 0 prints.
 
 `--kernels` checks the operations of `moe_runtime.ops` instead: it runs them in torch and interpreted, compiles their
 kernels for each architecture, and prints the result with the committed run on a GPU.
@@ -123,7 +123,7 @@ def reserved_by_format(
 def gemm_plans(
     layer: MoELayerConfig, world_size: int, engine: str, device: torch.device, *, hopper: bool = False
 ) -> dict[int, dict[str, Any]]:
-    """How `kernels.gemm_plan` has the experts multiplied, by tokens that each of `world_size` ranks brings.
+    """How `kernels.gemm.plan` multiplies the experts, by tokens that each of `world_size` ranks brings.
 
     On `device`, or on an H100 or H200; empty for an engine that cannot run there.
     """
@@ -220,7 +220,7 @@ def _grouped_gemm(engine: str, device: torch.device) -> str:
     if resolved == "torch":
         return "torch"
     if resolved == "cuda":
-        return "CUDA C++, Triton where those take no operands"
+        return "CUDA C++, Triton for operands that those do not support"
     return "Triton, as asked for" if engine == "triton" else f"Triton ({missing_for_cuda(device)})"
 
 

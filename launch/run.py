@@ -134,7 +134,7 @@ def report(
     console.print(table)
     console.print(
         "error: Frobenius norm relative to that of the reference, over all checked tokens of the rank; "
-        "largest error: relative to the reference's largest number"
+        "largest error: relative to the reference's largest value"
     )
     console.print(phase_table(results))
     console.print(f"Tokens per expert, all ranks, timed steps (at most {HISTOGRAM_LINES} lines)")
@@ -236,7 +236,7 @@ def main(arguments: list[str] | None = None) -> int:
         metavar="N",
         help="tokens of each rank and step to check, 0 for none (default: all, but "
         f"{cases.FEW_TOKENS} where the experts hold more than {cases.CHECK_WEIGHTS} weights). The bound is for the "
-        "mean over many tokens; the error of a few strays around it",
+        "mean over many tokens; the error of a few varies around it",
     )
     options = parser.parse_args(arguments)
     return environment.run_program("run", lambda: work(options), debug=options.debug)

@@ -5,13 +5,13 @@ operands, and of the exchange between two virtual ranks, with an expert id out o
 `TOOLS`. Writes JSON with the environment (`--json FILE`); exits with 1 where a tool reports something, or a run fails
 or takes longer than `--seconds`.
 
-Of an arrival at a barrier racecheck knows what its own thread has done before, not that a `__syncwarp`, or products
-that a warpgroup has waited for, put other lanes before it. The kernels in CUDA C++ are therefore compiled with
-EACH_LANE_ARRIVES (`mbarrier.cuh`): every lane arrives for itself where elsewhere one does for its warp.
+At an arrival at a barrier racecheck counts what its own thread did before. It does not know that a `__syncwarp`, or a
+wait for products of a warpgroup, orders other lanes before it. The kernels in CUDA C++ are therefore compiled with
+EACH_LANE_ARRIVES (`mbarrier.cuh`): every lane arrives for itself, where otherwise one lane does for its warp.
 
-On one H200 both tools found nothing in the 26 cases of each engine (launch/results/sanitizer_h200.json). What racecheck
-had found in Triton's `_dispatch_send_kernel`, where an expert id is out of range: threads read the latch each for
-themselves, and warps that saw it differently waited at different barriers (`signalling.agreed` has them agree).
+On one H200 both tools found nothing in the 26 cases of each engine (launch/results/sanitizer_h200.json). Before,
+racecheck had found a race in Triton's `_dispatch_send_kernel`, with an expert id out of range: each thread read the
+latch, and warps that saw different values waited at different barriers. `signalling.agreed` makes them agree.
 """
 
 from __future__ import annotations
@@ -168,14 +168,14 @@ def findings(output: str) -> int | None:
 def check(tool: str, engine: str, seconds: float) -> dict[str, Any]:
     """All cases with kernels of `engine` under one tool: what it reported, and the end of its output if that is bad."""
     command = ["compute-sanitizer", "--tool", tool, "--target-processes", "application-only"]
-    # Torch's kernels, most of them for weights, are not what is checked and would take most of the time.
+    # Torch's kernels, most of them for weights, are not checked: they would take most of the time.
     command += ["--kernel-name-exclude", "kernel_substring=at6native"]
     if tool == "memcheck":
         # cuda-bindings asks for functions that an older driver does not have.
         command += ["--report-api-errors", "no"]
     command += [sys.executable, "-m", "moe_runtime.launch.sanitize", "--run", engine]
     start = time.perf_counter()
-    # A session of its own: the tool leaves the program behind that it ran where it alone is ended.
+    # A session of its own: where only the tool is ended, the program that it ran goes on.
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, start_new_session=True) as run:
         try:
             text, _ = run.communicate(timeout=seconds)

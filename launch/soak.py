@@ -1,11 +1,10 @@
 """Many steps of dispatch and combine, each of another size and routing and checked on the device; then all once more.
 
-`[torchrun --nproc-per-node=N] -m moe_runtime.launch.soak --config NAME --steps 20000` counts tokens that did not come
-home as they must (`benchmarks/soak_steps.py`), bit for bit, and arrivals whose groups have wrong sizes; the second pass
-must give the same bits. Nothing waits for the device until the end, so steps follow each other as closely as they can.
-Where the transport allows it most steps are replays of a CUDA graph, one for each of the layer's token buckets, whose
-inputs are written in place.
-The exit code is 0 only if no rank found anything; 2 for a wrong argument or config.
+`[torchrun --nproc-per-node=N] -m moe_runtime.launch.soak --config NAME --steps 20000` counts tokens whose
+combined result is wrong in any bit (`benchmarks/soak_steps.py`), and dispatches whose groups have wrong sizes.
+The second pass must give the same bits. Nothing waits for the device until the end, so steps follow each other closely.
+Where the transport allows it, most steps are replays of a CUDA graph, one for each of the layer's token buckets, and
+inputs are written in place. The exit code is 0 only if no rank found anything; 2 for a wrong argument or config.
 """
 
 from __future__ import annotations
@@ -42,10 +41,10 @@ class SoakResult:
 
     Attributes:
         steps: of each pass; `replays` of them came from a graph.
-        tokens: that came home, over all passes.
-        wrong_tokens: that did not come home as they must; `first_wrong_step` is the first step with one.
-        wrong_arrivals: steps in which the groups that arrived had wrong sizes.
-        differing_steps: whose output had other bits in the second pass than in the first.
+        tokens: combined, over all passes.
+        wrong_tokens: with a wrong result; `first_wrong_step` is the first step with one.
+        wrong_arrivals: steps in which the groups of received rows had wrong sizes.
+        differing_steps: steps whose output had other bits in the second pass than in the first.
         checksum: of all outputs of the first pass.
         seconds: of all passes, checks included.
     """
@@ -84,8 +83,8 @@ class Soak:
     """The steps of one layer's exchange on this rank. Every rank makes and runs its own with equal arguments.
 
     Args:
-        dispatchers: of the layer, by the size of the steps that take them (`TokenDispatcher.of_all_sizes`); with
-            several ranks, each in a process of its own.
+        dispatchers: of the layer, by the size of their steps (`TokenDispatcher.of_all_sizes`). With several ranks, each
+            is in a process of its own.
         seed: of all tokens and routings.
         steps: of a pass.
     """
@@ -138,7 +137,7 @@ class Soak:
         if plan.size not in replays:
             checked = self._exchange(plan.size, *inputs)
         else:
-            # What lies behind the tokens is of a step before, and goes nowhere.
+            # Rows behind the tokens are of an earlier step; unrouted, they are not sent.
             self.idx_TK.fill_(-1)
             for buffer, values in zip((self.x_TH, self.idx_TK, self.weights_TK), inputs, strict=True):
                 buffer[:count].copy_(values)
@@ -183,7 +182,7 @@ class Soak:
     def _capture(self, size: int) -> Callable[[], Checked]:
         """A graph of a step of this size over the buffers with its check, once such a step has run.
 
-        It leaves block scales where they were sent, if it can; steps that are launched kernel by kernel copy them.
+        It leaves block scales in the records, if it can; steps that are launched kernel by kernel copy them.
         """
         buffers = (self.x_TH[:size], self.idx_TK[:size], self.weights_TK[:size])
         scales_in_record = self.dispatchers[size].can_keep_scales_in_record

@@ -89,11 +89,11 @@ def ungrouped(rows: GroupedRows) -> QuantizedRows:
 
 
 def first_rows(rows: GroupedRows, count: int) -> QuantizedRows:
-    """As `ungrouped` the first `count` row positions, without the host: past the last row is anything."""
+    """As `ungrouped` the first `count` row positions, without the host: positions past the last row hold anything."""
     fmt, offsets = rows.format, rows.group_offsets.long()
     position = torch.arange(count, device=offsets.device)
     quants = raw_bits(rows.rows)
-    # An index that leads nowhere gives a row that is found to be wrong, not an error of the device.
+    # A wrong index gives a row that the check finds, not an error of the device.
     index = rows.row_index
     source = position if index is None else index[:count].long().clamp(0, max(0, quants.shape[0] - 1))
     quants = quants[source]
@@ -161,7 +161,7 @@ def check_combine(y_TH: torch.Tensor, inputs: Inputs, geometry: ExchangeGeometry
 def check_gate_up(
     out: GroupedRows, rows: GroupedRows, w: ExpertWeights | PrepackedWeights, activation: SwiGLU
 ) -> Check:
-    """Error of the quantized intermediate: what rounding it may add, as the operands are taken as they are."""
+    """Error of the quantized intermediate, bounded by its rounding: both sides use the same dequantized operands."""
     expected = [swiglu_reference(c, activation) for _, c, _ in _products(rows, w)]
     values = dequantize_rows(ungrouped(out), engine="torch")
     error, _ = relative_error(values, torch.cat(expected) if expected else values.double())
@@ -204,5 +204,5 @@ def _products(
 
 
 def format_bytes(fmt: TokenFormat, columns: int) -> int:
-    """Bytes of a row of `columns` numbers with its scales."""
+    """Bytes of a row of `columns` elements with its scales."""
     return fmt.quant_bytes(columns) + fmt.scale_bytes(columns) + 4 * fmt.has_row_scale

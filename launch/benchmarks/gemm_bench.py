@@ -1,8 +1,8 @@
 """`bench gemm` without `--config`: checks, then times the cases of `gemm_cases.py` on one GPU.
 
 Each case is checked on the buffers that are then timed (`gemm_check.py`); a case that fails is not timed. Timed are
-`grouped_gemm_swiglu` and `grouped_gemm` with everything that they launch, in CUDA graphs whose steps take copies of
-rows and weights in turn. On a CPU, or with `--small`, sizes are small and times say little.
+`grouped_gemm_swiglu` and `grouped_gemm` with everything that they launch, in CUDA graphs whose steps use copies of
+rows and weights in turn. On a CPU, or with `--small`, sizes are small and times mean little.
 """
 
 from __future__ import annotations

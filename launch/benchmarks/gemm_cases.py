@@ -36,7 +36,7 @@ RANKS, TOP_K = 8, 8
 ROUTINGS = ("even", "half", "zipf", "empty", "uniform", "layer")
 """`half`: one group has half of all rows. `zipf`: group `g` has a part of `1 / (g + 1)`. `empty`: every other group
 has none. `uniform`: tokens of 8 ranks choose 8 experts at random. `layer`: the same as a layer hands it on, rows found
-through an index and room for the worst case."""
+through an index and capacity for the worst case."""
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def check_plain(out_RN: torch.Tensor, rows: GroupedRows, w: Weights, sample: Sam
 
 
 def check_gated(out: GroupedRows, rows: GroupedRows, w: Weights, sample: Sample) -> Check:
-    """The largest error over its bound of requantized `silu(gate) * up`, infinite where a number is NaN."""
+    """The largest error over its bound of requantized `silu(gate) * up`, infinite where a value is NaN."""
     linear = ungrouped(out)
     taken = _taken(linear, sample.positions)
     values_SI, unit_SI = dequantize_rows(taken, engine="torch").double(), _block_scales(taken)

@@ -94,7 +94,7 @@ def make_weights(case: GemmCase, product: Product, rng: torch.Generator, engine:
 
 
 def num_copies(device: torch.device, num_bytes: int) -> int:
-    """How many copies of inputs of `num_bytes` steps take in turn: on a GPU two at least, which are compared."""
+    """How many copies of inputs of `num_bytes` steps use in turn: on a GPU two at least, which are compared."""
     return 1 if device.type != "cuda" else max(2, copies_to_rotate(device, num_bytes))
 
 

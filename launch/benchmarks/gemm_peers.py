@@ -62,7 +62,7 @@ def _ends(sizes: Sequence[int], device: torch.device) -> torch.Tensor:
 
 
 def bf16(sizes: Sequence[int], n: int, k: int, device: torch.device, copies: int = 0) -> Call:
-    """Calls of torch's `grouped_mm` with random operands, which take copies of the weights in turn (0: as our GEMM)."""
+    """Calls of torch's `grouped_mm` with random operands, which use copies of the weights in turn (0: as our GEMM)."""
     function: Callable[..., torch.Tensor] = torch._grouped_mm
     groups, ends = len(sizes), _ends(sizes, device)
     a_RK = torch.randn(sum(sizes), k, device=device).to(torch.bfloat16)

@@ -1,6 +1,6 @@
 """What the operations of `bench` over one layer share: inputs, baselines, timing, and records.
 
-Steps take tokens and routing in turn (`Bench.turns`); bytes and operations are means over the turns, of the rank that
+Steps use tokens and routing in turn (`Bench.turns`); bytes and operations are means over the turns, of the rank that
 has most in each. The operations are in `layer_operations.py`.
 """
 
@@ -26,7 +26,7 @@ from moe_runtime.launch.common import cases, environment
 from moe_runtime.layer import MoELayer
 
 TURNS = 5
-"""Different inputs that steps take in turn, at least."""
+"""Different inputs that steps use in turn, at least."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ class Settings:
     Attributes:
         operations: names of what is timed.
         iterations: timed ones.
-        check_tokens: tokens of each rank that the layer's check takes; None for `cases.default_check_tokens`.
+        check_tokens: tokens of each rank that the check of the layer compares; None for `cases.default_check_tokens`.
         link_gb_per_s: what floors count with; None for none.
         trace: where steps of the layer are recorded instead of being timed; None where they are timed.
     """
@@ -132,7 +132,7 @@ class Bench:
 
     @property
     def checked_tokens(self) -> int:
-        """Tokens of each rank that the layer's check takes, the first ones."""
+        """How many tokens of each rank, the first ones, the check of the layer compares."""
         config, limit = self.layer.config, self.settings.check_tokens
         return min(config.max_tokens_per_rank, cases.default_check_tokens(config) if limit is None else limit)
 
@@ -148,7 +148,7 @@ class Bench:
 
     @cached_property
     def turns(self) -> list[tuple[torch.Tensor, torch.Tensor, torch.Tensor]]:
-        """This rank's tokens, ids and weights, `TURNS` at least; many tokens are in the cache no more in their turn."""
+        """This rank's tokens, ids and weights: `TURNS` at least, and more where the L2 cache would keep the tokens."""
         rank = self.context.rank
         x_TH = self.inputs.x[rank]
         count = max(TURNS, copies_to_rotate(x_TH.device, x_TH.nbytes))

@@ -39,8 +39,8 @@ def run(bench: Bench) -> list[dict[str, Any]]:
 def exchange(bench: Bench) -> None:
     """Dispatch and combine, each alone and both together, compared with an all-to-all of the same bytes.
 
-    As steps of the layer call them, which leave block scales where they were sent if its experts find them there.
-    Every dispatch is combined: the next but one waits for that.
+    Called as by the layer: block scales stay in the records if its experts read them there.
+    Every dispatch is combined, since the next but one waits for that.
     """
     dispatcher, geometry = bench.layer.dispatcher, bench.layer.dispatcher.geometry
     wanted = [name for name in ("dispatch", "combine") if name in bench.settings.operations]

@@ -74,7 +74,7 @@ def chosen(options: argparse.Namespace) -> LinkRate | None:
 
 
 def default(device: torch.device) -> LinkRate | None:
-    """What is taken where nobody says otherwise: nothing on CPUs."""
+    """The rate where no option gives one; None on CPUs."""
     return MEASURED if device.type == "cuda" else None
 
 

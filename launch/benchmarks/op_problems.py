@@ -89,7 +89,7 @@ class OpCall:
         return [self, *(replace(self, arguments=arguments) for arguments in copied)]
 
     def prepacked(self) -> OpCall | None:
-        """The same call with prepacked weights; None where the operation takes none of this shape."""
+        """The same call with prepacked weights; None where the operation has no prepacked weights of this shape."""
         (name,) = (name for name in self.arguments if name in ("b_scale", "b_scales"))
         b, scales, n, k = self.arguments["b"], self.arguments[name], self.shape.n, self.shape.k
         if n % 8 or self.operation is ops.group_gemm_fp8_nt_groupwise:
@@ -236,7 +236,7 @@ def check_token_format(tokens: int, hidden: int, rng: torch.Generator, engine: s
 
 
 def _operands(shape: Shape, rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
-    """Normal numbers whose rows differ in size, so that no two block scales are alike."""
+    """Normal values whose rows differ in size, so that no two block scales are alike."""
     sizes = ((shape.offsets[-1], shape.k), (shape.num_experts, shape.n, shape.k))
     drawn = []
     for size in sizes:

@@ -85,7 +85,7 @@ def _plain(instruction: str) -> str:
 
 
 def _run(module: str, *arguments: str, environment: dict[str, str]) -> dict[str, Any]:
-    """The JSON that a program writes, whatever its exit code: a failed check is in the JSON."""
+    """The JSON that a program writes. Its exit code is ignored: a failed check is in the JSON."""
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "results.json"
         command = [sys.executable, "-m", module, *arguments, "--json", str(file)]

@@ -1,11 +1,10 @@
-"""The steps of a soak: any of them can be made on any rank from seed and number alone, with what must come out.
+"""The steps of a soak: any rank can make any of them, and its expected output, from seed and number alone.
 
-The experts of a soak only multiply: the row of expert `e` is its token, quantized, times a factor of `e`. So what a
-rank's own tokens must come home as follows from them and their routing, in the order of sums that
-`kernels/exchange/combine.py` states, bit for bit. Every token of every rank and step is another, so a row that is
-wrong, old or another's shows.
+The experts of a soak only multiply: the row of expert `e` is its token, quantized, times a factor of `e`. So the
+combined result of a rank's own tokens follows from them and their routing, bit for bit, in the order of sums that
+`kernels/exchange/combine.py` states. Every token of every rank and step differs, so a wrong, old or foreign row shows.
 
-Shape letters: `T` tokens of a rank, `H` hidden size, `K` experts per token, `R` contiguous rows.
+Shape letters: `T` tokens of a rank, `H` hidden size, `K` experts per token, `R` rows.
 """
 
 from __future__ import annotations

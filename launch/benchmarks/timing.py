@@ -37,7 +37,7 @@ LONG_US = 1000.0
 SUSTAINED_US = 300_000.0
 """Length of the steps before a sustained time, and of those that are timed."""
 CACHES_TO_ROTATE = 32
-"""Inputs that steps take in turn are together this many times as large as the L2 cache, unless a graph has fewer steps.
+"""Inputs that steps use in turn are together this many times as large as the L2 cache, unless a graph has fewer steps.
 Weights that leave the cache first may leave a part of themselves there, which is then small."""
 TOTAL = "total"
 MOST_MARKS = 16
@@ -82,7 +82,7 @@ def times_record(timing: Timing | None) -> dict[str, Any]:
 
 
 def copies_to_rotate(device: torch.device, num_bytes: int) -> int:
-    """How many copies of an input of `num_bytes` a step must take in turn, so that none is still in the L2 cache."""
+    """How many copies of an input of `num_bytes` steps must use in turn, so that none is still in the L2 cache."""
     if device.type != "cuda":
         return 1
     cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -106,8 +106,8 @@ def measure(
     """Time `step(number, lap)`. Collective.
 
     Args:
-        step: does step `number` (which of the rotated inputs to take); calls `lap(name)` where a part called `name`
-            ends, which has begun at the start of the step or at the lap before. Must not wait for the device.
+        step: does step `number` (which of the rotated inputs to use); calls `lap(name)` where a part called `name`
+            ends, which began at the start of the step or at the lap before. Must not wait for the device.
         iterations: how many are timed.
         capturable: whether a GPU may capture the step in a graph.
         laps: time the parts instead of the whole step. Telling them apart takes time itself: on Hopper a kernel that

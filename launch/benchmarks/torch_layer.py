@@ -36,12 +36,12 @@ class Route:
 
     Attributes:
         tokens_sent, tokens_came: tokens to and from each rank.
-        rows_sent, rows_came: rows home to, and from, each rank.
+        rows_sent, rows_came: rows returned to, and from, each rank.
         send: int64, which own token each sent row is, by target rank.
         arrivals: int64 `[R]`, which row that came each row of an expert is.
         ends: int32 `[E]`, where the rows of each expert end.
-        back: int64 `[R]`, which row of an expert each row home is, by target rank.
-        home: int64 `[T, K]`, which row that came home each entry is; the row after the last for an unrouted one.
+        back: int64 `[R]`, which row of an expert each returned row is, by target rank.
+        home: int64 `[T, K]`, which of the rows that returned each entry is; for an unrouted one the row after the last.
     """
 
     tokens_sent: list[int]
@@ -129,7 +129,7 @@ class TorchLayer:
         rows_RH = self._experts(came[route.arrivals], route.ends)
         total = sum(route.rows_came)
         home = x_TH.new_empty(total + 1, x_TH.shape[1])
-        # What an unrouted entry reads, with weight 0.
+        # An unrouted entry reads this row, with weight 0.
         home[total].zero_()
         _all_to_all(context, rows_RH[route.back], route.rows_came, route.rows_sent, home[:total])
         return torch.bmm(weights_TK[:, None].to(home.dtype), home[route.home])[:, 0]

@@ -91,7 +91,7 @@ def record(
         activities.append(ProfilerActivity.CUDA)
         torch.cuda.synchronize(context.device)
     with profile(activities=activities) as profiler:
-        # Inside: the profiler takes its time to start.
+        # Inside, since the profiler starts slowly.
         environment.gather(context, "trace begins", None)
         for number in range(STEPS):
             step(number)

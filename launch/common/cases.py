@@ -1,4 +1,4 @@
-"""Inputs of runs and benchmarks, and what must come out: any rank's data can be made on any rank, from a seed alone.
+"""Inputs and references of runs and benchmarks: any rank can make any rank's data from a seed alone.
 
 Shape letters: `T` tokens of a rank, `H` hidden size, `E` experts of the layer, `K` experts per token.
 """
@@ -24,7 +24,7 @@ ROUTINGS = ("router", "uniform", "zipf", "half", "one")
 as in `uniform`."""
 
 CHECK_WEIGHTS = 2**28
-"""Numbers in all experts up to which every token is checked by default: the reference makes each expert anew."""
+"""Weights in all experts up to which every token is checked by default: the reference makes each expert anew."""
 
 FEW_TOKENS = 4
 """Tokens per rank that are checked by default in larger layers."""
@@ -36,7 +36,7 @@ CPU = torch.device("cpu")
 
 
 def tokens(seed: int, rank: int, step: int, num_tokens: int, hidden: int, device: torch.device = CPU) -> torch.Tensor:
-    """bf16 `[T, H]`, normal with variance 1: what `rank` brings to `step`. Numbers differ by kind of device."""
+    """bf16 `[T, H]`, normal with variance 1: what `rank` brings to `step`. Values differ by kind of device."""
     generator = _generator("tokens", seed, rank, step, device=device)
     return torch.randn(num_tokens, hidden, generator=generator, dtype=torch.float32, device=device).to(torch.bfloat16)
 
@@ -75,7 +75,7 @@ def routing(
 def counts_of(tokens_per_rank: Sequence[int], world_size: int, max_tokens: int) -> list[int]:
     """Tokens of each rank from a command line: one number for all ranks, or one for each.
 
-    Raises `ValueError` for another number of numbers, or one outside `0 .. max_tokens`.
+    Raises `ValueError` for another number of counts, or for one outside `0 .. max_tokens`.
     """
     if len(tokens_per_rank) not in (1, world_size):
         raise ValueError(f"--tokens: expected 1 number or {world_size}, one per rank, got {len(tokens_per_rank)}")
@@ -120,7 +120,7 @@ def layer_reference(
 ) -> torch.Tensor:
     """float64 `[T, H]` of `moe_reference` with unquantized weights; one expert is held at a time.
 
-    The output of a shared expert is what the layer's own gives: it is no part of the exchange and is not quantized.
+    The output of a shared expert is that of the layer's own, which is not quantized and not exchanged.
     """
     assert layer.experts is not None
     y_TH = torch.zeros(x_TH.shape, dtype=torch.float64, device=x_TH.device)

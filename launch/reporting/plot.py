@@ -42,7 +42,7 @@ def check_can_draw(option: str) -> None:
 
 
 def draw(reports: Sequence[Report], folder: Path) -> list[Path]:
-    """`times.svg` and `phases.svg` of runs over a config, as far as they have the numbers; the files.
+    """`times.svg` and `phases.svg` of runs over a config, each where the runs have such times; returns the files.
 
     Each plot shows the runs with the most ranks. Raises `ValueError` where there is nothing to draw, or where the runs
     are of different models or GPUs.
@@ -59,7 +59,7 @@ def draw(reports: Sequence[Report], folder: Path) -> list[Path]:
 
 
 def save(figure: Any, file: Path) -> None:
-    """Write a figure so that the same numbers give the same file, small: without a date, letters as text."""
+    """Write a small file, the same for the same values: without a date, letters as text."""
     from matplotlib import rc_context
 
     metadata = {"Date": None} if file.suffix == ".svg" else None
@@ -126,7 +126,7 @@ def _time_panel(axes: Any, operation: str, results: Sequence[Result]) -> None:
             axes.plot(*_points([baselines[key_of(r)] for r in line if key_of(r) in baselines]), **style | BASELINE)
             axes.plot(*_points([r for r in line if r.get("floor_us")], "floor_us"), **style | FLOOR)
     if operation == "layer" and baselines:
-        # In bf16 whatever our formats are: the fastest of those timed.
+        # The baseline is in bf16 for all our formats: the fastest one that was timed.
         slowest_first = sorted(baselines.values(), key=lambda r: -float(r["median_us"]))
         fastest = {r["tokens_per_rank"]: r for r in slowest_first}
         line = [fastest[count] for count in sorted(fastest)]

@@ -74,7 +74,7 @@ def _show_layer(report: Report, console: Console) -> None:
     how = "traced, not timed" if traced else "the slowest rank, median over iterations"
     title = f"{ranks_of(report)} rank(s), {gpu}, transport {record['transport']}, engine {record['engine']}; {how}"
     rows = [_layer_cells(result) for result in report["results"]]
-    # Columns without content are left out: there is hardly room for all.
+    # Empty columns are left out: all would hardly fit on a line.
     shown = [place for place in range(len(LAYER_COLUMNS)) if {row[place] for row in rows} - {"", EVEN}]
     columns = [LAYER_COLUMNS[place] for place in shown]
     _print(console, title, columns, [[row[place] for place in shown] for row in rows])
@@ -144,7 +144,7 @@ def _show_gemm(report: Report, console: Console) -> None:
 
 
 def gemm_cells(result: Result, foreign: bool = False) -> list[str]:
-    """Texts of a line, in the order of `GEMM_COLUMNS`; a `foreign` GPU has no goals in numbers."""
+    """Texts of a line, in the order of `GEMM_COLUMNS`; on a `foreign` GPU only relative goals."""
     numbers = [result["floor_us"], result["floor_share"], result["rate_tflop_per_s"], result["rate_tb_per_s"]]
     floor, share, flops, memory = numbers
     failed = not all(check["passed"] for check in result["checks"])

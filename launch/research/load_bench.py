@@ -2,8 +2,8 @@
 
 A random checkpoint is written first, in ModelOpt's NVFP4 layout, by default with DeepSeek-V3's sizes (a layer is 6.3
 GB). Ranks run one after the other, each in a process of its own that loads its experts of all layers without conversion
-on the CPU. Reading takes the same ranges of the same files into a small buffer. The files leave the page cache before
-every run.
+on the CPU. The baseline reads the same ranges of the same files into a small buffer. The files leave the page cache
+before every run.
 """
 
 from __future__ import annotations

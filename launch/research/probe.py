@@ -2,8 +2,8 @@
 
 The bound of FP8 results (`fp8_bound.py`) rests on `p`: a term is kept down to `2^-p` of the largest one. Each
 row of the first measurement multiplies out to `1`, `+-2^-j` and `-1` at three places among 128 of K, and zeros
-elsewhere: the exact sum `+-2^-j` comes out where the bit was kept. The second takes sums of 128 random terms that
-cancel exactly: what comes out is the error alone, over the largest term or partial sum. The exit code is 1 where the
+elsewhere: the result is the exact sum `+-2^-j` where the bit was kept. The second sums 128 random terms that cancel
+exactly: the result is the error alone, divided by the largest term or partial sum. The exit code is 1 where the
 GPU keeps fewer bits than `FP8_MMA_BITS`.
 """
 
@@ -25,7 +25,7 @@ from moe_runtime.launch.common import environment
 
 E4M3 = torch.float8_e4m3fn
 MOST_BITS = 15
-"""Powers `2^-j` down to here are products of two e4m3 numbers with few bits each."""
+"""Powers `2^-j` down to here are products of two e4m3 values with few bits each."""
 
 PLACES = (0, 1, 7, 31, 32, 64, 95, 96, 127)
 """Of the three terms among 128 of K: the same MMA and others, first and last lanes."""
@@ -54,7 +54,7 @@ def kept_bits(device: torch.device) -> int:
             rows_RK[index, first], rows_RK[index, last] = 2.0**half, -(2.0**half)
             rows_RK[index, small] = sign * 2.0 ** (half - j)
             expected_R[index] = sign * 2.0**-j
-        # Both factors of a product are normal e4m3 numbers: 2^half * 2^-half and 2^(half - j) * 2^-half.
+        # Both factors of a product are normal e4m3 values: 2^half * 2^-half and 2^(half - j) * 2^-half.
         found_R = multiply(rows_RK, torch.full((CHUNK,), 2.0**-half, device=device))
         if not torch.equal(found_R, expected_R):
             return j - 1
@@ -64,7 +64,7 @@ def kept_bits(device: torch.device) -> int:
 def largest_loss(device: torch.device, rows: int = 1 << 14, seed: int = 0) -> float:
     """Largest error of sums of 128 random terms over their largest term or partial sum; the bound is `FP8_MMA_GAIN`."""
     rng = torch.Generator().manual_seed(seed)
-    # Small powers of two times e4m3 numbers of all significands, so that terms of many sizes meet.
+    # Small powers of two times e4m3 values of all significands, so that terms of many sizes meet.
     terms = torch.randn(rows, CHUNK // 2, generator=rng) * 2.0 ** torch.randint(
         -4, 5, (rows, CHUNK // 2), generator=rng
     )
@@ -80,7 +80,7 @@ def largest_loss(device: torch.device, rows: int = 1 << 14, seed: int = 0) -> fl
 
 
 def probe(device: torch.device) -> dict[str, Any]:
-    """Both measurements, and what the bound takes for them."""
+    """Both measurements, and what the bound assumes of them."""
     loss = largest_loss(device)
     return {
         "kept_bits": kept_bits(device),

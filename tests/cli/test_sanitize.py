@@ -1,4 +1,4 @@
-"""What runs under compute-sanitizer takes every kernel in both regimes, and its reports are read as they are meant."""
+"""The cases for compute-sanitizer run every kernel in both regimes, and its reports are read correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`launch.bench --trace` as a program: every phase of every rank is in the file, and nothing is timed beside it."""
+"""`launch.bench --trace` as a program: every phase of every rank is in the file, and nothing is timed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Hopper's exchange as it would be launched and as its compiler sees it, at the edges of the layers that it takes.
+"""Hopper's exchange as it would be launched and as its compiler sees it, at the edges of the layers that it supports.
 
 Launches are recorded instead of made, so that nothing here repeats their sizes.
 """

@@ -1,4 +1,4 @@
-"""What an exchange refuses, and what its ranks are told of: stale handles, timeouts, wrong ids, arguments and peers."""
+"""What an exchange refuses, and what its ranks learn: stale handles, timeouts, wrong ids, arguments and peers."""
 
 from __future__ import annotations
 

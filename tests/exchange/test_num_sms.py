@@ -1,4 +1,4 @@
-"""Dispatch and combine on few SMs: as many programs as SMs at most, and the bits of a launch that takes all."""
+"""Dispatch and combine on few SMs: as many programs as SMs at most, and the bits of a launch on all SMs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs of Triton's exchange kernels go one way, whatever each of their threads sees."""
+"""Programs of Triton's exchange kernels take one branch, even if their threads see different values."""
 
 from __future__ import annotations
 

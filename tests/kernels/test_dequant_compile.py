@@ -1,4 +1,4 @@
-"""The CUDA C++ of the register-decoding GEMM as the library compiles it: instructions, registers, shared memory.
+"""The CUDA C++ of `dequant_gemm.cu` as the library compiles it: instructions, registers, shared memory.
 
 What the host side would launch is recorded instead of launched, so that nothing here repeats its macros.
 """

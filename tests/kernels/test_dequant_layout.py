@@ -1,4 +1,4 @@
-"""Weights in the order of the register-decoding GEMM: every number where the documentation puts it, and back again."""
+"""Weights in the order that `dequant_gemm.cu` reads: every element where the documentation puts it, and back again."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A limit on the SMs that Hopper's grouped GEMMs take: the grid that is launched, and the same bits on a GPU."""
+"""A limit on the SMs of Hopper's grouped GEMMs: the grid that is launched, and the same bits on a GPU."""
 
 from __future__ import annotations
 

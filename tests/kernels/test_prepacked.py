@@ -1,4 +1,4 @@
-"""Weights prepacked for the register-decoding GEMM: what is kept, what comes back, what is refused."""
+"""Weights prepacked for `dequant_gemm.cu`: what is kept, what comes back, what is refused."""
 
 from __future__ import annotations
 

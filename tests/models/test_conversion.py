@@ -1,4 +1,4 @@
-"""Offline conversion: what is written reads back as the quantizers' own numbers, here and by the makers' libraries."""
+"""Offline conversion: what is written reads back as the quantizers' own values, here and by the makers' libraries."""
 
 from __future__ import annotations
 

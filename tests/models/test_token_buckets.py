@@ -1,4 +1,4 @@
-"""Steps that are said to be small take what is made for small steps, and give the bits of any other."""
+"""Steps that are said to be small use the kernels of their token bucket, and give the bits of any other."""
 
 from __future__ import annotations
 

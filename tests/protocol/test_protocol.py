@@ -1,6 +1,6 @@
 """Ranks that are slow at every point of a step, and ranks a step ahead of others: no rule broken, no bit changed.
 
-`tests.support.protocol_watch` has the rules. What arrives and what comes home is held to plain loops in every step.
+`tests.support.protocol_watch` has the rules. Plain loops check received rows and combined results in every step.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The model of arrival by token flags: right whatever is seen when and whoever fails, wrong without any safeguard."""
+"""The model of dispatch by token flags: right whatever is seen when and whoever fails, wrong without any safeguard."""
 
 from __future__ import annotations
 

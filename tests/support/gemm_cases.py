@@ -1,4 +1,4 @@
-"""Grouped rows for the GEMM tests, and oracles that decode and bound them with numpy and ml_dtypes alone."""
+"""Grouped rows for the GEMM tests, and oracles that dequantize and bound them with numpy and ml_dtypes alone."""
 
 from __future__ import annotations
 

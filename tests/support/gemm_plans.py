@@ -38,7 +38,7 @@ def planned(
     num_sms: int | None = None,
     **choices: Callable[..., Any],
 ) -> GemmPlan:
-    """The plan for engine `cuda`, whatever the machine; `choices` are those of `choose`."""
+    """The plan for engine `cuda`, on any machine; `choices` are those of `choose`."""
     with ExitStack() as stack:
         stack.enter_context(patch.object(gemm_module, "resolve_engine", lambda *_: "cuda"))
         stack.enter_context(patch.object(plan, "plan_gemm", unwrap(plan.plan_gemm)))

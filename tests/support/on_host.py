@@ -19,7 +19,7 @@ def between(text: str, start: str, end: str) -> str:
 
 
 def compile_on_host(harness: str, place: str, text: str, binary: Path, *options: str) -> None:
-    """Compile `harness`, a file beside this one, with `text` in the one place where it says `place`."""
+    """Compile `harness`, a file of this folder, with `text` in the one place where it says `place`."""
     source = binary.with_suffix(".cpp")
     frame = Path(__file__).with_name(harness).read_text()
     assert frame.count(place) == 1

@@ -1,6 +1,6 @@
 """Calls of the operations with random operands, and their float64 results from tables of ml_dtypes alone.
 
-What a call multiplies is dequantized from the packed arguments themselves, by the formulas of each layout written out.
+What a call multiplies is dequantized from the arguments of the call itself, by the formulas of each layout written out.
 Numbers are drawn and packed where the generator is: on a GPU for the large shapes.
 """
 

@@ -26,7 +26,7 @@ from typing import Any
 import pytest
 
 RUN_S = 150.0
-"""Less than the limit of a test, so that who hangs is told of with its stack."""
+"""Less than the limit of a test, so that a hanging rank is reported with its stack."""
 START_S = 120.0
 HEALTH_S = 20.0
 END_S = 30.0
@@ -134,7 +134,7 @@ def run_once(
 ) -> list[Outcome]:
     """`fn(rank, world, *args)` in fresh processes that may be killed; what became of each rank, with its exit code.
 
-    With `gpus` rank `r` has GPU `r` as its current device, NCCL beside gloo, and compiled kernels.
+    With `gpus` rank `r` has GPU `r` as its current device, NCCL as well as gloo, and compiled kernels.
 
     Raises `RankFailure` if a rank neither answers nor ends within `timeout` seconds.
     """

@@ -25,7 +25,7 @@ PHASES = ("dispatch_send", "dispatch_recv", "combine_send", "combine_recv")
 
 
 class Told:
-    """A tensor whose stores are told of, where and what, before they are made."""
+    """A tensor whose stores are reported, where and what, before they are made."""
 
     def __init__(self, memory: torch.Tensor, tell: Callable[[Any, Any], None]) -> None:
         self._memory, self._tell = memory, tell

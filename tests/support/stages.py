@@ -19,7 +19,7 @@ def send(layer: MoELayer, *arguments: Any, **named: Any) -> LayerStep:
 
 
 def compute(layer: MoELayer, step: LayerStep) -> None:
-    """From the arrival of tokens to the sending of results."""
+    """From waiting for tokens to sending results."""
     layer._dispatch_recv(step)
     layer._run_experts(step)
     layer._combine_send(step)

@@ -1,4 +1,4 @@
-"""Small layers that the CUDA exchange takes like large ones: slots counted in chunks, tokens combined in parts."""
+"""Small layers that the CUDA exchange handles like large ones: slots counted in chunks, tokens combined in parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One process at a time writes to a folder, whatever became of the one before."""
+"""One process at a time writes to a folder, even if the one before was killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The pool of worker processes itself: every way in which a rank can fail is told in words, and the pool goes on."""
+"""The pool of worker processes itself: every way in which a rank can fail is put into words, and the pool goes on."""
 
 from __future__ import annotations
 
