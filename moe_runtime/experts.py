@@ -40,7 +40,7 @@ class Experts:
         intermediate_format: format between the products; None means that of `down`, bf16 with `mxfp4` weights.
             `nvfp4` weights also take bf16, `mxfp4` weights mxfp8.
         intermediate_gsf: encode scale of an `nvfp4` intermediate, a number or one fp32 element on the device of the
-            weights; None means `kernels.gemm_arguments.DEFAULT_INTERMEDIATE_GSF`. Kept as a tensor.
+            weights; None means `kernels.gemm.arguments.DEFAULT_INTERMEDIATE_GSF`. Kept as a tensor.
         engine: "auto", "cuda", "triton" or "torch".
         num_sms: most SMs that Hopper's GEMMs take, for experts that run at the same time as other kernels; None means
             all. Blocks of FP8 and bf16 GEMMs come in clusters of two: give 8 less than the others leave, one for each

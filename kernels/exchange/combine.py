@@ -243,7 +243,7 @@ def combine_send(
     positions_SK: torch.Tensor,
     handle_epoch: torch.Tensor,
 ) -> None:
-    """See `exchange_interface.ExchangeBackend`."""
+    """See `interface.ExchangeBackend`."""
     _combine_send_kernel[(geometry.programs(geometry.num_slots),)](
         output_RH,
         output_RH.stride(0),
@@ -278,7 +278,7 @@ def combine_recv(
     y_TH: torch.Tensor,
     timeout_ns: int,
 ) -> None:
-    """See `exchange_interface.ExchangeBackend`."""
+    """See `interface.ExchangeBackend`."""
     num_tokens = y_TH.shape[0]
     # A rank without tokens waits too, so that it learns of a peer's failure in the same step.
     _combine_recv_kernel[(geometry.programs(num_tokens),)](

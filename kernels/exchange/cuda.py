@@ -77,7 +77,7 @@ def dispatch_send(
     num_parts_T: torch.Tensor,
     timeout_ns: int,
 ) -> None:
-    """See `exchange_interface.ExchangeBackend`."""
+    """See `interface.ExchangeBackend`."""
     plan, num_tokens, x_TH = required_plan(geometry), x_TH.shape[0], _aligned(x_TH)
     macros = dispatch_macros(
         geometry,
@@ -129,7 +129,7 @@ def dispatch_recv(
     timeout_ns: int,
     buffers: RecvBuffers,
 ) -> None:
-    """See `exchange_interface.ExchangeBackend`."""
+    """See `interface.ExchangeBackend`."""
     plan, scales = required_plan(geometry), buffers.scales
     copies_scales = scales is not None and geometry.token_format.scale_dtype is not None
     macros, sms, block = recv_macros(geometry, scales=copies_scales), most_sms(context.device), plan.recv_warps * WARP
@@ -212,7 +212,7 @@ def combine_send(
     positions_SK: torch.Tensor,
     handle_epoch: torch.Tensor,
 ) -> None:
-    """See `exchange_interface.ExchangeBackend`."""
+    """See `interface.ExchangeBackend`."""
     plan, output_RH = required_plan(geometry), _aligned(output_RH)
     is_bf16 = output_RH.dtype == torch.bfloat16
     launch(
@@ -257,7 +257,7 @@ def combine_recv(
     y_TH: torch.Tensor,
     timeout_ns: int,
 ) -> None:
-    """See `exchange_interface.ExchangeBackend`."""
+    """See `interface.ExchangeBackend`."""
     plan, num_tokens, has_shared = required_plan(geometry), y_TH.shape[0], shared_TH is not None
     shared_TH = None if shared_TH is None else _aligned(shared_TH)
     launch(

@@ -356,7 +356,7 @@ def dispatch_recv(
     timeout_ns: int,
     buffers: RecvBuffers,
 ) -> None:
-    """See `exchange_interface.ExchangeBackend`."""
+    """See `interface.ExchangeBackend`."""
     counts, group_offsets = buffers.counts, buffers.group_offsets
     assert counts is not None
     chunks = ceil_div(geometry.max_tokens, SLOTS)

@@ -318,7 +318,7 @@ def dispatch_send(
     num_parts_T: torch.Tensor,
     timeout_ns: int,
 ) -> None:
-    """See `exchange_interface.ExchangeBackend`."""
+    """See `interface.ExchangeBackend`."""
     num_tokens = x_TH.shape[0]
     _dispatch_send_kernel[(geometry.programs(num_tokens),)](
         x_TH,

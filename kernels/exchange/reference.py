@@ -171,7 +171,7 @@ def dispatch_send(
     num_parts_T: torch.Tensor,
     timeout_ns: int,
 ) -> None:
-    """See `exchange_interface.ExchangeBackend`."""
+    """See `interface.ExchangeBackend`."""
     rank, layout = geometry.rank, context.signals_layout
     epoch = _next_epoch(int(context.epoch[0]))
     half = epoch & 1
@@ -232,7 +232,7 @@ def dispatch_recv(
     timeout_ns: int,
     buffers: RecvBuffers,
 ) -> None:
-    """See `exchange_interface.ExchangeBackend`."""
+    """See `interface.ExchangeBackend`."""
     record, layout, experts = geometry.record, context.signals_layout, geometry.num_local_experts
     epoch = int(handle_epoch[0])
     half, device = epoch & 1, context.device
@@ -340,7 +340,7 @@ def combine_send(
     positions_SK: torch.Tensor,
     handle_epoch: torch.Tensor,
 ) -> None:
-    """See `exchange_interface.ExchangeBackend`."""
+    """See `interface.ExchangeBackend`."""
     record, layout = geometry.record, context.signals_layout
     epoch = int(handle_epoch[0])
     half = epoch & 1
@@ -383,7 +383,7 @@ def combine_recv(
     y_TH: torch.Tensor,
     timeout_ns: int,
 ) -> None:
-    """See `exchange_interface.ExchangeBackend`."""
+    """See `interface.ExchangeBackend`."""
     epoch = int(handle_epoch[0])
     half = epoch & 1
     _check_fresh(context, epoch, Phase.COMBINE_RECV)

@@ -1,8 +1,8 @@
 """Number formats bit by bit in integer arithmetic, so that interpreted and compiled kernels give the same bits.
 
 Conversions from fp32 round to nearest, ties to even; conversions to fp32 are exact. Nothing here depends on a device's
-handling of denormals, on fused multiply-adds, or on the casts of a library version. The references are in
-`reference_quantize.py`.
+handling of denormals, on fused multiply-adds, or on the casts of a library version.
+`reference_quantize.py` has the references.
 
     1.0 -> bf16 0x3F80, e4m3 0x38, e2m1 0b0010;    448.0 -> e4m3 0x7E;    -6.0 -> e2m1 0b1111;    e8m0 127 -> 1.0
 """

@@ -2,7 +2,7 @@
 
 Block maxima are taken on integer bits, which order NaN above Inf above every finite value. A block with NaN or Inf gets
 scale NaN and codes 0, and poisons only its own token. Every division is `div_rn`. Kernels that use these helpers are
-launched with `enable_fp_fusion=False`. The references are in `reference_quantize.py`.
+launched with `enable_fp_fusion=False`. `reference_quantize.py` has the references.
 
 `R` rows, `K` values in a row, `V = ceil(K / block)` block scales of a row, `M x N` a tile inside a kernel.
 """

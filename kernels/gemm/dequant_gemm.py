@@ -55,7 +55,7 @@ OUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 
 
 def takes_dequantized(w: object) -> bool:
-    """Whether rows for `w` may be stored dequantized: `w` is prepacked and K is whole units."""
+    """Whether rows for `w` may be stored dequantized: `w` is prepacked and its K needs no padding."""
     return isinstance(w, PrepackedWeights) and unit_columns(w.num_columns) * UNIT == w.num_columns
 
 

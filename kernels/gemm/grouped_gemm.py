@@ -2,8 +2,8 @@
 
 Both functions validate, ask `plan.plan_gemm` for the kernel and launch it. Hopper has its own kernels in CUDA C++:
 `tma_gemm.py` for weights that tensor cores read as they are stored, `dequant_gemm.py` for prepacked weights. This file
-has the Triton kernel for every GPU: one kernel, with the formats as constexprs. The torch references are in
-`reference.py`.
+has the Triton kernel for every GPU: one kernel, with the formats as constexprs. `reference.py` has
+the torch references.
 
 The device reads groups, row indices and scale offsets. The grid comes from the capacity; programs past the last tile
 return at once. The order in which a row's K is summed depends on N, K and the formats only, not on the number of rows
@@ -247,7 +247,7 @@ def grouped_gemm(
 
     Args:
         a: the rows; formats as in `w`, or bf16 rows with `nvfp4` and `mxfp4` weights, or `mxfp8` rows with `mxfp4`.
-        w: the weights `[E, N, K]`; prepacked ones must be plain (without `gate_up`).
+        w: the weights `[E, N, K]`. Prepacked weights must be plain (without `gate_up`).
         out: bf16, fp16 or fp32 `[>= capacity, N]`, last dimension contiguous; allocated if None.
         out_dtype: dtype of a new output.
         engine: "auto", "cuda", "triton" or "torch" (`runtime.resolve_engine`).
@@ -295,7 +295,7 @@ def grouped_gemm_swiglu(
 
     Args:
         a: the rows, as for `grouped_gemm`.
-        w: the weights `[E, 2I, K]` of gate and up; prepacked ones must have `gate_up`.
+        w: the weights `[E, 2I, K]` of gate and up. Prepacked weights must have `gate_up`.
         activation: formula and order of gate and up; the order must be that of `w`, if `w` has one.
         out_format: format of the result; `I` must be a multiple of its block.
         out_gsf: encode scale of an `nvfp4` result, a positive number or one fp32 element on the device, clamped to
@@ -381,7 +381,7 @@ def _plan(
 
 
 def _restored(w: PrepackedWeights) -> ExpertWeights:
-    """The weights for the other kernels, which cannot read prepacked ones."""
+    """The raw weights of `w`: the other kernels cannot read prepacked weights."""
     _warn_of_restoring()
     return w.restore()
 

@@ -37,7 +37,7 @@ class OpProblem:
     Attributes:
         format: format of both operands (e5m2 quants count as `fp8_block`).
         a: rows.
-        b: weights; prepacked ones only on Hopper GPUs.
+        b: weights. Only Hopper GPUs support prepacked weights.
         group_offsets: int32 `[>= num_groups + 1]`.
         scale_offsets: int32 `[>= num_groups]`: the shift of `dense_128` for swizzled scales, the first scale row for
             `PACKED` ones; None for `unpadded` ones.

@@ -277,7 +277,7 @@ class GemmPlan:
         tile: rows, columns and K of a tile; zeros for the reference. Half of the columns of a gated Hopper tile are
             gate, half are up.
         blocks: thread blocks of the launch; 0 for the reference.
-        restores: whether every call first restores the raw weights from prepacked ones.
+        restores: whether every call first restores the raw weights from the prepacked weights.
         triton, native: launch of the Triton kernel, else None and `NativeForm.NONE`.
         tma, dequant: launch of that Hopper kernel, else None.
     """

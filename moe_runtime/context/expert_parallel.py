@@ -66,7 +66,7 @@ class ExpertParallelContext:
         timeout_ns, startup_timeout_ns: the limits for kernels.
         signals_layout: word offsets in `signals`.
         half_bytes: bytes from one half of a region to the other, by region.
-        thread_lock: held by the thread that is in a step (`context_threads.by_one_thread`).
+        thread_lock: held by the thread that is in a step (`threads.by_one_thread`).
         allocated, failed, closed: the state.
         signals: int32 view of the own signal region (after `allocate()`, like all below).
         signal_pointers, token_flags_pointers, landing_pointers, combine_pointers: int64 `[W]` for kernels.

@@ -17,7 +17,7 @@ from moe_runtime.placement.placement import Placement
 
 @dataclass(frozen=True)
 class Replacement:
-    """What all ranks have agreed to move, and what moves it on this rank (`mover.move_experts`)."""
+    """What all ranks have agreed to move, and what moves it on this rank (`migration.move_experts`)."""
 
     moves: list[Move]
     mover: ExpertMover
