@@ -60,12 +60,6 @@ def resolve_mode(mode: str, max_tokens_per_rank: int, token_format: str) -> Reso
     return "gathered" if few or token_format in ("nvfp4", "mxfp8") else "contiguous"
 
 
-def check_positive(name: str, value: object) -> None:
-    """Raise `ValueError` unless the argument of that name is a positive integer."""
-    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{name}: expected a positive integer, got {value!r}")
-
-
 class _Model(BaseModel):
     """Strict: no unknown keys, no silent conversions (`"8"` is not 8, `true` is not 1), no later assignment."""
 

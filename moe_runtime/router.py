@@ -10,8 +10,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from moe_runtime.config import RouterConfig, check_positive
-from moe_runtime.kernels.arguments import check_no_grad
+from moe_runtime.comm.arguments import check_integer, check_no_grad
+from moe_runtime.config import RouterConfig
 from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.support.fixed_dtypes import FixedDtypes, copy_checked
 
@@ -134,7 +134,7 @@ class Router(FixedDtypes):
     ) -> None:
         super().__init__()
         for name, size in (("hidden_size", hidden_size), ("num_experts", num_experts), ("top_k", top_k)):
-            check_positive(name, size)
+            check_integer(name, size)
         if not isinstance(config, RouterConfig):
             raise ValueError(f"config: expected a RouterConfig, got {type(config).__name__}")
         self.engine = engine

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from moe_runtime.comm.arguments import check_integer
 from moe_runtime.kernels.formats.number_formats import TokenFormat, align, format_named
 
 DEFAULT_ALIGNMENT = 16
@@ -42,7 +43,7 @@ class RecordLayout:
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", format_named(self.format))
         for name in ("hidden", "top_k", "alignment"):
-            check_is_int(name, getattr(self, name))
+            check_integer(name, getattr(self, name), None)
         self.format.check_columns(self.hidden, "hidden")
         check_top_k(self.top_k)
         check_alignment(self.alignment, RECORD_ALIGNMENT)
@@ -86,11 +87,6 @@ class RecordLayout:
             "IDS_AT": self.ids_offset,
             "WEIGHTS_AT": self.weights_offset,
         }
-
-
-def check_is_int(argument: str, value: object) -> None:
-    if type(value) is not int:
-        raise ValueError(f"{argument}: expected an int, got {value!r}")
 
 
 def check_top_k(top_k: int) -> None:

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.arguments import check_is_tensor, check_no_grad
+from moe_runtime.comm.arguments import check_is_tensor, check_no_grad
 from moe_runtime.kernels.formats import reference_quantize
 from moe_runtime.kernels.formats.bits import (
     INF_BITS,

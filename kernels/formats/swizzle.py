@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.kernels.arguments import check_is_tensor
+from moe_runtime.comm.arguments import check_is_tensor
 from moe_runtime.kernels.formats import reference_quantize
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.formats.reference_quantize import raw_bits

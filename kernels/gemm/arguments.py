@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.kernels.arguments import check_no_grad
+from moe_runtime.comm.arguments import check_no_grad
 from moe_runtime.kernels.formats.number_formats import (
     MAX_ENCODE_SCALE,
     TokenFormat,

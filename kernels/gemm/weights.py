@@ -12,7 +12,7 @@ from enum import StrEnum
 
 import torch
 
-from moe_runtime.kernels.arguments import check_is_tensor
+from moe_runtime.comm.arguments import check_is_tensor
 from moe_runtime.kernels.formats.number_formats import (
     FP8_BLOCK,
     WEIGHT_BLOCK_N,

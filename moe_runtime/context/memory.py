@@ -17,9 +17,10 @@ from __future__ import annotations
 
 import math
 
+from moe_runtime.comm.arguments import check_integer
 from moe_runtime.comm.heaps.heap import align_region
 from moe_runtime.comm.signals import SignalLayout
-from moe_runtime.config import MoELayerConfig, check_positive
+from moe_runtime.config import MoELayerConfig
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import ceil_div, format_named, weight_format_named
@@ -38,7 +39,7 @@ def layer_geometry(config: MoELayerConfig, world_size: int) -> ExchangeGeometry:
 
     Raises `ValueError` unless `world_size` is a positive integer.
     """
-    check_positive("world_size", world_size)
+    check_integer("world_size", world_size)
     return ExchangeGeometry(
         rank=0,
         world_size=world_size,
@@ -71,7 +72,7 @@ def expert_bytes(config: MoELayerConfig, world_size: int) -> int:
 
     Raises `ValueError` unless `world_size` is a positive integer.
     """
-    check_positive("world_size", world_size)
+    check_integer("world_size", world_size)
     fmt, total = weight_format_named(config.weight_format), 0
     for rows, columns in (
         (2 * config.intermediate_size, config.hidden_size),

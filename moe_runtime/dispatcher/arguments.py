@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
+from moe_runtime.comm.arguments import check_integer, check_is_tensor, check_no_grad
 from moe_runtime.comm.signals import COUNT_BITS
-from moe_runtime.config import MAX_EXPERTS, ModeName, check_positive, resolve_mode
+from moe_runtime.config import MAX_EXPERTS, ModeName, resolve_mode
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.kernels.arguments import check_is_tensor, check_no_grad
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import TokenFormat, format_named
@@ -31,10 +31,10 @@ def exchange_geometry(
 ) -> ExchangeGeometry:
     """The geometry of the next exchange of `context`, from the checked arguments of `TokenDispatcher`."""
     fmt, wire = format_named(token_format, "token_format"), format_named(combine_format, "combine_format")
-    check_positive("hidden_size", hidden_size)
-    check_positive("num_experts", num_experts)
-    check_positive("max_tokens_per_rank", max_tokens_per_rank)
-    check_positive("top_k", top_k)
+    check_integer("hidden_size", hidden_size)
+    check_integer("num_experts", num_experts)
+    check_integer("max_tokens_per_rank", max_tokens_per_rank)
+    check_integer("top_k", top_k)
     if num_experts > MAX_EXPERTS:
         raise ValueError(f"num_experts: expected at most {MAX_EXPERTS} (ids travel as u16), got {num_experts}")
     if top_k > num_experts:
@@ -52,9 +52,9 @@ def exchange_geometry(
         )
     worst = worst_case_rows(num_experts, context.world_size, top_k, max_tokens_per_rank)
     if expert_row_capacity is not None:
-        check_positive("expert_row_capacity", expert_row_capacity)
+        check_integer("expert_row_capacity", expert_row_capacity)
     if num_sms is not None:
-        check_positive("num_sms", num_sms)
+        check_integer("num_sms", num_sms)
     if input_scale is not None:
         is_number = isinstance(input_scale, (int, float)) and not isinstance(input_scale, bool)
         if not (is_number and fmt.has_row_scale and 0 < input_scale < float("inf")):

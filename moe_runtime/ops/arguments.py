@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_runtime.kernels.arguments import check_is_tensor, check_no_grad
+from moe_runtime.comm.arguments import check_is_tensor, check_no_grad
 from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights

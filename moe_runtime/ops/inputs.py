@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.kernels.arguments import check_is_tensor, check_no_grad
+from moe_runtime.comm.arguments import check_is_tensor, check_no_grad
 from moe_runtime.kernels.formats import reference_quantize as rq
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, MXFP8, NVFP4, FormatCode, QuantizedRows, ceil_div
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows

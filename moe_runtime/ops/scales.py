@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 import torch
 
-from moe_runtime.kernels.arguments import check_is_tensor
+from moe_runtime.comm.arguments import check_is_tensor
 from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.number_formats import align, ceil_div
 from moe_runtime.kernels.formats.reference_quantize import copy_as, raw_bits

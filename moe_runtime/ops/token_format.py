@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.kernels.arguments import check_is_tensor
-from moe_runtime.kernels.exchange.record import DEFAULT_ALIGNMENT, NO_EXPERT, check_alignment, check_is_int, check_top_k
+from moe_runtime.comm.arguments import check_integer, check_is_tensor
+from moe_runtime.kernels.exchange.record import DEFAULT_ALIGNMENT, NO_EXPERT, check_alignment, check_top_k
 from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.number_formats import (
     MAX_ENCODE_SCALE,
@@ -57,7 +57,7 @@ class TokenMessage:
     ) -> None:
         self.format = format_named(fmt)
         for name, value in (("hid_dim", hid_dim), ("top_k", top_k), ("alignment", alignment)):
-            check_is_int(name, value)
+            check_integer(name, value, None)
         outputs = (output_tokens, output_scales, output_scales_offset)
         for name, output in zip(("output_tokens", "output_scales", "output_scales_offset"), outputs, strict=True):
             if output is not None:

@@ -11,8 +11,8 @@ from __future__ import annotations
 
 import torch
 
+from moe_runtime.comm.arguments import check_is_tensor
 from moe_runtime.comm.errors import REFUSED_ID
-from moe_runtime.kernels.arguments import check_is_tensor
 from moe_runtime.placement.placement import Placement
 
 BUCKET_BITS = 10

@@ -15,7 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from moe_runtime.config import MAX_EXPERTS, PlacementConfig, check_positive
+from moe_runtime.comm.arguments import check_integer
+from moe_runtime.config import MAX_EXPERTS, PlacementConfig
 from moe_runtime.kernels.formats.number_formats import ceil_div
 
 
@@ -42,7 +43,7 @@ class Placement:
 
     def __post_init__(self) -> None:
         for name, value in (("num_experts", self.num_experts), ("num_ranks", self.num_ranks)):
-            check_positive(name, value)
+            check_integer(name, value)
         if not isinstance(self.slot_experts, tuple):
             raise ValueError(f"slot_experts: expected a tuple, got {type(self.slot_experts).__name__}")
         num_slots = self.num_slots
@@ -68,8 +69,8 @@ class Placement:
     @classmethod
     def contiguous(cls, num_experts: int, num_ranks: int) -> Placement:
         """Each expert once, in ascending order, as without a placement. `num_ranks` must divide `num_experts`."""
-        check_positive("num_experts", num_experts)
-        check_positive("num_ranks", num_ranks)
+        check_integer("num_experts", num_experts)
+        check_integer("num_ranks", num_ranks)
         if num_experts % num_ranks:
             raise ValueError(f"num_ranks: expected a divisor of num_experts = {num_experts}, got {num_ranks}")
         return cls(num_experts, num_ranks, tuple(range(num_experts)))
@@ -185,8 +186,8 @@ def plan_placement(load: Sequence[float], num_ranks: int, slots_per_rank: int) -
     """
     loads = _checked_load(load)
     num_experts = len(loads)
-    check_positive("num_ranks", num_ranks)
-    check_positive("slots_per_rank", slots_per_rank)
+    check_integer("num_ranks", num_ranks)
+    check_integer("slots_per_rank", slots_per_rank)
     if not num_experts <= num_ranks * slots_per_rank <= num_ranks * num_experts:
         raise ValueError(
             f"slots_per_rank: expected {ceil_div(num_experts, num_ranks)} .. {num_experts} slots "

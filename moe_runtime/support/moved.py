@@ -12,7 +12,7 @@ from types import ModuleType
 from moe_runtime.support.deprecation import warn_renamed
 
 MOVED = {
-    "arguments": "kernels.arguments",
+    "arguments": "comm.arguments",
     "calibration": "checkpoints.calibration",
     "checkpoint": "checkpoints.checkpoint",
     "checkpoint_layouts": "checkpoints.layouts",

@@ -60,7 +60,7 @@ def test_record_of_a_real_model() -> None:
         (lambda: RecordLayout(NVFP4, 24, 2), "hidden"),
         (lambda: RecordLayout(NVFP4, 64, 0), "top_k"),
         (lambda: RecordLayout(NVFP4, 64, 2, 256), "alignment"),
-        (lambda: RecordLayout(NVFP4, "64", 2), "^hidden: expected an int, got '64'"),  # type: ignore[arg-type]
+        (lambda: RecordLayout(NVFP4, "64", 2), "^hidden: expected an integer, got '64'"),  # type: ignore[arg-type]
         (lambda: RecordLayout(NVFP4, 64, 2.0), "^top_k: expected an int"),  # type: ignore[arg-type]
         (lambda: RecordLayout(NVFP4, 64, 2, None), "^alignment: expected an int"),  # type: ignore[arg-type]
     ],

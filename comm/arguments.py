@@ -1,0 +1,75 @@
+"""Argument checks for all modules. They raise a `ValueError` that names the argument."""
+
+from __future__ import annotations
+
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+
+
+def check_integer(name: str, value: Any, low: int | None = 1, high: int | None = None) -> int:
+    """`value` if it is an int (no bool) from `low` to `high`, both included, None for no limit."""
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not is_integer or (low is not None and value < low) or (high is not None and value > high):
+        kind = "a positive integer" if low == 1 else "an integer" if low is None else f"an integer from {low}"
+        raise ValueError(f"{name}: expected {kind}{'' if high is None else f' to {high}'}, got {describe(value)}")
+    return value
+
+
+def check_seconds(name: str, value: object) -> float:
+    """`value` as a float, if it is a positive, finite number (no bool)."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{name}: expected seconds as a number, got {describe(value)}")
+    try:
+        seconds = float(value)
+    except OverflowError:
+        seconds = math.inf
+    if not 0 < seconds < math.inf:
+        raise ValueError(f"{name}: expected a positive, finite number of seconds, got {describe(value)}")
+    return seconds
+
+
+def check_path(name: str, value: object) -> Path:
+    """`value` as a path, if it is a text or a path object and not empty. Whether the path exists is not checked."""
+    if isinstance(value, os.PathLike):
+        value = os.fspath(value)
+    if not isinstance(value, str):
+        raise ValueError(f"{name}: expected a path, got {describe(value)}")
+    if not value or "\0" in value:
+        raise ValueError(f"{name}: expected a path that is not empty and holds no zero byte, got {describe(value)}")
+    return Path(value)
+
+
+def check_is_tensor(name: str, value: object) -> torch.Tensor:
+    """`value` if it is a strided tensor: no numpy array, no sparse or nested tensor."""
+    if not isinstance(value, torch.Tensor):
+        raise ValueError(f"{name}: expected a tensor, got {type(value).__name__}")
+    if value.is_nested or value.layout != torch.strided:
+        kind = "a nested tensor" if value.is_nested else f"layout {value.layout}"
+        raise ValueError(f"{name}: expected a strided tensor, got {kind}")
+    return value
+
+
+def check_no_grad(name: str, tensor: torch.Tensor) -> None:
+    """Raise `ValueError` if autograd would need a gradient through `tensor`."""
+    if tensor.requires_grad and torch.is_grad_enabled():
+        how = "for inference only: detach it or use no_grad"
+        raise ValueError(f"{name}: requires grad, expected no gradient ({how}), got requires_grad=True")
+
+
+def describe(value: object) -> str:
+    """`value` for an error message: a short number or text as it is, anything else by its type.
+
+    >>> describe(True), describe("nvfp4"), describe([1, 2]), describe(10**40)
+    ('True', "'nvfp4'", 'list', 'an integer of 133 bits')
+    """
+    if isinstance(value, int) and not isinstance(value, bool) and value.bit_length() > 64:
+        return f"an integer of {value.bit_length()} bits"
+    if value is None or isinstance(value, bool | int | float):
+        return repr(value)
+    if isinstance(value, str):
+        return repr(value if len(value) <= 80 else value[:77] + "...")
+    return type(value).__name__
