@@ -2,8 +2,8 @@
 
 `[torchrun …] -m moe_runtime.launch.doctor [--config NAME] [--world-size N] [--hopper] [--json]` shows versions,
 devices, the engine and the transport that would be used and why not the others, limits on shared memory, the bytes
-that each rank would reserve in every token format, and the kernels that would multiply the experts (`--hopper`: on an
-H100 or H200, wherever this runs). Under torchrun all ranks agree on the transport and rank 0 prints.
+that each rank would reserve in every token format, and the kernels of the exchange and of the experts (`--hopper`: on
+an H100 or H200, wherever this runs). Under torchrun all ranks agree on the transport and rank 0 prints.
 
 `--kernels` checks the operations of `moe_runtime.ops` instead: it runs them in torch and interpreted, compiles their
 kernels for each architecture, and prints the result with the committed run on a GPU.
@@ -17,7 +17,7 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +36,11 @@ from moe_runtime.config import MoELayerConfig, ParallelConfig, complaints, load_
 from moe_runtime.context.memory import REGIONS, expert_bytes, layer_geometry, reserved_bytes
 from moe_runtime.experts import plan_experts
 from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.exchange.cuda import can_keep_scales_in_record
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
+from moe_runtime.kernels.exchange.plan import exchange_engine, required_plan
 from moe_runtime.kernels.formats.number_formats import FORMATS
+from moe_runtime.kernels.gemm.plan import GemmKernel
 from moe_runtime.kernels.runtime import INTERPRET, Engine, capability, missing_for_cuda, resolve_engine
 from moe_runtime.launch.benchmarks import ops_check
 from moe_runtime.launch.common.environment import gpu_records, memory_bytes, package_versions
@@ -44,7 +48,7 @@ from moe_runtime.launch.reporting import runs
 from moe_runtime.launch.reporting.operations import print_operations
 
 PLANNED_TOKENS = (1, 8, 128, 1024, 4096)
-"""Tokens of a rank for which the experts' GEMMs are planned."""
+"""Tokens of a rank for which exchange and GEMMs are planned."""
 HOPPER_SMS = 132
 
 OPERATIONS_RUN = Path(__file__).resolve().parent / "results" / "ops_h200.json"
@@ -68,8 +72,9 @@ def examine(
     A rank holds `copies` times its `reserved_bytes`: the collective transport stages one copy for each peer.
     `expert_bytes` are those of the weights of one layer's experts on a rank, in the format of its config, and
     `reserved_bytes` is by `max_tokens_per_rank` (those of `tokens`, or the layer's own), format and region; `placed`
-    layers have a placement, and where peers are mapped a region to move experts through. `gemm_plans` are those of
-    gate/up and down by tokens of each rank; `hopper` asks for those of an H100 or H200 instead of this machine's.
+    layers have a placement, and where peers are mapped a region to move experts through. `exchange_plans` and
+    `gemm_plans` (gate/up and down) are by tokens of each rank; `hopper` asks for those of an H100 or H200 instead of
+    this machine's.
     """
     transport = _transport(parallel, group, device)
     placed = placed and transport["name"] != "collective"
@@ -94,6 +99,7 @@ def examine(
         if layer
         else {},
         "expert_bytes": expert_bytes(layer, world_size) if layer else None,
+        "exchange_plans": exchange_plans(layer, world_size, parallel.engine, device, hopper=hopper) if layer else {},
         "gemm_plans": gemm_plans(layer, world_size, parallel.engine, device, hopper=hopper) if layer else {},
         "copies": world_size if transport["name"] == "collective" else 1,
     }
@@ -120,6 +126,46 @@ def reserved_by_format(
     return reserved
 
 
+def exchange_plans(
+    layer: MoELayerConfig, world_size: int, engine: str, device: torch.device, *, hopper: bool = False
+) -> dict[int, dict[str, Any]]:
+    """How `kernels.exchange.plan` dispatches and combines, by tokens that each of `world_size` ranks brings.
+
+    Without `num_sms`, on `device`, or on an H100 or H200; empty for an engine that cannot run there. Blocks are those
+    of a step that brings all its tokens.
+    """
+    target = _plan_target(engine, device, hopper=hopper)
+    if target is None:
+        return {}
+    resolved, sms = target
+    found: dict[int, dict[str, Any]] = {}
+    for count, geometry in _planned_geometries(layer, world_size):
+        used = exchange_engine(resolved, geometry)
+        found[count] = {
+            "engine": used,
+            "rows": "contiguous" if geometry.contiguous else "gathered",
+            "record_bytes": geometry.record.record_bytes,
+            "partial_bytes": geometry.partial_bytes,
+        }
+        if used != "cuda":
+            continue
+        plan = required_plan(geometry)
+        gate_up, _ = plan_experts(layer, geometry, used, (9, 0), sms)
+        in_record = gate_up.kernel is GemmKernel.DEQUANT and can_keep_scales_in_record(geometry)
+        copies_scales = geometry.token_format.scale_dtype is not None and not in_record
+        found[count] |= {
+            "flags": "each token" if plan.per_token_flags else "each rank",
+            "parts": plan.num_parts + 1,
+            "blocks": {
+                "dispatch_send": plan.send_blocks(count, sms),
+                "recv_permute": plan.place_blocks(plan.place_split(sms, copies_scales)[1]),
+                "combine_send": plan.combine_send_blocks(sms),
+                "combine_recv": plan.combine_recv_blocks(count, sms),
+            },
+        }
+    return found
+
+
 def gemm_plans(
     layer: MoELayerConfig, world_size: int, engine: str, device: torch.device, *, hopper: bool = False
 ) -> dict[int, dict[str, Any]]:
@@ -127,16 +173,12 @@ def gemm_plans(
 
     On `device`, or on an H100 or H200; empty for an engine that cannot run there.
     """
-    resolved: Engine = "cuda"
-    if not hopper:
-        try:
-            resolved = resolve_engine(engine, device)
-        except ValueError:
-            return {}
-    sms = nvrtc.most_sms(device) if resolved == "cuda" and not hopper else HOPPER_SMS
+    target = _plan_target(engine, device, hopper=hopper)
+    if target is None:
+        return {}
+    resolved, sms = target
     found: dict[int, dict[str, Any]] = {}
-    for count in PLANNED_TOKENS:
-        geometry = layer_geometry(layer.replace(max_tokens_per_rank=count, token_buckets=[]), world_size)
+    for count, geometry in _planned_geometries(layer, world_size):
         plans = plan_experts(layer, geometry, resolved, (9, 0) if hopper else capability(device), sms)
         found[count] = {"engine": resolved, "rows_per_expert": geometry.expected_rows / geometry.num_local_experts}
         for name, plan in zip(("gate_up", "down"), plans, strict=True):
@@ -148,6 +190,22 @@ def gemm_plans(
                 "overlapped": plan.dequant is not None and plan.dequant.overlap is not None,
             }
     return found
+
+
+def _plan_target(engine: str, device: torch.device, *, hopper: bool) -> tuple[Engine, int] | None:
+    """The engine and the SMs to plan for; None for an engine that cannot run on `device`."""
+    if hopper:
+        return "cuda", HOPPER_SMS
+    try:
+        resolved = resolve_engine(engine, device)
+    except ValueError:
+        return None
+    return resolved, nvrtc.most_sms(device) if resolved == "cuda" else HOPPER_SMS
+
+
+def _planned_geometries(layer: MoELayerConfig, world_size: int) -> Iterator[tuple[int, ExchangeGeometry]]:
+    for count in PLANNED_TOKENS:
+        yield count, layer_geometry(layer.replace(max_tokens_per_rank=count, token_buckets=[]), world_size)
 
 
 def _peer_access() -> list[list[bool]]:
@@ -270,11 +328,26 @@ def _print_report(report: dict[str, Any], console: Console) -> None:
         console.print(f"Weights of the experts of one layer, on each of {report['world_size']} rank(s): {size}")
     for count, formats in report["reserved_bytes"].items():
         _print_reserved(report, count, formats, console)
+    if report["exchange_plans"]:
+        _print_exchange_plans(report, console)
     if report["gemm_plans"]:
-        _print_plans(report, console)
+        _print_gemm_plans(report, console)
 
 
-def _print_plans(report: dict[str, Any], console: Console) -> None:
+def _print_exchange_plans(report: dict[str, Any], console: Console) -> None:
+    kernels = "dispatch_send, recv_permute, combine_send, combine_recv"
+    title = f"Exchange on {report['world_size']} rank(s); blocks of {kernels}"
+    columns = ("tokens per rank", "engine", "rows", "record", "partial sum", "a flag for", "combine parts", "blocks")
+    table = Table(*columns, title=title)
+    for count, plan in report["exchange_plans"].items():
+        cells = [plan["engine"], plan["rows"], f"{plan['record_bytes']} B", f"{plan['partial_bytes']} B"]
+        if "blocks" in plan:
+            cells += [plan["flags"], str(plan["parts"]), ", ".join(map(str, plan["blocks"].values()))]
+        table.add_row(str(count), *cells)
+    console.print(table)
+
+
+def _print_gemm_plans(report: dict[str, Any], console: Console) -> None:
     ranks = f"{report['world_size']} rank(s)"
     title = f"Grouped GEMMs of the experts on {ranks}: kernel, regime, tile of rows x columns x K"
     table = Table("tokens per rank", "rows per expert", "engine", "gate/up", "down", title=title)

@@ -1,5 +1,6 @@
-"""Every size of the CUDA exchange, chosen in one place: `plan_exchange`, from a layer's geometry alone.
+"""Every choice of the exchange in one place, from a layer's geometry alone.
 
+`exchange_engine` chooses the kernels, `plan_exchange` every size of those in CUDA C++.
 `macros.py` turns a plan into macros for the compiler, `cuda.py` launches by it. Why the constants
 are as they are, with measurements, is in `kernels/exchange/notes.md`.
 """
@@ -12,6 +13,7 @@ from functools import cache
 from moe_runtime.comm.signals import PROGRESS_PARTS
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.formats.number_formats import align, ceil_div
+from moe_runtime.kernels.runtime import Engine
 
 WARP = 32
 MAX_THREADS = 1024
@@ -171,6 +173,11 @@ class ExchangePlan:
     def _limited(self, blocks: int) -> int:
         """One at least; as many as SMs at most where those are limited, whatever an SM could hold."""
         return max(1, self._sms(blocks))
+
+
+def exchange_engine(engine: Engine, geometry: ExchangeGeometry) -> Engine:
+    """Whose kernels run a layer's exchange: those of `engine`, but Triton's for sizes that CUDA C++ does not take."""
+    return "triton" if engine == "cuda" and plan_exchange(geometry) is None else engine
 
 
 def required_plan(geometry: ExchangeGeometry) -> ExchangePlan:

@@ -23,7 +23,7 @@ Measured on one H200 (launch/results/gemm_h200.json of commit 2dbcdbe), us; in p
     32 groups at 128 tokens per rank, the same        240 (926)
 
 Many rows, with overlapped dequantization, on a slower H200 (launch/results/gemm_h200.json); after the semicolons
-without rests between the runs:
+without pauses between the runs:
 
     32 x 1024 rows, both, SwiGLU between              3613 (3889, without SwiGLU); 4189 (4486)
     MXFP8 8 x 4096, (4096, 7168) / (7168, 2048)       2448 / 1248 (2527 / 1281); 2915 / 1437 (2908 / 1502)

@@ -10,12 +10,12 @@ Least times on one H200. Prefill, FP8, 8 groups x 4096 rows, (N, K) = (4096, 716
 1437 TFLOP/s of torch's dense 8192^3, 0.74 GB take 0.17 ms. Decode, FP8, 32 groups x 32 rows, both products of the
 reference model: 1.41 GB of weights take 328 us at 4.3 TB/s.
 
-Measured after rests, and without them (launch/results/gemm_h200.json of commit 2dbcdbe; `launch/benchmarks/timing.py`
-explains rests). TFLOP/s, in parentheses torch's row-wise _scaled_grouped_mm or _grouped_mm:
+Measured after pauses, and without them (launch/results/gemm_h200.json of commit 2dbcdbe; `launch/benchmarks/timing.py`
+explains pauses). TFLOP/s, in parentheses torch's row-wise _scaled_grouped_mm or _grouped_mm:
 
-    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1427 / 1342 (1403 / 1280); (4096, 7168) without rests 1217 (1203)
+    FP8  8 x 4096, (4096, 7168) / (7168, 2048)       1427 / 1342 (1403 / 1280); (4096, 7168) without pauses 1217 (1203)
     FP8  4 x 8192, the same                           1432 / 1335 (1377 / 1276); 1220 (1166)
-    BF16 8 x 4096, the same                           810 / 792 (792 / 774); without rests 693 / 670 (675 / 658)
+    BF16 8 x 4096, the same                           810 / 792 (792 / 774); without pauses 693 / 670 (675 / 658)
     FP8  8 x 16, 32, 48 rows                          60.0, 60.6, 61.5 us / 33.8, 34.4, 35.1 us
     FP8  32 x 32 rows, gate_up and down               345 us
 

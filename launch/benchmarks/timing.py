@@ -5,7 +5,7 @@ captured, between two events and after a barrier on the device. On a CPU it is o
 
 After a rest a GPU runs for some time at a higher clock than it can keep: an H200 multiplied FP8 at 1410 TFLOP/s (1.52
 GHz) for 40 to 80 ms, and at 1200 (1.27 GHz) from 0.1 s on. An iteration is therefore short and comes after a rest.
-Steps of a millisecond or more are timed without rests too, after 0.3 s of them: `sustained_us`.
+Steps of a millisecond or more are timed without pauses too, after 0.3 s of them: `sustained_us`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ RESTS = 3
 HEAD_START_CYCLES = 2_000_000
 """A GPU spins so long before an iteration, about 1 ms, while the host launches it: ranks then begin together."""
 LONG_US = 1000.0
-"""A step of this length is timed without rests too."""
+"""A step of this length is timed without pauses too."""
 SUSTAINED_US = 300_000.0
 """Length of the steps before a sustained time, and of those that are timed."""
 CACHES_TO_ROTATE = 32
@@ -55,7 +55,7 @@ class Timing:
         iterations_us: one number per iteration.
         steps_per_iteration: steps that an iteration's number is the mean of.
         method: `cuda_graph`, `cuda_events` or `wall_clock`.
-        sustained_us: of a step without rests, after `SUSTAINED_US` of them; None where that is not timed.
+        sustained_us: of a step without pauses, after `SUSTAINED_US` of them; None where that is not timed.
     """
 
     iterations_us: list[float]
@@ -254,7 +254,7 @@ class _CudaClock:
         return start.elapsed_time(end) * 1e3
 
     def sustained(self, step_us: float) -> float:
-        """Microseconds of a step without rests; `step_us`, the same on all ranks, is about what it takes with them."""
+        """Microseconds of a step without pauses; `step_us`, the same on all ranks, is about what it takes with them."""
         times = ceil_div(int(SUSTAINED_US), int(step_us * self.steps))
         self._run(times)
         return self._run(times) / (times * self.steps)

@@ -11,7 +11,8 @@ import pytest
 import yaml
 
 from moe_runtime.config import load_config
-from moe_runtime.context.memory import reserved_bytes
+from moe_runtime.context.memory import layer_geometry, reserved_bytes
+from moe_runtime.kernels.exchange.plan import plan_exchange
 from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.launch import doctor
 from moe_runtime.launch.common import cases
@@ -39,10 +40,36 @@ def test_json_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
     (count, formats), *others = report["reserved_bytes"].items()
     assert not others and int(count) == layer.max_tokens_per_rank and set(formats) == set(FORMATS)
     assert formats[layer.token_format] == reserved_bytes(layer, 4)
-    assert set(report["gemm_plans"]) == {"1", "8", "128", "1024", "4096"}
+    assert set(report["gemm_plans"]) == set(report["exchange_plans"]) == {"1", "8", "128", "1024", "4096"}
     for plans in report["gemm_plans"].values():
         assert plans["engine"] == report["engine"]["name"]
         assert plans["gate_up"]["kernel"] == plans["down"]["kernel"] == "torch reference" or plans["engine"] != "torch"
+
+
+@pytest.mark.cpu_only
+def test_the_exchange_of_hopper_is_planned_anywhere(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["--config", "deepseek_v3", "--world-size", "8", "--hopper"]
+    assert doctor.main([*arguments, "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["exchange_plans"]
+    layer = load_config("deepseek_v3").layer
+    for count, plan in plans.items():
+        geometry = layer_geometry(layer.replace(max_tokens_per_rank=int(count)), 8)
+        expected = plan_exchange(geometry)
+        assert expected is not None and plan["engine"] == "cuda"
+        assert plan["record_bytes"] == geometry.record.record_bytes
+        assert plan["rows"] == ("contiguous" if int(count) >= 1024 else "gathered")
+        assert plan["flags"] == ("each token" if expected.per_token_flags else "each rank")
+        assert plan["parts"] == (4 if int(count) >= 1024 else 1)
+        assert plan["blocks"]["dispatch_send"] == expected.send_blocks(int(count), 132)
+    assert plans["1"]["flags"] == "each token" and plans["4096"]["flags"] == "each rank"
+    assert doctor.main(arguments) == 0
+    assert "Exchange on 8 rank(s)" in capsys.readouterr().out
+
+
+def test_an_exchange_too_wide_for_cuda_is_planned_for_triton(capsys: pytest.CaptureFixture[str]) -> None:
+    assert doctor.main(["--config", "deepseek_v3", "--world-size", "64", "--hopper", "--json"]) == 0
+    plans = json.loads(capsys.readouterr().out)["exchange_plans"]
+    assert {plan["engine"] for plan in plans.values()} == {"triton"}
 
 
 @pytest.mark.cpu_only
@@ -70,7 +97,7 @@ def test_tables_name_the_choices(capsys: pytest.CaptureFixture[str]) -> None:
 def test_without_a_config_nothing_is_reserved(capsys: pytest.CaptureFixture[str]) -> None:
     assert doctor.main(["--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    assert report["reserved_bytes"] == report["gemm_plans"] == {}
+    assert report["reserved_bytes"] == report["gemm_plans"] == report["exchange_plans"] == {}
 
 
 def test_bytes_are_told_for_the_tokens_asked_for(capsys: pytest.CaptureFixture[str]) -> None:

@@ -161,7 +161,7 @@ def test_an_iteration_has_fewer_steps_where_they_are_long(step_us: float, most: 
 def test_long_steps_are_timed_without_rests_too(
     capturable: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A kernel that spins draws hardly any power: it takes as long with rests as without."""
+    """A kernel that spins draws hardly any power: it takes as long with pauses as without."""
     monkeypatch.setattr(timing, "SUSTAINED_US", 20_000.0)
     calls: list[int] = []
 
