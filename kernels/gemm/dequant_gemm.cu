@@ -19,7 +19,8 @@
 #include "clock.cuh"
 #include "mbarrier.cuh"
 
-constexpr int QUANT_BYTES = W_FMT == NVFP4 ? 2048 : 4096;  // 64 rows x 64 columns
+constexpr bool E2M1 = W_FMT != MXFP8;
+constexpr int QUANT_BYTES = E2M1 ? 2048 : 4096;  // 64 rows x 64 columns
 constexpr int SCALE_BYTES = W_FMT == NVFP4 ? 256 : 128;
 constexpr int UNIT_BYTES = QUANT_BYTES + SCALE_BYTES;
 constexpr int TILE_UNITS = WARPGROUPS;
@@ -127,7 +128,7 @@ __device__ __forceinline__ u32 any_e4m3(u32 pair) {
 }
 
 // The A operands of wgmma from the quants of 64 columns: 16 values of row r and of row r + 8 for each thread. Without
-// SPECIAL_VALUES, MXFP8 weights and scales hold no NaN, and scales are at most 2^7.
+// SPECIAL_VALUES, MXFP8 weights and scales hold no NaN, and scales are at most 2^7 (MXFP4: 2^1).
 template <bool SPECIAL_VALUES>
 struct Unit {
   uint4 quants[QUANT_BYTES / 2048];
@@ -148,10 +149,16 @@ struct Unit {
       scales[0] = static_cast<u16>(e8m0_pair(bytes & 255));
       scales[1] = static_cast<u16>(e8m0_pair(bytes >> 8));
     } else {
-      // 2^120 times the scale.
-      const u32 pair = __byte_perm(bytes, 0, 0x4140) * 128 + 0x3C003C00;
+      // 2^120 times the scale (MXFP4: 2^126).
+      const u32 pair = __byte_perm(bytes, 0, 0x4140) * 128 + (W_FMT == MXFP4 ? 0x3F003F00 : 0x3C003C00);
       asm("mov.b32 {%0, %1}, %2;" : "=h"(scales[0]), "=h"(scales[1]) : "r"(pair));
     }
+  }
+
+  // The pair of e2m1 values in LANES of `word`, which are bf16 bits of 2^-126 times their value, times a scale.
+  static __device__ __forceinline__ u32 e2m1(u32 word, u32 scale) {
+    const u32 pair = word & LANES;
+    return multiply(SPECIAL_VALUES ? multiply(pair, 0x7E807E80) : pair, scale);
   }
 
   // Columns 4 * step .. 4 * step + 3 of the 16 of each thread.
@@ -159,21 +166,21 @@ struct Unit {
     // Only with these moves does the compiler use halves of a register as operands of multiplications.
     u32 scale[2];
     for (int half = 0; half < 2; ++half) asm("mov.b32 %0, {%1, %1};" : "=r"(scale[half]) : "h"(scales[half]));
-    if (W_FMT == NVFP4) {
+    if (E2M1) {
       // SLOTS of dequant_layout.py gives the positions of the bits of the four values of each half: in the words of an even
       // and an odd step, and in `both`, which has bits of either.
       const u32 even = step < 2 ? quants[0].x : quants[0].z, odd = step < 2 ? quants[0].y : quants[0].w;
       const u32 both = selected(even, odd);
       if (step % 2 == 0) {
-        a[0] = multiply((even << 2) & LANES, scale[0]);
-        a[1] = multiply((even << 6) & LANES, scale[1]);
-        a[2] = multiply(__funnelshift_r(even, even, 4) & LANES, scale[0]);
-        a[3] = multiply(both & LANES, scale[1]);
+        a[0] = e2m1(even << 2, scale[0]);
+        a[1] = e2m1(even << 6, scale[1]);
+        a[2] = e2m1(__funnelshift_r(even, even, 4), scale[0]);
+        a[3] = e2m1(both, scale[1]);
       } else {
-        a[0] = multiply((odd << 4) & LANES, scale[0]);
-        a[1] = multiply(__funnelshift_r(odd, odd, 24) & LANES, scale[1]);
-        a[2] = multiply(__funnelshift_r(odd, odd, 2) & LANES, scale[0]);
-        a[3] = multiply(__funnelshift_r(both, both, 6) & LANES, scale[1]);
+        a[0] = e2m1(odd << 4, scale[0]);
+        a[1] = e2m1(__funnelshift_r(odd, odd, 24), scale[1]);
+        a[2] = e2m1(__funnelshift_r(odd, odd, 2), scale[0]);
+        a[3] = e2m1(__funnelshift_r(both, both, 6), scale[1]);
       }
     } else {
       const uint4 q = quants[QUANT_BYTES == 4096 ? step >> 1 : 0];
@@ -644,8 +651,10 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
 #pragma unroll
   for (int i = 0; i < 4 * BLOCKS; ++i) acc[i] = 0.0f;
   constexpr int PART_BATCHES = 4 / BATCH;
-  static_assert(!ROLLING || PART_BATCHES % BUFFERS == 0, "buffers must come in turn from stage to stage");
-  u32 a[BUFFERS][BATCH][4];
+  // Special values take registers.
+  constexpr int HELD = SPECIAL_VALUES && !ROLLING ? 1 : BUFFERS;
+  static_assert(!ROLLING || PART_BATCHES % HELD == 0, "buffers must come in turn from stage to stage");
+  u32 a[HELD][BATCH][4];
   int last = -1;
   Unit<SPECIAL_VALUES> ahead;  // quants of the next part of the stage, loaded while this one is multiplied
   // Addresses of this thread in the first part of the stage.
@@ -670,7 +679,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
 #pragma unroll
     for (int batch = 0; batch < PART_BATCHES; ++batch) {
       const int number = part * PART_BATCHES + batch;
-      auto& operands = a[number % BUFFERS];
+      auto& operands = a[number % HELD];
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) unit.dequantize(batch * BATCH + i, operands[i]);
       wgmma_fence();
@@ -681,10 +690,10 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
       wgmma_commit();
       if (batch == PART_BATCHES - 1 && part + 1 < STAGE_K64) load_part(part + 1);
       if (ROLLING) {
-        wgmma_wait<BUFFERS - 1>();
+        wgmma_wait<HELD - 1>();
         // The products of the previous stage are done only now.
-        if (number == BUFFERS - 1 && last >= 0) barrier_arrive_warp(empty + last * 8);
-      } else if (number % BUFFERS == BUFFERS - 1 || number == STAGE_K64 * PART_BATCHES - 1) {
+        if (number == HELD - 1 && last >= 0) barrier_arrive_warp(empty + last * 8);
+      } else if (number % HELD == HELD - 1 || number == STAGE_K64 * PART_BATCHES - 1) {
         wgmma_wait<0>();
       }
     }

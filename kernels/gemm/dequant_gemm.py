@@ -1,4 +1,5 @@
-"""Host side of Hopper's grouped GEMM for weights that are dequantized to bf16 in registers (`nvfp4`, `mxfp8`).
+"""Host side of Hopper's grouped GEMM for weights that are dequantized to bf16 in registers (`nvfp4`, `mxfp8`,
+`mxfp4`).
 
 `dequant_tokens` gathers the rows once and dequantizes them to bf16. `dequant_gemm` streams the weights and reads them
 once for up to 64, 128 or 160 tokens of a group, depending on its shape (chosen by `plan.py`). With many tokens, a few
@@ -130,9 +131,9 @@ def macros(
         "STAGE_K64": stage_k64,
         "CHUNK": chunk_units(units),
         "BATCH": shape.batch,
-        "BUFFERS": shape.buffers if a_format is NVFP4 else shape.other_buffers,
+        "BUFFERS": shape.held_batches(w_format, a_format, gated=out_format is not None),
         "ROLLING": int(shape.rolling),
-        "SCALED_TOKENS": int(a_format.name == "nvfp4"),
+        "SCALED_TOKENS": int(a_format is NVFP4),
         "KEEP_TOKENS": int(keep_tokens),
         "OVERLAPPED": int(overlapped),
         "MAX_BLOCKS": shape.max_blocks,

@@ -8,7 +8,8 @@ them the columns `16 * t + 4 * step + pair * 2 + i` of the unit. The operand of 
 `half + 2 * pair`, is then a contiguous word, and a thread needs one NVFP4 scale per row. Tokens have the same columns
 in the same order.
 
-A unit of `nvfp4` is 2048 bytes of quants, 16 per thread, then 256 of scales, 2 per thread. Two words hold the 16 values
+A unit of `nvfp4` is 2048 bytes of quants, 16 per thread, then 256 of scales, 2 per thread. One of `mxfp4` has the same
+quants, then 128 bytes of scales, 2 for each pair of threads. Two words hold the 16 values
 of an even step and the next, bit by bit in the positions of `SLOTS`. Shifts or rotations and masks then put each of the
 eight registers where bf16 has its sign and its lowest exponent bits. A unit of `mxfp8` is 4096 bytes of quants, steps 0
 and 1 of all threads first, then 2 and 3, then 128 of scales. One word has both registers of a half and step, in the
@@ -22,7 +23,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.kernels.formats.number_formats import MXFP8, NVFP4, TokenFormat, ceil_div
+from moe_runtime.kernels.formats.number_formats import MXFP4, MXFP8, NVFP4, TokenFormat, ceil_div
 from moe_runtime.kernels.gemm.weights import GateUpOrder
 
 SLOTS = (
@@ -55,13 +56,13 @@ A bf16 with the bits in the positions of pair 0 is `2^-120` times the value, als
 left shift of sign, lowest exponent bit and mantissa, and a right shift of the other exponent bits.
 """
 
-LARGEST_FAST_SCALE = 134
-"""Largest byte of an `mxfp8` scale for which `2^120` times the scale is a bf16 value, so that one multiplication
-dequantizes. Rows with larger scales, or with NaN among their values or scales, have special values and need more
-steps."""
+LARGEST_FAST_SCALE = {MXFP8: 134, MXFP4: 128}
+"""Largest byte of a scale for which `2^120` (`mxfp4`: `2^126`) times the scale is a bf16 value, so that one
+multiplication dequantizes. Rows with larger scales, or with NaN among their values or scales, have special values and
+need more steps."""
 
 UNIT = 64
-DEQUANT_FORMATS = (NVFP4, MXFP8)
+DEQUANT_FORMATS = (NVFP4, MXFP8, MXFP4)
 
 
 def _scale_code(e4m3: int) -> int:
@@ -136,7 +137,7 @@ def pack_units(quants_NK: torch.Tensor, scales_NV: torch.Tensor, fmt: TokenForma
     Args:
         quants_NK: uint8 `[N, bytes]` of quants.
         scales_NV: uint8 `[N, V]`, linear; `nvfp4`: neither negative nor NaN.
-        fmt: `nvfp4` or `mxfp8`.
+        fmt: `nvfp4`, `mxfp8` or `mxfp4`.
         rows: the result of `source_rows`.
 
     Returns:
@@ -149,7 +150,7 @@ def pack_units(quants_NK: torch.Tensor, scales_NV: torch.Tensor, fmt: TokenForma
     scales = _padded(scales_NV, columns * fmt.scale_columns(UNIT))[index].unflatten(-1, (columns, -1))
     # [units, columns, ...] from [units, warp, row, half, columns, ...].
     quants, scales = (part.permute(0, 4, 1, 2, 3, 5) for part in (quants, scales))
-    if fmt is NVFP4:
+    if fmt.element_bits == 4:
         # t, step, pair bytes; each byte i = 0 in the low nibble.
         codes = torch.stack((quants & 15, quants >> 4), -1).unflatten(-2, (4, 4, 2))
         words = _place(codes.permute(0, 1, 2, 3, 5, 6, 4, 7, 8).int().unflatten(5, (2, 2)))
@@ -173,7 +174,7 @@ def unpack_units(
     count, columns, _ = units.shape
     split = UNIT * fmt.quant_bytes(UNIT)
     packed, packed_scales = units[..., :split].contiguous(), units[..., split:]
-    if fmt is NVFP4:
+    if fmt.element_bits == 4:
         codes = _codes(packed.view(torch.int64).view(count, columns, 4, 8, 4, 2)).flatten(5, 6)
         codes = codes.permute(0, 1, 2, 3, 6, 4, 5, 7, 8)
         quants = (codes[..., 0] | codes[..., 1] << 4).to(torch.uint8).flatten(-3)
@@ -194,11 +195,18 @@ def unpack_units(
     return found[0], found[1]
 
 
-def units_with_special_values(quants_NK: torch.Tensor, scales_NV: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-    """uint8 `[units of N]` of one `mxfp8` expert: 1 where rows have special values. Arguments as in `pack_units`."""
-    nan = ((quants_NK & 127) == 127).any(1) | (scales_NV > LARGEST_FAST_SCALE).any(1)
-    of_row = torch.nn.functional.pad(nan, (0, 1))  # none in the padding
-    return of_row[rows.to(nan.device)].flatten(1).any(1).to(torch.uint8)
+def units_with_special_values(
+    quants_NK: torch.Tensor, scales_NV: torch.Tensor, fmt: TokenFormat, rows: torch.Tensor
+) -> torch.Tensor:
+    """uint8 `[units of N]` of one `mxfp8` or `mxfp4` expert: 1 where rows have special values.
+
+    Arguments as in `pack_units`.
+    """
+    special = (scales_NV > LARGEST_FAST_SCALE[fmt]).any(1)
+    if fmt is MXFP8:
+        special |= ((quants_NK & 127) == 127).any(1)
+    of_row = torch.nn.functional.pad(special, (0, 1))  # none in the padding
+    return of_row[rows.to(special.device)].flatten(1).any(1).to(torch.uint8)
 
 
 def _padded(bytes_NB: torch.Tensor, width: int) -> torch.Tensor:

@@ -50,7 +50,7 @@ class GemmKernel(Enum):
     TMA = "hopper tma"
     """`tma_gemm.cu`: tensor cores read `fp8_block` and `bf16` weights as they are stored."""
     DEQUANT = "hopper dequant"
-    """`dequant_gemm.cu`: prepacked `nvfp4` and `mxfp8` weights are dequantized in registers."""
+    """`dequant_gemm.cu`: prepacked `nvfp4`, `mxfp8` and `mxfp4` weights are dequantized in registers."""
 
 
 # --- The Triton kernel ---

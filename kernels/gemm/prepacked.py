@@ -39,15 +39,15 @@ class PrepackedWeights:
     captured in a graph.
 
     Attributes:
-        format: `nvfp4` or `mxfp8`.
+        format: `nvfp4`, `mxfp8` or `mxfp4`.
         units: uint8 `[E, chunks of K, units of N, units of a chunk, unit bytes]`, quants and scales.
         num_rows: `N`.
         num_columns: `K`.
         expert_scales: fp32 `[E]`, or `[E, 2]` with gate (0) and up (1) apart; None means 1.
         bias: fp32 `[E, N]`; None means 0.
         gate_up: the original order of gate and up, for `grouped_gemm_swiglu` only; None for plain weights.
-        has_special_values: uint8 `[E, units of N]` of `mxfp8`: 1 where rows hold a NaN or a scale above `2^7`, whose
-            dequantization needs more steps. None for `nvfp4`.
+        has_special_values: uint8 `[E, units of N]` of `mxfp8` and `mxfp4`: 1 where rows hold a NaN or a scale above
+            `2^7` (`mxfp4`: `2^1`), whose dequantization needs more steps. None for `nvfp4`.
         arch: 90, Hopper.
     """
 
@@ -63,8 +63,8 @@ class PrepackedWeights:
 
     def __post_init__(self) -> None:
         if self.format not in DEQUANT_FORMATS:
-            names = " or ".join(fmt.name for fmt in DEQUANT_FORMATS)
-            raise ValueError(f"format: expected {names}, got {self.format.name}")
+            names = ", ".join(fmt.name for fmt in DEQUANT_FORMATS)
+            raise ValueError(f"format: expected one of {names}, got {self.format.name}")
         experts = int(self.units.shape[0])
         sizes = (experts, *units_shape(self.num_rows, self.num_columns, self.format))
         self._check("units", self.units, torch.uint8, (sizes,))
@@ -91,12 +91,12 @@ class PrepackedWeights:
     def prepack(cls, w: ExpertWeights, *, engine: str = "auto", argument: str = "w.scales") -> PrepackedWeights:
         """Reorder `w`, one expert after the other; weights with `gate_up` are prepacked for SwiGLU.
 
-        Waits for the device. Raises `ValueError` for formats other than `nvfp4` and `mxfp8`, and one that names
-        `argument` for `nvfp4` block scales that are negative or NaN.
+        Waits for the device. Raises `ValueError` for other formats than these three, and one that names `argument` for
+        `nvfp4` block scales that are negative or NaN.
         """
         if w.format not in DEQUANT_FORMATS:
-            names = " or ".join(fmt.name for fmt in DEQUANT_FORMATS)
-            raise ValueError(f"w.format: expected {names}, got {w.format.name}")
+            names = ", ".join(fmt.name for fmt in DEQUANT_FORMATS)
+            raise ValueError(f"w.format: expected one of {names}, got {w.format.name}")
         assert w.scales is not None
         rows = source_rows(w.num_rows, w.gate_up).to(w.device)
         columns = w.format.scale_columns(w.num_columns)
@@ -111,7 +111,7 @@ class PrepackedWeights:
                 raise ValueError(f"{argument}: expected e4m3 values that are not negative, got a NaN or a negative one")
             units.copy_(pack_units(quants.view(torch.uint8), linear, w.format, rows))
             if marks is not None:
-                marks[expert] = units_with_special_values(quants.view(torch.uint8), linear, rows)
+                marks[expert] = units_with_special_values(quants.view(torch.uint8), linear, w.format, rows)
         return cls(w.format, all_units, w.num_rows, w.num_columns, w.expert_scales, w.bias, w.gate_up, marks)
 
     @staticmethod

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
-from moe_runtime.kernels.formats.number_formats import NVFP4, TokenFormat, ceil_div
+from moe_runtime.kernels.formats.number_formats import MXFP4, NVFP4, TokenFormat, ceil_div
 from moe_runtime.kernels.gemm.dequant_layout import stage_units, unit_bytes
 from moe_runtime.kernels.gemm.prepacked import MAX_PREPACKED_EXPERTS
 
@@ -101,9 +101,9 @@ class DequantShape:
         warpgroups: warpgroups that each dequantize and multiply 64 weight rows of a tile; one more warpgroup loads.
         stage_units: most units of 64 columns in a stage of the ring.
         batch: steps of 16 columns that are dequantized before they are multiplied.
-        buffers: batches that are held dequantized, for NVFP4 weights and tokens. When all are full, a warpgroup waits
-            for the tensor cores, and other warpgroups go on.
-        other_buffers: the same for other format pairs, which leave fewer registers.
+        buffers: batches that are held dequantized. When all are full, a warpgroup waits for the tensor cores, and other
+            warpgroups go on.
+        other_buffers: the same where more do not fit into registers (`held_batches`).
         rolling: wait only for the oldest buffer, so that one is always dequantized while another is multiplied;
             otherwise wait for all.
         max_blocks: tokens of a tile / 8.
@@ -119,6 +119,11 @@ class DequantShape:
     rolling: bool
     max_blocks: int
     cases: tuple[int, ...]
+
+    def held_batches(self, w_format: TokenFormat, a_format: TokenFormat, *, gated: bool) -> int:
+        """Batches that are held dequantized; with one more, ptxas has too few registers and serializes `wgmma`."""
+        fits = a_format is NVFP4 or (w_format is MXFP4 and gated)
+        return self.buffers if fits else self.other_buffers
 
     def ring(self, w_format: TokenFormat, units: int) -> tuple[int, int, int]:
         """Number of stages, units of K in each, and bytes of all, for a weight `units` wide.

@@ -14,7 +14,15 @@ import pytest
 import torch
 
 from moe_runtime.kernels import nvrtc
-from moe_runtime.kernels.formats.number_formats import BF16, FORMATS, MXFP8, NVFP4, TokenFormat, ceil_div
+from moe_runtime.kernels.formats.number_formats import (
+    BF16,
+    FORMATS,
+    MXFP8,
+    NVFP4,
+    WEIGHT_FORMATS,
+    TokenFormat,
+    ceil_div,
+)
 from moe_runtime.kernels.gemm import dequant_gemm
 from moe_runtime.kernels.gemm.arguments import empty_intermediate
 from moe_runtime.kernels.gemm.dequant_layout import unit_bytes, unit_columns, unit_rows, units_shape
@@ -78,9 +86,9 @@ def rows_of(name: str, rows: int, k: int) -> GroupedRows:
 
 
 def weights_of(name: str, n: int, k: int, order: GateUpOrder | None) -> PrepackedWeights:
-    fmt = FORMATS[name]
+    fmt = WEIGHT_FORMATS[name]
     units = torch.zeros(1, *units_shape(n, k, fmt), dtype=torch.uint8)
-    marks = torch.zeros(1, unit_rows(n), dtype=torch.uint8) if name == "mxfp8" else None
+    marks = torch.zeros(1, unit_rows(n), dtype=torch.uint8) if name != "nvfp4" else None
     return PrepackedWeights(fmt, units, n, k, torch.ones(1), None, order, marks)
 
 
@@ -171,6 +179,15 @@ VARIANTS = [
     (PREFILL, "mxfp8", "mxfp8", 7168, None, "bfloat16"),
     (PREFILL, "mxfp8", "mxfp8", 2880, SwiGLU(), "bf16"),
     (PREFILL, "mxfp8", "mxfp8", 7168, SwiGLU(), "mxfp8"),
+    (DECODE, "mxfp4", "bf16", 2880, GPT_OSS, "bf16 dequantized"),
+    (DECODE, "mxfp4", "mxfp8", 2880, GPT_OSS, "mxfp8"),
+    (DECODE, "mxfp4", "bf16", 7168, None, "bfloat16"),
+    (MIDDLE, "mxfp4", "bf16", 2880, GPT_OSS, "bf16 dequantized"),
+    (MIDDLE, "mxfp4", "mxfp8", 7168, None, "float32"),
+    (PREFILL, "mxfp4", "bf16", 2880, GPT_OSS, "bf16 dequantized"),
+    (PREFILL, "mxfp4", "mxfp8", 2880, GPT_OSS, "mxfp8 dequantized"),
+    (PREFILL, "mxfp4", "mxfp8", 7168, SwiGLU(), "mxfp8"),
+    (PREFILL, "mxfp4", "bf16", 2880, None, "bfloat16"),
 ]
 
 
@@ -220,10 +237,13 @@ def test_decoding_of_tokens_compiles(name: str, rows: int, shape: TokenShape, re
     assert compiled.spilled_bytes == 0 and "griddepcontrol.launch_dependents" in compiled.ptx
 
 
-@pytest.mark.parametrize(("weight", "token"), [("nvfp4", "nvfp4"), ("nvfp4", "bf16"), ("mxfp8", "mxfp8")])
+@pytest.mark.parametrize(
+    ("weight", "token"),
+    [("nvfp4", "nvfp4"), ("nvfp4", "bf16"), ("mxfp8", "mxfp8"), ("mxfp4", "mxfp8"), ("mxfp4", "bf16")],
+)
 def test_few_tokens_leave_room_for_a_block_of_the_gemm(weight: str, token: str, recorded: list[Recorded]) -> None:
     """An SM has room for a block of either, of the gated GEMM, which takes most."""
-    gemm = launched(recorded, weight, token, 7168, 8, SwiGLU(), f"{weight} dequantized")
+    gemm = launched(recorded, weight, token, 7168, 8, SwiGLU(), f"{token} dequantized")
     kernels = [(launch, compile_recorded(launch)) for launch in (recorded[0], gemm)]
     assert recorded[0].defines["MIN_BLOCKS"] == FEW_TOKENS.min_blocks
     registers = sum(launch.block * compiled.number(r"Used (\d+) registers") for launch, compiled in kernels)
@@ -314,17 +334,21 @@ def test_shape_for_tokens_is_chosen_by_what_is_loaded_at_once() -> None:
     assert chosen(1, 64, 128) is FEW_TOKENS and chosen(1, 65, 128) is MANY_TOKENS
 
 
-SIZES = [(shape, weight, k) for shape in SHAPES.values() for weight in ("nvfp4", "mxfp8") for k in (64, 2880, 7168)]
+SIZES = [
+    (shape, weight, k) for shape in SHAPES.values() for weight in ("nvfp4", "mxfp8", "mxfp4") for k in (64, 2880, 7168)
+]
 
 
 @pytest.mark.parametrize(("shape", "weight", "k"), SIZES)
 def test_stages_fit(shape: DequantShape, weight: str, k: int, recorded: list[Recorded]) -> None:
     """At least two stages, so that loading and multiplying overlap; whole stages of K; at most 1024 threads."""
-    launch = launched(recorded, weight, weight, k, ROWS_OF_SHAPES[shape], SwiGLU(), weight)
+    launch = launched(
+        recorded, weight, "mxfp8" if weight == "mxfp4" else weight, k, ROWS_OF_SHAPES[shape], SwiGLU(), "bf16"
+    )
     stages, stage_k64 = int(launch.defines["STAGES"]), int(launch.defines["STAGE_K64"])
     assert stages >= 2 and launch.shared_bytes % stages == 0
     assert stage_k64 > 0 and unit_columns(k) % stage_k64 == 0
-    weights = shape.warpgroups * unit_bytes(FORMATS[weight])
+    weights = shape.warpgroups * unit_bytes(WEIGHT_FORMATS[weight])
     assert launch.shared_bytes == stages * stage_k64 * (weights + shape.max_blocks * 8 * 64 * 2)
     assert launch.block == 128 * (shape.warpgroups + 1) <= 1024
 

@@ -54,8 +54,8 @@ from tests.support.gemm_plans import choose
 IS_HOPPER = HAS_GPU and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = pytest.mark.skipif(HAS_GPU and not IS_HOPPER, reason="prepacked weights are for Hopper")
 
-PAIRS = [("nvfp4", "nvfp4"), ("nvfp4", "bf16"), ("mxfp8", "mxfp8")]
-RAGGED_K = {"nvfp4": 336, "mxfp8": 160}
+PAIRS = [("nvfp4", "nvfp4"), ("nvfp4", "bf16"), ("mxfp8", "mxfp8"), ("mxfp4", "bf16"), ("mxfp4", "mxfp8")]
+RAGGED_K = {"nvfp4": 336, "mxfp8": 160, "mxfp4": 352}
 
 
 @in_each_shape
@@ -219,7 +219,7 @@ def test_tokens_are_decoded_alike_in_both_shapes(
     weight: str, token: str, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also where a shape has far more to decode than it is chosen for."""
-    k = 1040 if token != "mxfp8" else 1056
+    k = 1040 if weight == "nvfp4" else 1056
     w = PrepackedWeights.prepack(random_weights(weight, 2, 40, k, rng, device))
     a = make_rows(token, [3, 0, 70, 41], k, rng, device, num_experts=2, gather=True, sparse_scales=True)
     results = []
@@ -261,7 +261,7 @@ def test_dequantization_overlaps_with_the_product(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Groups that are empty, skipped, inactive; gathered rows; K of one step of a warp and a part of another."""
-    k = 336 if token != "mxfp8" else 352
+    k = 336 if weight == "nvfp4" else 352
     w = random_weights(weight, 3, 136, k, rng, device)
     sizes, ids = [3, 0, 70, 5, 1, 2, 130, 4], [2, 0, 0, -1, 1, 3, 2, 1]
     a = make_rows(token, sizes, k, rng, device, num_experts=3, expert_ids=ids, gather=True, spare=7, sparse_scales=True)
@@ -334,27 +334,35 @@ def test_a_scale_of_nan_is_nan_whatever_its_codes(name: str, rng: torch.Generato
 
 @pytest.mark.parametrize(
     ("name", "token", "first", "last"),
-    [("nvfp4", "nvfp4", 0, 126), ("nvfp4", "bf16", 0, 126), ("mxfp8", "mxfp8", 3, 202)],
+    [
+        ("nvfp4", "nvfp4", 0, 126),
+        ("nvfp4", "bf16", 0, 126),
+        ("mxfp8", "mxfp8", 3, 202),
+        ("mxfp4", "bf16", 0, 202),
+        ("mxfp4", "mxfp8", 0, 202),
+    ],
 )
 def test_all_scales_are_decoded(
     name: str, token: str, first: int, last: int, rng: torch.Generator, device: torch.device
 ) -> None:
     """Each byte that a scale of the weights may be, 0 and denormal e4m3 too, by itself: one block of K.
 
-    Below byte 3 of `mxfp8` the smallest quants are no bf16 numbers, and above 202 fp32 sums come near their end.
+    Below byte 3 of `mxfp8` the smallest quants are no bf16 numbers, and above 202 fp32 sums come near their end. Units
+    of `mxfp4` with and without scales above 128 are dequantized in two ways.
     """
-    k, n = {"nvfp4": 16, "mxfp8": 32}[name], 200
+    k, n = 16 if name == "nvfp4" else 32, 208
     w = random_weights(name, 1, n, k, rng, device)
     codes = (torch.arange(n) + first).clamp(max=last).to(torch.uint8)
     swizzled = swizzle_scales(codes[None, :, None], engine="torch").to(device)
     w = replace(w, scales=swizzled.view(w.format.scale_dtype or torch.uint8), expert_scales=None)
     a = make_rows(token, [9], k, rng, device, num_experts=1)
-    if name == "mxfp8":
+    if token == "mxfp8":
         assert a.scales is not None
         a = replace(a, scales=torch.full_like(a.scales, 127))
     out = grouped_gemm(a, PrepackedWeights.prepack(w), out_dtype=torch.float32)
     check_inside(out, exact_gemm(a, w, device), UNIT[torch.float32])
-    assert not out[:, codes == 0].any()
+    if name == "nvfp4":
+        assert not out[:, codes == 0].any()
 
 
 @in_each_shape
@@ -393,12 +401,13 @@ def test_all_codes_of_mxfp8_are_decoded(
 
 
 @in_each_shape
-def test_special_rows_of_mxfp8_have_the_same_bits(
-    shape: DequantShape, rng: torch.Generator, device: torch.device
+@pytest.mark.parametrize("name", ["mxfp8", "mxfp4"])
+def test_units_marked_as_special_have_the_same_bits(
+    name: str, shape: DequantShape, rng: torch.Generator, device: torch.device
 ) -> None:
     """Marked though there is no special value in them, some or all units: the result does not change."""
     k, n = 320, 328
-    prepacked = PrepackedWeights.prepack(random_weights("mxfp8", 3, n, k, rng, device))
+    prepacked = PrepackedWeights.prepack(random_weights(name, 3, n, k, rng, device))
     assert prepacked.has_special_values is not None and not prepacked.has_special_values.any()
     a = for_shape(make_rows("mxfp8", [3, 70, 41], k, rng, device, num_experts=3), shape)
     want = grouped_gemm(a, prepacked)

@@ -65,8 +65,14 @@ def _cases() -> Iterator[Case]:
         yield plain.test_a_scale_of_nan_is_nan_whatever_its_codes, {"name": name}
     yield plain.test_all_codes_of_mxfp8_are_decoded, {"large": False, "shape": DECODE}
     yield plain.test_all_codes_of_mxfp8_are_decoded, {"large": True, "shape": PREFILL}
-    yield plain.test_special_rows_of_mxfp8_have_the_same_bits, {"shape": MIDDLE}
-    for name, token, first, last in (("mxfp8", "mxfp8", 3, 202), ("nvfp4", "nvfp4", 0, 126), ("nvfp4", "bf16", 0, 126)):
+    for name, shape in (("mxfp8", MIDDLE), ("mxfp4", DECODE)):
+        yield plain.test_units_marked_as_special_have_the_same_bits, {"name": name, "shape": shape}
+    for name, token, first, last in (
+        ("mxfp8", "mxfp8", 3, 202),
+        ("nvfp4", "nvfp4", 0, 126),
+        ("nvfp4", "bf16", 0, 126),
+        ("mxfp4", "bf16", 0, 202),
+    ):
         yield plain.test_all_scales_are_decoded, {"name": name, "token": token, "first": first, "last": last}
     # The two left out have nothing that none of the others has.
     for case in (*gated.CASES[:3], *gated.CASES[4:10], *gated.CASES[11:]):
@@ -82,6 +88,8 @@ def _cases() -> Iterator[Case]:
         ("nvfp4", "bf16", "bf16", PREFILL),
         ("nvfp4", "nvfp4", "nvfp4", MIDDLE),
         ("mxfp8", "mxfp8", "mxfp8", PREFILL),
+        ("mxfp4", "bf16", "bf16", DECODE),
+        ("mxfp4", "mxfp8", "mxfp8", PREFILL),
     ):
         arguments = {"name": name, "token": token, "out": out, "shape": shape}
         yield gated.test_a_result_is_decoded_for_the_product_that_follows, arguments

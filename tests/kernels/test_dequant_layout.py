@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from moe_runtime.kernels.formats.number_formats import FORMATS, MXFP8, NVFP4, TokenFormat
+from moe_runtime.kernels.formats.number_formats import MXFP4, MXFP8, NVFP4, WEIGHT_FORMATS, TokenFormat
 from moe_runtime.kernels.gemm import dequant_layout
 from moe_runtime.kernels.gemm.dequant_layout import (
     BYTE_SLOTS,
@@ -33,7 +33,7 @@ from tests.support.comparison import assert_same_bits
 pytestmark = pytest.mark.cpu_only
 
 ORDERS = [None, *GateUpOrder]
-QUANT_BYTES = {"nvfp4": 2048, "mxfp8": 4096}
+QUANT_BYTES = {"nvfp4": 2048, "mxfp8": 4096, "mxfp4": 2048}
 
 
 def random_expert(fmt: TokenFormat, n: int, k: int, rng: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
@@ -140,17 +140,20 @@ def expected_unit(
             if fmt is NVFP4:
                 out[2048 + 2 * thread + half] = SCALE_CODES[factors[source, block]]
             else:
-                out[4096 + thread // 2 * 2 + half] = factors[source, block]
+                out[QUANT_BYTES[fmt.name] + thread // 2 * 2 + half] = factors[source, block]
     return torch.from_numpy(out)
 
 
-@pytest.mark.parametrize(("name", "k", "chunks"), [("nvfp4", 240, 2), ("nvfp4", 144, 1), ("mxfp8", 224, 2)])
+@pytest.mark.parametrize(
+    ("name", "k", "chunks"),
+    [("nvfp4", 240, 2), ("nvfp4", 144, 1), ("mxfp8", 224, 2), ("mxfp4", 224, 2), ("mxfp4", 160, 1)],
+)
 @pytest.mark.parametrize("order", ORDERS)
 def test_every_number_lies_where_documented(
     order: GateUpOrder | None, name: str, k: int, chunks: int, rng: torch.Generator
 ) -> None:
     """Two units of N; two chunks of two units of K, or one of three; the last units are partly padding."""
-    fmt, n = FORMATS[name], 112
+    fmt, n = WEIGHT_FORMATS[name], 112
     quants, scales = random_expert(fmt, n, k, rng)
     units = pack_units(quants, scales, fmt, source_rows(n, order))
     of_chunk = 4 - chunks
@@ -189,13 +192,16 @@ def test_units_hold_each_row_once(order: GateUpOrder | None, n: int) -> None:
         ("mxfp8", 24, 64),
         ("mxfp8", 72, 96),
         ("mxfp8", 136, 2880),
+        ("mxfp4", 8, 32),
+        ("mxfp4", 72, 96),
+        ("mxfp4", 136, 2880),
     ],
 )
 @pytest.mark.parametrize("order", ORDERS)
 def test_unpacked_is_what_was_packed(
     order: GateUpOrder | None, name: str, n: int, k: int, rng: torch.Generator
 ) -> None:
-    fmt = FORMATS[name]
+    fmt = WEIGHT_FORMATS[name]
     n *= 1 if order is None else 2
     quants, scales = random_expert(fmt, n, k, rng)
     rows = source_rows(n, order)
@@ -206,10 +212,10 @@ def test_unpacked_is_what_was_packed(
     assert_same_bits(found_scales, scales, "scales")
 
 
-@pytest.mark.parametrize("name", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("name", QUANT_BYTES)
 def test_padding_is_zeros(name: str) -> None:
     """As many bits are set as the numbers and their scales have; nothing stands for the rest."""
-    fmt, n, k = FORMATS[name], 24, 96
+    fmt, n, k = WEIGHT_FORMATS[name], 24, 96
     quants = torch.full((n, fmt.quant_bytes(k)), 255, dtype=torch.uint8)
     scales = torch.full((n, fmt.scale_columns(k)), 126, dtype=torch.uint8)
     units = pack_units(quants, scales, fmt, source_rows(n, None))
@@ -230,7 +236,7 @@ def test_slots_are_where_the_kernel_looks() -> None:
 
 def test_sizes() -> None:
     """A unit is as large as what it holds; K is padded by less than two units, to whole chunks, as stages are."""
-    assert (unit_bytes(NVFP4), unit_bytes(MXFP8)) == (2048 + 256, 4096 + 128)
+    assert [unit_bytes(fmt) for fmt in (NVFP4, MXFP8, MXFP4)] == [2048 + 256, 4096 + 128, 2048 + 128]
     assert [stage_units(units) for units in (1, 2, 3, 4, 5, 6, 9, 12, 25, 45, 112)] == [0, 2, 3, 4, 0, 2, 3, 4, 0, 3, 4]
     assert {k: unit_columns(k) for k in (16, 64, 128, 192, 272, 320, 384, 2880, 4096)} == {
         16: 2, 64: 2, 128: 2, 192: 3, 272: 6, 320: 6, 384: 6, 2880: 45, 4096: 64,
@@ -286,37 +292,49 @@ def test_e4m3_bits_are_bf16_numbers() -> None:
     np.testing.assert_array_equal(np.signbit(found), np.signbit(want))
 
 
-def test_the_largest_usual_scale_has_a_factor() -> None:
-    """`2^120` times it is the largest power of two in bf16."""
-    bits = LARGEST_FAST_SCALE * 128 + 0x3C00
-    assert bf16_of(np.array([bits])) == 2.0 ** (LARGEST_FAST_SCALE - 127 + 120) == 2.0**127
+@pytest.mark.parametrize(("fmt", "power", "added"), [(MXFP8, 120, 0x3C00), (MXFP4, 126, 0x3F00)])
+def test_every_usual_scale_has_a_factor(fmt: TokenFormat, power: int, added: int) -> None:
+    """`2^power` times it is a bf16 number; of the largest one the largest power of two."""
+    codes = np.arange(LARGEST_FAST_SCALE[fmt] + 1)
+    factors = bf16_of(codes * 128 + added)
+    np.testing.assert_array_equal(factors, 2.0 ** (codes - 127.0 + power))
+    assert factors[-1] == 2.0**127
 
 
+def test_e2m1_times_a_power_of_two_is_a_bf16_number() -> None:
+    """Of all scales that need no more steps: the product of what the kernel makes of code and scale is not rounded."""
+    numbers, codes = bf16_of(np.arange(8) << 6), np.arange(LARGEST_FAST_SCALE[MXFP4] + 1)
+    exact = numbers[:, None] * bf16_of(codes * 128 + 0x3F00)
+    values = np.arange(8, dtype=np.uint8).view(ml_dtypes.float4_e2m1fn).astype(np.float64)
+    np.testing.assert_array_equal(exact, values[:, None] * 2.0 ** (codes - 127.0))
+    np.testing.assert_array_equal(exact, exact.astype(ml_dtypes.bfloat16).astype(np.float64))
+
+
+@pytest.mark.parametrize("fmt", [MXFP8, MXFP4], ids=str)
 @pytest.mark.parametrize("order", ORDERS)
-def test_units_with_special_values(order: GateUpOrder | None, rng: torch.Generator) -> None:
+def test_units_with_special_values(order: GateUpOrder | None, fmt: TokenFormat, rng: torch.Generator) -> None:
     """One row after the other made has_special_values: its unit is marked, and no other; the marks of all rows meet."""
-    n, k = 144, 96
-    quants = torch.randint(0, 127, (n, k), generator=rng).to(torch.uint8) | 128
-    scales = torch.randint(0, LARGEST_FAST_SCALE + 1, (n, 3), generator=rng).to(torch.uint8)
-    scales[0] = LARGEST_FAST_SCALE
+    n, k, largest = 144, 96, LARGEST_FAST_SCALE[fmt]
+    quants = torch.randint(0, 127, (n, fmt.quant_bytes(k)), generator=rng).to(torch.uint8) | 128
+    scales = torch.randint(0, largest + 1, (n, 3), generator=rng).to(torch.uint8)
+    scales[0] = largest
     rows = source_rows(n, order)
-    assert units_with_special_values(quants, scales, rows).tolist() == [0] * unit_rows(n)
+    assert units_with_special_values(quants, scales, fmt, rows).tolist() == [0] * unit_rows(n)
     for row in range(n):
         (unit,) = {at[0] for at in (rows == row).nonzero().tolist()}
         want = [int(other == unit) for other in range(unit_rows(n))]
         column = int(torch.randint(0, k, (), generator=rng))
-        for tensor, at, byte in (
-            (quants, column, 127),
-            (quants, column, 255),
-            (scales, column // 32, LARGEST_FAST_SCALE + 1),
-            (scales, column // 32, 255),
-        ):
+        # A byte of two e2m1 codes is never a NaN.
+        of_quants = [(quants, column, 127), (quants, column, 255)] if fmt is MXFP8 else []
+        for tensor, at, byte in (*of_quants, (scales, column // 32, largest + 1), (scales, column // 32, 255)):
             changed = tensor.clone()
             changed[row, at] = byte
             both = (changed, scales) if tensor is quants else (quants, changed)
-            assert units_with_special_values(*both, rows).tolist() == want
+            assert units_with_special_values(*both, fmt, rows).tolist() == want
+    if fmt is MXFP4:
+        assert not units_with_special_values(torch.full_like(quants, 255), scales, fmt, rows).any()
     scales[:, 1] = 200
-    assert units_with_special_values(quants, scales, rows).tolist() == [1] * unit_rows(n)
+    assert units_with_special_values(quants, scales, fmt, rows).tolist() == [1] * unit_rows(n)
 
 
 def test_decoded_formats_are_those_tested_here() -> None:

@@ -81,6 +81,10 @@ CASES = [
     Case("mxfp8", "mxfp8", "mxfp8", GPT_OSS, PREFILL),
     Case("mxfp8", "mxfp8", "bf16", SwiGLU(), DECODE),
     Case("mxfp8", "mxfp8", "nvfp4", SwiGLU(), DECODE),
+    Case("mxfp4", "bf16", "bf16", GPT_OSS, DECODE),
+    Case("mxfp4", "bf16", "bf16", GPT_OSS, PREFILL),
+    Case("mxfp4", "mxfp8", "mxfp8", GPT_OSS, MIDDLE),
+    Case("mxfp4", "mxfp8", "mxfp8", SwiGLU(), PREFILL),
 ]
 
 
@@ -265,7 +269,10 @@ def _blocks(dequantized: torch.Tensor, a: GroupedRows) -> torch.Tensor:
 
 
 @in_each_shape
-@pytest.mark.parametrize(("name", "token", "out"), [("nvfp4",) * 3, ("nvfp4", "bf16", "bf16"), ("mxfp8",) * 3])
+@pytest.mark.parametrize(
+    ("name", "token", "out"),
+    [("nvfp4",) * 3, ("nvfp4", "bf16", "bf16"), ("mxfp8",) * 3, ("mxfp4", "bf16", "bf16"), ("mxfp4", "mxfp8", "mxfp8")],
+)
 def test_a_result_is_decoded_for_the_product_that_follows(
     name: str,
     token: str,

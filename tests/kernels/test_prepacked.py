@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from moe_runtime.kernels import runtime
-from moe_runtime.kernels.formats.number_formats import FORMATS
+from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS
 from moe_runtime.kernels.formats.swizzle import swizzle_scales
 from moe_runtime.kernels.gemm import grouped_gemm
 from moe_runtime.kernels.gemm.dequant_layout import pack_units, source_rows, units_with_special_values
@@ -18,14 +18,14 @@ from moe_runtime.kernels.runtime import has_nvrtc, resolve_engine
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import make_rows, random_weights
 
-DEQUANTIZED = ("nvfp4", "mxfp8")
+DEQUANTIZED = ("nvfp4", "mxfp8", "mxfp4")
 
 
 def random_bytes(
     name: str, e: int, n: int, k: int, rng: torch.Generator, device: torch.device, order: GateUpOrder | None
 ) -> tuple[ExpertWeights, torch.Tensor]:
     """Weights of random bytes with everything that weights may have, and their linear scales on the CPU."""
-    fmt = FORMATS[name]
+    fmt = WEIGHT_FORMATS[name]
     assert fmt.scale_dtype is not None
     quants = torch.randint(0, 256, (e, n, fmt.quant_bytes(k)), generator=rng).to(torch.uint8)
     largest = 126 if name == "nvfp4" else 255
@@ -64,8 +64,8 @@ def test_restored_is_what_was_prepacked(
     for expert in range(3):
         want = pack_units(w.quants[expert].cpu().view(torch.uint8), linear[expert], w.format, rows)
         assert_same_bits(prepacked.units[expert], want, f"expert {expert}")
-        if name == "mxfp8":
-            want = units_with_special_values(w.quants[expert].cpu().view(torch.uint8), linear[expert], rows)
+        if name != "nvfp4":
+            want = units_with_special_values(w.quants[expert].cpu().view(torch.uint8), linear[expert], w.format, rows)
             assert prepacked.has_special_values is not None
             assert_same_bits(prepacked.has_special_values[expert], want, f"marks of expert {expert}")
     assert (prepacked.has_special_values is None) == (name == "nvfp4")
@@ -173,7 +173,7 @@ def test_marks_of_special_values_go_with_their_weights(rng: torch.Generator, dev
 def test_which_weights_are_better_prepacked(rng: torch.Generator, device: torch.device) -> None:
     """Those of a dequantized format on a Hopper GPU, unless an engine is asked for by its name."""
     on_hopper = device.type == "cuda" and torch.cuda.get_device_capability() == (9, 0)
-    for name in FORMATS:
+    for name in WEIGHT_FORMATS:
         w = random_weights(name, 1, 32, 128, rng, device)
         assert PrepackedWeights.wanted(w) == (on_hopper and name in DEQUANTIZED)
         assert not PrepackedWeights.wanted(w, "torch")
@@ -195,7 +195,7 @@ def test_no_experts(rng: torch.Generator, device: torch.device) -> None:
 @pytest.mark.parametrize("name", ["bf16", "fp8_block"])
 def test_other_formats_are_refused(name: str, rng: torch.Generator, device: torch.device) -> None:
     w = random_weights(name, 1, 32, 128, rng, device)
-    with pytest.raises(ValueError, match=rf"^w\.format: expected nvfp4 or mxfp8, got {name}$"):
+    with pytest.raises(ValueError, match=rf"^w\.format: expected one of nvfp4, mxfp8, mxfp4, got {name}$"):
         PrepackedWeights.prepack(w)
 
 
