@@ -127,9 +127,12 @@ of a tile."""
 DEQUANT_MIDDLE_ROWS = range(113, 149)
 """Average rows of a group for which a launch uses DEQUANT_MIDDLE: with random routing, half of the groups then have
 more than 128 rows."""
-KEPT_BYTES = 16 * 2**20
+KEPT_BYTES = 32 * 2**20
 """Expected bytes of dequantized tokens up to which L2 is asked to keep them and to evict weights first: a part of L2
-that others can spare. Only NVFP4 gained by it."""
+that others can spare. NVFP4 and MXFP4 gained by it, MXFP8 lost."""
+MIN_MIDDLE_STAGES = 3
+"""Stages of a ring with which DEQUANT_MIDDLE is faster than DEQUANT_PREFILL. With two, where K is an odd number of
+units, 128 rows of 2880 values take 1.5 times as long."""
 OVERLAP_COLUMNS = 136
 """Output columns that keep an SM busy as long as dequantizing the same tokens does, where memory has little else to do.
 Measured with K of 7168 and 2048, for both formats."""
@@ -170,16 +173,18 @@ class DequantPlan:
     starts_early: bool
 
 
-def choose_dequant_shape(rows: int, num_groups: int) -> DequantShape:
-    """The shape for `rows` expected rows; all shapes give the same bits for any number of rows."""
+def choose_dequant_shape(rows: int, num_groups: int, weight_format: TokenFormat, units: int) -> DequantShape:
+    """The shape for `rows` expected rows, `units` wide; all shapes give the same bits for any number of rows."""
     if rows <= DEQUANT_DECODE_ROWS * num_groups or num_groups == 0:
         return DEQUANT_DECODE
-    return DEQUANT_MIDDLE if ceil_div(rows, num_groups) in DEQUANT_MIDDLE_ROWS else DEQUANT_PREFILL
+    stages, _, _ = DEQUANT_MIDDLE.ring(weight_format, units)
+    middle = ceil_div(rows, num_groups) in DEQUANT_MIDDLE_ROWS and stages >= MIN_MIDDLE_STAGES
+    return DEQUANT_MIDDLE if middle else DEQUANT_PREFILL
 
 
 def keeps_tokens(rows: int, k: int, weight_format: TokenFormat, shape: DequantShape) -> bool:
     """Whether L2 keeps the `rows` expected rows of `k` values: where a launch reads each weight once."""
-    return weight_format is NVFP4 and shape is DEQUANT_DECODE and 2 * rows * k <= KEPT_BYTES
+    return weight_format in (NVFP4, MXFP4) and shape is DEQUANT_DECODE and 2 * rows * k <= KEPT_BYTES
 
 
 def choose_token_shape(rows: int, num_groups: int, units: int, fmt: TokenFormat, sms: int) -> TokenShape:
@@ -194,10 +199,9 @@ def plan_dequant_overlap(
 ) -> DequantOverlap | None:
     """The overlap for `rows` expected rows and weights of `n` rows. None dequantizes all before, with the same bits.
 
-    In DEQUANT_MIDDLE the last tiles are a larger part of the time, and MXFP8 lost by the overlap. BF16 tokens are only
-    reordered; their overlap was not timed.
+    In DEQUANT_MIDDLE the last tiles are a larger part of the time, and MXFP8 lost by the overlap.
     """
-    if shape is DEQUANT_DECODE or token_format is BF16 or (shape is DEQUANT_MIDDLE and token_format is not NVFP4):
+    if shape is DEQUANT_DECODE or (shape is DEQUANT_MIDDLE and token_format is not NVFP4):
         return None
     n_tiles = ceil_div(unit_rows(n), shape.warpgroups)
     first = ROUNDS_BEFORE * ceil_div(sms, n_tiles) * shape.max_blocks
@@ -310,8 +314,8 @@ def plan_gemm(p: GemmProblem) -> GemmPlan:
 
 
 def _plan_dequant(p: GemmProblem) -> GemmPlan:
-    shape = choose_dequant_shape(p.rows, p.groups)
     units, sms = unit_columns(p.k), _limited(p)
+    shape = choose_dequant_shape(p.rows, p.groups, p.weight_format, units)
     overlap = tokens = None
     if not p.dequantized:
         # With an SM limit, overlapped dequantization could occupy the SMs that must stay free.

@@ -37,7 +37,7 @@ def test_cases_take_both_regimes_of_each_kernel() -> None:
         rows = make_rows(case, 0, rng, "torch")
         sizes = rows.likely_rows, rows.num_groups
         dequantized = rows.format in DEQUANT_FORMATS
-        seen[case.format].add(choose_dequant_shape(*sizes) if dequantized else choose_tma_shape(*sizes))
+        seen[case.format].add(choose_dequant_shape(*sizes, rows.format, 4) if dequantized else choose_tma_shape(*sizes))
         gathers.add((case.format, rows.row_index is not None))
     for name, fmt in FORMATS.items():
         dequant_shapes = {DEQUANT_DECODE, DEQUANT_MIDDLE, DEQUANT_PREFILL}

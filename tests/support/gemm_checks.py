@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from moe_runtime.kernels.formats.number_formats import NVFP4
 from moe_runtime.kernels.gemm import grouped_gemm as gemm_module
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import DEQUANT_DECODE_ROWS, DEQUANT_MIDDLE_ROWS, choose_dequant_shape
@@ -44,9 +45,12 @@ in_each_shape = pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 
 
 def for_shape(a: GroupedRows, shape: DequantShape) -> GroupedRows:
-    """The same rows, of which so many are expected that the GEMM that dequantizes in registers takes `shape`."""
+    """The same rows, of which so many are expected that the GEMM that dequantizes in registers takes `shape`.
+
+    With an odd number of units of K it takes PREFILL instead of MIDDLE.
+    """
     rows = ROWS_OF_SHAPES[shape] * a.num_groups
-    assert choose_dequant_shape(rows, a.num_groups) is shape
+    assert choose_dequant_shape(rows, a.num_groups, NVFP4, 4) is shape
     return replace(a, expected_rows=rows)
 
 
