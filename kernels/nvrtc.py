@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import os
-import tempfile
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
@@ -21,6 +20,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
+
+from moe_runtime.kernels import kernel_cache
 
 FOLDER = Path(__file__).parent
 CACHE_VARIABLE = "MOE_RUNTIME_CACHE_DIR"
@@ -81,7 +82,10 @@ class NvrtcError(RuntimeError):
 
 
 def cache_dir() -> Path:
-    """Folder of compiled kernels: `$MOE_RUNTIME_CACHE_DIR`, else `~/.cache/moe_runtime`."""
+    """Folder of compiled kernels: `$MOE_RUNTIME_CACHE_DIR`, else `~/.cache/moe_runtime`.
+
+    It is used only if nobody but this user and root can write it (`moe_runtime.kernels.kernel_cache`).
+    """
     return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "moe_runtime")
 
 
@@ -191,21 +195,16 @@ def _output(program: Any, size_of: Callable[[Any], Any], read: Callable[[Any, by
 def _kept(name: str) -> bytes | None:
     """A file of the cache, or None. An unusable cache is no error."""
     try:
-        return (cache_dir() / name).read_bytes()
-    except (OSError, RuntimeError):
+        return kernel_cache.read(cache_dir(), name)
+    except RuntimeError:  # no home folder, or links in a circle
         return None
 
 
 def _keep(name: str, binary: bytes) -> None:
-    """Write a file of the cache atomically. An unusable cache is no error."""
+    """Write a file of the cache. An unusable cache is no error."""
     try:
-        path = cache_dir() / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-            written = Path(folder) / path.name
-            written.write_bytes(binary)
-            os.replace(written, path)
-    except (OSError, RuntimeError):
+        kernel_cache.write(cache_dir(), name, binary)
+    except RuntimeError:
         return
 
 

@@ -16,7 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels import kernel_cache, nvrtc
 from tests.support.comparison import assert_same_bits
 from tests.support.programs import ROOT
 from tests.support.spawner import interpreter
@@ -66,6 +66,11 @@ def kept(folder: Path) -> list[Path]:
     return sorted((folder / "cache").iterdir())
 
 
+def kept_contents(folder: Path) -> dict[str, bytes | None]:
+    """What the cache gives, by suffix."""
+    return {path.suffix: kernel_cache.read(path.parent, path.name) for path in kept(folder)}
+
+
 @pytest.mark.cpu_only
 def test_the_log_of_the_compiler_is_in_the_error(sources: Path) -> None:
     with pytest.raises(nvrtc.NvrtcError, match="no_such_name") as caught:
@@ -94,7 +99,7 @@ def test_ptx_and_cubin(sources: Path) -> None:
     assert ".target sm_90a" in ptx and ".entry fill(" in ptx
     cubin = nvrtc.compile_source("fill.cu", {"FACTOR": 3})
     assert cubin.startswith(b"\x7fELF") and b"fill" in cubin
-    files = {path.suffix: path.read_bytes() for path in kept(sources)}
+    files = kept_contents(sources)
     assert files == {".cubin": cubin, ".ptx": ptx.encode()}
     for path in kept(sources):
         path.unlink()
@@ -103,7 +108,7 @@ def test_ptx_and_cubin(sources: Path) -> None:
     for _ in range(2):
         compiled = nvrtc.compile_with_log("fill.cu", {"FACTOR": 3})
         assert compiled == nvrtc.Compiled(cubin, ptx, log), "compiled, then read"
-        assert {path.suffix: path.read_bytes() for path in kept(sources)} == files | {".log": log.encode()}
+        assert kept_contents(sources) == files | {".log": log.encode()}
         forget()
 
 
@@ -117,7 +122,7 @@ def test_what_is_missing_of_an_earlier_run_is_made_anew(suffix: str, sources: Pa
     forget()
     again = nvrtc.compile_with_log("fill.cu", {"FACTOR": 3})
     assert (again.cubin, again.ptx) == (compiled.cubin, compiled.ptx) and "Used" in again.log
-    assert {path.suffix: path.read_bytes() for path in kept(sources)} == {
+    assert kept_contents(sources) == {
         ".cubin": again.cubin,
         ".ptx": again.ptx.encode(),
         ".log": again.log.encode(),
@@ -128,8 +133,8 @@ def test_what_is_missing_of_an_earlier_run_is_made_anew(suffix: str, sources: Pa
 def test_a_new_process_reads_what_was_compiled(sources: Path) -> None:
     first = nvrtc.compile_source("fill.cu", {"FACTOR": 3})
     (file,) = kept(sources)
-    assert file.read_bytes() == first
-    file.write_bytes(b"from the cache")
+    assert kernel_cache.read(file.parent, file.name) == first
+    kernel_cache.write(file.parent, file.name, b"from the cache")
     assert nvrtc.compile_source("fill.cu", {"FACTOR": 3}) == first, "one process compiles once"
     forget()
     assert nvrtc.compile_source("fill.cu", {"FACTOR": 3}) == b"from the cache"
@@ -147,6 +152,31 @@ def test_a_new_process_reads_what_was_compiled(sources: Path) -> None:
         text=True,
     )
     assert done.stdout.strip() == "from the cache", done.stderr
+
+
+@pytest.mark.cpu_only
+def test_what_anybody_could_have_written_is_compiled_anew(sources: Path) -> None:
+    """Once a folder is closed to others, it is used."""
+    first = nvrtc.compile_source("fill.cu", {"FACTOR": 3})
+    (file,) = kept(sources)
+    kernel_cache.write(file.parent, file.name, b"from the cache")
+    file.parent.chmod(0o777)
+    forget()
+    assert nvrtc.compile_source("fill.cu", {"FACTOR": 3}) == first
+    file.parent.chmod(0o700)
+    forget()
+    assert nvrtc.compile_source("fill.cu", {"FACTOR": 3}) == b"from the cache", "nor was it written"
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("length", [0, 1, 31, 32, 33, -1])
+def test_a_file_that_is_cut_off_is_compiled_anew(length: int, sources: Path) -> None:
+    first = nvrtc.compile_source("fill.cu", {"FACTOR": 3}, "compute_90a")
+    (file,) = kept(sources)
+    file.write_bytes(file.read_bytes()[:length])
+    forget()
+    assert nvrtc.compile_source("fill.cu", {"FACTOR": 3}, "compute_90a") == first
+    assert kernel_cache.read(file.parent, file.name) == first, "and written again"
 
 
 @pytest.mark.cpu_only
