@@ -29,6 +29,7 @@ from __future__ import annotations
 
 import torch
 
+from moe_runtime.comm.arguments import check_is_tensor
 from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, MXFP8, NVFP4, ScaleLayout, align, ceil_div
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
@@ -232,11 +233,13 @@ def group_gemm_nvfp4_nt_groupwise(
     Args:
         a: uint8 `[R, K/2]`, element `2j` in the low nibble of byte `j`; K a multiple of 128.
         b: uint8 `[E, N, K/2]`; N a multiple of 8; or what `prepack_nvfp4` made of it and its scales.
-        a_scale: uint8 `[>= (R + 127 * E) // 128 * 128, K/16]`, bytes of e4m3 in the 128x4 swizzle; the two dimensions
-            are a container. Group `i` starts at scale row `(m_indptr[i] + 127 * i) // 128 * 128` (`closed_form_128`).
+        a_scale: uint8 `[rows, K/16]`, bytes of e4m3 in the 128x4 swizzle; the two dimensions are a container. Group `i`
+            starts at scale row `(m_indptr[i] + 127 * i) // 128 * 128` (`closed_form_128`). `(R + 127 * E) // 128 * 128`
+            rows are always enough; the container may end with the last block of the last group that has rows.
+            Unchecked, a group whose blocks are not all there is skipped.
         b_scale: uint8 `[E, align(N, 128), K/16]`, the swizzle of each expert; None with prepacked weights.
         m_indptr: int32 `[E + 1]`, from 0, not decreasing, multiples of 4.
-        alpha: fp32 `[E]`, applied to the fp32 sums of each group, `1 / (gsf_a * gsf_b)`; None means 1.
+        alpha: fp32 `[E]`, applied to the fp32 sums of each group, `1 / (gsf_a * gsf_b)`; None or no elements mean 1.
         tile_m: 128.
         tile_n: 32, 64 or 128; the largest width of a tile.
         tile_k: 128 or 256.
@@ -253,11 +256,12 @@ def group_gemm_nvfp4_nt_groupwise(
         ValueError: naming the argument.
     """
     o = check_operands(a, b, (torch.uint8,), 8, 128, per_byte=2)
-    needed = scale_blocks.closed_form_128_rows_needed(o.rows, o.experts)
-    check_tensor("a_scale", a_scale, torch.uint8, (AtLeast(needed), o.k // 16), o.device)
+    check_tensor("a_scale", a_scale, torch.uint8, ("rows", o.k // 16), o.device)
     weights = _nvfp4_weights(b, "b_scale", b_scale, torch.uint8, (o.experts, align(o.n, 128), o.k // 16))
     if alpha is not None:
-        check_tensor("alpha", alpha, torch.float32, (o.experts,), o.device)
+        is_empty = check_is_tensor("alpha", alpha).numel() == 0
+        check_tensor("alpha", alpha, torch.float32, alpha.shape if is_empty else (o.experts,), o.device)
+        alpha = None if is_empty else alpha
     check_choice("tile_m", tile_m, (128,))
     check_choice("tile_n", tile_n, (32, 64, 128))
     check_choice("tile_k", tile_k, (128, 256))
@@ -265,10 +269,17 @@ def group_gemm_nvfp4_nt_groupwise(
     result = make_output(out, out_dtype, OUT_DTYPES_HALF, o)
     group = _check_groups(m_indptr, o, engine, validate, unit=4)
     if resolve_validate(validate, o.device):
-        check_scale_signs("a_scale", a_scale, lambda: unpack_closed_form_128(a_scale[:needed], m_indptr))
+        used = scale_blocks.closed_form_128_rows_used(m_indptr.tolist())
+        if a_scale.shape[0] < used:
+            raise ValueError(f"a_scale: expected at least {used} rows for m_indptr, got {a_scale.shape[0]}")
+        check_scale_signs("a_scale", a_scale, lambda: unpack_closed_form_128(a_scale[:used], m_indptr))
         _check_weight_signs("b_scale", b_scale, o)
     starts = m_indptr[:-1]
     shifts = scale_blocks.closed_form_128_start(starts, group) // 128 - starts // 128
+    if a_scale.shape[0] < scale_blocks.closed_form_128_rows_needed(o.rows, o.experts):
+        # No kernel reads the scales of a skipped group.
+        ends = scale_blocks.closed_form_128_end(starts, m_indptr[1:], group)
+        group = group.masked_fill(ends > a_scale.shape[0], -1)
     problem = OpProblem(
         format=NVFP4,
         a=ScaledOperand(a, a_scale.view(-1), ScaleLayout.SWIZZLED),

@@ -71,14 +71,17 @@ def pack_closed_form_128(scales_RV: torch.Tensor, m_indptr: Offsets) -> torch.Te
 
 
 def unpack_closed_form_128(packed: torch.Tensor, m_indptr: Offsets, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """Linear scales `[R, V]` of a one-byte `dtype`; the inverse of `pack_closed_form_128`."""
+    """Linear scales `[R, V]` of a one-byte `dtype`; the inverse of `pack_closed_form_128`.
+
+    `packed` may end with the last block of the last group that has rows.
+    """
     _check_bytes(packed, "[rows, V]", "packed")
     _check_one_byte(dtype)
     _check_fours(packed.shape[1], "packed")
     rows = _host(m_indptr, "m_indptr")
     scale_blocks.check_row_offsets(rows, packed.shape[0], "m_indptr")
     starts = [scale_blocks.closed_form_128_start(row, group) for group, row in enumerate(rows)]
-    _check_rows(packed.shape[0], starts[-1])
+    _check_rows(packed.shape[0], scale_blocks.closed_form_128_rows_used(rows))
     return _unpack_swizzled(raw_bits(packed).reshape(-1), rows, starts, packed.shape[1]).view(dtype)
 
 

@@ -121,7 +121,8 @@ def wrong_sizes(arguments: Arguments, fixed: dict[str, tuple[int, ...]], random_
         name = random_.choice(sorted(fixed))
         tensor, dim = arguments[name], random_.choice(fixed[name])
         size = list(tensor.shape)
-        size[dim] = random_.choice([s for s in range(2 * size[dim] + 3) if s != size[dim]])
+        least = 1 if name == "alpha" else 0  # without elements it is legal
+        size[dim] = random_.choice([s for s in range(least, 2 * size[dim] + 3) if s != size[dim]])
         yield name, {name: _like(tensor, size)}
 
 

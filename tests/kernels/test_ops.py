@@ -22,6 +22,7 @@ from tests.support import op_cases
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import bits
 from tests.support.gemm_plans import choose
+from tests.support.guarded import at_the_end_of_memory
 from tests.support.op_cases import E4M3, E5M2, SEED_GROUPS, OpCase, check, fp8, mxfp8, nvfp4_closed, nvfp4_dense
 
 ENGINES = ("torch", "triton")
@@ -107,6 +108,67 @@ def test_tiles_out_dtypes_and_alpha(engine: str, rng: torch.Generator, device: t
     assert made.dtype == torch.float16 and made.shape == (16, 128)
     case.arguments["alpha"], case.factors = None, [1.0, 1.0]
     check(case, engine)
+
+
+CLOSED_SIZES = [
+    *([m] * groups for m in (4, 128, 256, 512) for groups in (1, 2, 4, 8)),
+    [128, 0, 0],
+    [4, 132, 0, 0],
+    [0, 0, 128, 0, 4, 0],
+    [0, 0],
+]
+
+
+def closed_end(sizes: list[int]) -> int:
+    """The scale row behind the last block of the last group that has rows, written out."""
+    end = row = 0
+    for group, size in enumerate(sizes):
+        if size:
+            end = ((row + 127 * group) // 128 + -(-size // 128)) * 128
+        row += size
+    return end
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("sizes", CLOSED_SIZES, ids=str)
+def test_scales_of_nvfp4_may_end_with_the_last_group(
+    sizes: list[int], engine: str, rng: torch.Generator, device: torch.device
+) -> None:
+    """With the bits of the padded container, and on a CPU without a read behind the last scale."""
+    case = nvfp4_closed(sizes, 32, 128, rng, device)
+    whole = case.arguments["a_scale"]
+    cut, want = whole[: closed_end(sizes)], case.run(engine=engine)
+    with at_the_end_of_memory(cut.cpu()) as guarded:
+        for validate in (True, False):
+            found = case.run(engine=engine, validate=validate, a_scale=guarded.to(device))
+            assert_same_bits(found, want)
+    if sum(sizes):
+        with pytest.raises(ValueError, match=rf"^a_scale: expected at least {len(cut)} rows .*, got {len(cut) - 1}"):
+            case.run(engine=engine, validate=True, a_scale=cut[:-1])
+    unpack = operations.unpack_closed_form_128
+    assert_same_bits(unpack(cut, case.offsets), unpack(whole, case.offsets))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_unchecked_scales_that_are_too_short_are_not_read(
+    engine: str, rng: torch.Generator, device: torch.device
+) -> None:
+    """Groups whose blocks are not all there are skipped; the others have their results."""
+    case = nvfp4_closed([4, 132, 0, 8, 4], 32, 128, rng, device)
+    for rows, there in ((0, []), (100, []), (128, [0]), (383, [0]), (384, [0, 1]), (640, [0, 1, 3])):
+        with at_the_end_of_memory(case.arguments["a_scale"][:rows].cpu()) as guarded:
+            case.experts = [group if group in there else -1 for group in range(5)]
+            check(case, engine, validate=False, a_scale=guarded.to(device))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_alpha_without_elements_is_one(engine: str, rng: torch.Generator, device: torch.device) -> None:
+    case = nvfp4_closed([4, 8], 32, 128, rng, device)
+    case.factors = [1.0, 1.0]
+    for shape in ((0,), (0, 1)):
+        check(case, engine, alpha=torch.empty(shape, device=device))
+    with pytest.raises(ValueError, match=r"^alpha: expected torch.float32, got torch.float64"):
+        case.run(alpha=torch.empty(0, dtype=torch.float64, device=device))
 
 
 @pytest.mark.parametrize("engine", ENGINES)
