@@ -27,9 +27,11 @@ groups of 100, 200 and 100 rows, these are the first 128-row blocks of each grou
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
-from moe_runtime.comm.arguments import check_is_tensor
+from moe_runtime.comm.arguments import check_apart, check_is_tensor
 from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, MXFP8, NVFP4, ScaleLayout, align, ceil_div
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
@@ -206,7 +208,9 @@ def grouped_matmul_dynamic_scaled_nvfp4(
         num_columns=o.k,
         block=16,
     )
-    _run(problem, c, engine)
+    inputs = {"a": a, "b": b, "a_scales": a_scales, "b_scales": b_scales, "group_offsets": offsets}
+    inputs |= {"group_scale_offsets": shifts, "expert_ids": expert_ids, "expert_scales": expert_scales}
+    _run(problem, c, engine, inputs | {"num_active_experts": active}, "c")
 
 
 def group_gemm_nvfp4_nt_groupwise(
@@ -294,7 +298,8 @@ def group_gemm_nvfp4_nt_groupwise(
         block=16,
         max_tile_n=tile_n,
     )
-    _run(problem, result, engine)
+    inputs = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "m_indptr": m_indptr, "alpha": alpha}
+    _run(problem, result, engine, inputs)
     return result
 
 
@@ -375,7 +380,8 @@ def moe_gemm_mxfp8_nt_groupwise(
         num_columns=o.k,
         block=block,
     )
-    _run(problem, result, engine)
+    inputs = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "m_indptr": m_indptr}
+    _run(problem, result, engine, inputs)
     return result
 
 
@@ -445,11 +451,20 @@ def group_gemm_fp8_nt_groupwise(
         block=128,
         rows_per_scale=gm,
     )
-    _run(problem, result, engine)
+    inputs = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "m_indptr": m_indptr}
+    _run(problem, result, engine, inputs)
     return result
 
 
-def _run(problem: OpProblem, out: torch.Tensor, engine: str) -> None:
+def _run(
+    problem: OpProblem,
+    out: torch.Tensor,
+    engine: str,
+    inputs: Mapping[str, torch.Tensor | PrepackedWeights | None],
+    name: str = "out",
+) -> None:
+    """Run the operation; `inputs` are its tensors by argument, from which `out` (argument `name`) must be apart."""
+    check_apart(name, out, {key: t.units if isinstance(t, PrepackedWeights) else t for key, t in inputs.items()})
     op_gemm(readable(problem, out, engine), out, engine=engine)
 
 

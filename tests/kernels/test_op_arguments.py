@@ -398,3 +398,48 @@ def test_scales_with_a_sign_are_refused_where_they_count(name: str) -> None:
         scales = case.arguments["a_scales"].clone()
         scales.view(torch.uint8)[132 // 128 + int(case.arguments["group_scale_offsets"][2])] |= 0x80
         assert_same_bits(case.run(a_scales=scales), case.run(), "of a skipped group")
+
+
+@pytest.mark.parametrize("key", calls())
+def test_an_output_that_shares_memory_with_an_input_is_refused(key: str) -> None:
+    """Also where only its last element does; next to it, and between the rows of the output, an input may lie."""
+    case, arguments = right_call(key)
+    if case.is_in_place:
+        case.arguments["expert_ids"] = arguments["expert_ids"] = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
+    name, want = ("c" if case.is_in_place else "out"), case.run()
+    rows, n = want.shape
+    for other, tensor in arguments.items():
+        if not isinstance(tensor, torch.Tensor) or other == name:
+            continue
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        extent *= tensor.element_size()
+        room = -(-extent // 16) * 16
+        width, gap = 2 * n, -(-extent // 2) * 2
+
+        def inside(memory: torch.Tensor, at: int, tensor: torch.Tensor = tensor, extent: int = extent) -> torch.Tensor:
+            view = memory[at : at + extent].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+            return view.copy_(tensor)
+
+        memory = torch.zeros(room + width * rows, dtype=torch.uint8)
+        apart = memory[room:].view(torch.bfloat16).view(rows, n)
+        assert_same_bits(case.run(apart, **{other: inside(memory, 0)}), want)
+        before = -(-width * rows // 16) * 16
+        memory = torch.zeros(before + room, dtype=torch.uint8)
+        out = memory[: width * rows].view(torch.bfloat16).view(rows, n)
+        assert_same_bits(case.run(out, **{other: inside(memory, before)}), want)
+        # One row, behind which the input begins before the row ends.
+        align = tensor.element_size() if tensor.element_size() > 2 else 2
+        memory = torch.zeros(before + room, dtype=torch.uint8)
+        out = memory[: width * rows].view(torch.bfloat16).view(rows, n)
+        shared = inside(memory, (width * rows - 1) // align * align)
+        with pytest.raises(ValueError, match=f"^{name}: expected memory apart from {other}, got an overlap"):
+            case.run(out, **{other: shared})
+        # Between the first two rows.
+        stride = -(-(width + 16 + gap) // 16) * 16
+        memory = torch.zeros(stride * rows, dtype=torch.uint8)
+        out = memory.view(torch.bfloat16).view(rows, stride // 2)[:, :n]
+        between = inside(memory, -(-width // 16) * 16)
+        assert_same_bits(case.run(out, **{other: between}), want)
+        shared = inside(memory, -(-width // 16) * 16 - 16)
+        with pytest.raises(ValueError, match=f"^{name}: expected memory apart from {other}, got an overlap"):
+            case.run(out, **{other: shared})
