@@ -13,7 +13,8 @@ would wait for the device. Unchecked, an expert id out of range counts as -1; ot
 fault.
 Arguments that only steer Blackwell hardware are checked as there and change nothing, but for `tile_n` with raw weights.
 
-Empty groups, zero rows and zero groups are legal. Rows of the output that no active group owns are not written.
+Empty groups, zero rows and zero groups are legal. Rows of the output that no active group owns are not written. An
+output that shares memory with an input is refused.
 
 Where the scales of each group start differs between the operations, and two conventions look alike but are not. For
 groups of 100, 200 and 100 rows, these are the first 128-row blocks of each group:
@@ -40,6 +41,7 @@ from moe_runtime.kernels.gemm.arguments import OUT_DTYPES
 from moe_runtime.kernels.gemm.op_gemm import op_gemm
 from moe_runtime.kernels.gemm.op_problem import OpProblem, ScaledOperand
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
+from moe_runtime.kernels.gemm.weights import GateUpOrder, SwiGLU
 from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.ops.arguments import (
     OUT_DTYPES_HALF,
@@ -48,6 +50,7 @@ from moe_runtime.ops.arguments import (
     check_active_values,
     check_choice,
     check_expert_values,
+    check_gated,
     check_granularity,
     check_indptr_values,
     check_no_scales,
@@ -99,6 +102,7 @@ __all__ = [
     "group_gemm_fp8_nt_groupwise",
     "group_gemm_nvfp4_nt_groupwise",
     "grouped_matmul_dynamic_scaled_nvfp4",
+    "moe_gemm_fp8_nt_groupwise",
     "moe_gemm_mxfp8_nt_groupwise",
     "nvfp4_encode_scale",
     "pack_closed_form_128",
@@ -126,6 +130,7 @@ __all__ = [
 
 OFFSETS = (torch.int32, torch.uint32)
 E4M3 = torch.float8_e4m3fn
+UP_SILU_GATE = SwiGLU(GateUpOrder.UP_GATE)
 
 
 def grouped_matmul_dynamic_scaled_nvfp4(
@@ -314,6 +319,7 @@ def moe_gemm_mxfp8_nt_groupwise(
     backend: str = "cute",
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    is_gated: bool = False,
     *,
     validate: bool | None = None,
     engine: str = "auto",
@@ -325,7 +331,7 @@ def moe_gemm_mxfp8_nt_groupwise(
 
     Args:
         a: e4m3 `[R, K]`; K a multiple of 16, the last block may be partial.
-        b: e4m3 `[E, N, K]`; or what `prepack_mxfp8` made of it and its scales.
+        b: e4m3 `[E, N, K]`, N even if `is_gated`; or what `prepack_mxfp8` made of it and its scales.
         a_scale: int32 `[m_padded, k_align]`, strides `(1, m_padded)`, `m_padded = (R + 3 * E) // 4 * 4`; group `i`
             starts at scale row `(m_indptr[i] + 3 * i) // 4 * 4` (`closed_form_4`).
         b_scale: int32 `[E, N, k_align]`, strides `(k_align * align(N, 4), 1, align(N, 4))`; None with prepacked
@@ -335,8 +341,10 @@ def moe_gemm_mxfp8_nt_groupwise(
             was.
         scale_major_mode: "MN".
         backend: "cute".
-        out: bf16 `[R, N]`; made when None.
+        out: bf16 `[R, N]`, or `[R, N/2]` if `is_gated`; made when None.
         out_dtype: bf16 or None.
+        is_gated: whether the result is `up * silu(gate)`, in fp32, of the first N/2 rows of `b` (up) and the others
+            (gate). Not for prepacked weights.
         validate: check values on the host; None means on a CPU.
         engine: "auto", "cuda", "triton" or "torch".
 
@@ -357,7 +365,9 @@ def moe_gemm_mxfp8_nt_groupwise(
         check_no_scales("b_scale", b_scale)
     else:
         check_tensor("b_scale", b_scale, torch.int32, (o.experts, o.n, words), o.device, strides=(words * ld, 1, ld))
-    result = make_output(out, out_dtype, (torch.bfloat16,), o)
+    result = make_output(out, out_dtype, (torch.bfloat16,), check_gated(is_gated, o))
+    if is_gated and isinstance(b, PrepackedWeights):
+        raise ValueError("is_gated: expected False with prepacked weights, got True")
     group = _check_groups(m_indptr, o, engine, validate)
     weights: ScaledOperand | PrepackedWeights
     if isinstance(b, PrepackedWeights):
@@ -379,6 +389,77 @@ def moe_gemm_mxfp8_nt_groupwise(
         expert_scales=None,
         num_columns=o.k,
         block=block,
+        activation=UP_SILU_GATE if is_gated else None,
+    )
+    inputs = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "m_indptr": m_indptr}
+    _run(problem, result, engine, inputs)
+    return result
+
+
+def moe_gemm_fp8_nt_groupwise(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indptr: torch.Tensor,
+    scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
+    scale_major_mode: str = "MN",
+    backend: str = "cute",
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    is_gated: bool = False,
+    *,
+    validate: bool | None = None,
+    engine: str = "auto",
+) -> torch.Tensor:
+    """FlashInfer's operation of this name: FP8 by FP8 with fp32 block scales, group `i` by weight `i`.
+
+    Args:
+        a: e4m3 `[R, K]`; K a multiple of 16, the last block may be partial.
+        b: e4m3 `[E, N, K]`; N a multiple of 8.
+        a_scale: fp32 `[ceil(K/128), m_padded]`, `m_padded = (R + 3 * E) // 4 * 4`; group `i` starts at column
+            `(m_indptr[i] + 3 * i) // 4 * 4` (`closed_form_4`).
+        b_scale: fp32 `[E, ceil(K/128), ceil(N/128)]`.
+        m_indptr: int32 `[E + 1]`, from 0, not decreasing.
+        scale_granularity_mnk: (1, 128, 128).
+        scale_major_mode: "MN".
+        backend: "cute".
+        out: bf16 `[R, N]`, or `[R, N/2]` if `is_gated`; made when None.
+        out_dtype: bf16 or None.
+        is_gated: whether the result is `up * silu(gate)`, in fp32, of the first N/2 rows of `b` (up) and the others
+            (gate).
+        validate: check values on the host; None means on a CPU.
+        engine: "auto", "cuda", "triton" or "torch".
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    o = check_operands(a, b, (E4M3,), 8, 16)
+    check_granularity(scale_granularity_mnk, ((1, 128, 128),))
+    check_choice("scale_major_mode", scale_major_mode, ("MN",))
+    check_choice("backend", backend, ("cute",))
+    columns, n_scales = ceil_div(o.k, 128), ceil_div(o.n, 128)
+    m_padded = scale_blocks.closed_form_4_rows_needed(o.rows, o.experts)
+    check_tensor("a_scale", a_scale, torch.float32, (columns, m_padded), o.device)
+    check_tensor("b_scale", b_scale, torch.float32, (o.experts, columns, n_scales), o.device)
+    result = make_output(out, out_dtype, (torch.bfloat16,), check_gated(is_gated, o))
+    group = _check_groups(m_indptr, o, engine, validate)
+    problem = OpProblem(
+        format=FP8_BLOCK,
+        a=ScaledOperand(a, a_scale.view(-1), ScaleLayout.MN_MAJOR, m_padded),
+        b=ScaledOperand(b, b_scale.view(-1), ScaleLayout.MN_MAJOR, n_scales),
+        group_offsets=m_indptr,
+        scale_offsets=scale_blocks.closed_form_4_start(m_indptr[:-1], group),
+        expert_ids=group,
+        num_groups=o.experts,
+        num_active=None,
+        expert_scales=None,
+        num_columns=o.k,
+        block=128,
+        activation=UP_SILU_GATE if is_gated else None,
     )
     inputs = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "m_indptr": m_indptr}
     _run(problem, result, engine, inputs)

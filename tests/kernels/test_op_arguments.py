@@ -15,7 +15,7 @@ import torch
 from moe_runtime.ops import operations
 from moe_runtime.ops.arguments import check_choice, resolve_validate
 from tests.support.comparison import assert_same_bits
-from tests.support.op_cases import OpCase, fp8, mxfp8, nvfp4_closed, nvfp4_dense
+from tests.support.op_cases import OpCase, fp8, moe_fp8, mxfp8, nvfp4_closed, nvfp4_dense
 
 CPU = torch.device("cpu")
 WRONG_CALLS = 2000
@@ -53,6 +53,7 @@ def calls() -> dict[str, Callable[[], OpCase]]:
         "dense": lambda: nvfp4_dense(SIZES, 136, 256, rng(), CPU, ids=[2, 0, -1, 1], num_experts=4),
         "closed": lambda: nvfp4_closed(SIZES, 136, 256, rng(), CPU),
         "mxfp8": lambda: mxfp8(SIZES, 136, 1040, rng(), CPU),
+        "moe_fp8": lambda: moe_fp8(SIZES, 136, 400, rng(), CPU),
         "fp8": lambda: fp8(SIZES, 136, 256, rng(), CPU),
         "fp8_blocks": lambda: fp8([256, 0, 128, 40], 136, 256, rng(), CPU, gm=128, major="K"),
     }
@@ -234,6 +235,10 @@ def generate(key: str, case: OpCase, arguments: Arguments) -> Iterator[Wrong]:
         granularities += [(1, 1, 16), (1, 1, 64), (1, 1, 0), (1, 1), (1, 1, 128, 1), 128, None, "mnk", (1, 1, 128.0)]
         steer = {"scale_granularity_mnk": tuple(granularities), "backend": ("cutlass", "", None, 1)}
         steer["scale_major_mode"] = ("K", "mn", None, 0)
+        steer["is_gated"] = (1, 0, None, "yes", 1.0)
+        odd = mxfp8(SIZES, 135, k, torch.Generator(), CPU).arguments
+        yield "b", {"b": odd["b"], "b_scale": odd["b_scale"], "is_gated": True}
+        yield "out", {"out": case.empty(), "is_gated": True}
         yield from wrong_choices(COMMON | OUT | steer | {"out_dtype": (torch.float16, torch.float32, "bf16")})
         for columns in range(k - 15, k):
             yield "a", {"a": torch.empty(rows, columns, dtype=torch.uint8).view(e4m3)}
@@ -242,6 +247,22 @@ def generate(key: str, case: OpCase, arguments: Arguments) -> Iterator[Wrong]:
         for size in range(arguments["a_scale"].shape[0]):
             packed = torch.empty(arguments["a_scale"].shape[1], size, dtype=i32).t()
             yield "a_scale", {"a_scale": packed}
+        fixed = {"b": (2,), "a_scale": (0, 1), "b_scale": (0, 1, 2), "m_indptr": (0,)}
+        streams.append(wrong_sizes(arguments, fixed, random_))
+        streams.append(wrong_indptr("m_indptr", rows, 1, random_))
+    elif key == "moe_fp8":
+        yield from wrong_tensors({k: v for k, v in arguments.items()}, (), {})
+        yield from bad_outputs("out", rows, n, (torch.bfloat16,))
+        granularities = [g for g in itertools.product((0, 1, 32, 64, 128, 256), repeat=3) if g != (1, 128, 128)]
+        granularities += [(1, 128), (1, 128, 128, 1), 128, None, (1, 128.0, 128), (True, 128, 128)]
+        steer = {"scale_granularity_mnk": tuple(granularities), "backend": ("cutlass", "", None, 1)}
+        steer |= {"scale_major_mode": ("K", "mn", None, 0), "is_gated": (1, 0, None, "yes", 1.0)}
+        yield from wrong_choices(COMMON | OUT | steer | {"out_dtype": (torch.float16, torch.float32, "bf16")})
+        yield "out", {"out": case.empty(), "is_gated": True}
+        for columns in range(k - 15, k):
+            yield "a", {"a": torch.empty(rows, columns, dtype=torch.uint8).view(e4m3)}
+        for columns in range(n - 7, n):
+            yield "b", {"b": torch.empty(4, columns, k, dtype=torch.uint8).view(e4m3)}
         fixed = {"b": (2,), "a_scale": (0, 1), "b_scale": (0, 1, 2), "m_indptr": (0,)}
         streams.append(wrong_sizes(arguments, fixed, random_))
         streams.append(wrong_indptr("m_indptr", rows, 1, random_))
