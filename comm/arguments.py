@@ -73,3 +73,21 @@ def describe(value: object) -> str:
     if isinstance(value, str):
         return repr(value if len(value) <= 80 else value[:77] + "...")
     return type(value).__name__
+
+
+def check_apart(name: str, out: torch.Tensor, inputs: dict[str, torch.Tensor | None]) -> None:
+    """Raise `ValueError` if a row of `out` `[R, N]` shares memory with one of `inputs`, whose elements are dense."""
+    if out.numel() == 0:
+        return
+    size, start = out.element_size(), out.data_ptr()
+    width, stride = out.shape[1] * size, max(out.stride(0), out.shape[1]) * size
+    for other, tensor in inputs.items():
+        if tensor is None or tensor.numel() == 0 or tensor.device != out.device:
+            continue
+        first = tensor.data_ptr()
+        last = first + tensor.element_size() * sum(
+            (n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        row = max(0, (first - start - width) // stride + 1)  # the first row that does not end before the input
+        if row < out.shape[0] and start + row * stride < last + tensor.element_size():
+            raise ValueError(f"{name}: expected memory apart from {other}, got an overlap")

@@ -334,9 +334,10 @@ def check_gsf(
             raise ValueError(f"{argument}: expected one float32 element on {device}, got {found}")
         return gsf.reshape(1)
     # A denormal fp32 scale has lost precision.
-    if not (isinstance(gsf, int | float) and torch.finfo(torch.float32).tiny <= gsf < math.inf):
+    is_number = isinstance(gsf, int | float) and not isinstance(gsf, bool)
+    if not (is_number and torch.finfo(torch.float32).tiny <= gsf < math.inf):
         raise ValueError(f"{argument}: expected a positive finite number (at least 2^-126), got {gsf!r}")
-    return torch.full((1,), min(float(gsf), MAX_ENCODE_SCALE), dtype=torch.float32, device=device)
+    return torch.full((1,), float(min(gsf, MAX_ENCODE_SCALE)), dtype=torch.float32, device=device)
 
 
 def _check_rows(q: QuantizedRows) -> None:
