@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.comm.arguments import check_no_grad
+from moe_runtime.comm.arguments import check_flag, check_is_tensor, check_kind, check_no_grad, describe
 from moe_runtime.kernels.formats.number_formats import (
     MAX_ENCODE_SCALE,
+    WEIGHT_FORMATS,
     TokenFormat,
     ceil_div,
     format_named,
@@ -39,6 +40,13 @@ def check_formats(a: TokenFormat, w: TokenFormat, argument: str) -> None:
 
 def check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None:
     """Raise `ValueError` naming the argument unless `a` and `w` can be multiplied."""
+    check_kind("a", a, GroupedRows)
+    format_named(a.format, "a.format", WEIGHT_FORMATS)
+    for name in ("rows", "group_offsets", "expert_ids"):
+        _check_is_tensor(name, getattr(a, name))
+    for name in ("scales", "row_scale", "row_index", "group_scale_offsets", "dequantized"):
+        if (tensor := getattr(a, name)) is not None:
+            _check_is_tensor(name, tensor)
     check_formats(a.format, w.format, "a.format")
     if a.num_columns != w.num_columns:
         raise ValueError(f"w: expected K = {a.num_columns} as in a, got {w.num_columns}")
@@ -53,10 +61,11 @@ def check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None:
         )
     if a.rows.numel() and a.rows.stride(1) != 1:
         raise ValueError(f"a.rows: expected the last dimension contiguous, got strides {list(a.rows.stride())}")
-    if a.capacity < 0:
-        raise ValueError(f"a.capacity: expected at least 0, got {a.capacity}")
-    if a.expected_rows is not None and a.expected_rows < 0:
-        raise ValueError(f"a.expected_rows: expected at least 0, got {a.expected_rows}")
+    if type(a.capacity) is not int or a.capacity < 0:
+        raise ValueError(f"a.capacity: expected at least 0, got {describe(a.capacity)}")
+    if a.expected_rows is not None and (type(a.expected_rows) is not int or a.expected_rows < 0):
+        raise ValueError(f"a.expected_rows: expected at least 0, got {describe(a.expected_rows)}")
+    check_flag("a.scales_in_record", a.scales_in_record)
     if a.dequantized is None and a.row_index is None and a.rows.shape[0] < a.capacity:
         raise ValueError(f"a.rows: expected at least capacity = {a.capacity} rows, got {a.rows.shape[0]}")
     if a.expert_ids.ndim != 1:
@@ -73,8 +82,8 @@ def check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None:
         if active.numel() != 1:
             raise ValueError(f"a.num_active_experts: expected one element, got shape {list(active.shape)}")
         _check(a, "num_active_experts", active.reshape(1), torch.int32, 1)
-    elif active is not None and not isinstance(active, int):
-        raise ValueError(f"a.num_active_experts: expected an int or an int32 tensor, got {active!r}")
+    elif active is not None and type(active) is not int:
+        raise ValueError(f"a.num_active_experts: expected an int or an int32 tensor, got {describe(active)}")
     if a.dequantized is not None:
         return
     scale_columns = a.format.scale_columns(a.num_columns)
@@ -87,6 +96,12 @@ def check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None:
         _check_scales(a, "[*, {}, {}, {}, {}]", (ceil_div(scale_columns, 4), 32, 4, 4))
     elif a.format.scale_dtype is not None:
         _check_scales(a, "[*, {}]", (scale_columns,), at_least=a.capacity)
+
+
+def _check_is_tensor(name: str, value: object) -> None:
+    """`comm.arguments.check_is_tensor` of a field of `a`, in less time: every product asks."""
+    if not (isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested):
+        check_is_tensor(f"a.{name}", value)
 
 
 def _check(a: GroupedRows, name: str, tensor: torch.Tensor | None, dtype: torch.dtype, size: int) -> None:
@@ -128,6 +143,7 @@ def check_out(
 ) -> torch.Tensor:
     """`out`, or an uninitialized `[capacity, N]`. Raises `ValueError` naming the argument."""
     if out is not None:
+        check_no_grad("out", check_is_tensor("out", out))
         out_dtype = out.dtype
     if out_dtype not in OUT_DTYPES:
         raise ValueError(f"{'out_dtype' if out is None else 'out'}: expected one of {OUT_DTYPES}, got {out_dtype}")

@@ -30,6 +30,12 @@ def _bytes(t: torch.Tensor) -> torch.Tensor:
     return t.contiguous().view(torch.uint8).int()
 
 
+def _bits(t: torch.Tensor) -> torch.Tensor:
+    """The bits of each element as an integer."""
+    widths = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    return t.detach().contiguous().view(widths[t.dtype.itemsize])
+
+
 def _dequantize_bf16(y: torch.Tensor, q: torch.Tensor) -> str | None:
     bits = q.view(torch.int16).numpy().astype(np.uint16).astype(np.uint32) << 16
     return None if np.array_equal(y.detach().numpy(), bits.view(np.float32), equal_nan=True) else "values"
@@ -98,8 +104,8 @@ def _unswizzle_scales(
 
 
 def _scale_major(y: torch.Tensor, scales: torch.Tensor, major: str) -> str | None:
-    expected = np.swapaxes(scales.numpy(), -1, -2) if major == "MN" else scales.numpy()
-    return None if np.array_equal(y.numpy(), expected, equal_nan=True) else "values"
+    found, given = (_bits(t).numpy() for t in (y, scales))
+    return None if np.array_equal(found, np.swapaxes(given, -1, -2) if major == "MN" else given) else "bits"
 
 
 def _softmax_topk(

@@ -68,7 +68,7 @@ NOT_FOR_CALLERS = {
 ARITHMETIC = {f"TokenFormat.{kind}_{unit}" for kind in ("quant", "scale") for unit in ("bytes", "columns")}
 """Formulas of sizes that were checked before, in the path of every launch."""
 
-UNCHECKED = {"DispatchedTokens", "GroupedRows", "LayerCounts", "QuantizedRows", "TokenFormat"}
+UNCHECKED = {"DispatchedTokens", "GroupedRows", "LayerCounts", "QuantizedRows"}
 """Records that hold what they are given; who reads one checks it."""
 
 FOR_MESSAGES = {"argument"}
@@ -239,7 +239,7 @@ def run_call(seed: int, index: int) -> tuple[str, str]:
     for key in wrong:
         if problem := judge_accepted(target, key, arguments[key]):
             raise Fault(f"{name} | {key} | {problem}\n    {said}")
-    if wrong and not closed and all(is_plain(value) for value in plain.values()):
+    if wrong and not closed and name not in UNCHECKED and all(is_plain(value) for value in plain.values()):
         other, others = Call(target, World(random.Random(seed_of_world))).parts()
         compare_with_plain(name, wrong, (result, arguments), other, others | plain, said)
     return name, "accepted"
@@ -249,6 +249,8 @@ def compare_with_plain(
     name: str, wrong: list[str], found: tuple[Any, dict[str, Any]], function: Any, plain: dict[str, Any], said: str
 ) -> None:
     """The same call with plain arguments, and torch's answer, must be equal."""
+    import torch
+
     from tests.support.call_references import REFERENCES
 
     result, arguments = found
@@ -265,7 +267,8 @@ def compare_with_plain(
     for key in {"c", "out", "buf"} & set(arguments):
         if difference := differs(arguments[key], plain[key]):
             raise Fault(f"{at} | wrong {key}: {difference}\n    {said}")
-    if name in REFERENCES and (difference := REFERENCES[name](result, **before)):
+    on_meta = any(isinstance(value, torch.Tensor) and value.is_meta for value in before.values())
+    if name in REFERENCES and not on_meta and (difference := REFERENCES[name](result, **before)):
         raise Fault(f"{at} | not as the reference: {difference}\n    {said}")
 
 
@@ -285,10 +288,10 @@ def _spoil(arguments: dict[str, Any], draw: random.Random) -> list[str]:
 
 
 def _close(function: Any, arguments: dict[str, Any]) -> bool:
-    """Close the context or checkpoint of a call, if it has one."""
+    """Close the context of a call, if it has one. A checkpoint that is read again opens its files again."""
     on = getattr(function, "__self__", None)
     for value in (on, getattr(on, "context", None), arguments.get("context")):
-        if type(value).__name__ in ("ExpertParallelContext", "Checkpoint"):
+        if type(value).__name__ == "ExpertParallelContext":
             value.close()
             return True
     return False
@@ -305,12 +308,6 @@ def _finished(result: Any) -> Any:
 
 
 MAY_BE_CLOSED = {
-    "Checkpoint.check_fits",
-    "Checkpoint.check_layer",
-    "Checkpoint.close",
-    "Checkpoint.has_experts",
-    "Checkpoint.moe_layers",
-    "Checkpoint.names",
     "CombineSink",
     "ExpertParallel",
     "ExpertParallel.close",
@@ -327,7 +324,7 @@ MAY_BE_CLOSED = {
     "MoELayer.count_steps",
     "MoELayer.extra_repr",
 }
-"""What neither needs memory between ranks nor open files."""
+"""What needs no memory between ranks."""
 
 
 def judge_error(target: Target, arguments: dict[str, Any], wrong: list[str], error: Exception) -> str | None:
@@ -340,6 +337,8 @@ def judge_error(target: Target, arguments: dict[str, Any], wrong: list[str], err
         return None  # from Python itself
     if isinstance(error, TypeError) and re.search(r"unexpected keyword argument|keywords must be strings", str(error)):
         return None
+    if target.name == "GateUpOrder" and "truth value of an array" in str(error):
+        return None  # from Python itself
     if not isinstance(error, ValueError):
         return f"{at} | {kind}"
     text = str(error)
@@ -348,7 +347,7 @@ def judge_error(target: Target, arguments: dict[str, Any], wrong: list[str], err
         return None
     names = {"context", "experts", "handle", "step"}
     for key, value in (*arguments.items(), *((key, None) for key in target.parameters)):
-        names |= {key, re.sub(r"_[A-Z]+$", "", key)}
+        names |= {key, re.sub(r"_[A-Z]+$", "", key), *ALSO_CALLED.get(key, ())}
         if dataclasses.is_dataclass(value):
             names |= {field.name for field in dataclasses.fields(value)}
         names |= set(getattr(type(value), "model_fields", ()))
@@ -368,9 +367,27 @@ def judge_error(target: Target, arguments: dict[str, Any], wrong: list[str], err
     )
 
 
+ALSO_CALLED = {
+    "experts": ("expert",),
+    "fmt": ("format",),
+    "gate_up": ("order of gate and up",),
+    "order": ("order of gate and up",),
+    "rows": ("a", "w"),
+    "value": ("order of gate and up",),
+}
+"""What messages call some parameters."""
+
 ANY_NUMBER = {
     ("ExpertParallelContext.register", "agree"),
+    ("SwiGLU", "alpha"),
     ("SwiGLU", "limit"),
+    ("SwiGLU", "up_offset"),
+    # Encode scales are clamped to 2^100.
+    ("NVFP4TokenFormat.copy_token_to_send_buf", "input_scale"),
+    ("NVFP4TokenFormat.read_token", "input_scale"),
+    ("Experts", "intermediate_gsf"),
+    ("quantize_nvfp4", "gsf"),
+    ("quantize_rows", "gsf"),
     ("NVFP4TokenFormat.write_info", "source"),
 }
 
@@ -383,7 +400,8 @@ def judge_accepted(target: Target, key: str, value: Any) -> str | None:
     if not fits(hint, value):
         return f"accepted {brief(value)}"
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if number and not (0 <= value < 2**62) and "seed" not in key:
+    most = 3.5e38 if fits(hint, 0.5) else 2**62
+    if number and not (0 <= value < most) and "seed" not in key:
         return f"accepted {brief(value)}"
     return None
 
