@@ -60,7 +60,7 @@ def check_counts(name: str, counts: LayerCounts) -> None:
     check_kind(f"{name}.expert_tokens", counts.expert_tokens, tuple)
     for field in fields(counts):
         value = getattr(counts, field.name)
-        for number in value if isinstance(value, tuple) else (value,):
+        for number in value if field.name == "expert_tokens" else (value,):
             check_integer(f"{name}.{field.name}", number, None)
 
 
@@ -81,15 +81,11 @@ def most_over_mean(rows: Sequence[float]) -> float:
     return max(rows) * len(rows) / sum(rows) if any(rows) else 1.0
 
 
-def _is_vector(tensor: object) -> bool:
-    return isinstance(tensor, torch.Tensor) and not tensor.is_nested and tensor.ndim == 1
-
-
 def _check_ids(
     name: str, ids: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device
 ) -> None:
     check_is_tensor(name, ids)
-    if ids.dtype not in dtypes or tuple(ids.shape) != shape or ids.device != device:
+    if ids.dtype not in dtypes or ids.shape != shape or ids.device != device:
         expected = f"{' or '.join(map(str, dtypes))} {list(shape)} on {device}"
         raise ValueError(f"{name}: expected {expected}, got {ids.dtype} {list(ids.shape)} on {ids.device}")
 
@@ -128,12 +124,12 @@ class LayerCounters:
         Raises `ValueError` for tensors of other shapes or dtypes.
         """
         geometry = self._geometry
-        shape = (num_parts.shape[0] if _is_vector(num_parts) else -1, geometry.top_k)
-        _check_ids("topk_idx", topk_idx, (torch.int32, torch.int64), shape, self._words.device)
-        _check_ids("slots", slots, (topk_idx.dtype,), shape, self._words.device)
-        _check_ids("num_parts", num_parts, (torch.int32,), shape[:1], self._words.device)
-        groups = (geometry.num_local_experts + 1,)
-        _check_ids("group_offsets", group_offsets, (torch.int32,), groups, self._words.device)
+        device, int32, ids_dtypes = self._words.device, (torch.int32,), (torch.int32, torch.int64)
+        tokens = check_is_tensor("topk_idx", topk_idx).numel() // geometry.top_k
+        _check_ids("topk_idx", topk_idx, ids_dtypes, (tokens, geometry.top_k), device)
+        _check_ids("slots", slots, (topk_idx.dtype,), (tokens, geometry.top_k), device)
+        _check_ids("num_parts", num_parts, int32, (tokens,), device)
+        _check_ids("group_offsets", group_offsets, int32, (geometry.num_local_experts + 1,), device)
         own = (geometry.first_expert, geometry.first_expert + geometry.num_local_experts)
         ids = topk_idx.contiguous(), slots.contiguous()
         count_step(self._words, *ids, num_parts, group_offsets, own, engine=self._engine)

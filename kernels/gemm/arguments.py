@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.comm.arguments import check_flag, check_is_tensor, check_kind, check_no_grad, describe
+from moe_runtime.comm.arguments import check_flag, check_integer, check_is_tensor, check_kind, check_no_grad, describe
 from moe_runtime.kernels.formats.number_formats import (
     MAX_ENCODE_SCALE,
-    WEIGHT_FORMATS,
     TokenFormat,
     ceil_div,
     format_named,
@@ -34,19 +33,32 @@ at most 2^-10, which adds at most `6 * 2^-10 / 16 = 0.0004` to the error of a va
 def check_formats(a: TokenFormat, w: TokenFormat, argument: str) -> None:
     """Raise `ValueError` naming `argument` unless rows in format `a` can be multiplied with weights in `w`."""
     allowed = token_formats_for(w.name)
-    if a.name not in allowed:
+    if format_named(a, argument).name not in allowed:
         raise ValueError(f"{argument}: expected {' or '.join(allowed)} with {w.name} weights, got {a.name}")
 
 
 def check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None:
     """Raise `ValueError` naming the argument unless `a` and `w` can be multiplied."""
+    try:
+        _check_operands(a, w)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+        # Every product of a step comes here, so kinds are looked at only now.
+        _check_kinds(a)
+        raise
+
+
+def _check_kinds(a: GroupedRows) -> None:
     check_kind("a", a, GroupedRows)
-    format_named(a.format, "a.format", WEIGHT_FORMATS)
+    check_kind("a.format", a.format, TokenFormat)
+    check_integer("a.num_columns", a.num_columns)
     for name in ("rows", "group_offsets", "expert_ids"):
-        _check_is_tensor(name, getattr(a, name))
+        check_is_tensor(f"a.{name}", getattr(a, name))
     for name in ("scales", "row_scale", "row_index", "group_scale_offsets", "dequantized"):
         if (tensor := getattr(a, name)) is not None:
-            _check_is_tensor(name, tensor)
+            check_is_tensor(f"a.{name}", tensor)
+
+
+def _check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None:
     check_formats(a.format, w.format, "a.format")
     if a.num_columns != w.num_columns:
         raise ValueError(f"w: expected K = {a.num_columns} as in a, got {w.num_columns}")
@@ -65,7 +77,6 @@ def check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None:
         raise ValueError(f"a.capacity: expected at least 0, got {describe(a.capacity)}")
     if a.expected_rows is not None and (type(a.expected_rows) is not int or a.expected_rows < 0):
         raise ValueError(f"a.expected_rows: expected at least 0, got {describe(a.expected_rows)}")
-    check_flag("a.scales_in_record", a.scales_in_record)
     if a.dequantized is None and a.row_index is None and a.rows.shape[0] < a.capacity:
         raise ValueError(f"a.rows: expected at least capacity = {a.capacity} rows, got {a.rows.shape[0]}")
     if a.expert_ids.ndim != 1:
@@ -87,6 +98,7 @@ def check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None:
     if a.dequantized is not None:
         return
     scale_columns = a.format.scale_columns(a.num_columns)
+    check_flag("a.scales_in_record", a.scales_in_record)
     if a.scales_in_record:
         _check_scales_in_record(a, scale_columns)
     elif a.format.swizzled:
@@ -96,12 +108,8 @@ def check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None:
         _check_scales(a, "[*, {}, {}, {}, {}]", (ceil_div(scale_columns, 4), 32, 4, 4))
     elif a.format.scale_dtype is not None:
         _check_scales(a, "[*, {}]", (scale_columns,), at_least=a.capacity)
-
-
-def _check_is_tensor(name: str, value: object) -> None:
-    """`comm.arguments.check_is_tensor` of a field of `a`, in less time: every product asks."""
-    if not (isinstance(value, torch.Tensor) and value.layout is torch.strided and not value.is_nested):
-        check_is_tensor(f"a.{name}", value)
+    elif a.scales is not None:
+        raise ValueError(f"a.scales: expected None for {a.format.name}, got {type(a.scales).__name__}")
 
 
 def _check(a: GroupedRows, name: str, tensor: torch.Tensor | None, dtype: torch.dtype, size: int) -> None:
@@ -144,6 +152,8 @@ def check_out(
     """`out`, or an uninitialized `[capacity, N]`. Raises `ValueError` naming the argument."""
     if out is not None:
         check_no_grad("out", check_is_tensor("out", out))
+        if out.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError("out: expected a tensor made outside of the inference mode, or a call inside of it")
         out_dtype = out.dtype
     if out_dtype not in OUT_DTYPES:
         raise ValueError(f"{'out_dtype' if out is None else 'out'}: expected one of {OUT_DTYPES}, got {out_dtype}")

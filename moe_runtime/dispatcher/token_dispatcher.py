@@ -392,11 +392,12 @@ class TokenDispatcher:
 
 def _scales_in_record(asked: bool, leave_scales: bool | None) -> bool:
     """What the caller asked for, by the new or by the old name of the argument."""
-    if leave_scales is not None:
-        warn_renamed("leave_scales", "scales_in_record")
-        asked = leave_scales
     check_flag("scales_in_record", asked)
-    return asked
+    if leave_scales is None:
+        return asked
+    warn_renamed("leave_scales", "scales_in_record")
+    check_flag("leave_scales", leave_scales)
+    return leave_scales
 
 
 def _check_slots(num_slots: int | None) -> None:

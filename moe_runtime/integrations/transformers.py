@@ -364,7 +364,8 @@ def _config_of(
         stated = {key: getattr(plain, key) for key in plain.model_fields_set}
         made = experts.layer_config(number, **stated | settings)
     else:
-        formats = {"token_format": settings["token_format"] or "bf16"}
+        asked = settings["token_format"]
+        formats = {"token_format": "bf16" if asked is None else asked}
         made = layer_config(model_config, source="model.config", **settings | formats)
     alone: MoELayerConfig = made.replace(shared_expert=None)
     return alone

@@ -72,7 +72,7 @@ def _quantize_bf16(y: torch.Tensor, x: torch.Tensor) -> str | None:
 
 
 def _encode_scale(y: torch.Tensor, x: torch.Tensor) -> str | None:
-    most = float(x.double().abs().amax()) if x.numel() else 0.0
+    most = float((x if x.is_complex() else x.double()).abs().double().amax()) if x.numel() else 0.0
     usable = 0 < most < math.inf and np.float32(most) > 0
     return _near(y, torch.tensor([min(2688 / most, 2.0**100) if usable else 1.0], dtype=torch.float64), 2.0**-20)
 
@@ -124,7 +124,7 @@ def _softmax_topk(
     weights = logits.softmax(-1).gather(1, ids)
     if renormalize:
         weights = logits.gather(1, ids).softmax(-1)
-    return _near(y[1], weights * scaling_factor, 1e-4)
+    return _near(y[1], weights * float(scaling_factor), 1e-4)
 
 
 def _logits(y: torch.Tensor, x_TH: torch.Tensor) -> str | None:
