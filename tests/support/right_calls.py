@@ -16,7 +16,6 @@ from torch import nn
 from moe_runtime import ops
 from moe_runtime.checkpoints import Checkpoint
 from moe_runtime.checkpoints.checkpoint import write_qwen3_moe_checkpoint
-from moe_runtime.comm.errors import Phase, RoutingError
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.config import (
     MoELayerConfig,
@@ -199,12 +198,14 @@ class World:
         return _Model(self)
 
     def parallel(self) -> ExpertParallel:
-        return apply_expert_parallel(
+        made = apply_expert_parallel(
             self.model(),
             max_tokens_per_rank=MOST,
             placement=Placement.contiguous(EXPERTS, 1),
             parallel=ParallelConfig(transport="private"),
         )
+        made.count_tokens()
+        return made
 
 
 class _Experts(nn.Module):
@@ -273,10 +274,6 @@ def _router_config(w: World) -> RouterConfig:
             RouterConfig(kind="sigmoid", correction_bias=True, num_groups=2, top_groups=1),
         )
     )
-
-
-def _error(w: World) -> dict[str, Any]:
-    return {"message": "a peer is gone", "rank": 1, "phase": Phase.HOST}
 
 
 def _rows_of(w: World, on: GroupedRows | None = None) -> dict[str, Any]:
@@ -490,8 +487,6 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "Experts.__call__": lambda w, on: {"rows": w.rows(on.gate_up.format.name), "out": w.numbers(12, HIDDEN)},
     "Experts.to": _NONE,
     "GateUpOrder": lambda w, on: {"value": "gate_up"},
-    "GateUpOrder.gate_rows": lambda w, on: {"num_rows": 8},
-    "GateUpOrder.up_rows": lambda w, on: {"num_rows": 8},
     "GroupedRows": lambda w, on: _rows_of(w),
     "PrepackedWeights": _prepacked_arguments,
     "PrepackedWeights.expert": lambda w, on: {"expert": 1},
@@ -504,10 +499,6 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "SwiGLU": lambda w, on: {"order": GateUpOrder.GATE_UP, "alpha": 1.5, "limit": 7.0, "up_offset": 0.5},
     "TokenFormat": _format_fields,
     "TokenFormat.check_columns": lambda w, on: {"k": 128, "argument": "k"},
-    "TokenFormat.quant_bytes": lambda w, on: {"k": 128},
-    "TokenFormat.quant_columns": lambda w, on: {"k": 128},
-    "TokenFormat.scale_bytes": lambda w, on: {"k": 128},
-    "TokenFormat.scale_columns": lambda w, on: {"k": 128},
     # Routing, exchange and layers.
     "CombineSink": lambda w, on: {"handle": w.dispatcher().dispatch_send(**w.tokens())},
     "DispatchedTokens": lambda w, on: _dispatched(w),
@@ -614,7 +605,6 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "Checkpoint.router": lambda w, on: {"layer": 0},
     "Checkpoint.shared_expert": lambda w, on: {"layer": 0},
     "Checkpoint.stored_of": lambda w, on: {"layer": 0},
-    "CapacityError": lambda w, on: _error(w),
     "ExpertParallel": lambda w, on: {"context": w.context()},
     "ExpertParallel.replace_experts": lambda w, on: {
         "placement": w.draw.choice((w.placement(), {0: w.placement(), 1: w.placement()}))
@@ -632,7 +622,6 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
         else {"heap": PrivateHeap(), "transport": "auto"}
     ),
     "ExpertParallelContext.abort": lambda w, on: {"reason": "wrong input"},
-    "ExpertParallelContext.fail": lambda w, on: {"error": RoutingError("an id is out of range")},
     "ExpertParallelContext.register": lambda w, on: {
         "agree": {"top_k": 2},
         "about": "layer 3",
@@ -643,11 +632,8 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
         w.config().model_dump() | {"router": RouterConfig(), "activation": w.config().activation}
     ),
     "MoELayerConfig.replace": lambda w, on: {"top_k": 1},
-    "MoERuntimeError": lambda w, on: _error(w),
     "ParallelConfig": lambda w, on: ParallelConfig().model_dump(),
     "ParallelConfig.replace": lambda w, on: {"timeout_s": 2.0},
-    "PeerAbortedError": lambda w, on: _error(w),
-    "PeerTimeoutError": lambda w, on: _error(w),
     "Placement": lambda w, on: {"num_experts": 3, "num_ranks": 2, "slot_experts": (0, 1, 2, 0)},
     "Placement.contiguous": lambda w, on: {"num_experts": 4, "num_ranks": 2},
     "Placement.from_json": lambda w, on: {"text": w.placement().to_json()},
@@ -656,11 +642,14 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "Placement.reordered_like": lambda w, on: {"other": w.placement()},
     "RouterConfig": lambda w, on: _router_config(w).model_dump(),
     "RouterConfig.replace": lambda w, on: {"scaling_factor": 2.0},
-    "RoutingError": lambda w, on: _error(w),
-    "RunConfig": lambda w, on: {"layer": w.config(), "seed": 3, "tokens_per_rank": 4, "placement": PlacementConfig()},
+    "RunConfig": lambda w, on: {
+        "layer": w.config(),
+        "placement": PlacementConfig(),
+        "parallel": ParallelConfig(),
+        "tokens_per_rank": 4,
+        "seed": 3,
+    },
     "RunConfig.replace": lambda w, on: {"seed": 1},
-    "StaleHandleError": lambda w, on: _error(w),
-    "StepMismatchError": lambda w, on: _error(w),
     "apply_expert_parallel": lambda w, on: {
         "model": w.model(),
         "mesh": None,

@@ -130,7 +130,7 @@ def targets() -> dict[str, Target]:
             if isinstance(value, type):
                 found[name] = Target(name, value)
                 found |= {target.name: target for target in _methods(value)}
-            elif callable(value):
+            elif callable(value) and inspect.signature(value).parameters:
                 found[name] = Target(name, value)
     return {name: target for name, target in found.items() if name not in NOT_FOR_CALLERS | ARITHMETIC}
 
@@ -228,7 +228,7 @@ def run_call(seed: int, index: int) -> tuple[str, str]:
     said = describe(name, arguments, wrong, closed)
     plain = {key: normal(arguments[key]) for key in wrong}
     try:
-        result = _finished(function(**arguments))
+        result = finished(function(**arguments))
     except Exception as error:
         problem = judge_error(target, arguments, wrong, error)
         if problem:
@@ -259,7 +259,7 @@ def compare_with_plain(
         return  # rows that no group owns hold anything
     before = {key: normal(value) for key, value in plain.items()} if name in REFERENCES else {}
     try:
-        expected = _finished(function(**plain))
+        expected = finished(function(**plain))
     except Exception as error:
         raise Fault(f"{at} | accepted, but refused with plain values\n    {said}\n    {where(error)}") from None
     if difference := differs(result, expected):
@@ -297,7 +297,7 @@ def _close(function: Any, arguments: dict[str, Any]) -> bool:
     return False
 
 
-def _finished(result: Any) -> Any:
+def finished(result: Any) -> Any:
     """The values of a generator; a context manager entered and left."""
     if inspect.isgenerator(result):
         return list(result)
@@ -800,7 +800,7 @@ KNOWN: dict[str, str] = {
     "quantize_fp8": "dtype granularity_mn x",
     "quantize_mxfp8": "granularity_k x",
     "quantize_nvfp4": "gsf x",
-    "unpack_closed_form_128": "dtype m_indptr",
+    "unpack_closed_form_128": "dtype m_indptr packed",
     "unpack_dense_128": "group_offsets group_scale_offsets num_columns",
     "unpack_scale_major": "major scales",
     "unpack_swizzled_weights": "dtype num_rows packed",

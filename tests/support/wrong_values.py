@@ -70,6 +70,8 @@ def _other_dtype(right: torch.Tensor, others: list[torch.Tensor], draw: random.R
     dtype = draw.choice([dtype for dtype in DTYPES if dtype != right.dtype])
     if dtype.itemsize == right.dtype.itemsize and dtype != torch.bool and draw.random() < 0.5:
         return right.contiguous().view(dtype)
+    if dtype.is_complex and right.is_floating_point():
+        return torch.complex(right.float(), right.float() + 1)
     try:
         return right.to(dtype)
     except (RuntimeError, NotImplementedError):

@@ -36,8 +36,8 @@ from moe_runtime.kernels.formats.number_formats import NVFP4, FormatCode, format
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
 from moe_runtime.router import sigmoid_topk, softmax_topk
 from tests.support import wrong_calls
-from tests.support.right_calls import HIDDEN, World
-from tests.support.wrong_calls import Target, differs, fits, judge_accepted, judge_error
+from tests.support.right_calls import ARGUMENTS, HIDDEN, World
+from tests.support.wrong_calls import Call, Target, differs, fits, judge_accepted, judge_error
 
 FIXED_SEED = 20260
 SECONDS = 10
@@ -46,6 +46,17 @@ SECONDS = 10
 def test_every_public_call_has_right_arguments() -> None:
     assert len(wrong_calls.targets()) > 150
     assert wrong_calls.unmade() == []
+    assert set(ARGUMENTS) | set(wrong_calls.KNOWN) <= set(wrong_calls.targets())
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", sorted(wrong_calls.targets()))
+def test_right_calls_are_right(name: str, seed: int) -> None:
+    """Accepted, twice the same result, and that of the reference where there is one: what wrong calls start from."""
+    target = wrong_calls.targets()[name]
+    (call, arguments), (again, others) = (Call(target, World(random.Random(seed))).parts() for _ in range(2))
+    result = wrong_calls.finished(call(**arguments))
+    wrong_calls.compare_with_plain(name, [], (result, arguments), again, others, name)
 
 
 @pytest.mark.parametrize("fixed", [True, False])
@@ -157,7 +168,12 @@ REFUSED: list[tuple[str, Callable[[World], Any]]] = [
     ("down", lambda w: Experts(**(w.experts_arguments() | {"down": torch.ones(2)}))),
     ("num_sms", lambda w: Experts(**(w.experts_arguments() | {"num_sms": True}))),
     ("a", lambda w: Experts(**w.experts_arguments("bf16"))(None)),
-    ("a.rows", lambda w: Experts(**w.experts_arguments("bf16"))(GroupedRows(**_of(w.rows("bf16"), rows=SPARSE)))),
+    (
+        "a.rows",
+        lambda w: Experts(**w.experts_arguments("bf16"))(
+            GroupedRows(**_of(w.rows("bf16"), rows=torch.ones(12, HIDDEN).bfloat16().to_sparse()))
+        ),
+    ),
     ("a.capacity", lambda w: Experts(**w.experts_arguments("bf16"))(GroupedRows(**_of(w.rows("bf16"), capacity="12")))),
     ("out", lambda w: Experts(**w.experts_arguments("bf16"))(w.rows("bf16"), out=NESTED)),
     ("ranks", lambda w: imbalance(5)),
