@@ -94,7 +94,6 @@ def check_top_k(top_k: int) -> None:
         raise ValueError(f"top_k: expected at least 1, at most {NO_EXPERT}, got {describe(top_k)}")
 
 
-def check_alignment(alignment: int, largest: int | None = None) -> None:
-    if alignment < 4 or alignment & (alignment - 1) or (largest is not None and alignment > largest):
-        limit = "on" if largest is None else f"to {largest}"
-        raise ValueError(f"alignment: expected a power of two from 4 {limit}, got {alignment}")
+def check_alignment(alignment: int, largest: int = 2**30) -> None:
+    if not 4 <= alignment <= largest or alignment & (alignment - 1):
+        raise ValueError(f"alignment: expected a power of two from 4 to {largest}, got {describe(alignment)}")

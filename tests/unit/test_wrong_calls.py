@@ -127,6 +127,7 @@ REFUSED: list[tuple[str, Callable[[World], Any]]] = [
     ("handle", lambda w: CombineSink(5)),
     ("top_k", lambda w: RecordLayout(NVFP4, 64, 10**30)),
     ("hidden", lambda w: RecordLayout(NVFP4, 2**62, 2)),
+    ("alignment", lambda w: ops.NVFP4TokenFormat(64, 2, 2**62)),
     ("x", lambda w: Router(HIDDEN, 4, 2, RouterConfig())(None)),
     ("x", lambda w: Router(HIDDEN, 4, 2, RouterConfig())(SPARSE)),
     ("engine", lambda w: Router(HIDDEN, 4, 2, RouterConfig(), engine=b"torch")),
