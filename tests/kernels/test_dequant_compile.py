@@ -17,6 +17,7 @@ from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.formats.number_formats import (
     BF16,
     FORMATS,
+    MXFP4,
     MXFP8,
     NVFP4,
     WEIGHT_FORMATS,
