@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+FP32 = torch.finfo(torch.float32)
+
 
 def check_integer(name: str, value: Any, low: int | None = 1, high: int | None = None) -> int:
     """`value` if it is an int (no bool) from `low` to `high`, both included, None for no limit."""
@@ -73,3 +75,58 @@ def describe(value: object) -> str:
     if isinstance(value, str):
         return repr(value if len(value) <= 80 else value[:77] + "...")
     return type(value).__name__
+
+
+def check_apart(name: str, out: torch.Tensor, inputs: dict[str, torch.Tensor | None]) -> None:
+    """Raise `ValueError` if a row of `out` `[R, N]` shares memory with one of `inputs`, whose elements are dense."""
+    if out.numel() == 0:
+        return
+    size, start = out.element_size(), out.data_ptr()
+    width, stride = out.shape[1] * size, max(out.stride(0), out.shape[1]) * size
+    for other, tensor in inputs.items():
+        if tensor is None or tensor.numel() == 0 or tensor.device != out.device:
+            continue
+        first = tensor.data_ptr()
+        last = first + tensor.element_size() * sum(
+            (n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)
+        )
+        row = max(0, (first - start - width) // stride + 1)  # the first row that does not end before the input
+        if row < out.shape[0] and start + row * stride < last + tensor.element_size():
+            raise ValueError(f"{name}: expected memory apart from {other}, got an overlap")
+
+
+def check_kind(name: str, value: Any, kind: type | tuple[type, ...]) -> None:
+    """Raise `ValueError` unless `value` is of a class `kind`, or of one of them."""
+    if not isinstance(value, kind):
+        names = [one.__name__ for one in (kind if isinstance(kind, tuple) else (kind,))]
+        kinds = " or ".join(f"{'an' if name[0] in 'AEIOaeio' else 'a'} {name}" for name in names)
+        raise ValueError(f"{name}: expected {kinds}, got {type(value).__name__}")
+
+
+def check_flag(name: str, value: object) -> None:
+    """Raise `ValueError` unless `value` is True or False."""
+    if value is not True and value is not False:
+        raise ValueError(f"{name}: expected True or False, got {describe(value)}")
+
+
+def check_number(name: str, value: Any, *, positive: bool = False) -> float:
+    """`value` as a float, if it is a number (no bool) that fp32 holds as a finite one; not denormal if `positive`."""
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        low = FP32.tiny if positive else -FP32.max
+        if low <= value <= FP32.max:
+            return float(value)
+    raise ValueError(f"{name}: expected a {'positive ' if positive else ''}finite number, got {describe(value)}")
+
+
+def check_device(name: str, value: object) -> torch.device:
+    """The device meant by `value`, if it names one of this machine or the meta device."""
+    try:
+        if not isinstance(value, str | torch.device):
+            raise TypeError
+        device = torch.device(value)
+    except (RuntimeError, TypeError):
+        raise ValueError(f"{name}: expected a device such as cpu or cuda:0, got {describe(value)}") from None
+    gpus = torch.cuda.device_count() if device.type == "cuda" else 0
+    if device.type not in ("cpu", "cuda", "meta") or (device.type == "cuda" and (device.index or 0) >= gpus):
+        raise ValueError(f"{name}: expected a device of this machine, got {device}")
+    return device

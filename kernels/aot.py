@@ -72,6 +72,7 @@ PLAIN, GATED = "grouped_gemm", "grouped_gemm_swiglu"
 OP_MAX = "grouped_matmul_dynamic_scaled_nvfp4"
 OP_NVFP4 = "group_gemm_nvfp4_nt_groupwise"
 OP_MXFP8 = "moe_gemm_mxfp8_nt_groupwise"
+OP_MOE_FP8 = "moe_gemm_fp8_nt_groupwise"
 OP_FP8 = "group_gemm_fp8_nt_groupwise"
 
 # --- The grouped GEMM in Triton ---
@@ -116,7 +117,7 @@ def _triton(
     if operation is None:
         tile = choose_tile(n, a, out_block=0 if out is None else out.block, native=native)
     else:
-        tile = choose_op_tile(n, w, max_tile_n, bool(native))
+        tile = choose_op_tile(n, w, max_tile_n, bool(native), activation is not None)
     if activation is not None:
         constants |= {"ORDER": activation.order.code}
         constants |= {"ACTIVATION": (activation.alpha, activation.limit, activation.up_offset)}
@@ -130,7 +131,7 @@ def _triton(
     there = {
         "a_scales_ptr": a is not BF16,
         "w_scales_ptr": w is not BF16,
-        "a_scale_offsets_ptr": a.swizzled,
+        "a_scale_offsets_ptr": a.swizzled or operation == OP_MOE_FP8,
         "out_scales_ptr": out is not None and out.scale_dtype is not None,
         "out_scale_offsets_ptr": out is not None and out.swizzled,
         "out_gsf_ptr": out is not None and out.has_row_scale,
@@ -182,6 +183,7 @@ def _layer_cases() -> Iterator[AotCase]:
 def _op_cases() -> Iterator[AotCase]:
     """Each layout of scales, element type and tile width of `moe_runtime.ops`, in the form for each architecture."""
     common: dict[str, Any]
+    up_gate = SwiGLU(GateUpOrder.UP_GATE)
     for archs, native, max_tile_n in (((90,), NativeForm.NONE, 128), ((100, 120), _STORED, 64)):
         common = {"layout": ScaleLayout.SWIZZLED, "archs": archs, "native": native}
         yield _triton(NVFP4, NVFP4, operation=OP_MAX, absent=_NO_EXTRAS[:3], **_ONE, **_ODD_K, **common)
@@ -193,6 +195,10 @@ def _op_cases() -> Iterator[AotCase]:
         common |= {"layout": ScaleLayout.PACKED}
         yield _triton(MXFP8, MXFP8, operation=OP_MXFP8, SCALE_BLOCK=128, **_ODD_K, **common)
         yield _triton(MXFP8, MXFP8, operation=OP_MXFP8, SCALE_BLOCK=32, n=NARROW, **common)
+        yield _triton(MXFP8, MXFP8, operation=OP_MXFP8, SCALE_BLOCK=32, activation=up_gate, **common)
+    common = {"operation": OP_MOE_FP8, "absent": _NO_EXTRAS, "layout": ScaleLayout.MN_MAJOR}
+    yield _triton(FP8_BLOCK, FP8_BLOCK, n=NARROW, **_ODD_K, **common)
+    yield _triton(FP8_BLOCK, FP8_BLOCK, activation=up_gate, **common)
     common = {"operation": OP_FP8, "absent": _NO_EXTRAS}
     yield _triton(FP8_BLOCK, FP8_BLOCK, layout=ScaleLayout.MN_MAJOR, **common)
     e5m2: dict[str, Any] = {"out_type": "*fp16", "E5M2": True, "ROWS_PER_SCALE": 128}

@@ -73,7 +73,7 @@ def resolve_engine(engine: str, device: torch.device) -> Engine:
     Raises `ValueError` for an unknown engine, for `"cuda"` where its kernels cannot run, and for `"triton"` on a CPU
     without the interpreter.
     """
-    if engine not in ENGINES:
+    if not isinstance(engine, str) or engine not in ENGINES:
         raise ValueError(f"engine: expected auto, cuda, triton or torch, got {engine!r}")
     return _resolved(engine, device)
 

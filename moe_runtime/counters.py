@@ -7,10 +7,12 @@ memory without waiting.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 
 import torch
 
+from moe_runtime.comm.arguments import check_device, check_integer, check_is_tensor, check_kind
+from moe_runtime.config import MAX_EXPERTS
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.kernels.step_counts import HEAD, ROWS, SENT, STEPS, TOKENS, count_step
@@ -37,6 +39,10 @@ class LayerCounts:
     combine_bytes: int
 
     def __sub__(self, earlier: LayerCounts) -> LayerCounts:
+        check_counts("earlier", earlier)
+        if len(earlier.expert_tokens) != len(self.expert_tokens):
+            sizes = f"{len(self.expert_tokens)} and {len(earlier.expert_tokens)}"
+            raise ValueError(f"earlier: expected counts of the same layer, one expert_tokens is shorter: got {sizes}")
         pairs = zip(self.expert_tokens, earlier.expert_tokens, strict=True)
         return LayerCounts(
             self.steps - earlier.steps,
@@ -48,14 +54,40 @@ class LayerCounts:
         )
 
 
+def check_counts(name: str, counts: LayerCounts) -> None:
+    """Raise `ValueError` unless `counts` are numbers as a layer counts them."""
+    check_kind(name, counts, LayerCounts)
+    check_kind(f"{name}.expert_tokens", counts.expert_tokens, tuple)
+    for field in fields(counts):
+        value = getattr(counts, field.name)
+        for number in value if field.name == "expert_tokens" else (value,):
+            check_integer(f"{name}.{field.name}", number, None)
+
+
 def imbalance(ranks: Sequence[LayerCounts]) -> float:
-    """Rows of the busiest rank over the mean of all, from each rank's counts of the same steps; 1 without rows."""
+    """Rows of the busiest rank over the mean of all, from each rank's counts of the same steps; 1 without rows.
+
+    Raises `ValueError` for anything else than counts.
+    """
+    check_kind("ranks", ranks, (list, tuple))
+    for counts in ranks:
+        check_counts("ranks", counts)
+        check_integer("ranks.rows", counts.rows, 0, 2**63 - 1)
     return most_over_mean([counts.rows for counts in ranks])
 
 
 def most_over_mean(rows: Sequence[float]) -> float:
     """The largest number over the mean of all, for numbers that are not negative; 1 where all are 0."""
     return max(rows) * len(rows) / sum(rows) if any(rows) else 1.0
+
+
+def _check_ids(
+    name: str, ids: torch.Tensor, dtypes: tuple[torch.dtype, ...], shape: tuple[int, ...], device: torch.device
+) -> None:
+    check_is_tensor(name, ids)
+    if ids.dtype not in dtypes or ids.shape != shape or ids.device != device:
+        expected = f"{' or '.join(map(str, dtypes))} {list(shape)} on {device}"
+        raise ValueError(f"{name}: expected {expected}, got {ids.dtype} {list(ids.shape)} on {ids.device}")
 
 
 class LayerCounters:
@@ -69,6 +101,9 @@ class LayerCounters:
     """
 
     def __init__(self, geometry: ExchangeGeometry, num_experts: int, device: torch.device, engine: str) -> None:
+        check_kind("geometry", geometry, ExchangeGeometry)
+        check_integer("num_experts", num_experts, high=MAX_EXPERTS)
+        device = check_device("device", device)
         on_gpu = device.type == "cuda"
         self._geometry = geometry
         self._engine = resolve_engine(engine, device)
@@ -84,8 +119,17 @@ class LayerCounters:
     def add(
         self, topk_idx: torch.Tensor, slots: torch.Tensor, num_parts: torch.Tensor, group_offsets: torch.Tensor
     ) -> None:
-        """Count a step: the arguments of `kernels.step_counts.count_step`. Nothing waits for the host."""
+        """Count a step: the arguments of `kernels.step_counts.count_step`. Nothing waits for the host.
+
+        Raises `ValueError` for tensors of other shapes or dtypes.
+        """
         geometry = self._geometry
+        device, int32, ids_dtypes = self._words.device, (torch.int32,), (torch.int32, torch.int64)
+        tokens = check_is_tensor("topk_idx", topk_idx).numel() // geometry.top_k
+        _check_ids("topk_idx", topk_idx, ids_dtypes, (tokens, geometry.top_k), device)
+        _check_ids("slots", slots, (topk_idx.dtype,), (tokens, geometry.top_k), device)
+        _check_ids("num_parts", num_parts, int32, (tokens,), device)
+        _check_ids("group_offsets", group_offsets, int32, (geometry.num_local_experts + 1,), device)
         own = (geometry.first_expert, geometry.first_expert + geometry.num_local_experts)
         ids = topk_idx.contiguous(), slots.contiguous()
         count_step(self._words, *ids, num_parts, group_offsets, own, engine=self._engine)

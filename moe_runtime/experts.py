@@ -7,6 +7,7 @@ from typing import TypeGuard
 
 import torch
 
+from moe_runtime.comm.arguments import check_device, check_kind, describe
 from moe_runtime.config import ActivationConfig, MoELayerConfig
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.formats.number_formats import TokenFormat, format_named, token_formats_for, weight_format_named
@@ -60,8 +61,11 @@ class Experts:
 
     def __post_init__(self) -> None:
         gate_up, down = self.gate_up, self.down
-        if self.num_sms is not None and (not isinstance(self.num_sms, int) or self.num_sms < 1):
-            raise ValueError(f"num_sms: expected at least 1 or None, got {self.num_sms!r}")
+        check_kind("gate_up", gate_up, (ExpertWeights, PrepackedWeights))
+        check_kind("down", down, (ExpertWeights, PrepackedWeights))
+        check_kind("activation", self.activation, SwiGLU)
+        if self.num_sms is not None and (type(self.num_sms) is not int or not 1 <= self.num_sms < 2**31):
+            raise ValueError(f"num_sms: expected at least 1 or None, got {describe(self.num_sms)}")
         check_activation(gate_up, self.activation)
         if isinstance(gate_up, PrepackedWeights) and gate_up.gate_up is None:
             raise ValueError("gate_up: expected weights prepacked with gate_up, got plain ones")
@@ -76,7 +80,8 @@ class Experts:
         if down.device != gate_up.device:
             raise ValueError(f"down: expected device {gate_up.device} as gate_up, got {down.device}")
         usual = token_formats_for(down.format.name)[0]
-        fmt = format_named(usual if self.intermediate_format is None else self.intermediate_format)
+        asked = usual if self.intermediate_format is None else self.intermediate_format
+        fmt = format_named(asked, "intermediate_format")
         fmt.check_columns(down.num_columns, "I of gate_up")
         check_formats(fmt, down.format, "intermediate_format")
         object.__setattr__(self, "intermediate_format", fmt)
@@ -112,6 +117,7 @@ class Experts:
 
     def to(self, device: torch.device | str) -> Experts:
         """The same experts on `device`."""
+        device = check_device("device", device)
         gsf = self.intermediate_gsf
         return replace(
             self,

@@ -22,6 +22,7 @@ from moe_runtime.build import (
 )
 from moe_runtime.checkpoints.checkpoint import Checkpoint, opened
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers
+from moe_runtime.comm.arguments import check_flag, check_integer, check_kind, describe
 from moe_runtime.comm.errors import reason_of
 from moe_runtime.config import MoELayerConfig, RunConfig, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
@@ -92,6 +93,9 @@ class MoELayer(nn.Module):
             way = "; of a RunConfig it is `layer`" if hasattr(config, "layer") else ""
             raise ValueError(f"config: expected a MoELayerConfig, got {type(config).__name__}{way}")
         check_context(context)
+        check_flag("router", router)
+        if context is not None:
+            context.check()
         self.config = config
         self.context = context if context is not None else ExpertParallelContext()
         self._owns_context = context is None
@@ -357,6 +361,7 @@ class MoELayer(nn.Module):
         contradicts the checkpoint; the peers get `PeerAbortedError`. Formats may be others; a layer without a router
         may be of any `top_k`.
         """
+        check_flag("shared_elsewhere", shared_elsewhere)
         elsewhere = set() if self.router is not None else {"router", "top_k"}
         if shared_elsewhere and self.shared_expert is None:
             elsewhere.add("shared_expert")
@@ -375,7 +380,12 @@ class MoELayer(nn.Module):
         """Random weights from `seed`, of sizes that keep activations near unit variance; equal on any `ep_size`.
 
         Experts are drawn on the layer's device: the numbers differ by kind of device.
+
+        Args:
+            seed: from 0 to 2^63 - 1.
         """
+        self.context.check()
+        check_integer("seed", seed, 0, 2**63 - 1)
         fill_dense(self.config, seed, self.router, self.shared_expert)
         device = self.context.device
         self.load_experts(random_expert(self.config, seed, expert, device) for expert in self.local_experts)
@@ -389,7 +399,12 @@ class MoELayer(nn.Module):
         `buffers` is for readers. Raises `ValueError` as `moe_runtime.checkpoints.loading.quantize_experts`, and what
         `experts` raises; the peers get `PeerAbortedError`.
         """
+        self.context.check()
         with abort_peers_on_error(self.context):
+            if not isinstance(experts, Iterable) or isinstance(experts, torch.Tensor):
+                raise ValueError(f"experts: expected those of this rank, in order, got {describe(experts)}")
+            if not isinstance(buffers, tuple | list) or len(buffers) != 2 or not all(map(callable, buffers)):
+                raise ValueError(f"buffers: expected two allocators, got {describe(buffers)}")
             self.experts = make_experts(experts, self.config, len(self.local_experts), self.context, buffers)
 
     @by_one_thread
@@ -531,6 +546,7 @@ class MoELayer(nn.Module):
     def compute(self, step: LayerStep) -> None:
         """Deprecated: the second part of `forward`, which runs this rank's experts."""
         warn_removed("MoELayer.compute", _INSTEAD)
+        self._check_step(step)
         self._dispatch_recv(step)
         self._run_experts(step)
         self._combine_send(step)
@@ -540,10 +556,17 @@ class MoELayer(nn.Module):
     def finish(self, step: LayerStep) -> torch.Tensor:
         """Deprecated: the last part of `forward`, which sums the results: bf16, the shape of the step's `x`."""
         warn_removed("MoELayer.finish", _INSTEAD)
+        self._check_step(step)
         with collective_step(self.context):
             if step.output is None:
                 raise ValueError("step: expected compute to be called with it before finish")
         return self._combine_recv(step)
+
+    def _check_step(self, step: LayerStep) -> None:
+        with collective_step(self.context):
+            check_kind("step", step, LayerStep)
+            if step.handle is None or step.dispatcher not in self.dispatchers.values():
+                raise ValueError("step: expected one of this layer's begin")
 
     @property
     def number(self) -> int:

@@ -10,8 +10,17 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from moe_runtime.comm.arguments import check_integer, check_no_grad
-from moe_runtime.config import RouterConfig
+from moe_runtime.comm.arguments import (
+    check_device,
+    check_flag,
+    check_integer,
+    check_is_tensor,
+    check_no_grad,
+    check_number,
+    describe,
+)
+from moe_runtime.config import MAX_EXPERTS, RouterConfig
+from moe_runtime.kernels.formats.number_formats import MAX_COLUMNS
 from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.support.fixed_dtypes import FixedDtypes, copy_checked
 
@@ -32,13 +41,14 @@ def softmax_topk(
     Returns:
         ids int32 `[T, K]` and weights fp32 `[T, K]`, by descending logit.
     """
-    _check_logits(logits_TE, top_k)
+    _check_arguments(logits_TE, top_k, scaling_factor)
+    check_flag("renormalize", renormalize)
     logits_TE = logits_TE.float()
     idx_TK = _stable_topk(logits_TE, top_k)
     weights_TK = logits_TE.softmax(dim=-1).gather(1, idx_TK)
     if renormalize:
         weights_TK = weights_TK / weights_TK.sum(dim=-1, keepdim=True)
-    return idx_TK.to(torch.int32), weights_TK * scaling_factor
+    return idx_TK.to(torch.int32), weights_TK * float(scaling_factor)
 
 
 def topk_softmax(
@@ -55,10 +65,10 @@ def topk_softmax(
     Returns:
         ids int32 `[T, K]` and weights fp32 `[T, K]`, by descending logit, ties to the lowest id.
     """
-    _check_logits(logits_TE, top_k)
+    _check_arguments(logits_TE, top_k, scaling_factor)
     logits_TE = logits_TE.float()
     idx_TK = _stable_topk(logits_TE, top_k)
-    return idx_TK.to(torch.int32), logits_TE.gather(1, idx_TK).softmax(dim=-1) * scaling_factor
+    return idx_TK.to(torch.int32), logits_TE.gather(1, idx_TK).softmax(dim=-1) * float(scaling_factor)
 
 
 def sigmoid_topk(
@@ -85,11 +95,15 @@ def sigmoid_topk(
     Returns:
         ids int32 `[T, K]` and weights fp32 `[T, K]`, by descending biased score.
     """
-    _check_logits(logits_TE, top_k)
+    _check_arguments(logits_TE, top_k, scaling_factor)
+    check_flag("renormalize", renormalize)
     tokens, experts = logits_TE.shape
-    if num_groups < 1 or experts % num_groups or (num_groups > 1 and experts // num_groups < 2):
+    _check_bias(correction_bias_E, logits_TE)
+    check_integer("num_groups", num_groups)
+    check_integer("top_groups", top_groups)
+    if experts % num_groups or (num_groups > 1 and experts // num_groups < 2):
         raise ValueError(f"num_groups: expected groups of equal size, two experts at least, got {num_groups}")
-    if not 1 <= top_groups <= num_groups or top_k > top_groups * (experts // num_groups):
+    if top_groups > num_groups or top_k > top_groups * (experts // num_groups):
         raise ValueError(
             f"top_groups: expected 1..{num_groups} groups that together hold top_k = {top_k} experts, got {top_groups}"
         )
@@ -106,7 +120,7 @@ def sigmoid_topk(
     weights_TK = scores_TE.gather(1, idx_TK)
     if renormalize:
         weights_TK = weights_TK / (weights_TK.sum(dim=-1, keepdim=True) + 1e-20)
-    return idx_TK.to(torch.int32), weights_TK * scaling_factor
+    return idx_TK.to(torch.int32), weights_TK * float(scaling_factor)
 
 
 class Router(FixedDtypes):
@@ -133,10 +147,16 @@ class Router(FixedDtypes):
         engine: str = "auto",
     ) -> None:
         super().__init__()
-        for name, size in (("hidden_size", hidden_size), ("num_experts", num_experts), ("top_k", top_k)):
-            check_integer(name, size)
+        for name, size, most in (
+            ("hidden_size", hidden_size, MAX_COLUMNS),
+            ("num_experts", num_experts, MAX_EXPERTS),
+            ("top_k", top_k, num_experts),
+        ):
+            if check_integer(name, size) > most:
+                raise ValueError(f"{name}: expected at most {most}, got {describe(size)}")
         if not isinstance(config, RouterConfig):
             raise ValueError(f"config: expected a RouterConfig, got {type(config).__name__}")
+        resolve_engine(engine, torch.empty(0).device if device is None else check_device("device", device))
         self.engine = engine
         self.top_k = top_k
         self.config = config
@@ -180,7 +200,7 @@ class Router(FixedDtypes):
             return nn.functional.linear(x_TH.double(), self.weight.double(), bias).float()
 
     def _check(self, x_TH: torch.Tensor) -> None:
-        if x_TH.device != self.weight.device:
+        if check_is_tensor("x", x_TH).device != self.weight.device:
             raise ValueError(f"x: expected device {self.weight.device}, as the router's weight, got {x_TH.device}")
         if x_TH.dim() != 2 or x_TH.shape[1] != self.weight.shape[1]:
             raise ValueError(f"x: expected [T, {self.weight.shape[1]}], got {list(x_TH.shape)}")
@@ -190,8 +210,8 @@ class Router(FixedDtypes):
 
     def forward(self, x_TH: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         config, experts = self.config, self.weight.shape[0]
+        self._check(x_TH)
         if resolve_engine(self.engine, x_TH.device) != "torch":
-            self._check(x_TH)
             from moe_runtime.kernels import route
 
             if route.supports(x_TH, experts, config):
@@ -224,8 +244,19 @@ def _stable_topk(values: torch.Tensor, k: int) -> torch.Tensor:
     return values.sort(dim=-1, descending=True, stable=True).indices[..., :k]
 
 
-def _check_logits(logits_TE: torch.Tensor, top_k: int) -> None:
-    if logits_TE.dim() != 2 or not logits_TE.is_floating_point():
+def _check_arguments(logits_TE: torch.Tensor, top_k: int, scaling_factor: float) -> None:
+    if check_is_tensor("logits", logits_TE).dim() != 2 or not logits_TE.is_floating_point():
         raise ValueError(f"logits: expected a float tensor [T, E], got {logits_TE.dtype} {list(logits_TE.shape)}")
-    if not 1 <= top_k <= logits_TE.shape[1]:
-        raise ValueError(f"top_k: expected 1..{logits_TE.shape[1]}, got {top_k}")
+    if type(top_k) is not int or not 1 <= top_k <= logits_TE.shape[1]:
+        raise ValueError(f"top_k: expected 1..{logits_TE.shape[1]}, got {describe(top_k)}")
+    check_number("scaling_factor", scaling_factor, positive=True)
+
+
+def _check_bias(bias_E: torch.Tensor | None, logits_TE: torch.Tensor) -> None:
+    if bias_E is None:
+        return
+    expected = logits_TE.shape[1:], logits_TE.device
+    check_is_tensor("correction_bias", bias_E)
+    if (bias_E.shape, bias_E.device) != expected or not bias_E.is_floating_point():
+        found = f"{bias_E.dtype} {list(bias_E.shape)} on {bias_E.device}"
+        raise ValueError(f"correction_bias: expected a float tensor {list(expected[0])} on {expected[1]}, got {found}")

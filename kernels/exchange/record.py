@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from moe_runtime.comm.arguments import check_integer
+from moe_runtime.comm.arguments import check_integer, describe
 from moe_runtime.kernels.formats.number_formats import TokenFormat, align, format_named
 
 DEFAULT_ALIGNMENT = 16
@@ -90,11 +90,10 @@ class RecordLayout:
 
 
 def check_top_k(top_k: int) -> None:
-    if top_k < 1:
-        raise ValueError(f"top_k: expected at least 1, got {top_k}")
+    if not 1 <= top_k <= NO_EXPERT:
+        raise ValueError(f"top_k: expected at least 1, at most {NO_EXPERT}, got {describe(top_k)}")
 
 
-def check_alignment(alignment: int, largest: int | None = None) -> None:
-    if alignment < 4 or alignment & (alignment - 1) or (largest is not None and alignment > largest):
-        limit = "on" if largest is None else f"to {largest}"
-        raise ValueError(f"alignment: expected a power of two from 4 {limit}, got {alignment}")
+def check_alignment(alignment: int, largest: int = 2**30) -> None:
+    if not 4 <= alignment <= largest or alignment & (alignment - 1):
+        raise ValueError(f"alignment: expected a power of two from 4 to {largest}, got {describe(alignment)}")

@@ -11,6 +11,8 @@ from enum import IntEnum
 
 import torch
 
+from moe_runtime.comm.arguments import check_flag, check_integer, check_kind, describe
+
 
 class FormatCode(IntEnum):
     """The code of a format; kernels branch on it as a `tl.constexpr`."""
@@ -40,6 +42,9 @@ NVFP4_FULL_SCALE = 2688.0
 
 MAX_ENCODE_SCALE = 2.0**100
 """Upper bound of an NVFP4 encode scale."""
+
+MAX_COLUMNS = 2**24
+"""Most values in a row, so that kernels can count the bytes of some rows in int32."""
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -77,6 +82,17 @@ class TokenFormat:
     swizzled: bool
     has_row_scale: bool
 
+    def __post_init__(self) -> None:
+        check_kind("name", self.name, str)
+        check_kind("code", self.code, FormatCode)
+        check_integer("element_bits", self.element_bits, high=64)
+        check_integer("block", self.block, high=MAX_COLUMNS)
+        check_kind("quant_dtype", self.quant_dtype, torch.dtype)
+        if self.scale_dtype is not None:
+            check_kind("scale_dtype", self.scale_dtype, torch.dtype)
+        check_flag("swizzled", self.swizzled)
+        check_flag("has_row_scale", self.has_row_scale)
+
     def __hash__(self) -> int:
         """Hash only the name, for speed: every launch looks up plans and macros by keys that contain formats."""
         return hash(self.name)
@@ -110,8 +126,11 @@ class TokenFormat:
     def check_columns(self, k: int, argument: str) -> None:
         """Raise `ValueError` naming `argument` unless rows of `k` values can be stored in whole blocks."""
         unit = max(self.block, 8)
-        if k <= 0 or k % unit:
-            raise ValueError(f"{argument}: format {self.name} needs a positive multiple of {unit}, got {k}")
+        if type(k) is not int or not 0 < k <= MAX_COLUMNS or k % unit:
+            most = f", at most {MAX_COLUMNS}" if type(k) is int and k > MAX_COLUMNS else ""
+            raise ValueError(
+                f"{argument}: format {self.name} needs a positive multiple of {unit}{most}, got {describe(k)}"
+            )
 
 
 BF16 = TokenFormat("bf16", FormatCode.BF16, 16, 1, torch.bfloat16, None, swizzled=False, has_row_scale=False)
@@ -146,9 +165,12 @@ WEIGHT_BLOCK_N = 128
 def format_named(
     name: str | TokenFormat, argument: str = "format", among: dict[str, TokenFormat] = FORMATS
 ) -> TokenFormat:
-    """The format called `name`; a `TokenFormat` is returned unchanged. Raises `ValueError` naming `argument`."""
+    """The format called `name`; a `TokenFormat` of them stands for itself. Raises `ValueError` naming `argument`."""
     if isinstance(name, TokenFormat):
-        return name
+        known = WEIGHT_FORMATS.get(name.name)
+        if known is None or (name is not known and name != known):
+            raise ValueError(f"{argument}: expected a format of this package, got another called {name.name!r}")
+        return known
     if not isinstance(name, str) or name not in among:
         raise ValueError(f"{argument}: expected one of {sorted(among)}, got {name!r}")
     return among[name]

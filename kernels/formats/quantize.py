@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.comm.arguments import check_is_tensor, check_no_grad
+from moe_runtime.comm.arguments import check_is_tensor, check_kind, check_no_grad, describe
 from moe_runtime.kernels.formats import reference_quantize
 from moe_runtime.kernels.formats.bits import (
     INF_BITS,
@@ -327,21 +327,24 @@ def check_gsf(
     if gsf is None:
         return None
     if not fmt.has_row_scale:
-        raise ValueError(f"{argument}: expected None for {fmt.name}, got {gsf!r}")
+        raise ValueError(f"{argument}: expected None for {fmt.name}, got {describe(gsf)}")
     if isinstance(gsf, torch.Tensor):
+        check_no_grad(argument, check_is_tensor(argument, gsf))
         if gsf.numel() != 1 or gsf.dtype != torch.float32 or gsf.device != device:
             found = f"{gsf.dtype} {list(gsf.shape)} on {gsf.device}"
             raise ValueError(f"{argument}: expected one float32 element on {device}, got {found}")
         return gsf.reshape(1)
     # A denormal fp32 scale has lost precision.
-    if not (isinstance(gsf, int | float) and torch.finfo(torch.float32).tiny <= gsf < math.inf):
-        raise ValueError(f"{argument}: expected a positive finite number (at least 2^-126), got {gsf!r}")
-    return torch.full((1,), min(float(gsf), MAX_ENCODE_SCALE), dtype=torch.float32, device=device)
+    is_number = isinstance(gsf, int | float) and not isinstance(gsf, bool)
+    if not (is_number and torch.finfo(torch.float32).tiny <= gsf < math.inf):
+        raise ValueError(f"{argument}: expected a positive finite number (at least 2^-126), got {describe(gsf)}")
+    return torch.full((1,), float(min(gsf, MAX_ENCODE_SCALE)), dtype=torch.float32, device=device)
 
 
 def _check_rows(q: QuantizedRows) -> None:
-    fmt = q.format
-    if q.quants_RK.ndim != 2 or q.quants_RK.dtype != fmt.quant_dtype:
+    check_kind("q", q, QuantizedRows)
+    fmt = weight_format_named(q.format, "q.format")
+    if check_is_tensor("quants_RK", q.quants_RK).ndim != 2 or q.quants_RK.dtype != fmt.quant_dtype:
         raise ValueError(
             f"quants_RK: expected two dimensions of {fmt.quant_dtype}, "
             f"got {q.quants_RK.dtype} of shape {tuple(q.quants_RK.shape)}"
@@ -355,9 +358,12 @@ def _check_rows(q: QuantizedRows) -> None:
     }
     for name, (tensor, shape, dtype) in wanted.items():
         if dtype is None:
+            if tensor is not None:
+                raise ValueError(f"{name}: expected None for {fmt.name}, got {type(tensor).__name__}")
             continue
         if tensor is None:
             raise ValueError(f"{name}: expected {dtype} of shape {shape}, got None")
+        check_is_tensor(name, tensor)
         if tensor.dtype != dtype or tuple(tensor.shape) != shape or tensor.device != q.quants_RK.device:
             raise ValueError(
                 f"{name}: expected {dtype} of shape {shape} on {q.quants_RK.device}, "

@@ -123,6 +123,25 @@ def closed_form_128_rows_needed(num_rows: int, num_groups: int) -> int:
     return closed_form_128_start(num_rows, num_groups)
 
 
+def closed_form_128_end(row_offset: Number, next_offset: Number, group: Number) -> Number:
+    """`closed_form_128`: the scale row behind the last block of a group of rows `row_offset .. next_offset`.
+
+    >>> [closed_form_128_end(row, end, i) for i, (row, end) in enumerate([(0, 100), (100, 300), (300, 300)])]
+    [128, 384, 512]
+    """
+    return closed_form_128_start(row_offset, group) + (next_offset - row_offset + 127) // 128 * 128
+
+
+def closed_form_128_rows_used(row_offsets: Sequence[int]) -> int:
+    """`closed_form_128`: scale rows up to the last block of the last group that has rows; 0 if none has.
+
+    >>> closed_form_128_rows_used([0, 128, 256]), closed_form_128_rows_needed(256, 2)
+    (256, 384)
+    """
+    groups = list(enumerate(itertools.pairwise(row_offsets)))
+    return max([closed_form_128_end(row, end, group) for group, (row, end) in groups if end > row], default=0)
+
+
 def closed_form_4_start(row_offset: Number, group: Number) -> Number:
     """`closed_form_4`: first scale ROW of a group, a multiple of 4. Row `l` of the group is `l` rows after it.
 

@@ -13,7 +13,7 @@ import torch
 import triton
 import triton.language as tl
 
-from moe_runtime.comm.arguments import check_is_tensor
+from moe_runtime.comm.arguments import check_integer, check_is_tensor
 from moe_runtime.kernels.formats import reference_quantize
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
@@ -104,8 +104,8 @@ def unswizzle_scales(blocks: torch.Tensor, num_rows: int, num_columns: int, *, e
     padding is not read. Raises `ValueError` for a wrong shape, element size, stride or engine.
     """
     shape = tuple(check_is_tensor("blocks", blocks).shape)
-    if num_rows < 0 or num_columns < 0:
-        raise ValueError(f"num_rows, num_columns: expected no negative number, got {num_rows}, {num_columns}")
+    check_integer("num_rows", num_rows, 0)
+    check_integer("num_columns", num_columns, 0)
     wanted = (ceil_div(num_columns, 4), 32, 4, 4)
     if blocks.ndim not in (5, 6) or shape[-4:] != wanted or shape[-5] < ceil_div(num_rows, 128):
         raise ValueError(
@@ -135,7 +135,7 @@ def unswizzle_scales(blocks: torch.Tensor, num_rows: int, num_columns: int, *, e
 
 
 def _check_bytes(t: torch.Tensor, argument: str) -> None:
-    if t.dtype.itemsize != 1:
+    if t.dtype.itemsize != 1 or t.dtype == torch.bool:
         raise ValueError(f"{argument}: expected one-byte elements (uint8 or float8_e4m3fn), got {t.dtype}")
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.comm.arguments import check_no_grad
+from moe_runtime.comm.arguments import check_flag, check_integer, check_is_tensor, check_kind, check_no_grad, describe
 from moe_runtime.kernels.formats.number_formats import (
     MAX_ENCODE_SCALE,
     TokenFormat,
@@ -33,12 +33,32 @@ at most 2^-10, which adds at most `6 * 2^-10 / 16 = 0.0004` to the error of a va
 def check_formats(a: TokenFormat, w: TokenFormat, argument: str) -> None:
     """Raise `ValueError` naming `argument` unless rows in format `a` can be multiplied with weights in `w`."""
     allowed = token_formats_for(w.name)
-    if a.name not in allowed:
+    if format_named(a, argument).name not in allowed:
         raise ValueError(f"{argument}: expected {' or '.join(allowed)} with {w.name} weights, got {a.name}")
 
 
 def check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None:
     """Raise `ValueError` naming the argument unless `a` and `w` can be multiplied."""
+    try:
+        _check_operands(a, w)
+    except (AttributeError, NotImplementedError, RuntimeError, TypeError):
+        # Every product of a step comes here, so kinds are looked at only now.
+        _check_kinds(a)
+        raise
+
+
+def _check_kinds(a: GroupedRows) -> None:
+    check_kind("a", a, GroupedRows)
+    check_kind("a.format", a.format, TokenFormat)
+    check_integer("a.num_columns", a.num_columns)
+    for name in ("rows", "group_offsets", "expert_ids"):
+        check_is_tensor(f"a.{name}", getattr(a, name))
+    for name in ("scales", "row_scale", "row_index", "group_scale_offsets", "dequantized"):
+        if (tensor := getattr(a, name)) is not None:
+            check_is_tensor(f"a.{name}", tensor)
+
+
+def _check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None:
     check_formats(a.format, w.format, "a.format")
     if a.num_columns != w.num_columns:
         raise ValueError(f"w: expected K = {a.num_columns} as in a, got {w.num_columns}")
@@ -53,10 +73,10 @@ def check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None:
         )
     if a.rows.numel() and a.rows.stride(1) != 1:
         raise ValueError(f"a.rows: expected the last dimension contiguous, got strides {list(a.rows.stride())}")
-    if a.capacity < 0:
-        raise ValueError(f"a.capacity: expected at least 0, got {a.capacity}")
-    if a.expected_rows is not None and a.expected_rows < 0:
-        raise ValueError(f"a.expected_rows: expected at least 0, got {a.expected_rows}")
+    if type(a.capacity) is not int or a.capacity < 0:
+        raise ValueError(f"a.capacity: expected at least 0, got {describe(a.capacity)}")
+    if a.expected_rows is not None and (type(a.expected_rows) is not int or a.expected_rows < 0):
+        raise ValueError(f"a.expected_rows: expected at least 0, got {describe(a.expected_rows)}")
     if a.dequantized is None and a.row_index is None and a.rows.shape[0] < a.capacity:
         raise ValueError(f"a.rows: expected at least capacity = {a.capacity} rows, got {a.rows.shape[0]}")
     if a.expert_ids.ndim != 1:
@@ -73,11 +93,12 @@ def check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None:
         if active.numel() != 1:
             raise ValueError(f"a.num_active_experts: expected one element, got shape {list(active.shape)}")
         _check(a, "num_active_experts", active.reshape(1), torch.int32, 1)
-    elif active is not None and not isinstance(active, int):
-        raise ValueError(f"a.num_active_experts: expected an int or an int32 tensor, got {active!r}")
+    elif active is not None and type(active) is not int:
+        raise ValueError(f"a.num_active_experts: expected an int or an int32 tensor, got {describe(active)}")
     if a.dequantized is not None:
         return
     scale_columns = a.format.scale_columns(a.num_columns)
+    check_flag("a.scales_in_record", a.scales_in_record)
     if a.scales_in_record:
         _check_scales_in_record(a, scale_columns)
     elif a.format.swizzled:
@@ -87,6 +108,8 @@ def check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None:
         _check_scales(a, "[*, {}, {}, {}, {}]", (ceil_div(scale_columns, 4), 32, 4, 4))
     elif a.format.scale_dtype is not None:
         _check_scales(a, "[*, {}]", (scale_columns,), at_least=a.capacity)
+    elif a.scales is not None:
+        raise ValueError(f"a.scales: expected None for {a.format.name}, got {type(a.scales).__name__}")
 
 
 def _check(a: GroupedRows, name: str, tensor: torch.Tensor | None, dtype: torch.dtype, size: int) -> None:
@@ -128,6 +151,9 @@ def check_out(
 ) -> torch.Tensor:
     """`out`, or an uninitialized `[capacity, N]`. Raises `ValueError` naming the argument."""
     if out is not None:
+        check_no_grad("out", check_is_tensor("out", out))
+        if out.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError("out: expected a tensor made outside of the inference mode, or a call inside of it")
         out_dtype = out.dtype
     if out_dtype not in OUT_DTYPES:
         raise ValueError(f"{'out_dtype' if out is None else 'out'}: expected one of {OUT_DTYPES}, got {out_dtype}")

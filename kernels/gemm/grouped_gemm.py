@@ -198,12 +198,13 @@ def _grouped_gemm_kernel(
             SCALES_PER_EXPERT,
             ORDER,
         )
-        h = swiglu_tile(c, up, ACTIVATION[0], ACTIVATION[1], ACTIVATION[2])
+        c = swiglu_tile(c, up, ACTIVATION[0], ACTIVATION[1], ACTIVATION[2])
+    if GATED and OUT_FMT != CODE_BF16:
         out_scale_row = position
         if OUT_SWIZZLED:
             out_scale_row = dense_scale_rows(out_scale_offsets_ptr, group, start, local)
         store_quantized(
-            out_ptr, out_scales_ptr, out_gsf_ptr, position, out_scale_row, row_ok, tile_n, columns, h, OUT_FMT
+            out_ptr, out_scales_ptr, out_gsf_ptr, position, out_scale_row, row_ok, tile_n, columns, c, OUT_FMT
         )
     else:
         store_plain(out_ptr, position, row_ok, n, n_ok, out_stride, c)
@@ -335,7 +336,7 @@ def grouped_gemm_swiglu(
         return out
     scales = None if out.scales is None else raw_bits(out.scales)
     target = (raw_bits(out.rows), scales, gsf, out.group_scale_offsets)
-    _launch(a, raw, plan, out.num_columns, target, 0, int(out.format.code), activation)
+    _launch(a, raw, plan, out.num_columns, target, out.num_columns, int(out.format.code), activation)
     return out
 
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 
 from moe_runtime.kernels import nvrtc
-from moe_runtime.kernels.formats.number_formats import ScaleLayout, ceil_div
+from moe_runtime.kernels.formats.number_formats import BF16, ScaleLayout, ceil_div
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.gemm import dequant_gemm, op_reference, plan, tma_gemm
 from moe_runtime.kernels.gemm.grouped_gemm import _grouped_gemm_kernel, tile_options
@@ -32,7 +32,8 @@ def plan_op(p: OpProblem, out: torch.Tensor, engine: str) -> GemmPlan:
     if cuda and isinstance(p.b, PrepackedWeights):
         aligned = dequant_gemm.fits(p.a.quants, p.format, out, p.num_groups)
     elif cuda and isinstance(p.b, ScaledOperand):
-        aligned = tma_gemm.aligned(p.a.quants, p.b.quants, out)
+        # Hopper's kernel needs whole blocks along K.
+        aligned = tma_gemm.aligned(p.a.quants, p.b.quants, out) and p.num_columns % p.block == 0
         # Transposing allocates new memory, except for a weight with one block of rows, whose scales stay in place.
         copied = p.a.layout is ScaleLayout.MN_MAJOR
         scales_aligned = (copied or p.a.scales.data_ptr() % 16 == 0) and (
@@ -53,6 +54,7 @@ def plan_op(p: OpProblem, out: torch.Tensor, engine: str) -> GemmPlan:
             groups=p.num_groups,
             active_groups=p.num_groups,
             prepacked=isinstance(p.b, PrepackedWeights),
+            out_format=None if p.activation is None else BF16,
             aligned=aligned,
             scales_aligned=scales_aligned,
             operation=True,
@@ -64,7 +66,10 @@ def plan_op(p: OpProblem, out: torch.Tensor, engine: str) -> GemmPlan:
 
 
 def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> None:
-    """Fill `out` `[R, N]`, bf16, fp16 or fp32; rows that no active group with an expert owns are not written."""
+    """Fill `out` `[R, N]`, bf16, fp16 or fp32; with an activation `[R, N / 2]` in bf16.
+
+    Rows that no active group with an expert owns are not written.
+    """
     p, plan = problem, plan_op(problem, out, engine)
     if isinstance(p.b, PrepackedWeights):
         assert plan.kernel is GemmKernel.DEQUANT
@@ -80,6 +85,7 @@ def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> N
         _tma_gemm(p, p.b, out, plan)
         return
     assert plan.triton is not None
+    f = p.activation
     a, b = (raw_bits(t) if INTERPRET else t for t in (p.a.quants, p.b.quants))
     _grouped_gemm_kernel[(plan.blocks,)](
         a,
@@ -101,7 +107,7 @@ def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> N
         p.num_groups,
         p.num_experts,
         p.num_rows,
-        p.num_outputs,
+        out.shape[1],
         p.num_columns,
         a.stride(0),
         out.stride(0),
@@ -115,9 +121,9 @@ def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> N
         SCALE_BLOCK=p.block,
         ROWS_PER_SCALE=p.rows_per_scale,
         E5M2=p.a.quants.dtype == torch.float8_e5m2,
-        ORDER=0,
+        ORDER=0 if f is None else f.order.code,
         SCALES_PER_EXPERT=0 if p.expert_scales is None else 1,
-        ACTIVATION=None,
+        ACTIVATION=None if f is None else (f.alpha, f.limit, f.up_offset),
         **tile_options(plan.triton, plan.native, p.num_groups, p.num_columns),
     )
 
@@ -144,8 +150,23 @@ def _tma_gemm(p: OpProblem, b: ScaledOperand, out: torch.Tensor, plan: GemmPlan)
     columns, blocks = p.num_columns // 128, ceil_div(p.num_outputs, 128)
     a_scales, b_scales = p.a.scales, b.scales
     if p.a.layout is ScaleLayout.MN_MAJOR:
-        a_scales = a_scales.view(columns, -1)[:, : p.num_rows].T.contiguous()
+        a_scales = a_scales.view(columns, -1)[:, _scale_columns(p)].T.contiguous()
         b_scales = b_scales.view(p.num_experts, columns, blocks).transpose(1, 2).contiguous()
     rows = _grouped_rows(p, a_scales.view(-1, columns))
     w = ExpertWeights(p.format, b.quants, b_scales.view(p.num_experts, blocks, columns))
-    tma_gemm.multiply(rows, w, out, plan)
+    if p.activation is None:
+        tma_gemm.multiply(rows, w, out, plan)
+    else:
+        result = replace(rows, format=BF16, rows=out, scales=None, num_columns=out.shape[1])
+        tma_gemm.multiply_swiglu(rows, w, p.activation, result, plan)
+
+
+def _scale_columns(p: OpProblem) -> slice | torch.Tensor:
+    """The columns of `MN_MAJOR` scales that belong to the rows, in the order of the rows."""
+    if p.scale_offsets is None:
+        return slice(p.num_rows)
+    assert p.a.ld is not None
+    row = torch.arange(p.num_rows, dtype=torch.int32, device=p.a.quants.device)
+    group = torch.searchsorted(p.group_offsets[1:], row, right=True).clamp(max=p.num_groups - 1)
+    # Rows that no group owns have no scales.
+    return (row + (p.scale_offsets - p.group_offsets[:-1])[group]).clamp(0, p.a.ld - 1)

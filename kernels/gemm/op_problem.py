@@ -11,6 +11,7 @@ import torch
 
 from moe_runtime.kernels.formats.number_formats import ScaleLayout, TokenFormat
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
+from moe_runtime.kernels.gemm.weights import SwiGLU
 
 
 @dataclass(frozen=True)
@@ -32,7 +33,7 @@ class ScaledOperand:
 
 @dataclass(frozen=True)
 class OpProblem:
-    """`out[rows of group] = (a[rows of group] @ b[expert]^T) * expert_scales[expert]`.
+    """`out[rows of group] = (a[rows of group] @ b[expert]^T) * expert_scales[expert]`, then the activation.
 
     Attributes:
         format: format of both operands (e5m2 quants count as `fp8_block`).
@@ -40,7 +41,7 @@ class OpProblem:
         b: weights. Only Hopper GPUs support prepacked weights.
         group_offsets: int32 `[>= num_groups + 1]`.
         scale_offsets: int32 `[>= num_groups]`: the shift of `dense_128` for swizzled scales, the first scale row for
-            `PACKED` ones; None for `unpadded` ones.
+            `PACKED` ones and for `MN_MAJOR` ones by `closed_form_4`; None for `unpadded` ones.
         expert_ids: int32 `[>= num_groups]`; an id outside `0 .. E-1` skips the group.
         num_groups: groups that may be active.
         num_active: how many of these are active, one int32 on the device; None means all.
@@ -49,6 +50,7 @@ class OpProblem:
         block: values of K that share a scale.
         rows_per_scale: rows that share a scale of `a`, for `unpadded` scales.
         max_tile_n: largest tile along N.
+        activation: combines gate and up among the `N` rows of raw weights into `N / 2` columns; None for plain results.
     """
 
     format: TokenFormat
@@ -64,6 +66,7 @@ class OpProblem:
     block: int
     rows_per_scale: int = 1
     max_tile_n: int = 128
+    activation: SwiGLU | None = None
 
     @property
     def num_rows(self) -> int:

@@ -85,11 +85,11 @@ def row_scale_rows(offsets_ptr, group, start, local, LAYOUT: tl.constexpr, ROWS_
     """int64 scale rows of rows `local` of a group, by the convention of the scale layout.
 
     `offsets_ptr` holds one number per group: the shift of `dense_128` for `SWIZZLED` scales, the first scale row for
-    `PACKED` ones. For `unpadded` scales it is not read.
+    `PACKED` ones and for others that are padded. For `unpadded` scales it is None.
     """
     if LAYOUT == SWIZZLED:
         scale_row = dense_scale_rows(offsets_ptr, group, start, local)
-    elif LAYOUT == PACKED:
+    elif offsets_ptr is not None:
         scale_row = tl.load(offsets_ptr + group).to(tl.int64) + local
     elif ROWS_PER_SCALE == 1:
         scale_row = (start + local).to(tl.int64)

@@ -70,13 +70,14 @@ def choose_tile(n: int, a_format: TokenFormat, *, out_block: int = 0, native: Na
     return GemmTile(block_m, block_n, block_k, num_warps, num_stages=2 if gated else 3)
 
 
-def choose_op_tile(n: int, fmt: TokenFormat, max_tile_n: int, native: bool = False) -> GemmTile:
+def choose_op_tile(n: int, fmt: TokenFormat, max_tile_n: int, native: bool = False, gated: bool = False) -> GemmTile:
     """The tile of a layer's GEMM, at most `max_tile_n` wide. The width does not change the order of sums along K.
 
-    Block-scaled MMA on sm_100 needs 128 rows. Two stages of MXFP8 fit into the 99 KiB of sm_120.
+    Block-scaled MMA on sm_100 needs 128 rows. Two stages of MXFP8 fit into the 99 KiB of sm_120, `gated` ones with half
+    of the columns, since each has a gate and an up.
     """
-    tile = choose_tile(n, fmt)
-    tile = replace(tile, block_n=min(tile.block_n, max_tile_n))
+    tile = choose_tile(n, fmt, out_block=BF16.block if gated else 0)
+    tile = replace(tile, block_n=min(tile.block_n, max_tile_n // 2 if native and gated else max_tile_n))
     return replace(tile, block_m=128, num_stages=2) if native else tile
 
 
@@ -372,7 +373,7 @@ def _plan_tma(p: GemmProblem) -> GemmPlan:
 def _plan_triton(p: GemmProblem) -> GemmPlan:
     if p.operation:
         native = NativeForm.AS_STORED if has_native_mma(p.weight_format, p.capability) else NativeForm.NONE
-        tile = choose_op_tile(p.columns, p.token_format, p.max_tile_n, bool(native))
+        tile = choose_op_tile(p.columns, p.token_format, p.max_tile_n, bool(native), p.out_format is not None)
     else:
         native = native_form(p.token_format, p.weight_format, p.capability)
         out_block = 0 if p.out_format is None else p.out_format.block

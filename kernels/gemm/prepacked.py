@@ -8,7 +8,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from moe_runtime.kernels.formats.number_formats import NVFP4, TokenFormat
+from moe_runtime.comm.arguments import check_device, check_integer, check_is_tensor, check_kind
+from moe_runtime.kernels.formats.number_formats import MAX_COLUMNS, NVFP4, TokenFormat, weight_format_named
 from moe_runtime.kernels.formats.swizzle import swizzle_scales, unswizzle_scales
 from moe_runtime.kernels.gemm.dequant_layout import (
     DEQUANT_FORMATS,
@@ -62,9 +63,16 @@ class PrepackedWeights:
     arch: ClassVar[int] = 90
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "format", weight_format_named(self.format))
         if self.format not in DEQUANT_FORMATS:
             names = ", ".join(fmt.name for fmt in DEQUANT_FORMATS)
             raise ValueError(f"format: expected one of {names}, got {self.format.name}")
+        check_integer("num_rows", self.num_rows)
+        check_integer("num_columns", self.num_columns, high=MAX_COLUMNS)
+        if self.gate_up is not None:
+            object.__setattr__(self, "gate_up", GateUpOrder.of(self.gate_up))
+        if check_is_tensor("units", self.units).ndim != 5:
+            raise ValueError(f"units: expected five dimensions, got shape {list(self.units.shape)}")
         experts = int(self.units.shape[0])
         sizes = (experts, *units_shape(self.num_rows, self.num_columns, self.format))
         self._check("units", self.units, torch.uint8, (sizes,))
@@ -81,7 +89,11 @@ class PrepackedWeights:
     ) -> None:
         if tensor is None:
             return
-        if tuple(tensor.shape) not in shapes or tensor.dtype != dtype or not tensor.is_contiguous():
+        if (
+            tuple(check_is_tensor(name, tensor).shape) not in shapes
+            or tensor.dtype != dtype
+            or not tensor.is_contiguous()
+        ):
             expected = " or ".join(str(list(shape)) for shape in shapes)
             raise ValueError(f"{name}: expected contiguous {dtype} {expected}, got {tensor.dtype} {list(tensor.shape)}")
         if tensor.device != self.units.device:
@@ -94,6 +106,7 @@ class PrepackedWeights:
         Waits for the device. Raises `ValueError` for other formats than these three, and one that names `argument` for
         `nvfp4` block scales that are negative or NaN.
         """
+        check_kind("w", w, ExpertWeights)
         if w.format not in DEQUANT_FORMATS:
             names = ", ".join(fmt.name for fmt in DEQUANT_FORMATS)
             raise ValueError(f"w.format: expected one of {names}, got {w.format.name}")
@@ -117,8 +130,9 @@ class PrepackedWeights:
     @staticmethod
     def wanted(w: ExpertWeights, engine: str = "auto") -> bool:
         """Whether the GEMM is faster with `w` prepacked: engine `cuda`, format and number of experts allow it."""
+        check_kind("w", w, ExpertWeights)
         can = w.format in DEQUANT_FORMATS and w.num_experts <= MAX_PREPACKED_EXPERTS
-        return can and resolve_engine(engine, w.device) == "cuda"
+        return resolve_engine(engine, w.device) == "cuda" and can
 
     def expert(self, expert: int) -> PrepackedWeights:
         """The weights of one expert. Raises `ValueError` if it is out of range."""
@@ -166,7 +180,8 @@ class PrepackedWeights:
 
     def to(self, device: torch.device | str) -> PrepackedWeights:
         """The same weights on `device`."""
-        return self._each(lambda t: t.to(device))
+        place = check_device("device", device)
+        return self._each(lambda t: t.to(place))
 
     @property
     def _tensors(self) -> dict[str, torch.Tensor]:

@@ -67,7 +67,7 @@ def multiply(a: GroupedRows, w: ExpertWeights, out: torch.Tensor, plan: GemmPlan
 def multiply_swiglu(a: GroupedRows, w: ExpertWeights, activation: SwiGLU, out: GroupedRows, plan: GemmPlan) -> None:
     """`grouped_gemm_swiglu` of checked operands into `out`."""
     code = 0 if out.scales is None else 3
-    _launch(a, w, plan, out.num_columns, out.rows, out.num_columns, out.scales, code, activation)
+    _launch(a, w, plan, out.num_columns, out.rows, out.rows.stride(0), out.scales, code, activation)
 
 
 class _Extras(ctypes.Structure):

@@ -6,13 +6,13 @@ fp32 accumulator. `E` experts, `N x K` the weight of one, `I` rows of gate (and 
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from enum import StrEnum
+from typing import NoReturn
 
 import torch
 
-from moe_runtime.comm.arguments import check_is_tensor
+from moe_runtime.comm.arguments import check_device, check_is_tensor, check_number, describe
 from moe_runtime.kernels.formats.number_formats import (
     FP8_BLOCK,
     WEIGHT_BLOCK_N,
@@ -24,6 +24,7 @@ from moe_runtime.kernels.formats.number_formats import (
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.formats.reference_quantize import quantize_fp8_blocks, token_gsf
 from moe_runtime.kernels.formats.swizzle import swizzle_scales, unswizzle_scales
+from moe_runtime.kernels.runtime import resolve_engine
 
 
 class GateUpOrder(StrEnum):
@@ -37,8 +38,15 @@ class GateUpOrder(StrEnum):
     INTERLEAVED = "interleaved"
 
     @classmethod
-    def _missing_(cls, value: object) -> None:
-        raise ValueError(f"order of gate and up: expected one of {[order.value for order in cls]}, got {value!r}")
+    def of(cls, value: object) -> GateUpOrder:
+        """The order called `value`. Raises `ValueError` for anything else, arrays too, which an enum would compare."""
+        return cls(value) if isinstance(value, str) else cls._missing_(value)
+
+    @classmethod
+    def _missing_(cls, value: object) -> NoReturn:
+        raise ValueError(
+            f"order of gate and up: expected one of {[order.value for order in cls]}, got {describe(value)}"
+        )
 
     @property
     def code(self) -> int:
@@ -77,13 +85,13 @@ class SwiGLU:
     up_offset: float = 0.0
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "order", GateUpOrder(self.order))
-        for name in ("alpha", "up_offset"):
-            value = getattr(self, name)
-            if not (isinstance(value, (int, float)) and math.isfinite(value)):
-                raise ValueError(f"{name}: expected a finite number, got {value!r}")
-        if self.limit is not None and not (isinstance(self.limit, (int, float)) and self.limit > 0):
-            raise ValueError(f"limit: expected a positive number or None, got {self.limit!r}")
+        object.__setattr__(self, "order", GateUpOrder.of(self.order))
+        check_number("alpha", self.alpha)
+        check_number("up_offset", self.up_offset)
+        limit = self.limit
+        is_number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
+        if limit is not None and not (is_number and limit > 0):
+            raise ValueError(f"limit: expected a positive number or None, got {describe(limit)}")
 
 
 def scales_shape(fmt: TokenFormat, num_experts: int, num_rows: int, num_columns: int) -> tuple[int, ...] | None:
@@ -96,8 +104,8 @@ def scales_shape(fmt: TokenFormat, num_experts: int, num_rows: int, num_columns:
 
 def one_of(expert: int, num_experts: int) -> slice:
     """The slice that selects `expert` among `num_experts`. Raises `ValueError` if it is out of range."""
-    if not 0 <= expert < num_experts:
-        raise ValueError(f"expert: expected 0 .. {num_experts - 1}, got {expert}")
+    if type(expert) is not int or not 0 <= expert < num_experts:
+        raise ValueError(f"expert: expected 0 .. {num_experts - 1}, got {describe(expert)}")
     return slice(expert, expert + 1)
 
 
@@ -133,7 +141,7 @@ class ExpertWeights:
     def __post_init__(self) -> None:
         object.__setattr__(self, "format", weight_format_named(self.format))
         if self.gate_up is not None:
-            object.__setattr__(self, "gate_up", GateUpOrder(self.gate_up))
+            object.__setattr__(self, "gate_up", GateUpOrder.of(self.gate_up))
         if check_is_tensor("quants", self.quants).ndim != 3:
             raise ValueError(f"quants: expected [E, N, columns], got shape {list(self.quants.shape)}")
         self._check("quants", self.quants, self.quants.shape, self.format.quant_dtype)
@@ -180,6 +188,7 @@ class ExpertWeights:
 
     def to(self, device: torch.device | str) -> ExpertWeights:
         """The same weights on `device`."""
+        device = check_device("device", device)
         scales, expert_scales, bias = (
             None if t is None else t.to(device) for t in (self.scales, self.expert_scales, self.bias)
         )
@@ -216,7 +225,7 @@ class ExpertWeights:
         Raises `ValueError` for a wrong shape or dtype and for sizes that are not whole blocks of the format.
         """
         fmt = weight_format_named(fmt)
-        order = (GateUpOrder.GATE_UP if gate_up else None) if isinstance(gate_up, bool) else GateUpOrder(gate_up)
+        order = (GateUpOrder.GATE_UP if gate_up else None) if isinstance(gate_up, bool) else GateUpOrder.of(gate_up)
         if check_is_tensor("w", w_ENK).ndim != 3:
             raise ValueError(f"w: expected [E, N, K], got shape {list(w_ENK.shape)}")
         if w_ENK.dtype not in (torch.bfloat16, torch.float32):
@@ -225,6 +234,9 @@ class ExpertWeights:
         unit = 8 if order is None else 16
         if w_ENK.shape[1] <= 0 or w_ENK.shape[1] % unit:
             raise ValueError(f"N of w: expected a positive multiple of {unit}, got {w_ENK.shape[1]}")
+        if bias is not None and not check_is_tensor("bias", bias).is_floating_point():
+            raise ValueError(f"bias: expected floats, got {bias.dtype}")
+        resolve_engine(engine, w_ENK.device)
         w_ENK = w_ENK.detach().contiguous()
         bias = None if bias is None else bias.detach().float().contiguous()
         if fmt.scale_dtype is None:
@@ -236,6 +248,7 @@ class ExpertWeights:
 
     def dequantize(self, *, engine: str = "auto") -> torch.Tensor:
         """fp32 `[E, N, K]`: `(quant * block scale) * expert scale`, in that order; without the bias."""
+        resolve_engine(engine, self.device)
         experts, rows, columns = self.num_experts, self.num_rows, self.num_columns
         if self.scales is None:
             w_ENK = self.quants.float()

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.comm.arguments import check_integer, check_is_tensor, check_no_grad
+from moe_runtime.comm.arguments import (
+    FP32,
+    check_integer,
+    check_is_tensor,
+    check_kind,
+    check_no_grad,
+    describe,
+)
 from moe_runtime.comm.signals import COUNT_BITS
 from moe_runtime.config import MAX_EXPERTS, ModeName, resolve_mode
 from moe_runtime.context.expert_parallel import ExpertParallelContext
@@ -39,6 +46,7 @@ def exchange_geometry(
         raise ValueError(f"num_experts: expected at most {MAX_EXPERTS} (ids travel as u16), got {num_experts}")
     if top_k > num_experts:
         raise ValueError(f"top_k: expected at most num_experts = {num_experts}, got {top_k}")
+    check_kind("mode", mode, str)
     rows = resolve_mode(mode, max_tokens_per_rank, fmt.name)
     fmt.check_columns(hidden_size, "hidden_size")
     wire.check_columns(hidden_size, "hidden_size")
@@ -52,13 +60,13 @@ def exchange_geometry(
         )
     worst = worst_case_rows(num_experts, context.world_size, top_k, max_tokens_per_rank)
     if expert_row_capacity is not None:
-        check_integer("expert_row_capacity", expert_row_capacity)
+        check_integer("expert_row_capacity", expert_row_capacity, high=2**31 - 1)
     if num_sms is not None:
-        check_integer("num_sms", num_sms)
+        check_integer("num_sms", num_sms, high=2**31 - 1)
     if input_scale is not None:
         is_number = isinstance(input_scale, (int, float)) and not isinstance(input_scale, bool)
-        if not (is_number and fmt.has_row_scale and 0 < input_scale < float("inf")):
-            raise ValueError(f"input_scale: expected a positive number, with nvfp4 tokens, got {input_scale!r}")
+        if not (is_number and fmt.has_row_scale and FP32.tiny <= input_scale <= FP32.max):
+            raise ValueError(f"input_scale: expected a positive number, with nvfp4 tokens, got {describe(input_scale)}")
     return ExchangeGeometry(
         rank=context.rank,
         world_size=context.world_size,

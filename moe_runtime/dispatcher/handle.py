@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from moe_runtime.comm.arguments import check_kind
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeBackend, RecvBuffers
 from moe_runtime.kernels.formats.number_formats import ceil_div
@@ -138,6 +139,7 @@ class CombineSink:
     """
 
     def __init__(self, handle: DispatchHandle) -> None:
+        check_kind("handle", handle, DispatchHandle)
         geometry = handle.geometry
         self.handle = handle
         self.rows = torch.empty(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.config import ModeName, MoELayerConfig
+from moe_runtime.comm.arguments import check_flag, check_integer, check_kind
+from moe_runtime.config import MAX_EXPERTS, ModeName, MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import collective_step
 from moe_runtime.context.threads import by_one_thread
@@ -58,8 +59,9 @@ class TokenDispatcher:
         input_scale: float | None = None,
         agreed: bool = False,
     ) -> None:
-        if not isinstance(context, ExpertParallelContext):
-            raise ValueError(f"context: expected an ExpertParallelContext, got {type(context).__name__}")
+        check_kind("context", context, ExpertParallelContext)
+        check_flag("agreed", agreed)
+        context.check()
         self.context = context
         self.geometry = geometry = exchange_geometry(
             context,
@@ -82,7 +84,7 @@ class TokenDispatcher:
         self._gsf: torch.Tensor | None = None
         if input_scale is not None:
             one = torch.ones(1, dtype=torch.float32, device=device)
-            self._gsf = (one / torch.full_like(one, input_scale)).clamp(max=MAX_ENCODE_SCALE)
+            self._gsf = (one / torch.full_like(one, float(input_scale))).clamp(max=MAX_ENCODE_SCALE)
         arguments = {
             "hidden_size": hidden_size,
             "num_experts": num_experts,
@@ -112,6 +114,10 @@ class TokenDispatcher:
 
         With a placement there are `num_slots` instead of its experts.
         """
+        check_kind("config", config, MoELayerConfig)
+        if max_tokens is not None:
+            check_integer("max_tokens", max_tokens, high=config.max_tokens_per_rank)
+        _check_slots(num_slots)
         return cls(
             context,
             hidden_size=config.hidden_size,
@@ -140,6 +146,8 @@ class TokenDispatcher:
         A step may take any that is large enough for its tokens, and all ranks must take the same. The layer compares
         `config` and `num_slots` between ranks.
         """
+        check_kind("config", config, MoELayerConfig)
+        _check_slots(num_slots)
         # The largest first: memory that suffices for it suffices for all.
         of_size = {
             size: cls.from_config(context, config, max_tokens=size, num_slots=num_slots, mode=mode, agreed=True)
@@ -384,7 +392,14 @@ class TokenDispatcher:
 
 def _scales_in_record(asked: bool, leave_scales: bool | None) -> bool:
     """What the caller asked for, by the new or by the old name of the argument."""
+    check_flag("scales_in_record", asked)
     if leave_scales is None:
         return asked
     warn_renamed("leave_scales", "scales_in_record")
+    check_flag("leave_scales", leave_scales)
     return leave_scales
+
+
+def _check_slots(num_slots: int | None) -> None:
+    if num_slots is not None:
+        check_integer("num_slots", num_slots, high=MAX_EXPERTS)

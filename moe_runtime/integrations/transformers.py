@@ -21,6 +21,7 @@ from moe_runtime.build import context_from_config
 from moe_runtime.checkpoints.checkpoint import Checkpoint
 from moe_runtime.checkpoints.families import family_of, layer_config
 from moe_runtime.checkpoints.loading import ExpertTensors
+from moe_runtime.comm.arguments import check_kind
 from moe_runtime.comm.errors import reason_of
 from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
 from moe_runtime.context.expert_parallel import ExpertParallelContext
@@ -93,6 +94,9 @@ def apply_expert_parallel(
         ValueError: a model or an argument that does not fit; peers get `PeerAbortedError`. A refused model is
             unchanged. If `experts` or a peer fails later, the blocks filled before have lost their experts.
     """
+    check_kind("model", model, nn.Module)
+    if mesh is not None:
+        check_kind("mesh", mesh, (DeviceMesh, dist.ProcessGroup))
     if device is None:
         device = next((parameter.device for parameter in model.parameters()), torch.device("cpu"))
     context = context_from_config(ParallelConfig() if parallel is None else parallel, mesh, device)
@@ -150,6 +154,7 @@ class ExpertParallel:
     """
 
     def __init__(self, context: ExpertParallelContext) -> None:
+        check_kind("context", context, ExpertParallelContext)
         self.context = context
         self.layers: list[MoELayer] = []
         self.decoder_layers: list[int] = []
@@ -184,6 +189,8 @@ class ExpertParallel:
         wanted: dict[int, Placement] = {}
         problem: BaseException | None = None
         try:
+            if placement is None:
+                raise ValueError("placement: expected a Placement or a mapping from decoder layer, got None")
             wanted = _by_layer(placement, self.decoder_layers)
             for number, layer in zip(self.decoder_layers, self.layers, strict=True):
                 if number in wanted:
@@ -357,7 +364,8 @@ def _config_of(
         stated = {key: getattr(plain, key) for key in plain.model_fields_set}
         made = experts.layer_config(number, **stated | settings)
     else:
-        formats = {"token_format": settings["token_format"] or "bf16"}
+        asked = settings["token_format"]
+        formats = {"token_format": "bf16" if asked is None else asked}
         made = layer_config(model_config, source="model.config", **settings | formats)
     alone: MoELayerConfig = made.replace(shared_expert=None)
     return alone

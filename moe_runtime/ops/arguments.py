@@ -7,7 +7,7 @@ which makes a GPU wait: operations call them under `validate` only.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -153,6 +153,14 @@ def make_output(out: object, out_dtype: object, dtypes: Sequence[torch.dtype], o
     if out_dtype is not None and out.dtype != out_dtype:
         raise ValueError(f"out_dtype: expected {out.dtype} as out, got {out_dtype}")
     return out
+
+
+def check_gated(is_gated: object, o: Operands) -> Operands:
+    """The sizes of the result: `N / 2` columns if `is_gated`, for which N must be even."""
+    check_choice("is_gated", is_gated, (True, False))
+    if not is_gated:
+        return o
+    return replace(o, n=check_multiple("b", o.n, 2, "N with is_gated") // 2)
 
 
 def check_multiple(name: str, size: int, unit: int, letter: str) -> int:

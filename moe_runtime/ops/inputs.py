@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.comm.arguments import check_is_tensor, check_no_grad
+from moe_runtime.comm.arguments import check_is_tensor, check_no_grad, describe
 from moe_runtime.kernels.formats import reference_quantize as rq
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, MXFP8, NVFP4, FormatCode, QuantizedRows, ceil_div
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.runtime import resolve_engine
+from moe_runtime.ops.arguments import check_choice, check_device
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -37,7 +38,8 @@ def nvfp4_encode_scale(x: torch.Tensor) -> torch.Tensor:
     >>> nvfp4_encode_scale(torch.tensor([[-42.0, 3.0]]))
     tensor([64.])
     """
-    check_no_grad("x", check_is_tensor("x", x))
+    _check_dtype("x", x, (torch.bfloat16, torch.float16, torch.float32, torch.float64))
+    check_no_grad("x", x)
     numbers = x.float()
     return rq.token_gsf(numbers.abs().amax().reshape(1) if x.numel() else numbers.new_zeros(1))
 
@@ -51,6 +53,8 @@ def quantize_nvfp4(
     take as `alpha` or `expert_scales` is `1 / (gsf of a * gsf of b)`.
     """
     _check_floats(x, 16)
+    if isinstance(gsf, torch.Tensor):
+        check_is_tensor("gsf", gsf)
     if gsf is None:
         raise ValueError("gsf: expected a number or fp32 tensor, got None")
     k = x.shape[-1]
@@ -74,11 +78,11 @@ def dequantize_nvfp4(
     `decode_scale` is `1 / gsf`: a number, one fp32, for `[E, N, K]` one fp32 for each expert, or an fp32 tensor with as
     many dimensions as `q` that broadcasts to the result, such as `[R, 1]`; None means 1.
     """
-    _check_dtype("q", q, (torch.uint8,))
+    _check_quants(q, (torch.uint8,))
     columns = q.shape[-1]
     shape = (*q.shape[:-1], 2 * columns)
     factor = None if decode_scale is None else _decode_scale(decode_scale, shape, q.device)
-    linear = _linear(scales, (*q.shape[:-1], columns // 8), (torch.float8_e4m3fn, torch.uint8))
+    linear = _linear(scales, (*q.shape[:-1], columns // 8), (torch.float8_e4m3fn, torch.uint8), q.device)
     linear = linear.view(torch.float8_e4m3fn).reshape(-1, columns // 8).contiguous()
     quants = q.reshape(-1, columns).contiguous()
     ones = torch.ones(quants.shape[0], dtype=torch.float32, device=q.device)
@@ -88,10 +92,13 @@ def dequantize_nvfp4(
 
 def _decode_scale(scale: object, shape: tuple[int, ...], device: torch.device) -> float | torch.Tensor:
     """What a result of `shape` is multiplied by."""
-    if isinstance(scale, int | float):
-        return scale
+    if isinstance(scale, int | float) and not isinstance(scale, bool):
+        if abs(scale) > torch.finfo(torch.float32).max:
+            raise ValueError(f"decode_scale: expected a number that fp32 holds, got {describe(scale)}")
+        return float(scale)
     if not isinstance(scale, torch.Tensor):
         raise ValueError(f"decode_scale: expected a number, an fp32 tensor or None, got {type(scale).__name__}")
+    check_is_tensor("decode_scale", scale)
     if scale.dtype == torch.float32 and scale.device == device:
         if scale.numel() == 1:
             return scale.reshape(())
@@ -132,9 +139,9 @@ def quantize_mxfp8(
 
 def dequantize_mxfp8(q: torch.Tensor, scales: torch.Tensor, granularity_k: int = 32) -> torch.Tensor:
     """fp32 `[..., K]` of e4m3 quants and UE8M0 bytes `[..., ceil(K / granularity_k)]`."""
-    _check_dtype("q", q, (MXFP8.quant_dtype,))
+    _check_quants(q, (MXFP8.quant_dtype,))
     block, k = _check_granularity_k(granularity_k), q.shape[-1]
-    linear = _linear(scales, (*q.shape[:-1], ceil_div(k, block)), (torch.uint8,))
+    linear = _linear(scales, (*q.shape[:-1], ceil_div(k, block)), (torch.uint8,), q.device)
     return q.float() * rq.e8m0_to_f32(linear).repeat_interleave(block, -1)[..., :k]
 
 
@@ -147,7 +154,7 @@ def quantize_fp8(
     block that is not finite gets scale NaN and quants 0.
     """
     _check_floats(x, 128)
-    _check_dtype("dtype", dtype, FP8_DTYPES)
+    check_choice("dtype", dtype, FP8_DTYPES)
     gm = _check_granularity_mn(granularity_mn)
     quants, scales = rq.quantize_fp8_blocks(x.float() if x.ndim == 3 else x.float()[None], gm, dtype)
     return (quants, scales) if x.ndim == 3 else (quants[0], scales[0])
@@ -158,7 +165,7 @@ def dequantize_fp8(q: torch.Tensor, scales: torch.Tensor, granularity_mn: int = 
     _check_dtype("q", q, FP8_DTYPES)
     _check_shape("q", q, FP8_BLOCK.block)
     gm, m, block = _check_granularity_mn(granularity_mn), q.shape[-2], FP8_BLOCK.block
-    linear = _linear(scales, (*q.shape[:-2], ceil_div(m, gm), q.shape[-1] // block), (torch.float32,))
+    linear = _linear(scales, (*q.shape[:-2], ceil_div(m, gm), q.shape[-1] // block), (torch.float32,), q.device)
     return q.float() * linear.repeat_interleave(gm, -2)[..., :m, :].repeat_interleave(block, -1)
 
 
@@ -177,26 +184,34 @@ def _check_shape(name: str, x: torch.Tensor, unit: int) -> None:
         raise ValueError(f"{name}: expected [R, K] or [E, N, K], K a positive multiple of {unit}, got {list(x.shape)}")
 
 
-def _check_dtype(name: str, value: torch.Tensor | torch.dtype, allowed: tuple[torch.dtype, ...]) -> None:
-    dtype = value.dtype if isinstance(value, torch.Tensor) else value
-    if dtype not in allowed:
-        raise ValueError(f"{name}: expected {' or '.join(map(str, allowed))}, got {dtype}")
+def _check_dtype(name: str, tensor: torch.Tensor, allowed: tuple[torch.dtype, ...]) -> None:
+    check_device(name, tensor)
+    if tensor.dtype not in allowed:
+        raise ValueError(f"{name}: expected {' or '.join(map(str, allowed))}, got {tensor.dtype}")
 
 
 def _check_granularity_k(block: int) -> int:
-    if block not in (32, 128):
-        raise ValueError(f"granularity_k: expected 32 or 128, got {block}")
+    check_choice("granularity_k", block, (32, 128))
     return block
 
 
 def _check_granularity_mn(rows: int) -> int:
-    if rows not in (1, 128):
-        raise ValueError(f"granularity_mn: expected 1 or 128, got {rows}")
+    check_choice("granularity_mn", rows, (1, 128))
     return rows
 
 
-def _linear(scales: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...]) -> torch.Tensor:
+def _check_quants(q: torch.Tensor, dtypes: tuple[torch.dtype, ...]) -> None:
+    _check_dtype("q", q, dtypes)
+    if q.ndim == 0:
+        raise ValueError("q: expected [..., K], got a tensor without dimensions")
+
+
+def _linear(
+    scales: torch.Tensor, shape: tuple[int, ...], dtypes: tuple[torch.dtype, ...], device: torch.device
+) -> torch.Tensor:
     _check_dtype("scales", scales, dtypes)
+    if scales.device != device:
+        raise ValueError(f"scales: expected device {device}, got {scales.device}")
     if tuple(scales.shape) != shape:
         raise ValueError(f"scales: expected shape {list(shape)}, got {list(scales.shape)}")
     return scales

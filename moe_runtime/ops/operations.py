@@ -13,7 +13,8 @@ would wait for the device. Unchecked, an expert id out of range counts as -1; ot
 fault.
 Arguments that only steer Blackwell hardware are checked as there and change nothing, but for `tile_n` with raw weights.
 
-Empty groups, zero rows and zero groups are legal. Rows of the output that no active group owns are not written.
+Empty groups, zero rows and zero groups are legal. Rows of the output that no active group owns are not written. An
+output that shares memory with an input is refused.
 
 Where the scales of each group start differs between the operations, and two conventions look alike but are not. For
 groups of 100, 200 and 100 rows, these are the first 128-row blocks of each group:
@@ -27,8 +28,11 @@ groups of 100, 200 and 100 rows, these are the first 128-row blocks of each grou
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import torch
 
+from moe_runtime.comm.arguments import check_apart, check_is_tensor
 from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, MXFP8, NVFP4, ScaleLayout, align, ceil_div
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
@@ -37,6 +41,7 @@ from moe_runtime.kernels.gemm.arguments import OUT_DTYPES
 from moe_runtime.kernels.gemm.op_gemm import op_gemm
 from moe_runtime.kernels.gemm.op_problem import OpProblem, ScaledOperand
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
+from moe_runtime.kernels.gemm.weights import GateUpOrder, SwiGLU
 from moe_runtime.kernels.runtime import resolve_engine
 from moe_runtime.ops.arguments import (
     OUT_DTYPES_HALF,
@@ -45,6 +50,7 @@ from moe_runtime.ops.arguments import (
     check_active_values,
     check_choice,
     check_expert_values,
+    check_gated,
     check_granularity,
     check_indptr_values,
     check_no_scales,
@@ -96,6 +102,7 @@ __all__ = [
     "group_gemm_fp8_nt_groupwise",
     "group_gemm_nvfp4_nt_groupwise",
     "grouped_matmul_dynamic_scaled_nvfp4",
+    "moe_gemm_fp8_nt_groupwise",
     "moe_gemm_mxfp8_nt_groupwise",
     "nvfp4_encode_scale",
     "pack_closed_form_128",
@@ -123,6 +130,7 @@ __all__ = [
 
 OFFSETS = (torch.int32, torch.uint32)
 E4M3 = torch.float8_e4m3fn
+UP_SILU_GATE = SwiGLU(GateUpOrder.UP_GATE)
 
 
 def grouped_matmul_dynamic_scaled_nvfp4(
@@ -205,7 +213,9 @@ def grouped_matmul_dynamic_scaled_nvfp4(
         num_columns=o.k,
         block=16,
     )
-    _run(problem, c, engine)
+    inputs = {"a": a, "b": b, "a_scales": a_scales, "b_scales": b_scales, "group_offsets": offsets}
+    inputs |= {"group_scale_offsets": shifts, "expert_ids": expert_ids, "expert_scales": expert_scales}
+    _run(problem, c, engine, inputs | {"num_active_experts": active}, "c")
 
 
 def group_gemm_nvfp4_nt_groupwise(
@@ -232,11 +242,13 @@ def group_gemm_nvfp4_nt_groupwise(
     Args:
         a: uint8 `[R, K/2]`, element `2j` in the low nibble of byte `j`; K a multiple of 128.
         b: uint8 `[E, N, K/2]`; N a multiple of 8; or what `prepack_nvfp4` made of it and its scales.
-        a_scale: uint8 `[>= (R + 127 * E) // 128 * 128, K/16]`, bytes of e4m3 in the 128x4 swizzle; the two dimensions
-            are a container. Group `i` starts at scale row `(m_indptr[i] + 127 * i) // 128 * 128` (`closed_form_128`).
+        a_scale: uint8 `[rows, K/16]`, bytes of e4m3 in the 128x4 swizzle; the two dimensions are a container. Group `i`
+            starts at scale row `(m_indptr[i] + 127 * i) // 128 * 128` (`closed_form_128`). `(R + 127 * E) // 128 * 128`
+            rows are always enough; the container may end with the last block of the last group that has rows.
+            Unchecked, a group whose blocks are not all there is skipped.
         b_scale: uint8 `[E, align(N, 128), K/16]`, the swizzle of each expert; None with prepacked weights.
         m_indptr: int32 `[E + 1]`, from 0, not decreasing, multiples of 4.
-        alpha: fp32 `[E]`, applied to the fp32 sums of each group, `1 / (gsf_a * gsf_b)`; None means 1.
+        alpha: fp32 `[E]`, applied to the fp32 sums of each group, `1 / (gsf_a * gsf_b)`; None or no elements mean 1.
         tile_m: 128.
         tile_n: 32, 64 or 128; the largest width of a tile.
         tile_k: 128 or 256.
@@ -253,11 +265,12 @@ def group_gemm_nvfp4_nt_groupwise(
         ValueError: naming the argument.
     """
     o = check_operands(a, b, (torch.uint8,), 8, 128, per_byte=2)
-    needed = scale_blocks.closed_form_128_rows_needed(o.rows, o.experts)
-    check_tensor("a_scale", a_scale, torch.uint8, (AtLeast(needed), o.k // 16), o.device)
+    check_tensor("a_scale", a_scale, torch.uint8, ("rows", o.k // 16), o.device)
     weights = _nvfp4_weights(b, "b_scale", b_scale, torch.uint8, (o.experts, align(o.n, 128), o.k // 16))
     if alpha is not None:
-        check_tensor("alpha", alpha, torch.float32, (o.experts,), o.device)
+        is_empty = check_is_tensor("alpha", alpha).numel() == 0
+        check_tensor("alpha", alpha, torch.float32, alpha.shape if is_empty else (o.experts,), o.device)
+        alpha = None if is_empty else alpha
     check_choice("tile_m", tile_m, (128,))
     check_choice("tile_n", tile_n, (32, 64, 128))
     check_choice("tile_k", tile_k, (128, 256))
@@ -265,10 +278,17 @@ def group_gemm_nvfp4_nt_groupwise(
     result = make_output(out, out_dtype, OUT_DTYPES_HALF, o)
     group = _check_groups(m_indptr, o, engine, validate, unit=4)
     if resolve_validate(validate, o.device):
-        check_scale_signs("a_scale", a_scale, lambda: unpack_closed_form_128(a_scale[:needed], m_indptr))
+        used = scale_blocks.closed_form_128_rows_used(m_indptr.tolist())
+        if a_scale.shape[0] < used:
+            raise ValueError(f"a_scale: expected at least {used} rows for m_indptr, got {a_scale.shape[0]}")
+        check_scale_signs("a_scale", a_scale, lambda: unpack_closed_form_128(a_scale[:used], m_indptr))
         _check_weight_signs("b_scale", b_scale, o)
     starts = m_indptr[:-1]
     shifts = scale_blocks.closed_form_128_start(starts, group) // 128 - starts // 128
+    if a_scale.shape[0] < scale_blocks.closed_form_128_rows_needed(o.rows, o.experts):
+        # No kernel reads the scales of a skipped group.
+        ends = scale_blocks.closed_form_128_end(starts, m_indptr[1:], group)
+        group = group.masked_fill(ends > a_scale.shape[0], -1)
     problem = OpProblem(
         format=NVFP4,
         a=ScaledOperand(a, a_scale.view(-1), ScaleLayout.SWIZZLED),
@@ -283,7 +303,8 @@ def group_gemm_nvfp4_nt_groupwise(
         block=16,
         max_tile_n=tile_n,
     )
-    _run(problem, result, engine)
+    inputs = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "m_indptr": m_indptr, "alpha": alpha}
+    _run(problem, result, engine, inputs)
     return result
 
 
@@ -298,6 +319,7 @@ def moe_gemm_mxfp8_nt_groupwise(
     backend: str = "cute",
     out: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    is_gated: bool = False,
     *,
     validate: bool | None = None,
     engine: str = "auto",
@@ -309,7 +331,7 @@ def moe_gemm_mxfp8_nt_groupwise(
 
     Args:
         a: e4m3 `[R, K]`; K a multiple of 16, the last block may be partial.
-        b: e4m3 `[E, N, K]`; or what `prepack_mxfp8` made of it and its scales.
+        b: e4m3 `[E, N, K]`, N even if `is_gated`; or what `prepack_mxfp8` made of it and its scales.
         a_scale: int32 `[m_padded, k_align]`, strides `(1, m_padded)`, `m_padded = (R + 3 * E) // 4 * 4`; group `i`
             starts at scale row `(m_indptr[i] + 3 * i) // 4 * 4` (`closed_form_4`).
         b_scale: int32 `[E, N, k_align]`, strides `(k_align * align(N, 4), 1, align(N, 4))`; None with prepacked
@@ -319,8 +341,10 @@ def moe_gemm_mxfp8_nt_groupwise(
             was.
         scale_major_mode: "MN".
         backend: "cute".
-        out: bf16 `[R, N]`; made when None.
+        out: bf16 `[R, N]`, or `[R, N/2]` if `is_gated`; made when None.
         out_dtype: bf16 or None.
+        is_gated: whether the result is `up * silu(gate)`, in fp32, of the first N/2 rows of `b` (up) and the others
+            (gate). Not for prepacked weights.
         validate: check values on the host; None means on a CPU.
         engine: "auto", "cuda", "triton" or "torch".
 
@@ -341,7 +365,9 @@ def moe_gemm_mxfp8_nt_groupwise(
         check_no_scales("b_scale", b_scale)
     else:
         check_tensor("b_scale", b_scale, torch.int32, (o.experts, o.n, words), o.device, strides=(words * ld, 1, ld))
-    result = make_output(out, out_dtype, (torch.bfloat16,), o)
+    result = make_output(out, out_dtype, (torch.bfloat16,), check_gated(is_gated, o))
+    if is_gated and isinstance(b, PrepackedWeights):
+        raise ValueError("is_gated: expected False with prepacked weights, got True")
     group = _check_groups(m_indptr, o, engine, validate)
     weights: ScaledOperand | PrepackedWeights
     if isinstance(b, PrepackedWeights):
@@ -363,8 +389,80 @@ def moe_gemm_mxfp8_nt_groupwise(
         expert_scales=None,
         num_columns=o.k,
         block=block,
+        activation=UP_SILU_GATE if is_gated else None,
     )
-    _run(problem, result, engine)
+    inputs = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "m_indptr": m_indptr}
+    _run(problem, result, engine, inputs)
+    return result
+
+
+def moe_gemm_fp8_nt_groupwise(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    a_scale: torch.Tensor,
+    b_scale: torch.Tensor,
+    m_indptr: torch.Tensor,
+    scale_granularity_mnk: tuple[int, int, int] = (1, 128, 128),
+    scale_major_mode: str = "MN",
+    backend: str = "cute",
+    out: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    is_gated: bool = False,
+    *,
+    validate: bool | None = None,
+    engine: str = "auto",
+) -> torch.Tensor:
+    """FlashInfer's operation of this name: FP8 by FP8 with fp32 block scales, group `i` by weight `i`.
+
+    Args:
+        a: e4m3 `[R, K]`; K a multiple of 16, the last block may be partial.
+        b: e4m3 `[E, N, K]`; N a multiple of 8.
+        a_scale: fp32 `[ceil(K/128), m_padded]`, `m_padded = (R + 3 * E) // 4 * 4`; group `i` starts at column
+            `(m_indptr[i] + 3 * i) // 4 * 4` (`closed_form_4`).
+        b_scale: fp32 `[E, ceil(K/128), ceil(N/128)]`.
+        m_indptr: int32 `[E + 1]`, from 0, not decreasing.
+        scale_granularity_mnk: (1, 128, 128).
+        scale_major_mode: "MN".
+        backend: "cute".
+        out: bf16 `[R, N]`, or `[R, N/2]` if `is_gated`; made when None.
+        out_dtype: bf16 or None.
+        is_gated: whether the result is `up * silu(gate)`, in fp32, of the first N/2 rows of `b` (up) and the others
+            (gate).
+        validate: check values on the host; None means on a CPU.
+        engine: "auto", "cuda", "triton" or "torch".
+
+    Returns:
+        `out`.
+
+    Raises:
+        ValueError: naming the argument.
+    """
+    o = check_operands(a, b, (E4M3,), 8, 16)
+    check_granularity(scale_granularity_mnk, ((1, 128, 128),))
+    check_choice("scale_major_mode", scale_major_mode, ("MN",))
+    check_choice("backend", backend, ("cute",))
+    columns, n_scales = ceil_div(o.k, 128), ceil_div(o.n, 128)
+    m_padded = scale_blocks.closed_form_4_rows_needed(o.rows, o.experts)
+    check_tensor("a_scale", a_scale, torch.float32, (columns, m_padded), o.device)
+    check_tensor("b_scale", b_scale, torch.float32, (o.experts, columns, n_scales), o.device)
+    result = make_output(out, out_dtype, (torch.bfloat16,), check_gated(is_gated, o))
+    group = _check_groups(m_indptr, o, engine, validate)
+    problem = OpProblem(
+        format=FP8_BLOCK,
+        a=ScaledOperand(a, a_scale.view(-1), ScaleLayout.MN_MAJOR, m_padded),
+        b=ScaledOperand(b, b_scale.view(-1), ScaleLayout.MN_MAJOR, n_scales),
+        group_offsets=m_indptr,
+        scale_offsets=scale_blocks.closed_form_4_start(m_indptr[:-1], group),
+        expert_ids=group,
+        num_groups=o.experts,
+        num_active=None,
+        expert_scales=None,
+        num_columns=o.k,
+        block=128,
+        activation=UP_SILU_GATE if is_gated else None,
+    )
+    inputs = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "m_indptr": m_indptr}
+    _run(problem, result, engine, inputs)
     return result
 
 
@@ -434,11 +532,20 @@ def group_gemm_fp8_nt_groupwise(
         block=128,
         rows_per_scale=gm,
     )
-    _run(problem, result, engine)
+    inputs = {"a": a, "b": b, "a_scale": a_scale, "b_scale": b_scale, "m_indptr": m_indptr}
+    _run(problem, result, engine, inputs)
     return result
 
 
-def _run(problem: OpProblem, out: torch.Tensor, engine: str) -> None:
+def _run(
+    problem: OpProblem,
+    out: torch.Tensor,
+    engine: str,
+    inputs: Mapping[str, torch.Tensor | PrepackedWeights | None],
+    name: str = "out",
+) -> None:
+    """Run the operation; `inputs` are its tensors by argument, from which `out` (argument `name`) must be apart."""
+    check_apart(name, out, {key: t.units if isinstance(t, PrepackedWeights) else t for key, t in inputs.items()})
     op_gemm(readable(problem, out, engine), out, engine=engine)
 
 

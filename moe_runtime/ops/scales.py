@@ -12,11 +12,12 @@ from collections.abc import Sequence
 
 import torch
 
-from moe_runtime.comm.arguments import check_is_tensor
+from moe_runtime.comm.arguments import check_integer
 from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.number_formats import align, ceil_div
 from moe_runtime.kernels.formats.reference_quantize import copy_as, raw_bits
 from moe_runtime.kernels.formats.swizzle import swizzle_scales, unswizzle_scales
+from moe_runtime.ops.arguments import check_choice, check_device
 
 Offsets = Sequence[int] | torch.Tensor
 
@@ -38,7 +39,10 @@ def pack_dense_128(
     if group_scale_offsets is None:
         group_scale_offsets = scale_blocks.dense_128_offsets(rows)
     shifts = _host(group_scale_offsets, "group_scale_offsets")
-    blocks = max(num_blocks, scale_blocks.dense_128_blocks_needed(scales_RV.shape[0], len(rows) - 1))
+    blocks = max(
+        check_integer("num_blocks", num_blocks, 0),
+        scale_blocks.dense_128_blocks_needed(scales_RV.shape[0], len(rows) - 1),
+    )
     scale_blocks.check_dense_128(rows, shifts, blocks)
     starts = [128 * scale_blocks.dense_128_block(row, shift, 0) for row, shift in zip(rows, shifts, strict=False)]
     packed = _pack_swizzled(scales_RV, rows, starts, 128 * blocks)
@@ -49,6 +53,7 @@ def unpack_dense_128(
     blocks: torch.Tensor, group_offsets: Offsets, group_scale_offsets: Offsets, num_columns: int
 ) -> torch.Tensor:
     """Linear scales `[R, num_columns]`, R the last of `group_offsets`; the inverse of `pack_dense_128`."""
+    check_integer("num_columns", num_columns)
     axes = f"[blocks, {ceil_div(num_columns, 4)}, 32, 4, 4]"
     _check_bytes(blocks, axes, "blocks")
     if blocks.shape[1:] != (ceil_div(num_columns, 4), 32, 4, 4):
@@ -71,14 +76,17 @@ def pack_closed_form_128(scales_RV: torch.Tensor, m_indptr: Offsets) -> torch.Te
 
 
 def unpack_closed_form_128(packed: torch.Tensor, m_indptr: Offsets, dtype: torch.dtype = torch.uint8) -> torch.Tensor:
-    """Linear scales `[R, V]` of a one-byte `dtype`; the inverse of `pack_closed_form_128`."""
+    """Linear scales `[R, V]` of a one-byte `dtype`; the inverse of `pack_closed_form_128`.
+
+    `packed` may end with the last block of the last group that has rows.
+    """
     _check_bytes(packed, "[rows, V]", "packed")
     _check_one_byte(dtype)
     _check_fours(packed.shape[1], "packed")
     rows = _host(m_indptr, "m_indptr")
     scale_blocks.check_row_offsets(rows, packed.shape[0], "m_indptr")
     starts = [scale_blocks.closed_form_128_start(row, group) for group, row in enumerate(rows)]
-    _check_rows(packed.shape[0], starts[-1])
+    _check_rows(packed.shape[0], scale_blocks.closed_form_128_rows_used(rows))
     return _unpack_swizzled(raw_bits(packed).reshape(-1), rows, starts, packed.shape[1]).view(dtype)
 
 
@@ -97,6 +105,7 @@ def unpack_swizzled_weights(
     packed: torch.Tensor, num_rows: int, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> torch.Tensor:
     """Linear scales `[E, num_rows, V]` of a one-byte `dtype`; the inverse of `pack_swizzled_weights`."""
+    check_integer("num_rows", num_rows, 0)
     _check_bytes(packed, "[E, rows, V]", "packed")
     _check_one_byte(dtype)
     e, padded, v = packed.shape
@@ -155,10 +164,10 @@ def unpack_ue8m0_weights(packed: torch.Tensor, num_columns: int) -> torch.Tensor
 
 def pack_scale_major(scales: torch.Tensor, major: str) -> torch.Tensor:
     """fp32 scales `[..., M, V]` in `scale_major_mode`: "K" as they are, "MN" `[..., V, M]`, contiguous."""
-    if major not in ("K", "MN"):
-        raise ValueError(f"major: expected 'K' or 'MN', got {major!r}")
-    if scales.ndim < 2:
-        raise ValueError(f"scales: expected [..., M, V], got shape {tuple(scales.shape)}")
+    check_choice("major", major, ("K", "MN"))
+    check_device("scales", scales)
+    if scales.ndim < 2 or scales.dtype != torch.float32:
+        raise ValueError(f"scales: expected fp32 [..., M, V], got {scales.dtype} of shape {tuple(scales.shape)}")
     return (scales.transpose(-1, -2) if major == "MN" else scales).contiguous()
 
 
@@ -184,12 +193,15 @@ def _unpack_swizzled(packed: torch.Tensor, rows: list[int], starts: Sequence[int
 
 def _words(scales: torch.Tensor, argument: str) -> torch.Tensor:
     """int32 `[..., ceil(V/4)]` of bytes `[..., V]`, zeros behind the last."""
-    if scales.dtype != torch.uint8:
-        raise ValueError(f"{argument}: expected UE8M0 bytes (uint8), got {scales.dtype}")
+    if scales.dtype != torch.uint8 or scales.shape[-1] == 0:
+        found = f"{scales.dtype} of shape {tuple(scales.shape)}"
+        raise ValueError(f"{argument}: expected UE8M0 bytes (uint8) of one column or more, got {found}")
     return copy_as(torch.nn.functional.pad(scales, (0, -scales.shape[-1] % 4)), torch.int32)
 
 
 def _host(offsets: Offsets, argument: str) -> list[int]:
+    if isinstance(offsets, torch.Tensor):
+        check_device(argument, offsets)
     try:
         return [operator.index(value) for value in (offsets.tolist() if isinstance(offsets, torch.Tensor) else offsets)]
     except TypeError:
@@ -206,18 +218,19 @@ def _offsets(offsets: Offsets, num_rows: int, argument: str) -> list[int]:
 
 
 def _check_axes(scales: torch.Tensor, axes: str, argument: str) -> None:
-    if check_is_tensor(argument, scales).ndim != len(axes.split(",")):
+    check_device(argument, scales)
+    if scales.ndim != len(axes.split(",")):
         raise ValueError(f"{argument}: expected {axes}, got shape {tuple(scales.shape)}")
 
 
 def _check_bytes(scales: torch.Tensor, axes: str, argument: str) -> None:
     _check_axes(scales, axes, argument)
-    if scales.element_size() != 1:
+    if scales.element_size() != 1 or scales.dtype == torch.bool:
         raise ValueError(f"{argument}: expected one-byte elements (uint8 or float8_e4m3fn), got {scales.dtype}")
 
 
 def _check_one_byte(dtype: torch.dtype) -> None:
-    if dtype.itemsize != 1:
+    if not isinstance(dtype, torch.dtype) or dtype.itemsize != 1 or dtype == torch.bool:
         raise ValueError(f"dtype: expected one of a byte, got {dtype}")
 
 
@@ -227,6 +240,7 @@ def _check_rows(num_rows: int, least: int) -> None:
 
 
 def _check_words(packed: torch.Tensor, axes: str, num_columns: int) -> None:
+    check_integer("num_columns", num_columns)
     _check_axes(packed, axes, "packed")
     if packed.dtype != torch.int32:
         raise ValueError(f"packed: expected torch.int32, got {packed.dtype}")

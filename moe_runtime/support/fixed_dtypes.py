@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
+from moe_runtime.comm.arguments import check_is_tensor
+
 
 class FixedDtypes(nn.Module):
     """A module that ignores dtypes in `.to(torch.bfloat16)`, `.half()` and so on, but follows devices as usual."""
@@ -26,9 +28,12 @@ def copy_checked(pairs: dict[str, tuple[torch.Tensor | None, torch.Tensor | None
     Args:
         pairs: `(target, source)` by their name in error messages.
 
-    Raises `ValueError` naming the first pair with different shapes, before it copies anything.
+    Raises `ValueError` naming the first pair with different shapes, or whose source holds no floats, before it copies
+    anything.
     """
     for name, (target, source) in pairs.items():
+        if source is not None and (not check_is_tensor(name, source).is_floating_point() or source.is_meta):
+            raise ValueError(f"{name}: expected floats that are not on the meta device, got {source.dtype}")
         expected, got = ("none" if t is None else f"shape {list(t.shape)}" for t in (target, source))
         if expected != got:
             raise ValueError(f"{name}: expected {expected}, got {got}")

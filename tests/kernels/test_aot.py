@@ -38,6 +38,7 @@ OPERATIONS = {
     "grouped_matmul_dynamic_scaled_nvfp4": ("nvfp4",),
     "group_gemm_nvfp4_nt_groupwise": ("nvfp4",),
     "moe_gemm_mxfp8_nt_groupwise": ("mxfp8",),
+    "moe_gemm_fp8_nt_groupwise": ("fp8_block",),
     "group_gemm_fp8_nt_groupwise": ("fp8_block",),
     "combine_send": WIRE_FORMATS,
     "combine_recv": WIRE_FORMATS,

@@ -15,7 +15,7 @@ import torch
 from moe_runtime.ops import operations
 from moe_runtime.ops.arguments import check_choice, resolve_validate
 from tests.support.comparison import assert_same_bits
-from tests.support.op_cases import OpCase, fp8, mxfp8, nvfp4_closed, nvfp4_dense
+from tests.support.op_cases import OpCase, fp8, moe_fp8, mxfp8, nvfp4_closed, nvfp4_dense
 
 CPU = torch.device("cpu")
 WRONG_CALLS = 2000
@@ -53,6 +53,7 @@ def calls() -> dict[str, Callable[[], OpCase]]:
         "dense": lambda: nvfp4_dense(SIZES, 136, 256, rng(), CPU, ids=[2, 0, -1, 1], num_experts=4),
         "closed": lambda: nvfp4_closed(SIZES, 136, 256, rng(), CPU),
         "mxfp8": lambda: mxfp8(SIZES, 136, 1040, rng(), CPU),
+        "moe_fp8": lambda: moe_fp8(SIZES, 136, 400, rng(), CPU),
         "fp8": lambda: fp8(SIZES, 136, 256, rng(), CPU),
         "fp8_blocks": lambda: fp8([256, 0, 128, 40], 136, 256, rng(), CPU, gm=128, major="K"),
     }
@@ -121,7 +122,8 @@ def wrong_sizes(arguments: Arguments, fixed: dict[str, tuple[int, ...]], random_
         name = random_.choice(sorted(fixed))
         tensor, dim = arguments[name], random_.choice(fixed[name])
         size = list(tensor.shape)
-        size[dim] = random_.choice([s for s in range(2 * size[dim] + 3) if s != size[dim]])
+        least = 1 if name == "alpha" else 0  # without elements it is legal
+        size[dim] = random_.choice([s for s in range(least, 2 * size[dim] + 3) if s != size[dim]])
         yield name, {name: _like(tensor, size)}
 
 
@@ -233,6 +235,10 @@ def generate(key: str, case: OpCase, arguments: Arguments) -> Iterator[Wrong]:
         granularities += [(1, 1, 16), (1, 1, 64), (1, 1, 0), (1, 1), (1, 1, 128, 1), 128, None, "mnk", (1, 1, 128.0)]
         steer = {"scale_granularity_mnk": tuple(granularities), "backend": ("cutlass", "", None, 1)}
         steer["scale_major_mode"] = ("K", "mn", None, 0)
+        steer["is_gated"] = (1, 0, None, "yes", 1.0)
+        odd = mxfp8(SIZES, 135, k, torch.Generator(), CPU).arguments
+        yield "b", {"b": odd["b"], "b_scale": odd["b_scale"], "is_gated": True}
+        yield "out", {"out": case.empty(), "is_gated": True}
         yield from wrong_choices(COMMON | OUT | steer | {"out_dtype": (torch.float16, torch.float32, "bf16")})
         for columns in range(k - 15, k):
             yield "a", {"a": torch.empty(rows, columns, dtype=torch.uint8).view(e4m3)}
@@ -241,6 +247,22 @@ def generate(key: str, case: OpCase, arguments: Arguments) -> Iterator[Wrong]:
         for size in range(arguments["a_scale"].shape[0]):
             packed = torch.empty(arguments["a_scale"].shape[1], size, dtype=i32).t()
             yield "a_scale", {"a_scale": packed}
+        fixed = {"b": (2,), "a_scale": (0, 1), "b_scale": (0, 1, 2), "m_indptr": (0,)}
+        streams.append(wrong_sizes(arguments, fixed, random_))
+        streams.append(wrong_indptr("m_indptr", rows, 1, random_))
+    elif key == "moe_fp8":
+        yield from wrong_tensors({k: v for k, v in arguments.items()}, (), {})
+        yield from bad_outputs("out", rows, n, (torch.bfloat16,))
+        granularities = [g for g in itertools.product((0, 1, 32, 64, 128, 256), repeat=3) if g != (1, 128, 128)]
+        granularities += [(1, 128), (1, 128, 128, 1), 128, None, (1, 128.0, 128), (True, 128, 128)]
+        steer = {"scale_granularity_mnk": tuple(granularities), "backend": ("cutlass", "", None, 1)}
+        steer |= {"scale_major_mode": ("K", "mn", None, 0), "is_gated": (1, 0, None, "yes", 1.0)}
+        yield from wrong_choices(COMMON | OUT | steer | {"out_dtype": (torch.float16, torch.float32, "bf16")})
+        yield "out", {"out": case.empty(), "is_gated": True}
+        for columns in range(k - 15, k):
+            yield "a", {"a": torch.empty(rows, columns, dtype=torch.uint8).view(e4m3)}
+        for columns in range(n - 7, n):
+            yield "b", {"b": torch.empty(4, columns, k, dtype=torch.uint8).view(e4m3)}
         fixed = {"b": (2,), "a_scale": (0, 1), "b_scale": (0, 1, 2), "m_indptr": (0,)}
         streams.append(wrong_sizes(arguments, fixed, random_))
         streams.append(wrong_indptr("m_indptr", rows, 1, random_))
@@ -397,3 +419,48 @@ def test_scales_with_a_sign_are_refused_where_they_count(name: str) -> None:
         scales = case.arguments["a_scales"].clone()
         scales.view(torch.uint8)[132 // 128 + int(case.arguments["group_scale_offsets"][2])] |= 0x80
         assert_same_bits(case.run(a_scales=scales), case.run(), "of a skipped group")
+
+
+@pytest.mark.parametrize("key", calls())
+def test_an_output_that_shares_memory_with_an_input_is_refused(key: str) -> None:
+    """Also where only its last element does; next to it, and between the rows of the output, an input may lie."""
+    case, arguments = right_call(key)
+    if case.is_in_place:
+        case.arguments["expert_ids"] = arguments["expert_ids"] = torch.tensor([2, 0, 3, 1], dtype=torch.int32)
+    name, want = ("c" if case.is_in_place else "out"), case.run()
+    rows, n = want.shape
+    for other, tensor in arguments.items():
+        if not isinstance(tensor, torch.Tensor) or other == name:
+            continue
+        extent = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        extent *= tensor.element_size()
+        room = -(-extent // 16) * 16
+        width, gap = 2 * n, -(-extent // 2) * 2
+
+        def inside(memory: torch.Tensor, at: int, tensor: torch.Tensor = tensor, extent: int = extent) -> torch.Tensor:
+            view = memory[at : at + extent].view(tensor.dtype).as_strided(tensor.shape, tensor.stride())
+            return view.copy_(tensor)
+
+        memory = torch.zeros(room + width * rows, dtype=torch.uint8)
+        apart = memory[room:].view(torch.bfloat16).view(rows, n)
+        assert_same_bits(case.run(apart, **{other: inside(memory, 0)}), want)
+        before = -(-width * rows // 16) * 16
+        memory = torch.zeros(before + room, dtype=torch.uint8)
+        out = memory[: width * rows].view(torch.bfloat16).view(rows, n)
+        assert_same_bits(case.run(out, **{other: inside(memory, before)}), want)
+        # One row, behind which the input begins before the row ends.
+        align = tensor.element_size() if tensor.element_size() > 2 else 2
+        memory = torch.zeros(before + room, dtype=torch.uint8)
+        out = memory[: width * rows].view(torch.bfloat16).view(rows, n)
+        shared = inside(memory, (width * rows - 1) // align * align)
+        with pytest.raises(ValueError, match=f"^{name}: expected memory apart from {other}, got an overlap"):
+            case.run(out, **{other: shared})
+        # Between the first two rows.
+        stride = -(-(width + 16 + gap) // 16) * 16
+        memory = torch.zeros(stride * rows, dtype=torch.uint8)
+        out = memory.view(torch.bfloat16).view(rows, stride // 2)[:, :n]
+        between = inside(memory, -(-width // 16) * 16)
+        assert_same_bits(case.run(out, **{other: between}), want)
+        shared = inside(memory, -(-width // 16) * 16 - 16)
+        with pytest.raises(ValueError, match=f"^{name}: expected memory apart from {other}, got an overlap"):
+            case.run(out, **{other: shared})

@@ -99,6 +99,9 @@ def test_wrong_arguments(rng: torch.Generator, device: torch.device) -> None:
     refused("^b: expected prepacked weights without", b=replace(w, bias=torch.ones(2, 32, device=device)))
     other = ExpertWeights.quantize(torch.randn(2, 32, 64, generator=rng).to(device), "mxfp8")
     refused("^b: expected plain", b=PrepackedWeights.prepack(other))
+    with pytest.raises(ValueError, match=r"^is_gated: expected False with prepacked weights, got True"):
+        gated = mxfp8([3, 2], 32, 64, rng, device, is_gated=True)
+        gated.prepacked().run()
     with pytest.raises(ValueError, match=r"^b_scales: expected"):
         ops.prepack_nvfp4(raw.arguments["b"], torch.full_like(raw.arguments["b_scales"], torch.nan))
     with pytest.raises(ValueError, match=r"^b: expected N"):

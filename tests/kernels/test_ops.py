@@ -1,4 +1,4 @@
-"""The five operations against float64 products of what their arguments hold, element by element, on both engines."""
+"""The operations against float64 products of what their arguments hold, element by element, on both engines."""
 
 from __future__ import annotations
 
@@ -15,14 +15,26 @@ from hypothesis import strategies as st
 
 from moe_runtime.kernels.formats import reference_quantize
 from moe_runtime.kernels.formats.number_formats import FORMATS
-from moe_runtime.kernels.gemm import op_reference
+from moe_runtime.kernels.gemm import op_gemm, op_reference
 from moe_runtime.kernels.gemm.plan import choose_op_tile, has_native_mma
 from moe_runtime.ops import inputs, operations, scales
 from tests.support import op_cases
 from tests.support.comparison import assert_same_bits
 from tests.support.gemm_cases import bits
 from tests.support.gemm_plans import choose
-from tests.support.op_cases import E4M3, E5M2, SEED_GROUPS, OpCase, check, fp8, mxfp8, nvfp4_closed, nvfp4_dense
+from tests.support.guarded import at_the_end_of_memory
+from tests.support.op_cases import (
+    E4M3,
+    E5M2,
+    SEED_GROUPS,
+    OpCase,
+    check,
+    fp8,
+    moe_fp8,
+    mxfp8,
+    nvfp4_closed,
+    nvfp4_dense,
+)
 
 ENGINES = ("torch", "triton")
 Make = Callable[..., OpCase]
@@ -32,6 +44,9 @@ VARIANTS: dict[str, tuple[Make, dict[str, Any]]] = {
     "closed": (nvfp4_closed, {}),
     "mxfp8_128": (mxfp8, {"block": 128}),
     "mxfp8_32": (mxfp8, {"block": 32}),
+    "mxfp8_gated": (mxfp8, {"block": 32, "is_gated": True}),
+    "moe_fp8": (moe_fp8, {}),
+    "moe_fp8_gated": (moe_fp8, {"is_gated": True}),
     "fp8_mn": (fp8, {"major": "MN"}),
     "fp8_k": (fp8, {"major": "K", "dtype": E5M2}),
     "fp8_mn_e5m2": (fp8, {"major": "MN", "dtype": E5M2, "spare": 4}),
@@ -52,7 +67,7 @@ def test_ragged_groups(name: str, engine: str, rng: torch.Generator, device: tor
 
 
 @pytest.mark.parametrize("engine", ENGINES)
-@pytest.mark.parametrize("name", VARIANTS)
+@pytest.mark.parametrize("name", [name for name in VARIANTS if "gated" not in name])
 def test_small_integers_are_exact(name: str, engine: str, rng: torch.Generator, device: torch.device) -> None:
     make, options = VARIANTS[name]
     case = make([0, 12, 68], 40, 256, rng, device, integers=True, **options)
@@ -109,6 +124,144 @@ def test_tiles_out_dtypes_and_alpha(engine: str, rng: torch.Generator, device: t
     check(case, engine)
 
 
+GATED_AND_PADDED = ["mxfp8_gated", "moe_fp8", "moe_fp8_gated"]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", GATED_AND_PADDED)
+@pytest.mark.parametrize("k", [16, 144, 400])
+def test_partial_blocks_of_the_operations_for_moe(
+    k: int, name: str, engine: str, rng: torch.Generator, device: torch.device
+) -> None:
+    """Groups of any size, empty ones too; half of N no multiple of the blocks, which up and gate then share."""
+    make, options = VARIANTS[name]
+    check(make([1, 0, 5, 3, 0, 130, 0], 2 * 136, k, rng, device, **options), engine)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", GATED_AND_PADDED)
+def test_outputs_with_wide_rows_of_the_operations_for_moe(
+    name: str, engine: str, rng: torch.Generator, device: torch.device
+) -> None:
+    make, options = VARIANTS[name]
+    case = make([5, 0, 3], 32, 128, rng, device, **options)
+    want = case.run(engine=engine)
+    wide = torch.full((8, 50), 7.0, dtype=torch.bfloat16, device=device)
+    assert_same_bits(case.run(wide[:, 1 : 1 + want.shape[1]], engine=engine), want)
+    wide[:, 1 : 1 + want.shape[1]] = 7.0
+    assert (wide == 7.0).all()
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_padded_scales_of_rows_give_the_bits_of_unpadded_ones(
+    engine: str, rng: torch.Generator, device: torch.device
+) -> None:
+    sizes, n, k = [4, 0, 132, 8], 136, 256
+    seed = rng.get_state()
+    want = fp8(sizes, n, k, rng, device).run(engine=engine)
+    rng.set_state(seed)
+    assert_same_bits(moe_fp8(sizes, n, k, rng, device).run(engine=engine), want)
+
+
+@pytest.mark.parametrize("is_gated", [False, True])
+def test_hopper_gets_the_scale_of_each_row(
+    is_gated: bool, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What Hopper's kernel multiplies: K-major scales in the order of the rows, and the output as it is."""
+    case = moe_fp8([1, 0, 5, 130, 0], 256, 256, rng, torch.device("cpu"), is_gated=is_gated)
+    problems, calls = [], []
+    monkeypatch.setattr(operations, "op_gemm", lambda problem, *_, **__: problems.append(problem))
+    out = case.run()
+    for name in ("multiply", "multiply_swiglu"):
+        monkeypatch.setattr(op_gemm.tma_gemm, name, lambda *arguments, name=name: calls.append((name, *arguments)))
+    op_gemm._tma_gemm(problems[0], problems[0].b, out, None)  # type: ignore[arg-type]
+    ((name, rows, w, *more),) = calls
+    assert name == ("multiply_swiglu" if is_gated else "multiply")
+    factors = rows.scales.double().repeat_interleave(128, 1)
+    assert_same_bits(op_cases.VALUES[E4M3][rows.rows.view(torch.uint8).int()] * factors, case.rows)
+    assert_same_bits(w.dequantize().double(), case.weights.float().double())
+    result = more[1].rows if is_gated else more[0]
+    assert result is out
+
+
+@pytest.mark.parametrize("name", ["mxfp8_gated", "moe_fp8_gated"])
+def test_up_comes_before_gate(name: str, device: torch.device) -> None:
+    """One row of ones by up = 2 and gate = -1: `2 * silu(-1)`."""
+    make, options = VARIANTS[name]
+    case = make([1], 16, 128, torch.Generator(device).manual_seed(1), device, **options)
+    a, b = torch.zeros(1, 128, device=device), torch.zeros(1, 16, 128, device=device)
+    a[:, 0] = 1.0
+    b[:, :8, 0], b[:, 8:, 0] = 2.0, -1.0
+    scales = {key: torch.ones_like(case.arguments[key]) for key in ("a_scale", "b_scale")}
+    if name == "mxfp8_gated":
+        scales = {key: value * 0x7F7F7F7F for key, value in scales.items()}
+    want = (2 * torch.nn.functional.silu(torch.tensor(-1.0))).to(torch.bfloat16)
+    for engine in ENGINES:
+        found = case.run(a=a.to(E4M3), b=b.to(E4M3), engine=engine, **scales)
+        assert (found == want.to(device)).all()
+
+
+CLOSED_SIZES = [
+    *([m] * groups for m in (4, 128, 256, 512) for groups in (1, 2, 4, 8)),
+    [128, 0, 0],
+    [4, 132, 0, 0],
+    [0, 0, 128, 0, 4, 0],
+    [0, 0],
+]
+
+
+def closed_end(sizes: list[int]) -> int:
+    """The scale row behind the last block of the last group that has rows, written out."""
+    end = row = 0
+    for group, size in enumerate(sizes):
+        if size:
+            end = ((row + 127 * group) // 128 + -(-size // 128)) * 128
+        row += size
+    return end
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("sizes", CLOSED_SIZES, ids=str)
+def test_scales_of_nvfp4_may_end_with_the_last_group(
+    sizes: list[int], engine: str, rng: torch.Generator, device: torch.device
+) -> None:
+    """With the bits of the padded container, and on a CPU without a read behind the last scale."""
+    case = nvfp4_closed(sizes, 32, 128, rng, device)
+    whole = case.arguments["a_scale"]
+    cut, want = whole[: closed_end(sizes)], case.run(engine=engine)
+    with at_the_end_of_memory(cut.cpu()) as guarded:
+        for validate in (True, False):
+            found = case.run(engine=engine, validate=validate, a_scale=guarded.to(device))
+            assert_same_bits(found, want)
+    if sum(sizes):
+        with pytest.raises(ValueError, match=rf"^a_scale: expected at least {len(cut)} rows .*, got {len(cut) - 1}"):
+            case.run(engine=engine, validate=True, a_scale=cut[:-1])
+    unpack = operations.unpack_closed_form_128
+    assert_same_bits(unpack(cut, case.offsets), unpack(whole, case.offsets))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_unchecked_scales_that_are_too_short_are_not_read(
+    engine: str, rng: torch.Generator, device: torch.device
+) -> None:
+    """Groups whose blocks are not all there are skipped; the others have their results."""
+    case = nvfp4_closed([4, 132, 0, 8, 4], 32, 128, rng, device)
+    for rows, there in ((0, []), (100, []), (128, [0]), (383, [0]), (384, [0, 1]), (640, [0, 1, 3])):
+        with at_the_end_of_memory(case.arguments["a_scale"][:rows].cpu()) as guarded:
+            case.experts = [group if group in there else -1 for group in range(5)]
+            check(case, engine, validate=False, a_scale=guarded.to(device))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_alpha_without_elements_is_one(engine: str, rng: torch.Generator, device: torch.device) -> None:
+    case = nvfp4_closed([4, 8], 32, 128, rng, device)
+    case.factors = [1.0, 1.0]
+    for shape in ((0,), (0, 1)):
+        check(case, engine, alpha=torch.empty(shape, device=device))
+    with pytest.raises(ValueError, match=r"^alpha: expected torch.float32, got torch.float64"):
+        case.run(alpha=torch.empty(0, dtype=torch.float64, device=device))
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 @pytest.mark.parametrize("major", ["MN", "K"])
 def test_fp8_blocks_of_rows(major: str, engine: str, rng: torch.Generator, device: torch.device) -> None:
@@ -131,7 +284,7 @@ def test_nothing_to_do(name: str, engine: str, rng: torch.Generator, device: tor
     for sizes in ([0, 0], []):
         more = {"num_experts": 2} if make is nvfp4_dense else {}
         case = make(sizes, 32, 128, rng, device, **options, **more)
-        assert case.run(engine=engine).shape == (0, 32)
+        assert case.run(engine=engine).shape == (0, 16 if case.is_gated else 32)
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -217,7 +370,8 @@ def test_any_shape(name: str, data: st.DataObject) -> None:
     if torch.cuda.is_available():
         device, largest = torch.device("cuda"), 1024
     rng = torch.Generator().manual_seed(data.draw(st.integers(0, 2**31 - 1)))
-    unit_m, unit_n, unit_k = {"dense": (1, 1, 16), "mxfp8": (1, 1, 16)}.get(name.split("_")[0], (4, 8, 128))
+    units = {"dense": (1, 1, 16), "mxfp8": (1, 2 if "is_gated" in options else 1, 16), "moe": (1, 8, 16)}
+    unit_m, unit_n, unit_k = units.get(name.split("_")[0], (4, 8, 128))
     sizes = [unit_m * size for size in data.draw(st.lists(st.integers(0, largest // unit_m), max_size=5))]
     n, k = (unit * data.draw(st.integers(1, largest // unit)) for unit in (unit_n, unit_k))
     more = {"num_experts": max(1, len(sizes))} if make is nvfp4_dense else {}

@@ -599,7 +599,7 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
         apply_expert_parallel(model, max_tokens_per_rank=8, top_k=2)
     with pytest.raises(ValueError, match="hidden_size: format fp8_block needs a positive multiple of 128"):
         apply_expert_parallel(model, max_tokens_per_rank=8, token_format="fp8_block")
-    with pytest.raises(ValueError, match="group: expected a ProcessGroup, a DeviceMesh or None, got str"):
+    with pytest.raises(ValueError, match=r"^mesh: expected a DeviceMesh or a ProcessGroup, got str"):
         apply_expert_parallel(model, "world", max_tokens_per_rank=8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="parallel: expected a ParallelConfig, got dict"):
         apply_expert_parallel(model, max_tokens_per_rank=8, parallel={"timeout_s": 3.0})  # type: ignore[arg-type]

@@ -55,12 +55,17 @@ class OpCase:
     factors: list[float]
 
     @property
+    def is_gated(self) -> bool:
+        return bool(self.arguments.get("is_gated"))
+
+    @property
     def is_in_place(self) -> bool:
         return self.operation is ops.grouped_matmul_dynamic_scaled_nvfp4
 
     def empty(self, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         """An output of NaNs with a payload that no kernel makes."""
-        shape, device = (self.rows.shape[0], self.weights.shape[1]), self.arguments["a"].device
+        columns = self.weights.shape[1] // (2 if self.is_gated else 1)
+        shape, device = (self.rows.shape[0], columns), self.arguments["a"].device
         pattern, integer = {2: (0x7FAB, torch.int16), 4: (0x7FABCDEF, torch.int32)}[dtype.itemsize]
         return torch.full(shape, pattern, dtype=integer, device=device).view(dtype)
 
@@ -87,7 +92,7 @@ class OpCase:
         written = torch.zeros(len(value), dtype=torch.bool, device=device)
         imprecise = (
             device.type == "cuda"
-            and self.operation is ops.group_gemm_fp8_nt_groupwise
+            and self.operation in (ops.group_gemm_fp8_nt_groupwise, ops.moe_gemm_fp8_nt_groupwise)
             and torch.cuda.get_device_capability()[0] == 9
         )
         groups = zip(self.offsets, self.offsets[1:], self.experts, self.factors, strict=False)
@@ -97,10 +102,19 @@ class OpCase:
             x, m = self.rows[start:end], self.weights[expert]
             terms = -(-k // 16) * 2.0**-23 * (x.abs() @ m.abs().T)
             terms = terms + fp8_mma_slack(x, m) if imprecise else terms
-            value[start:end] = (x @ m.T) * factor
-            slack[start:end] = terms * abs(factor)
+            c, terms = (x @ m.T) * factor, terms * abs(factor)
+            value[start:end], slack[start:end] = _gated(c, terms) if self.is_gated else (c, terms)
             written[start:end] = True
         return Exact(value, slack, written)
+
+
+def _gated(c: torch.Tensor, slack: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """`up * silu(gate)` of products with up first, and its slack; the slope of silu is at most 1.1."""
+    (up, gate), (up_slack, gate_slack) = c.chunk(2, 1), slack.chunk(2, 1)
+    silu = gate * torch.sigmoid(gate)
+    value = up * silu
+    rounding = 16 * 2.0**-24 * value.abs()
+    return value, silu.abs() * up_slack + 1.1 * gate_slack * (up.abs() + up_slack) + rounding
 
 
 def check(case: OpCase, engine: str, dtype: torch.dtype = torch.bfloat16, **more: Any) -> torch.Tensor:
@@ -195,6 +209,7 @@ def mxfp8(
     *,
     block: int = 128,
     integers: bool = False,
+    is_gated: bool = False,
 ) -> OpCase:
     """`moe_gemm_mxfp8_nt_groupwise`."""
     offsets, experts = [0, *np.cumsum(sizes).tolist()], len(sizes)
@@ -219,6 +234,7 @@ def mxfp8(
         b_scale=b_packed,
         m_indptr=torch.tensor(offsets, dtype=torch.int32),
         scale_granularity_mnk=(1, 1, block),
+        is_gated=is_gated,
     )
     moved = _to(arguments, device)
     # A copy to another device need not keep the strides.
@@ -286,6 +302,34 @@ def fp8(
         weights[e] *= b_scale[e].repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)
     operation, ones = ops.group_gemm_fp8_nt_groupwise, [1.0] * experts
     return OpCase(operation, arguments, rows, weights, offsets, list(range(experts)), ones)
+
+
+def moe_fp8(
+    sizes: list[int],
+    n: int,
+    k: int,
+    rng: torch.Generator,
+    device: torch.device,
+    *,
+    integers: bool = False,
+    is_gated: bool = False,
+) -> OpCase:
+    """`moe_gemm_fp8_nt_groupwise`: the numbers of `fp8`, K cut to `k`, the scales of rows spread among NaN."""
+    whole = -(-k // 128) * 128
+    case = fp8(sizes, n, whole, rng, device, integers=integers)
+    unpadded, offsets = case.arguments["a_scale"], case.offsets
+    starts = [(row + 3 * i) // 4 * 4 for i, row in enumerate(offsets)]
+    a_scale = torch.full((whole // 128, starts[-1]), float("nan"), device=device)
+    a_scale[:, _rows(offsets, starts).to(device)] = unpadded
+    names = ("b_scale", "m_indptr", "scale_granularity_mnk", "scale_major_mode")
+    arguments = {name: case.arguments[name] for name in names} | {"a_scale": a_scale, "is_gated": is_gated}
+    arguments |= {name: _cut(case.arguments[name], k) for name in ("a", "b")}
+    rows, weights = case.rows[:, :k].contiguous(), case.weights[:, :, :k].contiguous()
+    return replace(case, operation=ops.moe_gemm_fp8_nt_groupwise, arguments=arguments, rows=rows, weights=weights)
+
+
+def _cut(quants: torch.Tensor, k: int) -> torch.Tensor:
+    return quants.view(torch.uint8)[..., :k].contiguous().view(quants.dtype)
 
 
 def _randn(shape: tuple[int, ...], rng: torch.Generator) -> torch.Tensor:

@@ -8,7 +8,16 @@ import numpy as np
 import pytest
 import torch
 
-from moe_runtime.comm.arguments import check_integer, check_is_tensor, check_path, check_seconds
+from moe_runtime.comm.arguments import (
+    check_device,
+    check_flag,
+    check_integer,
+    check_is_tensor,
+    check_kind,
+    check_number,
+    check_path,
+    check_seconds,
+)
 
 
 def test_integers() -> None:
@@ -51,3 +60,37 @@ def test_no_tensor() -> None:
     for value in (None, [1.0], np.ones(2), torch.bfloat16, strided.to_sparse(), nested):
         with pytest.raises(ValueError, match=r"^x: expected a (strided )?tensor, got "):
             check_is_tensor("x", value)
+
+
+def test_kinds() -> None:
+    check_kind("x", 5, int)
+    check_kind("x", "a", (int, str))
+    with pytest.raises(ValueError, match=r"^x: expected an int or a str, got NoneType$"):
+        check_kind("x", None, (int, str))
+
+
+@pytest.mark.parametrize("value", [1, 0, None, "True", np.True_, torch.tensor(True)])
+def test_no_flag(value: object) -> None:
+    check_flag("x", True)
+    check_flag("x", False)
+    with pytest.raises(ValueError, match=r"^x: expected True or False, got "):
+        check_flag("x", value)
+
+
+@pytest.mark.parametrize(
+    "value", [True, "1", None, float("nan"), float("inf"), 1e39, -1e39, 10**400, torch.tensor(1.0)]
+)
+def test_no_number(value: object) -> None:
+    assert check_number("x", -2) == -2.0 and check_number("x", 3.4e38, positive=True) == 3.4e38
+    with pytest.raises(ValueError, match=r"^x: expected a finite number, got "):
+        check_number("x", value)
+    for small in (0, -1.0, 1e-40):
+        with pytest.raises(ValueError, match=r"^x: expected a positive finite number, got "):
+            check_number("x", small, positive=True)
+
+
+@pytest.mark.parametrize("value", [None, 0, -1, "cpu ", b"cpu", "xpu", "cuda:99", torch.float16, Path("cpu")])
+def test_no_device(value: object) -> None:
+    assert check_device("x", "cpu") == check_device("x", torch.device("cpu")) == torch.device("cpu")
+    with pytest.raises(ValueError, match=r"^x: expected a device "):
+        check_device("x", value)

@@ -1,0 +1,683 @@
+"""Right arguments for every public function, constructor and method, for `tests.support.wrong_calls`."""
+
+from __future__ import annotations
+
+import random
+import tempfile
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, ClassVar
+
+import torch
+from torch import nn
+
+from moe_runtime import ops
+from moe_runtime.checkpoints import Checkpoint
+from moe_runtime.checkpoints.checkpoint import write_qwen3_moe_checkpoint
+from moe_runtime.comm.heaps.private_heap import PrivateHeap
+from moe_runtime.config import (
+    MoELayerConfig,
+    ParallelConfig,
+    PlacementConfig,
+    RouterConfig,
+    RunConfig,
+)
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.counters import LayerCounters, LayerCounts
+from moe_runtime.dispatcher import CombineSink, TokenDispatcher
+from moe_runtime.experts import Experts
+from moe_runtime.integrations import ExpertParallel, apply_expert_parallel
+from moe_runtime.kernels.formats.number_formats import FORMATS, WEIGHT_FORMATS
+from moe_runtime.kernels.formats.quantize import quantize_rows
+from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
+from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
+from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
+from moe_runtime.layer import MoELayer
+from moe_runtime.placement import Placement
+from moe_runtime.router import Router
+from tests.support import op_cases
+
+CPU = torch.device("cpu")
+HIDDEN, INNER, EXPERTS, TOP_K, MOST = 64, 32, 4, 2, 8
+OFFSETS = [0, 4, 4, 12]
+
+
+class World:
+    """Right values, drawn from `draw`; files lie in one folder of this process."""
+
+    def __init__(self, draw: random.Random) -> None:
+        self.draw = draw
+        self.generator = torch.Generator().manual_seed(draw.randrange(2**31))
+
+    folders: ClassVar[list[tempfile.TemporaryDirectory[str]]] = []
+
+    @cached_property
+    def folder(self) -> Path:
+        if not self.folders:
+            self.folders.append(tempfile.TemporaryDirectory(prefix="wrong-calls-"))
+            folder = Path(self.folders[0].name)
+            write_qwen3_moe_checkpoint(folder / "checkpoint", self.config("bf16"), 1)
+            sizes = f"hidden_size: {HIDDEN}, intermediate_size: {INNER}, num_experts: {EXPERTS}, top_k: {TOP_K}"
+            text = f"layer: {{{sizes}, max_tokens_per_rank: {MOST}}}\nparallel: {{transport: private}}\n"
+            (folder / "run.yaml").write_text(text)
+            (folder / "load.json").write_text("[1, 2, 3, 4]")
+        return Path(self.folders[0].name)
+
+    def numbers(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=self.generator).to(dtype)
+
+    def codes(self, *shape: int, high: int = 120) -> torch.Tensor:
+        return torch.randint(0, high, shape, generator=self.generator, dtype=torch.uint8)
+
+    def ints(self, low: int, end: int, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.randint(low, end, shape, generator=self.generator).to(dtype)
+
+    def routing(self, tokens: int) -> dict[str, torch.Tensor]:
+        ids = torch.rand(tokens, EXPERTS, generator=self.generator).argsort(dim=1)[:, :TOP_K]
+        return {"topk_idx": ids.to(torch.int32), "topk_weights": self.numbers(tokens, TOP_K).abs()}
+
+    def config(self, fmt: str | None = None, **more: Any) -> MoELayerConfig:
+        fmt = fmt or self.draw.choice(("bf16", "mxfp8", "nvfp4"))
+        sizes = {"hidden_size": HIDDEN, "intermediate_size": INNER, "num_experts": EXPERTS, "top_k": TOP_K}
+        return MoELayerConfig(**sizes, max_tokens_per_rank=MOST, token_format=fmt, **more)
+
+    def context(self) -> ExpertParallelContext:
+        return ExpertParallelContext(transport="private", engine="torch", device="cpu")
+
+    def placement(self) -> Placement:
+        ids = [0, 1, 2, 3]
+        self.draw.shuffle(ids)
+        return Placement(EXPERTS, 1, tuple(ids))
+
+    def layer(self, loaded: bool = True) -> MoELayer:
+        placed = self.placement() if self.draw.random() < 0.5 else None
+        layer = MoELayer(self.config(), self.context(), placement=placed)
+        if loaded:
+            layer.load_random(self.draw.randrange(100))
+        return layer
+
+    def placed_layer(self) -> MoELayer:
+        layer = MoELayer(self.config(), self.context(), placement=self.placement())
+        layer.load_random(1)
+        return layer
+
+    def dispatcher_arguments(self) -> dict[str, Any]:
+        fmt = self.draw.choice(("bf16", "nvfp4", "mxfp8"))
+        scale = {"input_scale": self.draw.choice((None, 0.5))} if fmt == "nvfp4" else {"input_scale": None}
+        return {
+            "context": self.context(),
+            "hidden_size": HIDDEN,
+            "num_experts": EXPERTS,
+            "top_k": TOP_K,
+            "max_tokens_per_rank": MOST,
+            "token_format": fmt,
+            "combine_format": self.draw.choice(("bf16", "mxfp8")),
+            "mode": self.draw.choice(("auto", "contiguous", "gathered")),
+            "expert_row_capacity": self.draw.choice((None, 16)),
+            "num_sms": self.draw.choice((None, 4)),
+            "agreed": False,
+            **scale,
+        }
+
+    def dispatcher(self) -> TokenDispatcher:
+        return TokenDispatcher(**self.dispatcher_arguments())
+
+    def tokens(self, tokens: int = 5) -> dict[str, torch.Tensor]:
+        return {"x": self.numbers(tokens, HIDDEN, dtype=torch.bfloat16), **self.routing(tokens)}
+
+    def expert_weights(self, rows: int = 2 * INNER, columns: int = HIDDEN, **more: Any) -> ExpertWeights:
+        fmt = more.pop("fmt", None) or self.draw.choice(("bf16", "mxfp8", "nvfp4"))
+        return ExpertWeights.quantize(self.numbers(EXPERTS, rows, columns) / 8, fmt, **more)
+
+    def experts_arguments(self, fmt: str | None = None) -> dict[str, Any]:
+        fmt = fmt or self.draw.choice(("bf16", "mxfp8", "nvfp4"))
+        gate_up = self.expert_weights(fmt=fmt, gate_up=True, bias=self.numbers(EXPERTS, 2 * INNER))
+        return {
+            "gate_up": gate_up,
+            "down": self.expert_weights(HIDDEN, INNER, fmt=fmt),
+            "activation": SwiGLU(limit=self.draw.choice((None, 7.0))),
+            "intermediate_format": None,
+            "intermediate_gsf": 8.0 if fmt == "nvfp4" else None,
+            "engine": "auto",
+            "num_sms": None,
+        }
+
+    def prepacked(self) -> PrepackedWeights:
+        fmt = self.draw.choice(("nvfp4", "mxfp8"))
+        return PrepackedWeights.prepack(self.expert_weights(fmt=fmt, gate_up=self.draw.choice((False, True))))
+
+    def rows(self, fmt: str | None = None) -> GroupedRows:
+        """Three groups of rows of a format, as dispatch hands them to the experts."""
+        fmt = fmt or self.draw.choice(("bf16", "mxfp8", "nvfp4"))
+        q = quantize_rows(self.numbers(OFFSETS[-1], HIDDEN), fmt)
+        scales, shifts = q.scales_RV, None
+        if q.format.swizzled:
+            scales, shifts = ops.pack_dense_128(q.scales_RV, OFFSETS)
+        return GroupedRows(
+            q.format,
+            q.quants_RK,
+            scales,
+            q.row_scale_R,
+            None,
+            torch.tensor(OFFSETS, dtype=torch.int32),
+            shifts,
+            torch.tensor([2, 0, 1], dtype=torch.int32),
+            OFFSETS[-1],
+            HIDDEN,
+            3,
+        )
+
+    def token_format(self) -> ops.NVFP4TokenFormat:
+        made = ops.NVFP4TokenFormat(**self.token_format_arguments())
+        made.pad_expert_offsets(torch.tensor([0, 4, 8], dtype=torch.int32))
+        return made
+
+    def token_format_arguments(self) -> dict[str, Any]:
+        return {
+            "hid_dim": HIDDEN,
+            "top_k": TOP_K,
+            "alignment": 16,
+            "output_tokens": torch.zeros(8, HIDDEN // 2, dtype=torch.uint8),
+            "output_scales": torch.zeros(3, 1, 32, 4, 4, dtype=torch.float8_e4m3fn),
+            "output_scales_offset": torch.zeros(2, dtype=torch.int32),
+        }
+
+    def counts(self) -> LayerCounts:
+        tokens = self.draw.randrange(9)
+        return LayerCounts(1, tokens, (tokens, 0, 1, 2), 2 * tokens, 128, 64)
+
+    def counters(self) -> LayerCounters:
+        return LayerCounters(self.dispatcher().geometry, EXPERTS, CPU, "torch")
+
+    def checkpoint(self) -> Checkpoint:
+        return Checkpoint(self.folder / "checkpoint")
+
+    def model(self) -> nn.Module:
+        return _Model(self)
+
+    def parallel(self) -> ExpertParallel:
+        made = apply_expert_parallel(
+            self.model(),
+            max_tokens_per_rank=MOST,
+            placement=Placement.contiguous(EXPERTS, 1),
+            parallel=ParallelConfig(transport="private"),
+        )
+        made.count_tokens()
+        return made
+
+
+class _Experts(nn.Module):
+    def __init__(self, w: World) -> None:
+        super().__init__()
+        self.gate_up_proj = nn.Parameter(w.numbers(EXPERTS, 2 * INNER, HIDDEN, dtype=torch.bfloat16) / 8)
+        self.down_proj = nn.Parameter(w.numbers(EXPERTS, HIDDEN, INNER, dtype=torch.bfloat16) / 8)
+
+
+class _Model(nn.Module):
+    """What `apply_expert_parallel` reads of a Qwen3-MoE model of transformers, without transformers."""
+
+    def __init__(self, w: World) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.ModuleDict({"mlp": nn.Module()}) for _ in range(2)])
+        for layer in self.layers:
+            layer["mlp"].experts = _Experts(w)
+        values = {
+            "model_type": "qwen3_moe",
+            "hidden_act": "silu",
+            "hidden_size": HIDDEN,
+            "moe_intermediate_size": INNER,
+            "num_experts": EXPERTS,
+            "num_experts_per_tok": TOP_K,
+            "norm_topk_prob": True,
+            "num_hidden_layers": 2,
+            "decoder_sparse_step": 1,
+            "mlp_only_layers": [],
+        }
+        self.config = SimpleNamespace(to_dict=lambda: dict(values))
+
+
+def _sink(w: World) -> CombineSink:
+    return CombineSink(w.dispatcher().dispatch_send(**w.tokens()))
+
+
+INSTANCES: dict[str, Callable[[World], Any]] = {
+    "Checkpoint": World.checkpoint,
+    "CombineSink": _sink,
+    "ExpertParallel": World.parallel,
+    "ExpertParallelContext": World.context,
+    "ExpertWeights": World.expert_weights,
+    "Experts": lambda w: Experts(**w.experts_arguments()),
+    "LayerCounters": World.counters,
+    "LayerCounts": World.counts,
+    "MoELayer": World.layer,
+    "MoELayerConfig": World.config,
+    "NVFP4TokenFormat": World.token_format,
+    "ParallelConfig": lambda w: ParallelConfig(),
+    "Placement": World.placement,
+    "PrepackedWeights": World.prepacked,
+    "Router": lambda w: Router(HIDDEN, EXPERTS, TOP_K, _router_config(w)),
+    "RouterConfig": lambda w: RouterConfig(),
+    "RunConfig": lambda w: RunConfig(layer=w.config()),
+    "TokenDispatcher": World.dispatcher,
+    "TokenFormat": lambda w: w.draw.choice(list(FORMATS.values())),
+}
+"""An object for the methods of each public class that has any."""
+
+
+def _router_config(w: World) -> RouterConfig:
+    return w.draw.choice(
+        (
+            RouterConfig(),
+            RouterConfig(kind="topk_softmax", bias=True),
+            RouterConfig(kind="sigmoid", correction_bias=True, num_groups=2, top_groups=1),
+        )
+    )
+
+
+def _rows_of(w: World, on: GroupedRows | None = None) -> dict[str, Any]:
+    rows = w.rows() if on is None else on
+    return {name: getattr(rows, name) for name in GroupedRows.__dataclass_fields__}
+
+
+def _dispatched(w: World) -> dict[str, Any]:
+    dispatcher = w.dispatcher()
+    return _rows_of(w, dispatcher.dispatch(**w.tokens())) | {"handle": dispatcher.dispatch(**w.tokens()).handle}
+
+
+def _group_case(name: str) -> Callable[[World, Any], dict[str, Any]]:
+    def arguments(w: World, on: Any) -> dict[str, Any]:
+        k = 64 if name == "nvfp4_dense" else 128
+        case = getattr(op_cases, name)([4, 0, 8], 32, k, w.generator, CPU)
+        if name != "fp8" and w.draw.random() < 0.2:
+            case = case.prepacked()
+        made = dict(case.arguments)
+        made["c" if case.is_in_place else "out"] = case.empty()
+        return made
+
+    return arguments
+
+
+def _scales(w: World, *shape: int) -> torch.Tensor:
+    codes = w.codes(*shape)
+    return codes.view(torch.float8_e4m3fn) if w.draw.random() < 0.5 else codes
+
+
+def _handle(stages: tuple[str, ...]) -> Callable[[World, Any], dict[str, Any]]:
+    """A handle of `on` after `stages`, and what the next stage takes beside it."""
+
+    def arguments(w: World, on: TokenDispatcher) -> dict[str, Any]:
+        handle = on.dispatch_send(**w.tokens())
+        output = w.numbers(on.geometry.row_capacity, HIDDEN, dtype=torch.bfloat16)
+        for stage in stages:
+            getattr(on, stage)(*((output, handle) if stage == "combine_send" else (handle,)))
+        return {"handle": handle, "expert_output": output, "shared": w.numbers(5, HIDDEN, dtype=torch.bfloat16)}
+
+    return arguments
+
+
+def _weights_arguments(w: World, on: Any) -> dict[str, Any]:
+    made = w.expert_weights(gate_up=True)
+    return {name: getattr(made, name) for name in ExpertWeights.__dataclass_fields__}
+
+
+def _prepacked_arguments(w: World, on: Any) -> dict[str, Any]:
+    made = w.prepacked()
+    return {name: getattr(made, name) for name in PrepackedWeights.__dataclass_fields__}
+
+
+def _layer_arguments(w: World, on: Any) -> dict[str, Any]:
+    return {"config": w.config(), "context": w.context(), "placement": w.placement(), "router": True}
+
+
+def _step_arguments(w: World, on: MoELayer) -> dict[str, Any]:
+    return {**w.tokens(), "shared": w.numbers(5, HIDDEN, dtype=torch.bfloat16), "max_tokens": 6}
+
+
+def _begun(stages: tuple[str, ...]) -> Callable[[World, Any], dict[str, Any]]:
+    def arguments(w: World, on: MoELayer) -> dict[str, Any]:
+        step = on.begin(**w.tokens())
+        for stage in stages:
+            getattr(on, stage)(step)
+        return {"step": step}
+
+    return arguments
+
+
+def _load_router(w: World, on: Router) -> dict[str, Any]:
+    return {
+        "weight": w.numbers(EXPERTS, HIDDEN),
+        "bias": None if on.bias is None else w.numbers(EXPERTS),
+        "correction_bias": None if on.e_score_correction_bias is None else w.numbers(EXPERTS),
+    }
+
+
+def _loads(w: World) -> list[float]:
+    return [float(w.draw.randrange(1, 50)) for _ in range(EXPERTS)]
+
+
+def _experts_list(w: World, on: Any = None) -> dict[str, Any]:
+    tensors = [(w.numbers(2 * INNER, HIDDEN), w.numbers(HIDDEN, INNER)) for _ in range(EXPERTS)]
+    return {"experts": tensors}
+
+
+def _nvfp4_weights(w: World, on: Any) -> dict[str, Any]:
+    q, scales = ops.quantize_nvfp4(w.numbers(2, 32, 64))
+    return {"b": q, "b_scales": ops.swizzle_scales(scales)}
+
+
+def _mxfp8_weights(w: World, on: Any) -> dict[str, Any]:
+    q, scales = ops.quantize_mxfp8(w.numbers(2, 32, 256), 128)
+    return {"b": q, "b_scale": ops.pack_ue8m0_weights(scales), "scale_granularity_mnk": (1, 1, 128)}
+
+
+def _format_fields(w: World, on: Any) -> dict[str, Any]:
+    fmt = w.draw.choice(list(WEIGHT_FORMATS.values()))
+    return {name: getattr(fmt, name) for name in type(fmt).__dataclass_fields__}
+
+
+def _quantized_fields(w: World, on: Any) -> dict[str, Any]:
+    q = _quantized(w, on)["q"]
+    return {name: getattr(q, name) for name in type(q).__dataclass_fields__}
+
+
+def _quantized(w: World, on: Any) -> dict[str, Any]:
+    return {"q": quantize_rows(w.numbers(3, 128), w.draw.choice(list(WEIGHT_FORMATS)))}
+
+
+def _pair(quantize: Callable[..., Any], *more: Any, shape: tuple[int, ...] = (3, 128)) -> Callable[..., dict[str, Any]]:
+    return lambda w, on: dict(zip(("q", "scales"), quantize(w.numbers(*shape), *more), strict=True))
+
+
+def _run_config(w: World) -> RunConfig:
+    return RunConfig(layer=w.config(), parallel=ParallelConfig(transport="private"))
+
+
+def _logits(w: World) -> dict[str, Any]:
+    return {"logits_TE": w.numbers(5, 8), "top_k": 3}
+
+
+_NONE: Callable[[World, Any], dict[str, Any]] = lambda w, on: {}  # noqa: E731
+
+ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
+    # Operations.
+    "dequantize_bf16": lambda w, on: {"q": w.numbers(3, 16, dtype=torch.bfloat16)},
+    "dequantize_fp8": lambda w, on: _pair(ops.quantize_fp8)(w, on) | {"granularity_mn": 1},
+    "dequantize_mxfp8": lambda w, on: _pair(ops.quantize_mxfp8)(w, on) | {"granularity_k": 32},
+    "dequantize_nvfp4": lambda w, on: _pair(ops.quantize_nvfp4)(w, on) | {"decode_scale": 0.25},
+    "dequantize_rows": _quantized,
+    "group_gemm_fp8_nt_groupwise": _group_case("fp8"),
+    "group_gemm_nvfp4_nt_groupwise": _group_case("nvfp4_closed"),
+    "grouped_matmul_dynamic_scaled_nvfp4": _group_case("nvfp4_dense"),
+    "moe_gemm_mxfp8_nt_groupwise": _group_case("mxfp8"),
+    "nvfp4_encode_scale": lambda w, on: {"x": w.numbers(3, 16)},
+    "pack_closed_form_128": lambda w, on: {"scales_RV": _scales(w, 12, 8), "m_indptr": list(OFFSETS)},
+    "pack_dense_128": lambda w, on: {
+        "scales_RV": _scales(w, 12, 8),
+        "group_offsets": list(OFFSETS),
+        "group_scale_offsets": [0, 1, 1],
+        "num_blocks": 5,
+    },
+    "pack_scale_major": lambda w, on: {"scales": w.numbers(3, 5), "major": w.draw.choice(("K", "MN"))},
+    "pack_swizzled_weights": lambda w, on: {"scales_ENV": _scales(w, 2, 9, 8)},
+    "pack_ue8m0_rows": lambda w, on: {"scales_RV": w.codes(12, 6), "m_indptr": list(OFFSETS)},
+    "pack_ue8m0_weights": lambda w, on: {"scales_ENV": w.codes(2, 9, 6)},
+    "prepack_mxfp8": _mxfp8_weights,
+    "prepack_nvfp4": _nvfp4_weights,
+    "quantize_bf16": lambda w, on: {"x": w.numbers(3, 16)},
+    "quantize_fp8": lambda w, on: {"x": w.numbers(3, 256), "granularity_mn": 1, "dtype": torch.float8_e4m3fn},
+    "quantize_mxfp8": lambda w, on: {"x": w.numbers(3, 256), "granularity_k": w.draw.choice((32, 128))},
+    "quantize_nvfp4": lambda w, on: {
+        "x": w.numbers(2, 3, 32),
+        "gsf": w.draw.choice((2.0, torch.ones(2), torch.ones(1))),
+    },
+    "quantize_rows": lambda w, on: {"x_RK": w.numbers(3, 128), "fmt": "nvfp4", "gsf": w.draw.choice((None, 2.0))},
+    "swizzle_scales": lambda w, on: {"scales_RV": _scales(w, 9, 6)},
+    "unpack_closed_form_128": lambda w, on: {
+        "packed": w.codes((12 + 127 * 3) // 128 * 128, 8),
+        "m_indptr": list(OFFSETS),
+        "dtype": torch.uint8,
+    },
+    "unpack_dense_128": lambda w, on: {
+        "blocks": w.codes(4, 2, 32, 4, 4),
+        "group_offsets": list(OFFSETS),
+        "group_scale_offsets": [0, 1, 1],
+        "num_columns": 8,
+    },
+    "unpack_scale_major": lambda w, on: {"scales": w.numbers(3, 5), "major": w.draw.choice(("K", "MN"))},
+    "unpack_swizzled_weights": lambda w, on: {"packed": w.codes(2, 128, 8), "num_rows": 9, "dtype": torch.uint8},
+    "unpack_ue8m0_rows": lambda w, on: {
+        "packed": w.ints(0, 2**31, 20, 2),
+        "m_indptr": list(OFFSETS),
+        "num_columns": 6,
+    },
+    "unpack_ue8m0_weights": lambda w, on: {"packed": w.ints(0, 2**31, 2, 9, 2), "num_columns": 6},
+    "unswizzle_scales": lambda w, on: {"blocks": w.codes(2, 2, 32, 4, 4), "num_rows": 130, "num_columns": 6},
+    "NVFP4TokenFormat": lambda w, on: w.token_format_arguments(),
+    "NVFP4TokenFormat.copy_msg_to_output_tensor": lambda w, on: {
+        "buf": w.codes(3, on.msg_size()),
+        "token_index": torch.tensor([0, 5, 3]),
+    },
+    "NVFP4TokenFormat.copy_token_to_send_buf": lambda w, on: {
+        "buf": w.codes(3, on.msg_size()),
+        "src": w.numbers(3, HIDDEN),
+        "input_scale": 2.0,
+    },
+    "NVFP4TokenFormat.pad_expert_offsets": lambda w, on: {"row_offsets": torch.tensor([0, 4, 8], dtype=torch.int32)},
+    "NVFP4TokenFormat.read_info": lambda w, on: {"buf": w.codes(3, on.msg_size())},
+    "NVFP4TokenFormat.read_token": lambda w, on: {"buf": w.codes(3, on.msg_size()), "input_scale": 2.0},
+    "NVFP4TokenFormat.write_info": lambda w, on: {
+        "buf": w.codes(3, on.msg_size()),
+        "source": torch.tensor([7, 8, 9]),
+        "topk_idx": torch.tensor([[0, 1], [2, -1], [3, 0]]),
+    },
+    # Weights and rows.
+    "ExpertWeights": _weights_arguments,
+    "ExpertWeights.dequantize": _NONE,
+    "ExpertWeights.expert": lambda w, on: {"expert": 1},
+    "ExpertWeights.quantize": lambda w, on: {
+        "w_ENK": w.numbers(2, 32, 64),
+        "fmt": w.draw.choice(("bf16", "mxfp8", "nvfp4", "mxfp4")),
+        "gate_up": w.draw.choice((True, False, GateUpOrder.INTERLEAVED)),
+        "bias": w.numbers(2, 32),
+    },
+    "ExpertWeights.to": _NONE,
+    "Experts": lambda w, on: w.experts_arguments(),
+    "Experts.__call__": lambda w, on: {"rows": w.rows(on.gate_up.format.name), "out": w.numbers(12, HIDDEN)},
+    "Experts.to": _NONE,
+    "GateUpOrder": lambda w, on: {"value": "gate_up"},
+    "GroupedRows": lambda w, on: _rows_of(w),
+    "PrepackedWeights": _prepacked_arguments,
+    "PrepackedWeights.expert": lambda w, on: {"expert": 1},
+    "PrepackedWeights.prepack": lambda w, on: {"w": w.expert_weights(fmt="nvfp4"), "argument": "w.scales"},
+    "PrepackedWeights.restore": _NONE,
+    "PrepackedWeights.to": _NONE,
+    "PrepackedWeights.wanted": lambda w, on: {"w": w.expert_weights()},
+    "QuantizedRows": _quantized_fields,
+    "RecordLayout": lambda w, on: {"format": "nvfp4", "hidden": HIDDEN, "top_k": TOP_K, "alignment": 16},
+    "SwiGLU": lambda w, on: {"order": GateUpOrder.GATE_UP, "alpha": 1.5, "limit": 7.0, "up_offset": 0.5},
+    "TokenFormat": _format_fields,
+    "TokenFormat.check_columns": lambda w, on: {"k": 128, "argument": "k"},
+    # Routing, exchange and layers.
+    "CombineSink": lambda w, on: {"handle": w.dispatcher().dispatch_send(**w.tokens())},
+    "DispatchedTokens": lambda w, on: _dispatched(w),
+    "LayerCounters": lambda w, on: {
+        "geometry": w.dispatcher().geometry,
+        "num_experts": EXPERTS,
+        "device": CPU,
+        "engine": "torch",
+    },
+    "LayerCounters.add": lambda w, on: {
+        "topk_idx": w.routing(3)["topk_idx"],
+        "slots": w.routing(3)["topk_idx"],
+        "num_parts": w.ints(0, 2, 3),
+        "group_offsets": torch.tensor([0, 1, 2, 4, 6], dtype=torch.int32),
+    },
+    "LayerCounts": lambda w, on: {
+        "steps": 1,
+        "tokens": 5,
+        "expert_tokens": (1, 2, 3, 4),
+        "rows": 10,
+        "dispatch_bytes": 20,
+        "combine_bytes": 30,
+    },
+    "LayerCounts.__sub__": lambda w, on: {"earlier": w.counts()},
+    "MoELayer": _layer_arguments,
+    "MoELayer.begin": _step_arguments,
+    "MoELayer.compute": _begun(()),
+    "MoELayer.finish": _begun(("compute",)),
+    "MoELayer.forward": _step_arguments,
+    "MoELayer.from_checkpoint": lambda w, on: {
+        "path": w.folder / "checkpoint",
+        "layer": 0,
+        "context": w.context(),
+        "placement": w.placement(),
+        "max_tokens_per_rank": MOST,
+    },
+    "MoELayer.from_run_config": lambda w, on: {"run": _run_config(w), "context": w.context()},
+    "MoELayer.from_yaml": lambda w, on: {"path": w.folder / "run.yaml", "context": w.context()},
+    "MoELayer.load_checkpoint": lambda w, on: {
+        "checkpoint": w.draw.choice((w.folder / "checkpoint", w.checkpoint())),
+        "layer": 0,
+        "shared_elsewhere": False,
+    },
+    "MoELayer.load_experts": _experts_list,
+    "MoELayer.load_random": lambda w, on: {"seed": 3},
+    "MoELayer.replace_experts": lambda w, on: {"placement": w.placement()},
+    "Router": lambda w, on: {
+        "hidden_size": HIDDEN,
+        "num_experts": EXPERTS,
+        "top_k": TOP_K,
+        "config": _router_config(w),
+        "device": CPU,
+    },
+    "Router.forward": lambda w, on: {"x_TH": w.numbers(3, HIDDEN, dtype=torch.bfloat16)},
+    "Router.load": _load_router,
+    "Router.logits": lambda w, on: {"x_TH": w.numbers(3, HIDDEN, dtype=torch.bfloat16)},
+    "TokenDispatcher": lambda w, on: w.dispatcher_arguments(),
+    "TokenDispatcher.combine": _handle(("dispatch_recv",)),
+    "TokenDispatcher.combine_recv": _handle(("dispatch_recv", "combine_send")),
+    "TokenDispatcher.combine_send": _handle(("dispatch_recv",)),
+    "TokenDispatcher.combine_wait": _handle(("dispatch_recv", "combine_send")),
+    "TokenDispatcher.dispatch": lambda w, on: {**w.tokens(), "scales_in_record": False, "leave_scales": None},
+    "TokenDispatcher.dispatch_recv": _handle(()),
+    "TokenDispatcher.dispatch_send": lambda w, on: {**w.tokens(), "scales_in_record": False, "leave_scales": None},
+    "TokenDispatcher.dispatch_wait": _handle(()),
+    "TokenDispatcher.from_config": lambda w, on: {
+        "context": w.context(),
+        "config": w.config(),
+        "max_tokens": 4,
+        "num_slots": EXPERTS,
+        "mode": "auto",
+        "agreed": False,
+    },
+    "TokenDispatcher.of_all_sizes": lambda w, on: {
+        "context": w.context(),
+        "config": w.config(),
+        "num_slots": EXPERTS,
+        "mode": "auto",
+    },
+    "imbalance": lambda w, on: {"ranks": [w.counts(), w.counts()]},
+    "sigmoid_topk": lambda w, on: (
+        _logits(w)
+        | {
+            "correction_bias_E": w.numbers(8),
+            "num_groups": 2,
+            "top_groups": 1,
+            "renormalize": True,
+            "scaling_factor": 2.5,
+        }
+    ),
+    "softmax_topk": lambda w, on: _logits(w) | {"renormalize": True, "scaling_factor": 1.5},
+    "topk_softmax": lambda w, on: _logits(w) | {"scaling_factor": 1.5},
+    # Contexts, configs, placements, checkpoints, models.
+    "Checkpoint": lambda w, on: {"path": w.folder / "checkpoint"},
+    "Checkpoint.check_fits": lambda w, on: {"config": w.config(), "but_for": ["top_k"]},
+    "Checkpoint.check_layer": lambda w, on: {"layer": 0},
+    "Checkpoint.digests": lambda w, on: {"layer": 0},
+    "Checkpoint.experts": lambda w, on: {"layer": 0, "expert_ids": [0, 2]},
+    "Checkpoint.has_experts": lambda w, on: {"layer": 0},
+    "Checkpoint.layer_config": lambda w, on: {"layer": 0, "max_tokens_per_rank": MOST},
+    "Checkpoint.names": lambda w, on: {"layer": 0},
+    "Checkpoint.quant_buffers": lambda w, on: {"layer": 0, "weight_format": "bf16", "count": 4, "device": CPU},
+    "Checkpoint.reader": lambda w, on: {"layer": 0},
+    "Checkpoint.router": lambda w, on: {"layer": 0},
+    "Checkpoint.shared_expert": lambda w, on: {"layer": 0},
+    "Checkpoint.stored_of": lambda w, on: {"layer": 0},
+    "ExpertParallel": lambda w, on: {"context": w.context()},
+    "ExpertParallel.replace_experts": lambda w, on: {
+        "placement": w.draw.choice((w.placement(), {0: w.placement(), 1: w.placement()}))
+    },
+    "ExpertParallelContext": lambda w, on: (
+        {
+            "group": None,
+            "device": CPU,
+            "heap": None,
+            "transport": "private",
+            "timeout_s": 30.0,
+            "startup_timeout_s": 120.0,
+        }
+        if w.draw.random() < 0.7
+        else {"heap": PrivateHeap(), "transport": "auto"}
+    ),
+    "ExpertParallelContext.abort": lambda w, on: {"reason": "wrong input"},
+    "ExpertParallelContext.register": lambda w, on: {
+        "agree": {"top_k": 2},
+        "about": "layer 3",
+        "staging_bytes": 128,
+        "landing": 4096,
+    },
+    "MoELayerConfig": lambda w, on: (
+        w.config().model_dump() | {"router": RouterConfig(), "activation": w.config().activation}
+    ),
+    "MoELayerConfig.replace": lambda w, on: {"top_k": 1},
+    "ParallelConfig": lambda w, on: ParallelConfig().model_dump(),
+    "ParallelConfig.replace": lambda w, on: {"timeout_s": 2.0},
+    "Placement": lambda w, on: {"num_experts": 3, "num_ranks": 2, "slot_experts": (0, 1, 2, 0)},
+    "Placement.contiguous": lambda w, on: {"num_experts": 4, "num_ranks": 2},
+    "Placement.from_json": lambda w, on: {"text": w.placement().to_json()},
+    "Placement.rank_experts": lambda w, on: {"rank": 0},
+    "Placement.rank_loads": lambda w, on: {"load": _loads(w)},
+    "Placement.reordered_like": lambda w, on: {"other": w.placement()},
+    "RouterConfig": lambda w, on: _router_config(w).model_dump(),
+    "RouterConfig.replace": lambda w, on: {"scaling_factor": 2.0},
+    "RunConfig": lambda w, on: {
+        "layer": w.config(),
+        "placement": PlacementConfig(),
+        "parallel": ParallelConfig(),
+        "tokens_per_rank": 4,
+        "seed": 3,
+    },
+    "RunConfig.replace": lambda w, on: {"seed": 1},
+    "apply_expert_parallel": lambda w, on: {
+        "model": w.model(),
+        "mesh": None,
+        "max_tokens_per_rank": MOST,
+        "token_format": None,
+        "weight_format": None,
+        "combine_format": "bf16",
+        "experts": None,
+        "placement": Placement.contiguous(EXPERTS, 1),
+        "parallel": ParallelConfig(transport="private"),
+        "device": CPU,
+        "token_buckets": (4,),
+    },
+    "init_from_env": lambda w, on: {"device": "cpu", "timeout_s": 5.0},
+    "load_config": lambda w, on: {"path": w.folder / "run.yaml"},
+    "placement_from_config": lambda w, on: {
+        "section": PlacementConfig(load=str(w.folder / "load.json")),
+        "num_experts": EXPERTS,
+        "num_ranks": 2,
+    },
+    "plan_placement": lambda w, on: {"load": _loads(w), "num_ranks": 2, "slots_per_rank": 3},
+    "reserved_bytes": lambda w, on: {"config": w.config(), "world_size": 2, "placed": True},
+}
+"""Right arguments by name of the call, from the world and the object whose method it is (None for others)."""
+
+BY_NAME: dict[str, Callable[[World], Any]] = {
+    "engine": lambda w: w.draw.choice(("auto", "torch")),
+    "validate": lambda w: w.draw.choice((None, True)),
+    "device": lambda w: w.draw.choice(("cpu", CPU)),
+}
+"""Right values of parameters that mean the same everywhere."""
