@@ -93,7 +93,7 @@ def dequantize_nvfp4(
 def _decode_scale(scale: object, shape: tuple[int, ...], device: torch.device) -> float | torch.Tensor:
     """What a result of `shape` is multiplied by."""
     if isinstance(scale, int | float) and not isinstance(scale, bool):
-        if abs(scale) > torch.finfo(torch.float32).max:
+        if not abs(scale) <= torch.finfo(torch.float32).max:
             raise ValueError(f"decode_scale: expected a number that fp32 holds, got {describe(scale)}")
         return float(scale)
     if not isinstance(scale, torch.Tensor):

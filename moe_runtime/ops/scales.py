@@ -7,12 +7,12 @@ Offsets are read on the host. Padding is 0; nothing ever reads it.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 
-from moe_runtime.comm.arguments import check_integer
+from moe_runtime.comm.arguments import check_integer, describe
 from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.number_formats import align, ceil_div
 from moe_runtime.kernels.formats.reference_quantize import copy_as, raw_bits
@@ -20,6 +20,8 @@ from moe_runtime.kernels.formats.swizzle import swizzle_scales, unswizzle_scales
 from moe_runtime.ops.arguments import check_choice, check_device
 
 Offsets = Sequence[int] | torch.Tensor
+MAX_BLOCKS = (2**31 - 1) // 128
+"""Kernels count the rows of a container in int32."""
 
 
 def pack_dense_128(
@@ -40,7 +42,7 @@ def pack_dense_128(
         group_scale_offsets = scale_blocks.dense_128_offsets(rows)
     shifts = _host(group_scale_offsets, "group_scale_offsets")
     blocks = max(
-        check_integer("num_blocks", num_blocks, 0),
+        check_integer("num_blocks", num_blocks, 0, MAX_BLOCKS),
         scale_blocks.dense_128_blocks_needed(scales_RV.shape[0], len(rows) - 1),
     )
     scale_blocks.check_dense_128(rows, shifts, blocks)
@@ -185,7 +187,7 @@ def _pack_swizzled(scales_RV: torch.Tensor, rows: list[int], starts: Sequence[in
 
 
 def _unpack_swizzled(packed: torch.Tensor, rows: list[int], starts: Sequence[int], num_columns: int) -> torch.Tensor:
-    blocks = packed.view(-1, ceil_div(num_columns, 4), 32, 4, 4)
+    blocks = packed.contiguous().view(-1, ceil_div(num_columns, 4), 32, 4, 4)
     container = raw_bits(unswizzle_scales(blocks, 128 * blocks.shape[0], num_columns))
     parts = [container[first : first + end - s] for first, s, end in zip(starts, rows, rows[1:], strict=False)]
     return torch.cat([container[:0], *parts]).view(packed.dtype)
@@ -203,10 +205,16 @@ def _host(offsets: Offsets, argument: str) -> list[int]:
     if isinstance(offsets, torch.Tensor):
         check_device(argument, offsets)
     try:
-        return [operator.index(value) for value in (offsets.tolist() if isinstance(offsets, torch.Tensor) else offsets)]
+        values = list(offsets.tolist() if isinstance(offsets, torch.Tensor) else offsets)
     except TypeError:
+        values = [None]
+    if not all(isinstance(value, Integral) and not isinstance(value, bool) for value in values):
         found = f"{offsets.dtype} {list(offsets.shape)}" if isinstance(offsets, torch.Tensor) else repr(offsets)
-        raise ValueError(f"{argument}: expected one dimension of integers, got {found}") from None
+        raise ValueError(f"{argument}: expected one dimension of integers, got {found}")
+    for value in map(int, values):
+        if not -(2**31) <= value < 2**31:
+            raise ValueError(f"{argument}: expected integers that fit in int32, got {describe(value)}")
+    return [int(value) for value in values]
 
 
 def _offsets(offsets: Offsets, num_rows: int, argument: str) -> list[int]:
