@@ -80,6 +80,8 @@ def dequantize_nvfp4(
     """
     _check_quants(q, (torch.uint8,))
     columns = q.shape[-1]
+    if columns % 8:
+        raise ValueError(f"q: expected [..., K/2], K a multiple of 16, got {list(q.shape)}")
     shape = (*q.shape[:-1], 2 * columns)
     factor = None if decode_scale is None else _decode_scale(decode_scale, shape, q.device)
     linear = _linear(scales, (*q.shape[:-1], columns // 8), (torch.float8_e4m3fn, torch.uint8), q.device)

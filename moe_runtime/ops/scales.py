@@ -64,7 +64,7 @@ def unpack_dense_128(
     scale_blocks.check_row_offsets(rows, 128 * blocks.shape[0], "group_offsets")
     scale_blocks.check_dense_128(rows, shifts, blocks.shape[0])
     starts = [128 * scale_blocks.dense_128_block(row, shift, 0) for row, shift in zip(rows, shifts, strict=False)]
-    return _unpack_swizzled(blocks.reshape(-1), rows, starts, num_columns)
+    return _unpack_swizzled(blocks, rows, starts, num_columns)
 
 
 def pack_closed_form_128(scales_RV: torch.Tensor, m_indptr: Offsets) -> torch.Tensor:
@@ -89,7 +89,8 @@ def unpack_closed_form_128(packed: torch.Tensor, m_indptr: Offsets, dtype: torch
     scale_blocks.check_row_offsets(rows, packed.shape[0], "m_indptr")
     starts = [scale_blocks.closed_form_128_start(row, group) for group, row in enumerate(rows)]
     _check_rows(packed.shape[0], scale_blocks.closed_form_128_rows_used(rows))
-    return _unpack_swizzled(raw_bits(packed).reshape(-1), rows, starts, packed.shape[1]).view(dtype)
+    blocks = raw_bits(packed).contiguous().view(packed.shape[0] // 128, packed.shape[1] // 4, 32, 4, 4)
+    return _unpack_swizzled(blocks, rows, starts, packed.shape[1]).view(dtype)
 
 
 def pack_swizzled_weights(scales_ENV: torch.Tensor) -> torch.Tensor:
@@ -186,11 +187,10 @@ def _pack_swizzled(scales_RV: torch.Tensor, rows: list[int], starts: Sequence[in
     return swizzle_scales(container).view(scales_RV.dtype)
 
 
-def _unpack_swizzled(packed: torch.Tensor, rows: list[int], starts: Sequence[int], num_columns: int) -> torch.Tensor:
-    blocks = packed.contiguous().view(-1, ceil_div(num_columns, 4), 32, 4, 4)
-    container = raw_bits(unswizzle_scales(blocks, 128 * blocks.shape[0], num_columns))
+def _unpack_swizzled(blocks: torch.Tensor, rows: list[int], starts: Sequence[int], num_columns: int) -> torch.Tensor:
+    container = raw_bits(unswizzle_scales(blocks.contiguous(), 128 * blocks.shape[0], num_columns))
     parts = [container[first : first + end - s] for first, s, end in zip(starts, rows, rows[1:], strict=False)]
-    return torch.cat([container[:0], *parts]).view(packed.dtype)
+    return torch.cat([container[:0], *parts]).view(blocks.dtype)
 
 
 def _words(scales: torch.Tensor, argument: str) -> torch.Tensor:

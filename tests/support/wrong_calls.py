@@ -597,7 +597,7 @@ def brief(value: Any) -> str:
     if isinstance(value, torch.Tensor):
         extra = "" if value.layout == torch.strided and not value.is_nested else " not strided"
         shape = "nested" if value.is_nested else list(value.shape)
-        few = f" {value.tolist()}" if not extra and not value.is_meta and value.numel() <= 6 else ""
+        few = f" {value.tolist()}" if not extra and not value.is_meta and 0 < value.numel() <= 6 else ""
         return f"{value.dtype} {shape} on {value.device}{extra}{few}"
     if isinstance(value, list | tuple):
         return f"{type(value).__name__}({', '.join(map(brief, value[:6]))})"

@@ -242,6 +242,7 @@ REFUSED: list[tuple[str, Callable[[World], Any]]] = [
     ("scales", lambda w: ops.pack_scale_major(5, "K")),
     ("decode_scale", lambda w: ops.dequantize_nvfp4(w.codes(2, 8), w.codes(2, 1), True)),
     ("decode_scale", lambda w: ops.dequantize_nvfp4(w.codes(2, 8), w.codes(2, 1), float("nan"))),
+    ("q", lambda w: ops.dequantize_nvfp4(w.codes(2, 9), w.codes(2, 1))),
     ("granularity_k", lambda w: ops.quantize_mxfp8(w.numbers(2, 128), torch.tensor(32))),
     ("granularity_mn", lambda w: ops.quantize_fp8(w.numbers(2, 128), torch.tensor(1))),
     ("out_dtype", lambda w: _group_gemm(w, "moe_gemm_fp8_nt_groupwise", out_dtype=np.zeros(3))),
@@ -304,6 +305,11 @@ def test_packed_scales_may_have_any_strides(seed: int) -> None:
         (ops.unpack_dense_128, blocks, [0, 4, 12], [0, 1], 8),
     ):
         assert torch.equal(unpack(given, *more), unpack(given.contiguous(), *more))
+
+
+def test_scales_without_columns_are_unpacked() -> None:
+    packed = ops.pack_closed_form_128(torch.zeros(12, 0, dtype=torch.uint8), [0, 4, 12])
+    assert ops.unpack_closed_form_128(packed, [0, 4, 12]).shape == (12, 0)
 
 
 def _scaled(x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
