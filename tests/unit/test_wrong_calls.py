@@ -312,6 +312,19 @@ def test_scales_without_columns_are_unpacked() -> None:
     assert ops.unpack_closed_form_128(packed, [0, 4, 12]).shape == (12, 0)
 
 
+def test_offsets_are_the_fault_of_the_caller_only_if_unchecked(seed: int) -> None:
+    name = "moe_gemm_mxfp8_nt_groupwise"
+    offsets = {"m_indptr": torch.tensor([-135, -138, -135, -136], dtype=torch.int32)}
+    with pytest.raises(ValueError, match=r"^m_indptr: "):
+        _group_gemm(World(random.Random(seed)), name, **offsets)
+    with pytest.raises(IndexError) as caught:
+        _group_gemm(World(random.Random(seed)), name, validate=False, **offsets)
+    target, key = wrong_calls.targets()[name], ["m_indptr"]
+    assert judge_error(target, offsets | {"validate": False}, key, caught.value) is None
+    assert judge_error(target, offsets | {"validate": None}, key, caught.value)
+    assert judge_error(target, offsets | {"validate": False}, ["a"], caught.value)
+
+
 def _scaled(x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
     return x * factor
 
