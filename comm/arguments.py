@@ -21,16 +21,17 @@ def check_integer(name: str, value: Any, low: int | None = 1, high: int | None =
     return value
 
 
-def check_seconds(name: str, value: object) -> float:
-    """`value` as a float, if it is a positive, finite number (no bool)."""
+def check_seconds(name: str, value: object, high: float = math.inf) -> float:
+    """`value` as a float, if it is a positive, finite number (no bool) of at most `high`."""
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{name}: expected seconds as a number, got {describe(value)}")
     try:
         seconds = float(value)
     except OverflowError:
         seconds = math.inf
-    if not 0 < seconds < math.inf:
-        raise ValueError(f"{name}: expected a positive, finite number of seconds, got {describe(value)}")
+    if not (0 < seconds < math.inf and seconds <= high):
+        most = "" if high == math.inf else f", at most {high:g}"
+        raise ValueError(f"{name}: expected a positive, finite number of seconds{most}, got {describe(value)}")
     return seconds
 
 

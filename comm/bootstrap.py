@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import os
-import pickle
 import socket
 import tempfile
 import time
@@ -21,8 +20,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase
+from moe_runtime.comm import messages
+from moe_runtime.comm.arguments import check_seconds
+from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, StoreLostError
+from moe_runtime.comm.messages import MAX_BYTES, Reader
 from moe_runtime.comm.store_calls import StoreSilentError, calls_of
+
+MAX_SECONDS = 1e9
+"""Longest limit of a wait: 30 years, which all clocks can count."""
 
 ROLL_CALL_S = 3.0
 """How long ranks have to report themselves, once one of them has waited too long."""
@@ -36,15 +41,12 @@ _POLL_S = (0.001, 0.02)
 T = TypeVar("T")
 
 
-class _StoreLostError(MoERuntimeError):
-    """The group's store is gone."""
-
-
 @dataclass(frozen=True)
-class _Left:
-    """What a rank that gave up stores instead of its next answer."""
+class _StoreHost:
+    """Whose process hosts a group's store: its rank in the group, -1 if none is known; and its name for messages."""
 
-    reason: str
+    rank: int = -1
+    name: str = "the process that hosts it"
 
 
 class RankGroup:
@@ -57,16 +59,16 @@ class RankGroup:
     Attributes:
         rank, world_size: this process in the group (not in the world).
         group: the torch.distributed group; None for a single process without torch.distributed.
-        timeout_s: limit of every wait.
+        timeout_s: limit of every wait, in seconds.
 
-    Raises `ValueError` if a launcher has started several ranks and torch.distributed is not initialised, unless
-    `alone`.
+    Raises `ValueError` for a wrong argument, and unless `alone` where a launcher has started several ranks and
+    torch.distributed is not initialised.
     """
 
     def __init__(
         self, group: dist.ProcessGroup | DeviceMesh | None = None, *, timeout_s: float = 120.0, alone: bool = False
     ) -> None:
-        self.timeout_s = timeout_s
+        self.timeout_s = check_seconds("timeout_s", timeout_s, MAX_SECONDS)
         self.group = resolve_group(group)
         if self.group is None and not alone:
             _check_started_alone()
@@ -75,6 +77,7 @@ class RankGroup:
         self._prefix = ""
         self._calls = 0
         self._store: Any = None
+        self._host = _StoreHost()
         if self.group is not None:
             self.rank = dist.get_rank(self.group)
             self.world_size = dist.get_world_size(self.group)
@@ -82,23 +85,43 @@ class RankGroup:
             identity = f"{self.group.group_name}/{ranks}"
             prefix = f"moe_runtime/{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
             self._store = dist.distributed_c10d._get_default_store()
+            self._host = _host_of(self._store, ranks)
             # Counted in the store, since other code of this process may have created groups of the same ranks before.
             made = self._ask("group", lambda: self._store.add(f"{prefix}/made/{self.rank}", 1))
             self._prefix = f"{prefix}/{made}"
 
-    def gather(self, what: str, value: object, *, timeout_s: float | None = None) -> list[Any]:
-        """Every rank's `value` (picklable, small), by rank.
+    def gather(
+        self,
+        what: str,
+        value: object,
+        read: Reader[T],
+        *,
+        timeout_s: float | None = None,
+        max_bytes: int = MAX_BYTES,
+    ) -> list[T]:
+        """Every rank's `value`, by rank, as `read` returns it.
 
-        Raises `PeerTimeoutError` naming `what` and all ranks that did not come within `timeout_s` (default: the
-        group's); its `rank` is the first of them. Raises `MoERuntimeError` if the store is gone or does not answer.
+        Args:
+            value: what JSON carries so that it comes back the same (`messages.encode`), of at most `max_bytes`.
+            read: checks and converts what came, also from this rank. It raises `ValueError` for what no rank sends.
+            timeout_s: limit of the wait, in seconds; default the group's.
+
+        Raises:
+            ValueError: a wrong argument; on every rank where ranks are not at the same step.
+            PeerTimeoutError: naming `what` and all ranks that did not come in time; its `rank` is the first of them.
+            PeerAbortedError: naming a rank that gave up.
+            StoreLostError: the store is gone or does not answer.
+            MoERuntimeError: naming the rank whose answer is none that `read` takes.
         """
+        limit = self.timeout_s if timeout_s is None else check_seconds("timeout_s", timeout_s, MAX_SECONDS)
+        mine = messages.answer(what, value, max_bytes)
         if self._store is None:
-            return [value]
-        return self._collect(what, self._answer(what, value), self.timeout_s if timeout_s is None else timeout_s)
+            return [read(value)]
+        return self._collect(what, self._answer(what, mine), read, limit, max_bytes)
 
     def barrier(self, what: str = "barrier") -> None:
         """Wait for every rank; raises as `gather` does."""
-        self.gather(what, None)
+        self.gather(what, None, messages.nothing)
 
     def part(self, what: str) -> bool:
         """The last `barrier`, after which processes may end. Returns whether all ranks are known to have come.
@@ -108,13 +131,16 @@ class RankGroup:
         """
         if self._store is None:
             return True
-        keys = self._answer(what, None)
+        mine = messages.answer(what, None)
+        keys = self._answer(what, mine)
         try:
-            self._collect(what, keys, self.timeout_s)
-        except _StoreLostError:
+            self._collect(what, keys, messages.nothing, self.timeout_s)
+        except StoreLostError as error:
+            if isinstance(error.__cause__, StoreSilentError):
+                raise
             return False
         with contextlib.suppress(MoERuntimeError):
-            keys = self._answer(what, None)
+            keys = self._answer(what, mine)
             if self.rank == 0:
                 self._wait(what, keys, PARTING_S)
         return True
@@ -124,7 +150,7 @@ class RankGroup:
         if self._store is not None:
             # If the store is gone, no peer can read it.
             with contextlib.suppress(MoERuntimeError):
-                self._answer("leave", _Left(reason))
+                self._answer("leave", messages.farewell(reason))
 
     def missing(self, event: str, wait_s: float) -> list[int]:
         """Ranks that have not called this for `event` within `wait_s`, or before the store failed.
@@ -165,39 +191,41 @@ class RankGroup:
     def _ask(self, what: str, work: Callable[[], T]) -> T:
         """Return `work()`, which calls the store and does not wait there.
 
-        Errors of the store become a `MoERuntimeError` that says whether it is gone or does not answer.
+        Errors of the store become a `StoreLostError` that says whether it is gone or does not answer.
         """
         try:
             return calls_of(self._store).run(work)
         except StoreSilentError as error:
-            trouble = "gets no answer from the group's store, the process that hosts it may be stopped"
-            raise MoERuntimeError(f"{what}: rank {self.rank} {trouble}", self.rank, Phase.START_UP) from error
+            trouble = f"gets no answer from the group's store, {self._host.name} may be stopped"
+            raise StoreLostError(f"{what}: rank {self.rank} {trouble}", self._host.rank, Phase.START_UP) from error
         except RuntimeError as error:
-            trouble = f"cannot reach the group's store, the process that hosts it is gone: {error}"
-            raise _StoreLostError(f"{what}: rank {self.rank} {trouble}", self.rank, Phase.START_UP) from error
+            trouble = f"cannot reach the group's store, {self._host.name} is gone: {error}"
+            raise StoreLostError(f"{what}: rank {self.rank} {trouble}", self._host.rank, Phase.START_UP) from error
 
-    def _answer(self, what: str, value: object) -> list[str]:
+    def _answer(self, what: str, mine: bytes) -> list[str]:
         """Store this rank's answer to the next call. Returns the keys of all ranks' answers."""
         self._calls += 1
         keys = [f"{self._prefix}/{self._calls}/{rank}" for rank in range(self.world_size)]
-        mine = pickle.dumps((what, value))
         self._ask(what, lambda: self._store.set(keys[self.rank], mine))
         return keys
 
-    def _collect(self, what: str, keys: list[str], limit: float) -> list[Any]:
-        """Wait for the answers of all ranks under `keys`, and return their values."""
+    def _collect(
+        self, what: str, keys: list[str], read: Reader[T], limit: float, max_bytes: int = MAX_BYTES
+    ) -> list[T]:
+        """Wait for the answers of all ranks under `keys`, and return their values as `read` does."""
         if missing := self._wait(what, keys, limit):
             names = ", ".join(map(str, missing))
             message = f"{what}: rank {names} of {self.world_size} did not come within {limit:g} s"
             raise PeerTimeoutError(message, missing[0], Phase.START_UP)
-        answers = [pickle.loads(answer) for answer in self._ask(what, lambda: self._read(keys))]
-        for rank, (_, answer) in enumerate(answers):
-            if isinstance(answer, _Left):
-                raise PeerAbortedError(f"{what}: rank {rank} gave up: {answer.reason}", rank, Phase.START_UP)
-        if len({step for step, _ in answers}) > 1:
-            steps = describe_ranks([step for step, _ in answers])
+        stored = self._ask(what, lambda: self._read(keys))
+        answers = read_answers(what, stored, lambda raw: messages.read_answer(raw, max_bytes))
+        for rank, answer in enumerate(answers):
+            if answer.left is not None:
+                raise PeerAbortedError(f"{what}: rank {rank} gave up: {answer.left}", rank, Phase.START_UP)
+        if len({answer.what for answer in answers}) > 1:
+            steps = describe_ranks([answer.what for answer in answers])
             raise ValueError(f"group: its ranks are not at the same step, {steps}")
-        return [answer for _, answer in answers]
+        return read_answers(what, [answer.value for answer in answers], read)
 
     def _wait(self, what: str, keys: list[str], limit: float) -> list[int]:
         """Ranks whose answers are not there within `limit` seconds.
@@ -280,6 +308,34 @@ def host_identity() -> str:
     return f"{socket.gethostname()}/{named}/{boot}/{os.stat(shared_memory_directory()).st_dev}"
 
 
+def read_answers(what: str, answers: list[Any], read: Reader[T]) -> list[T]:
+    """What `read` returns for the answer of each rank. Raises `MoERuntimeError` naming the rank whose it refuses."""
+    values = []
+    for rank, answer in enumerate(answers):
+        try:
+            values.append(read(answer))
+        except ValueError as error:
+            message = f"{what}: the answer of rank {rank} is none that this program gives: {error}"
+            raise MoERuntimeError(message, rank, Phase.START_UP) from None
+    return values
+
+
+def _host_of(store: Any, ranks: list[int]) -> _StoreHost:
+    """Whose process hosts the default store, for a group of these ranks of the default group."""
+    while isinstance(store, dist.PrefixStore):
+        store = store.underlying_store
+    if not isinstance(store, dist.TCPStore):
+        return _StoreHost()
+    # torch does not say who hosts a store. It makes the one of these variables itself.
+    if (store.host, str(store.port)) != (os.environ.get("MASTER_ADDR"), os.environ.get("MASTER_PORT")):
+        return _StoreHost()
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+        return _StoreHost(name="torchrun's agent, which hosts it,")
+    if 0 in ranks:
+        return _StoreHost(ranks.index(0), f"rank {ranks.index(0)}, which hosts it,")
+    return _StoreHost(name="rank 0 of the default group, which hosts it,")
+
+
 def describe_ranks(values: list[Any]) -> str:
     """`rank 0: a, rank 1: b` for an error message about values that should be equal."""
     return ", ".join(f"rank {rank}: {value!r}" for rank, value in enumerate(values))
@@ -292,8 +348,9 @@ def init_from_env(device: str | None = None, *, timeout_s: float = 120.0) -> tor
     any). On GPUs the backend is `cpu:gloo,cuda:nccl`, and `cuda:LOCAL_RANK` becomes the current device; without that
     variable the current device stays. Collectives time out after `timeout_s`, on GPUs after twice that.
 
-    Raises `ValueError` if `device` is unknown, or the local rank has no GPU.
+    Raises `ValueError` if `device` is unknown, the local rank has no GPU, or `timeout_s` is no number of seconds.
     """
+    limit = timedelta(seconds=check_seconds("timeout_s", timeout_s, MAX_SECONDS))
     if device not in (None, "cpu", "cuda"):
         raise ValueError(f"device: expected cpu, cuda or None, got {device!r}")
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
@@ -305,7 +362,6 @@ def init_from_env(device: str | None = None, *, timeout_s: float = 120.0) -> tor
     if place.type == "cuda":
         torch.cuda.set_device(place)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ and not dist.is_initialized():
-        limit = timedelta(seconds=timeout_s)
         if place.type == "cuda":
             # NCCL ends the process at its own limit, so the limits of a context must come first.
             dist.init_process_group("cpu:gloo,cuda:nccl", timeout=2 * limit, device_id=place)

@@ -62,6 +62,15 @@ class PeerAbortedError(MoERuntimeError):
     """Rank `rank` gave up a collective step; the message carries its reason."""
 
 
+class StoreLostError(MoERuntimeError):
+    """The key-value store in which ranks meet on the host is gone, or does not answer any more.
+
+    `rank` is the rank of the group whose process hosts it: rank 0 of the default group, where torch.distributed made
+    the store from `MASTER_ADDR` and `MASTER_PORT`. It is -1 where that rank is not in the group, where torchrun's agent
+    hosts the store, and where the program chose a store itself.
+    """
+
+
 class StepMismatchError(MoERuntimeError):
     """Rank `rank` was in a step of another layer, or of another size, than the rank that got its tokens."""
 

@@ -9,6 +9,7 @@ import torch
 
 from moe_runtime.comm.bootstrap import RankGroup, describe_ranks, host_identity
 from moe_runtime.comm.heaps import nvshmem_world
+from moe_runtime.comm.messages import integer, optional, row, text
 
 TRANSPORTS = ("nvshmem", "shared", "private", "collective")
 
@@ -36,7 +37,7 @@ def choose_transport(group: RankGroup, device: torch.device, requested: str = "a
     """
     if requested not in ("auto", *TRANSPORTS):
         raise ValueError(f"transport: expected auto or one of {TRANSPORTS}, got {requested!r}")
-    answers = group.gather("choose_transport", (requested, device.type, host_identity()))
+    answers = group.gather("choose_transport", [requested, device.type, host_identity()], row(text, text, text))
     for index, name in enumerate(("transport", "device")):
         values = [answer[index] for answer in answers]
         if len(set(values)) > 1:
@@ -78,11 +79,23 @@ class _Gpu:
     uuid: str
     world: nvshmem_world.NvshmemWorld | None
 
+    def to_message(self) -> list[object]:
+        world = self.world
+        joined = None if world is None else [world.token, world.rank, world.num_ranks, world.device_index]
+        return [self.problem, self.uuid, joined]
+
+    @classmethod
+    def from_message(cls, message: object) -> _Gpu:
+        joined = row(text, integer(0), integer(1), integer(0))
+        problem, uuid, world = row(optional(text), text, optional(joined))(message)
+        return cls(problem, uuid, None if world is None else nvshmem_world.NvshmemWorld(*world))
+
 
 def _nvshmem_problem(group: RankGroup, device: torch.device, num_hosts: int) -> str | None:
     """Why these ranks cannot share GPU memory through NVSHMEM, equal on every rank; None if they can. Collective."""
-    gpus: list[_Gpu] = group.gather("choose_transport: GPUs", _gpu_of(device))
-    hidden = group.gather("choose_transport: peer access", _unreachable(device, [gpu.uuid for gpu in gpus]))
+    gpus = group.gather("choose_transport: GPUs", _gpu_of(device).to_message(), _Gpu.from_message)
+    unreachable = _unreachable(device, [gpu.uuid for gpu in gpus])
+    hidden = group.gather("choose_transport: peer access", unreachable, optional(integer(0, group.world_size - 1)))
     for rank, gpu in enumerate(gpus):
         if gpu.problem:
             return gpu.problem if group.world_size == 1 else f"rank {rank}: {gpu.problem}"

@@ -108,7 +108,7 @@ def _bench_format(
         for layer, routing in with_progress(turns, f"bench {config.token_format}", len(turns), shown=context.rank == 0):
             results += layer_operations.run(Bench(layer, run, routing, settings, baselines))
         record = environment.environment_record(context) if context.rank == 0 else {}
-        environment.gather(context, "end", None)
+        environment.barrier(context, "end")
     return results, record, config
 
 

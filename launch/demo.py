@@ -7,20 +7,21 @@
 from __future__ import annotations
 
 import argparse
+import json
 import multiprocessing
 import os
-import pickle
 import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 from statistics import median
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 from rich import box
 from rich.console import Console
 from rich.filesize import decimal
@@ -99,9 +100,9 @@ def run_rank(rank: int, folder: str) -> None:
     try:
         with ExpertParallelContext(device="cpu", transport="shared", engine="torch", timeout_s=TIMEOUT_S) as context:
             report = run_formats(context, Path(folder) / "checkpoint", environment.console_of(context))
-            reports = environment.gather(context, "reports", report)
+            reports = environment.gather(context, "reports", report, RankReport)
         if rank == 0:
-            (Path(folder) / "reports").write_bytes(pickle.dumps(reports))
+            (Path(folder) / "reports").write_text(json.dumps([asdict(report) for report in reports]))
     finally:
         dist.destroy_process_group()
 
@@ -211,7 +212,7 @@ def demo(console: Console) -> int:
             ["moe_runtime.layer", "moe_runtime.launch.common.environment"]
         )
         start_processes(run_rank, (folder,), WORLD_SIZE, start_method="forkserver")
-        reports: list[RankReport] = pickle.loads((Path(folder) / "reports").read_bytes())
+        reports = TypeAdapter(list[RankReport]).validate_json((Path(folder) / "reports").read_bytes())
     print_results(reports, console)
     code = exit_code(reports)
     words = "every error is inside its bound" if code == 0 else "an error is OUTSIDE its bound"

@@ -214,7 +214,7 @@ def work(options: argparse.Namespace) -> int:
             steps=options.steps,
             check_tokens=check_tokens,
         )
-        results = environment.gather(context, "results", mine)
+        results = environment.gather(context, "results", mine, RankResult)
         report(results, run, context, layer.placement, environment.console_of(context))
     bound = cases.layer_bound(run.layer)
     return 0 if all(inside(result, bound) for result in results) else 1

@@ -257,7 +257,7 @@ def work(options: argparse.Namespace) -> int:
     environment.start(run)
     with context_from_config(run.parallel) as context:
         mine = Soak(make_dispatchers(run.layer, context, options.mode), seed, options.steps).run()
-        results: list[SoakResult] = environment.gather(context, "results", mine)
+        results = environment.gather(context, "results", mine, SoakResult)
         passed = all(result.passed for result in results)
         report(results, run.layer, context, environment.console_of(context), options.mode)
         if context.rank == 0 and options.json is not None:

@@ -44,6 +44,7 @@ if TYPE_CHECKING:
         RoutingError,
         StaleHandleError,
         StepMismatchError,
+        StoreLostError,
     )
     from moe_runtime.config import MoELayerConfig, ParallelConfig, RouterConfig, RunConfig, load_config
     from moe_runtime.context.expert_parallel import ExpertParallelContext
@@ -98,6 +99,7 @@ __all__ = [
     "RunConfig",
     "StaleHandleError",
     "StepMismatchError",
+    "StoreLostError",
     "SwiGLU",
     "TokenDispatcher",
     "TokenFormat",
@@ -143,6 +145,7 @@ _MODULE_OF = {
     "RunConfig": "config",
     "StaleHandleError": "comm.errors",
     "StepMismatchError": "comm.errors",
+    "StoreLostError": "comm.errors",
     "SwiGLU": "kernels.gemm.weights",
     "TokenDispatcher": "dispatcher.token_dispatcher",
     "TokenFormat": "kernels.formats.number_formats",

@@ -20,10 +20,14 @@ from moe_runtime.comm.bootstrap import ROLL_CALL_S, RankGroup
 from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase
 from moe_runtime.comm.heaps.heap import SymmetricHeap
 from moe_runtime.comm.heaps.private_heap import aligned_zeros
+from moe_runtime.comm.messages import hexadecimal, integer, row
 from moe_runtime.comm.signals import SignalLayout
 
 _HEADER = 3
 """Words of a message before the signal words: (phase, epoch, number of rows)."""
+
+_KEY_BYTES = 8
+"""Of the random key under which the ranks of a heap connect."""
 
 _POLL_S = 1e-4
 
@@ -57,10 +61,11 @@ class CollectiveHeap(SymmetricHeap):
         self.group.barrier("CollectiveHeap.barrier")
 
     def _allocate(self, num_bytes: int) -> None:
-        answers = self.group.gather("CollectiveHeap.allocate", (num_bytes, secrets.token_hex(8)))
+        mine = [num_bytes, secrets.token_hex(_KEY_BYTES)]
+        answers = self.group.gather("CollectiveHeap.allocate", mine, row(integer(0), hexadecimal(_KEY_BYTES)))
         if len({size for size, _ in answers}) > 1:
             raise ValueError(f"region: ranks reserved different sizes, {[size for size, _ in answers]} bytes")
-        self.key = answers[0][1]
+        self.key = answers[0][1].hex()
         if nccl_of(self.group.group, self.device) is None:
             self.gloo = self.group.connect("CollectiveHeap.allocate", f"moe_runtime/{self.key}")
         self._bases = [aligned_zeros(num_bytes, self.device) for _ in range(self.world_size)]

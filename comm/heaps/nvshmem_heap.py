@@ -8,12 +8,14 @@ fixed at `NVSHMEM_SYMMETRIC_SIZE`, which then has to be large enough.
 from __future__ import annotations
 
 import errno
+from typing import Any
 
 import torch
 
 from moe_runtime.comm.bootstrap import RankGroup
 from moe_runtime.comm.heaps.heap import REGION_ALIGNMENT, SymmetricHeap
 from moe_runtime.comm.heaps.nvshmem_world import join, load_nvshmem
+from moe_runtime.comm.messages import integer, optional, row, text
 
 
 class NvshmemHeap(SymmetricHeap):
@@ -44,7 +46,7 @@ class NvshmemHeap(SymmetricHeap):
     def _allocate(self, num_bytes: int) -> None:
         room = num_bytes + REGION_ALIGNMENT
         free = _free_bytes(self.device, room)
-        answers = self._group.gather("NvshmemHeap.allocate: size", (num_bytes, free))
+        answers = self._group.gather("NvshmemHeap.allocate: size", [num_bytes, free], row(integer(0), integer(0)))
         sizes = [answer[0] for answer in answers]
         if len(set(sizes)) > 1:
             raise ValueError(f"region: ranks reserved different sizes, {sizes} bytes")
@@ -57,7 +59,8 @@ class NvshmemHeap(SymmetricHeap):
         self._raise_first("NvshmemHeap.allocate: allocate", self._take(room))
         self._raise_first("NvshmemHeap.allocate: map", self._map(num_bytes))
 
-    def _take(self, room: int) -> Exception | None:
+    def _take(self, room: int) -> list[Any] | None:
+        """Take the memory. Returns an error as `[errno, text]`, to be raised on all ranks."""
         try:
             with torch.cuda.device(self.device):
                 self._own = load_nvshmem().tensor((room,), dtype=torch.uint8, except_on_del=False)
@@ -65,14 +68,15 @@ class NvshmemHeap(SymmetricHeap):
                 self._write_ones(self._own[self._skip(self._own) :])
                 torch.cuda.synchronize(self.device)
         except Exception as error:
-            return OSError(
+            return [
                 errno.ENOMEM,
                 f"NVSHMEM gave rank {self.rank} no {room} bytes ({error}); NVSHMEM_MAX_MEMORY_PER_GPU, or with "
                 "NVSHMEM_DISABLE_CUDA_VMM=1 NVSHMEM_SYMMETRIC_SIZE, may be too small",
-            )
+            ]
         return None
 
-    def _map(self, num_bytes: int) -> Exception | None:
+    def _map(self, num_bytes: int) -> list[Any] | None:
+        """Map the memory of all ranks. Returns the text of a `ValueError` as `[None, text]`, to be raised on all."""
         assert self._own is not None
         skip = self._skip(self._own)
         for rank in range(self.world_size):
@@ -82,10 +86,11 @@ class NvshmemHeap(SymmetricHeap):
                     # Not for the own rank: that would count as a second owner, and the memory never be freed.
                     whole = load_nvshmem().get_peer_tensor(self._own, rank)
                 except Exception as error:
-                    return ValueError(
+                    return [
+                        None,
                         f"transport: rank {self.rank} cannot map the GPU memory of rank {rank} ({error}); "
-                        "use transport='collective'"
-                    )
+                        "use transport='collective'",
+                    ]
             self._bases.append(whole[skip : skip + num_bytes])
         return None
 
@@ -94,11 +99,12 @@ class NvshmemHeap(SymmetricHeap):
         """Bytes before the first region: as many on every rank, whose heaps start at multiples of far more."""
         return -own.data_ptr() % REGION_ALIGNMENT
 
-    def _raise_first(self, what: str, problem: Exception | None) -> None:
+    def _raise_first(self, what: str, problem: list[Any] | None) -> None:
         """Raise what the first rank with a problem says, on every rank."""
-        for answer in self._group.gather(what, problem):
+        for answer in self._group.gather(what, problem, optional(row(optional(integer(1)), text))):
             if answer is not None:
-                raise answer
+                number, message = answer
+                raise ValueError(message) if number is None else OSError(number, message)
 
     def _peer_base(self, rank: int) -> torch.Tensor:
         return self._bases[rank]

@@ -6,6 +6,7 @@ with a time limit over the group, and never leaves: leaving is collective and wo
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 from dataclasses import dataclass
@@ -14,6 +15,7 @@ from typing import Any
 import torch
 
 from moe_runtime.comm.bootstrap import RankGroup
+from moe_runtime.comm.messages import hexadecimal, row
 
 ENVIRONMENT = {
     # Every peer is mapped, so no network is needed, and looking for one fails without RDMA.
@@ -22,6 +24,12 @@ ENVIRONMENT = {
     "NVSHMEM_DISABLE_NVLS": "1",
 }
 """Environment variables set before NVSHMEM starts, unless the user has set them."""
+
+
+UNIQUE_ID_BYTES = 128
+"""Of `nvshmemx_uniqueid_t`, by which ranks find each other."""
+
+TOKEN_BYTES = 8
 
 
 @dataclass(frozen=True)
@@ -89,13 +97,15 @@ def join(group: RankGroup, device: torch.device) -> NvshmemWorld:
     if not _joined:
         for name, value in ENVIRONMENT.items():
             os.environ.setdefault(name, value)
-        uid = core.get_unique_id() if group.rank == 0 else None
-        token = os.urandom(8).hex()
-        uid, token = group.gather("NvshmemWorld.join", (uid, token))[0]
+        uid = core.get_unique_id(empty=group.rank != 0)
+        mine = [ctypes.string_at(uid.ptr, UNIQUE_ID_BYTES).hex(), os.urandom(TOKEN_BYTES).hex()]
+        read = row(hexadecimal(UNIQUE_ID_BYTES), hexadecimal(TOKEN_BYTES))
+        unique_id, token = group.gather("NvshmemWorld.join", mine, read)[0]
+        ctypes.memmove(uid.ptr, unique_id, UNIQUE_ID_BYTES)
         from cuda.core import Device
 
         place = Device(device.index)
         place.set_current()
         core.init(device=place, uid=uid, rank=group.rank, nranks=group.world_size, initializer_method="uid")
-        _joined.append(NvshmemWorld(token, group.rank, group.world_size, device.index))
+        _joined.append(NvshmemWorld(token.hex(), group.rank, group.world_size, device.index))
     return _joined[0]

@@ -10,13 +10,17 @@ import contextlib
 import errno
 import mmap
 import os
+import re
 import secrets
+import stat
+from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from moe_runtime.comm.bootstrap import RankGroup, shared_memory_directory
 from moe_runtime.comm.heaps.heap import SymmetricHeap
+from moe_runtime.comm.messages import integer, optional, row, text
 
 
 class SharedHeap(SymmetricHeap):
@@ -41,11 +45,12 @@ class SharedHeap(SymmetricHeap):
         self._group.barrier("SharedHeap.barrier")
 
     def _allocate(self, num_bytes: int) -> None:
-        path = os.path.join(self._directory, f"moe_runtime-{secrets.token_hex(16)}")
+        path = os.path.join(os.path.abspath(self._directory), f"moe_runtime-{secrets.token_hex(16)}")
         problem = _create(path, num_bytes, self.world_size)
         paths = [path]
         try:
-            answers = self._group.gather("SharedHeap.allocate: create", (path, num_bytes, problem))
+            read = row(_read_path, integer(0), _read_problem)
+            answers = self._group.gather("SharedHeap.allocate: create", [path, num_bytes, problem], read)
             self._raise_first([answer[2] for answer in answers])
             sizes = {answer[1] for answer in answers}
             if len(sizes) > 1:
@@ -55,7 +60,7 @@ class SharedHeap(SymmetricHeap):
             if problem is None:
                 self._write_ones(self._bases[self.rank])
             paths = [peer_path for peer_path, _, _ in answers]
-            self._raise_first(self._group.gather("SharedHeap.allocate: map", problem))
+            self._raise_first(self._group.gather("SharedHeap.allocate: map", problem, _read_problem))
             paths = [path]
         except BaseException:
             self._drop()
@@ -66,23 +71,26 @@ class SharedHeap(SymmetricHeap):
                 with contextlib.suppress(FileNotFoundError):
                     os.unlink(left)
 
-    def _map(self, path: str, num_bytes: int) -> tuple[int, str] | None:
-        """Map a rank's file. Returns an error as `(errno, text)`, to be raised on all ranks."""
+    def _map(self, path: str, num_bytes: int) -> list[int | str] | None:
+        """Map a rank's file, which must be this user's. Returns an error as `[errno, text]`, to be raised on all."""
         try:
             descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
-                if os.fstat(descriptor).st_size != num_bytes:
-                    return errno.EINVAL, f"{path}: expected {num_bytes} bytes, got {os.fstat(descriptor).st_size}"
+                status = os.fstat(descriptor)
+                if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
+                    return [errno.EPERM, f"{path}: expected a file of this user"]
+                if status.st_size != num_bytes:
+                    return [errno.EINVAL, f"{path}: expected {num_bytes} bytes, got {status.st_size}"]
                 mapping = mmap.mmap(descriptor, num_bytes)
             finally:
                 os.close(descriptor)
         except OSError as error:
-            return error.errno or errno.EIO, f"mapping {path}: {error.strerror}"
+            return [error.errno or errno.EIO, f"mapping {path}: {error.strerror}"]
         self._bases.append(torch.frombuffer(mapping, dtype=torch.uint8))
         return None
 
     @staticmethod
-    def _raise_first(problems: list[tuple[int, str] | None]) -> None:
+    def _raise_first(problems: list[Any]) -> None:
         for rank, problem in enumerate(problems):
             if problem is not None:
                 raise OSError(problem[0], f"shared memory of rank {rank}: {problem[1]}")
@@ -105,12 +113,23 @@ class SharedHeap(SymmetricHeap):
         self._bases.clear()
 
 
-def _create(path: str, num_bytes: int, world_size: int) -> tuple[int, str] | None:
-    """Create a private file with all its memory reserved. Returns an error as `(errno, text)`."""
+_read_problem = optional(row(integer(1), text))
+"""Reads the errno and the text of an `OSError`, or None."""
+
+
+def _read_path(value: object) -> str:
+    """Reads the path of a rank's file. Files of other names are never mapped, and never unlinked."""
+    if re.fullmatch(r"/([^\0]*/)?moe_runtime-[0-9a-f]{32}", path := text(value)) is None:
+        raise ValueError("expected the path of a heap's file, got another text")
+    return path
+
+
+def _create(path: str, num_bytes: int, world_size: int) -> list[int | str] | None:
+    """Create a private file with all its memory reserved. Returns an error as `[errno, text]`."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except OSError as error:
-        return error.errno or errno.EIO, f"creating {path}: {error.strerror}"
+        return [error.errno or errno.EIO, f"creating {path}: {error.strerror}"]
     try:
         status = os.fstatvfs(descriptor)
         available = status.f_bavail * status.f_frsize
@@ -120,10 +139,11 @@ def _create(path: str, num_bytes: int, world_size: int) -> tuple[int, str] | Non
             reserve_file(descriptor, num_bytes)
         except OSError as error:
             where = os.path.dirname(path)
-            return error.errno or errno.EIO, (
+            return [
+                error.errno or errno.EIO,
                 f"{error.strerror}: {num_bytes} bytes needed per rank ({world_size} ranks: {num_bytes * world_size}), "
-                f"{available} available in {where}; make {where} larger (docker: --shm-size) or configure fewer tokens"
-            )
+                f"{available} available in {where}; make {where} larger (docker: --shm-size) or configure fewer tokens",
+            ]
     finally:
         os.close(descriptor)
     return None

@@ -189,7 +189,7 @@ class Bench:
 
     def agree(self, check: checks.Check) -> checks.Check:
         """The check of the rank where it is worst, on every rank."""
-        errors = torch.tensor(environment.gather(self.context, check.what, check.error), dtype=torch.float64)
+        errors = torch.tensor(environment.gather(self.context, check.what, check.error, float), dtype=torch.float64)
         return replace(check, error=float(errors.max()))
 
     def add(
@@ -245,5 +245,5 @@ class Bench:
         heap_bytes = sum(reserved_bytes(self.layer.config, self.context.world_size).values()) if ours else 0
         mine = {"step_bytes": step_bytes, "weight_bytes": weight_bytes, "heap_bytes": heap_bytes}
         mine["peak_bytes"] = sum(mine.values())
-        ranks: list[dict[str, int]] = environment.gather(self.context, "memory", mine)
+        ranks = environment.gather(self.context, "memory", mine, dict[str, int])
         return max(ranks, key=lambda other: other["peak_bytes"])

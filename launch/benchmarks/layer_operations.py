@@ -154,7 +154,7 @@ def _add_grouped_mm(bench: Bench, name: str, counts: Sequence[int], n: int, k: i
 
 def _most(bench: Bench, work: Work) -> Work:
     """The work of the rank that has most."""
-    ranks = environment.gather(bench.context, "work", work)
+    ranks = environment.gather(bench.context, "work", work, Work)
     return max(ranks, key=lambda other: other.flops or 0)
 
 

@@ -127,7 +127,7 @@ def measure(
         for name, microseconds in clock.iteration(number).items():
             mine.setdefault(name, []).append(microseconds)
     context.check()
-    ranks = gather(context, "timings", mine)
+    ranks = gather(context, "timings", mine, dict[str, list[float]])
     timings = {
         name: Timing([max(values) for values in zip(*(r[name] for r in ranks), strict=True)], clock.steps, clock.method)
         for name in mine
@@ -136,7 +136,7 @@ def measure(
         _barrier(context)
         sustained = clock.sustained(timings[TOTAL].median_us)
         context.check()
-        sustained_us = max(gather(context, "sustained time", sustained))
+        sustained_us = max(gather(context, "sustained time", sustained, float))
         timings[TOTAL] = replace(timings[TOTAL], sustained_us=sustained_us)
     return timings
 
@@ -210,7 +210,7 @@ class _CudaClock:
         stream.wait_stream(side)
         torch.cuda.synchronize(self._context.device)
         # Of an eager step; one that waits for its launches is short enough for the most steps.
-        step_us = max(gather(self._context, "time of a step", start.elapsed_time(end) * 1e3))
+        step_us = max(gather(self._context, "time of a step", start.elapsed_time(end) * 1e3, float))
         self.steps = steps_of_iteration(step_us, self.steps)
         self._iteration_us = self.steps * step_us
         if self.method == "cuda_graph":

@@ -13,9 +13,10 @@ import statistics
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import torch
+from pydantic import AfterValidator
 from torch.profiler import ProfilerActivity, profile
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
@@ -33,7 +34,18 @@ KEPT = (HOST_RANGES, GPU_RANGES, "kernel", "gpu_memcpy", "gpu_memset", "cuda_run
 
 GAP_US = 1000.0
 
-Event = dict[str, Any]
+EVENT = {"ph": str, "cat": str, "name": str, "dur": int | float, "tid": int | str, "start_ns": int, "on": str}
+"""What each event of a rank has."""
+
+
+def check_event(event: dict[str, Any]) -> dict[str, Any]:
+    """`event`. Raises `ValueError` unless it has what `EVENT` says."""
+    if event.keys() != EVENT.keys() or not all(isinstance(event[key], kind) for key, kind in EVENT.items()):
+        raise ValueError(f"expected an event with {', '.join(EVENT)}")
+    return event
+
+
+Event = Annotated[dict[str, Any], AfterValidator(check_event)]
 
 
 class TraceFile:
@@ -92,7 +104,7 @@ def record(
         torch.cuda.synchronize(context.device)
     with profile(activities=activities) as profiler:
         # Inside, since the profiler starts slowly.
-        environment.gather(context, "trace begins", None)
+        environment.barrier(context, "trace begins")
         for number in range(STEPS):
             step(number)
         if on_gpu:
@@ -101,7 +113,7 @@ def record(
         exported = Path(folder) / "trace.json"
         profiler.export_chrome_trace(str(exported))
         events = own_events(json.loads(exported.read_text()))
-    ranks = environment.gather(context, "trace", events)
+    ranks = environment.gather(context, "trace", events, list[Event])
     if context.rank == 0:
         file.add(title, ranks)
     kind = GPU_RANGES if on_gpu else HOST_RANGES

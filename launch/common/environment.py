@@ -20,11 +20,11 @@ from datetime import UTC, datetime
 from functools import partial
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
+from pydantic import TypeAdapter, ValidationError
 from rich.console import Console
 
 from moe_runtime.comm.bootstrap import init_from_env
@@ -38,6 +38,11 @@ PACKAGES = (
     *("torch", "triton", "numpy", "pydantic", "safetensors", "transformers"),
     *("nvshmem4py-cu13", "cuda-python", "cuda-bindings", "nvidia-cuda-nvrtc"),
 )
+
+MOST_GATHERED = 64 << 20
+"""Most bytes that a rank gathers: a trace has some, everything else far fewer."""
+
+T = TypeVar("T")
 
 
 def add_common_options(parser: argparse.ArgumentParser) -> None:
@@ -118,9 +123,22 @@ def start(run: RunConfig) -> torch.device:
     return init_from_env(timeout_s=run.parallel.startup_timeout_s)
 
 
-def gather(context: ExpertParallelContext, what: str, value: object) -> list[Any]:
-    """Every rank's `value` (picklable, small), by rank."""
-    return [value] if context.group is None else context.group.gather(what, value)
+def gather(context: ExpertParallelContext, what: str, value: T, kind: type[T]) -> list[T]:
+    """Every rank's `value`, by rank; numbers, texts, lists, dicts and dataclasses of them, as `kind` says.
+
+    Raises as `RankGroup.gather`, for an answer that is of another kind too.
+    """
+    if context.group is None:
+        return [value]
+    adapter = TypeAdapter(kind)
+    mine = adapter.dump_python(value)
+    return context.group.gather(what, mine, adapter.validate_python, max_bytes=MOST_GATHERED)
+
+
+def barrier(context: ExpertParallelContext, what: str) -> None:
+    """Wait for every rank."""
+    if context.group is not None:
+        context.group.barrier(what)
 
 
 @contextmanager

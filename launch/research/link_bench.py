@@ -95,7 +95,7 @@ def work(options: argparse.Namespace) -> int:
         show(report, environment.console_of(context))
         if options.json is not None and context.rank == 0:
             environment.write_json(options.json, report)
-        environment.gather(context, "end", None)
+        environment.barrier(context, "end")
     return 0
 
 

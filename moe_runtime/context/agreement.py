@@ -3,21 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from moe_runtime.comm.bootstrap import RankGroup, describe_ranks
+from moe_runtime.comm.messages import Scalar, scalar, table
+
+MAX_BYTES = 16 << 20
+"""Most bytes of what a rank has to compare: some 50 values of 100 bytes for each of a few thousand layers."""
+
+Value = Scalar | list[Scalar]
 
 
 class Agreement:
     """Values that must be equal on all ranks of a group. Each is compared once, in the order of registration."""
 
     def __init__(self) -> None:
-        self._values: list[dict[str, object]] = []
+        self._values: list[dict[str, Value]] = []
         self._compared = 0
 
     def add(self, values: Mapping[str, object], about: str | None) -> None:
-        """Register `values` (picklable, comparable) of `about`; None numbers the registration."""
+        """Register `values` (numbers, texts, bools, None, or sequences of them) of `about`; None numbers it.
+
+        Raises `ValueError` for other values.
+        """
         name = f"agreement {len(self._values)}" if about is None else about
-        self._values.append({f"{key} ({name})": values[key] for key in sorted(values)})
+        self._values.append({f"{key} ({name})": _plain(key, values[key]) for key in sorted(values)})
 
     @property
     def complete(self) -> bool:
@@ -35,7 +45,7 @@ class Agreement:
             return
         mine = {key: value for values in new for key, value in values.items()}
         mine |= {f"bytes of {region}": num_bytes for region, num_bytes in sizes.items()}
-        answers = group.gather("ExpertParallelContext.allocate", mine)
+        answers = group.gather("ExpertParallelContext.allocate", mine, table(_read), max_bytes=MAX_BYTES)
         problems = []
         for key in dict.fromkeys(key for answer in answers for key in answer):
             values = [answer.get(key, "not given") for answer in answers]
@@ -43,3 +53,25 @@ class Agreement:
                 problems.append(f"{key}: {describe_ranks(values)}")
         if problems:
             raise ValueError(f"agree: ranks disagree on {'; '.join(problems)}")
+
+
+def _read(value: Any) -> Value:
+    """Reads a scalar or a list of them."""
+    return [scalar(entry) for entry in value] if isinstance(value, list) else scalar(value)
+
+
+def _plain(key: str, value: object) -> Value:
+    """`value` as it comes from a peer: tuples are lists then, and numpy's float64 is a float."""
+    if isinstance(value, list | tuple):
+        return [_plain_scalar(key, entry) for entry in value]
+    return _plain_scalar(key, value)
+
+
+def _plain_scalar(key: str, value: object) -> Scalar:
+    try:
+        found = scalar(value)
+    except ValueError as error:
+        raise ValueError(f"agree: {key}: {error}") from None
+    if found is None or isinstance(found, bool):
+        return found
+    return next(kind(found) for kind in (int, float, str) if isinstance(found, kind))

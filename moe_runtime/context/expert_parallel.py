@@ -150,11 +150,13 @@ class ExpertParallelContext:
         """Ask for at least `half_bytes` bytes in each of the two halves of regions `token_flags`, `landing`, `combine`.
 
         Args:
-            agree: values (picklable, comparable) that must be equal on all ranks; `allocate()` compares them.
+            agree: numbers, texts, bools, None, or sequences of them, which must be equal on all ranks; `allocate()`
+                compares them.
             about: what they belong to, such as `layer 3`, for messages; None numbers the registration.
             staging_bytes: least size of region `staging`, through which experts move between ranks.
 
-        Raises `ValueError` for an unknown region, and after `allocate()` for more than there is.
+        Raises `ValueError` for an unknown region, for other values to agree on, and after `allocate()` for more bytes
+        than there are.
         """
         self._regions.grow(half_bytes, staging_bytes, allocated=self.allocated)
         if agree is not None:

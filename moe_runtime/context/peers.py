@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from moe_runtime.comm.bootstrap import describe_ranks
 from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, Phase, reason_of
+from moe_runtime.comm.messages import Scalar, optional, row, scalar, table, text
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 
 
@@ -46,17 +47,18 @@ def collective_step(context: ExpertParallelContext) -> Iterator[None]:
         raise
 
 
-def agree_on(context: ExpertParallelContext, proposal: Mapping[str, object], problem: BaseException | None) -> None:
+def agree_on(context: ExpertParallelContext, proposal: Mapping[str, Scalar], problem: BaseException | None) -> None:
     """Compare proposals before anything changes: all ranks must want the same, and none may have a problem. Collective.
 
     Otherwise every rank raises, and may go on with its steps as before: a rank with a `problem` raises that, the others
     `PeerAbortedError`, and all ranks `ValueError` where proposals differ. `PeerTimeoutError` ends the group.
     """
-    text = None if problem is None else reason_of(problem)
-    answers = [(proposal, text)]
+    mine = [dict(proposal), None if problem is None else reason_of(problem)]
+    read = row(table(scalar), optional(text))
+    answers = [read(mine)]
     if context.group is not None:
         try:
-            answers = context.group.gather("replace_experts", (proposal, text), timeout_s=context.timeout_s)
+            answers = context.group.gather("replace_experts", mine, read, timeout_s=context.timeout_s)
         except MoERuntimeError as error:
             raise context.fail(error) from None
     if problem is not None:
@@ -65,6 +67,6 @@ def agree_on(context: ExpertParallelContext, proposal: Mapping[str, object], pro
         if reason is not None:
             raise PeerAbortedError(f"replace_experts: rank {rank} gave up: {reason}", rank, Phase.REPLACEMENT)
     for key, value in proposal.items():
-        values = [answer[key] for answer, _ in answers]
+        values = [answer.get(key, "not given") for answer, _ in answers]
         if any(other != value for other in values):
             raise ValueError(f"{key}: ranks disagree, {describe_ranks(values)}")

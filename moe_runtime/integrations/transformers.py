@@ -23,6 +23,7 @@ from moe_runtime.checkpoints.families import family_of, layer_config
 from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.comm.arguments import check_kind
 from moe_runtime.comm.errors import reason_of
+from moe_runtime.comm.messages import integer, many, optional, row
 from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import abort_peers, abort_peers_on_error, agree_on
@@ -42,6 +43,9 @@ from moe_runtime.support.compiling import not_compiled
 
 DONE = -1
 """Stands for the number of tokens of a rank that does not call the model any more."""
+
+MOST_TOKENS = 2**31
+"""More than any rank brings to a call of the model."""
 
 ExpertSource = Checkpoint | Callable[[int, Sequence[int]], Iterable[ExpertTensors]] | None
 """Where experts come from: a checkpoint, a function of decoder layer and expert ids, or the model itself."""
@@ -217,11 +221,16 @@ class ExpertParallel:
 
         Raises `ValueError` on every rank if one of them does not count.
         """
-        counts: list[tuple[int, ...]] | None = None
+        counts: list[list[int]] | None = None
         if self._counted_from is not None:
             pairs = zip(self.layers, self._counted_from, strict=True)
-            counts = [(layer.count_steps().read() - earlier).expert_tokens for layer, earlier in pairs]
-        answers = [counts] if self.context.group is None else self.context.group.gather("expert_loads", counts)
+            counts = [list((layer.count_steps().read() - earlier).expert_tokens) for layer, earlier in pairs]
+        answers: list[Any] = [counts]
+        if self.context.group is not None:
+            sizes = [layer.config.num_experts for layer in self.layers]
+            read = optional(row(*(many(integer(0), num_experts) for num_experts in sizes)))
+            max_bytes = 1000 + 30 * sum(sizes)  # a count has at most 19 digits
+            answers = self.context.group.gather("expert_loads", counts, read, max_bytes=max_bytes)
         for rank, answer in enumerate(answers):
             if answer is None:
                 raise ValueError(
@@ -302,7 +311,7 @@ class ExpertParallel:
         """Most tokens of any rank in this call of the model; `DONE` if all are done."""
         if self.context.group is None:
             return num_tokens
-        return max(self.context.group.gather("call of the model", num_tokens))
+        return max(self.context.group.gather("call of the model", num_tokens, integer(DONE, MOST_TOKENS)))
 
     def _steps(self, most_tokens: int) -> tuple[int, int]:
         """Number of steps of a layer in one call, and most tokens of a rank in each."""

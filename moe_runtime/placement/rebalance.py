@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from moe_runtime.comm.messages import Scalar
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import agree_on
 from moe_runtime.experts import Experts
@@ -37,12 +38,12 @@ def agree_on_replacement(
     context.allocate()
     context.check()
     replacement: Replacement | None = None
-    proposal: dict[str, object] = {}
+    proposal: dict[str, Scalar] = {}
     problem: BaseException | None = None
     try:
         replacement = _plan(context, current, experts, placement)
         layout = replacement.mover.layout
-        proposal = {"layer": layer_id, "placement": placement.fingerprint, "experts": layout}
+        proposal = {"layer": layer_id, "placement": placement.fingerprint, "experts": str(layout)}
     except BaseException as error:
         problem = error
     agree_on(context, proposal, problem)

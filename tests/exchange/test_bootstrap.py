@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import logging
 import os
-import pickle
 import signal
 import threading
 import time
@@ -20,7 +19,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_runtime.build import context_from_config
-from moe_runtime.comm import bootstrap, store_calls
+from moe_runtime.comm import bootstrap, messages, store_calls
 from moe_runtime.comm import transport as transport_module
 from moe_runtime.comm.bootstrap import RankGroup, init_from_env, resolve_group
 from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError
@@ -28,6 +27,7 @@ from moe_runtime.comm.heaps.collective import CollectiveHeap
 from moe_runtime.comm.heaps.nvshmem_world import NvshmemWorld
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.comm.heaps.shared_heap import SharedHeap
+from moe_runtime.comm.messages import integer, row, table
 from moe_runtime.comm.transport import choose_transport
 from moe_runtime.config import ParallelConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
@@ -41,7 +41,7 @@ HAS_GPU = torch.cuda.is_available()
 def test_without_torch_distributed_there_is_one_rank() -> None:
     group = RankGroup()
     assert (group.rank, group.world_size, group.group) == (0, 1, None)
-    assert group.gather("x", {"a": 1}) == [{"a": 1}]
+    assert group.gather("x", {"a": 1}, table(integer())) == [{"a": 1}]
     group.barrier()
     group.leave("nobody listens")
     assert group.missing("event", 0.0) == []
@@ -111,7 +111,7 @@ def join_like_torchrun(rank: int, world: int, port: int) -> tuple[str, str, list
     )
     device = init_from_env("cpu")
     assert init_from_env("cpu") == device, "a second call changes nothing"
-    ranks = RankGroup(timeout_s=20.0).gather("ranks", rank)
+    ranks = RankGroup(timeout_s=20.0).gather("ranks", rank, integer())
     backend = dist.get_backend()
     dist.destroy_process_group()
     return device.type, backend, ranks
@@ -142,8 +142,9 @@ def test_ranks_of_a_launcher_do_not_each_go_alone(monkeypatch: pytest.MonkeyPatc
 def exchange(rank: int, world: int) -> None:
     first, second = RankGroup(timeout_s=20.0), RankGroup(timeout_s=20.0)
     for step in range(3):
-        assert first.gather("a", (rank, step)) == [(peer, step) for peer in range(world)]
-        assert second.gather("b", -rank) == [-peer for peer in range(world)]
+        pairs = first.gather("a", [rank, step], row(integer(), integer()))
+        assert pairs == [(peer, step) for peer in range(world)]
+        assert second.gather("b", -rank, integer()) == [-peer for peer in range(world)]
     first.barrier()
     assert first.missing("all here", 20.0) == []
     choice = choose_transport(first, CPU)
@@ -255,11 +256,11 @@ def disagree(rank: int, world: int, what: str) -> None:
     elif what == "device":
         choose_transport(group, torch.device("cuda") if rank else CPU)
     elif what == "step":
-        group.gather("one step" if rank else "another step", None)
+        group.barrier("one step" if rank else "another step")
     elif rank == 0:
         group.leave("no checkpoint")
     else:
-        group.gather("any step", None)
+        group.barrier("any step")
 
 
 @pytest.mark.parametrize(
@@ -287,7 +288,7 @@ def wait_for_nobody(rank: int, world: int) -> float:
     start = time.monotonic()
     if rank == 0:
         with pytest.raises(PeerTimeoutError, match=r"step: rank 1, 2 of 3 did not come within 1 s") as caught:
-            group.gather("step", None)
+            group.barrier("step")
         assert caught.value.rank == 1
         assert group.missing("event", 0.1) == [1, 2]
     return time.monotonic() - start
@@ -303,7 +304,7 @@ def test_absent_ranks_are_named_in_time() -> None:
 class LateStore:
     """A store in which nobody but this rank has answered while all are waited for; then rank 1 leaves `answer`."""
 
-    def __init__(self, answer: object) -> None:
+    def __init__(self, answer: bytes) -> None:
         self.kept: dict[str, bytes] = {}
         self.answer = answer
 
@@ -316,7 +317,7 @@ class LateStore:
     def check(self, keys: list[str]) -> bool:
         if len(keys) > 1:
             time.sleep(1.0)
-            self.kept[keys[1]] = pickle.dumps(("step", self.answer))
+            self.kept[keys[1]] = self.answer
             return False
         return keys[0] in self.kept
 
@@ -345,9 +346,9 @@ def group_of_two(store: object) -> RankGroup:
 
 
 def test_an_answer_that_comes_when_the_time_is_up_counts() -> None:
-    assert group_of_two(LateStore(7)).gather("step", 6) == [6, 7]
+    assert group_of_two(LateStore(messages.answer("step", 7))).gather("step", 6, integer()) == [6, 7]
     with pytest.raises(PeerAbortedError, match="step: rank 1 gave up: disk full") as caught:
-        group_of_two(LateStore(bootstrap._Left("disk full"))).gather("step", 6)
+        group_of_two(LateStore(messages.farewell("disk full"))).barrier("step")
     assert caught.value.rank == 1
 
 
@@ -359,7 +360,7 @@ def test_a_store_whose_host_is_gone_is_named(transport: str, monkeypatch: pytest
     del host
     gone = "rank 0 cannot reach the group's store, the process that hosts it is gone: "
     with pytest.raises(MoERuntimeError, match="step: " + gone):
-        group.gather("step", None)
+        group.barrier("step")
     assert group.missing("event", 0.1) == []
     group.leave("nobody listens")
     group.group = SimpleNamespace()  # type: ignore[assignment]
@@ -383,7 +384,7 @@ def test_a_store_that_goes_while_ranks_part_is_no_error() -> None:
         heap.allocated = True
         heap.close()
     with pytest.raises(MoERuntimeError, match="step: rank 0 cannot reach the group's store"):
-        group_of_two(LostStore(2)).gather("step", None)
+        group_of_two(LostStore(2)).barrier("step")
 
 
 def test_who_was_absent_is_known_when_the_store_goes() -> None:
@@ -425,7 +426,7 @@ def gather_in_two_threads(rank: int, world: int) -> list[list[int]]:
     told: list[list[int]] = [[], []]
 
     def gather(number: int) -> None:
-        told[number] = groups[number].gather("step", 10 * number + rank)
+        told[number] = groups[number].gather("step", 10 * number + rank, integer())
 
     threads = [threading.Thread(target=gather, args=(number,)) for number in (rank, 1 - rank)]
     threads[0].start()
@@ -485,7 +486,7 @@ def stop_the_host(rank: int, world: int) -> list[str]:
             for attempt in range(20):
                 start = time.monotonic()
                 with pytest.raises(MoERuntimeError) as caught:
-                    group.gather("step", None, timeout_s=0.25)
+                    group.gather("step", None, messages.nothing, timeout_s=0.25)
                 problems.append(str(caught.value))
                 # The first is waited for; while it has no answer, later ones are refused.
                 assert attempt or time.monotonic() - start > 0.2
@@ -517,7 +518,7 @@ def test_the_thread_of_a_store_ends_with_it() -> None:
     assert group.missing("event", 0.0) == [1]
     thread = store_calls.calls_of(store).thread
     with pytest.raises(PeerTimeoutError):
-        group.gather("step", None, timeout_s=0.01)
+        group.gather("step", None, messages.nothing, timeout_s=0.01)
     assert store_calls.calls_of(store).thread is thread and thread.is_alive()
     kept = weakref.ref(store)
     del store, group
@@ -546,14 +547,14 @@ def in_subgroups(rank: int, world: int) -> None:
     group = RankGroup(pairs[rank // 2], timeout_s=20.0)
     assert (group.rank, group.world_size) == (rank % 2, 2)
     for _ in range(1 + rank // 2):
-        assert group.gather("pair", rank) == [rank // 2 * 2, rank // 2 * 2 + 1]
+        assert group.gather("pair", rank, integer()) == [rank // 2 * 2, rank // 2 * 2 + 1]
     with pytest.raises(ValueError, match="group: this process is not a member"):
         RankGroup(pairs[1 - rank // 2])
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     with pytest.raises(ValueError, match="expected a DeviceMesh of one dimension, got 2"):
         resolve_group(mesh)
-    assert RankGroup(mesh["ep"], timeout_s=20.0).gather("row", rank) == [rank // 2 * 2, rank // 2 * 2 + 1]
-    assert RankGroup(mesh["dp"], timeout_s=20.0).gather("column", rank) == [rank % 2, rank % 2 + 2]
+    assert RankGroup(mesh["ep"], timeout_s=20.0).gather("row", rank, integer()) == [rank // 2 * 2, rank // 2 * 2 + 1]
+    assert RankGroup(mesh["dp"], timeout_s=20.0).gather("column", rank, integer()) == [rank % 2, rank % 2 + 2]
 
 
 def test_subgroups_and_meshes(get_pool) -> None:
@@ -567,7 +568,7 @@ def test_a_group_of_the_wrong_type() -> None:
 
 def gather_often(rank: int, world: int) -> tuple[list[bool], list[int]]:
     group = RankGroup(timeout_s=20.0)
-    sums = [sum(group.gather("number", rank + i)) for i in range(20)]
+    sums = [sum(group.gather("number", rank + i, integer())) for i in range(20)]
     kept = [group._store.check([f"{group._prefix}/{call}/{rank}"]) for call in range(1, 21)]
     group.barrier()
     return kept, sums
