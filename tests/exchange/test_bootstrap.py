@@ -22,7 +22,7 @@ from moe_runtime.build import context_from_config
 from moe_runtime.comm import bootstrap, messages, store_calls
 from moe_runtime.comm import transport as transport_module
 from moe_runtime.comm.bootstrap import RankGroup, init_from_env, resolve_group
-from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError
+from moe_runtime.comm.errors import PeerAbortedError, PeerTimeoutError, Phase, StoreLostError
 from moe_runtime.comm.heaps.collective import CollectiveHeap
 from moe_runtime.comm.heaps.nvshmem_world import NvshmemWorld
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
@@ -359,21 +359,95 @@ def test_a_store_whose_host_is_gone_is_named(transport: str, monkeypatch: pytest
     group = group_of_two(client)
     del host
     gone = "rank 0 cannot reach the group's store, the process that hosts it is gone: "
-    with pytest.raises(MoERuntimeError, match="step: " + gone):
+    with pytest.raises(StoreLostError, match="step: " + gone):
         group.barrier("step")
     assert group.missing("event", 0.1) == []
     group.leave("nobody listens")
     group.group = SimpleNamespace()  # type: ignore[assignment]
     heap = SharedHeap(group) if transport == "SharedHeap" else CollectiveHeap(group)
     heap.allocated = True
-    with pytest.raises(MoERuntimeError, match=f"{transport}.close: " + gone):
+    with pytest.raises(StoreLostError, match=f"{transport}.close: " + gone):
         heap.close()
     monkeypatch.setattr(bootstrap, "resolve_group", lambda group: SimpleNamespace(group_name="x"))
     for name, value in {"get_rank": 0, "get_world_size": 2, "get_process_group_ranks": [0, 1]}.items():
         monkeypatch.setattr(dist, name, lambda group, value=value: value)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
-    with pytest.raises(MoERuntimeError, match="group: " + gone):
+    with pytest.raises(StoreLostError, match="group: " + gone):
         RankGroup()
+
+
+@pytest.mark.parametrize("prefixes", [0, 2])
+@pytest.mark.parametrize(
+    ("ranks", "others", "host", "name"),
+    [
+        ([0, 1], {}, 0, "rank 0, which hosts it,"),
+        ([2, 0], {"TORCHELASTIC_USE_AGENT_STORE": "False"}, 1, "rank 1, which hosts it,"),
+        ([1, 2], {}, -1, "rank 0 of the default group, which hosts it,"),
+        ([0, 1], {"TORCHELASTIC_USE_AGENT_STORE": "True"}, -1, "torchrun's agent, which hosts it,"),
+        ([0, 1], {"MASTER_PORT": "1"}, -1, "the process that hosts it"),
+        ([0, 1], {"MASTER_ADDR": "127.0.0.2"}, -1, "the process that hosts it"),
+    ],
+)
+def test_the_rank_that_hosts_a_lost_store_is_named(
+    ranks: list[int], others: dict[str, str], host: int, name: str, prefixes: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    store: dist.Store = dist.TCPStore("127.0.0.1", server.port, is_master=False, wait_for_workers=False)
+    monkeypatch.delenv("TORCHELASTIC_USE_AGENT_STORE", raising=False)
+    for key, value in ({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(server.port)} | others).items():
+        monkeypatch.setenv(key, value)
+    for _ in range(prefixes):
+        store = dist.PrefixStore("prefix", store)
+    monkeypatch.setattr(bootstrap, "resolve_group", lambda group: SimpleNamespace(group_name="x"))
+    for function, found in {"get_rank": 0, "get_world_size": 2, "get_process_group_ranks": ranks}.items():
+        monkeypatch.setattr(dist, function, lambda group, found=found: found)
+    monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
+    group = RankGroup()
+    del server
+    with pytest.raises(StoreLostError) as caught:
+        group.barrier("step")
+    assert str(caught.value).startswith(f"step: rank 0 cannot reach the group's store, {name} is gone: ")
+    assert (caught.value.rank, caught.value.phase) == (host, Phase.START_UP)
+
+
+def lose_rank_0(rank: int, world: int) -> tuple[int, str]:
+    """Rank 0 hosts the store as torch makes it, and ends as if killed while the others start up."""
+    port = [0]
+    if rank == 0:
+        server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, multi_tenant=True)
+        port = [server.port]
+    dist.broadcast_object_list(port, 0)
+    dist.destroy_process_group()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port[0]))
+    init_from_env("cpu", timeout_s=PATIENCE_S)
+    dist.barrier()
+    if rank == 0:
+        os._exit(1)
+    with pytest.raises(StoreLostError) as caught:
+        ExpertParallelContext(device="cpu", startup_timeout_s=PATIENCE_S)
+    return caught.value.rank, str(caught.value)
+
+
+def test_a_death_of_rank_0_during_start_up_is_told_with_its_rank() -> None:
+    _, *others = run_once(lose_rank_0, 3)
+    for rank, outcome in enumerate(others, 1):
+        assert outcome.error is None, outcome.trace
+        lost, message = outcome.result
+        assert lost == 0
+        assert f"rank {rank} cannot reach the group's store, rank 0, which hosts it, is gone: " in message
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1.0, float("nan"), float("inf"), 1e10, True, "20", None, 10**400])
+def test_limits_are_positive_numbers_of_seconds(timeout_s: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RANK", raising=False)
+    expected = "^timeout_s: expected (seconds as a number|a positive, finite number of seconds, at most 1e\\+09), got "
+    with pytest.raises(ValueError, match=expected):
+        init_from_env("cpu", timeout_s=timeout_s)
+    with pytest.raises(ValueError, match=expected):
+        RankGroup(timeout_s=timeout_s)
+    if timeout_s is not None:
+        with pytest.raises(ValueError, match=expected):
+            RankGroup().gather("step", None, messages.nothing, timeout_s=timeout_s)
 
 
 def test_a_store_that_goes_while_ranks_part_is_no_error() -> None:
@@ -383,8 +457,22 @@ def test_a_store_that_goes_while_ranks_part_is_no_error() -> None:
     for heap in (SharedHeap(group), CollectiveHeap(group)):
         heap.allocated = True
         heap.close()
-    with pytest.raises(MoERuntimeError, match="step: rank 0 cannot reach the group's store"):
+    with pytest.raises(StoreLostError, match="step: rank 0 cannot reach the group's store"):
         group_of_two(LostStore(2)).barrier("step")
+
+
+class SilentStore(dist.HashStore):
+    """A store that answers nobody who looks into it."""
+
+    def check(self, keys: list[str]) -> bool:
+        time.sleep(1.0)
+        return True
+
+
+def test_a_silent_store_is_an_error_while_ranks_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_calls, "ANSWER_S", 0.1)
+    with pytest.raises(StoreLostError, match="end: rank 0 gets no answer from the group's store"):
+        group_of_two(SilentStore()).part("end")
 
 
 def test_who_was_absent_is_known_when_the_store_goes() -> None:
@@ -485,9 +573,10 @@ def stop_the_host(rank: int, world: int) -> list[str]:
             threads = threading.active_count()
             for attempt in range(20):
                 start = time.monotonic()
-                with pytest.raises(MoERuntimeError) as caught:
+                with pytest.raises(StoreLostError) as caught:
                     group.gather("step", None, messages.nothing, timeout_s=0.25)
                 problems.append(str(caught.value))
+                assert caught.value.rank == -1
                 # The first is waited for; while it has no answer, later ones are refused.
                 assert attempt or time.monotonic() - start > 0.2
                 group.leave("nobody listens")
