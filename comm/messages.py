@@ -28,7 +28,6 @@ T = TypeVar("T")
 Reader = Callable[[Any], T]
 """Checks a value that came and returns it, maybe as another type. Raises `ValueError` for what it does not expect."""
 
-
 Scalar = bool | int | float | str | None
 
 
@@ -62,8 +61,7 @@ def decode(raw: bytes, max_bytes: int = MAX_BYTES) -> Any:
     if len(raw) > max_bytes:
         raise ValueError(f"expected at most {max_bytes} bytes of JSON, got {len(raw)}")
     try:
-        text = raw.decode("utf-8", "surrogatepass")
-        return json.loads(text, object_pairs_hook=_object, parse_int=_integer)
+        return json.loads(raw.decode("utf-8", "surrogatepass"), object_pairs_hook=_object, parse_int=_integer)
     except RecursionError:
         raise ValueError("expected a value of few levels, got one that is too deep") from None
     except (UnicodeDecodeError, json.JSONDecodeError):

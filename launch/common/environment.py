@@ -126,13 +126,27 @@ def start(run: RunConfig) -> torch.device:
 def gather(context: ExpertParallelContext, what: str, value: T, kind: type[T]) -> list[T]:
     """Every rank's `value`, by rank; numbers, texts, lists, dicts and dataclasses of them, as `kind` says.
 
-    Raises as `RankGroup.gather`, for an answer that is of another kind too.
+    Raises as `RankGroup.gather`, also for an answer of another kind, or whose dicts have other keys than this rank's.
     """
     if context.group is None:
         return [value]
     adapter = TypeAdapter(kind)
     mine = adapter.dump_python(value)
-    return context.group.gather(what, mine, adapter.validate_python, max_bytes=MOST_GATHERED)
+
+    def read(answer: object) -> T:
+        _check_keys(mine, answer)
+        return adapter.validate_python(answer)
+
+    return context.group.gather(what, mine, read, max_bytes=MOST_GATHERED)
+
+
+def _check_keys(mine: object, answer: object) -> None:
+    """Raise `ValueError` where a dict of `answer` has other keys than that of `mine` in its place."""
+    if isinstance(mine, dict) and isinstance(answer, dict):
+        if mine.keys() != answer.keys():
+            raise ValueError(f"expected a dict with the keys {', '.join(map(str, mine))}, got other keys")
+        for key, value in mine.items():
+            _check_keys(value, answer[key])
 
 
 def barrier(context: ExpertParallelContext, what: str) -> None:

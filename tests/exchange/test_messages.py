@@ -440,8 +440,12 @@ def test_results_of_a_program(kind: Any) -> None:
     context: Any = SimpleNamespace(group=forged("", None))
     both = environment.gather(context, "results", value, kind)
     assert repr(both) == repr([value, value]) and all(type(one) is type(value) for one in both)
-    for wrong in (None, [7], "text", {"total": 7}, [{**EVENT, "start_ns": None}], [{**EVENT, "more": 1}]):
-        if (kind, wrong) == (Work, {"total": 7}):
-            continue  # every part of a work may be missing
+    for wrong in (None, [7], "text", {"total": 7}, {}, [{**EVENT, "start_ns": None}], [{**EVENT, "more": 1}]):
         context.group = forged("results", wrong)
         refuses("results", lambda: environment.gather(context, "results", value, kind))
+
+
+def test_results_have_the_same_keys_on_all_ranks() -> None:
+    wrong = {"formats": {"fp8": {"frobenius": 0.5, "largest": 0.5, "phase_ms": {"experts": 1.0}}}, "pss_bytes": None}
+    context: Any = SimpleNamespace(group=forged("reports", wrong))
+    refuses("reports", lambda: environment.gather(context, "reports", REPORT, RankReport))
