@@ -55,13 +55,13 @@ class Agreement:
             raise ValueError(f"agree: ranks disagree on {'; '.join(problems)}")
 
 
-def _read(value: Any) -> Value:
-    """Reads a scalar or a list of them."""
-    return [scalar(entry) for entry in value] if isinstance(value, list) else scalar(value)
+def _read(value: Any) -> Scalar | tuple[Scalar, ...]:
+    """Reads a scalar, or a list of them as a tuple."""
+    return tuple(scalar(entry) for entry in value) if isinstance(value, list) else scalar(value)
 
 
 def _plain(key: str, value: object) -> Value:
-    """`value` as it comes from a peer: tuples are lists then, and numpy's float64 is a float."""
+    """`value` as JSON carries it: a tuple as a list, and numpy's float64 as a float."""
     if isinstance(value, list | tuple):
         return [_plain_scalar(key, entry) for entry in value]
     return _plain_scalar(key, value)

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -380,11 +381,11 @@ def test_values_to_agree_on(value: object) -> None:
 
 def test_sequences_may_be_agreed_on() -> None:
     agreement = Agreement()
-    agreement.add({"sizes": (8, 16), "scale": 0.5}, "layer 0")
+    agreement.add({"sizes": (8, 16), "scale": np.float64(0.5)}, "layer 0")
     agreement.compare(forged("", None), {})
     agreement.add({"sizes": (8, 16)}, "layer 1")
     peer = forged("ExpertParallelContext.allocate", {"sizes (layer 1)": [8, 32]})
-    with pytest.raises(ValueError, match=r"sizes \(layer 1\): rank 0: \[8, 16\], rank 1: \[8, 32\]"):
+    with pytest.raises(ValueError, match=r"sizes \(layer 1\): rank 0: \(8, 16\), rank 1: \(8, 32\)"):
         agreement.compare(peer, {})
 
 
