@@ -15,9 +15,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from moe_runtime.comm.arguments import check_integer
+import torch
+
+from moe_runtime.comm.arguments import check_integer, describe
 from moe_runtime.config import MAX_EXPERTS, PlacementConfig
 from moe_runtime.kernels.formats.number_formats import ceil_div
+
+MAX_TEXT_LENGTH = 1 << 20
+"""Most characters of a placement as JSON: `MAX_EXPERTS` slots need half of them."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +54,14 @@ class Placement:
         num_slots = self.num_slots
         if num_slots > MAX_EXPERTS:
             raise ValueError(f"slot_experts: expected at most {MAX_EXPERTS} slots, got {num_slots}")
+        if self.num_experts > MAX_EXPERTS:
+            raise ValueError(f"num_experts: expected at most {MAX_EXPERTS}, got {describe(self.num_experts)}")
         if num_slots % self.num_ranks:
             raise ValueError(f"slot_experts: expected as many slots on each of {self.num_ranks} ranks, got {num_slots}")
         for slot, expert in enumerate(self.slot_experts):
             if isinstance(expert, bool) or not isinstance(expert, int) or not 0 <= expert < self.num_experts:
                 raise ValueError(
-                    f"slot_experts: expected ids of 0 .. {self.num_experts - 1}, got {expert!r} in slot {slot}"
+                    f"slot_experts: expected ids of 0 .. {self.num_experts - 1}, got {describe(expert)} in slot {slot}"
                 )
         if missing := sorted(set(range(self.num_experts)) - set(self.slot_experts)):
             raise ValueError(f"slot_experts: expected a slot for each expert, got none for {_listed(missing)}")
@@ -71,6 +78,8 @@ class Placement:
         """Each expert once, in ascending order, as without a placement. `num_ranks` must divide `num_experts`."""
         check_integer("num_experts", num_experts)
         check_integer("num_ranks", num_ranks)
+        if num_experts > MAX_EXPERTS:
+            raise ValueError(f"num_experts: expected at most {MAX_EXPERTS}, got {describe(num_experts)}")
         if num_experts % num_ranks:
             raise ValueError(f"num_ranks: expected a divisor of num_experts = {num_experts}, got {num_ranks}")
         return cls(num_experts, num_ranks, tuple(range(num_experts)))
@@ -87,8 +96,9 @@ class Placement:
 
     def rank_experts(self, rank: int) -> tuple[int, ...]:
         """The expert of each slot of `rank`. Raises `ValueError` if there is no such rank."""
+        check_integer("rank", rank, low=None)
         if not 0 <= rank < self.num_ranks:
-            raise ValueError(f"rank: expected 0 .. {self.num_ranks - 1}, got {rank}")
+            raise ValueError(f"rank: expected 0 .. {self.num_ranks - 1}, got {describe(rank)}")
         return self.slot_experts[rank * self.slots_per_rank : (rank + 1) * self.slots_per_rank]
 
     @cached_property
@@ -152,9 +162,13 @@ class Placement:
     @classmethod
     def from_json(cls, text: str) -> Placement:
         """What `to_json` wrote. Raises `ValueError` for text that is not a placement."""
+        if not isinstance(text, str):
+            raise ValueError(f"text: expected JSON as a str, got {type(text).__name__}")
+        if len(text) > MAX_TEXT_LENGTH:
+            raise ValueError(f"text: expected at most {MAX_TEXT_LENGTH} characters, got {len(text)}")
         try:
-            data = json.loads(text)
-        except (ValueError, TypeError, RecursionError) as error:
+            data = json.loads(text, object_pairs_hook=_unique_keys)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"text: {error}") from error
         keys = {"num_experts", "num_ranks", "slot_experts"}
         if not isinstance(data, dict) or set(data) != keys or not isinstance(data["slot_experts"], list):
@@ -188,6 +202,10 @@ def plan_placement(load: Sequence[float], num_ranks: int, slots_per_rank: int) -
     num_experts = len(loads)
     check_integer("num_ranks", num_ranks)
     check_integer("slots_per_rank", slots_per_rank)
+    if num_ranks * slots_per_rank > MAX_EXPERTS:
+        raise ValueError(
+            f"slots_per_rank: expected at most {MAX_EXPERTS} slots in all, got {describe(num_ranks * slots_per_rank)}"
+        )
     if not num_experts <= num_ranks * slots_per_rank <= num_ranks * num_experts:
         raise ValueError(
             f"slots_per_rank: expected {ceil_div(num_experts, num_ranks)} .. {num_experts} slots "
@@ -279,21 +297,34 @@ def _pack(shares: list[float], replicas: list[int], num_ranks: int, slots_per_ra
     return held
 
 
-def _checked_load(load: Sequence[float]) -> list[float]:
-    if isinstance(load, str) or not isinstance(load, Iterable):
-        raise ValueError(f"load: expected a number for each expert, got {load!r}")
+def _checked_load(load: Iterable[float]) -> list[float]:
+    if isinstance(load, torch.Tensor) and load.ndim != 1:
+        raise ValueError(f"load: expected a number for each expert, got a tensor of shape {list(load.shape)}")
+    if isinstance(load, str | bytes) or not isinstance(load, Iterable):
+        raise ValueError(f"load: expected a number for each expert, got {describe(load)}")
     values: list[float] = []
     for expert, number in enumerate(load):
+        if expert == MAX_EXPERTS:
+            raise ValueError(f"load: expected at most {MAX_EXPERTS} numbers, got more")
         try:
+            if isinstance(number, str | bytes):
+                raise TypeError
             value = float(number)
-        except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"load: expected numbers, got {number!r} for expert {expert}") from None
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            raise ValueError(f"load: expected numbers, got {describe(number)} for expert {expert}") from None
         if not 0 <= value < math.inf:
             raise ValueError(f"load: expected finite numbers of at least 0, got {value} for expert {expert}")
         values.append(value)
     if not values:
         raise ValueError("load: expected a number for each expert, got none")
     return values
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("expected each key once, got one twice")
+    return found
 
 
 def _listed(experts: list[int]) -> str:

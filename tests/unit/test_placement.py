@@ -5,6 +5,7 @@ from __future__ import annotations
 import doctest
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -258,3 +259,25 @@ def test_a_section_of_a_config_may_name_a_placement(tmp_path: Path) -> None:
     for other in ({"spare_slots": 1}, {"load": "load.json"}):
         with pytest.raises(ValueError, match="file: expected neither spare_slots nor load with it"):
             PlacementConfig(file=str(file), **other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: Placement(2**31, 2, (0, 1, 2, 0)), "num_experts"),
+        (lambda: Placement.from_json('{"num_experts":1000000000000,"num_ranks":1,"slot_experts":[0]}'), "num_experts"),
+        (lambda: Placement.contiguous(2**31, 2), "num_experts"),
+        (lambda: Placement.contiguous(10**30, 2), "num_experts"),
+        (lambda: plan_placement([8, 1, 3], 10**6, 2), "slots_per_rank"),
+        (lambda: plan_placement([1.0] * 3, 50000, 2), "slots_per_rank"),
+        (lambda: plan_placement(torch.tensor(1), 1, 1), "load"),
+        (lambda: Placement(3, 2, (0, 1, 2, 0)).rank_experts(None), "rank"),
+        (lambda: Placement(1, 1, (0,)).rank_loads(["1"]), "load"),
+        (lambda: Placement.from_json(b'{"num_experts":1,"num_ranks":1,"slot_experts":[0]}'), "text"),
+        (lambda: Placement.from_json('{"num_experts":1,"num_experts":1,"num_ranks":1,"slot_experts":[0]}'), "text"),
+        (lambda: Placement.from_json(Placement(1, 1, (0,)).to_json() + " " * (1 << 20)), "text"),
+    ],
+)
+def test_hostile_sizes_are_refused_before_work(call: Callable[[], object], name: str) -> None:
+    with pytest.raises(ValueError, match=rf"\A{name}: "):
+        call()
