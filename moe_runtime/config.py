@@ -325,7 +325,7 @@ def load_config(path: str | Path) -> RunConfig:
         file = find_config(str(path))
     try:
         data = yaml.load(file.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not valid YAML: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{file}: expected a mapping with the key `layer`, got {type(data).__name__}")

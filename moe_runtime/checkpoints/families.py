@@ -13,6 +13,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from moe_runtime.comm.arguments import describe
 from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig, complaints
 
 
@@ -95,6 +96,9 @@ GPT_OSS = Family(
 )
 
 FAMILIES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS)
+
+MAX_LAYERS = 10_000
+"""Most decoder layers of a model: published ones have some hundred, and a list of all layers has to stay small."""
 
 
 def family_of(config: Mapping[str, Any], *, source: str = "config") -> Family:
@@ -188,7 +192,13 @@ def is_moe_layer(config: Mapping[str, Any], layer_index: int, *, source: str = "
 
 def _num_layers(config: Mapping[str, Any], source: str) -> int:
     keys = _Keys(config, source)
-    return keys.positive("num_hidden_layers") + keys.count("num_nextn_predict_layers", default=0)
+    layers = keys.positive("num_hidden_layers") + keys.count("num_nextn_predict_layers", default=0)
+    if layers > MAX_LAYERS:
+        raise ValueError(
+            f"{source}: num_hidden_layers and num_nextn_predict_layers: expected at most {MAX_LAYERS} in all, "
+            f"got {describe(layers)}"
+        )
+    return layers
 
 
 def _router(family: Family, keys: _Keys) -> RouterConfig:

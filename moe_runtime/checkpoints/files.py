@@ -20,6 +20,8 @@ from typing import Any
 
 import torch
 
+from moe_runtime.comm.arguments import describe
+
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 
@@ -194,7 +196,7 @@ class TensorFiles:
         if name not in self._shard_of:
             raise ValueError(f"{self.index}: tensor {name} is missing")
         shard = self._shard_of[name]
-        if not isinstance(shard, str) or os.path.basename(shard) != shard or shard in ("", ".", ".."):
+        if not isinstance(shard, str) or os.path.basename(shard) != shard or shard in ("", ".", "..") or "\0" in shard:
             raise ValueError(f"{self.index}: tensor {name}: expected the name of a file in its folder, got {shard!r}")
         return shard
 
@@ -282,7 +284,7 @@ class TensorFiles:
 def read_json(file: Path) -> dict[str, Any]:
     """The object in a JSON file. Raises `ValueError` naming the file if it cannot be read or holds no object."""
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
+        data = json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=_unique_keys)
     except OSError as error:
         raise ValueError(f"{file}: cannot be read: {error.strerror}") from error
     except (ValueError, RecursionError) as error:
@@ -290,6 +292,16 @@ def read_json(file: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise ValueError(f"{file}: expected a JSON object, got {type(data).__name__}")
     return data
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises `ValueError` for a key that is there twice, of which JSON keeps the last."""
+    found: dict[str, Any] = {}
+    for key, value in pairs:
+        if key in found:
+            raise ValueError(f"key {describe(key)} is there twice")
+        found[key] = value
+    return found
 
 
 def json_bytes(data: Mapping[str, Any]) -> bytes:
@@ -322,7 +334,7 @@ def _read_header(file: int, raw: bytes) -> tuple[dict[str, TensorEntry], dict[st
     """Entries and metadata of an open file with the `raw` header. Raises `ValueError` for a broken one."""
     size, first = os.fstat(file).st_size, len(raw)
     try:
-        header = json.loads(raw[8:])
+        header = json.loads(raw[8:], object_pairs_hook=_unique_keys)
     except RecursionError as error:
         raise ValueError(f"header: {error}") from error
     if not isinstance(header, dict):
