@@ -6,7 +6,7 @@ YAML is read with a safe loader. Every complaint is a `ValueError` that names th
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
@@ -30,6 +30,9 @@ GATHERED_MAX_TOKENS = 256
 
 MAX_EXPERTS = 65535
 """Expert ids travel as u16, and 65535 means unrouted."""
+
+MAX_YAML_BYTES = 1 << 16
+"""Most bytes of a YAML file: a config with every key and its comments has a few thousand."""
 
 _Positive = Annotated[int, Field(gt=0)]
 _Sizes = Annotated[tuple[_Positive, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
@@ -323,6 +326,8 @@ def load_config(path: str | Path) -> RunConfig:
         if file.name != str(path) or file.suffix:
             raise ValueError(f"config: no file {path}")
         file = find_config(str(path))
+    if (size := file.stat().st_size) > MAX_YAML_BYTES:
+        raise ValueError(f"{file}: expected at most {MAX_YAML_BYTES} bytes, got {size}")
     try:
         data = yaml.load(file.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
@@ -373,9 +378,13 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             self._checked.add(node)
             own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
             keys = [self.construct_object(key, deep=True) for key in own]
-            for i, key in enumerate(keys):
-                if key in keys[:i]:
+            seen = set()
+            for written, key in zip(own, keys, strict=True):
+                if not isinstance(key, Hashable):
+                    raise yaml.constructor.ConstructorError(None, None, "unhashable key", written.start_mark)
+                if key in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"key {key!r} is there twice", own[i].start_mark
+                        None, None, f"key {key!r} is there twice", written.start_mark
                     )
+                seen.add(key)
         super().flatten_mapping(node)

@@ -20,6 +20,13 @@ def test_a_yaml_value_that_python_cannot_hold_names_the_file(tmp_path: Path, val
         load_config(file)
 
 
+def test_a_yaml_file_of_many_keys_is_refused_unread(tmp_path: Path) -> None:
+    file = tmp_path / "run.yaml"
+    file.write_text("".join(f"key{number}: 1\n" for number in range(7000)))
+    with pytest.raises(ValueError, match=r"run\.yaml: expected at most 65536 bytes, got 75890"):
+        load_config(file)
+
+
 def test_a_key_twice_in_json_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "config.json"
     file.write_text('{"a": {"b": 1, "b": 2}}')
