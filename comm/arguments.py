@@ -130,3 +130,12 @@ def check_device(name: str, value: object) -> torch.device:
     if device.type not in ("cpu", "cuda", "meta") or (device.type == "cuda" and (device.index or 0) >= gpus):
         raise ValueError(f"{name}: expected a device of this machine, got {device}")
     return device
+
+
+def check_elements_apart(name: str, tensor: torch.Tensor) -> None:
+    """Raise `ValueError` if two elements of `tensor`, which is written, share memory, as those of `expand` do."""
+    reach = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride <= reach and tensor.numel():
+            raise ValueError(f"{name}: expected elements apart in memory, got strides {list(tensor.stride())}")
+        reach += (size - 1) * stride

@@ -651,10 +651,8 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
 #pragma unroll
   for (int i = 0; i < 4 * BLOCKS; ++i) acc[i] = 0.0f;
   constexpr int PART_BATCHES = 4 / BATCH;
-  // Special values take registers.
-  constexpr int HELD = SPECIAL_VALUES && !ROLLING ? 1 : BUFFERS;
-  static_assert(!ROLLING || PART_BATCHES % HELD == 0, "buffers must come in turn from stage to stage");
-  u32 a[HELD][BATCH][4];
+  static_assert(!ROLLING || PART_BATCHES % BUFFERS == 0, "buffers must come in turn from stage to stage");
+  u32 a[BUFFERS][BATCH][4];
   int last = -1;
   Unit<SPECIAL_VALUES> ahead;  // quants of the next part of the stage, loaded while this one is multiplied
   // Addresses of this thread in the first part of the stage.
@@ -679,7 +677,7 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
 #pragma unroll
     for (int batch = 0; batch < PART_BATCHES; ++batch) {
       const int number = part * PART_BATCHES + batch;
-      auto& operands = a[number % HELD];
+      auto& operands = a[number % BUFFERS];
 #pragma unroll
       for (int i = 0; i < BATCH; ++i) unit.dequantize(batch * BATCH + i, operands[i]);
       wgmma_fence();
@@ -690,10 +688,10 @@ __device__ __forceinline__ void consume(const Problem& p, const Tile& tile, u32 
       wgmma_commit();
       if (batch == PART_BATCHES - 1 && part + 1 < STAGE_K64) load_part(part + 1);
       if (ROLLING) {
-        wgmma_wait<HELD - 1>();
+        wgmma_wait<BUFFERS - 1>();
         // The products of the previous stage are done only now.
-        if (number == HELD - 1 && last >= 0) barrier_arrive_warp(empty + last * 8);
-      } else if (number % HELD == HELD - 1 || number == STAGE_K64 * PART_BATCHES - 1) {
+        if (number == BUFFERS - 1 && last >= 0) barrier_arrive_warp(empty + last * 8);
+      } else if (number % BUFFERS == BUFFERS - 1 || number == STAGE_K64 * PART_BATCHES - 1) {
         wgmma_wait<0>();
       }
     }

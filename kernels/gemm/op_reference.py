@@ -16,6 +16,7 @@ from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.reference import dequantize_f64, multiply_f64
 
 
+@torch.inference_mode()  # an output that was made in this mode may not be changed outside it
 def op_gemm(problem: OpProblem, out: torch.Tensor) -> None:
     """Reference of `op_gemm.op_gemm`."""
     p = problem

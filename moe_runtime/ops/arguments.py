@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moe_runtime.comm.arguments import check_is_tensor, check_no_grad
+from moe_runtime.comm.arguments import check_is_tensor, check_no_grad, describe
 from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
@@ -144,10 +144,11 @@ def check_output(
 def make_output(out: object, out_dtype: object, dtypes: Sequence[torch.dtype], operands: Operands) -> torch.Tensor:
     """`out` `[R, N]` checked, or a new tensor of `out_dtype` (None: bf16)."""
     o = operands
-    if out_dtype is not None and out_dtype not in dtypes:
-        raise ValueError(f"out_dtype: expected {' or '.join(map(str, dtypes))} or None, got {out_dtype!r}")
+    dtype = torch.bfloat16 if out_dtype is None else out_dtype
+    if not isinstance(dtype, torch.dtype) or dtype not in dtypes:
+        found = dtype if isinstance(dtype, torch.dtype) else describe(dtype)
+        raise ValueError(f"out_dtype: expected {' or '.join(map(str, dtypes))} or None, got {found}")
     if out is None:
-        dtype = out_dtype if isinstance(out_dtype, torch.dtype) else torch.bfloat16
         return torch.empty(o.rows, o.n, dtype=dtype, device=o.device)
     out = check_output("out", out, dtypes, o.rows, o.n, o.device)
     if out_dtype is not None and out.dtype != out_dtype:
@@ -178,10 +179,10 @@ def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
 
 def check_granularity(value: object, allowed: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:
     """`scale_granularity_mnk` as a tuple of three integers, if it is one of `allowed`."""
-    found = tuple(value) if isinstance(value, tuple | list) else value
-    check_choice("scale_granularity_mnk", found, allowed)
-    if not isinstance(found, tuple) or any(type(size) is not int for size in found):
+    if not isinstance(value, tuple | list) or any(type(size) is not int for size in value):
         raise ValueError(f"scale_granularity_mnk: expected three integers, got {value!r}")
+    found = tuple(value)
+    check_choice("scale_granularity_mnk", found, allowed)
     m, n, k = found
     return m, n, k
 

@@ -80,6 +80,8 @@ def dequantize_nvfp4(
     """
     _check_quants(q, (torch.uint8,))
     columns = q.shape[-1]
+    if columns % 8:
+        raise ValueError(f"q: expected [..., K/2], K a multiple of 16, got {list(q.shape)}")
     shape = (*q.shape[:-1], 2 * columns)
     factor = None if decode_scale is None else _decode_scale(decode_scale, shape, q.device)
     linear = _linear(scales, (*q.shape[:-1], columns // 8), (torch.float8_e4m3fn, torch.uint8), q.device)
@@ -93,7 +95,7 @@ def dequantize_nvfp4(
 def _decode_scale(scale: object, shape: tuple[int, ...], device: torch.device) -> float | torch.Tensor:
     """What a result of `shape` is multiplied by."""
     if isinstance(scale, int | float) and not isinstance(scale, bool):
-        if abs(scale) > torch.finfo(torch.float32).max:
+        if not abs(scale) <= torch.finfo(torch.float32).max:
             raise ValueError(f"decode_scale: expected a number that fp32 holds, got {describe(scale)}")
         return float(scale)
     if not isinstance(scale, torch.Tensor):

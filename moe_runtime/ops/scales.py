@@ -7,12 +7,12 @@ Offsets are read on the host. Padding is 0; nothing ever reads it.
 from __future__ import annotations
 
 import itertools
-import operator
 from collections.abc import Sequence
+from numbers import Integral
 
 import torch
 
-from moe_runtime.comm.arguments import check_integer
+from moe_runtime.comm.arguments import check_integer, describe
 from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.number_formats import align, ceil_div
 from moe_runtime.kernels.formats.reference_quantize import copy_as, raw_bits
@@ -20,6 +20,8 @@ from moe_runtime.kernels.formats.swizzle import swizzle_scales, unswizzle_scales
 from moe_runtime.ops.arguments import check_choice, check_device
 
 Offsets = Sequence[int] | torch.Tensor
+MAX_BLOCKS = (2**31 - 1) // 128
+"""Kernels count the rows of a container in int32."""
 
 
 def pack_dense_128(
@@ -40,7 +42,7 @@ def pack_dense_128(
         group_scale_offsets = scale_blocks.dense_128_offsets(rows)
     shifts = _host(group_scale_offsets, "group_scale_offsets")
     blocks = max(
-        check_integer("num_blocks", num_blocks, 0),
+        check_integer("num_blocks", num_blocks, 0, MAX_BLOCKS),
         scale_blocks.dense_128_blocks_needed(scales_RV.shape[0], len(rows) - 1),
     )
     scale_blocks.check_dense_128(rows, shifts, blocks)
@@ -62,7 +64,7 @@ def unpack_dense_128(
     scale_blocks.check_row_offsets(rows, 128 * blocks.shape[0], "group_offsets")
     scale_blocks.check_dense_128(rows, shifts, blocks.shape[0])
     starts = [128 * scale_blocks.dense_128_block(row, shift, 0) for row, shift in zip(rows, shifts, strict=False)]
-    return _unpack_swizzled(blocks.reshape(-1), rows, starts, num_columns)
+    return _unpack_swizzled(blocks, rows, starts, num_columns)
 
 
 def pack_closed_form_128(scales_RV: torch.Tensor, m_indptr: Offsets) -> torch.Tensor:
@@ -87,7 +89,8 @@ def unpack_closed_form_128(packed: torch.Tensor, m_indptr: Offsets, dtype: torch
     scale_blocks.check_row_offsets(rows, packed.shape[0], "m_indptr")
     starts = [scale_blocks.closed_form_128_start(row, group) for group, row in enumerate(rows)]
     _check_rows(packed.shape[0], scale_blocks.closed_form_128_rows_used(rows))
-    return _unpack_swizzled(raw_bits(packed).reshape(-1), rows, starts, packed.shape[1]).view(dtype)
+    blocks = raw_bits(packed).contiguous().view(packed.shape[0] // 128, packed.shape[1] // 4, 32, 4, 4)
+    return _unpack_swizzled(blocks, rows, starts, packed.shape[1]).view(dtype)
 
 
 def pack_swizzled_weights(scales_ENV: torch.Tensor) -> torch.Tensor:
@@ -184,11 +187,10 @@ def _pack_swizzled(scales_RV: torch.Tensor, rows: list[int], starts: Sequence[in
     return swizzle_scales(container).view(scales_RV.dtype)
 
 
-def _unpack_swizzled(packed: torch.Tensor, rows: list[int], starts: Sequence[int], num_columns: int) -> torch.Tensor:
-    blocks = packed.view(-1, ceil_div(num_columns, 4), 32, 4, 4)
-    container = raw_bits(unswizzle_scales(blocks, 128 * blocks.shape[0], num_columns))
+def _unpack_swizzled(blocks: torch.Tensor, rows: list[int], starts: Sequence[int], num_columns: int) -> torch.Tensor:
+    container = raw_bits(unswizzle_scales(blocks.contiguous(), 128 * blocks.shape[0], num_columns))
     parts = [container[first : first + end - s] for first, s, end in zip(starts, rows, rows[1:], strict=False)]
-    return torch.cat([container[:0], *parts]).view(packed.dtype)
+    return torch.cat([container[:0], *parts]).view(blocks.dtype)
 
 
 def _words(scales: torch.Tensor, argument: str) -> torch.Tensor:
@@ -203,10 +205,16 @@ def _host(offsets: Offsets, argument: str) -> list[int]:
     if isinstance(offsets, torch.Tensor):
         check_device(argument, offsets)
     try:
-        return [operator.index(value) for value in (offsets.tolist() if isinstance(offsets, torch.Tensor) else offsets)]
+        values = list(offsets.tolist() if isinstance(offsets, torch.Tensor) else offsets)
     except TypeError:
+        values = [None]
+    if not all(isinstance(value, Integral) and not isinstance(value, bool) for value in values):
         found = f"{offsets.dtype} {list(offsets.shape)}" if isinstance(offsets, torch.Tensor) else repr(offsets)
-        raise ValueError(f"{argument}: expected one dimension of integers, got {found}") from None
+        raise ValueError(f"{argument}: expected one dimension of integers, got {found}")
+    for value in map(int, values):
+        if not -(2**31) <= value < 2**31:
+            raise ValueError(f"{argument}: expected integers that fit in int32, got {describe(value)}")
+    return [int(value) for value in values]
 
 
 def _offsets(offsets: Offsets, num_rows: int, argument: str) -> list[int]:

@@ -6,9 +6,11 @@ record is `moe_runtime.kernels.exchange.record.RecordLayout`.
 
 from __future__ import annotations
 
+from types import EllipsisType
+
 import torch
 
-from moe_runtime.comm.arguments import check_integer, check_is_tensor
+from moe_runtime.comm.arguments import check_elements_apart, check_integer, check_is_tensor, check_no_grad
 from moe_runtime.kernels.exchange.record import DEFAULT_ALIGNMENT, NO_EXPERT, check_alignment, check_top_k
 from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.number_formats import (
@@ -22,6 +24,7 @@ from moe_runtime.kernels.formats.number_formats import (
 )
 from moe_runtime.kernels.formats.quantize import check_gsf, quantize_rows
 from moe_runtime.kernels.formats.reference_quantize import copy_as, raw_bits
+from moe_runtime.ops.arguments import check_device
 
 INTEGERS = (torch.uint8, torch.int8, torch.uint16, torch.int16, torch.uint32, torch.int32, torch.int64)
 """Dtypes of indices that int64 holds."""
@@ -61,7 +64,7 @@ class TokenMessage:
         outputs = (output_tokens, output_scales, output_scales_offset)
         for name, output in zip(("output_tokens", "output_scales", "output_scales_offset"), outputs, strict=True):
             if output is not None:
-                check_is_tensor(name, output)
+                check_elements_apart(name, check_is_tensor(name, output))
         self.format.check_columns(hid_dim, "hid_dim")
         check_top_k(top_k)
         self.hid_dim = hid_dim
@@ -130,8 +133,9 @@ class TokenMessage:
                 None in the other formats.
             engine: "auto", "cuda", "triton" or "torch", of the quantizer.
         """
-        check_is_tensor("buf", buf)
-        check_is_tensor("src", src)
+        check_device("buf", buf)
+        check_elements_apart("buf", buf)
+        check_no_grad("src", check_is_tensor("src", src))
         if self.format.has_row_scale and input_scale is None:
             raise ValueError(f"input_scale: format {self.format.name} needs an encode scale, got None")
         if src.ndim not in (1, 2) or src.shape[-1] != self.hid_dim or src.dtype not in (torch.bfloat16, torch.float32):
@@ -143,10 +147,10 @@ class TokenMessage:
         buf = self._messages(buf, self.token_size(), src.shape[:-1])
         gsf = check_gsf(input_scale, self.format, src.device, "input_scale")
         rows = quantize_rows(src.reshape(-1, self.hid_dim).contiguous(), self.format, gsf=gsf, engine=engine)
-        buf[:, : self.format.quant_bytes(self.hid_dim)] = rows.quants_RK.view(torch.uint8)
+        _write(buf[:, : self.format.quant_bytes(self.hid_dim)], rows.quants_RK.view(torch.uint8))
         if rows.scales_RV is not None:
             start = self.scales_offset()
-            buf[:, start : start + self.format.scale_bytes(self.hid_dim)] = rows.scales_RV.view(torch.uint8)
+            _write(buf[:, start : start + self.format.scale_bytes(self.hid_dim)], rows.scales_RV.view(torch.uint8))
 
     def write_info(self, buf: torch.Tensor, source: torch.Tensor, topk_idx: torch.Tensor) -> None:
         """Write source index and top-k ids into messages. Checks the values on the host.
@@ -156,7 +160,8 @@ class TokenMessage:
             source: integers `[T]` or `[]`, stored as int32.
             topk_idx: integers `[T, top_k]` or `[top_k]`, -1 (stored as 65535) to 65534.
         """
-        check_is_tensor("buf", buf)
+        check_device("buf", buf)
+        check_elements_apart("buf", buf)
         source = _check_integers("source", source, -(2**31), 2**31 - 1, buf)
         topk_idx = _check_integers("topk_idx", topk_idx, -1, NO_EXPERT - 1, buf)
         if topk_idx.shape[-1:] != (self.top_k,) or topk_idx.shape[:-1] != source.shape:
@@ -170,7 +175,7 @@ class TokenMessage:
             (self.topk_info_offset(), topk_idx.reshape(-1, self.top_k), torch.int16),
         ):
             raw = copy_as(values.to(dtype), torch.uint8)
-            buf[:, offset : offset + raw.shape[1]] = raw
+            _write(buf[:, offset : offset + raw.shape[1]], raw)
 
     def read_info(self, buf: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """`(source, topk_idx)` of messages as int32 `[T]` and `[T, top_k]` (without `T` for one), -1 for no expert."""
@@ -211,7 +216,7 @@ class TokenMessage:
         >>> NVFP4TokenFormat(64, 2).pad_expert_offsets(torch.tensor([0, 100, 300, 400]))
         tensor([0, 1, 1], dtype=torch.int32)
         """
-        check_is_tensor("row_offsets", row_offsets)
+        check_device("row_offsets", row_offsets)
         offsets = scale_blocks.dense_128_offsets(row_offsets)
         if row_offsets.device.type == "cpu":
             self._check_row_offsets(row_offsets)
@@ -222,7 +227,7 @@ class TokenMessage:
                     f"row_offsets: expected at most {bound.shape[0]} groups (the length of output_scales_offset), "
                     f"got {offsets.shape[0]}"
                 )
-            bound.view(torch.int32)[: offsets.shape[0]] = offsets
+            _write(bound.view(torch.int32)[: offsets.shape[0]], offsets)
         self.row_offsets = (row_offsets.view(torch.int32) if row_offsets.dtype == torch.uint32 else row_offsets).clone()
         return offsets
 
@@ -238,9 +243,11 @@ class TokenMessage:
         """
         if self.output_tokens is None or (self.output_scales is None and self.format.scale_dtype is not None):
             raise ValueError("output_tokens, output_scales: expected tensors given to the constructor, got None")
-        check_is_tensor("buf", buf)
-        if not isinstance(token_index, torch.Tensor) and type(token_index) is not int:
-            raise ValueError(f"token_index: expected integers, got {token_index!r}")
+        check_device("buf", buf)
+        if isinstance(token_index, torch.Tensor):
+            check_device("token_index", token_index)
+        else:
+            check_integer("token_index", token_index, 0, 2**31 - 1)
         index = torch.as_tensor(token_index, device=self.output_tokens.device)
         if index.dtype not in INTEGERS:
             raise ValueError(f"token_index: expected integers that fit in int64, got {index.dtype}")
@@ -260,7 +267,7 @@ class TokenMessage:
         # First, since it raises if the scales do not fit.
         scale_rows = self._scale_rows(index) if self.format.swizzled else index
         quants = copy_as(rows[:, : self.format.quant_bytes(self.hid_dim)], self.output_tokens.dtype)
-        raw_bits(self.output_tokens)[index] = raw_bits(quants)
+        _write(raw_bits(self.output_tokens), raw_bits(quants), index)
         if self.output_scales is None:
             return
         start = self.scales_offset()
@@ -269,9 +276,9 @@ class TokenMessage:
             num_columns = self.format.scale_columns(self.hid_dim)
             column = torch.arange(num_columns, device=index.device)
             place = scale_blocks.swizzled_offset(scale_rows[:, None], column[None, :], num_columns)
-            raw_bits(self.output_scales).view(-1)[place] = raw_bits(scales)
+            _write(raw_bits(self.output_scales).view(-1), raw_bits(scales), place)
         else:
-            self.output_scales[scale_rows] = scales
+            _write(self.output_scales, scales, scale_rows)
 
     def _check_row_offsets(self, row_offsets: torch.Tensor) -> None:
         rows = row_offsets[-1] if self.output_tokens is None else self.output_tokens.shape[0]
@@ -342,6 +349,12 @@ class NVFP4TokenFormat(TokenMessage):
     def fp4_quant_size(self) -> int:
         """Bytes of the field of the quants."""
         return self.quant_size()
+
+
+def _write(target: torch.Tensor, values: torch.Tensor, index: torch.Tensor | EllipsisType = ...) -> None:
+    """`target[index] = values`. A tensor made in inference mode may be changed only there, any other in both modes."""
+    with torch.inference_mode():
+        target[index] = values
 
 
 def _check_integers(argument: str, values: torch.Tensor, low: int, high: int, buf: torch.Tensor) -> torch.Tensor:

@@ -61,6 +61,8 @@ def _dequantize_nvfp4(
         scale = decode_scale.double()
         scale = scale.reshape(()) if scale.numel() == 1 else scale
         decode_scale = scale[:, None, None] if scale.ndim == 1 and q.ndim == 3 else scale
+    elif decode_scale is not None:
+        decode_scale = float(decode_scale)  # torch multiplies by no integer of more than 64 bits
     return _near(y, value if decode_scale is None else value * decode_scale, 2.0**-21)
 
 

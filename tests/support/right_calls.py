@@ -290,7 +290,7 @@ def _group_case(name: str) -> Callable[[World, Any], dict[str, Any]]:
     def arguments(w: World, on: Any) -> dict[str, Any]:
         k = 64 if name == "nvfp4_dense" else 128
         case = getattr(op_cases, name)([4, 0, 8], 32, k, w.generator, CPU)
-        if name != "fp8" and w.draw.random() < 0.2:
+        if name not in ("fp8", "moe_fp8") and w.draw.random() < 0.2:
             case = case.prepacked()
         made = dict(case.arguments)
         made["c" if case.is_in_place else "out"] = case.empty()
@@ -410,6 +410,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "group_gemm_fp8_nt_groupwise": _group_case("fp8"),
     "group_gemm_nvfp4_nt_groupwise": _group_case("nvfp4_closed"),
     "grouped_matmul_dynamic_scaled_nvfp4": _group_case("nvfp4_dense"),
+    "moe_gemm_fp8_nt_groupwise": _group_case("moe_fp8"),
     "moe_gemm_mxfp8_nt_groupwise": _group_case("mxfp8"),
     "nvfp4_encode_scale": lambda w, on: {"x": w.numbers(3, 16)},
     "pack_closed_form_128": lambda w, on: {"scales_RV": _scales(w, 12, 8), "m_indptr": list(OFFSETS)},

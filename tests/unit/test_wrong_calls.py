@@ -99,6 +99,24 @@ def _counted(w: World, **changes: Any) -> Any:
     return w.counters().add(**(right | changes))
 
 
+def _info(w: World, **changes: Any) -> dict[str, Any]:
+    return ARGUMENTS["NVFP4TokenFormat.write_info"](w, w.token_format()) | changes
+
+
+def _with_grad(x: torch.Tensor) -> torch.Tensor:
+    return x.requires_grad_()
+
+
+def _group_gemm(w: World, name: str, **changes: Any) -> Any:
+    return getattr(ops, name)(**(ARGUMENTS[name](w, None) | changes))
+
+
+def _prepack(w: World, granularity: Any) -> Any:
+    return ops.prepack_mxfp8(**(ARGUMENTS["prepack_mxfp8"](w, None) | {"scale_granularity_mnk": granularity}))
+
+
+OFFSETS = torch.tensor([0, 4, 8], dtype=torch.int32)
+
 REFUSED: list[tuple[str, Callable[[World], Any]]] = [
     ("seed", lambda w: w.layer(loaded=False).load_random("3")),
     ("seed", lambda w: w.layer(loaded=False).load_random(2**64)),
@@ -190,6 +208,49 @@ REFUSED: list[tuple[str, Callable[[World], Any]]] = [
         "token_format",
         lambda w: moe_runtime.apply_expert_parallel(w.model(), max_tokens_per_rank=8, token_format=""),
     ),
+    ("buf", lambda w: w.token_format().write_info(**_info(w, buf=w.codes(1, 200).expand(3, 200)))),
+    ("buf", lambda w: w.token_format().write_info(**_info(w, buf=w.codes(600).as_strided((3, 200), (100, 1))))),
+    ("buf", lambda w: w.token_format().write_info(**_info(w, buf=w.codes(3, 200).to("meta")))),
+    ("buf", lambda w: w.token_format().copy_token_to_send_buf(w.codes(1, 200).expand(3, 200), w.numbers(3, HIDDEN))),
+    ("src", lambda w: w.token_format().copy_token_to_send_buf(w.codes(3, 200), _with_grad(w.numbers(3, HIDDEN)), 2.0)),
+    ("token_index", lambda w: w.token_format().copy_msg_to_output_tensor(w.codes(200), 10**30)),
+    ("token_index", lambda w: w.token_format().copy_msg_to_output_tensor(w.codes(200), -(10**30))),
+    (
+        "token_index",
+        lambda w: w.token_format().copy_msg_to_output_tensor(w.codes(200), torch.tensor(0, device="meta")),
+    ),
+    ("row_offsets", lambda w: w.token_format().pad_expert_offsets(OFFSETS.to("meta"))),
+    (
+        "output_tokens",
+        lambda w: ops.NVFP4TokenFormat(HIDDEN, 2, output_tokens=w.codes(1, HIDDEN // 2).expand(8, HIDDEN // 2)),
+    ),
+    ("num_blocks", lambda w: ops.pack_dense_128(w.codes(8, 8), [0, 8], num_blocks=-5)),
+    ("num_blocks", lambda w: ops.pack_dense_128(w.codes(8, 8), [0, 8], num_blocks=2**24)),
+    ("num_blocks", lambda w: ops.pack_dense_128(w.codes(8, 8), [0, 8], num_blocks=10**30)),
+    ("group_offsets", lambda w: ops.pack_dense_128(w.codes(8, 8), [0, np.array(8)])),
+    ("group_scale_offsets", lambda w: ops.pack_dense_128(w.codes(8, 8), [0, 0, 8], [2**31, 0])),
+    ("group_scale_offsets", lambda w: ops.pack_dense_128(w.codes(8, 8), [0, 8, 8], [0, 10**30])),
+    ("m_indptr", lambda w: ops.pack_closed_form_128(w.codes(8, 8), [0, torch.tensor(8)])),
+    ("m_indptr", lambda w: ops.pack_ue8m0_rows(w.codes(1, 8), [False, 1])),
+    ("m_indptr", lambda w: ops.pack_ue8m0_rows(w.codes(8, 8), 8)),
+    ("num_columns", lambda w: ops.unpack_dense_128(w.codes(4, 2, 32, 4, 4), [0, 8], [0], None)),
+    ("num_columns", lambda w: ops.unpack_ue8m0_rows(w.ints(0, 9, 8, 2), [0, 8], None)),
+    ("num_columns", lambda w: ops.unpack_ue8m0_weights(w.ints(0, 9, 2, 8, 2), None)),
+    ("dtype", lambda w: ops.unpack_closed_form_128(w.codes(128, 8), [0, 8], dtype="3")),
+    ("dtype", lambda w: ops.unpack_swizzled_weights(w.codes(1, 128, 8), 8, dtype="3")),
+    ("packed", lambda w: ops.unpack_swizzled_weights(w.codes(1, 120, 8), 8)),
+    ("scales", lambda w: ops.pack_scale_major(5, "K")),
+    ("decode_scale", lambda w: ops.dequantize_nvfp4(w.codes(2, 8), w.codes(2, 1), True)),
+    ("decode_scale", lambda w: ops.dequantize_nvfp4(w.codes(2, 8), w.codes(2, 1), float("nan"))),
+    ("q", lambda w: ops.dequantize_nvfp4(w.codes(2, 9), w.codes(2, 1))),
+    ("granularity_k", lambda w: ops.quantize_mxfp8(w.numbers(2, 128), torch.tensor(32))),
+    ("granularity_mn", lambda w: ops.quantize_fp8(w.numbers(2, 128), torch.tensor(1))),
+    ("out_dtype", lambda w: _group_gemm(w, "moe_gemm_fp8_nt_groupwise", out_dtype=np.zeros(3))),
+    ("out_dtype", lambda w: _group_gemm(w, "group_gemm_nvfp4_nt_groupwise", out_dtype=np.zeros((2, 2)))),
+    ("scale_granularity_mnk", lambda w: _prepack(w, (torch.ones(3), 1, 128))),
+    ("scale_granularity_mnk", lambda w: _prepack(w, (1, 1, torch.ones(0)))),
+    ("scale_granularity_mnk", lambda w: _prepack(w, (torch.tensor(1), 1, 128))),
+    ("scales_RV", lambda w: ops.swizzle_scales(w.codes(4, 4).bool())),
 ]
 """Faults that the fuzzer has found, each by its minimal call."""
 
@@ -199,6 +260,69 @@ REFUSED: list[tuple[str, Callable[[World], Any]]] = [
 def test_the_argument_is_named(name: str, call: Callable[[World], Any], seed: int) -> None:
     with pytest.raises(ValueError, match=rf"(^|: ){name}\b.*:"):
         call(World(random.Random(seed)))
+
+
+GROUP_GEMMS = sorted(name for name in ops.__all__ if name.startswith(("group", "moe_gemm")))
+
+
+@pytest.mark.parametrize("name", GROUP_GEMMS)
+def test_an_output_made_in_inference_mode_is_written(name: str, seed: int) -> None:
+    key = "c" if name == "grouped_matmul_dynamic_scaled_nvfp4" else "out"
+    expected, out = (ARGUMENTS[name](World(random.Random(seed)), None) for _ in range(2))
+    with torch.inference_mode():
+        out[key] = torch.empty_like(expected[key])
+    for arguments in (expected, out):
+        getattr(ops, name)(**arguments)
+    assert differs(out[key], expected[key]) is None and not expected[key].is_inference()
+
+
+def test_messages_made_in_inference_mode_are_written(seed: int) -> None:
+    """And the outputs that messages are copied to."""
+    found = []
+    for mode in (False, True):
+        w = World(random.Random(seed))
+        with torch.inference_mode(mode):
+            buf, made = torch.zeros(3, 200, dtype=torch.uint8), w.token_format_arguments()
+        token = ops.NVFP4TokenFormat(**made)
+        offsets = token.pad_expert_offsets(OFFSETS)
+        token.copy_token_to_send_buf(buf, w.numbers(3, HIDDEN), 2.0)
+        token.write_info(**_info(w, buf=buf))
+        token.copy_msg_to_output_tensor(buf, torch.tensor([0, 5, 3]))
+        assert buf.is_inference() == mode and token.read_info(buf)[0].tolist() == [7, 8, 9]
+        assert buf.any() and made["output_tokens"].any() and made["output_scales"].view(torch.uint8).any()
+        outputs = ("output_tokens", "output_scales", "output_scales_offset")
+        found.append([offsets, buf, *(made[name] for name in outputs)])
+    assert differs(found[1], found[0]) is None
+
+
+def test_packed_scales_may_have_any_strides(seed: int) -> None:
+    w = World(random.Random(seed))
+    packed = w.codes(384, 16)[:, ::2]
+    blocks = w.codes(3, 2, 32, 4, 8)[..., ::2]
+    for unpack, given, *more in (
+        (ops.unpack_closed_form_128, packed, [0, 4, 12]),
+        (ops.unpack_swizzled_weights, packed[None], 300, torch.uint8),
+        (ops.unpack_dense_128, blocks, [0, 4, 12], [0, 1], 8),
+    ):
+        assert torch.equal(unpack(given, *more), unpack(given.contiguous(), *more))
+
+
+def test_scales_without_columns_are_unpacked() -> None:
+    packed = ops.pack_closed_form_128(torch.zeros(12, 0, dtype=torch.uint8), [0, 4, 12])
+    assert ops.unpack_closed_form_128(packed, [0, 4, 12]).shape == (12, 0)
+
+
+def test_offsets_are_the_fault_of_the_caller_only_if_unchecked(seed: int) -> None:
+    name = "moe_gemm_mxfp8_nt_groupwise"
+    offsets = {"m_indptr": torch.tensor([-135, -138, -135, -136], dtype=torch.int32)}
+    with pytest.raises(ValueError, match=r"^m_indptr: "):
+        _group_gemm(World(random.Random(seed)), name, **offsets)
+    with pytest.raises(IndexError) as caught:
+        _group_gemm(World(random.Random(seed)), name, validate=False, **offsets)
+    target, key = wrong_calls.targets()[name], ["m_indptr"]
+    assert judge_error(target, offsets | {"validate": False}, key, caught.value) is None
+    assert judge_error(target, offsets | {"validate": None}, key, caught.value)
+    assert judge_error(target, offsets | {"validate": False}, ["a"], caught.value)
 
 
 def _scaled(x: torch.Tensor, factor: float = 1.0) -> torch.Tensor:
@@ -219,6 +343,9 @@ def test_what_counts_as_a_fault() -> None:
     assert judge_accepted(target, "factor", 2) is None and judge_accepted(target, "x", torch.ones(2)) is None
     for key, value in (("factor", True), ("factor", "2"), ("factor", float("nan")), ("x", None), ("x", [1.0])):
         assert judge_accepted(target, key, value), (key, value)
+    signed = wrong_calls.targets()["dequantize_nvfp4"]
+    assert judge_accepted(signed, "decode_scale", -2.0) is None and judge_accepted(target, "factor", -2.0)
+    assert judge_accepted(signed, "decode_scale", float("nan")) and judge_accepted(signed, "decode_scale", -1e300)
     assert not fits(torch.Tensor, torch.ones(2, 2).to_sparse())
     assert differs(torch.zeros(2), -torch.zeros(2)) and differs((1, 2), [1, 2]) and differs({"a": 1.0}, {"a": 2.0})
     assert differs(torch.zeros(2), torch.zeros(2)) is None and differs(float("nan"), float("nan")) is None
