@@ -20,9 +20,10 @@ import torch
 from moe_runtime.comm.arguments import check_integer, describe
 from moe_runtime.config import MAX_EXPERTS, PlacementConfig
 from moe_runtime.kernels.formats.number_formats import ceil_div
+from moe_runtime.support.regular_files import read_regular
 
-MAX_TEXT_LENGTH = 1 << 20
-"""Most characters of a placement as JSON: `MAX_EXPERTS` slots need half of them."""
+MAX_TEXT_LENGTH = 1 << 21
+"""Most characters of a placement as JSON, or of a load: `MAX_EXPERTS` numbers need at most 24 each."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ class Placement:
         if self.num_experts > MAX_EXPERTS:
             raise ValueError(f"num_experts: expected at most {MAX_EXPERTS}, got {describe(self.num_experts)}")
         if num_slots % self.num_ranks:
-            raise ValueError(f"slot_experts: expected as many slots on each of {self.num_ranks} ranks, got {num_slots}")
+            ranks = describe(self.num_ranks)
+            raise ValueError(f"slot_experts: expected as many slots on each of {ranks} ranks, got {num_slots}")
         for slot, expert in enumerate(self.slot_experts):
             if isinstance(expert, bool) or not isinstance(expert, int) or not 0 <= expert < self.num_experts:
                 raise ValueError(
@@ -81,7 +83,7 @@ class Placement:
         if num_experts > MAX_EXPERTS:
             raise ValueError(f"num_experts: expected at most {MAX_EXPERTS}, got {describe(num_experts)}")
         if num_experts % num_ranks:
-            raise ValueError(f"num_ranks: expected a divisor of num_experts = {num_experts}, got {num_ranks}")
+            raise ValueError(f"num_ranks: expected a divisor of num_experts = {num_experts}, got {describe(num_ranks)}")
         return cls(num_experts, num_ranks, tuple(range(num_experts)))
 
     @property
@@ -225,9 +227,10 @@ def placement_from_config(section: PlacementConfig, num_experts: int, num_ranks:
             placement of as many experts and ranks.
     """
     if section.file is not None:
+        text = _text_of("placement.file", section.file)
         try:
-            placement = Placement.from_json(Path(section.file).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            placement = Placement.from_json(text)
+        except ValueError as error:
             raise ValueError(f"placement.file: {section.file}: {error}") from error
         if (placement.num_experts, placement.num_ranks) != (num_experts, num_ranks):
             expected = f"{num_experts} experts on {num_ranks} rank(s)"
@@ -241,9 +244,10 @@ def placement_from_config(section: PlacementConfig, num_experts: int, num_ranks:
         )
     load: list[float] = [1.0] * num_experts
     if section.load is not None:
+        text = _text_of("placement.load", section.load)
         try:
-            load = json.loads(Path(section.load).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            load = json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"placement.load: {section.load}: {error}") from error
         numbers = isinstance(load, list) and all(type(value) in (int, float) for value in load)
         if not numbers or len(load) != num_experts:
@@ -252,6 +256,15 @@ def placement_from_config(section: PlacementConfig, num_experts: int, num_ranks:
         return plan_placement(load, num_ranks, slots_per_rank)
     except ValueError as error:
         raise ValueError(f"placement.load: {section.load}: {error}") from error
+
+
+def _text_of(key: str, file: str) -> str:
+    try:
+        return read_regular(Path(file), MAX_TEXT_LENGTH).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{key}: {file}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
 
 
 def _replicate(loads: list[float], num_ranks: int, spare: int) -> list[int]:
@@ -277,23 +290,32 @@ def _pack(shares: list[float], replicas: list[int], num_ranks: int, slots_per_ra
         held[rank].add(expert)
         total[rank] += shares[expert]
 
+    # Ties go to the emptier rank: experts without load must not fill up one rank.
+    open_ranks = [(0.0, 0, rank) for rank in range(num_ranks)]
     for expert in sorted(range(len(shares)), key=lambda expert: (-shares[expert], expert)):
-        for _ in range(replicas[expert]):
-            without = [rank for rank in range(num_ranks) if expert not in held[rank]]
-            open_ranks = [rank for rank in without if len(held[rank]) < slots_per_rank]
-            if open_ranks:
-                # Ties go to the emptier rank: experts without load must not fill up one rank.
-                put(expert, min(open_ranks, key=lambda rank: (total[rank], len(held[rank]), rank)))
-                continue
+        count = min(replicas[expert], len(open_ranks))
+        taken = [heapq.heappop(open_ranks)[-1] for _ in range(count)]
+        for rank in taken:
+            put(expert, rank)
+        if count < replicas[expert]:
             # Every rank with a free slot holds this expert already. A full rank without it has at least two experts
             # that such a rank does not hold. The lightest of them moves there.
-            full = min(without, key=lambda rank: (total[rank], rank))
-            roomy = min((r for r in range(num_ranks) if len(held[r]) < slots_per_rank), key=lambda r: (total[r], r))
-            moved = min(held[full] - held[roomy], key=lambda other: (shares[other], other))
-            held[full].remove(moved)
-            total[full] -= shares[moved]
-            put(moved, roomy)
-            put(expert, full)
+            roomy_ranks = [(total[rank], rank) for rank in taken if len(held[rank]) < slots_per_rank]
+            full_ranks = [(total[rank], rank) for rank in range(num_ranks) if expert not in held[rank]]
+            heapq.heapify(roomy_ranks)
+            heapq.heapify(full_ranks)
+            for _ in range(replicas[expert] - count):
+                full, roomy = heapq.heappop(full_ranks)[1], heapq.heappop(roomy_ranks)[1]
+                moved = min(held[full] - held[roomy], key=lambda other: (shares[other], other))
+                held[full].remove(moved)
+                total[full] -= shares[moved]
+                put(moved, roomy)
+                put(expert, full)
+                if len(held[roomy]) < slots_per_rank:
+                    heapq.heappush(roomy_ranks, (total[roomy], roomy))
+        for rank in taken:
+            if len(held[rank]) < slots_per_rank:
+                heapq.heappush(open_ranks, (total[rank], len(held[rank]), rank))
     return held
 
 

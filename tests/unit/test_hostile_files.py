@@ -1,15 +1,169 @@
-"""Files with ambiguous keys or impossible values: the error names the file."""
+"""Files with ambiguous keys or impossible values: an error names the file, in short time and little memory."""
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import resource
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
 
+from moe_runtime.checkpoints import files as files_module
 from moe_runtime.checkpoints.families import moe_layers
-from moe_runtime.checkpoints.files import INDEX_FILE, SafetensorsFile, TensorFiles, read_json
-from moe_runtime.config import load_config
+from moe_runtime.checkpoints.files import INDEX_FILE, SINGLE_FILE, SafetensorsFile, TensorFiles, read_json
+from moe_runtime.config import PlacementConfig, load_config
+from moe_runtime.placement.placement import placement_from_config, plan_placement
+
+MAX_SECONDS = 1
+MAX_BYTES = 200_000_000
+
+Reader = Callable[[Path], object]
+
+
+@contextmanager
+def refused(message: str, path: Path | None = None) -> Iterator[None]:
+    """Expects a `ValueError` with `path` and `message` that costs less than `MAX_SECONDS` of CPU and `MAX_BYTES`."""
+    limits = resource.getrlimit(resource.RLIMIT_AS)
+    pages = int(Path("/proc/self/statm").read_text().split()[0])
+    resource.setrlimit(resource.RLIMIT_AS, (pages * resource.getpagesize() + MAX_BYTES, limits[1]))
+    start = time.process_time()
+    try:
+        with pytest.raises(ValueError, match=f"(?s){re.escape(str(path or ''))}.*{message}") as caught:
+            yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limits)
+    assert time.process_time() - start < MAX_SECONDS
+    assert len(str(caught.value)) < 2000
+
+
+def read_placement(path: Path) -> object:
+    return placement_from_config(PlacementConfig(file=str(path)), 4, 2)
+
+
+def read_load(path: Path) -> object:
+    return placement_from_config(PlacementConfig(load=str(path)), 4, 2)
+
+
+def read_index(path: Path) -> object:
+    return TensorFiles(path.parent)
+
+
+READERS: dict[str, Reader] = {
+    "config.json": read_json,
+    "run.yaml": load_config,
+    "a.safetensors": SafetensorsFile,
+    "placement.json": read_placement,
+    "load.json": read_load,
+}
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", READERS)
+def test_only_regular_files_are_read(name: str, tmp_path: Path) -> None:
+    pipe, zeros, folder = tmp_path / f"pipe {name}", tmp_path / f"zeros {name}", tmp_path / f"folder {name}"
+    os.mkfifo(pipe)
+    zeros.symlink_to("/dev/zero")
+    folder.mkdir()
+    for path, kind in ((pipe, "a pipe"), (zeros, "a device"), (folder, "a folder")):
+        if path is not folder or name != "run.yaml":
+            with refused(f"expected a regular file, got {kind}", path):
+                READERS[name](path)
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_large_files_are_refused_unread(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    with path.open("wb") as file:
+        file.write(b"\0\0\0\0\1\0\0\0")
+        file.truncate(10**12)
+    with refused("expected (at most|a header of)", path):
+        READERS[name](path)
+    with refused("expected at most 100000000 bytes, got 1000000000000", path.rename(tmp_path / INDEX_FILE)):
+        read_index(tmp_path / INDEX_FILE)
+
+
+@pytest.mark.parametrize("value", ["[],", "{},", '"",', "0,", '"a":'])
+def test_json_of_too_many_values_is_refused(value: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    many = value * 2_000_000
+    path.write_text(f'{{"a": [{many[:-1]}]}}' if value != '"a":' else "[" * 2_000_000)
+    with refused("not valid JSON: expected at most 1000000 values", path):
+        read_json(path)
+
+
+def test_a_header_of_too_many_tensors_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / SINGLE_FILE
+    item = '{"dtype":"U8","shape":[0],"data_offsets":[0,0]}'
+    text = "{" + ",".join(f'"{number}":{item}' for number in range(1_400_000)) + "}"
+    path.write_bytes(len(text).to_bytes(8, "little") + text.encode())
+    del text
+    with refused("header: expected at most 500000 tensors, got about 1400001", path):
+        SafetensorsFile(path)
+    with refused("header: expected at most 500000 tensors, got about 1400001", path), TensorFiles(tmp_path) as files:
+        files.names()
+
+
+@pytest.mark.parametrize(
+    "item",
+    [
+        {"dtype": "U8", "shape": [2**62] * 200_000, "data_offsets": [0, 0]},
+        {"dtype": "U8", "shape": [0, 10**4000], "data_offsets": [0, 0]},
+        {"dtype": "U8", "shape": "x" * 1_000_000, "data_offsets": [0, 0]},
+        ["x" * 1_000_000],
+    ],
+)
+def test_absurd_shapes_of_a_header_are_refused(item: object, tmp_path: Path) -> None:
+    path = tmp_path / SINGLE_FILE
+    text = json.dumps({"w": item})
+    path.write_bytes(len(text).to_bytes(8, "little") + text.encode())
+    with refused("tensor w: expected (dtype, |a )shape and data_offsets", path):
+        SafetensorsFile(path)
+
+
+def test_the_limits_leave_room_for_the_largest_models() -> None:
+    """512 experts in each of 90 layers, four tensors a linear, each with a line of its own in every file."""
+    tensors = 90 * 512 * 3 * 4
+    assert 1.5 * tensors < files_module.MAX_JSON_VALUES
+    assert tensors * 130 < files_module.MAX_HEADER_BYTES
+    assert tensors / 4 * 100 < files_module.MAX_JSON_BYTES
+    assert 60 * 512 * 3 * 4 < files_module.MAX_HEADER_TENSORS
+
+
+ALIASES = "".join(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 9)}]\n" for n in range(1, 10))
+MERGES = "".join(f"a{n}: &a{n} {{<<: [{', '.join([f'*a{n - 1}'] * 9)}], k{n}: 1}}\n" for n in range(1, 10))
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (f"a0: &a0 [x]\n{ALIASES}seed: *a9\n", "aliases repeat too much"),
+        (f"a0: &a0 {{k0: 1}}\n{MERGES}layer: *a9\n", "aliases repeat too much"),
+        (f"seed: &a {'x' * 9000}\nlayer: [{'*a, ' * 4000}]\n", "aliases repeat too much"),
+        ("layer: &a [*a]\n", "an alias within what it means"),
+        ("layer: &a {<<: *a}\n", "an alias within what it means"),
+        (f"seed: 0x{'f' * 30_000}\n", "seed: .*an integer of 120000 bits"),
+        (f"layer: [{'{}, ' * 8000}]\n", "layer: "),
+        (f"layer: {'[' * 30_000}\n", "maximum recursion depth"),
+    ],
+)
+def test_yaml_that_grows_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    path = tmp_path / "run.yaml"
+    path.write_text(text)
+    with refused(message, path):
+        load_config(path)
+
+
+@pytest.mark.parametrize(("ranks", "slots", "experts"), [(30_000, 2, 40_000), (60_000, 1, 3), (16, 4000, 60_000)])
+def test_a_placement_on_many_ranks_is_planned_in_short_time(ranks: int, slots: int, experts: int) -> None:
+    start = time.process_time()
+    plan = plan_placement([1.0, *[0.5] * (experts // 2), *[0.1] * (experts - experts // 2 - 1)], ranks, slots)
+    assert time.process_time() - start < MAX_SECONDS
+    assert (plan.num_ranks, plan.slots_per_rank) == (ranks, slots)
 
 
 @pytest.mark.parametrize("value", ["2001-99-99", "9" * 6000])
@@ -23,7 +177,7 @@ def test_a_yaml_value_that_python_cannot_hold_names_the_file(tmp_path: Path, val
 def test_a_yaml_file_of_many_keys_is_refused_unread(tmp_path: Path) -> None:
     file = tmp_path / "run.yaml"
     file.write_text("".join(f"key{number}: 1\n" for number in range(7000)))
-    with pytest.raises(ValueError, match=r"run\.yaml: expected at most 65536 bytes, got 75890"):
+    with pytest.raises(ValueError, match=r"run\.yaml: expected at most 32768 bytes, got 75890"):
         load_config(file)
 
 

@@ -275,7 +275,7 @@ def test_a_section_of_a_config_may_name_a_placement(tmp_path: Path) -> None:
         (lambda: Placement(1, 1, (0,)).rank_loads(["1"]), "load"),
         (lambda: Placement.from_json(b'{"num_experts":1,"num_ranks":1,"slot_experts":[0]}'), "text"),
         (lambda: Placement.from_json('{"num_experts":1,"num_experts":1,"num_ranks":1,"slot_experts":[0]}'), "text"),
-        (lambda: Placement.from_json(Placement(1, 1, (0,)).to_json() + " " * (1 << 20)), "text"),
+        (lambda: Placement.from_json(Placement(1, 1, (0,)).to_json() + " " * (1 << 21)), "text"),
     ],
 )
 def test_hostile_sizes_are_refused_before_work(call: Callable[[], object], name: str) -> None:
