@@ -13,7 +13,7 @@ from typing import Any, Literal
 
 from pydantic import ValidationError
 
-from moe_runtime.comm.arguments import describe
+from moe_runtime.comm.arguments import check_integer, describe
 from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig, complaints
 
 
@@ -175,10 +175,9 @@ def is_moe_layer(config: Mapping[str, Any], layer_index: int, *, source: str = "
     """
     family, keys = family_of(config, source=source), _Keys(config, source)
     layers = _num_layers(config, source)
-    if isinstance(layer_index, bool) or not isinstance(layer_index, int):
-        raise ValueError(f"layer: expected an integer, got {layer_index!r}")
+    check_integer("layer", layer_index, low=None)
     if not 0 <= layer_index < layers:
-        raise ValueError(f"layer: {source} says {layers} layers, asked for layer {layer_index}")
+        raise ValueError(f"layer: {source} says {layers} layers, asked for layer {describe(layer_index)}")
     if family.dense_layers == "sparse_step":
         dense = keys.get("mlp_only_layers") or []
         if not isinstance(dense, list | tuple):

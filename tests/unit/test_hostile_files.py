@@ -7,22 +7,36 @@ import os
 import re
 import resource
 import time
+import zipfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from importlib import resources
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 
+from moe_runtime import MoELayer
 from moe_runtime.checkpoints import files as files_module
+from moe_runtime.checkpoints.calibration import calibrate
+from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
 from moe_runtime.checkpoints.families import moe_layers
 from moe_runtime.checkpoints.files import INDEX_FILE, SINGLE_FILE, SafetensorsFile, TensorFiles, read_json
-from moe_runtime.config import PlacementConfig, load_config
+from moe_runtime.config import MoELayerConfig, PlacementConfig, load_config
 from moe_runtime.placement.placement import placement_from_config, plan_placement
 
 MAX_SECONDS = 1
 MAX_BYTES = 200_000_000
 
+CONFIG = MoELayerConfig(hidden_size=64, intermediate_size=32, num_experts=4, top_k=2, max_tokens_per_rank=8)
+
 Reader = Callable[[Path], object]
+
+
+def from_checkpoint(path: Any) -> MoELayer:
+    return MoELayer.from_checkpoint(path, max_tokens_per_rank=8)
 
 
 @contextmanager
@@ -156,6 +170,106 @@ def test_yaml_that_grows_is_refused(text: str, message: str, tmp_path: Path) -> 
     path.write_text(text)
     with refused(message, path):
         load_config(path)
+
+
+@pytest.mark.parametrize("value", [None, 5, b"x", "", "a\0b", ["x"]])
+@pytest.mark.parametrize("call", [load_config, Checkpoint, MoELayer.from_yaml, from_checkpoint])
+def test_what_is_no_path_is_named(call: Callable[[Any], object], value: object) -> None:
+    with pytest.raises(ValueError, match=r"\Apath: expected a path"):
+        call(value)
+
+
+def test_a_path_that_is_too_long_is_an_error_of_the_caller(tmp_path: Path) -> None:
+    for call in (load_config, Checkpoint):
+        with pytest.raises(ValueError, match="x" * 300):
+            call(tmp_path / ("x" * 300))
+
+
+def test_the_id_of_a_model_has_to_be_downloaded_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for call in (Checkpoint, from_checkpoint):
+        with pytest.raises(ValueError, match=r"no folder Qwen/Qwen3-30B-A3B; a model .* has to be downloaded first"):
+            call("Qwen/Qwen3-30B-A3B")
+    Path("Qwen/Qwen3-30B-A3B").mkdir(parents=True)
+    with pytest.raises(ValueError, match=r"\AQwen/Qwen3-30B-A3B/config\.json: cannot be read: No such file"):
+        Checkpoint("Qwen/Qwen3-30B-A3B")
+
+
+def test_a_packaged_config_in_an_archive_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As from a zip, whose entries have no path of a file."""
+    archive = tmp_path / "all.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("configs/tiny_cpu.yaml", "layer: {}")
+    monkeypatch.setattr(resources, "files", lambda name: zipfile.Path(archive, "configs/"))
+    with pytest.raises(ValueError, match=f"{archive}/configs/tiny_cpu.yaml: cannot be read: Not a directory"):
+        load_config("tiny_cpu")
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_qwen3_moe_checkpoint(tmp_path, CONFIG, seed=1)
+    return tmp_path
+
+
+def test_arguments_of_a_checkpoint_are_checked(folder: Path) -> None:
+    with Checkpoint(folder) as checkpoint:
+        for call in (checkpoint.names, checkpoint.has_experts, checkpoint.stored_of):
+            for layer in (None, "0", True, 0.0, [0], -1, 1, 10**5000):
+                with pytest.raises(ValueError, match=r"\Alayer: "):
+                    call(layer)  # type: ignore[arg-type]
+        checkpoint.config["mlp_only_layers"] = [0]
+        assert not checkpoint.has_experts(0)
+        for call in (checkpoint.names, checkpoint.stored_of):
+            with pytest.raises(ValueError, match=r"\Alayer: .* says that layer 0 has no experts"):
+                call(0)
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("config", lambda checkpoint: checkpoint.check_fits({})),
+        (
+            "but_for",
+            lambda checkpoint: checkpoint.check_fits(checkpoint.layer_config(0, max_tokens_per_rank=1), but_for=5),
+        ),
+        ("expert_ids", lambda checkpoint: list(checkpoint.experts(0, 5))),
+        ("expert_ids", lambda checkpoint: list(checkpoint.experts(0, ["0"]))),
+        ("expert_ids", lambda checkpoint: list(checkpoint.experts(0, [10**5000]))),
+        ("buffers", lambda checkpoint: list(checkpoint.experts(0, [0], (5, 5)))),
+        ("layer", lambda checkpoint: checkpoint.quant_buffers("0", "bf16", 1, torch.device("cuda"))),
+        ("weight_format", lambda checkpoint: checkpoint.quant_buffers(0, "fp4", 1, torch.device("cpu"))),
+        ("count", lambda checkpoint: checkpoint.quant_buffers(0, "bf16", -1, torch.device("cpu"))),
+        ("device", lambda checkpoint: checkpoint.quant_buffers(0, "bf16", 1, None)),
+    ],
+)
+def test_the_wrong_argument_of_a_checkpoint_is_named(name: str, call: Callable[[Any], object], folder: Path) -> None:
+    with Checkpoint(folder) as checkpoint, pytest.raises(ValueError, match=rf"\A{name}: "):
+        call(checkpoint)
+
+
+def add_to_config(folder: Path, **values: object) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.mark.parametrize("num_experts", [4, 60_000])
+def test_sizes_that_the_router_does_not_have_are_refused_unallocated(num_experts: int, folder: Path) -> None:
+    add_to_config(folder, hidden_size=1 << 24, num_experts=num_experts)
+    for call in (from_checkpoint, lambda path: calibrate(path, 0, [])):
+        with refused(rf"gate\.weight: expected shape \[{num_experts}, 16777216\], got \[4, 64\]", folder / SINGLE_FILE):
+            call(folder)
+    add_to_config(folder, hidden_size=10**12)
+    with refused("hidden_size: .* got 1000000000000", folder / "config.json"):
+        from_checkpoint(folder)
+
+
+def test_a_size_that_the_shared_expert_does_not_have_is_refused_unallocated(folder: Path) -> None:
+    file = folder / SINGLE_FILE
+    shared = {f"model.layers.0.mlp.shared_expert.{name}_proj.weight": torch.ones(32, 64) for name in ("gate", "up")}
+    save_file(load_file(file) | shared, file)
+    add_to_config(folder, model_type="qwen2_moe", shared_expert_intermediate_size=10**12)
+    with refused(r"gate_proj\.weight: expected shape \[1000000000000, 64\], got \[32, 64\]", file):
+        from_checkpoint(folder)
 
 
 @pytest.mark.parametrize(("ranks", "slots", "experts"), [(30_000, 2, 40_000), (60_000, 1, 3), (16, 4000, 60_000)])
