@@ -44,7 +44,7 @@ from moe_runtime.checkpoints.layouts import (
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer, QuantBuffers, check_buffers
 from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, dense, layout_of, read_linear
 from moe_runtime.comm.arguments import check_integer, check_kind, check_path, describe
-from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
+from moe_runtime.config import MAX_EXPERTS, ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
 from moe_runtime.kernels.formats.number_formats import (
     format_named,
     token_formats_for,
@@ -148,8 +148,10 @@ class Checkpoint:
         Formats and `intermediate_gsf` may differ from the checkpoint's.
         """
         check_kind("config", config, MoELayerConfig)
-        if isinstance(but_for, str) or not isinstance(but_for, Collection):
-            raise ValueError(f"but_for: expected names of fields, got {describe(but_for)}")
+        check_kind("but_for", but_for, (list, tuple, set, frozenset, dict))
+        for name in but_for:
+            if not isinstance(name, str) or name not in MoELayerConfig.model_fields:
+                raise ValueError(f"but_for: expected names of fields, got {describe(name)}")
         fields = {name: value for name, value in config.model_dump().items() if name not in but_for}
         layer_config(self.config, source=self._source, **fields)
 
@@ -249,7 +251,7 @@ class Checkpoint:
         """
         reader = self.reader(layer)
         check_buffers(buffers)
-        if isinstance(expert_ids, str) or not isinstance(expert_ids, Iterable):
+        if isinstance(expert_ids, str | bytes) or not isinstance(expert_ids, Iterable):
             raise ValueError(f"expert_ids: expected ids of experts, got {describe(expert_ids)}")
         expert_ids = list(expert_ids)
         for expert in expert_ids:
@@ -268,7 +270,7 @@ class Checkpoint:
         place.
         """
         self.check_layer(layer)
-        check_integer("count", count, low=0)
+        check_integer("count", count, 0, MAX_EXPERTS)
         fmt = weight_format_named(weight_format, "weight_format")
         check_kind("device", device, torch.device)
         if device.type != "cpu" or not self.reader(layer).holds(fmt):
@@ -364,7 +366,7 @@ def opened(checkpoint: Checkpoint | str | Path) -> AbstractContextManager[Checkp
         return nullcontext(checkpoint)
     if not isinstance(checkpoint, (str, Path)):
         raise ValueError(f"checkpoint: expected a Checkpoint or a path, got {type(checkpoint).__name__}")
-    return Checkpoint(checkpoint)
+    return Checkpoint(check_path("checkpoint", checkpoint))
 
 
 def write_qwen3_moe_checkpoint(

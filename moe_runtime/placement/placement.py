@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from moe_runtime.comm.arguments import check_integer, describe
+from moe_runtime.comm.arguments import check_integer, check_kind, describe
 from moe_runtime.config import MAX_EXPERTS, PlacementConfig
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.support.regular_files import read_regular
@@ -223,9 +223,12 @@ def placement_from_config(section: PlacementConfig, num_experts: int, num_ranks:
     """The placement that a `placement` section asks for.
 
     Raises:
-        ValueError: spare slots that do not divide evenly, or a file without the load of each expert or without a
-            placement of as many experts and ranks.
+        ValueError: a wrong argument, spare slots that do not divide evenly, or a file without the load of each expert
+            or without a placement of as many experts and ranks.
     """
+    check_kind("section", section, PlacementConfig)
+    check_integer("num_experts", num_experts, high=MAX_EXPERTS)
+    check_integer("num_ranks", num_ranks)
     if section.file is not None:
         text = _text_of("placement.file", section.file)
         try:
@@ -233,14 +236,14 @@ def placement_from_config(section: PlacementConfig, num_experts: int, num_ranks:
         except ValueError as error:
             raise ValueError(f"placement.file: {section.file}: {error}") from error
         if (placement.num_experts, placement.num_ranks) != (num_experts, num_ranks):
-            expected = f"{num_experts} experts on {num_ranks} rank(s)"
+            expected = f"{num_experts} experts on {describe(num_ranks)} rank(s)"
             raise ValueError(f"placement.file: {section.file}: expected {expected}, got {placement.sizes}")
         return placement
     slots_per_rank, left = divmod(num_experts + section.spare_slots, num_ranks)
     if left or slots_per_rank > num_experts:
         raise ValueError(
-            f"placement.spare_slots: expected equally many slots on each of {num_ranks} rank(s), at most "
-            f"{num_experts}, got {num_experts} + {section.spare_slots} in all"
+            f"placement.spare_slots: expected equally many slots on each of {describe(num_ranks)} rank(s), at "
+            f"most {num_experts}, got {num_experts} + {describe(section.spare_slots)} in all"
         )
     load: list[float] = [1.0] * num_experts
     if section.load is not None:
@@ -329,7 +332,7 @@ def _checked_load(load: Iterable[float]) -> list[float]:
         if expert == MAX_EXPERTS:
             raise ValueError(f"load: expected at most {MAX_EXPERTS} numbers, got more")
         try:
-            if isinstance(number, str | bytes):
+            if isinstance(number, str | bytes | bool):
                 raise TypeError
             value = float(number)
         except (TypeError, ValueError, OverflowError, RuntimeError):
