@@ -163,7 +163,7 @@ class TensorFiles:
         self._drop = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file()) > memory // 2
         self._shard_of: dict[str, Any] | None = None
         self.index = folder / INDEX_FILE
-        if self.index.is_file():
+        if self.index.exists():
             shard_of = read_json(self.index, MAX_HEADER_BYTES).get("weight_map")
             if not isinstance(shard_of, dict):
                 raise ValueError(f"{self.index}: weight_map: expected a mapping from tensor to shard")
@@ -176,7 +176,7 @@ class TensorFiles:
             self._shard_of = shard_of
             return
         self.index = folder / SINGLE_FILE
-        if not self.index.is_file():
+        if not self.index.exists():
             raise ValueError(f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, found neither")
 
     def __enter__(self) -> TensorFiles:
@@ -216,7 +216,8 @@ class TensorFiles:
             raise ValueError(f"{self.index}: tensor {name} is missing")
         shard = self._shard_of[name]
         if not isinstance(shard, str) or os.path.basename(shard) != shard or shard in ("", ".", "..") or "\0" in shard:
-            raise ValueError(f"{self.index}: tensor {name}: expected the name of a file in its folder, got {shard!r}")
+            got = shortened(shard)
+            raise ValueError(f"{self.index}: tensor {name}: expected the name of a file in its folder, got {got}")
         return shard
 
     def entry(self, name: str) -> TensorEntry:

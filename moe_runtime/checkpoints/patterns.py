@@ -28,8 +28,10 @@ MAX_TOTAL_LENGTH = 40_000
 MAX_TOTAL_STEPS = 8_000_000
 """Most steps of all patterns of a config in all names of a layer."""
 
-PATTERN_KEYS = ("targets", "ignore", "exclude_modules")
+_PATTERN_KEYS = ("targets", "ignore", "exclude_modules")
+_LOOKED_UP = ("quantized_layers",)
 _PREFIX = "re:"
+_GLOB = frozenset("*?[")
 
 # The parser of `re`, which has no public name.
 _PARSER: Any = import_module("re._parser")
@@ -78,7 +80,7 @@ def matches(pattern: str, name: str) -> bool:
 
 def check_work(config: Mapping[str, Any], num_names: int) -> None:
     """Raise `ValueError` if the patterns of a `quantization_config` take too long for `num_names` names."""
-    texts = [text for text in _texts(config) if text.startswith(_PREFIX) or not {*"*?["}.isdisjoint(text)]
+    texts = [text for text in _texts(config) if text.startswith(_PREFIX) or not _GLOB.isdisjoint(text)]
     if (length := sum(map(len, texts))) > MAX_TOTAL_LENGTH:
         raise ValueError(f"targets: expected patterns of at most {MAX_TOTAL_LENGTH} characters in all, got {length}")
     most, steps = MAX_TOTAL_STEPS // max(num_names, 1), 0
@@ -89,17 +91,21 @@ def check_work(config: Mapping[str, Any], num_names: int) -> None:
 
 
 def _texts(config: Mapping[str, Any]) -> Iterable[str]:
-    """The names and patterns in the lists of a config, wherever they stand."""
+    """The names and patterns in the lists of a config, wherever they stand, and one text for each group of them."""
     left: list[Any] = [config]
     while left:
         item = left.pop()
         if isinstance(item, Mapping):
-            left += item.values()
-            for key in PATTERN_KEYS:
+            left += (value for key, value in item.items() if key not in _LOOKED_UP)
+            for key in _PATTERN_KEYS:
                 if isinstance(item.get(key), list):
                     yield from (text for text in item[key] if isinstance(text, str))
+            if isinstance(item.get("config_groups"), Mapping):
+                yield from item["config_groups"]
         elif isinstance(item, list):
-            left += (part for part in item if isinstance(part, Mapping))
+            parts = [part for part in item if isinstance(part, Mapping)]
+            left += parts
+            yield from ("" for _ in parts)
 
 
 def _steps(text: str) -> int:

@@ -101,6 +101,52 @@ def test_large_files_are_refused_unread(name: str, tmp_path: Path) -> None:
         read_index(tmp_path / INDEX_FILE)
 
 
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", [INDEX_FILE, SINGLE_FILE])
+def test_an_index_or_shard_that_is_no_regular_file_is_named(name: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    for make, kind in (
+        (os.mkfifo, "a pipe"),
+        (Path.mkdir, "a folder"),
+        (lambda p: p.symlink_to("/dev/zero"), "a device"),
+    ):
+        make(path)
+        with refused(f"expected a regular file, got {kind}", path), TensorFiles(tmp_path) as files:
+            files.names()
+        path.rmdir() if kind == "a folder" else path.unlink()
+
+
+def test_an_index_of_too_many_tensors_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / INDEX_FILE
+    path.write_text('{"weight_map": {' + ",".join(f'"{number}":"a"' for number in range(1_100_000)) + "}}")
+    with refused("expected at most 1000000 values, got about 1100001", path):
+        TensorFiles(tmp_path)
+    path.write_text(json.dumps({"weight_map": {"w": ["x" * 100] * 100_000}}))
+    with refused("tensor w: expected the name of a file", path), TensorFiles(tmp_path) as files:
+        files.entry("w")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"model_type": "x" * 10**6},
+        {"model_type": "qwen3_moe", "num_hidden_layers": [1] * 10**5},
+        {"model_type": "qwen3_moe", "num_hidden_layers": 2000, "mlp_only_layers": list(range(900_000))},
+        {"model_type": "qwen3_moe", "num_hidden_layers": 2000, "mlp_only_layers": {"a": [1] * 10**5}},
+    ],
+)
+def test_long_values_of_a_config_are_refused(config: dict[str, Any]) -> None:
+    with refused("config: (model_type|num_hidden_layers|mlp_only_layers): expected"):
+        moe_layers(config)
+
+
+def test_a_list_of_all_layers_of_the_largest_model_takes_no_time() -> None:
+    config = {"model_type": "qwen3_moe", "num_hidden_layers": 2000, "mlp_only_layers": list(range(0, 4000, 2))}
+    start = time.process_time()
+    assert moe_layers(config) == list(range(1, 2000, 2))
+    assert time.process_time() - start < MAX_SECONDS
+
+
 @pytest.mark.parametrize("value", ["[],", "{},", '"",', "0,", '"a":'])
 def test_json_of_too_many_values_is_refused(value: str, tmp_path: Path) -> None:
     path = tmp_path / "config.json"
@@ -322,5 +368,5 @@ def test_a_shard_name_with_a_zero_byte_is_refused(tmp_path: Path) -> None:
 
 def test_a_model_of_a_million_layers_is_refused() -> None:
     config = {"model_type": "mixtral", "num_hidden_layers": 10**6}
-    with pytest.raises(ValueError, match=r"num_hidden_layers and .*: expected at most 10000 in all, got 1000000"):
+    with pytest.raises(ValueError, match=r"num_hidden_layers and .*: expected at most 2000 in all, got 1000000"):
         moe_layers(config)
