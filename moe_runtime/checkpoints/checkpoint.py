@@ -9,6 +9,7 @@ from
 from __future__ import annotations
 
 import hashlib
+import os
 import re
 from collections.abc import Collection, Generator, Iterable, Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -39,7 +40,6 @@ from moe_runtime.checkpoints.layouts import (
     PLAIN_STACKED,
     Quantization,
     StoredExperts,
-    WeightLayout,
 )
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer, QuantBuffers, check_buffers
 from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, dense, layout_of, read_linear
@@ -97,7 +97,7 @@ class Checkpoint:
 
     def __init__(self, path: str | Path) -> None:
         self.folder = check_path("path", path)
-        if re.fullmatch(_HUB_ID, str(path)) and not self.folder.exists():
+        if re.fullmatch(_HUB_ID, str(path)) and not os.path.exists(self.folder):
             raise ValueError(f"path: no folder {path}; a model of the Hugging Face Hub has to be downloaded first")
         self._source = str(self.folder / CONFIG_FILE)
         self.config = read_json(self.folder / CONFIG_FILE)
@@ -181,10 +181,12 @@ class Checkpoint:
         """
         self.check_layer(layer)
         sizes = self._sizes()
-        self.files.check(f"{self._gate(layer)}.weight", (sizes.num_experts, sizes.hidden_size), ("BF16", "F32"))
-        if sizes.shared_expert is not None:
-            linears, layout = self._shared_linears(layer)
-            for name, (rows, columns) in linears.items():
+        hidden, shared = sizes.hidden_size, sizes.shared_expert
+        self.files.check(f"{self._gate(layer)}.weight", (sizes.num_experts, hidden), ("BF16", "F32"))
+        if shared is not None:
+            linears, inner = self._shared_linears(layer), shared.intermediate_size
+            layout = layout_of(self.files, self.rest.stored(linears).layout, linears)
+            for name, (rows, columns) in zip(linears, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
                 shape = (rows, layout.format.quant_columns(columns))
                 self.files.check(f"{name}.{layout.weight}", shape, layout.quant_dtypes)
 
@@ -297,9 +299,13 @@ class Checkpoint:
         shared: SharedExpertConfig | None = sizes.shared_expert
         if shared is None:
             return None
-        block, hidden = self._block(layer), sizes.hidden_size
-        linears, layout = self._shared_linears(layer)
-        gate, up, down = (dense(read_linear(self.files, layout, name, *shape)) for name, shape in linears.items())
+        block, hidden, inner = self._block(layer), sizes.hidden_size, shared.intermediate_size
+        linears = self._shared_linears(layer)
+        layout = layout_of(self.files, self.rest.stored(linears).layout, linears)
+        shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
+        gate, up, down = (
+            dense(read_linear(self.files, layout, name, *shape)) for name, shape in zip(linears, shapes, strict=True)
+        )
         return SharedExpertTensors(
             gate,
             up,
@@ -309,15 +315,9 @@ class Checkpoint:
             else None,
         )
 
-    def _shared_linears(self, layer: int) -> tuple[dict[str, tuple[int, int]], WeightLayout]:
-        """Names and shapes of gate, up and down of the shared expert, which is there, and their layout."""
-        sizes = self._sizes()
-        assert sizes.shared_expert is not None
-        hidden, inner = sizes.hidden_size, sizes.shared_expert.intermediate_size
+    def _shared_linears(self, layer: int) -> list[str]:
         prefix = f"{self._block(layer)}.{'shared_experts' if self.family is DEEPSEEK_V3 else 'shared_expert'}"
-        shapes = {"gate": (inner, hidden), "up": (inner, hidden), "down": (hidden, inner)}
-        linears = {f"{prefix}.{name}_proj": shape for name, shape in shapes.items()}
-        return linears, layout_of(self.files, self.rest.stored(list(linears)).layout, linears)
+        return [f"{prefix}.{name}_proj" for name in ("gate", "up", "down")]
 
     def _gate(self, layer: int) -> str:
         return f"{self._block(layer)}.{'router' if self.family is GPT_OSS else 'gate'}"
