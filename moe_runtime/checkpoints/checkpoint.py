@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Collection, Generator, Iterable, Sequence
+from collections.abc import Collection, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import cached_property
@@ -253,9 +253,8 @@ class Checkpoint:
         """
         reader = self.reader(layer)
         check_buffers(buffers)
-        if isinstance(expert_ids, str | bytes) or not isinstance(expert_ids, Iterable):
-            raise ValueError(f"expert_ids: expected ids of experts, got {describe(expert_ids)}")
-        expert_ids = list(expert_ids)
+        if not isinstance(expert_ids, list | tuple | range):
+            raise ValueError(f"expert_ids: expected a list of ids, got {describe(expert_ids)}")
         for expert in expert_ids:
             check_integer("expert_ids", expert, low=None)
             if not 0 <= expert < reader.num_experts:

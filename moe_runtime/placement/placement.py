@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from moe_runtime.comm.arguments import check_integer, check_kind, describe
+from moe_runtime.comm.arguments import check_integer, check_is_tensor, check_kind, describe
 from moe_runtime.config import MAX_EXPERTS, PlacementConfig
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.support.regular_files import read_regular
@@ -323,16 +323,23 @@ def _pack(shares: list[float], replicas: list[int], num_ranks: int, slots_per_ra
 
 
 def _checked_load(load: Iterable[float]) -> list[float]:
-    if isinstance(load, torch.Tensor) and load.ndim != 1:
-        raise ValueError(f"load: expected a number for each expert, got a tensor of shape {list(load.shape)}")
-    if isinstance(load, str | bytes) or not isinstance(load, Iterable):
-        raise ValueError(f"load: expected a number for each expert, got {describe(load)}")
+    if isinstance(load, torch.Tensor):
+        check_is_tensor("load", load)
+        if load.ndim != 1 or load.is_meta:
+            raise ValueError(f"load: expected a number for each expert, got a tensor of shape {list(load.shape)}")
+        load = load[: MAX_EXPERTS + 1].tolist()
+    try:
+        if isinstance(load, str | bytes):
+            raise TypeError
+        numbers = iter(load)
+    except TypeError:
+        raise ValueError(f"load: expected a number for each expert, got {describe(load)}") from None
     values: list[float] = []
-    for expert, number in enumerate(load):
+    for expert, number in enumerate(numbers):
         if expert == MAX_EXPERTS:
             raise ValueError(f"load: expected at most {MAX_EXPERTS} numbers, got more")
         try:
-            if isinstance(number, str | bytes | bool):
+            if isinstance(number, str | bytes | bool | torch.Tensor):
                 raise TypeError
             value = float(number)
         except (TypeError, ValueError, OverflowError, RuntimeError):

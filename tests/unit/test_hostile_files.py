@@ -281,6 +281,7 @@ def test_arguments_of_a_checkpoint_are_checked(folder: Path) -> None:
         ("but_for", lambda checkpoint: checkpoint.check_fits(CONFIG, but_for=[b"top_k"])),
         ("expert_ids", lambda checkpoint: list(checkpoint.experts(0, 5))),
         ("expert_ids", lambda checkpoint: list(checkpoint.experts(0, b""))),
+        ("expert_ids", lambda checkpoint: list(checkpoint.experts(0, torch.tensor(0)))),
         ("expert_ids", lambda checkpoint: list(checkpoint.experts(0, ["0"]))),
         ("expert_ids", lambda checkpoint: list(checkpoint.experts(0, [10**5000]))),
         ("buffers", lambda checkpoint: list(checkpoint.experts(0, [0], (5, 5)))),

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -127,6 +128,11 @@ def test_an_expert_makes_room_where_all_ranks_with_slots_left_hold_the_next() ->
         for ranks in (2, 3, 4):
             for slots in range(-(-4 // ranks), 5):
                 assert plan_placement(load, ranks, slots).slots_per_rank == slots
+
+
+def test_a_load_may_be_a_tensor() -> None:
+    for load in (torch.tensor([8, 1, 3]), torch.tensor([8.0, 1.0, 3.0], dtype=torch.bfloat16)):
+        assert plan_placement(load, 2, 2) == plan_placement([8, 1, 3], 2, 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -274,6 +280,11 @@ def test_a_section_of_a_config_may_name_a_placement(tmp_path: Path) -> None:
         (lambda: Placement(3, 2, (0, 1, 2, 0)).rank_experts(None), "rank"),
         (lambda: Placement(1, 1, (0,)).rank_loads(["1"]), "load"),
         (lambda: Placement(1, 1, (0,)).rank_loads([True]), "load"),
+        (lambda: Placement(1, 1, (0,)).rank_loads(np.array(1.0)), "load"),  # type: ignore[arg-type]
+        (lambda: Placement(1, 1, (0,)).rank_loads([torch.tensor(1.0)]), "load"),
+        (lambda: Placement(1, 1, (0,)).rank_loads(torch.ones(1, device="meta")), "load"),
+        (lambda: Placement(1, 1, (0,)).rank_loads(torch.ones(1).to_sparse()), "load"),
+        (lambda: Placement(1, 1, (0,)).rank_loads(torch.ones(10**12, dtype=torch.uint8, device="meta")), "load"),
         (lambda: Placement.contiguous(4, 10**5000), "num_ranks"),
         (lambda: Placement(1, 10**5000, (0,)), "slot_experts"),
         (lambda: placement_from_config("x", 4, 2), "section"),
