@@ -754,6 +754,8 @@ def is_known(fault: str) -> bool:
 
 
 KNOWN: dict[str, str] = {
+    # checkpoints: whether a callable allocates shows only when it is called.
+    "Checkpoint.experts": "buffers",
     # comm/bootstrap: any value is accepted in one process.
     "init_from_env": "device timeout_s",
     # config: a numpy bool counts as a number.
