@@ -5,8 +5,9 @@ YAML is read with a safe loader. Every complaint is a `ValueError` that names th
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from importlib import resources
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
@@ -14,8 +15,10 @@ from typing import Annotated, Any, Literal, cast, get_args
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 
+from moe_runtime.comm.arguments import check_path, describe
 from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS, token_formats_for, weight_format_named
 from moe_runtime.support.deprecation import warn_renamed
+from moe_runtime.support.regular_files import read_regular
 
 FormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4"]
 WeightFormatName = Literal["bf16", "fp8_block", "mxfp8", "nvfp4", "mxfp4"]
@@ -30,6 +33,9 @@ GATHERED_MAX_TOKENS = 256
 
 MAX_EXPERTS = 65535
 """Expert ids travel as u16, and 65535 means unrouted."""
+
+MAX_YAML_BYTES = 1 << 15
+"""Most bytes of a YAML file: a config with every key and its comments has a few thousand."""
 
 _Positive = Annotated[int, Field(gt=0)]
 _Sizes = Annotated[tuple[_Positive, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
@@ -318,14 +324,15 @@ def load_config(path: str | Path) -> RunConfig:
     Raises:
         ValueError: naming the file and every wrong key, or the line where the YAML is broken.
     """
-    file = Path(path)
-    if not file.is_file():
+    file = check_path("path", path)
+    if not os.path.exists(file) or os.path.isdir(file):
         if file.name != str(path) or file.suffix:
             raise ValueError(f"config: no file {path}")
         file = find_config(str(path))
+    raw = read_regular(file, MAX_YAML_BYTES)
     try:
-        data = yaml.load(file.read_text(encoding="utf-8"), Loader=_UniqueKeyLoader)
-    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
+        data = yaml.load(raw.decode(), Loader=_UniqueKeyLoader)
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not valid YAML: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{file}: expected a mapping with the key `layer`, got {type(data).__name__}")
@@ -349,8 +356,16 @@ def complaints(error: ValidationError) -> list[str]:
         elif problem["type"] == "missing":
             lines.append(f"{key}: missing")
         else:
-            lines.append(f"{key}: {problem['msg']}, got {problem['input']!r}")
+            lines.append(f"{key}: {problem['msg']}, got {_shown(problem['input'])}")
     return lines
+
+
+def _shown(value: object) -> str:
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of too many digits, or one within
+        return describe(value)
+    return text if len(text) <= 200 else text[:197] + "..."
 
 
 def _flatten(data: dict[str, Any], prefix: str) -> dict[str, int | float | str | bool | None]:
@@ -361,11 +376,35 @@ def _flatten(data: dict[str, Any], prefix: str) -> dict[str, int | float | str |
 
 
 class _UniqueKeyLoader(yaml.SafeLoader):
-    """`yaml.safe_load` that refuses duplicate keys, of which YAML silently keeps the last."""
+    """`yaml.safe_load` that refuses duplicate keys, of which YAML silently keeps the last, and excessive aliases."""
 
     def __init__(self, stream: str) -> None:
         super().__init__(stream)
         self._checked: set[yaml.MappingNode] = set()
+        self._lengths: dict[yaml.Node, int | None] = {}
+
+    def construct_document(self, node: yaml.Node) -> Any:
+        """What the document says, unless its aliases repeat too much."""
+        if self._length(node) > 2 * MAX_YAML_BYTES:
+            raise yaml.constructor.ConstructorError(None, None, "aliases repeat too much", node.start_mark)
+        return super().construct_document(node)
+
+    def _length(self, node: yaml.Node) -> int:
+        """Characters of the values in `node`, at least one each; those behind an alias count each time."""
+        if node not in self._lengths:
+            self._lengths[node] = None
+            parts = node.value
+            if isinstance(node, yaml.ScalarNode):
+                length = len(parts)
+            elif isinstance(node, yaml.MappingNode):
+                length = sum(self._length(key) + self._length(value) for key, value in parts)
+            else:
+                length = sum(self._length(part) for part in parts)
+            self._lengths[node] = 1 + length
+        known = self._lengths[node]
+        if known is None:
+            raise yaml.constructor.ConstructorError(None, None, "an alias within what it means", node.start_mark)
+        return known
 
     def flatten_mapping(self, node: yaml.MappingNode) -> None:
         """Check the written keys of `node`, then merge what `<<` names, which may repeat them."""
@@ -373,9 +412,13 @@ class _UniqueKeyLoader(yaml.SafeLoader):
             self._checked.add(node)
             own = [key for key, _ in node.value if key.tag != "tag:yaml.org,2002:merge"]
             keys = [self.construct_object(key, deep=True) for key in own]
-            for i, key in enumerate(keys):
-                if key in keys[:i]:
+            seen = set()
+            for written, key in zip(own, keys, strict=True):
+                if not isinstance(key, Hashable):
+                    raise yaml.constructor.ConstructorError(None, None, "unhashable key", written.start_mark)
+                if key in seen:
                     raise yaml.constructor.ConstructorError(
-                        None, None, f"key {key!r} is there twice", own[i].start_mark
+                        None, None, f"key {key!r} is there twice", written.start_mark
                     )
+                seen.add(key)
         super().flatten_mapping(node)

@@ -21,7 +21,7 @@ from moe_runtime.build import (
     random_expert,
 )
 from moe_runtime.checkpoints.checkpoint import Checkpoint, opened
-from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers
+from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers, check_buffers
 from moe_runtime.comm.arguments import check_flag, check_integer, check_kind, describe
 from moe_runtime.comm.errors import reason_of
 from moe_runtime.config import MoELayerConfig, RunConfig, load_config
@@ -337,7 +337,9 @@ class MoELayer(nn.Module):
         overrides: dict[str, Any],
     ) -> MoELayer:
         with Checkpoint(path) as checkpoint:
-            made = cls(checkpoint.layer_config(layer, **overrides), context, placement=placement)
+            config = checkpoint.layer_config(layer, **overrides)
+            checkpoint.check_sizes(layer)
+            made = cls(config, context, placement=placement)
             made.load_checkpoint(checkpoint, layer)
             return made
 
@@ -403,8 +405,7 @@ class MoELayer(nn.Module):
         with abort_peers_on_error(self.context):
             if not isinstance(experts, Iterable) or isinstance(experts, torch.Tensor):
                 raise ValueError(f"experts: expected those of this rank, in order, got {describe(experts)}")
-            if not isinstance(buffers, tuple | list) or len(buffers) != 2 or not all(map(callable, buffers)):
-                raise ValueError(f"buffers: expected two allocators, got {describe(buffers)}")
+            check_buffers(buffers)
             self.experts = make_experts(experts, self.config, len(self.local_experts), self.context, buffers)
 
     @by_one_thread

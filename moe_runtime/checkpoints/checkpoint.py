@@ -9,6 +9,8 @@ from
 from __future__ import annotations
 
 import hashlib
+import os
+import re
 from collections.abc import Collection, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -39,16 +41,19 @@ from moe_runtime.checkpoints.layouts import (
     Quantization,
     StoredExperts,
 )
-from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer, QuantBuffers
+from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer, QuantBuffers, check_buffers
 from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, dense, layout_of, read_linear
-from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
+from moe_runtime.comm.arguments import check_integer, check_kind, check_path, describe
+from moe_runtime.config import MAX_EXPERTS, ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
 from moe_runtime.kernels.formats.number_formats import (
-    WEIGHT_FORMATS,
     format_named,
     token_formats_for,
     weight_format_named,
 )
 from moe_runtime.kernels.gemm.weights import GateUpOrder
+
+_HUB_ID = r"\w[\w.-]{0,95}/\w[\w.-]{0,95}"
+"""Owner and name of a model of the Hugging Face Hub."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +96,9 @@ class Checkpoint:
     """
 
     def __init__(self, path: str | Path) -> None:
-        self.folder = Path(path)
+        self.folder = check_path("path", path)
+        if re.fullmatch(_HUB_ID, str(path)) and not os.path.exists(self.folder):
+            raise ValueError(f"path: no folder {path}; a model of the Hugging Face Hub has to be downloaded first")
         self._source = str(self.folder / CONFIG_FILE)
         self.config = read_json(self.folder / CONFIG_FILE)
         self.family: Family = family_of(self.config, source=self._source)
@@ -140,6 +147,11 @@ class Checkpoint:
 
         Formats and `intermediate_gsf` may differ from the checkpoint's.
         """
+        check_kind("config", config, MoELayerConfig)
+        check_kind("but_for", but_for, (list, tuple, set, frozenset, dict))
+        for name in but_for:
+            if not isinstance(name, str) or name not in MoELayerConfig.model_fields:
+                raise ValueError(f"but_for: expected names of fields, got {describe(name)}")
         fields = {name: value for name, value in config.model_dump().items() if name not in but_for}
         layer_config(self.config, source=self._source, **fields)
 
@@ -162,8 +174,25 @@ class Checkpoint:
         if not is_moe_layer(self.config, layer, source=self._source):
             raise ValueError(f"layer: {self._source} says that layer {layer} has no experts")
 
+    def check_sizes(self, layer: int) -> None:
+        """Raise `ValueError` naming file and tensor if router or shared expert have other shapes than in `config.json`.
+
+        Reads headers only, so that nobody allocates what a wrong `config.json` asks for.
+        """
+        self.check_layer(layer)
+        sizes = self._sizes()
+        hidden, shared = sizes.hidden_size, sizes.shared_expert
+        self.files.check(f"{self._gate(layer)}.weight", (sizes.num_experts, hidden), ("BF16", "F32"))
+        if shared is not None:
+            linears, inner = self._shared_linears(layer), shared.intermediate_size
+            layout = layout_of(self.files, self.rest.stored(linears).layout, linears)
+            for name, (rows, columns) in zip(linears, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
+                shape = (rows, layout.format.quant_columns(columns))
+                self.files.check(f"{name}.{layout.weight}", shape, layout.quant_dtypes)
+
     def stored_of(self, layer: int) -> StoredExperts:
         """How the experts of a layer are stored: as the JSON files say, or plain if not quantized."""
+        self.check_layer(layer)
         if layer not in self._stored:
             self._stored[layer] = self._find_stored(layer)
         return self._stored[layer]
@@ -189,11 +218,14 @@ class Checkpoint:
 
     def has_experts(self, layer: int) -> bool:
         """Whether the checkpoint holds a layer's experts; layers for multi-token prediction may be left out."""
+        if not is_moe_layer(self.config, layer, source=self._source):
+            return False
         block = f"{self.names(layer).block}."
         return any(name.startswith(block) for name in self.files.names())
 
     def names(self, layer: int) -> ExpertNames:
         """The names of a layer's experts."""
+        self.check_layer(layer)
         block = f"{self._block(layer)}.experts"
         if self.family is MIXTRAL:
             return ExpertNames(block, "w1", "w3", "w2")
@@ -220,10 +252,14 @@ class Checkpoint:
         Raises `ValueError` also for an expert that `config.json` does not have, and for unexpected tensors.
         """
         reader = self.reader(layer)
+        check_buffers(buffers)
+        if not isinstance(expert_ids, list | tuple | range):
+            raise ValueError(f"expert_ids: expected a list of ids, got {describe(expert_ids)}")
         for expert in expert_ids:
+            check_integer("expert_ids", expert, low=None)
             if not 0 <= expert < reader.num_experts:
                 raise ValueError(
-                    f"expert_ids: {self._source} says {reader.num_experts} experts, asked for expert {expert}"
+                    f"expert_ids: {self._source} says {reader.num_experts} experts, asked for expert {describe(expert)}"
                 )
         reader.check_names()
         yield from reader.experts(expert_ids, buffers)
@@ -234,7 +270,11 @@ class Checkpoint:
         If a layer with `weight_format` on `device` keeps quants as they are stored, they are read into their final
         place.
         """
-        if device.type != "cpu" or not self.reader(layer).holds(WEIGHT_FORMATS[weight_format]):
+        self.check_layer(layer)
+        check_integer("count", count, 0, MAX_EXPERTS)
+        fmt = weight_format_named(weight_format, "weight_format")
+        check_kind("device", device, torch.device)
+        if device.type != "cpu" or not self.reader(layer).holds(fmt):
             return FRESH
         return QuantBuffer(count), QuantBuffer(count)
 
@@ -325,7 +365,7 @@ def opened(checkpoint: Checkpoint | str | Path) -> AbstractContextManager[Checkp
         return nullcontext(checkpoint)
     if not isinstance(checkpoint, (str, Path)):
         raise ValueError(f"checkpoint: expected a Checkpoint or a path, got {type(checkpoint).__name__}")
-    return Checkpoint(checkpoint)
+    return Checkpoint(check_path("checkpoint", checkpoint))
 
 
 def write_qwen3_moe_checkpoint(

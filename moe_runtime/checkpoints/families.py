@@ -9,10 +9,12 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from reprlib import repr as shortened
 from typing import Any, Literal
 
 from pydantic import ValidationError
 
+from moe_runtime.comm.arguments import check_integer, describe
 from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig, complaints
 
 
@@ -96,6 +98,9 @@ GPT_OSS = Family(
 
 FAMILIES = (MIXTRAL, QWEN2_MOE, QWEN3_MOE, DEEPSEEK_V3, GPT_OSS)
 
+MAX_LAYERS = 2000
+"""Most decoder layers of a model: published ones have some hundred, and a list of all layers has to stay small."""
+
 
 def family_of(config: Mapping[str, Any], *, source: str = "config") -> Family:
     """The family of `model_type`. Raises `ValueError` naming `source` and the known ones if it is unknown."""
@@ -104,7 +109,7 @@ def family_of(config: Mapping[str, Any], *, source: str = "config") -> Family:
         if model_type in family.model_types:
             return family
     known = ", ".join(name for family in FAMILIES for name in family.model_types)
-    raise ValueError(f"{source}: model_type: expected one of {known}, got {model_type!r}")
+    raise ValueError(f"{source}: model_type: expected one of {known}, got {shortened(model_type)}")
 
 
 def layer_config(config: Mapping[str, Any], *, source: str = "config", **overrides: Any) -> MoELayerConfig:
@@ -124,7 +129,7 @@ def layer_config(config: Mapping[str, Any], *, source: str = "config", **overrid
     family = family_of(config, source=source)
     keys = _Keys(config, source)
     if keys.get("hidden_act", "silu") != "silu":
-        raise ValueError(f"{source}: hidden_act: expected silu, got {config['hidden_act']!r}")
+        raise ValueError(f"{source}: hidden_act: expected silu, got {shortened(config['hidden_act'])}")
     stored: dict[str, Any] = {
         "hidden_size": keys.positive("hidden_size"),
         "intermediate_size": keys.positive(family.intermediate_size_key),
@@ -171,14 +176,15 @@ def is_moe_layer(config: Mapping[str, Any], layer_index: int, *, source: str = "
     """
     family, keys = family_of(config, source=source), _Keys(config, source)
     layers = _num_layers(config, source)
-    if isinstance(layer_index, bool) or not isinstance(layer_index, int):
-        raise ValueError(f"layer: expected an integer, got {layer_index!r}")
+    check_integer("layer", layer_index, low=None)
     if not 0 <= layer_index < layers:
-        raise ValueError(f"layer: {source} says {layers} layers, asked for layer {layer_index}")
+        raise ValueError(f"layer: {source} says {layers} layers, asked for layer {describe(layer_index)}")
     if family.dense_layers == "sparse_step":
         dense = keys.get("mlp_only_layers") or []
         if not isinstance(dense, list | tuple):
-            raise ValueError(f"{source}: mlp_only_layers: expected a list of layers, got {dense!r}")
+            raise ValueError(f"{source}: mlp_only_layers: expected a list of layers, got {shortened(dense)}")
+        if len(dense) > MAX_LAYERS:
+            raise ValueError(f"{source}: mlp_only_layers: expected at most {MAX_LAYERS} layers, got {len(dense)}")
         return layer_index not in dense and (layer_index + 1) % keys.positive("decoder_sparse_step", default=1) == 0
     if family.dense_layers == "first_k":
         first, every = keys.count("first_k_dense_replace"), keys.positive("moe_layer_freq", default=1)
@@ -188,7 +194,13 @@ def is_moe_layer(config: Mapping[str, Any], layer_index: int, *, source: str = "
 
 def _num_layers(config: Mapping[str, Any], source: str) -> int:
     keys = _Keys(config, source)
-    return keys.positive("num_hidden_layers") + keys.count("num_nextn_predict_layers", default=0)
+    layers = keys.positive("num_hidden_layers") + keys.count("num_nextn_predict_layers", default=0)
+    if layers > MAX_LAYERS:
+        raise ValueError(
+            f"{source}: num_hidden_layers and num_nextn_predict_layers: expected at most {MAX_LAYERS} in all, "
+            f"got {describe(layers)}"
+        )
+    return layers
 
 
 def _router(family: Family, keys: _Keys) -> RouterConfig:
@@ -199,7 +211,7 @@ def _router(family: Family, keys: _Keys) -> RouterConfig:
         return RouterConfig(kind=family.router, renormalize=renormalize, bias=family.router_bias)
     for key, expected in (("scoring_func", "sigmoid"), ("topk_method", "noaux_tc")):
         if keys.get(key, expected) != expected:
-            raise ValueError(f"{keys.source}: {key}: expected {expected}, got {keys.get(key)!r}")
+            raise ValueError(f"{keys.source}: {key}: expected {expected}, got {shortened(keys.get(key))}")
     num_groups, top_groups = keys.positive("n_group"), keys.positive("topk_group")
     return RouterConfig(
         kind=family.router,
@@ -241,17 +253,17 @@ class _Keys:
     def flag(self, key: str, default: bool) -> bool:
         value = self.get(key, default)
         if type(value) is not bool:
-            raise ValueError(f"{self.source}: {key}: expected true or false, got {value!r}")
+            raise ValueError(f"{self.source}: {key}: expected true or false, got {shortened(value)}")
         return value
 
     def positive_float(self, key: str, default: float | None = None) -> float:
         value = self.get(key, default)
         if type(value) not in (int, float) or not 0 < value < math.inf:
-            raise ValueError(f"{self.source}: {key}: expected a positive number, got {value!r}")
+            raise ValueError(f"{self.source}: {key}: expected a positive number, got {shortened(value)}")
         return float(value)
 
     def _integer(self, keys: tuple[str, ...], least: int, expected: str, default: int | None) -> int:
         value = next((self.config[key] for key in keys if key in self.config), default)
         if type(value) is not int or value < least:
-            raise ValueError(f"{self.source}: {' or '.join(keys)}: expected {expected}, got {value!r}")
+            raise ValueError(f"{self.source}: {' or '.join(keys)}: expected {expected}, got {shortened(value)}")
         return value

@@ -13,12 +13,17 @@ import math
 import os
 import struct
 import weakref
+from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from reprlib import repr as shortened
 from typing import Any
 
 import torch
+
+from moe_runtime.comm.arguments import describe
+from moe_runtime.support.regular_files import open_regular, read_regular
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
@@ -43,7 +48,19 @@ DTYPES: dict[str, torch.dtype] = {
 }
 
 MAX_HEADER_BYTES = 100_000_000
-"""As in the safetensors library."""
+"""Most bytes of a header, as in the safetensors library, and of an index."""
+
+MAX_HEADER_TENSORS = 500_000
+"""Most tensors of one file. Layers of 512 quantized experts have 6144 of them, and 60 such layers fit."""
+
+MAX_DIMENSIONS = 64
+"""Most dimensions of a tensor, as in torch."""
+
+MAX_JSON_BYTES = 1 << 25
+"""Most bytes of a `config.json`, which may say for every linear of a model how it is quantized."""
+
+MAX_JSON_VALUES = 1_000_000
+"""Most values in a JSON file: an index has one for each tensor of the model."""
 
 DROPPED_BYTES = 1 << 20
 """Reads of at least this many bytes leave the page cache again, if the files are too large to stay there."""
@@ -84,9 +101,13 @@ class SafetensorsFile:
         self.path = path
         self._drop = drop
         try:
-            self._file = os.open(path, os.O_RDONLY)
+            self._file = open_regular(path)
         except FileNotFoundError:
             raise ValueError(f"{path}: shard is missing (wanted for {wanted_for})") from None
+        except OSError as error:
+            raise ValueError(f"{path}: cannot be read: {error.strerror} (wanted for {wanted_for})") from error
+        except ValueError as error:
+            raise ValueError(f"{path}: {error} (wanted for {wanted_for})") from None
         self._close = weakref.finalize(self, os.close, self._file)
         try:
             header = _header_bytes(self._file)
@@ -142,8 +163,8 @@ class TensorFiles:
         self._drop = sum(path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file()) > memory // 2
         self._shard_of: dict[str, Any] | None = None
         self.index = folder / INDEX_FILE
-        if self.index.is_file():
-            shard_of = read_json(self.index).get("weight_map")
+        if self.index.exists():
+            shard_of = read_json(self.index, MAX_HEADER_BYTES).get("weight_map")
             if not isinstance(shard_of, dict):
                 raise ValueError(f"{self.index}: weight_map: expected a mapping from tensor to shard")
             others = any(shard != SINGLE_FILE for shard in shard_of.values())
@@ -155,7 +176,7 @@ class TensorFiles:
             self._shard_of = shard_of
             return
         self.index = folder / SINGLE_FILE
-        if not self.index.is_file():
+        if not self.index.exists():
             raise ValueError(f"{folder}: expected {SINGLE_FILE} or {INDEX_FILE}, found neither")
 
     def __enter__(self) -> TensorFiles:
@@ -194,8 +215,9 @@ class TensorFiles:
         if name not in self._shard_of:
             raise ValueError(f"{self.index}: tensor {name} is missing")
         shard = self._shard_of[name]
-        if not isinstance(shard, str) or os.path.basename(shard) != shard or shard in ("", ".", ".."):
-            raise ValueError(f"{self.index}: tensor {name}: expected the name of a file in its folder, got {shard!r}")
+        if not isinstance(shard, str) or os.path.basename(shard) != shard or shard in ("", ".", "..") or "\0" in shard:
+            got = shortened(shard)
+            raise ValueError(f"{self.index}: tensor {name}: expected the name of a file in its folder, got {got}")
         return shard
 
     def entry(self, name: str) -> TensorEntry:
@@ -251,7 +273,9 @@ class TensorFiles:
         They distinguish checkpoints without reading tensors. Shards do not count and need not be there.
         """
         files = [self.folder / name for name in (*json_files, INDEX_FILE)]
-        digests = {f"sha256 of {file.name}": _digest(file.read_bytes()) for file in files if file.is_file()}
+        digests = {
+            f"sha256 of {file.name}": _digest(read_regular(file, MAX_HEADER_BYTES)) for file in files if file.is_file()
+        }
         return digests if self._shard_of is not None else digests | self._digest_of(SINGLE_FILE)
 
     def header_digests(self, names: Iterable[str]) -> dict[str, str]:
@@ -279,17 +303,42 @@ class TensorFiles:
         return self._open[shard]
 
 
-def read_json(file: Path) -> dict[str, Any]:
-    """The object in a JSON file. Raises `ValueError` naming the file if it cannot be read or holds no object."""
+def read_json(file: Path, max_bytes: int = MAX_JSON_BYTES) -> dict[str, Any]:
+    """The object in a JSON file.
+
+    Raises `ValueError` naming the file if it cannot be read, is no regular file, is too large or holds no object.
+    """
+    raw = read_regular(file, max_bytes)
     try:
-        data = json.loads(file.read_text(encoding="utf-8"))
-    except OSError as error:
-        raise ValueError(f"{file}: cannot be read: {error.strerror}") from error
-    except (ValueError, RecursionError) as error:
+        data = parsed_json(raw, MAX_JSON_VALUES)
+    except ValueError as error:
         raise ValueError(f"{file}: not valid JSON: {error}") from error
     if not isinstance(data, dict):
         raise ValueError(f"{file}: expected a JSON object, got {type(data).__name__}")
     return data
+
+
+def parsed_json(raw: bytes, max_values: int, first: int = 0) -> Any:
+    """What the JSON from byte `first` holds.
+
+    Raises `ValueError` for broken JSON, a key that is there twice, or too many values.
+    """
+    # Each value but the first of a list or object follows a comma.
+    if (count := raw.count(b",") + raw.count(b"[") + raw.count(b"{")) > max_values:
+        raise ValueError(f"expected at most {max_values} values, got about {count}")
+    try:
+        return json.loads(str(memoryview(raw)[first:], "utf-8"), object_pairs_hook=_unique_keys)
+    except RecursionError as error:
+        raise ValueError(str(error)) from error
+
+
+def _unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises `ValueError` for a key that is there twice, of which JSON keeps the last."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
+        raise ValueError(f"key {describe(twice)} is there twice")
+    return found
 
 
 def json_bytes(data: Mapping[str, Any]) -> bytes:
@@ -315,16 +364,15 @@ def _header_bytes(file: int) -> bytes:
     (length,) = struct.unpack("<Q", length_bytes)
     if length > MAX_HEADER_BYTES or 8 + length > size:
         raise ValueError(f"expected a header of {length} bytes, the file has {size}")
-    return length_bytes + os.pread(file, length, 8)
+    return os.pread(file, 8 + length, 0)
 
 
 def _read_header(file: int, raw: bytes) -> tuple[dict[str, TensorEntry], dict[str, str]]:
     """Entries and metadata of an open file with the `raw` header. Raises `ValueError` for a broken one."""
     size, first = os.fstat(file).st_size, len(raw)
-    try:
-        header = json.loads(raw[8:])
-    except RecursionError as error:
-        raise ValueError(f"header: {error}") from error
+    if (count := raw.count(b"{")) > MAX_HEADER_TENSORS + 2:
+        raise ValueError(f"header: expected at most {MAX_HEADER_TENSORS} tensors, got about {count}")
+    header = parsed_json(raw, 10 * MAX_HEADER_TENSORS, 8)
     if not isinstance(header, dict):
         raise ValueError(f"header: expected an object, got {type(header).__name__}")
     metadata = header.pop("__metadata__", {})
@@ -336,11 +384,15 @@ def _read_header(file: int, raw: bytes) -> tuple[dict[str, TensorEntry], dict[st
             dtype, shape = item["dtype"], tuple(item["shape"])
             begin, end = item["data_offsets"]
         except (TypeError, KeyError, ValueError):
-            raise ValueError(f"tensor {name}: expected dtype, shape and data_offsets, got {item!r}") from None
+            raise ValueError(f"tensor {name}: expected dtype, shape and data_offsets, got {shortened(item)}") from None
         if not isinstance(dtype, str):
-            raise ValueError(f"tensor {name}: expected dtype, shape and data_offsets, got {item!r}")
-        if any(type(number) is not int or number < 0 for number in (*shape, begin, end)):
-            raise ValueError(f"tensor {name}: expected a shape and data_offsets of whole numbers, got {item!r}")
+            raise ValueError(f"tensor {name}: expected dtype, shape and data_offsets, got {shortened(item)}")
+        if len(shape) > MAX_DIMENSIONS or not all(
+            type(number) is int and 0 <= number < 2**63 for number in (*shape, begin, end)
+        ):
+            raise ValueError(
+                f"tensor {name}: expected a shape and data_offsets of whole numbers, got {shortened(item)}"
+            )
         if dtype in DTYPES and end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
             raise ValueError(f"tensor {name}: {end - begin} bytes are not {list(shape)} of {dtype}")
         if not 0 <= begin <= end <= size - first:

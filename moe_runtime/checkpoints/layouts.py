@@ -7,7 +7,6 @@ nibble is always the even column.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from fnmatch import fnmatchcase
@@ -15,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from moe_runtime.checkpoints.files import read_json
+from moe_runtime.checkpoints.patterns import check_work, matches
+from moe_runtime.comm.arguments import describe
 from moe_runtime.kernels.formats.number_formats import BF16, FP8_BLOCK, MXFP4, MXFP8, NVFP4, TokenFormat
 
 CONFIG_FILE = "config.json"
@@ -157,6 +158,10 @@ class Quantization:
         Raises:
             ValueError: an unknown quantization, other block sizes, or `names` that differ; names file, key and linear.
         """
+        try:
+            check_work(self.quant_config or {}, len(names))
+        except ValueError as error:
+            raise ValueError(f"{self.file}: {error}") from None
         found = [self._stored(name) for name in names]
         for name, one in zip(names, found, strict=True):
             if one != found[0]:
@@ -315,9 +320,9 @@ def target_matches(file: Path, name: str, target: str) -> bool:
     if not target.startswith("re:"):
         return target in (name, "Linear")
     try:
-        return re.match(target[3:], name) is not None
-    except re.error as error:
-        raise ValueError(f"{file}: targets: {target!r}: {error}") from None
+        return matches(target[3:], name)
+    except ValueError as error:
+        raise ValueError(f"{file}: targets: {describe(target)}: {error}") from None
 
 
 def _is_left_out(name: str, patterns: Sequence[str]) -> bool:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from moe_runtime.comm.arguments import describe
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.kernels.formats.number_formats import TokenFormat, align, weight_format_named
 from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder
@@ -92,6 +93,12 @@ def _fresh(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 FRESH: QuantBuffers = (_fresh, _fresh)
+
+
+def check_buffers(buffers: object) -> None:
+    """Raise `ValueError` unless `buffers` are two allocators."""
+    if not isinstance(buffers, tuple | list) or len(buffers) != 2 or not all(map(callable, buffers)):
+        raise ValueError(f"buffers: expected two allocators, got {describe(buffers)}")
 
 
 def quantize_experts(

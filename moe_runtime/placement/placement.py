@@ -15,9 +15,15 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-from moe_runtime.comm.arguments import check_integer
+import torch
+
+from moe_runtime.comm.arguments import check_integer, check_is_tensor, check_kind, describe
 from moe_runtime.config import MAX_EXPERTS, PlacementConfig
 from moe_runtime.kernels.formats.number_formats import ceil_div
+from moe_runtime.support.regular_files import read_regular
+
+MAX_TEXT_LENGTH = 1 << 21
+"""Most characters of a placement as JSON, or of a load: `MAX_EXPERTS` numbers need at most 24 each."""
 
 
 @dataclass(frozen=True)
@@ -49,12 +55,15 @@ class Placement:
         num_slots = self.num_slots
         if num_slots > MAX_EXPERTS:
             raise ValueError(f"slot_experts: expected at most {MAX_EXPERTS} slots, got {num_slots}")
+        if self.num_experts > MAX_EXPERTS:
+            raise ValueError(f"num_experts: expected at most {MAX_EXPERTS}, got {describe(self.num_experts)}")
         if num_slots % self.num_ranks:
-            raise ValueError(f"slot_experts: expected as many slots on each of {self.num_ranks} ranks, got {num_slots}")
+            ranks = describe(self.num_ranks)
+            raise ValueError(f"slot_experts: expected as many slots on each of {ranks} ranks, got {num_slots}")
         for slot, expert in enumerate(self.slot_experts):
             if isinstance(expert, bool) or not isinstance(expert, int) or not 0 <= expert < self.num_experts:
                 raise ValueError(
-                    f"slot_experts: expected ids of 0 .. {self.num_experts - 1}, got {expert!r} in slot {slot}"
+                    f"slot_experts: expected ids of 0 .. {self.num_experts - 1}, got {describe(expert)} in slot {slot}"
                 )
         if missing := sorted(set(range(self.num_experts)) - set(self.slot_experts)):
             raise ValueError(f"slot_experts: expected a slot for each expert, got none for {_listed(missing)}")
@@ -71,8 +80,10 @@ class Placement:
         """Each expert once, in ascending order, as without a placement. `num_ranks` must divide `num_experts`."""
         check_integer("num_experts", num_experts)
         check_integer("num_ranks", num_ranks)
+        if num_experts > MAX_EXPERTS:
+            raise ValueError(f"num_experts: expected at most {MAX_EXPERTS}, got {describe(num_experts)}")
         if num_experts % num_ranks:
-            raise ValueError(f"num_ranks: expected a divisor of num_experts = {num_experts}, got {num_ranks}")
+            raise ValueError(f"num_ranks: expected a divisor of num_experts = {num_experts}, got {describe(num_ranks)}")
         return cls(num_experts, num_ranks, tuple(range(num_experts)))
 
     @property
@@ -87,8 +98,9 @@ class Placement:
 
     def rank_experts(self, rank: int) -> tuple[int, ...]:
         """The expert of each slot of `rank`. Raises `ValueError` if there is no such rank."""
+        check_integer("rank", rank, low=None)
         if not 0 <= rank < self.num_ranks:
-            raise ValueError(f"rank: expected 0 .. {self.num_ranks - 1}, got {rank}")
+            raise ValueError(f"rank: expected 0 .. {self.num_ranks - 1}, got {describe(rank)}")
         return self.slot_experts[rank * self.slots_per_rank : (rank + 1) * self.slots_per_rank]
 
     @cached_property
@@ -152,9 +164,13 @@ class Placement:
     @classmethod
     def from_json(cls, text: str) -> Placement:
         """What `to_json` wrote. Raises `ValueError` for text that is not a placement."""
+        if not isinstance(text, str):
+            raise ValueError(f"text: expected JSON as a str, got {type(text).__name__}")
+        if len(text) > MAX_TEXT_LENGTH:
+            raise ValueError(f"text: expected at most {MAX_TEXT_LENGTH} characters, got {len(text)}")
         try:
-            data = json.loads(text)
-        except (ValueError, TypeError, RecursionError) as error:
+            data = json.loads(text, object_pairs_hook=_unique_keys)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"text: {error}") from error
         keys = {"num_experts", "num_ranks", "slot_experts"}
         if not isinstance(data, dict) or set(data) != keys or not isinstance(data["slot_experts"], list):
@@ -188,6 +204,10 @@ def plan_placement(load: Sequence[float], num_ranks: int, slots_per_rank: int) -
     num_experts = len(loads)
     check_integer("num_ranks", num_ranks)
     check_integer("slots_per_rank", slots_per_rank)
+    if num_ranks * slots_per_rank > MAX_EXPERTS:
+        raise ValueError(
+            f"slots_per_rank: expected at most {MAX_EXPERTS} slots in all, got {describe(num_ranks * slots_per_rank)}"
+        )
     if not num_experts <= num_ranks * slots_per_rank <= num_ranks * num_experts:
         raise ValueError(
             f"slots_per_rank: expected {ceil_div(num_experts, num_ranks)} .. {num_experts} slots "
@@ -203,29 +223,34 @@ def placement_from_config(section: PlacementConfig, num_experts: int, num_ranks:
     """The placement that a `placement` section asks for.
 
     Raises:
-        ValueError: spare slots that do not divide evenly, or a file without the load of each expert or without a
-            placement of as many experts and ranks.
+        ValueError: a wrong argument, spare slots that do not divide evenly, or a file without the load of each expert
+            or without a placement of as many experts and ranks.
     """
+    check_kind("section", section, PlacementConfig)
+    check_integer("num_experts", num_experts, high=MAX_EXPERTS)
+    check_integer("num_ranks", num_ranks)
     if section.file is not None:
+        text = _text_of("placement.file", section.file)
         try:
-            placement = Placement.from_json(Path(section.file).read_text(encoding="utf-8"))
-        except (OSError, ValueError) as error:
+            placement = Placement.from_json(text)
+        except ValueError as error:
             raise ValueError(f"placement.file: {section.file}: {error}") from error
         if (placement.num_experts, placement.num_ranks) != (num_experts, num_ranks):
-            expected = f"{num_experts} experts on {num_ranks} rank(s)"
+            expected = f"{num_experts} experts on {describe(num_ranks)} rank(s)"
             raise ValueError(f"placement.file: {section.file}: expected {expected}, got {placement.sizes}")
         return placement
     slots_per_rank, left = divmod(num_experts + section.spare_slots, num_ranks)
     if left or slots_per_rank > num_experts:
         raise ValueError(
-            f"placement.spare_slots: expected equally many slots on each of {num_ranks} rank(s), at most "
-            f"{num_experts}, got {num_experts} + {section.spare_slots} in all"
+            f"placement.spare_slots: expected equally many slots on each of {describe(num_ranks)} rank(s), at "
+            f"most {num_experts}, got {num_experts} + {describe(section.spare_slots)} in all"
         )
     load: list[float] = [1.0] * num_experts
     if section.load is not None:
+        text = _text_of("placement.load", section.load)
         try:
-            load = json.loads(Path(section.load).read_text(encoding="utf-8"))
-        except (OSError, ValueError, RecursionError) as error:
+            load = json.loads(text)
+        except (ValueError, RecursionError) as error:
             raise ValueError(f"placement.load: {section.load}: {error}") from error
         numbers = isinstance(load, list) and all(type(value) in (int, float) for value in load)
         if not numbers or len(load) != num_experts:
@@ -234,6 +259,15 @@ def placement_from_config(section: PlacementConfig, num_experts: int, num_ranks:
         return plan_placement(load, num_ranks, slots_per_rank)
     except ValueError as error:
         raise ValueError(f"placement.load: {section.load}: {error}") from error
+
+
+def _text_of(key: str, file: str) -> str:
+    try:
+        return read_regular(Path(file), MAX_TEXT_LENGTH).decode()
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{key}: {file}: {error}") from error
+    except ValueError as error:
+        raise ValueError(f"{key}: {error}") from error
 
 
 def _replicate(loads: list[float], num_ranks: int, spare: int) -> list[int]:
@@ -259,41 +293,70 @@ def _pack(shares: list[float], replicas: list[int], num_ranks: int, slots_per_ra
         held[rank].add(expert)
         total[rank] += shares[expert]
 
+    # Ties go to the emptier rank: experts without load must not fill up one rank.
+    open_ranks = [(0.0, 0, rank) for rank in range(num_ranks)]
     for expert in sorted(range(len(shares)), key=lambda expert: (-shares[expert], expert)):
-        for _ in range(replicas[expert]):
-            without = [rank for rank in range(num_ranks) if expert not in held[rank]]
-            open_ranks = [rank for rank in without if len(held[rank]) < slots_per_rank]
-            if open_ranks:
-                # Ties go to the emptier rank: experts without load must not fill up one rank.
-                put(expert, min(open_ranks, key=lambda rank: (total[rank], len(held[rank]), rank)))
-                continue
+        count = min(replicas[expert], len(open_ranks))
+        taken = [heapq.heappop(open_ranks)[-1] for _ in range(count)]
+        for rank in taken:
+            put(expert, rank)
+        if count < replicas[expert]:
             # Every rank with a free slot holds this expert already. A full rank without it has at least two experts
             # that such a rank does not hold. The lightest of them moves there.
-            full = min(without, key=lambda rank: (total[rank], rank))
-            roomy = min((r for r in range(num_ranks) if len(held[r]) < slots_per_rank), key=lambda r: (total[r], r))
-            moved = min(held[full] - held[roomy], key=lambda other: (shares[other], other))
-            held[full].remove(moved)
-            total[full] -= shares[moved]
-            put(moved, roomy)
-            put(expert, full)
+            roomy_ranks = [(total[rank], rank) for rank in taken if len(held[rank]) < slots_per_rank]
+            full_ranks = [(total[rank], rank) for rank in range(num_ranks) if expert not in held[rank]]
+            heapq.heapify(roomy_ranks)
+            heapq.heapify(full_ranks)
+            for _ in range(replicas[expert] - count):
+                full, roomy = heapq.heappop(full_ranks)[1], heapq.heappop(roomy_ranks)[1]
+                moved = min(held[full] - held[roomy], key=lambda other: (shares[other], other))
+                held[full].remove(moved)
+                total[full] -= shares[moved]
+                put(moved, roomy)
+                put(expert, full)
+                if len(held[roomy]) < slots_per_rank:
+                    heapq.heappush(roomy_ranks, (total[roomy], roomy))
+        for rank in taken:
+            if len(held[rank]) < slots_per_rank:
+                heapq.heappush(open_ranks, (total[rank], len(held[rank]), rank))
     return held
 
 
-def _checked_load(load: Sequence[float]) -> list[float]:
-    if isinstance(load, str) or not isinstance(load, Iterable):
-        raise ValueError(f"load: expected a number for each expert, got {load!r}")
+def _checked_load(load: Iterable[float]) -> list[float]:
+    if isinstance(load, torch.Tensor):
+        check_is_tensor("load", load)
+        if load.ndim != 1 or load.is_meta:
+            raise ValueError(f"load: expected a number for each expert, got a tensor of shape {list(load.shape)}")
+        load = load[: MAX_EXPERTS + 1].tolist()
+    try:
+        if isinstance(load, str | bytes):
+            raise TypeError
+        numbers = iter(load)
+    except TypeError:
+        raise ValueError(f"load: expected a number for each expert, got {describe(load)}") from None
     values: list[float] = []
-    for expert, number in enumerate(load):
+    for expert, number in enumerate(numbers):
+        if expert == MAX_EXPERTS:
+            raise ValueError(f"load: expected at most {MAX_EXPERTS} numbers, got more")
         try:
+            if isinstance(number, str | bytes | bool | torch.Tensor):
+                raise TypeError
             value = float(number)
-        except (TypeError, ValueError, OverflowError):
-            raise ValueError(f"load: expected numbers, got {number!r} for expert {expert}") from None
+        except (TypeError, ValueError, OverflowError, RuntimeError):
+            raise ValueError(f"load: expected numbers, got {describe(number)} for expert {expert}") from None
         if not 0 <= value < math.inf:
             raise ValueError(f"load: expected finite numbers of at least 0, got {value} for expert {expert}")
         values.append(value)
     if not values:
         raise ValueError("load: expected a number for each expert, got none")
     return values
+
+
+def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        raise ValueError("expected each key once, got one twice")
+    return found
 
 
 def _listed(experts: list[int]) -> str:

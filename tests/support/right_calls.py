@@ -596,6 +596,7 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
     "Checkpoint": lambda w, on: {"path": w.folder / "checkpoint"},
     "Checkpoint.check_fits": lambda w, on: {"config": w.config(), "but_for": ["top_k"]},
     "Checkpoint.check_layer": lambda w, on: {"layer": 0},
+    "Checkpoint.check_sizes": lambda w, on: {"layer": 0},
     "Checkpoint.digests": lambda w, on: {"layer": 0},
     "Checkpoint.experts": lambda w, on: {"layer": 0, "expert_ids": [0, 2]},
     "Checkpoint.has_experts": lambda w, on: {"layer": 0},

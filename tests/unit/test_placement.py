@@ -5,9 +5,11 @@ from __future__ import annotations
 import doctest
 import json
 import math
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -126,6 +128,11 @@ def test_an_expert_makes_room_where_all_ranks_with_slots_left_hold_the_next() ->
         for ranks in (2, 3, 4):
             for slots in range(-(-4 // ranks), 5):
                 assert plan_placement(load, ranks, slots).slots_per_rank == slots
+
+
+def test_a_load_may_be_a_tensor() -> None:
+    for load in (torch.tensor([8, 1, 3]), torch.tensor([8.0, 1.0, 3.0], dtype=torch.bfloat16)):
+        assert plan_placement(load, 2, 2) == plan_placement([8, 1, 3], 2, 2)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize(
@@ -258,3 +265,36 @@ def test_a_section_of_a_config_may_name_a_placement(tmp_path: Path) -> None:
     for other in ({"spare_slots": 1}, {"load": "load.json"}):
         with pytest.raises(ValueError, match="file: expected neither spare_slots nor load with it"):
             PlacementConfig(file=str(file), **other)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("call", "name"),
+    [
+        (lambda: Placement(2**31, 2, (0, 1, 2, 0)), "num_experts"),
+        (lambda: Placement.from_json('{"num_experts":1000000000000,"num_ranks":1,"slot_experts":[0]}'), "num_experts"),
+        (lambda: Placement.contiguous(2**31, 2), "num_experts"),
+        (lambda: Placement.contiguous(10**30, 2), "num_experts"),
+        (lambda: plan_placement([8, 1, 3], 10**6, 2), "slots_per_rank"),
+        (lambda: plan_placement([1.0] * 3, 50000, 2), "slots_per_rank"),
+        (lambda: plan_placement(torch.tensor(1), 1, 1), "load"),
+        (lambda: Placement(3, 2, (0, 1, 2, 0)).rank_experts(None), "rank"),
+        (lambda: Placement(1, 1, (0,)).rank_loads(["1"]), "load"),
+        (lambda: Placement(1, 1, (0,)).rank_loads([True]), "load"),
+        (lambda: Placement(1, 1, (0,)).rank_loads(np.array(1.0)), "load"),  # type: ignore[arg-type]
+        (lambda: Placement(1, 1, (0,)).rank_loads([torch.tensor(1.0)]), "load"),
+        (lambda: Placement(1, 1, (0,)).rank_loads(torch.ones(1, device="meta")), "load"),
+        (lambda: Placement(1, 1, (0,)).rank_loads(torch.ones(1).to_sparse()), "load"),
+        (lambda: Placement(1, 1, (0,)).rank_loads(torch.ones(10**12, dtype=torch.uint8, device="meta")), "load"),
+        (lambda: Placement.contiguous(4, 10**5000), "num_ranks"),
+        (lambda: Placement(1, 10**5000, (0,)), "slot_experts"),
+        (lambda: placement_from_config("x", 4, 2), "section"),
+        (lambda: placement_from_config(PlacementConfig(), 2**31, 2), "num_experts"),
+        (lambda: placement_from_config(PlacementConfig(), 4, torch.tensor(2)), "num_ranks"),
+        (lambda: Placement.from_json(b'{"num_experts":1,"num_ranks":1,"slot_experts":[0]}'), "text"),
+        (lambda: Placement.from_json('{"num_experts":1,"num_experts":1,"num_ranks":1,"slot_experts":[0]}'), "text"),
+        (lambda: Placement.from_json(Placement(1, 1, (0,)).to_json() + " " * (1 << 21)), "text"),
+    ],
+)
+def test_hostile_sizes_are_refused_before_work(call: Callable[[], object], name: str) -> None:
+    with pytest.raises(ValueError, match=rf"\A{name}: "):
+        call()
