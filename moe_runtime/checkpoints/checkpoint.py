@@ -36,6 +36,7 @@ from moe_runtime.checkpoints.layouts import (
     MODELOPT_FILE,
     PLAIN_FUSED,
     PLAIN_STACKED,
+    SCALE_NAMES,
     Quantization,
     StoredExperts,
 )
@@ -176,12 +177,22 @@ class Checkpoint:
         if self.family is not GPT_OSS and names.stacks[0] in self.files:
             return StoredExperts(PLAIN_FUSED, "bf16")
         linears = [prefix for expert in experts for prefix in names.linears(expert)]
+        self._check_left_out(self.quantization, stored, linears)
         layout = layout_of(self.files, stored.layout, linears)
         if layout is not stored.layout:
             return StoredExperts(layout, "bf16")
         if layout.scale is not None:
             self.quantization.check_block(linears, names.block)
         return stored
+
+    def _check_left_out(self, quantization: Quantization, stored: StoredExperts, linears: Sequence[str]) -> None:
+        """Raise `ValueError` if linears have scales although the JSON files leave them out of quantization."""
+        if stored.layout.scale is not None:
+            return
+        for name in linears:
+            for scale in (f"{name}{end}" for end in SCALE_NAMES):
+                if scale in self.files:
+                    quantization.refuse_plain([linears[0], name], f"{self.files.path_of(scale)} has tensor {scale}")
 
     def moe_layers(self) -> list[int]:
         """Decoder layers with routed experts, those for multi-token prediction included."""
@@ -260,7 +271,9 @@ class Checkpoint:
             return None
         block, hidden, inner = self._block(layer), sizes.hidden_size, shared.intermediate_size
         linears = self._shared_linears(layer)
-        layout = layout_of(self.files, self.rest.stored(linears).layout, linears)
+        stored = self.rest.stored(linears)
+        self._check_left_out(self.rest, stored, linears)
+        layout = layout_of(self.files, stored.layout, linears)
         shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
         gate, up, down = (
             dense(read_linear(self.files, layout, name, *shape)) for name, shape in zip(linears, shapes, strict=True)
