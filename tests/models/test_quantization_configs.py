@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.checkpoints.checkpoint import write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.files import SINGLE_FILE
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.layer import MoELayer
@@ -43,7 +44,7 @@ def say(folder: Path, file: str, said: dict[str, Any]) -> None:
     config = json.loads((folder / "config.json").read_text())
     config.pop("quantization_config", None)
     if file == "config.json":
-        config["quantization_config"] = {"quant_method": "modelopt", **said}
+        config["quantization_config"] = {"quant_method": "modelopt"} | said
     else:
         (folder / file).write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": said}))
     (folder / "config.json").write_text(json.dumps(config))
@@ -128,3 +129,114 @@ def test_what_is_wrong_in_the_file_of_modelopt_is_named(said: Any, message: str,
     file.write_text(json.dumps({"quantization": said}))
     with pytest.raises(ValueError, match=f"^{re.escape(str(file))}: {message}$"):
         layer_config_of(folder, max_tokens_per_rank=1)
+
+
+def quantize_layers(folder: Path, layers: tuple[int, ...]) -> None:
+    """NVFP4 experts as ModelOpt writes them, in these layers alone."""
+    plain = load_all(folder)
+    kept = {name: tensor for name, tensor in plain.items() if int(name.split(".")[2]) not in layers}
+    quantized = quantize_experts(folder, modelopt_nvfp4)
+    made = {name: tensor for name, tensor in quantized.items() if int(name.split(".")[2]) in layers}
+    rewrite(folder, kept | made)
+
+
+MIXED = {"quant_algo": "MIXED_PRECISION", "quantized_layers": {EXPERTS.format(0): NVFP4}}
+COMPRESSED = {"quant_method": "compressed-tensors", "format": "nvfp4-pack-quantized"}
+GROUP = {"weights": FLOAT4, "input_activations": None}
+
+
+@pytest.mark.parametrize(
+    ("file", "said", "key"),
+    [
+        (
+            "hf_quant_config.json",
+            NVFP4 | {"exclude_modules": ["lm_head", "model.layers.1*"]},
+            'quantization.exclude_modules[1] = "model.layers.1*"',
+        ),
+        (
+            "config.json",
+            NVFP4 | {"ignore": ["model.layers.1*"]},
+            'quantization_config.ignore[0] = "model.layers.1*"',
+        ),
+        ("hf_quant_config.json", MIXED, "quantization.quantized_layers"),
+        ("config.json", MIXED, "quantization_config.quantized_layers"),
+        ("config.json", {"quant_algo": None, "kv_cache_scheme": "FP8"}, "quantization_config.quant_algo = null"),
+        (
+            "config.json",
+            COMPRESSED | {"config_groups": {"a": GROUP}, "ignore": ["lm_head", r"re:model\.layers\.1"]},
+            r'quantization_config.ignore[1] = "re:model\\.layers\\.1"',
+        ),
+        (
+            "config.json",
+            COMPRESSED | {"config_groups": {"a": GROUP | {"targets": [r"re:.*layers\.0\."]}}},
+            "quantization_config.config_groups",
+        ),
+        ("config.json", None, "the lack of quantization_config"),
+    ],
+)
+def test_experts_that_are_left_out_but_quantized_name_the_key(
+    file: str, said: dict[str, Any] | None, key: str, tmp_path: Path, seed: int
+) -> None:
+    """`model.layers.1*` matches layer 10 too."""
+    write_qwen3_moe_checkpoint(tmp_path, CONFIG, seed=seed, num_layers=11)
+    quantize_layers(tmp_path, (0, 10))
+    if said is not None:
+        say(tmp_path, file, said)
+    with Checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.stored_of(1).layout.name == "plain"
+        linear = f"{EXPERTS.format(10)}.0.gate_proj"
+        message = (
+            f"{tmp_path / file}: {key} leaves {linear} out of quantization, but {tmp_path / SINGLE_FILE} has tensor "
+            f"{linear}.weight_scale"
+        )
+        with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+            checkpoint.layer_config(10, max_tokens_per_rank=1)
+
+
+def test_one_expert_that_is_left_out_names_the_key(folder: Path) -> None:
+    """Or both, if the first quantized expert in the files is one that is not left out."""
+    quantize_experts(folder, modelopt_nvfp4)
+    say(folder, "config.json", NVFP4 | {"ignore": [f"{EXPERTS.format(1)}.0"]})
+    message = (
+        r"config\.json: quantization_config\.ignore\[0\] = .*experts\.0. leaves .*experts\.0\.gate_proj out of .* has "
+    )
+    with Checkpoint(folder) as checkpoint:
+        assert checkpoint.stored_of(0).layout.name == "modelopt nvfp4"
+        with pytest.raises(ValueError, match=message):
+            checkpoint.stored_of(1)
+    tensors = {name: tensor for name, tensor in load_all(folder).items() if ".experts.0." not in name}
+    rewrite(folder, tensors)
+    message = (
+        r"config\.json: expected one way .*, got plain .* for .*experts\.0\.gate_proj and modelopt nvfp4 .* for "
+        r'.*experts\.1\.gate_proj, by quantization_config\.ignore\[0\] = ".*experts\.0" and '
+        r"quantization_config\.quant_algo$"
+    )
+    with Checkpoint(folder) as checkpoint, pytest.raises(ValueError, match=message):
+        checkpoint.stored_of(1)
+
+
+def test_a_shared_expert_that_is_left_out_but_quantized_names_the_key(folder: Path) -> None:
+    prefix = "model.layers.0.mlp.shared_expert"
+    shared = {
+        f"{prefix}.{part}_proj.{name}": tensor
+        for part in ("gate", "up", "down")
+        for name, tensor in modelopt_nvfp4(torch.randn(128, 128)).items()
+    }
+    sizes = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 128}
+    rewrite(folder, load_all(folder) | shared, **sizes)
+    say(folder, "hf_quant_config.json", NVFP4 | {"exclude_modules": ["*.mlp.*"]})
+    file = re.escape(str(folder / "hf_quant_config.json"))
+    message = rf'^{file}: quantization\.exclude_modules\[0\] = "\*\.mlp\.\*" leaves {prefix}\.gate_proj out of '
+    with Checkpoint(folder) as checkpoint:
+        assert checkpoint.stored_of(0).layout.name == "plain"
+        with pytest.raises(ValueError, match=message):
+            checkpoint.shared_expert(0)
+
+
+def test_the_file_that_was_not_read_is_named_where_tensors_contradict_the_one_that_was(folder: Path) -> None:
+    quantize_experts(folder, modelopt_nvfp4)
+    say(folder, "hf_quant_config.json", NVFP4)
+    say(folder, "config.json", NVFP4 | {"ignore": ["*experts*"]})
+    message = rf"leaves .* out of quantization, but .* \({folder / 'hf_quant_config.json'} is there too, but was not "
+    with Checkpoint(folder) as checkpoint, pytest.raises(ValueError, match=message):
+        checkpoint.stored_of(0)
