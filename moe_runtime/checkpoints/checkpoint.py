@@ -44,6 +44,7 @@ from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer, Q
 from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, dense, layout_of, read_linear
 from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
 from moe_runtime.kernels.formats.number_formats import (
+    FORMATS,
     WEIGHT_FORMATS,
     format_named,
     token_formats_for,
@@ -125,16 +126,37 @@ class Checkpoint:
 
         Raises:
             ValueError: a layer without experts, values that `MoELayerConfig` refuses, or overrides that contradict the
-                checkpoint; names file and key.
+                checkpoint; names file and key. Where it refuses the default formats, as blocks of 128 for a size that
+                is no multiple of it, also names each `token_format` that it takes.
         """
         self.check_layer(layer)
-        asked = overrides.get("token_format"), overrides.get("weight_format")
-        token, weight = choose_formats(self.stored_of(layer), *asked)
-        if token == "nvfp4" and overrides.get("intermediate_gsf") is None:
-            overrides["intermediate_gsf"] = self.reader(layer).smallest_input_gsf()
-        return layer_config(
-            self.config, source=self._source, **overrides | {"token_format": token, "weight_format": weight}
+        sizes, stored = self._sizes(), self.stored_of(layer)
+        try:
+            return self._layer_config(layer, overrides)
+        except ValueError as error:
+            block, asked = stored.layout.format.block, (overrides.get("token_format"), overrides.get("weight_format"))
+            if asked != (None, None) or sizes.hidden_size % block == sizes.intermediate_size % block == 0:
+                raise
+            ways = [f'"{name}"' for name in FORMATS if self._takes_tokens(name, layer, overrides)]
+            if not ways:
+                raise
+            raise ValueError(f"{error}; it can be read with token_format={' or '.join(ways)}") from None
+
+    def _takes_tokens(self, token_format: str, layer: int, overrides: dict[str, Any]) -> bool:
+        try:
+            self._layer_config(layer, overrides | {"token_format": token_format})
+        except ValueError:
+            return False
+        return True
+
+    def _layer_config(self, layer: int, overrides: dict[str, Any]) -> MoELayerConfig:
+        token, weight = choose_formats(
+            self.stored_of(layer), overrides.get("token_format"), overrides.get("weight_format")
         )
+        found: dict[str, Any] = {"token_format": token, "weight_format": weight}
+        if token == "nvfp4" and overrides.get("intermediate_gsf") is None:
+            found["intermediate_gsf"] = self.reader(layer).smallest_input_gsf()
+        return layer_config(self.config, source=self._source, **overrides | found)
 
     def check_fits(self, config: MoELayerConfig, *, but_for: Collection[str] = ()) -> None:
         """Raise `ValueError` naming the field if `config` contradicts `config.json`, except in the fields `but_for`.

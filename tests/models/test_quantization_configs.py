@@ -240,3 +240,57 @@ def test_the_file_that_was_not_read_is_named_where_tensors_contradict_the_one_th
     message = rf"leaves .* out of quantization, but .* \({folder / 'hf_quant_config.json'} is there too, but was not "
     with Checkpoint(folder) as checkpoint, pytest.raises(ValueError, match=message):
         checkpoint.stored_of(0)
+
+
+@pytest.mark.parametrize(
+    ("key", "size", "works"),
+    [
+        ("intermediate_size", 320, {"bf16": "bf16", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}),
+        ("intermediate_size", 192, {"bf16": "bf16", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}),
+        ("hidden_size", 192, {"bf16": "bf16", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}),
+        ("hidden_size", 288, {"bf16": "bf16", "mxfp8": "mxfp8", "nvfp4": "nvfp4"}),
+        ("hidden_size", 144, {"bf16": "bf16", "nvfp4": "nvfp4"}),
+        ("intermediate_size", 136, {"bf16": "bf16"}),
+    ],
+)
+def test_blocks_that_do_not_fit_name_the_formats_that_do(
+    key: str, size: int, works: dict[str, str], tmp_path: Path, seed: int
+) -> None:
+    """The formats that are named run within their bounds of the checkpoint's weights, and the others are refused."""
+    write_qwen3_moe_checkpoint(tmp_path, CONFIG.replace(**{key: size}), seed=seed)
+    tensors = quantize_experts(tmp_path, fp8_blocks, quantization_config=FP8)
+    named = " or ".join(f'"{name}"' for name in works)
+    message = (
+        f"{tmp_path / 'config.json'}: {key}: format fp8_block needs a positive multiple of 128, got {size}; it can be "
+        f"read with token_format={named}"
+    )
+    with pytest.raises(ValueError, match=f"^{re.escape(message)}$"):
+        layer_config_of(tmp_path, max_tokens_per_rank=256)
+    for name in {"bf16", "fp8_block", "mxfp8", "nvfp4"} - set(works):
+        with pytest.raises(ValueError, match=f"{key}: format {name} needs a positive multiple of [0-9]+, got {size}$"):
+            layer_config_of(tmp_path, max_tokens_per_rank=256, token_format=name)
+
+    def weight(expert: int, part: str) -> torch.Tensor:
+        prefix = f"{EXPERTS.format(0)}.{expert}.{part}_proj."
+        quants, scales = (tensors[f"{prefix}{name}"].double() for name in ("weight", "weight_scale_inv"))
+        blocks = scales.repeat_interleave(128, 0).repeat_interleave(128, 1)
+        return quants * blocks[: quants.shape[0], : quants.shape[1]]
+
+    gate_up = torch.stack([torch.cat([weight(expert, "gate"), weight(expert, "up")]) for expert in range(3)])
+    down = torch.stack([weight(expert, "down") for expert in range(3)])
+    hidden = size if key == "hidden_size" else 128
+    x = torch.randn(256, hidden, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    for tokens, weights in works.items():
+        with ExpertParallelContext(device="cpu") as context:
+            layer = MoELayer.from_checkpoint(tmp_path, context=context, max_tokens_per_rank=256, token_format=tokens)
+            assert (layer.config.token_format, layer.config.weight_format) == (tokens, weights)
+            assert layer.router is not None
+            error, _ = relative_error(layer(x), moe_reference(x, *layer.router(x), gate_up, down))
+        assert error <= error_bound(tokens, weights)
+
+
+def test_nothing_is_said_of_formats_where_sizes_fit(tmp_path: Path, seed: int) -> None:
+    write_qwen3_moe_checkpoint(tmp_path, CONFIG, seed=seed)
+    quantize_experts(tmp_path, fp8_blocks, quantization_config=FP8)
+    with pytest.raises(ValueError, match=r"only nvfp4 tokens have one, got it with fp8_block tokens$"):
+        layer_config_of(tmp_path, max_tokens_per_rank=8, intermediate_gsf=3.0)
