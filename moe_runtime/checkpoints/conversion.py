@@ -77,7 +77,7 @@ def convert_checkpoint(
     `nvfp4` gets one second-level scale for gate and up together, which other readers expect. Without `calibrations`
     the result is meant for bf16 tokens, the default of readers here. With them, activations are NVFP4 too, and the
     scale of the intermediate is stored. If other linears of the source are quantized, its `quantization_config` stays,
-    and the experts get one of their own (`EXPERTS_KEY`) that only this project reads.
+    and the experts get one of their own (`EXPERTS_KEY`). Other programs do not know it and misread the experts.
 
     Stacked experts, as in gpt-oss, stay stacked in `mxfp4`, in that model's own layout, and become separate linears in
     other formats. Since a layer interleaves their rows of gate and up, it dequantizes 128x128 blocks of `fp8_block`
