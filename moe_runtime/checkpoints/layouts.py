@@ -196,9 +196,10 @@ class Quantization:
         A config with a single scheme needs no look at each linear: the tensors show which are left out of it.
         """
         quant_config = self.quant_config or {}
+        if quant_config.get("quant_method") not in ("modelopt", "compressed-tensors"):
+            return
         groups = quant_config.get("config_groups") or {}
-        several = len(groups) > 1 or "quantized_layers" in quant_config or quant_config.get("transform_config")
-        if quant_config.get("quant_method") not in ("modelopt", "compressed-tensors") or not several:
+        if len(groups) < 2 and not quant_config.get("quantized_layers") and not quant_config.get("transform_config"):
             return
         near = {key: group | {"targets": _within(block, group.get("targets"))} for key, group in groups.items()}
         # A group without targets means all linears.
@@ -294,7 +295,9 @@ def _modelopt(at: str, quant_config: Mapping[str, Any], name: str) -> StoredExpe
         raise ValueError(f"{where}.quant_algo of {name}: expected NVFP4 or W4A16_NVFP4, got {algorithm!r}")
     _expect(f"{where}.group_size of {name}", recipe.get("group_size", 16), 16)
     stored = StoredExperts(MODELOPT_NVFP4, "nvfp4" if algorithm == "NVFP4" else "bf16", f"{where}.quant_algo")
-    where, group = _modelopt_group(f"{at}.config_groups", quant_config.get("config_groups"), above)
+    if quant_config.get("config_groups") is None:
+        return stored
+    where, group = _modelopt_group(f"{at}.config_groups", quant_config["config_groups"], above)
     return stored if group is None else _modelopt_tokens(where, group, name, stored)
 
 
@@ -303,17 +306,19 @@ def _modelopt_group(at: str, groups: Any, above: Sequence[str]) -> tuple[str, Ma
 
     Of modules that the linear is in, the nearest counts. They come before patterns, and patterns before `Linear`.
     """
-    groups = _mapping(at, {} if groups is None else groups)
-    found: dict[int, str] = {}
-    for key, value in groups.items():
-        group = _mapping(f"{at}.{key}", value)
-        for target in _strings(f"{at}.{key}.targets", group.get("targets")) or ["Linear"]:
-            if target == "Linear" or _covers(target, above):
-                found.setdefault(0 if target == "Linear" else 1 if _WILDCARD.search(target) else 1 + len(target), key)
-    if not found:
-        return at, None
-    key = found[max(found)]
-    return f"{at}.{key}", groups[key]
+    groups = {key: _mapping(f"{at}.{key}", group) for key, group in _mapping(at, groups).items()}
+    targets = {
+        key: _strings(f"{at}.{key}.targets", group.get("targets")) or ["Linear"] for key, group in groups.items()
+    }
+    for module in reversed(above):
+        for key, listed in targets.items():
+            if module in listed:
+                return f"{at}.{key}", groups[key]
+    for key, listed in targets.items():
+        if any(_covers(target, above) for target in listed):
+            return f"{at}.{key}", groups[key]
+    key = next((key for key, listed in targets.items() if "Linear" in listed), None)
+    return (at, None) if key is None else (f"{at}.{key}", groups[key])
 
 
 def _modelopt_tokens(at: str, group: Mapping[str, Any], name: str, stored: StoredExperts) -> StoredExperts:
@@ -385,9 +390,8 @@ def compressed_group(at: str, quant_config: Mapping[str, Any], name: str) -> tup
 def _ignored(at: str, quant_config: Mapping[str, Any], name: str) -> str | None:
     """The entry of `ignore` that leaves the linear out; None if none does."""
     for place, target in enumerate(_strings(f"{at}.ignore", quant_config.get("ignore"))):
-        where = f"{at}.ignore[{place}]"
-        if target_matches(where, name, target):
-            return f"{where} = {json.dumps(target)}"
+        if target_matches(f"{at}.ignore", name, target):
+            return f"{at}.ignore[{place}] = {json.dumps(target)}"
     return None
 
 
@@ -421,8 +425,9 @@ def _group_of(at: str, name: str, groups: Mapping[str, Mapping[str, Any]]) -> st
     """The key of the linear's group. Targets by name come before patterns, and patterns before `Linear`."""
     found: dict[int, str] = {}
     for key, group in groups.items():
-        for place, target in enumerate(_strings(f"{at}.{key}.targets", group.get("targets")) or ["Linear"]):
-            if target_matches(f"{at}.{key}.targets[{place}]", name, target):
+        where = f"{at}.{key}.targets"
+        for target in _strings(where, group.get("targets")) or ["Linear"]:
+            if target_matches(where, name, target):
                 found.setdefault(0 if target == name else 2 if target == "Linear" else 1, key)
     return found[min(found)] if found else None
 
@@ -439,7 +444,8 @@ def target_matches(at: str, name: str, target: str) -> bool:
 
 def _covers(pattern: str, above: Sequence[str]) -> bool:
     """Whether one of ModelOpt's patterns matches the linear `above[-1]` or names a module that it is in."""
-    return pattern in above or fnmatchcase(above[-1], pattern)
+    # Names are not compiled as patterns, since a config may list every linear of a model.
+    return pattern in above or (_WILDCARD.search(pattern) is not None and fnmatchcase(above[-1], pattern))
 
 
 def _with_parents(name: str) -> list[str]:
