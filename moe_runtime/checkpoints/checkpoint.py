@@ -2,8 +2,7 @@
 
 A folder holds `config.json` and either `model.safetensors` or shards with `model.safetensors.index.json`. The family of
 the model (`moe_runtime.checkpoints.families`) and the layout of its experts (`moe_runtime.checkpoints.layouts`) follow
-from
-`config.json` and, if present, `hf_quant_config.json`.
+from `config.json`, the layout also from `hf_quant_config.json` if `config.json` says nothing of it.
 """
 
 from __future__ import annotations
@@ -36,6 +35,7 @@ from moe_runtime.checkpoints.layouts import (
     MODELOPT_FILE,
     PLAIN_FUSED,
     PLAIN_STACKED,
+    QUANTIZED_DTYPES,
     SCALE_NAMES,
     Quantization,
     StoredExperts,
@@ -202,10 +202,25 @@ class Checkpoint:
         self._check_left_out(self.quantization, stored, linears)
         layout = layout_of(self.files, stored.layout, linears)
         if layout is not stored.layout:
+            quantized = (name for name in linears if self.files.entry(f"{name}.weight").dtype in QUANTIZED_DTYPES)
+            if stored.layout.scale is not None and (first := next(quantized, None)) is not None:
+                self._check_agrees(stored, first)
             return StoredExperts(layout, "bf16")
         if layout.scale is not None:
             self.quantization.check_block(linears, names.block)
+            if self.quantization.unread is not None:
+                self._check_agrees(stored, linears[0])
         return stored
+
+    def _check_agrees(self, stored: StoredExperts, linear: str) -> None:
+        """Raise `ValueError` if a quantized linear has other tensors than the JSON file that was read says."""
+        layout = stored.layout
+        try:
+            for part, dtypes in ((layout.weight, layout.quant_dtypes), (layout.scale, layout.scale_dtypes)):
+                name = f"{linear}.{part}"
+                self.files.check(name, self.files.entry(name).shape, dtypes)
+        except ValueError as error:
+            raise ValueError(self.quantization.message(f"{stored.key} says {layout.name}, but {error}")) from None
 
     def _check_left_out(self, quantization: Quantization, stored: StoredExperts, linears: Sequence[str]) -> None:
         """Raise `ValueError` if linears have scales although the JSON files leave them out of quantization."""

@@ -28,6 +28,8 @@ OLD_KEY = "compression_config"
 _CONFIG_KEYS = (EXPERTS_KEY, "quantization_config", OLD_KEY)
 """Keys of `config.json` that describe the experts. The first that is there counts."""
 _WILDCARD = re.compile(r"[*?\[]")
+QUANTIZED_DTYPES = ("F8_E4M3", "U8")
+"""Dtypes of quants of 8 and of 4 bits, as safetensors names them."""
 SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
 """Ends of names of scales. In every layout but that of stacked experts, some tensor of a quantized linear has one."""
 
@@ -70,7 +72,7 @@ class WeightLayout:
     @property
     def quant_dtypes(self) -> tuple[str, ...]:
         """Possible dtypes of the quants, as safetensors names them."""
-        return {16: ("BF16", "F32"), 8: ("F8_E4M3",), 4: ("U8",)}[self.format.element_bits]
+        return {16: ("BF16", "F32"), 8: QUANTIZED_DTYPES[:1], 4: QUANTIZED_DTYPES[1:]}[self.format.element_bits]
 
 
 PLAIN = WeightLayout("plain", BF16)
@@ -163,12 +165,12 @@ class Quantization:
         if self.quant_config is None:
             return
         if not isinstance(self.quant_config, Mapping):
-            raise ValueError(self._message(f"{self.key}: expected an object, got {self.quant_config!r}"))
+            raise ValueError(self.message(f"{self.key}: expected an object, got {self.quant_config!r}"))
         known = (*_METHODS, *(("mxfp4",) if self.stacked else ()))
         method = self.quant_config.get("quant_method")
         if method not in known:
             raise ValueError(
-                self._message(f"{self.key}.quant_method: expected one of {', '.join(known)}, got {method!r}")
+                self.message(f"{self.key}.quant_method: expected one of {', '.join(known)}, got {method!r}")
             )
 
     def stored(self, names: Sequence[str]) -> StoredExperts:
@@ -183,7 +185,7 @@ class Quantization:
         for name, one in zip(names, found, strict=True):
             if one != found[0]:
                 raise ValueError(
-                    self._message(
+                    self.message(
                         f"expected one way to store a layer's experts, got {_words(found[0])} for {names[0]} "
                         f"and {_words(one)} for {name}, by {found[0].key} and {one.key}"
                     )
@@ -222,7 +224,7 @@ class Quantization:
 
     def refuse_plain(self, names: Sequence[str], why: str) -> NoReturn:
         """Raise `ValueError` for linears that are left out of quantization, of which the last is quantized (`why`)."""
-        raise ValueError(self._message(f"{self.stored(names).key} leaves {names[-1]} out of quantization, but {why}"))
+        raise ValueError(self.message(f"{self.stored(names).key} leaves {names[-1]} out of quantization, but {why}"))
 
     def _stored(self, name: str) -> StoredExperts:
         if self.quant_config is None:
@@ -233,10 +235,11 @@ class Quantization:
             try:
                 found = _METHODS[method](self.key, self.quant_config, name)
             except ValueError as error:
-                raise ValueError(self._message(str(error))) from None
+                raise ValueError(self.message(str(error))) from None
         return replace(found, layout=PLAIN_STACKED) if self.stacked and found.layout is PLAIN else found
 
-    def _message(self, text: str) -> str:
+    def message(self, text: str) -> str:
+        """`text`, which begins with a key, after the file, and with the file that does not count."""
         return f"{self.file}: {text}{f' ({self.unread} is there too, but was not read)' if self.unread else ''}"
 
 

@@ -294,3 +294,42 @@ def test_nothing_is_said_of_formats_where_sizes_fit(tmp_path: Path, seed: int) -
     quantize_experts(tmp_path, fp8_blocks, quantization_config=FP8)
     with pytest.raises(ValueError, match=r"only nvfp4 tokens have one, got it with fp8_block tokens$"):
         layer_config_of(tmp_path, max_tokens_per_rank=8, intermediate_gsf=3.0)
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "said", "message", "leftover"),
+    [
+        (modelopt_nvfp4, FP8, r"quant_method says fp8, but .*: tensor .*\.weight: expected F8_E4M3, got U8", False),
+        (modelopt_nvfp4, FP8, r"quant_method says fp8, but .*: tensor .*\.weight: expected F8_E4M3, got U8", True),
+        (
+            lambda w: {"weight": modelopt_nvfp4(w)["weight"], "weight_scale_inv": torch.ones(1, 1)},
+            FP8,
+            r"quant_method says fp8, but .*: tensor .*\.weight: expected F8_E4M3, got U8",
+            True,
+        ),
+        (
+            fp8_blocks,
+            {"quant_method": "modelopt"} | NVFP4,
+            r"quant_algo says modelopt nvfp4, but .*: tensor .*\.weight: expected U8, got F8_E4M3",
+            False,
+        ),
+        (
+            modelopt_nvfp4,
+            COMPRESSED | {"config_groups": {"a": GROUP}},
+            r"config_groups\.a\.input_activations says nvfp4-pack-quantized, but .*\.weight_packed is missing",
+            True,
+        ),
+    ],
+)
+def test_tensors_of_another_layout_name_the_key_that_says_otherwise(
+    quantizer: Any, said: dict[str, Any], message: str, leftover: bool, folder: Path
+) -> None:
+    """As when a model is quantized again, and its old description stays."""
+    quantize_experts(folder, quantizer, quantization_config=said)
+    other, end = folder / "hf_quant_config.json", ""
+    if leftover:
+        other.write_text(json.dumps({"quantization": NVFP4}))
+        end = rf" \({re.escape(str(other))} is there too, but was not read\)"
+    config = re.escape(str(folder / "config.json"))
+    with pytest.raises(ValueError, match=rf"^{config}: quantization_config\.{message}{end}$"):
+        layer_config_of(folder, max_tokens_per_rank=1)
