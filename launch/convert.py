@@ -3,6 +3,8 @@
 With `--calibrate` the inputs of the experts' products get scales too, from tokens in a safetensors file: for each layer
 with experts a tensor `layers.{index}`, bf16 or fp32 `[T, H]`, of tokens that enter its MoE block. Those for multi-token
 prediction may be left out, and stay meant for bf16 tokens.
+
+If other linears of the checkpoint are quantized, only this project can read the result (docs/checkpoints.md).
 """
 
 from __future__ import annotations

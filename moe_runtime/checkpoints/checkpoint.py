@@ -2,8 +2,7 @@
 
 A folder holds `config.json` and either `model.safetensors` or shards with `model.safetensors.index.json`. The family of
 the model (`moe_runtime.checkpoints.families`) and the layout of its experts (`moe_runtime.checkpoints.layouts`) follow
-from
-`config.json` and, if present, `hf_quant_config.json`.
+from `config.json`, the layout also from `hf_quant_config.json` if `config.json` says nothing of it.
 """
 
 from __future__ import annotations
@@ -38,6 +37,8 @@ from moe_runtime.checkpoints.layouts import (
     MODELOPT_FILE,
     PLAIN_FUSED,
     PLAIN_STACKED,
+    QUANTIZED_DTYPES,
+    SCALE_NAMES,
     Quantization,
     StoredExperts,
 )
@@ -46,6 +47,7 @@ from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, dense, la
 from moe_runtime.comm.arguments import check_integer, check_kind, check_path, describe
 from moe_runtime.config import MAX_EXPERTS, ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
 from moe_runtime.kernels.formats.number_formats import (
+    FORMATS,
     format_named,
     token_formats_for,
     weight_format_named,
@@ -131,16 +133,37 @@ class Checkpoint:
 
         Raises:
             ValueError: a layer without experts, values that `MoELayerConfig` refuses, or overrides that contradict the
-                checkpoint; names file and key.
+                checkpoint; names file and key. Where it refuses the default formats, as blocks of 128 for a size that
+                is no multiple of it, also names each `token_format` that it takes.
         """
         self.check_layer(layer)
-        asked = overrides.get("token_format"), overrides.get("weight_format")
-        token, weight = choose_formats(self.stored_of(layer), *asked)
-        if token == "nvfp4" and overrides.get("intermediate_gsf") is None:
-            overrides["intermediate_gsf"] = self.reader(layer).smallest_input_gsf()
-        return layer_config(
-            self.config, source=self._source, **overrides | {"token_format": token, "weight_format": weight}
+        sizes, stored = self._sizes(), self.stored_of(layer)
+        try:
+            return self._layer_config(layer, overrides)
+        except ValueError as error:
+            block, asked = stored.layout.format.block, (overrides.get("token_format"), overrides.get("weight_format"))
+            if asked != (None, None) or sizes.hidden_size % block == sizes.intermediate_size % block == 0:
+                raise
+            ways = [f'"{name}"' for name in FORMATS if self._takes_tokens(name, layer, overrides)]
+            if not ways:
+                raise
+            raise ValueError(f"{error}; it can be read with token_format={' or '.join(ways)}") from None
+
+    def _takes_tokens(self, token_format: str, layer: int, overrides: dict[str, Any]) -> bool:
+        try:
+            self._layer_config(layer, overrides | {"token_format": token_format})
+        except ValueError:
+            return False
+        return True
+
+    def _layer_config(self, layer: int, overrides: dict[str, Any]) -> MoELayerConfig:
+        token, weight = choose_formats(
+            self.stored_of(layer), overrides.get("token_format"), overrides.get("weight_format")
         )
+        found: dict[str, Any] = {"token_format": token, "weight_format": weight}
+        if token == "nvfp4" and overrides.get("intermediate_gsf") is None:
+            found["intermediate_gsf"] = self.reader(layer).smallest_input_gsf()
+        return layer_config(self.config, source=self._source, **overrides | found)
 
     def check_fits(self, config: MoELayerConfig, *, but_for: Collection[str] = ()) -> None:
         """Raise `ValueError` naming the field if `config` contradicts `config.json`, except in the fields `but_for`.
@@ -185,7 +208,9 @@ class Checkpoint:
         self.files.check(f"{self._gate(layer)}.weight", (sizes.num_experts, hidden), ("BF16", "F32"))
         if shared is not None:
             linears, inner = self._shared_linears(layer), shared.intermediate_size
-            layout = layout_of(self.files, self.rest.stored(linears).layout, linears)
+            stored = self.rest.stored(linears)
+            self._check_left_out(self.rest, stored, linears)
+            layout = layout_of(self.files, stored.layout, linears)
             for name, (rows, columns) in zip(linears, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
                 shape = (rows, layout.format.quant_columns(columns))
                 self.files.check(f"{name}.{layout.weight}", shape, layout.quant_dtypes)
@@ -205,12 +230,37 @@ class Checkpoint:
         if self.family is not GPT_OSS and names.stacks[0] in self.files:
             return StoredExperts(PLAIN_FUSED, "bf16")
         linears = [prefix for expert in experts for prefix in names.linears(expert)]
+        self._check_left_out(self.quantization, stored, linears)
         layout = layout_of(self.files, stored.layout, linears)
         if layout is not stored.layout:
+            quantized = (name for name in linears if self.files.entry(f"{name}.weight").dtype in QUANTIZED_DTYPES)
+            if stored.layout.scale is not None and (first := next(quantized, None)) is not None:
+                self._check_agrees(stored, first)
             return StoredExperts(layout, "bf16")
         if layout.scale is not None:
             self.quantization.check_block(linears, names.block)
+            if self.quantization.unread is not None:
+                self._check_agrees(stored, linears[0])
         return stored
+
+    def _check_agrees(self, stored: StoredExperts, linear: str) -> None:
+        """Raise `ValueError` if a quantized linear has other tensors than the JSON file that was read says."""
+        layout = stored.layout
+        try:
+            for part, dtypes in ((layout.weight, layout.quant_dtypes), (layout.scale, layout.scale_dtypes)):
+                name = f"{linear}.{part}"
+                self.files.check(name, self.files.entry(name).shape, dtypes)
+        except ValueError as error:
+            raise ValueError(self.quantization.message(f"{stored.key} says {layout.name}, but {error}")) from None
+
+    def _check_left_out(self, quantization: Quantization, stored: StoredExperts, linears: Sequence[str]) -> None:
+        """Raise `ValueError` if linears have scales although the JSON files leave them out of quantization."""
+        if stored.layout.scale is not None:
+            return
+        for name in linears:
+            for scale in (f"{name}{end}" for end in SCALE_NAMES):
+                if scale in self.files:
+                    quantization.refuse_plain([linears[0], name], f"{self.files.path_of(scale)} has tensor {scale}")
 
     def moe_layers(self) -> list[int]:
         """Decoder layers with routed experts, those for multi-token prediction included."""
@@ -300,7 +350,9 @@ class Checkpoint:
             return None
         block, hidden, inner = self._block(layer), sizes.hidden_size, shared.intermediate_size
         linears = self._shared_linears(layer)
-        layout = layout_of(self.files, self.rest.stored(linears).layout, linears)
+        stored = self.rest.stored(linears)
+        self._check_left_out(self.rest, stored, linears)
+        layout = layout_of(self.files, stored.layout, linears)
         shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
         gate, up, down = (
             dense(read_linear(self.files, layout, name, *shape)) for name, shape in zip(linears, shapes, strict=True)

@@ -35,8 +35,10 @@ from moe_runtime.checkpoints.layouts import (
     EXPERTS_KEY,
     GPT_OSS_MXFP4,
     MODELOPT_FILE,
+    OLD_KEY,
     PLAIN,
     PLAIN_FUSED,
+    SCALE_NAMES,
     WeightLayout,
 )
 from moe_runtime.checkpoints.readers import ExpertReader
@@ -46,8 +48,6 @@ from moe_runtime.support.folder_lock import locked_folder
 PLAN_KEY = "moe_runtime.checkpoints.conversion"
 """Key of a shard's metadata that identifies the conversion that wrote it."""
 
-_SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
-"""Ends of names of scales. In every layout, some tensor of a quantized linear has one."""
 _CACHE_KEYS = ("kv_cache_scheme", "kv_cache_quant_algo")
 """Keys of a `quantization_config` that describe the KV cache."""
 
@@ -77,7 +77,7 @@ def convert_checkpoint(
     `nvfp4` gets one second-level scale for gate and up together, which other readers expect. Without `calibrations`
     the result is meant for bf16 tokens, the default of readers here. With them, activations are NVFP4 too, and the
     scale of the intermediate is stored. If other linears of the source are quantized, its `quantization_config` stays,
-    and the experts get one of their own (`EXPERTS_KEY`) that only this project reads.
+    and the experts get one of their own (`EXPERTS_KEY`). Other programs do not know it and misread the experts.
 
     Stacked experts, as in gpt-oss, stay stacked in `mxfp4`, in that model's own layout, and become separate linears in
     other formats. Since a layer interleaves their rows of gate and up, it dequantizes 128x128 blocks of `fp8_block`
@@ -288,16 +288,19 @@ class _Conversion:
             targets = {rf"re:(?!{where}).*{linears}": True, rf"re:{where}.*{linears}": False}
         experts = quantization_config(self.layout, targets, plain)
         config.pop(EXPERTS_KEY, None)
-        return config | {"quantization_config" if self._rest_is_plain() else EXPERTS_KEY: experts}
+        if not self._rest_is_plain():
+            return config | {EXPERTS_KEY: experts}
+        config.pop(OLD_KEY, None)
+        return config | {"quantization_config": experts}
 
     def _rest_is_plain(self) -> bool:
         """Whether the source's `quantization_config` may go: it describes no other linear, and no KV cache."""
         checkpoint = self.checkpoint
-        quant_config = checkpoint.config.get("quantization_config") or {}
+        quant_config = checkpoint.config.get("quantization_config") or checkpoint.config.get(OLD_KEY) or {}
         if (checkpoint.folder / MODELOPT_FILE).is_file() or any(quant_config.get(key) for key in _CACHE_KEYS):
             return False
         others = (name for name in checkpoint.files.names() if name not in self.replaced)
-        return not any(name.endswith(_SCALE_NAMES) for name in others)
+        return not any(name.endswith(SCALE_NAMES) for name in others)
 
 
 def _is_plain_linear(name: str, entry: TensorEntry) -> bool:

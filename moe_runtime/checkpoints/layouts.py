@@ -7,11 +7,13 @@ nibble is always the even column.
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fnmatch import fnmatchcase
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 from moe_runtime.checkpoints.files import read_json
 from moe_runtime.checkpoints.patterns import check_work, matches
@@ -23,6 +25,15 @@ MODELOPT_FILE = "hf_quant_config.json"
 EXPERTS_KEY = "expert_quantization_config"
 """Key of `config.json` that describes the experts, in the form of `quantization_config`, if the rest of the model is
 quantized otherwise. `launch.convert` writes it; other programs do not know it."""
+OLD_KEY = "compression_config"
+"""What compressed-tensors used to call `quantization_config`."""
+_CONFIG_KEYS = (EXPERTS_KEY, "quantization_config", OLD_KEY)
+"""Keys of `config.json` that describe the experts. The first that is there counts."""
+_WILDCARD = re.compile(r"[*?\[]")
+QUANTIZED_DTYPES = ("F8_E4M3", "U8")
+"""Dtypes of quants of 8 and of 4 bits, as safetensors names them."""
+SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
+"""Ends of names of scales. In every layout but that of stacked experts, some tensor of a quantized linear has one."""
 
 
 @dataclass(frozen=True)
@@ -63,7 +74,7 @@ class WeightLayout:
     @property
     def quant_dtypes(self) -> tuple[str, ...]:
         """Possible dtypes of the quants, as safetensors names them."""
-        return {16: ("BF16", "F32"), 8: ("F8_E4M3",), 4: ("U8",)}[self.format.element_bits]
+        return {16: ("BF16", "F32"), 8: QUANTIZED_DTYPES[:1], 4: QUANTIZED_DTYPES[1:]}[self.format.element_bits]
 
 
 PLAIN = WeightLayout("plain", BF16)
@@ -109,10 +120,12 @@ class StoredExperts:
         layout: layout of each weight.
         token_format: token format that the checkpoint is meant for: that of the weights, or bf16 for weight-only
             quantization.
+        key: the key that says so, for messages.
     """
 
     layout: WeightLayout
     token_format: str
+    key: str = field(default="", compare=False)
 
 
 @dataclass(frozen=True)
@@ -121,34 +134,46 @@ class Quantization:
 
     Attributes:
         file: the JSON file that describes it.
-        quant_config: its `quantization_config`; None if there is none.
+        key: its key there.
+        quant_config: what it says, as a `quantization_config`; None if there is none.
         stacked: the model's plain experts are stacked, as in gpt-oss.
+        unread: another file that describes it, which does not count.
     """
 
     file: Path
+    key: str
     quant_config: Mapping[str, Any] | None
     stacked: bool = False
+    unread: Path | None = None
 
     @classmethod
     def of(cls, folder: Path, config: Mapping[str, Any], *, stacked: bool = False) -> Quantization:
-        """Read it from `config`, the parsed `config.json` of `folder`, or from its `hf_quant_config.json`.
+        """Read it from `config`, the parsed `config.json` of `folder`, or else from its `hf_quant_config.json`.
 
         Raises:
             ValueError: no object, or an unknown method; names file and key.
         """
-        file = folder / CONFIG_FILE
-        quant_config = config.get(EXPERTS_KEY, config.get("quantization_config"))
-        if EXPERTS_KEY not in config and (folder / MODELOPT_FILE).is_file():
-            file = folder / MODELOPT_FILE
-            quant_config = {"quant_method": "modelopt", **_mapping(file, read_json(file), "quantization")}
-        if quant_config is not None and not isinstance(quant_config, Mapping):
-            raise ValueError(f"{file}: quantization_config: expected an object, got {quant_config!r}")
-        known = (*_METHODS, *(("mxfp4",) if stacked else ()))
-        if quant_config is not None and quant_config.get("quant_method") not in known:
+        modelopt = folder / MODELOPT_FILE
+        key = next((key for key in _CONFIG_KEYS if config.get(key) is not None), None)
+        if key is None and modelopt.is_file():
+            said = _mapping(f"{modelopt}: quantization", read_json(modelopt).get("quantization"))
+            return cls(modelopt, "quantization", {**said, "quant_method": "modelopt"}, stacked)
+        unread = modelopt if modelopt.is_file() else None
+        found = cls(folder / CONFIG_FILE, key or "quantization_config", config.get(key or ""), stacked, unread)
+        found._check_method()
+        return found
+
+    def _check_method(self) -> None:
+        if self.quant_config is None:
+            return
+        if not isinstance(self.quant_config, Mapping):
+            raise ValueError(self.message(f"{self.key}: expected an object, got {self.quant_config!r}"))
+        known = (*_METHODS, *(("mxfp4",) if self.stacked else ()))
+        method = self.quant_config.get("quant_method")
+        if method not in known:
             raise ValueError(
-                f"{file}: quant_method: expected one of {', '.join(known)}, got {quant_config.get('quant_method')!r}"
+                self.message(f"{self.key}.quant_method: expected one of {', '.join(known)}, got {method!r}")
             )
-        return cls(file, quant_config, stacked)
 
     def stored(self, names: Sequence[str]) -> StoredExperts:
         """How the linears `names` of one layer, such as `model.layers.0.mlp.experts.0.up_proj`, are stored.
@@ -158,18 +183,23 @@ class Quantization:
         Raises:
             ValueError: an unknown quantization, other block sizes, or `names` that differ; names file, key and linear.
         """
-        try:
-            check_work(self.quant_config or {}, len(names))
-        except ValueError as error:
-            raise ValueError(f"{self.file}: {error}") from None
+        self._check_work(self.quant_config or {}, len(names))
         found = [self._stored(name) for name in names]
         for name, one in zip(names, found, strict=True):
             if one != found[0]:
                 raise ValueError(
-                    f"{self.file}: expected one way to store a layer's experts, got {_words(found[0])} "
-                    f"for {names[0]} and {_words(one)} for {name}"
+                    self.message(
+                        f"expected one way to store a layer's experts, got {_words(found[0])} for {names[0]} "
+                        f"and {_words(one)} for {name}, by {found[0].key} and {one.key}"
+                    )
                 )
         return found[0]
+
+    def _check_work(self, quant_config: Mapping[str, Any], num_names: int) -> None:
+        try:
+            check_work(quant_config, num_names)
+        except ValueError as error:
+            raise ValueError(f"{self.file}: {error}") from None
 
     def check_block(self, names: Sequence[str], block: str) -> None:
         """Raise `ValueError`, as `stored`, unless the linears `names`, all within `block`, are stored alike.
@@ -177,158 +207,258 @@ class Quantization:
         A config with a single scheme needs no look at each linear: the tensors show which are left out of it.
         """
         quant_config = self.quant_config or {}
-        if quant_config.get("quant_method") == "modelopt" and "quantized_layers" in quant_config:
-            self.stored(names)
-        elif quant_config.get("quant_method") == "compressed-tensors" and (
-            len(groups := quant_config["config_groups"]) > 1 or quant_config.get("transform_config")
-        ):
-            near = {key: group | {"targets": _within(block, group.get("targets"))} for key, group in groups.items()}
-            # A group without targets means all linears.
-            near = {key: group for key, group in near.items() if group["targets"] or not groups[key].get("targets")}
-            less = {"config_groups": near, "ignore": _within(block, quant_config.get("ignore"))}
-            replace(self, quant_config={**quant_config, **less}).stored(names)
+        if quant_config.get("quant_method") not in ("modelopt", "compressed-tensors"):
+            return
+        groups = quant_config.get("config_groups") or {}
+        if len(groups) < 2 and not quant_config.get("quantized_layers") and not quant_config.get("transform_config"):
+            return
+        near = {key: group | {"targets": _within(block, group.get("targets"))} for key, group in groups.items()}
+        # A group without targets means all linears.
+        less = {key: group for key, group in near.items() if group["targets"] or not groups[key].get("targets")}
+        short = {**quant_config, "config_groups": less}
+        if quant_config["quant_method"] == "compressed-tensors":
+            short["ignore"] = _within(block, quant_config.get("ignore"))
+        self._check_work(short, len(names))
+        quick = replace(self, quant_config=short)
+        first = quick._stored(names[0])
+        for name in names:
+            if not quick._is_stored_as(first, name):
+                # The places in messages are those in the whole lists.
+                self.stored([names[0], name])
+
+    def _is_stored_as(self, stored: StoredExperts, name: str) -> bool:
+        try:
+            return self._stored(name) == stored
+        except ValueError:
+            return False
+
+    def refuse_plain(self, names: Sequence[str], why: str) -> NoReturn:
+        """Raise `ValueError` for linears that are left out of quantization, of which the last is quantized (`why`)."""
+        raise ValueError(self.message(f"{self.stored(names).key} leaves {names[-1]} out of quantization, but {why}"))
 
     def _stored(self, name: str) -> StoredExperts:
-        plain = StoredExperts(PLAIN_STACKED if self.stacked else PLAIN, "bf16")
         if self.quant_config is None:
-            return plain
-        method = self.quant_config["quant_method"]
-        if method == "mxfp4":
-            return StoredExperts(GPT_OSS_MXFP4, "bf16")
-        return _METHODS[method](self.file, self.quant_config, name) or plain
+            found = _plain(f"the lack of {self.key}")
+        elif (method := self.quant_config["quant_method"]) == "mxfp4":
+            found = StoredExperts(GPT_OSS_MXFP4, "bf16", f"{self.key}.quant_method")
+        else:
+            try:
+                found = _METHODS[method](self.key, self.quant_config, name)
+            except ValueError as error:
+                raise ValueError(self.message(str(error))) from None
+        return replace(found, layout=PLAIN_STACKED) if self.stacked and found.layout is PLAIN else found
+
+    def message(self, text: str) -> str:
+        """`text`, which begins with a key, after the file, and with the file that does not count."""
+        return f"{self.file}: {text}{f' ({self.unread} is there too, but was not read)' if self.unread else ''}"
 
 
 def _within(block: str, targets: Sequence[str] | None) -> list[str]:
     """`targets` without names of linears outside `block`: a config may list every linear of a model."""
-    return [target for target in targets or () if target.startswith(("re:", f"{block}.")) or target == "Linear"]
+    above = {*_with_parents(block), "Linear"}
+    return [
+        target
+        for target in targets or ()
+        if target in above or target.startswith(("re:", f"{block}.")) or _WILDCARD.search(target)
+    ]
 
 
 def _words(stored: StoredExperts) -> str:
     return f"{stored.layout.name} (for {stored.token_format} tokens)"
 
 
-def _fp8(file: Path, quant_config: Mapping[str, Any], name: str) -> StoredExperts:
+def _plain(key: str) -> StoredExperts:
+    return StoredExperts(PLAIN, "bf16", key)
+
+
+# `at` is always the key, in messages, of what is read.
+
+
+def _fp8(at: str, quant_config: Mapping[str, Any], name: str) -> StoredExperts:
     """`quant_method: fp8`. The tensors show which linears are left out."""
-    _expect(file, "weight_block_size", quant_config.get("weight_block_size"), [128, 128])
-    _expect(file, "activation_scheme", quant_config.get("activation_scheme", "dynamic"), "dynamic")
-    _expect(file, "fmt", quant_config.get("fmt", "e4m3"), "e4m3")
-    return StoredExperts(FP8_BLOCKS, "fp8_block")
+    _expect(f"{at}.weight_block_size", quant_config.get("weight_block_size"), [128, 128])
+    _expect(f"{at}.activation_scheme", quant_config.get("activation_scheme", "dynamic"), "dynamic")
+    _expect(f"{at}.fmt", quant_config.get("fmt", "e4m3"), "e4m3")
+    return StoredExperts(FP8_BLOCKS, "fp8_block", f"{at}.quant_method")
 
 
-def _modelopt(file: Path, quant_config: Mapping[str, Any], name: str) -> StoredExperts | None:
+def _modelopt(at: str, quant_config: Mapping[str, Any], name: str) -> StoredExperts:
     """`quant_method: modelopt`: by `quant_algo`, or by `quantized_layers` for the linear or a module that it is in.
 
-    None if the linear stays plain.
+    A group of `config_groups` without `input_activations` means bf16 tokens, whatever the algorithm.
     """
     cache = quant_config.get("kv_cache_quant_algo") or quant_config.get("kv_cache_scheme")
-    key, recipe = "quant_algo", quant_config
+    above, where, recipe = _with_parents(name), at, quant_config
     if quant_config.get("quant_algo") == "MIXED_PRECISION":
-        key, listed = "quantized_layers", _mapping(file, quant_config, "quantized_layers")
-        above = [module for module in _with_parents(name) if module in listed]
-        if not above:
-            return None
-        recipe = _mapping(file, listed, above[-1])
+        where = f"{at}.quantized_layers"
+        listed = _mapping(where, quant_config.get("quantized_layers"))
+        found = [module for module in above if module in listed]
+        if not found:
+            return _plain(where)
+        where = f"{where}[{json.dumps(found[-1])}]"
+        recipe = _mapping(where, listed[found[-1]])
     elif quant_config.get("quant_algo") is None and cache:
-        return None
+        return _plain(f"{at}.quant_algo = null")
     ignored = "exclude_modules" if "exclude_modules" in quant_config else "ignore"
-    if _is_left_out(name, _strings(file, ignored, quant_config)):
-        return None
+    for place, pattern in enumerate(_strings(f"{at}.{ignored}", quant_config.get(ignored))):
+        if _covers(pattern, above):
+            return _plain(f"{at}.{ignored}[{place}] = {json.dumps(pattern)}")
     algorithm = recipe.get("quant_algo")
     if algorithm not in ("NVFP4", "W4A16_NVFP4"):
-        raise ValueError(f"{file}: {key} of {name}: expected NVFP4 or W4A16_NVFP4, got {algorithm!r}")
-    _expect(file, f"group_size of {name}", recipe.get("group_size", 16), 16)
-    return StoredExperts(MODELOPT_NVFP4, "nvfp4" if algorithm == "NVFP4" else "bf16")
+        raise ValueError(f"{where}.quant_algo of {name}: expected NVFP4 or W4A16_NVFP4, got {algorithm!r}")
+    _expect(f"{where}.group_size of {name}", recipe.get("group_size", 16), 16)
+    stored = StoredExperts(MODELOPT_NVFP4, "nvfp4" if algorithm == "NVFP4" else "bf16", f"{where}.quant_algo")
+    if quant_config.get("config_groups") is None:
+        return stored
+    where, group = _modelopt_group(f"{at}.config_groups", quant_config["config_groups"], above)
+    return stored if group is None else _modelopt_tokens(where, group, name, stored)
 
 
-def _compressed(file: Path, quant_config: Mapping[str, Any], name: str) -> StoredExperts | None:
-    """`quant_method: compressed-tensors`: by the group that targets the linear; None if the linear stays plain."""
-    _check_not_transformed(file, quant_config, name)
-    group, fmt = compressed_group(file, quant_config, name)
-    if group is None:
-        return None
+def _modelopt_group(at: str, groups: Any, above: Sequence[str]) -> tuple[str, Mapping[str, Any] | None]:
+    """The key of the group that targets the linear `above[-1]`, and the group; None if there is none.
+
+    Of modules that the linear is in, the nearest counts. They come before patterns, and patterns before `Linear`.
+    """
+    groups = {key: _mapping(f"{at}.{key}", group) for key, group in _mapping(at, groups).items()}
+    targets = {
+        key: _strings(f"{at}.{key}.targets", group.get("targets")) or ["Linear"] for key, group in groups.items()
+    }
+    for module in reversed(above):
+        for key, listed in targets.items():
+            if module in listed:
+                return f"{at}.{key}", groups[key]
+    for key, listed in targets.items():
+        if any(_covers(target, above) for target in listed):
+            return f"{at}.{key}", groups[key]
+    key = next((key for key, listed in targets.items() if "Linear" in listed), None)
+    return (at, None) if key is None else (f"{at}.{key}", groups[key])
+
+
+def _modelopt_tokens(at: str, group: Mapping[str, Any], name: str, stored: StoredExperts) -> StoredExperts:
+    """`stored`, meant for the tokens that a group of ModelOpt names."""
+    if group.get("weights") is not None:
+        weights = _mapping(f"{at}.weights", group["weights"])
+        _expect(f"{at}.weights.group_size of {name}", weights.get("group_size", 16), 16)
+    at = f"{at}.input_activations"
+    if group.get("input_activations") is None:
+        return replace(stored, token_format="bf16", key=at)
+    activations = _mapping(at, group["input_activations"])
+    if stored.token_format == "nvfp4":
+        _expect(f"{at}.num_bits of {name}", activations.get("num_bits", 4), 4)
+        _expect(f"{at}.type of {name}", activations.get("type", "float"), "float")
+    return stored
+
+
+def _compressed(at: str, quant_config: Mapping[str, Any], name: str) -> StoredExperts:
+    """`quant_method: compressed-tensors`: by the group that targets the linear."""
+    _check_not_transformed(f"{at}.transform_config", quant_config.get("transform_config"), name)
+    key, fmt = compressed_group(at, quant_config, name)
+    if key is None:
+        return _plain(_ignored(at, quant_config, name) or f"{at}.config_groups")
+    group, where = quant_config["config_groups"][key], f"{at}.config_groups.{key}"
     if fmt not in COMPRESSED:
-        raise ValueError(f"{file}: format of {name}: expected one of {', '.join(COMPRESSED)}, got {fmt!r}")
-    layout, weights = COMPRESSED[fmt], _mapping(file, group, "weights")
-    activations = None
+        at = where if group.get("format") else at
+        raise ValueError(f"{at}.format of {name}: expected one of {', '.join(COMPRESSED)}, got {fmt!r}")
+    return _of_group(where, group, COMPRESSED[fmt], name)
+
+
+def _of_group(at: str, group: Mapping[str, Any], layout: WeightLayout, name: str) -> StoredExperts:
+    """How a linear is stored in `layout` by what a group of compressed-tensors says."""
+    weights, activations = _mapping(f"{at}.weights", group.get("weights")), None
     if group.get("input_activations") is not None:
-        activations = _mapping(file, group, "input_activations")
+        where = f"{at}.input_activations"
+        activations = _mapping(where, group["input_activations"])
         bits = layout.format.element_bits
         # MXFP4 weights may be meant for MXFP8 activations. They run in bf16 by default.
         possible = (bits, 8) if layout is COMPRESSED_MXFP4 else (bits,)
         if activations.get("num_bits", bits) not in possible:
-            _expect(file, f"num_bits of the activations of {name}", activations.get("num_bits"), bits)
-        _expect(file, f"type of the activations of {name}", activations.get("type", "float"), "float")
-    _expect(file, f"output_activations of {name}", group.get("output_activations"), None)
+            _expect(f"{where}.num_bits of {name}", activations.get("num_bits"), bits)
+        _expect(f"{where}.type of {name}", activations.get("type", "float"), "float")
+    _expect(f"{at}.output_activations of {name}", group.get("output_activations"), None)
     if layout is COMPRESSED_FP8_BLOCKS:
-        _expect(file, f"strategy of {name}", weights.get("strategy"), "block")
-        _expect(file, f"block_structure of {name}", weights.get("block_structure"), [128, 128])
+        _expect(f"{at}.weights.strategy of {name}", weights.get("strategy"), "block")
+        _expect(f"{at}.weights.block_structure of {name}", weights.get("block_structure"), [128, 128])
         if activations is not None:
-            _expect(file, f"dynamic of the activations of {name}", activations.get("dynamic"), True)
+            _expect(f"{at}.input_activations.dynamic of {name}", activations.get("dynamic"), True)
     else:
-        _expect(file, f"group_size of {name}", weights.get("group_size"), layout.format.block)
-    _expect(file, f"symmetric of {name}", weights.get("symmetric", True), True)
-    return StoredExperts(layout, "bf16" if activations is None or layout is COMPRESSED_MXFP4 else layout.format.name)
+        _expect(f"{at}.weights.group_size of {name}", weights.get("group_size"), layout.format.block)
+    _expect(f"{at}.weights.symmetric of {name}", weights.get("symmetric", True), True)
+    tokens = "bf16" if activations is None or layout is COMPRESSED_MXFP4 else layout.format.name
+    return StoredExperts(layout, tokens, f"{at}.input_activations")
 
 
-def compressed_group(file: Path, quant_config: Mapping[str, Any], name: str) -> tuple[Mapping[str, Any] | None, str]:
-    """The group of compressed-tensors that targets the linear, None if there is none, and its format."""
-    given = _mapping(file, quant_config, "config_groups")
-    groups = [_mapping(file, given, key) for key in given]
-    group = _group_of(file, name, groups, _strings(file, "ignore", quant_config))
-    return group, str((group or {}).get("format") or quant_config.get("format"))
+def compressed_group(at: str, quant_config: Mapping[str, Any], name: str) -> tuple[str | None, str]:
+    """The key of the group of compressed-tensors that targets the linear, None if there is none, and its format.
+
+    `at` is the key of `quant_config`, in messages.
+    """
+    where = f"{at}.config_groups"
+    groups = _mapping(where, quant_config.get("config_groups"))
+    groups = {key: _mapping(f"{where}.{key}", group) for key, group in groups.items()}
+    found = None if _ignored(at, quant_config, name) else _group_of(where, name, groups)
+    own = groups[found].get("format") if found is not None else None
+    return found, str(own or quant_config.get("format"))
 
 
-def _check_not_transformed(file: Path, quant_config: Mapping[str, Any], name: str) -> None:
+def _ignored(at: str, quant_config: Mapping[str, Any], name: str) -> str | None:
+    """The entry of `ignore` that leaves the linear out; None if none does."""
+    for place, target in enumerate(_strings(f"{at}.ignore", quant_config.get("ignore"))):
+        if target_matches(f"{at}.ignore", name, target):
+            return f"{at}.ignore[{place}] = {json.dumps(target)}"
+    return None
+
+
+def _check_not_transformed(at: str, transforms: Any, name: str) -> None:
     """Raise `ValueError` if the linear, its input or its output is rotated (`transform_config`)."""
-    if not quant_config.get("transform_config"):
+    if not transforms:
         return
-    schemes = _mapping(file, _mapping(file, quant_config, "transform_config"), "config_groups")
-    for key in schemes:
-        applied = _mapping(file, schemes, key).get("apply") or []
+    at, schemes = f"{at}.config_groups", _mapping(at, transforms).get("config_groups")
+    for key, scheme in _mapping(at, schemes).items():
+        applied = _mapping(f"{at}.{key}", scheme).get("apply") or []
         if not isinstance(applied, list):
-            raise ValueError(f"{file}: apply: expected a list of objects, got {applied!r}")
-        for one in applied:
-            where = _mapping(file, {"apply": one}, "apply")
-            ignored = any(target_matches(file, name, target) for target in _strings(file, "ignore", where))
-            if not ignored and any(target_matches(file, name, target) for target in _strings(file, "targets", where)):
-                raise ValueError(f"{file}: transform_config: expected none for {name}, got {key} of {dict(where)!r}")
+            raise ValueError(f"{at}.{key}.apply: expected a list of objects, got {applied!r}")
+        for place, one in enumerate(applied):
+            where = f"{at}.{key}.apply[{place}]"
+            one = _mapping(where, one)
+            ignored, targets = (_strings(f"{where}.{part}", one.get(part)) for part in ("ignore", "targets"))
+            if not any(target_matches(f"{where}.ignore", name, target) for target in ignored) and any(
+                target_matches(f"{where}.targets", name, target) for target in targets
+            ):
+                raise ValueError(f"{where}: expected none for {name}, got {dict(one)!r}")
 
 
-_METHODS: dict[str, Callable[[Path, Mapping[str, Any], str], StoredExperts | None]] = {
+_METHODS: dict[str, Callable[[str, Mapping[str, Any], str], StoredExperts]] = {
     "modelopt": _modelopt,
     "compressed-tensors": _compressed,
     "fp8": _fp8,
 }
 
 
-def _group_of(
-    file: Path, name: str, groups: Sequence[Mapping[str, Any]], ignored: Sequence[str]
-) -> Mapping[str, Any] | None:
-    """The group of the linear `name`. Targets by name come before patterns, and patterns before `Linear`."""
-    if any(target_matches(file, name, target) for target in ignored):
-        return None
-    found: dict[int, Mapping[str, Any]] = {}
-    for group in groups:
-        for target in _strings(file, "targets", group) or ["Linear"]:
-            if target_matches(file, name, target):
-                found.setdefault(0 if target == name else 2 if target == "Linear" else 1, group)
+def _group_of(at: str, name: str, groups: Mapping[str, Mapping[str, Any]]) -> str | None:
+    """The key of the linear's group. Targets by name come before patterns, and patterns before `Linear`."""
+    found: dict[int, str] = {}
+    for key, group in groups.items():
+        where = f"{at}.{key}.targets"
+        for target in _strings(where, group.get("targets")) or ["Linear"]:
+            if target_matches(where, name, target):
+                found.setdefault(0 if target == name else 2 if target == "Linear" else 1, key)
     return found[min(found)] if found else None
 
 
-def target_matches(file: Path, name: str, target: str) -> bool:
+def target_matches(at: str, name: str, target: str) -> bool:
     """Whether a target of compressed-tensors (a name, `re:` and a pattern, or `Linear`) matches the linear `name`."""
     if not target.startswith("re:"):
         return target in (name, "Linear")
     try:
         return matches(target[3:], name)
     except ValueError as error:
-        raise ValueError(f"{file}: targets: {describe(target)}: {error}") from None
+        raise ValueError(f"{at}: {describe(target)}: {error}") from None
 
 
-def _is_left_out(name: str, patterns: Sequence[str]) -> bool:
-    """Whether one of ModelOpt's patterns matches the linear `name` or a module that it is in."""
-    above = _with_parents(name)
-    return any(pattern in above or fnmatchcase(name, pattern) for pattern in patterns)
+def _covers(pattern: str, above: Sequence[str]) -> bool:
+    """Whether one of ModelOpt's patterns matches the linear `above[-1]` or names a module that it is in."""
+    # Names are not compiled as patterns, since a config may list every linear of a model.
+    return pattern in above or (_WILDCARD.search(pattern) is not None and fnmatchcase(above[-1], pattern))
 
 
 def _with_parents(name: str) -> list[str]:
@@ -337,21 +467,20 @@ def _with_parents(name: str) -> list[str]:
     return [".".join(parts[: count + 1]) for count in range(len(parts))]
 
 
-def _strings(file: Path, key: str, data: Mapping[str, Any]) -> list[str]:
-    """The list of names and patterns under a key; empty if there is none."""
-    value = data.get(key) or []
+def _strings(at: str, value: Any) -> list[str]:
+    """A list of names and patterns; empty if there is none."""
+    value = value or []
     if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
-        raise ValueError(f"{file}: {key}: expected a list of names and patterns, got {value!r}")
+        raise ValueError(f"{at}: expected a list of names and patterns, got {value!r}")
     return value
 
 
-def _mapping(file: Path, data: Any, key: str) -> Mapping[str, Any]:
-    value = data.get(key) if isinstance(data, Mapping) else None
+def _mapping(at: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
-        raise ValueError(f"{file}: {key}: expected an object, got {value!r}")
+        raise ValueError(f"{at}: expected an object, got {value!r}")
     return value
 
 
-def _expect(file: Path, key: str, value: Any, expected: Any) -> None:
+def _expect(at: str, value: Any, expected: Any) -> None:
     if value != expected:
-        raise ValueError(f"{file}: {key}: expected {expected!r}, got {value!r}")
+        raise ValueError(f"{at}: expected {expected!r}, got {value!r}")

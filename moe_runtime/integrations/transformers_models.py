@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -93,7 +92,8 @@ def check_read(model_config: dict[str, Any], family: Family, numbers: Sequence[i
     if quant_config.get("quant_method") == "compressed-tensors" and quant_config.get("config_groups"):
         linear = "block_sparse_moe.experts.0.w1" if family is MIXTRAL else "mlp.experts.0.gate_proj"
         for number in numbers:
-            group, fmt = compressed_group(Path("model.config"), quant_config, f"model.layers.{number}.{linear}")
+            where = "model.config: quantization_config"
+            group, fmt = compressed_group(where, quant_config, f"model.layers.{number}.{linear}")
             wrong |= group is not None and (family is GPT_OSS or fmt == COMPRESSED_NVFP4.name)
     if wrong:
         raise ValueError(

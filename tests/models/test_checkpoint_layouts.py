@@ -363,18 +363,21 @@ def test_activation_scales_without_a_finite_reciprocal(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        ({"quant_method": "gptq"}, "quant_method: expected one of modelopt, compressed-tensors, fp8, got 'gptq'"),
-        ({"quant_method": "mxfp4"}, "quant_method: expected one of modelopt, compressed-tensors, fp8, got 'mxfp4'"),
-        ([], r"quantization_config: expected an object, got \[\]"),
-        (MODELOPT | {"quant_algo": "FP8"}, "quant_algo of model.*gate_proj: expected NVFP4 or W4A16_NVFP4, got 'FP8'"),
-        (MODELOPT | {"group_size": 32}, "group_size of model.*gate_proj: expected 16, got 32"),
-        (FP8 | {"weight_block_size": [64, 128]}, r"weight_block_size: expected \[128, 128\], got \[64, 128\]"),
-        (FP8 | {"weight_block_size": None}, r"weight_block_size: expected \[128, 128\], got None"),
-        (FP8 | {"activation_scheme": "static"}, "activation_scheme: expected 'dynamic', got 'static'"),
-        ({"quant_method": "compressed-tensors"}, "config_groups: expected an object, got None"),
+        ({"quant_method": "gptq"}, ".quant_method: expected one of modelopt, compressed-tensors, fp8, got 'gptq'"),
+        ({"quant_method": "mxfp4"}, ".quant_method: expected one of modelopt, compressed-tensors, fp8, got 'mxfp4'"),
+        ([], r": expected an object, got \[\]"),
+        (
+            MODELOPT | {"quant_algo": "FP8"},
+            r"\.quant_algo of model.*gate_proj: expected NVFP4 or W4A16_NVFP4, got 'FP8'",
+        ),
+        (MODELOPT | {"group_size": 32}, r"\.group_size of model.*gate_proj: expected 16, got 32"),
+        (FP8 | {"weight_block_size": [64, 128]}, r"\.weight_block_size: expected \[128, 128\], got \[64, 128\]"),
+        (FP8 | {"weight_block_size": None}, r"\.weight_block_size: expected \[128, 128\], got None"),
+        (FP8 | {"activation_scheme": "static"}, r"\.activation_scheme: expected 'dynamic', got 'static'"),
+        ({"quant_method": "compressed-tensors"}, r"\.config_groups: expected an object, got None"),
         (
             {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": {}}},
-            r"format of model.*gate_proj: expected one of nvfp4-pack-quantized, .*, got 'pack-quantized'",
+            r"\.format of model.*gate_proj: expected one of nvfp4-pack-quantized, .*, got 'pack-quantized'",
         ),
         (
             {
@@ -382,14 +385,14 @@ def test_activation_scales_without_a_finite_reciprocal(folder: Path) -> None:
                 "format": "nvfp4-pack-quantized",
                 "config_groups": {"a": {"weights": {"group_size": 32}}},
             },
-            "group_size of model.*gate_proj: expected 16, got 32",
+            r"\.config_groups\.a\.weights\.group_size of model.*gate_proj: expected 16, got 32",
         ),
     ],
 )
 def test_a_quantization_that_is_not_read_is_named(quantization: Any, message: str, folder: Path) -> None:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": quantization}))
-    with pytest.raises(ValueError, match=f"{file}: {message}"), Checkpoint(folder) as checkpoint:
+    with pytest.raises(ValueError, match=f"{file}: quantization_config{message}"), Checkpoint(folder) as checkpoint:
         checkpoint.stored_of(0)
 
 

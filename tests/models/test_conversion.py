@@ -159,19 +159,23 @@ def test_fp8_experts_become_nvfp4_and_the_rest_stays(source: Path, tmp_path: Pat
             assert_same_bits(is_now.down.quants, ExpertWeights.quantize(was.down.dequantize(), "nvfp4").quants)
 
 
+@pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
 @pytest.mark.parametrize("cache", [None, {"num_bits": 8, "type": "float"}])
-def test_experts_that_alone_were_quantized_may_change_their_format(cache: Any, source: Path, tmp_path: Path) -> None:
+def test_experts_that_alone_were_quantized_may_change_their_format(
+    cache: Any, key: str, source: Path, tmp_path: Path
+) -> None:
     """Nothing else is described by the source's `quantization_config`: that of the experts takes its place."""
     first, second = tmp_path / "first", tmp_path / "second"
     convert_checkpoint(source, first, "nvfp4")
     data = json.loads((first / "config.json").read_text())
-    data["quantization_config"]["kv_cache_scheme"] = cache
+    data[key] = data.pop("quantization_config") | {"kv_cache_scheme": cache}
     (first / "config.json").write_text(json.dumps(data))
     convert_checkpoint(first, second, "mxfp4")
     converted = json.loads((second / "config.json").read_text())
     assert (EXPERTS_KEY in converted) == (cache is not None)
-    assert converted.get(EXPERTS_KEY, converted["quantization_config"])["format"] == "mxfp4-pack-quantized"
-    assert converted["quantization_config"].get("kv_cache_scheme") == cache
+    assert converted[EXPERTS_KEY if cache else "quantization_config"]["format"] == "mxfp4-pack-quantized"
+    assert converted[key if cache else "quantization_config"].get("kv_cache_scheme") == cache
+    assert ("compression_config" in converted) == (cache is not None and key == "compression_config")
     with Checkpoint(second) as checkpoint:
         assert checkpoint.stored_of(1).layout is TARGET_LAYOUTS["mxfp4"]
         assert len(list(checkpoint.experts(1, range(4)))) == 4

@@ -39,6 +39,10 @@ NVFP4_GROUP = {"format": "nvfp4-pack-quantized", "weights": {"group_size": 16}, 
 W4A16_GROUP = NVFP4_GROUP | {"input_activations": None}
 MXFP4_GROUP = {"format": "mxfp4-pack-quantized", "weights": {"group_size": 32}, "input_activations": None}
 
+FLOAT4 = {"num_bits": 4, "type": "float", "group_size": 16, "dynamic": False}
+W4A4 = {"targets": ["Linear"], "weights": FLOAT4, "input_activations": FLOAT4}
+WEIGHTS_ALONE = W4A4 | {"input_activations": None}
+
 
 @pytest.fixture
 def folder(tmp_path: Path, seed: int) -> Path:
@@ -73,16 +77,24 @@ def mixed(**recipes: str) -> dict[str, Any]:
     return modelopt("MIXED_PRECISION", quantized_layers=listed, kv_cache_quant_algo="FP8", exclude_modules=["lm_head"])
 
 
+def groups(*given: dict[str, Any]) -> dict[str, Any]:
+    """`config_groups`."""
+    return {f"group_{number}": group for number, group in enumerate(given)}
+
+
 def transforms(*targets: str, ignore: tuple[str, ...] = ()) -> dict[str, Any]:
     """A `transform_config` that rotates what goes into `targets`."""
     places = [{"targets": list(targets), "location": "input", "ignore": list(ignore)}]
     return {"config_groups": {"R4": {"type": "hadamard", "apply": places}}}
 
 
+GROUP = r"quantization_config\.config_groups\.group_0"
+R4 = r"quantization_config\.transform_config\.config_groups\.R4\.apply\[0\]"
 EVERY_EXPERT = r"re:.*\.experts\.\d+\.(gate|up|down)_proj$"
 PLAIN, NVFP4 = ("plain", "bf16"), ("nvfp4-pack-quantized", "nvfp4")
 W4A16, MXFP4 = ("nvfp4-pack-quantized", "bf16"), ("mxfp4-pack-quantized", "bf16")
 MODELOPT, MODELOPT_W4A16 = ("modelopt nvfp4", "nvfp4"), ("modelopt nvfp4", "bf16")
+WEIGHTS_ALONE_TWICE = MODELOPT_W4A16, MODELOPT_W4A16
 Stored = tuple[str, str]
 CASES: dict[str, tuple[dict[str, Any], Stored, Stored]] = {
     "attention in fp8": (compressed(on(FP8_GROUP, r"re:.*self_attn.*"), on(NVFP4_GROUP, EVERY_EXPERT)), NVFP4, NVFP4),
@@ -156,6 +168,39 @@ CASES: dict[str, tuple[dict[str, Any], Stored, Stored]] = {
         PLAIN,
         PLAIN,
     ),
+    "modelopt, tokens too": (modelopt("NVFP4", config_groups=groups(W4A4)), MODELOPT, MODELOPT),
+    "modelopt, weights alone": (modelopt("NVFP4", config_groups=groups(WEIGHTS_ALONE)), *WEIGHTS_ALONE_TWICE),
+    "modelopt, no word of tokens": (modelopt("NVFP4", config_groups=groups({"targets": []})), *WEIGHTS_ALONE_TWICE),
+    "modelopt, weights alone by algorithm": (
+        modelopt("W4A16_NVFP4", config_groups=groups(W4A4)),
+        *WEIGHTS_ALONE_TWICE,
+    ),
+    "modelopt, weights alone in one layer": (
+        mixed(experts_0="NVFP4", experts_1="NVFP4")
+        | {"config_groups": groups(on(WEIGHTS_ALONE, EXPERTS.format(0)), on(W4A4, EXPERTS.format(1)))},
+        MODELOPT_W4A16,
+        MODELOPT,
+    ),
+    "modelopt, the nearest group": (
+        modelopt(
+            "NVFP4",
+            config_groups=groups(
+                W4A4, on(W4A4, "*layers.1.*"), on(WEIGHTS_ALONE, EXPERTS.format(1)), on(W4A4, "model.layers.1")
+            ),
+        ),
+        MODELOPT,
+        MODELOPT_W4A16,
+    ),
+    "modelopt, a pattern before Linear": (
+        modelopt("NVFP4", config_groups=groups(WEIGHTS_ALONE, on(W4A4, "*layers.1.*"))),
+        MODELOPT_W4A16,
+        MODELOPT,
+    ),
+    "modelopt, a group of other linears": (
+        modelopt("NVFP4", config_groups=groups(on(WEIGHTS_ALONE, "*self_attn*"))),
+        MODELOPT,
+        MODELOPT,
+    ),
 }
 
 
@@ -172,12 +217,16 @@ def test_what_is_said_of_the_experts_of_a_layer_counts(case: str, folder: Path) 
 @pytest.mark.parametrize(
     ("quantization", "message"),
     [
-        (mixed(experts_1="FP8"), r"quantized_layers of model\..*gate_proj: expected NVFP4 or W4A16_NVFP4, got 'FP8'"),
-        (modelopt("MIXED_PRECISION"), "quantized_layers: expected an object, got None"),
-        (modelopt(None), r"quant_algo of model\..*: expected NVFP4 or W4A16_NVFP4, got None"),
+        (
+            mixed(experts_1="FP8"),
+            r'quantization_config\.quantized_layers\["model\.layers\.1\.mlp\.experts"\]\.quant_algo of model.*gate_proj'
+            ": expected NVFP4 or W4A16_NVFP4, got 'FP8'",
+        ),
+        (modelopt("MIXED_PRECISION"), r"quantization_config\.quantized_layers: expected an object, got None"),
+        (modelopt(None), r"quantization_config\.quant_algo of model\..*: expected NVFP4 or W4A16_NVFP4, got None"),
         (
             modelopt("FP8", exclude_modules="lm_head"),
-            "exclude_modules: expected a list of names and patterns, got 'lm_head'",
+            r"quantization_config\.exclude_modules: expected a list of names and patterns, got 'lm_head'",
         ),
         (
             mixed(experts_1_0_gate_proj="NVFP4", experts_1_0_up_proj="NVFP4"),
@@ -194,25 +243,29 @@ def test_what_is_said_of_the_experts_of_a_layer_counts(case: str, folder: Path) 
         ),
         (
             compressed(on(FP8_GROUP | {"format": "int-quantized"}, "Linear")),
-            r"format of model\..*: expected one of .*, got 'int-quantized'",
+            GROUP + r"\.format of model\..*: expected one of .*, got 'int-quantized'",
         ),
-        (compressed(on(FP8_GROUP, "Linear")), r"strategy of model\..*gate_proj: expected 'block', got 'channel'"),
+        (
+            compressed(on(FP8_GROUP, "Linear")),
+            GROUP + r"\.weights\.strategy of model\..*gate_proj: expected 'block', got 'channel'",
+        ),
         (
             compressed(on(FP8_BLOCK_GROUP | {"weights": BLOCKS | {"block_structure": [64, 64]}}, "Linear")),
-            r"block_structure of model\..*gate_proj: expected \[128, 128\], got \[64, 64\]",
+            GROUP + r"\.weights\.block_structure of model\..*gate_proj: expected \[128, 128\], got \[64, 64\]",
         ),
         (
             compressed(on(FP8_BLOCK_GROUP | {"input_activations": {"dynamic": False}}, "Linear")),
-            r"dynamic of the activations of model\..*gate_proj: expected True, got False",
+            GROUP + r"\.input_activations\.dynamic of model\..*gate_proj: expected True, got False",
         ),
         (
             compressed(on(NVFP4_GROUP | {"output_activations": {"num_bits": 8, "type": "float"}}, "Linear")),
-            r"output_activations of model\..*gate_proj: expected None, got \{'num_bits': 8",
+            GROUP + r"\.output_activations of model\..*gate_proj: expected None, got \{'num_bits': 8",
         ),
         *(
             (
                 compressed(on(group | {"input_activations": {"dynamic": True} | activations}, "Linear")),
-                rf"{key} of the activations of model\..*gate_proj: expected {want!r}, got {activations[key]!r}",
+                GROUP
+                + rf"\.input_activations\.{key} of model\..*gate_proj: expected {want!r}, got {activations[key]!r}",
             )
             for group, activations, key, want in [
                 (NVFP4_GROUP, {"num_bits": 8, "type": "float"}, "num_bits", 4),
@@ -225,7 +278,7 @@ def test_what_is_said_of_the_experts_of_a_layer_counts(case: str, folder: Path) 
         *(
             (
                 compressed(on(group | {"weights": group["weights"] | {"symmetric": False}}, "Linear")),  # type: ignore[dict-item]
-                r"symmetric of model\..*gate_proj: expected True, got False",
+                GROUP + r"\.weights\.symmetric of model\..*gate_proj: expected True, got False",
             )
             for group in (NVFP4_GROUP, MXFP4_GROUP, FP8_BLOCK_GROUP)
         ),
@@ -234,18 +287,42 @@ def test_what_is_said_of_the_experts_of_a_layer_counts(case: str, folder: Path) 
             for targets, message in [
                 (
                     (r"re:.*down_proj$",),
-                    r"transform_config: expected none for model\..*down_proj, got R4 of \{'targets'",
+                    R4 + r": expected none for model\..*down_proj, got \{'targets'",
                 ),
-                (("Linear",), r"transform_config: expected none for model\..*gate_proj, got R4"),
+                (
+                    ("Linear",),
+                    R4 + r": expected none for model\..*gate_proj, got \{'targets'",
+                ),
             ]
         ),
-        (compressed(on(W4A16_GROUP, "Linear"), transform_config={"R4": {}}), "config_groups: expected an object, got"),
+        (
+            compressed(on(W4A16_GROUP, "Linear"), transform_config={"R4": {}}),
+            r"quantization_config\.transform_config\.config_groups: expected an object, got",
+        ),
         (
             compressed(on(FP8_GROUP, "Linear"), ignore=(EVERY_EXPERT,), transform_config=transforms(r"re:.*up_proj$")),
-            r"transform_config: expected none for model\..*up_proj, got R4",
+            R4 + r": expected none for model\..*up_proj, got \{'targets'",
         ),
-        (compressed(on(NVFP4_GROUP, "re:(")), r"targets: 're:\(': missing \), unterminated subpattern"),
-        (compressed(on(NVFP4_GROUP, 3)), r"targets: expected a list of names and patterns, got \[3\]"),  # type: ignore[arg-type]
+        *(
+            (
+                modelopt("NVFP4", config_groups=groups(W4A4 | {part: FLOAT4 | {key: bad}})),
+                GROUP + rf"\.{part}\.{key} of model\..*gate_proj: expected {want!r}, got {bad!r}",
+            )
+            for part, key, bad, want in [
+                ("weights", "group_size", 32, 16),
+                ("input_activations", "num_bits", 8, 4),
+                ("input_activations", "type", "int", "float"),
+            ]
+        ),
+        (modelopt("NVFP4", config_groups=[]), r"quantization_config\.config_groups: expected an object, got \[\]"),
+        (
+            compressed(on(NVFP4_GROUP, "re:(")),
+            GROUP + r"\.targets: 're:\(': missing \), unterminated subpattern",
+        ),
+        (
+            compressed(on(NVFP4_GROUP, 3)),  # type: ignore[arg-type]
+            GROUP + r"\.targets: expected a list of names and patterns, got \[3\]",
+        ),
     ],
 )
 def test_experts_stored_in_ways_that_are_not_read_are_named(
@@ -332,13 +409,17 @@ def test_experts_of_one_layer_in_two_formats_are_named(folder: Path) -> None:
         (compressed(on(NVFP4_GROUP, r"re:.*experts\.[01]\..*"), on(W4A16_GROUP, "Linear")), "2.gate_proj"),
         (compressed(on(NVFP4_GROUP, "Linear"), on(W4A16_GROUP, f"{EXPERTS.format(0)}.1.down_proj")), "1.down_proj"),
         (mixed(experts_0="NVFP4", experts_0_2_up_proj="W4A16_NVFP4", experts_1="NVFP4"), "2.up_proj"),
+        (
+            modelopt("NVFP4", config_groups=groups(W4A4, on(WEIGHTS_ALONE, f"{EXPERTS.format(0)}.2.up_proj"))),
+            "2.up_proj",
+        ),
     ],
 )
 def test_an_expert_meant_for_other_tokens_is_named(quantization: dict[str, Any], linear: str, folder: Path) -> None:
     """Its tensors are those of the others; only what is said of it differs."""
     quantize_experts(folder, modelopt_nvfp4, quantization_config=quantization)
     message = (
-        rf"for nvfp4 tokens\) for .*\.0\.gate_proj and .*for bf16 tokens\) for .*layers\.0\..*{re.escape(linear)}$"
+        rf"for nvfp4 tokens\) for .*\.0\.gate_proj and .*for bf16 tokens\) for .*layers\.0\..*{re.escape(linear)}, by "
     )
     with Checkpoint(folder) as checkpoint, pytest.raises(ValueError, match=message):
         checkpoint.stored_of(0)
@@ -350,7 +431,8 @@ def test_one_rotated_expert_is_named(folder: Path) -> None:
     quantize_experts(folder, modelopt_nvfp4, quantization_config=quantization)
     with Checkpoint(folder) as checkpoint:
         with pytest.raises(
-            ValueError, match=r"transform_config: expected none for .*layers\.0\..*2\.down_proj, got R4"
+            ValueError,
+            match=r"transform_config\.config_groups\.R4\.apply\[0\]: expected none for .*layers\.0\..*2\.down_proj",
         ):
             checkpoint.stored_of(0)
         assert checkpoint.stored_of(1).layout.name == "nvfp4-pack-quantized"
@@ -402,6 +484,6 @@ def test_targets_match_as_in_compressed_tensors() -> None:
     for name in names:
         for target in targets:
             expected = match.is_match(name, torch.nn.Linear(1, 1), target)
-            assert target_matches(Path("config.json"), name, target) == expected, (name, target)
+            assert target_matches("targets", name, target) == expected, (name, target)
             seen.add(expected)
     assert seen == {True, False}

@@ -46,6 +46,16 @@ def saved(folder: Path, seed: int, stored: str = "bf16") -> Path:
     return folder
 
 
+def test_sizes_of_gpt_oss_take_no_blocks_of_128(tmp_path: Path, seed: int) -> None:
+    sizes = {"hidden_size": 2880, "intermediate_size": 64, "num_local_experts": 2, "num_experts_per_tok": 2}
+    tiny.tiny_model("gpt_oss", seed, **sizes, num_hidden_layers=1).bfloat16().save_pretrained(tmp_path / "source")
+    message = r"hidden_size: format fp8_block needs a positive multiple of 128, got 2880$"
+    with pytest.raises(ValueError, match=message):
+        convert_checkpoint(tmp_path / "source", tmp_path / "target", "fp8_block")
+    with pytest.raises(ValueError, match=message), Checkpoint(tmp_path / "source") as checkpoint:
+        checkpoint.layer_config(0, max_tokens_per_rank=1, token_format="fp8_block")
+
+
 def own_weights(tensors: dict[str, torch.Tensor], layer: int) -> tuple[np.ndarray, np.ndarray]:
     """float64 `[E, 2I, H]`, rows of gate and up in turn, and `[E, H, I]` of stacked tensors."""
     found = []
