@@ -127,7 +127,7 @@ def test_patterns_that_take_too_long_in_all_are_refused(config: dict[str, Any]) 
     names = [f"model.layers.0.mlp.experts.{expert}.{part}_proj" for expert in range(384) for part in ("up", "down")]
     start = time.process_time()
     with pytest.raises(ValueError, match=r"\Aconfig\.json: targets: expected patterns of at most"):
-        Quantization(Path("config.json"), config).stored(names)
+        Quantization(Path("config.json"), "quantization_config", config).stored(names)
     assert time.process_time() - start < 1
 
 
