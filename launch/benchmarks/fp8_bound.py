@@ -33,7 +33,7 @@ def fp8_mma_slack(a_RK: torch.Tensor, b_NK: torch.Tensor, *, engine: str = "auto
     """`FP8_MMA_GAIN` times the largest term or partial sum, summed over the chunks of K: float64 `[R, N]`.
 
     Args:
-        a_RK: dequantized rows, float64; K a multiple of 128.
+        a_RK: dequantized rows, float64; any K.
         b_NK: dequantized weights, float64, on the same device.
         engine: "auto", "triton" (in fp32, which is exact to 2^-16 of the result) or "torch".
     """
@@ -76,10 +76,10 @@ def _largest(
     column = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     a_ptrs, b_ptrs = a_ptr + row, b_ptr + column
     total = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-    for _ in range(0, K, CHUNK):
+    for first in range(0, K, CHUNK):
         partial = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
         largest = tl.zeros((BLOCK_R, BLOCK_N), tl.float32)
-        for _ in range(CHUNK):
+        for _ in range(tl.minimum(CHUNK, K - first)):
             a = tl.load(a_ptrs, mask=row < num_rows, other=0.0)
             b = tl.load(b_ptrs, mask=column < num_columns, other=0.0)
             product = a[:, None] * b[None, :]
