@@ -99,9 +99,10 @@ class Target:
 
     @functools.cached_property
     def parameters(self) -> dict[str, inspect.Parameter]:
-        found = dict(inspect.signature(self.function).parameters)
         if isinstance(self.function, EnumType):
-            return {"value": found["value"]}  # the others make an enum, not a member
+            # Its other parameters make an enum, not a member.
+            return {"value": inspect.Parameter("value", inspect.Parameter.POSITIONAL_OR_KEYWORD)}
+        found = dict(inspect.signature(self.function).parameters)
         if self.needs_object:
             found.pop("self", None)
         return {n: p for n, p in found.items() if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
