@@ -83,7 +83,7 @@ def _check_operands(a: GroupedRows, w: ExpertWeights | PrepackedWeights) -> None
         raise ValueError(f"a.expert_ids: expected one dimension, got shape {list(a.expert_ids.shape)}")
     groups = a.num_groups
     _check(a, "expert_ids", a.expert_ids, torch.int32, groups)
-    _check(a, "group_offsets", a.group_offsets, torch.int32, groups + 1)
+    _check(a, "group_offsets", check_is_tensor("a.group_offsets", a.group_offsets), torch.int32, groups + 1)
     _check(a, "row_index", a.row_index, torch.int32, a.capacity)
     _check(a, "row_scale", a.row_scale, torch.float32, a.capacity)
     if a.format.has_row_scale and a.row_scale is None:

@@ -30,6 +30,7 @@ from tests.support.gemm_cases import make_rows, random_weights
         ("a.row_scale", {"row_scale": None}),
         ("a.row_scale", {"row_scale": torch.zeros(16)[::2]}),
         ("a.group_offsets", {"group_offsets": torch.zeros(2, dtype=torch.int32)}),
+        ("a.group_offsets", {"group_offsets": None}),
         ("a.group_scale_offsets", {"group_scale_offsets": None}),
         ("a.num_active_experts", {"num_active_experts": torch.ones(1)}),
         ("a.num_active_experts", {"num_active_experts": torch.ones(2, dtype=torch.int32)}),
