@@ -61,7 +61,7 @@ def decode(raw: bytes, max_bytes: int = MAX_BYTES) -> Any:
     if len(raw) > max_bytes:
         raise ValueError(f"expected at most {max_bytes} bytes of JSON, got {len(raw)}")
     try:
-        return json.loads(raw.decode("utf-8", "surrogatepass"), object_pairs_hook=_object, parse_int=_integer)
+        return json.loads(raw.decode("utf-8", "surrogatepass"), object_pairs_hook=unique_keys, parse_int=_integer)
     except RecursionError:
         raise ValueError("expected a value of few levels, got one that is too deep") from None
     except (UnicodeDecodeError, json.JSONDecodeError):
@@ -186,7 +186,8 @@ def _check_plain(value: object) -> None:
         raise ValueError(f"expected what JSON carries, got {type(value).__name__}")
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """An object of JSON. Raises `ValueError` for a key that is there twice, of which JSON keeps the last."""
     found = dict(pairs)
     if len(found) < len(pairs):
         raise ValueError("expected each key once, got one twice")

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from moe_runtime.comm.arguments import check_integer, check_is_tensor, check_kind, describe
+from moe_runtime.comm.messages import unique_keys
 from moe_runtime.config import MAX_EXPERTS, PlacementConfig
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.support.regular_files import read_regular
@@ -169,7 +170,7 @@ class Placement:
         if len(text) > MAX_TEXT_LENGTH:
             raise ValueError(f"text: expected at most {MAX_TEXT_LENGTH} characters, got {len(text)}")
         try:
-            data = json.loads(text, object_pairs_hook=_unique_keys)
+            data = json.loads(text, object_pairs_hook=unique_keys)
         except (ValueError, RecursionError) as error:
             raise ValueError(f"text: {error}") from error
         keys = {"num_experts", "num_ranks", "slot_experts"}
@@ -350,13 +351,6 @@ def _checked_load(load: Iterable[float]) -> list[float]:
     if not values:
         raise ValueError("load: expected a number for each expert, got none")
     return values
-
-
-def _unique_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
-        raise ValueError("expected each key once, got one twice")
-    return found
 
 
 def _listed(experts: list[int]) -> str:
