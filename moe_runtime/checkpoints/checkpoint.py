@@ -41,6 +41,7 @@ from moe_runtime.checkpoints.layouts import (
     SCALE_NAMES,
     Quantization,
     StoredExperts,
+    WeightLayout,
 )
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer, QuantBuffers, check_buffers
 from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, dense, layout_of, read_linear
@@ -208,9 +209,7 @@ class Checkpoint:
         self.files.check(f"{self._gate(layer)}.weight", (sizes.num_experts, hidden), ("BF16", "F32"))
         if shared is not None:
             linears, inner = self._shared_linears(layer), shared.intermediate_size
-            stored = self.rest.stored(linears)
-            self._check_left_out(self.rest, stored, linears)
-            layout = layout_of(self.files, stored.layout, linears)
+            layout = self._shared_layout(linears)
             for name, (rows, columns) in zip(linears, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
                 shape = (rows, layout.format.quant_columns(columns))
                 self.files.check(f"{name}.{layout.weight}", shape, layout.quant_dtypes)
@@ -350,9 +349,7 @@ class Checkpoint:
             return None
         block, hidden, inner = self._block(layer), sizes.hidden_size, shared.intermediate_size
         linears = self._shared_linears(layer)
-        stored = self.rest.stored(linears)
-        self._check_left_out(self.rest, stored, linears)
-        layout = layout_of(self.files, stored.layout, linears)
+        layout = self._shared_layout(linears)
         shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
         gate, up, down = (
             dense(read_linear(self.files, layout, name, *shape)) for name, shape in zip(linears, shapes, strict=True)
@@ -369,6 +366,12 @@ class Checkpoint:
     def _shared_linears(self, layer: int) -> list[str]:
         prefix = f"{self._block(layer)}.{'shared_experts' if self.family is DEEPSEEK_V3 else 'shared_expert'}"
         return [f"{prefix}.{name}_proj" for name in ("gate", "up", "down")]
+
+    def _shared_layout(self, linears: Sequence[str]) -> WeightLayout:
+        """How the linears of a shared expert are stored. Raises `ValueError` if they are not as the JSON files say."""
+        stored = self.rest.stored(linears)
+        self._check_left_out(self.rest, stored, linears)
+        return layout_of(self.files, stored.layout, linears)
 
     def _gate(self, layer: int) -> str:
         return f"{self._block(layer)}.{'router' if self.family is GPT_OSS else 'gate'}"
