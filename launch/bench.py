@@ -2,8 +2,9 @@
 
 `[torchrun --nproc-per-node=N] -m moe_runtime.launch.bench [dispatch|combine|gemm|layer ...] --config NAME` prints a
 table and writes JSON. A result that fails its check is not timed and makes the exit code 1. With `--trace` the layer is
-checked and recorded, and nothing is timed. `bench gemm` without `--config` runs the cases of the grouped GEMM, and
-`bench ops` the operations of `moe_runtime.ops`, both on one GPU.
+checked and recorded, and nothing is timed. `bench gemm` without `--config` runs the cases of the grouped GEMM,
+`bench ops` the operations of `moe_runtime.ops`, and `bench models` layers of published sizes in all formats, each on
+one GPU.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from rich.console import Console
 
 from moe_runtime.build import context_from_config
 from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, RunConfig
-from moe_runtime.launch.benchmarks import gemm_bench, layer_operations, link_rate, ops_bench
+from moe_runtime.launch.benchmarks import gemm_bench, layer_operations, link_rate, models_bench, ops_bench
 from moe_runtime.launch.benchmarks.layer_bench import Baselines, Bench, Settings
 from moe_runtime.launch.benchmarks.layer_report import make_report
 from moe_runtime.launch.benchmarks.trace import TraceFile
@@ -34,7 +35,12 @@ WITH_CONFIG = (
 )
 """Options of operations over a config."""
 ALONE = ("cases", "small", "picture")
-"""Options of `gemm` and `ops` without a config."""
+"""Options of `gemm`, `ops` and `models` without a config."""
+LONE = ("ops", "models")
+"""Operations that never take a config."""
+RUN_ALONE = {"gemm": gemm_bench.run, "ops": ops_bench.run, "models": models_bench.run}
+REFUSED = {"gemm": WITH_CONFIG, "ops": (*WITH_CONFIG, "cases", "picture"), "models": (*WITH_CONFIG[1:], "picture")}
+"""Options that an operation without a config does not take."""
 
 
 def bench_layers(options: argparse.Namespace) -> int:
@@ -119,10 +125,9 @@ def _sharing(first: MoELayer, layer: MoELayer) -> MoELayer:
 
 
 def bench_alone(options: argparse.Namespace) -> int:
-    """`gemm` or `ops` without a config: check, time, print and write; 1 if a check failed."""
+    """An operation of `RUN_ALONE` without a config: check, time, print and write; 1 if a check failed."""
     (operation,) = options.operations
-    unwanted = WITH_CONFIG if operation == "gemm" else (*WITH_CONFIG, "cases", "picture")
-    for name in unwanted:
+    for name in REFUSED[operation]:
         if getattr(options, name) is not None:
             why = "takes it together with --config only" if name in WITH_CONFIG else "does not take it"
             raise ValueError(f"--{name.replace('_', '-')}: {operation} {why}")
@@ -130,7 +135,7 @@ def bench_alone(options: argparse.Namespace) -> int:
         environment.check_folder(f"--{name}", getattr(options, name))
     if options.picture is not None:
         check_can_draw("--picture")
-    report = gemm_bench.run(options) if operation == "gemm" else ops_bench.run(options)
+    report = RUN_ALONE[operation](options)
     show(report, environment.wide_console())
     if options.picture is not None:
         draw_roofline(report, options.picture)
@@ -140,14 +145,14 @@ def bench_alone(options: argparse.Namespace) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.bench", description="Check and time a layer.")
-    names = ", ".join(OPERATIONS)
-    parser.add_argument("operations", nargs="*", metavar="OPERATION", help=f"any of {names} (default: all); or ops")
+    names, lone = ", ".join(OPERATIONS), " or ".join(LONE)
+    parser.add_argument("operations", nargs="*", metavar="OPERATION", help=f"any of {names} (default: all), or {lone}")
     environment.add_common_options(parser)
     parser.set_defaults(config=None)
-    alone = "gemm without --config: "
-    parser.add_argument("--cases", metavar="REGEX", help=f"{alone}only cases with such a name")
-    parser.add_argument("--small", action="store_true", help="gemm or ops without --config: small sizes, as on CPUs")
-    parser.add_argument("--picture", type=Path, metavar="FILE", help=f"{alone}a roofline (matplotlib)")
+    parser.add_argument("--cases", metavar="REGEX", help="gemm without --config, models: only cases with such a name")
+    parser.add_argument("--small", action="store_true", help="without --config: small sizes, as on CPUs")
+    picture = "gemm without --config: a roofline (matplotlib)"
+    parser.add_argument("--picture", type=Path, metavar="FILE", help=picture)
     tokens = "max_tokens_per_rank, each in turn (default: tokens_per_rank)"
     parser.add_argument("--tokens", type=int, nargs="+", metavar="N", help=tokens)
     formats = "of tokens and weights, each in turn"
@@ -164,12 +169,13 @@ def main(arguments: list[str] | None = None) -> int:
     environment.add_json_option(parser)
     parser.add_argument("--trace", type=Path, metavar="FILE", help="record the layer there, time nothing")
     options = parser.parse_args(arguments)
-    if options.operations == ["ops"] and options.config is not None:
-        parser.error("--config: ops takes none")
-    if options.operations != ["ops"] and (unknown := set(options.operations) - set(OPERATIONS)):
-        parser.error(f"OPERATION: expected any of {names}, or ops alone; got {', '.join(sorted(unknown))}")
+    by_itself = len(options.operations) == 1 and options.operations[0] in LONE
+    if by_itself and options.config is not None:
+        parser.error(f"--config: {options.operations[0]} takes none")
+    if not by_itself and (unknown := set(options.operations) - set(OPERATIONS)):
+        parser.error(f"OPERATION: expected any of {names}, or {lone} alone; got {', '.join(sorted(unknown))}")
     options.operations = options.operations or list(OPERATIONS)
-    work = bench_alone if options.config is None and options.operations in (["gemm"], ["ops"]) else bench_layers
+    work = bench_alone if by_itself or (options.config is None and options.operations == ["gemm"]) else bench_layers
     return environment.run_program("bench", lambda: work(options), debug=options.debug)
 
 

@@ -12,6 +12,10 @@ import triton.language as tl
 
 from moe_runtime.kernels.gemm.weights import SwiGLU
 
+# The vector library behind `torch.exp` on CPUs chooses its code at its first call. When several threads make that call
+# at once, one of them rarely computes its part with an error of 1e-4. A call on one thread before all others avoids it.
+torch.exp(torch.zeros(1))
+
 
 @triton.jit
 def swiglu_tile(gate, up, ALPHA: tl.constexpr, LIMIT: tl.constexpr, UP_OFFSET: tl.constexpr):

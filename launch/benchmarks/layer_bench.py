@@ -39,6 +39,7 @@ class Settings:
         check_tokens: tokens of each rank that the check of the layer compares; None for `cases.default_check_tokens`.
         link_gb_per_s: what floors count with; None for none.
         trace: where steps of the layer are recorded instead of being timed; None where they are timed.
+        with_torch: whether torch's layer is timed beside ours.
     """
 
     operations: Sequence[str]
@@ -46,6 +47,7 @@ class Settings:
     check_tokens: int | None = None
     link_gb_per_s: float | None = None
     trace: TraceFile | None = None
+    with_torch: bool = True
 
 
 @dataclass(frozen=True)

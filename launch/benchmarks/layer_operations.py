@@ -193,7 +193,8 @@ def whole_layer(bench: Bench) -> None:
     weight_bytes = bench.experts.gate_up.num_bytes + bench.experts.down.num_bytes
     bench.add("layer", measured, TOTAL, work, check, weight_bytes=weight_bytes, weight_copies=len(experts))
     del experts[1:]  # torch's layer needs their memory
-    _add_torch_layer(bench, part, reference_TH, work)
+    if bench.settings.with_torch:
+        _add_torch_layer(bench, part, reference_TH, work)
 
 
 def _experts_in_turn(bench: Bench) -> list[Experts]:

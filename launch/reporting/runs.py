@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from moe_runtime.launch.benchmarks import gemm_bench, link_rate, ops_bench, ops_check
+from moe_runtime.launch.benchmarks import gemm_bench, link_rate, models_bench, ops_bench, ops_check
 from moe_runtime.launch.benchmarks.layer_report import KEY, OURS, PHASES_KIND
 from moe_runtime.launch.common import environment
 
@@ -19,6 +19,7 @@ Result = dict[str, Any]
 LAYER = "layer"
 """The kind of a run of `bench` over a config; its JSON has no `kind`."""
 PHASES, GEMM, OPERATIONS, CHECKED, LINKS = PHASES_KIND, gemm_bench.KIND, ops_bench.KIND, ops_check.KIND, link_rate.KIND
+MODELS = models_bench.KIND
 LOADING = "loading"
 
 SIZES = ("hidden_size", "intermediate_size", "num_experts", "top_k")
@@ -29,6 +30,7 @@ NAMED_BY = {
     GEMM: ("case", "hidden", "intermediate"),
     OPERATIONS: ("operation", "format", "variant", "shape"),
     LINKS: ("way", "bytes_per_peer", "blocks"),
+    MODELS: ("model", "weight_format", "token_format", "tokens"),
 }
 """Fields that identify a time in a run, by kind."""
 
@@ -68,6 +70,8 @@ def figures(report: Report) -> dict[str, Figure]:
         raise ValueError(f"got kind {kind}")
     timed: dict[str, Result] = {}
     for result in report["results"]:
+        if "refused" in result:
+            continue
         name = ", ".join(str(result[field]) for field in NAMED_BY[kind] if result[field] != "")
         timed[name] = result
         if kind == GEMM:

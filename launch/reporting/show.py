@@ -28,7 +28,23 @@ GEMM_COLUMNS = (
 )
 
 OPERATION_COLUMNS = ("operation", "format", "variant", "error / bound", "us", "TFLOP/s", "GB/s")
-TEXTS = ("operation", "by", "routing", "format", "case", "goal", "kernels", "variant", "way", "error / bound", "field")
+MODEL_COLUMNS = ("model", "weights x tokens", "tokens", "us", "of torch", "floor us", "of floor", "bound by", "check")
+TEXTS = (
+    "operation",
+    "by",
+    "routing",
+    "format",
+    "case",
+    "goal",
+    "kernels",
+    "variant",
+    "way",
+    "error / bound",
+    "field",
+    "model",
+    "weights x tokens",
+    "bound by",
+)
 """Columns that are aligned to the left."""
 
 RELATIVE = ("of_case", "of_peer")
@@ -47,6 +63,7 @@ def show(report: Report, console: Console) -> None:
         runs.OPERATIONS: _show_operations,
         runs.CHECKED: lambda report, console: print_operations(report, None, console),
         runs.LINKS: _show_links,
+        runs.MODELS: _show_models,
     }
     kinds.get(kind_of(report), _show_fields)(report, console)
 
@@ -199,6 +216,28 @@ def _show_links(report: Report, console: Console) -> None:
     ]
     title = f"{ranks_of(report)} x {runs.gpu_of(report)}: GB/s out of each rank"
     _print(console, title, ["way", "MB per peer", *(f"{n} blocks" for n in blocks)], rows)
+
+
+def _show_models(report: Report, console: Console) -> None:
+    rows = []
+    for result in report["results"]:
+        pair = f"{result['weight_format']} x {result['token_format']}"
+        if "refused" in result:
+            rows.append([result["model"], pair, "", "refused", "", "", "", result["refused"], ""])
+            continue
+        ratios = [_optional(result[key], "{:.2f}") for key in ("ratio_to_torch", "times_floor")]
+        check = "ok" if result["check"]["passed"] else "FAILED"
+        rows.append(
+            [
+                *(result["model"], pair, str(result["tokens"]), shown_us(result["median_us"]), ratios[0]),
+                *(shown_us(result["floor_us"]), ratios[1], result["bound_by"] or "", check),
+            ]
+        )
+    _print(console, f"layers of published sizes on {where(report)}", MODEL_COLUMNS, rows)
+
+
+def _optional(value: float | None, shape: str) -> str:
+    return "" if value is None else shape.format(value)
 
 
 def _show_fields(report: Report, console: Console) -> None:

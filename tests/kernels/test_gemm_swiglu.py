@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -105,3 +107,14 @@ def test_gpt_oss_activation_is_that_of_transformers(rng: torch.Generator) -> Non
     torch.testing.assert_close(swiglu(x[:, ::2], x[:, 1::2], GPT_OSS), want, rtol=1e-14, atol=1e-14)
     want = torch.nn.functional.silu(x[:, ::2]) * x[:, 1::2]
     torch.testing.assert_close(swiglu(x[:, ::2], x[:, 1::2], SwiGLU()), want, rtol=1e-14, atol=1e-14)
+
+
+def test_the_first_exp_of_a_process_is_made_on_one_thread() -> None:
+    program = (
+        "import torch\n"
+        "real, sizes = torch.exp, []\n"
+        "torch.exp = lambda x: (sizes.append(x.numel()), real(x))[1]\n"
+        "import moe_runtime.kernels.gemm.activation\n"
+        "assert sizes == [1], sizes\n"
+    )
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
