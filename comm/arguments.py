@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -108,6 +109,14 @@ def check_flag(name: str, value: object) -> None:
     """Raise `ValueError` unless `value` is True or False."""
     if value is not True and value is not False:
         raise ValueError(f"{name}: expected True or False, got {describe(value)}")
+
+
+def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise `ValueError` unless `value` is one of `allowed`, of the same type."""
+    if not any(type(value) is type(choice) and value == choice for choice in allowed):
+        *most, last = map(str, allowed)
+        expected = f"{', '.join(most)} or {last}" if most else last
+        raise ValueError(f"{name}: expected {expected}, got {describe(value)}")
 
 
 def check_number(name: str, value: Any, *, positive: bool = False) -> float:

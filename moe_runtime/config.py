@@ -9,11 +9,13 @@ import os
 import warnings
 from collections.abc import Hashable, Mapping
 from importlib import resources
+from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
 import yaml
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
 from moe_runtime.comm.arguments import check_path, describe
 from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS, token_formats_for, weight_format_named
@@ -39,8 +41,17 @@ MAX_YAML_BYTES = 1 << 15
 
 _Positive = Annotated[int, Field(gt=0)]
 _Sizes = Annotated[tuple[_Positive, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
-_Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
-_Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def _real(value: object) -> object:
+    """`value` if it is a real number (no bool). Pydantic alone takes what has a `__float__`, such as numpy's bools."""
+    if isinstance(value, bool) or not isinstance(value, Real):
+        raise PydanticCustomError("float_type", "Input should be a valid number")
+    return value
+
+
+_Finite = Annotated[float, Field(allow_inf_nan=False), BeforeValidator(_real)]
+_Seconds = Annotated[_Finite, Field(gt=0, le=1e9)]
 
 
 def resolve_mode(mode: str, max_tokens_per_rank: int, token_format: str) -> ResolvedMode:

@@ -101,6 +101,25 @@ def check_buffers(buffers: object) -> None:
         raise ValueError(f"buffers: expected two allocators, got {describe(buffers)}")
 
 
+def allocate_quants(empty: Callable[..., torch.Tensor], *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `empty`, one of `buffers`, returns: a contiguous CPU tensor of this shape and dtype.
+
+    Raises `ValueError` if it returns anything else, or does not take a shape and a dtype.
+    """
+    expected = f"buffers: expected allocators of {dtype} {list(shape)} on the CPU, as torch.empty"
+    try:
+        made = empty(*shape, dtype=dtype)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{expected}, got {type(error).__name__}: {error}") from error
+    if not isinstance(made, torch.Tensor) or made.is_nested or made.layout != torch.strided:
+        raise ValueError(f"{expected}, got {type(made).__name__}")
+    if (made.shape, made.dtype, made.device.type) != (shape, dtype, "cpu"):
+        raise ValueError(f"{expected}, got {made.dtype} {list(made.shape)} on {made.device}")
+    if not made.is_contiguous():
+        raise ValueError(f"{expected}, got strides {made.stride()}")
+    return made
+
+
 def quantize_experts(
     experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]],
     config: MoELayerConfig,
