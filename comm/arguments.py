@@ -128,8 +128,8 @@ def check_number(name: str, value: Any, *, positive: bool = False) -> float:
     raise ValueError(f"{name}: expected a {'positive ' if positive else ''}finite number, got {describe(value)}")
 
 
-def check_device(name: str, value: object) -> torch.device:
-    """The device meant by `value`, if it names one of this machine or the meta device."""
+def check_device(name: str, value: object, *, meta: bool = True) -> torch.device:
+    """The device meant by `value`, if it names one of this machine or, with `meta`, the meta device."""
     try:
         if not isinstance(value, str | torch.device):
             raise TypeError
@@ -137,7 +137,9 @@ def check_device(name: str, value: object) -> torch.device:
     except (RuntimeError, TypeError):
         raise ValueError(f"{name}: expected a device such as cpu or cuda:0, got {describe(value)}") from None
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    if device.type not in ("cpu", "cuda", "meta") or (device.type == "cuda" and (device.index or 0) >= gpus):
+    if device.type not in ("cpu", "cuda", *(("meta",) if meta else ())) or (
+        device.type == "cuda" and (device.index or 0) >= gpus
+    ):
         raise ValueError(f"{name}: expected a device of this machine, got {device}")
     return device
 

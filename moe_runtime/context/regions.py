@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 from moe_runtime.comm.arguments import check_integer
-from moe_runtime.comm.heaps.heap import REGION_ALIGNMENT, SymmetricHeap, align_region
+from moe_runtime.comm.heaps.heap import MAX_REGION_BYTES, REGION_ALIGNMENT, SymmetricHeap, align_region
 from moe_runtime.comm.signals import SignalLayout
 
 HALVED_REGIONS = ("token_flags", "landing", "combine")
 """Regions of two halves, used in turn; `moe_runtime.context.memory` has them all."""
-
-
-MAX_REGION_BYTES = 1 << 47
-"""Most bytes of a half: what a process can address."""
 
 
 class Regions:
@@ -33,7 +29,7 @@ class Regions:
         for region, num_bytes in asked.items():
             if region not in (*HALVED_REGIONS, "staging_bytes"):
                 raise ValueError(f"region: expected one of {HALVED_REGIONS}, got {region!r}")
-            check_integer(region, num_bytes, 0, MAX_REGION_BYTES)
+            check_integer(region, num_bytes, 0, MAX_REGION_BYTES // 2)
             there = self.half_bytes.get(region, self.staging_bytes)
             if allocated and num_bytes > there:
                 raise ValueError(

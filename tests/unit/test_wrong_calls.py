@@ -36,8 +36,10 @@ from moe_runtime.kernels.formats.number_formats import NVFP4, FormatCode, format
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
 from moe_runtime.router import sigmoid_topk, softmax_topk
 from tests.support import wrong_calls
-from tests.support.right_calls import ARGUMENTS, HIDDEN, World
-from tests.support.wrong_calls import Call, Target, differs, fits, judge_accepted, judge_error
+from tests.support.call_verdicts import compare_with_plain, differs, finished, fits, judge_accepted, judge_error
+from tests.support.public_calls import Call, Target, targets, unmade
+from tests.support.right_calls import ARGUMENTS
+from tests.support.right_objects import HIDDEN, World
 
 FIXED_SEED = 20260
 SECONDS = 10
@@ -45,19 +47,19 @@ SECONDS = 10
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_every_public_call_has_right_arguments() -> None:
-    assert len(wrong_calls.targets()) > 150
-    assert wrong_calls.unmade() == []
-    assert set(ARGUMENTS) <= set(wrong_calls.targets())
+    assert len(targets()) > 150
+    assert unmade() == []
+    assert set(ARGUMENTS) <= set(targets())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", sorted(wrong_calls.targets()))
+@pytest.mark.parametrize("name", sorted(targets()))
 def test_right_calls_are_right(name: str, seed: int) -> None:
     """Accepted, twice the same result, and that of the reference where there is one: what wrong calls start from."""
-    target = wrong_calls.targets()[name]
+    target = targets()[name]
     (call, arguments), (again, others) = (Call(target, World(random.Random(seed))).parts() for _ in range(2))
-    result = wrong_calls.finished(call(**arguments))
-    wrong_calls.compare_with_plain(name, [], (result, arguments), again, others, name)
+    result = finished(call(**arguments))
+    compare_with_plain(name, [], (result, arguments), again, others, name)
 
 
 @pytest.mark.parametrize("fixed", [True, False])
@@ -331,7 +333,7 @@ def test_offsets_are_the_fault_of_the_caller_only_if_unchecked(seed: int) -> Non
         _group_gemm(World(random.Random(seed)), name, **offsets)
     with pytest.raises(IndexError) as caught:
         _group_gemm(World(random.Random(seed)), name, validate=False, **offsets)
-    target, key = wrong_calls.targets()[name], ["m_indptr"]
+    target, key = targets()[name], ["m_indptr"]
     assert judge_error(target, offsets | {"validate": False}, key, caught.value) is None
     assert judge_error(target, offsets | {"validate": None}, key, caught.value)
     assert judge_error(target, offsets | {"validate": False}, ["a"], caught.value)
@@ -355,7 +357,7 @@ def test_what_counts_as_a_fault() -> None:
     assert judge_accepted(target, "factor", 2) is None and judge_accepted(target, "x", torch.ones(2)) is None
     for key, value in (("factor", True), ("factor", "2"), ("factor", float("nan")), ("x", None), ("x", [1.0])):
         assert judge_accepted(target, key, value), (key, value)
-    signed = wrong_calls.targets()["dequantize_nvfp4"]
+    signed = targets()["dequantize_nvfp4"]
     assert judge_accepted(signed, "decode_scale", -2.0) is None and judge_accepted(target, "factor", -2.0)
     assert judge_accepted(signed, "decode_scale", float("nan")) and judge_accepted(signed, "decode_scale", -1e300)
     assert not fits(torch.Tensor, torch.ones(2, 2).to_sparse())
