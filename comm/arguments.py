@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Sequence
+from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -20,6 +21,11 @@ def check_integer(name: str, value: Any, low: int | None = 1, high: int | None =
         kind = "a positive integer" if low == 1 else "an integer" if low is None else f"an integer from {low}"
         raise ValueError(f"{name}: expected {kind}{'' if high is None else f' to {high}'}, got {describe(value)}")
     return value
+
+
+def is_real(value: object) -> TypeGuard[Real]:
+    """Whether `value` is a real number, also one of numpy; bools of any kind, texts, arrays and tensors are not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_seconds(name: str, value: object, high: float = math.inf) -> float:

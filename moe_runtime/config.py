@@ -9,7 +9,6 @@ import os
 import warnings
 from collections.abc import Hashable, Mapping
 from importlib import resources
-from numbers import Real
 from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
@@ -17,7 +16,7 @@ import yaml
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import PydanticCustomError
 
-from moe_runtime.comm.arguments import FP32, check_path, describe
+from moe_runtime.comm.arguments import FP32, check_path, describe, is_real
 from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS, token_formats_for, weight_format_named
 from moe_runtime.support.deprecation import warn_renamed
 from moe_runtime.support.regular_files import read_regular
@@ -47,8 +46,8 @@ _Sizes = Annotated[tuple[_Positive, ...], BeforeValidator(lambda v: tuple(v) if 
 
 
 def _real(value: object) -> object:
-    """`value` if it is a real number (no bool). Pydantic alone takes what has a `__float__`, such as numpy's bools."""
-    if isinstance(value, bool) or not isinstance(value, Real):
+    """`value` if it is a real number. Pydantic alone takes what has a `__float__`, such as numpy's bools."""
+    if not is_real(value):
         raise PydanticCustomError("float_type", "Input should be a valid number")
     return value
 

@@ -87,7 +87,7 @@ def judge_error(target: Target, arguments: dict[str, Any], wrong: list[str], err
     if target.name == "GateUpOrder" and "truth value of an array" in str(error):
         return None  # from Python itself
     if any(
-        typing.get_origin(target.hint(key)) is collections.abc.Callable for key in wrong if callable(arguments[key])
+        typing.get_origin(target.hint(key)) is collections.abc.Callable for key in wrong if callable(arguments.get(key))
     ):
         return None  # from the caller's function
     if target.name == "Experts.__call__" and "rows" in wrong and _is_of_values(error):

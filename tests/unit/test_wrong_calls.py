@@ -31,15 +31,17 @@ from moe_runtime import (
     imbalance,
     ops,
 )
+from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.integrations import ExpertParallel
 from moe_runtime.kernels.formats.number_formats import NVFP4, FormatCode, format_named
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
 from moe_runtime.router import sigmoid_topk, softmax_topk
+from moe_runtime.virtual import VirtualRanks
 from tests.support import wrong_calls
 from tests.support.call_verdicts import compare_with_plain, differs, finished, fits, judge_accepted, judge_error
 from tests.support.public_calls import Call, Target, targets, unmade
 from tests.support.right_calls import ARGUMENTS
-from tests.support.right_objects import HIDDEN, World
+from tests.support.right_objects import HIDDEN, INNER, World
 
 FIXED_SEED = 20260
 SECONDS = 10
@@ -103,6 +105,12 @@ def _on_meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
 
 def _transposed(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape[::-1], dtype=dtype).permute(*range(len(shape))[::-1])
+
+
+def _closed_heap() -> PrivateHeap:
+    heap = PrivateHeap()
+    heap.close()
+    return heap
 
 
 def _info(w: World, **changes: Any) -> dict[str, Any]:
@@ -263,6 +271,18 @@ REFUSED: list[tuple[str, Callable[[World], Any]]] = [
     ("buffers", lambda w: list(w.checkpoint().experts(0, [0], (_on_meta, _on_meta)))),
     ("buffers", lambda w: list(w.checkpoint().experts(0, [0], (_transposed, _transposed)))),
     ("config", lambda w: moe_runtime.reserved_bytes(None, 2)),
+    ("experts", lambda w: w.layer().load_experts(np.array("x"))),
+    ("gate_up of expert 0", lambda w: w.layer().load_experts([(NESTED, NESTED)])),
+    ("gate_up of expert 0", lambda w: w.layer().load_experts([(SPARSE, SPARSE)])),
+    ("gate_up of expert 0", lambda w: w.layer().load_experts([(w.numbers(2 * INNER, HIDDEN).to("meta"),) * 2])),
+    ("load", lambda w: w.placement().rank_loads([1.0, np.True_, 1.0, 1.0])),
+    ("world_size", lambda w: PrivateHeap.group(True)),
+    ("device", lambda w: PrivateHeap("meta")),
+    ("ones", lambda w: PrivateHeap().reserve("a", 8, ones=9)),
+    ("heap", lambda w: _closed_heap().allocate()),
+    ("load", lambda w: VirtualRanks(w.config(), 2, None)),
+    ("xs", lambda w: w.virtual_ranks()(5)),
+    ("routing", lambda w: w.virtual_ranks()([w.tokens()["x"]] * 2, [(1,), (2,)])),
     ("world_size", lambda w: moe_runtime.reserved_bytes(w.config(), 10**30)),
     ("placed", lambda w: moe_runtime.reserved_bytes(w.config(), 2, placed=1)),
 ]
