@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -35,9 +36,11 @@ from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.integrations import ExpertParallel
 from moe_runtime.kernels.formats.number_formats import NVFP4, FormatCode, format_named
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
+from moe_runtime.placement import Placement
 from moe_runtime.router import sigmoid_topk, softmax_topk
 from moe_runtime.virtual import VirtualRanks
 from tests.support import wrong_calls
+from tests.support.call_references import REFERENCES
 from tests.support.call_verdicts import compare_with_plain, differs, finished, fits, judge_accepted, judge_error
 from tests.support.public_calls import Call, Target, targets, unmade
 from tests.support.right_calls import ARGUMENTS
@@ -62,6 +65,32 @@ def test_right_calls_are_right(name: str, seed: int) -> None:
     (call, arguments), (again, others) = (Call(target, World(random.Random(seed))).parts() for _ in range(2))
     result = finished(call(**arguments))
     compare_with_plain(name, [], (result, arguments), again, others, name)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", sorted(REFERENCES))
+def test_references_tell_wrong_results(name: str, seed: int) -> None:
+    call, arguments = Call(targets()[name], World(random.Random(seed))).parts()
+    result = call(**arguments)
+    assert REFERENCES[name](result, **arguments) is None
+    assert REFERENCES[name](_changed(result), **arguments)
+
+
+def _changed(result: Any) -> Any:
+    """The result with one number that is wrong."""
+    if isinstance(result, torch.Tensor):
+        changed = result.clone()
+        whole = changed.dtype.itemsize == 1 or not changed.is_floating_point()
+        flat = changed.view(torch.uint8) if whole and changed.dtype.itemsize == 1 else changed
+        flat.view(-1)[0] += 1
+        return changed
+    if isinstance(result, tuple):
+        return (*result[:-1], _changed(result[-1]))
+    if isinstance(result, dict):
+        return {key: value + 256 for key, value in result.items()}
+    if isinstance(result, Placement):
+        return SimpleNamespace(num_ranks=result.num_ranks, slot_experts=(0,) * len(result.slot_experts))
+    return result + 1
 
 
 @pytest.mark.parametrize("fixed", [True, False])
