@@ -112,7 +112,7 @@ def targets() -> dict[str, Target]:
             if isinstance(value, type):
                 found[name] = Target(name, value)
                 found |= {target.name: target for target in _methods(value)}
-            elif callable(value):
+            elif callable(value) and inspect.signature(value).parameters:  # without any, no call is wrong
                 found[name] = Target(name, value)
     return {name: target for name, target in found.items() if name not in NOT_FOR_CALLERS | ARITHMETIC}
 
