@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.comm import messages
-from moe_runtime.comm.arguments import check_seconds
+from moe_runtime.comm.arguments import check_choice, check_seconds
 from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, StoreLostError
 from moe_runtime.comm.messages import MAX_BYTES, Reader
 from moe_runtime.comm.store_calls import StoreSilentError, calls_of
@@ -269,7 +269,7 @@ def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessG
     if group is None:
         return dist.group.WORLD if dist.is_available() and dist.is_initialized() else None
     if not isinstance(group, dist.ProcessGroup):
-        if group == dist.GroupMember.NON_GROUP_MEMBER:
+        if isinstance(group, int) and group == dist.GroupMember.NON_GROUP_MEMBER:
             raise ValueError("group: this process is not a member of it")
         raise ValueError(f"group: expected a ProcessGroup, a DeviceMesh or None, got {type(group).__name__}")
     if dist.get_rank(group) < 0:
@@ -351,8 +351,7 @@ def init_from_env(device: str | None = None, *, timeout_s: float = 120.0) -> tor
     Raises `ValueError` if `device` is unknown, the local rank has no GPU, or `timeout_s` is no number of seconds.
     """
     limit = timedelta(seconds=check_seconds("timeout_s", timeout_s, MAX_SECONDS))
-    if device not in (None, "cpu", "cuda"):
-        raise ValueError(f"device: expected cpu, cuda or None, got {device!r}")
+    check_choice("device", device, ("cpu", "cuda", None))
     kind = device or ("cuda" if torch.cuda.is_available() else "cpu")
     current = torch.cuda.current_device() if kind == "cuda" and torch.cuda.is_available() else 0
     local_rank = int(os.environ.get("LOCAL_RANK", current))

@@ -130,17 +130,17 @@ def layer_config(config: Mapping[str, Any], *, source: str = "config", **overrid
     keys = _Keys(config, source)
     if keys.get("hidden_act", "silu") != "silu":
         raise ValueError(f"{source}: hidden_act: expected silu, got {shortened(config['hidden_act'])}")
-    stored: dict[str, Any] = {
-        "hidden_size": keys.positive("hidden_size"),
-        "intermediate_size": keys.positive(family.intermediate_size_key),
-        "num_experts": keys.positive(*family.num_experts_keys),
-        "top_k": keys.positive("num_experts_per_tok"),
-        "router": _router(family, keys),
-        "activation": _activation(family, keys),
-        "expert_bias": family.expert_bias,
-        "shared_expert": shared_expert(config, source=source),
-    }
     try:
+        stored: dict[str, Any] = {
+            "hidden_size": keys.positive("hidden_size"),
+            "intermediate_size": keys.positive(family.intermediate_size_key),
+            "num_experts": keys.positive(*family.num_experts_keys),
+            "top_k": keys.positive("num_experts_per_tok"),
+            "router": _router(family, keys),
+            "activation": _activation(family, keys),
+            "expert_bias": family.expert_bias,
+            "shared_expert": shared_expert(config, source=source),
+        }
         made = MoELayerConfig.model_validate(stored | overrides)
     except ValidationError as error:
         raise ValueError(f"{source}: {'; '.join(complaints(error))}") from None

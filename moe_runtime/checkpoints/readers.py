@@ -18,7 +18,7 @@ import torch
 
 from moe_runtime.checkpoints.files import DTYPES, TensorFiles
 from moe_runtime.checkpoints.layouts import PLAIN, ScaleName, WeightLayout
-from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers
+from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers, allocate_quants
 from moe_runtime.kernels.formats.number_formats import MAX_ENCODE_SCALE, WEIGHT_BLOCK_N, TokenFormat, ceil_div
 from moe_runtime.kernels.formats.swizzle import swizzle_scales
 from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder
@@ -209,7 +209,7 @@ class ExpertReader:
         shape = (self.num_experts, rows, columns // fmt.block)
         blocks = (*shape, fmt.quant_bytes(fmt.block))
         self.files.check(name, blocks, self.layout.quant_dtypes)
-        quants = empty(*blocks[1:], dtype=fmt.quant_dtype)
+        quants = allocate_quants(empty, *blocks[1:], dtype=fmt.quant_dtype)
         self.files.read_into(name, quants, item=expert)
         scales = self.files.read(scale, shape, self.layout.scale_dtypes, item=expert)
         check_no_nan(self.files, scale, scales)
@@ -244,9 +244,9 @@ def begin_linears(
     shape, dtypes = (rows, fmt.quant_columns(columns)), layout.quant_dtypes
     first = files.check(f"{prefixes[0]}.{layout.weight}", shape, dtypes)
     if order is GateUpOrder.INTERLEAVED:
-        quants = empty(rows, len(prefixes), shape[1], dtype=DTYPES[first.dtype]).transpose(0, 1)
+        quants = allocate_quants(empty, rows, len(prefixes), shape[1], dtype=DTYPES[first.dtype]).transpose(0, 1)
     else:
-        quants = empty(len(prefixes), *shape, dtype=DTYPES[first.dtype])
+        quants = allocate_quants(empty, len(prefixes), *shape, dtype=DTYPES[first.dtype])
     for prefix, part in zip(prefixes, quants, strict=True):
         name = f"{prefix}.{layout.weight}"
         files.check(name, shape, (first.dtype,))

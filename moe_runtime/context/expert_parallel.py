@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_runtime.comm.bootstrap import RankGroup
+from moe_runtime.comm.arguments import check_kind, check_seconds
+from moe_runtime.comm.bootstrap import MAX_SECONDS, RankGroup
 from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, Phase, reason_of
 from moe_runtime.comm.failures import abort_words, encode_abort, find_failure, reason_text, write_abort
 from moe_runtime.comm.heaps.collective import CollectiveHeap, CollectiveTransport
@@ -28,9 +29,6 @@ from moe_runtime.context.regions import Regions
 from moe_runtime.context.threads import StreamOrder
 from moe_runtime.context.transport import check_heap, make_heap, resolve_device
 from moe_runtime.kernels.runtime import resolve_engine
-
-MAX_SECONDS = 1e9
-"""Kernels count nanoseconds in int64."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -97,18 +95,15 @@ class ExpertParallelContext:
         timeout_s: float = 30.0,
         startup_timeout_s: float = 120.0,
     ) -> None:
-        for name, limit in (("timeout_s", timeout_s), ("startup_timeout_s", startup_timeout_s)):
-            number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
-            if not (number and 0 < limit <= MAX_SECONDS):
-                raise ValueError(f"{name}: expected a positive number of seconds, at most 1e9, got {limit!r}")
-        self.timeout_s = timeout_s
-        self.startup_timeout_s = startup_timeout_s
-        self.timeout_ns = int(timeout_s * 1e9)
-        self.startup_timeout_ns = int(startup_timeout_s * 1e9)
+        self.timeout_s = check_seconds("timeout_s", timeout_s, MAX_SECONDS)
+        self.startup_timeout_s = check_seconds("startup_timeout_s", startup_timeout_s, MAX_SECONDS)
+        self.timeout_ns = int(self.timeout_s * 1e9)
+        self.startup_timeout_ns = int(self.startup_timeout_s * 1e9)
         self.group: RankGroup | None = None
         self.transport_reasons: dict[str, str] = {}
         if heap is None:
-            self.group = RankGroup(group, timeout_s=startup_timeout_s, alone=transport == "private")
+            alone = isinstance(transport, str) and transport == "private"
+            self.group = RankGroup(group, timeout_s=self.startup_timeout_s, alone=alone)
             try:
                 self.device = resolve_device(device)
                 self.engine = resolve_engine(engine, self.device)
@@ -155,10 +150,13 @@ class ExpertParallelContext:
             about: what they belong to, such as `layer 3`, for messages; None numbers the registration.
             staging_bytes: least size of region `staging`, through which experts move between ranks.
 
-        Raises `ValueError` for an unknown region, for other values to agree on, and after `allocate()` for more bytes
-        than there are.
+        Raises `ValueError` for an unknown region, for other values to agree on, after `allocate()` for more bytes than
+        there are, and if the context is closed; after a failure what `check()` raises.
         """
+        self._check_usable()
         self._regions.grow(half_bytes, staging_bytes, allocated=self.allocated)
+        if about is not None:
+            check_kind("about", about, str)
         if agree is not None:
             self._agreement.add(agree, about)
 
@@ -283,8 +281,9 @@ class ExpertParallelContext:
         """Tell all peers that this rank gives up, without waiting: they raise `PeerAbortedError` with `reason`.
 
         For host-side errors inside a collective step. Peers get the first 256 bytes of `reason`. Does nothing on a
-        rank that has failed already.
+        rank that has failed already, and on a closed context. Raises `ValueError` unless `reason` is a text.
         """
+        check_kind("reason", reason, str)
         if self.closed or self._failure is not None:
             return
         self.fail(PeerAbortedError(f"rank {self.rank} gave up: {reason}", self.rank, Phase.HOST))

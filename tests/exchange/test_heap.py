@@ -95,10 +95,10 @@ def test_private_members_must_reserve_the_same() -> None:
 
 
 def test_misuse_is_named() -> None:
-    with pytest.raises(ValueError, match="world_size: expected at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"world_size: expected a positive integer to \d+, got 0"):
         PrivateHeap.group(0)
     heap = PrivateHeap()
-    with pytest.raises(ValueError, match="'a': expected a positive number, got 0"):
+    with pytest.raises(ValueError, match=r"num_bytes: expected a positive integer to \d+, got 0"):
         heap.reserve("a", 0)
     heap.reserve("a", 10)
     with pytest.raises(ValueError, match="'a' is already reserved"):
@@ -111,7 +111,7 @@ def test_misuse_is_named() -> None:
     with pytest.raises(ValueError, match="expected one of \\['a'\\], got 'b'"):
         heap.tensor("b")
     for rank in (1, -1):
-        with pytest.raises(ValueError, match=rf"rank: expected 0\.\.0, got {rank}"):
+        with pytest.raises(ValueError, match=f"rank: expected an integer from 0 to 0, got {rank}"):
             heap.peer_tensor("a", rank)
     heap.close()
     heap.close()

@@ -6,21 +6,28 @@ import doctest
 import os
 import shutil
 import subprocess
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from moe_runtime import config as config_module
 from moe_runtime.config import (
     ActivationConfig,
+    CheckpointConfig,
     MoELayerConfig,
     ParallelConfig,
+    PlacementConfig,
     RouterConfig,
+    RunConfig,
     _UniqueKeyLoader,
     find_config,
     load_config,
@@ -320,3 +327,28 @@ def test_yaml_round_trip(tmp_path: Path) -> None:
         assert load_config(write(tmp_path, config.model_dump())) == config
     shutil.copy(find_config("tiny_cpu"), tmp_path / "mine.yaml")
     assert load_config(tmp_path / "mine.yaml") == load_config("tiny_cpu")
+
+
+@pytest.mark.parametrize("value", [np.True_, np.array(1.0), torch.tensor(1.0), Decimal(1), np.complex64(1)], ids=repr)
+def test_no_key_takes_what_is_no_plain_number(value: object) -> None:
+    models = [RunConfig, ParallelConfig, CheckpointConfig, PlacementConfig, *_models_within(MoELayerConfig)]
+    for model in models:
+        for key in model.model_fields:
+            with pytest.raises(ValidationError) as caught:
+                model(**{key: value})
+            assert key in {problem["loc"][0] for problem in caught.value.errors() if problem["loc"]}, (model, key)
+
+
+def _models_within(model: type[BaseModel]) -> list[type[BaseModel]]:
+    """`model` and the models of its keys."""
+    found = [model]
+    for field in model.model_fields.values():
+        kinds = (field.annotation, *get_args(field.annotation))
+        found += [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return found
+
+
+@pytest.mark.parametrize("value", [2, 2.0, np.float32(2), np.int64(2), Fraction(2)], ids=repr)
+def test_numbers_of_numpy_are_numbers(value: Any) -> None:
+    assert RouterConfig(scaling_factor=value).scaling_factor == 2.0
+    assert type(ParallelConfig(timeout_s=value).timeout_s) is float

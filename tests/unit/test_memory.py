@@ -96,11 +96,11 @@ def test_experts_take_what_is_told(name: str, world_size: int) -> None:
     ]
     tensors = [t for w in weights for t in (w.quants, w.scales) if t is not None]
     assert expert_bytes(config, world_size) == sum(t.numel() * t.element_size() for t in tensors)
-    with pytest.raises(ValueError, match="world_size: expected a positive integer, got 0"):
+    with pytest.raises(ValueError, match=r"world_size: expected a positive integer to [0-9]+, got 0"):
         expert_bytes(config, 0)
 
 
 @pytest.mark.parametrize("world_size", [0, -1, "2"])
 def test_a_world_without_ranks_is_refused(world_size: Any) -> None:
-    with pytest.raises(ValueError, match=f"world_size: expected a positive integer, got {world_size!r}"):
+    with pytest.raises(ValueError, match=rf"world_size: expected a positive integer to [0-9]+, got {world_size!r}"):
         reserved_bytes(make_config(), world_size)
