@@ -294,10 +294,11 @@ def shared_memory_directory() -> str:
 
 
 def host_identity() -> str:
-    """Host, boot and mount of the shared memory: equal only for processes that can map each other's memory.
+    """Host, boot and mount of the shared memory: equal only for processes that can map each other's files there.
 
-    It includes the environment variable `MOE_RUNTIME_HOST`. Set different values for processes of one host that cannot
-    share memory although the rest is equal.
+    Files are what ranks fall back to where memory without a name cannot be shared. It includes the environment variable
+    `MOE_RUNTIME_HOST`. Set different values for processes of one host that cannot share memory although the rest is
+    equal.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
