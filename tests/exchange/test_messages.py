@@ -467,7 +467,7 @@ def test_values_that_ranks_cannot_agree_on(value: object) -> None:
 @pytest.mark.parametrize("value", [None, [{}], ["placement", None], [{"a": []}, None], [{}, 7]])
 def test_a_proposal(value: object) -> None:
     group = forged("replace_experts", value)
-    context: Any = SimpleNamespace(group=group, timeout_s=1.0, fail=lambda error: error)
+    context: Any = SimpleNamespace(group=group, timeout_s=1.0, abort=lambda reason, error: None)
     refuses("replace_experts", lambda: agree_on(context, {"placement": "a"}, None))
 
 
