@@ -191,9 +191,10 @@ class RankGroup:
         reason = str(reason)[: messages.MAX_REASON]
         # If the store is gone, no peer can read it.
         with contextlib.suppress(MoERuntimeError):
-            self._answer("leave", messages.farewell(reason))
             note = messages.answer("leave", [self.rank, reason])
+            # First, for those who look for it when they see the answer.
             self._ask("leave", lambda: self._store.set(self._left_key, note))
+            self._answer("leave", messages.farewell(reason))
             if self._host.rank == self.rank and self.world_size > 1:
                 time.sleep(FAREWELL_S)
 
@@ -336,7 +337,7 @@ class RankGroup:
         vain. It polls, since a store that waits serves no other thread of this process meanwhile.
         """
         deadline = time.monotonic() + limit
-        next_look = time.monotonic() + LOOK_S
+        next_look = time.monotonic()
         left: MoERuntimeError | None = None
         pause, longest = _POLL_S
         try:
@@ -348,7 +349,7 @@ class RankGroup:
                     if missing and left is not None:
                         raise left
                     return missing
-                if left is None and now > next_look:
+                if left is None and now >= next_look:
                     next_look = now + LOOK_S
                     if self._ask(what, lambda: self._store.check([self._left_key])):
                         left = self._who_left(what, self._ask(what, lambda: self._store.get(self._left_key)))
