@@ -164,20 +164,31 @@ class RankGroup:
             return True
         mine = messages.answer(what, None)
         keys = self._answer(what, mine)
-        host, deadline = self._host.rank, time.monotonic() + self.timeout_s
-        if host >= 0:
-            # If the store goes before this rank has come, it has not left in order.
-            self._wait(what, [keys[host]], self.timeout_s)
         try:
-            self._collect(what, keys, messages.nothing, max(deadline - time.monotonic(), 0.0))
-        except StoreLostError as error:
-            if isinstance(error.__cause__, StoreSilentError):
-                raise
-            return False
+            if not self._all_part(what, keys):
+                return False
+        except MoERuntimeError as error:
+            # If this process hosts the store and ends, peers that still wait would take it for one that left in order.
+            self.leave(reason_of(error))
+            raise
         with contextlib.suppress(MoERuntimeError):
             keys = self._answer(what, mine)
             if self.rank == 0:
                 self._wait(what, keys, PARTING_S)
+        return True
+
+    def _all_part(self, what: str, keys: list[str]) -> bool:
+        """Wait until all ranks have come to `part`; False if the store has gone since its host came."""
+        host = self._host.rank
+        # If the store goes before that rank has come, it has not left in order.
+        if host >= 0 and self._wait(what, [keys[host]], self.timeout_s):
+            raise self._timeout(what, self._not_there(what, keys) or [host], self.timeout_s)
+        try:
+            self._collect(what, keys, messages.nothing, self.timeout_s)
+        except StoreLostError as error:
+            if isinstance(error.__cause__, StoreSilentError):
+                raise
+            return False
         return True
 
     def leave(self, reason: str) -> None:
@@ -317,9 +328,7 @@ class RankGroup:
     ) -> list[T]:
         """Wait for the answers of all ranks under `keys`, and return their values as `read` does."""
         if missing := self._wait(what, keys, limit):
-            names = ", ".join(map(str, missing))
-            message = f"{what}: rank {names} of {self.world_size} did not come within {limit:g} s"
-            raise PeerTimeoutError(message, missing[0], Phase.START_UP)
+            raise self._timeout(what, missing, limit)
         stored = self._ask(what, lambda: self._read(keys))
         answers = read_answers(what, stored, lambda raw: messages.read_answer(raw, max_bytes))
         for rank, answer in enumerate(answers):
@@ -329,6 +338,11 @@ class RankGroup:
             steps = describe_ranks([answer.what for answer in answers])
             raise ValueError(f"group: its ranks are not at the same step, {steps}")
         return read_answers(what, [answer.value for answer in answers], read)
+
+    def _timeout(self, what: str, missing: list[int], limit: float) -> PeerTimeoutError:
+        names = ", ".join(map(str, missing))
+        message = f"{what}: rank {names} of {self.world_size} did not come within {limit:g} s"
+        return PeerTimeoutError(message, missing[0], Phase.START_UP)
 
     def _wait(self, what: str, keys: list[str], limit: float) -> list[int]:
         """Ranks whose answers are not there within `limit` seconds.

@@ -583,6 +583,17 @@ def test_a_host_of_the_store_that_has_not_come_is_missed_while_ranks_part() -> N
         assert caught.value.rank == 1
 
 
+def test_who_waits_in_vain_while_ranks_part_says_so() -> None:
+    store = dist.HashStore()
+    with pytest.raises(PeerTimeoutError, match=r"end: rank 1 of 2 did not come"):
+        group_of_two(store).part("end")
+    other = group_of_two(store)
+    other.rank = 1
+    with pytest.raises(PeerAbortedError, match=r"end: rank 0 gave up: PeerTimeoutError: end: rank 1 of 2 did not come"):
+        other.gather("end", None, messages.nothing)
+        other.part("end")
+
+
 class SilentStore(dist.HashStore):
     """A store that answers nobody who looks into it."""
 
