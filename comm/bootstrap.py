@@ -10,8 +10,9 @@ import hashlib
 import os
 import socket
 import tempfile
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
 from typing import Any, TypeVar
@@ -21,9 +22,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.comm import messages
-from moe_runtime.comm.arguments import check_choice, check_seconds
-from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, StoreLostError
-from moe_runtime.comm.messages import MAX_BYTES, Reader
+from moe_runtime.comm.arguments import check_choice, check_integer, check_seconds
+from moe_runtime.comm.errors import (
+    MoERuntimeError,
+    PeerAbortedError,
+    PeerTimeoutError,
+    Phase,
+    StoreLostError,
+    reason_of,
+)
+from moe_runtime.comm.messages import MAX_BYTES, Reader, integer, row, text
 from moe_runtime.comm.store_calls import StoreSilentError, calls_of
 
 MAX_SECONDS = 1e9
@@ -31,6 +39,15 @@ MAX_SECONDS = 1e9
 
 ROLL_CALL_S = 3.0
 """How long ranks have to report themselves, once one of them has waited too long."""
+
+FAREWELL_S = 0.5
+"""How long the rank whose process hosts the store stays when it gives up, so that its peers learn of it there."""
+
+LOOK_S = 0.1
+"""How often a rank that waits looks whether a peer has given up, or calls the roll."""
+
+CONNECTED_S = 0.5
+"""How much longer than it is told a group may take to connect: it knows best why it cannot."""
 
 PARTING_S = 5.0
 """How long rank 0, whose process may host the store, waits for peers that still read from it at the end."""
@@ -78,17 +95,30 @@ class RankGroup:
         self._calls = 0
         self._store: Any = None
         self._host = _StoreHost()
+        self._gave_up = False
         if self.group is not None:
             self.rank = dist.get_rank(self.group)
             self.world_size = dist.get_world_size(self.group)
             ranks = dist.get_process_group_ranks(self.group)
             identity = f"{self.group.group_name}/{ranks}"
-            prefix = f"moe_runtime/{hashlib.sha256(identity.encode()).hexdigest()[:16]}"
-            self._store = dist.distributed_c10d._get_default_store()
-            self._host = _host_of(self._store, ranks)
-            # Counted in the store, since other code of this process may have created groups of the same ranks before.
-            made = self._ask("group", lambda: self._store.add(f"{prefix}/made/{self.rank}", 1))
-            self._prefix = f"{prefix}/{made}"
+            digest = hashlib.sha256(identity.encode()).hexdigest()[:16]
+            self._meet(dist.distributed_c10d._get_default_store(), ranks, f"moe_runtime/{digest}")
+
+    @classmethod
+    def _at_start(cls, store: dist.Store, rank: int, world_size: int, timeout_s: float) -> RankGroup:
+        """All ranks that a launcher started, before torch.distributed is initialised; they meet in `store`."""
+        group = cls(timeout_s=timeout_s, alone=True)
+        group.rank, group.world_size = rank, world_size
+        group._meet(store, list(range(world_size)), "moe_runtime/start")
+        return group
+
+    def _meet(self, store: dist.Store, ranks: list[int], prefix: str) -> None:
+        """Use `store` for exchanges between `ranks` of the default group."""
+        self._store = store
+        self._host = _host_of(store, ranks)
+        # Counted in the store, since other code of this process may have created groups of the same ranks before.
+        made = self._ask("group", lambda: store.add(f"{prefix}/made/{self.rank}", 1))
+        self._prefix = f"{prefix}/{made}"
 
     def gather(
         self,
@@ -127,46 +157,80 @@ class RankGroup:
         """The last `barrier`, after which processes may end. Returns whether all ranks are known to have come.
 
         Rank 0, whose process may host the store, stays until all of them know it. Raises as `gather` does, unless the
-        store goes after this rank has come: its host has then left, and nothing remains to agree on.
+        store goes after this rank and the one that hosts it have come: its host has then left, and nothing remains to
+        agree on.
         """
         if self._store is None:
             return True
         mine = messages.answer(what, None)
         keys = self._answer(what, mine)
         try:
-            self._collect(what, keys, messages.nothing, self.timeout_s)
-        except StoreLostError as error:
-            if isinstance(error.__cause__, StoreSilentError):
-                raise
-            return False
+            if not self._all_part(what, keys):
+                return False
+        except MoERuntimeError as error:
+            # If this process hosts the store and ends, peers that still wait would take it for one that left in order.
+            self.leave(reason_of(error))
+            raise
         with contextlib.suppress(MoERuntimeError):
             keys = self._answer(what, mine)
             if self.rank == 0:
                 self._wait(what, keys, PARTING_S)
         return True
 
+    def _all_part(self, what: str, keys: list[str]) -> bool:
+        """Wait until all ranks have come to `part`; False if the store has gone since its host came."""
+        host = self._host.rank
+        # If the store goes before that rank has come, it has not left in order.
+        if host >= 0 and self._wait(what, [keys[host]], self.timeout_s):
+            raise self._timeout(what, self._not_there(what, keys) or [host], self.timeout_s)
+        try:
+            self._collect(what, keys, messages.nothing, self.timeout_s)
+        except StoreLostError as error:
+            if isinstance(error.__cause__, StoreSilentError):
+                raise
+            return False
+        return True
+
     def leave(self, reason: str) -> None:
-        """Make the peers' next `gather` raise `PeerAbortedError` with `reason`. Does not wait."""
-        if self._store is not None:
-            # If the store is gone, no peer can read it.
-            with contextlib.suppress(MoERuntimeError):
-                self._answer("leave", messages.farewell(reason))
+        """Make the peers' next `gather`, or the one they wait in, raise `PeerAbortedError` with `reason`.
+
+        Waits for nobody. But where this process hosts the store, it gives peers `FAREWELL_S` to read it there.
+        """
+        if self._store is None or self._gave_up:
+            return
+        self._gave_up = True
+        reason = str(reason)[: messages.MAX_REASON]
+        # If the store is gone, no peer can read it.
+        with contextlib.suppress(MoERuntimeError):
+            note = messages.answer("leave", [self.rank, reason])
+            # First, for those who look for it when they see the answer.
+            self._ask("leave", lambda: self._store.set(self._left_key, note))
+            self._answer("leave", messages.farewell(reason))
+            if self._host.rank == self.rank and self.world_size > 1:
+                time.sleep(FAREWELL_S)
 
     def missing(self, event: str, wait_s: float) -> list[int]:
         """Ranks that have not called this for `event` within `wait_s`, or before the store failed.
 
-        Empty if the store never answers. Never raises.
+        If the store fails before that is known, the rank that hosts it, where one does. Never raises.
         """
+        absent, lost = self._missing(event, wait_s)
+        return [lost.rank] if lost is not None and not absent and lost.rank >= 0 else absent
+
+    def _missing(self, event: str, wait_s: float) -> tuple[list[int], MoERuntimeError | None]:
+        """As `missing`, and the error if the store failed; then the ranks that were missing before."""
         absent: list[int] = []
         if self._store is None:
-            return absent
-        keys = [f"{self._prefix}/{event}/{rank}" for rank in range(self.world_size)]
+            return absent, None
+        keys = self._present_keys(event)
         deadline = time.monotonic() + wait_s
-        with contextlib.suppress(MoERuntimeError):
+        try:
             self._ask(event, lambda: self._store.set(keys[self.rank], b"here"))
             while (absent := self._not_there(event, keys)) and time.monotonic() <= deadline:
                 time.sleep(0.01)
-        return absent
+        except MoERuntimeError as error:
+            return absent, error
+        return absent, None
 
     def connect(self, what: str, key: str) -> dist.ProcessGroupGloo:
         """A gloo group over the same ranks for the caller alone. Collective; `key` must be new and equal on all ranks.
@@ -175,26 +239,76 @@ class RankGroup:
         """
         limit = timedelta(seconds=self.timeout_s)
         # It waits in the store, so it needs its own connection and thread.
-        store = self._ask(what, lambda: self._store.clone())
+        store = self._ask(what, lambda: self._store.clone(), self.timeout_s)
 
         def make() -> dist.ProcessGroupGloo:
             return dist.ProcessGroupGloo(dist.PrefixStore(key, store), self.rank, self.world_size, limit)
 
-        try:
-            return calls_of(store).run(make, self.timeout_s)
-        except RuntimeError as error:
-            missing = self.missing(key, min(ROLL_CALL_S, self.timeout_s))
-            names = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
-            message = f"{what}: rank {self.rank} cannot connect to its peers, {names} did not take part: {error}"
-            raise PeerTimeoutError(message, missing[0] if missing else -1, Phase.START_UP) from error
+        with self.connecting(what, key):
+            return calls_of(store).run(make, self.timeout_s, answer_s=CONNECTED_S)
 
-    def _ask(self, what: str, work: Callable[[], T]) -> T:
-        """Return `work()`, which calls the store and does not wait there.
+    @contextlib.contextmanager
+    def connecting(self, what: str, event: str) -> Iterator[None]:
+        """Around work in which all ranks connect, and which does not say who is missing. Collective.
+
+        It ends when all ranks have done the work. A `RuntimeError` of the work becomes a `PeerTimeoutError` that names
+        the ranks that are gone, or a `PeerAbortedError` if one has given up.
+        """
+        look_out = _LookOut(
+            self._ask(what, lambda: self._store.clone(), self.timeout_s),
+            called=f"{self._prefix}/{event}/called",
+            present=self._present_keys(event)[self.rank],
+            left=self._left_key,
+        )
+        try:
+            try:
+                yield
+            except MoERuntimeError:
+                raise
+            except RuntimeError as error:
+                raise self._cannot_connect(what, event, look_out, error) from error
+            # Else a rank that was killed after its own work could not be told from one that waits in it.
+            self.barrier(f"{what}: connected")
+        finally:
+            look_out.stop()
+
+    def _cannot_connect(self, what: str, event: str, look_out: _LookOut, error: RuntimeError) -> MoERuntimeError:
+        """The error for `error` of a connection, which the peers may not have seen yet."""
+        with contextlib.suppress(MoERuntimeError):
+            self._ask(what, lambda: self._store.set(look_out.called, b""))
+        missing, lost = self._missing(event, min(ROLL_CALL_S, self.timeout_s))
+        if not missing and look_out.note is not None:
+            return self._who_left(what, look_out.note)
+        if not missing and lost is not None:
+            return lost
+        names = f"rank {', '.join(map(str, missing))}" if missing else "a rank"
+        reason = "it takes too long" if isinstance(error, StoreSilentError) else error
+        message = f"{what}: rank {self.rank} cannot connect to its peers, {names} did not take part: {reason}"
+        return PeerTimeoutError(message, missing[0] if missing else -1, Phase.START_UP)
+
+    @property
+    def _left_key(self) -> str:
+        return f"{self._prefix}/left"
+
+    def _present_keys(self, event: str) -> list[str]:
+        return [f"{self._prefix}/{event}/{rank}" for rank in range(self.world_size)]
+
+    def _who_left(self, what: str, note: bytes) -> MoERuntimeError:
+        """The error for the note of a rank that has given up."""
+        try:
+            rank, reason = row(integer(0, self.world_size - 1), text)(messages.read_answer(note).value)
+        except ValueError as error:
+            message = f"{what}: a rank gave up with a note that this program does not write: {error}"
+            return MoERuntimeError(message, phase=Phase.START_UP)
+        return PeerAbortedError(f"{what}: rank {rank} gave up: {reason}", rank, Phase.START_UP)
+
+    def _ask(self, what: str, work: Callable[[], T], limit_s: float = 0.0) -> T:
+        """Return `work()`, which calls the store and waits there for at most `limit_s`.
 
         Errors of the store become a `StoreLostError` that says whether it is gone or does not answer.
         """
         try:
-            return calls_of(self._store).run(work)
+            return calls_of(self._store).run(work, limit_s)
         except StoreSilentError as error:
             trouble = f"gets no answer from the group's store, {self._host.name} may be stopped"
             raise StoreLostError(f"{what}: rank {self.rank} {trouble}", self._host.rank, Phase.START_UP) from error
@@ -214,9 +328,7 @@ class RankGroup:
     ) -> list[T]:
         """Wait for the answers of all ranks under `keys`, and return their values as `read` does."""
         if missing := self._wait(what, keys, limit):
-            names = ", ".join(map(str, missing))
-            message = f"{what}: rank {names} of {self.world_size} did not come within {limit:g} s"
-            raise PeerTimeoutError(message, missing[0], Phase.START_UP)
+            raise self._timeout(what, missing, limit)
         stored = self._ask(what, lambda: self._read(keys))
         answers = read_answers(what, stored, lambda raw: messages.read_answer(raw, max_bytes))
         for rank, answer in enumerate(answers):
@@ -227,19 +339,42 @@ class RankGroup:
             raise ValueError(f"group: its ranks are not at the same step, {steps}")
         return read_answers(what, [answer.value for answer in answers], read)
 
+    def _timeout(self, what: str, missing: list[int], limit: float) -> PeerTimeoutError:
+        names = ", ".join(map(str, missing))
+        message = f"{what}: rank {names} of {self.world_size} did not come within {limit:g} s"
+        return PeerTimeoutError(message, missing[0], Phase.START_UP)
+
     def _wait(self, what: str, keys: list[str], limit: float) -> list[int]:
         """Ranks whose answers are not there within `limit` seconds.
 
-        It polls, since a store that waits serves no other thread of this process meanwhile.
+        Raises if the answers of others are not there soon after a rank has given up: who waits for them would wait in
+        vain. It polls, since a store that waits serves no other thread of this process meanwhile.
         """
         deadline = time.monotonic() + limit
+        next_look = time.monotonic()
+        left: MoERuntimeError | None = None
         pause, longest = _POLL_S
-        while not self._ask(what, lambda: self._store.check(keys)):
-            if time.monotonic() > deadline:
-                # One may have answered since the last poll.
-                return self._not_there(what, keys)
-            time.sleep(pause)
-            pause = min(2 * pause, longest)
+        try:
+            while not self._ask(what, lambda: self._store.check(keys)):
+                now = time.monotonic()
+                if now > deadline:
+                    # One may have answered since the last poll.
+                    missing = self._not_there(what, keys)
+                    if missing and left is not None:
+                        raise left
+                    return missing
+                if left is None and now >= next_look:
+                    next_look = now + LOOK_S
+                    if self._ask(what, lambda: self._store.check([self._left_key])):
+                        left = self._who_left(what, self._ask(what, lambda: self._store.get(self._left_key)))
+                        deadline = min(deadline, now + ROLL_CALL_S)
+                time.sleep(pause)
+                pause = min(2 * pause, longest)
+        except StoreLostError as error:
+            # The rank that gave up may have hosted it.
+            if left is not None:
+                raise left from error
+            raise
         return []
 
     def _not_there(self, what: str, keys: list[str]) -> list[int]:
@@ -255,6 +390,35 @@ class RankGroup:
             with contextlib.suppress(RuntimeError):
                 self._store.delete_key(f"{self._prefix}/{self._calls - 1}/{self.rank}")
         return stored
+
+
+class _LookOut:
+    """While this rank waits in code of others: answers a call of the roll for it, and notes what a peer leaves.
+
+    Attributes:
+        called: the key that a rank sets to call the roll.
+        note: what a rank that gave up has left, if one has.
+    """
+
+    def __init__(self, store: Any, *, called: str, present: str, left: str) -> None:
+        self.called = called
+        self.note: bytes | None = None
+        self._store, self._present, self._left = store, present, left
+        self._ended = threading.Event()
+        # A daemon, since a process must be able to end while the store does not answer.
+        threading.Thread(target=self._look, name="moe_runtime look-out", daemon=True).start()
+
+    def stop(self) -> None:
+        self._ended.set()
+
+    def _look(self) -> None:
+        # Once the store is gone, nobody calls the roll.
+        with contextlib.suppress(RuntimeError):
+            while not self._ended.wait(LOOK_S):
+                if self._store.check([self.called]):
+                    self._store.set(self._present, b"here")
+                if self.note is None and self._store.check([self._left]):
+                    self.note = self._store.get(self._left)
 
 
 def resolve_group(group: dist.ProcessGroup | DeviceMesh | None) -> dist.ProcessGroup | None:
@@ -294,10 +458,11 @@ def shared_memory_directory() -> str:
 
 
 def host_identity() -> str:
-    """Host, boot and mount of the shared memory: equal only for processes that can map each other's memory.
+    """Host, boot and mount of the shared memory: equal only for processes that can map each other's files there.
 
-    It includes the environment variable `MOE_RUNTIME_HOST`. Set different values for processes of one host that cannot
-    share memory although the rest is equal.
+    Files are what ranks fall back to where memory without a name cannot be shared. It includes the environment variable
+    `MOE_RUNTIME_HOST`. Set different values for processes of one host that cannot share memory although the rest is
+    equal.
     """
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
@@ -346,9 +511,15 @@ def init_from_env(device: str | None = None, *, timeout_s: float = 120.0) -> tor
 
     Without them nothing is initialised (a single process). `device` is `cpu`, `cuda` or None (GPUs if there are
     any). On GPUs the backend is `cpu:gloo,cuda:nccl`, and `cuda:LOCAL_RANK` becomes the current device; without that
-    variable the current device stays. Collectives time out after `timeout_s`, on GPUs after twice that.
+    variable the current device stays. Each wait for other ranks ends after `timeout_s`. Collectives time out after
+    that, on GPUs after twice that.
 
-    Raises `ValueError` if `device` is unknown, the local rank has no GPU, or `timeout_s` is no number of seconds.
+    Raises:
+        ValueError: `device` is unknown, the local rank has no GPU, `timeout_s` is no number of seconds, or a variable
+            is wrong.
+        PeerTimeoutError: naming the ranks that did not come.
+        PeerAbortedError: naming a rank that gave up.
+        StoreLostError: the store of `MASTER_ADDR` and `MASTER_PORT` cannot be reached, or is gone.
     """
     limit = timedelta(seconds=check_seconds("timeout_s", timeout_s, MAX_SECONDS))
     check_choice("device", device, ("cpu", "cuda", None))
@@ -361,9 +532,68 @@ def init_from_env(device: str | None = None, *, timeout_s: float = 120.0) -> tor
     if place.type == "cuda":
         torch.cuda.set_device(place)
     if "RANK" in os.environ and "WORLD_SIZE" in os.environ and not dist.is_initialized():
-        if place.type == "cuda":
-            # NCCL ends the process at its own limit, so the limits of a context must come first.
-            dist.init_process_group("cpu:gloo,cuda:nccl", timeout=2 * limit, device_id=place)
-        else:
-            dist.init_process_group("gloo", timeout=limit)
+        _join_started_ranks(place, limit)
     return place
+
+
+def _join_started_ranks(place: torch.device, limit: timedelta) -> None:
+    """`init_process_group` of the ranks that a launcher started, which names those that do not come."""
+    world_size = _number_of_environment("WORLD_SIZE", 1)
+    rank = _number_of_environment("RANK", 0, world_size - 1)
+    store = _store_of_environment(rank, limit)
+    start = RankGroup._at_start(store, rank, world_size, limit.total_seconds())
+    group: dict[str, Any] = {"store": dist.PrefixStore("default_pg", store), "rank": rank, "world_size": world_size}
+    try:
+        start.barrier("init_from_env")
+        with start.connecting("init_from_env", "connect"):
+            if place.type == "cuda":
+                # NCCL ends the process at its own limit, so the limits of a context must come first.
+                dist.init_process_group("cpu:gloo,cuda:nccl", timeout=2 * limit, device_id=place, **group)
+            else:
+                # Gloo tries again and again to reach a peer that is gone, each time for as long as it is told.
+                calls_of(group["store"]).run(
+                    lambda: dist.init_process_group("gloo", timeout=limit, **group),
+                    limit.total_seconds(),
+                    answer_s=CONNECTED_S,
+                )
+    except BaseException as error:
+        start.leave(reason_of(error))
+        # Ending NCCL's group may wait for the ranks that are gone.
+        if place.type == "cpu" and dist.is_initialized():
+            dist.destroy_process_group()
+        raise
+
+
+def _store_of_environment(rank: int, limit: timedelta) -> dist.Store:
+    """The store at `MASTER_ADDR` and `MASTER_PORT`, which rank 0 hosts unless torchrun's agent does."""
+    address, port = os.environ.get("MASTER_ADDR", ""), _number_of_environment("MASTER_PORT", 0, 65535)
+    if not address:
+        raise ValueError("MASTER_ADDR: expected the address of rank 0 in the environment, got none")
+    by_agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if rank == 0 and not by_agent:
+        # Not `wait_for_workers`, which does not say who is missing.
+        return dist.TCPStore(address, port, is_master=True, timeout=limit, wait_for_workers=False, multi_tenant=True)
+    deadline = time.monotonic() + limit.total_seconds()
+    while True:
+        try:
+            # A client tries twice, with a pause between, and takes up to three times as long as it is told.
+            store = dist.TCPStore(address, port, is_master=False, timeout=limit / 6, wait_for_workers=False)
+            break
+        except RuntimeError as error:
+            if time.monotonic() > deadline:
+                name = "torchrun's agent" if by_agent else "rank 0"
+                message = (
+                    f"init_from_env: rank {rank} cannot reach the store at {address}:{port} within "
+                    f"{limit.total_seconds():g} s, {name}, which hosts it, is not there: {error}"
+                )
+                raise StoreLostError(message, -1 if by_agent else 0, Phase.START_UP) from error
+    store.set_timeout(limit)
+    if not by_agent:
+        return store
+    # The agent's store may outlive ranks that it starts again.
+    return dist.PrefixStore(f"attempt_{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+
+
+def _number_of_environment(name: str, low: int, high: int | None = None) -> int:
+    value = os.environ.get(name, "")
+    return check_integer(f"{name} of the environment", int(value) if value.isdecimal() else value, low, high)

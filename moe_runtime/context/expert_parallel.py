@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.comm.arguments import check_kind, check_seconds
 from moe_runtime.comm.bootstrap import MAX_SECONDS, RankGroup
-from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, Phase, reason_of
+from moe_runtime.comm.errors import PeerAbortedError, Phase, reason_of
 from moe_runtime.comm.failures import abort_words, encode_abort, find_failure, reason_text, write_abort
 from moe_runtime.comm.heaps.collective import CollectiveHeap, CollectiveTransport
 from moe_runtime.comm.heaps.heap import SymmetricHeap
@@ -210,10 +210,7 @@ class ExpertParallelContext:
         try:
             yield
         except Exception as error:
-            self._failure = error
-            self.failed = True
-            if self.group is not None:
-                self.group.leave(reason_of(error))
+            self.abort(reason_of(error), error)
             raise
         except BaseException as error:
             # An interrupt, which later calls do not raise again.
@@ -270,23 +267,27 @@ class ExpertParallelContext:
             self._find_failure()
         self._check_usable()
 
-    def fail(self, error: MoERuntimeError) -> Exception:
+    def fail(self, error: Exception) -> Exception:
         """Record `error` as this rank's failure unless it has one already; returns the one to raise."""
         if self._failure is None:
             self._failure = error
         self.failed = True
         return self._failure.with_traceback(None)
 
-    def abort(self, reason: str) -> None:
-        """Tell all peers that this rank gives up, without waiting: they raise `PeerAbortedError` with `reason`.
+    def abort(self, reason: str, error: Exception | None = None) -> None:
+        """Tell all peers that this rank gives up, waiting for none: they raise `PeerAbortedError` with `reason`.
 
-        For host-side errors inside a collective step. Peers get the first 256 bytes of `reason`. Does nothing on a
-        rank that has failed already, and on a closed context. Raises `ValueError` unless `reason` is a text.
+        For host-side errors inside a collective step. Peers get the first 256 bytes of `reason`. Later calls on this
+        rank raise `error`, by default a `PeerAbortedError` too. Does nothing on a rank that has failed already, and on
+        a closed context. Where this process hosts the store, peers have half a second to read it there
+        (`RankGroup.leave`). Raises `ValueError` unless `reason` is a text and `error` an exception or None.
         """
         check_kind("reason", reason, str)
+        if error is not None:
+            check_kind("error", error, Exception)
         if self.closed or self._failure is not None:
             return
-        self.fail(PeerAbortedError(f"rank {self.rank} gave up: {reason}", self.rank, Phase.HOST))
+        self.fail(error or PeerAbortedError(f"rank {self.rank} gave up: {reason}", self.rank, Phase.HOST))
         if self.allocated:
             encode_abort(self._abort_message, self.rank, reason)
             with torch.cuda.stream(self._side_stream):
@@ -331,6 +332,8 @@ class ExpertParallelContext:
         if self.allocated:
             del self.signals
         self._abort_codes = None
+        if self._failure is not None and self.group is not None:
+            self.group.leave(reason_of(self._failure))
         self.heap.close(failed=self.failed)
 
     def __enter__(self) -> ExpertParallelContext:

@@ -60,7 +60,9 @@ def agree_on(context: ExpertParallelContext, proposal: Mapping[str, Scalar], pro
         try:
             answers = context.group.gather("replace_experts", mine, read, timeout_s=context.timeout_s)
         except MoERuntimeError as error:
-            raise context.fail(error) from None
+            # Peers that have got all answers may wait for this rank already.
+            context.abort(reason_of(error), error)
+            raise
     if problem is not None:
         raise problem
     for rank, (_, reason) in enumerate(answers):

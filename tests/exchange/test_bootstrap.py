@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import signal
+import socket
 import threading
 import time
 import weakref
@@ -23,7 +25,7 @@ from moe_runtime.build import context_from_config
 from moe_runtime.comm import bootstrap, messages, store_calls
 from moe_runtime.comm import transport as transport_module
 from moe_runtime.comm.bootstrap import RankGroup, init_from_env, resolve_group
-from moe_runtime.comm.errors import PeerAbortedError, PeerTimeoutError, Phase, StoreLostError
+from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, StoreLostError
 from moe_runtime.comm.heaps.collective import CollectiveHeap
 from moe_runtime.comm.heaps.nvshmem_world import NvshmemWorld
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
@@ -126,6 +128,70 @@ def test_environment_of_torchrun() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for outcome in run_once(join_like_torchrun, 2, store.port):
         assert outcome.result == ("cpu", "gloo", [0, 1]), outcome
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("RANK", "2", "RANK of the environment: expected an integer from 0 to 1, got 2"),
+        ("RANK", "one", "RANK of the environment: expected an integer from 0 to 1, got 'one'"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE of the environment: expected a positive integer, got 0"),
+        ("MASTER_PORT", "70000", "MASTER_PORT of the environment: expected an integer from 0 to 65535, got 70000"),
+        ("MASTER_PORT", "", "MASTER_PORT of the environment: expected an integer from 0 to 65535, got ''"),
+        ("MASTER_ADDR", "", "MASTER_ADDR: expected the address of rank 0 in the environment, got none"),
+    ],
+)
+def test_wrong_variables_of_torchrun(name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for key, setting in (right | {name: value}).items():
+        monkeypatch.setenv(key, setting)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        init_from_env("cpu", timeout_s=1.0)
+
+
+def test_a_store_that_nobody_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        for key, value in (place | {"RANK": "1", "WORLD_SIZE": "2"}).items():
+            monkeypatch.setenv(key, value)
+        for by_agent, host, name in (("False", 0, "rank 0"), ("True", -1, "torchrun's agent")):
+            monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", by_agent)
+            with pytest.raises(StoreLostError, match=f"rank 1 cannot reach .* 0.2 s, {name}, which hosts") as caught:
+                init_from_env("cpu", timeout_s=0.2)
+            assert (caught.value.rank, caught.value.phase) == (host, Phase.START_UP)
+    assert not dist.is_initialized()
+
+
+def join_with(rank: int, world: int, port: int, how: str) -> tuple[int, str]:
+    """Rank 1 does not come, or fails to connect."""
+    dist.destroy_process_group()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
+    if rank == 1 and how == "absent":
+        return 1, "absent"
+    if rank == 1:
+        dist.init_process_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerTimeoutError) as caught:
+        init_from_env("cpu", timeout_s=WITHOUT_ONE_S)
+    assert not dist.is_initialized()
+    return caught.value.rank, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("absent", f"init_from_env: rank 1 of 3 did not come within {WITHOUT_ONE_S:g} s"),
+        ("killed", "init_from_env: rank {} cannot connect to its peers, rank 1 did not take part: "),
+    ],
+)
+def test_a_rank_that_does_not_join_is_named(how: str, message: str) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    outcomes = run_once(join_with, 3, store.port, how)
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank].trace
+        assert outcomes[rank].result[0] == 1
+        assert outcomes[rank].result[1].startswith(message.format(rank))
 
 
 def test_ranks_of_a_launcher_do_not_each_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,6 +353,26 @@ def test_a_rank_that_leaves_is_heard(get_pool) -> None:
     assert str(told.error) == "any step: rank 0 gave up: no checkpoint"
 
 
+def leave_beside_a_silent_rank(rank: int, world: int) -> tuple[int, str, float]:
+    """Rank 2 never comes; rank 0 gives up, and rank 1 has waited before."""
+    group, start = RankGroup(timeout_s=PATIENCE_S), time.monotonic()
+    if rank == 0:
+        time.sleep(0.5)
+        group.leave("no checkpoint")
+        group.leave("another reason")
+    if rank != 1:
+        return -1, "", 0.0
+    with pytest.raises(PeerAbortedError) as caught:
+        group.barrier("step")
+    return caught.value.rank, str(caught.value), time.monotonic() - start
+
+
+def test_who_waits_for_others_hears_of_a_rank_that_leaves(get_pool) -> None:
+    _, (left, message, seconds), _ = get_pool(3).run(leave_beside_a_silent_rank)
+    assert (left, message) == (0, "step: rank 0 gave up: no checkpoint")
+    assert seconds < PATIENCE_S
+
+
 def wait_for_nobody(rank: int, world: int) -> float:
     group = RankGroup(timeout_s=1.0)
     start = time.monotonic()
@@ -347,6 +433,33 @@ def group_of_two(store: object) -> RankGroup:
     group = RankGroup(timeout_s=1.0)
     group.world_size, group._store = 2, store
     return group
+
+
+class AbandonedStore(LostStore):
+    """A lost store in which `note` says who has left."""
+
+    def __init__(self, note: bytes) -> None:
+        super().__init__(1000)
+        self.note = note
+
+    def check(self, keys: list[str]) -> bool:
+        if keys[0].endswith("/left"):
+            self.looks = 2
+            return True
+        return super().check(keys)
+
+    def get(self, key: str) -> bytes:
+        return self.note
+
+
+def test_who_left_is_known_when_the_store_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    note = messages.answer("leave", [1, "disk full"])
+    with pytest.raises(PeerAbortedError, match="step: rank 1 gave up: disk full") as caught:
+        group_of_two(AbandonedStore(note)).barrier("step")
+    assert caught.value.rank == 1
+    for forged in (b"{}", messages.answer("leave", [2, "x"]), messages.answer("leave", "x"), b"\x80"):
+        with pytest.raises(MoERuntimeError, match="a rank gave up with a note that this program does not write"):
+            group_of_two(AbandonedStore(forged)).barrier("step")
 
 
 def test_an_answer_that_comes_when_the_time_is_up_counts() -> None:
@@ -465,6 +578,26 @@ def test_a_store_that_goes_while_ranks_part_is_no_error() -> None:
         group_of_two(LostStore(2)).barrier("step")
 
 
+def test_a_host_of_the_store_that_has_not_come_is_missed_while_ranks_part() -> None:
+    for looks in (1, 2, 3):
+        group = group_of_two(LostStore(looks))
+        group._host = bootstrap._StoreHost(1, "rank 1, which hosts it,")
+        with pytest.raises(StoreLostError, match="end: rank 0 cannot reach the group's store, rank 1, which") as caught:
+            group.part("end")
+        assert caught.value.rank == 1
+
+
+def test_who_waits_in_vain_while_ranks_part_says_so() -> None:
+    store = dist.HashStore()
+    with pytest.raises(PeerTimeoutError, match=r"end: rank 1 of 2 did not come"):
+        group_of_two(store).part("end")
+    other = group_of_two(store)
+    other.rank = 1
+    with pytest.raises(PeerAbortedError, match=r"end: rank 0 gave up: PeerTimeoutError: end: rank 1 of 2 did not come"):
+        other.gather("end", None, messages.nothing)
+        other.part("end")
+
+
 class SilentStore(dist.HashStore):
     """A store that answers nobody who looks into it."""
 
@@ -481,6 +614,10 @@ def test_a_silent_store_is_an_error_while_ranks_part(monkeypatch: pytest.MonkeyP
 
 def test_who_was_absent_is_known_when_the_store_goes() -> None:
     assert group_of_two(LostStore(2)).missing("event", 60.0) == [1]
+    for looks, host, missing in ((0, 1, [1]), (0, 0, [0]), (0, -1, []), (2, 0, [1])):
+        group = group_of_two(LostStore(looks))
+        group._host = bootstrap._StoreHost(host)
+        assert group.missing("event", 60.0) == missing
 
 
 class SlowStore(dist.TCPStore):
