@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from moe_runtime.comm.arguments import check_choice
-from moe_runtime.comm.bootstrap import RankGroup, describe_ranks, host_identity
+from moe_runtime.comm.bootstrap import host_identity
 from moe_runtime.comm.heaps import nvshmem_world
 from moe_runtime.comm.messages import integer, optional, row, text
+from moe_runtime.comm.rank_group import RankGroup, describe_ranks
 
 TRANSPORTS = ("nvshmem", "shared", "private", "collective")
 

@@ -29,10 +29,11 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from moe_runtime.comm.bootstrap import RankGroup, init_from_env
+from moe_runtime.comm.bootstrap import init_from_env
 from moe_runtime.comm.heaps import nvshmem_world
 from moe_runtime.comm.heaps.shared_memory import room_for_heaps
 from moe_runtime.comm.host_memory import memory_bytes
+from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.comm.transport import choose_transport
 from moe_runtime.config import MoELayerConfig, ParallelConfig, complaints, load_config
 from moe_runtime.context.memory import REGIONS, expert_bytes, layer_geometry, reserved_bytes

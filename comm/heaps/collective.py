@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 import torch.distributed as dist
 
-from moe_runtime.comm.bootstrap import ROLL_CALL_S, RankGroup
 from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase
 from moe_runtime.comm.heaps.heap import SymmetricHeap
 from moe_runtime.comm.heaps.private_heap import aligned_zeros
 from moe_runtime.comm.messages import hexadecimal, integer, row
+from moe_runtime.comm.rank_group import ROLL_CALL_S, RankGroup
 from moe_runtime.comm.signals import SignalLayout
 
 _HEADER = 3

@@ -17,10 +17,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from moe_runtime.comm.bootstrap import RankGroup, shared_memory_directory
+from moe_runtime.comm.bootstrap import shared_memory_directory
 from moe_runtime.comm.heaps.heap import SymmetricHeap
 from moe_runtime.comm.heaps.shared_memory import NamedMemory, NamelessMemory, Room, SharedMemory, shortage
 from moe_runtime.comm.messages import integer, optional, row, text
+from moe_runtime.comm.rank_group import RankGroup
 
 _LOG = logging.getLogger(__name__)
 

@@ -18,11 +18,11 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.comm.arguments import check_kind, check_seconds
-from moe_runtime.comm.bootstrap import MAX_SECONDS, RankGroup
 from moe_runtime.comm.errors import PeerAbortedError, Phase, reason_of
 from moe_runtime.comm.failures import abort_words, encode_abort, find_failure, reason_text, write_abort
 from moe_runtime.comm.heaps.collective import CollectiveHeap, CollectiveTransport
 from moe_runtime.comm.heaps.heap import SymmetricHeap
+from moe_runtime.comm.rank_group import MAX_SECONDS, RankGroup
 from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, NUM_COUNTERS, REASON_WORDS, SignalLayout
 from moe_runtime.context.agreement import Agreement
 from moe_runtime.context.regions import Regions
@@ -109,7 +109,7 @@ class ExpertParallelContext:
                 self.engine = resolve_engine(engine, self.device)
                 self.heap, self.transport_reasons = make_heap(self.group, self.device, transport)
             except BaseException as error:
-                self.group.leave(reason_of(error))
+                self.group.leave(reason_of(error), error)
                 raise
         else:
             check_heap(heap, group, device, transport)
@@ -297,7 +297,7 @@ class ExpertParallelContext:
                     self.host_transport.post_abort(max(self.timeout_s, self.startup_timeout_s))
         if self.group is not None:
             # Peers may wait on the host: for another layer, or in `close()`.
-            self.group.leave(reason)
+            self.group.leave(reason, error)
 
     def follow_stream(self) -> None:
         """On a GPU, order what is launched from now on behind the steps of other streams (`StreamOrder.follow`)."""
@@ -333,7 +333,7 @@ class ExpertParallelContext:
             del self.signals
         self._abort_codes = None
         if self._failure is not None and self.group is not None:
-            self.group.leave(reason_of(self._failure))
+            self.group.leave(reason_of(self._failure), self._failure)
         self.heap.close(failed=self.failed)
 
     def __enter__(self) -> ExpertParallelContext:

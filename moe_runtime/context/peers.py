@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from moe_runtime.comm.bootstrap import describe_ranks
 from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, Phase, reason_of
 from moe_runtime.comm.messages import Scalar, optional, row, scalar, table, text
+from moe_runtime.comm.rank_group import describe_ranks
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from moe_runtime.comm.arguments import check_choice, check_device, check_kind
-from moe_runtime.comm.bootstrap import RankGroup
 from moe_runtime.comm.heaps.collective import CollectiveHeap
 from moe_runtime.comm.heaps.heap import SymmetricHeap
 from moe_runtime.comm.heaps.nvshmem_heap import NvshmemHeap
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.comm.heaps.shared_heap import SharedHeap
+from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.comm.transport import choose_transport
 
 

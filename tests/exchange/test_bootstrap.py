@@ -22,15 +22,16 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_runtime.build import context_from_config
-from moe_runtime.comm import bootstrap, messages, store_calls
+from moe_runtime.comm import messages, rank_group, store_calls
 from moe_runtime.comm import transport as transport_module
-from moe_runtime.comm.bootstrap import RankGroup, init_from_env, resolve_group
+from moe_runtime.comm.bootstrap import init_from_env
 from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, StoreLostError
 from moe_runtime.comm.heaps.collective import CollectiveHeap
 from moe_runtime.comm.heaps.nvshmem_world import NvshmemWorld
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.comm.heaps.shared_heap import SharedHeap
 from moe_runtime.comm.messages import integer, row, table
+from moe_runtime.comm.rank_group import RankGroup, resolve_group
 from moe_runtime.comm.transport import choose_transport
 from moe_runtime.config import ParallelConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
@@ -191,7 +192,9 @@ def test_a_rank_that_does_not_join_is_named(how: str, message: str) -> None:
     for rank in (0, 2):
         assert outcomes[rank].error is None, outcomes[rank].trace
         assert outcomes[rank].result[0] == 1
-        assert outcomes[rank].result[1].startswith(message.format(rank))
+        # The other one may have told it first.
+        told = outcomes[rank].result[1].removeprefix(f"init_from_env: rank {2 - rank} gave up: PeerTimeoutError: ")
+        assert told.startswith((message.format(rank), message.format(2 - rank)))
 
 
 def test_ranks_of_a_launcher_do_not_each_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -453,11 +456,18 @@ class AbandonedStore(LostStore):
 
 
 def test_who_left_is_known_when_the_store_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    note = messages.answer("leave", [1, "disk full"])
+    note = messages.answer("leave", [1, "disk full", 1])
     with pytest.raises(PeerAbortedError, match="step: rank 1 gave up: disk full") as caught:
         group_of_two(AbandonedStore(note)).barrier("step")
     assert caught.value.rank == 1
-    for forged in (b"{}", messages.answer("leave", [2, "x"]), messages.answer("leave", "x"), b"\x80"):
+    note = messages.answer("leave", [1, "PeerTimeoutError: rank 2 did not come", 2])
+    group = group_of_two(AbandonedStore(note))
+    group.world_size = 3
+    with pytest.raises(PeerTimeoutError, match="step: rank 1 gave up: PeerTimeoutError: rank 2 did not come") as named:
+        group.barrier("step")
+    assert named.value.rank == 2
+    wrong = ([2, "x", 1], [1, "x", 2], [1, "x"], "x")
+    for forged in (b"{}", *(messages.answer("leave", value) for value in wrong), b"\x80"):
         with pytest.raises(MoERuntimeError, match="a rank gave up with a note that this program does not write"):
             group_of_two(AbandonedStore(forged)).barrier("step")
 
@@ -465,8 +475,13 @@ def test_who_left_is_known_when_the_store_goes(monkeypatch: pytest.MonkeyPatch) 
 def test_an_answer_that_comes_when_the_time_is_up_counts() -> None:
     assert group_of_two(LateStore(messages.answer("step", 7))).gather("step", 6, integer()) == [6, 7]
     with pytest.raises(PeerAbortedError, match="step: rank 1 gave up: disk full") as caught:
-        group_of_two(LateStore(messages.farewell("disk full"))).barrier("step")
+        group_of_two(LateStore(messages.farewell("disk full", 1))).barrier("step")
     assert caught.value.rank == 1
+    # Who is there itself names the one that gave up; so does who hears of a rank that does not exist.
+    for cause in (0, 2):
+        with pytest.raises(PeerAbortedError, match="step: rank 1 gave up: it did not come") as caught:
+            group_of_two(LateStore(messages.farewell("it did not come", cause))).barrier("step")
+        assert caught.value.rank == 1
 
 
 @pytest.mark.parametrize("transport", ["SharedHeap", "CollectiveHeap"])
@@ -485,7 +500,7 @@ def test_a_store_whose_host_is_gone_is_named(transport: str, monkeypatch: pytest
     heap.allocated = True
     with pytest.raises(StoreLostError, match=f"{transport}.close: " + gone):
         heap.close()
-    monkeypatch.setattr(bootstrap, "resolve_group", lambda group: SimpleNamespace(group_name="x"))
+    monkeypatch.setattr(rank_group, "resolve_group", lambda group: SimpleNamespace(group_name="x"))
     for name, value in {"get_rank": 0, "get_world_size": 2, "get_process_group_ranks": [0, 1]}.items():
         monkeypatch.setattr(dist, name, lambda group, value=value: value)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
@@ -515,7 +530,7 @@ def test_the_rank_that_hosts_a_lost_store_is_named(
         monkeypatch.setenv(key, value)
     for _ in range(prefixes):
         store = dist.PrefixStore("prefix", store)
-    monkeypatch.setattr(bootstrap, "resolve_group", lambda group: SimpleNamespace(group_name="x"))
+    monkeypatch.setattr(rank_group, "resolve_group", lambda group: SimpleNamespace(group_name="x"))
     for function, found in {"get_rank": 0, "get_world_size": 2, "get_process_group_ranks": ranks}.items():
         monkeypatch.setattr(dist, function, lambda group, found=found: found)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
@@ -581,7 +596,7 @@ def test_a_store_that_goes_while_ranks_part_is_no_error() -> None:
 def test_a_host_of_the_store_that_has_not_come_is_missed_while_ranks_part() -> None:
     for looks in (1, 2, 3):
         group = group_of_two(LostStore(looks))
-        group._host = bootstrap._StoreHost(1, "rank 1, which hosts it,")
+        group._host = rank_group._StoreHost(1, "rank 1, which hosts it,")
         with pytest.raises(StoreLostError, match="end: rank 0 cannot reach the group's store, rank 1, which") as caught:
             group.part("end")
         assert caught.value.rank == 1
@@ -616,7 +631,7 @@ def test_who_was_absent_is_known_when_the_store_goes() -> None:
     assert group_of_two(LostStore(2)).missing("event", 60.0) == [1]
     for looks, host, missing in ((0, 1, [1]), (0, 0, [0]), (0, -1, []), (2, 0, [1])):
         group = group_of_two(LostStore(looks))
-        group._host = bootstrap._StoreHost(host)
+        group._host = rank_group._StoreHost(host)
         assert group.missing("event", 60.0) == missing
 
 

@@ -534,7 +534,7 @@ def compare_beside_an_abort(rank: int, world: int, transport: str, heard_in: str
     context.heap.barrier()
     start = time.monotonic()
     if rank == 0 and heard_in == "memory":
-        context.group.leave = lambda reason: None  # type: ignore[method-assign, union-attr]
+        context.group.leave = lambda *_: None  # type: ignore[method-assign, union-attr]
         context.abort("no such checkpoint")
         del context.group.leave  # type: ignore[union-attr]
     dist.barrier()

@@ -18,13 +18,13 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from moe_runtime.comm.bootstrap import RankGroup
 from moe_runtime.comm.errors import PeerAbortedError, PeerTimeoutError
 from moe_runtime.comm.heaps import shared_heap, shared_memory
 from moe_runtime.comm.heaps.heap import REGION_ALIGNMENT, SymmetricHeap
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.comm.heaps.shared_heap import SharedHeap
 from moe_runtime.comm.heaps.shared_memory import NamedMemory, NamelessMemory, room_for_heaps
+from moe_runtime.comm.rank_group import RankGroup
 from tests.support.pool import WITHOUT_ONE_S, run_once
 
 REGIONS = {"small": 12, "large": 100_000, "last": 257}

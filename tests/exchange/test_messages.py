@@ -21,7 +21,6 @@ import torch.distributed as dist
 
 from moe_runtime.comm import messages
 from moe_runtime.comm import transport as transport_module
-from moe_runtime.comm.bootstrap import RankGroup
 from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, Phase
 from moe_runtime.comm.heaps import nvshmem_heap, nvshmem_world, shared_heap, shared_memory
 from moe_runtime.comm.heaps.collective import CollectiveHeap
@@ -29,6 +28,7 @@ from moe_runtime.comm.heaps.nvshmem_heap import NvshmemHeap
 from moe_runtime.comm.heaps.shared_heap import SharedHeap
 from moe_runtime.comm.heaps.shared_memory import NamelessMemory
 from moe_runtime.comm.messages import hexadecimal, integer, many, optional, row, scalar, table, text
+from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.comm.transport import choose_transport
 from moe_runtime.context.agreement import Agreement
 from moe_runtime.context.peers import agree_on
@@ -146,13 +146,15 @@ HOSTILE = {
     "no JSON": (b"what", "expected JSON, got something else"),
     "no text": (b"\xff\xfe", "expected JSON, got something else"),
     "nothing": (b"", "expected JSON, got something else"),
-    "two values": (b'{"left":"a"}{"left":"b"}', "expected JSON, got something else"),
+    "two values": (b'{"left":"a","cause":0}{"left":"b","cause":0}', "expected JSON, got something else"),
     "a key twice": (b'{"what":"step","value":1,"value":2}', "expected each key once, got one twice"),
     "no object": (b'["step",1]', "expected an answer of a rank, got other JSON"),
     "another key": (b'{"what":"step","value":1,"more":1}', "expected an answer of a rank, got other JSON"),
     "no value": (b'{"what":"step"}', "expected an answer of a rank, got other JSON"),
     "no name": (b'{"what":1,"value":1}', "expected a text, got 1"),
-    "no reason": (b'{"left":[]}', "expected a text, got list"),
+    "no reason": (b'{"left":[],"cause":0}', "expected a text, got list"),
+    "no cause": (b'{"left":"a"}', "expected an answer of a rank, got other JSON"),
+    "a cause that is no rank": (b'{"left":"a","cause":true}', "expected an integer"),
     "deep": (b"[" * 500_000 + b"]" * 500_000, "expected a value of few levels, got one that is too deep"),
     "long number": (b'{"what":"step","value":' + b"9" * 900_000 + b"}", "of at most 100 digits, got one of 900000"),
     "too large": (b'{"what":"step","value":"' + b"x" * (1 << 20) + b'"}', "at most 1048576 bytes of JSON"),

@@ -232,8 +232,8 @@ def announce_places(tell: Callable[[str], None]) -> None:
     import torch.distributed as dist
 
     from moe_runtime.comm import bootstrap
-    from moe_runtime.comm.bootstrap import RankGroup
     from moe_runtime.comm.heaps.shared_heap import SharedHeap
+    from moe_runtime.comm.rank_group import RankGroup
 
     announced(bootstrap, "_store_of_environment", "join: store", tell)
     announced(dist, "init_process_group", "join: connect", tell)
