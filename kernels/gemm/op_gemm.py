@@ -21,7 +21,7 @@ from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.op_problem import OpProblem, ScaledOperand
 from moe_runtime.kernels.gemm.plan import GemmKernel, GemmPlan, GemmProblem
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
-from moe_runtime.kernels.gemm.weights import ExpertWeights
+from moe_runtime.kernels.gemm.weights import ExpertWeights, has_blocks_apart
 from moe_runtime.kernels.runtime import INTERPRET, capability, resolve_engine
 
 
@@ -55,6 +55,8 @@ def plan_op(p: OpProblem, out: torch.Tensor, engine: str) -> GemmPlan:
             active_groups=p.num_groups,
             prepacked=isinstance(p.b, PrepackedWeights),
             out_format=None if p.activation is None else BF16,
+            # The blocks of weights in an operation run on from gate to up.
+            tiled_blocks=p.activation is None or not has_blocks_apart(p.format, p.num_outputs, p.activation.order),
             aligned=aligned,
             scales_aligned=scales_aligned,
             operation=True,
@@ -121,6 +123,7 @@ def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> N
         SCALE_BLOCK=p.block,
         ROWS_PER_SCALE=p.rows_per_scale,
         E5M2=p.a.quants.dtype == torch.float8_e5m2,
+        BLOCKS_APART=False,
         ORDER=0 if f is None else f.order.code,
         SCALES_PER_EXPERT=0 if p.expert_scales is None else 1,
         ACTIVATION=None if f is None else (f.alpha, f.limit, f.up_offset),

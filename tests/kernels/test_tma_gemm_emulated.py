@@ -65,9 +65,10 @@ def check_runs(emulator: Emulator, least: int) -> None:
 @pytest.mark.parametrize(
     ("name", "k", "gather", "regime"),
     [
-        *product(["fp8_block"], [640], [False, True], on_gpu.REGIMES),
+        *product(["fp8_block"], [640, 288], [False, True], on_gpu.REGIMES),
         *product(["bf16"], [200], [False, True], on_gpu.REGIMES),
         ("fp8_block", 512, False, TMA_PREFILL),  # with scales that come by TMA
+        ("fp8_block", 400, False, TMA_PREFILL),
     ],
 )
 def test_ragged_groups(
@@ -124,6 +125,23 @@ def test_swiglu_requantized(
     name: str, to: str, activation: SwiGLU, regime: TmaShape, emulator: Emulator, rng: torch.Generator
 ) -> None:
     on_gpu.test_swiglu_requantized(activation, name, to, regime, rng, CPU)
+    check_runs(emulator, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "inner", "activation", "regime"),
+    [
+        ("fp8_block", 192, 320, SwiGLU(), TMA_PREFILL),
+        ("fp8_block", 400, 192, SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), TMA_PREFILL),
+        ("fp8_block", 288, 352, GPT_OSS, TMA_DECODE),
+        ("fp8_block", 16, 80, SwiGLU(), TMA_DECODE),
+        ("bf16", 192, 320, GPT_OSS, TMA_PREFILL),
+    ],
+)
+def test_swiglu_in_short_blocks(
+    name: str, k: int, inner: int, activation: SwiGLU, regime: TmaShape, emulator: Emulator, rng: torch.Generator
+) -> None:
+    on_gpu.test_swiglu_in_short_blocks(activation, k, inner, name, regime, rng, CPU)
     check_runs(emulator, 2)
 
 
