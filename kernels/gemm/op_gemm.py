@@ -32,8 +32,7 @@ def plan_op(p: OpProblem, out: torch.Tensor, engine: str) -> GemmPlan:
     if cuda and isinstance(p.b, PrepackedWeights):
         aligned = dequant_gemm.fits(p.a.quants, p.format, out, p.num_groups)
     elif cuda and isinstance(p.b, ScaledOperand):
-        # Hopper's kernel needs whole blocks along K.
-        aligned = tma_gemm.aligned(p.a.quants, p.b.quants, out) and p.num_columns % p.block == 0
+        aligned = tma_gemm.aligned(p.a.quants, p.b.quants, out)
         # Transposing allocates new memory, except for a weight with one block of rows, whose scales stay in place.
         copied = p.a.layout is ScaleLayout.MN_MAJOR
         scales_aligned = (copied or p.a.scales.data_ptr() % 16 == 0) and (
@@ -150,7 +149,7 @@ def _grouped_rows(p: OpProblem, scales: torch.Tensor | None = None) -> GroupedRo
 
 def _tma_gemm(p: OpProblem, b: ScaledOperand, out: torch.Tensor, plan: GemmPlan) -> None:
     """FP8 on Hopper's kernel, with scales made K-major."""
-    columns, blocks = p.num_columns // 128, ceil_div(p.num_outputs, 128)
+    columns, blocks = ceil_div(p.num_columns, 128), ceil_div(p.num_outputs, 128)
     a_scales, b_scales = p.a.scales, b.scales
     if p.a.layout is ScaleLayout.MN_MAJOR:
         a_scales = a_scales.view(columns, -1)[:, _scale_columns(p)].T.contiguous()
