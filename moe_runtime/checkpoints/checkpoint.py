@@ -134,16 +134,16 @@ class Checkpoint:
 
         Raises:
             ValueError: a layer without experts, values that `MoELayerConfig` refuses, or overrides that contradict the
-                checkpoint; names file and key. Where it refuses the default formats, as blocks of 128 for a size that
-                is no multiple of it, also names each `token_format` that it takes.
+                checkpoint; names file and key. Where it refuses the default formats for a size that is no multiple of
+                their `unit`, also names each `token_format` that it takes.
         """
         self.check_layer(layer)
         sizes, stored = self._sizes(), self.stored_of(layer)
         try:
             return self._layer_config(layer, overrides)
         except ValueError as error:
-            block, asked = stored.layout.format.block, (overrides.get("token_format"), overrides.get("weight_format"))
-            if asked != (None, None) or sizes.hidden_size % block == sizes.intermediate_size % block == 0:
+            unit, asked = stored.layout.format.unit, (overrides.get("token_format"), overrides.get("weight_format"))
+            if asked != (None, None) or sizes.hidden_size % unit == sizes.intermediate_size % unit == 0:
                 raise
             ways = [f'"{name}"' for name in FORMATS if self._takes_tokens(name, layer, overrides)]
             if not ways:

@@ -15,7 +15,7 @@ import torch
 from moe_runtime.comm.arguments import check_is_tensor, describe
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.kernels.formats.number_formats import TokenFormat, align, weight_format_named
-from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder
+from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, has_blocks_apart
 
 MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23
@@ -129,8 +129,9 @@ def quantize_experts(
 ) -> tuple[ExpertWeights, ExpertWeights]:
     """Gate-and-up and down of `count` experts in the weight format of `config`. Holds one more expert at a time.
 
-    Weights that already have that format stay bit for bit. Those in another format are dequantized and quantized
-    again. A pair is an expert without biases. Quants that a reader put into a `QuantBuffer` of `buffers` stay there.
+    Weights that already have that format stay bit for bit. Those in another format, or with blocks of 128x128 that hold
+    rows of gate and of up, are dequantized and quantized again. A pair is an expert without biases. Quants that a
+    reader put into a `QuantBuffer` of `buffers` stay there.
 
     Raises `ValueError` naming the tensor and the expert's position: a wrong shape or order of gate and up, a bias that
     `config.expert_bias` excludes or requires; also for another number of experts.
@@ -172,7 +173,8 @@ def _quantize(
     bias_EN = None if bias is None else bias.to(device).float()[None].contiguous()
     if isinstance(w, ExpertWeights):
         w = w.to(device)
-        if w.format is fmt:
+        # Without an order, blocks of 128 rows run on from gate to up.
+        if w.format is fmt and (w.gate_up is order or not has_blocks_apart(fmt, w.num_rows, order)):
             scales = w.expert_scales
             if scales is not None and order is not None:
                 scales = scales.view(1, -1).expand(1, 2).contiguous()

@@ -114,9 +114,9 @@ class ExpertReader:
     def holds(self, fmt: TokenFormat) -> bool:
         """Whether quants are stored in the form that weights in `fmt` have in memory."""
         if self.layout != PLAIN:
-            sizes = (2 * self.inner, self.hidden, self.names.order), (self.hidden, self.inner, None)
-            whole = self.layout.stacked or all(has_whole_blocks(fmt, *each) for each in sizes)
-            return self.layout.format is fmt and self.layout.scale is not None and whole
+            parts = (self.hidden, self.names.order), (self.inner, None)
+            kept = self.layout.stacked or all(keeps_scales(fmt, *each) for each in parts)
+            return self.layout.format is fmt and self.layout.scale is not None and kept
         first = f"{self.names.linears(0)[0]}.{self.layout.weight}"
         return fmt is self.layout.format and self.files.entry(first).dtype == "BF16"
 
@@ -235,8 +235,8 @@ def begin_linears(
     """Read one linear `[rows, columns]`, or gate and up, each with its own second-level scale.
 
     `empty` allocates the quants. Calling the result gives `[len(prefixes) * rows, columns]`, gate and up in `order`:
-    bf16 or fp32, or weights of one expert. Weights in 128x128 blocks that do not fit together (`has_whole_blocks`)
-    come back dequantized to fp32.
+    bf16 or fp32, or weights of one expert. Weights in 128x128 blocks that `ExpertWeights` does not hold
+    (`keeps_scales`) come back dequantized to fp32.
     """
     fmt = layout.format
     if fmt.scale_dtype is not torch.float32:
@@ -270,15 +270,13 @@ def stack_rows(parts: torch.Tensor, order: GateUpOrder | None) -> torch.Tensor:
     return (parts.transpose(0, 1) if order is GateUpOrder.INTERLEAVED else parts).flatten(0, 1)
 
 
-def has_whole_blocks(fmt: TokenFormat, rows: int, columns: int, order: GateUpOrder | None) -> bool:
-    """Whether the scales of separately stored linears are valid for their `rows` together.
+def keeps_scales(fmt: TokenFormat, columns: int, order: GateUpOrder | None) -> bool:
+    """Whether the scales of separately stored linears are those of `ExpertWeights` of all their rows.
 
-    128x128 blocks are not if K cuts a block off, or if a block would hold rows of both gate and up.
+    128x128 blocks are not if rows of gate and up alternate, so that a block would hold some of both, nor if K is no
+    multiple of `fmt.unit`.
     """
-    if fmt.scale_dtype is not torch.float32:
-        return True
-    apart = order is None or (order is not GateUpOrder.INTERLEAVED and rows % (2 * WEIGHT_BLOCK_N) == 0)
-    return columns % fmt.block == 0 and apart
+    return fmt.scale_dtype is not torch.float32 or (columns % fmt.unit == 0 and order is not GateUpOrder.INTERLEAVED)
 
 
 def _assemble(
@@ -297,8 +295,8 @@ def _assemble(
     assert fmt.scale_dtype is not None
     scales = scales.view(fmt.scale_dtype) if fmt.scale_dtype.itemsize == 1 else scales.to(fmt.scale_dtype)
     if scales.dtype == torch.float32:
-        parts, rows, columns = quants.shape
-        if not has_whole_blocks(fmt, parts * rows, columns, order):
+        _, rows, columns = quants.shape
+        if not keeps_scales(fmt, columns, order):
             factors = scales.repeat_interleave(WEIGHT_BLOCK_N, 1).repeat_interleave(fmt.block, 2)
             return stack_rows(quants.float() * factors[:, :rows, :columns], order)
         return ExpertWeights(fmt, quants.view(1, -1, columns), scales.view(1, -1, scales.shape[2]), gate_up=order)

@@ -24,7 +24,7 @@ from moe_runtime.config import MoELayerConfig
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import ceil_div, format_named, weight_format_named
-from moe_runtime.kernels.gemm.weights import scales_shape
+from moe_runtime.kernels.gemm.weights import GateUpOrder, scales_shape
 
 REGIONS = ("landing", "token_flags", "combine", "signals")
 
@@ -82,12 +82,10 @@ def expert_bytes(config: MoELayerConfig, world_size: int) -> int:
     """
     _check_sizes(config, world_size)
     fmt, total = weight_format_named(config.weight_format), 0
-    for rows, columns in (
-        (2 * config.intermediate_size, config.hidden_size),
-        (config.hidden_size, config.intermediate_size),
-    ):
+    hidden, inner = config.hidden_size, config.intermediate_size
+    for rows, columns, order in ((2 * inner, hidden, GateUpOrder(config.activation.order)), (hidden, inner, None)):
         total += rows * fmt.quant_bytes(columns)
-        if (shape := scales_shape(fmt, 1, rows, columns)) is not None and fmt.scale_dtype is not None:
+        if (shape := scales_shape(fmt, 1, rows, columns, order)) is not None and fmt.scale_dtype is not None:
             total += math.prod(shape) * fmt.scale_dtype.itemsize
     return ceil_div(config.num_experts, world_size) * total
 

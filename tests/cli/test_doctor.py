@@ -129,12 +129,12 @@ def test_the_staging_of_a_placed_layer_is_told(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_format_that_does_not_fit_says_why() -> None:
     layer = load_config("tiny_cpu").layer.replace(
-        token_format="bf16", weight_format=None, hidden_size=288, intermediate_size=96
+        token_format="bf16", weight_format=None, hidden_size=304, intermediate_size=96
     )
     reserved = doctor.reserved_by_format(layer, 2)
-    assert isinstance(reserved["mxfp8"], dict) and isinstance(reserved["nvfp4"], dict)
-    problem = reserved["fp8_block"]
-    assert isinstance(problem, str) and "fp8_block needs a positive multiple of 128, got 288" in problem
+    assert isinstance(reserved["fp8_block"], dict) and isinstance(reserved["nvfp4"], dict)
+    problem = reserved["mxfp8"]
+    assert isinstance(problem, str) and "mxfp8 needs a positive multiple of 32, got 304" in problem
 
 
 @pytest.mark.parametrize(

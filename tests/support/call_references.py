@@ -43,7 +43,7 @@ def _dequantize_bf16(y: torch.Tensor, q: torch.Tensor) -> str | None:
 
 def _dequantize_fp8(y: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, granularity_mn: int) -> str | None:
     rows = scales.double().repeat_interleave(granularity_mn, -2)[..., : q.shape[-2], :]
-    return _near(y, VALUES[q.dtype][_bytes(q)] * rows.repeat_interleave(128, -1))
+    return _near(y, VALUES[q.dtype][_bytes(q)] * rows.repeat_interleave(128, -1)[..., : q.shape[-1]])
 
 
 def _dequantize_mxfp8(y: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, granularity_k: int) -> str | None:

@@ -150,14 +150,16 @@ class LibraryScheme:
         return json.loads(self.scheme.model_dump_json()) | {"format": self.format}
 
     def compress(self, w: torch.Tensor) -> dict[str, torch.Tensor]:
-        """From the library's own scales; FP8 blocks are whole."""
+        """From the library's own scales; FP8 blocks may be short."""
         from compressed_tensors.quantization.utils import helpers
 
         parts, weights = {"weight": w}, self.scheme.weights
         if self.format.startswith("nvfp4"):
             parts["weight_global_scale"] = helpers.generate_gparam(w.min(), w.max())
         if self.preset == "FP8_BLOCK":
-            blocks, along = w.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)), (1, 3)
+            rows, columns = w.shape
+            padded = torch.nn.functional.pad(w, (0, -columns % 128, 0, -rows % 128))
+            blocks, along = padded.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)), (1, 3)
         else:
             blocks, along = w.unflatten(1, (-1, weights.group_size)), (2,)
         second = parts.get("weight_global_scale")

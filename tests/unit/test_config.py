@@ -91,7 +91,7 @@ def test_what_is_absent_gets_its_default(tmp_path: Path) -> None:
         ({"hidden_size": 252}, r"layer\.hidden_size: .*multiple of 8, got 252"),
         ({"hidden_size": 264, "token_format": "nvfp4"}, r"layer\.hidden_size: format nvfp4 .*16, got 264"),
         ({"hidden_size": 272, "combine_format": "mxfp8"}, r"layer\.hidden_size: format mxfp8 .*32, got 272"),
-        ({"intermediate_size": 192, "token_format": "fp8_block"}, r"layer\.intermediate_size: .*128, got 192"),
+        ({"intermediate_size": 200, "token_format": "fp8_block"}, r"layer\.intermediate_size: .*16, got 200"),
         ({"top_k": 9}, r"layer\.top_k: expected at most num_experts = 8, got 9"),
         ({"top_k": "2"}, r"layer\.top_k: .*integer, got '2'"),
         ({"top_k": True}, r"layer\.top_k: .*integer, got True"),
@@ -293,14 +293,14 @@ def test_examples_in_docstrings() -> None:
 def test_a_layer_is_accepted_exactly_when_it_can_run(
     hidden: int, intermediate: int, num_experts: int, top_k: int, token: str, weight: str | None, combine: str
 ) -> None:
-    weights = weight or token
+    weights, units = weight or token, {"bf16": 8, "fp8_block": 16, "mxfp8": 32, "nvfp4": 16, "mxfp4": 32}
     possible = (
         hidden > 0
         and intermediate > 0
         and 0 < top_k <= num_experts
         and (weights == token or (token, weights) in (("bf16", "nvfp4"), ("bf16", "mxfp4"), ("mxfp8", "mxfp4")))
-        and all(hidden % max(8, WEIGHT_FORMATS[name].block) == 0 for name in (token, weights, combine))
-        and all(intermediate % max(8, WEIGHT_FORMATS[name].block) == 0 for name in (token, weights))
+        and all(hidden % units[name] == 0 for name in (token, weights, combine))
+        and all(intermediate % units[name] == 0 for name in (token, weights))
     )
     data = {
         "hidden_size": hidden,
