@@ -114,7 +114,7 @@ class ExpertReader:
     def holds(self, fmt: TokenFormat) -> bool:
         """Whether quants are stored in the form that weights in `fmt` have in memory."""
         if self.layout != PLAIN:
-            parts = (self.hidden, self.names.order), (self.inner, None)
+            parts = (self.inner, self.hidden, self.names.order), (self.hidden, self.inner, None)
             kept = self.layout.stacked or all(keeps_scales(fmt, *each) for each in parts)
             return self.layout.format is fmt and self.layout.scale is not None and kept
         first = f"{self.names.linears(0)[0]}.{self.layout.weight}"
@@ -270,13 +270,14 @@ def stack_rows(parts: torch.Tensor, order: GateUpOrder | None) -> torch.Tensor:
     return (parts.transpose(0, 1) if order is GateUpOrder.INTERLEAVED else parts).flatten(0, 1)
 
 
-def keeps_scales(fmt: TokenFormat, columns: int, order: GateUpOrder | None) -> bool:
-    """Whether the scales of separately stored linears are those of `ExpertWeights` of all their rows.
+def keeps_scales(fmt: TokenFormat, rows: int, columns: int, order: GateUpOrder | None) -> bool:
+    """Whether the scales of linears `[rows, columns]`, stored apart, are those of `ExpertWeights` of all their rows.
 
     128x128 blocks are not if rows of gate and up alternate, so that a block would hold some of both, nor if K is no
-    multiple of `fmt.unit`.
+    multiple of `fmt.unit`, or N none of 8.
     """
-    return fmt.scale_dtype is not torch.float32 or (columns % fmt.unit == 0 and order is not GateUpOrder.INTERLEAVED)
+    kept = rows % 8 == 0 and columns % fmt.unit == 0 and order is not GateUpOrder.INTERLEAVED
+    return kept or fmt.scale_dtype is not torch.float32
 
 
 def _assemble(
@@ -296,7 +297,7 @@ def _assemble(
     scales = scales.view(fmt.scale_dtype) if fmt.scale_dtype.itemsize == 1 else scales.to(fmt.scale_dtype)
     if scales.dtype == torch.float32:
         _, rows, columns = quants.shape
-        if not keeps_scales(fmt, columns, order):
+        if not keeps_scales(fmt, rows, columns, order):
             factors = scales.repeat_interleave(WEIGHT_BLOCK_N, 1).repeat_interleave(fmt.block, 2)
             return stack_rows(quants.float() * factors[:, :rows, :columns], order)
         return ExpertWeights(fmt, quants.view(1, -1, columns), scales.view(1, -1, scales.shape[2]), gate_up=order)

@@ -28,7 +28,7 @@ from moe_runtime.checkpoints.layouts import (
 )
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer
 from moe_runtime.checkpoints.loading import quantize_experts as load_experts
-from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, check_no_nan
+from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, check_no_nan, read_linear
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.formats.swizzle import unswizzle_scales
@@ -190,6 +190,17 @@ def test_fp8_blocks_of_sizes_that_no_row_may_have_are_dequantized(tmp_path: Path
         weights = (*expert.gate_up.dequantize()[0].chunk(2), expert.down)
         for part, w in zip(PARTS, weights, strict=True):
             assert_is_fp8_block_weight(w, tensors, number, part)
+
+
+@pytest.mark.parametrize(("rows", "columns"), [(132, 288), (12, 256), (136, 200)])
+def test_fp8_linears_of_any_size_are_read(rows: int, columns: int, tmp_path: Path, rng: torch.Generator) -> None:
+    """As those of a shared expert, which no kernel multiplies as they are stored."""
+    stored = fp8_blocks(torch.randn(rows, columns, generator=rng))
+    save_file({linear(0, "up_proj", name): tensor for name, tensor in stored.items()}, tmp_path / SINGLE_FILE)
+    with TensorFiles(tmp_path) as files:
+        w = read_linear(files, FP8_BLOCKS, linear(0, "up_proj", "")[:-1], rows, columns)
+    assert isinstance(w, torch.Tensor)
+    assert_is_fp8_block_weight(w, {linear(0, "up_proj", name): tensor for name, tensor in stored.items()}, 0, "up_proj")
 
 
 @pytest.mark.parametrize(
