@@ -15,6 +15,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
+from moe_runtime.checkpoints.families import text_config
 from moe_runtime.checkpoints.files import read_json
 from moe_runtime.checkpoints.patterns import check_work, matches
 from moe_runtime.comm.arguments import describe
@@ -32,6 +33,8 @@ _CONFIG_KEYS = (EXPERTS_KEY, "quantization_config", OLD_KEY)
 _WILDCARD = re.compile(r"[*?\[]")
 QUANTIZED_DTYPES = ("F8_E4M3", "U8")
 """Dtypes of quants of 8 and of 4 bits, as safetensors names them."""
+WEIGHT_NAMES = ("weight", "weight_packed")
+"""Last parts of the names of the quants of linears."""
 SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
 """Ends of names of scales. In every layout but that of stacked experts, some tensor of a quantized linear has one."""
 
@@ -81,6 +84,9 @@ PLAIN = WeightLayout("plain", BF16)
 PLAIN_STACKED = WeightLayout("plain, stacked", BF16, stacked=True, transposed=True)
 PLAIN_FUSED = WeightLayout("plain, fused", BF16, stacked=True)
 """As transformers 5 has experts in memory, except gpt-oss; saved with `save_original_format=False`."""
+PLAIN_FUSED_TRANSPOSED = WeightLayout("plain, fused, transposed", BF16, stacked=True, transposed=True)
+"""As Qwen3-VL-MoE is published."""
+FUSED = (PLAIN_FUSED, PLAIN_FUSED_TRANSPOSED)
 MODELOPT_NVFP4 = WeightLayout(
     "modelopt nvfp4",
     NVFP4,
@@ -154,12 +160,17 @@ class Quantization:
             ValueError: no object, or an unknown method; names file and key.
         """
         modelopt = folder / MODELOPT_FILE
+        at, text = "", config
         key = next((key for key in _CONFIG_KEYS if config.get(key) is not None), None)
+        if key is None:
+            at, text = text_config(config)
+            key = next((key for key in _CONFIG_KEYS if text.get(key) is not None), None)
         if key is None and modelopt.is_file():
-            said = _mapping(f"{modelopt}: quantization", read_json(modelopt).get("quantization"))
-            return cls(modelopt, "quantization", {**said, "quant_method": "modelopt"}, stacked)
+            described = _mapping(f"{modelopt}: quantization", read_json(modelopt).get("quantization"))
+            return cls(modelopt, "quantization", {**described, "quant_method": "modelopt"}, stacked)
         unread = modelopt if modelopt.is_file() else None
-        found = cls(folder / CONFIG_FILE, key or "quantization_config", config.get(key or ""), stacked, unread)
+        said = None if key is None else text[key]
+        found = cls(folder / CONFIG_FILE, f"{at}{key or 'quantization_config'}", said, stacked, unread)
         found._check_method()
         return found
 

@@ -34,6 +34,7 @@ class ExpertNames:
         gate, up, down: names of the projections of one expert, if experts are not stacked.
         order: order of the rows of gate and up in the model, and in stacked tensors.
         biases: whether each projection has a bias.
+        others: tensors with names like those of experts that belong to something else.
     """
 
     block: str
@@ -42,6 +43,7 @@ class ExpertNames:
     down: str = "down_proj"
     order: GateUpOrder = GateUpOrder.GATE_UP
     biases: bool = False
+    others: tuple[str, ...] = ()
 
     def linears(self, expert: int) -> tuple[str, str, str]:
         """Prefixes of gate, up and down of an expert that is not stacked."""
@@ -123,6 +125,7 @@ class ExpertReader:
     def check_names(self) -> None:
         """Raise `ValueError` naming the first tensor of the block that does not belong to an expert."""
         expected = {name for expert in range(self.num_experts) for name in self.tensors(expert) + self.biases(expert)}
+        expected.update(self.names.others)
         for name in self.files.names():
             if name.startswith(f"{self.names.block}.") and name not in expected:
                 raise ValueError(
