@@ -13,7 +13,7 @@ import re
 import warnings
 from collections.abc import Collection, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from reprlib import repr as shortened
@@ -39,6 +39,7 @@ from moe_runtime.checkpoints.files import INDEX_FILE, SINGLE_FILE, TensorFiles, 
 from moe_runtime.checkpoints.layouts import (
     CONFIG_FILE,
     EXPERTS_KEY,
+    FLOAT_DTYPES,
     MODELOPT_FILE,
     PLAIN,
     PLAIN_FUSED,
@@ -74,7 +75,7 @@ _HUB_ID = r"\w[\w.-]{0,95}/\w[\w.-]{0,95}"
 
 @dataclass(frozen=True)
 class RouterTensors:
-    """The router of a layer: weight `[E, H]`, and the biases `[E]` of its family; bf16 or fp32."""
+    """The router of a layer: weight `[E, H]`, and the biases `[E]` of its family; bf16, fp16 or fp32."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -85,7 +86,7 @@ class RouterTensors:
 class SharedExpertTensors:
     """A shared expert: `gate_proj` and `up_proj` `[S, H]`, `down_proj` `[H, S]`, and the gate `[1, H]` of gated ones.
 
-    bf16; fp32 if they are stored so, or quantized.
+    bf16; fp32 if they are stored so or in fp16, or quantized. The gate is as it is stored.
     """
 
     gate_proj: torch.Tensor
@@ -280,7 +281,7 @@ class Checkpoint:
         self.check_layer(layer)
         sizes = self._sizes()
         hidden, shared = sizes.hidden_size, sizes.shared_expert
-        self.files.check(f"{self._gate(layer)}.weight", (sizes.num_experts, hidden), ("BF16", "F32"))
+        self.files.check(f"{self._gate(layer)}.weight", (sizes.num_experts, hidden), FLOAT_DTYPES)
         if shared is None or not shared.gated:
             self._check_none(self._shared_gate(layer), "no shared expert with a gate")
         if shared is None:
@@ -290,7 +291,7 @@ class Checkpoint:
             linears, inner = self._shared_linears(layer), shared.intermediate_size
             layout = self._shared_layout(linears)
             for name, (rows, columns) in zip(linears, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
-                shape = (rows, layout.format.quant_columns(columns))
+                shape = (rows, layout.quant_columns(columns))
                 self.files.check(f"{name}.{layout.weight}", shape, layout.quant_dtypes)
 
     def stored_of(self, layer: int) -> StoredExperts:
@@ -306,11 +307,11 @@ class Checkpoint:
         if stored.layout.stacked and names.stacks[0] in self.files:
             return StoredExperts(PLAIN_STACKED, "bf16")
         if self.family is not GPT_OSS and names.stacks[0] in self.files:
-            return StoredExperts(self._fused(names), "bf16")
+            return self._find_fused(names, stored)
         linears = [prefix for expert in experts for prefix in names.linears(expert)]
         self._check_left_out(self.quantization, stored, linears)
         layout = layout_of(self.files, stored.layout, linears)
-        if layout is not stored.layout:
+        if layout is PLAIN and stored.layout is not PLAIN:
             quantized = (name for name in linears if self.files.entry(f"{name}.weight").dtype in QUANTIZED_DTYPES)
             if stored.layout.scale is not None and (first := next(quantized, None)) is not None:
                 self._check_agrees(stored, first)
@@ -319,16 +320,24 @@ class Checkpoint:
             self.quantization.check_block(linears, names.block)
             if self.quantization.unread is not None:
                 self._check_agrees(stored, linears[0])
-        return stored
+        return replace(stored, layout=layout)
 
-    def _fused(self, names: ExpertNames) -> WeightLayout:
-        """The layout of stacked experts, by their shapes: those of gate-and-up or those of down differ."""
+    def _find_fused(self, names: ExpertNames, stored: StoredExperts) -> StoredExperts:
+        """How stacked experts are stored.
+
+        Which way round plain ones are is seen from their shapes: those of gate-and-up or those of down differ.
+        """
+        if stored.layout.is_fp8 and self.files.entry(names.stacks[0]).dtype in stored.layout.quant_dtypes:
+            name, unused = f"{stored.layout.name}, fused", ("activation_scale",)
+            made = replace(stored.layout, name=name, scale="scale_inv", unused=unused, stacked=True, fused=True)
+            return replace(stored, layout=made)
         sizes = self._sizes()
         experts, hidden, inner = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
         found = [self.files.entry(stack).shape for stack in names.stacks]
         transposed = [(experts, hidden, 2 * inner), (experts, inner, hidden)]
         plain = [(experts, 2 * inner, hidden), (experts, hidden, inner)]
-        return PLAIN_FUSED_TRANSPOSED if found == transposed and found != plain else PLAIN_FUSED
+        turned = found == transposed and found != plain
+        return StoredExperts(PLAIN_FUSED_TRANSPOSED if turned else PLAIN_FUSED, "bf16")
 
     def _check_agrees(self, stored: StoredExperts, linear: str) -> None:
         """Raise `ValueError` if a quantized linear has other tensors than the JSON file that was read says."""
@@ -429,7 +438,7 @@ class Checkpoint:
         self.check_layer(layer)
         sizes = self._sizes()
         gate, correction_bias = self._gate(layer), self._found(layer, self.family.names.correction_biases)
-        experts, floats = sizes.num_experts, PLAIN.quant_dtypes
+        experts, floats = sizes.num_experts, FLOAT_DTYPES
         router = sizes.router
         for name, used in ((f"{gate}.bias", router.bias), (correction_bias, router.correction_bias)):
             if not used:
@@ -457,7 +466,7 @@ class Checkpoint:
             gate,
             up,
             down,
-            self.files.read(self._shared_gate(layer), (1, hidden), PLAIN.quant_dtypes) if shared.gated else None,
+            self.files.read(self._shared_gate(layer), (1, hidden), FLOAT_DTYPES) if shared.gated else None,
         )
 
     def _shared_gate(self, layer: int) -> str:
@@ -497,7 +506,9 @@ class Checkpoint:
 def choose_formats(
     stored: StoredExperts, token_format: str | None = None, weight_format: str | None = None
 ) -> tuple[str, str]:
-    """Formats of tokens and weights, where None asks for the checkpoint's if possible.
+    """Formats of tokens and weights, where None or `auto` asks for the checkpoint's if possible.
+
+    Quants and scales that no format has count as `bf16`, to which weights are rounded.
 
     Weights stay as stored if they go with `token_format`, else they take that format. Tokens take the format that the
     checkpoint is meant for if it goes with `weight_format`, else one that does. Weight-only quantization keeps bf16
@@ -505,6 +516,7 @@ def choose_formats(
 
     Raises `ValueError` naming the argument that is no format.
     """
+    token_format, weight_format = (None if name == "auto" else name for name in (token_format, weight_format))
     if token_format is not None:
         format_named(token_format, "token_format")
     if weight_format is not None:

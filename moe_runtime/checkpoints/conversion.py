@@ -34,7 +34,6 @@ from moe_runtime.checkpoints.layouts import (
     COMPRESSED_NVFP4,
     CONFIG_FILE,
     EXPERTS_KEY,
-    FUSED,
     GPT_OSS_MXFP4,
     MODELOPT_FILE,
     OLD_KEY,
@@ -92,7 +91,7 @@ def convert_checkpoint(
     tensor, so another copy will do. A change after these bytes goes unnoticed and mixes old and new shards.
 
     Args:
-        source: a folder that `Checkpoint` reads, without fused experts (`FUSED`). Nobody may write to it until
+        source: a folder that `Checkpoint` reads, without fused experts. Nobody may write to it until
             the conversion ends.
         target: created if missing. Complete shards of the same conversion are left as they are.
         weight_format: `nvfp4`, `mxfp4`, `mxfp8` or `fp8_block`; not the format of a layer of the source.
@@ -177,7 +176,7 @@ class _Conversion:
         for layer in _layers_with_experts(checkpoint):
             reader = checkpoint.reader(layer)
             reader.check_names()
-            if reader.layout in FUSED:
+            if reader.layout.fused:
                 raise ValueError(
                     f"source: {reader.names.block} of {checkpoint.folder} are fused, as transformers has them in "
                     "memory, expected what its save_pretrained writes with save_original_format=True"

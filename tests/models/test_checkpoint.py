@@ -216,8 +216,8 @@ def test_a_layer_without_experts(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("tensor", "message"),
     [
-        (torch.zeros(64, 32, dtype=torch.float16), "expected BF16 or F32, got F16"),
-        (torch.zeros(64, 32, dtype=torch.float8_e4m3fn), "expected BF16 or F32, got F8_E4M3"),
+        (torch.zeros(64, 32, dtype=torch.int8), "expected BF16 or F32 or F16, got I8"),
+        (torch.zeros(64, 32, dtype=torch.float8_e4m3fn), "expected BF16 or F32 or F16, got F8_E4M3"),
         (torch.zeros(32, 64, dtype=torch.bfloat16), r"expected shape \[64, 32\], got \[32, 64\]"),
         (torch.zeros(64 * 32, dtype=torch.bfloat16), r"expected shape \[64, 32\], got \[2048\]"),
     ],
