@@ -57,7 +57,6 @@ from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, dense, la
 from moe_runtime.comm.arguments import check_integer, check_kind, check_path, describe
 from moe_runtime.config import MAX_EXPERTS, ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
 from moe_runtime.kernels.formats.number_formats import (
-    FORMATS,
     format_named,
     token_formats_for,
     weight_format_named,
@@ -151,30 +150,28 @@ class Checkpoint:
         `intermediate_gsf` to the smallest one stored for the layer's experts. A whole config
         (`**config.model_dump()`) checks that it fits the checkpoint.
 
+        Warns (`UserWarning`) where the sizes do not fit into the blocks of the default formats, as FP8 with a size that
+        is no multiple of 128. Tokens are then bf16, and so are weights that do not go with them.
+
         Raises:
             ValueError: a layer without experts, values that `MoELayerConfig` refuses, or overrides that contradict the
-                checkpoint; names file and key. Where it refuses the default formats, as blocks of 128 for a size that
-                is no multiple of it, also names each `token_format` that it takes.
+                checkpoint; names file and key.
         """
         self.check_layer(layer)
         sizes, stored = self._sizes(), self.stored_of(layer)
         try:
             return self._layer_config(layer, overrides)
         except ValueError as error:
-            block, asked = stored.layout.format.block, (overrides.get("token_format"), overrides.get("weight_format"))
-            if asked != (None, None) or sizes.hidden_size % block == sizes.intermediate_size % block == 0:
+            block, asked = stored.layout.format.block, [overrides.get(key) for key in ("token_format", "weight_format")]
+            if (
+                any(name not in (None, "auto") for name in asked)
+                or sizes.hidden_size % block == sizes.intermediate_size % block == 0
+            ):
                 raise
-            ways = [f'"{name}"' for name in FORMATS if self._takes_tokens(name, layer, overrides)]
-            if not ways:
-                raise
-            raise ValueError(f"{error}; it can be read with token_format={' or '.join(ways)}") from None
-
-    def _takes_tokens(self, token_format: str, layer: int, overrides: dict[str, Any]) -> bool:
-        try:
-            self._layer_config(layer, overrides | {"token_format": token_format})
-        except ValueError:
-            return False
-        return True
+            made = self._layer_config(layer, overrides | {"token_format": "bf16"})
+            said = f"{stored.key} says {stored.layout.name}"
+            warnings.warn(f"{error}; {said}, but tokens are bf16 and weights {made.weight_format}", stacklevel=2)
+            return made
 
     def _layer_config(self, layer: int, overrides: dict[str, Any]) -> MoELayerConfig:
         token, weight = choose_formats(

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -157,30 +158,43 @@ class ExpertReader:
         A larger one could saturate the inputs of some expert, and a smaller one would gain nothing. All ranks get the
         same, whichever experts they hold.
 
-        Experts that calibration never reached do not count. Their scale is missing or, in layouts that store encode
-        scales, infinite or exactly 1, which is what compressed-tensors writes for all-zero inputs; a 1 counts only if
-        all others are 1.
+        Experts that calibration never reached do not count. Their scale is missing, or 0 where weights are all 0. In
+        layouts that store encode scales, it is infinite or exactly 1, which is what compressed-tensors writes for
+        all-zero inputs; a 1 counts only if all others are 1.
 
-        Raises `ValueError` if all stored ones are infinite.
+        Raises `ValueError` if calibration reached none of those that have one.
         """
         scale = self.layout.input_scale
         if scale is None:
             return None
-        linears = (self.names.linears(expert)[2] for expert in range(self.num_experts))
-        prefixes = [prefix for prefix in linears if f"{prefix}.{scale.suffix}" in self.files]
-        if not prefixes:
+        downs = ((expert, self.names.linears(expert)[2]) for expert in range(self.num_experts))
+        found = [
+            _second_level(self.files, down, scale, may_be_zeros=functools.partial(self._may_be_zeros, expert))
+            for expert, down in downs
+            if f"{down}.{scale.suffix}" in self.files
+        ]
+        if not found:
             return None
-        stored = torch.stack([_second_level(self.files, prefix, scale, infinite=scale.divides) for prefix in prefixes])
-        if not scale.divides:
-            return float(_reciprocal(stored).min().clamp(max=MAX_ENCODE_SCALE))
-        reached = stored[stored.isfinite()]
+        stored = torch.stack(found)
+        reached = stored[stored.isfinite() & (stored != 0)]
         if len(reached) == 0:
             raise ValueError(
                 f"{self.files.index}: expected one of the {scale.suffix} of the down projections in {self.names.block} "
-                "to be finite, got none; give intermediate_gsf"
+                f"to be {'finite' if scale.divides else 'positive'}, got none; give intermediate_gsf"
             )
+        if not scale.divides:
+            return float(_reciprocal(reached).min().clamp(max=MAX_ENCODE_SCALE))
         reached = reached[reached != 1] if (reached != 1).any() else reached
         return float(reached.min().clamp(max=MAX_ENCODE_SCALE))
+
+    def _may_be_zeros(self, expert: int) -> bool:
+        """Whether all inputs of an expert's down projection may be 0: so it is if the weights of some linear are."""
+        scale = self.layout.weight_scale
+        if scale is not None and scale.divides:
+            return True
+        return scale is not None and any(
+            _second_level(self.files, prefix, scale) == 0 for prefix in self.names.linears(expert)
+        )
 
     def tensors(self, expert: int) -> list[str]:
         """Names of the tensors that an expert's weights may have, gate first; of all experts if stacked."""
@@ -314,6 +328,9 @@ def begin_linears(
     if layout.weight_scale is not None:
         second = torch.stack([_second_level(files, prefix, layout.weight_scale) for prefix in prefixes])
         second = _reciprocal(second) if layout.weight_scale.divides else second
+        for prefix in (prefix for prefix, scale in zip(prefixes, second.tolist(), strict=True) if scale == 0):
+            name = f"{prefix}.{layout.weight_scale.suffix}"
+            warnings.warn(f"{files.path_of(name)}: tensor {name}: its linear is read as zeros", stacklevel=2)
     names = [f"{prefix}.{layout.scale}" for prefix in prefixes]
     return functools.partial(_assemble, files, layout, names, quants, scales, second, order)
 
@@ -344,6 +361,9 @@ def _assemble(
     order: GateUpOrder | None,
 ) -> torch.Tensor | ExpertWeights:
     """Assemble a weight from the quants, block scales (called `names`) and second-level scales of linears."""
+    if second is not None:
+        # Writers divide by the second-level scale: block scales of weights that are all 0 are NaN.
+        scales.view(torch.uint8)[second == 0] = 0
     for name, part in zip(names, scales, strict=True):
         check_no_nan(files, name, part)
     fmt = layout.format
@@ -468,12 +488,17 @@ def check_no_nan(files: TensorFiles, name: str, scales: torch.Tensor) -> None:
         )
 
 
-def _second_level(files: TensorFiles, prefix: str, scale: ScaleName, *, infinite: bool = False) -> torch.Tensor:
-    """A second-level scale as it is stored, fp32 `[]`. Only with `infinite` may it be infinite."""
+def _second_level(
+    files: TensorFiles, prefix: str, scale: ScaleName, *, may_be_zeros: Callable[[], bool] = lambda: True
+) -> torch.Tensor:
+    """A second-level scale as it is stored, fp32 `[]`.
+
+    That of values that are all 0, which is 0, or infinite if it divides, is refused unless `may_be_zeros`.
+    """
     name = f"{prefix}.{scale.suffix}"
     shape = files.entry(name).shape
     value = files.read(name, shape if shape == (1,) else (), ("F32",)).view(())
-    if not (0 < value.item() < math.inf or (infinite and value.item() == math.inf)):
+    if not (0 < value.item() < math.inf or (value.item() == (math.inf if scale.divides else 0) and may_be_zeros())):
         raise ValueError(f"{files.path_of(name)}: tensor {name}: expected a positive number, got {float(value)}")
     return value
 

@@ -30,8 +30,10 @@ from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer
 from moe_runtime.checkpoints.loading import quantize_experts as load_experts
 from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, check_no_nan
 from moe_runtime.config import MoELayerConfig
+from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.formats.swizzle import unswizzle_scales
 from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder
+from moe_runtime.layer import MoELayer
 from tests.support.checkpoint_writers import (
     NVFP4_RTOL,
     LibraryScheme,
@@ -209,6 +211,49 @@ def test_linears_that_quantization_left_out_are_plain(folder: Path) -> None:
         assert checkpoint.stored_of(0) == StoredExperts(PLAIN, "bf16")
     assert layer_config_of(folder, 0, max_tokens_per_rank=1).token_format == "bf16"
     assert layer_config_of(folder, 1, max_tokens_per_rank=1).token_format == "nvfp4"
+
+
+@pytest.mark.parametrize("parts", [PARTS, PARTS[1:2]])
+@pytest.mark.parametrize("block_scale", [0x7F, 0x00])
+def test_experts_whose_weights_are_all_zero(parts: tuple[str, ...], block_scale: int, folder: Path) -> None:
+    """A second-level scale of 0 divides none: block scales are NaN, or 0. Scales of other experts are as they were."""
+    made = quantize_experts(folder, modelopt_nvfp4, quantization_config=MODELOPT)
+    before = projections(folder)
+    for part in parts:
+        made[linear(1, part, "weight_scale_2")] = torch.zeros(())
+        made[linear(1, part, "weight_scale")].view(torch.uint8).fill_(block_scale)
+        made[linear(1, part, "input_scale")] = torch.zeros(())
+    rewrite(folder, made)
+    names = "|".join(re.escape(linear(1, part, "weight_scale_2")) for part in parts)
+    with pytest.warns(UserWarning, match=rf"{SINGLE_FILE}: tensor ({names}): its linear is read as zeros") as seen:
+        after = projections(folder)
+    assert len(seen) == len(parts)
+    for old, new in zip(before, after, strict=True):
+        dead = any(new.prefix == linear(1, part, "") for part in parts)
+        assert torch.equal(new.value, torch.zeros_like(old.value) if dead else old.value)
+    with pytest.warns(UserWarning, match="read as zeros"), ExpertParallelContext(device="cpu") as context:
+        layer = MoELayer.from_checkpoint(folder, context=context, max_tokens_per_rank=8)
+        assert layer(torch.randn(8, 256).bfloat16()).isfinite().all()
+    alive = [e for e in range(3) if e != 1 or "down_proj" not in parts]
+    largest = max(made[linear(e, "down_proj", "input_scale")] for e in alive)
+    assert layer.config.intermediate_gsf == (torch.ones(()) / largest).item()
+
+
+def test_what_compressed_tensors_writes_of_zeros_is_read_as_zeros(folder: Path) -> None:
+    """Its scale for them is 1; an infinite one, as other writers have it, means the same."""
+    pytest.importorskip("compressed_tensors")
+    zeros = {name: tensor * 0 if ".experts.1." in name else tensor for name, tensor in load_all(folder).items()}
+    rewrite(folder, zeros)
+    library = LibraryScheme("NVFP4A16", "Linear")
+    made = quantize_experts(folder, library.compress, quantization_config=compressed_config(library.group))
+    for values in (projections(folder), None):
+        if values is None:
+            name = linear(1, "up_proj", "weight_global_scale")
+            rewrite(folder, made | {name: torch.tensor([float("inf")])})
+            with pytest.warns(UserWarning, match=f"tensor {name}: its linear is read as zeros"):
+                values = projections(folder)
+        for one in values:
+            assert (".experts.1." in one.prefix) == (one.value == 0).all()
 
 
 CASES: list[tuple[StoredExperts, tuple[str | None, str | None], tuple[str, str]]] = [
