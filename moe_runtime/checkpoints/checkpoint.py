@@ -16,7 +16,6 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from reprlib import repr as shortened
 from typing import Any
 
 import torch
@@ -63,10 +62,13 @@ from moe_runtime.kernels.formats.number_formats import (
 )
 from moe_runtime.kernels.gemm.weights import GateUpOrder
 
-_BLOCK = re.compile(r"((?:[^.]+\.)*layers)\.([0-9]{1,4})\.[^.]+(?:\.[^.]+)*")
-"""A module with experts: the list of decoder layers, and the number of the layer that it is in."""
+_NUMBER = re.compile("[0-9]{1,4}").fullmatch
+"""A number of a decoder layer."""
 _OTHER_STACKS = ("mtp", "draft", "talker")
 """Modules that may have decoder layers of their own, which are not those of the model."""
+
+MAX_NAME = 500
+"""Most characters of the name of a module with experts; those of published checkpoints have some thirty."""
 
 _HUB_ID = r"\w[\w.-]{0,95}/\w[\w.-]{0,95}"
 """Owner and name of a model of the Hugging Face Hub."""
@@ -249,19 +251,20 @@ class Checkpoint:
         seen = set()
         for name in self.files.names():
             block, found, _ = name.partition(".experts.")
-            if not found or block in seen:
+            if not found or block in seen or len(block) > MAX_NAME:
                 continue
             seen.add(block)
-            match = _BLOCK.fullmatch(block)
-            if match is None or not set(_OTHER_STACKS).isdisjoint(block.split(".")):
+            parts = block.split(".")
+            place = next((n for n in range(1, len(parts) - 1) if parts[n - 1] == "layers" and _NUMBER(parts[n])), None)
+            if place is None or not set(_OTHER_STACKS).isdisjoint(parts):
                 continue
-            blocks, layer = stacks.setdefault(match[1], {}), int(match[2])
+            blocks, layer = stacks.setdefault(".".join(parts[:place]), {}), int(parts[place])
             if blocks.setdefault(layer, block) != block:
                 got = f"{blocks[layer]} and {block}"
                 raise ValueError(f"{self.files.index}: expected experts of layer {layer} in one module, got {got}")
         if len(stacks) > 1:
             raise ValueError(
-                f"{self.files.index}: expected experts in one list of layers, got {shortened(list(stacks))}"
+                f"{self.files.index}: expected experts in one list of layers, got {' and '.join(list(stacks)[:2])}"
             )
         return next(iter(stacks.items()), ("model.layers", {}))
 
