@@ -193,7 +193,7 @@ MODELOPT = {
     "FP8_PB_WO": (COMPRESSED_FP8_BLOCKS, "bf16"),
     "MXFP8": (COMPRESSED_MXFP8, "mxfp8"),
 }
-"""Algorithms of ModelOpt: their layouts and the tokens that they are meant for."""
+"""Algorithms of ModelOpt: their layouts and the tokens that they are meant for. It writes some in small letters."""
 
 
 @dataclass(frozen=True)
@@ -395,9 +395,9 @@ def _modelopt(at: str, quant_config: Mapping[str, Any], name: str) -> StoredExpe
         if _covers(pattern, above):
             return _plain(f"{at}.{ignored}[{place}] = {json.dumps(pattern)}")
     algorithm = recipe.get("quant_algo")
-    if not isinstance(algorithm, str) or algorithm not in MODELOPT:
+    if not isinstance(algorithm, str) or algorithm.upper() not in MODELOPT:
         raise ValueError(f"{where}.quant_algo of {name}: expected one of {', '.join(MODELOPT)}, got {algorithm!r}")
-    layout, tokens = MODELOPT[algorithm]
+    layout, tokens = MODELOPT[algorithm.upper()]
     if layout.format in (NVFP4, MXFP8) and recipe.get("group_size") is not None:
         _expect(f"{where}.group_size of {name}", recipe["group_size"], layout.format.block)
     stored = StoredExperts(layout, tokens, f"{where}.quant_algo")

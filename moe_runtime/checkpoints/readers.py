@@ -267,14 +267,21 @@ class ExpertReader:
         self.files.check(name, (self.num_experts, rows, columns), layout.quant_dtypes)
         high, wide = layout.grid or (WEIGHT_BLOCK_N, layout.format.block)
         high, wide = high or rows, wide or columns
-        # transformers keeps two rows of scales for gate and up, however few they are.
-        high = min(high, rows if order is None else rows // 2)
+        if order is not None and rows <= high:
+            # transformers keeps two rows of scales for gate and up, however few rows these have.
+            high = rows // 2
+        if order is not None and rows // 2 % high:
+            raise ValueError(
+                f"{self.files.path_of(name)}: tensor {name}: expected gate and up of a multiple of {high} rows, got "
+                f"{rows // 2}: whether they share a scale is not known"
+            )
         shape = ceil_div(rows, high), ceil_div(columns, wide)
         quants = empty(rows, columns, dtype=torch.float8_e4m3fn)
         self.files.read_into(name, quants, item=expert)
         scales = self.files.read(scale, (self.num_experts, *shape), layout.scale_dtypes, item=expert)
         check_no_nan(self.files, scale, scales)
         scales = scales.float()
+        _clear(self.files, (scale,), quants[None], scales[None], high, wide)
         if not layout.dequantized and has_whole_blocks(layout.format, rows, columns, order):
             scales = _in_blocks(scales[None], high, wide, rows, columns)
             return ExpertWeights(layout.format, quants[None], scales, gate_up=order)
@@ -367,6 +374,10 @@ def _assemble(
     for name, part in zip(names, scales, strict=True):
         check_no_nan(files, name, part)
     fmt = layout.format
+    if layout.is_fp8:
+        high, wide = layout.grid or (WEIGHT_BLOCK_N, fmt.block)
+        scales = scales.float()
+        _clear(files, names, quants, scales, high or quants.shape[1], wide or quants.shape[2])
     if layout.grid is not None:
         scales = scales.float()
         values = _unpacked_int4(quants) if layout.int4 else quants
@@ -388,11 +399,28 @@ def _assemble(
     return ExpertWeights(fmt, stack_rows(quants, order)[None], blocks, second, gate_up=order)
 
 
+def _clear(
+    files: TensorFiles, names: Sequence[str], quants: torch.Tensor, scales: torch.Tensor, high: int, wide: int
+) -> None:
+    """Make FP8 quants 0 whose scale (fp32, called `names`) is 0: writers divided by it, which gave NaN."""
+    dead = scales == 0
+    if not dead.any():
+        return
+    for name, part in zip(names, dead, strict=True):
+        if part.all():
+            warnings.warn(f"{files.path_of(name)}: tensor {name}: its linear is read as zeros", stacklevel=2)
+    quants.view(torch.uint8).masked_fill_(_spread(dead, high, wide, *quants.shape[1:]), 0)
+
+
+def _spread(scales: torch.Tensor, high: int, wide: int, rows: int, columns: int) -> torch.Tensor:
+    """`[P, rows, columns]` of scales `[P, ceil(rows/high), ceil(columns/wide)]` of blocks."""
+    spread = scales.repeat_interleave(min(high, rows), 1)[:, :rows]
+    return spread.repeat_interleave(min(wide, columns), 2)[:, :, :columns]
+
+
 def _dequantized(quants: torch.Tensor, scales: torch.Tensor, high: int, wide: int) -> torch.Tensor:
     """fp32 of quants `[P, N, K]` times the scales `[P, ceil(N/high), ceil(K/wide)]` of their blocks."""
-    rows, columns = quants.shape[1:]
-    factors = scales.repeat_interleave(min(high, rows), 1)[:, :rows]
-    return quants.float() * factors.repeat_interleave(min(wide, columns), 2)[:, :, :columns]
+    return quants.float() * _spread(scales, high, wide, *quants.shape[1:])
 
 
 def _in_blocks(scales: torch.Tensor, high: int, wide: int, rows: int, columns: int) -> torch.Tensor:

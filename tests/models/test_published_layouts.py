@@ -142,7 +142,7 @@ def product(parts: dict[str, torch.Tensor]) -> np.ndarray:
 LAYOUTS: dict[str, tuple[Quantizer, dict[str, Any], tuple[str, str]]] = {
     "modelopt FP8": (per_tensor, modelopt("FP8"), ("fp8_block", "fp8_block")),
     "modelopt FP8_PER_CHANNEL_PER_TOKEN": (per_row, modelopt("FP8_PER_CHANNEL_PER_TOKEN"), ("bf16", "bf16")),
-    "modelopt FP8_PB_WO": (blocks_4d, modelopt("FP8_PB_WO"), ("bf16", "bf16")),
+    "modelopt FP8_PB_WO": (blocks_4d, modelopt("fp8_pb_wo"), ("bf16", "bf16")),
     "modelopt MXFP8": (mxfp8, modelopt("MXFP8") | {"group_size": 32}, ("mxfp8", "mxfp8")),
     "fp8, dynamic, per tensor": (per_tensor, FP8 | {"weight_block_size": None}, ("fp8_block", "fp8_block")),
     "fp8, static, per tensor": (
@@ -177,6 +177,42 @@ def test_layouts_by_their_definition(name: str, folder: Path, seed: int) -> None
     assert layer_config_of(folder, max_tokens_per_rank=1, weight_format="auto", token_format="auto") == layer_config_of(
         folder, max_tokens_per_rank=1
     )
+
+
+MODELOPT_CONFIGS = {
+    "FP8_DEFAULT_CFG": ("fp8_block", "fp8_block"),
+    "FP8_PER_CHANNEL_PER_TOKEN_CFG": ("bf16", "bf16"),
+    "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG": ("bf16", "bf16"),
+    "MXFP8_DEFAULT_CFG": ("mxfp8", "mxfp8"),
+}
+
+
+@pytest.mark.parametrize("name", MODELOPT_CONFIGS)
+def test_what_modelopt_exports_is_read(name: str, tmp_path: Path, seed: int) -> None:
+    """Where it is installed: a model that it quantizes and exports."""
+    transformers = pytest.importorskip("transformers")
+    quantization = pytest.importorskip("modelopt.torch.quantization")
+    export = pytest.importorskip("modelopt.torch.export")
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 3, "num_experts_per_tok": 2}
+    attention = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
+    torch.manual_seed(seed)
+    config = transformers.Qwen3MoeConfig(num_hidden_layers=1, vocab_size=96, norm_topk_prob=True, **sizes, **attention)
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
+    stacks = model.model.layers[0].mlp.experts
+    plain = [torch.cat([stacks.gate_up_proj[e], stacks.down_proj[e].T]).float() for e in range(3)]
+    ids = torch.arange(96).view(4, 24)
+    quantization.quantize(model, getattr(quantization, name), lambda quantized: quantized(ids))
+    export.export_hf_checkpoint(model, export_dir=str(tmp_path))
+    tensors, exact = load_all(tmp_path), {}
+    for prefix, got in values(tmp_path).items():
+        parts = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+        exact[prefix] = torch.from_numpy(product(parts))
+        np.testing.assert_array_equal(got.numpy(), exact[prefix].numpy().astype(np.float32))
+    for expert in range(3):
+        gate, up, down = (exact[prefix_of(expert, part)] for part in PARTS)
+        assert relative_error(torch.cat([gate, up, down.T]), plain[expert].double())[0] < 2.0**-4
+    held(tmp_path, seed, exact, MODELOPT_CONFIGS[name])
 
 
 LIBRARY: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
@@ -275,6 +311,46 @@ def test_fused_fp8_experts(
     held(folder, seed, exact, formats)
     with pytest.raises(ValueError, match=r"source: .*\.experts of .* are fused"):
         convert_checkpoint(folder, folder / "converted", "nvfp4")
+
+
+def test_stacked_experts_that_may_share_scales_are_named(folder: Path) -> None:
+    write_qwen3_moe_checkpoint(folder, CONFIG.replace(intermediate_size=96), seed=0)
+    rewrite(folder, fused(folder, fp8_blocks), quantization_config=FP8)
+    with pytest.raises(
+        ValueError, match=r"experts\.gate_up_proj: expected gate and up of a multiple of 128 rows, got 96"
+    ):
+        values(folder)
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "said"),
+    [
+        (per_tensor, modelopt("FP8")),
+        (per_row, modelopt("FP8_PER_CHANNEL_PER_TOKEN")),
+        (fp8_blocks, FP8),
+        (blocks_4d, modelopt("FP8_PB_WO")),
+    ],
+)
+def test_fp8_experts_whose_weights_are_all_zero(
+    quantizer: Quantizer, said: dict[str, Any], folder: Path, seed: int
+) -> None:
+    """Scales of 0, and quants of 0 / 0, as ModelOpt writes them. A row or block of zeros needs no warning."""
+    zeros = load_all(folder)
+    zeros[f"{prefix_of(0, 'gate_proj')}weight"][:, :128] = 0
+    zeros[f"{prefix_of(1, 'up_proj')}weight"][...] = 0
+    rewrite(folder, zeros)
+    tensors = quantize_experts(folder, quantizer, quantization_config=said)
+    name = f"{prefix_of(1, 'up_proj')}weight"
+    assert tensors[name].float().isnan().all() and (tensors[f"{name}_scale{'_inv' if said is FP8 else ''}"] == 0).all()
+    with pytest.warns(UserWarning, match=rf"tensor {name}_scale.*: its linear is read as zeros") as seen:
+        found = values(folder)
+    assert len(seen) == 1
+    for prefix, got in found.items():
+        assert got.isfinite().all() and (got == 0).all() == (f"{prefix}weight" == name)
+    assert (found[prefix_of(0, "gate_proj")][:, :128] == 0).all()
+    with pytest.warns(UserWarning, match="read as zeros"), ExpertParallelContext(device="cpu") as context:
+        layer = MoELayer.from_checkpoint(folder, context=context, max_tokens_per_rank=8)
+        assert layer(torch.randn(8, 256).bfloat16()).isfinite().all()
 
 
 def test_fp16_is_read_exactly(folder: Path, seed: int) -> None:
