@@ -420,7 +420,13 @@ def _spread(scales: torch.Tensor, high: int, wide: int, rows: int, columns: int)
 
 def _dequantized(quants: torch.Tensor, scales: torch.Tensor, high: int, wide: int) -> torch.Tensor:
     """fp32 of quants `[P, N, K]` times the scales `[P, ceil(N/high), ceil(K/wide)]` of their blocks."""
-    return quants.float() * _spread(scales, high, wide, *quants.shape[1:])
+    values, (rows, columns) = quants.float(), quants.shape[1:]
+    high, wide = min(high, rows), min(wide, columns)
+    if rows % high or columns % wide:
+        return values * _spread(scales, high, wide, rows, columns)
+    # Without a copy of the scales for each value.
+    blocks = values.contiguous().view(len(quants), rows // high, high, columns // wide, wide)
+    return blocks.mul_(scales[:, :, None, :, None]).view(quants.shape)
 
 
 def _in_blocks(scales: torch.Tensor, high: int, wide: int, rows: int, columns: int) -> torch.Tensor:

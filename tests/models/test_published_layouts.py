@@ -390,6 +390,28 @@ def test_a_converted_copy_means_the_same(folder: Path) -> None:
         assert_same_bits(got, want)
 
 
+@pytest.mark.parametrize("weights", [None, "int4"])
+def test_a_model_with_a_nested_config_is_converted(weights: str | None, folder: Path) -> None:
+    """Its own description, within `text_config`, stays if there is one, and that of the experts comes before it."""
+    pytest.importorskip("compressed_tensors")
+    said: dict[str, Any] = {}
+    if weights is not None:
+        library = LibraryScheme("W4A16", r"re:.*experts.*", group_size=32)
+        quantize_experts(folder, library.compress)
+        said = {"quantization_config": compressed_config(library.group)}
+    config = json.loads((folder / "config.json").read_text()) | said
+    rewrite(folder, {name.replace("model.", "model.language_model.", 1): t for name, t in load_all(folder).items()})
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_vl_moe", "text_config": config}))
+    before = values(folder)
+    convert_checkpoint(folder, folder / "converted", "mxfp8")
+    written = json.loads((folder / "converted" / "config.json").read_text())
+    assert written["text_config"] == config
+    assert ("expert_quantization_config" in written) == (weights is not None) != ("quantization_config" in written)
+    assert layer_config_of(folder / "converted", max_tokens_per_rank=1).weight_format == "mxfp8"
+    for prefix, got in values(folder / "converted").items():
+        assert_same_bits(got, ExpertWeights.quantize(before[prefix][None], "mxfp8").dequantize()[0])
+
+
 NAME = prefix_of(2, "down_proj")
 PACKED = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
 
