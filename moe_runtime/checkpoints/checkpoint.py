@@ -10,9 +10,10 @@ from __future__ import annotations
 import hashlib
 import os
 import re
+import warnings
 from collections.abc import Collection, Generator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -21,24 +22,31 @@ import torch
 from safetensors.torch import save_file
 
 from moe_runtime.checkpoints.families import (
-    DEEPSEEK_V3,
+    DEFAULT,
     GPT_OSS,
-    MIXTRAL,
+    MAX_LAYERS,
+    MTP_KEYS,
     Family,
     family_of,
+    guessed,
     is_moe_layer,
     layer_config,
-    moe_layers,
+    num_layers,
+    text_config,
 )
 from moe_runtime.checkpoints.files import INDEX_FILE, SINGLE_FILE, TensorFiles, read_json, write_json
 from moe_runtime.checkpoints.layouts import (
     CONFIG_FILE,
     EXPERTS_KEY,
+    FLOAT_DTYPES,
     MODELOPT_FILE,
+    PLAIN,
     PLAIN_FUSED,
+    PLAIN_FUSED_TRANSPOSED,
     PLAIN_STACKED,
     QUANTIZED_DTYPES,
     SCALE_NAMES,
+    WEIGHT_NAMES,
     Quantization,
     StoredExperts,
     WeightLayout,
@@ -48,12 +56,19 @@ from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, dense, la
 from moe_runtime.comm.arguments import check_integer, check_kind, check_path, describe
 from moe_runtime.config import MAX_EXPERTS, ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig
 from moe_runtime.kernels.formats.number_formats import (
-    FORMATS,
     format_named,
     token_formats_for,
     weight_format_named,
 )
 from moe_runtime.kernels.gemm.weights import GateUpOrder
+
+_NUMBER = re.compile("[0-9]{1,4}").fullmatch
+"""A number of a decoder layer."""
+_OTHER_STACKS = ("mtp", "draft", "talker")
+"""Modules that may have decoder layers of their own, which are not those of the model."""
+
+MAX_NAME = 500
+"""Most characters of the name of a module with experts; those of published checkpoints have some thirty."""
 
 _HUB_ID = r"\w[\w.-]{0,95}/\w[\w.-]{0,95}"
 """Owner and name of a model of the Hugging Face Hub."""
@@ -61,7 +76,7 @@ _HUB_ID = r"\w[\w.-]{0,95}/\w[\w.-]{0,95}"
 
 @dataclass(frozen=True)
 class RouterTensors:
-    """The router of a layer: weight `[E, H]`, and the biases `[E]` of its family; bf16 or fp32."""
+    """The router of a layer: weight `[E, H]`, and the biases `[E]` of its family; bf16, fp16 or fp32."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None = None
@@ -72,7 +87,7 @@ class RouterTensors:
 class SharedExpertTensors:
     """A shared expert: `gate_proj` and `up_proj` `[S, H]`, `down_proj` `[H, S]`, and the gate `[1, H]` of gated ones.
 
-    bf16; fp32 if they are stored so, or quantized.
+    bf16; fp32 if they are stored so or in fp16, or quantized. The gate is as it is stored.
     """
 
     gate_proj: torch.Tensor
@@ -92,10 +107,12 @@ class Checkpoint:
         files: its tensors.
 
     Raises:
-        ValueError: a JSON file that is missing or broken, an unknown family or quantization method; names file and
-            key. All methods raise it too: for linears of the layer with an unknown quantization (names file, key and
-            linear); for a missing tensor or shard, a truncated file, a shape or dtype other than in `config.json`,
-            or a NaN scale (names file and tensor).
+        ValueError: a JSON file that is missing or broken, a model without experts, an unknown quantization method;
+            names file and key. All methods raise it too: for linears of the layer with an unknown quantization (names
+            file, key and linear); for a missing tensor or shard, a truncated file, a shape or dtype other than in
+            `config.json`, a tensor that the config leaves no use for, or a NaN scale (names file and tensor).
+
+    Warns (`UserWarning`) of a `model_type` that no family has: what its config does not say is guessed (`DEFAULT`).
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -105,6 +122,9 @@ class Checkpoint:
         self._source = str(self.folder / CONFIG_FILE)
         self.config = read_json(self.folder / CONFIG_FILE)
         self.family: Family = family_of(self.config, source=self._source)
+        if (guess := guessed(self.config, source=self._source)) is not None:
+            router = self._sizes().router
+            warnings.warn(f"{self._source}: {guess} is not known; its router is read as {router!r}", stacklevel=2)
         self.quantization = Quantization.of(self.folder, self.config, stacked=self.family is GPT_OSS)
         self.files = TensorFiles(self.folder)
         self._stored: dict[int, StoredExperts] = {}
@@ -132,30 +152,28 @@ class Checkpoint:
         `intermediate_gsf` to the smallest one stored for the layer's experts. A whole config
         (`**config.model_dump()`) checks that it fits the checkpoint.
 
+        Warns (`UserWarning`) where the sizes do not fit into the blocks of the default formats, as FP8 with a size that
+        is no multiple of 128. Tokens are then bf16, and so are weights that do not go with them.
+
         Raises:
             ValueError: a layer without experts, values that `MoELayerConfig` refuses, or overrides that contradict the
-                checkpoint; names file and key. Where it refuses the default formats for a size that is no multiple of
-                their `unit`, also names each `token_format` that it takes.
+                checkpoint; names file and key.
         """
         self.check_layer(layer)
         sizes, stored = self._sizes(), self.stored_of(layer)
         try:
             return self._layer_config(layer, overrides)
         except ValueError as error:
-            unit, asked = stored.layout.format.unit, (overrides.get("token_format"), overrides.get("weight_format"))
-            if asked != (None, None) or sizes.hidden_size % unit == sizes.intermediate_size % unit == 0:
+            unit, asked = stored.layout.format.unit, [overrides.get(key) for key in ("token_format", "weight_format")]
+            if (
+                any(name not in (None, "auto") for name in asked)
+                or sizes.hidden_size % unit == sizes.intermediate_size % unit == 0
+            ):
                 raise
-            ways = [f'"{name}"' for name in FORMATS if self._takes_tokens(name, layer, overrides)]
-            if not ways:
-                raise
-            raise ValueError(f"{error}; it can be read with token_format={' or '.join(ways)}") from None
-
-    def _takes_tokens(self, token_format: str, layer: int, overrides: dict[str, Any]) -> bool:
-        try:
-            self._layer_config(layer, overrides | {"token_format": token_format})
-        except ValueError:
-            return False
-        return True
+            made = self._layer_config(layer, overrides | {"token_format": "bf16"})
+            said = f"{stored.key} says {stored.layout.name}"
+            warnings.warn(f"{error}; {said}, but tokens are bf16 and weights {made.weight_format}", stacklevel=2)
+            return made
 
     def _layer_config(self, layer: int, overrides: dict[str, Any]) -> MoELayerConfig:
         token, weight = choose_formats(
@@ -195,23 +213,85 @@ class Checkpoint:
 
     def check_layer(self, layer: int) -> None:
         """Raise `ValueError` unless decoder layer `layer` has routed experts."""
-        if not is_moe_layer(self.config, layer, source=self._source):
-            raise ValueError(f"layer: {self._source} says that layer {layer} has no experts")
+        if not self._is_moe_layer(layer):
+            where = self.files.index if self.family is DEFAULT else self._source
+            raise ValueError(f"layer: {where} says that layer {layer} has no experts")
+
+    @property
+    def num_hidden_layers(self) -> int:
+        """Decoder layers without those for multi-token prediction, which follow them."""
+        return num_layers(self.config, source=self._source, prediction=False)
+
+    def _is_moe_layer(self, layer: int) -> bool:
+        """As `is_moe_layer`, but the files say which layers have experts if the family is `DEFAULT`.
+
+        They also say which layers for multi-token prediction there are, if the config does not.
+        """
+        if (
+            self._says_no_prediction
+            and type(layer) is int
+            and layer >= self.num_hidden_layers
+            and layer in self._blocks
+        ):
+            return True
+        found = is_moe_layer(self.config, layer, source=self._source)
+        return found and (self.family is not DEFAULT or layer in self._blocks)
+
+    @cached_property
+    def _says_no_prediction(self) -> bool:
+        return all(text_config(self.config)[1].get(key) is None for key in MTP_KEYS)
+
+    @cached_property
+    def _stack(self) -> tuple[str, dict[int, str]]:
+        """The name of the list of decoder layers, and by layer that of the block whose experts the files hold.
+
+        Raises `ValueError` if experts are in several such lists, or in two blocks of one layer.
+        """
+        stacks: dict[str, dict[int, str]] = {}
+        seen = set()
+        for name in self.files.names():
+            block, found, _ = name.partition(".experts.")
+            if not found or block in seen or len(block) > MAX_NAME:
+                continue
+            seen.add(block)
+            parts = block.split(".")
+            place = next((n for n in range(1, len(parts) - 1) if parts[n - 1] == "layers" and _NUMBER(parts[n])), None)
+            if place is None or not set(_OTHER_STACKS).isdisjoint(parts):
+                continue
+            blocks, layer = stacks.setdefault(".".join(parts[:place]), {}), int(parts[place])
+            if blocks.setdefault(layer, block) != block:
+                got = f"{blocks[layer]} and {block}"
+                raise ValueError(f"{self.files.index}: expected experts of layer {layer} in one module, got {got}")
+        if len(stacks) > 1:
+            raise ValueError(
+                f"{self.files.index}: expected experts in one list of layers, got {' and '.join(list(stacks)[:2])}"
+            )
+        return next(iter(stacks.items()), ("model.layers", {}))
+
+    @property
+    def _blocks(self) -> dict[int, str]:
+        return self._stack[1]
 
     def check_sizes(self, layer: int) -> None:
         """Raise `ValueError` naming file and tensor if router or shared expert have other shapes than in `config.json`.
 
+        Also if there is a shared expert, or a gate of one, that `config.json` does not have.
         Reads headers only, so that nobody allocates what a wrong `config.json` asks for.
         """
         self.check_layer(layer)
         sizes = self._sizes()
         hidden, shared = sizes.hidden_size, sizes.shared_expert
-        self.files.check(f"{self._gate(layer)}.weight", (sizes.num_experts, hidden), ("BF16", "F32"))
-        if shared is not None:
+        self.files.check(f"{self._gate(layer)}.weight", (sizes.num_experts, hidden), FLOAT_DTYPES)
+        if shared is None or not shared.gated:
+            self._check_none(self._shared_gate(layer), "no shared expert with a gate")
+        if shared is None:
+            for weight in WEIGHT_NAMES:
+                self._check_none(f"{self._shared_linears(layer)[0]}.{weight}", "no shared expert")
+        else:
             linears, inner = self._shared_linears(layer), shared.intermediate_size
             layout = self._shared_layout(linears)
             for name, (rows, columns) in zip(linears, ((inner, hidden), (inner, hidden), (hidden, inner)), strict=True):
-                shape = (rows, layout.format.quant_columns(columns))
+                shape = (rows, layout.quant_columns(columns))
                 self.files.check(f"{name}.{layout.weight}", shape, layout.quant_dtypes)
 
     def stored_of(self, layer: int) -> StoredExperts:
@@ -227,11 +307,11 @@ class Checkpoint:
         if stored.layout.stacked and names.stacks[0] in self.files:
             return StoredExperts(PLAIN_STACKED, "bf16")
         if self.family is not GPT_OSS and names.stacks[0] in self.files:
-            return StoredExperts(PLAIN_FUSED, "bf16")
+            return self._find_fused(names, stored)
         linears = [prefix for expert in experts for prefix in names.linears(expert)]
         self._check_left_out(self.quantization, stored, linears)
         layout = layout_of(self.files, stored.layout, linears)
-        if layout is not stored.layout:
+        if layout is PLAIN and stored.layout is not PLAIN:
             quantized = (name for name in linears if self.files.entry(f"{name}.weight").dtype in QUANTIZED_DTYPES)
             if stored.layout.scale is not None and (first := next(quantized, None)) is not None:
                 self._check_agrees(stored, first)
@@ -240,7 +320,24 @@ class Checkpoint:
             self.quantization.check_block(linears, names.block)
             if self.quantization.unread is not None:
                 self._check_agrees(stored, linears[0])
-        return stored
+        return replace(stored, layout=layout)
+
+    def _find_fused(self, names: ExpertNames, stored: StoredExperts) -> StoredExperts:
+        """How stacked experts are stored.
+
+        Which way round plain ones are is seen from their shapes: those of gate-and-up or those of down differ.
+        """
+        if stored.layout.is_fp8 and self.files.entry(names.stacks[0]).dtype in stored.layout.quant_dtypes:
+            name, unused = f"{stored.layout.name}, fused", ("activation_scale",)
+            made = replace(stored.layout, name=name, scale="scale_inv", unused=unused, stacked=True, fused=True)
+            return replace(stored, layout=made)
+        sizes = self._sizes()
+        experts, hidden, inner = sizes.num_experts, sizes.hidden_size, sizes.intermediate_size
+        found = [self.files.entry(stack).shape for stack in names.stacks]
+        transposed = [(experts, hidden, 2 * inner), (experts, inner, hidden)]
+        plain = [(experts, 2 * inner, hidden), (experts, hidden, inner)]
+        turned = found == transposed and found != plain
+        return StoredExperts(PLAIN_FUSED_TRANSPOSED if turned else PLAIN_FUSED, "bf16")
 
     def _check_agrees(self, stored: StoredExperts, linear: str) -> None:
         """Raise `ValueError` if a quantized linear has other tensors than the JSON file that was read says."""
@@ -263,24 +360,33 @@ class Checkpoint:
 
     def moe_layers(self) -> list[int]:
         """Decoder layers with routed experts, those for multi-token prediction included."""
-        return moe_layers(self.config, source=self._source)
+        layers = num_layers(self.config, source=self._source)
+        if self._says_no_prediction:
+            layers = max(layers, *(layer + 1 for layer in self._blocks if layer < MAX_LAYERS), 0)
+        return [layer for layer in range(layers) if self._is_moe_layer(layer)]
 
     def has_experts(self, layer: int) -> bool:
         """Whether the checkpoint holds a layer's experts; layers for multi-token prediction may be left out."""
-        if not is_moe_layer(self.config, layer, source=self._source):
-            return False
-        block = f"{self.names(layer).block}."
-        return any(name.startswith(block) for name in self.files.names())
+        return self._is_moe_layer(layer) and layer in self._blocks
 
     def names(self, layer: int) -> ExpertNames:
         """The names of a layer's experts."""
         self.check_layer(layer)
-        block = f"{self._block(layer)}.experts"
-        if self.family is MIXTRAL:
-            return ExpertNames(block, "w1", "w3", "w2")
-        if self.family is GPT_OSS:
-            return ExpertNames(block, order=GateUpOrder.INTERLEAVED, biases=True)
-        return ExpertNames(block)
+        block, known = f"{self._block(layer)}.experts", self.family.names.projections
+        parts = next((parts for parts in known if self._holds_linear(f"{block}.0.{parts[0]}")), known[0])
+        order = GateUpOrder.INTERLEAVED if self.family.clamped_swiglu else GateUpOrder.GATE_UP
+        correction_bias = self._found(layer, self.family.names.correction_biases)
+        return ExpertNames(block, *parts, order=order, biases=self.family.expert_bias, others=(correction_bias,))
+
+    def _holds_linear(self, prefix: str) -> bool:
+        return any(f"{prefix}.{weight}" in self.files for weight in WEIGHT_NAMES)
+
+    def _found(self, layer: int, names: Sequence[str], end: str = "") -> str:
+        """The first of these names within the block of a layer that the files hold with `end`, or else the first."""
+        block = self._block(layer)
+        return next(
+            (name for part in names if f"{(name := f'{block}.{part}')}{end}" in self.files), f"{block}.{names[0]}"
+        )
 
     def reader(self, layer: int) -> ExpertReader:
         """A reader of the experts of a layer."""
@@ -331,13 +437,16 @@ class Checkpoint:
         """The router of a layer, with its biases."""
         self.check_layer(layer)
         sizes = self._sizes()
-        gate = self._gate(layer)
-        experts, floats = sizes.num_experts, ("BF16", "F32")
+        gate, correction_bias = self._gate(layer), self._found(layer, self.family.names.correction_biases)
+        experts, floats = sizes.num_experts, FLOAT_DTYPES
         router = sizes.router
+        for name, used in ((f"{gate}.bias", router.bias), (correction_bias, router.correction_bias)):
+            if not used:
+                self._check_none(name, f"a {router.kind} router without it")
         return RouterTensors(
             self.files.read(f"{gate}.weight", (experts, sizes.hidden_size), floats),
             self.files.read(f"{gate}.bias", (experts,), floats) if router.bias else None,
-            self.files.read(f"{gate}.e_score_correction_bias", (experts,), floats) if router.correction_bias else None,
+            self.files.read(correction_bias, (experts,), floats) if router.correction_bias else None,
         )
 
     def shared_expert(self, layer: int) -> SharedExpertTensors | None:
@@ -347,8 +456,7 @@ class Checkpoint:
         shared: SharedExpertConfig | None = sizes.shared_expert
         if shared is None:
             return None
-        block, hidden, inner = self._block(layer), sizes.hidden_size, shared.intermediate_size
-        linears = self._shared_linears(layer)
+        linears, hidden, inner = self._shared_linears(layer), sizes.hidden_size, shared.intermediate_size
         layout = self._shared_layout(linears)
         shapes = ((inner, hidden), (inner, hidden), (hidden, inner))
         gate, up, down = (
@@ -358,14 +466,25 @@ class Checkpoint:
             gate,
             up,
             down,
-            self.files.read(f"{block}.shared_expert_gate.weight", (1, hidden), ("BF16", "F32"))
-            if shared.gated
-            else None,
+            self.files.read(self._shared_gate(layer), (1, hidden), FLOAT_DTYPES) if shared.gated else None,
         )
 
+    def _shared_gate(self, layer: int) -> str:
+        return f"{self._block(layer)}.{self.family.names.shared_gate}.weight"
+
+    def _check_none(self, name: str, said: str) -> None:
+        """Raise `ValueError` if the files have a tensor that the config leaves no use for."""
+        if name in self.files:
+            raise ValueError(f"{self.files.path_of(name)}: tensor {name} is not expected: {self._source} says {said}")
+
     def _shared_linears(self, layer: int) -> list[str]:
-        prefix = f"{self._block(layer)}.{'shared_experts' if self.family is DEEPSEEK_V3 else 'shared_expert'}"
-        return [f"{prefix}.{name}_proj" for name in ("gate", "up", "down")]
+        block, names = self._block(layer), self.family.names
+        found = [
+            [f"{block}.{shared}.{part}" for part in parts]
+            for shared in names.shared_experts
+            for parts in names.projections
+        ]
+        return next((linears for linears in found if self._holds_linear(linears[0])), found[0])
 
     def _shared_layout(self, linears: Sequence[str]) -> WeightLayout:
         """How the linears of a shared expert are stored. Raises `ValueError` if they are not as the JSON files say."""
@@ -374,13 +493,11 @@ class Checkpoint:
         return layout_of(self.files, stored.layout, linears)
 
     def _gate(self, layer: int) -> str:
-        return f"{self._block(layer)}.{'router' if self.family is GPT_OSS else 'gate'}"
+        return self._found(layer, self.family.names.routers, ".weight")
 
     def _block(self, layer: int) -> str:
-        block = f"model.layers.{layer}.mlp"
-        if self.family is MIXTRAL and f"{block}.experts.gate_up_proj" not in self.files:
-            return f"model.layers.{layer}.block_sparse_moe"
-        return block
+        stack, blocks = self._stack
+        return blocks.get(layer, f"{stack}.{layer}.{self.family.names.block}")
 
     def _sizes(self) -> MoELayerConfig:
         return layer_config(self.config, source=self._source, max_tokens_per_rank=1)
@@ -389,7 +506,9 @@ class Checkpoint:
 def choose_formats(
     stored: StoredExperts, token_format: str | None = None, weight_format: str | None = None
 ) -> tuple[str, str]:
-    """Formats of tokens and weights, where None asks for the checkpoint's if possible.
+    """Formats of tokens and weights, where None or `auto` asks for the checkpoint's if possible.
+
+    Quants and scales that no format has count as `bf16`, to which weights are rounded.
 
     Weights stay as stored if they go with `token_format`, else they take that format. Tokens take the format that the
     checkpoint is meant for if it goes with `weight_format`, else one that does. Weight-only quantization keeps bf16
@@ -397,6 +516,7 @@ def choose_formats(
 
     Raises `ValueError` naming the argument that is no format.
     """
+    token_format, weight_format = (None if name == "auto" else name for name in (token_format, weight_format))
     if token_format is not None:
         format_named(token_format, "token_format")
     if weight_format is not None:

@@ -27,6 +27,7 @@ from moe_runtime.checkpoints.converted_experts import (
     quantization_config,
     replaced_tensors,
 )
+from moe_runtime.checkpoints.families import text_config
 from moe_runtime.checkpoints.files import DTYPES, INDEX_FILE, SINGLE_FILE, SafetensorsFile, TensorEntry, json_bytes
 from moe_runtime.checkpoints.layouts import (
     COMPRESSED_MXFP4,
@@ -37,7 +38,6 @@ from moe_runtime.checkpoints.layouts import (
     MODELOPT_FILE,
     OLD_KEY,
     PLAIN,
-    PLAIN_FUSED,
     SCALE_NAMES,
     WeightLayout,
 )
@@ -91,7 +91,7 @@ def convert_checkpoint(
     tensor, so another copy will do. A change after these bytes goes unnoticed and mixes old and new shards.
 
     Args:
-        source: a folder that `Checkpoint` reads, without fused experts (`PLAIN_FUSED`). Nobody may write to it until
+        source: a folder that `Checkpoint` reads, without fused experts. Nobody may write to it until
             the conversion ends.
         target: created if missing. Complete shards of the same conversion are left as they are.
         weight_format: `nvfp4`, `mxfp4`, `mxfp8` or `fp8_block`; not the format of a layer of the source.
@@ -130,15 +130,15 @@ def check_calibrated(checkpoint: Checkpoint, weight_format: str, layers: Collect
     if TARGET_LAYOUTS[weight_format] is not COMPRESSED_NVFP4:
         raise ValueError(f"calibrations: expected none for {weight_format}, got {len(layers)}")
     known = _layers_with_experts(checkpoint)
-    needed = [layer for layer in known if layer < checkpoint.config["num_hidden_layers"]]
+    needed = [layer for layer in known if layer < checkpoint.num_hidden_layers]
     if not set(needed) <= set(layers) <= set(known):
         raise ValueError(f"calibrations: expected those of layers {needed}, got {sorted(layers)}")
 
 
 def _layers_with_experts(checkpoint: Checkpoint) -> list[int]:
     """Layers for multi-token prediction count only if the checkpoint has their experts."""
-    config = checkpoint.config
-    return [n for n in checkpoint.moe_layers() if n < config["num_hidden_layers"] or checkpoint.has_experts(n)]
+    first = checkpoint.num_hidden_layers
+    return [n for n in checkpoint.moe_layers() if n < first or checkpoint.has_experts(n)]
 
 
 class _Conversion:
@@ -176,7 +176,7 @@ class _Conversion:
         for layer in _layers_with_experts(checkpoint):
             reader = checkpoint.reader(layer)
             reader.check_names()
-            if reader.layout is PLAIN_FUSED:
+            if reader.layout.fused:
                 raise ValueError(
                     f"source: {reader.names.block} of {checkpoint.folder} are fused, as transformers has them in "
                     "memory, expected what its save_pretrained writes with save_original_format=True"
@@ -296,6 +296,9 @@ class _Conversion:
     def _rest_is_plain(self) -> bool:
         """Whether the source's `quantization_config` may go: it describes no other linear, and no KV cache."""
         checkpoint = self.checkpoint
+        at, text = text_config(checkpoint.config)
+        if at and any(text.get(key) for key in ("quantization_config", OLD_KEY)):
+            return False
         quant_config = checkpoint.config.get("quantization_config") or checkpoint.config.get(OLD_KEY) or {}
         if (checkpoint.folder / MODELOPT_FILE).is_file() or any(quant_config.get(key) for key in _CACHE_KEYS):
             return False

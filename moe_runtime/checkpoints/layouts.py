@@ -2,7 +2,8 @@
 
 Every layout is one that public programs write, for 4-, 8- or 16-bit weights. A weight reads back as
 `quants * block scale * second-level scale`. Some layouts store the second-level scale, others its inverse. The low
-nibble is always the even column.
+nibble is always the even column. Where no format of ours has these quants and scales, the layout's format is `bf16`,
+and weights are dequantized as they are read.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any, NoReturn
 
+from moe_runtime.checkpoints.families import text_config
 from moe_runtime.checkpoints.files import read_json
 from moe_runtime.checkpoints.patterns import check_work, matches
 from moe_runtime.comm.arguments import describe
@@ -32,6 +34,12 @@ _CONFIG_KEYS = (EXPERTS_KEY, "quantization_config", OLD_KEY)
 _WILDCARD = re.compile(r"[*?\[]")
 QUANTIZED_DTYPES = ("F8_E4M3", "U8")
 """Dtypes of quants of 8 and of 4 bits, as safetensors names them."""
+WEIGHT_NAMES = ("weight", "weight_packed")
+"""Last parts of the names of the quants of linears."""
+FLOAT_DTYPES = ("BF16", "F32", "F16")
+"""Dtypes of what is not quantized."""
+_SCALE_DTYPES = ("F32", "BF16", "F16")
+"""Dtypes of scales that may be any numbers. The first is written."""
 SCALE_NAMES = (".weight_scale", ".weight_scale_inv")
 """Ends of names of scales. In every layout but that of stacked experts, some tensor of a quantized linear has one."""
 
@@ -50,15 +58,19 @@ class WeightLayout:
 
     Attributes:
         name: its name in messages.
-        format: number format of the quants.
+        format: number format of the quants; `bf16` for quants with scales that no format has.
         weight: last part of the name of the quants.
         scale: last part of the name of the block scales, `[N, V]` linear, in `fp8_block` `[ceil(N/128), ceil(K/128)]`;
             None if there are none.
+        grid: rows and columns that share a block scale, None for all of them, if not those of the format.
+        int4: eight quants in each int32, the low nibble first, with 8 added.
         scale_dtypes: possible dtypes of the block scales, as safetensors names them.
         weight_scale: second-level scale of the weight, fp32, one number.
         input_scale: second-level scale of the linear's input, if calibrated.
+        unused: last parts of the names of other tensors that a linear may have.
         stacked: the experts of a layer share two tensors, one of gate and up and one of down, as in gpt-oss.
         transposed: each of these holds experts as `[K, N]`.
+        fused: stacked as transformers 5 has experts in memory, except gpt-oss; `save_original_format=False` saves it.
     """
 
     name: str
@@ -66,21 +78,48 @@ class WeightLayout:
     weight: str = "weight"
     scale: str | None = None
     scale_dtypes: tuple[str, ...] = ()
+    grid: tuple[int | None, int | None] | None = None
+    int4: bool = False
     weight_scale: ScaleName | None = None
     input_scale: ScaleName | None = None
+    unused: tuple[str, ...] = ()
     stacked: bool = False
     transposed: bool = False
+    fused: bool = False
+
+    @property
+    def dequantized(self) -> bool:
+        """Whether no format has these quants and scales, so that weights are dequantized as they are read."""
+        return self.scale is not None and self.format is BF16
+
+    @property
+    def is_fp8(self) -> bool:
+        """Whether quants are FP8 and scales any numbers."""
+        return self.format is FP8_BLOCK or (self.dequantized and not self.int4)
 
     @property
     def quant_dtypes(self) -> tuple[str, ...]:
         """Possible dtypes of the quants, as safetensors names them."""
-        return {16: ("BF16", "F32"), 8: QUANTIZED_DTYPES[:1], 4: QUANTIZED_DTYPES[1:]}[self.format.element_bits]
+        if self.int4:
+            return ("I32",)
+        bits = 8 if self.dequantized else self.format.element_bits
+        return {16: FLOAT_DTYPES, 8: QUANTIZED_DTYPES[:1], 4: QUANTIZED_DTYPES[1:]}[bits]
+
+    def quant_columns(self, k: int) -> int:
+        """Elements of the quants of a row of `k` values."""
+        return k // 8 if self.int4 else self.format.quant_columns(k)
+
+    def stack(self, prefix: str) -> tuple[str, ...]:
+        """Names of the quants and, if there are any, of the scales of stacked experts."""
+        weight = prefix if self.fused or self.scale is None else f"{prefix}_{self.weight}"
+        return (weight,) if self.scale is None else (weight, f"{prefix}_{self.scale}")
 
 
 PLAIN = WeightLayout("plain", BF16)
 PLAIN_STACKED = WeightLayout("plain, stacked", BF16, stacked=True, transposed=True)
-PLAIN_FUSED = WeightLayout("plain, fused", BF16, stacked=True)
-"""As transformers 5 has experts in memory, except gpt-oss; saved with `save_original_format=False`."""
+PLAIN_FUSED = WeightLayout("plain, fused", BF16, stacked=True, fused=True)
+PLAIN_FUSED_TRANSPOSED = WeightLayout("plain, fused, transposed", BF16, stacked=True, transposed=True, fused=True)
+"""As Qwen3-VL-MoE is published."""
 MODELOPT_NVFP4 = WeightLayout(
     "modelopt nvfp4",
     NVFP4,
@@ -102,14 +141,59 @@ COMPRESSED_MXFP4 = WeightLayout(
     "mxfp4-pack-quantized", MXFP4, weight="weight_packed", scale="weight_scale", scale_dtypes=("U8", "F8_E8M0")
 )
 COMPRESSED_MXFP8 = WeightLayout("mxfp8-quantized", MXFP8, scale="weight_scale", scale_dtypes=("U8", "F8_E8M0"))
-COMPRESSED_FP8_BLOCKS = WeightLayout("float-quantized", FP8_BLOCK, scale="weight_scale", scale_dtypes=("F32", "BF16"))
-FP8_BLOCKS = WeightLayout("fp8", FP8_BLOCK, scale="weight_scale_inv", scale_dtypes=("F32", "BF16", "F8_E8M0"))
+COMPRESSED_FP8_BLOCKS = WeightLayout("float-quantized", FP8_BLOCK, scale="weight_scale", scale_dtypes=_SCALE_DTYPES)
+FP8_BLOCKS = WeightLayout("fp8", FP8_BLOCK, scale="weight_scale_inv", scale_dtypes=(*_SCALE_DTYPES, "F8_E8M0"))
+FP8_TENSOR = WeightLayout(
+    "fp8 per tensor",
+    FP8_BLOCK,
+    scale="weight_scale",
+    scale_dtypes=_SCALE_DTYPES,
+    grid=(None, None),
+    unused=("input_scale",),
+)
+"""`fp8_block` holds it exactly, with one scale in all blocks."""
+FP8_TENSOR_INV = replace(FP8_TENSOR, scale="weight_scale_inv", unused=("input_scale", "activation_scale"))
+FP8_CHANNEL = replace(FP8_TENSOR, name="fp8 per channel", format=BF16, grid=(1, None))
 GPT_OSS_MXFP4 = WeightLayout("mxfp4", MXFP4, weight="blocks", scale="scales", scale_dtypes=("U8",), stacked=True)
 
 COMPRESSED = {
     layout.name: layout for layout in (COMPRESSED_NVFP4, COMPRESSED_MXFP4, COMPRESSED_MXFP8, COMPRESSED_FP8_BLOCKS)
 } | {"naive-quantized": COMPRESSED_FP8_BLOCKS}
-"""Layouts of compressed-tensors by the name of their format."""
+"""Layouts of compressed-tensors by the name of their format, those of `float-quantized` in blocks of 128x128."""
+
+PACKED_INT4 = "pack-quantized"
+"""Format of compressed-tensors whose layout follows from the strategy and the size of its groups."""
+
+
+def int4_groups(columns: int | None) -> WeightLayout:
+    """`pack-quantized` with one scale for this many columns of a row, None for all."""
+    return WeightLayout(
+        "pack-quantized",
+        BF16,
+        weight="weight_packed",
+        scale="weight_scale",
+        scale_dtypes=_SCALE_DTYPES,
+        grid=(1, columns),
+        int4=True,
+        unused=("weight_shape",),
+    )
+
+
+def fp8_grid(layout: WeightLayout, rows: int, columns: int) -> WeightLayout:
+    """`layout`, of FP8 in blocks of 128x128, with blocks of another size."""
+    name = f"{layout.name} {rows}x{columns}"
+    return layout if (rows, columns) == (128, 128) else replace(layout, name=name, format=BF16, grid=(rows, columns))
+
+
+MODELOPT = {
+    "NVFP4": (MODELOPT_NVFP4, "nvfp4"),
+    "W4A16_NVFP4": (MODELOPT_NVFP4, "bf16"),
+    "FP8": (FP8_TENSOR, "fp8_block"),
+    "FP8_PER_CHANNEL_PER_TOKEN": (FP8_CHANNEL, "bf16"),
+    "FP8_PB_WO": (COMPRESSED_FP8_BLOCKS, "bf16"),
+    "MXFP8": (COMPRESSED_MXFP8, "mxfp8"),
+}
+"""Algorithms of ModelOpt: their layouts and the tokens that they are meant for. It writes some in small letters."""
 
 
 @dataclass(frozen=True)
@@ -154,12 +238,17 @@ class Quantization:
             ValueError: no object, or an unknown method; names file and key.
         """
         modelopt = folder / MODELOPT_FILE
+        at, text = "", config
         key = next((key for key in _CONFIG_KEYS if config.get(key) is not None), None)
+        if key is None:
+            at, text = text_config(config)
+            key = next((key for key in _CONFIG_KEYS if text.get(key) is not None), None)
         if key is None and modelopt.is_file():
-            said = _mapping(f"{modelopt}: quantization", read_json(modelopt).get("quantization"))
-            return cls(modelopt, "quantization", {**said, "quant_method": "modelopt"}, stacked)
+            described = _mapping(f"{modelopt}: quantization", read_json(modelopt).get("quantization"))
+            return cls(modelopt, "quantization", {**described, "quant_method": "modelopt"}, stacked)
         unread = modelopt if modelopt.is_file() else None
-        found = cls(folder / CONFIG_FILE, key or "quantization_config", config.get(key or ""), stacked, unread)
+        said = None if key is None else text[key]
+        found = cls(folder / CONFIG_FILE, f"{at}{key or 'quantization_config'}", said, stacked, unread)
         found._check_method()
         return found
 
@@ -276,10 +365,12 @@ def _plain(key: str) -> StoredExperts:
 
 def _fp8(at: str, quant_config: Mapping[str, Any], name: str) -> StoredExperts:
     """`quant_method: fp8`. The tensors show which linears are left out."""
-    _expect(f"{at}.weight_block_size", quant_config.get("weight_block_size"), [128, 128])
-    _expect(f"{at}.activation_scheme", quant_config.get("activation_scheme", "dynamic"), "dynamic")
+    if (scheme := quant_config.get("activation_scheme", "dynamic")) not in ("dynamic", "static"):
+        raise ValueError(f"{at}.activation_scheme: expected 'dynamic' or 'static', got {scheme!r}")
     _expect(f"{at}.fmt", quant_config.get("fmt", "e4m3"), "e4m3")
-    return StoredExperts(FP8_BLOCKS, "fp8_block", f"{at}.quant_method")
+    sizes = quant_config.get("weight_block_size")
+    layout = FP8_TENSOR if sizes is None else fp8_grid(FP8_BLOCKS, *_block(f"{at}.weight_block_size", sizes))
+    return StoredExperts(layout, layout.format.name, f"{at}.quant_method")
 
 
 def _modelopt(at: str, quant_config: Mapping[str, Any], name: str) -> StoredExperts:
@@ -304,10 +395,12 @@ def _modelopt(at: str, quant_config: Mapping[str, Any], name: str) -> StoredExpe
         if _covers(pattern, above):
             return _plain(f"{at}.{ignored}[{place}] = {json.dumps(pattern)}")
     algorithm = recipe.get("quant_algo")
-    if algorithm not in ("NVFP4", "W4A16_NVFP4"):
-        raise ValueError(f"{where}.quant_algo of {name}: expected NVFP4 or W4A16_NVFP4, got {algorithm!r}")
-    _expect(f"{where}.group_size of {name}", recipe.get("group_size", 16), 16)
-    stored = StoredExperts(MODELOPT_NVFP4, "nvfp4" if algorithm == "NVFP4" else "bf16", f"{where}.quant_algo")
+    if not isinstance(algorithm, str) or algorithm.upper() not in MODELOPT:
+        raise ValueError(f"{where}.quant_algo of {name}: expected one of {', '.join(MODELOPT)}, got {algorithm!r}")
+    layout, tokens = MODELOPT[algorithm.upper()]
+    if layout.format in (NVFP4, MXFP8) and recipe.get("group_size") is not None:
+        _expect(f"{where}.group_size of {name}", recipe["group_size"], layout.format.block)
+    stored = StoredExperts(layout, tokens, f"{where}.quant_algo")
     if quant_config.get("config_groups") is None:
         return stored
     where, group = _modelopt_group(f"{at}.config_groups", quant_config["config_groups"], above)
@@ -336,15 +429,16 @@ def _modelopt_group(at: str, groups: Any, above: Sequence[str]) -> tuple[str, Ma
 
 def _modelopt_tokens(at: str, group: Mapping[str, Any], name: str, stored: StoredExperts) -> StoredExperts:
     """`stored`, meant for the tokens that a group of ModelOpt names."""
-    if group.get("weights") is not None:
+    fmt = stored.layout.format
+    if group.get("weights") is not None and fmt in (NVFP4, MXFP8):
         weights = _mapping(f"{at}.weights", group["weights"])
-        _expect(f"{at}.weights.group_size of {name}", weights.get("group_size", 16), 16)
+        _expect(f"{at}.weights.group_size of {name}", weights.get("group_size", fmt.block), fmt.block)
     at = f"{at}.input_activations"
     if group.get("input_activations") is None:
         return replace(stored, token_format="bf16", key=at)
     activations = _mapping(at, group["input_activations"])
-    if stored.token_format == "nvfp4":
-        _expect(f"{at}.num_bits of {name}", activations.get("num_bits", 4), 4)
+    if stored.token_format != "bf16":
+        _expect(f"{at}.num_bits of {name}", activations.get("num_bits", fmt.element_bits), fmt.element_bits)
         _expect(f"{at}.type of {name}", activations.get("type", "float"), "float")
     return stored
 
@@ -356,10 +450,37 @@ def _compressed(at: str, quant_config: Mapping[str, Any], name: str) -> StoredEx
     if key is None:
         return _plain(_ignored(at, quant_config, name) or f"{at}.config_groups")
     group, where = quant_config["config_groups"][key], f"{at}.config_groups.{key}"
-    if fmt not in COMPRESSED:
+    if fmt not in (*COMPRESSED, PACKED_INT4):
         at = where if group.get("format") else at
-        raise ValueError(f"{at}.format of {name}: expected one of {', '.join(COMPRESSED)}, got {fmt!r}")
-    return _of_group(where, group, COMPRESSED[fmt], name)
+        raise ValueError(f"{at}.format of {name}: expected one of {', '.join((*COMPRESSED, PACKED_INT4))}, got {fmt!r}")
+    return _of_group(where, group, _group_layout(where, group, fmt, name), name)
+
+
+def _group_layout(at: str, group: Mapping[str, Any], fmt: str, name: str) -> WeightLayout:
+    """The layout of a linear in format `fmt` of compressed-tensors, by the strategy that a group of it has."""
+    at, weights = f"{at}.weights", _mapping(f"{at}.weights", group.get("weights"))
+    layout, strategy = COMPRESSED.get(fmt), weights.get("strategy")
+    if layout is not None and layout is not COMPRESSED_FP8_BLOCKS:
+        return layout
+    if layout is None:
+        _expect(f"{at}.num_bits of {name}", weights.get("num_bits"), 4)
+        _expect(f"{at}.type of {name}", weights.get("type"), "int")
+        if strategy not in ("group", "channel"):
+            raise ValueError(f"{at}.strategy of {name}: expected 'group' or 'channel', got {strategy!r}")
+        if strategy == "channel":
+            return int4_groups(None)
+        return int4_groups(*_block(f"{at}.group_size of {name}", [weights.get("group_size")], 1))
+    _expect(f"{at}.num_bits of {name}", weights.get("num_bits", 8), 8)
+    _expect(f"{at}.type of {name}", weights.get("type", "float"), "float")
+    if strategy == "block":
+        return fp8_grid(layout, *_block(f"{at}.block_structure of {name}", weights.get("block_structure")))
+    if strategy not in _FP8_STRATEGIES:
+        expected = ", ".join(("block", *_FP8_STRATEGIES))
+        raise ValueError(f"{at}.strategy of {name}: expected one of {expected}, got {strategy!r}")
+    return _FP8_STRATEGIES[strategy]
+
+
+_FP8_STRATEGIES = {"tensor": FP8_TENSOR, "channel": FP8_CHANNEL}
 
 
 def _of_group(at: str, group: Mapping[str, Any], layout: WeightLayout, name: str) -> StoredExperts:
@@ -368,7 +489,7 @@ def _of_group(at: str, group: Mapping[str, Any], layout: WeightLayout, name: str
     if group.get("input_activations") is not None:
         where = f"{at}.input_activations"
         activations = _mapping(where, group["input_activations"])
-        bits = layout.format.element_bits
+        bits = 8 if layout.dequantized else layout.format.element_bits
         # MXFP4 weights may be meant for MXFP8 activations. They run in bf16 by default.
         possible = (bits, 8) if layout is COMPRESSED_MXFP4 else (bits,)
         if activations.get("num_bits", bits) not in possible:
@@ -376,11 +497,9 @@ def _of_group(at: str, group: Mapping[str, Any], layout: WeightLayout, name: str
         _expect(f"{where}.type of {name}", activations.get("type", "float"), "float")
     _expect(f"{at}.output_activations of {name}", group.get("output_activations"), None)
     if layout is COMPRESSED_FP8_BLOCKS:
-        _expect(f"{at}.weights.strategy of {name}", weights.get("strategy"), "block")
-        _expect(f"{at}.weights.block_structure of {name}", weights.get("block_structure"), [128, 128])
         if activations is not None:
             _expect(f"{at}.input_activations.dynamic of {name}", activations.get("dynamic"), True)
-    else:
+    elif layout.format.swizzled:
         _expect(f"{at}.weights.group_size of {name}", weights.get("group_size"), layout.format.block)
     _expect(f"{at}.weights.symmetric of {name}", weights.get("symmetric", True), True)
     tokens = "bf16" if activations is None or layout is COMPRESSED_MXFP4 else layout.format.name
@@ -478,6 +597,14 @@ def _strings(at: str, value: Any) -> list[str]:
 def _mapping(at: str, value: Any) -> Mapping[str, Any]:
     if not isinstance(value, Mapping):
         raise ValueError(f"{at}: expected an object, got {value!r}")
+    return value
+
+
+def _block(at: str, value: Any, count: int = 2) -> list[int]:
+    """The sizes of a block."""
+    if not isinstance(value, list) or len(value) != count or not all(type(n) is int and 0 < n for n in value):
+        expected = "two positive integers" if count == 2 else "a positive integer"
+        raise ValueError(f"{at}: expected {expected}, got {value if count == 2 else value[0]!r}")
     return value
 
 

@@ -78,7 +78,9 @@ def model_config_of(model: nn.Module) -> dict[str, Any]:
     if not hasattr(config, "to_dict"):
         raise ValueError(f"model: expected a transformers model with a config, got {type(model).__name__}")
     model_config: dict[str, Any] = config.to_dict()
-    family_of(model_config, source="model.config")
+    if family_of(model_config, source="model.config").name not in EXPERT_CLASSES:
+        known = ", ".join(EXPERT_CLASSES)
+        raise ValueError(f"model.config: model_type: expected one of {known}, got {model_config['model_type']!r}")
     return model_config
 
 

@@ -253,6 +253,49 @@ def test_linears_that_quantization_left_out_are_plain(folder: Path) -> None:
     assert layer_config_of(folder, 1, max_tokens_per_rank=1).token_format == "nvfp4"
 
 
+@pytest.mark.parametrize("parts", [PARTS, PARTS[1:2]])
+@pytest.mark.parametrize("block_scale", [0x7F, 0x00])
+def test_experts_whose_weights_are_all_zero(parts: tuple[str, ...], block_scale: int, folder: Path) -> None:
+    """A second-level scale of 0 divides none: block scales are NaN, or 0. Scales of other experts are as they were."""
+    made = quantize_experts(folder, modelopt_nvfp4, quantization_config=MODELOPT)
+    before = projections(folder)
+    for part in parts:
+        made[linear(1, part, "weight_scale_2")] = torch.zeros(())
+        made[linear(1, part, "weight_scale")].view(torch.uint8).fill_(block_scale)
+        made[linear(1, part, "input_scale")] = torch.zeros(())
+    rewrite(folder, made)
+    names = "|".join(re.escape(linear(1, part, "weight_scale_2")) for part in parts)
+    with pytest.warns(UserWarning, match=rf"{SINGLE_FILE}: tensor ({names}): its linear is read as zeros") as seen:
+        after = projections(folder)
+    assert len(seen) == len(parts)
+    for old, new in zip(before, after, strict=True):
+        dead = any(new.prefix == linear(1, part, "") for part in parts)
+        assert torch.equal(new.value, torch.zeros_like(old.value) if dead else old.value)
+    with pytest.warns(UserWarning, match="read as zeros"), ExpertParallelContext(device="cpu") as context:
+        layer = MoELayer.from_checkpoint(folder, context=context, max_tokens_per_rank=8)
+        assert layer(torch.randn(8, 256).bfloat16()).isfinite().all()
+    alive = [e for e in range(3) if e != 1 or "down_proj" not in parts]
+    largest = max(made[linear(e, "down_proj", "input_scale")] for e in alive)
+    assert layer.config.intermediate_gsf == (torch.ones(()) / largest).item()
+
+
+def test_what_compressed_tensors_writes_of_zeros_is_read_as_zeros(folder: Path) -> None:
+    """Its scale for them is 1; an infinite one, as other writers have it, means the same."""
+    pytest.importorskip("compressed_tensors")
+    zeros = {name: tensor * 0 if ".experts.1." in name else tensor for name, tensor in load_all(folder).items()}
+    rewrite(folder, zeros)
+    library = LibraryScheme("NVFP4A16", "Linear")
+    made = quantize_experts(folder, library.compress, quantization_config=compressed_config(library.group))
+    for values in (projections(folder), None):
+        if values is None:
+            name = linear(1, "up_proj", "weight_global_scale")
+            rewrite(folder, made | {name: torch.tensor([float("inf")])})
+            with pytest.warns(UserWarning, match=f"tensor {name}: its linear is read as zeros"):
+                values = projections(folder)
+        for one in values:
+            assert (".experts.1." in one.prefix) == (one.value == 0).all()
+
+
 CASES: list[tuple[StoredExperts, tuple[str | None, str | None], tuple[str, str]]] = [
     (StoredExperts(PLAIN, "bf16"), (None, None), ("bf16", "bf16")),
     (StoredExperts(PLAIN, "bf16"), ("nvfp4", None), ("nvfp4", "nvfp4")),
@@ -409,17 +452,17 @@ def test_activation_scales_without_a_finite_reciprocal(folder: Path) -> None:
         ({"quant_method": "mxfp4"}, ".quant_method: expected one of modelopt, compressed-tensors, fp8, got 'mxfp4'"),
         ([], r": expected an object, got \[\]"),
         (
-            MODELOPT | {"quant_algo": "FP8"},
-            r"\.quant_algo of model.*gate_proj: expected NVFP4 or W4A16_NVFP4, got 'FP8'",
+            MODELOPT | {"quant_algo": "INT4_AWQ"},
+            r"\.quant_algo of model.*gate_proj: expected one of NVFP4, W4A16_NVFP4, FP8, .*, got 'INT4_AWQ'",
         ),
         (MODELOPT | {"group_size": 32}, r"\.group_size of model.*gate_proj: expected 16, got 32"),
-        (FP8 | {"weight_block_size": [64, 128]}, r"\.weight_block_size: expected \[128, 128\], got \[64, 128\]"),
-        (FP8 | {"weight_block_size": None}, r"\.weight_block_size: expected \[128, 128\], got None"),
-        (FP8 | {"activation_scheme": "static"}, r"\.activation_scheme: expected 'dynamic', got 'static'"),
+        (FP8 | {"weight_block_size": [0, 128]}, r"\.weight_block_size: expected two positive integers, got \[0, 128\]"),
+        (FP8 | {"weight_block_size": 128}, r"\.weight_block_size: expected two positive integers, got 128"),
+        (FP8 | {"activation_scheme": "new"}, r"\.activation_scheme: expected 'dynamic' or 'static', got 'new'"),
         ({"quant_method": "compressed-tensors"}, r"\.config_groups: expected an object, got None"),
         (
-            {"quant_method": "compressed-tensors", "format": "pack-quantized", "config_groups": {"a": {}}},
-            r"\.format of model.*gate_proj: expected one of nvfp4-pack-quantized, .*, got 'pack-quantized'",
+            {"quant_method": "compressed-tensors", "format": "int-quantized", "config_groups": {"a": {}}},
+            r"\.format of model.*gate_proj: expected one of nvfp4-pack-quantized, .*, got 'int-quantized'",
         ),
         (
             {

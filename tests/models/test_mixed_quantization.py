@@ -218,12 +218,12 @@ def test_what_is_said_of_the_experts_of_a_layer_counts(case: str, folder: Path) 
     ("quantization", "message"),
     [
         (
-            mixed(experts_1="FP8"),
+            mixed(experts_1="INT4_AWQ"),
             r'quantization_config\.quantized_layers\["model\.layers\.1\.mlp\.experts"\]\.quant_algo of model.*gate_proj'
-            ": expected NVFP4 or W4A16_NVFP4, got 'FP8'",
+            ": expected one of NVFP4, W4A16_NVFP4, .*, got 'INT4_AWQ'",
         ),
         (modelopt("MIXED_PRECISION"), r"quantization_config\.quantized_layers: expected an object, got None"),
-        (modelopt(None), r"quantization_config\.quant_algo of model\..*: expected NVFP4 or W4A16_NVFP4, got None"),
+        (modelopt(None), r"quantization_config\.quant_algo of model\..*: expected one of NVFP4, .*, got None"),
         (
             modelopt("FP8", exclude_modules="lm_head"),
             r"quantization_config\.exclude_modules: expected a list of names and patterns, got 'lm_head'",
@@ -246,12 +246,12 @@ def test_what_is_said_of_the_experts_of_a_layer_counts(case: str, folder: Path) 
             GROUP + r"\.format of model\..*: expected one of .*, got 'int-quantized'",
         ),
         (
-            compressed(on(FP8_GROUP, "Linear")),
-            GROUP + r"\.weights\.strategy of model\..*gate_proj: expected 'block', got 'channel'",
+            compressed(on(FP8_GROUP | {"weights": {"num_bits": 8, "strategy": "attn_head"}}, "Linear")),
+            GROUP + r"\.weights\.strategy of model\..*gate_proj: expected one of block, tensor, .*, got 'attn_head'",
         ),
         (
-            compressed(on(FP8_BLOCK_GROUP | {"weights": BLOCKS | {"block_structure": [64, 64]}}, "Linear")),
-            GROUP + r"\.weights\.block_structure of model\..*gate_proj: expected \[128, 128\], got \[64, 64\]",
+            compressed(on(FP8_BLOCK_GROUP | {"weights": BLOCKS | {"block_structure": [64]}}, "Linear")),
+            GROUP + r"\.weights\.block_structure of model\..*gate_proj: expected two positive integers, got \[64\]",
         ),
         (
             compressed(on(FP8_BLOCK_GROUP | {"input_activations": {"dynamic": False}}, "Linear")),
@@ -455,11 +455,11 @@ def test_a_shared_expert_that_is_not_read_does_not_keep_the_experts_from_it(fold
     shared = {"model_type": "qwen2_moe", "shared_expert_intermediate_size": 128}
     file.write_text(json.dumps(json.loads(file.read_text()) | shared))
     experts = on(NVFP4_GROUP, EVERY_EXPERT)
-    say(folder, compressed(experts, on(FP8_GROUP, "re:.*shared_expert.*")))
+    say(folder, compressed(experts, on(FP8_GROUP | {"format": "int-quantized"}, "re:.*shared_expert.*")))
     with Checkpoint(folder) as checkpoint:
         assert checkpoint.quantization.stored(checkpoint.names(0).linears(0)).layout.name == "nvfp4-pack-quantized"
         with pytest.raises(
-            ValueError, match=r"strategy of .*shared_expert\.gate_proj: expected 'block', got 'channel'"
+            ValueError, match=r"format of .*shared_expert\.gate_proj: expected one of .*, got 'int-quantized'"
         ):
             checkpoint.shared_expert(0)
     say(folder, compressed(experts))

@@ -136,12 +136,17 @@ class LibraryScheme:
         "FP8_BLOCK": "float-quantized",
     }
 
-    def __init__(self, preset: str, *targets: str) -> None:
+    DEQUANTIZED: ClassVar = {"FP8_DYNAMIC": "float-quantized", "FP8": "float-quantized", "W4A16": "pack-quantized"}
+    """Presets whose quants or scales no format has as they are written."""
+
+    def __init__(self, preset: str, *targets: str, **weights: Any) -> None:
+        """`weights` changes what the preset says of weights."""
         from compressed_tensors.compressors import BaseCompressor
         from compressed_tensors.quantization import preset_name_to_scheme
 
-        self.preset, self.format = preset, self.FORMATS[preset]
+        self.preset, self.format = preset, (self.FORMATS | self.DEQUANTIZED)[preset]
         self.scheme = preset_name_to_scheme(preset, list(targets))
+        self.scheme.weights = self.scheme.weights.model_copy(update=weights)
         self._compressor = BaseCompressor.get_value_from_registry(self.format)
 
     @property
@@ -156,14 +161,19 @@ class LibraryScheme:
         parts, weights = {"weight": w}, self.scheme.weights
         if self.format.startswith("nvfp4"):
             parts["weight_global_scale"] = helpers.generate_gparam(w.min(), w.max())
-        if self.preset == "FP8_BLOCK":
-            rows, columns = w.shape
-            padded = torch.nn.functional.pad(w, (0, -columns % 128, 0, -rows % 128))
-            blocks, along = padded.unflatten(0, (-1, 128)).unflatten(2, (-1, 128)), (1, 3)
+        if weights.block_structure is not None:
+            high, wide = weights.block_structure
+            padded = torch.nn.functional.pad(w, (0, -w.shape[1] % wide, 0, -w.shape[0] % high))
+            blocks, along = padded.unflatten(0, (-1, high)).unflatten(2, (-1, wide)), (1, 3)
+        elif weights.group_size is None:
+            blocks, along = (w[:, None], (2,)) if weights.strategy == "channel" else (w.view(1, 1, -1), (1, 2))
         else:
             blocks, along = w.unflatten(1, (-1, weights.group_size)), (2,)
         second = parts.get("weight_global_scale")
         parts["weight_scale"], _ = helpers.calculate_qparams(blocks.amin(along), blocks.amax(along), weights, second)
+        if self.preset in ("FP8", "FP8_DYNAMIC") and weights.strategy == "tensor":
+            parts["weight_scale"] = parts["weight_scale"].view(1)
+            parts["input_scale"] = w.abs().amax().view(1)
         if self.preset == "NVFP4":
             parts["input_global_scale"] = 2688 / (w.abs().amax() * 300).reshape(1)
         return self._compressor.compress(parts, self.scheme)

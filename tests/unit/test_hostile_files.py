@@ -321,6 +321,24 @@ def test_a_size_that_the_shared_expert_does_not_have_is_refused_unallocated(fold
         from_checkpoint(folder)
 
 
+@pytest.mark.parametrize("part", ["layers.1.", "layers.", "a.", "."])
+def test_names_of_many_parts_take_no_time(part: str, folder: Path) -> None:
+    file = folder / SINGLE_FILE
+    names = (
+        f"{part * 1_000_000}.experts.0.w",
+        f"{part * 1_000_000}experts.0.w",
+        f"layers.1{'0' * 10**6}.a.experts.0.w",
+    )
+    save_file(load_file(file) | {name: torch.zeros(1) for name in names}, file)
+    with Checkpoint(folder) as checkpoint:
+        start = time.process_time()
+        try:
+            assert checkpoint.has_experts(0)
+        except ValueError as error:
+            assert "expected experts in one list of layers" in str(error) and len(str(error)) < 2000
+        assert time.process_time() - start < 2 * MAX_SECONDS
+
+
 @pytest.mark.parametrize(("ranks", "slots", "experts"), [(30_000, 2, 40_000), (60_000, 1, 3), (16, 4000, 60_000)])
 def test_a_placement_on_many_ranks_is_planned_in_short_time(ranks: int, slots: int, experts: int) -> None:
     start = time.process_time()

@@ -1,0 +1,506 @@
+"""Layouts that people publish and no format has: their values, as compressed-tensors or the definition has them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from moe_runtime.checkpoints.checkpoint import Checkpoint, write_qwen3_moe_checkpoint
+from moe_runtime.checkpoints.conversion import convert_checkpoint
+from moe_runtime.checkpoints.files import SINGLE_FILE
+from moe_runtime.checkpoints.readers import dense
+from moe_runtime.config import MoELayerConfig
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.kernels.gemm.weights import ExpertWeights
+from moe_runtime.layer import MoELayer
+from moe_runtime.reference import error_bound, moe_reference, relative_error
+from tests.support.checkpoint_writers import (
+    LibraryScheme,
+    Quantizer,
+    compressed_config,
+    fp8_blocks,
+    layer_config_of,
+    load_all,
+    quantize_experts,
+    rewrite,
+)
+from tests.support.comparison import assert_same_bits
+
+CONFIG = MoELayerConfig(hidden_size=256, intermediate_size=128, num_experts=3, top_k=2, max_tokens_per_rank=8)
+PARTS = ("gate_proj", "up_proj", "down_proj")
+FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+E4M3 = torch.float8_e4m3fn
+
+
+@pytest.fixture
+def folder(tmp_path: Path, seed: int) -> Path:
+    write_qwen3_moe_checkpoint(tmp_path, CONFIG, seed=seed)
+    return tmp_path
+
+
+def prefix_of(expert: int, part: str) -> str:
+    return f"model.layers.0.mlp.experts.{expert}.{part}."
+
+
+def values(folder: Path) -> dict[str, torch.Tensor]:
+    """fp32 of every linear of the experts, as it is read."""
+    with Checkpoint(folder) as checkpoint:
+        experts = list(checkpoint.experts(0, range(3)))
+    found = {}
+    for number, expert in enumerate(experts):
+        for part, w in zip(PARTS, (*dense(expert.gate_up).chunk(2), dense(expert.down)), strict=True):
+            found[prefix_of(number, part)] = w.float()
+    return found
+
+
+def held(folder: Path, seed: int, exact: dict[str, torch.Tensor], formats: tuple[str, str], **asked: str) -> MoELayer:
+    """A layer in the formats that are chosen, within its bound of a float64 product of the weights `exact`."""
+    x = torch.randn(128, 256, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    with ExpertParallelContext(device="cpu") as context:
+        layer = MoELayer.from_checkpoint(folder, context=context, max_tokens_per_rank=128, **asked)
+        assert (layer.config.token_format, layer.config.weight_format) == formats
+        assert layer.router is not None
+        gate_up, down = (
+            torch.stack([torch.cat([exact[prefix_of(e, part)].double() for part in parts]) for e in range(3)])
+            for parts in (PARTS[:2], PARTS[2:])
+        )
+        error, _ = relative_error(layer(x), moe_reference(x, *layer.router(x), gate_up, down))
+    # bf16 tokens read weights that are rounded to bf16; others those of the checkpoint.
+    assert error <= error_bound(formats[0], "bf16")
+    return layer
+
+
+def modelopt(algorithm: str) -> dict[str, Any]:
+    return {"quant_method": "modelopt", "quant_algo": algorithm, "exclude_modules": ["lm_head"]}
+
+
+def per_tensor(w: torch.Tensor) -> dict[str, torch.Tensor]:
+    """ModelOpt's FP8: one scale, `amax / 448`."""
+    scale = (w.abs().max() / 448).float()
+    return {"weight": (w / scale).to(E4M3), "weight_scale": scale, "input_scale": torch.tensor(0.01)}
+
+
+def per_tensor_inv(w: torch.Tensor) -> dict[str, torch.Tensor]:
+    made = per_tensor(w)
+    return {
+        "weight": made["weight"],
+        "weight_scale_inv": made["weight_scale"].view(1),
+        "activation_scale": torch.ones(1),
+    }
+
+
+def per_row(w: torch.Tensor) -> dict[str, torch.Tensor]:
+    scales = (w.abs().amax(1) / 448).float()
+    return {"weight": (w / scales[:, None]).to(E4M3), "weight_scale": scales}
+
+
+def blocks_4d(w: torch.Tensor) -> dict[str, torch.Tensor]:
+    """ModelOpt's FP8_PB_WO keeps the dimensions within each block."""
+    made = fp8_blocks(w)
+    return {"weight": made["weight"], "weight_scale": made["weight_scale_inv"][:, None, :, None]}
+
+
+def blocks_64(w: torch.Tensor) -> dict[str, torch.Tensor]:
+    blocks = w.unflatten(0, (-1, 64)).unflatten(2, (-1, 32))
+    scales = (blocks.abs().amax((1, 3)) / 448).float()
+    quants = blocks / scales[:, None, :, None]
+    return {"weight": quants.flatten(2).flatten(0, 1).to(E4M3), "weight_scale_inv": scales}
+
+
+def half_scales(w: torch.Tensor) -> dict[str, torch.Tensor]:
+    made = fp8_blocks(w)
+    return {"weight": made["weight"], "weight_scale_inv": made["weight_scale_inv"].half()}
+
+
+def mxfp8(w: torch.Tensor) -> dict[str, torch.Tensor]:
+    """The definition of MX: one power of two for 32 values of a row."""
+    blocks = w.double().unflatten(1, (-1, 32))
+    exponents = torch.floor(torch.log2(blocks.abs().amax(2))) - 8
+    quants = (blocks / torch.exp2(exponents)[..., None]).clamp(-448, 448).flatten(1).float().to(E4M3)
+    return {"weight": quants, "weight_scale": (exponents + 127).to(torch.uint8)}
+
+
+def product(parts: dict[str, torch.Tensor]) -> np.ndarray:
+    """float64 of quants times scales, by the shape of the scales."""
+    scale = parts.get("weight_scale", parts.get("weight_scale_inv"))
+    assert scale is not None
+    rows, columns = parts["weight"].shape
+    factors = np.exp2(scale.double().numpy() - 127) if scale.dtype == torch.uint8 else scale.double().numpy()
+    if factors.ndim == 4:
+        factors = factors[:, 0, :, 0]
+    factors = factors.reshape(factors.shape[0] if factors.ndim else 1, -1)
+    high, wide = -(-rows // factors.shape[0]), -(-columns // factors.shape[1])
+    return parts["weight"].double().numpy() * factors.repeat(high, 0)[:rows].repeat(wide, 1)[:, :columns]
+
+
+LAYOUTS: dict[str, tuple[Quantizer, dict[str, Any], tuple[str, str]]] = {
+    "modelopt FP8": (per_tensor, modelopt("FP8"), ("fp8_block", "fp8_block")),
+    "modelopt FP8_PER_CHANNEL_PER_TOKEN": (per_row, modelopt("FP8_PER_CHANNEL_PER_TOKEN"), ("bf16", "bf16")),
+    "modelopt FP8_PB_WO": (blocks_4d, modelopt("fp8_pb_wo"), ("bf16", "bf16")),
+    "modelopt MXFP8": (mxfp8, modelopt("MXFP8") | {"group_size": 32}, ("mxfp8", "mxfp8")),
+    "fp8, dynamic, per tensor": (per_tensor, FP8 | {"weight_block_size": None}, ("fp8_block", "fp8_block")),
+    "fp8, static, per tensor": (
+        per_tensor_inv,
+        {"quant_method": "fp8", "activation_scheme": "static"},
+        ("fp8_block", "fp8_block"),
+    ),
+    "fp8 64x32": (blocks_64, FP8 | {"weight_block_size": [64, 32]}, ("bf16", "bf16")),
+    "fp8 with FP16 scales": (half_scales, FP8, ("fp8_block", "fp8_block")),
+}
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_layouts_by_their_definition(name: str, folder: Path, seed: int) -> None:
+    """Every value is the product of quant and scale, rounded to fp32 at most, in a format that holds it if one does."""
+    quantizer, said, formats = LAYOUTS[name]
+    tensors = quantize_experts(folder, quantizer, quantization_config=said)
+    exact = {}
+    for prefix, got in values(folder).items():
+        parts = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+        want = product(parts)
+        np.testing.assert_array_equal(got.numpy(), want.astype(np.float32))
+        exact[prefix] = torch.from_numpy(want)
+    layer = held(folder, seed, exact, formats)
+    assert layer.experts is not None
+    if formats[1] != "bf16":
+        for expert in range(3):
+            want_quants = [tensors[f"{prefix_of(expert, part)}weight"] for part in PARTS]
+            assert_same_bits(layer.experts.gate_up.quants[expert], torch.cat(want_quants[:2]))
+            assert_same_bits(layer.experts.down.quants[expert], want_quants[2])
+    held(folder, seed, exact, ("bf16", "bf16"), token_format="bf16")
+    assert layer_config_of(folder, max_tokens_per_rank=1, weight_format="auto", token_format="auto") == layer_config_of(
+        folder, max_tokens_per_rank=1
+    )
+
+
+MODELOPT_CONFIGS = {
+    "FP8_DEFAULT_CFG": ("fp8_block", "fp8_block"),
+    "FP8_PER_CHANNEL_PER_TOKEN_CFG": ("bf16", "bf16"),
+    "FP8_2D_BLOCKWISE_WEIGHT_ONLY_CFG": ("bf16", "bf16"),
+    "MXFP8_DEFAULT_CFG": ("mxfp8", "mxfp8"),
+}
+
+
+@pytest.mark.parametrize("name", MODELOPT_CONFIGS)
+def test_what_modelopt_exports_is_read(name: str, tmp_path: Path, seed: int) -> None:
+    """Where it is installed: a model that it quantizes and exports."""
+    transformers = pytest.importorskip("transformers")
+    quantization = pytest.importorskip("modelopt.torch.quantization")
+    export = pytest.importorskip("modelopt.torch.export")
+    sizes = {"hidden_size": 256, "moe_intermediate_size": 128, "num_experts": 3, "num_experts_per_tok": 2}
+    attention = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 64}
+    torch.manual_seed(seed)
+    config = transformers.Qwen3MoeConfig(num_hidden_layers=1, vocab_size=96, norm_topk_prob=True, **sizes, **attention)
+    config.architectures = ["Qwen3MoeForCausalLM"]
+    model = transformers.Qwen3MoeForCausalLM(config).bfloat16()
+    stacks = model.model.layers[0].mlp.experts
+    plain = [torch.cat([stacks.gate_up_proj[e], stacks.down_proj[e].T]).float() for e in range(3)]
+    ids = torch.arange(96).view(4, 24)
+    quantization.quantize(model, getattr(quantization, name), lambda quantized: quantized(ids))
+    export.export_hf_checkpoint(model, export_dir=str(tmp_path))
+    tensors, exact = load_all(tmp_path), {}
+    for prefix, got in values(tmp_path).items():
+        parts = {key.removeprefix(prefix): tensor for key, tensor in tensors.items() if key.startswith(prefix)}
+        exact[prefix] = torch.from_numpy(product(parts))
+        np.testing.assert_array_equal(got.numpy(), exact[prefix].numpy().astype(np.float32))
+    for expert in range(3):
+        gate, up, down = (exact[prefix_of(expert, part)] for part in PARTS)
+        assert relative_error(torch.cat([gate, up, down.T]), plain[expert].double())[0] < 2.0**-4
+    held(tmp_path, seed, exact, MODELOPT_CONFIGS[name])
+
+
+LIBRARY: dict[str, tuple[dict[str, Any], tuple[str, str]]] = {
+    "FP8_DYNAMIC": ({}, ("bf16", "bf16")),
+    "FP8": ({}, ("fp8_block", "fp8_block")),
+    "FP8_BLOCK": ({"block_structure": [64, 64]}, ("bf16", "bf16")),
+    "W4A16": ({}, ("bf16", "bf16")),
+    "W4A16, 32": ({"group_size": 32}, ("bf16", "bf16")),
+    "W4A16, channel": ({"group_size": None, "strategy": "channel"}, ("bf16", "bf16")),
+}
+
+
+@pytest.mark.parametrize("name", LIBRARY)
+def test_compressed_tensors_value_for_value(name: str, folder: Path, seed: int) -> None:
+    """Written by the library's own compressors from its own scales, and held to its own decompressors."""
+    pytest.importorskip("compressed_tensors")
+    changes, formats = LIBRARY[name]
+    library = LibraryScheme(name.partition(",")[0], "Linear", **changes)
+    tensors = quantize_experts(folder, library.compress, quantization_config=compressed_config(library.group))
+    assert ("weight_packed" in {key.rpartition(".")[2] for key in tensors}) == name.startswith("W4A16")
+    exact = {}
+    for prefix, got in values(folder).items():
+        exact[prefix] = library.decompress(prefix, tensors)
+        assert_same_bits(got, exact[prefix])
+    held(folder, seed, exact, formats)
+
+
+def test_a_nested_config_may_say_it(folder: Path) -> None:
+    """As Kimi-K2.5 does: int4 in groups of 32, described within `text_config`, under a prefix."""
+    pytest.importorskip("compressed_tensors")
+    library = LibraryScheme("W4A16", r"re:.*experts.*", group_size=32)
+    tensors = quantize_experts(folder, library.compress)
+    want = values_of_library(library, tensors)
+    config = json.loads((folder / "config.json").read_text())
+    said = config | {"quantization_config": compressed_config(library.group)}
+    renamed = {key.replace("model.", "language_model.model.", 1): tensor for key, tensor in tensors.items()}
+    rewrite(folder, renamed)
+    (folder / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": said}))
+    for prefix, got in values(folder).items():
+        assert_same_bits(got, want[prefix])
+    said["quantization_config"]["config_groups"]["group_0"]["weights"]["symmetric"] = False
+    (folder / "config.json").write_text(json.dumps({"model_type": "kimi_k25", "text_config": said}))
+    message = (
+        r"config\.json: text_config\.quantization_config\.config_groups\.group_0\.weights\.symmetric of lang.*True"
+    )
+    with pytest.raises(ValueError, match=message):
+        values(folder)
+
+
+def values_of_library(library: LibraryScheme, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    prefixes = [prefix_of(expert, part) for expert in range(3) for part in PARTS]
+    return {prefix: library.decompress(prefix, tensors) for prefix in prefixes}
+
+
+def fused(folder: Path, quantizer: Quantizer, *, one_scale: bool = False) -> dict[str, torch.Tensor]:
+    """Experts as transformers has FP8 in memory: gate and up are quantized together, or each has one scale."""
+    tensors = load_all(folder)
+    made = {name: tensor for name, tensor in tensors.items() if ".experts." not in name}
+    stacks: dict[str, list[torch.Tensor]] = {}
+    for expert in range(3):
+        gate, up, down = (tensors[f"{prefix_of(expert, part)}weight"].float() for part in PARTS)
+        for name, linears in (("gate_up_proj", [gate, up]), ("down_proj", [down])):
+            parts = [quantizer(w) for w in (linears if one_scale else [torch.cat(linears)])]
+            scales = [part.get("weight_scale", part.get("weight_scale_inv")) for part in parts]
+            assert all(scale is not None for scale in scales)
+            stacks.setdefault(name, []).append(torch.cat([part["weight"] for part in parts]))
+            joined = [scale.view(1, 1) if one_scale else scale for scale in scales if scale is not None]
+            stacks.setdefault(f"{name}_scale_inv", []).append(torch.cat(joined))
+    made |= {f"model.layers.0.mlp.experts.{name}": torch.stack(stack) for name, stack in stacks.items()}
+    return made
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "size", "formats"),
+    [
+        (fp8_blocks, [128, 128], ("fp8_block", "fp8_block")),
+        (blocks_64, [64, 32], ("bf16", "bf16")),
+        (per_tensor, None, ("fp8_block", "fp8_block")),
+    ],
+)
+def test_fused_fp8_experts(
+    quantizer: Quantizer, size: list[int] | None, formats: tuple[str, str], folder: Path, seed: int
+) -> None:
+    tensors = fused(folder, quantizer, one_scale=size is None)
+    rewrite(folder, tensors, quantization_config=FP8 | {"weight_block_size": size})
+    got, exact = values(folder), {}
+    for expert in range(3):
+        for name, parts in (("gate_up_proj", PARTS[:2]), ("down_proj", PARTS[2:])):
+            stack = f"model.layers.0.mlp.experts.{name}"
+            pair = {"weight": tensors[stack][expert], "weight_scale": tensors[f"{stack}_scale_inv"][expert]}
+            want = product(pair)
+            together = torch.cat([got[prefix_of(expert, part)] for part in parts])
+            np.testing.assert_array_equal(together.numpy(), want.astype(np.float32))
+            for part, half in zip(parts, torch.from_numpy(want).chunk(len(parts)), strict=True):
+                exact[prefix_of(expert, part)] = half
+    held(folder, seed, exact, formats)
+    with pytest.raises(ValueError, match=r"source: .*\.experts of .* are fused"):
+        convert_checkpoint(folder, folder / "converted", "nvfp4")
+
+
+def test_stacked_experts_that_may_share_scales_are_named(folder: Path) -> None:
+    write_qwen3_moe_checkpoint(folder, CONFIG.replace(intermediate_size=96), seed=0)
+    rewrite(folder, fused(folder, fp8_blocks), quantization_config=FP8)
+    with pytest.raises(
+        ValueError, match=r"experts\.gate_up_proj: expected gate and up of a multiple of 128 rows, got 96"
+    ):
+        values(folder)
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "said"),
+    [
+        (per_tensor, modelopt("FP8")),
+        (per_row, modelopt("FP8_PER_CHANNEL_PER_TOKEN")),
+        (fp8_blocks, FP8),
+        (blocks_4d, modelopt("FP8_PB_WO")),
+    ],
+)
+def test_fp8_experts_whose_weights_are_all_zero(
+    quantizer: Quantizer, said: dict[str, Any], folder: Path, seed: int
+) -> None:
+    """Scales of 0, and quants of 0 / 0, as ModelOpt writes them. A row or block of zeros needs no warning."""
+    zeros = load_all(folder)
+    zeros[f"{prefix_of(0, 'gate_proj')}weight"][:, :128] = 0
+    zeros[f"{prefix_of(1, 'up_proj')}weight"][...] = 0
+    rewrite(folder, zeros)
+    tensors = quantize_experts(folder, quantizer, quantization_config=said)
+    name = f"{prefix_of(1, 'up_proj')}weight"
+    assert tensors[name].float().isnan().all() and (tensors[f"{name}_scale{'_inv' if said is FP8 else ''}"] == 0).all()
+    with pytest.warns(UserWarning, match=rf"tensor {name}_scale.*: its linear is read as zeros") as seen:
+        found = values(folder)
+    assert len(seen) == 1
+    for prefix, got in found.items():
+        assert got.isfinite().all() and (got == 0).all() == (f"{prefix}weight" == name)
+    assert (found[prefix_of(0, "gate_proj")][:, :128] == 0).all()
+    with pytest.warns(UserWarning, match="read as zeros"), ExpertParallelContext(device="cpu") as context:
+        layer = MoELayer.from_checkpoint(folder, context=context, max_tokens_per_rank=8)
+        assert layer(torch.randn(8, 256).bfloat16()).isfinite().all()
+
+
+def test_fp16_is_read_exactly(folder: Path, seed: int) -> None:
+    """Router, experts and a gated shared expert; bf16 rounds it once."""
+    generator = torch.Generator().manual_seed(seed)
+    halves = {name: (tensor * 1.01).half() for name, tensor in load_all(folder).items()}
+    for part, shape in (("gate", (64, 256)), ("up", (64, 256)), ("down", (256, 64))):
+        halves[f"model.layers.0.mlp.shared_expert.{part}_proj.weight"] = torch.randn(shape, generator=generator).half()
+    halves["model.layers.0.mlp.shared_expert_gate.weight"] = torch.randn((1, 256), generator=generator).half()
+    rewrite(folder, halves, model_type="qwen2_moe", shared_expert_intermediate_size=64)
+    for prefix, got in values(folder).items():
+        assert_same_bits(got, halves[f"{prefix}weight"].float())
+    with Checkpoint(folder) as checkpoint:
+        shared = checkpoint.shared_expert(0)
+        assert shared is not None and shared.token_gate is not None
+        assert_same_bits(shared.up_proj, halves["model.layers.0.mlp.shared_expert.up_proj.weight"].float())
+        assert_same_bits(shared.token_gate.float(), halves["model.layers.0.mlp.shared_expert_gate.weight"].float())
+    with ExpertParallelContext(device="cpu") as context:
+        layer = MoELayer.from_checkpoint(folder, context=context, max_tokens_per_rank=8)
+        assert layer.experts is not None and layer.router is not None
+        assert_same_bits(layer.router.weight, halves["model.layers.0.mlp.gate.weight"].float())
+        assert_same_bits(layer.experts.down.quants[0], halves[f"{prefix_of(0, 'down_proj')}weight"].float().bfloat16())
+        assert layer(torch.randn(4, 256).bfloat16()).isfinite().all()
+
+
+def test_a_converted_copy_means_the_same(folder: Path) -> None:
+    """int4 has no kernel: converted to MXFP8 each weight is rounded once more, and no tensor of the source stays."""
+    pytest.importorskip("compressed_tensors")
+    library = LibraryScheme("W4A16", "Linear", group_size=32)
+    tensors = quantize_experts(folder, library.compress, quantization_config=compressed_config(library.group))
+    before = values(folder)
+    convert_checkpoint(folder, folder / "converted", "mxfp8")
+    assert not any("weight_shape" in name or "packed" in name for name in load_all(folder / "converted"))
+    assert any("weight_shape" in name for name in tensors)
+    for prefix, got in values(folder / "converted").items():
+        want = ExpertWeights.quantize(before[prefix][None], "mxfp8").dequantize()[0]
+        assert_same_bits(got, want)
+
+
+@pytest.mark.parametrize("weights", [None, "int4"])
+def test_a_model_with_a_nested_config_is_converted(weights: str | None, folder: Path) -> None:
+    """Its own description, within `text_config`, stays if there is one, and that of the experts comes before it."""
+    pytest.importorskip("compressed_tensors")
+    said: dict[str, Any] = {}
+    if weights is not None:
+        library = LibraryScheme("W4A16", r"re:.*experts.*", group_size=32)
+        quantize_experts(folder, library.compress)
+        said = {"quantization_config": compressed_config(library.group)}
+    config = json.loads((folder / "config.json").read_text()) | said
+    rewrite(folder, {name.replace("model.", "model.language_model.", 1): t for name, t in load_all(folder).items()})
+    (folder / "config.json").write_text(json.dumps({"model_type": "qwen3_vl_moe", "text_config": config}))
+    before = values(folder)
+    convert_checkpoint(folder, folder / "converted", "mxfp8")
+    written = json.loads((folder / "converted" / "config.json").read_text())
+    assert written["text_config"] == config
+    assert ("expert_quantization_config" in written) == (weights is not None) != ("quantization_config" in written)
+    assert layer_config_of(folder / "converted", max_tokens_per_rank=1).weight_format == "mxfp8"
+    for prefix, got in values(folder / "converted").items():
+        assert_same_bits(got, ExpertWeights.quantize(before[prefix][None], "mxfp8").dequantize()[0])
+
+
+NAME = prefix_of(2, "down_proj")
+PACKED = {"num_bits": 4, "type": "int", "strategy": "group", "group_size": 32}
+
+
+def int4(w: torch.Tensor) -> dict[str, torch.Tensor]:
+    return {
+        "weight_packed": torch.zeros(len(w), w.shape[1] // 8, dtype=torch.int32),
+        "weight_scale": torch.ones(len(w), w.shape[1] // 32).bfloat16(),
+        "weight_shape": torch.tensor(w.shape),
+    }
+
+
+def of_int4(**weights: Any) -> dict[str, Any]:
+    return compressed_config({"targets": ["Linear"], "format": "pack-quantized", "weights": PACKED | weights})
+
+
+def group(**weights: Any) -> dict[str, Any]:
+    return compressed_config(
+        {
+            "targets": ["Linear"],
+            "format": "float-quantized",
+            "weights": {"num_bits": 8, "strategy": "channel"} | weights,
+        }
+    )
+
+
+@pytest.mark.parametrize(
+    ("quantizer", "said", "part", "tensor", "message"),
+    [
+        (per_tensor, modelopt("FP8"), "weight_scale", torch.ones(2), r"expected shape \[1, 1\], got \[2\]"),
+        (per_tensor, modelopt("FP8"), "weight_scale", torch.tensor(float("nan")), "expected finite scales, got one"),
+        (per_tensor, modelopt("FP8"), "weight", torch.ones(256, 128), "expected F8_E4M3, got F32"),
+        (per_row, group(), "weight_scale", torch.ones(255), r"expected shape \[256, 1\], got \[255\]"),
+        (per_row, group(), "weight_scale", torch.ones(256).byte(), "expected F32 or BF16 or F16, got U8"),
+        (
+            blocks_4d,
+            modelopt("FP8_PB_WO"),
+            "weight_scale",
+            torch.ones(2, 1, 2, 1),
+            r"shape \[2, 1\], got \[2, 1, 2, 1\]",
+        ),
+        (int4, of_int4(), "weight_packed", torch.zeros(256, 32).int(), r"expected shape \[256, 16\], got \[256, 32\]"),
+        (int4, of_int4(), "weight_packed", torch.zeros(256, 16).byte(), "expected I32, got U8"),
+        (int4, of_int4(), "weight_scale", torch.ones(256, 2), r"expected shape \[256, 4\], got \[256, 2\]"),
+        (int4, of_int4(), "weight_shape", torch.tensor([256, 64]), r"expected \[256, 128\], got \[256, 64\]"),
+    ],
+)
+def test_bad_tensors_are_named(
+    quantizer: Quantizer, said: dict[str, Any], part: str, tensor: torch.Tensor, message: str, folder: Path
+) -> None:
+    made = quantize_experts(folder, quantizer, quantization_config=said)
+    values(folder)
+    rewrite(folder, made | {f"{NAME}{part}": tensor})
+    with pytest.raises(ValueError, match=rf"{folder / SINGLE_FILE}: tensor {NAME}{part}: .*{message}"):
+        values(folder)
+
+
+WEIGHTS = r"quantization_config\.config_groups\.group_0\.weights"
+
+
+@pytest.mark.parametrize(
+    ("said", "message"),
+    [
+        (of_int4(num_bits=8), WEIGHTS + r"\.num_bits of model.*gate_proj: expected 4, got 8"),
+        (of_int4(type="float"), WEIGHTS + r"\.type of model.*gate_proj: expected 'int', got 'float'"),
+        (of_int4(symmetric=False), WEIGHTS + r"\.symmetric of model.*gate_proj: expected True, got False"),
+        (of_int4(group_size=-1), WEIGHTS + r"\.group_size of model.*gate_proj: expected a positive integer, got -1"),
+        (of_int4(strategy="tensor"), WEIGHTS + r"\.strategy of model.*: expected 'group' or 'channel', got 'tensor'"),
+        (group(type="int"), WEIGHTS + r"\.type of model.*gate_proj: expected 'float', got 'int'"),
+        (group(num_bits=6), WEIGHTS + r"\.num_bits of model.*gate_proj: expected 8, got 6"),
+        (modelopt("MXFP8") | {"group_size": 16}, r"quantization_config\.group_size of model.*: expected 32, got 16"),
+        (modelopt("FP8_PB"), r"quantization_config\.quant_algo of model.*: expected one of .*, got 'FP8_PB'"),
+    ],
+)
+def test_what_is_not_read_names_the_key(said: dict[str, Any], message: str, folder: Path) -> None:
+    rewrite(folder, load_all(folder), quantization_config=said)
+    with pytest.raises(ValueError, match=rf"config\.json: {message}"), Checkpoint(folder) as checkpoint:
+        checkpoint.stored_of(0)
+
+
+def test_groups_that_do_not_fit_are_named(folder: Path) -> None:
+    quantize_experts(folder, int4, quantization_config=of_int4(group_size=96))
+    with pytest.raises(ValueError, match=r"columns of .*gate_proj: expected a multiple of 96, got 256"):
+        values(folder)
+
+
+@pytest.mark.parametrize("quantizer", [int4, per_tensor, blocks_4d])
+def test_sizes_are_compared_before_memory_is_taken(quantizer: Callable[..., Any], folder: Path) -> None:
+    said = {int4: of_int4(), per_tensor: modelopt("FP8"), blocks_4d: modelopt("FP8_PB_WO")}[quantizer]
+    quantize_experts(folder, quantizer, quantization_config=said, moe_intermediate_size=1 << 24)
+    with pytest.raises(ValueError, match=r"experts\.0\.gate_proj\.weight.*: expected shape \[16777216, "):
+        values(folder)
