@@ -390,8 +390,7 @@ def _config_of(
     if block.described is None:
         alone = layer_config(model_config, source="model.config", **settings).replace(shared_expert=None)
         return alone
-    top_k = block.top_k(settings.get("top_k"))
-    return layer_fields(block.described, top_k, settings)
+    return layer_fields(block.described, block.top_k(model_config, settings.get("top_k")), settings)
 
 
 def _by_layer(placement: Placement | Mapping[int, Placement] | None, numbers: Sequence[int]) -> dict[int, Placement]:

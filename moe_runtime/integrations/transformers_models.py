@@ -25,6 +25,10 @@ EXPERT_CLASSES = {
 """Classes of the experts that `without_experts` leaves out; of two, the last is that of older releases."""
 
 
+TOP_K = ("top_k", "num_experts_per_tok")
+"""What blocks, routers and configs call the number of experts of a token."""
+
+
 class _NoExperts(nn.Module):
     """Placeholder for experts: empty tensors that transformers may initialise, and none that it would load."""
 
@@ -119,14 +123,13 @@ class MoEBlock:
     module: Any
     described: DescribedExperts | None
 
-    def top_k(self, asked: int | None) -> int:
-        """Experts of a token, as the block, its router or its config says, else `asked`."""
+    def top_k(self, model_config: dict[str, Any], asked: int | None) -> int:
+        """Experts of a token, as the block, its router or the config says, else `asked`."""
         config = getattr(self.module.experts, "config", None)
-        for place in (self.module, *self.module.children(), config):
-            for key in ("top_k", "num_experts_per_tok"):
-                value = getattr(place, key, None)
-                if type(value) is int and value > 0:
-                    return value
+        found = [getattr(place, key, None) for place in (self.module, *self.module.children(), config) for key in TOP_K]
+        for value in (*found, *map(model_config.get, TOP_K)):
+            if type(value) is int and value > 0:
+                return value
         if asked is None:
             raise ValueError(f"top_k: expected it as an argument, the block of {self.name} does not say it")
         return asked

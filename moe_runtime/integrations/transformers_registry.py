@@ -11,7 +11,7 @@ The layer of an experts module is made in its first call, with the formats and l
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, field
 from importlib import import_module
 from typing import Any
@@ -25,7 +25,9 @@ from torch import nn
 from moe_runtime.build import context_from_config
 from moe_runtime.checkpoints.loading import FRESH, QuantBuffer, QuantBuffers
 from moe_runtime.comm.arguments import check_kind
+from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.config import (
+    MAX_EXPERTS,
     CombineFormatName,
     FormatName,
     MoELayerConfig,
@@ -45,6 +47,9 @@ NAME = "moe_runtime"
 
 DEFAULT_MAX_TOKENS = 2048
 
+ANY_SIZES = {"hidden_size": 1024, "intermediate_size": 1024, "num_experts": MAX_EXPERTS, "top_k": 1}
+"""Sizes that every format has, with which settings are checked before a model is there."""
+
 
 @dataclass(frozen=True)
 class _Settings:
@@ -57,7 +62,6 @@ class _Settings:
 _current = _Settings()
 
 
-@contextmanager
 def experts_settings(
     *,
     max_tokens_per_rank: int = DEFAULT_MAX_TOKENS,
@@ -66,7 +70,7 @@ def experts_settings(
     combine_format: CombineFormatName = "bf16",
     parallel: ParallelConfig | None = None,
     **overrides: Any,
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Inside, experts that transformers runs by the name `moe_runtime` get layers with these settings.
 
     They count for a module that is called for the first time inside, or, for expert parallelism, for a model that is
@@ -76,12 +80,11 @@ def experts_settings(
         max_tokens_per_rank: most tokens of a rank in one step. A call with more is split where every rank has the same
             tokens or there is one rank, and refused elsewhere.
         token_format, weight_format, combine_format: as in `MoELayerConfig`; `weight_format` is `token_format` if None.
-        parallel: transport, engine and time limits; the defaults of `ParallelConfig` if None.
+        parallel: transport (between ranks), engine and time limits; the defaults of `ParallelConfig` if None.
         overrides: further fields of `MoELayerConfig`, such as `token_buckets`.
 
-    Raises `ValueError` for a `parallel` that is none; a wrong field is refused when the first layer is made.
+    Raises `ValueError` naming a wrong argument; what does not fit a model is refused when its first layer is made.
     """
-    global _current
     if parallel is not None:
         check_kind("parallel", parallel, ParallelConfig)
     fields = {
@@ -91,7 +94,17 @@ def experts_settings(
         "combine_format": combine_format,
         **overrides,
     }
-    before, _current = _current, _Settings(parallel or ParallelConfig(), fields)
+    try:
+        MoELayerConfig.model_validate(ANY_SIZES | fields)
+    except ValidationError as error:
+        raise ValueError("; ".join(complaints(error))) from None
+    return _in_force(_Settings(parallel or ParallelConfig(), fields))
+
+
+@contextmanager
+def _in_force(settings: _Settings) -> Iterator[None]:
+    global _current
+    before, _current = _current, settings
     try:
         yield
     finally:
@@ -219,11 +232,22 @@ def _build(module: Any, top_k: int, mesh: Any, settings: _Settings) -> _Built:
     key = id(module.config), id(settings), str(device), group, *sizes
     shared = _SHARED.get(key)
     if shared is None or not shared.usable:
-        # A model in one process runs alone, also where torch.distributed is initialised.
-        parallel = settings.parallel if mesh is not None else settings.parallel.replace(transport="private")
-        shared = _SHARED[key] = _Shared(module.config, settings, context_from_config(parallel, mesh, device))
+        shared = _SHARED[key] = _Shared(module.config, settings, _context(settings.parallel, mesh, device))
     layer = MoELayer(config, shared.context, router=False)
     return _Built(shared, layer, config.num_experts, described.identity_experts)
+
+
+def _context(parallel: ParallelConfig, mesh: Any, device: torch.device) -> ExpertParallelContext:
+    """Over the ranks of `mesh`; without one this rank is alone, also where torch.distributed has others."""
+    if mesh is not None:
+        return context_from_config(parallel, mesh, device)
+    (heap,) = PrivateHeap.group(1, device)
+    return ExpertParallelContext(
+        heap=heap,
+        engine=parallel.engine,
+        timeout_s=parallel.timeout_s,
+        startup_timeout_s=parallel.startup_timeout_s,
+    )
 
 
 def _weights_of(module: Any) -> tuple[object, ...]:

@@ -97,6 +97,7 @@ SPECIAL: dict[str, dict[str, Any]] = {
     "kimi_linear": {"linear_head_dim": 16, "linear_num_heads": 2},
     "lfm2_moe": {"num_hidden_layers": 2, "num_dense_layers": 0, "layer_types": ["full_attention", "conv"]},
     "mimo_v2_flash": {"num_attention_heads": 8, "num_key_value_heads": 4},
+    "mistral4": {"qk_rope_head_dim": 16},
     "step3p7": {"sliding_window": 16},
     "zaya": {"num_experts_per_tok": 1},
 }
@@ -368,6 +369,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("names", nargs="*", help="families; all if none is given, and only then is the table written")
     args = parser.parse_args(arguments)
     transformers.utils.logging.set_verbosity_error()
+    torch.set_num_threads(1)  # models this small only wait for threads
     found = outcomes(names=args.names)
     for one in found:
         print(f"{one.family:24} {one.model:40} {one.error:.2e} {one.formula or 'refused: ' + one.refused}")
@@ -383,8 +385,8 @@ def main(arguments: list[str] | None = None) -> int:
             assert table(of_rank) == table(found), "other outcomes over several ranks"
         print(f"the same over {args.ranks} ranks")
     if not (args.show or args.names):
-        text = PAGE.read_text(encoding="utf-8")
-        PAGE.write_text(text.replace(committed(), table(found)), encoding="utf-8")
+        before, rest = PAGE.read_text(encoding="utf-8").split(BEGIN)
+        PAGE.write_text(f"{before}{BEGIN}\n\n{table(found)}\n\n{END}{rest.split(END)[1]}", encoding="utf-8")
     return 0
 
 

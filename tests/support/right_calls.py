@@ -214,6 +214,10 @@ class _Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(w.numbers(EXPERTS, 2 * INNER, HIDDEN, dtype=torch.bfloat16) / 8)
         self.down_proj = nn.Parameter(w.numbers(EXPERTS, HIDDEN, INNER, dtype=torch.bfloat16) / 8)
 
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return nn.functional.silu(gate) * up
+
 
 class _Model(nn.Module):
     """What `apply_expert_parallel` reads of a Qwen3-MoE model of transformers, without transformers."""
@@ -652,6 +656,14 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
         "seed": 3,
     },
     "RunConfig.replace": lambda w, on: {"seed": 1},
+    "close_experts": lambda w, on: {"model": w.model()},
+    "experts_settings": lambda w, on: {
+        "max_tokens_per_rank": MOST,
+        "token_format": "mxfp8",
+        "weight_format": None,
+        "combine_format": "bf16",
+        "parallel": None,
+    },
     "apply_expert_parallel": lambda w, on: {
         "model": w.model(),
         "mesh": None,
