@@ -6,6 +6,7 @@ Sizes, biases and the layout of weights follow from the shapes of the parameters
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -75,9 +76,13 @@ class DescribedExperts:
         return replace(self, num_experts=self.num_experts * ranks)
 
     def check_weights(self) -> None:
-        """Raise `ValueError` unless the weights are bf16 with values."""
+        """Raise `ValueError` unless the weights are plain tensors in bf16 with values."""
         for key in DBRX_WEIGHTS if _is_dbrx(self.module) else WEIGHTS:
             weight = getattr(self.module.mlp if _is_dbrx(self.module) else self.module, key)
+            if type(weight) not in (torch.Tensor, nn.Parameter):
+                raise ValueError(
+                    f"{self.name}.{key}: expected a whole tensor that is not quantized, got {type(weight).__name__}"
+                )
             if weight.is_meta or weight.dtype != torch.bfloat16:
                 got = "on the meta device" if weight.is_meta else f"{weight.dtype}"
                 raise ValueError(f"{self.name}.{key}: expected torch.bfloat16 with values, got {got}")
@@ -215,7 +220,7 @@ def _fit(answer: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], order: An
         return None
     offset = (high + low) / 2 / slope
     sigmoid = slope / _NEAR
-    alpha = torch.tensor(sigmoid, dtype=torch.float64).logit().item() / _NEAR
+    alpha = math.log(sigmoid / (1.0 - sigmoid)) / _NEAR
     limit = far / slope - offset
     return ActivationConfig(
         order=order,

@@ -36,7 +36,7 @@ from moe_runtime.config import (
     complaints,
 )
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.context.peers import abort_peers_on_error
+from moe_runtime.context.peers import abort_peers, abort_peers_on_error
 from moe_runtime.integrations.expert_modules import BIASES, WEIGHTS, DescribedExperts, describe_experts, routes_of
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.layer import MoELayer
@@ -182,13 +182,7 @@ def _run(
 
     `most_tokens` is the number of tokens of the rank that has most; None where it is not known.
     """
-    if torch.is_grad_enabled() and (x_TH.requires_grad or topk_weights.requires_grad):
-        raise ValueError(
-            "hidden_states: the experts of moe_runtime are for inference, expected a call inside torch.no_grad() or "
-            "torch.inference_mode(), got an input that requires grad"
-        )
-    if x_TH.dtype != torch.bfloat16:
-        raise ValueError(f"hidden_states: the experts of moe_runtime take torch.bfloat16, got {x_TH.dtype}")
+    _check_inputs(module, x_TH, topk_weights)
     built = _layer_of(module, topk_idx.shape[-1], mesh, settings or _current)
     layer, limit = built.layer, built.layer.config.max_tokens_per_rank
     if most_tokens is None and x_TH.shape[0] > limit:
@@ -203,6 +197,23 @@ def _run(
     ys = [layer(x, topk_idx=idx, topk_weights=weights) for x, idx, weights in parts]
     y_TH = ys[0] if chunks == 1 else torch.cat(ys)
     return y_TH if own_TH is None else y_TH + own_TH
+
+
+def _check_inputs(module: Any, x_TH: torch.Tensor, topk_weights: torch.Tensor) -> None:
+    """Raise `ValueError` for what no layer takes; peers that wait in a layer of the module get `PeerAbortedError`."""
+    problem = ""
+    if torch.is_grad_enabled() and (x_TH.requires_grad or topk_weights.requires_grad):
+        problem = (
+            "hidden_states: the experts of moe_runtime are for inference, expected a call inside torch.no_grad() or "
+            "torch.inference_mode(), got an input that requires grad"
+        )
+    elif x_TH.dtype != torch.bfloat16:
+        problem = f"hidden_states: the experts of moe_runtime take torch.bfloat16, got {x_TH.dtype}"
+    if problem:
+        error = ValueError(problem)
+        for built in _BUILT.get(module, {}).values():
+            abort_peers(built.shared.context, error)
+        raise error
 
 
 def _layer_of(module: Any, top_k: int, mesh: Any, settings: _Settings) -> _Built:

@@ -106,12 +106,25 @@ def test_sizes_and_tensors_follow_from_the_shapes(transposed: bool, biases: bool
 
 
 def test_values_of_weights_are_not_needed() -> None:
+    with torch.device("meta"):
+        assert describe_experts(Experts(), "layer").activation == ActivationConfig()
     described = describe_experts(Experts().to("meta"), "layer")
     assert described.hidden_size == H
     with pytest.raises(ValueError, match=r"^layer\.gate_up_proj: expected torch\.bfloat16 .*, got on the meta device"):
         described.check_weights()
     with pytest.raises(ValueError, match=r"^layer\.gate_up_proj: expected torch\.bfloat16 with .*got torch\.float32"):
         describe_experts(Experts().float(), "layer").check_weights()
+
+
+def test_weights_of_a_tensor_class_of_others_are_refused() -> None:
+    class Packed(torch.Tensor):
+        pass
+
+    module = Experts()
+    del module.down_proj
+    module.down_proj = torch.empty(E, H, INNER, dtype=torch.bfloat16).as_subclass(Packed)
+    with pytest.raises(ValueError, match=r"^layer\.down_proj: expected a whole tensor .*, got Packed"):
+        describe_experts(module, "layer").check_weights()
 
 
 def with_norm() -> nn.Module:

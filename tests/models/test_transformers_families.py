@@ -31,11 +31,11 @@ def one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
+@pytest.mark.skipif(transformers.__version__ != TABLE_OF, reason=f"the table is of transformers {TABLE_OF}")
 def test_all_families_do_what_the_table_says(one_thread: None) -> None:
     found = families_table.outcomes()
-    assert len([one for one in found if one.formula]) >= 60 or transformers.__version__ != TABLE_OF
-    if transformers.__version__ == TABLE_OF:
-        assert families_table.table(found) == families_table.committed()
+    assert len([one for one in found if one.formula]) >= 60
+    assert families_table.table(found) == families_table.committed()
 
 
 def test_some_of_each_kind_on_two_ranks(get_pool: Any, one_thread: None) -> None:

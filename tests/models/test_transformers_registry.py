@@ -83,12 +83,13 @@ def ep_of_rank(rank: int, world: int, path: Path, ids: list[torch.Tensor], sizes
         ("gpt_oss", 2, {"ep_size": 2, "fsdp_size": 2}, 96),
         ("qwen3_moe", 2, {"ep_size": 2, "tp_size": 2}, 16),
         ("qwen3_moe", 4, {"ep_size": 4, "tp_size": 2, "fsdp_size": 2}, 96),
+        ("qwen3_moe", 4, {"ep_size": 2, "fsdp_size": 4}, 96),
     ],
 )
 def test_transformers_spreads_a_model(
     family: str, world: int, sizes: dict[str, int], limit: int, get_pool: Any, tmp_path: Path, seed: int
 ) -> None:
-    """With ranks of their own tokens, with ranks that share them (and more than fit a step), and with both."""
+    """Ranks with tokens of their own, ranks that share them (more than fit a step), both, and two copies of experts."""
     tiny_models.tiny_model(family, seed).bfloat16().save_pretrained(tmp_path)
     generator = torch.Generator().manual_seed(seed)
     shared = sizes.get("tp_size", 1)
@@ -98,7 +99,7 @@ def test_transformers_spreads_a_model(
     exact = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float64, experts_implementation="eager")
     experts = [block.experts for block in tiny_models.moe_blocks(exact)]
     for held, calls in results:
-        assert held == {12 // world}
+        assert held == {12 // sizes["ep_size"]}
         assert len(calls) == 2 * len(experts)
         for number, ((x, idx, weights), y) in enumerate(calls):
             expected = experts[number % len(experts)](x.double(), idx, weights.double())
@@ -117,6 +118,29 @@ def test_too_many_tokens_of_one_rank_end_the_call_of_all(get_pool: Any, tmp_path
     other, own = get_pool(2).run(too_many_of_rank, tmp_path, timeout=120.0)
     assert own.startswith("ValueError: max_tokens_per_rank: 8, got 9 tokens; load the model inside experts_settings(")
     assert other.startswith("PeerAbortedError: ") and "max_tokens_per_rank: 8, got 9 tokens" in other
+
+
+def training_of_rank(rank: int, world: int, path: Path) -> str:
+    with experts_settings(parallel=LIMITS), without_accelerate():
+        config = DistributedConfig(ep_size=2, fsdp_size=2, ep_implementation=NAME)
+        model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.bfloat16, distributed_config=config)
+    ids = torch.full((1, 4), 7)
+    with torch.no_grad():
+        assert model(ids).logits.isfinite().all()
+    experts, x = tiny_models.moe_blocks(model)[0].experts, torch.ones(2, 64, dtype=torch.bfloat16)
+    try:
+        with torch.set_grad_enabled(rank == 1):
+            experts(x.requires_grad_(rank == 1), torch.tensor([[0, 1, 2]] * 2), torch.ones(2, 3))
+    except Exception as error:
+        return f"{type(error).__name__}: {error}"
+    return ""
+
+
+def test_a_rank_that_trains_is_told_to_the_others(get_pool: Any, tmp_path: Path) -> None:
+    tiny_models.tiny_model("qwen3_moe", 0).bfloat16().save_pretrained(tmp_path)
+    other, own = get_pool(2).run(training_of_rank, tmp_path, timeout=120.0)
+    assert own.startswith("ValueError: hidden_states: the experts of moe_runtime are for inference")
+    assert other.startswith("PeerAbortedError: ") and "are for inference" in other
 
 
 @pytest.mark.parametrize("family", sorted(tiny_models.CLASSES))
