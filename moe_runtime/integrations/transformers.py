@@ -2,6 +2,8 @@
 
 Only the `experts` of the MoE blocks are replaced. Routers and shared experts stay, so what a model routes, records and
 returns does not change. Each rank calls the model with its own tokens.
+
+Importing this module also registers `moe_runtime` with transformers (`transformers_registry`).
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from moe_runtime.build import context_from_config
 from moe_runtime.checkpoints.checkpoint import Checkpoint
-from moe_runtime.checkpoints.families import family_of, layer_config
+from moe_runtime.checkpoints.families import layer_config
 from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.comm.arguments import check_kind
 from moe_runtime.comm.errors import reason_of
@@ -28,18 +30,17 @@ from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, Pa
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import abort_peers, abort_peers_on_error, agree_on
 from moe_runtime.counters import LayerCounts
-from moe_runtime.integrations.transformers_models import (
-    EXPERT_CLASSES,
-    check_read,
-    model_config_of,
-    moe_blocks,
-    own_experts,
-)
+from moe_runtime.integrations import transformers_registry
+from moe_runtime.integrations.expert_modules import DescribedExperts, routes_of
+from moe_runtime.integrations.transformers_models import MoEBlock, check_read, model_config_of, moe_blocks
+from moe_runtime.integrations.transformers_registry import layer_fields
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.layer import MoELayer
 from moe_runtime.placement.placement import Placement
 from moe_runtime.placement.rebalance import check_replacement
 from moe_runtime.support.compiling import not_compiled
+
+transformers_registry.register()
 
 DONE = -1
 """Stands for the number of tokens of a rank that does not call the model any more."""
@@ -67,11 +68,11 @@ def apply_expert_parallel(
 ) -> ExpertParallel:
     """Spread the experts of a transformers model over ranks, in place. Collective.
 
-    Every rank passes the same model in bf16, of a family in `moe_runtime.checkpoints.families`. It keeps the weights of
-    its own experts, quantized, and drops the others. From then on `model(...)` is collective: every rank calls it with
-    its own tokens. Inside `ExpertParallel.join`, and so in `model.generate(...)`, ranks may call it different numbers
-    of times and with any number of tokens. The model is for inference: its parameters no longer require gradients,
-    `state_dict` has no experts, and `save_pretrained` raises.
+    Every rank passes the same model in bf16, of any family whose experts a layer can compute (`describe_experts`,
+    docs/families.md). It keeps the weights of its own experts, quantized, and drops the others. From then on
+    `model(...)` is collective: every rank calls it with its own tokens. Inside `ExpertParallel.join`, and so in
+    `model.generate(...)`, ranks may call it different numbers of times and with any number of tokens. The model is for
+    inference: its parameters no longer require gradients, `state_dict` has no experts, and `save_pretrained` raises.
 
     Args:
         model: such as `Qwen3MoeForCausalLM`; it need not be on `device` yet.
@@ -83,13 +84,15 @@ def apply_expert_parallel(
             `weight_format` is `token_format`. With a `Checkpoint` they default as in `MoELayer.from_checkpoint`.
         experts: where experts come from instead of the model, which may then have none (`without_experts`).
             `experts(layer, ids)` yields the experts `ids` of decoder layer `layer` in order. A `Checkpoint` also sets
-            the formats and `intermediate_gsf` of each layer, and is compared between ranks.
+            the formats and `intermediate_gsf` of each layer, and is compared between ranks. A checkpoint, and a model
+            without experts, must be of a family in `moe_runtime.checkpoints.families`.
         placement: which rank holds which experts, of every layer or by decoder layer, with replicas; equal on all
             ranks. None, and layers without one: contiguous ids, each expert once.
         parallel: transport, engine and time limits; the defaults of `ParallelConfig` if None.
         device: device of the experts; that of the model if None.
-        overrides: further fields of `MoELayerConfig`, such as `token_buckets` or `intermediate_gsf`. Inside `join` each
-            call takes the smallest bucket that holds the tokens of every rank.
+        overrides: further fields of `MoELayerConfig`, such as `token_buckets` or `intermediate_gsf`, and `top_k` where
+            no block of the model says it. Inside `join` each call takes the smallest bucket that holds the tokens of
+            every rank.
 
     Returns:
         The expert-parallel part of the model; close it in the end, or use it as a context manager.
@@ -110,11 +113,11 @@ def apply_expert_parallel(
                 kinds = "a Checkpoint, a callable or None"
                 raise ValueError(f"experts: expected {kinds}, got {type(experts).__name__}")
             model_config = model_config_of(model)
-            family = family_of(model_config, source="model.config")
-            blocks = moe_blocks(model, None if experts is None else EXPERT_CLASSES[family.name])
+            blocks = moe_blocks(model, has_weights=experts is None)
+            numbers = [block.number for block in blocks]
             if experts is None:
-                check_read(model_config, family, [number for number, _ in blocks])
-            placements = _by_layer(placement, [number for number, _ in blocks])
+                check_read(model_config, numbers)
+            placements = _by_layer(placement, numbers)
             settings = {
                 "max_tokens_per_rank": max_tokens_per_rank,
                 "token_format": token_format,
@@ -123,13 +126,14 @@ def apply_expert_parallel(
                 **overrides,
             }
             owner = ExpertParallel(context)
-            for number, _ in blocks:
-                owner._add(number, _config_of(model_config, number, experts, settings), placements.get(number))
+            for block in blocks:
+                config = _config_of(model_config, block, experts, settings)
+                owner._add(block.number, config, placements.get(block.number))
             # Before any block loses its experts.
             context.compare()
-            for index, (number, block) in enumerate(blocks):
-                _load(owner.layers[index], number, block, experts)
-                block.experts = ParallelExperts(owner, index)
+            for index, block in enumerate(blocks):
+                _load(owner.layers[index], block, experts)
+                block.module.experts = ParallelExperts(owner, index, block.described)
         context.allocate()
     except BaseException:
         context.close()
@@ -337,47 +341,56 @@ class ParallelExperts(nn.Module):
 
     is_expert_parallel = True
 
-    def __init__(self, owner: ExpertParallel, index: int) -> None:
+    def __init__(self, owner: ExpertParallel, index: int, described: DescribedExperts | None) -> None:
         super().__init__()
         self._owner = owner
         self._index = index
+        self._identity_experts = 0 if described is None else described.identity_experts
 
     @not_compiled
     def forward(
         self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
     ) -> torch.Tensor:
-        """bf16 `[T, H]`: the weighted sum over each token's experts, for this rank's `T` tokens."""
-        return self._owner._run(self._index, hidden_states, top_k_index, top_k_weights)
+        """bf16, the shape of `hidden_states`: the weighted sum over each token's experts, for this rank's tokens."""
+        config = self._owner.layers[self._index].config
+        x_TH = hidden_states.reshape(-1, hidden_states.shape[-1])
+        routes = routes_of(config.num_experts, self._identity_experts, x_TH, top_k_index, top_k_weights)
+        topk_idx, own_TH = routes
+        y_TH = self._owner._run(self._index, x_TH, topk_idx, top_k_weights)
+        return (y_TH if own_TH is None else y_TH + own_TH).view(hidden_states.shape)
 
     def extra_repr(self) -> str:
         return self._owner.layers[self._index].extra_repr()
 
 
-def _load(layer: MoELayer, number: int, block: Any, experts: ExpertSource) -> None:
-    """Load this rank's experts of decoder layer `number` into `layer`."""
+def _load(layer: MoELayer, block: MoEBlock, experts: ExpertSource) -> None:
+    """Load this rank's experts of `block` into `layer`."""
     if isinstance(experts, Checkpoint):
-        layer.load_checkpoint(experts, number, shared_elsewhere=True)
+        layer.load_checkpoint(experts, block.number, shared_elsewhere=True)
     elif experts is None:
-        layer.load_experts(own_experts(block.experts, layer.local_experts))
+        assert block.described is not None
+        layer.load_experts(block.described.tensors(layer.local_experts))
     else:
-        layer.load_experts(experts(number, layer.local_experts))
+        layer.load_experts(experts(block.number, layer.local_experts))
 
 
 def _config_of(
-    model_config: dict[str, Any], number: int, experts: ExpertSource, settings: dict[str, Any]
+    model_config: dict[str, Any], block: MoEBlock, experts: ExpertSource, settings: dict[str, Any]
 ) -> MoELayerConfig:
-    """The config of decoder layer `number`, without the shared expert, which stays in the block."""
+    """The config of the layer of `block`, without the shared expert, which stays in the block."""
     if isinstance(experts, Checkpoint):
         plain = layer_config(model_config, source="model.config", max_tokens_per_rank=1)
         # The model must agree with the checkpoint.
         stated = {key: getattr(plain, key) for key in plain.model_fields_set}
-        made = experts.layer_config(number, **stated | settings)
-    else:
-        asked = settings["token_format"]
-        formats = {"token_format": "bf16" if asked is None else asked}
-        made = layer_config(model_config, source="model.config", **settings | formats)
-    alone: MoELayerConfig = made.replace(shared_expert=None)
-    return alone
+        made = experts.layer_config(block.number, **stated | settings)
+        alone: MoELayerConfig = made.replace(shared_expert=None)
+        return alone
+    asked = settings["token_format"]
+    settings = settings | {"token_format": "bf16" if asked is None else asked}
+    if block.described is None:
+        alone = layer_config(model_config, source="model.config", **settings).replace(shared_expert=None)
+        return alone
+    return layer_fields(block.described, block.top_k(model_config, settings.get("top_k")), settings)
 
 
 def _by_layer(placement: Placement | Mapping[int, Placement] | None, numbers: Sequence[int]) -> dict[int, Placement]:

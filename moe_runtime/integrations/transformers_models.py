@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
 import torch
 from torch import nn
 
-from moe_runtime.checkpoints.families import GPT_OSS, MIXTRAL, Family, family_of
+from moe_runtime.checkpoints.families import GPT_OSS, MIXTRAL
 from moe_runtime.checkpoints.layouts import COMPRESSED_NVFP4, EXPERTS_KEY, compressed_group
-from moe_runtime.checkpoints.loading import ExpertTensors
+from moe_runtime.integrations.expert_modules import DescribedExperts, describe_experts
 
 EXPERT_CLASSES = {
     "mixtral": ("MixtralExperts",),
@@ -21,7 +22,11 @@ EXPERT_CLASSES = {
     "deepseek_v3": ("DeepseekV3Experts", "DeepseekV3NaiveMoe"),
     "gpt_oss": ("GptOssExperts",),
 }
-"""Classes of the experts of each family; of two, the last is that of older releases."""
+"""Classes of the experts that `without_experts` leaves out; of two, the last is that of older releases."""
+
+
+TOP_K = ("top_k", "num_experts_per_tok")
+"""What blocks, routers and configs call the number of experts of a token."""
 
 
 class _NoExperts(nn.Module):
@@ -73,30 +78,28 @@ def _unless_experts(should_convert_module: Callable[..., bool]) -> Callable[...,
 
 
 def model_config_of(model: nn.Module) -> dict[str, Any]:
-    """The config of a transformers model of a known family. Raises `ValueError` for another model."""
+    """The config of a transformers model. Raises `ValueError` for another model."""
     config: Any = getattr(model, "config", None)
     if not hasattr(config, "to_dict"):
         raise ValueError(f"model: expected a transformers model with a config, got {type(model).__name__}")
     model_config: dict[str, Any] = config.to_dict()
-    if family_of(model_config, source="model.config").name not in EXPERT_CLASSES:
-        known = ", ".join(EXPERT_CLASSES)
-        raise ValueError(f"model.config: model_type: expected one of {known}, got {model_config['model_type']!r}")
     return model_config
 
 
-def check_read(model_config: dict[str, Any], family: Family, numbers: Sequence[int]) -> None:
+def check_read(model_config: dict[str, Any], numbers: Sequence[int]) -> None:
     """Raise `ValueError` if transformers silently misreads the experts of the model's checkpoint.
 
     It drops the second-level scales of NVFP4, does not know `EXPERTS_KEY`, and cannot hold experts of gpt-oss as
     separate linears.
     """
+    model_type = model_config.get("model_type")
     quant_config, wrong = model_config.get("quantization_config") or {}, EXPERTS_KEY in model_config
     if quant_config.get("quant_method") == "compressed-tensors" and quant_config.get("config_groups"):
-        linear = "block_sparse_moe.experts.0.w1" if family is MIXTRAL else "mlp.experts.0.gate_proj"
+        linear = "block_sparse_moe.experts.0.w1" if model_type in MIXTRAL.model_types else "mlp.experts.0.gate_proj"
         for number in numbers:
             where = "model.config: quantization_config"
             group, fmt = compressed_group(where, quant_config, f"model.layers.{number}.{linear}")
-            wrong |= group is not None and (family is GPT_OSS or fmt == COMPRESSED_NVFP4.name)
+            wrong |= group is not None and (model_type in GPT_OSS.model_types or fmt == COMPRESSED_NVFP4.name)
     if wrong:
         raise ValueError(
             "model: its experts are quantized in the checkpoint in a way that transformers misreads; load it inside "
@@ -104,60 +107,71 @@ def check_read(model_config: dict[str, Any], family: Family, numbers: Sequence[i
         )
 
 
-def moe_blocks(model: nn.Module, classes: Sequence[str] | None) -> list[tuple[int, Any]]:
-    """Index of the decoder layer and MoE block of each layer with experts, in the order of the model.
+@dataclass(frozen=True)
+class MoEBlock:
+    """A block of a model that has `experts`.
 
-    Without `classes` every block must have weights. With `classes` its experts must be of one of them, or left out.
+    Attributes:
+        number: index of its decoder layer.
+        name: of its experts in the model.
+        module: the block.
+        described: its experts; None where they were left out.
+    """
+
+    number: int
+    name: str
+    module: Any
+    described: DescribedExperts | None
+
+    def top_k(self, model_config: dict[str, Any], asked: int | None) -> int:
+        """Experts of a token, as the block, its router or the config says, else `asked`."""
+        config = getattr(self.module.experts, "config", None)
+        found = [getattr(place, key, None) for place in (self.module, *self.module.children(), config) for key in TOP_K]
+        for value in (*found, *map(model_config.get, TOP_K)):
+            if type(value) is int and value > 0:
+                return value
+        if asked is None:
+            raise ValueError(f"top_k: expected it as an argument, the block of {self.name} does not say it")
+        return asked
+
+
+def moe_blocks(model: nn.Module, *, has_weights: bool) -> list[MoEBlock]:
+    """The blocks of a model that have experts, in its order.
+
+    Experts must be such that a layer can compute them (`describe_experts`), with weights if `has_weights`; else they
+    may have been left out (`without_experts`).
     """
     blocks = [(name, module) for name, module in model.named_modules() if hasattr(module, "experts")]
     if not blocks:
         raise ValueError(f"model: expected MoE blocks with `experts`, found none in {type(model).__name__}")
-    found = []
-    for name, block in blocks:
+    found: dict[int, MoEBlock] = {}
+    for block_name, block in blocks:
+        name = f"{block_name}.experts"
         if getattr(block.experts, "is_expert_parallel", False):
-            raise ValueError(f"model: {name}.experts are expert-parallel already")
-        if classes is None:
-            _check_weights(f"{name}.experts", block.experts)
-        else:
-            _check_class(f"{name}.experts", block.experts, classes)
+            raise ValueError(f"model: {name} are expert-parallel already")
+        described = None
+        if has_weights or not isinstance(block.experts, _NoExperts):
+            if not has_weights:
+                _check_class(name, block.experts)
+            described = describe_experts(block.experts, f"model: {name}")
+            if has_weights:
+                described.check_weights()
         numbers = [int(part) for part in name.split(".") if part.isdigit()]
         if len(numbers) != 1:
             raise ValueError(f"model: expected the number of a decoder layer in the name of its block, got {name!r}")
-        found.append((numbers[0], block))
-    return found
-
-
-def _check_class(name: str, experts: Any, classes: Sequence[str]) -> None:
-    """Refuse other experts, such as a list of modules or those of a quantizer, which may be called differently."""
-    bases = [base for base in type(experts).__mro__ if base.__module__.startswith("transformers.models.")]
-    if not isinstance(experts, _NoExperts) and not any(base.__name__ in classes for base in bases):
-        raise ValueError(
-            f"model: {name}: expected {' or '.join(classes)} of transformers, or a model that was made inside "
-            f"without_experts(), got {type(experts).__name__}"
-        )
-
-
-def _check_weights(name: str, experts: Any) -> None:
-    for key in ("gate_up_proj", "down_proj"):
-        weight = getattr(experts, key, None)
-        if not isinstance(weight, torch.Tensor) or weight.ndim != 3:
+        if numbers[0] in found:
             raise ValueError(
-                f"model: {name}: expected {key} of all experts in one tensor, as transformers 5 has it, got "
-                f"{type(experts).__name__}"
+                f"model: expected one block with experts in each decoder layer, got {found[numbers[0]].name} and "
+                f"{name}; give a part of the model, or use its set_experts_implementation"
             )
-        if weight.is_meta or weight.dtype != torch.bfloat16:
-            place = "on the meta device" if weight.is_meta else f"{weight.dtype}"
-            raise ValueError(f"model: {name}.{key}: expected torch.bfloat16 with values, got {place}")
+        found[numbers[0]] = MoEBlock(numbers[0], name, block, described)
+    return list(found.values())
 
 
-def own_experts(experts: Any, ids: Sequence[int]) -> Iterator[ExpertTensors]:
-    """Experts `ids` of a block. gpt-oss stores them transposed, with biases."""
-    transposed, has_bias = getattr(experts, "is_transposed", False), hasattr(experts, "gate_up_proj_bias")
-    for expert in ids:
-        gate_up, down = experts.gate_up_proj[expert], experts.down_proj[expert]
-        yield ExpertTensors(
-            gate_up.mT if transposed else gate_up,
-            down.mT if transposed else down,
-            experts.gate_up_proj_bias[expert] if has_bias else None,
-            experts.down_proj_bias[expert] if has_bias else None,
+def _check_class(name: str, experts: Any) -> None:
+    """Refuse other experts, such as those of a quantizer, which may be called differently."""
+    if not any(base.__module__.startswith("transformers.models.") for base in type(experts).__mro__):
+        raise ValueError(
+            f"model: {name}: expected experts of a model of transformers, or a model that was made inside "
+            f"without_experts(), got {type(experts).__name__}"
         )

@@ -19,7 +19,7 @@ from moe_runtime.checkpoints.families import layer_config
 from moe_runtime.checkpoints.loading import ExpertTensors
 from moe_runtime.config import ModeName, MoELayerConfig, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
-from moe_runtime.integrations.transformers_models import own_experts
+from moe_runtime.integrations.expert_modules import describe_experts
 from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
 from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
@@ -135,7 +135,7 @@ def test_a_layer_is_no_worse_than_the_block_of_its_family(
         bias=getattr(gate, "bias", None),
         correction_bias=getattr(gate, "e_score_correction_bias", None),
     )
-    layer.load_experts(own_experts(experts, layer.local_experts))
+    layer.load_experts(describe_experts(experts).tensors(layer.local_experts))
     if layer.shared_expert is not None:
         token_gate = getattr(block, "shared_expert_gate", None)
         layer.shared_expert.load(

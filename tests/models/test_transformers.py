@@ -19,8 +19,9 @@ from moe_runtime.checkpoints.conversion import convert_checkpoint
 from moe_runtime.checkpoints.layouts import EXPERTS_KEY
 from moe_runtime.comm.errors import PeerAbortedError, PeerTimeoutError
 from moe_runtime.config import MoELayerConfig, ParallelConfig
+from moe_runtime.integrations.expert_modules import describe_experts
 from moe_runtime.integrations.transformers import ExpertParallel, apply_expert_parallel
-from moe_runtime.integrations.transformers_models import own_experts, without_experts
+from moe_runtime.integrations.transformers_models import without_experts
 from moe_runtime.kernels.gemm.weights import ExpertWeights
 from moe_runtime.reference import error_bound
 from tests.support.comparison import assert_same_bits
@@ -277,7 +278,7 @@ def left_out_on_rank(rank: int, world: int, path: Path, ids: list[Any]) -> Any:
 
     def experts(layer: int, local: range) -> Any:
         asked.append((layer, local))
-        return own_experts(layers[layer].mlp.experts, local)
+        return describe_experts(layers[layer].mlp.experts).tensors(local)
 
     with without_experts():
         model = parallel_models.load(path)
@@ -519,9 +520,7 @@ def change(model: Any, how: str) -> Any:
 def test_other_experts_are_refused_though_they_are_not_needed() -> None:
     """Blocks with a list of experts, as remote code has them, do not call it as `ParallelExperts` is called."""
     model = change(tiny_models.tiny_model("qwen3_moe", 0).bfloat16(), "module list")
-    message = (
-        r"model: model\.layers\.1\.mlp\.experts: expected Qwen3MoeExperts of .*without_experts\(\), got ModuleList"
-    )
+    message = r"model: model\.layers\.1\.mlp\.experts: expected experts of a .*without_experts\(\), got ModuleList"
     with pytest.raises(ValueError, match=message):
         apply_expert_parallel(model, max_tokens_per_rank=8, experts=random_experts, device="cpu")
     assert all(type(block.experts).__name__ != "ParallelExperts" for block in tiny_models.moe_blocks(model))
@@ -592,10 +591,10 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
 
     small = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
     llama = LlamaForCausalLM(LlamaConfig(**small, num_key_value_heads=2, vocab_size=32)).bfloat16()
-    with pytest.raises(ValueError, match=r"model\.config: model_type: expected a model with experts .*got 'llama'"):
+    with pytest.raises(ValueError, match=r"model: expected MoE blocks with `experts`, found none in LlamaForCausalLM"):
         apply_expert_parallel(llama, max_tokens_per_rank=8)
     model = tiny_models.tiny_model("mixtral", 0).bfloat16()
-    with pytest.raises(ValueError, match=r"top_k: model\.config says 3, got 2"):
+    with pytest.raises(ValueError, match=r"top_k: the model says 3, got 2"):
         apply_expert_parallel(model, max_tokens_per_rank=8, top_k=2)
     with pytest.raises(ValueError, match="weight_format: expected nvfp4, got mxfp8 with nvfp4 tokens"):
         apply_expert_parallel(model, max_tokens_per_rank=8, token_format="nvfp4", weight_format="mxfp8")

@@ -427,6 +427,14 @@ ARGUMENTS: dict[str, Callable[[World, Any], dict[str, Any]]] = {
         "seed": 3,
     },
     "RunConfig.replace": lambda w, on: {"seed": 1},
+    "close_experts": lambda w, on: {"model": w.model()},
+    "experts_settings": lambda w, on: {
+        "max_tokens_per_rank": MOST,
+        "token_format": "mxfp8",
+        "weight_format": None,
+        "combine_format": "bf16",
+        "parallel": None,
+    },
     "apply_expert_parallel": lambda w, on: {
         "model": w.model(),
         "mesh": None,

@@ -242,6 +242,10 @@ class _Experts(nn.Module):
         self.gate_up_proj = nn.Parameter(w.numbers(EXPERTS, 2 * INNER, HIDDEN, dtype=torch.bfloat16) / 8)
         self.down_proj = nn.Parameter(w.numbers(EXPERTS, HIDDEN, INNER, dtype=torch.bfloat16) / 8)
 
+    def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        return nn.functional.silu(gate) * up
+
 
 class _Model(nn.Module):
     """What `apply_expert_parallel` reads of a Qwen3-MoE model of transformers, without transformers."""

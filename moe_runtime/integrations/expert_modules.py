@@ -1,0 +1,290 @@
+"""What an experts module of transformers computes, in the terms of `MoELayerConfig`, read from the module itself.
+
+Sizes, biases and the layout of weights follow from the shapes of the parameters, the activation from what the module's
+`_apply_gate` answers. No model type is looked up, and a model's router stays its own.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from moe_runtime.checkpoints.loading import ExpertTensors
+from moe_runtime.config import ActivationConfig
+from moe_runtime.experts import swiglu_of
+from moe_runtime.reference import swiglu_reference
+
+WEIGHTS = ("gate_up_proj", "down_proj")
+BIASES = ("gate_up_proj_bias", "down_proj_bias")
+DBRX_WEIGHTS = ("w1", "v1", "w2")
+POSSIBLE = "gate * sigmoid(alpha * gate) * (up + up_offset), with gate and up clamped at a limit or not at all"
+
+_DIGITS = 5
+"""Significant digits of a measured number: what activations that compute in fp32 allow."""
+_TOLERANCE = 1e-4
+"""Relative, between what a module answers and the formula with measured numbers; GELU and SiLU differ by 0.1."""
+_FAR = 2.0**20
+"""Above every limit of a clamp."""
+_NEAR = 0.5
+"""Below every limit of a clamp."""
+
+GateFunction = Callable[[torch.Tensor], torch.Tensor]
+
+
+@dataclass(frozen=True)
+class DescribedExperts:
+    """An experts module that a layer can compute.
+
+    Attributes:
+        module: the module; its weights are read by `tensors`.
+        name: of the module, for messages.
+        hidden_size, intermediate_size, num_experts: from the shapes of the weights.
+        expert_bias: whether both projections have biases.
+        activation: formula, and the order of gate and up.
+        transposed: weights are stored as `[E, H, 2I]` and `[E, I, H]`.
+        identity_experts: how many ids from `num_experts` on return the token itself (LongCat-Flash).
+    """
+
+    module: Any
+    name: str
+    hidden_size: int
+    intermediate_size: int
+    num_experts: int
+    expert_bias: bool
+    activation: ActivationConfig
+    transposed: bool = False
+    identity_experts: int = 0
+
+    @property
+    def fields(self) -> dict[str, Any]:
+        """The fields of `MoELayerConfig` that the module decides."""
+        return {
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_experts": self.num_experts,
+            "expert_bias": self.expert_bias,
+            "activation": self.activation,
+        }
+
+    def of_ranks(self, ranks: int) -> DescribedExperts:
+        """The experts of all `ranks`, where the module holds those of one."""
+        return replace(self, num_experts=self.num_experts * ranks)
+
+    def check_weights(self) -> None:
+        """Raise `ValueError` unless the weights are plain tensors in bf16 with values."""
+        for key in DBRX_WEIGHTS if _is_dbrx(self.module) else WEIGHTS:
+            weight = getattr(self.module.mlp if _is_dbrx(self.module) else self.module, key)
+            if type(weight) not in (torch.Tensor, nn.Parameter):
+                raise ValueError(
+                    f"{self.name}.{key}: expected a whole tensor that is not quantized, got {type(weight).__name__}"
+                )
+            if weight.is_meta or weight.dtype != torch.bfloat16:
+                got = "on the meta device" if weight.is_meta else f"{weight.dtype}"
+                raise ValueError(f"{self.name}.{key}: expected torch.bfloat16 with values, got {got}")
+
+    def tensors(self, ids: Sequence[int]) -> Iterator[ExpertTensors]:
+        """The experts `ids` of the module, as views of its parameters where the layout is that of a layer."""
+        if _is_dbrx(self.module):
+            yield from _dbrx_tensors(self, ids)
+            return
+        biases = [getattr(self.module, key) if self.expert_bias else None for key in BIASES]
+        gate_up, down = (getattr(self.module, key) for key in WEIGHTS)
+        if self.transposed:
+            gate_up, down = gate_up.mT, down.mT
+        for expert in ids:
+            yield ExpertTensors(gate_up[expert], down[expert], *(b if b is None else b[expert] for b in biases))
+
+
+def describe_experts(module: nn.Module, name: str = "experts") -> DescribedExperts:
+    """What `module` computes. Values of its weights are not read, so it may be on the meta device.
+
+    `module` follows transformers' interface of experts (`@use_experts_implementation`): `gate_up_proj` and `down_proj`
+    of all experts in one tensor each, and `_apply_gate`. The experts of DBRX and LongCat-Flash are read too.
+
+    Raises `ValueError` naming `name`, what it has that a layer cannot compute, and what is possible.
+    """
+    if _is_dbrx(module):
+        return _describe_dbrx(module, name)
+    if not getattr(module, "has_gate", True) or (not hasattr(module, "gate_up_proj") and hasattr(module, "up_proj")):
+        raise ValueError(f"{name}: has_gate: expected gated experts with {POSSIBLE}, got {_class_of(module)} without")
+    if getattr(module, "has_post_expert_norm", False):
+        raise ValueError(
+            f"{name}: has_post_expert_norm: expected experts that end with down_proj, whose outputs a layer sums on "
+            f"their way back, got {_class_of(module)} with a norm after it"
+        )
+    gate_up, down = (_weight(module, name, key) for key in WEIGHTS)
+    identity = _identity_experts(module)
+    num_experts, transposed = down.shape[0], _is_transposed(gate_up, down)
+    if transposed is None or gate_up.shape[0] != num_experts + identity:
+        raise ValueError(
+            f"{name}: gate_up_proj and down_proj: expected [E, 2I, H] and [E, H, I] or, transposed, [E, H, 2I] and "
+            f"[E, I, H], got {list(gate_up.shape)} and {list(down.shape)}"
+        )
+    hidden, inner = (down.shape[2], down.shape[1]) if transposed else (down.shape[1], down.shape[2])
+    has_bias = _has_bias(module, name, num_experts, 2 * inner, hidden)
+    known = {*WEIGHTS, *(BIASES if has_bias else ())}
+    if others := [key for key, _ in module.named_parameters() if key not in known]:
+        raise ValueError(
+            f"{name}: {others[0]}: expected no parameters but {', '.join((*WEIGHTS, *BIASES))}, got another"
+        )
+    activation = _measure_activation(module, name, gate_up.device)
+    return DescribedExperts(module, name, hidden, inner, num_experts, has_bias, activation, transposed, identity)
+
+
+def routes_of(
+    num_experts: int, identity_experts: int, x_TH: torch.Tensor, topk_idx: torch.Tensor, topk_weights: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """Ids for a layer, and what to add to its result for experts that return the token itself.
+
+    Without such experts the id `num_experts` is transformers' word for no expert. Other ids stay as they are.
+    """
+    outside = (topk_idx >= num_experts) & (topk_idx < num_experts + max(identity_experts, 1))
+    own_TH = None
+    if identity_experts:
+        own_TH = x_TH * (topk_weights * outside).sum(dim=-1, keepdim=True).to(x_TH.dtype)
+    return topk_idx.masked_fill(outside, -1), own_TH
+
+
+def _weight(module: nn.Module, name: str, key: str) -> torch.Tensor:
+    weight = getattr(module, key, None)
+    if not isinstance(weight, torch.Tensor) or weight.ndim != 3:
+        raise ValueError(
+            f"{name}: expected {key} of all experts in one tensor, as transformers 5 has it, got {_class_of(module)}"
+        )
+    return weight
+
+
+def _is_transposed(gate_up: torch.Tensor, down: torch.Tensor) -> bool | None:
+    """Whether the shapes are those of transposed weights; no pair of shapes is both. None if they are neither."""
+    for transposed, w_ENK, v_ENK in ((False, gate_up, down), (True, gate_up.mT, down.mT)):
+        if (w_ENK.shape[1], w_ENK.shape[2]) == (2 * v_ENK.shape[2], v_ENK.shape[1]):
+            return transposed
+    return None
+
+
+def _has_bias(module: nn.Module, name: str, num_experts: int, rows: int, hidden: int) -> bool:
+    biases = [getattr(module, key, None) for key in BIASES]
+    if biases == [None, None] and not getattr(module, "has_bias", False):
+        return False
+    for key, bias, columns in zip(BIASES, biases, (rows, hidden), strict=True):
+        shape = None if bias is None else list(bias.shape)
+        if shape != [num_experts, columns]:
+            raise ValueError(f"{name}: {key}: expected shape {[num_experts, columns]}, got {shape}")
+    return True
+
+
+def _measure_activation(module: nn.Module, name: str, device: torch.device) -> ActivationConfig:
+    """The activation whose answers are those of `module`, for gates and ups of every size and sign."""
+    function = _gate_function(module, name)
+    place = torch.device("cpu") if device.type == "meta" else device
+    # 0 and numbers of both signs, among them some beyond each limit.
+    values = torch.tensor([0.0, 0.1, 0.4, 1.0, 2.5, 6.0, 8.0, 30.0, 300.0], dtype=torch.float64, device=place)
+    values = torch.cat([values, -values[1:]])
+    gates, ups = (t.flatten() for t in torch.meshgrid(values, values, indexing="ij"))
+    with torch.no_grad():
+        for order, together in _ORDERS.items():
+            try:
+                fitted = _fit(lambda gate, up, pack=together: function(pack(gate, up)), order, place)  # type: ignore[misc]
+                answers = function(together(gates, ups)).double()
+            except (RuntimeError, TypeError, ValueError):
+                continue
+            if fitted is None:
+                continue
+            expected = swiglu_reference(_ORDERS[order](gates, ups), swiglu_of(fitted))
+            if answers.shape == expected.shape and _close(answers, expected):
+                return fitted
+    act = getattr(module, "act_fn", None)
+    label = getattr(act, "__name__", type(act).__name__) if act is not None else "its own _apply_gate"
+    raise ValueError(f"{name}: act_fn: expected {POSSIBLE}, got {label} of {_class_of(module)}, which is none of these")
+
+
+_ORDERS: dict[Any, Callable[[torch.Tensor, torch.Tensor], torch.Tensor]] = {
+    "gate_up": lambda gate, up: torch.cat([gate, up])[None],
+    "interleaved": lambda gate, up: torch.stack([gate, up], dim=1).flatten()[None],
+    "up_gate": lambda gate, up: torch.cat([up, gate])[None],
+}
+
+
+def _fit(answer: Callable[[torch.Tensor, torch.Tensor], torch.Tensor], order: Any, device: torch.device) -> Any:
+    """The only formula of this order that can give a few of the answers; None if there is none."""
+    gates = torch.full((4,), _NEAR, dtype=torch.float64, device=device)
+    ups = torch.tensor([0.25, -0.25, _FAR, -_FAR], dtype=torch.float64, device=device)
+    high, low, far, _ = answer(gates, ups).double().flatten().tolist()
+    slope = (high - low) / 0.5
+    if not 0.0 < slope < _NEAR:
+        return None
+    offset = (high + low) / 2 / slope
+    sigmoid = slope / _NEAR
+    alpha = math.log(sigmoid / (1.0 - sigmoid)) / _NEAR
+    limit = far / slope - offset
+    return ActivationConfig(
+        order=order,
+        alpha=_rounded(alpha),
+        limit=None if limit > _FAR / 2 else _rounded(limit),
+        up_offset=_rounded(offset),
+    )
+
+
+def _rounded(number: float) -> float:
+    """With the digits that were measured; 0 for what is only the rounding of the measurement."""
+    return 0.0 if abs(number) < _TOLERANCE else float(f"{number:.{_DIGITS}g}")
+
+
+def _close(answers: torch.Tensor, expected: torch.Tensor) -> bool:
+    return bool(((answers - expected).abs() <= _TOLERANCE * (1e-2 + expected.abs())).all())
+
+
+def _gate_function(module: Any, name: str) -> GateFunction:
+    if hasattr(module, "_apply_gate"):
+        return module._apply_gate
+    if _identity_experts(module):
+        return lambda gate_up: module.act_fn(gate_up.chunk(2, dim=-1)[0]) * gate_up.chunk(2, dim=-1)[1]
+    raise ValueError(
+        f"{name}: expected experts with transformers' interface (use_experts_implementation), which are called with "
+        f"hidden_states, top_k_index and top_k_weights, got {_class_of(module)}"
+    )
+
+
+def _identity_experts(module: Any) -> int:
+    """How many experts of LongCat-Flash return their token. Its class is named: no other has such a forward."""
+    return int(module.zero_expert_num) if _class_of(module) == "LongcatFlashExperts" else 0
+
+
+def _is_dbrx(module: Any) -> bool:
+    return _class_of(module) == "DbrxExperts"
+
+
+def _describe_dbrx(module: Any, name: str) -> DescribedExperts:
+    """The experts of DBRX: `w1` (gate), `v1` (up) and `w2`, each `[E * I, H]`."""
+    inner, hidden = module.ffn_hidden_size, module.hidden_size
+    rows = module.mlp.w1.shape[0]
+
+    class Gate(nn.Module):
+        act_fn = module.mlp.activation_fn
+
+        def _apply_gate(self, gate_up: torch.Tensor) -> torch.Tensor:
+            gate, up = gate_up.chunk(2, dim=-1)
+            return module.mlp.activation_fn(gate) * up
+
+    activation = _measure_activation(Gate(), name, module.mlp.w1.device)
+    return DescribedExperts(module, name, hidden, inner, rows // inner, False, activation)
+
+
+def _dbrx_tensors(described: DescribedExperts, ids: Sequence[int]) -> Iterator[ExpertTensors]:
+    w1, v1, w2 = (
+        getattr(described.module.mlp, key).view(-1, described.intermediate_size, described.hidden_size)
+        for key in DBRX_WEIGHTS
+    )
+    for expert in ids:
+        yield ExpertTensors(torch.cat([w1[expert], v1[expert]]), w2[expert].mT)
+
+
+def _class_of(module: Any) -> str:
+    """Name of the class of transformers; a quantizer or a test may have derived from it."""
+    bases = [base for base in type(module).__mro__ if base.__module__.startswith("transformers.models.")]
+    return (bases[0] if bases else type(module)).__name__
