@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
+from numbers import Real
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 
@@ -19,6 +21,11 @@ def check_integer(name: str, value: Any, low: int | None = 1, high: int | None =
         kind = "a positive integer" if low == 1 else "an integer" if low is None else f"an integer from {low}"
         raise ValueError(f"{name}: expected {kind}{'' if high is None else f' to {high}'}, got {describe(value)}")
     return value
+
+
+def is_real(value: object) -> TypeGuard[Real]:
+    """Whether `value` is a real number, also one of numpy; bools of any kind, texts, arrays and tensors are not."""
+    return isinstance(value, Real) and not isinstance(value, bool)
 
 
 def check_seconds(name: str, value: object, high: float = math.inf) -> float:
@@ -110,6 +117,14 @@ def check_flag(name: str, value: object) -> None:
         raise ValueError(f"{name}: expected True or False, got {describe(value)}")
 
 
+def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
+    """Raise `ValueError` unless `value` is one of `allowed`, of the same type."""
+    if not any(type(value) is type(choice) and value == choice for choice in allowed):
+        *most, last = map(str, allowed)
+        expected = f"{', '.join(most)} or {last}" if most else last
+        raise ValueError(f"{name}: expected {expected}, got {describe(value)}")
+
+
 def check_number(name: str, value: Any, *, positive: bool = False) -> float:
     """`value` as a float, if it is a number (no bool) that fp32 holds as a finite one; not denormal if `positive`."""
     if isinstance(value, int | float) and not isinstance(value, bool):
@@ -119,8 +134,8 @@ def check_number(name: str, value: Any, *, positive: bool = False) -> float:
     raise ValueError(f"{name}: expected a {'positive ' if positive else ''}finite number, got {describe(value)}")
 
 
-def check_device(name: str, value: object) -> torch.device:
-    """The device meant by `value`, if it names one of this machine or the meta device."""
+def check_device(name: str, value: object, *, meta: bool = True) -> torch.device:
+    """The device meant by `value`, if it names one of this machine or, with `meta`, the meta device."""
     try:
         if not isinstance(value, str | torch.device):
             raise TypeError
@@ -128,7 +143,9 @@ def check_device(name: str, value: object) -> torch.device:
     except (RuntimeError, TypeError):
         raise ValueError(f"{name}: expected a device such as cpu or cuda:0, got {describe(value)}") from None
     gpus = torch.cuda.device_count() if device.type == "cuda" else 0
-    if device.type not in ("cpu", "cuda", "meta") or (device.type == "cuda" and (device.index or 0) >= gpus):
+    if device.type not in ("cpu", "cuda", *(("meta",) if meta else ())) or (
+        device.type == "cuda" and (device.index or 0) >= gpus
+    ):
         raise ValueError(f"{name}: expected a device of this machine, got {device}")
     return device
 

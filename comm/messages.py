@@ -1,7 +1,7 @@
 """What ranks tell each other on the host: JSON, so that reading what a peer, or somebody else, has stored runs no code.
 
-An answer is one JSON object: `{"what": "...", "value": ...}`, or `{"left": "..."}` of a rank that gave up. Its reader
-checks the value, since whoever reaches the store can put any other there.
+An answer is one JSON object: `{"what": "...", "value": ...}`, or `{"left": "...", "cause": rank}` of a rank that gave
+up. Its reader checks the value, since whoever reaches the store can put any other there.
 """
 
 from __future__ import annotations
@@ -33,11 +33,15 @@ Scalar = bool | int | float | str | None
 
 @dataclass(frozen=True)
 class Answer:
-    """What a rank says in one call: a `value` in the call `what`, or that it `left`, with the reason."""
+    """What a rank says in one call: a `value` in the call `what`, or that it `left`, with the reason.
+
+    `cause` is the rank that made it leave, which may be itself.
+    """
 
     what: str = ""
     value: Any = None
     left: str | None = None
+    cause: int = -1
 
 
 def encode(message: dict[str, Any], max_bytes: int = MAX_BYTES) -> bytes:
@@ -76,16 +80,16 @@ def answer(what: str, value: object, max_bytes: int = MAX_BYTES) -> bytes:
         raise ValueError(f"{what}: {error}") from None
 
 
-def farewell(reason: str) -> bytes:
-    """The answer of a rank that gives up."""
-    return encode({"left": str(reason)[:MAX_REASON]})
+def farewell(reason: str, cause: int) -> bytes:
+    """The answer of a rank that gives up because of rank `cause`."""
+    return encode({"left": str(reason)[:MAX_REASON], "cause": cause})
 
 
 def read_answer(raw: bytes, max_bytes: int = MAX_BYTES) -> Answer:
     """The answer that `answer` or `farewell` wrote. Raises `ValueError` for anything else."""
     found = decode(raw, max_bytes)
-    if isinstance(found, dict) and found.keys() == {"left"}:
-        return Answer(left=text(found["left"])[:MAX_REASON])
+    if isinstance(found, dict) and found.keys() == {"left", "cause"}:
+        return Answer(left=text(found["left"])[:MAX_REASON], cause=integer(0)(found["cause"]))
     if isinstance(found, dict) and found.keys() == {"what", "value"}:
         return Answer(what=text(found["what"]), value=found["value"])
     raise ValueError("expected an answer of a rank, got other JSON")

@@ -33,11 +33,11 @@ class StoreCalls:
         self.thread = threading.Thread(target=_serve, args=(self._work,), name="moe_runtime store", daemon=True)
         self.thread.start()
 
-    def run(self, work: Callable[[], T], limit_s: float = 0.0) -> T:
+    def run(self, work: Callable[[], T], limit_s: float = 0.0, *, answer_s: float | None = None) -> T:
         """Return or raise as `work()`, which calls the store and waits there for at most `limit_s` in all.
 
-        Other calls wait meanwhile. Raises `StoreSilentError` if `work` takes `ANSWER_S` longer, and at once while an
-        earlier call has no answer.
+        Other calls wait meanwhile. Raises `StoreSilentError` if `work` takes `answer_s` longer (default `ANSWER_S`),
+        and at once while an earlier call has no answer.
         """
         with self._lock:
             if self._pending is None or self._pending.done():
@@ -45,7 +45,7 @@ class StoreCalls:
                 self._pending = call
                 self._work.put((work, call))
                 try:
-                    return cast(T, call.result(limit_s + ANSWER_S))
+                    return cast(T, call.result(limit_s + (ANSWER_S if answer_s is None else answer_s)))
                 except TimeoutError:  # of the wait: errors of a store are RuntimeErrors
                     pass
                 finally:

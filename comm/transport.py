@@ -7,9 +7,11 @@ from dataclasses import dataclass
 
 import torch
 
-from moe_runtime.comm.bootstrap import RankGroup, describe_ranks, host_identity
+from moe_runtime.comm.arguments import check_choice
+from moe_runtime.comm.bootstrap import host_identity
 from moe_runtime.comm.heaps import nvshmem_world
 from moe_runtime.comm.messages import integer, optional, row, text
+from moe_runtime.comm.rank_group import RankGroup, describe_ranks
 
 TRANSPORTS = ("nvshmem", "shared", "private", "collective")
 
@@ -35,8 +37,7 @@ def choose_transport(group: RankGroup, device: torch.device, requested: str = "a
     Raises `ValueError` with the reason if the requested one cannot be used, and on every rank if ranks ask for
     different transports or kinds of device.
     """
-    if requested not in ("auto", *TRANSPORTS):
-        raise ValueError(f"transport: expected auto or one of {TRANSPORTS}, got {requested!r}")
+    check_choice("transport", requested, ("auto", *TRANSPORTS))
     answers = group.gather("choose_transport", [requested, device.type, host_identity()], row(text, text, text))
     for index, name in enumerate(("transport", "device")):
         values = [answer[index] for answer in answers]

@@ -126,7 +126,14 @@ def _triton(
     a_layout, w_layout = (int(f.scale_layout if layout is None else layout) for f in (a, w))
     constexprs = how | {"A_FMT": int(a.code), "W_FMT": int(w.code), "OUT_FMT": 0 if out is None else int(out.code)}
     constexprs |= {"A_LAYOUT": a_layout, "W_LAYOUT": w_layout, "SCALE_BLOCK": w.block, "ROWS_PER_SCALE": 1}
-    constexprs |= {"E5M2": False, "ORDER": 0, "SCALES_PER_EXPERT": 0, "ACTIVATION": None, **constants}
+    constexprs |= {
+        "E5M2": False,
+        "BLOCKS_APART": False,
+        "ORDER": 0,
+        "SCALES_PER_EXPERT": 0,
+        "ACTIVATION": None,
+        **constants,
+    }
     has_ld = layout in (ScaleLayout.MN_MAJOR, ScaleLayout.PACKED)
     there = {
         "a_scales_ptr": a is not BF16,
@@ -166,6 +173,8 @@ def _layer_cases() -> Iterator[AotCase]:
     for f in FORMATS.values():
         yield _triton(f, f, absent=() if f.has_row_scale else ("row_scale_ptr",))
         yield _triton(f, f, out=f, activation=SwiGLU(), **_TWO)
+    apart: dict[str, Any] = {"BLOCKS_APART": True, "absent": ("row_scale_ptr",)}
+    yield _triton(FP8_BLOCK, FP8_BLOCK, out=FP8_BLOCK, activation=SwiGLU(), **apart, **_ODD_K)
     yield _triton(BF16, NVFP4, absent=_NO_EXTRAS, **_ONE, **_ODD_K)
     yield _triton(BF16, NVFP4, out=BF16, activation=GPT_OSS, n=NARROW, **_TWO, **_ODD_K)
     yield _triton(BF16, MXFP4, n=NARROW, **_ODD_K)

@@ -18,6 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
+from moe_runtime.comm.arguments import check_choice
+
 _LOG = logging.getLogger(__name__)
 
 INTERPRET: bool = bool(triton.knobs.runtime.interpret)
@@ -73,8 +75,7 @@ def resolve_engine(engine: str, device: torch.device) -> Engine:
     Raises `ValueError` for an unknown engine, for `"cuda"` where its kernels cannot run, and for `"triton"` on a CPU
     without the interpreter.
     """
-    if not isinstance(engine, str) or engine not in ENGINES:
-        raise ValueError(f"engine: expected auto, cuda, triton or torch, got {engine!r}")
+    check_choice("engine", engine, ENGINES)
     return _resolved(engine, device)
 
 

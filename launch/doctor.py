@@ -29,8 +29,11 @@ from rich.filesize import decimal
 from rich.markup import escape
 from rich.table import Table
 
-from moe_runtime.comm.bootstrap import RankGroup, init_from_env, shared_memory_directory
+from moe_runtime.comm.bootstrap import init_from_env
 from moe_runtime.comm.heaps import nvshmem_world
+from moe_runtime.comm.heaps.shared_memory import room_for_heaps
+from moe_runtime.comm.host_memory import memory_bytes
+from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.comm.transport import choose_transport
 from moe_runtime.config import MoELayerConfig, ParallelConfig, complaints, load_config
 from moe_runtime.context.memory import REGIONS, expert_bytes, layer_geometry, reserved_bytes
@@ -43,7 +46,7 @@ from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.gemm.plan import GemmKernel
 from moe_runtime.kernels.runtime import INTERPRET, Engine, capability, missing_for_cuda, resolve_engine
 from moe_runtime.launch.benchmarks import ops_check
-from moe_runtime.launch.common.environment import gpu_records, memory_bytes, package_versions
+from moe_runtime.launch.common.environment import gpu_records, package_versions
 from moe_runtime.launch.reporting import runs
 from moe_runtime.launch.reporting.operations import print_operations
 
@@ -243,16 +246,15 @@ def _active_links(pynvml: Any, uuid: str) -> int:
 
 
 def _limits() -> dict[str, Any]:
-    folder = shared_memory_directory()
-    shared = os.statvfs(folder)
+    shared = room_for_heaps()
     locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
     return {
         "cores": len(os.sched_getaffinity(0)),
         "memory_bytes": memory_bytes(),
         "shared_memory": {
-            "folder": folder,
-            "total_bytes": shared.f_frsize * shared.f_blocks,
-            "free_bytes": shared.f_frsize * shared.f_bavail,
+            "folder": shared.folder,
+            "total_bytes": shared.total_bytes,
+            "free_bytes": shared.available_bytes,
         },
         "locked_memory_bytes": None if locked == resource.RLIM_INFINITY else locked,
     }
@@ -305,8 +307,11 @@ def _print_report(report: dict[str, Any], console: Console) -> None:
     memory, shared = limits["memory_bytes"], limits["shared_memory"]
     facts.add_row("cores", str(limits["cores"]))
     facts.add_row("memory", f"{decimal(memory['total'])}, {decimal(memory['available'])} available")
-    free = f"{decimal(shared['total_bytes'])}, {decimal(shared['free_bytes'])} free"
-    facts.add_row("shared memory", f"{shared['folder']}: {free}")
+    if shared["folder"] is None:
+        facts.add_row("shared memory", "without a name: as much as memory is available, whatever the size of /dev/shm")
+    else:
+        free = f"{decimal(shared['total_bytes'])}, {decimal(shared['free_bytes'])} free"
+        facts.add_row("shared memory", f"files in {shared['folder']}: {free}")
     locked = limits["locked_memory_bytes"]
     facts.add_row("locked memory", decimal(locked) if locked is not None else "unlimited")
     console.print(facts)

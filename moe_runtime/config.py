@@ -13,9 +13,10 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, cast, get_args
 
 import yaml
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError, model_validator
+from pydantic_core import PydanticCustomError
 
-from moe_runtime.comm.arguments import check_path, describe
+from moe_runtime.comm.arguments import FP32, check_path, describe, is_real
 from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS, token_formats_for, weight_format_named
 from moe_runtime.support.deprecation import warn_renamed
 from moe_runtime.support.regular_files import read_regular
@@ -37,10 +38,36 @@ MAX_EXPERTS = 65535
 MAX_YAML_BYTES = 1 << 15
 """Most bytes of a YAML file: a config with every key and its comments has a few thousand."""
 
-_Positive = Annotated[int, Field(gt=0)]
+_MOST = 2**31 - 1
+"""Largest size: kernels count in int32."""
+_Positive = Annotated[int, Field(gt=0, le=_MOST)]
+_Natural = Annotated[int, Field(ge=0, le=_MOST)]
 _Sizes = Annotated[tuple[_Positive, ...], BeforeValidator(lambda v: tuple(v) if isinstance(v, list) else v)]
-_Seconds = Annotated[float, Field(gt=0, le=1e9, allow_inf_nan=False)]
-_Finite = Annotated[float, Field(allow_inf_nan=False)]
+
+
+def _real(value: object) -> object:
+    """`value` if it is a real number. Pydantic alone takes what has a `__float__`, such as numpy's bools."""
+    if not is_real(value):
+        raise PydanticCustomError("float_type", "Input should be a valid number")
+    return value
+
+
+def _finite(value: float) -> float:
+    if not abs(value) <= FP32.max:
+        raise PydanticCustomError("finite_number", "Input should be a number that is finite in fp32")
+    return value
+
+
+def _positive(value: float) -> float:
+    if value < FP32.tiny:
+        raise PydanticCustomError("greater_than", "Input should be greater than 0 and no denormal in fp32")
+    return value
+
+
+_Real = Annotated[float, BeforeValidator(_real)]
+_Seconds = Annotated[_Real, Field(gt=0, le=1e9, allow_inf_nan=False)]
+_Finite = Annotated[_Real, AfterValidator(_finite)]
+_Factor = Annotated[_Finite, AfterValidator(_positive)]
 
 
 def resolve_mode(mode: str, max_tokens_per_rank: int, token_format: str) -> ResolvedMode:
@@ -90,8 +117,8 @@ class RouterConfig(_Model):
     bias: bool = Field(default=False, description="the linear gate has a bias, which counts in top-k and weights")
     num_groups: _Positive = Field(default=1, description="sigmoid: groups that the experts fall into (n_group)")
     top_groups: _Positive = Field(default=1, description="sigmoid: groups a token may choose from (topk_group)")
-    scaling_factor: _Finite = Field(
-        default=1.0, gt=0, description="multiplies the weights at the end (routed_scaling_factor)"
+    scaling_factor: _Factor = Field(
+        default=1.0, description="multiplies the weights at the end (routed_scaling_factor)"
     )
     correction_bias: bool = Field(
         default=False, description="sigmoid: a learned bias per expert that counts in the top-k, not in the weights"
@@ -119,9 +146,9 @@ class ActivationConfig(_Model):
     order: Literal["gate_up", "up_gate", "interleaved"] = Field(
         default="gate_up", description="rows of the first weight: gate above up, up above gate, or one by one"
     )
-    alpha: _Finite = Field(default=1.0, gt=0, description="slope inside the sigmoid")
-    limit: _Finite | None = Field(
-        default=None, gt=0, description="gate is clamped to at most this, up to plus and minus this"
+    alpha: _Factor = Field(default=1.0, description="slope inside the sigmoid")
+    limit: _Factor | None = Field(
+        default=None, description="gate is clamped to at most this, up to plus and minus this"
     )
     up_offset: _Finite = Field(default=0.0, description="added to up after the clamp")
 
@@ -140,7 +167,7 @@ class MoELayerConfig(_Model):
 
     hidden_size: _Positive = Field(description="H, width of a token")
     intermediate_size: _Positive = Field(description="I, width between the projections of one expert")
-    num_experts: _Positive = Field(le=MAX_EXPERTS, description="experts of the layer over all ranks")
+    num_experts: Annotated[int, Field(gt=0, le=MAX_EXPERTS)] = Field(description="experts of the layer over all ranks")
     top_k: _Positive = Field(description="experts of one token")
     max_tokens_per_rank: _Positive = Field(description="most tokens of a rank in one step")
     token_buckets: _Sizes = Field(
@@ -160,8 +187,8 @@ class MoELayerConfig(_Model):
     num_sms: _Positive | None = Field(
         default=None, description="most SMs of a GPU that dispatch and combine use at a time; all when not given"
     )
-    intermediate_gsf: _Finite | None = Field(
-        default=None, gt=0, description="nvfp4 tokens: encode scale of the intermediate; a default when not given"
+    intermediate_gsf: _Factor | None = Field(
+        default=None, description="nvfp4 tokens: encode scale of the intermediate; a default when not given"
     )
     router: RouterConfig = Field(default_factory=RouterConfig)
     activation: ActivationConfig = Field(default_factory=ActivationConfig)
@@ -264,13 +291,13 @@ class CheckpointConfig(_Model):
     """Where the weights come from."""
 
     path: str = Field(min_length=1, description="folder in HuggingFace layout; relative to the working directory")
-    layer: Annotated[int, Field(ge=0)] = Field(default=0, description="index of the decoder layer")
+    layer: _Natural = Field(default=0, description="index of the decoder layer")
 
 
 class PlacementConfig(_Model):
     """Which rank holds which experts: read from a file, or planned from load (`plan_placement`)."""
 
-    spare_slots: Annotated[int, Field(ge=0)] = Field(default=0, description="slots for replicas, over all ranks")
+    spare_slots: _Natural = Field(default=0, description="slots for replicas, over all ranks")
     load: str | None = Field(
         default=None,
         min_length=1,
@@ -293,7 +320,7 @@ class RunConfig(_Model):
     layer: MoELayerConfig
     placement: PlacementConfig | None = Field(default=None, description="contiguous ids, one slot each, by default")
     parallel: ParallelConfig = Field(default_factory=ParallelConfig)
-    tokens_per_rank: Annotated[int, Field(ge=0)] = Field(
+    tokens_per_rank: _Natural = Field(
         default=0, description="tokens of each rank in a step; layer.max_tokens_per_rank when 0"
     )
     seed: Annotated[int, Field(ge=0, lt=2**63)] = Field(default=0, description="of weights and tokens")

@@ -8,6 +8,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -403,7 +404,7 @@ class MoELayer(nn.Module):
         """
         self.context.check()
         with abort_peers_on_error(self.context):
-            if not isinstance(experts, Iterable) or isinstance(experts, torch.Tensor):
+            if not isinstance(experts, Iterable) or isinstance(experts, torch.Tensor | np.ndarray):
                 raise ValueError(f"experts: expected those of this rank, in order, got {describe(experts)}")
             check_buffers(buffers)
             self.experts = make_experts(experts, self.config, len(self.local_experts), self.context, buffers)

@@ -89,7 +89,8 @@ def sigmoid_topk(
     id. A NaN counts as the largest; ids are distinct and in range whatever the logits are.
 
     Args:
-        logits_TE: any float dtype; computed in fp32.
+        logits_TE: any float dtype; scores are computed in fp64 and rounded to fp32, so that equal tokens get equal
+            ones.
         correction_bias_E: fp32 `[E]` (`e_score_correction_bias`), or None for zeros.
 
     Returns:
@@ -107,7 +108,8 @@ def sigmoid_topk(
         raise ValueError(
             f"top_groups: expected 1..{num_groups} groups that together hold top_k = {top_k} experts, got {top_groups}"
         )
-    scores_TE = logits_TE.float().sigmoid()
+    # On CPUs an fp32 sigmoid has other last bits at the end of a tensor, where it is not vectorized.
+    scores_TE = logits_TE.double().sigmoid().float()
     choice_TE = scores_TE if correction_bias_E is None else scores_TE + correction_bias_E.float()
     if top_groups < num_groups:
         best_two = choice_TE.view(tokens, num_groups, experts // num_groups).topk(2, dim=-1).values

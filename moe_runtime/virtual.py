@@ -12,6 +12,7 @@ from types import TracebackType
 
 import torch
 
+from moe_runtime.comm.arguments import check_kind, describe
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
@@ -62,6 +63,9 @@ class VirtualRanks:
         engine: str = "auto",
         placement: Placement | None = None,
     ) -> None:
+        check_kind("config", config, MoELayerConfig)
+        if not callable(load):
+            raise ValueError(f"load: expected a function that loads a layer, got {describe(load)}")
         self.contexts = virtual_contexts(world_size, device=device, engine=engine)
         self.layers = [MoELayer(config, context, placement=placement) for context in self.contexts]
         for layer in self.layers:
@@ -78,12 +82,17 @@ class VirtualRanks:
     ) -> list[torch.Tensor]:
         """Run a step: `xs[r]` are the tokens of rank `r`, `routing[r]` its `(topk_idx, topk_weights)` if given.
 
-        `max_tokens` is that of `MoELayer.forward`. Raises `ValueError` for another number of `xs` or `routing`.
+        `max_tokens` is that of `MoELayer.forward`. Raises `ValueError` unless `xs` and `routing` are lists or tuples
+        of one for each rank.
         """
         for name, given in {"xs": xs, "routing": xs if routing is None else routing}.items():
-            if len(given) != len(self.layers):
-                raise ValueError(f"{name}: expected one for each of {len(self.layers)} ranks, got {len(given)}")
+            if not isinstance(given, list | tuple) or len(given) != len(self.layers):
+                got = len(given) if isinstance(given, list | tuple) else describe(given)
+                raise ValueError(f"{name}: expected one for each of {len(self.layers)} ranks, got {got}")
         answers = [(None, None)] * len(xs) if routing is None else routing
+        for answer in answers:
+            if not isinstance(answer, list | tuple) or len(answer) != 2:
+                raise ValueError(f"routing: expected pairs of topk_idx and topk_weights, got {describe(answer)}")
         return self._run([(x, *answer, None, max_tokens) for x, answer in zip(xs, answers, strict=True)])
 
     def warm_up(self) -> None:

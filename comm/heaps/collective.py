@@ -10,17 +10,18 @@ from __future__ import annotations
 import contextlib
 import secrets
 import time
+import traceback
 from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
 
-from moe_runtime.comm.bootstrap import ROLL_CALL_S, RankGroup
 from moe_runtime.comm.errors import MoERuntimeError, PeerTimeoutError, Phase
 from moe_runtime.comm.heaps.heap import SymmetricHeap
 from moe_runtime.comm.heaps.private_heap import aligned_zeros
 from moe_runtime.comm.messages import hexadecimal, integer, row
+from moe_runtime.comm.rank_group import ROLL_CALL_S, RankGroup
 from moe_runtime.comm.signals import SignalLayout
 
 _HEADER = 3
@@ -329,6 +330,10 @@ class CollectiveTransport:
             self._finish(self._start(target, source, came, sent, limit), limit)
         except RuntimeError as error:
             waited = time.monotonic() - start
+            if self._nccl is None:
+                # Its connections close with the last reference, which ends at once what peers wait for in vain.
+                traceback.clear_frames(error.__traceback__)
+                self.heap.gloo = None
             event = f"{self.heap.key}/{self._exchanges}"
             missing = self.heap.group.missing(event, min(ROLL_CALL_S, limit))
             names = f"rank {', '.join(map(str, missing))}" if missing else "a rank"

@@ -7,7 +7,11 @@ from types import TracebackType
 
 import torch
 
+from moe_runtime.comm.arguments import check_flag, check_integer, check_kind, describe
+
 REGION_ALIGNMENT = 256
+MAX_REGION_BYTES = 1 << 47
+"""Most bytes of a region: what a process can address."""
 
 
 def align_region(num_bytes: int) -> int:
@@ -46,27 +50,28 @@ class SymmetricHeap(ABC):
 
     def reserve(self, region: str, num_bytes: int, *, ones: int = 0) -> None:
         """Add a region of `num_bytes` whose first `ones` bytes start as 1. All ranks make the same calls in order."""
+        check_kind("region", region, str)
         if self.allocated:
-            raise ValueError(f"region {region!r}: the heap is already allocated")
+            raise ValueError("heap: it is already allocated")
         if region in self._regions:
-            raise ValueError(f"region {region!r} is already reserved")
-        if num_bytes <= 0:
-            raise ValueError(f"num_bytes of region {region!r}: expected a positive number, got {num_bytes}")
+            raise ValueError(f"region: {describe(region)} is already reserved")
+        check_integer("num_bytes", num_bytes, high=MAX_REGION_BYTES)
+        check_integer("ones", ones, 0, num_bytes)
         self._regions[region] = (self.total_bytes, num_bytes)
         self._ones[region] = ones
         self.total_bytes = align_region(self.total_bytes + num_bytes)
 
     def allocate(self) -> None:
         """Allocate all regions, zeroed, and map the peers'. Collective."""
-        if self.allocated:
-            raise ValueError("allocate: the heap is already allocated")
+        if self.allocated or self.closed:
+            raise ValueError(f"heap: it is {'closed' if self.closed else 'already allocated'}")
         self._allocate(max(self.total_bytes, REGION_ALIGNMENT))
         self.allocated = True
 
     def region(self, region: str) -> tuple[int, int]:
         """`(offset, num_bytes)` of a region from the base of the heap."""
-        if region not in self._regions:
-            raise ValueError(f"region: expected one of {sorted(self._regions)}, got {region!r}")
+        if not isinstance(region, str) or region not in self._regions:
+            raise ValueError(f"region: expected one of {sorted(self._regions)}, got {describe(region)}")
         return self._regions[region]
 
     def tensor(self, region: str) -> torch.Tensor:
@@ -76,8 +81,7 @@ class SymmetricHeap(ABC):
     def peer_tensor(self, region: str, rank: int) -> torch.Tensor:
         """Rank `rank`'s copy of a region as uint8 `[num_bytes]`, mapped into this process."""
         self._check_open()
-        if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank: expected 0..{self.world_size - 1}, got {rank}")
+        check_integer("rank", rank, 0, self.world_size - 1)
         offset, num_bytes = self.region(region)
         return self._peer_base(rank)[offset : offset + num_bytes]
 
@@ -90,6 +94,7 @@ class SymmetricHeap(ABC):
 
     def close(self, *, failed: bool = False) -> None:
         """Free the memory; collective unless `failed` (then no peer is waited for). Safe to call twice."""
+        check_flag("failed", failed)
         if not self.closed:
             self.closed = True
             self._close(failed=failed)

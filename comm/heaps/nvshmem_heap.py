@@ -12,10 +12,10 @@ from typing import Any
 
 import torch
 
-from moe_runtime.comm.bootstrap import RankGroup
 from moe_runtime.comm.heaps.heap import REGION_ALIGNMENT, SymmetricHeap
 from moe_runtime.comm.heaps.nvshmem_world import join, load_nvshmem
 from moe_runtime.comm.messages import integer, optional, row, text
+from moe_runtime.comm.rank_group import RankGroup
 
 
 class NvshmemHeap(SymmetricHeap):

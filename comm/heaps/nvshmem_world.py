@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from moe_runtime.comm.bootstrap import RankGroup
 from moe_runtime.comm.messages import hexadecimal, row
+from moe_runtime.comm.rank_group import RankGroup
 
 ENVIRONMENT = {
     # Every peer is mapped, so no network is needed, and looking for one fails without RDMA.

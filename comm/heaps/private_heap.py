@@ -5,7 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
+from moe_runtime.comm.arguments import check_device, check_integer
 from moe_runtime.comm.heaps.heap import REGION_ALIGNMENT, SymmetricHeap
+
+MAX_MEMBERS = 1024
+"""Most virtual ranks of one process."""
 
 
 class PrivateHeap(SymmetricHeap):
@@ -21,13 +25,12 @@ class PrivateHeap(SymmetricHeap):
         self._members: list[PrivateHeap] = [self]
         self._base: torch.Tensor | None = None
         # As tensors name it: `cuda` is the current `cuda:N`.
-        super().__init__(0, 1, torch.empty(0, device=device).device)
+        super().__init__(0, 1, torch.empty(0, device=check_device("device", device, meta=False)).device)
 
     @classmethod
     def group(cls, world_size: int, device: torch.device | str = "cpu") -> list[PrivateHeap]:
         """`world_size` heaps on `device` whose peer pointers lead to each other."""
-        if world_size < 1:
-            raise ValueError(f"world_size: expected at least 1, got {world_size}")
+        check_integer("world_size", world_size, high=MAX_MEMBERS)
         members = [cls(device) for _ in range(world_size)]
         for rank, member in enumerate(members):
             member.rank = rank

@@ -1,34 +1,46 @@
-"""Symmetric memory between processes of one host: a file of shared memory per rank, which every rank maps.
+"""Symmetric memory between processes of one host: each rank makes its own, which every rank maps.
 
-The files are unlinked as soon as all ranks have mapped them, so nothing is left behind however a process ends after
-`allocate()`. If a rank is killed during `allocate()`, the peers that know its file unlink it.
+By default it has no name, so nothing is left behind whenever a process is killed. Files in a folder take its place
+where `directory` is given, or where a rank cannot make such memory or open that of a peer: the system forbids it, or
+the ranks do not see each other in /proc. They are unlinked as soon as all ranks have mapped them. If a rank is killed
+during `allocate()`, the peers that know its file unlink it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import errno
+import logging
 import mmap
 import os
-import re
-import secrets
-import stat
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from moe_runtime.comm.bootstrap import RankGroup, shared_memory_directory
+from moe_runtime.comm.bootstrap import shared_memory_directory
 from moe_runtime.comm.heaps.heap import SymmetricHeap
+from moe_runtime.comm.heaps.shared_memory import NamedMemory, NamelessMemory, Room, SharedMemory, shortage
 from moe_runtime.comm.messages import integer, optional, row, text
+from moe_runtime.comm.rank_group import RankGroup
+
+_LOG = logging.getLogger(__name__)
+
+_NO_ROOM = (errno.ENOSPC, errno.ENOMEM, errno.EDQUOT)
+
+_Problem = tuple[int, str] | None
+"""The errno and the text of an `OSError`."""
 
 
 class SharedHeap(SymmetricHeap):
-    """A heap in POSIX shared memory, for CPU ranks on one host.
+    """A heap in shared memory, for CPU ranks on one host.
 
     `allocate()` raises `OSError` on every rank, naming the bytes needed and available, if memory does not suffice, and
     `PeerTimeoutError` naming a rank that does not come within the group's timeout. After `close()` the memory is freed
     with its last tensor; pointers to it must not be used any more.
+
+    Args:
+        group: the ranks; default those of the default group.
+        directory: where to put the memory into files, on any rank; default memory without a name.
     """
 
     name = "shared"
@@ -37,7 +49,7 @@ class SharedHeap(SymmetricHeap):
     def __init__(self, group: RankGroup | dist.ProcessGroup | None = None, *, directory: str | None = None) -> None:
         self._group = group if isinstance(group, RankGroup) else RankGroup(group)
         super().__init__(self._group.rank, self._group.world_size, torch.device("cpu"))
-        self._directory = directory or shared_memory_directory()
+        self._directory = directory
         self._bases: list[torch.Tensor] = []
 
     def barrier(self) -> None:
@@ -45,55 +57,89 @@ class SharedHeap(SymmetricHeap):
         self._group.barrier("SharedHeap.barrier")
 
     def _allocate(self, num_bytes: int) -> None:
-        path = os.path.join(os.path.abspath(self._directory), f"moe_runtime-{secrets.token_hex(16)}")
-        problem = _create(path, num_bytes, self.world_size)
-        paths = [path]
         try:
-            read = row(_read_path, integer(0), _read_problem)
-            answers = self._group.gather("SharedHeap.allocate: create", [path, num_bytes, problem], read)
-            self._raise_first([answer[2] for answer in answers])
-            sizes = {answer[1] for answer in answers}
-            if len(sizes) > 1:
-                raise ValueError(f"region: ranks reserved different sizes, {[answer[1] for answer in answers]} bytes")
-            for peer_path, _, _ in answers:
-                problem = problem or self._map(peer_path, num_bytes)
-            if problem is None:
-                self._write_ones(self._bases[self.rank])
-            paths = [peer_path for peer_path, _, _ in answers]
-            self._raise_first(self._group.gather("SharedHeap.allocate: map", problem, _read_problem))
-            paths = [path]
+            reason = self._compare(num_bytes) or self._share(NamelessMemory(), num_bytes)
+            if reason is not None:
+                folder = self._directory or shared_memory_directory()
+                if self._directory is None and self.rank == 0:
+                    _LOG.warning("shared memory: ranks map files of %s, since %s", folder, reason[1])
+                reason = self._share(NamedMemory(folder), num_bytes)
+                if reason is not None:
+                    raise OSError(*reason)
         except BaseException:
             self._drop()
             raise
-        finally:
-            # After the second gather every rank has mapped the file; before it, the start-up has failed.
-            for left in paths:
-                with contextlib.suppress(FileNotFoundError):
-                    os.unlink(left)
 
-    def _map(self, path: str, num_bytes: int) -> list[int | str] | None:
-        """Map a rank's file, which must be this user's. Returns an error as `[errno, text]`, to be raised on all."""
+    def _compare(self, num_bytes: int) -> _Problem:
+        """Why the memory must be in files, the same on all ranks.
+
+        Raises on all ranks if they reserve different sizes, or more in all than is available.
+        """
+        problem = NamelessMemory.problem() if self._directory is None else "a folder is given"
+        # All ranks look before one of them takes its part.
+        available = 0 if problem else NamelessMemory().room().available_bytes
+        read = row(integer(0), optional(text), integer(0))
+        answers = self._group.gather("SharedHeap.allocate: size", [num_bytes, problem, available], read)
+        sizes = [size for size, _, _ in answers]
+        if len(set(sizes)) > 1:
+            raise ValueError(f"region: ranks reserved different sizes, {sizes} bytes")
+        for rank, (_, problem, _) in enumerate(answers):
+            if problem is not None:
+                return errno.ENOTSUP, f"rank {rank}: {problem}"
+        for rank, (_, _, available) in enumerate(answers):
+            # The kernel would hand it out, and kill a process when it is used.
+            if num_bytes * self.world_size > available:
+                message = shortage(os.strerror(errno.ENOSPC), Room(None, 0, available), num_bytes, self.world_size)
+                raise OSError(errno.ENOSPC, f"shared memory of rank {rank}: {message}")
+        return None
+
+    def _share(self, memory: SharedMemory, num_bytes: int) -> _Problem:
+        """Make this rank's memory, and map that of all ranks. Returns why a rank could not map it, the same on all.
+
+        Raises on all ranks if one could not make its memory.
+        """
+        known: list[Any] = []
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+            mine = self._create(memory, num_bytes)
+            answers = self._group.gather("SharedHeap.allocate: create", mine, lambda value: _read_made(memory, value))
+            known = [place for place, _ in answers]
+            if (problem := _first([problem for _, problem in answers])) is not None:
+                raise OSError(*problem)
+            for place in known:
+                problem = problem or self._map(memory, place, num_bytes)
+            if problem is None:
+                self._write_ones(self._bases[self.rank])
+            mapped = self._group.gather("SharedHeap.allocate: map", problem and list(problem), _read_problem)
+            known = []
+        finally:
+            # After the second gather every rank has mapped the memory; before it, the start-up has failed.
+            memory.clean(known)
+        if (problem := _first(mapped)) is not None:
+            self._drop()
+        return problem
+
+    def _create(self, memory: SharedMemory, num_bytes: int) -> list[Any]:
+        """`[place, None]` of this rank's memory, or `[None, [errno, text]]`."""
+        try:
+            return [memory.create(num_bytes), None]
+        except OSError as error:
+            reason = error.strerror or type(error).__name__
+            if error.errno in _NO_ROOM:
+                reason = shortage(reason, memory.room(), num_bytes, self.world_size)
+            return [None, [error.errno or errno.EIO, reason]]
+
+    def _map(self, memory: SharedMemory, place: Any, num_bytes: int) -> _Problem:
+        """Map the memory of a rank."""
+        try:
+            descriptor = memory.open(place, num_bytes)
             try:
-                status = os.fstat(descriptor)
-                if not stat.S_ISREG(status.st_mode) or status.st_uid != os.geteuid():
-                    return [errno.EPERM, f"{path}: expected a file of this user"]
-                if status.st_size != num_bytes:
-                    return [errno.EINVAL, f"{path}: expected {num_bytes} bytes, got {status.st_size}"]
                 mapping = mmap.mmap(descriptor, num_bytes)
             finally:
                 os.close(descriptor)
         except OSError as error:
-            return [error.errno or errno.EIO, f"mapping {path}: {error.strerror}"]
+            return error.errno or errno.EIO, f"{memory.describe(place)}: {error.strerror}"
         self._bases.append(torch.frombuffer(mapping, dtype=torch.uint8))
         return None
-
-    @staticmethod
-    def _raise_first(problems: list[Any]) -> None:
-        for rank, problem in enumerate(problems):
-            if problem is not None:
-                raise OSError(problem[0], f"shared memory of rank {rank}: {problem[1]}")
 
     def _peer_base(self, rank: int) -> torch.Tensor:
         return self._bases[rank]
@@ -117,43 +163,17 @@ _read_problem = optional(row(integer(1), text))
 """Reads the errno and the text of an `OSError`, or None."""
 
 
-def _read_path(value: object) -> str:
-    """Reads the path of a rank's file. Files of other names are never mapped, and never unlinked."""
-    if re.fullmatch(r"/([^\0]*/)?moe_runtime-[0-9a-f]{32}", path := text(value)) is None:
-        raise ValueError("expected the path of a heap's file, got another text")
-    return path
+def _read_made(memory: SharedMemory, value: object) -> tuple[Any, Any]:
+    """Reads where a rank's memory is, or why there is none."""
+    place, problem = row(optional(memory.read_place), _read_problem)(value)
+    if (place is None) == (problem is None):
+        raise ValueError("expected a place or a problem, got both or neither")
+    return place, problem
 
 
-def _create(path: str, num_bytes: int, world_size: int) -> list[int | str] | None:
-    """Create a private file with all its memory reserved. Returns an error as `[errno, text]`."""
-    try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
-    except OSError as error:
-        return [error.errno or errno.EIO, f"creating {path}: {error.strerror}"]
-    try:
-        status = os.fstatvfs(descriptor)
-        available = status.f_bavail * status.f_frsize
-        try:
-            if num_bytes > available:
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-            reserve_file(descriptor, num_bytes)
-        except OSError as error:
-            where = os.path.dirname(path)
-            return [
-                error.errno or errno.EIO,
-                f"{error.strerror}: {num_bytes} bytes needed per rank ({world_size} ranks: {num_bytes * world_size}), "
-                f"{available} available in {where}; make {where} larger (docker: --shm-size) or configure fewer tokens",
-            ]
-    finally:
-        os.close(descriptor)
+def _first(problems: list[Any]) -> _Problem:
+    """The problem of the first rank that has one, with its rank."""
+    for rank, problem in enumerate(problems):
+        if problem is not None:
+            return problem[0], f"shared memory of rank {rank}: {problem[1]}"
     return None
-
-
-def reserve_file(descriptor: int, num_bytes: int) -> None:
-    """Fill an empty file with `num_bytes` allocated zero bytes: stores to a sparse file may end in SIGBUS."""
-    if hasattr(os, "posix_fallocate"):
-        os.posix_fallocate(descriptor, 0, num_bytes)
-        return
-    chunk = bytes(1 << 20)
-    for start in range(0, num_bytes, len(chunk)):
-        os.write(descriptor, chunk[: num_bytes - start])

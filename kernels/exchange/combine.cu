@@ -19,7 +19,7 @@
 #define WIRE_BF16 (WIRE == 0)
 
 constexpr int UNIT = unit_numbers(WIRE), UNITS = HIDDEN / UNIT, PER_THREAD = (UNITS + 32 * READERS - 1) / (32 * READERS);
-constexpr int SCALE_BYTES = WIRE == BF16 ? 0 : WIRE == MXFP8 ? HIDDEN / 32 : HIDDEN / 128 * 4;
+constexpr int SCALE_BYTES = WIRE == BF16 ? 0 : WIRE == MXFP8 ? HIDDEN / 32 : (HIDDEN + 127) / 128 * 4;
 constexpr int SENT_BYTES = (PARTIAL_SCALES_AT + SCALE_BYTES + 15) / 16 * 16;
 constexpr int STAGES = 2;  // partial results in the making or being sent
 constexpr int OUTPUT_BYTES = OUTPUT_BF16 ? 2 : 4;

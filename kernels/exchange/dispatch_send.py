@@ -272,7 +272,7 @@ def store_quants(
         tl.store(quants_at + start + column, tl.reshape(quants, [COLUMNS]), mask=start + column < HIDDEN)
         block = tl.arange(0, COLUMNS // 128)
         words = scales_at.to(tl.pointer_type(tl.float32)) + start // 128 + block
-        tl.store(words, tl.reshape(scales, [COLUMNS // 128]), mask=start // 128 + block < HIDDEN // 128)
+        tl.store(words, tl.reshape(scales, [COLUMNS // 128]), mask=start // 128 + block < (HIDDEN + 127) // 128)
 
 
 def tile_columns(hidden: int) -> int:

@@ -30,7 +30,7 @@ class RecordLayout:
 
     Attributes:
         format: number format of the token (a name is looked up).
-        hidden: width of a token, whole blocks of the format.
+        hidden: width of a token, a multiple of `format.unit`.
         top_k: experts of a token.
         alignment: bytes, a power of two from 4 to 128.
     """

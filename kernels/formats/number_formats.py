@@ -46,6 +46,10 @@ MAX_ENCODE_SCALE = 2.0**100
 MAX_COLUMNS = 2**24
 """Most values in a row, so that kernels can count the bytes of some rows in int32."""
 
+FP8_UNIT = 16
+"""Values of which an `fp8_block` row is a multiple: the 16 bytes that TMA and the wire align rows to. The last block of
+a row may be short."""
+
 
 def ceil_div(a: int, b: int) -> int:
     """`ceil(a / b)` of non-negative integers."""
@@ -123,9 +127,14 @@ class TokenFormat:
         """Bytes of the linear block scales of a row of `k` values."""
         return self.scale_columns(k) * self.scale_dtype.itemsize if self.scale_dtype is not None else 0
 
+    @property
+    def unit(self) -> int:
+        """Values of which a row is a multiple: whole blocks, but for `fp8_block`, whose last block may be short."""
+        return FP8_UNIT if self.scale_dtype == torch.float32 else max(self.block, 8)
+
     def check_columns(self, k: int, argument: str) -> None:
-        """Raise `ValueError` naming `argument` unless rows of `k` values can be stored in whole blocks."""
-        unit = max(self.block, 8)
+        """Raise `ValueError` naming `argument` unless rows of `k` values can be stored."""
+        unit = self.unit
         if type(k) is not int or not 0 < k <= MAX_COLUMNS or k % unit:
             most = f", at most {MAX_COLUMNS}" if type(k) is int and k > MAX_COLUMNS else ""
             raise ValueError(

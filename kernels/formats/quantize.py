@@ -148,8 +148,10 @@ def packed_e2m1(values):
 @triton.jit
 def _quantize_kernel(
     x_ptr, q_ptr, s_ptr, row_scale_ptr, gsf_ptr, num_rows, k, x_stride,
-    FMT: tl.constexpr, X_BF16: tl.constexpr, STATIC_GSF: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
+    FMT: tl.constexpr, X_BF16: tl.constexpr, STATIC_GSF: tl.constexpr, SHORT_BLOCKS: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
+    """SHORT_BLOCKS is 1 if the last block of a row is short, else 0."""
     row = tl.program_id(0).to(tl.int64) * BLOCK_R + tl.arange(0, BLOCK_R)
     live = row < num_rows
     gsf = tl.full([BLOCK_R], 1.0, tl.float32)
@@ -174,8 +176,8 @@ def _quantize_kernel(
         if FMT != CODE_BF16:
             BLOCK: tl.constexpr = BLOCK_K // s.shape[1]
             column = start // BLOCK + tl.arange(0, BLOCK_K // BLOCK)
-            inside = live[:, None] & (column < k // BLOCK)[None, :]
-            tl.store(s_ptr + row[:, None] * (k // BLOCK) + column[None, :], s, inside)
+            inside = live[:, None] & (column < k // BLOCK + SHORT_BLOCKS)[None, :]
+            tl.store(s_ptr + row[:, None] * (k // BLOCK + SHORT_BLOCKS) + column[None, :], s, inside)
 
 
 @triton.jit
@@ -233,7 +235,7 @@ def quantize_rows(
 
     Args:
         x_RK: bf16 or fp32 `[R, K]`, last dimension contiguous, any row stride; `R` may be 0, with any strides.
-        fmt: format of the result, any weight format too; `K` must be a multiple of its block (of 8 for bf16).
+        fmt: format of the result, any weight format too; `K` must be a multiple of its `unit`.
         gsf: encode scale of NVFP4. None: one per row, `min(2688 / amax, 2^100)`. Else a static one, clamped to 2^100: a
             positive number, or a one-element fp32 tensor on the same device (its value is not checked).
         engine: "auto", "cuda", "triton" or "torch".
@@ -267,6 +269,7 @@ def quantize_rows(
             FMT=int(fmt.code),
             X_BF16=is_bf16,
             STATIC_GSF=gsf is not None,
+            SHORT_BLOCKS=int(k % fmt.block != 0),
             BLOCK_R=BLOCK_R,
             BLOCK_K=BLOCK_K,
             enable_fp_fusion=False,
@@ -373,7 +376,9 @@ def _check_rows(q: QuantizedRows) -> None:
             raise ValueError(f"{name}: expected a contiguous last dimension, got strides {tensor.stride()}")
 
 
-def _aot_case(operation: str, fmt: TokenFormat, *, x_bf16: bool = True, static_gsf: bool = False) -> AotCase:
+def _aot_case(
+    operation: str, fmt: TokenFormat, *, x_bf16: bool = True, static_gsf: bool = False, short_blocks: int = 0
+) -> AotCase:
     q = "*u16" if fmt.code == FormatCode.BF16 else "*u8"
     s = "*fp32" if fmt.code == FormatCode.FP8_BLOCK else "*u8"
     constexprs = {"FMT": int(fmt.code), "BLOCK_R": BLOCK_R, "BLOCK_K": BLOCK_K}
@@ -381,7 +386,7 @@ def _aot_case(operation: str, fmt: TokenFormat, *, x_bf16: bool = True, static_g
         kernel = _quantize_kernel
         signature = {"x_ptr": "*i16" if x_bf16 else "*fp32", "q_ptr": q, "s_ptr": s, "row_scale_ptr": "*fp32"}
         signature |= {"gsf_ptr": "*fp32", "num_rows": "i32", "k": "i32", "x_stride": "i64"}
-        constexprs |= {"X_BF16": x_bf16, "STATIC_GSF": static_gsf}
+        constexprs |= {"X_BF16": x_bf16, "STATIC_GSF": static_gsf, "SHORT_BLOCKS": short_blocks}
     else:
         kernel = _dequantize_kernel
         signature = {"q_ptr": q, "s_ptr": s, "row_scale_ptr": "*fp32", "out_ptr": "*fp32"}
@@ -394,4 +399,5 @@ AOT_CASES: tuple[AotCase, ...] = (
     *(_aot_case(operation, fmt) for operation in ("quantize", "dequantize") for fmt in WEIGHT_FORMATS.values()),
     *(_aot_case("quantize", fmt, x_bf16=False) for fmt in WEIGHT_FORMATS.values()),
     _aot_case("quantize", FORMATS["nvfp4"], static_gsf=True),
+    _aot_case("quantize", FORMATS["fp8_block"], short_blocks=1),
 )

@@ -15,7 +15,6 @@ from moe_runtime.kernels.formats.number_formats import (
     FormatCode,
     QuantizedRows,
     TokenFormat,
-    align,
     ceil_div,
 )
 
@@ -149,16 +148,19 @@ def unpack_nibbles(packed: torch.Tensor) -> torch.Tensor:
 def quantize_tile(
     x: torch.Tensor, gsf: torch.Tensor, code: int, block: int | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quantize fp32 `[M, N]`, `N` a multiple of the block; `gsf` fp32 `[M]` is read for NVFP4 only.
+    """Quantize fp32 `[M, N]`; `gsf` fp32 `[M]` is read for NVFP4 only.
 
-    `block` None means that of the format. Returns `(q, s)` as raw bits, exactly as the jit function
-    `quantize.quantize_tile` does.
+    `block` None means that of the format. Only FP8 blocks may be short at the end of a row. Returns `(q, s)` as raw
+    bits, exactly as the jit function `quantize.quantize_tile` does.
     """
     if code == FormatCode.BF16:
         q = f32_to_bf16_bits(x)
         return q, q
     blocks_of = {FormatCode.FP8_BLOCK: 128, FormatCode.MXFP8: 32, FormatCode.MXFP4: 32, FormatCode.NVFP4: 16}
     block = block or blocks_of[FormatCode(code)]
+    num_columns = x.shape[1]
+    if code == FormatCode.FP8_BLOCK and num_columns % block:
+        x = torch.nn.functional.pad(x, (0, -num_columns % block))
     blocks = x.reshape(x.shape[0], x.shape[1] // block, block)
     amax_bits = magnitude_bits(blocks).amax(dim=2)
     poisoned = amax_bits >= INF_BITS
@@ -182,25 +184,25 @@ def quantize_tile(
     else:
         values = torch.div(clean, ideal[:, :, None])
         s = bits_f32(f32_bits(ideal).masked_fill(poisoned, NAN_BITS))
-    return f32_to_e4m3_bits(values).reshape(x.shape), s
+    return f32_to_e4m3_bits(values).reshape(x.shape)[:, :num_columns], s
 
 
 def quantize_fp8_blocks(x_EMK: torch.Tensor, block_rows: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Quants `[E, M, K]` of an fp8 dtype and fp32 scales `[E, ceil(M / block_rows), K / 128]` of fp32 `[E, M, K]`.
+    """Quants `[E, M, K]` of an fp8 dtype and fp32 scales `[E, ceil(M / block_rows), ceil(K / 128)]` of `[E, M, K]`.
 
-    Blocks are `block_rows x 128`, partial at the end of M. The scale is `max(amax, 1e-4) / largest`. A block with NaN
-    or Inf gets scale NaN and quants 0.
+    Blocks are `block_rows x 128`, short at the end of M and of K. The scale is `max(amax, 1e-4) / largest`. A block
+    with NaN or Inf gets scale NaN and quants 0.
     """
     experts, m, k = x_EMK.shape
-    padded = torch.nn.functional.pad(x_EMK, (0, 0, 0, align(m, block_rows) - m))
-    tiles = padded.reshape(experts, ceil_div(m, block_rows), block_rows, k // 128, 128)
+    padded = torch.nn.functional.pad(x_EMK, (0, -k % 128, 0, -m % block_rows))
+    tiles = padded.reshape(experts, ceil_div(m, block_rows), block_rows, ceil_div(k, 128), 128)
     amax = tiles.abs().amax((2, 4))
     usable = amax.isfinite()
     largest = torch.finfo(dtype).max
     # On GPUs torch divides by a Python number as a multiplication by the rounded reciprocal; by a tensor it divides.
     scales = amax.clamp(min=AMAX_FLOOR) / torch.full_like(amax, largest)
     values = torch.where(usable[:, :, None, :, None], tiles / scales[:, :, None, :, None], 0.0)
-    quants = values.clamp(-largest, largest).reshape(padded.shape)[:, :m].to(dtype)
+    quants = values.clamp(-largest, largest).reshape(padded.shape)[:, :m, :k].to(dtype)
     return quants.contiguous(), torch.where(usable, scales, torch.nan)
 
 

@@ -46,7 +46,7 @@ from moe_runtime.kernels.gemm.operands import (
 from moe_runtime.kernels.gemm.plan import GemmKernel, GemmPlan, GemmProblem
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import GemmTile
-from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
+from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU, has_blocks_apart
 from moe_runtime.kernels.runtime import INTERPRET, capability, resolve_engine
 
 _LOG = logging.getLogger(__name__)
@@ -88,6 +88,7 @@ def _grouped_gemm_kernel(
     ROWS_PER_SCALE: tl.constexpr,
     E5M2: tl.constexpr,
     NATIVE: tl.constexpr,
+    BLOCKS_APART: tl.constexpr,
     ORDER: tl.constexpr,
     SCALES_PER_EXPERT: tl.constexpr,
     ACTIVATION: tl.constexpr,
@@ -104,7 +105,8 @@ def _grouped_gemm_kernel(
     `a_stride` counts the words in which a row is loaded. `num_groups` counts the groups that may be active. `A_LAYOUT`
     and `W_LAYOUT` (`ScaleLayout`) give the positions of scales. A scale covers SCALE_BLOCK values of K, and
     ROWS_PER_SCALE rows if the scales are `unpadded`. Only the interpreter needs E5M2; compiled kernels know it from the
-    pointers. NATIVE (`NativeForm`) uses Blackwell's block-scaled MMA instead of dequantizing to bf16.
+    pointers. NATIVE (`NativeForm`) uses Blackwell's block-scaled MMA instead of dequantizing to bf16. BLOCKS_APART
+    is `weights.has_blocks_apart`.
     """
     GATED: tl.constexpr = ACTIVATION is not None
     PAIRS: tl.constexpr = (W_FMT == CODE_NVFP4) or (W_FMT == CODE_MXFP4)
@@ -139,12 +141,16 @@ def _grouped_gemm_kernel(
     words = K // 2 if PAIRS else K
     row = half_rows(n, columns, 0, ORDER) if GATED else n
     w_offset = (expert.to(tl.int64) * num_rows + row) * words
-    w_scale_row = weight_scale_rows(expert, row, num_rows, K, w_scale_ld, W_FMT, W_LAYOUT, SCALE_BLOCK)
+    w_scale_row = weight_scale_rows(
+        expert, row, num_rows, K, w_scale_ld, W_FMT, W_LAYOUT, SCALE_BLOCK, BLOCKS_APART
+    )  # fmt: skip
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     if GATED:
         up_row = half_rows(n, columns, 1, ORDER)
         up_offset = (expert.to(tl.int64) * num_rows + up_row) * words
-        up_scale_row = weight_scale_rows(expert, up_row, num_rows, K, w_scale_ld, W_FMT, W_LAYOUT, SCALE_BLOCK)
+        up_scale_row = weight_scale_rows(
+            expert, up_row, num_rows, K, w_scale_ld, W_FMT, W_LAYOUT, SCALE_BLOCK, BLOCKS_APART
+        )  # fmt: skip
         up_acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     w_ok = n_ok
     if GATED and NATIVE:
@@ -227,7 +233,8 @@ def gemm_bytes(
 ) -> int:
     """Least memory traffic of a GEMM: each row and each active expert's weight read once, each output written once.
 
-    An `fp8_block` weight has one scale per 128x128 block. Padding of swizzled scales is not counted.
+    An `fp8_block` weight has one scale per 128x128 block, as if gate and up had none apart. Padding of swizzled scales
+    is not counted.
     """
     a_row = a_format.quant_bytes(k) + a_format.scale_bytes(k) + 4 * a_format.has_row_scale
     scale_rows = ceil_div(n, 128) if w_format.scale_dtype == torch.float32 else n
@@ -298,7 +305,7 @@ def grouped_gemm_swiglu(
         a: the rows, as for `grouped_gemm`.
         w: the weights `[E, 2I, K]` of gate and up. Prepacked weights must have `gate_up`.
         activation: formula and order of gate and up; the order must be that of `w`, if `w` has one.
-        out_format: format of the result; `I` must be a multiple of its block.
+        out_format: format of the result; `I` must be a multiple of its `unit`.
         out_gsf: encode scale of an `nvfp4` result, a positive number or one fp32 element on the device, clamped to
             2^100; None means `arguments.DEFAULT_INTERMEDIATE_GSF`. Must be None for other formats.
         then: weights of the product that reads the result and is launched next. If both weights are prepacked and
@@ -318,7 +325,7 @@ def grouped_gemm_swiglu(
     check_activation(w, activation)
     if isinstance(w, PrepackedWeights) and w.gate_up is None:
         raise ValueError("w.gate_up: expected prepacked weights of gate and up, got plain ones")
-    plan = _plan(a, w, engine, num_sms, out_format=format_named(out_format))
+    plan = _plan(a, w, engine, num_sms, out_format=format_named(out_format), order=activation.order)
     if plan.kernel is GemmKernel.DEQUANT:
         assert isinstance(w, PrepackedWeights)
         dequantized = dequant_gemm.takes_dequantized(then)
@@ -348,8 +355,10 @@ def _plan(
     *,
     out: torch.Tensor | None = None,
     out_format: TokenFormat | None = None,
+    order: GateUpOrder | None = None,
 ) -> GemmPlan:
-    """The plan for checked operands; `out` is the output of a plain product, `out_format` the format of a gated one."""
+    """The plan for checked operands; `out` is the output of a plain product, `out_format` and `order` are of a gated
+    one."""
     device, resolved = a.rows.device, resolve_engine(engine, a.rows.device)
     aligned = scales_aligned = True
     if resolved == "cuda" and isinstance(w, ExpertWeights):
@@ -370,6 +379,8 @@ def _plan(
             groups=a.num_groups,
             active_groups=a.max_active_groups,
             out_format=out_format,
+            tiled_blocks=isinstance(w, PrepackedWeights)
+            or w.blocks_apart == has_blocks_apart(w.format, w.num_rows, order),
             prepacked=isinstance(w, PrepackedWeights),
             gathered=a.row_index is not None,
             scales_in_record=a.scales_in_record,
@@ -458,6 +469,7 @@ def _launch(
         SCALE_BLOCK=w.format.block,
         ROWS_PER_SCALE=1,
         E5M2=False,
+        BLOCKS_APART=w.blocks_apart,
         ORDER=0 if order is None else order.code,
         SCALES_PER_EXPERT=0 if w.expert_scales is None else w.expert_scales.ndim,
         ACTIVATION=None if activation is None else (activation.alpha, activation.limit, activation.up_offset),

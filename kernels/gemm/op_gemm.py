@@ -21,7 +21,7 @@ from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.op_problem import OpProblem, ScaledOperand
 from moe_runtime.kernels.gemm.plan import GemmKernel, GemmPlan, GemmProblem
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
-from moe_runtime.kernels.gemm.weights import ExpertWeights
+from moe_runtime.kernels.gemm.weights import ExpertWeights, has_blocks_apart
 from moe_runtime.kernels.runtime import INTERPRET, capability, resolve_engine
 
 
@@ -32,8 +32,7 @@ def plan_op(p: OpProblem, out: torch.Tensor, engine: str) -> GemmPlan:
     if cuda and isinstance(p.b, PrepackedWeights):
         aligned = dequant_gemm.fits(p.a.quants, p.format, out, p.num_groups)
     elif cuda and isinstance(p.b, ScaledOperand):
-        # Hopper's kernel needs whole blocks along K.
-        aligned = tma_gemm.aligned(p.a.quants, p.b.quants, out) and p.num_columns % p.block == 0
+        aligned = tma_gemm.aligned(p.a.quants, p.b.quants, out)
         # Transposing allocates new memory, except for a weight with one block of rows, whose scales stay in place.
         copied = p.a.layout is ScaleLayout.MN_MAJOR
         scales_aligned = (copied or p.a.scales.data_ptr() % 16 == 0) and (
@@ -55,6 +54,8 @@ def plan_op(p: OpProblem, out: torch.Tensor, engine: str) -> GemmPlan:
             active_groups=p.num_groups,
             prepacked=isinstance(p.b, PrepackedWeights),
             out_format=None if p.activation is None else BF16,
+            # The blocks of weights in an operation run on from gate to up.
+            tiled_blocks=p.activation is None or not has_blocks_apart(p.format, p.num_outputs, p.activation.order),
             aligned=aligned,
             scales_aligned=scales_aligned,
             operation=True,
@@ -121,6 +122,7 @@ def op_gemm(problem: OpProblem, out: torch.Tensor, *, engine: str = "auto") -> N
         SCALE_BLOCK=p.block,
         ROWS_PER_SCALE=p.rows_per_scale,
         E5M2=p.a.quants.dtype == torch.float8_e5m2,
+        BLOCKS_APART=False,
         ORDER=0 if f is None else f.order.code,
         SCALES_PER_EXPERT=0 if p.expert_scales is None else 1,
         ACTIVATION=None if f is None else (f.alpha, f.limit, f.up_offset),
@@ -147,7 +149,7 @@ def _grouped_rows(p: OpProblem, scales: torch.Tensor | None = None) -> GroupedRo
 
 def _tma_gemm(p: OpProblem, b: ScaledOperand, out: torch.Tensor, plan: GemmPlan) -> None:
     """FP8 on Hopper's kernel, with scales made K-major."""
-    columns, blocks = p.num_columns // 128, ceil_div(p.num_outputs, 128)
+    columns, blocks = ceil_div(p.num_columns, 128), ceil_div(p.num_outputs, 128)
     a_scales, b_scales = p.a.scales, b.scales
     if p.a.layout is ScaleLayout.MN_MAJOR:
         a_scales = a_scales.view(columns, -1)[:, _scale_columns(p)].T.contiguous()

@@ -99,15 +99,31 @@ def row_scale_rows(offsets_ptr, group, start, local, LAYOUT: tl.constexpr, ROWS_
 
 
 @triton.jit
-def weight_scale_rows(expert, row, num_rows, K, ld, FMT: tl.constexpr, LAYOUT: tl.constexpr, BLOCK: tl.constexpr):
+def weight_scale_rows(
+    expert,
+    row,
+    num_rows,
+    K,
+    ld,
+    FMT: tl.constexpr,
+    LAYOUT: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCKS_APART: tl.constexpr,
+):
     """int64 scale rows of weight rows `row` of an expert: swizzled rows are padded to 128, 128x128 blocks are shared.
 
-    In `MN_MAJOR` and `PACKED` layouts, an expert spans as many scale rows as it has scales (or words of scales).
+    With BLOCKS_APART the upper half of the rows starts with a block of its own. In `MN_MAJOR` and `PACKED` layouts, an
+    expert spans as many scale rows as it has scales (or words of scales).
     """
     if LAYOUT == MN_MAJOR:
         scale_row = expert.to(tl.int64) * tl.cdiv(K, BLOCK) * ld + row // 128
     elif LAYOUT == PACKED:
         scale_row = expert.to(tl.int64) * tl.cdiv(K, 4 * BLOCK) * ld + row
+    elif BLOCKS_APART:
+        half = num_rows // 2
+        blocks = tl.cdiv(half, 128)
+        block = tl.where(row < half, row // 128, blocks + (row - half) // 128)
+        scale_row = expert.to(tl.int64) * (2 * blocks) + block
     elif FMT == CODE_FP8_BLOCK:
         scale_row = expert.to(tl.int64) * tl.cdiv(num_rows, 128) + row // 128
     else:

@@ -227,6 +227,8 @@ class GemmProblem(NamedTuple):
         capacity: most rows.
         groups, active_groups: all groups, and those that may be active.
         out_format: format of a gated result (SwiGLU, requantized); None for a plain product.
+        tiled_blocks: whether the 128x128 blocks of weight scales start where the tiles of Hopper's kernel do: those of
+            gate and up apart if a gated product reads them apart.
         prepacked: whether the weights are `PrepackedWeights`.
         gathered: whether rows are found through an index.
         scales_in_record: whether scales lie with their rows in the records (`GroupedRows.scales_in_record`).
@@ -254,6 +256,7 @@ class GemmProblem(NamedTuple):
     groups: int
     active_groups: int
     out_format: TokenFormat | None = None
+    tiled_blocks: bool = True
     prepacked: bool = False
     gathered: bool = False
     scales_in_record: bool = False
@@ -341,12 +344,8 @@ def _tma_takes(p: GemmProblem) -> bool:
     fmt = p.token_format
     if fmt != p.weight_format or fmt not in (BF16, FP8_BLOCK) or p.e5m2 or p.rows_per_scale != 1:
         return False
-    if p.out_format is not None:
-        if p.out_format not in (BF16, FP8_BLOCK):
-            return False
-        # A 128-row block of weight scales must not straddle gate and up.
-        if fmt == FP8_BLOCK and p.columns % HALF:
-            return False
+    if p.out_format not in (None, BF16, FP8_BLOCK) or not p.tiled_blocks:
+        return False
     if not 0 < p.groups <= MAX_TMA_GROUPS or p.experts == 0 or p.capacity == 0:
         return False
     # Scale indices have 32 bits.

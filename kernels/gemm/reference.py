@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import torch
 
 from moe_runtime.kernels.formats import reference_quantize as rq
-from moe_runtime.kernels.formats.number_formats import WEIGHT_BLOCK_N, TokenFormat, ceil_div
+from moe_runtime.kernels.formats.number_formats import TokenFormat, ceil_div
 from moe_runtime.kernels.gemm.activation import swiglu
 from moe_runtime.kernels.gemm.arguments import (
     check_activation,
@@ -146,5 +146,5 @@ def _weight_f64(w: ExpertWeights, expert: int) -> torch.Tensor:
         columns = w.format.scale_columns(w.num_columns)
         scales = rq.unswizzle_scales(w.scales[expert : expert + 1], w.num_rows, columns)[0]
     else:
-        scales = w.scales[expert].repeat_interleave(WEIGHT_BLOCK_N, 0)[: w.num_rows]
+        scales = w.scales[expert, w.scale_rows()]
     return dequantize_f64(w.format, w.quants[expert], scales)

@@ -10,7 +10,9 @@
 // Macros: FP8 (1: e4m3 with fp32 scales of 1x128 and 128x128; 0: bf16), STAGES, CLUSTER 1 or 2, GATHER (rows through
 // row_index), GATED, ORDER (`GateUpOrder.code`, 0 for none), OUT (0 bf16, 1 fp16, 2 fp32, 3 e4m3 with 1x128 scales),
 // EXTRAS (row scale, expert scales or bias exist), A_BOX (rows of a box of the rows' tensor map), TMA_SCALES (TMA copies the
-// scales too, so that one thread produces; needs FP8 without GATHER, 4 stages, K a multiple of 4 * 128).
+// scales too, so that one thread produces; needs FP8 without GATHER, 4 stages, scales of a row a multiple of 4),
+// SHORT_BLOCKS (the columns of a gated result end within a block of 128, and so do gate and up unless interleaved).
+// The last stage of K may be short too: past its end TMA and the gathering threads write zeros, which add nothing.
 
 #include "mbarrier.cuh"
 
@@ -148,11 +150,15 @@ __device__ __forceinline__ void copy_word(u32 to, const float* from) {
     asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(to), "l"(from) : "memory");
 }
 
+// Blocks of 128 columns of a gated result.
+__device__ __forceinline__ int blocks_of(int columns) { return SHORT_BLOCKS ? (columns + 127) / 128 : columns / 128; }
+
 // Row of the weight's scales, counted over all experts, for half 0 or 1 of a tile (128 rows share one). If gate and up are
 // interleaved, both halves use both rows, the first one for the first 64 columns.
 __device__ __forceinline__ long long weight_scales(int expert, int column, int columns, int half) {
     int blocks = (GATED ? 2 * columns : columns) + 127 >> 7, block = column / 128 + (half > 0);
-    if (GATED) block = column / 128 + ((half > 0) == (ORDER == GATE_UP) ? columns / 128 : 0);
+    if (GATED) block = column / 128 + ((half > 0) == (ORDER == GATE_UP) ? blocks_of(columns) : 0);
+    if (SHORT_BLOCKS && ORDER != INTERLEAVED) blocks = 2 * blocks_of(columns);
     if (GATED && ORDER == INTERLEAVED) block = column / 64 + (half > 0);
     return (long long)expert * blocks + min(block, blocks - 1);
 }
@@ -420,10 +426,11 @@ __device__ __forceinline__ void store(
     }
 }
 
-// Quantizes 128 columns of each row, one block, as `quantize.quantize_tile` does; `scales` is that of the first row.
+// Quantizes 128 columns of each row, one block, as `quantize.quantize_tile` does, and stores `columns` of them, past which
+// there are zeros. `scales` is that of the first row.
 template <int N>
 __device__ __forceinline__ void store_quantized(
-    const float (&r)[N], u8* staging, u8* out, long long stride, int rows, float* scales, int scale_stride) {
+    const float (&r)[N], u8* staging, u8* out, long long stride, int rows, int columns, float* scales, int scale_stride) {
     int lane = threadIdx.x % 32, quad = lane % 4;
 #pragma unroll
     for (int second = 0; second < 2; ++second) {
@@ -450,7 +457,7 @@ __device__ __forceinline__ void store_quantized(
             *(u16*)(staging + at) = poisoned ? (u16)0 : codes;
         }
     }
-    write_rows(staging, out, stride, rows, 128);
+    write_rows(staging, out, stride, rows, SHORT_BLOCKS ? columns : 128);
 }
 
 // acc * row_scale * expert_scale + bias, one after the other.
@@ -786,9 +793,9 @@ tma_gemm(const __grid_constant__ TensorMap a_map, const __grid_constant__ Tensor
                 for (int i = 0; i < 64; ++i) acc[i] = swiglu(acc[i], acc[64 + i], alpha, limit, up_offset);
             }
             if (OUT == 3) {
-                int scale_columns = columns / 128;
+                int scale_columns = blocks_of(columns);
                 float* scales = out_scales + position * scale_columns + tile.column / 128;
-                store_quantized(acc, warp_staging, to, stride, rows, scales, scale_columns);
+                store_quantized(acc, warp_staging, to, stride, rows, width, scales, scale_columns);
             } else {
                 store<TILE_COLUMNS>(acc, warp_staging, to, stride, rows, width);
             }

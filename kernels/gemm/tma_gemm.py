@@ -91,6 +91,7 @@ def macros(
     out_code: int,
     extras: bool,
     copied_scales: bool = False,
+    short_blocks: bool = False,
 ) -> nvrtc.Defines:
     """Macros of `tma_gemm.cu`; `out_code` is 0 bf16, 1 fp16, 2 fp32, 3 e4m3 with block scales."""
     return nvrtc.Defines(
@@ -105,6 +106,7 @@ def macros(
             "OUT": out_code,
             "EXTRAS": int(extras),
             "TMA_SCALES": int(copied_scales),
+            "SHORT_BLOCKS": int(short_blocks),
         }
     )
 
@@ -136,6 +138,7 @@ def _launch(
         out_code=out_code,
         extras=not (a.row_scale is None and w.expert_scales is None and w.bias is None),
         copied_scales=copied_scales,
+        short_blocks=w.blocks_apart or (out_code == 3 and columns % HALF != 0),
     )
     extras = _Extras(_pointer(a.row_scale), _pointer(w.expert_scales), _pointer(w.bias), scales_per_expert)
     w_map = _weight_map(w, None if activation is None else activation.order)
@@ -198,7 +201,7 @@ def _rows_map(rows: torch.Tensor, k: int, box_rows: int) -> Any:
 
 
 def _scales_map(scales: torch.Tensor) -> Any:
-    """Map of `[rows, K / 128]` fp32: boxes of 4 columns times 128 rows; zeros outside."""
+    """Map of `[rows, ceil(K / 128)]` fp32: boxes of 4 columns times 128 rows; zeros outside."""
     rows, v = scales.shape
     return _tensor_map(scales.data_ptr(), 4, (v, rows), (4 * v,), (MAX_STAGES, TILE_ROWS))
 

@@ -94,9 +94,22 @@ class SwiGLU:
             raise ValueError(f"limit: expected a positive number or None, got {describe(limit)}")
 
 
-def scales_shape(fmt: TokenFormat, num_experts: int, num_rows: int, num_columns: int) -> tuple[int, ...] | None:
+def has_blocks_apart(fmt: TokenFormat, num_rows: int, order: GateUpOrder | None) -> bool:
+    """Whether gate and up, of `num_rows = 2I`, have 128x128 blocks of their own, of which the last is short.
+
+    So it is in `fp8_block` where one lies above the other and `I` is no multiple of 128.
+    """
+    whole = order in (None, GateUpOrder.INTERLEAVED) or num_rows // 2 % WEIGHT_BLOCK_N == 0
+    return fmt.scale_dtype == torch.float32 and not whole
+
+
+def scales_shape(
+    fmt: TokenFormat, num_experts: int, num_rows: int, num_columns: int, order: GateUpOrder | None
+) -> tuple[int, ...] | None:
     """Shape of the block scales of weights `[E, N, K]` in a format; None if it has none."""
     blocks, columns = ceil_div(num_rows, WEIGHT_BLOCK_N), fmt.scale_columns(num_columns)
+    if has_blocks_apart(fmt, num_rows, order):
+        blocks = 2 * ceil_div(num_rows // 2, WEIGHT_BLOCK_N)
     if fmt.scale_dtype is None:
         return None
     return (num_experts, blocks, ceil_div(columns, 4), 32, 4, 4) if fmt.swizzled else (num_experts, blocks, columns)
@@ -121,7 +134,9 @@ class ExpertWeights:
         format: number format of the weights (a name is looked up).
         quants: `[E, N, quant_columns(K)]` of `format.quant_dtype`, contiguous; `N` a multiple of 8.
         scales: block scales; `nvfp4`, `mxfp4` and `mxfp8`: `[E, ceil(N/128), ceil(V/4), 32, 4, 4]`, the 128x4 swizzle;
-            `fp8_block`: fp32 `[E, ceil(N/128), ceil(K/128)]`, blocks of 128x128; None for bf16.
+            `fp8_block`: fp32 `[E, ceil(N/128), ceil(K/128)]`, blocks of 128x128, the last ones short; with `gate_up`
+            but for `INTERLEAVED`, gate and up each start with a block: `[E, 2 * ceil(I/128), ceil(K/128)]`; None for
+            bf16.
         expert_scales: fp32 `[E]`, or `[E, 2]` with gate (0) and up (1) apart, applied to the fp32 accumulator; None
             means 1.
         bias: fp32 `[E, N]`, added after the scales; None means 0.
@@ -149,7 +164,7 @@ class ExpertWeights:
         unit = 8 if self.gate_up is None else 16
         if self.num_rows <= 0 or self.num_rows % unit:
             raise ValueError(f"N of quants: expected a positive multiple of {unit}, got {self.num_rows}")
-        shape = scales_shape(self.format, self.num_experts, self.num_rows, self.num_columns)
+        shape = scales_shape(self.format, self.num_experts, self.num_rows, self.num_columns, self.gate_up)
         self._check("scales", self.scales, shape, self.format.scale_dtype)
         if self.expert_scales is not None:
             check_is_tensor("expert_scales", self.expert_scales)
@@ -175,6 +190,11 @@ class ExpertWeights:
     def num_columns(self) -> int:
         """`K`."""
         return int(self.quants.shape[2]) * 8 * self.quants.element_size() // self.format.element_bits
+
+    @property
+    def blocks_apart(self) -> bool:
+        """`has_blocks_apart` of these weights."""
+        return has_blocks_apart(self.format, self.num_rows, self.gate_up)
 
     @property
     def device(self) -> torch.device:
@@ -220,9 +240,9 @@ class ExpertWeights:
 
         `nvfp4`: each expert has the encode scale `min(2688 / amax, 2^100)`, separate for gate and up if `gate_up` is
         given (`True` is `GateUpOrder.GATE_UP`). The decode scales become `expert_scales`. `fp8_block`: 128x128 blocks,
-        partial ones at the end of N. `mxfp8`, `mxfp4` and `nvfp4` blocks lie along K.
+        short ones at the end of N and of K. `mxfp8`, `mxfp4` and `nvfp4` blocks lie along K.
 
-        Raises `ValueError` for a wrong shape or dtype and for sizes that are not whole blocks of the format.
+        Raises `ValueError` for a wrong shape or dtype and for a K that is no multiple of `format.unit`.
         """
         fmt = weight_format_named(fmt)
         order = (GateUpOrder.GATE_UP if gate_up else None) if isinstance(gate_up, bool) else GateUpOrder.of(gate_up)
@@ -242,8 +262,12 @@ class ExpertWeights:
         if fmt.scale_dtype is None:
             return cls(fmt, w_ENK.to(fmt.quant_dtype), bias=bias, gate_up=order)
         if fmt.scale_dtype == torch.float32:
-            blocks = quantize_fp8_blocks(w_ENK.float(), WEIGHT_BLOCK_N, FP8_BLOCK.quant_dtype)
-            return cls(fmt, *blocks, bias=bias, gate_up=order)
+            experts, rows, columns = w_ENK.shape
+            parts = 2 if has_blocks_apart(fmt, rows, order) else 1
+            w_ENK = w_ENK.float().view(experts * parts, rows // parts, columns)
+            quants, scales = quantize_fp8_blocks(w_ENK, WEIGHT_BLOCK_N, FP8_BLOCK.quant_dtype)
+            scales = scales.view(experts, parts * scales.shape[1], scales.shape[2])
+            return cls(fmt, quants.view(experts, rows, columns), scales, bias=bias, gate_up=order)
         return cls(fmt, *_quantize_along_k(w_ENK, fmt, order, engine), bias=bias, gate_up=order)
 
     def dequantize(self, *, engine: str = "auto") -> torch.Tensor:
@@ -253,8 +277,8 @@ class ExpertWeights:
         if self.scales is None:
             w_ENK = self.quants.float()
         elif self.scales.dtype == torch.float32:
-            blocks = self.scales.repeat_interleave(WEIGHT_BLOCK_N, 1)[:, :rows]
-            w_ENK = self.quants.float() * blocks.repeat_interleave(self.format.block, 2)[:, :, :columns]
+            blocks = self.scales[:, self.scale_rows()].repeat_interleave(self.format.block, 2)
+            w_ENK = self.quants.float() * blocks[:, :, :columns]
         else:
             scales = unswizzle_scales(self.scales, rows, self.format.scale_columns(columns), engine=engine)
             ones = None
@@ -263,6 +287,14 @@ class ExpertWeights:
             rows_RK = QuantizedRows(self.format, self.quants.flatten(0, 1), scales.flatten(0, 1), ones)
             w_ENK = dequantize_rows(rows_RK, engine=engine).view(experts, rows, columns)
         return w_ENK if self.expert_scales is None else w_ENK * self.row_factors()[:, :, None]
+
+    def scale_rows(self) -> torch.Tensor:
+        """int64 `[N]`: the row of `scales` of each weight row, of `fp8_block`."""
+        row = torch.arange(self.num_rows, device=self.device)
+        if not self.blocks_apart:
+            return row // WEIGHT_BLOCK_N
+        half = self.num_rows // 2
+        return row // half * ceil_div(half, WEIGHT_BLOCK_N) + row % half // WEIGHT_BLOCK_N
 
     def row_factors(self) -> torch.Tensor:
         """`expert_scales` of each row, fp32 `[E, N]`; ones if there are none."""

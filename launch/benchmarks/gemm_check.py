@@ -96,7 +96,8 @@ def check_gated(out: GroupedRows, rows: GroupedRows, w: Weights, sample: Sample)
     """The largest error over its bound of requantized `silu(gate) * up`, infinite where a value is NaN."""
     linear = ungrouped(out)
     taken = _taken(linear, sample.positions)
-    values_SI, unit_SI = dequantize_rows(taken, engine="torch").double(), _block_scales(taken)
+    values_SI = dequantize_rows(taken, engine="torch").double()
+    unit_SI = _block_scales(taken)[:, : out.num_columns]
     worst = 0.0
     for place, c_SN, slack_SN in _products(rows, w, sample):
         gate_rows, up_rows = SILU.order.gate_rows(c_SN.shape[1]), SILU.order.up_rows(c_SN.shape[1])

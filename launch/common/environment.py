@@ -29,6 +29,7 @@ from rich.console import Console
 
 from moe_runtime.comm.bootstrap import init_from_env
 from moe_runtime.comm.errors import MoERuntimeError
+from moe_runtime.comm.host_memory import memory_bytes
 from moe_runtime.comm.transport import TRANSPORTS
 from moe_runtime.config import RunConfig, complaints, load_config
 from moe_runtime.context.expert_parallel import ExpertParallelContext
@@ -235,17 +236,6 @@ def environment_record(context: ExpertParallelContext) -> dict[str, Any]:
         "transport": context.transport,
         "transport_why_not": context.transport_reasons,
     }
-
-
-def memory_bytes() -> dict[str, int]:
-    """`total` and `available` bytes of the machine; the total lowered to the control group's limit, if it has one."""
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    fields = {line.split(":")[0]: int(line.split()[1]) * 1024 for line in lines}
-    total = fields["MemTotal"]
-    limit = Path("/sys/fs/cgroup/memory.max")
-    if limit.is_file() and (text := limit.read_text().strip()).isdigit():
-        total = min(total, int(text))
-    return {"total": total, "available": min(fields["MemAvailable"], total)}
 
 
 def _output(*command: str | Path) -> str | None:

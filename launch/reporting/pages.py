@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 
@@ -11,6 +12,9 @@ from moe_runtime.launch.reporting import runs
 from moe_runtime.launch.reporting.operations import operations_markdown
 from moe_runtime.launch.reporting.runs import Report, Result, gpu_of, kind_of, ours, ranks_of, shown_us, where
 from moe_runtime.launch.reporting.show import RELATIVE, foreign_note, times_of
+
+MOST_FLOORS = 1.5
+"""Times its floor that a layer may take without a word about what bounds it."""
 
 Run = tuple[str, Report]
 """Name of the file, and what it contains."""
@@ -120,12 +124,43 @@ def operation_table(found: Found) -> str:
     return operations_markdown(checked[0][1], report, name)
 
 
+def models_table(found: Found) -> str:
+    """A line per model and pair of formats, a column per number of tokens: the time and what it is of torch's."""
+    reports = found.get(runs.MODELS)
+    if not reports:
+        raise ValueError(f"results: expected a run of kind {runs.MODELS}")
+    rows: dict[tuple[str, str], dict[int, str]] = {}
+    refused: list[str] = []
+    above = Counter[str]()
+    for _, report in reports:
+        for result in report["results"]:
+            pair = f"{result['weight_format']} x {result['token_format']}"
+            if "refused" in result:
+                refused.append(f"{result['model']} in {pair}: {result['refused']}.")
+                continue
+            ratio, floors = result["ratio_to_torch"], result["times_floor"]
+            cell = "check failed" if ratio is None else f"{shown_us(result['median_us'])} ({ratio:.2f}, {floors:.1f})"
+            rows.setdefault((result["model"], pair), {})[result["tokens"]] = cell
+            above["rows"] += 1
+            above["torch"] += ratio is None or ratio > 1
+            above["floor"] += floors is None or floors > MOST_FLOORS
+    counts = sorted({count for row in rows.values() for count in row})
+    lines = [[*key, *(row.get(count, "") for count in counts)] for key, row in rows.items()]
+    said = (
+        f"{above['rows']} rows: {above['torch']} slower than torch's bf16 layer, {above['floor']} above {MOST_FLOORS} "
+        "times their floor."
+    )
+    table = _table(["model", "weights x tokens", *(f"{count}" for count in counts)], lines)
+    return "\n\n".join([" ".join(_source(*run) for run in reports), table, " ".join([said, *refused])])
+
+
 TABLES: dict[str, Callable[[Found], str]] = {
     "layer": layer_table,
     "exchange": exchange_table,
     "goals": goal_table,
     "gemm": gemm_table,
     "operations": operation_table,
+    "models": models_table,
 }
 """What makes the table of each pair of marks."""
 

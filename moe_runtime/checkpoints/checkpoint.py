@@ -152,8 +152,8 @@ class Checkpoint:
         `intermediate_gsf` to the smallest one stored for the layer's experts. A whole config
         (`**config.model_dump()`) checks that it fits the checkpoint.
 
-        Warns (`UserWarning`) where the sizes do not fit into the blocks of the default formats, as FP8 with a size that
-        is no multiple of 128. Tokens are then bf16, and so are weights that do not go with them.
+        Warns (`UserWarning`) where the sizes are no multiples of the `unit` of the default formats, 16 for FP8. Tokens
+        are then bf16, and so are weights that do not go with them.
 
         Raises:
             ValueError: a layer without experts, values that `MoELayerConfig` refuses, or overrides that contradict the
@@ -164,11 +164,9 @@ class Checkpoint:
         try:
             return self._layer_config(layer, overrides)
         except ValueError as error:
-            block, asked = stored.layout.format.block, [overrides.get(key) for key in ("token_format", "weight_format")]
-            if (
-                any(name not in (None, "auto") for name in asked)
-                or sizes.hidden_size % block == sizes.intermediate_size % block == 0
-            ):
+            unit, asked = stored.layout.format.unit, [overrides.get(key) for key in ("token_format", "weight_format")]
+            fits = sizes.hidden_size % unit == sizes.intermediate_size % unit == 0
+            if fits or any(name not in (None, "auto") for name in asked):
                 raise
             made = self._layer_config(layer, overrides | {"token_format": "bf16"})
             said = f"{stored.key} says {stored.layout.name}"

@@ -12,10 +12,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from moe_runtime.comm.arguments import describe
+from moe_runtime.comm.arguments import check_is_tensor, describe
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.kernels.formats.number_formats import TokenFormat, align, weight_format_named
-from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder
+from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, has_blocks_apart
 
 MADV_HUGEPAGE = 14
 MADV_POPULATE_WRITE = 23
@@ -101,6 +101,25 @@ def check_buffers(buffers: object) -> None:
         raise ValueError(f"buffers: expected two allocators, got {describe(buffers)}")
 
 
+def allocate_quants(empty: Callable[..., torch.Tensor], *shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """What `empty`, one of `buffers`, returns: a contiguous CPU tensor of this shape and dtype.
+
+    Raises `ValueError` if it returns anything else, or does not take a shape and a dtype.
+    """
+    expected = f"buffers: expected allocators of {dtype} {list(shape)} on the CPU, as torch.empty"
+    try:
+        made = empty(*shape, dtype=dtype)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{expected}, got {type(error).__name__}: {error}") from error
+    if not isinstance(made, torch.Tensor) or made.is_nested or made.layout != torch.strided:
+        raise ValueError(f"{expected}, got {type(made).__name__}")
+    if (made.shape, made.dtype, made.device.type) != (shape, dtype, "cpu"):
+        raise ValueError(f"{expected}, got {made.dtype} {list(made.shape)} on {made.device}")
+    if not made.is_contiguous():
+        raise ValueError(f"{expected}, got strides {made.stride()}")
+    return made
+
+
 def quantize_experts(
     experts: Iterable[ExpertTensors | tuple[torch.Tensor, torch.Tensor]],
     config: MoELayerConfig,
@@ -110,8 +129,9 @@ def quantize_experts(
 ) -> tuple[ExpertWeights, ExpertWeights]:
     """Gate-and-up and down of `count` experts in the weight format of `config`. Holds one more expert at a time.
 
-    Weights that already have that format stay bit for bit. Those in another format are dequantized and quantized
-    again. A pair is an expert without biases. Quants that a reader put into a `QuantBuffer` of `buffers` stay there.
+    Weights that already have that format stay bit for bit. Those in another format, or with blocks of 128x128 that hold
+    rows of gate and of up, are dequantized and quantized again. A pair is an expert without biases. Quants that a
+    reader put into a `QuantBuffer` of `buffers` stay there.
 
     Raises `ValueError` naming the tensor and the expert's position: a wrong shape or order of gate and up, a bias that
     `config.expert_bias` excludes or requires; also for another number of experts.
@@ -153,7 +173,8 @@ def _quantize(
     bias_EN = None if bias is None else bias.to(device).float()[None].contiguous()
     if isinstance(w, ExpertWeights):
         w = w.to(device)
-        if w.format is fmt:
+        # Without an order, blocks of 128 rows run on from gate to up.
+        if w.format is fmt and (w.gate_up is order or not has_blocks_apart(fmt, w.num_rows, order)):
             scales = w.expert_scales
             if scales is not None and order is not None:
                 scales = scales.view(1, -1).expand(1, 2).contiguous()
@@ -185,20 +206,21 @@ def _checked(
             raise ValueError(f"experts: expected ExpertTensors or a pair of tensors for expert {number}, got {got}")
         expert = ExpertTensors(*given)
         for name, tensor in expert._asdict().items():
-            is_weight = name in ("gate_up", "down")
-            kinds = torch.Tensor | ExpertWeights if is_weight else torch.Tensor
-            if tensor is not None and not isinstance(tensor, kinds):
-                raise ValueError(f"{name} of expert {number}: expected a tensor, got {type(tensor).__name__}")
+            at, is_weight = f"{name} of expert {number}", name in ("gate_up", "down")
+            if tensor is not None and not (is_weight and isinstance(tensor, ExpertWeights)):
+                check_is_tensor(at, tensor)
             expected = f"shape {list(shapes[name])}" if name in shapes else "none"
             got = "none" if tensor is None else f"shape {_shape(tensor)}"
             if expected != got:
-                raise ValueError(f"{name} of expert {number}: expected {expected}, got {got}")
+                raise ValueError(f"{at}: expected {expected}, got {got}")
+            if tensor is not None and tensor.device.type == "meta":
+                raise ValueError(f"{at}: expected a tensor with data, got one on the meta device")
             if isinstance(tensor, ExpertWeights):
-                _check_quantized(f"{name} of expert {number}", tensor, config)
+                _check_quantized(at, tensor, config)
             elif is_weight and tensor is not None and tensor.dtype not in (torch.bfloat16, torch.float32):
-                raise ValueError(
-                    f"{name} of expert {number}: expected torch.bfloat16 or torch.float32, got {tensor.dtype}"
-                )
+                raise ValueError(f"{at}: expected torch.bfloat16 or torch.float32, got {tensor.dtype}")
+            elif tensor is not None and not tensor.is_floating_point():
+                raise ValueError(f"{at}: expected floats, got {tensor.dtype}")
         yield expert
 
 

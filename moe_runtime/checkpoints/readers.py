@@ -27,7 +27,7 @@ from moe_runtime.checkpoints.layouts import (
     ScaleName,
     WeightLayout,
 )
-from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers
+from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffers, allocate_quants
 from moe_runtime.kernels.formats.number_formats import (
     FP8_BLOCK,
     MAX_ENCODE_SCALE,
@@ -133,11 +133,10 @@ class ExpertReader:
         if self.layout.dequantized:
             return False
         if self.layout != PLAIN:
-            sizes = (2 * self.inner, self.hidden, self.names.order), (self.hidden, self.inner, None)
-            whole = (self.layout.stacked and not self.layout.fused) or all(
-                has_whole_blocks(fmt, *each) for each in sizes
-            )
-            return self.layout.format is fmt and self.layout.scale is not None and whole
+            parts = (self.inner, self.hidden, self.names.order), (self.hidden, self.inner, None)
+            stacked = self.layout.stacked and not self.layout.fused
+            kept = stacked or all(keeps_scales(fmt, *each) for each in parts)
+            return self.layout.format is fmt and self.layout.scale is not None and kept
         first = f"{self.names.linears(0)[0]}.{self.layout.weight}"
         return fmt is self.layout.format and self.files.entry(first).dtype == "BF16"
 
@@ -247,7 +246,7 @@ class ExpertReader:
         shape = (self.num_experts, rows, columns // fmt.block)
         blocks = (*shape, fmt.quant_bytes(fmt.block))
         self.files.check(name, blocks, self.layout.quant_dtypes)
-        quants = empty(*blocks[1:], dtype=fmt.quant_dtype)
+        quants = allocate_quants(empty, *blocks[1:], dtype=fmt.quant_dtype)
         self.files.read_into(name, quants, item=expert)
         scales = self.files.read(scale, shape, self.layout.scale_dtypes, item=expert)
         check_no_nan(self.files, scale, scales)
@@ -276,16 +275,18 @@ class ExpertReader:
                 f"{rows // 2}: whether they share a scale is not known"
             )
         shape = ceil_div(rows, high), ceil_div(columns, wide)
-        quants = empty(rows, columns, dtype=torch.float8_e4m3fn)
+        quants = allocate_quants(empty, rows, columns, dtype=torch.float8_e4m3fn)
         self.files.read_into(name, quants, item=expert)
-        scales = self.files.read(scale, (self.num_experts, *shape), layout.scale_dtypes, item=expert)
-        check_no_nan(self.files, scale, scales)
-        scales = scales.float()
-        _clear(self.files, (scale,), quants[None], scales[None], high, wide)
-        if not layout.dequantized and has_whole_blocks(layout.format, rows, columns, order):
-            scales = _in_blocks(scales[None], high, wide, rows, columns)
-            return ExpertWeights(layout.format, quants[None], scales, gate_up=order)
-        return _dequantized(quants[None], scales[None], high, wide)[0]
+        stored = self.files.read(scale, (self.num_experts, *shape), layout.scale_dtypes, item=expert)
+        check_no_nan(self.files, scale, stored)
+        # Gate and up apart.
+        num_parts = 1 if order is None else 2
+        parts, scales = quants.view(num_parts, -1, columns), stored.float().view(num_parts, -1, shape[1])
+        _clear(self.files, (scale,) * num_parts, parts, scales, high, wide)
+        if layout.dequantized or not keeps_scales(layout.format, parts.shape[1], columns, order):
+            return _dequantized(parts, scales, high, wide).flatten(0, 1)
+        blocks = _in_blocks(scales, high, wide, parts.shape[1], columns).flatten(0, 1)
+        return ExpertWeights(layout.format, quants[None], blocks[None], gate_up=order)
 
 
 def read_linear(
@@ -307,8 +308,8 @@ def begin_linears(
     """Read one linear `[rows, columns]`, or gate and up, each with its own second-level scale.
 
     `empty` allocates the quants. Calling the result gives `[len(prefixes) * rows, columns]`, gate and up in `order`:
-    bf16 or fp32, or weights of one expert. Weights in 128x128 blocks that do not fit together (`has_whole_blocks`)
-    come back dequantized to fp32, and so do those of layouts that no format has.
+    bf16 or fp32, or weights of one expert. Weights in 128x128 blocks that `ExpertWeights` does not hold
+    (`keeps_scales`) come back dequantized to fp32, and so do those of layouts that no format has.
     """
     fmt = layout.format
     if fmt.scale_dtype is not torch.float32:
@@ -316,9 +317,9 @@ def begin_linears(
     shape, dtypes = (rows, layout.quant_columns(columns)), layout.quant_dtypes
     first = files.check(f"{prefixes[0]}.{layout.weight}", shape, dtypes)
     if order is GateUpOrder.INTERLEAVED:
-        quants = empty(rows, len(prefixes), shape[1], dtype=DTYPES[first.dtype]).transpose(0, 1)
+        quants = allocate_quants(empty, rows, len(prefixes), shape[1], dtype=DTYPES[first.dtype]).transpose(0, 1)
     else:
-        quants = empty(len(prefixes), *shape, dtype=DTYPES[first.dtype])
+        quants = allocate_quants(empty, len(prefixes), *shape, dtype=DTYPES[first.dtype])
     for prefix, part in zip(prefixes, quants, strict=True):
         name = f"{prefix}.{layout.weight}"
         files.check(name, shape, (first.dtype,))
@@ -347,15 +348,14 @@ def stack_rows(parts: torch.Tensor, order: GateUpOrder | None) -> torch.Tensor:
     return (parts.transpose(0, 1) if order is GateUpOrder.INTERLEAVED else parts).flatten(0, 1)
 
 
-def has_whole_blocks(fmt: TokenFormat, rows: int, columns: int, order: GateUpOrder | None) -> bool:
-    """Whether the scales of separately stored linears are valid for their `rows` together.
+def keeps_scales(fmt: TokenFormat, rows: int, columns: int, order: GateUpOrder | None) -> bool:
+    """Whether the scales of linears `[rows, columns]`, stored apart, are those of `ExpertWeights` of all their rows.
 
-    128x128 blocks are not if K cuts a block off, or if a block would hold rows of both gate and up.
+    128x128 blocks are not if rows of gate and up alternate, so that a block would hold some of both, nor if K is no
+    multiple of `fmt.unit`, or N none of 8.
     """
-    if fmt.scale_dtype is not torch.float32:
-        return True
-    apart = order is None or (order is not GateUpOrder.INTERLEAVED and rows % (2 * WEIGHT_BLOCK_N) == 0)
-    return columns % fmt.block == 0 and apart
+    kept = rows % 8 == 0 and columns % fmt.unit == 0 and order is not GateUpOrder.INTERLEAVED
+    return kept or fmt.scale_dtype is not torch.float32
 
 
 def _assemble(
@@ -389,8 +389,8 @@ def _assemble(
     assert fmt.scale_dtype is not None
     scales = scales.view(fmt.scale_dtype) if fmt.scale_dtype.itemsize == 1 else scales.to(fmt.scale_dtype)
     if scales.dtype == torch.float32:
-        parts, rows, columns = quants.shape
-        if not has_whole_blocks(fmt, parts * rows, columns, order):
+        _, rows, columns = quants.shape
+        if not keeps_scales(fmt, rows, columns, order):
             return stack_rows(_dequantized(quants, scales, WEIGHT_BLOCK_N, fmt.block), order)
         return ExpertWeights(fmt, quants.view(1, -1, columns), scales.view(1, -1, scales.shape[2]), gate_up=order)
     if second is not None and order is not None:

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from moe_runtime.comm.bootstrap import RankGroup, describe_ranks
-from moe_runtime.comm.messages import Scalar, scalar, table
+from moe_runtime.comm.arguments import check_kind, describe
+from moe_runtime.comm.messages import Scalar, encode, scalar, table
+from moe_runtime.comm.rank_group import RankGroup, describe_ranks
 
 MAX_BYTES = 16 << 20
 """Most bytes of what a rank has to compare: some 50 values of 100 bytes for each of a few thousand layers."""
@@ -24,10 +25,19 @@ class Agreement:
     def add(self, values: Mapping[str, object], about: str | None) -> None:
         """Register `values` (numbers, texts, bools, None, or sequences of them) of `about`; None numbers it.
 
-        Raises `ValueError` for other values.
+        Raises `ValueError` for other values, keys that are no texts, NaN, and what messages cannot carry.
         """
+        check_kind("agree", values, Mapping)
+        for key in values:
+            if not isinstance(key, str):
+                raise ValueError(f"agree: expected texts as keys, got {describe(key)}")
         name = f"agreement {len(self._values)}" if about is None else about
-        self._values.append({f"{key} ({name})": _plain(key, values[key]) for key in sorted(values)})
+        plain = {f"{key} ({name})": _plain(key, values[key]) for key in sorted(values)}
+        try:
+            encode(plain, MAX_BYTES)
+        except ValueError as error:
+            raise ValueError(f"agree: {error}") from None
+        self._values.append(plain)
 
     @property
     def complete(self) -> bool:
@@ -72,6 +82,8 @@ def _plain_scalar(key: str, value: object) -> Scalar:
         found = scalar(value)
     except ValueError as error:
         raise ValueError(f"agree: {key}: {error}") from None
+    if found != found:
+        raise ValueError(f"agree: {key}: expected a value that equals itself, got nan")
     if found is None or isinstance(found, bool):
         return found
     return next(kind(found) for kind in (int, float, str) if isinstance(found, kind))

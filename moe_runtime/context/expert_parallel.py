@@ -17,20 +17,18 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from moe_runtime.comm.bootstrap import RankGroup
-from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, Phase, reason_of
+from moe_runtime.comm.arguments import check_kind, check_seconds
+from moe_runtime.comm.errors import PeerAbortedError, Phase, reason_of
 from moe_runtime.comm.failures import abort_words, encode_abort, find_failure, reason_text, write_abort
 from moe_runtime.comm.heaps.collective import CollectiveHeap, CollectiveTransport
 from moe_runtime.comm.heaps.heap import SymmetricHeap
+from moe_runtime.comm.rank_group import MAX_SECONDS, RankGroup
 from moe_runtime.comm.signals import ABORT_WORDS, ERROR_WORDS, NUM_COUNTERS, REASON_WORDS, SignalLayout
 from moe_runtime.context.agreement import Agreement
 from moe_runtime.context.regions import Regions
 from moe_runtime.context.threads import StreamOrder
 from moe_runtime.context.transport import check_heap, make_heap, resolve_device
 from moe_runtime.kernels.runtime import resolve_engine
-
-MAX_SECONDS = 1e9
-"""Kernels count nanoseconds in int64."""
 
 _LOG = logging.getLogger(__name__)
 
@@ -97,24 +95,21 @@ class ExpertParallelContext:
         timeout_s: float = 30.0,
         startup_timeout_s: float = 120.0,
     ) -> None:
-        for name, limit in (("timeout_s", timeout_s), ("startup_timeout_s", startup_timeout_s)):
-            number = isinstance(limit, (int, float)) and not isinstance(limit, bool)
-            if not (number and 0 < limit <= MAX_SECONDS):
-                raise ValueError(f"{name}: expected a positive number of seconds, at most 1e9, got {limit!r}")
-        self.timeout_s = timeout_s
-        self.startup_timeout_s = startup_timeout_s
-        self.timeout_ns = int(timeout_s * 1e9)
-        self.startup_timeout_ns = int(startup_timeout_s * 1e9)
+        self.timeout_s = check_seconds("timeout_s", timeout_s, MAX_SECONDS)
+        self.startup_timeout_s = check_seconds("startup_timeout_s", startup_timeout_s, MAX_SECONDS)
+        self.timeout_ns = int(self.timeout_s * 1e9)
+        self.startup_timeout_ns = int(self.startup_timeout_s * 1e9)
         self.group: RankGroup | None = None
         self.transport_reasons: dict[str, str] = {}
         if heap is None:
-            self.group = RankGroup(group, timeout_s=startup_timeout_s, alone=transport == "private")
+            alone = isinstance(transport, str) and transport == "private"
+            self.group = RankGroup(group, timeout_s=self.startup_timeout_s, alone=alone)
             try:
                 self.device = resolve_device(device)
                 self.engine = resolve_engine(engine, self.device)
                 self.heap, self.transport_reasons = make_heap(self.group, self.device, transport)
             except BaseException as error:
-                self.group.leave(reason_of(error))
+                self.group.leave(reason_of(error), error)
                 raise
         else:
             check_heap(heap, group, device, transport)
@@ -155,10 +150,13 @@ class ExpertParallelContext:
             about: what they belong to, such as `layer 3`, for messages; None numbers the registration.
             staging_bytes: least size of region `staging`, through which experts move between ranks.
 
-        Raises `ValueError` for an unknown region, for other values to agree on, and after `allocate()` for more bytes
-        than there are.
+        Raises `ValueError` for an unknown region, for other values to agree on, after `allocate()` for more bytes than
+        there are, and if the context is closed; after a failure what `check()` raises.
         """
+        self._check_usable()
         self._regions.grow(half_bytes, staging_bytes, allocated=self.allocated)
+        if about is not None:
+            check_kind("about", about, str)
         if agree is not None:
             self._agreement.add(agree, about)
 
@@ -212,10 +210,7 @@ class ExpertParallelContext:
         try:
             yield
         except Exception as error:
-            self._failure = error
-            self.failed = True
-            if self.group is not None:
-                self.group.leave(reason_of(error))
+            self.abort(reason_of(error), error)
             raise
         except BaseException as error:
             # An interrupt, which later calls do not raise again.
@@ -272,22 +267,27 @@ class ExpertParallelContext:
             self._find_failure()
         self._check_usable()
 
-    def fail(self, error: MoERuntimeError) -> Exception:
+    def fail(self, error: Exception) -> Exception:
         """Record `error` as this rank's failure unless it has one already; returns the one to raise."""
         if self._failure is None:
             self._failure = error
         self.failed = True
         return self._failure.with_traceback(None)
 
-    def abort(self, reason: str) -> None:
-        """Tell all peers that this rank gives up, without waiting: they raise `PeerAbortedError` with `reason`.
+    def abort(self, reason: str, error: Exception | None = None) -> None:
+        """Tell all peers that this rank gives up, waiting for none: they raise `PeerAbortedError` with `reason`.
 
-        For host-side errors inside a collective step. Peers get the first 256 bytes of `reason`. Does nothing on a
-        rank that has failed already.
+        For host-side errors inside a collective step. Peers get the first 256 bytes of `reason`. Later calls on this
+        rank raise `error`, by default a `PeerAbortedError` too. Does nothing on a rank that has failed already, and on
+        a closed context. Where this process hosts the store, peers have half a second to read it there
+        (`RankGroup.leave`). Raises `ValueError` unless `reason` is a text and `error` an exception or None.
         """
+        check_kind("reason", reason, str)
+        if error is not None:
+            check_kind("error", error, Exception)
         if self.closed or self._failure is not None:
             return
-        self.fail(PeerAbortedError(f"rank {self.rank} gave up: {reason}", self.rank, Phase.HOST))
+        self.fail(error or PeerAbortedError(f"rank {self.rank} gave up: {reason}", self.rank, Phase.HOST))
         if self.allocated:
             encode_abort(self._abort_message, self.rank, reason)
             with torch.cuda.stream(self._side_stream):
@@ -297,7 +297,7 @@ class ExpertParallelContext:
                     self.host_transport.post_abort(max(self.timeout_s, self.startup_timeout_s))
         if self.group is not None:
             # Peers may wait on the host: for another layer, or in `close()`.
-            self.group.leave(reason)
+            self.group.leave(reason, error)
 
     def follow_stream(self) -> None:
         """On a GPU, order what is launched from now on behind the steps of other streams (`StreamOrder.follow`)."""
@@ -332,6 +332,8 @@ class ExpertParallelContext:
         if self.allocated:
             del self.signals
         self._abort_codes = None
+        if self._failure is not None and self.group is not None:
+            self.group.leave(reason_of(self._failure), self._failure)
         self.heap.close(failed=self.failed)
 
     def __enter__(self) -> ExpertParallelContext:

@@ -17,29 +17,36 @@ from __future__ import annotations
 
 import math
 
-from moe_runtime.comm.arguments import check_integer
+from moe_runtime.comm.arguments import check_flag, check_integer, check_kind
 from moe_runtime.comm.heaps.heap import align_region
 from moe_runtime.comm.signals import SignalLayout
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry, worst_case_rows
 from moe_runtime.kernels.exchange.record import RecordLayout
 from moe_runtime.kernels.formats.number_formats import ceil_div, format_named, weight_format_named
-from moe_runtime.kernels.gemm.weights import scales_shape
+from moe_runtime.kernels.gemm.weights import GateUpOrder, scales_shape
 
 REGIONS = ("landing", "token_flags", "combine", "signals")
 
 CHUNK_BYTES = 16 << 20
 """Most bytes of an expert that move between ranks at once."""
+MAX_RANKS = 1 << 20
+"""Most ranks that sizes are asked for, far more than there are GPUs in one machine."""
 STAGING_WORDS = 5
 """Words per rank at the start of region `staging`; `moe_runtime.placement.migration` has their meaning."""
+
+
+def _check_sizes(config: object, world_size: object) -> None:
+    check_kind("config", config, MoELayerConfig)
+    check_integer("world_size", world_size, high=MAX_RANKS)
 
 
 def layer_geometry(config: MoELayerConfig, world_size: int) -> ExchangeGeometry:
     """What rank 0 of `world_size` exchanges for a layer with `config`, without a placement.
 
-    Raises `ValueError` unless `world_size` is a positive integer.
+    Raises `ValueError` unless `config` is one and `world_size` an integer from 1 to `MAX_RANKS`.
     """
-    check_integer("world_size", world_size)
+    _check_sizes(config, world_size)
     return ExchangeGeometry(
         rank=0,
         world_size=world_size,
@@ -58,8 +65,9 @@ def reserved_bytes(config: MoELayerConfig, world_size: int, *, placed: bool = Fa
 
     `placed` adds region `staging`, as for a layer with a placement.
 
-    Raises `ValueError` unless `world_size` is a positive integer.
+    Raises `ValueError` unless `config` is one, `world_size` an integer from 1 to `MAX_RANKS`, and `placed` a bool.
     """
+    check_flag("placed", placed)
     geometry = layer_geometry(config, world_size)
     region_bytes = {name: 2 * align_region(size) for name, size in geometry.half_bytes().items()}
     region_bytes["signals"] = align_region(SignalLayout(world_size).num_bytes)
@@ -70,16 +78,14 @@ def reserved_bytes(config: MoELayerConfig, world_size: int, *, placed: bool = Fa
 def expert_bytes(config: MoELayerConfig, world_size: int) -> int:
     """Bytes of the quants and block scales of the experts of one layer, on the rank with the most experts.
 
-    Raises `ValueError` unless `world_size` is a positive integer.
+    Raises `ValueError` unless `config` is one and `world_size` an integer from 1 to `MAX_RANKS`.
     """
-    check_integer("world_size", world_size)
+    _check_sizes(config, world_size)
     fmt, total = weight_format_named(config.weight_format), 0
-    for rows, columns in (
-        (2 * config.intermediate_size, config.hidden_size),
-        (config.hidden_size, config.intermediate_size),
-    ):
+    hidden, inner = config.hidden_size, config.intermediate_size
+    for rows, columns, order in ((2 * inner, hidden, GateUpOrder(config.activation.order)), (hidden, inner, None)):
         total += rows * fmt.quant_bytes(columns)
-        if (shape := scales_shape(fmt, 1, rows, columns)) is not None and fmt.scale_dtype is not None:
+        if (shape := scales_shape(fmt, 1, rows, columns, order)) is not None and fmt.scale_dtype is not None:
             total += math.prod(shape) * fmt.scale_dtype.itemsize
     return ceil_div(config.num_experts, world_size) * total
 

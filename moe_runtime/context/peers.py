@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 
-from moe_runtime.comm.bootstrap import describe_ranks
 from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, Phase, reason_of
 from moe_runtime.comm.messages import Scalar, optional, row, scalar, table, text
+from moe_runtime.comm.rank_group import describe_ranks
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 
 
@@ -60,7 +60,9 @@ def agree_on(context: ExpertParallelContext, proposal: Mapping[str, Scalar], pro
         try:
             answers = context.group.gather("replace_experts", mine, read, timeout_s=context.timeout_s)
         except MoERuntimeError as error:
-            raise context.fail(error) from None
+            # Peers that have got all answers may wait for this rank already.
+            context.abort(reason_of(error), error)
+            raise
     if problem is not None:
         raise problem
     for rank, (_, reason) in enumerate(answers):

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from moe_runtime.comm.heaps.heap import REGION_ALIGNMENT, SymmetricHeap, align_region
+from moe_runtime.comm.arguments import check_integer
+from moe_runtime.comm.heaps.heap import MAX_REGION_BYTES, REGION_ALIGNMENT, SymmetricHeap, align_region
 from moe_runtime.comm.signals import SignalLayout
 
 HALVED_REGIONS = ("token_flags", "landing", "combine")
@@ -28,8 +29,7 @@ class Regions:
         for region, num_bytes in asked.items():
             if region not in (*HALVED_REGIONS, "staging_bytes"):
                 raise ValueError(f"region: expected one of {HALVED_REGIONS}, got {region!r}")
-            if num_bytes < 0:
-                raise ValueError(f"{region}: expected bytes >= 0, got {num_bytes}")
+            check_integer(region, num_bytes, 0, MAX_REGION_BYTES // 2)
             there = self.half_bytes.get(region, self.staging_bytes)
             if allocated and num_bytes > there:
                 raise ValueError(

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.comm.bootstrap import RankGroup
+from moe_runtime.comm.arguments import check_choice, check_device, check_kind
 from moe_runtime.comm.heaps.collective import CollectiveHeap
 from moe_runtime.comm.heaps.heap import SymmetricHeap
 from moe_runtime.comm.heaps.nvshmem_heap import NvshmemHeap
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.comm.heaps.shared_heap import SharedHeap
+from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.comm.transport import choose_transport
 
 
@@ -29,14 +30,14 @@ def make_heap(group: RankGroup, device: torch.device, transport: str) -> tuple[S
 
 def check_heap(heap: SymmetricHeap, group: object, device: torch.device | str | None, transport: str) -> None:
     """Raise `ValueError` where a ready-made heap does not fit the other arguments of a context."""
+    check_kind("heap", heap, SymmetricHeap)
     if group is not None:
         raise ValueError("group: expected None together with heap, which brings its own ranks")
-    if transport not in ("auto", heap.name):
-        raise ValueError(f"transport: expected auto or {heap.name} together with this heap, got {transport!r}")
+    check_choice("transport", transport, ("auto", heap.name))
     if device is not None and _named_device(device) != heap.device:
         raise ValueError(f"device: expected that of heap, {heap.device}, got {device}")
-    if heap.allocated:
-        raise ValueError("heap: expected one that is not allocated yet")
+    if heap.allocated or heap.closed:
+        raise ValueError("heap: expected one that is not allocated yet, nor closed")
 
 
 def resolve_device(device: torch.device | str | None) -> torch.device:
@@ -47,21 +48,10 @@ def resolve_device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     place = _named_device(device)
-    if place.type == "cuda":
-        count = torch.cuda.device_count()
-        if (place.index or 0) >= count:
-            raise ValueError(f"device: expected a CPU or one of {count} GPUs, got {place}")
-        if place.index is None:
-            place = torch.device("cuda", torch.cuda.current_device())
-    return place
+    return torch.device("cuda", torch.cuda.current_device()) if place == torch.device("cuda") else place
 
 
 def _named_device(device: torch.device | str) -> torch.device:
     """`device` as tensors name it: `cpu:0` is `cpu`."""
-    try:
-        place = torch.device(device)
-    except (RuntimeError, TypeError):
-        raise ValueError(f"device: expected a CPU or a CUDA device, got {device!r}") from None
-    if place.type not in ("cpu", "cuda"):
-        raise ValueError(f"device: expected a CPU or a CUDA device, got {place}")
+    place = check_device("device", device, meta=False)
     return torch.device("cpu") if place.type == "cpu" else place

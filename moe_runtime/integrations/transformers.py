@@ -261,7 +261,7 @@ class ExpertParallel:
             abort_peers(self.context, error)
             if self.context.group is not None:
                 # Peers may wait for the next call of the model, also if this rank failed earlier.
-                self.context.group.leave(reason_of(error))
+                self.context.group.leave(reason_of(error), error)
             raise
         finally:
             self._joined = False

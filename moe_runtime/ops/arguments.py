@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from moe_runtime.comm.arguments import check_is_tensor, check_no_grad, describe
+from moe_runtime.comm.arguments import check_choice, check_is_tensor, check_no_grad, describe
 from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.reference_quantize import raw_bits
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
@@ -169,12 +169,6 @@ def check_multiple(name: str, size: int, unit: int, letter: str) -> int:
     if size <= 0 or size % unit:
         raise ValueError(f"{name}: expected {letter} a positive multiple of {unit}, got {size}")
     return size
-
-
-def check_choice(name: str, value: object, allowed: Sequence[object]) -> None:
-    """Raise unless `value` is one of `allowed`, of the same type."""
-    if not any(type(value) is type(choice) and value == choice for choice in allowed):
-        raise ValueError(f"{name}: expected {' or '.join(map(repr, allowed))}, got {value!r}")
 
 
 def check_granularity(value: object, allowed: Sequence[tuple[int, int, int]]) -> tuple[int, int, int]:

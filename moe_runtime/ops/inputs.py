@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import torch
 
-from moe_runtime.comm.arguments import check_is_tensor, check_no_grad, describe
+from moe_runtime.comm.arguments import check_choice, check_is_tensor, check_no_grad, describe
 from moe_runtime.kernels.formats import reference_quantize as rq
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, MXFP8, NVFP4, FormatCode, QuantizedRows, ceil_div
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
 from moe_runtime.kernels.runtime import resolve_engine
-from moe_runtime.ops.arguments import check_choice, check_device
+from moe_runtime.ops.arguments import check_device
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
@@ -150,12 +150,12 @@ def dequantize_mxfp8(q: torch.Tensor, scales: torch.Tensor, granularity_k: int =
 def quantize_fp8(
     x: torch.Tensor, granularity_mn: int = 1, dtype: torch.dtype = torch.float8_e4m3fn
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """`(fp8 [..., M, K], fp32 scales [..., ceil(M / granularity_mn), K/128])`; K a multiple of 128.
+    """`(fp8 [..., M, K], fp32 scales [..., ceil(M / granularity_mn), ceil(K/128)])`; K a multiple of 16.
 
-    Blocks are `granularity_mn x 128`, 1 or 128 (partial at the end of M); the scale is `max(amax, 1e-4) / largest`. A
-    block that is not finite gets scale NaN and quants 0.
+    Blocks are `granularity_mn x 128`, 1 or 128 (partial at the end of M and of K); the scale is
+    `max(amax, 1e-4) / largest`. A block that is not finite gets scale NaN and quants 0.
     """
-    _check_floats(x, 128)
+    _check_floats(x, FP8_BLOCK.unit)
     check_choice("dtype", dtype, FP8_DTYPES)
     gm = _check_granularity_mn(granularity_mn)
     quants, scales = rq.quantize_fp8_blocks(x.float() if x.ndim == 3 else x.float()[None], gm, dtype)
@@ -163,12 +163,12 @@ def quantize_fp8(
 
 
 def dequantize_fp8(q: torch.Tensor, scales: torch.Tensor, granularity_mn: int = 1) -> torch.Tensor:
-    """fp32 `[..., M, K]` of fp8 quants and fp32 scales `[..., ceil(M / granularity_mn), K/128]`."""
+    """fp32 `[..., M, K]` of fp8 quants and fp32 scales `[..., ceil(M / granularity_mn), ceil(K/128)]`."""
     _check_dtype("q", q, FP8_DTYPES)
-    _check_shape("q", q, FP8_BLOCK.block)
-    gm, m, block = _check_granularity_mn(granularity_mn), q.shape[-2], FP8_BLOCK.block
-    linear = _linear(scales, (*q.shape[:-2], ceil_div(m, gm), q.shape[-1] // block), (torch.float32,), q.device)
-    return q.float() * linear.repeat_interleave(gm, -2)[..., :m, :].repeat_interleave(block, -1)
+    _check_shape("q", q, FP8_BLOCK.unit)
+    gm, block, (m, k) = _check_granularity_mn(granularity_mn), FP8_BLOCK.block, q.shape[-2:]
+    linear = _linear(scales, (*q.shape[:-2], ceil_div(m, gm), ceil_div(k, block)), (torch.float32,), q.device)
+    return q.float() * linear.repeat_interleave(gm, -2)[..., :m, :].repeat_interleave(block, -1)[..., :k]
 
 
 def _cat(tensors: list[torch.Tensor]) -> torch.Tensor:

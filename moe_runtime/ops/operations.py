@@ -32,7 +32,7 @@ from collections.abc import Mapping
 
 import torch
 
-from moe_runtime.comm.arguments import check_apart, check_is_tensor
+from moe_runtime.comm.arguments import check_apart, check_choice, check_is_tensor
 from moe_runtime.kernels.formats import scale_blocks
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK, MXFP8, NVFP4, ScaleLayout, align, ceil_div
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
@@ -48,7 +48,6 @@ from moe_runtime.ops.arguments import (
     AtLeast,
     Operands,
     check_active_values,
-    check_choice,
     check_expert_values,
     check_gated,
     check_granularity,

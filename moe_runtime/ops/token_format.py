@@ -35,7 +35,7 @@ class TokenMessage:
 
     Args:
         fmt: number format, by name or descriptor.
-        hid_dim: width of a token, whole blocks of the format.
+        hid_dim: width of a token, a multiple of `format.unit`.
         top_k: experts of a token.
         alignment: bytes, a power of two from 4 on; 0 means 16.
         output_tokens: `copy_msg_to_output_tensor` writes quants there, `[R, quant_columns(hid_dim)]`.

@@ -21,8 +21,8 @@ from dataclasses import dataclass, fields
 
 import torch
 
-from moe_runtime.comm.bootstrap import ROLL_CALL_S
 from moe_runtime.comm.errors import ErrorCode, Phase
+from moe_runtime.comm.rank_group import ROLL_CALL_S
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.memory import STAGING_WORDS, staging_words_bytes
 from moe_runtime.experts import Experts

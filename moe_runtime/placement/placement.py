@@ -17,7 +17,7 @@ from pathlib import Path
 
 import torch
 
-from moe_runtime.comm.arguments import check_integer, check_is_tensor, check_kind, describe
+from moe_runtime.comm.arguments import check_integer, check_is_tensor, check_kind, describe, is_real
 from moe_runtime.comm.messages import unique_keys
 from moe_runtime.config import MAX_EXPERTS, PlacementConfig
 from moe_runtime.kernels.formats.number_formats import ceil_div
@@ -340,10 +340,10 @@ def _checked_load(load: Iterable[float]) -> list[float]:
         if expert == MAX_EXPERTS:
             raise ValueError(f"load: expected at most {MAX_EXPERTS} numbers, got more")
         try:
-            if isinstance(number, str | bytes | bool | torch.Tensor):
+            if not is_real(number):
                 raise TypeError
             value = float(number)
-        except (TypeError, ValueError, OverflowError, RuntimeError):
+        except (TypeError, OverflowError):
             raise ValueError(f"load: expected numbers, got {describe(number)} for expert {expert}") from None
         if not 0 <= value < math.inf:
             raise ValueError(f"load: expected finite numbers of at least 0, got {value} for expert {expert}")

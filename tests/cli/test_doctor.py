@@ -10,6 +10,8 @@ from pathlib import Path
 import pytest
 import yaml
 
+from moe_runtime.comm.bootstrap import shared_memory_directory
+from moe_runtime.comm.heaps.shared_memory import NamelessMemory
 from moe_runtime.config import load_config
 from moe_runtime.context.memory import layer_geometry, reserved_bytes
 from moe_runtime.kernels.exchange.plan import plan_exchange
@@ -31,7 +33,9 @@ def test_json_says_everything(capsys: pytest.CaptureFixture[str]) -> None:
     report = json.loads(capsys.readouterr().out)
     assert report["limits"]["cores"] >= 1
     assert 0 < report["limits"]["memory_bytes"]["available"] <= report["limits"]["memory_bytes"]["total"]
-    assert report["limits"]["shared_memory"]["free_bytes"] <= report["limits"]["shared_memory"]["total_bytes"]
+    shared = report["limits"]["shared_memory"]
+    assert 0 < shared["free_bytes"] <= shared["total_bytes"]
+    assert shared["folder"] == (None if NamelessMemory.problem() is None else shared_memory_directory())
     assert report["packages"]["torch"] and report["packages"]["triton"] and report["packages"]["numpy"]
     assert report["engine"]["name"] in ("torch", "triton", "cuda")
     assert report["engine"]["grouped_gemm"].startswith(("torch", "Triton", "CUDA C++"))
@@ -125,12 +129,12 @@ def test_the_staging_of_a_placed_layer_is_told(tmp_path: Path, capsys: pytest.Ca
 
 def test_a_format_that_does_not_fit_says_why() -> None:
     layer = load_config("tiny_cpu").layer.replace(
-        token_format="bf16", weight_format=None, hidden_size=288, intermediate_size=96
+        token_format="bf16", weight_format=None, hidden_size=304, intermediate_size=96
     )
     reserved = doctor.reserved_by_format(layer, 2)
-    assert isinstance(reserved["mxfp8"], dict) and isinstance(reserved["nvfp4"], dict)
-    problem = reserved["fp8_block"]
-    assert isinstance(problem, str) and "fp8_block needs a positive multiple of 128, got 288" in problem
+    assert isinstance(reserved["fp8_block"], dict) and isinstance(reserved["nvfp4"], dict)
+    problem = reserved["mxfp8"]
+    assert isinstance(problem, str) and "mxfp8 needs a positive multiple of 32, got 304" in problem
 
 
 @pytest.mark.parametrize(

@@ -319,11 +319,11 @@ def test_unknown_keys_and_sizes_that_do_not_fit(tmp_path: Path, capsys: pytest.C
     file.write_text(TINY.format(layer="hiden_size: 1"))
     assert run.main(["--config", str(file)]) == 2
     assert capsys.readouterr().err == f"run: {file}: layer.hiden_size: unknown key\n"
-    file.write_text(TINY.format(layer="token_format: bf16").replace("hidden_size: 128", "hidden_size: 96"))
-    assert run.main(["--config", str(file), "--format", "fp8_block"]) == 2
-    assert capsys.readouterr().err == "run: hidden_size: format fp8_block needs a positive multiple of 128, got 96\n"
-    with pytest.raises(ValueError, match="positive multiple of 128"):
-        run.main(["--config", str(file), "--format", "fp8_block", "--debug"])
+    file.write_text(TINY.format(layer="token_format: bf16").replace("hidden_size: 128", "hidden_size: 112"))
+    assert run.main(["--config", str(file), "--format", "mxfp8"]) == 2
+    assert capsys.readouterr().err == "run: hidden_size: format mxfp8 needs a positive multiple of 32, got 112\n"
+    with pytest.raises(ValueError, match="positive multiple of 32"):
+        run.main(["--config", str(file), "--format", "mxfp8", "--debug"])
 
 
 @pytest.mark.cpu_only

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ from moe_runtime.launch.benchmarks import models_bench
 from moe_runtime.launch.benchmarks.models_bench import Ceilings, Model
 
 
-def test_every_pair_has_a_row_per_number_of_tokens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_every_pair_has_a_row_per_number_of_tokens(tmp_path: Path) -> None:
     file = tmp_path / "models.json"
     assert not bench.main(
         ["models", "--small", "--cases", "gpt-oss-20b", "--tokens", "1", "9", "--steps", "1", "--json", str(file)]
@@ -20,9 +21,7 @@ def test_every_pair_has_a_row_per_number_of_tokens(tmp_path: Path, capsys: pytes
     report = json.loads(file.read_text())
     assert report["passed"]
     rows = {(r["weight_format"], r["token_format"], r.get("tokens")): r for r in report["results"]}
-    pairs = [pair for pair in models_bench.PAIRS if pair != ("fp8_block", "fp8_block")]
-    assert set(rows) == {(*pair, count) for pair in pairs for count in (1, 9)} | {("fp8_block", "fp8_block", None)}
-    assert "multiple of 128" in rows.pop(("fp8_block", "fp8_block", None))["refused"]
+    assert set(rows) == {(*pair, count) for pair in models_bench.PAIRS for count in (1, 9)}
     for row in rows.values():
         assert row["check"]["passed"] and 0 < row["check"]["error"]
         assert row["ratio_to_torch"] == pytest.approx(row["median_us"] / row["torch_us"])
@@ -32,7 +31,18 @@ def test_every_pair_has_a_row_per_number_of_tokens(tmp_path: Path, capsys: pytes
     weights = 3 * 288 * 160 * (4 + 8 / 32) / 8
     assert rows["mxfp4", "bf16", 1]["moved_bytes"] == 2 * weights + 4 * 288
     assert rows["mxfp4", "bf16", 9]["work_flop"] == 9 * 2 * 2 * 3 * 288 * 160
-    assert "multiple of 128" in capsys.readouterr().out
+
+
+def test_a_format_that_sizes_do_not_fit_says_why(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of 40 bytes no row of FP8 may be."""
+    monkeypatch.setattr(models_bench, "small", lambda model: replace(model, hidden=40, experts=2, top_k=1))
+    file = tmp_path / "models.json"
+    assert not bench.main(["models", "--cases", "Mixtral.*fp8_block", "--tokens", "1", "--json", str(file)])
+    (row,) = json.loads(file.read_text())["results"]
+    assert row["refused"] == "hidden_size: format fp8_block needs a positive multiple of 16, got 40"
+    assert "multiple of 16" in capsys.readouterr().out
 
 
 def test_a_failed_check_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import re
 import signal
+import socket
 import threading
 import time
 import weakref
@@ -13,21 +15,23 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from moe_runtime.build import context_from_config
-from moe_runtime.comm import bootstrap, messages, store_calls
+from moe_runtime.comm import messages, rank_group, store_calls
 from moe_runtime.comm import transport as transport_module
-from moe_runtime.comm.bootstrap import RankGroup, init_from_env, resolve_group
-from moe_runtime.comm.errors import PeerAbortedError, PeerTimeoutError, Phase, StoreLostError
+from moe_runtime.comm.bootstrap import init_from_env
+from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, StoreLostError
 from moe_runtime.comm.heaps.collective import CollectiveHeap
 from moe_runtime.comm.heaps.nvshmem_world import NvshmemWorld
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.comm.heaps.shared_heap import SharedHeap
 from moe_runtime.comm.messages import integer, row, table
+from moe_runtime.comm.rank_group import RankGroup, resolve_group
 from moe_runtime.comm.transport import choose_transport
 from moe_runtime.config import ParallelConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
@@ -63,7 +67,7 @@ def test_single_rank_choices() -> None:
     assert on_gpu.reasons["nvshmem"] if HAS_GPU else on_gpu.reasons["nvshmem"] == "no GPU can be seen"
     with pytest.raises(ValueError, match="transport: nvshmem cannot be used: needs GPUs"):
         choose_transport(group, CPU, "nvshmem")
-    with pytest.raises(ValueError, match=r"transport: expected auto or one of .*, got 'tcp'"):
+    with pytest.raises(ValueError, match="transport: expected auto, nvshmem, shared, private or collective, got 'tcp'"):
         choose_transport(group, CPU, "tcp")
 
 
@@ -74,6 +78,9 @@ def test_environment_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not dist.is_initialized()
     with pytest.raises(ValueError, match="device: expected cpu, cuda or None, got 'tpu'"):
         init_from_env("tpu")
+    for wrong in (True, [], torch.device("cpu"), np.zeros((2, 2))):
+        with pytest.raises(ValueError, match="device: expected cpu, cuda or None, got "):
+            init_from_env(wrong)  # type: ignore[arg-type]
     monkeypatch.setenv("LOCAL_RANK", "99")
     with pytest.raises(ValueError, match="local rank 99 has no GPU"):
         init_from_env("cuda")
@@ -122,6 +129,72 @@ def test_environment_of_torchrun() -> None:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     for outcome in run_once(join_like_torchrun, 2, store.port):
         assert outcome.result == ("cpu", "gloo", [0, 1]), outcome
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "message"),
+    [
+        ("RANK", "2", "RANK of the environment: expected an integer from 0 to 1, got 2"),
+        ("RANK", "one", "RANK of the environment: expected an integer from 0 to 1, got 'one'"),
+        ("WORLD_SIZE", "0", "WORLD_SIZE of the environment: expected a positive integer, got 0"),
+        ("MASTER_PORT", "70000", "MASTER_PORT of the environment: expected an integer from 0 to 65535, got 70000"),
+        ("MASTER_PORT", "", "MASTER_PORT of the environment: expected an integer from 0 to 65535, got ''"),
+        ("MASTER_ADDR", "", "MASTER_ADDR: expected the address of rank 0 in the environment, got none"),
+    ],
+)
+def test_wrong_variables_of_torchrun(name: str, value: str, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
+    for key, setting in (right | {name: value}).items():
+        monkeypatch.setenv(key, setting)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        init_from_env("cpu", timeout_s=1.0)
+
+
+def test_a_store_that_nobody_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))  # and nobody listens
+        place = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(taken.getsockname()[1])}
+        for key, value in (place | {"RANK": "1", "WORLD_SIZE": "2"}).items():
+            monkeypatch.setenv(key, value)
+        for by_agent, host, name in (("False", 0, "rank 0"), ("True", -1, "torchrun's agent")):
+            monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", by_agent)
+            with pytest.raises(StoreLostError, match=f"rank 1 cannot reach .* 0.2 s, {name}, which hosts") as caught:
+                init_from_env("cpu", timeout_s=0.2)
+            assert (caught.value.rank, caught.value.phase) == (host, Phase.START_UP)
+    assert not dist.is_initialized()
+
+
+def join_with(rank: int, world: int, port: int, how: str) -> tuple[int, str]:
+    """Rank 1 does not come, or fails to connect."""
+    dist.destroy_process_group()
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(world), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(TORCHELASTIC_USE_AGENT_STORE="True")
+    if rank == 1 and how == "absent":
+        return 1, "absent"
+    if rank == 1:
+        dist.init_process_group = lambda *_, **__: os.kill(os.getpid(), signal.SIGKILL)
+    with pytest.raises(PeerTimeoutError) as caught:
+        init_from_env("cpu", timeout_s=WITHOUT_ONE_S)
+    assert not dist.is_initialized()
+    return caught.value.rank, str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("how", "message"),
+    [
+        ("absent", f"init_from_env: rank 1 of 3 did not come within {WITHOUT_ONE_S:g} s"),
+        ("killed", "init_from_env: rank {} cannot connect to its peers, rank 1 did not take part: "),
+    ],
+)
+def test_a_rank_that_does_not_join_is_named(how: str, message: str) -> None:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    outcomes = run_once(join_with, 3, store.port, how)
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank].trace
+        assert outcomes[rank].result[0] == 1
+        # The other one may have told it first.
+        told = outcomes[rank].result[1].removeprefix(f"init_from_env: rank {2 - rank} gave up: PeerTimeoutError: ")
+        assert told.startswith((message.format(rank), message.format(2 - rank)))
 
 
 def test_ranks_of_a_launcher_do_not_each_go_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -283,6 +356,26 @@ def test_a_rank_that_leaves_is_heard(get_pool) -> None:
     assert str(told.error) == "any step: rank 0 gave up: no checkpoint"
 
 
+def leave_beside_a_silent_rank(rank: int, world: int) -> tuple[int, str, float]:
+    """Rank 2 never comes; rank 0 gives up, and rank 1 has waited before."""
+    group, start = RankGroup(timeout_s=PATIENCE_S), time.monotonic()
+    if rank == 0:
+        time.sleep(0.5)
+        group.leave("no checkpoint")
+        group.leave("another reason")
+    if rank != 1:
+        return -1, "", 0.0
+    with pytest.raises(PeerAbortedError) as caught:
+        group.barrier("step")
+    return caught.value.rank, str(caught.value), time.monotonic() - start
+
+
+def test_who_waits_for_others_hears_of_a_rank_that_leaves(get_pool) -> None:
+    _, (left, message, seconds), _ = get_pool(3).run(leave_beside_a_silent_rank)
+    assert (left, message) == (0, "step: rank 0 gave up: no checkpoint")
+    assert seconds < PATIENCE_S
+
+
 def wait_for_nobody(rank: int, world: int) -> float:
     group = RankGroup(timeout_s=1.0)
     start = time.monotonic()
@@ -345,11 +438,50 @@ def group_of_two(store: object) -> RankGroup:
     return group
 
 
+class AbandonedStore(LostStore):
+    """A lost store in which `note` says who has left."""
+
+    def __init__(self, note: bytes) -> None:
+        super().__init__(1000)
+        self.note = note
+
+    def check(self, keys: list[str]) -> bool:
+        if keys[0].endswith("/left"):
+            self.looks = 2
+            return True
+        return super().check(keys)
+
+    def get(self, key: str) -> bytes:
+        return self.note
+
+
+def test_who_left_is_known_when_the_store_goes(monkeypatch: pytest.MonkeyPatch) -> None:
+    note = messages.answer("leave", [1, "disk full", 1])
+    with pytest.raises(PeerAbortedError, match="step: rank 1 gave up: disk full") as caught:
+        group_of_two(AbandonedStore(note)).barrier("step")
+    assert caught.value.rank == 1
+    note = messages.answer("leave", [1, "PeerTimeoutError: rank 2 did not come", 2])
+    group = group_of_two(AbandonedStore(note))
+    group.world_size = 3
+    with pytest.raises(PeerTimeoutError, match="step: rank 1 gave up: PeerTimeoutError: rank 2 did not come") as named:
+        group.barrier("step")
+    assert named.value.rank == 2
+    wrong = ([2, "x", 1], [1, "x", 2], [1, "x"], "x")
+    for forged in (b"{}", *(messages.answer("leave", value) for value in wrong), b"\x80"):
+        with pytest.raises(MoERuntimeError, match="a rank gave up with a note that this program does not write"):
+            group_of_two(AbandonedStore(forged)).barrier("step")
+
+
 def test_an_answer_that_comes_when_the_time_is_up_counts() -> None:
     assert group_of_two(LateStore(messages.answer("step", 7))).gather("step", 6, integer()) == [6, 7]
     with pytest.raises(PeerAbortedError, match="step: rank 1 gave up: disk full") as caught:
-        group_of_two(LateStore(messages.farewell("disk full"))).barrier("step")
+        group_of_two(LateStore(messages.farewell("disk full", 1))).barrier("step")
     assert caught.value.rank == 1
+    # Who is there itself names the one that gave up; so does who hears of a rank that does not exist.
+    for cause in (0, 2):
+        with pytest.raises(PeerAbortedError, match="step: rank 1 gave up: it did not come") as caught:
+            group_of_two(LateStore(messages.farewell("it did not come", cause))).barrier("step")
+        assert caught.value.rank == 1
 
 
 @pytest.mark.parametrize("transport", ["SharedHeap", "CollectiveHeap"])
@@ -368,7 +500,7 @@ def test_a_store_whose_host_is_gone_is_named(transport: str, monkeypatch: pytest
     heap.allocated = True
     with pytest.raises(StoreLostError, match=f"{transport}.close: " + gone):
         heap.close()
-    monkeypatch.setattr(bootstrap, "resolve_group", lambda group: SimpleNamespace(group_name="x"))
+    monkeypatch.setattr(rank_group, "resolve_group", lambda group: SimpleNamespace(group_name="x"))
     for name, value in {"get_rank": 0, "get_world_size": 2, "get_process_group_ranks": [0, 1]}.items():
         monkeypatch.setattr(dist, name, lambda group, value=value: value)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: client)
@@ -398,7 +530,7 @@ def test_the_rank_that_hosts_a_lost_store_is_named(
         monkeypatch.setenv(key, value)
     for _ in range(prefixes):
         store = dist.PrefixStore("prefix", store)
-    monkeypatch.setattr(bootstrap, "resolve_group", lambda group: SimpleNamespace(group_name="x"))
+    monkeypatch.setattr(rank_group, "resolve_group", lambda group: SimpleNamespace(group_name="x"))
     for function, found in {"get_rank": 0, "get_world_size": 2, "get_process_group_ranks": ranks}.items():
         monkeypatch.setattr(dist, function, lambda group, found=found: found)
     monkeypatch.setattr(dist.distributed_c10d, "_get_default_store", lambda: store)
@@ -461,6 +593,26 @@ def test_a_store_that_goes_while_ranks_part_is_no_error() -> None:
         group_of_two(LostStore(2)).barrier("step")
 
 
+def test_a_host_of_the_store_that_has_not_come_is_missed_while_ranks_part() -> None:
+    for looks in (1, 2, 3):
+        group = group_of_two(LostStore(looks))
+        group._host = rank_group._StoreHost(1, "rank 1, which hosts it,")
+        with pytest.raises(StoreLostError, match="end: rank 0 cannot reach the group's store, rank 1, which") as caught:
+            group.part("end")
+        assert caught.value.rank == 1
+
+
+def test_who_waits_in_vain_while_ranks_part_says_so() -> None:
+    store = dist.HashStore()
+    with pytest.raises(PeerTimeoutError, match=r"end: rank 1 of 2 did not come"):
+        group_of_two(store).part("end")
+    other = group_of_two(store)
+    other.rank = 1
+    with pytest.raises(PeerAbortedError, match=r"end: rank 0 gave up: PeerTimeoutError: end: rank 1 of 2 did not come"):
+        other.gather("end", None, messages.nothing)
+        other.part("end")
+
+
 class SilentStore(dist.HashStore):
     """A store that answers nobody who looks into it."""
 
@@ -477,6 +629,10 @@ def test_a_silent_store_is_an_error_while_ranks_part(monkeypatch: pytest.MonkeyP
 
 def test_who_was_absent_is_known_when_the_store_goes() -> None:
     assert group_of_two(LostStore(2)).missing("event", 60.0) == [1]
+    for looks, host, missing in ((0, 1, [1]), (0, 0, [0]), (0, -1, []), (2, 0, [1])):
+        group = group_of_two(LostStore(looks))
+        group._host = rank_group._StoreHost(host)
+        assert group.missing("event", 60.0) == missing
 
 
 class SlowStore(dist.TCPStore):

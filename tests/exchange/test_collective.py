@@ -13,10 +13,10 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_runtime.comm.bootstrap import RankGroup
 from moe_runtime.comm.errors import ErrorCode, MoERuntimeError, PeerAbortedError, PeerTimeoutError, Phase, RoutingError
 from moe_runtime.comm.heaps import collective
 from moe_runtime.comm.heaps.collective import CollectiveHeap, CollectiveTransport
+from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.comm.signals import ABORT_WORDS
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from tests.support.pool import PATIENCE_S, WITHOUT_ONE_S, Outcome, run_once

@@ -126,10 +126,10 @@ def assert_same_results(found: list[list[Found]], wanted: list[list[Found]]) -> 
                 assert_same_bits(y, wanted_y, f"y {what}")
 
 
-def random_steps(seed: int, count: int) -> list[Step]:
+def random_steps(seed: int, count: int, hidden: int = SETTINGS["hidden_size"]) -> list[Step]:
     """Steps with tokens of all numbers on all ranks, and every kind of routing."""
     draw = random.Random(seed)
-    hidden, experts, top_k, most = SETTINGS.values()
+    _, experts, top_k, most = SETTINGS.values()
     steps = []
     for step in range(count):
         routing = draw.choice(("random", "random", "one", "none"))
@@ -145,6 +145,7 @@ def random_steps(seed: int, count: int) -> list[Step]:
         {"token_format": "nvfp4"},
         {"token_format": "fp8_block", "combine_format": "mxfp8"},
         {"token_format": "nvfp4", "num_sms": 2},
+        {"token_format": "fp8_block", "combine_format": "fp8_block", "hidden_size": 528},
     ],
     ids=str,
 )
@@ -157,8 +158,8 @@ def test_steps_of_ranks_that_do_not_wait_for_each_other(
 
 
 def run_random_steps(settings: dict[str, Any], emulator: Emulator, seed: int, **of_kernels: Any) -> None:
-    steps = random_steps(seed, 5)
     settings = {**SETTINGS, "mode": "contiguous", **settings}
+    steps = random_steps(seed, 5, settings["hidden_size"])
     references, kernels = Ranks(WORLD, CPU, "torch", **settings), Ranks(WORLD, CPU, HOPPER, **settings, **of_kernels)
     outputs = random_outputs(references, seed)
     assert_same_results(all_at_once(kernels, steps, outputs, emulator), one_after_the_other(references, steps, outputs))
@@ -169,7 +170,8 @@ def run_random_steps(settings: dict[str, Any], emulator: Emulator, seed: int, **
 def random_outputs(ranks: Ranks, seed: int) -> list[torch.Tensor]:
     """What experts give for as many rows as there can be, whatever arrives."""
     generator = torch.Generator().manual_seed(seed)
-    shape = (ranks.dispatchers[0].geometry.row_capacity, SETTINGS["hidden_size"])
+    geometry = ranks.dispatchers[0].geometry
+    shape = (geometry.row_capacity, geometry.hidden)
     return [torch.randn(shape, generator=generator).bfloat16() for _ in range(WORLD)]
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import errno
 import os
 import signal
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,12 +18,13 @@ import torch.distributed as dist
 import triton
 import triton.language as tl
 
-from moe_runtime.comm.bootstrap import RankGroup
 from moe_runtime.comm.errors import PeerAbortedError, PeerTimeoutError
-from moe_runtime.comm.heaps import shared_heap
+from moe_runtime.comm.heaps import shared_heap, shared_memory
 from moe_runtime.comm.heaps.heap import REGION_ALIGNMENT, SymmetricHeap
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.comm.heaps.shared_heap import SharedHeap
+from moe_runtime.comm.heaps.shared_memory import NamedMemory, NamelessMemory, room_for_heaps
+from moe_runtime.comm.rank_group import RankGroup
 from tests.support.pool import WITHOUT_ONE_S, run_once
 
 REGIONS = {"small": 12, "large": 100_000, "last": 257}
@@ -38,18 +42,75 @@ def pattern(region: str, source: int, target: int, seed: int) -> torch.Tensor:
 
 
 def test_files_of_shared_memory_are_for_their_user_alone(tmp_path: Path) -> None:
-    path, link = tmp_path / "memory", tmp_path / "link"
+    memory, link = NamedMemory(str(tmp_path)), tmp_path / "link"
     before = os.umask(0)
     try:
-        assert shared_heap._create(str(path), 4096, 1) is None
+        (path,) = memory.create(4096)
     finally:
         os.umask(before)
-    assert path.stat().st_mode & 0o777 == 0o600
+    assert os.stat(path).st_mode & 0o777 == 0o600
     link.symlink_to(path)
-    heap = SharedHeap(RankGroup(alone=True))
-    problem = heap._map(str(link), 4096)
-    assert problem is not None and problem[0] == errno.ELOOP
-    assert heap._map(str(path), 4096) is None
+    with pytest.raises(OSError) as caught:
+        memory.open(str(link), 4096)
+    assert caught.value.errno == errno.ELOOP
+    os.close(memory.open(path, 4096))
+    memory.clean([])
+    assert list(tmp_path.iterdir()) == [link]
+
+
+@pytest.fixture
+def nameless() -> Iterator[NamelessMemory]:
+    if problem := NamelessMemory.problem():
+        pytest.skip(f"memory without a name: {problem}")
+    memory = NamelessMemory()
+    yield memory
+    memory.clean([])
+
+
+def test_memory_without_a_name_is_for_its_user_alone_and_keeps_its_size(nameless: NamelessMemory) -> None:
+    place = nameless.read_place(nameless.create(4096))
+    descriptor = nameless.open(place, 4096)
+    assert os.fstat(descriptor).st_mode & 0o777 == 0o600 and not os.get_inheritable(descriptor)
+    for size in (0, 8192):
+        with pytest.raises(PermissionError):
+            os.ftruncate(descriptor, size)
+    os.close(descriptor)
+
+
+def test_only_memory_of_a_heap_is_opened(nameless: NamelessMemory, tmp_path: Path) -> None:
+    """A place may be out of date, or false: another file may be there meanwhile."""
+    place = nameless.read_place(nameless.create(4096))
+
+    def refusal(place: tuple[int, int, int, int], num_bytes: int = 4096) -> int | None:
+        with pytest.raises(OSError) as caught:
+            os.close(nameless.open(place, num_bytes))
+        return caught.value.errno
+
+    assert refusal(place, 8192) == errno.EINVAL
+    assert refusal((*place[:3], place[3] + 1)) == refusal((*place[:2], place[2] + 1, place[3])) == errno.ESTALE
+    assert refusal((place[0], 10**6, *place[2:])) == refusal((2**40, *place[1:])) == errno.ENOENT
+    (tmp_path / "file").write_bytes(bytes(4096))
+    os.mkfifo(tmp_path / "pipe")
+    others = [os.open(tmp_path / name, os.O_RDWR) for name in ("file", "pipe")]
+    others.append(os.memfd_create("another program's", os.MFD_ALLOW_SEALING))
+    unsealed = os.memfd_create("moe_runtime-heap", os.MFD_ALLOW_SEALING)
+    os.ftruncate(unsealed, 4096)
+    for descriptor in others:
+        status = os.fstat(descriptor)
+        assert refusal((os.getpid(), descriptor, status.st_dev, status.st_ino)) == errno.ESTALE
+    status = os.fstat(unsealed)
+    assert refusal((os.getpid(), unsealed, status.st_dev, status.st_ino)) == errno.EINVAL
+    for descriptor in (*others, unsealed):
+        os.close(descriptor)
+
+
+def heap_descriptors() -> list[str]:
+    """What this process has open of heaps, or of files in their folder."""
+    found = []
+    for number in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            found.append(os.readlink(f"/proc/self/fd/{number}"))
+    return [path for path in found if "moe_runtime-" in path and "-pool-" not in path]
 
 
 # --- PrivateHeap
@@ -95,10 +156,10 @@ def test_private_members_must_reserve_the_same() -> None:
 
 
 def test_misuse_is_named() -> None:
-    with pytest.raises(ValueError, match="world_size: expected at least 1, got 0"):
+    with pytest.raises(ValueError, match=r"world_size: expected a positive integer to \d+, got 0"):
         PrivateHeap.group(0)
     heap = PrivateHeap()
-    with pytest.raises(ValueError, match="'a': expected a positive number, got 0"):
+    with pytest.raises(ValueError, match=r"num_bytes: expected a positive integer to \d+, got 0"):
         heap.reserve("a", 0)
     heap.reserve("a", 10)
     with pytest.raises(ValueError, match="'a' is already reserved"):
@@ -111,7 +172,7 @@ def test_misuse_is_named() -> None:
     with pytest.raises(ValueError, match="expected one of \\['a'\\], got 'b'"):
         heap.tensor("b")
     for rank in (1, -1):
-        with pytest.raises(ValueError, match=rf"rank: expected 0\.\.0, got {rank}"):
+        with pytest.raises(ValueError, match=f"rank: expected an integer from 0 to 0, got {rank}"):
             heap.peer_tensor("a", rank)
     heap.close()
     heap.close()
@@ -122,12 +183,13 @@ def test_misuse_is_named() -> None:
 # --- SharedHeap
 
 
-def exchange_by_address(rank: int, world: int, folder: str, seed: int) -> None:
+def exchange_by_address(rank: int, world: int, folder: str | None, seed: int) -> None:
     with SharedHeap(RankGroup(timeout_s=20.0), directory=folder) as heap:
         reserve(heap)
         heap.allocate()
         heap.barrier()
-        assert os.listdir(folder) == [], "the files are unlinked once they are mapped"
+        assert len(heap_descriptors()) == world, "one for each mapping"
+        assert folder is None or os.listdir(folder) == [], "the files are unlinked once they are mapped"
         assert (heap.rank, heap.world_size) == (rank, world)
         for region in REGIONS:
             assert not heap.tensor(region).any()
@@ -147,12 +209,49 @@ def exchange_by_address(rank: int, world: int, folder: str, seed: int) -> None:
             for source in range(world):
                 part = slice(source, None, world)
                 assert torch.equal(heap.peer_tensor("last", peer)[part], pattern("last", source, peer, seed)[part])
+    assert heap_descriptors() == []
 
 
+@pytest.mark.parametrize("kind", ["nameless", "files"])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_shared_exchange_by_address(world: int, get_pool, tmp_path: Path, seed: int) -> None:
-    get_pool(world).run(exchange_by_address, str(tmp_path), seed)
+def test_shared_exchange_by_address(world: int, kind: str, get_pool, tmp_path: Path, seed: int) -> None:
+    get_pool(world).run(exchange_by_address, str(tmp_path) if kind == "files" else None, seed)
     assert os.listdir(tmp_path) == []
+
+
+def exchange_in_files(rank: int, world: int, cause: str, folder: str, seed: int) -> list[str]:
+    """Memory without a name fails on rank 1; which kinds this rank has made."""
+    made = []
+
+    def forbidden(*_: object) -> int:
+        raise PermissionError(errno.EPERM, "Operation not permitted")
+
+    def note(kind: str) -> Callable[[Any, int], list[Any]]:
+        create = getattr(shared_memory, kind).create
+        return lambda memory, num_bytes: (made.append(kind) if num_bytes > 1 else None, create(memory, num_bytes))[1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        for kind in ("NamelessMemory", "NamedMemory"):
+            patch.setattr(getattr(shared_memory, kind), "create", note(kind))
+        patch.setattr(shared_heap, "shared_memory_directory", lambda: folder)
+        if rank == 1 and cause == "not made":
+            patch.setattr(os, "memfd_create", forbidden)
+        if rank == 1 and cause == "no call":
+            patch.delattr(os, "memfd_create")
+        if rank == 1 and cause == "not opened":
+            opened = NamelessMemory.open
+            patch.setattr(NamelessMemory, "open", lambda *a: (opened if a[2] == 1 else forbidden)(*a))
+        exchange_by_address(rank, world, folder if rank == 1 and cause == "folder" else None, seed)
+    assert os.listdir(folder) == []
+    return made
+
+
+@pytest.mark.parametrize("cause", ["not made", "no call", "not opened", "folder"])
+def test_where_memory_must_have_a_name_on_one_rank_it_has_on_all(
+    cause: str, get_pool, tmp_path: Path, seed: int
+) -> None:
+    tried = ["NamelessMemory"] if cause == "not opened" else []
+    assert get_pool(2).run(exchange_in_files, cause, str(tmp_path), seed) == [[*tried, "NamedMemory"]] * 2
 
 
 @triton.jit
@@ -185,52 +284,48 @@ def test_interpreted_kernel_stores_into_a_peer(world: int, get_pool, seed: int) 
     get_pool(world).run(ring, seed)
 
 
-def allocate_too_much(rank: int, world: int, folder: str) -> None:
-    status = os.statvfs(folder)
+def allocate_too_much(rank: int, world: int, folder: str | None) -> None:
     heap = SharedHeap(RankGroup(timeout_s=20.0), directory=folder)
-    # More than there is in all: what is free now may be less than what is free later.
-    heap.reserve("all", (status.f_blocks + 1000) * status.f_frsize)
+    room = room_for_heaps() if folder is None else NamedMemory(folder).room()
+    # More than there is in all: what is free now may be less than what is free later. All ranks must have it.
+    heap.reserve("all", room.total_bytes // (1 if folder else world) + (1 << 22))
     with heap:
         heap.allocate()
 
 
-@pytest.mark.parametrize("folder", ["default", "temporary"])
-def test_no_room_is_an_error_on_every_rank(folder: str, get_pool, tmp_path: Path) -> None:
-    path = str(tmp_path) if folder == "temporary" else shared_heap.shared_memory_directory()
-    before = ours(path)
-    for outcome in get_pool(2).outcomes(allocate_too_much, path):
+@pytest.mark.parametrize("kind", ["nameless", "files"])
+def test_no_room_is_an_error_on_every_rank(kind: str, get_pool, tmp_path: Path) -> None:
+    folder = str(tmp_path) if kind == "files" else None
+    for outcome in get_pool(2).outcomes(allocate_too_much, folder):
         assert isinstance(outcome.error, OSError), outcome
         assert outcome.error.errno == errno.ENOSPC
         assert "shared memory of rank 0" in str(outcome.error)
-        assert "bytes needed per rank" in str(outcome.error) and f"available in {path}" in str(outcome.error)
-    # Tests in other processes make and unlink files there too; a file that was left stays.
-    left, deadline = ours(path) - before, time.monotonic() + 60
-    while left and time.monotonic() < deadline:
-        time.sleep(0.1)
-        left &= ours(path)
-    assert not left
+        assert "bytes needed per rank" in str(outcome.error)
+        assert f"available in {folder or room_for_heaps().folder or 'memory'}" in str(outcome.error)
+    assert os.listdir(tmp_path) == []
 
 
-def ours(path: str) -> set[str]:
-    return {name for name in os.listdir(path) if name.startswith("moe_runtime-")}
+def no_room_on_rank_1(rank: int, world: int, folder: str | None) -> None:
+    original = shared_memory.reserve_file
 
-
-def no_room_on_rank_1(rank: int, world: int, folder: str) -> None:
     def full(descriptor: int, num_bytes: int) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
+        if rank == 1 and num_bytes > 1:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        original(descriptor, num_bytes)
 
     heap = SharedHeap(RankGroup(timeout_s=20.0), directory=folder)
     heap.reserve("data", 5000)
-    original = shared_heap.reserve_file
-    shared_heap.reserve_file = full if rank == 1 else original
-    try:
-        heap.allocate()
-    finally:
-        shared_heap.reserve_file = original
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(shared_memory, "reserve_file", full)
+        try:
+            heap.allocate()
+        finally:
+            assert heap_descriptors() == []
 
 
-def test_no_room_on_one_rank_is_told_on_all(get_pool, tmp_path: Path) -> None:
-    for outcome in get_pool(4).outcomes(no_room_on_rank_1, str(tmp_path)):
+@pytest.mark.parametrize("kind", ["nameless", "files"])
+def test_no_room_on_one_rank_is_told_on_all(kind: str, get_pool, tmp_path: Path) -> None:
+    for outcome in get_pool(4).outcomes(no_room_on_rank_1, str(tmp_path) if kind == "files" else None):
         assert isinstance(outcome.error, OSError) and outcome.error.errno == errno.ENOSPC
         assert "shared memory of rank 1" in str(outcome.error) and "5120 bytes needed per rank" in str(outcome.error)
     assert os.listdir(tmp_path) == []
@@ -297,22 +392,61 @@ def test_a_killed_rank_leaves_no_file_and_is_named(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
-def die_while_mapping(rank: int, world: int, folder: str) -> None:
+def die_while_mapping(rank: int, world: int, folder: str | None) -> list[str]:
     # A fresh process imports what it needs when it is told what to do; none waits for another's imports.
     dist.barrier()
     heap = SharedHeap(RankGroup(timeout_s=WITHOUT_ONE_S), directory=folder)
     heap.reserve("data", 100_000)
     if rank == 1:
         heap._map = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[method-assign, assignment]
-    heap.allocate()
+    with pytest.raises(PeerTimeoutError, match=r"SharedHeap\.allocate: map: rank 1 of 3 did not come") as caught:
+        heap.allocate()
+    assert caught.value.rank == 1
+    return heap_descriptors()
 
 
-def test_the_file_of_a_rank_killed_while_mapping_is_unlinked_by_the_others(tmp_path: Path) -> None:
-    outcomes = run_once(die_while_mapping, 3, str(tmp_path))
+@pytest.mark.parametrize("kind", ["nameless", "files"])
+def test_a_rank_killed_while_mapping_leaves_nothing(kind: str, tmp_path: Path) -> None:
+    """Its file is unlinked by the others; memory without a name is freed, since no other has it open or mapped."""
+    outcomes = run_once(die_while_mapping, 3, str(tmp_path) if kind == "files" else None)
+    assert outcomes[1].exitcode == -signal.SIGKILL
     for rank in (0, 2):
-        error = outcomes[rank].error
-        assert isinstance(error, PeerTimeoutError) and error.rank == 1, outcomes[rank]
+        assert outcomes[rank].error is None, outcomes[rank].trace
+        assert outcomes[rank].result == []
     assert os.listdir(tmp_path) == []
+
+
+def die_with_memory_made(rank: int, world: int) -> set[str]:
+    """Rank 1 dies before any peer knows where its memory is; the files that are new afterwards."""
+    before = ours(shared_memory.shared_memory_directory())
+    dist.barrier()
+    heap = SharedHeap(RankGroup(timeout_s=WITHOUT_ONE_S))
+    heap.reserve("data", 100_000)
+    if rank == 1:
+        create = NamelessMemory.create
+
+        def created(memory: NamelessMemory, num_bytes: int) -> list[Any]:
+            place = create(memory, num_bytes)
+            if num_bytes > 1:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return place
+
+        NamelessMemory.create = created  # type: ignore[method-assign]
+    with pytest.raises(PeerTimeoutError, match=r"SharedHeap\.allocate: create: rank 1 of 3 did not come"):
+        heap.allocate()
+    return ours(shared_memory.shared_memory_directory()) - before
+
+
+def test_a_rank_killed_before_its_peers_know_its_memory_leaves_nothing(nameless: NamelessMemory) -> None:
+    outcomes = run_once(die_with_memory_made, 3)
+    assert outcomes[1].exitcode == -signal.SIGKILL
+    for rank in (0, 2):
+        assert outcomes[rank].error is None, outcomes[rank].trace
+        assert outcomes[rank].result == set()
+
+
+def ours(path: str) -> set[str]:
+    return {name for name in os.listdir(path) if name.startswith("moe_runtime")}
 
 
 @pytest.mark.parametrize("native", [True, False])
@@ -323,7 +457,7 @@ def test_reserved_bytes_are_there(native: bool, tmp_path: Path, monkeypatch: pyt
         pytest.skip("no posix_fallocate here")
     num_bytes = 3 * (1 << 20) + 5
     with open(tmp_path / "file", "w+b") as file:
-        shared_heap.reserve_file(file.fileno(), num_bytes)
+        shared_memory.reserve_file(file.fileno(), num_bytes)
         status = os.fstat(file.fileno())
         assert status.st_size == num_bytes
         assert status.st_blocks * 512 >= num_bytes

@@ -21,13 +21,14 @@ import torch.distributed as dist
 
 from moe_runtime.comm import messages
 from moe_runtime.comm import transport as transport_module
-from moe_runtime.comm.bootstrap import RankGroup
 from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError, Phase
-from moe_runtime.comm.heaps import nvshmem_heap, nvshmem_world, shared_heap
+from moe_runtime.comm.heaps import nvshmem_heap, nvshmem_world, shared_heap, shared_memory
 from moe_runtime.comm.heaps.collective import CollectiveHeap
 from moe_runtime.comm.heaps.nvshmem_heap import NvshmemHeap
 from moe_runtime.comm.heaps.shared_heap import SharedHeap
+from moe_runtime.comm.heaps.shared_memory import NamelessMemory
 from moe_runtime.comm.messages import hexadecimal, integer, many, optional, row, scalar, table, text
+from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.comm.transport import choose_transport
 from moe_runtime.context.agreement import Agreement
 from moe_runtime.context.peers import agree_on
@@ -45,10 +46,14 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 
 
 class Forger:
-    """A store in which rank 1 says `forged[what]` in the call `what`, and in other calls what rank 0 says."""
+    """A store in which rank 1 says `forged[what]` in the call `what`, and in other calls what rank 0 says.
 
-    def __init__(self, forged: dict[str, Any]) -> None:
-        self.forged = forged
+    With `once`, only in the first such call.
+    """
+
+    def __init__(self, forged: dict[str, Any], once: bool = False) -> None:
+        self.forged = dict(forged)
+        self.once = once
         self.said = b""
 
     def set(self, key: str, value: bytes) -> None:
@@ -59,7 +64,9 @@ class Forger:
 
     def get(self, key: str) -> bytes:
         what = messages.read_answer(self.said, 1 << 24).what
-        return messages.answer(what, self.forged[what]) if key.endswith("/1") and what in self.forged else self.said
+        if not key.endswith("/1") or what not in self.forged:
+            return self.said
+        return messages.answer(what, self.forged.pop(what) if self.once else self.forged[what])
 
     def delete_key(self, key: str) -> None:
         pass
@@ -139,13 +146,15 @@ HOSTILE = {
     "no JSON": (b"what", "expected JSON, got something else"),
     "no text": (b"\xff\xfe", "expected JSON, got something else"),
     "nothing": (b"", "expected JSON, got something else"),
-    "two values": (b'{"left":"a"}{"left":"b"}', "expected JSON, got something else"),
+    "two values": (b'{"left":"a","cause":0}{"left":"b","cause":0}', "expected JSON, got something else"),
     "a key twice": (b'{"what":"step","value":1,"value":2}', "expected each key once, got one twice"),
     "no object": (b'["step",1]', "expected an answer of a rank, got other JSON"),
     "another key": (b'{"what":"step","value":1,"more":1}', "expected an answer of a rank, got other JSON"),
     "no value": (b'{"what":"step"}', "expected an answer of a rank, got other JSON"),
     "no name": (b'{"what":1,"value":1}', "expected a text, got 1"),
-    "no reason": (b'{"left":[]}', "expected a text, got list"),
+    "no reason": (b'{"left":[],"cause":0}', "expected a text, got list"),
+    "no cause": (b'{"left":"a"}', "expected an answer of a rank, got other JSON"),
+    "a cause that is no rank": (b'{"left":"a","cause":true}', "expected an integer"),
     "deep": (b"[" * 500_000 + b"]" * 500_000, "expected a value of few levels, got one that is too deep"),
     "long number": (b'{"what":"step","value":' + b"9" * 900_000 + b"}", "of at most 100 digits, got one of 900000"),
     "too large": (b'{"what":"step","value":"' + b"x" * (1 << 20) + b'"}', "at most 1048576 bytes of JSON"),
@@ -263,14 +272,71 @@ def test_a_heap_of_the_collective_transport(value: object) -> None:
 NAME = "moe_runtime-" + "0" * 32
 
 
-@pytest.mark.parametrize("problem", [7, [2], ["2", "text"], [2, None], [0, "text"]])
+PROBLEMS = (7, [2], ["2", "text"], [2, None], [0, "text"])
+
+
+def shared_heap_beside(call: str, value: object, folder: Path | None) -> SharedHeap:
+    return SharedHeap(forged(f"SharedHeap.allocate: {call}", value), directory=None if folder is None else str(folder))
+
+
+@pytest.mark.parametrize("value", [None, [4096], ["4096", None, 0], [-4096, None, 0], [4096, 1, 0], [4096, None, None]])
+def test_the_size_of_shared_memory(value: object) -> None:
+    refuses("SharedHeap.allocate: size", lambda: shared_heap_beside("size", value, None)._allocate(4096))
+
+
+def test_memory_that_is_not_there_is_refused() -> None:
+    if NamelessMemory.problem() is not None:
+        pytest.skip("ranks share files here")
+    with pytest.raises(OSError, match=r"shared memory of rank 1: .*: 4096 bytes .* 8191 available in memory") as caught:
+        shared_heap_beside("size", [4096, None, 8191], None)._allocate(4096)
+    assert caught.value.errno == errno.ENOSPC
+    shared_heap_beside("size", [4096, None, 8192], None)._allocate(4096)
+
+
+@pytest.mark.parametrize("kind", ["nameless", "files"])
 @pytest.mark.parametrize("what", ["create", "map"])
-def test_a_problem_of_shared_memory(what: str, problem: object, tmp_path: Path) -> None:
-    call = f"SharedHeap.allocate: {what}"
-    value = problem if what == "map" else [f"{tmp_path}/{NAME}", 4096, problem]
-    heap = SharedHeap(forged(call, value), directory=str(tmp_path))
-    refuses(call, lambda: heap._allocate(4096))
+def test_a_problem_of_shared_memory(what: str, kind: str, tmp_path: Path) -> None:
+    call, folder = f"SharedHeap.allocate: {what}", tmp_path if kind == "files" else None
+    for problem in PROBLEMS:
+        value = problem if what == "map" else [None, problem]
+        refuses(call, lambda value=value: shared_heap_beside(what, value, folder)._allocate(4096))  # type: ignore[misc]
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("made", [None, [None, None], [[f"/{NAME}"], [2, "text"]], [f"/{NAME}", None], [[], None]])
+def test_where_a_file_is(made: object, tmp_path: Path) -> None:
+    refuses("SharedHeap.allocate: create", lambda: shared_heap_beside("create", made, tmp_path)._allocate(4096))
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    "place", [[1, 2, 3], [0, 3, 4, 5], [-1, 3, 4, 5], [1, -1, 4, 5], [1, 3, "4", 5], ["self", 3, 4, 5], [1, 3, 4, 5.0]]
+)
+def test_where_memory_without_a_name_is(place: object) -> None:
+    made = [place, None]
+    refuses("SharedHeap.allocate: create", lambda: shared_heap_beside("create", made, None)._allocate(4096))
+
+
+def test_memory_without_a_name_that_is_none_of_a_heap_is_not_mapped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The peer tells of another file that this process has open. Then memory is in files, and what is open is kept."""
+    if NamelessMemory.problem() is not None:
+        pytest.skip("ranks share files here")
+    important, folder = tmp_path / "important", tmp_path / "folder"
+    important.write_bytes(bytes(4096))
+    folder.mkdir()
+    monkeypatch.setattr(shared_heap, "shared_memory_directory", lambda: str(folder))
+    with open(important, "r+b") as file:
+        status = os.fstat(file.fileno())
+        place = [os.getpid(), file.fileno(), status.st_dev, status.st_ino]
+        group = group_of_two(Forger({"SharedHeap.allocate: create": [place, None]}, once=True))
+        heap = SharedHeap(group)
+        heap.reserve("data", 4096, ones=4096)
+        heap.allocate()
+    assert important.read_bytes() == bytes(4096) and not list(folder.iterdir())
+    assert heap.peer_tensor("data", 1).all()
+    assert f"shared memory of rank 0: /proc/{place[0]}/fd/{place[1]}: expected the memory of a heap" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -280,26 +346,31 @@ def test_no_other_file_is_mapped_or_unlinked(name: str, tmp_path: Path) -> None:
     important = tmp_path / "important"
     important.write_bytes(bytes(4096))
     call = "SharedHeap.allocate: create"
-    heap = SharedHeap(forged(call, [f"{tmp_path}/{name}", 4096, None]), directory=str(tmp_path))
-    refuses(call, lambda: heap._allocate(4096))
+    refuses(call, lambda: shared_heap_beside("create", [[f"{tmp_path}/{name}"], None], tmp_path)._allocate(4096))
     assert list(tmp_path.iterdir()) == [important] and important.read_bytes() == bytes(4096)
-    relative = SharedHeap(forged(call, [NAME, 4096, None]), directory=str(tmp_path))
-    refuses(call, lambda: relative._allocate(4096))
+    refuses(call, lambda: shared_heap_beside("create", [[NAME], None], tmp_path)._allocate(4096))
 
 
 def test_memory_of_another_user_is_not_mapped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(shared_heap.os, "geteuid", lambda: os.getuid() + 1)
-    heap = SharedHeap(forged("", None), directory=str(tmp_path))
-    with pytest.raises(OSError, match=r"shared memory of rank 0: .*: expected a file of this user") as caught:
-        heap._allocate(4096)
-    assert caught.value.errno == errno.EPERM and not list(tmp_path.iterdir())
+    monkeypatch.setattr(shared_memory.os, "geteuid", lambda: os.getuid() + 1)
+    for folder in (tmp_path, None):
+        monkeypatch.setattr(shared_heap, "shared_memory_directory", lambda: str(tmp_path))
+        with pytest.raises(OSError, match=r"shared memory of rank 0: .*: expected a file of this user") as caught:
+            shared_heap_beside("", None, folder)._allocate(4096)
+        assert caught.value.errno == errno.EPERM and not list(tmp_path.iterdir())
+
+
+def test_a_file_of_another_size_is_not_mapped(tmp_path: Path) -> None:
+    path = tmp_path / NAME
+    path.write_bytes(bytes(4095))
+    with pytest.raises(OSError, match=r"shared memory of rank 0: .*: expected 4096 bytes, got 4095"):
+        shared_heap_beside("create", [[str(path)], None], tmp_path)._allocate(4096)
 
 
 def test_a_pipe_is_not_mapped(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / NAME)
-    heap = SharedHeap(forged("SharedHeap.allocate: create", [f"{tmp_path}/{NAME}", 4096, None]))
     with pytest.raises(OSError, match=r"shared memory of rank 0: .*: expected a file of this user"):
-        heap._allocate(4096)
+        shared_heap_beside("create", [[f"{tmp_path}/{NAME}"], None], tmp_path)._allocate(4096)
 
 
 @pytest.mark.parametrize("value", [None, [64], [64, None], ["64", 1 << 40], [-64, 1 << 40]])
@@ -398,7 +469,7 @@ def test_values_that_ranks_cannot_agree_on(value: object) -> None:
 @pytest.mark.parametrize("value", [None, [{}], ["placement", None], [{"a": []}, None], [{}, 7]])
 def test_a_proposal(value: object) -> None:
     group = forged("replace_experts", value)
-    context: Any = SimpleNamespace(group=group, timeout_s=1.0, fail=lambda error: error)
+    context: Any = SimpleNamespace(group=group, timeout_s=1.0, abort=lambda reason, error: None)
     refuses("replace_experts", lambda: agree_on(context, {"placement": "a"}, None))
 
 

@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 import torch
 
-from moe_runtime.comm.bootstrap import RankGroup
 from moe_runtime.comm.errors import Phase
 from moe_runtime.comm.heaps import nvshmem_heap, nvshmem_world
 from moe_runtime.comm.heaps.nvshmem_heap import NvshmemHeap
+from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
 from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.runtime import resolve_engine

@@ -184,7 +184,7 @@ def test_what_tma_does_not_take() -> None:
     # Scales are found by 32-bit numbers: 4 of each row.
     assert takes(capacity=2**29 - 1) and not takes(capacity=2**29)
     # 128 rows of a weight share scales, which must not be of gate and up both.
-    assert takes(n=768, out_format=FP8_BLOCK) and not takes(n=384, out_format=FP8_BLOCK)
+    assert takes(n=384, out_format=FP8_BLOCK) and not takes(n=384, out_format=FP8_BLOCK, tiled_blocks=False)
     assert takes(BF16, n=384, out_format=BF16)
     assert not takes(out_format=NVFP4) and not takes(BF16, out_format=MXFP8)
     assert not takes(e5m2=True) and not takes(rows_per_scale=128)

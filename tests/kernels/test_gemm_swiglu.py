@@ -65,6 +65,47 @@ def test_swiglu_requantized(
         check_quantized(default, exact, activation, DEFAULT_INTERMEDIATE_GSF)
 
 
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("apart", [True, False], ids=["apart", "together"])
+@pytest.mark.parametrize(("k", "inner"), [(288, 320), (192, 352), (320, 192), (16, 96)])
+@pytest.mark.parametrize("activation", ACTIVATIONS, ids=["silu", "up_gate", "limit", "gpt_oss"])
+def test_swiglu_in_short_fp8_blocks(
+    activation: SwiGLU,
+    k: int,
+    inner: int,
+    apart: bool,
+    engine: str,
+    rng: torch.Generator,
+    device: torch.device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Weights that do not say that they are gate and up have blocks that run on from one to the other.
+
+    The last columns are much smaller or larger than those before: the scale of the short block is theirs alone.
+    """
+    poison_intermediates(monkeypatch)
+    order, tail = activation.order, inner // 128 * 128
+    for factor in (1e-4, 1e4):
+        w = torch.randn(2, 2 * inner, k, generator=rng) * 0.2
+        for rows in (order.gate_rows(2 * inner), order.up_rows(2 * inner)):
+            w[:, rows][:, tail:] *= factor
+        bias = torch.randn(2, 2 * inner, generator=rng) * 1e-4 if activation.up_offset else None
+        weights = ExpertWeights.quantize(
+            w, "fp8_block", gate_up=order if apart else False, bias=bias, engine="torch"
+        ).to(device)
+        sizes, ids = [5, 0, 3, 66], [1, 0, -1, 0]
+        a = make_rows("fp8_block", sizes, k, rng, device, num_experts=2, expert_ids=ids, gather=True, spare=2)
+        hidden = grouped_gemm_swiglu(a, weights, activation, out_format="fp8_block", engine=engine)
+        assert hidden.num_columns == inner and hidden.scales is not None
+        assert hidden.scales.shape == (a.capacity, inner // 128 + 1)
+        exact = exact_gemm(a, weights, device)
+        check_quantized(hidden, exact, activation, 1.0)
+        if engine == "triton":
+            untouched = ~torch.from_numpy(exact.written)
+            assert (hidden.rows.view(torch.uint8).cpu()[untouched] == 0xA5).all()
+            assert (hidden.scales.view(torch.uint8).cpu()[untouched] == 0xA5).all()
+
+
 @pytest.mark.parametrize("name", ["fp8_block", "mxfp8", "nvfp4"])
 def test_nothing_but_the_result_is_written(
     name: str, rng: torch.Generator, device: torch.device, monkeypatch: pytest.MonkeyPatch

@@ -31,7 +31,7 @@ from tests.support.gemm_cases import (
 )
 from tests.support.gemm_checks import check_untouched, integer_operands, poisoned, unit_scales
 
-RAGGED_K = {"bf16": 200, "fp8_block": 384, "mxfp8": 160, "nvfp4": 336, "mxfp4": 416}
+RAGGED_K = {"bf16": 200, "fp8_block": 320, "mxfp8": 160, "nvfp4": 336, "mxfp4": 416}
 
 
 @pytest.mark.parametrize("engine", ENGINES)
@@ -50,6 +50,40 @@ def test_ragged_groups(weight: str, token: str, engine: str, rng: torch.Generato
     assert exact.written.sum() == 204
     check_inside(out, exact, UNIT[torch.bfloat16])
     check_untouched(out, before, exact.written)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize(("k", "n"), [(192, 72), (288, 200), (320, 264), (352, 136), (16, 8), (272, 96)])
+def test_short_fp8_blocks(k: int, n: int, engine: str, rng: torch.Generator, device: torch.device) -> None:
+    """Huge rows and weights just before the tail of K, and the tail alone: its scales are its own, on both sides."""
+    tail = k // 128 * 128
+    for before, after in ((2.0**30, 2.0**-5), (0.0, 1.0)):
+        x, m = torch.randn(70, k, generator=rng), torch.randn(2, n, k, generator=rng)
+        for values in (x, m):
+            values[..., :tail] *= before
+            values[..., tail:] *= after
+        w = ExpertWeights.quantize(m, "fp8_block", engine="torch").to(device)
+        a = make_rows("fp8_block", [5, 0, 65], k, rng, device, num_experts=2, gather=True, spare=2, x=x)
+        out = poisoned(a.capacity, n, torch.float32, device)
+        untouched = out.clone()
+        exact = exact_gemm(a, w, device)
+        check_inside(grouped_gemm(a, w, out=out, engine=engine), exact, UNIT[torch.float32])
+        check_untouched(out, untouched, exact.written)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("order", GateUpOrder)
+@pytest.mark.parametrize("inner", [64, 96, 320, 352])
+def test_gate_and_up_in_fp8_blocks_of_their_own(
+    inner: int, order: GateUpOrder, engine: str, rng: torch.Generator, device: torch.device
+) -> None:
+    """Without the activation. Up is much larger: a block that held rows of both would show in the gates."""
+    m = torch.randn(2, 2 * inner, 160, generator=rng)
+    m[:, order.up_rows(2 * inner)] *= 1e6
+    w = ExpertWeights.quantize(m, "fp8_block", gate_up=order, engine="torch").to(device)
+    a = make_rows("fp8_block", [5, 65], 160, rng, device, num_experts=2)
+    out = grouped_gemm(a, w, out_dtype=torch.float32, engine=engine)
+    check_inside(out, exact_gemm(a, w, device), UNIT[torch.float32])
 
 
 @pytest.mark.parametrize("engine", ENGINES)

@@ -163,12 +163,13 @@ def test_padded_scales_of_rows_give_the_bits_of_unpadded_ones(
     assert_same_bits(moe_fp8(sizes, n, k, rng, device).run(engine=engine), want)
 
 
+@pytest.mark.parametrize("k", [256, 272])
 @pytest.mark.parametrize("is_gated", [False, True])
 def test_hopper_gets_the_scale_of_each_row(
-    is_gated: bool, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+    is_gated: bool, k: int, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What Hopper's kernel multiplies: K-major scales in the order of the rows, and the output as it is."""
-    case = moe_fp8([1, 0, 5, 130, 0], 256, 256, rng, torch.device("cpu"), is_gated=is_gated)
+    case = moe_fp8([1, 0, 5, 130, 0], 256, k, rng, torch.device("cpu"), is_gated=is_gated)
     problems, calls = [], []
     monkeypatch.setattr(operations, "op_gemm", lambda problem, *_, **__: problems.append(problem))
     out = case.run()
@@ -177,7 +178,7 @@ def test_hopper_gets_the_scale_of_each_row(
     op_gemm._tma_gemm(problems[0], problems[0].b, out, None)  # type: ignore[arg-type]
     ((name, rows, w, *more),) = calls
     assert name == ("multiply_swiglu" if is_gated else "multiply")
-    factors = rows.scales.double().repeat_interleave(128, 1)
+    factors = rows.scales.double().repeat_interleave(128, 1)[:, :k]
     assert_same_bits(op_cases.VALUES[E4M3][rows.rows.view(torch.uint8).int()] * factors, case.rows)
     assert_same_bits(w.dequantize().double(), case.weights.float().double())
     result = more[1].rows if is_gated else more[0]
@@ -481,9 +482,10 @@ def test_quantizers_round_to_the_nearest(rng: torch.Generator) -> None:
         assert (error <= x.abs() / 16 + torch.from_numpy(scale) * 2.0**-10).all()
     for gm in (1, 128):
         for dtype, kind in ((E4M3, ml_dtypes.float8_e4m3fn), (E5M2, ml_dtypes.float8_e5m2)):
-            q, s = operations.quantize_fp8(x[:, :256], gm, dtype)
-            factor = s.numpy().repeat(gm, 0)[:130].repeat(128, 1)
-            assert (bits(q) == (x[:, :256].numpy() / factor).astype(kind).view(np.uint8)).all()
+            q, s = operations.quantize_fp8(x, gm, dtype)
+            factor = s.numpy().repeat(gm, 0)[:130].repeat(128, 1)[:, :272]
+            assert (bits(q) == (x.numpy() / factor).astype(kind).view(np.uint8)).all()
+            assert_same_bits(operations.dequantize_fp8(q, s, gm), q.float() * torch.from_numpy(factor))
     w = torch.randn(2, 24, 64, generator=rng)
     gsf = torch.cat([operations.nvfp4_encode_scale(part) for part in w])
     q, s = operations.quantize_nvfp4(w, gsf)

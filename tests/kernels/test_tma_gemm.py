@@ -16,8 +16,9 @@ from moe_runtime.kernels import nvrtc
 from moe_runtime.kernels.formats.number_formats import BF16, FP8_BLOCK
 from moe_runtime.kernels.formats.quantize import quantize_rows
 from moe_runtime.kernels.gemm import tma_gemm as tma
+from moe_runtime.kernels.gemm.arguments import empty_intermediate
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
-from moe_runtime.kernels.gemm.plan import MAX_TMA_GROUPS
+from moe_runtime.kernels.gemm.plan import MAX_TMA_GROUPS, GemmKernel
 from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_PREFILL, TmaShape
 from moe_runtime.kernels.gemm.weights import GPT_OSS, ExpertWeights, GateUpOrder, SwiGLU
 from tests.support.comparison import assert_same_bits
@@ -29,7 +30,7 @@ from tests.support.gemm_cases import (
     random_weights,
 )
 from tests.support.gemm_checks import check_quantized, check_untouched, poisoned
-from tests.support.gemm_plans import tma_grouped_gemm, tma_grouped_gemm_swiglu, tma_plan
+from tests.support.gemm_plans import planned, tma_grouped_gemm, tma_grouped_gemm_swiglu, tma_plan
 
 REGIMES = [TMA_DECODE, TMA_PREFILL]
 NAMES = ["fp8_block", "bf16"]
@@ -60,7 +61,9 @@ def _variants() -> list[dict[str, int]]:
         found.append(tma.macros(fmt, regime, 32, gated=False, order=None, out_code=0, **common))
         for order in (GateUpOrder.GATE_UP, GateUpOrder.INTERLEAVED):
             code = 3 if fmt is FP8_BLOCK else 0
-            found.append(tma.macros(fmt, regime, 32, gated=True, order=order, out_code=code, **common))
+            for short in (False, True) if fmt is FP8_BLOCK else (False,):
+                more = {**common, "short_blocks": short}
+                found.append(tma.macros(fmt, regime, 32, gated=True, order=order, out_code=code, **more))
     return found
 
 
@@ -131,7 +134,12 @@ def _ragged(name: str, k: int, rng: torch.Generator, device: torch.device, gathe
 @pytest.mark.parametrize("gather", [False, True], ids=["packed", "gathered"])
 @pytest.mark.parametrize(
     ("name", "k"),
-    [*(("fp8_block", 128 * blocks) for blocks in (1, 4, 5, 8, 12)), ("bf16", 64), ("bf16", 200)],
+    [
+        *(("fp8_block", 128 * blocks) for blocks in (1, 4, 5, 8, 12)),
+        *(("fp8_block", k) for k in (16, 192, 288, 320, 400, 2880)),  # 400 are 4 blocks, the last one short
+        ("bf16", 64),
+        ("bf16", 200),
+    ],
 )
 def test_ragged_groups(
     name: str, k: int, gather: bool, regime: TmaShape, rng: torch.Generator, device: torch.device
@@ -194,7 +202,8 @@ def test_epilogue(
     order: GateUpOrder | None, dtype: torch.dtype, name: str, rng: torch.Generator, device: torch.device
 ) -> None:
     """Row scale, expert scale (of gate and up apart), bias, and each output type."""
-    n = 288
+    # Blocks of gate and up that start apart are left to another kernel, if there is no activation.
+    n = 288 if name == "bf16" or order in (None, GateUpOrder.INTERLEAVED) else 512
     bias = torch.randn(2, n, generator=rng)
     w = random_weights(name, 2, n, 256, rng, device, gate_up=order or False, bias=bias)
     shape = (2,) if order is None else (2, 2)
@@ -227,6 +236,61 @@ def test_swiglu_requantized(
         hidden = tma_grouped_gemm_swiglu(a, weights, activation, out_format=to, shape=regime)
         assert hidden.num_columns == inner and hidden.row_index is None
         check_quantized(hidden, exact_gemm(a, weights, device), activation, 1.0)
+
+
+@gpu
+@pytest.mark.parametrize("regime", REGIMES, ids=IDS)
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("k", "inner"), [(192, 320), (288, 352), (400, 192), (16, 80), (2880, 192)])
+@pytest.mark.parametrize(
+    "activation",
+    [SwiGLU(), SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), GPT_OSS],
+    ids=["silu", "up_gate", "gpt_oss"],
+)
+def test_swiglu_in_short_blocks(
+    activation: SwiGLU, k: int, inner: int, name: str, regime: TmaShape, rng: torch.Generator, device: torch.device
+) -> None:
+    """The last block of K, of gate, of up and of the result is short, and its scale is that of its own values."""
+    order, tail = activation.order, inner // 128 * 128
+    for factor in (1e-4, 1e4):
+        w = torch.randn(3, 2 * inner, k, generator=rng) * 0.2
+        for rows in (order.gate_rows(2 * inner), order.up_rows(2 * inner)):
+            w[:, rows][:, tail:] *= factor
+        bias = torch.randn(3, 2 * inner, generator=rng) * 1e-4 if activation.up_offset else None
+        weights = ExpertWeights.quantize(w, name, gate_up=order, bias=bias, engine="torch").to(device)
+        a = _ragged(name, k, rng, device, gather=factor > 1)
+        out, _ = empty_intermediate(a, weights, "fp8_block", None)
+        assert out.scales is not None
+        for tensor in (out.rows, out.scales):
+            tensor.view(torch.uint8).fill_(0xA5)
+        plan = tma_plan(a, weights, out_format=FP8_BLOCK, order=order, shape=regime)
+        tma.multiply_swiglu(a, weights, activation, out, plan)
+        exact = exact_gemm(a, weights, device)
+        check_quantized(out, exact, activation, 1.0)
+        untouched = ~torch.as_tensor(exact.written)
+        for tensor in (out.rows, out.scales):
+            assert (tensor.view(torch.uint8).cpu()[untouched] == 0xA5).all()
+
+
+def test_blocks_that_tiles_do_not_fit_are_left_to_another_kernel(
+    rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cpu = torch.device("cpu")
+    monkeypatch.setattr(tma.nvrtc, "most_sms", lambda *limits: 8)
+
+    def kernel(order: GateUpOrder | None, gated: GateUpOrder | None, inner: int, name: str = "fp8_block") -> GemmKernel:
+        w = random_weights(name, 1, 2 * inner, 320, rng, cpu, gate_up=order or False)
+        a = make_rows(name, [3], 320, rng, cpu, num_experts=1)
+        return planned(a, w, out_format=None if gated is None else FP8_BLOCK, order=gated).kernel
+
+    above, interleaved = GateUpOrder.UP_GATE, GateUpOrder.INTERLEAVED
+    for inner in (192, 256, 320):
+        whole = inner == 256
+        assert kernel(above, above, inner) is kernel(interleaved, interleaved, inner) is GemmKernel.TMA
+        assert kernel(None, None, inner) is kernel(None, interleaved, inner) is GemmKernel.TMA
+        assert kernel(interleaved, None, inner) is kernel(above, None, inner, "bf16") is GemmKernel.TMA
+        assert (kernel(None, above, inner) is GemmKernel.TMA) == whole
+        assert (kernel(above, None, inner) is GemmKernel.TMA) == whole
 
 
 @gpu

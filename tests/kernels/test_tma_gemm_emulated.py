@@ -11,12 +11,14 @@ import torch
 from cuda.bindings import driver
 
 from moe_runtime.kernels import nvrtc
+from moe_runtime.kernels.gemm import op_gemm
 from moe_runtime.kernels.gemm import tma_gemm as tma
 from moe_runtime.kernels.gemm.shapes import TMA_DECODE, TMA_PREFILL, TmaShape
 from moe_runtime.kernels.gemm.weights import GPT_OSS, GateUpOrder, SwiGLU
 from tests.emulator import Emulator, needs_emulator
 from tests.emulator.tensor_maps import encode_tiled
 from tests.kernels import test_tma_gemm as on_gpu
+from tests.support.op_cases import check, moe_fp8
 
 pytestmark = [needs_emulator, pytest.mark.cpu_only]
 
@@ -65,9 +67,10 @@ def check_runs(emulator: Emulator, least: int) -> None:
 @pytest.mark.parametrize(
     ("name", "k", "gather", "regime"),
     [
-        *product(["fp8_block"], [640], [False, True], on_gpu.REGIMES),
+        *product(["fp8_block"], [640, 288], [False, True], on_gpu.REGIMES),
         *product(["bf16"], [200], [False, True], on_gpu.REGIMES),
         ("fp8_block", 512, False, TMA_PREFILL),  # with scales that come by TMA
+        ("fp8_block", 400, False, TMA_PREFILL),
     ],
 )
 def test_ragged_groups(
@@ -125,6 +128,34 @@ def test_swiglu_requantized(
 ) -> None:
     on_gpu.test_swiglu_requantized(activation, name, to, regime, rng, CPU)
     check_runs(emulator, 2)
+
+
+@pytest.mark.parametrize(
+    ("name", "k", "inner", "activation", "regime"),
+    [
+        ("fp8_block", 192, 320, SwiGLU(), TMA_PREFILL),
+        ("fp8_block", 400, 192, SwiGLU(GateUpOrder.UP_GATE, alpha=0.7), TMA_PREFILL),
+        ("fp8_block", 288, 352, GPT_OSS, TMA_DECODE),
+        ("fp8_block", 16, 80, SwiGLU(), TMA_DECODE),
+        ("bf16", 192, 320, GPT_OSS, TMA_PREFILL),
+    ],
+)
+def test_swiglu_in_short_blocks(
+    name: str, k: int, inner: int, activation: SwiGLU, regime: TmaShape, emulator: Emulator, rng: torch.Generator
+) -> None:
+    on_gpu.test_swiglu_in_short_blocks(activation, k, inner, name, regime, rng, CPU)
+    check_runs(emulator, 2)
+
+
+@pytest.mark.parametrize(("k", "n", "is_gated"), [(272, 200, False), (400, 256, True), (144, 192, False)])
+def test_operation_whose_last_block_of_k_is_short(
+    k: int, n: int, is_gated: bool, emulator: Emulator, rng: torch.Generator, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Scales are transposed for the kernel, which takes the operation as it takes a layer."""
+    case = moe_fp8([5, 0, 130, 3], n, k, rng, CPU, is_gated=is_gated)
+    monkeypatch.setattr(op_gemm, "resolve_engine", lambda *_: "cuda")
+    check(case, "auto")
+    check_runs(emulator, 1)
 
 
 def test_requantization_is_that_of_the_quantizer(emulator: Emulator, rng: torch.Generator) -> None:

@@ -28,7 +28,7 @@ from moe_runtime.checkpoints.layouts import (
 )
 from moe_runtime.checkpoints.loading import FRESH, ExpertTensors, QuantBuffer
 from moe_runtime.checkpoints.loading import quantize_experts as load_experts
-from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, check_no_nan
+from moe_runtime.checkpoints.readers import ExpertNames, ExpertReader, check_no_nan, read_linear
 from moe_runtime.config import MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.formats.swizzle import unswizzle_scales
@@ -52,6 +52,10 @@ CONFIG = MoELayerConfig(hidden_size=256, intermediate_size=128, num_experts=3, t
 PARTS = ("gate_proj", "up_proj", "down_proj")
 MODELOPT = {"quant_method": "modelopt", "quant_algo": "NVFP4", "group_size": 16}
 FP8 = {"quant_method": "fp8", "fmt": "e4m3", "activation_scheme": "dynamic", "weight_block_size": [128, 128]}
+
+
+SHORT = {"hidden_size": 288, "intermediate_size": 320}
+"""Sizes that end within a block of 128."""
 
 
 @pytest.fixture
@@ -146,31 +150,67 @@ def test_modelopt_value_for_value(folder: Path) -> None:
         torch.testing.assert_close(value, dequantized[prefix], rtol=2.0**-22, atol=0)
 
 
-def test_fp8_blocks(folder: Path) -> None:
-    tensors = quantize_experts(folder, fp8_blocks, quantization_config=FP8)
-    for prefix, quants, scales, _, _ in projections(folder):
+def assert_is_fp8_block_weight(w: torch.Tensor, tensors: dict[str, torch.Tensor], number: int, part: str) -> None:
+    """Raise unless fp32 `w` is each stored block, short ones too, times its scale."""
+    quants, scales = (tensors[linear(number, part, name)] for name in ("weight", "weight_scale_inv"))
+    for i, j in np.ndindex(*scales.shape):
+        block = slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1))
+        assert_same_bits(w[block], quants[block].float() * scales[i, j])
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner"), [(256, 128), (128, 320), (128, 192), (192, 128), (288, 192), (352, 64), (144, 1408)]
+)
+def test_fp8_blocks(hidden: int, inner: int, tmp_path: Path, seed: int) -> None:
+    """Scales are stored for `ceil(N/128) x ceil(K/128)` blocks; quants and scales are kept as they are."""
+    write_qwen3_moe_checkpoint(tmp_path, CONFIG.replace(hidden_size=hidden, intermediate_size=inner), seed=seed)
+    tensors = quantize_experts(tmp_path, fp8_blocks, quantization_config=FP8)
+    for number, (prefix, quants, scales, _, value) in enumerate(projections(tmp_path)):
         assert_same_bits(quants.view(torch.uint8), tensors[f"{prefix}weight"].view(torch.uint8))
         assert_same_bits(scales, tensors[f"{prefix}weight_scale_inv"])
-    config = layer_config_of(folder, max_tokens_per_rank=1)
+        assert_is_fp8_block_weight(value, tensors, number // 3, PARTS[number % 3])
+    config = layer_config_of(tmp_path, max_tokens_per_rank=1)
     assert (config.token_format, config.weight_format, config.intermediate_gsf) == ("fp8_block", "fp8_block", None)
+    with ExpertParallelContext(device="cpu") as context:
+        layer = MoELayer.from_checkpoint(tmp_path, context=context, max_tokens_per_rank=1)
+        assert layer.experts is not None
+        for number, one in enumerate(read(tmp_path)):
+            for made, given in ((layer.experts.gate_up, one.gate_up), (layer.experts.down, one.down)):
+                assert isinstance(made, ExpertWeights) and isinstance(given, ExpertWeights)
+                assert_same_bits(made.expert(number).quants, given.quants)
+                assert_same_bits(made.expert(number).scales, given.scales)
 
 
-def test_fp8_blocks_that_are_not_whole_are_dequantized(tmp_path: Path, seed: int) -> None:
-    config = CONFIG.replace(intermediate_size=64)
-    write_qwen3_moe_checkpoint(tmp_path, config, seed=seed)
+def test_fp8_blocks_of_sizes_that_no_row_may_have_are_dequantized(tmp_path: Path, seed: int) -> None:
+    """Rows of 136 bytes do not lie on 16-byte boundaries."""
+    write_qwen3_moe_checkpoint(tmp_path, CONFIG.replace(intermediate_size=136), seed=seed)
     tensors = quantize_experts(tmp_path, fp8_blocks, quantization_config=FP8)
     for number, expert in enumerate(read(tmp_path)):
-        for part, w in zip(PARTS, (*expert.gate_up.chunk(2), expert.down), strict=True):  # type: ignore[union-attr]
-            quants, scales = (tensors[linear(number, part, name)] for name in ("weight", "weight_scale_inv"))
-            for i, j in np.ndindex(*scales.shape):
-                block = slice(128 * i, 128 * (i + 1)), slice(128 * j, 128 * (j + 1))
-                assert_same_bits(w[block], quants[block].float() * scales[i, j])
+        assert isinstance(expert.gate_up, ExpertWeights) and isinstance(expert.down, torch.Tensor)
+        weights = (*expert.gate_up.dequantize()[0].chunk(2), expert.down)
+        for part, w in zip(PARTS, weights, strict=True):
+            assert_is_fp8_block_weight(w, tensors, number, part)
 
 
-@pytest.mark.parametrize("name", LibraryScheme.FORMATS)
-def test_compressed_tensors_value_for_value(name: str, folder: Path) -> None:
+@pytest.mark.parametrize(("rows", "columns"), [(132, 288), (12, 256), (136, 200)])
+def test_fp8_linears_of_any_size_are_read(rows: int, columns: int, tmp_path: Path, rng: torch.Generator) -> None:
+    """As those of a shared expert, which no kernel multiplies as they are stored."""
+    stored = fp8_blocks(torch.randn(rows, columns, generator=rng))
+    save_file({linear(0, "up_proj", name): tensor for name, tensor in stored.items()}, tmp_path / SINGLE_FILE)
+    with TensorFiles(tmp_path) as files:
+        w = read_linear(files, FP8_BLOCKS, linear(0, "up_proj", "")[:-1], rows, columns)
+    assert isinstance(w, torch.Tensor)
+    assert_is_fp8_block_weight(w, {linear(0, "up_proj", name): tensor for name, tensor in stored.items()}, 0, "up_proj")
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes"), [*((name, {}) for name in LibraryScheme.FORMATS), ("FP8_BLOCK", SHORT), ("NVFP4", SHORT)]
+)
+def test_compressed_tensors_value_for_value(name: str, sizes: dict[str, int], folder: Path, seed: int) -> None:
     """Written by the library's own compressors from its own scales, and held to its own decompressors."""
     pytest.importorskip("compressed_tensors")
+    if sizes:
+        write_qwen3_moe_checkpoint(folder, CONFIG.replace(**sizes), seed=seed)
     library = LibraryScheme(name, "Linear")
     tensors = quantize_experts(folder, library.compress, quantization_config=compressed_config(library.group))
     for prefix, quants, scales, second, value in projections(folder):

@@ -22,7 +22,7 @@ from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.integrations.transformers_models import own_experts
 from moe_runtime.kernels.formats.number_formats import FORMATS
 from moe_runtime.kernels.formats.scale_blocks import expert_starts
-from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
+from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
 from moe_runtime.layer import MoELayer
 from moe_runtime.metrics import PhaseTimes
 from moe_runtime.reference import error_bound, moe_reference, relative_error
@@ -180,6 +180,33 @@ def test_every_format_is_within_its_bound_of_float64(
     gate_up, down = (torch.stack([pair[i] for pair in experts]) for i in (0, 1))
     reference = moe_reference(x, topk_idx.cpu(), topk_weights.cpu(), gate_up.cpu(), down.cpu(), SwiGLU())
     assert relative_error(y.cpu(), reference)[0] <= error_bound(fmt)
+
+
+@pytest.mark.parametrize(
+    ("hidden", "inner"), [(192, 320), (288, 192), (960, 192), (2880, 320), (288, 1408), (192, 1856), (320, 2880)]
+)
+@pytest.mark.parametrize("order", [*GateUpOrder])
+def test_fp8_blocks_may_be_short(
+    order: GateUpOrder, hidden: int, inner: int, device: torch.device, rng: torch.Generator, seed: int
+) -> None:
+    """Of tokens, weights, the intermediate and partial results of two ranks, within the bound of whole ones."""
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_experts": 4, "top_k": 2}
+    formats = {"token_format": "fp8_block", "combine_format": "fp8_block", "activation": {"order": order.value}}
+    config = MoELayerConfig(**SETTINGS | sizes | formats)
+    experts = [random_expert(config, seed, e) for e in range(4)]
+    xs = [torch.randn(count, hidden, generator=rng).to(torch.bfloat16) for count in (40, 24)]
+
+    def load(layer: MoELayer) -> None:
+        layer.load_random(seed)
+        layer.load_experts(experts[e] for e in layer.local_experts)
+
+    with VirtualRanks(config, 2, load, device=device) as ranks:
+        routes = [ranks.layers[0].router(x.to(device)) for x in xs]
+        y = torch.cat(ranks([x.to(device) for x in xs], routes)).cpu()
+    idx, weights = (torch.cat([route[i].cpu() for route in routes]) for i in (0, 1))
+    gate_up, down = (torch.stack([expert[i] for expert in experts]) for i in (0, 1))
+    reference = moe_reference(torch.cat(xs), idx, weights, gate_up, down, SwiGLU(order))
+    assert relative_error(y, reference)[0] <= error_bound("fp8_block", combine_format="fp8_block")
 
 
 def test_random_experts_are_all_others(seed: int) -> None:

@@ -162,6 +162,30 @@ def test_quantized_experts_are_converted(fmt: str, rng: torch.Generator, device:
             assert_same_bits(made.expert(number).quants, want.quants)
 
 
+@pytest.mark.parametrize("inner", [192, 128])
+def test_fp8_blocks_that_hold_gate_and_up_are_quantized_again(
+    inner: int, rng: torch.Generator, device: torch.device
+) -> None:
+    """Weights that do not say that they are gate and up have blocks that run on; where those end with gate, they
+    stay as they are."""
+    sizes = {"hidden_size": 288, "intermediate_size": inner, "expert_bias": False, "activation": {}}
+    config = MoELayerConfig(**(SETTINGS | sizes | {"token_format": "fp8_block"}))
+    weights = [
+        tuple(ExpertWeights.quantize(torch.randn(1, *s, generator=rng), "fp8_block") for s in shapes)
+        for shapes in [((2 * inner, 288), (288, inner))] * 5
+    ]
+    gate_up, down = quantize_experts([ExpertTensors(*pair) for pair in weights], config, 5, device)
+    for number, (given, given_down) in enumerate(weights):
+        want = given
+        if inner % 128:
+            want = ExpertWeights.quantize(given.dequantize(), "fp8_block", gate_up=GateUpOrder.GATE_UP)
+            assert want.scales is not None and want.scales.shape == (1, 4, 3)
+        for made, one in ((gate_up, want), (down, given_down)):
+            assert made.scales is not None and one.scales is not None
+            assert_same_bits(made.quants[number], one.quants[0])
+            assert_same_bits(made.scales[number], one.scales[0])
+
+
 def test_quantized_experts_that_do_not_fit_are_named(rng: torch.Generator) -> None:
     config, cpu = MoELayerConfig(**QUANTIZED), torch.device("cpu")
     good = quantized_experts("nvfp4", rng, GateUpOrder.INTERLEAVED)[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
@@ -17,9 +18,11 @@ from moe_runtime.checkpoints.files import BEGINNING_BYTES, SafetensorsFile
 from moe_runtime.checkpoints.loading import QuantBuffer, quantize_experts
 from moe_runtime.checkpoints.readers import dense
 from moe_runtime.checkpoints.writer import TensorWriter
+from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.kernels.formats.number_formats import WEIGHT_FORMATS
-from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder
-from moe_runtime.reference import error_bound
+from moe_runtime.kernels.gemm.weights import GPT_OSS, ExpertWeights, GateUpOrder
+from moe_runtime.layer import MoELayer
+from moe_runtime.reference import error_bound, moe_reference, relative_error
 from tests.support.checkpoint_writers import load_all, read_e2m1, rewrite, write_gpt_oss_mxfp4
 from tests.support.comparison import assert_same_bits
 from tests.support.interruptions import Stopped, contents, stopping
@@ -30,6 +33,7 @@ models = pytest.importorskip("tests.support.parallel_models")
 parallel = pytest.importorskip("moe_runtime.integrations.transformers")
 
 HIDDEN, INNER, EXPERTS, LAYERS = 256, 128, 4, 2
+BIASES = ("gate_up_bias", "down_bias")
 BLOCK = "model.layers.{}.mlp.experts"
 CASES = [("bf16", fmt) for fmt in TARGET_LAYOUTS] + [("mxfp4", fmt) for fmt in TARGET_LAYOUTS if fmt != "mxfp4"]
 STEP = {"nvfp4": 0.2, "mxfp4": 0.26, "mxfp8": 0.08, "fp8_block": 0.04}
@@ -44,16 +48,6 @@ def saved(folder: Path, seed: int, stored: str = "bf16") -> Path:
     if stored == "mxfp4":
         write_gpt_oss_mxfp4(folder)
     return folder
-
-
-def test_sizes_of_gpt_oss_take_no_blocks_of_128(tmp_path: Path, seed: int) -> None:
-    sizes = {"hidden_size": 2880, "intermediate_size": 64, "num_local_experts": 2, "num_experts_per_tok": 2}
-    tiny.tiny_model("gpt_oss", seed, **sizes, num_hidden_layers=1).bfloat16().save_pretrained(tmp_path / "source")
-    message = r"hidden_size: format fp8_block needs a positive multiple of 128, got 2880$"
-    with pytest.raises(ValueError, match=message):
-        convert_checkpoint(tmp_path / "source", tmp_path / "target", "fp8_block")
-    with pytest.raises(ValueError, match=message), Checkpoint(tmp_path / "source") as checkpoint:
-        checkpoint.layer_config(0, max_tokens_per_rank=1, token_format="fp8_block")
 
 
 def own_weights(tensors: dict[str, torch.Tensor], layer: int) -> tuple[np.ndarray, np.ndarray]:
@@ -149,6 +143,44 @@ def test_stacked_experts_in_every_format(stored: str, fmt: str, tmp_path: Path, 
     bound = error_bound(tokens, "fp8_block" if fmt == "fp8_block" else "bf16")
     disturbed = models.logits_with(exact_model, ids, routes, bound)
     assert relative(found, exact) <= relative(theirs, exact) + relative(disturbed, exact)
+
+
+@pytest.mark.parametrize(("hidden", "inner"), [(288, 352), (192, 320), (2880, 64)])
+def test_sizes_that_end_within_an_fp8_block(hidden: int, inner: int, tmp_path: Path, seed: int) -> None:
+    """The last block of a row and of a column is short, and its scale is that of its own values; a layer of what
+    was written, which quantizes gate and up once more, is within the bound."""
+    sizes = {"hidden_size": hidden, "intermediate_size": inner, "num_local_experts": 2, "num_experts_per_tok": 2}
+    model = tiny.tiny_model("gpt_oss", seed, **sizes, num_hidden_layers=1)
+    (block,) = tiny.moe_blocks(model)
+    with torch.no_grad():
+        block.experts.gate_up_proj[:, -1] *= 2**10
+        block.experts.down_proj[:, :, -1] *= 2**-10
+    model.bfloat16().save_pretrained(tmp_path / "source")
+    convert_checkpoint(tmp_path / "source", tmp_path / "target", "fp8_block")
+    after, own = load_all(tmp_path / "target"), own_weights(load_all(tmp_path / "source"), 0)
+    gate_up, down = (np.empty_like(part) for part in own)
+    for expert in range(2):
+        written = {"gate": gate_up[expert, 0::2], "up": gate_up[expert, 1::2], "down": down[expert]}
+        parts = {"gate": own[0][expert, 0::2], "up": own[0][expert, 1::2], "down": own[1][expert]}
+        for part, w in parts.items():
+            prefix = f"{BLOCK.format(0)}.{expert}.{part}_proj"
+            quants, scales = after[f"{prefix}.weight"].double().numpy(), after[f"{prefix}.weight_scale_inv"].numpy()
+            assert scales.shape == tuple(-(-size // 128) for size in w.shape)
+            for i, j in np.ndindex(*scales.shape):
+                at = np.s_[128 * i : 128 * (i + 1), 128 * j : 128 * (j + 1)]
+                assert scales[i, j] == np.float32(max(abs(w[at]).max(), 1e-4)) / np.float32(448)
+                values = (w[at].astype(np.float32) / scales[i, j]).clip(-448, 448)
+                np.testing.assert_array_equal(quants[at], values.astype(ml_dtypes.float8_e4m3fn).astype(np.float64))
+                written[part][at] = quants[at] * scales[i, j].astype(np.float64)
+    x = torch.randn(64, hidden, generator=torch.Generator().manual_seed(seed)).bfloat16()
+    with ExpertParallelContext(device="cpu") as context:
+        layer = MoELayer.from_checkpoint(tmp_path / "target", context=context, max_tokens_per_rank=64)
+        assert (layer.config.token_format, layer.config.weight_format) == ("fp8_block", "fp8_block")
+        assert layer.router is not None
+        biases = {name: getattr(block.experts, f"{name[:-5]}_proj_bias").detach().float() for name in BIASES}
+        weights = torch.from_numpy(gate_up), torch.from_numpy(down)
+        exact = moe_reference(x, *layer.router(x), *weights, GPT_OSS, **biases)
+        assert relative_error(layer(x), exact)[0] <= error_bound("fp8_block")
 
 
 @pytest.mark.parametrize("fmt", ["mxfp4", "nvfp4"])

@@ -597,8 +597,8 @@ def test_arguments_that_do_not_fit_are_refused(tmp_path: Path) -> None:
     model = tiny_models.tiny_model("mixtral", 0).bfloat16()
     with pytest.raises(ValueError, match=r"top_k: model\.config says 3, got 2"):
         apply_expert_parallel(model, max_tokens_per_rank=8, top_k=2)
-    with pytest.raises(ValueError, match="hidden_size: format fp8_block needs a positive multiple of 128"):
-        apply_expert_parallel(model, max_tokens_per_rank=8, token_format="fp8_block")
+    with pytest.raises(ValueError, match="weight_format: expected nvfp4, got mxfp8 with nvfp4 tokens"):
+        apply_expert_parallel(model, max_tokens_per_rank=8, token_format="nvfp4", weight_format="mxfp8")
     with pytest.raises(ValueError, match=r"^mesh: expected a DeviceMesh or a ProcessGroup, got str"):
         apply_expert_parallel(model, "world", max_tokens_per_rank=8)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="parallel: expected a ParallelConfig, got dict"):

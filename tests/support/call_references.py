@@ -43,7 +43,7 @@ def _dequantize_bf16(y: torch.Tensor, q: torch.Tensor) -> str | None:
 
 def _dequantize_fp8(y: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, granularity_mn: int) -> str | None:
     rows = scales.double().repeat_interleave(granularity_mn, -2)[..., : q.shape[-2], :]
-    return _near(y, VALUES[q.dtype][_bytes(q)] * rows.repeat_interleave(128, -1))
+    return _near(y, VALUES[q.dtype][_bytes(q)] * rows.repeat_interleave(128, -1)[..., : q.shape[-1]])
 
 
 def _dequantize_mxfp8(y: torch.Tensor, q: torch.Tensor, scales: torch.Tensor, granularity_k: int) -> str | None:
@@ -129,8 +129,75 @@ def _softmax_topk(
     return _near(y[1], weights * float(scaling_factor), 1e-4)
 
 
-def _logits(y: torch.Tensor, x_TH: torch.Tensor) -> str | None:
-    return None if y.dtype == torch.float32 and y.shape[0] == x_TH.shape[0] else "shape"
+def _sigmoid_topk(
+    y: tuple[torch.Tensor, torch.Tensor],
+    logits_TE: torch.Tensor,
+    top_k: int,
+    correction_bias_E: torch.Tensor | None,
+    num_groups: int,
+    top_groups: int,
+    renormalize: bool,
+    scaling_factor: float,
+) -> str | None:
+    logits, bias = logits_TE.double(), 0.0 if correction_bias_E is None else correction_bias_E.double()
+    scores, ids = logits.sigmoid(), y[0].long()
+    choice = scores + bias
+    if not bool(choice.isfinite().all()) or bool((choice.abs() > 1e30).any()):
+        return None
+    groups = choice.unflatten(-1, (num_groups, -1))
+    if num_groups > 1:
+        best = groups.topk(2).values.sum(-1)
+        kept = (best[..., None, :] > best[..., :, None]).sum(-1) < top_groups
+        if bool((best.sort().values.diff() < 1e-6).any()):
+            return None  # groups so close that fp32 may order them otherwise
+        groups = groups.masked_fill(~kept[..., None], -math.inf)
+    eligible = groups.flatten(-2)
+    if bool((eligible.gather(1, ids) < eligible.topk(top_k).values - 1e-6).any()):
+        return "ids"
+    weights = scores.gather(1, ids)
+    if renormalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return _near(y[1], weights * float(scaling_factor), 2.0**-20)
+
+
+def _dequantize_rows(y: torch.Tensor, q: Any, engine: str = "auto") -> str | None:
+    fmt = q.format
+    if fmt.name == "bf16":
+        return _near(y, q.quants_RK.double())
+    raw = _bytes(q.quants_RK)
+    if fmt.element_bits == 4:
+        value = VALUES["e2m1"][torch.stack([raw & 15, raw >> 4], -1).flatten(-2)]
+    else:
+        value = VALUES[q.quants_RK.dtype][raw]
+    scales = q.scales_RV
+    if scales.dtype.itemsize == 1:
+        scales = VALUES[torch.float8_e4m3fn if fmt.name == "nvfp4" else "e8m0"][_bytes(scales)]
+    factors = scales.double().repeat_interleave(fmt.block, -1)[:, : value.shape[1]]
+    return _near(y, value * factors * (1.0 if q.row_scale_R is None else q.row_scale_R.double()[:, None]), 2.0**-21)
+
+
+def _contiguous(y: Any, num_experts: int, num_ranks: int) -> str | None:
+    return None if tuple(y.slot_experts) == tuple(range(num_experts)) and y.num_ranks == num_ranks else "slots"
+
+
+def _reserved_bytes(y: dict[str, int], config: Any, world_size: int, placed: bool) -> str | None:
+    def aligned(num_bytes: int) -> int:
+        return -(-num_bytes // 256) * 256
+
+    tokens, hidden = config.max_tokens_per_rank, config.hidden_size
+    expected = {
+        "token_flags": 2 * aligned(4 * world_size * tokens),
+        "signals": aligned(4 * (8 + 7 + 64 + 6) * world_size),
+    }
+    if config.combine_format == "bf16":
+        partial = -(-2 * hidden // 128) * 128
+        expected["combine"] = 2 * aligned(tokens * min(config.top_k, world_size) * partial)
+    if placed:
+        expert = aligned(6 * hidden * config.intermediate_size)
+        expected["staging"] = aligned(20 * world_size) + min(expert, 16 << 20)
+    if ("staging" in y) != placed:
+        return "staging"
+    return next((f"{name} {y[name]}, expected {size}" for name, size in expected.items() if y[name] != size), None)
 
 
 def _imbalance(y: float, ranks: Any) -> str | None:
@@ -152,11 +219,15 @@ REFERENCES: dict[str, Callable[..., str | None]] = {
     "dequantize_fp8": _dequantize_fp8,
     "dequantize_mxfp8": _dequantize_mxfp8,
     "dequantize_nvfp4": _dequantize_nvfp4,
+    "dequantize_rows": _dequantize_rows,
+    "Placement.contiguous": _contiguous,
     "imbalance": _imbalance,
     "nvfp4_encode_scale": _encode_scale,
     "pack_scale_major": _scale_major,
     "plan_placement": _plan,
     "quantize_bf16": _quantize_bf16,
+    "reserved_bytes": _reserved_bytes,
+    "sigmoid_topk": _sigmoid_topk,
     "softmax_topk": _softmax_topk,
     "swizzle_scales": _swizzle_scales,
     "topk_softmax": _softmax_topk,

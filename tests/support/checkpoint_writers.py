@@ -155,15 +155,17 @@ class LibraryScheme:
         return json.loads(self.scheme.model_dump_json()) | {"format": self.format}
 
     def compress(self, w: torch.Tensor) -> dict[str, torch.Tensor]:
-        """From the library's own scales; FP8 blocks are whole."""
+        """From the library's own scales; FP8 blocks may be short."""
         from compressed_tensors.quantization.utils import helpers
 
         parts, weights = {"weight": w}, self.scheme.weights
         if self.format.startswith("nvfp4"):
             parts["weight_global_scale"] = helpers.generate_gparam(w.min(), w.max())
-        if self.scheme.weights.block_structure is not None:
-            high, wide = self.scheme.weights.block_structure
-            blocks, along = w.unflatten(0, (-1, high)).unflatten(2, (-1, wide)), (1, 3)
+        if weights.block_structure is not None:
+            high, wide = weights.block_structure
+            rows, columns = w.shape
+            padded = torch.nn.functional.pad(w, (0, -columns % wide, 0, -rows % high))
+            blocks, along = padded.unflatten(0, (-1, high)).unflatten(2, (-1, wide)), (1, 3)
         elif weights.group_size is None:
             blocks, along = (w[:, None], (2,)) if weights.strategy == "channel" else (w.view(1, 1, -1), (1, 2))
         else:

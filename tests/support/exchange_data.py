@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import ml_dtypes
 import numpy as np
 import torch
 
@@ -97,12 +99,35 @@ def expected_groups(inputs: list[RankInput], experts: range) -> list[list[tuple[
     return groups
 
 
-def expected_combine(
-    data: RankInput, starts: tuple[int, ...], row_of: dict[tuple[int, int], np.ndarray], token: int
-) -> np.ndarray:
-    """fp32 sum of one token before its rounding to bf16, for a bf16 wire, in numpy, one operation at a time.
+def through_bf16(partial: np.ndarray) -> np.ndarray:
+    """A partial sum that travels in bf16, rounded by torch."""
+    return torch.from_numpy(partial).to(torch.bfloat16).float().numpy()
 
-    `row_of[token, k]` is the expert's row as fp32 of bf16. Partial sums are rounded to bf16 by torch.
+
+def through_fp8_blocks(partial: np.ndarray) -> np.ndarray:
+    """A finite partial sum that travels in e4m3 with an fp32 scale for each 128 values, the last ones fewer."""
+    blocks = []
+    for start in range(0, len(partial), 128):
+        block = partial[start : start + 128]
+        scale = np.maximum(np.abs(block).max(), np.float32(1e-4)) / np.float32(448)
+        quants = np.clip(block / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        blocks.append(quants.astype(np.float32) * scale)
+    return np.concatenate(blocks)
+
+
+WIRES: dict[str, Callable[[np.ndarray], np.ndarray]] = {"bf16": through_bf16, "fp8_block": through_fp8_blocks}
+
+
+def expected_combine(
+    data: RankInput,
+    starts: tuple[int, ...],
+    row_of: dict[tuple[int, int], np.ndarray],
+    token: int,
+    wire: str = "bf16",
+) -> np.ndarray:
+    """fp32 sum of one token before its rounding to bf16, in numpy, one operation at a time.
+
+    `row_of[token, k]` is the expert's row as fp32 of bf16. Partial sums travel in format `wire`.
     """
     hidden = data.x.shape[1]
     total = np.zeros(hidden, np.float32)
@@ -113,5 +138,5 @@ def expected_combine(
                 partial = partial + np.float32(data.topk_weights[token, k].item()) * row_of[token, k]
                 some = True
         if some:
-            total = total + torch.from_numpy(partial).to(torch.bfloat16).float().numpy()
+            total = total + WIRES[wire](partial)
     return total

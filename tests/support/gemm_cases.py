@@ -12,7 +12,7 @@ import torch
 from moe_runtime.kernels.formats.number_formats import FORMATS, TokenFormat, format_named
 from moe_runtime.kernels.formats.quantize import quantize_rows
 from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
-from moe_runtime.kernels.gemm.weights import ExpertWeights
+from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder
 from moe_runtime.launch.benchmarks.fp8_bound import fp8_mma_slack
 
 Array = np.ndarray
@@ -87,7 +87,10 @@ def dequant_weights(w: ExpertWeights) -> Array:
         if scales is not None and w.format.swizzled:
             linear = scales[expert].reshape(-1)[swizzled(np.arange(n), columns)]
         elif scales is not None:
-            linear = scales[expert].repeat(128, 0)[:n]
+            # Gate and up, one above the other, each start with a block of 128 rows.
+            halves = 2 if w.gate_up in (GateUpOrder.GATE_UP, GateUpOrder.UP_GATE) else 1
+            parts = scales[expert].reshape(halves, -1, columns) if n // halves % 128 else scales[None, expert]
+            linear = np.concatenate([part.repeat(128, 0)[: n // len(parts)] for part in parts])
         out[expert] = decode(w.format, bits(w.quants[expert]), linear)
     return out
 

@@ -126,8 +126,11 @@ def check_quantized(hidden: GroupedRows, exact: Exact, activation: SwiGLU, gsf: 
     if fmt.swizzled:
         raw = raw.reshape(-1)[swizzled(scale_rows(hidden), fmt.scale_columns(hidden.num_columns))]
     raw = raw[: hidden.capacity][written]
-    magnitude = np.abs(h).reshape(len(h), -1, fmt.block)
-    blocks = error.reshape(magnitude.shape)
+    # The last block may be short.
+    magnitude, blocks = (
+        np.pad(part, ((0, 0), (0, -h.shape[1] % fmt.block))).reshape(len(h), -1, fmt.block)
+        for part in (np.abs(h), error)
+    )
     ends = [np.maximum(magnitude + s * blocks, 0).max(-1) for s in (-1, 1)]
     if fmt.name == "nvfp4":
         scale = raw.view(ml_dtypes.float8_e4m3fn).astype(np.float64)
@@ -146,7 +149,7 @@ def check_quantized(hidden: GroupedRows, exact: Exact, activation: SwiGLU, gsf: 
             low, high = ideal[0] * (1 - 2.0**-23), ideal[1] * (1 + 2.0**-23)
         factor = 1 / scale
     assert ((low <= scale) & (scale <= high)).all()
-    factor = factor.repeat(fmt.block, 1)
+    factor = factor.repeat(fmt.block, 1)[:, : h.shape[1]]
     low, high = (_round((h + s * error) * factor, kind, largest) for s in (-1, 1))
     assert ((low <= got) & (got <= high)).all()
 

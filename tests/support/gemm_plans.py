@@ -19,7 +19,7 @@ from moe_runtime.kernels.gemm.grouped_rows import GroupedRows
 from moe_runtime.kernels.gemm.plan import GemmKernel, GemmPlan
 from moe_runtime.kernels.gemm.prepacked import PrepackedWeights
 from moe_runtime.kernels.gemm.shapes import TmaShape
-from moe_runtime.kernels.gemm.weights import ExpertWeights, SwiGLU
+from moe_runtime.kernels.gemm.weights import ExpertWeights, GateUpOrder, SwiGLU
 
 
 def choose(monkeypatch: pytest.MonkeyPatch, **choices: Callable[..., Any]) -> None:
@@ -35,6 +35,7 @@ def planned(
     *,
     out: torch.Tensor | None = None,
     out_format: TokenFormat | None = None,
+    order: GateUpOrder | None = None,
     num_sms: int | None = None,
     **choices: Callable[..., Any],
 ) -> GemmPlan:
@@ -44,7 +45,7 @@ def planned(
         stack.enter_context(patch.object(plan, "plan_gemm", unwrap(plan.plan_gemm)))
         for name, choice in choices.items():
             stack.enter_context(patch.object(plan, name, choice))
-        return gemm_module._plan(a, w, "cuda", num_sms, out=out, out_format=out_format)
+        return gemm_module._plan(a, w, "cuda", num_sms, out=out, out_format=out_format, order=order)
 
 
 def run_dequant_gemm(a: GroupedRows, w: PrepackedWeights, out: torch.Tensor, *, num_sms: int | None = None) -> None:
@@ -72,12 +73,13 @@ def tma_plan(
     *,
     out: torch.Tensor | None = None,
     out_format: TokenFormat | None = None,
+    order: GateUpOrder | None = None,
     shape: TmaShape | None = None,
     num_sms: int | None = None,
 ) -> GemmPlan:
     """The plan that takes `tma_gemm.cu`, in `shape` where that is given."""
     choices = {} if shape is None else {"choose_tma_shape": lambda *_: shape}
-    plan = planned(a, w, out=out, out_format=out_format, num_sms=num_sms, **choices)
+    plan = planned(a, w, out=out, out_format=out_format, order=order, num_sms=num_sms, **choices)
     assert plan.kernel is GemmKernel.TMA
     return plan
 
@@ -111,6 +113,7 @@ def tma_grouped_gemm_swiglu(
     """`grouped_gemm_swiglu` by `tma_gemm.cu`, in `shape` where that is given."""
     check_operands(a, w)
     out, _ = empty_intermediate(a, w, out_format, None)
-    plan = tma_plan(a, w, out_format=format_named(out_format), shape=shape, num_sms=num_sms)
+    order = activation.order
+    plan = tma_plan(a, w, out_format=format_named(out_format), order=order, shape=shape, num_sms=num_sms)
     tma_gemm.multiply_swiglu(a, w, activation, out, plan)
     return out

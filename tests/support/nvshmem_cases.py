@@ -14,9 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from moe_runtime.comm.bootstrap import RankGroup
 from moe_runtime.comm.errors import MoERuntimeError, PeerAbortedError
 from moe_runtime.comm.heaps.nvshmem_heap import NvshmemHeap
+from moe_runtime.comm.rank_group import RankGroup
 from moe_runtime.comm.transport import choose_transport
 from moe_runtime.config import GATHERED_MAX_TOKENS, ModeName, MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext

@@ -276,7 +276,7 @@ def fp8(
         a, b = (_randint(-4, 5, s, rng).float().to(dtype) for s in ((offsets[-1], k), (experts, n, k)))
         a_linear, b_linear = (
             2.0 ** _randint(-1, 2, s, rng)
-            for s in ((-(-offsets[-1] // gm), k // 128), (experts, -(-n // 128), k // 128))
+            for s in ((-(-offsets[-1] // gm), -(-k // 128)), (experts, -(-n // 128), -(-k // 128)))
         )
     else:
         a, a_linear = ops.quantize_fp8(_spread((offsets[-1], k), rng), gm, dtype)
@@ -297,9 +297,9 @@ def fp8(
         a_scale, b_scale = a_scale.T, b_scale.transpose(1, 2)
     place = [start // gm + row // gm for start, end in itertools.pairwise(offsets) for row in range(end - start)]
     rows, weights = _values(arguments["a"]), _values(arguments["b"])
-    rows *= a_scale[torch.tensor(place, dtype=torch.int64, device=device)].repeat_interleave(128, 1)
+    rows *= a_scale[torch.tensor(place, dtype=torch.int64, device=device)].repeat_interleave(128, 1)[:, :k]
     for e in range(experts):
-        weights[e] *= b_scale[e].repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)
+        weights[e] *= b_scale[e].repeat_interleave(128, 0)[:n].repeat_interleave(128, 1)[:, :k]
     operation, ones = ops.group_gemm_fp8_nt_groupwise, [1.0] * experts
     return OpCase(operation, arguments, rows, weights, offsets, list(range(experts)), ones)
 
@@ -314,22 +314,14 @@ def moe_fp8(
     integers: bool = False,
     is_gated: bool = False,
 ) -> OpCase:
-    """`moe_gemm_fp8_nt_groupwise`: the numbers of `fp8`, K cut to `k`, the scales of rows spread among NaN."""
-    whole = -(-k // 128) * 128
-    case = fp8(sizes, n, whole, rng, device, integers=integers)
+    """`moe_gemm_fp8_nt_groupwise`: the numbers of `fp8`, the scales of rows spread among NaN."""
+    case = fp8(sizes, n, k, rng, device, integers=integers)
     unpadded, offsets = case.arguments["a_scale"], case.offsets
     starts = [(row + 3 * i) // 4 * 4 for i, row in enumerate(offsets)]
-    a_scale = torch.full((whole // 128, starts[-1]), float("nan"), device=device)
+    a_scale = torch.full((-(-k // 128), starts[-1]), float("nan"), device=device)
     a_scale[:, _rows(offsets, starts).to(device)] = unpadded
-    names = ("b_scale", "m_indptr", "scale_granularity_mnk", "scale_major_mode")
-    arguments = {name: case.arguments[name] for name in names} | {"a_scale": a_scale, "is_gated": is_gated}
-    arguments |= {name: _cut(case.arguments[name], k) for name in ("a", "b")}
-    rows, weights = case.rows[:, :k].contiguous(), case.weights[:, :, :k].contiguous()
-    return replace(case, operation=ops.moe_gemm_fp8_nt_groupwise, arguments=arguments, rows=rows, weights=weights)
-
-
-def _cut(quants: torch.Tensor, k: int) -> torch.Tensor:
-    return quants.view(torch.uint8)[..., :k].contiguous().view(quants.dtype)
+    arguments = case.arguments | {"a_scale": a_scale, "is_gated": is_gated}
+    return replace(case, operation=ops.moe_gemm_fp8_nt_groupwise, arguments=arguments)
 
 
 def _randn(shape: tuple[int, ...], rng: torch.Generator) -> torch.Tensor:

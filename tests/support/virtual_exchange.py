@@ -146,23 +146,28 @@ def check_arrival(arrived: DispatchedTokens, inputs: list[RankInput], experts: r
             position += 1
 
 
-def expert_rows(arrived: DispatchedTokens, hidden: int, seed: int, dtype: torch.dtype) -> torch.Tensor:
-    """Random expert outputs; NaN where no row is, which must never reach a token."""
+def expert_rows(
+    arrived: DispatchedTokens, hidden: int, seed: int, dtype: torch.dtype, sizes: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Random expert outputs, of a size by column; NaN where no row is, which must never reach a token."""
     total = int(arrived.group_offsets[-1])
     rows = torch.full((arrived.capacity, hidden), float("nan"))
     rows[:total] = torch.randn(total, hidden, generator=torch.Generator().manual_seed(seed))
+    rows[:total] *= 1 if sizes is None else sizes
     return rows.to(dtype).to(arrived.rows.device)
 
 
-def check_step(ranks: Ranks, inputs: list[RankInput], seed: int, dtype: torch.dtype) -> None:
-    """A dispatch and a combine of bf16 partial results: every row and every sum against plain loops."""
+def check_step(
+    ranks: Ranks, inputs: list[RankInput], seed: int, dtype: torch.dtype, sizes: torch.Tensor | None = None
+) -> None:
+    """A dispatch and a combine: every row and every sum against plain loops; `sizes` as for `expert_rows`."""
     geometry, device = ranks.dispatchers[0].geometry, ranks.contexts[0].device
     starts = geometry.starts
     arrived = ranks.dispatch([data.to(device) for data in inputs])
     outputs = []
     for rank, a in enumerate(arrived):
         check_arrival(a, inputs, range(starts[rank], starts[rank + 1]))
-        outputs.append(expert_rows(a, geometry.hidden, seed + rank, dtype))
+        outputs.append(expert_rows(a, geometry.hidden, seed + rank, dtype, sizes))
     ys = ranks.combine(arrived, outputs)
     for rank, (data, y) in enumerate(zip(inputs, ys, strict=True)):
         assert y.shape == data.x.shape
@@ -173,5 +178,6 @@ def check_step(ranks: Ranks, inputs: list[RankInput], seed: int, dtype: torch.dt
                 for k, position in enumerate(positions):
                     if position >= 0:
                         row_of[token, k] = outputs[holder][position].to(torch.bfloat16).float().cpu().numpy()
-            want = torch.from_numpy(expected_combine(data, starts, row_of, token)).to(torch.bfloat16)
+            wanted = expected_combine(data, starts, row_of, token, geometry.combine_format.name)
+            want = torch.from_numpy(wanted).to(torch.bfloat16)
             assert_same_bits(y[token], want, f"y of token {token} of rank {rank}")

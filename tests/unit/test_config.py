@@ -6,21 +6,28 @@ import doctest
 import os
 import shutil
 import subprocess
+from decimal import Decimal
+from fractions import Fraction
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
+import numpy as np
 import pytest
+import torch
 import yaml
 from hypothesis import given
 from hypothesis import strategies as st
-from pydantic import ValidationError
+from pydantic import BaseModel, ValidationError
 
 from moe_runtime import config as config_module
 from moe_runtime.config import (
     ActivationConfig,
+    CheckpointConfig,
     MoELayerConfig,
     ParallelConfig,
+    PlacementConfig,
     RouterConfig,
+    RunConfig,
     _UniqueKeyLoader,
     find_config,
     load_config,
@@ -84,7 +91,7 @@ def test_what_is_absent_gets_its_default(tmp_path: Path) -> None:
         ({"hidden_size": 252}, r"layer\.hidden_size: .*multiple of 8, got 252"),
         ({"hidden_size": 264, "token_format": "nvfp4"}, r"layer\.hidden_size: format nvfp4 .*16, got 264"),
         ({"hidden_size": 272, "combine_format": "mxfp8"}, r"layer\.hidden_size: format mxfp8 .*32, got 272"),
-        ({"intermediate_size": 192, "token_format": "fp8_block"}, r"layer\.intermediate_size: .*128, got 192"),
+        ({"intermediate_size": 200, "token_format": "fp8_block"}, r"layer\.intermediate_size: .*16, got 200"),
         ({"top_k": 9}, r"layer\.top_k: expected at most num_experts = 8, got 9"),
         ({"top_k": "2"}, r"layer\.top_k: .*integer, got '2'"),
         ({"top_k": True}, r"layer\.top_k: .*integer, got True"),
@@ -286,14 +293,14 @@ def test_examples_in_docstrings() -> None:
 def test_a_layer_is_accepted_exactly_when_it_can_run(
     hidden: int, intermediate: int, num_experts: int, top_k: int, token: str, weight: str | None, combine: str
 ) -> None:
-    weights = weight or token
+    weights, units = weight or token, {"bf16": 8, "fp8_block": 16, "mxfp8": 32, "nvfp4": 16, "mxfp4": 32}
     possible = (
         hidden > 0
         and intermediate > 0
         and 0 < top_k <= num_experts
         and (weights == token or (token, weights) in (("bf16", "nvfp4"), ("bf16", "mxfp4"), ("mxfp8", "mxfp4")))
-        and all(hidden % max(8, WEIGHT_FORMATS[name].block) == 0 for name in (token, weights, combine))
-        and all(intermediate % max(8, WEIGHT_FORMATS[name].block) == 0 for name in (token, weights))
+        and all(hidden % units[name] == 0 for name in (token, weights, combine))
+        and all(intermediate % units[name] == 0 for name in (token, weights))
     )
     data = {
         "hidden_size": hidden,
@@ -320,3 +327,28 @@ def test_yaml_round_trip(tmp_path: Path) -> None:
         assert load_config(write(tmp_path, config.model_dump())) == config
     shutil.copy(find_config("tiny_cpu"), tmp_path / "mine.yaml")
     assert load_config(tmp_path / "mine.yaml") == load_config("tiny_cpu")
+
+
+@pytest.mark.parametrize("value", [np.True_, np.array(1.0), torch.tensor(1.0), Decimal(1), np.complex64(1)], ids=repr)
+def test_no_key_takes_what_is_no_plain_number(value: object) -> None:
+    models = [RunConfig, ParallelConfig, CheckpointConfig, PlacementConfig, *_models_within(MoELayerConfig)]
+    for model in models:
+        for key in model.model_fields:
+            with pytest.raises(ValidationError) as caught:
+                model(**{key: value})
+            assert key in {problem["loc"][0] for problem in caught.value.errors() if problem["loc"]}, (model, key)
+
+
+def _models_within(model: type[BaseModel]) -> list[type[BaseModel]]:
+    """`model` and the models of its keys."""
+    found = [model]
+    for field in model.model_fields.values():
+        kinds = (field.annotation, *get_args(field.annotation))
+        found += [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)]
+    return found
+
+
+@pytest.mark.parametrize("value", [2, 2.0, np.float32(2), np.int64(2), Fraction(2)], ids=repr)
+def test_numbers_of_numpy_are_numbers(value: Any) -> None:
+    assert RouterConfig(scaling_factor=value).scaling_factor == 2.0
+    assert type(ParallelConfig(timeout_s=value).timeout_s) is float

@@ -52,6 +52,15 @@ def test_partial_blocks_round_up() -> None:
     assert [ceil_div(a, 4) for a in (0, 1, 4, 5)] == [0, 1, 1, 2]
     assert [align(a, 16) for a in (0, 1, 16, 17)] == [0, 16, 16, 32]
     assert FP8_BLOCK.scale_columns(130) == 2
+    assert (FP8_BLOCK.scale_columns(2880), FP8_BLOCK.scale_bytes(2880)) == (23, 92)
+
+
+def test_fp8_rows_of_16_bytes_are_stored_and_other_formats_need_whole_blocks() -> None:
+    assert {name: fmt.unit for name, fmt in WEIGHT_FORMATS.items()} == {
+        "bf16": 8, "fp8_block": 16, "mxfp8": 32, "nvfp4": 16, "mxfp4": 32,
+    }  # fmt: skip
+    for k in (16, 192, 288, 320, 960, 1408, 1856, 2880):
+        FP8_BLOCK.check_columns(k, "hidden_size")
 
 
 def test_frozen() -> None:
@@ -59,7 +68,9 @@ def test_frozen() -> None:
         NVFP4.block = 32  # type: ignore[misc]
 
 
-@pytest.mark.parametrize(("fmt", "k"), [(BF16, 4), (BF16, 0), (FP8_BLOCK, 64), (MXFP8, 48), (NVFP4, 24), (NVFP4, -16)])
+@pytest.mark.parametrize(
+    ("fmt", "k"), [(BF16, 4), (BF16, 0), (FP8_BLOCK, 72), (FP8_BLOCK, 8), (MXFP8, 48), (NVFP4, 24), (NVFP4, -16)]
+)
 def test_columns_that_do_not_block(fmt, k: int) -> None:
     with pytest.raises(ValueError, match=f"hidden_size.*{fmt.name}.*{k}"):
         fmt.check_columns(k, "hidden_size")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import doctest
 import math
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -383,3 +384,14 @@ def test_a_token_is_routed_the_same_whatever_its_neighbours(
         idx_part, weights_part = router(x[rows])
         assert torch.equal(idx_part, idx[rows])
         assert torch.equal(weights_part.view(torch.int32), weights[rows].view(torch.int32))
+
+
+@pytest.mark.parametrize("kind", [softmax_topk, topk_softmax, sigmoid_topk])
+def test_equal_tokens_get_equal_weights(kind: Callable[..., tuple[torch.Tensor, torch.Tensor]], seed: int) -> None:
+    torch.manual_seed(seed)
+    for experts in (8, 13, 72):
+        for _ in range(40):
+            logits_TE = (2 * torch.randn(experts)).repeat(5, 1)
+            for logits in (logits_TE, logits_TE.t().contiguous().t()):
+                idx_TK, weights_TK = kind(logits, 3)
+                assert bool((idx_TK == idx_TK[0]).all()) and bool((weights_TK == weights_TK[0]).all())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 from typing import Any
 
@@ -91,22 +92,39 @@ def test_nvfp4_scales_of_gate_and_up(order: GateUpOrder, rng: torch.Generator, d
     assert plain.expert_scales is not None and plain.expert_scales.shape == (3,)
 
 
-def test_fp8_blocks(rng: torch.Generator, device: torch.device) -> None:
-    """128x128 blocks one by one with numpy, a partial one at the end of N."""
-    n, k = 200, 384
+@pytest.mark.parametrize("order", [None, *GateUpOrder])
+@pytest.mark.parametrize(("n", "k"), [(208, 384), (384, 192), (640, 288), (704, 320), (16, 16), (512, 2880)])
+def test_fp8_blocks(n: int, k: int, order: GateUpOrder | None, rng: torch.Generator, device: torch.device) -> None:
+    """128x128 blocks one by one with numpy, short ones at the end of N and K; gate and up, one above the other, each
+    start with a block."""
     w = torch.randn(2, n, k, generator=rng) * torch.logspace(-8, 3, k)
     w[1, :128, :128] *= 1e-4  # under the floor of the maximum
-    weights = ExpertWeights.quantize(w.to(device), "fp8_block")
-    assert weights.scales is not None and weights.scales.shape == (2, 2, 3)
-    quants, scales = bits(weights.quants), weights.scales.cpu().numpy()
-    for e in range(2):
-        for i in range(2):
-            for j in range(3):
-                block = w[e, i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128].numpy()
-                scale = np.maximum(np.abs(block).max(), np.float32(1e-4)) / np.float32(448)
-                assert scales[e, i, j] == scale
-                want = np.clip(block / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn).view(np.uint8)
-                np.testing.assert_array_equal(quants[e, i * 128 : (i + 1) * 128, j * 128 : (j + 1) * 128], want)
+    tail = (k - 1) // 128 * 128
+    w[0, :, tail - 1], w[0, :, tail:] = 1e8, w[0, :, tail:] * 1e-3
+    weights = ExpertWeights.quantize(w.to(device), "fp8_block", gate_up=order or False)
+    starts = [0] if order in (None, GateUpOrder.INTERLEAVED) else [0, n // 2]
+    rows = [
+        slice(first, min(first + 128, start + n // len(starts)))
+        for start in starts
+        for first in range(start, start + n // len(starts), 128)
+    ]
+    assert weights.scales is not None and weights.scales.shape == (2, len(rows), -(-k // 128))
+    assert weights.scale_rows().tolist() == [i for i, block in enumerate(rows) for _ in range(block.start, block.stop)]
+    quants, scales, back = bits(weights.quants), weights.scales.cpu().numpy(), weights.dequantize().cpu().numpy()
+    for e, (i, of_n), j in itertools.product(range(2), enumerate(rows), range(-(-k // 128))):
+        at = e, of_n, slice(j * 128, (j + 1) * 128)
+        scale = np.maximum(np.abs(w[at].numpy()).max(), np.float32(1e-4)) / np.float32(448)
+        assert scales[e, i, j] == scale
+        want = np.clip(w[at].numpy() / scale, -448, 448).astype(ml_dtypes.float8_e4m3fn)
+        np.testing.assert_array_equal(quants[at], want.view(np.uint8))
+        np.testing.assert_array_equal(back[at], want.astype(np.float32) * scale)
+
+
+def test_scales_of_another_order_are_refused(rng: torch.Generator) -> None:
+    """Of 2 * 320 rows there are 5 blocks, or 6 of gate and of up."""
+    plain = ExpertWeights.quantize(torch.randn(1, 640, 128, generator=rng), "fp8_block")
+    with pytest.raises(ValueError, match=r"^scales: expected shape \[1, 6, 1\], got \[1, 5, 1\]"):
+        replace(plain, gate_up=GateUpOrder.GATE_UP)
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import random
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -31,13 +32,19 @@ from moe_runtime import (
     imbalance,
     ops,
 )
+from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.integrations import ExpertParallel
 from moe_runtime.kernels.formats.number_formats import NVFP4, FormatCode, format_named
 from moe_runtime.kernels.formats.quantize import dequantize_rows, quantize_rows
+from moe_runtime.placement import Placement
 from moe_runtime.router import sigmoid_topk, softmax_topk
+from moe_runtime.virtual import VirtualRanks
 from tests.support import wrong_calls
-from tests.support.right_calls import ARGUMENTS, HIDDEN, World
-from tests.support.wrong_calls import Call, Target, differs, fits, judge_accepted, judge_error
+from tests.support.call_references import REFERENCES
+from tests.support.call_verdicts import compare_with_plain, differs, finished, fits, judge_accepted, judge_error
+from tests.support.public_calls import Call, Target, targets, unmade
+from tests.support.right_calls import ARGUMENTS
+from tests.support.right_objects import HIDDEN, INNER, World
 
 FIXED_SEED = 20260
 SECONDS = 10
@@ -45,19 +52,45 @@ SECONDS = 10
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_every_public_call_has_right_arguments() -> None:
-    assert len(wrong_calls.targets()) > 150
-    assert wrong_calls.unmade() == []
-    assert set(ARGUMENTS) | set(wrong_calls.KNOWN) <= set(wrong_calls.targets())
+    assert len(targets()) > 150
+    assert unmade() == []
+    assert set(ARGUMENTS) <= set(targets())
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
-@pytest.mark.parametrize("name", sorted(wrong_calls.targets()))
+@pytest.mark.parametrize("name", sorted(targets()))
 def test_right_calls_are_right(name: str, seed: int) -> None:
     """Accepted, twice the same result, and that of the reference where there is one: what wrong calls start from."""
-    target = wrong_calls.targets()[name]
+    target = targets()[name]
     (call, arguments), (again, others) = (Call(target, World(random.Random(seed))).parts() for _ in range(2))
-    result = wrong_calls.finished(call(**arguments))
-    wrong_calls.compare_with_plain(name, [], (result, arguments), again, others, name)
+    result = finished(call(**arguments))
+    compare_with_plain(name, [], (result, arguments), again, others, name)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("name", sorted(REFERENCES))
+def test_references_tell_wrong_results(name: str, seed: int) -> None:
+    call, arguments = Call(targets()[name], World(random.Random(seed))).parts()
+    result = call(**arguments)
+    assert REFERENCES[name](result, **arguments) is None
+    assert REFERENCES[name](_changed(result), **arguments)
+
+
+def _changed(result: Any) -> Any:
+    """The result with one number that is wrong."""
+    if isinstance(result, torch.Tensor):
+        changed = result.clone()
+        whole = changed.dtype.itemsize == 1 or not changed.is_floating_point()
+        flat = changed.view(torch.uint8) if whole and changed.dtype.itemsize == 1 else changed
+        flat.view(-1)[0] += 1
+        return changed
+    if isinstance(result, tuple):
+        return (*result[:-1], _changed(result[-1]))
+    if isinstance(result, dict):
+        return {key: value + 256 for key, value in result.items()}
+    if isinstance(result, Placement):
+        return SimpleNamespace(num_ranks=result.num_ranks, slot_experts=(0,) * len(result.slot_experts))
+    return result + 1
 
 
 @pytest.mark.parametrize("fixed", [True, False])
@@ -66,12 +99,8 @@ def test_wrong_calls(fixed: bool, seed: int) -> None:
     seed = FIXED_SEED if fixed else seed
     outcome = wrong_calls.run(seed, 0, 2000, seconds=SECONDS)
     assert outcome.counts.total() > 50
-    new = [
-        f"{fault}\n    --seed {seed} --only {index}"
-        for index, fault in outcome.faults
-        if not wrong_calls.is_known(fault)
-    ]
-    assert not new, "repeat with python -m tests.support.wrong_calls:\n" + "\n".join(new)
+    faults = [f"{fault}\n    --seed {seed} --only {index}" for index, fault in outcome.faults]
+    assert not faults, "repeat with python -m tests.support.wrong_calls:\n" + "\n".join(faults)
 
 
 SPARSE = torch.ones(3, HIDDEN).to_sparse()
@@ -97,6 +126,20 @@ def _counted(w: World, **changes: Any) -> Any:
     ids, four = torch.zeros(3, 2, dtype=torch.int32), torch.arange(5, dtype=torch.int32)
     right = {"topk_idx": ids, "slots": ids, "num_parts": torch.ones(3, dtype=torch.int32), "group_offsets": four}
     return w.counters().add(**(right | changes))
+
+
+def _on_meta(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
+
+
+def _transposed(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape[::-1], dtype=dtype).permute(*range(len(shape))[::-1])
+
+
+def _closed_heap() -> PrivateHeap:
+    heap = PrivateHeap()
+    heap.close()
+    return heap
 
 
 def _info(w: World, **changes: Any) -> dict[str, Any]:
@@ -251,6 +294,26 @@ REFUSED: list[tuple[str, Callable[[World], Any]]] = [
     ("scale_granularity_mnk", lambda w: _prepack(w, (1, 1, torch.ones(0)))),
     ("scale_granularity_mnk", lambda w: _prepack(w, (torch.tensor(1), 1, 128))),
     ("scales_RV", lambda w: ops.swizzle_scales(w.codes(4, 4).bool())),
+    ("buffers", lambda w: list(w.checkpoint().experts(0, [0], (torch.empty, len)))),
+    ("buffers", lambda w: list(w.checkpoint().experts(0, [0], (lambda *shape, dtype: torch.empty(1),) * 2))),
+    ("buffers", lambda w: list(w.checkpoint().experts(0, [0], (lambda *shape, dtype: torch.empty(shape),) * 2))),
+    ("buffers", lambda w: list(w.checkpoint().experts(0, [0], (_on_meta, _on_meta)))),
+    ("buffers", lambda w: list(w.checkpoint().experts(0, [0], (_transposed, _transposed)))),
+    ("config", lambda w: moe_runtime.reserved_bytes(None, 2)),
+    ("experts", lambda w: w.layer().load_experts(np.array("x"))),
+    ("gate_up of expert 0", lambda w: w.layer().load_experts([(NESTED, NESTED)])),
+    ("gate_up of expert 0", lambda w: w.layer().load_experts([(SPARSE, SPARSE)])),
+    ("gate_up of expert 0", lambda w: w.layer().load_experts([(w.numbers(2 * INNER, HIDDEN).to("meta"),) * 2])),
+    ("load", lambda w: w.placement().rank_loads([1.0, np.True_, 1.0, 1.0])),
+    ("world_size", lambda w: PrivateHeap.group(True)),
+    ("device", lambda w: PrivateHeap("meta")),
+    ("ones", lambda w: PrivateHeap().reserve("a", 8, ones=9)),
+    ("heap", lambda w: _closed_heap().allocate()),
+    ("load", lambda w: VirtualRanks(w.config(), 2, None)),
+    ("xs", lambda w: w.virtual_ranks()(5)),
+    ("routing", lambda w: w.virtual_ranks()([w.tokens()["x"]] * 2, [(1,), (2,)])),
+    ("world_size", lambda w: moe_runtime.reserved_bytes(w.config(), 10**30)),
+    ("placed", lambda w: moe_runtime.reserved_bytes(w.config(), 2, placed=1)),
 ]
 """Faults that the fuzzer has found, each by its minimal call."""
 
@@ -319,7 +382,7 @@ def test_offsets_are_the_fault_of_the_caller_only_if_unchecked(seed: int) -> Non
         _group_gemm(World(random.Random(seed)), name, **offsets)
     with pytest.raises(IndexError) as caught:
         _group_gemm(World(random.Random(seed)), name, validate=False, **offsets)
-    target, key = wrong_calls.targets()[name], ["m_indptr"]
+    target, key = targets()[name], ["m_indptr"]
     assert judge_error(target, offsets | {"validate": False}, key, caught.value) is None
     assert judge_error(target, offsets | {"validate": None}, key, caught.value)
     assert judge_error(target, offsets | {"validate": False}, ["a"], caught.value)
@@ -343,7 +406,7 @@ def test_what_counts_as_a_fault() -> None:
     assert judge_accepted(target, "factor", 2) is None and judge_accepted(target, "x", torch.ones(2)) is None
     for key, value in (("factor", True), ("factor", "2"), ("factor", float("nan")), ("x", None), ("x", [1.0])):
         assert judge_accepted(target, key, value), (key, value)
-    signed = wrong_calls.targets()["dequantize_nvfp4"]
+    signed = targets()["dequantize_nvfp4"]
     assert judge_accepted(signed, "decode_scale", -2.0) is None and judge_accepted(target, "factor", -2.0)
     assert judge_accepted(signed, "decode_scale", float("nan")) and judge_accepted(signed, "decode_scale", -1e300)
     assert not fits(torch.Tensor, torch.ones(2, 2).to_sparse())
