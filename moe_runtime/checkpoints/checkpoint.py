@@ -165,8 +165,10 @@ class Checkpoint:
             return self._layer_config(layer, overrides)
         except ValueError as error:
             unit, asked = stored.layout.format.unit, [overrides.get(key) for key in ("token_format", "weight_format")]
-            fits = sizes.hidden_size % unit == sizes.intermediate_size % unit == 0
-            if fits or any(name not in (None, "auto") for name in asked):
+            if (
+                any(name not in (None, "auto") for name in asked)
+                or sizes.hidden_size % unit == sizes.intermediate_size % unit == 0
+            ):
                 raise
             made = self._layer_config(layer, overrides | {"token_format": "bf16"})
             said = f"{stored.key} says {stored.layout.name}"

@@ -134,8 +134,8 @@ class ExpertReader:
             return False
         if self.layout != PLAIN:
             parts = (self.inner, self.hidden, self.names.order), (self.hidden, self.inner, None)
-            stacked = self.layout.stacked and not self.layout.fused
-            kept = stacked or all(keeps_scales(fmt, *each) for each in parts)
+            whole = self.layout.stacked and not self.layout.fused
+            kept = whole or all(keeps_scales(fmt, *each) for each in parts)
             return self.layout.format is fmt and self.layout.scale is not None and kept
         first = f"{self.names.linears(0)[0]}.{self.layout.weight}"
         return fmt is self.layout.format and self.files.entry(first).dtype == "BF16"
@@ -430,7 +430,7 @@ def _dequantized(quants: torch.Tensor, scales: torch.Tensor, high: int, wide: in
 
 
 def _in_blocks(scales: torch.Tensor, high: int, wide: int, rows: int, columns: int) -> torch.Tensor:
-    """fp32 scales of blocks of `high x wide`, as those of the 128x128 blocks in them."""
+    """fp32 scales of blocks of `high x wide` of linears `[P, rows, columns]`, as those of the 128x128 blocks in it."""
     down = torch.arange(0, rows, WEIGHT_BLOCK_N, device=scales.device) // high
     across = torch.arange(0, columns, FP8_BLOCK.block, device=scales.device) // wide
     return scales[:, down][:, :, across].contiguous()

@@ -163,8 +163,7 @@ class LibraryScheme:
             parts["weight_global_scale"] = helpers.generate_gparam(w.min(), w.max())
         if weights.block_structure is not None:
             high, wide = weights.block_structure
-            rows, columns = w.shape
-            padded = torch.nn.functional.pad(w, (0, -columns % wide, 0, -rows % high))
+            padded = torch.nn.functional.pad(w, (0, -w.shape[1] % wide, 0, -w.shape[0] % high))
             blocks, along = padded.unflatten(0, (-1, high)).unflatten(2, (-1, wide)), (1, 3)
         elif weights.group_size is None:
             blocks, along = (w[:, None], (2,)) if weights.strategy == "channel" else (w.view(1, 1, -1), (1, 2))
