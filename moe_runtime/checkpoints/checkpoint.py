@@ -152,8 +152,8 @@ class Checkpoint:
         `intermediate_gsf` to the smallest one stored for the layer's experts. A whole config
         (`**config.model_dump()`) checks that it fits the checkpoint.
 
-        Warns (`UserWarning`) where the sizes do not fit into the blocks of the default formats, as FP8 with a size that
-        is no multiple of 128. Tokens are then bf16, and so are weights that do not go with them.
+        Warns (`UserWarning`) where the sizes are no multiples of the `unit` of the default formats, 16 for FP8. Tokens
+        are then bf16, and so are weights that do not go with them.
 
         Raises:
             ValueError: a layer without experts, values that `MoELayerConfig` refuses, or overrides that contradict the

@@ -275,17 +275,18 @@ class ExpertReader:
                 f"{rows // 2}: whether they share a scale is not known"
             )
         shape = ceil_div(rows, high), ceil_div(columns, wide)
-        quants = empty(rows, columns, dtype=torch.float8_e4m3fn)
+        quants = allocate_quants(empty, rows, columns, dtype=torch.float8_e4m3fn)
         self.files.read_into(name, quants, item=expert)
-        scales = self.files.read(scale, (self.num_experts, *shape), layout.scale_dtypes, item=expert)
-        check_no_nan(self.files, scale, scales)
-        scales = scales.float()
-        _clear(self.files, (scale,), quants[None], scales[None], high, wide)
-        parts = 1 if order is None else 2
-        if not layout.dequantized and keeps_scales(layout.format, rows // parts, columns, order):
-            scales = _in_blocks(scales.view(parts, -1, shape[1]), high, wide, rows // parts, columns)
-            return ExpertWeights(layout.format, quants[None], scales.view(1, -1, scales.shape[2]), gate_up=order)
-        return _dequantized(quants[None], scales[None], high, wide)[0]
+        stored = self.files.read(scale, (self.num_experts, *shape), layout.scale_dtypes, item=expert)
+        check_no_nan(self.files, scale, stored)
+        # Gate and up apart.
+        num_parts = 1 if order is None else 2
+        parts, scales = quants.view(num_parts, -1, columns), stored.float().view(num_parts, -1, shape[1])
+        _clear(self.files, (scale,) * num_parts, parts, scales, high, wide)
+        if layout.dequantized or not keeps_scales(layout.format, parts.shape[1], columns, order):
+            return _dequantized(parts, scales, high, wide).flatten(0, 1)
+        blocks = _in_blocks(scales, high, wide, parts.shape[1], columns).flatten(0, 1)
+        return ExpertWeights(layout.format, quants[None], blocks[None], gate_up=order)
 
 
 def read_linear(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -311,6 +312,25 @@ def test_fused_fp8_experts(
     held(folder, seed, exact, formats)
     with pytest.raises(ValueError, match=r"source: .*\.experts of .* are fused"):
         convert_checkpoint(folder, folder / "converted", "nvfp4")
+
+
+@pytest.mark.parametrize("stacked", [False, True])
+@pytest.mark.parametrize("inner", [176, 48, 136])
+def test_one_scale_is_that_of_every_block_of_any_size(inner: int, stacked: bool, folder: Path, seed: int) -> None:
+    """Also of short blocks. Sizes that `fp8_block` does not take are dequantized."""
+    write_qwen3_moe_checkpoint(folder, CONFIG.replace(intermediate_size=inner), seed=seed)
+    exact = {prefix: torch.from_numpy(product(per_tensor(w.float()))) for prefix, w in values(folder).items()}
+    if stacked:
+        rewrite(
+            folder, fused(folder, per_tensor, one_scale=True), quantization_config=FP8 | {"weight_block_size": None}
+        )
+    else:
+        quantize_experts(folder, per_tensor, quantization_config=modelopt("FP8"))
+    formats = ("bf16", "bf16") if inner % 16 else ("fp8_block", "fp8_block")
+    with pytest.warns(UserWarning, match="needs a positive multiple of 16") if inner % 16 else nullcontext():
+        held(folder, seed, exact, formats)
+    for prefix, got in values(folder).items():
+        assert_same_bits(got, exact[prefix].float())
 
 
 def test_stacked_experts_that_may_share_scales_are_named(folder: Path) -> None:
