@@ -24,7 +24,7 @@ from torch import nn
 
 from moe_runtime.build import context_from_config
 from moe_runtime.checkpoints.loading import FRESH, QuantBuffer, QuantBuffers
-from moe_runtime.comm.arguments import check_kind
+from moe_runtime.comm.arguments import check_integer, check_kind
 from moe_runtime.comm.heaps.private_heap import PrivateHeap
 from moe_runtime.config import (
     MAX_EXPERTS,
@@ -85,6 +85,7 @@ def experts_settings(
 
     Raises `ValueError` naming a wrong argument; what does not fit a model is refused when its first layer is made.
     """
+    check_integer("max_tokens_per_rank", max_tokens_per_rank, 1, 2**31 - 1)
     if parallel is not None:
         check_kind("parallel", parallel, ParallelConfig)
     fields = {

@@ -261,6 +261,9 @@ def test_calls_that_do_not_fit_are_refused() -> None:
                 narrow(ids)
         with experts_settings(hidden_size=32), pytest.raises(ValueError, match=r"^hidden_size: the model says 64, got"):
             model(ids)
+        for most in (0, 2**31, True):
+            with pytest.raises(ValueError, match=r"^max_tokens_per_rank: expected "):
+                experts_settings(max_tokens_per_rank=most)
         with pytest.raises(ValueError, match=r"^nonsense: unknown key"):
             experts_settings(nonsense=1)
         with pytest.raises(ValueError, match=r"^weight_format: expected .*, got mxfp4 with nvfp4 tokens"):
