@@ -32,7 +32,10 @@ def read_regular(path: Path, max_bytes: int) -> bytes:
     try:
         with open(open_regular(path), "rb") as file:
             size = os.fstat(file.fileno()).st_size
-            data = b"" if size > max_bytes else file.read(max_bytes + 1)
+            # Python allocates what it is asked to read.
+            data = b"" if size > max_bytes else file.read(size + 1)
+            if len(data) > size:
+                data += file.read(max_bytes + 1 - len(data))
     except OSError as error:
         raise ValueError(f"{path}: cannot be read: {error.strerror}") from error
     except ValueError as error:

@@ -39,7 +39,7 @@ def test_a_format_that_sizes_do_not_fit_says_why(
     """Of 40 bytes no row of FP8 may be."""
     monkeypatch.setattr(models_bench, "small", lambda model: replace(model, hidden=40, experts=2, top_k=1))
     file = tmp_path / "models.json"
-    assert not bench.main(["models", "--cases", "Mixtral.*fp8_block", "--tokens", "1", "--json", str(file)])
+    assert not bench.main(["models", "--small", "--cases", "Mixtral.*fp8_block", "--tokens", "1", "--json", str(file)])
     (row,) = json.loads(file.read_text())["results"]
     assert row["refused"] == "hidden_size: format fp8_block needs a positive multiple of 16, got 40"
     assert "multiple of 16" in capsys.readouterr().out
@@ -48,7 +48,9 @@ def test_a_format_that_sizes_do_not_fit_says_why(
 def test_a_failed_check_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("moe_runtime.launch.common.cases.layer_bound", lambda config: 0.0)
     file = tmp_path / "models.json"
-    assert bench.main(["models", "--cases", "Mixtral.*nvfp4 x bf16", "--tokens", "1", "--json", str(file)]) == 1
+    assert (
+        bench.main(["models", "--small", "--cases", "Mixtral.*nvfp4 x bf16", "--tokens", "1", "--json", str(file)]) == 1
+    )
     (row,) = json.loads(file.read_text())["results"]
     assert row["median_us"] is None and row["ratio_to_torch"] is None and not row["check"]["passed"]
 
