@@ -9,8 +9,9 @@ from concurrent.futures import Future
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 
-ANSWER_S = 5.0
-"""How long a store may take to answer, on top of what it is asked to wait for."""
+ANSWER_S = 10.0
+"""How long a store may take to answer, on top of what it is asked to wait for. A TCPStore looks up the name of each
+peer that connects, and serves nobody meanwhile; a name server that does not answer takes 5 s of that."""
 
 T = TypeVar("T")
 

@@ -11,8 +11,8 @@ from tests.support.kills import Fate, Kill, by_part, faults_of, judge, left_in_s
 
 pytestmark = pytest.mark.cpu_only
 
-KILLS = 12
-JOBS = 4
+KILLS = 10
+JOBS = 2
 
 
 def test_the_others_name_a_rank_that_is_killed_and_nothing_is_left(seed: int) -> None:

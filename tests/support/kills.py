@@ -33,14 +33,14 @@ from typing import Any
 TRANSPORTS = ("shared", "collective")
 HOSTS = ("rank 0", "agent")
 """Who hosts the store where ranks meet: as without torchrun, and as with it."""
-LIMIT_S = 5.0
+LIMIT_S = 10.0
 """`timeout_s` of everything."""
-SLACK_S = 6.0
+SLACK_S = 8.0
 """For the last look who is missing (3 s), and for ranks that come to their wait after the kill."""
 LATER_S = 0.03
 END_S = 10.0
 """For a process that has said its last word to end."""
-JOB_S = 90.0
+JOB_S = 150.0
 LAST_MEETING = "close: answer"
 SHARED_MEMORY = "/dev/shm"
 
