@@ -369,6 +369,13 @@ def load_config(path: str | Path) -> RunConfig:
         raise ValueError(f"{file}:\n" + "\n".join(f"  {line}" for line in complaints(error))) from None
 
 
+def check_stated(who: str, stated: Mapping[str, object], made: MoELayerConfig) -> None:
+    """Raise `ValueError` naming the key if overrides made `made` contradict what `who`, a model or a file, states."""
+    for key, value in stated.items():
+        if getattr(made, key) != value:
+            raise ValueError(f"{key}: {who} says {value!r}, got {getattr(made, key)!r}")
+
+
 def complaints(error: ValidationError) -> list[str]:
     """One line `dotted.key: what is wrong` per problem. Cross-checks name their key in the message themselves."""
     lines = []

@@ -16,7 +16,14 @@ from typing import Any, Literal, NoReturn
 from pydantic import ValidationError
 
 from moe_runtime.comm.arguments import check_integer, describe
-from moe_runtime.config import ActivationConfig, MoELayerConfig, RouterConfig, SharedExpertConfig, complaints
+from moe_runtime.config import (
+    ActivationConfig,
+    MoELayerConfig,
+    RouterConfig,
+    SharedExpertConfig,
+    check_stated,
+    complaints,
+)
 
 
 @dataclass(frozen=True)
@@ -253,9 +260,7 @@ def layer_config(config: Mapping[str, Any], *, source: str = "config", **overrid
         made = MoELayerConfig.model_validate(stored | overrides)
     except ValidationError as error:
         raise ValueError(f"{source}: {'; '.join(complaints(error))}") from None
-    for key, value in stored.items():
-        if getattr(made, key) != value:
-            raise ValueError(f"{key}: {source} says {value!r}, got {getattr(made, key)!r}")
+    check_stated(source, stored, made)
     return made
 
 

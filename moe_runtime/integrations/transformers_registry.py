@@ -33,6 +33,7 @@ from moe_runtime.config import (
     MoELayerConfig,
     ParallelConfig,
     WeightFormatName,
+    check_stated,
     complaints,
 )
 from moe_runtime.context.expert_parallel import ExpertParallelContext
@@ -133,9 +134,7 @@ def layer_fields(described: DescribedExperts, top_k: int, fields: dict[str, Any]
         made = MoELayerConfig.model_validate(stated | fields)
     except ValidationError as error:
         raise ValueError(f"{described.name}: {'; '.join(complaints(error))}") from None
-    for key, value in stated.items():
-        if getattr(made, key) != value:
-            raise ValueError(f"{key}: the model says {value!r}, got {getattr(made, key)!r}")
+    check_stated("the model", stated, made)
     return made
 
 
