@@ -212,11 +212,11 @@ def _partial_constexprs(geometry: ExchangeGeometry) -> dict[str, int]:
     return {
         "COMBINE_FLAG": signals.combine_flag,
         "ABORT": signals.abort,
-        "HIDDEN": geometry.hidden,
+        "HIDDEN": geometry.output_hidden,
         "WORLD": geometry.world_size,
         "WORLD_PAD": padded(geometry.world_size),
         "WIRE": int(geometry.combine_format.code),
-        "COLUMNS": tile_columns(geometry.hidden),
+        "COLUMNS": tile_columns(geometry.output_hidden),
         "PARTS": geometry.parts,
         "LOOPED": geometry.num_sms is not None,
         "PARTIAL_BYTES": geometry.partial_bytes,

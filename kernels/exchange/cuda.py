@@ -87,7 +87,7 @@ def dispatch_send(
     )
     launch(
         "dispatch_send.cu",
-        "dispatch_send",
+        geometry.kernel_prefix + "dispatch_send",
         macros,
         grid=(plan.send_blocks(num_tokens, most_sms(context.device)), 1, 1),
         block=plan.team_threads * plan.teams,
@@ -154,7 +154,7 @@ def dispatch_recv(
     if plan.num_chunks > 1:
         launch(
             "dispatch_recv.cu",
-            "recv_count",
+            geometry.kernel_prefix + "recv_count",
             macros,
             grid=(plan.count_blocks(), 1, 1),
             block=block,
@@ -175,7 +175,7 @@ def dispatch_recv(
     ]
     launch(
         "dispatch_recv.cu",
-        "recv_permute",
+        geometry.kernel_prefix + "recv_permute",
         macros,
         grid=(plan.place_blocks(split), 1, 1),
         block=block,
@@ -187,7 +187,7 @@ def dispatch_recv(
     if plan.tiled_scales and scales is not None:
         launch(
             "dispatch_recv.cu",
-            "recv_scales",
+            geometry.kernel_prefix + "recv_scales",
             macros,
             grid=(plan.scales_blocks(sms), 1, 1),
             block=block,
@@ -217,7 +217,7 @@ def combine_send(
     is_bf16 = output_RH.dtype == torch.bfloat16
     launch(
         "combine.cu",
-        "combine_send",
+        geometry.kernel_prefix + "combine_send",
         combine_macros(geometry, output_bf16=is_bf16, has_shared=False),
         grid=(plan.combine_send_blocks(most_sms(context.device)), 1, 1),
         block=(plan.output_readers + 2) * WARP,
@@ -262,7 +262,7 @@ def combine_recv(
     shared_TH = None if shared_TH is None else _aligned(shared_TH)
     launch(
         "combine.cu",
-        "combine_recv",
+        geometry.kernel_prefix + "combine_recv",
         combine_macros(geometry, output_bf16=True, has_shared=has_shared),
         grid=(plan.combine_recv_blocks(num_tokens, most_sms(context.device)), 1, 1),
         block=(plan.partial_readers + 1) * WARP,

@@ -185,6 +185,8 @@ extern "C" __global__ void __launch_bounds__(TEAM* TEAMS, MAX_THREADS / (TEAM * 
       const int unit = i * TEAM + thread;
       if constexpr (FMT == NVFP4) {
         quantize_nvfp4(raw[i], amax_of_unit[i], gsf, record, record + SCALES_AT, unit, unit < UNITS);
+      } else if constexpr (FMT == BF16) {
+        if (unit < UNITS) reinterpret_cast<uint4*>(record)[unit] = make_uint4(raw[i][0], raw[i][1], raw[i][2], raw[i][3]);
       } else {
         float values[UNIT];
 #pragma unroll

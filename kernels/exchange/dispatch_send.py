@@ -200,7 +200,11 @@ def _dispatch_send_kernel(
             slot = (rank * max_tokens + token).to(tl.int64)
             for start in range(0, HIDDEN, COLUMNS):
                 raw_x = tl.load(x_row + start + column, mask=start + column < HIDDEN, other=0)
-                quants, scales = quantize_tile(tl.reshape(bf16_bits_to_f32(raw_x), [1, COLUMNS]), gsf, FMT)
+                if FMT == BF16:
+                    # Bits as they are: rows may hold other data than numbers.
+                    quants, scales = raw_x, raw_x
+                else:
+                    quants, scales = quantize_tile(tl.reshape(bf16_bits_to_f32(raw_x), [1, COLUMNS]), gsf, FMT)
                 for peer in range(WORLD):
                     if tl.max((owners == peer).to(tl.int32), axis=0) > 0:
                         record = tl.load(landing_ptrs + peer).to(tl.pointer_type(tl.uint8))

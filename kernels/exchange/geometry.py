@@ -28,6 +28,8 @@ class ExchangeGeometry:
         contiguous: rows are copied to contiguous positions on arrival (otherwise gathered through `row_index`).
         row_capacity: (token, expert) rows that may arrive here in a step.
         num_sms: most SMs of a GPU that the exchange takes at a time; None where it may take all.
+        kernel_prefix: before the names of CUDA C++ kernels, by which profiles tell dispatchers apart.
+        combined_hidden: numbers of an expert's row in combine, where they are not as many as those of a token's.
         exchange_id: of the exchange in its context, equal on all ranks. Kernels are the same for all.
     """
 
@@ -40,6 +42,8 @@ class ExchangeGeometry:
     contiguous: bool
     row_capacity: int
     num_sms: int | None = None
+    combined_hidden: int | None = None
+    kernel_prefix: str = ""
     exchange_id: int = field(default=0, compare=False)
 
     @cached_property
@@ -68,6 +72,11 @@ class ExchangeGeometry:
         return self.record.hidden
 
     @cached_property
+    def output_hidden(self) -> int:
+        """Numbers of an expert's row, of a partial result and of the sum."""
+        return self.hidden if self.combined_hidden is None else self.combined_hidden
+
+    @cached_property
     def top_k(self) -> int:
         return self.record.top_k
 
@@ -83,12 +92,12 @@ class ExchangeGeometry:
     @cached_property
     def partial_scales_offset(self) -> int:
         """Bytes from the start of a partial result to its block scales."""
-        return align(self.combine_format.quant_bytes(self.hidden), 16)
+        return align(self.combine_format.quant_bytes(self.output_hidden), 16)
 
     @cached_property
     def partial_bytes(self) -> int:
         """Bytes of one partial result on the wire."""
-        return align(self.partial_scales_offset + self.combine_format.scale_bytes(self.hidden), 128)
+        return align(self.partial_scales_offset + self.combine_format.scale_bytes(self.output_hidden), 128)
 
     @cached_property
     def expected_rows(self) -> int:

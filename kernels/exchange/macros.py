@@ -13,6 +13,8 @@ from moe_runtime.kernels.formats.number_formats import COMBINE_FORMATS, FORMATS
 from moe_runtime.kernels.nvrtc import Defines
 from moe_runtime.kernels.runtime import CudaCase
 
+KERNELS = ("dispatch_send", "recv_count", "recv_permute", "recv_scales", "combine_send", "combine_recv")
+
 
 def _shared_macros(geometry: ExchangeGeometry) -> dict[str, int | str]:
     """Of signalling.cuh, and the record's layout."""
@@ -23,6 +25,7 @@ def _shared_macros(geometry: ExchangeGeometry) -> dict[str, int | str]:
         "TIMEOUT": int(ErrorCode.TIMEOUT),
         "K": geometry.top_k,
         **geometry.record.constants,
+        **({name: geometry.kernel_prefix + name for name in KERNELS} if geometry.kernel_prefix else {}),
     }
 
 
@@ -93,7 +96,7 @@ def combine_macros(geometry: ExchangeGeometry, *, output_bf16: bool, has_shared:
     return Defines(
         {
             **_shared_macros(geometry),
-            "HIDDEN": geometry.hidden,
+            "HIDDEN": geometry.output_hidden,
             "WIRE": int(geometry.combine_format.code),
             "PARTS": geometry.parts,
             "PARTIAL_BYTES": geometry.partial_bytes,

@@ -198,7 +198,8 @@ def plan_exchange(geometry: ExchangeGeometry) -> ExchangePlan | None:
         or g.hidden % 16 != 0
         or team_threads > MAX_THREADS
         or RECORD_STAGES * g.record.record_bytes > MAX_SHARED_BYTES
-        or _ring(g.hidden * 4, PARTIAL_STAGES * g.partial_bytes).places <= 0
+        or g.output_hidden % 16 != 0
+        or _ring(g.output_hidden * 4, PARTIAL_STAGES * g.partial_bytes).places <= 0
         or _place_shared_bytes(g, CHUNK) > MAX_SHARED_BYTES
     ):
         return None
@@ -228,15 +229,15 @@ def plan_exchange(geometry: ExchangeGeometry) -> ExchangePlan | None:
         place_shared_bytes=_place_shared_bytes(g, chunk_slots),
         num_parts=num_parts,
         part_tokens=ceil_div(g.max_tokens, num_parts + 1),
-        output_readers=_readers(g.hidden // (8 if g.combine_format.name == "bf16" else 16)),
-        partial_readers=_readers(g.hidden // 8),
+        output_readers=_readers(g.output_hidden // (8 if g.combine_format.name == "bf16" else 16)),
+        partial_readers=_readers(g.output_hidden // 8),
         output_rings=(
-            _ring(g.hidden * 4, combine_shared_bytes, half),
-            _ring(g.hidden * 2, combine_shared_bytes, half),
+            _ring(g.output_hidden * 4, combine_shared_bytes, half),
+            _ring(g.output_hidden * 2, combine_shared_bytes, half),
         ),
         partial_rings=(
             _ring(g.partial_bytes, 0, half),
-            _ring(max(g.partial_bytes, 2 * g.hidden), 0, half),
+            _ring(max(g.partial_bytes, 2 * g.output_hidden), 0, half),
         ),
         combine_shared_bytes=combine_shared_bytes,
     )

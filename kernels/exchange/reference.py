@@ -14,7 +14,7 @@ from moe_runtime.comm.errors import ErrorCode, Phase
 from moe_runtime.comm.signals import ABORT_WORDS, WITHOUT_SIGN, exchange_of, tag_of
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
-from moe_runtime.kernels.formats.number_formats import FormatCode, QuantizedRows
+from moe_runtime.kernels.formats.number_formats import BF16, FormatCode, QuantizedRows
 from moe_runtime.kernels.formats.reference_quantize import dequantize_rows, f32_to_bf16_bits, quantize_rows
 
 SPINS_BEFORE_SLEEP = 200
@@ -197,7 +197,9 @@ def dispatch_send(
             _wait(context, [ready, combined], peer, Phase.DISPATCH_SEND, epoch, timeout_ns)
     _adopt_aborts(context)
     if int(context.latch[0]) == 0 and num_tokens:
-        rows = quantize_rows(x_TH, geometry.token_format, gsf=gsf)
+        fmt = geometry.token_format
+        # Bits as they are in bf16: rows may hold other data than numbers.
+        rows = QuantizedRows(fmt, x_TH) if fmt is BF16 else quantize_rows(x_TH, fmt, gsf=gsf)
         records = build_records(geometry, rows, ids, topk_weights_TK)
         for peer in range(geometry.world_size):
             tokens = goes_to[:, peer].nonzero().flatten()
@@ -353,7 +355,7 @@ def combine_send(
         positions = positions_SK[slots]
         weights = landed[:, record.weights_offset : record.weights_offset + 4 * geometry.top_k]
         weights = weights.contiguous().view(torch.float32)
-        total = torch.zeros(slots.numel(), geometry.hidden, dtype=torch.float32, device=context.device)
+        total = torch.zeros(slots.numel(), geometry.output_hidden, dtype=torch.float32, device=context.device)
         for entry in range(geometry.top_k):
             has = (positions[:, entry] >= 0).nonzero().flatten()
             rows = output_RH[positions[has, entry].to(torch.int64)].to(torch.bfloat16).to(torch.float32)
@@ -394,18 +396,18 @@ def combine_recv(
         y_TH.fill_(float("nan"))
         return
     num_tokens, wire = y_TH.shape[0], geometry.combine_format
-    total = torch.zeros(num_tokens, geometry.hidden, dtype=torch.float32, device=context.device)
+    total = torch.zeros(num_tokens, geometry.output_hidden, dtype=torch.float32, device=context.device)
     if shared_TH is not None:
         total = shared_TH.to(torch.float32)
     partials = _partials(context, geometry, geometry.rank, half)
     for part in range(geometry.parts):
         tokens = (num_parts_T > part).nonzero().flatten()
         data = partials[tokens, part]
-        quants = data[:, : wire.quant_bytes(geometry.hidden)].contiguous().view(wire.quant_dtype)
+        quants = data[:, : wire.quant_bytes(geometry.output_hidden)].contiguous().view(wire.quant_dtype)
         scales = None
         if wire.scale_dtype is not None:
             at = geometry.partial_scales_offset
-            scales = data[:, at : at + wire.scale_bytes(geometry.hidden)].contiguous().view(wire.scale_dtype)
+            scales = data[:, at : at + wire.scale_bytes(geometry.output_hidden)].contiguous().view(wire.scale_dtype)
         total[tokens] += dequantize_rows(QuantizedRows(wire, quants, scales))
     y_TH.view(torch.int16).copy_(f32_to_bf16_bits(total).view(torch.int16))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
 from moe_runtime.comm.arguments import (
@@ -35,6 +37,8 @@ def exchange_geometry(
     expert_row_capacity: int | None,
     num_sms: int | None,
     input_scale: float | None,
+    output_size: int | None,
+    kernel_prefix: str,
 ) -> ExchangeGeometry:
     """The geometry of the next exchange of `context`, from the checked arguments of `TokenDispatcher`."""
     fmt, wire = format_named(token_format, "token_format"), format_named(combine_format, "combine_format")
@@ -49,7 +53,13 @@ def exchange_geometry(
     check_kind("mode", mode, str)
     rows = resolve_mode(mode, max_tokens_per_rank, fmt.name)
     fmt.check_columns(hidden_size, "hidden_size")
-    wire.check_columns(hidden_size, "hidden_size")
+    check_kind("kernel_prefix", kernel_prefix, str)
+    if not re.fullmatch("[A-Za-z_]*", kernel_prefix):
+        raise ValueError(f"kernel_prefix: expected letters and _, got {describe(kernel_prefix)}")
+    if output_size is None:
+        wire.check_columns(hidden_size, "hidden_size")
+    else:
+        wire.check_columns(output_size, "output_size")
     if wire.has_row_scale:
         raise ValueError(f"combine_format: expected bf16, fp8_block or mxfp8, got {wire.name}")
     most = min((2**31 - 1) // (context.world_size * top_k), 2**COUNT_BITS - 1)
@@ -77,6 +87,8 @@ def exchange_geometry(
         contiguous=rows == "contiguous",
         row_capacity=min(worst, expert_row_capacity or worst),
         num_sms=num_sms,
+        combined_hidden=output_size,
+        kernel_prefix=kernel_prefix,
         exchange_id=context.next_exchange_id(),
     )
 
@@ -102,10 +114,12 @@ def check_tokens(
     _check_shape("topk_weights", topk_weights, expected, (torch.float32,))
 
 
-def check_expert_output(geometry: ExchangeGeometry, device: torch.device, output: torch.Tensor) -> None:
-    """`output` is bf16 or fp32 `[row_capacity, H]`."""
+def check_expert_output(
+    geometry: ExchangeGeometry, device: torch.device, output: torch.Tensor, num_rows: int | None = None
+) -> None:
+    """`output` is bf16 or fp32 `[num_rows, H]`, with `row_capacity` rows where they are None."""
     _check_place("expert_output", output, device)
-    shape = (geometry.row_capacity, geometry.hidden)
+    shape = (geometry.row_capacity if num_rows is None else num_rows, geometry.output_hidden)
     _check_matrix("expert_output", output, shape, (torch.bfloat16, torch.float32))
 
 
@@ -115,7 +129,15 @@ def check_shared(
     """`shared` is None or bf16 `[num_tokens, H]`."""
     if shared is not None:
         _check_place("shared", shared, device)
-        _check_matrix("shared", shared, (num_tokens, geometry.hidden), BF16)
+        _check_matrix("shared", shared, (num_tokens, geometry.output_hidden), BF16)
+
+
+def check_out(geometry: ExchangeGeometry, device: torch.device, out: torch.Tensor, num_tokens: int) -> None:
+    """`out` is bf16 `[num_tokens, H]` and contiguous."""
+    _check_place("out", out, device)
+    _check_shape("out", out, (num_tokens, geometry.output_hidden), BF16)
+    if not out.is_contiguous():
+        raise ValueError(f"out: expected a contiguous tensor, got strides {list(out.stride())}")
 
 
 def _check_matrix(name: str, tensor: torch.Tensor, shape: tuple[int, int], dtypes: tuple[torch.dtype, ...]) -> None:

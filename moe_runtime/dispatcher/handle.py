@@ -36,6 +36,8 @@ class _Progress:
 class DispatchHandle:
     """What `combine` needs to know of a dispatch. Good for one combine, until the second next dispatch of its context.
 
+    A dispatcher with `reusable_handles` takes it again later: `renew` sends its routing once more.
+
     Attributes:
         geometry: of the layer that dispatched.
         epoch: int32 `[1]` on the device: the number of the dispatch in its context.
@@ -44,6 +46,8 @@ class DispatchHandle:
         num_tokens: `T`.
         timeout_ns: how long its kernels wait for a peer: longer in the first step of a layer, which may compile them.
         scales_in_record: whether block scales stay in the records that arrive (`GroupedRows.scales_in_record`).
+        num_rows: rows that `combine` takes, where `positions` were given others than `row_capacity`.
+        topk_idx, topk_weights: `[T, K]`, copies of the routing; None without `reusable_handles`.
     """
 
     geometry: ExchangeGeometry
@@ -54,6 +58,9 @@ class DispatchHandle:
     timeout_ns: int
     scales_in_record: bool
     _progress: _Progress = field(repr=False, compare=False)
+    topk_idx: torch.Tensor | None = None
+    topk_weights: torch.Tensor | None = None
+    num_rows: int | None = None
 
     @classmethod
     def allocate(
@@ -65,8 +72,11 @@ class DispatchHandle:
         num_tokens: int,
         timeout_ns: int,
         scales_in_record: bool,
+        routing: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> DispatchHandle:
         """The handle of a new step, with memory for all that `dispatch_send` and `dispatch_recv` write.
+
+        `routing` is copied, so that the handle can be renewed.
 
         Later stages may write it outside of the inference mode of now, so it is made outside of that mode.
         """
@@ -81,6 +91,7 @@ class DispatchHandle:
                 timeout_ns,
                 scales_in_record,
                 _Progress(buffers),
+                *(() if routing is None else (given.clone() for given in routing)),
             )
 
     @property
@@ -88,6 +99,11 @@ class DispatchHandle:
         """Deprecated: `scales_in_record`."""
         warn_renamed("leave_scales", "scales_in_record")
         return self.scales_in_record
+
+    @property
+    def combined(self) -> bool:
+        """Whether a combine has begun with it."""
+        return self._progress.stages_done > STAGES.index("combine_send")
 
     def enter(self, stage: str) -> None:
         """Note that `stage` of `STAGES` begins. Raises `ValueError` unless it is the next one."""
@@ -104,9 +120,12 @@ class DispatchHandle:
         assert buffers is not None
         return buffers
 
-    def allocate_output(self) -> None:
-        """Memory for the sum of `combine_recv`, bf16 `[T, H]`, made before this rank sends (see `RecvBuffers`)."""
-        shape = (self.num_tokens, self.geometry.hidden)
+    def allocate_output(self, out: torch.Tensor | None) -> None:
+        """Memory for the sum of `combine_recv`, bf16 `[T, H]`: `out`, or made before sending (`RecvBuffers`)."""
+        if out is not None:
+            self._progress.output = out
+            return
+        shape = (self.num_tokens, self.geometry.output_hidden)
         with torch.inference_mode(False):
             self._progress.output = torch.empty(shape, dtype=torch.bfloat16, device=self.epoch.device)
 
@@ -143,7 +162,7 @@ class CombineSink:
         geometry = handle.geometry
         self.handle = handle
         self.rows = torch.empty(
-            (geometry.row_capacity, geometry.hidden), dtype=torch.bfloat16, device=handle.positions.device
+            (geometry.row_capacity, geometry.output_hidden), dtype=torch.bfloat16, device=handle.positions.device
         )
 
 

@@ -2,20 +2,32 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
-from moe_runtime.comm.arguments import check_flag, check_integer, check_kind
+from moe_runtime.comm.arguments import check_flag, check_integer, check_is_tensor, check_kind
 from moe_runtime.config import MAX_EXPERTS, ModeName, MoELayerConfig
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import collective_step
 from moe_runtime.context.threads import by_one_thread
-from moe_runtime.dispatcher.arguments import check_expert_output, check_shared, check_tokens, exchange_geometry
+from moe_runtime.dispatcher.arguments import (
+    check_expert_output,
+    check_out,
+    check_shared,
+    check_tokens,
+    exchange_geometry,
+)
 from moe_runtime.dispatcher.backend import choose_backend
 from moe_runtime.dispatcher.handle import CombineSink, DispatchedTokens, DispatchHandle
+from moe_runtime.dispatcher.landing import landing_half, landing_rows, landing_scales
 from moe_runtime.kernels.exchange.reference import part_index
 from moe_runtime.kernels.formats.number_formats import MAX_ENCODE_SCALE, TokenFormat
 from moe_runtime.support.compiling import not_compiled
 from moe_runtime.support.deprecation import warn_renamed
+
+_NO_TOKEN = 16
+"""Numbers of a token that carries its routing alone."""
 
 
 class TokenDispatcher:
@@ -37,6 +49,10 @@ class TokenDispatcher:
         num_sms: most SMs of a GPU that dispatch and combine take at a time, so that other kernels may run on the rest;
             None is all. Changes no bit; without a meaning for the torch engine.
         input_scale: static NVFP4 decode scale of the tokens (`gsf = 1 / input_scale`); None is one scale per token.
+        kernel_prefix: put before the names of CUDA C++ kernels, by which profiles tell dispatchers apart.
+        output_size: numbers of an expert's output row; None is `H`.
+        reusable_handles: whether handles may be dispatched with again, combined several times, and combined with
+            weights that come later. Each handle then keeps a copy of its routing.
         agreed: whether the arguments are known to be equal on all ranks; else they are compared at start-up.
 
     Raises:
@@ -57,10 +73,14 @@ class TokenDispatcher:
         expert_row_capacity: int | None = None,
         num_sms: int | None = None,
         input_scale: float | None = None,
+        output_size: int | None = None,
+        reusable_handles: bool = False,
+        kernel_prefix: str = "",
         agreed: bool = False,
     ) -> None:
         check_kind("context", context, ExpertParallelContext)
         check_flag("agreed", agreed)
+        check_flag("reusable_handles", reusable_handles)
         context.check()
         self.context = context
         self.geometry = geometry = exchange_geometry(
@@ -75,6 +95,8 @@ class TokenDispatcher:
             expert_row_capacity=expert_row_capacity,
             num_sms=num_sms,
             input_scale=input_scale,
+            output_size=output_size,
+            kernel_prefix=kernel_prefix,
         )
         self._backend = choose_backend(context, geometry)
         self._stepped = False
@@ -95,9 +117,28 @@ class TokenDispatcher:
             "mode": "contiguous" if geometry.contiguous else "gathered",
             "expert_row_capacity": geometry.row_capacity,
             "input_scale": input_scale,
+            "output_size": geometry.output_hidden,
+            "reusable_handles": reusable_handles,
         }
         about = f"exchange {geometry.exchange_id}"
         context.register(agree=None if agreed else arguments, about=about, **geometry.half_bytes())
+        self._routing_only: TokenDispatcher | None = None
+        if reusable_handles:
+            self._routing_only = TokenDispatcher(
+                context,
+                hidden_size=_NO_TOKEN,
+                num_experts=num_experts,
+                top_k=top_k,
+                max_tokens_per_rank=max_tokens_per_rank,
+                combine_format=combine_format,
+                mode="gathered",
+                expert_row_capacity=expert_row_capacity,
+                num_sms=num_sms,
+                output_size=geometry.output_hidden,
+                kernel_prefix="combine_",
+                agreed=True,
+            )
+            self._no_tokens = torch.zeros(max_tokens_per_rank, _NO_TOKEN, dtype=torch.bfloat16, device=device)
 
     @classmethod
     def from_config(
@@ -165,9 +206,10 @@ class TokenDispatcher:
     def dispatch(
         self,
         x: torch.Tensor,
-        topk_idx: torch.Tensor,
-        topk_weights: torch.Tensor,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
         *,
+        handle: DispatchHandle | None = None,
         scales_in_record: bool = False,
         leave_scales: bool | None = None,
     ) -> DispatchedTokens:
@@ -176,9 +218,12 @@ class TokenDispatcher:
         Collective: every rank calls it, with its own `T` (0 too).
 
         Args:
-            x: bf16 `[T, H]`, last dimension contiguous, `T <= max_tokens_per_rank`.
+            x: bf16 `[T, H]`, last dimension contiguous, `T <= max_tokens_per_rank`. Of `bf16` tokens the bits travel as
+                they are.
             topk_idx: int32 or int64 `[T, K]`; -1 is unrouted.
             topk_weights: fp32 `[T, K]`.
+            handle: of an earlier dispatch with `reusable_handles`, in place of `topk_idx` and `topk_weights`: the
+                tokens take its way again, and their rows come to the same positions.
             scales_in_record: leave block scales in the records that arrive instead of copying them into the layout of
                 the consumer. For `grouped_gemm` with prepacked weights, which reads them there. Only where
                 `can_keep_scales_in_record`; ranks may differ in it.
@@ -189,12 +234,24 @@ class TokenDispatcher:
             MoERuntimeError: what an earlier step, or on CPUs this step, recorded (see `ExpertParallelContext.check`).
         """
         keep = _scales_in_record(scales_in_record, leave_scales)
+        with collective_step(self.context):
+            if handle is not None:
+                if topk_idx is not None or topk_weights is not None:
+                    raise ValueError("handle: expected None beside topk_idx and topk_weights, which it stands for")
+                topk_idx, topk_weights = self._routing_of(handle)
+            topk_idx = check_is_tensor("topk_idx", topk_idx)
+            topk_weights = check_is_tensor("topk_weights", topk_weights)
         return self.dispatch_recv(self.dispatch_send(x, topk_idx, topk_weights, scales_in_record=keep))
 
     @not_compiled
     @by_one_thread
     def combine(
-        self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle, *, shared: torch.Tensor | None = None
+        self,
+        expert_output: torch.Tensor | CombineSink,
+        handle: DispatchHandle,
+        *,
+        shared: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Weight and sum the experts' rows of each token and bring them home: bf16 `[T, H]`. Collective.
 
@@ -205,11 +262,38 @@ class TokenDispatcher:
                 `CombineSink` of the same handle; each row is rounded to bf16 first.
             handle: of the dispatch that the rows came from.
             shared: bf16 `[T, H]` output of a shared expert, added first.
+            topk_weights: fp32 `[T, K]` in place of those of the dispatch. Only with `reusable_handles`, as is a handle
+                that was combined before: the routing is then sent once more (`renew`).
 
         Raises: as `dispatch`.
         """
+        if topk_weights is not None or (self._routing_only is not None and _is_combined(handle)):
+            renewed = self.renew(handle, topk_weights)
+            rows = expert_output.rows if isinstance(expert_output, CombineSink) else expert_output
+            assert self._routing_only is not None
+            return self._routing_only.combine(rows, renewed, shared=shared)
         self.combine_send(expert_output, handle)
         return self.combine_recv(handle, shared=shared)
+
+    @by_one_thread
+    def renew(self, handle: DispatchHandle, topk_weights: torch.Tensor | None = None) -> DispatchHandle:
+        """A handle for one more combine of the rows of `handle`: sends its routing alone, in a step of its own.
+
+        Collective. `handle` may be of any earlier dispatch. `combine` calls it by itself where it has to.
+
+        Args:
+            handle: of this dispatcher, made with `reusable_handles`.
+            topk_weights: fp32 `[T, K]`; None for those of the dispatch.
+
+        Raises: as `dispatch`.
+        """
+        with collective_step(self.context):
+            topk_idx, own_weights = self._routing_of(handle)
+        routing_only = self._routing_only
+        assert routing_only is not None
+        weights = own_weights if topk_weights is None else topk_weights
+        renewed = routing_only.dispatch(self._no_tokens[: handle.num_tokens], topk_idx, weights).handle
+        return replace(renewed, positions=handle.positions, num_rows=handle.num_rows)
 
     @by_one_thread
     def dispatch_send(
@@ -240,6 +324,7 @@ class TokenDispatcher:
                 num_tokens=x.shape[0],
                 timeout_ns=context.timeout_ns if self._stepped else context.startup_timeout_ns,
                 scales_in_record=scales_in_record,
+                routing=None if self._routing_only is None else (topk_idx, topk_weights),
             )
             self._backend.dispatch_send(
                 context,
@@ -261,7 +346,7 @@ class TokenDispatcher:
                     max_tokens=geometry.max_tokens,
                     record_bytes=geometry.record.record_bytes,
                     timeout_ns=handle.timeout_ns,
-                    landing_half=self._landing_half,
+                    landing_half=landing_half(context, geometry),
                 )
         return handle
 
@@ -278,12 +363,12 @@ class TokenDispatcher:
             self._raise_on_cpu()
         fmt, scales = geometry.token_format, buffers.scales
         if handle.scales_in_record:
-            scales = self._landing_scales()
+            scales = landing_scales(context, geometry)
         elif scales is not None and fmt.scale_dtype is not None:
             scales = scales.view(fmt.scale_dtype)
         return DispatchedTokens(
             format=fmt,
-            rows=self._landing_rows() if buffers.rows is None else buffers.rows.view(fmt.quant_dtype),
+            rows=landing_rows(context, geometry) if buffers.rows is None else buffers.rows.view(fmt.quant_dtype),
             scales=scales,
             row_scale=buffers.row_scale,
             row_index=None if geometry.contiguous else buffers.row_index,
@@ -299,17 +384,24 @@ class TokenDispatcher:
         )
 
     @by_one_thread
-    def combine_send(self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle) -> None:
-        """First half of `combine`: reduce here and send the partial results home."""
+    def combine_send(
+        self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle, *, out: torch.Tensor | None = None
+    ) -> None:
+        """First half of `combine`: reduce here and send the partial results home.
+
+        `out`, bf16 `[T, H]` and contiguous, is what `combine_recv` will write and return; None for a new tensor.
+        """
         context, geometry = self.context, self.geometry
         output = expert_output.rows if isinstance(expert_output, CombineSink) else expert_output
         with collective_step(context):
             self._check_handle(handle)
             if isinstance(expert_output, CombineSink) and expert_output.handle is not handle:
                 raise ValueError("expert_output: expected a CombineSink of the same handle, got that of another")
-            check_expert_output(geometry, context.device, output)
+            check_expert_output(geometry, context.device, output, handle.num_rows)
+            if out is not None:
+                check_out(geometry, context.device, out, handle.num_tokens)
             handle.enter("combine_send")
-            handle.allocate_output()
+            handle.allocate_output(out)
             self._backend.combine_send(context, geometry, self._starts, output, handle.positions, handle.epoch)
             if context.host_transport is not None:
                 epoch = int(handle.epoch)
@@ -356,38 +448,27 @@ class TokenDispatcher:
         warn_renamed("can_leave_scales", "can_keep_scales_in_record")
         return self.can_keep_scales_in_record
 
-    @property
-    def _landing_half(self) -> int:
-        return self.geometry.landing_half(self.context.half_bytes["landing"])
-
     def _raise_on_cpu(self) -> None:
         """On CPUs a stage is done when its call returns: raise at once what it recorded."""
         if self.context.device.type == "cpu":
             self.context.check()
 
-    def _landing_rows(self) -> torch.Tensor:
-        """The landing slots of both halves as rows of quants, one record apart."""
-        fmt = self.geometry.token_format
-        return self._landing_records()[:, : fmt.quant_bytes(self.geometry.hidden)].view(fmt.quant_dtype)
-
-    def _landing_scales(self) -> torch.Tensor:
-        """Their block scales, one record apart."""
-        record = self.geometry.record
-        assert record.format.scale_dtype is not None
-        first = record.scales_offset
-        scales = self._landing_records()[:, first : first + record.format.scale_bytes(self.geometry.hidden)]
-        return scales.view(record.format.scale_dtype)
-
-    def _landing_records(self) -> torch.Tensor:
-        stride = self.geometry.record.record_bytes
-        num_rows = self._landing_half // stride + self.geometry.num_slots
-        return self.context.heap.tensor("landing")[: num_rows * stride].view(num_rows, stride)
+    def _routing_of(self, handle: DispatchHandle) -> tuple[torch.Tensor, torch.Tensor]:
+        """The routing that `handle` keeps."""
+        self._check_handle(handle)
+        if handle.topk_idx is None or handle.topk_weights is None:
+            raise ValueError("handle: expected one of a dispatcher with reusable_handles=True")
+        return handle.topk_idx, handle.topk_weights
 
     def _check_handle(self, handle: DispatchHandle) -> None:
         if not isinstance(handle, DispatchHandle):
             raise ValueError(f"handle: expected a DispatchHandle, got {type(handle).__name__}")
         if handle.geometry is not self.geometry:
             raise ValueError("handle: it belongs to another dispatcher")
+
+
+def _is_combined(handle: object) -> bool:
+    return isinstance(handle, DispatchHandle) and handle.combined
 
 
 def _scales_in_record(asked: bool, leave_scales: bool | None) -> bool:

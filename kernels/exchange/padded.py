@@ -1,0 +1,334 @@
+"""Rows of tokens that landed, copied to a block of rows for each expert: `[E, S, H]`, filled from the front.
+
+A program takes a landing slot and copies its token to the rows of its experts, with the scales in columns (the scale of
+row `i`, block `v`, lies at `v * S + i`). One more program for each expert writes its counts.
+
+Two numbers for 128 tokens of 2 ranks, DeepSeek-V3's sizes in FP8: no operations; 1.9 MB read and 7.3 MB written,
+3 us at 3 TB/s.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import triton
+import triton.language as tl
+
+from moe_runtime.kernels.exchange.dispatch_send import padded
+from moe_runtime.kernels.exchange.record import RecordLayout
+from moe_runtime.kernels.formats.number_formats import ceil_div
+from moe_runtime.kernels.runtime import AotCase
+
+BLOCK = 128
+"""Numbers of an FP8 scale."""
+
+
+@dataclass(frozen=True)
+class PaddedRows:
+    """Where `place_padded_rows` writes. `E` local experts, `S = W * max_tokens` rows of each, `V = ceil(H / 128)`.
+
+    Attributes:
+        rows: uint8 `[E, S, bytes of a row]`.
+        scales: fp32 `[E, S, V]`, or int32 `[E, S, ceil(V / 4)]` with four UE8M0 bytes each, strides `(.., 1, S)`; None
+            for rows without scales.
+        counts: int32 `[E]`, rows of each expert.
+        source_tokens: int32 `[E, S]`, token of each row at its rank.
+        layout_range: int64 `[E, W]`, `first row << 32 | rows` of each source rank.
+        positions: int32 `[S, K]`, row `e * S + i` of each (landing slot, k), -1 for none.
+
+    Rows that no token has keep what the memory held.
+    """
+
+    rows: torch.Tensor
+    scales: torch.Tensor | None
+    counts: torch.Tensor
+    source_tokens: torch.Tensor
+    layout_range: torch.Tensor
+    positions: torch.Tensor
+
+    @classmethod
+    def allocate(
+        cls,
+        experts: int,
+        slots: int,
+        row_bytes: int,
+        num_scales: int,
+        world_size: int,
+        top_k: int,
+        *,
+        packed_scales: bool,
+        device: torch.device,
+    ) -> PaddedRows:
+        """Uninitialised memory; without scales where `num_scales` is 0."""
+        with torch.inference_mode(False):
+            scales = None
+            if num_scales:
+                columns = ceil_div(num_scales, 4) if packed_scales else num_scales
+                dtype = torch.int32 if packed_scales else torch.float32
+                scales = torch.empty(experts, columns, slots, dtype=dtype, device=device).transpose(1, 2)
+            return cls(
+                torch.empty(experts, slots, row_bytes, dtype=torch.uint8, device=device),
+                scales,
+                torch.empty(experts, dtype=torch.int32, device=device),
+                torch.empty(experts, slots, dtype=torch.int32, device=device),
+                torch.empty(experts, world_size, dtype=torch.int64, device=device),
+                torch.empty(slots, top_k, dtype=torch.int32, device=device),
+            )
+
+
+@dataclass(frozen=True)
+class LandedTokens:
+    """What `dispatch_recv` leaves of a dispatch with gathered rows.
+
+    Attributes:
+        records: uint8 `[rows of both halves, record_bytes]`.
+        record: layout of a record.
+        scales_at: bytes from the start of a record to its fp32 scales.
+        row_index: int32 `[R]`, row of `records` of each position.
+        positions: int32 `[S, K]`, position of each (landing slot, k), -1 for none.
+        group_offsets: int32 `[E + 1]`, first position of each expert.
+        epoch: int32 `[1]`.
+        first_row: rows of `records` before the second half.
+        first_expert: id of the first local expert.
+        max_tokens: `S / W`.
+    """
+
+    records: torch.Tensor
+    record: RecordLayout
+    scales_at: int
+    row_index: torch.Tensor
+    positions: torch.Tensor
+    group_offsets: torch.Tensor
+    epoch: torch.Tensor
+    first_row: int
+    first_expert: int
+    max_tokens: int
+
+
+def place_padded_rows(landed: LandedTokens, out: PaddedRows, statistics: torch.Tensor | None, engine: str) -> None:
+    """Fill `out`; add each expert's rows to int32 `statistics` `[E]`. Does not wait for the host on a GPU."""
+    if engine == "torch":
+        _reference(landed, out, statistics)
+        return
+    experts, slots, row_bytes = out.rows.shape
+    top_k = landed.positions.shape[1]
+    scales = out.scales
+    num_scales = 0 if scales is None else scales.shape[2]
+    packed = scales is not None and scales.dtype == torch.int32
+    _dispatch_place_kernel[(slots + experts,)](
+        landed.records,
+        landed.row_index,
+        landed.positions,
+        landed.group_offsets,
+        landed.epoch,
+        out.rows,
+        out.rows if scales is None else scales,
+        out.counts,
+        out.source_tokens,
+        out.layout_range,
+        out.positions,
+        out.counts if statistics is None else statistics,
+        landed.first_row,
+        landed.first_expert,
+        landed.max_tokens,
+        slots,
+        **_constexprs(
+            landed.record, landed.scales_at, row_bytes, experts, top_k, slots // landed.max_tokens, num_scales, packed
+        ),
+        S_PAD=padded(slots),
+        HAS_STATISTICS=statistics is not None,
+        num_warps=8,
+    )
+
+
+@cache
+def _constexprs(
+    record: RecordLayout,
+    scales_at: int,
+    row_bytes: int,
+    experts: int,
+    top_k: int,
+    world_size: int,
+    num_scales: int,
+    packed: bool,
+) -> dict[str, int | bool]:
+    return {
+        "RECORD_BYTES": record.record_bytes,
+        "IDS_AT": record.ids_offset,
+        "SCALES_AT": scales_at,
+        "WORDS": row_bytes // 8,
+        "COLUMNS": min(1024, padded(row_bytes // 8)),
+        "E": experts,
+        "E_PAD": padded(experts + 1),
+        "K": top_k,
+        "K_PAD": padded(top_k),
+        "WORLD": world_size,
+        "NUM_SCALES": num_scales,
+        "SCALES_PAD": padded(max(num_scales, 1)),
+        "PACKED": packed,
+    }
+
+
+@triton.jit(do_not_specialize=["first_row", "first_expert", "max_tokens", "slots"])
+def _dispatch_place_kernel(
+    records_ptr,
+    row_index_ptr,
+    positions_ptr,
+    offsets_ptr,
+    epoch_ptr,
+    rows_ptr,
+    scales_ptr,
+    counts_ptr,
+    source_tokens_ptr,
+    layout_range_ptr,
+    out_positions_ptr,
+    statistics_ptr,
+    first_row,
+    first_expert,
+    max_tokens,
+    slots,
+    RECORD_BYTES: tl.constexpr,
+    IDS_AT: tl.constexpr,
+    SCALES_AT: tl.constexpr,
+    WORDS: tl.constexpr,
+    COLUMNS: tl.constexpr,
+    E: tl.constexpr,
+    E_PAD: tl.constexpr,
+    K: tl.constexpr,
+    K_PAD: tl.constexpr,
+    WORLD: tl.constexpr,
+    NUM_SCALES: tl.constexpr,
+    SCALES_PAD: tl.constexpr,
+    PACKED: tl.constexpr,
+    S_PAD: tl.constexpr,
+    HAS_STATISTICS: tl.constexpr,
+):
+    program = tl.program_id(0)
+    first = (tl.load(epoch_ptr) & 1) * first_row
+    if program < slots:
+        slot = program
+        k = tl.arange(0, K_PAD)
+        position = tl.load(positions_ptr + slot * K + k, mask=k < K, other=-1)
+        record = records_ptr + (first + slot).to(tl.int64) * RECORD_BYTES
+        here = position >= 0
+        ids = tl.load((record + IDS_AT).to(tl.pointer_type(tl.uint16)) + k, mask=here, other=0).to(tl.int32)
+        expert = tl.where(here, ids - first_expert, 0)
+        row = position - tl.load(offsets_ptr + expert, mask=here, other=0)
+        target = expert * slots + row
+        tl.store(out_positions_ptr + slot * K + k, tl.where(here, target, -1), mask=k < K)
+        tl.store(source_tokens_ptr + target, tl.zeros([K_PAD], tl.int32) + slot % max_tokens, mask=here)
+        if tl.max(position, axis=0) >= 0:
+            column = tl.arange(0, COLUMNS)
+            words = record.to(tl.pointer_type(tl.int64))
+            for start in range(0, WORDS, COLUMNS):
+                inside = start + column < WORDS
+                value = tl.load(words + start + column, mask=inside, other=0)
+                for entry in range(K):
+                    chosen = tl.max(tl.where((k == entry) & here, target, -1), axis=0)
+                    if chosen >= 0:
+                        to = rows_ptr.to(tl.pointer_type(tl.int64)) + chosen.to(tl.int64) * WORDS + start
+                        tl.store(to + column, value, mask=inside)
+            if NUM_SCALES > 0:
+                v = tl.arange(0, SCALES_PAD)
+                scale_at = (record + SCALES_AT).to(tl.pointer_type(tl.int32))
+                if PACKED:
+                    scale = tl.zeros([SCALES_PAD], tl.int32)
+                    for byte in tl.static_range(4):
+                        # A power of two: its exponent is the byte. Columns behind the last are not stored.
+                        bits = tl.load(scale_at + v * 4 + byte, mask=v < NUM_SCALES, other=0)
+                        scale = scale | (((bits >> 23) & 0xFF) << (8 * byte))
+                else:
+                    scale = tl.load(scale_at + v, mask=v < NUM_SCALES, other=0)
+                for entry in range(K):
+                    chosen = tl.max(tl.where((k == entry) & here, target, -1), axis=0)
+                    if chosen >= 0:
+                        block = (chosen // slots).to(tl.int64) * (NUM_SCALES * slots) + chosen % slots
+                        to = scales_ptr.to(tl.pointer_type(tl.int32)) + block
+                        tl.store(to + v * slots, scale, mask=v < NUM_SCALES)
+    else:
+        e = program - slots
+        begin = tl.load(offsets_ptr + e)
+        count = tl.load(offsets_ptr + e + 1) - begin
+        tl.store(counts_ptr + e, count)
+        if HAS_STATISTICS:
+            tl.store(statistics_ptr + e, tl.load(statistics_ptr + e) + count)
+        i = tl.arange(0, S_PAD)
+        slot_of = tl.load(row_index_ptr + begin + i, mask=i < count, other=0) - first
+        source = tl.where(i < count, slot_of // max_tokens, WORLD)
+        before = begin * 0
+        for rank in range(WORLD):
+            rows = tl.sum((source == rank).to(tl.int32), axis=0)
+            packed = (before.to(tl.int64) << 32) | rows.to(tl.int64)
+            tl.store(layout_range_ptr + e * WORLD + rank, packed)
+            before += rows
+
+
+def _reference(landed: LandedTokens, out: PaddedRows, statistics: torch.Tensor | None) -> None:
+    """`place_padded_rows` in torch."""
+    experts, slots, row_bytes = out.rows.shape
+    offsets = landed.group_offsets.to(torch.int64)
+    counts = offsets[1:] - offsets[:-1]
+    out.counts.copy_(counts)
+    if statistics is not None:
+        statistics += counts.to(statistics.dtype)
+    total = int(offsets[-1])
+    index = landed.row_index[:total].to(torch.int64)
+    device = index.device
+    expert = torch.repeat_interleave(torch.arange(experts, device=device), counts)
+    row = torch.arange(total, device=device) - offsets[expert]
+    slot = index - int(landed.epoch[0] & 1) * landed.first_row
+    records = landed.records[index]
+    out.rows[expert, row] = records[:, :row_bytes]
+    out.source_tokens[expert, row] = (slot % landed.max_tokens).to(torch.int32)
+    target = torch.cat([expert * slots + row, torch.full((1,), -1, device=device)])
+    # Position -1 takes the last entry.
+    out.positions.copy_(target[landed.positions.to(torch.int64)])
+    world = out.layout_range.shape[1]
+    of_source = torch.zeros(experts, world, dtype=torch.int64, device=device)
+    of_source.index_put_((expert, slot // landed.max_tokens), torch.ones_like(slot), accumulate=True)
+    out.layout_range.copy_((of_source.cumsum(1) - of_source) << 32 | of_source)
+    if out.scales is not None:
+        packed = out.scales.dtype == torch.int32
+        columns = out.scales.shape[2] * (4 if packed else 1)
+        scales = records[:, landed.scales_at : landed.scales_at + 4 * columns].contiguous()
+        if packed:
+            exponents = (scales.view(torch.int32) >> 23).to(torch.uint8)
+            out.scales[expert, row] = exponents.view(torch.int32)
+        else:
+            out.scales[expert, row] = scales.view(torch.float32)
+
+
+def _aot_case(fp8: bool, packed: bool) -> AotCase:
+    record = RecordLayout("fp8_block" if fp8 else "bf16", 7168, 8)  # type: ignore[arg-type]
+    num_scales = 0 if not fp8 else 14 if packed else 56
+    constexprs = _constexprs(record, record.scales_offset, 7168 * (1 if fp8 else 2), 32, 8, 8, num_scales, packed)
+    signature = {
+        "records_ptr": "*u8",
+        "row_index_ptr": "*i32",
+        "positions_ptr": "*i32",
+        "offsets_ptr": "*i32",
+        "epoch_ptr": "*i32",
+        "rows_ptr": "*u8",
+        "scales_ptr": "*i32" if packed else "*fp32",
+        "counts_ptr": "*i32",
+        "source_tokens_ptr": "*i32",
+        "layout_range_ptr": "*i64",
+        "out_positions_ptr": "*i32",
+        "statistics_ptr": "*i32",
+        **dict.fromkeys(("first_row", "first_expert", "max_tokens", "slots"), "i32"),
+    }
+    values = {**constexprs, "S_PAD": 1024, "HAS_STATISTICS": True}
+    types = {name: kind for name, kind in signature.items() if name not in values}
+    return AotCase(
+        "dispatch_place",
+        "fp8_block" if fp8 else "bf16",
+        _dispatch_place_kernel,
+        {name: types.get(name, "constexpr") for name in _dispatch_place_kernel.arg_names},
+        values,
+        {"num_warps": 8},
+    )
+
+
+AOT_CASES = (_aot_case(False, False), _aot_case(True, False), _aot_case(True, True))

@@ -1,0 +1,45 @@
+"""Putting `moe_runtime.deep_ep` under the name `deep_ep`: only where someone asks for it."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from pathlib import Path
+
+NAME = "deep_ep"
+OURS = "moe_runtime.deep_ep"
+MODULES = ("", ".utils", ".utils.envs", ".utils.event", ".utils.math", ".utils.testing")
+
+PACKAGE = '''"""DeepEP's name for moe_runtime.deep_ep."""
+
+from moe_runtime.deep_ep.alias import install_alias
+
+install_alias()
+'''
+
+
+def install_alias() -> None:
+    """Let `import deep_ep` of this process give `moe_runtime.deep_ep`.
+
+    Raises `ValueError` where another `deep_ep` was imported before.
+    """
+    ours = importlib.import_module(OURS)
+    loaded = sys.modules.get(NAME)
+    if loaded is not None and loaded is not ours and getattr(loaded, "__doc__", None) != PACKAGE.split('"""')[1]:
+        raise ValueError(f"install_alias: expected to come before any import of {NAME}, got {loaded}")
+    for module in MODULES:
+        sys.modules[NAME + module] = importlib.import_module(OURS + module)
+
+
+def write_alias(folder: str | Path) -> Path:
+    """Write a package `deep_ep` into `folder` that imports `moe_runtime.deep_ep`; for `PYTHONPATH`.
+
+    Raises `ValueError` where `folder` has another `deep_ep`.
+    """
+    package = Path(folder) / NAME
+    file = package / "__init__.py"
+    if package.exists() and not (file.is_file() and file.read_text() == PACKAGE):
+        raise ValueError(f"folder: expected one without another {NAME}, got {package}")
+    package.mkdir(parents=True, exist_ok=True)
+    file.write_text(PACKAGE)
+    return package

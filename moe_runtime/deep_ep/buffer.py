@@ -1,0 +1,590 @@
+"""`Buffer`: dispatch and combine with DeepEP's names, arguments and layouts, on the ranks of one host or on CPUs."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import ClassVar, NoReturn
+
+import torch
+import torch.distributed as dist
+
+from moe_runtime.comm.arguments import check_flag, check_integer, check_is_tensor, check_kind
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.deep_ep.events import CommStream, EventHandle, EventOverlap
+from moe_runtime.deep_ep.layout import dispatch_layout
+from moe_runtime.deep_ep.low_latency import LowLatencyExchange, LowLatencyHandle, Payload
+from moe_runtime.deep_ep.normal import NormalExchange, NormalHandle, Tokens
+from moe_runtime.deep_ep.sizes import FP8_BLOCK_SIZE, Config, low_latency_bytes, normal_bytes, normal_tokens
+
+topk_idx_t = torch.int64
+"""dtype of expert ids."""
+
+_LOG = logging.getLogger(__name__)
+
+
+@functools.cache
+def _warn_once(text: str) -> None:
+    _LOG.warning(text)
+
+
+class Buffer:
+    """Memory of a group of ranks for exchanging tokens. Constructing it is collective.
+
+    Memory is reserved at the first dispatch of each mode and size, from `num_nvl_bytes` for normal mode and from
+    `num_rdma_bytes` for low latency (`moe_runtime.deep_ep.sizes`). Ranks must make all calls in the same order.
+
+    Args:
+        group: ranks of one host (gloo or NCCL), or CPU ranks.
+        num_nvl_bytes: most bytes of normal mode on this rank, equal on all ranks. It decides how many tokens travel in
+            one step; more travel in several steps.
+        num_rdma_bytes: most bytes of low latency on this rank, for each set of sizes.
+        low_latency_mode: kept, without effect: both modes can be used.
+        num_qps_per_rank: kept, without effect: there are no queue pairs.
+        allow_nvlink_for_low_latency_mode: must be True: there is nothing else.
+        allow_mnnvl: kept, without effect.
+        explicitly_destroy: whether `destroy` will be called. It frees memory on all ranks together.
+        enable_shrink: must be False: ranks cannot be masked.
+        comm: must be None.
+
+    Raises:
+        ValueError: an argument of a wrong kind.
+        NotImplementedError: what is not there (`comm`, `enable_shrink`, a network beside NVLink).
+    """
+
+    num_sms: ClassVar[int] = 20
+    _most_sms: ClassVar[int | None] = None
+
+    def __init__(
+        self,
+        group: dist.ProcessGroup | None,
+        num_nvl_bytes: int = 0,
+        num_rdma_bytes: int = 0,
+        low_latency_mode: bool = False,
+        num_qps_per_rank: int = 24,
+        allow_nvlink_for_low_latency_mode: bool = True,
+        allow_mnnvl: bool = False,
+        explicitly_destroy: bool = False,
+        enable_shrink: bool = False,
+        comm: object = None,
+    ) -> None:
+        if comm is not None:
+            _not_there("comm", "pass group, a process group of torch.distributed")
+        if enable_shrink:
+            _not_there("enable_shrink", "ranks cannot be masked")
+        if not allow_nvlink_for_low_latency_mode:
+            _not_there("allow_nvlink_for_low_latency_mode", "ranks exchange tokens over NVLink alone")
+        if group is None:
+            raise ValueError("group: expected a process group, got None")
+        check_integer("num_nvl_bytes", num_nvl_bytes, 0)
+        check_integer("num_rdma_bytes", num_rdma_bytes, 0)
+        check_flag("explicitly_destroy", explicitly_destroy)
+        self.group = group
+        self.rank, self.group_size = group.rank(), group.size()
+        self.num_nvl_bytes, self.num_rdma_bytes = num_nvl_bytes, num_rdma_bytes
+        self.low_latency_mode, self.explicitly_destroy = low_latency_mode, explicitly_destroy
+        self.enable_shrink = enable_shrink
+        # Ranks that cannot share memory find out here.
+        self._contexts: list[ExpertParallelContext] = []
+        self._spare: ExpertParallelContext | None = self._new_context()
+        if self._spare.transport == "collective":
+            _warn_once(
+                "moe_runtime.deep_ep: these ranks share no memory; torch.distributed carries the tokens, and calls "
+                f"wait for the host ({self._spare.transport_reasons})"
+            )
+        self.device = self._spare.device
+        self._comm = CommStream(self.device)
+        self._normal: dict[int, NormalExchange] = {}
+        self._low_latency: dict[tuple[int, int, int, int], LowLatencyExchange] = {}
+        self._destroyed = False
+
+    def _new_context(self) -> ExpertParallelContext:
+        context = ExpertParallelContext(self.group)
+        self._contexts.append(context)
+        return context
+
+    def _context(self) -> ExpertParallelContext:
+        """One that nothing is registered with."""
+        spare, self._spare = self._spare, None
+        return self._new_context() if spare is None else spare
+
+    def destroy(self) -> None:
+        """Free the memory, on all ranks together. Raises `ValueError` without `explicitly_destroy`."""
+        if not self.explicitly_destroy:
+            raise ValueError("explicitly_destroy: expected True for a Buffer that is to be destroyed")
+        if not self._destroyed:
+            self._destroyed = True
+            for context in self._contexts:
+                context.close()
+
+    @staticmethod
+    def is_sm90_compiled() -> bool:
+        """True: FP8 is there on every device."""
+        return True
+
+    @staticmethod
+    def set_num_sms(new_num_sms: int) -> None:
+        """Say how many SMs a call of normal mode may take from now on, on all ranks alike; at first it takes all."""
+        check_integer("new_num_sms", new_num_sms, 2)
+        if new_num_sms % 2:
+            raise ValueError(f"new_num_sms: expected an even number, got {new_num_sms}")
+        Buffer.num_sms = Buffer._most_sms = new_num_sms
+
+    @staticmethod
+    def capture() -> EventOverlap:
+        """The point that the current stream has come to."""
+        return EventOverlap(EventHandle())
+
+    @staticmethod
+    def get_low_latency_rdma_size_hint(
+        num_max_dispatch_tokens_per_rank: int, hidden: int, num_ranks: int, num_experts: int
+    ) -> int:
+        """`num_rdma_bytes` that suffice for these sizes with up to 32 experts of a token."""
+        check_integer("num_max_dispatch_tokens_per_rank", num_max_dispatch_tokens_per_rank)
+        check_integer("hidden", hidden)
+        check_integer("num_ranks", num_ranks)
+        check_integer("num_experts", num_experts)
+        return low_latency_bytes(num_max_dispatch_tokens_per_rank, hidden, num_ranks, num_experts)
+
+    @staticmethod
+    def get_dispatch_config(num_ranks: int) -> Config:
+        """A `Config`, whose chunk sizes are without effect."""
+        check_integer("num_ranks", num_ranks)
+        return Config(Buffer.num_sms)
+
+    @staticmethod
+    def get_combine_config(num_ranks: int) -> Config:
+        """A `Config`, whose chunk sizes are without effect."""
+        check_integer("num_ranks", num_ranks)
+        return Config(Buffer.num_sms)
+
+    def get_comm_stream(self) -> torch.cuda.Stream:
+        """The stream of calls with `async_finish` or `previous_event`. Raises `ValueError` on CPUs."""
+        if self._comm.stream is None:
+            raise ValueError("get_comm_stream: expected a GPU, this Buffer is on a CPU")
+        return self._comm.stream
+
+    def get_local_buffer_tensor(self, *arguments: object, **settings: object) -> NoReturn:
+        """Not there: the memory has no part that is free for callers."""
+        _not_there("get_local_buffer_tensor", "the memory has no part that is free for callers")
+
+    # Normal mode
+
+    def get_dispatch_layout(
+        self,
+        topk_idx: torch.Tensor,
+        num_experts: int,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, None, torch.Tensor, torch.Tensor, EventOverlap]:
+        """What `dispatch` needs to know of int64 `topk_idx` `[T, K]`, -1 for no expert.
+
+        Returns:
+            int32 `[W]`, tokens for each rank; None; int32 `[E]`, tokens for each expert; bool `[T, W]`, whether a token
+            goes to a rank; the event.
+        """
+        self._check_ids(topk_idx)
+        self._check_experts(num_experts)
+        beside = _beside(previous_event, async_finish, allocate_on_comm_stream)
+        with self._comm.running(beside, previous_event):
+            per_rank, per_expert, in_rank = dispatch_layout(topk_idx, num_experts, self.group_size)
+        event = self._comm.finish(beside, async_finish, (topk_idx, per_rank, per_expert, in_rank))
+        return per_rank, None, per_expert, in_rank, event
+
+    def dispatch(
+        self,
+        x: Tokens,
+        handle: NormalHandle | None = None,
+        num_tokens_per_rank: torch.Tensor | None = None,
+        num_tokens_per_rdma_rank: torch.Tensor | None = None,
+        is_token_in_rank: torch.Tensor | None = None,
+        num_tokens_per_expert: torch.Tensor | None = None,
+        topk_idx: torch.Tensor | None = None,
+        topk_weights: torch.Tensor | None = None,
+        expert_alignment: int = 1,
+        num_worst_tokens: int = 0,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[Tokens, torch.Tensor | None, torch.Tensor | None, list[int] | None, NormalHandle | None, EventOverlap]:
+        """Send each token once to each rank that wants it. Collective; waits for the host unless it knows the counts.
+
+        Args:
+            x: bf16 `[T, H]`, or e4m3 `[T, H]` and fp32 scales `[T, H / 128]`; `H` is a multiple of 16.
+            handle: of an earlier dispatch, in place of what follows: the tokens take its way. Does not wait for the
+                host.
+            num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert: of `get_dispatch_layout`.
+            num_tokens_per_rdma_rank: None, or ignored: there is one host.
+            topk_idx: int64 `[T, K]`, with `topk_weights`; `K` is at most 32.
+            topk_weights: fp32 `[T, K]`.
+            expert_alignment: what the counts of experts are rounded up to.
+            num_worst_tokens: rows to make room for; then nothing waits for the host, and the call can be captured.
+            config: without effect.
+            previous_event: what the call waits for.
+            async_finish: whether the current stream goes on; the caller waits for the event.
+            allocate_on_comm_stream: whether the call runs on the communication stream although nothing else says so.
+
+        Returns:
+            rows by source rank and then by token, in the form of `x`; int64 `[R, K]` local expert ids, -1 elsewhere;
+            fp32 `[R, K]` weights, 0 where the id is -1; tokens of each local expert (empty with `num_worst_tokens`);
+            the handle; the event. With `handle` all but the first and the last are None.
+
+        Raises:
+            ValueError: an argument of wrong shape, dtype or value.
+            MoERuntimeError: a rank that failed or did not come.
+        """
+        hidden = self._check_tokens(x)
+        check_integer("expert_alignment", expert_alignment)
+        check_integer("num_worst_tokens", num_worst_tokens, 0)
+        beside = _beside(previous_event, async_finish, allocate_on_comm_stream)
+        quants, scales = x if isinstance(x, tuple) else (x, None)
+        if handle is not None:
+            check_kind("handle", handle, NormalHandle)
+            if topk_idx is not None or topk_weights is not None:
+                raise ValueError("handle: expected None beside topk_idx and topk_weights")
+            if quants.shape[0] != handle.num_tokens:
+                raise ValueError(f"x: expected {handle.num_tokens} tokens as in handle, got {quants.shape[0]}")
+            with self._comm.running(beside, previous_event):
+                rows, row_scales = self._exchange(hidden).dispatch_again(x, handle)
+            event = self._comm.finish(beside, async_finish, (quants, scales, rows, row_scales))
+            return (rows if row_scales is None else (rows, row_scales)), None, None, None, None, event
+        counts = self._check_layout(
+            quants.shape[0], num_tokens_per_rank, is_token_in_rank, num_tokens_per_expert, topk_idx, topk_weights
+        )
+        with self._comm.running(beside, previous_event):
+            got = self._exchange(hidden).dispatch(x, *counts, topk_idx, topk_weights, num_worst_tokens)
+        experts = [] if got.handle.tokens_of_experts is None else got.handle.tokens_of_experts
+        experts = [-(-count // expert_alignment) * expert_alignment for count in experts]
+        used = (quants, scales, topk_idx, topk_weights, got.x, got.scales, got.topk_idx, got.topk_weights)
+        event = self._comm.finish(beside, async_finish, (*used, *counts, got.handle[3]))
+        tokens = got.x if got.scales is None else (got.x, got.scales)
+        return tokens, got.topk_idx, got.topk_weights, experts, got.handle, event
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: NormalHandle,
+        topk_weights: torch.Tensor | None = None,
+        bias: torch.Tensor | tuple[torch.Tensor, torch.Tensor] | None = None,
+        config: Config | None = None,
+        previous_event: EventOverlap | None = None,
+        async_finish: bool = False,
+        allocate_on_comm_stream: bool = False,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        """Sum the rows of each token, unweighted, in fp32, ranks ascending. Collective; does not wait for the host.
+
+        Args:
+            x: bf16 `[R, H]`, a row for each row of the dispatch.
+            handle: of a dispatch; it may be combined several times.
+            topk_weights: fp32 `[R, K]`, summed likewise.
+            bias: bf16 `[T, H]`, added first, or two of them, whose sum is rounded to bf16 and added first.
+            config, previous_event, async_finish, allocate_on_comm_stream: as in `dispatch`.
+
+        Returns:
+            bf16 `[T, H]`; fp32 `[T, K]`, or None; the event.
+
+        Raises: as `dispatch`.
+        """
+        check_kind("handle", handle, NormalHandle)
+        self._check("x", x, (torch.bfloat16,), handle.num_rows, None)
+        if topk_weights is not None:
+            self._check("topk_weights", topk_weights, (torch.float32,), handle.num_rows, None)
+        biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
+        if len(biases) > 2:
+            raise ValueError(f"bias: expected at most two tensors, got {len(biases)}")
+        for one in biases:
+            self._check("bias", one, (torch.bfloat16,), handle.num_tokens, x.shape[1])
+        beside = _beside(previous_event, async_finish, allocate_on_comm_stream)
+        with self._comm.running(beside, previous_event):
+            added = biases[0] + biases[1] if len(biases) == 2 else biases[0] if biases else None
+            y, weights = self._exchange(x.shape[1]).combine(x.contiguous(), handle, topk_weights, added)
+        return y, weights, self._comm.finish(beside, async_finish, (x, topk_weights, *biases, y, weights))
+
+    def internode_dispatch(self, *arguments: object, **settings: object) -> NoReturn:
+        """Not there: the ranks are on one host."""
+        _not_there("internode_dispatch", "the ranks are on one host; call dispatch")
+
+    def internode_combine(self, *arguments: object, **settings: object) -> NoReturn:
+        """Not there: the ranks are on one host."""
+        _not_there("internode_combine", "the ranks are on one host; call combine")
+
+    def _exchange(self, hidden: int) -> NormalExchange:
+        if hidden not in self._normal:
+            tokens = normal_tokens(self.num_nvl_bytes, hidden, self.group_size)
+            if tokens == 0:
+                least = normal_bytes(hidden, self.group_size, 1)
+                raise ValueError(f"num_nvl_bytes: expected at least {least} for H = {hidden}, got {self.num_nvl_bytes}")
+            self._normal[hidden] = NormalExchange(self._context(), hidden, tokens)
+        exchange = self._normal[hidden]
+        exchange.num_sms = Buffer._most_sms
+        return exchange
+
+    # Low latency
+
+    def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
+        """Nothing has to be cleaned: flags hold the number of their step, and modes do not share memory."""
+
+    def low_latency_dispatch(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        num_max_dispatch_tokens_per_rank: int,
+        num_experts: int,
+        cumulative_local_expert_recv_stats: torch.Tensor | None = None,
+        dispatch_wait_recv_cost_stats: torch.Tensor | None = None,
+        use_fp8: bool = True,
+        round_scale: bool = False,
+        use_ue8m0: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+    ) -> tuple[Tokens, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
+        """Send tokens to the rows of their experts. Collective; does not wait for the host, can be captured.
+
+        Between this call and its combine, or its hook where that comes later, one other dispatch or combine may be
+        called: memory has two halves.
+
+        Args:
+            x: bf16 `[T, H]`, `T` at most the limit, `H` a multiple of 128 (512 with `use_ue8m0`).
+            topk_idx: int64 `[T, K]`, -1 for no expert.
+            num_max_dispatch_tokens_per_rank: the limit, equal on all ranks.
+            num_experts: `E`, a multiple of the number of ranks.
+            cumulative_local_expert_recv_stats: int32 `[E_local]`, to which the counts are added.
+            dispatch_wait_recv_cost_stats: must be None: waits are not measured.
+            use_fp8: whether rows are e4m3 with a scale for each 128 numbers, or bf16.
+            round_scale: whether scales are rounded up to powers of two.
+            use_ue8m0: whether scales come as UE8M0 bytes, four in an int32; only with `round_scale`.
+            async_finish: whether the current stream goes on; the caller waits for the event.
+            return_recv_hook: whether the call only sends, and the hook receives.
+
+        Returns:
+            rows `[E_local, W * max, H]`, or these and their scales `[E_local, W * max, H / 128]` (`/ 512`), strides
+            `(.., 1, W * max)`; int32 `[E_local]` counts; the handle; the event; the hook, or None. Rows of an expert
+            are ordered by source rank and then by token; rows past its count are not written.
+
+        Raises: as `dispatch`.
+        """
+        if dispatch_wait_recv_cost_stats is not None:
+            _not_there("dispatch_wait_recv_cost_stats", "waits are not measured")
+        if use_ue8m0 and not round_scale:
+            raise ValueError("use_ue8m0: expected False without round_scale")
+        if async_finish and return_recv_hook:
+            raise ValueError("async_finish: expected False with return_recv_hook")
+        self._check("x", x, (torch.bfloat16,), None, None)
+        multiple = 512 if use_fp8 and use_ue8m0 else FP8_BLOCK_SIZE
+        if x.shape[1] == 0 or x.shape[1] % multiple:
+            raise ValueError(f"x: expected a hidden size that is a multiple of {multiple}, got {x.shape[1]}")
+        self._check_ids(topk_idx, x.shape[0])
+        statistics = cumulative_local_expert_recv_stats
+        exchange = self._low_latency_exchange(
+            num_max_dispatch_tokens_per_rank, x.shape[1], num_experts, topk_idx.shape[1]
+        )
+        if statistics is not None:
+            check_is_tensor("cumulative_local_expert_recv_stats", statistics)
+            if statistics.shape != (exchange.num_local_experts,) or statistics.dtype != torch.int32:
+                raise ValueError(
+                    f"cumulative_local_expert_recv_stats: expected int32 [{exchange.num_local_experts}], got "
+                    f"{statistics.dtype} {list(statistics.shape)}"
+                )
+        payload = Payload(use_fp8, use_fp8 and round_scale, use_fp8 and use_ue8m0)
+        with self._comm.running(async_finish, None):
+            step = exchange.dispatch_send(x, topk_idx, payload)
+            if not return_recv_hook:
+                step.finish(statistics)
+        rows = step.rows
+        shape = (exchange.num_local_experts, exchange.num_slots, exchange.hidden)
+        quants = rows.rows.view(torch.float8_e4m3fn if use_fp8 else torch.bfloat16).view(shape)
+        tokens: Tokens = quants if rows.scales is None else (quants, rows.scales)
+        used = (x, topk_idx, quants, rows.scales, rows.counts, rows.source_tokens, rows.layout_range, rows.positions)
+        event = self._comm.finish(async_finish, async_finish, (*used, statistics))
+        hook = functools.partial(step.finish, statistics) if return_recv_hook else None
+        return tokens, rows.counts, step.handle, event, hook
+
+    def low_latency_combine(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: LowLatencyHandle,
+        use_logfmt: bool = False,
+        zero_copy: bool = False,
+        async_finish: bool = False,
+        return_recv_hook: bool = False,
+        out: torch.Tensor | None = None,
+        combine_wait_recv_cost_stats: torch.Tensor | None = None,
+    ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
+        """Weight and sum the rows of each token. Collective; does not wait for the host, can be captured.
+
+        `sum over ranks ascending of bf16(sum over that rank's experts of w_k * row)`, sums in fp32.
+
+        Args:
+            x: bf16 `[E_local, W * max, H]`.
+            topk_idx: int64 `[T, K]` of the dispatch; an entry that is -1 now has no part in the sum.
+            topk_weights: fp32 `[T, K]`.
+            handle: of the dispatch; it may be combined several times.
+            use_logfmt: must be False.
+            zero_copy: whether the rows are in the tensor of `get_next_low_latency_combine_buffer`, not in `x`.
+            async_finish: whether the current stream goes on; the caller waits for the event.
+            return_recv_hook: whether the call only sends, and the hook receives.
+            out: bf16 `[T, H]`, written and returned; None for a new tensor.
+            combine_wait_recv_cost_stats: must be None: waits are not measured.
+
+        Returns:
+            bf16 `[T, H]`; the event; the hook, or None.
+
+        Raises: as `dispatch`.
+        """
+        if use_logfmt:
+            _not_there("use_logfmt", "partial sums travel in bf16")
+        if combine_wait_recv_cost_stats is not None:
+            _not_there("combine_wait_recv_cost_stats", "waits are not measured")
+        if async_finish and return_recv_hook:
+            raise ValueError("async_finish: expected False with return_recv_hook")
+        check_kind("handle", handle, LowLatencyHandle)
+        exchange = handle.exchange
+        self._check_ids(topk_idx, handle.num_tokens, exchange.top_k)
+        self._check("topk_weights", topk_weights, (torch.float32,), handle.num_tokens, exchange.top_k)
+        shape = (exchange.num_local_experts, exchange.num_slots, exchange.hidden)
+        rows = exchange.scratch() if zero_copy else check_is_tensor("x", x)
+        if rows.shape != shape or rows.dtype != torch.bfloat16:
+            raise ValueError(f"x: expected bf16 {list(shape)}, got {rows.dtype} {list(rows.shape)}")
+        if out is None:
+            out = torch.empty(handle.num_tokens, exchange.hidden, dtype=torch.bfloat16, device=self.device)
+        with self._comm.running(async_finish, None):
+            renewed = exchange.combine_send(rows.contiguous(), topk_idx, topk_weights, handle, out)
+            if not return_recv_hook:
+                exchange.combine_recv(renewed)
+        event = self._comm.finish(async_finish, async_finish, (x, topk_idx, topk_weights, handle.positions, out))
+        return out, event, (functools.partial(_received, exchange, renewed) if return_recv_hook else None)
+
+    def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
+        """bf16 `[E_local, W * max, H]` for rows that `low_latency_combine` takes with `zero_copy`."""
+        check_kind("handle", handle, LowLatencyHandle)
+        return handle.exchange.scratch()
+
+    def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> NoReturn:
+        """Not there: ranks cannot be masked."""
+        _not_there("low_latency_update_mask_buffer", "ranks cannot be masked")
+
+    def low_latency_query_mask_buffer(self, mask_status: torch.Tensor) -> NoReturn:
+        """Not there: ranks cannot be masked."""
+        _not_there("low_latency_query_mask_buffer", "ranks cannot be masked")
+
+    def low_latency_clean_mask_buffer(self) -> NoReturn:
+        """Not there: ranks cannot be masked."""
+        _not_there("low_latency_clean_mask_buffer", "ranks cannot be masked")
+
+    def _low_latency_exchange(self, tokens: int, hidden: int, num_experts: int, top_k: int) -> LowLatencyExchange:
+        check_integer("num_max_dispatch_tokens_per_rank", tokens)
+        self._check_experts(num_experts)
+        key = tokens, hidden, num_experts, top_k
+        if key not in self._low_latency:
+            least = low_latency_bytes(tokens, hidden, self.group_size, num_experts, top_k)
+            if self.num_rdma_bytes < least:
+                raise ValueError(
+                    f"num_rdma_bytes: expected at least {least} for these sizes (get_low_latency_rdma_size_hint), got "
+                    f"{self.num_rdma_bytes}"
+                )
+            self._low_latency[key] = LowLatencyExchange(self._context(), *key)
+        return self._low_latency[key]
+
+    # Arguments
+
+    def _check_experts(self, num_experts: int) -> None:
+        check_integer("num_experts", num_experts)
+        if num_experts % self.group_size:
+            raise ValueError(f"num_experts: expected a multiple of {self.group_size} ranks, got {num_experts}")
+
+    def _check_ids(self, topk_idx: torch.Tensor, rows: int | None = None, columns: int | None = None) -> None:
+        self._check("topk_idx", topk_idx, (topk_idx_t,), rows, columns)
+
+    def _check(
+        self,
+        name: str,
+        tensor: torch.Tensor,
+        dtypes: Sequence[torch.dtype],
+        rows: int | None,
+        columns: int | None,
+    ) -> None:
+        """Raise `ValueError` unless `tensor` is a matrix of these dtypes and sizes on this device."""
+        check_is_tensor(name, tensor)
+        if tensor.device != self.device:
+            raise ValueError(f"{name}: expected device {self.device}, got {tensor.device}")
+        if tensor.dtype not in dtypes:
+            raise ValueError(f"{name}: expected {' or '.join(map(str, dtypes))}, got {tensor.dtype}")
+        sizes = (rows, columns)
+        if tensor.ndim != 2 or any(want not in (None, got) for want, got in zip(sizes, tensor.shape, strict=True)):
+            expected = ", ".join("any" if size is None else str(size) for size in sizes)
+            raise ValueError(f"{name}: expected shape [{expected}], got {list(tensor.shape)}")
+
+    def _check_tokens(self, x: Tokens) -> int:
+        """`H` of tokens of normal mode."""
+        if isinstance(x, tuple):
+            if len(x) != 2:
+                raise ValueError(f"x: expected a tensor, or quants and scales, got {len(x)} tensors")
+            quants, scales = x
+            self._check("x[0]", quants, (torch.float8_e4m3fn,), None, None)
+            if quants.shape[1] % FP8_BLOCK_SIZE:
+                raise ValueError(f"x[0]: expected a multiple of {FP8_BLOCK_SIZE} columns, got {quants.shape[1]}")
+            self._check("x[1]", scales, (torch.float32,), quants.shape[0], quants.shape[1] // FP8_BLOCK_SIZE)
+        else:
+            quants = x
+            self._check("x", x, (torch.bfloat16,), None, None)
+        if quants.shape[1] == 0 or quants.shape[1] % 16:
+            raise ValueError(f"x: expected a hidden size that is a multiple of 16, got {quants.shape[1]}")
+        if not quants.is_contiguous():
+            raise ValueError(f"x: expected contiguous rows, got strides {list(quants.stride())}")
+        return int(quants.shape[1])
+
+    def _check_layout(
+        self,
+        num_tokens: int,
+        per_rank: torch.Tensor | None,
+        in_rank: torch.Tensor | None,
+        per_expert: torch.Tensor | None,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """`(is_token_in_rank, num_tokens_per_rank, num_tokens_per_expert)`."""
+        named = {"num_tokens_per_rank": per_rank, "num_tokens_per_expert": per_expert, "is_token_in_rank": in_rank}
+        for name, tensor in named.items():
+            check_is_tensor(name, tensor)
+            assert tensor is not None
+            if tensor.device != self.device:
+                raise ValueError(f"{name}: expected device {self.device}, got {tensor.device}")
+        assert per_rank is not None and per_expert is not None and in_rank is not None
+        if in_rank.dtype != torch.bool or in_rank.shape != (num_tokens, self.group_size):
+            expected = [num_tokens, self.group_size]
+            raise ValueError(f"is_token_in_rank: expected bool {expected}, got {in_rank.dtype} {list(in_rank.shape)}")
+        if per_rank.shape != (self.group_size,) or per_rank.dtype != torch.int32:
+            raise ValueError(
+                f"num_tokens_per_rank: expected int32 [{self.group_size}], got {per_rank.dtype} {list(per_rank.shape)}"
+            )
+        if per_expert.ndim != 1 or per_expert.dtype != torch.int32:
+            raise ValueError(
+                f"num_tokens_per_expert: expected int32 [E], got {per_expert.dtype} {list(per_expert.shape)}"
+            )
+        self._check_experts(per_expert.numel())
+        if (topk_idx is None) != (topk_weights is None):
+            raise ValueError("topk_weights: expected it together with topk_idx")
+        if topk_idx is not None and topk_weights is not None:
+            self._check_ids(topk_idx, num_tokens)
+            self._check("topk_weights", topk_weights, (torch.float32,), num_tokens, topk_idx.shape[1])
+        return in_rank, per_rank, per_expert
+
+
+def _received(exchange: LowLatencyExchange, renewed: object) -> None:
+    exchange.combine_recv(renewed)  # type: ignore[arg-type]
+
+
+def _beside(previous_event: EventOverlap | None, async_finish: bool, allocate_on_comm_stream: bool) -> bool:
+    """Whether a call runs on the communication stream."""
+    if previous_event is not None:
+        check_kind("previous_event", previous_event, EventOverlap)
+    return bool(previous_event is not None or async_finish or allocate_on_comm_stream)
+
+
+def _not_there(name: str, why: str) -> NoReturn:
+    raise NotImplementedError(f"moe_runtime.deep_ep: {name}: {why}")

@@ -1,0 +1,117 @@
+"""CUDA events with DeepEP's names. On CPUs calls are done when they return, so that there is nothing to wait for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+
+import torch
+
+
+class EventHandle:
+    """The point that the current stream has come to."""
+
+    def __init__(self) -> None:
+        self.event: torch.cuda.Event | None = None
+        if torch.cuda.is_available():
+            self.event = torch.cuda.Event()
+            self.event.record()
+
+    def current_stream_wait(self) -> None:
+        """Let the current stream wait for that point; the host does not wait."""
+        if self.event is not None:
+            torch.cuda.current_stream().wait_event(self.event)
+
+
+class EventOverlap:
+    """An event to wait for later, and what must live until then. As a context manager it waits at its end.
+
+    Args:
+        event: what to wait for; None where a call did not run beside the current stream.
+        extra_tensors: kept alive as long as this object.
+    """
+
+    def __init__(self, event: EventHandle | None = None, extra_tensors: Sequence[torch.Tensor | None] | None = None):
+        self.event = event
+        self.extra_tensors = extra_tensors
+        self._after_wait: Callable[[], object] | None = None
+        self._release = False
+
+    def current_stream_wait(self, release_handle: bool = False) -> None:
+        """Let the current stream wait for the event. Raises `ValueError` where there is none."""
+        if self.event is None:
+            raise ValueError("event: expected one to wait for, got None: the call was not made with async_finish")
+        self.event.current_stream_wait()
+        hook, self._after_wait = self._after_wait, None
+        if hook is not None:
+            hook()
+        if release_handle:
+            self.event = None
+
+    def register_hook_after_wait(self, hook_after_wait: Callable[[], object]) -> None:
+        """Call `hook_after_wait` once, at the end of the next `current_stream_wait`."""
+        if self._after_wait is not None:
+            raise ValueError("hook_after_wait: expected one hook, another is registered")
+        self._after_wait = hook_after_wait
+
+    def __call__(self, release_handle: bool = False) -> EventOverlap:
+        """Itself, for `with event(release_handle=True):`."""
+        self._release = release_handle
+        return self
+
+    def __enter__(self) -> EventOverlap:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self.event is not None:
+            self.current_stream_wait(release_handle=self._release)
+        self._release = False
+
+
+class CommStream:
+    """The stream on which calls with `async_finish`, `previous_event` or `allocate_on_comm_stream` run.
+
+    Other calls run on the current stream: they would wait for each other anyway.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.cuda.Stream(device, priority=-1) if device.type == "cuda" else None
+
+    @contextmanager
+    def running(self, beside: bool, previous_event: EventOverlap | None) -> Iterator[None]:
+        """Run the body on the stream if `beside`, after `previous_event`, or else after the current stream."""
+        if self.stream is None or not beside:
+            if previous_event is not None and previous_event.event is not None:
+                previous_event.event.current_stream_wait()
+            yield
+            return
+        if previous_event is not None and previous_event.event is not None:
+            assert previous_event.event.event is not None
+            self.stream.wait_event(previous_event.event.event)
+        else:
+            self.stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.stream):
+            yield
+
+    def finish(self, beside: bool, async_finish: bool, tensors: Sequence[torch.Tensor | None]) -> EventOverlap:
+        """The event of a call that has just run; without `async_finish` the current stream waits for it here.
+
+        Args:
+            beside: whether the call ran on the stream.
+            async_finish: whether the caller waits for the event itself.
+            tensors: what the call read or made. They are used on both streams.
+        """
+        if self.stream is None or not beside:
+            return EventOverlap(EventHandle()) if async_finish else EventOverlap()
+        current = torch.cuda.current_stream()
+        if not torch.cuda.is_current_stream_capturing():
+            for tensor in tensors:
+                if tensor is not None:
+                    tensor.record_stream(self.stream)
+                    tensor.record_stream(current)
+        if not async_finish:
+            current.wait_stream(self.stream)
+            return EventOverlap()
+        with torch.cuda.stream(self.stream):
+            event = EventHandle()
+        return EventOverlap(event, tuple(tensors))

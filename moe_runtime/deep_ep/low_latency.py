@@ -1,0 +1,219 @@
+"""Low latency over a `TokenDispatcher`: rows in `[E_local, W * max_tokens, H]`, weights first given at combine.
+
+A token travels once to a rank, whatever the number of its experts there, and is copied to the rows of its experts where
+it arrives. Combine sends the routing and the weights once more (16 + 6 K bytes a token), weights and sums the rows of a
+token at the rank of its experts, and sends one partial sum home.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.dispatcher.handle import DispatchHandle
+from moe_runtime.dispatcher.landing import landing_half, landing_records
+from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
+from moe_runtime.kernels.exchange.padded import LandedTokens, PaddedRows, place_padded_rows
+from moe_runtime.kernels.formats.number_formats import FP8_BLOCK
+
+_NO_TOKEN = 16
+"""Numbers of a token that carries its routing alone."""
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What travels for a token, and how its scales come out.
+
+    Attributes:
+        use_fp8: e4m3 with an fp32 scale for each 128 numbers; otherwise bf16.
+        round_scale: scales are powers of two.
+        use_ue8m0: scales come out as UE8M0 bytes, four in an int32.
+    """
+
+    use_fp8: bool
+    round_scale: bool
+    use_ue8m0: bool
+
+
+class LowLatencyHandle(tuple[object, ...]):
+    """What a dispatch leaves for its combines, as often as they are called.
+
+    As a tuple it is DeepEP's: `src_info` int32 `[E_local, W * max]`, the token of each row at its rank; `layout_range`
+    int64 `[E_local, W]`, `first row << 32 | rows` of each source; `max`; `H`; `E`.
+
+    Attributes:
+        positions: int32 `[W * max, K]`, row of each (landing slot, k) in `[E_local * W * max]`, -1 for none.
+        num_tokens: tokens of this rank.
+        exchange: where it belongs.
+    """
+
+    positions: torch.Tensor
+    num_tokens: int
+    exchange: LowLatencyExchange
+
+
+class LowLatencyExchange:
+    """Dispatch and combine of low latency for one set of sizes. All calls are collective, none waits for the host.
+
+    Args:
+        context: its own; nothing else is registered there.
+        max_tokens: most tokens of a rank.
+        hidden: `H`, a multiple of 128.
+        num_experts: `E`, a multiple of the number of ranks.
+        top_k: experts of a token.
+    """
+
+    def __init__(
+        self, context: ExpertParallelContext, max_tokens: int, hidden: int, num_experts: int, top_k: int
+    ) -> None:
+        self.context, self.max_tokens, self.hidden = context, max_tokens, hidden
+        self.num_experts, self.top_k = num_experts, top_k
+        device = context.device
+        self._dispatchers: dict[tuple[str, int], TokenDispatcher] = {}
+        # The widest first: the memory for it suffices for all others.
+        self._dispatcher("bf16", hidden)
+        self._combiner = self._made(_NO_TOKEN, "bf16", "combine_")
+        context.allocate()
+        self._no_weights = torch.zeros(max_tokens, top_k, dtype=torch.float32, device=device)
+        self._no_tokens = torch.zeros(max_tokens, _NO_TOKEN, dtype=torch.bfloat16, device=device)
+        self._scratch: torch.Tensor | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """`W * max_tokens`, rows of each local expert."""
+        return self.context.world_size * self.max_tokens
+
+    @property
+    def num_local_experts(self) -> int:
+        return self.num_experts // self.context.world_size
+
+    def _dispatcher(self, fmt: str, words: int) -> TokenDispatcher:
+        key = fmt, words
+        if key not in self._dispatchers:
+            self._dispatchers[key] = self._made(words, fmt, "dispatch_")
+        return self._dispatchers[key]
+
+    def _made(self, words: int, fmt: str, kind: str) -> TokenDispatcher:
+        return TokenDispatcher(
+            self.context,
+            hidden_size=words,
+            num_experts=self.num_experts,
+            top_k=self.top_k,
+            max_tokens_per_rank=self.max_tokens,
+            token_format=fmt,
+            mode="gathered",
+            output_size=self.hidden,
+            kernel_prefix=kind,
+            agreed=True,
+        )
+
+    def dispatch_send(self, x: torch.Tensor, topk_idx: torch.Tensor, payload: Payload) -> _Dispatch:
+        """Quantize and send bf16 `x` `[T, H]`; `finish` of what comes back receives."""
+        if payload.use_fp8 and payload.round_scale:
+            # Quantized here: the exchange's own quantizer does not round scales to powers of two.
+            packed = _rounded_fp8(x)
+            dispatcher = self._dispatcher("bf16", packed.shape[1])
+            scales_at = x.shape[1]
+        else:
+            packed = x
+            dispatcher = self._dispatcher(FP8_BLOCK.name if payload.use_fp8 else "bf16", self.hidden)
+            scales_at = dispatcher.geometry.record.scales_offset
+        handle = dispatcher.dispatch_send(packed, topk_idx, self._no_weights[: x.shape[0]])
+        return _Dispatch(self, dispatcher, handle, payload, scales_at)
+
+    def combine_send(
+        self,
+        x: torch.Tensor,
+        topk_idx: torch.Tensor,
+        topk_weights: torch.Tensor,
+        handle: LowLatencyHandle,
+        out: torch.Tensor,
+    ) -> DispatchHandle:
+        """Send what `combine_recv` sums into `out` bf16 `[T, H]`; `x` bf16 `[E_local, W * max, H]`."""
+        combiner = self._combiner
+        routing = combiner.dispatch(self._no_tokens[: topk_idx.shape[0]], topk_idx, topk_weights).handle
+        # An entry that is masked now has no part in the sum.
+        positions = torch.where(routing.positions >= 0, handle.positions, -1)
+        rows = x.view(-1, self.hidden)
+        renewed = replace(routing, positions=positions, num_rows=rows.shape[0])
+        combiner.combine_send(rows, renewed, out=out)
+        return renewed
+
+    def combine_recv(self, renewed: DispatchHandle) -> torch.Tensor:
+        """bf16 `[T, H]`."""
+        return self._combiner.combine_recv(renewed)
+
+    def scratch(self) -> torch.Tensor:
+        """bf16 `[E_local, W * max, H]`, made at the first call: where callers put rows for `zero_copy`."""
+        if self._scratch is None:
+            shape = (self.num_local_experts, self.num_slots, self.hidden)
+            self._scratch = torch.empty(shape, dtype=torch.bfloat16, device=self.context.device)
+        return self._scratch
+
+
+class _Dispatch:
+    """A dispatch between its halves, with the memory that its second half fills."""
+
+    def __init__(
+        self,
+        exchange: LowLatencyExchange,
+        dispatcher: TokenDispatcher,
+        native: DispatchHandle,
+        payload: Payload,
+        scales_at: int,
+    ) -> None:
+        self._exchange, self._dispatcher, self._native = exchange, dispatcher, native
+        self._payload, self._scales_at = payload, scales_at
+        hidden = exchange.hidden
+        self.rows = PaddedRows.allocate(
+            exchange.num_local_experts,
+            exchange.num_slots,
+            hidden if payload.use_fp8 else 2 * hidden,
+            hidden // 128 if payload.use_fp8 else 0,
+            exchange.context.world_size,
+            exchange.top_k,
+            packed_scales=payload.use_ue8m0,
+            device=exchange.context.device,
+        )
+
+    @property
+    def handle(self) -> LowLatencyHandle:
+        """For combine, once `finish` has run."""
+        exchange, rows = self._exchange, self.rows
+        sizes = exchange.max_tokens, exchange.hidden, exchange.num_experts
+        handle = LowLatencyHandle((rows.source_tokens, rows.layout_range, *sizes))
+        handle.positions, handle.num_tokens, handle.exchange = rows.positions, self._native.num_tokens, exchange
+        return handle
+
+    def finish(self, statistics: torch.Tensor | None) -> None:
+        """Receive into `rows`; adds the tokens of each local expert to int32 `statistics` `[E_local]`."""
+        context, geometry = self._exchange.context, self._dispatcher.geometry
+        arrived = self._dispatcher.dispatch_recv(self._native)
+        assert arrived.row_index is not None
+        landed = LandedTokens(
+            landing_records(context, geometry),
+            geometry.record,
+            self._scales_at,
+            arrived.row_index,
+            self._native.positions,
+            arrived.group_offsets,
+            self._native.epoch,
+            landing_half(context, geometry) // geometry.record.record_bytes,
+            geometry.first_expert,
+            geometry.max_tokens,
+        )
+        place_padded_rows(landed, self.rows, statistics, context.engine)
+
+
+def _rounded_fp8(x: torch.Tensor) -> torch.Tensor:
+    """bf16 words `[T, H / 2 + 2 V]`: e4m3 quants and fp32 scales that are powers of two, `amax / 448` rounded up."""
+    blocks = x.float().view(x.shape[0], x.shape[1] // 128, 128)
+    ideal = blocks.abs().amax(dim=2).clamp(min=1e-4) / 448
+    # The next power of two: the exponent, one more where the mantissa is not 0.
+    scales = ((ideal.view(torch.int32) + 0x7FFFFF) & 0x7F800000).view(torch.float32)
+    quants = (blocks / scales[:, :, None]).to(torch.float8_e4m3fn).view(x.shape)
+    words = [quants.view(torch.bfloat16), scales.view(torch.bfloat16)]
+    rest = -(words[0].shape[1] + words[1].shape[1]) % 16
+    return torch.nn.functional.pad(torch.cat(words, dim=1), (0, rest))

@@ -1,0 +1,419 @@
+"""Normal mode over a `TokenDispatcher` whose experts are the ranks: a token goes once to each rank that wants it.
+
+What travels with a token is payload of bf16 words, of which the exchange copies the bits: the token in bf16, or its
+e4m3 quants and fp32 scales; then, with top-k, its ids as int32 and its weights as fp32.
+
+A step takes as many tokens of a rank as the buffer has room for. Ranks tell each other their counts first, one small
+record each, so that more tokens travel in several steps, and so that the host knows how many rows come.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from moe_runtime.context.expert_parallel import ExpertParallelContext
+from moe_runtime.deep_ep.layout import ranks_as_experts
+from moe_runtime.deep_ep.sizes import MOST_TOP_K, WORD, normal_words
+from moe_runtime.dispatcher.handle import DispatchedTokens, DispatchHandle
+from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
+from moe_runtime.kernels.formats.number_formats import align, ceil_div
+
+_NO_TOKEN = 16
+"""Numbers of a token that carries its routing alone."""
+
+Tokens = torch.Tensor | tuple[torch.Tensor, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Step:
+    """Tokens that travelled in one step.
+
+    Attributes:
+        start, end: of this rank's tokens.
+        ranks: int64 `[T, W]`, rank `r` where the token goes there, else -1.
+        weights: fp32 ones `[T, W]`.
+        positions: int32 `[W * max_tokens, W]`, row of each landing slot, -1 for none.
+    """
+
+    start: int
+    end: int
+    ranks: torch.Tensor
+    weights: torch.Tensor
+    positions: torch.Tensor
+
+
+class NormalHandle(tuple[torch.Tensor | None, ...]):
+    """What a dispatch leaves for cached dispatches and for combines, as often as they are called.
+
+    As a tuple it has DeepEP's six fields, None where they speak of its channels: `rank_prefix_matrix` int32 `[W, W]`
+    (entry `[i, r]` counts the tokens of ranks 0 to `i` for rank `r`), None, None, `recv_src_idx` int32 `[R]` (the
+    token at its rank), `is_token_in_rank` bool `[T, W]`, None. With `num_worst_tokens` the host knows no counts:
+    `rank_prefix_matrix` is None too.
+
+    Attributes:
+        steps: the tokens of each step, and where their rows are.
+        num_tokens: `T`.
+        num_rows: `R`, rows that came, or `num_worst_tokens`.
+        tokens_of_experts: tokens that came for each local expert; None with `num_worst_tokens`.
+    """
+
+    steps: list[_Step]
+    num_tokens: int
+    num_rows: int
+    tokens_of_experts: list[int] | None
+
+
+@dataclass(frozen=True)
+class Received:
+    """What a dispatch gives back.
+
+    Attributes:
+        x: `[R, H]` in bf16 or e4m3.
+        scales: fp32 `[R, V]`; None for bf16.
+        topk_idx: int64 `[R, K]`, local expert ids, -1 for those of other ranks; None without top-k.
+        topk_weights: fp32 `[R, K]`, 0 where the id is -1; None without top-k.
+        handle: for combine.
+    """
+
+    x: torch.Tensor
+    scales: torch.Tensor | None
+    topk_idx: torch.Tensor | None
+    topk_weights: torch.Tensor | None
+    handle: NormalHandle
+
+
+@dataclass(frozen=True)
+class _Payload:
+    """The words of a token, as bytes: `[token | scales | ids | weights]`."""
+
+    hidden: int
+    fp8: bool
+    scales: int
+    top_k: int
+
+    @property
+    def token_words(self) -> int:
+        return self.hidden // 2 if self.fp8 else self.hidden
+
+    @property
+    def words(self) -> int:
+        return align(self.token_words + 2 * (self.scales + 2 * self.top_k), 16)
+
+    @property
+    def bare(self) -> bool:
+        """Whether a token is its own payload."""
+        return not self.fp8 and self.top_k == 0 and self.words == self.hidden
+
+
+class NormalExchange:
+    """Dispatch and combine of normal mode for tokens of `hidden` numbers. All calls are collective.
+
+    Args:
+        context: its own; nothing else is registered there.
+        hidden: `H`, a multiple of 16.
+        max_tokens: most tokens of a rank in one step.
+
+    Attributes:
+        num_sms: most SMs that a call takes; None is all.
+    """
+
+    def __init__(self, context: ExpertParallelContext, hidden: int, max_tokens: int) -> None:
+        self.context, self.hidden, self.max_tokens = context, hidden, max_tokens
+        self.num_sms: int | None = None
+        self._dispatchers: dict[tuple[int, int, int, str, int | None], TokenDispatcher] = {}
+        self._no_tokens = torch.zeros(max_tokens, _NO_TOKEN, dtype=torch.bfloat16, device=context.device)
+        # The widest first: the memory for it suffices for all others.
+        self._dispatcher(normal_words(hidden))
+        context.allocate()
+
+    def _dispatcher(self, words: int, tokens: int | None = None, kind: str = "dispatch_") -> TokenDispatcher:
+        """The exchange of payload of `words`, in steps of `max_tokens` if not of `tokens`."""
+        return self._made(words, self.hidden, self.max_tokens if tokens is None else tokens, kind)
+
+    def _combiner(self, output: int) -> TokenDispatcher:
+        """The exchange of routing alone, for combines of rows of `output` numbers."""
+        return self._made(_NO_TOKEN, output, self.max_tokens, "combine_")
+
+    def _made(self, words: int, output: int, tokens: int, kind: str) -> TokenDispatcher:
+        key = words, output, tokens, kind, self.num_sms
+        if key not in self._dispatchers:
+            self._dispatchers[key] = TokenDispatcher(
+                self.context,
+                hidden_size=words,
+                num_experts=self.context.world_size,
+                top_k=self.context.world_size,
+                max_tokens_per_rank=tokens,
+                mode="gathered",
+                num_sms=self.num_sms,
+                output_size=output,
+                kernel_prefix=kind,
+                agreed=True,
+            )
+        return self._dispatchers[key]
+
+    # Dispatch
+
+    def dispatch(
+        self,
+        x: Tokens,
+        is_token_in_rank: torch.Tensor,
+        num_tokens_per_rank: torch.Tensor,
+        num_tokens_per_expert: torch.Tensor,
+        topk_idx: torch.Tensor | None,
+        topk_weights: torch.Tensor | None,
+        num_worst_tokens: int,
+    ) -> Received:
+        """Send tokens and receive those of all ranks, by source rank and then by token.
+
+        Waits for the host unless `num_worst_tokens` says how many rows to make room for.
+        """
+        num_tokens = is_token_in_rank.shape[0]
+        table: torch.Tensor | None = None
+        if num_worst_tokens:
+            if num_tokens > self.max_tokens:
+                raise ValueError(
+                    f"x: expected at most {self.max_tokens} tokens with num_worst_tokens (num_nvl_bytes has room for "
+                    f"no more in one step), got {num_tokens}"
+                )
+            steps, num_rows = 1, num_worst_tokens
+        else:
+            table = self._exchange_counts(num_tokens, num_tokens_per_rank, num_tokens_per_expert)
+            steps = max(1, ceil_div(int(table[:, 0].max()), self.max_tokens))
+            num_rows = int(table[:, 1 + self.context.rank].sum())
+        payload = self._payload(x, topk_idx)
+        packed = self._packed(payload, x, topk_idx, topk_weights)
+        rows, sources, done, came = self._steps(payload, packed, is_token_in_rank, steps, table, num_rows)
+        ids, weights = self._routing_of_rows(payload, rows, num_tokens_per_expert.numel())
+        if came is not None and ids is not None and weights is not None:
+            ids, weights = torch.where(came[:, None], ids, -1), torch.where(came[:, None], weights, 0.0)
+        prefix, of_experts = None, None
+        if table is not None:
+            world, mine = self.context.world_size, self.context.rank
+            prefix = table[:, 1 : 1 + world].cumsum(0).to(device=rows.device, dtype=torch.int32)
+            of_experts = table[:, 1 + world :].sum(dim=0).view(world, -1)[mine].tolist()
+        handle = NormalHandle((prefix, None, None, sources.to(torch.int32), is_token_in_rank, None))
+        handle.steps, handle.num_tokens, handle.num_rows = done, num_tokens, num_rows
+        handle.tokens_of_experts = of_experts
+        return Received(*self._unpacked(payload, rows), ids, weights, handle)
+
+    def dispatch_again(self, x: Tokens, handle: NormalHandle) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Send other tokens the way of `handle`; `(rows, scales)`. One step does not wait for the host."""
+        payload = self._payload(x, None)
+        packed = self._packed(payload, x, None, None)
+        dispatcher = self._dispatcher(payload.words)
+        rows: torch.Tensor | None = None
+        for step in handle.steps:
+            arrived = dispatcher.dispatch(packed[step.start : step.end], step.ranks, step.weights)
+            if len(handle.steps) == 1:
+                rows = self._rows(arrived, handle.num_rows)
+                break
+            # Rows of this step to rows of all steps: the same slots, by their new positions and by the old.
+            new, old = arrived.handle.positions.flatten(), step.positions.flatten()
+            came = new >= 0
+            place = old.new_empty(int(came.sum()), dtype=torch.int64)
+            place[new[came].to(torch.int64)] = old[came].to(torch.int64)
+            rows = packed.new_empty(handle.num_rows, payload.words) if rows is None else rows
+            rows[place] = self._rows(arrived, place.numel())
+        assert rows is not None
+        return self._unpacked(payload, rows)
+
+    def _steps(
+        self,
+        payload: _Payload,
+        packed: torch.Tensor,
+        is_token_in_rank: torch.Tensor,
+        steps: int,
+        table: torch.Tensor | None,
+        num_rows: int,
+    ) -> tuple[torch.Tensor, torch.Tensor, list[_Step], torch.Tensor | None]:
+        """`(rows [R, words], token of each row at its rank [R], steps, whether a row came [R], where that is open)`."""
+        ranks = ranks_as_experts(is_token_in_rank)
+        weights = torch.ones(ranks.shape, dtype=torch.float32, device=ranks.device)
+        dispatcher = self._dispatcher(payload.words)
+        done: list[_Step] = []
+        if steps == 1:
+            arrived = dispatcher.dispatch(packed, ranks, weights)
+            done.append(_Step(0, packed.shape[0], ranks, weights, arrived.handle.positions))
+            rows, tokens = self._rows(arrived, num_rows), self._slots(arrived, num_rows) % self.max_tokens
+            if table is not None:
+                return rows, tokens, done, None
+            torch._assert_async((arrived.group_offsets[1] <= num_rows).squeeze())
+            return rows, tokens, done, torch.arange(num_rows, device=rows.device) < arrived.group_offsets[1]
+        assert table is not None
+        rows = packed.new_empty(num_rows, payload.words)
+        tokens = torch.empty(num_rows, dtype=torch.int64, device=rows.device)
+        filled = torch.zeros(len(table), dtype=torch.int64, device=rows.device)
+        for start, end in self._bounds(packed.shape[0], steps):
+            arrived = dispatcher.dispatch(packed[start:end], ranks[start:end], weights[start:end])
+            slots = self._slots(arrived, int(arrived.group_offsets[1]))
+            place = self._place(table, slots // self.max_tokens, filled)
+            rows[place] = self._rows(arrived, place.numel())
+            tokens[place] = slots % self.max_tokens + len(done) * self.max_tokens
+            positions = arrived.handle.positions
+            if place.numel():
+                moved = place[positions.clamp(min=0).to(torch.int64)].to(torch.int32)
+                positions = torch.where(positions >= 0, moved, -1)
+            done.append(_Step(start, end, ranks[start:end], weights[start:end], positions))
+        return rows, tokens, done, None
+
+    def _bounds(self, num_tokens: int, steps: int) -> list[tuple[int, int]]:
+        """The tokens of each step; a rank with few tokens has none in the last ones."""
+        most = self.max_tokens
+        return [(min(i * most, num_tokens), min((i + 1) * most, num_tokens)) for i in range(steps)]
+
+    def _exchange_counts(self, num_tokens: int, per_rank: torch.Tensor, per_expert: torch.Tensor) -> torch.Tensor:
+        """int64 `[W, 1 + W + E]` on the CPU: of each rank its tokens, its tokens by rank, and by expert."""
+        device, world = self.context.device, self.context.world_size
+        mine = torch.cat([per_rank.new_full((1,), num_tokens), per_rank, per_expert]).to(torch.int32)
+        words = align(2 * mine.numel(), 16)
+        payload = torch.zeros(1, words // 2, dtype=torch.int32, device=device)
+        payload[0, : mine.numel()] = mine
+        everyone = torch.arange(world, device=device)[None, :]
+        weights = torch.ones(1, world, dtype=torch.float32, device=device)
+        dispatcher = self._dispatcher(words, tokens=1)
+        arrived = dispatcher.dispatch(payload.view(torch.bfloat16), everyone, weights)
+        table = self._rows(arrived, world).view(torch.int32)[:, : mine.numel()].to(device="cpu", dtype=torch.int64)
+        # On a GPU a failure is known by now: the copy has waited for the kernels.
+        self.context.check()
+        return table
+
+    def _place(self, table: torch.Tensor, sources: torch.Tensor, filled: torch.Tensor) -> torch.Tensor:
+        """int64 `[R]`: rows of all steps for those of this one, which are sorted by source; adds them to `filled`."""
+        totals = table[:, 1 + self.context.rank].to(sources.device)
+        counts = torch.bincount(sources, minlength=len(table))
+        first = totals.cumsum(0) - totals + filled - (counts.cumsum(0) - counts)
+        filled += counts
+        return torch.arange(sources.numel(), device=sources.device) + first[sources]
+
+    # Payload
+
+    def _payload(self, x: Tokens, topk_idx: torch.Tensor | None) -> _Payload:
+        top_k = 0 if topk_idx is None else topk_idx.shape[1]
+        if top_k > MOST_TOP_K:
+            raise ValueError(f"topk_idx: expected at most {MOST_TOP_K} experts of a token, got {top_k}")
+        scales = x[1].shape[1] if isinstance(x, tuple) else 0
+        return _Payload(self.hidden, isinstance(x, tuple), scales, top_k)
+
+    def _packed(
+        self, payload: _Payload, x: Tokens, topk_idx: torch.Tensor | None, topk_weights: torch.Tensor | None
+    ) -> torch.Tensor:
+        """bf16 `[T, words]`, of which only the bits count."""
+        quants, scales = x if isinstance(x, tuple) else (x, None)
+        if payload.bare:
+            return quants
+        words = quants.new_empty(quants.shape[0], payload.words, dtype=torch.bfloat16)
+        parts = [quants.view(torch.bfloat16)]
+        if scales is not None:
+            parts.append(scales.contiguous().view(torch.bfloat16))
+        if topk_idx is not None and topk_weights is not None:
+            parts += [topk_idx.to(torch.int32).view(torch.bfloat16), topk_weights.contiguous().view(torch.bfloat16)]
+        at = 0
+        for part in parts:
+            words[:, at : at + part.shape[1]] = part
+            at += part.shape[1]
+        words[:, at:] = 0
+        return words
+
+    def _unpacked(self, payload: _Payload, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens and scales of `rows` `[R, words]`, contiguous."""
+        tokens = rows[:, : payload.token_words].contiguous()
+        if not payload.fp8:
+            return tokens, None
+        scales = rows[:, payload.token_words : payload.token_words + 2 * payload.scales].contiguous()
+        return tokens.view(torch.float8_e4m3fn), scales.view(torch.float32)
+
+    def _routing_of_rows(
+        self, payload: _Payload, rows: torch.Tensor, num_experts: int
+    ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Local ids and weights of `rows`."""
+        if payload.top_k == 0:
+            return None, None
+        at, width = payload.token_words + 2 * payload.scales, 2 * payload.top_k
+        ids = rows[:, at : at + width].contiguous().view(torch.int32).to(torch.int64)
+        weights = rows[:, at + width : at + 2 * width].contiguous().view(torch.float32)
+        per_rank = num_experts // self.context.world_size
+        local = ids - self.context.rank * per_rank
+        here = (ids >= 0) & (local >= 0) & (local < per_rank)
+        return torch.where(here, local, -1), torch.where(here, weights, 0.0)
+
+    def _rows(self, arrived: DispatchedTokens, num_rows: int) -> torch.Tensor:
+        """The first `num_rows` rows that arrived, contiguous; what did not come is any row."""
+        at = self._index(arrived, num_rows)
+        words = arrived.rows.shape[1]
+        # As wide as the words allow: the bytes are the same, and there are fewer elements to copy.
+        wide = torch.int64 if words * WORD % 8 == 0 else arrived.rows.dtype
+        return arrived.rows.view(wide).index_select(0, at).view(torch.bfloat16)
+
+    def _index(self, arrived: DispatchedTokens, num_rows: int) -> torch.Tensor:
+        assert arrived.row_index is not None
+        index = arrived.row_index[:num_rows]
+        if num_rows > index.numel():
+            index = torch.nn.functional.pad(index, (0, num_rows - index.numel()))
+        came = torch.arange(num_rows, device=index.device) < arrived.group_offsets[1]
+        return torch.where(came, index, 0)
+
+    def _slots(self, arrived: DispatchedTokens, num_rows: int) -> torch.Tensor:
+        """int64 `[R]`: landing slot of each row, `source * max_tokens + token`."""
+        geometry, context = arrived.handle.geometry, self.context
+        first = geometry.landing_half(context.half_bytes["landing"]) // geometry.record.record_bytes
+        return (self._index(arrived, num_rows) - (arrived.handle.epoch & 1) * first).clamp(min=0).to(torch.int64)
+
+    # Combine
+
+    def combine(
+        self,
+        x: torch.Tensor,
+        handle: NormalHandle,
+        topk_weights: torch.Tensor | None,
+        bias: torch.Tensor | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """bf16 `[T, H]`, the unweighted sum of each token's rows, `bias` first; fp32 `[T, K]`, that of its weights."""
+        combiner = self._combiner(self.hidden)
+        sums, weights = [], []
+        for step in handle.steps:
+            shared = None if bias is None else bias[step.start : step.end]
+            sums.append(combiner.combine(x, self._renewed(combiner, step, x.shape[0]), shared=shared))
+            if topk_weights is not None:
+                weights.append(self._combine_weights(topk_weights, step))
+        y = sums[0] if len(sums) == 1 else torch.cat(sums)
+        return y, (torch.cat(weights) if weights else None)
+
+    def _renewed(self, combiner: TokenDispatcher, step: _Step, num_rows: int) -> DispatchHandle:
+        """A handle for one combine of `num_rows` rows: sends the routing of `step` alone."""
+        routing = combiner.dispatch(self._no_tokens[: step.end - step.start], step.ranks, step.weights)
+        return replace(routing.handle, positions=step.positions, num_rows=num_rows)
+
+    def _combine_weights(self, topk_weights: torch.Tensor, step: _Step) -> torch.Tensor:
+        """fp32 `[T, K]`: the weights of a token's rows on all ranks, summed in fp32, ranks ascending.
+
+        A weight travels as three bf16 numbers whose sum it is. The partial results are read where they landed.
+        """
+        top_k = topk_weights.shape[1]
+        width = align(3 * top_k, 16)
+        combiner, context = self._combiner(width), self.context
+        parts = torch.zeros(topk_weights.shape[0], width, dtype=torch.bfloat16, device=topk_weights.device)
+        left = topk_weights
+        for i in range(3):
+            # The upper half of the bits: exact, and what is left has 8 bits less. Inf and NaN have nothing left.
+            upper = (left.contiguous().view(torch.int32) & -65536).view(torch.float32)
+            upper = torch.where(left.isfinite(), upper, left)
+            parts[:, i * top_k : (i + 1) * top_k] = upper
+            left = torch.where(left.isfinite(), left - upper, 0.0)
+        renewed = self._renewed(combiner, step, parts.shape[0])
+        combiner.combine(parts, renewed)
+        geometry, num_tokens = renewed.geometry, step.end - step.start
+        half = context.half_bytes["combine"]
+        flat = context.heap.tensor("combine")
+        shape = (geometry.max_tokens, geometry.parts, geometry.partial_bytes // WORD)
+        num_bytes = geometry.max_tokens * geometry.parts * geometry.partial_bytes
+        halves = [flat[i * half : i * half + num_bytes].view(torch.bfloat16).view(shape) for i in (0, 1)]
+        odd = (renewed.epoch & 1).to(torch.bool)
+        landed = torch.where(odd, halves[1][:num_tokens, :, :width], halves[0][:num_tokens, :, :width]).float()
+        thirds = landed[:, :, : 3 * top_k].view(num_tokens, geometry.parts, 3, top_k)
+        values = thirds[:, :, 0] + thirds[:, :, 1] + thirds[:, :, 2]
+        total = torch.zeros(num_tokens, top_k, dtype=torch.float32, device=topk_weights.device)
+        for part in range(geometry.parts):
+            total = torch.where(renewed.num_parts[:, None] > part, total + values[:, part], total)
+        return total

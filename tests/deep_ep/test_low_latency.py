@@ -1,0 +1,152 @@
+"""Low latency of `moe_runtime.deep_ep.Buffer` over processes, against a plain model of DeepEP's layout."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_runtime.deep_ep import Buffer
+from moe_runtime.deep_ep import buffer as buffer_module
+from moe_runtime.deep_ep.utils.math import per_token_cast_back
+
+EXPERTS, TOP_K, MOST = 16, 4, 6
+
+
+def tokens_of(seed: int, rank: int, count: int, hidden: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    g = torch.Generator().manual_seed(seed * 7919 + rank)
+    x = torch.randn(count, hidden, generator=g) * torch.exp(2 * torch.randn(count, 1, generator=g))
+    ids = torch.rand(count, EXPERTS, generator=g).argsort(dim=1)[:, :TOP_K]
+    ids = torch.where(torch.rand(ids.shape, generator=g) < 0.2, -1, ids)
+    return x.to(torch.bfloat16), ids, torch.rand(count, TOP_K, generator=g)
+
+
+def quantized(row: torch.Tensor, round_scale: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    """e4m3 `[H]` and fp32 `[H / 128]` of one token, block by block."""
+    blocks = row.float().view(-1, 128)
+    scales = blocks.abs().amax(dim=1).clamp(min=1e-4) / torch.tensor(448.0)
+    if round_scale:
+        scales = torch.tensor(2.0) ** torch.ceil(torch.log2(scales.double())).float()
+    return (blocks / scales[:, None]).to(torch.float8_e4m3fn).view(-1), scales
+
+
+def dispatch_and_combine(rank: int, world: int, counts: list[int], hidden: int, seed: int) -> None:
+    per_rank, slots = EXPERTS // world, world * MOST
+    num_bytes = Buffer.get_low_latency_rdma_size_hint(MOST, hidden, world, EXPERTS)
+    buffer = Buffer(dist.group.WORLD, 0, num_bytes, low_latency_mode=True, explicitly_destroy=True)
+    kinds = [(False, False, False), (True, False, False), (True, True, False)]
+    if hidden % 512 == 0:
+        kinds.append((True, True, True))
+    statistics = torch.zeros(per_rank, dtype=torch.int32)
+    received = torch.zeros(per_rank, dtype=torch.int32)
+    for turn, (use_fp8, round_scale, use_ue8m0) in enumerate(kinds * 2):
+        everyone = [tokens_of(seed + turn, r, counts[(r + turn) % len(counts)], hidden) for r in range(world)]
+        x, ids, weights = everyone[rank]
+        with_hook = turn >= len(kinds)
+        settings = dict(use_fp8=use_fp8, round_scale=round_scale, use_ue8m0=use_ue8m0, return_recv_hook=with_hook)
+        got, count, handle, _, hook = buffer.low_latency_dispatch(
+            x, ids, MOST, EXPERTS, cumulative_local_expert_recv_stats=statistics, **settings
+        )
+        assert (hook is not None) == with_hook
+        if hook is not None:
+            hook()
+        rows, scales = got if isinstance(got, tuple) else (got, None)
+        assert rows.shape == (per_rank, slots, hidden)
+        if scales is not None:
+            columns = hidden // (512 if use_ue8m0 else 128)
+            assert scales.shape == (per_rank, slots, columns) and scales.stride() == (columns * slots, 1, slots)
+        source_tokens, layout_range, most, same_hidden, experts = handle
+        assert (most, same_hidden, experts) == (MOST, hidden, EXPERTS)
+        received += count
+        for e in range(per_rank):
+            expert = rank * per_rank + e
+            arriving = [
+                (r, t)
+                for r, data in enumerate(everyone)
+                for t in (data[1] == expert).any(dim=1).nonzero()[:, 0].tolist()
+            ]
+            assert int(count[e]) == len(arriving)
+            assert source_tokens[e, : len(arriving)].tolist() == [t for _, t in arriving]  # type: ignore[index]
+            begin = 0
+            for r in range(world):
+                of_source = sum(1 for s, _ in arriving if s == r)
+                assert int(layout_range[e, r]) == begin << 32 | of_source  # type: ignore[index]
+                begin += of_source
+            for row, (r, t) in enumerate(arriving):
+                if not use_fp8:
+                    assert torch.equal(rows[e, row], everyone[r][0][t])
+                    continue
+                quants, expected = quantized(everyone[r][0][t], round_scale)
+                assert torch.equal(rows[e, row].view(torch.uint8), quants.view(torch.uint8))
+                assert scales is not None
+                if use_ue8m0:
+                    exponents = torch.tensor(scales[e, row].tolist(), dtype=torch.int32).view(torch.uint8)
+                    assert torch.equal(exponents.int(), expected.log2().int() + 127)
+                else:
+                    assert torch.equal(scales[e, row], expected)
+
+        # Outputs that no other row has: of each (expert, source rank, token). Rows without a token are poisoned.
+        def output(expert: int, r: int, t: int, turn: int = turn) -> torch.Tensor:
+            g = torch.Generator().manual_seed(expert * 10007 + r * 101 + t + turn)
+            return torch.randn(hidden, generator=g).to(torch.bfloat16)
+
+        out = torch.full((per_rank, slots, hidden), float("nan"), dtype=torch.bfloat16)
+        for e in range(per_rank):
+            row = 0
+            for r, data in enumerate(everyone):
+                for t in (data[1] == rank * per_rank + e).any(dim=1).nonzero()[:, 0].tolist():
+                    out[e, row] = output(rank * per_rank + e, r, t)
+                    row += 1
+        for again in range(3):
+            # Weights come now; later ones differ, and some entries are masked.
+            now = weights * (again + 1)
+            masked = ids if again < 2 else torch.where(torch.arange(TOP_K) == 1, -1, ids)
+            given = torch.empty_like(x)
+            if again == 1:
+                buffer.get_next_low_latency_combine_buffer(handle).copy_(out)
+            y, _, hook = buffer.low_latency_combine(
+                out, masked, now, handle, zero_copy=again == 1, return_recv_hook=with_hook, out=given if again else None
+            )
+            if hook is not None:
+                hook()
+            if again:
+                assert y.data_ptr() == given.data_ptr() or x.shape[0] == 0
+            for t in range(x.shape[0]):
+                total = torch.zeros(hidden)
+                for r in range(world):
+                    partial = torch.zeros(hidden)
+                    for k, expert in enumerate(masked[t].tolist()):
+                        if expert >= 0 and expert // per_rank == r:
+                            partial += now[t, k] * output(expert, rank, t).float()
+                    total += partial.to(torch.bfloat16).float()
+                assert torch.equal(y[t], total.to(torch.bfloat16))
+        if use_fp8 and x.shape[0]:
+            assert scales is not None
+            back = per_token_cast_back(rows.view(-1, hidden), scales.reshape(per_rank * slots, -1).contiguous())
+            assert back.shape == (per_rank * slots, hidden)
+    assert torch.equal(statistics, received)
+    buffer.destroy()
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("world", [1, 2, 4, 8])
+@pytest.mark.parametrize("hidden", [384, 512])
+def test_rows_of_experts_arrive_and_come_home(world: int, hidden: int, get_pool: Any, seed: int) -> None:
+    get_pool(world).run(dispatch_and_combine, [5, 0, 6, 1], hidden, seed)
+
+
+def interpreted(rank: int, world: int, counts: list[int], hidden: int, seed: int) -> None:
+    contexts = buffer_module.ExpertParallelContext
+    try:
+        buffer_module.ExpertParallelContext = partial(contexts, engine="triton")  # type: ignore[misc, assignment]
+        dispatch_and_combine(rank, world, counts, hidden, seed)
+    finally:
+        buffer_module.ExpertParallelContext = contexts  # type: ignore[misc]
+
+
+@pytest.mark.cpu_only
+def test_interpreted_kernels_place_the_same_rows(get_pool: Any, seed: int) -> None:
+    get_pool(2).run(interpreted, [3, 1], 512, seed)
