@@ -1,10 +1,10 @@
 """Checks, then times, the parts of a layer and the layer, compared with torch.
 
-`[torchrun --nproc-per-node=N] -m moe_runtime.launch.bench [dispatch|combine|gemm|layer ...] --config NAME` prints a
-table and writes JSON. A result that fails its check is not timed and makes the exit code 1. With `--trace` the layer is
-checked and recorded, and nothing is timed. `bench gemm` without `--config` runs the cases of the grouped GEMM,
-`bench ops` the operations of `moe_runtime.ops`, and `bench models` layers of published sizes in all formats, each on
-one GPU.
+`[torchrun --nproc-per-node=N] -m moe_runtime.launch.bench [dispatch|combine|gemm|layer|low_latency ...] --config
+NAME` prints a table and writes JSON. A result that fails its check is not timed and makes the exit code 1. With
+`--trace` the layer is checked and recorded, and nothing is timed. `bench gemm` without `--config` runs the cases of
+the grouped GEMM, `bench ops` the operations of `moe_runtime.ops`, and `bench models` layers of published sizes in all
+formats, each on one GPU.
 """
 
 from __future__ import annotations
@@ -29,6 +29,8 @@ from moe_runtime.layer import MoELayer
 from moe_runtime.support.progress import with_progress
 
 OPERATIONS = ("dispatch", "combine", "gemm", "layer")
+IF_NAMED = ("low_latency",)
+"""Operations over a config that run only where they are named."""
 WITH_CONFIG = (
     *("tokens", "formats", "combine_format", "routing", "check_tokens", "link_gb_per_s", "links", "trace"),
     *("transport", "num_sms"),
@@ -145,8 +147,9 @@ def bench_alone(options: argparse.Namespace) -> int:
 def main(arguments: list[str] | None = None) -> int:
     """The command line; the exit code."""
     parser = argparse.ArgumentParser(prog="python -m moe_runtime.launch.bench", description="Check and time a layer.")
-    names, lone = ", ".join(OPERATIONS), " or ".join(LONE)
-    parser.add_argument("operations", nargs="*", metavar="OPERATION", help=f"any of {names} (default: all), or {lone}")
+    names, lone = ", ".join((*OPERATIONS, *IF_NAMED)), " or ".join(LONE)
+    help_text = f"any of {names} (default: {', '.join(OPERATIONS)}), or {lone}"
+    parser.add_argument("operations", nargs="*", metavar="OPERATION", help=help_text)
     environment.add_common_options(parser)
     parser.set_defaults(config=None)
     parser.add_argument("--cases", metavar="REGEX", help="gemm without --config, models: only cases with such a name")
@@ -172,7 +175,7 @@ def main(arguments: list[str] | None = None) -> int:
     by_itself = len(options.operations) == 1 and options.operations[0] in LONE
     if by_itself and options.config is not None:
         parser.error(f"--config: {options.operations[0]} takes none")
-    if not by_itself and (unknown := set(options.operations) - set(OPERATIONS)):
+    if not by_itself and (unknown := set(options.operations) - {*OPERATIONS, *IF_NAMED}):
         parser.error(f"OPERATION: expected any of {names}, or {lone} alone; got {', '.join(sorted(unknown))}")
     options.operations = options.operations or list(OPERATIONS)
     work = bench_alone if by_itself or (options.config is None and options.operations == ["gemm"]) else bench_layers

@@ -117,7 +117,7 @@ def place_padded_rows(landed: LandedTokens, out: PaddedRows, statistics: torch.T
     scales = out.scales
     num_scales = 0 if scales is None else scales.shape[2]
     packed = scales is not None and scales.dtype == torch.int32
-    _dispatch_place_kernel[(slots + experts,)](
+    dispatch_place_kernel[(slots + experts,)](
         landed.records,
         landed.row_index,
         landed.positions,
@@ -172,7 +172,7 @@ def _constexprs(
 
 
 @triton.jit(do_not_specialize=["first_row", "first_expert", "max_tokens", "slots"])
-def _dispatch_place_kernel(
+def dispatch_place_kernel(
     records_ptr,
     row_index_ptr,
     positions_ptr,
@@ -324,8 +324,8 @@ def _aot_case(fp8: bool, packed: bool) -> AotCase:
     return AotCase(
         "dispatch_place",
         "fp8_block" if fp8 else "bf16",
-        _dispatch_place_kernel,
-        {name: types.get(name, "constexpr") for name in _dispatch_place_kernel.arg_names},
+        dispatch_place_kernel,
+        {name: types.get(name, "constexpr") for name in dispatch_place_kernel.arg_names},
         values,
         {"num_warps": 8},
     )
