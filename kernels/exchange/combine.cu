@@ -7,12 +7,19 @@
 // Where combine_recv runs concurrently with combine_send, tokens are summed in parts, as the parts arrive from all ranks:
 // `early_parts` parts of `part_tokens` tokens are signalled before the rest has landed.
 //
-// Macros: those of signalling.cuh, HIDDEN, WIRE (FormatCode), PARTS (partial results of a token), PARTIAL_BYTES,
+// With AWAIT_TOKENS, combine_send follows a dispatch that nothing has received, of routing alone: it waits for each token by
+// itself, and `positions` are rows of an earlier dispatch of the same tokens. An entry without an expert has no part in the sum.
+//
+// Macros: those of signalling.cuh (with AWAIT_TOKENS those of arrival.cuh), AWAIT_TOKENS, HIDDEN, WIRE (FormatCode), PARTS (partial results of a token), PARTIAL_BYTES,
 // PARTIAL_SCALES_AT, COMBINE_FLAG, PROGRESS, PROGRESS_PARTS, K, READERS (warps of combine_send that read rows), PLACES (of its
 // ring), WAITING (warps of combine_recv that read rows), PARTIALS (places of its ring), OUTPUT_BF16, RECORD_BYTES, IDS_AT,
 // WEIGHTS_AT, HAS_SHARED, STALE_HANDLE (ErrorCode), COMBINE_SEND and COMBINE_RECV (Phase).
 
+#if AWAIT_TOKENS
+#include "arrival.cuh"
+#else
 #include "signalling.cuh"
+#endif
 #include "quantize.cuh"
 #include "row_ring.cuh"
 
@@ -43,7 +50,14 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
     combine_send(const u8* output, long long row_bytes, const int* positions, const int* starts, const u64* landing,
                  const u64* combine, const u64* signals, const int* epoch_ptr, const int* handle_epoch, int* error,
                  int* latch, int* counter, int rank, int max_tokens, int num_slots, int early_parts, int part_tokens,
-                 long long landing_half, long long combine_half) {
+                 long long landing_half, long long combine_half
+#if AWAIT_TOKENS
+                 , const u64* token_flags, int count_tag, long long token_flags_half, long long timeout_ns
+#endif
+    ) {
+#if !AWAIT_TOKENS
+  constexpr long long timeout_ns = 0;
+#endif
   using Rows = Ring<PLACES, HIDDEN * OUTPUT_BYTES>;
   extern __shared__ __align__(128) u8 shared[];  // rows, then STAGES partial results
   __shared__ Note notes[PLACES];
@@ -52,7 +66,7 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
   Rows rows(shared, notes, barriers);
   u8* const partials = shared + Rows::BYTES;
   Place<STAGES> stage;
-  const Exchange x{signals, error, latch, rank, 0};
+  const Exchange x{signals, error, latch, rank, timeout_ns};
   if (threadIdx.x == 0) {
     rows.init(READERS);
     for (int s = 0; s < STAGES; ++s)
@@ -64,11 +78,22 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
   const int end_of_lane = starts[min(lane, WORLD - 1) + 1];
   const u8* landed = reinterpret_cast<const u8*>(landing[rank]);
   __syncthreads();
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-  asm volatile("griddepcontrol.launch_dependents;");
+#if AWAIT_TOKENS
+  // `dispatch_send` may still run: it began after all rows had been written, and its tokens are awaited by their flags. Kernels
+  // that may begin during this one read what it writes.
+  if (warp == READERS + 1)
+#endif
+  {
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+    asm volatile("griddepcontrol.launch_dependents;");
+  }
   const int epoch = load_relaxed(handle_epoch), half = epoch & 1;
 
   if (warp == READERS) {
+#if AWAIT_TOKENS
+    const int* own = x.words(rank);
+    const Arrival arrived(landing[rank], token_flags[rank], own, landing_half, token_flags_half, max_tokens, count_tag, epoch);
+#endif
     // A stale handle's slots hold another step's records: their routing must not be used as addresses.
     const bool stale = ahead(load_relaxed(epoch_ptr), epoch) >= 2;
     if (stale) {
@@ -91,12 +116,35 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
       const u8* record = landed + half * landing_half + entry * RECORD_BYTES;
       int position[K], id[K];
       float weight[K];
+#if AWAIT_TOKENS
+      bool failed = await_slots(x, own, arrived, there ? static_cast<int>(entry) : num_slots, COMBINE_SEND);
+      const Glance glance(x, own);  // loaded with the ids
+      const int sent = there ? without_sign(__ldcg(arrived.counts + source)) - arrived.tag : 0;
+#endif
 #pragma unroll
       for (int k = 0; k < K; ++k) {
         position[k] = positions[entry * K + k];
+#if AWAIT_TOKENS
+        id[k] = __ldcg(reinterpret_cast<const u16*>(record + IDS_AT) + k);
+        weight[k] = __ldcg(reinterpret_cast<const float*>(record + WEIGHTS_AT) + k);
+        if (id[k] == NONE || token >= sent) position[k] = -1;
+#else
         id[k] = reinterpret_cast<const u16*>(record + IDS_AT)[k];
         weight[k] = reinterpret_cast<const float*>(record + WEIGHTS_AT)[k];
+#endif
       }
+#if AWAIT_TOKENS
+      if (glance.trouble()) adopt_aborts(x), failed = true;
+      // Tokens for another exchange: their number is too small or too large.
+      const u32 others = __ballot_sync(ALL, sent < 0 || sent > max_tokens);
+      if (!failed && others && lane == __ffs(others) - 1)
+        record_failure(x, MISMATCH, source, COMBINE_SEND, epoch, exchange_of(sent + arrived.tag), exchange_of(arrived.tag));
+      __syncwarp();
+      if (failed || others) {
+        await_abort_sent(x);
+        break;
+      }
+#endif
       u32 present = 0, ranks = 0;
 #pragma unroll
       for (int k = 0; k < K; ++k) {
@@ -192,6 +240,10 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
     }
     signal(COMBINE_FLAG + half * WORLD, counter);
   }
+#if AWAIT_TOKENS
+  // So that a kernel that waits for this one also waits for `dispatch_send`.
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
 }
 
 // 8 numbers of a partial result in the wire format, and their scale.

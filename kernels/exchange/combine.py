@@ -242,8 +242,10 @@ def combine_send(
     output_RH: torch.Tensor,
     positions_SK: torch.Tensor,
     handle_epoch: torch.Tensor,
+    await_ns: int | None = None,
 ) -> None:
     """See `interface.ExchangeBackend`."""
+    assert await_ns is None
     _combine_send_kernel[(geometry.programs(geometry.num_slots),)](
         output_RH,
         output_RH.stride(0),

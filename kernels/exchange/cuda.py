@@ -31,8 +31,10 @@ from moe_runtime.comm.signals import COMBINED
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
 from moe_runtime.kernels.exchange.macros import combine_macros, dispatch_macros, recv_macros
+from moe_runtime.kernels.exchange.padded import LandedTokens, place_padded_rows
+from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.exchange.plan import WARP, required_plan
-from moe_runtime.kernels.nvrtc import int64, launch, most_sms
+from moe_runtime.kernels.nvrtc import Defines, int64, launch, most_sms
 
 
 def can_keep_scales_in_record(geometry: ExchangeGeometry) -> bool:
@@ -130,9 +132,58 @@ def dispatch_recv(
     buffers: RecvBuffers,
 ) -> None:
     """See `interface.ExchangeBackend`."""
-    plan, scales = required_plan(geometry), buffers.scales
-    copies_scales = scales is not None and geometry.token_format.scale_dtype is not None
-    macros, sms, block = recv_macros(geometry, scales=copies_scales), most_sms(context.device), plan.recv_warps * WARP
+    copies_scales = buffers.scales is not None and geometry.token_format.scale_dtype is not None
+    macros = recv_macros(geometry, scales=copies_scales)
+    _receive(context, geometry, handle_epoch, timeout_ns, buffers, macros, None, [])
+
+
+def can_await_tokens(context: ExchangeMemory) -> bool:
+    """Where flags come after what they stand for."""
+    return _flags_come_last(context)
+
+
+def dispatch_recv_padded(
+    context: ExchangeMemory,
+    geometry: ExchangeGeometry,
+    handle_epoch: torch.Tensor,
+    timeout_ns: int,
+    buffers: RecvBuffers,
+    out: PaddedRows,
+    scales_at: int,
+    statistics: torch.Tensor | None,
+) -> None:
+    """See `interface.ExchangeBackend`.
+
+    One kernel does it for few tokens whose scales are those of the format. Otherwise rows are copied after they have
+    been grouped.
+    """
+    plan, fmt = required_plan(geometry), geometry.token_format
+    sizes = out.rows.shape[2], 0 if out.scales is None else out.scales.shape[2]
+    of_format = fmt.quant_bytes(geometry.hidden), fmt.scale_columns(geometry.hidden)
+    if plan.num_chunks > 1 or sizes != of_format or fmt.swizzled:
+        dispatch_recv(context, geometry, handle_epoch, timeout_ns, buffers)
+        place_padded_rows(LandedTokens.of(context, geometry, buffers, handle_epoch, scales_at), out, statistics)
+        return
+    written = [out.counts, out.source_tokens, out.layout_range, statistics]
+    _receive(context, geometry, handle_epoch, timeout_ns, buffers, recv_macros(geometry, padded=True), out, written)
+
+
+def _receive(
+    context: ExchangeMemory,
+    geometry: ExchangeGeometry,
+    handle_epoch: torch.Tensor,
+    timeout_ns: int,
+    buffers: RecvBuffers,
+    macros: Defines,
+    out: PaddedRows | None,
+    padded: list[torch.Tensor | None],
+) -> None:
+    """`dispatch_recv` into `buffers`, or, with `out`, into its rows, scales and positions and into `padded`."""
+    rows, scales, positions = buffers.rows, buffers.scales, buffers.positions
+    if out is not None:
+        rows, scales, positions = out.rows, out.scales, out.positions
+    plan, copies_scales = required_plan(geometry), scales is not None and geometry.token_format.scale_dtype is not None
+    sms, block = most_sms(context.device), plan.recv_warps * WARP
     landing_half = geometry.landing_half(context.half_bytes["landing"])
     early = _flags_come_last(context) and plan.overlaps
     # What both kernels begin and end with.
@@ -162,9 +213,9 @@ def dispatch_recv(
             device=context.device,
             early=early,
         )
-    shares, split = plan.place_split(sms, copies_scales)
-    written = [buffers.group_offsets, buffers.group_scale_offsets, buffers.row_index, buffers.positions]
-    copies = [buffers.rows, scales, buffers.row_scale]
+    shares, split = plan.place_split(sms, copies_scales, rows is not None)
+    written = [buffers.group_offsets, buffers.group_scale_offsets, buffers.row_index, positions]
+    copies = [rows, scales, buffers.row_scale]
     sizes = [
         plan.num_chunks,
         split,
@@ -180,7 +231,7 @@ def dispatch_recv(
         grid=(plan.place_blocks(split), 1, 1),
         block=block,
         shared_bytes=plan.place_shared_bytes,
-        arguments=[buffers.counts, *written, *copies, *memory, *sizes, *limits],
+        arguments=[buffers.counts, *written, *copies, *memory, *sizes, *limits, *padded],
         device=context.device,
         early=early,
     )
@@ -211,14 +262,19 @@ def combine_send(
     output_RH: torch.Tensor,
     positions_SK: torch.Tensor,
     handle_epoch: torch.Tensor,
+    await_ns: int | None = None,
 ) -> None:
     """See `interface.ExchangeBackend`."""
     plan, output_RH = required_plan(geometry), _aligned(output_RH)
     is_bf16 = output_RH.dtype == torch.bfloat16
+    arrival = []
+    if await_ns is not None:
+        flags = int64(context.half_bytes["token_flags"])
+        arrival = [context.token_flags_pointers, geometry.count_tag, flags, int64(await_ns)]
     launch(
         "combine.cu",
         geometry.kernel_prefix + "combine_send",
-        combine_macros(geometry, output_bf16=is_bf16, has_shared=False),
+        combine_macros(geometry, output_bf16=is_bf16, has_shared=False, await_tokens=await_ns is not None),
         grid=(plan.combine_send_blocks(most_sms(context.device)), 1, 1),
         block=(plan.output_readers + 2) * WARP,
         shared_bytes=plan.output_ring(is_bf16).shared_bytes + plan.combine_shared_bytes,
@@ -242,6 +298,7 @@ def combine_send(
             plan.part_tokens,
             int64(geometry.landing_half(context.half_bytes["landing"])),
             int64(context.half_bytes["combine"]),
+            *arrival,
         ],
         device=context.device,
         early=plan.overlaps,

@@ -16,19 +16,21 @@
 // This rank's own tokens come by its flag like those of peers. Hence the first of these kernels need not await the end of
 // `dispatch_send`. It does so at its own end, for kernels that wait for it.
 //
-// Macros: those of signalling.cuh, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a multiple of 32), WARPS
+// With PADDED (one chunk), each expert has `num_slots` rows of its own, filled from the front, as `padded.py` describes: rows and
+// scales are copied there, and `positions` count these rows.
+//
+// Macros: those of arrival.cuh, PADDED, FMT (FormatCode), K, EXPERTS (of this rank, at least 1), CHUNK (a multiple of 32), WARPS
 // (of a block), LOOPED (a block takes several tasks; for few SMs), PLACES_BYTES (shared memory of `recv_permute`), CONTIGUOUS
 // (quants are copied), PER_TOKEN_FLAGS (all slots are one chunk), QUANT_BYTES, SCALE_COLUMNS (0 where scales stay in the
 // records), RECORD_BYTES and the *_AT of RecordLayout, words of SignalLayout, COUNT_BITS, TURN_BIT, STALE_HANDLE, MISMATCH and
 // CAPACITY (ErrorCode), DISPATCH_RECV (Phase).
 
-#include "signalling.cuh"
+#include "arrival.cuh"
 
 constexpr int FP8_BLOCK = 1;  // FormatCode
 constexpr int THREADS = WARPS * 32;
 constexpr int CHUNK_WORDS = CHUNK / 32;
 constexpr int ID_WORDS = (2 * K + 15) / 16;  // of 16 bytes; fields of a record are that far apart
-constexpr int NONE = 0xFFFF;
 constexpr int SCALE_WORDS = FMT == FP8_BLOCK ? SCALE_COLUMNS : (SCALE_COLUMNS + 3) / 4;
 constexpr int LANE_SCALES = (SCALE_WORDS + 31) / 32;
 constexpr bool TILED_SCALES = SCALE_WORDS > 0 && FMT != FP8_BLOCK && !PER_TOKEN_FLAGS;
@@ -49,34 +51,16 @@ struct Wide<8> {
   using type = uint2;
 };
 
-// What has landed here, in the half of one epoch.
-struct Landing {
-  const u8* records;
-  const int* token_flags;
-  const int* counts;  // of each source: its number of tokens, plus `tag` if they are for this exchange and epoch
-  int max_tokens, tag, first_expert, num_local, epoch;
+// What has landed here for the experts of this rank.
+struct Landing : Arrival {
+  int first_expert, num_local;
 
   __device__ Landing(const u64 landing, const u64 flags, const int* own, long long landing_half, long long token_flags_half,
                      int max_tokens, int count_tag, int first_expert, int num_local, int epoch)
-      : records(reinterpret_cast<const u8*>(landing) + (epoch & 1) * landing_half),
-        token_flags(reinterpret_cast<const int*>(flags + (epoch & 1) * token_flags_half)),
-        counts(own + TOKEN_COUNT + (epoch & 1) * WORLD),
-        max_tokens(max_tokens), tag(tag_of(count_tag, epoch)), first_expert(first_expert), num_local(num_local),
-        epoch(epoch) {}
-
-  __device__ const u8* record(int slot) const { return records + static_cast<long long>(slot) * RECORD_BYTES; }
+      : Arrival(landing, flags, own, landing_half, token_flags_half, max_tokens, count_tag, epoch),
+        first_expert(first_expert), num_local(num_local) {}
 
   __device__ float row_scale(int slot) const { return __ldcg(reinterpret_cast<const float*>(record(slot) + ROW_SCALE_AT)); }
-
-  // Whether a source's tokens are for another exchange; the first block records it. The answer is the same in all blocks:
-  // counts no longer change, although such tokens may still land in slots of other sources. For a whole warp.
-  __device__ __forceinline__ bool check_sources(const Exchange& x) const {
-    const int lane = threadIdx.x & 31, word = lane < WORLD ? without_sign(__ldcg(counts + lane)) : tag;
-    const u32 others = __ballot_sync(ALL, word < tag || word - tag > max_tokens);
-    if (others && blockIdx.x == 0 && lane == __ffs(others) - 1)
-      record_failure(x, MISMATCH, lane, DISPATCH_RECV, epoch, exchange_of(word), exchange_of(tag));
-    return others != 0;
-  }
 
   // Calls `found(k, local expert)` for each expert of this rank that the token in `slot` goes to.
   template <class Found>
@@ -103,36 +87,6 @@ __device__ __forceinline__ void check_handle(const Exchange& x, const int* epoch
   if (threadIdx.x == 0 && is_stale(epoch_ptr, epoch))
     record_failure(x, STALE_HANDLE, x.rank, DISPATCH_RECV, epoch, 0, 0);
   __syncwarp();
-}
-
-// Waits until each lane may read its slot: its record has landed, or none will come. Returns whether the wait ended by a
-// timeout or a failure. For a whole warp.
-__device__ __forceinline__ bool await_slots(const Exchange& x, const int* own, const Landing& arrived, int slot) {
-  const int source = slot / arrived.max_tokens, token = slot - source * arrived.max_tokens, epoch = arrived.epoch;
-  const int* flag = own + DISPATCH_FLAG + (epoch & 1) * WORLD + min(source, WORLD - 1);
-  const int* counts = arrived.counts + min(source, WORLD - 1);
-  // Once the flag of epoch - 2 has been seen, the count in this half is that of epoch - 2 or of this epoch, no older one.
-  bool recent = ahead(load_acquire(flag), epoch - 2) >= 0;
-  auto behind = [&] {
-    // Three loads in flight at once. The turn bit of the count says whether it is of this epoch.
-    const int flagged = load_relaxed(flag), word = load_relaxed(counts), token_flag = load_acquire(arrived.token_flags + slot);
-    const int count = without_sign(word) - arrived.tag;
-    // The count of another exchange is too small or too large. Token flags that nobody has written are those of epoch 0.
-    if (recent && same_turn(word, arrived.tag) && has_token_flags(word) &&
-        (token >= count || count > arrived.max_tokens || (token_flag == epoch && epoch != 0)))
-      return false;
-    if (!recent) recent = ahead(load_acquire(flag), epoch - 2) >= 0;
-    return ahead(flagged, epoch) < 0 || ahead(load_acquire(flag), epoch) < 0;
-  };
-  bool waiting = source < WORLD && behind();
-  if (!__any_sync(ALL, waiting)) return false;
-  const long long start = clock_ns();
-  for (int spin = 1;; ++spin) {
-    if (waiting) waiting = behind();
-    if (!__any_sync(ALL, waiting)) return false;
-    if (spin % 16 != 0) continue;
-    if (Glance(x, own).trouble() || too_late(x, waiting, source, start, DISPATCH_RECV, epoch)) return true;
-  }
 }
 
 // Waits for the tokens of sources `first` to `last`. Returns whether this rank has not failed. For a whole block.
@@ -202,7 +156,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
                  const int* epoch_ptr, const int* handle_epoch, int* error, int* latch, int rank, int max_tokens,
                  int count_tag, int num_slots, int chunks, int split, int shares, int first_expert, int num_local,
                  int capacity, int first_row, long long landing_half, long long token_flags_half,
-                 long long timeout_ns) {
+                 long long timeout_ns
+#if PADDED
+                 , int* counts, int* source_tokens, long long* layout_range, int* statistics
+#endif
+    ) {
   extern __shared__ __align__(16) u8 shared[];
   Places& places = *reinterpret_cast<Places*>(shared);
   const Exchange x{signals, error, latch, rank, timeout_ns};
@@ -229,7 +187,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
     check_handle(x, epoch_ptr, epoch);
     bool failed = false;
     for (int s = threadIdx.x; s < CHUNK; s += THREADS) {
-      failed |= await_slots(x, own, arrived, s);
+      failed |= await_slots(x, own, arrived, s, DISPATCH_RECV);
       const Glance glance(x, own);  // loaded with the ids
       if (FMT == NVFP4) places.row_scale[s] = s < num_slots ? arrived.row_scale(s) : 0.0f;
       arrived.each_expert(s, [&](int k, int expert) {
@@ -294,7 +252,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       if (lane == 0) places.rows = row;
     }
     if (warp == WARPS - 1) {
-      const bool others = good && arrived.check_sources(x);
+      const bool others = good && arrived.check_sources(x, DISPATCH_RECV);
       if (lane == 0) places.others = others;
     }
     __syncthreads();
@@ -309,6 +267,22 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
         group_scale_offsets[e] = good ? places.block[e] - places.offset[e] / 128 : 0;
       }
       if (threadIdx.x == 0) group_offsets[num_local] = good ? places.rows : 0;
+#if PADDED
+      for (int e = threadIdx.x; e < num_local; e += THREADS) {
+        counts[e] = good ? places.totals[e] : 0;
+        if (good && statistics != nullptr) statistics[e] += places.totals[e];
+      }
+      // Rows of an expert from slots before `s`.
+      const auto rows_before = [&](int e, int s) {
+        if (s >= num_slots) return places.totals[e];
+        return places.before[e][s / 32] + __popc(places.bits[e][s / 32] & ((1u << s % 32) - 1));
+      };
+      for (int i = threadIdx.x; i < num_local * WORLD; i += THREADS) {
+        const int e = i / WORLD, first = i % WORLD * max_tokens;
+        const long long begin = rows_before(e, first), end = rows_before(e, first + max_tokens);
+        layout_range[i] = good ? begin << 32 | (end - begin) : 0;
+      }
+#endif
     }
     // Another block may not have seen the failure yet: whatever it writes, row_index must point to rows that exist.
     if (!good)
@@ -328,7 +302,12 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
           position = places.first[e] + places.before[e][word] + __popc(places.bits[e][word] & ((1u << s % 32) - 1));
           // The row's first byte in the 128x4 swizzle of its group's scales.
           const int row = position - places.offset[e];
+#if PADDED
+          at_scales = static_cast<long long>(e) * SCALE_COLUMNS * num_slots + row;
+          position = e * num_slots + row;
+#else
           at_scales = static_cast<long long>(places.block[e] + row / 128) * SCALE_WORDS * 512 + row % 32 * 16 + row % 128 / 32 * 4;
+#endif
         }
         if (share == 0) positions[static_cast<long long>(slot) * K + lane] = position;
       }
@@ -337,7 +316,11 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
       const u32 present = __ballot_sync(ALL, mine);
       if (present == 0) continue;
       const u8* record = arrived.record(slot);
+#if PADDED
+      if (mine) source_tokens[position] = slot % max_tokens;
+#else
       if (mine) row_index[position] = landing_row + slot;
+#endif
       // Loaded with the block scales, stored after them.
       const float decode = FMT != NVFP4 ? 0.0f : PER_TOKEN_FLAGS ? places.row_scale[s] : arrived.row_scale(slot);
       if constexpr (SCALE_WORDS > 0 && !TILED_SCALES) {
@@ -357,7 +340,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2)
           for (int i = 0; i < LANE_SCALES; ++i) {
             const int word = i * 32 + lane;
             if (word >= SCALE_WORDS) continue;
-            if (FMT == FP8_BLOCK) reinterpret_cast<u32*>(scales)[row * SCALE_COLUMNS + word] = words[i];
+            if (PADDED) reinterpret_cast<u32*>(scales)[at + static_cast<long long>(word) * num_slots] = words[i];
+            else if (FMT == FP8_BLOCK) reinterpret_cast<u32*>(scales)[row * SCALE_COLUMNS + word] = words[i];
             else *reinterpret_cast<u32*>(scales + at + word * 512) = words[i];
           }
         }

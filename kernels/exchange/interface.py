@@ -15,6 +15,7 @@ import torch
 from moe_runtime.comm.heaps.heap import SymmetricHeap
 from moe_runtime.comm.signals import SignalLayout
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
+from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 
 
 class ExchangeMemory(Protocol):
@@ -89,6 +90,9 @@ class ExchangeBackend(Protocol):
     def can_keep_scales_in_record(self, geometry: ExchangeGeometry) -> bool:
         """Whether `dispatch_recv` takes `scales=None` for a format that has block scales."""
 
+    def can_await_tokens(self, context: ExchangeMemory) -> bool:
+        """Whether `combine_send` takes `await_ns`."""
+
     def allocate_counts(self, geometry: ExchangeGeometry, device: torch.device) -> torch.Tensor | None:
         """Uninitialised int32 scratch memory of `dispatch_recv`; None where it needs none."""
 
@@ -132,6 +136,25 @@ class ExchangeBackend(Protocol):
         More rows than `row_capacity` are recorded as `CapacityError`. After any failure all groups are empty.
         """
 
+    def dispatch_recv_padded(
+        self,
+        context: ExchangeMemory,
+        geometry: ExchangeGeometry,
+        handle_epoch: torch.Tensor,
+        timeout_ns: int,
+        buffers: RecvBuffers,
+        out: PaddedRows,
+        scales_at: int,
+        statistics: torch.Tensor | None,
+    ) -> None:
+        """`dispatch_recv` of a geometry with gathered rows, and copies of the rows in `out`.
+
+        Args:
+            out: written, with counts of 0 after any failure. `buffers` are scratch memory.
+            scales_at: bytes from the start of a record to the fp32 scales of `out`.
+            statistics: int32 `[E]`, to which the counts are added, or None.
+        """
+
     def combine_send(
         self,
         context: ExchangeMemory,
@@ -140,6 +163,7 @@ class ExchangeBackend(Protocol):
         output_RH: torch.Tensor,
         positions_SK: torch.Tensor,
         handle_epoch: torch.Tensor,
+        await_ns: int | None = None,
     ) -> None:
         """Weight and reduce this rank's expert rows of each token, send the partial results home, raise the flags.
 
@@ -148,6 +172,8 @@ class ExchangeBackend(Protocol):
             output_RH: bf16 or fp32 `[R, H]` by row position; fp32 is rounded to bf16 first.
             positions_SK: int32 `[S, K]` from `dispatch_recv`.
             handle_epoch: int32 `[1]`, the epoch of the dispatch.
+            await_ns: how long to wait for the tokens of the dispatch, which nothing has received; None where
+                `dispatch_recv` has. Entries without an expert then have no part in the sum, whatever their position.
         """
 
     def combine_recv(

@@ -65,8 +65,8 @@ def dispatch_macros(geometry: ExchangeGeometry, *, ids_64: bool, static_gsf: boo
 
 
 @cache
-def recv_macros(geometry: ExchangeGeometry, *, scales: bool = True) -> Defines:
-    """Macros of `dispatch_recv.cu`; without `scales` those stay in the records."""
+def recv_macros(geometry: ExchangeGeometry, *, scales: bool = True, padded: bool = False) -> Defines:
+    """Macros of `dispatch_recv.cu`; without `scales` those stay in the records, `padded` is for `padded.PaddedRows`."""
     plan, fmt = required_plan(geometry), geometry.token_format
     return Defines(
         {
@@ -77,7 +77,8 @@ def recv_macros(geometry: ExchangeGeometry, *, scales: bool = True) -> Defines:
             "WARPS": plan.recv_warps,
             "LOOPED": int(geometry.num_sms is not None),
             "PLACES_BYTES": plan.place_shared_bytes,
-            "CONTIGUOUS": int(geometry.contiguous),
+            "CONTIGUOUS": int(geometry.contiguous or padded),
+            "PADDED": int(padded),
             "PER_TOKEN_FLAGS": int(plan.per_token_flags),
             "QUANT_BYTES": fmt.quant_bytes(geometry.hidden),
             "SCALE_COLUMNS": fmt.scale_columns(geometry.hidden) if scales else 0,
@@ -90,12 +91,16 @@ def recv_macros(geometry: ExchangeGeometry, *, scales: bool = True) -> Defines:
 
 
 @cache
-def combine_macros(geometry: ExchangeGeometry, *, output_bf16: bool, has_shared: bool) -> Defines:
-    """Macros of `combine.cu`."""
+def combine_macros(
+    geometry: ExchangeGeometry, *, output_bf16: bool, has_shared: bool, await_tokens: bool = False
+) -> Defines:
+    """Macros of `combine.cu`; `await_tokens` where `combine_send` follows a dispatch that nothing has received."""
     plan, signals = required_plan(geometry), SignalLayout(geometry.world_size)
     return Defines(
         {
             **_shared_macros(geometry),
+            **(_token_macros(geometry) | {"MISMATCH": int(ErrorCode.MISMATCH)} if await_tokens else {}),
+            "AWAIT_TOKENS": int(await_tokens),
             "HIDDEN": geometry.output_hidden,
             "WIRE": int(geometry.combine_format.code),
             "PARTS": geometry.parts,
@@ -146,6 +151,9 @@ def _aot_cases(fmt: str) -> Iterator[CudaCase]:
     ):
         yield from _recv_cases(fmt, geometry)
         yield _send_case(fmt, geometry)
+    if not FORMATS[fmt].swizzled:
+        padded = recv_macros(sample_geometry(fmt), padded=True)
+        yield CudaCase("recv_permute", fmt, "dispatch_recv.cu", "recv_permute", padded)
     if FORMATS[fmt].swizzled:
         yield from _recv_cases(fmt, sample_geometry(fmt), scales=False)
     if FORMATS[fmt].has_row_scale:
@@ -153,6 +161,10 @@ def _aot_cases(fmt: str) -> Iterator[CudaCase]:
     if fmt in COMBINE_FORMATS:
         for output_bf16 in (True, False):
             yield _combine_case(fmt, "combine_send", output_bf16, True)
+        awaits = combine_macros(
+            sample_geometry("bf16", combine_format=fmt), output_bf16=True, has_shared=False, await_tokens=True
+        )
+        yield CudaCase("combine_send", fmt, "combine.cu", "combine_send", awaits, instruction=BULK_STORE)
         yield _combine_case(fmt, "combine_recv", True, True)
         yield _combine_case(fmt, "combine_send", True, False, num_sms=16)
 

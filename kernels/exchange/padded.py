@@ -17,65 +17,11 @@ import triton
 import triton.language as tl
 
 from moe_runtime.kernels.exchange.dispatch_send import padded
+from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
+from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
+from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.exchange.record import RecordLayout
-from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.kernels.runtime import AotCase
-
-BLOCK = 128
-"""Numbers of an FP8 scale."""
-
-
-@dataclass(frozen=True)
-class PaddedRows:
-    """Where `place_padded_rows` writes. `E` local experts, `S = W * max_tokens` rows of each, `V = ceil(H / 128)`.
-
-    Attributes:
-        rows: uint8 `[E, S, bytes of a row]`.
-        scales: fp32 `[E, S, V]`, or int32 `[E, S, ceil(V / 4)]` with four UE8M0 bytes each, strides `(.., 1, S)`; None
-            for rows without scales.
-        counts: int32 `[E]`, rows of each expert.
-        source_tokens: int32 `[E, S]`, token of each row at its rank.
-        layout_range: int64 `[E, W]`, `first row << 32 | rows` of each source rank.
-        positions: int32 `[S, K]`, row `e * S + i` of each (landing slot, k), -1 for none.
-
-    Rows that no token has keep what the memory held.
-    """
-
-    rows: torch.Tensor
-    scales: torch.Tensor | None
-    counts: torch.Tensor
-    source_tokens: torch.Tensor
-    layout_range: torch.Tensor
-    positions: torch.Tensor
-
-    @classmethod
-    def allocate(
-        cls,
-        experts: int,
-        slots: int,
-        row_bytes: int,
-        num_scales: int,
-        world_size: int,
-        top_k: int,
-        *,
-        packed_scales: bool,
-        device: torch.device,
-    ) -> PaddedRows:
-        """Uninitialised memory; without scales where `num_scales` is 0."""
-        with torch.inference_mode(False):
-            scales = None
-            if num_scales:
-                columns = ceil_div(num_scales, 4) if packed_scales else num_scales
-                dtype = torch.int32 if packed_scales else torch.float32
-                scales = torch.empty(experts, columns, slots, dtype=dtype, device=device).transpose(1, 2)
-            return cls(
-                torch.empty(experts, slots, row_bytes, dtype=torch.uint8, device=device),
-                scales,
-                torch.empty(experts, dtype=torch.int32, device=device),
-                torch.empty(experts, slots, dtype=torch.int32, device=device),
-                torch.empty(experts, world_size, dtype=torch.int64, device=device),
-                torch.empty(slots, top_k, dtype=torch.int32, device=device),
-            )
 
 
 @dataclass(frozen=True)
@@ -106,12 +52,35 @@ class LandedTokens:
     first_expert: int
     max_tokens: int
 
+    @classmethod
+    def of(
+        cls,
+        context: ExchangeMemory,
+        geometry: ExchangeGeometry,
+        buffers: RecvBuffers,
+        epoch: torch.Tensor,
+        scales_at: int,
+    ) -> LandedTokens:
+        """What `dispatch_recv` has written to `buffers`."""
+        stride = geometry.record.record_bytes
+        first_row = geometry.landing_half(context.half_bytes["landing"]) // stride
+        num_rows = first_row + geometry.num_slots
+        return cls(
+            context.heap.tensor("landing")[: num_rows * stride].view(num_rows, stride),
+            geometry.record,
+            scales_at,
+            buffers.row_index,
+            buffers.positions,
+            buffers.group_offsets,
+            epoch,
+            first_row,
+            geometry.first_expert,
+            geometry.max_tokens,
+        )
 
-def place_padded_rows(landed: LandedTokens, out: PaddedRows, statistics: torch.Tensor | None, engine: str) -> None:
-    """Fill `out`; add each expert's rows to int32 `statistics` `[E]`. Does not wait for the host on a GPU."""
-    if engine == "torch":
-        _reference(landed, out, statistics)
-        return
+
+def place_padded_rows(landed: LandedTokens, out: PaddedRows, statistics: torch.Tensor | None) -> None:
+    """Fill `out`; add each expert's rows to int32 `statistics` `[E]`. Does not wait for the host."""
     experts, slots, row_bytes = out.rows.shape
     top_k = landed.positions.shape[1]
     scales = out.scales
@@ -265,8 +234,8 @@ def dispatch_place_kernel(
             before += rows
 
 
-def _reference(landed: LandedTokens, out: PaddedRows, statistics: torch.Tensor | None) -> None:
-    """`place_padded_rows` in torch."""
+def place_reference(landed: LandedTokens, out: PaddedRows, statistics: torch.Tensor | None) -> None:
+    """`place_padded_rows` in torch; waits for the host."""
     experts, slots, row_bytes = out.rows.shape
     offsets = landed.group_offsets.to(torch.int64)
     counts = offsets[1:] - offsets[:-1]

@@ -136,7 +136,7 @@ class ExchangePlan:
     def count_blocks(self) -> int:
         return self._limited(self.num_chunks)
 
-    def place_split(self, sms: int, scales: bool) -> tuple[int, int]:
+    def place_split(self, sms: int, scales: bool, rows: bool | None = None) -> tuple[int, int]:
         """Warps that share a slot's rows, and blocks that share a chunk: one wave of blocks.
 
         Few slots are spread over more SMs, each with fewer rows; where slots are more than warps, a warp takes a slot.
@@ -144,9 +144,10 @@ class ExchangePlan:
 
         Args:
             scales: whether the scales of a format that has block scales are copied.
+            rows: whether quants are copied; None is as the geometry says.
         """
         sms = self._sms(sms)
-        if self.per_token_flags and not self.contiguous and not (scales and self.swizzled):
+        if self.per_token_flags and not (self.contiguous if rows is None else rows) and not (scales and self.swizzled):
             sms = min(sms, POLLING_BLOCKS)
             if not scales:
                 return 1, min(sms, ceil_div(self.num_slots, self.recv_warps))

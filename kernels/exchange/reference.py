@@ -14,6 +14,8 @@ from moe_runtime.comm.errors import ErrorCode, Phase
 from moe_runtime.comm.signals import ABORT_WORDS, WITHOUT_SIGN, exchange_of, tag_of
 from moe_runtime.kernels.exchange.geometry import ExchangeGeometry
 from moe_runtime.kernels.exchange.interface import ExchangeMemory, RecvBuffers
+from moe_runtime.kernels.exchange.padded import LandedTokens, place_reference
+from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.formats.number_formats import BF16, FormatCode, QuantizedRows
 from moe_runtime.kernels.formats.reference_quantize import dequantize_rows, f32_to_bf16_bits, quantize_rows
 
@@ -223,6 +225,11 @@ def can_keep_scales_in_record(geometry: ExchangeGeometry) -> bool:
     return False
 
 
+def can_await_tokens(context: ExchangeMemory) -> bool:
+    """Never: `dispatch_recv` does."""
+    return False
+
+
 def allocate_counts(geometry: ExchangeGeometry, device: torch.device) -> None:
     """None: torch counts rows by itself."""
 
@@ -304,6 +311,21 @@ def dispatch_recv(
             scales[block, :, local_row % 32, (local_row % 128) // 32, :] = padded.view(total, scales.shape[1], 4)
 
 
+def dispatch_recv_padded(
+    context: ExchangeMemory,
+    geometry: ExchangeGeometry,
+    handle_epoch: torch.Tensor,
+    timeout_ns: int,
+    buffers: RecvBuffers,
+    out: PaddedRows,
+    scales_at: int,
+    statistics: torch.Tensor | None,
+) -> None:
+    """See `interface.ExchangeBackend`."""
+    dispatch_recv(context, geometry, handle_epoch, timeout_ns, buffers)
+    place_reference(LandedTokens.of(context, geometry, buffers, handle_epoch, scales_at), out, statistics)
+
+
 def part_index(
     context: ExchangeMemory,
     geometry: ExchangeGeometry,
@@ -341,8 +363,10 @@ def combine_send(
     output_RH: torch.Tensor,
     positions_SK: torch.Tensor,
     handle_epoch: torch.Tensor,
+    await_ns: int | None = None,
 ) -> None:
     """See `interface.ExchangeBackend`."""
+    assert await_ns is None
     record, layout = geometry.record, context.signals_layout
     epoch = int(handle_epoch[0])
     half = epoch & 1

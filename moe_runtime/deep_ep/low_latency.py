@@ -7,15 +7,14 @@ token at the rank of its experts, and sends one partial sum home.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.dispatcher.handle import DispatchHandle
-from moe_runtime.dispatcher.landing import landing_half, landing_records
 from moe_runtime.dispatcher.token_dispatcher import TokenDispatcher
-from moe_runtime.kernels.exchange.padded import LandedTokens, PaddedRows, place_padded_rows
+from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.formats.number_formats import FP8_BLOCK
 
 _NO_TOKEN = 16
@@ -133,11 +132,9 @@ class LowLatencyExchange:
     ) -> DispatchHandle:
         """Send what `combine_recv` sums into `out` bf16 `[T, H]`; `x` bf16 `[E_local, W * max, H]`."""
         combiner = self._combiner
-        routing = combiner.dispatch(self._no_tokens[: topk_idx.shape[0]], topk_idx, topk_weights).handle
-        # An entry that is masked now has no part in the sum.
-        positions = torch.where(routing.positions >= 0, handle.positions, -1)
         rows = x.view(-1, self.hidden)
-        renewed = replace(routing, positions=positions, num_rows=rows.shape[0])
+        routing = combiner.dispatch_send(self._no_tokens[: topk_idx.shape[0]], topk_idx, topk_weights)
+        renewed = routing.for_rows(handle.positions, rows.shape[0])
         combiner.combine_send(rows, renewed, out=out)
         return renewed
 
@@ -189,22 +186,7 @@ class _Dispatch:
 
     def finish(self, statistics: torch.Tensor | None) -> None:
         """Receive into `rows`; adds the tokens of each local expert to int32 `statistics` `[E_local]`."""
-        context, geometry = self._exchange.context, self._dispatcher.geometry
-        arrived = self._dispatcher.dispatch_recv(self._native)
-        assert arrived.row_index is not None
-        landed = LandedTokens(
-            landing_records(context, geometry),
-            geometry.record,
-            self._scales_at,
-            arrived.row_index,
-            self._native.positions,
-            arrived.group_offsets,
-            self._native.epoch,
-            landing_half(context, geometry) // geometry.record.record_bytes,
-            geometry.first_expert,
-            geometry.max_tokens,
-        )
-        place_padded_rows(landed, self.rows, statistics, context.engine)
+        self._dispatcher.dispatch_recv_padded(self._native, self.rows, scales_at=self._scales_at, statistics=statistics)
 
 
 def _rounded_fp8(x: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ record each, so that more tokens travel in several steps, and so that the host k
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
@@ -382,8 +382,8 @@ class NormalExchange:
 
     def _renewed(self, combiner: TokenDispatcher, step: _Step, num_rows: int) -> DispatchHandle:
         """A handle for one combine of `num_rows` rows: sends the routing of `step` alone."""
-        routing = combiner.dispatch(self._no_tokens[: step.end - step.start], step.ranks, step.weights)
-        return replace(routing.handle, positions=step.positions, num_rows=num_rows)
+        routing = combiner.dispatch_send(self._no_tokens[: step.end - step.start], step.ranks, step.weights)
+        return routing.for_rows(step.positions, num_rows)
 
     def _combine_weights(self, topk_weights: torch.Tensor, step: _Step) -> torch.Tensor:
         """fp32 `[T, K]`: the weights of a token's rows on all ranks, summed in fp32, ranks ascending.

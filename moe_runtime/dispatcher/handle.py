@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -46,7 +46,7 @@ class DispatchHandle:
         num_tokens: `T`.
         timeout_ns: how long its kernels wait for a peer: longer in the first step of a layer, which may compile them.
         scales_in_record: whether block scales stay in the records that arrive (`GroupedRows.scales_in_record`).
-        num_rows: rows that `combine` takes, where `positions` were given others than `row_capacity`.
+        num_rows: rows that `combine` takes, where `positions` are of an earlier dispatch (`for_rows`).
         topk_idx, topk_weights: `[T, K]`, copies of the routing; None without `reusable_handles`.
     """
 
@@ -99,6 +99,16 @@ class DispatchHandle:
         """Deprecated: `scales_in_record`."""
         warn_renamed("leave_scales", "scales_in_record")
         return self.scales_in_record
+
+    def for_rows(self, positions: torch.Tensor, num_rows: int) -> DispatchHandle:
+        """This dispatch of routing alone as the handle of rows that an earlier one brought; `combine_send` comes next.
+
+        Args:
+            positions: int32 `[W * max_tokens, K]`, row of each (landing slot, k), -1 for none. An entry that this
+                dispatch does not route has no part in the sum.
+            num_rows: of the output that is combined.
+        """
+        return replace(self, positions=positions, num_rows=num_rows)
 
     @property
     def combined(self) -> bool:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import torch
 
 from moe_runtime.comm.arguments import check_flag, check_integer, check_is_tensor, check_kind
@@ -21,6 +19,7 @@ from moe_runtime.dispatcher.arguments import (
 from moe_runtime.dispatcher.backend import choose_backend
 from moe_runtime.dispatcher.handle import CombineSink, DispatchedTokens, DispatchHandle
 from moe_runtime.dispatcher.landing import landing_half, landing_rows, landing_scales
+from moe_runtime.kernels.exchange.padded_rows import PaddedRows
 from moe_runtime.kernels.exchange.reference import part_index
 from moe_runtime.kernels.formats.number_formats import MAX_ENCODE_SCALE, TokenFormat
 from moe_runtime.support.compiling import not_compiled
@@ -292,8 +291,8 @@ class TokenDispatcher:
         routing_only = self._routing_only
         assert routing_only is not None
         weights = own_weights if topk_weights is None else topk_weights
-        renewed = routing_only.dispatch(self._no_tokens[: handle.num_tokens], topk_idx, weights).handle
-        return replace(renewed, positions=handle.positions, num_rows=handle.num_rows)
+        routing = routing_only.dispatch_send(self._no_tokens[: handle.num_tokens], topk_idx, weights)
+        return routing.for_rows(handle.positions, self.geometry.row_capacity)
 
     @by_one_thread
     def dispatch_send(
@@ -384,6 +383,38 @@ class TokenDispatcher:
         )
 
     @by_one_thread
+    def dispatch_recv_padded(
+        self,
+        handle: DispatchHandle,
+        out: PaddedRows,
+        *,
+        scales_at: int | None = None,
+        statistics: torch.Tensor | None = None,
+    ) -> None:
+        """`dispatch_recv` into a block of rows for each expert; of dispatchers with gathered rows.
+
+        Args:
+            handle: of `dispatch_send`. For combine it is good `for_rows` alone.
+            out: written, as long as no failure is recorded.
+            scales_at: bytes from the start of a record to the fp32 scales of `out`; None for those of the format.
+            statistics: int32 `[E]`, to which the rows of each expert are added.
+        """
+        context, geometry = self.context, self.geometry
+        with collective_step(context):
+            self._check_handle(handle)
+            check_kind("out", out, PaddedRows)
+            if geometry.contiguous:
+                raise ValueError("mode: expected gathered rows")
+            handle.enter("dispatch_recv")
+            at = geometry.record.scales_offset if scales_at is None else scales_at
+            buffers = handle.take_recv_buffers()
+            self._backend.dispatch_recv_padded(
+                context, geometry, handle.epoch, handle.timeout_ns, buffers, out, at, statistics
+            )
+            self._stepped = True
+            self._raise_on_cpu()
+
+    @by_one_thread
     def combine_send(
         self, expert_output: torch.Tensor | CombineSink, handle: DispatchHandle, *, out: torch.Tensor | None = None
     ) -> None:
@@ -400,9 +431,15 @@ class TokenDispatcher:
             check_expert_output(geometry, context.device, output, handle.num_rows)
             if out is not None:
                 check_out(geometry, context.device, out, handle.num_tokens)
+            positions, await_ns = handle.positions, None
+            if handle.num_rows is not None:
+                handle.enter("dispatch_recv")
+                positions, await_ns = self._receive_routing(handle)
             handle.enter("combine_send")
             handle.allocate_output(out)
-            self._backend.combine_send(context, geometry, self._starts, output, handle.positions, handle.epoch)
+            self._backend.combine_send(
+                context, geometry, self._starts, output, positions, handle.epoch, await_ns=await_ns
+            )
             if context.host_transport is not None:
                 epoch = int(handle.epoch)
                 context.host_transport.carry_combine(
@@ -411,7 +448,7 @@ class TokenDispatcher:
                     max_tokens=geometry.max_tokens,
                     parts=geometry.parts,
                     row_bytes=geometry.partial_bytes,
-                    part_index=part_index(context, geometry, self._starts, handle.positions, epoch),
+                    part_index=part_index(context, geometry, self._starts, positions, epoch),
                     timeout_ns=handle.timeout_ns,
                 )
 
@@ -452,6 +489,17 @@ class TokenDispatcher:
         """On CPUs a stage is done when its call returns: raise at once what it recorded."""
         if self.context.device.type == "cpu":
             self.context.check()
+
+    def _receive_routing(self, handle: DispatchHandle) -> tuple[torch.Tensor, int | None]:
+        """Positions and `await_ns` for the combine of a handle that was made `for_rows`."""
+        context, geometry = self.context, self.geometry
+        buffers = handle.take_recv_buffers()
+        self._stepped = True
+        if self._backend.can_await_tokens(context):
+            return handle.positions, handle.timeout_ns
+        self._backend.dispatch_recv(context, geometry, handle.epoch, handle.timeout_ns, buffers)
+        self._raise_on_cpu()
+        return torch.where(buffers.positions >= 0, handle.positions, -1), None
 
     def _routing_of(self, handle: DispatchHandle) -> tuple[torch.Tensor, torch.Tensor]:
         """The routing that `handle` keeps."""

@@ -94,19 +94,20 @@ ANY = {"fails": ((0, 1),)}
 LATE = ["s1 w1 s2 s3 c1", "s1 w1 c1 s2 s3"]
 """The first uses a handle too late, for which the second waits."""
 SEND, ARRIVE, SIGNALS, COMBINE = "dispatch_send.cu", "dispatch_recv.cu", "signalling.cuh", "combine.cu"
+ARRIVAL = "arrival.cuh"
 SAFEGUARDS = [
     Safeguard(
         "recent",
-        ARRIVE,
+        ARRIVAL,
         "bool recent = ahead(load_acquire(flag), epoch - 2) >= 0;",
         "takes count of epoch 1 from rank 0 in 5",
         [UNAWAITED] * 2,
         [". a a a a", "a"],
     ),
-    Safeguard("turn", ARRIVE, "same_turn(word, arrived.tag)", "takes count of epoch 1", TWO, BOTH),
-    Safeguard("sign", ARRIVE, "has_token_flags(word)", "takes ids of epoch 0 from rank 1 in 1", TWO, BOTH, MIXED),
+    Safeguard("turn", ARRIVAL, "same_turn(word, arrived.tag)", "takes count of epoch 1", TWO, BOTH),
+    Safeguard("sign", ARRIVAL, "has_token_flags(word)", "takes ids of epoch 0 from rank 1 in 1", TWO, BOTH, MIXED),
     Safeguard(
-        "epoch_of_token_flag", ARRIVE, "token_flag == epoch && epoch != 0", "takes token_flag of epoch 1", TWO, BOTH
+        "epoch_of_token_flag", ARRIVAL, "token_flag == epoch && epoch != 0", "takes token_flag of epoch 1", TWO, BOTH
     ),
     Safeguard("token_flag_last", SEND, "fence_system();\n    int* token_flag =", "takes ids of epoch 0", TWO, BOTH),
     Safeguard(
@@ -169,7 +170,7 @@ SAFEGUARDS = [
     Safeguard(
         "check_sources",
         ARRIVE,
-        "arrived.check_sources(x)",
+        "arrived.check_sources(x, DISPATCH_RECV)",
         "takes tokens of rank 0 for another exchange",
         TWO,
         BOTH,

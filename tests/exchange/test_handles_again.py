@@ -1,0 +1,200 @@
+"""Handles that are combined again, with later weights, and rows padded for each expert: every engine, the same bits."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from moe_runtime.dispatcher.handle import DispatchHandle
+from moe_runtime.kernels.exchange import cuda
+from moe_runtime.kernels.exchange.padded_rows import PaddedRows
+from tests.emulator import Emulator
+from tests.support.comparison import assert_same_bits
+from tests.support.exchange_data import RankInput, rank_input
+from tests.support.virtual_exchange import (
+    ENGINES,
+    HOPPER,
+    SETTINGS,
+    Ranks,
+    emulator,  # noqa: F401
+    needs_hopper,
+    poisoned_memory,  # noqa: F401
+)
+
+WORLD, HIDDEN, EXPERTS, TOP_K, TOKENS = 3, 256, 7, 3, 5
+COUNTS = (5, 0, 3)
+CPU = torch.device("cpu")
+
+
+def inputs_of(seed: int) -> list[RankInput]:
+    return [rank_input(seed, rank, COUNTS[rank], HIDDEN, EXPERTS, TOP_K) for rank in range(WORLD)]
+
+
+def ranks_of(engine: str, device: torch.device, **settings: Any) -> Ranks:
+    ranks = Ranks(WORLD, device, engine, **{**SETTINGS, "reusable_handles": True, **settings})
+    for dispatcher in ranks.dispatchers:
+        if engine == HOPPER and device.type == "cpu" and dispatcher._routing_only is not None:
+            dispatcher._routing_only._backend = cuda
+    return ranks
+
+
+def combine_again(
+    ranks: Ranks, handles: list[DispatchHandle], outputs: list[torch.Tensor], weights: list[torch.Tensor] | None
+) -> list[torch.Tensor]:
+    """One more combine on all ranks, a stage at a time."""
+    renewed = [
+        d.renew(handle, None if weights is None else weights[rank])
+        for rank, (d, handle) in enumerate(zip(ranks.dispatchers, handles, strict=True))
+    ]
+    combiners = [d._routing_only for d in ranks.dispatchers]
+    for combiner, handle, output in zip(combiners, renewed, outputs, strict=True):
+        assert combiner is not None
+        combiner.combine_send(output, handle)
+    return [combiner.combine_recv(handle) for combiner, handle in zip(combiners, renewed, strict=True) if combiner]
+
+
+def outputs_of(ranks: Ranks, seed: int, device: torch.device) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    shape = ranks.dispatchers[0].geometry.row_capacity, HIDDEN
+    return [torch.randn(shape, generator=g).to(device=device, dtype=torch.bfloat16) for _ in range(WORLD)]
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("wire", ["bf16", "fp8_block"])
+def test_a_handle_is_combined_again_and_later(engine: str, wire: str, device: torch.device, seed: int) -> None:
+    """Later combines give the bits of a first one with those weights, whatever has been dispatched between."""
+    data = [i.to(device) for i in inputs_of(seed)]
+    later = [torch.rand(i.topk_weights.shape, device=device) for i in data]
+    again = ranks_of(engine, device, combine_format=wire)
+    outputs = outputs_of(again, seed, device)
+    arrived = again.dispatch(data)
+    first = again.combine(arrived, outputs)
+    for turn in range(4):
+        if turn == 2:
+            # Steps between: the halves of the first one hold other tokens.
+            for other in (seed + 1, seed + 2):
+                others = [i.to(device) for i in inputs_of(other)]
+                again.combine(again.dispatch(others), outputs)
+        weights = later if turn % 2 else None
+        ys = combine_again(again, [a.handle for a in arrived], outputs, weights)
+        expected = first
+        if weights is not None:
+            fresh = ranks_of(engine, device, combine_format=wire)
+            moved = [RankInput(i.x, i.topk_idx, w) for i, w in zip(data, weights, strict=True)]
+            expected = fresh.combine(fresh.dispatch(moved), outputs)
+        for rank in range(WORLD):
+            assert_same_bits(ys[rank], expected[rank], f"rank {rank}, turn {turn}")
+
+
+@needs_hopper
+def test_combines_that_await_tokens_run_in_any_order(emulator: Emulator, device: torch.device, seed: int) -> None:  # noqa: F811
+    """Ranks that do not wait for each other, kernels that begin while those before them run."""
+    if device.type != "cpu":
+        pytest.skip("the emulator draws the order")
+    data = inputs_of(seed)
+    later = [torch.rand(i.topk_weights.shape) for i in data]
+    plain, ranks = ranks_of("torch", CPU), ranks_of(HOPPER, CPU)
+    outputs = outputs_of(plain, seed, CPU)
+    arrived = plain.dispatch(data)
+    expected = [plain.combine(arrived, outputs)]
+    expected += [combine_again(plain, [a.handle for a in arrived], outputs, w) for w in (later, None, later)]
+    found: list[list[torch.Tensor]] = [[] for _ in expected]
+    with emulator.together() as choose:
+        for rank, (own, output) in enumerate(zip(ranks.dispatchers, outputs, strict=True)):
+            choose(rank)
+            got = own.dispatch(data[rank].x, data[rank].topk_idx, data[rank].topk_weights)
+            for turn in range(4):
+                weights = None if turn % 2 == 0 else later[rank]
+                found[turn].append(own.combine(output, got.handle, topk_weights=weights))
+    for turn, ys in enumerate(found):
+        for rank in range(WORLD):
+            assert_same_bits(ys[rank], expected[turn][rank], f"rank {rank}, turn {turn}")
+
+
+@needs_hopper
+@pytest.mark.parametrize("stops_at", [0, 1])
+def test_a_combine_that_awaits_tokens_names_who_does_not_come(
+    stops_at: int,
+    emulator: Emulator,  # noqa: F811
+    device: torch.device,
+    seed: int,
+) -> None:
+    if device.type != "cpu":
+        pytest.skip("the emulator draws the order")
+    data = inputs_of(seed)
+    ranks = ranks_of(HOPPER, CPU)
+    outputs = outputs_of(ranks, seed, CPU)
+    with emulator.together() as choose:
+        for rank, (own, output) in enumerate(zip(ranks.dispatchers, outputs, strict=True)):
+            choose(rank)
+            got = own.dispatch(data[rank].x, data[rank].topk_idx, data[rank].topk_weights)
+            if rank == 2 and stops_at == 0:
+                continue
+            if rank == 2:
+                own.renew(got.handle)
+                continue
+            own.combine(output, got.handle, topk_weights=data[rank].topk_weights)
+    for rank in (0, 1):
+        assert int(ranks.contexts[rank].error[0]) != 0 and int(ranks.contexts[rank].error[1]) == 2
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("fmt", ["bf16", "fp8_block"])
+def test_rows_are_padded_for_each_expert(engine: str, fmt: str, device: torch.device, seed: int) -> None:
+    data = inputs_of(seed)
+    slots = WORLD * TOKENS
+    ranks = ranks_of(engine, device, token_format=fmt)
+    placed = [i.to(device) for i in data]
+    handles = [d.dispatch_send(i.x, i.topk_idx, i.topk_weights) for d, i in zip(ranks.dispatchers, placed, strict=True)]
+    plain = Ranks(WORLD, device, "torch", **{**SETTINGS, "token_format": fmt})
+    wanted = plain.dispatch(placed)
+    for rank, (dispatcher, handle, want) in enumerate(zip(ranks.dispatchers, handles, wanted, strict=True)):
+        geometry = dispatcher.geometry
+        row_bytes = HIDDEN * (1 if fmt == "fp8_block" else 2)
+        out = PaddedRows.allocate(
+            geometry.num_local_experts,
+            slots,
+            row_bytes,
+            2 if fmt == "fp8_block" else 0,
+            WORLD,
+            TOP_K,
+            packed_scales=False,
+            device=device,
+        )
+        statistics = torch.full((geometry.num_local_experts,), 7, dtype=torch.int32, device=device)
+        dispatcher.dispatch_recv_padded(handle, out, statistics=statistics)
+        offsets = want.group_offsets.tolist()
+        assert want.row_index is not None
+        landed = want.rows.view(torch.uint8)[want.row_index[: offsets[-1]].long()]
+        for e in range(geometry.num_local_experts):
+            begin, end = offsets[e], offsets[e + 1]
+            count = end - begin
+            assert int(out.counts[e]) == count and int(statistics[e]) == 7 + count
+            assert torch.equal(out.rows[e, :count], landed[begin:end])
+            if out.scales is not None:
+                assert want.scales is not None
+                assert torch.equal(out.scales[e, :count], want.scales[begin:end])
+            expert = geometry.first_expert + e
+            came = [
+                (r, t) for r, i in enumerate(data) for t in (i.topk_idx == expert).any(dim=1).nonzero()[:, 0].tolist()
+            ]
+            assert out.source_tokens[e, :count].tolist() == [t for _, t in came]
+            first = 0
+            for r in range(WORLD):
+                rows = sum(1 for source, _ in came if source == r)
+                assert int(out.layout_range[e, r]) == first << 32 | rows
+                first += rows
+            for row, (r, t) in enumerate(came):
+                k = data[r].topk_idx[t].tolist().index(expert)
+                assert int(out.positions[r * TOKENS + t, k]) == e * slots + row
+        assert int((out.positions >= 0).sum()) == offsets[-1], f"rank {rank}"
+
+
+def test_handles_are_used_once_unless_asked_for(device: torch.device, seed: int) -> None:
+    data = [i.to(device) for i in inputs_of(seed)]
+    ranks = Ranks(WORLD, device, "torch", **SETTINGS)
+    arrived = ranks.dispatch(data)
+    with pytest.raises(ValueError, match="handle: expected one of a dispatcher with reusable_handles"):
+        ranks.dispatchers[0].renew(arrived[0].handle)
