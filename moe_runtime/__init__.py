@@ -14,6 +14,7 @@ Layers, from the top. A module imports from its own layer or from those below it
     build, placement.rebalance, checkpoints.converted_experts, checkpoints.calibration
     experts, placement.migration
     step, warming
+    deep_ep
     dispatcher
     context, checkpoints, router, shared_expert, counters, reference
     placement

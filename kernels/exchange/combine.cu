@@ -116,6 +116,8 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
       const u8* record = landed + half * landing_half + entry * RECORD_BYTES;
       int position[K], id[K];
       float weight[K];
+#pragma unroll
+      for (int k = 0; k < K; ++k) position[k] = positions[entry * K + k];
 #if AWAIT_TOKENS
       bool failed = await_slots(x, own, arrived, there ? static_cast<int>(entry) : num_slots, COMBINE_SEND);
       const Glance glance(x, own);  // loaded with the ids
@@ -123,7 +125,6 @@ extern "C" __global__ void __launch_bounds__(32 * READERS + 64, 1)
 #endif
 #pragma unroll
       for (int k = 0; k < K; ++k) {
-        position[k] = positions[entry * K + k];
 #if AWAIT_TOKENS
         id[k] = __ldcg(reinterpret_cast<const u16*>(record + IDS_AT) + k);
         weight[k] = __ldcg(reinterpret_cast<const float*>(record + WEIGHTS_AT) + k);
