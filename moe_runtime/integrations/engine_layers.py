@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -132,6 +133,19 @@ class EngineLayers:
         limit = {"max_tokens_per_rank": ceil_div(stated.max_tokens, share.ranks)}
         formats = {"weight_format": weight_format, "token_format": token_format}
         return layer_config(stated.name, model, {**limit, **fields, **formats})
+
+
+def replace_members(method: Any, replacements: type, layers: EngineLayers) -> None:
+    """Make `method`, an engine's object of any class, answer with the members of `replacements` in place of its own.
+
+    It gets a subclass of its class with these members: mixed in as a base, `replacements` would change the layout of
+    its objects, which Python refuses. `moe_runtime_layers` is `layers`, and `moe_runtime_experts` None.
+    """
+    kind = type(method)
+    members = {name: value for name, value in vars(replacements).items() if not name.startswith("__")}
+    method.__class__ = type(f"MoERuntime{kind.__name__}", (kind,), members)
+    method.moe_runtime_layers = layers
+    method.moe_runtime_experts = None
 
 
 class EngineExperts:

@@ -1,8 +1,8 @@
 """SGLang's names for what `engine_layers` needs; written for the signatures of SGLang 0.5.23.
 
 SGLang lets a plugin hook its functions. `install` hooks `create_moe_dispatcher`, which each MoE layer calls once, after
-it has created its weights and before they are loaded. The layer's quantization method gets `RunsExperts` mixed into its
-class, and its dispatcher passes tokens on as they come.
+it has created its weights and before they are loaded. The layer's quantization method gets the members of
+`RunsExperts`, and its dispatcher passes tokens on as they come.
 
 Who sums results depends on `--moe-a2a-backend`:
 
@@ -21,7 +21,13 @@ from typing import Any, Literal
 import torch
 
 from moe_runtime.config import ActivationConfig
-from moe_runtime.integrations.engine_layers import EngineExperts, EngineLayer, EngineLayers, TokenShare
+from moe_runtime.integrations.engine_layers import (
+    EngineExperts,
+    EngineLayer,
+    EngineLayers,
+    TokenShare,
+    replace_members,
+)
 from moe_runtime.integrations.engine_weights import read_weights
 from moe_runtime.integrations.layer_settings import LayerSettings
 from moe_runtime.kernels.formats.number_formats import ceil_div
@@ -56,10 +62,7 @@ def take_over(layers: EngineLayers, moe_runner_config: Any, quant_method: Any) -
     """
     config = moe_runner_config
     check(config.layer, config)
-    kind = type(quant_method)
-    quant_method.__class__ = type(f"MoERuntime{kind.__name__}", (RunsExperts, kind), {})
-    quant_method.moe_runtime_layers = layers
-    quant_method.moe_runtime_experts = None
+    replace_members(quant_method, RunsExperts, layers)
     return _passing_dispatcher()
 
 
@@ -80,7 +83,7 @@ def _passing_dispatcher() -> Any:
 
 
 class RunsExperts:
-    """What replaces methods of a subclass of SGLang's `FusedMoEMethodBase`."""
+    """What replaces members of an object of SGLang's `FusedMoEMethodBase`."""
 
     moe_runtime_layers: EngineLayers
     moe_runtime_experts: EngineExperts | None
@@ -120,14 +123,15 @@ def check(layer: Any, config: Any) -> None:
     context = import_module("sglang.srt.runtime_context")
     a2a = import_module("sglang.srt.layers.moe").get_moe_a2a_backend()
     runner = "none" if config.runner_backend is None else config.runner_backend.value
-    moe, parallel = context.get_exec().moe, context.get_parallel()
+    execution, parallel = context.get_exec(), context.get_parallel()
     refusals = {
         f"--moe-a2a-backend: expected none or flashinfer, got {a2a.value}": not (a2a.is_none() or a2a.is_flashinfer()),
         f"--moe-runner-backend: expected one of {', '.join(RUNNERS)}, got {runner}": runner not in RUNNERS,
         "--ep-size: expected the tensor-parallel size, since experts are not split": layer.moe_tp_size > 1,
         "--moe-dp-size: expected 1": parallel.moe_dp_size > 1,
-        "--enable-eplb: expected no moves of experts": moe.enable_eplb,
-        "--enable-two-batch-overlap: expected one batch at a time": moe.enable_two_batch_overlap,
+        "--dwdp-size: expected 1": parallel.dwdp_size > 1,
+        "--enable-eplb: expected no moves of experts": execution.moe.enable_eplb,
+        "--enable-two-batch-overlap: expected one batch at a time": execution.overlap.enable_two_batch_overlap,
         "--enable-lora: expected a model without": context.get_lora().enable_lora,
         "--disable-shared-experts-fusion: expected it": layer.num_fused_shared_experts > 0,
         "apply_router_weight_on_input: expected a model without": config.apply_router_weight_on_input,

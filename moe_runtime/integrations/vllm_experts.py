@@ -2,7 +2,7 @@
 
 vLLM lets classes from outside replace its `PluggableLayer`s. `install` replaces `RoutedExperts`, which holds the
 routed experts of a MoE layer, by a subclass that differs in one method: the quantization method that vLLM chooses gets
-`RunsExperts` mixed into its class. vLLM then creates and loads weights as ever. They are taken over in place of being
+the members of `RunsExperts`. vLLM then creates and loads weights as ever. They are taken over in place of being
 reordered for a kernel of vLLM. In each step the method gets vLLM's top-k, and returns results that need no reduction.
 """
 
@@ -16,7 +16,13 @@ from typing import Any
 import torch
 
 from moe_runtime.config import ActivationConfig
-from moe_runtime.integrations.engine_layers import EngineExperts, EngineLayer, EngineLayers, TokenShare
+from moe_runtime.integrations.engine_layers import (
+    EngineExperts,
+    EngineLayer,
+    EngineLayers,
+    TokenShare,
+    replace_members,
+)
 from moe_runtime.integrations.engine_weights import read_weights
 from moe_runtime.integrations.layer_settings import LayerSettings
 from moe_runtime.kernels.formats.number_formats import ceil_div
@@ -56,19 +62,17 @@ def taken_over(method: Any, layers: EngineLayers) -> Any:
 
     Raises `ValueError` for a method that quantizes weights as they are loaded, which would be lost.
     """
-    kind = type(method)
     if hasattr(method, "requantization_source"):
-        raise ValueError(f"quantization: expected that of the checkpoint, got {kind.__name__}, which quantizes weights")
-    method.__class__ = type(f"MoERuntime{kind.__name__}", (RunsExperts, kind), {})
-    method.moe_runtime_layers = layers
-    method.moe_runtime_experts = None
+        name = type(method).__name__
+        raise ValueError(f"quantization: expected that of the checkpoint, got {name}, which quantizes weights")
+    replace_members(method, RunsExperts, layers)
     # An attribute of some methods, a class attribute of others: weights in the layout of a kernel of vLLM are refused.
     method.supports_pre_processed_weights = False
     return method
 
 
 class RunsExperts:
-    """What replaces methods of a subclass of vLLM's `FusedMoEMethodBase`."""
+    """What replaces members of an object of vLLM's `FusedMoEMethodBase`."""
 
     moe: Any
     moe_kernel: Any

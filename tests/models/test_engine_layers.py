@@ -393,6 +393,7 @@ def test_sglang_on_two_ranks(backend: str, get_pool: Any, seed: int) -> None:
         ({"runner_backend": None}, {}, "--moe-runner-backend"),
         ({"moe_tp_size": 2}, {}, "--ep-size"),
         ({}, {"settings": {"moe_dp_size": 2}}, "--moe-dp-size"),
+        ({}, {"settings": {"dwdp_size": 2}}, "--dwdp-size"),
         ({}, {"settings": {"enable_eplb": True}}, "--enable-eplb"),
         ({}, {"settings": {"enable_two_batch_overlap": True}}, "--enable-two-batch-overlap"),
         ({}, {"settings": {"enable_lora": True}}, "--enable-lora"),

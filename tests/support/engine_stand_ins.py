@@ -7,6 +7,7 @@ for these in the sources of the engines, where they are present.
 from __future__ import annotations
 
 import sys
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -257,7 +258,12 @@ def vllm_config(*, tp: int = 1, dp: int = 1, sequence_parallel: bool = False, **
     return SimpleNamespace(**config | changes)
 
 
-class VllmMethod:
+class _MethodBase(ABC):
+    @abstractmethod
+    def process_weights_after_loading(self, layer: Any) -> None: ...
+
+
+class VllmMethod(_MethodBase):
     """Stands for a quantization method of vLLM, with the properties of `FusedMoEMethodBase` that an adapter changes."""
 
     def __init__(self, moe: Any) -> None:
@@ -378,17 +384,30 @@ def sglang_modules(
     **more: dict[str, Any],
 ) -> Any:
     """`modules` of SGLang: its settings, its group, and the tokens of the attention groups in a step."""
-    chosen = {"moe_dp_size": 1, "enable_eplb": False, "enable_two_batch_overlap": False, "enable_lora": False}
+    chosen = {
+        "moe_dp_size": 1,
+        "dwdp_size": 1,
+        "enable_eplb": False,
+        "enable_two_batch_overlap": False,
+        "enable_lora": False,
+    }
     settings = chosen | (settings or {})
+    execution = SimpleNamespace(
+        moe=SimpleNamespace(enable_eplb=settings["enable_eplb"]),
+        overlap=SimpleNamespace(enable_two_batch_overlap=settings["enable_two_batch_overlap"]),
+    )
     parallel = SimpleNamespace(
-        moe_ep_group=SimpleNamespace(device_group=ep_group), moe_dp_size=settings["moe_dp_size"], attn_tp_size=1
+        moe_ep_group=SimpleNamespace(device_group=ep_group),
+        moe_dp_size=settings["moe_dp_size"],
+        dwdp_size=settings["dwdp_size"],
+        attn_tp_size=1,
     )
     checker = SimpleNamespace(
         format_is_bypassed=lambda topk: hasattr(topk, "to_standard"), format_is_standard=lambda t: isinstance(t, TopK)
     )
     named = {
         "sglang.srt.runtime_context": {
-            "get_exec": lambda: SimpleNamespace(moe=SimpleNamespace(**settings)),
+            "get_exec": lambda: execution,
             "get_parallel": lambda: parallel,
             "get_lora": lambda: SimpleNamespace(enable_lora=settings["enable_lora"]),
         },
