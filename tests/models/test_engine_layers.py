@@ -234,17 +234,21 @@ def test_install_replaces_classes_of_vllm(seed: int) -> None:
         check(method.apply(layer, x, weights, ids, None, None), plain_moe(data, *tokens))
 
 
+OWN = {"own": [40, 9], "sequence_parallel": [20, 20]}
+"""Tokens of each rank where ranks have their own. In sequence-parallel layers they are parts of those of a group."""
+
+
 def vllm_of_rank(rank: int, world: int, case: str, seed: int, fields: Any) -> Any:
-    """Results of this rank in two steps, and the tokens that it passed."""
+    """Results of this rank in two steps, the tokens that it passed, and how many its layer can hold."""
     data = make_experts("fp8_block" if case == "own" else "bf16", seed)
-    own = case == "own"
-    counts = [40, 9]
     # Ranks that hold the same tokens draw them from the same seed.
-    steps = [draw_tokens(seed + step + (1000 * rank if own else 0), counts[rank] if own else 25) for step in range(2)]
+    num_tokens, start = (OWN[case][rank], seed + 1000 * rank) if case in OWN else (25, seed)
+    steps = [draw_tokens(start + step, num_tokens) for step in range(2)]
+    split = case == "sequence_parallel"
     config = vllm_config(
-        tp=1 if own else world,
-        dp=world if own else 1,
-        max_num_tokens=64,
+        tp=1 if case == "own" else world,
+        dp=world if case == "own" else 1,
+        sequence_parallel=split,
         skip_final_all_reduce=case == "partial",
     )
     experts = expert_slice(rank, world)
@@ -255,25 +259,26 @@ def vllm_of_rank(rank: int, world: int, case: str, seed: int, fields: Any) -> An
         dist.all_gather(parts, rows)
         return torch.cat(parts)
 
-    tp_group = SimpleNamespace(world_size=config.moe_parallel_config.ep_size if not own else 1, rank_in_group=rank)
-    tp_group.all_gather = all_gather
-    with vllm_modules(ep_group=dist.group.WORLD, tp_group=tp_group, counts=torch.tensor(counts) if own else None):
-        layers = layers_of(**fields)
+    tp_group = SimpleNamespace(world_size=1 if case == "own" else world, rank_in_group=rank, all_gather=all_gather)
+    counts = {"own": torch.tensor(OWN["own"]), "sequence_parallel": torch.tensor([40])}.get(case)
+    with vllm_modules(ep_group=dist.group.WORLD, tp_group=tp_group, counts=counts):
         layer = vllm_layer(data.of(experts), experts)
-        method = vllm_experts.taken_over(VllmMethod(config), layers)
+        method = vllm_experts.taken_over(VllmMethod(config), layers_of(**fields))
         method.process_weights_after_loading(layer)
         found = [method.apply(layer, x, weights, ids) for x, ids, weights in steps]
-    method.moe_runtime_experts.layer.context.close()
-    return steps, found
+    ours = method.moe_runtime_experts.layer
+    ours.context.close()
+    return steps, found, ours.config.max_tokens_per_rank
 
 
 @pytest.mark.parametrize("fields", [{}, {"max_tokens_per_rank": 8}])
-@pytest.mark.parametrize("case", ["own", "gathered", "partial"])
+@pytest.mark.parametrize("case", ["own", "sequence_parallel", "gathered", "partial"])
 def test_vllm_on_two_ranks(case: str, fields: Any, get_pool: Any, seed: int) -> None:
     """Tokens of each rank's own, or shared ones whose results are gathered here or summed by vLLM; steps of 8 too."""
     results = get_pool(2).run(vllm_of_rank, case, seed, fields)
     data = make_experts("fp8_block" if case == "own" else "bf16", seed)
-    for rank, (steps, found) in enumerate(results):
+    for rank, (steps, found, limit) in enumerate(results):
+        assert limit == fields.get("max_tokens_per_rank", 64 if case == "own" else 32)
         for step, (tokens, y) in enumerate(zip(steps, found, strict=True)):
             if case == "partial":
                 other = results[1 - rank][1][step]

@@ -225,7 +225,7 @@ def step_of_sglang(sources: Sources) -> None:
     assert {"is_none", "is_flashinfer"} <= sources.members(f"{SRT}.layers.moe.utils", "MoeA2ABackend")
     context = f"{SRT}.runtime_context"
     assert {"get_exec", "get_parallel", "get_lora"} <= sources.exported(context)
-    for name in ("moe_ep_group", "moe_dp_size", "dwdp_size", "attn_tp_size"):
+    for name in ("moe_ep_group", "moe_dp_size", "attn_tp_size"):
         assert name in sources.text(context), name
     fields = f"{SRT}.arg_groups.fields"
     assert "enable_eplb" in sources.members(f"{fields}.exec_", "ExecMoe")
@@ -236,6 +236,7 @@ def step_of_sglang(sources: Sources) -> None:
         "eplb.expert_distribution": "get_exec().overlap.enable_two_batch_overlap",
         "layers.quantization.unquant": "get_lora().enable_lora",
         "distributed.parallel_state": "get_parallel().moe_ep_group",
+        "layers.moe.utils": "get_parallel().dwdp_size",
     }
     for module, read in users.items():
         assert read in sources.text(f"{SRT}.{module}"), read
