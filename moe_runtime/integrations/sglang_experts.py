@@ -52,7 +52,8 @@ def install(settings: LayerSettings) -> None:
         return take_over(layers, moe_runner_config, quant_method)
 
     hooks.HookRegistry.register(HOOKED, around, hooks.HookType.AROUND)
-    _LOG.info("MoE layers of SGLang run in moe_runtime, with %s", settings)
+    # Not information: engines show only that of their own loggers.
+    _LOG.warning("MoE layers of SGLang run in moe_runtime, with %s", settings)
 
 
 def take_over(layers: EngineLayers, moe_runner_config: Any, quant_method: Any) -> Any:

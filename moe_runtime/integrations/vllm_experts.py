@@ -43,7 +43,8 @@ def install(settings: LayerSettings) -> None:
     for name, module in ROUTED_EXPERTS.items():
         original = getattr(import_module(module), name)
         original.register_oot(_taking_over(original, layers), name=name)
-    _LOG.info("MoE layers of vLLM run in moe_runtime, with %s", settings)
+    # Not information: engines show only that of their own loggers.
+    _LOG.warning("MoE layers of vLLM run in moe_runtime, with %s", settings)
 
 
 def _taking_over(original: Any, layers: EngineLayers) -> Any:

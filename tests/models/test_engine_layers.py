@@ -6,8 +6,10 @@ The engines do not import without a GPU. Their layers and modules are stand-ins 
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
+import textwrap
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,7 +23,12 @@ from moe_runtime.comm.errors import PeerAbortedError
 from moe_runtime.config import ParallelConfig
 from moe_runtime.integrations import sglang_experts, vllm_experts
 from moe_runtime.integrations.engine_layers import EngineLayers
-from moe_runtime.integrations.layer_settings import LayerSettings, settings_from_yaml, settings_of_variable
+from moe_runtime.integrations.layer_settings import (
+    ENGINE_FIELDS,
+    LayerSettings,
+    settings_from_yaml,
+    settings_of_variable,
+)
 from moe_runtime.reference import error_bound, relative_error
 from tests.support import engine_stand_ins as stand_ins
 from tests.support.engine_stand_ins import (
@@ -63,15 +70,24 @@ def default_tokens(form: str) -> str:
     return fmt if fmt in ("fp8_block", "mxfp8") else "bf16"
 
 
-def run_vllm(
-    layers: EngineLayers, layer: Any, config: Any, tokens: tuple[torch.Tensor, ...], method_kind: type = VllmMethod
-) -> torch.Tensor:
+def load(method: Any, layer: Any) -> None:
+    """As engines do it: with the model's dtype as torch's default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        method.process_weights_after_loading(layer)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def run_vllm(layers: EngineLayers, layer: Any, config: Any, tokens: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """What a method of vLLM that was taken over answers, after the weights of `layer` were loaded."""
     x, ids, weights = tokens
-    method = vllm_experts.taken_over(method_kind(config), layers)
-    method.process_weights_after_loading(layer)
+    method = vllm_experts.taken_over(VllmMethod(config), layers)
+    load(method, layer)
     assert all(parameter.numel() == 0 for name, parameter in layer.named_parameters() if "weight" in name)
-    return method.apply(layer, x, weights, ids, None, None)
+    with torch.inference_mode():
+        return method.apply(layer, x, weights, ids, None, None)
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -264,8 +280,9 @@ def vllm_of_rank(rank: int, world: int, case: str, seed: int, fields: Any) -> An
     with vllm_modules(ep_group=dist.group.WORLD, tp_group=tp_group, counts=counts):
         layer = vllm_layer(data.of(experts), experts)
         method = vllm_experts.taken_over(VllmMethod(config), layers_of(**fields))
-        method.process_weights_after_loading(layer)
-        found = [method.apply(layer, x, weights, ids) for x, ids, weights in steps]
+        load(method, layer)
+        with torch.inference_mode():
+            found = [method.apply(layer, x, weights, ids) for x, ids, weights in steps]
     ours = method.moe_runtime_experts.layer
     ours.context.close()
     return steps, found, ours.config.max_tokens_per_rank
@@ -374,7 +391,7 @@ def sglang_of_rank(rank: int, world: int, backend: str, seed: int) -> Any:
     layer = sglang_layer(data.of(slice(3 * rank, 3 * rank + 3)), rank, world, num_experts=6)
     with sglang_modules(backend=backend, ep_group=dist.group.WORLD, counts=counts if own else None):
         dispatcher, method = taken_over_sglang(layers_of(max_tokens_per_rank=16), layer)
-        method.process_weights_after_loading(layer)
+        load(method, layer)
         y = run_sglang(dispatcher, method, layer, (x, ids, weights))
     method.moe_runtime_experts.layer.context.close()
     return (x, ids, weights), y
@@ -485,6 +502,16 @@ def test_the_variable_switches_an_adapter_on(engine: str, monkeypatch: pytest.Mo
     monkeypatch.setenv(module.VARIABLE, "no_such_file.yaml")
     with pytest.raises(ValueError, match=f"{module.VARIABLE}: expected 0, 1 or the path of a YAML file: .*no_such"):
         module.register()
+
+
+def test_the_settings_of_the_page_are_right(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "engines.md").read_text()
+    block = re.search(r"\n\n((?:    .*\n)*    layer:\n(?:    .*\n)*)", page)
+    assert block is not None
+    file = tmp_path / "settings.yaml"
+    file.write_text(textwrap.dedent(block[1]))
+    settings = settings_from_yaml(file)
+    assert set(settings.fields) == set(ENGINE_FIELDS) and settings.parallel.transport == "nvshmem"
 
 
 def test_settings_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
