@@ -9,53 +9,23 @@ with the folders of unpacked wheels. Without sources these tests skip, but for t
 from __future__ import annotations
 
 import ast
-import importlib
-import importlib.util
 import inspect
-import logging
 import re
 import shutil
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, NamedTuple, cast
+from typing import Any
 
 import pytest
-import torch
 from torch import nn
 
-from moe_runtime.config import ParallelConfig
 from moe_runtime.integrations import sglang_experts, vllm_experts
-from moe_runtime.integrations.layer_settings import LayerSettings
-from moe_runtime.reference import error_bound, relative_error
-from tests.support.engine_sources import Sources, find_sources
-from tests.support.engine_stand_ins import (
-    TopK,
-    draw_tokens,
-    make_experts,
-    plain_moe,
-    sglang_layer,
-    sglang_modules,
-    vllm_config,
-    vllm_layer,
-    vllm_modules,
-)
+from tests.support.engine_sources import FUSED, QUANTIZATION, SRT, Sources, find_sources, sources_of
+from tests.support.engine_stand_ins import sglang_layer, vllm_config, vllm_layer
 
 pytestmark = pytest.mark.cpu_only
 
-FUSED = "vllm.model_executor.layers.fused_moe"
-QUANTIZATION = "vllm.model_executor.layers.quantization"
-SRT = "sglang.srt"
-LIMITS = ParallelConfig(timeout_s=60.0, startup_timeout_s=60.0)
 Check = Callable[[Sources], None]
-
-
-def sources_of(engine: str) -> Sources:
-    found = find_sources(engine)
-    if found is None:
-        pytest.skip(f"no sources of {engine}: MOE_RUNTIME_{engine.upper()}_SOURCES names none, none is installed")
-    return found
 
 
 def overrides(adapter: type, sources: Sources, homes: list[tuple[str, str]]) -> Iterator[str]:
@@ -331,98 +301,6 @@ def test_an_altered_signature_is_found(module: str, old: str, new: str, tmp_path
         except AssertionError:
             failed += 1
     assert failed
-
-
-def test_vllm_s_own_classes_with_the_adapter(seed: int) -> None:
-    """Its registry of layers, its base class of methods, and what holds and calls a method, run from its sources."""
-    sources = sources_of("vllm")
-    space: dict[str, Any] = {"nn": nn, "torch": torch, "logger": logging.getLogger("vllm"), "cast": cast}
-    space |= {"op_registry": {}, "op_registry_oot": {}, "ABC": ABC, "abstractmethod": abstractmethod}
-    space = sources.run("vllm.model_executor.custom_op", ["PluggableLayer"], space)
-    space = sources.run(f"{QUANTIZATION}.base_config", ["QuantizeMethodBase"], space)
-    space = sources.run(f"{FUSED}.fused_moe_method_base", ["FusedMoEMethodBase"], space)
-
-    class Unquantized(space["FusedMoEMethodBase"]):  # type: ignore[misc]
-        experts_cls = SimpleNamespace(is_monolithic=lambda: True)
-
-        def create_weights(self, *given: Any, **named: Any) -> None: ...
-
-        def get_fused_moe_quant_config(self, layer: Any) -> Any:
-            raise AssertionError("vLLM's own method must not run")
-
-    space["UnquantizedFusedMoEMethod"] = Unquantized
-    kept = {"_get_quant_method", "_ensure_moe_quant_config_init", "forward_modular", "expert_map"}
-    space = sources.run(f"{FUSED}.routed_experts", ["RoutedExperts"], space, kept)
-    runner_parts = {"_quant_method", "_fused_output_is_reduced", "do_naive_dispatch_combine"}
-    space["MoERunnerInterface"] = object
-    runner_kind = sources.run(f"{FUSED}.runner.moe_runner", ["MoERunner"], space, runner_parts)["MoERunner"]
-    routed = space["RoutedExperts"]
-
-    def initialize(self: Any, config: Any, state: nn.Module) -> None:
-        nn.Module.__init__(self)
-        self.__dict__.update(vars(state))
-        self.quant_method = self._get_quant_method("", None, config)
-
-    routed.__init__ = initialize
-    named: dict[str, dict[str, Any]] = {path: {} for path in vllm_experts.ROUTED_EXPERTS.values()}
-    for name, path in vllm_experts.ROUTED_EXPERTS.items():
-        named[path][name] = routed
-    data, (x, ids, weights) = make_experts("bf16", seed), draw_tokens(seed, 21)
-    # Data parallel without sequence parallelism, where vLLM gathers tokens for methods of the old kind.
-    config = vllm_config(dp=2, ep_size=1)
-    with vllm_modules(counts=torch.tensor([21, 3]), **named):
-        vllm_experts.install(LayerSettings(LIMITS, {}))
-        layer = routed(config, vllm_layer(data.of(slice(None))))
-        assert type(layer).__name__ == "MoERuntimeRoutedExperts" and isinstance(layer, routed)
-        runner = runner_kind()
-        runner.__dict__.update(routed_experts=layer, moe_config=SimpleNamespace(dp_size=2, is_sequence_parallel=False))
-        assert not runner._fused_output_is_reduced and not runner.do_naive_dispatch_combine
-        layer.quant_method.process_weights_after_loading(layer)
-        layer._ensure_moe_quant_config_init()
-        found = layer.forward_modular(x=x, topk_weights=weights, topk_ids=ids)
-        assert layer.expert_map is None
-    assert runner._fused_output_is_reduced and not runner.do_naive_dispatch_combine
-    assert relative_error(found, plain_moe(data, x, ids, weights))[0] <= error_bound("bf16")
-
-
-def test_sglang_s_own_hooks_with_the_adapter(seed: int) -> None:
-    """Its registry of hooks, its base of dispatchers and its outputs, run from its sources."""
-    sources = sources_of("sglang")
-    spec = importlib.util.spec_from_file_location("hook_registry", sources.path(f"{SRT}.plugins.hook_registry"))
-    assert spec is not None and spec.loader is not None
-    registry = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(registry)
-    space: dict[str, Any] = {"torch": torch, "NamedTuple": NamedTuple}
-    standard = sources.run(
-        f"{SRT}.layers.moe.token_dispatcher.standard", ["StandardDispatchOutput", "StandardCombineInput"], space
-    )
-    base_path = sources.path(f"{SRT}.layers.moe.token_dispatcher.base")
-    base: dict[str, Any] = {"__name__": "token_dispatcher_base"}
-    exec(compile(base_path.read_text(), str(base_path), "exec"), base)
-    module, _, function = sglang_experts.HOOKED.rpartition(".")
-    data, (x, ids, weights) = make_experts("bf16", seed), draw_tokens(seed, 21)
-    layer = sglang_layer(data.of(slice(None)))
-    named = {
-        f"{SRT}.plugins.hook_registry": vars(registry),
-        f"{SRT}.layers.moe.token_dispatcher.base": base,
-        f"{SRT}.layers.moe.token_dispatcher.standard": standard,
-        module: {function: lambda moe_runner_config, quant_method: "SGLang's own dispatcher"},
-    }
-    with sglang_modules(**named):
-        sglang_experts.install(LayerSettings(LIMITS, {}))
-        registry.HookRegistry.apply_hooks()
-
-        class Method:
-            pass
-
-        method = Method()
-        hooked = getattr(importlib.import_module(module), function)
-        dispatcher = hooked(layer.moe_runner_config, quant_method=method)
-        assert isinstance(dispatcher, base["BaseDispatcher"])
-        method.process_weights_after_loading(layer)  # type: ignore[attr-defined]
-        dispatched = dispatcher.dispatch(hidden_states=x, topk_output=TopK(weights, ids))
-        found = dispatcher.combine(combine_input=method.apply(layer=layer, dispatch_output=dispatched))  # type: ignore[attr-defined]
-    assert relative_error(found, plain_moe(data, x, ids, weights))[0] <= error_bound("bf16")
 
 
 def test_the_reader_itself(tmp_path: Path) -> None:

@@ -12,6 +12,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
+
+FUSED = "vllm.model_executor.layers.fused_moe"
+QUANTIZATION = "vllm.model_executor.layers.quantization"
+SRT = "sglang.srt"
+
 
 def find_sources(engine: str) -> Sources | None:
     """The sources of `vllm` or `sglang`; None where there are none."""
@@ -21,6 +27,14 @@ def find_sources(engine: str) -> Sources | None:
     spec = importlib.util.find_spec(engine)
     folders = [] if spec is None else list(spec.submodule_search_locations or [])
     return Sources(Path(folders[0]).parent) if folders else None
+
+
+def sources_of(engine: str) -> Sources:
+    """The sources of an engine; the test is skipped where there are none."""
+    found = find_sources(engine)
+    if found is None:
+        pytest.skip(f"no sources of {engine}: MOE_RUNTIME_{engine.upper()}_SOURCES names none, none is installed")
+    return found
 
 
 class Sources:
@@ -103,10 +117,11 @@ class Sources:
         raise AssertionError(f"{module}: {function} does not call {called}")
 
     def run(self, module: str, names: list[str], given: dict[str, Any], keep: set[str] | None = None) -> dict[str, Any]:
-        """Run the definitions `names` of a module with the names `given`; of classes only the members `keep`."""
+        """Run the definitions `names` of a module, undecorated, with the names `given`; of classes only `keep`."""
         nodes = [self.find(module, name) for name in names]
-        if keep is not None:
-            for node in nodes:
+        for node in nodes:
+            node.decorator_list = []
+            if keep is not None:
                 node.body = [each for each in node.body if getattr(each, "name", None) in keep]
         future = ast.parse("from __future__ import annotations").body
         program = ast.fix_missing_locations(ast.Module([*future, *nodes], type_ignores=[]))

@@ -384,14 +384,9 @@ def sglang_modules(
     **more: dict[str, Any],
 ) -> Any:
     """`modules` of SGLang: its settings, its group, and the tokens of the attention groups in a step."""
-    chosen = {
-        "moe_dp_size": 1,
-        "dwdp_size": 1,
-        "enable_eplb": False,
-        "enable_two_batch_overlap": False,
-        "enable_lora": False,
-    }
-    settings = chosen | (settings or {})
+    switches = dict.fromkeys(("enable_eplb", "enable_two_batch_overlap", "enable_lora"), False)
+    sizes = dict.fromkeys(("moe_dp_size", "dwdp_size", "attn_tp_size"), 1)
+    settings = {**switches, **sizes, **(settings or {})}
     execution = SimpleNamespace(
         moe=SimpleNamespace(enable_eplb=settings["enable_eplb"]),
         overlap=SimpleNamespace(enable_two_batch_overlap=settings["enable_two_batch_overlap"]),
@@ -400,7 +395,7 @@ def sglang_modules(
         moe_ep_group=SimpleNamespace(device_group=ep_group),
         moe_dp_size=settings["moe_dp_size"],
         dwdp_size=settings["dwdp_size"],
-        attn_tp_size=1,
+        attn_tp_size=settings["attn_tp_size"],
     )
     checker = SimpleNamespace(
         format_is_bypassed=lambda topk: hasattr(topk, "to_standard"), format_is_standard=lambda t: isinstance(t, TopK)
