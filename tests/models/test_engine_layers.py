@@ -49,7 +49,8 @@ from tests.support.engine_stand_ins import (
 )
 from tests.support.programs import ROOT
 
-pytestmark = pytest.mark.cpu_only
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where layers of a single rank lie; processes of several see no GPU."""
 
 LIMITS = ParallelConfig(timeout_s=60.0, startup_timeout_s=60.0)
 
@@ -60,6 +61,7 @@ def layers_of(**fields: Any) -> EngineLayers:
 
 def check(found: torch.Tensor, exact: torch.Tensor, token_format: str = "bf16") -> None:
     """Within the bound of the token format, the weights being exact as they are stored."""
+    found = found.cpu()
     assert found.dtype == torch.bfloat16 and found.shape == exact.shape
     assert relative_error(found, exact)[0] <= error_bound(token_format, "bf16")
 
@@ -82,9 +84,9 @@ def load(method: Any, layer: Any) -> None:
 
 def run_vllm(layers: EngineLayers, layer: Any, config: Any, tokens: tuple[torch.Tensor, ...]) -> torch.Tensor:
     """What a method of vLLM that was taken over answers, after the weights of `layer` were loaded."""
-    x, ids, weights = tokens
+    x, ids, weights = (tensor.to(DEVICE) for tensor in tokens)
     method = vllm_experts.taken_over(VllmMethod(config), layers)
-    load(method, layer)
+    load(method, layer.to(DEVICE))
     assert all(parameter.numel() == 0 for name, parameter in layer.named_parameters() if "weight" in name)
     with torch.inference_mode():
         return method.apply(layer, x, weights, ids, None, None)
@@ -163,6 +165,27 @@ def test_activations_of_vllm(order: str, bias: str, form: str, changes: Any, act
     with vllm_modules():
         found = run_vllm(layers_of(), vllm_layer(data.of(slice(None)), **changes), vllm_config(), tokens)
     check(found, plain_moe(data, *tokens, activation), default_tokens(form))
+
+
+@pytest.mark.gpu
+def test_a_graph_captures_a_step(seed: int) -> None:
+    """After the first step, of any number of tokens, which warms up. Replays read new tokens in the old place."""
+    data, config = make_experts("fp8_block", seed), vllm_config()
+    method = vllm_experts.taken_over(VllmMethod(config), layers_of(token_buckets=(8,)))
+    layer = vllm_layer(data.of(slice(None))).to(DEVICE)
+    x, ids, weights = (tensor.to(DEVICE) for tensor in draw_tokens(seed, 8))
+    graph = torch.cuda.CUDAGraph()
+    with vllm_modules(), torch.inference_mode():
+        method.process_weights_after_loading(layer)
+        method.apply(layer, x[:3], weights[:3], ids[:3])
+        with torch.cuda.graph(graph):
+            y = method.apply(layer, x, weights, ids)
+        for step in range(2):
+            tokens = draw_tokens(seed + step, 8)
+            for place, tensor in zip((x, ids, weights), tokens, strict=True):
+                place.copy_(tensor)
+            graph.replay()
+            check(y, plain_moe(data, *tokens), "fp8_block")
 
 
 def test_what_vllm_asks_a_method(seed: int) -> None:
@@ -245,8 +268,8 @@ def test_install_replaces_classes_of_vllm(seed: int) -> None:
         layer.__class__ = replaced["RoutedExperts"]
         assert isinstance(layer, RoutedExperts)
         method = layer._get_quant_method("", None, config)
-        method.process_weights_after_loading(layer)
-        x, ids, weights = tokens
+        method.process_weights_after_loading(layer.to(DEVICE))
+        x, ids, weights = (tensor.to(DEVICE) for tensor in tokens)
         check(method.apply(layer, x, weights, ids, None, None), plain_moe(data, *tokens))
 
 
@@ -288,6 +311,7 @@ def vllm_of_rank(rank: int, world: int, case: str, seed: int, fields: Any) -> An
     return steps, found, ours.config.max_tokens_per_rank
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("fields", [{}, {"max_tokens_per_rank": 8}])
 @pytest.mark.parametrize("case", ["own", "sequence_parallel", "gathered", "partial"])
 def test_vllm_on_two_ranks(case: str, fields: Any, get_pool: Any, seed: int) -> None:
@@ -320,6 +344,7 @@ def wrong_of_rank(rank: int, world: int, seed: int) -> str:
     return "nothing"
 
 
+@pytest.mark.cpu_only
 def test_an_error_of_one_rank_ends_the_others(get_pool: Any, seed: int) -> None:
     other, own = get_pool(2).run(wrong_of_rank, seed)
     assert own.startswith("ValueError: model.layers.0.mlp.experts: top_k")
@@ -337,7 +362,7 @@ def taken_over_sglang(layers: EngineLayers, layer: Any) -> tuple[Any, Any]:
 
 
 def run_sglang(dispatcher: Any, method: Any, layer: Any, tokens: tuple[torch.Tensor, ...]) -> torch.Tensor:
-    x, ids, weights = tokens
+    x, ids, weights = (tensor.to(DEVICE) for tensor in tokens)
     dispatched = dispatcher.dispatch(hidden_states=x, topk_output=stand_ins.TopK(weights, ids))
     return dispatcher.combine(combine_input=method.apply(layer=layer, dispatch_output=dispatched))
 
@@ -373,7 +398,7 @@ def test_sglang(form: str, bias: Any, order: str, changes: Any, factor: float, a
     with sglang_modules():
         dispatcher, method = taken_over_sglang(layers_of(), layer)
         method.load_up_proj_weight_first = order == "up_gate"
-        method.process_weights_after_loading(layer)
+        load(method, layer.to(DEVICE))
         found = run_sglang(dispatcher, method, layer, (x, ids, weights))
         with pytest.raises(ValueError, match="expected no update of weights"):
             method.restore_weights_before_loading(layer)
@@ -397,6 +422,7 @@ def sglang_of_rank(rank: int, world: int, backend: str, seed: int) -> Any:
     return (x, ids, weights), y
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("backend", ["none", "flashinfer"])
 def test_sglang_on_two_ranks(backend: str, get_pool: Any, seed: int) -> None:
     """Partial results of shared tokens, which SGLang sums, and complete ones of each rank's own, in steps of 16."""
@@ -462,10 +488,11 @@ def test_install_hooks_sglang(seed: int) -> None:
         method = VllmMethod(None)
         # As SGLang calls what it hooks.
         dispatcher = around(lambda *args, **named: None, layer.moe_runner_config, quant_method=method)
-        method.process_weights_after_loading(layer)
+        load(method, layer.to(DEVICE))
         check(run_sglang(dispatcher, method, layer, tokens), plain_moe(data, *tokens))
 
 
+@pytest.mark.cpu_only
 def test_plugins_are_entry_points_and_off_until_they_are_asked_for() -> None:
     """Installed, they import nothing of ours and change nothing, also where transformers is there."""
     entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
@@ -487,6 +514,7 @@ def test_plugins_are_entry_points_and_off_until_they_are_asked_for() -> None:
     assert json.loads(run.stdout) == []
 
 
+@pytest.mark.cpu_only
 @pytest.mark.parametrize("engine", ["vllm", "sglang"])
 def test_the_variable_switches_an_adapter_on(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     module = __import__(f"moe_runtime.integrations.{engine}", fromlist=["register"])
@@ -504,6 +532,7 @@ def test_the_variable_switches_an_adapter_on(engine: str, monkeypatch: pytest.Mo
         module.register()
 
 
+@pytest.mark.cpu_only
 def test_the_settings_of_the_page_are_right(tmp_path: Path) -> None:
     page = (ROOT / "docs" / "engines.md").read_text()
     block = re.search(r"\n\n((?:    .*\n)*    layer:\n(?:    .*\n)*)", page)
@@ -514,6 +543,7 @@ def test_the_settings_of_the_page_are_right(tmp_path: Path) -> None:
     assert set(settings.fields) == set(ENGINE_FIELDS) and settings.parallel.transport == "nvshmem"
 
 
+@pytest.mark.cpu_only
 def test_settings_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "settings.yaml"
     file.write_text("layer: {token_format: nvfp4, token_buckets: [128]}\nparallel: {timeout_s: 5.0}\n")
