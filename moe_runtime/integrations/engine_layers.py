@@ -68,7 +68,6 @@ class _Group:
     """The layers over one group of ranks. All of them are warmed up in the first step of any."""
 
     context: ExpertParallelContext
-    layers: list[MoELayer] = field(default_factory=list)
     cold: list[MoELayer] = field(default_factory=list)
 
     def warm_up(self) -> None:
@@ -113,7 +112,6 @@ class EngineLayers:
                 )
             layer.load_experts(weights.tensors(), weights.buffers())
             weights.release()
-        ours.layers.append(layer)
         ours.cold.append(layer)
         return EngineExperts(layer, ours, share)
 

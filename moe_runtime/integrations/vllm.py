@@ -12,8 +12,8 @@ VARIABLE = "MOE_RUNTIME_VLLM"
 def register() -> None:
     """Switch the adapter on if the environment asks for it; else do nothing.
 
-    Raises `ValueError` for a wrong value of the variable, `ImportError` for a vLLM without the
-    classes that the adapter replaces.
+    Raises `ValueError` for a wrong value of the variable, `ImportError` or `AttributeError` for an engine that has not
+    what the adapter replaces.
     """
     import os
 

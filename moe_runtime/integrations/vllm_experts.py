@@ -38,7 +38,10 @@ _LOG = logging.getLogger(__name__)
 
 
 def install(settings: LayerSettings) -> None:
-    """Replace vLLM's classes of routed experts in this process. Raises `ImportError` where vLLM has them not."""
+    """Replace vLLM's classes of routed experts in this process.
+
+    Raises `ImportError` or `AttributeError` where vLLM has not all of them.
+    """
     layers = EngineLayers(settings)
     for name, module in ROUTED_EXPERTS.items():
         original = getattr(import_module(module), name)
