@@ -18,7 +18,7 @@ from moe_runtime.context.peers import abort_peers_on_error
 from moe_runtime.integrations.engine_weights import EngineWeights
 from moe_runtime.integrations.layer_settings import LayerSettings, context_of, layer_config
 from moe_runtime.integrations.shared_tokens import gather_parts, part_of, place_part, run_in_steps
-from moe_runtime.kernels.formats.number_formats import ceil_div, token_formats_for
+from moe_runtime.kernels.formats.number_formats import FORMATS, WEIGHT_FORMATS, ceil_div, token_formats_for
 from moe_runtime.layer import MoELayer
 from moe_runtime.support.compiling import not_compiled
 
@@ -117,9 +117,12 @@ class EngineLayers:
 
     def _config(self, stated: EngineLayer, weights: EngineWeights, share: TokenShare) -> MoELayerConfig:
         fields = self.settings.fields
-        weight_format = fields.get("weight_format") or weights.format.name
+        # What names no format leaves the choice to us.
+        asked = {key: fields.get(key) for key in ("weight_format", "token_format")}
+        weight_format = asked["weight_format"] if asked["weight_format"] in WEIGHT_FORMATS else weights.format.name
         possible = token_formats_for(weight_format)
-        token_format = fields.get("token_format") or ("bf16" if "bf16" in possible else possible[0])
+        usual = "bf16" if "bf16" in possible else possible[0]
+        token_format = asked["token_format"] if asked["token_format"] in FORMATS else usual
         model = {
             "hidden_size": weights.hidden_size,
             "intermediate_size": weights.intermediate_size,
