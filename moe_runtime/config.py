@@ -356,17 +356,26 @@ def load_config(path: str | Path) -> RunConfig:
         if file.name != str(path) or file.suffix:
             raise ValueError(f"config: no file {path}")
         file = find_config(str(path))
+    data = read_yaml(file, "layer")
+    try:
+        return RunConfig.model_validate(data)
+    except ValidationError as error:
+        raise ValueError(f"{file}:\n" + "\n".join(f"  {line}" for line in complaints(error))) from None
+
+
+def read_yaml(file: Path, key: str) -> dict[str, Any]:
+    """What a YAML file says: a mapping, with a `key` for messages.
+
+    Raises `ValueError` naming the file, and the line where the YAML is broken.
+    """
     raw = read_regular(file, MAX_YAML_BYTES)
     try:
         data = yaml.load(raw.decode(), Loader=_UniqueKeyLoader)
     except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(f"{file}: not valid YAML: {error}") from error
     if not isinstance(data, dict):
-        raise ValueError(f"{file}: expected a mapping with the key `layer`, got {type(data).__name__}")
-    try:
-        return RunConfig.model_validate(data)
-    except ValidationError as error:
-        raise ValueError(f"{file}:\n" + "\n".join(f"  {line}" for line in complaints(error))) from None
+        raise ValueError(f"{file}: expected a mapping with the key `{key}`, got {type(data).__name__}")
+    return data
 
 
 def check_stated(who: str, stated: Mapping[str, object], made: MoELayerConfig) -> None:

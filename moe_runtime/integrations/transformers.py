@@ -32,6 +32,7 @@ from moe_runtime.context.peers import abort_peers, abort_peers_on_error, agree_o
 from moe_runtime.counters import LayerCounts
 from moe_runtime.integrations import transformers_registry
 from moe_runtime.integrations.expert_modules import DescribedExperts, routes_of
+from moe_runtime.integrations.shared_tokens import run_in_steps
 from moe_runtime.integrations.transformers_models import MoEBlock, check_read, model_config_of, moe_blocks
 from moe_runtime.integrations.transformers_registry import layer_fields
 from moe_runtime.kernels.formats.number_formats import ceil_div
@@ -293,13 +294,8 @@ class ExpertParallel:
                     )
         elif index == 0:
             self._most_tokens = self._agree(x_TH.shape[0])
-        layer, weights_TK = self.layers[index], topk_weights.float()
-        if self._most_tokens is None:
-            return layer(x_TH, topk_idx=topk_idx, topk_weights=weights_TK)
-        chunks, most = self._steps(self._most_tokens)
-        parts = zip(*(t.tensor_split(chunks) for t in (x_TH, topk_idx, weights_TK)), strict=True)
-        ys = [layer(x, topk_idx=idx, topk_weights=weights, max_tokens=most) for x, idx, weights in parts]
-        return ys[0] if chunks == 1 else torch.cat(ys)
+        steps = (1, None) if self._most_tokens is None else self._steps(self._most_tokens)
+        return run_in_steps(self.layers[index], x_TH, topk_idx, topk_weights, *steps)
 
     def close(self) -> None:
         """Free the memory between ranks; see `ExpertParallelContext.close`. The model cannot be called afterwards."""

@@ -10,35 +10,32 @@ The layer of an experts module is made in its first call, with the formats and l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 from weakref import WeakKeyDictionary, WeakValueDictionary, finalize
 
 import torch
 import torch.distributed as dist
-from pydantic import ValidationError
 from torch import nn
 
-from moe_runtime.build import context_from_config
-from moe_runtime.checkpoints.loading import FRESH, QuantBuffer, QuantBuffers
+from moe_runtime.checkpoints.loading import FRESH, QuantBuffers
 from moe_runtime.comm.arguments import check_integer, check_kind
-from moe_runtime.comm.heaps.private_heap import PrivateHeap
-from moe_runtime.config import (
-    MAX_EXPERTS,
-    CombineFormatName,
-    FormatName,
-    MoELayerConfig,
-    ParallelConfig,
-    WeightFormatName,
-    check_stated,
-    complaints,
-)
+from moe_runtime.config import CombineFormatName, FormatName, MoELayerConfig, ParallelConfig, WeightFormatName
 from moe_runtime.context.expert_parallel import ExpertParallelContext
 from moe_runtime.context.peers import abort_peers, abort_peers_on_error
 from moe_runtime.integrations.expert_modules import BIASES, WEIGHTS, DescribedExperts, describe_experts, routes_of
+from moe_runtime.integrations.in_place import buffers_over
+from moe_runtime.integrations.layer_settings import (
+    DEFAULT_MAX_TOKENS,
+    LayerSettings,
+    checked_settings,
+    context_of,
+    layer_config,
+)
+from moe_runtime.integrations.shared_tokens import gather_parts, part_of, run_in_steps
 from moe_runtime.kernels.formats.number_formats import ceil_div
 from moe_runtime.layer import MoELayer
 from moe_runtime.support.compiling import not_compiled
@@ -46,21 +43,7 @@ from moe_runtime.support.compiling import not_compiled
 NAME = "moe_runtime"
 """What `set_experts_implementation` and `ep_implementation` are given."""
 
-DEFAULT_MAX_TOKENS = 2048
-
-ANY_SIZES = {"hidden_size": 1024, "intermediate_size": 1024, "num_experts": MAX_EXPERTS, "top_k": 1}
-"""Sizes that every format has, with which settings are checked before a model is there."""
-
-
-@dataclass(frozen=True)
-class _Settings:
-    """What the layers of modules have in common that are called first inside one `experts_settings`."""
-
-    parallel: ParallelConfig = field(default_factory=ParallelConfig)
-    fields: dict[str, Any] = field(default_factory=lambda: {"max_tokens_per_rank": DEFAULT_MAX_TOKENS})
-
-
-_current = _Settings()
+_current = LayerSettings()
 
 
 def experts_settings(
@@ -87,8 +70,6 @@ def experts_settings(
     Raises `ValueError` naming a wrong argument; what does not fit a model is refused when its first layer is made.
     """
     check_integer("max_tokens_per_rank", max_tokens_per_rank, 1, 2**31 - 1)
-    if parallel is not None:
-        check_kind("parallel", parallel, ParallelConfig)
     fields = {
         "max_tokens_per_rank": max_tokens_per_rank,
         "token_format": token_format,
@@ -96,15 +77,11 @@ def experts_settings(
         "combine_format": combine_format,
         **overrides,
     }
-    try:
-        MoELayerConfig.model_validate(ANY_SIZES | fields)
-    except ValidationError as error:
-        raise ValueError("; ".join(complaints(error))) from None
-    return _in_force(_Settings(parallel or ParallelConfig(), fields))
+    return _in_force(checked_settings(parallel, fields))
 
 
 @contextmanager
-def _in_force(settings: _Settings) -> Iterator[None]:
+def _in_force(settings: LayerSettings) -> Iterator[None]:
     global _current
     before, _current = _current, settings
     try:
@@ -127,21 +104,15 @@ def close_experts(model: nn.Module) -> None:
         context.close()
 
 
-def layer_fields(described: DescribedExperts, top_k: int, fields: dict[str, Any]) -> MoELayerConfig:
+def layer_fields(described: DescribedExperts, top_k: int, fields: Mapping[str, Any]) -> MoELayerConfig:
     """The config of the layer of an experts module. Raises `ValueError` where `fields` contradict the module."""
-    stated = {**described.fields, "top_k": top_k}
-    try:
-        made = MoELayerConfig.model_validate(stated | fields)
-    except ValidationError as error:
-        raise ValueError(f"{described.name}: {'; '.join(complaints(error))}") from None
-    check_stated("the model", stated, made)
-    return made
+    return layer_config(described.name, {**described.fields, "top_k": top_k}, fields)
 
 
 class _Shared:
     """What the layers of one model share on this rank. A context of its own: an error of a model is no other's."""
 
-    def __init__(self, model_config: object, settings: _Settings, context: ExpertParallelContext) -> None:
+    def __init__(self, model_config: object, settings: LayerSettings, context: ExpertParallelContext) -> None:
         # Both are kept: their ids are in the key of `_SHARED`.
         self.model_config, self.settings, self.context = model_config, settings, context
         if context.world_size == 1:
@@ -175,7 +146,7 @@ def _run(
     topk_idx: torch.Tensor,
     topk_weights: torch.Tensor,
     mesh: Any = None,
-    settings: _Settings | None = None,
+    settings: LayerSettings | None = None,
     most_tokens: int | None = None,
 ) -> torch.Tensor:
     """The experts of `module`, or those of all ranks of `mesh`, on this rank's tokens.
@@ -193,9 +164,7 @@ def _run(
             )
     chunks = 1 if most_tokens is None else max(1, ceil_div(most_tokens, limit))
     topk_idx, own_TH = routes_of(built.num_experts, built.identity_experts, x_TH, topk_idx, topk_weights)
-    parts = zip(*(t.tensor_split(chunks) for t in (x_TH, topk_idx, topk_weights.float())), strict=True)
-    ys = [layer(x, topk_idx=idx, topk_weights=weights) for x, idx, weights in parts]
-    y_TH = ys[0] if chunks == 1 else torch.cat(ys)
+    y_TH = run_in_steps(layer, x_TH, topk_idx, topk_weights, chunks)
     return y_TH if own_TH is None else y_TH + own_TH
 
 
@@ -216,7 +185,7 @@ def _check_inputs(module: Any, x_TH: torch.Tensor, topk_weights: torch.Tensor) -
         raise error
 
 
-def _layer_of(module: Any, top_k: int, mesh: Any, settings: _Settings) -> _Built:
+def _layer_of(module: Any, top_k: int, mesh: Any, settings: LayerSettings) -> _Built:
     by_top_k = _BUILT.setdefault(module, {})
     built = by_top_k.get(top_k)
     if built is None or not built.shared.usable:
@@ -232,7 +201,7 @@ def _layer_of(module: Any, top_k: int, mesh: Any, settings: _Settings) -> _Built
     return built
 
 
-def _build(module: Any, top_k: int, mesh: Any, settings: _Settings) -> _Built:
+def _build(module: Any, top_k: int, mesh: Any, settings: LayerSettings) -> _Built:
     name = type(module).__name__
     described = describe_experts(module, name)
     ranks = 1 if mesh is None else mesh.size()
@@ -243,22 +212,9 @@ def _build(module: Any, top_k: int, mesh: Any, settings: _Settings) -> _Built:
     key = id(module.config), id(settings), str(device), group, *sizes
     shared = _SHARED.get(key)
     if shared is None or not shared.usable:
-        shared = _SHARED[key] = _Shared(module.config, settings, _context(settings.parallel, mesh, device))
+        shared = _SHARED[key] = _Shared(module.config, settings, context_of(settings.parallel, mesh, device))
     layer = MoELayer(config, shared.context, router=False)
     return _Built(shared, layer, config.num_experts, described.identity_experts)
-
-
-def _context(parallel: ParallelConfig, mesh: Any, device: torch.device) -> ExpertParallelContext:
-    """Over the ranks of `mesh`; without one this rank is alone, also where torch.distributed has others."""
-    if mesh is not None:
-        return context_from_config(parallel, mesh, device)
-    (heap,) = PrivateHeap.group(1, device)
-    return ExpertParallelContext(
-        heap=heap,
-        engine=parallel.engine,
-        timeout_s=parallel.timeout_s,
-        startup_timeout_s=parallel.startup_timeout_s,
-    )
 
 
 def _weights_of(module: Any) -> tuple[object, ...]:
@@ -276,13 +232,8 @@ def _in_place(described: DescribedExperts, config: MoELayerConfig) -> QuantBuffe
     """Buffers that are the module's parameters where a layer reads them as they are, so that nothing is copied."""
     if config.weight_format != "bf16" or described.transposed:
         return FRESH
-    buffers = []
-    for key in WEIGHTS:
-        weight = getattr(described.module, key).detach()
-        buffer = QuantBuffer(weight.shape[0])
-        buffer.tensor = weight
-        buffers.append(buffer)
-    return tuple(buffers)  # type: ignore[return-value]
+    gate_up, down = (getattr(described.module, key) for key in WEIGHTS)
+    return buffers_over(gate_up, down)
 
 
 @not_compiled
@@ -311,9 +262,7 @@ def _ep_implementation(base: Any) -> Any:
             self, hidden_states: torch.Tensor, top_k_index: torch.Tensor, top_k_weights: torch.Tensor
         ) -> torch.Tensor:
             num_tokens, tp_size = hidden_states.shape[0], self.tp_mesh.size()
-            rows = ceil_div(num_tokens, tp_size)
-            first = rows * self.tp_mesh.get_local_rank()
-            mine = slice(first, first + rows)
+            mine = part_of(num_tokens, tp_size, self.tp_mesh.get_local_rank())
             y_TH = _run(
                 self._experts,
                 hidden_states[mine],
@@ -321,14 +270,14 @@ def _ep_implementation(base: Any) -> Any:
                 top_k_weights[mine],
                 self.ep_mesh,
                 self._settings,
-                rows if self.shares_batch else None,
+                ceil_div(num_tokens, tp_size) if self.shares_batch else None,
             )
-            if tp_size == 1:
-                return y_TH
-            padded = nn.functional.pad(y_TH, (0, 0, 0, rows - y_TH.shape[0])).contiguous()
-            whole = padded.new_empty(rows * tp_size, padded.shape[1])
-            dist.all_gather_into_tensor(whole, padded, group=self.tp_mesh.get_group())
-            return whole[:num_tokens]
+            return y_TH if tp_size == 1 else gather_parts(y_TH, num_tokens, tp_size, self._gather)
+
+        def _gather(self, y_TH: torch.Tensor) -> torch.Tensor:
+            whole = y_TH.new_empty(y_TH.shape[0] * self.tp_mesh.size(), y_TH.shape[1])
+            dist.all_gather_into_tensor(whole, y_TH, group=self.tp_mesh.get_group())
+            return whole
 
     return MoERuntimeEP
 

@@ -1,0 +1,50 @@
+"""Tokens that several ranks hold alike, of which each rank computes a part; and steps that a layer can hold."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+
+from moe_runtime.kernels.formats.number_formats import ceil_div
+from moe_runtime.layer import MoELayer
+
+
+def part_of(num_tokens: int, ranks: int, rank: int) -> slice:
+    """The part of `rank` in `num_tokens` tokens that `ranks` ranks hold alike; the last parts may be short or empty.
+
+    >>> [part_of(5, 3, rank) for rank in range(3)]
+    [slice(0, 2, None), slice(2, 4, None), slice(4, 5, None)]
+    """
+    rows = ceil_div(num_tokens, ranks)
+    return slice(min(rank * rows, num_tokens), min((rank + 1) * rows, num_tokens))
+
+
+def gather_parts(
+    y_TH: torch.Tensor, num_tokens: int, ranks: int, gather: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """The results `[num_tokens, H]` of the parts of all ranks; `gather` concatenates equal shapes by rank."""
+    rows = ceil_div(num_tokens, ranks)
+    return gather(nn.functional.pad(y_TH, (0, 0, 0, rows - y_TH.shape[0])).contiguous())[:num_tokens]
+
+
+def place_part(y_TH: torch.Tensor, num_tokens: int, part: slice) -> torch.Tensor:
+    """`[num_tokens, H]` with the results `y_TH` of `part` and zeros elsewhere: its sum over ranks is the whole."""
+    whole = y_TH.new_zeros(num_tokens, y_TH.shape[1])
+    whole[part] = y_TH
+    return whole
+
+
+def run_in_steps(
+    layer: MoELayer,
+    x_TH: torch.Tensor,
+    topk_idx: torch.Tensor,
+    topk_weights: torch.Tensor,
+    steps: int = 1,
+    max_tokens: int | None = None,
+) -> torch.Tensor:
+    """The layer's results for tokens `[T, H]` in `steps` steps, equal on all ranks, of `max_tokens` each at most."""
+    parts = zip(*(t.tensor_split(steps) for t in (x_TH, topk_idx, topk_weights.float())), strict=True)
+    ys = [layer(x, topk_idx=idx, topk_weights=weights, max_tokens=max_tokens) for x, idx, weights in parts]
+    return ys[0] if steps == 1 else torch.cat(ys)

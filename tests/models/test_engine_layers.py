@@ -1,0 +1,564 @@
+"""Experts of inference engines: every form of weights, ranks that share tokens or not, refusals, both adapters.
+
+The engines do not import without a GPU. Their layers and modules are stand-ins (`tests/support/engine_stand_ins.py`).
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+import textwrap
+import tomllib
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from moe_runtime.comm.errors import PeerAbortedError
+from moe_runtime.config import ParallelConfig
+from moe_runtime.integrations import sglang_experts, vllm_experts
+from moe_runtime.integrations.engine_layers import EngineLayers
+from moe_runtime.integrations.layer_settings import (
+    ENGINE_FIELDS,
+    LayerSettings,
+    settings_from_yaml,
+    settings_of_variable,
+)
+from moe_runtime.reference import error_bound, relative_error
+from tests.support import engine_stand_ins as stand_ins
+from tests.support.engine_stand_ins import (
+    FORMATS,
+    FORMS,
+    HIDDEN,
+    NUM_EXPERTS,
+    VllmMethod,
+    draw_tokens,
+    expert_slice,
+    make_experts,
+    plain_moe,
+    sglang_layer,
+    sglang_modules,
+    vllm_config,
+    vllm_layer,
+    vllm_modules,
+)
+from tests.support.programs import ROOT
+
+DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+"""Where layers of a single rank lie; processes of several see no GPU."""
+
+LIMITS = ParallelConfig(timeout_s=60.0, startup_timeout_s=60.0)
+
+
+def layers_of(**fields: Any) -> EngineLayers:
+    return EngineLayers(LayerSettings(LIMITS, fields))
+
+
+def check(found: torch.Tensor, exact: torch.Tensor, token_format: str = "bf16") -> None:
+    """Within the bound of the token format, the weights being exact as they are stored."""
+    found = found.cpu()
+    assert found.dtype == torch.bfloat16 and found.shape == exact.shape
+    assert relative_error(found, exact)[0] <= error_bound(token_format, "bf16")
+
+
+def default_tokens(form: str) -> str:
+    """The token format of a layer whose settings name none."""
+    fmt = FORMATS.get(form, form)
+    return fmt if fmt in ("fp8_block", "mxfp8") else "bf16"
+
+
+def load(method: Any, layer: Any) -> None:
+    """As engines do it: with the model's dtype as torch's default."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        method.process_weights_after_loading(layer)
+    finally:
+        torch.set_default_dtype(before)
+
+
+def run_vllm(layers: EngineLayers, layer: Any, config: Any, tokens: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    """What a method of vLLM that was taken over answers, after the weights of `layer` were loaded."""
+    x, ids, weights = (tensor.to(DEVICE) for tensor in tokens)
+    method = vllm_experts.taken_over(VllmMethod(config), layers)
+    load(method, layer.to(DEVICE))
+    assert all(parameter.numel() == 0 for name, parameter in layer.named_parameters() if "weight" in name)
+    with torch.inference_mode():
+        return method.apply(layer, x, weights, ids, None, None)
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_weights(form: str, seed: int) -> None:
+    data = make_experts(form, seed)
+    tokens = draw_tokens(seed, 13)
+    with vllm_modules():
+        found = run_vllm(layers_of(), vllm_layer(data.of(slice(None))), vllm_config(), tokens)
+    check(found, plain_moe(data, *tokens), default_tokens(form))
+
+
+@pytest.mark.parametrize(
+    ("form", "fields"),
+    [
+        ("nvfp4", {"token_format": "nvfp4"}),
+        ("mxfp4", {"token_format": "mxfp8"}),
+    ],
+)
+def test_settings_choose_the_tokens(form: str, fields: dict[str, Any], seed: int) -> None:
+    data, tokens = make_experts(form, seed), draw_tokens(seed, 64)
+    with vllm_modules():
+        found = run_vllm(layers_of(**fields), vllm_layer(data.of(slice(None))), vllm_config(), tokens)
+    check(found, plain_moe(data, *tokens), fields["token_format"])
+    # Rounding of the tokens is there, so they did travel in that format.
+    assert relative_error(found, plain_moe(data, *tokens))[0] > error_bound("bf16")
+
+
+def test_settings_choose_the_weights(seed: int) -> None:
+    """Weights in bf16 are quantized only where the settings say so; tokens that need it are refused."""
+    data, tokens = make_experts("bf16", seed), draw_tokens(seed, 64)
+    with vllm_modules():
+        with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.experts: weight_format: .* with nvfp4 tokens"):
+            run_vllm(layers_of(token_format="nvfp4"), vllm_layer(data.of(slice(None))), vllm_config(), tokens)
+        layers = layers_of(weight_format="nvfp4")
+        found = run_vllm(layers, vllm_layer(data.of(slice(None))), vllm_config(), tokens)
+    assert error_bound("bf16") < relative_error(found, plain_moe(data, *tokens))[0] <= error_bound("bf16", "nvfp4")
+
+
+@pytest.mark.parametrize("num_tokens", [0, 1, 64, 150])
+def test_any_number_of_tokens(num_tokens: int, seed: int) -> None:
+    """150 are split into steps of at most 64. Routes of -1 and NaN weights count as none."""
+    data = make_experts("bf16", seed)
+    x, ids, weights = draw_tokens(seed, num_tokens)
+    ids[:1, 1], weights[-1:, 0] = -1, float("nan")
+    clean = weights.nan_to_num(0.0)
+    with vllm_modules():
+        found = run_vllm(layers_of(), vllm_layer(data.of(slice(None))), vllm_config(), (x, ids, weights))
+    check(found, plain_moe(data, x, ids, clean))
+
+
+@pytest.mark.parametrize(
+    ("order", "bias", "form", "changes", "activation"),
+    [
+        ("gate_up", "bias", "fp8_block", {}, stand_ins.silu),
+        ("gate_up", None, "bf16", {"swiglu_limit": 1.5}, stand_ins.clamped_silu),
+        ("interleaved", "bias", "mxfp4", {"activation": SimpleNamespace(value="swigluoai")}, stand_ins.gpt_oss),
+        (
+            "gate_up",
+            None,
+            "nvfp4",
+            {
+                "activation": SimpleNamespace(value="swigluoai_uninterleave"),
+                "swiglu_limit": 7.0,
+                "swiglu_alpha": 1.702,
+                "swiglu_beta": 1.0,
+            },
+            stand_ins.gpt_oss,
+        ),
+    ],
+)
+def test_activations_of_vllm(order: str, bias: str, form: str, changes: Any, activation: Any, seed: int) -> None:
+    data, tokens = make_experts(form, seed, order=order, bias=bias), draw_tokens(seed, 40)
+    with vllm_modules():
+        found = run_vllm(layers_of(), vllm_layer(data.of(slice(None)), **changes), vllm_config(), tokens)
+    check(found, plain_moe(data, *tokens, activation), default_tokens(form))
+
+
+@pytest.mark.gpu
+def test_a_graph_captures_a_step(seed: int) -> None:
+    """After the first step, of any number of tokens, which warms up. Replays read new tokens in the old place."""
+    data, config = make_experts("fp8_block", seed), vllm_config()
+    method = vllm_experts.taken_over(VllmMethod(config), layers_of(token_buckets=(8,)))
+    layer = vllm_layer(data.of(slice(None))).to(DEVICE)
+    x, ids, weights = (tensor.to(DEVICE) for tensor in draw_tokens(seed, 8))
+    graph = torch.cuda.CUDAGraph()
+    with vllm_modules(), torch.inference_mode():
+        method.process_weights_after_loading(layer)
+        method.apply(layer, x[:3], weights[:3], ids[:3])
+        with torch.cuda.graph(graph):
+            y = method.apply(layer, x, weights, ids)
+        for step in range(2):
+            tokens = draw_tokens(seed + step, 8)
+            for place, tensor in zip((x, ids, weights), tokens, strict=True):
+                place.copy_(tensor)
+            graph.replay()
+            check(y, plain_moe(data, *tokens), "fp8_block")
+
+
+def test_what_vllm_asks_a_method(seed: int) -> None:
+    """A method keeps its class and name, and answers that its results need no reduction and its tokens no gathering."""
+
+    class ModelOptMethod(VllmMethod):
+        pass
+
+    config = vllm_config()
+    method = vllm_experts.taken_over(ModelOptMethod(config), layers_of())
+    assert isinstance(method, ModelOptMethod) and "ModelOpt" in type(method).__name__
+    assert method.supports_internal_mk and not method.is_monolithic and not method.supports_eplb
+    assert method.supports_pre_processed_weights is False
+    assert method.maybe_roundup_sizes(160, 96, torch.bfloat16, None) == (160, 96)
+    for skipped in (False, True):
+        config.skip_final_all_reduce = skipped
+        layer = vllm_layer(make_experts("bf16", seed).of(slice(None)))
+        with vllm_modules():
+            method.process_weights_after_loading(layer)
+        assert method.moe_kernel.output_is_reduced() is not skipped
+        assert method.moe_kernel.fused_experts.consumes_expert_mask is False
+
+
+@pytest.mark.parametrize(
+    ("changes", "config", "complaint"),
+    [
+        ({}, {"tp_size": 2}, "--enable-expert-parallel"),
+        ({}, {"pcp_size": 2}, "--prefill-context-parallel-size"),
+        ({}, {"is_lora_enabled": True}, "--enable-lora"),
+        ({}, {"in_dtype": torch.float16}, "--dtype: expected bfloat16, got torch.float16"),
+        ({"apply_router_weight_on_input": True}, {}, "apply_router_weight_on_input"),
+        ({"activation": SimpleNamespace(value="gelu")}, {}, "activation: expected silu, .*, got gelu"),
+        ({}, {"hidden_dim": HIDDEN + 16}, r"w13_weight: expected shape \[7, 320, 176\], got \[7, 320, 160\]"),
+        ({"_expert_map": torch.arange(NUM_EXPERTS).flip(0)}, {}, "expected the experts 0 .. 6 .7. on rank 0"),
+    ],
+)
+def test_what_vllm_must_not_ask(changes: Any, config: Any, complaint: str) -> None:
+    layer = vllm_layer(make_experts("bf16", 0).of(slice(None)), **changes)
+    method = vllm_experts.taken_over(VllmMethod(vllm_config(**config)), layers_of())
+    with vllm_modules(), pytest.raises(ValueError, match=rf"model\.layers\.0\.mlp\.experts: .*{complaint}"):
+        method.process_weights_after_loading(layer)
+
+
+def test_weights_in_other_forms_are_refused() -> None:
+    experts = make_experts("bf16", 0).of(slice(None))
+    halves = {name: value.half() for name, value in experts.items()}
+    with vllm_modules():
+        for parameters in (halves, {name: value.to("meta") for name, value in experts.items()}, {}):
+            method = vllm_experts.taken_over(VllmMethod(vllm_config()), layers_of())
+            with pytest.raises(ValueError, match=r"model\.layers\.0\.mlp\.experts: expected "):
+                method.process_weights_after_loading(vllm_layer(parameters))
+
+    class OnlineMethod(VllmMethod):
+        requantization_source = None
+
+    with pytest.raises(ValueError, match="OnlineMethod, which quantizes weights"):
+        vllm_experts.taken_over(OnlineMethod(vllm_config()), layers_of())
+
+
+def test_install_replaces_classes_of_vllm(seed: int) -> None:
+    """As `PluggableLayer` does it: a class is looked up by its name when it is instantiated."""
+    replaced: dict[str, Any] = {}
+
+    class RoutedExperts(stand_ins.StandInLayer):
+        @classmethod
+        def register_oot(cls, decorated: Any = None, name: str | None = None) -> None:
+            replaced[str(name)] = decorated
+
+        def _get_quant_method(self, prefix: str, quant_config: Any, moe_config: Any) -> Any:
+            return VllmMethod(moe_config)
+
+    named: dict[str, dict[str, Any]] = {path: {} for path in vllm_experts.ROUTED_EXPERTS.values()}
+    for name, path in vllm_experts.ROUTED_EXPERTS.items():
+        named[path][name] = RoutedExperts
+    data, tokens, config = make_experts("bf16", seed), draw_tokens(seed, 5), vllm_config()
+    with vllm_modules(**named):
+        vllm_experts.install(LayerSettings(LIMITS, {}))
+        assert set(replaced) == set(vllm_experts.ROUTED_EXPERTS)
+        layer = vllm_layer(data.of(slice(None)))
+        layer.__class__ = replaced["RoutedExperts"]
+        assert isinstance(layer, RoutedExperts)
+        method = layer._get_quant_method("", None, config)
+        method.process_weights_after_loading(layer.to(DEVICE))
+        x, ids, weights = (tensor.to(DEVICE) for tensor in tokens)
+        check(method.apply(layer, x, weights, ids, None, None), plain_moe(data, *tokens))
+
+
+OWN = {"own": [40, 9], "sequence_parallel": [20, 20]}
+"""Tokens of each rank where ranks have their own. In sequence-parallel layers they are parts of those of a group."""
+
+
+def vllm_of_rank(rank: int, world: int, case: str, seed: int, fields: Any) -> Any:
+    """Results of this rank in two steps, the tokens that it passed, and how many its layer can hold."""
+    data = make_experts("fp8_block" if case == "own" else "bf16", seed)
+    # Ranks that hold the same tokens draw them from the same seed.
+    num_tokens, start = (OWN[case][rank], seed + 1000 * rank) if case in OWN else (25, seed)
+    steps = [draw_tokens(start + step, num_tokens) for step in range(2)]
+    split = case == "sequence_parallel"
+    config = vllm_config(
+        tp=1 if case == "own" else world,
+        dp=world if case == "own" else 1,
+        sequence_parallel=split,
+        skip_final_all_reduce=case == "partial",
+    )
+    experts = expert_slice(rank, world)
+
+    def all_gather(rows: torch.Tensor, dim: int) -> torch.Tensor:
+        assert dim == 0
+        parts = [torch.empty_like(rows) for _ in range(world)]
+        dist.all_gather(parts, rows)
+        return torch.cat(parts)
+
+    tp_group = SimpleNamespace(world_size=1 if case == "own" else world, rank_in_group=rank, all_gather=all_gather)
+    counts = {"own": torch.tensor(OWN["own"]), "sequence_parallel": torch.tensor([40])}.get(case)
+    with vllm_modules(ep_group=dist.group.WORLD, tp_group=tp_group, counts=counts):
+        layer = vllm_layer(data.of(experts), experts)
+        method = vllm_experts.taken_over(VllmMethod(config), layers_of(**fields))
+        load(method, layer)
+        with torch.inference_mode():
+            found = [method.apply(layer, x, weights, ids) for x, ids, weights in steps]
+    ours = method.moe_runtime_experts.layer
+    ours.context.close()
+    return steps, found, ours.config.max_tokens_per_rank
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("fields", [{}, {"max_tokens_per_rank": 8}])
+@pytest.mark.parametrize("case", ["own", "sequence_parallel", "gathered", "partial"])
+def test_vllm_on_two_ranks(case: str, fields: Any, get_pool: Any, seed: int) -> None:
+    """Tokens of each rank's own, or shared ones whose results are gathered here or summed by vLLM; steps of 8 too."""
+    results = get_pool(2).run(vllm_of_rank, case, seed, fields)
+    data = make_experts("fp8_block" if case == "own" else "bf16", seed)
+    for rank, (steps, found, limit) in enumerate(results):
+        assert limit == fields.get("max_tokens_per_rank", 64 if case == "own" else 32)
+        for step, (tokens, y) in enumerate(zip(steps, found, strict=True)):
+            if case == "partial":
+                other = results[1 - rank][1][step]
+                assert not ((y != 0).any(1) & (other != 0).any(1)).any()
+                y = y + other
+            check(y, plain_moe(data, *tokens), "fp8_block" if case == "own" else "bf16")
+
+
+def wrong_of_rank(rank: int, world: int, seed: int) -> str:
+    experts = expert_slice(rank, world)
+    changes = {"top_k": None} if rank == 1 else {}
+    layer = vllm_layer(make_experts("bf16", seed).of(experts), experts, **changes)
+    tp_group = SimpleNamespace(world_size=1, rank_in_group=0)
+    with vllm_modules(ep_group=dist.group.WORLD, tp_group=tp_group, counts=torch.tensor([4, 4])):
+        method = vllm_experts.taken_over(VllmMethod(vllm_config(dp=world)), layers_of())
+        try:
+            method.process_weights_after_loading(layer)
+            x, ids, weights = draw_tokens(seed, 4)
+            method.apply(layer, x, weights, ids)
+        except (PeerAbortedError, ValueError) as error:
+            return f"{type(error).__name__}: {error}"
+    return "nothing"
+
+
+@pytest.mark.cpu_only
+def test_an_error_of_one_rank_ends_the_others(get_pool: Any, seed: int) -> None:
+    other, own = get_pool(2).run(wrong_of_rank, seed)
+    assert own.startswith("ValueError: model.layers.0.mlp.experts: top_k")
+    assert other.startswith("PeerAbortedError: ") and "top_k" in other
+
+
+def taken_over_sglang(layers: EngineLayers, layer: Any) -> tuple[Any, Any]:
+    """The dispatcher and the method of a layer of SGLang."""
+
+    class Method:
+        pass
+
+    method = Method()
+    return sglang_experts.take_over(layers, layer.moe_runner_config, method), method
+
+
+def run_sglang(dispatcher: Any, method: Any, layer: Any, tokens: tuple[torch.Tensor, ...]) -> torch.Tensor:
+    x, ids, weights = (tensor.to(DEVICE) for tensor in tokens)
+    dispatched = dispatcher.dispatch(hidden_states=x, topk_output=stand_ins.TopK(weights, ids))
+    return dispatcher.combine(combine_input=method.apply(layer=layer, dispatch_output=dispatched))
+
+
+@pytest.mark.parametrize(
+    ("form", "bias", "order", "changes", "factor", "activation"),
+    [
+        ("bf16", None, "gate_up", {}, 1.0, stand_ins.silu),
+        ("bf16", None, "gate_up", {"routed_scaling_factor": 2.5}, 2.5, stand_ins.silu),
+        (
+            "fp8_block",
+            None,
+            "gate_up",
+            {"routed_scaling_factor": 2.5, "should_fuse_routed_scaling_factor_in_topk": True},
+            1.0,
+            stand_ins.silu,
+        ),
+        ("fp8_block", None, "gate_up", {"swiglu_limit": 1.5}, 1.0, stand_ins.clamped_silu),
+        ("nvfp4", None, "up_gate", {}, 1.0, stand_ins.silu),
+        (
+            "mxfp4",
+            "weight_bias",
+            "interleaved",
+            {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0},
+            1.0,
+            stand_ins.gpt_oss,
+        ),
+    ],
+)
+def test_sglang(form: str, bias: Any, order: str, changes: Any, factor: float, activation: Any, seed: int) -> None:
+    data, (x, ids, weights) = make_experts(form, seed, order=order, bias=bias), draw_tokens(seed, 33)
+    layer = sglang_layer(data.of(slice(None)), **changes)
+    with sglang_modules():
+        dispatcher, method = taken_over_sglang(layers_of(), layer)
+        method.load_up_proj_weight_first = order == "up_gate"
+        load(method, layer.to(DEVICE))
+        found = run_sglang(dispatcher, method, layer, (x, ids, weights))
+        with pytest.raises(ValueError, match="expected no update of weights"):
+            method.restore_weights_before_loading(layer)
+    check(found, plain_moe(data, x, ids, weights * factor, activation), default_tokens(form))
+
+
+def sglang_of_rank(rank: int, world: int, backend: str, seed: int) -> Any:
+    data = make_experts("bf16", seed)
+    own = backend == "flashinfer"
+    counts = [21, 4]
+    tokens = draw_tokens(seed + 1000 * rank * own, counts[rank] if own else 25)
+    # SGLang has as many experts on each rank: 6 of these.
+    x, ids, weights = tokens
+    ids = ids.masked_fill(ids == 6, -1)
+    layer = sglang_layer(data.of(slice(3 * rank, 3 * rank + 3)), rank, world, num_experts=6)
+    with sglang_modules(backend=backend, ep_group=dist.group.WORLD, counts=counts if own else None):
+        dispatcher, method = taken_over_sglang(layers_of(max_tokens_per_rank=16), layer)
+        load(method, layer)
+        y = run_sglang(dispatcher, method, layer, (x, ids, weights))
+    method.moe_runtime_experts.layer.context.close()
+    return (x, ids, weights), y
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("backend", ["none", "flashinfer"])
+def test_sglang_on_two_ranks(backend: str, get_pool: Any, seed: int) -> None:
+    """Partial results of shared tokens, which SGLang sums, and complete ones of each rank's own, in steps of 16."""
+    results = get_pool(2).run(sglang_of_rank, backend, seed)
+    data = make_experts("bf16", seed)
+    summed = results[0][1] + results[1][1] if backend == "none" else None
+    for tokens, y in results:
+        check(y if summed is None else summed, plain_moe(data, *tokens))
+
+
+@pytest.mark.parametrize(
+    ("changes", "settings", "complaint"),
+    [
+        ({}, {"backend": "deepep"}, "--moe-a2a-backend: expected none or flashinfer, got deepep"),
+        ({"runner_backend": SimpleNamespace(value="flashinfer_trtllm")}, {}, "--moe-runner-backend"),
+        ({"runner_backend": None}, {}, "--moe-runner-backend"),
+        ({"moe_tp_size": 2}, {}, "--ep-size"),
+        ({}, {"settings": {"moe_dp_size": 2}}, "--moe-dp-size"),
+        ({}, {"settings": {"dwdp_size": 2}}, "--dwdp-size"),
+        ({}, {"settings": {"enable_eplb": True}}, "--enable-eplb"),
+        ({}, {"settings": {"enable_two_batch_overlap": True}}, "--enable-two-batch-overlap"),
+        ({}, {"settings": {"enable_lora": True}}, "--enable-lora"),
+        ({"num_fused_shared_experts": 1}, {}, "--disable-shared-experts-fusion"),
+        ({"apply_router_weight_on_input": True}, {}, "apply_router_weight_on_input"),
+        ({"no_combine": True}, {}, "no_combine"),
+        ({"reduce_results": True}, {"backend": "flashinfer"}, "reduce_results"),
+        ({"params_dtype": torch.float16}, {}, "--dtype"),
+        ({"top_k": None}, {}, "top_k"),
+    ],
+)
+def test_what_sglang_must_not_ask(changes: Any, settings: Any, complaint: str) -> None:
+    layer = sglang_layer({}, **changes)
+    with sglang_modules(**settings), pytest.raises(ValueError, match=rf"model\.layers\.0\.mlp\.experts: {complaint}"):
+        taken_over_sglang(layers_of(), layer)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"activation": "gelu"},
+        {"is_gated": False},
+        {"gemm1_clamp_limit": 7.0},
+        {"gemm1_alpha": 1.702},
+        {"gemm1_alpha": 1.702, "gemm1_clamp_limit": 7.0, "gemm1_beta": 0.5},
+    ],
+)
+def test_activations_that_sglang_must_not_ask(changes: Any) -> None:
+    config = sglang_layer({}, **changes).moe_runner_config
+    with pytest.raises(ValueError, match="layer: activation: expected gated silu"):
+        sglang_experts.activation_of(config, "layer", up_first=False)
+
+
+def test_install_hooks_sglang(seed: int) -> None:
+    registered: list[tuple[str, Any, str]] = []
+    registry = SimpleNamespace(register=lambda *given: registered.append(given))
+    hooks = {"HookRegistry": registry, "HookType": SimpleNamespace(AROUND="around")}
+    data, tokens = make_experts("bf16", seed), draw_tokens(seed, 5)
+    layer = sglang_layer(data.of(slice(None)))
+    with sglang_modules(**{"sglang.srt.plugins.hook_registry": hooks}):
+        sglang_experts.install(LayerSettings(LIMITS, {}))
+        [(target, around, kind)] = registered
+        assert (target, kind) == (sglang_experts.HOOKED, "around")
+        method = VllmMethod(None)
+        # As SGLang calls what it hooks.
+        dispatcher = around(lambda *args, **named: None, layer.moe_runner_config, quant_method=method)
+        load(method, layer.to(DEVICE))
+        check(run_sglang(dispatcher, method, layer, tokens), plain_moe(data, *tokens))
+
+
+@pytest.mark.cpu_only
+def test_plugins_are_entry_points_and_off_until_they_are_asked_for() -> None:
+    """Installed, they import nothing of ours and change nothing, also where transformers is there."""
+    entries = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]
+    assert entries == {
+        "vllm.general_plugins": {"moe_runtime": "moe_runtime.integrations.vllm:register"},
+        "sglang.srt.plugins": {"moe_runtime": "moe_runtime.integrations.sglang:register"},
+    }
+    program = (
+        "import json, sys\n"
+        "from importlib.metadata import EntryPoint\n"
+        "for value in sys.argv[1:]:\n"
+        "    EntryPoint('moe_runtime', value, 'group').load()()\n"
+        "print(json.dumps([name for name in sys.modules if name.split('.')[0] in ('torch', 'triton', 'transformers')]))"
+    )
+    targets = [target for group in entries.values() for target in group.values()]
+    run = subprocess.run(
+        [sys.executable, "-c", program, *targets], cwd=ROOT, capture_output=True, text=True, check=True, timeout=60
+    )
+    assert json.loads(run.stdout) == []
+
+
+@pytest.mark.cpu_only
+@pytest.mark.parametrize("engine", ["vllm", "sglang"])
+def test_the_variable_switches_an_adapter_on(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    module = __import__(f"moe_runtime.integrations.{engine}", fromlist=["register"])
+    installed: list[LayerSettings] = []
+    monkeypatch.setattr(f"moe_runtime.integrations.{engine}_experts.install", installed.append)
+    for value in ("", "0", " "):
+        monkeypatch.setenv(module.VARIABLE, value)
+        module.register()
+    assert not installed
+    monkeypatch.setenv(module.VARIABLE, "1")
+    module.register()
+    assert installed == [LayerSettings(fields={})]
+    monkeypatch.setenv(module.VARIABLE, "no_such_file.yaml")
+    with pytest.raises(ValueError, match=f"{module.VARIABLE}: expected 0, 1 or the path of a YAML file: .*no_such"):
+        module.register()
+
+
+@pytest.mark.cpu_only
+def test_the_settings_of_the_page_are_right(tmp_path: Path) -> None:
+    page = (ROOT / "docs" / "engines.md").read_text()
+    block = re.search(r"\n\n((?:    .*\n)*    layer:\n(?:    .*\n)*)", page)
+    assert block is not None
+    file = tmp_path / "settings.yaml"
+    file.write_text(textwrap.dedent(block[1]))
+    settings = settings_from_yaml(file)
+    assert set(settings.fields) == set(ENGINE_FIELDS) and settings.parallel.transport == "nvshmem"
+
+
+@pytest.mark.cpu_only
+def test_settings_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = tmp_path / "settings.yaml"
+    file.write_text("layer: {token_format: nvfp4, token_buckets: [128]}\nparallel: {timeout_s: 5.0}\n")
+    expected = LayerSettings(ParallelConfig(timeout_s=5.0), {"token_format": "nvfp4", "token_buckets": [128]})
+    assert settings_from_yaml(file) == expected
+    monkeypatch.setenv("MOE_RUNTIME_TRIED", str(file))
+    assert settings_of_variable("MOE_RUNTIME_TRIED") == expected
+    for text, complaint in {
+        "other: 1": "other: unknown key",
+        "layer: {hidden_size: 8}": "layer.hidden_size: unknown key",
+        "layer: {token_format: fp5}": "layer.token_format: ",
+        "layer: [1]": "layer: expected a mapping",
+        "parallel: {transport: pigeon}": "parallel.transport: ",
+        "[1]": "expected a mapping",
+    }.items():
+        file.write_text(text)
+        with pytest.raises(ValueError, match=f"settings.yaml: {complaint}"):
+            settings_from_yaml(file)
