@@ -50,8 +50,8 @@ POLLING_BLOCKS = 32
 PADDED_BLOCKS = 64
 """Blocks of `recv_permute` at most, where each looks at the flags of all tokens and rows are padded for each expert.
 
-8, 32 and 128 tokens of 2 ranks, DeepSeek-V3's sizes in FP8, take 11.0, 12.0 and 20.4 us with 64 blocks on H200, 11.5, 13.9
-and 24.2 with 24, 12.0, 12.5 and 23.7 with 132.
+8, 32 and 128 tokens of 2 ranks, DeepSeek-V3's sizes in FP8, take 11.0, 12.0 and 20.4 us with 64 blocks on H200;
+11.5, 13.9 and 24.2 with 24; 12.0, 12.5 and 23.7 with 132.
 """
 
 MAX_READERS = 14
